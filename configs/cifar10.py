@@ -1,0 +1,48 @@
+"""DDPM's CIFAR-10 run (Ho et al. 2020, arXiv 2006.11239, appendix B; tqch/ddpm-torch): unconditional, 35.7 M parameters.
+
+python -m jaxunet.train --config configs/cifar10.py                                      # downloads the official archive
+python -m jaxunet.train --config configs/cifar10.py --config.data.path=cifar10:/path/to/copy
+"""
+
+from ml_collections import ConfigDict
+
+from jaxunet.config import default_config
+
+
+def get_config() -> ConfigDict:
+    config = default_config()
+    config.precision = 'bfloat16'
+
+    model = config.model
+    model.image_channels = 3
+    model.base_channels = 128
+    model.channel_mult = (1, 2, 2, 2)
+    model.num_res_blocks = 2
+    model.attention_resolutions = (16,)
+    model.num_heads = 1
+    model.num_head_channels = 0
+    model.conv_resample = True
+    model.downsample_padding = 'same'
+    model.dropout = 0.1
+    model.num_classes = 0
+    model.label_dropout = 0.0
+    model.time_embedding = 'ddpm'
+    model.norm_eps = 1e-6
+    model.init = 'ddpm'
+
+    config.data.path = 'cifar10:'
+    config.data.image_size = (32,)
+    config.data.batch_size = 128
+    config.data.augment = 'flip'
+
+    config.optimizer.learning_rate = 2e-4
+    config.optimizer.schedule = 'constant'
+    config.optimizer.warmup_steps = 5000
+    config.ema.rates = (0.9999,)
+
+    config.train.steps = 800_000
+    config.train.log_every = 100
+    config.train.sample_every = 10_000
+    config.train.sample_count = 64
+    config.train.checkpoint_every = 10_000
+    return config

@@ -1,0 +1,45 @@
+"""unet.cu's run: its 20.5 M-parameter UNet on a folder or archive of 64×64 images.
+
+    python -m jaxunet.train --config configs/elephants64.py --config.data.path=elephants64.zip
+
+The architecture is unet.cu's to the letter, so `python -m jaxunet.export --output model.bin` is read by its scripts.
+What differs from its training: bfloat16, last layers start at zero, an average of the weights, gradient clipping, horizontal flips.
+"""
+
+from ml_collections import ConfigDict
+
+from jaxunet.config import default_config
+
+
+def get_config() -> ConfigDict:
+    config = default_config()
+    config.precision = 'bfloat16'
+
+    model = config.model
+    model.image_channels = 3
+    model.base_channels = 64
+    model.channel_mult = (1, 2, 3, 4)
+    model.num_res_blocks = 2
+    model.attention_resolutions = (16, 8)
+    model.num_head_channels = 32
+    model.max_period = 1000
+    model.num_classes = 0
+    model.label_dropout = 0.0
+
+    config.data.path = 'elephants64.zip'
+    config.data.image_size = (64,)
+    config.data.batch_size = 32
+    config.data.augment = 'flip'
+
+    config.optimizer.learning_rate = 1e-4
+    config.optimizer.schedule = 'constant'
+    config.optimizer.warmup_steps = 500
+
+    config.ema.rates = (0.9995, 0.999)
+
+    config.train.steps = 40_000
+    config.train.log_every = 100
+    config.train.sample_every = 5000
+    config.train.sample_count = 64
+    config.train.checkpoint_every = 5000
+    return config

@@ -1,0 +1,348 @@
+"""The configuration of a run: one dataclass a section, one field a knob. Its defaults are the run of `configs/digits.py`.
+
+A config file's `get_config()` starts from `default_config()`, sets fields and returns the `ConfigDict`; `resolve` turns that into
+the frozen `Config` which the rest of the project reads, or raises `UserError` naming every field that is wrong.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import types
+import typing
+from dataclasses import dataclass, field
+from typing import Any
+
+from ml_collections import ConfigDict
+
+from jaxunet.errors import UserError, near_misses
+
+
+@dataclass(frozen=True)
+class ParallelConfig:
+    mode: str = 'jit'  # jit: one program over a device mesh; pmap: one program a device
+    devices: int = 0  # how many devices to use; 0 = all
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """The UNet. Names follow guided-diffusion where it has the option; `jaxunet.unet` explains each."""
+
+    image_channels: int = 1
+    base_channels: int = 32
+    channel_mult: tuple[float, ...] = (1, 2)
+    num_res_blocks: int = 1
+    attention_resolutions: tuple[int, ...] = (4,)  # shorter side, in pixels, of the feature maps that get attention
+    num_heads: int = 0  # heads of every attention block; 0 = by num_head_channels
+    num_heads_upsample: int = 0  # heads on the way up; 0 = num_heads
+    num_head_channels: int = 32  # width of a head; 0 = by num_heads
+    conv_resample: bool = False  # learned resampling; False = average pool and nearest neighbour
+    downsample_padding: str = 'symmetric'  # of the stride-2 convolution: symmetric (guided-diffusion) | same (DDPM: right and bottom only)
+    resblock_updown: bool = False  # residual blocks do the resampling
+    scale_shift_norm: bool = False  # the embedding scales and shifts after norm_2, rather than being added before it
+    dropout: float = 0.0
+    num_classes: int = 10  # 0 = unconditional
+    label_dropout: float = 0.1  # share of labels dropped in training, for classifier-free guidance
+    time_embedding: str = 'adm'  # adm: cos then sin | ddpm: sin then cos, frequencies ending at 1/max_period
+    max_period: int = 10000
+    norm_groups: int = 32
+    norm_eps: float = 1e-5
+    init: str = 'torch'  # torch: PyTorch's default layers, as guided-diffusion | ddpm: uniform fan-average
+    zero_init: bool = True  # the last layer of every residual branch, and of the network, starts at zero
+    remat: bool = False  # recompute blocks in the backward pass instead of storing their activations
+
+
+@dataclass(frozen=True)
+class DiffusionConfig:
+    steps: int = 1000
+    schedule: str = 'linear'  # linear (DDPM) | cosine (IDDPM)
+    prediction: str = 'epsilon'  # epsilon | x0 | v
+    learn_sigma: bool = False  # the network also predicts the variance; hybrid loss of IDDPM
+    vlb_weight: float = 1e-3  # weight of the variational bound in the hybrid loss
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    path: str = 'digits:'  # folder | .zip | .tar(.gz|.xz) | .npz | .bin | digits: | cifar10:[local copy]
+    image_size: tuple[int, ...] = (8,)  # (side,) or (height, width)
+    batch_size: int = 64  # images of one optimizer step, over all devices
+    num_workers: int = 0  # worker processes that decode images when they stream; 0 = threads of this process
+    cache: str = 'auto'  # device: the whole set as uint8 in device memory | stream: decode on the way | auto: device if it fits
+    augment: str = 'none'  # none | flip (random horizontal flip)
+    classes: tuple[str, ...] = ()  # names of the classes to train on, which become labels 0, 1, ... in this order; () = all
+
+
+@dataclass(frozen=True)
+class OptimizerConfig:
+    name: str = 'adamw'  # adamw | adam
+    learning_rate: float = 1e-3
+    betas: tuple[float, ...] = (0.9, 0.999)
+    eps: float = 1e-8
+    weight_decay: float = 0.0
+    warmup_steps: int = 100
+    schedule: str = 'cosine'  # constant | cosine | linear (the last two fall to 0 at train.steps)
+    clip_norm: float = 1.0  # global gradient norm; 0 = no clipping
+    accumulate_steps: int = 1  # micro-batches that make up one batch
+
+
+@dataclass(frozen=True)
+class EmaConfig:
+    rates: tuple[float, ...] = (0.995,)  # the first is the one that sampling uses
+    warmup: bool = True  # decay = min(rate, (1 + n) / (10 + n)) after n steps
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    steps: int = 1500
+    log_every: int = 25
+    sample_every: int = 500  # 0 = never
+    sample_count: int = 60
+    sample_steps: int = 50  # DDIM steps of the grids drawn while training
+    checkpoint_every: int = 500
+    keep: int = 3  # checkpoints kept
+    max_bad_steps: int = 20  # stop after this many non-finite steps in a row
+
+
+@dataclass(frozen=True)
+class Config:
+    seed: int = 0
+    backend: str = 'auto'  # auto | xla | pallas | cuda
+    precision: str = 'float32'  # compute type: float32 | bfloat16 | float16 (with dynamic loss scaling)
+    init_from: str = ''  # weights to start from: workdir, checkpoint, .bin, .pt or .safetensors
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    model: ModelConfig = field(default_factory=ModelConfig)
+    diffusion: DiffusionConfig = field(default_factory=DiffusionConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    ema: EmaConfig = field(default_factory=EmaConfig)
+    train: TrainConfig = field(default_factory=TrainConfig)
+
+    @property
+    def image_shape(self) -> tuple[int, int, int]:
+        """(height, width, channels) of the images, as the model sees them."""
+        size = self.data.image_size
+        return size[0], size[-1], self.model.image_channels
+
+    def replace(self, **changes: Any) -> Config:
+        """A copy with fields changed; a section takes a dict of its changed fields: `c.replace(train={'steps': 9})`."""
+        return dataclasses.replace(
+            self,
+            **{k: dataclasses.replace(getattr(self, k), **v) if isinstance(v, dict) else v for k, v in changes.items()},
+        )
+
+
+BACKENDS = ('auto', 'xla', 'pallas', 'cuda')
+PRECISIONS = ('float32', 'bfloat16', 'float16')
+CHOICES = {
+    'backend': BACKENDS,
+    'precision': PRECISIONS,
+    'parallel.mode': ('jit', 'pmap'),
+    'model.downsample_padding': ('symmetric', 'same'),
+    'model.time_embedding': ('adm', 'ddpm'),
+    'model.init': ('torch', 'ddpm'),
+    'diffusion.schedule': ('linear', 'cosine'),
+    'diffusion.prediction': ('epsilon', 'x0', 'v'),
+    'data.cache': ('auto', 'device', 'stream'),
+    'data.augment': ('none', 'flip'),
+    'optimizer.name': ('adamw', 'adam'),
+    'optimizer.schedule': ('constant', 'cosine', 'linear'),
+}
+POSITIVE = [
+    'model.image_channels',
+    'model.base_channels',
+    'model.channel_mult',
+    'model.num_res_blocks',
+    'model.max_period',
+    'model.norm_groups',
+    'model.norm_eps',
+    'diffusion.steps',
+    'data.image_size',
+    'data.batch_size',
+    'optimizer.learning_rate',
+    'optimizer.eps',
+    'optimizer.accumulate_steps',
+    'train.steps',
+    'train.log_every',
+    'train.checkpoint_every',
+    'train.keep',
+    'train.sample_count',
+    'train.sample_steps',
+    'train.max_bad_steps',
+]
+NOT_NEGATIVE = [
+    'seed',
+    'parallel.devices',
+    'model.num_heads',
+    'model.num_heads_upsample',
+    'model.num_head_channels',
+    'model.num_classes',
+    'diffusion.vlb_weight',
+    'data.num_workers',
+    'optimizer.weight_decay',
+    'optimizer.warmup_steps',
+    'optimizer.clip_norm',
+    'train.sample_every',
+]
+FRACTION = ('model.dropout', 'model.label_dropout', 'optimizer.betas', 'ema.rates')  # in [0, 1)
+
+
+def default_config() -> ConfigDict:
+    """Every field with its default, for config files to start from. Setting a field that does not exist raises, with near misses."""
+    return ConfigDict(to_dict(Config())).lock()
+
+
+get_config = default_config  # so that this file serves as the config file of a command without one
+
+
+def to_dict(config: Config) -> dict[str, Any]:
+    """The config as nested plain dicts (what checkpoints store as JSON)."""
+    return dataclasses.asdict(config)
+
+
+def resolve(values: ConfigDict | dict[str, Any]) -> Config:
+    """Checks names, types and values. Raises `UserError` listing everything that is wrong, before anything is allocated."""
+    problems: list[str] = []
+    raw = values.to_dict() if isinstance(values, ConfigDict) else values
+    config = _build(Config, raw, '', problems)
+    if not problems:
+        problems += _check_values(config)
+    if problems:
+        raise UserError('the config is not valid:\n' + '\n'.join(f'  {p}' for p in problems))
+    return config
+
+
+def _build(cls: type, values: Any, prefix: str, problems: list[str]) -> Any:
+    if not isinstance(values, dict):
+        problems.append(f'{prefix.rstrip(".")}: expected a section with the fields of {cls.__name__}, found {values!r}')
+        return cls()
+    hints = typing.get_type_hints(cls)
+    known = {f.name for f in dataclasses.fields(cls)}
+    for name in sorted(set(values) - known):
+        problems.append(f'{prefix}{name}: unknown field{near_misses(name, known)}')
+    built = {}
+    for name in sorted(set(values) & known):
+        hint, path = hints[name], prefix + name
+        if dataclasses.is_dataclass(hint):
+            built[name] = _build(typing.cast(type, hint), values[name], path + '.', problems)
+        else:
+            built[name] = _coerce(values[name], hint, path, problems)
+    return cls(**built)
+
+
+def _coerce(value: Any, hint: Any, path: str, problems: list[str]) -> Any:
+    """The value as its field's type: ints pass as floats, lists (from JSON) as tuples; anything else is a problem."""
+    if isinstance(hint, types.GenericAlias):
+        if not isinstance(value, list | tuple):
+            problems.append(f'{path}: expected a tuple, found {value!r}; write ({value!r},)')
+            return ()
+        return tuple(_coerce(v, hint.__args__[0], f'{path}[{i}]', problems) for i, v in enumerate(value))
+    if hint is float and type(value) is int:
+        # Multipliers such as channel_mult=(1, 2) stay integers: they print and compare as written.
+        return value
+    if type(value) is not hint:
+        problems.append(f'{path}: expected {hint.__name__}, found {value!r} ({type(value).__name__})')
+    return value
+
+
+def _check_values(config: Config) -> list[str]:
+    flat = {
+        f'{section}.{name}' if section else name: value for section, fields in _sections(config).items() for name, value in fields.items()
+    }
+    problems = [
+        f'{path}: expected one of {", ".join(allowed)}, found {flat[path]!r}{near_misses(str(flat[path]), allowed)}'
+        for path, allowed in CHOICES.items()
+        if flat[path] not in allowed
+    ]
+    for paths, accepts, expected in (
+        (POSITIVE, lambda v: 0 < v < math.inf, 'more than 0'),
+        (NOT_NEGATIVE, lambda v: 0 <= v < math.inf, '0 or more'),
+        (FRACTION, lambda v: 0 <= v < 1, 'at least 0 and less than 1'),
+    ):
+        for path in paths:
+            many = flat[path] if isinstance(flat[path], tuple) else (flat[path],)
+            problems += [f'{path}: expected {expected}, found {v!r}' for v in many if not accepts(v)]
+    return problems or _check_relations(config)
+
+
+def _sections(config: Config) -> dict[str, dict[str, Any]]:
+    values = to_dict(config)
+    return {'': {k: v for k, v in values.items() if not isinstance(v, dict)}} | {k: v for k, v in values.items() if isinstance(v, dict)}
+
+
+def _check_relations(config: Config) -> list[str]:
+    """What must hold between fields."""
+    m, d, o = config.model, config.data, config.optimizer
+    problems = []
+
+    def require(holds: bool, problem: str) -> None:
+        if not holds:
+            problems.append(problem)
+
+    require(len(m.channel_mult) > 0, 'model.channel_mult: expected at least one level, found ()')
+    require(len(d.image_size) in (1, 2), f'data.image_size: expected (side,) or (height, width), found {d.image_size}')
+    require(len(o.betas) == 2, f'optimizer.betas: expected two numbers, found {o.betas}')
+    require(len(config.ema.rates) > 0, 'ema.rates: expected at least one rate, found (); (0.0,) keeps a copy of the weights')
+    require(len(set(config.ema.rates)) == len(config.ema.rates), f'ema.rates: expected distinct rates, found {config.ema.rates}')
+    require(
+        (m.num_heads > 0) != (m.num_head_channels > 0),
+        f'model.num_heads, model.num_head_channels: set exactly one (the other 0), found {m.num_heads} and {m.num_head_channels}',
+    )
+    require(
+        m.num_heads_upsample == 0 or m.num_heads > 0,
+        f'model.num_heads_upsample: {m.num_heads_upsample} needs model.num_heads; with model.num_head_channels it has no meaning',
+    )
+    require(m.label_dropout == 0 or m.num_classes > 0, f'model.label_dropout: {m.label_dropout} needs model.num_classes > 0')
+    require(
+        d.batch_size % o.accumulate_steps == 0,
+        f'data.batch_size: {d.batch_size} is not a multiple of optimizer.accumulate_steps ({o.accumulate_steps})',
+    )
+    require(
+        len(d.classes) <= m.num_classes or m.num_classes == 0,
+        f'data.classes: {len(d.classes)} names for model.num_classes={m.num_classes}',
+    )
+    require(
+        o.name != 'adam' or o.weight_decay == 0,
+        f'optimizer.weight_decay: {o.weight_decay} has no effect with optimizer.name=adam; use adamw',
+    )
+    t = config.train
+    require(
+        t.sample_every == 0 or t.sample_steps <= config.diffusion.steps,
+        f'train.sample_steps: {t.sample_steps} is more than diffusion.steps ({config.diffusion.steps})',
+    )
+    require(
+        t.sample_every == 0 or m.image_channels in (1, 3),
+        f'model.image_channels: sample grids show 1 or 3, found {m.image_channels}; set train.sample_every=0',
+    )
+    if problems:
+        return problems
+    height, width, _ = config.image_shape
+    factor = 2 ** (len(m.channel_mult) - 1)
+    require(
+        height % factor == 0 and width % factor == 0,
+        f'data.image_size: {height}x{width} must be divisible by {factor}, as model.channel_mult has {len(m.channel_mult)} levels',
+    )
+    sides = [min(height, width) >> level for level in range(len(m.channel_mult))]
+    for resolution in m.attention_resolutions:
+        require(resolution in sides, f'model.attention_resolutions: {resolution} is none of the levels, whose shorter sides are {sides}')
+    for level, mult in enumerate(m.channel_mult):
+        channels = int(mult * m.base_channels)
+        attends = sides[level] in m.attention_resolutions or level == len(sides) - 1
+        name, size = ('num_heads', m.num_heads) if m.num_heads else ('num_head_channels', m.num_head_channels)
+        require(not attends or channels % size == 0, f'model.{name}: {size} does not divide the {channels} channels of level {level}')
+        require(
+            channels > 0 and channels % m.norm_groups == 0,
+            f'model.channel_mult: {mult} x base_channels {m.base_channels} = {channels} channels, '
+            f'not a multiple of model.norm_groups ({m.norm_groups})',
+        )
+    return problems
+
+
+def diff(old: Config, new: Config) -> list[str]:
+    """`section.field: old -> new` for every field that differs."""
+    a, b = _sections(old), _sections(new)
+    return [
+        f'{section + "." if section else ""}{name}: {a[section][name]!r} -> {b[section][name]!r}'
+        for section in a
+        for name in a[section]
+        if a[section][name] != b[section][name]
+    ]

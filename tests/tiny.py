@@ -1,0 +1,32 @@
+"""A model that compiles in seconds, for tests of everything around it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from jaxunet.config import Config, resolve, to_dict
+
+TINY: dict[str, Any] = {
+    'model': {
+        'base_channels': 8,
+        'channel_mult': (1,),
+        'num_res_blocks': 1,
+        'attention_resolutions': (),
+        'num_head_channels': 8,
+        'norm_groups': 4,
+    },
+    'diffusion': {'steps': 20},
+    'data': {'batch_size': 8},
+    'optimizer': {'warmup_steps': 2},
+    'train': {'steps': 6, 'log_every': 1, 'sample_every': 0, 'checkpoint_every': 2, 'sample_count': 4, 'sample_steps': 2},
+}
+
+
+def tiny_config(**changes: Any) -> Config:
+    """The tiny config with fields changed, as `Config.replace`."""
+    return resolve(to_dict(Config().replace(**TINY).replace(**changes)))
+
+
+def flags() -> list[str]:
+    """The tiny config as command-line overrides of the default one."""
+    return [f'--config.{section}.{name}={value}' for section, fields in TINY.items() for name, value in fields.items()]
