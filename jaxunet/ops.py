@@ -1,0 +1,109 @@
+"""The seam: the one place where xla, pallas or cuda is chosen for each op of the UNet.
+
+`load_ops(backend)` returns an `Ops`; the UNet receives it as a field and never asks which backend it has.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple, Protocol
+
+from jaxtyping import Array, Float
+
+from jaxunet.config import BACKENDS
+from jaxunet.errors import UserError
+from pallas_kernels.attention import reference as attention_reference
+from pallas_kernels.conv3x3 import reference as conv3x3_reference
+from pallas_kernels.features import Features
+from pallas_kernels.group_norm import reference as group_norm_reference
+
+
+class Conv3x3(Protocol):
+    """conv(x, kernel) + shift [+ residual · shortcut]; see `pallas_kernels.conv3x3.reference.conv3x3`."""
+
+    def __call__(
+        self,
+        x: Features,
+        kernel: Float[Array, '3 3 channels features'],
+        shift: Float[Array, '#batch features'],
+        *,
+        residual: Features | None = None,
+        shortcut: Float[Array, 'residual_channels features'] | None = None,
+    ) -> Features: ...
+
+
+class NormSiluConv3x3(Protocol):
+    """conv3x3(SiLU(GroupNorm(x))) with the same epilogue; see `pallas_kernels.conv3x3.reference.norm_silu_conv3x3`."""
+
+    def __call__(
+        self,
+        x: Features,
+        scale: Float[Array, '#batch channels'],
+        offset: Float[Array, '#batch channels'],
+        kernel: Float[Array, '3 3 channels features'],
+        shift: Float[Array, '#batch features'],
+        *,
+        residual: Features | None = None,
+        shortcut: Float[Array, 'residual_channels features'] | None = None,
+        groups: int = 32,
+        eps: float = 1e-5,
+    ) -> Features: ...
+
+
+class GroupNorm(Protocol):
+    """GroupNorm [+ SiLU]; see `pallas_kernels.group_norm.reference.group_norm`."""
+
+    def __call__(
+        self,
+        x: Features,
+        scale: Float[Array, '#batch channels'],
+        offset: Float[Array, '#batch channels'],
+        *,
+        groups: int = 32,
+        eps: float = 1e-5,
+        silu: bool = False,
+    ) -> Float[Array, 'batch height width channels']: ...
+
+
+class Attention(Protocol):
+    """Multi-head attention on packed qkv; see `pallas_kernels.attention.reference.attention`."""
+
+    def __call__(self, qkv: Float[Array, 'batch tokens packed'], *, num_heads: int) -> Float[Array, 'batch tokens channels']: ...
+
+
+class Ops(NamedTuple):
+    """The vocabulary of the UNet: one signature an op, shared by all backends."""
+
+    conv3x3: Conv3x3
+    norm_silu_conv3x3: NormSiluConv3x3
+    group_norm: GroupNorm
+    attention: Attention
+
+
+XLA = Ops(
+    conv3x3=conv3x3_reference.conv3x3,
+    norm_silu_conv3x3=conv3x3_reference.norm_silu_conv3x3,
+    group_norm=group_norm_reference.group_norm,
+    attention=attention_reference.attention,
+)
+
+
+def load_ops(backend: str) -> Ops:
+    """The ops of a backend. `auto` takes the best one that each op has on this device.
+
+    Raises:
+      UserError: the backend is unknown, or this version or machine does not have it.
+    """
+    if backend not in BACKENDS:
+        raise UserError(f'backend: expected one of {", ".join(BACKENDS)}, found {backend!r}')
+    if backend in ('pallas', 'cuda'):
+        raise UserError(f'backend={backend}: this version has no {backend} kernels yet; use backend=xla, which runs everywhere')
+    return XLA
+
+
+def describe(backend: str) -> str:
+    """One line for a log: the backend that each op got."""
+    ops = load_ops(backend)
+    named = {'xla': XLA}
+    return 'ops: ' + ', '.join(
+        f'{field}={next(name for name, table in named.items() if getattr(table, field) is op)}' for field, op in ops._asdict().items()
+    )

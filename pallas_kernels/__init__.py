@@ -1,0 +1,1 @@
+"""GPU kernels, one folder an op, each beside its plain reference."""

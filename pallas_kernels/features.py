@@ -1,0 +1,63 @@
+"""`Features`: the activation that ops exchange, kept as the parts whose channels it joins."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float
+
+
+def at_least_float32(dtype: DTypeLike) -> jnp.dtype:
+    """The type in which statistics, softmax and sums are computed: float32, or float64 where that is what comes in."""
+    return jnp.dtype(jnp.float64 if jnp.dtype(dtype) == jnp.float64 else jnp.float32)
+
+
+class Features(NamedTuple):
+    """An NHWC activation as one or more parts that are concatenated along channels, each with its moments where known.
+
+    A skip connection joins two parts; a kernel may read both where they are instead of a concatenated copy. `moments[i]` is
+    what the producer of `parts[i]` already knows of it: float32 of shape (batch, channels, 2), mean and mean squared deviation
+    over the pixels of each sample and channel, or None.
+    """
+
+    parts: tuple[Float[Array, 'batch height width _'], ...]
+    moments: tuple[Float[Array, 'batch _ 2'] | None, ...]
+
+    @classmethod
+    def of(cls, value: Float[Array, 'batch height width channels'], moments: Float[Array, 'batch channels 2'] | None = None) -> Features:
+        return cls((value,), (moments,))
+
+    def join(self, other: Features) -> Features:
+        """Both, one after the other along channels; nothing is copied."""
+        return Features(self.parts + other.parts, self.moments + other.moments)
+
+    @property
+    def value(self) -> Float[Array, 'batch height width channels']:
+        """The activation as one array."""
+        return self.parts[0] if len(self.parts) == 1 else jnp.concatenate(self.parts, axis=-1)
+
+    @property
+    def channels(self) -> int:
+        return sum(part.shape[-1] for part in self.parts)
+
+    @property
+    def dtype(self) -> jnp.dtype:
+        return self.parts[0].dtype
+
+
+def channel_moments(x: Float[Array, 'batch height width channels']) -> Float[Array, 'batch channels 2']:
+    """Mean and mean squared deviation over the pixels of each sample and channel, in at least float32.
+
+    Two passes, so that a large mean does not cancel the variance away. bfloat16 needs only one, E[x²] − E[x]²: its squares are exact in
+    float32, and a mean large enough to cancel would have rounded the deviations away when x was stored.
+    """
+    wide = x.astype(at_least_float32(x.dtype))
+    mean = jnp.mean(wide, axis=(1, 2))
+    if x.dtype == jnp.bfloat16:
+        deviation = jnp.maximum(jnp.mean(jax.lax.square(wide), axis=(1, 2)) - jax.lax.square(mean), 0)
+    else:
+        deviation = jnp.mean(jax.lax.square(wide - mean[:, None, None, :]), axis=(1, 2))
+    return jnp.stack([mean, deviation], axis=-1)

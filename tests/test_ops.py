@@ -1,0 +1,106 @@
+"""The references, which are also the xla backend, against other implementations, in float64."""
+
+import inspect
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxunet import ops as seam
+from jaxunet.errors import UserError
+from pallas_kernels.features import Features, channel_moments
+
+OPS = seam.load_ops('xla')
+
+
+def draw(*shape, seed=0, dtype=np.float64):
+    return jnp.asarray(np.random.default_rng(seed).standard_normal(shape), dtype)
+
+
+@pytest.fixture(autouse=True)
+def _float64():
+    with jax.enable_x64(True):
+        yield
+
+
+def test_group_norm_is_flax_group_norm():
+    x, scale, offset = draw(3, 5, 4, 64) * 3 + 50, draw(1, 64, seed=1), draw(1, 64, seed=2)
+    with jax.numpy_dtype_promotion('standard'):  # flax's own code needs it
+        want = nn.GroupNorm(32, epsilon=1e-5, use_fast_variance=False, dtype=jnp.float64).apply(
+            {'params': {'scale': scale[0], 'bias': offset[0]}}, x
+        )
+    np.testing.assert_allclose(OPS.group_norm(Features.of(x), scale, offset), want, rtol=1e-9, atol=1e-9)
+    np.testing.assert_allclose(OPS.group_norm(Features.of(x), scale, offset, silu=True), jax.nn.silu(want), rtol=1e-9, atol=1e-9)
+
+
+def test_group_norm_of_parts_and_of_known_moments_is_that_of_the_whole():
+    x, scale, offset = draw(2, 4, 4, 48), draw(2, 48, seed=1), draw(2, 48, seed=2)
+    a, b = x[..., :20], x[..., 20:]  # the cut goes through a group
+    joined = Features.of(a, channel_moments(a)).join(Features.of(b))
+    want = OPS.group_norm(Features.of(x), scale, offset, groups=8)
+    np.testing.assert_allclose(OPS.group_norm(joined, scale, offset, groups=8), want, rtol=1e-9, atol=1e-9)
+    wrong = Features((a, b), (2 * channel_moments(a), None))  # given moments are used, not recomputed
+    assert not np.allclose(OPS.group_norm(wrong, scale, offset, groups=8), want)
+
+
+def test_group_norm_survives_a_large_mean_in_float32():
+    x = draw(1, 16, 16, 32, dtype=np.float32) + jnp.float32(3000)
+    one, zero = jnp.ones((1, 32), jnp.float32), jnp.zeros((1, 32), jnp.float32)
+    exact = OPS.group_norm(Features.of(x.astype(jnp.float64)), one, zero)
+    np.testing.assert_allclose(OPS.group_norm(Features.of(x), one, zero), exact, atol=2e-3)
+
+
+def test_conv3x3_is_nine_shifted_products():
+    x, kernel, bias = draw(2, 5, 7, 6), draw(3, 3, 6, 4, seed=1), draw(1, 4, seed=2)
+    padded = np.pad(x, ((0, 0), (1, 1), (1, 1), (0, 0)))
+    want = sum(padded[:, i : i + 5, j : j + 7] @ np.asarray(kernel[i, j]) for i in range(3) for j in range(3)) + np.asarray(bias)
+    np.testing.assert_allclose(OPS.conv3x3(Features.of(x), kernel, bias).value, want, rtol=1e-9, atol=1e-9)
+
+
+def test_fused_conv_is_its_composition():
+    x, kernel = draw(2, 4, 4, 32), draw(3, 3, 32, 8, seed=1)
+    scale, offset, shift = draw(2, 32, seed=2), draw(2, 32, seed=3), draw(2, 8, seed=4)
+    residual, shortcut = draw(2, 4, 4, 12, seed=5), draw(12, 8, seed=6)
+    parts = Features.of(residual[..., :5]).join(Features.of(residual[..., 5:]))
+    got = OPS.norm_silu_conv3x3(Features.of(x), scale, offset, kernel, shift, residual=parts, shortcut=shortcut, groups=8)
+    active = OPS.group_norm(Features.of(x), scale, offset, groups=8, silu=True)
+    want = OPS.conv3x3(Features.of(active), kernel, jnp.zeros((1, 8))).value + shift[:, None, None, :] + residual @ shortcut
+    np.testing.assert_allclose(got.value, want, rtol=1e-9, atol=1e-9)
+    with pytest.raises(ValueError, match='shortcut needs a residual'):
+        OPS.conv3x3(Features.of(x), kernel, shift, shortcut=shortcut)
+
+
+def test_attention_is_jax_attention():
+    qkv = draw(2, 9, 3 * 4 * 8)
+    q, k, v = (part.reshape(2, 9, 4, 8) for part in jnp.split(qkv, 3, axis=-1))
+    with jax.numpy_dtype_promotion('standard'):  # jax.nn's own code needs it
+        want = jax.nn.dot_product_attention(q, k, v).reshape(2, 9, 32)
+    np.testing.assert_allclose(OPS.attention(qkv, num_heads=4), want, rtol=1e-9, atol=1e-9)
+    with pytest.raises(ValueError, match='not 3 x 5 heads'):
+        OPS.attention(qkv, num_heads=5)
+
+
+@pytest.mark.parametrize('dtype', [jnp.float32, jnp.bfloat16, jnp.float16])
+def test_results_have_the_type_of_their_input(dtype):
+    x = draw(1, 4, 4, 32, dtype=dtype)
+    one, bias = jnp.ones((1, 32), jnp.float32), jnp.zeros((1, 4), jnp.float32)
+    assert OPS.group_norm(Features.of(x), one, one).dtype == dtype
+    assert OPS.norm_silu_conv3x3(Features.of(x), one, one, draw(3, 3, 32, 4), bias).value.dtype == dtype
+    assert OPS.attention(x.reshape(1, 16, 32)[..., :24], num_heads=2).dtype == dtype
+
+
+def test_seam_signatures_and_errors():
+    for name, op in OPS._asdict().items():
+        protocol = getattr(
+            seam, {'conv3x3': 'Conv3x3', 'norm_silu_conv3x3': 'NormSiluConv3x3', 'group_norm': 'GroupNorm'}.get(name, 'Attention')
+        )
+        wanted = list(inspect.signature(protocol.__call__).parameters)[1:]
+        assert list(inspect.signature(op).parameters) == wanted
+    with pytest.raises(UserError, match='expected one of auto, xla, pallas, cuda'):
+        seam.load_ops('tpu')
+    for missing in ('pallas', 'cuda'):
+        with pytest.raises(UserError, match=f'backend={missing}: this version has no {missing} kernels'):
+            seam.load_ops(missing)
+    assert seam.describe('auto') == 'ops: conv3x3=xla, norm_silu_conv3x3=xla, group_norm=xla, attention=xla'
