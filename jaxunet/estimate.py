@@ -1,0 +1,79 @@
+"""Size and cost of a configured model, from shapes alone."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from jaxunet.config import Config
+from jaxunet.ops import load_ops
+from jaxunet.training.state import init_params
+from jaxunet.unet import build_unet
+
+
+def tree_bytes(tree: Any) -> int:
+    """Bytes of all arrays (or shapes) of a tree."""
+    return sum(math.prod(x.shape) * jnp.dtype(x.dtype).itemsize for x in jax.tree.leaves(tree) if jnp.issubdtype(x.dtype, jnp.number))
+
+
+def parameter_count(config: Config) -> int:
+    return sum(math.prod(x.shape) for x in jax.tree.leaves(_params(config)))
+
+
+def forward_flops(config: Config) -> float:
+    """Floating-point operations of one forward pass of one image, as XLA counts them (a multiply-add is two)."""
+    params, loss = _loss(config, batch=1)
+    cost = jax.jit(loss).lower(params).cost_analysis()
+    assert cost is not None
+    return cost['flops']
+
+
+def memory(config: Config) -> dict[str, int]:
+    """Bytes on one device: parameters, averages, optimizer, gradients, and what the backward pass keeps of the forward pass.
+
+    The last is counted before the compiler fuses, recomputes or reuses anything, so it is an upper estimate.
+    """
+    params = _params(config)
+    size = tree_bytes(params)
+    devices = config.parallel.devices or jax.device_count()
+    share = max(config.data.batch_size // config.optimizer.accumulate_steps // devices, 1)
+    shapes, loss = _loss(config, batch=share)
+    residuals = jax.eval_shape(lambda p: jax.vjp(loss, p)[1], shapes)
+    return {
+        'parameters': size,
+        'averages': size * len(config.ema.rates),
+        'optimizer': tree_bytes(jax.eval_shape(optax.adam(1e-3).init, params)),
+        'gradients': size,
+        'activations': max(tree_bytes(residuals) - size, 0),
+    }
+
+
+def summary(config: Config) -> str:
+    """Lines for people."""
+    forward = forward_flops(config) / 1e9
+    parts = memory(config)
+    gib = ', '.join(f'{name} {value / 2**30:.2f}' for name, value in parts.items())
+    return (
+        f'parameters: {parameter_count(config):,}\n'
+        f'GFLOPs per image: {forward:.2f} forward, about {3 * forward:.2f} a training step\n'
+        f'memory per device, GiB: {sum(parts.values()) / 2**30:.2f} estimated ({gib})'
+    )
+
+
+def _params(config: Config) -> Any:
+    return jax.eval_shape(lambda: init_params(build_unet(config, load_ops('xla')), config, jax.random.key(0)))
+
+
+def _loss(config: Config, batch: int) -> tuple[Any, Any]:
+    model = build_unet(config, load_ops('xla'))
+    labels = jnp.zeros((batch,), jnp.int32) if config.model.num_classes else None
+
+    def loss(params: Any) -> jax.Array:
+        x = jnp.zeros((batch, *config.image_shape), jnp.float32)
+        return jnp.mean(jax.lax.square(model.predict(params, x, jnp.zeros((batch,), jnp.int32), labels)))
+
+    return _params(config), loss
