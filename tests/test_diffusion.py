@@ -1,0 +1,329 @@
+"""The diffusion mathematics against independent computations in float64."""
+
+import dataclasses
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import scipy.stats
+
+from jaxunet import diffusion as d
+from jaxunet.config import DiffusionConfig
+from jaxunet.errors import UserError
+
+SHAPE = (4, 3, 2, 1)
+PREDICTIONS = ('epsilon', 'x0', 'v')
+
+
+def batch(seed, count=4, channels=1):
+    """Pixels on the grid of 256 values, and noise."""
+    rng = np.random.default_rng(seed)
+    shape = (count, 3, 2, channels)
+    x0 = rng.integers(0, 256, shape).astype(np.float32) / np.float32(127.5) - 1
+    return jnp.asarray(x0), jnp.asarray(rng.standard_normal(shape, dtype=np.float32))
+
+
+def steps_of(diffusion, count=4):
+    return jnp.asarray(np.linspace(0, diffusion.steps - 1, count).astype(np.int32))
+
+
+def test_linear_schedule_known_values():
+    betas = d.make_betas('linear', 1000)
+    assert betas.dtype == np.float64
+    np.testing.assert_allclose(betas[[0, 999]], [1e-4, 0.02], rtol=1e-12)
+    np.testing.assert_allclose(np.diff(betas), (0.02 - 1e-4) / 999, rtol=1e-9)
+    # Ho et al., section 4: about 4e-5 of the signal's variance is left.
+    assert 4.0e-5 < d.make_diffusion(DiffusionConfig()).alphas_cumprod[-1] < 4.1e-5
+    # Fewer steps end at about the same noise.
+    np.testing.assert_allclose(d.make_betas('linear', 250)[[0, -1]], [4e-4, 0.08], rtol=1e-12)
+
+
+def test_cosine_schedule_known_values():
+    betas = d.make_betas('cosine', 1000)
+    assert betas[-1] == 0.999
+    assert (np.diff(betas) >= 0).all()
+
+    def f(t):
+        return math.cos((t / 1000 + 0.008) / 1.008 * math.pi / 2) ** 2
+
+    alphas_cumprod = np.cumprod(1 - betas)
+    for t in (0, 1, 250, 499, 900, 998):
+        assert alphas_cumprod[t] == pytest.approx(f(t + 1) / f(0), rel=1e-9)
+    # Halfway the two differ as IDDPM's figure 5 shows: cosine keeps half the variance, linear almost nothing.
+    assert alphas_cumprod[499] == pytest.approx(0.494, abs=1e-3)
+    assert np.cumprod(1 - d.make_betas('linear', 1000))[499] == pytest.approx(0.0786, abs=1e-3)
+
+
+@pytest.mark.parametrize(
+    ('change', 'message'),
+    [
+        ({'schedule': 'cosin'}, r'diffusion.schedule: expected one of linear, cosine, found \'cosin\'; did you mean "cosine"'),
+        ({'prediction': 'eps'}, r'diffusion.prediction: expected one of epsilon, x0, v, found \'eps\''),
+        ({'steps': 20}, r'diffusion.steps: the linear schedule needs more than 20 steps, found 20'),
+        ({'steps': 0, 'schedule': 'cosine'}, r'diffusion.steps: expected 1 or more, found 0'),
+    ],
+)
+def test_wrong_settings_are_named(change, message):
+    with pytest.raises(UserError, match=message):
+        d.make_diffusion(DiffusionConfig(**change))
+
+
+@pytest.mark.parametrize(('schedule', 'steps'), [('linear', 21), ('linear', 1000), ('cosine', 1), ('cosine', 2), ('cosine', 4000)])
+def test_tables_are_finite(schedule, steps):
+    diffusion = d.make_diffusion(DiffusionConfig(schedule=schedule, steps=steps))
+    assert diffusion.steps == steps
+    for field in dataclasses.fields(diffusion):
+        value = getattr(diffusion, field.name)
+        if isinstance(value, np.ndarray):
+            assert value.shape == (steps,)
+            assert np.isfinite(value).all(), field.name
+            with pytest.raises(ValueError, match='read-only'):
+                value[0] = 0
+
+
+@pytest.mark.parametrize('schedule', ['linear', 'cosine'])
+def test_closed_form_is_the_iterated_step(schedule):
+    """Mean and variance of x_t, one step q(x_t | x_{t−1}) after the other (DDPM eq. 2), are those of q_sample."""
+    config = DiffusionConfig(schedule=schedule, steps=100)
+    diffusion = d.make_diffusion(config)
+    x0 = jnp.ones((100, 1, 1, 1), jnp.float32)
+    t = jnp.arange(100, dtype=jnp.int32)
+    mean = d.q_sample(diffusion, x0, t, jnp.zeros_like(x0))[:, 0, 0, 0]
+    std = d.q_sample(diffusion, jnp.zeros_like(x0), t, x0)[:, 0, 0, 0]
+    expected_mean, expected_variance = 1.0, 0.0
+    for i, beta in enumerate(d.make_betas(schedule, 100)):
+        expected_mean, expected_variance = math.sqrt(1 - beta) * expected_mean, (1 - beta) * expected_variance + beta
+        assert float(mean[i]) == pytest.approx(expected_mean, rel=1e-5)
+        assert float(std[i]) ** 2 == pytest.approx(expected_variance, rel=1e-5)
+
+
+@pytest.mark.parametrize('schedule', ['linear', 'cosine'])
+def test_posterior_is_the_product_of_two_gaussians(schedule):
+    """q(x_{t−1} | x_t, x_0) ∝ q(x_t | x_{t−1}) q(x_{t−1} | x_0), multiplied on a fine grid of x_{t−1} and normalised numerically."""
+    diffusion = d.make_diffusion(DiffusionConfig(schedule=schedule, steps=100))
+    betas = d.make_betas(schedule, 100)
+    alphas = np.cumprod(1 - betas)
+    x0, xt = 0.4, -0.3
+    for t in (1, 2, 37, 98):
+        # The grid spans 12 standard deviations of the narrower factor's reach on both sides of each factor's centre.
+        centre1, std1 = xt / math.sqrt(1 - betas[t]), math.sqrt(betas[t] / (1 - betas[t]))
+        centre2, std2 = math.sqrt(alphas[t - 1]) * x0, math.sqrt(1 - alphas[t - 1])
+        grid = np.linspace(min(centre1 - 12 * std1, centre2 - 12 * std2), max(centre1 + 12 * std1, centre2 + 12 * std2), 400_001)
+        log_density = scipy.stats.norm.logpdf(grid, centre1, std1) + scipy.stats.norm.logpdf(grid, centre2, std2)
+        weight = np.exp(log_density - log_density.max())
+        weight /= weight.sum()
+        mean = (weight * grid).sum()
+        variance = (weight * (grid - mean) ** 2).sum()
+        got_mean, got_log_variance = d.posterior(
+            diffusion, jnp.full((1, 1, 1, 1), x0, jnp.float32), jnp.full((1, 1, 1, 1), xt, jnp.float32), jnp.array([t], jnp.int32)
+        )
+        assert float(got_mean[0, 0, 0, 0]) == pytest.approx(mean, rel=1e-4, abs=1e-6)
+        assert math.exp(float(got_log_variance[0, 0, 0, 0])) == pytest.approx(variance, rel=1e-4)
+
+
+def test_posterior_at_the_first_step():
+    """A point at x_0, whose log variance is clipped to the next step's."""
+    diffusion = d.make_diffusion(DiffusionConfig())
+    x0, xt = batch(0)
+    zero = jnp.zeros(4, jnp.int32)
+    mean, log_variance = d.posterior(diffusion, x0, xt, zero)
+    np.testing.assert_array_equal(mean, x0)
+    np.testing.assert_array_equal(log_variance, d.posterior(diffusion, x0, xt, zero + 1)[1])
+
+
+def test_respacing_keeps_alphas_and_is_exact_over_the_skipped_steps():
+    diffusion = d.make_diffusion(DiffusionConfig(prediction='v', learn_sigma=True, vlb_weight=0.5))
+    timesteps = np.array([0, 10, 400, 999])
+    spaced = d.respace(diffusion, timesteps)
+    assert (spaced.prediction, spaced.learn_sigma, spaced.vlb_weight) == ('v', True, 0.5)
+    np.testing.assert_array_equal(spaced.signal, diffusion.signal[timesteps])
+    np.testing.assert_allclose(np.cumprod(1 - spaced.betas), diffusion.alphas_cumprod[timesteps], rtol=1e-12)
+    # The variance that steps 11..400 add to x_10, one by one.
+    variance = 0.0
+    for beta in d.make_betas('linear', 1000)[11:401]:
+        variance = (1 - beta) * variance + beta
+    assert spaced.betas[2] == pytest.approx(variance, rel=1e-9)
+    np.testing.assert_allclose(d.respace(diffusion, np.arange(1000)).betas, d.make_betas('linear', 1000), rtol=1e-9)
+
+
+@pytest.mark.parametrize('prediction', PREDICTIONS)
+@pytest.mark.parametrize('schedule', ['linear', 'cosine'])
+def test_predictions_convert_back_and_forth(prediction, schedule):
+    """From the exact target, every prediction gives the x_0 and ε that made x_t."""
+    diffusion = d.make_diffusion(DiffusionConfig(prediction=prediction, schedule=schedule))
+    x0, noise = batch(1, count=50)
+    t = jnp.asarray(np.linspace(0, 900, 50).astype(np.int32))
+    xt = d.q_sample(diffusion, x0, t, noise)
+    target = d.prediction_target(diffusion, x0, t, noise)
+    got_x0, got_noise = d.predict_x0_and_noise(diffusion, target, xt, t)
+    # Rounding of x_t in float32 grows by 1/√ᾱ on the way to x_0 and by 1/√(1 − ᾱ) on the way to ε.
+    for got, expected, amplification in ((got_x0, x0, diffusion.inverse_signal), (got_noise, noise, 1 / diffusion.noise)):
+        bound = 4 * np.finfo(np.float32).eps * 4 * amplification[np.asarray(t)]
+        assert (np.abs(got - expected).max(axis=(1, 2, 3)) <= bound).all()
+    # The other way: whatever the network outputs, its x_0 and ε reproduce x_t and the output.
+    output = jax.random.normal(jax.random.key(0), x0.shape, jnp.float32)
+    got_x0, got_noise = d.predict_x0_and_noise(diffusion, output, xt, t)
+    np.testing.assert_allclose(d.q_sample(diffusion, got_x0, t, got_noise), xt, atol=2e-5)
+    np.testing.assert_allclose(d.prediction_target(diffusion, got_x0, t, got_noise), output, atol=2e-5)
+    np.testing.assert_allclose(d.noise_from_x0(diffusion, got_x0, xt, t)[5:], got_noise[5:], atol=2e-4)
+
+
+def test_v_interpolates_between_noise_and_image():
+    diffusion = d.make_diffusion(DiffusionConfig(prediction='v', schedule='cosine'))
+    x0, noise = batch(2, count=2)
+    v = d.prediction_target(diffusion, x0, jnp.array([0, 999], jnp.int32), noise)
+    np.testing.assert_allclose(v[0], noise[0], atol=0.05)
+    np.testing.assert_allclose(v[1], -x0[1], atol=1e-3)
+
+
+@pytest.mark.parametrize('prediction', PREDICTIONS)
+def test_loss_is_the_mean_squared_error_of_the_target(prediction):
+    diffusion = d.make_diffusion(DiffusionConfig(prediction=prediction))
+    x0, noise = batch(3)
+    t = steps_of(diffusion)
+    xt = d.q_sample(diffusion, x0, t, noise)
+    target = d.prediction_target(diffusion, x0, t, noise)
+    offset = jnp.asarray([0.0, 0.5, 1.0, 2.0], jnp.float32)
+    loss = jax.jit(lambda o: d.per_sample_loss(diffusion, o, x0, xt, t, noise))(target + offset[:, None, None, None])
+    assert loss.dtype == jnp.float32
+    np.testing.assert_allclose(loss, [0, 0.25, 1, 4], rtol=1e-5)
+
+
+def test_loss_is_float32_for_a_bfloat16_network():
+    diffusion = d.make_diffusion(DiffusionConfig(learn_sigma=True))
+    x0, noise = batch(4)
+    t = steps_of(diffusion)
+    xt = d.q_sample(diffusion, x0, t, noise)
+    output = jnp.concatenate([noise, jnp.zeros_like(noise)], axis=-1).astype(jnp.bfloat16)
+    loss = d.per_sample_loss(diffusion, output, x0, xt, t, noise)
+    assert loss.dtype == jnp.float32
+    np.testing.assert_array_equal(loss, d.per_sample_loss(diffusion, output.astype(jnp.float32), x0, xt, t, noise))
+
+
+@pytest.mark.parametrize(('learn_sigma', 'channels', 'expected'), [(False, 2, 1), (True, 1, 2), (True, 3, 2)])
+def test_wrong_number_of_output_channels_is_an_error(learn_sigma, channels, expected):
+    diffusion = d.make_diffusion(DiffusionConfig(learn_sigma=learn_sigma))
+    x0, noise = batch(5)
+    with pytest.raises(ValueError, match=f'expected {expected} channels .* found {channels}'):
+        d.per_sample_loss(diffusion, jnp.zeros((*SHAPE[:3], channels), jnp.float32), x0, x0, steps_of(diffusion), noise)
+
+
+def exact_bound(config, prediction_error, values, x0, noise, steps):
+    """L_{t−1} in bits per dimension from the betas, in float64; the network's ε is off by `prediction_error`."""
+    betas = d.make_betas(config.schedule, config.steps)
+    alphas = np.cumprod(1 - betas)
+    terms = []
+    for i, t in enumerate(steps):
+        x0_i, noise_i = x0[i].astype(np.float64), noise[i].astype(np.float64)
+        xt = math.sqrt(alphas[t]) * x0_i + math.sqrt(1 - alphas[t]) * noise_i
+        previous = alphas[t - 1] if t else 1.0
+
+        def posterior_mean(x0, xt=xt, t=t, previous=previous):
+            return (math.sqrt(previous) * betas[t] * x0 + math.sqrt(1 - betas[t]) * (1 - previous) * xt) / (1 - alphas[t])
+
+        predicted_x0 = (xt - math.sqrt(1 - alphas[t]) * (noise_i + prediction_error)) / math.sqrt(alphas[t])
+        s = max(t, 1)
+        small = betas[s] * (1 - alphas[s - 1]) / (1 - alphas[s])
+        w = (values[i].astype(np.float64) + 1) / 2
+        std = np.exp(0.5 * (w * math.log(betas[t]) + (1 - w) * math.log(small)))
+        mean, predicted = posterior_mean(x0_i), posterior_mean(predicted_x0)
+        if t == 0:
+            upper = np.where(x0_i > 0.999, np.inf, (x0_i + 1 / 255 - predicted) / std)
+            lower = np.where(x0_i < -0.999, -np.inf, (x0_i - 1 / 255 - predicted) / std)
+            nats = -np.log(np.maximum(scipy.stats.norm.cdf(upper) - scipy.stats.norm.cdf(lower), 1e-12))
+        else:
+            nats = np.log(std / math.sqrt(small)) + (small + (mean - predicted) ** 2) / (2 * std**2) - 0.5
+        terms.append(nats.mean() / math.log(2))
+    return np.array(terms)
+
+
+@pytest.mark.parametrize('schedule', ['linear', 'cosine'])
+def test_variational_bound_against_float64(schedule):
+    config = DiffusionConfig(schedule=schedule, learn_sigma=True, steps=200)
+    diffusion = d.make_diffusion(config)
+    steps = np.array([0, 0, 1, 2, 50, 150, 198], np.int32)
+    x0, noise = batch(6, count=7, channels=3)
+    x0 = x0.at[0, 0, 0].set(-1.0).at[1, 0, 0].set(1.0)
+    values = np.random.default_rng(7).uniform(-1.2, 1.2, x0.shape).astype(np.float32)
+    t = jnp.asarray(steps)
+    xt = d.q_sample(diffusion, x0, t, noise)
+    output = jnp.concatenate([noise + 0.3, jnp.asarray(values)], axis=-1)
+    got = d.variational_bound(diffusion, output, x0, xt, t)
+    expected = exact_bound(config, 0.3, values, np.asarray(x0), np.asarray(noise), steps)
+    np.testing.assert_allclose(got, expected, rtol=2e-3)
+    # The hybrid loss with the default weight 1e-3 has guided-diffusion's T / 1000 in front of it.
+    loss = d.per_sample_loss(diffusion, output, x0, xt, t, noise)
+    np.testing.assert_allclose(loss, 0.3**2 + 200 / 1000 * expected, rtol=2e-3)
+
+
+def test_bound_is_zero_for_the_true_posterior():
+    """With the right ε and variance β̃ the KL vanishes; any other variance costs something."""
+    diffusion = d.make_diffusion(DiffusionConfig(learn_sigma=True))
+    x0, noise = batch(8)
+    t = jnp.asarray([1, 10, 100, 900], jnp.int32)
+    xt = d.q_sample(diffusion, x0, t, noise)
+
+    def bound(value):
+        return d.variational_bound(diffusion, jnp.concatenate([noise, jnp.full_like(noise, value)], axis=-1), x0, xt, t)
+
+    np.testing.assert_allclose(bound(-1.0), 0, atol=1e-4)
+    assert (np.asarray(bound(-1.0))[:2] < np.asarray(bound(0.0))[:2]).all()
+
+
+def test_decoder_is_a_distribution_over_pixel_values():
+    """The 256 probabilities add up to 1, also where the mean lies beyond the last bin."""
+    pixels = np.arange(256, dtype=np.float32) / np.float32(127.5) - 1
+    for mean, std in ((0.1, 0.02), (-1.3, 0.3), (0.9, 1.0), (1.0, 0.001)):
+        x0 = jnp.asarray(pixels).reshape(1, 16, 16, 1)
+        nll = d.discretized_gaussian_nll(x0, jnp.full_like(x0, mean), jnp.full_like(x0, 2 * math.log(std)))
+        assert float(jnp.exp(-nll).sum()) == pytest.approx(1, abs=1e-5)
+
+
+@pytest.mark.parametrize('side', [-1, 1])
+def test_decoder_is_accurate_in_both_tails(side):
+    """Against float64 where the mass is as small as 1e-9, on either side of the mean."""
+    x0, std = np.float32(side * 0.6), 0.1
+    distance = np.array([0.0, 1.0, 3.0, 5.0, 5.5])
+    mean = (x0 - side * distance * std).astype(np.float32)
+    exact = -np.log(np.diff(scipy.stats.norm.cdf([-distance - 1 / 25.5, -distance + 1 / 25.5]), axis=0)[0])
+    images = jnp.full((5, 1, 1, 1), x0)
+    got = d.discretized_gaussian_nll(images, jnp.asarray(mean).reshape(5, 1, 1, 1), jnp.full_like(images, 2 * math.log(std)))
+    np.testing.assert_allclose(got.ravel(), exact, rtol=1e-5)
+
+
+@pytest.mark.parametrize('prediction', PREDICTIONS)
+def test_hybrid_loss_gradient_leaves_the_prediction_alone(prediction):
+    """The prediction's gradient is that of the mean squared error alone; the variance's is that of the bound alone, finite everywhere."""
+    config = DiffusionConfig(prediction=prediction, learn_sigma=True)
+    diffusion, plain = d.make_diffusion(config), d.make_diffusion(dataclasses.replace(config, learn_sigma=False))
+    x0, noise = batch(9, count=6)
+    x0 = x0.at[0, 0, 0].set(-1.0).at[0, 1, 1].set(1.0)
+    t = jnp.asarray([0, 0, 1, 3, 500, 999], jnp.int32)
+    xt = d.q_sample(diffusion, x0, t, noise)
+    output = jax.random.normal(jax.random.key(1), (*x0.shape[:3], 2), jnp.float32)
+    gradient = jax.grad(lambda o: d.per_sample_loss(diffusion, o, x0, xt, t, noise).sum())(output)
+    only_error = jax.grad(lambda o: d.per_sample_loss(plain, o, x0, xt, t, noise).sum())(output[..., :1])
+    only_bound = jax.grad(lambda o: d.variational_bound(diffusion, o, x0, xt, t).sum())(output)
+    assert np.isfinite(gradient).all()
+    np.testing.assert_array_equal(gradient[..., :1], only_error)
+    np.testing.assert_allclose(gradient[..., 1:], only_bound[..., 1:] * diffusion.vlb_weight * 1000, rtol=1e-5, atol=1e-12)
+    # Without the stop the bound would reach the prediction, and it does reach the variance: the two checks above are not of zeros.
+    assert np.abs(only_bound[2:, ..., :1]).max() > 0
+    assert (np.abs(gradient[2:, ..., 1:]).max(axis=(1, 2, 3)) > 0).all()
+
+
+def test_variational_bound_needs_a_learned_variance():
+    diffusion = d.make_diffusion(DiffusionConfig())
+    x0, noise = batch(10)
+    with pytest.raises(ValueError, match='learned variance'):
+        d.variational_bound(diffusion, noise, x0, x0, steps_of(diffusion))
+
+
+def test_learned_variance_ends_at_beta_and_posterior():
+    diffusion = d.make_diffusion(DiffusionConfig(learn_sigma=True))
+    t = jnp.asarray([1, 500], jnp.int32)
+    ones = jnp.ones((2, 1, 1, 1), jnp.float32)
+    np.testing.assert_allclose(jnp.exp(d.learned_log_variance(diffusion, ones, t))[:, 0, 0, 0], diffusion.betas[[1, 500]], rtol=1e-5)
+    np.testing.assert_array_equal(d.learned_log_variance(diffusion, -ones, t), d.posterior(diffusion, ones, ones, t)[1])
