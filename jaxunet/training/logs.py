@@ -1,0 +1,59 @@
+"""What a run tells: metrics.csv, TensorBoard, and the progress bar."""
+
+from __future__ import annotations
+
+import csv
+import os
+import pathlib
+from typing import Any
+
+import numpy as np
+from absl import logging
+from tensorboardX import SummaryWriter
+
+COLUMNS = ('step', 'loss', 'learning_rate', 'grad_norm', 'images_per_second', 'step_ms', 'loss_scale', 'skipped_steps', 'training_seconds')
+
+
+class Logs:
+    """Appends to `WORKDIR/metrics.csv` and `WORKDIR/tensorboard`; rows of `start_step` and before stay, later ones are dropped.
+
+    A run that was killed after its last checkpoint has logged steps that it will do again.
+    """
+
+    def __init__(self, workdir: pathlib.Path, start_step: int) -> None:
+        self.path = workdir / 'metrics.csv'
+        rows = [row for row in read_metrics(self.path) if int(row['step']) <= start_step] if self.path.exists() else []
+        temporary = self.path.with_suffix('.tmp')
+        with temporary.open('w', newline='') as file:
+            writer = csv.DictWriter(file, COLUMNS)
+            writer.writeheader()
+            writer.writerows(rows)
+        os.replace(temporary, self.path)
+        self._file = self.path.open('a', newline='', buffering=1)
+        self._csv = csv.DictWriter(self._file, COLUMNS)
+        self._board = SummaryWriter(str(workdir / 'tensorboard'), purge_step=start_step + 1 if start_step else None)
+
+    def row(self, values: dict[str, Any]) -> None:
+        """One logged step: a value for each of `COLUMNS`."""
+        self._csv.writerow({name: f'{value:.9g}' if isinstance(value, float) else value for name, value in values.items()})
+        for name, value in values.items():
+            if name != 'step':
+                self._board.add_scalar(f'train/{name}', value, values['step'])
+
+    def image(self, step: int, picture: np.ndarray) -> None:
+        """A sample grid, uint8 (height, width, 1 or 3)."""
+        self._board.add_image('samples', np.broadcast_to(picture, (*picture.shape[:2], 3)), step, dataformats='HWC')
+
+    def close(self) -> None:
+        self._file.close()
+        self._board.close()
+
+
+def read_metrics(path: pathlib.Path) -> list[dict[str, str]]:
+    """The rows of a metrics.csv; a last row that a kill cut short is left out."""
+    with path.open(newline='') as file:
+        rows = list(csv.DictReader(file))
+    whole = [row for row in rows if set(row) == set(COLUMNS) and None not in row.values() and row['step'].isdigit()]
+    if len(whole) < len(rows):
+        logging.warning('%s: %d rows that are cut short or not of this version were dropped', path, len(rows) - len(whole))
+    return whole

@@ -1,0 +1,307 @@
+"""The training loop: restores, compiles, steps, logs, samples, saves, and stops when asked.
+
+The device is never left waiting for Python: up to `IN_FLIGHT` steps are queued, and metrics are read when their step has long run.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import pathlib
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from absl import logging
+from tqdm import tqdm
+
+from jaxunet import checkpoint
+from jaxunet.config import Config
+from jaxunet.data import pipeline
+from jaxunet.data.sources import Source
+from jaxunet.diffusion import make_diffusion
+from jaxunet.errors import UserError
+from jaxunet.generate import Generator
+from jaxunet.images import grid, save_png
+from jaxunet.ops import describe, load_ops
+from jaxunet.sampling import SamplerConfig
+from jaxunet.training.logs import Logs
+from jaxunet.training.parallel import Data, Parallel
+from jaxunet.training.preemption import Preemption
+from jaxunet.training.state import TrainState, init_state, make_optimizer, set_moments, start_state
+from jaxunet.training.step import make_train_step
+from jaxunet.unet import build_unet
+
+IN_FLIGHT = 8
+
+
+def train(config: Config, workdir: pathlib.Path, source: Source, initial: TrainState | None = None) -> int:
+    """Trains until `train.steps`, or until SIGTERM or SIGINT; returns the step reached, which is saved.
+
+    Args:
+      source: the images (`jaxunet.data.sources.open_source`).
+      initial: numpy state to start from if the workdir has no checkpoint (from `initial_state`); None = fresh parameters.
+
+    Raises:
+      UserError: the workdir holds another run, the data does not fit the config, too many non-finite steps in a row, or the last
+        checkpoint could not be written.
+    """
+    workdir.mkdir(parents=True, exist_ok=True)
+    with Preemption() as preemption:
+        return _Run(config, workdir, source, initial, preemption).run()
+
+
+def initial_state(config: Config, params: Any, moments: tuple[Any, Any] | None) -> TrainState:
+    """A state at step 0 with weights, and Adam moments if there are any, from elsewhere."""
+    optimizer = make_optimizer(config)
+    rng = jax.random.key_data(jax.random.split(jax.random.key(config.seed))[1])
+    state = start_state(config, optimizer, jax.tree.map(jnp.asarray, params), rng)
+    if moments is not None:
+        state = dataclasses.replace(state, opt_state=set_moments(state.opt_state, *jax.tree.map(jnp.asarray, moments)))
+    return jax.device_get(state)
+
+
+class _Run:
+    """One call of `train`."""
+
+    def __init__(self, config: Config, workdir: pathlib.Path, source: Source, initial: TrainState | None, preemption: Preemption) -> None:
+        self.config, self.workdir, self.source, self.preemption = config, workdir, source, preemption
+        self.main = jax.process_index() == 0
+        self.parallel = Parallel(config)
+        self.checkpoints = checkpoint.Checkpoints(workdir, keep=config.train.keep)
+        logging.info('%s', describe(config.backend))
+        self.model = build_unet(config, load_ops(config.backend))
+        self.optimizer = make_optimizer(config)
+        self.seconds = 0.0  # of training alone
+        self.state, self.step = self._restore(initial)
+        self.start = self.step
+        self.failed_save = ''
+
+    def _restore(self, initial: TrainState | None) -> tuple[TrainState, int]:
+        restored = self.checkpoints.restore()
+        if restored is not None:
+            changes = checkpoint.check_resumable(restored.config, self.config, self.workdir)
+            step = int(restored.state.step)
+            logging.info('resuming %s at step %d%s', self.workdir, step, '; changed: ' + ', '.join(changes) if changes else '')
+            self.seconds = restored.seconds
+            return self.parallel.replicate(restored.state), step
+        if initial is not None:
+            return self.parallel.replicate(initial), 0
+        fresh = jax.jit(lambda: init_state(self.config, self.model, self.optimizer))()
+        return self.parallel.replicate(jax.device_get(fresh)), 0
+
+    def run(self) -> int:
+        total = self.config.train.steps
+        if self.step >= total:
+            print(
+                f'{self.workdir} has already trained {self.step} steps. To go on, raise --config.train.steps (now {total}); to start anew, '
+                'choose another --workdir.'
+            )
+            return self.step
+        data, batches = self._open_data()
+        logs = Logs(self.workdir, self.start) if self.main else None
+        bar = tqdm(total=total, initial=self.start, unit='step', dynamic_ncols=True, disable=not self.main)
+        try:
+            bar.set_description('compiling')
+            began = time.perf_counter()
+            diffusion = make_diffusion(self.config.diffusion)
+            compiled = self.parallel.compile(
+                lambda axis: make_train_step(self.config, self.model, diffusion, self.optimizer, axis_name=axis), self.state, data
+            )
+            bar.write(
+                f'compiled the step in {time.perf_counter() - began:.1f} s; {len(self.parallel.devices)} x '
+                f'{self.parallel.devices[0].device_kind}, {self.config.parallel.mode}'
+            )
+            self.sampler = Background(self._compile_sampler) if self.config.train.sample_every and self.main else None
+            bar.set_description('training')
+            self._loop(compiled, data, batches, logs, bar)
+        finally:
+            bar.close()
+            if batches is not None:
+                batches.close()
+            if logs is not None:
+                logs.close()
+            self.checkpoints.close()
+        if self.failed_save:
+            raise UserError(self.failed_save)
+        return self.step
+
+    def _open_data(self) -> tuple[Data, Any]:
+        """What the step is given: the resident dataset and None, or the first batch and the stream of the others."""
+        c = self.config
+        if pipeline.choose_cache(c, self.source) == 'device':
+            images, labels = pipeline.load_all(self.source, progress=self.main)
+            return self.parallel.replicate({'images': images, 'labels': labels}), None
+        share = c.data.batch_size // jax.process_count()
+        shapes = {'image': np.zeros((share, *c.image_shape), np.uint8), 'label': np.zeros(share, np.int32)}
+        return self.parallel.put_batch(shapes), pipeline.stream(self.source, c, self.start, self.parallel.local_rows)
+
+    def _loop(self, compiled: Any, data: Data, batches: Iterator[dict[str, np.ndarray]] | None, logs: Logs | None, bar: tqdm) -> None:
+        t = self.config.train
+        queue: collections.deque[tuple[int, dict[str, Any]]] = collections.deque()
+        clock = _Clock(self.start)
+
+        def take(count: int) -> None:
+            """Waits for the oldest queued steps until `count` are left, and tells what they gave."""
+            while len(queue) > count:
+                step, metrics = queue.popleft()
+                bad = int(metrics['bad_steps'])  # waits for the step
+                bar.update()
+                if bad >= t.max_bad_steps:
+                    raise UserError(
+                        f'training stopped at step {step}: {bad} steps in a row had a loss or gradient that is not finite '
+                        f'(train.max_bad_steps={t.max_bad_steps}); lower optimizer.learning_rate, set optimizer.clip_norm, or use '
+                        f'precision=bfloat16. The last checkpoint is step {self.checkpoints.latest()}.'
+                    )
+                if step % t.log_every == 0 or step == t.steps:
+                    elapsed, steps = clock.lap(step)
+                    self.seconds += elapsed
+                    self._log(logs, bar, step, metrics, elapsed / steps)
+
+        while self.step < t.steps and not self.preemption.requested:
+            if batches is not None:
+                data = self.parallel.put_batch(next(batches))
+            self.state, metrics = compiled(self.state, data)
+            self.step += 1
+            queue.append((self.step, self.parallel.local(metrics)))
+            take(IN_FLIGHT)
+            self.preemption.nothing_to_save = False
+            sample = t.sample_every and (self.step % t.sample_every == 0 or self.step == t.steps)
+            save = self.step % t.checkpoint_every == 0 or self.step == t.steps
+            if sample or save:
+                take(0)
+                clock.pause()
+                if save:
+                    self._save(bar)
+                if sample and logs is not None:
+                    self._sample(logs, bar)
+                clock.go_on()
+        take(0)
+        if self.step < t.steps:
+            if self.checkpoints.latest() != self.step:
+                self._save(bar)
+            bar.write(f'stopped at step {self.step}; the same command goes on from there')
+        self._finish_saving(bar)
+
+    def _log(self, logs: Logs | None, bar: tqdm, step: int, metrics: dict[str, Any], seconds_per_step: float) -> None:
+        if logs is None:
+            return
+        rate = self.config.data.batch_size / seconds_per_step
+        logs.row(
+            {
+                'step': step,
+                'loss': float(metrics['loss']),
+                'learning_rate': float(metrics['learning_rate']),
+                'grad_norm': float(metrics['grad_norm']),
+                'images_per_second': rate,
+                'step_ms': seconds_per_step * 1e3,
+                'loss_scale': float(metrics['loss_scale']),
+                'skipped_steps': int(metrics['skipped']),
+                'training_seconds': self.seconds,
+            }
+        )
+        bar.set_postfix_str(f'loss={float(metrics["loss"]):.4f}, {rate:.0f} images/s, {seconds_per_step * 1e3:.1f} ms/step', refresh=False)
+
+    def _save(self, bar: tqdm) -> None:
+        """A failed write is told and tried again at the next checkpoint; only a last one that fails ends in an error."""
+        try:
+            self.failed_save = ''
+            self.checkpoints.save(self.step, self.parallel.fetch(self.state), self.config, self.seconds)
+        except checkpoint.CheckpointWriteError as error:
+            self.failed_save = str(error)
+            bar.write(f'warning: {error}')
+
+    def _finish_saving(self, bar: tqdm) -> None:
+        try:
+            self.checkpoints.wait()
+        except checkpoint.CheckpointWriteError as error:
+            self.failed_save = str(error)
+
+    def _compile_sampler(self) -> Generator:
+        """In a thread, beside the first steps."""
+        t = self.config.train
+        sampler = SamplerConfig(name='ddim', steps=t.sample_steps)
+        # On one device: pmap's replicas need no second layout, and a grid is small.
+        generator = Generator(self.config, sampler, batch_size=t.sample_count, devices=self.parallel.local_devices[:1])
+        shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=generator._replicated), self._shape_of_params())
+        generator.compile(shapes)
+        return generator
+
+    def _shape_of_params(self) -> Any:
+        return checkpoint.state_template(self.config).params
+
+    def _sample(self, logs: Logs, bar: tqdm) -> None:
+        assert self.sampler is not None
+        generator = self.sampler.result(lambda: not self.preemption.requested)
+        if generator is None:
+            return  # asked to stop: saving comes first
+        count, classes = self.config.train.sample_count, self.config.model.num_classes
+        indices = np.arange(count)
+        labels = (indices % classes).astype(np.int32) if classes else None
+        params = generator.put(self.parallel.local(next(iter(self.state.ema.values()))))
+
+        def progress(_: float) -> bool:
+            return not self.preemption.requested
+
+        images = generator(params, seed=self.config.seed, indices=indices, labels=labels, progress=progress)
+        if images is None:
+            return
+        picture = grid(images, classes if 1 < classes <= 20 else None)
+        path = self.workdir / 'samples' / f'step_{self.step:07d}.png'
+        save_png(path, picture)
+        logs.image(self.step, picture)
+        bar.write(f'step {self.step}: samples in {path}')
+
+
+class Background:
+    """Runs a function in a daemon thread: a process that stops need not wait for what it compiles."""
+
+    NAME = 'background compilation'
+
+    def __init__(self, function: Callable[[], Any]) -> None:
+        self._outcome: list[Any] = []
+        self._error: list[BaseException] = []
+
+        def call() -> None:
+            try:
+                self._outcome.append(function())
+            except BaseException as error:  # raised again where the result is wanted
+                self._error.append(error)
+
+        self._thread = threading.Thread(target=call, name=self.NAME, daemon=True)
+        self._thread.start()
+
+    def result(self, keep_waiting: Callable[[], bool]) -> Any:
+        """What the function returned or raised; None if `keep_waiting` turns false before it is done."""
+        while self._thread.is_alive():
+            if not keep_waiting():
+                return None
+            self._thread.join(0.1)
+        if self._error:
+            raise self._error[0]
+        return self._outcome[0]
+
+
+class _Clock:
+    """Wall-clock of the steps between two rows of the log, without what is done between `pause` and `go_on`."""
+
+    def __init__(self, step: int) -> None:
+        self._step = step
+        self._mark = time.perf_counter()
+        self._paused = 0.0
+
+    def lap(self, step: int) -> tuple[float, int]:
+        now = time.perf_counter()
+        elapsed, steps = now - self._mark - self._paused, step - self._step
+        self._mark, self._step, self._paused = now, step, 0.0
+        return elapsed, steps
+
+    def pause(self) -> None:
+        self._began = time.perf_counter()
+
+    def go_on(self) -> None:
+        self._paused += time.perf_counter() - self._began

@@ -1,0 +1,191 @@
+"""The step: the same losses however the batch is spread, skipped bad steps, averages, schedules, and a loop that learns."""
+
+import dataclasses
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from tiny import tiny_config
+
+from jaxunet.data import pipeline
+from jaxunet.data.sources import open_source
+from jaxunet.diffusion import make_diffusion
+from jaxunet.errors import UserError
+from jaxunet.ops import load_ops
+from jaxunet.training.logs import read_metrics
+from jaxunet.training.loop import train
+from jaxunet.training.parallel import Parallel
+from jaxunet.training.state import LossScale, get_moments, init_state, learning_rate_schedule, make_optimizer, set_moments
+from jaxunet.training.step import ema_decay, make_train_step
+from jaxunet.unet import build_unet
+
+
+@pytest.fixture(scope='module')
+def source():
+    return open_source('digits:', image_shape=(8, 8, 1))
+
+
+class Bench:
+    """A compiled step with its state and the resident digits."""
+
+    def __init__(self, config, source):
+        self.config, self.parallel = config, Parallel(config)
+        self.optimizer, model = make_optimizer(config), build_unet(config, load_ops('xla'))
+        self.state = self.parallel.replicate(jax.device_get(jax.jit(lambda: init_state(config, model, self.optimizer))()))
+        images, labels = pipeline.load_all(source, progress=False)
+        self.resident = self.parallel.replicate({'images': images, 'labels': labels})
+        self.make = lambda axis: make_train_step(config, model, make_diffusion(config.diffusion), self.optimizer, axis_name=axis)
+
+    def losses(self, count=3, batches=None):
+        data = self.resident if batches is None else self.parallel.put_batch(batches[0])
+        step = self.parallel.compile(self.make, self.state, data)
+        out = []
+        for i in range(count):
+            data = self.resident if batches is None else self.parallel.put_batch(batches[i])
+            self.state, metrics = step(self.state, data)
+            metrics = self.parallel.local(metrics)
+            out += [float(metrics['step_loss']), float(metrics['grad_norm'])]
+        return out
+
+
+NOISY = {'model': {'dropout': 0.2}, 'data': {'augment': 'flip'}}
+
+
+@pytest.fixture(scope='module')
+def one_device(source):
+    return Bench(tiny_config(**NOISY, parallel={'devices': 1}), source).losses()
+
+
+@pytest.mark.parametrize(
+    'changes',
+    [
+        {'parallel': {'mode': 'jit', 'devices': 4}},
+        {'parallel': {'mode': 'pmap', 'devices': 4}},
+        {'parallel': {'mode': 'pmap', 'devices': 2}, 'optimizer': {'accumulate_steps': 4}},
+        {'parallel': {'mode': 'jit', 'devices': 2}, 'optimizer': {'accumulate_steps': 2}},
+        {'parallel': {'devices': 1}, 'optimizer': {'accumulate_steps': 8}},
+    ],
+    ids=str,
+)
+def test_losses_do_not_depend_on_how_a_batch_is_spread(changes, source, one_device):
+    got = Bench(tiny_config(**NOISY).replace(**changes), source).losses()
+    np.testing.assert_allclose(got, one_device, rtol=1e-4)
+    assert len(set(one_device)) == len(one_device)
+
+
+@pytest.mark.parametrize('mode', ['jit', 'pmap'])
+def test_streamed_batches_give_the_losses_of_the_resident_dataset(mode, source, one_device):
+    config = tiny_config(**NOISY, parallel={'mode': mode, 'devices': 4})
+    bench = Bench(config, source)
+    stream = pipeline.stream(source, config, 0, bench.parallel.local_rows)
+    batches = [next(stream) for _ in range(3)]
+    stream.close()
+    np.testing.assert_allclose(bench.losses(batches=batches), one_device, rtol=1e-4)
+
+
+def test_a_bad_step_changes_only_the_counters(source):
+    bench = Bench(tiny_config(parallel={'devices': 1}, precision='float16'), source)
+    host = bench.parallel.fetch(bench.state)
+    overflowing = dataclasses.replace(host, loss_scale=LossScale(np.float32(np.inf), np.int32(0)))
+    bench.state = bench.parallel.replicate(overflowing)
+    bench.losses(count=1)
+    after = bench.parallel.fetch(bench.state)
+    for name in ('params', 'ema', 'opt_state'):
+        assert all(np.array_equal(a, b) for a, b in zip(*(jax.tree.leaves(getattr(s, name)) for s in (host, after)), strict=True)), name
+    assert (after.step, after.skipped, after.bad_steps, after.loss_count) == (1, 1, 1, 0)
+
+
+def test_loss_scale_halves_doubles_and_stays_off():
+    scale = LossScale(jnp.float32(1024), jnp.int32(1999))
+    assert [float(v) for v in scale.update(jnp.array(True), True)] == [2048, 0]
+    assert [float(v) for v in scale.update(jnp.array(False), True)] == [512, 0]
+    assert scale.update(jnp.array(False), False) is scale
+    assert float(LossScale(jnp.float32(1024), jnp.int32(5)).update(jnp.array(True), True).finite_steps) == 6
+
+
+def test_training_stops_after_too_many_bad_steps(tmp_path, source):
+    config = tiny_config(optimizer={'learning_rate': 1e30, 'clip_norm': 0.0, 'warmup_steps': 0}, train={'steps': 60, 'max_bad_steps': 3})
+    with pytest.raises(UserError, match=r'3 steps in a row had a loss or gradient that is not finite \(train.max_bad_steps=3\); lower'):
+        train(config, tmp_path, source)
+
+
+def test_ema_is_the_recurrence(source):
+    config = tiny_config(ema={'rates': (0.9, 0.0)}, parallel={'devices': 1})
+    bench = Bench(config, source)
+    weights = [bench.parallel.fetch(bench.state).params]
+    for _ in range(3):
+        bench.losses(count=1)
+        weights.append(bench.parallel.fetch(bench.state).params)
+    expected = weights[0]
+    for n, new in enumerate(weights[1:]):
+        decay = min(0.9, (1 + n) / (10 + n))
+        expected = jax.tree.map(lambda e, p, d=decay: d * e + (1 - d) * p, expected, new)
+    state = bench.parallel.fetch(bench.state)
+    for want, got in zip(jax.tree.leaves(expected), jax.tree.leaves(state.ema['0.9']), strict=True):
+        np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-6)
+    for want, got in zip(jax.tree.leaves(state.params), jax.tree.leaves(state.ema['0.0']), strict=True):
+        np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-7)
+    assert float(ema_decay(0.9, jnp.int32(0), False)) == pytest.approx(0.9)
+
+
+@pytest.mark.parametrize(('schedule', 'end'), [('constant', 1e-3), ('cosine', 0.0), ('linear', 0.0)])
+def test_learning_rate(schedule, end):
+    rate = learning_rate_schedule(tiny_config(optimizer={'schedule': schedule, 'warmup_steps': 10}, train={'steps': 110}))
+    np.testing.assert_allclose([rate(0), rate(4), rate(9), rate(10), rate(110)], [1e-4, 5e-4, 1e-3, 1e-3, end], rtol=1e-5, atol=1e-9)
+    if schedule != 'constant':
+        assert rate(60) == pytest.approx(5e-4, rel=1e-4)
+
+
+def test_clipping_and_moments(source):
+    """Adam's first moment after one step is 0.1 times the clipped gradient."""
+    bench = Bench(tiny_config(optimizer={'clip_norm': 0.01}, parallel={'devices': 1}), source)
+    _, norm = bench.losses(count=1)
+    mu, nu = get_moments(bench.parallel.fetch(bench.state).opt_state)
+    assert norm > 0.1
+    assert math.sqrt(sum(float((m**2).sum()) for m in jax.tree.leaves(mu))) == pytest.approx(0.1 * 0.01, rel=1e-3)
+    replaced = set_moments(bench.parallel.fetch(bench.state).opt_state, nu, mu)
+    assert get_moments(replaced)[0] is nu
+
+
+def test_weight_decay_pulls_weights_down(source):
+    norms = []
+    for decay in (0.0, 100.0):
+        bench = Bench(tiny_config(optimizer={'weight_decay': decay}, parallel={'devices': 1}), source)
+        bench.losses()
+        norms.append(float(np.linalg.norm(bench.parallel.fetch(bench.state).params['conv_in']['kernel'])))
+    assert norms[1] < 0.9 * norms[0]
+
+
+@pytest.mark.parametrize('precision', ['float32', 'bfloat16', 'float16'])
+def test_the_loop_learns_and_logs(precision, tmp_path, source):
+    config = tiny_config(
+        precision=precision,
+        data={'batch_size': 32},
+        optimizer={'learning_rate': 5e-3},
+        train={'steps': 120, 'log_every': 40, 'sample_every': 120, 'checkpoint_every': 120},
+    )
+    assert train(config, tmp_path, source) == 120
+    rows = read_metrics(tmp_path / 'metrics.csv')
+    assert [int(row['step']) for row in rows] == [40, 80, 120]
+    assert float(rows[-1]['loss']) < 0.8 * float(rows[0]['loss'])
+    assert float(rows[-1]['training_seconds']) > 0
+    assert (float(rows[0]['loss_scale']) > 1) == (precision == 'float16')
+    assert (tmp_path / 'samples' / 'step_0000120.png').stat().st_size > 100
+    assert list((tmp_path / 'tensorboard').iterdir())
+    assert train(config, tmp_path, source) == 120  # done already: nothing is trained or logged again
+    assert read_metrics(tmp_path / 'metrics.csv') == rows
+
+
+@pytest.mark.parametrize(
+    ('changes', 'message'),
+    [
+        ({'parallel': {'devices': 5}}, r'parallel.devices: 5 asked for, but this machine has 4'),
+        ({'data': {'batch_size': 6}}, r'data.batch_size: 6 .* gives 6 images, which do not divide among 4 devices'),
+        ({'optimizer': {'accumulate_steps': 4}}, r'gives 2 images, which do not divide among 4 devices'),
+    ],
+)
+def test_batches_that_do_not_divide(changes, message):
+    with pytest.raises(UserError, match=message):
+        Parallel(tiny_config(parallel={'devices': 4}).replace(**changes))
