@@ -1,0 +1,43 @@
+"""Writes a model's weights for other programs.
+
+    python -m jaxunet.export --checkpoint PATH --output model.bin [--ema RATE|none] [--with_optimizer]
+
+.bin is read by unet.cu's generate.py and train_unet; .pt and .safetensors have guided-diffusion's names.
+"""
+
+from __future__ import annotations
+
+import pathlib
+from collections.abc import Sequence
+
+from absl import flags
+
+from jaxunet import cli
+from jaxunet.config import resolve
+from jaxunet.errors import UserError
+from jaxunet.load import load_model
+from jaxunet.weights import write_weights
+
+CHECKPOINT = flags.DEFINE_string('checkpoint', None, 'Workdir, checkpoint, or .bin, .pt or .safetensors file.', required=True)
+OUTPUT = flags.DEFINE_string('output', None, 'File to write: .bin (unet.cu), .pt (guided-diffusion) or .safetensors.', required=True)
+EMA = flags.DEFINE_string('ema', '', "Rate of the average to use; default: the run's first; none = the parameters without averaging.")
+WITH_OPTIMIZER = flags.DEFINE_bool('with_optimizer', False, "Also write Adam's moments, to continue training; implies --ema=none.")
+CONFIG_FILE = cli.define_optional_config('Config whose model the weight file holds, where the file does not say.')
+
+
+def main(argv: Sequence[str]) -> None:
+    with_optimizer = WITH_OPTIMIZER.value
+    if with_optimizer and EMA.value not in ('', 'none'):
+        raise UserError(f'--ema: {EMA.value} with --with_optimizer; the moments belong to the parameters without averaging, use --ema=none')
+    is_run = pathlib.Path(CHECKPOINT.value).is_dir()
+    given = resolve(CONFIG_FILE.value) if CONFIG_FILE.value is not None else None
+    model = load_model(CHECKPOINT.value, ema='none' if with_optimizer and is_run else EMA.value, config=given)
+    if with_optimizer and model.moments is None:
+        raise UserError(f'--with_optimizer: {CHECKPOINT.value} holds no optimizer state')
+    write_weights(OUTPUT.value, model.params, model.config, model.moments if with_optimizer else None)
+    size = pathlib.Path(OUTPUT.value).stat().st_size
+    print(f'{model.note} -> {OUTPUT.value} ({size / 2**20:.1f} MiB{", with optimizer moments" if with_optimizer else ""})')
+
+
+if __name__ == '__main__':
+    cli.run(main)
