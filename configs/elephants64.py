@@ -31,11 +31,11 @@ def get_config() -> ConfigDict:
     config.data.batch_size = 32
     config.data.augment = 'flip'
 
-    config.optimizer.learning_rate = 1e-4
+    config.optimizer.learning_rate = 2e-4
     config.optimizer.schedule = 'constant'
     config.optimizer.warmup_steps = 500
 
-    config.ema.rates = (0.9995, 0.999)
+    config.ema.rates = (0.9995,)
 
     config.train.steps = 40_000
     config.train.log_every = 100

@@ -69,18 +69,25 @@ class Checkpoints:
         )
         self.manager = ocp.CheckpointManager(self.folder, options=options, item_names=('state', 'meta'))
 
-    def save(self, step: int, state: TrainState, config: Config, seconds: float) -> None:
+    def save(self, step: int, state: TrainState, config: Config, seconds: float) -> str:
         """Starts writing `state` (numpy) in the background. A write that fails leaves the earlier checkpoints as they are.
 
+        Returns: what went wrong with the write before this one, or ''.
+
         Raises:
-          CheckpointWriteError: this write could not start, or an earlier one failed since.
+          CheckpointWriteError: this write could not start.
         """
         meta = {'config': to_dict(config), 'checksum': checksum(state), 'seconds': seconds}
+        earlier = ''
         try:
-            self.manager.check_for_errors()
+            self.wait()
+        except CheckpointWriteError as error:
+            earlier = str(error)
+        try:
             self.manager.save(step, args=ocp.args.Composite(state=ocp.args.PyTreeSave(state), meta=ocp.args.JsonSave(meta)), force=True)
         except Exception as error:
             raise CheckpointWriteError(self._write_failure(error)) from error
+        return earlier
 
     def wait(self) -> None:
         """Until everything is on disk. Raises `CheckpointWriteError` if it could not be written."""

@@ -36,8 +36,8 @@ def run(main: Callable[[Sequence[str]], int | None]) -> None:
 
 
 def _of_interest(record: std_logging.LogRecord) -> bool:
-    """What jaxunet says, and warnings of the libraries below it."""
-    return record.levelno >= std_logging.WARNING or pathlib.Path(__file__).parent in pathlib.Path(record.pathname).parents
+    """What jaxunet says, and warnings of the libraries below it; but orbax's failures come back as exceptions that we report."""
+    return (record.levelno >= std_logging.WARNING and 'orbax' not in record.pathname) or pathlib.Path(__file__).parent in pathlib.Path(record.pathname).parents
 
 
 def _quiet(main: Callable[[Sequence[str]], int | None]) -> Callable[[Sequence[str]], int | None]:

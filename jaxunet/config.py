@@ -304,6 +304,10 @@ def _check_relations(config: Config) -> list[str]:
         o.name != 'adam' or o.weight_decay == 0,
         f'optimizer.weight_decay: {o.weight_decay} has no effect with optimizer.name=adam; use adamw',
     )
+    require(
+        config.diffusion.schedule != 'linear' or config.diffusion.steps > 20,
+        f'diffusion.steps: the linear schedule needs more than 20, found {config.diffusion.steps}; or use diffusion.schedule=cosine',
+    )
     t = config.train
     require(
         t.sample_every == 0 or t.sample_steps <= config.diffusion.steps,

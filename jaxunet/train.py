@@ -14,11 +14,13 @@ import pprint
 import sys
 import threading
 from collections.abc import Sequence
+from typing import NoReturn
 
 import jax
 from absl import flags, logging
 
 from jaxunet import cli, estimate
+from jaxunet.checkpoint import CheckpointWriteError
 from jaxunet.config import Config, resolve, to_dict
 from jaxunet.data.sources import open_source
 from jaxunet.errors import UserError
@@ -49,12 +51,20 @@ def main(argv: Sequence[str]) -> None:
     check_classes(config, len(source.class_names))
     workdir = pathlib.Path(WORKDIR.value) if WORKDIR.value else pathlib.Path('runs') / default_name()
     print(f'{len(source)} images from {config.data.path}; workdir {workdir}', flush=True)
-    train(config, workdir, source, load_initial(config))
+    try:
+        train(config, workdir, source, load_initial(config))
+    except CheckpointWriteError as error:
+        print(f'error: {error}', file=sys.stderr)
+        leave(cli.USER_ERROR)  # orbax's threads would add their tracebacks
     if any(thread.name == Background.NAME for thread in threading.enumerate()):
-        # Everything is saved; the compiler's thread would hold the exit up.
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(0)
+        leave(0)  # everything is saved; the compiler's thread would hold the exit up
+
+
+def leave(code: int) -> NoReturn:
+    """Exits at once, without waiting for threads of libraries."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
 
 
 def default_name() -> str:

@@ -3,14 +3,18 @@
 import os
 import pathlib
 
-# Before jax starts: four devices for the data-parallel tests; a GPU machine keeps its own.
-os.environ['XLA_FLAGS'] = os.environ.get('XLA_FLAGS', '') + ' --xla_force_host_platform_device_count=4'
+# Before jax starts: four CPU devices for the data-parallel tests, and quick compiling, as most of the time goes there.
+QUICK = '--xla_backend_optimization_level=0'
+os.environ['XLA_FLAGS'] = f'{os.environ.get("XLA_FLAGS", "")} --xla_force_host_platform_device_count=4 {QUICK}'
 
 import jax
 import pytest
 
 jax.config.update('jax_numpy_dtype_promotion', 'strict')
 jax.config.update('jax_numpy_rank_promotion', 'raise')
+# Many tests compile the same tiny programs.
+jax.config.update('jax_compilation_cache_dir', str(pathlib.Path(__file__).parents[1] / '.pytest_cache' / 'xla'))
+jax.config.update('jax_persistent_cache_min_compile_time_secs', 0.1)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -3,6 +3,7 @@
 import os
 import pathlib
 import random
+import resource
 import shutil
 import signal
 import subprocess
@@ -11,13 +12,14 @@ import time
 
 import numpy as np
 import pytest
+from conftest import QUICK
 from tiny import flags, tiny_config
 
 from jaxunet import checkpoint
 from jaxunet.data.sources import open_source
 from jaxunet.errors import UserError
 from jaxunet.training.logs import read_metrics
-from jaxunet.training.loop import train
+from jaxunet.training.loop import fresh_state, train
 
 STEPS = 60
 SLOW_STEPS = 100_000
@@ -34,7 +36,7 @@ def command(workdir, *extra, steps=STEPS):
 
 
 def environment(cache):
-    return os.environ | {'XDG_CACHE_HOME': str(cache), 'XLA_FLAGS': '', 'JAX_PLATFORMS': 'cpu'}
+    return os.environ | {'XDG_CACHE_HOME': str(cache), 'XLA_FLAGS': QUICK, 'JAX_PLATFORMS': 'cpu'}
 
 
 @pytest.fixture(scope='module')
@@ -55,7 +57,7 @@ def last_step(workdir):
 def wait_for_step(process, workdir, step):
     deadline = time.time() + 120
     while last_step(workdir) < step:
-        assert process.poll() is None, process.communicate()
+        assert process.poll() is None, process.communicate()[1]
         assert time.time() < deadline
         time.sleep(0.01)
 
@@ -63,16 +65,12 @@ def wait_for_step(process, workdir, step):
 def test_killed_six_times_gives_the_losses_of_an_uninterrupted_run(tmp_path, cache):
     whole, killed = tmp_path / 'whole', tmp_path / 'killed'
     subprocess.run(command(whole), env=environment(cache), check=True, capture_output=True)
-    chance = random.Random(0)
-    kills = 0
-    for round_ in range(6):
+    for step in sorted(random.Random(0).sample(range(6, STEPS - 4), 6)):
         process = subprocess.Popen(command(killed), env=environment(cache), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
-        wait_for_step(process, killed, min(last_step(killed) + 1, 8 * round_ + chance.randint(1, 8)))
+        wait_for_step(process, killed, step)
         process.kill()
-        process.wait()
-        kills += 1
+        process.communicate()
         assert last_step(killed) < STEPS
-    assert kills == 6
     done = subprocess.run(command(killed), env=environment(cache), check=True, capture_output=True, text=True)
     assert 'resuming' in done.stderr
     assert losses(killed) == losses(whole)
@@ -147,6 +145,8 @@ def garble_meta(folder: pathlib.Path):
     (folder / 'meta' / 'metadata').write_text('{')
 
 
+# orbax leaves an unretrieved future behind when a read fails.
+@pytest.mark.filterwarnings('ignore::pytest.PytestUnraisableExceptionWarning')
 @pytest.mark.parametrize('damage', [damage_payload, truncate_payload, remove_state, garble_meta])
 def test_a_damaged_newest_checkpoint_is_set_aside(damage, run, source, caplog):
     damage(run / 'checkpoints' / '6')
@@ -201,6 +201,28 @@ def test_another_model_in_the_workdir_is_refused(run, source):
         train(tiny_config(model={'base_channels': 16}), run, source)
 
 
+@pytest.mark.filterwarnings('ignore::pytest.PytestUnraisableExceptionWarning')
+def test_a_disk_that_has_room_again_gets_the_next_checkpoint(tmp_path):
+    config = tiny_config()
+    state, checkpoints = fresh_state(config), checkpoint.Checkpoints(tmp_path, keep=3)
+    checkpoints.save(1, state, config, 0.0)
+    checkpoints.wait()
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, hard))
+    try:
+        assert checkpoints.save(2, state, config, 0.0) == ''
+        assert 'the last good one is step 1' in checkpoints.save(3, state, config, 0.0)
+        with pytest.raises(checkpoint.CheckpointWriteError, match='could not be written.*the last good one is step 1'):
+            checkpoints.wait()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert checkpoints.save(4, state, config, 0.0) == ''
+    checkpoints.wait()
+    checkpoints.close()
+    assert checkpoint.find(tmp_path / 'checkpoints' / '4') == (tmp_path, 4)
+    assert checkpoint.read(tmp_path).state.params.keys() == state.params.keys()
+
+
 def test_a_full_disk_leaves_the_last_good_checkpoint(tmp_path, cache):
     """No file may grow beyond a few bytes after step 10: writing fails as on a full disk; training goes on, tells, and fails at the end."""
     subprocess.run(command(tmp_path, steps=10), env=environment(cache), check=True, capture_output=True)
@@ -213,8 +235,7 @@ def test_a_full_disk_leaves_the_last_good_checkpoint(tmp_path, cache):
     done = subprocess.run(full, env=environment(cache), check=False, capture_output=True, text=True)
     assert done.returncode == 2, done.stderr
     assert 'error: a checkpoint could not be written to' in done.stderr
-    assert 'the last good one is step 10' in done.stderr
-    assert 'Traceback' not in done.stderr
+    assert 'the last good one is step 10' in done.stderr.strip().splitlines()[-1]
     assert checkpoint.read(tmp_path).state.step == 10
     done = subprocess.run(command(tmp_path, steps=20), env=environment(cache), check=True, capture_output=True, text=True)
     assert checkpoint.read(tmp_path).state.step == 20

@@ -15,9 +15,9 @@ from jaxunet.diffusion import make_diffusion
 from jaxunet.errors import UserError
 from jaxunet.ops import load_ops
 from jaxunet.training.logs import read_metrics
-from jaxunet.training.loop import train
+from jaxunet.training.loop import fresh_state, train
 from jaxunet.training.parallel import Parallel
-from jaxunet.training.state import LossScale, get_moments, init_state, learning_rate_schedule, make_optimizer, set_moments
+from jaxunet.training.state import LossScale, get_moments, learning_rate_schedule, make_optimizer, set_moments
 from jaxunet.training.step import ema_decay, make_train_step
 from jaxunet.unet import build_unet
 
@@ -33,7 +33,7 @@ class Bench:
     def __init__(self, config, source):
         self.config, self.parallel = config, Parallel(config)
         self.optimizer, model = make_optimizer(config), build_unet(config, load_ops('xla'))
-        self.state = self.parallel.replicate(jax.device_get(jax.jit(lambda: init_state(config, model, self.optimizer))()))
+        self.state = self.parallel.replicate(fresh_state(config))
         images, labels = pipeline.load_all(source, progress=False)
         self.resident = self.parallel.replicate({'images': images, 'labels': labels})
         self.make = lambda axis: make_train_step(config, model, make_diffusion(config.diffusion), self.optimizer, axis_name=axis)

@@ -15,7 +15,7 @@ TINY: dict[str, Any] = {
         'num_head_channels': 8,
         'norm_groups': 4,
     },
-    'diffusion': {'steps': 20},
+    'diffusion': {'steps': 40},
     'data': {'batch_size': 8},
     'optimizer': {'warmup_steps': 2},
     'train': {'steps': 6, 'log_every': 1, 'sample_every': 0, 'checkpoint_every': 2, 'sample_count': 4, 'sample_steps': 2},

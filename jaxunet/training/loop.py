@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import gc
 import pathlib
 import threading
 import time
@@ -55,6 +56,15 @@ def train(config: Config, workdir: pathlib.Path, source: Source, initial: TrainS
         return _Run(config, workdir, source, initial, preemption).run()
 
 
+def fresh_state(config: Config) -> TrainState:
+    """The numpy state before step 0, from `config.seed`: drawn on the CPU, so the same on every machine."""
+    model = build_unet(config, load_ops('xla'))
+    # It runs once: optimising its many random draws would take ten times as long as running them.
+    quick = {'xla_backend_optimization_level': 0}
+    with jax.default_device(jax.local_devices(backend='cpu')[0]):
+        return jax.device_get(jax.jit(lambda: init_state(config, model, make_optimizer(config)), compiler_options=quick)())
+
+
 def initial_state(config: Config, params: Any, moments: tuple[Any, Any] | None) -> TrainState:
     """A state at step 0 with weights, and Adam moments if there are any, from elsewhere."""
     optimizer = make_optimizer(config)
@@ -91,8 +101,7 @@ class _Run:
             return self.parallel.replicate(restored.state), step
         if initial is not None:
             return self.parallel.replicate(initial), 0
-        fresh = jax.jit(lambda: init_state(self.config, self.model, self.optimizer))()
-        return self.parallel.replicate(jax.device_get(fresh)), 0
+        return self.parallel.replicate(fresh_state(self.config)), 0
 
     def run(self) -> int:
         total = self.config.train.steps
@@ -118,6 +127,7 @@ class _Run:
             )
             self.sampler = Background(self._compile_sampler) if self.config.train.sample_every and self.main else None
             bar.set_description('training')
+            gc.freeze()  # what is here now stays: going through it again would stall the loop for a tenth of a second
             self._loop(compiled, data, batches, logs, bar)
         finally:
             bar.close()
@@ -127,7 +137,7 @@ class _Run:
                 logs.close()
             self.checkpoints.close()
         if self.failed_save:
-            raise UserError(self.failed_save)
+            raise checkpoint.CheckpointWriteError(self.failed_save)
         return self.step
 
     def _open_data(self) -> tuple[Data, Any]:
@@ -185,7 +195,7 @@ class _Run:
             if self.checkpoints.latest() != self.step:
                 self._save(bar)
             bar.write(f'stopped at step {self.step}; the same command goes on from there')
-        self._finish_saving(bar)
+        self._finish_saving()
 
     def _log(self, logs: Logs | None, bar: tqdm, step: int, metrics: dict[str, Any], seconds_per_step: float) -> None:
         if logs is None:
@@ -207,15 +217,16 @@ class _Run:
         bar.set_postfix_str(f'loss={float(metrics["loss"]):.4f}, {rate:.0f} images/s, {seconds_per_step * 1e3:.1f} ms/step', refresh=False)
 
     def _save(self, bar: tqdm) -> None:
-        """A failed write is told and tried again at the next checkpoint; only a last one that fails ends in an error."""
+        """A failed write is told, and the next checkpoint tries again; only a last one that fails ends in an error."""
+        self.failed_save = ''
         try:
-            self.failed_save = ''
-            self.checkpoints.save(self.step, self.parallel.fetch(self.state), self.config, self.seconds)
+            warning = self.checkpoints.save(self.step, self.parallel.fetch(self.state), self.config, self.seconds)
         except checkpoint.CheckpointWriteError as error:
-            self.failed_save = str(error)
-            bar.write(f'warning: {error}')
+            warning = self.failed_save = str(error)
+        if warning:
+            bar.write(f'warning: {warning}')
 
-    def _finish_saving(self, bar: tqdm) -> None:
+    def _finish_saving(self) -> None:
         try:
             self.checkpoints.wait()
         except checkpoint.CheckpointWriteError as error:

@@ -82,7 +82,7 @@ class Parallel:
         if self.pmap:
             n = len(self.local_devices)
             split = {k: v.reshape(n, len(v) // n, *v.shape[1:]) for k, v in batch.items()}
-            return {k: jax.device_put_sharded(list(v), self.local_devices) for k, v in split.items()}
+            return jax.pmap(lambda x: x, devices=self._pmap_devices)(split)
         sharding = NamedSharding(self.mesh, PartitionSpec(AXIS))
         return {k: jax.make_array_from_process_local_data(sharding, v) for k, v in batch.items()}
 

@@ -94,7 +94,7 @@ def make_train_step(
 
     def apply_gradients(state: TrainState, grads: Params, loss: Array) -> tuple[TrainState, Metrics]:
         grads = jax.tree.map(lambda g: g / state.loss_scale.scale, grads)
-        grad_norm = optax.global_norm(grads)
+        grad_norm = optax.tree.norm(grads)
         finite = jnp.isfinite(grad_norm) & jnp.isfinite(loss)
         if config.optimizer.clip_norm:
             factor = jnp.minimum(1.0, config.optimizer.clip_norm / jnp.maximum(grad_norm, 1e-12))

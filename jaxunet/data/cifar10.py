@@ -1,0 +1,222 @@
+"""CIFAR-10 (Krizhevsky 2009, "Learning Multiple Layers of Features from Tiny Images"): the official python-version archive.
+
+Its batches are pickles. They are read without running any of pickle's code: the only callables that the unpickler knows are the three
+stand-ins below, which store what they are given.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import http.client
+import io
+import os
+import pickle
+import re
+import urllib.error
+import urllib.request
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from absl import logging
+from tqdm import tqdm
+
+from jaxunet.data.pixels import Shape, told
+from jaxunet.data.source import ArraySource, Source
+from jaxunet.data.tar import TarReader
+from jaxunet.errors import UserError
+
+URL = 'https://www.cs.toronto.edu/~kriz/cifar-10-python.tar.gz'
+MD5 = 'c58f30108f718f92721af3b95e74349a'
+ARCHIVE = 'cifar-10-python.tar.gz'
+FOLDER = 'cifar-10-batches-py'
+BATCHES = tuple(f'data_batch_{i}' for i in range(1, 6))  # the training set
+CLASSES = ('airplane', 'automobile', 'bird', 'cat', 'deer', 'dog', 'frog', 'horse', 'ship', 'truck')
+PIXELS = 3 * 32 * 32
+MAX_BATCH_BYTES = 2**28
+OFFICIAL = re.compile(r'data_batch_\d|test_batch|batches\.meta|readme\.html')
+
+
+def cache_dir() -> Path:
+    """$XDG_CACHE_HOME/jaxunet or ~/.cache/jaxunet."""
+    return Path(os.environ.get('XDG_CACHE_HOME') or Path.home() / '.cache') / 'jaxunet'
+
+
+def is_official(path: Path) -> bool:
+    """Whether a folder or archive holds the official batches (rather than images in class folders)."""
+    if path.is_dir():
+        return any((folder / BATCHES[0]).is_file() for folder in (path, path / FOLDER))
+    with TarReader(path) as members:
+        for member in members:
+            if member.isreg():
+                return OFFICIAL.fullmatch(Path(member.name).name) is not None
+    return False
+
+
+def open_official(path: Path | None, image_shape: Shape) -> Source:
+    """The 50,000 training images, in the order of the files.
+
+    Args:
+      path: the archive or its extracted folder; None downloads the archive, once.
+
+    Raises:
+      UserError: no network, or a file that is not as the official ones are.
+    """
+    path = download() if path is None else path
+    batches = _from_folder(path) if path.is_dir() else _from_archive(path)
+    missing = [name for name in BATCHES if name not in batches]
+    if missing:
+        raise UserError(f'{path}: no {", ".join(missing)}; expected the five training batches of CIFAR-10, python version ({URL})')
+    parts = [read_batch(batches[name], f'{path}: {name}') for name in BATCHES]
+    images, labels = np.concatenate([p[0] for p in parts]), np.concatenate([p[1] for p in parts])
+    return ArraySource(str(path), images, image_shape, labels, CLASSES)
+
+
+def _from_folder(path: Path) -> dict[str, bytes]:
+    folder = path if (path / BATCHES[0]).is_file() else path / FOLDER
+    found = [name for name in BATCHES if (folder / name).is_file()]
+    for name in found:
+        if (folder / name).stat().st_size > MAX_BATCH_BYTES:
+            raise UserError(f'{folder / name}: {(folder / name).stat().st_size} bytes, expected about 31 million')
+    return {name: (folder / name).read_bytes() for name in found}
+
+
+def _from_archive(path: Path) -> dict[str, bytes]:
+    batches = {}
+    with TarReader(path) as members:
+        for member in members:
+            name = Path(member.name).name
+            if member.isreg() and name in BATCHES:
+                if member.size > MAX_BATCH_BYTES:
+                    raise UserError(f'{path}: {name}: {member.size} bytes, expected about 31 million')
+                batches[name] = members.read(member, member.size)
+    return batches
+
+
+def read_batch(data: bytes, name: str) -> tuple[np.ndarray, np.ndarray]:
+    """Images uint8 (n, 32, 32, 3) and labels int32 (n,) of one pickled batch.
+
+    Raises:
+      UserError: anything but a dict of the known kinds, or arrays of other shapes.
+    """
+    try:
+        content = _Reader(io.BytesIO(data), encoding='bytes').load()
+    except UserError as error:
+        raise UserError(f'{name}: {error}') from None
+    except Exception as error:  # a damaged pickle raises nearly everything
+        raise UserError(f'{name}: not a batch of CIFAR-10: {told(error)}; copy or download it again') from None
+    if not isinstance(content, dict):
+        raise UserError(f'{name}: expected a dict, found {type(content).__name__}')
+    missing = [key for key in (b'data', b'labels') if key not in content]
+    if missing:
+        raise UserError(f'{name}: no entry "{missing[0].decode()}", found {told(sorted(map(str, content)))}')
+    labels = content[b'labels']
+    if not isinstance(labels, list) or not all(type(v) is int and 0 <= v < len(CLASSES) for v in labels):
+        raise UserError(f'{name}: labels: expected a list of integers 0 to {len(CLASSES) - 1}')
+    if not labels:
+        raise UserError(f'{name}: labels: expected at least one, found none')
+    pixels = _pixels(content[b'data'], len(labels), f'{name}: data')
+    return np.ascontiguousarray(pixels.reshape(-1, 3, 32, 32).transpose(0, 2, 3, 1)), np.array(labels, np.int32)
+
+
+def _pixels(array: Any, n: int, name: str) -> np.ndarray:
+    """The array that numpy pickled as (version, shape, dtype, Fortran order, bytes)."""
+    state = array.state if isinstance(array, _Array) else None
+    if not isinstance(state, tuple) or len(state) != 5 or not isinstance(state[2], _Dtype):
+        raise UserError(f'{name}: expected a numpy array, found {type(array).__name__}')
+    _, shape, dtype, fortran, raw = state
+    if shape != (n, PIXELS) or dtype.name not in (b'u1', 'u1'):
+        raise UserError(f'{name}: expected u1 of shape ({n}, {PIXELS}), found {told(dtype.name)} of shape {told(shape)}')
+    if not isinstance(raw, bytes) or len(raw) != n * PIXELS:
+        raise UserError(f'{name}: expected {n * PIXELS} bytes, found {len(raw) if isinstance(raw, bytes) else type(raw).__name__}')
+    return np.frombuffer(raw, np.uint8).reshape((n, PIXELS), order='F' if fortran else 'C')
+
+
+class _Array:
+    """Stands for numpy.ndarray while unpickling."""
+
+    state: Any = None
+
+    def __setstate__(self, state: Any) -> None:
+        self.state = state
+
+
+class _Dtype:
+    """Stands for numpy.dtype while unpickling; its later state only tells the byte order, which single bytes do not have."""
+
+    def __init__(self, name: Any, *_: Any) -> None:
+        self.name = name
+
+    def __setstate__(self, state: Any) -> None:
+        pass
+
+
+def _reconstruct(*_: Any) -> _Array:
+    return _Array()
+
+
+class _Reader(pickle.Unpickler):
+    """Knows the three names that these files use, under numpy's old and new module name, and no others."""
+
+    KNOWN = {  # noqa: RUF012  # a constant
+        ('numpy.core.multiarray', '_reconstruct'): _reconstruct,
+        ('numpy._core.multiarray', '_reconstruct'): _reconstruct,
+        ('numpy', 'ndarray'): _Array,
+        ('numpy', 'dtype'): _Dtype,
+    }
+
+    def find_class(self, module: str, name: str) -> Any:
+        if (module, name) not in self.KNOWN:
+            raise UserError(f'asks for {module}.{name}, which no batch of CIFAR-10 does; the file is not safe and was not run')
+        return self.KNOWN[module, name]
+
+    def persistent_load(self, pid: Any) -> Any:
+        raise UserError('refers to objects outside the file, which no batch of CIFAR-10 does')
+
+
+def download() -> Path:
+    """The official archive in the cache folder, fetched if it is not there yet and checked by its MD5.
+
+    Raises:
+      UserError: no connection, no space, or other bytes than expected.
+    """
+    target = cache_dir() / ARCHIVE
+    help_text = f'fetch {URL} elsewhere and give its path: data.path=cifar10:/path/to/{ARCHIVE}'
+    if target.is_file():
+        if _md5(target) == MD5:
+            return target
+        logging.warning('%s is damaged (its MD5 is not %s); downloading it again', target, MD5)
+    partial = target.with_name(f'.{ARCHIVE}.{os.getpid()}.partial')
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        _fetch(partial)
+        found = _md5(partial)
+        if found != MD5:
+            raise UserError(f'{URL}: MD5 {found}, expected {MD5}; the download was damaged, try again or {help_text}')
+        os.replace(partial, target)
+    except (urllib.error.URLError, http.client.HTTPException, TimeoutError, ConnectionError) as error:
+        raise UserError(f'data.path=cifar10: cannot download {URL}: {getattr(error, "reason", None) or error}; {help_text}') from None
+    except OSError as error:
+        raise UserError(
+            f'{target}: cannot be written: {error.strerror or error}; check the folder and the free space, or {help_text}'
+        ) from None
+    finally:
+        with contextlib.suppress(OSError):
+            partial.unlink()
+    return target
+
+
+def _fetch(target: Path) -> None:
+    request = urllib.request.Request(URL, headers={'User-Agent': 'jaxunet'})
+    with urllib.request.urlopen(request, timeout=60) as response, target.open('wb') as file:
+        total = int(response.headers.get('Content-Length') or 0) or None
+        with tqdm(total=total, unit='B', unit_scale=True, desc=ARCHIVE, dynamic_ncols=True) as bar:
+            while chunk := response.read(2**20):
+                file.write(chunk)
+                bar.update(len(chunk))
+
+
+def _md5(path: Path) -> str:
+    with path.open('rb') as file:
+        return hashlib.file_digest(file, lambda: hashlib.md5(usedforsecurity=False)).hexdigest()

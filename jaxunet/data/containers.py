@@ -1,0 +1,207 @@
+"""Where image files lie: a folder, a .zip or (in `tar.py`) a .tar.
+
+Each lists its files and reads any of them by number, from any thread or process.
+"""
+
+from __future__ import annotations
+
+import abc
+import bz2
+import os
+import stat
+import struct
+import threading
+import weakref
+import zipfile
+import zlib
+from pathlib import Path, PurePosixPath
+from typing import Any, BinaryIO
+
+import numpy as np
+
+from jaxunet.data.pixels import MAGIC_BYTES, BadImage, printable, told
+from jaxunet.errors import UserError
+
+MAX_FILE_BYTES = 2**30  # of one image file
+STORED, DEFLATED, BZIP2 = 0, 8, 12
+_OPENING = threading.Lock()
+
+
+class Container(abc.ABC):
+    """Files with names, in the container's own order. Messages call it `shown`."""
+
+    def __init__(self, path: Path, shown: str = '') -> None:
+        self.path = path
+        self.shown = shown or str(path)
+        self.names: list[str] = []
+        self.unreadable: dict[str, str] = {}  # names and reasons of what is listed but can never be read
+
+    @abc.abstractmethod
+    def start(self, i: int) -> tuple[bytes, int]:
+        """The first MAGIC_BYTES bytes of a file, or all if it is shorter, and its size."""
+
+    @abc.abstractmethod
+    def read(self, i: int) -> bytes:
+        """A whole file. Raises BadImage, naming it, if it cannot be read."""
+
+    def describe(self, i: int) -> str:
+        """The file's name for a message."""
+        return f'{self.shown}: {printable(self.names[i])}'
+
+
+def path_order(name: str) -> tuple[str, ...]:
+    """Sort key: depth first, files and folders of one folder together by name."""
+    return PurePosixPath(name).parts
+
+
+class Folder(Container):
+    """All files below a folder; links are followed."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path)
+        self._walk('', ())
+
+    def _walk(self, below: str, above: tuple[tuple[int, int], ...]) -> None:
+        folder = self.path / below
+        try:
+            info = folder.stat()
+            if (info.st_dev, info.st_ino) in above:
+                return  # a link back to a folder that is being listed
+            entries = sorted(os.scandir(folder), key=lambda entry: entry.name)
+        except OSError as error:
+            raise UserError(f'{folder}: the folder cannot be listed: {error.strerror}; check its permissions') from None
+        for entry in entries:
+            name = f'{below}/{entry.name}' if below else entry.name
+            if entry.is_dir():
+                self._walk(name, (*above, (info.st_dev, info.st_ino)))
+            else:
+                self.names.append(name)
+                if not entry.is_file():
+                    self.unreadable[name] = 'broken link' if entry.is_symlink() else 'not a regular file'
+
+    def describe(self, i: int) -> str:
+        return printable(str(self.path / self.names[i]))
+
+    def start(self, i: int) -> tuple[bytes, int]:
+        with self._open(i) as file:
+            return self._content(i, file, MAGIC_BYTES), os.fstat(file.fileno()).st_size
+
+    def read(self, i: int) -> bytes:
+        with self._open(i) as file:
+            size = os.fstat(file.fileno()).st_size
+            if size > MAX_FILE_BYTES:
+                raise BadImage(self.describe(i), f'{size} bytes, more than the {MAX_FILE_BYTES} accepted for one image')
+            return self._content(i, file, size)
+
+    def _content(self, i: int, file: BinaryIO, size: int) -> bytes:
+        try:
+            return file.read(size)
+        except OSError as error:
+            raise BadImage(self.describe(i), f'cannot be read: {error.strerror}') from None
+
+    def _open(self, i: int) -> BinaryIO:
+        try:
+            return open(self.path / self.names[i], 'rb')
+        except OSError as error:
+            raise BadImage(self.describe(i), f'cannot be opened: {error.strerror}') from None
+
+
+class Archive(Container):
+    """Reads by offset: one descriptor a process, no seeking, so threads share it."""
+
+    def __init__(self, path: Path, shown: str = '') -> None:
+        super().__init__(path, shown)
+        self._descriptor: int | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, '_descriptor': None}  # another process opens the file for itself
+
+    def _open(self) -> int:
+        with _OPENING:
+            if self._descriptor is None:
+                try:
+                    self._descriptor = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
+                except OSError as error:
+                    raise UserError(f'{self.shown}: cannot be opened: {error.strerror}') from None
+                weakref.finalize(self, os.close, self._descriptor)
+            return self._descriptor
+
+    def _bytes(self, offset: int, size: int) -> bytes:
+        """`size` bytes from `offset`, or fewer where the file ends."""
+        descriptor = self._open()
+        parts = []
+        while size > 0:
+            try:
+                part = os.pread(descriptor, size, offset)
+            except OSError as error:
+                raise UserError(f'{self.shown}: cannot be read at byte {offset}: {error.strerror}') from None
+            if not part:
+                break
+            parts.append(part)
+            offset, size = offset + len(part), size - len(part)
+        return b''.join(parts)
+
+
+class ZipArchive(Archive):
+    """A .zip: stored, deflated or bzip2-compressed members."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path)
+        try:
+            with zipfile.ZipFile(path) as archive:
+                members = [m for m in archive.infolist() if not m.is_dir()]
+            self._headers = np.array([m.header_offset for m in members], np.int64)
+            self._sizes = np.array([(m.compress_size, m.file_size, m.CRC) for m in members], np.int64).reshape(-1, 3)
+        except (zipfile.BadZipFile, EOFError, ValueError, OverflowError, struct.error, NotImplementedError) as error:
+            raise UserError(f'{path}: not a readable zip archive: {told(error)}; it may be truncated, copy or download it again') from None
+        self.names = [m.filename for m in members]
+        self._methods = np.array([m.compress_type for m in members], np.int32)
+        for member in members:
+            if member.flag_bits & 1:
+                self.unreadable[member.filename] = 'encrypted'
+            elif member.compress_type not in (STORED, DEFLATED, BZIP2):
+                self.unreadable[member.filename] = f'compressed by method {member.compress_type} (expected stored, deflate or bzip2)'
+            elif stat.S_ISLNK(member.external_attr >> 16):
+                self.unreadable[member.filename] = 'symbolic link'
+
+    def _offset(self, i: int) -> int:
+        """Where a member's data begin: behind its local header, whose length only that header tells."""
+        at = int(self._headers[i])
+        header = self._bytes(at, 30)
+        if len(header) < 30 or header[:4] != b'PK\x03\x04':
+            raise BadImage(self.describe(i), f'no local file header at byte {at}; the archive is damaged')
+        name, extra = struct.unpack_from('<HH', header, 26)
+        return at + 30 + name + extra
+
+    def start(self, i: int) -> tuple[bytes, int]:
+        size = int(self._sizes[i, 1])
+        if self._methods[i] == BZIP2:
+            return self.read(i)[:MAGIC_BYTES], size  # a block decompresses as a whole
+        data = self._bytes(self._offset(i), min(int(self._sizes[i, 0]), 4096))
+        return self._inflate(i, data, MAGIC_BYTES), size
+
+    def read(self, i: int) -> bytes:
+        packed, size, crc = (int(v) for v in self._sizes[i])
+        if max(size, packed) > MAX_FILE_BYTES:
+            raise BadImage(self.describe(i), f'{max(size, packed)} bytes, more than the {MAX_FILE_BYTES} accepted for one image')
+        offset = self._offset(i)
+        data = self._bytes(offset, packed)
+        if len(data) < packed:
+            raise BadImage(self.describe(i), f'the archive ends at byte {offset + len(data)}, expected {packed} bytes from byte {offset}')
+        # One byte more than announced, to notice a member that goes on.
+        data = self._inflate(i, data, size + 1)
+        if len(data) != size:
+            raise BadImage(self.describe(i), f'decompresses to {len(data)} bytes, expected {size}; the archive is damaged')
+        if zlib.crc32(data) != crc:
+            raise BadImage(self.describe(i), f'checksum {zlib.crc32(data):08x}, expected {crc:08x}; the archive is damaged')
+        return data
+
+    def _inflate(self, i: int, data: bytes, most: int) -> bytes:
+        try:
+            if self._methods[i] == DEFLATED:
+                return zlib.decompressobj(-15).decompress(data, most)
+            if self._methods[i] == BZIP2:
+                return bz2.BZ2Decompressor().decompress(data, most)
+        except (zlib.error, OSError) as error:
+            raise BadImage(self.describe(i), f'cannot be decompressed: {told(error)}') from None
+        return data[:most]

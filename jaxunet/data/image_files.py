@@ -1,0 +1,147 @@
+"""Image files in a folder or archive, with class sub-folders or without."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from pathlib import Path, PurePosixPath
+
+import numpy as np
+from absl import logging
+from jaxtyping import Int
+
+from jaxunet.data.containers import MAX_FILE_BYTES, Container, path_order
+from jaxunet.data.pixels import MAGIC_BYTES, BadImage, Batch, Pixels, Shape, check_channels, decode, printable, why_not_image
+from jaxunet.data.source import MAX_MEMORY, ArraySource, Source, no_labels
+from jaxunet.data.tar import TarReader
+from jaxunet.data.threads import ordered_map
+from jaxunet.errors import UserError
+
+NAMED = 5  # skipped files that a message names
+
+
+class ImageFiles(Source):
+    """The image files of a container, in sorted depth-first path order, decoded when loaded."""
+
+    def __init__(self, container: Container, image_shape: Shape, *, strip_leading: bool) -> None:
+        check_channels(image_shape[2])
+        self.name, self.image_shape = container.shown, image_shape
+        self._container = container
+        keys = [path_order(name) for name in container.names]
+        images, skipped = [], []
+        for i in sorted(range(len(keys)), key=keys.__getitem__):
+            name = container.names[i]
+            try:
+                reason = container.unreadable.get(name) or why_not_image(*container.start(i))
+            except BadImage as error:
+                reason = error.reason
+            if reason:
+                skipped.append((printable(name), reason))
+            else:
+                images.append(i)
+        self.skipped = tuple(skipped)
+        report_skipped(self.name, self.skipped)
+        if not images:
+            raise no_images(self.name, self.skipped)
+        self._files = np.array(images, np.int64)
+        self.labels, self.class_names = find_classes([container.names[i] for i in images], strip_leading=strip_leading)
+
+    def load(self, indices: Int[np.ndarray, ' rows']) -> Batch:
+        out = np.empty((len(indices), *self.image_shape), np.uint8)
+        for row, index in enumerate(indices):
+            out[row] = self._one(int(self._files[index]))
+        return out
+
+    def _one(self, i: int) -> Pixels:
+        return decode(self._container.read(i), self._container.describe(i), self.image_shape)
+
+
+def decode_tar_stream(path: Path, image_shape: Shape) -> Source:
+    """Decodes a compressed tar into memory, in sorted depth-first path order.
+
+    Raises:
+      UserError: it would take more than `MAX_MEMORY`, an image is corrupt, or there is none.
+    """
+    check_channels(image_shape[2])
+    names: list[str] = []
+    skipped: list[tuple[str, str]] = []
+    with TarReader(path) as members:
+        files = _image_members(members, math.prod(image_shape), image_shape, names, skipped)
+        pixels = list(ordered_map(lambda file: decode(file[1], file[0], image_shape), files))
+    report_skipped(str(path), tuple(skipped))
+    if not names:
+        raise no_images(str(path), tuple(skipped))
+    order = sorted(range(len(names)), key=lambda i: path_order(names[i]))
+    labels, class_names = find_classes([names[i] for i in order], strip_leading=True)
+    images = np.empty((len(order), *image_shape), np.uint8)
+    for row, i in enumerate(order):
+        images[row] = pixels[i]
+        pixels[i] = images[row]  # so that the set is not held twice
+    source = ArraySource(str(path), images, image_shape, labels, class_names)
+    source.skipped = tuple(skipped)
+    return source
+
+
+def _image_members(
+    members: TarReader, each: int, shape: Shape, names: list[str], skipped: list[tuple[str, str]]
+) -> Iterator[tuple[str, bytes]]:
+    """Description and content of every image, `each` bytes when decoded; notes their names, and what is no image."""
+    for member in members:
+        if member.isdir():
+            continue
+        start = b''
+        if not member.isreg() or member.sparse is not None:
+            reason = 'link' if member.islnk() or member.issym() else 'not a regular file'
+        elif member.size > MAX_FILE_BYTES:
+            reason = f'{member.size} bytes, more than the {MAX_FILE_BYTES} accepted for one image'
+        else:
+            start = members.read(member, MAGIC_BYTES)
+            reason = why_not_image(start, member.size)
+        if reason:
+            skipped.append((printable(member.name), reason))
+            continue
+        names.append(member.name)
+        if len(names) * each > MAX_MEMORY:
+            raise UserError(
+                f'{members.path}: {len(names)} images or more, which take over {MAX_MEMORY / 2**30:g} GiB of memory at '
+                f'{shape[0]}x{shape[1]}x{shape[2]}, as a compressed tar cannot be read at random; convert it with `python -m '
+                f'jaxunet.prepare_data --input {members.path} --output images.npz --image_size {shape[0]},{shape[1]}`'
+            )
+        yield f'{members.path}: {printable(member.name)}', start + members.read(member, member.size)
+
+
+def find_classes(names: list[str], *, strip_leading: bool) -> tuple[Int[np.ndarray, ' images'], tuple[str, ...]]:
+    """Labels and class names from paths: the top-level folders, if every image lies in one; else labels -1 and no names.
+
+    A leading folder that all paths share is no class if there are folders below it for all images; with `strip_leading` it never is
+    (archives often hold their files in one folder, such as `train/`).
+    """
+    folders = [tuple(part for part in PurePosixPath(name).parts[:-1] if part != '/') for name in names]
+    depth = 0
+    shortest = min(len(f) for f in folders)
+    while depth < shortest and all(f[depth] == folders[0][depth] for f in folders):
+        if depth + 1 == shortest and not (strip_leading and depth == 0):
+            break
+        depth += 1
+    if depth >= shortest:
+        return no_labels(len(names)), ()
+    class_names = tuple(sorted({f[depth] for f in folders}))
+    numbers = {name: i for i, name in enumerate(class_names)}
+    return np.array([numbers[f[depth]] for f in folders], np.int32), class_names
+
+
+def report_skipped(name: str, skipped: tuple[tuple[str, str], ...]) -> None:
+    """One warning that counts the files left out and names the first."""
+    if skipped:
+        logging.warning('%s: %d files are not readable images and are left out: %s', name, len(skipped), _listed(skipped))
+
+
+def no_images(name: str, skipped: tuple[tuple[str, str], ...]) -> UserError:
+    if any(PurePosixPath(file).name.startswith('data_batch_') for file, _ in skipped):
+        return UserError(f'{name}: holds CIFAR-10\'s official batches, not image files; write data.path as "cifar10:{name}"')
+    found = f'{len(skipped)} other files: {_listed(skipped)}' if skipped else 'no files at all'
+    return UserError(f'{name}: no images (PNG, JPEG, GIF, WebP, BMP, TIFF, PNM, AVIF, JPEG 2000) in it, found {found}')
+
+
+def _listed(skipped: tuple[tuple[str, str], ...]) -> str:
+    return ', '.join(f'{file} ({reason})' for file, reason in skipped[:NAMED]) + (', ...' if len(skipped) > NAMED else '')

@@ -1,0 +1,170 @@
+"""One image file, or an array, to uint8 pixels of the wanted shape.
+
+Conversions: the first frame of an animation; EXIF orientation applied; palette, CMYK and the like through Pillow to RGB or grey;
+transparency dropped, as unet.cu and guided-diffusion do (colours stay as stored, nothing is composited); 16-bit grey scaled by 1/257.
+Resizing: the largest centred crop of the wanted aspect ratio, then an antialiased Lanczos filter. A size that matches is left alone.
+"""
+
+from __future__ import annotations
+
+import io
+import warnings
+from typing import Any
+
+import numpy as np
+from jaxtyping import UInt8
+from PIL import Image, ImageOps
+
+from jaxunet.errors import UserError
+
+Shape = tuple[int, int, int]  # height, width, channels
+Pixels = UInt8[np.ndarray, 'height width channels']
+Batch = UInt8[np.ndarray, 'images height width channels']
+
+MODES = {1: 'L', 3: 'RGB'}
+MAX_PIXELS = 2**26  # of one image file; a larger one is taken for a decompression bomb
+MAGIC_BYTES = 32
+REDUCING_GAP = 3.0  # a whole-number box filter first, to this many times the size: nearly as good as Lanczos, much faster
+
+# What a file starts with: (offset, bytes).
+MAGIC = (
+    (0, b'\x89PNG\r\n\x1a\n'),
+    (0, b'\xff\xd8\xff'),  # JPEG
+    (0, b'GIF87a'),
+    (0, b'GIF89a'),
+    (8, b'WEBP'),
+    (0, b'BM'),
+    (0, b'II*\x00'),  # TIFF
+    (0, b'MM\x00*'),
+    (4, b'ftypavif'),
+    (0, b'\x00\x00\x00\x0cjP  '),  # JPEG 2000
+    *((0, b'P' + bytes([kind]) + space) for kind in b'123456' for space in (b'\n', b' ', b'\r', b'\t')),  # PBM, PGM, PPM
+)
+
+
+# `decode` has its own limit, below that of Pillow's warning.
+warnings.filterwarnings('ignore', category=Image.DecompressionBombWarning)
+
+
+class BadImage(UserError):
+    """An image file whose pixels cannot be had."""
+
+    def __init__(self, name: str, reason: str) -> None:
+        super().__init__(name, reason)  # both, so that the exception can be pickled
+        self.name, self.reason = name, reason
+
+    def __str__(self) -> str:
+        return f'{self.name}: {self.reason}; remove the file, or convert the set with `python -m jaxunet.prepare_data`, which leaves it out'
+
+
+def printable(name: str) -> str:
+    """A file name, which may hold any bytes, as text that any terminal takes."""
+    return ''.join(c if c.isprintable() else c.encode('utf-8', 'backslashreplace').decode() if c != '\n' else '\\n' for c in name)
+
+
+def told(error: object) -> str:
+    """What a library said, which may quote the file at length, in one short line."""
+    text = printable(str(error)) or type(error).__name__
+    return text if len(text) <= 200 else text[:200] + '...'
+
+
+def why_not_image(start: bytes, size: int) -> str:
+    """Why a file of `size` bytes that begins with `start` (MAGIC_BYTES of them) is no image; an empty string if it is one."""
+    if size == 0:
+        return 'empty file'
+    if any(start.startswith(magic, offset) for offset, magic in MAGIC):
+        return ''
+    return 'not an image'
+
+
+def check_channels(channels: int) -> None:
+    """Image files give grey or RGB. Raises UserError for other numbers of channels."""
+    if channels not in MODES:
+        raise UserError(
+            f'model.image_channels: expected 1 (grey) or 3 (RGB) for image files, found {channels}; other channels only from .npz or .bin'
+        )
+
+
+def decode(data: bytes, name: str, shape: Shape) -> Pixels:
+    """Decodes an image file.
+
+    Args:
+      data: the file's bytes.
+      name: for the error.
+      shape: (height, width, channels), channels 1 or 3.
+
+    Raises:
+      BadImage: corrupt, truncated, too large, or in a form that has no 8-bit meaning.
+    """
+    height, width, channels = shape
+    try:
+        with Image.open(io.BytesIO(data)) as image:
+            if image.width * image.height > MAX_PIXELS:
+                raise BadImage(name, f'{image.width}x{image.height} pixels, more than the {MAX_PIXELS} accepted')
+            # A JPEG decoder can halve the size on the way, down to twice the wanted one.
+            image.draft(None, (2 * max(height, width), 2 * max(height, width)))
+            upright = ImageOps.exif_transpose(image)
+            return _finish(_eight_bits(upright, MODES[channels]), shape)
+    except (BadImage, MemoryError):
+        raise
+    except Exception as error:  # Pillow's plugins raise nearly everything on damaged files
+        raise BadImage(name, f'cannot be decoded: {told(error)}') from None
+
+
+def _eight_bits(image: Image.Image, mode: str) -> Image.Image:
+    if image.mode.startswith('I'):  # 16-bit grey, also in 32-bit containers
+        values = np.asarray(image).astype(np.int64)
+        if values.min() < 0 or values.max() > 65535:
+            raise ValueError(f'32-bit pixels from {values.min()} to {values.max()}, expected at most 16 bits')
+        image = Image.fromarray(((values + 128) // 257).astype(np.uint8))
+    elif image.mode == 'F':
+        raise ValueError('floating-point pixels, whose range is not defined')
+    # Pillow warns of transparency that a conversion drops, as is meant here.
+    image.info.pop('transparency', None)
+    return image if image.mode == mode else image.convert(mode)
+
+
+def _finish(image: Image.Image, shape: Shape) -> Pixels:
+    height, width, channels = shape
+    if image.size != (width, height):
+        image = _resize(image, height, width)
+    return np.asarray(image, np.uint8).reshape(height, width, channels)
+
+
+def _resize(image: Image.Image, height: int, width: int) -> Image.Image:
+    scale = max(width / image.width, height / image.height)
+    box_width, box_height = min(width / scale, image.width), min(height / scale, image.height)
+    left, top = (image.width - box_width) / 2, (image.height - box_height) / 2
+    box = (left, top, min(left + box_width, image.width), min(top + box_height, image.height))
+    return image.resize((width, height), Image.Resampling.LANCZOS, box=box, reducing_gap=REDUCING_GAP)
+
+
+def fit(images: Batch, shape: Shape, name: str) -> Batch:
+    """Arrays of images, converted and resized like image files. Any number of channels stays as it is.
+
+    Raises:
+      UserError: the channels cannot be converted (`check_fit`).
+    """
+    height, width, channels = shape
+    check_fit(images.shape[1:], shape, name)
+    if images.shape[1:] == shape:
+        return images
+    found = images.shape[3]
+    out = np.empty((len(images), *shape), np.uint8)
+    for i, pixels in enumerate(images):
+        if found in MODES and channels in MODES:
+            image: Any = Image.fromarray(pixels[..., 0] if found == 1 else pixels)
+            out[i] = _finish(image.convert(MODES[channels]), shape)
+        else:
+            for c in range(channels):
+                out[i, ..., c : c + 1] = _finish(Image.fromarray(np.ascontiguousarray(pixels[..., c])), (height, width, 1))
+    return out
+
+
+def check_fit(found: tuple[int, ...], shape: Shape, name: str) -> None:
+    """Raises UserError if images of shape `found` (H, W, C) have channels that do not convert to those of `shape`."""
+    if found[2] != shape[2] and not (found[2] in MODES and shape[2] in MODES):
+        raise UserError(
+            f'{name}: images have {found[2]} channels, but model.image_channels is {shape[2]}; only 1 (grey) and 3 (RGB) convert into '
+            f'each other, so set it to {found[2]}'
+        )

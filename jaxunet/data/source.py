@@ -1,0 +1,122 @@
+"""What every source of images offers: a length, labels, and random access to uint8 pixels."""
+
+from __future__ import annotations
+
+import abc
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+from jaxtyping import Int
+
+from jaxunet.data.pixels import Batch, Shape, check_fit, fit
+from jaxunet.errors import UserError, near_misses
+
+MAX_MEMORY = 8 * 2**30  # bytes of pixels that a source decodes into host memory
+
+
+class Source(abc.ABC):
+    """Images in a fixed order. Picklable: worker processes open files for themselves. `load` may be called from several threads.
+
+    Attributes:
+      name: the path, for messages.
+      image_shape: (height, width, channels) of what `load` gives.
+      labels: int32 (n,), indices into `class_names`; all -1 if the source has no classes.
+      class_names: empty if the source has no classes.
+      skipped: (name, reason) of the files that are no images.
+      in_memory: the pixels are held by this process, so that there is nothing to read or decode.
+    """
+
+    name: str
+    image_shape: Shape
+    labels: Int[np.ndarray, ' images']
+    class_names: tuple[str, ...] = ()
+    skipped: tuple[tuple[str, str], ...] = ()
+    in_memory: bool = False
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    @abc.abstractmethod
+    def load(self, indices: Int[np.ndarray, ' rows']) -> Batch:
+        """The images at these places, uint8 (rows, height, width, channels).
+
+        Raises:
+          BadImage: one of them is corrupt.
+        """
+
+
+def no_labels(n: int) -> Int[np.ndarray, ' images']:
+    return np.full(n, -1, np.int32)
+
+
+class ArraySource(Source):
+    """Images that are already uint8 pixels in memory, converted and resized when loaded if need be."""
+
+    in_memory = True
+
+    def __init__(
+        self,
+        name: str,
+        images: Batch,
+        image_shape: Shape,
+        labels: Int[np.ndarray, ' images'] | None = None,
+        class_names: tuple[str, ...] = (),
+    ) -> None:
+        check_fit(images.shape[1:], image_shape, name)
+        self.name, self.image_shape = name, image_shape
+        self.labels = no_labels(len(images)) if labels is None else labels.astype(np.int32)
+        self.class_names = class_names
+        self._images = images
+
+    def load(self, indices: Int[np.ndarray, ' rows']) -> Batch:
+        return fit(self._images[indices], self.image_shape, self.name)
+
+
+class MappedArray:
+    """An array inside a file, memory-mapped by each process that indexes it. The caller has compared its size with the file's."""
+
+    def __init__(self, path: Path, dtype: str, shape: tuple[int, ...], offset: int, order: Literal['C', 'F'] = 'C') -> None:
+        self.path, self.dtype, self.shape, self.offset, self.order = path, dtype, shape, offset, order
+        self._array: np.ndarray | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, '_array': None}
+
+    def __getitem__(self, rows: Any) -> np.ndarray:
+        if self._array is None:
+            try:
+                self._array = np.memmap(self.path, self.dtype, 'r', self.offset, self.shape, self.order)
+            except (OSError, ValueError) as error:
+                raise UserError(
+                    f'{self.path}: cannot be mapped into memory: {error}; was it changed or removed since it was opened?'
+                ) from None
+        return np.asarray(self._array[rows])
+
+
+class Selection(Source):
+    """Those images of a source that belong to some of its classes, whose order gives the new labels."""
+
+    def __init__(self, source: Source, classes: tuple[str, ...]) -> None:
+        if not source.class_names:
+            raise UserError(f'data.classes: {source.name} has no classes to choose from, found {", ".join(classes)}; leave it empty')
+        unknown = [name for name in classes if name not in source.class_names]
+        if unknown:
+            known = ', '.join(source.class_names[:20]) + (', ...' if len(source.class_names) > 20 else '')
+            raise UserError(
+                f'data.classes: {source.name} has no class "{unknown[0]}"{near_misses(unknown[0], source.class_names)}; it has {known}'
+            )
+        if len(set(classes)) < len(classes):
+            raise UserError(f'data.classes: expected different names, found {", ".join(classes)}')
+        table = np.full(len(source.class_names) + 1, -1, np.int32)  # the last entry is that of label -1
+        for new, name in enumerate(classes):
+            table[source.class_names.index(name)] = new
+        labels = table[source.labels]
+        self._source, self._rows = source, np.flatnonzero(labels >= 0)
+        if len(self._rows) == 0:
+            raise UserError(f'data.classes: {source.name} has no images of {", ".join(classes)}')
+        self.name, self.image_shape, self.in_memory, self.skipped = source.name, source.image_shape, source.in_memory, source.skipped
+        self.labels, self.class_names = labels[self._rows], classes
+
+    def load(self, indices: Int[np.ndarray, ' rows']) -> Batch:
+        return self._source.load(self._rows[indices])

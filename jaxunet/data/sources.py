@@ -1,0 +1,138 @@
+"""`open_source(path)`: whatever `data.path` may be, as a `Source`."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import numpy as np
+
+from jaxunet.data import cifar10
+from jaxunet.data.containers import Folder, ZipArchive
+from jaxunet.data.image_files import ImageFiles, decode_tar_stream
+from jaxunet.data.npz import NpzSource
+from jaxunet.data.pixels import MAGIC_BYTES, Shape, why_not_image
+from jaxunet.data.source import ArraySource, Selection, Source
+from jaxunet.data.tar import TarArchive, compression
+from jaxunet.data.unetcu_bin import BinSource
+from jaxunet.errors import UserError, near_misses
+
+__all__ = ['Source', 'is_compressed_tar', 'open_source', 'open_unpacked_tar']
+
+DIGITS = Path(__file__).with_name('digits.npz')
+EMBEDDED = ('digits:', 'cifar10:')
+TAR = ('.tar', '.tar.gz', '.tgz', '.tar.xz', '.txz')
+FORMS = 'a folder of images, .zip, .tar, .tar.gz, .tar.xz, .npz, unet.cu .bin, digits: or cifar10:'
+WEIGHTS = ('.pt', '.pth', '.safetensors', '.ckpt')
+
+
+def open_source(path: str, *, image_shape: Shape, classes: tuple[str, ...] = ()) -> Source:
+    """Opens a set of images.
+
+    Args:
+      path: a folder, .zip or .tar(.gz|.xz) of images, searched recursively in sorted depth-first path order (class sub-folders
+        optional); .npz of uint8 images; unet.cu's data .bin; `digits:` (embedded); `cifar10:` (downloads the official archive) or
+        `cifar10:PATH` (a local copy of it, its extracted folder, or images in class folders).
+      image_shape: (height, width, channels) to give; images are cropped, resized and converted (`jaxunet.data.pixels`).
+      classes: keep only these, which become labels 0, 1, ...; empty keeps all, in the order of the sorted names.
+
+    Raises:
+      UserError: the path, the file or the classes are wrong; the message says how.
+    """
+    if min(image_shape) < 1:
+        raise UserError(f'image_shape: expected a height, width and channels of 1 or more, found {image_shape}')
+    try:
+        source = _open(path, image_shape)
+    except MemoryError:
+        raise UserError(f'{path}: not enough memory to open it; convert it with `python -m jaxunet.prepare_data`, which streams') from None
+    except OSError as error:
+        raise UserError(f'{path}: cannot be read: {error.strerror or error}; check the file and its permissions') from None
+    return Selection(source, classes) if classes else source
+
+
+def is_compressed_tar(path: str) -> bool:
+    """Whether `open_source` would decode this path into memory, as it cannot be read at random."""
+    file = Path(path).expanduser()
+    return file.name.lower().endswith(TAR) and file.is_file() and bool(compression(file))
+
+
+def open_unpacked_tar(path: Path, shown: str, *, image_shape: Shape, classes: tuple[str, ...] = ()) -> Source:
+    """Like `open_source` of the compressed tar `shown`, which was unpacked to the plain tar `path`."""
+    source = ImageFiles(TarArchive(path, shown), image_shape, strip_leading=True)
+    return Selection(source, classes) if classes else source
+
+
+def _open(path: str, shape: Shape) -> Source:
+    if path == 'digits:':
+        return _digits(shape)
+    if path.startswith('cifar10:'):
+        return _cifar10(path.removeprefix('cifar10:'), shape)
+    if re.fullmatch(r'\w+:', path):
+        raise UserError(f'data.path: unknown set "{path}"{near_misses(path, EMBEDDED)}; expected {FORMS}')
+    if not path:
+        raise UserError(f'data.path: expected {FORMS}, found an empty path')
+    return _open_path(Path(path).expanduser(), shape)
+
+
+def _open_path(path: Path, shape: Shape) -> Source:
+    _check_exists(path)
+    name = path.name.lower()
+    if path.is_dir():
+        return ImageFiles(Folder(path), shape, strip_leading=False)
+    if not path.is_file():
+        raise UserError(f'{path}: expected a file or folder, found something else (a pipe or device?)')
+    if path.stat().st_size == 0:
+        raise UserError(f'{path}: expected {FORMS}, found an empty file')
+    if name.endswith('.npz'):
+        return NpzSource(path, shape)
+    if name.endswith('.zip'):
+        archive = ZipArchive(path)
+        if any(name in ('images.npy', 'arr_0.npy') for name in archive.names):
+            raise UserError(f'{path}: holds numpy arrays, so it is a .npz under the name of a .zip; rename it')
+        return ImageFiles(archive, shape, strip_leading=True)
+    if name.endswith(TAR):
+        return decode_tar_stream(path, shape) if compression(path) else ImageFiles(TarArchive(path), shape, strip_leading=True)
+    if name.endswith('.bin'):
+        return BinSource(path, shape)
+    raise _unknown(path)
+
+
+def _check_exists(path: Path) -> None:
+    if path.exists():
+        return
+    parent = path
+    while not parent.exists() and parent != parent.parent:
+        missing, parent = parent, parent.parent
+    siblings = [p.name for p in parent.iterdir()] if parent.is_dir() else []
+    hint = near_misses(missing.name, siblings) or near_misses(str(path), EMBEDDED)
+    raise UserError(f'{path}: no such file or folder: {parent} has no "{missing.name}"{hint or f"; expected {FORMS}"}')
+
+
+def _unknown(path: Path) -> UserError:
+    with path.open('rb') as file:
+        start = file.read(MAGIC_BYTES)
+    if path.name.lower().endswith(WEIGHTS):
+        return UserError(f'{path}: holds weights, expected images: {FORMS}; weights go to init_from or --checkpoint')
+    if not why_not_image(start, len(start)):
+        return UserError(f'{path}: is one image, expected many; give the folder that holds it')
+    return UserError(f'{path}: unknown kind of file "{path.suffix}", expected {FORMS}')
+
+
+def _digits(shape: Shape) -> Source:
+    """The embedded set: 1,797 grey 8×8 images, classes 0 to 9.
+
+    Source: the test set of UCI "Optical Recognition of Handwritten Digits", E. Alpaydin & C. Kaynak 1998, doi 10.24432/C50P49,
+    licence CC BY 4.0; grey levels 0..16 became round(level · 255 / 16).
+    """
+    digits = NpzSource(DIGITS, (8, 8, 1))
+    return ArraySource('digits:', digits.load(np.arange(len(digits))), shape, digits.labels, digits.class_names)
+
+
+def _cifar10(local: str, shape: Shape) -> Source:
+    if not local:
+        return cifar10.open_official(None, shape)
+    path = Path(local).expanduser()
+    _check_exists(path)
+    if path.is_dir() or path.name.lower().endswith(TAR):
+        return cifar10.open_official(path, shape) if cifar10.is_official(path) else _open_path(path, shape)
+    return _open_path(path, shape)

@@ -1,0 +1,108 @@
+"""unet.cu's data file (clu0/unet.cu, prepare_data.py): reading and writing.
+
+int32[256] header: magic 20240620, n, channels, height, width, zeros; then n · C · H · W float32, channel-first, pixel / 127.5 − 1.
+All little-endian.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+from jaxtyping import Float, Int
+
+from jaxunet.data.pixels import Batch, Pixels, Shape, check_fit, fit
+from jaxunet.data.source import MappedArray, Source, no_labels
+from jaxunet.errors import UserError
+
+MAGIC = 20240620
+MODEL_MAGIC = 12345678
+HEADER_BYTES = 1024
+MAX_SIDE = 2**16
+FIELDS = {1: 'n_images', 2: 'channels', 3: 'height', 4: 'width'}  # the index of each in the header
+TOLERANCE = 1e-3  # of a grey level
+
+
+class BinSource(Source):
+    """The images of a data file, read from disk when loaded.
+
+    Raises:
+      UserError: not such a file, or its size is not what the header says; on `load`, values that are no 8-bit pixels.
+    """
+
+    def __init__(self, path: Path, image_shape: Shape) -> None:
+        self.name, self.image_shape = str(path), image_shape
+        n, channels, height, width = read_header(path)
+        check_fit((height, width, channels), image_shape, str(path))
+        self._values = MappedArray(path, '<f4', (n, channels, height, width), HEADER_BYTES)
+        self.labels = no_labels(n)
+        self.load(np.unique([0, n - 1]))  # a file in another scale or layout fails here, not in the middle of training
+
+    def load(self, indices: Int[np.ndarray, ' rows']) -> Batch:
+        values = self._values[indices]
+        with np.errstate(all='ignore'):
+            pixels = (values + np.float32(1)) * np.float32(127.5)
+            rounded = np.rint(pixels)
+            # Written so that NaN is not good.
+            good = (np.abs(pixels - rounded) <= TOLERANCE) & (rounded >= 0) & (rounded <= 255)
+        if not good.all():
+            row, *place = (int(i) for i in np.argwhere(~good)[0])
+            raise self._bad_value(int(indices[row]), tuple(place), float(values[(row, *place)]))
+        return fit(np.ascontiguousarray(rounded.astype(np.uint8).transpose(0, 2, 3, 1)), self.image_shape, self.name)
+
+    def _bad_value(self, image: int, place: tuple[int, ...], value: float) -> UserError:
+        shape = self._values.shape
+        flat = int(np.ravel_multi_index((image, *place), shape))
+        return UserError(
+            f'{self.name}: image {image}, channel {place[0]}, row {place[1]}, column {place[2]} (byte {HEADER_BYTES + 4 * flat}): expected '
+            f'pixel / 127.5 - 1 of a pixel 0 to 255, found {value!r}; write the file again with `python -m jaxunet.prepare_data`'
+        )
+
+
+def read_header(path: Path) -> tuple[int, int, int, int]:
+    """(n, channels, height, width) of a data file, after comparing them with the file's length.
+
+    Raises:
+      UserError: which field, at which byte, expected and found.
+    """
+    with path.open('rb') as file:
+        raw = file.read(HEADER_BYTES)
+        size = file.seek(0, 2)
+    if len(raw) >= 4:
+        magic = int.from_bytes(raw[:4], 'little', signed=True)
+        if magic == MODEL_MAGIC:
+            raise UserError(
+                f'{path}: magic (byte 0): {MODEL_MAGIC}, so this is a unet.cu model file (weights), expected a data file ({MAGIC}); '
+                'weights go to init_from or --checkpoint'
+            )
+        if magic != MAGIC:
+            raise UserError(f'{path}: magic (byte 0): expected {MAGIC} (a unet.cu data file), found {magic}')
+    if len(raw) < HEADER_BYTES:
+        raise UserError(f'{path}: header: expected {HEADER_BYTES} bytes, found {len(raw)}: truncated at byte {len(raw)}; copy it again')
+    header = np.frombuffer(raw, '<i4')
+    sizes = [int(header[i]) for i in FIELDS]
+    for (i, name), value in zip(FIELDS.items(), sizes, strict=True):
+        most = 2**31 - 1 if name == 'n_images' else MAX_SIDE
+        if not 1 <= value <= most:
+            raise UserError(f'{path}: {name} (byte {4 * i}): expected 1 to {most}, found {value}')
+    n, channels, height, width = sizes
+    expected = HEADER_BYTES + n * channels * height * width * 4
+    if size != expected:
+        what = f'truncated at byte {size}' if size < expected else f'{size - expected} bytes too many from byte {expected}'
+        raise UserError(
+            f'{path}: payload: expected {expected} bytes for n_images={n}, channels={channels}, height={height}, width={width}, '
+            f'found {size}: {what}; copy or write it again'
+        )
+    return n, channels, height, width
+
+
+def header_bytes(n: int, shape: Shape) -> bytes:
+    """The 1024 bytes before the pixels of n images of shape (height, width, channels)."""
+    header = np.zeros(HEADER_BYTES // 4, '<i4')
+    header[:5] = MAGIC, n, shape[2], shape[0], shape[1]
+    return header.tobytes()
+
+
+def to_values(image: Pixels) -> Float[np.ndarray, 'channels height width']:
+    """One image as the file holds it; float32 arithmetic in unet.cu's order, so that its bytes come out."""
+    return (image.astype('<f4') / np.float32(127.5) - np.float32(1)).transpose(2, 0, 1)

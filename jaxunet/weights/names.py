@@ -1,0 +1,211 @@
+"""Our parameter tree beside a torch state dict: which tensor of the file is which leaf, and how its axes are ordered.
+
+guided-diffusion and unet.cu build the same sequence of modules (`input_blocks.i.j`, `middle_block.j`, `output_blocks.i.j`); only the
+names inside a block differ. So the walk is here, once, and each format brings its own `BlockNames`.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxunet.config import Config
+from jaxunet.errors import UserError
+from jaxunet.ops import XLA
+from jaxunet.unet import build_unet
+
+Path = tuple[str, ...]
+Shape = tuple[int, ...]
+SHOWN = 5  # how many problems an error message lists
+# Axes of length 1 that torch appends where we have a matrix: a 1x1 convolution, and 1-D convolutions over the pixels.
+UNIT_AXES = {'shortcut': 2, 'qkv': 1, 'proj': 1}
+LEAVES = {'kernel': 'weight', 'scale': 'weight', 'embedding': 'weight', 'bias': 'bias'}
+
+
+class BlockNames(NamedTuple):
+    """What a format calls the layers of a residual block and of an attention block; the order is the file's order."""
+
+    res_block: Mapping[str, str]
+    attention: Mapping[str, str]
+
+
+class Entry(NamedTuple):
+    """One tensor: its path in our tree, its name and shape in the file, and the heads that a qkv projection feeds (else 0)."""
+
+    path: Path
+    name: str
+    shape: Shape
+    heads: int
+
+
+def attention_levels(config: Config) -> tuple[int, ...]:
+    """Levels (0 = full resolution) whose residual blocks are followed by attention."""
+    side = min(config.image_shape[:2])
+    return tuple(level for level in range(len(config.model.channel_mult)) if side >> level in config.model.attention_resolutions)
+
+
+@functools.lru_cache(maxsize=16)
+def parameter_shapes(config: Config) -> Mapping[Path, Shape]:
+    """Path and shape of every parameter that the UNet of a config has. Nothing is allocated; the image's size does not matter.
+
+    Raises:
+      UserError: the config describes no network (a head width that does not divide the channels).
+    """
+    factor = 2 ** (len(config.model.channel_mult) - 1)
+    image = jax.ShapeDtypeStruct((1, factor, factor, config.model.image_channels), jnp.float32)
+    labels = jax.ShapeDtypeStruct((1,), jnp.int32) if config.model.num_classes else None
+    init = build_unet(config, XLA).init
+    with jax.enable_x64(False):  # parameters are float32 where a caller has enabled float64, too
+        tree = jax.eval_shape(init, jax.random.key(0), image, jax.ShapeDtypeStruct((1,), jnp.int32), labels)['params']
+    return {path: tuple(leaf.shape) for path, leaf in flatten(tree).items()}
+
+
+def flatten(tree: Mapping[str, Any], prefix: Path = ()) -> dict[Path, Any]:
+    """The leaves of a nested dict by their paths."""
+    leaves: dict[Path, Any] = {}
+    for key, value in tree.items():
+        leaves |= flatten(value, (*prefix, key)) if isinstance(value, Mapping) else {(*prefix, key): value}
+    return leaves
+
+
+def unflatten(leaves: Mapping[Path, Any]) -> dict[str, Any]:
+    """The nested dict of `flatten`."""
+    tree: dict[str, Any] = {}
+    for path, value in leaves.items():
+        node = tree
+        for key in path[:-1]:
+            node = node.setdefault(key, {})
+        node[path[-1]] = value
+    return tree
+
+
+def _modules(config: Config) -> Iterator[tuple[str, str, str]]:
+    """(our name, the file's prefix, kind) of every module in the file's order; ones without parameters are passed over later."""
+    m, levels, last = config.model, attention_levels(config), len(config.model.channel_mult) - 1
+    resample = 'res_block' if m.resblock_updown else 'layer'
+    yield 'time_embed_0', 'time_embed.0', 'layer'
+    yield 'time_embed_1', 'time_embed.2', 'layer'
+    yield 'label_embed', 'label_emb', 'layer'
+    yield 'conv_in', 'input_blocks.0.0', 'layer'
+    index = 1
+    for level in range(last + 1):
+        for i in range(m.num_res_blocks):
+            yield f'down_{level}_res_{i}', f'input_blocks.{index}.0', 'res_block'
+            if level in levels:
+                yield f'down_{level}_attention_{i}', f'input_blocks.{index}.1', 'attention'
+            index += 1
+        if level != last:
+            yield f'down_{level}_resample', f'input_blocks.{index}.0' + ('' if m.resblock_updown else '.op'), resample
+            index += 1
+    yield 'middle_res_0', 'middle_block.0', 'res_block'
+    yield 'middle_attention', 'middle_block.1', 'attention'
+    yield 'middle_res_1', 'middle_block.2', 'res_block'
+    index = 0
+    for level in range(last, -1, -1):
+        for i in range(m.num_res_blocks + 1):
+            yield f'up_{level}_res_{i}', f'output_blocks.{index}.0', 'res_block'
+            if level in levels:
+                yield f'up_{level}_attention_{i}', f'output_blocks.{index}.1', 'attention'
+            if level > 0 and i == m.num_res_blocks:
+                place = 2 if level in levels else 1
+                yield f'up_{level}_resample', f'output_blocks.{index}.{place}' + ('' if m.resblock_updown else '.conv'), resample
+            index += 1
+    yield 'norm_out', 'out.0', 'layer'
+    yield 'conv_out', 'out.2', 'layer'
+
+
+def entries(config: Config, names: BlockNames) -> list[Entry]:
+    """The table of a config: every parameter, in the order of the file."""
+    shapes = parameter_shapes(config)
+    table = []
+    for module, prefix, kind in _modules(config):
+        layers = {'': ''} if kind == 'layer' else getattr(names, kind)
+        for ours, theirs in layers.items():
+            for leaf, suffix in LEAVES.items():
+                path = tuple(part for part in (module, ours, leaf) if part)
+                if path in shapes:
+                    name = '.'.join(part for part in (prefix, theirs, suffix) if part)
+                    heads = _heads(config, module, shapes[path][-1] // 3) if ours == 'qkv' else 0
+                    table.append(Entry(path, name, _file_shape(path, shapes[path]), heads))
+    assert {entry.path for entry in table} == set(shapes), 'the table of names does not cover the parameter tree'
+    return table
+
+
+def _heads(config: Config, module: str, channels: int) -> int:
+    m = config.model
+    heads = (m.num_heads_upsample or m.num_heads) if module.startswith('up_') else m.num_heads
+    return heads or channels // m.num_head_channels
+
+
+def _file_shape(path: Path, shape: Shape) -> Shape:
+    if path[-1] != 'kernel':
+        return shape
+    return (*shape[::-1][:2], *shape[:-2], *(1,) * UNIT_AXES.get(path[-2], 0))
+
+
+def to_file(entry: Entry, value: np.ndarray) -> np.ndarray:
+    """A leaf of our tree with the file's axes: convolutions HWIO -> OIHW, linear (in, out) -> (out, in)."""
+    if entry.path[-1] == 'kernel':
+        value = np.moveaxis(value, (-1, -2), (0, 1)).reshape(entry.shape)
+    return np.ascontiguousarray(value, np.float32)
+
+
+def from_file(entry: Entry, value: np.ndarray) -> np.ndarray:
+    """The inverse of `to_file`."""
+    if entry.path[-1] == 'kernel':
+        units = UNIT_AXES.get(entry.path[-2], 0)
+        value = np.moveaxis(value.reshape(value.shape[: value.ndim - units]), (0, 1), (-1, -2))
+    return np.ascontiguousarray(value, np.float32)
+
+
+def check_finite(value: np.ndarray, source: str, where: Callable[[int], str]) -> None:
+    """Raises `UserError` on the first NaN or infinity; `where(flat index)` says where in the file it stands."""
+    finite = np.isfinite(value).ravel()
+    if not finite.all():
+        index = int(np.argmin(finite))
+        found = value.ravel()[index]
+        raise UserError(
+            f'{source}: {where(index)} is {found}, expected finite numbers; {np.count_nonzero(~finite)} of {finite.size} values of '
+            'this tensor are not finite, so the weights are damaged or training had diverged'
+        )
+
+
+def check_shapes(found: Mapping[str, Shape], expected: Mapping[str, Shape], source: str, advice: str) -> None:
+    """Raises `UserError` that names the tensors that are missing, unexpected, or of another shape."""
+    problems = [f'{name}: missing, expected shape {expected[name]}' for name in expected if name not in found]
+    problems += [
+        f'{name}: expected shape {expected[name]}, found {found[name]}'
+        for name in expected
+        if name in found and found[name] != expected[name]
+    ]
+    problems += [f'{name}: unexpected, shape {found[name]}' for name in found if name not in expected]
+    if problems:
+        more = f'\n  ... and {len(problems) - SHOWN} more' if len(problems) > SHOWN else ''
+        raise UserError(f'{source}: the parameters do not fit; {advice}:\n' + '\n'.join(f'  {p}' for p in problems[:SHOWN]) + more)
+
+
+def check_tree(params: Mapping[str, Any], config: Config, source: str = 'parameters') -> None:
+    """Checks a parameter tree against the network of a config: every leaf there, none besides, shapes, float32, all finite.
+
+    Raises:
+      UserError: naming the first leaves that are wrong.
+    """
+    leaves = {'/'.join(path): leaf for path, leaf in flatten(params).items()}
+    expected = {'/'.join(path): shape for path, shape in parameter_shapes(config).items()}
+    check_shapes({name: tuple(np.shape(leaf)) for name, leaf in leaves.items()}, expected, source, 'expected the tree of the config')
+    for name, leaf in leaves.items():
+        value = np.asarray(leaf)
+        if value.dtype != np.float32:
+            raise UserError(f'{source}: {name}: expected float32, found {value.dtype}')
+        check_finite(value, source, lambda index, name=name: f'{name}, flat index {index},')  # type: ignore[misc]
+
+
+def count(table: list[Entry]) -> int:
+    """How many numbers a table's tensors hold."""
+    return sum(math.prod(entry.shape) for entry in table)

@@ -1,0 +1,188 @@
+"""PyTorch's zip files of tensors (`torch.save`), read and written without torch; reading never executes what the file holds.
+
+Source: PyTorch, `torch/serialization.py`: an archive of stored (never compressed) entries `<name>/data.pkl`, `<name>/data/<key>`,
+`<name>/byteorder`, `<name>/version`; entries under `<name>/extra/` are ours and torch passes over them.
+"""
+
+from __future__ import annotations
+
+import math
+import zipfile
+from collections.abc import Mapping
+from types import TracebackType
+from typing import Any, BinaryIO
+
+import numpy as np
+
+from jaxunet.errors import UserError
+from jaxunet.weights.names import check_finite
+from jaxunet.weights.torch_pickle import ITEM_SIZES, STATE_DICT, TensorView, dump, load
+
+MAX_PICKLE = 64 * 2**20  # bytes; a state dict of a thousand tensors needs 0.1 MB
+MAX_EXTRA = 2**20
+# Together the tensors may be at most this many times what the file stores: views of shared storage are fine, bombs are not.
+MAX_EXPANSION = 4
+NESTED = ('state_dict', 'model', 'model_state_dict')
+RESAVE = 'load it with torch and save it again: torch.save(torch.load(path, weights_only=True), new_path), with torch 1.6 or later'
+
+
+class TorchFile:
+    """A state dict in a torch file: shapes and metadata at once, tensors when asked for. Use as a context manager.
+
+    Raises:
+      UserError: from any method: not such a file, damaged, or holding more than tensors; naming entry, field and byte.
+    """
+
+    def __init__(self, path: str, file: BinaryIO) -> None:
+        self.path = path
+        self._archive = self._open(file)
+        self._entries = self._check_entries(file)
+        tree = load(self._read('data.pkl', MAX_PICKLE), f'{path}: data.pkl')
+        self._views = self._state_dict(tree)
+        self.shapes = {name: view.shape for name, view in self._views.items()}
+        order = self._read('byteorder', MAX_EXTRA).decode('latin-1').strip() if 'byteorder' in self._entries else 'little'
+        if order not in ('little', 'big'):
+            raise UserError(f'{path}: byteorder: expected little or big, found {order[:20]!r}')
+        self._order = '<' if order == 'little' else '>'
+        self._check_sizes()
+        self._cached: tuple[str, np.ndarray] = ('', np.zeros(0, np.float32))
+
+    def __enter__(self) -> TorchFile:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._archive.close()
+
+    @property
+    def metadata(self) -> dict[str, str]:
+        """What our writer stored beside the tensors."""
+        names = [name for name in self._entries if name.startswith('extra/')]
+        return {name.removeprefix('extra/'): self._read(name, MAX_EXTRA).decode('utf-8', 'replace') for name in names}
+
+    def read(self, name: str) -> np.ndarray:
+        """One tensor as float32; all its numbers are finite."""
+        view = self._views[name]
+        values = self._storage(view)
+        strides = tuple(step * values.itemsize for step in view.stride)
+        strided = np.lib.stride_tricks.as_strided(values[view.offset :], view.shape, strides, writeable=False)
+        with np.errstate(over='ignore'):
+            result = np.ascontiguousarray(strided, np.float32)
+
+        def where(index: int) -> str:
+            at = np.unravel_index(index, view.shape)
+            element = view.offset + sum(int(i) * step for i, step in zip(at, view.stride, strict=True))
+            byte = element * ITEM_SIZES[view.storage.dtype]
+            return f'{name}, flat index {index} (byte {byte:,} of entry data/{view.storage.key}), as float32'
+
+        check_finite(result, self.path, where)
+        return result
+
+    def _open(self, file: BinaryIO) -> zipfile.ZipFile:
+        start = file.read(4)
+        file.seek(0)
+        if start[:2] == b'\x80\x02' or start == b'././':
+            raise UserError(f"{self.path}: byte 0: this is PyTorch's old format (a bare pickle), which can run code when loaded; {RESAVE}")
+        if start != b'PK\x03\x04':
+            raise UserError(f'{self.path}: byte 0: expected a zip archive (PK\\x03\\x04) as torch.save writes it, found {start!r}')
+        try:
+            return zipfile.ZipFile(file)
+        except (zipfile.BadZipFile, ValueError, NotImplementedError, OSError, UnicodeError) as error:
+            raise UserError(
+                f'{self.path}: the archive is truncated or damaged: its directory, at the end of the file, fails ({error})'
+            ) from None
+
+    def _check_entries(self, file: BinaryIO) -> dict[str, zipfile.ZipInfo]:
+        infos = self._archive.infolist()
+        size = file.seek(0, 2)
+        roots = {info.filename.partition('/')[0] for info in infos}
+        names = [info.filename.partition('/')[2] for info in infos]
+        if len(set(names)) != len(names):
+            raise UserError(f'{self.path}: the archive has two entries of one name: {next(n for n in names if names.count(n) > 1)}')
+        if 'constants.pkl' in names:
+            raise UserError(f'{self.path}: this is a TorchScript archive, which holds code; {STATE_DICT}')
+        if len(roots) != 1 or 'data.pkl' not in names:
+            raise UserError(f'{self.path}: entry data.pkl is missing; this zip archive was not written by torch.save')
+        for name, info in zip(names, infos, strict=True):
+            if info.compress_type != zipfile.ZIP_STORED or info.file_size != info.compress_size:
+                sizes = f'{info.compress_size:,} -> {info.file_size:,} bytes'
+                raise UserError(f'{self.path}: entry {name} is compressed ({sizes}), which torch.save never does')
+            if info.flag_bits & 0x1:
+                raise UserError(f'{self.path}: entry {name} is encrypted')
+        if (total := sum(info.file_size for info in infos)) > size:
+            raise UserError(
+                f'{self.path}: the entries claim {total:,} bytes, but the file has {size:,}; it is damaged or made to overwhelm'
+            )
+        return dict(zip(names, infos, strict=True))
+
+    def _read(self, name: str, limit: int) -> bytes:
+        info = self._entries[name]
+        if info.file_size > limit:
+            raise UserError(f'{self.path}: entry {name} has {info.file_size:,} bytes, expected at most {limit:,}')
+        try:
+            return self._archive.read(info)
+        except (zipfile.BadZipFile, EOFError, OSError, ValueError, NotImplementedError, RuntimeError) as error:
+            raise UserError(f'{self.path}: entry {name} (byte {info.header_offset:,}) is damaged: {error}') from None
+
+    def _state_dict(self, tree: Any) -> dict[str, TensorView]:
+        if type(tree) is dict:
+            for key in NESTED:
+                if type(tree.get(key)) is dict:
+                    tree = tree[key]
+                    break
+        if type(tree) is not dict or not tree:
+            raise UserError(f'{self.path}: expected a dict of tensors (a state dict), found {_kind(tree)}; {STATE_DICT}')
+        for name, view in tree.items():
+            if type(name) is not str or type(view) is not TensorView:
+                raise UserError(f'{self.path}: {name!r}: expected a tensor, found {_kind(view)}; {STATE_DICT}')
+            if 0 in view.shape:
+                raise UserError(f'{self.path}: {name}: expected a tensor with elements, found shape {view.shape}')
+        return tree
+
+    def _check_sizes(self) -> None:
+        """Every storage has the bytes that the pickle says, and the tensors are not much more than the storages."""
+        for name, view in self._views.items():
+            entry = f'data/{view.storage.key}'
+            needed = view.storage.size * ITEM_SIZES[view.storage.dtype]
+            if entry not in self._entries:
+                raise UserError(f'{self.path}: {name}: its entry {entry} is missing')
+            if (found := self._entries[entry].file_size) != needed:
+                raise UserError(f'{self.path}: {name}: expected {needed:,} bytes in entry {entry}, found {found:,}')
+            if (elements := math.prod(view.shape)) > view.storage.size:
+                raise UserError(
+                    f'{self.path}: {name}: shape {view.shape} has {elements:,} elements, but only {view.storage.size:,} are stored'
+                )
+        stored = sum({view.storage.key: view.storage.size for view in self._views.values()}.values())
+        if (total := sum(math.prod(view.shape) for view in self._views.values())) > MAX_EXPANSION * stored:
+            raise UserError(
+                f'{self.path}: the tensors have {total:,} elements, but only {stored:,} are stored; it is damaged or made to overwhelm'
+            )
+
+    def _storage(self, view: TensorView) -> np.ndarray:
+        key, dtype = view.storage.key, view.storage.dtype
+        if self._cached[0] != f'{key} {dtype}':
+            data = self._read(f'data/{key}', view.storage.size * ITEM_SIZES[dtype])
+            if dtype == 'bf16':  # the upper half of a float32
+                values = (np.frombuffer(data, self._order + 'u2').astype(np.uint32) << np.uint32(16)).view(np.float32)
+            else:
+                values = np.frombuffer(data, self._order + dtype)
+            self._cached = (f'{key} {dtype}', values)
+        return self._cached[1]
+
+
+def _kind(value: Any) -> str:
+    return 'an empty dict' if value == {} else f'a {type(value).__name__}' if value is not None else 'nothing'
+
+
+def write_torch(file: BinaryIO, state: Mapping[str, np.ndarray], metadata: Mapping[str, str]) -> None:
+    """Writes a state dict of float32 tensors, which `torch.load(weights_only=True)` reads.
+
+    The file depends on its contents alone: no times, no names of machines.
+    """
+    with zipfile.ZipFile(file, 'w', zipfile.ZIP_STORED) as archive:
+        archive.writestr(zipfile.ZipInfo('archive/data.pkl'), dump({name: value.shape for name, value in state.items()}))
+        archive.writestr(zipfile.ZipInfo('archive/byteorder'), b'little')
+        for key, value in enumerate(state.values()):
+            archive.writestr(zipfile.ZipInfo(f'archive/data/{key}'), np.ascontiguousarray(value, '<f4').tobytes())
+        archive.writestr(zipfile.ZipInfo('archive/version'), b'3\n')
+        for name, text in metadata.items():
+            archive.writestr(zipfile.ZipInfo(f'archive/extra/{name}'), text.encode())

@@ -1,0 +1,239 @@
+"""unet.cu's model file (`.bin`): an int32[256] header, the parameters, optionally AdamW's moments and cuRAND states.
+
+Source: clu0/unet.cu (`train_unet.py`, `generate.py`, `train_unet.cu`). Little-endian throughout.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from typing import Any, BinaryIO, NamedTuple
+
+import numpy as np
+
+from jaxunet.config import Config, resolve, to_dict
+from jaxunet.errors import UserError
+from jaxunet.weights.fields import differences, diffusion_fields, network_fields
+from jaxunet.weights.names import BlockNames, Entry, check_finite, count, entries, flatten, from_file, to_file, unflatten
+
+MAGIC = 12345678
+DATA_MAGIC = 20240620  # of unet.cu's files of images
+HEADER = 1024  # bytes
+RNG_STATE = 48  # bytes of one cuRAND XORWOW state
+MULT, RES_BLOCKS, HEAD_WIDTH, GROUPS, ATTENTION_LEVELS = (1, 2, 3, 4), 2, 32, 32, (2, 3)  # constants of its code
+FACTOR = 2 ** (len(MULT) - 1)
+NAMES = BlockNames(
+    res_block={
+        'norm_1': 'gn1',
+        'conv_1': 'cv3_1',
+        'embed': 'l_emb',
+        'norm_2': 'gn2',
+        'conv_2': 'cv3_2',
+        'shortcut': 'skip_connection',
+    },
+    attention={'norm': 'gn', 'qkv': 'qkv', 'proj': 'proj'},
+)
+Tree = dict[str, Any]
+
+
+class Header(NamedTuple):
+    """The words of the header that mean something, in order."""
+
+    magic: int
+    batch: int
+    channels_in: int
+    channels_model: int
+    channels_out: int
+    height: int
+    width: int
+    max_period: int
+    has_adamw: int
+    has_rng: int
+
+
+class Contents(NamedTuple):
+    config: Config
+    params: Tree
+    moments: tuple[Tree, Tree] | None
+    note: str
+
+
+def table(config: Config) -> list[Entry]:
+    """The tensors of unet.cu's file in their order: path in our tree, unet.cu's name, shape."""
+    return entries(config, NAMES)
+
+
+def config_of(header: Header) -> Config:
+    """The config that a header describes: unet.cu's network, and the training that goes with it."""
+    side = min(header.height, header.width)
+    config = Config().replace(
+        model={
+            'image_channels': header.channels_in,
+            'base_channels': header.channels_model,
+            'channel_mult': MULT,
+            'num_res_blocks': RES_BLOCKS,
+            'attention_resolutions': tuple(side >> level for level in ATTENTION_LEVELS),
+            'num_head_channels': HEAD_WIDTH,
+            'num_classes': 0,
+            'label_dropout': 0.0,
+            'max_period': header.max_period,
+        },
+        diffusion={'learn_sigma': header.channels_out == 2 * header.channels_in},
+        data={'image_size': (header.height, header.width), 'batch_size': header.batch},
+        optimizer={'learning_rate': 1e-4, 'warmup_steps': 0, 'schedule': 'constant', 'clip_norm': 0.0},
+        train={'sample_every': 0},  # there are no grids of images with any number of channels
+    )
+    return resolve(to_dict(config))
+
+
+def header_of(config: Config, *, has_adamw: bool) -> Header:
+    """The header of a config's file.
+
+    Raises:
+      UserError: unet.cu has no such network; the message lists the fields.
+    """
+    height, width, channels = config.image_shape
+    m = config.model
+    header = Header(
+        MAGIC, config.data.batch_size, channels, m.base_channels, channels * (1 + config.diffusion.learn_sigma), height, width,
+        m.max_period, int(has_adamw), 0,
+    )  # fmt: skip
+    problems = _problems(header)
+    if not problems:
+        theirs = config_of(header)
+        problems = differences(network_fields(theirs) | diffusion_fields(theirs), network_fields(config) | diffusion_fields(config))
+    if problems:
+        lines = '\n'.join(f'  {p}' for p in problems)
+        raise UserError(f'unet.cu has no such model, so a .bin cannot hold it; write .safetensors instead. What unet.cu needs:\n{lines}')
+    return header
+
+
+def _problems(header: Header) -> list[str]:
+    """What is impossible in a header, as `field: expected, found`."""
+    problems = []
+    for name, value in header._asdict().items():
+        if name in ('batch', 'channels_in', 'channels_model', 'height', 'width', 'max_period') and not 0 < value < 2**31:
+            problems.append(f'{_label(name)}: expected 1 to 2147483647, found {value}')
+        if name in ('height', 'width') and value % FACTOR:
+            problems.append(f'{_label(name)}: expected a multiple of {FACTOR}, found {value}')
+        if name in ('has_adamw', 'has_rng') and value not in (0, 1):
+            problems.append(f'{_label(name)}: expected 0 or 1, found {value}')
+    if header.channels_model % GROUPS:
+        problems.append(f'{_label("channels_model")}: expected a multiple of {GROUPS}, found {header.channels_model}')
+    if header.channels_out not in (header.channels_in, 2 * header.channels_in):
+        problems.append(
+            f'{_label("channels_out")}: expected {header.channels_in}, or {2 * header.channels_in} with a learned variance, '
+            f'found {header.channels_out}'
+        )
+    return problems
+
+
+def _label(name: str) -> str:
+    word = Header._fields.index(name)
+    return f'header word [{word}] ({name}, byte {4 * word})'
+
+
+def read(path: str, file: BinaryIO, config: Config | None = None) -> Contents:
+    """Reads a model file. All sizes are compared with the file's length before anything is allocated.
+
+    Args:
+      path: for messages.
+      config: the network that the caller wants; its other fields (data, training) are kept, and the file's batch size and image
+        size may differ. None: everything from the header, and unet.cu's constants.
+
+    Raises:
+      UserError: not such a file, impossible header fields, another length than the header asks for, numbers that are not finite,
+        negative second moments, or another network than `config`; naming field and byte.
+    """
+    size = os.fstat(file.fileno()).st_size
+    header = _read_header(path, file, size)
+    # A lower bound, from the time embedding and the outer convolutions: nothing bigger than the file is described any further.
+    base = header.channels_model
+    least = 4 * (16 * base * base + 9 * base * (header.channels_in + header.channels_out))
+    if least > size:
+        label = _label('channels_model' if 64 * base * base > size else 'channels_in')
+        raise UserError(
+            f'{path}: {label}: {base} channels, {header.channels_in} in and {header.channels_out} out, need more than {least:,} bytes, '
+            f'but the file has {size:,}; it is truncated or damaged'
+        )
+    try:
+        theirs = config_of(header)
+    except UserError as error:
+        raise UserError(f'{path}: the header does not make a network that can be run: {error}') from None
+    if config is not None and (problems := differences(network_fields(config), network_fields(theirs))):
+        raise UserError(f'{path}: not the network of the config:\n' + '\n'.join(f'  {p}' for p in problems))
+
+    rows = table(theirs)
+    total = count(rows)
+    sections = ['parameters'] + ['first moments', 'second moments'] * header.has_adamw
+    rng = header.batch * header.channels_in * header.height * header.width * RNG_STATE * header.has_rng
+    needed = HEADER + 4 * total * len(sections) + rng
+    if size != needed:
+        parts = ' + '.join(
+            [f'{HEADER:,} header', *(f'{4 * total:,} {name}' for name in sections), *([f'{rng:,} random states'] if rng else [])]
+        )
+        state = f'truncated at byte {size:,}' if size < needed else f'{size - needed:,} bytes too long, from byte {needed:,} on'
+        raise UserError(f'{path}: expected {needed:,} bytes ({parts}) as its header says, found {size:,}: {state}')
+    trees = []
+    for i, name in enumerate(sections):
+        values = np.frombuffer(file.read(4 * total), '<f4')
+        if values.size != total:
+            raise UserError(f'{path}: the file became shorter while it was read')
+        trees.append(_split(path, rows, values, name, HEADER + 4 * total * i))
+    note = f'unet.cu model, {total:,} parameters'
+    note += ', with AdamW moments' if header.has_adamw else ''
+    note += ', random states skipped' if header.has_rng else ''
+    return Contents(config or theirs, trees[0], (trees[1], trees[2]) if header.has_adamw else None, note)
+
+
+def _read_header(path: str, file: BinaryIO, size: int) -> Header:
+    if size < HEADER:
+        raise UserError(f'{path}: expected a header of {HEADER} bytes, found a file of {size} bytes; it is truncated or no unet.cu file')
+    header = Header(*np.frombuffer(file.read(HEADER), '<i4')[: len(Header._fields)].tolist())
+    if header.magic == DATA_MAGIC:
+        raise UserError(
+            f'{path}: this is a file of images (magic {DATA_MAGIC} at byte 0), not of weights (magic {MAGIC}); give it as data.path'
+        )
+    if header.magic != MAGIC:
+        raise UserError(
+            f'{path}: {_label("magic")}: expected {MAGIC}, found {header.magic}; this is no model file of unet.cu '
+            '(for PyTorch or safetensors files use the extension .pt or .safetensors)'
+        )
+    if problems := _problems(header):
+        raise UserError(f'{path}: the header is damaged:\n' + '\n'.join(f'  {p}' for p in problems))
+    return header
+
+
+def _split(path: str, rows: list[Entry], values: np.ndarray, section: str, byte: int) -> Tree:
+    leaves, start = {}, 0
+    for row in rows:
+        flat = values[start : start + math.prod(row.shape)]
+        at = byte + 4 * start
+
+        def where(index: int, name: str = row.name, at: int = at) -> str:
+            return f'{section}: {name}, flat index {index} (byte {at + 4 * index:,}),'
+
+        check_finite(flat, path, where)
+        if section == 'second moments' and (flat < 0).any():
+            index = int(np.argmax(flat < 0))
+            raise UserError(f'{path}: {where(index)} is {flat[index]}, expected 0 or more: second moments are means of squares')
+        leaves[row.path] = from_file(row, flat.reshape(row.shape))
+        start += flat.size
+    return unflatten(leaves)
+
+
+def write(file: BinaryIO, params: Tree, config: Config, moments: tuple[Tree, Tree] | None = None) -> None:
+    """Writes a model file that unet.cu's generate.py and train_unet read.
+
+    Raises:
+      UserError: unet.cu has no such network; the message lists the fields.
+    """
+    words = np.zeros(HEADER // 4, '<i4')
+    header = header_of(config, has_adamw=moments is not None)
+    words[: len(header)] = header
+    file.write(words.tobytes())
+    rows = table(config)
+    for tree in (params, *(moments or ())):
+        leaves = flatten(tree)
+        for row in rows:
+            file.write(to_file(row, np.asarray(leaves[row.path])).astype('<f4').tobytes())

@@ -1,0 +1,56 @@
+"""Small configs and deterministic weights that the tests of weight files share."""
+
+from __future__ import annotations
+
+import zlib
+from typing import Any
+
+import numpy as np
+
+from jaxunet.config import Config, resolve, to_dict
+from jaxunet.weights.names import parameter_shapes, unflatten
+from jaxunet.weights.unetcu import MAGIC, Header, config_of
+
+UNETCU_SMALL = config_of(Header(MAGIC, 2, 3, 32, 3, 16, 16, 1000, 0, 0))
+
+
+def make(size: tuple[int, ...] = (16,), *, learn_sigma: bool = False, **model: Any) -> Config:
+    """A small unconditional ADM config with changes to its model."""
+    base = {
+        'image_channels': 3,
+        'base_channels': 32,
+        'channel_mult': (1, 2),
+        'num_res_blocks': 1,
+        'attention_resolutions': (8,),
+        'num_head_channels': 32,
+        'num_classes': 0,
+        'label_dropout': 0.0,
+    }
+    changes = {'model': base | model, 'diffusion': {'learn_sigma': learn_sigma}, 'data': {'image_size': size}}
+    return resolve(to_dict(Config().replace(**changes)))
+
+
+# Every option of guided-diffusion's network.
+ADM = {
+    'pool': make(),
+    'conv_resample': make(conv_resample=True),
+    'resblock_updown': make(resblock_updown=True, scale_shift_norm=True),
+    'scale_shift': make(scale_shift_norm=True, num_res_blocks=2, attention_resolutions=(16, 8)),
+    'classes_and_sigma': make(num_classes=7, learn_sigma=True, conv_resample=True),
+    'num_heads': make(num_heads=4, num_head_channels=0, num_heads_upsample=2),
+    'fractional': make(base_channels=64, channel_mult=(0.5, 1, 1.5), attention_resolutions=(4,), conv_resample=True),
+    'non_square': make((8, 16), attention_resolutions=(4,), resblock_updown=True),
+    'one_channel': make(image_channels=1, attention_resolutions=()),
+    'one_level': make(channel_mult=(1,), attention_resolutions=(16,)),
+}
+
+
+def random_params(config: Config, seed: int = 0) -> dict[str, Any]:
+    """Numbers of every leaf, so that no two leaves or places are alike; signs mixed, about the size of trained weights."""
+    leaves = {}
+    for path, shape in parameter_shapes(config).items():
+        rng = np.random.default_rng(zlib.crc32(f'{seed}/{"/".join(path)}'.encode()))
+        fan_in = int(np.prod(shape[:-1])) if path[-1] == 'kernel' else 100
+        leaf = rng.standard_normal(shape, np.float32) / np.float32(fan_in**0.5)
+        leaves[path] = leaf + np.float32(1) if path[-1] == 'scale' else leaf
+    return unflatten(leaves)
