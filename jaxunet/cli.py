@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import itertools
 import logging as std_logging
 import os
 import pathlib
@@ -10,7 +11,7 @@ import re
 import sys
 import traceback
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import jax
 from absl import app, flags, logging
@@ -18,7 +19,8 @@ from ml_collections import config_flags
 
 from jaxunet import config
 from jaxunet.config import default_config
-from jaxunet.errors import UserError
+from jaxunet.data.cifar10 import cache_dir
+from jaxunet.errors import UserError, near_misses
 
 USER_ERROR = 2
 
@@ -37,7 +39,9 @@ def run(main: Callable[[Sequence[str]], int | None]) -> None:
 
 def _of_interest(record: std_logging.LogRecord) -> bool:
     """What jaxunet says, and warnings of the libraries below it; but orbax's failures come back as exceptions that we report."""
-    return (record.levelno >= std_logging.WARNING and 'orbax' not in record.pathname) or pathlib.Path(__file__).parent in pathlib.Path(record.pathname).parents
+    return (record.levelno >= std_logging.WARNING and 'orbax' not in record.pathname) or pathlib.Path(__file__).parent in pathlib.Path(
+        record.pathname
+    ).parents
 
 
 def _quiet(main: Callable[[Sequence[str]], int | None]) -> Callable[[Sequence[str]], int | None]:
@@ -53,15 +57,19 @@ def _quiet(main: Callable[[Sequence[str]], int | None]) -> Callable[[Sequence[st
 
 
 def _parse(argv: Sequence[str]) -> list[str]:
-    _check_overrides(argv)
     try:
         return flags.FLAGS(list(argv))
     except flags.Error as error:
         raise UserError(f'{error}\nSee --help.') from None
-    except Exception as error:  # the config file is the user's program: say where it failed
-        frames = [f for f in traceback.extract_tb(error.__traceback__) if f.filename.endswith('.py') and 'configs' in f.filename]
-        where = f' ({frames[-1].filename}, line {frames[-1].lineno})' if frames else ''
-        raise UserError(f'--config: {type(error).__name__}: {error}{where}') from None
+    except Exception as error:
+        raise UserError(_config_error(error)) from None
+
+
+def _config_error(error: Exception) -> str:
+    """A config file is the user's program: its error, and where it happened."""
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if f.name == 'get_config' and f.filename != config.__file__]
+    where = f' ({frames[-1].filename}, line {frames[-1].lineno})' if frames else ''
+    return f'--config: {type(error).__name__}: {error}{where}'
 
 
 def _check_overrides(argv: Sequence[str]) -> None:
@@ -69,7 +77,11 @@ def _check_overrides(argv: Sequence[str]) -> None:
     sections = {'': default_config().to_dict()}
     sections |= {name: fields for name, fields in sections[''].items() if isinstance(fields, dict)}
     known = [f'{section}.{name}'.lstrip('.') for section, fields in sections.items() for name in fields]
-    for argument in argv[1:]:
+    for argument, following in itertools.pairwise([*argv[1:], '']):
+        named = argument.removeprefix('--config=') if argument.startswith('--config=') else following if argument == '--config' else ''
+        path = pathlib.Path(named.split(':')[0])
+        if named and not path.is_file():
+            raise UserError(f'--config: no file {path}{near_misses(path.name, [p.name for p in path.parent.glob("*.py")])}')
         match = re.match(r'--(?:no)?config\.([^=]+)', argument)
         if match and match[1] not in known:
             name = match[1].split('.')[-1]
@@ -82,16 +94,23 @@ def _check_overrides(argv: Sequence[str]) -> None:
             )
 
 
-def _fail(error: UserError) -> None:
+def _fail(error: UserError) -> NoReturn:
     print(f'error: {error}', file=sys.stderr, flush=True)
     sys.exit(USER_ERROR)
 
 
 def define_config() -> Any:
     """The `--config FILE` flag with `--config.section.field=value` overrides; without a file, the values of `configs/digits.py`."""
-    return config_flags.DEFINE_config_file(
-        'config', config.__file__, 'Config file (Python, with get_config()); without one, the embedded digits run.', lock_config=True
-    )
+    try:
+        # ml_collections applies overrides of a default file while the flag is being defined.
+        _check_overrides(sys.argv)
+        return config_flags.DEFINE_config_file(
+            'config', config.__file__, 'Config file (Python, with get_config()); without one, the embedded digits run.', lock_config=True
+        )
+    except UserError as error:
+        _fail(error)
+    except Exception as error:
+        _fail(UserError(_config_error(error)))
 
 
 def define_optional_config(help_text: str) -> Any:
@@ -99,14 +118,9 @@ def define_optional_config(help_text: str) -> Any:
     return config_flags.DEFINE_config_file('config', None, help_text, lock_config=True)
 
 
-def cache_dir() -> pathlib.Path:
-    """$XDG_CACHE_HOME/jaxunet or ~/.cache/jaxunet."""
-    return pathlib.Path(os.environ.get('XDG_CACHE_HOME') or pathlib.Path.home() / '.cache') / 'jaxunet'
-
-
 def enable_compilation_cache() -> None:
     """Keeps compiled programs between runs, in JAX_COMPILATION_CACHE_DIR or under `cache_dir()`."""
-    if not jax.config.jax_compilation_cache_dir:
-        jax.config.update('jax_compilation_cache_dir', str(cache_dir() / 'xla'))
+    folder = os.environ.get('JAX_COMPILATION_CACHE_DIR') or str(cache_dir() / 'xla')
+    jax.config.update('jax_compilation_cache_dir', folder)
     jax.config.update('jax_persistent_cache_min_compile_time_secs', 0.5)
-    logging.info('compilation cache: %s', jax.config.jax_compilation_cache_dir)
+    logging.info('compilation cache: %s', folder)

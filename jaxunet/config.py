@@ -93,12 +93,12 @@ class EmaConfig:
 
 @dataclass(frozen=True)
 class TrainConfig:
-    steps: int = 1500
+    steps: int = 1200
     log_every: int = 25
-    sample_every: int = 500  # 0 = never
+    sample_every: int = 400  # 0 = never
     sample_count: int = 60
     sample_steps: int = 50  # DDIM steps of the grids drawn while training
-    checkpoint_every: int = 500
+    checkpoint_every: int = 400
     keep: int = 3  # checkpoints kept
     max_bad_steps: int = 20  # stop after this many non-finite steps in a row
 

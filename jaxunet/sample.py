@@ -52,6 +52,10 @@ def main(argv: Sequence[str]) -> None:
     model = load_model(CHECKPOINT.value, ema=EMA.value, config=given)
     config = model.config.replace(**{k: v for k, v in {'backend': BACKEND.value, 'precision': PRECISION.value}.items() if v is not None})
     labels = class_labels(config, NUM_SAMPLES.value)
+    if GUIDANCE_SCALE.value != 1 and config.model.num_classes and config.model.label_dropout == 0:
+        raise UserError(
+            '--guidance_scale: the model was trained with every label (model.label_dropout=0) and cannot be guided; leave it at 1'
+        )
     steps = STEPS.value or (min(50, config.diffusion.steps) if SAMPLER.value == 'ddim' else config.diffusion.steps)
     sampler = SamplerConfig(SAMPLER.value, steps, ETA.value, SKIP_SCHEDULE.value, VARIANCE.value, GUIDANCE_SCALE.value)
     generator = Generator(config, sampler, batch_size=min(BATCH_SIZE.value, NUM_SAMPLES.value), devices=devices())
@@ -70,7 +74,9 @@ def main(argv: Sequence[str]) -> None:
                 return True
 
             batch_labels = None if labels is None else labels[indices]
-            images.append(generator(params, seed=SEED.value, indices=indices, labels=batch_labels, progress=progress))
+            batch = generator(params, seed=SEED.value, indices=indices, labels=batch_labels, progress=progress)
+            assert batch is not None  # progress never stops it
+            images.append(batch)
     classes = config.model.num_classes
     columns = classes if labels is not None and CLASS_LABELS.value is None and 1 < classes <= 20 else None
     save_images(OUTPUT.value, np.concatenate(images), labels, columns=columns)

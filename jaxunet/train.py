@@ -25,6 +25,7 @@ from jaxunet.config import Config, resolve, to_dict
 from jaxunet.data.sources import open_source
 from jaxunet.errors import UserError
 from jaxunet.load import load_initial
+from jaxunet.ops import load_ops
 from jaxunet.training.loop import Background, train
 from jaxunet.training.parallel import Parallel
 
@@ -45,7 +46,8 @@ def main(argv: Sequence[str]) -> None:
         return
     start_distributed()
     cli.enable_compilation_cache()
-    Parallel(config)  # fails early if the batch does not divide among the devices
+    load_ops(config.backend)  # both fail before anything is read or written
+    Parallel(config)
     height, width, channels = config.image_shape
     source = open_source(config.data.path, image_shape=(height, width, channels), classes=config.data.classes)
     check_classes(config, len(source.class_names))

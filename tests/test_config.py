@@ -69,7 +69,10 @@ WRONG = [
     ({'ema': {'rates': (0.9, 0.9)}}, r'ema.rates: expected distinct rates'),
     ({'train': {'keep': 0}}, r'train.keep: expected more than 0'),
     ({'diffusion': {'steps': 20}}, r'diffusion.steps: the linear schedule needs more than 20, found 20'),
-    ({'diffusion': {'steps': 10, 'schedule': 'cosine'}, 'train': {'sample_steps': 50}}, r'train.sample_steps: 50 is more than diffusion.steps \(10\)'),
+    (
+        {'diffusion': {'steps': 10, 'schedule': 'cosine'}, 'train': {'sample_steps': 50}},
+        r'train.sample_steps: 50 is more than diffusion.steps \(10\)',
+    ),
     ({'model': {'image_channels': 2}}, r'model.image_channels: sample grids show 1 or 3, found 2; set train.sample_every=0'),
 ]
 

@@ -1,14 +1,24 @@
-"""Small configs and deterministic weights that the tests of weight files share."""
+"""Small configs, deterministic weights and files made by hand, which the tests of weight files share."""
 
 from __future__ import annotations
 
+import functools
+import io
+import json
+import pathlib
+import struct
+import zipfile
 import zlib
 from typing import Any
 
 import numpy as np
+import pytest
 
 from jaxunet.config import Config, resolve, to_dict
+from jaxunet.errors import UserError
+from jaxunet.weights import guided_diffusion, read_weights
 from jaxunet.weights.names import parameter_shapes, unflatten
+from jaxunet.weights.torch_file import write_torch
 from jaxunet.weights.unetcu import MAGIC, Header, config_of
 
 UNETCU_SMALL = config_of(Header(MAGIC, 2, 3, 32, 3, 16, 16, 1000, 0, 0))
@@ -54,3 +64,46 @@ def random_params(config: Config, seed: int = 0) -> dict[str, Any]:
         leaf = rng.standard_normal(shape, np.float32) / np.float32(fan_in**0.5)
         leaves[path] = leaf + np.float32(1) if path[-1] == 'scale' else leaf
     return unflatten(leaves)
+
+
+SMALL = ADM['one_level']
+
+
+@functools.cache
+def state() -> dict[str, np.ndarray]:
+    return guided_diffusion.from_tree(random_params(SMALL), SMALL, new_attention_order=False)
+
+
+def refuse(path: pathlib.Path, data: bytes, message: str, **options: Any) -> None:
+    path.write_bytes(data)
+    with pytest.raises(UserError, match=message) as error:
+        read_weights(path, **options)
+    assert str(path) in str(error.value)
+
+
+def torch_bytes(tensors: dict[str, np.ndarray], metadata: dict[str, str] | None = None) -> bytes:
+    file = io.BytesIO()
+    write_torch(file, tensors, metadata or {})
+    return file.getvalue()
+
+
+def archive(entries: dict[str, bytes], compression: int = zipfile.ZIP_STORED) -> bytes:
+    file = io.BytesIO()
+    with zipfile.ZipFile(file, 'w', compression) as target:
+        for name, data in entries.items():
+            target.writestr(name, data)
+    return file.getvalue()
+
+
+def safetensors_bytes(tensors: dict[str, np.ndarray], metadata: dict[str, str] | None = None) -> bytes:
+    entries: dict[str, Any] = {'__metadata__': metadata} if metadata else {}
+    at = 0
+    for name, value in tensors.items():
+        entries[name] = {'dtype': 'F32', 'shape': list(value.shape), 'data_offsets': [at, at + value.nbytes]}
+        at += value.nbytes
+    return with_header(entries, b''.join(value.tobytes() for value in tensors.values()))
+
+
+def with_header(entries: Any, data: bytes) -> bytes:
+    text = entries if isinstance(entries, bytes) else json.dumps(entries).encode()
+    return struct.pack('<Q', len(text)) + text + data

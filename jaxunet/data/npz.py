@@ -21,18 +21,7 @@ from jaxunet.data.source import MAX_MEMORY, MappedArray, Source, no_labels
 from jaxunet.errors import UserError, near_misses
 
 NAMES = {'images': ('images', 'arr_0'), 'labels': ('labels', 'arr_1'), 'class_names': ('class_names',)}
-ERRORS = (
-    zipfile.BadZipFile,
-    EOFError,
-    OSError,
-    ValueError,
-    KeyError,
-    zlib.error,
-    struct.error,
-    NotImplementedError,
-    RuntimeError,
-    OverflowError,
-)
+DAMAGED = (zipfile.BadZipFile, EOFError, OSError, ValueError, ArithmeticError, KeyError, RuntimeError, zlib.error, struct.error)
 
 
 class NpzSource(Source):
@@ -44,7 +33,7 @@ class NpzSource(Source):
             with zipfile.ZipFile(path) as archive:
                 self._images = _open_images(path, archive)
                 labels, names = _read_small(path, archive, 'labels'), _read_small(path, archive, 'class_names')
-        except ERRORS as error:
+        except DAMAGED as error:
             raise UserError(f'{path}: not a readable .npz file: {told(error)}; it may be truncated, copy or write it again') from None
         self.in_memory = not isinstance(self._images, MappedArray)
         shape = self._images.shape

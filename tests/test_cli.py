@@ -1,0 +1,177 @@
+"""Command lines as a user types them: the whole way from images to images, and mistakes without tracebacks."""
+
+import os
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+from conftest import QUICK
+from PIL import Image
+from tiny import flags
+
+from jaxunet import checkpoint
+from jaxunet.load import load_model
+from jaxunet.training.logs import read_metrics
+
+SMALL = [*flags(), '--config.model.num_classes=10', '--config.model.label_dropout=0.1']
+
+
+def call(*arguments, code=0, devices=1):
+    environment = os.environ | {'XLA_FLAGS': f'{QUICK} --xla_force_host_platform_device_count={devices}', 'JAX_PLATFORMS': 'cpu'}
+    done = subprocess.run([sys.executable, '-m', *arguments], env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == code, done.stderr
+    assert 'Traceback' not in done.stderr
+    return done.stdout if code == 0 else done.stderr
+
+
+@pytest.fixture(scope='module')
+def run(tmp_path_factory):
+    """A tiny run on the embedded digits."""
+    workdir = tmp_path_factory.mktemp('runs') / 'tiny'
+    out = call('jaxunet.train', *SMALL, '--config.train.sample_every=6', f'--workdir={workdir}')
+    assert '1797 images from digits:' in out
+    return workdir
+
+
+def test_train_writes_what_it_promises(run):
+    assert {p.name for p in run.iterdir()} == {'checkpoints', 'metrics.csv', 'samples', 'tensorboard'}
+    assert [int(row['step']) for row in read_metrics(run / 'metrics.csv')] == [1, 2, 3, 4, 5, 6]
+    with Image.open(run / 'samples' / 'step_0000006.png') as picture:
+        assert picture.mode == 'L'
+
+
+def sample(source, output, *extra, **options):
+    call('jaxunet.sample', f'--checkpoint={source}', f'--output={output}', '--num_samples=6', '--steps=4', *extra, **options)
+    with np.load(output) as arrays:
+        return arrays['images'], arrays['labels'] if 'labels' in arrays else None
+
+
+def test_same_seed_same_images_whatever_the_batch_and_the_devices(run, tmp_path):
+    images, labels = sample(run, tmp_path / 'a.npz')
+    assert images.shape == (6, 8, 8, 1)
+    assert list(labels) == [0, 1, 2, 3, 4, 5]
+    for name, extra, options in (('b', ['--batch_size=4'], {}), ('c', ['--batch_size=3'], {'devices': 4})):
+        again, _ = sample(run, tmp_path / f'{name}.npz', *extra, **options)
+        assert np.abs(again.astype(int) - images).max() <= 1  # float rounding of other batch shapes
+    other, labels = sample(run, tmp_path / 'd.npz', '--seed=1', '--class_labels=3,7')
+    assert list(labels) == [3, 7, 3, 7, 3, 7]
+    assert np.abs(other.astype(int) - images).mean() > 1
+
+
+def test_sampler_options_change_images(run, tmp_path):
+    seen = []
+    for i, extra in enumerate(
+        (
+            [],
+            ['--variance=fixed_large'],
+            ['--sampler=ddim'],
+            ['--sampler=ddim', '--eta=0.5'],
+            ['--sampler=ddim', '--skip_schedule=quadratic'],
+            ['--guidance_scale=4'],
+            ['--ema=none'],
+        )
+    ):
+        seen.append(sample(run, tmp_path / f'{i}.npz', *extra)[0])
+    # The weights are nearly those of the start, whose output is zero: guidance and averaging show least.
+    assert len({images.tobytes() for images in seen}) >= 5
+
+
+@pytest.mark.parametrize('extension', ['safetensors'])
+def test_export_round_trip_and_init_from(extension, run, tmp_path):
+    path = tmp_path / f'model.{extension}'
+    assert 'the average with rate 0.995' in call('jaxunet.export', f'--checkpoint={run}', f'--output={path}')
+    state = checkpoint.read(run).state
+    loaded = load_model(str(path))
+    assert checkpoint.checksum(loaded.params) == checkpoint.checksum(state.ema['0.995'])
+    a, _ = sample(run, tmp_path / 'a.npz')
+    b, _ = sample(path, tmp_path / 'b.npz')
+    assert np.abs(a.astype(int) - b).max() <= 1
+    workdir = tmp_path / 'more'
+    call(
+        'jaxunet.train',
+        *SMALL,
+        f'--config.init_from={path}',
+        '--config.train.steps=2',
+        '--config.optimizer.learning_rate=1e-12',
+        f'--workdir={workdir}',
+    )
+    started = checkpoint.read(workdir).state
+    np.testing.assert_allclose(started.params['conv_in']['kernel'], loaded.params['conv_in']['kernel'], atol=1e-9)
+
+
+def test_dry_run(tmp_path):
+    out = call('jaxunet.train', '--dry_run', f'--config={os.path.dirname(__file__)}/../configs/elephants64.py')
+    assert "'base_channels': 64" in out
+    assert 'parameters: 20,494,211' in out
+    assert 'GFLOPs per image: 12' in out or 'GFLOPs per image: 13' in out
+    assert 'memory per device, GiB' in out
+
+
+MISTAKES = [
+    (['jaxunet.train', '--config.model.base_chanels=3'], '--config.model.base_chanels: unknown field; did you mean model.base_channels'),
+    (['jaxunet.train', '--config.learning_rate=3'], 'did you mean optimizer.learning_rate'),
+    (['jaxunet.train', '--config.train.steps=many'], "--config.train.steps=many: invalid literal for int() with base 10: 'many'"),
+    (['jaxunet.train', '--config.model=3'], '--config.model: is a section; set one of its fields'),
+    (['jaxunet.train', '--config=nowhere.py'], 'nowhere.py'),
+    (['jaxunet.train', '--wrkdir=x'], "Unknown command line flag 'wrkdir'. Did you mean: workdir"),
+    (['jaxunet.train', 'configs/digits.py'], "unexpected argument 'configs/digits.py'"),
+    (['jaxunet.train', '--config.backend=cuda'], 'backend=cuda: this version has no cuda kernels yet'),
+    (['jaxunet.train', '--config.data.path=nowhere'], 'nowhere'),
+    (['jaxunet.train', '--config.data.batch_size=0'], 'data.batch_size: expected more than 0, found 0'),
+    (['jaxunet.train', '--config.parallel.devices=99'], 'parallel.devices: 99 asked for, but this machine has 1'),
+    (['jaxunet.train', '--config.model.num_classes=3'], 'model.num_classes: 3, but digits: has 10 classes'),
+    (['jaxunet.train', '--config.init_from=nowhere.bin'], 'nowhere.bin: no such file or folder'),
+    (['jaxunet.train', '--coordinator=localhost:1'], '--num_processes: missing'),
+    (['jaxunet.sample'], 'Flag --checkpoint must have a value other than None'),
+    (['jaxunet.sample', '--checkpoint=nowhere'], 'nowhere: no such file or folder'),
+    (['jaxunet.sample', '--checkpoint=RUN', '--output=x.gif'], 'expected a name that ends in .png'),
+    (['jaxunet.sample', '--checkpoint=RUN', '--sampler=dimm'], 'value should be one of <ddpm|ddim>'),
+    (['jaxunet.sample', '--checkpoint=RUN', '--num_samples=0'], 'num_samples'),
+    (['jaxunet.sample', '--checkpoint=RUN', '--eta=0.3'], 'eta: only sampler=ddim has it'),
+    (['jaxunet.sample', '--checkpoint=RUN', '--sampler=ddim', '--eta=2'], 'eta: expected 0'),
+    (['jaxunet.sample', '--checkpoint=RUN', '--steps=41'], 'steps'),
+    (['jaxunet.sample', '--checkpoint=RUN', '--class_labels=10'], '--class_labels: expected whole numbers from 0 to 9'),
+    (['jaxunet.sample', '--checkpoint=RUN', '--guidance_scale=-1'], 'guidance_scale: expected 0 or more'),
+    (['jaxunet.sample', '--checkpoint=RUN', '--variance=learned'], 'variance: learned needs a model with diffusion.learn_sigma'),
+    (['jaxunet.sample', '--checkpoint=RUN', '--ema=0.5'], '--ema: expected one of 0.995 or none'),
+    (['jaxunet.sample', '--checkpoint=RUN', '--devices=3'], '--devices: 3 asked for, but this machine has 1'),
+    (['jaxunet.sample', '--checkpoint=RUN/checkpoints/5'], 'no such file or folder'),
+    (['jaxunet.export', '--checkpoint=RUN', '--output=m.onnx'], 'm.onnx'),
+    (['jaxunet.export', '--checkpoint=RUN', '--output=m.bin'], 'channels_model'),
+    (['jaxunet.export', '--checkpoint=RUN', '--output=m.bin', '--with_optimizer', '--ema=0.995'], '--ema: 0.995 with --with_optimizer'),
+    (['jaxunet.prepare_data', '--input=nowhere', '--output=x.npz', '--image_size=8'], 'nowhere'),
+]
+
+
+@pytest.mark.parametrize(('arguments', 'message'), MISTAKES, ids=[' '.join(a)[8:] for a, _ in MISTAKES])
+def test_mistakes_have_one_line_and_exit_2(arguments, message, run, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv('PYTHONPATH', os.path.join(os.path.dirname(__file__), '..'))
+    error = call(*[a.replace('RUN', str(run)) for a in arguments], code=2)
+    assert message in error
+    assert not list(tmp_path.iterdir())  # nothing was allocated, nothing is left behind
+
+
+def test_two_processes_train_as_one(tmp_path):
+    """jax.distributed on one machine: 2 processes of 2 devices give the losses of one process."""
+    port = 20000 + os.getpid() % 20000
+    common = [*flags(), f'--workdir={tmp_path / "two"}', '--config.train.steps=4']
+    environment = os.environ | {'XLA_FLAGS': f'{QUICK} --xla_force_host_platform_device_count=2', 'JAX_PLATFORMS': 'cpu'}
+    processes = [
+        subprocess.Popen(
+            [sys.executable, '-m', 'jaxunet.train', *common, f'--coordinator=localhost:{port}', '--num_processes=2', f'--process_id={i}'],
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for i in range(2)
+    ]
+    for process in processes:
+        _, error = process.communicate(timeout=180)
+        assert process.returncode == 0, error
+    call('jaxunet.train', *flags(), f'--workdir={tmp_path / "one"}', '--config.train.steps=4')
+    two, one = ([float(row['loss']) for row in read_metrics(tmp_path / name / 'metrics.csv')] for name in ('two', 'one'))
+    np.testing.assert_allclose(two, one, rtol=1e-4)
+    assert checkpoint.read(tmp_path / 'two').state.step == 4
