@@ -44,7 +44,7 @@ def test_train_writes_what_it_promises(run):
 def sample(source, output, *extra, **options):
     call('jaxunet.sample', f'--checkpoint={source}', f'--output={output}', '--num_samples=6', '--steps=4', *extra, **options)
     with np.load(output) as arrays:
-        return arrays['images'], arrays['labels'] if 'labels' in arrays else None
+        return arrays['images'], arrays.get('labels')
 
 
 def test_same_seed_same_images_whatever_the_batch_and_the_devices(run, tmp_path):

@@ -212,7 +212,7 @@ def test_a_disk_that_has_room_again_gets_the_next_checkpoint(tmp_path):
     try:
         assert checkpoints.save(2, state, config, 0.0) == ''
         assert 'the last good one is step 1' in checkpoints.save(3, state, config, 0.0)
-        with pytest.raises(checkpoint.CheckpointWriteError, match='could not be written.*the last good one is step 1'):
+        with pytest.raises(checkpoint.CheckpointWriteError, match=r'could not be written.*the last good one is step 1'):
             checkpoints.wait()
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))

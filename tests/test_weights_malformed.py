@@ -1,4 +1,4 @@
-"""Damaged, hostile and mistaken weight files: every one gives a `UserError` that says what is wrong and where."""
+"""Damaged and hostile .bin and .pt files: every one gives a `UserError` that says what is wrong and where."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from weight_cases import UNETCU_SMALL, random_params
+from weight_cases import SMALL, UNETCU_SMALL, archive, random_params, refuse, state, torch_bytes
 
 from jaxunet.weights import unetcu, write_weights
 from jaxunet.weights.torch_pickle import dump
