@@ -3,7 +3,9 @@
     python -m jaxunet.train --config configs/imagenet64.py --config.data.path=/data/imagenet64
 
 The images lie in one sub-folder a class. 296 M parameters: several 80 GB GPUs, or a smaller batch. Weights of the published
-64x64_diffusion.pt fit this config: `python -m jaxunet.sample --checkpoint 64x64_diffusion.pt --config configs/imagenet64.py`.
+64x64_diffusion.pt fit this config:
+
+    python -m jaxunet.sample --checkpoint 64x64_diffusion.pt --config configs/imagenet64.py --new_attention_order
 """
 
 from ml_collections import ConfigDict

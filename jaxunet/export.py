@@ -22,6 +22,11 @@ CHECKPOINT = flags.DEFINE_string('checkpoint', None, 'Workdir, checkpoint, or .b
 OUTPUT = flags.DEFINE_string('output', None, 'File to write: .bin (unet.cu), .pt (guided-diffusion) or .safetensors.', required=True)
 EMA = flags.DEFINE_string('ema', '', "Rate of the average to use; default: the run's first; none = the parameters without averaging.")
 WITH_OPTIMIZER = flags.DEFINE_bool('with_optimizer', False, "Also write Adam's moments, to continue training; implies --ema=none.")
+NEW_ATTENTION_ORDER = flags.DEFINE_bool(
+    'new_attention_order',
+    None,
+    "guided-diffusion's use_new_attention_order of a .pt or .safetensors that does not say; default: false, as there.",
+)
 CONFIG_FILE = cli.define_optional_config('Config whose model the weight file holds, where the file does not say.')
 
 
@@ -31,7 +36,12 @@ def main(argv: Sequence[str]) -> None:
         raise UserError(f'--ema: {EMA.value} with --with_optimizer; the moments belong to the parameters without averaging, use --ema=none')
     is_run = pathlib.Path(CHECKPOINT.value).is_dir()
     given = resolve(CONFIG_FILE.value) if CONFIG_FILE.value is not None else None
-    model = load_model(CHECKPOINT.value, ema='none' if with_optimizer and is_run else EMA.value, config=given)
+    model = load_model(
+        CHECKPOINT.value,
+        ema='none' if with_optimizer and is_run else EMA.value,
+        config=given,
+        new_attention_order=NEW_ATTENTION_ORDER.value,
+    )
     if with_optimizer and model.moments is None:
         raise UserError(f'--with_optimizer: {CHECKPOINT.value} holds no optimizer state')
     write_weights(OUTPUT.value, model.params, model.config, model.moments if with_optimizer else None)

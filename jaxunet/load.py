@@ -27,12 +27,13 @@ class Model:
     note: str  # which weights these are
 
 
-def load_model(path: str, *, ema: str = '', config: Config | None = None) -> Model:
+def load_model(path: str, *, ema: str = '', config: Config | None = None, new_attention_order: bool | None = None) -> Model:
     """Reads a model.
 
     Args:
       ema: rate of the average to take from a run ('' = its first, 'none' = the parameters themselves); a weight file has one set.
       config: the architecture of a weight file that does not tell; default: what the file says or shows.
+      new_attention_order: guided-diffusion's `use_new_attention_order` of a weight file that does not tell; default: False, as there.
 
     Raises:
       UserError: nothing readable there, or options that do not apply to it.
@@ -42,13 +43,15 @@ def load_model(path: str, *, ema: str = '', config: Config | None = None) -> Mod
     if pathlib.Path(path).is_dir():
         if config is not None:
             raise UserError(f'{path}: a checkpoint holds its own config; leave --config out')
+        if new_attention_order is not None:
+            raise UserError(f'{path}: a checkpoint has one attention order; leave --new_attention_order out')
         restored = checkpoint.read(path)
         params, note = checkpoint.pick_weights(restored.state, restored.config, ema)
         moments = get_moments(restored.state.opt_state)
         return Model(restored.config, params, moments, f'{path}, step {int(restored.state.step)}, {note}')
     if ema:
         raise UserError(f'--ema: {path} holds one set of weights; leave the flag out')
-    weights = read_weights(path, config)
+    weights = read_weights(path, config, new_attention_order=new_attention_order)
     return Model(weights.config, weights.params, weights.moments, f'{path}: {weights.note}')
 
 

@@ -40,6 +40,11 @@ BATCH_SIZE = flags.DEFINE_integer('batch_size', 64, 'Images drawn at a time, ove
 DEVICES = flags.DEFINE_integer('devices', 0, 'How many devices to use; 0 = all.', lower_bound=0)
 OUTPUT = flags.DEFINE_string('output', 'samples.png', 'X.png: one grid; X.npz: arrays; a folder: one PNG an image.')
 EMA = flags.DEFINE_string('ema', '', "Rate of the average to use; default: the run's first; none = the parameters without averaging.")
+NEW_ATTENTION_ORDER = flags.DEFINE_bool(
+    'new_attention_order',
+    None,
+    "guided-diffusion's use_new_attention_order of a .pt or .safetensors that does not say; default: false, as there.",
+)
 CONFIG_FILE = cli.define_optional_config('Config whose model the weight file holds, where the file does not say.')
 BACKEND = flags.DEFINE_enum('backend', None, BACKENDS, "Default: the run's.")
 PRECISION = flags.DEFINE_enum('precision', None, PRECISIONS, "Default: the run's; float32 for weight files.")
@@ -49,7 +54,7 @@ def main(argv: Sequence[str]) -> None:
     check_output(OUTPUT.value)
     cli.enable_compilation_cache()
     given = resolve(CONFIG_FILE.value) if CONFIG_FILE.value is not None else None
-    model = load_model(CHECKPOINT.value, ema=EMA.value, config=given)
+    model = load_model(CHECKPOINT.value, ema=EMA.value, config=given, new_attention_order=NEW_ATTENTION_ORDER.value)
     config = model.config.replace(**{k: v for k, v in {'backend': BACKEND.value, 'precision': PRECISION.value}.items() if v is not None})
     labels = class_labels(config, NUM_SAMPLES.value)
     if GUIDANCE_SCALE.value != 1 and config.model.num_classes and config.model.label_dropout == 0:

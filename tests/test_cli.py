@@ -134,6 +134,7 @@ MISTAKES = [
     (['jaxunet.sample', '--checkpoint=RUN', '--class_labels=10'], '--class_labels: expected whole numbers from 0 to 9'),
     (['jaxunet.sample', '--checkpoint=RUN', '--guidance_scale=-1'], 'guidance_scale: expected 0 or more'),
     (['jaxunet.sample', '--checkpoint=RUN', '--variance=learned'], 'variance: learned needs a model with diffusion.learn_sigma'),
+    (['jaxunet.sample', '--checkpoint=RUN', '--new_attention_order'], 'leave --new_attention_order out'),
     (['jaxunet.sample', '--checkpoint=RUN', '--ema=0.5'], '--ema: expected one of 0.995 or none'),
     (['jaxunet.sample', '--checkpoint=RUN', '--devices=3'], '--devices: 3 asked for, but this machine has 1'),
     (['jaxunet.sample', '--checkpoint=RUN/checkpoints/5'], 'no such file or folder'),
