@@ -31,7 +31,7 @@ def get_config() -> ConfigDict:
     config.data.batch_size = 32
     config.data.augment = 'flip'
 
-    config.optimizer.learning_rate = 2e-4
+    config.optimizer.learning_rate = 1e-4
     config.optimizer.schedule = 'constant'
     config.optimizer.warmup_steps = 500
 
