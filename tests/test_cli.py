@@ -169,9 +169,8 @@ def test_two_processes_train_as_one(tmp_path):
         )
         for i in range(2)
     ]
-    for process in processes:
-        _, error = process.communicate(timeout=180)
-        assert process.returncode == 0, error
+    errors = [process.communicate(timeout=180)[1] for process in processes]
+    assert [process.returncode for process in processes] == [0, 0], errors
     call('jaxunet.train', *flags(), f'--workdir={tmp_path / "one"}', '--config.train.steps=4')
     two, one = ([float(row['loss']) for row in read_metrics(tmp_path / name / 'metrics.csv')] for name in ('two', 'one'))
     np.testing.assert_allclose(two, one, rtol=1e-4)
