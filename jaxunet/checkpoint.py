@@ -188,6 +188,11 @@ def check_resumable(saved: Config, now: Config, workdir: pathlib.Path) -> list[s
     return changes
 
 
+def exists(workdir: pathlib.Path) -> bool:
+    """Whether a run of this workdir has a checkpoint to go on from, readable or not."""
+    return any(entry.name.isdigit() for entry in (workdir / FOLDER).glob('*'))
+
+
 def find(path: str | pathlib.Path) -> tuple[pathlib.Path, int | None] | None:
     """(workdir, step) if `path` is a workdir (step None: its newest) or one checkpoint in it; None if it is neither."""
     path = pathlib.Path(path)

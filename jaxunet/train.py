@@ -19,8 +19,7 @@ from typing import NoReturn
 import jax
 from absl import flags, logging
 
-from jaxunet import cli, estimate
-from jaxunet.checkpoint import CheckpointWriteError
+from jaxunet import checkpoint, cli, estimate
 from jaxunet.config import Config, resolve, to_dict
 from jaxunet.data.sources import open_source
 from jaxunet.errors import UserError
@@ -54,8 +53,9 @@ def main(argv: Sequence[str]) -> None:
     workdir = pathlib.Path(WORKDIR.value) if WORKDIR.value else pathlib.Path('runs') / default_name()
     print(f'{len(source)} images from {config.data.path}; workdir {workdir}', flush=True)
     try:
-        train(config, workdir, source, load_initial(config))
-    except CheckpointWriteError as error:
+        # A run that goes on no longer needs the file that it started from.
+        train(config, workdir, source, None if checkpoint.exists(workdir) else load_initial(config))
+    except checkpoint.CheckpointWriteError as error:
         print(f'error: {error}', file=sys.stderr)
         leave(cli.USER_ERROR)  # orbax's threads would add their tracebacks
     if any(thread.name == Background.NAME for thread in threading.enumerate()):

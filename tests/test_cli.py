@@ -97,6 +97,8 @@ def test_export_round_trip_and_init_from(extension, run, tmp_path):
         f'--workdir={workdir}',
     )
     started = checkpoint.read(workdir).state
+    path.unlink()  # resuming does not need it
+    call('jaxunet.train', *SMALL, f'--config.init_from={path}', '--config.train.steps=3', f'--workdir={workdir}')
     np.testing.assert_allclose(started.params['conv_in']['kernel'], loaded.params['conv_in']['kernel'], atol=1e-9)
 
 

@@ -20,6 +20,7 @@ from jaxunet.data.sources import open_source
 from jaxunet.errors import UserError
 from jaxunet.training.logs import read_metrics
 from jaxunet.training.loop import fresh_state, train
+from jaxunet.training.state import LOSS_SCALE_START
 
 STEPS = 60
 SLOW_STEPS = 100_000
@@ -194,6 +195,13 @@ def test_other_device_counts_and_modes(run, source):
     # Until step 6 both follow the same schedule only if it does not end: compare what is independent of train.steps.
     assert len(got) == len(want) == 10
     assert np.isfinite(got).all()
+
+
+def test_changing_the_precision_resets_the_loss_scale(run, source):
+    train(tiny_config(**LONGER, precision='float16'), run, source)
+    assert checkpoint.read(run).state.loss_scale.scale == LOSS_SCALE_START
+    train(tiny_config(train={'steps': 10}), run, source)
+    assert checkpoint.read(run).state.loss_scale.scale == 1
 
 
 def test_another_model_in_the_workdir_is_refused(run, source):

@@ -33,7 +33,7 @@ from jaxunet.sampling import SamplerConfig
 from jaxunet.training.logs import Logs
 from jaxunet.training.parallel import Data, Parallel
 from jaxunet.training.preemption import Preemption
-from jaxunet.training.state import TrainState, init_state, make_optimizer, set_moments, start_state
+from jaxunet.training.state import TrainState, init_state, make_optimizer, set_moments, start_loss_scale, start_state
 from jaxunet.training.step import make_train_step
 from jaxunet.unet import build_unet
 
@@ -57,12 +57,20 @@ def train(config: Config, workdir: pathlib.Path, source: Source, initial: TrainS
 
 
 def fresh_state(config: Config) -> TrainState:
-    """The numpy state before step 0, from `config.seed`: drawn on the CPU, so the same on every machine."""
+    """The numpy state before step 0, from `config.seed`; drawn on the CPU where JAX has it, so the same on every machine."""
     model = build_unet(config, load_ops('xla'))
+
+    def draw() -> TrainState:
+        return init_state(config, model, make_optimizer(config))
+
+    try:
+        cpu = jax.local_devices(backend='cpu')[0]
+    except RuntimeError:  # JAX_PLATFORMS leaves the CPU out
+        return jax.device_get(jax.jit(draw)())
     # It runs once: optimising its many random draws would take ten times as long as running them.
     quick = {'xla_backend_optimization_level': 0}
-    with jax.default_device(jax.local_devices(backend='cpu')[0]):
-        return jax.device_get(jax.jit(lambda: init_state(config, model, make_optimizer(config)), compiler_options=quick)())
+    with jax.default_device(cpu):
+        return jax.device_get(jax.jit(draw, compiler_options=quick)())
 
 
 def initial_state(config: Config, params: Any, moments: tuple[Any, Any] | None) -> TrainState:
@@ -98,7 +106,10 @@ class _Run:
             step = int(restored.state.step)
             logging.info('resuming %s at step %d%s', self.workdir, step, '; changed: ' + ', '.join(changes) if changes else '')
             self.seconds = restored.seconds
-            return self.parallel.replicate(restored.state), step
+            state = restored.state
+            if restored.config.precision != self.config.precision:
+                state = dataclasses.replace(state, loss_scale=jax.device_get(start_loss_scale(self.config)))
+            return self.parallel.replicate(state), step
         if initial is not None:
             return self.parallel.replicate(initial), 0
         return self.parallel.replicate(fresh_state(self.config)), 0

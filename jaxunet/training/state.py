@@ -102,15 +102,19 @@ def init_state(config: Config, model: UNet, optimizer: optax.GradientTransformat
     return start_state(config, optimizer, init_params(model, config, init_key), jax.random.key_data(run_key))
 
 
+def start_loss_scale(config: Config) -> LossScale:
+    scale = LOSS_SCALE_START if config.precision == 'float16' else 1.0
+    return LossScale(jnp.asarray(scale, jnp.float32), jnp.zeros((), jnp.int32))
+
+
 def start_state(config: Config, optimizer: optax.GradientTransformation, params: Params, rng: Array) -> TrainState:
     zero = jnp.zeros((), jnp.int32)
-    scale = LOSS_SCALE_START if config.precision == 'float16' else 1.0
     return TrainState(
         step=zero,
         params=params,
         ema={str(rate): jax.tree.map(jnp.copy, params) for rate in config.ema.rates},
         opt_state=optimizer.init(params),
-        loss_scale=LossScale(jnp.asarray(scale, jnp.float32), zero),
+        loss_scale=start_loss_scale(config),
         rng=rng,
         bad_steps=zero,
         skipped=zero,
