@@ -60,7 +60,7 @@ class Checkpoints:
     """The checkpoints of one workdir."""
 
     def __init__(self, workdir: pathlib.Path, *, keep: int, read_only: bool = False) -> None:
-        self.workdir = workdir
+        self.workdir, self.read_only = workdir, read_only
         self.folder = (workdir / FOLDER).resolve()
         if not read_only:
             self._set_aside_unfinished()
@@ -109,7 +109,7 @@ class Checkpoints:
             except Exception as error:
                 problems.append(f'{self.folder / str(candidate)}: {_first_line(error)}')
                 logging.warning('damaged checkpoint, trying the one before it: %s', problems[-1])
-                if not self.manager._options.read_only and step is None:
+                if not self.read_only and step is None:
                     self._set_aside(self.folder / str(candidate))
                     self.manager.reload()
         if problems:

@@ -56,8 +56,10 @@ def main(argv: Sequence[str]) -> None:
         # A run that goes on no longer needs the file that it started from.
         train(config, workdir, source, None if checkpoint.exists(workdir) else load_initial(config))
     except checkpoint.CheckpointWriteError as error:
-        print(f'error: {error}', file=sys.stderr)
-        leave(cli.USER_ERROR)  # orbax's threads would add their tracebacks
+        # In one piece and on a line of its own: threads of the storage library may be printing tracebacks at this moment.
+        sys.stderr.flush()
+        os.write(2, f'\nerror: {error}\n'.encode())
+        leave(cli.USER_ERROR)
     if any(thread.name == Background.NAME for thread in threading.enumerate()):
         leave(0)  # everything is saved; the compiler's thread would hold the exit up
 

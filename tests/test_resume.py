@@ -185,16 +185,21 @@ def test_keep(run):
     assert sorted(p.name for p in (run / 'checkpoints').iterdir()) == ['2', '4', '6']
 
 
-def test_other_device_counts_and_modes(run, source):
-    """The checkpoint of 4 devices under jit goes on with 2 under pmap, then with 1: the losses are those of 4."""
-    alone = run.parent / 'alone'
-    train(tiny_config(train={'steps': 10}), alone, source)
-    train(tiny_config(train={'steps': 8}, parallel={'mode': 'pmap', 'devices': 2}), run, source)
-    train(tiny_config(train={'steps': 10}, parallel={'devices': 1}), run, source)
-    got, want = ([float(v) for v in losses(w).values()] for w in (run, alone))
-    # Until step 6 both follow the same schedule only if it does not end: compare what is independent of train.steps.
-    assert len(got) == len(want) == 10
+def test_other_device_counts_and_modes(tmp_path, source):
+    """The checkpoint of 4 devices under jit goes on with 2 under pmap, then with 1: the losses are those of 4 all along."""
+
+    def part(workdir, steps, **parallel):
+        train(tiny_config(train={'steps': steps}, optimizer={'schedule': 'constant'}, parallel=parallel), workdir, source)
+        return [float(loss) for loss in losses(workdir).values()]
+
+    want = part(tmp_path / 'whole', 10)
+    moved = tmp_path / 'moved'
+    part(moved, 6)
+    part(moved, 8, mode='pmap', devices=2)
+    got = part(moved, 10, devices=1)
     assert np.isfinite(got).all()
+    assert len(set(got)) == 10
+    np.testing.assert_allclose(got, want, rtol=1e-4)
 
 
 def test_changing_the_precision_resets_the_loss_scale(run, source):
@@ -242,8 +247,10 @@ def test_a_full_disk_leaves_the_last_good_checkpoint(tmp_path, cache):
     full[1:3] = ['-c', limited, 'train']
     done = subprocess.run(full, env=environment(cache), check=False, capture_output=True, text=True)
     assert done.returncode == 2, done.stderr
-    assert 'error: a checkpoint could not be written to' in done.stderr
-    assert 'the last good one is step 10' in done.stderr.strip().splitlines()[-1]
+    # Threads of the storage library may still be talking while the error is printed, so it need not come last.
+    (error,) = (line for line in done.stderr.splitlines() if line.startswith('error: '))
+    assert error.startswith('error: a checkpoint could not be written to')
+    assert 'the last good one is step 10' in error
     assert checkpoint.read(tmp_path).state.step == 10
     done = subprocess.run(command(tmp_path, steps=20), env=environment(cache), check=True, capture_output=True, text=True)
     assert checkpoint.read(tmp_path).state.step == 20

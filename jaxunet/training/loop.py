@@ -249,12 +249,11 @@ class _Run:
         sampler = SamplerConfig(name='ddim', steps=t.sample_steps)
         # On one device: pmap's replicas need no second layout, and a grid is small.
         generator = Generator(self.config, sampler, batch_size=t.sample_count, devices=self.parallel.local_devices[:1])
-        shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=generator._replicated), self._shape_of_params())
+        shapes = jax.tree.map(
+            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=generator._replicated), checkpoint.state_template(self.config).params
+        )
         generator.compile(shapes)
         return generator
-
-    def _shape_of_params(self) -> Any:
-        return checkpoint.state_template(self.config).params
 
     def _sample(self, logs: Logs, bar: tqdm) -> None:
         assert self.sampler is not None

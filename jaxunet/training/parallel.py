@@ -54,6 +54,8 @@ class Parallel:
         self.local_devices = [d for d in self.devices if d.process_index == jax.process_index()]
         self.mesh = Mesh(np.array(self.devices), (AXIS,))
         self.pmap = config.parallel.mode == 'pmap'
+        # Made once: pmap compiles anew for every new function, and this one runs every step of a stream.
+        self._place = jax.pmap(lambda x: x, devices=self._pmap_devices)
 
     @property
     def local_rows(self) -> slice:
@@ -82,7 +84,7 @@ class Parallel:
         if self.pmap:
             n = len(self.local_devices)
             split = {k: v.reshape(n, len(v) // n, *v.shape[1:]) for k, v in batch.items()}
-            return jax.pmap(lambda x: x, devices=self._pmap_devices)(split)
+            return self._place(split)
         sharding = NamedSharding(self.mesh, PartitionSpec(AXIS))
         return {k: jax.make_array_from_process_local_data(sharding, v) for k, v in batch.items()}
 
