@@ -1,6 +1,6 @@
-"""Data parallelism, two ways: `jit` over a device mesh, or `pmap`; both keep the state replicated and split the batch.
+"""Data parallelism, two ways: `jit` of a `shard_map` over a device mesh, or `pmap`; both keep the state replicated and split the batch.
 
-Both compile `step(state, data)`, where `data` is either a streamed batch or the whole dataset, resident on every device, from which
+The batch is split by hand rather than by XLA's partitioner, which cannot look into hand-written kernels. Both compile `step(state, data)`, where `data` is either a streamed batch or the whole dataset, resident on every device, from which
 the step gathers its own rows.
 """
 
@@ -90,7 +90,7 @@ class Parallel:
 
     def compile(self, make_step: Callable[[str | None], TrainStep], state: TrainState, data: Data) -> CompiledStep:
         """Compiles the step for these arguments ahead of time; the state is donated."""
-        step = make_step(AXIS if self.pmap else None)
+        step = make_step(AXIS)
 
         def whole(state: TrainState, data: Data) -> tuple[TrainState, Metrics]:
             return step(state, self._rows(state, data))
@@ -98,8 +98,16 @@ class Parallel:
         if self.pmap:
             mapped = jax.pmap(whole, axis_name=AXIS, devices=self._pmap_devices, donate_argnums=0)
             return mapped.lower(state, data).compile()
-        replicated = NamedSharding(self.mesh, PartitionSpec())
-        return jax.jit(whole, donate_argnums=0, out_shardings=(replicated, replicated)).lower(state, data).compile()
+        whole_array, split = PartitionSpec(), PartitionSpec(AXIS)
+        # The step reduces over the axis itself (pmean), as it must under pmap; nothing is left for shard_map to check or insert.
+        mapped = jax.shard_map(
+            whole,
+            mesh=self.mesh,
+            in_specs=(whole_array, split if 'image' in data else whole_array),
+            out_specs=(whole_array, whole_array),
+            check_vma=False,
+        )
+        return jax.jit(mapped, donate_argnums=0).lower(state, data).compile()
 
     @property
     def _pmap_devices(self) -> list[jax.Device] | None:
@@ -107,20 +115,15 @@ class Parallel:
         return self.devices if jax.process_count() == 1 else None
 
     def _rows(self, state: TrainState, data: Data) -> Batch:
-        """This step's batch (under pmap: this device's share), with every row's place in the global batch."""
+        """This device's share of this step's batch, with every row's place in the global batch."""
         size = self.config.data.batch_size
-        row = jnp.arange(size, dtype=jnp.int32)
-        if self.pmap:
-            share = size // len(self.devices)
-            row = jax.lax.axis_index(AXIS).astype(jnp.int32) * share + jnp.arange(share, dtype=jnp.int32)
+        share = size // len(self.devices)
+        row = jax.lax.axis_index(AXIS).astype(jnp.int32) * share + jnp.arange(share, dtype=jnp.int32)
         if 'image' in data:
             return {**data, 'row': row}
         with jax.named_scope('data'):
             index = batch_indices(state.step, size, data['images'].shape[0], self.config.seed)[row]
-            batch = {'image': data['images'][index], 'label': data['labels'][index], 'row': row}
-            if self.pmap:
-                return batch
-            return jax.lax.with_sharding_constraint(batch, NamedSharding(self.mesh, PartitionSpec(AXIS)))
+            return {'image': data['images'][index], 'label': data['labels'][index], 'row': row}
 
 
 def _part(value: np.ndarray, index: Any) -> np.ndarray:

@@ -49,9 +49,11 @@ def make_train_step(
 ) -> TrainStep:
     """Builds `train_step(state, batch) -> (state, metrics)`.
 
-    The batch is the whole global batch, or under `jax.pmap` with `axis_name` this device's share of it; losses and gradients are
-    means over the global batch either way. With `optimizer.accumulate_steps` > 1 it is worked through in that many micro-batches.
+    The batch is this device's share of the global batch under `jax.pmap` or `jax.shard_map` with `axis_name`, or without it the whole
+    batch; losses and gradients are means over the global batch either way. With `optimizer.accumulate_steps` > 1 it is worked through in that many micro-batches.
     A step whose gradients are not finite changes nothing but the counters and the loss scale.
+
+    Its parts have named scopes, from which `jaxunet.profiling` tells the phases: data, forward (and by it backward), all_reduce, optimizer.
 
     Metrics: loss (mean since the last logged step), step_loss, grad_norm (before clipping), learning_rate, loss_scale, bad_steps,
     skipped.
@@ -62,33 +64,38 @@ def make_train_step(
     def loss_fn(params: Params, keys: Array, batch: Batch, scale: Array) -> tuple[Array, Array]:
         with jax.named_scope('data'):
             x0, xt, t, noise, labels, dropout_keys = noise_batch(config, diffusion, keys, batch)
-        output = model.predict(params, xt, t, labels, dropout_keys)
-        loss = jnp.mean(per_sample_loss(diffusion, output, x0, xt, t, noise))
-        return loss * scale, loss
+        with jax.named_scope('forward'):
+            output = model.predict(params, xt, t, labels, dropout_keys)
+            loss = jnp.mean(per_sample_loss(diffusion, output, x0, xt, t, noise))
+            return loss * scale, loss
 
     def gradients(state: TrainState, batch: Batch) -> tuple[Params, Array]:
-        step_key = jax.random.fold_in(jax.random.wrap_key_data(state.rng), state.step)
-        keys = jax.vmap(lambda row: jax.random.fold_in(step_key, row))(batch['row'])
+        with jax.named_scope('data'):
+            step_key = jax.random.fold_in(jax.random.wrap_key_data(state.rng), state.step)
+            keys = jax.vmap(lambda row: jax.random.fold_in(step_key, row))(batch['row'])
         value_and_grad = jax.grad(loss_fn, has_aux=True)
         scale = state.loss_scale.scale
         if micro_batches == 1:
             return value_and_grad(state.params, keys, batch, scale)
 
         def split(x: Array) -> Array:
-            # Strided, so that every device keeps its own rows in each micro-batch.
             return jnp.swapaxes(x.reshape(-1, micro_batches, *x.shape[1:]), 0, 1)
 
         def add(total: tuple[Params, Array], micro: tuple[Array, Batch]) -> tuple[tuple[Params, Array], None]:
-            return jax.tree.map(jnp.add, total, value_and_grad(state.params, *micro, scale)), None
+            part = value_and_grad(state.params, *micro, scale)
+            with jax.named_scope('backward'):
+                return jax.tree.map(jnp.add, total, part), None
 
         start = (jax.tree.map(jnp.zeros_like, state.params), jnp.zeros((), jnp.float32))
         total, _ = jax.lax.scan(add, start, jax.tree.map(split, (keys, batch)))
-        return jax.tree.map(lambda x: x / micro_batches, total)
+        with jax.named_scope('backward'):
+            return jax.tree.map(lambda x: x / micro_batches, total)
 
     def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
         grads, loss = gradients(state, batch)
         if axis_name is not None:
-            grads, loss = jax.lax.pmean((grads, loss), axis_name)
+            with jax.named_scope('all_reduce'):
+                grads, loss = jax.lax.pmean((grads, loss), axis_name)
         with jax.named_scope('optimizer'):
             return apply_gradients(state, grads, loss)
 
@@ -102,7 +109,8 @@ def make_train_step(
         updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
         params = optax.apply_updates(state.params, updates)
         taken = state.step - state.skipped  # updates before this one
-        ema = {rate: update_ema(tree, params, ema_decay(float(rate), taken, config.ema.warmup)) for rate, tree in state.ema.items()}
+        with jax.named_scope('ema'):
+            ema = {rate: update_ema(tree, params, ema_decay(float(rate), taken, config.ema.warmup)) for rate, tree in state.ema.items()}
 
         def keep(new: Any, old: Any) -> Any:
             return jax.tree.map(lambda a, b: jnp.where(finite, a, b), new, old)
