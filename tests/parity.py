@@ -5,12 +5,15 @@ Both are held against the reference in float64 on the CPU, on inputs that every 
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+
+from pallas_kernels.device import Target, use
 
 Op = Callable[..., Any]  # arrays in, one array or a tree of arrays out
 DTYPES = ('float32', 'bfloat16')
@@ -46,7 +49,8 @@ def assert_parity(kernel: Op, reference: Op, inputs: dict[str, tuple[np.ndarray,
             out, pull = jax.vjp(lambda a: op(**a), arguments)
             return out, pull(cotangent)[0]
 
-        out, pulled = jax.jit(both)(arguments, cotangent)
+        # Without leave to keep more precision than the types say, which would make "the same type" mean nothing for the plain op.
+        out, pulled = jax.jit(both, compiler_options={'xla_allow_excess_precision': False})(arguments, cotangent)
         named = {f'output{jax.tree_util.keystr(path)}': leaf for path, leaf in jax.tree_util.tree_leaves_with_path(out)}
         return named | {f'gradient of {name}': leaf for name, leaf in (pulled or {}).items()}
 
@@ -83,3 +87,8 @@ def _poison(results: dict[str, Any]) -> None:
     """Leaves NaN in the memory that the next results are likely to get, so that what a kernel does not write shows."""
     filled = [jnp.full(leaf.shape, jnp.nan, leaf.dtype) for leaf in results.values() for _ in range(2)]
     jax.block_until_ready(filled)
+
+
+def kernel_target() -> contextlib.AbstractContextManager[None]:
+    """Kernels of this machine's GPU, or interpreted ones where there is none."""
+    return contextlib.nullcontext() if jax.default_backend() == 'gpu' else use(Target.INTERPRET)

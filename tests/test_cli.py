@@ -6,7 +6,7 @@ import sys
 
 import numpy as np
 import pytest
-from conftest import QUICK
+from settings import QUICK
 from PIL import Image
 from tiny import flags
 

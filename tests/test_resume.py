@@ -12,7 +12,7 @@ import time
 
 import numpy as np
 import pytest
-from conftest import QUICK
+from settings import QUICK
 from tiny import flags, tiny_config
 
 from jaxunet import checkpoint

@@ -1,0 +1,30 @@
+"""Named attentions: what our configs run, and the awkward ones. Tests, benchmarks and tuning share them."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+
+class Case(NamedTuple):
+    """Self-attention over `tokens` pixels; batch 0 = any, chosen by the benchmark."""
+
+    tokens: int
+    heads: int
+    width: int
+    batch: int = 0
+
+    @property
+    def name(self) -> str:
+        return f'{self.tokens}_tokens_{self.heads}x{self.width}{f"_b{self.batch}" if self.batch else ""}'
+
+    def flops(self, batch: int) -> int:
+        """Multiplications and additions of the two products, forward."""
+        return 4 * batch * self.heads * self.tokens**2 * self.width
+
+
+ELEPHANTS64 = (Case(256, 6, 32), Case(64, 8, 32))
+CIFAR10 = (Case(256, 1, 256), Case(16, 1, 256))
+ADM = (Case(1024, 4, 64), Case(256, 8, 64), Case(1024, 2, 128))
+LONG = (Case(4096, 2, 64, batch=2),)
+AWKWARD = (Case(49, 3, 8, batch=1), Case(77, 2, 32, batch=3), Case(130, 1, 48, batch=2))
+CASES = ELEPHANTS64 + CIFAR10 + ADM + LONG + AWKWARD

@@ -1,0 +1,179 @@
+"""Times the attention kernels' tiles on this machine's GPU, and the op beside XLA's; `tiles.MEASURED` is chosen from what it prints.
+
+    python -m pallas_kernels.attention.tune [--batch 32] [--shapes 256:6:32,64:8:32] [--kernels both,forward] [--seconds 60]
+
+A shape is tokens:heads:width[:batch]. `both` is the op on the default tiles, forward alone and with its gradient, beside the plain op.
+Times are sums of GPU kernel time per call from a profiler trace, so they leave out what starting a kernel costs. One JSON line a result.
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import concurrent.futures
+import dataclasses
+import functools
+import glob
+import json
+import random
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array
+
+from pallas_kernels.attention import reference, triton
+from pallas_kernels.attention.tiles import KERNELS, Tile, candidates, default_tile
+from pallas_kernels.attention.vjp import attention
+
+SHAPES = '256:6:32,64:8:32,256:1:256,1024:4:64,256:8:64,4096:8:64:4,1024:8:128'
+SETS = 2  # inputs that a program runs through
+Shape = tuple[int, int, int, int]  # batch, tokens, heads, width
+Job = tuple[Shape, str, Any]  # shape, what, tile
+
+
+def trace_times(programs: dict[str, Callable[[], Any]], repeats: int) -> dict[str, dict[str, float]]:
+    """Program -> GPU kernel -> microseconds of one call on one set (median over repeats)."""
+    for program in programs.values():
+        jax.block_until_ready(program())
+    names = list(programs)
+    with tempfile.TemporaryDirectory() as folder:
+        with jax.profiler.trace(folder):
+            for _ in range(repeats):
+                random.shuffle(names)
+                for name in names:
+                    jax.block_until_ready(programs[name]())
+        (path,) = glob.glob(f'{folder}/**/*.xplane.pb', recursive=True)
+        profile = jax.profiler.ProfileData.from_file(path)
+    found: dict[str, dict[str, list[float]]] = collections.defaultdict(lambda: collections.defaultdict(list))
+    for plane in profile.planes:
+        for line in plane.lines if '/device:GPU' in plane.name else ():
+            for event in line.events if line.name.startswith('Stream') else ():
+                module = next((str(value) for key, value in event.stats if key == 'hlo_module'), '')
+                found[module.split('(')[0].removeprefix('jit_')][event.name].append(event.duration_ns / 1e3)
+    return {
+        name: {kernel: statistics.median(us) * len(us) / repeats / SETS for kernel, us in kernels.items()}
+        for name, kernels in found.items()
+        if name in programs
+    }
+
+
+def inputs(shape: Shape, dtype: jnp.dtype) -> tuple[list[Array], list[Array], list[tuple[Array, Array]]]:
+    """Sets of qkv, of the output's gradient, and of what the forward kernel returns."""
+    batch, tokens, heads, width = shape
+    keys = jax.random.split(jax.random.key(0), 2 * SETS)
+    qkv = [jax.random.normal(k, (batch, tokens, 3 * heads * width)).astype(dtype) for k in keys[:SETS]]
+    grad = [jax.random.normal(k, (batch, tokens, heads * width)).astype(dtype) for k in keys[SETS:]]
+    forward = jax.jit(lambda x: triton.forward(x, heads, default_tile('forward', tokens, width, dtype)))
+    return qkv, grad, [forward(x) for x in qkv]
+
+
+def build(job: Job) -> Callable[..., Any]:
+    """A function of the inputs that runs one kernel, or the op, on every set."""
+    (_, _, heads, _), what, tile = job
+    side, _, direction = what.partition('_')
+    if side in ('ours', 'xla'):
+        op = functools.partial(attention if side == 'ours' else reference.attention, num_heads=heads)
+        if direction == 'forward':
+            return lambda qkv, grad, kept: [op(x) for x in qkv]
+
+        def both(x: Array, g: Array) -> tuple[Array, Any]:
+            out, pull = jax.vjp(op, x)
+            return out, pull(g)
+
+        return lambda qkv, grad, kept: [both(x, g) for x, g in zip(qkv, grad, strict=True)]
+    if what == 'forward':
+        return lambda qkv, grad, kept: [triton.forward(x, heads, tile) for x in qkv]
+    return lambda qkv, grad, kept: [triton.backward(x, k[0], k[1], g, tile) for x, k, g in zip(qkv, kept, grad, strict=True)]
+
+
+def jobs_for(shape: Shape, kernels: list[str], dtype: jnp.dtype) -> list[Job]:
+    """Everything asked for of a shape; the two backward kernels are timed in pairs."""
+    _, tokens, _, width = shape
+    jobs: list[Job] = []
+    if 'both' in kernels:
+        jobs += [(shape, f'{side}_{direction}', None) for side in ('ours', 'xla') for direction in ('forward', 'both')]
+    tiles = {name: random.sample(found, len(found)) for name in KERNELS if (found := candidates(name, tokens, width, dtype))}
+    jobs += [(shape, name, tile) for name in ('forward', 'backward') if name in kernels for tile in tiles.get(name, ())]
+    if {'backward_dq', 'backward_dkv'} & set(kernels):
+        dq, dkv = tiles['backward_dq'], tiles['backward_dkv']
+        jobs += [(shape, 'pair', (dq[i % len(dq)], dkv[i % len(dkv)])) for i in range(max(len(dq), len(dkv)))]
+    return jobs
+
+
+def report(shape: Shape, dtype: jnp.dtype, results: list[tuple[str, Any, dict[str, float]]], top: int) -> None:
+    """The op beside XLA's, then the fastest tiles of each kernel."""
+    batch, tokens, heads, width = shape
+    row = {'device': jax.devices()[0].device_kind, 'dtype': str(dtype), 'batch': batch, 'tokens': tokens, 'heads': heads, 'width': width}
+    totals = {what: sum(us.values()) for what, _, us in results if what.startswith(('ours', 'xla'))}
+    for direction, passes in (('forward', 1.0), ('both', 3.5)):
+        if ours := totals.get(f'ours_{direction}'):
+            teraflops = 4 * batch * heads * tokens**2 * width * passes / ours / 1e6
+            xla = totals.get(f'xla_{direction}', float('nan'))
+            found = {'us': round(ours, 1), 'tflops': round(teraflops), 'xla_us': round(xla, 1), 'ratio': round(xla / ours, 2)}
+            split = next(us for what, _, us in results if what == f'ours_{direction}')
+            names = {name.removeprefix('jaxunet_attention_'): round(us, 1) for name, us in split.items()}
+            print(json.dumps(row | {'what': direction} | found | {'kernels': names}), flush=True)
+    timed: dict[str, list[tuple[float, Tile]]] = collections.defaultdict(list)
+    for what, tile, kernels in results:
+        tiles = {} if tile is None else {what: tile} if isinstance(tile, Tile) else dict(zip(KERNELS[2:], tile, strict=True))
+        for kernel, used in tiles.items():
+            timed[kernel].append((kernels[f'jaxunet_attention_{kernel}'], used))
+    for kernel, rows in timed.items():
+        default = default_tile(kernel, tokens, width, dtype)
+        best = [[round(us, 1), *dataclasses.astuple(tile)] for us, tile in sorted(rows)[:top]]
+        chosen = next((round(us, 1) for us, tile in rows if tile == default), None)
+        print(json.dumps(row | {'kernel': kernel, 'best': best, 'tried': len(rows), 'default': chosen}), flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument('--batch', type=int, default=32)
+    parser.add_argument('--shapes', default=SHAPES)
+    parser.add_argument('--kernels', default='both,' + ','.join(KERNELS))
+    parser.add_argument('--dtype', default='bfloat16')
+    parser.add_argument('--seconds', type=float, default=60, help='no further tile is compiled after this')
+    parser.add_argument('--repeats', type=int, default=5)
+    parser.add_argument('--top', type=int, default=4)
+    args = parser.parse_args()
+    dtype, start = jnp.dtype(args.dtype), time.monotonic()
+    shapes: list[Shape] = []
+    for text in args.shapes.split(','):
+        tokens, heads, width, *batch = map(int, text.split(':'))
+        shapes.append((batch[0] if batch else args.batch, tokens, heads, width))
+    arrays = {shape: inputs(shape, dtype) for shape in shapes}
+    # In turn over the shapes, so that all have had their share when time is up; the op itself first.
+    queues = [jobs_for(shape, args.kernels.split(','), dtype) for shape in shapes]
+    jobs = [queue[i] for i in range(max(map(len, queues))) for queue in queues if i < len(queue)]
+
+    def compiled(number: int) -> Callable[[], Any] | str | None:
+        shape, what, tile = jobs[number]
+        if time.monotonic() - start > args.seconds:
+            return None
+        function = build(jobs[number])
+        function.__name__ = f'job{number}'
+        try:
+            return functools.partial(jax.jit(function).lower(*arrays[shape]).compile(), *arrays[shape])
+        except jax.errors.JaxRuntimeError as error:
+            return f'{shape} {what} {tile}: {str(error)[:100]}'
+
+    with concurrent.futures.ThreadPoolExecutor(16) as pool:
+        built = list(pool.map(compiled, range(len(jobs))))
+    for message in [b for b in built if isinstance(b, str)][:5]:
+        print(message)
+    good: dict[str, Callable[[], Any]] = {f'job{i}': b for i, b in enumerate(built) if b is not None and not isinstance(b, str)}
+    print(f'compiled {len(good)} of {len(jobs)} in {time.monotonic() - start:.0f} s', flush=True)
+    results = collections.defaultdict(list)
+    for name, kernels in trace_times(good, args.repeats).items():
+        shape, what, tile = jobs[int(name.removeprefix('job'))]
+        results[shape].append((what, tile, kernels))
+    for shape in shapes:
+        report(shape, dtype, results[shape], args.top)
+
+
+if __name__ == '__main__':
+    main()

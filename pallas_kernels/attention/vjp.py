@@ -1,0 +1,51 @@
+"""Multi-head self-attention on the packed qkv projection: the Pallas kernels, differentiable."""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+from jaxtyping import Array, Float
+
+from pallas_kernels.attention import triton
+from pallas_kernels.attention.tiles import Tiles, default_tiles
+
+
+def attention(
+    qkv: Float[Array, 'batch tokens packed'], *, num_heads: int, interpret: bool = False, tiles: Tiles | None = None
+) -> Float[Array, 'batch tokens channels']:
+    """softmax(q·kᵀ/√d)·v for each head of width d = packed / (3 · num_heads), as `pallas_kernels.attention.reference.attention`.
+
+    `packed` holds all of q, then all of k, then all of v, each head-major; the result holds the heads' outputs, in qkv's type.
+    Logits, softmax and sums in float32. Differentiable once in reverse mode; the backward pass recomputes the weights from the saved
+    log-sum-exp, in qkv's memory layout throughout. Dao et al. 2022, arXiv 2205.14135; Dao 2023, arXiv 2307.08691.
+
+    Args:
+      qkv: bfloat16, float16 or float32; any number of tokens; heads of width 1 to 256 (powers of two from 16 on run without padding).
+      interpret: run the kernels on a CPU, slowly, for tests.
+      tiles: how the work is cut, for tuning; the measured choice unless given.
+
+    Raises:
+      ValueError: channels that the heads do not divide, heads wider than 256, or another type.
+    """
+    width = triton.head_width(qkv, num_heads)
+    return _attention(qkv, num_heads, interpret, tiles or default_tiles(qkv.shape[1], width, qkv.dtype))
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3))
+def _attention(qkv: Array, num_heads: int, interpret: bool, tiles: Tiles) -> Array:
+    return triton.forward(qkv, num_heads, tiles.forward, interpret=interpret)[0]
+
+
+def _forward(qkv: Array, num_heads: int, interpret: bool, tiles: Tiles) -> tuple[Array, tuple[Array, Array, Array]]:
+    out, norm = triton.forward(qkv, num_heads, tiles.forward, interpret=interpret)
+    return out, (qkv, out, norm)
+
+
+def _backward(num_heads: int, interpret: bool, tiles: Tiles, kept: tuple[Array, Array, Array], grad: Array) -> tuple[Array]:
+    del num_heads
+    qkv, out, norm = kept
+    return (triton.backward(qkv, out, norm, grad, tiles.backward, interpret=interpret),)
+
+
+_attention.defvjp(_forward, _backward)

@@ -1,0 +1,155 @@
+"""Kernels that write the normalised activation: from given coefficients, or with the statistics in the same launch."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Sequence
+
+import jax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plgpu
+from jaxtyping import Array, Float
+
+from pallas_kernels.features import at_least_float32
+from pallas_kernels.group_norm.blocks import Program, Ref, group_statistics, loop, moments_of, scaled, sigmoid
+from pallas_kernels.group_norm.statistics import group_size
+from pallas_kernels.group_norm.tiles import Grid, Tile, fit, power_of_two
+
+
+def _apply_kernel(*refs: Ref, grid: Grid, silu: bool) -> None:
+    parts, (a, b, y) = refs[: len(grid.parts)], refs[len(grid.parts) :]
+    program = Program(grid)
+    factor, shift = program.load_channels(a, program.sample)[None, :], program.load_channels(b, program.sample)[None, :]
+
+    def write(step: Array | int, _: None) -> None:
+        z = [v.astype(a.dtype) * factor + shift for v in program.load(parts, step)]
+        program.store([y], step, [v * sigmoid(v, grid) for v in z] if silu else z)
+
+    loop(grid.steps, write, None)
+
+
+def apply(
+    parts: Sequence[Float[Array, 'batch height width _']],
+    a: Float[Array, 'batch channels'],
+    b: Float[Array, 'batch channels'],
+    *,
+    silu: bool,
+    tile: Tile | None = None,
+    interpret: bool = False,
+) -> Float[Array, 'batch height width channels']:
+    """act(a · x + b) of the channel concatenation x of the parts, which is not built; act = SiLU or identity. In x's dtype."""
+    batch, height, width, _ = parts[0].shape
+    sizes = tuple(p.shape[-1] for p in parts)
+    tile = tile or apply_tile(height * width)
+    grid = fit(tile, sizes, height * width, 1, streamed=True, interpret=interpret)
+    y = pl.pallas_call(
+        functools.partial(_apply_kernel, grid=grid, silu=silu),
+        grid=(grid.blocks, batch, grid.splits),
+        out_shape=jax.ShapeDtypeStruct((batch, height * width, sum(sizes)), parts[0].dtype),
+        compiler_params=plgpu.CompilerParams(num_warps=tile.warps),
+        interpret=interpret,
+        name='jaxunet_group_norm_apply',
+    )(*(p.reshape(batch, height * width, -1) for p in parts), a, b)
+    return y.reshape(batch, height, width, -1)
+
+
+def _normalise_kernel(*refs: Ref, grid: Grid, eps: float, silu: bool, known: bool) -> None:
+    count = len(grid.parts)
+    parts, moments, (scale, offset, y, centre, inverse) = refs[:count], refs[count:-5], refs[-5:]
+    program = Program(grid, exact=parts[0].dtype.itemsize >= 4)
+    wide = centre.dtype
+    first: list[Array] = []
+
+    def read(step: Array | int) -> list[Array]:
+        tiles = program.load(parts, step)
+        first[:] = tiles
+        return tiles
+
+    if known:
+        if grid.steps == 1:
+            read(0)  # Before the small loads below, so that nobody waits twice.
+        mean, deviation = program.load_moments(moments)
+    else:
+        mean, total, pixels = moments_of(program, read, wide)
+        deviation = total / pixels
+    mean, inv = group_statistics(program, mean, deviation, eps)
+    sample = program.sample
+    factor = program.load_channels(scale, sample if scale.shape[0] > 1 else 0, dtype=wide) * inv
+    shift = program.load_channels(offset, sample if offset.shape[0] > 1 else 0, dtype=wide)
+    # Every split writes the same values.
+    program.store_channels(centre, mean, sample)
+    program.store_channels(inverse, inv, sample)
+
+    def write(step: Array | int, _: None) -> None:
+        tiles = first if grid.steps == 1 else program.load(parts, step)
+        z = [scaled(v, mean, factor, shift) for v in tiles]
+        program.store([y], step, [v * sigmoid(v, grid) for v in z] if silu else z)
+
+    # What was read last is nearest: the second walk goes backwards.
+    loop(grid.steps, write, None, backwards=True)
+
+
+def normalise(
+    parts: Sequence[Float[Array, 'batch height width _']],
+    moments: Sequence[Float[Array, 'batch _ 2']] | None,
+    scale: Float[Array, '#batch channels'],
+    offset: Float[Array, '#batch channels'],
+    *,
+    groups: int,
+    eps: float,
+    silu: bool,
+    tile: Tile | None = None,
+    interpret: bool = False,
+) -> tuple[Float[Array, 'batch height width channels'], Float[Array, 'batch channels'], Float[Array, 'batch channels']]:
+    """act(norm(x) · scale + offset) of the channel concatenation x of the parts, in one launch.
+
+    With the parts' moments: one read and one write. Without: a program owns whole groups of a sample and reads them twice, the second
+    time from registers where they fit, else from the caches, which hold what the running programs own.
+
+    Returns: the activation in x's dtype; the group's mean and 1/sqrt(variance + eps) for each (sample, channel), at least float32.
+
+    Raises:
+      ValueError: the channels are not a multiple of `groups`.
+    """
+    batch, height, width, _ = parts[0].shape
+    sizes = tuple(p.shape[-1] for p in parts)
+    pixels, channels = height * width, sum(sizes)
+    group = group_size(channels, groups)
+    known = moments is not None
+    tile = tile or (apply_tile(pixels) if known else slab_tile(batch, pixels, channels, group))
+    grid = fit(tile, sizes, pixels, group, streamed=known, interpret=interpret)
+    wide = at_least_float32(parts[0].dtype)
+    y, mean, inverse = pl.pallas_call(
+        functools.partial(_normalise_kernel, grid=grid, eps=eps, silu=silu, known=known),
+        grid=(grid.blocks, batch, grid.splits),
+        out_shape=[
+            jax.ShapeDtypeStruct((batch, pixels, channels), parts[0].dtype),
+            jax.ShapeDtypeStruct((batch, channels), wide),
+            jax.ShapeDtypeStruct((batch, channels), wide),
+        ],
+        compiler_params=plgpu.CompilerParams(num_warps=tile.warps),
+        interpret=interpret,
+        name='jaxunet_group_norm_normalise' if known else 'jaxunet_group_norm_forward',
+    )(*(p.reshape(batch, pixels, -1) for p in parts), *(moments or ()), scale, offset)
+    return y.reshape(batch, height, width, channels), mean, inverse
+
+
+def apply_tile(pixels: int) -> Tile:
+    """The measured tile of the kernels that read one tensor and write one (H200, bfloat16)."""
+    if pixels <= 256:
+        return Tile(channels=32, rows=16, unroll=4, warps=8)
+    if pixels <= 1024:
+        return Tile(channels=32, rows=32, unroll=4, warps=8)
+    return Tile(channels=64, rows=32, unroll=4, warps=8, splits=pixels // 512)
+
+
+def slab_tile(batch: int, pixels: int, channels: int, group: int) -> Tile:
+    """The measured tile of the kernels that own all pixels of some groups (H200, bfloat16)."""
+    wished = 64 if pixels <= 256 else 32 if pixels <= 1024 else 16
+    while wished > 16 and batch * channels < 90 * wished:
+        wished //= 2  # fewer programs than multiprocessors
+    if pixels <= 256:
+        return Tile(channels=wished, rows=16 if pixels <= 64 else 64, unroll=4, warps=4 if pixels <= 64 else 8)
+    lanes = power_of_two(max(wished, math.lcm(group, 8)))
+    return Tile(channels=wished, rows=max(16, (4096 if pixels <= 1024 else 1024) // lanes), unroll=4, warps=16)

@@ -1,0 +1,225 @@
+"""Kernels of the gradient: the two sums over pixels, and the gradient of the input, apart or in one launch.
+
+With x̂ = (x − mean) · inverse, z = scale · x̂ + offset, y = act(z) and dz = dy · act'(z), for every (sample, channel):
+s₁ = Σ dz and s₂ = Σ dz · x̂ over the pixels, which are the gradients of offset and scale, and with N elements in a group
+dx = inverse · (scale · dz − (Σ_group scale · s₁ + x̂ · Σ_group scale · s₂) / N).
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plgpu
+from jaxtyping import Array, Float
+
+from pallas_kernels.group_norm.apply import slab_tile
+from pallas_kernels.group_norm.blocks import Lanes, Program, Ref, loop, scaled, sigmoid
+from pallas_kernels.group_norm.statistics import group_size
+from pallas_kernels.group_norm.tiles import Grid, Tile, fit
+
+
+class _Derivative:
+    """dz and x̂ of a register tile, from x and dy."""
+
+    def __init__(self, program: Program, refs: Sequence[Ref], silu: bool) -> None:
+        scale, offset, mean, inverse = refs
+        self.silu, self.wide, self.grid, self.program, self.scale_ref = silu, mean.dtype, program.grid, program, scale
+        sample = program.sample
+        self.mean = program.load_channels(mean, sample)
+        self.inverse = program.load_channels(inverse, sample)
+        self.scale = self.load_scale(program.own)
+        self.offset = program.load_channels(offset, sample if offset.shape[0] > 1 else 0, dtype=self.wide)
+
+    def load_scale(self, lanes: Lanes) -> Array:
+        sample = self.program.sample if self.scale_ref.shape[0] > 1 else 0
+        return self.program.load_channels(self.scale_ref, sample, dtype=self.wide, lanes=lanes)
+
+    def __call__(self, x: Array, dy: Array) -> tuple[Array, Array, Array]:
+        """dz, x̂ and act(z)."""
+        normed = scaled(x, self.mean, self.inverse)
+        dz = dy.astype(self.wide)
+        z = normed * self.scale[None, :] + self.offset[None, :]
+        if not self.silu:
+            return dz, normed, z
+        s = sigmoid(z, self.grid)
+        active = z * s
+        return dz * (s + active * (1.0 - s)), normed, active
+
+
+def _sums(
+    program: Program, derivative: _Derivative, read: Sequence[Callable[[Any], Sequence[Array]]], active: Ref | None = None
+) -> tuple[Array, Array]:
+    grid, (load_x, load_dy) = program.grid, read
+    zero = jnp.zeros((grid.rows, grid.lanes), derivative.wide)
+
+    def add(step: Array | int, totals: tuple[Array, Array]) -> tuple[Array, Array]:
+        s1, s2 = totals
+        recomputed = []
+        for x, dy in zip(load_x(step), load_dy(step), strict=True):
+            dz, normed, y = derivative(x, dy)
+            s1, s2 = s1 + dz, s2 + dz * normed  # Outside the tensor dy is zero.
+            recomputed.append(y)
+        if active is not None:
+            program.store([active], step, recomputed)
+        return s1, s2
+
+    s1, s2 = loop(grid.steps, add, (zero, zero))
+    return jnp.sum(s1, axis=0), jnp.sum(s2, axis=0)
+
+
+def _gradient_sums_kernel(*refs: Ref, grid: Grid, silu: bool, activation: bool) -> None:
+    count = len(grid.parts)
+    parts, (dy, *affine), (sums, *active) = refs[:count], refs[count : count + 5], refs[count + 5 :]
+    program = Program(grid)
+    derivative = _Derivative(program, affine, silu)
+    read = (lambda step: program.load(parts, step), lambda step: program.load([dy], step))
+    s1, s2 = _sums(program, derivative, read, active[0] if activation else None)
+    program.store_channels(sums, s1, program.sample, program.split, 0)
+    program.store_channels(sums, s2, program.sample, program.split, 1)
+
+
+def gradient_sums(
+    parts: Sequence[Float[Array, 'batch height width _']],
+    dy: Float[Array, 'batch height width channels'],
+    scale: Float[Array, '#batch channels'],
+    offset: Float[Array, '#batch channels'],
+    mean: Float[Array, 'batch channels'],
+    inverse: Float[Array, 'batch channels'],
+    *,
+    silu: bool,
+    activation: bool = False,
+    tile: Tile | None = None,
+    interpret: bool = False,
+) -> tuple[Float[Array, 'batch 2 channels'], Float[Array, 'batch height width channels'] | None]:
+    """s₁ = Σ dz and s₂ = Σ dz · x̂ over the pixels of each sample and channel (this module's formulas), reading x and dy once.
+
+    Args:
+      dy: gradient of the activated output; with silu=False of the normalised one, as for a caller that has dz.
+      mean, inverse: as `normalise` or `affine` gives them.
+      activation: also write act(z) again, in x's dtype (a convolution's weight gradient reads it), from the same read.
+
+    Returns: the sums, at least float32, and the activation or None.
+    """
+    batch, height, width, _ = parts[0].shape
+    sizes = tuple(p.shape[-1] for p in parts)
+    pixels, channels = height * width, sum(sizes)
+    tile = tile or sums_tile(pixels)
+    grid = fit(tile, sizes, pixels, 1, streamed=True, interpret=interpret)
+    out_shape = [jax.ShapeDtypeStruct((batch, grid.splits, 2, channels), mean.dtype)]
+    if activation:
+        out_shape.append(jax.ShapeDtypeStruct((batch, pixels, channels), parts[0].dtype))
+    partial, *active = pl.pallas_call(
+        functools.partial(_gradient_sums_kernel, grid=grid, silu=silu, activation=activation),
+        grid=(grid.blocks, batch, grid.splits),
+        out_shape=out_shape,
+        compiler_params=plgpu.CompilerParams(num_warps=tile.warps),
+        interpret=interpret,
+        name='jaxunet_group_norm_gradient_sums',
+    )(*(p.reshape(batch, pixels, -1) for p in (*parts, dy)), scale, offset, mean, inverse)
+    sums = partial[:, 0] if grid.splits == 1 else jnp.sum(partial, axis=1)
+    return sums, active[0].reshape(dy.shape) if activation else None
+
+
+def _gradient_kernel(*refs: Ref, grid: Grid, silu: bool, known: bool) -> None:
+    count = len(grid.parts)
+    parts, (dy, *affine), (sums, *dx) = refs[:count], refs[count : count + 5], refs[count + 5 :]
+    program = Program(grid)
+    derivative = _Derivative(program, affine, silu)
+    first: dict[str, list[Array]] = {}
+
+    def keep(name: str, arrays: Sequence[Ref], step: Array | int) -> list[Array]:
+        first[name] = program.load(arrays, step)
+        return first[name]
+
+    if known:
+        if grid.steps == 1:
+            keep('x', parts, 0)  # Before the small loads below, so that nobody waits twice.
+            keep('dy', [dy], 0)
+        s1, s2 = (program.load_channels(sums, program.sample, i, lanes=program.window) for i in (0, 1))
+    else:
+        s1, s2 = _sums(program, derivative, (lambda step: keep('x', parts, step), lambda step: keep('dy', [dy], step)))
+        program.store_channels(sums, s1, program.sample, 0)
+        program.store_channels(sums, s2, program.sample, 1)
+    share = derivative.inverse * (1.0 / (grid.group * grid.pixels))
+    scale = derivative.load_scale(program.window)
+    constant = program.group_sum(scale * s1) * share
+    slope = program.group_sum(scale * s2) * share
+    factor = derivative.scale * derivative.inverse
+
+    def write(step: Array | int, _: None) -> None:
+        resident = grid.steps == 1
+        xs = first['x'] if resident else program.load(parts, step)
+        dys = first['dy'] if resident else program.load([dy], step)
+        out = []
+        for x, dy_tile in zip(xs, dys, strict=True):
+            dz, normed, _active = derivative(x, dy_tile)
+            out.append(factor[None, :] * dz - (constant[None, :] + normed * slope[None, :]))
+        program.store(dx, step, out)
+
+    loop(grid.steps, write, None, backwards=True)
+
+
+def gradient(
+    parts: Sequence[Float[Array, 'batch height width _']],
+    dy: Float[Array, 'batch height width channels'],
+    scale: Float[Array, '#batch channels'],
+    offset: Float[Array, '#batch channels'],
+    mean: Float[Array, 'batch channels'],
+    inverse: Float[Array, 'batch channels'],
+    *,
+    groups: int,
+    silu: bool,
+    sums: Float[Array, 'batch 2 channels'] | None = None,
+    tile: Tile | None = None,
+    interpret: bool = False,
+) -> tuple[tuple[Float[Array, 'batch height width _'], ...], Float[Array, 'batch 2 channels']]:
+    """The gradient of every part (in x's dtype) and the sums s₁, s₂, in one launch.
+
+    With `sums` (from `gradient_sums` or a convolution's epilogue): one read of x and dy. Without: a program owns whole groups of a sample
+    and reads them twice, the second time from registers where they fit, else from the caches.
+
+    Raises:
+      ValueError: the channels are not a multiple of `groups`.
+    """
+    batch, height, width, _ = parts[0].shape
+    sizes = tuple(p.shape[-1] for p in parts)
+    pixels, channels = height * width, sum(sizes)
+    group = group_size(channels, groups)
+    known = sums is not None
+    tile = tile or (gradient_tile(batch, pixels) if known else slab_tile(batch, pixels, channels, group))
+    grid = fit(tile, sizes, pixels, group, streamed=known, interpret=interpret)
+    dx_shape = [jax.ShapeDtypeStruct((batch, pixels, size), parts[0].dtype) for size in sizes]
+    sums_shape = jax.ShapeDtypeStruct((batch, 2, channels), mean.dtype)
+    out = pl.pallas_call(
+        functools.partial(_gradient_kernel, grid=grid, silu=silu, known=known),
+        grid=(grid.blocks, batch, grid.splits),
+        out_shape=dx_shape if known else [sums_shape, *dx_shape],
+        compiler_params=plgpu.CompilerParams(num_warps=tile.warps),
+        interpret=interpret,
+        name='jaxunet_group_norm_gradient' if known else 'jaxunet_group_norm_backward',
+    )(*(p.reshape(batch, pixels, -1) for p in (*parts, dy)), scale, offset, mean, inverse, *((sums,) if sums is not None else ()))
+    dx = out if sums is not None else out[1:]
+    return tuple(d.reshape(p.shape) for d, p in zip(dx, parts, strict=True)), out[0] if sums is None else sums
+
+
+def gradient_tile(batch: int, pixels: int) -> Tile:
+    """The measured tile of `gradient` with known sums (H200, bfloat16)."""
+    if pixels <= 256:
+        return Tile(channels=32, rows=32, unroll=4, warps=8)
+    if pixels <= 1024:
+        return Tile(channels=64, rows=128, unroll=1, warps=4, splits=2)
+    return Tile(channels=64, rows=32 if batch <= 64 else 16, unroll=4, warps=8, splits=pixels // 512)
+
+
+def sums_tile(pixels: int) -> Tile:
+    """The measured tile of `gradient_sums` (H200, bfloat16)."""
+    if pixels <= 256:
+        return Tile(channels=64, rows=8, unroll=4, warps=8)
+    if pixels <= 1024:
+        return Tile(channels=64, rows=32, unroll=4, warps=4, splits=pixels // 128)
+    return Tile(channels=64, rows=8, unroll=4, warps=8, splits=pixels // 128)

@@ -1,0 +1,240 @@
+"""What the kernels share: addresses, masked loads and stores of a channel concatenation, and reductions over groups."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plgpu
+from jaxtyping import Array, Bool, Float, Int
+
+from pallas_kernels.group_norm.tiles import Grid
+
+Ref = Any
+# −log₂(e) · z, 2 to that power, plus one, reciprocal.
+SIGMOID = """{
+  .reg .f32 t;
+  mul.f32 t, $1, 0fBFB8AA3B;
+  ex2.approx.ftz.f32 t, t;
+  add.f32 t, t, 0f3F800000;
+  rcp.approx.ftz.f32 $0, t;
+}"""
+
+
+class Lanes(NamedTuple):
+    """Channels of the concatenation, and which of them there are (None: all)."""
+
+    columns: Int[Array, ' lanes']
+    valid: Bool[Array, ' lanes'] | None
+
+
+class Program:
+    """One program's place in the grid (channel block, sample, pixel split), and its loads and stores.
+
+    Fields:
+      own: the channels that it reads and writes.
+      window: the channels of all groups that those belong to; `own`, where programs own whole groups.
+      exact: whether means are worth a second look for their last bits, as those of float32 numbers far from zero are.
+    """
+
+    def __init__(self, grid: Grid, *, exact: bool = False) -> None:
+        self.grid = grid
+        self.exact = exact
+        self.sample = pl.program_id(1)
+        self.split = pl.program_id(2)
+        self.first_row = self.split * (grid.steps * grid.stride)
+        lane, first = jax.lax.iota(jnp.int32, grid.lanes), pl.program_id(0) * grid.channels
+        columns = first + lane
+        self.own = Lanes(columns, (lane < grid.channels) & (columns < grid.total) if grid.ragged_lanes else None)
+        self.window = self.own
+        if not grid.whole_groups:
+            columns = first // grid.group * grid.group + jax.lax.iota(jnp.int32, grid.window)
+            self.window = Lanes(columns, columns < grid.total)
+
+    def rows(self, step: Int[Array, ''] | int, tile: int) -> Int[Array, ' rows']:
+        return self.first_row + step * self.grid.stride + tile * self.grid.rows + jax.lax.iota(jnp.int32, self.grid.rows)
+
+    def row_mask(self, step: Int[Array, ''] | int, tile: int) -> Bool[Array, ' rows'] | None:
+        return self.rows(step, tile) < self.grid.pixels if self.grid.ragged_rows else None
+
+    def pieces(self, arrays: int, lanes: Lanes) -> list[Lanes]:
+        """For each array: the lanes' columns in it, and which lanes belong to it. One array has all channels."""
+        if arrays == 1:
+            return [lanes]
+        found = []
+        start = 0
+        for size in self.grid.parts:
+            local = lanes.columns - start
+            inside = (local >= 0) & (local < size)
+            inside = inside if lanes.valid is None else inside & lanes.valid
+            # The interpreter gathers, and would let a negative index wrap; the GPU never forms a masked address.
+            found.append(Lanes(jnp.where(inside, local, size) if self.grid.interpret else local, inside))
+            start += size
+        return found
+
+    def load(self, refs: Sequence[Ref], step: Int[Array, ''] | int, **policy: Any) -> list[Float[Array, 'rows lanes']]:
+        """The register tiles of a step, in storage type, from the parts or from one array of all channels; zero outside."""
+        return [self._load_tile(refs, step, tile, policy) for tile in range(self.grid.unroll)]
+
+    def _load_tile(self, refs: Sequence[Ref], step: Int[Array, ''] | int, tile: int, policy: dict[str, Any]) -> Float[Array, 'rows lanes']:
+        rows, below = self.rows(step, tile), self.row_mask(step, tile)
+        value = None
+        for ref, (columns, inside) in zip(refs, self.pieces(len(refs), self.own), strict=True):
+            mask = both(below, inside, self.grid)
+            # What earlier parts gave fills the lanes that this part has not, so that joining them costs no instruction of its own.
+            other = None if mask is None else 0.0 if value is None else value
+            value = plgpu.load(ref.at[self.sample, rows[:, None], columns[None, :]], mask=mask, other=other, **policy)
+        assert value is not None
+        return value
+
+    def store(self, refs: Sequence[Ref], step: Int[Array, ''] | int, values: Sequence[Float[Array, 'rows lanes']], **policy: Any) -> None:
+        """Writes the register tiles of a step, each lane to the part that has its channel."""
+        for tile, value in enumerate(values):
+            rows, below = self.rows(step, tile), self.row_mask(step, tile)
+            for ref, (columns, inside) in zip(refs, self.pieces(len(refs), self.own), strict=True):
+                mask = both(below, inside, self.grid)
+                plgpu.store(ref.at[self.sample, rows[:, None], columns[None, :]], value.astype(ref.dtype), mask=mask, **policy)
+
+    def load_channels(self, ref: Ref, *index: Any, dtype: Any = None, lanes: Lanes | None = None) -> Float[Array, ' lanes']:
+        """ref[*index, channel] of every lane; zero where there is no channel."""
+        columns, valid = lanes or self.own
+        value = plgpu.load(ref.at[(*index, columns)], mask=valid, other=None if valid is None else 0.0)
+        return value if dtype is None else value.astype(dtype)
+
+    def load_moments(self, refs: Sequence[Ref]) -> tuple[Float[Array, ' window'], Float[Array, ' window']]:
+        """Mean and mean squared deviation of every channel of the window, from the parts' moments (batch, channels, 2)."""
+        found: list[Array] = []
+        for which in (0, 1):
+            value = None
+            for ref, (columns, inside) in zip(refs, self.pieces(len(refs), self.window), strict=True):
+                other = None if inside is None else 0.0 if value is None else value
+                value = plgpu.load(ref.at[self.sample, columns, which], mask=inside, other=other)
+            assert value is not None
+            found.append(value)
+        return found[0], found[1]
+
+    def store_channels(self, ref: Ref, value: Float[Array, ' lanes'], *index: Any) -> None:
+        plgpu.store(ref.at[(*index, self.own.columns)], value.astype(ref.dtype), mask=self.own.valid)
+
+    def group_sum(self, value: Float[Array, ' window'] | Float[Array, 'lanes window']) -> Float[Array, ' lanes']:
+        """Sum over the channels of each lane's group; of `value`, where it has a row for each lane, that row."""
+        grid = self.grid
+        if grid.group == 1:
+            return value
+        if grid.group == grid.channels:
+            valid = self.own.valid
+            return jnp.broadcast_to(jnp.sum(value if valid is None else jnp.where(valid, value, 0.0)), (grid.lanes,))
+        same = (self.own.columns // grid.group)[:, None] == (self.window.columns // grid.group)[None, :]
+        rows = jnp.broadcast_to(value if value.ndim == 2 else value[None, :], same.shape)
+        return jnp.sum(jnp.where(same, rows, 0.0), axis=1)
+
+
+def both(below: Bool[Array, ' rows'] | None, inside: Bool[Array, ' lanes'] | None, grid: Grid) -> Bool[Array, 'rows lanes'] | None:
+    """Rows below the end and lanes with a channel, as one mask; None where every element is meant."""
+    shape = (grid.rows, grid.lanes)
+    if below is None:
+        return None if inside is None else jnp.broadcast_to(inside[None, :], shape)
+    mask = jnp.broadcast_to(below[:, None], shape)
+    return mask if inside is None else mask & inside[None, :]
+
+
+def loop(steps: int, body: Callable[[Any, Any], Any], state: Any, *, backwards: bool = False) -> Any:
+    """body(step, state) for every step; a single step is not a loop, so that what it loaded can stay in registers."""
+    if steps == 1:
+        return body(0, state)
+    last = steps - 1
+    return jax.lax.fori_loop(jnp.int32(0), jnp.int32(steps), lambda i, s: body(jnp.int32(last) - i if backwards else i, s), state)
+
+
+def moments_of(program: Program, tiles: Callable[[Any], Sequence[Array]], dtype: Any) -> tuple[Array, Array, Array | float]:
+    """Mean and sum of squared deviations over this program's pixels, per lane, and the number of pixels.
+
+    Every (row, lane) of the register tile keeps a mean and a sum of squared deviations of its own pixels; a step's tiles are reduced
+    by two passes in registers and joined to them by Chan, Golub & LeVeque 1979 (STAN-CS-79-773, eq. 2.1); in the end so are the rows.
+    Nothing is ever squared before its mean is subtracted, so a large mean costs nothing.
+    """
+    grid = program.grid
+    shape = (grid.rows, grid.lanes)
+
+    def step_moments(step: Any) -> tuple[Array, Array, Array | float]:
+        values = [v.astype(dtype) for v in tiles(step)]
+        masks = [program.row_mask(step, t) for t in range(grid.unroll)]
+        if not grid.ragged_rows:
+            mean = sum(values[1:], values[0]) * (1.0 / grid.unroll)
+            deviation = jax.lax.square(values[0] - mean)
+            for v in values[1:]:
+                deviation = deviation + jax.lax.square(v - mean)
+            return mean, deviation, float(grid.unroll)
+        count = sum((jnp.where(m, 1.0, 0.0).astype(dtype)[:, None] for m in masks if m is not None), jnp.zeros((grid.rows, 1), dtype))
+        mean = sum(values[1:], values[0]) / jnp.maximum(count, 1.0)
+        deviation = jnp.zeros(shape, dtype)
+        for v, m in zip(values, masks, strict=True):
+            assert m is not None
+            deviation = deviation + jnp.where(m[:, None], jax.lax.square(v - mean), 0.0)
+        return mean, deviation, count
+
+    def join(step: Any, state: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
+        mean, deviation, seen = state
+        step_mean, step_deviation, count = step_moments(step)
+        total = seen + count
+        weight = count / jnp.maximum(total, 1.0)
+        delta = step_mean - mean
+        return mean + delta * weight, deviation + step_deviation + jax.lax.square(delta) * (seen * weight), total
+
+    count: Array | float
+    if grid.steps == 1:
+        mean, deviation, count = step_moments(0)
+    else:
+        seen = jnp.zeros((grid.rows, 1) if grid.ragged_rows else (), dtype)
+        mean, deviation, count = loop(grid.steps, join, (jnp.zeros(shape, dtype), jnp.zeros(shape, dtype), seen))
+    if not grid.ragged_rows:
+        channel_mean = jnp.sum(mean, axis=0) * (1.0 / grid.rows)
+        if program.exact:
+            channel_mean = channel_mean + jnp.sum(mean - channel_mean[None, :], axis=0) * (1.0 / grid.rows)
+        spread = jnp.sum(deviation + jax.lax.square(mean - channel_mean[None, :]) * count, axis=0)
+        return channel_mean, spread, float(grid.steps * grid.stride)
+    pixels = jnp.maximum(jnp.minimum(grid.pixels - program.first_row, grid.steps * grid.stride), 1).astype(dtype)
+    channel_mean = jnp.sum(mean * count, axis=0) / pixels
+    if program.exact:
+        channel_mean = channel_mean + jnp.sum((mean - channel_mean[None, :]) * count, axis=0) / pixels
+    spread = jnp.sum(deviation + jax.lax.square(mean - channel_mean[None, :]) * count, axis=0)
+    return channel_mean, spread, pixels
+
+
+def group_statistics(program: Program, mean: Array, deviation: Array, eps: float) -> tuple[Array, Array]:
+    """Group mean and 1/sqrt(group variance + eps) of every lane, from the mean and mean squared deviation of the window's channels."""
+    share = 1.0 / program.grid.group
+
+    def apart(centre: Array) -> Array:
+        return mean - centre if program.grid.whole_groups else mean[None, :] - centre[:, None]
+
+    centre = program.group_sum(mean) * share
+    if program.exact:
+        centre = centre + program.group_sum(apart(centre)) * share
+    spread = (deviation if program.grid.whole_groups else deviation[None, :]) + jax.lax.square(apart(centre))
+    return centre, jax.lax.rsqrt(program.group_sum(spread) * share + eps)
+
+
+def sigmoid(z: Array, grid: Grid) -> Array:
+    """1 / (1 + exp(−z)); on a GPU in four instructions, two of them in the special-function unit (relative error about 2⁻²²)."""
+    if grid.interpret or z.dtype != jnp.float32:
+        return 1.0 / (1.0 + jnp.exp(-z))
+    (value,) = plgpu.elementwise_inline_asm(
+        SIGMOID, args=[z], constraints='=f,f', pack=1, result_shape_dtypes=[jax.ShapeDtypeStruct(z.shape, z.dtype)]
+    )
+    return value
+
+
+def scaled(x: Array, centre: Array, factor: Array, shift: Array | None = None) -> Array:
+    """(x − centre) · factor + shift for every lane, at factor's precision.
+
+    16-bit numbers hold at most a few hundred deviations in their mean, so one multiply-add loses nothing; float32 subtracts first.
+    """
+    if x.dtype.itemsize < 4:
+        constant = -centre * factor if shift is None else shift - centre * factor
+        return x.astype(factor.dtype) * factor[None, :] + constant[None, :]
+    y = (x.astype(factor.dtype) - centre[None, :]) * factor[None, :]
+    return y if shift is None else y + shift[None, :]

@@ -1,0 +1,77 @@
+"""The GroupNorm kernels against the float64 oracle: interpreted on a CPU (awkward cases), compiled on a GPU (all cases)."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from parity import DTYPES, assert_parity, draw
+
+from pallas_kernels.features import Features
+from pallas_kernels.group_norm import reference, vjp
+from pallas_kernels.group_norm.cases import AWKWARD, CASES, ELEPHANTS64, Case
+
+# JAX says at every lowering that it will drop its Triton backend some day.
+pytestmark = pytest.mark.filterwarnings('ignore:The Pallas Triton backend is deprecated:DeprecationWarning')
+
+
+def inputs(case: Case, dtype: str, batch: int):
+    found = {f'x{i}': (draw((batch, case.height, case.width, c), dtype, offset=case.mean), dtype) for i, c in enumerate(case.parts)}
+    affine = (batch if case.per_sample else 1, case.channels)
+    return found | {'scale': (draw(affine, 'float32', offset=1.0), 'float32'), 'offset': (draw(affine, 'float32'), 'float32')}
+
+
+def op(group_norm, case: Case, **options):
+    """The op as a function of named arrays."""
+
+    def call(**arrays):
+        x = Features(tuple(arrays[f'x{i}'] for i in range(len(case.parts))), (None,) * len(case.parts))
+        return group_norm(x, arrays['scale'], arrays['offset'], groups=case.groups, silu=case.silu, **options)
+
+    return call
+
+
+def check(case: Case, dtype: str, batch: int = 2):
+    interpret = jax.default_backend() != 'gpu'
+    if case.mean and dtype != 'float32':
+        pytest.skip('such a mean leaves no deviations in 16 bits')
+    values = inputs(case, dtype, case.batch or batch)
+    assert_parity(op(vjp.group_norm, case, interpret=interpret), op(reference.group_norm, case), values)
+
+
+@pytest.mark.parametrize('dtype', [*DTYPES, 'float16'])
+@pytest.mark.parametrize('case', AWKWARD, ids=lambda c: c.name)
+def test_awkward_shapes(case, dtype):
+    check(case, dtype)
+
+
+@pytest.mark.parametrize('case', AWKWARD, ids=lambda c: c.name)
+def test_awkward_shapes_in_two_passes(case, monkeypatch):
+    """As images that are too large for one program, and batches too small, are normalised."""
+    monkeypatch.setattr(vjp, 'owns_pixels', lambda *_: False)
+    check(case, 'float32')
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize('dtype', DTYPES)
+@pytest.mark.parametrize('case', CASES, ids=lambda c: c.name)
+def test_every_case(case, dtype):
+    check(case, dtype, 3)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize('dtype', DTYPES)
+@pytest.mark.parametrize('case', [Case(96, 80, (64, 32)), Case(64, 64, (64,), mean=1000.0), *ELEPHANTS64[2:9:3]], ids=lambda c: c.name)
+def test_cases_in_two_passes(case, dtype, monkeypatch):
+    monkeypatch.setattr(vjp, 'owns_pixels', lambda *_: False)
+    check(case, dtype, 3)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize('case', ELEPHANTS64[::4], ids=lambda c: c.name)
+def test_runs_are_identical(case):
+    arrays = {name: jnp.asarray(value, jnp.float32).astype(dtype) for name, (value, dtype) in inputs(case, 'bfloat16', 32).items()}
+    call = op(vjp.group_norm, case)
+    gradient = jax.jit(jax.grad(lambda a: jnp.sum(jnp.sin(call(**a).astype(jnp.float32)))))
+    first = jax.tree.map(np.asarray, gradient(arrays))
+    for _ in range(5):
+        jax.tree.map(np.testing.assert_array_equal, first, jax.tree.map(np.asarray, gradient(arrays)))

@@ -1,0 +1,127 @@
+"""How the work is cut: a program owns some channels of one sample (whole groups of them) and walks over that sample's pixels."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+
+@dataclasses.dataclass(frozen=True, order=True)
+class Tile:
+    """What a program reads at a time.
+
+    Fields:
+      channels: wished channels of a program; rounded to whole groups and, where possible, to 16-byte loads.
+      rows: pixels of one register tile (a power of two).
+      unroll: register tiles that are loaded before the first is used.
+      warps: warps of a program.
+      splits: programs that share the pixels of a sample (only one in the kernels that find their statistics themselves).
+    """
+
+    channels: int = 32
+    rows: int = 128
+    unroll: int = 2
+    warps: int = 8
+    splits: int = 1
+
+
+@dataclasses.dataclass(frozen=True)
+class Grid:
+    """A tile fitted to a tensor; static, so that it can be closed over by a kernel.
+
+    Fields:
+      parts: channels of each part of the concatenation.
+      pixels: height · width.
+      group: channels of a group.
+      channels: channels of a program; a multiple of `group`, unless the statistics are known.
+      lanes: `channels` rounded up to a power of two.
+      rows, unroll: see `Tile`.
+      steps: times that a program advances by rows · unroll pixels.
+      splits: programs along the pixels.
+      interpret: whether the kernel runs in Pallas' interpreter.
+    """
+
+    parts: tuple[int, ...]
+    pixels: int
+    group: int
+    channels: int
+    lanes: int
+    rows: int
+    unroll: int
+    steps: int
+    splits: int
+    interpret: bool
+
+    @property
+    def total(self) -> int:
+        """Channels of the concatenation."""
+        return sum(self.parts)
+
+    @property
+    def blocks(self) -> int:
+        """Programs along the channels."""
+        return -(-self.total // self.channels)
+
+    @property
+    def whole_groups(self) -> bool:
+        """Whether a program's channels are whole groups."""
+        return self.channels % self.group == 0
+
+    @property
+    def window(self) -> int:
+        """A power of two that holds the channels of all groups of which a program has any."""
+        return self.lanes if self.whole_groups else power_of_two((-(-(self.channels - 1) // self.group) + 1) * self.group)
+
+    @property
+    def stride(self) -> int:
+        """Pixels of one step."""
+        return self.rows * self.unroll
+
+    @property
+    def ragged_rows(self) -> bool:
+        """Whether some step reaches past the last pixel."""
+        return self.splits * self.steps * self.stride != self.pixels
+
+    @property
+    def ragged_lanes(self) -> bool:
+        """Whether some lane has no channel."""
+        return self.lanes != self.channels or self.total % self.channels != 0
+
+    def split_pixels(self) -> tuple[int, ...]:
+        """Pixels that each split owns."""
+        share = self.steps * self.stride
+        return tuple(max(0, min(share, self.pixels - i * share)) for i in range(self.splits))
+
+
+def power_of_two(n: int) -> int:
+    """The least power of two that is at least n."""
+    return 1 << max(0, n - 1).bit_length()
+
+
+def fit(tile: Tile, parts: tuple[int, ...], pixels: int, group: int, *, streamed: bool, interpret: bool) -> Grid:
+    """The tile on a tensor of these parts and pixels, whose groups have `group` channels (1: channels are independent).
+
+    Eight channels (16 bytes of a 16-bit type) are one load, so a program's channels are a multiple of eight where groups allow.
+
+    Args:
+      streamed: the statistics are known, so programs may share the pixels of a sample, and the channels of a group.
+    """
+    total = sum(parts)
+    aligned = all(part % 8 == 0 for part in parts)
+    if streamed and aligned and group <= 64 and tile.channels % group:
+        unit = 8
+    else:
+        unit = math.lcm(group, 8)
+        if not aligned or unit > max(128, tile.channels):
+            unit = group
+    channels = min(max(unit, tile.channels // unit * unit), -(-total // unit) * unit)
+    if total % channels and total % unit == 0:
+        # Equal programs rather than a small last one.
+        count = -(-total // channels)
+        channels = -(-(total // unit) // count) * unit
+    rows = min(power_of_two(tile.rows), power_of_two(pixels))
+    unroll = min(tile.unroll, -(-pixels // rows))
+    count = min(tile.splits, -(-pixels // (rows * unroll))) if streamed else 1
+    steps = -(-pixels // (rows * unroll * count))
+    count = -(-pixels // (rows * unroll * steps))
+    return Grid(parts, pixels, group, channels, power_of_two(channels), rows, unroll, steps, count, interpret)

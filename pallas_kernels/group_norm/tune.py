@@ -1,0 +1,201 @@
+"""Times the GroupNorm kernels' tiles on this machine's GPU, beside XLA; what it prints is what the default tiles should choose.
+
+    python -m pallas_kernels.group_norm.tune [--batch 32] [--shapes 64:64,64:64+64] [--kernels forward,backward] [--seconds 60]
+
+A shape is side:channels; channels of several parts are joined by +. `both` is the whole op, forward and backward, on the default tiles
+and on XLA. Times are sums of GPU kernel time per call from a profiler trace, so they leave out what starting a kernel costs. Calls are
+shuffled, so that no call finds its inputs in the cache because its neighbour left them there.
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import concurrent.futures
+import functools
+import glob
+import itertools
+import json
+import os
+import random
+import statistics as stats
+import tempfile
+import time
+from collections.abc import Callable
+from typing import Any, cast
+
+os.environ['XLA_FLAGS'] = os.environ.get('XLA_FLAGS', '') + ' --xla_gpu_enable_command_buffer='
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.features import Features
+from pallas_kernels.group_norm import apply, backward, reference, statistics, vjp
+from pallas_kernels.group_norm.tiles import Tile
+
+ELEPHANTS64 = (
+    '64:64,64:64+64,64:128+64,32:64,32:128,32:128+64,32:128+128,32:192+128,16:128,16:192,16:192+128,16:192+192,16:256+192,'
+    '8:192,8:256,8:256+192,8:256+256'
+)
+CALLS = 6
+GROUPS, EPS = 32, 1e-5
+
+
+def slab_candidates(pixels: int) -> list[Tile]:
+    """Tiles of the kernels that own all pixels of some groups."""
+    found = set()
+    for lanes, elements, unroll, warps in itertools.product((16, 32, 64), (4096, 8192, 16384, 32768), (1, 2, 4), (4, 8, 16)):
+        held = min(elements, pixels * lanes)
+        rows = held // lanes // unroll
+        if rows >= 8 and 8 <= held // (32 * warps) <= 64:
+            found.add(Tile(lanes, rows, unroll, warps))
+    return sorted(found, key=repr)
+
+
+def stream_candidates(pixels: int) -> list[Tile]:
+    """Tiles of the kernels that share a sample's pixels."""
+    found = set()
+    for lanes, elements, unroll, warps, steps in itertools.product((32, 64, 128), (2048, 4096, 8192), (1, 2, 4), (4, 8), (1, 2, 4, 8)):
+        rows = min(elements // lanes // unroll, pixels)
+        if rows >= 8 and elements // (32 * warps) >= 8:
+            found.add(Tile(lanes, rows, unroll, warps, max(1, pixels // (rows * unroll * steps))))
+    return sorted(found, key=repr)
+
+
+def named(name: str, f: Callable[..., Any]) -> Any:
+    f.__name__ = f.__qualname__ = name
+    return jax.jit(f)
+
+
+def trace_times(runs: dict[str, Callable[[], Any]]) -> dict[str, dict[str, float]]:
+    """For each compiled function, by the name of its module: µs of GPU time per call of each of its kernels, medians over the calls."""
+    for run in runs.values():
+        jax.block_until_ready(run())
+    with tempfile.TemporaryDirectory() as folder:
+        with jax.profiler.trace(folder):
+            for i in range(CALLS):
+                order = list(runs)
+                random.Random(i).shuffle(order)
+                for name in order:
+                    jax.block_until_ready(runs[name]())
+        (path,) = glob.glob(f'{folder}/**/*.xplane.pb', recursive=True)
+        data = jax.profiler.ProfileData.from_file(path)
+    kernels: dict[str, dict[str, list[float]]] = collections.defaultdict(lambda: collections.defaultdict(list))
+    for plane in data.planes:
+        if not plane.name.startswith('/device:GPU'):
+            continue
+        for line in plane.lines:
+            if not line.name.startswith('Stream'):
+                continue
+            for event in line.events:
+                module = str(dict(event.stats).get('hlo_module', '?')).removeprefix('jit_')
+                kernels[module][event.name].append(event.duration_ns / 1e3)
+    # A kernel that a call runs several times counts as often.
+    return {name: {k: stats.median(times) * len(times) / CALLS for k, times in kernels[name].items()} for name in runs}
+
+
+def candidates(kernel: str, pixels: int) -> list[Tile | None]:
+    if kernel.startswith('both'):
+        return [None]
+    return [*(slab_candidates(pixels) if kernel in ('forward', 'backward') else stream_candidates(pixels))]
+
+
+def function(kernel: str, tile: Tile | None) -> Callable[..., Any]:
+    """The kernel as a function of parts, their moments, dy, scale, offset, mean, inverse, sums."""
+
+    def both(op: Any, parts: Any, dy: Any, scale: Any, offset: Any) -> Any:
+        y, pull = jax.vjp(
+            lambda *a: op(Features(a[0], (None,) * len(a[0])), a[1], a[2], groups=GROUPS, eps=EPS, silu=True), parts, scale, offset
+        )
+        return y, pull(dy)
+
+    table: dict[str, Callable[..., Any]] = {
+        'both': lambda p, m, dy, s, o, mean, inv, sums: both(vjp.group_norm, p, dy, s, o),
+        'both_xla': lambda p, m, dy, s, o, mean, inv, sums: both(reference.group_norm, p, dy, s, o),
+        'forward': lambda p, m, dy, s, o, mean, inv, sums: apply.normalise(p, None, s, o, groups=GROUPS, eps=EPS, silu=True, tile=tile),
+        'normalise': lambda p, m, dy, s, o, mean, inv, sums: apply.normalise(p, m, s, o, groups=GROUPS, eps=EPS, silu=True, tile=tile),
+        'apply': lambda p, m, dy, s, o, mean, inv, sums: apply.apply(p, mean, inv, silu=True, tile=tile),
+        'moments': lambda p, m, dy, s, o, mean, inv, sums: statistics.moments(dy, tile=tile),
+        'channel_sums': lambda p, m, dy, s, o, mean, inv, sums: statistics.channel_sums(dy, tile=tile),
+        'backward': lambda p, m, dy, s, o, mean, inv, sums: backward.gradient(p, dy, s, o, mean, inv, groups=GROUPS, silu=True, tile=tile),
+        'gradient_sums': lambda p, m, dy, s, o, mean, inv, sums: backward.gradient_sums(p, dy, s, o, mean, inv, silu=True, tile=tile),
+        'gradient': lambda p, m, dy, s, o, mean, inv, sums: backward.gradient(
+            p, dy, s, o, mean, inv, groups=GROUPS, silu=True, sums=sums, tile=tile
+        ),
+    }
+    return table[kernel]
+
+
+PASSES = {'forward': 2, 'normalise': 2, 'apply': 2, 'moments': 1, 'channel_sums': 1, 'backward': 3, 'gradient_sums': 2, 'gradient': 3}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument('--dtype', default='bfloat16')
+    parser.add_argument('--batch', type=int, default=32)
+    parser.add_argument('--shapes', default=ELEPHANTS64)
+    parser.add_argument('--kernels', default='both_xla,both,forward,backward')
+    parser.add_argument('--seconds', type=float, default=60, help='time for compiling; candidates beyond it are left out')
+    parser.add_argument('--top', type=int, default=4, help='tiles printed for each shape and kernel')
+    args = parser.parse_args()
+    start = time.monotonic()
+    dtype = jnp.dtype(args.dtype)
+    key = iter(jax.random.split(jax.random.key(0), 10_000))
+    queues, inputs = [], cast(dict[str, Any], {})
+    for shape in args.shapes.split(','):
+        side, channels = int(shape.split(':')[0]), tuple(int(c) for c in shape.split(':')[1].split('+'))
+        total = sum(channels)
+        parts = tuple(jax.random.normal(next(key), (args.batch, side, side, c), dtype) for c in channels)
+        moments = tuple(jnp.ones((args.batch, c, 2)) for c in channels)
+        small = [jax.random.normal(next(key), (n, total)) for n in (1, 1, args.batch, args.batch)]
+        dy = jax.random.normal(next(key), (args.batch, side, side, total), dtype)
+        inputs[shape] = (parts, moments, dy, *small, jax.random.normal(next(key), (args.batch, 2, total)))
+        for kernel in args.kernels.split(','):
+            tiles = candidates(kernel, side * side)
+            random.Random(0).shuffle(tiles)
+            if not kernel.startswith('both'):
+                tiles.insert(0, None)
+            queues.append([(shape, kernel, tile) for tile in tiles])
+    jobs = [job for row in itertools.zip_longest(*queues) for job in row if job is not None]
+
+    def build(numbered: tuple[int, Any]) -> Any:
+        i, (shape, kernel, tile) = numbered
+        if time.monotonic() - start > args.seconds:
+            return None
+        try:
+            return named(f'j{i}', function(kernel, tile)).lower(*inputs[shape]).compile()
+        except Exception as error:  # one tile that does not compile must not end the sweep
+            return f'{kernel} {shape} {tile} {type(error).__name__}: {str(error)[:200]}'
+
+    with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
+        built = list(pool.map(build, enumerate(jobs)))
+    for message in [b for b in built if isinstance(b, str)][:5]:
+        print(message)
+    good = {f'j{i}': b for i, b in enumerate(built) if b is not None and not isinstance(b, str)}
+    print(f'compiled {len(good)} of {len(jobs)} in {time.monotonic() - start:.0f} s', flush=True)
+    times = trace_times({name: functools.partial(f, *inputs[jobs[int(name[1:])][0]]) for name, f in good.items()})
+
+    results: dict[tuple[str, str], list[tuple[float, Tile | None, dict[str, float]]]] = collections.defaultdict(list)
+    for name, found in times.items():
+        shape, kernel, tile = jobs[int(name[1:])]
+        results[shape, kernel].append((sum(found.values()), tile, found))
+    for (shape, kernel), rows in sorted(results.items(), key=lambda item: (item[0][1], args.shapes.find(item[0][0]))):
+        default = next((us for us, tile, _ in rows if tile is None), float('nan'))
+        megabytes = args.batch * int(shape.split(':')[0]) ** 2 * inputs[shape][2].shape[-1] * dtype.itemsize / 1e6
+        row: dict[str, Any] = {'kernel': kernel, 'shape': shape, 'batch': args.batch, 'us': round(default, 1)}
+        if kernel == 'both':
+            xla = results[shape, 'both_xla'][0][0]
+            row |= {'xla': round(xla, 1), 'ratio': round(xla / default, 2), 'gbs': round(5 * megabytes / default * 1e3)}
+            row['kernels'] = {k.removeprefix('jaxunet_group_norm_'): round(us, 1) for k, us in rows[0][2].items()}
+        elif kernel == 'both_xla':
+            row['kernels'] = {k: round(us, 1) for k, us in rows[0][2].items()}
+        else:
+            best = sorted((us, tile) for us, tile, _ in rows if tile is not None)[: args.top] if len(rows) > 1 else []
+            row['gbs'] = round(PASSES[kernel] * megabytes / default * 1e3)
+            row['best'] = [[round(us, 1), *[v for v in vars(tile).values()]] for us, tile in best if tile is not None]
+            row['tried'] = len(rows)
+        print(json.dumps(row), flush=True)
+
+
+if __name__ == '__main__':
+    main()

@@ -1,0 +1,33 @@
+"""Settings of every test: strict JAX, four forced CPU devices, warnings as errors (pyproject.toml)."""
+
+import os
+import pathlib
+
+# Before jax starts: four CPU devices for the data-parallel tests, and quick compiling, as most of the time goes there.
+QUICK = '--xla_backend_optimization_level=0'
+os.environ['XLA_FLAGS'] = f'{os.environ.get("XLA_FLAGS", "")} --xla_force_host_platform_device_count=4 {QUICK}'
+
+import jax  # noqa: E402
+import pytest  # noqa: E402
+
+jax.config.update('jax_numpy_dtype_promotion', 'strict')
+jax.config.update('jax_numpy_rank_promotion', 'raise')
+# Many tests compile the same tiny programs.
+jax.config.update('jax_compilation_cache_dir', str(pathlib.Path(__file__).parents[1] / '.pytest_cache' / 'xla'))
+jax.config.update('jax_persistent_cache_min_compile_time_secs', 0.1)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    marked = [item for item in items if item.get_closest_marker('gpu')]
+    if marked and jax.default_backend() != 'gpu':
+        for item in marked:
+            item.add_marker(pytest.mark.skip(reason='needs an NVIDIA GPU'))
+
+
+@pytest.fixture(scope='session')
+def shared_dir() -> pathlib.Path:
+    """Real images and golden values that not every machine has."""
+    path = pathlib.Path(__file__).resolve().parents[2] / 'shared'
+    if not (path / 'data').is_dir():
+        pytest.skip(f'{path} is missing: this test needs its real data')
+    return path
