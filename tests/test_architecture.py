@@ -12,7 +12,18 @@ LAYERS = [
     ('jaxunet.training.state', 'jaxunet.weights'),
     ('jaxunet.checkpoint', 'jaxunet.generate', 'jaxunet.estimate'),
     ('jaxunet.training', 'jaxunet.load'),
-    ('jaxunet.cli', 'jaxunet.train', 'jaxunet.sample', 'jaxunet.export', 'jaxunet.prepare_data', 'configs'),
+    ('jaxunet.benchmarking', 'jaxunet.profiling'),
+    (
+        'jaxunet.cli',
+        'jaxunet.train',
+        'jaxunet.sample',
+        'jaxunet.export',
+        'jaxunet.prepare_data',
+        'jaxunet.benchmark',
+        'jaxunet.profile',
+        'configs',
+    ),
+    ('jaxunet.sweeping', 'jaxunet.sweep'),
 ]
 RANK = {name: rank for rank, names in enumerate(LAYERS) for name in names}
 

@@ -1,0 +1,299 @@
+"""Runs the points of a sweep, each in a process of its own, and keeps what they gave.
+
+`OUTPUT/results.jsonl` gets a row a point as soon as it is done, under a key of everything that its numbers depend on: the resolved
+config, the measuring options, the versions, the device and the code. The same command again runs what is missing.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import contextlib
+import dataclasses
+import hashlib
+import json
+import os
+import pathlib
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from jaxunet.benchmarking import rows
+from jaxunet.config import Config, to_dict
+from jaxunet.errors import UserError
+from jaxunet.sweeping.points import Machine, Point
+
+MEASURE = 'jaxunet.sweeping.measure'
+OK, ERROR, IMPOSSIBLE, TIMEOUT, CRASH, OUT_OF_MEMORY = 'ok', 'error', 'impossible', 'timeout', 'crash', 'out of memory'
+STEP, PROFILE = 'step', 'profile'  # what a point does: time training steps, or trace them with jaxunet.profile
+PROBE_SECONDS = 300.0
+LAST_WORDS = 300  # characters of a crashed process's log that go into its row
+ROOT = pathlib.Path(__file__).parents[2]
+Say = Callable[[str], None]
+Row = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Options:
+    """How every point is measured, and what is done about those that failed before."""
+
+    steps: int = 100
+    warmup: int = 10
+    max_seconds: float = 60.0
+    timeout: float = 900.0
+    compile_jobs: int = 0
+    retry_failed: bool = False
+    tool: str = STEP
+
+
+@dataclass(frozen=True)
+class Task:
+    """What the process of a point is told (`jaxunet.sweeping.measure`)."""
+
+    config: dict[str, Any]
+    jit: bool
+    varied: list[str]  # the axes of the sweep
+    steps: int  # to time
+    warmup: int  # before them; a stream of batches takes at least as many as it reads ahead
+    max_seconds: float  # the timed steps end after this, a few at least are done
+    compile_only: bool = False  # fill the compilation cache, and measure nothing else
+
+
+def results(directory: pathlib.Path) -> dict[str, Row]:
+    """The latest row of every key in a sweep's folder."""
+    path = directory / 'results.jsonl'
+    return {row['key']: row for row in rows.read(path) if 'key' in row} if path.exists() else {}
+
+
+def key(point: Point, options: Options, machine: Machine) -> str:
+    """What a result is kept under: equal for two points whose numbers must be the same thing."""
+    origin = machine.provenance
+    same = {
+        'config': point.raw,
+        'jit': point.jit,
+        'measuring': [options.tool, options.steps, options.warmup, options.max_seconds],
+        'device': [machine.platform, machine.devices, origin.get('device'), origin.get('driver')],
+        'versions': origin.get('versions'),
+        'code': code(origin.get('git')),
+    }
+    return hashlib.sha256(json.dumps(same, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def code(git: str | None) -> str:
+    """The commit; where files differ from it, or without one, a fingerprint of the sources."""
+    if git and not git.endswith('-dirty'):
+        return git
+    digest = hashlib.sha256()
+    for package in ('jaxunet', 'pallas_kernels', 'xla_ffi'):
+        for path in sorted(p for p in (ROOT / package).rglob('*') if p.suffix in ('.py', '.so', '.cu', '.cc')):
+            digest.update(str(path.relative_to(ROOT)).encode() + path.read_bytes())
+    return digest.hexdigest()
+
+
+def probe() -> Machine:
+    """This machine, as JAX sees it in a process of its own: the sweep itself must not hold any device."""
+    answer = _answer([sys.executable, '-m', MEASURE, 'probe'], dict(os.environ), PROBE_SECONDS, None)
+    if answer.row is None:
+        raise UserError(f'JAX does not start on this machine: {answer.failure[1]}')
+    return Machine(**answer.row)
+
+
+def run(points: Sequence[Point], directory: pathlib.Path, options: Options, machine: Machine, say: Say = print) -> None:
+    """Measures the points that have no row yet, one after the other, so that they do not disturb each other."""
+    known = results(directory)
+    keys = [key(point, options, machine) for point in points]
+    todo = [i for i, k in enumerate(keys) if k not in known or (options.retry_failed and known[k]['status'] != OK)]
+    if len(todo) < len(points):
+        failed = sum(known[k]['status'] not in (OK, IMPOSSIBLE) for i, k in enumerate(keys) if i not in todo)
+        hint = f' ({failed} of them failed; --retry_failed runs those again)' if failed else ''
+        say(f'{len(points) - len(todo)} of {len(points)} points are done{hint}: {directory / "results.jsonl"}')
+    able = [i for i in todo if not points[i].problem]
+    if options.compile_jobs:
+        _compile([points[i] for i in able if points[i].jit], options, machine, directory, say)
+    for i in todo:
+        point = points[i]
+        began = time.perf_counter()
+        if point.problem:
+            row: Row = {'status': IMPOSSIBLE, 'reason': point.problem}
+        else:
+            say(f'[{i + 1}/{len(points)}] {point.label} ...')
+            row = _measure(point, keys[i], options, machine, directory)
+        row |= {'seconds': round(time.perf_counter() - began, 1), 'point': point.values, 'batch': point.raw['data']['batch_size']}
+        row = {'case': 'sweep', 'key': keys[i], **row, 'config': point.raw, 'jit': point.jit, **machine.provenance}
+        rows.append(directory / 'results.jsonl', row)
+        say(f'[{i + 1}/{len(points)}] {point.label}: {summary(row)}')
+
+
+def summary(row: Row) -> str:
+    """A row in one line."""
+    if row['status'] != OK:
+        return f'{row["status"]}: {row["reason"]}'
+    if 'profile' in row:
+        return f'{row["step_ms"]["median"]:.2f} ms a step, device idle {row["idle_share"]:.1%}, {row["launches"]:.0f} launches a step'
+    low, high = row['step_ms']['quartiles']
+    return (
+        f'{row["images_per_s"]:.1f} images/s, {row["step_ms"]["median"]:.2f} ms ({low:.2f} to {high:.2f}), '
+        f'compiled in {row["compile_s"]:.1f} s{" (cached)" if row["compile_cached"] else ""}, {row["peak_bytes"] / 2**30:.2f} GiB'
+    )
+
+
+def _command(point: Point, options: Options, *, compile_only: bool = False) -> list[str]:
+    task = Task(point.raw, point.jit, list(point.values), options.steps, options.warmup, options.max_seconds, compile_only)
+    return [sys.executable, '-m', MEASURE, json.dumps(dataclasses.asdict(task))]
+
+
+def environment(point: Point, machine: Machine) -> dict[str, str]:
+    """Of a point's process: a machine with CPUs only plays as many devices as the point asks for, on the same cores."""
+    env = dict(os.environ)
+    wanted = point.raw['parallel']['devices']
+    if machine.platform == 'cpu' and wanted > machine.devices:
+        env['XLA_FLAGS'] = f'{env.get("XLA_FLAGS", "")} --xla_force_host_platform_device_count={wanted}'.strip()
+    return env
+
+
+def _measure(point: Point, name: str, options: Options, machine: Machine, directory: pathlib.Path) -> Row:
+    log = directory / 'logs' / f'{name}.log'
+    env = environment(point, machine)
+    if options.tool == PROFILE:
+        answer = _profile(point, env, name, options, directory, log)
+    else:
+        answer = _answer(_command(point, options), env, options.timeout, log)
+    if answer.row is not None:
+        return answer.row
+    status, reason = answer.failure
+    return {'status': status, 'reason': reason, 'log': str(log.relative_to(directory))}
+
+
+def _profile(point: Point, env: dict[str, str], name: str, options: Options, directory: pathlib.Path, log: pathlib.Path) -> Answer:
+    """A trace of the point's steps; the files of `jaxunet.profile` are in OUTPUT/profiles/KEY."""
+    folder = directory / 'profiles' / name
+    shutil.rmtree(folder, ignore_errors=True)  # of an attempt that failed
+    folder.mkdir(parents=True)
+    (folder / 'config.py').write_text(config_file(point))
+    command = [sys.executable, '-m', 'jaxunet.profile', f'--config={folder / "config.py"}', f'--output={folder}', '--noplot']
+    answer = _answer([*command, f'--steps={options.steps}', f'--warmup={options.warmup}'], env, options.timeout, log, json_output=False)
+    if answer.failure[0]:
+        return answer
+    found = rows.read(folder / 'profile.jsonl')[-1]
+    rate = point.raw['data']['batch_size'] / found['step_ms'] * 1e3
+    numbers = {name: found[name] for name in ('phase_ms', 'busy_ms', 'idle_share', 'launches')}
+    timed = {'images_per_s': rate, 'step_ms': {'median': found['step_ms']}, 'compile_s': found['compile_s'], 'ops': found['ops']}
+    table = next(path for path in folder.glob('*.csv'))
+    return Answer({'status': OK, **timed, **numbers, 'profile': str(table.relative_to(directory))})
+
+
+CONFIG_FILE = """\"\"\"Point of a sweep: {label}.\"\"\"
+
+from jaxunet.config import default_config
+
+
+def get_config():
+    config = default_config()
+{changes}    return config
+"""
+
+
+def config_file(point: Point) -> str:
+    """A point as a config file, for `--config`: what differs from the defaults."""
+    default = to_dict(Config())
+    changed = []
+    for name, value in point.raw.items():
+        if isinstance(value, dict):
+            changed += [(f'{name}.{field}', v) for field, v in value.items() if v != default[name][field]]
+        elif value != default[name]:
+            changed.append((name, value))
+    return CONFIG_FILE.format(label=point.label, changes=''.join(f'    config.{path} = {value!r}\n' for path, value in changed))
+
+
+def _compile(points: Sequence[Point], options: Options, machine: Machine, directory: pathlib.Path, say: Say) -> None:
+    """Fills the compilation cache, several points at a time. What fails here fails again, and is told, when it is measured."""
+    say(f'compiling {len(points)} points, {options.compile_jobs} at a time ...')
+    began = time.perf_counter()
+
+    def work(number: int) -> None:
+        point = points[number]
+        # They share the device, so none may take all of its memory at once.
+        env = environment(point, machine) | {'XLA_PYTHON_CLIENT_PREALLOCATE': 'false'}
+        _answer(_command(point, options, compile_only=True), env, options.timeout, directory / 'logs' / f'compile_{number}.log')
+
+    with concurrent.futures.ThreadPoolExecutor(options.compile_jobs) as pool:
+        try:
+            list(pool.map(work, range(len(points))))
+        except BaseException:
+            pool.shutdown(wait=False, cancel_futures=True)
+            for process in list(_running):
+                _kill(process)
+            raise
+    say(f'compiled in {time.perf_counter() - began:.1f} s')
+
+
+@dataclass
+class Answer:
+    """What a process said, or why it said nothing."""
+
+    row: Row | None
+    failure: tuple[str, str] = ('', '')  # status and reason
+
+
+_running: set[subprocess.Popen[str]] = set()
+
+
+def _answer(command: list[str], env: dict[str, str], timeout: float, log: pathlib.Path | None, *, json_output: bool = True) -> Answer:
+    """Runs a command whose last line of output is a JSON object (or which need not say anything)."""
+    with (
+        _log_file(log, command) as stderr,
+        # A session of its own, so that its worker processes can be ended with it.
+        subprocess.Popen(
+            command, env=env, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=stderr, text=True, start_new_session=True
+        ) as process,
+    ):
+        _running.add(process)
+        try:
+            out, err = process.communicate(timeout=timeout)
+        except subprocess.TimeoutExpired:
+            return Answer(None, (TIMEOUT, f'not done after {timeout:g} s (--timeout)'))
+        finally:
+            _running.discard(process)
+            _kill(process)
+    if process.returncode == 0 and not json_output:
+        return Answer(None)
+    with contextlib.suppress(IndexError, ValueError):
+        row = json.loads(out.splitlines()[-1])
+        if isinstance(row, dict) and process.returncode == 0:
+            return Answer(row)
+    said = log.read_text(errors='replace').partition('\n')[2] if log else err  # after the command
+    return Answer(None, _failure(process.returncode, said))
+
+
+@contextlib.contextmanager
+def _log_file(log: pathlib.Path | None, command: list[str]) -> Iterator[Any]:
+    if log is None:
+        yield subprocess.PIPE
+        return
+    log.parent.mkdir(parents=True, exist_ok=True)
+    with log.open('w') as file:
+        print(shlex.join(command), file=file, flush=True)
+        yield file
+
+
+def _failure(code: int, log: str) -> tuple[str, str]:
+    """Status and reason of a process that ended without an answer."""
+    lines = [line.strip() for line in log.splitlines() if line.strip()]
+    words = lines[-1][-LAST_WORDS:] if lines else 'no output'
+    if code == -signal.SIGKILL:
+        return OUT_OF_MEMORY, 'killed by the system (SIGKILL), as it does when the memory of this machine is full'
+    if code < 0:
+        return CRASH, f'ended by {signal.Signals(-code).name}: {words}'
+    return CRASH, f'exit code {code}: {words}'
+
+
+def _kill(process: subprocess.Popen[str]) -> None:
+    """The process and all that it started, if it still runs."""
+    if process.poll() is None:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
