@@ -19,7 +19,7 @@ from jaxunet.unet import build_unet, timestep_embedding
 PUBLISHED = {
     'elephants64': 20_494_211,  # unet.cu
     'cifar10': 35_746_307,  # DDPM, Ho et al. 2020 (35.7 M)
-    'imagenet64': 295_904_454,  # ADM's 64×64 network (published as 296 M; the exact count is also that of tests/torch_unet.py)
+    'imagenet64': 295_904_454,  # ADM's 64×64 network (published as 296 M; the exact count is also that of benchmarking/torch_unet.py)
 }
 
 

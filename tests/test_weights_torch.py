@@ -15,24 +15,15 @@ from jaxunet.config import Config
 from jaxunet.ops import XLA
 from jaxunet.unet import build_unet
 from jaxunet.weights import read_weights, write_weights
-from jaxunet.weights.names import attention_levels, flatten
+from jaxunet.weights.names import flatten
 
 torch = pytest.importorskip('torch', reason='PyTorch is not installed: its side of the comparison is missing')
 
-from torch_unet import UNet  # noqa: E402
+from jaxunet.benchmarking.torch_unet import build_torch_unet  # noqa: E402
 
 
 def peer(config: Config, new_order: bool) -> Any:
-    m, (_, _, channels) = config.model, config.image_shape
-    names = ['base_channels', 'channel_mult', 'num_res_blocks', 'num_heads', 'num_heads_upsample', 'num_head_channels', 'num_classes']
-    names += ['conv_resample', 'resblock_updown', 'scale_shift_norm', 'max_period']
-    return UNet(
-        in_channels=channels,
-        out_channels=channels * (1 + config.diffusion.learn_sigma),
-        attention_levels=attention_levels(config),
-        new_attention_order=new_order,
-        **{name: getattr(m, name) for name in names},
-    ).eval()
+    return build_torch_unet(config, new_attention_order=new_order).eval()
 
 
 def inputs(config: Config) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:

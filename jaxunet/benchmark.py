@@ -1,0 +1,104 @@
+"""Times the network and whole training steps of a config, on every backend and beside PyTorch.
+
+    python -m jaxunet.benchmark --config configs/elephants64.py --backends xla,auto --batch_sizes 32,256 --peers pytorch
+    python -m jaxunet.benchmark --table benchmark.jsonl
+
+The sides take turns on one device, so that their ratios hold where speed drifts. Each case is appended to `--output` as a JSON line, and
+the table is printed at the end; a side that cannot run is a row with its error, and the exit status is then 1.
+
+Beside JAX, PyTorch needs memory of the same GPU: with `--peers`, JAX takes its own as needed (XLA_PYTHON_CLIENT_PREALLOCATE=false, unless
+that variable is set). Neither gives back while a case runs, so a batch has to fit several times.
+"""
+
+from __future__ import annotations
+
+import os
+import pathlib
+import shlex
+import sys
+from collections.abc import Sequence
+
+import jax
+from absl import flags
+from ml_collections import config_flags
+
+from jaxunet import cli, config
+from jaxunet.benchmarking import rows
+from jaxunet.benchmarking.cases import DIRECTIONS, Plan, make_plan
+from jaxunet.benchmarking.jax_side import synthetic_source
+from jaxunet.benchmarking.run import run
+from jaxunet.benchmarking.table import markdown
+from jaxunet.data.sources import open_source
+from jaxunet.ops import load_ops
+
+CONFIG = cli.define_config()
+BACKENDS = flags.DEFINE_list('backends', [], "Backends to compare; default: the config's. Ratios are to the first.")
+PEERS = flags.DEFINE_list('peers', [], 'pytorch (all three), or some of pytorch-eager, pytorch-compiled, pytorch-best.')
+BATCH_SIZES = flags.DEFINE_list('batch_sizes', [], "Batch sizes; default: the config's.")
+PRECISIONS = flags.DEFINE_list('precisions', [], "Compute types; default: the config's.")
+DIRECTION = flags.DEFINE_list('directions', [], f'Some of {", ".join(DIRECTIONS)}; default: all.')
+ROUNDS = flags.DEFINE_integer('rounds', 10, 'Turns of each side; medians and quartiles are over them.')
+STEPS = flags.DEFINE_integer('steps', 10, 'Steps of one turn.')
+SYNTHETIC = flags.DEFINE_bool('synthetic', False, 'Random images in place of data.path: times do not depend on pixels.')
+OUTPUT = flags.DEFINE_string('output', 'benchmark.jsonl', 'File that rows are appended to.')
+TABLE = flags.DEFINE_string('table', None, 'Print the table of this file of rows, and exit.')
+DRY_RUN = flags.DEFINE_bool('dry_run', False, 'Print the cases, and exit.')
+
+
+def main(argv: Sequence[str]) -> int:
+    if TABLE.value is not None:
+        print(markdown(rows.read(TABLE.value)))
+        return 0
+    plan = make_plan(
+        config_name(),
+        config.resolve(CONFIG.value),
+        backends=BACKENDS.value,
+        peers=PEERS.value,
+        precisions=PRECISIONS.value,
+        batch_sizes=BATCH_SIZES.value,
+        directions=DIRECTION.value,
+        rounds=ROUNDS.value,
+        steps=STEPS.value,
+    )
+    if DRY_RUN.value:
+        dry_run(plan)
+        return 0
+    if len(plan.sides) == 1:
+        load_ops(plan.sides[0])  # with nothing to compare it to, one that is missing is an error at once
+    if PEERS.value:
+        os.environ.setdefault('XLA_PYTHON_CLIENT_PREALLOCATE', 'false')
+    jax.config.update('jax_enable_compilation_cache', False)  # a program from the cache would show no compile time
+    c = plan.config
+    source = synthetic_source(c) if SYNTHETIC.value else open_source(c.data.path, image_shape=c.image_shape, classes=c.data.classes)
+    measured = []
+    for row in run(plan, source, shlex.join(['python', '-m', 'jaxunet.benchmark', *sys.argv[1:]])):
+        rows.append(OUTPUT.value, row)
+        measured.append(row)
+    print(markdown(measured))
+    failed = [row for row in measured if row['error'] is not None]
+    for row in failed:
+        print(
+            f'error: {row["backend"]}, {row["precision"]}, batch {row["batch_size"]}, {row["direction"]}: {row["error"]}',
+            file=sys.stderr,
+            flush=True,
+        )
+    return 1 if failed else 0
+
+
+def config_name() -> str:
+    """`NAME` of `--config configs/NAME.py`; `digits` without one."""
+    path = config_flags.get_config_filename(flags.FLAGS['config'])
+    return 'digits' if path == config.__file__ else pathlib.Path(path.split(':')[0]).stem
+
+
+def dry_run(plan: Plan) -> None:
+    """One line a measurement, in their order."""
+    for precision, size in plan.cases():
+        for direction in plan.directions:
+            print(
+                f'{plan.name}, {precision}, batch {size}, {direction}: {", ".join(plan.sides)}; {plan.rounds} rounds of {plan.steps} steps'
+            )
+
+
+if __name__ == '__main__':
+    cli.run(main)

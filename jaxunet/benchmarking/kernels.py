@@ -1,0 +1,302 @@
+"""Times the Pallas kernels beside XLA, op by op, on the shapes of our networks.
+
+    python -m jaxunet.benchmarking.kernels [--ops conv3x3,attention] [--batch_sizes 32,256] [--cases 64x64] [--seconds 120]
+    python -m jaxunet.benchmarking.kernels --table pallas_kernels/h200.jsonl
+
+Both sides of every direction of every case compile in parallel, in the order of batch sizes, and are timed in one trace: GPU time of
+their kernels, median of calls in shuffled order. Each result is appended to `--output` as a JSON line; at the end comes the summary, and
+what there was no time for. The exit status is 1 if a side failed or the two sides' results differ.
+"""
+
+from __future__ import annotations
+
+import collections
+import concurrent.futures
+import datetime
+import functools
+import re
+import shlex
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from absl import flags
+
+from jaxunet import cli
+from jaxunet.benchmarking import rows
+from jaxunet.benchmarking.rows import Row
+from jaxunet.errors import UserError, near_misses
+from pallas_kernels import device, timing
+from pallas_kernels.attention import bench as attention
+from pallas_kernels.conv3x3 import bench as conv3x3
+from pallas_kernels.group_norm import bench as group_norm
+from pallas_kernels.measurement import Inputs, Measurement
+
+KINDS = {'attention': attention, 'group_norm': group_norm, 'conv3x3': conv3x3}
+DTYPE = 'bfloat16'
+THREADS = 16
+GROUP = 64  # measurements that are compiled and traced together
+ROUNDS = 10
+SAMPLE = 1 << 16  # numbers of each output that the sides are compared in
+ALLOWED = 0.05  # largest difference, in the largest number of the output: what bfloat16 and an order of sums explain, but no wrong kernel
+Trace = Callable[..., dict[str, timing.Times]]
+
+OPS = flags.DEFINE_list('ops', [], f'Some of {", ".join(KINDS)}; default: all.')
+BATCH_SIZES = flags.DEFINE_list('batch_sizes', ['32', '256'], 'Batch sizes, the most important first.')
+CASES = flags.DEFINE_string('cases', '', 'Regular expression that is searched for in the names of cases; default: all.')
+SECONDS = flags.DEFINE_float('seconds', 120, 'Nothing is compiled after this; what is then missing is listed.', lower_bound=0)
+OUTPUT = flags.DEFINE_string('output', 'pallas_kernels/h200.jsonl', 'File that rows are appended to.')
+TABLE = flags.DEFINE_string('table', None, 'Print the tables of this file of rows, and exit.')
+
+
+class Built(NamedTuple):
+    """A side that is ready to run."""
+
+    run: Callable[..., Any]
+    lower_s: float  # of this thread's processor time, tracing included
+    compile_s: float
+    temp_bytes: int
+
+
+def main(argv: Sequence[str]) -> int:
+    if TABLE.value is not None:
+        print(tables(rows.read(TABLE.value)))
+        return 0
+    wanted = select(OPS.value, BATCH_SIZES.value, CASES.value)
+    try:
+        device.target()
+    except device.UnsupportedDeviceError as error:
+        raise UserError(f'{error}; a benchmark of the kernels needs one') from None
+    jax.config.update('jax_enable_compilation_cache', False)  # a program from the cache would show no compile time
+    sys.setswitchinterval(0.05)  # lowering is Python: threads that take turns too often slow one another
+    origin = {'kind': 'kernel', 'time': datetime.datetime.now(datetime.UTC).isoformat(timespec='seconds'), **rows.provenance()}
+    origin |= {'devices': 1, 'command': shlex.join(['python', '-m', 'jaxunet.benchmarking.kernels', *sys.argv[1:]])}
+    measured, late = [], []
+    for found in measure(wanted, stop=time.monotonic() + SECONDS.value):
+        if isinstance(found, Measurement):
+            late.append(found)
+            continue
+        row = origin | found
+        rows.append(OUTPUT.value, row)
+        measured.append(row)
+    failed = [f'{row["op"]} {row["direction"]}, {row["case"]}, batch {row["batch"]}: {row["error"]}' for row in measured if row['error']]
+    if any(row['error'] is None for row in measured):
+        print(summary(measured))
+    if late:
+        print(f'\nNot compiled within {SECONDS.value:g} s, {len(late)} of {len(wanted)}:')
+        print('\n'.join(f'  {m.name}' for m in late))
+    for line in failed:
+        print(f'error: {line}', file=sys.stderr)
+    return 1 if failed else 0
+
+
+def select(ops: Sequence[str], batch_sizes: Sequence[str], cases: str) -> list[Measurement]:
+    """What these flags ask for, in the order in which it is measured.
+
+    Raises:
+      UserError: an unknown op, a batch size that is no positive number, or an expression that is none or finds no case.
+    """
+    for name in ops:
+        if name not in KINDS:
+            raise UserError(f'--ops: expected some of {", ".join(KINDS)}, found {name!r}{near_misses(name, tuple(KINDS))}')
+    for size in batch_sizes:
+        if not size.isdecimal() or int(size) == 0:
+            raise UserError(f'--batch_sizes: expected numbers of 1 or more separated by commas, found {size!r}')
+    try:
+        pattern = re.compile(cases)
+    except re.error as error:
+        raise UserError(f'--cases: {cases!r} is not a regular expression: {error}') from None
+    every = [m for size in batch_sizes for op, kind in KINDS.items() if not ops or op in ops for m in kind.measurements(int(size), DTYPE)]
+    found = [m for m in every if pattern.search(m.case)]
+    if not found:
+        known = ', '.join(list(dict.fromkeys(m.case for m in every))[:8])
+        raise UserError(f'--cases: {cases!r} matches no case; there are {known}, ...')
+    return found
+
+
+def measure(wanted: Sequence[Measurement], *, stop: float, trace: Trace = timing.trace_times) -> Iterator[Row | Measurement]:
+    """A row for each measurement; the measurement itself where there was no time to compile it.
+
+    Args:
+      stop: when, by `time.monotonic`, no further program is compiled.
+      trace: how programs are timed.
+    """
+    inputs, batch = Inputs(), None
+    for start in range(0, len(wanted), GROUP):
+        group = {f'measurement{start + i}': m for i, m in enumerate(wanted[start : start + GROUP])}
+        built = build(group, stop)
+        programs: dict[str, Callable[[int], Any]] = {}
+        differences: dict[str, float] = {}
+        for name, m in group.items():
+            if m.batch != batch:
+                inputs.clear()
+                batch = m.batch
+            sides = {side: built[f'{name}_{side}'] for side in m.sides}
+            ready = {side: b for side, b in sides.items() if isinstance(b, Built)}
+            if len(ready) < len(sides):
+                continue
+            try:
+                differences[name] = difference(*(b.run(inputs.of(m, 0)) for b in ready.values()))
+            except Exception as error:  # one that does not run must not end the others
+                built |= {f'{name}_{side}': error for side in sides}
+                continue
+            for side, b in ready.items():
+                programs[f'{name}_{side}'] = functools.partial(_call, b.run, inputs, m)
+        times = trace(programs, rounds=ROUNDS) if programs else {}
+        for name, m in group.items():
+            sides = {side: built[f'{name}_{side}'] for side in m.sides}
+            if any(b is None for b in sides.values()) and not any(isinstance(b, Exception) for b in sides.values()):
+                yield m
+            else:
+                yield to_row(m, sides, {side: times.get(f'{name}_{side}') for side in sides}, differences.get(name))
+
+
+def _call(run: Callable[..., Any], inputs: Inputs, m: Measurement, number: int) -> Any:
+    return run(inputs.of(m, number))
+
+
+def build(group: Mapping[str, Measurement], stop: float) -> dict[str, Built | Exception | None]:
+    """The sides of measurements, compiled in threads: by name and side; None for what would begin after `stop`."""
+
+    def one(job: tuple[str, Measurement, str]) -> Built | Exception | None:
+        name, m, side = job
+        if time.monotonic() > stop:
+            return None
+        try:
+            began = time.thread_time()
+            lowered = timing.named(f'{name}_{side}', m.sides[side]).lower(m.inputs)
+            lower_s, began = time.thread_time() - began, time.perf_counter()
+            compiled = lowered.compile()
+            compile_s = time.perf_counter() - began
+            return Built(compiled, lower_s, compile_s, compiled.memory_analysis().temp_size_in_bytes)
+        except Exception as error:  # one that does not compile must not end the others
+            return error
+
+    jobs = [(name, m, side) for name, m in group.items() for side in m.sides]
+    with concurrent.futures.ThreadPoolExecutor(THREADS) as pool:
+        return dict(zip((f'{name}_{side}' for name, _, side in jobs), pool.map(one, jobs), strict=True))
+
+
+def difference(first: Any, second: Any) -> float:
+    """Of two results of the same structure: the largest difference, in the largest number of the array that it is in; NaN is infinite."""
+    found = 0.0
+    for a, b in zip(jax.tree.leaves(first), jax.tree.leaves(second), strict=True):
+        step = max(1, a.size // SAMPLE) | 1
+        x, y = (np.asarray(v).ravel()[::step].astype(np.float32) for v in (a, b))
+        off = float(np.abs(x - y).max() / max(float(np.abs(x).max()), 1e-30))
+        found = max(found, off if np.isfinite(off) else np.inf)
+    return found
+
+
+def to_row(
+    m: Measurement, sides: Mapping[str, Built | Exception | None], times: Mapping[str, timing.Times | None], off: float | None
+) -> Row:
+    """The result of one measurement without its origin; with an `error` it may lack numbers."""
+    row: Row = {'op': m.op, 'case': m.case, 'direction': m.direction, 'batch': m.batch, 'dtype': DTYPE, 'error': None}
+    for side, b in sides.items():
+        if isinstance(b, Exception):
+            return row | {'error': f'{side}: {type(b).__name__}: {b}'[:600]}
+    for side in sides:
+        seen = times[side]
+        if seen is None or not seen.calls:
+            return row | {'error': f'{side}: the trace lost {"all" if seen is None else "some"} of its kernels'}
+    for side, b in sides.items():
+        seen = times[side]
+        assert isinstance(b, Built)
+        assert seen is not None
+        row[f'us_{side}'] = round(seen.us, 3)
+        row[f'us_{side}_quartiles'] = [round(us, 3) for us in seen.quartiles]
+        row[f'kernels_{side}'] = {kernel: round(us, 3) for kernel, us in seen.kernels.items()}
+        row |= {f'lower_s_{side}': round(b.lower_s, 3), f'compile_s_{side}': round(b.compile_s, 3), f'temp_bytes_{side}': b.temp_bytes}
+    us, moved = row['us_pallas'], m.bytes_needed()
+    row |= {'ratio': round(row['us_xla'] / us, 3), 'flops': m.flops, 'bytes': moved}
+    row |= {'tflops': None if m.flops is None else round(m.flops / us / 1e6, 1), 'gbps': round(moved / us / 1e3, 1)}
+    assert off is not None
+    row['difference'] = float(f'{off:.2g}') if np.isfinite(off) else None
+    if off > ALLOWED:
+        row['error'] = f'the results differ by {off:.2g} of the largest number; at most {ALLOWED} is rounding'
+    return row
+
+
+NEEDED = ('device', 'op', 'case', 'direction', 'batch', 'dtype')  # a later row that agrees in these takes the place of an earlier one
+
+
+def latest(found: Iterable[Row]) -> list[Row]:
+    """The newest row of every kernel measurement without an error; rows of other kinds are passed over.
+
+    Raises:
+      UserError: there is none, or one lacks a field.
+    """
+    newest: dict[tuple[Any, ...], Row] = {}
+    for row in found:
+        if row.get('kind') != 'kernel' or row.get('error') is not None:
+            continue
+        missing = [name for name in (*NEEDED, 'us_pallas', 'us_xla', 'ratio', 'tflops', 'gbps', 'git', 'versions') if name not in row]
+        if missing:
+            raise UserError(f'a row of kind kernel lacks {", ".join(missing)}: {str(row)[:100]}; remove its line')
+        newest[tuple(row[name] for name in NEEDED)] = row
+    if not newest:
+        raise UserError(
+            'no measurements of kernels: expected rows with kind=kernel and no error; run python -m jaxunet.benchmarking.kernels'
+        )
+    return list(newest.values())
+
+
+def summary(found: Iterable[Row]) -> str:
+    """Markdown: geometric mean and minimum of XLA's time over the kernels', by op, direction and batch size; a table a device."""
+    devices: dict[str, dict[tuple[Any, ...], list[Row]]] = collections.defaultdict(lambda: collections.defaultdict(list))
+    for row in latest(found):
+        devices[row['device']][row['op'], row['direction'], row['batch']].append(row)
+    lines = []
+    for name, groups in devices.items():
+        everything = [row for group in groups.values() for row in group]
+        versions = ', '.join(dict.fromkeys(f'jax {row["versions"].get("jax")}' for row in everything))
+        commits = ', '.join(dict.fromkeys(str(row['git']) for row in everything))
+        lines += ['', f"{name}, {versions}, commit {commits}; XLA's time over the kernels'.", '']
+        lines += _table(
+            ('op', 'direction', 'batch', 'cases', 'geometric mean', 'minimum', 'slowest case'),
+            (
+                (*key, len(group), f'{statistics.geometric_mean(r["ratio"] for r in group):.2f}', f'{worst["ratio"]:.2f}', worst['case'])
+                for key, group in groups.items()
+                for worst in [min(group, key=lambda r: r['ratio'])]
+            ),
+        )
+    return '\n'.join(lines).strip()
+
+
+def tables(found: Iterable[Row]) -> str:
+    """Markdown: the summary, then for every device, op and direction a table with a row a case."""
+    found = latest(found)
+    parts: dict[tuple[str, str, str], list[Row]] = collections.defaultdict(list)
+    for row in found:
+        parts[row['device'], row['op'], row['direction']].append(row)
+    lines = [summary(found)]
+    for (name, op, direction), group in parts.items():
+        batches = sorted({row['batch'] for row in group})
+        cells = {(row['case'], row['batch']): row for row in group}
+        head = [f'{what}, batch {batch}' for batch in batches for what in ('µs', 'TFLOP/s', 'GB/s', '× XLA')]
+        lines += ['', f'`{op}` {direction}, {name}', '']
+        lines += _table(
+            ('case', *head),
+            ((case, *(cell for b in batches for cell in _cells(cells.get((case, b))))) for case in dict.fromkeys(r['case'] for r in group)),
+        )
+    return '\n'.join(lines)
+
+
+def _cells(row: Row | None) -> tuple[str, ...]:
+    if row is None:
+        return ('–',) * 4
+    rate = '–' if row['tflops'] is None else f'{row["tflops"]:.0f}'
+    return f'{row["us_pallas"]:.1f}', rate, f'{row["gbps"]:.0f}', f'{row["ratio"]:.2f}'
+
+
+def _table(head: Sequence[str], body: Iterable[Sequence[Any]]) -> list[str]:
+    return [f'| {" | ".join(map(str, cells))} |' for cells in (head, ['---'] * len(head), *body)]
+
+
+if __name__ == '__main__':
+    cli.run(main)

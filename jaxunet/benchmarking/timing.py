@@ -1,0 +1,61 @@
+"""Timing of several sides in one run: they take turns, so that a machine whose speed drifts does so for all of them alike."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+Run = Callable[[int], None]  # does that many steps and returns when the device has finished them
+
+
+class Timing(NamedTuple):
+    """Milliseconds a step, and the ratio to the first side of the same rounds: medians, with lower and upper quartiles."""
+
+    median_ms: float
+    quartiles_ms: tuple[float, float]
+    ratio: float
+    ratio_quartiles: tuple[float, float]
+
+
+def turns(names: Sequence[str], rounds: int) -> list[list[str]]:
+    """The order of the sides in each round: forwards and backwards in turn, so that nobody is always first after a pause."""
+    return [list(names) if i % 2 == 0 else list(names)[::-1] for i in range(rounds)]
+
+
+def interleave(
+    sides: Mapping[str, Run], *, rounds: int, steps: int, clock: Callable[[], float] = time.perf_counter
+) -> dict[str, list[float] | Exception]:
+    """Milliseconds a step of every side in every round, by name; or the exception that ended a side, without the others.
+
+    Args:
+      sides: what to run, by name.
+      rounds: how often each side has its turn.
+      steps: steps of one turn; only their sum is timed.
+    """
+    times: dict[str, list[float]] = {name: [] for name in sides}
+    failed: dict[str, Exception] = {}
+    for order in turns(list(sides), rounds):
+        for name in order:
+            if name in failed:
+                continue
+            try:
+                began = clock()
+                sides[name](steps)
+                times[name].append((clock() - began) / steps * 1e3)
+            except Exception as error:
+                failed[name] = error
+    return {name: failed.get(name, times[name]) for name in sides}
+
+
+def summarise(times: Sequence[float], first: Sequence[float] | None) -> Timing:
+    """Medians and quartiles of one side's rounds, and of its ratio to `first`, the same rounds of the first side (None: it failed).
+
+    A ratio is taken within a round. Without a first side it is NaN.
+    """
+    ratios = np.divide(times, first) if first is not None else np.full(len(times), np.nan)
+    low, median, high = np.percentile(times, (25, 50, 75))
+    ratio_low, ratio, ratio_high = np.percentile(ratios, (25, 50, 75))
+    return Timing(float(median), (float(low), float(high)), float(ratio), (float(ratio_low), float(ratio_high)))
