@@ -25,11 +25,16 @@ _forced: list[Target] = []
 
 
 @contextlib.contextmanager
-def use(target: Target) -> Iterator[None]:
-    """Kernels traced inside are of this family whatever the device: for tests, and for lowering on a machine without a GPU."""
+def use(target: Target, kind: str = 'NVIDIA H200') -> Iterator[None]:
+    """Kernels traced and lowered inside are of this family whatever the device: for tests, and for lowering without a GPU, as for `kind`."""
     _forced.append(target)
     try:
-        yield
+        if target is Target.INTERPRET or jax.default_backend() == 'gpu':
+            yield
+        else:
+            gpu = jax.sharding.AbstractDevice(device_kind=kind, num_cores=None, platform='gpu')
+            with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), (), abstract_device=gpu)):
+                yield
     finally:
         _forced.pop()
 
@@ -53,3 +58,8 @@ def target() -> Target:
     if major < 8:
         raise UnsupportedDeviceError(f'Pallas kernels need compute capability 8.0 or later; {device.device_kind} has {capability}')
     return Target.HOPPER if major == 9 else Target.TRITON
+
+
+def interpreted() -> bool:
+    """Whether kernels are interpreted on a CPU."""
+    return target() is Target.INTERPRET

@@ -1,5 +1,7 @@
 """What only a GPU can show: run with `pytest -m gpu` on a machine that has one."""
 
+import itertools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -49,11 +51,19 @@ def test_ops_and_gradients_agree_with_float64_on_the_cpu(op, dtype):
         assert np.linalg.norm(got - want) / np.linalg.norm(want) < TOLERANCE[dtype]
 
 
-@pytest.mark.parametrize('precision', ['float32', 'bfloat16', 'float16'])
-@pytest.mark.parametrize('mode', ['jit', 'pmap'])
-def test_training_learns_on_every_gpu(mode, precision, tmp_path):
+@pytest.mark.parametrize(
+    ('mode', 'precision', 'backend'),
+    [
+        *itertools.product(('jit', 'pmap'), ('float32', 'bfloat16', 'float16'), ('xla',)),
+        ('jit', 'bfloat16', 'pallas'),
+        ('pmap', 'float16', 'pallas'),
+        ('jit', 'float32', 'pallas'),
+    ],
+)
+def test_training_learns_on_every_gpu(mode, precision, backend, tmp_path):
     config = tiny_config(
         precision=precision,
+        backend=backend,
         parallel={'mode': mode},
         data={'batch_size': 32},
         optimizer={'learning_rate': 5e-3},

@@ -10,6 +10,7 @@ import pytest
 
 from jaxunet import ops as seam
 from jaxunet.errors import UserError
+from pallas_kernels import device
 from pallas_kernels.features import Features, channel_moments
 
 OPS = seam.load_ops('xla')
@@ -95,7 +96,7 @@ def test_results_have_the_type_of_their_input(dtype):
 
 
 def test_seam_signatures_and_errors():
-    for name, op in OPS._asdict().items():
+    for name, op in [*OPS._asdict().items(), *seam.PALLAS._asdict().items()]:
         protocol = getattr(
             seam, {'conv3x3': 'Conv3x3', 'norm_silu_conv3x3': 'NormSiluConv3x3', 'group_norm': 'GroupNorm'}.get(name, 'Attention')
         )
@@ -103,7 +104,20 @@ def test_seam_signatures_and_errors():
         assert list(inspect.signature(op).parameters) == wanted
     with pytest.raises(UserError, match='expected one of auto, xla, pallas, cuda'):
         seam.load_ops('tpu')
-    for missing in ('pallas', 'cuda'):
-        with pytest.raises(UserError, match=f'backend={missing}: this version has no {missing} kernels'):
-            seam.load_ops(missing)
+    with pytest.raises(UserError, match='backend=cuda: this version has no cuda kernels'):
+        seam.load_ops('cuda')
+
+
+@pytest.mark.skipif(jax.default_backend() == 'gpu', reason='a machine without a GPU says so')
+def test_a_machine_without_a_gpu():
+    with pytest.raises(UserError, match='backend=pallas: Pallas kernels need an NVIDIA GPU.*found cpu; use backend=xla'):
+        seam.load_ops('pallas')
     assert seam.describe('auto') == 'ops: conv3x3=xla, norm_silu_conv3x3=xla, group_norm=xla, attention=xla'
+
+
+@pytest.mark.parametrize(('target', 'auto'), [(device.Target.HOPPER, 'pallas'), (device.Target.TRITON, 'xla')])
+def test_auto_takes_what_was_measured(target, auto):
+    """Only Hopper's kernels have been timed beside XLA in whole steps."""
+    with device.use(target):
+        assert seam.describe('auto') == f'ops: conv3x3={auto}, norm_silu_conv3x3={auto}, group_norm={auto}, attention={auto}'
+        assert seam.describe('pallas') == 'ops: conv3x3=pallas, norm_silu_conv3x3=pallas, group_norm=pallas, attention=pallas'

@@ -1,0 +1,35 @@
+"""What the benchmark of attention compares: the op forward, and with its gradient."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+
+from pallas_kernels import backend
+from pallas_kernels.attention import reference
+from pallas_kernels.attention.cases import CIFAR10, ELEPHANTS64
+from pallas_kernels.measurement import Measurement, with_gradients
+
+CASES = ELEPHANTS64 + CIFAR10
+
+
+def measurements(batch: int, dtype: DTypeLike = jnp.bfloat16) -> Iterator[Measurement]:
+    """Everything to time at a batch size. Backward counts 2.5 times forward's work, the weights computed again (arXiv 2307.08691)."""
+    for case in CASES:
+        channels, flops = case.heads * case.width, case.flops(batch)
+        inputs = {'qkv': jax.ShapeDtypeStruct((batch, case.tokens, 3 * channels), dtype)}
+        sides = {'xla': _side(case.heads, reference.attention), 'pallas': _side(case.heads, backend.attention)}
+        yield Measurement('attention', case.name, 'forward', batch, sides, inputs, flops)
+        both = {name: with_gradients(side) for name, side in sides.items()}
+        inputs = inputs | {'dy': jax.ShapeDtypeStruct((batch, case.tokens, channels), dtype)}
+        yield Measurement('attention', case.name, 'forward+backward', batch, both, inputs, flops * 7 // 2)
+
+
+def _side(heads: int, op: Callable[..., Any]) -> Callable[[dict[str, Any]], Any]:
+    attention = functools.partial(op, num_heads=heads)
+    return lambda i: attention(i['qkv'])

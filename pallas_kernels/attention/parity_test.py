@@ -1,0 +1,41 @@
+"""The attention kernels against the float64 oracle: interpreted on a CPU (awkward cases), compiled on a GPU (all cases)."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from parity import DTYPES, assert_parity, draw, kernel_target
+
+from pallas_kernels import backend
+from pallas_kernels.attention import reference
+from pallas_kernels.attention.cases import AWKWARD, CASES, Case
+
+
+def check(case: Case, dtype: str, batch: int):
+    qkv = draw((case.batch or batch, case.tokens, 3 * case.heads * case.width), dtype)
+    with kernel_target():
+        assert_parity(
+            lambda qkv: backend.attention(qkv, num_heads=case.heads),
+            lambda qkv: reference.attention(qkv, num_heads=case.heads),
+            {'qkv': (qkv, dtype)},
+        )
+
+
+@pytest.mark.parametrize('dtype', DTYPES)
+@pytest.mark.parametrize('case', AWKWARD, ids=lambda c: c.name)
+def test_awkward_shapes(case, dtype):
+    check(case, dtype, 2)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize('dtype', [*DTYPES, 'float16'])
+@pytest.mark.parametrize('case', CASES, ids=lambda c: c.name)
+def test_every_case(case, dtype):
+    check(case, dtype, 3)
+
+
+@pytest.mark.gpu
+def test_runs_are_identical():
+    qkv = jnp.asarray(draw((4, 256, 576), 'bfloat16'), jnp.bfloat16)
+    pull = jax.jit(jax.grad(lambda x: jnp.sum(jnp.sin(backend.attention(x, num_heads=6).astype(jnp.float32)))))
+    np.testing.assert_array_equal(np.asarray(pull(qkv)), np.asarray(pull(qkv)))

@@ -1,0 +1,111 @@
+"""Named convolutions: what our configs run, and the awkward ones. Tests, benchmarks and tuning share them."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+
+class Case(NamedTuple):
+    """One call of a convolution op.
+
+    Fields:
+      parts: channels of the input, several where it is a skip connection read in place.
+      residual: channels of what is added to the result; a shortcut projects them when they differ from `features`. () = nothing.
+      norm: GroupNorm and SiLU come before the convolution.
+      batch: 0 = any, chosen by the benchmark.
+    """
+
+    height: int
+    width: int
+    parts: tuple[int, ...]
+    features: int
+    residual: tuple[int, ...] = ()
+    norm: bool = True
+    groups: int = 32
+    batch: int = 0
+    per_sample: bool = False  # shift of shape (batch, features) rather than (1, features)
+
+    @property
+    def channels(self) -> int:
+        return sum(self.parts)
+
+    @property
+    def name(self) -> str:
+        parts = '+'.join(map(str, self.parts))
+        residual = f'_res{"+".join(map(str, self.residual))}' if self.residual else ''
+        return f'{"norm_" if self.norm else ""}{self.height}x{self.width}_{parts}to{self.features}{residual}{f"_b{self.batch}" if self.batch else ""}'
+
+    def flops(self, batch: int) -> int:
+        """Multiplications and additions of the convolution."""
+        return 2 * 9 * batch * self.height * self.width * self.channels * self.features
+
+
+def _first(side: int, parts: tuple[int, ...], features: int) -> Case:
+    """The first convolution of a residual block, shifted by its time embedding."""
+    return Case(side, side, parts, features, per_sample=True)
+
+
+def _second(side: int, features: int, residual: tuple[int, ...]) -> Case:
+    return Case(side, side, (features,), features, residual)
+
+
+ELEPHANTS64 = (
+    Case(64, 64, (3,), 64, norm=False),
+    _first(64, (64,), 64),
+    _first(64, (64, 64), 64),
+    _first(64, (128, 64), 64),
+    _second(64, 64, (64,)),
+    _second(64, 64, (64, 64)),
+    _second(64, 64, (128, 64)),
+    Case(64, 64, (64,), 3),
+    _first(32, (64,), 128),
+    _first(32, (128,), 128),
+    _first(32, (128, 64), 128),
+    _first(32, (128, 128), 128),
+    _first(32, (192, 128), 128),
+    _second(32, 128, (64,)),
+    _second(32, 128, (128,)),
+    _second(32, 128, (128, 64)),
+    _second(32, 128, (128, 128)),
+    _second(32, 128, (192, 128)),
+    _first(16, (128,), 192),
+    _first(16, (192,), 192),
+    _first(16, (192, 128), 192),
+    _first(16, (192, 192), 192),
+    _first(16, (256, 192), 192),
+    _second(16, 192, (128,)),
+    _second(16, 192, (192,)),
+    _second(16, 192, (192, 128)),
+    _second(16, 192, (192, 192)),
+    _second(16, 192, (256, 192)),
+    _first(8, (192,), 256),
+    _first(8, (256,), 256),
+    _first(8, (256, 192), 256),
+    _first(8, (256, 256), 256),
+    _second(8, 256, (192,)),
+    _second(8, 256, (256,)),
+    _second(8, 256, (256, 192)),
+    _second(8, 256, (256, 256)),
+)
+CIFAR10 = (
+    Case(32, 32, (3,), 128, norm=False),
+    Case(32, 32, (256,), 256, norm=False),
+    Case(16, 16, (256,), 256, norm=False),
+    _first(32, (256, 128), 128),
+    Case(32, 32, (128,), 3),
+    _first(16, (128,), 256),
+    _first(16, (256, 128), 256),
+    _first(16, (256, 256), 256),
+    _first(4, (256,), 256),
+    _second(4, 256, (256, 256)),
+)
+AWKWARD = (
+    Case(8, 8, (1,), 32, norm=False, batch=5),
+    Case(16, 8, (64,), 64, (64,), batch=1, per_sample=True),
+    Case(9, 7, (32, 16), 24, (8, 12), groups=4, batch=3, per_sample=True),
+    Case(5, 12, (72,), 40, groups=8, batch=2),
+    Case(4, 4, (64, 32), 64, (64, 32), batch=3),
+    Case(3, 2, (4,), 6, norm=False, batch=2),
+    Case(6, 5, (20, 12), 3, batch=2, groups=8),
+)
+CASES = ELEPHANTS64 + CIFAR10 + AWKWARD

@@ -1,0 +1,134 @@
+"""Which kernel convolves a shape on this device, and how it behaves under `jax.vmap`."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from pallas_kernels import device
+from pallas_kernels.conv3x3 import hopper, hopper_weight_gradient, triton, triton_weight_gradient
+
+Image = Float[Array, 'batch height width _']
+Parts = tuple[Image, ...]
+Affine = tuple[Float[Array, 'batch channels'], Float[Array, 'batch channels']]
+
+
+class Added(NamedTuple):
+    """What is added to a convolution: one part as it is, or several through a 1×1 convolution."""
+
+    parts: Parts
+    shortcut: Float[Array, 'residual_channels features'] | None
+
+
+def project(added: Added) -> Float[Array, 'batch height width features']:
+    """The 1×1 convolution, in the type of the parts: a product a part, as their concatenation would have to be written and read."""
+    assert added.shortcut is not None
+    products, start = [], 0
+    for part in added.parts:
+        matrix = added.shortcut[start : start + part.shape[-1]].astype(part.dtype)
+        products.append(jnp.einsum('bhwc,cf->bhwf', part, matrix, preferred_element_type=jnp.float32))
+        start += part.shape[-1]
+    return functools.reduce(jnp.add, products).astype(added.parts[0].dtype)
+
+
+def forward(
+    parts: Parts,
+    kernel: Float[Array, '3 3 channels features'],
+    shift: Float[Array, '#batch features'],
+    added: Added | None = None,
+    affine: Affine | None = None,
+) -> Float[Array, 'batch height width features']:
+    """conv3x3(act(x)) + shift + added, with act(x) = SiLU(a · x + b) for an affine (a, b); x joins `parts` along channels."""
+    return _forward(parts, kernel.astype(parts[0].dtype), shift.astype(jnp.float32), added, affine)
+
+
+def weight_gradient(parts: Parts, dy: Float[Array, 'batch height width features']) -> Float[Array, '3 3 channels features']:
+    """The gradient of conv3x3(x, kernel) · dy by the kernel, float32; x joins `parts` along channels."""
+    return _weight_gradient(parts, dy)
+
+
+def input_gradient(
+    dy: Float[Array, 'batch height width features'], kernel: Float[Array, '3 3 channels features'], widths: tuple[int, ...]
+) -> Parts:
+    """The gradient of conv3x3(x, kernel) · dy by each part of x, given their channels: convolutions with the flipped kernel."""
+    parts, start = [], 0
+    for width in widths:
+        part = kernel[:, :, start : start + width].astype(dy.dtype)
+        parts.append(_input_gradient((dy,), part, jnp.zeros((1, width), jnp.float32), None, None))
+        start += width
+    return tuple(parts)
+
+
+def fuses_activation(parts: Parts, kernel: Float[Array, '3 3 channels features']) -> bool:
+    """Whether GroupNorm and SiLU are cheaper inside the convolution than as a kernel before it.
+
+    Measured on an H200: Hopper's kernel activates a tile once for its nine taps, which pays from 32×32 pixels on. The Triton kernel
+    activates a pixel once for each tap: it pays with so few output channels that reading the input is what takes the time.
+    """
+    if device.target() is device.Target.HOPPER and hopper.supports(parts, kernel) is None:
+        return parts[0].shape[1] * parts[0].shape[2] >= 1024
+    return kernel.shape[3] <= 16
+
+
+def _convolve(
+    flipped: bool, parts: Parts, kernel: Array, shift: Array, added: Added | None, affine: Affine | None
+) -> Float[Array, 'batch height width features']:
+    """One convolution on this device; `flipped`: with kernel[::-1, ::-1], its input and output channels exchanged."""
+    target = device.target()
+    if target is device.Target.HOPPER:
+        residual, shortcut = (None, None) if added is None else (added.parts, added.shortcut)
+        shortcut = None if shortcut is None else shortcut.astype(kernel.dtype)
+        if hopper.supports(parts, kernel, residual=residual, shortcut=shortcut, affine=affine, flipped=flipped) is None:
+            return hopper.forward(parts, kernel, shift, residual=residual, shortcut=shortcut, affine=affine, flipped=flipped)
+    plain = None if added is None else added.parts[0] if added.shortcut is None else project(added)
+    matrix = jnp.swapaxes(kernel[::-1, ::-1], 2, 3) if flipped else kernel
+    return triton.forward(parts, matrix, shift, residual=plain, affine=affine, interpret=target is device.Target.INTERPRET)
+
+
+def _batched(convolve: Callable[..., Array]) -> Callable[..., Array]:
+    """The convolution under `jax.vmap`: the mapped axis joins the batch; with mapped weights, one call after the other."""
+    call = jax.custom_batching.custom_vmap(convolve)
+
+    @call.def_vmap
+    def rule(size: int, mapped: Any, parts: Parts, kernel: Any, shift: Any, added: Any, affine: Any) -> tuple[Array, bool]:
+        def spread(x: Array, is_mapped: bool) -> Array:
+            return x if is_mapped else jnp.broadcast_to(x, (size, *x.shape))
+
+        arguments = (parts, kernel, shift, added, affine)
+        if mapped[1] or (added is not None and added.shortcut is not None and mapped[3].shortcut):
+            return jax.lax.map(lambda a: call(*a), jax.tree.map(spread, arguments, tuple(mapped))), True
+        batch = parts[0].shape[1 if mapped[0][0] else 0]
+
+        def merge(x: Array, is_mapped: bool) -> Array:
+            whole = spread(x, is_mapped)
+            whole = jnp.broadcast_to(whole, (size, batch, *whole.shape[2:]))  # a shared shift has a batch of 1
+            return whole.reshape(size * batch, *whole.shape[2:])
+
+        parts, shift, affine = jax.tree.map(merge, (parts, shift, affine), (mapped[0], mapped[2], mapped[4]))
+        if added is not None:
+            added = Added(jax.tree.map(merge, added.parts, mapped[3].parts), added.shortcut)
+        y = call(parts, kernel, shift, added, affine)
+        return y.reshape(size, batch, *y.shape[1:]), True
+
+    return call
+
+
+_forward = _batched(functools.partial(_convolve, False))
+_input_gradient = _batched(functools.partial(_convolve, True))
+
+
+@jax.custom_batching.sequential_vmap
+def _weight_gradient(parts: Parts, dy: Any) -> Any:
+    target, pixels = device.target(), math.prod(dy.shape[:3])
+    # Sums over few pixels are where XLA computes float32 in full, rather than as tf32: Triton's three tf32 products keep up with that,
+    # Hopper's three bfloat16 products do not.
+    exact = dy.dtype == jnp.float32 and pixels < 2048
+    if target is device.Target.HOPPER and not exact and hopper_weight_gradient.supports(parts, dy) is None:
+        return hopper_weight_gradient.weight_gradient(parts, dy)
+    return triton_weight_gradient.weight_gradient(parts, dy, interpret=target is device.Target.INTERPRET)

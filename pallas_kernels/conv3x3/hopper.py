@@ -1,0 +1,237 @@
+"""The forward 3×3 convolution on Hopper (sm_90): what it supports, its default tiles, and the arrays its kernel wants.
+
+The kernel itself is `hopper_kernel`, imported when first used, as it needs Pallas Mosaic GPU.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float
+
+from pallas_kernels.conv3x3 import hopper_tiles
+from pallas_kernels.conv3x3.schedule import CHUNK, TAPS, Plan, Tile, ceil_div, plan
+
+Shaped = Any  # anything with a shape and a dtype
+Image = Float[Array, 'batch height width _']
+
+
+def flip(kernel: Float[Array, '3 3 channels features']) -> Float[Array, '3 3 features channels']:
+    """The kernel whose convolution is the input gradient of `kernel`'s."""
+    return jnp.swapaxes(kernel[::-1, ::-1], 2, 3)
+
+
+def supports(
+    parts: Sequence[Shaped],
+    kernel: Shaped,
+    *,
+    residual: Shaped | Sequence[Shaped] | None = None,
+    shortcut: Shaped | None = None,
+    affine: tuple[Shaped, Shaped] | None = None,
+    flipped: bool = False,
+    tile: Tile | None = None,
+    out_dtype: Any = None,
+) -> str | None:
+    """None where `forward` computes these shapes and dtypes, else what stands against it. Reads `.shape` and `.dtype` alone."""
+    shape, dtype = parts[0].shape, jnp.dtype(parts[0].dtype)
+    channels, features = _channels(parts), kernel.shape[-2 if flipped else -1]
+    total = sum(channels)
+    expected = (3, 3, features, total) if flipped else (3, 3, total, features)
+    others = _parts(residual)
+    if dtype not in (jnp.bfloat16, jnp.float16, jnp.float32):
+        return f'x: expected bfloat16, float16 or float32, found {dtype}'
+    if any(len(part.shape) != 4 or part.shape[:-1] != shape[:-1] or part.dtype != dtype for part in (*parts, *others)):
+        found = ', '.join(f'{part.shape} {part.dtype}' for part in (*parts, *others))
+        return f'x and residual: expected parts that agree in all but channels, found {found}'
+    if kernel.shape != expected or kernel.dtype != dtype:
+        return f'kernel: expected {expected} in {dtype}, found {kernel.shape} in {kernel.dtype}'
+    # A tensor map's rows must be whole 16 bytes; a float32 is read as its bfloat16 terms.
+    if any(c % 8 for c in (*channels, *_channels(others), features)):
+        return f'channels: expected multiples of 8, found {channels} and {_channels(others)} -> {features}'
+    if 0 in (*shape, total, features):
+        return f'x: found an empty array, {shape} -> {features} channels'
+    if shortcut is None and others and _channels(others) != (features,):
+        return f'residual: expected one array of {features} channels without a shortcut, found {_channels(others)}'
+    if shortcut is not None and (shortcut.shape != (sum(_channels(others)), features) or shortcut.dtype != dtype):
+        return f'shortcut: expected {(sum(_channels(others)), features)} in {dtype}, found {shortcut.shape} in {shortcut.dtype}'
+    if affine is not None and any(a.shape != (shape[0], total) or a.dtype != jnp.float32 for a in affine):
+        return f'affine: expected two float32 {(shape[0], total)}, found {[(a.shape, str(a.dtype)) for a in affine]}'
+    if out_dtype is not None and jnp.dtype(out_dtype) not in (dtype, jnp.float32):
+        return f'out_dtype: expected {dtype} or float32, found {jnp.dtype(out_dtype)}'
+    if tile is None:
+        return None  # every shape has a tile
+    return _plan(parts, features, others, shortcut, affine, flipped, tile, out_dtype).schedule.problem()
+
+
+def candidates(
+    parts: Sequence[Shaped],
+    kernel: Shaped,
+    *,
+    residual: Shaped | Sequence[Shaped] | None = None,
+    shortcut: Shaped | None = None,
+    affine: tuple[Shaped, Shaped] | None = None,
+    flipped: bool = False,
+    out_dtype: Any = None,
+    limit: int = 12,
+) -> list[Tile]:
+    """At most `limit` tiles worth measuring for these shapes and dtypes, best guess first."""
+    features, others = kernel.shape[-2 if flipped else -1], _parts(residual)
+    return hopper_tiles.candidates(lambda tile: _plan(parts, features, others, shortcut, affine, flipped, tile, out_dtype), limit)
+
+
+def default_tile(parts: Sequence[Shaped], kernel: Shaped, **options: Any) -> Tile:
+    """The tile of shapes that were never tuned: the first of `candidates`, which takes the same arguments."""
+    return candidates(parts, kernel, **options, limit=1)[0]
+
+
+def forward(
+    parts: tuple[Image, ...],
+    kernel: Float[Array, '3 3 channels features'] | Float[Array, '3 3 features channels'],
+    shift: Float[Array, '#batch features'],
+    *,
+    residual: Image | tuple[Image, ...] | None = None,
+    shortcut: Float[Array, 'residual_channels features'] | None = None,
+    affine: tuple[Float[Array, 'batch channels'], Float[Array, 'batch channels']] | None = None,
+    flipped: bool = False,
+    tile: Tile | None = None,
+    out_dtype: Any = None,
+) -> Float[Array, 'batch height width features']:
+    """conv3x3(act(x)) + shift + residual [· shortcut]: NHWC, stride 1, zero padding 1 after the activation.
+
+    Args:
+      parts: x, in parts that are concatenated along channels; none is copied. bfloat16, float16 or float32.
+      kernel: of x's dtype, (3, 3, C, F); flipped: (3, 3, F, C).
+      shift: float32, a bias (1, F) or a bias and time shift per sample (B, F).
+      residual: of x's dtype; in parts where a shortcut projects it.
+      shortcut: a 1×1 convolution of the residual, of x's dtype.
+      affine: float32 (a, b): act(x) = SiLU(a · x + b), rounded to x's dtype. Without it, act(x) = x.
+      flipped: convolve with `flip(kernel)`, read where it lies: the input gradient of the convolution with `kernel`.
+      tile: tuning options; None takes `default_tile`.
+      out_dtype: x's dtype if None; or float32.
+
+    Products accumulate in float32 and sums end in one rounding. float32 multiplies as three bfloat16 products (about 16 bits).
+
+    Raises:
+      ValueError: `supports` says why not.
+    """
+    parts, others = tuple(parts), _parts(residual)
+    dtype, features = parts[0].dtype, kernel.shape[-2 if flipped else -1]
+    reason = supports(parts, kernel, residual=others, shortcut=shortcut, affine=affine, flipped=flipped, tile=tile, out_dtype=out_dtype)
+    if reason:
+        raise ValueError(f'conv3x3 on Hopper: {reason}')
+    if tile is None:
+        tile = default_tile(parts, kernel, residual=others, shortcut=shortcut, affine=affine, flipped=flipped, out_dtype=out_dtype)
+    if affine is not None and dtype == jnp.float32:
+        # The terms of a float32 must be taken after the activation.
+        parts, affine = _activated(parts, affine), None
+    p = _plan(parts, features, others, shortcut, affine, flipped, tile, out_dtype)
+
+    split = dtype == jnp.float32
+    halves = _halves if split else list
+    inputs, matrices = halves(parts), [_weights(kernel.reshape(TAPS, *kernel.shape[2:]), flipped, p.outputs_first, split)]
+    if shortcut is not None:
+        inputs += halves(others)
+        matrices.append(_weights(shortcut[None], False, p.outputs_first, split))
+    elif others:
+        inputs += _terms(others[0], 3) if split else others
+        matrices.append(jnp.eye(tile.features, ceil_div(tile.features, CHUNK) * CHUNK, dtype=matrices[0].dtype)[None])
+    missing = p.schedule.feature_tiles * tile.features - features
+    shift = jnp.pad(shift.astype(jnp.float32), ((0, 0), (0, missing)))
+    activation = [] if affine is None else [_padded(vector, _channels(parts)) for vector in affine]
+    images = [x.reshape(*x.shape[:2], 1, *x.shape[2:]) for x in inputs]
+
+    from pallas_kernels.conv3x3 import hopper_kernel  # noqa: PLC0415 (needs Mosaic GPU, so only where it runs)
+
+    out_dtype = jnp.dtype(out_dtype or dtype)
+    y = hopper_kernel.call(p, _silu if activation else None, out_dtype, [*images, *matrices, shift, *activation])
+    return y.reshape(*y.shape[:2], *y.shape[3:])
+
+
+def _parts(residual: Any) -> tuple[Any, ...]:
+    """A residual as a tuple of arrays, none, one or several."""
+    if residual is None:
+        return ()
+    return tuple(residual) if isinstance(residual, Sequence) else (residual,)
+
+
+def _channels(parts: Sequence[Shaped]) -> tuple[int, ...]:
+    return tuple(part.shape[-1] for part in parts)
+
+
+def _plan(
+    parts: Sequence[Shaped],
+    features: int,
+    others: Sequence[Shaped],
+    shortcut: Shaped | None,
+    affine: tuple[Shaped, Shaped] | None,
+    flipped: bool,
+    tile: Tile,
+    out_dtype: Any,
+) -> Plan:
+    return plan(
+        parts[0].shape[:-1],
+        _channels(parts),
+        features,
+        tile,
+        residual=_channels(others),
+        shortcut=shortcut is not None,
+        split=parts[0].dtype == jnp.float32,
+        flipped=flipped,
+        activated=affine is not None and parts[0].dtype != jnp.float32,
+        itemsize=jnp.dtype(out_dtype or parts[0].dtype).itemsize,
+    )
+
+
+def _terms(x: Float[Array, '*shape'], count: int) -> list[Float[Array, '*shape']]:
+    """bfloat16 terms whose sum approximates x to 8 bits a term. The rounding is explicit, as XLA may drop a pair of casts."""
+    out = []
+    for _ in range(count):
+        head = lax.reduce_precision(x, 8, 7)
+        out.append(head.astype(jnp.bfloat16))
+        x = x - head
+    return out
+
+
+def _halves(parts: Sequence[Image]) -> list[Image]:
+    """The high halves of all parts, then the low ones."""
+    pairs = [_terms(part, 2) for part in parts]
+    return [high for high, _ in pairs] + [low for _, low in pairs]
+
+
+def _weights(matrices: Float[Array, 'taps rows columns'], outputs_first: bool, wanted_first: bool, split: bool) -> Array:
+    """Weights in the order the kernel reads: as they lie, or with output channels first; split: for the high, high and low halves of x."""
+    if wanted_first and not outputs_first:
+        matrices = jnp.swapaxes(matrices, 1, 2)
+    if not split:
+        return matrices
+    high, low = _terms(matrices, 2)
+    return jnp.concatenate([high, low, high], axis=2 if wanted_first else 1)
+
+
+def _activated(parts: tuple[Image, ...], affine: tuple[Array, Array]) -> tuple[Image, ...]:
+    """SiLU(a · x + b) in XLA."""
+    ends = list(itertools.accumulate(_channels(parts)))
+    a, b = (vector[:, None, None, :] for vector in affine)
+    return tuple(
+        jax.nn.silu(a[..., end - x.shape[-1] : end] * x + b[..., end - x.shape[-1] : end]) for x, end in zip(parts, ends, strict=True)
+    )
+
+
+def _silu(x: Any) -> Any:
+    """x · sigmoid(x) = h + h · tanh(h) with h = x / 2: one instruction of the special-function unit."""
+    half = x * 0.5
+    return half + half * jnp.tanh(half)
+
+
+def _padded(vector: Float[Array, 'batch channels'], widths: Sequence[int]) -> Float[Array, 'batch _']:
+    """Zeros after each part, up to whole chunks."""
+    if not any(width % CHUNK for width in widths):
+        return vector
+    ends = itertools.accumulate(widths)
+    parts = [jnp.pad(vector[:, end - width : end], ((0, 0), (0, -width % CHUNK))) for width, end in zip(widths, ends, strict=True)]
+    return jnp.concatenate(parts, axis=-1)

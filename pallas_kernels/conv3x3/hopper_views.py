@@ -1,0 +1,29 @@
+"""Views of shared memory that Pallas Mosaic GPU has no public spelling for: the one place that touches JAX's private modules.
+
+Tested with JAX 0.10.2 and 0.11.2.
+"""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import jax.experimental.pallas.mosaic_gpu as plgpu
+from jax._src.pallas.mosaic_gpu.core import UntilingTransform
+from jax._src.state.types import TransformedRef
+
+LOAD_INDEX = ((),) if inspect.signature(plgpu.load).parameters['idx'].default is inspect.Parameter.empty else ()
+
+
+def matrix(ref: Any) -> Any:
+    """(r, 1, 8, c) swizzled rows as the (8r, c) matrix that wgmma and register stores expect.
+
+    Publicly, a matrix view must start at a whole 8-row tile. Here the rows of one tile may start anywhere and tiles may lie any
+    stride apart, which is how nine taps read one haloed strip: wgmma's descriptor holds exactly a start and a stride.
+    """
+    return TransformedRef(ref.ref, (*ref.transforms, UntilingTransform((8, ref.shape[-1]))))
+
+
+def load(ref: Any, layout: Any) -> Any:
+    """The values of a reference in registers. JAX 0.10 requires an index apart from the reference, 0.11 deprecates it."""
+    return plgpu.load(ref, *LOAD_INDEX, layout=layout, optimized=False)

@@ -1,0 +1,65 @@
+"""Two steps of the Hopper weight gradient that Pallas has no words for, in the Mosaic dialect below it.
+
+`jax.experimental.mosaic.gpu` and `jaxlib.mlir` promise no stability: all that this package takes from them for the weight gradient is here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax.numpy as jnp
+from jax.experimental.mosaic import gpu as mgpu
+from jax.experimental.mosaic.gpu import utils
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import arith, nvvm
+
+# wgmma's accumulator, one float32 a register: as pairs (plgpu.Layout.WGMMA) they would be taken apart before every wgmma.
+ACCUMULATOR = plgpu.Layout.TILED(plgpu.Tiling(((64, 8), (16, 8), (8, 8), (2,), (1,))), warp_dims=(-8,), lane_dims=(-4, -3), vector_dim=-1)
+SWIZZLE = plgpu.SwizzleTransform(128)
+TAPS = 3
+
+
+def tap_strides(columns: int, block: int) -> list[int]:
+    """Strides of x in a slot of pixels of `block` channels, `columns` to an image row, seen as (image row, tap, 8 pixels, channel).
+
+    The next tap begins one pixel further on, and so overlaps with the one before.
+    """
+    return [columns * block, block, block, 1]
+
+
+def multiply_taps(rows: int, columns: int, block: int, products: Sequence[tuple[int, int]]) -> Callable[..., Any]:
+    """A function of (tap row, x slot, dy slot, accumulator) that adds dyᵀ · [x, x one pixel on, x two pixels on] to the accumulator.
+
+    The x slot has shape (halves, > rows + tap row, columns, block), the dy slot (halves, rows, 8, block), both 128-byte swizzled; the
+    accumulator (block, 3·block). `products` lists the pairs (half of x, half of dy). The products are done when it returns.
+    """
+
+    @plgpu.inline_mgpu(
+        arg_types=(plgpu.Layout.WG_SPLAT(()), plgpu.RefType((SWIZZLE,)), plgpu.RefType((SWIZZLE,)), ACCUMULATOR),
+        return_type=plgpu.ShapeDtypeStruct((block, TAPS * block), jnp.float32, layout=ACCUMULATOR),
+    )
+    def step(_: Any, tap_row: Any, x: Any, dy: Any, total: Any) -> Any:
+        x_type = ir.MemRefType(x.type)
+        # K tiles of 8 pixels, N tiles of a tap. They overlap, which slices cannot express.
+        strides = ir.StridedLayoutAttr.get(0, tap_strides(columns, block))
+        taps = ir.MemRefType.get((rows, TAPS, 8, block), x_type.element_type, strides, x_type.memory_space)
+        first_row = arith.index_cast(ir.IndexType.get(), tap_row.registers.item())
+        accumulator = mgpu.WGMMAAccumulator.from_registers(total)
+        for x_half, dy_half in products:
+            box = mgpu.memref_slice(x, (x_half, mgpu.ds(first_row, rows)))
+            # (1, rows, 8, block) -> (1, rows, block, 8): M and K of the left operand.
+            left = mgpu.memref_transpose(mgpu.memref_unsqueeze(mgpu.memref_slice(dy, dy_half), 0), (0, 1, 3, 2))
+            accumulator = mgpu.wgmma(accumulator, left, utils.ptr_as_memref(utils.memref_ptr(box), taps))
+        nvvm.wgmma_commit_group_sync_aligned()
+        nvvm.wgmma_wait_group_sync_aligned(0)
+        return accumulator.value
+
+    return step
+
+
+@plgpu.inline_mgpu(arg_types=(plgpu.RefType(), ACCUMULATOR))
+def store_transposed(_: Any, target: Any, value: Any) -> None:
+    """Writes valueᵀ to device memory: eight lanes hold eight neighbours of a row of it, a whole sector of 32 bytes."""
+    value.store_untiled(mgpu.memref_transpose(target, (1, 0)), optimized=False)

@@ -1,0 +1,321 @@
+"""The portable weight gradient of the 3×3 convolution: a GEMM whose K axis is the pixels, split over programs; takes every shape.
+
+dW[i, j, c, f] = Σ x[b, h + i − 1, w + j − 1, c] · dy[b, h, w, f]. Each split writes its float32 partial sums, which are added in a fixed
+order afterwards: no atomics, so results are the same from run to run. Where x or dy has fewer channels than the tensor cores take at
+once, the nine taps are folded into that axis of the output, and the other operand is read once instead of nine times.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plgpu
+from jaxtyping import Array, Float
+
+from pallas_kernels.conv3x3.triton_blocks import (
+    DTYPES,
+    TAPS,
+    Launch,
+    below,
+    call,
+    check_block,
+    check_launch,
+    dot,
+    dot_size,
+    every,
+    folds,
+    inside,
+    load,
+    split_pixel,
+    tap_offset,
+)
+
+NAME = 'jaxunet_conv3x3_triton_weight_gradient'
+
+
+@dataclasses.dataclass(frozen=True)
+class Tile:
+    """How the work is cut; every block is a power of two ≥ 16.
+
+    Fields:
+      block_channels, block_features: the part of a tap's gradient that one program computes; an axis folded with the taps stays whole.
+      block_pixels: K of one dot.
+      taps: taps of one program, 1, 3 or 9, where they are not folded; more share the reads of dy and need more registers.
+      programs: how many programs to aim at; the splits of the pixels follow from it.
+      num_warps, num_stages: warps of a program, depth of its load pipeline.
+    """
+
+    block_channels: int = 64
+    block_features: int = 64
+    block_pixels: int = 64
+    taps: int = 3
+    programs: int = 264
+    num_warps: int = 4
+    num_stages: int = 3
+
+    def __post_init__(self) -> None:
+        for field in ('block_channels', 'block_features', 'block_pixels'):
+            check_block(field, getattr(self, field))
+        if self.taps not in {1, 3, 9}:
+            raise ValueError(f'Tile.taps={self.taps}: use 1, 3 or 9')
+        if self.programs < 1:
+            raise ValueError(f'Tile.programs={self.programs}: use at least 1')
+        check_launch(self.num_warps, self.num_stages)
+
+
+def default_tile(channels: Sequence[int], features: int, pixels: int, itemsize: int) -> Tile:
+    """A tile for parts of `channels` channels → `features`, over `pixels` = batch · height · width.
+
+    The fastest on an H200 among those that need at most the 99 KiB of shared memory a program has on sm_89. `itemsize` is the bytes of
+    an element: the three products of a float32 dot leave no registers for a deeper pipeline.
+    """
+    if folds(features) or all(folds(c) for c in channels):
+        return Tile(64, 64, 64, 9, 528, 4, 1) if itemsize == 4 else Tile(64, 64, 128, 9, 264, 4, 2)
+    if itemsize == 4:
+        return Tile(64, 64, 64, 3, 264, 4, 1)
+    if pixels >= 64 * 1024:
+        return Tile(64, 64, 64, 3, 264 if sum(channels) <= 64 else 528, 4, 3)
+    if pixels >= 16 * 1024 and max(channels) >= 128 and features >= 128:
+        return Tile(128, 128, 64, 1, 264, 8, 3)
+    return Tile(64, 64, 64, 1, 264, 4, 3)
+
+
+def candidates(channels: Sequence[int], features: int, pixels: int, itemsize: int) -> list[Tile]:
+    """Tiles worth timing for this shape, `itemsize` being the bytes of an element."""
+    del pixels
+    found = []
+    if folds(features) or all(folds(c) for c in channels):
+        for block_pixels in (64, 128, 256):
+            for programs in (264, 528):
+                for num_stages in (1, 2, 3):
+                    found.append(Tile(64, 64, block_pixels, 9, programs, 4, num_stages))
+        return found
+    for block_channels, block_features, taps, num_warps in (
+        (64, 64, 1, 4),
+        (64, 64, 3, 4),
+        (64, 64, 9, 8),
+        (64, 128, 1, 4),
+        (64, 128, 3, 8),
+        (128, 64, 1, 4),
+        (128, 128, 1, 8),
+        (128, 256, 1, 8),
+    ):
+        if max(channels) * 2 <= block_channels or features * 2 <= block_features:
+            continue
+        for block_pixels in (64, 128):
+            for programs in (132, 264, 528):
+                for num_stages in (1,) if itemsize == 4 else (3,):
+                    if num_stages * block_pixels * (block_channels * taps + block_features) * itemsize <= 220 * 1024:
+                        found.append(Tile(block_channels, block_features, block_pixels, taps, programs, num_warps, num_stages))
+    return found
+
+
+def supports(parts: Sequence[Any], dy: Any) -> str | None:
+    """None if `weight_gradient` takes these operands (anything with a shape and dtype), else what is wrong and what to do."""
+    if not parts:
+        return 'parts: none given; pass at least one array (batch, height, width, channels)'
+    if dy.ndim != 4 or 0 in dy.shape or dy.dtype not in DTYPES:
+        return f'dy: {dy.dtype}{list(dy.shape)}; pass a non-empty NHWC array of float32, bfloat16 or float16'
+    for i, part in enumerate(parts):
+        if part.ndim != 4 or part.shape[:3] != dy.shape[:3] or part.dtype != dy.dtype or 0 in part.shape:
+            return (
+                f'parts[{i}]: {part.dtype}{list(part.shape)} beside dy {dy.dtype}{list(dy.shape)}; '
+                'they are non-empty NHWC arrays of one dtype that differ in channels only'
+            )
+    return None
+
+
+class _Part(NamedTuple):
+    """Where one part's gradient lies: its first channel, its channels, and the units (programs of one split) that compute it."""
+
+    offset: int
+    channels: int
+    block: int
+    taps: int
+    first_unit: int
+    units: int
+
+
+@dataclasses.dataclass(frozen=True)
+class _Problem:
+    batch: int
+    height: int
+    width: int
+    channels: tuple[int, ...]
+    features: int
+    tile: Tile
+    interpret: bool
+
+    @property
+    def pixels(self) -> int:
+        return self.batch * self.height * self.width
+
+    @property
+    def fold_features(self) -> bool:
+        """Fold the taps with dy's channels: where those are few, and x's are not."""
+        return folds(self.features) and not any(folds(c) for c in self.channels)
+
+    @property
+    def block_features(self) -> int:
+        if self.fold_features:
+            return dot_size(TAPS * self.features)
+        return min(self.tile.block_features, dot_size(self.features))
+
+    @property
+    def feature_blocks(self) -> int:
+        return 1 if self.fold_features else pl.cdiv(self.features, self.block_features)
+
+    @property
+    def parts(self) -> list[_Part]:
+        found, offset, first_unit = [], 0, 0
+        for channels in self.channels:
+            if folds(channels):
+                block, blocks, taps = dot_size(TAPS * channels), 1, 9
+            else:
+                block = min(self.tile.block_channels, dot_size(channels))
+                blocks, taps = pl.cdiv(channels, block), 9 if self.fold_features else self.tile.taps
+            units = blocks * self.feature_blocks * (TAPS // taps)
+            found.append(_Part(offset, channels, block, taps, first_unit, units))
+            offset, first_unit = offset + channels, first_unit + units
+        return found
+
+    @property
+    def units(self) -> int:
+        return sum(part.units for part in self.parts)
+
+    @property
+    def steps(self) -> int:
+        """Blocks of pixels that one split adds up."""
+        return pl.cdiv(pl.cdiv(self.pixels, self.tile.block_pixels), pl.cdiv(self.tile.programs, self.units))
+
+    @property
+    def splits(self) -> int:
+        return pl.cdiv(self.pixels, self.steps * self.tile.block_pixels)
+
+
+def _unit(p: _Problem, part: _Part, x: Any, dy: Any, output: Any, unit: Array, split: Array) -> None:
+    """The partial gradient of one block of channels × features for `part.taps` taps, over one split of the pixels."""
+    total = sum(p.channels)
+    depth = p.tile.block_pixels
+    groups = TAPS // part.taps
+    group, unit = jax.lax.rem(unit, groups), jax.lax.div(unit, groups)
+    f_block, c_block = jax.lax.rem(unit, p.feature_blocks), jax.lax.div(unit, p.feature_blocks)
+    fold_channels = folds(part.channels)
+
+    # Along an axis of the output: its index in the tensor, the tap (where the axis is folded), and the mask.
+    n = f_block * p.block_features + jnp.arange(p.block_features, dtype=jnp.int32)[None, :]
+    m = c_block * part.block + jnp.arange(part.block, dtype=jnp.int32)[None, :]
+    if p.fold_features:
+        n_ok = below(n, TAPS * p.features, p.block_features)
+        n_tap, feature = jax.lax.div(n, p.features), jax.lax.rem(n, p.features)
+    else:
+        n_ok, feature = below(n, p.features, p.block_features * p.feature_blocks), n
+    if fold_channels:
+        m_ok = below(m, TAPS * part.channels, part.block)
+        m_tap, channel = jax.lax.div(m, part.channels), jax.lax.rem(m, part.channels)
+    else:
+        m_ok, channel = below(m, part.channels, part.block * pl.cdiv(part.channels, part.block)), m
+
+    def gather(ref: Any, pixel: Array, row: Array, column: Array, taps: Array, sign: int, index: Array, ok: Array | None) -> Array:
+        """Block (pixels, axis) whose axis runs over taps and channels together."""
+        rows, columns = tap_offset(taps)
+        rows, columns = sign * rows, sign * columns
+        there = inside(row[:, None] + rows, column[:, None] + columns, p.height, p.width)
+        valid = every(there, ok, pixel[:, None] < p.pixels)
+        shape = (depth, taps.shape[1])
+        return load(ref, pixel[:, None] + (rows * p.width + columns), jnp.broadcast_to(index, shape), valid)
+
+    def step(i: Array, sums: tuple[Array, ...]) -> tuple[Array, ...]:
+        pixel = (split * p.steps + i) * depth + jnp.arange(depth, dtype=jnp.int32)
+        in_range = pixel < p.pixels
+        _, row, column = split_pixel(pixel, p.height, p.width)
+        if p.fold_features:
+            right = gather(dy, pixel, row, column, n_tap, -1, feature, n_ok)
+        else:
+            right = load(dy, pixel[:, None], feature, every(in_range[:, None], n_ok))
+        if fold_channels:
+            left = gather(x, pixel, row, column, m_tap, 1, channel, m_ok)
+            return (sums[0] + dot(left, right, (0, 0), p.interpret),)
+        if p.fold_features:
+            left = load(x, pixel[:, None], channel, every(in_range[:, None], m_ok))
+            return (sums[0] + dot(left, right, (0, 0), p.interpret),)
+        added = []
+        for t, value in enumerate(sums):
+            rows, columns = tap_offset(group * part.taps + t) if part.taps < 9 else tap_offset(t)
+            valid = (inside(row + rows, column + columns, p.height, p.width) & in_range)[:, None]
+            left = load(x, (pixel + (rows * p.width + columns))[:, None], channel, every(valid, m_ok))
+            added.append(value + dot(left, right, (0, 0), p.interpret))
+        return tuple(added)
+
+    sums = 1 if fold_channels or p.fold_features else part.taps
+    zeros = tuple(jnp.zeros((part.block, p.block_features), jnp.float32) for _ in range(sums))
+    first = split * (TAPS * total)
+    for t, value in enumerate(jax.lax.fori_loop(0, p.steps, step, zeros)):
+        m_out = m.reshape(part.block, 1)
+        stored = every(None if m_ok is None else m_ok.reshape(part.block, 1), n_ok)
+        if fold_channels:
+            target = jax.lax.div(m_out, part.channels) * total + jax.lax.rem(m_out, part.channels)
+        elif p.fold_features:
+            target = jnp.broadcast_to(n_tap, value.shape) * total + m_out
+        else:
+            target = (group * part.taps + t) * total + m_out
+        rows, columns = (jnp.broadcast_to(index, value.shape) for index in (first + part.offset + target, feature))
+        if stored is not None:
+            # What is masked out must not share an address with what is not: the interpreter would write both.
+            rows = jnp.where(stored, rows, p.splits * TAPS * total)
+        plgpu.store(output.at[rows, columns], value, mask=stored)
+
+
+def _body(p: _Problem, refs: Sequence[Any]) -> None:
+    """One program. refs: parts (pixels, Ci)…, dy (pixels, F), output (splits · 9 · C, F)."""
+    *parts, dy, output = refs
+    program = pl.program_id(0)
+    unit, split = jax.lax.rem(program, p.units), jax.lax.div(program, p.units)
+    for x, part in zip(parts, p.parts, strict=True):
+        if len(parts) == 1:
+            _unit(p, part, x, dy, output, unit, split)
+        else:
+
+            @pl.when((unit >= part.first_unit) & (unit < part.first_unit + part.units))
+            def _(x: Any = x, part: _Part = part) -> None:
+                _unit(p, part, x, dy, output, unit - part.first_unit, split)
+
+
+def weight_gradient(
+    parts: tuple[Float[Array, 'batch height width _'], ...],
+    dy: Float[Array, 'batch height width features'],
+    *,
+    tile: Tile | None = None,
+    interpret: bool = False,
+) -> Float[Array, '3 3 channels features']:
+    """The gradient of Σ conv3x3(x, kernel) · dy with respect to the kernel (HWIO), float32.
+
+    Args:
+      parts: what the convolution's input x joined along channels, each read where it is; one dtype of float32, bfloat16, float16.
+      dy: the gradient of its output, of x's dtype.
+      tile: None = `default_tile`.
+      interpret: run on the CPU, for tests.
+
+    Raises:
+      ValueError: see `supports`.
+    """
+    problem = supports(parts, dy)
+    if problem is not None:
+        raise ValueError(f'conv3x3 weight gradient (triton): {problem}')
+    batch, height, width, features = dy.shape
+    channels = tuple(part.shape[-1] for part in parts)
+    pixels = batch * height * width
+    tile = tile or default_tile(channels, features, pixels, dy.dtype.itemsize)
+    p = _Problem(batch, height, width, channels, features, tile, interpret)
+
+    operands = [*(part.reshape(pixels, part.shape[-1]) for part in parts), dy.reshape(pixels, features)]
+    shape = (p.splits * TAPS * sum(channels), features)
+    launch = Launch(p.splits * p.units, tile.num_warps, tile.num_stages, interpret)
+    partial = call(NAME, functools.partial(_body, p), operands, shape, jnp.float32, launch)
+    return jnp.sum(partial.reshape(p.splits, 3, 3, sum(channels), features), axis=0)

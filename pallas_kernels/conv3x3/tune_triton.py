@@ -1,0 +1,205 @@
+"""Times the tiles of the portable convolution on this machine's GPU, beside XLA; what it prints is what `default_tile` should choose.
+
+    python -m pallas_kernels.conv3x3.tune_triton [--dtype bfloat16] [--batch 32] [--shapes 64:64-64,64:3-64] [--directions forward,fused]
+
+Times are sums of GPU kernel time per call from a profiler trace, so they leave out what starting a kernel costs; medians over the calls.
+"""
+
+from __future__ import annotations
+
+import collections
+import concurrent.futures
+import functools
+import glob
+import json
+import os
+import statistics
+import tempfile
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from absl import app, flags
+
+from pallas_kernels.conv3x3 import triton, triton_weight_gradient
+
+ELEPHANTS64 = (
+    '64:3-64,64:64-64,64:128-64,64:192-64,64:64-3,32:64-128,32:128-128,32:192-128,32:256-128,32:320-128,16:128-192,16:192-192,'
+    '16:320-192,16:384-192,16:448-192,8:192-256,8:256-256,8:448-256,8:512-256'
+)
+CALLS = 8
+DTYPE = flags.DEFINE_string('dtype', 'bfloat16', 'Type of x, kernel and gradients.')
+BATCH = flags.DEFINE_integer('batch', 32, 'Images.')
+SHAPES = flags.DEFINE_list('shapes', ELEPHANTS64, 'side:channels-features, …; channels of several parts are joined by +.')
+DIRECTIONS = flags.DEFINE_list('directions', 'forward,input,weight', 'Of forward, fused (scale, offset and SiLU first), input, weight.')
+TOP = flags.DEFINE_integer('top', 3, 'Fastest tiles printed for each shape; 0 = time `default_tile` alone.', lower_bound=0)
+
+
+class Shape(NamedTuple):
+    """A convolution of parts of `channels` channels to `features`, on images of side × side."""
+
+    side: int
+    channels: tuple[int, ...]
+    features: int
+
+    @classmethod
+    def parse(cls, text: str) -> Shape:
+        side, rest = text.split(':')
+        channels, features = rest.split('-')
+        return cls(int(side), tuple(map(int, channels.split('+'))), int(features))
+
+    @property
+    def total(self) -> int:
+        return sum(self.channels)
+
+
+class Operands(NamedTuple):
+    parts: tuple[jax.Array, ...]
+    kernel: jax.Array
+    dy: jax.Array
+    a: jax.Array
+    b: jax.Array
+
+    @property
+    def x(self) -> jax.Array:
+        return self.parts[0] if len(self.parts) == 1 else jnp.concatenate(self.parts, axis=-1)
+
+    @classmethod
+    def draw(cls, shape: Shape, dtype: jnp.dtype, seed: int) -> Operands:
+        generator = np.random.default_rng(seed)
+
+        def normal(*size: int, dtype: jnp.dtype = dtype, scale: float = 1.0) -> jax.Array:
+            return jnp.asarray(scale * generator.standard_normal(size, dtype=np.float32)).astype(dtype)
+
+        batch, side, wide = BATCH.value, shape.side, jnp.dtype(jnp.float32)
+        parts = tuple(normal(batch, side, side, c) for c in shape.channels)
+        kernel = normal(3, 3, shape.total, shape.features, scale=(9 * shape.total) ** -0.5)
+        dy = normal(batch, side, side, shape.features)
+        return cls(parts, kernel, dy, *(normal(batch, shape.total, dtype=wide) for _ in 'ab'))
+
+
+def lax_conv(x: jax.Array, kernel: jax.Array) -> jax.Array:
+    return jax.lax.conv_general_dilated(x, kernel, (1, 1), ((1, 1), (1, 1)), dimension_numbers=('NHWC', 'HWIO', 'NHWC'))
+
+
+def plain(direction: str, o: Operands) -> jax.Array:
+    """What XLA does."""
+    if direction == 'forward':
+        return lax_conv(o.x, o.kernel)
+    if direction == 'fused':
+        active = jax.nn.silu(o.a[:, None, None, :] * o.x.astype(jnp.float32) + o.b[:, None, None, :])
+        return lax_conv(active.astype(o.kernel.dtype), o.kernel)
+    if direction == 'input':
+        return jax.vjp(lambda x: lax_conv(x, o.kernel), o.x)[1](o.dy)[0]
+    return jax.vjp(lambda k: lax_conv(o.x, k), o.kernel)[1](o.dy)[0]
+
+
+def ours(direction: str, tile: Any, o: Operands) -> jax.Array:
+    if direction == 'weight':
+        return triton_weight_gradient.weight_gradient(o.parts, o.dy, tile=tile)
+    if direction == 'input':
+        flipped = o.kernel[::-1, ::-1].swapaxes(2, 3)
+        return triton.forward((o.dy,), flipped, jnp.zeros((1, flipped.shape[-1]), jnp.float32), tile=tile)
+    affine = (o.a, o.b) if direction == 'fused' else None
+    return triton.forward(o.parts, o.kernel, jnp.zeros((1, o.kernel.shape[-1]), jnp.float32), affine=affine, tile=tile)
+
+
+def tiles(direction: str, shape: Shape, itemsize: int) -> list[Any]:
+    module: Any = triton_weight_gradient if direction == 'weight' else triton
+    channels, features = ((shape.features,), shape.total) if direction == 'input' else (shape.channels, shape.features)
+    arguments = channels, features, BATCH.value * shape.side**2, itemsize
+    return module.candidates(*arguments) if TOP.value else [module.default_tile(*arguments)]
+
+
+class Run(NamedTuple):
+    """One function to time; `tile` is None for XLA."""
+
+    shape: str
+    direction: str
+    tile: Any
+    name: str
+    sets: list[Operands]
+
+    def compile(self) -> Any:
+        f = functools.partial(plain, self.direction) if self.tile is None else functools.partial(ours, self.direction, self.tile)
+
+        def call(operands: Operands) -> jax.Array:
+            return f(operands)
+
+        # The trace tells functions apart by this name.
+        call.__name__ = call.__qualname__ = self.name
+        try:
+            return jax.jit(call).lower(self.sets[0]).compile()
+        except Exception as error:  # one tile that does not compile must not end the sweep
+            print(f'{self.shape} {self.direction} {self.tile}: {type(error).__name__}: {str(error)[:200]}', flush=True)
+            return None
+
+
+def trace_times(calls: dict[str, Callable[[int], Any]]) -> dict[str, float]:
+    """Median µs of GPU kernel time per call of each function, by its name."""
+    for call in calls.values():
+        jax.block_until_ready(call(0))
+    with tempfile.TemporaryDirectory() as folder:
+        with jax.profiler.trace(folder):
+            for i in range(CALLS):
+                for call in calls.values():
+                    jax.block_until_ready(call(i))
+        (path,) = glob.glob(f'{folder}/**/*.xplane.pb', recursive=True)
+        data = jax.profiler.ProfileData.from_file(path)
+    kernels: dict[str, dict[str, list[float]]] = collections.defaultdict(lambda: collections.defaultdict(list))
+    for plane in data.planes:
+        for line in plane.lines if plane.name.startswith('/device:GPU') else ():
+            for event in line.events if line.name.startswith('Stream') else ():
+                module = str(dict(event.stats).get('hlo_module', '')).removeprefix('jit_')
+                kernels[module][event.name].append(event.duration_ns / 1e3)
+    # A kernel that a call runs several times counts as often.
+    return {name: sum(statistics.median(times) * len(times) / CALLS for times in kernels[name].values()) for name in calls}
+
+
+def main(argv: Sequence[str]) -> None:
+    if argv[1:]:
+        raise app.UsageError(f'unexpected arguments: {argv[1:]}')
+    dtype = jnp.dtype(DTYPE.value)
+    runs: list[Run] = []
+    for text in SHAPES.value:
+        shape = Shape.parse(text)
+        sets = [Operands.draw(shape, dtype, seed) for seed in range(2)]
+        for direction in DIRECTIONS.value:
+            for tile in [None, *tiles(direction, shape, dtype.itemsize)]:
+                runs.append(Run(text, direction, tile, f'function_{len(runs)}', sets))
+    # XLA picks its convolution by timing, so those compile alone.
+    compiled = {run.name: run.compile() for run in runs if run.tile is None}
+    with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
+        rest = [run for run in runs if run.tile is not None]
+        compiled |= dict(zip((run.name for run in rest), pool.map(Run.compile, rest), strict=True))
+
+    def caller(run: Run) -> Callable[[int], jax.Array]:
+        return lambda i: compiled[run.name](run.sets[i % len(run.sets)])
+
+    runs = [run for run in runs if compiled[run.name] is not None]
+    calls = {run.name: caller(run) for run in runs}
+    times = trace_times(calls)
+    base, expected, results = {}, {}, collections.defaultdict(list)
+    for run in runs:
+        key = run.shape, run.direction
+        value = np.asarray(calls[run.name](0).astype(jnp.float32))
+        if run.tile is None:
+            base[key], expected[key] = times[run.name], value
+        else:
+            difference = float(np.abs(value - expected[key]).max() / np.abs(expected[key]).max())
+            results[key].append((times[run.name], run.tile, difference))
+    for (text, direction), found in results.items():
+        found.sort(key=lambda row: row[0])
+        for us, tile, difference in found[: max(TOP.value, 1)]:
+            xla = base[text, direction]
+            row = {'shape': text, 'direction': direction, 'dtype': DTYPE.value, 'batch': BATCH.value, 'xla_us': round(xla, 1)}
+            row |= {'us': round(us, 1), 'ratio': round(xla / us, 2), 'difference': float(f'{difference:.1e}')}
+            print(json.dumps(row | {'tile': list(vars(tile).values())}), flush=True)
+
+
+if __name__ == '__main__':
+    # Kernels inside a command buffer would lose their function's name in the trace.
+    os.environ['XLA_FLAGS'] = os.environ.get('XLA_FLAGS', '') + ' --xla_gpu_enable_command_buffer='
+    app.run(main)

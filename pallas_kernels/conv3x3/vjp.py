@@ -1,0 +1,176 @@
+"""The convolution ops on the kernels, with their gradients.
+
+Between forward and backward only raw convolution outputs are kept: the activation silu(norm(x)) is computed again for the weight gradient.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, cast
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from pallas_kernels import device
+from pallas_kernels.conv3x3 import dispatch
+from pallas_kernels.features import Features
+from pallas_kernels.group_norm import backward as norm_gradient
+from pallas_kernels.group_norm.apply import normalise
+from pallas_kernels.group_norm.statistics import affine, channel_sums, moments
+
+
+def conv3x3(
+    x: Features,
+    kernel: Float[Array, '3 3 channels features'],
+    shift: Float[Array, '#batch features'],
+    *,
+    residual: Features | None = None,
+    shortcut: Float[Array, 'residual_channels features'] | None = None,
+) -> Features:
+    """conv(x, kernel) + shift [+ residual, or residual · shortcut]: `reference.conv3x3` on kernels.
+
+    Products accumulate in float32, whose operands are tf32 or split into bfloat16 pairs when x is float32.
+
+    Raises:
+      ValueError: shapes or types that do not fit each other, or a shortcut without a residual.
+    """
+    added = _check(x, kernel, shift, residual, shortcut)
+    return Features.of(_conv(x.parts, kernel, shift, added))
+
+
+def norm_silu_conv3x3(
+    x: Features,
+    scale: Float[Array, '#batch channels'],
+    offset: Float[Array, '#batch channels'],
+    kernel: Float[Array, '3 3 channels features'],
+    shift: Float[Array, '#batch features'],
+    *,
+    residual: Features | None = None,
+    shortcut: Float[Array, 'residual_channels features'] | None = None,
+    groups: int = 32,
+    eps: float = 1e-5,
+) -> Features:
+    """conv3x3(SiLU(norm(x) · scale + offset)) + shift [+ residual]: `reference.norm_silu_conv3x3` on kernels.
+
+    A producer's moments are taken as a function of its part: the gradient of the part is the whole one, that of the moments is zero.
+
+    Raises:
+      ValueError: shapes or types that do not fit each other, a shortcut without a residual, or channels not a multiple of `groups`.
+    """
+    added = _check(x, kernel, shift, residual, shortcut)
+    return Features.of(_norm_conv(x, scale, offset, kernel, shift, added, groups, eps))
+
+
+def _check(x: Features, kernel: Array, shift: Array, residual: Features | None, shortcut: Array | None) -> dispatch.Added | None:
+    """What the convolution's last step adds, once everything fits."""
+    batch, height, width, _ = x.parts[0].shape
+    others = () if residual is None else residual.parts
+    for name, parts in (('x', x.parts), ('residual', others)):
+        for i, part in enumerate(parts):
+            if part.shape[:3] != (batch, height, width) or part.dtype != x.dtype:
+                expected = f'{x.dtype}[{batch}, {height}, {width}, channels]'
+                raise ValueError(f'conv3x3: {name}.parts[{i}] is {part.dtype}{list(part.shape)}; expected {expected}')
+    if kernel.ndim != 4 or kernel.shape[:3] != (3, 3, x.channels):
+        raise ValueError(f'conv3x3: kernel: shape {list(kernel.shape)}; expected [3, 3, {x.channels}, features]')
+    features = kernel.shape[3]
+    if shift.shape not in ((1, features), (batch, features)):
+        raise ValueError(f'conv3x3: shift: shape {list(shift.shape)}; expected [1 or {batch}, {features}]')
+    if residual is None:
+        if shortcut is not None:
+            raise ValueError('conv3x3: a shortcut needs a residual to be applied to')
+        return None
+    if shortcut is None:
+        if residual.channels != features:
+            raise ValueError(f'conv3x3: residual: {residual.channels} channels; expected {features}, or a shortcut')
+        return dispatch.Added((residual.value,), None)
+    if shortcut.shape != (residual.channels, features):
+        raise ValueError(f'conv3x3: shortcut: shape {list(shortcut.shape)}; expected [{residual.channels}, {features}]')
+    return dispatch.Added(residual.parts, shortcut)
+
+
+@jax.custom_vjp
+def _conv(parts: dispatch.Parts, kernel: Array, shift: Array, added: dispatch.Added | None) -> Array:
+    return _conv_forward(parts, kernel, shift, added)[0]
+
+
+def _conv_forward(parts: dispatch.Parts, kernel: Array, shift: Array, added: dispatch.Added | None) -> tuple[Array, Any]:
+    return dispatch.forward(parts, kernel, shift, added), (parts, kernel, _like(shift), _needed(added))
+
+
+def _conv_backward(saved: Any, dy: Array) -> tuple[Any, ...]:
+    parts, kernel, shift, added = saved
+    dx = dispatch.input_gradient(dy, kernel, tuple(p.shape[-1] for p in parts))
+    return dx, *_parameter_gradients(parts, kernel, shift, added, dy)
+
+
+def _parameter_gradients(parts: dispatch.Parts, kernel: Array, shift: Array, added: Any, dy: Array) -> tuple[Any, ...]:
+    """Gradients of kernel, shift and what was added, given the convolution's input."""
+    dkernel = dispatch.weight_gradient(parts, dy).astype(kernel.dtype)
+    return dkernel, _fold(channel_sums(dy, interpret=device.interpreted()), shift), _added_gradient(added, dy)
+
+
+def _needed(added: dispatch.Added | None) -> dispatch.Added | tuple[()] | None:
+    """What the gradient of the addition needs: nothing of a plain residual, whose gradient is dy."""
+    return () if added is not None and added.shortcut is None else added
+
+
+def _added_gradient(added: dispatch.Added | tuple[()] | None, dy: Array) -> dispatch.Added | None:
+    if added is None:
+        return None
+    if not isinstance(added, dispatch.Added):
+        return dispatch.Added((dy,), None)
+    _, pull = jax.vjp(dispatch.project, added)
+    return cast(dispatch.Added, pull(dy)[0])
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(6, 7))
+def _norm_conv(
+    x: Features, scale: Array, offset: Array, kernel: Array, shift: Array, added: dispatch.Added | None, groups: int, eps: float
+) -> Array:
+    return _norm_conv_forward(x, scale, offset, kernel, shift, added, groups, eps)[0]
+
+
+def _norm_conv_forward(
+    x: Features, scale: Array, offset: Array, kernel: Array, shift: Array, added: dispatch.Added | None, groups: int, eps: float
+) -> tuple[Array, Any]:
+    interpret = device.interpreted()
+    if dispatch.fuses_activation(x.parts, kernel):
+        found = [moments(p, interpret=interpret) if m is None else m for p, m in zip(x.parts, x.moments, strict=True)]
+        a, b, mean, inverse = affine(found, scale, offset, groups=groups, eps=eps, interpret=interpret)
+        y = dispatch.forward(x.parts, kernel, shift, added, (a, b))
+    else:
+        given = [m for m in x.moments if m is not None]
+        known = given if len(given) == len(x.parts) else None
+        active, mean, inverse = normalise(x.parts, known, scale, offset, groups=groups, eps=eps, silu=True, interpret=interpret)
+        y = dispatch.forward((active,), kernel, shift, added)
+    return y, (x, scale, offset, kernel, _like(shift), _needed(added), mean, inverse)
+
+
+def _norm_conv_backward(groups: int, eps: float, saved: Any, dy: Array) -> tuple[Any, ...]:
+    del eps
+    x, scale, offset, kernel, shift, added, mean, inverse = saved
+    interpret = device.interpreted()
+    (dactive,) = dispatch.input_gradient(dy, kernel, (x.channels,))
+    norm = (scale, offset, mean, inverse)
+    sums, active = norm_gradient.gradient_sums(x.parts, dactive, *norm, silu=True, activation=True, interpret=interpret)
+    assert active is not None
+    dx, _ = norm_gradient.gradient(x.parts, dactive, *norm, groups=groups, silu=True, sums=sums, interpret=interpret)
+    of_moments = tuple(None if m is None else jnp.zeros_like(m) for m in x.moments)
+    of_parameters = _parameter_gradients((active,), kernel, shift, added, dy)
+    return Features(dx, of_moments), _fold(sums[:, 1], scale), _fold(sums[:, 0], offset), *of_parameters
+
+
+def _like(parameter: Array) -> Array:
+    """An empty array that remembers a parameter's first axis and type: shape (rows, 0)."""
+    return parameter[:, :0]
+
+
+def _fold(per_sample: Float[Array, 'batch channels'], like: Float[Array, '#batch _']) -> Float[Array, '#batch channels']:
+    """A per-sample gradient, summed over the batch where the parameter is shared."""
+    value = per_sample if like.shape[0] == per_sample.shape[0] else jnp.sum(per_sample, axis=0, keepdims=True)
+    return value.astype(like.dtype)
+
+
+_conv.defvjp(_conv_forward, _conv_backward)
+_norm_conv.defvjp(_norm_conv_forward, _norm_conv_backward)

@@ -1,0 +1,39 @@
+"""What the benchmark of GroupNorm compares: the op forward, and with all gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+
+from pallas_kernels import backend
+from pallas_kernels.features import Features
+from pallas_kernels.group_norm import reference
+from pallas_kernels.group_norm.cases import CIFAR10, ELEPHANTS64, Case
+from pallas_kernels.measurement import Measurement, with_gradients
+
+CASES = ELEPHANTS64 + CIFAR10
+
+
+def measurements(batch: int, dtype: DTypeLike = jnp.bfloat16) -> Iterator[Measurement]:
+    """Everything to time at a batch size."""
+    for case in CASES:
+        image, rows = (batch, case.height, case.width), batch if case.per_sample else 1
+        affine = jax.ShapeDtypeStruct((rows, case.channels), jnp.float32)
+        parts = tuple(jax.ShapeDtypeStruct((*image, c), dtype) for c in case.parts)
+        inputs: dict[str, Any] = {'x': parts, 'scale': affine, 'offset': affine}
+        sides = {'xla': _side(case, reference.group_norm), 'pallas': _side(case, backend.group_norm)}
+        yield Measurement('group_norm', case.name, 'forward', batch, sides, inputs, None)
+        both = {name: with_gradients(side) for name, side in sides.items()}
+        inputs = inputs | {'dy': jax.ShapeDtypeStruct((*image, case.channels), dtype)}
+        yield Measurement('group_norm', case.name, 'forward+backward', batch, both, inputs, None)
+
+
+def _side(case: Case, op: Callable[..., Any]) -> Callable[[dict[str, Any]], Any]:
+    def call(i: dict[str, Any]) -> Any:
+        return op(Features(i['x'], (None,) * len(case.parts)), i['scale'], i['offset'], groups=case.groups, silu=case.silu)
+
+    return call

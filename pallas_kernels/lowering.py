@@ -1,0 +1,63 @@
+"""Lowers the kernels of measurements in other processes: it is all Python, which threads of one process do one after the other."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import itertools
+import multiprocessing
+import os
+import time
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+
+from pallas_kernels import device
+from pallas_kernels.attention import bench as attention
+from pallas_kernels.conv3x3 import bench as conv3x3
+from pallas_kernels.group_norm import bench as group_norm
+from pallas_kernels.measurement import Measurement
+
+KINDS: dict[str, Any] = {'attention': attention, 'group_norm': group_norm, 'conv3x3': conv3x3}  # cheapest first
+CUSTOM_CALLS = ('mosaic_gpu_v2', '__gpu$xla.gpu.triton')
+
+
+class Lowered(NamedTuple):
+    """A side of a measurement as `jax.export` serializes it, and the processor time that tracing and lowering took."""
+
+    exported: bytes
+    seconds: float
+
+
+def lower(kind: str, batch: int, dtype: str, index: int, side: str, device_kind: str) -> Lowered:
+    """Lowers a side of measurement `index` among `KINDS[kind].measurements(batch, dtype)` for a Hopper GPU, which need not be there."""
+    m = next(itertools.islice(KINDS[kind].measurements(batch, dtype), index, None))
+    began = time.thread_time()
+    checks = [jax.export.DisabledSafetyCheck.custom_call(name) for name in CUSTOM_CALLS]
+    with device.use(device.Target.HOPPER, device_kind):
+        exported = jax.export.export(jax.jit(m.sides[side]), platforms=['cuda'], disabled_checks=checks)(m.inputs)
+    return Lowered(bytes(exported.serialize()), time.thread_time() - began)
+
+
+def _on_cpu() -> None:
+    """A worker must not take the GPU's memory."""
+    jax.config.update('jax_platforms', 'cpu')
+
+
+def pool(workers: int | None = None) -> concurrent.futures.ProcessPoolExecutor:
+    """Processes to `lower` in."""
+    workers = workers or max(1, (os.cpu_count() or 2) - 2)
+    return concurrent.futures.ProcessPoolExecutor(workers, multiprocessing.get_context('spawn'), initializer=_on_cpu)
+
+
+def start(
+    workers: concurrent.futures.ProcessPoolExecutor, wanted: Sequence[Measurement], dtype: str, device_kind: str
+) -> dict[tuple[str, str], concurrent.futures.Future[Lowered]]:
+    """Lowers the kernels of these measurements in that order; by the name of the measurement and the side."""
+    recipes = {
+        m.name: (kind, m.batch, dtype, index)
+        for batch in {m.batch for m in wanted}
+        for kind, module in KINDS.items()
+        for index, m in enumerate(module.measurements(batch, dtype))
+    }
+    return {(m.name, 'pallas'): workers.submit(lower, *recipes[m.name], 'pallas', device_kind) for m in wanted}

@@ -1,0 +1,103 @@
+"""What a call costs the GPU: the time of its kernels, from a profiler trace, so that starting them from Python costs nothing.
+
+Programs are told apart by the name of their compiled module, whether XLA launches their kernels one by one or as CUDA graphs. Every
+round calls all of them in a new order: sides that are compared share the drift of the clocks, and none finds its inputs in the cache
+because its neighbour left them there.
+"""
+
+from __future__ import annotations
+
+import collections
+import glob
+import random
+import statistics
+import tempfile
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, NamedTuple
+
+import jax
+
+# Without CUDA graphs, whose extra kernels and gaps are not the op's.
+COMPILER_OPTIONS = {'xla_gpu_enable_command_buffer': ''}
+
+
+class Times(NamedTuple):
+    """GPU time of one program, microseconds.
+
+    Fields:
+      kernels: of one call, by kernel: the median over its launches, times how many there are in a call.
+      calls: of each call, all kernels together; empty where the trace lost some, so that calls cannot be told apart.
+    """
+
+    kernels: dict[str, float]
+    calls: tuple[float, ...]
+
+    @property
+    def us(self) -> float:
+        """Median of the calls; of the kernels where calls cannot be told apart."""
+        return statistics.median(self.calls) if self.calls else sum(self.kernels.values())
+
+    @property
+    def quartiles(self) -> tuple[float, float]:
+        """Lower and upper quartile of the calls."""
+        low, _, high = statistics.quantiles(self.calls, n=4, method='inclusive') if len(self.calls) > 1 else [self.us] * 3
+        return low, high
+
+
+def named(name: str, function: Callable[..., Any]) -> Any:
+    """`jax.jit(function)`, to be timed under this name, which is the function's from now on: give every program one of its own."""
+
+    def call(*arguments: Any) -> Any:
+        return function(*arguments)
+
+    call.__name__ = call.__qualname__ = name
+    return jax.jit(call, compiler_options=COMPILER_OPTIONS if jax.default_backend() == 'gpu' else None)
+
+
+def trace_times(programs: Mapping[str, Callable[[int], Any]], *, rounds: int = 8) -> dict[str, Times]:
+    """GPU time of each program, by its name; one whose kernels do not appear in the trace is left out.
+
+    Args:
+      programs: what runs a program compiled from `named(name, ...)`, given the number of the call (to choose among sets of inputs).
+        All have run before, so that their first call, which the trace leaves out, compiles nothing.
+      rounds: calls of each that are timed.
+    """
+    for program in programs.values():
+        jax.block_until_ready(program(0))
+    options = jax.profiler.ProfileOptions()
+    options.python_tracer_level = 0  # each Python call would be an event
+    with tempfile.TemporaryDirectory() as folder:
+        with jax.profiler.trace(folder, profiler_options=options):
+            for number in range(rounds):
+                order = list(programs)
+                random.Random(number).shuffle(order)
+                for name in order:
+                    jax.block_until_ready(programs[name](number))
+        (path,) = glob.glob(f'{folder}/**/*.xplane.pb', recursive=True)
+        return read_times(jax.profiler.ProfileData.from_file(path), programs, rounds)
+
+
+def read_times(profile: jax.profiler.ProfileData, names: Iterable[str], calls: int) -> dict[str, Times]:
+    """What a trace says of the programs of these names, each called `calls` times; see `trace_times`."""
+    found: dict[str, list[tuple[float, float, str]]] = {name: [] for name in names}
+    for plane in profile.planes:
+        for line in plane.lines if plane.name.startswith('/device:GPU') else ():
+            for event in line.events if line.name.startswith('Stream') else ():
+                module = next((str(value) for key, value in event.stats if key == 'hlo_module'), '')
+                name = module.split('(')[0].removeprefix('jit_')
+                if name in found:
+                    found[name].append((event.start_ns, event.duration_ns / 1e3, event.name))
+    return {name: _times(events, calls) for name, events in found.items() if events}
+
+
+def _times(events: list[tuple[float, float, str]], calls: int) -> Times:
+    events = sorted(events)
+    each = len(events) // calls
+    kernels: dict[str, list[float]] = collections.defaultdict(list)
+    for _, us, kernel in events:
+        kernels[kernel].append(us)
+    whole = len(events) == each * calls and all(len(times) % calls == 0 for times in kernels.values())
+    return Times(
+        {kernel: statistics.median(times) * len(times) / calls for kernel, times in kernels.items()},
+        tuple(sum(us for _, us, _ in events[i * each : (i + 1) * each]) for i in range(calls)) if whole else (),
+    )

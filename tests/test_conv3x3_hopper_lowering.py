@@ -1,0 +1,129 @@
+"""The Hopper convolution lowers for CUDA on any machine, under its name, once a call; what it does not support it says."""
+
+from __future__ import annotations
+
+import itertools
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from pallas_kernels.conv3x3 import hopper
+from pallas_kernels.conv3x3.schedule import Tile
+
+NAME = 'jaxunet_conv3x3_forward'
+# Batch, height, width; channels of the parts; output channels; options; tile.
+CALLS = {
+    'resident transposed': ((2, 64, 64), (64,), 64, {}, Tile(16, 64, taps=9, ring=0, transposed=True)),
+    'two parts': ((2, 32, 32), (192, 128), 128, {'affine': True}, Tile(16, 128, taps=1, ring=4)),
+    'residual': ((1, 16, 16), (192,), 192, {'residual': (192,)}, Tile(8, 96)),
+    'input gradient': ((2, 8, 8), (128,), 64, {'flipped': True}, Tile(8, 64, groups=1)),
+    'input gradient transposed': ((2, 16, 8), (64,), 72, {'flipped': True}, Tile(16, 64, transposed=True)),
+    'resident shortcut': ((1, 16, 8), (64,), 64, {'residual': (64, 32)}, Tile(16, 64, taps=9, ring=0, transposed=True)),
+    'two activators': ((1, 16, 16), (64,), 64, {'affine': True}, Tile(8, 64, activators=2)),
+    'shortcut, odd': ((3, 9, 7), (64, 24), 40, {'residual': (32, 8), 'dtype': 'float16', 'affine': True}, None),
+    'float32': ((2, 8, 8), (64,), 64, {'residual': (64,), 'affine': True, 'dtype': 'float32'}, None),
+}
+
+
+def arguments(image: tuple[int, int, int], channels: tuple[int, ...], features: int, options: dict) -> tuple[tuple, dict]:
+    dtype, total = options.get('dtype', 'bfloat16'), sum(channels)
+    positional = (
+        tuple(jax.ShapeDtypeStruct((*image, c), dtype) for c in channels),
+        jax.ShapeDtypeStruct((3, 3, total, features), dtype),
+        jax.ShapeDtypeStruct((1, features), 'float32'),
+    )
+    named: dict = {}
+    if options.get('flipped'):
+        named['flipped'] = True
+        positional = (positional[0], jax.ShapeDtypeStruct((3, 3, features, total), dtype), positional[2])
+    if residual := options.get('residual'):
+        named['residual'] = tuple(jax.ShapeDtypeStruct((*image, c), dtype) for c in residual)
+        if residual != (features,):
+            named['shortcut'] = jax.ShapeDtypeStruct((sum(residual), features), dtype)
+    if options.get('affine'):
+        named['affine'] = (jax.ShapeDtypeStruct((image[0], total), 'float32'),) * 2
+    return positional, named
+
+
+@pytest.mark.parametrize('x64', [False, True])
+@pytest.mark.parametrize('name', CALLS)
+def test_lowers_to_one_kernel(name: str, x64: bool) -> None:
+    image, channels, features, options, tile = CALLS[name]
+    positional, named = arguments(image, channels, features, options)
+
+    flipped = named.pop('flipped', False)
+
+    def call(positional: tuple, named: dict) -> jax.Array:
+        return hopper.forward(*positional, **named, flipped=flipped, tile=tile)
+
+    with jax.enable_x64(x64):
+        exported = jax.export.export(jax.jit(call), platforms=['cuda'])(positional, named)
+    (out,) = exported.out_avals
+    assert (out.shape, out.dtype) == ((*image, features), jnp.dtype(options.get('dtype', 'bfloat16')))
+    calls = [line for line in exported.mlir_module().splitlines() if 'custom_call @mosaic_gpu' in line]
+    assert len(calls) == 1
+    assert NAME in calls[0]
+
+
+def test_unsupported_arguments_say_why() -> None:
+    def reason(image=(2, 8, 8), channels=(64,), features=64, tile=None, **options) -> str:
+        changed = options.pop('changed', {})
+        positional, named = arguments(image, channels, features, options)
+        (parts, kernel, shift), named = positional, {**named, **changed}
+        kernel = named.pop('kernel', kernel)
+        found = hopper.supports(parts, kernel, tile=tile, **named)
+        if found:
+            with pytest.raises(ValueError, match='conv3x3 on Hopper'):
+                jax.eval_shape(lambda p, k, s, n: hopper.forward(p, k, s, tile=tile, **n), parts, kernel, shift, named)
+        return found or ''
+
+    array = jax.ShapeDtypeStruct
+    assert not reason()
+    assert 'multiples of 8' in reason(channels=(3,))
+    assert 'multiples of 8' in reason(features=3)
+    assert 'multiples of 8' in reason(residual=(4, 4))
+    assert 'bfloat16, float16 or float32' in reason(dtype='float8_e5m2')
+    assert 'empty' in reason(image=(0, 8, 8))
+    assert 'M of whole 64s' in reason(tile=Tile(4, 64))
+    assert 'kernel: expected (3, 3, 64, 64)' in reason(changed={'kernel': array((3, 3, 32, 64), 'bfloat16')})
+    assert 'agree in all but channels' in reason(changed={'residual': array((2, 8, 4, 64), 'bfloat16')})
+    assert 'without a shortcut' in reason(changed={'residual': array((2, 8, 8, 32), 'bfloat16')})
+    assert 'shortcut: expected (32, 64)' in reason(
+        changed={'residual': array((2, 8, 8, 32), 'bfloat16'), 'shortcut': array((64, 64), 'bfloat16')}
+    )
+    assert 'two float32 (2, 64)' in reason(changed={'affine': (array((1, 64), 'float32'),) * 2})
+
+
+def test_flipped_kernel_is_the_input_gradient() -> None:
+    x = jnp.arange(2.0 * 4 * 5 * 3).reshape(2, 4, 5, 3) % 7
+    kernel = jnp.arange(9.0 * 3 * 2).reshape(3, 3, 3, 2) % 5
+
+    def convolve(x: jax.Array, kernel: jax.Array) -> jax.Array:
+        return jax.lax.conv_general_dilated(x, kernel, (1, 1), ((1, 1), (1, 1)), dimension_numbers=('NHWC', 'HWIO', 'NHWC'))
+
+    y, pull = jax.vjp(lambda x: convolve(x, kernel), x)
+    dy = jnp.arange(float(y.size)).reshape(y.shape) % 3
+    assert (pull(dy)[0] == convolve(dy, hopper.flip(kernel))).all()
+
+
+@pytest.mark.parametrize('terms', [2, 3])
+def test_float32_in_bfloat16_terms(terms: int) -> None:
+    """8 bits a term, although XLA may keep more of a cast pair: three terms are exact."""
+    x = jax.random.normal(jax.random.key(0), (1000,)) * 1e3
+    split = jax.jit(lambda x: hopper._terms(x, terms))(x)
+    assert [t.dtype for t in split] == [jnp.bfloat16] * terms
+    error = jnp.abs(sum(t.astype(jnp.float32) for t in reversed(split)) - x) / jnp.abs(x)
+    assert float(error.max()) <= (2.0**-16 if terms == 2 else 0)
+
+
+@pytest.mark.parametrize('dtype', ['bfloat16', 'float32'])
+def test_every_shape_has_tiles(dtype: str) -> None:
+    sizes, channels, outputs = ((1, 1), (4, 4), (9, 7), (32, 32), (64, 64)), ((8,), (64,), (192, 128)), (8, 32, 64, 96, 192, 320, 448)
+    for (height, width), widths, features, batch in itertools.product(sizes, channels, outputs, (1, 32)):
+        positional, named = arguments((batch, height, width), widths, features, {'dtype': dtype, 'residual': (features,), 'affine': True})
+        parts, kernel, _ = positional
+        tiles = hopper.candidates(parts, kernel, **named)
+        assert len(tiles) == len(set(tiles)) >= 2
+        assert all(hopper.supports(parts, kernel, **named, tile=tile) is None for tile in tiles)
+        assert hopper.default_tile(parts, kernel, **named) == tiles[0]
