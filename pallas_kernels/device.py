@@ -26,7 +26,7 @@ _forced: list[Target] = []
 
 @contextlib.contextmanager
 def use(target: Target, kind: str = 'NVIDIA H200') -> Iterator[None]:
-    """Kernels traced and lowered inside are of this family whatever the device: for tests, and for lowering without a GPU, as for `kind`."""
+    """Kernels traced and lowered inside are of this family whatever the device: for tests, and to lower for a GPU `kind` without one."""
     _forced.append(target)
     try:
         if target is Target.INTERPRET or jax.default_backend() == 'gpu':

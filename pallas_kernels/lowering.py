@@ -60,4 +60,10 @@ def start(
         for kind, module in KINDS.items()
         for index, m in enumerate(module.measurements(batch, dtype))
     }
-    return {(m.name, 'pallas'): workers.submit(lower, *recipes[m.name], 'pallas', device_kind) for m in wanted}
+    found = {}
+    for m in wanted:
+        try:
+            found[m.name, 'pallas'] = workers.submit(lower, *recipes[m.name], 'pallas', device_kind)
+        except concurrent.futures.BrokenExecutor:  # the rest then lowers where it is compiled
+            break
+    return found

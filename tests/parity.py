@@ -35,7 +35,7 @@ def assert_parity(kernel: Op, reference: Op, inputs: dict[str, tuple[np.ndarray,
     Returns: for each output and gradient, its error as a share of what is allowed.
 
     Raises:
-      AssertionError: an error above 2 × that of the plain op + 4 · eps_f32 · max|exact|, a NaN, or another shape or type than the reference's.
+      AssertionError: an error above 2 × that of the plain op + 4 · eps_f32 · max|exact|, a NaN, or another shape or type.
     """
     device = jax.devices()[0]
     typed = {name: jax.device_put(jnp.asarray(value, jnp.float32).astype(dtype), device) for name, (value, dtype) in inputs.items()}

@@ -6,7 +6,7 @@ import pathlib
 ROOT = pathlib.Path(__file__).parents[1]
 # Each may import those before it. Names are the longest matching prefix of the module.
 LAYERS = [
-    ('pallas_kernels', 'xla_ffi', 'jaxunet.errors', 'jaxunet.config'),
+    ('pallas_kernels', 'xla_ffi', 'jaxunet.errors', 'jaxunet.config', 'jaxunet.distributed'),
     ('jaxunet.ops', 'jaxunet.images'),
     ('jaxunet.unet', 'jaxunet.diffusion', 'jaxunet.sampling', 'jaxunet.data'),
     ('jaxunet.training.state', 'jaxunet.weights'),
@@ -20,6 +20,7 @@ LAYERS = [
         'jaxunet.export',
         'jaxunet.prepare_data',
         'jaxunet.benchmark',
+        'jaxunet.benchmarking.kernels',
         'jaxunet.profile',
         'configs',
     ),

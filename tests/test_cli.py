@@ -6,8 +6,8 @@ import sys
 
 import numpy as np
 import pytest
-from settings import QUICK
 from PIL import Image
+from settings import QUICK
 from tiny import flags
 
 from jaxunet import checkpoint

@@ -110,7 +110,7 @@ def test_seam_signatures_and_errors():
 
 @pytest.mark.skipif(jax.default_backend() == 'gpu', reason='a machine without a GPU says so')
 def test_a_machine_without_a_gpu():
-    with pytest.raises(UserError, match='backend=pallas: Pallas kernels need an NVIDIA GPU.*found cpu; use backend=xla'):
+    with pytest.raises(UserError, match=r'backend=pallas: Pallas kernels need an NVIDIA GPU.*found cpu; use backend=xla'):
         seam.load_ops('pallas')
     assert seam.describe('auto') == 'ops: conv3x3=xla, norm_silu_conv3x3=xla, group_norm=xla, attention=xla'
 

@@ -13,11 +13,8 @@ import collections
 import concurrent.futures
 import dataclasses
 import functools
-import glob
 import json
 import random
-import statistics
-import tempfile
 import time
 from collections.abc import Callable
 from typing import Any
@@ -26,6 +23,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
+from pallas_kernels import timing
 from pallas_kernels.attention import reference, triton
 from pallas_kernels.attention.tiles import KERNELS, Tile, candidates, default_tile
 from pallas_kernels.attention.vjp import attention
@@ -34,32 +32,6 @@ SHAPES = '256:6:32,64:8:32,256:1:256,1024:4:64,256:8:64,4096:8:64:4,1024:8:128'
 SETS = 2  # inputs that a program runs through
 Shape = tuple[int, int, int, int]  # batch, tokens, heads, width
 Job = tuple[Shape, str, Any]  # shape, what, tile
-
-
-def trace_times(programs: dict[str, Callable[[], Any]], repeats: int) -> dict[str, dict[str, float]]:
-    """Program -> GPU kernel -> microseconds of one call on one set (median over repeats)."""
-    for program in programs.values():
-        jax.block_until_ready(program())
-    names = list(programs)
-    with tempfile.TemporaryDirectory() as folder:
-        with jax.profiler.trace(folder):
-            for _ in range(repeats):
-                random.shuffle(names)
-                for name in names:
-                    jax.block_until_ready(programs[name]())
-        (path,) = glob.glob(f'{folder}/**/*.xplane.pb', recursive=True)
-        profile = jax.profiler.ProfileData.from_file(path)
-    found: dict[str, dict[str, list[float]]] = collections.defaultdict(lambda: collections.defaultdict(list))
-    for plane in profile.planes:
-        for line in plane.lines if '/device:GPU' in plane.name else ():
-            for event in line.events if line.name.startswith('Stream') else ():
-                module = next((str(value) for key, value in event.stats if key == 'hlo_module'), '')
-                found[module.split('(')[0].removeprefix('jit_')][event.name].append(event.duration_ns / 1e3)
-    return {
-        name: {kernel: statistics.median(us) * len(us) / repeats / SETS for kernel, us in kernels.items()}
-        for name, kernels in found.items()
-        if name in programs
-    }
 
 
 def inputs(shape: Shape, dtype: jnp.dtype) -> tuple[list[Array], list[Array], list[tuple[Array, Array]]]:
@@ -150,14 +122,13 @@ def main() -> None:
     queues = [jobs_for(shape, args.kernels.split(','), dtype) for shape in shapes]
     jobs = [queue[i] for i in range(max(map(len, queues))) for queue in queues if i < len(queue)]
 
-    def compiled(number: int) -> Callable[[], Any] | str | None:
+    def compiled(number: int) -> Callable[[int], Any] | str | None:
         shape, what, tile = jobs[number]
         if time.monotonic() - start > args.seconds:
             return None
-        function = build(jobs[number])
-        function.__name__ = f'job{number}'
         try:
-            return functools.partial(jax.jit(function).lower(*arrays[shape]).compile(), *arrays[shape])
+            program = timing.named(f'job{number}', build(jobs[number])).lower(*arrays[shape]).compile()
+            return lambda _: program(*arrays[shape])
         except jax.errors.JaxRuntimeError as error:
             return f'{shape} {what} {tile}: {str(error)[:100]}'
 
@@ -165,12 +136,12 @@ def main() -> None:
         built = list(pool.map(compiled, range(len(jobs))))
     for message in [b for b in built if isinstance(b, str)][:5]:
         print(message)
-    good: dict[str, Callable[[], Any]] = {f'job{i}': b for i, b in enumerate(built) if b is not None and not isinstance(b, str)}
+    good: dict[str, Callable[[int], Any]] = {f'job{i}': b for i, b in enumerate(built) if b is not None and not isinstance(b, str)}
     print(f'compiled {len(good)} of {len(jobs)} in {time.monotonic() - start:.0f} s', flush=True)
     results = collections.defaultdict(list)
-    for name, kernels in trace_times(good, args.repeats).items():
+    for name, times in timing.trace_times(good, rounds=args.repeats).items():
         shape, what, tile = jobs[int(name.removeprefix('job'))]
-        results[shape].append((what, tile, kernels))
+        results[shape].append((what, tile, {kernel: us / SETS for kernel, us in times.kernels.items()}))
     for shape in shapes:
         report(shape, dtype, results[shape], args.top)
 

@@ -31,9 +31,10 @@ class Case(NamedTuple):
 
     @property
     def name(self) -> str:
-        parts = '+'.join(map(str, self.parts))
+        parts, norm = '+'.join(map(str, self.parts)), 'norm_' if self.norm else ''
         residual = f'_res{"+".join(map(str, self.residual))}' if self.residual else ''
-        return f'{"norm_" if self.norm else ""}{self.height}x{self.width}_{parts}to{self.features}{residual}{f"_b{self.batch}" if self.batch else ""}'
+        batch = f'_b{self.batch}' if self.batch else ''
+        return f'{norm}{self.height}x{self.width}_{parts}to{self.features}{residual}{batch}'
 
     def flops(self, batch: int) -> int:
         """Multiplications and additions of the convolution."""

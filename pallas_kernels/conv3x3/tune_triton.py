@@ -10,11 +10,8 @@ from __future__ import annotations
 import collections
 import concurrent.futures
 import functools
-import glob
 import json
 import os
-import statistics
-import tempfile
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -23,6 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 from absl import app, flags
 
+from pallas_kernels import timing
 from pallas_kernels.conv3x3 import triton, triton_weight_gradient
 
 ELEPHANTS64 = (
@@ -124,38 +122,11 @@ class Run(NamedTuple):
 
     def compile(self) -> Any:
         f = functools.partial(plain, self.direction) if self.tile is None else functools.partial(ours, self.direction, self.tile)
-
-        def call(operands: Operands) -> jax.Array:
-            return f(operands)
-
-        # The trace tells functions apart by this name.
-        call.__name__ = call.__qualname__ = self.name
         try:
-            return jax.jit(call).lower(self.sets[0]).compile()
+            return timing.named(self.name, f).lower(self.sets[0]).compile()
         except Exception as error:  # one tile that does not compile must not end the sweep
             print(f'{self.shape} {self.direction} {self.tile}: {type(error).__name__}: {str(error)[:200]}', flush=True)
             return None
-
-
-def trace_times(calls: dict[str, Callable[[int], Any]]) -> dict[str, float]:
-    """Median µs of GPU kernel time per call of each function, by its name."""
-    for call in calls.values():
-        jax.block_until_ready(call(0))
-    with tempfile.TemporaryDirectory() as folder:
-        with jax.profiler.trace(folder):
-            for i in range(CALLS):
-                for call in calls.values():
-                    jax.block_until_ready(call(i))
-        (path,) = glob.glob(f'{folder}/**/*.xplane.pb', recursive=True)
-        data = jax.profiler.ProfileData.from_file(path)
-    kernels: dict[str, dict[str, list[float]]] = collections.defaultdict(lambda: collections.defaultdict(list))
-    for plane in data.planes:
-        for line in plane.lines if plane.name.startswith('/device:GPU') else ():
-            for event in line.events if line.name.startswith('Stream') else ():
-                module = str(dict(event.stats).get('hlo_module', '')).removeprefix('jit_')
-                kernels[module][event.name].append(event.duration_ns / 1e3)
-    # A kernel that a call runs several times counts as often.
-    return {name: sum(statistics.median(times) * len(times) / CALLS for times in kernels[name].values()) for name in calls}
 
 
 def main(argv: Sequence[str]) -> None:
@@ -180,7 +151,7 @@ def main(argv: Sequence[str]) -> None:
 
     runs = [run for run in runs if compiled[run.name] is not None]
     calls = {run.name: caller(run) for run in runs}
-    times = trace_times(calls)
+    times = {name: found.us for name, found in timing.trace_times(calls, rounds=CALLS).items()}
     base, expected, results = {}, {}, collections.defaultdict(list)
     for run in runs:
         key = run.shape, run.direction
@@ -200,6 +171,4 @@ def main(argv: Sequence[str]) -> None:
 
 
 if __name__ == '__main__':
-    # Kernels inside a command buffer would lose their function's name in the trace.
-    os.environ['XLA_FLAGS'] = os.environ.get('XLA_FLAGS', '') + ' --xla_gpu_enable_command_buffer='
     app.run(main)

@@ -15,7 +15,7 @@ from pallas_kernels.group_norm import reference
 from pallas_kernels.group_norm.cases import CIFAR10, ELEPHANTS64, Case
 from pallas_kernels.measurement import Measurement, with_gradients
 
-CASES = ELEPHANTS64 + CIFAR10
+CASES = tuple(dict.fromkeys(ELEPHANTS64 + CIFAR10))
 
 
 def measurements(batch: int, dtype: DTypeLike = jnp.bfloat16) -> Iterator[Measurement]:

@@ -12,23 +12,18 @@ from __future__ import annotations
 import argparse
 import collections
 import concurrent.futures
-import functools
-import glob
 import itertools
 import json
 import os
 import random
-import statistics as stats
-import tempfile
 import time
 from collections.abc import Callable
 from typing import Any, cast
 
-os.environ['XLA_FLAGS'] = os.environ.get('XLA_FLAGS', '') + ' --xla_gpu_enable_command_buffer='
-
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels import timing
 from pallas_kernels.features import Features
 from pallas_kernels.group_norm import apply, backward, reference, statistics, vjp
 from pallas_kernels.group_norm.tiles import Tile
@@ -60,38 +55,6 @@ def stream_candidates(pixels: int) -> list[Tile]:
         if rows >= 8 and elements // (32 * warps) >= 8:
             found.add(Tile(lanes, rows, unroll, warps, max(1, pixels // (rows * unroll * steps))))
     return sorted(found, key=repr)
-
-
-def named(name: str, f: Callable[..., Any]) -> Any:
-    f.__name__ = f.__qualname__ = name
-    return jax.jit(f)
-
-
-def trace_times(runs: dict[str, Callable[[], Any]]) -> dict[str, dict[str, float]]:
-    """For each compiled function, by the name of its module: µs of GPU time per call of each of its kernels, medians over the calls."""
-    for run in runs.values():
-        jax.block_until_ready(run())
-    with tempfile.TemporaryDirectory() as folder:
-        with jax.profiler.trace(folder):
-            for i in range(CALLS):
-                order = list(runs)
-                random.Random(i).shuffle(order)
-                for name in order:
-                    jax.block_until_ready(runs[name]())
-        (path,) = glob.glob(f'{folder}/**/*.xplane.pb', recursive=True)
-        data = jax.profiler.ProfileData.from_file(path)
-    kernels: dict[str, dict[str, list[float]]] = collections.defaultdict(lambda: collections.defaultdict(list))
-    for plane in data.planes:
-        if not plane.name.startswith('/device:GPU'):
-            continue
-        for line in plane.lines:
-            if not line.name.startswith('Stream'):
-                continue
-            for event in line.events:
-                module = str(dict(event.stats).get('hlo_module', '?')).removeprefix('jit_')
-                kernels[module][event.name].append(event.duration_ns / 1e3)
-    # A kernel that a call runs several times counts as often.
-    return {name: {k: stats.median(times) * len(times) / CALLS for k, times in kernels[name].items()} for name in runs}
 
 
 def candidates(kernel: str, pixels: int) -> list[Tile | None]:
@@ -163,7 +126,7 @@ def main() -> None:
         if time.monotonic() - start > args.seconds:
             return None
         try:
-            return named(f'j{i}', function(kernel, tile)).lower(*inputs[shape]).compile()
+            return timing.named(f'j{i}', function(kernel, tile)).lower(*inputs[shape]).compile()
         except Exception as error:  # one tile that does not compile must not end the sweep
             return f'{kernel} {shape} {tile} {type(error).__name__}: {str(error)[:200]}'
 
@@ -173,12 +136,16 @@ def main() -> None:
         print(message)
     good = {f'j{i}': b for i, b in enumerate(built) if b is not None and not isinstance(b, str)}
     print(f'compiled {len(good)} of {len(jobs)} in {time.monotonic() - start:.0f} s', flush=True)
-    times = trace_times({name: functools.partial(f, *inputs[jobs[int(name[1:])][0]]) for name, f in good.items()})
+
+    def caller(name: str) -> Callable[[int], Any]:
+        return lambda _: good[name](*inputs[jobs[int(name[1:])][0]])
+
+    times = timing.trace_times({name: caller(name) for name in good}, rounds=CALLS)
 
     results: dict[tuple[str, str], list[tuple[float, Tile | None, dict[str, float]]]] = collections.defaultdict(list)
     for name, found in times.items():
         shape, kernel, tile = jobs[int(name[1:])]
-        results[shape, kernel].append((sum(found.values()), tile, found))
+        results[shape, kernel].append((sum(found.kernels.values()), tile, found.kernels))
     for (shape, kernel), rows in sorted(results.items(), key=lambda item: (item[0][1], args.shapes.find(item[0][0]))):
         default = next((us for us, tile, _ in rows if tile is None), float('nan'))
         megabytes = args.batch * int(shape.split(':')[0]) ** 2 * inputs[shape][2].shape[-1] * dtype.itemsize / 1e6
