@@ -8,10 +8,12 @@ because its neighbour left them there.
 from __future__ import annotations
 
 import collections
+import functools
 import glob
 import random
 import statistics
 import tempfile
+import warnings
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
@@ -51,7 +53,20 @@ def named(name: str, function: Callable[..., Any]) -> Any:
         return function(*arguments)
 
     call.__name__ = call.__qualname__ = name
-    return jax.jit(call, compiler_options=COMPILER_OPTIONS if jax.default_backend() == 'gpu' else None)
+    return jax.jit(call, compiler_options=_compiler_options())
+
+
+@functools.cache
+def _compiler_options() -> dict[str, str] | None:
+    """`COMPILER_OPTIONS` where there is a GPU and its compiler knows them."""
+    if jax.default_backend() != 'gpu':
+        return None
+    try:
+        jax.jit(lambda x: x + 1, compiler_options=COMPILER_OPTIONS).lower(jax.ShapeDtypeStruct((), 'float32')).compile()
+    except jax.errors.JaxRuntimeError as error:
+        warnings.warn(f'times include what CUDA graphs add: {error}', stacklevel=3)
+        return None
+    return COMPILER_OPTIONS
 
 
 def trace_times(programs: Mapping[str, Callable[[int], Any]], *, rounds: int = 8) -> dict[str, Times]:
@@ -80,13 +95,14 @@ def trace_times(programs: Mapping[str, Callable[[int], Any]], *, rounds: int = 8
 def read_times(profile: jax.profiler.ProfileData, names: Iterable[str], calls: int) -> dict[str, Times]:
     """What a trace says of the programs of these names, each called `calls` times; see `trace_times`."""
     found: dict[str, list[tuple[float, float, str]]] = {name: [] for name in names}
-    for plane in profile.planes:
-        for line in plane.lines if plane.name.startswith('/device:GPU') else ():
-            for event in line.events if line.name.startswith('Stream') else ():
-                module = next((str(value) for key, value in event.stats if key == 'hlo_module'), '')
-                name = module.split('(')[0].removeprefix('jit_')
-                if name in found:
-                    found[name].append((event.start_ns, event.duration_ns / 1e3, event.name))
+    streams = [line for plane in profile.planes if plane.name.startswith('/device:GPU') for line in plane.lines]
+    with warnings.catch_warnings():
+        warnings.simplefilter('ignore', DeprecationWarning)  # of the iterator's type, by Python 3.13
+        for event in (event for line in streams if line.name.startswith('Stream') for event in line.events):
+            module = next((str(value) for key, value in event.stats if key == 'hlo_module'), '')
+            name = module.split('(')[0].removeprefix('jit_')
+            if name in found:
+                found[name].append((event.start_ns, event.duration_ns / 1e3, event.name))
     return {name: _times(events, calls) for name, events in found.items() if events}
 
 

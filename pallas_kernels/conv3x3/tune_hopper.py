@@ -1,0 +1,157 @@
+"""Times the tiles of the Hopper convolution on this machine's GPU: the default tile beside the others of `candidates`.
+
+    python -m pallas_kernels.conv3x3.tune_hopper [--batch 32] [--directions forward,input,fused,weight] [--cases 64x64] [--seconds 60]
+
+`forward`, `input` (the gradient by the input) and `weight` (by the weights) are plain convolutions, `fused` is the convolution of the op
+`norm_silu_conv3x3` with its activation and addition, without the statistics. One JSON line a shape: µs of the default tile and of the
+fastest, GPU time of all kernels of a call, so that sums of partial results and copies of weights count; then how far the defaults are
+from the fastest. What `hopper_tiles.cycles` and `hopper_weight_gradient.default_tile` estimate is to be fitted to this.
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import concurrent.futures
+import dataclasses
+import functools
+import itertools
+import json
+import re
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+
+from pallas_kernels import timing
+from pallas_kernels.conv3x3 import hopper, hopper_weight_gradient
+from pallas_kernels.conv3x3.cases import CIFAR10, ELEPHANTS64, Case
+from pallas_kernels.measurement import Inputs, Measurement
+
+DIRECTIONS = ('forward', 'input', 'fused', 'weight')
+THREADS, ROUNDS = 16, 8
+
+
+class Shape(NamedTuple):
+    """One direction of a case: its inputs, its tiles, and what runs it with one of them."""
+
+    case: str
+    direction: str
+    inputs: dict[str, Any]
+    flops: int
+    tiles: list[Any]
+    run: Callable[[Any, dict[str, Any]], Any]
+
+
+def shape(case: Case, direction: str, batch: int, dtype: str, limit: int) -> Shape | None:
+    """None where the Hopper kernel does not support the shape."""
+    array, image = functools.partial(jax.ShapeDtypeStruct, dtype=dtype), (batch, case.height, case.width)
+    parts = tuple(array((*image, c)) for c in case.parts)
+    kernel, dy = array((3, 3, case.channels, case.features)), array((*image, case.features))
+    if direction == 'weight':
+        if hopper_weight_gradient.supports(parts, dy):
+            return None
+        tiles: list[Any] = [*hopper_weight_gradient.candidates(parts, dy)[:limit]]
+        inputs: dict[str, Any] = {'x': parts, 'dy': dy}
+
+        def run(tile: Any, i: dict[str, Any]) -> Any:
+            return hopper_weight_gradient.weight_gradient(i['x'], i['dy'], tile=tile)
+
+        return Shape(case.name, direction, inputs, case.flops(batch), tiles, run)
+    bias = jax.ShapeDtypeStruct((1, case.channels if direction == 'input' else case.features), 'float32')
+    inputs = {'x': (dy,) if direction == 'input' else parts, 'kernel': kernel, 'shift': bias}
+    if direction == 'fused':
+        inputs['affine'] = (jax.ShapeDtypeStruct((batch, case.channels), 'float32'),) * 2
+        if case.residual:
+            inputs['residual'] = tuple(array((*image, c)) for c in case.residual)
+        if case.residual and case.residual != (case.features,):
+            inputs['shortcut'] = array((sum(case.residual), case.features))
+    options: dict[str, Any] = {name: inputs[name] for name in ('affine', 'residual', 'shortcut') if name in inputs}
+    flipped = direction == 'input'
+    if hopper.supports(inputs['x'], kernel, flipped=flipped, **options):
+        return None
+    tiles = [*hopper.candidates(inputs['x'], kernel, flipped=flipped, limit=limit, **options)]
+
+    def convolve(tile: Any, i: dict[str, Any]) -> Any:
+        return hopper.forward(i['x'], i['kernel'], i['shift'], flipped=flipped, tile=tile, **{name: i[name] for name in options})
+
+    return Shape(case.name, direction, inputs, case.flops(batch), tiles, convolve)
+
+
+def shapes(directions: Sequence[str], pattern: str, batch: int, dtype: str, limit: int) -> list[Shape]:
+    """All shapes of these directions in our networks; plain convolutions once for each height, width and channels."""
+    cases = ELEPHANTS64 + CIFAR10
+    plain = dict.fromkeys(Case(c.height, c.width, (c.channels,), c.features, norm=False) for c in cases)
+    fused = dict.fromkeys(c for c in cases if c.norm)
+    wanted = ((c, d) for d in directions for c in (fused if d == 'fused' else plain) if re.search(pattern, c.name))
+    return [s for c, d in wanted if (s := shape(c, d, batch, dtype, limit)) is not None]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument('--dtype', default='bfloat16', choices=['bfloat16', 'float16', 'float32'])
+    parser.add_argument('--batch', type=int, default=32)
+    parser.add_argument('--directions', default=','.join(DIRECTIONS))
+    parser.add_argument('--cases', default='', help='regular expression that is searched for in the names of cases')
+    parser.add_argument('--limit', type=int, default=8, help='tiles of each shape, the most promising first')
+    parser.add_argument('--top', type=int, default=3, help='fastest tiles printed of each shape')
+    parser.add_argument('--seconds', type=float, default=60, help='nothing is compiled after this; shapes take turns')
+    args = parser.parse_args()
+    stop = time.monotonic() + args.seconds
+    directions = args.directions.split(',')
+    if unknown := set(directions) - set(DIRECTIONS):
+        parser.error(f'--directions: expected some of {", ".join(DIRECTIONS)}, found {", ".join(sorted(unknown))}')
+    found = shapes(directions, args.cases, args.batch, args.dtype, args.limit)
+    queues = [[(s, tile) for tile in s.tiles] for s in found]
+    jobs = [job for row in itertools.zip_longest(*queues) for job in row if job is not None]
+
+    def compiled(number: int) -> Any:
+        s, tile = jobs[number]
+        if time.monotonic() > stop:
+            return None
+        try:
+            return timing.named(f'job{number}', functools.partial(s.run, tile)).lower(s.inputs).compile()
+        except Exception as error:  # one tile that does not compile must not end the sweep
+            print(f'{s.case} {s.direction} {tile}: {type(error).__name__}: {str(error)[:200]}', flush=True)
+            return None
+
+    with concurrent.futures.ThreadPoolExecutor(THREADS) as pool:
+        programs = {number: p for number, p in enumerate(pool.map(compiled, range(len(jobs)))) if p is not None}
+    print(f'compiled {len(programs)} of {len(jobs)}', flush=True)
+    arrays = Inputs()
+
+    def caller(number: int) -> Callable[[int], Any]:
+        s, _ = jobs[number]
+        like = Measurement('conv3x3', s.case, s.direction, args.batch, {}, s.inputs, s.flops)
+        return lambda call: programs[number](arrays.of(like, call))
+
+    times = timing.trace_times({f'job{number}': caller(number) for number in programs}, rounds=ROUNDS)
+    results: dict[tuple[str, str], list[tuple[float, Any]]] = collections.defaultdict(list)
+    for name, seen in times.items():
+        s, tile = jobs[int(name.removeprefix('job'))]
+        results[s.case, s.direction].append((seen.us, tile))
+    shares: dict[str, list[float]] = collections.defaultdict(list)
+    for s in found:
+        timed = sorted(results[s.case, s.direction], key=lambda row: row[0])
+        default = next((us for us, tile in timed if tile == s.tiles[0]), None)
+        row: dict[str, Any] = {'device': jax.devices()[0].device_kind, 'dtype': args.dtype, 'batch': args.batch}
+        row |= {'case': s.case, 'direction': s.direction, 'default': [None if default is None else round(default, 1), _short(s.tiles[0])]}
+        row |= {'best': [[round(us, 1), _short(tile)] for us, tile in timed[: args.top]], 'tried': len(timed)}
+        if default is not None:
+            row['default_to_best'] = round(default / timed[0][0], 3)
+            row['tflops'] = round(s.flops / default / 1e6)
+            shares[s.direction].append(default / timed[0][0])
+        print(json.dumps(row), flush=True)
+    for direction, found_shares in shares.items():
+        mean, worst = statistics.geometric_mean(found_shares), max(found_shares)
+        print(f'{direction}: default over best {mean:.3f} (geometric mean), {worst:.3f} (most), {len(found_shares)} shapes')
+
+
+def _short(tile: Any) -> dict[str, Any]:
+    return dataclasses.asdict(tile)
+
+
+if __name__ == '__main__':
+    main()
