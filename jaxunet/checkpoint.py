@@ -64,13 +64,25 @@ class Checkpoints:
         self.folder = (workdir / FOLDER).resolve()
         if not read_only:
             self._set_aside_unfinished()
+        # Each process reads on its own and process 0 alone writes: orbax shall not wait for processes that have nothing to write, as they
+        # would wait for ever for one whose disk is full.
+        me = jax.process_index()
+        alone = ocp.options.MultiprocessingOptions(primary_host=me, active_processes={me}, barrier_sync_key_prefix=f'process{me}')
         options = ocp.CheckpointManagerOptions(
-            max_to_keep=None if read_only else keep, enable_async_checkpointing=not read_only, read_only=read_only, create=not read_only
+            max_to_keep=None if read_only else keep,
+            enable_async_checkpointing=not read_only,
+            read_only=read_only,
+            create=False,  # orbax creates folders for all processes together only
+            multiprocessing_options=alone,
         )
+        if not read_only:
+            self.folder.mkdir(parents=True, exist_ok=True)
         self.manager = ocp.CheckpointManager(self.folder, options=options, item_names=('state', 'meta'))
 
     def save(self, step: int, state: TrainState, config: Config, seconds: float) -> str:
-        """Starts writing `state` (numpy) in the background. A write that fails leaves the earlier checkpoints as they are.
+        """Starts writing `state` (numpy) in the background; process 0 alone may call this.
+
+        A write that fails leaves the earlier checkpoints as they are.
 
         Returns: what went wrong with the write before this one, or ''.
 

@@ -14,12 +14,11 @@ import pprint
 import sys
 import threading
 from collections.abc import Sequence
-from typing import NoReturn
 
 import jax
-from absl import flags, logging
+from absl import flags
 
-from jaxunet import checkpoint, cli, estimate
+from jaxunet import checkpoint, cli, distributed, estimate
 from jaxunet.config import Config, resolve, to_dict
 from jaxunet.data.sources import open_source
 from jaxunet.errors import UserError
@@ -33,9 +32,20 @@ WORKDIR = flags.DEFINE_string('workdir', None, 'Where checkpoints, logs and samp
 DRY_RUN = flags.DEFINE_bool(
     'dry_run', False, 'Print the resolved config, parameter count, GFLOPs per image and a memory estimate, and exit.'
 )
-COORDINATOR = flags.DEFINE_string('coordinator', None, 'HOST:PORT of process 0, for a run over several hosts; with the next two flags.')
+CLUSTER = flags.DEFINE_enum(
+    'cluster',
+    'auto',
+    distributed.CLUSTERS,
+    'Who started the processes of a run over several: slurm (srun), ompi (mpirun of Open MPI 4), mpi4py (any mpirun; needs mpi4py), auto '
+    '(whichever of them left its environment variables), or none, which trains in one process whatever those say.',
+)
+COORDINATOR = flags.DEFINE_string('coordinator', None, 'HOST:PORT of process 0, to start by hand; with the next two flags.')
 PROCESSES = flags.DEFINE_integer('num_processes', None, 'Number of processes of the run.')
-PROCESS = flags.DEFINE_integer('process_id', None, 'Number of this process.')
+PROCESS = flags.DEFINE_integer('process_id', None, 'Number of this process, from 0.')
+WAIT = flags.DEFINE_integer('wait_seconds', 300, 'How long to wait for the other processes to start.', lower_bound=1)
+HEARTBEAT = flags.DEFINE_integer(
+    'heartbeat_seconds', 30, 'A process that gave no sign for so long is taken for dead, and the others end.', lower_bound=2
+)
 
 
 def main(argv: Sequence[str]) -> None:
@@ -43,7 +53,15 @@ def main(argv: Sequence[str]) -> None:
     if DRY_RUN.value:
         dry_run(config)
         return
-    start_distributed()
+    start = distributed.Start(CLUSTER.value, COORDINATOR.value, PROCESSES.value, PROCESS.value, WAIT.value, HEARTBEAT.value)
+    with distributed.joined(start):
+        run(config)
+    if any(thread.name == Background.NAME for thread in threading.enumerate()):
+        distributed.end(0)  # everything is saved; the compiler's thread would hold the exit up
+
+
+def run(config: Config) -> None:
+    """Trains, in this process's part of the run."""
     cli.enable_compilation_cache()
     load_ops(config.backend)  # both fail before anything is read or written
     Parallel(config)
@@ -51,7 +69,18 @@ def main(argv: Sequence[str]) -> None:
     source = open_source(config.data.path, image_shape=(height, width, channels), classes=config.data.classes)
     check_classes(config, len(source.class_names))
     workdir = pathlib.Path(WORKDIR.value) if WORKDIR.value else pathlib.Path('runs') / default_name()
-    print(f'{len(source)} images from {config.data.path}; workdir {workdir}', flush=True)
+    distributed.agree(
+        fields(config)
+        | {
+            'jax': jax.__version__,
+            'devices': f'{jax.local_device_count()} x {jax.local_devices()[0].device_kind}',
+            'workdir': workdir,
+            'checkpoints in the workdir, which the processes must share': ', '.join(checkpoint_names(workdir)) or 'none',
+            f'images in {config.data.path}': len(source),
+        }
+    )
+    if jax.process_index() == 0:
+        print(f'{len(source)} images from {config.data.path}; workdir {workdir}', flush=True)
     try:
         # A run that goes on no longer needs the file that it started from.
         train(config, workdir, source, None if checkpoint.exists(workdir) else load_initial(config))
@@ -59,16 +88,7 @@ def main(argv: Sequence[str]) -> None:
         # In one piece and on a line of its own: threads of the storage library may be printing tracebacks at this moment.
         sys.stderr.flush()
         os.write(2, f'\nerror: {error}\n'.encode())
-        leave(cli.USER_ERROR)
-    if any(thread.name == Background.NAME for thread in threading.enumerate()):
-        leave(0)  # everything is saved; the compiler's thread would hold the exit up
-
-
-def leave(code: int) -> NoReturn:
-    """Exits at once, without waiting for threads of libraries."""
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)
+        distributed.end(cli.USER_ERROR)
 
 
 def default_name() -> str:
@@ -79,20 +99,16 @@ def default_name() -> str:
     return pathlib.Path(given[-1].removeprefix('--config=').split(':')[0]).stem if given else 'digits'
 
 
-def start_distributed() -> None:
-    """Joins a run over several processes if the flags name one.
+def fields(config: Config) -> dict[str, object]:
+    """Every field of a config by its dotted name."""
+    flat: dict[str, object] = {}
+    for name, value in to_dict(config).items():
+        flat |= {f'{name}.{field}': v for field, v in value.items()} if isinstance(value, dict) else {name: value}
+    return flat
 
-    Raises:
-      UserError: some of the three flags are missing.
-    """
-    values = {'coordinator': COORDINATOR.value, 'num_processes': PROCESSES.value, 'process_id': PROCESS.value}
-    missing = [name for name, value in values.items() if value is None]
-    if len(missing) == len(values):
-        return
-    if missing:
-        raise UserError(f'--{missing[0]}: missing; a run over several processes needs --coordinator, --num_processes and --process_id')
-    jax.distributed.initialize(COORDINATOR.value, PROCESSES.value, PROCESS.value)
-    logging.info('process %d of %d', jax.process_index(), jax.process_count())
+
+def checkpoint_names(workdir: pathlib.Path) -> list[str]:
+    return sorted(entry.name for entry in (workdir / checkpoint.FOLDER).glob('*') if entry.name.isdigit())
 
 
 def check_classes(config: Config, found: int) -> None:

@@ -154,26 +154,3 @@ def test_mistakes_have_one_line_and_exit_2(arguments, message, run, tmp_path, mo
     error = call(*[a.replace('RUN', str(run)) for a in arguments], code=2)
     assert message in error
     assert not list(tmp_path.iterdir())  # nothing was allocated, nothing is left behind
-
-
-def test_two_processes_train_as_one(tmp_path):
-    """jax.distributed on one machine: 2 processes of 2 devices give the losses of one process."""
-    port = 20000 + os.getpid() % 20000
-    common = [*flags(), f'--workdir={tmp_path / "two"}', '--config.train.steps=4']
-    environment = os.environ | {'XLA_FLAGS': f'{QUICK} --xla_force_host_platform_device_count=2', 'JAX_PLATFORMS': 'cpu'}
-    processes = [
-        subprocess.Popen(
-            [sys.executable, '-m', 'jaxunet.train', *common, f'--coordinator=localhost:{port}', '--num_processes=2', f'--process_id={i}'],
-            env=environment,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for i in range(2)
-    ]
-    errors = [process.communicate(timeout=180)[1] for process in processes]
-    assert [process.returncode for process in processes] == [0, 0], errors
-    call('jaxunet.train', *flags(), f'--workdir={tmp_path / "one"}', '--config.train.steps=4')
-    two, one = ([float(row['loss']) for row in read_metrics(tmp_path / name / 'metrics.csv')] for name in ('two', 'one'))
-    np.testing.assert_allclose(two, one, rtol=1e-4)
-    assert checkpoint.read(tmp_path / 'two').state.step == 4

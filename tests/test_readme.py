@@ -1,9 +1,14 @@
-"""The README's table is what the committed measurements say, and its commands exist."""
+"""The README's tables are what the committed measurements say, and its commands exist."""
 
 import json
 import pathlib
 import re
 import runpy
+
+import pytest
+
+from jaxunet.benchmarking import kernels, rows
+from jaxunet.benchmarking import table as benchmark_table
 
 ROOT = pathlib.Path(__file__).parents[1]
 README = (ROOT / 'README.md').read_text()
@@ -29,9 +34,22 @@ def test_table_is_generated_from_the_rows():
     assert table() in README, f'replace the table in README.md by\n{table()}'
 
 
+@pytest.mark.parametrize(
+    ('file', 'markdown'),
+    [
+        ('configs/benchmark.jsonl', benchmark_table.markdown),
+        ('configs/benchmark_pytorch.jsonl', benchmark_table.markdown),
+        ('pallas_kernels/h200.jsonl', kernels.summary),
+    ],
+)
+def test_benchmark_tables_are_generated_from_the_rows(file, markdown):
+    text = markdown(rows.read(ROOT / file))
+    assert text in README, f'replace the table in README.md by\n{text}'
+
+
 def test_commands_and_links_exist():
-    for module in set(re.findall(r'python -m jaxunet\.(\w+)', README)):
-        assert (ROOT / 'jaxunet' / f'{module}.py').is_file()
+    for module in set(re.findall(r'python -m ((?:jaxunet|pallas_kernels)[\w.]+)', README)):
+        assert (ROOT / f'{module.replace(".", "/")}.py').is_file(), module
     for path in re.findall(r'\]\(([^)h][^)]*)\)', README) + re.findall(r'`((?:configs|jaxunet|tests)/[\w./]+\.\w+)`', README):
         assert (ROOT / path).exists(), path
 

@@ -25,13 +25,14 @@ from jaxunet.config import Config
 from jaxunet.data import pipeline
 from jaxunet.data.sources import Source
 from jaxunet.diffusion import make_diffusion
+from jaxunet.distributed import agree
 from jaxunet.errors import UserError
 from jaxunet.generate import Generator
 from jaxunet.images import grid, save_png
 from jaxunet.ops import describe, load_ops
 from jaxunet.sampling import SamplerConfig
 from jaxunet.training.logs import Logs
-from jaxunet.training.parallel import Data, Parallel
+from jaxunet.training.parallel import STOP, Data, Parallel
 from jaxunet.training.preemption import Preemption
 from jaxunet.training.state import TrainState, init_state, make_optimizer, set_moments, start_loss_scale, start_state
 from jaxunet.training.step import make_train_step
@@ -96,7 +97,9 @@ class _Run:
         self.optimizer = make_optimizer(config)
         self.seconds = 0.0  # of training alone
         self.state, self.step = self._restore(initial)
+        agree({'the step to go on from': self.step})
         self.start = self.step
+        self.stop = False
         self.failed_save = ''
 
     def _restore(self, initial: TrainState | None) -> tuple[TrainState, int]:
@@ -130,7 +133,9 @@ class _Run:
             began = time.perf_counter()
             diffusion = make_diffusion(self.config.diffusion)
             compiled = self.parallel.compile(
-                lambda axis: make_train_step(self.config, self.model, diffusion, self.optimizer, axis_name=axis), self.state, data
+                lambda axis: make_train_step(self.config, self.model, diffusion, self.optimizer, axis_name=axis),
+                self.state,
+                self._with_stop(data),
             )
             bar.write(
                 f'compiled the step in {time.perf_counter() - began:.1f} s; {len(self.parallel.devices)} x '
@@ -170,6 +175,8 @@ class _Run:
             """Waits for the oldest queued steps until `count` are left, and tells what they gave."""
             while len(queue) > count:
                 step, metrics = queue.popleft()
+                # Each process looks at the metrics of a step after the same number of steps more, so all stop at the same one.
+                self.stop |= bool(metrics.get(STOP, 0))
                 bad = int(metrics['bad_steps'])  # waits for the step
                 bar.update()
                 if bad >= t.max_bad_steps:
@@ -183,10 +190,10 @@ class _Run:
                     self.seconds += elapsed
                     self._log(logs, bar, step, metrics, elapsed / steps)
 
-        while self.step < t.steps and not self.preemption.requested:
+        while self.step < t.steps and not self._asked_to_stop():
             if batches is not None:
                 data = self.parallel.put_batch(next(batches))
-            self.state, metrics = compiled(self.state, data)
+            self.state, metrics = compiled(self.state, self._with_stop(data))
             self.step += 1
             queue.append((self.step, self.parallel.local(metrics)))
             take(IN_FLIGHT)
@@ -208,6 +215,13 @@ class _Run:
             bar.write(f'stopped at step {self.step}; the same command goes on from there')
         self._finish_saving()
 
+    def _asked_to_stop(self) -> bool:
+        return self.preemption.requested if jax.process_count() == 1 else self.stop
+
+    def _with_stop(self, data: Data) -> Data:
+        """In a run of several processes a step also tells each whether another was asked to stop."""
+        return data if jax.process_count() == 1 else self.parallel.with_stop(data, self.preemption.requested)
+
     def _log(self, logs: Logs | None, bar: tqdm, step: int, metrics: dict[str, Any], seconds_per_step: float) -> None:
         if logs is None:
             return
@@ -228,7 +242,9 @@ class _Run:
         bar.set_postfix_str(f'loss={float(metrics["loss"]):.4f}, {rate:.0f} images/s, {seconds_per_step * 1e3:.1f} ms/step', refresh=False)
 
     def _save(self, bar: tqdm) -> None:
-        """A failed write is told, and the next checkpoint tries again; only a last one that fails ends in an error."""
+        """Process 0 writes. A failed write is told, and the next checkpoint tries again; only a last one that fails ends in an error."""
+        if not self.main:
+            return
         self.failed_save = ''
         try:
             warning = self.checkpoints.save(self.step, self.parallel.fetch(self.state), self.config, self.seconds)

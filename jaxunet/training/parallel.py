@@ -1,18 +1,23 @@
 """Data parallelism, two ways: `jit` of a `shard_map` over a device mesh, or `pmap`; both keep the state replicated and split the batch.
 
-The batch is split by hand rather than by XLA's partitioner, which cannot look into hand-written kernels. Both compile `step(state, data)`, where `data` is either a streamed batch or the whole dataset, resident on every device, from which
-the step gathers its own rows.
+The batch is split by hand rather than by XLA's partitioner, which cannot look into hand-written kernels. Both compile `step(state, data)`,
+where `data` is either a streamed batch or the whole dataset, resident on every device, from which the step gathers its own rows.
+
+The gradients' all-reduce overlaps the backward pass: `pmean` makes one operation of each gradient, which waits for nothing but that, and
+on GPUs `OVERLAP` lets XLA run them beside the backward pass, several combined into one transfer, but not all into one.
 """
 
 from __future__ import annotations
 
 import functools
+import os
 from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxunet.config import Config
@@ -22,7 +27,16 @@ from jaxunet.training.state import TrainState
 from jaxunet.training.step import Batch, Metrics, TrainStep
 
 AXIS = 'data'
-Data = dict[str, Any]  # images + labels (resident), or image + label (one streamed batch)
+STOP = 'stop'
+# XLA's options for several GPUs; one that XLA_FLAGS sets is left to it.
+OVERLAP: dict[str, str | bool] = {
+    # Orders operations so that transfers have something to run beside.
+    'xla_gpu_enable_latency_hiding_scheduler': True,
+    # Gradients are combined up to so many bytes. Large transfers use the links better, but the last can only start when all is computed.
+    'xla_gpu_all_reduce_combine_threshold_bytes': str(16 * 2**20),
+}
+Data = dict[str, Any]  # images + labels (resident), or image + label (one streamed batch); stop, in runs of several processes
+RESIDENT = ('images', 'labels')
 CompiledStep = Callable[[TrainState, Data], tuple[TrainState, Metrics]]
 
 
@@ -44,6 +58,11 @@ class Parallel:
             raise UserError(f'parallel.devices: {count} asked for, but this machine has {len(available)} ({available[0].platform})')
         if jax.process_count() > 1 and count != len(available):
             raise UserError(f'parallel.devices: several processes use all their {len(available)} devices; leave it at 0, found {count}')
+        if len(available) != jax.process_count() * jax.local_device_count():
+            raise UserError(
+                f'each process must have as many devices as the others: found {jax.local_device_count()} of {len(available)} on process '
+                f'{jax.process_index()} of {jax.process_count()}; limit them with CUDA_VISIBLE_DEVICES'
+            )
         micro = config.data.batch_size // config.optimizer.accumulate_steps
         if micro % count:
             raise UserError(
@@ -54,8 +73,7 @@ class Parallel:
         self.local_devices = [d for d in self.devices if d.process_index == jax.process_index()]
         self.mesh = Mesh(np.array(self.devices), (AXIS,))
         self.pmap = config.parallel.mode == 'pmap'
-        # Made once: pmap compiles anew for every new function, and this one runs every step of a stream.
-        self._place = jax.pmap(lambda x: x, devices=self._pmap_devices)
+        self._whole, self._split = (NamedSharding(self.mesh, spec) for spec in (PartitionSpec(), PartitionSpec(AXIS)))
 
     @property
     def local_rows(self) -> slice:
@@ -65,11 +83,14 @@ class Parallel:
 
     def replicate(self, tree: Any) -> Any:
         """Host or device arrays, copied to every device."""
-        if self.pmap:
-            copy = jax.pmap(lambda _, x: x, in_axes=(0, None), devices=self._pmap_devices)
-            return copy(np.arange(len(self.local_devices)), tree)
-        sharding = NamedSharding(self.mesh, PartitionSpec())
-        return jax.tree.map(lambda x: jax.make_array_from_callback(np.shape(x), sharding, functools.partial(_part, np.asarray(x))), tree)
+
+        def put(x: Any) -> jax.Array:
+            value = np.asarray(x)
+            if self.pmap:  # with an axis of devices in front
+                return jax.make_array_from_callback((len(self.devices), *value.shape), self._split, lambda _: value[None])
+            return jax.make_array_from_callback(value.shape, self._whole, lambda index: value[index])
+
+        return jax.tree.map(put, tree)
 
     def fetch(self, tree: Any) -> Any:
         """Replicated arrays, as numpy on this host."""
@@ -83,36 +104,53 @@ class Parallel:
         """This process's rows of a streamed batch, split over its devices."""
         if self.pmap:
             n = len(self.local_devices)
-            split = {k: v.reshape(n, len(v) // n, *v.shape[1:]) for k, v in batch.items()}
-            return self._place(split)
-        sharding = NamedSharding(self.mesh, PartitionSpec(AXIS))
-        return {k: jax.make_array_from_process_local_data(sharding, v) for k, v in batch.items()}
+            batch = {k: v.reshape(n, len(v) // n, *v.shape[1:]) for k, v in batch.items()}
+        return {k: jax.make_array_from_process_local_data(self._split, v) for k, v in batch.items()}
+
+    def with_stop(self, data: Data, stop: bool) -> Data:
+        """The data of one step, and whether this process was asked to stop: `metrics[STOP]` of the step tells each process if any was."""
+        return {**data, STOP: self._stop[stop]}
+
+    @functools.cached_property
+    def _stop(self) -> dict[bool, Any]:
+        return {stop: self.put_batch({STOP: np.full(len(self.local_devices), stop, np.int32)})[STOP] for stop in (False, True)}
 
     def compile(self, make_step: Callable[[str | None], TrainStep], state: TrainState, data: Data) -> CompiledStep:
         """Compiles the step for these arguments ahead of time; the state is donated."""
+        return self.lower(make_step, state, data).compile(compiler_options=self.compiler_options)
+
+    @property
+    def compiler_options(self) -> dict[str, str | bool]:
+        """`OVERLAP` on several GPUs."""
+        if self.devices[0].platform != 'gpu' or len(self.devices) == 1:
+            return {}
+        return {name: value for name, value in OVERLAP.items() if name not in os.environ.get('XLA_FLAGS', '')}
+
+    def lower(self, make_step: Callable[[str | None], TrainStep], state: TrainState, data: Data) -> jax.stages.Lowered:
+        """The step for these arguments, not compiled yet."""
         step = make_step(AXIS)
 
         def whole(state: TrainState, data: Data) -> tuple[TrainState, Metrics]:
-            return step(state, self._rows(state, data))
+            new_state, metrics = step(state, self._rows(state, data))
+            if STOP in data:
+                metrics = {**metrics, STOP: jax.lax.pmax(data[STOP][0], AXIS)}
+            return new_state, metrics
 
         if self.pmap:
-            mapped = jax.pmap(whole, axis_name=AXIS, devices=self._pmap_devices, donate_argnums=0)
-            return mapped.lower(state, data).compile()
+            mapped = jax.pmap(whole, axis_name=AXIS, devices=self.devices, donate_argnums=0)
+            # What is called and lowered takes the part of this process, what is compiled takes the arrays of all.
+            part = multihost_utils.global_array_to_host_local_array((state, data), self.mesh, PartitionSpec(AXIS))
+            return mapped.lower(*part)
         whole_array, split = PartitionSpec(), PartitionSpec(AXIS)
         # The step reduces over the axis itself (pmean), as it must under pmap; nothing is left for shard_map to check or insert.
         mapped = jax.shard_map(
             whole,
             mesh=self.mesh,
-            in_specs=(whole_array, split if 'image' in data else whole_array),
+            in_specs=(whole_array, {name: whole_array if name in RESIDENT else split for name in data}),
             out_specs=(whole_array, whole_array),
             check_vma=False,
         )
-        return jax.jit(mapped, donate_argnums=0).lower(state, data).compile()
-
-    @property
-    def _pmap_devices(self) -> list[jax.Device] | None:
-        # pmap's own choice spans all processes; naming devices works on one process only.
-        return self.devices if jax.process_count() == 1 else None
+        return jax.jit(mapped, donate_argnums=0).lower(state, data)
 
     def _rows(self, state: TrainState, data: Data) -> Batch:
         """This device's share of this step's batch, with every row's place in the global batch."""
@@ -120,11 +158,7 @@ class Parallel:
         share = size // len(self.devices)
         row = jax.lax.axis_index(AXIS).astype(jnp.int32) * share + jnp.arange(share, dtype=jnp.int32)
         if 'image' in data:
-            return {**data, 'row': row}
+            return {'image': data['image'], 'label': data['label'], 'row': row}
         with jax.named_scope('data'):
             index = batch_indices(state.step, size, data['images'].shape[0], self.config.seed)[row]
             return {'image': data['images'][index], 'label': data['labels'][index], 'row': row}
-
-
-def _part(value: np.ndarray, index: Any) -> np.ndarray:
-    return value[index]

@@ -9,6 +9,8 @@ import threading
 from types import FrameType
 from typing import Any
 
+from jaxunet.distributed import end
+
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
@@ -54,5 +56,5 @@ class Preemption:
                     file=sys.stderr,
                     flush=True,
                 )
-                os._exit(0)
+                end(0)
         os.close(self._reader)

@@ -50,8 +50,8 @@ def make_train_step(
     """Builds `train_step(state, batch) -> (state, metrics)`.
 
     The batch is this device's share of the global batch under `jax.pmap` or `jax.shard_map` with `axis_name`, or without it the whole
-    batch; losses and gradients are means over the global batch either way. With `optimizer.accumulate_steps` > 1 it is worked through in that many micro-batches.
-    A step whose gradients are not finite changes nothing but the counters and the loss scale.
+    batch; losses and gradients are means over the global batch either way. With `optimizer.accumulate_steps` > 1 it is worked through in
+    that many micro-batches. A step whose gradients are not finite changes nothing but the counters and the loss scale.
 
     Its parts have named scopes, from which `jaxunet.profiling` tells the phases: data, forward (and by it backward), all_reduce, optimizer.
 
