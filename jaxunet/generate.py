@@ -52,7 +52,11 @@ class Generator:
 
             return run(guided(denoise, labels, self.sampler.config.guidance_scale), x, keys, self.sampler, start=start, stop=stop)
 
-        self._segment = jax.jit(segment, donate_argnums=1, out_shardings=self._split)
+        # Split by hand: XLA's partitioner cannot look into hand-written kernels.
+        whole, split = PartitionSpec(), PartitionSpec('data')
+        in_specs = (whole, split, split, split, whole, whole)
+        mapped = jax.shard_map(segment, mesh=mesh, in_specs=in_specs, out_specs=split, check_vma=False)
+        self._segment = jax.jit(mapped, donate_argnums=1)
         self._noise = jax.jit(lambda keys: initial_noise(keys, self.image_shape), out_shardings=self._split)
         self._compiled: Any = None
 
