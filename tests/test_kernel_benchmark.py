@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 from test_cli import call
 
-from jaxunet.benchmarking import kernels, rows
+from jaxunet.benchmarking import kernel_table, kernels, rows
 from jaxunet.errors import UserError
 from pallas_kernels import device, lowering, timing
 from pallas_kernels.conv3x3 import hopper, hopper_weight_gradient, tune_hopper
@@ -275,14 +275,14 @@ def test_tables(tmp_path: pathlib.Path) -> None:
     path = tmp_path / 'rows.jsonl'
     for row in found:
         rows.append(path, row)
-    printed = call('jaxunet.benchmarking.kernels', f'--table={path}').splitlines()
+    printed = call('jaxunet.benchmark_kernels', f'--table={path}').splitlines()
     assert '| conv3x3 | forward | 32 | 2 | 1.00 | 0.50 | b |' in printed
     assert '| conv3x3 | forward | 256 | 1 | 3.00 | 3.00 | a |' in printed
     assert '| a | 10.0 | 600 | 1234 | 2.00 | 10.0 | 600 | 1234 | 3.00 |' in printed
     assert '| b | 10.0 | 600 | 1234 | 0.50 | – | – | – | – |' in printed
     assert '| n | 10.0 | – | 1234 | 1.50 |' in printed
     assert sum('NVIDIA H200' in line for line in printed) == 3
-    assert printed == kernels.tables(found).splitlines()
+    assert printed == kernel_table.tables(found).splitlines()
 
 
 @pytest.mark.parametrize(
@@ -291,7 +291,7 @@ def test_tables(tmp_path: pathlib.Path) -> None:
 )
 def test_rows_that_make_no_table(found: list[rows.Row], message: str) -> None:
     with pytest.raises(UserError, match=message):
-        kernels.tables(found)
+        kernel_table.tables(found)
 
 
 @pytest.mark.parametrize(
@@ -309,7 +309,7 @@ def test_mistakes(arguments: Any, message: str) -> None:
 
 
 def test_without_a_gpu() -> None:
-    assert 'needs one' in call('jaxunet.benchmarking.kernels', '--ops=attention', code=2)
+    assert 'needs one' in call('jaxunet.benchmark_kernels', '--ops=attention', code=2)
 
 
 def test_tuning_covers_the_convolutions() -> None:

@@ -3,7 +3,7 @@
 import jax
 import jax.numpy as jnp
 import pytest
-from parity import assert_parity, draw
+from parity import assert_parity, assert_parity_in_some_draw, draw
 
 
 def product(x, y):
@@ -55,6 +55,8 @@ def rough(x, y):
 def test_wrong_kernels_fail(wrong, message):
     with pytest.raises(AssertionError, match=message):
         assert_parity(wrong, product, inputs('float32'))
+    with pytest.raises(AssertionError, match=message):
+        assert_parity_in_some_draw(wrong, product, lambda: inputs('float32'))
 
 
 def test_another_type_fails():

@@ -7,7 +7,7 @@ import runpy
 
 import pytest
 
-from jaxunet.benchmarking import kernels, rows
+from jaxunet.benchmarking import kernel_table, rows
 from jaxunet.benchmarking import table as benchmark_table
 
 ROOT = pathlib.Path(__file__).parents[1]
@@ -39,7 +39,7 @@ def test_table_is_generated_from_the_rows():
     [
         ('configs/benchmark.jsonl', benchmark_table.markdown),
         ('configs/benchmark_pytorch.jsonl', benchmark_table.markdown),
-        ('pallas_kernels/h200.jsonl', kernels.summary),
+        ('pallas_kernels/h200.jsonl', kernel_table.summary),
     ],
 )
 def test_benchmark_tables_are_generated_from_the_rows(file, markdown):

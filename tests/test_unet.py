@@ -153,7 +153,7 @@ def test_timestep_embedding():
 
 def test_flops_of_one_convolution_dominate_as_they_should():
     config = tiny_config(model={'base_channels': 64, 'num_res_blocks': 1, 'norm_groups': 32}, data={'image_size': (16,)})
-    convolutions = 2 * 9 * 16 * 16 * 64 * (64 * 6 + 128 * 2 + 2)  # down, middle (2), up (2 blocks, joined inputs), in and out
+    convolutions = 2 * 9 * 16 * 16 * 64 * (64 * 8 + 128 * 2 + 2)  # down, middle (2), up (2 blocks, joined inputs), in and out
     shortcuts = 2 * 16 * 16 * 128 * 64 * 2
     attention = 2 * 256 * 64 * 64 * 4 + 2 * 2 * 256 * 256 * 64
-    assert 0.9 < (convolutions + shortcuts + attention) / forward_flops(config) < 1.1
+    assert 0.99 < (convolutions + shortcuts + attention) / forward_flops(config) < 1.01

@@ -1,39 +1,21 @@
-"""Times the Pallas kernels beside XLA, op by op, on the shapes of our networks.
-
-    python -m jaxunet.benchmarking.kernels [--ops conv3x3,attention] [--batch_sizes 32,256] [--cases 64x64] [--seconds 120]
-    python -m jaxunet.benchmarking.kernels --table pallas_kernels/h200.jsonl
-
-Both sides of every direction of every case compile in parallel, in the order of batch sizes, and are timed in one trace: GPU time of
-their kernels, median of calls in shuffled order. Each result is appended to `--output` as a JSON line; at the end comes the summary, and
-what there was no time for. The exit status is 1 if a side failed or the two sides' results differ.
-
-On Hopper the kernels are lowered in processes of their own if the package flatbuffers is there, which saves minutes.
-"""
+"""Measures the Pallas kernels beside XLA: what to measure, building it, timing it, and the rows that come of it."""
 
 from __future__ import annotations
 
-import collections
 import concurrent.futures
-import datetime
 import functools
-import importlib.util
 import re
-import shlex
-import statistics
-import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
-from absl import flags, logging
+from absl import logging
 
-from jaxunet import cli
-from jaxunet.benchmarking import rows
 from jaxunet.benchmarking.rows import Row
 from jaxunet.errors import UserError, near_misses
-from pallas_kernels import device, lowering, timing
+from pallas_kernels import lowering, timing
 from pallas_kernels.lowering import KINDS
 from pallas_kernels.measurement import Inputs, Measurement
 
@@ -47,13 +29,6 @@ ALLOWED = 0.05  # largest difference, in the largest number of the output: what 
 Trace = Callable[..., dict[str, timing.Times]]
 Elsewhere = Mapping[tuple[str, str], concurrent.futures.Future[lowering.Lowered]]
 
-OPS = flags.DEFINE_list('ops', [], f'Some of {", ".join(KINDS)}; default: all.')
-BATCH_SIZES = flags.DEFINE_list('batch_sizes', ['32', '256'], 'Batch sizes, the most important first.')
-CASES = flags.DEFINE_string('cases', '', 'Regular expression that is searched for in the names of cases; default: all.')
-SECONDS = flags.DEFINE_float('seconds', 120, 'Nothing is compiled after this; what is then missing is listed.', lower_bound=0)
-OUTPUT = flags.DEFINE_string('output', 'pallas_kernels/h200.jsonl', 'File that rows are appended to.')
-TABLE = flags.DEFINE_string('table', None, 'Print the tables of this file of rows, and exit.')
-
 
 class Built(NamedTuple):
     """A side that is ready to run."""
@@ -62,46 +37,6 @@ class Built(NamedTuple):
     lower_s: float  # of this thread's processor time, tracing included
     compile_s: float
     temp_bytes: int
-
-
-def main(argv: Sequence[str]) -> int:
-    if TABLE.value is not None:
-        print(tables(rows.read(TABLE.value)))
-        return 0
-    wanted = select(OPS.value, BATCH_SIZES.value, CASES.value)
-    try:
-        target = device.target()
-    except device.UnsupportedDeviceError as error:
-        raise UserError(f'{error}; a benchmark of the kernels needs one') from None
-    jax.config.update('jax_enable_compilation_cache', False)  # a program from the cache would show no compile time
-    sys.setswitchinterval(0.05)  # lowering is Python: threads that take turns too often slow one another
-    origin = {'kind': 'kernel', 'time': datetime.datetime.now(datetime.UTC).isoformat(timespec='seconds'), **rows.provenance()}
-    origin |= {'devices': 1, 'command': shlex.join(['python', '-m', 'jaxunet.benchmarking.kernels', *sys.argv[1:]])}
-    measured, late = [], []
-    stop = time.monotonic() + SECONDS.value
-    apart = target is device.Target.HOPPER and importlib.util.find_spec('flatbuffers') is not None
-    pool = lowering.pool() if apart else None
-    try:
-        elsewhere = lowering.start(pool, wanted, DTYPE, jax.devices()[0].device_kind) if pool else {}
-        for found in measure(wanted, stop=stop, elsewhere=elsewhere):
-            if isinstance(found, Measurement):
-                late.append(found)
-                continue
-            row = origin | found
-            rows.append(OUTPUT.value, row)
-            measured.append(row)
-    finally:
-        if pool:
-            pool.shutdown(cancel_futures=True)
-    failed = [f'{row["op"]} {row["direction"]}, {row["case"]}, batch {row["batch"]}: {row["error"]}' for row in measured if row['error']]
-    if any(row['error'] is None for row in measured):
-        print(summary(measured))
-    if late:
-        print(f'\nNot compiled within {SECONDS.value:g} s, {len(late)} of {len(wanted)}:')
-        print('\n'.join(f'  {m.name}' for m in late))
-    for line in failed:
-        print(f'error: {line}', file=sys.stderr)
-    return 1 if failed else 0
 
 
 def select(ops: Sequence[str], batch_sizes: Sequence[str], cases: str) -> list[Measurement]:
@@ -254,81 +189,3 @@ def to_row(
     if off > ALLOWED:
         row['error'] = f'the results differ by {off:.2g} of the largest number; at most {ALLOWED} is rounding'
     return row
-
-
-NEEDED = ('device', 'op', 'case', 'direction', 'batch', 'dtype')  # a later row that agrees in these takes the place of an earlier one
-
-
-def latest(found: Iterable[Row]) -> list[Row]:
-    """The newest row of every kernel measurement without an error; rows of other kinds are passed over.
-
-    Raises:
-      UserError: there is none, or one lacks a field.
-    """
-    newest: dict[tuple[Any, ...], Row] = {}
-    for row in found:
-        if row.get('kind') != 'kernel' or row.get('error') is not None:
-            continue
-        missing = [name for name in (*NEEDED, 'us_pallas', 'us_xla', 'ratio', 'tflops', 'gbps', 'git', 'versions') if name not in row]
-        if missing:
-            raise UserError(f'a row of kind kernel lacks {", ".join(missing)}: {str(row)[:100]}; remove its line')
-        newest[tuple(row[name] for name in NEEDED)] = row
-    if not newest:
-        raise UserError('no measurements of kernels: expected rows of kind kernel without an error')
-    return list(newest.values())
-
-
-def summary(found: Iterable[Row]) -> str:
-    """Markdown: geometric mean and minimum of XLA's time over the kernels', by op, direction and batch size; a table a device."""
-    devices: dict[str, dict[tuple[Any, ...], list[Row]]] = collections.defaultdict(lambda: collections.defaultdict(list))
-    for row in latest(found):
-        devices[row['device']][row['op'], row['direction'], row['batch']].append(row)
-    lines = []
-    for name, groups in devices.items():
-        everything = [row for group in groups.values() for row in group]
-        versions = ', '.join(dict.fromkeys(f'jax {row["versions"].get("jax")}' for row in everything))
-        commits = ', '.join(dict.fromkeys(str(row['git']) for row in everything))
-        lines += ['', f"{name}, {versions}, commit {commits}; XLA's time over the kernels'.", '']
-        lines += _table(
-            ('op', 'direction', 'batch', 'cases', 'geometric mean', 'minimum', 'slowest case'),
-            (
-                (*key, len(group), f'{statistics.geometric_mean(r["ratio"] for r in group):.2f}', f'{worst["ratio"]:.2f}', worst['case'])
-                for key, group in groups.items()
-                for worst in [min(group, key=lambda r: r['ratio'])]
-            ),
-        )
-    return '\n'.join(lines).strip()
-
-
-def tables(found: Iterable[Row]) -> str:
-    """Markdown: the summary, then for every device, op and direction a table with a row a case."""
-    found = latest(found)
-    parts: dict[tuple[str, str, str], list[Row]] = collections.defaultdict(list)
-    for row in found:
-        parts[row['device'], row['op'], row['direction']].append(row)
-    lines = [summary(found)]
-    for (name, op, direction), group in parts.items():
-        batches = sorted({row['batch'] for row in group})
-        cells = {(row['case'], row['batch']): row for row in group}
-        head = [f'{what}, batch {batch}' for batch in batches for what in ('µs', 'TFLOP/s', 'GB/s', '× XLA')]
-        lines += ['', f'`{op}` {direction}, {name}', '']
-        lines += _table(
-            ('case', *head),
-            ((case, *(cell for b in batches for cell in _cells(cells.get((case, b))))) for case in dict.fromkeys(r['case'] for r in group)),
-        )
-    return '\n'.join(lines)
-
-
-def _cells(row: Row | None) -> tuple[str, ...]:
-    if row is None:
-        return ('–',) * 4
-    rate = '–' if row['tflops'] is None else f'{row["tflops"]:.0f}'
-    return f'{row["us_pallas"]:.1f}', rate, f'{row["gbps"]:.0f}', f'{row["ratio"]:.2f}'
-
-
-def _table(head: Sequence[str], body: Iterable[Sequence[Any]]) -> list[str]:
-    return [f'| {" | ".join(map(str, cells))} |' for cells in (head, ['---'] * len(head), *body)]
-
-
-if __name__ == '__main__':
-    cli.run(main)

@@ -21,6 +21,7 @@ import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from pallas_kernels.attention.tiles import Tile, power_of_two
@@ -96,7 +97,7 @@ class _Head:
         return lax.fori_loop(0, steps, lambda i, c: body(i * block, c), carry)
 
 
-def _forward_kernel(qkv_ref: Any, out_ref: Any, norm_ref: Any, *, head: _Head, tile: Tile) -> None:
+def _forward_kernel(qkv_ref: Any, out_ref: Any, norm_ref: Any, *exact_ref: Any, head: _Head, tile: Tile) -> None:
     start = pl.program_id(0) * tile.queries
     q = head.read(qkv_ref, start, tile.queries, Q)
 
@@ -119,7 +120,9 @@ def _forward_kernel(qkv_ref: Any, out_ref: Any, norm_ref: Any, *, head: _Head, t
         jnp.zeros((tile.queries,), jnp.float32),
     )
     out, top, total = head.loop(tile.keys, step, carry)
-    head.write(out_ref, start, out / total[:, None])
+    out = out / total[:, None]
+    for ref in (out_ref, *exact_ref):
+        head.write(ref, start, out)
     head.write_row(norm_ref, start, top, TOP)
     head.write_row(norm_ref, start, jnp.log2(total), TOTAL)
 
@@ -246,9 +249,12 @@ def _call(kernel: Any, name: str, grid: tuple[int, ...], tile: Tile, interpret: 
 
 
 def forward(
-    qkv: Float[Array, 'batch tokens packed'], num_heads: int, tile: Tile, *, interpret: bool = False
-) -> tuple[Float[Array, 'batch tokens channels'], Float[Array, 'batch heads 2 tokens']]:
-    """The heads' outputs; and of each row of logits the log-sum-exp, base two, in float32, as two terms (see above).
+    qkv: Float[Array, 'batch tokens packed'], num_heads: int, tile: Tile, *, exact: bool = False, interpret: bool = False
+) -> tuple[Float[Array, 'batch tokens channels'], Float[Array, 'batch heads 2 tokens'], Float[Array, 'batch tokens channels']]:
+    """The heads' outputs; of each row of logits the log-sum-exp, base two, in float32, as two terms; the outputs for `backward`.
+
+    Args:
+      exact: the outputs for `backward` are float32, see `wants_exact`; otherwise they are the outputs.
 
     Raises:
       ValueError: channels that the heads do not divide, heads wider than 256, or a type not in DTYPES.
@@ -257,20 +263,25 @@ def forward(
     batch, tokens, *_ = parts.shape
     blocks = pl.cdiv(tokens, tile.queries)
     packed, single, norm_spec, _ = _specs(max(blocks * tile.queries, pl.cdiv(tokens, tile.keys) * tile.keys), width)
-    out, norm = _call(
+    shape = (batch, tokens, num_heads, width)
+    results = [jax.ShapeDtypeStruct(shape, qkv.dtype), jax.ShapeDtypeStruct((batch, num_heads, 2, tokens), jnp.float32)]
+    out, norm, *kept = _call(
         functools.partial(_forward_kernel, head=_Head(tokens, width, qkv.dtype, interpret), tile=tile),
         FORWARD,
         (blocks, num_heads, batch),
         tile,
         interpret,
         in_specs=[packed],
-        out_specs=[single, norm_spec],
-        out_shape=[
-            jax.ShapeDtypeStruct((batch, tokens, num_heads, width), qkv.dtype),
-            jax.ShapeDtypeStruct((batch, num_heads, 2, tokens), jnp.float32),
-        ],
+        out_specs=[single, norm_spec, *([single] if exact else [])],
+        out_shape=[*results, *([jax.ShapeDtypeStruct(shape, jnp.float32)] if exact else [])],
     )(parts)
-    return out.reshape(batch, tokens, num_heads * width), norm
+    flat = (batch, tokens, num_heads * width)
+    return out.reshape(flat), norm, (kept[0] if exact else out).reshape(flat)
+
+
+def wants_exact(tile: Tile | tuple[Tile, Tile], tokens: int, dtype: DTypeLike) -> bool:
+    """Whether the backward pass takes Σ p·dp from the outputs, whose rounding to 16 bits shows where one key has most weight."""
+    return not isinstance(tile, Tile) and tile[0].keys < tokens and jnp.dtype(dtype) != jnp.float32
 
 
 def backward(
@@ -282,7 +293,7 @@ def backward(
     *,
     interpret: bool = False,
 ) -> Float[Array, 'batch tokens packed']:
-    """The gradient of qkv from that of the output; `tile` is one kernel's, or those of the two kernels (dq, dk and dv)."""
+    """The gradient of qkv from that of the output, and what `forward` kept; `tile` is one kernel's, or those of the two (dq, dk and dv)."""
     num_heads = norm.shape[1]
     parts, width = _unpack(qkv, num_heads)
     batch, tokens, *_ = parts.shape

@@ -25,7 +25,7 @@ from jaxtyping import Array
 
 from pallas_kernels import timing
 from pallas_kernels.attention import reference, triton
-from pallas_kernels.attention.tiles import KERNELS, Tile, candidates, default_tile
+from pallas_kernels.attention.tiles import KERNELS, Tile, candidates, default_tile, default_tiles
 from pallas_kernels.attention.vjp import attention
 
 SHAPES = '256:6:32,64:8:32,256:1:256,1024:4:64,256:8:64,4096:8:64:4,1024:8:128'
@@ -34,13 +34,15 @@ Shape = tuple[int, int, int, int]  # batch, tokens, heads, width
 Job = tuple[Shape, str, Any]  # shape, what, tile
 
 
-def inputs(shape: Shape, dtype: jnp.dtype) -> tuple[list[Array], list[Array], list[tuple[Array, Array]]]:
+def inputs(shape: Shape, dtype: jnp.dtype) -> tuple[list[Array], list[Array], list[tuple[Array, Array, Array]]]:
     """Sets of qkv, of the output's gradient, and of what the forward kernel returns."""
     batch, tokens, heads, width = shape
     keys = jax.random.split(jax.random.key(0), 2 * SETS)
     qkv = [jax.random.normal(k, (batch, tokens, 3 * heads * width)).astype(dtype) for k in keys[:SETS]]
     grad = [jax.random.normal(k, (batch, tokens, heads * width)).astype(dtype) for k in keys[SETS:]]
-    forward = jax.jit(lambda x: triton.forward(x, heads, default_tile('forward', tokens, width, dtype)))
+    tiles = default_tiles(tokens, width, dtype)
+    exact = triton.wants_exact(tiles.backward, tokens, dtype)
+    forward = jax.jit(lambda x: triton.forward(x, heads, tiles.forward, exact=exact))
     return qkv, grad, [forward(x) for x in qkv]
 
 
@@ -60,7 +62,7 @@ def build(job: Job) -> Callable[..., Any]:
         return lambda qkv, grad, kept: [both(x, g) for x, g in zip(qkv, grad, strict=True)]
     if what == 'forward':
         return lambda qkv, grad, kept: [triton.forward(x, heads, tile) for x in qkv]
-    return lambda qkv, grad, kept: [triton.backward(x, k[0], k[1], g, tile) for x, k, g in zip(qkv, kept, grad, strict=True)]
+    return lambda qkv, grad, kept: [triton.backward(x, k[2], k[1], g, tile) for x, k, g in zip(qkv, kept, grad, strict=True)]
 
 
 def jobs_for(shape: Shape, kernels: list[str], dtype: jnp.dtype) -> list[Job]:

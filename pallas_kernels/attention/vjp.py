@@ -38,8 +38,9 @@ def _attention(qkv: Array, num_heads: int, interpret: bool, tiles: Tiles) -> Arr
 
 
 def _forward(qkv: Array, num_heads: int, interpret: bool, tiles: Tiles) -> tuple[Array, tuple[Array, Array, Array]]:
-    out, norm = triton.forward(qkv, num_heads, tiles.forward, interpret=interpret)
-    return out, (qkv, out, norm)
+    exact = triton.wants_exact(tiles.backward, qkv.shape[1], qkv.dtype)
+    out, norm, kept = triton.forward(qkv, num_heads, tiles.forward, exact=exact, interpret=interpret)
+    return out, (qkv, kept, norm)
 
 
 def _backward(num_heads: int, interpret: bool, tiles: Tiles, kept: tuple[Array, Array, Array], grad: Array) -> tuple[Array]:

@@ -1,0 +1,84 @@
+"""Markdown tables of the kernels' measurements."""
+
+from __future__ import annotations
+
+import collections
+import statistics
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from jaxunet.benchmarking.rows import Row
+from jaxunet.errors import UserError
+
+NEEDED = ('device', 'op', 'case', 'direction', 'batch', 'dtype')  # a later row that agrees in these takes the place of an earlier one
+
+
+def latest(found: Iterable[Row]) -> list[Row]:
+    """The newest row of every kernel measurement without an error; rows of other kinds are passed over.
+
+    Raises:
+      UserError: there is none, or one lacks a field.
+    """
+    newest: dict[tuple[Any, ...], Row] = {}
+    for row in found:
+        if row.get('kind') != 'kernel' or row.get('error') is not None:
+            continue
+        missing = [name for name in (*NEEDED, 'us_pallas', 'us_xla', 'ratio', 'tflops', 'gbps', 'git', 'versions') if name not in row]
+        if missing:
+            raise UserError(f'a row of kind kernel lacks {", ".join(missing)}: {str(row)[:100]}; remove its line')
+        newest[tuple(row[name] for name in NEEDED)] = row
+    if not newest:
+        raise UserError('no measurements of kernels: expected rows of kind kernel without an error')
+    return list(newest.values())
+
+
+def summary(found: Iterable[Row]) -> str:
+    """Markdown: geometric mean and minimum of XLA's time over the kernels', by op, direction and batch size; a table a device."""
+    devices: dict[str, dict[tuple[Any, ...], list[Row]]] = collections.defaultdict(lambda: collections.defaultdict(list))
+    for row in latest(found):
+        devices[row['device']][row['op'], row['direction'], row['batch']].append(row)
+    lines = []
+    for name, groups in devices.items():
+        everything = [row for group in groups.values() for row in group]
+        versions = ', '.join(dict.fromkeys(f'jax {row["versions"].get("jax")}' for row in everything))
+        commits = ', '.join(dict.fromkeys(str(row['git']) for row in everything))
+        lines += ['', f"{name}, {versions}, commit {commits}; XLA's time over the kernels'.", '']
+        lines += _table(
+            ('op', 'direction', 'batch', 'cases', 'geometric mean', 'minimum', 'slowest case'),
+            (
+                (*key, len(group), f'{statistics.geometric_mean(r["ratio"] for r in group):.2f}', f'{worst["ratio"]:.2f}', worst['case'])
+                for key, group in groups.items()
+                for worst in [min(group, key=lambda r: r['ratio'])]
+            ),
+        )
+    return '\n'.join(lines).strip()
+
+
+def tables(found: Iterable[Row]) -> str:
+    """Markdown: the summary, then for every device, op and direction a table with a row a case."""
+    found = latest(found)
+    parts: dict[tuple[str, str, str], list[Row]] = collections.defaultdict(list)
+    for row in found:
+        parts[row['device'], row['op'], row['direction']].append(row)
+    lines = [summary(found)]
+    for (name, op, direction), group in parts.items():
+        batches = sorted({row['batch'] for row in group})
+        cells = {(row['case'], row['batch']): row for row in group}
+        head = [f'{what}, batch {batch}' for batch in batches for what in ('µs', 'TFLOP/s', 'GB/s', '× XLA')]
+        lines += ['', f'`{op}` {direction}, {name}', '']
+        lines += _table(
+            ('case', *head),
+            ((case, *(cell for b in batches for cell in _cells(cells.get((case, b))))) for case in dict.fromkeys(r['case'] for r in group)),
+        )
+    return '\n'.join(lines)
+
+
+def _cells(row: Row | None) -> tuple[str, ...]:
+    if row is None:
+        return ('–',) * 4
+    rate = '–' if row['tflops'] is None else f'{row["tflops"]:.0f}'
+    return f'{row["us_pallas"]:.1f}', rate, f'{row["gbps"]:.0f}', f'{row["ratio"]:.2f}'
+
+
+def _table(head: Sequence[str], body: Iterable[Sequence[Any]]) -> list[str]:
+    return [f'| {" | ".join(map(str, cells))} |' for cells in (head, ['---'] * len(head), *body)]
