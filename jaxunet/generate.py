@@ -16,7 +16,7 @@ from jaxunet.config import Config
 from jaxunet.diffusion import make_diffusion
 from jaxunet.images import to_uint8
 from jaxunet.ops import load_ops
-from jaxunet.sampling import SamplerConfig, guided, initial_noise, make_sampler, run, sample_keys
+from jaxunet.sampling import SamplerConfig, State, guided, initial_state, make_sampler, run, sample_keys
 from jaxunet.training.state import Params
 from jaxunet.unet import build_unet
 
@@ -46,18 +46,18 @@ class Generator:
         self._split = NamedSharding(mesh, PartitionSpec('data'))
         model = build_unet(config, load_ops(config.backend))
 
-        def segment(params: Params, x: Array, keys: Array, labels: Array, start: Array, stop: Array) -> Array:
+        def segment(params: Params, state: State, keys: Array, labels: Array, start: Array, stop: Array) -> State:
             def denoise(x: Array, t: Array, labels: Array | None) -> Array:
                 return model.predict(params, x, t, labels if self.conditional else None)
 
-            return run(guided(denoise, labels, self.sampler.config.guidance_scale), x, keys, self.sampler, start=start, stop=stop)
+            return run(guided(denoise, labels, self.sampler.config.guidance_scale), state, keys, self.sampler, start=start, stop=stop)
 
         # Split by hand: XLA's partitioner cannot look into hand-written kernels.
         whole, split = PartitionSpec(), PartitionSpec('data')
         in_specs = (whole, split, split, split, whole, whole)
         mapped = jax.shard_map(segment, mesh=mesh, in_specs=in_specs, out_specs=split, check_vma=False)
         self._segment = jax.jit(mapped, donate_argnums=1)
-        self._noise = jax.jit(lambda keys: initial_noise(keys, self.image_shape), out_shardings=self._split)
+        self._initial = jax.jit(lambda keys: initial_state(keys, self.image_shape, self.sampler), out_shardings=self._split)
         self._compiled: Any = None
 
     def put(self, params: Params) -> Params:
@@ -68,7 +68,7 @@ class Generator:
         """Compiles the sampling loop ahead of its first use; `params` come from `put` (their shapes suffice)."""
         keys, labels = self._inputs(0, np.arange(self.batch_size), np.full(self.batch_size, -1, np.int32))
         bound = jax.device_put(np.int32(0), self._replicated)
-        self._compiled = self._segment.lower(params, self._noise(keys), keys, labels, bound, bound).compile()
+        self._compiled = self._segment.lower(params, self._initial(keys), keys, labels, bound, bound).compile()
 
     def __call__(
         self,
@@ -94,15 +94,15 @@ class Generator:
         pad = (0, self.batch_size - count)
         labels = np.full(count, -1, np.int32) if labels is None else labels.astype(np.int32)
         keys, padded_labels = self._inputs(seed, np.pad(indices, pad), np.pad(labels, pad))
-        x = self._noise(keys)
-        steps = self.sampler.steps
+        state = self._initial(keys)
+        steps = self.sampler.evaluations
         bounds = np.linspace(0, steps, min(SEGMENTS, steps) + 1).astype(np.int32)
         for start, stop in itertools.pairwise(bounds):
-            x = self._compiled(params, x, keys, padded_labels, *jax.device_put((start, stop), self._replicated))
-            x.block_until_ready()
+            state = self._compiled(params, state, keys, padded_labels, *jax.device_put((start, stop), self._replicated))
+            state.x.block_until_ready()
             if not progress(stop / steps):
                 return None
-        return to_uint8(x)[:count]
+        return to_uint8(state.x)[:count]
 
     def _inputs(self, seed: int, indices: np.ndarray, labels: np.ndarray) -> tuple[Array, Array]:
         keys = sample_keys(seed, indices)

@@ -3,34 +3,67 @@
     python -m jaxunet.sample --checkpoint PATH --num_samples 64 --sampler ddim --steps 50 --output samples.png
 
 PATH is a workdir, one checkpoint in it, or a .bin (unet.cu), .pt (guided-diffusion) or .safetensors file.
+
+Finished batches are kept in `samples.png.partial` until all are there: an interrupted command goes on when it is given again, also with
+another batch size, more samples, or other devices. Several processes (the flags of `jaxunet.train`) share the work.
 """
 
 from __future__ import annotations
 
+import dataclasses
+import sys
+import time
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import numpy as np
-from absl import flags
+from absl import flags, logging
 from tqdm import tqdm
 
-from jaxunet import cli
+from jaxunet import cli, distributed
+from jaxunet.checkpoint import checksum
 from jaxunet.config import BACKENDS, PRECISIONS, Config, resolve
 from jaxunet.errors import UserError
 from jaxunet.generate import Generator
 from jaxunet.images import check_output, save_images
 from jaxunet.load import load_model
-from jaxunet.sampling import SAMPLERS, SKIP_SCHEDULES, VARIANCES, SamplerConfig
+from jaxunet.parts import Parts
+from jaxunet.sampling import SAMPLERS, VARIANCES, SamplerConfig
+from jaxunet.solvers import SKIP_SCHEDULES
+from jaxunet.training.state import Params
 
 CHECKPOINT = flags.DEFINE_string('checkpoint', None, 'Workdir, checkpoint, or .bin, .pt or .safetensors file.', required=True)
 NUM_SAMPLES = flags.DEFINE_integer('num_samples', 16, 'How many images.', lower_bound=1)
-SAMPLER = flags.DEFINE_enum('sampler', 'ddpm', SAMPLERS, 'ddpm: ancestral sampling; ddim: fewer steps will do.')
-STEPS = flags.DEFINE_integer('steps', None, 'Sampling steps; default: all that the model was trained with, or 50 with ddim.', lower_bound=1)
+SAMPLER = flags.DEFINE_enum(
+    'sampler',
+    'ddpm',
+    SAMPLERS,
+    'ddpm: ancestral sampling; ddim: fewer steps will do; dpmpp_2m: DPM-Solver++(2M), fewer still; heun: second order, as in EDM, with two '
+    'evaluations of the network a step.',
+)
+STEPS = flags.DEFINE_integer(
+    'steps',
+    None,
+    'Sampling steps; default: 50 with ddim, 20 with dpmpp_2m and heun, else all that the model was trained with.',
+    lower_bound=1,
+)
 ETA = flags.DEFINE_float('eta', None, 'ddim: noise, from 0 (none, default) to 1 (as ddpm).')
-SKIP_SCHEDULE = flags.DEFINE_enum('skip_schedule', 'linear', SKIP_SCHEDULES, 'Which steps are kept when some are skipped.')
+SKIP_SCHEDULE = flags.DEFINE_enum(
+    'skip_schedule',
+    None,
+    SKIP_SCHEDULES,
+    'Which steps are kept when some are skipped; default: linear, with dpmpp_2m log_snr, with heun karras.',
+)
+RESPACING = flags.DEFINE_string(
+    'respacing', None, "Instead of --steps: guided-diffusion's timestep_respacing, such as 250, 10,20,30 (of equal sections) or ddim50."
+)
 VARIANCE = flags.DEFINE_enum(
     'variance', None, VARIANCES, 'ddpm: variance of each step; default learned if the model has it, else fixed_small.'
 )
+CHURN = flags.DEFINE_float('churn', None, "heun: EDM's S_churn, fresh noise before the steps; default 0, none.")
+CHURN_RANGE = flags.DEFINE_list('churn_range', None, "heun: EDM's S_tmin,S_tmax, the noise levels where --churn acts, such as 0.05,50.")
+CLIP = flags.DEFINE_bool('clip', True, 'Clip the predicted image to [-1, 1] at every step.')
 CLASS_LABELS = flags.DEFINE_list(
     'class_labels', None, 'Labels, repeated as often as needed, e.g. 3 or 0,1,2; default: every class in turn.'
 )
@@ -46,46 +79,150 @@ NEW_ATTENTION_ORDER = flags.DEFINE_bool(
     "guided-diffusion's use_new_attention_order of a .pt or .safetensors that does not say; default: false, as there.",
 )
 CONFIG_FILE = cli.define_optional_config('Config whose model the weight file holds, where the file does not say.')
+CLUSTER = flags.DEFINE_enum(
+    'cluster', 'auto', distributed.CLUSTERS, 'Who started the processes, if there are several: see python -m jaxunet.train --help.'
+)
+COORDINATOR = flags.DEFINE_string('coordinator', None, 'HOST:PORT of process 0, to start several by hand; with the next two flags.')
+PROCESSES = flags.DEFINE_integer('num_processes', None, 'Number of processes, which share the samples and must share the folder.')
+PROCESS = flags.DEFINE_integer('process_id', None, 'Number of this process, from 0.')
 BACKEND = flags.DEFINE_enum('backend', None, BACKENDS, "Default: the run's.")
 PRECISION = flags.DEFINE_enum('precision', None, PRECISIONS, "Default: the run's; float32 for weight files.")
 
 
+DEFAULT_STEPS = {'ddim': 50, 'dpmpp_2m': 20, 'heun': 20}
+INTERRUPTED = 130  # exit code of shells after Ctrl-C
+POLL_SECONDS = 0.5
+
+
 def main(argv: Sequence[str]) -> None:
     check_output(OUTPUT.value)
+    with distributed.joined(distributed.Start(CLUSTER.value, COORDINATOR.value, PROCESSES.value, PROCESS.value)):
+        try:
+            run()
+        except KeyboardInterrupt:
+            print('\ninterrupted; the same command goes on with what is left', file=sys.stderr, flush=True)
+            sys.exit(INTERRUPTED)
+
+
+def run() -> None:
+    """Draws and saves, in this process's part of the run."""
     cli.enable_compilation_cache()
     given = resolve(CONFIG_FILE.value) if CONFIG_FILE.value is not None else None
     model = load_model(CHECKPOINT.value, ema=EMA.value, config=given, new_attention_order=NEW_ATTENTION_ORDER.value)
     config = model.config.replace(**{k: v for k, v in {'backend': BACKEND.value, 'precision': PRECISION.value}.items() if v is not None})
-    labels = class_labels(config, NUM_SAMPLES.value)
+    count = NUM_SAMPLES.value
+    labels = class_labels(config, count)
     if GUIDANCE_SCALE.value != 1 and config.model.num_classes and config.model.label_dropout == 0:
         raise UserError(
             '--guidance_scale: the model was trained with every label (model.label_dropout=0) and cannot be guided; leave it at 1'
         )
-    steps = STEPS.value or (min(50, config.diffusion.steps) if SAMPLER.value == 'ddim' else config.diffusion.steps)
-    sampler = SamplerConfig(SAMPLER.value, steps, ETA.value, SKIP_SCHEDULE.value, VARIANCE.value, GUIDANCE_SCALE.value)
-    generator = Generator(config, sampler, batch_size=min(BATCH_SIZE.value, NUM_SAMPLES.value), devices=devices())
-    print(f'{model.note}; {SAMPLER.value}, {steps} steps, {len(devices())} x {jax.devices()[0].device_kind}', flush=True)
+    sampler = sampler_config(config)
+    generator = Generator(config, sampler, batch_size=min(BATCH_SIZE.value, count), devices=devices())
+    parts = Parts(OUTPUT.value, identity(config, model.params, generator))
+    rank, processes = jax.process_index(), jax.process_count()
+    if processes > 1:
+        if rank == 0:
+            parts.create()
+        distributed.agree(parts.identity | {'num_samples': count, 'output': OUTPUT.value})
+        distributed.agree({f'{parts.folder}, which the processes must share': parts.finished() if parts.exists() else 'not there'})
+    elif parts.finished():
+        logging.info('going on with %s', parts.folder)
+    if rank == 0:
+        evaluations, kind = generator.sampler.evaluations, jax.devices()[0].device_kind
+        steps = '1 evaluation' if evaluations == 1 else f'{evaluations} evaluations'
+        print(f'{model.note}; {sampler.name}, {steps} of the network, {len(devices())} x {kind}', flush=True)
 
-    images = []
     params = generator.put(model.params)
-    with tqdm(
-        total=NUM_SAMPLES.value, unit='image', dynamic_ncols=True, bar_format='{l_bar}{bar}| {n:.0f}/{total} [{elapsed}<{remaining}]'
-    ) as bar:
-        for start in range(0, NUM_SAMPLES.value, generator.batch_size):
-            indices = np.arange(start, min(start + generator.batch_size, NUM_SAMPLES.value))
-
-            def progress(share: float, start: int = start, count: int = len(indices)) -> bool:
-                bar.update(start + share * count - bar.n)
-                return True
-
-            batch_labels = None if labels is None else labels[indices]
-            batch = generator(params, seed=SEED.value, indices=indices, labels=batch_labels, progress=progress)
-            assert batch is not None  # progress never stops it
-            images.append(batch)
+    draw(generator, params, parts, labels, count * rank // processes, count * (rank + 1) // processes)
+    if rank > 0:
+        return  # process 0 has the last word
+    while (images := finished_images(parts, count)) is None:
+        draw(generator, params, parts, labels, 0, count)  # what was damaged
     classes = config.model.num_classes
     columns = classes if labels is not None and CLASS_LABELS.value is None and 1 < classes <= 20 else None
-    save_images(OUTPUT.value, np.concatenate(images), labels, columns=columns)
-    print(f'{NUM_SAMPLES.value} images in {OUTPUT.value}')
+    save_images(OUTPUT.value, images, labels, columns=columns)
+    parts.remove()
+    print(f'{count} images in {OUTPUT.value}')
+
+
+def sampler_config(config: Config) -> SamplerConfig:
+    """The sampler that the flags describe."""
+    steps = STEPS.value
+    if steps is None and RESPACING.value is None:
+        steps = min(DEFAULT_STEPS.get(SAMPLER.value, config.diffusion.steps), config.diffusion.steps)
+    churn_range = None
+    if CHURN_RANGE.value is not None:
+        try:
+            low, high = map(float, CHURN_RANGE.value)
+        except ValueError:
+            raise UserError(f'--churn_range: expected two numbers such as 0.05,50, found {",".join(CHURN_RANGE.value)!r}') from None
+        churn_range = low, high
+    return SamplerConfig(
+        name=SAMPLER.value,
+        steps=steps,
+        eta=ETA.value,
+        skip_schedule=SKIP_SCHEDULE.value,
+        variance=VARIANCE.value,
+        guidance_scale=GUIDANCE_SCALE.value,
+        clip=CLIP.value,
+        churn=CHURN.value,
+        churn_range=churn_range,
+        respacing=RESPACING.value,
+    )
+
+
+def identity(config: Config, params: Params, generator: Generator) -> dict[str, Any]:
+    """What decides the pixels of sample i; how many there are, batches and devices do not."""
+    sections = {
+        'model': dataclasses.asdict(config.model),
+        'diffusion': dataclasses.asdict(config.diffusion),
+        'sampler': dataclasses.asdict(generator.sampler.config),
+    }
+    labels = ','.join(CLASS_LABELS.value or []) or 'every class in turn'
+    return {
+        'weights': f'{checksum(params):08x}',
+        'image_shape': config.image_shape,
+        'precision': config.precision,
+        'seed': SEED.value,
+        **({'class_labels': labels} if config.model.num_classes else {}),
+        **{f'{section}.{name}': value for section, values in sections.items() for name, value in values.items()},
+    }
+
+
+def draw(generator: Generator, params: Params, parts: Parts, labels: np.ndarray | None, first: int, end: int) -> None:
+    """Draws what is missing of the samples first..end−1, and stores each batch."""
+    ranges = parts.missing(first, end, generator.batch_size)
+    with tqdm(
+        total=end - first,
+        initial=end - first - sum(b - a for a, b in ranges),
+        unit='image',
+        dynamic_ncols=True,
+        bar_format='{l_bar}{bar}| {n:.0f}/{total} [{elapsed}<{remaining}]',
+        disable=jax.process_index() > 0,
+    ) as bar:
+        for start, stop in ranges:
+            indices = np.arange(start, stop)
+            done = bar.n
+
+            def progress(share: float, done: float = done, batch: int = len(indices)) -> bool:
+                bar.update(done + share * batch - bar.n)
+                return True
+
+            batch = generator(
+                params, seed=SEED.value, indices=indices, labels=None if labels is None else labels[indices], progress=progress
+            )
+            assert batch is not None  # progress never stops it
+            try:
+                parts.save(start, batch)
+            except UserError as error:
+                raise UserError(f'{error}\nThe same command goes on after the {len(parts.finished())} batches stored before.') from error
+
+
+def finished_images(parts: Parts, count: int) -> np.ndarray | None:
+    """All samples, when the other processes have drawn theirs; None if some turn out to be damaged."""
+    while jax.process_count() > 1 and parts.missing(0, count, count):
+        time.sleep(POLL_SECONDS)  # should one of them be lost, JAX ends this one
+    return parts.load(count)
 
 
 def devices() -> list[jax.Device]:

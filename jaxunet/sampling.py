@@ -1,30 +1,33 @@
 """Samplers: pure functions of a denoiser, in float32.
 
-A `Sampler` holds the constants of one sampling run. Step k = 0..S−1 takes the sample from its k-th noisiest time step to the next one;
-`sample` runs all of them in one scan, `run` any stretch of them, so that one compiled function serves a progress bar.
-The noise of sample i depends only on its key, that is on (seed, i), and on the step: batch size and device count do not matter.
+A `Sampler` holds the constants of one sampling run, a row for each evaluation of the network; `jaxunet.solvers` computes them.
+`sample` goes through all of them in one scan, `run` through any stretch, so that one compiled function serves a progress bar.
+The noise of sample i depends only on its key, that is on (seed, i), and on the evaluation: batch size and device count do not matter.
 
-Sources: DDPM, Ho et al. 2020, arXiv 2006.11239; DDIM, Song et al. 2021, arXiv 2010.02502; respacing and learned variance, Nichol & Dhariwal
-2021, arXiv 2102.09672; classifier-free guidance, Ho & Salimans 2022, arXiv 2207.12598.
+Sources: those of `jaxunet.solvers`; learned variance, Nichol & Dhariwal 2021, arXiv 2102.09672; classifier-free guidance, Ho & Salimans
+2022, arXiv 2207.12598.
 """
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import math
+import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float32, Int, Int32, Key
+from jaxtyping import Array, Int, Int32, Key
 
 from jaxunet.diffusion import (
     Diffusion,
     Images,
     Output,
     Steps,
-    Table,
     learned_log_variance,
     noise_from_x0,
     predict_x0_and_noise,
@@ -32,71 +35,63 @@ from jaxunet.diffusion import (
     split_output,
 )
 from jaxunet.errors import UserError, near_misses
+from jaxunet.solvers import Coefficients, ancestral, ddim, dpm_solver_2m, heun, respaced_timesteps, timestep_subset
 
 Denoiser = Callable[[Images, Steps], Output]  # (x_t, t) -> the network's output
 LabelledDenoiser = Callable[[Images, Steps, Int[Array, ' batch']], Output]  # (x_t, t, labels) -> output; label −1 = dropped
 Keys = Key[Array, ' batch']
 
-SAMPLERS = ('ddpm', 'ddim')
-SKIP_SCHEDULES = ('linear', 'quadratic')
+SAMPLERS = ('ddpm', 'ddim', 'dpmpp_2m', 'heun')
 VARIANCES = ('fixed_small', 'fixed_large', 'learned')
+DEFAULT_SKIP_SCHEDULES = {'ddpm': 'linear', 'ddim': 'linear', 'dpmpp_2m': 'log_snr', 'heun': 'karras'}
+OWNERS = {'eta': 'ddim', 'variance': 'ddpm', 'churn': 'heun', 'churn_range': 'heun'}  # options that one sampler has
+EVERY_LEVEL = (0.0, math.inf)
 
 
 @dataclass(frozen=True)
 class SamplerConfig:
     """How to sample. None means the default of the chosen sampler; an option that the sampler does not have is an error."""
 
-    name: str = 'ddpm'  # ddpm: ancestral sampling | ddim
+    name: str = 'ddpm'  # ddpm: ancestral sampling | ddim | dpmpp_2m: DPM-Solver++(2M) | heun: EDM's, 2 · steps − 1 evaluations
     steps: int | None = None  # None: every step the model was trained with
     eta: float | None = None  # ddim only, in [0, 1]: 0 is deterministic (default), 1 adds as much noise as ddpm with fixed_small
-    skip_schedule: str = 'linear'  # which steps are kept when some are skipped: linear (uniform stride) | quadratic (more at low noise)
+    # Which steps are kept when some are skipped, by a uniform stride of t (linear), √t, log σ or σ^(1/7); by default linear for ddpm and
+    # ddim, log_snr for dpmpp_2m, karras for heun.
+    skip_schedule: str | None = None  # linear | quadratic | log_snr | karras
     variance: str | None = None  # ddpm only: fixed_small | fixed_large | learned; default learned if the model has it, else fixed_small
     guidance_scale: float = 1.0  # classifier-free guidance: 0 unconditional, 1 conditional, more exaggerates the class
     clip: bool = True  # clip the predicted x_0 to [−1, 1]
+    churn: float | None = None  # heun only: EDM's S_churn, 0 or more; 0 is deterministic (default)
+    churn_range: tuple[float, float] | None = None  # heun only: EDM's S_tmin and S_tmax, the noise levels σ with churn; default all
+    respacing: str | None = None  # guided-diffusion's timestep_respacing, such as '250', '10,20,30' or 'ddim50', for steps, skip_schedule
 
 
 @dataclass(frozen=True, eq=False)
 class Sampler:
-    """The constants of one sampling run: a step is x ← x0_factor · x_0 + direction_factor · d + noise_factor · z, z ~ N(0, 1).
+    """The constants of one sampling run. Made by `make_sampler`."""
 
-    d is x_t for ddpm and ε for ddim. Tables have shape (S,), least noisy step first. Made by `make_sampler`.
-    """
-
-    config: SamplerConfig  # without None
-    diffusion: Diffusion  # respaced to the S steps
-    timesteps: Int32[np.ndarray, ' steps']  # ascending, as the network knows them
-    x0_factor: Table
-    direction_factor: Table
-    noise_factor: Table  # not used by a learned variance
+    config: SamplerConfig  # what has a default is filled in; None is left to what this sampler does not have
+    diffusion: Diffusion  # of the model
+    coefficients: Coefficients  # one row an evaluation of the network
+    memory: Literal['', 'x0', 'noise']  # what an evaluation leaves for the next one
+    spaced: Diffusion | None  # the process that visits only the steps taken, if its learned variance is wanted
 
     @property
-    def steps(self) -> int:
-        """S."""
+    def timesteps(self) -> Int32[np.ndarray, ' evaluations']:
+        """t of each evaluation of the network, the noisiest first."""
+        return self.coefficients.timesteps
+
+    @property
+    def evaluations(self) -> int:
+        """How often the network runs for a sample (a guided one runs on a doubled batch)."""
         return len(self.timesteps)
 
 
-def timestep_subset(total: int, steps: int, skip_schedule: str) -> Int32[np.ndarray, ' steps']:
-    """`steps` different time steps of 0..total−1, ascending, the last one total − 1 (and the first one 0 if there are two or more).
+class State(NamedTuple):
+    """A sample under way."""
 
-    `linear` has a uniform stride (IDDPM section 4), `quadratic` a uniform stride of √t, as far as different integers allow.
-
-    Raises:
-      UserError: `steps` outside 1..total, or an unknown schedule.
-    """
-    if skip_schedule not in SKIP_SCHEDULES:
-        allowed, hint = ', '.join(SKIP_SCHEDULES), near_misses(skip_schedule, SKIP_SCHEDULES)
-        raise UserError(f'skip_schedule: expected one of {allowed}, found {skip_schedule!r}{hint}')
-    if not 1 <= steps <= total:
-        raise UserError(f'steps: expected 1 to {total}, the number of steps that the model was trained with, found {steps}')
-    if steps == 1:
-        return np.array([total - 1], np.int32)
-    index = np.arange(steps, dtype=np.int64)
-    power = 1 if skip_schedule == 'linear' else 2
-    # Halves round to even, as in guided-diffusion, whose subsets the linear ones are.
-    wanted = np.rint(index**power * (total - 1) / (steps - 1) ** power).astype(np.int64)
-    # The nearest strictly increasing sequence from above, then pushed down as far as the end requires.
-    increasing = np.maximum.accumulate(wanted - index) + index
-    return np.minimum(increasing, total - steps + index).astype(np.int32)
+    x: Images
+    memory: Images | None = None  # None if the sampler needs none
 
 
 def make_sampler(config: SamplerConfig, diffusion: Diffusion, *, num_classes: int = 0) -> Sampler:
@@ -109,60 +104,72 @@ def make_sampler(config: SamplerConfig, diffusion: Diffusion, *, num_classes: in
       UserError: a value that does not exist, or an option that this sampler or model cannot follow.
     """
     config = _resolve(config, diffusion, num_classes)
-    assert config.steps is not None
-    assert config.eta is not None
-    timesteps = timestep_subset(diffusion.steps, config.steps, config.skip_schedule)
-    timesteps.flags.writeable = False
-    spaced = respace(diffusion, timesteps)
-    alphas, betas = spaced.alphas_cumprod, spaced.betas
-    previous = np.append(1.0, alphas[:-1])
-    # β̃, at index 0 exactly 0: with both samplers the last step adds no noise, whatever the variance.
-    small = betas * (1 - previous) / (1 - alphas)
-    if config.name == 'ddpm':
-        x0_factor, direction_factor = spaced.posterior_x0, spaced.posterior_xt  # DDPM eq. 7
-        variance = np.where(small > 0, betas, 0) if config.variance == 'fixed_large' else small  # DDPM section 3.2
+    alphas = diffusion.alphas_cumprod
+    if config.respacing is not None:
+        timesteps = respaced_timesteps(alphas, config.respacing)
     else:
-        variance = config.eta**2 * small  # DDIM eq. 16
-        x0_factor = _table(np.sqrt(previous))  # DDIM eq. 12
-        direction_factor = _table(np.sqrt(np.maximum(1 - previous - variance, 0)))
-    return Sampler(config, spaced, timesteps, x0_factor, direction_factor, _table(np.sqrt(variance)))
-
-
-def _table(values: np.ndarray) -> Table:
-    values = values.astype(np.float32)
-    values.flags.writeable = False
-    return values
+        assert config.steps is not None
+        assert config.skip_schedule is not None
+        timesteps = timestep_subset(alphas, config.steps, config.skip_schedule)
+    memory: Literal['', 'x0', 'noise'] = ''
+    if config.name == 'ddpm':
+        coefficients = ancestral(alphas, timesteps, large=config.variance == 'fixed_large')
+    elif config.name == 'ddim':
+        assert config.eta is not None
+        coefficients = ddim(alphas, timesteps, eta=config.eta)
+    elif config.name == 'dpmpp_2m':
+        coefficients, memory = dpm_solver_2m(alphas, timesteps), 'x0'
+    else:
+        assert config.churn is not None
+        coefficients = heun(alphas, timesteps, churn=config.churn, churn_range=config.churn_range or EVERY_LEVEL)
+        memory = 'noise'
+    spaced = respace(diffusion, timesteps) if config.name == 'ddpm' and config.variance == 'learned' else None
+    return Sampler(config, diffusion, coefficients, memory, spaced)
 
 
 def _resolve(config: SamplerConfig, diffusion: Diffusion, num_classes: int) -> SamplerConfig:
-    name, eta, variance, scale = config.name, config.eta, config.variance, config.guidance_scale
+    name, eta, variance, scale, churn = config.name, config.eta, config.variance, config.guidance_scale, config.churn
     if name not in SAMPLERS:
         raise UserError(f'sampler: expected one of {", ".join(SAMPLERS)}, found {name!r}{near_misses(name, SAMPLERS)}')
-    if name == 'ddpm' and eta is not None:
-        raise UserError(f'eta: only sampler=ddim has it, found eta={eta} with sampler=ddpm; leave eta out, or use sampler=ddim')
-    if name == 'ddim' and variance is not None:
-        raise UserError(
-            f'variance: only sampler=ddpm has it, found variance={variance!r} with sampler=ddim, whose noise eta sets; '
-            'leave variance out, or use sampler=ddpm'
-        )
+    for option, owner in OWNERS.items():
+        value = getattr(config, option)
+        if value is not None and name != owner:
+            raise UserError(
+                f'{option}: only sampler={owner} has it, found {option}={value} with sampler={name}; leave {option} out, or use '
+                f'sampler={owner}'
+            )
     if eta is not None and not 0 <= eta <= 1:
         raise UserError(f'eta: expected 0 (deterministic) to 1 (as much noise as ddpm), found {eta}')
     if variance is not None and variance not in VARIANCES:
         raise UserError(f'variance: expected one of {", ".join(VARIANCES)}, found {variance!r}{near_misses(variance, VARIANCES)}')
     if variance == 'learned' and not diffusion.learn_sigma:
         raise UserError('variance: learned needs a model with diffusion.learn_sigma=True, this one has not; use fixed_small or fixed_large')
+    if churn is not None and not (math.isfinite(churn) and churn >= 0):
+        raise UserError(f'churn: expected 0 (deterministic) or more, found {churn}')
+    if config.churn_range is not None:
+        low, high = config.churn_range
+        if not 0 <= low < high:
+            raise UserError(f'churn_range: expected two noise levels, 0 <= lowest < highest, found {low}, {high}')
+        if not churn:
+            raise UserError(f'churn_range: {low}, {high} has no meaning without churn; set churn to more than 0, or leave churn_range out')
     if not (math.isfinite(scale) and scale >= 0):
         raise UserError(f'guidance_scale: expected 0 or more, found {scale}')
     if scale != 1 and num_classes == 0:
         raise UserError(f'guidance_scale: {scale} needs a class-conditional model, this one has model.num_classes=0; leave it at 1')
-    return SamplerConfig(
-        name=name,
-        steps=diffusion.steps if config.steps is None else config.steps,
-        eta=0.0 if eta is None else eta,
-        skip_schedule=config.skip_schedule,
-        variance=variance or ('learned' if diffusion.learn_sigma else 'fixed_small'),
-        guidance_scale=scale,
-        clip=config.clip,
+    for option in ('steps', 'skip_schedule'):
+        if config.respacing is not None and getattr(config, option) is not None:
+            raise UserError(
+                f'respacing: {config.respacing!r} says which steps are taken, found {option}={getattr(config, option)} beside it; '
+                f'leave one of them out'
+            )
+    by_count = config.respacing is None
+    return dataclasses.replace(
+        config,
+        steps=(config.steps if config.steps is not None else diffusion.steps) if by_count else None,
+        skip_schedule=(config.skip_schedule or DEFAULT_SKIP_SCHEDULES[name]) if by_count else None,
+        eta=(eta or 0.0) if name == 'ddim' else None,
+        variance=(variance or ('learned' if diffusion.learn_sigma else 'fixed_small')) if name == 'ddpm' else None,
+        churn=(churn or 0.0) if name == 'heun' else None,
     )
 
 
@@ -216,60 +223,73 @@ def _noise(keys: Keys, draw: int | Int[Array, ''], image_shape: tuple[int, ...])
     return jax.vmap(lambda key: jax.random.normal(jax.random.fold_in(key, draw), image_shape, jnp.float32))(keys)
 
 
-def _step(denoise: Denoiser, x: Images, keys: Keys, sampler: Sampler, k: Int[Array, '']) -> Images:
-    """Step k of the sampler: from x_t to x_{t−1} of the respaced process."""
-    config, diffusion = sampler.config, sampler.diffusion
-    index = sampler.steps - 1 - k
-    i = jnp.full(x.shape[:1], index, jnp.int32)
-    output = denoise(x, jnp.asarray(sampler.timesteps)[i])
+def initial_state(keys: Keys, image_shape: tuple[int, int, int], sampler: Sampler) -> State:
+    """The state before the first evaluation: `initial_noise`, and an empty memory."""
+    x = initial_noise(keys, image_shape)
+    return State(x, jnp.zeros_like(x) if sampler.memory else None)
+
+
+def _step(denoise: Denoiser, state: State, keys: Keys, sampler: Sampler, k: Int[Array, '']) -> State:
+    """Evaluation k and what the sampler makes of it (`jaxunet.solvers`)."""
+    config, diffusion, table = sampler.config, sampler.diffusion, sampler.coefficients
+    x = state.x
+    t = jnp.full(x.shape[:1], jnp.asarray(table.timesteps)[k], jnp.int32)
+    output = denoise(x, t)
     prediction, values = split_output(diffusion, output, x.shape[-1])
-    x0, noise = predict_x0_and_noise(diffusion, prediction, x, i)
+    x0, noise = predict_x0_and_noise(diffusion, prediction, x, t)
     if config.clip:
         x0 = jnp.clip(x0, -1, 1)
-        noise = noise_from_x0(diffusion, x0, x, i)
+        noise = noise_from_x0(diffusion, x0, x, t)
 
-    def at(table: np.ndarray) -> Float32[Array, '']:
-        return jnp.asarray(table)[index]
+    def times(factors: np.ndarray, images: Images | None) -> list[Images]:
+        """Nothing where all factors are 0, which is known at compile time."""
+        return [jnp.asarray(factors.astype(np.float32))[k] * images] if images is not None and factors.any() else []
 
-    mean = at(sampler.x0_factor) * x0 + at(sampler.direction_factor) * (x if config.name == 'ddpm' else noise)
-    if config.name == 'ddim' and config.eta == 0:
-        return mean
-    draw = _noise(keys, k + 1, x.shape[1:])
-    if config.name == 'ddpm' and config.variance == 'learned':
+    terms = [
+        *times(table.x0, x0),
+        *times(table.state, x),
+        *times(table.noise, noise),
+        *times(table.memory, state.memory),
+    ]
+    if sampler.spaced is not None:
         assert values is not None
-        std = jnp.where(index == 0, 0, jnp.exp(0.5 * learned_log_variance(diffusion, values, i)))
-        return mean + std * draw
-    return mean + at(sampler.noise_factor) * draw
+        index = sampler.evaluations - 1 - k
+        log_variance = learned_log_variance(sampler.spaced, values, jnp.full_like(t, index))
+        terms += [jnp.where(index == 0, 0, jnp.exp(0.5 * log_variance)) * _noise(keys, k + 1, x.shape[1:])]
+    elif table.draw.any():
+        terms += times(table.draw, _noise(keys, k + 1, x.shape[1:]))
+    return State(functools.reduce(operator.add, terms), {'': None, 'x0': x0, 'noise': noise}[sampler.memory])
 
 
 def run(
     denoise: Denoiser,
-    x: Images,
+    state: State,
     keys: Keys,
     sampler: Sampler,
     *,
     start: int | Int[Array, ''] = 0,
     stop: int | Int[Array, ''] | None = None,
-) -> Images:
-    """Steps start..stop−1 (default: all) from the state before them, as one loop whose bounds may be traced.
+) -> State:
+    """Evaluations start..stop−1 (default: all) from the state before them, as one loop whose bounds may be traced.
 
-    Steps 0..m−1 and then m..S−1 give what 0..S−1 give; all of them from `initial_noise(keys, shape)` give what `sample` gives.
+    Evaluations 0..m−1 and then m..E−1 give what 0..E−1 give; all of them from `initial_state` give what `sample` gives.
 
     Args:
-      x: float32 state of shape (batch, height, width, channels), at the start `initial_noise(keys, image_shape)`.
+      state: float32 images of shape (batch, height, width, channels), at the start `initial_state(keys, image_shape, sampler)`.
       keys: one typed key for each sample, the same for every stretch.
     """
-    stop = sampler.steps if stop is None else stop
-    if isinstance(start, int) and isinstance(stop, int) and not 0 <= start <= stop <= sampler.steps:
-        raise ValueError(f'steps {start}..{stop} are not within 0..{sampler.steps}')
+    stop = sampler.evaluations if stop is None else stop
+    if isinstance(start, int) and isinstance(stop, int) and not 0 <= start <= stop <= sampler.evaluations:
+        raise ValueError(f'evaluations {start}..{stop} are not within 0..{sampler.evaluations}')
     bounds = jnp.asarray(start, jnp.int32), jnp.asarray(stop, jnp.int32)
-    return jax.lax.fori_loop(*bounds, lambda k, x: _step(denoise, x, keys, sampler, k), x)
+    return jax.lax.fori_loop(*bounds, lambda k, state: _step(denoise, state, keys, sampler, k), state)
 
 
 def sample(denoise: Denoiser, keys: Keys, image_shape: tuple[int, int, int], sampler: Sampler) -> Images:
-    """Images of shape (batch, *image_shape) in about [−1, 1], from noise, as one scan over all steps."""
+    """Images of shape (batch, *image_shape) in about [−1, 1], from noise, as one scan over all evaluations."""
 
-    def body(x: Images, k: Int[Array, '']) -> tuple[Images, None]:
-        return _step(denoise, x, keys, sampler, k), None
+    def body(state: State, k: Int[Array, '']) -> tuple[State, None]:
+        return _step(denoise, state, keys, sampler, k), None
 
-    return jax.lax.scan(body, initial_noise(keys, image_shape), jnp.arange(sampler.steps, dtype=jnp.int32))[0]
+    initial = initial_state(keys, image_shape, sampler)
+    return jax.lax.scan(body, initial, jnp.arange(sampler.evaluations, dtype=jnp.int32))[0].x

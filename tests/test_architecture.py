@@ -7,10 +7,18 @@ ROOT = pathlib.Path(__file__).parents[1]
 # Each may import those before it. Names are the longest matching prefix of the module.
 LAYERS = [
     ('pallas_kernels', 'xla_ffi', 'jaxunet.errors', 'jaxunet.config', 'jaxunet.distributed'),
-    ('jaxunet.ops', 'jaxunet.images'),
-    ('jaxunet.unet', 'jaxunet.diffusion', 'jaxunet.sampling', 'jaxunet.data'),
+    ('jaxunet.ops', 'jaxunet.images', 'jaxunet.solvers'),
+    (
+        'jaxunet.unet',
+        'jaxunet.diffusion',
+        'jaxunet.weighting',
+        'jaxunet.timesteps',
+        'jaxunet.timestep_policy',
+        'jaxunet.sampling',
+        'jaxunet.data',
+    ),
     ('jaxunet.training.state', 'jaxunet.weights'),
-    ('jaxunet.checkpoint', 'jaxunet.generate', 'jaxunet.estimate'),
+    ('jaxunet.checkpoint', 'jaxunet.generate', 'jaxunet.parts', 'jaxunet.estimate', 'jaxunet.metrics'),
     ('jaxunet.training', 'jaxunet.load'),
     ('jaxunet.benchmarking', 'jaxunet.profiling'),
     (
@@ -19,8 +27,9 @@ LAYERS = [
         'jaxunet.sample',
         'jaxunet.export',
         'jaxunet.prepare_data',
+        'jaxunet.evaluate',
         'jaxunet.benchmark',
-        'jaxunet.benchmarking.kernels',
+        'jaxunet.benchmark_kernels',
         'jaxunet.profile',
         'configs',
     ),

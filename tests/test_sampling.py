@@ -13,6 +13,7 @@ from jaxunet import diffusion as d
 from jaxunet import sampling as s
 from jaxunet.config import DiffusionConfig
 from jaxunet.errors import UserError
+from jaxunet.solvers import timestep_subset
 
 PREDICTIONS = ('epsilon', 'x0', 'v')
 SHAPE = (4, 4, 3)
@@ -60,6 +61,9 @@ def gaussian(mean, variance):
         ({'name': 'ddim'}, 250),
         ({'name': 'ddim', 'eta': 1.0}, 500),
         ({'name': 'ddim', 'skip_schedule': 'quadratic'}, 100),
+        ({'name': 'dpmpp_2m'}, 20),
+        ({'name': 'heun'}, 30),
+        ({'name': 'heun', 'churn': 20.0}, 50),
     ],
     ids=lambda v: '-'.join(map(str, v.values())) if isinstance(v, dict) else str(v),
 )
@@ -77,7 +81,7 @@ def test_learned_variance_is_exact_with_few_steps():
     """With the true reverse variance β̃ + c² Var[x_0 | x_t] ten steps give the data's variance, which the fixed ones miss widely."""
     diffusion = process(learn_sigma=True)
     data_variance = 0.04
-    timesteps = s.timestep_subset(1000, 10, 'quadratic')
+    timesteps = timestep_subset(diffusion.alphas_cumprod, 10, 'quadratic')
     spaced = d.respace(diffusion, timesteps)
     alphas = spaced.alphas_cumprod
     conditional = data_variance * (1 - alphas) / (alphas * data_variance + 1 - alphas)
@@ -99,7 +103,9 @@ def test_learned_variance_is_exact_with_few_steps():
 
 
 @pytest.mark.parametrize('prediction', PREDICTIONS)
-@pytest.mark.parametrize('options', [{'name': 'ddpm'}, {'name': 'ddim'}, {'name': 'ddim', 'eta': 0.5}], ids=str)
+@pytest.mark.parametrize(
+    'options', [{'name': 'ddpm'}, {'name': 'ddim'}, {'name': 'ddim', 'eta': 0.5}, {'name': 'dpmpp_2m'}, {'name': 'heun'}], ids=str
+)
 def test_two_point_data(prediction, options):
     """Pixels that are 0.8 with probability 0.7, else -0.8, end there in this proportion, x_0 being clipped."""
     diffusion = process(prediction=prediction, schedule='cosine', steps=200)
@@ -115,7 +121,13 @@ def test_two_point_data(prediction, options):
 
 @pytest.mark.parametrize(
     'options',
-    [{'name': 'ddim'}, {'name': 'ddim', 'eta': 1.0}, *({'name': 'ddpm', 'variance': v} for v in s.VARIANCES)],
+    [
+        {'name': 'ddim'},
+        {'name': 'ddim', 'eta': 1.0},
+        {'name': 'dpmpp_2m'},
+        {'name': 'heun', 'churn': 1.0},
+        *({'name': 'ddpm', 'variance': v} for v in s.VARIANCES),
+    ],
     ids=str,
 )
 def test_the_last_step_returns_x0_without_noise_clipped_unless_told_otherwise(options):
@@ -134,7 +146,7 @@ def test_ddim_with_eta_1_is_ddpm_step_by_step(prediction, clip):
     ddpm = s.make_sampler(s.SamplerConfig('ddpm', variance='fixed_small', clip=clip), diffusion)
     ddim = s.make_sampler(s.SamplerConfig('ddim', eta=1.0, clip=clip), diffusion)
     keys = s.sample_keys(3, range(2))
-    steps = [jax.jit(lambda x, k, a=a: s.run(toy, x, keys, a, start=k, stop=k + 1)) for a in (ddpm, ddim)]
+    steps = [jax.jit(lambda x, k, a=a: s.run(toy, s.State(x), keys, a, start=k, stop=k + 1).x) for a in (ddpm, ddim)]
     x = s.initial_noise(keys, SHAPE)
     for k in range(50):
         after = [step(x, jnp.int32(k)) for step in steps]
@@ -146,7 +158,7 @@ def test_ddim_with_eta_1_is_ddpm_step_by_step(prediction, clip):
 def test_ancestral_step_is_the_papers():
     """One step of each variance on a respaced process, from DDPM eq. 6–7 in float64 and the noise that the keys stand for."""
     diffusion = process(learn_sigma=True)
-    timesteps = s.timestep_subset(1000, 7, 'linear')
+    timesteps = timestep_subset(diffusion.alphas_cumprod, 7, 'linear')
     alphas = diffusion.alphas_cumprod[timesteps]
     keys = s.sample_keys(5, range(2))
     x = s.initial_noise(keys, SHAPE)
@@ -162,8 +174,10 @@ def test_ancestral_step_is_the_papers():
     results = {}
     for variance, expected in std.items():
         sampler = s.make_sampler(s.SamplerConfig('ddpm', steps=7, variance=variance), diffusion)
-        np.testing.assert_array_equal(sampler.timesteps, timesteps)
-        after = s.run(lambda x, t: jnp.concatenate([toy(x, t), jnp.full_like(x, values)], axis=-1), x, keys, sampler, start=k, stop=k + 1)
+        np.testing.assert_array_equal(sampler.timesteps, timesteps[::-1])
+        after = s.run(
+            lambda x, t: jnp.concatenate([toy(x, t), jnp.full_like(x, values)], axis=-1), s.State(x), keys, sampler, start=k, stop=k + 1
+        ).x
         results[variance] = (np.asarray(after) - mean) / expected
     np.testing.assert_allclose(results['fixed_small'], results['fixed_large'], atol=1e-5)
     np.testing.assert_allclose(results['fixed_small'], results['learned'], atol=1e-5)
@@ -178,9 +192,9 @@ def test_deterministic_ddim_step_is_the_papers():
     sampler = s.make_sampler(s.SamplerConfig('ddim', steps=20, eta=0.0), diffusion)
     keys = s.sample_keys(1, range(3))
     x = s.initial_noise(keys, SHAPE)
-    after = s.run(toy, x, keys, sampler, start=12, stop=13)
-    alpha, previous = diffusion.alphas_cumprod[sampler.timesteps[[7, 6]]]
-    v = np.asarray(toy(x, jnp.full(3, sampler.timesteps[7], jnp.int32)), np.float64)
+    after = s.run(toy, s.State(x), keys, sampler, start=12, stop=13).x
+    alpha, previous = diffusion.alphas_cumprod[sampler.timesteps[12:14]]
+    v = np.asarray(toy(x, jnp.full(3, sampler.timesteps[12], jnp.int32)), np.float64)
     x0 = np.clip(math.sqrt(alpha) * np.asarray(x) - math.sqrt(1 - alpha) * v, -1, 1)
     eps = (np.asarray(x) - math.sqrt(alpha) * x0) / math.sqrt(1 - alpha)
     np.testing.assert_allclose(after, math.sqrt(previous) * x0 + math.sqrt(1 - previous) * eps, rtol=1e-5, atol=1e-5)
@@ -194,18 +208,20 @@ def test_stochastic_ddim_step_is_the_papers(eta):
     ddpm = s.make_sampler(s.SamplerConfig('ddpm', steps=20), diffusion)
     keys = s.sample_keys(1, range(3))
     x = s.initial_noise(keys, SHAPE)
-    alpha, previous = diffusion.alphas_cumprod[ddim.timesteps[[7, 6]]]
+    alpha, previous = diffusion.alphas_cumprod[ddim.timesteps[12:14]]
     # With x = 0 and x_0 = 0 a step of ddpm is β̃^½ times the noise.
-    silent = s.run(lambda x, t: jnp.zeros_like(x), jnp.zeros_like(x), keys, ddpm, start=12, stop=13)
+    silent = s.run(lambda x, t: jnp.zeros_like(x), s.State(jnp.zeros_like(x)), keys, ddpm, start=12, stop=13).x
     draw = np.asarray(silent, np.float64) / math.sqrt((1 - alpha / previous) * (1 - previous) / (1 - alpha))
-    x0 = np.asarray(toy(x, jnp.full(3, ddim.timesteps[7], jnp.int32)), np.float64)
+    x0 = np.asarray(toy(x, jnp.full(3, ddim.timesteps[12], jnp.int32)), np.float64)
     eps = (np.asarray(x) - math.sqrt(alpha) * x0) / math.sqrt(1 - alpha)
     sigma = eta * math.sqrt((1 - previous) / (1 - alpha)) * math.sqrt(1 - alpha / previous)
     expected = math.sqrt(previous) * x0 + math.sqrt(1 - previous - sigma**2) * eps + sigma * draw
-    np.testing.assert_allclose(s.run(toy, x, keys, ddim, start=12, stop=13), expected, rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(s.run(toy, s.State(x), keys, ddim, start=12, stop=13).x, expected, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize('options', [{'name': 'ddpm'}, {'name': 'ddim', 'eta': 0.7}], ids=str)
+@pytest.mark.parametrize(
+    'options', [{'name': 'ddpm'}, {'name': 'ddim', 'eta': 0.7}, {'name': 'dpmpp_2m'}, {'name': 'heun', 'churn': 3.0}], ids=str
+)
 def test_same_images_whatever_the_batch_size_or_devices(options):
     diffusion = process()
     config = s.SamplerConfig(steps=6, **options)
@@ -229,37 +245,42 @@ def test_noise_is_fresh_at_every_step_and_for_every_sample():
     diffusion = process(prediction='x0')
     sampler = s.make_sampler(s.SamplerConfig(steps=5), diffusion)
     keys = s.sample_keys(0, range(3))
-    zero = jnp.zeros((3, 16, 16, 1), jnp.float32)
+    zero = s.State(jnp.zeros((3, 16, 16, 1), jnp.float32))
     draws = [s.initial_noise(keys, (16, 16, 1))]
     # From x = 0 with x_0 = 0 a step returns its noise alone.
-    draws += [s.run(lambda x, t: jnp.zeros_like(x), zero, keys, sampler, start=k, stop=k + 1) for k in range(4)]
+    draws += [s.run(lambda x, t: jnp.zeros_like(x), zero, keys, sampler, start=k, stop=k + 1).x for k in range(4)]
     rows = np.concatenate([np.asarray(v).reshape(3, -1) for v in draws])
     correlation = np.corrcoef(rows)
     assert np.abs(correlation - np.eye(15)).max() < 0.3
-    np.testing.assert_array_equal(s.run(lambda x, t: jnp.zeros_like(x), zero, keys, sampler, start=4, stop=5), 0)
+    np.testing.assert_array_equal(s.run(lambda x, t: jnp.zeros_like(x), zero, keys, sampler, start=4, stop=5).x, 0)
 
 
-@pytest.mark.parametrize('options', [{'name': 'ddpm'}, {'name': 'ddim', 'eta': 0.7}, {'name': 'ddim'}], ids=str)
+@pytest.mark.parametrize(
+    'options',
+    [{'name': 'ddpm'}, {'name': 'ddim', 'eta': 0.7}, {'name': 'ddim'}, {'name': 'dpmpp_2m'}, {'name': 'heun', 'churn': 9.0}],
+    ids=str,
+)
 def test_stretches_equal_one_run(options):
     """One compiled function with traced bounds, called for uneven stretches, gives what the scan gives."""
     sampler = s.make_sampler(s.SamplerConfig(steps=11, **options), process())
     keys = s.sample_keys(2, range(3))
     traces = []
 
-    def stretch(x, start, stop):
+    def stretch(state, start, stop):
         traces.append(1)
-        return s.run(toy, x, keys, sampler, start=start, stop=stop)
+        return s.run(toy, state, keys, sampler, start=start, stop=stop)
 
     compiled = jax.jit(stretch)
-    x = s.initial_noise(keys, SHAPE)
-    for start, stop in ((0, 4), (4, 4), (4, 9), (9, 11)):
-        x = compiled(x, start, stop)
+    state = s.initial_state(keys, SHAPE, sampler)
+    for start, stop in ((0, 4), (4, 4), (4, 9), (9, sampler.evaluations)):
+        state = compiled(state, start, stop)
     assert len(traces) == 1
-    assert x.dtype == jnp.float32
-    np.testing.assert_array_equal(x, jax.jit(lambda: s.run(toy, s.initial_noise(keys, SHAPE), keys, sampler))())
-    np.testing.assert_array_equal(x, jax.jit(lambda: s.sample(toy, keys, SHAPE, sampler))())
-    with pytest.raises(ValueError, match=r'4\.\.12 are not within 0\.\.11'):
-        s.run(toy, x, keys, sampler, start=4, stop=12)
+    assert state.x.dtype == jnp.float32
+    np.testing.assert_array_equal(state.x, jax.jit(lambda: s.run(toy, s.initial_state(keys, SHAPE, sampler), keys, sampler))().x)
+    np.testing.assert_array_equal(state.x, jax.jit(lambda: s.sample(toy, keys, SHAPE, sampler))())
+    beyond = sampler.evaluations + 1
+    with pytest.raises(ValueError, match=rf'4\.\.{beyond} are not within 0\.\.{beyond - 1}'):
+        s.run(toy, state, keys, sampler, start=4, stop=beyond)
 
 
 def test_a_bfloat16_network_has_a_float32_state():
@@ -325,38 +346,10 @@ def test_guidance_of_any_prediction_guides_epsilon(prediction):
     np.testing.assert_allclose(guided, unconditional + 2.5 * (conditional - unconditional), rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize('kind', s.SKIP_SCHEDULES)
-def test_subset_properties(kind):
-    """For every T up to 60 and every S, and for many larger ones."""
-    rng = np.random.default_rng(0)
-    large = [(int(total), int(steps)) for total in rng.integers(61, 5000, 150) for steps in rng.integers(1, total + 1, 4)]
-    for total, steps in [(t, n) for t in range(1, 61) for n in range(1, t + 1)] + large:
-        subset = s.timestep_subset(total, steps, kind)
-        assert subset.dtype == np.int32
-        assert subset.shape == (steps,), (total, steps)
-        assert (np.diff(subset) > 0).all(), (total, steps)
-        assert subset[-1] == total - 1
-        assert subset[0] == (0 if steps > 1 else total - 1)
-        if steps > 1:
-            ideal = np.linspace(0, 1, steps) ** (1 if kind == 'linear' else 2) * (total - 1)
-            # Where the ideal is denser than the integers, every integer is taken.
-            distance = np.abs(subset - np.maximum(ideal, np.arange(steps))).max()
-            assert distance <= (0.5 + 1e-9 if kind == 'linear' else 1), (total, steps)
-
-
-def test_subset_known_values():
-    np.testing.assert_array_equal(s.timestep_subset(1000, 4, 'linear'), [0, 333, 666, 999])
-    np.testing.assert_array_equal(s.timestep_subset(1000, 5, 'quadratic'), [0, 62, 250, 562, 999])
-    np.testing.assert_array_equal(s.timestep_subset(10, 7, 'quadratic'), [0, 1, 2, 3, 4, 6, 9])
-    for steps in (25, 50, 100, 250):  # guided-diffusion's respacing of one section adds up the stride
-        positions = itertools.accumulate([0.0] + [999 / (steps - 1)] * (steps - 1))
-        np.testing.assert_array_equal(s.timestep_subset(1000, steps, 'linear'), [round(v) for v in positions])
-
-
 @pytest.mark.parametrize(
     ('options', 'message'),
     [
-        ({'name': 'dpm'}, r'sampler: expected one of ddpm, ddim, found \'dpm\'; did you mean "ddpm"'),
+        ({'name': 'dpm'}, r'sampler: expected one of ddpm, ddim, dpmpp_2m, heun, found \'dpm\'; did you mean "ddpm"'),
         ({'steps': 0}, r'steps: expected 1 to 1000, .* found 0'),
         ({'steps': 1001}, r'steps: expected 1 to 1000, .* found 1001'),
         ({'eta': 0.0}, r'eta: only sampler=ddim has it, found eta=0.0 with sampler=ddpm'),
@@ -366,7 +359,16 @@ def test_subset_known_values():
         ({'name': 'ddim', 'variance': 'fixed_small'}, r'variance: only sampler=ddpm has it'),
         ({'variance': 'small'}, r'variance: expected one of fixed_small, fixed_large, learned, found \'small\''),
         ({'variance': 'learned'}, r'variance: learned needs a model with diffusion.learn_sigma=True'),
-        ({'skip_schedule': 'quad'}, r'skip_schedule: expected one of linear, quadratic, found \'quad\''),
+        ({'skip_schedule': 'quad'}, r'skip_schedule: expected one of linear, quadratic, log_snr, karras, found \'quad\''),
+        ({'name': 'dpmpp_2m', 'eta': 0.0}, r'eta: only sampler=ddim has it, found eta=0.0 with sampler=dpmpp_2m'),
+        ({'name': 'ddim', 'churn': 1.0}, r'churn: only sampler=heun has it'),
+        ({'name': 'ddim', 'churn_range': (0.0, 1.0)}, r'churn_range: only sampler=heun has it'),
+        ({'name': 'heun', 'churn': -1.0}, r'churn: expected 0 .* or more, found -1.0'),
+        ({'name': 'heun', 'churn': math.inf}, r'churn: .* found inf'),
+        ({'name': 'heun', 'churn': 1.0, 'churn_range': (2.0, 1.0)}, r'churn_range: .* lowest < highest, found 2.0, 1.0'),
+        ({'name': 'heun', 'churn_range': (1.0, 2.0)}, r'churn_range: .* no meaning without churn'),
+        ({'steps': 10, 'respacing': '10'}, r'respacing: .* found steps=10 beside it'),
+        ({'skip_schedule': 'linear', 'respacing': '10'}, r'respacing: .* found skip_schedule=linear beside it'),
         ({'guidance_scale': -1.0}, r'guidance_scale: expected 0 or more, found -1.0'),
         ({'guidance_scale': math.inf}, r'guidance_scale: expected 0 or more, found inf'),
         ({'guidance_scale': 2.0}, r'guidance_scale: 2.0 needs a class-conditional model'),
@@ -378,7 +380,11 @@ def test_wrong_options_are_named(options, message):
 
 
 def test_defaults_depend_on_sampler_and_model():
-    assert s.make_sampler(s.SamplerConfig(), process()).config == s.SamplerConfig(steps=1000, eta=0.0, variance='fixed_small')
+    assert s.make_sampler(s.SamplerConfig(), process()).config == s.SamplerConfig(
+        steps=1000, skip_schedule='linear', variance='fixed_small'
+    )
+    heun = s.SamplerConfig('heun', steps=9, skip_schedule='karras', churn=0.0)
+    assert s.make_sampler(s.SamplerConfig('heun', steps=9), process()).config == heun
     learned = process(learn_sigma=True)
     assert s.make_sampler(s.SamplerConfig(steps=5), learned).config.variance == 'learned'
     assert s.make_sampler(s.SamplerConfig('ddim', guidance_scale=2.0), learned, num_classes=10).config.guidance_scale == 2.0

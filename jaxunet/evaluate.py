@@ -1,0 +1,125 @@
+"""Compares samples with real images.
+
+    python -m jaxunet.evaluate --samples samples/ --reference cifar10: --metrics fid,kid,precision,recall,inception_score
+
+Samples and reference are what `data.path` may be, at one size each; samples also a .png grid of `jaxunet.sample`. For `fid`, either
+may be an .npz of statistics (mu, sigma) as pytorch-fid writes and reads them. Every result says how it was come by.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+from absl import flags
+
+from jaxunet import cli
+from jaxunet.errors import UserError
+from jaxunet.metrics.evaluation import METRICS, WITHOUT_REFERENCE, Side, check_metrics, compute, image_side, statistics_side
+from jaxunet.metrics.features import FeatureNetwork, load_features
+from jaxunet.metrics.frechet import is_statistics, save_statistics
+from jaxunet.metrics.image_sets import Size, open_images
+from jaxunet.metrics.kernel_distance import SUBSET_SIZE, SUBSETS
+
+SAMPLES = flags.DEFINE_string('samples', None, 'A folder, archive or .npz of images, a .png grid, or an .npz of statistics.', required=True)
+REFERENCE = flags.DEFINE_string('reference', None, 'The real images, or an .npz of statistics; inception_score alone needs none.')
+METRIC_NAMES = flags.DEFINE_list('metrics', ['fid'], f'Some of {", ".join(METRICS)}.')
+FEATURES = flags.DEFINE_string('features', 'inception', "inception (downloads pytorch-fid's weights once), or a file of features.")
+BATCH_SIZE = flags.DEFINE_integer('batch_size', 64, 'Images in the feature network at a time.', lower_bound=1)
+NUM_SAMPLES = flags.DEFINE_integer('num_samples', None, 'Use only so many of the samples, drawn at random.', lower_bound=1)
+SEED = flags.DEFINE_integer('seed', 0, 'Of everything that is drawn at random.', lower_bound=0)
+IMAGE_SIZE = flags.DEFINE_string('image_size', None, "SIDE or HEIGHT,WIDTH of the images in a .png grid; default: the reference's.")
+KID_SUBSETS = flags.DEFINE_integer(
+    'kid_subsets', SUBSETS, 'kid: random subsets to average over; 0 takes all images at once.', lower_bound=0
+)
+KID_SUBSET_SIZE = flags.DEFINE_integer('kid_subset_size', SUBSET_SIZE, 'kid: images in a subset, if there are as many.', lower_bound=2)
+WRITE_STATISTICS = flags.DEFINE_string('write_statistics', None, "fid: keep the reference's statistics in this .npz, for --reference.")
+OUTPUT = flags.DEFINE_string('output', None, 'Append the results to this file, one JSON object a line.')
+
+MAX_SIDE = 2**16
+
+
+def main(argv: Sequence[str]) -> None:
+    metrics = METRIC_NAMES.value
+    check_metrics(metrics)
+    compared = [metric for metric in metrics if metric not in WITHOUT_REFERENCE]
+    if compared and not REFERENCE.value:
+        raise UserError(f'--reference: missing; {", ".join(compared)} compare the samples with it')
+    if WRITE_STATISTICS.value and ('fid' not in metrics or not WRITE_STATISTICS.value.lower().endswith('.npz')):
+        raise UserError(f'--write_statistics: expected a name that ends in .npz, and fid in --metrics, found {WRITE_STATISTICS.value!r}')
+    size = _image_size()
+    if OUTPUT.value:
+        _check_writable(Path(OUTPUT.value).expanduser())
+    cli.enable_compilation_cache()
+    network = load_features(FEATURES.value)
+    check_metrics(metrics, network)
+    reference = None
+    if compared and REFERENCE.value:
+        reference, found = _side('--reference', REFERENCE.value, compared, network, size)
+        size = size or found
+    samples, _ = _side('--samples', SAMPLES.value, metrics, network, size, NUM_SAMPLES.value)
+    if WRITE_STATISTICS.value and reference is not None and reference.statistics is not None:
+        save_statistics(WRITE_STATISTICS.value, reference.statistics)
+    results = compute(
+        metrics,
+        network,
+        samples,
+        reference,
+        seed=SEED.value,
+        kid_subsets=KID_SUBSETS.value,
+        kid_subset_size=KID_SUBSET_SIZE.value,
+    )
+    for result in results:
+        print(result.line(), flush=True)
+    if OUTPUT.value:
+        _append(OUTPUT.value, [json.dumps(result.row()) for result in results])
+
+
+def _image_size() -> Size | None:
+    if IMAGE_SIZE.value is None:
+        return None
+    parts = IMAGE_SIZE.value.split(',')
+    if len(parts) > 2 or not all(p.isascii() and p.isdigit() and 1 <= int(p) <= MAX_SIDE for p in parts):
+        raise UserError(
+            f'--image_size: expected SIDE or HEIGHT,WIDTH, each 1 to {MAX_SIDE}, such as 64 or 48,64; found {IMAGE_SIZE.value!r}'
+        )
+    return int(parts[0]), int(parts[-1])
+
+
+def _side(
+    flag: str, path: str, metrics: Sequence[str], network: FeatureNetwork, size: Size | None, count: int | None = None
+) -> tuple[Side, Size | None]:
+    """One side, and the size of its images where it has some."""
+    file = Path(path).expanduser()
+    if file.suffix.lower() == '.npz' and file.is_file() and is_statistics(file):
+        if count is not None:
+            raise UserError(f'--num_samples: {path} holds statistics, from which nothing can be drawn; leave it out')
+        return statistics_side(path, metrics, network, flag), None
+    with open_images(path, grid_size=size) as source:
+        side = image_side(path, source, metrics, network, count=count, seed=SEED.value, batch_size=BATCH_SIZE.value)
+        return side, source.image_shape[:2]
+
+
+def _check_writable(target: Path) -> None:
+    """Before the work, not after it. Nothing is made."""
+    folder = target.parent
+    while not folder.exists():
+        folder = folder.parent
+    if target.is_dir() or not folder.is_dir() or not os.access(target if target.exists() else folder, os.W_OK):
+        raise UserError(f'--output: {target}: cannot be written; check the name and the permissions')
+
+
+def _append(path: str, lines: Sequence[str]) -> None:
+    target = Path(path).expanduser()
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with target.open('a') as file:
+            file.writelines(f'{line}\n' for line in lines)
+    except OSError as error:
+        raise UserError(f'--output: {target}: cannot be written: {error.strerror or error}; check the folder and the free space') from None
+
+
+if __name__ == '__main__':
+    cli.run(main)

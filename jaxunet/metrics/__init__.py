@@ -1,0 +1,1 @@
+"""How good samples are: feature networks, Fréchet distance, kernel distance, precision and recall, Inception Score."""

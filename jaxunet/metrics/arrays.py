@@ -1,0 +1,37 @@
+"""`.npz` files of plain numbers; nothing is unpickled."""
+
+from __future__ import annotations
+
+import zipfile
+import zlib
+from pathlib import Path
+
+import numpy as np
+
+from jaxunet.errors import UserError
+
+DAMAGED = (zipfile.BadZipFile, zlib.error, EOFError, OSError, ValueError, KeyError)
+
+
+def read_arrays(path: Path) -> dict[str, np.ndarray]:
+    """All arrays of an .npz. Raises UserError."""
+    try:
+        with np.load(path, allow_pickle=False) as arrays:
+            return dict(arrays)
+    except DAMAGED as error:
+        raise _unreadable(path, error) from None
+
+
+def array_names(path: Path) -> list[str]:
+    """Names of the arrays in an .npz. Raises UserError."""
+    try:
+        with zipfile.ZipFile(path) as archive:
+            return [name.removesuffix('.npy') for name in archive.namelist()]
+    except DAMAGED as error:
+        raise _unreadable(path, error) from None
+
+
+def _unreadable(path: Path, error: BaseException) -> UserError:
+    if isinstance(error, FileNotFoundError):
+        return UserError(f'{path}: no such file')
+    return UserError(f'{path}: not a readable .npz file of plain numbers: {error}')

@@ -1,0 +1,137 @@
+"""Fréchet distance of Gaussians fitted to features, and the files of their statistics.
+
+Source: Heusel et al. 2017 (arXiv 1706.08500); the file format is that of mseitzer/pytorch-fid: `.npz` with `mu` (d,) and `sigma` (d, d).
+Everything is float64.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from jaxtyping import Float
+
+from jaxunet.errors import UserError
+from jaxunet.metrics.arrays import array_names, read_arrays
+
+PROTOCOL = 'jaxunet_protocol'  # our addition to the file, which pytorch-fid passes over: where the numbers come from, as JSON
+
+Vector = Float[np.ndarray, ' d']
+Matrix = Float[np.ndarray, 'd d']
+
+
+@dataclass(frozen=True)
+class Statistics:
+    """Mean and covariance (divided by n − 1) of features; `protocol` tells their origin, where known."""
+
+    mu: Vector
+    sigma: Matrix
+    protocol: dict[str, Any]
+
+
+class Moments:
+    """Mean and covariance of batches of features as they come, in float64.
+
+    Batches are centred on their own means and merged (Chan, Golub & LeVeque 1979), which cancels nothing.
+    """
+
+    def __init__(self, dimension: int) -> None:
+        self.count = 0
+        self._mean = np.zeros(dimension)
+        self._scatter = np.zeros((dimension, dimension))
+
+    def add(self, features: Float[np.ndarray, 'n d']) -> None:
+        batch = features.astype(np.float64)
+        if len(batch) == 0:
+            return
+        mean = batch.mean(axis=0)
+        centred = batch - mean[None]
+        delta = mean - self._mean
+        total = self.count + len(batch)
+        self._scatter += centred.T @ centred
+        self._scatter += np.outer(delta, delta * (self.count * len(batch) / total))
+        self._mean = self._mean + delta * (len(batch) / total)
+        self.count = total
+
+    def statistics(self, protocol: dict[str, Any] | None = None) -> Statistics:
+        """Raises UserError: fewer than two images, or features that are not finite."""
+        if self.count < 2:
+            raise UserError(f'a covariance needs 2 images or more, found {self.count}')
+        if not (np.isfinite(self._mean).all() and np.isfinite(self._scatter).all()):
+            raise UserError('the features are not finite; the feature network is damaged')
+        return Statistics(self._mean, self._scatter / (self.count - 1), protocol or {})
+
+
+def frechet_distance(a: Statistics, b: Statistics) -> float:
+    """|μa − μb|² + tr(Σa) + tr(Σb) − 2 tr((Σa Σb)^½), 0 or more.
+
+    With Σ = F Fᵀ from a symmetric eigendecomposition, tr((Σa Σb)^½) = tr((Σa^½ Σb Σa^½)^½) is the sum of the singular values of
+    Faᵀ Fb. No complex number can arise, singular covariances need no offset, and rounding enters with its own size, not with its
+    square root, as it does through the eigenvalues of the product.
+
+    Raises:
+      UserError: statistics of different dimensions.
+    """
+    if a.mu.shape != b.mu.shape:
+        raise UserError(f'expected statistics of one dimension, found {len(a.mu)} and {len(b.mu)}; they come from different features')
+    delta = a.mu - b.mu
+    product = _factor(a.sigma).T @ _factor(b.sigma)
+    overlap = np.linalg.svd(product, compute_uv=False).sum() if product.size else 0.0
+    return max(0.0, float(delta @ delta + np.trace(a.sigma) + np.trace(b.sigma) - 2 * overlap))
+
+
+def _factor(sigma: Matrix) -> Float[np.ndarray, 'd rank']:
+    """F with Σ = F Fᵀ and as many columns as Σ has rank: eigenvectors by the roots of their eigenvalues."""
+    values, vectors = np.linalg.eigh((sigma + sigma.T) / 2)
+    # What a covariance has below this is rounding of the largest eigenvalue.
+    keep = values > max(values[-1], 0.0) * len(values) * np.finfo(np.float64).eps
+    return vectors[:, keep] * np.sqrt(values[keep])[None]
+
+
+def save_statistics(path: str | os.PathLike[str], statistics: Statistics) -> None:
+    """Writes `.npz`, whole or not at all. pytorch-fid reads it. Raises UserError if it cannot be written."""
+    target = Path(path)
+    partial = target.with_name(f'.{target.name}.{os.getpid()}.partial')
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with partial.open('wb') as file:
+            np.savez(file, mu=statistics.mu, sigma=statistics.sigma, jaxunet_protocol=np.array(json.dumps(statistics.protocol)))
+        os.replace(partial, target)
+    except OSError as error:
+        raise UserError(f'{target}: cannot be written: {error.strerror or error}; check the folder and the free space') from None
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+def is_statistics(path: Path) -> bool:
+    """Whether an .npz holds statistics and no images."""
+    names = set(array_names(path))
+    return {'mu', 'sigma'} <= names and not names & {'images', 'arr_0'}
+
+
+def load_statistics(path: Path) -> Statistics:
+    """Reads our files, pytorch-fid's, and those of the original TensorFlow code.
+
+    Raises:
+      UserError: arrays missing, of other shapes, not finite, or a sigma that is no covariance.
+    """
+    arrays = read_arrays(path)
+    if missing := [name for name in ('mu', 'sigma') if name not in arrays]:
+        raise UserError(f'{path}: expected arrays mu and sigma, {missing[0]} is missing; found {", ".join(arrays)}')
+    mu, sigma = arrays['mu'].astype(np.float64), arrays['sigma'].astype(np.float64)
+    if mu.ndim != 1 or sigma.shape != (len(mu), len(mu)):
+        raise UserError(f'{path}: expected mu (d,) and sigma (d, d), found {mu.shape} and {sigma.shape}')
+    if not (np.isfinite(mu).all() and np.isfinite(sigma).all()):
+        raise UserError(f'{path}: expected finite numbers, found NaN or infinity; make the statistics again')
+    scale = float(np.abs(sigma).max())
+    if np.abs(sigma - sigma.T).max() > 1e-6 * scale or np.diagonal(sigma).min() < -1e-6 * scale:
+        raise UserError(f'{path}: sigma: expected a covariance, found a matrix that is not symmetric or has negative variances')
+    try:
+        protocol = json.loads(str(arrays[PROTOCOL])) if PROTOCOL in arrays else {}
+    except ValueError:
+        raise UserError(f'{path}: {PROTOCOL}: expected JSON, found {str(arrays[PROTOCOL])[:40]!r}') from None
+    return Statistics(mu, sigma, protocol if isinstance(protocol, dict) else {})

@@ -1,0 +1,165 @@
+"""Sets of images as they are: at their own size, without the cropping and resizing that training has."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import math
+import struct
+import tempfile
+import zipfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+from jaxtyping import UInt8
+from PIL import Image
+
+from jaxunet.data import cifar10
+from jaxunet.data.containers import Container, Folder, ZipArchive
+from jaxunet.data.image_files import ImageFiles
+from jaxunet.data.pixels import MAX_PIXELS, BadImage, Pixels, told, why_not_image
+from jaxunet.data.source import ArraySource, Source
+from jaxunet.data.sources import TAR, open_source
+from jaxunet.data.tar import TarArchive, compression, decompress
+from jaxunet.data.unetcu_bin import read_header
+from jaxunet.errors import UserError
+from jaxunet.images import ENLARGED, GAP, TINY
+
+Size = tuple[int, int]  # height, width
+ORIENTATION = 0x0112  # EXIF; from 5 on, width and height change places
+
+
+@contextlib.contextmanager
+def open_images(path: str, *, grid_size: Size | None = None) -> Iterator[Source]:
+    """All images of `path` as RGB at the one size that they have.
+
+    Args:
+      path: what `data.path` may be (folder, .zip, .tar(.gz|.xz), .npz, unet.cu's .bin, digits:, cifar10:[PATH]), or a .png that
+        `jaxunet.images.grid` made. A compressed tar is unpacked into a temporary folder for as long as the context lasts.
+      grid_size: (height, width) of the images in a .png grid.
+
+    Raises:
+      UserError: wrong paths, images of several sizes (when loaded), or a .png that is no such grid.
+    """
+    file = Path(path).expanduser()
+    if file.suffix.lower() == '.png' and file.is_file():
+        if grid_size is None:
+            raise UserError(f'{path}: a grid does not tell the size of its images; give --image_size HEIGHT,WIDTH')
+        yield ArraySource(path, read_grid(file, grid_size), (*grid_size, 3))
+        return
+    local = Path(path.removeprefix('cifar10:')).expanduser() if path.startswith('cifar10:') else file
+    if path == 'digits:':
+        yield open_source(path, image_shape=(8, 8, 3))
+    elif path.startswith('cifar10:') and (path == 'cifar10:' or (_is_set(local) and cifar10.is_official(local))):
+        yield open_source(path, image_shape=(32, 32, 3))
+    elif local.name.lower().endswith(TAR) and local.is_file() and compression(local):
+        with tempfile.TemporaryDirectory(prefix='jaxunet.') as folder:
+            plain = Path(folder) / 'unpacked.tar'
+            decompress(local, plain)
+            yield SameSize(TarArchive(plain, str(local)))
+    elif local.is_dir():
+        yield SameSize(Folder(local))
+    elif local.is_file() and local.name.lower().endswith(TAR):
+        yield SameSize(TarArchive(local))
+    elif local.is_file() and local.suffix.lower() == '.zip':
+        yield SameSize(ZipArchive(local))
+    else:
+        yield open_source(str(local) if path else path, image_shape=_array_shape(local))
+
+
+class SameSize(ImageFiles):
+    """Image files of one size, that of the first; another size is an error, as resizing would change what is measured."""
+
+    def __init__(self, container: Container) -> None:
+        height, width = _first_size(container)
+        super().__init__(container, (height, width, 3), strip_leading=True)
+
+    def _one(self, i: int) -> Pixels:
+        data, name = self._container.read(i), self._container.describe(i)
+        if (found := _size(data, name)) != (wanted := self.image_shape[:2]):
+            raise UserError(
+                f'{name}: expected {wanted[0]}x{wanted[1]} pixels (height x width) as the first image has, found {found[0]}x{found[1]}; '
+                f'bring all to one size: python -m jaxunet.prepare_data --input {self.name} --output images.npz --image_size ...'
+            )
+        return super()._one(i)
+
+
+def read_grid(path: Path, size: Size) -> UInt8[np.ndarray, 'images height width 3']:
+    """The images of a grid that `jaxunet.images.save_images` wrote, without its gaps and enlargement, row by row.
+
+    White cells at the end are places that the grid did not need.
+
+    Raises:
+      UserError: no image, or no grid of images of this size.
+    """
+    height, width = size
+    try:
+        with Image.open(path) as image:
+            canvas = np.asarray(image.convert('RGB'))
+    except Exception as error:  # Pillow raises nearly everything on damaged files
+        raise BadImage(str(path), f'cannot be decoded: {told(error)}') from None
+    factor = math.ceil(ENLARGED / min(size)) if min(size) < TINY else 1
+    cell_height, cell_width = factor * height + GAP, factor * width + GAP
+    rows, columns = (canvas.shape[0] - GAP) // cell_height, (canvas.shape[1] - GAP) // cell_width
+    wrong = UserError(
+        f'{path}: expected a grid of {height}x{width} images as jaxunet.sample writes it, found {canvas.shape[0]}x{canvas.shape[1]} '
+        'pixels that are none; give --image_size, or a folder or .npz of the images'
+    )
+    if min(rows, columns) < 1 or canvas.shape[:2] != (rows * cell_height + GAP, columns * cell_width + GAP):
+        raise wrong
+    cells = canvas[GAP:, GAP:].reshape(rows, cell_height, columns, cell_width, 3).swapaxes(1, 2).reshape(-1, cell_height, cell_width, 3)
+    images = cells[:, :-GAP:factor, :-GAP:factor]
+    enlarged = images.repeat(factor, axis=1).repeat(factor, axis=2)
+    gaps = (canvas[:GAP], canvas[:, :GAP], cells[:, -GAP:], cells[:, :, -GAP:])
+    if any((gap != 255).any() for gap in gaps) or (enlarged != cells[:, :-GAP, :-GAP]).any():
+        raise wrong
+    used = np.flatnonzero((images != 255).any(axis=(1, 2, 3)))
+    if len(used) == 0:
+        raise wrong
+    return np.ascontiguousarray(images[: used[-1] + 1])
+
+
+def _is_set(path: Path) -> bool:
+    return path.is_dir() or (path.is_file() and path.name.lower().endswith(TAR))
+
+
+def _first_size(container: Container) -> Size:
+    """Of the first image file that can be read; any size if there is none, which `ImageFiles` then reports."""
+    for i in range(len(container.names)):
+        if container.names[i] in container.unreadable:
+            continue
+        with contextlib.suppress(BadImage):
+            if not why_not_image(*container.start(i)):
+                return _size(container.read(i), container.describe(i))
+    return 1, 1
+
+
+def _size(data: bytes, name: str) -> Size:
+    try:
+        with Image.open(io.BytesIO(data)) as image:
+            width, height = image.size
+            turned = image.getexif().get(ORIENTATION, 1) >= 5
+    except Exception as error:  # Pillow raises nearly everything on damaged files
+        raise BadImage(name, f'cannot be decoded: {told(error)}') from None
+    if width * height > MAX_PIXELS:
+        raise BadImage(name, f'{width}x{height} pixels, more than the {MAX_PIXELS} accepted')
+    return (width, height) if turned else (height, width)
+
+
+def _array_shape(path: Path) -> tuple[int, int, int]:
+    """Of the images in an .npz or .bin. Where it cannot be had, any shape: opening then tells what is wrong."""
+    with contextlib.suppress(OSError, ValueError, EOFError, KeyError, zipfile.BadZipFile, struct.error):
+        if path.suffix.lower() == '.npz':
+            with zipfile.ZipFile(path) as archive:
+                name = next(name for name in ('images.npy', 'arr_0.npy', '') if name in archive.namelist() or not name)
+                with archive.open(name) as file:
+                    version = np.lib.format.read_magic(file)
+                    read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
+                    shape = read(file)[0]
+            if len(shape) in (3, 4) and min(shape) > 0:
+                return int(shape[1]), int(shape[2]), 3
+        elif path.suffix.lower() == '.bin' and path.is_file():
+            _, _, height, width = read_header(path)
+            return height, width, 3
+    return 1, 1, 3

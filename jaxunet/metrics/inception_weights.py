@@ -1,0 +1,131 @@
+"""Where the weights of FID's Inception come from: a file, or a download that is kept in the cache folder."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import http.client
+import os
+import urllib.error
+import urllib.request
+from collections.abc import Mapping
+from pathlib import Path
+
+import jax.numpy as jnp
+import numpy as np
+from tqdm import tqdm
+
+from jaxunet.data.cifar10 import cache_dir
+from jaxunet.errors import UserError
+from jaxunet.metrics.arrays import read_arrays
+from jaxunet.metrics.inception import Parameters, torch_shapes
+from jaxunet.metrics.torch_legacy import START, read_legacy
+from jaxunet.weights.safetensors_file import SafetensorsFile
+from jaxunet.weights.torch_file import TorchFile
+
+FILE = 'pt_inception-2015-12-05-6726825d.pth'
+URL = f'https://github.com/mseitzer/pytorch-fid/releases/download/fid_weights/{FILE}'
+SHA256_PREFIX = '6726825d'  # of the published file, which carries it in its name
+SUFFIXES = ('.pth', '.pt', '.npz', '.safetensors')
+MAX_BYTES = 2**29  # the published file has 96 MB
+IGNORED = 'num_batches_tracked'  # torch's counter of training steps, which some files have
+
+
+def read_parameters(path: Path) -> Parameters:
+    """The parameters in a state dict of FID's Inception: .pth or .pt (`torch.save`, old format or new), .npz or .safetensors.
+
+    Nothing in the file is executed.
+
+    Raises:
+      UserError: another kind of file, a damaged one, or one of another network; naming the tensor.
+    """
+    return from_state(_read_state(path), str(path))
+
+
+def from_state(state: Mapping[str, np.ndarray], name: str) -> Parameters:
+    """Checks a state dict against the network and turns it to our layouts. Raises UserError, beginning with `name`."""
+    shapes = torch_shapes()
+    found = {key: value for key, value in state.items() if not key.endswith(IGNORED)}
+    missing, extra = sorted(shapes.keys() - found.keys()), sorted(found.keys() - shapes.keys())
+    if missing or extra:
+        raise UserError(
+            f"{name}: expected the {len(shapes)} tensors of FID's Inception-v3 under pytorch-fid's names ({FILE}); "
+            f'{len(missing)} are missing ({", ".join(missing[:3])}) and {len(extra)} unknown ({", ".join(extra[:3])})'
+        )
+    params = {}
+    for key, shape in shapes.items():
+        value = found[key]
+        if value.shape != shape:
+            raise UserError(f'{name}: {key}: expected shape {shape}, found {value.shape}')
+        if not np.isfinite(value).all():
+            raise UserError(f'{name}: {key}: expected finite numbers, found NaN or infinity; the file is damaged')
+        if key.endswith('running_var') and (value < 0).any():
+            raise UserError(f'{name}: {key}: expected variances of 0 or more, found {value.min()}; the file is damaged')
+        turned = value.transpose(2, 3, 1, 0) if value.ndim == 4 else value.T
+        params[key] = jnp.asarray(np.ascontiguousarray(turned, np.float32))
+    return params
+
+
+def find_or_download() -> Path:
+    """The published weights in the cache folder, fetched if they are not there yet, with the checksum in their name.
+
+    Raises:
+      UserError: no connection, no space, or other bytes than expected.
+    """
+    target = cache_dir() / FILE
+    help_text = f'fetch {URL} elsewhere and give its path (--features /path/to/{FILE}), or put it into {target.parent}'
+    if target.is_file():
+        if sha256(target).startswith(SHA256_PREFIX):
+            return target
+        raise UserError(f'{target}: its SHA-256 does not begin with {SHA256_PREFIX}; it is damaged: remove it, and it is downloaded again')
+    partial = target.with_name(f'.{FILE}.{os.getpid()}.partial')
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        _fetch(partial)
+        if not (found := sha256(partial)).startswith(SHA256_PREFIX):
+            raise UserError(f'{URL}: SHA-256 {found}, expected it to begin with {SHA256_PREFIX}; try again, or {help_text}')
+        os.replace(partial, target)
+    except (urllib.error.URLError, http.client.HTTPException, TimeoutError, ConnectionError) as error:
+        raise UserError(f'--features=inception: cannot download {URL}: {getattr(error, "reason", None) or error}; {help_text}') from None
+    except OSError as error:
+        raise UserError(f'{target}: cannot be written: {error.strerror or error}; check the folder and the free space') from None
+    finally:
+        with contextlib.suppress(OSError):
+            partial.unlink()
+    return target
+
+
+def sha256(path: Path) -> str:
+    with path.open('rb') as file:
+        return hashlib.file_digest(file, 'sha256').hexdigest()
+
+
+def _fetch(target: Path) -> None:
+    request = urllib.request.Request(URL, headers={'User-Agent': 'jaxunet'})
+    with urllib.request.urlopen(request, timeout=60) as response, target.open('wb') as file:
+        total = int(response.headers.get('Content-Length') or 0) or None
+        with tqdm(total=total, unit='B', unit_scale=True, desc=FILE, dynamic_ncols=True) as bar:
+            while chunk := response.read(2**20):
+                file.write(chunk)
+                bar.update(len(chunk))
+
+
+def _read_state(path: Path) -> dict[str, np.ndarray]:
+    if path.suffix.lower() not in SUFFIXES:
+        raise UserError(f'{path}: expected a file of features that ends in {", ".join(SUFFIXES)}, found {path.suffix!r}')
+    try:
+        if path.stat().st_size > MAX_BYTES:
+            raise UserError(f'{path}: {path.stat().st_size:,} bytes, expected about 96 million; this is no Inception-v3')
+        with path.open('rb') as file:
+            if path.suffix.lower() == '.safetensors':
+                tensors = SafetensorsFile(str(path), file)
+                return {name: tensors.read(name) for name in tensors.shapes}
+            if path.suffix.lower() == '.npz':
+                return read_arrays(path)
+            if file.read(2) == START:
+                return read_legacy(str(path), file)
+            file.seek(0)
+            with TorchFile(str(path), file) as state:
+                return {name: state.read(name) for name in state.shapes}
+    except OSError as error:
+        raise UserError(f'{path}: cannot be read: {error.strerror or error}') from None

@@ -1,0 +1,67 @@
+"""All pairs of two sets of features, in blocks on the device: memory grows with one block, not with the number of pairs."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jaxtyping import Array, Float
+
+BLOCK = 2048
+
+# (state, products (rows, columns), row norms² (rows,), column norms² (columns,), row numbers, column numbers, column extras) -> state
+Fold = Callable[[Array, Array, Array, Array, Array, Array, Array], Array]
+
+
+def fold_pairs(
+    fold: Fold,
+    initial: Callable[[int], Array],
+    rows: Float[np.ndarray, 'n d'],
+    columns: Float[np.ndarray, 'm d'],
+    *,
+    extra: Float[np.ndarray, ' m'] | None = None,
+    block: int = BLOCK,
+) -> np.ndarray:
+    """One result for each row from its inner products with all columns, float32.
+
+    The last blocks are padded; padded columns have number −1, which `fold` must leave out.
+
+    Args:
+      fold: takes a block of columns into the state of a block of rows; a pure function of a module, as it is compiled once.
+      initial: the state of so many rows.
+      extra: a number for each column, given to `fold`.
+      block: rows and columns at a time; the result does not depend on it but for rounding.
+    """
+    n, m = len(rows), len(columns)
+    high, wide = min(block, n), min(block, m)
+    numbers = _padded(np.arange(m, dtype=np.int32), wide, -1)
+    extras = _padded(np.zeros(m, np.float32) if extra is None else extra.astype(np.float32), wide, 0)
+    tiles = _padded(columns.astype(np.float32), wide, 0)
+    on_device = [jnp.asarray(a) for a in (tiles, numbers, extras)]
+    tall, places = _padded(rows.astype(np.float32), high, 0), _padded(np.arange(n, dtype=np.int32), high, -1)
+    results = [_scan(fold, initial, tall[i], places[i], *on_device) for i in range(len(tall))]
+    return np.concatenate([np.asarray(result) for result in results])[:n]
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _scan(fold: Fold, initial: Callable[[int], Array], rows: Array, places: Array, tiles: Array, numbers: Array, extras: Array) -> Array:
+    row_norms = (rows * rows).sum(1)
+
+    def step(state: Array, tile: tuple[Array, Array, Array]) -> tuple[Array, None]:
+        columns, number, extra = tile
+        products = jnp.matmul(rows, columns.T, precision=lax.Precision.HIGHEST)
+        return fold(state, products, row_norms, (columns * columns).sum(1), places, number, extra), None
+
+    return lax.scan(step, initial(rows.shape[0]), (tiles, numbers, extras))[0]
+
+
+def _padded(values: np.ndarray, block: int, fill: int) -> np.ndarray:
+    """Blocks of equal length (blocks, block, ...), the last one filled up."""
+    count = -(-len(values) // block)
+    out = np.full((count * block, *values.shape[1:]), fill, values.dtype)
+    out[: len(values)] = values
+    return out.reshape(count, block, *values.shape[1:])
