@@ -12,6 +12,7 @@ A checkpoint holds plain arrays of one replica, so that it restores on any numbe
 
 from __future__ import annotations
 
+import dataclasses
 import pathlib
 import zlib
 from dataclasses import dataclass
@@ -138,11 +139,14 @@ class Checkpoints:
         folder = self.folder / str(step)
         meta = self.manager.restore(step, args=ocp.args.Composite(meta=ocp.args.JsonRestore())).meta
         config = resolve(meta['config'])
-        template = state_template(config)
+        whole = state_template(config)
+        # Earlier versions had no states of weightings and samplers; their runs used none.
+        fields = [f.name for f in dataclasses.fields(whole) if 'timesteps' in meta['config'] or f.name not in ('weighting', 'timesteps')]
+        template = {name: getattr(whole, name) for name in fields}
         as_numpy = jax.tree.map(lambda _: ocp.RestoreArgs(restore_type=np.ndarray), template)
         restore = ocp.args.PyTreeRestore(template, restore_args=as_numpy)
-        state = self.manager.restore(step, args=ocp.args.Composite(state=restore)).state
-        for (path, got), want in zip(jax.tree.leaves_with_path(state), jax.tree.leaves(template), strict=True):
+        state = TrainState(**self.manager.restore(step, args=ocp.args.Composite(state=restore)).state)
+        for (path, got), want in zip(jax.tree.leaves_with_path(state), jax.tree.leaves(whole), strict=True):
             if got.shape != want.shape or got.dtype != want.dtype:
                 raise ValueError(f'{jax.tree_util.keystr(path)}: expected {want.dtype}{want.shape}, found {got.dtype}{got.shape}')
         found = checksum(state)

@@ -62,6 +62,41 @@ class DiffusionConfig:
 
 
 @dataclass(frozen=True)
+class LossConfig:
+    """How much each timestep's loss counts; `jaxunet.weighting` has the equations."""
+
+    weighting: str = 'uniform'  # uniform | min_snr | soft_min_snr | p2 | speed | uncertainty
+    min_snr_gamma: float = 5.0
+    soft_min_snr_sigma: float = 0.5  # σ_d
+    p2_k: float = 1.0
+    p2_gamma: float = 1.0
+    speed_lambda: float = 0.6
+    speed_tau: float = 0.7  # of diffusion.steps
+    uncertainty_features: int = 128
+    uncertainty_learning_rate: float = 1e-3
+
+
+@dataclass(frozen=True)
+class TimestepsConfig:
+    """Which timesteps are trained; `jaxunet.timesteps` and `jaxunet.timestep_policy` have the equations."""
+
+    sampler: str = 'uniform'  # uniform | loss_second_moment | speed | policy | adaptive
+    history: int = 10  # loss_second_moment: losses kept for each timestep
+    history_uniform: float = 0.001  # and the uniform share of its distribution
+    speed_k: float = 5.0
+    speed_tau: float = 0.7  # of diffusion.steps
+    policy_every: int = 40  # steps between measurements
+    policy_probes: int = 3  # timesteps whose bound rewards the policy
+    policy_memory: int = 5  # measurements from which these are chosen
+    policy_learning_rate: float = 1e-2
+    policy_entropy: float = 0.01  # weight of the entropy bonus
+    adaptive_bins: int = 32
+    adaptive_memory: float = 1000.0  # visits to a bin that its fast average of the loss remembers; the slow one remembers 4 times as many
+    adaptive_uniform: float = 0.3  # least uniform share
+    adaptive_correction: float = 0.0  # power of the importance weight 1/(T p): 0 = none, 1 = unbiased
+
+
+@dataclass(frozen=True)
 class DataConfig:
     path: str = 'digits:'  # folder | .zip | .tar(.gz|.xz) | .npz | .bin | digits: | cifar10:[local copy]
     image_size: tuple[int, ...] = (8,)  # (side,) or (height, width)
@@ -112,6 +147,8 @@ class Config:
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     model: ModelConfig = field(default_factory=ModelConfig)
     diffusion: DiffusionConfig = field(default_factory=DiffusionConfig)
+    loss: LossConfig = field(default_factory=LossConfig)
+    timesteps: TimestepsConfig = field(default_factory=TimestepsConfig)
     data: DataConfig = field(default_factory=DataConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     ema: EmaConfig = field(default_factory=EmaConfig)
@@ -142,48 +179,36 @@ CHOICES = {
     'model.init': ('torch', 'ddpm'),
     'diffusion.schedule': ('linear', 'cosine'),
     'diffusion.prediction': ('epsilon', 'x0', 'v'),
+    'loss.weighting': ('uniform', 'min_snr', 'soft_min_snr', 'p2', 'speed', 'uncertainty'),
+    'timesteps.sampler': ('uniform', 'loss_second_moment', 'speed', 'policy', 'adaptive'),
     'data.cache': ('auto', 'device', 'stream'),
     'data.augment': ('none', 'flip'),
     'optimizer.name': ('adamw', 'adam'),
     'optimizer.schedule': ('constant', 'cosine', 'linear'),
 }
+# fmt: off
 POSITIVE = [
-    'model.image_channels',
-    'model.base_channels',
-    'model.channel_mult',
-    'model.num_res_blocks',
-    'model.max_period',
-    'model.norm_groups',
-    'model.norm_eps',
-    'diffusion.steps',
-    'data.image_size',
-    'data.batch_size',
-    'optimizer.learning_rate',
-    'optimizer.eps',
-    'optimizer.accumulate_steps',
-    'train.steps',
-    'train.log_every',
-    'train.checkpoint_every',
-    'train.keep',
-    'train.sample_count',
-    'train.sample_steps',
-    'train.max_bad_steps',
+    'model.image_channels', 'model.base_channels', 'model.channel_mult', 'model.num_res_blocks', 'model.max_period', 'model.norm_groups',
+    'model.norm_eps', 'diffusion.steps', 'loss.min_snr_gamma', 'loss.soft_min_snr_sigma', 'loss.p2_k', 'loss.uncertainty_features',
+    'loss.uncertainty_learning_rate', 'timesteps.history', 'timesteps.speed_k', 'timesteps.policy_every', 'timesteps.policy_probes',
+    'timesteps.policy_memory', 'timesteps.policy_learning_rate', 'timesteps.adaptive_bins', 'timesteps.adaptive_memory',
+    'data.image_size', 'data.batch_size', 'optimizer.learning_rate', 'optimizer.eps', 'optimizer.accumulate_steps', 'train.steps',
+    'train.log_every', 'train.checkpoint_every', 'train.keep', 'train.sample_count', 'train.sample_steps', 'train.max_bad_steps',
 ]
 NOT_NEGATIVE = [
-    'seed',
-    'parallel.devices',
-    'model.num_heads',
-    'model.num_heads_upsample',
-    'model.num_head_channels',
-    'model.num_classes',
-    'diffusion.vlb_weight',
-    'data.num_workers',
-    'optimizer.weight_decay',
-    'optimizer.warmup_steps',
-    'optimizer.clip_norm',
-    'train.sample_every',
+    'seed', 'parallel.devices', 'model.num_heads', 'model.num_heads_upsample', 'model.num_head_channels', 'model.num_classes',
+    'diffusion.vlb_weight', 'loss.p2_gamma', 'timesteps.policy_entropy', 'data.num_workers', 'optimizer.weight_decay',
+    'optimizer.warmup_steps', 'optimizer.clip_norm', 'train.sample_every',
 ]
-FRACTION = ('model.dropout', 'model.label_dropout', 'optimizer.betas', 'ema.rates')  # in [0, 1)
+# fmt: on
+FRACTION = ('model.dropout', 'model.label_dropout', 'optimizer.betas', 'ema.rates', 'timesteps.history_uniform')  # in [0, 1)
+UNIT = (
+    'loss.speed_lambda',
+    'loss.speed_tau',
+    'timesteps.speed_tau',
+    'timesteps.adaptive_uniform',
+    'timesteps.adaptive_correction',
+)  # [0, 1]
 
 
 def default_config() -> ConfigDict:
@@ -257,6 +282,7 @@ def _check_values(config: Config) -> list[str]:
         (POSITIVE, lambda v: 0 < v < math.inf, 'more than 0'),
         (NOT_NEGATIVE, lambda v: 0 <= v < math.inf, '0 or more'),
         (FRACTION, lambda v: 0 <= v < 1, 'at least 0 and less than 1'),
+        (UNIT, lambda v: 0 <= v <= 1, '0 to 1'),
     ):
         for path in paths:
             many = flat[path] if isinstance(flat[path], tuple) else (flat[path],)
@@ -308,6 +334,12 @@ def _check_relations(config: Config) -> list[str]:
         config.diffusion.schedule != 'linear' or config.diffusion.steps > 20,
         f'diffusion.steps: the linear schedule needs more than 20, found {config.diffusion.steps}; or use diffusion.schedule=cosine',
     )
+    for name in ('adaptive_bins', 'policy_probes'):
+        count = getattr(config.timesteps, name)
+        require(
+            config.timesteps.sampler != name.split('_', maxsplit=1)[0] or count <= config.diffusion.steps,
+            f'timesteps.{name}: {count} is more than diffusion.steps ({config.diffusion.steps})',
+        )
     t = config.train
     require(
         t.sample_every == 0 or t.sample_steps <= config.diffusion.steps,

@@ -34,7 +34,7 @@ from jaxunet.sampling import SamplerConfig
 from jaxunet.training.logs import Logs
 from jaxunet.training.parallel import STOP, Data, Parallel
 from jaxunet.training.preemption import Preemption
-from jaxunet.training.state import TrainState, init_state, make_optimizer, set_moments, start_loss_scale, start_state
+from jaxunet.training.state import TrainState, init_state, make_optimizer, set_moments, start_loss_scale, start_methods, start_state
 from jaxunet.training.step import make_train_step
 from jaxunet.unet import build_unet
 
@@ -112,6 +112,11 @@ class _Run:
             state = restored.state
             if restored.config.precision != self.config.precision:
                 state = dataclasses.replace(state, loss_scale=jax.device_get(start_loss_scale(self.config)))
+            weighting, timesteps = jax.device_get(jax.jit(lambda: start_methods(self.config))())
+            if restored.config.loss != self.config.loss:  # another method starts anew
+                state = dataclasses.replace(state, weighting=weighting)
+            if restored.config.timesteps != self.config.timesteps:
+                state = dataclasses.replace(state, timesteps=timesteps)
             return self.parallel.replicate(state), step
         if initial is not None:
             return self.parallel.replicate(initial), 0

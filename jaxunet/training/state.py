@@ -13,7 +13,10 @@ import optax
 from jaxtyping import Array, Float, Int, UInt32
 
 from jaxunet.config import Config
+from jaxunet.diffusion import make_diffusion
+from jaxunet.timesteps import make_sampler
 from jaxunet.unet import UNet
+from jaxunet.weighting import make_weighting
 
 Params = Any
 LOSS_SCALE_START = 2.0**15
@@ -52,6 +55,8 @@ class TrainState:
     skipped: Int[Array, '']  # non-finite steps in all
     loss_sum: Float[Array, '']  # over the finite steps since the last logged one
     loss_count: Int[Array, '']
+    weighting: Any = ()  # of `loss.weighting`; () if it has no state
+    timesteps: Any = ()  # of `timesteps.sampler`; likewise
 
 
 def _lenient(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -109,6 +114,7 @@ def start_loss_scale(config: Config) -> LossScale:
 
 def start_state(config: Config, optimizer: optax.GradientTransformation, params: Params, rng: Array) -> TrainState:
     zero = jnp.zeros((), jnp.int32)
+    weighting, timesteps = start_methods(config)
     return TrainState(
         step=zero,
         params=params,
@@ -120,7 +126,15 @@ def start_state(config: Config, optimizer: optax.GradientTransformation, params:
         skipped=zero,
         loss_sum=jnp.zeros((), jnp.float32),
         loss_count=zero,
+        weighting=weighting,
+        timesteps=timesteps,
     )
+
+
+def start_methods(config: Config) -> tuple[Any, Any]:
+    """The states of the loss weighting and of the timestep sampler before step 0."""
+    diffusion = make_diffusion(config.diffusion)
+    return make_weighting(config.loss, diffusion).init(), make_sampler(config, diffusion).init()
 
 
 def _is_adam(node: Any) -> bool:

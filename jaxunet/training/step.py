@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -13,8 +13,11 @@ from jaxtyping import Array, Float, Int, Key, UInt8
 
 from jaxunet.config import Config
 from jaxunet.diffusion import Diffusion, per_sample_loss, q_sample
+from jaxunet.timestep_policy import Event
+from jaxunet.timesteps import Draw, TimestepSampler, make_sampler
 from jaxunet.training.state import Params, TrainState, learning_rate_schedule
 from jaxunet.unet import UNet
+from jaxunet.weighting import make_weighting
 
 Batch = dict[str, Array]  # image uint8 (b, H, W, C); label int32 (b,), -1 = none; row int32 (b,), place in the global batch
 Metrics = dict[str, Array]  # float32 and int32 scalars
@@ -26,22 +29,56 @@ def normalise(image: UInt8[Array, 'batch height width channels']) -> Float[Array
     return image.astype(jnp.float32) / 127.5 - 1
 
 
-def noise_batch(
-    config: Config, diffusion: Diffusion, keys: Key[Array, ' batch'], batch: Batch
-) -> tuple[Array, Array, Array, Array, Array | None, Array | None]:
-    """x0, xt, t, noise, labels and dropout keys of a batch. Sample i draws from keys[i] alone, however the batch is split."""
-    flip_keys, t_keys, noise_keys, label_keys, dropout_keys = jax.vmap(lambda k: jax.random.split(k, 5), out_axes=1)(keys)
+class Keys(NamedTuple):
+    """What the samples of a batch draw from: sample i from its own keys alone, however the batch is split."""
+
+    flip: Key[Array, ' batch']
+    t: Key[Array, ' batch']
+    noise: Key[Array, ' batch']
+    label: Key[Array, ' batch']
+    dropout: Key[Array, ' batch']
+
+
+def split_keys(step_key: Key[Array, ''], row: Int[Array, ' batch'], paired: bool) -> Keys:
+    """Keys by place in the global batch; `paired` rows 2j and 2j + 1 share the one of the timestep."""
+
+    def split(row: Array) -> Array:
+        keys = jax.vmap(lambda r: jax.random.fold_in(step_key, r))(row)
+        return jax.vmap(lambda k: jax.random.split(k, 5), out_axes=1)(keys)
+
+    keys = Keys(*split(row))
+    return keys._replace(t=split(row - row % 2)[1]) if paired else keys
+
+
+def clean_images(config: Config, keys: Keys, batch: Batch) -> Float[Array, 'batch height width channels']:
+    """x0: normalised and augmented."""
     x0 = normalise(batch['image'])
     if config.data.augment == 'flip':
-        flip = jax.vmap(jax.random.bernoulli)(flip_keys)
+        flip = jax.vmap(jax.random.bernoulli)(keys.flip)
         x0 = jnp.where(flip[:, None, None, None], x0[:, :, ::-1, :], x0)
-    t = jax.vmap(lambda k: jax.random.randint(k, (), 0, config.diffusion.steps))(t_keys)
-    noise = jax.vmap(lambda k: jax.random.normal(k, x0.shape[1:], jnp.float32))(noise_keys)
+    return x0
+
+
+def noise_batch(
+    config: Config, diffusion: Diffusion, sampler: TimestepSampler, timesteps: Any, keys: Keys, batch: Batch
+) -> tuple[Array, Array, Draw, Array, Array | None, Array | None]:
+    """x0, xt, the timesteps that the sampler draws in its state `timesteps`, noise, labels and dropout keys of a batch."""
+    x0 = clean_images(config, keys, batch)
+    draw = sampler.draw(timesteps, keys.t, batch['row'], x0)
+    noise = jax.vmap(lambda k: jax.random.normal(k, x0.shape[1:], jnp.float32))(keys.noise)
     labels = None
     if config.model.num_classes:
-        dropped = jax.vmap(lambda k: jax.random.bernoulli(k, config.model.label_dropout))(label_keys)
+        dropped = jax.vmap(lambda k: jax.random.bernoulli(k, config.model.label_dropout))(keys.label)
         labels = jnp.where(dropped, -1, batch['label'])
-    return x0, q_sample(diffusion, x0, t, noise), t, noise, labels, dropout_keys if config.model.dropout else None
+    return x0, q_sample(diffusion, x0, draw.t, noise), draw, noise, labels, keys.dropout if config.model.dropout else None
+
+
+class Losses(NamedTuple):
+    """What samplers and weightings learn from, by sample."""
+
+    t: Int[Array, ' batch']
+    loss: Float[Array, ' batch']
+    importance: Float[Array, ' batch']
 
 
 def make_train_step(
@@ -53,56 +90,105 @@ def make_train_step(
     batch; losses and gradients are means over the global batch either way. With `optimizer.accumulate_steps` > 1 it is worked through in
     that many micro-batches. A step whose gradients are not finite changes nothing but the counters and the loss scale.
 
+    It minimises mean(w(t_i) c_i loss_i), w from `loss.weighting`, t and its factor c from `timesteps.sampler`. Their states follow the
+    losses of the whole batch, gathered from all devices, and so are the same on each.
+
+    The metrics' loss is comparable between methods: the mean loss under uniform t without w, estimated as Σ r_i loss_i / Σ r_i with the
+    importance weights r_i = 1/(T p_t). (Dividing by Σ r_i rather than the batch size biases it by O(1/batch), but keeps it within the
+    range of the losses where p_t is small.) With uniform t and weights it is the mean, and what is minimised.
+
     Its parts have named scopes, from which `jaxunet.profiling` tells the phases: data, forward (and by it backward), all_reduce, optimizer.
 
     Metrics: loss (mean since the last logged step), step_loss, grad_norm (before clipping), learning_rate, loss_scale, bad_steps,
     skipped.
     """
     schedule = learning_rate_schedule(config)
-    micro_batches = config.optimizer.accumulate_steps
+    micro_batches, batch_size = config.optimizer.accumulate_steps, config.data.batch_size
+    weighting, sampler = make_weighting(config.loss, diffusion), make_sampler(config, diffusion)
+    plain = config.loss.weighting == 'uniform' and config.timesteps.sampler == 'uniform'
 
-    def loss_fn(params: Params, keys: Array, batch: Batch, scale: Array) -> tuple[Array, Array]:
+    def loss_fn(
+        params: Params, states: tuple[Any, Any], keys: Keys, batch: Batch, scale: Array
+    ) -> tuple[Array, tuple[Array, Losses | None]]:
         with jax.named_scope('data'):
-            x0, xt, t, noise, labels, dropout_keys = noise_batch(config, diffusion, keys, batch)
+            x0, xt, draw, noise, labels, dropout_keys = noise_batch(config, diffusion, sampler, states[1], keys, batch)
         with jax.named_scope('forward'):
-            output = model.predict(params, xt, t, labels, dropout_keys)
-            loss = jnp.mean(per_sample_loss(diffusion, output, x0, xt, t, noise))
-            return loss * scale, loss
+            output = model.predict(params, xt, draw.t, labels, dropout_keys)
+            losses = per_sample_loss(diffusion, output, x0, xt, draw.t, noise)
+            if plain:
+                loss = jnp.mean(losses)
+                return loss * scale, (loss, None)
+            loss = jnp.mean(losses * weighting.table(states[0])[draw.t] * draw.weight)
+            return loss * scale, (loss, Losses(draw.t, losses, draw.importance))
 
-    def gradients(state: TrainState, batch: Batch) -> tuple[Params, Array]:
-        with jax.named_scope('data'):
-            step_key = jax.random.fold_in(jax.random.wrap_key_data(state.rng), state.step)
-            keys = jax.vmap(lambda row: jax.random.fold_in(step_key, row))(batch['row'])
+    def gradients(state: TrainState, keys: Keys, batch: Batch) -> tuple[Params, Array, Losses | None]:
         value_and_grad = jax.grad(loss_fn, has_aux=True)
-        scale = state.loss_scale.scale
+        scale, states = state.loss_scale.scale, (state.weighting, state.timesteps)
         if micro_batches == 1:
-            return value_and_grad(state.params, keys, batch, scale)
+            grads, (loss, losses) = value_and_grad(state.params, states, keys, batch, scale)
+            return grads, loss, losses
 
         def split(x: Array) -> Array:
             return jnp.swapaxes(x.reshape(-1, micro_batches, *x.shape[1:]), 0, 1)
 
-        def add(total: tuple[Params, Array], micro: tuple[Array, Batch]) -> tuple[tuple[Params, Array], None]:
-            part = value_and_grad(state.params, *micro, scale)
+        def add(total: tuple[Params, Array], micro: tuple[Keys, Batch]) -> tuple[tuple[Params, Array], Losses | None]:
+            grads, (loss, losses) = value_and_grad(state.params, states, *micro, scale)
             with jax.named_scope('backward'):
-                return jax.tree.map(jnp.add, total, part), None
+                return jax.tree.map(jnp.add, total, (grads, loss)), losses
 
         start = (jax.tree.map(jnp.zeros_like, state.params), jnp.zeros((), jnp.float32))
-        total, _ = jax.lax.scan(add, start, jax.tree.map(split, (keys, batch)))
+        total, losses = jax.lax.scan(add, start, jax.tree.map(split, (keys, batch)))
         with jax.named_scope('backward'):
-            return jax.tree.map(lambda x: x / micro_batches, total)
+            grads, loss = jax.tree.map(lambda x: x / micro_batches, total)
+        return grads, loss, jax.tree.map(lambda x: jnp.swapaxes(x, 0, 1).reshape(-1), losses)
 
     def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
-        grads, loss = gradients(state, batch)
+        with jax.named_scope('data'):
+            step_key = jax.random.fold_in(jax.random.wrap_key_data(state.rng), state.step)
+            keys = split_keys(step_key, batch['row'], sampler.paired)
+        grads, loss, losses = gradients(state, keys, batch)
         if axis_name is not None:
             with jax.named_scope('all_reduce'):
                 grads, loss = jax.lax.pmean((grads, loss), axis_name)
+                losses = jax.tree.map(lambda x: jax.lax.all_gather(x, axis_name, tiled=True), losses)
         with jax.named_scope('optimizer'):
-            return apply_gradients(state, grads, loss)
+            minimised = loss
+            if losses is not None:
+                loss = jnp.sum(losses.loss * losses.importance) / jnp.sum(losses.importance)
+            new_state, metrics = apply_gradients(state, grads, loss, minimised)
+        if losses is None:
+            return new_state, metrics
+        return follow(state, new_state, losses, keys, batch, jax.random.fold_in(step_key, batch_size)), metrics
 
-    def apply_gradients(state: TrainState, grads: Params, loss: Array) -> tuple[TrainState, Metrics]:
+    def follow(state: TrainState, new_state: TrainState, losses: Losses, keys: Keys, batch: Batch, key: Array) -> TrainState:
+        """The states of sampler and weighting after this step; a skipped step leaves them as they are."""
+        weight = weighting.table(state.weighting)[losses.t]
+        timesteps = sampler.update(state.timesteps, losses.t, losses.loss, weight)
+        if sampler.measure is not None:
+            event = Event(
+                step=state.step,
+                key=key,
+                keys=keys.t,
+                row=batch['row'],
+                x0=clean_images(config, keys, batch),
+                labels=batch['label'] if config.model.num_classes else None,
+                before=state.params,
+                after=new_state.params,
+                predict=model.predict,
+                axis_name=axis_name,
+                devices=batch_size // batch['row'].shape[0],
+                chunk=batch['row'].shape[0] // micro_batches,
+            )
+            timesteps = sampler.measure(timesteps, event)
+        now = (weighting.update(state.weighting, losses.t, losses.loss, losses.importance), timesteps)
+        kept = new_state.skipped == state.skipped
+        now = jax.tree.map(lambda new, old: jnp.where(kept, new, old), now, (state.weighting, state.timesteps))
+        return dataclasses.replace(new_state, weighting=now[0], timesteps=now[1])
+
+    def apply_gradients(state: TrainState, grads: Params, loss: Array, minimised: Array) -> tuple[TrainState, Metrics]:
         grads = jax.tree.map(lambda g: g / state.loss_scale.scale, grads)
         grad_norm = optax.tree.norm(grads)
-        finite = jnp.isfinite(grad_norm) & jnp.isfinite(loss)
+        finite = jnp.isfinite(grad_norm) & jnp.isfinite(loss) & jnp.isfinite(minimised)
         if config.optimizer.clip_norm:
             factor = jnp.minimum(1.0, config.optimizer.clip_norm / jnp.maximum(grad_norm, 1e-12))
             grads = jax.tree.map(lambda g: g * factor, grads)
