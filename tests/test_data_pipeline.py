@@ -155,7 +155,7 @@ def test_no_worker_outlives_an_interrupted_run(folder, tmp_path, number):
         os.killpg(process.pid, number)
     else:
         process.kill()
-    _, errors = process.communicate(timeout=30)
+    _, errors = process.communicate(timeout=120)
     assert process.returncode not in (0, None)
     if number == signal.SIGINT:
         assert 'KeyboardInterrupt' in errors
