@@ -87,7 +87,7 @@ def _convolve(
         if hopper.supports(parts, kernel, residual=residual, shortcut=shortcut, affine=affine, flipped=flipped) is None:
             return hopper.forward(parts, kernel, shift, residual=residual, shortcut=shortcut, affine=affine, flipped=flipped)
     plain = None if added is None else added.parts[0] if added.shortcut is None else project(added)
-    matrix = jnp.swapaxes(kernel[::-1, ::-1], 2, 3) if flipped else kernel
+    matrix = hopper.flip(kernel) if flipped else kernel
     return triton.forward(parts, matrix, shift, residual=plain, affine=affine, interpret=target is device.Target.INTERPRET)
 
 
