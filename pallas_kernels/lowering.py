@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import concurrent.futures
-import itertools
+import contextlib
 import multiprocessing
 import os
 import time
@@ -23,19 +23,19 @@ CUSTOM_CALLS = ('mosaic_gpu_v2', '__gpu$xla.gpu.triton')
 
 
 class Lowered(NamedTuple):
-    """A side of a measurement as `jax.export` serializes it, and the processor time that tracing and lowering took."""
+    """The kernels' side of a measurement as `jax.export` serializes it, and the processor time that tracing and lowering took."""
 
     exported: bytes
     seconds: float
 
 
-def lower(kind: str, batch: int, dtype: str, index: int, side: str, device_kind: str) -> Lowered:
-    """Lowers a side of measurement `index` among `KINDS[kind].measurements(batch, dtype)` for a Hopper GPU, which need not be there."""
-    m = next(itertools.islice(KINDS[kind].measurements(batch, dtype), index, None))
+def lower(name: str, batch: int, dtype: str, device_kind: str) -> Lowered:
+    """Lowers the kernels' side of the measurement of that name for a Hopper GPU, which need not be there."""
+    m = next(m for kind in KINDS.values() for m in kind.measurements(batch, dtype) if m.name == name)
     began = time.thread_time()
-    checks = [jax.export.DisabledSafetyCheck.custom_call(name) for name in CUSTOM_CALLS]
+    checks = [jax.export.DisabledSafetyCheck.custom_call(call) for call in CUSTOM_CALLS]
     with device.use(device.Target.HOPPER, device_kind):
-        exported = jax.export.export(jax.jit(m.sides[side]), platforms=['cuda'], disabled_checks=checks)(m.inputs)
+        exported = jax.export.export(jax.jit(m.sides['pallas']), platforms=['cuda'], disabled_checks=checks)(m.inputs)
     return Lowered(bytes(exported.serialize()), time.thread_time() - began)
 
 
@@ -54,16 +54,8 @@ def start(
     workers: concurrent.futures.ProcessPoolExecutor, wanted: Sequence[Measurement], dtype: str, device_kind: str
 ) -> dict[tuple[str, str], concurrent.futures.Future[Lowered]]:
     """Lowers the kernels of these measurements in that order; by the name of the measurement and the side."""
-    recipes = {
-        m.name: (kind, m.batch, dtype, index)
-        for batch in {m.batch for m in wanted}
-        for kind, module in KINDS.items()
-        for index, m in enumerate(module.measurements(batch, dtype))
-    }
     found = {}
-    for m in wanted:
-        try:
-            found[m.name, 'pallas'] = workers.submit(lower, *recipes[m.name], 'pallas', device_kind)
-        except concurrent.futures.BrokenExecutor:  # the rest then lowers where it is compiled
-            break
+    with contextlib.suppress(concurrent.futures.BrokenExecutor):  # the rest then lowers where it is compiled
+        for m in wanted:
+            found[m.name, 'pallas'] = workers.submit(lower, m.name, m.batch, dtype, device_kind)
     return found

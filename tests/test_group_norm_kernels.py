@@ -99,9 +99,23 @@ def test_two_launches_each_way_and_the_recomputed_activation(channels, groups, t
         known = ((x, y), dy, scale, offset, mean, inverse)
         sums, active = backward.gradient_sums(*known, silu=silu, activation=True, tile=tile, interpret=True)
         (dx, dz), _ = backward.gradient(*known, sums=sums, **options)
-        return out, active, (dx, dz, *(jnp.sum(sums[:, i], axis=0, keepdims=True) for i in (1, 0)))
+        return out, active, (dx, dz, *backward.parameter_gradients(sums, scale, offset))
 
     assert_parity(kernel, plain, parts | rest, gradients=False)
+
+
+@pytest.mark.parametrize('shared', [(True, True), (True, False), (False, False)], ids=str)
+def test_gradients_of_parameters(shared):
+    """Summed over the samples where a parameter is shared, in its own type; one reduction for both."""
+    sums = jnp.asarray(np.arange(24).reshape(3, 2, 4), jnp.float32)
+    scale, offset = (jnp.zeros((1 if s else 3, 4), dtype) for s, dtype in zip(shared, ('bfloat16', 'float32'), strict=True))
+    found = backward.parameter_gradients(sums, scale, offset)
+    for gradient, parameter, number in zip(found, (scale, offset), (1, 0), strict=True):
+        expected = sums[:, number].sum(0, keepdims=True) if parameter.shape[0] == 1 else sums[:, number]
+        assert gradient.dtype == parameter.dtype
+        np.testing.assert_array_equal(gradient.astype(jnp.float32), expected)
+    text = jax.jit(backward.parameter_gradients).lower(sums, scale, offset).compile().as_text()
+    assert len(re.findall(r' reduce\(', text)) == any(shared)
 
 
 def example(batch=2, channels=(8, 4)):

@@ -163,11 +163,19 @@ def test_lowering_elsewhere() -> None:
     assert measured(m, elsewhere={(m.name, 'pallas'): future(None)}, seconds=1) == [m]
 
 
+def test_other_processes_lower() -> None:
+    pytest.importorskip('flatbuffers')
+    wanted = kernels.select(['attention'], ['2'], '64_tokens')
+    with lowering.pool(1) as workers:
+        found = lowering.start(workers, wanted, 'bfloat16', 'NVIDIA H200')
+        assert list(found) == [(m.name, 'pallas') for m in wanted]
+        assert all(waiting.result().exported for waiting in found.values())
+
+
 def test_lowered_elsewhere_is_the_same_program() -> None:
     pytest.importorskip('flatbuffers')
-    kind, index = 'conv3x3', 1
-    m = list(lowering.KINDS[kind].measurements(2, 'bfloat16'))[index]
-    found = lowering.lower(kind, 2, 'bfloat16', index, 'pallas', 'NVIDIA H200')
+    m = next(m for m in kernels.select([], ['2'], '') if m.name == 'conv3x3 input_gradient, 64x64_64to64, batch 2')
+    found = lowering.lower(m.name, 2, 'bfloat16', 'NVIDIA H200')
     function = jax.export.deserialize(bytearray(found.exported)).call
     apart = timing.named('p', function).trace(m.inputs).lower(lowering_platforms=('cuda',))
     assert kernel_names.count(apart) == counted(m)

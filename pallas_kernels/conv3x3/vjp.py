@@ -157,8 +157,8 @@ def _norm_conv_backward(groups: int, eps: float, saved: Any, dy: Array) -> tuple
     assert active is not None
     dx, _ = norm_gradient.gradient(x.parts, dactive, *norm, groups=groups, silu=True, sums=sums, interpret=interpret)
     of_moments = tuple(None if m is None else jnp.zeros_like(m) for m in x.moments)
-    of_parameters = _parameter_gradients((active,), kernel, shift, added, dy)
-    return Features(dx, of_moments), _fold(sums[:, 1], scale), _fold(sums[:, 0], offset), *of_parameters
+    of_norm = norm_gradient.parameter_gradients(sums, scale, offset)
+    return Features(dx, of_moments), *of_norm, *_parameter_gradients((active,), kernel, shift, added, dy)
 
 
 def _like(parameter: Array) -> Array:

@@ -207,6 +207,19 @@ def gradient(
     return tuple(d.reshape(p.shape) for d, p in zip(dx, parts, strict=True)), out[0] if sums is None else sums
 
 
+def parameter_gradients(
+    sums: Float[Array, 'batch 2 channels'], scale: Float[Array, '#batch channels'], offset: Float[Array, '#batch channels']
+) -> tuple[Float[Array, '#batch channels'], Float[Array, '#batch channels']]:
+    """The gradients of scale and offset, in their shapes and types: s₂ and s₁, of each sample or, where shared, of all samples together."""
+    total = jnp.sum(sums, axis=0, keepdims=True)  # one reduction for both; not computed where neither is shared
+
+    def of(parameter: Array, number: int) -> Array:
+        found = sums if parameter.shape[0] == sums.shape[0] else total
+        return found[:, number].astype(parameter.dtype)
+
+    return of(scale, 1), of(offset, 0)
+
+
 def gradient_tile(batch: int, pixels: int) -> Tile:
     """The measured tile of `gradient` with known sums (H200, bfloat16)."""
     if pixels <= 256:

@@ -11,7 +11,7 @@ from jaxtyping import Array, Float
 
 from pallas_kernels.features import Features
 from pallas_kernels.group_norm.apply import normalise
-from pallas_kernels.group_norm.backward import gradient, gradient_sums
+from pallas_kernels.group_norm.backward import gradient, gradient_sums, parameter_gradients
 from pallas_kernels.group_norm.statistics import moments
 
 
@@ -81,10 +81,7 @@ def _backward(groups: int, eps: float, silu: bool, interpret: bool, saved: Any, 
         sums, _ = gradient_sums(x.parts, dy, scale, offset, mean, inverse, silu=silu, interpret=interpret)
     dx, sums = gradient(x.parts, dy, scale, offset, mean, inverse, groups=groups, silu=silu, sums=sums, interpret=interpret)
     of_moments = tuple(None if m is None else jnp.zeros_like(m) for m in x.moments)
-    # One reduction for both shared parameters.
-    total = jnp.sum(sums, axis=0, keepdims=True)
-    of_scale, of_offset = ((sums if like.shape[0] == batch else total)[:, i].astype(like.dtype) for i, like in ((1, scale), (0, offset)))
-    return Features(dx, of_moments), of_scale, of_offset
+    return Features(dx, of_moments), *parameter_gradients(sums, scale, offset)
 
 
 def owns_pixels(bytes_per_pixel: int, pixels: int) -> bool:
