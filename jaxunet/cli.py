@@ -19,7 +19,7 @@ from ml_collections import config_flags
 
 from jaxunet import config
 from jaxunet.config import default_config
-from jaxunet.data.cifar10 import cache_dir
+from jaxunet.download import cache_dir
 from jaxunet.errors import UserError, near_misses
 
 USER_ERROR = 2

@@ -6,7 +6,7 @@ import pathlib
 ROOT = pathlib.Path(__file__).parents[1]
 # Each may import those before it. Names are the longest matching prefix of the module.
 LAYERS = [
-    ('pallas_kernels', 'xla_ffi', 'jaxunet.errors', 'jaxunet.config', 'jaxunet.distributed'),
+    ('pallas_kernels', 'xla_ffi', 'jaxunet.errors', 'jaxunet.config', 'jaxunet.distributed', 'jaxunet.download'),
     ('jaxunet.ops', 'jaxunet.images', 'jaxunet.solvers'),
     (
         'jaxunet.unet',

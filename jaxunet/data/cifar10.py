@@ -6,25 +6,18 @@ stand-ins below, which store what they are given.
 
 from __future__ import annotations
 
-import contextlib
-import hashlib
-import http.client
 import io
-import os
 import pickle
 import re
-import urllib.error
-import urllib.request
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from absl import logging
-from tqdm import tqdm
 
 from jaxunet.data.pixels import Shape, told
 from jaxunet.data.source import ArraySource, Source
 from jaxunet.data.tar import TarReader
+from jaxunet.download import cached
 from jaxunet.errors import UserError
 
 URL = 'https://www.cs.toronto.edu/~kriz/cifar-10-python.tar.gz'
@@ -36,11 +29,6 @@ CLASSES = ('airplane', 'automobile', 'bird', 'cat', 'deer', 'dog', 'frog', 'hors
 PIXELS = 3 * 32 * 32
 MAX_BATCH_BYTES = 2**28
 OFFICIAL = re.compile(r'data_batch_\d|test_batch|batches\.meta|readme\.html')
-
-
-def cache_dir() -> Path:
-    """$XDG_CACHE_HOME/jaxunet or ~/.cache/jaxunet."""
-    return Path(os.environ.get('XDG_CACHE_HOME') or Path.home() / '.cache') / 'jaxunet'
 
 
 def is_official(path: Path) -> bool:
@@ -176,47 +164,10 @@ class _Reader(pickle.Unpickler):
 
 
 def download() -> Path:
-    """The official archive in the cache folder, fetched if it is not there yet and checked by its MD5.
+    """The official archive in the cache folder, fetched if it is not there yet or damaged, and checked by its MD5.
 
     Raises:
       UserError: no connection, no space, or other bytes than expected.
     """
-    target = cache_dir() / ARCHIVE
-    help_text = f'fetch {URL} elsewhere and give its path: data.path=cifar10:/path/to/{ARCHIVE}'
-    if target.is_file():
-        if _md5(target) == MD5:
-            return target
-        logging.warning('%s is damaged (its MD5 is not %s); downloading it again', target, MD5)
-    partial = target.with_name(f'.{ARCHIVE}.{os.getpid()}.partial')
-    try:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        _fetch(partial)
-        found = _md5(partial)
-        if found != MD5:
-            raise UserError(f'{URL}: MD5 {found}, expected {MD5}; the download was damaged, try again or {help_text}')
-        os.replace(partial, target)
-    except (urllib.error.URLError, http.client.HTTPException, TimeoutError, ConnectionError) as error:
-        raise UserError(f'data.path=cifar10: cannot download {URL}: {getattr(error, "reason", None) or error}; {help_text}') from None
-    except OSError as error:
-        raise UserError(
-            f'{target}: cannot be written: {error.strerror or error}; check the folder and the free space, or {help_text}'
-        ) from None
-    finally:
-        with contextlib.suppress(OSError):
-            partial.unlink()
-    return target
-
-
-def _fetch(target: Path) -> None:
-    request = urllib.request.Request(URL, headers={'User-Agent': 'jaxunet'})
-    with urllib.request.urlopen(request, timeout=60) as response, target.open('wb') as file:
-        total = int(response.headers.get('Content-Length') or 0) or None
-        with tqdm(total=total, unit='B', unit_scale=True, desc=ARCHIVE, dynamic_ncols=True) as bar:
-            while chunk := response.read(2**20):
-                file.write(chunk)
-                bar.update(len(chunk))
-
-
-def _md5(path: Path) -> str:
-    with path.open('rb') as file:
-        return hashlib.file_digest(file, lambda: hashlib.md5(usedforsecurity=False)).hexdigest()
+    instead = f'give its path: data.path=cifar10:/path/to/{ARCHIVE}'
+    return cached(URL, ARCHIVE, algorithm='md5', checksum=MD5, asked_by='data.path=cifar10:', instead=instead, replace_damaged=True)

@@ -11,13 +11,14 @@ import numpy as np
 from jaxtyping import Array, Float, Int, UInt8
 from tqdm import tqdm
 
+from jaxunet import download
 from jaxunet.data.pixels import Batch, Pixels
 from jaxunet.data.source import Source
 from jaxunet.data.threads import ordered_map
 from jaxunet.errors import UserError, near_misses
 from jaxunet.metrics import inception
 from jaxunet.metrics.arrays import array_names, read_arrays
-from jaxunet.metrics.inception_weights import SHA256_PREFIX, SUFFIXES, find_or_download, read_parameters, sha256
+from jaxunet.metrics.inception_weights import SHA256_PREFIX, SUFFIXES, find_or_download, read_parameters
 
 KIND = 'jaxunet_features'  # an array with this name tells which reader of READERS a file belongs to
 
@@ -63,7 +64,7 @@ def load_features(features: str) -> FeatureNetwork:
         hint = near_misses(features, ['inception']) or near_misses(path.name, siblings)
         raise UserError(f'--features: expected inception or a file that ends in {", ".join(SUFFIXES)}, found no file {features!r}{hint}')
     try:
-        digest = sha256(path)
+        digest = download.digest(path, 'sha256')
     except OSError as error:
         raise UserError(f'{path}: cannot be read: {error.strerror or error}; check its permissions') from None
     if path.suffix.lower() == '.npz' and KIND in array_names(path):

@@ -2,24 +2,18 @@
 
 from __future__ import annotations
 
-import contextlib
-import hashlib
-import http.client
-import os
-import urllib.error
-import urllib.request
 from collections.abc import Mapping
 from pathlib import Path
 
 import jax.numpy as jnp
 import numpy as np
-from tqdm import tqdm
 
-from jaxunet.data.cifar10 import cache_dir
+from jaxunet.download import cache_dir, cached
 from jaxunet.errors import UserError
 from jaxunet.metrics.arrays import read_arrays
 from jaxunet.metrics.inception import Parameters, torch_shapes
 from jaxunet.metrics.torch_legacy import START, read_legacy
+from jaxunet.metrics.torch_script import is_torch_script, read_torch_script
 from jaxunet.weights.safetensors_file import SafetensorsFile
 from jaxunet.weights.torch_file import TorchFile
 
@@ -32,7 +26,8 @@ IGNORED = 'num_batches_tracked'  # torch's counter of training steps, which some
 
 
 def read_parameters(path: Path) -> Parameters:
-    """The parameters in a state dict of FID's Inception: .pth or .pt (`torch.save`, old format or new), .npz or .safetensors.
+    """The parameters in a state dict of FID's Inception: .pth or .pt (`torch.save`, old format or new, or
+    `torch.jit.save`), .npz or .safetensors.
 
     Nothing in the file is executed.
 
@@ -72,42 +67,8 @@ def find_or_download() -> Path:
     Raises:
       UserError: no connection, no space, or other bytes than expected.
     """
-    target = cache_dir() / FILE
-    help_text = f'fetch {URL} elsewhere and give its path (--features /path/to/{FILE}), or put it into {target.parent}'
-    if target.is_file():
-        if sha256(target).startswith(SHA256_PREFIX):
-            return target
-        raise UserError(f'{target}: its SHA-256 does not begin with {SHA256_PREFIX}; it is damaged: remove it, and it is downloaded again')
-    partial = target.with_name(f'.{FILE}.{os.getpid()}.partial')
-    try:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        _fetch(partial)
-        if not (found := sha256(partial)).startswith(SHA256_PREFIX):
-            raise UserError(f'{URL}: SHA-256 {found}, expected it to begin with {SHA256_PREFIX}; try again, or {help_text}')
-        os.replace(partial, target)
-    except (urllib.error.URLError, http.client.HTTPException, TimeoutError, ConnectionError) as error:
-        raise UserError(f'--features=inception: cannot download {URL}: {getattr(error, "reason", None) or error}; {help_text}') from None
-    except OSError as error:
-        raise UserError(f'{target}: cannot be written: {error.strerror or error}; check the folder and the free space') from None
-    finally:
-        with contextlib.suppress(OSError):
-            partial.unlink()
-    return target
-
-
-def sha256(path: Path) -> str:
-    with path.open('rb') as file:
-        return hashlib.file_digest(file, 'sha256').hexdigest()
-
-
-def _fetch(target: Path) -> None:
-    request = urllib.request.Request(URL, headers={'User-Agent': 'jaxunet'})
-    with urllib.request.urlopen(request, timeout=60) as response, target.open('wb') as file:
-        total = int(response.headers.get('Content-Length') or 0) or None
-        with tqdm(total=total, unit='B', unit_scale=True, desc=FILE, dynamic_ncols=True) as bar:
-            while chunk := response.read(2**20):
-                file.write(chunk)
-                bar.update(len(chunk))
+    instead = f'give its path (--features /path/to/{FILE}), or put it into {cache_dir()}'
+    return cached(URL, FILE, algorithm='sha256', checksum=SHA256_PREFIX, asked_by='--features=inception', instead=instead)
 
 
 def _read_state(path: Path) -> dict[str, np.ndarray]:
@@ -125,6 +86,8 @@ def _read_state(path: Path) -> dict[str, np.ndarray]:
             if file.read(2) == START:
                 return read_legacy(str(path), file)
             file.seek(0)
+            if is_torch_script(file):
+                return read_torch_script(str(path), file)
             with TorchFile(str(path), file) as state:
                 return {name: state.read(name) for name in state.shapes}
     except OSError as error:

@@ -1,0 +1,205 @@
+"""A small residual classifier, whose inner features compare images where Inception's weights cannot be had.
+
+After David Page's ResNet-9 ("How to train your ResNet", 2018): a 3×3 convolution, then stages of convolution and 2×2 max pool, every
+other one with a residual branch of two more convolutions; each convolution is followed by batch normalization and ReLU; the means
+over the last stage's maps go through one matrix to the classes.
+
+The features are the means over the maps of *every* stage, not of the last alone: a classifier's last features gather around its classes
+and see little of texture. Each stage's are divided by the root of their mean variance over the training images, so that all
+stages count alike and features have a variance of about 1.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jaxtyping import Array, Float, UInt8
+
+from jaxunet.errors import UserError
+
+SMALLEST = 4  # pixels of the last stage's shorter side, at least
+MAX_STAGES = 4
+MAX_WIDTH = 8  # channels of the last stages, as a multiple of the first convolution's
+EPSILON = 1e-5  # of the batch normalization
+LOGIT_SCALE = 0.125
+ARCHITECTURE, TRAINING = 'architecture', 'training'  # entries of the file, as JSON
+
+Parameters = dict[str, dict[str, Array]]
+Statistics = dict[str, tuple[Array, Array]]  # mean and variance of the maps before each batch normalization
+Maps = Float[Array, 'images height width channels']
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """What the parameters' shapes follow from.
+
+    Fields:
+      height, width: of the images in pixels, both 4 or more.
+      channels: of the first convolution; the stages have 2, 4, 8, 8 times as many.
+      classes: how many.
+      mean, deviation: of the pixels (0 to 1) of each colour, by which the images are normalised.
+    """
+
+    height: int
+    width: int
+    channels: int
+    classes: int
+    mean: tuple[float, ...]
+    deviation: tuple[float, ...]
+
+    @property
+    def stages(self) -> list[int]:
+        """Channels of each stage."""
+        count = max(1, min(MAX_STAGES, int(math.log2(min(self.height, self.width) / SMALLEST))))
+        return [self.channels * min(2 ** (i + 1), MAX_WIDTH) for i in range(count)]
+
+    @property
+    def convolutions(self) -> dict[str, tuple[int, int]]:
+        """Input and output channels by name."""
+        found, before = {'first': (3, self.channels)}, self.channels
+        for i, channels in enumerate(self.stages):
+            found[f'stage{i}'] = before, channels
+            if has_branch(i, len(self.stages)):
+                found |= {f'stage{i}.{j}': (channels, channels) for j in (0, 1)}
+            before = channels
+        return found
+
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Of every array of a file, besides the two of JSON."""
+        shapes: dict[str, tuple[int, ...]] = {}
+        for name, (inputs, outputs) in self.convolutions.items():
+            shapes[f'{name}.kernel'] = 3, 3, inputs, outputs
+            shapes |= {f'{name}.{part}': (outputs,) for part in ('scale', 'bias', 'mean', 'variance')}
+        return shapes | {'last.kernel': (self.stages[-1], self.classes), 'feature_scale': (sum(self.stages),)}
+
+
+def has_branch(stage: int, stages: int) -> bool:
+    """The first, the third, and the last stage of four."""
+    return stage % 2 == 0 or stage == stages - 1 > 2
+
+
+def init(architecture: Architecture, key: Array) -> tuple[Parameters, Statistics]:
+    """Fresh float32 parameters (PyTorch's uniform distribution) and statistics."""
+    params: Parameters = {}
+    for name, (inputs, outputs) in architecture.convolutions.items():
+        key, own = jax.random.split(key)
+        bound = 1 / math.sqrt(9 * inputs)
+        kernel = jax.random.uniform(own, (3, 3, inputs, outputs), jnp.float32, -bound, bound)
+        params[name] = {'kernel': kernel, 'scale': jnp.ones(outputs, jnp.float32), 'bias': jnp.zeros(outputs, jnp.float32)}
+    inputs = architecture.stages[-1]
+    bound = 1 / math.sqrt(inputs)
+    params['last'] = {'kernel': jax.random.uniform(key, (inputs, architecture.classes), jnp.float32, -bound, bound)}
+    statistics = {
+        name: (jnp.zeros(outputs, jnp.float32), jnp.ones(outputs, jnp.float32))
+        for name, (_, outputs) in architecture.convolutions.items()
+    }
+    return params, statistics
+
+
+def normalise(architecture: Architecture, images: UInt8[Array, 'images height width 3']) -> Maps:
+    """Pixels to mean 0 and deviation 1 by colour, float32."""
+    mean, deviation = (jnp.asarray(x, jnp.float32)[None, None, None] for x in (architecture.mean, architecture.deviation))
+    return (images.astype(jnp.float32) / 255 - mean) / deviation
+
+
+def apply(
+    architecture: Architecture,
+    params: Parameters,
+    x: Maps,
+    statistics: Statistics | None,
+    *,
+    dtype: Any = jnp.float32,
+    precision: lax.Precision | None = None,
+) -> tuple[Float[Array, 'images classes'], Float[Array, 'images d'], Statistics]:
+    """Class scores, features (not scaled yet) and the statistics that were used, all float32.
+
+    Args:
+      x: from `normalise`.
+      statistics: for the batch normalization; None = those of this batch.
+      dtype: of products and activations; statistics are computed in float32.
+    """
+    used: Statistics = {}
+
+    def layer(name: str, x: Array) -> Array:
+        p = params[name]
+        numbers = ('NHWC', 'HWIO', 'NHWC')
+        y = lax.conv_general_dilated(x, p['kernel'].astype(dtype), (1, 1), 'SAME', dimension_numbers=numbers, precision=precision)
+        y = y.astype(jnp.float32)
+        mean, variance = statistics[name] if statistics is not None else (jnp.mean(y, (0, 1, 2)), jnp.var(y, (0, 1, 2)))
+        used[name] = mean, variance
+        factor = p['scale'] * lax.rsqrt(variance + EPSILON)
+        return jax.nn.relu(y * factor[None, None, None] + (p['bias'] - mean * factor)[None, None, None]).astype(dtype)
+
+    x = layer('first', x.astype(dtype))
+    means = []
+    for i in range(len(architecture.stages)):
+        x = _pool(layer(f'stage{i}', x))
+        if has_branch(i, len(architecture.stages)):
+            x = x + layer(f'stage{i}.1', layer(f'stage{i}.0', x))
+        means.append(jnp.mean(x.astype(jnp.float32), (1, 2)))
+    scores = LOGIT_SCALE * jnp.matmul(means[-1], params['last']['kernel'], precision=lax.Precision.HIGHEST)
+    return scores, jnp.concatenate(means, axis=1), used
+
+
+def _pool(x: Array) -> Array:
+    return lax.reduce_window(x, jnp.asarray(-jnp.inf, x.dtype), lax.max, (1, 2, 2, 1), (1, 2, 2, 1), 'VALID')
+
+
+def to_arrays(
+    architecture: Architecture, params: Parameters, statistics: Statistics, feature_scale: np.ndarray, training: Mapping[str, Any]
+) -> dict[str, np.ndarray]:
+    """The entries of a file of features."""
+    arrays = {f'{name}.{part}': np.asarray(value) for name, parts in params.items() for part, value in parts.items()}
+    for name, (mean, variance) in statistics.items():
+        arrays |= {f'{name}.mean': np.asarray(mean), f'{name}.variance': np.asarray(variance)}
+    texts = {ARCHITECTURE: np.array(json.dumps(asdict(architecture))), TRAINING: np.array(json.dumps(dict(training)))}
+    return texts | arrays | {'feature_scale': feature_scale.astype(np.float32)}
+
+
+def from_arrays(name: str, arrays: Mapping[str, np.ndarray]) -> tuple[Architecture, Parameters, Statistics, Array, dict[str, Any]]:
+    """The opposite. Raises UserError, beginning with `name`: entries missing, of another shape, or not finite."""
+    architecture, training = _architecture(name, arrays), _json(name, arrays, TRAINING)
+    params: Parameters = {'last': {}}
+    for key, shape in architecture.shapes.items():
+        if key not in arrays:
+            raise UserError(f'{name}: expected an array {key}, found none; the file is damaged: train the features again')
+        if arrays[key].shape != shape or arrays[key].dtype != np.float32 or not np.isfinite(arrays[key]).all():
+            raise UserError(f'{name}: {key}: expected finite float32 of shape {shape}, found {arrays[key].dtype} of {arrays[key].shape}')
+    for layer in architecture.convolutions:
+        params[layer] = {part: jnp.asarray(arrays[f'{layer}.{part}']) for part in ('kernel', 'scale', 'bias')}
+    params['last'] = {'kernel': jnp.asarray(arrays['last.kernel'])}
+    statistics = {
+        layer: (jnp.asarray(arrays[f'{layer}.mean']), jnp.asarray(arrays[f'{layer}.variance'])) for layer in architecture.convolutions
+    }
+    return architecture, params, statistics, jnp.asarray(arrays['feature_scale']), training
+
+
+def _json(name: str, arrays: Mapping[str, np.ndarray], entry: str) -> dict[str, Any]:
+    try:
+        found = json.loads(str(arrays[entry]))
+    except (KeyError, ValueError):
+        found = None
+    if not isinstance(found, dict):
+        raise UserError(f'{name}: {entry}: expected an object in JSON, found none; the file is damaged: train the features again')
+    return found
+
+
+def _architecture(name: str, arrays: Mapping[str, np.ndarray]) -> Architecture:
+    values = _json(name, arrays, ARCHITECTURE)
+    try:
+        whole = {k: int(values.pop(k)) for k in ('height', 'width', 'channels', 'classes')}
+        colours = {k: tuple(float(v) for v in values.pop(k)) for k in ('mean', 'deviation')}
+        if values or min(whole.values()) < 1 or any(len(v) != 3 for v in colours.values()) or min(colours['deviation']) <= 0:
+            raise ValueError('values out of range')
+    except (KeyError, TypeError, ValueError) as error:
+        raise UserError(f'{name}: {ARCHITECTURE}: {error}; the file is damaged: train the features again') from None
+    return Architecture(**whole, **colours)
