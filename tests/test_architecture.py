@@ -7,7 +7,7 @@ ROOT = pathlib.Path(__file__).parents[1]
 # Each may import those before it. Names are the longest matching prefix of the module.
 LAYERS = [
     ('pallas_kernels', 'xla_ffi', 'jaxunet.errors', 'jaxunet.config', 'jaxunet.distributed', 'jaxunet.download'),
-    ('jaxunet.ops', 'jaxunet.images', 'jaxunet.solvers'),
+    ('jaxunet.ops', 'jaxunet.images', 'jaxunet.solvers', 'jaxunet.fingerprint'),
     (
         'jaxunet.unet',
         'jaxunet.diffusion',

@@ -56,7 +56,7 @@ def measure(task: Task) -> dict[str, Any]:
 
     (Those start at zero in training, and a network of zeros takes a GPU less power than a trained one, so it clocks higher.)
 
-    Returns a row: `lower_s` and `compile_s` (`compile_cached`: all of it came from the compilation cache; with jit off these are the rest
+    Returns a row: `lower_s` and `compile_s` (`compile_cached`: all of it was kept from before; with jit off these are the rest
     of the first step, and the compiling of all the little programs in it), `steps` timed after `warmup` others, `step_ms`:
     `median` and `quartiles`, `images_per_s` (median over `WINDOWS` equal parts of the timed steps) and `images_per_s_range`, `peak_bytes`
     of the fullest device, or where the backend does not count them (`peak_source`) of this process; `loss` of the last step.
@@ -82,7 +82,7 @@ def measure(task: Task) -> dict[str, Any]:
 
     programs = Programs()
     if task.jit:
-        step, lower_s, compile_s = timed_compile(lambda: parallel.compile(make_step, state, data))
+        step, lower_s, compile_s = timed_compile(lambda: parallel.compile(make_step, state, data, keep=True))
     else:
         # Thousands of programs, each too quick to be kept by itself; another attempt need not make them again.
         jax.config.update('jax_persistent_cache_min_compile_time_secs', 0.0)
@@ -113,8 +113,8 @@ class Programs:
 
     @property
     def cached(self) -> bool:
-        """Whether all of them did."""
-        return self.made > 0 and self.hits == self.made
+        """Whether all of them did. None is made where the whole step is a kept one (`jaxunet.training.executables`)."""
+        return self.hits == self.made
 
 
 def eager(step: TrainStep, config: Config) -> CompiledStep:

@@ -23,6 +23,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from jaxunet import fingerprint
 from jaxunet.benchmarking import rows
 from jaxunet.config import Config, to_dict
 from jaxunet.errors import UserError
@@ -33,7 +34,6 @@ OK, ERROR, IMPOSSIBLE, TIMEOUT, CRASH, OUT_OF_MEMORY = 'ok', 'error', 'impossibl
 STEP, PROFILE = 'step', 'profile'  # what a point does: time training steps, or trace them with jaxunet.profile
 PROBE_SECONDS = 300.0
 LAST_WORDS = 300  # characters of a crashed process's log that go into its row
-ROOT = pathlib.Path(__file__).parents[2]
 Say = Callable[[str], None]
 Row = dict[str, Any]
 
@@ -88,11 +88,7 @@ def code(git: str | None) -> str:
     """The commit; where files differ from it, or without one, a fingerprint of the sources."""
     if git and not git.endswith('-dirty'):
         return git
-    digest = hashlib.sha256()
-    for package in ('jaxunet', 'pallas_kernels', 'xla_ffi'):
-        for path in sorted(p for p in (ROOT / package).rglob('*') if p.suffix in ('.py', '.so', '.cu', '.cc')):
-            digest.update(str(path.relative_to(ROOT)).encode() + path.read_bytes())
-    return digest.hexdigest()
+    return fingerprint.sources()
 
 
 def probe() -> Machine:

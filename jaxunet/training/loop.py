@@ -141,6 +141,7 @@ class _Run:
                 lambda axis: make_train_step(self.config, self.model, diffusion, self.optimizer, axis_name=axis),
                 self.state,
                 self._with_stop(data),
+                keep=True,
             )
             bar.write(
                 f'compiled the step in {time.perf_counter() - began:.1f} s; {len(self.parallel.devices)} x '

@@ -20,9 +20,10 @@ import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jaxunet.config import Config
+from jaxunet.config import Config, to_dict
 from jaxunet.data.order import batch_indices
 from jaxunet.errors import UserError
+from jaxunet.training import executables
 from jaxunet.training.state import TrainState
 from jaxunet.training.step import Batch, Metrics, TrainStep
 
@@ -115,9 +116,20 @@ class Parallel:
     def _stop(self) -> dict[bool, Any]:
         return {stop: self.put_batch({STOP: np.full(len(self.local_devices), stop, np.int32)})[STOP] for stop in (False, True)}
 
-    def compile(self, make_step: Callable[[str | None], TrainStep], state: TrainState, data: Data) -> CompiledStep:
-        """Compiles the step for these arguments ahead of time; the state is donated."""
-        return self.lower(make_step, state, data).compile(compiler_options=self.compiler_options)
+    def compile(self, make_step: Callable[[str | None], TrainStep], state: TrainState, data: Data, *, keep: bool = False) -> CompiledStep:
+        """Compiles the step for these arguments ahead of time; the state is donated.
+
+        Args:
+          keep: take it from `executables.folder()`, or put it there, if the step is made from nothing but the config. That is done on
+            GPUs, where hand-written kernels take long to lower, by a process alone, for `parallel.mode=jit`.
+        """
+
+        def build() -> jax.stages.Compiled:
+            return self.lower(make_step, state, data).compile(compiler_options=self.compiler_options)
+
+        if not keep or self.pmap or jax.process_count() > 1 or self.devices[0].platform != 'gpu':
+            return build()
+        return executables.compiled(build, to_dict(self.config), (state, data), self.devices, self.compiler_options)
 
     @property
     def compiler_options(self) -> dict[str, str | bool]:

@@ -1,0 +1,113 @@
+"""Kept training steps: loaded without building, same results, and made anew whenever something they depend on differs."""
+
+import logging
+
+import jax
+import numpy as np
+import pytest
+from jax.experimental.compilation_cache import compilation_cache
+from tiny import tiny_config
+
+from jaxunet.config import to_dict
+from jaxunet.data import pipeline
+from jaxunet.data.sources import open_source
+from jaxunet.diffusion import make_diffusion
+from jaxunet.ops import load_ops
+from jaxunet.training import executables
+from jaxunet.training.loop import fresh_state
+from jaxunet.training.parallel import Parallel
+from jaxunet.training.state import make_optimizer
+from jaxunet.training.step import make_train_step
+from jaxunet.unet import build_unet
+
+
+class Maker:
+    """Builds steps, counts them, and asks for kept ones."""
+
+    def __init__(self, config):
+        self.config, self.parallel, self.built = config, Parallel(config), 0
+        images, labels = pipeline.load_all(open_source('digits:', image_shape=(8, 8, 1)), progress=False)
+        self.data = self.parallel.replicate({'images': images, 'labels': labels})
+        self.model, self.optimizer = build_unet(config, load_ops('xla')), make_optimizer(config)
+        self.state = fresh_state(config)
+
+    def build(self):
+        self.built += 1
+        c = self.config
+        make = lambda axis: make_train_step(c, self.model, make_diffusion(c.diffusion), self.optimizer, axis_name=axis)  # noqa: E731
+        return self.parallel.lower(make, self.parallel.replicate(self.state), self.data).compile()
+
+    def get(self, **changes):
+        config = to_dict(self.config.replace(**changes))
+        return executables.compiled(self.build, config, (self.parallel.replicate(self.state), self.data), self.parallel.devices, {})
+
+    def losses(self, step):
+        state, out = self.parallel.replicate(self.state), []
+        for _ in range(3):
+            state, metrics = step(state, self.data)
+            out.append(float(metrics['step_loss']))
+        return out, self.parallel.fetch(state)
+
+
+@pytest.fixture
+def cache(tmp_path, monkeypatch):
+    # A program from JAX's own cache cannot be kept again on a CPU: its functions are lost.
+    before = jax.config.jax_enable_compilation_cache
+    jax.config.update('jax_enable_compilation_cache', False)
+    compilation_cache.reset_cache()
+    monkeypatch.setattr(executables, 'folder', lambda: tmp_path / 'steps')
+    yield tmp_path / 'steps'
+    jax.config.update('jax_enable_compilation_cache', before)
+    compilation_cache.reset_cache()
+
+
+@pytest.mark.parametrize('devices', [1, 2])
+def test_a_kept_step_is_loaded_and_gives_the_same(devices, cache):
+    maker = Maker(tiny_config(parallel={'devices': devices}))
+    losses, state = maker.losses(maker.get())
+    (file,) = cache.glob('*.step')
+    again, other = maker.losses(maker.get())
+    assert maker.built == 1
+    assert losses == again
+    assert jax.tree.structure(state) == jax.tree.structure(other)
+    for a, b in zip(jax.tree.leaves(state), jax.tree.leaves(other), strict=True):
+        np.testing.assert_array_equal(a, b)
+    maker.get(optimizer={'learning_rate': 0.5})
+    assert file.exists()
+    assert (maker.built, len(list(cache.glob('*.step')))) == (2, 2)
+
+
+def test_a_damaged_file_costs_a_warning_and_is_replaced(cache, caplog):
+    maker = Maker(tiny_config(parallel={'devices': 1}))
+    expected, _ = maker.losses(maker.get())
+    (file,) = cache.glob('*.step')
+    whole = file.read_bytes()
+    file.write_bytes(whole[: len(whole) // 3])
+    with caplog.at_level(logging.WARNING):
+        losses, _ = maker.losses(maker.get())
+    assert 'cannot be loaded' in caplog.text
+    assert maker.built == 2
+    assert losses == expected
+    assert len(file.read_bytes()) > len(whole) // 2
+
+
+def test_the_least_recently_used_files_go(cache, monkeypatch):
+    monkeypatch.setattr(executables, 'KEPT', 2)
+    maker = Maker(tiny_config(parallel={'devices': 1}))
+    step = maker.build()
+    for name in 'abc':
+        executables.save(cache / f'{name}.step', step)
+    assert sorted(p.name for p in cache.iterdir()) == ['b.step', 'c.step']
+
+
+def test_the_folder_is_that_of_the_compilation_cache(tmp_path):
+    before = jax.config.jax_compilation_cache_dir, jax.config.jax_enable_compilation_cache
+    try:
+        jax.config.update('jax_compilation_cache_dir', str(tmp_path))
+        jax.config.update('jax_enable_compilation_cache', True)
+        assert executables.folder() == tmp_path / 'jaxunet_steps'
+        jax.config.update('jax_enable_compilation_cache', False)
+        assert executables.folder() is None
+    finally:
+        jax.config.update('jax_compilation_cache_dir', before[0])
+        jax.config.update('jax_enable_compilation_cache', before[1])
