@@ -52,6 +52,12 @@ COMPILE_JOBS = flags.DEFINE_integer(
     'compiler picks kernels by timing them, which neighbours disturb: leave it at 0 for numbers to rely on.',
     lower_bound=0,
 )
+SIDE_BY_SIDE = flags.DEFINE_bool(
+    'side_by_side',
+    False,
+    'Points of fewer GPUs than the machine has run beside each other, each on GPUs of its own. They share the host: leave it out '
+    'where that is what you measure, as for data.num_workers.',
+)
 PLOT_ONLY = flags.DEFINE_bool('plot_only', False, 'Write the report of what OUTPUT holds, without running anything.')
 PLOT = flags.DEFINE_bool('plot', True, 'Draw the plots.')
 
@@ -85,6 +91,7 @@ def measure(directory: pathlib.Path) -> None:
         timeout=TIMEOUT.value,
         compile_jobs=COMPILE_JOBS.value,
         retry_failed=RETRY_FAILED.value,
+        side_by_side=SIDE_BY_SIDE.value,
         tool=preset.tool if preset else runner.STEP,
     )
     machine = runner.probe()

@@ -68,7 +68,7 @@ def test_values_are_read_as_the_type_of_their_field():
     ('text', 'message'),
     [
         ('data.batch_sise=8', '--vary data.batch_sise: unknown field; did you mean "data.batch_size"'),
-        ('batch_size=8', '--vary batch_size: unknown field; did you mean data.batch_size?'),
+        ('num_workers=8', '--vary num_workers: unknown field; did you mean data.num_workers?'),
         ('zzz=8', '--vary zzz: unknown field; expected a field of the config, or jit or batch_per_device'),
         ('data=8', '--vary data: is a section; vary one of its fields, e.g. data.path'),
         ('data.batch_size', '--vary data.batch_size: expected NAME=VALUE,VALUE'),
@@ -275,6 +275,46 @@ def test_compile_jobs_compile_before_anything_is_timed(faults, tmp_path):
     assert calls[2:] == ['8 time', '16 time']
 
 
+def test_side_by_side_points_have_gpus_of_their_own(monkeypatch):
+    needs = [1, 4, 0, 2, 1, 2, 1]
+    lock, busy, order, most = threading.Lock(), set(), [], []
+
+    def work(i, gpus):
+        assert len(gpus) == needs[i]
+        with lock:
+            assert not busy & set(gpus)
+            busy.update(gpus)
+            order.append(i)
+            most.append(len(busy))
+        time.sleep(0.05)
+        with lock:
+            busy.difference_update(gpus)
+
+    runner._share(list(enumerate(needs)), ['0', '1', '2', '3'], work)
+    assert sorted(order) == list(range(len(needs)))
+    assert order.index(3) < order.index(1)  # the one that needs all waits for those that fit beside the first
+    assert max(most) == 4
+
+    def fail(i, gpus):
+        raise ValueError('of a worker')
+
+    with pytest.raises(ValueError, match='of a worker'):
+        runner._share([(0, 1), (1, 1)], ['0'], fail)
+    monkeypatch.setenv('CUDA_VISIBLE_DEVICES', '2,5')
+    assert runner.gpu_names(Machine('gpu', 2, ORIGIN)) == ['2', '5']
+    with pytest.raises(UserError, match='this machine has none'):
+        runner.gpu_names(CPU)
+
+
+def test_side_by_side_from_processes(faults, tmp_path):
+    sweep, _ = go(tmp_path / 's', 'parallel.devices=1,2,4', 'data.batch_size=8,16', side_by_side=True)
+    assert [row['status'] for row in sweep.rows] == ['ok'] * 6
+    assert all(row['side_by_side'] for row in sweep.rows)
+    points, _ = grid('parallel.devices=1,2,4')
+    assert runner.environment(points[1], GPU, ['1', '3'])['CUDA_VISIBLE_DEVICES'] == '1,3'
+    assert [runner.needed_gpus(p, GPU) for p in points] == [1, 2, 4]
+
+
 def test_memory_errors_are_told_apart(monkeypatch):
     task = runner.Task({}, True, [], 1, 1, 1.0)
     for error, status in (
@@ -352,7 +392,7 @@ def test_programs_are_counted_with_their_cache(tmp_path):
     fresh = measure.Programs()
     make(time.time())
     assert (fresh.made, fresh.hits, fresh.cached) == (1, 0, False)
-    assert not measure.Programs().cached  # nothing was made
+    assert measure.Programs().cached  # nothing had to be made: the whole step was kept
 
 
 # The report

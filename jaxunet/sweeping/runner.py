@@ -18,6 +18,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -49,6 +50,7 @@ class Options:
     compile_jobs: int = 0
     retry_failed: bool = False
     tool: str = STEP
+    side_by_side: bool = False  # points that need fewer GPUs than there are share the machine
 
 
 @dataclass(frozen=True)
@@ -100,7 +102,7 @@ def probe() -> Machine:
 
 
 def run(points: Sequence[Point], directory: pathlib.Path, options: Options, machine: Machine, say: Say = print) -> None:
-    """Measures the points that have no row yet, one after the other, so that they do not disturb each other."""
+    """Measures the points that have no row yet: one after the other, so that they do not disturb each other, or on GPUs of their own."""
     known = results(directory)
     keys = [key(point, options, machine) for point in points]
     todo = [i for i, k in enumerate(keys) if k not in known or (options.retry_failed and known[k]['status'] != OK)]
@@ -111,18 +113,85 @@ def run(points: Sequence[Point], directory: pathlib.Path, options: Options, mach
     able = [i for i in todo if not points[i].problem]
     if options.compile_jobs:
         _compile([points[i] for i in able if points[i].jit], options, machine, directory, say)
-    for i in todo:
+    writing = threading.Lock()
+
+    def work(i: int, gpus: Sequence[str]) -> None:
         point = points[i]
         began = time.perf_counter()
         if point.problem:
             row: Row = {'status': IMPOSSIBLE, 'reason': point.problem}
         else:
             say(f'[{i + 1}/{len(points)}] {point.label} ...')
-            row = _measure(point, keys[i], options, machine, directory)
+            row = _measure(point, keys[i], options, machine, directory, gpus)
         row |= {'seconds': round(time.perf_counter() - began, 1), 'point': point.values, 'batch': point.raw['data']['batch_size']}
-        row = {'case': 'sweep', 'key': keys[i], **row, 'config': point.raw, 'jit': point.jit, **machine.provenance}
-        rows.append(directory / 'results.jsonl', row)
-        say(f'[{i + 1}/{len(points)}] {point.label}: {summary(row)}')
+        row = {
+            'case': 'sweep',
+            'key': keys[i],
+            **row,
+            'config': point.raw,
+            'jit': point.jit,
+            'side_by_side': bool(gpus),
+            **machine.provenance,
+        }
+        with writing:
+            rows.append(directory / 'results.jsonl', row)
+            say(f'[{i + 1}/{len(points)}] {point.label}: {summary(row)}')
+
+    if options.side_by_side:
+        _share([(i, needed_gpus(points[i], machine)) for i in todo], gpu_names(machine), work)
+    else:
+        for i in todo:
+            work(i, ())
+
+
+def needed_gpus(point: Point, machine: Machine) -> int:
+    """GPUs that a point keeps busy; 0: it does not run."""
+    if point.problem:
+        return 0
+    return (point.raw['parallel']['devices'] or machine.devices) if point.jit else 1
+
+
+def gpu_names(machine: Machine) -> list[str]:
+    """This machine's GPUs, as CUDA_VISIBLE_DEVICES names them.
+
+    Raises:
+      UserError: there is none.
+    """
+    if machine.platform != 'gpu':
+        raise UserError(f'--side_by_side: gives each point GPUs of its own, but this machine has none; leave it out')
+    named = os.environ.get('CUDA_VISIBLE_DEVICES')
+    return named.split(',') if named else [str(i) for i in range(machine.devices)]
+
+
+def _share(todo: Sequence[tuple[int, int]], gpus: Sequence[str], work: Callable[[int, Sequence[str]], None]) -> None:
+    """Runs `work(i, its GPUs)` for every (i, how many it needs), the first that fits into the free ones, until all are done."""
+    waiting, free, running = list(todo), list(gpus), set[concurrent.futures.Future[None]]()
+    with concurrent.futures.ThreadPoolExecutor(len(gpus)) as pool:
+        held: dict[concurrent.futures.Future[None], list[str]] = {}
+        try:
+            while waiting or running:
+                fits = next((task for task in waiting if task[1] <= len(free)), None)
+                if fits is not None:
+                    waiting.remove(fits)
+                    mine, free = free[: fits[1]], free[fits[1] :]
+                    future = pool.submit(work, fits[0], mine)
+                    held[future] = mine
+                    running.add(future)
+                    continue
+                done, running = concurrent.futures.wait(running, return_when=concurrent.futures.FIRST_COMPLETED)
+                for future in done:
+                    future.result()
+                    free = sorted([*free, *held.pop(future)], key=list(gpus).index)
+        except BaseException:
+            _end_all(pool)
+            raise
+
+
+def _end_all(pool: concurrent.futures.ThreadPoolExecutor) -> None:
+    """Ends the processes that the pool's threads wait for, and starts no other."""
+    pool.shutdown(wait=False, cancel_futures=True)
+    for process in list(_running):
+        _kill(process)
 
 
 def summary(row: Row) -> str:
@@ -143,18 +212,20 @@ def _command(point: Point, options: Options, *, compile_only: bool = False) -> l
     return [sys.executable, '-m', MEASURE, json.dumps(dataclasses.asdict(task))]
 
 
-def environment(point: Point, machine: Machine) -> dict[str, str]:
+def environment(point: Point, machine: Machine, gpus: Sequence[str] = ()) -> dict[str, str]:
     """Of a point's process: a machine with CPUs only plays as many devices as the point asks for, on the same cores."""
     env = dict(os.environ)
+    if gpus:
+        env['CUDA_VISIBLE_DEVICES'] = ','.join(gpus)
     wanted = point.raw['parallel']['devices']
     if machine.platform == 'cpu' and wanted > machine.devices:
         env['XLA_FLAGS'] = f'{env.get("XLA_FLAGS", "")} --xla_force_host_platform_device_count={wanted}'.strip()
     return env
 
 
-def _measure(point: Point, name: str, options: Options, machine: Machine, directory: pathlib.Path) -> Row:
+def _measure(point: Point, name: str, options: Options, machine: Machine, directory: pathlib.Path, gpus: Sequence[str]) -> Row:
     log = directory / 'logs' / f'{name}.log'
-    env = environment(point, machine)
+    env = environment(point, machine, gpus)
     if options.tool == PROFILE:
         answer = _profile(point, env, name, options, directory, log)
     else:
@@ -221,9 +292,7 @@ def _compile(points: Sequence[Point], options: Options, machine: Machine, direct
         try:
             list(pool.map(work, range(len(points))))
         except BaseException:
-            pool.shutdown(wait=False, cancel_futures=True)
-            for process in list(_running):
-                _kill(process)
+            _end_all(pool)
             raise
     say(f'compiled in {time.perf_counter() - began:.1f} s')
 
