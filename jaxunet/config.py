@@ -15,6 +15,7 @@ from typing import Any
 
 from ml_collections import ConfigDict
 
+from jaxunet.config_relations import check_relations
 from jaxunet.errors import UserError, near_misses
 
 
@@ -133,9 +134,24 @@ class TrainConfig:
     sample_every: int = 400  # 0 = never
     sample_count: int = 60
     sample_steps: int = 50  # DDIM steps of the grids drawn while training
+    evaluate_every: int = 0  # steps between evaluations (`evaluation`); 0 = never, else also after the last step
     checkpoint_every: int = 400
     keep: int = 3  # checkpoints kept
     max_bad_steps: int = 20  # stop after this many non-finite steps in a row
+
+
+@dataclass(frozen=True)
+class EvaluationConfig:
+    """What `train.evaluate_every` and `jaxunet.compare` measure: samples of the first average of the weights, of `seed`."""
+
+    samples: int = 500
+    batch_size: int = 256  # samples drawn at a time, over all devices
+    sampler: str = 'ddim'  # ddpm | ddim | dpmpp_2m | heun
+    steps: int = 50  # of the sampler; 0 = all that the model is trained with
+    variance: str = ''  # of sampler=ddpm: fixed_small | fixed_large | learned; '' = learned if the model has it, else fixed_small
+    metrics: tuple[str, ...] = ('fid',)  # of those of jaxunet.evaluate
+    features: str = 'inception'  # or a file, as --features of jaxunet.evaluate
+    reference: str = ''  # real images or statistics, as --reference of jaxunet.evaluate; '' = the training images as the model sees them
 
 
 @dataclass(frozen=True)
@@ -153,6 +169,7 @@ class Config:
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     ema: EmaConfig = field(default_factory=EmaConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
+    evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
 
     @property
     def image_shape(self) -> tuple[int, int, int]:
@@ -181,6 +198,8 @@ CHOICES = {
     'diffusion.prediction': ('epsilon', 'x0', 'v'),
     'loss.weighting': ('uniform', 'min_snr', 'soft_min_snr', 'p2', 'speed', 'uncertainty'),
     'timesteps.sampler': ('uniform', 'loss_second_moment', 'speed', 'policy', 'adaptive'),
+    'evaluation.sampler': ('ddpm', 'ddim', 'dpmpp_2m', 'heun'),
+    'evaluation.variance': ('', 'fixed_small', 'fixed_large', 'learned'),
     'data.cache': ('auto', 'device', 'stream'),
     'data.augment': ('none', 'flip'),
     'optimizer.name': ('adamw', 'adam'),
@@ -194,11 +213,13 @@ POSITIVE = [
     'timesteps.policy_memory', 'timesteps.policy_learning_rate', 'timesteps.adaptive_bins', 'timesteps.adaptive_memory',
     'data.image_size', 'data.batch_size', 'optimizer.learning_rate', 'optimizer.eps', 'optimizer.accumulate_steps', 'train.steps',
     'train.log_every', 'train.checkpoint_every', 'train.keep', 'train.sample_count', 'train.sample_steps', 'train.max_bad_steps',
+    'evaluation.samples', 'evaluation.batch_size',
 ]
 NOT_NEGATIVE = [
     'seed', 'parallel.devices', 'model.num_heads', 'model.num_heads_upsample', 'model.num_head_channels', 'model.num_classes',
     'diffusion.vlb_weight', 'loss.p2_gamma', 'timesteps.policy_entropy', 'data.num_workers', 'optimizer.weight_decay',
-    'optimizer.warmup_steps', 'optimizer.clip_norm', 'train.sample_every',
+    'optimizer.warmup_steps', 'optimizer.clip_norm', 'train.sample_every', 'train.evaluate_every',
+    'evaluation.steps',
 ]
 # fmt: on
 FRACTION = ('model.dropout', 'model.label_dropout', 'optimizer.betas', 'ema.rates', 'timesteps.history_uniform')  # in [0, 1)
@@ -287,90 +308,12 @@ def _check_values(config: Config) -> list[str]:
         for path in paths:
             many = flat[path] if isinstance(flat[path], tuple) else (flat[path],)
             problems += [f'{path}: expected {expected}, found {v!r}' for v in many if not accepts(v)]
-    return problems or _check_relations(config)
+    return problems or check_relations(config)
 
 
 def _sections(config: Config) -> dict[str, dict[str, Any]]:
     values = to_dict(config)
     return {'': {k: v for k, v in values.items() if not isinstance(v, dict)}} | {k: v for k, v in values.items() if isinstance(v, dict)}
-
-
-def _check_relations(config: Config) -> list[str]:
-    """What must hold between fields."""
-    m, d, o = config.model, config.data, config.optimizer
-    problems = []
-
-    def require(holds: bool, problem: str) -> None:
-        if not holds:
-            problems.append(problem)
-
-    require(len(m.channel_mult) > 0, 'model.channel_mult: expected at least one level, found ()')
-    require(len(d.image_size) in (1, 2), f'data.image_size: expected (side,) or (height, width), found {d.image_size}')
-    require(len(o.betas) == 2, f'optimizer.betas: expected two numbers, found {o.betas}')
-    require(len(config.ema.rates) > 0, 'ema.rates: expected at least one rate, found (); (0.0,) keeps a copy of the weights')
-    require(len(set(config.ema.rates)) == len(config.ema.rates), f'ema.rates: expected distinct rates, found {config.ema.rates}')
-    require(
-        (m.num_heads > 0) != (m.num_head_channels > 0),
-        f'model.num_heads, model.num_head_channels: set exactly one (the other 0), found {m.num_heads} and {m.num_head_channels}',
-    )
-    require(
-        m.num_heads_upsample == 0 or m.num_heads > 0,
-        f'model.num_heads_upsample: {m.num_heads_upsample} needs model.num_heads; with model.num_head_channels it has no meaning',
-    )
-    require(m.label_dropout == 0 or m.num_classes > 0, f'model.label_dropout: {m.label_dropout} needs model.num_classes > 0')
-    require(
-        d.batch_size % o.accumulate_steps == 0,
-        f'data.batch_size: {d.batch_size} is not a multiple of optimizer.accumulate_steps ({o.accumulate_steps})',
-    )
-    require(
-        len(d.classes) <= m.num_classes or m.num_classes == 0,
-        f'data.classes: {len(d.classes)} names for model.num_classes={m.num_classes}',
-    )
-    require(
-        o.name != 'adam' or o.weight_decay == 0,
-        f'optimizer.weight_decay: {o.weight_decay} has no effect with optimizer.name=adam; use adamw',
-    )
-    require(
-        config.diffusion.schedule != 'linear' or config.diffusion.steps > 20,
-        f'diffusion.steps: the linear schedule needs more than 20, found {config.diffusion.steps}; or use diffusion.schedule=cosine',
-    )
-    for name in ('adaptive_bins', 'policy_probes'):
-        count = getattr(config.timesteps, name)
-        require(
-            config.timesteps.sampler != name.split('_', maxsplit=1)[0] or count <= config.diffusion.steps,
-            f'timesteps.{name}: {count} is more than diffusion.steps ({config.diffusion.steps})',
-        )
-    t = config.train
-    require(
-        t.sample_every == 0 or t.sample_steps <= config.diffusion.steps,
-        f'train.sample_steps: {t.sample_steps} is more than diffusion.steps ({config.diffusion.steps})',
-    )
-    require(
-        t.sample_every == 0 or m.image_channels in (1, 3),
-        f'model.image_channels: sample grids show 1 or 3, found {m.image_channels}; set train.sample_every=0',
-    )
-    if problems:
-        return problems
-    height, width, _ = config.image_shape
-    factor = 2 ** (len(m.channel_mult) - 1)
-    require(
-        height % factor == 0 and width % factor == 0,
-        f'data.image_size: {height}x{width} must be divisible by {factor}, as model.channel_mult has {len(m.channel_mult)} levels',
-    )
-    sides = [min(height, width) >> level for level in range(len(m.channel_mult))]
-    for resolution in m.attention_resolutions:
-        require(resolution in sides, f'model.attention_resolutions: {resolution} is none of the levels, whose shorter sides are {sides}')
-    for level, mult in enumerate(m.channel_mult):
-        channels = int(mult * m.base_channels)
-        attends = sides[level] in m.attention_resolutions or level == len(sides) - 1
-        name, size = ('num_heads', m.num_heads) if m.num_heads else ('num_head_channels', m.num_head_channels)
-        require(not attends or channels % size == 0, f'model.{name}: {size} does not divide the {channels} channels of level {level}')
-        require(
-            channels > 0 and channels % m.norm_groups == 0,
-            f'model.channel_mult: {mult} x base_channels {m.base_channels} = {channels} channels, '
-            f'not a multiple of model.norm_groups ({m.norm_groups})',
-        )
-    return problems
 
 
 def diff(old: Config, new: Config) -> list[str]:

@@ -16,11 +16,12 @@ from pathlib import Path
 from absl import flags
 
 from jaxunet import cli
+from jaxunet.config_relations import METRICS
 from jaxunet.errors import UserError
-from jaxunet.metrics.evaluation import METRICS, WITHOUT_REFERENCE, Side, check_metrics, compute, image_side, statistics_side
-from jaxunet.metrics.features import FeatureNetwork, load_features
-from jaxunet.metrics.frechet import is_statistics, save_statistics
-from jaxunet.metrics.image_sets import Size, open_images
+from jaxunet.metrics.evaluation import WITHOUT_REFERENCE, check_metrics, compute, open_side
+from jaxunet.metrics.features import load_features
+from jaxunet.metrics.frechet import save_statistics
+from jaxunet.metrics.image_sets import Size
 from jaxunet.metrics.kernel_distance import SUBSET_SIZE, SUBSETS
 
 SAMPLES = flags.DEFINE_string('samples', None, 'A folder, archive or .npz of images, a .png grid, or an .npz of statistics.', required=True)
@@ -55,11 +56,12 @@ def main(argv: Sequence[str]) -> None:
     cli.enable_compilation_cache()
     network = load_features(FEATURES.value)
     check_metrics(metrics, network)
-    reference = None
+    reference, batch = None, BATCH_SIZE.value
     if compared and REFERENCE.value:
-        reference, found = _side('--reference', REFERENCE.value, compared, network, size)
+        reference, found = open_side(REFERENCE.value, compared, network, '--reference', grid_size=size, batch_size=batch, seed=SEED.value)
         size = size or found
-    samples, _ = _side('--samples', SAMPLES.value, metrics, network, size, NUM_SAMPLES.value)
+    count = NUM_SAMPLES.value
+    samples, _ = open_side(SAMPLES.value, metrics, network, '--samples', grid_size=size, count=count, batch_size=batch, seed=SEED.value)
     if WRITE_STATISTICS.value and reference is not None and reference.statistics is not None:
         save_statistics(WRITE_STATISTICS.value, reference.statistics)
     results = compute(
@@ -86,20 +88,6 @@ def _image_size() -> Size | None:
             f'--image_size: expected SIDE or HEIGHT,WIDTH, each 1 to {MAX_SIDE}, such as 64 or 48,64; found {IMAGE_SIZE.value!r}'
         )
     return int(parts[0]), int(parts[-1])
-
-
-def _side(
-    flag: str, path: str, metrics: Sequence[str], network: FeatureNetwork, size: Size | None, count: int | None = None
-) -> tuple[Side, Size | None]:
-    """One side, and the size of its images where it has some."""
-    file = Path(path).expanduser()
-    if file.suffix.lower() == '.npz' and file.is_file() and is_statistics(file):
-        if count is not None:
-            raise UserError(f'--num_samples: {path} holds statistics, from which nothing can be drawn; leave it out')
-        return statistics_side(path, metrics, network, flag), None
-    with open_images(path, grid_size=size) as source:
-        side = image_side(path, source, metrics, network, count=count, seed=SEED.value, batch_size=BATCH_SIZE.value)
-        return side, source.image_shape[:2]
 
 
 def _check_writable(target: Path) -> None:

@@ -6,7 +6,7 @@ import pathlib
 ROOT = pathlib.Path(__file__).parents[1]
 # Each may import those before it. Names are the longest matching prefix of the module.
 LAYERS = [
-    ('pallas_kernels', 'xla_ffi', 'jaxunet.errors', 'jaxunet.config', 'jaxunet.distributed', 'jaxunet.download'),
+    ('pallas_kernels', 'xla_ffi', 'jaxunet.errors', 'jaxunet.config', 'jaxunet.config_relations', 'jaxunet.distributed', 'jaxunet.download'),
     ('jaxunet.ops', 'jaxunet.images', 'jaxunet.solvers', 'jaxunet.fingerprint'),
     (
         'jaxunet.unet',
@@ -28,6 +28,7 @@ LAYERS = [
         'jaxunet.export',
         'jaxunet.prepare_data',
         'jaxunet.evaluate',
+        'jaxunet.metrics.train_features',
         'jaxunet.benchmark',
         'jaxunet.benchmark_kernels',
         'jaxunet.profile',

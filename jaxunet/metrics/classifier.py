@@ -1,8 +1,8 @@
 """A small residual classifier, whose inner features compare images where Inception's weights cannot be had.
 
 After David Page's ResNet-9 ("How to train your ResNet", 2018): a 3×3 convolution, then stages of convolution and 2×2 max pool, every
-other one with a residual branch of two more convolutions; each convolution is followed by batch normalization and ReLU; the means
-over the last stage's maps go through one matrix to the classes.
+other one with a residual branch of two more convolutions; each convolution is followed by batch normalization and ReLU; the maxima of
+the last stage's maps go through one matrix to the classes.
 
 The features are the means over the maps of *every* stage, not of the last alone: a classifier's last features gather around its classes
 and see little of texture. Each stage's are divided by the root of their mean variance over the training images, so that all
@@ -99,8 +99,7 @@ def init(architecture: Architecture, key: Array) -> tuple[Parameters, Statistics
     bound = 1 / math.sqrt(inputs)
     params['last'] = {'kernel': jax.random.uniform(key, (inputs, architecture.classes), jnp.float32, -bound, bound)}
     statistics = {
-        name: (jnp.zeros(outputs, jnp.float32), jnp.ones(outputs, jnp.float32))
-        for name, (_, outputs) in architecture.convolutions.items()
+        name: (jnp.zeros(outputs, jnp.float32), jnp.ones(outputs, jnp.float32)) for name, (_, outputs) in architecture.convolutions.items()
     }
     return params, statistics
 
@@ -146,12 +145,12 @@ def apply(
         if has_branch(i, len(architecture.stages)):
             x = x + layer(f'stage{i}.1', layer(f'stage{i}.0', x))
         means.append(jnp.mean(x.astype(jnp.float32), (1, 2)))
-    scores = LOGIT_SCALE * jnp.matmul(means[-1], params['last']['kernel'], precision=lax.Precision.HIGHEST)
+    scores = LOGIT_SCALE * jnp.matmul(jnp.max(x.astype(jnp.float32), (1, 2)), params['last']['kernel'], precision=lax.Precision.HIGHEST)
     return scores, jnp.concatenate(means, axis=1), used
 
 
 def _pool(x: Array) -> Array:
-    return lax.reduce_window(x, jnp.asarray(-jnp.inf, x.dtype), lax.max, (1, 2, 2, 1), (1, 2, 2, 1), 'VALID')
+    return lax.reduce_window(x, -np.inf, lax.max, (1, 2, 2, 1), (1, 2, 2, 1), 'VALID')
 
 
 def to_arrays(
@@ -202,4 +201,4 @@ def _architecture(name: str, arrays: Mapping[str, np.ndarray]) -> Architecture:
             raise ValueError('values out of range')
     except (KeyError, TypeError, ValueError) as error:
         raise UserError(f'{name}: {ARCHITECTURE}: {error}; the file is damaged: train the features again') from None
-    return Architecture(**whole, **colours)
+    return Architecture(whole['height'], whole['width'], whole['channels'], whole['classes'], colours['mean'], colours['deviation'])

@@ -19,6 +19,7 @@ from jaxunet.data.order import batch_indices
 from jaxunet.errors import UserError
 from jaxunet.metrics.classifier import Architecture, Parameters, Statistics, apply, init, normalise
 
+PEAK = 0.2  # share of the steps until the learning rate is at its peak
 STATISTICS_DECAY = 0.9  # of the running mean and variance of the batch normalization
 EVALUATION_BATCH = 1000
 Say = Callable[[str], None]
@@ -83,39 +84,151 @@ def train(train_set: Images, test_set: Images, channels: int, recipe: Recipe, sa
       channels: width of the network (`Architecture.channels`).
 
     Raises:
-      UserError: fewer images than a batch, or a loss that is not finite.
+      UserError: a loss that is not finite.
     """
     count = len(train_set.images)
     size = min(recipe.batch_size, count)
-    architecture = _architecture(train_set, channels)
     steps = count // size
-    dtype = recipe.dtype or ('bfloat16' if jax.default_backend() == 'gpu' else 'float32')
+    architecture = _architecture(train_set, channels)
     images, labels = jnp.asarray(train_set.images), jnp.asarray(train_set.labels, jnp.int32)
-    # The peak's learning rate is a part of the update, so that the schedule needs no state of its own.
-    optimizer = optax.sgd(1.0, momentum=recipe.momentum, nesterov=True)
+    optimizer = optax.sgd(1.0, momentum=recipe.momentum, nesterov=True)  # the learning rate comes after the momentum
+    state = _start(architecture, optimizer, recipe)
 
-    def start() -> _State:
-        params, statistics = init(architecture, jax.random.key(recipe.seed))
-        return _State(params, statistics, optimizer.init(params))
+    def epoch(state: _State, images: Array, labels: Array, number: Array, epochs: Array) -> tuple[_State, tuple[Array, Array]]:
+        one = _make_step(architecture, optimizer, recipe, size, steps)
+        start = number * steps
+        return lax.scan(lambda s, i: one(s, images, labels, start + i, epochs), state, jnp.arange(steps, dtype=jnp.int32))
+
+    began = time.perf_counter()
+    compiled = jax.jit(epoch).lower(state, images, labels, jnp.int32(0), jnp.int32(1)).compile()
+    say(f'compiled in {time.perf_counter() - began:.1f} s; {count} images, batches of {size}, {_dtype(recipe)}')
+    epochs = recipe.epochs
+    if recipe.seconds:
+        began = time.perf_counter()
+        jax.block_until_ready(compiled(state, images, labels, jnp.int32(0), jnp.int32(1)))  # thrown away
+        epochs = max(1, int(recipe.seconds / (time.perf_counter() - began)))
+        say(f'{epochs} epochs fit in {recipe.seconds:g} s')
+    began = time.perf_counter()
+    for number in range(epochs):
+        state, (loss, correct) = compiled(state, images, labels, jnp.int32(number), jnp.int32(epochs))
+        means = float(jnp.mean(loss)), float(jnp.mean(correct))
+        if not math.isfinite(means[0]):
+            raise UserError(f'the loss is not finite in epoch {number + 1}; lower --learning_rate (now {recipe.learning_rate:g})')
+        if (number + 1) % max(1, epochs // 10) == 0 or number + 1 == epochs:
+            took = time.perf_counter() - began
+            say(f'epoch {number + 1}/{epochs}: loss {means[0]:.4f}, accuracy in training {means[1]:.4f}, {took:.1f} s')
+    seconds = time.perf_counter() - began
+    accuracy = float(np.mean(_evaluate(architecture, state, test_set.images)[0].argmax(axis=1) == test_set.labels))
+    features = _evaluate(architecture, state, train_set.images)[1]
+    scale = _feature_scale(features, architecture)
+    return Trained(architecture, state.params, state.statistics, scale, accuracy, epochs, seconds)
+
+
+def _architecture(train_set: Images, channels: int) -> Architecture:
+    height, width = train_set.images.shape[1:3]
+    pixels = train_set.images.reshape(-1, 3)
+    # Parts at a time: all of them as floats would be many times the images.
+    sums = [np.stack([part.sum(axis=0), (part**2).sum(axis=0)]) for part in (p.astype(np.float64) for p in _parts(pixels, 2**20))]
+    mean, square = np.sum(sums, axis=0) / len(pixels) / np.array([[255.0], [255.0**2]])
+    deviation = np.maximum(np.sqrt(np.maximum(square - mean**2, 0.0)), 1 / 255)
+    classes = int(train_set.labels.max()) + 1
+    return Architecture(height, width, channels, classes, tuple(mean.tolist()), tuple(deviation.tolist()))
+
+
+def _parts(array: np.ndarray, size: int) -> list[np.ndarray]:
+    return [array[i : i + size] for i in range(0, len(array), size)]
+
+
+def _dtype(recipe: Recipe) -> str:
+    return recipe.dtype or ('bfloat16' if jax.default_backend() == 'gpu' else 'float32')
+
+
+def _start(architecture: Architecture, optimizer: optax.GradientTransformation, recipe: Recipe) -> _State:
+    params, statistics = init(architecture, jax.random.key(recipe.seed))
+    return _State(params, statistics, optimizer.init(params))
+
+
+Step = Callable[[_State, Array, Array, Array, Array], tuple[_State, tuple[Array, Array]]]
+
+
+def _make_step(architecture: Architecture, optimizer: optax.GradientTransformation, recipe: Recipe, size: int, steps: int) -> Step:
+    """(state, all images, all labels, number of the step, epochs) -> state, (loss, share of the batch that is right)."""
+    dtype = jnp.dtype(_dtype(recipe))
 
     def loss_fn(params: Parameters, x: Array, label: Array) -> tuple[Array, tuple[Array, Statistics]]:
-        scores, _, used = apply(architecture, params, x, None, dtype=jnp.dtype(dtype))
+        scores, _, used = apply(architecture, params, x, None, dtype=dtype)
         target = optax.smooth_labels(jax.nn.one_hot(label, architecture.classes, dtype=jnp.float32), recipe.label_smoothing)
         correct = jnp.mean((jnp.argmax(scores, axis=1) == label).astype(jnp.float32))
         return jnp.mean(optax.softmax_cross_entropy(scores, target)), (correct, used)
 
-    def step(carry: tuple[_State, Array, Array], _: None) -> tuple[tuple[_State, Array, Array], tuple[Array, Array]]:
-        state, number, total = carry
-        rows = batch_indices(number, size, count, recipe.seed)
-        x = augment(normalise(architecture, images[rows]), jax.random.fold_in(jax.random.key(recipe.seed + 1), number), recipe)
-        grads, (correct, used) = jax.grad(loss_fn, has_aux=True)(state.params, x, labels[rows])
-        loss = loss_fn_value(correct)
-        rate = recipe.learning_rate * size / 512 * one_cycle((number + 1).astype(jnp.float32) / total.astype(jnp.float32))
+    def step(state: _State, images: Array, labels: Array, number: Array, epochs: Array) -> tuple[_State, tuple[Array, Array]]:
+        rows = batch_indices(number, size, images.shape[0], recipe.seed)
+        key = jax.random.fold_in(jax.random.key(recipe.seed + 1), number)
+        x = augment(normalise(architecture, images[rows]), key, recipe)
+        (loss, (correct, used)), grads = jax.value_and_grad(loss_fn, has_aux=True)(state.params, x, labels[rows])
         grads = jax.tree.map(lambda g, p: g + recipe.weight_decay * p, grads, state.params)
-        updates, new_optimizer = optimizer.update(grads, state.optimizer)
+        updates, momentum = optimizer.update(grads, state.optimizer)
+        share = (number + 1).astype(jnp.float32) / (epochs * steps).astype(jnp.float32)
+        rate = recipe.learning_rate * (size / 512) * one_cycle(share)
         params = jax.tree.map(lambda p, u: p + rate * u, state.params, updates)
         decay = STATISTICS_DECAY
         statistics = jax.tree.map(lambda old, new: decay * old + (1 - decay) * new, state.statistics, used)
-        return (_State(params, statistics, new_optimizer), number + 1, total), (loss, correct)
+        return _State(params, statistics, momentum), (loss, correct)
 
-    raise NotImplementedError
+    return step
+
+
+def one_cycle(share: Float[Array, '']) -> Float[Array, '']:
+    """Of the peak learning rate, when this share of the steps is done: up to 1 in the first fifth, then down to 0."""
+    return jnp.minimum(share / PEAK, (1 - share) / (1 - PEAK))
+
+
+def augment(x: Float[Array, 'images height width colours'], key: Array, recipe: Recipe) -> Float[Array, 'images height width colours']:
+    """Mirrored, cropped out of the image padded by its reflection, and with a blank square, each at random for each image."""
+    height, width = x.shape[1:3]
+    pads = [round(recipe.crop * side) for side in (height, width)]
+    holes = [round(recipe.cutout * side) for side in (height, width)]
+    padded = jnp.pad(x, ((0, 0), (pads[0], pads[0]), (pads[1], pads[1]), (0, 0)), mode='reflect') if max(pads) else x
+
+    def one(image: Array, key: Array) -> Array:
+        flip, *places = jax.random.split(key, 5)
+        top, left = (jax.random.randint(k, (), 0, 2 * pad + 1) for k, pad in zip(places[:2], pads, strict=True))
+        image = lax.dynamic_slice(image, (top, left, jnp.int32(0)), (height, width, image.shape[2]))
+        if recipe.flip:
+            image = jnp.where(jax.random.bernoulli(flip), image[:, ::-1], image)
+        if min(holes):
+            # Anywhere inside the image.
+            starts = [
+                jax.random.randint(k, (), 0, side - hole + 1) for k, side, hole in zip(places[2:], (height, width), holes, strict=True)
+            ]
+            inside = [(jnp.arange(n) >= s) & (jnp.arange(n) < s + hole) for n, s, hole in zip((height, width), starts, holes, strict=True)]
+            image = jnp.where((inside[0][:, None] & inside[1][None])[:, :, None], 0.0, image)
+        return image
+
+    return jax.vmap(one)(padded, jax.random.split(key, x.shape[0]))
+
+
+def _evaluate(architecture: Architecture, state: _State, images: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Class scores and unscaled features of all images."""
+
+    @jax.jit
+    def run(params: Parameters, statistics: Statistics, batch: Array) -> tuple[Array, Array]:
+        return apply(architecture, params, normalise(architecture, batch), statistics, precision=lax.Precision.HIGHEST)[:2]
+
+    parts = []
+    for batch in _parts(images, EVALUATION_BATCH):
+        # A last batch is filled up, as another size would compile once more.
+        full = np.concatenate([batch, np.zeros((min(EVALUATION_BATCH, len(images)) - len(batch), *batch.shape[1:]), np.uint8)])
+        scores, features = run(state.params, state.statistics, full)
+        parts.append((np.asarray(scores)[: len(batch)], np.asarray(features)[: len(batch)]))
+    return np.concatenate([p[0] for p in parts]), np.concatenate([p[1] for p in parts])
+
+
+def _feature_scale(features: Float[np.ndarray, 'n d'], architecture: Architecture) -> Float[np.ndarray, ' d']:
+    """Factors that bring the mean variance of each stage's features to 1."""
+    scales, start = [], 0
+    for channels in architecture.stages:
+        variance = features[:, start : start + channels].astype(np.float64).var(axis=0).mean()
+        scales.append(np.full(channels, 1 / math.sqrt(max(variance, 1e-12))))
+        start += channels
+    return np.concatenate(scales).astype(np.float32)

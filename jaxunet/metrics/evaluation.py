@@ -11,15 +11,16 @@ import numpy as np
 from absl import logging
 from jaxtyping import Float
 
+from jaxunet.config_relations import METRICS
 from jaxunet.data.source import Source
 from jaxunet.errors import UserError, near_misses
 from jaxunet.metrics.features import FeatureNetwork, batches
-from jaxunet.metrics.frechet import Moments, Statistics, frechet_distance, load_statistics
+from jaxunet.metrics.frechet import Moments, Statistics, frechet_distance, is_statistics, load_statistics
+from jaxunet.metrics.image_sets import Size, open_images
 from jaxunet.metrics.inception_score import SPLITS, inception_score
 from jaxunet.metrics.kernel_distance import SUBSET_SIZE, SUBSETS, kernel_distance
 from jaxunet.metrics.precision_recall import NEIGHBOURS, precision_recall
 
-METRICS = ('fid', 'kid', 'precision', 'recall', 'inception_score')
 WITHOUT_REFERENCE = ('inception_score',)
 # What they are called with features other than Inception's.
 GENERAL = {'fid': 'frechet_distance', 'kid': 'kernel_distance'}
@@ -64,17 +65,17 @@ class Result:
         return f'{self.label}: {self.value:.6g}{spread}  [{"; ".join(f"{k} {v}" for k, v in self.protocol.items())}]'
 
 
-def check_metrics(metrics: Sequence[str], network: FeatureNetwork | None = None) -> None:
+def check_metrics(metrics: Sequence[str], network: FeatureNetwork | None = None, option: str = '--metrics') -> None:
     """Raises UserError: no metrics, an unknown one, one twice, or one that the features do not allow."""
     if not metrics:
-        raise UserError(f'--metrics: expected some of {", ".join(METRICS)}, found none')
+        raise UserError(f'{option}: expected some of {", ".join(METRICS)}, found none')
     for metric in metrics:
         if metric not in METRICS:
-            raise UserError(f'--metrics: expected some of {", ".join(METRICS)}, found {metric!r}{near_misses(metric, METRICS)}')
+            raise UserError(f'{option}: expected some of {", ".join(METRICS)}, found {metric!r}{near_misses(metric, METRICS)}')
         if metrics.count(metric) > 1:
-            raise UserError(f'--metrics: {metric} is there twice')
+            raise UserError(f'{option}: {metric} is there twice')
     if network and not network.is_inception and 'inception_score' in metrics:
-        raise UserError(f'--metrics: inception_score needs --features=inception, found {network.name}; leave it out')
+        raise UserError(f'{option}: inception_score needs the features inception, found {network.name}; leave it out')
 
 
 def statistics_side(path: str, metrics: Sequence[str], network: FeatureNetwork, flag: str) -> Side:
@@ -90,6 +91,34 @@ def statistics_side(path: str, metrics: Sequence[str], network: FeatureNetwork, 
     count = statistics.protocol.get('count')
     origin = f' ({statistics.protocol["images"]})' if 'images' in statistics.protocol else ''
     return Side(path + origin, count if isinstance(count, int) else None, str(statistics.protocol.get('size', 'unknown')), statistics)
+
+
+def open_side(
+    path: str,
+    metrics: Sequence[str],
+    network: FeatureNetwork,
+    option: str,
+    *,
+    grid_size: Size | None = None,
+    count: int | None = None,
+    seed: int = 0,
+    batch_size: int,
+) -> tuple[Side, Size | None]:
+    """A side from a path, and the size of its images where it has some.
+
+    Args:
+      path: of images (`open_images`) or of statistics.
+      option: what gave the path, for messages.
+      grid_size, count, seed, batch_size: of `open_images` and `image_side`.
+    """
+    file = Path(path).expanduser()
+    if file.suffix.lower() == '.npz' and file.is_file() and is_statistics(file):
+        if count is not None:
+            raise UserError(f'--num_samples: {path} holds statistics, from which nothing can be drawn; leave it out')
+        return statistics_side(path, metrics, network, option), None
+    with open_images(path, grid_size=grid_size) as source:
+        side = image_side(path, source, metrics, network, count=count, seed=seed, batch_size=batch_size)
+        return side, source.image_shape[:2]
 
 
 def image_side(

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import jax
 import numpy as np
+from jax import lax
 from jaxtyping import Array, Float, Int, UInt8
 from tqdm import tqdm
 
@@ -16,10 +17,11 @@ from jaxunet.data.pixels import Batch, Pixels
 from jaxunet.data.source import Source
 from jaxunet.data.threads import ordered_map
 from jaxunet.errors import UserError, near_misses
-from jaxunet.metrics import inception
+from jaxunet.metrics import classifier, inception
 from jaxunet.metrics.arrays import array_names, read_arrays
 from jaxunet.metrics.inception_weights import SHA256_PREFIX, SUFFIXES, find_or_download, read_parameters
 
+CLASSIFIER = 'classifier'
 KIND = 'jaxunet_features'  # an array with this name tells which reader of READERS a file belongs to
 
 
@@ -42,10 +44,6 @@ class FeatureNetwork:
     is_inception: bool
     resize: str
     classify: Callable[[Float[np.ndarray, 'n d']], Float[Array, 'n classes']] | None = None
-
-
-# kind -> reader of the file's arrays; the third argument is the SHA-256 of the file.
-READERS: dict[str, Callable[[Path, dict[str, np.ndarray], str], FeatureNetwork]] = {}
 
 
 def load_features(features: str) -> FeatureNetwork:
@@ -88,6 +86,34 @@ def inception_network(params: inception.Parameters, digest: str) -> FeatureNetwo
         resize=f'bilinear to {inception.SIDE}x{inception.SIDE}, no antialiasing; {known}',
         classify=lambda features: classify(params, features),
     )
+
+
+def classifier_network(path: Path, arrays: dict[str, np.ndarray], digest: str) -> FeatureNetwork:
+    """A file of `jaxunet.metrics.train_features`. Raises UserError: a damaged one; and from `extract`, images of another size."""
+    architecture, params, statistics, scale, training = classifier.from_arrays(str(path), arrays)
+
+    @jax.jit
+    def run(images: UInt8[Array, 'n height width 3']) -> Float[Array, 'n d']:
+        x = classifier.normalise(architecture, images)
+        return classifier.apply(architecture, params, x, statistics, precision=lax.Precision.HIGHEST)[1] * scale[None]
+
+    def extract(images: UInt8[np.ndarray, 'n height width 3']) -> Float[Array, 'n d']:
+        wanted, found = (architecture.height, architecture.width), images.shape[1:3]
+        if found != wanted:
+            raise UserError(f'--features: {path} compares images of {wanted[0]}x{wanted[1]} pixels, found {found[0]}x{found[1]}')
+        return run(images)
+
+    return FeatureNetwork(
+        name=f'{CLASSIFIER}-{digest[:8]}',
+        dimension=len(scale),
+        extract=extract,
+        is_inception=False,
+        resize=f'none; trained on {training.get("reference")}, test accuracy {training.get("test_accuracy", float("nan")):.4f}',
+    )
+
+
+# kind -> reader of the file's arrays; the third argument is the SHA-256 of the file.
+READERS: dict[str, Callable[[Path, dict[str, np.ndarray], str], FeatureNetwork]] = {CLASSIFIER: classifier_network}
 
 
 def batches(

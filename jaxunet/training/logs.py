@@ -40,6 +40,10 @@ class Logs:
             if name != 'step':
                 self._board.add_scalar(f'train/{name}', value, values['step'])
 
+    def scalar(self, name: str, value: float, step: int) -> None:
+        """A curve of TensorBoard alone."""
+        self._board.add_scalar(name, value, step)
+
     def image(self, step: int, picture: np.ndarray) -> None:
         """A sample grid, uint8 (height, width, 1 or 3)."""
         self._board.add_image('samples', np.broadcast_to(picture, (*picture.shape[:2], 3)), step, dataformats='HWC')

@@ -31,22 +31,27 @@ from jaxunet.generate import Generator
 from jaxunet.images import grid, save_png
 from jaxunet.ops import describe, load_ops
 from jaxunet.sampling import SamplerConfig
+from jaxunet.training.clock import Clock, Milestones
+from jaxunet.training.evaluation import EvaluationLog, Evaluator
 from jaxunet.training.logs import Logs
 from jaxunet.training.parallel import STOP, Data, Parallel
 from jaxunet.training.preemption import Preemption
-from jaxunet.training.state import TrainState, init_state, make_optimizer, set_moments, start_loss_scale, start_methods, start_state
+from jaxunet.training.state import Params, TrainState, init_state, make_optimizer, set_moments, start_loss_scale, start_methods, start_state
 from jaxunet.training.step import make_train_step
 from jaxunet.unet import build_unet
 
 IN_FLIGHT = 8
 
 
-def train(config: Config, workdir: pathlib.Path, source: Source, initial: TrainState | None = None) -> int:
+def train(
+    config: Config, workdir: pathlib.Path, source: Source, initial: TrainState | None = None, milestones: Milestones | None = None
+) -> int:
     """Trains until `train.steps`, or until SIGTERM or SIGINT; returns the step reached, which is saved.
 
     Args:
       source: the images (`jaxunet.data.sources.open_source`).
       initial: numpy state to start from if the workdir has no checkpoint (from `initial_state`); None = fresh parameters.
+      milestones: times that end the run instead, which then is not saved; one process only.
 
     Raises:
       UserError: the workdir holds another run, the data does not fit the config, too many non-finite steps in a row, or the last
@@ -54,7 +59,7 @@ def train(config: Config, workdir: pathlib.Path, source: Source, initial: TrainS
     """
     workdir.mkdir(parents=True, exist_ok=True)
     with Preemption() as preemption:
-        return _Run(config, workdir, source, initial, preemption).run()
+        return _Run(config, workdir, source, initial, preemption, milestones).run()
 
 
 def fresh_state(config: Config) -> TrainState:
@@ -87,10 +92,22 @@ def initial_state(config: Config, params: Any, moments: tuple[Any, Any] | None) 
 class _Run:
     """One call of `train`."""
 
-    def __init__(self, config: Config, workdir: pathlib.Path, source: Source, initial: TrainState | None, preemption: Preemption) -> None:
-        self.config, self.workdir, self.source, self.preemption = config, workdir, source, preemption
+    def __init__(
+        self,
+        config: Config,
+        workdir: pathlib.Path,
+        source: Source,
+        initial: TrainState | None,
+        preemption: Preemption,
+        milestones: Milestones | None,
+    ) -> None:
+        self.config, self.workdir, self.source, self.preemption, self.milestones = config, workdir, source, preemption, milestones
+        if milestones and jax.process_count() > 1:
+            raise ValueError('milestones: the processes of a run would reach them at different steps')
         self.main = jax.process_index() == 0
         self.parallel = Parallel(config)
+        if config.train.evaluate_every and self.main:
+            self.evaluator = Evaluator(config, source, self.parallel.local_devices)
         self.checkpoints = checkpoint.Checkpoints(workdir, keep=config.train.keep)
         logging.info('%s', describe(config.backend))
         self.model = build_unet(config, load_ops(config.backend))
@@ -132,6 +149,8 @@ class _Run:
             return self.step
         data, batches = self._open_data()
         logs = Logs(self.workdir, self.start) if self.main else None
+        if self.config.train.evaluate_every and self.main:
+            self.evaluations = EvaluationLog(self.workdir, self.start)
         bar = tqdm(total=total, initial=self.start, unit='step', dynamic_ncols=True, disable=not self.main)
         try:
             bar.set_description('compiling')
@@ -175,7 +194,8 @@ class _Run:
     def _loop(self, compiled: Any, data: Data, batches: Iterator[dict[str, np.ndarray]] | None, logs: Logs | None, bar: tqdm) -> None:
         t = self.config.train
         queue: collections.deque[tuple[int, dict[str, Any]]] = collections.deque()
-        clock = _Clock(self.start)
+        clock = Clock(self.start, self.seconds)
+        ahead = list(self.milestones.seconds) if self.milestones else []
 
         def take(count: int) -> None:
             """Waits for the oldest queued steps until `count` are left, and tells what they gave."""
@@ -193,7 +213,7 @@ class _Run:
                     )
                 if step % t.log_every == 0 or step == t.steps:
                     elapsed, steps = clock.lap(step)
-                    self.seconds += elapsed
+                    self.seconds = clock.seconds
                     self._log(logs, bar, step, metrics, elapsed / steps)
 
         while self.step < t.steps and not self._asked_to_stop():
@@ -206,15 +226,26 @@ class _Run:
             self.preemption.nothing_to_save = False
             sample = t.sample_every and (self.step % t.sample_every == 0 or self.step == t.steps)
             save = self.step % t.checkpoint_every == 0 or self.step == t.steps
-            if sample or save:
+            evaluate = t.evaluate_every and (self.step % t.evaluate_every == 0 or self.step == t.steps)
+            reached = bool(ahead) and clock.seconds >= ahead[0]
+            if sample or save or evaluate or reached:
                 take(0)
                 clock.pause()
-                if save:
+                self.seconds = clock.seconds
+                if save and not self.milestones:
                     self._save(bar)
                 if sample and logs is not None:
                     self._sample(logs, bar)
+                if evaluate and logs is not None:
+                    self._evaluate(logs, bar)
+                if reached and self.milestones:
+                    ahead.pop(0)
+                    self.milestones.reached(self.step, self.seconds, self._averaged())
+                    if not ahead:
+                        return
                 clock.go_on()
         take(0)
+        self.seconds = clock.seconds
         if self.step < t.steps:
             if self.checkpoints.latest() != self.step:
                 self._save(bar)
@@ -285,7 +316,7 @@ class _Run:
         count, classes = self.config.train.sample_count, self.config.model.num_classes
         indices = np.arange(count)
         labels = (indices % classes).astype(np.int32) if classes else None
-        params = generator.put(self.parallel.local(next(iter(self.state.ema.values()))))
+        params = generator.put(self._averaged())
 
         def progress(_: float) -> bool:
             return not self.preemption.requested
@@ -298,6 +329,20 @@ class _Run:
         save_png(path, picture)
         logs.image(self.step, picture)
         bar.write(f'step {self.step}: samples in {path}')
+
+    def _averaged(self) -> Params:
+        """The average of the weights that sampling uses, on the first device of this process."""
+        return self.parallel.local(next(iter(self.state.ema.values())))
+
+    def _evaluate(self, logs: Logs, bar: tqdm) -> None:
+        """By process 0, on all its devices."""
+        results = self.evaluator.measure(self._averaged(), lambda: not self.preemption.requested)
+        if results is None:
+            return  # asked to stop
+        self.evaluations.add([self.evaluator.row(result, self.step, self.seconds) for result in results])
+        for result in results:
+            logs.scalar(f'evaluation/{result.label}', result.value, self.step)
+        bar.write(f'step {self.step}, {self.seconds:.1f} s of training: {", ".join(f"{r.label} {r.value:.5g}" for r in results)}')
 
 
 class Background:
@@ -327,24 +372,3 @@ class Background:
         if self._error:
             raise self._error[0]
         return self._outcome[0]
-
-
-class _Clock:
-    """Wall-clock of the steps between two rows of the log, without what is done between `pause` and `go_on`."""
-
-    def __init__(self, step: int) -> None:
-        self._step = step
-        self._mark = time.perf_counter()
-        self._paused = 0.0
-
-    def lap(self, step: int) -> tuple[float, int]:
-        now = time.perf_counter()
-        elapsed, steps = now - self._mark - self._paused, step - self._step
-        self._mark, self._step, self._paused = now, step, 0.0
-        return elapsed, steps
-
-    def pause(self) -> None:
-        self._began = time.perf_counter()
-
-    def go_on(self) -> None:
-        self._paused += time.perf_counter() - self._began

@@ -1,0 +1,149 @@
+"""Metrics of a model under way: samples of its averaged weights, compared with real images, as `config.evaluation` says."""
+
+from __future__ import annotations
+
+import csv
+import pathlib
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from absl import logging
+from jaxtyping import Int, UInt8
+from tqdm import tqdm
+
+from jaxunet.config import Config
+from jaxunet.data.pixels import Batch
+from jaxunet.data.source import ArraySource, Source
+from jaxunet.errors import UserError
+from jaxunet.generate import Generator
+from jaxunet.metrics.evaluation import WITHOUT_REFERENCE, Result, Side, check_metrics, compute, image_side, open_side
+from jaxunet.metrics.features import load_features
+from jaxunet.sampling import SamplerConfig
+from jaxunet.training.state import Params
+
+FEATURE_BATCH = 256
+COLUMNS = ('step', 'training_seconds', 'metric', 'value', 'std', 'num_samples', 'sampler', 'evaluations', 'reference', 'features', 'seed')
+
+
+class Colour(Source):
+    """The images of a source with three colours; grey ones have the same three times."""
+
+    def __init__(self, source: Source) -> None:
+        height, width, channels = source.image_shape
+        if channels not in (1, 3):
+            raise UserError(f'evaluation: {source.name}: expected images of 1 or 3 channels to compare, found {channels}')
+        self._source, self.name, self.image_shape = source, source.name, (height, width, 3)
+        self.labels, self.class_names, self.in_memory = source.labels, source.class_names, source.in_memory
+
+    def load(self, indices: Int[np.ndarray, ' rows']) -> Batch:
+        return colour(self._source.load(indices))
+
+
+def colour(images: UInt8[np.ndarray, 'n height width channels']) -> UInt8[np.ndarray, 'n height width 3']:
+    return np.repeat(images, 3, axis=3) if images.shape[3] == 1 else images
+
+
+class Evaluator:
+    """Draws samples and measures them. Sample i is the same function of the weights every time: numbers differ by the weights alone.
+
+    Args:
+      source: the training images, which are the reference unless `evaluation.reference` names another.
+      devices: of this process; all of them sample, the first computes features.
+
+    Raises:
+      UserError: features that cannot be loaded, metrics that they do not allow, or sampler options that the model has not.
+    """
+
+    def __init__(self, config: Config, source: Source, devices: Sequence[jax.Device]) -> None:
+        e = config.evaluation
+        self.config, self.source = config, source
+        self.network = load_features(e.features)
+        check_metrics(e.metrics, self.network, 'evaluation.metrics')
+        sampler = SamplerConfig(name=e.sampler, steps=e.steps or None, variance=e.variance or None)
+        self.generator = Generator(config, sampler, batch_size=min(e.batch_size, e.samples), devices=devices)
+        self._reference: Side | None = None
+
+    def measure(self, params: Params, keep_on: Callable[[], bool] = lambda: True) -> list[Result] | None:
+        """The metrics of `evaluation.metrics`, in their order; None if `keep_on` turns false on the way.
+
+        Args:
+          params: on any devices, or numpy.
+        """
+        samples = self.sample(params, keep_on)
+        return None if samples is None else self.compare(samples)
+
+    def sample(self, params: Params, keep_on: Callable[[], bool] = lambda: True) -> UInt8[np.ndarray, 'n height width channels'] | None:
+        """`evaluation.samples` images; a conditional model's of every class in turn."""
+        e, classes = self.config.evaluation, self.config.model.num_classes
+        placed = self.generator.put(params)
+        images = []
+        with tqdm(total=e.samples, unit='image', desc='samples to evaluate', dynamic_ncols=True, leave=False) as bar:
+            for first in range(0, e.samples, self.generator.batch_size):
+                indices = np.arange(first, min(first + self.generator.batch_size, e.samples))
+                labels = (indices % classes).astype(np.int32) if classes else None
+                batch = self.generator(placed, seed=self.config.seed, indices=indices, labels=labels, progress=lambda _: keep_on())
+                if batch is None:
+                    return None
+                images.append(batch)
+                bar.update(len(indices))
+        return np.concatenate(images)
+
+    def compare(self, images: UInt8[np.ndarray, 'n height width channels']) -> list[Result]:
+        """The metrics of these samples."""
+        e = self.config.evaluation
+        compared = [metric for metric in e.metrics if metric not in WITHOUT_REFERENCE]
+        if compared and self._reference is None:
+            self._reference = self._open_reference(compared)
+        shape = self.config.image_shape
+        source = ArraySource('samples', colour(images), (shape[0], shape[1], 3))
+        samples = image_side('samples', source, e.metrics, self.network, batch_size=FEATURE_BATCH)
+        return compute(e.metrics, self.network, samples, self._reference, seed=self.config.seed)
+
+    def _open_reference(self, metrics: Sequence[str]) -> Side:
+        path = self.config.evaluation.reference
+        if path:
+            return open_side(path, metrics, self.network, 'evaluation.reference', batch_size=FEATURE_BATCH)[0]
+        return image_side(self.source.name, Colour(self.source), metrics, self.network, batch_size=FEATURE_BATCH)
+
+    def row(self, result: Result, step: int, seconds: float) -> dict[str, Any]:
+        """A line of evaluation.csv."""
+        protocol = result.protocol | {'sampler': self._sampler(), 'evaluations': self.generator.sampler.evaluations}
+        known = {'step': step, 'training_seconds': seconds, 'metric': result.label, 'value': result.value, 'std': result.std}
+        return {name: known.get(name, protocol.get(name)) for name in COLUMNS}
+
+    def _sampler(self) -> str:
+        e = self.config.evaluation
+        return f'{e.sampler} {self.generator.sampler.config.variance}' if e.sampler == 'ddpm' else e.sampler
+
+
+class EvaluationLog:
+    """`WORKDIR/evaluation.csv`: a line a metric, of steps up to `start_step` at first."""
+
+    def __init__(self, workdir: pathlib.Path, start_step: int) -> None:
+        self.path = workdir / 'evaluation.csv'
+        rows = [row for row in read_evaluations(self.path) if int(row['step']) <= start_step] if self.path.exists() else []
+        partial = self.path.with_suffix('.tmp')
+        with partial.open('w', newline='') as file:
+            writer = csv.DictWriter(file, COLUMNS)
+            writer.writeheader()
+            writer.writerows(rows)
+        partial.replace(self.path)
+
+    def add(self, rows: Sequence[dict[str, Any]]) -> None:
+        """In one write, so that a process that dies leaves whole lines."""
+        with self.path.open('a', newline='') as file:
+            csv.DictWriter(file, COLUMNS).writerows(
+                {name: f'{value:.9g}' if isinstance(value, float) else value for name, value in row.items()} for row in rows
+            )
+
+
+def read_evaluations(path: pathlib.Path) -> list[dict[str, str]]:
+    """The lines of an evaluation.csv; a last one that a kill cut short is left out."""
+    with path.open(newline='') as file:
+        rows = list(csv.DictReader(file))
+    whole = [row for row in rows if set(row) == set(COLUMNS) and None not in row.values() and row['step'].isdigit()]
+    if len(whole) < len(rows):
+        logging.warning('%s: %d rows that are cut short or not of this version were dropped', path, len(rows) - len(whole))
+    return whole
