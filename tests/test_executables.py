@@ -1,6 +1,8 @@
 """Kept training steps: loaded without building, same results, and made anew whenever something they depend on differs."""
 
 import logging
+import pathlib
+import re
 
 import jax
 import numpy as np
@@ -8,7 +10,7 @@ import pytest
 from jax.experimental.compilation_cache import compilation_cache
 from tiny import tiny_config
 
-from jaxunet.config import to_dict
+from jaxunet.config import Config, to_dict
 from jaxunet.data import pipeline
 from jaxunet.data.sources import open_source
 from jaxunet.diffusion import make_diffusion
@@ -19,6 +21,19 @@ from jaxunet.training.parallel import Parallel
 from jaxunet.training.state import make_optimizer
 from jaxunet.training.step import make_train_step
 from jaxunet.unet import build_unet
+
+ROOT = pathlib.Path(__file__).parents[1]
+STEP = (  # the modules whose code is traced
+    'unet.py',
+    'diffusion.py',
+    'weighting.py',
+    'timesteps.py',
+    'timestep_policy.py',
+    'data/order.py',
+    'training/step.py',
+    'training/state.py',
+    'training/parallel.py',
+)
 
 
 class Maker:
@@ -38,7 +53,7 @@ class Maker:
         return self.parallel.lower(make, self.parallel.replicate(self.state), self.data).compile()
 
     def get(self, **changes):
-        config = to_dict(self.config.replace(**changes))
+        config = self.config.replace(**changes)
         return executables.compiled(self.build, config, (self.parallel.replicate(self.state), self.data), self.parallel.devices, {})
 
     def losses(self, step):
@@ -75,6 +90,22 @@ def test_a_kept_step_is_loaded_and_gives_the_same(devices, cache):
     maker.get(optimizer={'learning_rate': 0.5})
     assert file.exists()
     assert (maker.built, len(list(cache.glob('*.step')))) == (2, 2)
+
+
+def test_a_step_is_kept_under_all_that_it_is_made_from():
+    """A field that is left out of the digest is one that no module of the step reads."""
+    named = {name: None for name in executables.APART} | executables.APART_FIELDS
+    raw = to_dict(Config())
+    for section, fields in named.items():
+        assert section in raw
+        for field in fields or [section]:
+            assert fields is None or field in raw[section]
+            reads = re.compile(rf'\b{section}\.{field}\b' if fields else rf'\bconfig\.{section}\b')
+            for module in STEP:
+                assert not reads.search((ROOT / 'jaxunet' / module).read_text()), (module, section, field)
+    kept = executables.relevant(Config())
+    assert kept['train'].keys() == {'steps', 'log_every'}
+    assert kept['optimizer'] == raw['optimizer']
 
 
 def test_a_damaged_file_costs_a_warning_and_is_replaced(cache, caplog):

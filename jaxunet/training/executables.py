@@ -24,24 +24,38 @@ from absl import logging
 from jax.experimental import serialize_executable
 
 from jaxunet import fingerprint
+from jaxunet.config import Config, to_dict
 
 KEPT = 24  # files; the least recently used go first
+# Sections and fields of the config that no step is made from: they say what is done around it.
+APART = ('init_from', 'evaluation')
+APART_FIELDS = {
+    'data': ('path', 'num_workers', 'cache', 'classes'),
+    'train': ('sample_every', 'sample_count', 'sample_steps', 'evaluate_every', 'checkpoint_every', 'keep', 'max_bad_steps'),
+}
 Step = Callable[..., Any]
 
 
 def folder() -> pathlib.Path | None:
     """Where steps are kept: beside the programs of JAX's compilation cache; None if that is off."""
-    directory = jax.config.jax_compilation_cache_dir
-    return pathlib.Path(directory) / 'jaxunet_steps' if directory and jax.config.jax_enable_compilation_cache else None
+    settings = jax.config.values
+    directory = settings['jax_compilation_cache_dir']
+    return pathlib.Path(directory) / 'jaxunet_steps' if directory and settings['jax_enable_compilation_cache'] else None
 
 
-def key(config: dict[str, Any], arguments: Any, devices: Sequence[jax.Device], options: dict[str, Any]) -> str:
+def relevant(config: Config) -> dict[str, Any]:
+    """The fields of the config that the step is made from."""
+    raw = {name: value for name, value in to_dict(config).items() if name not in APART}
+    return raw | {section: {k: v for k, v in raw[section].items() if k not in fields} for section, fields in APART_FIELDS.items()}
+
+
+def key(config: Config, arguments: Any, devices: Sequence[jax.Device], options: dict[str, Any]) -> str:
     """The digest of what a step is made from: config, arguments' shapes and shardings, devices, versions, settings, and this code."""
     leaves, tree = jax.tree.flatten(arguments)
     client = devices[0].client
     settings = {name: str(value) for name, value in jax.config.values.items() if 'cache' not in name}
     made_from = [
-        config,
+        relevant(config),
         [[str(x.shape), str(x.dtype), str(x.sharding), x.weak_type] for x in leaves],
         str(tree),
         [[d.id, d.device_kind, str(getattr(d, 'compute_capability', ''))] for d in devices],
@@ -79,7 +93,7 @@ def save(path: pathlib.Path, step: jax.stages.Compiled) -> None:
     try:
         payload, _, out_tree = serialize_executable.serialize(step)
         _, metrics = jax.tree.unflatten(out_tree, range(out_tree.num_leaves))
-        if jax.tree.structure(metrics) != jax.tree.structure(dict.fromkeys(metrics, 0)):
+        if not all(isinstance(leaf, int) for leaf in metrics.values()):
             raise TypeError('metrics are not a flat dictionary')
         path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
@@ -93,7 +107,7 @@ def save(path: pathlib.Path, step: jax.stages.Compiled) -> None:
 
 def compiled(
     build: Callable[[], jax.stages.Compiled],
-    config: dict[str, Any],
+    config: Config,
     arguments: tuple[Any, Any],
     devices: Sequence[jax.Device],
     options: dict[str, Any],

@@ -20,7 +20,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jaxunet.config import Config, to_dict
+from jaxunet.config import Config
 from jaxunet.data.order import batch_indices
 from jaxunet.errors import UserError
 from jaxunet.training import executables
@@ -129,7 +129,7 @@ class Parallel:
 
         if not keep or self.pmap or jax.process_count() > 1 or self.devices[0].platform != 'gpu':
             return build()
-        return executables.compiled(build, to_dict(self.config), (state, data), self.devices, self.compiler_options)
+        return executables.compiled(build, self.config, (state, data), self.devices, self.compiler_options)
 
     @property
     def compiler_options(self) -> dict[str, str | bool]:
