@@ -21,15 +21,16 @@ class UnsupportedDeviceError(ValueError):
     """This machine's device runs none of the kernels."""
 
 
-_forced: list[Target] = []
+_forced: list[tuple[Target, str | None]] = []
 
 
 @contextlib.contextmanager
 def use(target: Target, kind: str = 'NVIDIA H200') -> Iterator[None]:
     """Kernels traced and lowered inside are of this family whatever the device: for tests, and to lower for a GPU `kind` without one."""
-    _forced.append(target)
+    here = target is Target.INTERPRET or jax.default_backend() == 'gpu'
+    _forced.append((target, None if here else kind))
     try:
-        if target is Target.INTERPRET or jax.default_backend() == 'gpu':
+        if here:
             yield
         else:
             gpu = jax.sharding.AbstractDevice(device_kind=kind, num_cores=None, platform='gpu')
@@ -46,7 +47,7 @@ def target() -> Target:
       UnsupportedDeviceError: it is not an NVIDIA GPU of compute capability 8.0 or later.
     """
     if _forced:
-        return _forced[-1]
+        return _forced[-1][0]
     device = jax.devices()[0]
     if device.platform != 'gpu':
         raise UnsupportedDeviceError(f'Pallas kernels need an NVIDIA GPU of compute capability 8.0 or later; found {device.platform}')
@@ -58,6 +59,12 @@ def target() -> Target:
     if major < 8:
         raise UnsupportedDeviceError(f'Pallas kernels need compute capability 8.0 or later; {device.device_kind} has {capability}')
     return Target.HOPPER if major == 9 else Target.TRITON
+
+
+def kind() -> str:
+    """What the device that kernels are traced for is called, like 'NVIDIA H200'."""
+    lowered_for = _forced[-1][1] if _forced else None
+    return jax.devices()[0].device_kind if lowered_for is None else lowered_for
 
 
 def interpreted() -> bool:

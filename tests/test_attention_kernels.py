@@ -65,6 +65,17 @@ def test_tokens_that_fill_no_block(tokens, dtype, one_kernel):
     check(1, tokens, 2, 16, dtype, small(tokens, one_kernel=one_kernel))
 
 
+@pytest.mark.parametrize('dtype', triton.DTYPES)
+@pytest.mark.parametrize(('tokens', 'width'), [(40, 32), (33, 256)])
+def test_dk_and_dv_of_two_programs(tokens, width, dtype):
+    check(2, tokens, 1, width, dtype, Tiles(SMALL[0], (SMALL[1][0], Tile(32, 16, 4, split=2))))
+
+
+@pytest.mark.parametrize('dtype', ['bfloat16', 'float32'])
+def test_wide_heads_of_few_tokens_in_one_kernel(dtype):
+    check(2, 16, 1, 256, dtype, small(16, one_kernel=True))
+
+
 @pytest.mark.parametrize(('width', 'dtype'), [(32, 'float16'), (64, 'float32'), (128, 'bfloat16'), (256, 'float32')])
 def test_head_widths(width, dtype):
     check(1, 33, 2, width, dtype)

@@ -23,6 +23,8 @@ CALLS = {
     'one split': ((1, 8, 8), (64,), 128, 'bfloat16', Tile(8, 2, 1)),
     'odd image': ((3, 9, 21), (64, 64), 64, 'bfloat16', None),
     'tall strips': ((1, 40, 8), (64,), 64, 'float16', Tile(24, 2, 2)),
+    'a row of taps': ((3, 12, 20), (64, 128), 128, 'bfloat16', Tile(8, 8, 5, 3)),
+    'a row of taps, tall': ((2, 20, 9), (64,), 64, 'float32', Tile(16, 2, 3, 3)),
     'float32': ((2, 12, 20), (64, 128), 64, 'float32', None),
 }
 BFLOAT16 = jnp.dtype(jnp.bfloat16)
@@ -54,22 +56,25 @@ def emulate(plan: Plan, x: np.ndarray, dy: np.ndarray) -> np.ndarray:
     rows, columns, block = plan.tile.rows, hopper.STRIP + 2, hopper.BLOCK
     out = np.full((plan.tile.splits, 9, x.shape[-1], dy.shape[-1]), np.nan)
     for cta in range(plan.tiles * plan.tile.splits):
-        split, c, f = plan.cta(cta)
+        split, c, f, tap_row = plan.cta(cta)
         first, count = plan.share(split)
-        totals = np.zeros((hopper.TAP_ROWS, block, 3 * block))
+        taps = plan.tile.taps // 3
+        totals = np.zeros((hopper.TAP_ROWS, block, taps * block))
         for strip in range(first, first + count):
             sample, row, column = plan.strip_origin(strip)
             slot = np.zeros((plan.box_rows, columns, block))
-            slot[: rows + 2] = box(x[sample, :, :, c : c + block], row - 1, column - 1, rows + 2, columns)
+            slot[: plan.x_rows] = box(x[sample, :, :, c : c + block], plan.first_row(row, tap_row), column - 1, plan.x_rows, columns)
             left = box(dy[sample, :, :, f : f + block], row, column, rows, hopper.STRIP).reshape(-1, block)
-            for tap_row in range(hopper.TAP_ROWS):
+            for warpgroup in range(hopper.TAP_ROWS):
+                box_row, box_column, _ = plan.of_warpgroup(warpgroup, tap_row)
                 strides = [8 * s for s in hopper.inline.tap_strides(columns, block)]
-                right = np.lib.stride_tricks.as_strided(slot[tap_row:], (rows, 3, 8, block), strides, writeable=False)
-                totals[tap_row] += left.T @ right.transpose(0, 2, 1, 3).reshape(-1, 3 * block)
-        for tap in range(9):
-            target = out[split, tap, c : c + block, f : f + block]
-            assert np.isnan(target).all(), 'two CTAs write the same sums'
-            target[...] = totals[tap // 3][:, tap % 3 * block : (tap % 3 + 1) * block].T
+                right = np.lib.stride_tricks.as_strided(slot[box_row:, box_column:], (rows, taps, 8, block), strides, writeable=False)
+                totals[warpgroup] += left.T @ right.transpose(0, 2, 1, 3).reshape(-1, taps * block)
+        for warpgroup in range(hopper.TAP_ROWS):
+            for tap in range(taps):
+                target = out[split, plan.of_warpgroup(warpgroup, tap_row)[2] + tap, c : c + block, f : f + block]
+                assert np.isnan(target).all(), 'two CTAs write the same sums'
+                target[...] = totals[warpgroup][:, tap * block : (tap + 1) * block].T
     return out
 
 
@@ -171,6 +176,7 @@ def changed(part: jax.ShapeDtypeStruct, **fields: object) -> jax.ShapeDtypeStruc
         (*GOOD, Tile(12, 4, 1), 'tile.rows: expected a multiple of 8'),
         (*GOOD, Tile(16, 6, 1), 'tile.stages=6: expected'),
         (*GOOD, Tile(8, 0, 1), 'tile.stages=0: expected at least 1'),
+        (*GOOD, Tile(8, 8, 1, 1), 'tile.taps: expected 3 or 9, found 1'),
         (*GOOD, Tile(8, 8, 9), r'tile.splits: expected from 1 to 8 \(the strips\), found 9'),
     ],
 )

@@ -1,4 +1,4 @@
-"""How the Triton attention kernels cut their work: tiles, the candidates for tuning, and the measured choice."""
+"""How the Triton attention kernels cut their work: tiles, the candidates for tuning, and the choice."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
+from pallas_kernels import tile_table
+
 KERNELS = ('forward', 'backward', 'backward_dq', 'backward_dkv')
 ANY = 1 << 30
 
@@ -18,13 +20,15 @@ class Tile:
     """One kernel's tile: query rows and key rows held at a time, warps a program, and stages of the load pipeline.
 
     `queries` and `keys` are powers of two, at least 16 (the tensor cores' smallest tile). In the one-kernel `backward` a program holds
-    all the keys of a head, so there `keys` is at least the number of tokens.
+    all the keys of a head, so there `keys` is at least the number of tokens. With a `split` of 2, two programs of `backward_dkv` share
+    a block of keys: one computes dk, the other dv. Both compute the logits, but wide heads leave registers for one result only.
     """
 
     queries: int
     keys: int
     warps: int
     stages: int = 1
+    split: int = 1
 
     def __post_init__(self) -> None:
         for name, value, least in (('queries', self.queries, 16), ('keys', self.keys, 16), ('warps', self.warps, 1)):
@@ -32,6 +36,8 @@ class Tile:
                 raise ValueError(f'attention: tile {name}={value}: expected a power of two of at least {least}')
         if self.stages < 1:
             raise ValueError(f'attention: tile stages={self.stages}: expected at least 1')
+        if self.split not in (1, 2):
+            raise ValueError(f'attention: tile split={self.split}: expected 1 or 2')
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,9 +48,9 @@ class Tiles:
     backward: Tile | tuple[Tile, Tile]
 
 
-# For heads up to this width and up to so many tokens. Chosen among `candidates` on an H200 in bfloat16 at batch 32, at tokens x width of
-# 64x32, 256x32, 256x64, 1024x64, 1024x128 and 256x256; other sizes and types take their neighbour's. tune.py times them again.
-MEASURED: dict[str, tuple[tuple[int, int, Tile], ...]] = {
+# For heads up to this width and up to so many tokens, where the device's table has no tile: what was fastest on an H200 in bfloat16 at
+# batch 32, at tokens x width of 64x32, 256x32, 256x64, 1024x64, 1024x128 and 256x256; other sizes and types take their neighbour's.
+NEIGHBOURS: dict[str, tuple[tuple[int, int, Tile], ...]] = {
     'forward': (
         (32, 64, Tile(64, 64, 4)),
         (32, ANY, Tile(128, 64, 4, 3)),
@@ -110,19 +116,34 @@ def _fit(kernel: str, tile: Tile, tokens: int, width: int, dtype: DTypeLike, sha
     return tile
 
 
+def shape_class(tokens: int, width: int) -> str:
+    """What the table of tiles calls this size: both rounded up to powers of two."""
+    return f'{power_of_two(tokens)} tokens, {power_of_two(width)} wide'
+
+
 def default_tile(kernel: str, tokens: int, width: int, dtype: DTypeLike, *, shared: int | None = None) -> Tile:
-    """The measured tile for one of KERNELS, made to fit `shared` bytes of shared memory (those of this process's device if None)."""
+    """The tile for one of KERNELS, made to fit `shared` bytes of shared memory (those of this process's device if None).
+
+    It is the device's measured one, or else that of the nearest size measured on an H200.
+    """
     if kernel not in KERNELS:
         raise ValueError(f'attention: kernel {kernel!r}: expected one of {", ".join(KERNELS)}')
     width = power_of_two(width)
-    tile = next(tile for widest, most, tile in MEASURED[kernel] if width <= widest and tokens <= most)
+    tile = tile_table.measured(Tile, f'attention/{kernel}', dtype, shape_class(tokens, width))
+    if tile is None:
+        tile = next(tile for widest, most, tile in NEIGHBOURS[kernel] if width <= widest and tokens <= most)
     return _fit(kernel, tile, tokens, width, dtype, shared_memory() if shared is None else shared)
 
 
 def default_tiles(tokens: int, width: int, dtype: DTypeLike, *, shared: int | None = None) -> Tiles:
-    """The tiles of a call: up to 64 tokens go backward in one kernel, more in two, which measured faster."""
+    """The tiles of a call. Backward takes one kernel or two: what is faster by the device's table, else one for up to 64 tokens."""
     forward, one, dq, dkv = (default_tile(name, tokens, width, dtype, shared=shared) for name in KERNELS)
-    single = tokens <= 64 and power_of_two(width) * jnp.dtype(dtype).itemsize <= 256
+    whole, *parts = (tile_table.time(f'attention/{name}', dtype, shape_class(tokens, width)) for name in KERNELS[1:])
+    known = [us for us in parts if us is not None]
+    if whole is not None and len(known) == len(parts):
+        single = whole <= sum(known)
+    else:
+        single = tokens <= 64 and power_of_two(width) * jnp.dtype(dtype).itemsize <= 256
     return Tiles(forward, one if single else (dq, dkv))
 
 
@@ -134,10 +155,12 @@ def candidates(kernel: str, tokens: int, width: int, dtype: DTypeLike) -> list[T
     rows = [n for n in (32, 64, 128) if n <= padded] or [padded]
     wide = [*rows, 256] if padded == 256 and kernel in ('forward', 'backward_dq') else rows  # all keys at once
     found = []
-    for queries, keys, warps, stages in itertools.product(rows, [padded] if kernel == 'backward' else wide, (2, 4, 8), (1, 2, 3)):
-        tile = Tile(queries, keys, warps, stages)
+    splits = (1, 2) if kernel == 'backward_dkv' and width >= 128 else (1,)
+    every = itertools.product(rows, [padded] if kernel == 'backward' else wide, (2, 4, 8), (1, 2, 3), splits)
+    for queries, keys, warps, stages, split in every:
+        tile = Tile(queries, keys, warps, stages, split)
         held, streamed = _held_and_streamed(kernel, tile)
-        accumulators = held * width * (1 if kernel in ('forward', 'backward_dq') else 2)
+        accumulators = held * width * (1 if kernel in ('forward', 'backward_dq') or split == 2 else 2)
         scores = held * streamed * (1 if kernel == 'forward' else 2)
         registers = (accumulators + scores) / (warps * 32)
         if registers > 224 or (registers < 16 and warps > 2) or (streamed >= padded and stages > 1):

@@ -163,27 +163,41 @@ def _dq_kernel(qkv_ref: Any, out_ref: Any, grad_ref: Any, norm_ref: Any, dqkv_re
 
 
 def _dkv_kernel(qkv_ref: Any, grad_ref: Any, norm_ref: Any, delta_ref: Any, _: Any, dqkv_ref: Any, *, head: _Head, tile: Tile) -> None:
-    """dk and dv of a block of keys; the logits are computed transposed, so that the weights enter the products as they are."""
-    start = pl.program_id(0) * tile.keys
-    k, v = (head.read(qkv_ref, start, tile.keys, slot) for slot in (K, V))
-    keys = head.valid(start, tile.keys)
+    """dk and dv of a block of keys, or one of them; the logits are computed transposed, so that the weights enter products as they are."""
+    program = pl.program_id(0)
+    start = (program if tile.split == 1 else lax.div(program, 2)) * tile.keys
 
-    def step(first: Any, carry: tuple[Array, Array]) -> tuple[Array, Array]:
-        dk, dv = carry
-        q = head.read(qkv_ref, first, tile.queries, Q)
-        grad = head.read(grad_ref, first, tile.queries)
-        top, total = head.read_norm(norm_ref, first, tile.queries)
-        delta = head.read_row(delta_ref, first, tile.queries)
-        weights = _weights(head, head.dot(k, q, ROWS), (top[None, :], total[None, :]), None if keys is None else keys[:, None])
-        dv = dv + head.dot(weights.astype(head.dtype), grad, PLAIN)
-        slope = head.dot(v, grad, ROWS)
-        dk = dk + head.dot((weights * (slope - delta[None, :])).astype(head.dtype), q, PLAIN)
-        return dk, dv
+    def compute(slots: tuple[np.int32, ...]) -> None:
+        k = head.read(qkv_ref, start, tile.keys, K)
+        v = head.read(qkv_ref, start, tile.keys, V) if K in slots else None
+        keys = head.valid(start, tile.keys)
 
-    zero = jnp.zeros((tile.keys, head.padded_width), jnp.float32)
-    dk, dv = head.loop(tile.queries, step, (zero, zero))
-    head.write(dqkv_ref, start, dk * head.scale, K)
-    head.write(dqkv_ref, start, dv, V)
+        def step(first: Any, sums: dict[str, Array]) -> dict[str, Array]:
+            q = head.read(qkv_ref, first, tile.queries, Q)
+            grad = head.read(grad_ref, first, tile.queries)
+            top, total = head.read_norm(norm_ref, first, tile.queries)
+            weights = _weights(head, head.dot(k, q, ROWS), (top[None, :], total[None, :]), None if keys is None else keys[:, None])
+            found = {}
+            if V in slots:
+                found['dv'] = sums['dv'] + head.dot(weights.astype(head.dtype), grad, PLAIN)
+            if v is not None:
+                delta = head.read_row(delta_ref, first, tile.queries)
+                slope = (weights * (head.dot(v, grad, ROWS) - delta[None, :])).astype(head.dtype)
+                found['dk'] = sums['dk'] + head.dot(slope, q, PLAIN)
+            return found
+
+        zero = jnp.zeros((tile.keys, head.padded_width), jnp.float32)
+        sums = head.loop(tile.queries, step, {name: zero for name, slot in (('dk', K), ('dv', V)) if slot in slots})
+        if 'dk' in sums:
+            head.write(dqkv_ref, start, sums['dk'] * head.scale, K)
+        if 'dv' in sums:
+            head.write(dqkv_ref, start, sums['dv'], V)
+
+    if tile.split == 1:
+        compute((K, V))
+    else:
+        pl.when(lax.rem(program, 2) == 0)(lambda: compute((K,)))
+        pl.when(lax.rem(program, 2) == 1)(lambda: compute((V,)))
 
 
 def _backward_kernel(qkv_ref: Any, grad_ref: Any, norm_ref: Any, dqkv_ref: Any, *, head: _Head, tile: Tile) -> None:
@@ -332,7 +346,7 @@ def backward(
     return _call(
         functools.partial(_dkv_kernel, head=head, tile=second),
         BACKWARD_DKV,
-        (pl.cdiv(tokens, second.keys), num_heads, batch),
+        (pl.cdiv(tokens, second.keys) * second.split, num_heads, batch),
         second,
         interpret,
         in_specs=[packed, single, norm_spec, delta_spec, packed],

@@ -1,8 +1,10 @@
-"""Times the attention kernels' tiles on this machine's GPU, and the op beside XLA's; `tiles.MEASURED` is chosen from what it prints.
+"""Times the attention kernels' tiles on this machine's GPU, and the op beside XLA's.
 
-    python -m pallas_kernels.attention.tune [--batch 32] [--shapes 256:6:32,64:8:32] [--kernels both,forward] [--seconds 60]
+    python -m pallas_kernels.attention.tune [--batch 32] [--shapes 256:6:32,64:8:32] [--kernels both,forward] [--seconds 60] [--write]
 
-A shape is tokens:heads:width[:batch]. `both` is the op on the default tiles, forward alone and with its gradient, beside the plain op.
+`--write` puts the fastest tiles into the device's table of tiles (`tile_table.update`).
+
+A shape is tokens:heads:width[:batch]. `both` is the op on the chosen tiles, forward alone and with its gradient, beside the plain op.
 Times are sums of GPU kernel time per call from a profiler trace, so they leave out what starting a kernel costs. One JSON line a result.
 """
 
@@ -23,9 +25,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
-from pallas_kernels import timing
+from pallas_kernels import tile_table, timing
 from pallas_kernels.attention import reference, triton
-from pallas_kernels.attention.tiles import KERNELS, Tile, candidates, default_tile, default_tiles
+from pallas_kernels.attention.tiles import KERNELS, Tile, candidates, default_tile, default_tiles, shape_class
 from pallas_kernels.attention.vjp import attention
 
 SHAPES = '256:6:32,64:8:32,256:1:256,1024:4:64,256:8:64,4096:8:64:4,1024:8:128'
@@ -71,7 +73,10 @@ def jobs_for(shape: Shape, kernels: list[str], dtype: jnp.dtype) -> list[Job]:
     jobs: list[Job] = []
     if 'both' in kernels:
         jobs += [(shape, f'{side}_{direction}', None) for side in ('ours', 'xla') for direction in ('forward', 'both')]
-    tiles = {name: random.sample(found, len(found)) for name in KERNELS if (found := candidates(name, tokens, width, dtype))}
+    tiles = {}
+    for name in KERNELS:  # the chosen tile first
+        if found := candidates(name, tokens, width, dtype):
+            tiles[name] = [*dict.fromkeys([default_tile(name, tokens, width, dtype), *random.sample(found, len(found))])]
     jobs += [(shape, name, tile) for name in ('forward', 'backward') if name in kernels for tile in tiles.get(name, ())]
     if {'backward_dq', 'backward_dkv'} & set(kernels):
         dq, dkv = tiles['backward_dq'], tiles['backward_dkv']
@@ -79,8 +84,20 @@ def jobs_for(shape: Shape, kernels: list[str], dtype: jnp.dtype) -> list[Job]:
     return jobs
 
 
-def report(shape: Shape, dtype: jnp.dtype, results: list[tuple[str, Any, dict[str, float]]], top: int) -> None:
-    """The op beside XLA's, then the fastest tiles of each kernel."""
+Timed = dict[tile_table.Key, dict[Tile, float]]
+
+
+def keyed(kernel: str, shape: Shape, dtype: jnp.dtype) -> tile_table.Key:
+    return tile_table.Key(f'attention/{kernel}', dtype.name, shape_class(shape[1], shape[3]))
+
+
+def chosen_tiles(shape: Shape, dtype: jnp.dtype) -> dict[tile_table.Key, Tile]:
+    """The tile of each kernel that the op takes now."""
+    return {keyed(kernel, shape, dtype): default_tile(kernel, shape[1], shape[3], dtype) for kernel in KERNELS}
+
+
+def report(shape: Shape, dtype: jnp.dtype, results: list[tuple[str, Any, dict[str, float]]], top: int) -> Timed:
+    """Prints the op beside XLA's, then the fastest tiles of each kernel. Returns the times of all tiles."""
     batch, tokens, heads, width = shape
     row = {'device': jax.devices()[0].device_kind, 'dtype': str(dtype), 'batch': batch, 'tokens': tokens, 'heads': heads, 'width': width}
     totals = {what: sum(us.values()) for what, _, us in results if what.startswith(('ours', 'xla'))}
@@ -101,7 +118,9 @@ def report(shape: Shape, dtype: jnp.dtype, results: list[tuple[str, Any, dict[st
         default = default_tile(kernel, tokens, width, dtype)
         best = [[round(us, 1), *dataclasses.astuple(tile)] for us, tile in sorted(rows)[:top]]
         chosen = next((round(us, 1) for us, tile in rows if tile == default), None)
-        print(json.dumps(row | {'kernel': kernel, 'best': best, 'tried': len(rows), 'default': chosen}), flush=True)
+        print(json.dumps(row | {'kernel': kernel, 'best': best, 'tried': len(rows), 'chosen': chosen}), flush=True)
+    # Of the tiles that were timed in several pairs, the last here is the fastest.
+    return {keyed(kernel, shape, dtype): {tile: us for us, tile in sorted(rows, reverse=True)} for kernel, rows in timed.items()}
 
 
 def main() -> None:
@@ -113,6 +132,7 @@ def main() -> None:
     parser.add_argument('--seconds', type=float, default=60, help='no further tile is compiled after this')
     parser.add_argument('--repeats', type=int, default=5)
     parser.add_argument('--top', type=int, default=4)
+    parser.add_argument('--write', action='store_true', help="update the device's table of tiles")
     args = parser.parse_args()
     dtype, start = jnp.dtype(args.dtype), time.monotonic()
     shapes: list[Shape] = []
@@ -144,8 +164,12 @@ def main() -> None:
     for name, times in timing.trace_times(good, rounds=args.repeats).items():
         shape, what, tile = jobs[int(name.removeprefix('job'))]
         results[shape].append((what, tile, {kernel: us / SETS for kernel, us in times.kernels.items()}))
+    timed: Timed = {}
     for shape in shapes:
-        report(shape, dtype, results[shape], args.top)
+        timed |= report(shape, dtype, results[shape], args.top)
+    if args.write:
+        chosen = {key: tile for shape in shapes for key, tile in chosen_tiles(shape, dtype).items()}
+        print(tile_table.update(jax.devices()[0].device_kind, timed, chosen))
 
 
 if __name__ == '__main__':

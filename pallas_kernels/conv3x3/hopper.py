@@ -1,4 +1,4 @@
-"""The forward 3×3 convolution on Hopper (sm_90): what it supports, its default tiles, and the arrays its kernel wants.
+"""The forward 3×3 convolution on Hopper (sm_90): what it supports, its tiles, and the arrays its kernel wants.
 
 The kernel itself is `hopper_kernel`, imported when first used, as it needs Pallas Mosaic GPU.
 """
@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
 
+from pallas_kernels import tile_table
 from pallas_kernels.conv3x3 import hopper_tiles
 from pallas_kernels.conv3x3.schedule import CHUNK, TAPS, Plan, Tile, ceil_div, plan
 
@@ -89,6 +90,31 @@ def default_tile(parts: Sequence[Shaped], kernel: Shaped, **options: Any) -> Til
     return candidates(parts, kernel, **options, limit=1)[0]
 
 
+def shape_class(
+    parts: Sequence[Shaped],
+    kernel: Shaped,
+    *,
+    residual: Shaped | Sequence[Shaped] | None = None,
+    shortcut: Shaped | None = None,
+    affine: tuple[Shaped, Shaped] | None = None,
+    flipped: bool = False,
+    out_dtype: Any = None,
+) -> str:
+    """What the table of tiles calls these shapes."""
+    channels, others = ('+'.join(map(str, _channels(x))) for x in (parts, _parts(residual)))
+    added = f', {others} added' if shortcut is None else f', {others} projected'
+    end = '' if out_dtype is None or out_dtype == parts[0].dtype else f', to {jnp.dtype(out_dtype)}'
+    options = (', activated' if affine is not None else '') + (', flipped' if flipped else '')
+    image = 'x'.join(map(str, parts[0].shape[:-1]))
+    return f'{image}, {channels} to {kernel.shape[-2 if flipped else -1]}{added if others else ""}{options}{end}'
+
+
+def choose_tile(parts: Sequence[Shaped], kernel: Shaped, **options: Any) -> Tile:
+    """The device's measured tile of these shapes, else `default_tile`; same arguments."""
+    tile = tile_table.measured(Tile, 'conv3x3/hopper', parts[0].dtype, shape_class(parts, kernel, **options))
+    return tile or default_tile(parts, kernel, **options)
+
+
 def forward(
     parts: tuple[Image, ...],
     kernel: Float[Array, '3 3 channels features'] | Float[Array, '3 3 features channels'],
@@ -111,7 +137,7 @@ def forward(
       shortcut: a 1×1 convolution of the residual, of x's dtype.
       affine: float32 (a, b): act(x) = SiLU(a · x + b), rounded to x's dtype. Without it, act(x) = x.
       flipped: convolve with `flip(kernel)`, read where it lies: the input gradient of the convolution with `kernel`.
-      tile: tuning options; None takes `default_tile`.
+      tile: tuning options; None takes `choose_tile`.
       out_dtype: x's dtype if None; or float32.
 
     Products accumulate in float32 and sums end in one rounding. float32 multiplies as three bfloat16 products (about 16 bits).
@@ -125,7 +151,7 @@ def forward(
     if reason:
         raise ValueError(f'conv3x3 on Hopper: {reason}')
     if tile is None:
-        tile = default_tile(parts, kernel, residual=others, shortcut=shortcut, affine=affine, flipped=flipped, out_dtype=out_dtype)
+        tile = choose_tile(parts, kernel, residual=others, shortcut=shortcut, affine=affine, flipped=flipped, out_dtype=out_dtype)
     if affine is not None and dtype == jnp.float32:
         # The terms of a float32 must be taken after the activation.
         parts, affine = _activated(parts, affine), None

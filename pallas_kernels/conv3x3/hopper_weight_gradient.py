@@ -12,6 +12,8 @@ is nine matrix products whose long dimension is the pixels. A thread block (CTA)
 - Three consumer warpgroups each own a row of taps. Tap (i, j) is the haloed x at a shifted address: eight pixels of an image row are one
   8-row atom and the next image row follows 10 rows later. As the stride between two 64-channel columns of the right operand is free as
   well, it is set to one pixel: one wgmma of 64 × 192 multiplies dy by the three taps of a row at once.
+- With `taps` = 3 a CTA owns one row of taps, a tap in each consumer warpgroup, and x comes without the rows of halo. It loads more, but
+  as there are three times as many tiles, it needs a third of the splits to fill the GPU: for small images, whose partial sums weigh most.
 - The pixels are divided over `splits` CTAs whose partial sums are added by XLA in a fixed order: no atomics, the same bits in every run.
   These sums, 19 MB from 132 CTAs, are what remains to be saved at small batches. Adding them through distributed shared memory in
   clusters of 2 to 8 CTAs was slower than through L2.
@@ -36,6 +38,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float
 
+from pallas_kernels import tile_table
 from pallas_kernels.conv3x3 import hopper_weight_gradient_inline as inline
 
 NAME = 'jaxunet_conv3x3_weight_gradient'
@@ -64,12 +67,14 @@ class Tile:
 
     rows: image rows of a strip, a multiple of 8.
     stages: strips in flight.
-    splits: CTAs that share the pixels of one output tile; each writes 147 KB of partial sums.
+    splits: CTAs that share the pixels of one output tile; each writes 147 KB of partial sums, or with 3 taps 49 KB.
+    taps: of a CTA: 9, or 3 for one row of them.
     """
 
     rows: int
     stages: int
     splits: int
+    taps: int = 9
 
 
 @dataclasses.dataclass(frozen=True)
@@ -95,8 +100,13 @@ class Plan:
         return SPLIT_PRODUCTS if self.halves == 2 else SPLIT_PRODUCTS[:1]
 
     @property
+    def tap_groups(self) -> int:
+        """CTAs that share the taps of one output tile."""
+        return 9 // self.tile.taps
+
+    @property
     def tiles(self) -> int:
-        return sum(self.widths) // BLOCK * (self.features // BLOCK)
+        return sum(self.widths) // BLOCK * (self.features // BLOCK) * self.tap_groups
 
     @property
     def strips_down(self) -> int:
@@ -111,9 +121,14 @@ class Plan:
         return self.batch * self.strips_down * self.strips_across
 
     @property
+    def x_rows(self) -> int:
+        """Image rows of x that a strip needs."""
+        return self.tile.rows + (2 if self.tap_groups == 1 else 0)
+
+    @property
     def box_rows(self) -> int:
         """Image rows of a ring slot of x, so many that slots begin at multiples of 1024 bytes."""
-        return -(-(self.tile.rows + 2) // 4) * 4
+        return -(-self.x_rows // 4) * 4
 
     @property
     def shared_bytes(self) -> int:
@@ -135,11 +150,22 @@ class Plan:
         down, across = _divmod(rest, self.strips_across)
         return sample, down * self.tile.rows, across * STRIP
 
-    def cta(self, index: Any) -> tuple[Any, Any, Any]:
-        """Split, first input channel and first output channel of a CTA. Neighbours share the pixels, which then come from L2."""
+    def cta(self, index: Any) -> tuple[Any, Any, Any, Any]:
+        """Split, first input and output channel, and row of taps of a CTA (0 if it has all). Neighbours share pixels, so L2 has them."""
         split, tile = _divmod(index, self.tiles)
-        x_block, dy_block = _divmod(tile, self.features // BLOCK)
-        return split, x_block * BLOCK, dy_block * BLOCK
+        block, tap_row = _divmod(tile, self.tap_groups)
+        x_block, dy_block = _divmod(block, self.features // BLOCK)
+        return split, x_block * BLOCK, dy_block * BLOCK, tap_row
+
+    def first_row(self, row: Any, tap_row: Any) -> Any:
+        """First image row of x's box, given that of dy's."""
+        return row - 1 + tap_row
+
+    def of_warpgroup(self, warpgroup: Any, tap_row: Any) -> tuple[Any, Any, Any]:
+        """Row and column in x's box at which a consumer warpgroup's taps begin, and the first of its taps."""
+        if self.tap_groups == 1:
+            return warpgroup, 0 * warpgroup, 3 * warpgroup
+        return 0 * warpgroup, warpgroup, 3 * tap_row + warpgroup
 
 
 def _divmod(a: Any, b: int) -> tuple[Any, Any]:
@@ -178,6 +204,8 @@ def supports(parts: Sequence[ShapeDtype], dy: ShapeDtype, tile: Tile | None = No
     if tile.stages < 1 or plan.shared_bytes > SHARED_BYTES - SHARED_RESERVED:
         limit = SHARED_BYTES - SHARED_RESERVED
         return f'tile.stages={tile.stages}: expected at least 1, and at most {limit} bytes of ring, found {plan.shared_bytes}'
+    if tile.taps not in (3, 9):
+        return f'tile.taps: expected 3 or 9, found {tile.taps}'
     if not 1 <= tile.splits <= plan.strips:
         return f'tile.splits: expected from 1 to {plan.strips} (the strips), found {tile.splits}'
     return None
@@ -198,14 +226,26 @@ def default_tile(parts: Sequence[ShapeDtype], dy: ShapeDtype) -> Tile:
     return Tile(8, stages, min(range(1, min(plan.strips, PROCESSORS) + 1), key=microseconds))
 
 
+def shape_class(parts: Sequence[ShapeDtype], dy: ShapeDtype) -> str:
+    """What the table of tiles calls these shapes."""
+    return f'{"x".join(map(str, dy.shape[:-1]))}, {"+".join(str(part.shape[-1]) for part in parts)} to {dy.shape[-1]}'
+
+
+def choose_tile(parts: Sequence[ShapeDtype], dy: ShapeDtype) -> Tile:
+    """The device's measured tile of these shapes, else `default_tile`."""
+    return tile_table.measured(Tile, 'conv3x3/hopper_weight_gradient', dy.dtype, shape_class(parts, dy)) or default_tile(parts, dy)
+
+
 def candidates(parts: Sequence[ShapeDtype], dy: ShapeDtype) -> list[Tile]:
     """Tiles worth measuring for these shapes, the default first."""
     first = default_tile(parts, dy)
     found = [first]
     full = PROCESSORS // Plan.of(parts, dy, first).tiles
-    for rows, splits in itertools.product((8, 16), (first.splits, first.splits // 2, full, 2 * full)):
+    every = [*itertools.product((8, 16), (first.splits, first.splits // 2, full, 2 * full), (9,))]
+    every += itertools.product((8, 16), {full // 3, -(-full // 3)}, (3,))
+    for rows, splits, taps in every:
         for stages in range(8, 1, -1):
-            tile = Tile(rows, stages, splits)
+            tile = Tile(rows, stages, splits, taps)
             if supports(parts, dy, tile) is None:
                 found.append(tile)
                 break
@@ -226,7 +266,7 @@ def weight_gradient(
       ValueError: shapes, dtypes or a tile that `supports` refuses.
     """
     _require(supports(parts, dy))
-    tile = tile or default_tile(parts, dy)
+    tile = tile or choose_tile(parts, dy)
     _require(supports(parts, dy, tile))
     plan = Plan.of(parts, dy, tile)
     if plan.halves == 2:
@@ -256,7 +296,7 @@ def _partial_sums(
 
     def body(*refs: Any) -> None:
         x_refs, (dy_ref, out_ref, x_ring, dy_ring, full, empty) = refs[: len(parts)], refs[len(parts) :]
-        split, x_channel, dy_channel = plan.cta(lax.axis_index('cta'))
+        split, x_channel, dy_channel, tap_row = plan.cta(lax.axis_index('cta'))
         first, count = plan.share(split)
         warpgroup = lax.axis_index('warpgroup')
 
@@ -278,11 +318,11 @@ def _partial_sums(
                         plgpu.copy_gmem_to_smem(
                             x_ref.at[
                                 image,
-                                pl.ds(row - 1, tile.rows + 2),
+                                pl.ds(plan.first_row(row, tap_row), plan.x_rows),
                                 pl.ds(column - 1, STRIP + 2),
                                 pl.ds(x_channel - start, BLOCK),
                             ],
-                            x_ring.at[slot, half, pl.ds(0, tile.rows + 2)],
+                            x_ring.at[slot, half, pl.ds(0, plan.x_rows)],
                             full.at[slot],
                         )
 
@@ -303,19 +343,21 @@ def _partial_sums(
         @pl.when(warpgroup < TAP_ROWS)
         def _consume() -> None:
             plgpu.set_max_registers(160, action='increase')
-            multiply = inline.multiply_taps(tile.rows, STRIP + 2, BLOCK, plan.products)
+            taps = tile.taps // TAP_ROWS
+            multiply = inline.multiply_taps(tile.rows, STRIP + 2, BLOCK, taps, plan.products)
+            box_row, box_column, first_tap = plan.of_warpgroup(warpgroup, tap_row)
 
             def step(i: Any, total: Any) -> Any:
                 slot = lax.rem(i, jnp.int32(tile.stages))
                 plgpu.barrier_wait(full.at[slot])
-                total = multiply(warpgroup, x_ring.at[slot], dy_ring.at[slot], total)
+                total = multiply(box_row, box_column, x_ring.at[slot], dy_ring.at[slot], total)
                 plgpu.barrier_arrive(empty.at[slot])
                 return total
 
-            zero = plgpu.layout_cast(jnp.zeros((BLOCK, 3 * BLOCK), jnp.float32), inline.ACCUMULATOR)
+            zero = plgpu.layout_cast(jnp.zeros((BLOCK, taps * BLOCK), jnp.float32), inline.ACCUMULATOR)
             total = lax.fori_loop(0, count, step, zero)
-            for tap in range(3):
-                target = out_ref.at[split, 3 * warpgroup + tap, pl.ds(x_channel, BLOCK), pl.ds(dy_channel, BLOCK)]
+            for tap in range(taps):
+                target = out_ref.at[split, first_tap + tap, pl.ds(x_channel, BLOCK), pl.ds(dy_channel, BLOCK)]
                 inline.store_transposed(target, total[:, tap * BLOCK : (tap + 1) * BLOCK])
 
     ring = functools.partial(plgpu.SMEM, dtype=parts[0].dtype, transforms=(inline.SWIZZLE,))

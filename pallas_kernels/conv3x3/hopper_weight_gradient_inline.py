@@ -18,7 +18,6 @@ from jaxlib.mlir.dialects import arith, nvvm
 # wgmma's accumulator, one float32 a register: as pairs (plgpu.Layout.WGMMA) they would be taken apart before every wgmma.
 ACCUMULATOR = plgpu.Layout.TILED(plgpu.Tiling(((64, 8), (16, 8), (8, 8), (2,), (1,))), warp_dims=(-8,), lane_dims=(-4, -3), vector_dim=-1)
 SWIZZLE = plgpu.SwizzleTransform(128)
-TAPS = 3
 
 
 def tap_strides(columns: int, block: int) -> list[int]:
@@ -29,29 +28,30 @@ def tap_strides(columns: int, block: int) -> list[int]:
     return [columns * block, block, block, 1]
 
 
-def multiply_taps(rows: int, columns: int, block: int, products: Sequence[tuple[int, int]]) -> Callable[..., Any]:
-    """A function of (tap row, x slot, dy slot, accumulator) that adds dyᵀ · [x, x one pixel on, x two pixels on] to the accumulator.
+def multiply_taps(rows: int, columns: int, block: int, taps: int, products: Sequence[tuple[int, int]]) -> Callable[..., Any]:
+    """A function of (row, column, x slot, dy slot, accumulator) that adds dyᵀ · [x, x one pixel on, …] to the accumulator, `taps` of them.
 
-    The x slot has shape (halves, > rows + tap row, columns, block), the dy slot (halves, rows, 8, block), both 128-byte swizzled; the
-    accumulator (block, 3·block). `products` lists the pairs (half of x, half of dy). The products are done when it returns.
+    x is read from that row and column of its slot on. The slot has shape (halves, ≥ rows + row, columns, block), that of dy
+    (halves, rows, 8, block), both 128-byte swizzled; the accumulator (block, taps · block). `products` lists the pairs (half of x, half
+    of dy). The products are done when it returns.
     """
 
     @plgpu.inline_mgpu(
-        arg_types=(plgpu.Layout.WG_SPLAT(()), plgpu.RefType((SWIZZLE,)), plgpu.RefType((SWIZZLE,)), ACCUMULATOR),
-        return_type=plgpu.ShapeDtypeStruct((block, TAPS * block), jnp.float32, layout=ACCUMULATOR),
+        arg_types=(*[plgpu.Layout.WG_SPLAT(())] * 2, plgpu.RefType((SWIZZLE,)), plgpu.RefType((SWIZZLE,)), ACCUMULATOR),
+        return_type=plgpu.ShapeDtypeStruct((block, taps * block), jnp.float32, layout=ACCUMULATOR),
     )
-    def step(_: Any, tap_row: Any, x: Any, dy: Any, total: Any) -> Any:
+    def step(_: Any, row: Any, column: Any, x: Any, dy: Any, total: Any) -> Any:
         x_type = ir.MemRefType(x.type)
         # K tiles of 8 pixels, N tiles of a tap. They overlap, which slices cannot express.
         strides = ir.StridedLayoutAttr.get(0, tap_strides(columns, block))
-        taps = ir.MemRefType.get((rows, TAPS, 8, block), x_type.element_type, strides, x_type.memory_space)
-        first_row = arith.index_cast(ir.IndexType.get(), tap_row.registers.item())
+        shifted = ir.MemRefType.get((rows, taps, 8, block), x_type.element_type, strides, x_type.memory_space)
+        first_row, first_column = (arith.index_cast(ir.IndexType.get(), index.registers.item()) for index in (row, column))
         accumulator = mgpu.WGMMAAccumulator.from_registers(total)
         for x_half, dy_half in products:
-            box = mgpu.memref_slice(x, (x_half, mgpu.ds(first_row, rows)))
+            box = mgpu.memref_slice(x, (x_half, mgpu.ds(first_row, rows), mgpu.ds(first_column, 8)))
             # (1, rows, 8, block) -> (1, rows, block, 8): M and K of the left operand.
             left = mgpu.memref_transpose(mgpu.memref_unsqueeze(mgpu.memref_slice(dy, dy_half), 0), (0, 1, 3, 2))
-            accumulator = mgpu.wgmma(accumulator, left, utils.ptr_as_memref(utils.memref_ptr(box), taps))
+            accumulator = mgpu.wgmma(accumulator, left, utils.ptr_as_memref(utils.memref_ptr(box), shifted))
         nvvm.wgmma_commit_group_sync_aligned()
         nvvm.wgmma_wait_group_sync_aligned(0)
         return accumulator.value

@@ -26,6 +26,7 @@ from jax.experimental.pallas import triton as plgpu
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
+from pallas_kernels import tile_table
 from pallas_kernels.conv3x3.triton_blocks import (
     DTYPES,
     TAPS,
@@ -42,6 +43,7 @@ from pallas_kernels.conv3x3.triton_blocks import (
     folds,
     inside,
     load,
+    shape_class,
     split_pixel,
     tap_offset,
 )
@@ -49,8 +51,7 @@ from pallas_kernels.conv3x3.triton_blocks import (
 Affine = tuple[Any, Any] | None
 NAME = 'jaxunet_conv3x3_triton_forward'
 PRODUCTS_NAME = 'jaxunet_conv3x3_triton_products'
-ENOUGH = 108
-"""Programs that keep a GPU busy: its multiprocessors, 108 to 132 of them on those in mind."""
+ENOUGH = 108  # programs that keep a GPU busy: its multiprocessors, 108 to 132 of them on those in mind
 SUM_PIXELS = 256  # of one program of the kernel that adds up products
 
 
@@ -353,7 +354,7 @@ def forward(
       shift: float32 bias (1, F) or bias and time shift per sample (batch, F).
       residual: added in float32.
       affine: float32 scale and offset per sample and channel, over the channels of all parts.
-      tile: None = `default_tile`.
+      tile: None = the device's measured tile, else `default_tile`.
       out_dtype: None = x's dtype. Products and everything around them are in float32, cast once.
       interpret: run on the CPU, for tests.
 
@@ -362,8 +363,7 @@ def forward(
     """
     problem = supports(parts, kernel)
     batch, height, width, _ = parts[0].shape if parts else (0, 0, 0, 0)
-    channels = tuple(part.shape[-1] for part in parts)
-    features = kernel.shape[-1]
+    channels, features = tuple(part.shape[-1] for part in parts), kernel.shape[-1]
     if problem is None and shift.shape not in {(1, features), (batch, features)}:
         problem = f'shift: shape {list(shift.shape)}; expected [1, {features}] or [{batch}, {features}]'
     if problem is None and residual is not None and residual.shape != (batch, height, width, features):
@@ -373,10 +373,10 @@ def forward(
             problem = f'affine {name}: shape {list(value.shape)}; expected [{batch}, {sum(channels)}]'
     if problem is not None:
         raise ValueError(f'conv3x3 (triton): {problem}')
-    dtype = parts[0].dtype
-    pixels = batch * height * width
+    dtype, pixels = parts[0].dtype, batch * height * width
     if affine is not None and not gathers(channels, features):
         parts, affine = _activated(parts, affine), None
+    tile = tile or tile_table.measured(Tile, 'conv3x3/triton', dtype, shape_class(channels, features, pixels))
     tile = tile or default_tile(channels, features, pixels, dtype.itemsize)
     p = _Problem(batch, height, width, channels, features, shift.shape[0], affine is not None, residual is not None, tile, interpret)
     inputs = [*(part.reshape(pixels, part.shape[-1]) for part in parts), kernel.reshape(TAPS * p.total, features)]

@@ -30,6 +30,11 @@ def check_launch(num_warps: int, num_stages: int) -> None:
         raise ValueError(f'Tile.num_stages={num_stages}: use at least 1')
 
 
+def shape_class(channels: Sequence[int], features: int, pixels: int) -> str:
+    """What the table of tiles calls a convolution of parts of `channels` channels → `features`; pixels are batch · height · width."""
+    return f'{pixels} pixels, {"+".join(map(str, channels))} to {features}'
+
+
 def dot_size(n: int) -> int:
     """The least power of two ≥ n that a dot takes."""
     return max(SMALLEST_DOT, pl.next_power_of_2(n))

@@ -18,6 +18,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 from jaxtyping import Array, Float
 
+from pallas_kernels import tile_table
 from pallas_kernels.conv3x3.triton_blocks import (
     DTYPES,
     TAPS,
@@ -32,6 +33,7 @@ from pallas_kernels.conv3x3.triton_blocks import (
     folds,
     inside,
     load,
+    shape_class,
     split_pixel,
     tap_offset,
 )
@@ -299,7 +301,7 @@ def weight_gradient(
     Args:
       parts: what the convolution's input x joined along channels, each read where it is; one dtype of float32, bfloat16, float16.
       dy: the gradient of its output, of x's dtype.
-      tile: None = `default_tile`.
+      tile: None = the device's measured tile, else `default_tile`.
       interpret: run on the CPU, for tests.
 
     Raises:
@@ -311,6 +313,7 @@ def weight_gradient(
     batch, height, width, features = dy.shape
     channels = tuple(part.shape[-1] for part in parts)
     pixels = batch * height * width
+    tile = tile or tile_table.measured(Tile, 'conv3x3/triton_weight_gradient', dy.dtype, shape_class(channels, features, pixels))
     tile = tile or default_tile(channels, features, pixels, dy.dtype.itemsize)
     p = _Problem(batch, height, width, channels, features, tile, interpret)
 

@@ -1,11 +1,12 @@
-"""Times the tiles of the Hopper convolution on this machine's GPU: the default tile beside the others of `candidates`.
+"""Times the tiles of the Hopper convolution on this machine's GPU: the chosen tile beside the others of `candidates`.
 
-    python -m pallas_kernels.conv3x3.tune_hopper [--batch 32] [--directions forward,input,fused,weight] [--cases 64x64] [--seconds 60]
+    python -m pallas_kernels.conv3x3.tune_hopper [--batch 32] [--directions forward,input] [--cases 64x64] [--seconds 60] [--write]
 
 `forward`, `input` (the gradient by the input) and `weight` (by the weights) are plain convolutions, `fused` is the convolution of the op
-`norm_silu_conv3x3` with its activation and addition, without the statistics. One JSON line a shape: µs of the default tile and of the
-fastest, GPU time of all kernels of a call, so that sums of partial results and copies of weights count; then how far the defaults are
-from the fastest. What `hopper_tiles.cycles` and `hopper_weight_gradient.default_tile` estimate is to be fitted to this.
+`norm_silu_conv3x3` with its addition, and its activation where that is fused, without the statistics. One JSON line a shape: µs of the
+tile that is chosen now and of the fastest, GPU time of all kernels of a call, so that sums of partial results and copies of weights count;
+then how far the choices are from the fastest. `--write` puts the fastest into the device's table of tiles (`tile_table.update`). What
+`hopper_tiles.cycles` and `hopper_weight_gradient.default_tile` estimate for other shapes is to be fitted to this.
 """
 
 from __future__ import annotations
@@ -21,12 +22,12 @@ import re
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import jax
 
-from pallas_kernels import timing
-from pallas_kernels.conv3x3 import hopper, hopper_weight_gradient
+from pallas_kernels import tile_table, timing
+from pallas_kernels.conv3x3 import dispatch, hopper, hopper_weight_gradient
 from pallas_kernels.conv3x3.cases import CIFAR10, ELEPHANTS64, Case
 from pallas_kernels.measurement import Inputs, Measurement
 
@@ -35,7 +36,7 @@ THREADS, ROUNDS = 16, 8
 
 
 class Shape(NamedTuple):
-    """One direction of a case: its inputs, its tiles, and what runs it with one of them."""
+    """One direction of a case: its inputs, its tiles, the chosen one first, what runs it with one of them, and its key in the table."""
 
     case: str
     direction: str
@@ -43,6 +44,7 @@ class Shape(NamedTuple):
     flops: int
     tiles: list[Any]
     run: Callable[[Any, dict[str, Any]], Any]
+    key: tile_table.Key
 
 
 def shape(case: Case, direction: str, batch: int, dtype: str, limit: int) -> Shape | None:
@@ -53,17 +55,22 @@ def shape(case: Case, direction: str, batch: int, dtype: str, limit: int) -> Sha
     if direction == 'weight':
         if hopper_weight_gradient.supports(parts, dy):
             return None
-        tiles: list[Any] = [*hopper_weight_gradient.candidates(parts, dy)[:limit]]
+        chosen: Any = hopper_weight_gradient.choose_tile(parts, dy)
+        tiles: list[Any] = [*dict.fromkeys([chosen, *hopper_weight_gradient.candidates(parts, dy)])][:limit]
         inputs: dict[str, Any] = {'x': parts, 'dy': dy}
 
         def run(tile: Any, i: dict[str, Any]) -> Any:
             return hopper_weight_gradient.weight_gradient(i['x'], i['dy'], tile=tile)
 
-        return Shape(case.name, direction, inputs, case.flops(batch), tiles, run)
+        key = tile_table.Key('conv3x3/hopper_weight_gradient', dtype, hopper_weight_gradient.shape_class(parts, dy))
+        return Shape(case.name, direction, inputs, case.flops(batch), tiles, run, key)
     bias = jax.ShapeDtypeStruct((1, case.channels if direction == 'input' else case.features), 'float32')
     inputs = {'x': (dy,) if direction == 'input' else parts, 'kernel': kernel, 'shift': bias}
     if direction == 'fused':
-        inputs['affine'] = (jax.ShapeDtypeStruct((batch, case.channels), 'float32'),) * 2
+        if dispatch.fuses_activation(cast(Any, parts), cast(Any, kernel)):
+            inputs['affine'] = (jax.ShapeDtypeStruct((batch, case.channels), 'float32'),) * 2
+        else:
+            inputs['x'] = (array((*image, case.channels)),)
         if case.residual:
             inputs['residual'] = tuple(array((*image, c)) for c in case.residual)
         if case.residual and case.residual != (case.features,):
@@ -72,12 +79,14 @@ def shape(case: Case, direction: str, batch: int, dtype: str, limit: int) -> Sha
     flipped = direction == 'input'
     if hopper.supports(inputs['x'], kernel, flipped=flipped, **options):
         return None
-    tiles = [*hopper.candidates(inputs['x'], kernel, flipped=flipped, limit=limit, **options)]
+    chosen = hopper.choose_tile(inputs['x'], kernel, flipped=flipped, **options)
+    tiles = [*dict.fromkeys([chosen, *hopper.candidates(inputs['x'], kernel, flipped=flipped, limit=limit, **options)])][:limit]
 
     def convolve(tile: Any, i: dict[str, Any]) -> Any:
         return hopper.forward(i['x'], i['kernel'], i['shift'], flipped=flipped, tile=tile, **{name: i[name] for name in options})
 
-    return Shape(case.name, direction, inputs, case.flops(batch), tiles, convolve)
+    key = tile_table.Key('conv3x3/hopper', dtype, hopper.shape_class(inputs['x'], kernel, flipped=flipped, **options))
+    return Shape(case.name, direction, inputs, case.flops(batch), tiles, convolve, key)
 
 
 def shapes(directions: Sequence[str], pattern: str, batch: int, dtype: str, limit: int) -> list[Shape]:
@@ -98,6 +107,7 @@ def main() -> None:
     parser.add_argument('--limit', type=int, default=8, help='tiles of each shape, the most promising first')
     parser.add_argument('--top', type=int, default=3, help='fastest tiles printed of each shape')
     parser.add_argument('--seconds', type=float, default=60, help='nothing is compiled after this; shapes take turns')
+    parser.add_argument('--write', action='store_true', help="update the device's table of tiles")
     args = parser.parse_args()
     stop = time.monotonic() + args.seconds
     directions = args.directions.split(',')
@@ -135,18 +145,21 @@ def main() -> None:
     shares: dict[str, list[float]] = collections.defaultdict(list)
     for s in found:
         timed = sorted(results[s.case, s.direction], key=lambda row: row[0])
-        default = next((us for us, tile in timed if tile == s.tiles[0]), None)
+        chosen = next((us for us, tile in timed if tile == s.tiles[0]), None)
         row: dict[str, Any] = {'device': jax.devices()[0].device_kind, 'dtype': args.dtype, 'batch': args.batch}
-        row |= {'case': s.case, 'direction': s.direction, 'default': [None if default is None else round(default, 1), _short(s.tiles[0])]}
+        row |= {'case': s.case, 'direction': s.direction, 'chosen': [None if chosen is None else round(chosen, 1), _short(s.tiles[0])]}
         row |= {'best': [[round(us, 1), _short(tile)] for us, tile in timed[: args.top]], 'tried': len(timed)}
-        if default is not None:
-            row['default_to_best'] = round(default / timed[0][0], 3)
-            row['tflops'] = round(s.flops / default / 1e6)
-            shares[s.direction].append(default / timed[0][0])
+        if chosen is not None:
+            row['chosen_to_best'] = round(chosen / timed[0][0], 3)
+            row['tflops'] = round(s.flops / chosen / 1e6)
+            shares[s.direction].append(chosen / timed[0][0])
         print(json.dumps(row), flush=True)
     for direction, found_shares in shares.items():
         mean, worst = statistics.geometric_mean(found_shares), max(found_shares)
-        print(f'{direction}: default over best {mean:.3f} (geometric mean), {worst:.3f} (most), {len(found_shares)} shapes')
+        print(f'{direction}: chosen over best {mean:.3f} (geometric mean), {worst:.3f} (most), {len(found_shares)} shapes')
+    if args.write:
+        every = {s.key: {tile: us for us, tile in results[s.case, s.direction]} for s in found}
+        print(tile_table.update(jax.devices()[0].device_kind, every, {s.key: s.tiles[0] for s in found}))
 
 
 def _short(tile: Any) -> dict[str, Any]:

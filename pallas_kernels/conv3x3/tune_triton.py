@@ -1,6 +1,8 @@
-"""Times the tiles of the portable convolution on this machine's GPU, beside XLA; what it prints is what `default_tile` should choose.
+"""Times the tiles of the portable convolution on this machine's GPU, beside XLA.
 
-    python -m pallas_kernels.conv3x3.tune_triton [--dtype bfloat16] [--batch 32] [--shapes 64:64-64,64:3-64] [--directions forward,fused]
+    python -m pallas_kernels.conv3x3.tune_triton [--dtype bfloat16] [--batch 32] [--shapes 64:64-64] [--directions forward] [--write]
+
+`--write` puts the fastest tiles into the device's table of tiles (`tile_table.update`); `default_tile` is what other shapes get.
 
 Times are sums of GPU kernel time per call from a profiler trace, so they leave out what starting a kernel costs; medians over the calls.
 """
@@ -20,8 +22,9 @@ import jax.numpy as jnp
 import numpy as np
 from absl import app, flags
 
-from pallas_kernels import timing
+from pallas_kernels import tile_table, timing
 from pallas_kernels.conv3x3 import triton, triton_weight_gradient
+from pallas_kernels.conv3x3.triton_blocks import shape_class
 
 ELEPHANTS64 = (
     '64:3-64,64:64-64,64:128-64,64:192-64,64:64-3,32:64-128,32:128-128,32:192-128,32:256-128,32:320-128,16:128-192,16:192-192,'
@@ -32,7 +35,9 @@ DTYPE = flags.DEFINE_string('dtype', 'bfloat16', 'Type of x, kernel and gradient
 BATCH = flags.DEFINE_integer('batch', 32, 'Images.')
 SHAPES = flags.DEFINE_list('shapes', ELEPHANTS64, 'side:channels-features, …; channels of several parts are joined by +.')
 DIRECTIONS = flags.DEFINE_list('directions', 'forward,input,weight', 'Of forward, fused (scale, offset and SiLU first), input, weight.')
-TOP = flags.DEFINE_integer('top', 3, 'Fastest tiles printed for each shape; 0 = time `default_tile` alone.', lower_bound=0)
+TOP = flags.DEFINE_integer('top', 3, 'Fastest tiles printed for each shape; 0 = time the chosen tile alone.', lower_bound=0)
+WRITE = flags.DEFINE_bool('write', False, "Update the device's table of tiles with the directions forward, input and weight.")
+ALLOWED = 0.05  # difference from XLA, in the largest number: beyond it a tile computes something else
 
 
 class Shape(NamedTuple):
@@ -104,11 +109,23 @@ def ours(direction: str, tile: Any, o: Operands) -> jax.Array:
     return triton.forward(o.parts, o.kernel, jnp.zeros((1, o.kernel.shape[-1]), jnp.float32), affine=affine, tile=tile)
 
 
-def tiles(direction: str, shape: Shape, itemsize: int) -> list[Any]:
-    module: Any = triton_weight_gradient if direction == 'weight' else triton
+def sizes(direction: str, shape: Shape) -> tuple[tuple[int, ...], int, int]:
+    """Channels of the parts, features and pixels of what the kernel of a direction computes."""
     channels, features = ((shape.features,), shape.total) if direction == 'input' else (shape.channels, shape.features)
-    arguments = channels, features, BATCH.value * shape.side**2, itemsize
-    return module.candidates(*arguments) if TOP.value else [module.default_tile(*arguments)]
+    return channels, features, BATCH.value * shape.side**2
+
+
+def key_of(direction: str, shape: Shape) -> tile_table.Key:
+    kernel = 'conv3x3/triton_weight_gradient' if direction == 'weight' else 'conv3x3/triton'
+    return tile_table.Key(kernel, DTYPE.value, shape_class(*sizes(direction, shape)))
+
+
+def tiles(direction: str, shape: Shape, itemsize: int) -> list[Any]:
+    """The tile that is chosen now, then the others."""
+    module: Any = triton_weight_gradient if direction == 'weight' else triton
+    arguments = *sizes(direction, shape), itemsize
+    chosen = tile_table.measured(module.Tile, *key_of(direction, shape)) or module.default_tile(*arguments)
+    return [*dict.fromkeys([chosen, *(module.candidates(*arguments) if TOP.value else [])])]
 
 
 class Run(NamedTuple):
@@ -134,11 +151,14 @@ def main(argv: Sequence[str]) -> None:
         raise app.UsageError(f'unexpected arguments: {argv[1:]}')
     dtype = jnp.dtype(DTYPE.value)
     runs: list[Run] = []
+    chosen: dict[tile_table.Key, Any] = {}
     for text in SHAPES.value:
         shape = Shape.parse(text)
         sets = [Operands.draw(shape, dtype, seed) for seed in range(2)]
         for direction in DIRECTIONS.value:
-            for tile in [None, *tiles(direction, shape, dtype.itemsize)]:
+            found_tiles = tiles(direction, shape, dtype.itemsize)
+            chosen[key_of(direction, shape)] = found_tiles[0]
+            for tile in [None, *found_tiles]:
                 runs.append(Run(text, direction, tile, f'function_{len(runs)}', sets))
     # XLA picks its convolution by timing, so those compile alone.
     compiled = {run.name: run.compile() for run in runs if run.tile is None}
@@ -168,6 +188,12 @@ def main(argv: Sequence[str]) -> None:
             row = {'shape': text, 'direction': direction, 'dtype': DTYPE.value, 'batch': BATCH.value, 'xla_us': round(xla, 1)}
             row |= {'us': round(us, 1), 'ratio': round(xla / us, 2), 'difference': float(f'{difference:.1e}')}
             print(json.dumps(row | {'tile': list(vars(tile).values())}), flush=True)
+    if WRITE.value:
+        timed: dict[tile_table.Key, dict[Any, float]] = collections.defaultdict(dict)
+        for (text, direction), found in results.items():
+            if direction != 'fused':  # takes the tile of `forward`
+                timed[key_of(direction, Shape.parse(text))] |= {tile: us for us, tile, difference in found if difference < ALLOWED}
+        print(tile_table.update(jax.devices()[0].device_kind, timed, chosen))
 
 
 if __name__ == '__main__':

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Sequence
 
 import jax
@@ -14,7 +13,7 @@ from jaxtyping import Array, Float
 from pallas_kernels.features import at_least_float32
 from pallas_kernels.group_norm.blocks import Program, Ref, group_statistics, loop, moments_of, scaled, sigmoid
 from pallas_kernels.group_norm.statistics import group_size
-from pallas_kernels.group_norm.tiles import Grid, Tile, fit, power_of_two
+from pallas_kernels.group_norm.tiles import Grid, Tile, choose_tile, fit
 
 
 def _apply_kernel(*refs: Ref, grid: Grid, silu: bool) -> None:
@@ -41,7 +40,7 @@ def apply(
     """act(a · x + b) of the channel concatenation x of the parts, which is not built; act = SiLU or identity. In x's dtype."""
     batch, height, width, _ = parts[0].shape
     sizes = tuple(p.shape[-1] for p in parts)
-    tile = tile or apply_tile(height * width)
+    tile = tile or choose_tile('apply', parts[0].dtype, batch, height * width, sum(sizes))
     grid = fit(tile, sizes, height * width, 1, streamed=True, interpret=interpret)
     y = pl.pallas_call(
         functools.partial(_apply_kernel, grid=grid, silu=silu),
@@ -117,7 +116,7 @@ def normalise(
     pixels, channels = height * width, sum(sizes)
     group = group_size(channels, groups)
     known = moments is not None
-    tile = tile or (apply_tile(pixels) if known else slab_tile(batch, pixels, channels, group))
+    tile = tile or choose_tile('normalise' if known else 'forward', parts[0].dtype, batch, pixels, channels, group)
     grid = fit(tile, sizes, pixels, group, streamed=known, interpret=interpret)
     wide = at_least_float32(parts[0].dtype)
     y, mean, inverse = pl.pallas_call(
@@ -133,23 +132,3 @@ def normalise(
         name='jaxunet_group_norm_normalise' if known else 'jaxunet_group_norm_forward',
     )(*(p.reshape(batch, pixels, -1) for p in parts), *(moments or ()), scale, offset)
     return y.reshape(batch, height, width, channels), mean, inverse
-
-
-def apply_tile(pixels: int) -> Tile:
-    """The measured tile of the kernels that read one tensor and write one (H200, bfloat16)."""
-    if pixels <= 256:
-        return Tile(channels=32, rows=16, unroll=4, warps=8)
-    if pixels <= 1024:
-        return Tile(channels=32, rows=32, unroll=4, warps=8)
-    return Tile(channels=64, rows=32, unroll=4, warps=8, splits=pixels // 512)
-
-
-def slab_tile(batch: int, pixels: int, channels: int, group: int) -> Tile:
-    """The measured tile of the kernels that own all pixels of some groups (H200, bfloat16)."""
-    wished = 64 if pixels <= 256 else 32 if pixels <= 1024 else 16
-    while wished > 16 and batch * channels < 90 * wished:
-        wished //= 2  # fewer programs than multiprocessors
-    if pixels <= 256:
-        return Tile(channels=wished, rows=16 if pixels <= 64 else 64, unroll=4, warps=4 if pixels <= 64 else 8)
-    lanes = power_of_two(max(wished, math.lcm(group, 8)))
-    return Tile(channels=wished, rows=max(16, (4096 if pixels <= 1024 else 1024) // lanes), unroll=4, warps=16)

@@ -17,10 +17,9 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 from jaxtyping import Array, Float
 
-from pallas_kernels.group_norm.apply import slab_tile
 from pallas_kernels.group_norm.blocks import Lanes, Program, Ref, loop, scaled, sigmoid
 from pallas_kernels.group_norm.statistics import group_size
-from pallas_kernels.group_norm.tiles import Grid, Tile, fit
+from pallas_kernels.group_norm.tiles import Grid, Tile, choose_tile, fit
 
 
 class _Derivative:
@@ -108,7 +107,8 @@ def gradient_sums(
     batch, height, width, _ = parts[0].shape
     sizes = tuple(p.shape[-1] for p in parts)
     pixels, channels = height * width, sum(sizes)
-    tile = tile or sums_tile(pixels)
+    name = 'gradient_sums_activation' if activation else 'gradient_sums'
+    tile = tile or choose_tile(name, parts[0].dtype, batch, pixels, channels)
     grid = fit(tile, sizes, pixels, 1, streamed=True, interpret=interpret)
     out_shape = [jax.ShapeDtypeStruct((batch, grid.splits, 2, channels), mean.dtype)]
     if activation:
@@ -191,7 +191,7 @@ def gradient(
     pixels, channels = height * width, sum(sizes)
     group = group_size(channels, groups)
     known = sums is not None
-    tile = tile or (gradient_tile(batch, pixels) if known else slab_tile(batch, pixels, channels, group))
+    tile = tile or choose_tile('gradient' if known else 'backward', parts[0].dtype, batch, pixels, channels, group)
     grid = fit(tile, sizes, pixels, group, streamed=known, interpret=interpret)
     dx_shape = [jax.ShapeDtypeStruct((batch, pixels, size), parts[0].dtype) for size in sizes]
     sums_shape = jax.ShapeDtypeStruct((batch, 2, channels), mean.dtype)
@@ -218,21 +218,3 @@ def parameter_gradients(
         return found[:, number].astype(parameter.dtype)
 
     return of(scale, 1), of(offset, 0)
-
-
-def gradient_tile(batch: int, pixels: int) -> Tile:
-    """The measured tile of `gradient` with known sums (H200, bfloat16)."""
-    if pixels <= 256:
-        return Tile(channels=32, rows=32, unroll=4, warps=8)
-    if pixels <= 1024:
-        return Tile(channels=64, rows=128, unroll=1, warps=4, splits=2)
-    return Tile(channels=64, rows=32 if batch <= 64 else 16, unroll=4, warps=8, splits=pixels // 512)
-
-
-def sums_tile(pixels: int) -> Tile:
-    """The measured tile of `gradient_sums` (H200, bfloat16)."""
-    if pixels <= 256:
-        return Tile(channels=64, rows=8, unroll=4, warps=8)
-    if pixels <= 1024:
-        return Tile(channels=64, rows=32, unroll=4, warps=4, splits=pixels // 128)
-    return Tile(channels=64, rows=8, unroll=4, warps=8, splits=pixels // 128)

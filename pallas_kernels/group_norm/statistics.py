@@ -14,7 +14,7 @@ from jaxtyping import Array, Float
 
 from pallas_kernels.features import at_least_float32
 from pallas_kernels.group_norm.blocks import Program, Ref, group_statistics, loop, moments_of
-from pallas_kernels.group_norm.tiles import Grid, Tile, fit
+from pallas_kernels.group_norm.tiles import Grid, Tile, choose_tile, fit
 
 
 def _moments_kernel(x: Ref, out: Ref, *, grid: Grid) -> None:
@@ -33,7 +33,7 @@ def moments(
     Same result as `pallas_kernels.features.channel_moments`, without cancellation in any type (Chan, Golub & LeVeque 1979).
     """
     batch, height, width, channels = x.shape
-    tile = tile or reduction_tile(height * width)
+    tile = tile or choose_tile('moments', x.dtype, batch, height * width, channels)
     grid = fit(tile, (channels,), height * width, 1, streamed=True, interpret=interpret)
     wide = at_least_float32(x.dtype)
     partial = pl.pallas_call(
@@ -69,7 +69,7 @@ def channel_sums(
 ) -> Float[Array, 'batch channels']:
     """Sum over the pixels of each sample and channel, in at least float32: the gradient of a bias or per-sample shift."""
     batch, height, width, channels = x.shape
-    tile = tile or reduction_tile(height * width)
+    tile = tile or choose_tile('channel_sums', x.dtype, batch, height * width, channels)
     grid = fit(tile, (channels,), height * width, 1, streamed=True, interpret=interpret)
     partial = pl.pallas_call(
         functools.partial(_sums_kernel, grid=grid),
@@ -134,12 +134,3 @@ def group_size(channels: int, groups: int) -> int:
     if groups < 1 or channels % groups:
         raise ValueError(f'group_norm: {channels} channels are not a multiple of {groups} groups')
     return channels // groups
-
-
-def reduction_tile(pixels: int) -> Tile:
-    """The measured tile of the kernels that read one tensor and reduce it (H200, bfloat16)."""
-    if pixels <= 256:
-        return Tile(channels=64, rows=16, unroll=4, warps=8)
-    if pixels <= 1024:
-        return Tile(channels=64, rows=32, unroll=4, warps=4, splits=pixels // 128)
-    return Tile(channels=64, rows=32, unroll=4, warps=8, splits=pixels // 512)

@@ -5,6 +5,10 @@ from __future__ import annotations
 import dataclasses
 import math
 
+from jax.typing import DTypeLike
+
+from pallas_kernels import tile_table
+
 
 @dataclasses.dataclass(frozen=True, order=True)
 class Tile:
@@ -96,6 +100,77 @@ class Grid:
 def power_of_two(n: int) -> int:
     """The least power of two that is at least n."""
     return 1 << max(0, n - 1).bit_length()
+
+
+def shape_class(batch: int, pixels: int, channels: int) -> str:
+    """What the table of tiles calls tensors of this size: the batch is rounded up to a power of two."""
+    return f'{power_of_two(batch)} samples, {pixels} pixels, {channels} channels'
+
+
+def choose_tile(kernel: str, dtype: DTypeLike, batch: int, pixels: int, channels: int, group: int = 1) -> Tile:
+    """The tile of a kernel, named without its prefix jaxunet_group_norm_: the device's measured one, or else what its rule says.
+
+    The rules are fitted to an H200 in bfloat16. The sums of a gradient are `gradient_sums_activation` where the activation is written too.
+    """
+    rules = {
+        'forward': lambda: _slab_tile(batch, pixels, channels, group),
+        'backward': lambda: _slab_tile(batch, pixels, channels, group),
+        'normalise': lambda: _apply_tile(pixels),
+        'apply': lambda: _apply_tile(pixels),
+        'moments': lambda: _reduction_tile(pixels),
+        'channel_sums': lambda: _reduction_tile(pixels),
+        'gradient_sums': lambda: _sums_tile(pixels),
+        'gradient_sums_activation': lambda: _sums_tile(pixels),
+        'gradient': lambda: _gradient_tile(batch, pixels),
+    }
+    return tile_table.measured(Tile, f'group_norm/{kernel}', dtype, shape_class(batch, pixels, channels)) or rules[kernel]()
+
+
+def _apply_tile(pixels: int) -> Tile:
+    """The tile of the kernels that read one tensor and write one."""
+    if pixels <= 256:
+        return Tile(channels=32, rows=16, unroll=4, warps=8)
+    if pixels <= 1024:
+        return Tile(channels=32, rows=32, unroll=4, warps=8)
+    return Tile(channels=64, rows=32, unroll=4, warps=8, splits=pixels // 512)
+
+
+def _slab_tile(batch: int, pixels: int, channels: int, group: int) -> Tile:
+    """The tile of the kernels that own all pixels of some groups."""
+    wished = 64 if pixels <= 256 else 32 if pixels <= 1024 else 16
+    while wished > 16 and batch * channels < 90 * wished:
+        wished //= 2  # fewer programs than multiprocessors
+    if pixels <= 256:
+        return Tile(channels=wished, rows=16 if pixels <= 64 else 64, unroll=4, warps=4 if pixels <= 64 else 8)
+    lanes = power_of_two(max(wished, math.lcm(group, 8)))
+    return Tile(channels=wished, rows=max(16, (4096 if pixels <= 1024 else 1024) // lanes), unroll=4, warps=16)
+
+
+def _reduction_tile(pixels: int) -> Tile:
+    """The tile of the kernels that read one tensor and reduce it."""
+    if pixels <= 256:
+        return Tile(channels=64, rows=16, unroll=4, warps=8)
+    if pixels <= 1024:
+        return Tile(channels=64, rows=32, unroll=4, warps=4, splits=pixels // 128)
+    return Tile(channels=64, rows=32, unroll=4, warps=8, splits=pixels // 512)
+
+
+def _gradient_tile(batch: int, pixels: int) -> Tile:
+    """The tile of `gradient` with known sums."""
+    if pixels <= 256:
+        return Tile(channels=32, rows=32, unroll=4, warps=8)
+    if pixels <= 1024:
+        return Tile(channels=64, rows=128, unroll=1, warps=4, splits=2)
+    return Tile(channels=64, rows=32 if batch <= 64 else 16, unroll=4, warps=8, splits=pixels // 512)
+
+
+def _sums_tile(pixels: int) -> Tile:
+    """The tile of `gradient_sums`."""
+    if pixels <= 256:
+        return Tile(channels=64, rows=8, unroll=4, warps=8)
+    if pixels <= 1024:
+        return Tile(channels=64, rows=32, unroll=4, warps=4, splits=pixels // 128)
+    return Tile(channels=64, rows=8, unroll=4, warps=8, splits=pixels // 128)
 
 
 def fit(tile: Tile, parts: tuple[int, ...], pixels: int, group: int, *, streamed: bool, interpret: bool) -> Grid:

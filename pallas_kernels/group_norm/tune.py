@@ -1,10 +1,12 @@
-"""Times the GroupNorm kernels' tiles on this machine's GPU, beside XLA; what it prints is what the default tiles should choose.
+"""Times the GroupNorm kernels' tiles on this machine's GPU, beside XLA.
 
-    python -m pallas_kernels.group_norm.tune [--batch 32] [--shapes 64:64,64:64+64] [--kernels forward,backward] [--seconds 60]
+    python -m pallas_kernels.group_norm.tune [--batch 32] [--shapes 64:64,64:64+64] [--kernels forward,backward] [--seconds 60] [--write]
 
-A shape is side:channels; channels of several parts are joined by +. `both` is the whole op, forward and backward, on the default tiles
-and on XLA. Times are sums of GPU kernel time per call from a profiler trace, so they leave out what starting a kernel costs. Calls are
-shuffled, so that no call finds its inputs in the cache because its neighbour left them there.
+`--write` puts the fastest tiles into the device's table of tiles (`tile_table.update`). A shape is side:channels; channels of several parts
+are joined by +. `both` is the whole op, forward and backward, on the chosen tiles and on XLA.
+
+Times are sums of GPU kernel time per call from a profiler trace, so they leave out what starting a kernel costs. Calls are shuffled so that
+no call finds its inputs in the cache because its neighbour left them there.
 """
 
 from __future__ import annotations
@@ -23,10 +25,10 @@ from typing import Any, cast
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels import timing
+from pallas_kernels import tile_table, timing
 from pallas_kernels.features import Features
 from pallas_kernels.group_norm import apply, backward, reference, statistics, vjp
-from pallas_kernels.group_norm.tiles import Tile
+from pallas_kernels.group_norm.tiles import Tile, choose_tile, shape_class
 
 ELEPHANTS64 = (
     '64:64,64:64+64,64:128+64,32:64,32:128,32:128+64,32:128+128,32:192+128,16:128,16:192,16:192+128,16:192+192,16:256+192,'
@@ -82,6 +84,9 @@ def function(kernel: str, tile: Tile | None) -> Callable[..., Any]:
         'channel_sums': lambda p, m, dy, s, o, mean, inv, sums: statistics.channel_sums(dy, tile=tile),
         'backward': lambda p, m, dy, s, o, mean, inv, sums: backward.gradient(p, dy, s, o, mean, inv, groups=GROUPS, silu=True, tile=tile),
         'gradient_sums': lambda p, m, dy, s, o, mean, inv, sums: backward.gradient_sums(p, dy, s, o, mean, inv, silu=True, tile=tile),
+        'gradient_sums_activation': lambda p, m, dy, s, o, mean, inv, sums: backward.gradient_sums(
+            p, dy, s, o, mean, inv, silu=True, activation=True, tile=tile
+        ),
         'gradient': lambda p, m, dy, s, o, mean, inv, sums: backward.gradient(
             p, dy, s, o, mean, inv, groups=GROUPS, silu=True, sums=sums, tile=tile
         ),
@@ -90,6 +95,7 @@ def function(kernel: str, tile: Tile | None) -> Callable[..., Any]:
 
 
 PASSES = {'forward': 2, 'normalise': 2, 'apply': 2, 'moments': 1, 'channel_sums': 1, 'backward': 3, 'gradient_sums': 2, 'gradient': 3}
+PASSES['gradient_sums_activation'] = 3
 
 
 def main() -> None:
@@ -100,11 +106,14 @@ def main() -> None:
     parser.add_argument('--kernels', default='both_xla,both,forward,backward')
     parser.add_argument('--seconds', type=float, default=60, help='time for compiling; candidates beyond it are left out')
     parser.add_argument('--top', type=int, default=4, help='tiles printed for each shape and kernel')
+    parser.add_argument('--write', action='store_true', help="update the device's table of tiles")
     args = parser.parse_args()
     start = time.monotonic()
     dtype = jnp.dtype(args.dtype)
     key = iter(jax.random.split(jax.random.key(0), 10_000))
     queues, inputs = [], cast(dict[str, Any], {})
+    keys: dict[tuple[str, str], tile_table.Key] = {}
+    chosen: dict[tile_table.Key, Tile] = {}
     for shape in args.shapes.split(','):
         side, channels = int(shape.split(':')[0]), tuple(int(c) for c in shape.split(':')[1].split('+'))
         total = sum(channels)
@@ -117,7 +126,10 @@ def main() -> None:
             tiles = candidates(kernel, side * side)
             random.Random(0).shuffle(tiles)
             if not kernel.startswith('both'):
-                tiles.insert(0, None)
+                sizes = args.batch, side * side, total
+                keys[shape, kernel] = key_of = tile_table.Key(f'group_norm/{kernel}', dtype.name, shape_class(*sizes))
+                chosen[key_of] = choose_tile(kernel, dtype, *sizes, total // GROUPS)
+                tiles = [*dict.fromkeys([chosen[key_of], *tiles])]
             queues.append([(shape, kernel, tile) for tile in tiles])
     jobs = [job for row in itertools.zip_longest(*queues) for job in row if job is not None]
 
@@ -147,7 +159,8 @@ def main() -> None:
         shape, kernel, tile = jobs[int(name[1:])]
         results[shape, kernel].append((sum(found.kernels.values()), tile, found.kernels))
     for (shape, kernel), rows in sorted(results.items(), key=lambda item: (item[0][1], args.shapes.find(item[0][0]))):
-        default = next((us for us, tile, _ in rows if tile is None), float('nan'))
+        first = chosen[keys[shape, kernel]] if (shape, kernel) in keys else None
+        default = next((us for us, tile, _ in rows if tile == first), float('nan'))
         megabytes = args.batch * int(shape.split(':')[0]) ** 2 * inputs[shape][2].shape[-1] * dtype.itemsize / 1e6
         row: dict[str, Any] = {'kernel': kernel, 'shape': shape, 'batch': args.batch, 'us': round(default, 1)}
         if kernel == 'both':
@@ -162,6 +175,9 @@ def main() -> None:
             row['best'] = [[round(us, 1), *[v for v in vars(tile).values()]] for us, tile in best if tile is not None]
             row['tried'] = len(rows)
         print(json.dumps(row), flush=True)
+    if args.write:
+        timed = {keys[job]: {tile: us for us, tile, _ in rows} for job, rows in results.items() if job in keys}
+        print(tile_table.update(jax.devices()[0].device_kind, timed, chosen))
 
 
 if __name__ == '__main__':

@@ -1,0 +1,123 @@
+"""Measured tiles: `tiles/<device>.jsonl`, a line for a kernel, a type and a shape, which the tuning programs write.
+
+    {"kernel": "attention/forward", "dtype": "bfloat16", "shape": "256 tokens, 32 wide", "tile": {"queries": 128, ...}, "us": 10.2}
+
+`us` is the GPU time of one call where that was measured. Each kernel names its shape classes, and has a rule or a model of the time that
+gives a tile to shapes, types and devices that are in no table.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+import logging
+import pathlib
+import re
+from collections.abc import Mapping
+from typing import Any, NamedTuple, TypeVar
+
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+
+from pallas_kernels import device
+
+FOLDER = pathlib.Path(__file__).parent / 'tiles'
+FASTER = 0.97  # a tile replaces the one in the table if it takes at most this share of its time: less is within what runs differ by
+T = TypeVar('T')
+
+
+class Key(NamedTuple):
+    """What a line is about."""
+
+    kernel: str
+    dtype: str
+    shape: str
+
+
+class Entry(NamedTuple):
+    """The fields of a tile, and the microseconds of a call with it, None where not measured."""
+
+    tile: dict[str, int]
+    us: float | None
+
+
+def path(kind: str) -> pathlib.Path:
+    """Where the tiles of a kind of device are, whether or not there are any."""
+    return FOLDER / f'{re.sub(r"[^a-z0-9]+", "_", kind.lower()).strip("_")}.jsonl'
+
+
+@functools.cache
+def load(kind: str) -> Mapping[Key, Entry]:
+    """The table of a kind of device; empty if it has none, which is logged.
+
+    Raises:
+      ValueError: a line that is not an entry, or the second one of a key.
+    """
+    file = path(kind)
+    if not file.exists():
+        logging.getLogger(__name__).info('no measured tiles for %s (%s): kernels take their default tiles', kind, file.name)
+        return {}
+    found: dict[Key, Entry] = {}
+    for number, line in enumerate(file.read_text().splitlines(), 1):
+        try:
+            row = json.loads(line)
+            key, entry = Key(row['kernel'], row['dtype'], row['shape']), Entry(dict(row['tile']), row['us'])
+        except (KeyError, TypeError, ValueError) as error:
+            raise ValueError(
+                f'{file}:{number}: expected kernel, dtype, shape, tile and us, found {line[:80]!r} ({error}); correct the line'
+            ) from None
+        if key in found:
+            raise ValueError(f'{file}:{number}: {key} is there twice; remove one of the lines')
+        found[key] = entry
+    return found
+
+
+def _entry(kernel: str, dtype: DTypeLike, shape: str) -> Entry | None:
+    return load(device.kind()).get(Key(kernel, jnp.dtype(dtype).name, shape))
+
+
+def measured(make: type[T], kernel: str, dtype: DTypeLike, shape: str) -> T | None:
+    """The tile, made by `make`, that the table of this process's device has for a kernel, a type and a shape class; None if it has none."""
+    entry = _entry(kernel, dtype, shape)
+    return None if entry is None else make(**entry.tile)
+
+
+def time(kernel: str, dtype: DTypeLike, shape: str) -> float | None:
+    """The microseconds of the tile that `measured` gives; None if it gives none, or its time is not known."""
+    entry = _entry(kernel, dtype, shape)
+    return None if entry is None else entry.us
+
+
+def update(kind: str, timed: Mapping[Key, Mapping[Any, float]], chosen: Mapping[Key, Any]) -> str:
+    """Puts tiles into a device's table: the fastest, if it takes at most `FASTER` of the time of the one that is chosen now, else that one.
+
+    Args:
+      timed: microseconds of each tile, a dataclass, that was timed for a key.
+      chosen: the tile that the kernels take now for a key. A key of which it was not timed is left as it is.
+
+    Returns: a sentence that says what changed.
+    """
+    table = dict(load(kind))
+    changed = written = 0
+    for key, times in timed.items():
+        if chosen[key] in times:
+            best = min(times, key=lambda tile: times[tile])
+            best = best if times[best] <= FASTER * times[chosen[key]] else chosen[key]
+            changed, written = changed + (best != chosen[key]), written + 1
+            table[key] = Entry(dataclasses.asdict(best), round(times[best], 2))
+    save(kind, table)
+    return f'{path(kind)}: {written} tiles written, {changed} of them faster than what was chosen'
+
+
+def save(kind: str, table: Mapping[Key, Entry]) -> None:
+    """Writes a device's table, in the order of its keys."""
+    lines = [json.dumps({**key._asdict(), **entry._asdict()}) for key, entry in sorted(table.items(), key=lambda item: natural(item[0]))]
+    FOLDER.mkdir(exist_ok=True)
+    path(kind).write_text('\n'.join(lines) + '\n')
+    load.cache_clear()
+
+
+def natural(key: Key) -> list[tuple[str, int]]:
+    """Numbers in the order of their values."""
+    return [(text, int(number or 0)) for text, number in re.findall(r'([^0-9]*)([0-9]*)', ' '.join(key))]
