@@ -1,0 +1,70 @@
+"""The tuning programs, with times made up: what they time, print and write into a device's table of tiles."""
+
+from __future__ import annotations
+
+import functools
+import json
+import pathlib
+import sys
+import types
+from typing import Any
+
+import jax.numpy as jnp
+import pytest
+
+from pallas_kernels import device, tile_table, timing
+from pallas_kernels.attention import triton
+from pallas_kernels.attention import tune as attention
+from pallas_kernels.conv3x3 import tune_hopper
+from pallas_kernels.group_norm import tune as group_norm
+
+
+@pytest.fixture
+def table(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Of this process's device; compiled programs do nothing, and the later one was compiled, the faster it is."""
+
+    def named(name: str, function: Any) -> Any:
+        compiled = types.SimpleNamespace(compile=lambda: lambda *arguments: jnp.ones(1))
+        return types.SimpleNamespace(lower=lambda *arguments: compiled)
+
+    def trace_times(programs: dict[str, Any], *, rounds: int) -> dict[str, timing.Times]:
+        found = {}
+        for i, (name, program) in enumerate(programs.items()):
+            program(0)
+            us = 100.0 / (1 + i)
+            found[name] = timing.Times({f'jaxunet_attention_{kernel}': us for kernel in attention.KERNELS}, (us,) * rounds)
+        return found
+
+    monkeypatch.setattr(timing, 'named', named)
+    monkeypatch.setattr(timing, 'trace_times', trace_times)
+    monkeypatch.setattr(triton, 'forward', functools.partial(triton.forward, interpret=True))
+    monkeypatch.setattr(tile_table, 'FOLDER', tmp_path)
+    tile_table.load.cache_clear()
+    yield tmp_path / 'cpu.jsonl'
+    tile_table.load.cache_clear()
+
+
+def run(monkeypatch: pytest.MonkeyPatch, module: Any, *flags: str) -> None:
+    monkeypatch.setattr(sys, 'argv', ['tune', *flags])
+    with device.use(device.Target.HOPPER):
+        module.main()
+
+
+RUNS = [
+    (attention, ('--shapes=64:1:32', '--batch=1', '--kernels=both,forward,backward,backward_dq,backward_dkv'), 4),
+    (group_norm, ('--shapes=8:32+32', '--batch=2', '--kernels=both_xla,both,forward,gradient_sums_activation'), 2),
+    (tune_hopper, ('--cases=8x8_192to256', '--batch=2', '--directions=forward,input,fused,weight', '--limit=3'), 3),
+]
+
+
+@pytest.mark.parametrize(('module', 'flags', 'keys'), RUNS, ids=lambda v: v.__name__ if isinstance(v, types.ModuleType) else '')
+def test_tuning(module: Any, flags: tuple[str, ...], keys: int, table: Any, monkeypatch: Any, capsys: Any) -> None:
+    run(monkeypatch, module, *flags)
+    assert not table.exists()
+    rows = [json.loads(line) for line in capsys.readouterr().out.splitlines() if line.startswith('{')]
+    assert len(rows) >= keys
+    run(monkeypatch, module, *flags, '--write')
+    assert f'{keys} tiles written' in capsys.readouterr().out
+    found = tile_table.load('cpu')
+    assert len(found) == keys
+    assert all(entry.us is not None for entry in found.values())
