@@ -60,7 +60,7 @@ class Maker:
         state, out = self.parallel.replicate(self.state), []
         for _ in range(3):
             state, metrics = step(state, self.data)
-            out.append(float(metrics['step_loss']))
+            out.append(float(self.parallel.local(metrics)['step_loss']))
         return out, self.parallel.fetch(state)
 
 
@@ -76,9 +76,9 @@ def cache(tmp_path, monkeypatch):
     compilation_cache.reset_cache()
 
 
-@pytest.mark.parametrize('devices', [1, 2])
-def test_a_kept_step_is_loaded_and_gives_the_same(devices, cache):
-    maker = Maker(tiny_config(parallel={'devices': devices}))
+@pytest.mark.parametrize(('mode', 'devices'), [('jit', 1), ('jit', 2), ('pmap', 2)])
+def test_a_kept_step_is_loaded_and_gives_the_same(mode, devices, cache):
+    maker = Maker(tiny_config(parallel={'mode': mode, 'devices': devices}))
     losses, state = maker.losses(maker.get())
     (file,) = cache.glob('*.step')
     again, other = maker.losses(maker.get())

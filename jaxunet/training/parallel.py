@@ -121,13 +121,13 @@ class Parallel:
 
         Args:
           keep: take it from `executables.folder()`, or put it there, if the step is made from nothing but the config. That is done on
-            GPUs, where hand-written kernels take long to lower, by a process alone, for `parallel.mode=jit`.
+            GPUs, where hand-written kernels take long to lower, by a process alone.
         """
 
         def build() -> jax.stages.Compiled:
             return self.lower(make_step, state, data).compile(compiler_options=self.compiler_options)
 
-        if not keep or self.pmap or jax.process_count() > 1 or self.devices[0].platform != 'gpu':
+        if not keep or jax.process_count() > 1 or self.devices[0].platform != 'gpu':
             return build()
         return executables.compiled(build, self.config, (state, data), self.devices, self.compiler_options)
 
