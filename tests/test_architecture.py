@@ -6,7 +6,15 @@ import pathlib
 ROOT = pathlib.Path(__file__).parents[1]
 # Each may import those before it. Names are the longest matching prefix of the module.
 LAYERS = [
-    ('pallas_kernels', 'xla_ffi', 'jaxunet.errors', 'jaxunet.config', 'jaxunet.config_relations', 'jaxunet.distributed', 'jaxunet.download'),
+    (
+        'pallas_kernels',
+        'xla_ffi',
+        'jaxunet.errors',
+        'jaxunet.config',
+        'jaxunet.config_relations',
+        'jaxunet.distributed',
+        'jaxunet.download',
+    ),
     ('jaxunet.ops', 'jaxunet.images', 'jaxunet.solvers', 'jaxunet.fingerprint'),
     (
         'jaxunet.unet',
@@ -35,6 +43,7 @@ LAYERS = [
         'configs',
     ),
     ('jaxunet.sweeping', 'jaxunet.sweep'),
+    ('jaxunet.comparing', 'jaxunet.compare'),
 ]
 RANK = {name: rank for rank, names in enumerate(LAYERS) for name in names}
 

@@ -99,6 +99,7 @@ def test_the_file_comes_back(trained):
     [
         ({'first.kernel': None}, r'expected an array first\.kernel, found none'),
         ({'first.scale': np.ones(3, np.float32)}, r'first\.scale: expected finite float32 of shape \(8,\), found float32 of \(3,\)'),
+        ({'first.kernel': np.ones((3, 3, 3, 8), np.float32)}, r'first\.kernel: expected finite float16'),
         ({'first.bias': np.full(8, np.nan, np.float32)}, r'first\.bias: expected finite'),
         ({'architecture': np.array('nothing')}, 'architecture: expected an object in JSON'),
         ({'architecture': np.array('{"height": 8}')}, "architecture: 'width'"),
@@ -120,7 +121,7 @@ def test_shapes_of_larger_images():
     assert [name for name in architecture.convolutions if '.' in name] == ['stage0.0', 'stage0.1', 'stage2.0', 'stage2.1']
     params, statistics = init(architecture, jax.random.key(0))
     arrays = to_arrays(architecture, params, statistics, np.ones(28), {})
-    assert {name: value.shape for name, value in arrays.items() if value.dtype == np.float32} == architecture.shapes
+    assert {name: value.shape for name, value in arrays.items() if value.dtype.kind == 'f'} == architecture.shapes
     images = np.random.default_rng(0).integers(0, 256, (6, 32, 32, 3), dtype=np.uint8)
     x = normalise(architecture, jnp.asarray(images))
     np.testing.assert_allclose(x, images / 63.75 - 2, atol=1e-5)

@@ -30,6 +30,8 @@ MAX_STAGES = 4
 MAX_WIDTH = 8  # channels of the last stages, as a multiple of the first convolution's
 EPSILON = 1e-5  # of the batch normalization
 LOGIT_SCALE = 0.125
+# Of the parameters in a file. Half of float32 is enough, as they are rounded before anything is measured with them.
+DTYPES = {'kernel': np.float16, 'scale': np.float32, 'bias': np.float32}
 ARCHITECTURE, TRAINING = 'architecture', 'training'  # entries of the file, as JSON
 
 Parameters = dict[str, dict[str, Array]]
@@ -104,6 +106,11 @@ def init(architecture: Architecture, key: Array) -> tuple[Parameters, Statistics
     return params, statistics
 
 
+def rounded(params: Parameters) -> Parameters:
+    """As they come back from a file."""
+    return {name: {part: x.astype(DTYPES[part]).astype(jnp.float32) for part, x in parts.items()} for name, parts in params.items()}
+
+
 def normalise(architecture: Architecture, images: UInt8[Array, 'images height width 3']) -> Maps:
     """Pixels to mean 0 and deviation 1 by colour, float32."""
     mean, deviation = (jnp.asarray(x, jnp.float32)[None, None, None] for x in (architecture.mean, architecture.deviation))
@@ -157,7 +164,7 @@ def to_arrays(
     architecture: Architecture, params: Parameters, statistics: Statistics, feature_scale: np.ndarray, training: Mapping[str, Any]
 ) -> dict[str, np.ndarray]:
     """The entries of a file of features."""
-    arrays = {f'{name}.{part}': np.asarray(value) for name, parts in params.items() for part, value in parts.items()}
+    arrays = {f'{name}.{part}': np.asarray(value, DTYPES[part]) for name, parts in params.items() for part, value in parts.items()}
     for name, (mean, variance) in statistics.items():
         arrays |= {f'{name}.mean': np.asarray(mean), f'{name}.variance': np.asarray(variance)}
     texts = {ARCHITECTURE: np.array(json.dumps(asdict(architecture))), TRAINING: np.array(json.dumps(dict(training)))}
@@ -171,11 +178,14 @@ def from_arrays(name: str, arrays: Mapping[str, np.ndarray]) -> tuple[Architectu
     for key, shape in architecture.shapes.items():
         if key not in arrays:
             raise UserError(f'{name}: expected an array {key}, found none; the file is damaged: train the features again')
-        if arrays[key].shape != shape or arrays[key].dtype != np.float32 or not np.isfinite(arrays[key]).all():
-            raise UserError(f'{name}: {key}: expected finite float32 of shape {shape}, found {arrays[key].dtype} of {arrays[key].shape}')
+        kind = DTYPES.get(key.rsplit('.', maxsplit=1)[-1], np.float32)
+        if arrays[key].shape != shape or arrays[key].dtype != kind or not np.isfinite(arrays[key]).all():
+            raise UserError(
+                f'{name}: {key}: expected finite {kind.__name__} of shape {shape}, found {arrays[key].dtype} of {arrays[key].shape}'
+            )
     for layer in architecture.convolutions:
-        params[layer] = {part: jnp.asarray(arrays[f'{layer}.{part}']) for part in ('kernel', 'scale', 'bias')}
-    params['last'] = {'kernel': jnp.asarray(arrays['last.kernel'])}
+        params[layer] = {part: jnp.asarray(arrays[f'{layer}.{part}'], jnp.float32) for part in DTYPES}
+    params['last'] = {'kernel': jnp.asarray(arrays['last.kernel'], jnp.float32)}
     statistics = {
         layer: (jnp.asarray(arrays[f'{layer}.mean']), jnp.asarray(arrays[f'{layer}.variance'])) for layer in architecture.convolutions
     }

@@ -17,7 +17,7 @@ from jaxtyping import Array, Float, Int, UInt8
 
 from jaxunet.data.order import batch_indices
 from jaxunet.errors import UserError
-from jaxunet.metrics.classifier import Architecture, Parameters, Statistics, apply, init, normalise
+from jaxunet.metrics.classifier import Architecture, Parameters, Statistics, apply, init, normalise, rounded
 
 PEAK = 0.2  # share of the steps until the learning rate is at its peak
 STATISTICS_DECAY = 0.9  # of the running mean and variance of the batch normalization
@@ -40,7 +40,7 @@ class Recipe:
       dtype: of products and activations; '' = bfloat16 on GPUs, else float32.
     """
 
-    epochs: int = 50
+    epochs: int = 60
     seconds: float = 0.0
     batch_size: int = 512
     learning_rate: float = 0.4
@@ -118,6 +118,7 @@ def train(train_set: Images, test_set: Images, channels: int, recipe: Recipe, sa
             took = time.perf_counter() - began
             say(f'epoch {number + 1}/{epochs}: loss {means[0]:.4f}, accuracy in training {means[1]:.4f}, {took:.1f} s')
     seconds = time.perf_counter() - began
+    state = state._replace(params=rounded(state.params))
     accuracy = float(np.mean(_evaluate(architecture, state, test_set.images)[0].argmax(axis=1) == test_set.labels))
     features = _evaluate(architecture, state, train_set.images)[1]
     scale = _feature_scale(features, architecture)

@@ -1,0 +1,157 @@
+"""Runs a comparison: a process a run, several beside each other on devices of their own, and what is done is not done again."""
+
+from __future__ import annotations
+
+import json
+import os
+import pathlib
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from jaxunet.benchmarking import rows
+from jaxunet.comparing.methods import Method
+from jaxunet.comparing.worker import TASK, Task, finished, missing, read_task, save_task
+from jaxunet.config import Config, to_dict
+from jaxunet.errors import UserError
+from jaxunet.sweeping import runner
+
+WORKER, STEP_COST = 'jaxunet.comparing.worker', 'jaxunet.comparing.step_cost'
+SPEC, COSTS, FAILURES = 'compare.json', 'step_cost.jsonl', 'failures.json'
+FOREVER = 10**9  # steps
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Spec:
+    """What a comparison is: kept in its folder for the report.
+
+    Fields:
+      config: with the methods' fields as the baseline has them.
+      methods: name -> fields; the first is the baseline.
+      seconds: of training, each run.
+      evaluations: milestones, at equal distances up to `seconds`.
+    """
+
+    command: str
+    config: dict[str, Any]
+    methods: dict[str, dict[str, Any]]
+    seconds: float
+    seeds: dict[str, int]  # of each method: 0, 1, ...
+    evaluations: int
+
+    @property
+    def milestones(self) -> list[float]:
+        return [self.seconds * (i + 1) / self.evaluations for i in range(self.evaluations)]
+
+
+def base_config(config: Config) -> Config:
+    """What all runs share: time ends them, so nothing may depend on the number of steps, and nothing else takes time."""
+    quiet = {'steps': FOREVER, 'checkpoint_every': FOREVER, 'sample_every': 0, 'evaluate_every': 0}
+    return config.replace(train=quiet, optimizer={'schedule': 'constant'})
+
+
+def tasks(spec: Spec, config: Config) -> list[Task]:
+    """All runs: the first seed of every method, then the second, ...
+
+    Raises:
+      UserError: fields that do not fit the config.
+    """
+    found = []
+    for seed in range(max(spec.seeds.values())):
+        for name, fields in spec.methods.items():
+            if seed < spec.seeds[name]:
+                one = Method(name, fields).apply(config.replace(seed=seed))
+                found.append(Task(name, seed, to_dict(one), spec.milestones))
+    return found
+
+
+def run(todo: Sequence[Task], directory: pathlib.Path, devices: Sequence[str], timeout: float, say: Say) -> dict[str, str]:
+    """Runs what is not done; returns why runs failed, by their folder.
+
+    Args:
+      devices: one run at a time on each: GPUs as CUDA_VISIBLE_DEVICES names them; ('',) = one after the other on what JAX finds.
+
+    Raises:
+      UserError: the folder holds other runs of these names.
+    """
+    failures: dict[str, str] = {}
+    left = []
+    for task in todo:
+        folder = directory / 'runs' / task.folder
+        _prepare(task, folder)
+        if missing(task, folder):
+            left.append(task)
+    if len(left) < len(todo):
+        say(f'{len(todo) - len(left)} of {len(todo)} runs are done already')
+
+    def work(i: int, mine: Sequence[str]) -> None:
+        task = left[i]
+        folder = directory / 'runs' / task.folder
+        env = dict(os.environ) | ({'CUDA_VISIBLE_DEVICES': mine[0]} if mine[0] else {})
+        say(f'{task.label} ...')
+        began = time.perf_counter()
+        answer = runner._answer([sys.executable, '-m', WORKER, str(folder)], env, timeout, folder / 'log.txt', json_output=False)
+        if answer.failure[0]:
+            failures[task.folder] = ': '.join(answer.failure)
+            say(f'{task.label}: {failures[task.folder]} (see {folder / "log.txt"})')
+        else:
+            say(f'{task.label}: {summary(task, folder)}; {time.perf_counter() - began:.0f} s in all')
+
+    runner._share([(i, 1) for i in range(len(left))], devices, work)
+    return failures
+
+
+def _prepare(task: Task, folder: pathlib.Path) -> None:
+    if (folder / TASK).exists():
+        if asdict(read_task(folder)) != json.loads(json.dumps(asdict(task))):
+            raise UserError(f'{folder}: holds a run with another config or other times; choose another --output, or remove it')
+        return
+    save_task(task, folder)
+
+
+def summary(task: Task, folder: pathlib.Path) -> str:
+    """The last milestone of a run in a line."""
+    last = [row for row in finished(folder) if row['milestone'] == len(task.seconds) - 1]
+    return f'step {last[-1]["step"]}, ' + ', '.join(f'{row["metric"]} {row["value"]:.5g}' for row in last)
+
+
+def measure_step_costs(spec: Spec, config: Config, directory: pathlib.Path, device: str, timeout: float, say: Say) -> str:
+    """Times the steps of all methods in one process; returns why that failed, or ''."""
+    configs = {name: to_dict(Method(name, fields).apply(config.replace(parallel={'devices': 1}))) for name, fields in spec.methods.items()}
+    path = directory / 'step_cost.json'
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(configs), encoding='utf-8')
+    env = dict(os.environ) | ({'CUDA_VISIBLE_DEVICES': device} if device else {})
+    say(f'timing the steps of {", ".join(configs)} ...')
+    answer = runner._answer([sys.executable, '-m', STEP_COST, str(path)], env, timeout, directory / 'step_cost.log')
+    if answer.row is None:
+        say(f'step cost: {": ".join(answer.failure)} (see {directory / "step_cost.log"})')
+        return ': '.join(answer.failure)
+    rows.append(directory / COSTS, answer.row)
+    return ''
+
+
+def save(spec: Spec, directory: pathlib.Path) -> None:
+    directory.mkdir(parents=True, exist_ok=True)
+    (directory / SPEC).write_text(json.dumps(asdict(spec), indent=1), encoding='utf-8')
+
+
+def save_failures(failures: dict[str, str], directory: pathlib.Path) -> None:
+    (directory / FAILURES).write_text(json.dumps(failures, indent=1), encoding='utf-8')
+
+
+def load_failures(directory: pathlib.Path) -> dict[str, str]:
+    """Of the last command that ran."""
+    path = directory / FAILURES
+    return json.loads(path.read_text(encoding='utf-8')) if path.exists() else {}
+
+
+def load(directory: pathlib.Path) -> Spec:
+    """Raises UserError: no comparison there."""
+    try:
+        return Spec(**json.loads((directory / SPEC).read_text(encoding='utf-8')))
+    except (OSError, ValueError, TypeError) as error:
+        raise UserError(f'{directory / SPEC}: cannot be read: {error}; --output names the folder of a comparison') from None

@@ -1,0 +1,68 @@
+"""What a step of each method costs: all in this process on one device, turn by turn, so that a machine's drift meets all alike.
+
+python -m jaxunet.comparing.step_cost CONFIGS.json      # name -> config; prints one JSON row, and all else to stderr
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import pathlib
+import sys
+from typing import Any
+
+from jaxunet import cli
+from jaxunet.benchmarking import rows, timing
+from jaxunet.benchmarking.jax_side import JaxSide
+from jaxunet.config import Config, resolve
+from jaxunet.data.sources import open_source
+from jaxunet.errors import UserError
+from jaxunet.training.loop import fresh_state
+
+ROUNDS = 11
+STEPS = 8  # of a turn, at least
+
+
+def measure(configs: dict[str, Config], steps: int | None = None, rounds: int = ROUNDS) -> dict[str, Any]:
+    """Milliseconds a step of each, and the ratio to the first: medians over rounds with quartiles.
+
+    Args:
+      steps: of a turn; default: a multiple of every policy's `policy_every`, so that each turn has its share of measurements.
+    """
+    first = next(iter(configs.values()))
+    height, width, channels = first.image_shape
+    source = open_source(first.data.path, image_shape=(height, width, channels), classes=first.data.classes)
+    if steps is None:
+        steps = math.lcm(*(c.timesteps.policy_every if c.timesteps.sampler == 'policy' else 1 for c in configs.values()))
+        steps *= -(-STEPS // steps)
+    sides = {}
+    for name, config in configs.items():
+        # Random weights in the last layers too: a network of zeros takes a GPU less power.
+        sides[name] = JaxSide(config, source, fresh_state(config.replace(model={'zero_init': False}))).prepare('step').run
+        print(f'{name}: compiled', file=sys.stderr, flush=True)
+    for run in sides.values():
+        run(steps)
+    times = timing.interleave(sides, rounds=rounds, steps=steps)
+    costs = {}
+    for name, found in times.items():
+        if isinstance(found, Exception):
+            raise UserError(f'{name}: {found}')
+        base = times[next(iter(configs))]
+        assert not isinstance(base, Exception)
+        summary = timing.summarise(found, base)
+        costs[name] = {'ms': summary.median_ms, 'ratio': summary.ratio, 'quartiles': list(summary.ratio_quartiles)}
+    return {'costs': costs, 'rounds': rounds, 'steps': steps, 'batch': first.data.batch_size, **rows.provenance()}
+
+
+def main() -> None:
+    cli.enable_compilation_cache()
+    try:
+        configs = json.loads(pathlib.Path(sys.argv[1]).read_text(encoding='utf-8'))
+        print(json.dumps(measure({name: resolve(values) for name, values in configs.items()})))
+    except UserError as error:
+        print(f'error: {error}', file=sys.stderr, flush=True)
+        sys.exit(cli.USER_ERROR)
+
+
+if __name__ == '__main__':
+    main()

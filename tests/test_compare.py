@@ -1,0 +1,223 @@
+"""`python -m jaxunet.compare`: methods, runs of equal time in processes of their own, and the report."""
+
+from __future__ import annotations
+
+import csv
+import json
+import os
+import subprocess
+import sys
+
+import jax
+import numpy as np
+import pytest
+from settings import QUICK
+from tiny import TINY, flags, tiny_config
+
+from jaxunet.comparing import report, runner, step_cost, worker
+from jaxunet.comparing.methods import METHODS, Method, parse_methods, parse_seeds
+from jaxunet.config import Config, resolve, to_dict
+from jaxunet.errors import UserError
+from jaxunet.metrics.classifier import Architecture, init, to_arrays
+from jaxunet.training.logs import read_metrics
+
+
+@pytest.fixture(scope='module')
+def features(tmp_path_factory):
+    """A file of features that nobody trained."""
+    architecture = Architecture(8, 8, 2, 10, (0.5, 0.5, 0.5), (0.5, 0.5, 0.5))
+    params, statistics = init(architecture, jax.random.key(0))
+    path = tmp_path_factory.mktemp('features') / 'random.npz'
+    arrays = to_arrays(architecture, params, statistics, np.ones(4), {'reference': 'nothing', 'test_accuracy': 0.1})
+    np.savez(path, jaxunet_features=np.array('classifier'), **arrays)
+    return path
+
+
+def call(features, output, *arguments, code=0):
+    own = ['--config.evaluation.samples=12', '--config.evaluation.steps=2', "--config.evaluation.metrics=('fid','recall')"]
+    own += [
+        f'--config.evaluation.features={features}',
+        f'--output={output}',
+        '--seconds=0.4',
+        '--evaluations=2',
+        '--config.parallel.devices=1',
+    ]
+    environment = os.environ | {
+        'XLA_FLAGS': QUICK,
+        'JAX_PLATFORMS': 'cpu',
+        'JAX_COMPILATION_CACHE_DIR': str(jax.config.jax_compilation_cache_dir),
+    }
+    command = [sys.executable, '-m', 'jaxunet.compare', *flags(), *own, *arguments]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == code, done.stdout + done.stderr
+    assert 'Traceback' not in done.stderr
+    return done.stdout if code in (0, 1) else done.stderr
+
+
+BROKEN = 'broken:optimizer.learning_rate=1e30+optimizer.clip_norm=0.0+optimizer.warmup_steps=0'
+ARGUMENTS = [f'--methods=uniform,same:loss.p2_k=2.0,{BROKEN}', '--seeds=1,uniform=2', '--devices=0,1', '--config.train.max_bad_steps=3']
+
+
+@pytest.fixture(scope='module')
+def compared(features, tmp_path_factory):
+    output = tmp_path_factory.mktemp('compare') / 'out'
+    return output, call(features, output, *ARGUMENTS, code=1)
+
+
+def test_a_comparison_from_end_to_end(compared):
+    output, out = compared
+    assert {'compare.csv', 'report.md', 'quality.png', 'runs'} <= {p.name for p in output.iterdir()}
+    with (output / 'compare.csv').open(newline='') as file:
+        rows = list(csv.DictReader(file))
+    fine = [row for row in rows if row['status'] == 'ok']
+    expected = [('uniform', 0), ('uniform', 1), ('same', 0)]
+    assert [(r['method'], int(r['seed']), int(r['milestone']), r['metric'].split('[')[0]) for r in fine] == [
+        (*run, milestone, metric) for run in expected for milestone in (0, 1) for metric in ('frechet_distance', 'recall')
+    ]
+    assert all('[features=classifier-' in row['metric'] and row['num_samples'] == '12' for row in fine)
+    for row in fine:
+        assert 0 <= float(row['training_seconds']) - 0.2 * (1 + int(row['milestone'])) < 3
+    (failed,) = (row for row in rows if row['status'] == 'failed')
+    assert failed['method'] == 'broken'
+    assert 'loss or gradient that is not finite' in failed['reason']
+    text = (output / 'report.md').read_text()
+    assert text in out
+    assert '| uniform | 2 |' in text
+    assert '12 samples by ddim with 2 evaluations of the network, compared with digits:; features classifier-' in text
+    assert 'Failed: broken_seed0: crash' in text
+    assert 'fid' not in text.split('\n', maxsplit=4)[4].lower()
+    assert (output / 'quality.png').stat().st_size > 5000
+
+
+def test_runs_of_a_seed_start_alike(compared):
+    """From the same weights, with the same batches and noise: equal methods have equal losses, another seed has others."""
+    output, _ = compared
+    losses = [
+        [row['loss'] for row in read_metrics(output / 'runs' / name / 'training' / 'metrics.csv')]
+        for name in ('uniform_seed0', 'same_seed0', 'uniform_seed1')
+    ]
+    count = min(map(len, losses))
+    assert count > 3
+    assert losses[0][:count] == losses[1][:count] != losses[2][:count]
+
+
+def test_the_same_command_goes_on(compared, features):
+    """Nothing is trained again whose weights are kept, and nothing measured again whose rows are."""
+    output, _ = compared
+    before = {p: p.stat().st_mtime_ns for p in output.rglob('snapshots/*.npz')}
+    assert len(before) == 6
+    lost = output / 'runs' / 'same_seed0' / worker.ROWS
+    rows = {(row['milestone'], row['name']): row for row in worker.finished(lost.parent)}
+    lost.write_text(''.join(json.dumps(row) + '\n' for row in rows.values() if row['milestone'] == 1))
+    out = call(features, output, *ARGUMENTS, code=1)
+    assert '2 of 4 runs are done already' in out
+    assert {p: p.stat().st_mtime_ns for p in before} == before
+    again = {(row['milestone'], row['name']): row for row in worker.finished(lost.parent)}
+    assert again.keys() == rows.keys()
+    for key, row in again.items():
+        assert row['value'] == pytest.approx(rows[key]['value'], rel=1e-3, abs=1e-3)
+    out = call(features, output, '--plot_only')
+    assert 'Failed: broken_seed0' in out
+    assert 'holds a run with another config' in call(features, output, *ARGUMENTS, '--config.data.batch_size=16', code=2)
+
+
+def test_every_method_fits_every_config():
+    for values in (to_dict(Config()), to_dict(tiny_config())):
+        for method in parse_methods(list(METHODS)):
+            applied = method.apply(resolve(values))
+            assert {path: getattr(getattr(applied, path.split('.')[0]), path.split('.')[1]) for path in method.fields} == method.fields
+    assert parse_methods(['mine:timesteps.sampler=adaptive+timesteps.adaptive_bins=8']) == [
+        Method('mine', {'loss.weighting': 'uniform', 'timesteps.sampler': 'adaptive', 'timesteps.adaptive_bins': 8})
+    ]
+
+
+@pytest.mark.parametrize(
+    ('text', 'message'),
+    [
+        ('min_snt', '\'min_snt\' is none of uniform, .*did you mean "min_snr"'),
+        ('a b:loss.p2_k=1.0', 'expected NAME or NAME:field=value'),
+        ('p2:p2_k', "expected NAME or NAME:field=value.field=value, found 'p2_k'"),
+        ('p2:loss.p2_q=1', r'--methods p2: loss\.p2_q: unknown field'),
+        ('p2:loss.p2_k=x', r"--methods p2: loss\.p2_k: expected float, found 'x'"),
+        ('p2:train.steps=5', r'train\.steps must be the same for all methods'),
+        ('p2:seed=5', 'seed must be the same for all methods'),
+    ],
+)
+def test_methods_that_are_none(text, message):
+    with pytest.raises(UserError, match=message):
+        parse_methods(['uniform', text])
+    with pytest.raises(UserError, match='uniform is there twice'):
+        parse_methods(['uniform', 'uniform'])
+    with pytest.raises(UserError, match=r'--methods p2: the config is not valid:\n.*loss\.p2_k: expected more than 0'):
+        Method('p2', {'loss.p2_k': -1.0}).apply(Config())
+
+
+def test_seeds():
+    assert parse_seeds(['1', 'b=3'], ['a', 'b']) == {'a': 1, 'b': 3}
+    for wrong in ('0', 'c=1', 'b=', 'x'):
+        with pytest.raises(UserError, match='--seeds: expected COUNT or NAME=COUNT'):
+            parse_seeds([wrong], ['a', 'b'])
+
+
+def test_time_to_a_quality():
+    seconds = np.array([10.0, 20.0, 30.0])
+    falling = np.array([50.0, 30.0, 20.0])
+    assert report.time_to(40, seconds, falling, higher=False) == 15
+    assert report.time_to(20, seconds, falling, higher=False) == 30
+    assert report.time_to(60, seconds, falling, higher=False) == 10
+    assert report.time_to(19, seconds, falling, higher=False) == np.inf
+    assert report.time_to(0.5, seconds, np.array([0.1, 0.3, 0.7]), higher=True) == pytest.approx(25)
+
+
+def rows_of(folder, method, seed, values, step_of=lambda i: 100 * (i + 1)):
+    (folder / 'runs' / f'{method}_seed{seed}').mkdir(parents=True)
+    with (folder / 'runs' / f'{method}_seed{seed}' / worker.ROWS).open('w') as file:
+        for i, value in enumerate(values):
+            row = {'milestone': i, 'method': method, 'seed': seed, 'name': 'fid', 'metric': 'fid', 'value': value, 'std': None}
+            row |= {'training_seconds': 10.0 * (i + 1), 'step': step_of(i), 'num_samples': 5, 'sampler': 'ddim', 'evaluations': 2}
+            file.write(json.dumps(row | {'reference': 'r', 'features': 'f', 'resize': 'none'}) + '\n')
+
+
+def test_the_table_is_computed_from_the_rows(tmp_path):
+    """The faster method comes to the mean of the baseline's final values, 30, halfway between its first two points."""
+    methods = {'uniform': METHODS['uniform'], 'p2': METHODS['p2'], 'speed': METHODS['speed']}
+    config = resolve(to_dict(Config().replace(**TINY)))
+    spec = runner.Spec('c', to_dict(config), methods, 30.0, {'uniform': 2, 'p2': 1, 'speed': 1}, 3)
+    rows_of(tmp_path, 'uniform', 0, [60, 50, 32])
+    rows_of(tmp_path, 'uniform', 1, [60, 50, 28])
+    rows_of(tmp_path, 'p2', 0, [40, 20, 10], step_of=lambda i: 50 * (i + 1))
+    rows_of(tmp_path, 'speed', 0, [90, 80, 70])
+    lines = report.markdown(spec, tmp_path, {}).splitlines()
+    table = {
+        cells[1].strip(): [cell.strip() for cell in cells[2:-1]] for cells in (line.split('|') for line in lines if line.startswith('| '))
+    }
+    assert table['uniform'] == ['2', '30 ± 2', '30', '1.00', '300', '1.000']
+    assert table['p2'] == ['1', '10', '15', '2.00', '150', '2.000']
+    assert table['speed'] == ['1', '70', 'not reached', '< 1.00', '300', '1.000']
+    (tmp_path / runner.COSTS).write_text(
+        json.dumps(
+            {'costs': {'uniform': {'ms': 1.0, 'ratio': 1.0, 'quartiles': [1.0, 1.0]}}, 'rounds': 3, 'steps': 4, 'batch': 8, 'device': 'd'}
+        )
+    )
+    text = report.markdown(spec, tmp_path, {})
+    assert '| 1.000 (1.000 to 1.000) |' in text
+    assert 'Turns: 3 of 4 steps each, batch 8, one d.' in text
+
+
+def test_step_costs_take_turns():
+    configs = {name: Method(name, METHODS[name]).apply(tiny_config(parallel={'devices': 1})) for name in ('uniform', 'policy')}
+    configs['policy'] = configs['policy'].replace(timesteps={'policy_every': 3})
+    found = step_cost.measure(configs, rounds=2)
+    assert found['costs']['uniform']['ratio'] == 1
+    assert found['costs']['policy']['ratio'] > 0
+    assert (found['steps'], found['rounds']) == (9, 2)
+
+
+def test_snapshots_come_back(tmp_path):
+    params = {'a': np.arange(3.0, dtype=np.float32), 'b': {'c': np.ones((2, 2), np.float32)}}
+    worker.save_snapshot(tmp_path / 's' / '0.npz', params, 7, 1.5)
+    found, step, seconds = worker.load_snapshot(tmp_path / 's' / '0.npz', params)
+    assert (step, seconds) == (7, 1.5)
+    np.testing.assert_array_equal(found['b']['c'], params['b']['c'])
+    with pytest.raises(UserError, match='weights of another model'):
+        worker.load_snapshot(tmp_path / 's' / '0.npz', {'a': np.zeros(4), 'b': {'c': np.ones((2, 2))}})
