@@ -1,10 +1,10 @@
 """The pieces of the GroupNorm kernels, interpreted; the op under JAX's transformations; and which kernels a GPU would run."""
 
-import collections
 import re
 
 import jax
 import jax.numpy as jnp
+import kernel_names
 import numpy as np
 import pytest
 from jax.sharding import AbstractDevice, AbstractMesh
@@ -223,8 +223,8 @@ def kernels_in(function, *shapes):
     """How often each kernel is called in the program for an H200."""
     mesh = AbstractMesh((), (), abstract_device=AbstractDevice('NVIDIA H200', 132, 'gpu'))
     with jax.sharding.use_abstract_mesh(mesh):
-        text = jax.jit(function).trace(*shapes).lower(lowering_platforms=('cuda',)).as_text()
-    return collections.Counter(name.removeprefix('jaxunet_group_norm_') for name in re.findall(r'name = "(jaxunet_\w+)"', text))
+        found = kernel_names.count(jax.jit(function).trace(*shapes).lower(lowering_platforms=('cuda',)))
+    return {name.removeprefix('jaxunet_group_norm_'): count for name, count in found.items()}
 
 
 def shapes_of(case, batch, dtype):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import importlib.util
 import pathlib
+import re
 from typing import Any
 
 import jax
@@ -113,3 +114,30 @@ def test_a_fallback_would_be_seen() -> None:
     assert counted(twice(PALLAS.conv3x3)) == {'jaxunet_conv3x3_forward': 2}
     down = {'window_strides': (2, 2), 'padding': 'SAME', 'dimension_numbers': ('NHWC', 'HWIO', 'NHWC')}
     assert counted(lambda x, kernel, shift: jax.lax.conv_general_dilated(x, kernel, **down)) == {}
+
+
+def test_equal_calls_share_one_lowering() -> None:
+    """A network calls a kernel with the same shapes many times; tracing and lowering each call would take most of a start's time."""
+
+    def network(x: Any, kernel: Any, vector: Any, packed: Any) -> Any:
+        for _ in range(3):
+            x = PALLAS.norm_silu_conv3x3(Features.of(x), vector, vector, kernel, vector).value
+            x = PALLAS.conv3x3(Features.of(x), kernel, vector).value
+            x = PALLAS.group_norm(Features.of(x), vector, vector, silu=True)
+            packed = jnp.tile(PALLAS.attention(packed, num_heads=2), 3)
+        return jnp.sum(x.astype(jnp.float32)) + jnp.sum(packed.astype(jnp.float32))
+
+    def gradient() -> Any:
+        # Made here, so that `device.use` makes most for the GPU: JAX traces again for arguments from elsewhere.
+        shapes = (((2, 16, 16, 64), 'bfloat16'), ((3, 3, 64, 64), 'float32'), ((1, 64), 'float32'), ((2, 64, 192), 'bfloat16'))
+        return jax.grad(network, argnums=(0, 1, 2, 3))(*(jnp.zeros(*shape) for shape in shapes))
+
+    with device.use(device.Target.HOPPER):
+        program = jax.jit(gradient).trace().lower(lowering_platforms=('cuda',))
+    launches = kernel_names.count(program)
+    assert launches['jaxunet_conv3x3_forward'] == 12  # forward and input gradient, of two convolutions, three times
+    assert min(launches.values()) == 3
+    written = re.findall(r'custom_call @\S*(mosaic|triton)', program.as_text())
+    # Not quite one for each name: the input gradient is a kernel apart, and without a GPU the first and last calls get other types.
+    assert len(launches) < len(written) <= len(launches) + 3
+    assert 3 * len(written) < sum(launches.values())

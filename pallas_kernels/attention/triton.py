@@ -262,6 +262,7 @@ def _call(kernel: Any, name: str, grid: tuple[int, ...], tile: Tile, interpret: 
     return pl.pallas_call(kernel, name=name, grid=grid, interpret=interpret, compiler_params=params, **kwargs)
 
 
+@functools.partial(jax.jit, static_argnames=('num_heads', 'tile', 'exact', 'interpret'))  # equal calls share one trace and one lowering
 def forward(
     qkv: Float[Array, 'batch tokens packed'], num_heads: int, tile: Tile, *, exact: bool = False, interpret: bool = False
 ) -> tuple[Float[Array, 'batch tokens channels'], Float[Array, 'batch heads 2 tokens'], Float[Array, 'batch tokens channels']]:
@@ -298,6 +299,7 @@ def wants_exact(tile: Tile | tuple[Tile, Tile], tokens: int, dtype: DTypeLike) -
     return not isinstance(tile, Tile) and tile[0].keys < tokens and jnp.dtype(dtype) != jnp.float32
 
 
+@functools.partial(jax.jit, static_argnames=('tile', 'interpret'))
 def backward(
     qkv: Float[Array, 'batch tokens packed'],
     out: Float[Array, 'batch tokens channels'],

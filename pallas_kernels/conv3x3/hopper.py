@@ -5,6 +5,7 @@ The kernel itself is `hopper_kernel`, imported when first used, as it needs Pall
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Sequence
 from typing import Any
@@ -146,12 +147,29 @@ def forward(
       ValueError: `supports` says why not.
     """
     parts, others = tuple(parts), _parts(residual)
-    dtype, features = parts[0].dtype, kernel.shape[-2 if flipped else -1]
     reason = supports(parts, kernel, residual=others, shortcut=shortcut, affine=affine, flipped=flipped, tile=tile, out_dtype=out_dtype)
     if reason:
         raise ValueError(f'conv3x3 on Hopper: {reason}')
     if tile is None:
         tile = choose_tile(parts, kernel, residual=others, shortcut=shortcut, affine=affine, flipped=flipped, out_dtype=out_dtype)
+    out_dtype = jnp.dtype(out_dtype or parts[0].dtype)
+    return _forward(parts, kernel, shift, others, shortcut, affine, flipped=flipped, tile=tile, out_dtype=out_dtype)
+
+
+@functools.partial(jax.jit, static_argnames=('flipped', 'tile', 'out_dtype'))  # so that equal calls share one trace and one lowering
+def _forward(
+    parts: tuple[Array, ...],
+    kernel: Array,
+    shift: Array,
+    others: tuple[Array, ...],
+    shortcut: Array | None,
+    affine: tuple[Array, Array] | None,
+    *,
+    flipped: bool,
+    tile: Tile,
+    out_dtype: jnp.dtype,
+) -> Array:
+    dtype, features = parts[0].dtype, kernel.shape[-2 if flipped else -1]
     if affine is not None and dtype == jnp.float32:
         # The terms of a float32 must be taken after the activation.
         parts, affine = _activated(parts, affine), None
@@ -173,7 +191,6 @@ def forward(
 
     from pallas_kernels.conv3x3 import hopper_kernel  # noqa: PLC0415 (needs Mosaic GPU, so only where it runs)
 
-    out_dtype = jnp.dtype(out_dtype or dtype)
     y = hopper_kernel.call(p, _silu if activation else None, out_dtype, [*images, *matrices, shift, *activation])
     return y.reshape(*y.shape[:2], *y.shape[3:])
 

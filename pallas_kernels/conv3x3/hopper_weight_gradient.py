@@ -268,6 +268,11 @@ def weight_gradient(
     _require(supports(parts, dy))
     tile = tile or choose_tile(parts, dy)
     _require(supports(parts, dy, tile))
+    return _weight_gradient(parts, dy, tile)
+
+
+@functools.partial(jax.jit, static_argnums=2)  # so that equal calls share one trace and one lowering
+def _weight_gradient(parts: tuple[Array, ...], dy: Array, tile: Tile) -> Array:
     plan = Plan.of(parts, dy, tile)
     if plan.halves == 2:
         parts, dy = tuple(map(split_float32, parts)), split_float32(dy)

@@ -31,6 +31,7 @@ from pallas_kernels.conv3x3.triton_blocks import (
     DTYPES,
     TAPS,
     Launch,
+    activated,
     affine_silu,
     as_column,
     below,
@@ -325,16 +326,6 @@ def _sum_products(p: _Problem, refs: Sequence[Any]) -> None:
     _finish(p, pixels, rest, out, sums)
 
 
-def _activated(parts: Sequence[Array], affine: tuple[Array, Array]) -> tuple[Array, ...]:
-    """SiLU(a · x + b) of each part, in its own type."""
-    ends = [sum(part.shape[-1] for part in parts[: i + 1]) for i in range(len(parts))]
-    found = []
-    for part, end in zip(parts, ends, strict=True):
-        a, b = (value[:, None, None, end - part.shape[-1] : end].astype(jnp.float32) for value in affine)
-        found.append(affine_silu(part, a, b).astype(part.dtype))
-    return tuple(found)
-
-
 def forward(
     parts: tuple[Float[Array, 'batch height width _'], ...],
     kernel: Float[Array, '3 3 channels features'],
@@ -374,16 +365,24 @@ def forward(
     if problem is not None:
         raise ValueError(f'conv3x3 (triton): {problem}')
     dtype, pixels = parts[0].dtype, batch * height * width
-    if affine is not None and not gathers(channels, features):
-        parts, affine = _activated(parts, affine), None
     tile = tile or tile_table.measured(Tile, 'conv3x3/triton', dtype, shape_class(channels, features, pixels))
     tile = tile or default_tile(channels, features, pixels, dtype.itemsize)
+    return _launch(parts, kernel, shift, residual, affine, tile, jnp.dtype(out_dtype or dtype), interpret)
+
+
+@functools.partial(jax.jit, static_argnums=(5, 6, 7))  # so that equal calls share one trace and one lowering
+def _launch(
+    parts: tuple[Array, ...], kernel: Array, shift: Array, residual: Any, affine: Affine, tile: Tile, out_dtype: Any, interpret: bool
+) -> Array:
+    (batch, height, width, _), features = parts[0].shape, kernel.shape[-1]
+    channels, pixels = tuple(part.shape[-1] for part in parts), batch * height * width
+    if affine is not None and not gathers(channels, features):
+        parts, affine = activated(parts, affine), None
     p = _Problem(batch, height, width, channels, features, shift.shape[0], affine is not None, residual is not None, tile, interpret)
     inputs = [*(part.reshape(pixels, part.shape[-1]) for part in parts), kernel.reshape(TAPS * p.total, features)]
     inputs += [value.astype(jnp.float32) for value in affine or ()]
     around = [shift.astype(jnp.float32)] + ([] if residual is None else [residual.reshape(pixels, features)])
-    shape, out = (pixels, features), out_dtype or dtype
-    blocks = pl.cdiv(pixels, tile.block_pixels)
+    shape, blocks = (pixels, features), pl.cdiv(pixels, tile.block_pixels)
 
     def launch(programs: int) -> Launch:
         return Launch(programs, tile.num_warps, tile.num_stages, interpret)
@@ -393,8 +392,8 @@ def forward(
         columns = pl.cdiv(size, min(tile.block_features, dot_size(size)))
         products = call(PRODUCTS_NAME, functools.partial(_products, p), inputs, (size, pixels), jnp.float32, launch(blocks * columns))
         last = Launch(pl.cdiv(pixels, SUM_PIXELS), 4, 1, interpret)
-        y = call(NAME, functools.partial(_sum_products, p), [products, *around], shape, out, last)
+        y = call(NAME, functools.partial(_sum_products, p), [products, *around], shape, out_dtype, last)
     else:
         columns = pl.cdiv(features, tile.block_features)
-        y = call(NAME, functools.partial(_forward, p), inputs + around, shape, out, launch(blocks * columns))
+        y = call(NAME, functools.partial(_forward, p), inputs + around, shape, out_dtype, launch(blocks * columns))
     return y.reshape(batch, height, width, features)

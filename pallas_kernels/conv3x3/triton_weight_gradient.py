@@ -315,8 +315,15 @@ def weight_gradient(
     pixels = batch * height * width
     tile = tile or tile_table.measured(Tile, 'conv3x3/triton_weight_gradient', dy.dtype, shape_class(channels, features, pixels))
     tile = tile or default_tile(channels, features, pixels, dy.dtype.itemsize)
-    p = _Problem(batch, height, width, channels, features, tile, interpret)
+    return _launch(parts, dy, tile, interpret)
 
+
+@functools.partial(jax.jit, static_argnums=(2, 3))  # so that equal calls share one trace and one lowering
+def _launch(parts: tuple[Array, ...], dy: Array, tile: Tile, interpret: bool) -> Array:
+    batch, height, width, features = dy.shape
+    channels = tuple(part.shape[-1] for part in parts)
+    pixels = batch * height * width
+    p = _Problem(batch, height, width, channels, features, tile, interpret)
     operands = [*(part.reshape(pixels, part.shape[-1]) for part in parts), dy.reshape(pixels, features)]
     shape = (p.splits * TAPS * sum(channels), features)
     launch = Launch(p.splits * p.units, tile.num_warps, tile.num_stages, interpret)

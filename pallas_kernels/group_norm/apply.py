@@ -39,8 +39,14 @@ def apply(
 ) -> Float[Array, 'batch height width channels']:
     """act(a · x + b) of the channel concatenation x of the parts, which is not built; act = SiLU or identity. In x's dtype."""
     batch, height, width, _ = parts[0].shape
+    tile = tile or choose_tile('apply', parts[0].dtype, batch, height * width, sum(p.shape[-1] for p in parts))
+    return _apply(parts, a, b, silu, tile, interpret)
+
+
+@functools.partial(jax.jit, static_argnums=(3, 4, 5))  # so that equal calls share one trace and one lowering, here and below
+def _apply(parts: Sequence[Array], a: Array, b: Array, silu: bool, tile: Tile, interpret: bool) -> Array:
+    batch, height, width, _ = parts[0].shape
     sizes = tuple(p.shape[-1] for p in parts)
-    tile = tile or choose_tile('apply', parts[0].dtype, batch, height * width, sum(sizes))
     grid = fit(tile, sizes, height * width, 1, streamed=True, interpret=interpret)
     y = pl.pallas_call(
         functools.partial(_apply_kernel, grid=grid, silu=silu),
@@ -112,11 +118,30 @@ def normalise(
       ValueError: the channels are not a multiple of `groups`.
     """
     batch, height, width, _ = parts[0].shape
+    channels = sum(p.shape[-1] for p in parts)
+    group = group_size(channels, groups)
+    name = 'forward' if moments is None else 'normalise'
+    tile = tile or choose_tile(name, parts[0].dtype, batch, height * width, channels, group)
+    return _normalise(parts, moments, scale, offset, group=group, eps=eps, silu=silu, tile=tile, interpret=interpret)
+
+
+@functools.partial(jax.jit, static_argnames=('group', 'eps', 'silu', 'tile', 'interpret'))
+def _normalise(
+    parts: Sequence[Array],
+    moments: Sequence[Array] | None,
+    scale: Array,
+    offset: Array,
+    *,
+    group: int,
+    eps: float,
+    silu: bool,
+    tile: Tile,
+    interpret: bool,
+) -> tuple[Array, Array, Array]:
+    batch, height, width, _ = parts[0].shape
     sizes = tuple(p.shape[-1] for p in parts)
     pixels, channels = height * width, sum(sizes)
-    group = group_size(channels, groups)
     known = moments is not None
-    tile = tile or choose_tile('normalise' if known else 'forward', parts[0].dtype, batch, pixels, channels, group)
     grid = fit(tile, sizes, pixels, group, streamed=known, interpret=interpret)
     wide = at_least_float32(parts[0].dtype)
     y, mean, inverse = pl.pallas_call(

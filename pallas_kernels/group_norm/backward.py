@@ -105,12 +105,20 @@ def gradient_sums(
     Returns: the sums, at least float32, and the activation or None.
     """
     batch, height, width, _ = parts[0].shape
+    name = 'gradient_sums_activation' if activation else 'gradient_sums'
+    tile = tile or choose_tile(name, parts[0].dtype, batch, height * width, sum(p.shape[-1] for p in parts))
+    return _gradient_sums(parts, dy, (scale, offset, mean, inverse), silu=silu, activation=activation, tile=tile, interpret=interpret)
+
+
+@functools.partial(jax.jit, static_argnames=('silu', 'activation', 'tile', 'interpret'))  # equal calls share one trace and one lowering
+def _gradient_sums(
+    parts: Sequence[Array], dy: Array, norm: tuple[Array, ...], *, silu: bool, activation: bool, tile: Tile, interpret: bool
+) -> tuple[Array, Array | None]:
+    batch, height, width, _ = parts[0].shape
     sizes = tuple(p.shape[-1] for p in parts)
     pixels, channels = height * width, sum(sizes)
-    name = 'gradient_sums_activation' if activation else 'gradient_sums'
-    tile = tile or choose_tile(name, parts[0].dtype, batch, pixels, channels)
     grid = fit(tile, sizes, pixels, 1, streamed=True, interpret=interpret)
-    out_shape = [jax.ShapeDtypeStruct((batch, grid.splits, 2, channels), mean.dtype)]
+    out_shape = [jax.ShapeDtypeStruct((batch, grid.splits, 2, channels), norm[2].dtype)]
     if activation:
         out_shape.append(jax.ShapeDtypeStruct((batch, pixels, channels), parts[0].dtype))
     partial, *active = pl.pallas_call(
@@ -120,7 +128,7 @@ def gradient_sums(
         compiler_params=plgpu.CompilerParams(num_warps=tile.warps),
         interpret=interpret,
         name='jaxunet_group_norm_gradient_sums',
-    )(*(p.reshape(batch, pixels, -1) for p in (*parts, dy)), scale, offset, mean, inverse)
+    )(*(p.reshape(batch, pixels, -1) for p in (*parts, dy)), *norm)
     sums = partial[:, 0] if grid.splits == 1 else jnp.sum(partial, axis=1)
     return sums, active[0].reshape(dy.shape) if activation else None
 
@@ -187,14 +195,23 @@ def gradient(
       ValueError: the channels are not a multiple of `groups`.
     """
     batch, height, width, _ = parts[0].shape
+    channels = sum(p.shape[-1] for p in parts)
+    group = group_size(channels, groups)
+    tile = tile or choose_tile('backward' if sums is None else 'gradient', parts[0].dtype, batch, height * width, channels, group)
+    return _gradient(parts, dy, (scale, offset, mean, inverse), sums, group=group, silu=silu, tile=tile, interpret=interpret)
+
+
+@functools.partial(jax.jit, static_argnames=('group', 'silu', 'tile', 'interpret'))
+def _gradient(
+    parts: Sequence[Array], dy: Array, norm: tuple[Array, ...], sums: Array | None, *, group: int, silu: bool, tile: Tile, interpret: bool
+) -> tuple[tuple[Array, ...], Array]:
+    batch, height, width, _ = parts[0].shape
     sizes = tuple(p.shape[-1] for p in parts)
     pixels, channels = height * width, sum(sizes)
-    group = group_size(channels, groups)
     known = sums is not None
-    tile = tile or choose_tile('gradient' if known else 'backward', parts[0].dtype, batch, pixels, channels, group)
     grid = fit(tile, sizes, pixels, group, streamed=known, interpret=interpret)
     dx_shape = [jax.ShapeDtypeStruct((batch, pixels, size), parts[0].dtype) for size in sizes]
-    sums_shape = jax.ShapeDtypeStruct((batch, 2, channels), mean.dtype)
+    sums_shape = jax.ShapeDtypeStruct((batch, 2, channels), norm[2].dtype)
     out = pl.pallas_call(
         functools.partial(_gradient_kernel, grid=grid, silu=silu, known=known),
         grid=(grid.blocks, batch, grid.splits),
@@ -202,7 +219,7 @@ def gradient(
         compiler_params=plgpu.CompilerParams(num_warps=tile.warps),
         interpret=interpret,
         name='jaxunet_group_norm_gradient' if known else 'jaxunet_group_norm_backward',
-    )(*(p.reshape(batch, pixels, -1) for p in (*parts, dy)), scale, offset, mean, inverse, *((sums,) if sums is not None else ()))
+    )(*(p.reshape(batch, pixels, -1) for p in (*parts, dy)), *norm, *((sums,) if sums is not None else ()))
     dx = out if sums is not None else out[1:]
     return tuple(d.reshape(p.shape) for d, p in zip(dx, parts, strict=True)), out[0] if sums is None else sums
 

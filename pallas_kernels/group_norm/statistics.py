@@ -33,7 +33,12 @@ def moments(
     Same result as `pallas_kernels.features.channel_moments`, without cancellation in any type (Chan, Golub & LeVeque 1979).
     """
     batch, height, width, channels = x.shape
-    tile = tile or choose_tile('moments', x.dtype, batch, height * width, channels)
+    return _moments(x, tile or choose_tile('moments', x.dtype, batch, height * width, channels), interpret)
+
+
+@functools.partial(jax.jit, static_argnums=(1, 2))  # so that equal calls share one trace and one lowering, here and below
+def _moments(x: Array, tile: Tile, interpret: bool) -> Array:
+    batch, height, width, channels = x.shape
     grid = fit(tile, (channels,), height * width, 1, streamed=True, interpret=interpret)
     wide = at_least_float32(x.dtype)
     partial = pl.pallas_call(
@@ -69,7 +74,12 @@ def channel_sums(
 ) -> Float[Array, 'batch channels']:
     """Sum over the pixels of each sample and channel, in at least float32: the gradient of a bias or per-sample shift."""
     batch, height, width, channels = x.shape
-    tile = tile or choose_tile('channel_sums', x.dtype, batch, height * width, channels)
+    return _channel_sums(x, tile or choose_tile('channel_sums', x.dtype, batch, height * width, channels), interpret)
+
+
+@functools.partial(jax.jit, static_argnums=(1, 2))
+def _channel_sums(x: Array, tile: Tile, interpret: bool) -> Array:
+    batch, height, width, channels = x.shape
     grid = fit(tile, (channels,), height * width, 1, streamed=True, interpret=interpret)
     partial = pl.pallas_call(
         functools.partial(_sums_kernel, grid=grid),
@@ -93,6 +103,7 @@ def _affine_kernel(*refs: Ref, grid: Grid, eps: float) -> None:
         program.store_channels(ref, value, sample)
 
 
+@functools.partial(jax.jit, static_argnames=('groups', 'eps', 'interpret'))
 def affine(
     known: Sequence[Float[Array, 'batch _ 2']],
     scale: Float[Array, '#batch channels'],
