@@ -160,6 +160,20 @@ def test_the_learning_rate_and_the_time():
     assert any(f'{done.epochs} epochs fit in 0.2 s' in line for line in said)
 
 
+def test_an_epoch_as_one_program_is_the_same(monkeypatch):
+    """As GPUs run it."""
+    random = np.random.default_rng(0)
+    few = Images(random.integers(0, 256, (48, 8, 8, 3), dtype=np.uint8), np.arange(48) % 3)
+    recipe = Recipe(epochs=2, batch_size=16, learning_rate=3.0, dtype='float32')
+    by_steps = train(few, few, 2, recipe, str)
+    monkeypatch.setattr(jax, 'default_backend', lambda: 'gpu')
+    whole = train(few, few, 2, recipe, str)
+    for one, other in zip(jax.tree.leaves(by_steps.params), jax.tree.leaves(whole.params), strict=True):
+        np.testing.assert_allclose(one, other, rtol=5e-3, atol=5e-4)
+    fresh, _ = init(whole.architecture, jax.random.key(0))
+    assert not np.allclose(fresh['first']['kernel'], whole.params['first']['kernel'], atol=1e-2)
+
+
 def test_held_out_images_are_not_trained_on():
     random = np.random.default_rng(0)
     images = Images(random.integers(0, 256, (50, 4, 4, 3), dtype=np.uint8), np.arange(50))

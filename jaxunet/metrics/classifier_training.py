@@ -1,4 +1,4 @@
-"""Trains the classifier of `jaxunet.metrics.classifier`: the data whole on one device, an epoch a call."""
+"""Trains the classifier of `jaxunet.metrics.classifier`: the data whole on one device, on GPUs an epoch a call."""
 
 from __future__ import annotations
 
@@ -94,23 +94,18 @@ def train(train_set: Images, test_set: Images, channels: int, recipe: Recipe, sa
     optimizer = optax.sgd(1.0, momentum=recipe.momentum, nesterov=True)  # the learning rate comes after the momentum
     state = _start(architecture, optimizer, recipe)
 
-    def epoch(state: _State, images: Array, labels: Array, number: Array, epochs: Array) -> tuple[_State, tuple[Array, Array]]:
-        one = _make_step(architecture, optimizer, recipe, size, steps)
-        start = number * steps
-        return lax.scan(lambda s, i: one(s, images, labels, start + i, epochs), state, jnp.arange(steps, dtype=jnp.int32))
-
     began = time.perf_counter()
-    compiled = jax.jit(epoch).lower(state, images, labels, jnp.int32(0), jnp.int32(1)).compile()
+    epoch = _compile_epoch(_make_step(architecture, optimizer, recipe, size, steps), steps, (state, images, labels))
     say(f'compiled in {time.perf_counter() - began:.1f} s; {count} images, batches of {size}, {_dtype(recipe)}')
     epochs = recipe.epochs
     if recipe.seconds:
         began = time.perf_counter()
-        jax.block_until_ready(compiled(state, images, labels, jnp.int32(0), jnp.int32(1)))  # thrown away
+        jax.block_until_ready(epoch(state, 0, 1))  # thrown away
         epochs = max(1, int(recipe.seconds / (time.perf_counter() - began)))
         say(f'{epochs} epochs fit in {recipe.seconds:g} s')
     began = time.perf_counter()
     for number in range(epochs):
-        state, (loss, correct) = compiled(state, images, labels, jnp.int32(number), jnp.int32(epochs))
+        state, (loss, correct) = epoch(state, number, epochs)
         means = float(jnp.mean(loss)), float(jnp.mean(correct))
         if not math.isfinite(means[0]):
             raise UserError(f'the loss is not finite in epoch {number + 1}; lower --learning_rate (now {recipe.learning_rate:g})')
@@ -177,6 +172,31 @@ def _make_step(architecture: Architecture, optimizer: optax.GradientTransformati
         return _State(params, statistics, momentum), (loss, correct)
 
     return step
+
+
+def _compile_epoch(step: Step, steps: int, data: tuple[_State, Array, Array]) -> Callable[[_State, int, int], tuple[_State, Any]]:
+    """(state, number of the epoch, epochs) -> state, (losses, shares) of its steps."""
+    state, images, labels = data
+    zero = jnp.int32(0)
+    if jax.default_backend() == 'cpu':
+        # Inside a loop XLA's convolutions run on one core there, ten times slower.
+        one = jax.jit(step).lower(state, images, labels, zero, zero).compile()
+
+        def by_steps(state: _State, number: int, epochs: int) -> tuple[_State, Any]:
+            told = []
+            for i in range(number * steps, (number + 1) * steps):
+                state, metrics = one(state, images, labels, jnp.int32(i), jnp.int32(epochs))
+                told.append(metrics)
+            return state, jax.tree.map(lambda *values: jnp.stack(values), *told)
+
+        return by_steps
+
+    def scan(state: _State, images: Array, labels: Array, number: Array, epochs: Array) -> tuple[_State, Any]:
+        numbers = number * steps + jnp.arange(steps, dtype=jnp.int32)
+        return lax.scan(lambda s, i: step(s, images, labels, i, epochs), state, numbers)
+
+    whole = jax.jit(scan).lower(state, images, labels, zero, zero).compile()
+    return lambda state, number, epochs: whole(state, images, labels, jnp.int32(number), jnp.int32(epochs))
 
 
 def one_cycle(share: Float[Array, '']) -> Float[Array, '']:
