@@ -158,7 +158,7 @@ def gpu_names(machine: Machine) -> list[str]:
       UserError: there is none.
     """
     if machine.platform != 'gpu':
-        raise UserError(f'--side_by_side: gives each point GPUs of its own, but this machine has none; leave it out')
+        raise UserError('--side_by_side: gives each point GPUs of its own, but this machine has none; leave it out')
     named = os.environ.get('CUDA_VISIBLE_DEVICES')
     return named.split(',') if named else [str(i) for i in range(machine.devices)]
 
