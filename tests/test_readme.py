@@ -1,9 +1,11 @@
 """The README's tables are what the committed measurements say, and its commands exist."""
 
+import csv
 import json
 import pathlib
 import re
 import runpy
+import statistics
 
 import pytest
 
@@ -12,6 +14,7 @@ from jaxunet.benchmarking import table as benchmark_table
 
 ROOT = pathlib.Path(__file__).parents[1]
 README = (ROOT / 'README.md').read_text()
+CACHES = ('empty', 'compilation cache alone', 'kept step')  # what an earlier start left
 
 
 def table() -> str:
@@ -30,15 +33,37 @@ def table() -> str:
     return '\n'.join(lines)
 
 
-def test_table_is_generated_from_the_rows():
-    assert table() in README, f'replace the table in README.md by\n{table()}'
+def starts() -> str:
+    """Seconds from the command to the first step, of configs/start.jsonl."""
+    lines = ['| backend | ' + ' | '.join(CACHES) + ' |', '|---|' + '---|' * len(CACHES)]
+    found = [json.loads(line) for line in (ROOT / 'configs/start.jsonl').read_text().splitlines()]
+    for backend in dict.fromkeys(r['backend'] for r in found):
+        seconds = {r['cache']: ' and '.join(f'{s:.1f}' for s in r['seconds']) for r in found if r['backend'] == backend}
+        lines.append(f'| {backend} | ' + ' | '.join(f'{seconds[cache]} s' for cache in CACHES) + ' |')
+    return '\n'.join(lines)
+
+
+def curves() -> str:
+    """Mean losses of configs/curves.csv, whose rows are means of 50 steps."""
+    with (ROOT / 'configs/curves.csv').open() as file:
+        found = list(csv.DictReader(file))
+    spans = [(1, 500), (501, 1000), (1001, 1500), (1501, 2000)]
+    lines = ['| steps | ' + ' | '.join(f'{a:,} to {b:,}' for a, b in spans) + ' |', '|---|' + '---|' * len(spans)]
+    for name in [n for n in found[0] if n != 'step']:
+        means = [statistics.mean(float(r[name]) for r in found if a <= int(r['step']) <= b) for a, b in spans]
+        lines.append(f'| {name} | ' + ' | '.join(f'{m:.5f}' for m in means) + ' |')
+    return '\n'.join(lines)
+
+
+@pytest.mark.parametrize('make', [table, starts, curves])
+def test_tables_are_generated_from_the_rows(make):
+    assert make() in README, f'replace the table in README.md by\n{make()}'
 
 
 @pytest.mark.parametrize(
     ('file', 'markdown'),
     [
         ('configs/benchmark.jsonl', benchmark_table.markdown),
-        ('configs/benchmark_pytorch.jsonl', benchmark_table.markdown),
         ('pallas_kernels/h200.jsonl', kernel_table.summary),
     ],
 )
@@ -55,4 +80,5 @@ def test_commands_and_links_exist():
 
 
 if __name__ == '__main__':
-    print(runpy.run_path(__file__)['table']())
+    for name in ('table', 'starts', 'curves'):
+        print(runpy.run_path(__file__)[name]())
