@@ -15,7 +15,7 @@ LAYERS = [
         'jaxunet.distributed',
         'jaxunet.download',
     ),
-    ('jaxunet.ops', 'jaxunet.images', 'jaxunet.solvers', 'jaxunet.fingerprint'),
+    ('jaxunet.ops', 'jaxunet.images', 'jaxunet.solvers', 'jaxunet.fingerprint', 'jaxunet.processes'),
     (
         'jaxunet.unet',
         'jaxunet.diffusion',

@@ -18,6 +18,7 @@ from PIL import Image
 from settings import QUICK
 from tiny import flags, tiny_config
 
+from jaxunet import processes
 from jaxunet.config import Config, resolve
 from jaxunet.errors import UserError
 from jaxunet.sweeping import measure, report, runner
@@ -290,7 +291,7 @@ def test_side_by_side_points_have_gpus_of_their_own(monkeypatch):
         with lock:
             busy.difference_update(gpus)
 
-    runner._share(list(enumerate(needs)), ['0', '1', '2', '3'], work)
+    processes.share(list(enumerate(needs)), ['0', '1', '2', '3'], work)
     assert sorted(order) == list(range(len(needs)))
     assert order.index(3) < order.index(1)  # the one that needs all waits for those that fit beside the first
     assert max(most) == 4
@@ -299,7 +300,7 @@ def test_side_by_side_points_have_gpus_of_their_own(monkeypatch):
         raise ValueError('of a worker')
 
     with pytest.raises(ValueError, match='of a worker'):
-        runner._share([(0, 1), (1, 1)], ['0'], fail)
+        processes.share([(0, 1), (1, 1)], ['0'], fail)
     monkeypatch.setenv('CUDA_VISIBLE_DEVICES', '2,5')
     assert runner.gpu_names(Machine('gpu', 2, ORIGIN)) == ['2', '5']
     with pytest.raises(UserError, match='this machine has none'):

@@ -11,12 +11,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from jaxunet import processes
 from jaxunet.benchmarking import rows
 from jaxunet.comparing.methods import Method
 from jaxunet.comparing.worker import TASK, Task, finished, missing, read_task, save_task
 from jaxunet.config import Config, to_dict
 from jaxunet.errors import UserError
-from jaxunet.sweeping import runner
 
 WORKER, STEP_COST = 'jaxunet.comparing.worker', 'jaxunet.comparing.step_cost'
 SPEC, COSTS, FAILURES = 'compare.json', 'step_cost.jsonl', 'failures.json'
@@ -93,14 +93,14 @@ def run(todo: Sequence[Task], directory: pathlib.Path, devices: Sequence[str], t
         env = dict(os.environ) | ({'CUDA_VISIBLE_DEVICES': mine[0]} if mine[0] else {})
         say(f'{task.label} ...')
         began = time.perf_counter()
-        answer = runner._answer([sys.executable, '-m', WORKER, str(folder)], env, timeout, folder / 'log.txt', json_output=False)
+        answer = processes.answer([sys.executable, '-m', WORKER, str(folder)], env, timeout, folder / 'log.txt', json_output=False)
         if answer.failure[0]:
             failures[task.folder] = ': '.join(answer.failure)
             say(f'{task.label}: {failures[task.folder]} (see {folder / "log.txt"})')
         else:
             say(f'{task.label}: {summary(task, folder)}; {time.perf_counter() - began:.0f} s in all')
 
-    runner._share([(i, 1) for i in range(len(left))], devices, work)
+    processes.share([(i, 1) for i in range(len(left))], devices, work)
     return failures
 
 
@@ -126,7 +126,7 @@ def measure_step_costs(spec: Spec, config: Config, directory: pathlib.Path, devi
     path.write_text(json.dumps(configs), encoding='utf-8')
     env = dict(os.environ) | ({'CUDA_VISIBLE_DEVICES': device} if device else {})
     say(f'timing the steps of {", ".join(configs)} ...')
-    answer = runner._answer([sys.executable, '-m', STEP_COST, str(path)], env, timeout, directory / 'step_cost.log')
+    answer = processes.answer([sys.executable, '-m', STEP_COST, str(path)], env, timeout, directory / 'step_cost.log')
     if answer.row is None:
         say(f'step cost: {": ".join(answer.failure)} (see {directory / "step_cost.log"})')
         return ': '.join(answer.failure)

@@ -39,8 +39,9 @@ from jaxunet.data.threads import THREADS
 from jaxunet.diffusion import make_diffusion
 from jaxunet.errors import UserError
 from jaxunet.ops import describe, load_ops
+from jaxunet.processes import OUT_OF_MEMORY
 from jaxunet.sweeping.points import WORKERS
-from jaxunet.sweeping.runner import ERROR, OK, OUT_OF_MEMORY, Task
+from jaxunet.sweeping.runner import ERROR, OK, Task
 from jaxunet.training.loop import IN_FLIGHT, fresh_state
 from jaxunet.training.parallel import CompiledStep, Data, Parallel
 from jaxunet.training.state import TrainState, make_optimizer

@@ -13,9 +13,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from jaxunet.errors import UserError
+from jaxunet.processes import Row
 from jaxunet.profiling.report import read_csv, side_by_side
 from jaxunet.sweeping.points import DEVICES, JIT, OWN_AXES, Axis, show
-from jaxunet.sweeping.runner import IMPOSSIBLE, OK, Row
+from jaxunet.sweeping.runner import IMPOSSIBLE, OK
 
 COLUMNS = (
     *('status', 'images_per_s', 'speed_of_best', 'step_ms', 'step_ms_q1', 'step_ms_q3', 'lower_s', 'compile_s', 'compile_cached'),

@@ -7,36 +7,31 @@ config, the measuring options, the versions, the device and the code. The same c
 from __future__ import annotations
 
 import concurrent.futures
-import contextlib
 import dataclasses
 import hashlib
 import json
 import os
 import pathlib
-import shlex
 import shutil
-import signal
-import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from jaxunet import fingerprint
+from jaxunet import fingerprint, processes
 from jaxunet.benchmarking import rows
 from jaxunet.config import Config, to_dict
 from jaxunet.errors import UserError
+from jaxunet.processes import Row
 from jaxunet.sweeping.points import Machine, Point
 
 MEASURE = 'jaxunet.sweeping.measure'
-OK, ERROR, IMPOSSIBLE, TIMEOUT, CRASH, OUT_OF_MEMORY = 'ok', 'error', 'impossible', 'timeout', 'crash', 'out of memory'
+OK, ERROR, IMPOSSIBLE = 'ok', 'error', 'impossible'  # besides how a process fails
 STEP, PROFILE = 'step', 'profile'  # what a point does: time training steps, or trace them with jaxunet.profile
 PROBE_SECONDS = 300.0
-LAST_WORDS = 300  # characters of a crashed process's log that go into its row
 Say = Callable[[str], None]
-Row = dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -95,7 +90,7 @@ def code(git: str | None) -> str:
 
 def probe() -> Machine:
     """This machine, as JAX sees it in a process of its own: the sweep itself must not hold any device."""
-    answer = _answer([sys.executable, '-m', MEASURE, 'probe'], dict(os.environ), PROBE_SECONDS, None)
+    answer = processes.answer([sys.executable, '-m', MEASURE, 'probe'], dict(os.environ), PROBE_SECONDS, None)
     if answer.row is None:
         raise UserError(f'JAX does not start on this machine: {answer.failure[1]}')
     return Machine(**answer.row)
@@ -138,7 +133,7 @@ def run(points: Sequence[Point], directory: pathlib.Path, options: Options, mach
             say(f'[{i + 1}/{len(points)}] {point.label}: {summary(row)}')
 
     if options.side_by_side:
-        _share([(i, needed_gpus(points[i], machine)) for i in todo], gpu_names(machine), work)
+        processes.share([(i, needed_gpus(points[i], machine)) for i in todo], gpu_names(machine), work)
     else:
         for i in todo:
             work(i, ())
@@ -161,37 +156,6 @@ def gpu_names(machine: Machine) -> list[str]:
         raise UserError('--side_by_side: gives each point GPUs of its own, but this machine has none; leave it out')
     named = os.environ.get('CUDA_VISIBLE_DEVICES')
     return named.split(',') if named else [str(i) for i in range(machine.devices)]
-
-
-def _share(todo: Sequence[tuple[int, int]], gpus: Sequence[str], work: Callable[[int, Sequence[str]], None]) -> None:
-    """Runs `work(i, its GPUs)` for every (i, how many it needs), the first that fits into the free ones, until all are done."""
-    waiting, free, running = list(todo), list(gpus), set[concurrent.futures.Future[None]]()
-    with concurrent.futures.ThreadPoolExecutor(len(gpus)) as pool:
-        held: dict[concurrent.futures.Future[None], list[str]] = {}
-        try:
-            while waiting or running:
-                fits = next((task for task in waiting if task[1] <= len(free)), None)
-                if fits is not None:
-                    waiting.remove(fits)
-                    mine, free = free[: fits[1]], free[fits[1] :]
-                    future = pool.submit(work, fits[0], mine)
-                    held[future] = mine
-                    running.add(future)
-                    continue
-                done, running = concurrent.futures.wait(running, return_when=concurrent.futures.FIRST_COMPLETED)
-                for future in done:
-                    future.result()
-                    free = sorted([*free, *held.pop(future)], key=list(gpus).index)
-        except BaseException:
-            _end_all(pool)
-            raise
-
-
-def _end_all(pool: concurrent.futures.ThreadPoolExecutor) -> None:
-    """Ends the processes that the pool's threads wait for, and starts no other."""
-    pool.shutdown(wait=False, cancel_futures=True)
-    for process in list(_running):
-        _kill(process)
 
 
 def summary(row: Row) -> str:
@@ -229,21 +193,25 @@ def _measure(point: Point, name: str, options: Options, machine: Machine, direct
     if options.tool == PROFILE:
         answer = _profile(point, env, name, options, directory, log)
     else:
-        answer = _answer(_command(point, options), env, options.timeout, log)
+        answer = processes.answer(_command(point, options), env, options.timeout, log)
     if answer.row is not None:
         return answer.row
     status, reason = answer.failure
     return {'status': status, 'reason': reason, 'log': str(log.relative_to(directory))}
 
 
-def _profile(point: Point, env: dict[str, str], name: str, options: Options, directory: pathlib.Path, log: pathlib.Path) -> Answer:
+def _profile(
+    point: Point, env: dict[str, str], name: str, options: Options, directory: pathlib.Path, log: pathlib.Path
+) -> processes.Answer:
     """A trace of the point's steps; the files of `jaxunet.profile` are in OUTPUT/profiles/KEY."""
     folder = directory / 'profiles' / name
     shutil.rmtree(folder, ignore_errors=True)  # of an attempt that failed
     folder.mkdir(parents=True)
     (folder / 'config.py').write_text(config_file(point))
     command = [sys.executable, '-m', 'jaxunet.profile', f'--config={folder / "config.py"}', f'--output={folder}', '--noplot']
-    answer = _answer([*command, f'--steps={options.steps}', f'--warmup={options.warmup}'], env, options.timeout, log, json_output=False)
+    answer = processes.answer(
+        [*command, f'--steps={options.steps}', f'--warmup={options.warmup}'], env, options.timeout, log, json_output=False
+    )
     if answer.failure[0]:
         return answer
     found = rows.read(folder / 'profile.jsonl')[-1]
@@ -251,7 +219,7 @@ def _profile(point: Point, env: dict[str, str], name: str, options: Options, dir
     numbers = {name: found[name] for name in ('phase_ms', 'busy_ms', 'idle_share', 'launches')}
     timed = {'images_per_s': rate, 'step_ms': {'median': found['step_ms']}, 'compile_s': found['compile_s'], 'ops': found['ops']}
     table = next(path for path in folder.glob('*.csv'))
-    return Answer({'status': OK, **timed, **numbers, 'profile': str(table.relative_to(directory))})
+    return processes.Answer({'status': OK, **timed, **numbers, 'profile': str(table.relative_to(directory))})
 
 
 CONFIG_FILE = """\"\"\"Point of a sweep: {label}.\"\"\"
@@ -286,79 +254,12 @@ def _compile(points: Sequence[Point], options: Options, machine: Machine, direct
         point = points[number]
         # They share the device, so none may take all of its memory at once.
         env = environment(point, machine) | {'XLA_PYTHON_CLIENT_PREALLOCATE': 'false'}
-        _answer(_command(point, options, compile_only=True), env, options.timeout, directory / 'logs' / f'compile_{number}.log')
+        processes.answer(_command(point, options, compile_only=True), env, options.timeout, directory / 'logs' / f'compile_{number}.log')
 
     with concurrent.futures.ThreadPoolExecutor(options.compile_jobs) as pool:
         try:
             list(pool.map(work, range(len(points))))
         except BaseException:
-            _end_all(pool)
+            processes.end_all(pool)
             raise
     say(f'compiled in {time.perf_counter() - began:.1f} s')
-
-
-@dataclass
-class Answer:
-    """What a process said, or why it said nothing."""
-
-    row: Row | None
-    failure: tuple[str, str] = ('', '')  # status and reason
-
-
-_running: set[subprocess.Popen[str]] = set()
-
-
-def _answer(command: list[str], env: dict[str, str], timeout: float, log: pathlib.Path | None, *, json_output: bool = True) -> Answer:
-    """Runs a command whose last line of output is a JSON object (or which need not say anything)."""
-    with (
-        _log_file(log, command) as stderr,
-        # A session of its own, so that its worker processes can be ended with it.
-        subprocess.Popen(
-            command, env=env, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=stderr, text=True, start_new_session=True
-        ) as process,
-    ):
-        _running.add(process)
-        try:
-            out, err = process.communicate(timeout=timeout)
-        except subprocess.TimeoutExpired:
-            return Answer(None, (TIMEOUT, f'not done after {timeout:g} s (--timeout)'))
-        finally:
-            _running.discard(process)
-            _kill(process)
-    if process.returncode == 0 and not json_output:
-        return Answer(None)
-    with contextlib.suppress(IndexError, ValueError):
-        row = json.loads(out.splitlines()[-1])
-        if isinstance(row, dict) and process.returncode == 0:
-            return Answer(row)
-    said = log.read_text(errors='replace').partition('\n')[2] if log else err  # after the command
-    return Answer(None, _failure(process.returncode, said))
-
-
-@contextlib.contextmanager
-def _log_file(log: pathlib.Path | None, command: list[str]) -> Iterator[Any]:
-    if log is None:
-        yield subprocess.PIPE
-        return
-    log.parent.mkdir(parents=True, exist_ok=True)
-    with log.open('w') as file:
-        print(shlex.join(command), file=file, flush=True)
-        yield file
-
-
-def _failure(code: int, log: str) -> tuple[str, str]:
-    """Status and reason of a process that ended without an answer."""
-    lines = [line.strip() for line in log.splitlines() if line.strip()]
-    words = lines[-1][-LAST_WORDS:] if lines else 'no output'
-    if code == -signal.SIGKILL:
-        return OUT_OF_MEMORY, 'killed by the system (SIGKILL), as it does when the memory of this machine is full'
-    if code < 0:
-        return CRASH, f'ended by {signal.Signals(-code).name}: {words}'
-    return CRASH, f'exit code {code}: {words}'
-
-
-def _kill(process: subprocess.Popen[str]) -> None:
-    """The process and all that it started, if it still runs."""
-    if process.poll() is None:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
