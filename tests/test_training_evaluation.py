@@ -14,7 +14,7 @@ from jaxunet.data.sources import open_source
 from jaxunet.errors import UserError
 from jaxunet.metrics.classifier import Architecture, init, to_arrays
 from jaxunet.training.clock import Clock, Milestones
-from jaxunet.training.evaluation import EvaluationLog, Evaluator, read_evaluations
+from jaxunet.training.evaluation import Evaluator, evaluation_table, read_evaluations
 from jaxunet.training.logs import read_metrics
 from jaxunet.training.loop import train
 from jaxunet.training.parallel import Parallel
@@ -45,7 +45,7 @@ def config_of(features, **changes):
 def test_a_run_is_evaluated_on_the_way(mode, features, source, tmp_path):
     config = config_of(features, parallel={'mode': mode, 'devices': 4})
     assert train(config, tmp_path, source) == 6
-    rows = read_evaluations(tmp_path / 'evaluation.csv')
+    rows = read_evaluations(tmp_path)
     assert [(row['step'], row['metric'].split('[')[0]) for row in rows] == [
         (step, metric) for step in ('3', '6') for metric in ('frechet_distance', 'precision')
     ]
@@ -79,7 +79,7 @@ def test_evaluating_takes_no_time_of_training(features, source, tmp_path, monkey
     began = time.perf_counter()
     train(longer, tmp_path, source)
     assert 0 < read(tmp_path).seconds - seconds < time.perf_counter() - began - 2
-    rows = read_evaluations(tmp_path / 'evaluation.csv')
+    rows = read_evaluations(tmp_path)
     assert [row['step'] for row in rows[::2]] == ['3', '6', '9', '10']
     times = [float(row['training_seconds']) for row in rows]
     assert sorted(times) == times
@@ -136,14 +136,14 @@ def test_a_line_that_was_cut_short(tmp_path, features, source):
     config = config_of(features, parallel={'devices': 1})
     evaluator = Evaluator(config, source, jax.local_devices()[:1])
     results = evaluator.compare(source.load(np.arange(20)))
-    log = EvaluationLog(tmp_path, 0)
+    log = evaluation_table(tmp_path, 0)
     for step in (3, 6):
         log.add([evaluator.row(result, step, 1.5) for result in results])
     text = log.path.read_text()
     log.path.write_text(text[: text.rindex(',digits:')])
-    assert [row['step'] for row in read_evaluations(log.path)] == ['3', '3', '6']
-    EvaluationLog(tmp_path, 3)
-    assert [row['step'] for row in read_evaluations(log.path)] == ['3', '3']
+    assert [row['step'] for row in read_evaluations(tmp_path)] == ['3', '3', '6']
+    evaluation_table(tmp_path, 3)
+    assert [row['step'] for row in read_evaluations(tmp_path)] == ['3', '3']
 
 
 @pytest.mark.parametrize(

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import csv
 import pathlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import numpy as np
-from absl import logging
 from jaxtyping import Int, UInt8
 from tqdm import tqdm
 
@@ -21,9 +19,11 @@ from jaxunet.generate import Generator
 from jaxunet.metrics.evaluation import WITHOUT_REFERENCE, Result, Side, check_metrics, compute, image_side, open_side
 from jaxunet.metrics.features import load_features
 from jaxunet.sampling import SamplerConfig
+from jaxunet.training.logs import StepTable, read_rows
 from jaxunet.training.state import Params
 
 FEATURE_BATCH = 256
+FILE = 'evaluation.csv'
 COLUMNS = ('step', 'training_seconds', 'metric', 'value', 'std', 'num_samples', 'sampler', 'evaluations', 'reference', 'features', 'seed')
 
 
@@ -118,32 +118,11 @@ class Evaluator:
         return f'{e.sampler} {self.generator.sampler.config.variance}' if e.sampler == 'ddpm' else e.sampler
 
 
-class EvaluationLog:
+def evaluation_table(workdir: pathlib.Path, start_step: int) -> StepTable:
     """`WORKDIR/evaluation.csv`: a line a metric, of steps up to `start_step` at first."""
-
-    def __init__(self, workdir: pathlib.Path, start_step: int) -> None:
-        self.path = workdir / 'evaluation.csv'
-        rows = [row for row in read_evaluations(self.path) if int(row['step']) <= start_step] if self.path.exists() else []
-        partial = self.path.with_suffix('.tmp')
-        with partial.open('w', newline='') as file:
-            writer = csv.DictWriter(file, COLUMNS)
-            writer.writeheader()
-            writer.writerows(rows)
-        partial.replace(self.path)
-
-    def add(self, rows: Sequence[dict[str, Any]]) -> None:
-        """In one write, so that a process that dies leaves whole lines."""
-        with self.path.open('a', newline='') as file:
-            csv.DictWriter(file, COLUMNS).writerows(
-                {name: f'{value:.9g}' if isinstance(value, float) else value for name, value in row.items()} for row in rows
-            )
+    return StepTable(workdir / FILE, COLUMNS, start_step)
 
 
-def read_evaluations(path: pathlib.Path) -> list[dict[str, str]]:
-    """The lines of an evaluation.csv; a last one that a kill cut short is left out."""
-    with path.open(newline='') as file:
-        rows = list(csv.DictReader(file))
-    whole = [row for row in rows if set(row) == set(COLUMNS) and None not in row.values() and row['step'].isdigit()]
-    if len(whole) < len(rows):
-        logging.warning('%s: %d rows that are cut short or not of this version were dropped', path, len(rows) - len(whole))
-    return whole
+def read_evaluations(workdir: pathlib.Path) -> list[dict[str, str]]:
+    """The lines of evaluation.csv."""
+    return read_rows(workdir / FILE, COLUMNS)

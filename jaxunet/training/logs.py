@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import os
 import pathlib
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -21,21 +22,12 @@ class Logs:
     """
 
     def __init__(self, workdir: pathlib.Path, start_step: int) -> None:
-        self.path = workdir / 'metrics.csv'
-        rows = [row for row in read_metrics(self.path) if int(row['step']) <= start_step] if self.path.exists() else []
-        temporary = self.path.with_suffix('.tmp')
-        with temporary.open('w', newline='') as file:
-            writer = csv.DictWriter(file, COLUMNS)
-            writer.writeheader()
-            writer.writerows(rows)
-        os.replace(temporary, self.path)
-        self._file = self.path.open('a', newline='', buffering=1)
-        self._csv = csv.DictWriter(self._file, COLUMNS)
+        self._table = StepTable(workdir / 'metrics.csv', COLUMNS, start_step)
         self._board = SummaryWriter(str(workdir / 'tensorboard'), purge_step=start_step + 1 if start_step else None)
 
     def row(self, values: dict[str, Any]) -> None:
         """One logged step: a value for each of `COLUMNS`."""
-        self._csv.writerow({name: f'{value:.9g}' if isinstance(value, float) else value for name, value in values.items()})
+        self._table.add([values])
         for name, value in values.items():
             if name != 'step':
                 self._board.add_scalar(f'train/{name}', value, values['step'])
@@ -49,15 +41,40 @@ class Logs:
         self._board.add_image('samples', np.broadcast_to(picture, (*picture.shape[:2], 3)), step, dataformats='HWC')
 
     def close(self) -> None:
-        self._file.close()
         self._board.close()
 
 
-def read_metrics(path: pathlib.Path) -> list[dict[str, str]]:
-    """The rows of a metrics.csv; a last row that a kill cut short is left out."""
+class StepTable:
+    """A CSV file of rows that have a step; those of `start_step` and before stay, later ones are dropped."""
+
+    def __init__(self, path: pathlib.Path, columns: tuple[str, ...], start_step: int) -> None:
+        self.path, self._columns = path, columns
+        rows = [row for row in read_rows(path, columns) if int(row['step']) <= start_step] if path.exists() else []
+        temporary = path.with_suffix('.tmp')
+        with temporary.open('w', newline='') as file:
+            writer = csv.DictWriter(file, columns)
+            writer.writeheader()
+            writer.writerows(rows)
+        os.replace(temporary, path)
+
+    def add(self, rows: Sequence[dict[str, Any]]) -> None:
+        """In one write, so that a process that dies leaves whole lines."""
+        with self.path.open('a', newline='') as file:
+            csv.DictWriter(file, self._columns).writerows(
+                {name: f'{value:.9g}' if isinstance(value, float) else value for name, value in row.items()} for row in rows
+            )
+
+
+def read_rows(path: pathlib.Path, columns: tuple[str, ...]) -> list[dict[str, str]]:
+    """The rows of a `StepTable`; a last row that a kill cut short is left out."""
     with path.open(newline='') as file:
         rows = list(csv.DictReader(file))
-    whole = [row for row in rows if set(row) == set(COLUMNS) and None not in row.values() and row['step'].isdigit()]
+    whole = [row for row in rows if set(row) == set(columns) and None not in row.values() and row['step'].isdigit()]
     if len(whole) < len(rows):
         logging.warning('%s: %d rows that are cut short or not of this version were dropped', path, len(rows) - len(whole))
     return whole
+
+
+def read_metrics(path: pathlib.Path) -> list[dict[str, str]]:
+    """The rows of a metrics.csv."""
+    return read_rows(path, COLUMNS)

@@ -32,7 +32,7 @@ from jaxunet.images import grid, save_png
 from jaxunet.ops import describe, load_ops
 from jaxunet.sampling import SamplerConfig
 from jaxunet.training.clock import Clock, Milestones
-from jaxunet.training.evaluation import EvaluationLog, Evaluator
+from jaxunet.training.evaluation import Evaluator, evaluation_table
 from jaxunet.training.logs import Logs
 from jaxunet.training.parallel import STOP, Data, Parallel
 from jaxunet.training.preemption import Preemption
@@ -150,7 +150,7 @@ class _Run:
         data, batches = self._open_data()
         logs = Logs(self.workdir, self.start) if self.main else None
         if self.config.train.evaluate_every and self.main:
-            self.evaluations = EvaluationLog(self.workdir, self.start)
+            self.evaluations = evaluation_table(self.workdir, self.start)
         bar = tqdm(total=total, initial=self.start, unit='step', dynamic_ncols=True, disable=not self.main)
         try:
             bar.set_description('compiling')
