@@ -35,7 +35,7 @@ def conv3x3(
     Raises:
       ValueError: shapes or types that do not fit each other, or a shortcut without a residual.
     """
-    added = _check(x, kernel, shift, residual, shortcut)
+    added = check_operands(x, kernel, shift, residual, shortcut)
     return Features.of(_conv(x.parts, kernel, shift, added))
 
 
@@ -58,12 +58,12 @@ def norm_silu_conv3x3(
     Raises:
       ValueError: shapes or types that do not fit each other, a shortcut without a residual, or channels not a multiple of `groups`.
     """
-    added = _check(x, kernel, shift, residual, shortcut)
+    added = check_operands(x, kernel, shift, residual, shortcut)
     return Features.of(_norm_conv(x, scale, offset, kernel, shift, added, groups, eps))
 
 
-def _check(x: Features, kernel: Array, shift: Array, residual: Features | None, shortcut: Array | None) -> dispatch.Added | None:
-    """What the convolution's last step adds, once everything fits."""
+def check_operands(x: Features, kernel: Array, shift: Array, residual: Features | None, shortcut: Array | None) -> dispatch.Added | None:
+    """What the convolution's last step adds, once everything fits; ValueError where it does not."""
     batch, height, width, _ = x.parts[0].shape
     others = () if residual is None else residual.parts
     for name, parts in (('x', x.parts), ('residual', others)):

@@ -32,11 +32,12 @@ def group_norm(
     Raises:
       ValueError: shapes or types that do not fit each other, or channels that are not a multiple of `groups`.
     """
-    _check(x, scale, offset)
+    check_operands(x, scale, offset)
     return _group_norm(x, scale, offset, groups, eps, silu, interpret)
 
 
-def _check(x: Features, scale: Array, offset: Array) -> None:
+def check_operands(x: Features, scale: Array, offset: Array) -> None:
+    """Raises ValueError where shapes or types do not fit each other."""
     if not x.parts:
         raise ValueError('group_norm: x: no parts; give at least one array')
     first = x.parts[0]

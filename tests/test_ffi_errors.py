@@ -1,0 +1,149 @@
+"""Wrong calls of the FFI handlers are XLA errors with a message; never a crash, never a result."""
+
+import random
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import xla_ffi
+
+if xla_ffi._cpu is None:
+    pytest.skip(f'the extension is not built: {xla_ffi.unavailable()}', allow_module_level=True)
+
+CPU = jax.local_devices(backend='cpu')[0]
+Shape = tuple[tuple[int, ...], Any]
+
+
+class Call(NamedTuple):
+    """One call of a handler, wrong or right."""
+
+    target: str
+    operands: list[Shape]
+    results: list[Shape]
+    attributes: dict[str, Any]
+
+    def __call__(self) -> Any:
+        shapes = [jax.ShapeDtypeStruct(*shape) for shape in self.results]
+        with jax.default_device(CPU):
+            operands = [jax.device_put(np.zeros(*shape), CPU) for shape in self.operands]
+            return jax.block_until_ready(jax.ffi.ffi_call(self.target, shapes)(*operands, **self.attributes))
+
+
+def right(draw: random.Random) -> Call:
+    """A call that fits, of a random handler and random sizes."""
+    kind = draw.choice([jnp.float32, jnp.float16, jnp.bfloat16])
+    batch, height, width, features = (draw.randint(1, 3) for _ in range(4))
+    parts = [draw.randint(1, 4) for _ in range(draw.randint(1, 3))]
+    channels, image = sum(parts), (batch, height, width)
+    heads, tokens, head = draw.randint(1, 3), draw.randint(1, 4), draw.randint(1, 4)
+
+    def images(sizes: list[int]) -> list[Shape]:
+        return [((*image, size), kind) for size in sizes]
+
+    def rows(count: int, size: int = channels) -> list[Shape]:
+        return [((draw.choice([1, batch]), size), jnp.float32) for _ in range(count)]
+
+    def forward() -> Call:
+        out = [((batch, tokens, heads * head), kind), ((batch, heads, tokens), jnp.float32)]
+        return Call('attention_forward', [((batch, tokens, 3 * heads * head), kind)], out, {'heads': np.int64(heads)})
+
+    def backward() -> Call:
+        call = forward()
+        operands = [*call.operands, *call.results, call.results[0]]
+        return Call('attention_backward', operands, call.operands, call.attributes)
+
+    def conv() -> Call:
+        flipped, activation, shortcut = (draw.random() < 0.5 for _ in range(3))
+        residual = [draw.randint(1, 4) for _ in range(draw.randint(1, 2))] if shortcut else draw.choice([[], [features]])
+        operands = [*images(parts), ((3, 3, *((features, channels) if flipped else (channels, features))), kind)]
+        operands += [*rows(1, features), *images(residual), *([((sum(residual), features), kind)] if shortcut else [])]
+        counts = {'parts': np.int64(len(parts)), 'residuals': np.int64(len(residual))}
+        flags = {'flipped': flipped, 'shortcut': shortcut, 'activation': activation}
+        return Call('conv3x3', operands + rows(2 * activation), images([features]), counts | flags)
+
+    def weights() -> Call:
+        activation = draw.random() < 0.5
+        results = [((3, 3, channels, features), jnp.float32), ((batch, features), jnp.float32)]
+        attributes = {'parts': np.int64(len(parts)), 'activation': activation}
+        return Call('conv3x3_weight_gradient', [*images(parts), *images([features]), *rows(2 * activation)], results, attributes)
+
+    def moments() -> Call:
+        return Call('group_norm_moments', images([features]), [((batch, features, 2), jnp.float32)], {})
+
+    def apply() -> Call:
+        attributes = {'parts': np.int64(len(parts)), 'silu': draw.random() < 0.5}
+        return Call('group_norm_apply', [*images(parts), *rows(2)], images([channels]), attributes)
+
+    def gradient() -> Call:
+        attributes = {'parts': np.int64(len(parts)), 'silu': draw.random() < 0.5, 'groups': np.int64(channels)}
+        results = [((batch, 2, channels), jnp.float32), *images(parts)]
+        return Call('group_norm_gradient', [*images(parts), *images([channels]), *rows(4)], results, attributes)
+
+    call = draw.choice([forward, backward, conv, weights, moments, apply, gradient])()
+    return call._replace(target=f'jaxunet_{call.target}')
+
+
+def spoil(call: Call, draw: random.Random) -> Call:
+    """The call with one thing wrong."""
+    operands, results, attributes = list(call.operands), list(call.results), dict(call.attributes)
+    mistake = draw.choice(['type', 'size', 'rank', 'missing', 'more', 'attribute', 'lost', 'unknown'])
+    # The moments' image may have any height and width.
+    arrays = results if mistake == 'size' and 'moments' in call.target else draw.choice([operands, results])
+    at = draw.randrange(len(arrays))
+    shape, kind = arrays[at]
+    name = draw.choice(sorted(attributes) or ['surplus'])
+    if mistake == 'type':
+        arrays[at] = (shape, draw.choice([jnp.int32, jnp.uint8, jnp.bool_, jnp.complex64]))
+    elif mistake == 'size':
+        changed = list(shape)
+        changed[draw.randrange(len(shape))] += 97  # more than any dimension could be
+        arrays[at] = (tuple(changed), kind)
+    elif mistake == 'rank':
+        arrays[at] = (draw.choice([(), shape[1:], (*shape, 1)]), kind)
+    elif mistake == 'missing' and len(arrays) > 1:
+        del arrays[at]
+    elif mistake == 'more':
+        arrays.append((shape, kind))
+    elif mistake == 'attribute':
+        attributes[name] = draw.choice(
+            [np.int64(-1), np.int64(0x7FFFFFFFFFFFFFFF), np.int32(1), np.float32(1), 'one', np.ones(2, np.int64)]
+        )
+    elif mistake == 'lost' and attributes:
+        del attributes[name]
+    else:
+        attributes['surplus'] = np.int64(1)
+    return Call(call.target, operands, results, attributes)
+
+
+def test_right_calls_run():
+    draw = random.Random(1)
+    for _ in range(60):
+        right(draw)()
+
+
+def test_a_thousand_wrong_calls_are_errors():
+    draw = random.Random(2)
+    for number in range(1000):
+        call = spoil(right(draw), draw)
+        with pytest.raises(jax.errors.JaxRuntimeError) as error:
+            call()
+            pytest.fail(f'wrong call {number} ran: {call}')
+        assert call.target in str(error.value), (call, error.value)
+
+
+@pytest.mark.parametrize(
+    ('results', 'heads', 'message'),
+    [
+        ([(2, 5, 8), (2, 2, 5)], 3, r'qkv: 24 packed channels are not 3 x 3 heads|norm'),
+        ([(2, 5, 9), (2, 2, 5)], 2, r'out: expected F32\[2, 5, 8\], found F32\[2, 5, 9\]'),
+        ([(2, 5, 8)], 2, r'norm: missing; the call has 1 results'),
+        ([(2, 5, 8), (2, 2, 5)], 0, r'attribute heads: expected 1 to 2147483647, found 0'),
+    ],
+)
+def test_the_message_names_what_is_wrong(results, heads, message):
+    call = Call('jaxunet_attention_forward', [((2, 5, 24), jnp.float32)], [(r, jnp.float32) for r in results], {'heads': np.int64(heads)})
+    with pytest.raises(jax.errors.JaxRuntimeError, match=f'jaxunet_attention_forward: (?:{message})'):
+        call()

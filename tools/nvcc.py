@@ -1,0 +1,29 @@
+"""Prints the path of nvcc, or nothing: the machine's, else that of the NVIDIA wheels beside the running Python."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import pathlib
+import shutil
+
+
+def machine() -> str | None:
+    """nvcc of CUDACXX, CUDA_HOME or CUDA_PATH, PATH, or the usual folder."""
+    roots = [os.environ.get('CUDA_HOME'), os.environ.get('CUDA_PATH'), '/usr/local/cuda']
+    found = [os.environ.get('CUDACXX'), shutil.which('nvcc'), *(f'{root}/bin/nvcc' for root in roots if root)]
+    return next((path for path in found if path and os.access(path, os.X_OK)), None)
+
+
+def wheels() -> str | None:
+    """nvcc of the PyPI wheels, which unpack into the namespace package nvidia.cu13."""
+    try:
+        spec = importlib.util.find_spec('nvidia.cu13')
+    except ModuleNotFoundError:
+        return None
+    folders = (spec and spec.submodule_search_locations) or []
+    return next((str(path) for folder in folders if (path := pathlib.Path(folder, 'bin', 'nvcc')).is_file()), None)
+
+
+if __name__ == '__main__':
+    print(machine() or wheels() or '')

@@ -1,0 +1,90 @@
+#include "../cpu.h"
+
+#include <algorithm>
+
+namespace jaxunet::cpu {
+namespace {
+
+// Row `token` of one head of q (which = 0), k (1) or v (2), or of an unpacked array.
+struct Head {
+  float* data;
+  int64_t stride;
+  float* operator()(int64_t token) const { return data + token * stride; }
+};
+
+template <class Plan>
+Head packed(const Plan& plan, std::vector<float>& qkv, int64_t sample, int64_t head, int which) {
+  const int64_t channels = plan.heads * plan.width;
+  return {qkv.data() + sample * plan.tokens * 3 * channels + which * channels + head * plan.width, 3 * channels};
+}
+
+template <class Plan>
+Head unpacked(const Plan& plan, std::vector<float>& x, int64_t sample, int64_t head) {
+  const int64_t channels = plan.heads * plan.width;
+  return {x.data() + sample * plan.tokens * channels + head * plan.width, channels};
+}
+
+double dot(const float* a, const float* b, int64_t width) {
+  double total = 0;
+  for (int64_t d = 0; d < width; ++d) total += static_cast<double>(a[d]) * b[d];
+  return total;
+}
+
+}  // namespace
+
+void attention_forward(const AttentionForward& plan, Pool& pool) {
+  const int64_t tokens = plan.tokens, width = plan.width, elements = plan.batch * tokens * plan.heads * width;
+  const double scale = 1 / std::sqrt(static_cast<double>(width));
+  auto qkv = widen(plan.qkv, plan.type, 3 * elements);
+  std::vector<float> out(elements);
+  parallel(pool, plan.batch * plan.heads, [&](int64_t i) {
+    const int64_t sample = i / plan.heads, head = i % plan.heads;
+    const Head q = packed(plan, qkv, sample, head, 0), k = packed(plan, qkv, sample, head, 1);
+    const Head v = packed(plan, qkv, sample, head, 2), o = unpacked(plan, out, sample, head);
+    std::vector<double> weights(tokens), sums(width);
+    for (int64_t row = 0; row < tokens; ++row) {
+      for (int64_t t = 0; t < tokens; ++t) weights[t] = dot(q(row), k(t), width) * scale;
+      const double most = *std::max_element(weights.begin(), weights.end());
+      double total = 0;
+      std::fill(sums.begin(), sums.end(), 0);
+      for (int64_t t = 0; t < tokens; ++t) {
+        const double weight = std::exp(weights[t] - most);
+        total += weight;
+        for (int64_t d = 0; d < width; ++d) sums[d] += weight * v(t)[d];
+      }
+      for (int64_t d = 0; d < width; ++d) o(row)[d] = static_cast<float>(sums[d] / total);
+      plan.norm[i * tokens + row] = static_cast<float>(most + std::log(total));
+    }
+  });
+  narrow(out, plan.type, plan.out);
+}
+
+void attention_backward(const AttentionBackward& plan, Pool& pool) {
+  const int64_t tokens = plan.tokens, width = plan.width, elements = plan.batch * tokens * plan.heads * width;
+  const double scale = 1 / std::sqrt(static_cast<double>(width));
+  auto qkv = widen(plan.qkv, plan.type, 3 * elements);
+  auto out = widen(plan.out, plan.type, elements), grad = widen(plan.grad, plan.type, elements);
+  std::vector<float> dqkv(3 * elements);
+  parallel(pool, plan.batch * plan.heads, [&](int64_t i) {
+    const int64_t sample = i / plan.heads, head = i % plan.heads;
+    const Head q = packed(plan, qkv, sample, head, 0), k = packed(plan, qkv, sample, head, 1);
+    const Head v = packed(plan, qkv, sample, head, 2), dq = packed(plan, dqkv, sample, head, 0);
+    const Head dk = packed(plan, dqkv, sample, head, 1), dv = packed(plan, dqkv, sample, head, 2);
+    const Head o = unpacked(plan, out, sample, head), g = unpacked(plan, grad, sample, head);
+    for (int64_t row = 0; row < tokens; ++row) {
+      const double delta = dot(o(row), g(row), width);  // sum over t of weight · dweight
+      for (int64_t t = 0; t < tokens; ++t) {
+        const double weight = std::exp(dot(q(row), k(t), width) * scale - plan.norm[i * tokens + row]);
+        const double dlogit = weight * (dot(g(row), v(t), width) - delta) * scale;
+        for (int64_t d = 0; d < width; ++d) {
+          dq(row)[d] += static_cast<float>(dlogit * k(t)[d]);
+          dk(t)[d] += static_cast<float>(dlogit * q(row)[d]);
+          dv(t)[d] += static_cast<float>(weight * g(row)[d]);
+        }
+      }
+    }
+  });
+  narrow(dqkv, plan.type, plan.dqkv);
+}
+
+}  // namespace jaxunet::cpu

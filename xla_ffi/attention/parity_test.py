@@ -1,0 +1,42 @@
+"""The attention handlers against the float64 oracle: those of the CPU (awkward cases), those of the GPU (all cases)."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from parity import DTYPES, assert_parity, draw
+
+from pallas_kernels.attention import reference
+from pallas_kernels.attention.cases import AWKWARD, CASES, Case
+from xla_ffi import backend
+
+
+def check(case: Case, dtype: str, batch: int):
+    assert_parity(
+        lambda qkv: backend.attention(qkv, num_heads=case.heads),
+        lambda qkv: reference.attention(qkv, num_heads=case.heads),
+        {'qkv': (draw((case.batch or batch, case.tokens, 3 * case.heads * case.width), dtype), dtype)},
+    )
+
+
+@pytest.mark.parametrize('dtype', [*DTYPES, 'float16'])
+@pytest.mark.parametrize('case', AWKWARD, ids=lambda c: c.name)
+def test_awkward_shapes(case, dtype):
+    check(case, dtype, 2)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize('dtype', [*DTYPES, 'float16'])
+@pytest.mark.parametrize('case', CASES, ids=lambda c: c.name)
+def test_every_case(case, dtype):
+    check(case, dtype, 3)
+
+
+def test_under_vmap_the_mapped_axis_joins_the_batch():
+    qkv = jnp.asarray(draw((3, 2, 5, 24), 'float32'), jnp.float32)
+
+    def loss(x):
+        return jnp.sum(jnp.sin(backend.attention(x, num_heads=2)))
+
+    mapped = jax.vmap(jax.grad(loss))(qkv)
+    np.testing.assert_array_equal(mapped.reshape(6, 5, 24), jax.grad(loss)(qkv.reshape(6, 5, 24)))

@@ -1,0 +1,95 @@
+#include "../cpu.h"
+
+namespace jaxunet::cpu {
+namespace {
+
+// (3, 3, channels, features), whichever way the caller stored it.
+std::vector<float> kernel_of(const Conv3x3& plan) {
+  const int64_t channels = plan.x.total, features = plan.features;
+  auto given = widen(plan.kernel, plan.type, 9 * channels * features);
+  if (!plan.flipped) return given;
+  std::vector<float> turned(given.size());
+  for (int64_t tap = 0; tap < 9; ++tap) {
+    for (int64_t c = 0; c < channels; ++c) {
+      for (int64_t f = 0; f < features; ++f) {
+        turned[(tap * channels + c) * features + f] = given[((8 - tap) * features + f) * channels + c];
+      }
+    }
+  }
+  return turned;
+}
+
+// x as the convolution sees it; the padding is zero after the activation.
+template <class Plan>
+std::vector<float> input_of(const Plan& plan, Pool& pool) {
+  auto x = join(plan.x, plan.type, plan.batch * plan.height * plan.width);
+  if (plan.a.data) affine(pool, x, plan.batch, plan.x.total, plan.a, plan.b, /*silu=*/true);
+  return x;
+}
+
+// sums[f] += x[c] · matrix[c, f]
+void accumulate(const float* x, const float* matrix, int64_t channels, std::vector<double>& sums) {
+  const auto features = static_cast<int64_t>(sums.size());
+  for (int64_t c = 0; c < channels; ++c) {
+    const double value = x[c];
+    for (int64_t f = 0; f < features; ++f) sums[f] += value * matrix[c * features + f];
+  }
+}
+
+}  // namespace
+
+void conv3x3(const Conv3x3& plan, Pool& pool) {
+  const int64_t channels = plan.x.total, features = plan.features, extra = plan.residual.total;
+  const int64_t pixels = plan.batch * plan.height * plan.width;
+  const auto x = input_of(plan, pool), kernel = kernel_of(plan);
+  const auto residual = join(plan.residual, plan.type, pixels);
+  const auto shortcut = plan.shortcut ? widen(plan.shortcut, plan.type, extra * features) : std::vector<float>();
+  std::vector<float> y(pixels * features);
+  parallel(pool, plan.batch * plan.height, [&](int64_t line) {
+    const int64_t sample = line / plan.height, row = line % plan.height;
+    std::vector<double> sums(features);
+    for (int64_t column = 0; column < plan.width; ++column) {
+      const int64_t pixel = line * plan.width + column;
+      for (int64_t f = 0; f < features; ++f) sums[f] = plan.shift.data[sample * plan.shift.stride + f];
+      for (int64_t tap = 0; tap < 9; ++tap) {
+        const int64_t down = tap / 3 - 1, right = tap % 3 - 1;
+        if (row + down < 0 || row + down >= plan.height || column + right < 0 || column + right >= plan.width) continue;
+        const float* from = x.data() + (pixel + down * plan.width + right) * channels;
+        accumulate(from, kernel.data() + tap * channels * features, channels, sums);
+      }
+      const float* added = residual.data() + pixel * extra;
+      if (plan.shortcut) {
+        accumulate(added, shortcut.data(), extra, sums);
+      } else if (extra) {
+        for (int64_t f = 0; f < features; ++f) sums[f] += added[f];
+      }
+      for (int64_t f = 0; f < features; ++f) y[pixel * features + f] = static_cast<float>(sums[f]);
+    }
+  });
+  narrow(y, plan.type, plan.y);
+}
+
+void conv3x3_weight_gradient(const Conv3x3WeightGradient& plan, Pool& pool) {
+  const int64_t channels = plan.x.total, features = plan.features, image = plan.height * plan.width;
+  const auto x = input_of(plan, pool), dy = widen(plan.dy, plan.type, plan.batch * image * features);
+  parallel(pool, 9 * channels, [&](int64_t unit) {
+    const int64_t tap = unit / channels, c = unit % channels, down = tap / 3 - 1, right = tap % 3 - 1;
+    std::vector<double> sums(features);
+    for (int64_t pixel = 0; pixel < plan.batch * image; ++pixel) {
+      const int64_t row = pixel % image / plan.width + down, column = pixel % plan.width + right;
+      if (row < 0 || row >= plan.height || column < 0 || column >= plan.width) continue;
+      const double value = x[(pixel + down * plan.width + right) * channels + c];
+      for (int64_t f = 0; f < features; ++f) sums[f] += value * dy[pixel * features + f];
+    }
+    for (int64_t f = 0; f < features; ++f) plan.dkernel[unit * features + f] = static_cast<float>(sums[f]);
+  });
+  parallel(pool, plan.batch, [&](int64_t sample) {
+    std::vector<double> sums(features);
+    for (int64_t pixel = sample * image; pixel < (sample + 1) * image; ++pixel) {
+      for (int64_t f = 0; f < features; ++f) sums[f] += dy[pixel * features + f];
+    }
+    for (int64_t f = 0; f < features; ++f) plan.dshift[sample * features + f] = static_cast<float>(sums[f]);
+  });
+}
+
+}  // namespace jaxunet::cpu

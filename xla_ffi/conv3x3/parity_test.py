@@ -1,0 +1,26 @@
+"""The convolution handlers against the float64 oracle: those of the CPU (awkward cases), those of the GPU (all cases)."""
+
+import pytest
+from parity import DTYPES, assert_parity
+
+from pallas_kernels.conv3x3 import reference
+from pallas_kernels.conv3x3.cases import AWKWARD, CASES, Case
+from pallas_kernels.conv3x3.parity_test import inputs, op
+from xla_ffi.conv3x3 import vjp
+
+
+def check(case: Case, dtype: str, batch: int):
+    assert_parity(op(vjp, case), op(reference, case), inputs(case, dtype, case.batch or batch))
+
+
+@pytest.mark.parametrize('dtype', [*DTYPES, 'float16'])
+@pytest.mark.parametrize('case', AWKWARD, ids=lambda c: c.name)
+def test_awkward_shapes(case, dtype):
+    check(case, dtype, 2)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize('dtype', DTYPES)
+@pytest.mark.parametrize('case', CASES, ids=lambda c: c.name)
+def test_every_case(case, dtype):
+    check(case, dtype, 3)

@@ -1,0 +1,39 @@
+// 3×3 convolution of NHWC tensors, stride 1, zero padding 1, with what comes before and after it.
+#pragma once
+
+#include "../plan.h"
+
+namespace jaxunet {
+
+class Reader;
+
+// y = conv(act(x), kernel) + shift + residual, or + residual · shortcut; act(x) = SiLU(a · x + b) where a is given.
+struct Conv3x3 {
+  Type type;
+  int64_t batch, height, width, features;
+  Parts x;
+  const void*
+      kernel;  // (3, 3, channels, features); flipped: (3, 3, features, channels), read as kernel[::-1, ::-1] transposed
+  bool flipped;
+  Rows shift;
+  Parts residual;
+  const void* shortcut;  // (channels of the residual, features), or null
+  Rows a, b;             // data is null without activation
+  void* y;
+};
+
+// dkernel[i, j] = sum over pixels of act(x) shifted by (i - 1, j - 1), times dy; and the sums of dy over pixels.
+struct Conv3x3WeightGradient {
+  Type type;
+  int64_t batch, height, width, features;
+  Parts x;
+  const void* dy;
+  Rows a, b;
+  float* dkernel;  // (3, 3, channels, features)
+  float* dshift;   // (batch, features)
+};
+
+Conv3x3 read_conv3x3(Reader& call);
+Conv3x3WeightGradient read_conv3x3_weight_gradient(Reader& call);
+
+}  // namespace jaxunet

@@ -1,0 +1,65 @@
+#include "../reader.h"
+#include "plan.h"
+
+namespace jaxunet {
+namespace {
+
+// The image that is convolved: its parts and what they have in common.
+template <class Plan>
+Array read_image(Reader& call, Plan& plan) {
+  Array first;
+  plan.x = call.parts("x", call.integer("parts", 1, kMaxParts), &first);
+  if (plan.x.total == 0) call.fail("x: no channels");
+  plan.type = kind(first.element);
+  plan.batch = first.dims[0];
+  plan.height = first.dims[1];
+  plan.width = first.dims[2];
+  return first;
+}
+
+template <class Plan>
+void read_activation(Reader& call, Plan& plan) {
+  if (!call.flag("activation")) return;
+  plan.a = call.rows("a", plan.batch, plan.x.total);
+  plan.b = call.rows("b", plan.batch, plan.x.total);
+}
+
+}  // namespace
+
+Conv3x3 read_conv3x3(Reader& call) {
+  Conv3x3 plan{};
+  const Array first = read_image(call, plan);
+  plan.flipped = call.flag("flipped");
+  const Dims shape = plan.flipped ? Dims{3, 3, kAny, plan.x.total} : Dims{3, 3, plan.x.total, kAny};
+  const Array kernel = call.operand("kernel", first.element, shape);
+  plan.kernel = kernel.data;
+  plan.features = kernel.dims[plan.flipped ? 2 : 3];
+  plan.shift = call.rows("shift", plan.batch, plan.features);
+  const int64_t residuals = call.integer("residuals", 0, kMaxParts);
+  plan.residual = call.parts("residual", residuals, first.element, {plan.batch, plan.height, plan.width});
+  if (call.flag("shortcut")) {
+    if (residuals == 0) call.fail("shortcut: expected a residual for it to project, found none");
+    plan.shortcut = call.operand("shortcut", first.element, {plan.residual.total, plan.features}).data;
+  } else if (residuals > 0 && plan.residual.total != plan.features) {
+    call.fail("residual: expected " + std::to_string(plan.features) + " channels or a shortcut, found " +
+              std::to_string(plan.residual.total));
+  }
+  read_activation(call, plan);
+  plan.y = call.result("y", first.element, {plan.batch, plan.height, plan.width, plan.features}).data;
+  return plan;
+}
+
+Conv3x3WeightGradient read_conv3x3_weight_gradient(Reader& call) {
+  Conv3x3WeightGradient plan{};
+  const Array first = read_image(call, plan);
+  const Array dy = call.operand("dy", first.element, {plan.batch, plan.height, plan.width, kAny});
+  plan.dy = dy.data;
+  plan.features = dy.dims[3];
+  read_activation(call, plan);
+  const Dims kernel{3, 3, plan.x.total, plan.features};
+  plan.dkernel = static_cast<float*>(call.result("dkernel", ffi::DataType::F32, kernel).data);
+  plan.dshift = static_cast<float*>(call.result("dshift", ffi::DataType::F32, {plan.batch, plan.features}).data);
+  return plan;
+}
+
+}  // namespace jaxunet
