@@ -17,6 +17,8 @@ from pallas_kernels.attention import reference as attention_reference
 from pallas_kernels.conv3x3 import reference as conv3x3_reference
 from pallas_kernels.features import Features
 from pallas_kernels.group_norm import reference as group_norm_reference
+from xla_ffi import backend as ffi
+from xla_ffi import unavailable
 
 
 class Conv3x3(Protocol):
@@ -93,7 +95,8 @@ PALLAS = Ops(
     group_norm=kernels.group_norm,
     attention=kernels.attention,
 )
-TABLES = {'xla': XLA, 'pallas': PALLAS}
+CUDA = Ops(conv3x3=ffi.conv3x3, norm_silu_conv3x3=ffi.norm_silu_conv3x3, group_norm=ffi.group_norm, attention=ffi.attention)
+TABLES = {'xla': XLA, 'pallas': PALLAS, 'cuda': CUDA}
 
 
 def load_ops(backend: str) -> Ops:
@@ -104,8 +107,8 @@ def load_ops(backend: str) -> Ops:
     """
     if backend not in BACKENDS:
         raise UserError(f'backend: expected one of {", ".join(BACKENDS)}, found {backend!r}')
-    if backend == 'cuda':
-        raise UserError('backend=cuda: this version has no cuda kernels yet; use pallas on an NVIDIA GPU, or xla, which runs everywhere')
+    if backend == 'cuda' and (missing := unavailable()):
+        raise UserError(f'backend=cuda: {missing}; or use backend=pallas on an NVIDIA GPU, or xla, which runs everywhere')
     if backend == 'auto':
         return PALLAS if _device_family() is device.Target.HOPPER else XLA
     if backend == 'pallas':

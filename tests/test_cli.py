@@ -118,7 +118,7 @@ MISTAKES = [
     (['jaxunet.train', '--config=nowhere.py'], 'nowhere.py'),
     (['jaxunet.train', '--wrkdir=x'], "Unknown command line flag 'wrkdir'. Did you mean: workdir"),
     (['jaxunet.train', 'configs/digits.py'], "unexpected argument 'configs/digits.py'"),
-    (['jaxunet.train', '--config.backend=cuda'], 'backend=cuda: this version has no cuda kernels yet'),
+    (['jaxunet.train', '--config.backend=cuda'], 'or use backend=pallas on an NVIDIA GPU, or xla, which runs everywhere'),
     (['jaxunet.train', '--config.data.path=nowhere'], 'nowhere'),
     (['jaxunet.train', '--config.data.batch_size=0'], 'data.batch_size: expected more than 0, found 0'),
     (['jaxunet.train', '--config.parallel.devices=99'], 'parallel.devices: 99 asked for, but this machine has 1'),

@@ -128,9 +128,9 @@ def test_a_thousand_wrong_calls_are_errors():
     draw = random.Random(2)
     for number in range(1000):
         call = spoil(right(draw), draw)
+        print(number, call)  # shown where a call runs that should not
         with pytest.raises(jax.errors.JaxRuntimeError) as error:
             call()
-            pytest.fail(f'wrong call {number} ran: {call}')
         assert call.target in str(error.value), (call, error.value)
 
 

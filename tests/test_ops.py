@@ -96,7 +96,7 @@ def test_results_have_the_type_of_their_input(dtype):
 
 
 def test_seam_signatures_and_errors():
-    for name, op in [*OPS._asdict().items(), *seam.PALLAS._asdict().items()]:
+    for name, op in [*OPS._asdict().items(), *seam.PALLAS._asdict().items(), *seam.CUDA._asdict().items()]:
         protocol = getattr(
             seam, {'conv3x3': 'Conv3x3', 'norm_silu_conv3x3': 'NormSiluConv3x3', 'group_norm': 'GroupNorm'}.get(name, 'Attention')
         )
@@ -104,14 +104,14 @@ def test_seam_signatures_and_errors():
         assert list(inspect.signature(op).parameters) == wanted
     with pytest.raises(UserError, match='expected one of auto, xla, pallas, cuda'):
         seam.load_ops('tpu')
-    with pytest.raises(UserError, match='backend=cuda: this version has no cuda kernels'):
-        seam.load_ops('cuda')
 
 
 @pytest.mark.skipif(jax.default_backend() == 'gpu', reason='a machine without a GPU says so')
 def test_a_machine_without_a_gpu():
     with pytest.raises(UserError, match=r'backend=pallas: Pallas kernels need an NVIDIA GPU.*found cpu; use backend=xla'):
         seam.load_ops('pallas')
+    with pytest.raises(UserError, match=r'backend=cuda: .*; or use backend=pallas on an NVIDIA GPU, or xla'):
+        seam.load_ops('cuda')
     assert seam.describe('auto') == 'ops: conv3x3=xla, norm_silu_conv3x3=xla, group_norm=xla, attention=xla'
 
 

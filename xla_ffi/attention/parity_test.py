@@ -40,3 +40,9 @@ def test_under_vmap_the_mapped_axis_joins_the_batch():
 
     mapped = jax.vmap(jax.grad(loss))(qkv)
     np.testing.assert_array_equal(mapped.reshape(6, 5, 24), jax.grad(loss)(qkv.reshape(6, 5, 24)))
+
+
+@pytest.mark.parametrize('qkv', [(1, 4, 25), (1, 4, 6 * 257)], ids=['indivisible', 'too_wide'])
+def test_mistakes_are_named(qkv):
+    with pytest.raises(ValueError, match=r'attention: (25 packed channels are not 3 x 2|heads of width 257)'):
+        backend.attention(jnp.zeros(qkv), num_heads=2)

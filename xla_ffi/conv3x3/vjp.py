@@ -84,11 +84,8 @@ def _input_gradient(dy: Array, kernel: Array, widths: tuple[int, ...]) -> Parts:
 
 def _parameter_gradients(parts: Parts, kernel: Array, shift: Array, added: Any, dy: Array, affine: Affine | None) -> tuple[Any, ...]:
     """Gradients of kernel, shift and what was added."""
-    features = dy.shape[3]
-    shapes = [
-        jax.ShapeDtypeStruct((3, 3, kernel.shape[2], features), jnp.float32),
-        jax.ShapeDtypeStruct((dy.shape[0], features), jnp.float32),
-    ]
+    of_kernel, of_shift = (*kernel.shape[:3], dy.shape[3]), (dy.shape[0], dy.shape[3])
+    shapes = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in (of_kernel, of_shift)]
     call = jax.ffi.ffi_call('jaxunet_conv3x3_weight_gradient', shapes, vmap_method='sequential')
     dkernel, dshift = call(*parts, dy, *(affine or ()), parts=np.int64(len(parts)), activation=affine is not None)
     dshift = jnp.sum(dshift, axis=0, keepdims=True) if shift.shape[0] == 1 else dshift

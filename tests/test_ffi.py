@@ -1,0 +1,57 @@
+"""The extension as a whole: what it says when it cannot run, and an op split over devices."""
+
+import types
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import xla_ffi
+from jaxunet import ops
+
+
+def module(names: list[str], driver: int = 13000) -> types.SimpleNamespace:
+    return types.SimpleNamespace(registrations=lambda: dict.fromkeys(names), driver_version=lambda: driver)
+
+
+@pytest.mark.parametrize(
+    ('cpu', 'cuda', 'platform', 'capability', 'message'),
+    [
+        (None, None, 'cpu', '', r'not built \(.*pip install'),
+        (module(['a']), None, 'cpu', '', 'built without CUDA handlers'),
+        (module(['a', 'b']), module(['a']), 'gpu', '9.0', 'no CUDA kernels yet for b'),
+        (module(['a']), module(['a'], 0), 'cpu', '', 'version 580 or later.*found no NVIDIA driver'),
+        (module(['a']), module(['a'], 12080), 'gpu', '9.0', 'found a driver for CUDA 12.8'),
+        (module(['a']), module(['a']), 'cpu', '', 'JAX runs on cpu'),
+        (module(['a']), module(['a']), 'gpu', '7.5', 'compute capability 8.0 or later; some GPU has 7.5'),
+    ],
+)
+def test_what_is_missing_is_said(monkeypatch, cpu, cuda, platform, capability, message):
+    monkeypatch.setattr(xla_ffi, '_cpu', cpu)
+    monkeypatch.setattr(xla_ffi, '_cuda', cuda)
+    device = types.SimpleNamespace(platform=platform, compute_capability=capability, device_kind='some GPU')
+    monkeypatch.setattr(jax, 'devices', lambda: [device])
+    with pytest.raises(ops.UserError, match=rf'backend=cuda: .*{message}'):
+        ops.load_ops('cuda')
+
+
+def test_nothing_is_missing(monkeypatch):
+    monkeypatch.setattr(xla_ffi, '_cpu', module(['a']))
+    monkeypatch.setattr(xla_ffi, '_cuda', module(['a']))
+    device = types.SimpleNamespace(platform='gpu', compute_capability='9.0', device_kind='some GPU')
+    monkeypatch.setattr(jax, 'devices', lambda: [device])
+    assert ops.load_ops('cuda') is ops.CUDA
+
+
+def test_split_over_devices_as_in_training():
+    """The op and its gradient under shard_map, on the CPU handlers."""
+    mesh = jax.sharding.Mesh(np.array(jax.local_devices(backend='cpu')[:4]), ('batch',))
+    spec = jax.sharding.PartitionSpec('batch')
+
+    def pull(x):
+        return jax.grad(lambda v: jnp.sum(jnp.sin(ops.CUDA.attention(v, num_heads=2))))(x)
+
+    qkv = jax.random.normal(jax.random.key(0), (8, 5, 24))
+    split = jax.jit(jax.shard_map(pull, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False))(qkv)
+    assert float(jnp.max(jnp.abs(split - pull(qkv)))) == 0
