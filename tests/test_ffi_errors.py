@@ -70,19 +70,28 @@ def right(draw: random.Random) -> Call:
         attributes = {'parts': np.int64(len(parts)), 'activation': activation}
         return Call('conv3x3_weight_gradient', [*images(parts), *images([features]), *rows(2 * activation)], results, attributes)
 
-    def moments() -> Call:
-        return Call('group_norm_moments', images([features]), [((batch, features, 2), jnp.float32)], {})
+    def norm(name: str, results: list[Shape], attributes: dict[str, Any]) -> Call:
+        every = {'parts': np.int64(len(parts)), 'groups': np.int64(channels), 'eps': np.float32(1e-5)} | attributes
+        per_channel: Shape = ((batch, channels), jnp.float32)
+        return Call(name, [*images(parts), *rows(2)], [*results, *([per_channel] * (4 if not results else 2))], every)
+
+    def norm_forward() -> Call:
+        return norm('group_norm_forward', images([channels]), {'silu': draw.random() < 0.5})
+
+    def norm_statistics() -> Call:
+        return norm('group_norm_statistics', [], {})
 
     def apply() -> Call:
         attributes = {'parts': np.int64(len(parts)), 'silu': draw.random() < 0.5}
         return Call('group_norm_apply', [*images(parts), *rows(2)], images([channels]), attributes)
 
     def gradient() -> Call:
-        attributes = {'parts': np.int64(len(parts)), 'silu': draw.random() < 0.5, 'groups': np.int64(channels)}
-        results = [((batch, 2, channels), jnp.float32), *images(parts)]
+        flags = {'silu': draw.random() < 0.5, 'activation': draw.random() < 0.5}
+        attributes = {'parts': np.int64(len(parts)), 'groups': np.int64(channels)} | flags
+        results = [((batch, 2, channels), jnp.float32), *images(parts), *images([channels] * flags['activation'])]
         return Call('group_norm_gradient', [*images(parts), *images([channels]), *rows(4)], results, attributes)
 
-    call = draw.choice([forward, backward, conv, weights, moments, apply, gradient])()
+    call = draw.choice([forward, backward, conv, weights, norm_forward, norm_statistics, apply, gradient])()
     return call._replace(target=f'jaxunet_{call.target}')
 
 
@@ -90,8 +99,8 @@ def spoil(call: Call, draw: random.Random) -> Call:
     """The call with one thing wrong."""
     operands, results, attributes = list(call.operands), list(call.results), dict(call.attributes)
     mistake = draw.choice(['type', 'size', 'rank', 'missing', 'more', 'attribute', 'lost', 'unknown'])
-    # The moments' image may have any height and width.
-    arrays = results if mistake == 'size' and 'moments' in call.target else draw.choice([operands, results])
+    # The image of which only statistics are wanted may have any height and width.
+    arrays = results if mistake == 'size' and 'statistics' in call.target else draw.choice([operands, results])
     at = draw.randrange(len(arrays))
     shape, kind = arrays[at]
     name = draw.choice(sorted(attributes) or ['surplus'])
@@ -109,7 +118,7 @@ def spoil(call: Call, draw: random.Random) -> Call:
         arrays.append((shape, kind))
     elif mistake == 'attribute':
         attributes[name] = draw.choice(
-            [np.int64(-1), np.int64(0x7FFFFFFFFFFFFFFF), np.int32(1), np.float32(1), 'one', np.ones(2, np.int64)]
+            [np.int64(-1), np.int64(0x7FFFFFFFFFFFFFFF), np.int32(1), np.float64(1), 'one', np.ones(2, np.int64)]
         )
     elif mistake == 'lost' and attributes:
         del attributes[name]

@@ -26,7 +26,8 @@ constexpr char kAttentionForward[] = "jaxunet_attention_forward";
 constexpr char kAttentionBackward[] = "jaxunet_attention_backward";
 constexpr char kConv3x3[] = "jaxunet_conv3x3";
 constexpr char kConv3x3WeightGradient[] = "jaxunet_conv3x3_weight_gradient";
-constexpr char kMoments[] = "jaxunet_group_norm_moments";
+constexpr char kNormForward[] = "jaxunet_group_norm_forward";
+constexpr char kNormStatistics[] = "jaxunet_group_norm_statistics";
 constexpr char kNormApply[] = "jaxunet_group_norm_apply";
 constexpr char kNormGradient[] = "jaxunet_group_norm_gradient";
 
@@ -37,7 +38,8 @@ pybind11::dict registrations() {
   all[kConv3x3] = capsule(handler<kConv3x3, read_conv3x3, cpu::conv3x3>);
   all[kConv3x3WeightGradient] =
       capsule(handler<kConv3x3WeightGradient, read_conv3x3_weight_gradient, cpu::conv3x3_weight_gradient>);
-  all[kMoments] = capsule(handler<kMoments, read_moments, cpu::moments>);
+  all[kNormForward] = capsule(handler<kNormForward, read_norm_forward, cpu::norm_forward>);
+  all[kNormStatistics] = capsule(handler<kNormStatistics, read_norm_statistics, cpu::norm_statistics>);
   all[kNormApply] = capsule(handler<kNormApply, read_norm_apply, cpu::norm_apply>);
   all[kNormGradient] = capsule(handler<kNormGradient, read_norm_gradient, cpu::norm_gradient>);
   return all;

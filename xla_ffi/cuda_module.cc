@@ -1,6 +1,7 @@
 #include <cuda_runtime_api.h>
 
 #include "attention/kernels.h"
+#include "group_norm/kernels.h"
 #include "handler.h"
 
 namespace jaxunet {
@@ -38,11 +39,19 @@ XLA_FFI_Error* handler(XLA_FFI_CallFrame* frame) {
 
 constexpr char kAttentionForward[] = "jaxunet_attention_forward";
 constexpr char kAttentionBackward[] = "jaxunet_attention_backward";
+constexpr char kNormForward[] = "jaxunet_group_norm_forward";
+constexpr char kNormStatistics[] = "jaxunet_group_norm_statistics";
+constexpr char kNormApply[] = "jaxunet_group_norm_apply";
+constexpr char kNormGradient[] = "jaxunet_group_norm_gradient";
 
 pybind11::dict registrations() {
   pybind11::dict all;
   all[kAttentionForward] = capsule(handler<kAttentionForward, read_attention_forward, cuda::attention_forward>);
   all[kAttentionBackward] = capsule(handler<kAttentionBackward, read_attention_backward, cuda::attention_backward>);
+  all[kNormForward] = capsule(handler<kNormForward, read_norm_forward, cuda::norm_forward>);
+  all[kNormStatistics] = capsule(handler<kNormStatistics, read_norm_statistics, cuda::norm_statistics>);
+  all[kNormApply] = capsule(handler<kNormApply, read_norm_apply, cuda::norm_apply>);
+  all[kNormGradient] = capsule(handler<kNormGradient, read_norm_gradient, cuda::norm_gradient>);
   return all;
 }
 

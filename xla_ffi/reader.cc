@@ -131,6 +131,13 @@ int64_t Reader::integer(const char* name, int64_t low, int64_t high) {
   return *value;
 }
 
+float Reader::number(const char* name) {
+  const auto value = attributes_.get<float>(name);
+  if (!value.has_value()) fail(std::string("attribute ") + name + ": expected a float32: " + value.error().message());
+  ++attribute_;
+  return *value;
+}
+
 bool Reader::flag(const char* name) {
   const auto value = attributes_.get<bool>(name);
   if (!value.has_value()) fail(std::string("attribute ") + name + ": expected a bool: " + value.error().message());

@@ -49,6 +49,7 @@ class Reader {
   Rows rows(const std::string& name, int64_t batch, int64_t channels);
 
   int64_t integer(const char* name, int64_t low, int64_t high = std::numeric_limits<int32_t>::max());
+  float number(const char* name);
   bool flag(const char* name);
 
   // Nothing may be left over.

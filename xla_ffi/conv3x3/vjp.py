@@ -138,9 +138,9 @@ def _norm_conv_backward(groups: int, eps: float, saved: Any, dy: Array) -> tuple
     del eps
     x, scale, offset, kernel, shift, added, norm = saved
     (dactive,) = _input_gradient(dy, kernel, (x.channels,))
-    dx, sums = gradient(x.parts, dactive, scale, offset, norm, groups=groups, silu=True)
+    found = gradient(x.parts, dactive, scale, offset, norm.mean, norm.inverse, groups=groups, silu=True)
     others = _parameter_gradients(x.parts, kernel, shift, added, dy, (norm.a, norm.b))
-    return Features(dx, of_moments(x)), *of_parameters(sums, scale, offset), *others
+    return Features(found.dx, of_moments(x)), *of_parameters(found.sums, scale, offset), *others
 
 
 _conv.defvjp(_conv_forward, _conv_backward)

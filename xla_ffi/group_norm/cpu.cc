@@ -2,19 +2,73 @@
 
 namespace jaxunet::cpu {
 
-void moments(const Moments& plan, Pool& pool) {
-  const auto x = widen(plan.x, plan.type, plan.batch * plan.pixels * plan.channels);
-  parallel(pool, plan.batch * plan.channels, [&](int64_t unit) {
-    const float* first = x.data() + unit / plan.channels * plan.pixels * plan.channels + unit % plan.channels;
-    double mean = 0, deviation = 0;
-    for (int64_t p = 0; p < plan.pixels; ++p) mean += first[p * plan.channels];
-    mean /= static_cast<double>(plan.pixels);
-    for (int64_t p = 0; p < plan.pixels; ++p) {
-      const double away = first[p * plan.channels] - mean;
-      deviation += away * away;
+namespace {
+
+// Of every (sample, channel): the mean and inverse deviation of its group, in float64.
+struct Groups {
+  std::vector<double> mean, inverse;
+};
+
+Groups groups_of(const NormInput& plan, const std::vector<float>& x, Pool& pool) {
+  const int64_t channels = plan.x.total, pixels = plan.pixels, size = channels / plan.groups;
+  Groups found{std::vector<double>(plan.batch * channels), std::vector<double>(plan.batch * channels)};
+  parallel(pool, plan.batch * plan.groups, [&](int64_t unit) {
+    const int64_t sample = unit / plan.groups, start = unit % plan.groups * size;
+    const auto elements = static_cast<double>(size) * static_cast<double>(pixels);
+    const auto sum = [&](const auto& term) {
+      double total = 0;
+      for (int64_t p = 0; p < pixels; ++p) {
+        const float* pixel = x.data() + (sample * pixels + p) * channels;
+        for (int64_t c = start; c < start + size; ++c) total += term(static_cast<double>(pixel[c]));
+      }
+      return total / elements;
+    };
+    const double mean = sum([](double v) { return v; });
+    const double variance = sum([&](double v) { return (v - mean) * (v - mean); });
+    for (int64_t c = start; c < start + size; ++c) {
+      found.mean[sample * channels + c] = mean;
+      found.inverse[sample * channels + c] = 1 / std::sqrt(variance + static_cast<double>(plan.eps));
     }
-    plan.moments[2 * unit] = static_cast<float>(mean);
-    plan.moments[2 * unit + 1] = static_cast<float>(deviation / static_cast<double>(plan.pixels));
+  });
+  return found;
+}
+
+// visit(sample, channel, index, scale, offset) of every (sample, channel).
+template <class Visit>
+void rows_of(const NormInput& plan, const Visit& visit) {
+  for (int64_t sample = 0; sample < plan.batch; ++sample) {
+    for (int64_t c = 0; c < plan.x.total; ++c) {
+      visit(sample, c, sample * plan.x.total + c, static_cast<double>(plan.scale.data[sample * plan.scale.stride + c]),
+            static_cast<double>(plan.offset.data[sample * plan.offset.stride + c]));
+    }
+  }
+}
+
+}  // namespace
+
+void norm_forward(const NormForward& plan, Pool& pool) {
+  auto x = join(plan.x, plan.type, plan.batch * plan.pixels);
+  const Groups groups = groups_of(plan, x, pool);
+  const int64_t channels = plan.x.total;
+  rows_of(plan, [&](int64_t sample, int64_t c, int64_t i, double scale, double offset) {
+    plan.mean[i] = static_cast<float>(groups.mean[i]);
+    plan.inverse[i] = static_cast<float>(groups.inverse[i]);
+    for (int64_t p = 0; p < plan.pixels; ++p) {
+      float& value = x[(sample * plan.pixels + p) * channels + c];
+      const double z = (value - groups.mean[i]) * groups.inverse[i] * scale + offset;
+      value = static_cast<float>(plan.silu ? z / (1 + std::exp(-z)) : z);
+    }
+  });
+  narrow(x, plan.type, plan.y);
+}
+
+void norm_statistics(const NormStatistics& plan, Pool& pool) {
+  const Groups groups = groups_of(plan, join(plan.x, plan.type, plan.batch * plan.pixels), pool);
+  rows_of(plan, [&](int64_t, int64_t, int64_t i, double scale, double offset) {
+    plan.mean[i] = static_cast<float>(groups.mean[i]);
+    plan.inverse[i] = static_cast<float>(groups.inverse[i]);
+    plan.a[i] = static_cast<float>(scale * groups.inverse[i]);
+    plan.b[i] = static_cast<float>(offset - groups.mean[i] * groups.inverse[i] * scale);
   });
 }
 
@@ -28,7 +82,7 @@ void norm_gradient(const NormGradient& plan, Pool& pool) {
   const int64_t channels = plan.x.total, pixels = plan.pixels, size = channels / plan.groups;
   const auto x = join(plan.x, plan.type, plan.batch * pixels);
   const auto dy = widen(plan.dy, plan.type, plan.batch * pixels * channels);
-  std::vector<float> dx(x.size());
+  std::vector<float> dx(x.size()), active(plan.active ? x.size() : 0);
   parallel(pool, plan.batch * plan.groups, [&](int64_t unit) {
     const int64_t sample = unit / plan.groups, start = unit % plan.groups * size;
     double constant = 0, slope = 0;  // sums over the group of scale · dz and of scale · dz · n
@@ -40,11 +94,12 @@ void norm_gradient(const NormGradient& plan, Pool& pool) {
         for (int64_t p = 0; p < pixels; ++p) {
           const int64_t i = (sample * pixels + p) * channels + c;
           const double n = (x[i] - mean) * inverse, z = scale * n + offset;
-          double dz = dy[i];
+          double dz = dy[i], s = 1;
           if (plan.silu) {
-            const double s = 1 / (1 + std::exp(-z));
+            s = 1 / (1 + std::exp(-z));
             dz *= s * (1 + z * (1 - s));
           }
+          if (plan.active) active[i] = static_cast<float>(z * s);
           s1 += dz;
           s2 += dz * n;
           visit(i, scale, inverse, n, dz);
@@ -63,6 +118,7 @@ void norm_gradient(const NormGradient& plan, Pool& pool) {
     });
   });
   split(dx, plan.type, plan.batch * pixels, plan.dx);
+  if (plan.active) narrow(active, plan.type, plan.active);
 }
 
 }  // namespace jaxunet::cpu

@@ -1,8 +1,11 @@
 """The GroupNorm handlers against the float64 oracle: those of the CPU (awkward cases), those of the GPU (all cases)."""
 
+import jax.numpy as jnp
+import numpy as np
 import pytest
 from parity import DTYPES, assert_parity
 
+from pallas_kernels.features import Features
 from pallas_kernels.group_norm import reference
 from pallas_kernels.group_norm.cases import AWKWARD, CASES, Case
 from pallas_kernels.group_norm.parity_test import inputs, op
@@ -26,3 +29,20 @@ def test_awkward_shapes(case, dtype):
 @pytest.mark.parametrize('case', CASES, ids=lambda c: c.name)
 def test_every_case(case, dtype):
     check(case, dtype, 3)
+
+
+@pytest.mark.parametrize('case', AWKWARD[:4], ids=lambda c: c.name)
+def test_the_backward_pass_writes_the_activation_again(case):
+    """The same numbers as forward, to a rounding or two: both compute in float32 or more."""
+    drawn = {name: jnp.asarray(value, dtype) for name, (value, dtype) in inputs(case, 'float32', case.batch or 2).items()}
+    parts = tuple(value for name, value in drawn.items() if name.startswith('x'))
+    x, scale, offset = Features(parts, (None,) * len(parts)), drawn['scale'], drawn['offset']
+    y = vjp.group_norm(x, scale, offset, groups=case.groups, silu=case.silu)
+    norm = vjp.statistics(x, scale, offset, groups=case.groups, eps=1e-5)
+    options = {'groups': case.groups, 'silu': case.silu}
+    found = vjp.gradient(parts, jnp.ones_like(y), scale, offset, norm.mean, norm.inverse, activation=True, **options)
+    np.testing.assert_allclose(found.active, y, rtol=0, atol=4e-7 * float(jnp.max(jnp.abs(y))))
+    plain = vjp.gradient(parts, jnp.ones_like(y), scale, offset, norm.mean, norm.inverse, **options)
+    assert plain.active is None
+    for a, b in zip((*found.dx, found.sums), (*plain.dx, plain.sums), strict=True):
+        np.testing.assert_array_equal(a, b)

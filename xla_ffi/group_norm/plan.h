@@ -7,12 +7,26 @@ namespace jaxunet {
 
 class Reader;
 
-// moments[b, c] = mean and mean squared deviation over the pixels of x[b, :, :, c].
-struct Moments {
+// What a normalisation starts from: the image, its groups, and the affine map that follows.
+struct NormInput {
   Type type;
-  int64_t batch, pixels, channels;
-  const void* x;
-  float* moments;  // (batch, channels, 2)
+  int64_t batch, pixels, groups;
+  float eps;
+  Parts x;
+  Rows scale, offset;
+};
+
+// y = act(n · scale + offset), n = (x - mean) · inverse, act = SiLU or identity; mean and inverse = 1 / sqrt(variance +
+// eps) of the group that a channel is in.
+struct NormForward : NormInput {
+  bool silu;
+  void* y;
+  float *mean, *inverse;  // (batch, channels)
+};
+
+// The same normalisation as a · x + b.
+struct NormStatistics : NormInput {
+  float *a, *b, *mean, *inverse;  // (batch, channels)
 };
 
 // y = act(a · x + b), act = SiLU or identity.
@@ -37,9 +51,11 @@ struct NormGradient {
   bool silu;
   float* sums;  // (batch, 2, channels)
   Parts dx;
+  void* active;  // act(z) once more, or null
 };
 
-Moments read_moments(Reader& call);
+NormForward read_norm_forward(Reader& call);
+NormStatistics read_norm_statistics(Reader& call);
 NormApply read_norm_apply(Reader& call);
 NormGradient read_norm_gradient(Reader& call);
 

@@ -11,23 +11,59 @@ Array read_image(Reader& call, Plan& plan) {
   plan.type = kind(first.element);
   plan.batch = first.dims[0];
   plan.pixels = first.dims[1] * first.dims[2];
-  plan.silu = call.flag("silu");
   first.dims[3] = plan.x.total;
   return first;
 }
 
+template <class Plan>
+void read_groups(Reader& call, Plan& plan) {
+  plan.groups = call.integer("groups", 1);
+  if (plan.x.total % plan.groups != 0) {
+    call.fail(std::to_string(plan.x.total) + " channels are not a multiple of " + std::to_string(plan.groups) +
+              " groups");
+  }
+}
+
+template <class Plan>
+Array read_input(Reader& call, Plan& plan) {
+  const Array x = read_image(call, plan);
+  read_groups(call, plan);
+  plan.eps = call.number("eps");
+  plan.scale = call.rows("scale", plan.batch, plan.x.total);
+  plan.offset = call.rows("offset", plan.batch, plan.x.total);
+  return x;
+}
+
+float* per_channel(Reader& call, const char* name, const NormInput& plan) {
+  return static_cast<float*>(call.result(name, ffi::DataType::F32, {plan.batch, plan.x.total}).data);
+}
+
 }  // namespace
 
-Moments read_moments(Reader& call) {
-  Array x;
-  const Parts parts = call.parts("x", 1, &x);
-  auto* out = call.result("moments", ffi::DataType::F32, {x.dims[0], parts.total, 2}).data;
-  return {kind(x.element), x.dims[0], x.dims[1] * x.dims[2], parts.total, x.data, static_cast<float*>(out)};
+NormForward read_norm_forward(Reader& call) {
+  NormForward plan{};
+  const Array x = read_input(call, plan);
+  plan.silu = call.flag("silu");
+  plan.y = call.result("y", x.element, x.dims).data;
+  plan.mean = per_channel(call, "mean", plan);
+  plan.inverse = per_channel(call, "inverse", plan);
+  return plan;
+}
+
+NormStatistics read_norm_statistics(Reader& call) {
+  NormStatistics plan{};
+  read_input(call, plan);
+  plan.a = per_channel(call, "a", plan);
+  plan.b = per_channel(call, "b", plan);
+  plan.mean = per_channel(call, "mean", plan);
+  plan.inverse = per_channel(call, "inverse", plan);
+  return plan;
 }
 
 NormApply read_norm_apply(Reader& call) {
   NormApply plan{};
   const Array x = read_image(call, plan);
+  plan.silu = call.flag("silu");
   plan.a = call.rows("a", plan.batch, plan.x.total);
   plan.b = call.rows("b", plan.batch, plan.x.total);
   plan.y = call.result("y", x.element, x.dims).data;
@@ -37,11 +73,8 @@ NormApply read_norm_apply(Reader& call) {
 NormGradient read_norm_gradient(Reader& call) {
   NormGradient plan{};
   const Array x = read_image(call, plan);
-  plan.groups = call.integer("groups", 1);
-  if (plan.x.total % plan.groups != 0) {
-    call.fail(std::to_string(plan.x.total) + " channels are not a multiple of " + std::to_string(plan.groups) +
-              " groups");
-  }
+  plan.silu = call.flag("silu");
+  read_groups(call, plan);
   plan.dy = call.operand("dy", x.element, x.dims).data;
   plan.scale = call.rows("scale", plan.batch, plan.x.total);
   plan.offset = call.rows("offset", plan.batch, plan.x.total);
@@ -54,6 +87,7 @@ NormGradient read_norm_gradient(Reader& call) {
     part[3] = plan.x.channels[i];
     plan.dx.data[i] = call.result("dx[" + std::to_string(i) + "]", x.element, part).data;
   }
+  if (call.flag("activation")) plan.active = call.result("active", x.element, x.dims).data;
   return plan;
 }
 

@@ -45,16 +45,25 @@ def group_norm(
 
 
 def statistics(x: Features, scale: Array, offset: Array, *, groups: int, eps: float) -> Norm:
-    """The normalisation from the parts' moments, which a kernel computes where the producer did not.
+    """The normalisation of x: from the producers' moments where every part came with them, else from one read of x.
 
     Raises:
       ValueError: channels that are not a multiple of `groups`.
     """
-    found = [_moments(part) if known is None else known for part, known in zip(x.parts, x.moments, strict=True)]
-    batch, channels = found[0].shape[0], x.channels
-    if groups < 1 or channels % groups:
-        raise ValueError(f'group_norm: {channels} channels are not a multiple of {groups} groups')
-    moments = jnp.concatenate(found, axis=1).reshape(batch, groups, channels // groups, 2)
+    if groups < 1 or x.channels % groups:
+        raise ValueError(f'group_norm: {x.channels} channels are not a multiple of {groups} groups')
+    known = [m for m in x.moments if m is not None]
+    if len(known) == len(x.parts):
+        return _combined(jnp.concatenate(known, axis=1), scale, offset, groups=groups, eps=eps)
+    shape = jax.ShapeDtypeStruct((x.parts[0].shape[0], x.channels), jnp.float32)
+    call = jax.ffi.ffi_call('jaxunet_group_norm_statistics', [shape] * 4, vmap_method='sequential')
+    return Norm(*call(*_operands(x, scale, offset), parts=np.int64(len(x.parts)), groups=np.int64(groups), eps=np.float32(eps)))
+
+
+def _combined(moments: Array, scale: Array, offset: Array, *, groups: int, eps: float) -> Norm:
+    """The normalisation from the moments of every (sample, channel)."""
+    batch, channels, _ = moments.shape
+    moments = moments.reshape(batch, groups, channels // groups, 2)
     mean, deviation = moments[..., 0], moments[..., 1]
     centre = jnp.mean(mean, axis=-1, keepdims=True)
     variance = jnp.mean(deviation + jax.lax.square(mean - centre), axis=-1, keepdims=True)
@@ -64,16 +73,50 @@ def statistics(x: Features, scale: Array, offset: Array, *, groups: int, eps: fl
     return Norm(a, offset.astype(jnp.float32) - centre * a, centre, inverse)
 
 
+def _operands(x: Features, scale: Array, offset: Array) -> tuple[Array, ...]:
+    return (*x.parts, scale.astype(jnp.float32), offset.astype(jnp.float32))
+
+
+class Gradient(NamedTuple):
+    """What a normalisation's backward pass gives.
+
+    Fields:
+      dx: of every part of x.
+      sums: over pixels, whose rows are the gradients of offset and scale.
+      active: the activation again, where it was asked for.
+    """
+
+    dx: tuple[Array, ...]
+    sums: Float[Array, 'batch 2 channels']
+    active: Array | None
+
+
 def gradient(
-    parts: Sequence[Array], dy: Array, scale: Array, offset: Array, norm: Norm, *, groups: int, silu: bool
-) -> tuple[tuple[Array, ...], Float[Array, 'batch 2 channels']]:
-    """The gradient of every part, and the sums over pixels whose rows are the gradients of offset and scale."""
+    parts: Sequence[Array],
+    dy: Array,
+    scale: Array,
+    offset: Array,
+    mean: Array,
+    inverse: Array,
+    *,
+    groups: int,
+    silu: bool,
+    activation: bool = False,
+) -> Gradient:
+    """The gradients of a normalisation, given that of its result, in one launch.
+
+    Args:
+      mean, inverse: as `Norm` has them.
+      activation: also write act(norm(x) · scale + offset) again, from the same read of x: a weight gradient reads it.
+    """
     batch, *_, channels = dy.shape
     shapes = [jax.ShapeDtypeStruct((batch, 2, channels), jnp.float32), *(jax.ShapeDtypeStruct(p.shape, p.dtype) for p in parts)]
+    shapes += [jax.ShapeDtypeStruct(dy.shape, dy.dtype)] * activation
     call = jax.ffi.ffi_call('jaxunet_group_norm_gradient', shapes, vmap_method='sequential')
-    affine = (scale.astype(jnp.float32), offset.astype(jnp.float32), norm.mean, norm.inverse)
-    sums, *dx = call(*parts, dy, *affine, parts=np.int64(len(parts)), groups=np.int64(groups), silu=silu)
-    return tuple(dx), sums
+    affine = (scale.astype(jnp.float32), offset.astype(jnp.float32), mean, inverse)
+    attributes = {'parts': np.int64(len(parts)), 'groups': np.int64(groups), 'silu': silu, 'activation': activation}
+    sums, *arrays = call(*parts, dy, *affine, **attributes)
+    return Gradient(tuple(arrays[: len(parts)]), sums, arrays[-1] if activation else None)
 
 
 def of_parameters(sums: Float[Array, 'batch 2 channels'], scale: Array, offset: Array) -> tuple[Array, Array]:
@@ -88,28 +131,31 @@ def of_moments(x: Features) -> tuple[Array | None, ...]:
     return tuple(None if known is None else jnp.zeros_like(known) for known in x.moments)
 
 
-def _moments(x: Float[Array, 'batch height width channels']) -> Float[Array, 'batch channels 2']:
-    shape = jax.ShapeDtypeStruct((x.shape[0], x.shape[3], 2), jnp.float32)
-    return jax.ffi.ffi_call('jaxunet_group_norm_moments', shape, vmap_method='sequential')(x)
-
-
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4, 5))
 def _group_norm(x: Features, scale: Array, offset: Array, groups: int, eps: float, silu: bool) -> Array:
     return _forward(x, scale, offset, groups, eps, silu)[0]
 
 
 def _forward(x: Features, scale: Array, offset: Array, groups: int, eps: float, silu: bool) -> tuple[Array, Any]:
-    norm = statistics(x, scale, offset, groups=groups, eps=eps)
+    attributes: dict[str, Any] = {'parts': np.int64(len(x.parts)), 'silu': silu}
     shape = jax.ShapeDtypeStruct((*x.parts[0].shape[:3], x.channels), x.dtype)
-    call = jax.ffi.ffi_call('jaxunet_group_norm_apply', shape, vmap_method='sequential')
-    return call(*x.parts, norm.a, norm.b, parts=np.int64(len(x.parts)), silu=silu), (x, scale, offset, norm)
+    if all(m is not None for m in x.moments):
+        norm = statistics(x, scale, offset, groups=groups, eps=eps)
+        call = jax.ffi.ffi_call('jaxunet_group_norm_apply', shape, vmap_method='sequential')
+        return call(*x.parts, norm.a, norm.b, **attributes), (x, scale, offset, norm.mean, norm.inverse)
+    if groups < 1 or x.channels % groups:
+        raise ValueError(f'group_norm: {x.channels} channels are not a multiple of {groups} groups')
+    rows = jax.ShapeDtypeStruct((shape.shape[0], x.channels), jnp.float32)
+    call = jax.ffi.ffi_call('jaxunet_group_norm_forward', [shape, rows, rows], vmap_method='sequential')
+    y, mean, inverse = call(*_operands(x, scale, offset), groups=np.int64(groups), eps=np.float32(eps), **attributes)
+    return y, (x, scale, offset, mean, inverse)
 
 
 def _backward(groups: int, eps: float, silu: bool, saved: Any, dy: Array) -> tuple[Features, Array, Array]:
     del eps
-    x, scale, offset, norm = saved
-    dx, sums = gradient(x.parts, dy, scale, offset, norm, groups=groups, silu=silu)
-    return Features(dx, of_moments(x)), *of_parameters(sums, scale, offset)
+    x, scale, offset, mean, inverse = saved
+    found = gradient(x.parts, dy, scale, offset, mean, inverse, groups=groups, silu=silu)
+    return Features(found.dx, of_moments(x)), *of_parameters(found.sums, scale, offset)
 
 
 _group_norm.defvjp(_forward, _backward)

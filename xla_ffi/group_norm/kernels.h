@@ -1,0 +1,15 @@
+// Launches of the CUDA kernels; they allocate nothing and run on the given stream.
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include "plan.h"
+
+namespace jaxunet::cuda {
+
+cudaError_t norm_forward(const NormForward& plan, cudaStream_t stream);
+cudaError_t norm_statistics(const NormStatistics& plan, cudaStream_t stream);
+cudaError_t norm_apply(const NormApply& plan, cudaStream_t stream);
+cudaError_t norm_gradient(const NormGradient& plan, cudaStream_t stream);
+
+}  // namespace jaxunet::cuda
