@@ -1,11 +1,11 @@
-"""Times the Pallas kernels beside XLA, op by op, on the shapes of our networks.
+"""Times the Pallas and CUDA kernels beside XLA, op by op, on the shapes of our networks.
 
     python -m jaxunet.benchmark_kernels [--ops conv3x3,attention] [--batch_sizes 32,256] [--cases 64x64] [--seconds 120]
     python -m jaxunet.benchmark_kernels --table pallas_kernels/h200.jsonl
 
-Both sides of every direction of every case compile in parallel, in the order of batch sizes, and are timed in one trace: GPU time of
+All sides of every direction of every case compile in parallel, in the order of batch sizes, and are timed in one trace: GPU time of
 their kernels, median of calls in shuffled order. Each result is appended to `--output` as a JSON line; at the end comes the summary, and
-what there was no time for. The exit status is 1 if a side failed or the two sides' results differ.
+what there was no time for. The exit status is 1 if a side failed or differs from XLA in its results. The CUDA kernels take part where `backend=cuda` runs.
 
 On Hopper the kernels are lowered in processes of their own if the package flatbuffers is there, which saves minutes.
 """
@@ -20,7 +20,7 @@ import time
 from collections.abc import Sequence
 
 import jax
-from absl import flags
+from absl import flags, logging
 
 from jaxunet import cli
 from jaxunet.benchmarking import kernel_table, kernels, rows
@@ -28,6 +28,8 @@ from jaxunet.errors import UserError
 from pallas_kernels import device, lowering
 from pallas_kernels.lowering import KINDS
 from pallas_kernels.measurement import Measurement
+from xla_ffi import backend as ffi
+from xla_ffi import unavailable
 
 OPS = flags.DEFINE_list('ops', [], f'Some of {", ".join(KINDS)}; default: all.')
 BATCH_SIZES = flags.DEFINE_list('batch_sizes', ['32', '256'], 'Batch sizes, the most important first.')
@@ -41,11 +43,15 @@ def main(argv: Sequence[str]) -> int:
     if TABLE.value is not None:
         print(kernel_table.tables(rows.read(TABLE.value)))
         return 0
-    wanted = kernels.select(OPS.value, BATCH_SIZES.value, CASES.value)
+    missing = unavailable()
+    others = {} if missing else {'cuda': ffi}
+    wanted = kernels.select(OPS.value, BATCH_SIZES.value, CASES.value, others)
     try:
         target = device.target()
     except device.UnsupportedDeviceError as error:
         raise UserError(f'{error}; a benchmark of the kernels needs one') from None
+    if missing:
+        logging.info('without the CUDA kernels: %s', missing)
     jax.config.update('jax_enable_compilation_cache', False)  # a program from the cache would show no compile time
     sys.setswitchinterval(0.05)  # lowering is Python: threads that take turns too often slow one another
     origin = {'kind': 'kernel', 'time': datetime.datetime.now(datetime.UTC).isoformat(timespec='seconds'), **rows.provenance()}

@@ -11,6 +11,7 @@ import numpy as np
 from jaxtyping import PyTree
 
 SETS = 2  # of inputs, which calls take in turn
+NONE: Mapping[str, Any] = {}  # no further backends
 WEIGHTS = ('kernel', 'shortcut')  # inputs that are scaled to keep the size of what they multiply
 
 
@@ -19,7 +20,7 @@ class Measurement(NamedTuple):
 
     Fields:
       op, case, direction, batch: what the row is called.
-      sides: functions of the inputs that compute the same: `xla`, the reference, and `pallas`, the kernels.
+      sides: functions of the inputs that compute the same: `xla`, the reference, and those of kernels: `pallas`, and others by name.
       inputs: shapes and types by name.
       flops: of the products, multiplications and additions; None where there are none to speak of.
     """

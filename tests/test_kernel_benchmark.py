@@ -22,6 +22,7 @@ from jaxunet.errors import UserError
 from pallas_kernels import device, lowering, timing
 from pallas_kernels.conv3x3 import hopper, hopper_weight_gradient, tune_hopper
 from pallas_kernels.measurement import Inputs, Measurement, with_gradients
+from xla_ffi import backend as ffi
 
 ORIGIN = {'kind': 'kernel', 'device': 'NVIDIA H200', 'git': 'abc1234', 'driver': '1', 'versions': {'jax': '0.11.2'}}
 
@@ -127,6 +128,20 @@ def test_rows() -> None:
     json.dumps(nan, allow_nan=False)
 
 
+def test_a_row_of_three_sides() -> None:
+    """Every backend has its numbers, and none may differ from XLA."""
+
+    def sides(cuda: float) -> Measurement:
+        m = toy('three')
+        return m._replace(sides={**m.sides, 'cuda': lambda i: {'y': i['x'][0] * cuda, 'sum': jnp.sum(i['x'][0], axis=0)}})
+
+    (row,) = measured(sides(2.0))
+    assert (row['us_cuda'], row['ratio_cuda'], row['ratio'], row['error']) == (9.0, 3.333, 3.333, None)
+    assert (row['tflops_cuda'], row['gbps_cuda']) == (row['tflops'], row['gbps'])
+    (row,) = measured(sides(2.5))
+    assert 'differ by 0.25' in row['error']
+
+
 def test_what_was_not_compiled_or_seen_is_not_lost() -> None:
     late = toy('late')
     assert measured(late, seconds=-1) == [late]
@@ -221,12 +236,13 @@ def test_sides_are_the_kernels_and_xla(name: str) -> None:
 
 
 def test_every_measurement_can_be_built() -> None:
-    """Names are unique, both sides give the same shapes and types, and work is counted."""
-    found = kernels.select([], ['2'], '')
+    """Names are unique, all sides give the same shapes and types, and work is counted."""
+    found = kernels.select([], ['2'], '', {'cuda': ffi})
     assert len({m.name for m in found}) == len(found) > 200
     for m in found[::9]:
         with device.use(device.Target.HOPPER):
-            assert jax.eval_shape(m.sides['pallas'], m.inputs) == jax.eval_shape(m.sides['xla'], m.inputs), m.name
+            shapes = {side: jax.eval_shape(function, m.inputs) for side, function in m.sides.items()}
+        assert shapes['pallas'] == shapes['cuda'] == shapes['xla'], m.name
         assert m.bytes_needed() > 0
         assert (m.flops is None) == (m.op == 'group_norm')
 
@@ -278,18 +294,20 @@ def test_tables(tmp_path: pathlib.Path) -> None:
         example('b', 32, 0.5),
         example('a', 256, 3.0),
         example('b', 256, 1.0, error='broken'),
-        example('n', 32, 1.5, op='group_norm', tflops=None),
+        example('n', 32, 1.5, op='group_norm', tflops=None, us_cuda=5.0, ratio_cuda=3.0, tflops_cuda=None, gbps_cuda=2469.0),
     ]
     path = tmp_path / 'rows.jsonl'
     for row in found:
         rows.append(path, row)
     printed = call('jaxunet.benchmark_kernels', f'--table={path}').splitlines()
-    assert '| conv3x3 | forward | 32 | 2 | 1.00 | 0.50 | b |' in printed
-    assert '| conv3x3 | forward | 256 | 1 | 3.00 | 3.00 | a |' in printed
+    assert '| pallas | conv3x3 | forward | 32 | 2 | 1.00 | 0.50 | b |' in printed
+    assert '| pallas | conv3x3 | forward | 256 | 1 | 3.00 | 3.00 | a |' in printed
     assert '| a | 10.0 | 600 | 1234 | 2.00 | 10.0 | 600 | 1234 | 3.00 |' in printed
     assert '| b | 10.0 | 600 | 1234 | 0.50 | – | – | – | – |' in printed
     assert '| n | 10.0 | – | 1234 | 1.50 |' in printed
-    assert sum('NVIDIA H200' in line for line in printed) == 3
+    assert '| cuda | group_norm | forward | 32 | 1 | 3.00 | 3.00 | n |' in printed
+    assert '| n | 5.0 | – | 2469 | 3.00 |' in printed
+    assert sum('NVIDIA H200' in line for line in printed) == 4
     assert printed == kernel_table.tables(found).splitlines()
 
 

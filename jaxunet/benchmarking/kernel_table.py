@@ -10,6 +10,7 @@ from typing import Any
 from jaxunet.benchmarking.rows import Row
 from jaxunet.errors import UserError
 
+KERNELS = ('pallas', 'cuda')  # backends whose kernels are measured beside XLA
 NEEDED = ('device', 'op', 'case', 'direction', 'batch', 'dtype')  # a later row that agrees in these takes the place of an earlier one
 
 
@@ -32,11 +33,25 @@ def latest(found: Iterable[Row]) -> list[Row]:
     return list(newest.values())
 
 
+def suffixes(row: Row) -> dict[str, str]:
+    """The backends in a row whose kernels it measured, and what ends the names of their ratio, tflops and gbps: Pallas has the plain names."""
+    return {side: '' if side == 'pallas' else f'_{side}' for side in KERNELS if f'us_{side}' in row}
+
+
+def by_backend(found: Iterable[Row]) -> list[Row]:
+    """The newest rows, one for each backend: `backend`, `us`, `ratio`, `tflops` and `gbps` are its own."""
+    return [
+        row | {'backend': side, 'us': row[f'us_{side}']} | {name: row[name + suffix] for name in ('ratio', 'tflops', 'gbps')}
+        for row in latest(found)
+        for side, suffix in suffixes(row).items()
+    ]
+
+
 def summary(found: Iterable[Row]) -> str:
-    """Markdown: geometric mean and minimum of XLA's time over the kernels', by op, direction and batch size; a table a device."""
+    """Markdown: geometric mean and minimum of XLA's time over the kernels', by backend, op, direction and batch; a table a device."""
     devices: dict[str, dict[tuple[Any, ...], list[Row]]] = collections.defaultdict(lambda: collections.defaultdict(list))
-    for row in latest(found):
-        devices[row['device']][row['op'], row['direction'], row['batch']].append(row)
+    for row in by_backend(found):
+        devices[row['device']][row['backend'], row['op'], row['direction'], row['batch']].append(row)
     lines = []
     for name, groups in devices.items():
         everything = [row for group in groups.values() for row in group]
@@ -44,7 +59,7 @@ def summary(found: Iterable[Row]) -> str:
         commits = ', '.join(dict.fromkeys(str(row['git']) for row in everything))
         lines += ['', f"{name}, {versions}, commit {commits}; XLA's time over the kernels'.", '']
         lines += _table(
-            ('op', 'direction', 'batch', 'cases', 'geometric mean', 'minimum', 'slowest case'),
+            ('kernels', 'op', 'direction', 'batch', 'cases', 'geometric mean', 'minimum', 'slowest case'),
             (
                 (*key, len(group), f'{statistics.geometric_mean(r["ratio"] for r in group):.2f}', f'{worst["ratio"]:.2f}', worst['case'])
                 for key, group in groups.items()
@@ -55,17 +70,17 @@ def summary(found: Iterable[Row]) -> str:
 
 
 def tables(found: Iterable[Row]) -> str:
-    """Markdown: the summary, then for every device, op and direction a table with a row a case."""
+    """Markdown: the summary, then for every device, backend, op and direction a table with a row a case."""
     found = latest(found)
-    parts: dict[tuple[str, str, str], list[Row]] = collections.defaultdict(list)
-    for row in found:
-        parts[row['device'], row['op'], row['direction']].append(row)
+    parts: dict[tuple[str, ...], list[Row]] = collections.defaultdict(list)
+    for row in by_backend(found):
+        parts[row['device'], row['backend'], row['op'], row['direction']].append(row)
     lines = [summary(found)]
-    for (name, op, direction), group in parts.items():
+    for (name, backend, op, direction), group in parts.items():
         batches = sorted({row['batch'] for row in group})
         cells = {(row['case'], row['batch']): row for row in group}
         head = [f'{what}, batch {batch}' for batch in batches for what in ('µs', 'TFLOP/s', 'GB/s', '× XLA')]
-        lines += ['', f'`{op}` {direction}, {name}', '']
+        lines += ['', f'`{op}` {direction}, {backend}, {name}', '']
         lines += _table(
             ('case', *head),
             ((case, *(cell for b in batches for cell in _cells(cells.get((case, b))))) for case in dict.fromkeys(r['case'] for r in group)),
@@ -77,7 +92,7 @@ def _cells(row: Row | None) -> tuple[str, ...]:
     if row is None:
         return ('–',) * 4
     rate = '–' if row['tflops'] is None else f'{row["tflops"]:.0f}'
-    return f'{row["us_pallas"]:.1f}', rate, f'{row["gbps"]:.0f}', f'{row["ratio"]:.2f}'
+    return f'{row["us"]:.1f}', rate, f'{row["gbps"]:.0f}', f'{row["ratio"]:.2f}'
 
 
 def _table(head: Sequence[str], body: Iterable[Sequence[Any]]) -> list[str]:

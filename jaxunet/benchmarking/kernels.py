@@ -1,4 +1,4 @@
-"""Measures the Pallas kernels beside XLA: what to measure, building it, timing it, and the rows that come of it."""
+"""Measures the kernels of every backend beside XLA: what to measure, building it, timing it, and the rows that come of it."""
 
 from __future__ import annotations
 
@@ -13,11 +13,12 @@ import jax
 import numpy as np
 from absl import logging
 
+from jaxunet.benchmarking import kernel_table
 from jaxunet.benchmarking.rows import Row
 from jaxunet.errors import UserError, near_misses
 from pallas_kernels import lowering, timing
 from pallas_kernels.lowering import KINDS
-from pallas_kernels.measurement import Inputs, Measurement
+from pallas_kernels.measurement import NONE, Inputs, Measurement
 
 DTYPE = 'bfloat16'
 THREADS = 16
@@ -39,8 +40,8 @@ class Built(NamedTuple):
     temp_bytes: int
 
 
-def select(ops: Sequence[str], batch_sizes: Sequence[str], cases: str) -> list[Measurement]:
-    """What these flags ask for, in the order in which it is measured.
+def select(ops: Sequence[str], batch_sizes: Sequence[str], cases: str, others: Mapping[str, Any] = NONE) -> list[Measurement]:
+    """What these flags ask for, in the order in which it is measured; `others` are the ops of backends beside XLA and Pallas, by name.
 
     Raises:
       UserError: an unknown op, a batch size that is no positive number, or an expression that is none or finds no case.
@@ -55,7 +56,9 @@ def select(ops: Sequence[str], batch_sizes: Sequence[str], cases: str) -> list[M
         pattern = re.compile(cases)
     except re.error as error:
         raise UserError(f'--cases: {cases!r} is not a regular expression: {error}') from None
-    every = [m for size in batch_sizes for op, kind in KINDS.items() if not ops or op in ops for m in kind.measurements(int(size), DTYPE)]
+    every = [
+        m for size in batch_sizes for op, kind in KINDS.items() if not ops or op in ops for m in kind.measurements(int(size), DTYPE, others)
+    ]
     found = [m for m in every if pattern.search(m.case)]
     if not found:
         known = ', '.join(list(dict.fromkeys(m.case for m in every))[:8])
@@ -89,7 +92,8 @@ def measure(
             if len(ready) < len(sides):
                 continue
             try:
-                differences[name] = difference(*(b.run(inputs.of(m, 0)) for b in ready.values()))
+                exact, *rest = (b.run(inputs.of(m, 0)) for b in ready.values())
+                differences[name] = max(difference(exact, found) for found in rest)
             except Exception as error:  # one that does not run must not end the others
                 built |= {f'{name}_{side}': error for side in sides}
                 continue
@@ -181,9 +185,12 @@ def to_row(
         row[f'us_{side}_quartiles'] = [round(us, 3) for us in seen.quartiles]
         row[f'kernels_{side}'] = {kernel: round(us, 3) for kernel, us in seen.kernels.items()}
         row |= {f'lower_s_{side}': round(b.lower_s, 3), f'compile_s_{side}': round(b.compile_s, 3), f'temp_bytes_{side}': b.temp_bytes}
-    us, moved = row['us_pallas'], m.bytes_needed()
-    row |= {'ratio': round(row['us_xla'] / us, 3), 'flops': m.flops, 'bytes': moved}
-    row |= {'tflops': None if m.flops is None else round(m.flops / us / 1e6, 1), 'gbps': round(moved / us / 1e3, 1)}
+    moved = m.bytes_needed()
+    row |= {'flops': m.flops, 'bytes': moved}
+    for side, suffix in kernel_table.suffixes(row).items():
+        us = row[f'us_{side}']
+        row[f'ratio{suffix}'] = round(row['us_xla'] / us, 3)
+        row |= {f'tflops{suffix}': None if m.flops is None else round(m.flops / us / 1e6, 1), f'gbps{suffix}': round(moved / us / 1e3, 1)}
     assert off is not None
     row['difference'] = float(f'{off:.2g}') if np.isfinite(off) else None
     if off > ALLOWED:

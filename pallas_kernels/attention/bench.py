@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -13,17 +13,20 @@ from jax.typing import DTypeLike
 from pallas_kernels import backend
 from pallas_kernels.attention import reference
 from pallas_kernels.attention.cases import CIFAR10, ELEPHANTS64
-from pallas_kernels.measurement import Measurement, with_gradients
+from pallas_kernels.measurement import NONE, Measurement, with_gradients
 
 CASES = ELEPHANTS64 + CIFAR10
 
 
-def measurements(batch: int, dtype: DTypeLike = jnp.bfloat16) -> Iterator[Measurement]:
-    """Everything to time at a batch size. Backward counts 2.5 times forward's work, the weights computed again (arXiv 2307.08691)."""
+def measurements(batch: int, dtype: DTypeLike = jnp.bfloat16, others: Mapping[str, Any] = NONE) -> Iterator[Measurement]:
+    """Everything to time at a batch size, on XLA, Pallas and `others`: the ops of further backends by name.
+
+    Backward counts 2.5 times forward's work, the weights computed again (arXiv 2307.08691).
+    """
     for case in CASES:
         channels, flops = case.heads * case.width, case.flops(batch)
         inputs = {'qkv': jax.ShapeDtypeStruct((batch, case.tokens, 3 * channels), dtype)}
-        sides = {'xla': _side(case.heads, reference.attention), 'pallas': _side(case.heads, backend.attention)}
+        sides = {name: _side(case.heads, ops.attention) for name, ops in {'xla': reference, 'pallas': backend, **others}.items()}
         yield Measurement('attention', case.name, 'forward', batch, sides, inputs, flops)
         both = {name: with_gradients(side) for name, side in sides.items()}
         inputs = inputs | {'dy': jax.ShapeDtypeStruct((batch, case.tokens, channels), dtype)}

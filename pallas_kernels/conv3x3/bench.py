@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -13,56 +13,61 @@ from pallas_kernels import backend
 from pallas_kernels.conv3x3 import dispatch, reference
 from pallas_kernels.conv3x3.cases import CIFAR10, ELEPHANTS64, Case
 from pallas_kernels.features import Features
-from pallas_kernels.measurement import Measurement, with_gradients
+from pallas_kernels.measurement import NONE, Measurement, with_gradients
 
 CASES = ELEPHANTS64 + CIFAR10
 IMAGE_CHANNELS = 3
 Named = dict[str, Any]
 
 
-def measurements(batch: int, dtype: DTypeLike = jnp.bfloat16) -> Iterator[Measurement]:
-    """Everything to time at a batch size. Plain convolutions are named by height, width and channels, fused ones as their case."""
+def measurements(batch: int, dtype: DTypeLike = jnp.bfloat16, others: Mapping[str, Any] = NONE) -> Iterator[Measurement]:
+    """Everything to time at a batch size, on XLA, Pallas and `others`: the ops of further backends by name.
+
+    Plain convolutions are named by height, width and channels, fused ones as their case.
+    """
     shapes = dict.fromkeys((case.height, case.width, case.channels, case.features) for case in CASES)
     for shape in shapes:
-        yield from _plain(Case(*shape[:2], (shape[2],), shape[3], norm=False), batch, dtype)
+        yield from _plain(Case(*shape[:2], (shape[2],), shape[3], norm=False), batch, dtype, others)
     for case in dict.fromkeys(case for case in CASES if case.norm):
-        yield from _fused(case, batch, dtype)
+        yield from _fused(case, batch, dtype, others)
 
 
-def _plain(case: Case, batch: int, dtype: DTypeLike) -> Iterator[Measurement]:
+def _plain(case: Case, batch: int, dtype: DTypeLike, others: Mapping[str, Any]) -> Iterator[Measurement]:
     array = jax.ShapeDtypeStruct
     image = batch, case.height, case.width
     x, dy = array((*image, case.channels), dtype), array((*image, case.features), dtype)
     kernel, shift = array((3, 3, case.channels, case.features), dtype), array((1, case.features), jnp.float32)
 
-    def convolve(x: Any, kernel: Any) -> Any:
-        return reference.conv3x3(Features.of(x), kernel, jnp.zeros(shift.shape, shift.dtype)).value
-
     # Only shapes matter of where a linear function is differentiated: no zeros are made.
-    directions: dict[str, tuple[Named, Callable[[Named], Any], Callable[[Named], Any]]] = {
-        'forward': (
-            {'x': x, 'kernel': kernel, 'shift': shift},
-            lambda i: reference.conv3x3(Features.of(i['x']), i['kernel'], i['shift']).value,
-            lambda i: backend.conv3x3(Features.of(i['x']), i['kernel'], i['shift']).value,
-        ),
-        'input_gradient': (
-            {'dy': dy, 'kernel': kernel},
+    def side(ops: Any) -> tuple[Callable[[Named], Any], ...]:
+        def convolve(x: Any, kernel: Any) -> Any:
+            return ops.conv3x3(Features.of(x), kernel, jnp.zeros(shift.shape, shift.dtype)).value
+
+        return (
+            lambda i: ops.conv3x3(Features.of(i['x']), i['kernel'], i['shift']).value,
             lambda i: jax.vjp(lambda x: convolve(x, i['kernel']), jnp.zeros(x.shape, x.dtype))[1](i['dy'])[0],
-            lambda i: dispatch.input_gradient(i['dy'], i['kernel'], (case.channels,))[0],
-        ),
-        'weight_gradient': (
-            {'x': x, 'dy': dy},
             lambda i: jax.vjp(lambda k: convolve(i['x'], k), jnp.zeros(kernel.shape, kernel.dtype))[1](i['dy'])[0],
-            lambda i: dispatch.weight_gradient((i['x'],), i['dy']).astype(kernel.dtype),
-        ),
+        )
+
+    pallas = (
+        side(backend)[0],
+        lambda i: dispatch.input_gradient(i['dy'], i['kernel'], (case.channels,))[0],
+        lambda i: dispatch.weight_gradient((i['x'],), i['dy']).astype(kernel.dtype),
+    )
+    sides = {'xla': side(reference), 'pallas': pallas} | {name: side(ops) for name, ops in others.items()}
+    directions: dict[str, Named] = {
+        'forward': {'x': x, 'kernel': kernel, 'shift': shift},
+        'input_gradient': {'dy': dy, 'kernel': kernel},
+        'weight_gradient': {'x': x, 'dy': dy},
     }
-    for direction, (inputs, xla, pallas) in directions.items():
+    for index, (direction, inputs) in enumerate(directions.items()):
         if direction == 'input_gradient' and case.channels == IMAGE_CHANNELS:
             continue  # training differentiates by no image
-        yield Measurement('conv3x3', case.name, direction, batch, {'xla': xla, 'pallas': pallas}, inputs, case.flops(batch))
+        each = {name: functions[index] for name, functions in sides.items()}
+        yield Measurement('conv3x3', case.name, direction, batch, each, inputs, case.flops(batch))
 
 
-def _fused(case: Case, batch: int, dtype: DTypeLike) -> Iterator[Measurement]:
+def _fused(case: Case, batch: int, dtype: DTypeLike, others: Mapping[str, Any]) -> Iterator[Measurement]:
     array, wide = jax.ShapeDtypeStruct, jnp.float32
     image = batch, case.height, case.width
     inputs: Named = {
@@ -88,11 +93,11 @@ def _fused(case: Case, batch: int, dtype: DTypeLike) -> Iterator[Measurement]:
 
         return call
 
-    xla, pallas = side(reference), side(backend)
-    yield Measurement('norm_silu_conv3x3', case.name, 'forward', batch, {'xla': xla, 'pallas': pallas}, inputs, flops)
+    sides = {name: side(ops) for name, ops in {'xla': reference, 'pallas': backend, **others}.items()}
+    yield Measurement('norm_silu_conv3x3', case.name, 'forward', batch, sides, inputs, flops)
     # The gradient of what is added as it is would be dy itself: a copy, which no network makes.
     fixed = () if projected else ('residual',)
-    both = {'xla': with_gradients(xla, fixed), 'pallas': with_gradients(pallas, fixed)}
+    both = {name: with_gradients(function, fixed) for name, function in sides.items()}
     inputs = inputs | {'dy': array((*image, case.features), dtype)}
     yield Measurement('norm_silu_conv3x3', case.name, 'forward+backward', batch, both, inputs, 3 * flops)
 
