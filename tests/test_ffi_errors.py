@@ -1,5 +1,6 @@
 """Wrong calls of the FFI handlers are XLA errors with a message; never a crash, never a result."""
 
+import math
 import random
 from typing import Any, NamedTuple
 
@@ -24,12 +25,16 @@ class Call(NamedTuple):
     operands: list[Shape]
     results: list[Shape]
     attributes: dict[str, Any]
+    in_place: int = -1  # the operand whose place the first result takes, and so on
 
     def __call__(self) -> Any:
         shapes = [jax.ShapeDtypeStruct(*shape) for shape in self.results]
         with jax.default_device(CPU):
             operands = [jax.device_put(np.zeros(*shape), CPU) for shape in self.operands]
-            return jax.block_until_ready(jax.ffi.ffi_call(self.target, shapes)(*operands, **self.attributes))
+            last = min(len(operands), self.in_place + len(shapes))
+            same = {i: i - self.in_place for i in range(self.in_place, last) if self.operands[i] == self.results[i - self.in_place]}
+            aliases = same if self.in_place >= 0 else None
+            return jax.block_until_ready(jax.ffi.ffi_call(self.target, shapes, input_output_aliases=aliases)(*operands, **self.attributes))
 
 
 def right(draw: random.Random) -> Call:
@@ -66,7 +71,7 @@ def right(draw: random.Random) -> Call:
 
     def weights() -> Call:
         activation = draw.random() < 0.5
-        results = [((3, 3, channels, features), jnp.float32), ((batch, features), jnp.float32)]
+        results = [((3, 3, channels, features), jnp.float32), ((batch, features), jnp.float32), ((9,), jnp.float32)]
         attributes = {'parts': np.int64(len(parts)), 'activation': activation}
         return Call('conv3x3_weight_gradient', [*images(parts), *images([features]), *rows(2 * activation)], results, attributes)
 
@@ -91,7 +96,22 @@ def right(draw: random.Random) -> Call:
         results = [((batch, 2, channels), jnp.float32), *images(parts), *images([channels] * flags['activation'])]
         return Call('group_norm_gradient', [*images(parts), *images([channels]), *rows(4)], results, attributes)
 
-    call = draw.choice([forward, backward, conv, weights, norm_forward, norm_statistics, apply, gradient])()
+    def tensors() -> list[Shape]:
+        return [(tuple(draw.randint(1, 5) for _ in range(draw.randint(1, 3))), jnp.float32) for _ in range(draw.randint(1, 4))]
+
+    def sums() -> Call:
+        found, chunk = tensors(), draw.randint(1, 9)
+        count = sum(-(-math.prod(shape) // chunk) for shape, _ in found)
+        return Call('sum_of_squares', found, [((count,), jnp.float32)], {'chunk': np.int64(chunk), 'tensors': np.int64(len(found))})
+
+    def adamw() -> Call:
+        found, averages = tensors(), draw.randint(0, 2)
+        constants = {name: np.float32(0.5) for name in ('b1', 'b2', 'rest1', 'rest2', 'eps', 'decay')}
+        counts = {'averages': np.int64(averages), 'tensors': np.int64(len(found))}
+        operands = [((5 + averages,), jnp.float32), *found * (4 + averages)]
+        return Call('adamw', operands, found * (3 + averages), constants | counts, in_place=1 + len(found))
+
+    call = draw.choice([forward, backward, conv, weights, norm_forward, norm_statistics, apply, gradient, sums, adamw])()
     return call._replace(target=f'jaxunet_{call.target}')
 
 
@@ -99,9 +119,11 @@ def spoil(call: Call, draw: random.Random) -> Call:
     """The call with one thing wrong."""
     operands, results, attributes = list(call.operands), list(call.results), dict(call.attributes)
     mistake = draw.choice(['type', 'size', 'rank', 'missing', 'more', 'attribute', 'lost', 'unknown'])
-    # The image of which only statistics are wanted may have any height and width.
-    arrays = results if mistake == 'size' and 'statistics' in call.target else draw.choice([operands, results])
-    at = draw.randrange(len(arrays))
+    # The image of which only statistics are wanted may have any height and width, what is summed any shape.
+    free = mistake in ('size', 'rank') and any(name in call.target for name in ('statistics', 'sum_of_squares'))
+    arrays = results if free else draw.choice([operands, results])
+    # So has a weight gradient's workspace, its last result.
+    at = draw.randrange(len(arrays) - (mistake == 'size' and arrays is results and 'weight_gradient' in call.target))
     shape, kind = arrays[at]
     name = draw.choice(sorted(attributes) or ['surplus'])
     if mistake == 'type':
@@ -124,7 +146,7 @@ def spoil(call: Call, draw: random.Random) -> Call:
         del attributes[name]
     else:
         attributes['surplus'] = np.int64(1)
-    return Call(call.target, operands, results, attributes)
+    return call._replace(operands=operands, results=results, attributes=attributes)
 
 
 def test_right_calls_run():

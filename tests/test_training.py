@@ -18,7 +18,8 @@ from jaxunet.training.logs import read_metrics
 from jaxunet.training.loop import fresh_state, train
 from jaxunet.training.parallel import Parallel
 from jaxunet.training.state import LossScale, get_moments, learning_rate_schedule, make_optimizer, set_moments
-from jaxunet.training.step import ema_decay, make_train_step
+from jaxunet.training.step import make_train_step
+from jaxunet.training.update import ema_decay
 from jaxunet.unet import build_unet
 
 

@@ -7,6 +7,7 @@
 #include <functional>
 #include <vector>
 
+#include "adamw/plan.h"
 #include "attention/plan.h"
 #include "conv3x3/plan.h"
 #include "group_norm/plan.h"
@@ -33,6 +34,8 @@ inline float sigmoid(float x) { return 1 / (1 + std::exp(-x)); }
 void affine(Pool& pool, std::vector<float>& x, int64_t batch, int64_t channels, const Rows& a, const Rows& b,
             bool silu);
 
+void sum_of_squares(const SumOfSquares& plan, Pool& pool);
+void adamw(const AdamW& plan, Pool& pool);
 void attention_forward(const AttentionForward& plan, Pool& pool);
 void attention_backward(const AttentionBackward& plan, Pool& pool);
 void conv3x3(const Conv3x3& plan, Pool& pool);

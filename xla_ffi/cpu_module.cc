@@ -22,6 +22,8 @@ XLA_FFI_Error* handler(XLA_FFI_CallFrame* frame) {
   return bound->Call(frame);
 }
 
+constexpr char kSumOfSquares[] = "jaxunet_sum_of_squares";
+constexpr char kAdamW[] = "jaxunet_adamw";
 constexpr char kAttentionForward[] = "jaxunet_attention_forward";
 constexpr char kAttentionBackward[] = "jaxunet_attention_backward";
 constexpr char kConv3x3[] = "jaxunet_conv3x3";
@@ -33,6 +35,8 @@ constexpr char kNormGradient[] = "jaxunet_group_norm_gradient";
 
 pybind11::dict registrations() {
   pybind11::dict all;
+  all[kSumOfSquares] = capsule(handler<kSumOfSquares, read_sum_of_squares, cpu::sum_of_squares>);
+  all[kAdamW] = capsule(handler<kAdamW, read_adamw, cpu::adamw>);
   all[kAttentionForward] = capsule(handler<kAttentionForward, read_attention_forward, cpu::attention_forward>);
   all[kAttentionBackward] = capsule(handler<kAttentionBackward, read_attention_backward, cpu::attention_backward>);
   all[kConv3x3] = capsule(handler<kConv3x3, read_conv3x3, cpu::conv3x3>);

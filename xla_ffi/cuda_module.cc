@@ -1,5 +1,6 @@
 #include <cuda_runtime_api.h>
 
+#include "adamw/kernels.h"
 #include "attention/kernels.h"
 #include "group_norm/kernels.h"
 #include "handler.h"
@@ -37,6 +38,8 @@ XLA_FFI_Error* handler(XLA_FFI_CallFrame* frame) {
   return bound->Call(frame);
 }
 
+constexpr char kSumOfSquares[] = "jaxunet_sum_of_squares";
+constexpr char kAdamW[] = "jaxunet_adamw";
 constexpr char kAttentionForward[] = "jaxunet_attention_forward";
 constexpr char kAttentionBackward[] = "jaxunet_attention_backward";
 constexpr char kNormForward[] = "jaxunet_group_norm_forward";
@@ -46,6 +49,8 @@ constexpr char kNormGradient[] = "jaxunet_group_norm_gradient";
 
 pybind11::dict registrations() {
   pybind11::dict all;
+  all[kSumOfSquares] = capsule(handler<kSumOfSquares, read_sum_of_squares, cuda::sum_of_squares>);
+  all[kAdamW] = capsule(handler<kAdamW, read_adamw, cuda::adamw>);
   all[kAttentionForward] = capsule(handler<kAttentionForward, read_attention_forward, cuda::attention_forward>);
   all[kAttentionBackward] = capsule(handler<kAttentionBackward, read_attention_backward, cuda::attention_backward>);
   all[kNormForward] = capsule(handler<kNormForward, read_norm_forward, cuda::norm_forward>);

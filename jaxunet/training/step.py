@@ -16,6 +16,7 @@ from jaxunet.diffusion import Diffusion, per_sample_loss, q_sample
 from jaxunet.timestep_policy import Event
 from jaxunet.timesteps import Draw, TimestepSampler, make_sampler
 from jaxunet.training.state import Params, TrainState, learning_rate_schedule
+from jaxunet.training.update import make_update
 from jaxunet.unet import UNet
 from jaxunet.weighting import make_weighting
 
@@ -102,7 +103,7 @@ def make_train_step(
     Metrics: loss (mean since the last logged step), step_loss, grad_norm (before clipping), learning_rate, loss_scale, bad_steps,
     skipped.
     """
-    schedule = learning_rate_schedule(config)
+    schedule, update = learning_rate_schedule(config), make_update(config, optimizer)
     micro_batches, batch_size = config.optimizer.accumulate_steps, config.data.batch_size
     weighting, sampler = make_weighting(config.loss, diffusion), make_sampler(config, diffusion)
     plain = config.loss.weighting == 'uniform' and config.timesteps.sampler == 'uniform'
@@ -186,21 +187,9 @@ def make_train_step(
         return dataclasses.replace(new_state, weighting=now[0], timesteps=now[1])
 
     def apply_gradients(state: TrainState, grads: Params, loss: Array, minimised: Array) -> tuple[TrainState, Metrics]:
-        grads = jax.tree.map(lambda g: g / state.loss_scale.scale, grads)
-        grad_norm = optax.tree.norm(grads)
-        finite = jnp.isfinite(grad_norm) & jnp.isfinite(loss) & jnp.isfinite(minimised)
-        if config.optimizer.clip_norm:
-            factor = jnp.minimum(1.0, config.optimizer.clip_norm / jnp.maximum(grad_norm, 1e-12))
-            grads = jax.tree.map(lambda g: g * factor, grads)
-        updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
-        params = optax.apply_updates(state.params, updates)
+        updated = update(state, grads, loss, minimised)
+        finite = updated.finite
         taken = state.step - state.skipped  # updates before this one
-        with jax.named_scope('ema'):
-            ema = {rate: update_ema(tree, params, ema_decay(float(rate), taken, config.ema.warmup)) for rate, tree in state.ema.items()}
-
-        def keep(new: Any, old: Any) -> Any:
-            return jax.tree.map(lambda a, b: jnp.where(finite, a, b), new, old)
-
         skipped = state.skipped + jnp.where(finite, 0, 1)
         bad_steps = jnp.where(finite, 0, state.bad_steps + 1)
         loss_sum = state.loss_sum + jnp.where(finite, loss, 0.0)
@@ -208,7 +197,7 @@ def make_train_step(
         metrics = {
             'loss': loss_sum / jnp.maximum(loss_count, 1).astype(jnp.float32),
             'step_loss': loss,
-            'grad_norm': grad_norm,
+            'grad_norm': updated.grad_norm,
             'learning_rate': jnp.asarray(schedule(taken), jnp.float32),
             'loss_scale': state.loss_scale.scale,
             'bad_steps': bad_steps,
@@ -218,9 +207,9 @@ def make_train_step(
         new_state = dataclasses.replace(
             state,
             step=state.step + 1,
-            params=keep(params, state.params),
-            ema=keep(ema, state.ema),
-            opt_state=keep(opt_state, state.opt_state),
+            params=updated.params,
+            ema=updated.ema,
+            opt_state=updated.opt_state,
             loss_scale=state.loss_scale.update(finite, config.precision == 'float16'),
             bad_steps=bad_steps,
             skipped=skipped,
@@ -230,14 +219,3 @@ def make_train_step(
         return new_state, metrics
 
     return train_step
-
-
-def ema_decay(rate: float, taken: Int[Array, ''], warmup: bool) -> Float[Array, '']:
-    """`rate`, or with warm-up min(rate, (1 + n) / (10 + n)) after n updates (as ddpm-torch)."""
-    n = taken.astype(jnp.float32)
-    return jnp.minimum(rate, (1 + n) / (10 + n)) if warmup else jnp.asarray(rate, jnp.float32)
-
-
-def update_ema(ema: Params, params: Params, decay: Float[Array, '']) -> Params:
-    """decay · ema + (1 - decay) · params."""
-    return jax.tree.map(lambda e, p: e + (1 - decay) * (p - e), ema, params)

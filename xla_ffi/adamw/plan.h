@@ -1,0 +1,38 @@
+// AdamW (Loshchilov & Hutter 2019, arXiv 1711.05101) over many float32 tensors at once.
+#pragma once
+
+#include <vector>
+
+#include "../plan.h"
+
+namespace jaxunet {
+
+class Reader;
+
+// partial[i] = sum of squares of the i-th chunk, the tensors' chunks one after the other.
+struct SumOfSquares {
+  int64_t chunk;
+  std::vector<int64_t> sizes;
+  std::vector<const float*> tensors;
+  float* partial;
+};
+
+// One step, in place: g = gradient · factor, m = b1 · m + rest1 · g, v = b2 · v + rest2 · g²,
+// p -= rate · (m / correction1 / (sqrt(v / correction2) + eps) + decay · p), and every average += follow · (p -
+// average).
+struct AdamW {
+  float b1, b2, rest1, rest2, eps, decay;  // rests: 1 - b, which float32 could not tell from b
+  int64_t averages;
+  std::vector<int64_t> sizes;
+  std::vector<float*> arrays;  // of each tensor: gradient, p, m, v, averages
+  const float* scalars;  // whether to step at all, factor, rate, correction1, correction2, follow of every average
+
+  int64_t kinds() const { return 4 + averages; }
+};
+
+constexpr int64_t kAdamWScalars = 5;
+
+SumOfSquares read_sum_of_squares(Reader& call);
+AdamW read_adamw(Reader& call);
+
+}  // namespace jaxunet

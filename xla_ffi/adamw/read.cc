@@ -1,0 +1,80 @@
+#include "../reader.h"
+#include "plan.h"
+
+namespace jaxunet {
+namespace {
+
+Array tensor(Reader& call, const std::string& name) {
+  const Array found = call.floating(name, 0);
+  if (found.element != ffi::DataType::F32) call.fail(name + ": expected float32");
+  return found;
+}
+
+int64_t size_of(const Dims& dims) {
+  int64_t size = 1;
+  for (const int64_t dim : dims) size *= dim;
+  return size;
+}
+
+std::string numbered(const char* name, int64_t i) { return std::string(name) + "[" + std::to_string(i) + "]"; }
+
+}  // namespace
+
+SumOfSquares read_sum_of_squares(Reader& call) {
+  SumOfSquares plan{};
+  plan.chunk = call.integer("chunk", 1);
+  const int64_t count = call.integer("tensors", 1);
+  int64_t chunks = 0;
+  for (int64_t i = 0; i < count; ++i) {
+    const Array found = tensor(call, numbered("tensors", i));
+    plan.tensors.push_back(static_cast<const float*>(found.data));
+    plan.sizes.push_back(size_of(found.dims));
+    chunks += (plan.sizes.back() + plan.chunk - 1) / plan.chunk;
+  }
+  plan.partial = static_cast<float*>(call.result("partial", ffi::DataType::F32, {chunks}).data);
+  return plan;
+}
+
+AdamW read_adamw(Reader& call) {
+  AdamW plan{};
+  plan.b1 = call.number("b1");
+  plan.b2 = call.number("b2");
+  plan.rest1 = call.number("rest1");
+  plan.rest2 = call.number("rest2");
+  plan.eps = call.number("eps");
+  plan.decay = call.number("decay");
+  plan.averages = call.integer("averages", 0, 64);
+  const int64_t count = call.integer("tensors", 1), kinds = plan.kinds();
+  plan.scalars =
+      static_cast<const float*>(call.operand("scalars", ffi::DataType::F32, {kAdamWScalars + plan.averages}).data);
+  const auto name = [](int64_t kind) {
+    static const char* const names[] = {"gradients", "parameters", "m", "v"};
+    return kind < 4 ? std::string(names[kind]) : numbered("averages", kind - 4);
+  };
+  std::vector<Dims> shapes;
+  plan.arrays.resize(count * kinds);
+  for (int64_t kind = 0; kind < kinds; ++kind) {
+    for (int64_t i = 0; i < count; ++i) {
+      const std::string which = numbered(name(kind).c_str(), i);
+      if (kind == 0) {
+        const Array found = tensor(call, which);
+        shapes.push_back(found.dims);
+        plan.sizes.push_back(size_of(found.dims));
+        plan.arrays[i * kinds] = static_cast<float*>(found.data);
+      } else {
+        plan.arrays[i * kinds + kind] = static_cast<float*>(call.operand(which, ffi::DataType::F32, shapes[i]).data);
+      }
+    }
+  }
+  for (int64_t kind = 1; kind < kinds; ++kind) {
+    for (int64_t i = 0; i < count; ++i) {
+      const std::string which = "new " + numbered(name(kind).c_str(), i);
+      if (call.result(which, ffi::DataType::F32, shapes[i]).data != plan.arrays[i * kinds + kind] && plan.sizes[i]) {
+        call.fail(which + ": expected a result that aliases its operand");
+      }
+    }
+  }
+  return plan;
+}
+
+}  // namespace jaxunet
