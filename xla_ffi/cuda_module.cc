@@ -2,6 +2,7 @@
 
 #include "adamw/kernels.h"
 #include "attention/kernels.h"
+#include "conv3x3/kernels.h"
 #include "group_norm/kernels.h"
 #include "handler.h"
 
@@ -42,6 +43,8 @@ constexpr char kSumOfSquares[] = "jaxunet_sum_of_squares";
 constexpr char kAdamW[] = "jaxunet_adamw";
 constexpr char kAttentionForward[] = "jaxunet_attention_forward";
 constexpr char kAttentionBackward[] = "jaxunet_attention_backward";
+constexpr char kConv3x3[] = "jaxunet_conv3x3";
+constexpr char kConv3x3WeightGradient[] = "jaxunet_conv3x3_weight_gradient";
 constexpr char kNormForward[] = "jaxunet_group_norm_forward";
 constexpr char kNormStatistics[] = "jaxunet_group_norm_statistics";
 constexpr char kNormApply[] = "jaxunet_group_norm_apply";
@@ -53,6 +56,9 @@ pybind11::dict registrations() {
   all[kAdamW] = capsule(handler<kAdamW, read_adamw, cuda::adamw>);
   all[kAttentionForward] = capsule(handler<kAttentionForward, read_attention_forward, cuda::attention_forward>);
   all[kAttentionBackward] = capsule(handler<kAttentionBackward, read_attention_backward, cuda::attention_backward>);
+  all[kConv3x3] = capsule(handler<kConv3x3, read_conv3x3, cuda::conv3x3>);
+  all[kConv3x3WeightGradient] =
+      capsule(handler<kConv3x3WeightGradient, read_conv3x3_weight_gradient, cuda::conv3x3_weight_gradient>);
   all[kNormForward] = capsule(handler<kNormForward, read_norm_forward, cuda::norm_forward>);
   all[kNormStatistics] = capsule(handler<kNormStatistics, read_norm_statistics, cuda::norm_statistics>);
   all[kNormApply] = capsule(handler<kNormApply, read_norm_apply, cuda::norm_apply>);

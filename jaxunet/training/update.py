@@ -58,7 +58,7 @@ def _by_optax(config: Config, optimizer: optax.GradientTransformation) -> Update
 
 def _fused(config: Config) -> Update:
     o = config.optimizer
-    rule = kernels.Rule(*o.betas, o.eps, o.weight_decay)
+    rule = kernels.Rule(o.betas[0], o.betas[1], o.eps, o.weight_decay)
     schedule = learning_rate_schedule(config)
 
     def update(state: TrainState, grads: Params, loss: Array, minimised: Array) -> Updated:

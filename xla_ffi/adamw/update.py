@@ -91,7 +91,7 @@ def adamw(
         jax.tree.unflatten(jax.tree.structure(tree), new[i * len(leaves) : (i + 1) * len(leaves)])
         for i, tree in enumerate((params, mu, nu, *averages))
     ]
-    return Moved(*each[:3], tuple(each[3:]))
+    return Moved(each[0], each[1], each[2], tuple(each[3:]))
 
 
 def _leaves(name: str, tree: Tree) -> list[Array]:

@@ -146,8 +146,8 @@ def _forward(x: Features, scale: Array, offset: Array, groups: int, eps: float, 
     if groups < 1 or x.channels % groups:
         raise ValueError(f'group_norm: {x.channels} channels are not a multiple of {groups} groups')
     rows = jax.ShapeDtypeStruct((shape.shape[0], x.channels), jnp.float32)
-    call = jax.ffi.ffi_call('jaxunet_group_norm_forward', [shape, rows, rows], vmap_method='sequential')
-    y, mean, inverse = call(*_operands(x, scale, offset), groups=np.int64(groups), eps=np.float32(eps), **attributes)
+    normalise = jax.ffi.ffi_call('jaxunet_group_norm_forward', [shape, rows, rows], vmap_method='sequential')
+    y, mean, inverse = normalise(*_operands(x, scale, offset), groups=np.int64(groups), eps=np.float32(eps), **attributes)
     return y, (x, scale, offset, mean, inverse)
 
 
