@@ -19,6 +19,13 @@ def test_awkward_shapes(case, dtype):
     check(case, dtype, 2)
 
 
+@pytest.mark.parametrize('dtype', ['bfloat16', 'float16'])
+@pytest.mark.parametrize('case', [c for c in AWKWARD if c.norm and all(n % 8 == 0 for n in c.parts)], ids=lambda c: c.name)
+def test_activation_inside_the_convolution(case, dtype, monkeypatch):
+    monkeypatch.setattr(vjp, 'FUSED_PIXELS', 0)
+    check(case, dtype, 2)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize('dtype', DTYPES)
 @pytest.mark.parametrize('case', CASES, ids=lambda c: c.name)

@@ -29,8 +29,10 @@ struct Conv3x3WeightGradient {
   Parts x;
   const void* dy;
   Rows a, b;
-  float* dkernel;  // (3, 3, channels, features)
-  float* dshift;   // (batch, features)
+  float* dkernel;    // (3, 3, channels, features)
+  float* dshift;     // (batch, features)
+  float* workspace;  // for partial sums, of any content and any size: the less, the fewer blocks share the work
+  int64_t workspace_floats;
 };
 
 Conv3x3 read_conv3x3(Reader& call);

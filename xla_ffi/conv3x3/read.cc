@@ -59,6 +59,9 @@ Conv3x3WeightGradient read_conv3x3_weight_gradient(Reader& call) {
   const Dims kernel{3, 3, plan.x.total, plan.features};
   plan.dkernel = static_cast<float*>(call.result("dkernel", ffi::DataType::F32, kernel).data);
   plan.dshift = static_cast<float*>(call.result("dshift", ffi::DataType::F32, {plan.batch, plan.features}).data);
+  const Array workspace = call.result("workspace", ffi::DataType::F32, {kAny});
+  plan.workspace = static_cast<float*>(workspace.data);
+  plan.workspace_floats = workspace.dims[0];
   return plan;
 }
 

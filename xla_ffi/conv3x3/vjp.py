@@ -6,6 +6,7 @@ Between forward and backward only raw convolution outputs are kept: the activati
 from __future__ import annotations
 
 import functools
+import math
 from typing import Any
 
 import jax
@@ -16,7 +17,17 @@ from jaxtyping import Array, Float
 from pallas_kernels.conv3x3.dispatch import Added, Affine, Parts, project
 from pallas_kernels.conv3x3.vjp import check_operands
 from pallas_kernels.features import Features
+from xla_ffi.group_norm.vjp import _forward as normalise
 from xla_ffi.group_norm.vjp import gradient, of_moments, of_parameters, statistics
+
+# Floats of the weight gradient's workspace: blocks that share the pixels write their sums there. On a GPU of 132 multiprocessors, each of
+# which sums 9 · 64 · 64 entries, more would not be used; a kernel that finds less shares the pixels less.
+PARTIAL_SUMS = 132 * 9 * 64 * 64
+PARTIAL_SUMS_OF_SHIFT = 32 * 1024
+
+# From so many pixels on, the convolutions apply GroupNorm and SiLU themselves: a tile is activated once for its nine taps, beside the
+# tensor cores. In smaller images the kernel's best tiles have no room for that, and the activation is a kernel of little traffic.
+FUSED_PIXELS = 1024
 
 
 def conv3x3(
@@ -59,20 +70,34 @@ def norm_silu_conv3x3(
     return Features.of(_norm_conv(x, scale, offset, kernel, shift, added, groups, eps))
 
 
+def _tiled(parts: Parts) -> bool:
+    """Whether the kernels that read an input tile once for its nine taps take these channels and this type."""
+    return parts[0].dtype != jnp.float32 and all(part.shape[3] % 8 == 0 for part in parts)
+
+
+def _pad(x: Array, missing: int) -> Array:
+    """Zeros behind the last dimension."""
+    return jnp.pad(x, ((0, 0),) * (x.ndim - 1) + ((0, missing),)) if missing else x
+
+
 def _convolve(parts: Parts, kernel: Array, shift: Array, added: Added | None, affine: Affine | None, *, flipped: bool = False) -> Array:
     """conv(act(x), kernel) + shift + added; `flipped`: with kernel[::-1, ::-1], its input and output channels exchanged."""
-    first = parts[0]
+    first, features = parts[0], kernel.shape[2 if flipped else 3]
+    # The tiled kernels write eight features at a time: those of an image, three, are worth the padding.
+    missing = -features % 8 if _tiled(parts) and added is None and not flipped else 0
+    kernel, shift = _pad(kernel.astype(first.dtype), missing), _pad(shift.astype(jnp.float32), missing)
     extra, shortcut = (added.parts, added.shortcut) if added is not None else ((), None)
     matrix = () if shortcut is None else (shortcut.astype(first.dtype),)
-    shape = jax.ShapeDtypeStruct((*first.shape[:3], kernel.shape[2 if flipped else 3]), first.dtype)
-    return jax.ffi.ffi_call('jaxunet_conv3x3', shape, vmap_method='sequential')(
-        *(*parts, kernel.astype(first.dtype), shift.astype(jnp.float32), *extra, *matrix, *(affine or ())),
+    shape = jax.ShapeDtypeStruct((*first.shape[:3], features + missing), first.dtype)
+    y = jax.ffi.ffi_call('jaxunet_conv3x3', shape, vmap_method='sequential')(
+        *(*parts, kernel, shift, *extra, *matrix, *(affine or ())),
         parts=np.int64(len(parts)),
         residuals=np.int64(len(extra)),
         flipped=flipped,
         shortcut=shortcut is not None,
         activation=affine is not None,
     )
+    return y[..., :features] if missing else y
 
 
 def _input_gradient(dy: Array, kernel: Array, widths: tuple[int, ...]) -> Parts:
@@ -84,10 +109,14 @@ def _input_gradient(dy: Array, kernel: Array, widths: tuple[int, ...]) -> Parts:
 
 def _parameter_gradients(parts: Parts, kernel: Array, shift: Array, added: Any, dy: Array, affine: Affine | None) -> tuple[Any, ...]:
     """Gradients of kernel, shift and what was added."""
-    of_kernel, of_shift = (*kernel.shape[:3], dy.shape[3]), (dy.shape[0], dy.shape[3])
-    shapes = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in (of_kernel, of_shift)]
+    features = dy.shape[3]
+    wide = _pad(dy, -features % 8 if _tiled(parts) else 0)
+    of_kernel, of_shift = (*kernel.shape[:3], wide.shape[3]), (wide.shape[0], wide.shape[3])
+    workspace = (min(math.prod(of_kernel) * -(-math.prod(dy.shape[:3]) // 64), PARTIAL_SUMS) + PARTIAL_SUMS_OF_SHIFT,)
+    shapes = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in (of_kernel, of_shift, workspace)]
     call = jax.ffi.ffi_call('jaxunet_conv3x3_weight_gradient', shapes, vmap_method='sequential')
-    dkernel, dshift = call(*parts, dy, *(affine or ()), parts=np.int64(len(parts)), activation=affine is not None)
+    dkernel, dshift, _ = call(*parts, wide, *(affine or ()), parts=np.int64(len(parts)), activation=affine is not None)
+    dkernel, dshift = dkernel[..., :features], dshift[:, :features]
     dshift = jnp.sum(dshift, axis=0, keepdims=True) if shift.shape[0] == 1 else dshift
     return dkernel.astype(kernel.dtype), dshift.astype(shift.dtype), _added_gradient(added, dy)
 
@@ -119,6 +148,11 @@ def _conv_backward(saved: Any, dy: Array) -> tuple[Any, ...]:
     return dx, *_parameter_gradients(parts, kernel, shift, added, dy, None)
 
 
+def _fuses_activation(parts: Parts) -> bool:
+    """Whether the convolution activates its input: the kernels for other channels and float32 would do it once for each tap."""
+    return _tiled(parts) and parts[0].shape[1] * parts[0].shape[2] >= FUSED_PIXELS
+
+
 @functools.partial(jax.custom_vjp, nondiff_argnums=(6, 7))
 def _norm_conv(
     x: Features, scale: Array, offset: Array, kernel: Array, shift: Array, added: Added | None, groups: int, eps: float
@@ -129,17 +163,24 @@ def _norm_conv(
 def _norm_conv_forward(
     x: Features, scale: Array, offset: Array, kernel: Array, shift: Array, added: Added | None, groups: int, eps: float
 ) -> tuple[Array, Any]:
-    norm = statistics(x, scale, offset, groups=groups, eps=eps)
-    y = _convolve(x.parts, kernel, shift, added, (norm.a, norm.b))
-    return y, (x, scale, offset, kernel, shift[:, :0], _needed(added), norm)
+    if _fuses_activation(x.parts):
+        norm = statistics(x, scale, offset, groups=groups, eps=eps)
+        mean, inverse, affine = norm.mean, norm.inverse, (norm.a, norm.b)
+        y = _convolve(x.parts, kernel, shift, added, affine)
+    else:
+        active, (*_, mean, inverse) = normalise(x, scale, offset, groups, eps, True)
+        y, affine = _convolve((active,), kernel, shift, added, None), None
+    return y, (x, scale, offset, kernel, shift[:, :0], _needed(added), mean, inverse, affine)
 
 
 def _norm_conv_backward(groups: int, eps: float, saved: Any, dy: Array) -> tuple[Any, ...]:
     del eps
-    x, scale, offset, kernel, shift, added, norm = saved
+    x, scale, offset, kernel, shift, added, mean, inverse, affine = saved
     (dactive,) = _input_gradient(dy, kernel, (x.channels,))
-    found = gradient(x.parts, dactive, scale, offset, norm.mean, norm.inverse, groups=groups, silu=True)
-    others = _parameter_gradients(x.parts, kernel, shift, added, dy, (norm.a, norm.b))
+    # What the forward pass did not keep, the weight gradient applies again, or this launch writes again.
+    found = gradient(x.parts, dactive, scale, offset, mean, inverse, groups=groups, silu=True, activation=affine is None)
+    parts = x.parts if found.active is None else (found.active,)
+    others = _parameter_gradients(parts, kernel, shift, added, dy, affine)
     return Features(found.dx, of_moments(x)), *of_parameters(found.sums, scale, offset), *others
 
 

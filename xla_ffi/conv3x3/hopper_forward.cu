@@ -1,0 +1,98 @@
+// The host's side of Hopper's forward convolution: which tile, the copy engine's maps, the launch. The kernel is in
+// hopper_forward.cuh.
+
+#include "hopper_forward.h"
+#include "kernels.h"
+
+namespace jaxunet::cuda {
+namespace {
+
+bool in_whole_rows(const Parts& parts) {
+  for (int i = 0; i < parts.count; ++i) {
+    if (parts.channels[i] % 8) return false;
+  }
+  return true;
+}
+
+int chunks(const Parts& parts) {
+  int64_t total = 0;
+  for (int i = 0; i < parts.count; ++i) total += ceil_div(parts.channels[i], kChunk);
+  return static_cast<int>(total);
+}
+
+}  // namespace
+
+namespace forward {
+
+Schedule schedule(const Tile& tile, const Conv3x3& plan) {
+  return {tile,         plan.batch, plan.height, plan.width, chunks(plan.x), plan.shortcut ? chunks(plan.residual) : 0,
+          plan.features};
+}
+
+cudaError_t parameters(const Tile& tile, const Conv3x3& plan, Parameters* p) {
+  *p = Parameters{};
+  p->schedule = schedule(tile, plan);
+  p->features = static_cast<int>(plan.features);
+  p->residual = plan.residual.count > 0 && !plan.shortcut;
+  p->shift = plan.shift;
+  p->a = plan.a;
+  p->b = plan.b;
+  cudaError_t error = cudaSuccess;
+  const auto map = [&](CUtensorMap* to, const void* data, std::initializer_list<int64_t> dimensions,
+                       std::initializer_list<int> box) {
+    if (error == cudaSuccess) error = tensor_map(to, plan.type, data, dimensions, box);
+  };
+  const auto image = [&](CUtensorMap* to, const void* data, int64_t channels, int halo) {
+    map(to, data, {channels, plan.width, plan.height, plan.batch}, {kChunk, kStripColumns + halo, tile.rows + halo, 1});
+  };
+  p->x_parts = plan.x.count;
+  for (int i = 0; i < plan.x.count; ++i) {
+    p->x_channels[i] = static_cast<int>(plan.x.channels[i]);
+    image(&p->maps.x[i], plan.x.data[i], plan.x.channels[i], 2);
+  }
+  if (plan.shortcut) {
+    p->extra_parts = plan.residual.count;
+    for (int i = 0; i < plan.residual.count; ++i) {
+      p->extra_channels[i] = static_cast<int>(plan.residual.channels[i]);
+      image(&p->maps.extra[i], plan.residual.data[i], plan.residual.channels[i], 2);
+    }
+    map(&p->maps.shortcut, plan.shortcut, {plan.features, plan.residual.total, 1}, {kChunk, kChunk, 1});
+  } else if (p->residual) {
+    image(&p->maps.residual, plan.residual.data[0], plan.features, 0);
+  }
+  if (plan.flipped) {
+    map(&p->maps.kernel, plan.kernel, {plan.x.total, plan.features, 9}, {kChunk, tile.features, tile.taps});
+  } else {
+    map(&p->maps.kernel, plan.kernel, {plan.features, plan.x.total, 9}, {kChunk, kChunk, tile.taps});
+  }
+  image(&p->maps.y, plan.y, plan.features, 0);
+  return error;
+}
+
+}  // namespace forward
+
+const char* hopper_forward_refuses(const Conv3x3& plan) {
+  if (plan.type == Type::kFloat32) return "float32, which wgmma multiplies as tf32 alone";
+  if (!in_whole_rows(plan.x) || !in_whole_rows(plan.residual) || plan.features % 8)
+    return "channels that are not multiples of 8";
+  if (plan.flipped && (plan.shortcut || plan.a.data))
+    return "a flipped kernel together with a shortcut or an activation";
+  if (!plan.shortcut && plan.residual.count > 1) return "a residual in parts without a shortcut";
+  if (plan.width < 4 || plan.height < 4)
+    return "images of few pixels, of which a strip would be padding for the most part";
+  return nullptr;
+}
+
+cudaError_t hopper_forward(const Conv3x3& plan, int multiprocessors, cudaStream_t stream) {
+  forward::Choice best{};
+  for (const auto& choice : plan.type == Type::kFloat16 ? forward::choices_float16() : forward::choices_bfloat16()) {
+    if (choice.flipped != plan.flipped || choice.tile.activated != (plan.a.data != nullptr)) continue;
+    if (!best.run || forward::schedule(choice.tile, plan).cycles(choice.tile, multiprocessors) <
+                         forward::schedule(best.tile, plan).cycles(best.tile, multiprocessors)) {
+      best = choice;
+    }
+  }
+  return best.run ? best.run(plan, multiprocessors, stream) : cudaErrorInvalidValue;
+}
+
+}  // namespace jaxunet::cuda

@@ -1,0 +1,39 @@
+// Between the host's side of Hopper's forward convolution and its kernels, which are compiled once for each type.
+#pragma once
+
+#include <vector>
+
+#include "hopper_tile.h"
+#include "plan.h"
+#include "tensor_map.h"
+
+namespace jaxunet::cuda::forward {
+
+// The kernel's parameters.
+struct Maps {
+  CUtensorMap x[kMaxParts], extra[kMaxParts];  // boxes of a strip with its halo
+  CUtensorMap kernel, shortcut;                // boxes of a stage
+  CUtensorMap residual, y;                     // boxes of 64 channels of a strip
+};
+struct Parameters {
+  Maps maps;
+  Schedule schedule;
+  int x_parts, x_channels[kMaxParts], extra_parts, extra_channels[kMaxParts];
+  int features;
+  bool residual;
+  Rows shift, a, b;
+};
+
+Schedule schedule(const Tile& tile, const Conv3x3& plan);
+cudaError_t parameters(const Tile& tile, const Conv3x3& plan, Parameters* p);
+
+// A kernel: the tile it was compiled for, and its launch.
+struct Choice {
+  Tile tile;
+  bool flipped;
+  cudaError_t (*run)(const Conv3x3& plan, int multiprocessors, cudaStream_t stream);
+};
+const std::vector<Choice>& choices_bfloat16();
+const std::vector<Choice>& choices_float16();
+
+}  // namespace jaxunet::cuda::forward

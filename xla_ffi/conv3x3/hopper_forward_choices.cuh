@@ -1,0 +1,42 @@
+// The kernels of one type.
+#pragma once
+
+#include "hopper_forward.cuh"
+
+namespace jaxunet::cuda::forward {
+
+template <class T, class Cut, bool kFlipped>
+cudaError_t run(const Conv3x3& plan, int multiprocessors, cudaStream_t stream) {
+  Parameters p;
+  cudaError_t error = parameters(Cut::kTile, plan, &p);
+  if (error != cudaSuccess) return error;
+  if (p.schedule.tiles == 0) return cudaSuccess;
+  const auto kernel = hopper_forward_kernel<T, Cut, kFlipped>;
+  const int bytes = p.schedule.shared_bytes(Cut::kTile);
+  error = allow_shared_memory(kernel, kSharedBytes);
+  if (error != cudaSuccess) return error;
+  return launch(kernel, dim3(std::min(p.schedule.tiles, multiprocessors)), Cut::kThreads, bytes, stream, p);
+}
+
+template <class T, bool kFlipped, int rows, int features, int groups, int taps, bool transposed, bool activated = false>
+Choice choice() {
+  using This = Cut<rows, features, groups, taps, transposed, activated>;
+  return {This::kTile, kFlipped, run<T, This, kFlipped>};
+}
+
+template <class T>
+std::vector<Choice> choices() {
+  return {
+      // flipped, rows, features, groups, taps, transposed, activated
+      choice<T, false, 16, 64, 2, 3, true>(),       choice<T, true, 16, 64, 2, 3, true>(),
+      choice<T, false, 16, 64, 1, 3, true>(),       choice<T, true, 16, 64, 1, 3, true>(),
+      choice<T, false, 8, 64, 1, 3, true>(),        choice<T, true, 8, 64, 1, 3, true>(),
+      choice<T, false, 8, 128, 2, 1, false>(),      choice<T, true, 8, 128, 2, 1, false>(),
+      choice<T, false, 8, 192, 2, 1, false>(),      choice<T, true, 8, 192, 2, 1, false>(),
+      choice<T, false, 8, 192, 1, 1, false>(),      choice<T, true, 8, 192, 1, 1, false>(),
+      choice<T, false, 8, 256, 2, 1, false>(),      choice<T, true, 8, 256, 2, 1, false>(),
+      choice<T, false, 16, 64, 2, 3, true, true>(), choice<T, false, 8, 64, 2, 3, true, true>(),
+  };
+}
+
+}  // namespace jaxunet::cuda::forward

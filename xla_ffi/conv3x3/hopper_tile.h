@@ -1,0 +1,113 @@
+// How Hopper's forward convolution is cut up: numbers shared by the host, the kernel and the tests.
+//
+// An image is cut into strips of 8 columns × `rows` rows. A block of threads computes one tile at a time: `groups`
+// strips, one for each computing warpgroup, × `features` output channels. It walks through the input in chunks of 64
+// channels, nine taps each, then through the residual of a shortcut, centre tap only.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+
+namespace jaxunet::cuda {
+
+constexpr int kChunk = 64;  // channels of a chunk: a row of 128 bytes
+constexpr int kStripColumns = 8;
+constexpr int kHaloColumns = kStripColumns + 2;
+constexpr int kRowBytes = 2 * kChunk;
+constexpr int kSlots = 2;  // strips in flight for each computing warpgroup
+constexpr int kSharedBytes = 227 * 1024;
+constexpr int kBarrierBytes = 1024;
+
+constexpr int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+struct Tile {
+  int rows;         // image rows of a strip
+  int features;     // output channels
+  int groups;       // computing warpgroups
+  int taps;         // of one stage of the weight ring: 1 or 3
+  bool transposed;  // the product is (features, pixels), not (pixels, features): less shared-memory traffic where
+                    // features = 64
+  bool activated;   // as many warpgroups more apply a · x + b and SiLU
+
+  constexpr int pixels() const { return rows * kStripColumns; }
+  // Of a slot: the strip with one pixel around it, rounded up to whole 1024 bytes.
+  constexpr int strip_bytes() const { return (rows + 2 + 3) / 4 * 4 * kHaloColumns * kRowBytes; }
+  constexpr int box_bytes() const { return (rows + 2) * kHaloColumns * kRowBytes; }
+  constexpr int stage_bytes() const { return taps * features * kRowBytes; }
+  constexpr int staged_bytes() const { return pixels() * features * 2; }
+  constexpr int warpgroups() const { return groups + 1 + (activated ? groups : 0); }
+  constexpr int threads() const { return 128 * warpgroups(); }
+  constexpr int columns() const { return transposed ? pixels() : features; }  // N of wgmma; its M is 64
+  constexpr int fixed_bytes() const { return groups * (kSlots * strip_bytes() + staged_bytes()) + kBarrierBytes; }
+  constexpr int stages_that_fit() const { return std::min((kSharedBytes - fixed_bytes()) / stage_bytes(), 16); }
+  // Registers a thread: at launch, and after the warpgroups have shared them out.
+  constexpr int launch_registers() const { return std::min(65536 / threads() / 8 * 8, 248); }
+  constexpr int loading_registers() const { return 40; }
+  constexpr int activating_registers() const { return 80; }
+  constexpr int computing_registers() const {
+    const int spare =
+        warpgroups() * launch_registers() - loading_registers() - (activated ? groups * activating_registers() : 0);
+    return std::min(spare / groups / 8 * 8, 232);
+  }
+};
+
+// A tile that a kernel is compiled for.
+template <int rows, int features, int groups, int taps, bool transposed, bool activated>
+struct Cut {
+  static constexpr Tile kTile{rows, features, groups, taps, transposed, activated};
+  static constexpr int kRows = rows, kFeatures = features, kGroups = groups, kTaps = taps;
+  static constexpr bool kTransposed = transposed, kActivated = activated;
+  static constexpr int kPixels = kTile.pixels(), kColumns = kTile.columns();
+  static constexpr int kStripBytes = kTile.strip_bytes(), kBoxBytes = kTile.box_bytes(),
+                       kStageBytes = kTile.stage_bytes(), kStagedBytes = kTile.staged_bytes();
+  static constexpr int kWarpgroups = kTile.warpgroups(), kThreads = kTile.threads();
+  static constexpr int kComputingRegisters = kTile.computing_registers(), kLoadingRegisters = kTile.loading_registers(),
+                       kActivatingRegisters = kTile.activating_registers();
+  static_assert(features % kChunk == 0 && (transposed ? features : kPixels) == 64, "M of wgmma is 64");
+  static_assert(kTile.stages_that_fit() >= 2, "a stage is released once the next is in use");
+};
+
+// A tile applied to one shape.
+struct Schedule {
+  int batch, height, width, chunks, extras;
+  int strips_down, strips_across, strips, feature_tiles, tiles;
+  int stages;     // of the weight ring
+  bool resident;  // the ring holds all weights, which are loaded once
+
+  Schedule() = default;
+  Schedule(const Tile& tile, int64_t batch_, int64_t height_, int64_t width_, int chunks_, int extras_,
+           int64_t features)
+      : batch(static_cast<int>(batch_)),
+        height(static_cast<int>(height_)),
+        width(static_cast<int>(width_)),
+        chunks(chunks_),
+        extras(extras_) {
+    strips_down = static_cast<int>(ceil_div(height_, tile.rows));
+    strips_across = static_cast<int>(ceil_div(width_, kStripColumns));
+    strips = batch * strips_down * strips_across;
+    feature_tiles = static_cast<int>(ceil_div(features, tile.features));
+    tiles = static_cast<int>(ceil_div(strips, tile.groups)) * feature_tiles;
+    const int loads = chunks * 9 / tile.taps + extras;
+    resident = feature_tiles == 1 && loads <= tile.stages_that_fit();
+    stages = resident ? loads : std::min(tile.stages_that_fit(), 6);
+  }
+
+  int shared_bytes(const Tile& tile) const { return tile.fixed_bytes() + stages * tile.stage_bytes(); }
+
+  // Estimated cycles of the longest-running block: a fit to measurements on an H200, of the Pallas kernel of the same
+  // design. A wgmma of 64 × n outputs takes n / 2 cycles on the tensor cores and about 16 + n / 4 to read its operands.
+  double cycles(const Tile& tile, int multiprocessors) const {
+    const double n = tile.columns(), block = 4 / 0.89 * tile.groups * std::max(n / 2, 1.15 * (16 + n / 4));
+    const double activation = tile.activated ? (tile.rows + 2) * kHaloColumns * kChunk / 2.8 : 0;
+    const double steps = chunks * std::max(9 * block, activation) + extras * (block + 500);
+    const double drain = 440.0 / tile.groups + 1270.0 * tile.pixels() * tile.features / 8192;
+    return static_cast<double>(ceil_div(tiles, multiprocessors)) * (steps + drain);
+  }
+};
+
+struct Strip {
+  int sample, row, column;  // of its first pixel; a strip past the last lies in no sample: it reads zeros, and nothing
+                            // of it is stored
+};
+
+}  // namespace jaxunet::cuda
