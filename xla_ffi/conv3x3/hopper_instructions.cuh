@@ -31,17 +31,11 @@ struct Barrier {
   // Waits until the phase of this number has ended.
   __device__ void wait(int phase) {
     uint32_t done;
-#ifdef JAXUNET_WATCHDOG
-    const long long start = clock64();
-#endif
     do {
       asm volatile("{\n.reg .pred p;\nmbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2;\nselp.b32 %0, 1, 0, p;\n}\n"
                    : "=r"(done)
                    : "r"(shared_address(this)), "r"(phase)
                    : "memory");
-#ifdef JAXUNET_WATCHDOG
-      if (clock64() - start > 400000000LL) __trap();
-#endif
     } while (!done);
   }
 };
