@@ -5,7 +5,8 @@
 
 All sides of every direction of every case compile in parallel, in the order of batch sizes, and are timed in one trace: GPU time of
 their kernels, median of calls in shuffled order. Each result is appended to `--output` as a JSON line; at the end comes the summary, and
-what there was no time for. The exit status is 1 if a side failed or differs from XLA in its results. The CUDA kernels take part where `backend=cuda` runs.
+what there was no time for. The exit status is 1 if a side failed or differs from XLA in its results. The CUDA kernels take part where
+`backend=cuda` runs.
 
 On Hopper the kernels are lowered in processes of their own if the package flatbuffers is there, which saves minutes.
 """

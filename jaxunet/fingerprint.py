@@ -8,7 +8,7 @@ import pathlib
 
 ROOT = pathlib.Path(__file__).parents[1]
 PACKAGES = ('jaxunet', 'pallas_kernels', 'xla_ffi')
-SUFFIXES = ('.py', '.so', '.cu', '.cc', '.h', '.json', '.jsonl')
+SUFFIXES = ('.py', '.so', '.cu', '.cuh', '.cc', '.h', '.json', '.jsonl')
 
 
 @functools.cache

@@ -11,8 +11,8 @@ import xla_ffi
 from jaxunet import ops
 
 
-def module(names: list[str], driver: int = 13000) -> types.SimpleNamespace:
-    return types.SimpleNamespace(registrations=lambda: dict.fromkeys(names), driver_version=lambda: driver)
+def module(names: list[str], driver: int = 13000, needed: int = 13000) -> types.SimpleNamespace:
+    return types.SimpleNamespace(registrations=lambda: dict.fromkeys(names), driver_version=lambda: driver, needed_driver=needed)
 
 
 @pytest.mark.parametrize(
@@ -23,6 +23,8 @@ def module(names: list[str], driver: int = 13000) -> types.SimpleNamespace:
         (module(['a', 'b']), module(['a']), 'gpu', '9.0', 'no CUDA kernels yet for b'),
         (module(['a']), module(['a'], 0), 'cpu', '', 'version 580 or later.*found no NVIDIA driver'),
         (module(['a']), module(['a'], 12080), 'gpu', '9.0', 'found a driver for CUDA 12.8'),
+        (module(['a']), module(['a'], 11080, 12000), 'gpu', '9.0', 'built with CUDA 12 .* version 525 or later.*CUDA 11.8'),
+        (module(['a']), module(['a'], 13000, 14000), 'gpu', '9.0', 'driver of CUDA 14.0 or later; found'),
         (module(['a']), module(['a']), 'cpu', '', 'JAX runs on cpu'),
         (module(['a']), module(['a']), 'gpu', '7.5', 'compute capability 8.0 or later; some GPU has 7.5'),
     ],
@@ -38,7 +40,7 @@ def test_what_is_missing_is_said(monkeypatch, cpu, cuda, platform, capability, m
 
 def test_nothing_is_missing(monkeypatch):
     monkeypatch.setattr(xla_ffi, '_cpu', module(['a']))
-    monkeypatch.setattr(xla_ffi, '_cuda', module(['a']))
+    monkeypatch.setattr(xla_ffi, '_cuda', module(['a'], 12080, 12000))
     device = types.SimpleNamespace(platform='gpu', compute_capability='9.0', device_kind='some GPU')
     monkeypatch.setattr(jax, 'devices', lambda: [device])
     assert ops.load_ops('cuda') is ops.CUDA

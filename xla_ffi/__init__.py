@@ -10,7 +10,7 @@ from typing import Any
 
 import jax
 
-_DRIVER = 13000  # what the statically linked CUDA runtime needs: a driver of CUDA 13.0, which is 580 or later
+_DRIVERS = {12: '525', 13: '580'}  # the first NVIDIA driver of a major CUDA version
 
 
 def _register(module: str, platform: str) -> tuple[Any, str]:
@@ -40,9 +40,11 @@ def unavailable() -> str | None:
     if lacking := sorted(set(_cpu.registrations()) - set(_cuda.registrations())):
         return f'this version has no CUDA kernels yet for {", ".join(lacking)}'
     driver = _cuda.driver_version()
-    if driver < _DRIVER:
+    if driver < _cuda.needed_driver:
         found = f'a driver for CUDA {driver // 1000}.{driver % 1000 // 10}' if driver else 'no NVIDIA driver'
-        return f'the kernels need an NVIDIA driver of version 580 or later (CUDA {_DRIVER // 1000}.0); found {found}'
+        major = _cuda.needed_driver // 1000
+        version = f'version {_DRIVERS[major]} or later (CUDA {major}.0)' if major in _DRIVERS else f'CUDA {major}.0 or later'
+        return f'the kernels were built with CUDA {major} and need an NVIDIA driver of {version}; found {found}'
     device = jax.devices()[0]
     if device.platform != 'gpu':
         return f'JAX runs on {device.platform}; install jax[cuda12] or jax[cuda13] on a machine with an NVIDIA GPU'

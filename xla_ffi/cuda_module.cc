@@ -9,6 +9,9 @@
 namespace jaxunet {
 namespace {
 
+// The statically linked runtime works with drivers of its own major version and later.
+constexpr int kNeededDriver = CUDART_VERSION / 1000 * 1000;
+
 // Command-buffer compatible: a run only launches kernels on the given stream.
 template <const char* op, auto read, auto run>
 XLA_FFI_Error* handler(XLA_FFI_CallFrame* frame) {
@@ -26,9 +29,9 @@ XLA_FFI_Error* handler(XLA_FFI_CallFrame* frame) {
                   if (error == cudaSuccess) return ffi::Error::Success();
                   std::string message = std::string(op) + ": CUDA: " + cudaGetErrorString(error);
                   int driver = 0;
-                  if (cudaDriverGetVersion(&driver) == cudaSuccess && driver < CUDART_VERSION / 1000 * 1000) {
+                  if (cudaDriverGetVersion(&driver) == cudaSuccess && driver < kNeededDriver) {
                     message += "; the driver is for CUDA " + std::to_string(driver / 1000) +
-                               ", the kernels were built for CUDA " + std::to_string(CUDART_VERSION / 1000) +
+                               ", the kernels were built for CUDA " + std::to_string(kNeededDriver / 1000) +
                                ": update the driver";
                   }
                   return ffi::Error::Internal(message);
@@ -79,4 +82,5 @@ PYBIND11_MODULE(_cuda, module) {
   module.def("registrations", &jaxunet::registrations, "Target name -> handler capsule.");
   module.def("driver_version", &jaxunet::driver_version,
              "The CUDA version that the driver supports, as 13000 for 13.0; 0 without one.");
+  module.attr("needed_driver") = jaxunet::kNeededDriver;  // the least that these handlers run with
 }

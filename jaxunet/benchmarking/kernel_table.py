@@ -10,7 +10,7 @@ from typing import Any
 from jaxunet.benchmarking.rows import Row
 from jaxunet.errors import UserError
 
-KERNELS = ('pallas', 'cuda')  # backends whose kernels are measured beside XLA
+TITLES = {'pallas': 'kernels', 'cuda': 'CUDA kernels'}  # the backends whose kernels are measured beside XLA, and their titles
 NEEDED = ('device', 'op', 'case', 'direction', 'batch', 'dtype')  # a later row that agrees in these takes the place of an earlier one
 
 
@@ -34,8 +34,8 @@ def latest(found: Iterable[Row]) -> list[Row]:
 
 
 def suffixes(row: Row) -> dict[str, str]:
-    """The backends in a row whose kernels it measured, and what ends the names of their ratio, tflops and gbps: Pallas has the plain names."""
-    return {side: '' if side == 'pallas' else f'_{side}' for side in KERNELS if f'us_{side}' in row}
+    """The backends that a row measured, and what ends the names of their ratio, tflops and gbps: Pallas has the plain names."""
+    return {side: '' if side == 'pallas' else f'_{side}' for side in TITLES if f'us_{side}' in row}
 
 
 def by_backend(found: Iterable[Row]) -> list[Row]:
@@ -48,18 +48,18 @@ def by_backend(found: Iterable[Row]) -> list[Row]:
 
 
 def summary(found: Iterable[Row]) -> str:
-    """Markdown: geometric mean and minimum of XLA's time over the kernels', by backend, op, direction and batch; a table a device."""
-    devices: dict[str, dict[tuple[Any, ...], list[Row]]] = collections.defaultdict(lambda: collections.defaultdict(list))
+    """Markdown: geometric mean and minimum of XLA's time over the kernels', by op, direction and batch; a table a device and backend."""
+    devices: dict[tuple[str, str], dict[tuple[Any, ...], list[Row]]] = collections.defaultdict(lambda: collections.defaultdict(list))
     for row in by_backend(found):
-        devices[row['device']][row['backend'], row['op'], row['direction'], row['batch']].append(row)
+        devices[row['device'], row['backend']][row['op'], row['direction'], row['batch']].append(row)
     lines = []
-    for name, groups in devices.items():
+    for (name, backend), groups in devices.items():
         everything = [row for group in groups.values() for row in group]
         versions = ', '.join(dict.fromkeys(f'jax {row["versions"].get("jax")}' for row in everything))
         commits = ', '.join(dict.fromkeys(str(row['git']) for row in everything))
-        lines += ['', f"{name}, {versions}, commit {commits}; XLA's time over the kernels'.", '']
+        lines += ['', f"{name}, {versions}, commit {commits}; XLA's time over the {TITLES[backend]}'.", '']
         lines += _table(
-            ('kernels', 'op', 'direction', 'batch', 'cases', 'geometric mean', 'minimum', 'slowest case'),
+            ('op', 'direction', 'batch', 'cases', 'geometric mean', 'minimum', 'slowest case'),
             (
                 (*key, len(group), f'{statistics.geometric_mean(r["ratio"] for r in group):.2f}', f'{worst["ratio"]:.2f}', worst['case'])
                 for key, group in groups.items()
