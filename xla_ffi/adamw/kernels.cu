@@ -163,7 +163,8 @@ cudaError_t sum_of_squares(const SumOfSquares& plan, cudaStream_t stream) {
 }
 
 cudaError_t adamw(const AdamW& plan, cudaStream_t stream) {
-  const Rule rule{plan.b1, plan.b2, plan.rest1, plan.rest2, plan.eps, plan.decay, static_cast<int>(plan.averages), plan.scalars};
+  const Rule rule{plan.b1,     plan.b2, plan.rest1, plan.rest2, plan.eps, plan.decay, static_cast<int>(plan.averages),
+                  plan.scalars};
   return each(
       plan.sizes, plan.kinds(), kStep, [&](size_t i) { return plan.arrays.data() + i * plan.kinds(); },
       [&](const Tensors& tensors, unsigned blocks, int64_t) {

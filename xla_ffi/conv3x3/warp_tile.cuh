@@ -3,9 +3,9 @@
 //
 // A tile lies along K, as [64][32], or across it, as [32][64]; rows are padded so that a warp's reads meet no bank
 // twice. float32 is multiplied as three tf32 products, x = high + low: high · high + high · low + low · high. What is
-// left out is 2^-22 of a product; but tensor cores cut off the last bits of their sums instead of rounding them, an error
-// that grows with the number of products rather than with its root. They sum one tile alone, and float32 additions,
-// which round, sum the tiles: the result is as near as that of float32's own products and sums.
+// left out is 2^-22 of a product; but tensor cores cut off the last bits of their sums instead of rounding them, an
+// error that grows with the number of products rather than with its root. They sum one tile alone, and float32
+// additions, which round, sum the tiles: the result is as near as that of float32's own products and sums.
 #pragma once
 
 #include <cstring>
