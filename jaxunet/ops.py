@@ -119,11 +119,17 @@ def load_ops(backend: str) -> Ops:
     return TABLES[backend]
 
 
+def fuses_update(backend: str) -> bool:
+    """Whether AdamW, the gradients' norm and the averages of the weights run on this backend's kernels rather than through optax."""
+    return backend == 'cuda'
+
+
 def describe(backend: str) -> str:
-    """One line for a log: the backend that each op got."""
+    """One line for a log: the backend that each op got, and AdamW where it is not optax's."""
     ops = load_ops(backend)
     chosen = (next(name for name, table in TABLES.items() if getattr(table, field) is op) for field, op in ops._asdict().items())
-    return 'ops: ' + ', '.join(f'{field}={name}' for field, name in zip(ops._fields, chosen, strict=True))
+    named = [*zip(ops._fields, chosen, strict=True), *([('adamw', backend)] if fuses_update(backend) else [])]
+    return 'ops: ' + ', '.join(f'{op}={name}' for op, name in named)
 
 
 def _device_family() -> device.Target | None:

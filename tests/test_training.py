@@ -9,11 +9,12 @@ import numpy as np
 import pytest
 from tiny import tiny_config
 
+import xla_ffi
 from jaxunet.data import pipeline
 from jaxunet.data.sources import open_source
 from jaxunet.diffusion import make_diffusion
 from jaxunet.errors import UserError
-from jaxunet.ops import load_ops
+from jaxunet.ops import TABLES
 from jaxunet.training.logs import read_metrics
 from jaxunet.training.loop import fresh_state, train
 from jaxunet.training.parallel import Parallel
@@ -33,7 +34,7 @@ class Bench:
 
     def __init__(self, config, source):
         self.config, self.parallel = config, Parallel(config)
-        self.optimizer, model = make_optimizer(config), build_unet(config, load_ops('xla'))
+        self.optimizer, model = make_optimizer(config), build_unet(config, TABLES['cuda' if config.backend == 'cuda' else 'xla'])
         self.state = self.parallel.replicate(fresh_state(config))
         images, labels = pipeline.load_all(source, progress=False)
         self.resident = self.parallel.replicate({'images': images, 'labels': labels})
@@ -74,6 +75,14 @@ def test_losses_do_not_depend_on_how_a_batch_is_spread(changes, source, one_devi
     got = Bench(tiny_config(**NOISY).replace(**changes), source).losses()
     np.testing.assert_allclose(got, one_device, rtol=1e-4)
     assert len(set(one_device)) == len(one_device)
+
+
+@pytest.mark.skipif(xla_ffi._cpu is None, reason='the extension is not built')
+@pytest.mark.parametrize('mode', ['jit', 'pmap'])
+def test_the_cuda_backend_trains_alike(mode, source, one_device):
+    """Its ops and its update, on the handlers of this machine's device."""
+    config = tiny_config(**NOISY, backend='cuda', parallel={'mode': mode, 'devices': 2})
+    np.testing.assert_allclose(Bench(config, source).losses(), one_device, rtol=1e-4)
 
 
 @pytest.mark.parametrize('mode', ['jit', 'pmap'])

@@ -11,6 +11,7 @@ import optax
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxunet.config import Config
+from jaxunet.ops import fuses_update
 from jaxunet.training.state import Params, TrainState, learning_rate_schedule
 from xla_ffi.adamw import update as kernels
 
@@ -29,8 +30,8 @@ Update = Callable[[TrainState, Params, Array, Array], Updated]  # of the state, 
 
 
 def make_update(config: Config, optimizer: optax.GradientTransformation) -> Update:
-    """The update of `config.backend`: cuda's is fused, over all parameters at once, on the same state as optax's."""
-    return _fused(config) if config.backend == 'cuda' else _by_optax(config, optimizer)
+    """The update of `config.backend`: optax's, or one fused over all parameters on the same state."""
+    return _fused(config) if fuses_update(config.backend) else _by_optax(config, optimizer)
 
 
 def _by_optax(config: Config, optimizer: optax.GradientTransformation) -> Update:
