@@ -26,10 +26,10 @@ from absl import flags, logging
 from jaxunet import cli
 from jaxunet.benchmarking import kernel_table, kernels, rows
 from jaxunet.errors import UserError
+from jaxunet.ops import further_kernels
 from pallas_kernels import device, lowering
 from pallas_kernels.lowering import KINDS
 from pallas_kernels.measurement import Measurement
-from xla_ffi import backend as ffi
 from xla_ffi import unavailable
 
 OPS = flags.DEFINE_list('ops', [], f'Some of {", ".join(KINDS)}; default: all.')
@@ -44,14 +44,12 @@ def main(argv: Sequence[str]) -> int:
     if TABLE.value is not None:
         print(kernel_table.tables(rows.read(TABLE.value)))
         return 0
-    missing = unavailable()
-    others = {} if missing else {'cuda': ffi}
-    wanted = kernels.select(OPS.value, BATCH_SIZES.value, CASES.value, others)
+    wanted = kernels.select(OPS.value, BATCH_SIZES.value, CASES.value, further_kernels())
     try:
         target = device.target()
     except device.UnsupportedDeviceError as error:
         raise UserError(f'{error}; a benchmark of the kernels needs one') from None
-    if missing:
+    if missing := unavailable():
         logging.info('without the CUDA kernels: %s', missing)
     jax.config.update('jax_enable_compilation_cache', False)  # a program from the cache would show no compile time
     sys.setswitchinterval(0.05)  # lowering is Python: threads that take turns too often slow one another

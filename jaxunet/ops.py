@@ -97,6 +97,7 @@ PALLAS = Ops(
 )
 CUDA = Ops(conv3x3=ffi.conv3x3, norm_silu_conv3x3=ffi.norm_silu_conv3x3, group_norm=ffi.group_norm, attention=ffi.attention)
 TABLES = {'xla': XLA, 'pallas': PALLAS, 'cuda': CUDA}
+KERNELS = {'pallas': 'kernels', 'cuda': 'CUDA kernels'}  # the backends whose kernels are measured beside XLA's, and their titles
 
 
 def load_ops(backend: str) -> Ops:
@@ -117,6 +118,11 @@ def load_ops(backend: str) -> Ops:
         except device.UnsupportedDeviceError as error:
             raise UserError(f'backend=pallas: {error}; use backend=xla, which runs everywhere') from None
     return TABLES[backend]
+
+
+def further_kernels() -> dict[str, Ops]:
+    """The ops of the backends beside pallas whose kernels run here, by name."""
+    return {} if unavailable() else {'cuda': CUDA}
 
 
 def fuses_update(backend: str) -> bool:

@@ -24,6 +24,7 @@ from pallas_kernels.conv3x3 import hopper, hopper_weight_gradient, tune_hopper
 from pallas_kernels.measurement import Inputs, Measurement, with_gradients
 from xla_ffi import backend as ffi
 
+ROOT = pathlib.Path(__file__).parents[1]
 ORIGIN = {'kind': 'kernel', 'device': 'NVIDIA H200', 'git': 'abc1234', 'driver': '1', 'versions': {'jax': '0.11.2'}}
 
 
@@ -310,6 +311,15 @@ def test_tables(tmp_path: pathlib.Path) -> None:
     assert '| n | 5.0 | – | 2469 | 3.00 |' in printed
     assert sum('NVIDIA H200' in line for line in printed) == 5
     assert printed == kernel_table.tables(found).splitlines()
+
+
+def test_committed_rows_of_either_form_make_tables() -> None:
+    """Those of Pallas's kernels alone, and those with the CUDA kernels beside them."""
+    two, three = (kernel_table.summary(rows.read(rows_of)) for rows_of in (ROOT / 'pallas_kernels/h200.jsonl', ROOT / 'xla_ffi/h200.jsonl'))
+    assert "XLA's time over the kernels'." in two
+    assert 'CUDA' not in two
+    assert "XLA's time over the CUDA kernels'." in three
+    assert "XLA's time over the kernels'." in three
 
 
 @pytest.mark.parametrize(

@@ -64,6 +64,7 @@ def test_nvcc_comes_from_pypi_where_there_is_none(backend, hook, monkeypatch, tm
     monkeypatch.setattr(sys, 'platform', 'linux')
     monkeypatch.setattr(backend.nvcc, 'machine', lambda: None)
     assert backend.TOOLKIT in requires()
+    assert backend.TOOLKIT not in requires({'wheel.cmake': 'false'})
     monkeypatch.setenv('JAXUNET_CUDA', 'OFF')
     assert backend.TOOLKIT not in requires()
     monkeypatch.delenv('JAXUNET_CUDA')
@@ -84,3 +85,11 @@ def test_the_compiler_of_the_machine_is_found_first(backend, monkeypatch, tmp_pa
     assert backend.TOOLKIT not in backend.get_requires_for_build_wheel()
     monkeypatch.setenv('CUDACXX', str(tmp_path / 'other'))  # not there: passed over
     assert backend.nvcc.machine() == str(compiler)
+
+
+@pytest.mark.parametrize('hook', ['build_wheel', 'build_editable'])
+def test_a_machine_without_a_compiler_is_told_what_to_do(backend, hook, monkeypatch, tmp_path):
+    monkeypatch.setenv('PATH', str(tmp_path))
+    monkeypatch.delenv('CXX', raising=False)
+    with pytest.raises(SystemExit, match=r'no C\+\+ compiler found.*wheel.cmake=false'):
+        getattr(backend, hook)(str(tmp_path))

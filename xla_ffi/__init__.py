@@ -34,7 +34,7 @@ def unavailable() -> str | None:
     Looks at the installation, the driver, JAX's default device, and its compute capability, in this order.
     """
     if _cpu is None:
-        return f'the extension is not built ({_cpu_error}); install the project with "pip install ."'
+        return f'the extension is not built ({_cpu_error}); install the project with "pip install ." and without wheel.cmake=false'
     if _cuda is None:
         return f'this installation was built without CUDA handlers ({_cuda_error}); install it again without JAXUNET_CUDA=0, on Linux'
     if lacking := sorted(set(_cpu.registrations()) - set(_cuda.registrations())):

@@ -9,8 +9,8 @@ from typing import Any
 
 from jaxunet.benchmarking.rows import Row
 from jaxunet.errors import UserError
+from jaxunet.ops import KERNELS
 
-TITLES = {'pallas': 'kernels', 'cuda': 'CUDA kernels'}  # the backends whose kernels are measured beside XLA, and their titles
 NEEDED = ('device', 'op', 'case', 'direction', 'batch', 'dtype')  # a later row that agrees in these takes the place of an earlier one
 
 
@@ -34,8 +34,8 @@ def latest(found: Iterable[Row]) -> list[Row]:
 
 
 def suffixes(row: Row) -> dict[str, str]:
-    """The backends that a row measured, and what ends the names of their ratio, tflops and gbps: Pallas has the plain names."""
-    return {side: '' if side == 'pallas' else f'_{side}' for side in TITLES if f'us_{side}' in row}
+    """The backends that a row measured, and what ends the names of their ratio, tflops and gbps: the first has the plain names."""
+    return {side: f'_{side}' if i else '' for i, side in enumerate(KERNELS) if f'us_{side}' in row}
 
 
 def by_backend(found: Iterable[Row]) -> list[Row]:
@@ -57,7 +57,7 @@ def summary(found: Iterable[Row]) -> str:
         everything = [row for group in groups.values() for row in group]
         versions = ', '.join(dict.fromkeys(f'jax {row["versions"].get("jax")}' for row in everything))
         commits = ', '.join(dict.fromkeys(str(row['git']) for row in everything))
-        lines += ['', f"{name}, {versions}, commit {commits}; XLA's time over the {TITLES[backend]}'.", '']
+        lines += ['', f"{name}, {versions}, commit {commits}; XLA's time over the {KERNELS[backend]}'.", '']
         lines += _table(
             ('op', 'direction', 'batch', 'cases', 'geometric mean', 'minimum', 'slowest case'),
             (
