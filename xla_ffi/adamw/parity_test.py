@@ -60,18 +60,14 @@ def check(step, follow):
         np.testing.assert_allclose(np.asarray(got, np.float64), want, rtol=8 * EPS, atol=16 * EPS)
 
 
-def test_many_tensors():
+@pytest.mark.gpu
+def test_many_tensors_on_the_gpu():
     """More than one launch takes."""
     g, p, mu, average = trees(4, sizes=[(7,), (130,)] * 300)
     nu = jax.tree.map(lambda x: jnp.square(x) + 0.1, g)
     arguments = (g, p, mu, nu, [average], 3, 0.01, 1.0, (0.5,))
     for want, got in zip(jax.tree.leaves(oracle(*arguments)), jax.tree.leaves(tuple(fused(*arguments))), strict=True):
         np.testing.assert_allclose(np.asarray(got, np.float64), want, rtol=8 * EPS, atol=16 * EPS)
-
-
-@pytest.mark.gpu
-def test_many_tensors_on_the_gpu():
-    test_many_tensors()
 
 
 def test_a_step_that_is_not_taken_changes_nothing():
