@@ -1,8 +1,21 @@
-"""The settings of all tests, for those that live beside their kernels."""
+"""The settings of all tests, for those that live beside their kernels; without the extension they skip."""
 
 import pathlib
 import sys
 
+import pytest
+
 sys.path.insert(0, str(pathlib.Path(__file__).parents[1] / 'tests'))
 
 from settings import *  # noqa: F403
+
+HERE = pathlib.Path(__file__).parent
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    import xla_ffi  # noqa: PLC0415  # after the settings
+
+    if xla_ffi._cpu is None:
+        for item in items:
+            if item.path.is_relative_to(HERE):
+                item.add_marker(pytest.mark.skip(reason='the extension is not built'))
