@@ -15,16 +15,17 @@ pytest.importorskip('scikit_build_core')
 @pytest.fixture(scope='module')
 def backend():
     """The build backend, which pip finds through `backend-path`."""
-    sys.path.insert(0, str(ROOT / 'tools'))
+    sys.path.insert(0, str(ROOT / 'xla_ffi' / 'build_tools'))
     import build_backend  # noqa: PLC0415
 
     yield build_backend
-    sys.path.remove(str(ROOT / 'tools'))
+    sys.path.remove(str(ROOT / 'xla_ffi' / 'build_tools'))
 
 
 def built(folder: pathlib.Path, what: str, settings: str) -> pathlib.Path:
     """What the build backend makes in a process of its own, in the project's folder."""
-    program = f"import sys; sys.path.insert(0, 'tools'); import build_backend; build_backend.build_{what}({str(folder)!r}, {settings})"
+    call = f'build_backend.build_{what}({str(folder)!r}, {settings})'
+    program = f"import sys; sys.path.insert(0, 'xla_ffi/build_tools'); import build_backend; {call}"
     done = subprocess.run([sys.executable, '-c', program], cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     (path,) = folder.iterdir()
@@ -39,13 +40,13 @@ def test_a_wheel_holds_all_that_runs_and_nothing_else(tmp_path):
         str(path.relative_to(ROOT))
         for package in packages
         for path in (ROOT / package).rglob('*')
-        if path.suffix in ('.py', '.npz', '.jsonl', '.json')
+        if path.suffix in ('.py', '.npz', '.jsonl', '.json') and path.parent.name != 'build_tools'
     }
     assert any(name.endswith('.npz') for name in wanted)
     assert 'pallas_kernels/tiles/nvidia_h200.jsonl' in wanted
     assert wanted <= set(names)
     assert {name.split('/')[0] for name in names} == set(packages)
-    assert not [name for name in names if name.endswith(('.cu', '.cuh', '.cc', '.h', '.txt'))]
+    assert not [name for name in names if name.endswith(('.cu', '.cuh', '.cc', '.h', '.txt')) or 'build_tools' in name]
 
 
 def test_a_source_archive_can_be_built_from(tmp_path):
@@ -54,7 +55,7 @@ def test_a_source_archive_can_be_built_from(tmp_path):
     sources = [path for path in (ROOT / 'xla_ffi').rglob('*') if path.suffix in ('.cu', '.cuh', '.cc', '.h')]
     assert len(sources) > 40
     assert {str(path.relative_to(ROOT)) for path in sources} <= names
-    assert {'pyproject.toml', 'xla_ffi/CMakeLists.txt', 'tools/build_backend.py', 'tools/nvcc.py'} <= names
+    assert {'pyproject.toml', 'xla_ffi/CMakeLists.txt', 'xla_ffi/build_tools/build_backend.py', 'xla_ffi/build_tools/nvcc.py'} <= names
 
 
 @pytest.mark.parametrize('hook', ['get_requires_for_build_wheel', 'get_requires_for_build_editable'])
