@@ -31,6 +31,7 @@ STEP = (  # the modules whose code is traced
     'timestep_policy.py',
     'data/order.py',
     'training/step.py',
+    'training/update.py',
     'training/state.py',
     'training/parallel.py',
 )
