@@ -319,7 +319,7 @@ def test_mistakes():
         ([], 'found none'),
         (['fidd'], 'did you mean "fid"'),
         (['fid', 'fid'], 'there twice'),
-        (['inception_score'], 'needs --features=inception, found tiny-1234'),
+        (['inception_score'], 'inception_score needs the features inception, found tiny-1234'),
     ):
         with pytest.raises(UserError, match=message):
             evaluation.check_metrics(metrics, network)

@@ -17,8 +17,8 @@ from jaxunet.data.sources import open_source
 from jaxunet.errors import UserError
 from jaxunet.metrics import features
 from jaxunet.metrics.classifier import Architecture, apply, from_arrays, init, normalise, to_arrays
-from jaxunet.metrics.classifier_training import Images, Recipe, augment, one_cycle, train
-from jaxunet.metrics.train_features import fingerprint, split
+from jaxunet.metrics.classifier_training import Recipe, augment, one_cycle, train
+from jaxunet.metrics.labelled_images import Images, fingerprint, split
 
 SMALL = ['--epochs=6', '--channels=8', '--noflip', '--batch_size=64', '--learning_rate=1.6']
 

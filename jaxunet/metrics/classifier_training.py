@@ -13,11 +13,12 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from jax import lax
-from jaxtyping import Array, Float, Int, UInt8
+from jaxtyping import Array, Float
 
 from jaxunet.data.order import batch_indices
 from jaxunet.errors import UserError
 from jaxunet.metrics.classifier import Architecture, Parameters, Statistics, apply, init, normalise, rounded
+from jaxunet.metrics.labelled_images import Images
 
 PEAK = 0.2  # share of the steps until the learning rate is at its peak
 STATISTICS_DECAY = 0.9  # of the running mean and variance of the batch normalization
@@ -52,13 +53,6 @@ class Recipe:
     cutout: float = 0.25
     seed: int = 0
     dtype: str = ''
-
-
-class Images(NamedTuple):
-    """One set, on the host."""
-
-    images: UInt8[np.ndarray, 'images height width 3']
-    labels: Int[np.ndarray, ' images']
 
 
 class Trained(NamedTuple):

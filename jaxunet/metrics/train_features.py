@@ -8,7 +8,6 @@ CIFAR-10: some minutes on one GPU. What is measured with it is labelled by the f
 
 from __future__ import annotations
 
-import hashlib
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -18,13 +17,11 @@ import numpy as np
 from absl import flags
 
 from jaxunet import cli, download
-from jaxunet.data.pipeline import images_bytes, load_all
-from jaxunet.data.source import Source
 from jaxunet.errors import UserError
 from jaxunet.metrics.classifier import to_arrays
-from jaxunet.metrics.classifier_training import Images, Recipe, train
+from jaxunet.metrics.classifier_training import Recipe, train
 from jaxunet.metrics.features import CLASSIFIER, KIND
-from jaxunet.metrics.image_sets import open_images
+from jaxunet.metrics.labelled_images import Images, fingerprint, load, split
 
 REFERENCE = flags.DEFINE_string('reference', None, 'Images with classes: what data.path may be, at one size.', required=True)
 TEST = flags.DEFINE_string('test', None, 'Images of the same classes to tell the accuracy on; default: a tenth of the reference, held out.')
@@ -36,9 +33,6 @@ CHANNELS = flags.DEFINE_integer('channels', 64, 'Of the first convolution; the s
 LEARNING_RATE = flags.DEFINE_float('learning_rate', Recipe.learning_rate, 'Peak, for batches of 512.', lower_bound=1e-6)
 FLIP = flags.DEFINE_bool('flip', True, 'Mirror images at random; switch it off where left and right make a difference.')
 SEED = flags.DEFINE_integer('seed', 0, 'Of the initial weights, the order of the images, and the augmentation.', lower_bound=0)
-
-MAX_BYTES = 8 * 2**30  # of pixels, which lie on the device
-HELD_OUT = 10  # one image in so many
 
 
 def main(argv: Sequence[str]) -> None:
@@ -85,45 +79,6 @@ def main(argv: Sequence[str]) -> None:
     save(target, {KIND: np.array(CLASSIFIER), **to_arrays(done.architecture, done.params, done.statistics, done.feature_scale, told)})
     print(f'test accuracy {done.accuracy:.4f} on {len(test_set.images)} images ({tested}); {done.epochs} epochs in {done.seconds:.1f} s')
     print(f'{target}: features {CLASSIFIER}-{download.digest(target, "sha256")[:8]}, for python -m jaxunet.evaluate --features {target}')
-
-
-def load(flag: str, path: str) -> tuple[Images, tuple[str, ...]]:
-    """All images with their labels, and the names of the classes. Raises UserError: no classes, or too many pixels."""
-    with open_images(path) as source:
-        _check(flag, path, source)
-        images, labels = load_all(source, progress=True)
-        return Images(np.asarray(images), np.asarray(labels)), source.class_names
-
-
-def _check(flag: str, path: str, source: Source) -> None:
-    if len(source.class_names) < 2 or (source.labels < 0).any():
-        raise UserError(f'{flag}: {path}: expected images of two classes or more, found none; put each class into a folder of its own')
-    if min(source.image_shape[:2]) < 4:
-        raise UserError(
-            f'{flag}: {path}: expected images of 4 pixels a side or more, found {source.image_shape[0]}x{source.image_shape[1]}'
-        )
-    if (size := images_bytes(source)) > MAX_BYTES:
-        raise UserError(
-            f'{flag}: {path}: {size / 2**30:.1f} GiB of pixels, more than the {MAX_BYTES / 2**30:g} accepted; '
-            'reduce the images with python -m jaxunet.prepare_data'
-        )
-
-
-def split(images: Images, seed: int) -> tuple[Images, Images]:
-    """Nine tenths and one, at random. Raises UserError: too few images."""
-    count = len(images.images)
-    if count < 2 * HELD_OUT:
-        raise UserError(f'--reference: {count} images are too few to hold some out; give --test')
-    order = np.random.default_rng(seed).permutation(count)
-    held, rest = np.sort(order[: count // HELD_OUT]), np.sort(order[count // HELD_OUT :])
-    return Images(images.images[rest], images.labels[rest]), Images(images.images[held], images.labels[held])
-
-
-def fingerprint(images: Images) -> str:
-    """SHA-256 of the pixels and the labels."""
-    digest = hashlib.sha256(np.ascontiguousarray(images.images).data)
-    digest.update(np.ascontiguousarray(images.labels, '<i4').data)
-    return digest.hexdigest()
 
 
 def save(target: Path, arrays: dict[str, np.ndarray]) -> None:
