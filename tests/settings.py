@@ -3,8 +3,12 @@
 import os
 import pathlib
 
+import jaxlib.version
+
 # Before jax starts: four CPU devices for the data-parallel tests, and quick compiling, as most of the time goes there.
-QUICK = '--xla_backend_optimization_level=0'
+QUICK = '--xla_backend_optimization_level=0 --xla_cpu_parallel_codegen_split_count=1'
+if jaxlib.version.__version_info__ < (0, 11):
+    QUICK += ' --xla_cpu_use_fusion_emitters=false'  # halves it; later versions have no such choice
 os.environ['XLA_FLAGS'] = f'{os.environ.get("XLA_FLAGS", "")} --xla_force_host_platform_device_count=4 {QUICK}'
 
 import jax  # noqa: E402

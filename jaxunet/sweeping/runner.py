@@ -6,7 +6,6 @@ config, the measuring options, the versions, the device and the code. The same c
 
 from __future__ import annotations
 
-import concurrent.futures
 import dataclasses
 import hashlib
 import json
@@ -256,10 +255,6 @@ def _compile(points: Sequence[Point], options: Options, machine: Machine, direct
         env = environment(point, machine) | {'XLA_PYTHON_CLIENT_PREALLOCATE': 'false'}
         processes.answer(_command(point, options, compile_only=True), env, options.timeout, directory / 'logs' / f'compile_{number}.log')
 
-    with concurrent.futures.ThreadPoolExecutor(options.compile_jobs) as pool:
-        try:
-            list(pool.map(work, range(len(points))))
-        except BaseException:
-            processes.end_all(pool)
-            raise
+    with processes.pool(options.compile_jobs) as threads:
+        list(threads.map(work, range(len(points))))
     say(f'compiled in {time.perf_counter() - began:.1f} s')

@@ -1,0 +1,68 @@
+"""Processes of measurements end with the command that started them, whenever it is interrupted."""
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from typing import ClassVar
+
+import pytest
+
+from jaxunet import processes
+
+SLEEP = [sys.executable, '-c', 'import time; time.sleep(60)']
+
+
+class Recorded(subprocess.Popen):
+    """A Popen that a signal meets while it starts."""
+
+    started: ClassVar[list['Recorded']] = []
+    signal_self = False
+
+    def __init__(self, *args, **options):
+        super().__init__(*args, **options)
+        self.started.append(self)
+        if self.signal_self:
+            os.kill(os.getpid(), signal.SIGINT)
+            time.sleep(0.05)
+
+
+@pytest.fixture
+def started(monkeypatch):
+    monkeypatch.setattr(Recorded, 'started', [])
+    monkeypatch.setattr(subprocess, 'Popen', Recorded)
+    return Recorded.started
+
+
+def test_a_signal_while_a_process_starts_ends_it(started, monkeypatch):
+    monkeypatch.setattr(Recorded, 'signal_self', True)
+    before = signal.getsignal(signal.SIGINT)
+    with pytest.raises(KeyboardInterrupt):
+        processes.answer(SLEEP, dict(os.environ), 60, None)
+    assert [p.returncode for p in started] == [-signal.SIGKILL]
+    assert signal.getsignal(signal.SIGINT) is before
+
+
+def test_an_interrupted_pool_ends_its_processes_and_starts_no_other(started):
+    """What they would have said is no result: a killed process is not one that ran out of memory."""
+    results = []
+
+    def work(number, _):
+        for _ in range(2):
+            results.append((number, processes.answer(SLEEP, dict(os.environ), 60, None)))
+
+    def interrupt():
+        while len(started) < 2:
+            time.sleep(0.01)
+        signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
+
+    timer = threading.Thread(target=interrupt)
+    timer.start()
+    with pytest.raises(KeyboardInterrupt):
+        processes.share([(i, 1) for i in range(4)], ['0', '1'], work)
+    timer.join()
+    assert [p.returncode for p in started] == [-signal.SIGKILL] * 2
+    assert not results
+    assert processes.answer([sys.executable, '-c', 'print("{}")'], dict(os.environ), 60, None).row == {}
