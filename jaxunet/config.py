@@ -157,7 +157,7 @@ class EvaluationConfig:
 @dataclass(frozen=True)
 class Config:
     seed: int = 0
-    backend: str = 'auto'  # auto | xla | pallas | cuda
+    backend: str = 'auto'  # auto | xla | pallas | cuda, and other backends for some ops: pallas+adamw=cuda (see `split_backend`)
     precision: str = 'float32'  # compute type: float32 | bfloat16 | float16 (with dynamic loss scaling)
     init_from: str = ''  # weights to start from: workdir, checkpoint, .bin, .pt or .safetensors
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
@@ -186,9 +186,9 @@ class Config:
 
 
 BACKENDS = ('auto', 'xla', 'pallas', 'cuda')
+OP_BACKENDS = {op: BACKENDS[1:] for op in ('conv3x3', 'norm_silu_conv3x3', 'group_norm', 'attention')} | {'adamw': ('xla', 'cuda')}
 PRECISIONS = ('float32', 'bfloat16', 'float16')
 CHOICES = {
-    'backend': BACKENDS,
     'precision': PRECISIONS,
     'parallel.mode': ('jit', 'pmap'),
     'model.downsample_padding': ('symmetric', 'same'),
@@ -235,6 +235,31 @@ UNIT = (
 def default_config() -> ConfigDict:
     """Every field with its default, for config files to start from. Setting a field that does not exist raises, with near misses."""
     return ConfigDict(to_dict(Config())).lock()
+
+
+def split_backend(text: str, field: str = 'backend') -> tuple[str, dict[str, str]]:
+    """The backend that a text names, and the ops that it gives to other ones: `pallas+adamw=cuda` is pallas, but AdamW on the CUDA kernels.
+
+    Raises:
+      UserError: an unknown backend or op, an op twice, or a backend that does not have it.
+    """
+    base, *parts = text.split('+')
+    if base not in BACKENDS:
+        raise UserError(f'{field}: expected one of {", ".join(BACKENDS)}, found {base!r}{near_misses(base, BACKENDS)}')
+    changed: dict[str, str] = {}
+    for part in parts:
+        op, _, name = part.partition('=')
+        if op not in OP_BACKENDS:
+            raise UserError(
+                f'{field}: expected {base}+OP=BACKEND with one of {", ".join(OP_BACKENDS)}, found {part!r}{near_misses(op, OP_BACKENDS)}'
+            )
+        if name not in OP_BACKENDS[op]:
+            allowed = OP_BACKENDS[op]
+            raise UserError(f'{field}: {op}: expected one of {", ".join(allowed)}, found {name!r}{near_misses(name, allowed)}')
+        if op in changed:
+            raise UserError(f'{field}: {op} is there twice in {text!r}')
+        changed[op] = name
+    return base, changed
 
 
 get_config = default_config  # so that this file serves as the config file of a command without one
@@ -299,6 +324,10 @@ def _check_values(config: Config) -> list[str]:
         for path, allowed in CHOICES.items()
         if flat[path] not in allowed
     ]
+    try:
+        split_backend(config.backend)
+    except UserError as error:
+        problems.append(str(error))
     for paths, accepts, expected in (
         (POSITIVE, lambda v: 0 < v < math.inf, 'more than 0'),
         (NOT_NEGATIVE, lambda v: 0 <= v < math.inf, '0 or more'),

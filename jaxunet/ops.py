@@ -9,7 +9,7 @@ from typing import NamedTuple, Protocol
 
 from jaxtyping import Array, Float
 
-from jaxunet.config import BACKENDS
+from jaxunet.config import OP_BACKENDS, split_backend
 from jaxunet.errors import UserError
 from pallas_kernels import backend as kernels
 from pallas_kernels import device
@@ -100,24 +100,41 @@ TABLES = {'xla': XLA, 'pallas': PALLAS, 'cuda': CUDA}
 KERNELS = {'pallas': 'kernels', 'cuda': 'CUDA kernels'}  # the backends whose kernels are measured beside XLA's, and their titles
 
 
-def load_ops(backend: str) -> Ops:
-    """The ops of a backend. `auto` takes, op by op, what was measured to be the fastest on this kind of device.
+def choose(backend: str) -> dict[str, str]:
+    """The backend of every op of `OP_BACKENDS` on this machine. `auto` takes, op by op, what was measured to be the fastest on its device.
+
+    Args:
+      backend: as `Config.backend`, such as pallas or pallas+adamw=cuda.
 
     Raises:
-      UserError: the backend is unknown, or this version or machine does not have it.
+      UserError: a backend is unknown, or this version or machine does not have it.
     """
-    if backend not in BACKENDS:
-        raise UserError(f'backend: expected one of {", ".join(BACKENDS)}, found {backend!r}')
-    if backend == 'cuda' and (missing := unavailable()):
-        raise UserError(f'backend=cuda: {missing}; or use backend=pallas on an NVIDIA GPU, or xla, which runs everywhere')
-    if backend == 'auto':
-        return PALLAS if _device_family() is device.Target.HOPPER else XLA
-    if backend == 'pallas':
+    chosen = _named(backend)
+    used = set(chosen.values())
+    if 'cuda' in used and (missing := unavailable()):
+        raise UserError(f'backend={backend}: {missing}; or use backend=pallas on an NVIDIA GPU, or xla, which runs everywhere')
+    if 'pallas' in used:
         try:
             device.target()
         except device.UnsupportedDeviceError as error:
-            raise UserError(f'backend=pallas: {error}; use backend=xla, which runs everywhere') from None
-    return TABLES[backend]
+            raise UserError(f'backend={backend}: {error}; use backend=xla, which runs everywhere') from None
+    return chosen
+
+
+def load_ops(backend: str) -> Ops:
+    """The ops that `choose` takes. Raises UserError as it does."""
+    chosen = choose(backend)
+    return Ops(**{op: getattr(TABLES[chosen[op]], op) for op in Ops._fields})
+
+
+def fuses_update(backend: str) -> bool:
+    """Whether AdamW, the gradients' norm and the averages of the weights run on the CUDA kernels rather than through optax."""
+    return _named(backend)['adamw'] == 'cuda'
+
+
+def describe(backend: str) -> str:
+    """One line for a log: the backend that each op got; AdamW's is optax, compiled by XLA, or the CUDA kernels."""
+    return 'ops: ' + ', '.join(f'{op}={name}' for op, name in choose(backend).items())
 
 
 def further_kernels() -> dict[str, Ops]:
@@ -125,17 +142,12 @@ def further_kernels() -> dict[str, Ops]:
     return {} if unavailable() else {'cuda': CUDA}
 
 
-def fuses_update(backend: str) -> bool:
-    """Whether AdamW, the gradients' norm and the averages of the weights run on this backend's kernels rather than through optax."""
-    return backend == 'cuda'
-
-
-def describe(backend: str) -> str:
-    """One line for a log: the backend that each op got, and AdamW where it is not optax's."""
-    ops = load_ops(backend)
-    chosen = (next(name for name, table in TABLES.items() if getattr(table, field) is op) for field, op in ops._asdict().items())
-    named = [*zip(ops._fields, chosen, strict=True), *([('adamw', backend)] if fuses_update(backend) else [])]
-    return 'ops: ' + ', '.join(f'{op}={name}' for op, name in named)
+def _named(backend: str) -> dict[str, str]:
+    """The backend of every op, whether or not this machine has it."""
+    base, changed = split_backend(backend)
+    if base == 'auto':
+        base = 'pallas' if _device_family() is device.Target.HOPPER else 'xla'
+    return {op: base if base in backends else 'xla' for op, backends in OP_BACKENDS.items()} | changed
 
 
 def _device_family() -> device.Target | None:

@@ -23,7 +23,7 @@ from tqdm import tqdm
 
 from jaxunet import cli, distributed
 from jaxunet.checkpoint import checksum
-from jaxunet.config import BACKENDS, PRECISIONS, Config, resolve
+from jaxunet.config import PRECISIONS, Config, resolve, split_backend
 from jaxunet.errors import UserError
 from jaxunet.generate import Generator
 from jaxunet.images import check_output, save_images
@@ -85,7 +85,9 @@ CLUSTER = flags.DEFINE_enum(
 COORDINATOR = flags.DEFINE_string('coordinator', None, 'HOST:PORT of process 0, to start several by hand; with the next two flags.')
 PROCESSES = flags.DEFINE_integer('num_processes', None, 'Number of processes, which share the samples and must share the folder.')
 PROCESS = flags.DEFINE_integer('process_id', None, 'Number of this process, from 0.')
-BACKEND = flags.DEFINE_enum('backend', None, BACKENDS, "Default: the run's.")
+BACKEND = flags.DEFINE_string(
+    'backend', None, "As config.backend: auto, xla, pallas, cuda, or such as pallas+attention=cuda; default: the run's."
+)
 PRECISION = flags.DEFINE_enum('precision', None, PRECISIONS, "Default: the run's; float32 for weight files.")
 
 
@@ -96,6 +98,8 @@ POLL_SECONDS = 0.5
 
 def main(argv: Sequence[str]) -> None:
     check_output(OUTPUT.value)
+    if BACKEND.value is not None:
+        split_backend(BACKEND.value, '--backend')
     with distributed.joined(distributed.Start(CLUSTER.value, COORDINATOR.value, PROCESSES.value, PROCESS.value)):
         try:
             run()

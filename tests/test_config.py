@@ -37,6 +37,12 @@ WRONG = [
     ({'seed': 'a'}, r"seed: expected int, found 'a' \(str\)"),
     ({'seed': -1}, r'seed: expected 0 or more, found -1'),
     ({'seed': True}, r'seed: expected int, found True'),
+    (
+        {'backend': 'pallas+adam=cuda'},
+        r'backend: expected pallas\+OP=BACKEND with one of conv3x3, .*, adamw, found .adam=cuda.; did you mean "adamw"',
+    ),
+    ({'backend': 'pallas+adamw=pallas'}, r'backend: adamw: expected one of xla, cuda, found .pallas.'),
+    ({'backend': 'cuda+attention=xla+attention=xla'}, r'backend: attention is there twice'),
     ({'backend': 'xls'}, r'backend: expected one of auto, xla, pallas, cuda, found .xls.; did you mean "xla"'),
     ({'precision': 'bf16'}, r'precision: expected one of float32, bfloat16, float16'),
     ({'parallel': {'mode': 'ddp'}}, r'parallel.mode: expected one of jit, pmap'),

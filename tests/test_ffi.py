@@ -43,7 +43,7 @@ def test_nothing_is_missing(monkeypatch):
     monkeypatch.setattr(xla_ffi, '_cuda', module(['a'], 12080, 12000))
     device = types.SimpleNamespace(platform='gpu', compute_capability='9.0', device_kind='some GPU')
     monkeypatch.setattr(jax, 'devices', lambda: [device])
-    assert ops.load_ops('cuda') is ops.CUDA
+    assert ops.load_ops('cuda') == ops.CUDA
     assert ops.describe('cuda') == 'ops: conv3x3=cuda, norm_silu_conv3x3=cuda, group_norm=cuda, attention=cuda, adamw=cuda'
 
 

@@ -112,12 +112,25 @@ def test_a_machine_without_a_gpu():
         seam.load_ops('pallas')
     with pytest.raises(UserError, match=r'backend=cuda: .*; or use backend=pallas on an NVIDIA GPU, or xla'):
         seam.load_ops('cuda')
-    assert seam.describe('auto') == 'ops: conv3x3=xla, norm_silu_conv3x3=xla, group_norm=xla, attention=xla'
+    assert seam.describe('auto') == 'ops: conv3x3=xla, norm_silu_conv3x3=xla, group_norm=xla, attention=xla, adamw=xla'
 
 
 @pytest.mark.parametrize(('target', 'auto'), [(device.Target.HOPPER, 'pallas'), (device.Target.TRITON, 'xla')])
 def test_auto_takes_what_was_measured(target, auto):
     """Only Hopper's kernels have been timed beside XLA in whole steps."""
     with device.use(target):
-        assert seam.describe('auto') == f'ops: conv3x3={auto}, norm_silu_conv3x3={auto}, group_norm={auto}, attention={auto}'
-        assert seam.describe('pallas') == 'ops: conv3x3=pallas, norm_silu_conv3x3=pallas, group_norm=pallas, attention=pallas'
+        assert seam.describe('auto') == f'ops: conv3x3={auto}, norm_silu_conv3x3={auto}, group_norm={auto}, attention={auto}, adamw=xla'
+        assert seam.describe('pallas') == 'ops: conv3x3=pallas, norm_silu_conv3x3=pallas, group_norm=pallas, attention=pallas, adamw=xla'
+
+
+def test_backends_mix_op_by_op(monkeypatch):
+    """Each op comes from the backend that it was given, and what is missing is said under the name that was asked for."""
+    with device.use(device.Target.HOPPER):
+        monkeypatch.setattr(seam, 'unavailable', lambda: 'no driver')
+        with pytest.raises(UserError, match=r'backend=pallas\+adamw=cuda: no driver; or use'):
+            seam.choose('pallas+adamw=cuda')
+        monkeypatch.setattr(seam, 'unavailable', lambda: None)
+        mixed = seam.load_ops('auto+attention=cuda+group_norm=xla')
+        assert mixed == seam.PALLAS._replace(attention=seam.CUDA.attention, group_norm=seam.XLA.group_norm)
+        assert seam.choose('pallas+adamw=cuda')['adamw'] == 'cuda'
+        assert [seam.fuses_update(b) for b in ('pallas', 'pallas+adamw=cuda', 'cuda', 'cuda+adamw=xla')] == [False, True, True, False]

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from typing import NamedTuple, Protocol
 
 from jaxunet.benchmarking.timing import Run
-from jaxunet.config import BACKENDS, PRECISIONS, Config
+from jaxunet.config import PRECISIONS, Config, split_backend
 from jaxunet.errors import UserError, near_misses
 
 # The loss of a batch; its gradients too; a whole training step with data, gradient clipping, optimizer and average.
@@ -75,7 +75,8 @@ def make_plan(
         several devices or micro-batches.
     """
     backends = backends or [config.backend]
-    _check('backends', backends, BACKENDS)
+    for backend in backends:
+        split_backend(backend, '--backends')
     _check('peers', peers, tuple(PEERS))
     _check('precisions', precisions, PRECISIONS)
     _check('directions', directions, DIRECTIONS)
