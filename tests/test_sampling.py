@@ -274,6 +274,7 @@ def test_stretches_equal_one_run(options):
     state = s.initial_state(keys, SHAPE, sampler)
     for start, stop in ((0, 4), (4, 4), (4, 9), (9, sampler.evaluations)):
         state = compiled(state, start, stop)
+    np.testing.assert_array_equal(state.x, compiled(s.initial_state(keys, SHAPE, sampler), 0, sampler.evaluations).x)
     assert len(traces) == 1
     assert state.x.dtype == jnp.float32
     want = jax.jit(lambda: s.run(toy, s.initial_state(keys, SHAPE, sampler), keys, sampler))().x

@@ -78,7 +78,6 @@ def test_losses_do_not_depend_on_how_a_batch_is_spread(changes, source, one_devi
 
 
 @pytest.mark.skipif(xla_ffi._cpu is None, reason='the extension is not built')
-@pytest.mark.skipif(xla_ffi._cpu is None, reason='the extension is not built')
 @pytest.mark.parametrize('mode', ['jit', 'pmap'])
 def test_the_cuda_backend_trains_alike(mode, source, one_device):
     """Its ops and its update, on the handlers of this machine's device."""
