@@ -44,6 +44,11 @@ class Features(NamedTuple):
         return sum(part.shape[-1] for part in self.parts)
 
     @property
+    def zero_moments(self) -> tuple[Float[Array, 'batch _ 2'] | None, ...]:
+        """Zeros where moments are known: their gradient, where that of a part is the whole one."""
+        return tuple(None if known is None else jnp.zeros_like(known) for known in self.moments)
+
+    @property
     def dtype(self) -> jnp.dtype:
         return self.parts[0].dtype
 

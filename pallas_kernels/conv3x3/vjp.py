@@ -95,7 +95,7 @@ def _conv(parts: dispatch.Parts, kernel: Array, shift: Array, added: dispatch.Ad
 
 
 def _conv_forward(parts: dispatch.Parts, kernel: Array, shift: Array, added: dispatch.Added | None) -> tuple[Array, Any]:
-    return dispatch.forward(parts, kernel, shift, added), (parts, kernel, _like(shift), _needed(added))
+    return dispatch.forward(parts, kernel, shift, added), (parts, kernel, outline(shift), needed(added))
 
 
 def _conv_backward(saved: Any, dy: Array) -> tuple[Any, ...]:
@@ -107,15 +107,16 @@ def _conv_backward(saved: Any, dy: Array) -> tuple[Any, ...]:
 def _parameter_gradients(parts: dispatch.Parts, kernel: Array, shift: Array, added: Any, dy: Array) -> tuple[Any, ...]:
     """Gradients of kernel, shift and what was added, given the convolution's input."""
     dkernel = dispatch.weight_gradient(parts, dy).astype(kernel.dtype)
-    return dkernel, _fold(channel_sums(dy, interpret=device.interpreted()), shift), _added_gradient(added, dy)
+    return dkernel, fold(channel_sums(dy, interpret=device.interpreted()), shift), added_gradient(added, dy)
 
 
-def _needed(added: dispatch.Added | None) -> dispatch.Added | tuple[()] | None:
+def needed(added: dispatch.Added | None) -> dispatch.Added | tuple[()] | None:
     """What the gradient of the addition needs: nothing of a plain residual, whose gradient is dy."""
     return () if added is not None and added.shortcut is None else added
 
 
-def _added_gradient(added: dispatch.Added | tuple[()] | None, dy: Array) -> dispatch.Added | None:
+def added_gradient(added: dispatch.Added | tuple[()] | None, dy: Array) -> dispatch.Added | None:
+    """The gradient of what was added, from what `needed` kept of it."""
     if added is None:
         return None
     if not isinstance(added, dispatch.Added):
@@ -144,7 +145,7 @@ def _norm_conv_forward(
         known = given if len(given) == len(x.parts) else None
         active, mean, inverse = normalise(x.parts, known, scale, offset, groups=groups, eps=eps, silu=True, interpret=interpret)
         y = dispatch.forward((active,), kernel, shift, added)
-    return y, (x, scale, offset, kernel, _like(shift), _needed(added), mean, inverse)
+    return y, (x, scale, offset, kernel, outline(shift), needed(added), mean, inverse)
 
 
 def _norm_conv_backward(groups: int, eps: float, saved: Any, dy: Array) -> tuple[Any, ...]:
@@ -156,17 +157,16 @@ def _norm_conv_backward(groups: int, eps: float, saved: Any, dy: Array) -> tuple
     sums, active = norm_gradient.gradient_sums(x.parts, dactive, *norm, silu=True, activation=True, interpret=interpret)
     assert active is not None
     dx, _ = norm_gradient.gradient(x.parts, dactive, *norm, groups=groups, silu=True, sums=sums, interpret=interpret)
-    of_moments = tuple(None if m is None else jnp.zeros_like(m) for m in x.moments)
     of_norm = norm_gradient.parameter_gradients(sums, scale, offset)
-    return Features(dx, of_moments), *of_norm, *_parameter_gradients((active,), kernel, shift, added, dy)
+    return Features(dx, x.zero_moments), *of_norm, *_parameter_gradients((active,), kernel, shift, added, dy)
 
 
-def _like(parameter: Array) -> Array:
+def outline(parameter: Array) -> Array:
     """An empty array that remembers a parameter's first axis and type: shape (rows, 0)."""
     return parameter[:, :0]
 
 
-def _fold(per_sample: Float[Array, 'batch channels'], like: Float[Array, '#batch _']) -> Float[Array, '#batch channels']:
+def fold(per_sample: Float[Array, 'batch channels'], like: Float[Array, '#batch _']) -> Float[Array, '#batch channels']:
     """A per-sample gradient, summed over the batch where the parameter is shared."""
     value = per_sample if like.shape[0] == per_sample.shape[0] else jnp.sum(per_sample, axis=0, keepdims=True)
     return value.astype(like.dtype)

@@ -21,12 +21,27 @@ def group_affine(
     groups: int,
     eps: float,
 ) -> tuple[Float[Array, 'batch channels'], Float[Array, 'batch channels']]:
-    """The normalisation as one multiply and one add per (sample, channel): norm(x) · scale + offset = x · a + b; returns a, b.
-
-    A group's variance is the mean of its channels' variances plus the variance of their means.
-    """
+    """The normalisation as one multiply and one add per (sample, channel): norm(x) · scale + offset = x · a + b; returns a, b."""
     known = [channel_moments(p) if m is None else m for p, m in zip(x.parts, x.moments, strict=True)]
     moments = known[0] if len(known) == 1 else jnp.concatenate(known, axis=1)
+    return combine(moments, scale, offset, groups=groups, eps=eps)[:2]
+
+
+def combine(
+    moments: Float[Array, 'batch channels 2'],
+    scale: Float[Array, '#batch channels'],
+    offset: Float[Array, '#batch channels'],
+    *,
+    groups: int,
+    eps: float,
+) -> tuple[Float[Array, 'batch channels'], Float[Array, 'batch channels'], Float[Array, 'batch channels'], Float[Array, 'batch channels']]:
+    """Of every (sample, channel): a and b of `group_affine`, and its group's mean and inverse deviation.
+
+    A group's variance is the mean of its channels' variances plus the variance of their means.
+
+    Raises:
+      ValueError: channels that are not a multiple of `groups`.
+    """
     batch, channels, _ = moments.shape
     if channels % groups:
         raise ValueError(f'group_norm: {channels} channels are not a multiple of {groups} groups')
@@ -37,7 +52,7 @@ def group_affine(
     spread = jnp.broadcast_to(inverse, mean.shape).reshape(batch, channels)
     centre = jnp.broadcast_to(group_mean, mean.shape).reshape(batch, channels)
     a = scale.astype(spread.dtype) * spread
-    return a, offset.astype(spread.dtype) - centre * a
+    return a, offset.astype(spread.dtype) - centre * a, centre, spread
 
 
 def group_norm(

@@ -81,8 +81,7 @@ def _backward(groups: int, eps: float, silu: bool, interpret: bool, saved: Any, 
     if not owns_pixels(batch * channels * dy.dtype.itemsize, height * width):
         sums, _ = gradient_sums(x.parts, dy, scale, offset, mean, inverse, silu=silu, interpret=interpret)
     dx, sums = gradient(x.parts, dy, scale, offset, mean, inverse, groups=groups, silu=silu, sums=sums, interpret=interpret)
-    of_moments = tuple(None if m is None else jnp.zeros_like(m) for m in x.moments)
-    return Features(dx, of_moments), *parameter_gradients(sums, scale, offset)
+    return Features(dx, x.zero_moments), *parameter_gradients(sums, scale, offset)
 
 
 def owns_pixels(bytes_per_pixel: int, pixels: int) -> bool:

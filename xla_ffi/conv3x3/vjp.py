@@ -14,11 +14,11 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
-from pallas_kernels.conv3x3.dispatch import Added, Affine, Parts, project
-from pallas_kernels.conv3x3.vjp import check_operands
+from pallas_kernels.conv3x3.dispatch import Added, Affine, Parts
+from pallas_kernels.conv3x3.vjp import added_gradient, check_operands, fold, needed, outline
 from pallas_kernels.features import Features
-from xla_ffi.group_norm.vjp import _forward as normalise
-from xla_ffi.group_norm.vjp import gradient, of_moments, of_parameters, statistics
+from pallas_kernels.group_norm.backward import parameter_gradients
+from xla_ffi.group_norm.vjp import gradient, normalise, statistics
 
 # Floats of the weight gradient's workspace: blocks that share the pixels write their sums there. On a GPU of 132 multiprocessors, each of
 # which sums 9 · 64 · 64 entries, more would not be used; a kernel that finds less shares the pixels less.
@@ -116,20 +116,7 @@ def _parameter_gradients(parts: Parts, kernel: Array, shift: Array, added: Any, 
     shapes = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in (of_kernel, of_shift, workspace)]
     call = jax.ffi.ffi_call('jaxunet_conv3x3_weight_gradient', shapes, vmap_method='sequential')
     dkernel, dshift, _ = call(*parts, wide, *(affine or ()), parts=np.int64(len(parts)), activation=affine is not None)
-    dkernel, dshift = dkernel[..., :features], dshift[:, :features]
-    dshift = jnp.sum(dshift, axis=0, keepdims=True) if shift.shape[0] == 1 else dshift
-    return dkernel.astype(kernel.dtype), dshift.astype(shift.dtype), _added_gradient(added, dy)
-
-
-def _needed(added: Added | None) -> Added | tuple[()] | None:
-    """What the gradient of the addition needs: nothing of a plain residual, whose gradient is dy."""
-    return () if added is not None and added.shortcut is None else added
-
-
-def _added_gradient(added: Added | tuple[()] | None, dy: Array) -> Any:
-    if added is None:
-        return None
-    return jax.vjp(project, added)[1](dy)[0] if isinstance(added, Added) else Added((dy,), None)
+    return dkernel[..., :features].astype(kernel.dtype), fold(dshift[:, :features], shift), added_gradient(added, dy)
 
 
 @jax.custom_vjp
@@ -138,8 +125,7 @@ def _conv(parts: Parts, kernel: Array, shift: Array, added: Added | None) -> Arr
 
 
 def _conv_forward(parts: Parts, kernel: Array, shift: Array, added: Added | None) -> tuple[Array, Any]:
-    # The gradient needs the shift's shape and type only.
-    return _conv(parts, kernel, shift, added), (parts, kernel, shift[:, :0], _needed(added))
+    return _conv(parts, kernel, shift, added), (parts, kernel, outline(shift), needed(added))
 
 
 def _conv_backward(saved: Any, dy: Array) -> tuple[Any, ...]:
@@ -170,7 +156,7 @@ def _norm_conv_forward(
     else:
         active, (*_, mean, inverse) = normalise(x, scale, offset, groups, eps, True)
         y, affine = _convolve((active,), kernel, shift, added, None), None
-    return y, (x, scale, offset, kernel, shift[:, :0], _needed(added), mean, inverse, affine)
+    return y, (x, scale, offset, kernel, outline(shift), needed(added), mean, inverse, affine)
 
 
 def _norm_conv_backward(groups: int, eps: float, saved: Any, dy: Array) -> tuple[Any, ...]:
@@ -181,7 +167,7 @@ def _norm_conv_backward(groups: int, eps: float, saved: Any, dy: Array) -> tuple
     found = gradient(x.parts, dactive, scale, offset, mean, inverse, groups=groups, silu=True, activation=affine is None)
     parts = x.parts if found.active is None else (found.active,)
     others = _parameter_gradients(parts, kernel, shift, added, dy, affine)
-    return Features(found.dx, of_moments(x)), *of_parameters(found.sums, scale, offset), *others
+    return Features(found.dx, x.zero_moments), *parameter_gradients(found.sums, scale, offset), *others
 
 
 _conv.defvjp(_conv_forward, _conv_backward)

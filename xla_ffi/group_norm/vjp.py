@@ -12,6 +12,9 @@ import numpy as np
 from jaxtyping import Array, Float
 
 from pallas_kernels.features import Features
+from pallas_kernels.group_norm import reference
+from pallas_kernels.group_norm.backward import parameter_gradients
+from pallas_kernels.group_norm.statistics import group_size
 from pallas_kernels.group_norm.vjp import check_operands
 
 
@@ -50,27 +53,13 @@ def statistics(x: Features, scale: Array, offset: Array, *, groups: int, eps: fl
     Raises:
       ValueError: channels that are not a multiple of `groups`.
     """
-    if groups < 1 or x.channels % groups:
-        raise ValueError(f'group_norm: {x.channels} channels are not a multiple of {groups} groups')
+    group_size(x.channels, groups)
     known = [m for m in x.moments if m is not None]
     if len(known) == len(x.parts):
-        return _combined(jnp.concatenate(known, axis=1), scale, offset, groups=groups, eps=eps)
+        return Norm(*reference.combine(jnp.concatenate(known, axis=1), scale, offset, groups=groups, eps=eps))
     shape = jax.ShapeDtypeStruct((x.parts[0].shape[0], x.channels), jnp.float32)
     call = jax.ffi.ffi_call('jaxunet_group_norm_statistics', [shape] * 4, vmap_method='sequential')
     return Norm(*call(*_operands(x, scale, offset), parts=np.int64(len(x.parts)), groups=np.int64(groups), eps=np.float32(eps)))
-
-
-def _combined(moments: Array, scale: Array, offset: Array, *, groups: int, eps: float) -> Norm:
-    """The normalisation from the moments of every (sample, channel)."""
-    batch, channels, _ = moments.shape
-    moments = moments.reshape(batch, groups, channels // groups, 2)
-    mean, deviation = moments[..., 0], moments[..., 1]
-    centre = jnp.mean(mean, axis=-1, keepdims=True)
-    variance = jnp.mean(deviation + jax.lax.square(mean - centre), axis=-1, keepdims=True)
-    inverse = jnp.broadcast_to(jax.lax.rsqrt(variance + eps), mean.shape).reshape(batch, channels)
-    centre = jnp.broadcast_to(centre, mean.shape).reshape(batch, channels)
-    a = scale.astype(jnp.float32) * inverse
-    return Norm(a, offset.astype(jnp.float32) - centre * a, centre, inverse)
 
 
 def _operands(x: Features, scale: Array, offset: Array) -> tuple[Array, ...]:
@@ -119,35 +108,23 @@ def gradient(
     return Gradient(tuple(arrays[: len(parts)]), sums, arrays[-1] if activation else None)
 
 
-def of_parameters(sums: Float[Array, 'batch 2 channels'], scale: Array, offset: Array) -> tuple[Array, Array]:
-    """The gradients of scale and offset, over the batch where they are shared."""
-    total = jnp.sum(sums, axis=0, keepdims=True)
-    of_scale, of_offset = ((total if like.shape[0] == 1 else sums)[:, i].astype(like.dtype) for i, like in ((1, scale), (0, offset)))
-    return of_scale, of_offset
-
-
-def of_moments(x: Features) -> tuple[Array | None, ...]:
-    """Zeros for the moments that came with x."""
-    return tuple(None if known is None else jnp.zeros_like(known) for known in x.moments)
-
-
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4, 5))
 def _group_norm(x: Features, scale: Array, offset: Array, groups: int, eps: float, silu: bool) -> Array:
-    return _forward(x, scale, offset, groups, eps, silu)[0]
+    return normalise(x, scale, offset, groups, eps, silu)[0]
 
 
-def _forward(x: Features, scale: Array, offset: Array, groups: int, eps: float, silu: bool) -> tuple[Array, Any]:
+def normalise(x: Features, scale: Array, offset: Array, groups: int, eps: float, silu: bool) -> tuple[Array, Any]:
+    """The result of `group_norm`, and what its gradient needs: x, scale, offset, and the groups' mean and inverse deviation."""
     attributes: dict[str, Any] = {'parts': np.int64(len(x.parts)), 'silu': silu}
     shape = jax.ShapeDtypeStruct((*x.parts[0].shape[:3], x.channels), x.dtype)
     if all(m is not None for m in x.moments):
         norm = statistics(x, scale, offset, groups=groups, eps=eps)
         call = jax.ffi.ffi_call('jaxunet_group_norm_apply', shape, vmap_method='sequential')
         return call(*x.parts, norm.a, norm.b, **attributes), (x, scale, offset, norm.mean, norm.inverse)
-    if groups < 1 or x.channels % groups:
-        raise ValueError(f'group_norm: {x.channels} channels are not a multiple of {groups} groups')
+    group_size(x.channels, groups)
     rows = jax.ShapeDtypeStruct((shape.shape[0], x.channels), jnp.float32)
-    normalise = jax.ffi.ffi_call('jaxunet_group_norm_forward', [shape, rows, rows], vmap_method='sequential')
-    y, mean, inverse = normalise(*_operands(x, scale, offset), groups=np.int64(groups), eps=np.float32(eps), **attributes)
+    whole = jax.ffi.ffi_call('jaxunet_group_norm_forward', [shape, rows, rows], vmap_method='sequential')
+    y, mean, inverse = whole(*_operands(x, scale, offset), groups=np.int64(groups), eps=np.float32(eps), **attributes)
     return y, (x, scale, offset, mean, inverse)
 
 
@@ -155,7 +132,7 @@ def _backward(groups: int, eps: float, silu: bool, saved: Any, dy: Array) -> tup
     del eps
     x, scale, offset, mean, inverse = saved
     found = gradient(x.parts, dy, scale, offset, mean, inverse, groups=groups, silu=silu)
-    return Features(found.dx, of_moments(x)), *of_parameters(found.sums, scale, offset)
+    return Features(found.dx, x.zero_moments), *parameter_gradients(found.sums, scale, offset)
 
 
-_group_norm.defvjp(_forward, _backward)
+_group_norm.defvjp(normalise, _backward)
