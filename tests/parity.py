@@ -90,6 +90,20 @@ def assert_parity_in_some_draw(kernel: Op, reference: Op, inputs: Callable[[], d
                 raise
 
 
+def assert_runs_are_identical(kernel: Op, inputs: dict[str, tuple[np.ndarray, str]], runs: int = 5) -> None:
+    """Values and gradients of several runs, bit for bit; inputs as `assert_parity` takes them."""
+
+    def both(arguments: dict[str, Any]) -> Any:
+        out, pull = jax.vjp(lambda a: kernel(**a), arguments)
+        return out, pull(jax.tree.map(jnp.ones_like, out))[0]
+
+    typed = {name: jnp.asarray(value, jnp.float32).astype(dtype) for name, (value, dtype) in inputs.items()}
+    call = jax.jit(both)
+    first = jax.tree.map(np.asarray, call(typed))
+    for _ in range(runs - 1):
+        jax.tree.map(np.testing.assert_array_equal, first, jax.tree.map(np.asarray, call(typed)))
+
+
 def _share(got: np.ndarray, plain: np.ndarray, exact: np.ndarray) -> float:
     if not np.isfinite(got).all():
         return float('nan')

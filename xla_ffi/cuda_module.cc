@@ -41,30 +41,15 @@ XLA_FFI_Error* handler(XLA_FFI_CallFrame* frame) {
   return bound->Call(frame);
 }
 
-constexpr char kSumOfSquares[] = "jaxunet_sum_of_squares";
-constexpr char kAdamW[] = "jaxunet_adamw";
-constexpr char kAttentionForward[] = "jaxunet_attention_forward";
-constexpr char kAttentionBackward[] = "jaxunet_attention_backward";
-constexpr char kConv3x3[] = "jaxunet_conv3x3";
-constexpr char kConv3x3WeightGradient[] = "jaxunet_conv3x3_weight_gradient";
-constexpr char kNormForward[] = "jaxunet_group_norm_forward";
-constexpr char kNormStatistics[] = "jaxunet_group_norm_statistics";
-constexpr char kNormApply[] = "jaxunet_group_norm_apply";
-constexpr char kNormGradient[] = "jaxunet_group_norm_gradient";
-
 pybind11::dict registrations() {
   pybind11::dict all;
-  all[kSumOfSquares] = capsule(handler<kSumOfSquares, read_sum_of_squares, cuda::sum_of_squares>);
-  all[kAdamW] = capsule(handler<kAdamW, read_adamw, cuda::adamw>);
-  all[kAttentionForward] = capsule(handler<kAttentionForward, read_attention_forward, cuda::attention_forward>);
-  all[kAttentionBackward] = capsule(handler<kAttentionBackward, read_attention_backward, cuda::attention_backward>);
-  all[kConv3x3] = capsule(handler<kConv3x3, read_conv3x3, cuda::conv3x3>);
-  all[kConv3x3WeightGradient] =
-      capsule(handler<kConv3x3WeightGradient, read_conv3x3_weight_gradient, cuda::conv3x3_weight_gradient>);
-  all[kNormForward] = capsule(handler<kNormForward, read_norm_forward, cuda::norm_forward>);
-  all[kNormStatistics] = capsule(handler<kNormStatistics, read_norm_statistics, cuda::norm_statistics>);
-  all[kNormApply] = capsule(handler<kNormApply, read_norm_apply, cuda::norm_apply>);
-  all[kNormGradient] = capsule(handler<kNormGradient, read_norm_gradient, cuda::norm_gradient>);
+#define JAXUNET_REGISTER(TARGET, NAME)                               \
+  {                                                                  \
+    static constexpr char target[] = #TARGET;                        \
+    all[target] = capsule(handler<target, read_##NAME, cuda::NAME>); \
+  }
+  JAXUNET_HANDLERS(JAXUNET_REGISTER)
+#undef JAXUNET_REGISTER
   return all;
 }
 

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from parity import DTYPES, assert_parity, draw
+from parity import DTYPES, assert_parity, assert_runs_are_identical, draw
 
 from pallas_kernels.attention import reference
 from pallas_kernels.attention.cases import AWKWARD, CASES, Case
@@ -30,6 +30,12 @@ def test_awkward_shapes(case, dtype):
 @pytest.mark.parametrize('case', CASES, ids=lambda c: c.name)
 def test_every_case(case, dtype):
     check(case, dtype, 3)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize('dtype', DTYPES)
+def test_runs_are_identical(dtype):
+    assert_runs_are_identical(lambda qkv: backend.attention(qkv, num_heads=6), {'qkv': (draw((4, 256, 576), dtype), dtype)})
 
 
 def test_under_vmap_the_mapped_axis_joins_the_batch():

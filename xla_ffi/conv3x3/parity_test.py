@@ -1,7 +1,7 @@
 """The convolution handlers against the float64 oracle: those of the CPU (awkward cases), those of the GPU (all cases)."""
 
 import pytest
-from parity import DTYPES, assert_parity_in_some_draw
+from parity import DTYPES, assert_parity_in_some_draw, assert_runs_are_identical
 
 from pallas_kernels.conv3x3 import reference
 from pallas_kernels.conv3x3.cases import AWKWARD, CASES, Case
@@ -32,3 +32,11 @@ def test_activation_inside_the_convolution(case, dtype, monkeypatch):
 @pytest.mark.parametrize('case', CASES, ids=lambda c: c.name)
 def test_every_case(case, dtype):
     check(case, dtype, 3)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize('dtype', DTYPES)
+@pytest.mark.parametrize('case', CASES[:36:7], ids=lambda c: c.name)
+def test_runs_are_identical(case, dtype):
+    """With more pixels than one block sums, as in training."""
+    assert_runs_are_identical(op(vjp, case), inputs(case, dtype, 32))

@@ -3,11 +3,11 @@
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from parity import DTYPES, assert_parity
+from parity import DTYPES, assert_parity, assert_runs_are_identical
 
 from pallas_kernels.features import Features
 from pallas_kernels.group_norm import reference
-from pallas_kernels.group_norm.cases import AWKWARD, CASES, Case
+from pallas_kernels.group_norm.cases import AWKWARD, CASES, ELEPHANTS64, Case
 from pallas_kernels.group_norm.parity_test import inputs, op
 from xla_ffi.group_norm import vjp
 
@@ -29,6 +29,13 @@ def test_awkward_shapes(case, dtype):
 @pytest.mark.parametrize('case', CASES, ids=lambda c: c.name)
 def test_every_case(case, dtype):
     check(case, dtype, 3)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize('dtype', DTYPES)
+@pytest.mark.parametrize('case', ELEPHANTS64[::4], ids=lambda c: c.name)
+def test_runs_are_identical(case, dtype):
+    assert_runs_are_identical(op(vjp.group_norm, case), inputs(case, dtype, 32))
 
 
 @pytest.mark.parametrize('case', AWKWARD[:4], ids=lambda c: c.name)
