@@ -28,14 +28,6 @@ class Answer:
     failure: tuple[str, str] = ('', '')  # status and reason
 
 
-class _Threads(concurrent.futures.ThreadPoolExecutor):
-    """Signals wait until a thread has started, as an executor that is interrupted then does not wait for it."""
-
-    def submit(self, *args: Any, **kwargs: Any) -> concurrent.futures.Future[Any]:
-        with _signals_later():
-            return super().submit(*args, **kwargs)
-
-
 class Stopped(Exception):
     """The processes of `pool` were ended: what this one would have said is nobody's result."""
 
@@ -150,6 +142,14 @@ def share(todo: Sequence[tuple[int, int]], gpus: Sequence[str], work: Callable[[
             for future in done:
                 future.result()
                 free = sorted([*free, *held.pop(future)], key=list(gpus).index)
+
+
+class _Threads(concurrent.futures.ThreadPoolExecutor):
+    """Signals wait until a thread has started, as an executor that is interrupted then does not wait for it."""
+
+    def submit(self, *args: Any, **kwargs: Any) -> concurrent.futures.Future[Any]:
+        with _signals_later():
+            return super().submit(*args, **kwargs)
 
 
 @contextlib.contextmanager

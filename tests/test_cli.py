@@ -129,6 +129,10 @@ MISTAKES = [
     (['jaxunet.sample', '--checkpoint=nowhere'], 'nowhere: no such file or folder'),
     (['jaxunet.sample', '--checkpoint=RUN', '--output=x.gif'], 'expected a name that ends in .png'),
     (['jaxunet.sample', '--checkpoint=RUN', '--sampler=dimm'], 'value should be one of <ddpm|ddim|dpmpp_2m|heun>'),
+    (
+        ['jaxunet.sample', '--checkpoint=RUN', '--backend=xls'],
+        '--backend: expected one of auto, xla, pallas, cuda, found \'xls\'; did you mean "xla"',
+    ),
     (['jaxunet.sample', '--checkpoint=RUN', '--num_samples=0'], 'num_samples'),
     (['jaxunet.sample', '--checkpoint=RUN', '--eta=0.3'], 'eta: only sampler=ddim has it'),
     (['jaxunet.sample', '--checkpoint=RUN', '--sampler=ddim', '--eta=2'], 'eta: expected 0'),
