@@ -1,11 +1,11 @@
 // Attention forward and backward, one warp a row of queries (or of keys), on ordinary arithmetic in float32: correct
-// for every head width from 1 to 256 and the base for the tensor-core kernels. A warp's lanes share the head's width;
+// for every head width from 1 to 256, where the flash kernels do not go. A warp's lanes share the head's width;
 // nothing is summed by atomics, so results are the same from run to run.
 
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
-#include "kernels.h"
+#include "simple.h"
 
 namespace jaxunet::cuda {
 namespace {
@@ -169,7 +169,7 @@ cudaError_t backward(const AttentionBackward& plan, cudaStream_t stream) {
 
 }  // namespace
 
-cudaError_t attention_forward(const AttentionForward& plan, cudaStream_t stream) {
+cudaError_t simple_attention_forward(const AttentionForward& plan, cudaStream_t stream) {
   switch (plan.type) {
     case Type::kFloat32:
       return launch(forward_kernel<float>, plan, stream);
@@ -180,7 +180,7 @@ cudaError_t attention_forward(const AttentionForward& plan, cudaStream_t stream)
   }
 }
 
-cudaError_t attention_backward(const AttentionBackward& plan, cudaStream_t stream) {
+cudaError_t simple_attention_backward(const AttentionBackward& plan, cudaStream_t stream) {
   switch (plan.type) {
     case Type::kFloat32:
       return backward<float>(plan, stream);

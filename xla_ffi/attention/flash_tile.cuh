@@ -1,0 +1,256 @@
+// Tiles of shared memory, and the fragments that a warp reads from them for the tensor cores.
+//
+// A tile holds rows of one head, padded with zeros to a width of 32, 64, 128 or 256. Its 16-byte chunks are permuted
+// within a row (swizzled), so that the reads of a warp meet no bank twice. A product's operand lies *along* the tile
+// where K runs along its rows, *across* it where K runs over them. float32 is multiplied as three tf32 products; as a
+// float32 fragment cannot be rearranged by ldmatrix, operands across take K in the order 0 2 4 6 1 3 5 7, in which the
+// sums of one product are the left operand of the next: left fragments for those are *paired*.
+#pragma once
+
+#include "../conv3x3/numbers.cuh"
+#include "../conv3x3/warp_tile.cuh"
+#include "flash_instructions.cuh"
+
+namespace jaxunet::cuda {
+
+constexpr float kLog2e = 1.4426950408889634f;
+
+// How often a loop over K is unrolled that needs no constant indices: float32's long bodies once.
+template <class T, int kSteps>
+constexpr int kUnrolled = sizeof(T) == 2 ? kSteps : 1;
+
+template <class T, int kWidth>
+struct Tile {
+  static constexpr int kChunk = 16 / sizeof(T), kChunks = kWidth / kChunk;
+  static constexpr int kWays = kChunks < 8 ? kChunks : 8, kApart = 8 / kWays;
+  T* data;
+
+  __device__ T* at(int row, int column) const {
+    return data + row * kWidth + (column / kChunk ^ row / kApart % kWays) * kChunk + column % kChunk;
+  }
+};
+
+// 16 × 16 numbers of an operand, spread over a warp.
+template <class T>
+struct Fragment {
+  uint32_t at[4];
+};
+template <>
+struct Fragment<float> {
+  float at[8];
+};
+
+// Rows [row, row + 16), K [k, k + 16) of a tile along K.
+template <bool kPaired, class T, int kWidth>
+__device__ Fragment<T> left_along(const Tile<T, kWidth>& tile, int row, int k) {
+  Fragment<T> out;
+  const int lane = threadIdx.x % 32;
+  if constexpr (sizeof(T) == 2) {
+    load_blocks<false>(out.at, tile.at(row + lane % 16, k + lane / 16 * 8));
+  } else {
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+      const int pair = kPaired ? 2 * (lane % 4) + i % 4 / 2 : lane % 4 + i % 4 / 2 * 4;
+      out.at[i] = *tile.at(row + lane / 4 + i % 2 * 8, k + i / 4 * 8 + pair);
+    }
+  }
+  return out;
+}
+
+// The same of a tile across K: tile rows [k, k + 16), tile columns [row, row + 16).
+template <class T, int kWidth>
+__device__ Fragment<T> left_across(const Tile<T, kWidth>& tile, int row, int k) {
+  Fragment<T> out;
+  const int lane = threadIdx.x % 32;
+  if constexpr (sizeof(T) == 2) {
+    load_blocks<true>(out.at, tile.at(k + lane / 16 * 8 + lane % 8, row + lane / 8 % 2 * 8));
+  } else {
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+      out.at[i] = *tile.at(k + i / 4 * 8 + 2 * (lane % 4) + i % 4 / 2, row + lane / 4 + i % 2 * 8);
+    }
+  }
+  return out;
+}
+
+// Columns [column, column + 16) of the right operand, which are rows of a tile along K.
+template <class T, int kWidth>
+__device__ Fragment<T> right_along(const Tile<T, kWidth>& tile, int column, int k) {
+  Fragment<T> out;
+  const int lane = threadIdx.x % 32;
+  if constexpr (sizeof(T) == 2) {
+    load_blocks<false>(out.at, tile.at(column + lane / 16 * 8 + lane % 8, k + lane / 8 % 2 * 8));
+  } else {
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+      out.at[i] = *tile.at(column + i / 4 * 8 + lane / 4, k + i % 4 / 2 * 8 + lane % 4 + i % 2 * 4);
+    }
+  }
+  return out;
+}
+
+// The same, columns of a tile across K.
+template <class T, int kWidth>
+__device__ Fragment<T> right_across(const Tile<T, kWidth>& tile, int column, int k) {
+  Fragment<T> out;
+  const int lane = threadIdx.x % 32;
+  if constexpr (sizeof(T) == 2) {
+    load_blocks<true>(out.at, tile.at(k + lane % 16, column + lane / 16 * 8));
+  } else {
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+      out.at[i] = *tile.at(k + i % 4 / 2 * 8 + 2 * (lane % 4) + i % 2, column + i / 4 * 8 + lane / 4);
+    }
+  }
+  return out;
+}
+
+__device__ inline uint32_t pack(float a, float b, __nv_bfloat16) {
+  const __nv_bfloat162 pair = __floats2bfloat162_rn(a, b);
+  uint32_t out;
+  memcpy(&out, &pair, sizeof(out));
+  return out;
+}
+__device__ inline uint32_t pack(float a, float b, __half) {
+  const __half2 pair = __floats2half2_rn(a, b);
+  uint32_t out;
+  memcpy(&out, &pair, sizeof(out));
+  return out;
+}
+
+// Sums of 16 × 8 and those of the next 8 columns, as the left operand of a product with an operand across.
+template <class T>
+__device__ Fragment<T> left_sums(const float (*sums)[4]) {
+  Fragment<T> out;
+#pragma unroll
+  for (int j = 0; j < 2; ++j) {
+    if constexpr (sizeof(T) == 2) {
+      out.at[2 * j] = pack(sums[j][0], sums[j][1], T());
+      out.at[2 * j + 1] = pack(sums[j][2], sums[j][3], T());
+    } else {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) out.at[4 * j + i] = sums[j][i % 2 * 2 + i / 2];
+    }
+  }
+  return out;
+}
+
+// sums, 16 × 8 and the next 8 columns, += left · right.
+template <class T>
+__device__ void multiply(float (*sums)[4], const Fragment<T>& left, const Fragment<T>& right) {
+#pragma unroll
+  for (int j = 0; j < 2; ++j) multiply16(sums[j], left.at, right.at[2 * j], right.at[2 * j + 1], T());
+}
+// float32: the tensor cores sum 16 steps alone, a rounded addition the rest, as warp_tile.cuh explains.
+template <>
+__device__ inline void multiply(float (*sums)[4], const Fragment<float>& left, const Fragment<float>& right) {
+  float part[2][4] = {};
+#pragma unroll
+  for (int k = 0; k < 2; ++k) {
+    uint32_t high[4], low[4];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const Terms terms(left.at[4 * k + i]);
+      high[i] = terms.high;
+      low[i] = terms.low;
+    }
+#pragma unroll
+    for (int j = 0; j < 2; ++j) {
+      const Terms first(right.at[4 * j + 2 * k]), second(right.at[4 * j + 2 * k + 1]);
+      const uint32_t right_high[2] = {first.high, second.high}, right_low[2] = {first.low, second.low};
+      multiply8(part[j], low, right_high);
+      multiply8(part[j], high, right_low);
+      multiply8(part[j], high, right_high);
+    }
+  }
+#pragma unroll
+  for (int j = 0; j < 2; ++j) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) sums[j][i] += part[j][i];
+  }
+}
+
+// Two neighbours, the first at an even column.
+template <class T>
+__device__ void store_pair(T* to, float a, float b) {
+  if constexpr (sizeof(T) == 2) {
+    *reinterpret_cast<uint32_t*>(to) = pack(a, b, T());
+  } else {
+    *reinterpret_cast<float2*>(to) = make_float2(a, b);
+  }
+}
+
+// Sums of a warp, at rows [row, row + 16) and columns from `column`, times `top` (its first 8 rows) or `bottom`.
+template <int kBlocks, class T, int kWidth>
+__device__ void store_sums(const Tile<T, kWidth>& tile, const float (&sums)[kBlocks][4], int row, int column, float top,
+                           float bottom) {
+  const int lane = threadIdx.x % 32;
+#pragma unroll
+  for (int j = 0; j < kBlocks; ++j) {
+    store_pair(tile.at(row + lane / 4, column + 8 * j + lane % 4 * 2), sums[j][0] * top, sums[j][1] * top);
+    store_pair(tile.at(row + lane / 4 + 8, column + 8 * j + lane % 4 * 2), sums[j][2] * bottom, sums[j][3] * bottom);
+  }
+}
+
+// One head's rows of q, k, v, out or a gradient in global memory.
+template <class T>
+struct HeadRows {
+  T* data;
+  int stride, tokens, width;
+
+  __device__ T* at(int row, int column) const { return data + (row * stride + column); }
+};
+
+// The head that a block works on.
+template <class Plan>
+struct Head {
+  const Plan& plan;
+  int64_t index;  // sample · heads + head
+
+  // q (0), k (1) or v (2).
+  template <class T>
+  __device__ HeadRows<T> packed(T* qkv, int which) const {
+    const int64_t channels = plan.heads * plan.width, sample = index / plan.heads, head = index % plan.heads;
+    return {qkv + (sample * plan.tokens * 3 + which) * channels + head * plan.width, static_cast<int>(3 * channels),
+            static_cast<int>(plan.tokens), static_cast<int>(plan.width)};
+  }
+  template <class T>
+  __device__ HeadRows<T> unpacked(T* x) const {
+    const int64_t channels = plan.heads * plan.width, sample = index / plan.heads, head = index % plan.heads;
+    return {x + sample * plan.tokens * channels + head * plan.width, static_cast<int>(channels),
+            static_cast<int>(plan.tokens), static_cast<int>(plan.width)};
+  }
+};
+
+// visit(row, column) for this thread's share of the 16-byte chunks of kRows rows; its column is always the same.
+template <int kRows, int kThreads, class Place, class Visit>
+__device__ void each_chunk(Visit visit) {
+  constexpr int step = kThreads / Place::kChunks;
+  static_assert(kThreads % Place::kChunks == 0 && kRows % step == 0);
+  const int row = threadIdx.x / Place::kChunks, column = threadIdx.x % Place::kChunks * Place::kChunk;
+#pragma unroll
+  for (int i = 0; i < kRows; i += step) visit(row + i, column);
+}
+
+// Starts copying rows [first, first + kRows); zeros beyond the tokens and the width, but of 16 rows that are all beyond
+// the tokens nothing, as no product reads them.
+template <int kRows, int kThreads, class T, int kWidth>
+__device__ void fetch(const Tile<T, kWidth>& tile, const HeadRows<const T>& from, int first) {
+  each_chunk<kRows, kThreads, Tile<T, kWidth>>([&](int row, int column) {
+    if (first + row / 16 * 16 >= from.tokens) return;
+    const bool valid = first + row < from.tokens && column < from.width;
+    copy_async(tile.at(row, column), valid ? from.at(first + row, column) : from.data, valid);
+  });
+}
+
+// Writes rows [first, first + kRows) as far as there are any.
+template <int kRows, int kThreads, class T, int kWidth>
+__device__ void write(const Tile<T, kWidth>& tile, const HeadRows<T>& to, int first) {
+  each_chunk<kRows, kThreads, Tile<T, kWidth>>([&](int row, int column) {
+    if (first + row < to.tokens && column < to.width) {
+      *reinterpret_cast<uint4*>(to.at(first + row, column)) = *reinterpret_cast<const uint4*>(tile.at(row, column));
+    }
+  });
+}
+
+}  // namespace jaxunet::cuda

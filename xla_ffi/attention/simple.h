@@ -1,0 +1,13 @@
+// The simple kernels: any width to 256, any alignment, little shared memory, on ordinary arithmetic.
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include "plan.h"
+
+namespace jaxunet::cuda {
+
+cudaError_t simple_attention_forward(const AttentionForward& plan, cudaStream_t stream);
+cudaError_t simple_attention_backward(const AttentionBackward& plan, cudaStream_t stream);
+
+}  // namespace jaxunet::cuda
