@@ -93,8 +93,9 @@ def right(draw: random.Random) -> Call:
     def gradient() -> Call:
         flags = {'silu': draw.random() < 0.5, 'activation': draw.random() < 0.5}
         attributes = {'parts': np.int64(len(parts)), 'groups': np.int64(channels)} | flags
-        results = [((batch, 2, channels), jnp.float32), *images(parts), *images([channels] * flags['activation'])]
-        return Call('group_norm_gradient', [*images(parts), *images([channels]), *rows(4)], results, attributes)
+        affine = rows(4)
+        results = [((batch, 2, channels), jnp.float32), *affine[:2], *images(parts), *images([channels] * flags['activation'])]
+        return Call('group_norm_gradient', [*images(parts), *images([channels]), *affine], results, attributes)
 
     def tensors() -> list[Shape]:
         return [(tuple(draw.randint(1, 5) for _ in range(draw.randint(1, 3))), jnp.float32) for _ in range(draw.randint(1, 4))]

@@ -1,4 +1,5 @@
 #include "cpu.h"
+#include "group_norm/slab.h"
 #include "handler.h"
 
 namespace jaxunet {
@@ -34,9 +35,31 @@ pybind11::dict registrations() {
   return all;
 }
 
+// How the CUDA kernels cut a GroupNorm: for tests.
+pybind11::dict group_norm_slab(int64_t batch, int64_t pixels, int64_t channels, int64_t group, int vector, int element,
+                               int arrays, int threads, int64_t processors, int64_t shared, int cluster) {
+  const Need need{arrays, threads, 16, 48};  // at least as much scratch as the kernels need
+  const Slab slab = cut_slab({processors, shared, cluster}, need, batch, pixels, channels, group, vector, element);
+  pybind11::dict found;
+  found["channels"] = slab.vectors * vector;
+  found["lanes"] = 1 << slab.lane_bits;
+  found["tiles"] = slab.tiles;
+  found["rows"] = 1 << slab.row_bits;
+  found["piece"] = 1 << slab.piece_bits;
+  found["share"] = slab.share;
+  found["ranks"] = slab.ranks;
+  found["depth"] = slab.depth;
+  found["chunks"] = slab.chunks;
+  found["blocks"] = slab.blocks;
+  found["threads"] = slab.threads;
+  found["bytes"] = slab.held + slab.scratch;
+  return found;
+}
+
 }  // namespace
 }  // namespace jaxunet
 
 PYBIND11_MODULE(_cpu, module) {
   module.def("registrations", &jaxunet::registrations, "Target name -> handler capsule.");
+  module.def("group_norm_slab", &jaxunet::group_norm_slab, "How the CUDA kernels cut a GroupNorm.");
 }

@@ -17,7 +17,6 @@ from jaxtyping import Array, Float
 from pallas_kernels.conv3x3.dispatch import Added, Affine, Parts
 from pallas_kernels.conv3x3.vjp import added_gradient, check_operands, fold, needed, outline
 from pallas_kernels.features import Features
-from pallas_kernels.group_norm.backward import parameter_gradients
 from xla_ffi.group_norm.vjp import gradient, normalise, statistics
 
 # Floats of the weight gradient's workspace: blocks that share the pixels write their sums there. On a GPU of 132 multiprocessors, each of
@@ -167,7 +166,7 @@ def _norm_conv_backward(groups: int, eps: float, saved: Any, dy: Array) -> tuple
     found = gradient(x.parts, dactive, scale, offset, mean, inverse, groups=groups, silu=True, activation=affine is None)
     parts = x.parts if found.active is None else (found.active,)
     others = _parameter_gradients(parts, kernel, shift, added, dy, affine)
-    return Features(found.dx, x.zero_moments), *parameter_gradients(found.sums, scale, offset), *others
+    return Features(found.dx, x.zero_moments), found.scale, found.offset, *others
 
 
 _conv.defvjp(_conv_forward, _conv_backward)

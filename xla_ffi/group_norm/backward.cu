@@ -1,15 +1,15 @@
-// GroupNorm backward: the sums over pixels and the gradient of every part of x, in one launch.
+// GroupNorm backward: the sums over pixels and the gradient of every part of x, in one launch; the gradients of scale
+// and offset from the sums, in another.
+#include "block.cuh"
 #include "kernels.h"
-#include "slab.cuh"
 
 namespace jaxunet::cuda {
 namespace {
 
 struct Backward {
   Slab slab;
-  int held_arrays;  // x, or x and dy
   Sources x, dx;
-  const void* dy;
+  void* dy;
   Rows scale, offset, mean, inverse;
   bool silu;
   float* sums;
@@ -28,172 +28,273 @@ __device__ float derivative(float dy, float z, bool silu, float* active) {
   return dy * (s + *active * (1.0f - s));
 }
 
-template <class T, int V, bool kActive>
-__global__ void __launch_bounds__(512) group_norm_backward(const Backward g) {
-  extern __shared__ __align__(16) char memory[];
-  const Slab& slab = g.slab;
-  const int own = slab.vectors * V, rows = row_warps(slab), lane = threadIdx.x % 32;
-  const Place<T, V> place(slab);
-  const size_t array = static_cast<size_t>(slab.held) * blockDim.x;
-  auto* const held_x = reinterpret_cast<Vector<T, V>*>(memory);
-  auto* const held_dy = held_x + array;
-  auto* const partial = reinterpret_cast<float*>(memory + array * g.held_arrays * V * sizeof(T));
-  const int64_t sample = blockIdx.y, image = sample * slab.pixels * slab.channels;
-  int width = 0;
-  const T* const x = place.active ? column<T>(g.x, place.channel, sample, slab.pixels, &width) : nullptr;
-  const T* const dy = static_cast<const T*>(g.dy) + image + place.channel;
-  const int steps = place.active && place.row < slab.pixels ? (slab.pixels - 1 - place.row) / place.stride + 1 : 0;
-  const auto pixel = [&](int step) { return static_cast<int64_t>(place.row + step * place.stride); };
-  const auto load = [&](const T* from, int step, int pitch) {
-    return *reinterpret_cast<const Vector<T, V>*>(from + pixel(step) * pitch);
-  };
+// The block's scratch memory: of channels, but for `partial`.
+struct Scratch {
+  float* partial;  // both sums, of each row of warps
+  float4* sums;    // x, y: both sums of the block's pixels, for the cluster to read
+  float *scale, *offset, *mean, *inverse;
+  float *constant, *slope;              // both sums of all pixels, times scale
+  float *group_constant, *group_slope;  // what they subtract from the gradient: constant + (x - mean) · slope
 
+  __device__ Scratch(const Slab& slab, int own, char* memory) {
+    sums = reinterpret_cast<float4*>(memory);
+    scale = reinterpret_cast<float*>(sums + own);
+    offset = scale + own;
+    mean = offset + own;
+    inverse = mean + own;
+    constant = inverse + own;
+    slope = constant + own;
+    group_constant = slope + own;
+    group_slope = group_constant + own;
+    partial = group_slope + own;
+  }
+};
+constexpr Need kNeed{2, 256, 2 * sizeof(float), sizeof(float4) + 8 * sizeof(float)};
+
+// Sums over the rows of a warp. In each step two lanes exchange halves of what they have, so that in the end every lane
+// has the sums of few of the values: `kept` from `base` on, none where another lane has the same.
+template <int kStep, int kHave, int N>
+__device__ void fold(float (&values)[N], const Place& place, int lane_bits, int* base, int* kept) {
+  if constexpr (kStep > 0) {
+    if (kStep < 1 << lane_bits) return;
+    const bool upper = (place.lane & kStep) != 0;
+    if constexpr (kHave > 1) {
+      constexpr int kHalf = kHave / 2;
+#pragma unroll
+      for (int i = 0; i < kHalf; ++i) {
+        const float given = upper ? values[i] : values[i + kHalf], mine = upper ? values[i + kHalf] : values[i];
+        values[i] = mine + __shfl_xor_sync(~0u, given, kStep);
+      }
+      if (upper) *base += kHalf;
+      *kept = kHalf;
+      fold<kStep / 2, kHalf>(values, place, lane_bits, base, kept);
+    } else {
+      values[0] += __shfl_xor_sync(~0u, values[0], kStep);
+      if (upper) *kept = 0;
+      fold<kStep / 2, 1>(values, place, lane_bits, base, kept);
+    }
+  }
+}
+
+template <class T, int V>
+__global__ void __launch_bounds__(512, 1) group_norm_backward(const __grid_constant__ Backward g) {
+  const Slab& slab = g.slab;
+  const int own = slab.vectors * V, first = static_cast<int>(blockIdx.y) * own;
+  const Place place(slab, V);
+  const Stream<T, V> x(slab, place, g.x), dy(slab, place, g.dy);
+  const Ring<T, V> ring_x{reinterpret_cast<Vector<T, V>*>(shared_memory()), slab.depth};
+  const Ring<T, V> ring_dy{reinterpret_cast<Vector<T, V>*>(shared_memory() + slab.held / 2), slab.depth};
+  const auto fetch = [&](int chunk) {
+    ring_x.fetch(x, chunk, place.steps);
+    ring_dy.fetch(dy, chunk, place.steps);
+  };
+#pragma unroll 1
+  for (int chunk = 0; chunk < kRing; ++chunk) {
+    fetch(chunk);
+    end_group();
+  }
+  // Meanwhile:
+  const Scratch scratch(slab, own, shared_memory() + slab.held);
+  const int there = min(own, slab.channels - first), threads = static_cast<int>(blockDim.x);
+#pragma unroll 1
+  for (int c = threadIdx.x; c < there; c += threads) {
+    scratch.scale[c] = of_sample(g.scale)[first + c];
+    scratch.offset[c] = of_sample(g.offset)[first + c];
+    scratch.mean[c] = of_sample(g.mean)[first + c];
+    scratch.inverse[c] = of_sample(g.inverse)[first + c];
+  }
+  __syncthreads();
   // z = (x - mean) · factor + offset
   float mean[V] = {}, factor[V] = {}, offset[V] = {};
-  if (place.active) {
+  if (place.steps > 0) {
     float inverse[V];
-    load_row(g.mean, sample, place.channel, mean);
-    load_row(g.inverse, sample, place.channel, inverse);
-    load_row(g.scale, sample, place.channel, factor);
-    load_row(g.offset, sample, place.channel, offset);
+    load_floats(scratch.mean + place.local, mean);
+    load_floats(scratch.inverse + place.local, inverse);
+    load_floats(scratch.scale + place.local, factor);
+    load_floats(scratch.offset + place.local, offset);
 #pragma unroll
-    for (int i = 0; i < V; ++i) factor[i] *= inverse[i];
+    for (int j = 0; j < V; ++j) factor[j] *= inverse[j];
   }
 
+  const int rows = threads / 32 / slab.tiles;
   {
-    // Sums of dz and of dz · (x - mean).
-    float constant[V] = {}, slope[V] = {};
-    constexpr int kUnroll = 2;
-    for (int step = 0; step < steps; step += kUnroll) {
-      Vector<T, V> read[kUnroll], given[kUnroll];
+    // Of dz, then of dz · (x - mean).
+    float sums[2 * V] = {};
+#pragma unroll 1
+    for (int chunk = 0; chunk < slab.chunks; ++chunk) {
+      wait_group<kRing - 1>();
+      const int start = chunk * slab.depth, count = min(place.steps - start, slab.depth);
+#pragma unroll 1
+      for (int i = 0; i < count; ++i) {
+        float value[V], given[V];
+        ring_x.slot(chunk, i)->get(value);
+        ring_dy.slot(chunk, i)->get(given);
 #pragma unroll
-      for (int u = 0; u < kUnroll; ++u) {
-        if (step + u < steps) {
-          read[u] = load(x, step + u, width);
-          given[u] = load(dy, step + u, slab.channels);
+        for (int j = 0; j < V; ++j) {
+          const float away = value[j] - mean[j];
+          const float dz = derivative<T>(given[j], away * factor[j] + offset[j], g.silu, &value[j]);
+          sums[j] += dz;
+          sums[V + j] += dz * away;
+        }
+        if (g.active) {
+          Vector<T, V> again;
+          again.set(value);
+          *Stream<T, V>(slab, place, g.active).at(start + i) = again;
         }
       }
-#pragma unroll
-      for (int u = 0; u < kUnroll; ++u) {
-        if (step + u >= steps) break;
-        if (step + u < slab.held) {
-          held_x[(step + u) * blockDim.x + threadIdx.x] = read[u];
-          if (g.held_arrays == 2) held_dy[(step + u) * blockDim.x + threadIdx.x] = given[u];
-        }
-        Vector<T, V> again;
-#pragma unroll
-        for (int i = 0; i < V; ++i) {
-          const float away = wide(read[u].values[i]) - mean[i];
-          float active;
-          const float dz = derivative<T>(wide(given[u].values[i]), away * factor[i] + offset[i], g.silu, &active);
-          constant[i] += dz;
-          slope[i] += dz * away;
-          if constexpr (kActive) narrow(active, &again.values[i]);
-        }
-        if constexpr (kActive) {
-          T* const to = static_cast<T*>(g.active) + image + place.channel + pixel(step + u) * slab.channels;
-          *reinterpret_cast<Vector<T, V>*>(to) = again;
-        }
-      }
+      fetch(chunk + kRing);
+      end_group();
     }
+    int base = 0, kept = 2 * V;
+    fold<16, 2 * V>(sums, place, slab.lane_bits, &base, &kept);
 #pragma unroll
-    for (int i = 0; i < V; ++i) {
-      float first = constant[i], second = slope[i];
-      for (int step = half_rows(slab); step > 0; step /= 2) {
-        const float other = __shfl_down_sync(~0u, first, step * slab.lanes);
-        const float another = __shfl_down_sync(~0u, second, step * slab.lanes);
-        if (lane / slab.lanes + step < slab.rows) {
-          first += other;
-          second += another;
-        }
-      }
-      if (place.active && lane < slab.lanes) {
-        float* const to = partial + 2 * (static_cast<int>(threadIdx.x) / 32 / slab.tiles * own + place.local + i);
-        to[0] = first;
-        to[1] = second;
+    for (int i = 0; i < 2 * V; ++i) {
+      const int which = (base + i) / V;
+      if (i < kept && place.present) {
+        scratch.partial[(2 * place.warp_row + which) * own + place.local + (base + i) % V] = sums[i];
       }
     }
   }
   __syncthreads();
 
-  // By channel: the sums, and what the group needs of them.
-  float* const weighted = partial + 2 * own * rows;
-  const int first = static_cast<int>(blockIdx.x) * own;
-  for (int c = threadIdx.x; c < own; c += blockDim.x) {
-    float constant = 0, slope = 0, scale = 0;
-    if (first + c < slab.channels) {
-      for (int r = 0; r < rows; ++r) {
-        constant += partial[2 * (r * own + c)];
-        slope += partial[2 * (r * own + c) + 1];
-      }
-      slope *= g.inverse.data[sample * g.inverse.stride + first + c];
-      scale = g.scale.data[sample * g.scale.stride + first + c];
-      float* const to = g.sums + 2 * sample * slab.channels + first + c;
-      to[0] = constant;
-      to[slab.channels] = slope;
+  const auto sums_of_block = [&](int c) {
+    float4 total = make_float4(0, 0, 0, 0);
+#pragma unroll 1
+    for (int r = 0; r < rows; ++r) {
+      total.x += scratch.partial[2 * r * own + c];
+      total.y += scratch.partial[(2 * r + 1) * own + c];
     }
-    weighted[2 * c] = scale * constant;
-    weighted[2 * c + 1] = scale * slope;
+    return total;
+  };
+  if (slab.ranks > 1) {
+#pragma unroll 1
+    for (int c = threadIdx.x; c < there; c += threads) scratch.sums[c] = sums_of_block(c);
+    arrive_cluster();
+    wait_cluster();
   }
+#pragma unroll 1
+  for (int c = threadIdx.x; c < there; c += threads) {
+    float4 total = make_float4(0, 0, 0, 0);
+    if (slab.ranks == 1) {
+      total = sums_of_block(c);
+    } else {
+#pragma unroll 1
+      for (int rank = 0; rank < slab.ranks; ++rank) {
+        const float4 part = of_block(scratch.sums + c, rank);
+        total.x += part.x;
+        total.y += part.y;
+      }
+    }
+    total.y *= scratch.inverse[c];
+    if (blockIdx.x == 0) {
+      float* const to = g.sums + 2 * static_cast<int64_t>(blockIdx.z) * slab.channels + first + c;
+      to[0] = total.x;
+      to[slab.channels] = total.y;
+    }
+    scratch.constant[c] = scratch.scale[c] * total.x;
+    scratch.slope[c] = scratch.scale[c] * total.y;
+  }
+  if (slab.ranks > 1) arrive_cluster();  // has read; whoever ends waits for it
   __syncthreads();
-  for (int c = threadIdx.x; c < own && first + c < slab.channels; c += blockDim.x) {
-    const float* const group = weighted + 2 * (c / slab.group * slab.group);
+#pragma unroll 1
+  for (int c = threadIdx.x; c < there; c += threads) {
+    const int group = c / slab.group * slab.group;
     float constant = 0, slope = 0;
+#pragma unroll 4
     for (int i = 0; i < slab.group; ++i) {
-      constant += group[2 * i];
-      slope += group[2 * i + 1];
+      constant += scratch.constant[group + i];
+      slope += scratch.slope[group + i];
     }
-    const float inverse = g.inverse.data[sample * g.inverse.stride + first + c];
+    const float inverse = scratch.inverse[c];
     const float share = inverse / (static_cast<float>(slab.group) * static_cast<float>(slab.pixels));
-    partial[2 * c] = constant * share;
-    partial[2 * c + 1] = slope * share * inverse;
+    scratch.group_constant[c] = constant * share;
+    scratch.group_slope[c] = slope * share * inverse;
   }
   __syncthreads();
-  if (!steps) return;
 
-  float constant[V], slope[V];
-#pragma unroll
-  for (int i = 0; i < V; ++i) {
-    constant[i] = partial[2 * (place.local + i)];
-    slope[i] = partial[2 * (place.local + i) + 1];
+  float constant[V] = {}, slope[V] = {};
+  if (place.steps > 0) {
+    load_floats(scratch.group_constant + place.local, constant);
+    load_floats(scratch.group_slope + place.local, slope);
   }
-  T* const dx = column<T>(g.dx, place.channel, sample, slab.pixels, &width);
-  // What was read last is nearest.
-#pragma unroll 2
-  for (int step = steps - 1; step >= 0; --step) {
-    const size_t at = step * blockDim.x + threadIdx.x;
-    Vector<T, V> v = step < slab.held ? held_x[at] : load(x, step, width);
-    const Vector<T, V> given = step < slab.held && g.held_arrays == 2 ? held_dy[at] : load(dy, step, slab.channels);
+  const Stream<T, V> dx(slab, place, g.dx);
+  // What was read last is still there; what has gone comes once more.
+#pragma unroll 1
+  for (int chunk = slab.chunks - 1; chunk >= 0; --chunk) {
+    wait_group<kRing - 1>();
+    const int start = chunk * slab.depth, count = min(place.steps - start, slab.depth);
+#pragma unroll 1
+    for (int i = 0; i < count; ++i) {
+      float value[V], given[V];
+      ring_x.slot(chunk, i)->get(value);
+      ring_dy.slot(chunk, i)->get(given);
 #pragma unroll
-    for (int i = 0; i < V; ++i) {
-      const float away = wide(v.values[i]) - mean[i];
-      float active;
-      const float dz = derivative<T>(wide(given.values[i]), away * factor[i] + offset[i], g.silu, &active);
-      narrow(factor[i] * dz - (constant[i] + away * slope[i]), &v.values[i]);
+      for (int j = 0; j < V; ++j) {
+        const float away = value[j] - mean[j];
+        float active;
+        const float dz = derivative<T>(given[j], away * factor[j] + offset[j], g.silu, &active);
+        value[j] = factor[j] * dz - (constant[j] + away * slope[j]);
+      }
+      Vector<T, V> out;
+      out.set(value);
+      *dx.at(start + i) = out;
     }
-    *reinterpret_cast<Vector<T, V>*>(dx + pixel(step) * width) = v;
+    if (chunk >= kRing) fetch(chunk - kRing);
+    end_group();
   }
+  if (slab.ranks > 1) wait_cluster();
+}
+
+// The gradients of scale and offset: the sums of a sample, or of all samples where these share a row.
+struct Parameters {
+  const float* sums;
+  int batch, channels;
+  bool per_sample[2];
+  float* to[2];
+};
+
+constexpr int kLanes = 32, kSlices = 8;  // channels of a block; slices of the batch
+
+__global__ void __launch_bounds__(kLanes* kSlices) group_norm_parameters(const __grid_constant__ Parameters p) {
+  __shared__ float partial[kSlices][kLanes];
+  const int lane = static_cast<int>(threadIdx.x) % kLanes, slice = static_cast<int>(threadIdx.x) / kLanes;
+  const int channel = static_cast<int>(blockIdx.x) * kLanes + lane, which = static_cast<int>(blockIdx.y);
+  const bool there = channel < p.channels;
+  const auto sum = [&](int sample) { return p.sums[(2LL * sample + which) * p.channels + channel]; };
+  float* const to = p.to[which] + channel;
+  if (p.per_sample[which]) {
+    for (int sample = slice; there && sample < p.batch; sample += kSlices) {
+      to[static_cast<int64_t>(sample) * p.channels] = sum(sample);
+    }
+    return;
+  }
+  float total = 0;
+#pragma unroll 4
+  for (int sample = slice; there && sample < p.batch; sample += kSlices) total += sum(sample);
+  partial[slice][lane] = total;
+  __syncthreads();
+  if (slice > 0 || !there) return;
+#pragma unroll
+  for (int i = 1; i < kSlices; ++i) total += partial[i][lane];
+  *to = total;
 }
 
 template <class T>
 cudaError_t launch_backward(const NormGradient& plan, cudaStream_t stream) {
-  if (plan.batch == 0 || plan.x.total == 0) return cudaSuccess;
-  Device device;
-  if (const cudaError_t error = describe(&device); error != cudaSuccess) return error;
+  Limits limits;
+  if (const cudaError_t error = describe(&limits); error != cudaSuccess) return error;
   constexpr int kVector = 16 / sizeof(T);
   const bool vectors = whole_vectors(plan.x, kVector);
-  const Shape how = shape(device, plan.batch, plan.pixels, plan.x.total, plan.x.total / plan.groups,
-                          vectors ? kVector : 1, sizeof(T), 2, 512, 2 * sizeof(float));
-  const Backward g{how.slab,    how.held_arrays, sources(plan.x), sources(plan.dx), plan.dy,   plan.scale,
-                   plan.offset, plan.mean,       plan.inverse,    plan.silu,        plan.sums, plan.active};
-  auto kernel = vectors ? group_norm_backward<T, kVector, false> : group_norm_backward<T, 1, false>;
-  if (plan.active) kernel = vectors ? group_norm_backward<T, kVector, true> : group_norm_backward<T, 1, true>;
-  return launch(kernel, how, plan.batch, g, stream);
+  const Slab slab = cut_slab(limits, kNeed, plan.batch, plan.pixels, plan.x.total, plan.x.total / plan.groups,
+                             vectors ? kVector : 1, sizeof(T));
+  const Backward g{slab,       sources(plan.x), sources(plan.dx), const_cast<void*>(plan.dy),
+                   plan.scale, plan.offset,     plan.mean,        plan.inverse,
+                   plan.silu,  plan.sums,       plan.active};
+  return launch(vectors ? group_norm_backward<T, kVector> : group_norm_backward<T, 1>, grid_of(slab, plan.batch),
+                slab.threads, slab.held + slab.scratch, stream, g);
 }
 
-}  // namespace
-
-cudaError_t norm_gradient(const NormGradient& plan, cudaStream_t stream) {
+cudaError_t backward(const NormGradient& plan, cudaStream_t stream) {
   switch (plan.type) {
     case Type::kFloat32:
       return launch_backward<float>(plan, stream);
@@ -202,6 +303,22 @@ cudaError_t norm_gradient(const NormGradient& plan, cudaStream_t stream) {
     default:
       return launch_backward<__nv_bfloat16>(plan, stream);
   }
+}
+
+}  // namespace
+
+cudaError_t norm_gradient(const NormGradient& plan, cudaStream_t stream) {
+  if (plan.x.total == 0) return cudaSuccess;
+  if (plan.batch > 0) {
+    if (const cudaError_t error = backward(plan, stream); error != cudaSuccess) return error;
+  }
+  const Parameters p{plan.sums,
+                     static_cast<int>(plan.batch),
+                     static_cast<int>(plan.x.total),
+                     {plan.offset.stride > 0, plan.scale.stride > 0},
+                     {plan.of_offset, plan.of_scale}};
+  const dim3 grid(static_cast<unsigned>(ceil_of(plan.x.total, kLanes)), 2);
+  return launch_plainly(group_norm_parameters, grid, kLanes * kSlices, stream, p);
 }
 
 }  // namespace jaxunet::cuda

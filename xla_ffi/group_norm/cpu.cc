@@ -117,6 +117,19 @@ void norm_gradient(const NormGradient& plan, Pool& pool) {
       dx[i] = static_cast<float>(inverse * (scale * dz - (constant + n * slope) / elements));
     });
   });
+  const auto gradient_of = [&](const Rows& rows, int64_t which, float* to) {
+    for (int64_t c = 0; c < channels; ++c) {
+      double total = 0;
+      for (int64_t sample = 0; sample < plan.batch; ++sample) {
+        const float sum = plan.sums[(2 * sample + which) * channels + c];
+        total += static_cast<double>(sum);
+        if (rows.stride > 0) to[sample * channels + c] = sum;
+      }
+      if (rows.stride == 0) to[c] = static_cast<float>(total);
+    }
+  };
+  gradient_of(plan.offset, 0, plan.of_offset);
+  gradient_of(plan.scale, 1, plan.of_scale);
   split(dx, plan.type, plan.batch * pixels, plan.dx);
   if (plan.active) narrow(active, plan.type, plan.active);
 }

@@ -1,6 +1,6 @@
 // GroupNorm forward: the statistics alone, or with the activation in the same launch.
+#include "block.cuh"
 #include "kernels.h"
-#include "slab.cuh"
 
 namespace jaxunet::cuda {
 namespace {
@@ -15,194 +15,305 @@ struct Forward {
   float *a, *b, *mean, *inverse;  // a, b: null with y
 };
 
-// Count, mean and sum of squared deviations of the union of two samples (Chan, Golub & LeVeque 1979).
-__device__ void merge(float& n, float& mean, float& deviation, float n2, float mean2, float deviation2) {
-  const float total = n + n2, away = mean2 - mean, share = total > 0 ? n2 / total : 0.0f;
-  mean += away * share;
-  deviation += deviation2 + away * away * n * share;
-  n = total;
+// Samples are kept as float4: count, mean, sum of squared deviations from it. Their union (Chan, Golub & LeVeque 1979)
+// has the weighted mean, and the deviations besides those of the means.
+
+constexpr int kTeam = 8;  // lanes that join a group's samples; at least a cluster's blocks
+
+__device__ inline float sum_of_team(float x) {
+#pragma unroll
+  for (int step = kTeam / 2; step > 0; step /= 2) x += __shfl_xor_sync(~0u, x, step);
+  return x;
 }
 
-// Statistics of the block's channels, from those of every row of warps: (count, mean, deviation) by channel. Afterwards
-// the first row of `partial` holds mean and inverse deviation of each channel's group.
-__device__ void combine(const Slab& slab, float eps, int own, float* partial) {
-  const int rows = row_warps(slab);
-  float* result = partial + 3 * own * rows;
-  for (int c = threadIdx.x; c < own; c += blockDim.x) {
-    float n = 0, mean = 0, deviation = 0;
-    for (int r = 0; r < rows; ++r) {
-      const float* from = partial + 3 * (r * own + c);
-      merge(n, mean, deviation, from[0], from[1], from[2]);
-    }
-    result[2 * c] = mean;
-    result[2 * c + 1] = deviation;
-  }
-  __syncthreads();
-  const auto pixels = static_cast<float>(slab.pixels), size = static_cast<float>(slab.group);
-  for (int c = threadIdx.x; c < own; c += blockDim.x) {
-    const float* group = result + 2 * (c / slab.group * slab.group);
-    const float first = group[0];
-    float mean = 0, variance = 0;
-    for (int i = 0; i < slab.group; ++i) mean += group[2 * i] - first;
-    mean = first + mean / size;
-    for (int i = 0; i < slab.group; ++i) {
-      const float away = group[2 * i] - mean;
-      variance += group[2 * i + 1] / pixels + away * away;
-    }
-    partial[2 * c] = mean;
-    partial[2 * c + 1] = rsqrtf(variance / size + eps);
-  }
-  __syncthreads();
+// The union of a team's samples: visit(take) calls take(sample) for each of this lane's.
+template <class Visit>
+__device__ float4 join(const Visit& visit) {
+  float count = 0, sum = 0, deviation = 0;
+  visit([&](const float4& s) {
+    count += s.x;
+    sum += s.x * s.y;
+  });
+  count = sum_of_team(count);
+  sum = sum_of_team(sum);
+  const float mean = count > 0 ? sum / count : 0.0f;
+  visit([&](const float4& s) {
+    const float away = s.y - mean;
+    deviation += s.z + s.x * away * away;
+  });
+  return make_float4(count, mean, sum_of_team(deviation), 0);
 }
 
+// float32 numbers are taken from one of their group, so that a large mean costs no bits.
+template <class T>
+constexpr bool kPivot = sizeof(T) == 4;
+
+// The block's scratch memory.
+struct Scratch {
+  float4 *partial, *groups;       // samples of pieces, a row for each row of warps; of groups, for the cluster to read
+  float2* found;                  // mean and inverse deviation of groups
+  float *scale, *offset, *pivot;  // of channels; in the end a channel's y = (x - pivot) * scale + offset
+
+  __device__ Scratch(const Slab& slab, int own, char* memory) {
+    partial = reinterpret_cast<float4*>(memory);
+    groups = partial + (blockDim.x / 32 / slab.tiles) * (own >> slab.piece_bits);
+    scale = reinterpret_cast<float*>(groups + own / slab.group);
+    offset = scale + own;
+    pivot = offset + own;
+    found = reinterpret_cast<float2*>(pivot + own);
+  }
+};
+constexpr Need kNeed{1, 512, sizeof(float4), sizeof(float4) + sizeof(float2) + 3 * sizeof(float)};
+
+// Mean and deviations of the thread's pixels, by channel, chunk by chunk: first a chunk's mean, then its deviations.
 template <class T, int V>
-__global__ void __launch_bounds__(512) group_norm_forward(const Forward f) {
-  extern __shared__ __align__(16) char memory[];
-  const Slab& slab = f.slab;
-  const int own = slab.vectors * V, rows = row_warps(slab), lane = threadIdx.x % 32;
-  const Place<T, V> place(slab);
-  auto* const held = reinterpret_cast<Vector<T, V>*>(memory);
-  auto* const partial = reinterpret_cast<float*>(memory + static_cast<size_t>(slab.held) * blockDim.x * V * sizeof(T));
-  const int64_t sample = blockIdx.y;
-  int width = 0;
-  const T* const x = place.active ? column<T>(f.x, place.channel, sample, slab.pixels, &width) : nullptr;
-  const int steps = place.active && place.row < slab.pixels ? (slab.pixels - 1 - place.row) / place.stride + 1 : 0;
-  const auto at = [&](int step) {
-    return *reinterpret_cast<const Vector<T, V>*>(x + static_cast<int64_t>(place.row + step * place.stride) * width);
-  };
-
-  {
-    // Deviations from the thread's first pixel: sums of squares that do not cancel.
-    float pivot[V] = {}, sum[V] = {}, square[V] = {};
-    constexpr int kUnroll = 8;
-    for (int step = 0; step < steps; step += kUnroll) {
-      Vector<T, V> read[kUnroll];
+__device__ void accumulate(const Slab& slab, const Place& place, const Stream<T, V>& x, const Ring<T, V>& ring,
+                           const float (&pivot)[V], float (&mean)[V], float (&deviation)[V]) {
+  float seen = 0;
+#pragma unroll 1
+  for (int chunk = 0; chunk < slab.chunks; ++chunk) {
+    wait_group<kRing - 1>();
+    const int count = min(place.steps - chunk * slab.depth, slab.depth);
+    if (count > 0) {
+      const auto fresh = static_cast<float>(count);
+      float middle[V] = {}, squares[V] = {};
+#pragma unroll 2
+      for (int i = 0; i < count; ++i) {
+        float value[V];
+        ring.slot(chunk, i)->get(value);
 #pragma unroll
-      for (int u = 0; u < kUnroll; ++u) {
-        if (step + u < steps) read[u] = at(step + u);
+        for (int j = 0; j < V; ++j) middle[j] += kPivot<T> ? value[j] - pivot[j] : value[j];
       }
-      if (step == 0) {
+      const float share = 1.0f / fresh;
 #pragma unroll
-        for (int i = 0; i < V; ++i) pivot[i] = wide(read[0].values[i]);
-      }
+      for (int j = 0; j < V; ++j) middle[j] *= share;
+#pragma unroll 1
+      for (int i = 0; i < count; ++i) {
+        float value[V];
+        ring.slot(chunk, i)->get(value);
 #pragma unroll
-      for (int u = 0; u < kUnroll; ++u) {
-        if (step + u >= steps) break;
-        if (step + u < slab.held) held[(step + u) * blockDim.x + threadIdx.x] = read[u];
-#pragma unroll
-        for (int i = 0; i < V; ++i) {
-          const float away = wide(read[u].values[i]) - pivot[i];
-          sum[i] += away;
-          square[i] += away * away;
+        for (int j = 0; j < V; ++j) {
+          const float away = (kPivot<T> ? value[j] - pivot[j] : value[j]) - middle[j];
+          squares[j] += away * away;
         }
       }
-    }
-    const auto count = static_cast<float>(steps);
-    const float share = steps ? 1.0f / count : 0.0f;
+      const float weight = fresh / (seen + fresh), both = seen * weight;
 #pragma unroll
-    for (int i = 0; i < V; ++i) {
-      float n = count, mean = pivot[i] + sum[i] * share;
-      float deviation = fmaxf(square[i] - sum[i] * sum[i] * share, 0.0f);
-      for (int step = half_rows(slab); step > 0; step /= 2) {
-        const int from = step * slab.lanes;
-        const float n2 = __shfl_down_sync(~0u, n, from), mean2 = __shfl_down_sync(~0u, mean, from);
-        const float deviation2 = __shfl_down_sync(~0u, deviation, from);
-        if (lane / slab.lanes + step < slab.rows) merge(n, mean, deviation, n2, mean2, deviation2);
+      for (int j = 0; j < V; ++j) {
+        const float away = middle[j] - mean[j];
+        mean[j] += away * weight;
+        deviation[j] += squares[j] + away * away * both;
       }
-      if (place.active && lane < slab.lanes) {
-        const int row = threadIdx.x / 32 / slab.tiles;
-        float* to = partial + 3 * (row * own + place.local + i);
-        to[0] = n;
-        to[1] = mean;
-        to[2] = deviation;
-      }
+      seen += fresh;
     }
-  }
-  if (own > slab.channels - static_cast<int>(blockIdx.x) * own) {
-    // The last block may have fewer channels: the others are empty.
-    for (int i = threadIdx.x; i < 3 * own * rows; i += blockDim.x) {
-      if (static_cast<int>(blockIdx.x) * own + i / 3 % own >= slab.channels) partial[i] = 0;
-    }
-  }
-  __syncthreads();
-  combine(slab, f.eps, own, partial);
-
-  const int64_t first = blockIdx.x * own, row = sample * slab.channels + first;
-  for (int c = threadIdx.x; c < own && first + c < slab.channels; c += blockDim.x) {
-    const float mean = partial[2 * c], inverse = partial[2 * c + 1];
-    f.mean[row + c] = mean;
-    f.inverse[row + c] = inverse;
-    if (f.a) {
-      const float a = f.scale.data[sample * f.scale.stride + first + c] * inverse;
-      f.a[row + c] = a;
-      f.b[row + c] = f.offset.data[sample * f.offset.stride + first + c] - mean * a;
-    }
-  }
-  if (!f.y || !steps) return;
-
-  float mean[V], factor[V], offset[V];
-  load_row(f.scale, sample, place.channel, factor);
-  load_row(f.offset, sample, place.channel, offset);
-#pragma unroll
-  for (int i = 0; i < V; ++i) {
-    mean[i] = partial[2 * (place.local + i)];
-    factor[i] *= partial[2 * (place.local + i) + 1];
-  }
-  T* const y = static_cast<T*>(f.y) + sample * slab.pixels * slab.channels + place.channel;
-  // What was read last is nearest.
-#pragma unroll 4
-  for (int step = steps - 1; step >= 0; --step) {
-    Vector<T, V> v = step < slab.held ? held[step * blockDim.x + threadIdx.x] : at(step);
-#pragma unroll
-    for (int i = 0; i < V; ++i) {
-      const float z = (wide(v.values[i]) - mean[i]) * factor[i] + offset[i];
-      narrow(f.silu ? z * sigmoid<T>(z) : z, &v.values[i]);
-    }
-    *reinterpret_cast<Vector<T, V>*>(y + static_cast<int64_t>(place.row + step * place.stride) * slab.channels) = v;
+    ring.fetch(x, chunk + kRing, place.steps);
+    end_group();
   }
 }
 
-template <class T, int V>
-__global__ void __launch_bounds__(256)
-    group_norm_apply(int pixels, int channels, Sources x, Rows a, Rows b, bool silu, T* const y) {
-  const int vectors = channels / V;
-  const int64_t sample = blockIdx.y, count = static_cast<int64_t>(pixels) * vectors;
-  for (int64_t i = blockIdx.x * 256 + threadIdx.x; i < count; i += gridDim.x * 256) {
-    const int64_t pixel = i / vectors;
-    const int channel = static_cast<int>(i - pixel * vectors) * V;
-    int width = 0;
-    const T* const from = column<T>(x, channel, sample, pixels, &width);
-    auto v = *reinterpret_cast<const Vector<T, V>*>(from + pixel * width);
-    float factor[V], offset[V];
-    load_row(a, sample, channel, factor);
-    load_row(b, sample, channel, offset);
+// From channels of a thread to pieces of a warp, into the warp's row of `partial`.
+template <int V>
+__device__ void join_warp(const Slab& slab, const Place& place, int own, float (&mean)[V], float (&deviation)[V],
+                          float4* partial) {
+  const auto count = static_cast<float>(place.steps);
+  // Neighbours of one piece, which have the same count; the first takes all.
+#pragma unroll
+  for (int width = 1; width < V; width *= 2) {
+    if (width >= 1 << slab.piece_bits) break;
+#pragma unroll
+    for (int j = 0; j < V; j += 2 * width) {
+      const float away = mean[j + width] - mean[j];
+      mean[j] += 0.5f * away;
+      deviation[j] += deviation[j + width] + 0.5f * static_cast<float>(width) * count * away * away;
+    }
+  }
+  const auto first = [&](int j) { return (j & ((1 << slab.piece_bits) - 1)) == 0; };
+  const auto size = static_cast<float>(1 << slab.piece_bits);
+  float total = count, middle[V];
+#pragma unroll
+  for (int j = 0; j < V; ++j) middle[j] = count * mean[j];
+#pragma unroll
+  for (int step = 16; step > 0; step /= 2) {
+    if (step < 1 << slab.lane_bits) break;
+    total += __shfl_xor_sync(~0u, total, step);
 #pragma unroll
     for (int j = 0; j < V; ++j) {
-      const float z = wide(v.values[j]) * factor[j] + offset[j];
-      narrow(silu ? z * sigmoid<T>(z) : z, &v.values[j]);
+      if (first(j)) middle[j] += __shfl_xor_sync(~0u, middle[j], step);
     }
-    *reinterpret_cast<Vector<T, V>*>(y + (sample * pixels + pixel) * channels + channel) = v;
   }
+  const float share = total > 0 ? 1.0f / total : 0.0f;
+#pragma unroll
+  for (int j = 0; j < V; ++j) {
+    middle[j] *= share;
+    const float away = mean[j] - middle[j];
+    deviation[j] += size * count * away * away;
+  }
+#pragma unroll
+  for (int step = 16; step > 0; step /= 2) {
+    if (step < 1 << slab.lane_bits) break;
+#pragma unroll
+    for (int j = 0; j < V; ++j) {
+      if (first(j)) deviation[j] += __shfl_xor_sync(~0u, deviation[j], step);
+    }
+  }
+  float4* const row = partial + place.warp_row * (own >> slab.piece_bits);
+#pragma unroll
+  for (int j = 0; j < V; ++j) {
+    if (first(j) && place.alone) {
+      row[(place.local + j) >> slab.piece_bits] = make_float4(size * total, middle[j], deviation[j], 0);
+    }
+  }
+}
+
+// From pieces of warps to groups of the block, then of the cluster, in `found`.
+__device__ void join_groups(const Slab& slab, int own, float eps, const Scratch& scratch) {
+  const int groups = own / slab.group, pieces = slab.group >> slab.piece_bits, row = own >> slab.piece_bits;
+  const int team = static_cast<int>(threadIdx.x) / kTeam, member = static_cast<int>(threadIdx.x) % kTeam;
+  const int teams = static_cast<int>(blockDim.x) / kTeam, rows = static_cast<int>(blockDim.x) / 32 / slab.tiles;
+  const auto finish = [&](int group, const float4& all) {
+    scratch.found[group] = make_float2(all.y, rsqrtf(all.z / all.x + eps));
+  };
+  // All lanes go round as often, for the sake of the shuffles.
+#pragma unroll 1
+  for (int start = 0; start < groups; start += teams) {
+    const int group = start + team;
+    const float4 all = join([&](const auto& take) {
+#pragma unroll 1
+      for (int r = group < groups ? member : rows; r < rows; r += kTeam) {
+#pragma unroll 1
+        for (int i = 0; i < pieces; ++i) take(scratch.partial[r * row + group * pieces + i]);
+      }
+    });
+    if (group >= groups || member != 0) continue;
+    if (slab.ranks == 1) {
+      finish(group, all);
+    } else {
+      scratch.groups[group] = all;
+    }
+  }
+  if (slab.ranks == 1) return;
+  arrive_cluster();
+  wait_cluster();
+#pragma unroll 1
+  for (int start = 0; start < groups; start += teams) {
+    const int group = start + team;
+    const bool there = group < groups && member < slab.ranks;
+    const float4 part = there ? of_block(scratch.groups + group, member) : make_float4(0, 0, 0, 0);
+    const float4 all = join([&](const auto& take) { take(part); });
+    if (group < groups && member == 0) finish(group, all);
+  }
+  arrive_cluster();  // has read; whoever ends waits for it
+}
+
+template <class T, int V>
+__global__ void __launch_bounds__(512, 2) group_norm_forward(const __grid_constant__ Forward f) {
+  const Slab& slab = f.slab;
+  const int own = slab.vectors * V, first = static_cast<int>(blockIdx.y) * own;
+  const Place place(slab, V);
+  const Stream<T, V> x(slab, place, f.x);
+  const Ring<T, V> ring{reinterpret_cast<Vector<T, V>*>(shared_memory()), slab.depth};
+#pragma unroll 1
+  for (int chunk = 0; chunk < kRing; ++chunk) {
+    ring.fetch(x, chunk, place.steps);
+    end_group();
+  }
+  // Meanwhile:
+  const Scratch scratch(slab, own, shared_memory() + slab.held);
+  const int there = min(own, slab.channels - first), threads = static_cast<int>(blockDim.x);
+#pragma unroll 1
+  for (int c = threadIdx.x; c < there; c += threads) {
+    scratch.scale[c] = of_sample(f.scale)[first + c];
+    scratch.offset[c] = of_sample(f.offset)[first + c];
+    if constexpr (kPivot<T>) {
+      int width;
+      scratch.pivot[c] = wide(*column<T>(f.x, first + c / slab.group * slab.group, blockIdx.z, slab.pixels, &width));
+    }
+  }
+  {
+    float pivot[V] = {}, mean[V] = {}, deviation[V] = {};
+    if constexpr (kPivot<T>) {
+      __syncthreads();
+      if (place.steps > 0) load_floats(scratch.pivot + place.local, pivot);
+    }
+    accumulate(slab, place, x, ring, pivot, mean, deviation);
+    join_warp(slab, place, own, mean, deviation, scratch.partial);
+  }
+  __syncthreads();
+  join_groups(slab, own, f.eps, scratch);
+  __syncthreads();
+#pragma unroll 1
+  for (int c = threadIdx.x; c < there; c += threads) {
+    const float2 found = scratch.found[c / slab.group];
+    const float mean = kPivot<T> ? scratch.pivot[c] + found.x : found.x;
+    const float a = scratch.scale[c] * found.y, b = scratch.offset[c] - mean * a;
+    if (blockIdx.x == 0) {
+      const int64_t at = static_cast<int64_t>(blockIdx.z) * slab.channels + first + c;
+      f.mean[at] = mean;
+      f.inverse[at] = found.y;
+      if (f.a) {
+        f.a[at] = a;
+        f.b[at] = b;
+      }
+    }
+    scratch.scale[c] = a;
+    // 16-bit numbers hold at most a few hundred deviations in their mean: one multiply-add loses nothing.
+    if constexpr (kPivot<T>) {
+      scratch.pivot[c] = mean;
+    } else {
+      scratch.offset[c] = b;
+    }
+  }
+  if (f.y) {
+    __syncthreads();
+    float pivot[V] = {}, scale[V] = {}, offset[V] = {};
+    if (place.steps > 0) {
+      load_floats(scratch.scale + place.local, scale);
+      load_floats(scratch.offset + place.local, offset);
+      if constexpr (kPivot<T>) load_floats(scratch.pivot + place.local, pivot);
+    }
+    const Stream<T, V> y(slab, place, f.y);
+    // What was read last is still there; what has gone comes once more.
+#pragma unroll 1
+    for (int chunk = slab.chunks - 1; chunk >= 0; --chunk) {
+      wait_group<kRing - 1>();
+      const int start = chunk * slab.depth, count = min(place.steps - start, slab.depth);
+#pragma unroll 2
+      for (int i = 0; i < count; ++i) {
+        float value[V];
+        ring.slot(chunk, i)->get(value);
+#pragma unroll
+        for (int j = 0; j < V; ++j) {
+          const float z = (kPivot<T> ? value[j] - pivot[j] : value[j]) * scale[j] + offset[j];
+          value[j] = f.silu ? z * sigmoid<T>(z) : z;
+        }
+        Vector<T, V> out;
+        out.set(value);
+        *y.at(start + i) = out;
+      }
+      if (chunk >= kRing) ring.fetch(x, chunk - kRing, place.steps);
+      end_group();
+    }
+  }
+  if (slab.ranks > 1) wait_cluster();
 }
 
 template <class T>
 cudaError_t launch_forward(const NormInput& plan, Forward f, cudaStream_t stream) {
   if (plan.batch == 0 || plan.x.total == 0) return cudaSuccess;
-  Device device;
-  if (const cudaError_t error = describe(&device); error != cudaSuccess) return error;
+  Limits limits;
+  if (const cudaError_t error = describe(&limits); error != cudaSuccess) return error;
   constexpr int kVector = 16 / sizeof(T);
   const bool vectors = whole_vectors(plan.x, kVector);
-  const int vector = vectors ? kVector : 1;
-  const int arrays = f.y ? 1 : 0;
-  const Shape how = shape(device, plan.batch, plan.pixels, plan.x.total, plan.x.total / plan.groups, vector, sizeof(T),
-                          arrays, 512, 3 * sizeof(float));
-  f.slab = how.slab;
+  Need need = kNeed;
+  need.arrays = f.y ? 1 : 0;
+  f.slab = cut_slab(limits, need, plan.batch, plan.pixels, plan.x.total, plan.x.total / plan.groups,
+                    vectors ? kVector : 1, sizeof(T));
   f.x = sources(plan.x);
   f.scale = plan.scale;
   f.offset = plan.offset;
   f.eps = plan.eps;
-  const auto kernel = vectors ? group_norm_forward<T, kVector> : group_norm_forward<T, 1>;
-  return launch(kernel, how, plan.batch, f, stream);
+  return launch(vectors ? group_norm_forward<T, kVector> : group_norm_forward<T, 1>, grid_of(f.slab, plan.batch),
+                f.slab.threads, f.slab.held + f.slab.scratch, stream, f);
 }
 
 cudaError_t forward(const NormInput& plan, const Forward& f, cudaStream_t stream) {
@@ -214,20 +325,6 @@ cudaError_t forward(const NormInput& plan, const Forward& f, cudaStream_t stream
     default:
       return launch_forward<__nv_bfloat16>(plan, f, stream);
   }
-}
-
-template <class T>
-cudaError_t launch_apply(const NormApply& plan, cudaStream_t stream) {
-  if (plan.batch == 0 || plan.pixels == 0 || plan.x.total == 0) return cudaSuccess;
-  constexpr int kVector = 16 / sizeof(T);
-  const bool vectors = whole_vectors(plan.x, kVector);
-  const int64_t count = plan.pixels * plan.x.total / (vectors ? kVector : 1);
-  const dim3 grid(static_cast<unsigned>(std::min<int64_t>((count + 255) / 256, 1 << 20)),
-                  static_cast<unsigned>(plan.batch));
-  const auto kernel = vectors ? group_norm_apply<T, kVector> : group_norm_apply<T, 1>;
-  kernel<<<grid, 256, 0, stream>>>(static_cast<int>(plan.pixels), static_cast<int>(plan.x.total), sources(plan.x),
-                                   plan.a, plan.b, plan.silu, static_cast<T*>(plan.y));
-  return cudaGetLastError();
 }
 
 }  // namespace
@@ -248,17 +345,6 @@ cudaError_t norm_statistics(const NormStatistics& plan, cudaStream_t stream) {
   f.mean = plan.mean;
   f.inverse = plan.inverse;
   return forward(plan, f, stream);
-}
-
-cudaError_t norm_apply(const NormApply& plan, cudaStream_t stream) {
-  switch (plan.type) {
-    case Type::kFloat32:
-      return launch_apply<float>(plan, stream);
-    case Type::kFloat16:
-      return launch_apply<__half>(plan, stream);
-    default:
-      return launch_apply<__nv_bfloat16>(plan, stream);
-  }
 }
 
 }  // namespace jaxunet::cuda

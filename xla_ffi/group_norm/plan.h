@@ -50,6 +50,8 @@ struct NormGradient {
   Rows scale, offset, mean, inverse;
   bool silu;
   float* sums;  // (batch, 2, channels)
+  float *of_scale,
+      *of_offset;  // as many rows as scale and offset have: the sums, over the batch where samples share one
   Parts dx;
   void* active;  // act(z) once more, or null
 };

@@ -81,6 +81,12 @@ NormGradient read_norm_gradient(Reader& call) {
   plan.mean = call.rows("mean", plan.batch, plan.x.total);
   plan.inverse = call.rows("inverse", plan.batch, plan.x.total);
   plan.sums = static_cast<float*>(call.result("sums", ffi::DataType::F32, {plan.batch, 2, plan.x.total}).data);
+  const auto gradient_of = [&](const char* name, const Rows& rows) {
+    const Dims dims{rows.stride > 0 ? plan.batch : 1, plan.x.total};
+    return static_cast<float*>(call.result(name, ffi::DataType::F32, dims).data);
+  };
+  plan.of_scale = gradient_of("of_scale", plan.scale);
+  plan.of_offset = gradient_of("of_offset", plan.offset);
   plan.dx = plan.x;
   for (int i = 0; i < plan.x.count; ++i) {
     Dims part = x.dims;

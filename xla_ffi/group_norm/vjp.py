@@ -13,7 +13,6 @@ from jaxtyping import Array, Float
 
 from pallas_kernels.features import Features
 from pallas_kernels.group_norm import reference
-from pallas_kernels.group_norm.backward import parameter_gradients
 from pallas_kernels.group_norm.statistics import group_size
 from pallas_kernels.group_norm.vjp import check_operands
 
@@ -71,12 +70,13 @@ class Gradient(NamedTuple):
 
     Fields:
       dx: of every part of x.
-      sums: over pixels, whose rows are the gradients of offset and scale.
+      scale, offset: of these, in their shapes: sums over the pixels, and over the batch where samples share a row.
       active: the activation again, where it was asked for.
     """
 
     dx: tuple[Array, ...]
-    sums: Float[Array, 'batch 2 channels']
+    scale: Float[Array, '#batch channels']
+    offset: Float[Array, '#batch channels']
     active: Array | None
 
 
@@ -92,20 +92,22 @@ def gradient(
     silu: bool,
     activation: bool = False,
 ) -> Gradient:
-    """The gradients of a normalisation, given that of its result, in one launch.
+    """The gradients of a normalisation, given that of its result, in two launches, the second of which adds the samples' sums.
 
     Args:
       mean, inverse: as `Norm` has them.
       activation: also write act(norm(x) · scale + offset) again, from the same read of x: a weight gradient reads it.
     """
     batch, *_, channels = dy.shape
-    shapes = [jax.ShapeDtypeStruct((batch, 2, channels), jnp.float32), *(jax.ShapeDtypeStruct(p.shape, p.dtype) for p in parts)]
-    shapes += [jax.ShapeDtypeStruct(dy.shape, dy.dtype)] * activation
+    float32 = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.float32)
+    shapes = [float32((batch, 2, channels)), float32(scale.shape), float32(offset.shape)]  # the first only passes between the launches
+    shapes += [jax.ShapeDtypeStruct(p.shape, p.dtype) for p in parts] + [jax.ShapeDtypeStruct(dy.shape, dy.dtype)] * activation
     call = jax.ffi.ffi_call('jaxunet_group_norm_gradient', shapes, vmap_method='sequential')
     affine = (scale.astype(jnp.float32), offset.astype(jnp.float32), mean, inverse)
     attributes = {'parts': np.int64(len(parts)), 'groups': np.int64(groups), 'silu': silu, 'activation': activation}
-    sums, *arrays = call(*parts, dy, *affine, **attributes)
-    return Gradient(tuple(arrays[: len(parts)]), sums, arrays[-1] if activation else None)
+    _, of_scale, of_offset, *arrays = call(*parts, dy, *affine, **attributes)
+    dx, active = tuple(arrays[: len(parts)]), arrays[-1] if activation else None
+    return Gradient(dx, of_scale.astype(scale.dtype), of_offset.astype(offset.dtype), active)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4, 5))
@@ -132,7 +134,7 @@ def _backward(groups: int, eps: float, silu: bool, saved: Any, dy: Array) -> tup
     del eps
     x, scale, offset, mean, inverse = saved
     found = gradient(x.parts, dy, scale, offset, mean, inverse, groups=groups, silu=silu)
-    return Features(found.dx, x.zero_moments), *parameter_gradients(found.sums, scale, offset)
+    return Features(found.dx, x.zero_moments), found.scale, found.offset
 
 
 _group_norm.defvjp(normalise, _backward)

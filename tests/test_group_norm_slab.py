@@ -1,0 +1,71 @@
+"""How the GPU's kernels cut a normalisation: everything is covered, nothing asks for more than a multiprocessor has."""
+
+import itertools
+import math
+
+import pytest
+
+import xla_ffi
+from pallas_kernels.group_norm.cases import CASES
+
+H200 = {'processors': 132, 'shared': 227 * 1024, 'cluster': 8}
+A100 = {'processors': 108, 'shared': 163 * 1024, 'cluster': 1}
+L4 = {'processors': 58, 'shared': 99 * 1024, 'cluster': 1}
+RING = 4
+
+pytestmark = pytest.mark.skipif(xla_ffi._cpu is None, reason='the extension is not built')
+
+
+def slab(device, batch, pixels, channels, group, *, parts=(), element=2, arrays=1):
+    vector = 16 // element if all(part % (16 // element) == 0 for part in (*parts, channels)) else 1
+    threads = 256 if arrays == 2 else 512
+    return vector, xla_ffi._cpu.group_norm_slab(batch, pixels, channels, group, vector, element, arrays, threads, *device.values())
+
+
+@pytest.mark.parametrize('device', [H200, A100, L4], ids=['H200', 'A100', 'L4'])
+@pytest.mark.parametrize('case', CASES, ids=lambda c: c.name)
+def test_every_pixel_and_channel_has_a_thread(case, device):
+    pixels, channels, group = case.height * case.width, case.channels, case.channels // case.groups
+    for batch, element, arrays in itertools.product((1, 32, 256), (2, 4), (0, 1, 2)):
+        vector, found = slab(device, batch, pixels, channels, group, parts=case.parts, element=element, arrays=arrays)
+        assert found['channels'] % math.lcm(group, vector) == 0
+        assert (found['blocks'] - 1) * found['channels'] < channels <= found['blocks'] * found['channels']
+        assert (found['ranks'] - 1) * found['share'] < pixels <= found['ranks'] * found['share']
+        assert found['ranks'] in (1, 2, 4, 8)
+        assert found['ranks'] <= device['cluster']
+        assert found['lanes'] * found['tiles'] >= found['channels'] // vector
+        assert found['tiles'] == 1 or found['lanes'] == 32
+        assert found['threads'] == found['lanes'] * found['tiles'] * found['rows']
+        assert found['threads'] <= (256 if arrays == 2 else 512)
+        assert found['rows'] * found['depth'] * found['chunks'] >= found['share'] > found['rows'] * found['depth'] * (found['chunks'] - 1)
+        assert group % found['piece'] == 0 == vector % found['piece']
+        held = found['threads'] * vector * element * found['depth'] * min(found['chunks'], RING) * max(arrays, 1)
+        assert held < found['bytes'] <= device['shared']
+
+
+@pytest.mark.parametrize(
+    ('side', 'channels', 'arrays', 'own', 'ranks', 'read_once'),
+    [
+        (64, 64, 1, 32, 4, True),  # rows of 64 bytes, shared by clusters
+        (64, 64, 2, 32, 8, True),
+        (64, 192, 1, 48, 8, True),
+        (64, 64, 0, 16, 1, False),  # statistics: nothing is read twice
+        (32, 128, 1, 32, 1, True),
+        (32, 128, 2, 16, 1, True),
+        (16, 192, 2, 48, 1, True),
+        (8, 256, 1, 32, 1, True),
+        (4, 512, 2, 32, 1, True),
+    ],
+)
+def test_slabs_of_an_h200(side, channels, arrays, own, ranks, read_once):
+    _, found = slab(H200, 32, side * side, channels, channels // 32, arrays=arrays)
+    assert (found['channels'], found['ranks'], found['chunks'] <= RING) == (own, ranks, read_once)
+    assert 32 * found['blocks'] * found['ranks'] >= 128  # a block for about every multiprocessor
+    assert 2 * found['bytes'] <= 227 * 1024  # and room for two
+
+
+def test_few_samples_are_spread_over_more_multiprocessors():
+    _, one = slab(H200, 1, 4096, 64, 2)
+    assert one['blocks'] * one['ranks'] == 64
+    _, without = slab(A100, 1, 4096, 64, 2)
+    assert without['ranks'] == 1
