@@ -39,7 +39,9 @@ pybind11::dict registrations() {
 pybind11::dict group_norm_slab(int64_t batch, int64_t pixels, int64_t channels, int64_t group, int vector, int element,
                                int arrays, int threads, int64_t processors, int64_t shared, int cluster) {
   const Need need{arrays, threads, 16, 48};  // at least as much scratch as the kernels need
-  const Slab slab = cut_slab({processors, shared, cluster}, need, batch, pixels, channels, group, vector, element);
+  const Limits limits{processors, shared, cluster};
+  const Slab slab = cut_slab(limits, need, batch, pixels, channels, group, vector, element);
+  check(slab, limits);
   pybind11::dict found;
   found["channels"] = slab.vectors * vector;
   found["lanes"] = 1 << slab.lane_bits;

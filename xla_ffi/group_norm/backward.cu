@@ -287,6 +287,7 @@ cudaError_t launch_backward(const NormGradient& plan, cudaStream_t stream) {
   const bool vectors = whole_vectors(plan.x, kVector);
   const Slab slab = cut_slab(limits, kNeed, plan.batch, plan.pixels, plan.x.total, plan.x.total / plan.groups,
                              vectors ? kVector : 1, sizeof(T));
+  check(slab, limits);
   const Backward g{slab,       sources(plan.x), sources(plan.dx), const_cast<void*>(plan.dy),
                    plan.scale, plan.offset,     plan.mean,        plan.inverse,
                    plan.silu,  plan.sums,       plan.active};

@@ -308,6 +308,7 @@ cudaError_t launch_forward(const NormInput& plan, Forward f, cudaStream_t stream
   need.arrays = f.y ? 1 : 0;
   f.slab = cut_slab(limits, need, plan.batch, plan.pixels, plan.x.total, plan.x.total / plan.groups,
                     vectors ? kVector : 1, sizeof(T));
+  check(f.slab, limits);
   f.x = sources(plan.x);
   f.scale = plan.scale;
   f.offset = plan.offset;

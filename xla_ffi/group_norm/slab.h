@@ -5,6 +5,8 @@
 #include <algorithm>
 #include <cstdint>
 #include <numeric>
+#include <stdexcept>
+#include <string>
 
 namespace jaxunet {
 
@@ -102,6 +104,16 @@ inline Slab cut_slab(const Limits& limits, const Need& need, int64_t batch, int6
   slab.chunks = static_cast<int>(ceil_of(steps, slab.depth));
   slab.held = step * slab.depth * std::min(slab.chunks, kRing);
   return slab;
+}
+
+// Throws where a block cannot hold one group: thousands of channels, beyond what any layer normalises together.
+inline void check(const Slab& slab, const Limits& limits) {
+  constexpr int kThreads = 1024;  // of a block, on every device
+  if (slab.threads <= kThreads && slab.held + slab.scratch <= limits.shared) return;
+  throw std::runtime_error("groups of " + std::to_string(slab.group) + " channels need " +
+                           std::to_string(slab.threads) + " threads and " + std::to_string(slab.held + slab.scratch) +
+                           " bytes of shared memory a block, found " + std::to_string(kThreads) + " and " +
+                           std::to_string(limits.shared) + "; use more groups, or backend=pallas or xla");
 }
 
 }  // namespace jaxunet
