@@ -71,7 +71,10 @@ def right(draw: random.Random) -> Call:
 
     def weights() -> Call:
         activation = draw.random() < 0.5
-        results = [((3, 3, channels, features), jnp.float32), ((batch, features), jnp.float32), ((9,), jnp.float32)]
+        workspace = (9 * channels + batch) * features + draw.randint(0, 9)
+        types = [draw.choice([jnp.float32, kind]) for _ in range(2)]
+        shift = (draw.choice([1, batch]), features)
+        results = [((3, 3, channels, features), types[0]), (shift, types[1]), ((workspace,), jnp.float32)]
         attributes = {'parts': np.int64(len(parts)), 'activation': activation}
         return Call('conv3x3_weight_gradient', [*images(parts), *images([features]), *rows(2 * activation)], results, attributes)
 
@@ -178,4 +181,12 @@ def test_a_thousand_wrong_calls_are_errors():
 def test_the_message_names_what_is_wrong(results, heads, message):
     call = Call('jaxunet_attention_forward', [((2, 5, 24), jnp.float32)], [(r, jnp.float32) for r in results], {'heads': np.int64(heads)})
     with pytest.raises(jax.errors.JaxRuntimeError, match=f'jaxunet_attention_forward: (?:{message})'):
+        call()
+
+
+def test_a_weight_gradient_says_how_much_workspace_it_needs():
+    images = [((2, 3, 3, 4), jnp.float32), ((2, 3, 3, 5), jnp.float32)]
+    results = [((3, 3, 4, 5), jnp.float32), ((1, 5), jnp.float32), ((189,), jnp.float32)]
+    call = Call('jaxunet_conv3x3_weight_gradient', images, results, {'parts': np.int64(1), 'activation': False})
+    with pytest.raises(jax.errors.JaxRuntimeError, match='workspace: expected at least 190 numbers, found 189'):
         call()

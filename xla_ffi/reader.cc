@@ -76,13 +76,23 @@ Array Reader::operand(const std::string& name, ffi::DataType element, const Dims
   return found;
 }
 
-Array Reader::result(const std::string& name, ffi::DataType element, const Dims& expected) {
+Array Reader::next_result(const std::string& name) {
   if (result_ >= results_.size())
     fail(name + ": missing; the call has " + std::to_string(results_.size()) + " results");
   auto buffer = results_.get<ffi::AnyBuffer>(result_++);
   if (!buffer.has_value()) fail(name + ": " + buffer.error().message());
-  Array found = describe(**buffer);
+  return describe(**buffer);
+}
+
+Array Reader::result(const std::string& name, ffi::DataType element, const Dims& expected) {
+  Array found = next_result(name);
   check(name, found, element, expected);
+  return found;
+}
+
+Array Reader::result(const std::string& name, ffi::DataType one, ffi::DataType other, const Dims& expected) {
+  Array found = next_result(name);
+  check(name, found, found.element == other ? other : one, expected);
   return found;
 }
 

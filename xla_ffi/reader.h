@@ -42,6 +42,8 @@ class Reader {
   // The next operand or result of exactly this type.
   Array operand(const std::string& name, ffi::DataType element, const Dims& expected);
   Array result(const std::string& name, ffi::DataType element, const Dims& expected);
+  // The next result of one of two types.
+  Array result(const std::string& name, ffi::DataType one, ffi::DataType other, const Dims& expected);
 
   // `count` operands (results) that differ in their last dimension only; the first says the type unless `element` does.
   Parts parts(const std::string& name, int64_t count, Array* first);
@@ -59,6 +61,7 @@ class Reader {
 
  private:
   Array next_operand(const std::string& name);
+  Array next_result(const std::string& name);
   void check(const std::string& name, const Array& found, ffi::DataType element, const Dims& expected) const;
 
   std::string op_;

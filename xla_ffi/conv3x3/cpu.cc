@@ -72,6 +72,7 @@ void conv3x3(const Conv3x3& plan, Pool& pool) {
 void conv3x3_weight_gradient(const Conv3x3WeightGradient& plan, Pool& pool) {
   const int64_t channels = plan.x.total, features = plan.features, image = plan.height * plan.width;
   const auto x = input_of(plan, pool), dy = widen(plan.dy, plan.type, plan.batch * image * features);
+  std::vector<float> dkernel(9 * channels * features), dshift(plan.shifts * features);
   parallel(pool, 9 * channels, [&](int64_t unit) {
     const int64_t tap = unit / channels, c = unit % channels, down = tap / 3 - 1, right = tap % 3 - 1;
     std::vector<double> sums(features);
@@ -81,15 +82,18 @@ void conv3x3_weight_gradient(const Conv3x3WeightGradient& plan, Pool& pool) {
       const double value = x[(pixel + down * plan.width + right) * channels + c];
       for (int64_t f = 0; f < features; ++f) sums[f] += value * dy[pixel * features + f];
     }
-    for (int64_t f = 0; f < features; ++f) plan.dkernel[unit * features + f] = static_cast<float>(sums[f]);
+    for (int64_t f = 0; f < features; ++f) dkernel[unit * features + f] = static_cast<float>(sums[f]);
   });
-  parallel(pool, plan.batch, [&](int64_t sample) {
+  const int64_t share = plan.shifts ? plan.batch / plan.shifts * image : 0;
+  parallel(pool, plan.shifts, [&](int64_t row) {
     std::vector<double> sums(features);
-    for (int64_t pixel = sample * image; pixel < (sample + 1) * image; ++pixel) {
+    for (int64_t pixel = row * share; pixel < (row + 1) * share; ++pixel) {
       for (int64_t f = 0; f < features; ++f) sums[f] += dy[pixel * features + f];
     }
-    for (int64_t f = 0; f < features; ++f) plan.dshift[sample * features + f] = static_cast<float>(sums[f]);
+    for (int64_t f = 0; f < features; ++f) dshift[row * features + f] = static_cast<float>(sums[f]);
   });
+  narrow(dkernel, plan.dkernel.type, plan.dkernel.data);
+  narrow(dshift, plan.dshift.type, plan.dshift.data);
 }
 
 }  // namespace jaxunet::cpu

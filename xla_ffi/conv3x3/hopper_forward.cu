@@ -7,13 +7,6 @@
 namespace jaxunet::cuda {
 namespace {
 
-bool in_whole_rows(const Parts& parts) {
-  for (int i = 0; i < parts.count; ++i) {
-    if (parts.channels[i] % 8) return false;
-  }
-  return true;
-}
-
 int chunks(const Parts& parts) {
   int64_t total = 0;
   for (int i = 0; i < parts.count; ++i) total += ceil_div(parts.channels[i], kChunk);
@@ -30,7 +23,6 @@ Schedule schedule(const Tile& tile, const Conv3x3& plan) {
 }
 
 cudaError_t parameters(const Tile& tile, const Conv3x3& plan, Parameters* p) {
-  *p = Parameters{};
   p->schedule = schedule(tile, plan);
   p->features = static_cast<int>(plan.features);
   p->residual = plan.residual.count > 0 && !plan.shortcut;
@@ -70,18 +62,6 @@ cudaError_t parameters(const Tile& tile, const Conv3x3& plan, Parameters* p) {
 }
 
 }  // namespace forward
-
-const char* hopper_forward_refuses(const Conv3x3& plan) {
-  if (plan.type == Type::kFloat32) return "float32, which wgmma multiplies as tf32 alone";
-  if (!in_whole_rows(plan.x) || !in_whole_rows(plan.residual) || plan.features % 8)
-    return "channels that are not multiples of 8";
-  if (plan.flipped && (plan.shortcut || plan.a.data))
-    return "a flipped kernel together with a shortcut or an activation";
-  if (!plan.shortcut && plan.residual.count > 1) return "a residual in parts without a shortcut";
-  if (plan.width < 4 || plan.height < 4)
-    return "images of few pixels, of which a strip would be padding for the most part";
-  return nullptr;
-}
 
 cudaError_t hopper_forward(const Conv3x3& plan, int multiprocessors, cudaStream_t stream) {
   forward::Choice best{};

@@ -1,14 +1,17 @@
 // The kernels of one type.
 #pragma once
 
+#include <memory>
+
 #include "hopper_forward.cuh"
 
 namespace jaxunet::cuda::forward {
 
 template <class T, class Cut, bool kFlipped>
 cudaError_t run(const Conv3x3& plan, int multiprocessors, cudaStream_t stream) {
-  Parameters p;
-  cudaError_t error = parameters(Cut::kTile, plan, &p);
+  const auto all = std::make_unique<Parameters>();
+  const Parameters& p = *all;
+  cudaError_t error = parameters(Cut::kTile, plan, all.get());
   if (error != cudaSuccess) return error;
   if (p.schedule.tiles == 0) return cudaSuccess;
   const auto kernel = hopper_forward_kernel<T, Cut, kFlipped>;

@@ -119,11 +119,4 @@ __device__ inline void load_fragments(uint32_t (&out)[4], uint32_t row) {
   }
 }
 
-// tanh to about 11 bits, one instruction of the special-function unit.
-__device__ inline float fast_tanh(float x) {
-  float y;
-  asm("tanh.approx.f32 %0, %1;" : "=f"(y) : "f"(x));
-  return y;
-}
-
 }  // namespace jaxunet::cuda

@@ -6,15 +6,19 @@
 // Both operands of wgmma are read across K: channels are contiguous and the pixels are K. Three warpgroups own a row of
 // taps each: tap (i, j) is the haloed x at a shifted address, and as the distance between two 64-channel columns of the
 // right operand is free, it is set to one pixel: one wgmma of 64 × 192 multiplies dy by the three taps of a row at
-// once. With an activation, three warps beside the one that copies apply it to x in place.
+// once. Three warps beside the one that copies apply the activation, where there is one, to x in place; and in the
+// blocks of the first input channels they sum dy, which is at hand.
 //
 // The shares' sums are added afterwards, in order: no atomics, the same bits in every run.
+
+#include <memory>
 
 #include "hopper_activation.cuh"
 #include "hopper_instructions.cuh"
 #include "hopper_tile.h"
 #include "kernels.h"
 #include "launch.cuh"
+#include "shares.h"
 #include "tensor_map.h"
 #include "wgmma.cuh"
 
@@ -23,16 +27,19 @@ namespace {
 
 constexpr int kRows = 8, kTapRows = 3, kStages = 8;
 constexpr int kXBytes = Tile{kRows, 0, 1, 1, false, false}.strip_bytes(), kDyBytes = kRows * kStripColumns * kRowBytes;
-constexpr int kBytes = kStages * (kXBytes + kDyBytes) + kBarrierBytes;
+constexpr int kHelpers = 96, kHelperPixels = kHelpers / 8;  // the threads of three warps; eight of them read a pixel
+constexpr int kBytes = kStages * (kXBytes + kDyBytes) + kBarrierBytes + kHelperPixels * kChunk * 4;
 static_assert(kBytes <= kSharedBytes);
 
 struct Parameters {
   CUtensorMap x[kMaxParts], dy;
   int x_parts, x_channels[kMaxParts], channels, features, feature_blocks,
       blocks;  // blocks: 64 × 64 tiles of the gradient
-  int batch, height, width, strips_down, strips_across, strips, splits;
+  int height, width, strips_down, strips_across;
+  Shares shares;
   Rows a, b;
   float* sums;
+  ShiftSums shift;
 };
 
 constexpr int kThreads = 128 * (kTapRows + 1);
@@ -40,17 +47,19 @@ constexpr int kThreads = 128 * (kTapRows + 1);
 template <bool kActivated>
 constexpr int kComputingRegisters = kActivated ? 136 : 152;
 template <bool kActivated>
-constexpr int kHelpingRegisters = kActivated ? 104 : 40;
+constexpr int kHelpingRegisters = kActivated ? 104 : 56;
 
 template <class T>
 struct Block {
-  static constexpr int kXBoxBytes = (kRows + 2) * kHaloColumns * kRowBytes, kActivatingThreads = 96;
+  static constexpr int kXBoxBytes = (kRows + 2) * kHaloColumns * kRowBytes;
 
   const Parameters& p;
   unsigned char *x, *dy;
   Barrier *full, *ready, *empty;
+  float* scratch;                                    // (kHelperPixels, 64)
   int split, part, channel, first_channel, feature;  // channel: in its part; first_channel: of the part in the whole
   int first, count;                                  // strips
+  bool sums_dy;
 
   __device__ Block(const Parameters& parameters, unsigned char* shared) : p(parameters) {
     x = shared;
@@ -58,6 +67,7 @@ struct Block {
     full = reinterpret_cast<Barrier*>(dy + kStages * kDyBytes);
     ready = full + kStages;
     empty = ready + kStages;
+    scratch = reinterpret_cast<float*>(dy + kStages * kDyBytes + kBarrierBytes);
     // Neighbours share the pixels, which then come from L2.
     split = blockIdx.x / p.blocks;
     const int block = blockIdx.x - split * p.blocks, x_block = block / p.feature_blocks;
@@ -68,16 +78,16 @@ struct Block {
       channel -= (p.x_channels[part] + kChunk - 1) / kChunk * kChunk;
       first_channel += p.x_channels[part++];
     }
-    const int size = p.strips / p.splits, longer = p.strips - size * p.splits;
-    first = split * size + (split < longer ? split : longer);
-    count = size + (split < longer);
+    first = p.shares.first(split);
+    count = p.shares.count(split);
+    sums_dy = x_block == 0;
   }
 
   __device__ void init() const {
     for (int i = 0; i < kStages; ++i) {
       full[i].init(1);
-      ready[i].init(kActivatingThreads);
-      empty[i].init(4 * kTapRows);
+      ready[i].init(kHelpers);
+      empty[i].init(4 * kTapRows + (sums_dy ? kHelpers / 32 : 0));
     }
   }
 
@@ -98,22 +108,55 @@ struct Block {
     }
   }
 
-  __device__ void activate() const {
-    const int thread = threadIdx.x % 128 - (128 - kActivatingThreads), eighth = thread % 8, c = channel + eighth * 8;
+  // Three warps: what can be done beside the products.
+  template <bool kActivated>
+  __device__ void help() const {
+    const int thread = threadIdx.x % 128 - (128 - kHelpers), eighth = thread % 8, c = channel + eighth * 8;
     Coefficients coefficients;
+    float totals[8];
     int of_sample = -1;
     for (int i = 0; i < count; ++i) {
       const int stage = i % kStages;
       const Strip at = strip_at(first + i);
       if (at.sample != of_sample) {
+        if constexpr (kActivated)
+          coefficients = Coefficients(p.a, p.b, at.sample, first_channel + c, c < p.x_channels[part]);
+        if (sums_dy && of_sample >= 0) store_shift(totals, thread, of_sample);
+#pragma unroll
+        for (int n = 0; n < 8; ++n) totals[n] = 0;
         of_sample = at.sample;
-        coefficients = Coefficients(p.a, p.b, of_sample, first_channel + c, c < p.x_channels[part]);
       }
       full[stage].wait(i / kStages % 2);
-      activate_strip<T, kRows, kActivatingThreads>(x + stage * kXBytes, at, p.height, p.width, thread, coefficients);
-      fence_async();
-      ready[stage].arrive();
+      if constexpr (kActivated) {
+        activate_strip<T, kRows, kHelpers>(x + stage * kXBytes, at, p.height, p.width, thread, coefficients);
+        fence_async();
+        ready[stage].arrive();
+      }
+      if (!sums_dy) continue;
+      for (int pixel = thread / 8; pixel < kRows * kStripColumns; pixel += kHelperPixels) {
+        Eight<T> values;
+        values.load(
+            reinterpret_cast<const T*>(dy + stage * kDyBytes + pixel * kRowBytes + ((eighth ^ pixel % 8) << 4)));
+#pragma unroll
+        for (int n = 0; n < 8; ++n) totals[n] += wide(values.at[n]);
+      }
+      __syncwarp();
+      if (thread % 32 == 0) empty[stage].arrive();
     }
+    if (sums_dy && of_sample >= 0) store_shift(totals, thread, of_sample);
+  }
+
+  // Adds the helpers' sums of a sample, in order.
+  __device__ void store_shift(const float (&totals)[8], int thread, int sample) const {
+#pragma unroll
+    for (int n = 0; n < 8; ++n) scratch[thread / 8 * kChunk + thread % 8 * 8 + n] = totals[n];
+    meet(1, kHelpers);
+    if (thread < kChunk && feature + thread < p.features) {
+      float total = 0;
+      for (int i = 0; i < kHelperPixels; ++i) total += scratch[i * kChunk + thread];
+      p.shift.store(p.shares, split, sample, feature + thread, total);
+    }
+    meet(1, kHelpers);
   }
 
   __device__ void compute(int tap_row, Barrier* filled) const {
@@ -176,9 +219,7 @@ __global__ void __launch_bounds__(kThreads, 1)
     set_registers<kHelpingRegisters<kActivated>, false>();
     const int thread = threadIdx.x % 128;
     if (thread == 0) block.load();
-    if constexpr (kActivated) {
-      if (thread >= 128 - block.kActivatingThreads) block.activate();
-    }
+    if (thread >= 128 - kHelpers && (kActivated || block.sums_dy)) block.template help<kActivated>();
   }
 #endif
 }
@@ -187,31 +228,22 @@ template <class T, bool kActivated>
 cudaError_t run(const Parameters& p, cudaStream_t stream) {
   const auto kernel = hopper_weight_gradient_kernel<T, kActivated>;
   const cudaError_t error = allow_shared_memory(kernel, kBytes);
-  return error == cudaSuccess ? launch(kernel, dim3(p.blocks * p.splits), kThreads, kBytes, stream, p) : error;
+  return error == cudaSuccess ? launch(kernel, dim3(p.blocks * p.shares.splits), kThreads, kBytes, stream, p) : error;
 }
 
 }  // namespace
 
-const char* hopper_weight_gradient_refuses(const Conv3x3WeightGradient& plan) {
-  if (plan.type == Type::kFloat32) return "float32, which wgmma multiplies as tf32 alone";
-  for (int i = 0; i < plan.x.count; ++i) {
-    if (plan.x.channels[i] % 8) return "channels that are not multiples of 8";
-  }
-  if (plan.features % 8) return "features that are not a multiple of 8";
-  if (plan.width < 4 || plan.height < 4)
-    return "images of few pixels, of which a strip would be padding for the most part";
-  return nullptr;
-}
-
 WeightGradientCut hopper_weight_gradient_cut(const Conv3x3WeightGradient& plan) {
-  WeightGradientCut cut{0, plan.batch * ceil_div(plan.height, kRows) * ceil_div(plan.width, kStripColumns)};
+  WeightGradientCut cut{0, ceil_div(plan.height, kRows) * ceil_div(plan.width, kStripColumns)};
   for (int i = 0; i < plan.x.count; ++i)
     cut.blocks += ceil_div(plan.x.channels[i], kChunk) * ceil_div(plan.features, kChunk);
   return cut;
 }
 
-cudaError_t hopper_weight_gradient(const Conv3x3WeightGradient& plan, int splits, float* sums, cudaStream_t stream) {
-  Parameters p{};
+cudaError_t hopper_weight_gradient(const Conv3x3WeightGradient& plan, const Shares& shares, float* sums,
+                                   const ShiftSums& shift, cudaStream_t stream) {
+  const auto parameters = std::make_unique<Parameters>();
+  Parameters& p = *parameters;
   const WeightGradientCut cut = hopper_weight_gradient_cut(plan);
   p.x_parts = plan.x.count;
   cudaError_t error = cudaSuccess;
@@ -230,16 +262,15 @@ cudaError_t hopper_weight_gradient(const Conv3x3WeightGradient& plan, int splits
   p.features = static_cast<int>(plan.features);
   p.feature_blocks = static_cast<int>(ceil_div(plan.features, kChunk));
   p.blocks = static_cast<int>(cut.blocks);
-  p.batch = static_cast<int>(plan.batch);
   p.height = static_cast<int>(plan.height);
   p.width = static_cast<int>(plan.width);
   p.strips_down = static_cast<int>(ceil_div(plan.height, kRows));
   p.strips_across = static_cast<int>(ceil_div(plan.width, kStripColumns));
-  p.strips = static_cast<int>(cut.strips);
-  p.splits = splits;
+  p.shares = shares;
   p.a = plan.a;
   p.b = plan.b;
   p.sums = sums;
+  p.shift = shift;
   if (plan.type == Type::kFloat16) return plan.a.data ? run<__half, true>(p, stream) : run<__half, false>(p, stream);
   return plan.a.data ? run<__nv_bfloat16, true>(p, stream) : run<__nv_bfloat16, false>(p, stream);
 }

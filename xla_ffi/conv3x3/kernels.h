@@ -5,6 +5,7 @@
 #include <cuda_runtime_api.h>
 
 #include "plan.h"
+#include "shares.h"
 
 namespace jaxunet::cuda {
 
@@ -17,24 +18,33 @@ cudaError_t portable_forward(const Conv3x3& plan, cudaStream_t stream);
 // Sums over `splits` shares of the pixels, (splits, 3, 3, channels, features).
 cudaError_t portable_weight_gradient(const Conv3x3WeightGradient& plan, int splits, float* sums, cudaStream_t stream);
 
-// Compute capability 9.0: null where the kernel computes this plan, else what stands against it.
-const char* hopper_forward_refuses(const Conv3x3& plan);
+// 16-bit types, on compute capability 8.0 and later: at most eight channels, read from one array; at most eight
+// features. `choice.h` says which plans they compute.
+cudaError_t few_channels_forward(const Conv3x3& plan, int multiprocessors, cudaStream_t stream);
+cudaError_t few_features_forward(const Conv3x3& plan, int multiprocessors, cudaStream_t stream);
+
+// Compute capability 9.0.
 cudaError_t hopper_forward(const Conv3x3& plan, int multiprocessors, cudaStream_t stream);
-// How the weight gradient is cut: tiles of the gradient, and strips of pixels that can be divided among splits.
+
+// How a weight gradient is cut: tiles of the gradient, and strips of pixels that are shared out among splits.
 struct WeightGradientCut {
-  int64_t blocks, strips;
+  int64_t blocks, strips_of_sample;
 };
+// Sums over the splits of `shares`, (splits, 3, 3, channels, features), and those of dy (see shares.h).
+WeightGradientCut few_weight_gradient_cut(const Conv3x3WeightGradient& plan);
+cudaError_t few_weight_gradient(const Conv3x3WeightGradient& plan, const Shares& shares, float* sums,
+                                const ShiftSums& shift, cudaStream_t stream);
 WeightGradientCut hopper_weight_gradient_cut(const Conv3x3WeightGradient& plan);
-const char* hopper_weight_gradient_refuses(const Conv3x3WeightGradient& plan);
-cudaError_t hopper_weight_gradient(const Conv3x3WeightGradient& plan, int splits, float* sums, cudaStream_t stream);
+cudaError_t hopper_weight_gradient(const Conv3x3WeightGradient& plan, const Shares& shares, float* sums,
+                                   const ShiftSums& shift, cudaStream_t stream);
 
 // Sums of dy over `segments` shares of each sample's pixels, (segments, batch, features).
 cudaError_t channel_sums(const Conv3x3WeightGradient& plan, int segments, float* sums, cudaStream_t stream);
 
-// to[i] = from[0, i] + from[1, i] + ..., in this order: the same bits in every run.
+// to[i] = from[0, i] + from[1, i] + ..., always in one order: the same bits in every run.
 struct OrderedSum {
   const float* from;
-  float* to;
+  Result to;
   int parts;
   int64_t count;
 };

@@ -1,8 +1,9 @@
-// Which kernel computes a convolution, and in how many shares the weight gradient's pixels are summed: the one place
-// where it is decided.
+// The handlers' entries: which kernel computes a plan (choice.h), and in how many shares a weight gradient's pixels are
+// summed.
 
 #include <algorithm>
 
+#include "choice.h"
 #include "hopper_tile.h"
 #include "kernels.h"
 
@@ -24,19 +25,79 @@ cudaError_t describe(Device* device) {
   return error;
 }
 
+// Where a weight gradient's partial sums lie: those of the kernel in the result itself if there is one split and
+// nothing to narrow, else in the workspace; those of dy behind them.
+struct Sums {
+  const Conv3x3WeightGradient& plan;
+  int64_t kernel, shift;  // entries
+
+  explicit Sums(const Conv3x3WeightGradient& plan_)
+      : plan(plan_), kernel(9 * plan_.x.total * plan_.features), shift(plan_.batch * plan_.features) {}
+
+  bool direct(int64_t splits) const { return splits == 1 && plan.dkernel.type == Type::kFloat32; }
+  int64_t of_kernel(int64_t splits) const { return direct(splits) ? 0 : splits * kernel; }
+  bool fit(int64_t splits, int64_t slots) const { return of_kernel(splits) + slots * shift <= plan.workspace_floats; }
+  float* kernel_at(int64_t splits) const {
+    return direct(splits) ? static_cast<float*>(plan.dkernel.data) : plan.workspace;
+  }
+  float* shift_at(int64_t splits) const { return plan.workspace + of_kernel(splits); }
+
+  // Adds them up. The sum over all samples has as many parts more.
+  cudaError_t add(int64_t splits, int64_t slots, cudaStream_t stream) const {
+    const int64_t rows = plan.shifts == 1 ? plan.batch : 1;
+    return ordered_sums({kernel_at(splits), plan.dkernel, static_cast<int>(splits), direct(splits) ? 0 : kernel},
+                        {shift_at(splits), plan.dshift, static_cast<int>(slots * rows), shift / rows}, stream);
+  }
+};
+
+Shares shares_of(const WeightGradientCut& cut, int64_t batch, int64_t splits) {
+  return {static_cast<int>(batch * cut.strips_of_sample), static_cast<int>(cut.strips_of_sample),
+          static_cast<int>(splits)};
+}
+
 // The splits of the least estimated time: 0.7 µs to multiply a strip, 5 to start a block and to store its sums, 0.03 to
 // add them to the others' (measured on an H200, for the Pallas kernel of the same design).
-int hopper_splits(const WeightGradientCut& cut, int multiprocessors, int64_t most) {
+int64_t hopper_splits(const WeightGradientCut& cut, const Sums& sums, int multiprocessors) {
+  const int64_t strips = sums.plan.batch * cut.strips_of_sample;
   const auto microseconds = [&](int64_t splits) {
     const int64_t blocks = cut.blocks * splits, waves = ceil_div(blocks, multiprocessors);
-    return static_cast<double>(waves) * (0.7 * static_cast<double>(ceil_div(cut.strips, splits)) + 5) +
+    return static_cast<double>(waves) * (0.7 * static_cast<double>(ceil_div(strips, splits)) + 5) +
            (splits > 1 ? 0.03 * static_cast<double>(blocks) : 0.0);
   };
   int64_t best = 1;
-  for (int64_t splits = 2; splits <= std::min({cut.strips, most, int64_t{multiprocessors}}); ++splits) {
-    if (microseconds(splits) < microseconds(best)) best = splits;
+  for (int64_t splits = 2; splits <= std::min(strips, int64_t{multiprocessors}); ++splits) {
+    if (microseconds(splits) < microseconds(best) &&
+        sums.fit(splits, shares_of(cut, sums.plan.batch, splits).slots())) {
+      best = splits;
+    }
   }
-  return static_cast<int>(best);
+  return best;
+}
+
+// Two blocks for each multiprocessor.
+int64_t few_splits(const WeightGradientCut& cut, const Sums& sums, int multiprocessors) {
+  const int64_t strips = sums.plan.batch * cut.strips_of_sample;
+  int64_t splits = std::clamp<int64_t>(2 * multiprocessors / cut.blocks, 1, strips);
+  while (splits > 1 && !sums.fit(splits, shares_of(cut, sums.plan.batch, splits).slots())) --splits;
+  return splits;
+}
+
+cudaError_t portable(const Sums& sums, int multiprocessors, cudaStream_t stream) {
+  const Conv3x3WeightGradient& plan = sums.plan;
+  const int64_t image = plan.height * plan.width, blocks = plan.batch * ceil_div(plan.features, 64);
+  int64_t segments = std::clamp<int64_t>(2 * multiprocessors / blocks, 1, ceil_div(image, 256));
+  if (!sums.fit(1, segments)) segments = 1;
+  const int64_t tiles = ceil_div(9 * plan.x.total, 64) * ceil_div(plan.features, 64);
+  int64_t splits = std::clamp<int64_t>(4 * multiprocessors / tiles, 1, ceil_div(plan.batch * image, 256));
+  while (splits > 1 && !sums.fit(splits, segments)) --splits;
+  cudaError_t error = channel_sums(plan, static_cast<int>(segments), sums.shift_at(splits), stream);
+  if (error == cudaSuccess)
+    error = portable_weight_gradient(plan, static_cast<int>(splits), sums.kernel_at(splits), stream);
+  return error == cudaSuccess ? sums.add(splits, segments, stream) : error;
+}
+
+cudaError_t clear(const Result& result, int64_t count, cudaStream_t stream) {
+  return cudaMemsetAsync(result.data, 0, count * (result.type == Type::kFloat32 ? 4 : 2), stream);
 }
 
 }  // namespace
@@ -45,44 +106,83 @@ cudaError_t conv3x3(const Conv3x3& plan, cudaStream_t stream) {
   Device device;
   const cudaError_t error = describe(&device);
   if (error != cudaSuccess) return error;
-  if (device.hopper && !hopper_forward_refuses(plan)) return hopper_forward(plan, device.multiprocessors, stream);
-  return portable_forward(plan, stream);
+  switch (forward_kernel(plan, device.hopper)) {
+    case Kernel::kFewChannels:
+      return few_channels_forward(plan, device.multiprocessors, stream);
+    case Kernel::kFewFeatures:
+      return few_features_forward(plan, device.multiprocessors, stream);
+    case Kernel::kHopper:
+      return hopper_forward(plan, device.multiprocessors, stream);
+    default:
+      return portable_forward(plan, stream);
+  }
 }
 
 cudaError_t conv3x3_weight_gradient(const Conv3x3WeightGradient& plan, cudaStream_t stream) {
   Device device;
   cudaError_t error = describe(&device);
   if (error != cudaSuccess) return error;
-  const int64_t image = plan.height * plan.width, pixels = plan.batch * image;
-  const int64_t kernel = 9 * plan.x.total * plan.features, shift = plan.batch * plan.features;
-  if (pixels == 0 || plan.features == 0) {
-    error = cudaMemsetAsync(plan.dkernel, 0, kernel * sizeof(float), stream);
-    return error == cudaSuccess ? cudaMemsetAsync(plan.dshift, 0, shift * sizeof(float), stream) : error;
+  const Sums sums(plan);
+  if (plan.batch * plan.height * plan.width == 0 || plan.features == 0) {
+    error = clear(plan.dkernel, sums.kernel, stream);
+    return error == cudaSuccess ? clear(plan.dshift, plan.shifts * plan.features, stream) : error;
   }
-  // Sums that one block cannot finish go to the workspace, first those of dy.
-  const int64_t blocks = plan.batch * ceil_div(plan.features, 32);
-  int64_t segments = std::clamp<int64_t>(2 * device.multiprocessors / blocks, 1, ceil_div(image, 64));
-  if (segments * shift > plan.workspace_floats) segments = 1;
-  const int64_t used = segments > 1 ? segments * shift : 0;
-  const int64_t most = std::max<int64_t>((plan.workspace_floats - used) / kernel, 1);
-
-  const bool hopper = device.hopper && !hopper_weight_gradient_refuses(plan);
-  int64_t splits;
-  if (hopper) {
-    splits = hopper_splits(hopper_weight_gradient_cut(plan), device.multiprocessors, most);
-  } else {
-    const int64_t tiles = ceil_div(9 * plan.x.total, 64) * ceil_div(plan.features, 64);
-    splits = std::clamp<int64_t>(4 * device.multiprocessors / tiles, 1, std::min(most, ceil_div(pixels, 256)));
-  }
-  float* partial_shift = segments > 1 ? plan.workspace : plan.dshift;
-  float* partial_kernel = splits > 1 ? plan.workspace + used : plan.dkernel;
-  error = channel_sums(plan, static_cast<int>(segments), partial_shift, stream);
-  if (error != cudaSuccess) return error;
-  error = hopper ? hopper_weight_gradient(plan, static_cast<int>(splits), partial_kernel, stream)
-                 : portable_weight_gradient(plan, static_cast<int>(splits), partial_kernel, stream);
-  if (error != cudaSuccess) return error;
-  return ordered_sums({partial_kernel, plan.dkernel, static_cast<int>(splits), splits > 1 ? kernel : 0},
-                      {partial_shift, plan.dshift, static_cast<int>(segments), segments > 1 ? shift : 0}, stream);
+  const Kernel kernel = weight_gradient_kernel(plan, device.hopper);
+  if (kernel == Kernel::kPortable) return portable(sums, device.multiprocessors, stream);
+  const bool hopper = kernel == Kernel::kHopper;
+  const WeightGradientCut cut = hopper ? hopper_weight_gradient_cut(plan) : few_weight_gradient_cut(plan);
+  const int64_t splits =
+      hopper ? hopper_splits(cut, sums, device.multiprocessors) : few_splits(cut, sums, device.multiprocessors);
+  const Shares shares = shares_of(cut, plan.batch, splits);
+  const ShiftSums shift{sums.shift_at(splits), shares.slots(), static_cast<int>(plan.batch),
+                        static_cast<int>(plan.features)};
+  error = hopper ? hopper_weight_gradient(plan, shares, sums.kernel_at(splits), shift, stream)
+                 : few_weight_gradient(plan, shares, sums.kernel_at(splits), shift, stream);
+  return error == cudaSuccess ? sums.add(splits, shift.slots, stream) : error;
 }
 
+// What is chosen, checked wherever this is compiled.
+namespace {
+
+constexpr float kSomewhere = 0;
+
+constexpr Conv3x3 example(int64_t channels, int64_t features, bool flipped, bool activation, int64_t residual) {
+  Conv3x3 plan{};
+  plan.type = Type::kBfloat16;
+  plan.batch = 32;
+  plan.height = plan.width = 64;
+  plan.features = features;
+  plan.flipped = flipped;
+  plan.x.count = 1;
+  plan.x.channels[0] = plan.x.total = channels;
+  plan.residual.count = residual > 0;
+  plan.residual.channels[0] = plan.residual.total = residual;
+  if (activation) plan.a.data = plan.b.data = &kSomewhere;
+  return plan;
+}
+constexpr Conv3x3WeightGradient example(int64_t channels, int64_t features, bool activation) {
+  const Conv3x3 forward = example(channels, features, false, activation, 0);
+  Conv3x3WeightGradient plan{};
+  plan.type = forward.type;
+  plan.batch = forward.batch;
+  plan.height = plan.width = forward.width;
+  plan.features = features;
+  plan.x = forward.x;
+  plan.a = plan.b = forward.a;
+  return plan;
+}
+
+static_assert(forward_kernel(example(3, 64, false, false, 0), true) == Kernel::kFewChannels);
+static_assert(forward_kernel(example(3, 64, true, false, 0), false) == Kernel::kFewChannels);
+static_assert(forward_kernel(example(64, 3, false, true, 0), true) == Kernel::kFewFeatures);
+static_assert(forward_kernel(example(64, 3, true, false, 0), false) == Kernel::kFewFeatures);
+static_assert(forward_kernel(example(3, 64, false, false, 64), true) == Kernel::kPortable);
+static_assert(forward_kernel(example(64, 64, false, true, 64), true) == Kernel::kHopper);
+static_assert(forward_kernel(example(64, 64, false, true, 64), false) == Kernel::kPortable);
+static_assert(weight_gradient_kernel(example(3, 64, false), true) == Kernel::kFewChannels);
+static_assert(weight_gradient_kernel(example(64, 3, true), true) == Kernel::kFewFeatures);
+static_assert(weight_gradient_kernel(example(64, 64, true), true) == Kernel::kHopper);
+static_assert(weight_gradient_kernel(example(20, 3, true), true) == Kernel::kPortable);
+
+}  // namespace
 }  // namespace jaxunet::cuda

@@ -22,6 +22,12 @@ struct Conv3x3 {
   void* y;
 };
 
+// An array of float32 or of the type of x.
+struct Result {
+  void* data;
+  Type type;
+};
+
 // dkernel[i, j] = sum over pixels of act(x) shifted by (i - 1, j - 1), times dy; and the sums of dy over pixels.
 struct Conv3x3WeightGradient {
   Type type;
@@ -29,11 +35,18 @@ struct Conv3x3WeightGradient {
   Parts x;
   const void* dy;
   Rows a, b;
-  float* dkernel;    // (3, 3, channels, features)
-  float* dshift;     // (batch, features)
-  float* workspace;  // for partial sums, of any content and any size: the less, the fewer blocks share the work
+  Result dkernel;  // (3, 3, channels, features)
+  Result dshift;   // (shifts, features)
+  int64_t shifts;  // batch, or 1: the sum over all samples
+  // For partial sums, of any content; at least `minimum_workspace`: the less, the fewer blocks share the work.
+  float* workspace;
   int64_t workspace_floats;
 };
+
+// Floats: the gradients once, before they are narrowed.
+constexpr int64_t minimum_workspace(const Conv3x3WeightGradient& plan) {
+  return (9 * plan.x.total + plan.batch) * plan.features;
+}
 
 Conv3x3 read_conv3x3(Reader& call);
 Conv3x3WeightGradient read_conv3x3_weight_gradient(Reader& call);

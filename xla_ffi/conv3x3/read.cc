@@ -57,11 +57,23 @@ Conv3x3WeightGradient read_conv3x3_weight_gradient(Reader& call) {
   plan.features = dy.dims[3];
   read_activation(call, plan);
   const Dims kernel{3, 3, plan.x.total, plan.features};
-  plan.dkernel = static_cast<float*>(call.result("dkernel", ffi::DataType::F32, kernel).data);
-  plan.dshift = static_cast<float*>(call.result("dshift", ffi::DataType::F32, {plan.batch, plan.features}).data);
+  const auto gradient = [&](const char* name, const Dims& shape, int64_t* rows) {
+    const Array found = call.result(name, first.element, ffi::DataType::F32, shape);
+    if (rows) *rows = found.dims[0];
+    return Result{found.data, kind(found.element)};
+  };
+  plan.dkernel = gradient("dkernel", kernel, nullptr);
+  plan.dshift = gradient("dshift", {kAny, plan.features}, &plan.shifts);
+  if (plan.shifts != 1 && plan.shifts != plan.batch) {
+    call.fail("dshift: expected 1 or " + std::to_string(plan.batch) + " rows, found " + std::to_string(plan.shifts));
+  }
   const Array workspace = call.result("workspace", ffi::DataType::F32, {kAny});
   plan.workspace = static_cast<float*>(workspace.data);
   plan.workspace_floats = workspace.dims[0];
+  if (plan.workspace_floats < minimum_workspace(plan)) {
+    call.fail("workspace: expected at least " + std::to_string(minimum_workspace(plan)) + " numbers, found " +
+              std::to_string(plan.workspace_floats));
+  }
   return plan;
 }
 

@@ -1,4 +1,5 @@
 // Sums that the weight gradient ends with: of dy over the pixels of a sample, and of partial sums in a fixed order.
+// Both are bound by memory: a thread reads 16 bytes at a time and has several such reads on their way.
 
 #include "kernels.h"
 #include "launch.cuh"
@@ -7,78 +8,156 @@
 namespace jaxunet::cuda {
 namespace {
 
-constexpr int kLanes = 32, kRows = 8;
+constexpr int kThreads = 256, kAhead = 8;  // reads on their way
 
-// Adds the rows of a block in order; the first row has the total.
-__device__ float add_rows(float mine) {
-  __shared__ float rows[kRows][kLanes + 1];
-  const int lane = threadIdx.x % kLanes, row = threadIdx.x / kLanes;
-  rows[row][lane] = mine;
-  __syncthreads();
-  float total = 0;
-  for (int i = 0; i < kRows; ++i) total += rows[i][lane];
-  __syncthreads();
-  return total;
-}
+// --- sums of dy ---
 
-// Block (32 features, sample, segment).
-template <class T>
-__global__ void __launch_bounds__(kLanes* kRows)
-    channel_sums_kernel(const T* dy, int image, int features, float* sums) {
-  const int feature = blockIdx.x * kLanes + threadIdx.x % kLanes, segments = gridDim.z;
-  const int share = (image + segments - 1) / segments, first = blockIdx.z * share;
-  const int last = first + share < image ? first + share : image;
-  float total = 0;
+// As many neighbours as 16 bytes hold, or one where rows are not multiples of that.
+template <class T, int kWidth>
+struct alignas(sizeof(T) * kWidth) Vector {
+  T at[kWidth];
+};
+
+constexpr int kLanes = 8, kPixels = kThreads / kLanes;
+
+// Block (8 vectors of features, sample, segment).
+template <class T, int kWidth>
+__global__ void __launch_bounds__(kThreads) channel_sums_kernel(const T* dy, int image, int features, float* sums) {
+  __shared__ float rows[kPixels][kLanes * kWidth + 1];
+  const int lane = threadIdx.x % kLanes, row = threadIdx.x / kLanes, first_feature = blockIdx.x * kLanes * kWidth;
+  const int segments = gridDim.z, share = (image + segments - 1) / segments, first = blockIdx.z * share;
+  const int last = first + share < image ? first + share : image, feature = first_feature + lane * kWidth;
+  float totals[kWidth];
+#pragma unroll
+  for (int i = 0; i < kWidth; ++i) totals[i] = 0;
   if (feature < features) {
     const T* from = dy + static_cast<int64_t>(blockIdx.y) * image * features + feature;
-#pragma unroll 8
-    for (int pixel = first + threadIdx.x / kLanes; pixel < last; pixel += kRows)
-      total += wide(from[static_cast<int64_t>(pixel) * features]);
+    for (int pixel = first + row; pixel < last; pixel += kAhead * kPixels) {
+      Vector<T, kWidth> values[kAhead];
+#pragma unroll
+      for (int i = 0; i < kAhead; ++i) {
+        const int at = pixel + i * kPixels;
+        values[i] = {};
+        if (at < last)
+          values[i] = *reinterpret_cast<const Vector<T, kWidth>*>(from + static_cast<int64_t>(at) * features);
+      }
+#pragma unroll
+      for (int i = 0; i < kAhead; ++i) {
+#pragma unroll
+        for (int n = 0; n < kWidth; ++n) totals[n] += wide(values[i].at[n]);
+      }
+    }
   }
-  total = add_rows(total);
-  if (threadIdx.x < kLanes && feature < features) {
-    sums[(static_cast<int64_t>(blockIdx.z) * gridDim.y + blockIdx.y) * features + feature] = total;
+#pragma unroll
+  for (int i = 0; i < kWidth; ++i) rows[row][lane * kWidth + i] = totals[i];
+  __syncthreads();
+  const int mine = first_feature + static_cast<int>(threadIdx.x);
+  if (threadIdx.x < kLanes * kWidth && mine < features) {
+    float total = 0;
+    for (int i = 0; i < kPixels; ++i) total += rows[i][threadIdx.x];
+    sums[(static_cast<int64_t>(blockIdx.z) * gridDim.y + blockIdx.y) * features + mine] = total;
   }
 }
 
-// The blocks of `first`, then those of `second`: 32 entries each.
-__global__ void __launch_bounds__(kLanes* kRows) ordered_sums_kernel(const OrderedSum first, const OrderedSum second) {
-  const int64_t blocks = (first.count + kLanes - 1) / kLanes;
-  const bool is_first = blockIdx.x < blocks;
-  const OrderedSum job = is_first ? first : second;
-  const int64_t entry = (blockIdx.x - (is_first ? 0 : blocks)) * kLanes + threadIdx.x % kLanes;
-  float total = 0;
-  if (entry < job.count) {
-#pragma unroll 8
-    for (int part = threadIdx.x / kLanes; part < job.parts; part += kRows) total += job.from[part * job.count + entry];
+template <class T, int kWidth>
+cudaError_t run_channel_sums(const Conv3x3WeightGradient& plan, int segments, float* sums, cudaStream_t stream) {
+  const int image = static_cast<int>(plan.height * plan.width), features = static_cast<int>(plan.features);
+  constexpr int kFeatures = kLanes * kWidth;
+  const dim3 grid((features + kFeatures - 1) / kFeatures, static_cast<unsigned>(plan.batch), segments);
+  return launch(channel_sums_kernel<T, kWidth>, grid, kThreads, 0, stream, static_cast<const T*>(plan.dy), image,
+                features, sums);
+}
+
+template <class T>
+cudaError_t run_channel_sums(const Conv3x3WeightGradient& plan, int segments, float* sums, cudaStream_t stream) {
+  constexpr int kWidth = 16 / sizeof(T);
+  return plan.features % kWidth ? run_channel_sums<T, 1>(plan, segments, sums, stream)
+                                : run_channel_sums<T, kWidth>(plan, segments, sums, stream);
+}
+
+// --- sums in order ---
+
+constexpr int kFours = 16, kEntries = 4 * kFours, kParts = kThreads / kFours;
+
+__device__ void put(const Result& to, int64_t entry, float value) {
+  switch (to.type) {
+    case Type::kFloat32:
+      static_cast<float*>(to.data)[entry] = value;
+      break;
+    case Type::kFloat16:
+      static_cast<__half*>(to.data)[entry] = narrow<__half>(value);
+      break;
+    default:
+      static_cast<__nv_bfloat16*>(to.data)[entry] = narrow<__nv_bfloat16>(value);
   }
-  total = add_rows(total);
-  if (threadIdx.x < kLanes && entry < job.count) job.to[entry] = total;
+}
+
+// Four neighbours of which the first exists; where rows are not whole 16 bytes, they are read one by one.
+__device__ float4 four(const OrderedSum& job, int part, int64_t entry) {
+  const float* from = job.from + part * job.count + entry;
+  if (job.count % 4 == 0 && reinterpret_cast<uintptr_t>(job.from) % 16 == 0)
+    return *reinterpret_cast<const float4*>(from);
+  const int64_t there = job.count - entry;
+  return {from[0], there > 1 ? from[1] : 0.0f, there > 2 ? from[2] : 0.0f, there > 3 ? from[3] : 0.0f};
+}
+
+// The blocks of `first`, then those of `second`: 64 entries each.
+__global__ void __launch_bounds__(kThreads) ordered_sums_kernel(const OrderedSum first, const OrderedSum second) {
+  alignas(16) __shared__ float rows[kParts][kEntries];
+  const int64_t blocks = (first.count + kEntries - 1) / kEntries;
+  const bool is_first = blockIdx.x < blocks;
+  const OrderedSum job{is_first ? first.from : second.from,
+                       {is_first ? first.to.data : second.to.data, is_first ? first.to.type : second.to.type},
+                       is_first ? first.parts : second.parts,
+                       is_first ? first.count : second.count};
+  const int64_t base = (blockIdx.x - (is_first ? 0 : blocks)) * kEntries;
+  const int lane = threadIdx.x % kFours, row = threadIdx.x / kFours;
+  const int64_t entry = base + 4 * lane;
+  float4 total{0, 0, 0, 0};
+  if (entry < job.count) {
+    for (int part = row; part < job.parts; part += kAhead * kParts) {
+      float4 values[kAhead];
+#pragma unroll
+      for (int i = 0; i < kAhead; ++i) {
+        const int at = part + i * kParts;
+        values[i] = at < job.parts ? four(job, at, entry) : float4{0, 0, 0, 0};
+      }
+#pragma unroll
+      for (int i = 0; i < kAhead; ++i) {
+        total.x += values[i].x;
+        total.y += values[i].y;
+        total.z += values[i].z;
+        total.w += values[i].w;
+      }
+    }
+  }
+  *reinterpret_cast<float4*>(&rows[row][4 * lane]) = total;
+  __syncthreads();
+  const int mine = threadIdx.x;
+  if (mine < kEntries && base + mine < job.count) {
+    float sum = 0;
+    for (int i = 0; i < kParts; ++i) sum += rows[i][mine];
+    put(job.to, base + mine, sum);
+  }
 }
 
 }  // namespace
 
 cudaError_t channel_sums(const Conv3x3WeightGradient& plan, int segments, float* sums, cudaStream_t stream) {
-  const int image = static_cast<int>(plan.height * plan.width), features = static_cast<int>(plan.features);
-  const dim3 grid((features + kLanes - 1) / kLanes, static_cast<unsigned>(plan.batch), segments);
-  const auto run = [&](auto* dy) {
-    return launch(channel_sums_kernel<std::remove_const_t<std::remove_pointer_t<decltype(dy)>>>, grid, kLanes * kRows,
-                  0, stream, dy, image, features, sums);
-  };
   switch (plan.type) {
     case Type::kFloat32:
-      return run(static_cast<const float*>(plan.dy));
+      return run_channel_sums<float>(plan, segments, sums, stream);
     case Type::kFloat16:
-      return run(static_cast<const __half*>(plan.dy));
+      return run_channel_sums<__half>(plan, segments, sums, stream);
     default:
-      return run(static_cast<const __nv_bfloat16*>(plan.dy));
+      return run_channel_sums<__nv_bfloat16>(plan, segments, sums, stream);
   }
 }
 
 cudaError_t ordered_sums(const OrderedSum& first, const OrderedSum& second, cudaStream_t stream) {
-  const int64_t blocks = (first.count + kLanes - 1) / kLanes + (second.count + kLanes - 1) / kLanes;
+  const int64_t blocks = (first.count + kEntries - 1) / kEntries + (second.count + kEntries - 1) / kEntries;
   if (blocks == 0) return cudaSuccess;
-  return launch(ordered_sums_kernel, dim3(static_cast<unsigned>(blocks)), kLanes * kRows, 0, stream, first, second);
+  return launch(ordered_sums_kernel, dim3(static_cast<unsigned>(blocks)), kThreads, 0, stream, first, second);
 }
 
 }  // namespace jaxunet::cuda

@@ -15,14 +15,15 @@ import numpy as np
 from jaxtyping import Array, Float
 
 from pallas_kernels.conv3x3.dispatch import Added, Affine, Parts
-from pallas_kernels.conv3x3.vjp import added_gradient, check_operands, fold, needed, outline
+from pallas_kernels.conv3x3.vjp import added_gradient, check_operands, needed, outline
 from pallas_kernels.features import Features
 from xla_ffi.group_norm.vjp import gradient, normalise, statistics
 
-# Floats of the weight gradient's workspace: blocks that share the pixels write their sums there. On a GPU of 132 multiprocessors, each of
-# which sums 9 · 64 · 64 entries, more would not be used; a kernel that finds less shares the pixels less.
+# Floats of the weight gradient's workspace: blocks that share the pixels write their sums there, of the kernel and, for each sample, of
+# the shift. On a GPU of 132 multiprocessors, each of which sums 9 · 64 · 64 entries, more would not be used; a kernel that finds less
+# shares the pixels less.
 PARTIAL_SUMS = 132 * 9 * 64 * 64
-PARTIAL_SUMS_OF_SHIFT = 32 * 1024
+PARTIAL_SHIFTS = 512
 
 # From so many pixels on, the convolutions apply GroupNorm and SiLU themselves: a tile is activated once for its nine taps, beside the
 # tensor cores. In smaller images the kernel's best tiles have no room for that, and the activation is a kernel of little traffic.
@@ -74,29 +75,20 @@ def _tiled(parts: Parts) -> bool:
     return parts[0].dtype != jnp.float32 and all(part.shape[3] % 8 == 0 for part in parts)
 
 
-def _pad(x: Array, missing: int) -> Array:
-    """Zeros behind the last dimension."""
-    return jnp.pad(x, ((0, 0),) * (x.ndim - 1) + ((0, missing),)) if missing else x
-
-
 def _convolve(parts: Parts, kernel: Array, shift: Array, added: Added | None, affine: Affine | None, *, flipped: bool = False) -> Array:
     """conv(act(x), kernel) + shift + added; `flipped`: with kernel[::-1, ::-1], its input and output channels exchanged."""
     first, features = parts[0], kernel.shape[2 if flipped else 3]
-    # The tiled kernels write eight features at a time: those of an image, three, are worth the padding.
-    missing = -features % 8 if _tiled(parts) and added is None and not flipped else 0
-    kernel, shift = _pad(kernel.astype(first.dtype), missing), _pad(shift.astype(jnp.float32), missing)
     extra, shortcut = (added.parts, added.shortcut) if added is not None else ((), None)
     matrix = () if shortcut is None else (shortcut.astype(first.dtype),)
-    shape = jax.ShapeDtypeStruct((*first.shape[:3], features + missing), first.dtype)
-    y = jax.ffi.ffi_call('jaxunet_conv3x3', shape, vmap_method='sequential')(
-        *(*parts, kernel, shift, *extra, *matrix, *(affine or ())),
+    shape = jax.ShapeDtypeStruct((*first.shape[:3], features), first.dtype)
+    return jax.ffi.ffi_call('jaxunet_conv3x3', shape, vmap_method='sequential')(
+        *(*parts, kernel.astype(first.dtype), shift.astype(jnp.float32), *extra, *matrix, *(affine or ())),
         parts=np.int64(len(parts)),
         residuals=np.int64(len(extra)),
         flipped=flipped,
         shortcut=shortcut is not None,
         activation=affine is not None,
     )
-    return y[..., :features] if missing else y
 
 
 def _input_gradient(dy: Array, kernel: Array, widths: tuple[int, ...]) -> Parts:
@@ -108,14 +100,16 @@ def _input_gradient(dy: Array, kernel: Array, widths: tuple[int, ...]) -> Parts:
 
 def _parameter_gradients(parts: Parts, kernel: Array, shift: Array, added: Any, dy: Array, affine: Affine | None) -> tuple[Any, ...]:
     """Gradients of kernel, shift and what was added."""
-    features = dy.shape[3]
-    wide = _pad(dy, -features % 8 if _tiled(parts) else 0)
-    of_kernel, of_shift = (*kernel.shape[:3], wide.shape[3]), (wide.shape[0], wide.shape[3])
-    workspace = (min(math.prod(of_kernel) * -(-math.prod(dy.shape[:3]) // 64), PARTIAL_SUMS) + PARTIAL_SUMS_OF_SHIFT,)
-    shapes = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in (of_kernel, of_shift, workspace)]
-    call = jax.ffi.ffi_call('jaxunet_conv3x3_weight_gradient', shapes, vmap_method='sequential')
-    dkernel, dshift, _ = call(*parts, wide, *(affine or ()), parts=np.int64(len(parts)), activation=affine is not None)
-    return dkernel[..., :features].astype(kernel.dtype), fold(dshift[:, :features], shift), added_gradient(added, dy)
+    batch, features = dy.shape[0], dy.shape[3]
+    pixels, weights = math.prod(dy.shape[:3]), math.prod(kernel.shape)
+    # At least the gradients themselves, which are float32 until all sums are there.
+    workspace = max(min(weights * -(-pixels // 64), PARTIAL_SUMS), weights) + (2 * batch + PARTIAL_SHIFTS) * features
+    # The kernels write the types that they can write: that of the parameters if it is float32 or that of x.
+    written = [t if t in (jnp.float32, dy.dtype) else jnp.float32 for t in (kernel.dtype, shift.dtype)]
+    shapes = ((kernel.shape, written[0]), ((shift.shape[0], features), written[1]), ((workspace,), jnp.float32))
+    call = jax.ffi.ffi_call('jaxunet_conv3x3_weight_gradient', [jax.ShapeDtypeStruct(*shape) for shape in shapes], vmap_method='sequential')
+    dkernel, dshift, _ = call(*parts, dy, *(affine or ()), parts=np.int64(len(parts)), activation=affine is not None)
+    return dkernel.astype(kernel.dtype), dshift.astype(shift.dtype), added_gradient(added, dy)
 
 
 @jax.custom_vjp

@@ -1,6 +1,6 @@
-// The warp-wide instructions of the portable kernels (compute capability 8.0 and later): loads of 8×8 blocks of 16-bit
-// numbers, and the tensor cores' products of a 16 × K by a K × 8 matrix. Fragments are laid out as PTX says
-// ("mma.m16n8k16", "mma.m16n8k8").
+// The instructions of the kernels for compute capability 8.0 and later: loads of 8×8 blocks of 16-bit numbers, the
+// tensor cores' products of a 16 × K by a K × 8 matrix, and copies to shared memory that pass no registers. Fragments
+// are laid out as PTX says ("mma.m16n8k16", "mma.m16n8k8").
 #pragma once
 
 #include <cuda_bf16.h>
@@ -45,6 +45,17 @@ __device__ inline void multiply16(float (&sums)[4], const uint32_t (&left)[4], u
       : "+f"(sums[0]), "+f"(sums[1]), "+f"(sums[2]), "+f"(sums[3])
       : "r"(left[0]), "r"(left[1]), "r"(left[2]), "r"(left[3]), "r"(right0), "r"(right1));
 }
+
+// Copies 16 bytes to shared memory, or writes zeros if they are not there; `from` is then any valid address. Both are
+// aligned to 16 bytes.
+__device__ inline void copy16(void* to, const void* from, bool there) {
+  asm volatile(
+      "cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(static_cast<uint32_t>(__cvta_generic_to_shared(to))),
+      "l"(__cvta_generic_to_global(from)), "r"(there ? 16 : 0)
+      : "memory");
+}
+// Until this thread's copies have arrived.
+__device__ inline void wait_copies() { asm volatile("cp.async.wait_all;" ::: "memory"); }
 
 // x rounded to the 11 bits that tf32 holds.
 __device__ inline uint32_t tf32(float x) {
