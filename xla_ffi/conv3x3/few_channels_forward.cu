@@ -78,15 +78,14 @@ struct Block {
 
   // Through shared memory, so that each weight is read from device memory once a block.
   __device__ void load_weights() {
-    for (int n = threadIdx.x; n < kWide * kColumns; n += kThreads) shared.weights[0][n] = narrow<T>(0.0f);
     if (threadIdx.x < 4) shared.zeros.at[threadIdx.x] = narrow<T>(0.0f);
-    __syncthreads();
-    for (int n = threadIdx.x; n < 9 * plan.channels * kWide; n += kThreads) {
-      const int entry = n / kWide, tap = entry / plan.channels, channel = entry - tap * plan.channels;
-      const int feature = n % kWide;
-      if (first_feature + feature < plan.features) {
-        shared.weights[feature][tap * kChannels + channel] = plan.weights.at<T>(tap, channel, first_feature + feature);
-      }
+    const int feature = threadIdx.x % kWide;
+#pragma unroll
+    for (int i = 0; i < 16 * kSteps; i += kThreads / kWide) {
+      const int entry = i + threadIdx.x / kWide, tap = entry / kChannels, channel = entry % kChannels;
+      const bool there = tap < 9 && channel < plan.channels && first_feature + feature < plan.features;
+      shared.weights[feature][entry] =
+          there ? plan.weights.at<T>(tap, channel, first_feature + feature) : narrow<T>(0.0f);
     }
     __syncthreads();
     const int lane = threadIdx.x % 32, column = lane / 4, t = lane % 4;

@@ -49,7 +49,7 @@ struct Block {
       const int row = at.row - 1 + pixel / Tiles::kHaloColumns, column = at.column - 1 + pixel % Tiles::kHaloColumns;
       const bool there = plan.tiling.inside(row, column) && channel < chunk.width;
       const T* from = image + plan.tiling.index(at.sample, row, column) * chunk.width + channel;
-      copy16(pixels + swizzled(pixel, eighth), there ? from : image, there);
+      copy_async(pixels + swizzled(pixel, eighth), there ? from : image, there);
     }
   }
 
@@ -75,8 +75,11 @@ struct Block {
   __device__ void load_weights() const {
     for (int number = 0; number < plan.chunks; ++number) {
       const Chunk chunk = Chunk::of(plan.x, number);
-      for (int n = threadIdx.x; n < 9 * kSteps * 32; n += kThreads) {
-        const int lane = n % 32, step = n / 32 % kSteps, tap = n / 32 / kSteps, feature = lane / 4;
+      // A warp has one step, of every tap; the reads of three taps are on their way at once.
+      const int lane = threadIdx.x % 32, step = threadIdx.x / 32, feature = lane / 4;
+      static_assert(kThreads == 32 * kSteps);
+#pragma unroll 3
+      for (int tap = 0; tap < 9; ++tap) {
         Few<T, 4> four;
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
@@ -84,7 +87,7 @@ struct Block {
           const bool there = chunk.channel + c < chunk.width && feature < plan.features;
           four.at[i] = there ? plan.weights.at<T>(tap, chunk.first + c, feature) : narrow<T>(0.0f);
         }
-        reinterpret_cast<Few<T, 4>*>(weights + number * kWeightBytes)[n] = four;
+        reinterpret_cast<Few<T, 4>*>(weights + number * kWeightBytes)[tap * kThreads + threadIdx.x] = four;
       }
     }
   }

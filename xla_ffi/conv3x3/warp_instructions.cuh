@@ -46,15 +46,16 @@ __device__ inline void multiply16(float (&sums)[4], const uint32_t (&left)[4], u
       : "r"(left[0]), "r"(left[1]), "r"(left[2]), "r"(left[3]), "r"(right0), "r"(right1));
 }
 
-// Copies 16 bytes to shared memory, or writes zeros if they are not there; `from` is then any valid address. Both are
-// aligned to 16 bytes.
-__device__ inline void copy16(void* to, const void* from, bool there) {
+// 16 bytes from global to shared memory, or 16 zero bytes; both addresses are multiples of 16, and `from` is valid
+// either way.
+__device__ inline void copy_async(void* to, const void* from, bool there) {
   asm volatile(
       "cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(static_cast<uint32_t>(__cvta_generic_to_shared(to))),
-      "l"(__cvta_generic_to_global(from)), "r"(there ? 16 : 0)
+      "l"(from), "r"(there ? 16 : 0)
       : "memory");
 }
-// Until this thread's copies have arrived.
+
+// This thread's copies are done; those of others are after the next barrier.
 __device__ inline void wait_copies() { asm volatile("cp.async.wait_all;" ::: "memory"); }
 
 // x rounded to the 11 bits that tf32 holds.
