@@ -51,8 +51,8 @@ constexpr bool kPivot = sizeof(T) == 4;
 // The block's scratch memory.
 struct Scratch {
   float4 *partial, *groups;       // samples of pieces, a row for each row of warps; of groups, for the cluster to read
-  float2* found;                  // mean and inverse deviation of groups
   float *scale, *offset, *pivot;  // of channels; in the end a channel's y = (x - pivot) * scale + offset
+  float *mean, *inverse;          // of groups
 
   __device__ Scratch(const Slab& slab, int own, char* memory) {
     partial = reinterpret_cast<float4*>(memory);
@@ -60,10 +60,11 @@ struct Scratch {
     scale = reinterpret_cast<float*>(groups + own / slab.group);
     offset = scale + own;
     pivot = offset + own;
-    found = reinterpret_cast<float2*>(pivot + own);
+    mean = pivot + own;
+    inverse = mean + own / slab.group;
   }
 };
-constexpr Need kNeed{1, 512, sizeof(float4), sizeof(float4) + sizeof(float2) + 3 * sizeof(float)};
+constexpr Need kNeed{1, 512, sizeof(float4), sizeof(float4) + 5 * sizeof(float)};
 
 // Mean and deviations of the thread's pixels, by channel, chunk by chunk: first a chunk's mean, then its deviations.
 template <class T, int V>
@@ -165,13 +166,14 @@ __device__ void join_warp(const Slab& slab, const Place& place, int own, float (
   }
 }
 
-// From pieces of warps to groups of the block, then of the cluster, in `found`.
+// From pieces of warps to groups of the block, then of the cluster: their mean and inverse deviation.
 __device__ void join_groups(const Slab& slab, int own, float eps, const Scratch& scratch) {
   const int groups = own / slab.group, pieces = slab.group >> slab.piece_bits, row = own >> slab.piece_bits;
   const int team = static_cast<int>(threadIdx.x) / kTeam, member = static_cast<int>(threadIdx.x) % kTeam;
   const int teams = static_cast<int>(blockDim.x) / kTeam, rows = static_cast<int>(blockDim.x) / 32 / slab.tiles;
   const auto finish = [&](int group, const float4& all) {
-    scratch.found[group] = make_float2(all.y, rsqrtf(all.z / all.x + eps));
+    scratch.mean[group] = all.y;
+    scratch.inverse[group] = rsqrtf(all.z / all.x + eps);
   };
   // All lanes go round as often, for the sake of the shuffles.
 #pragma unroll 1
@@ -243,13 +245,13 @@ __global__ void __launch_bounds__(512, 2) group_norm_forward(const __grid_consta
   __syncthreads();
 #pragma unroll 1
   for (int c = threadIdx.x; c < there; c += threads) {
-    const float2 found = scratch.found[c / slab.group];
-    const float mean = kPivot<T> ? scratch.pivot[c] + found.x : found.x;
-    const float a = scratch.scale[c] * found.y, b = scratch.offset[c] - mean * a;
+    const float away = scratch.mean[c / slab.group], inverse = scratch.inverse[c / slab.group];
+    const float mean = kPivot<T> ? scratch.pivot[c] + away : away;
+    const float a = scratch.scale[c] * inverse, b = scratch.offset[c] - mean * a;
     if (blockIdx.x == 0) {
       const int64_t at = static_cast<int64_t>(blockIdx.z) * slab.channels + first + c;
       f.mean[at] = mean;
-      f.inverse[at] = found.y;
+      f.inverse[at] = inverse;
       if (f.a) {
         f.a[at] = a;
         f.b[at] = b;
