@@ -73,5 +73,5 @@ def test_few_samples_are_spread_over_more_multiprocessors():
 
 def test_groups_beyond_a_block_are_an_error():
     slab(H200, 1, 16, 2048, 2048)
-    with pytest.raises(RuntimeError, match='groups of 65536 channels need .* use more groups, or backend=pallas or xla'):
+    with pytest.raises(RuntimeError, match=r'groups of 65536 channels need .* use more groups, or backend=pallas or xla'):
         slab(H200, 1, 16, 65536, 65536)

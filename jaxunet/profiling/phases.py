@@ -12,6 +12,7 @@ _, XLA, PALLAS, CUDA = BACKENDS
 
 _COLLECTIVES = ('all-reduce', 'all-gather', 'reduce-scatter', 'all-to-all', 'collective-permute', 'nccldevkernel', 'ncclkernel')
 _OWN = re.compile(r'jaxunet_\w+')
+_CUDA_KERNEL = re.compile(r'jaxunet::cuda::(?:\(anonymous namespace\)::|\w+::)*(\w+)[<(]')
 _SCOPE = re.compile(r'[^/();]+')
 # What JAX's transformations and loops put between the names of modules.
 _BETWEEN = ('shard_map', 'pmap', 'checkpoint', 'rematted_computation', 'closed_call', 'eval_jaxpr', 'while', 'body', 'cond', 'pallas_call')
@@ -37,7 +38,12 @@ def phase_of(path: str) -> str:
 
 
 def own_name(*names: str) -> str:
-    """The stable name, `jaxunet_...`, of a kernel of the project within its kernel or instruction name; '' for others."""
+    """The stable name, `jaxunet_...`, of a kernel of the project within its kernel or instruction name; '' for others.
+
+    A kernel of the CUDA library, `jaxunet::cuda::...::NAME<...>(...)`, is called `jaxunet_cuda_NAME`, whatever its template arguments.
+    """
+    if library := next((match for name in names if (match := _CUDA_KERNEL.search(name))), None):
+        return f'jaxunet_{CUDA}_{library[1]}'
     found = next((match[0] for name in names if (match := _OWN.search(name))), '')
     return found.removesuffix('_mosaic_gpu_kernel')  # appended by Pallas
 
@@ -45,7 +51,7 @@ def own_name(*names: str) -> str:
 def backend_of(*names: str) -> str:
     """The backend (of `BACKENDS`) that wrote a kernel, from its kernel and instruction names.
 
-    Kernels of the CUDA library are called `jaxunet_cuda_...`, other `jaxunet_...` are Pallas's.
+    `own_name` is `jaxunet_cuda_...` for kernels of the CUDA library; other `jaxunet_...` are Pallas's.
     """
     own = own_name(*names)
     return CUDA if own.startswith(f'jaxunet_{CUDA}_') else PALLAS if own else XLA
