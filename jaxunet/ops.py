@@ -128,7 +128,10 @@ def load_ops(backend: str) -> Ops:
 
 
 def fuses_update(backend: str) -> bool:
-    """Whether AdamW, the gradients' norm and the averages of the weights run on the CUDA kernels rather than through optax."""
+    """Whether what is done to all weights at once runs on the CUDA kernels: AdamW, the gradients' norm, averages, copies of 16 bits.
+
+    Without them it is optax's and XLA's.
+    """
     return _named(backend)['adamw'] == 'cuda'
 
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 import functools
 import math
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 import flax.linen as nn
@@ -26,6 +26,7 @@ from jaxunet.ops import Ops
 from pallas_kernels.features import Features, at_least_float32
 
 Initializer = Callable[..., Any]
+TIME_EMBEDDING = 'time_embed_'  # layers that compute in float32 whatever the precision
 INITIALIZERS: dict[str, Initializer] = {
     # PyTorch's default for convolutions and linear layers: uniform within 1/sqrt(fan_in).
     'torch': nn.initializers.variance_scaling(1 / 3, 'fan_in', 'uniform'),
@@ -293,13 +294,24 @@ class UNet(Block):
         """`__call__` with the parameters as an argument."""
         return cast(Array, self.apply({'params': params}, x, t, labels, dropout_keys))
 
+    def narrowed(self, params: Any, narrow: Callable[[list[Array]], Sequence[Array]]) -> Any:
+        """The parameters for `predict`, where `narrow` has brought to `dtype` what layers would bring to it one by one: their kernels."""
+        if jnp.dtype(self.dtype).itemsize > 2:
+            return params
+        paths, structure = jax.tree.flatten_with_path(params)
+        at = [i for i, (path, _) in enumerate(paths) if path[-1].key == 'kernel' and not path[0].key.startswith(TIME_EMBEDDING)]
+        leaves = [leaf for _, leaf in paths]
+        for i, leaf in zip(at, narrow([leaves[i] for i in at]), strict=True):
+            leaves[i] = leaf
+        return jax.tree.unflatten(structure, leaves)
+
     def _embed(self, t: Int[Array, ' batch'], labels: Int[Array, ' batch'] | None) -> Float[Array, 'batch width']:
         """Time (and class) embedding, float32: small, and read by every block."""
         m = self.model
         width = 4 * m.base_channels
         waves = timestep_embedding(t, m.base_channels, max_period=m.max_period, order=m.time_embedding)
-        embedding = self.dense('time_embed_0', width, dtype=jnp.float32)(waves)
-        embedding = self.dense('time_embed_1', width, dtype=jnp.float32)(jax.nn.silu(embedding))
+        embedding = self.dense(f'{TIME_EMBEDDING}0', width, dtype=jnp.float32)(waves)
+        embedding = self.dense(f'{TIME_EMBEDDING}1', width, dtype=jnp.float32)(jax.nn.silu(embedding))
         if m.num_classes == 0:
             if labels is not None:
                 raise UserError('class labels were given, but the model is unconditional (model.num_classes=0)')

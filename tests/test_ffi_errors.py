@@ -115,7 +115,11 @@ def right(draw: random.Random) -> Call:
         operands = [((5 + averages,), jnp.float32), *found * (4 + averages)]
         return Call('adamw', operands, found * (3 + averages), constants | counts, in_place=1 + len(found))
 
-    call = draw.choice([forward, backward, conv, weights, norm_forward, norm_statistics, apply, gradient, sums, adamw])()
+    def narrow() -> Call:
+        found, to = tensors(), draw.choice([jnp.float16, jnp.bfloat16])
+        return Call('narrow', found, [(shape, to) for shape, _ in found], {'tensors': np.int64(len(found))})
+
+    call = draw.choice([forward, backward, conv, weights, norm_forward, norm_statistics, apply, gradient, sums, adamw, narrow])()
     return call._replace(target=f'jaxunet_{call.target}')
 
 

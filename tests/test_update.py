@@ -1,6 +1,7 @@
-"""The fused update of the cuda backend, on its CPU handlers, against optax's."""
+"""What the cuda backend does to all weights at once, on its CPU handlers, against optax and XLA."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +14,7 @@ from jaxunet.ops import load_ops
 from jaxunet.training.state import init_state, make_optimizer
 from jaxunet.training.update import make_update
 from jaxunet.unet import build_unet
+from xla_ffi.adamw.narrow import narrow
 
 if xla_ffi._cpu is None:
     pytest.skip(f'the extension is not built: {xla_ffi.unavailable()}', allow_module_level=True)
@@ -57,3 +59,28 @@ def test_a_norm_that_is_not_finite_changes_nothing():
     assert not bool(found.finite)
     for kept, old in zip(jax.tree.leaves(found[:3]), jax.tree.leaves((state.params, state.opt_state, state.ema)), strict=True):
         np.testing.assert_array_equal(kept, old)
+
+
+@pytest.mark.parametrize('options', [{}, {'conv_resample': True, 'scale_shift_norm': True, 'time_embedding': 'ddpm'}], ids=str)
+def test_weights_narrowed_at_once_are_those_narrowed_one_by_one(options):
+    """Bit for bit, predictions and gradients; were a weight narrowed that should not be, or not narrowed, they would differ or say so."""
+    config = tiny_config(precision='bfloat16', model={'zero_init': False, **options}, data={'classes': ('a', 'b')})
+    model = build_unet(config, load_ops('xla'))
+    params = jax.jit(lambda: init_state(config, model, make_optimizer(config)).params)()
+    draw = np.random.default_rng(0)
+    x = jnp.asarray(draw.standard_normal((2, *config.image_shape)), jnp.float32)
+    t, labels = jnp.asarray([3, 500]), jnp.asarray([0, 1]) if config.model.num_classes else None
+    seen = []
+
+    def remember(arrays):
+        seen.extend(arrays)
+        return narrow(arrays, 'bfloat16')
+
+    def loss(params, change):
+        weights = model.narrowed(params, change) if change else params
+        return jnp.sum(jnp.square(model.predict(weights, x, t, labels)))
+
+    found, want = (jax.jit(jax.value_and_grad(functools.partial(loss, change=change)))(params) for change in (remember, None))
+    jax.tree.map(np.testing.assert_array_equal, found, want)
+    kernels = [path for path, _ in jax.tree.leaves_with_path(params) if path[-1].key == 'kernel']
+    assert len(seen) == len(kernels) - 2  # the time embedding's stay

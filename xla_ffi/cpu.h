@@ -36,6 +36,7 @@ void affine(Pool& pool, std::vector<float>& x, int64_t batch, int64_t channels, 
 
 void sum_of_squares(const SumOfSquares& plan, Pool& pool);
 void adamw(const AdamW& plan, Pool& pool);
+void narrow_all(const Narrow& plan, Pool& pool);
 void attention_forward(const AttentionForward& plan, Pool& pool);
 void attention_backward(const AttentionBackward& plan, Pool& pool);
 void conv3x3(const Conv3x3& plan, Pool& pool);

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -13,12 +14,14 @@ from jaxtyping import Array, Float, Int, Key, UInt8
 
 from jaxunet.config import Config
 from jaxunet.diffusion import Diffusion, per_sample_loss, q_sample
+from jaxunet.ops import fuses_update
 from jaxunet.timestep_policy import Event
 from jaxunet.timesteps import Draw, TimestepSampler, make_sampler
 from jaxunet.training.state import Params, TrainState, learning_rate_schedule
 from jaxunet.training.update import make_update
 from jaxunet.unet import UNet
 from jaxunet.weighting import make_weighting
+from xla_ffi.adamw.narrow import narrow as narrow_kernels
 
 Batch = dict[str, Array]  # image uint8 (b, H, W, C); label int32 (b,), -1 = none; row int32 (b,), place in the global batch
 Metrics = dict[str, Array]  # float32 and int32 scalars
@@ -106,6 +109,7 @@ def make_train_step(
     schedule, update = learning_rate_schedule(config), make_update(config, optimizer)
     micro_batches, batch_size = config.optimizer.accumulate_steps, config.data.batch_size
     weighting, sampler = make_weighting(config.loss, diffusion), make_sampler(config, diffusion)
+    narrow = functools.partial(narrow_kernels, dtype=config.precision) if fuses_update(config.backend) else None
     plain = config.loss.weighting == 'uniform' and config.timesteps.sampler == 'uniform'
 
     def loss_fn(
@@ -114,7 +118,8 @@ def make_train_step(
         with jax.named_scope('data'):
             x0, xt, draw, noise, labels, dropout_keys = noise_batch(config, diffusion, sampler, states[1], keys, batch)
         with jax.named_scope('forward'):
-            output = model.predict(params, xt, draw.t, labels, dropout_keys)
+            weights = model.narrowed(params, narrow) if narrow else params
+            output = model.predict(weights, xt, draw.t, labels, dropout_keys)
             losses = per_sample_loss(diffusion, output, x0, xt, draw.t, noise)
             if plain:
                 loss = jnp.mean(losses)

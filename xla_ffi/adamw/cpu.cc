@@ -33,4 +33,11 @@ void adamw(const AdamW& plan, Pool& pool) {
   });
 }
 
+void narrow_all(const Narrow& plan, Pool& pool) {
+  parallel(pool, static_cast<int64_t>(plan.sizes.size()), [&](int64_t tensor) {
+    const auto* from = static_cast<const float*>(plan.arrays[2 * tensor]);
+    narrow({from, from + plan.sizes[tensor]}, plan.type, const_cast<void*>(plan.arrays[2 * tensor + 1]));
+  });
+}
+
 }  // namespace jaxunet::cpu

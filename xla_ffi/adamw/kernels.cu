@@ -1,4 +1,7 @@
 // Many tensors a launch: their pointers and sizes travel as the kernel's parameter, in which each block finds its own.
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
 #include <cstring>
 
 #include "kernels.h"
@@ -123,6 +126,35 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
+__device__ inline __half2 narrow(float x, float y, __half) { return __floats2half2_rn(x, y); }
+__device__ inline __nv_bfloat162 narrow(float x, float y, __nv_bfloat16) { return __floats2bfloat162_rn(x, y); }
+
+template <class T>
+struct alignas(16) Eight {
+  decltype(narrow(0, 0, T())) pairs[4];
+};
+
+template <class T>
+__global__ void __launch_bounds__(kThreads) narrow_kernel(const __grid_constant__ Tensors tensors) {
+  const unsigned long long* const entry = tensors.find(blockIdx.x);
+  const auto size = static_cast<long long>(entry[0]);
+  const long long start = static_cast<long long>(blockIdx.x - entry[1]) * kStep;
+  const float* const from = pointer(entry[kHead]);
+  T* const to = reinterpret_cast<T*>(entry[kHead + 1]);
+#pragma unroll
+  for (int round = 0; round < kPerThread / 2; ++round) {
+    const long long at = start + 8LL * (round * kThreads + threadIdx.x);
+    if (at + 8 <= size) {
+      const auto* const fours = reinterpret_cast<const float4*>(from + at);
+      const float4 a = fours[0], b = fours[1];
+      *reinterpret_cast<Eight<T>*>(to + at) = {
+          {narrow(a.x, a.y, T()), narrow(a.z, a.w, T()), narrow(b.x, b.y, T()), narrow(b.z, b.w, T())}};
+    } else {
+      for (long long i = at; i < size; ++i) to[i] = narrow(from[i], 0, T()).x;
+    }
+  }
+}
+
 // launch(tensors, blocks, first block of all) for as many tensors at a time as the parameter holds; every tensor has
 // `arrays` pointers.
 template <class Pointers, class Launch>
@@ -169,6 +201,18 @@ cudaError_t adamw(const AdamW& plan, cudaStream_t stream) {
       plan.sizes, plan.kinds(), kStep, [&](size_t i) { return plan.arrays.data() + i * plan.kinds(); },
       [&](const Tensors& tensors, unsigned blocks, int64_t) {
         adamw_kernel<<<blocks, kThreads, 0, stream>>>(tensors, rule);
+      });
+}
+
+cudaError_t narrow_all(const Narrow& plan, cudaStream_t stream) {
+  return each(
+      plan.sizes, 2, kStep, [&](size_t i) { return plan.arrays.data() + 2 * i; },
+      [&](const Tensors& tensors, unsigned blocks, int64_t) {
+        if (plan.type == Type::kFloat16) {
+          narrow_kernel<__half><<<blocks, kThreads, 0, stream>>>(tensors);
+        } else {
+          narrow_kernel<__nv_bfloat16><<<blocks, kThreads, 0, stream>>>(tensors);
+        }
       });
 }
 

@@ -9,5 +9,6 @@ namespace jaxunet::cuda {
 
 cudaError_t sum_of_squares(const SumOfSquares& plan, cudaStream_t stream);
 cudaError_t adamw(const AdamW& plan, cudaStream_t stream);
+cudaError_t narrow_all(const Narrow& plan, cudaStream_t stream);
 
 }  // namespace jaxunet::cuda

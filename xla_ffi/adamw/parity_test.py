@@ -6,6 +6,7 @@ import numpy as np
 import optax
 import pytest
 
+from xla_ffi.adamw.narrow import narrow
 from xla_ffi.adamw.update import CHUNK, Rule, adamw, sum_of_squares
 
 RULE = Rule(0.9, 0.999, 1e-8, 0.01)
@@ -106,3 +107,27 @@ def test_mistakes_are_named():
         fused(g, jax.tree.map(lambda x: x.astype(jnp.bfloat16), p), mu, nu, [], 0, 0.1, 1.0, ())
     with pytest.raises(ValueError, match='adamw: gradients: no arrays'):
         sum_of_squares([])
+
+
+@pytest.mark.parametrize('dtype', ['bfloat16', 'float16'])
+@pytest.mark.parametrize('more', [3, pytest.param(1000, marks=pytest.mark.gpu)])  # than one launch takes
+def test_narrow_as_astype(more, dtype):
+    (arrays,) = trees(1, sizes=(*SIZES, *[(9,)] * more))
+    arrays[4] = arrays[4].at[0, 0, 0, :3].set(jnp.asarray([jnp.inf, -jnp.inf, 1e30]))
+    found, pull = jax.jit(lambda a: jax.vjp(lambda b: narrow(b, dtype), a))(arrays)
+    for want, got in zip(arrays, found, strict=True):
+        np.testing.assert_array_equal(np.asarray(got, np.float32), np.asarray(want.astype(dtype), np.float32))
+    gradients = [array.astype(dtype) for array in trees(1, sizes=[a.shape for a in arrays], seed=1)[0]]
+    for want, got in zip(gradients, pull(tuple(gradients))[0], strict=True):
+        assert got.dtype == jnp.float32
+        np.testing.assert_array_equal(got, np.asarray(want, np.float32))
+
+
+def test_what_cannot_be_narrowed_is_named():
+    (arrays,) = trees(1)
+    with pytest.raises(ValueError, match='narrow: dtype: expected bfloat16 or float16, found float32'):
+        narrow(arrays, jnp.float32)
+    with pytest.raises(ValueError, match='narrow: expected float32, found int32'):
+        narrow([jnp.arange(3)], jnp.bfloat16)
+    with pytest.raises(ValueError, match='narrow: no arrays'):
+        narrow([], jnp.bfloat16)

@@ -1,4 +1,5 @@
-// AdamW (Loshchilov & Hutter 2019, arXiv 1711.05101) over many float32 tensors at once.
+// What is done to many float32 tensors at once: AdamW (Loshchilov & Hutter 2019, arXiv 1711.05101), the gradients'
+// norm, copies of 16 bits.
 #pragma once
 
 #include <vector>
@@ -32,7 +33,15 @@ struct AdamW {
 
 constexpr int64_t kAdamWScalars = 5;
 
+// Every tensor in 16 bits.
+struct Narrow {
+  Type type;
+  std::vector<int64_t> sizes;
+  std::vector<const void*> arrays;  // of each tensor: float32, the result
+};
+
 SumOfSquares read_sum_of_squares(Reader& call);
 AdamW read_adamw(Reader& call);
+Narrow read_narrow_all(Reader& call);
 
 }  // namespace jaxunet

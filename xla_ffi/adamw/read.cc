@@ -77,4 +77,27 @@ AdamW read_adamw(Reader& call) {
   return plan;
 }
 
+Narrow read_narrow_all(Reader& call) {
+  Narrow plan{};
+  const int64_t count = call.integer("tensors", 1);
+  std::vector<Dims> shapes;
+  plan.arrays.resize(2 * count);
+  for (int64_t i = 0; i < count; ++i) {
+    const Array found = tensor(call, numbered("tensors", i));
+    shapes.push_back(found.dims);
+    plan.sizes.push_back(size_of(found.dims));
+    plan.arrays[2 * i] = found.data;
+  }
+  ffi::DataType element{};
+  for (int64_t i = 0; i < count; ++i) {
+    const std::string which = numbered("narrow", i);
+    const Array found = i == 0 ? call.result(which, ffi::DataType::F16, ffi::DataType::BF16, shapes[i])
+                               : call.result(which, element, shapes[i]);
+    element = found.element;
+    plan.arrays[2 * i + 1] = found.data;
+  }
+  plan.type = kind(element);
+  return plan;
+}
+
 }  // namespace jaxunet
