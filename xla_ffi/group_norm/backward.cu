@@ -1,5 +1,5 @@
 // GroupNorm backward: the sums over pixels and the gradient of every part of x, in one launch; the gradients of scale
-// and offset from the sums, in another.
+// and offset from the sums, in another. Large images flow instead.
 #include "flow.cuh"
 #include "flows.h"
 #include "gradient.cuh"

@@ -170,7 +170,10 @@ __global__ void __launch_bounds__(kFlowThreads, kFlowBlocks) group_norm_dx(const
     const float scale = *row_of(g.scale, sample, first + c);
     constants[c] = scale * sums[c];
     slopes[c] = scale * sums[flow.channels + c];
+    of_group[c] = *row_of(g.inverse, sample, first + c);  // for the same thread
+    slopes_of_group[c] = *row_of(g.mean, sample, first + c);
   }
+  const auto norm = affine_of<T, V>(g, spot, sample);
   __syncthreads();
 #pragma unroll 1
   for (int c = threadIdx.x; c < own; c += kFlowThreads) {
@@ -181,18 +184,17 @@ __global__ void __launch_bounds__(kFlowThreads, kFlowBlocks) group_norm_dx(const
       constant += constants[group + i];
       slope += slopes[group + i];
     }
-    const float inverse = *row_of(g.inverse, sample, first + c);
+    const float inverse = of_group[c], mean = slopes_of_group[c];
     const float share = inverse / (static_cast<float>(flow.group) * static_cast<float>(flow.pixels));
     constant *= share;
     slope *= share * inverse;
-    if constexpr (!kPivot<T>) constant -= *row_of(g.mean, sample, first + c) * slope;
+    if constexpr (!kPivot<T>) constant -= mean * slope;
     of_group[c] = constant;
     slopes_of_group[c] = slope;
   }
   __syncthreads();
   if (spot.steps == 0) return;
 
-  const auto norm = affine_of<T, V>(g, spot, sample);
   float constant[V], slope[V];
   load_floats(of_group + spot.local, constant);
   load_floats(slopes_of_group + spot.local, slope);

@@ -24,6 +24,14 @@ template <class T, int V>
 __device__ void accumulate(const Spot& spot, Pipe<T, V, kStatisticsAhead>& pipe, const float (&pivot)[V],
                            float (&mean)[V], float (&deviation)[V]) {
   float sum[V] = {};
+  wait_group<kStatisticsAhead - 1>();
+  if (spot.steps > 0) {
+    pipe.get(0, mean);
+    if constexpr (kPivot<T>) {
+#pragma unroll
+      for (int j = 0; j < V; ++j) mean[j] -= pivot[j];
+    }
+  }
 #pragma unroll 1
   for (int step = 0; step < spot.steps; ++step) {
     wait_group<kStatisticsAhead - 1>();
@@ -34,7 +42,6 @@ __device__ void accumulate(const Spot& spot, Pipe<T, V, kStatisticsAhead>& pipe,
 #pragma unroll
     for (int j = 0; j < V; ++j) {
       if constexpr (kPivot<T>) value[j] -= pivot[j];
-      if (step == 0) mean[j] = value[j];
       const float away = value[j] - mean[j];
       sum[j] += away;
       deviation[j] += away * away;
