@@ -29,7 +29,8 @@ struct Flow {
 };
 
 // The first kernel's flow, or one of no blocks where a slab should be taken: on devices without clusters, whose blocks
-// could not add their sums; where it has too few blocks for the device; where a pixel has too many channels.
+// could not add their sums; where it has too few blocks for the device; where a pixel has too many channels; where a
+// grid could not have one sample more.
 inline Flow cut_flow(const Limits& limits, int64_t least_pixels, int64_t batch, int64_t pixels, int64_t channels,
                      int64_t group, int vector, int element) {
   Flow flow{};
@@ -38,7 +39,8 @@ inline Flow cut_flow(const Limits& limits, int64_t least_pixels, int64_t batch, 
   const auto few = [&](int64_t processors) { return batch * (channels / own) * limits.cluster < processors; };
   // Rows of 128 bytes are as good as longer ones.
   while (few(limits.processors) && own % (2 * unit) == 0 && own / 2 * element >= 128) own /= 2;
-  if (limits.cluster < 8 || pixels < least_pixels || few(limits.processors * 3 / 4) || own / vector > kFlowThreads) {
+  if (limits.cluster < 8 || pixels < least_pixels || few(limits.processors * 3 / 4) || own / vector > kFlowThreads ||
+      batch >= 65535) {
     return flow;
   }
   flow.pixels = static_cast<int>(pixels);
