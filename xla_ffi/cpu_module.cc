@@ -1,4 +1,5 @@
 #include "cpu.h"
+#include "group_norm/flow.h"
 #include "group_norm/slab.h"
 #include "handler.h"
 
@@ -58,10 +59,28 @@ pybind11::dict group_norm_slab(int64_t batch, int64_t pixels, int64_t channels, 
   return found;
 }
 
+// The same for large images, first of the kernel that sums, then of the one that writes; none where a slab is taken.
+pybind11::object group_norm_flow(int64_t least_pixels, int64_t batch, int64_t pixels, int64_t channels, int64_t group,
+                                 int vector, int element, int64_t processors, int64_t shared, int cluster) {
+  const Limits limits{processors, shared, cluster};
+  const Flow flow = cut_flow(limits, least_pixels, batch, pixels, channels, group, vector, element);
+  if (flow.blocks == 0) return pybind11::none();
+  pybind11::dict found;
+  found["channels"] = flow.vectors * vector;
+  found["rows"] = flow.rows;
+  found["threads"] = kFlowThreads;
+  found["ranks"] = flow.ranks;
+  found["blocks"] = flow.blocks;
+  found["piece"] = 1 << flow.piece_bits;
+  found["ranks_back"] = respread(flow, limits, batch).ranks;
+  return found;
+}
+
 }  // namespace
 }  // namespace jaxunet
 
 PYBIND11_MODULE(_cpu, module) {
   module.def("registrations", &jaxunet::registrations, "Target name -> handler capsule.");
   module.def("group_norm_slab", &jaxunet::group_norm_slab, "How the CUDA kernels cut a GroupNorm.");
+  module.def("group_norm_flow", &jaxunet::group_norm_flow, "How they cut one of large images; None where they do not.");
 }

@@ -1,6 +1,8 @@
 // GroupNorm backward: the sums over pixels and the gradient of every part of x, in one launch; the gradients of scale
-// and offset from the sums, in another.
-#include "block.cuh"
+// and offset from the sums, in another. Large images flow instead.
+#include "flow.cuh"
+#include "flows.h"
+#include "gradient.cuh"
 #include "kernels.h"
 
 namespace jaxunet::cuda {
@@ -15,18 +17,6 @@ struct Backward {
   float* sums;
   void* active;
 };
-
-// dz = dy · act'(z), and act(z) itself.
-template <class T>
-__device__ float derivative(float dy, float z, bool silu, float* active) {
-  if (!silu) {
-    *active = z;
-    return dy;
-  }
-  const float s = sigmoid<T>(z);
-  *active = z * s;
-  return dy * (s + *active * (1.0f - s));
-}
 
 // The block's scratch memory: of channels, but for `partial`.
 struct Scratch {
@@ -245,54 +235,33 @@ __global__ void __launch_bounds__(512, 1) group_norm_backward(const __grid_const
   if (slab.ranks > 1) wait_cluster();
 }
 
-// The gradients of scale and offset: the sums of a sample, or of all samples where these share a row.
-struct Parameters {
-  const float* sums;
-  int batch, channels;
-  bool per_sample[2];
-  float* to[2];
-};
-
-constexpr int kLanes = 32, kSlices = 8;  // channels of a block; slices of the batch
-
 __global__ void __launch_bounds__(kLanes* kSlices) group_norm_parameters(const __grid_constant__ Parameters p) {
-  __shared__ float partial[kSlices][kLanes];
-  const int lane = static_cast<int>(threadIdx.x) % kLanes, slice = static_cast<int>(threadIdx.x) / kLanes;
-  const int channel = static_cast<int>(blockIdx.x) * kLanes + lane, which = static_cast<int>(blockIdx.y);
-  const bool there = channel < p.channels;
-  const auto sum = [&](int sample) { return p.sums[(2LL * sample + which) * p.channels + channel]; };
-  float* const to = p.to[which] + channel;
-  if (p.per_sample[which]) {
-    for (int sample = slice; there && sample < p.batch; sample += kSlices) {
-      to[static_cast<int64_t>(sample) * p.channels] = sum(sample);
-    }
-    return;
-  }
-  float total = 0;
-#pragma unroll 4
-  for (int sample = slice; there && sample < p.batch; sample += kSlices) total += sum(sample);
-  partial[slice][lane] = total;
-  __syncthreads();
-  if (slice > 0 || !there) return;
-#pragma unroll
-  for (int i = 1; i < kSlices; ++i) total += partial[i][lane];
-  *to = total;
+  add_samples(p, static_cast<int>(blockIdx.x), static_cast<int>(blockIdx.y));
+}
+
+cudaError_t add_all_samples(const NormGradient& plan, cudaStream_t stream) {
+  const dim3 grid(static_cast<unsigned>(ceil_of(plan.x.total, kLanes)), 2);
+  return launch_plainly(group_norm_parameters, grid, kLanes * kSlices, stream, parameters_of(plan));
 }
 
 template <class T>
 cudaError_t launch_backward(const NormGradient& plan, cudaStream_t stream) {
   Limits limits;
-  if (const cudaError_t error = describe(&limits); error != cudaSuccess) return error;
+  cudaError_t error = describe(&limits);
+  if (error != cudaSuccess) return error;
   constexpr int kVector = 16 / sizeof(T);
   const bool vectors = whole_vectors(plan.x, kVector);
+  const Flow flow = flow_of<T>(limits, kFlowBackward, plan.x, plan.batch, plan.pixels, plan.groups, vectors);
+  if (flow.blocks > 0) return flow_gradient(plan, flow, limits, vectors, stream);
   const Slab slab = cut_slab(limits, kNeed, plan.batch, plan.pixels, plan.x.total, plan.x.total / plan.groups,
                              vectors ? kVector : 1, sizeof(T));
   check(slab, limits);
   const Backward g{slab,       sources(plan.x), sources(plan.dx), const_cast<void*>(plan.dy),
                    plan.scale, plan.offset,     plan.mean,        plan.inverse,
                    plan.silu,  plan.sums,       plan.active};
-  return launch(vectors ? group_norm_backward<T, kVector> : group_norm_backward<T, 1>, grid_of(slab, plan.batch),
-                slab.threads, slab.held + slab.scratch, stream, g);
+  error = launch(vectors ? group_norm_backward<T, kVector> : group_norm_backward<T, 1>, grid_of(slab, plan.batch),
+                 slab.threads, slab.held + slab.scratch, stream, g);
+  return error == cudaSuccess ? add_all_samples(plan, stream) : error;
 }
 
 cudaError_t backward(const NormGradient& plan, cudaStream_t stream) {
@@ -310,16 +279,7 @@ cudaError_t backward(const NormGradient& plan, cudaStream_t stream) {
 
 cudaError_t norm_gradient(const NormGradient& plan, cudaStream_t stream) {
   if (plan.x.total == 0) return cudaSuccess;
-  if (plan.batch > 0) {
-    if (const cudaError_t error = backward(plan, stream); error != cudaSuccess) return error;
-  }
-  const Parameters p{plan.sums,
-                     static_cast<int>(plan.batch),
-                     static_cast<int>(plan.x.total),
-                     {plan.offset.stride > 0, plan.scale.stride > 0},
-                     {plan.of_offset, plan.of_scale}};
-  const dim3 grid(static_cast<unsigned>(ceil_of(plan.x.total, kLanes)), 2);
-  return launch_plainly(group_norm_parameters, grid, kLanes * kSlices, stream, p);
+  return plan.batch > 0 ? backward(plan, stream) : add_all_samples(plan, stream);
 }
 
 }  // namespace jaxunet::cuda

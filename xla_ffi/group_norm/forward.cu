@@ -1,6 +1,8 @@
-// GroupNorm forward: the statistics alone, or with the activation in the same launch.
-#include "block.cuh"
+// GroupNorm forward: the statistics alone, or with the activation in the same launch. Large images flow instead.
+#include "flow.cuh"
+#include "flows.h"
 #include "kernels.h"
+#include "statistics.cuh"
 
 namespace jaxunet::cuda {
 namespace {
@@ -11,59 +13,10 @@ struct Forward {
   Rows scale, offset;
   float eps;
   bool silu;
-  void* y;                        // null: statistics only
-  float *a, *b, *mean, *inverse;  // a, b: null with y
+  void* y;  // null: statistics only
+  Results to;
 };
 
-// Samples are kept as float4: count, mean, sum of squared deviations from it. Their union (Chan, Golub & LeVeque 1979)
-// has the weighted mean, and the deviations besides those of the means.
-
-constexpr int kTeam = 8;  // lanes that join a group's samples; at least a cluster's blocks
-
-__device__ inline float sum_of_team(float x) {
-#pragma unroll
-  for (int step = kTeam / 2; step > 0; step /= 2) x += __shfl_xor_sync(~0u, x, step);
-  return x;
-}
-
-// The union of a team's samples: visit(take) calls take(sample) for each of this lane's.
-template <class Visit>
-__device__ float4 join(const Visit& visit) {
-  float count = 0, sum = 0, deviation = 0;
-  visit([&](const float4& s) {
-    count += s.x;
-    sum += s.x * s.y;
-  });
-  count = sum_of_team(count);
-  sum = sum_of_team(sum);
-  const float mean = count > 0 ? sum / count : 0.0f;
-  visit([&](const float4& s) {
-    const float away = s.y - mean;
-    deviation += s.z + s.x * away * away;
-  });
-  return make_float4(count, mean, sum_of_team(deviation), 0);
-}
-
-// float32 numbers are taken from one of their group, so that a large mean costs no bits.
-template <class T>
-constexpr bool kPivot = sizeof(T) == 4;
-
-// The block's scratch memory.
-struct Scratch {
-  float4 *partial, *groups;       // samples of pieces, a row for each row of warps; of groups, for the cluster to read
-  float *scale, *offset, *pivot;  // of channels; in the end a channel's y = (x - pivot) * scale + offset
-  float *mean, *inverse;          // of groups
-
-  __device__ Scratch(const Slab& slab, int own, char* memory) {
-    partial = reinterpret_cast<float4*>(memory);
-    groups = partial + (blockDim.x / 32 / slab.tiles) * (own >> slab.piece_bits);
-    scale = reinterpret_cast<float*>(groups + own / slab.group);
-    offset = scale + own;
-    pivot = offset + own;
-    mean = pivot + own;
-    inverse = mean + own / slab.group;
-  }
-};
 constexpr Need kNeed{1, 512, sizeof(float4), sizeof(float4) + 5 * sizeof(float)};
 
 // Mean and deviations of the thread's pixels, by channel, chunk by chunk: first a chunk's mean, then its deviations.
@@ -117,17 +70,7 @@ template <int V>
 __device__ void join_warp(const Slab& slab, const Place& place, int own, float (&mean)[V], float (&deviation)[V],
                           float4* partial) {
   const auto count = static_cast<float>(place.steps);
-  // Neighbours of one piece, which have the same count; the first takes all.
-#pragma unroll
-  for (int width = 1; width < V; width *= 2) {
-    if (width >= 1 << slab.piece_bits) break;
-#pragma unroll
-    for (int j = 0; j < V; j += 2 * width) {
-      const float away = mean[j + width] - mean[j];
-      mean[j] += 0.5f * away;
-      deviation[j] += deviation[j + width] + 0.5f * static_cast<float>(width) * count * away * away;
-    }
-  }
+  join_neighbours(slab.piece_bits, count, mean, deviation);
   const auto first = [&](int j) { return (j & ((1 << slab.piece_bits) - 1)) == 0; };
   const auto size = static_cast<float>(1 << slab.piece_bits);
   float total = count, middle[V];
@@ -166,47 +109,6 @@ __device__ void join_warp(const Slab& slab, const Place& place, int own, float (
   }
 }
 
-// From pieces of warps to groups of the block, then of the cluster: their mean and inverse deviation.
-__device__ void join_groups(const Slab& slab, int own, float eps, const Scratch& scratch) {
-  const int groups = own / slab.group, pieces = slab.group >> slab.piece_bits, row = own >> slab.piece_bits;
-  const int team = static_cast<int>(threadIdx.x) / kTeam, member = static_cast<int>(threadIdx.x) % kTeam;
-  const int teams = static_cast<int>(blockDim.x) / kTeam, rows = static_cast<int>(blockDim.x) / 32 / slab.tiles;
-  const auto finish = [&](int group, const float4& all) {
-    scratch.mean[group] = all.y;
-    scratch.inverse[group] = rsqrtf(all.z / all.x + eps);
-  };
-  // All lanes go round as often, for the sake of the shuffles.
-#pragma unroll 1
-  for (int start = 0; start < groups; start += teams) {
-    const int group = start + team;
-    const float4 all = join([&](const auto& take) {
-#pragma unroll 1
-      for (int r = group < groups ? member : rows; r < rows; r += kTeam) {
-#pragma unroll 1
-        for (int i = 0; i < pieces; ++i) take(scratch.partial[r * row + group * pieces + i]);
-      }
-    });
-    if (group >= groups || member != 0) continue;
-    if (slab.ranks == 1) {
-      finish(group, all);
-    } else {
-      scratch.groups[group] = all;
-    }
-  }
-  if (slab.ranks == 1) return;
-  arrive_cluster();
-  wait_cluster();
-#pragma unroll 1
-  for (int start = 0; start < groups; start += teams) {
-    const int group = start + team;
-    const bool there = group < groups && member < slab.ranks;
-    const float4 part = there ? of_block(scratch.groups + group, member) : make_float4(0, 0, 0, 0);
-    const float4 all = join([&](const auto& take) { take(part); });
-    if (group < groups && member == 0) finish(group, all);
-  }
-  arrive_cluster();  // has read; whoever ends waits for it
-}
-
 template <class T, int V>
 __global__ void __launch_bounds__(512, 2) group_norm_forward(const __grid_constant__ Forward f) {
   const Slab& slab = f.slab;
@@ -220,7 +122,8 @@ __global__ void __launch_bounds__(512, 2) group_norm_forward(const __grid_consta
     end_group();
   }
   // Meanwhile:
-  const Scratch scratch(slab, own, shared_memory() + slab.held);
+  const Cut cut{own, slab.group, slab.piece_bits, static_cast<int>(blockDim.x) / 32 / slab.tiles, slab.ranks};
+  const Scratch scratch(cut, shared_memory() + slab.held);
   const int there = min(own, slab.channels - first), threads = static_cast<int>(blockDim.x);
 #pragma unroll 1
   for (int c = threadIdx.x; c < there; c += threads) {
@@ -241,24 +144,13 @@ __global__ void __launch_bounds__(512, 2) group_norm_forward(const __grid_consta
     join_warp(slab, place, own, mean, deviation, scratch.partial);
   }
   __syncthreads();
-  join_groups(slab, own, f.eps, scratch);
+  join_groups(cut, f.eps, scratch);
   __syncthreads();
 #pragma unroll 1
   for (int c = threadIdx.x; c < there; c += threads) {
-    const float away = scratch.mean[c / slab.group], inverse = scratch.inverse[c / slab.group];
-    const float mean = kPivot<T> ? scratch.pivot[c] + away : away;
-    const float a = scratch.scale[c] * inverse, b = scratch.offset[c] - mean * a;
-    if (blockIdx.x == 0) {
-      const int64_t at = static_cast<int64_t>(blockIdx.z) * slab.channels + first + c;
-      f.mean[at] = mean;
-      f.inverse[at] = inverse;
-      if (f.a) {
-        f.a[at] = a;
-        f.b[at] = b;
-      }
-    }
+    const auto [mean, inverse, a, b] =
+        finish(f.to, scratch, cut, kPivot<T>, c, static_cast<int64_t>(blockIdx.z) * slab.channels + first + c);
     scratch.scale[c] = a;
-    // 16-bit numbers hold at most a few hundred deviations in their mean: one multiply-add loses nothing.
     if constexpr (kPivot<T>) {
       scratch.pivot[c] = mean;
     } else {
@@ -306,6 +198,9 @@ cudaError_t launch_forward(const NormInput& plan, Forward f, cudaStream_t stream
   if (const cudaError_t error = describe(&limits); error != cudaSuccess) return error;
   constexpr int kVector = 16 / sizeof(T);
   const bool vectors = whole_vectors(plan.x, kVector);
+  const Flow flow =
+      flow_of<T>(limits, f.y ? kFlowForward : kFlowStatistics, plan.x, plan.batch, plan.pixels, plan.groups, vectors);
+  if (flow.blocks > 0) return flow_forward(plan, flow, limits, vectors, f.to, f.silu, f.y, stream);
   Need need = kNeed;
   need.arrays = f.y ? 1 : 0;
   f.slab = cut_slab(limits, need, plan.batch, plan.pixels, plan.x.total, plan.x.total / plan.groups,
@@ -336,17 +231,13 @@ cudaError_t norm_forward(const NormForward& plan, cudaStream_t stream) {
   Forward f{};
   f.silu = plan.silu;
   f.y = plan.y;
-  f.mean = plan.mean;
-  f.inverse = plan.inverse;
+  f.to = {nullptr, nullptr, plan.mean, plan.inverse};
   return forward(plan, f, stream);
 }
 
 cudaError_t norm_statistics(const NormStatistics& plan, cudaStream_t stream) {
   Forward f{};
-  f.a = plan.a;
-  f.b = plan.b;
-  f.mean = plan.mean;
-  f.inverse = plan.inverse;
+  f.to = {plan.a, plan.b, plan.mean, plan.inverse};
   return forward(plan, f, stream);
 }
 

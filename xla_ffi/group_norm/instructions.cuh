@@ -8,10 +8,10 @@
 
 namespace jaxunet::cuda {
 
-// Blocks with the same y and z form a cluster, where there are several.
+// Blocks with the same y and z form a cluster, where there are several and it is asked for.
 template <class Plan>
-cudaError_t launch(void (*kernel)(Plan), dim3 grid, int threads, int64_t shared, cudaStream_t stream,
-                   const Plan& plan) {
+cudaError_t launch(void (*kernel)(Plan), dim3 grid, int threads, int64_t shared, cudaStream_t stream, const Plan& plan,
+                   bool cluster_of_x = true) {
   cudaError_t error =
       cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(shared));
   if (error != cudaSuccess) return error;
@@ -25,7 +25,7 @@ cudaError_t launch(void (*kernel)(Plan), dim3 grid, int threads, int64_t shared,
   how.dynamicSmemBytes = static_cast<size_t>(shared);
   how.stream = stream;
   how.attrs = &cluster;
-  how.numAttrs = grid.x > 1 ? 1 : 0;
+  how.numAttrs = cluster_of_x && grid.x > 1 ? 1 : 0;
   error = cudaLaunchKernelEx(&how, kernel, plan);
   return error == cudaSuccess ? cudaGetLastError() : error;
 }

@@ -31,6 +31,22 @@ def test_every_case(case, dtype):
     check(case, dtype, 3)
 
 
+FLOWS = (  # enough samples that large images take two kernels
+    Case(32, 32, (64,), batch=16),
+    Case(33, 35, (128, 64), batch=13, silu=False),
+    Case(37, 31, (33, 30), groups=9, batch=16),
+    Case(17, 16, (256, 192), batch=15, per_sample=True),
+    Case(40, 33, (96,), batch=16, mean=1000.0),
+)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize('dtype', [*DTYPES, 'float16'])
+@pytest.mark.parametrize('case', FLOWS, ids=lambda c: c.name)
+def test_large_images(case, dtype):
+    check(case, dtype, case.batch)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize('dtype', DTYPES)
 @pytest.mark.parametrize('case', ELEPHANTS64[::4], ids=lambda c: c.name)

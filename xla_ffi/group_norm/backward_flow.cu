@@ -1,0 +1,256 @@
+// GroupNorm backward of large images: a kernel sums over the pixels; another writes the gradient of every part of x,
+// while a few of its blocks add the sums of all samples for scale and offset.
+#include "flow.cuh"
+#include "flows.h"
+#include "gradient.cuh"
+
+namespace jaxunet::cuda {
+namespace {
+
+struct Gradient {
+  Flow flow;
+  Sources x, dx;
+  void* dy;
+  Rows scale, offset, mean, inverse;
+  bool silu;
+  float* sums;
+  void* active;
+  Parameters parameters;
+};
+
+constexpr int kAhead = 4;  // steps, of x and dy
+
+template <class T, int V>
+struct Pipes {
+  Pipe<T, V, kAhead> x, dy;
+
+  __device__ Pipes(const Gradient& g, const Spot& spot, int64_t sample)
+      : x(Walk<T, V>(g.flow, spot, g.x, sample), shared_memory()),
+        dy(Walk<T, V>(g.flow, spot, g.dy, sample), shared_memory() + x.kBytes) {
+#pragma unroll 1
+    for (int step = 0; step < kAhead; ++step) fetch(spot, step);
+  }
+  __device__ void fetch(const Spot& spot, int step) {
+    if (step < spot.steps) {
+      x.fetch(step);
+      dy.fetch(step);
+    }
+    end_group();
+  }
+  __device__ void get(const Spot& spot, int step, float (&value)[V], float (&given)[V]) {
+    wait_group<kAhead - 1>();
+    x.get(step, value);
+    dy.get(step, given);
+    fetch(spot, step + kAhead);
+  }
+};
+
+template <class T, int V>
+__device__ Affine<T, V> affine_of(const Gradient& g, const Spot& spot, int64_t sample) {
+  Affine<T, V> norm;
+  if (spot.steps > 0) {
+    norm.load(row_of(g.scale, sample, spot.channel), row_of(g.offset, sample, spot.channel),
+              row_of(g.mean, sample, spot.channel), row_of(g.inverse, sample, spot.channel));
+  }
+  return norm;
+}
+
+// dz from dy, and the activation where it is not null.
+template <class T, int V>
+__device__ void derive(const Affine<T, V>& norm, bool silu, const float (&value)[V], float (&given)[V],
+                       float (&active)[V]) {
+  if (silu) {
+#pragma unroll
+    for (int j = 0; j < V; ++j) given[j] = derivative<T>(given[j], norm.at(value, j), true, &active[j]);
+  } else {
+#pragma unroll
+    for (int j = 0; j < V; ++j) active[j] = norm.at(value, j);
+  }
+}
+
+// The scratch memory behind the pipes, aligned as float4 are.
+template <class T, int V>
+__device__ float4* scratch_memory() {
+  return reinterpret_cast<float4*>(shared_memory() + 2 * Pipe<T, V, kAhead>::kBytes);
+}
+
+template <class T, int V>
+__global__ void __launch_bounds__(kFlowThreads, kFlowBlocks) group_norm_sums(const __grid_constant__ Gradient g) {
+  const Flow& flow = g.flow;
+  const int own = flow.vectors * V, first = static_cast<int>(blockIdx.y) * own;
+  const Spot spot(flow, V);
+  Pipes<T, V> pipes(g, spot, blockIdx.z);
+  float4* const totals = scratch_memory<T, V>();                  // of a channel: x, y, both sums of the block
+  float* const partial = reinterpret_cast<float*>(totals + own);  // both sums, of each row
+  {
+    const auto norm = affine_of<T, V>(g, spot, blockIdx.z);
+    float constant[V] = {}, slope[V] = {};  // sums of dz, and of dz · value
+#pragma unroll 1
+    for (int step = 0; step < spot.steps; ++step) {
+      float value[V], given[V], active[V];
+      pipes.get(spot, step, value, given);
+      norm.centre(value);
+      derive(norm, g.silu, value, given, active);
+#pragma unroll
+      for (int j = 0; j < V; ++j) {
+        constant[j] += given[j];
+        slope[j] += given[j] * value[j];
+      }
+    }
+    if (spot.row < flow.rows) {
+      if constexpr (!kPivot<T>) {
+        float mean[V];
+        load_floats(row_of(g.mean, blockIdx.z, spot.channel), mean);
+#pragma unroll
+        for (int j = 0; j < V; ++j) slope[j] -= mean[j] * constant[j];
+      }
+      float* const row = partial + 2 * spot.row * own + spot.local;
+#pragma unroll
+      for (int j = 0; j < V; ++j) {
+        row[j] = constant[j];
+        row[own + j] = slope[j];
+      }
+    }
+  }
+  __syncthreads();
+#pragma unroll 1
+  for (int i = threadIdx.x; i < 2 * own; i += kFlowThreads) {
+    float total = 0;
+#pragma unroll 4
+    for (int row = 0; row < flow.rows; ++row) total += partial[2 * row * own + i];
+    const bool second = i >= own;
+    float4& to = totals[second ? i - own : i];
+    (second ? to.y : to.x) = total;
+  }
+  arrive_cluster();
+  wait_cluster();
+  const int rank = static_cast<int>(blockIdx.x);
+#pragma unroll 1
+  for (int c = rank * kFlowThreads + static_cast<int>(threadIdx.x); c < own; c += flow.ranks * kFlowThreads) {
+    float constant = 0, slope = 0;
+#pragma unroll 4
+    for (int other = 0; other < flow.ranks; ++other) {
+      const float4 part = of_block(totals + c, other);
+      constant += part.x;
+      slope += part.y;
+    }
+    float* const to = g.sums + 2 * static_cast<int64_t>(blockIdx.z) * flow.channels + first + c;
+    to[0] = constant;
+    to[flow.channels] = slope * *row_of(g.inverse, blockIdx.z, first + c);
+  }
+  arrive_cluster();  // has read; whoever ends waits for it
+  wait_cluster();
+}
+
+// What was read last comes first. Blocks of z = 0 add the samples' sums instead.
+template <class T, int V>
+__global__ void __launch_bounds__(kFlowThreads, kFlowBlocks) group_norm_dx(const __grid_constant__ Gradient g) {
+  static_assert(kLanes * kSlices == kFlowThreads);
+  const Flow& flow = g.flow;
+  if (blockIdx.z == 0) {
+    const int tiles = (flow.channels + kLanes - 1) / kLanes, blocks = flow.ranks * flow.blocks;
+#pragma unroll 1
+    for (int i = static_cast<int>(blockIdx.y) * flow.ranks + static_cast<int>(blockIdx.x); i < 2 * tiles; i += blocks) {
+      add_samples(g.parameters, i >> 1, i & 1);
+      __syncthreads();
+    }
+    return;
+  }
+  const int sample = g.parameters.batch - static_cast<int>(blockIdx.z);
+  const int own = flow.vectors * V, first = static_cast<int>(blockIdx.y) * own;
+  Spot spot(flow, V);
+  spot.turn(flow);
+  Pipes<T, V> pipes(g, spot, sample);
+  // Meanwhile what the groups subtract from the gradient: constant + (x - mean) · slope.
+  auto *const constants = reinterpret_cast<float*>(scratch_memory<T, V>()), *const slopes = constants + own;
+  float *const of_group = slopes + own, *const slopes_of_group = of_group + own;
+  const float* const sums = g.sums + 2 * static_cast<int64_t>(sample) * flow.channels + first;
+#pragma unroll 1
+  for (int c = threadIdx.x; c < own; c += kFlowThreads) {
+    const float scale = *row_of(g.scale, sample, first + c);
+    constants[c] = scale * sums[c];
+    slopes[c] = scale * sums[flow.channels + c];
+    of_group[c] = *row_of(g.inverse, sample, first + c);  // for the same thread
+    slopes_of_group[c] = *row_of(g.mean, sample, first + c);
+  }
+  const auto norm = affine_of<T, V>(g, spot, sample);
+  __syncthreads();
+#pragma unroll 1
+  for (int c = threadIdx.x; c < own; c += kFlowThreads) {
+    const int group = c / flow.group * flow.group;
+    float constant = 0, slope = 0;
+#pragma unroll 4
+    for (int i = 0; i < flow.group; ++i) {
+      constant += constants[group + i];
+      slope += slopes[group + i];
+    }
+    const float inverse = of_group[c], mean = slopes_of_group[c];
+    const float share = inverse / (static_cast<float>(flow.group) * static_cast<float>(flow.pixels));
+    constant *= share;
+    slope *= share * inverse;
+    if constexpr (!kPivot<T>) constant -= mean * slope;
+    of_group[c] = constant;
+    slopes_of_group[c] = slope;
+  }
+  __syncthreads();
+  if (spot.steps == 0) return;
+
+  float constant[V], slope[V];
+  load_floats(of_group + spot.local, constant);
+  load_floats(slopes_of_group + spot.local, slope);
+  Walk<T, V> dx(flow, spot, g.dx, sample), again(flow, spot, g.active, sample);
+#pragma unroll 1
+  for (int step = 0; step < spot.steps; ++step) {
+    float value[V], given[V], active[V];
+    pipes.get(spot, step, value, given);
+    norm.centre(value);
+    derive(norm, g.silu, value, given, active);
+    Vector<T, V> out;
+    if (g.active) {
+      out.set(active);
+      *again.next() = out;
+    }
+#pragma unroll
+    for (int j = 0; j < V; ++j) value[j] = norm.factor[j] * given[j] - (constant[j] + value[j] * slope[j]);
+    out.set(value);
+    *dx.next() = out;
+  }
+}
+
+template <class T, int V>
+cudaError_t launch_flow(const NormGradient& plan, const Flow& flow, const Limits& limits, cudaStream_t stream) {
+  Gradient g{flow,       sources(plan.x), sources(plan.dx), const_cast<void*>(plan.dy),
+             plan.scale, plan.offset,     plan.mean,        plan.inverse,
+             plan.silu,  plan.sums,       plan.active,      parameters_of(plan)};
+  const int64_t own = static_cast<int64_t>(flow.vectors) * V, pipes = 2 * Pipe<T, V, kAhead>::kBytes;
+  const int64_t sums = own * static_cast<int64_t>(sizeof(float4) + 2 * sizeof(float) * flow.rows);
+  const cudaError_t error =
+      launch(group_norm_sums<T, V>, grid_of(flow, plan.batch), kFlowThreads, pipes + sums, stream, g);
+  if (error != cudaSuccess) return error;
+  g.flow = respread(flow, limits, plan.batch + 1);
+  return launch(group_norm_dx<T, V>, grid_of(g.flow, plan.batch + 1), kFlowThreads,
+                pipes + 4 * own * static_cast<int64_t>(sizeof(float)), stream, g, false);
+}
+
+template <class T>
+cudaError_t launch_flow(const NormGradient& plan, const Flow& flow, const Limits& limits, bool vectors,
+                        cudaStream_t stream) {
+  constexpr int kVector = 16 / sizeof(T);
+  return vectors ? launch_flow<T, kVector>(plan, flow, limits, stream) : launch_flow<T, 1>(plan, flow, limits, stream);
+}
+
+}  // namespace
+
+cudaError_t flow_gradient(const NormGradient& plan, const Flow& flow, const Limits& limits, bool vectors,
+                          cudaStream_t stream) {
+  switch (plan.type) {
+    case Type::kFloat32:
+      return launch_flow<float>(plan, flow, limits, vectors, stream);
+    case Type::kFloat16:
+      return launch_flow<__half>(plan, flow, limits, vectors, stream);
+    default:
+      return launch_flow<__nv_bfloat16>(plan, flow, limits, vectors, stream);
+  }
+}
+
+}  // namespace jaxunet::cuda

@@ -1,0 +1,64 @@
+// What the backward kernels share: the activation's derivative, and the gradients of scale and offset.
+#pragma once
+
+#include "block.cuh"
+#include "plan.h"
+
+namespace jaxunet::cuda {
+
+// dz = dy · act'(z), and act(z) itself.
+template <class T>
+__device__ float derivative(float dy, float z, bool silu, float* active) {
+  if (!silu) {
+    *active = z;
+    return dy;
+  }
+  const float s = sigmoid<T>(z);
+  *active = z * s;
+  return dy * (s + *active * (1.0f - s));
+}
+
+// The gradients of scale and offset: the sums of a sample, or of all samples where these share a row.
+struct Parameters {
+  const float* sums;
+  int batch, channels;
+  bool per_sample[2];
+  float* to[2];
+};
+
+constexpr int kLanes = 32, kSlices = 8;  // channels of a block; slices of the batch
+
+inline Parameters parameters_of(const NormGradient& plan) {
+  return {plan.sums,
+          static_cast<int>(plan.batch),
+          static_cast<int>(plan.x.total),
+          {plan.offset.stride > 0, plan.scale.stride > 0},
+          {plan.of_offset, plan.of_scale}};
+}
+
+// By a block of kLanes · kSlices threads, of kLanes channels: 0 of offset, 1 of scale.
+__device__ inline void add_samples(const Parameters& p, int channels, int which) {
+  __shared__ float partial[kSlices][kLanes];
+  const int lane = static_cast<int>(threadIdx.x) % kLanes, slice = static_cast<int>(threadIdx.x) / kLanes;
+  const int channel = channels * kLanes + lane;
+  const bool there = channel < p.channels;
+  const auto sum = [&](int sample) { return p.sums[(2LL * sample + which) * p.channels + channel]; };
+  float* const to = p.to[which] + channel;
+  if (p.per_sample[which]) {
+    for (int sample = slice; there && sample < p.batch; sample += kSlices) {
+      to[static_cast<int64_t>(sample) * p.channels] = sum(sample);
+    }
+    return;
+  }
+  float total = 0;
+#pragma unroll 4
+  for (int sample = slice; there && sample < p.batch; sample += kSlices) total += sum(sample);
+  partial[slice][lane] = total;
+  __syncthreads();
+  if (slice > 0 || !there) return;
+#pragma unroll
+  for (int i = 1; i < kSlices; ++i) total += partial[i][lane];
+  *to = total;
+}
+
+}  // namespace jaxunet::cuda
