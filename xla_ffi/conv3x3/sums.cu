@@ -77,18 +77,17 @@ cudaError_t run_channel_sums(const Conv3x3WeightGradient& plan, int segments, fl
 
 // --- sums in order ---
 
-constexpr int kFours = 16, kEntries = 4 * kFours, kParts = kThreads / kFours;
-
-__device__ void put(const Result& to, int64_t entry, float value) {
-  switch (to.type) {
-    case Type::kFloat32:
-      static_cast<float*>(to.data)[entry] = value;
-      break;
-    case Type::kFloat16:
-      static_cast<__half*>(to.data)[entry] = narrow<__half>(value);
-      break;
-    default:
-      static_cast<__nv_bfloat16*>(to.data)[entry] = narrow<__nv_bfloat16>(value);
+template <class T>
+__device__ void put(void* to, int64_t entry, int64_t count, float4 values) {
+  T* at = static_cast<T*>(to) + entry;
+  const Vector<T, 4> four{narrow<T>(values.x), narrow<T>(values.y), narrow<T>(values.z), narrow<T>(values.w)};
+  if (count % 4 == 0 && reinterpret_cast<uintptr_t>(to) % sizeof(four) == 0) {
+    *reinterpret_cast<Vector<T, 4>*>(at) = four;
+    return;
+  }
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    if (entry + i < count) at[i] = four.at[i];
   }
 }
 
@@ -101,43 +100,66 @@ __device__ float4 four(const OrderedSum& job, int part, int64_t entry) {
   return {from[0], there > 1 ? from[1] : 0.0f, there > 2 ? from[2] : 0.0f, there > 3 ? from[3] : 0.0f};
 }
 
-// The blocks of `first`, then those of `second`: 64 entries each.
-__global__ void __launch_bounds__(kThreads) ordered_sums_kernel(const OrderedSum first, const OrderedSum second) {
-  alignas(16) __shared__ float rows[kParts][kEntries];
-  const int64_t blocks = (first.count + kEntries - 1) / kEntries;
-  const bool is_first = blockIdx.x < blocks;
+__device__ void add(float4& total, const float4& more) {
+  total.x += more.x;
+  total.y += more.y;
+  total.z += more.z;
+  total.w += more.w;
+}
+
+// How a block's threads share an ordered sum: each reads four neighbouring entries of every `rows`-th part.
+struct Share {
+  int rows;  // a power of two
+  int64_t blocks;
+
+  explicit Share(const OrderedSum& job) : rows(1) {
+    // More rows where there are too few entries to occupy a large GPU.
+    constexpr int64_t kMostRows = 16, kEnough = 128 * 1024;
+    while (rows < kMostRows && rows < job.parts && job.count / 4 * rows < kEnough) rows *= 2;
+    const int64_t entries = 4 * kThreads / rows;
+    blocks = (job.count + entries - 1) / entries;
+  }
+};
+
+// The blocks of `first`, then those of `second`.
+__global__ void __launch_bounds__(kThreads)
+    ordered_sums_kernel(const OrderedSum first, const Share of_first, const OrderedSum second, const Share of_second) {
+  __shared__ float4 totals[kThreads];
+  const bool is_first = blockIdx.x < of_first.blocks;
   const OrderedSum job{is_first ? first.from : second.from,
                        {is_first ? first.to.data : second.to.data, is_first ? first.to.type : second.to.type},
                        is_first ? first.parts : second.parts,
                        is_first ? first.count : second.count};
-  const int64_t base = (blockIdx.x - (is_first ? 0 : blocks)) * kEntries;
-  const int lane = threadIdx.x % kFours, row = threadIdx.x / kFours;
-  const int64_t entry = base + 4 * lane;
+  const int rows = is_first ? of_first.rows : of_second.rows, lanes = kThreads / rows;
+  const int lane = threadIdx.x & (lanes - 1), row = threadIdx.x / lanes;
+  const int64_t entry = ((blockIdx.x - (is_first ? 0 : of_first.blocks)) * lanes + lane) * 4;
   float4 total{0, 0, 0, 0};
   if (entry < job.count) {
-    for (int part = row; part < job.parts; part += kAhead * kParts) {
+    for (int part = row; part < job.parts; part += kAhead * rows) {
       float4 values[kAhead];
 #pragma unroll
       for (int i = 0; i < kAhead; ++i) {
-        const int at = part + i * kParts;
+        const int at = part + i * rows;
         values[i] = at < job.parts ? four(job, at, entry) : float4{0, 0, 0, 0};
       }
 #pragma unroll
-      for (int i = 0; i < kAhead; ++i) {
-        total.x += values[i].x;
-        total.y += values[i].y;
-        total.z += values[i].z;
-        total.w += values[i].w;
-      }
+      for (int i = 0; i < kAhead; ++i) add(total, values[i]);
     }
   }
-  *reinterpret_cast<float4*>(&rows[row][4 * lane]) = total;
-  __syncthreads();
-  const int mine = threadIdx.x;
-  if (mine < kEntries && base + mine < job.count) {
-    float sum = 0;
-    for (int i = 0; i < kParts; ++i) sum += rows[i][mine];
-    put(job.to, base + mine, sum);
+  if (rows > 1) {
+    totals[threadIdx.x] = total;
+    __syncthreads();
+    if (row > 0) return;
+    for (int i = 1; i < rows; ++i) add(total, totals[i * lanes + lane]);
+  }
+  if (entry >= job.count) return;
+  switch (job.to.type) {
+    case Type::kFloat32:
+      return put<float>(job.to.data, entry, job.count, total);
+    case Type::kFloat16:
+      return put<__half>(job.to.data, entry, job.count, total);
+    default:
+      return put<__nv_bfloat16>(job.to.data, entry, job.count, total);
   }
 }
 
@@ -155,9 +177,11 @@ cudaError_t channel_sums(const Conv3x3WeightGradient& plan, int segments, float*
 }
 
 cudaError_t ordered_sums(const OrderedSum& first, const OrderedSum& second, cudaStream_t stream) {
-  const int64_t blocks = (first.count + kEntries - 1) / kEntries + (second.count + kEntries - 1) / kEntries;
+  const Share of_first(first), of_second(second);
+  const int64_t blocks = of_first.blocks + of_second.blocks;
   if (blocks == 0) return cudaSuccess;
-  return launch(ordered_sums_kernel, dim3(static_cast<unsigned>(blocks)), kThreads, 0, stream, first, second);
+  return launch(ordered_sums_kernel, dim3(static_cast<unsigned>(blocks)), kThreads, 0, stream, first, of_first, second,
+                of_second);
 }
 
 }  // namespace jaxunet::cuda
