@@ -60,10 +60,10 @@ pybind11::dict group_norm_slab(int64_t batch, int64_t pixels, int64_t channels, 
 }
 
 // The same for large images, first of the kernel that sums, then of the one that writes; none where a slab is taken.
-pybind11::object group_norm_flow(int64_t least_pixels, int64_t batch, int64_t pixels, int64_t channels, int64_t group,
+pybind11::object group_norm_flow(int64_t least, int64_t batch, int64_t pixels, int64_t channels, int64_t group,
                                  int vector, int element, int64_t processors, int64_t shared, int cluster) {
   const Limits limits{processors, shared, cluster};
-  const Flow flow = cut_flow(limits, least_pixels, batch, pixels, channels, group, vector, element);
+  const Flow flow = cut_flow(limits, least, batch, pixels, channels, group, vector, element);
   if (flow.blocks == 0) return pybind11::none();
   pybind11::dict found;
   found["channels"] = flow.vectors * vector;

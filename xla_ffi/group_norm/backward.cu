@@ -251,7 +251,7 @@ cudaError_t launch_backward(const NormGradient& plan, cudaStream_t stream) {
   if (error != cudaSuccess) return error;
   constexpr int kVector = 16 / sizeof(T);
   const bool vectors = whole_vectors(plan.x, kVector);
-  const Flow flow = flow_of<T>(limits, kFlowBackward, plan.x, plan.batch, plan.pixels, plan.groups, vectors);
+  const Flow flow = flow_of<T>(limits, plan.x, plan.batch, plan.pixels, plan.groups, vectors);
   if (flow.blocks > 0) return flow_gradient(plan, flow, limits, vectors, stream);
   const Slab slab = cut_slab(limits, kNeed, plan.batch, plan.pixels, plan.x.total, plan.x.total / plan.groups,
                              vectors ? kVector : 1, sizeof(T));

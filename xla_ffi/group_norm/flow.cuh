@@ -123,9 +123,8 @@ inline dim3 grid_of(const Flow& flow, int64_t samples) {
 }
 
 template <class T>
-Flow flow_of(const Limits& limits, int64_t least_pixels, const Parts& x, int64_t batch, int64_t pixels, int64_t groups,
-             bool vectors) {
-  return cut_flow(limits, least_pixels, batch, pixels, x.total, x.total / groups, vectors ? 16 / sizeof(T) : 1,
+Flow flow_of(const Limits& limits, const Parts& x, int64_t batch, int64_t pixels, int64_t groups, bool vectors) {
+  return cut_flow(limits, kFlowNumbers, batch, pixels, x.total, x.total / groups, vectors ? 16 / sizeof(T) : 1,
                   sizeof(T));
 }
 

@@ -198,8 +198,7 @@ cudaError_t launch_forward(const NormInput& plan, Forward f, cudaStream_t stream
   if (const cudaError_t error = describe(&limits); error != cudaSuccess) return error;
   constexpr int kVector = 16 / sizeof(T);
   const bool vectors = whole_vectors(plan.x, kVector);
-  const Flow flow =
-      flow_of<T>(limits, f.y ? kFlowForward : kFlowStatistics, plan.x, plan.batch, plan.pixels, plan.groups, vectors);
+  const Flow flow = flow_of<T>(limits, plan.x, plan.batch, plan.pixels, plan.groups, vectors);
   if (flow.blocks > 0) return flow_forward(plan, flow, limits, vectors, f.to, f.silu, f.y, stream);
   Need need = kNeed;
   need.arrays = f.y ? 1 : 0;
