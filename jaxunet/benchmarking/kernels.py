@@ -22,7 +22,7 @@ from pallas_kernels.measurement import NONE, Inputs, Measurement
 
 DTYPE = 'bfloat16'
 THREADS = 16
-GROUP = 64  # measurements that are compiled and traced together
+GROUP = 16  # measurements that are compiled and traced together: what an interrupted run may lose
 ROUNDS = 10
 SAMPLE = 1 << 16  # numbers of each output that the sides are compared in
 COMPARED = 1 << 26  # bytes of the largest output that is: fetching more takes long, and the same kernels have smaller cases
