@@ -12,7 +12,8 @@ from settings import *  # noqa: F403
 HERE = pathlib.Path(__file__).parent
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+@pytest.hookimpl(specname='pytest_collection_modifyitems')  # beside that of the settings, which skips what needs a GPU
+def skip_without_the_extension(items: list[pytest.Item]) -> None:
     import xla_ffi  # noqa: PLC0415  # after the settings
 
     if xla_ffi._cpu is None:
