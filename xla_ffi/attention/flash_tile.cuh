@@ -9,7 +9,7 @@
 
 #include "../conv3x3/numbers.cuh"
 #include "../conv3x3/warp_tile.cuh"
-#include "flash_instructions.cuh"
+#include "../special_functions.cuh"
 
 namespace jaxunet::cuda {
 

@@ -2,9 +2,7 @@
 // for every head width from 1 to 256, where the flash kernels do not go. A warp's lanes share the head's width;
 // nothing is summed by atomics, so results are the same from run to run.
 
-#include <cuda_bf16.h>
-#include <cuda_fp16.h>
-
+#include "../by_type.cuh"
 #include "simple.h"
 
 namespace jaxunet::cuda {
@@ -170,25 +168,11 @@ cudaError_t backward(const AttentionBackward& plan, cudaStream_t stream) {
 }  // namespace
 
 cudaError_t simple_attention_forward(const AttentionForward& plan, cudaStream_t stream) {
-  switch (plan.type) {
-    case Type::kFloat32:
-      return launch(forward_kernel<float>, plan, stream);
-    case Type::kFloat16:
-      return launch(forward_kernel<__half>, plan, stream);
-    default:
-      return launch(forward_kernel<__nv_bfloat16>, plan, stream);
-  }
+  return by_type(plan.type, [&](auto nought) { return launch(forward_kernel<decltype(nought)>, plan, stream); });
 }
 
 cudaError_t simple_attention_backward(const AttentionBackward& plan, cudaStream_t stream) {
-  switch (plan.type) {
-    case Type::kFloat32:
-      return backward<float>(plan, stream);
-    case Type::kFloat16:
-      return backward<__half>(plan, stream);
-    default:
-      return backward<__nv_bfloat16>(plan, stream);
-  }
+  return by_type(plan.type, [&](auto nought) { return backward<decltype(nought)>(plan, stream); });
 }
 
 }  // namespace jaxunet::cuda

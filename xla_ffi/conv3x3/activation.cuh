@@ -1,17 +1,11 @@
 // SiLU(a · x + b) of eight channels, in registers.
 #pragma once
 
+#include "../special_functions.cuh"
 #include "numbers.cuh"
 #include "plan.h"
 
 namespace jaxunet::cuda {
-
-// tanh to about 11 bits, one instruction of the special-function unit.
-__device__ inline float fast_tanh(float x) {
-  float y;
-  asm("tanh.approx.f32 %0, %1;" : "=f"(y) : "f"(x));
-  return y;
-}
 
 // a and b of eight channels, halved: x · sigmoid(x) = h + h · tanh(h) with h = x / 2.
 struct Coefficients {

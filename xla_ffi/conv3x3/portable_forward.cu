@@ -5,6 +5,7 @@
 // gather.cuh) 32 at a time. While the tensor cores multiply one pair of tiles, the next is on its way from device
 // memory to registers, where GroupNorm and SiLU are applied; it is then stored in the other half of shared memory.
 
+#include "../by_type.cuh"
 #include "gather.cuh"
 #include "kernels.h"
 #include "launch.cuh"
@@ -106,14 +107,7 @@ cudaError_t portable_forward(const Conv3x3& plan, cudaStream_t stream) {
                plan.flipped,
                (plan.flipped ? channels : features) % 8 == 0};
   if (all.left.pixels == 0 || features == 0) return cudaSuccess;
-  switch (plan.type) {
-    case Type::kFloat32:
-      return forward<float>(all, stream);
-    case Type::kFloat16:
-      return forward<__half>(all, stream);
-    default:
-      return forward<__nv_bfloat16>(all, stream);
-  }
+  return by_type(plan.type, [&](auto nought) { return forward<decltype(nought)>(all, stream); });
 }
 
 }  // namespace jaxunet::cuda

@@ -4,6 +4,7 @@
 // over a share of the pixels, 32 at a time, in the way of portable_forward.cu. The shares are added afterwards, in
 // order.
 
+#include "../by_type.cuh"
 #include "gather.cuh"
 #include "kernels.h"
 #include "launch.cuh"
@@ -88,14 +89,9 @@ cudaError_t portable_weight_gradient(const Conv3x3WeightGradient& plan, int spli
   const int features = static_cast<int>(plan.features), steps = (left.pixels + kDepth - 1) / kDepth;
   const WeightGradient all{left, plan.dy, features, (steps + splits - 1) / splits * kDepth, features % 8 == 0, sums};
   const dim3 grid((left.columns + kTile - 1) / kTile, (features + kTile - 1) / kTile, splits);
-  switch (plan.type) {
-    case Type::kFloat32:
-      return launch(portable_weight_gradient_kernel<float>, grid, kThreads, 0, stream, all);
-    case Type::kFloat16:
-      return launch(portable_weight_gradient_kernel<__half>, grid, kThreads, 0, stream, all);
-    default:
-      return launch(portable_weight_gradient_kernel<__nv_bfloat16>, grid, kThreads, 0, stream, all);
-  }
+  return by_type(plan.type, [&](auto nought) {
+    return launch(portable_weight_gradient_kernel<decltype(nought)>, grid, kThreads, 0, stream, all);
+  });
 }
 
 }  // namespace jaxunet::cuda

@@ -1,6 +1,7 @@
 // Sums that the weight gradient ends with: of dy over the pixels of a sample, and of partial sums in a fixed order.
 // Both are bound by memory: a thread reads 16 bytes at a time and has several such reads on their way.
 
+#include "../by_type.cuh"
 #include "kernels.h"
 #include "launch.cuh"
 #include "numbers.cuh"
@@ -166,14 +167,8 @@ __global__ void __launch_bounds__(kThreads)
 }  // namespace
 
 cudaError_t channel_sums(const Conv3x3WeightGradient& plan, int segments, float* sums, cudaStream_t stream) {
-  switch (plan.type) {
-    case Type::kFloat32:
-      return run_channel_sums<float>(plan, segments, sums, stream);
-    case Type::kFloat16:
-      return run_channel_sums<__half>(plan, segments, sums, stream);
-    default:
-      return run_channel_sums<__nv_bfloat16>(plan, segments, sums, stream);
-  }
+  return by_type(plan.type,
+                 [&](auto nought) { return run_channel_sums<decltype(nought)>(plan, segments, sums, stream); });
 }
 
 cudaError_t ordered_sums(const OrderedSum& first, const OrderedSum& second, cudaStream_t stream) {

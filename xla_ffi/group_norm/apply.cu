@@ -1,4 +1,5 @@
 // The activation from known coefficients: one read, one write.
+#include "../by_type.cuh"
 #include "block.cuh"
 #include "kernels.h"
 
@@ -67,14 +68,7 @@ cudaError_t launch_apply(const NormApply& plan, cudaStream_t stream) {
 }  // namespace
 
 cudaError_t norm_apply(const NormApply& plan, cudaStream_t stream) {
-  switch (plan.type) {
-    case Type::kFloat32:
-      return launch_apply<float>(plan, stream);
-    case Type::kFloat16:
-      return launch_apply<__half>(plan, stream);
-    default:
-      return launch_apply<__nv_bfloat16>(plan, stream);
-  }
+  return by_type(plan.type, [&](auto nought) { return launch_apply<decltype(nought)>(plan, stream); });
 }
 
 }  // namespace jaxunet::cuda

@@ -1,5 +1,6 @@
 // GroupNorm backward: the sums over pixels and the gradient of every part of x, in one launch; the gradients of scale
 // and offset from the sums, in another. Large images flow instead.
+#include "../by_type.cuh"
 #include "flow.cuh"
 #include "flows.h"
 #include "gradient.cuh"
@@ -265,14 +266,7 @@ cudaError_t launch_backward(const NormGradient& plan, cudaStream_t stream) {
 }
 
 cudaError_t backward(const NormGradient& plan, cudaStream_t stream) {
-  switch (plan.type) {
-    case Type::kFloat32:
-      return launch_backward<float>(plan, stream);
-    case Type::kFloat16:
-      return launch_backward<__half>(plan, stream);
-    default:
-      return launch_backward<__nv_bfloat16>(plan, stream);
-  }
+  return by_type(plan.type, [&](auto nought) { return launch_backward<decltype(nought)>(plan, stream); });
 }
 
 }  // namespace

@@ -1,5 +1,6 @@
 // GroupNorm backward of large images: a kernel sums over the pixels; another writes the gradient of every part of x,
 // while a few of its blocks add the sums of all samples for scale and offset.
+#include "../by_type.cuh"
 #include "flow.cuh"
 #include "flows.h"
 #include "gradient.cuh"
@@ -243,14 +244,8 @@ cudaError_t launch_flow(const NormGradient& plan, const Flow& flow, const Limits
 
 cudaError_t flow_gradient(const NormGradient& plan, const Flow& flow, const Limits& limits, bool vectors,
                           cudaStream_t stream) {
-  switch (plan.type) {
-    case Type::kFloat32:
-      return launch_flow<float>(plan, flow, limits, vectors, stream);
-    case Type::kFloat16:
-      return launch_flow<__half>(plan, flow, limits, vectors, stream);
-    default:
-      return launch_flow<__nv_bfloat16>(plan, flow, limits, vectors, stream);
-  }
+  return by_type(plan.type,
+                 [&](auto nought) { return launch_flow<decltype(nought)>(plan, flow, limits, vectors, stream); });
 }
 
 }  // namespace jaxunet::cuda

@@ -7,6 +7,7 @@
 #include <algorithm>
 #include <cstdint>
 
+#include "../special_functions.cuh"
 #include "instructions.cuh"
 #include "plan.h"
 #include "slab.h"

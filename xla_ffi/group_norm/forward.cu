@@ -1,4 +1,5 @@
 // GroupNorm forward: the statistics alone, or with the activation in the same launch. Large images flow instead.
+#include "../by_type.cuh"
 #include "flow.cuh"
 #include "flows.h"
 #include "kernels.h"
@@ -214,14 +215,7 @@ cudaError_t launch_forward(const NormInput& plan, Forward f, cudaStream_t stream
 }
 
 cudaError_t forward(const NormInput& plan, const Forward& f, cudaStream_t stream) {
-  switch (plan.type) {
-    case Type::kFloat32:
-      return launch_forward<float>(plan, f, stream);
-    case Type::kFloat16:
-      return launch_forward<__half>(plan, f, stream);
-    default:
-      return launch_forward<__nv_bfloat16>(plan, f, stream);
-  }
+  return by_type(plan.type, [&](auto nought) { return launch_forward<decltype(nought)>(plan, f, stream); });
 }
 
 }  // namespace

@@ -1,4 +1,5 @@
 // GroupNorm forward of large images: a kernel reads them for the statistics, another for the activation.
+#include "../by_type.cuh"
 #include "flow.cuh"
 #include "flows.h"
 #include "statistics.cuh"
@@ -191,14 +192,9 @@ cudaError_t launch_flow(const NormInput& plan, const Flow& flow, const Limits& l
 
 cudaError_t flow_forward(const NormInput& plan, const Flow& flow, const Limits& limits, bool vectors, const Results& to,
                          bool silu, void* y, cudaStream_t stream) {
-  switch (plan.type) {
-    case Type::kFloat32:
-      return launch_flow<float>(plan, flow, limits, vectors, to, silu, y, stream);
-    case Type::kFloat16:
-      return launch_flow<__half>(plan, flow, limits, vectors, to, silu, y, stream);
-    default:
-      return launch_flow<__nv_bfloat16>(plan, flow, limits, vectors, to, silu, y, stream);
-  }
+  return by_type(plan.type, [&](auto nought) {
+    return launch_flow<decltype(nought)>(plan, flow, limits, vectors, to, silu, y, stream);
+  });
 }
 
 }  // namespace jaxunet::cuda

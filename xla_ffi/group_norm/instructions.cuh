@@ -1,5 +1,5 @@
-// What only nvcc can read: launches, copies to shared memory in the background (compute capability 8.0 and later), the
-// shared memory of a cluster's blocks (9.0), and the fast special functions.
+// What only nvcc can read: launches, copies to shared memory in the background (compute capability 8.0 and later), and
+// the shared memory of a cluster's blocks (9.0).
 #pragma once
 
 #include <cuda_runtime.h>
@@ -92,19 +92,6 @@ __device__ inline float4 of_block(const float4* here, int rank) {
   __trap();
 #endif
   return found;
-}
-
-// 2^x and 1 / x to about 22 bits.
-__device__ inline float power_of_two(float x) {
-  float out;
-  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(out) : "f"(x));
-  return out;
-}
-
-__device__ inline float reciprocal(float x) {
-  float out;
-  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(out) : "f"(x));
-  return out;
 }
 
 }  // namespace jaxunet::cuda
