@@ -15,6 +15,7 @@
 #include "hopper_activation.cuh"
 #include "hopper_forward.h"
 #include "hopper_instructions.cuh"
+#include "hopper_moments.cuh"
 #include "launch.cuh"
 #include "wgmma.cuh"
 
@@ -308,6 +309,8 @@ struct Block {
     }
     const float shifts[2] = {Cut::kTransposed ? shift_of(feature + 16 * warp + lane / 4) : 0.0f,
                              Cut::kTransposed ? shift_of(feature + 16 * warp + lane / 4 + 8) : 0.0f};
+    const StripMoments moments(kFlipped ? nullptr : p.moments, p.features, p.schedule, at, Cut::kRows);
+    FragmentMoments<T, Cut::kRows> fragments;
 #pragma unroll
     for (int j = 0; j < kColumns / 8;
          j += 2) {  // 8 columns of the product: an image row of the strip, or 8 output channels
@@ -340,6 +343,7 @@ struct Block {
         memcpy(&packed[i], pair, 4);
       }
       store_fragments<Cut::kTransposed>(row, packed);
+      if constexpr (Cut::kTransposed && !kFlipped) fragments.add(j, packed, moments.rows);
     }
     fence_async();
     meet(1 + group, 128);
@@ -348,6 +352,14 @@ struct Block {
         store_box(&p.maps.y, out + n * kPixels * kRowBytes, feature + n * kChunk, at.column, at.row, at.sample);
       }
       commit_stores();
+    }
+    if constexpr (kFlipped) return;
+    if (moments.rows == 0) return;
+    if constexpr (Cut::kTransposed) {
+      fragments.finish(moments, feature + 16 * warp + lane / 4);
+    } else {
+      staged_moments<T, Cut::kFeatures>(out, moments, feature, warp);
+      if (p.residual) meet(1 + group, 128);  // all have read before the next residual comes
     }
   }
 };

@@ -104,18 +104,24 @@ cudaError_t clear(const Result& result, int64_t count, cudaStream_t stream) {
 
 cudaError_t conv3x3(const Conv3x3& plan, cudaStream_t stream) {
   Device device;
-  const cudaError_t error = describe(&device);
+  cudaError_t error = describe(&device);
   if (error != cudaSuccess) return error;
-  switch (forward_kernel(plan, device.hopper)) {
+  const Kernel kernel = forward_kernel(plan, device.hopper);
+  switch (kernel) {
     case Kernel::kFewChannels:
-      return few_channels_forward(plan, device.multiprocessors, stream);
+      error = few_channels_forward(plan, device.multiprocessors, stream);
+      break;
     case Kernel::kFewFeatures:
-      return few_features_forward(plan, device.multiprocessors, stream);
+      error = few_features_forward(plan, device.multiprocessors, stream);
+      break;
     case Kernel::kHopper:
-      return hopper_forward(plan, device.multiprocessors, stream);
+      error = hopper_forward(plan, device.multiprocessors, stream);
+      break;
     default:
-      return portable_forward(plan, stream);
+      error = portable_forward(plan, stream);
   }
+  const bool known = kernel == Kernel::kHopper && !plan.flipped;
+  return error == cudaSuccess && plan.moments && !known ? tile_moments(plan, stream) : error;
 }
 
 cudaError_t conv3x3_weight_gradient(const Conv3x3WeightGradient& plan, cudaStream_t stream) {
