@@ -41,16 +41,19 @@ def conv3x3(
     *,
     residual: Features | None = None,
     shortcut: Float[Array, 'residual_channels features'] | None = None,
+    moments: bool = False,
 ) -> Features:
     """conv(x, kernel) + shift [+ residual, or residual · shortcut]: `reference.conv3x3` on kernels.
 
-    Returns: with the moments of every tile of 8 × 8 pixels, (batch, tiles, features, 2), where `hands_out_moments` says so.
+    Args:
+      moments: hand out those of every tile of 8 × 8 pixels, (batch, tiles, features, 2), where `hands_out_moments` says so. For a network
+        whose norms are these kernels: they give the whole gradient to the part and none to its moments, which is not passed on here.
 
     Raises:
       ValueError: shapes or types that do not fit each other, or a shortcut without a residual.
     """
     added = check_operands(x, kernel, shift, residual, shortcut)
-    return Features.of(*_conv(x.parts, kernel, shift, added))
+    return Features.of(*_conv(x.parts, kernel, shift, added, moments))
 
 
 def norm_silu_conv3x3(
@@ -64,18 +67,20 @@ def norm_silu_conv3x3(
     shortcut: Float[Array, 'residual_channels features'] | None = None,
     groups: int = 32,
     eps: float = 1e-5,
+    moments: bool = False,
 ) -> Features:
     """conv3x3(SiLU(norm(x) · scale + offset)) + shift [+ residual]: `reference.norm_silu_conv3x3` on kernels.
 
     A producer's moments are taken as a function of its part: the gradient of the part is the whole one, that of the moments is zero.
 
-    Returns: with moments, as `conv3x3`.
+    Args:
+      moments: as for `conv3x3`.
 
     Raises:
       ValueError: shapes or types that do not fit each other, a shortcut without a residual, or channels not a multiple of `groups`.
     """
     added = check_operands(x, kernel, shift, residual, shortcut)
-    return Features.of(*_norm_conv(x, scale, offset, kernel, shift, added, groups, eps))
+    return Features.of(*_norm_conv(x, scale, offset, kernel, shift, added, groups, eps, moments))
 
 
 def _tiled(parts: Parts) -> bool:
@@ -84,7 +89,7 @@ def _tiled(parts: Parts) -> bool:
 
 
 def hands_out_moments(first: Array, features: int) -> bool:
-    """Whether a convolution of an image like `first` also hands out the moments of what it stores, rounded as it stores it.
+    """Whether a convolution of an image like `first` has moments to hand out: those of what it stores, rounded as it stores it.
 
     The GroupNorm that follows then need not read it; where it would not be fused, one launch that reads and normalises is as fast as two.
     Hopper's kernel takes them on its way; in these types and sizes others, of few channels or older GPUs, read their result once more.
@@ -146,16 +151,17 @@ def _parameter_gradients(parts: Parts, kernel: Array, shift: Array, added: Any, 
     return dkernel.astype(kernel.dtype), dshift.astype(shift.dtype), added_gradient(added, dy)
 
 
-@jax.custom_vjp
-def _conv(parts: Parts, kernel: Array, shift: Array, added: Added | None) -> Convolved:
-    return _convolve(parts, kernel, shift, added, None, moments=hands_out_moments(parts[0], kernel.shape[3]))
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
+def _conv(parts: Parts, kernel: Array, shift: Array, added: Added | None, moments: bool) -> Convolved:
+    return _convolve(parts, kernel, shift, added, None, moments=moments and hands_out_moments(parts[0], kernel.shape[3]))
 
 
-def _conv_forward(parts: Parts, kernel: Array, shift: Array, added: Added | None) -> tuple[Convolved, Any]:
-    return _conv(parts, kernel, shift, added), (parts, kernel, outline(shift), needed(added))
+def _conv_forward(parts: Parts, kernel: Array, shift: Array, added: Added | None, moments: bool) -> tuple[Convolved, Any]:
+    return _conv(parts, kernel, shift, added, moments), (parts, kernel, outline(shift), needed(added))
 
 
-def _conv_backward(saved: Any, gradients: Convolved) -> tuple[Any, ...]:
+def _conv_backward(moments: bool, saved: Any, gradients: Convolved) -> tuple[Any, ...]:
+    del moments
     dy, _ = gradients
     parts, kernel, shift, added = saved
     dx = _input_gradient(dy, kernel, tuple(p.shape[3] for p in parts))
@@ -167,17 +173,17 @@ def _fuses_activation(parts: Parts) -> bool:
     return _tiled(parts) and parts[0].shape[1] * parts[0].shape[2] >= FUSED_PIXELS
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(6, 7))
+@functools.partial(jax.custom_vjp, nondiff_argnums=(6, 7, 8))
 def _norm_conv(
-    x: Features, scale: Array, offset: Array, kernel: Array, shift: Array, added: Added | None, groups: int, eps: float
+    x: Features, scale: Array, offset: Array, kernel: Array, shift: Array, added: Added | None, groups: int, eps: float, moments: bool
 ) -> Convolved:
-    return _norm_conv_forward(x, scale, offset, kernel, shift, added, groups, eps)[0]
+    return _norm_conv_forward(x, scale, offset, kernel, shift, added, groups, eps, moments)[0]
 
 
 def _norm_conv_forward(
-    x: Features, scale: Array, offset: Array, kernel: Array, shift: Array, added: Added | None, groups: int, eps: float
+    x: Features, scale: Array, offset: Array, kernel: Array, shift: Array, added: Added | None, groups: int, eps: float, moments: bool
 ) -> tuple[Convolved, Any]:
-    moments = hands_out_moments(x.parts[0], kernel.shape[3])
+    moments = moments and hands_out_moments(x.parts[0], kernel.shape[3])
     if _fuses_activation(x.parts):
         norm = statistics(x, scale, offset, groups=groups, eps=eps)
         mean, inverse, affine = norm.mean, norm.inverse, (norm.a, norm.b)
@@ -188,8 +194,8 @@ def _norm_conv_forward(
     return y, (x, scale, offset, kernel, outline(shift), needed(added), mean, inverse, affine)
 
 
-def _norm_conv_backward(groups: int, eps: float, saved: Any, gradients: Convolved) -> tuple[Any, ...]:
-    del eps
+def _norm_conv_backward(groups: int, eps: float, moments: bool, saved: Any, gradients: Convolved) -> tuple[Any, ...]:
+    del eps, moments
     dy, _ = gradients
     x, scale, offset, kernel, shift, added, mean, inverse, affine = saved
     (dactive,) = _input_gradient(dy, kernel, (x.channels,))
