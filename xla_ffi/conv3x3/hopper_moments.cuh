@@ -6,6 +6,7 @@
 #pragma once
 
 #include <cstring>
+#include <type_traits>
 
 #include "hopper_tile.h"
 #include "numbers.cuh"
@@ -43,6 +44,21 @@ struct StripMoments {
   }
 };
 
+// The two numbers of a register. The compiler may not look behind it: it would undo the packing, and round one by one.
+template <class T>
+__device__ inline void unpack(uint32_t packed, float (&to)[2]) {
+  asm("" : "+r"(packed));
+  if constexpr (std::is_same_v<T, __nv_bfloat16>) {  // each the upper half of a float32
+    const uint32_t halves[2] = {packed << 16, packed & 0xFFFF0000};
+    memcpy(to, halves, 8);
+  } else {
+    T pair[2];
+    memcpy(pair, &packed, 4);
+    to[0] = wide(pair[0]);
+    to[1] = wide(pair[1]);
+  }
+}
+
 // In the fragments of a transposed product, where a thread has two channels, lane / 4 and eight further, of the pixels
 // in columns 2 (lane % 4) and the next.
 template <class T, int kRows>
@@ -50,23 +66,25 @@ struct FragmentMoments {
   static constexpr int kTiles = kRows / kMomentSide;
   static_assert(kTiles == 1 || kTiles == 2, "four lanes share four results, or two");
 
-  float pivot[kTiles][2];                                    // of tiles and channels
+  uint32_t pivot[kTiles][2];                                 // of tiles and channels, as a pair of equals
   float sum[kTiles][2][2] = {}, squares[kTiles][2][2] = {};  // and columns
 
-  // What is stored of two rows, `row` and the next.
+  // What is stored of two rows, `row` and the next; those outside of the image are as the pivot.
   __device__ void add(int row, const uint32_t (&packed)[4], int rows) {
-    if (row >= rows) return;
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       const int at = row + i / 2, tile = at / kMomentSide, channel = i % 2;
-      T pair[2];
-      memcpy(pair, &packed[i], 4);
-      const float values[2] = {wide(pair[0]), wide(pair[1])};
-      if (at % kMomentSide == 0) pivot[tile][channel] = __shfl_sync(~0u, values[0], threadIdx.x % 32 & ~3);
-      if (at >= rows) continue;
+      uint32_t& middle = pivot[tile][channel];
+      if (at % kMomentSide == 0) {
+        middle = __shfl_sync(~0u, packed[i], threadIdx.x % 32 & ~3) & 0xFFFF;
+        middle |= middle << 16;
+      }
+      float values[2], from[2];
+      unpack<T>(at < rows ? packed[i] : middle, values);
+      unpack<T>(middle, from);
 #pragma unroll
       for (int column = 0; column < 2; ++column) {
-        const float away = values[column] - pivot[tile][channel];
+        const float away = values[column] - from[column];
         sum[tile][channel][column] += away;
         squares[tile][channel][column] += away * away;
       }
@@ -101,12 +119,11 @@ struct FragmentMoments {
     const int tile = lower ? 1 : 0, channel = first + (second ? 8 : 0);
     const bool mine = kTiles == 2 || lane % 4 < 2;
     if (!mine || tile * kMomentSide >= moments.rows || channel >= moments.features) return;
-    const float* pivots = pivot[0];
-    float from = second ? pivots[1] : pivots[0];
-    if constexpr (kTiles == 2) {
-      if (lower) from = second ? pivot[1][1] : pivot[1][0];
-    }
-    moments.to[tile * moments.below + channel] = moments.of(tile, from, all, all_squares);
+    uint32_t middle = second ? pivot[0][1] : pivot[0][0];
+    if (lower) middle = second ? pivot[kTiles - 1][1] : pivot[kTiles - 1][0];
+    float from[2];
+    unpack<T>(middle, from);
+    moments.to[tile * moments.below + channel] = moments.of(tile, from[0], all, all_squares);
   }
 };
 
@@ -121,12 +138,8 @@ __device__ void staged_moments(const unsigned char* boxes, const StripMoments& m
   const unsigned char* box = boxes + own / kChunk * kPixels * kRowBytes + own % 8 * 2;
   const int eight = own % kChunk / 8;
   const auto read = [&](int row, int column, float (&values)[2]) {
-    T pair[2];
-    const auto* from =
-        reinterpret_cast<const uint32_t*>(box + (row * kMomentSide + column) * kRowBytes + ((eight ^ column) << 4));
-    memcpy(pair, from, 4);
-    values[0] = wide(pair[0]);
-    values[1] = wide(pair[1]);
+    const auto* pixel = box + (row * kMomentSide + column) * kRowBytes + ((eight ^ column) << 4);
+    unpack<T>(*reinterpret_cast<const uint32_t*>(pixel), values);
   };
   float pivot[2], sum[2] = {}, squares[2] = {};
   read(0, 0, pivot);
