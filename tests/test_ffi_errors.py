@@ -61,14 +61,13 @@ def right(draw: random.Random) -> Call:
         return Call('attention_backward', operands, call.operands, call.attributes)
 
     def conv() -> Call:
-        flipped, activation, shortcut, moments = (draw.random() < 0.5 for _ in range(4))
+        flipped, activation, shortcut = (draw.random() < 0.5 for _ in range(3))
         residual = [draw.randint(1, 4) for _ in range(draw.randint(1, 2))] if shortcut else draw.choice([[], [features]])
         operands = [*images(parts), ((3, 3, *((features, channels) if flipped else (channels, features))), kind)]
         operands += [*rows(1, features), *images(residual), *([((sum(residual), features), kind)] if shortcut else [])]
         counts = {'parts': np.int64(len(parts)), 'residuals': np.int64(len(residual))}
-        flags = {'flipped': flipped, 'shortcut': shortcut, 'activation': activation, 'moments': moments}
-        results = [*images([features]), *([((batch, 1, features, 2), jnp.float32)] * moments)]
-        return Call('conv3x3', operands + rows(2 * activation), results, counts | flags)
+        flags = {'flipped': flipped, 'shortcut': shortcut, 'activation': activation}
+        return Call('conv3x3', operands + rows(2 * activation), images([features]), counts | flags)
 
     def weights() -> Call:
         activation = draw.random() < 0.5
@@ -89,13 +88,6 @@ def right(draw: random.Random) -> Call:
 
     def norm_statistics() -> Call:
         return norm('group_norm_statistics', [], {})
-
-    def combine() -> Call:
-        tall, wide = draw.randint(1, 20), draw.randint(1, 20)
-        tiles = [draw.choice([1, math.ceil(tall / 8) * math.ceil(wide / 8)]) for _ in parts]
-        moments = [((batch, count, size, 2), jnp.float32) for count, size in zip(tiles, parts, strict=True)]
-        sizes = {'height': np.int64(tall), 'width': np.int64(wide), 'parts': np.int64(len(parts)), 'groups': np.int64(channels)}
-        return Call('group_norm_combine', moments + rows(2), [((batch, channels), jnp.float32)] * 4, sizes | {'eps': np.float32(1e-5)})
 
     def apply() -> Call:
         attributes = {'parts': np.int64(len(parts)), 'silu': draw.random() < 0.5}
@@ -127,8 +119,7 @@ def right(draw: random.Random) -> Call:
         found, to = tensors(), draw.choice([jnp.float16, jnp.bfloat16])
         return Call('narrow', found, [(shape, to) for shape, _ in found], {'tensors': np.int64(len(found))})
 
-    norms = [norm_forward, norm_statistics, combine, apply, gradient]
-    call = draw.choice([forward, backward, conv, weights, *norms, sums, adamw, narrow])()
+    call = draw.choice([forward, backward, conv, weights, norm_forward, norm_statistics, apply, gradient, sums, adamw, narrow])()
     return call._replace(target=f'jaxunet_{call.target}')
 
 
@@ -194,15 +185,6 @@ def test_a_thousand_wrong_calls_are_errors():
 def test_the_message_names_what_is_wrong(results, heads, message):
     call = Call('jaxunet_attention_forward', [((2, 5, 24), jnp.float32)], [(r, jnp.float32) for r in results], {'heads': np.int64(heads)})
     with pytest.raises(jax.errors.JaxRuntimeError, match=f'jaxunet_attention_forward: (?:{message})'):
-        call()
-
-
-def test_moments_are_of_the_image_or_of_its_tiles():
-    results = [((2, 4), jnp.float32)] * 4
-    sizes = {'height': np.int64(9), 'width': np.int64(17), 'parts': np.int64(2), 'groups': np.int64(2), 'eps': np.float32(1e-5)}
-    moments = [((2, 6, 3, 2), jnp.float32), ((2, 5, 1, 2), jnp.float32)]
-    call = Call('jaxunet_group_norm_combine', [*moments, *[((1, 4), jnp.float32)] * 2], results, sizes)
-    with pytest.raises(jax.errors.JaxRuntimeError, match=r'moments\[1\]: expected 1 tile or 6 tiles of 8 x 8 pixels, found 5'):
         call()
 
 

@@ -43,7 +43,6 @@ void conv3x3(const Conv3x3& plan, Pool& pool);
 void conv3x3_weight_gradient(const Conv3x3WeightGradient& plan, Pool& pool);
 void norm_forward(const NormForward& plan, Pool& pool);
 void norm_statistics(const NormStatistics& plan, Pool& pool);
-void norm_combine(const NormCombine& plan, Pool& pool);
 void norm_apply(const NormApply& plan, Pool& pool);
 void norm_gradient(const NormGradient& plan, Pool& pool);
 

@@ -36,7 +36,6 @@ ffi::Error checked(const char* op, const ffi::RemainingArgs& operands, const ffi
   ENTRY(jaxunet_conv3x3_weight_gradient, conv3x3_weight_gradient) \
   ENTRY(jaxunet_group_norm_forward, norm_forward)                 \
   ENTRY(jaxunet_group_norm_statistics, norm_statistics)           \
-  ENTRY(jaxunet_group_norm_combine, norm_combine)                 \
   ENTRY(jaxunet_group_norm_apply, norm_apply)                     \
   ENTRY(jaxunet_group_norm_gradient, norm_gradient)
 

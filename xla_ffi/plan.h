@@ -25,13 +25,4 @@ struct Rows {
   int64_t stride = 0;  // 0 where all samples share one row
 };
 
-// Moments of an image, as a convolution hands them to the GroupNorm that follows: (batch, tiles, channels, 2) of
-// float32, of every tile of 8 × 8 pixels, row by row of tiles, the mean and the mean squared deviation from it. Tiles
-// at the lower and right edge have the pixels that are there. One tile may also be the whole image.
-constexpr int kMomentSide = 8;
-
-constexpr int64_t moment_tiles(int64_t height, int64_t width) {
-  return ((height + kMomentSide - 1) / kMomentSide) * ((width + kMomentSide - 1) / kMomentSide);
-}
-
 }  // namespace jaxunet

@@ -1,7 +1,5 @@
 #include "../cpu.h"
 
-#include <algorithm>
-
 namespace jaxunet::cpu {
 namespace {
 
@@ -38,34 +36,6 @@ void accumulate(const float* x, const float* matrix, int64_t channels, std::vect
   }
 }
 
-// Of what is stored, in every tile: mean and mean squared deviation.
-void moments_of(const Conv3x3& plan, Pool& pool) {
-  const int64_t features = plan.features, across = (plan.width + kMomentSide - 1) / kMomentSide;
-  const int64_t tiles = moment_tiles(plan.height, plan.width);
-  const auto y = widen(plan.y, plan.type, plan.batch * plan.height * plan.width * features);
-  parallel(pool, plan.batch * tiles, [&](int64_t unit) {
-    const int64_t sample = unit / tiles, tile = unit % tiles;
-    const int64_t top = tile / across * kMomentSide, left = tile % across * kMomentSide;
-    const int64_t bottom = std::min(top + kMomentSide, plan.height), right = std::min(left + kMomentSide, plan.width);
-    const auto count = static_cast<double>((bottom - top) * (right - left));
-    for (int64_t f = 0; f < features; ++f) {
-      const auto mean_of = [&](const auto& term) {
-        double sum = 0;
-        for (int64_t row = top; row < bottom; ++row) {
-          for (int64_t column = left; column < right; ++column) {
-            sum += term(y[((sample * plan.height + row) * plan.width + column) * features + f]);
-          }
-        }
-        return sum / count;
-      };
-      const double mean = mean_of([](double v) { return v; });
-      plan.moments[2 * (unit * features + f)] = static_cast<float>(mean);
-      plan.moments[2 * (unit * features + f) + 1] =
-          static_cast<float>(mean_of([&](double v) { return (v - mean) * (v - mean); }));
-    }
-  });
-}
-
 }  // namespace
 
 void conv3x3(const Conv3x3& plan, Pool& pool) {
@@ -97,7 +67,6 @@ void conv3x3(const Conv3x3& plan, Pool& pool) {
     }
   });
   narrow(y, plan.type, plan.y);
-  if (plan.moments) moments_of(plan, pool);
 }
 
 void conv3x3_weight_gradient(const Conv3x3WeightGradient& plan, Pool& pool) {

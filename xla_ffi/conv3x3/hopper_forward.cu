@@ -29,7 +29,6 @@ cudaError_t parameters(const Tile& tile, const Conv3x3& plan, Parameters* p) {
   p->shift = plan.shift;
   p->a = plan.a;
   p->b = plan.b;
-  p->moments = reinterpret_cast<float2*>(plan.moments);
   cudaError_t error = cudaSuccess;
   const auto map = [&](CUtensorMap* to, const void* data, std::initializer_list<int64_t> dimensions,
                        std::initializer_list<int> box) {

@@ -15,7 +15,6 @@
 #include "hopper_activation.cuh"
 #include "hopper_forward.h"
 #include "hopper_instructions.cuh"
-#include "hopper_moments.cuh"
 #include "launch.cuh"
 #include "wgmma.cuh"
 
@@ -103,8 +102,9 @@ struct Block {
       stage_full[stage].expect(taps * Cut::kFeatures * kRowBytes);
       unsigned char* to = stages + stage * Cut::kStageBytes;
       if (across) {
-        for (int n = 0; n < kBlocks; ++n)
+        for (int n = 0; n < kBlocks; ++n) {
           load_box(to + n * kTaps * kChunk * kRowBytes, map, &stage_full[stage], feature + n * kChunk, channel, tap);
+        }
       } else {
         load_box(to, map, &stage_full[stage], channel, feature, tap);
       }
@@ -294,22 +294,28 @@ struct Block {
   }
 
   // --- the way out ---
-  // The sums with what is added to them, into `out`; visit(j, packed) of every four 8 × 8 blocks as they are stored.
-  template <class Visit>
-  __device__ void write(const Sums& sums, int group, const Strip& at, int feature, unsigned char* out,
-                        const Visit& visit) const {
+  __device__ void finish(const Sums& sums, int group, const Strip& at, int feature, unsigned char* out,
+                         int phase) const {
     const int thread = threadIdx.x % 128, warp = thread / 32, lane = thread % 32, block = lane / 8;
-    const float* shift = p.shift.data + min(at.sample, p.schedule.batch - 1) * p.shift.stride;
+    const int64_t sample = at.sample < p.schedule.batch ? at.sample : p.schedule.batch - 1;
+    const float* shift = p.shift.data + sample * p.shift.stride;
     const auto shift_of = [&](int f) { return f < p.features ? shift[f] : 0.0f; };
-    const int own = feature + 16 * warp + lane / 4;
-    const float shifts[2] = {Cut::kTransposed ? shift_of(own) : 0.0f, Cut::kTransposed ? shift_of(own + 8) : 0.0f};
-    // 8 columns of the product and the next: image rows of the strip, or each 8 output channels.
+    if (p.residual) {
+      residual_full[group].wait(phase);
+    } else {
+      if (thread == 0) wait_stores();
+      meet(1 + group, 128);
+    }
+    const float shifts[2] = {Cut::kTransposed ? shift_of(feature + 16 * warp + lane / 4) : 0.0f,
+                             Cut::kTransposed ? shift_of(feature + 16 * warp + lane / 4 + 8) : 0.0f};
 #pragma unroll
-    for (int j = 0; j < kColumns / 8; j += 2) {
+    for (int j = 0; j < kColumns / 8;
+         j += 2) {  // 8 columns of the product: an image row of the strip, or 8 output channels
       // The four 8 × 8 blocks: rows 0-7 and 8-15 of the warp's 16, of columns j and j + 1.
       const int pixel = Cut::kTransposed ? (j + block / 2) * 8 + lane % 8 : 16 * warp + block % 2 * 8 + lane % 8;
       const int eight = Cut::kTransposed ? 2 * warp + block % 2 : j + block / 2;
-      const int place = (eight / 8 * kPixels + pixel) * kRowBytes + ((eight % 8 ^ pixel % 8) << 4);
+      const uint32_t row =
+          shared_address(out) + (eight / 8 * kPixels + pixel) * kRowBytes + ((eight % 8 ^ pixel % 8) << 4);
       float values[8];
 #pragma unroll
       for (int i = 0; i < 8; ++i) {
@@ -318,13 +324,13 @@ struct Block {
       }
       if (p.residual) {
         uint32_t added[4];
-        load_fragments<Cut::kTransposed>(added, shared_address(out) + place);
+        load_fragments<Cut::kTransposed>(added, row);
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
-          float pair[2];
-          unpack<T>(added[i], pair);
-          values[2 * i] += pair[0];
-          values[2 * i + 1] += pair[1];
+          T pair[2];
+          memcpy(pair, &added[i], 4);
+          values[2 * i] += wide(pair[0]);
+          values[2 * i + 1] += wide(pair[1]);
         }
       }
       uint32_t packed[4];
@@ -333,41 +339,15 @@ struct Block {
         const T pair[2] = {narrow<T>(values[2 * i]), narrow<T>(values[2 * i + 1])};
         memcpy(&packed[i], pair, 4);
       }
-      store_fragments<Cut::kTransposed>(shared_address(out) + place, packed);
-      visit(j, packed);
+      store_fragments<Cut::kTransposed>(row, packed);
     }
     fence_async();
     meet(1 + group, 128);
-    if (thread > 0) return;
-    for (int n = 0; n < kBlocks; ++n)
-      store_box(&p.maps.y, out + n * kPixels * kRowBytes, feature + n * kChunk, at.column, at.row, at.sample);
-    commit_stores();
-  }
-
-  __device__ void finish(const Sums& sums, int group, const Strip& at, int feature, unsigned char* out,
-                         int phase) const {
-    const int thread = threadIdx.x % 128;
-    if (p.residual) {
-      residual_full[group].wait(phase);
-    } else {
-      if (thread == 0) wait_stores();
-      meet(1 + group, 128);
-    }
-    const StripMoments moments(kFlipped ? nullptr : p.moments, p.features, p.schedule, at, Cut::kRows);
-    if constexpr (Cut::kTransposed && !kFlipped) {
-      if (moments.rows > 0) {
-        FragmentMoments<T, Cut::kRows> fragments;
-        const auto add = [&](int j, const uint32_t (&packed)[4]) { fragments.add(j, packed, moments.rows); };
-        write(sums, group, at, feature, out, add);
-        fragments.finish(moments, feature + thread / 32 * 16 + thread % 32 / 4);
-        return;
+    if (thread == 0) {
+      for (int n = 0; n < kBlocks; ++n) {
+        store_box(&p.maps.y, out + n * kPixels * kRowBytes, feature + n * kChunk, at.column, at.row, at.sample);
       }
-    }
-    write(sums, group, at, feature, out, [](int, const uint32_t (&)[4]) {});
-    if constexpr (!Cut::kTransposed && !kFlipped) {
-      if (moments.rows == 0) return;
-      staged_moments<T, Cut::kFeatures>(out, moments, feature, thread / 32);
-      if (p.residual) meet(1 + group, 128);  // all have read before the next residual comes
+      commit_stores();
     }
   }
 };

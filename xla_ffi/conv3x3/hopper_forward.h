@@ -22,7 +22,6 @@ struct Parameters {
   int features;
   bool residual;
   Rows shift, a, b;
-  float2* moments;  // of y, or null
 };
 
 Schedule schedule(const Tile& tile, const Conv3x3& plan);

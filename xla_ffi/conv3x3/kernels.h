@@ -23,11 +23,8 @@ cudaError_t portable_weight_gradient(const Conv3x3WeightGradient& plan, int spli
 cudaError_t few_channels_forward(const Conv3x3& plan, int multiprocessors, cudaStream_t stream);
 cudaError_t few_features_forward(const Conv3x3& plan, int multiprocessors, cudaStream_t stream);
 
-// Compute capability 9.0; the moments too, unless flipped.
+// Compute capability 9.0.
 cudaError_t hopper_forward(const Conv3x3& plan, int multiprocessors, cudaStream_t stream);
-
-// The moments of y, read once more: for kernels that do not take them on their way.
-cudaError_t tile_moments(const Conv3x3& plan, cudaStream_t stream);
 
 // How a weight gradient is cut: tiles of the gradient, and strips of pixels that are shared out among splits.
 struct WeightGradientCut {

@@ -104,24 +104,18 @@ cudaError_t clear(const Result& result, int64_t count, cudaStream_t stream) {
 
 cudaError_t conv3x3(const Conv3x3& plan, cudaStream_t stream) {
   Device device;
-  cudaError_t error = describe(&device);
+  const cudaError_t error = describe(&device);
   if (error != cudaSuccess) return error;
-  const Kernel kernel = forward_kernel(plan, device.hopper);
-  switch (kernel) {
+  switch (forward_kernel(plan, device.hopper)) {
     case Kernel::kFewChannels:
-      error = few_channels_forward(plan, device.multiprocessors, stream);
-      break;
+      return few_channels_forward(plan, device.multiprocessors, stream);
     case Kernel::kFewFeatures:
-      error = few_features_forward(plan, device.multiprocessors, stream);
-      break;
+      return few_features_forward(plan, device.multiprocessors, stream);
     case Kernel::kHopper:
-      error = hopper_forward(plan, device.multiprocessors, stream);
-      break;
+      return hopper_forward(plan, device.multiprocessors, stream);
     default:
-      error = portable_forward(plan, stream);
+      return portable_forward(plan, stream);
   }
-  const bool known = kernel == Kernel::kHopper && !plan.flipped;
-  return error == cudaSuccess && plan.moments && !known ? tile_moments(plan, stream) : error;
 }
 
 cudaError_t conv3x3_weight_gradient(const Conv3x3WeightGradient& plan, cudaStream_t stream) {

@@ -20,7 +20,6 @@ struct Conv3x3 {
   const void* shortcut;  // (channels of the residual, features), or null
   Rows a, b;             // data is null without activation
   void* y;
-  float* moments;  // of y as it is stored, by tiles (see plan.h): (batch, tiles, features, 2), or null
 };
 
 // An array of float32 or of the type of x.

@@ -46,10 +46,6 @@ Conv3x3 read_conv3x3(Reader& call) {
   }
   read_activation(call, plan);
   plan.y = call.result("y", first.element, {plan.batch, plan.height, plan.width, plan.features}).data;
-  if (call.flag("moments")) {
-    const Dims dims{plan.batch, moment_tiles(plan.height, plan.width), plan.features, 2};
-    plan.moments = static_cast<float*>(call.result("moments", ffi::DataType::F32, dims).data);
-  }
   return plan;
 }
 

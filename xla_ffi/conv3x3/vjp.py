@@ -17,7 +17,7 @@ from jaxtyping import Array, Float
 from pallas_kernels.conv3x3.dispatch import Added, Affine, Parts
 from pallas_kernels.conv3x3.vjp import added_gradient, check_operands, needed, outline
 from pallas_kernels.features import Features
-from xla_ffi.group_norm.vjp import gradient, moment_tiles, normalise, statistics
+from xla_ffi.group_norm.vjp import gradient, normalise, statistics
 
 # Floats of the weight gradient's workspace: blocks that share the pixels write their sums there, of the kernel and, for each sample, of
 # the shift. On a GPU of 132 multiprocessors, each of which sums 9 · 64 · 64 entries, more would not be used; a kernel that finds less
@@ -29,10 +29,6 @@ PARTIAL_SHIFTS = 512
 # tensor cores. In smaller images the kernel's best tiles have no room for that, and the activation is a kernel of little traffic.
 FUSED_PIXELS = 1024
 
-FEW = 8  # features of the last layers, which no norm reads
-
-Convolved = tuple[Array, Array | None]  # a convolution's result, and its moments where they are handed out
-
 
 def conv3x3(
     x: Features,
@@ -41,19 +37,14 @@ def conv3x3(
     *,
     residual: Features | None = None,
     shortcut: Float[Array, 'residual_channels features'] | None = None,
-    moments: bool = False,
 ) -> Features:
     """conv(x, kernel) + shift [+ residual, or residual · shortcut]: `reference.conv3x3` on kernels.
-
-    Args:
-      moments: hand out those of every tile of 8 × 8 pixels, (batch, tiles, features, 2), where `hands_out_moments` says so. For a network
-        whose norms are these kernels: they give the whole gradient to the part and none to its moments, which is not passed on here.
 
     Raises:
       ValueError: shapes or types that do not fit each other, or a shortcut without a residual.
     """
     added = check_operands(x, kernel, shift, residual, shortcut)
-    return Features.of(*_conv(x.parts, kernel, shift, added, moments))
+    return Features.of(_conv(x.parts, kernel, shift, added))
 
 
 def norm_silu_conv3x3(
@@ -67,20 +58,16 @@ def norm_silu_conv3x3(
     shortcut: Float[Array, 'residual_channels features'] | None = None,
     groups: int = 32,
     eps: float = 1e-5,
-    moments: bool = False,
 ) -> Features:
     """conv3x3(SiLU(norm(x) · scale + offset)) + shift [+ residual]: `reference.norm_silu_conv3x3` on kernels.
 
     A producer's moments are taken as a function of its part: the gradient of the part is the whole one, that of the moments is zero.
 
-    Args:
-      moments: as for `conv3x3`.
-
     Raises:
       ValueError: shapes or types that do not fit each other, a shortcut without a residual, or channels not a multiple of `groups`.
     """
     added = check_operands(x, kernel, shift, residual, shortcut)
-    return Features.of(*_norm_conv(x, scale, offset, kernel, shift, added, groups, eps, moments))
+    return Features.of(_norm_conv(x, scale, offset, kernel, shift, added, groups, eps))
 
 
 def _tiled(parts: Parts) -> bool:
@@ -88,53 +75,27 @@ def _tiled(parts: Parts) -> bool:
     return parts[0].dtype != jnp.float32 and all(part.shape[3] % 8 == 0 for part in parts)
 
 
-def hands_out_moments(first: Array, features: int) -> bool:
-    """Whether a convolution of an image like `first` has moments to hand out: those of what it stores, rounded as it stores it.
-
-    The GroupNorm that follows then need not read it; where it would not be fused, one launch that reads and normalises is as fast as two.
-    Hopper's kernel takes them on its way; in these types and sizes others, of few channels or older GPUs, read their result once more.
-    """
-    return first.dtype != jnp.float32 and features > FEW and features % 8 == 0 and first.shape[1] * first.shape[2] >= FUSED_PIXELS
-
-
-def _convolve(
-    parts: Parts,
-    kernel: Array,
-    shift: Array,
-    added: Added | None,
-    affine: Affine | None,
-    *,
-    flipped: bool = False,
-    moments: bool = False,
-) -> Convolved:
-    """conv(act(x), kernel) + shift + added; `flipped`: with kernel[::-1, ::-1], its input and output channels exchanged.
-
-    `moments`: with those of every tile.
-    """
+def _convolve(parts: Parts, kernel: Array, shift: Array, added: Added | None, affine: Affine | None, *, flipped: bool = False) -> Array:
+    """conv(act(x), kernel) + shift + added; `flipped`: with kernel[::-1, ::-1], its input and output channels exchanged."""
     first, features = parts[0], kernel.shape[2 if flipped else 3]
-    batch, height, width, _ = first.shape
     extra, shortcut = (added.parts, added.shortcut) if added is not None else ((), None)
     matrix = () if shortcut is None else (shortcut.astype(first.dtype),)
-    shapes = [jax.ShapeDtypeStruct((batch, height, width, features), first.dtype)]
-    if moments:
-        shapes.append(jax.ShapeDtypeStruct((batch, moment_tiles(height, width), features, 2), jnp.float32))
-    y, *found = jax.ffi.ffi_call('jaxunet_conv3x3', shapes, vmap_method='sequential')(
+    shape = jax.ShapeDtypeStruct((*first.shape[:3], features), first.dtype)
+    return jax.ffi.ffi_call('jaxunet_conv3x3', shape, vmap_method='sequential')(
         *(*parts, kernel.astype(first.dtype), shift.astype(jnp.float32), *extra, *matrix, *(affine or ())),
         parts=np.int64(len(parts)),
         residuals=np.int64(len(extra)),
         flipped=flipped,
         shortcut=shortcut is not None,
         activation=affine is not None,
-        moments=moments,
     )
-    return y, found[0] if moments else None
 
 
 def _input_gradient(dy: Array, kernel: Array, widths: tuple[int, ...]) -> Parts:
     """The gradient by each part of the convolution's input."""
     ends = np.cumsum(widths)
     slices = (kernel[:, :, end - width : end] for end, width in zip(ends, widths, strict=True))
-    return tuple(_convolve((dy,), part, jnp.zeros((1, part.shape[2]), jnp.float32), None, None, flipped=True)[0] for part in slices)
+    return tuple(_convolve((dy,), part, jnp.zeros((1, part.shape[2]), jnp.float32), None, None, flipped=True) for part in slices)
 
 
 def _parameter_gradients(parts: Parts, kernel: Array, shift: Array, added: Any, dy: Array, affine: Affine | None) -> tuple[Any, ...]:
@@ -151,18 +112,16 @@ def _parameter_gradients(parts: Parts, kernel: Array, shift: Array, added: Any, 
     return dkernel.astype(kernel.dtype), dshift.astype(shift.dtype), added_gradient(added, dy)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
-def _conv(parts: Parts, kernel: Array, shift: Array, added: Added | None, moments: bool) -> Convolved:
-    return _convolve(parts, kernel, shift, added, None, moments=moments and hands_out_moments(parts[0], kernel.shape[3]))
+@jax.custom_vjp
+def _conv(parts: Parts, kernel: Array, shift: Array, added: Added | None) -> Array:
+    return _convolve(parts, kernel, shift, added, None)
 
 
-def _conv_forward(parts: Parts, kernel: Array, shift: Array, added: Added | None, moments: bool) -> tuple[Convolved, Any]:
-    return _conv(parts, kernel, shift, added, moments), (parts, kernel, outline(shift), needed(added))
+def _conv_forward(parts: Parts, kernel: Array, shift: Array, added: Added | None) -> tuple[Array, Any]:
+    return _conv(parts, kernel, shift, added), (parts, kernel, outline(shift), needed(added))
 
 
-def _conv_backward(moments: bool, saved: Any, gradients: Convolved) -> tuple[Any, ...]:
-    del moments
-    dy, _ = gradients
+def _conv_backward(saved: Any, dy: Array) -> tuple[Any, ...]:
     parts, kernel, shift, added = saved
     dx = _input_gradient(dy, kernel, tuple(p.shape[3] for p in parts))
     return dx, *_parameter_gradients(parts, kernel, shift, added, dy, None)
@@ -173,30 +132,28 @@ def _fuses_activation(parts: Parts) -> bool:
     return _tiled(parts) and parts[0].shape[1] * parts[0].shape[2] >= FUSED_PIXELS
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(6, 7, 8))
+@functools.partial(jax.custom_vjp, nondiff_argnums=(6, 7))
 def _norm_conv(
-    x: Features, scale: Array, offset: Array, kernel: Array, shift: Array, added: Added | None, groups: int, eps: float, moments: bool
-) -> Convolved:
-    return _norm_conv_forward(x, scale, offset, kernel, shift, added, groups, eps, moments)[0]
+    x: Features, scale: Array, offset: Array, kernel: Array, shift: Array, added: Added | None, groups: int, eps: float
+) -> Array:
+    return _norm_conv_forward(x, scale, offset, kernel, shift, added, groups, eps)[0]
 
 
 def _norm_conv_forward(
-    x: Features, scale: Array, offset: Array, kernel: Array, shift: Array, added: Added | None, groups: int, eps: float, moments: bool
-) -> tuple[Convolved, Any]:
-    moments = moments and hands_out_moments(x.parts[0], kernel.shape[3])
+    x: Features, scale: Array, offset: Array, kernel: Array, shift: Array, added: Added | None, groups: int, eps: float
+) -> tuple[Array, Any]:
     if _fuses_activation(x.parts):
         norm = statistics(x, scale, offset, groups=groups, eps=eps)
         mean, inverse, affine = norm.mean, norm.inverse, (norm.a, norm.b)
-        y = _convolve(x.parts, kernel, shift, added, affine, moments=moments)
+        y = _convolve(x.parts, kernel, shift, added, affine)
     else:
         active, (*_, mean, inverse) = normalise(x, scale, offset, groups, eps, True)
-        y, affine = _convolve((active,), kernel, shift, added, None, moments=moments), None
+        y, affine = _convolve((active,), kernel, shift, added, None), None
     return y, (x, scale, offset, kernel, outline(shift), needed(added), mean, inverse, affine)
 
 
-def _norm_conv_backward(groups: int, eps: float, moments: bool, saved: Any, gradients: Convolved) -> tuple[Any, ...]:
-    del eps, moments
-    dy, _ = gradients
+def _norm_conv_backward(groups: int, eps: float, saved: Any, dy: Array) -> tuple[Any, ...]:
+    del eps
     x, scale, offset, kernel, shift, added, mean, inverse, affine = saved
     (dactive,) = _input_gradient(dy, kernel, (x.channels,))
     # What the forward pass did not keep, the weight gradient applies again, or this launch writes again.

@@ -1,7 +1,5 @@
 #include "../cpu.h"
 
-#include <algorithm>
-
 namespace jaxunet::cpu {
 
 namespace {
@@ -71,48 +69,6 @@ void norm_statistics(const NormStatistics& plan, Pool& pool) {
     plan.inverse[i] = static_cast<float>(groups.inverse[i]);
     plan.a[i] = static_cast<float>(scale * groups.inverse[i]);
     plan.b[i] = static_cast<float>(offset - groups.mean[i] * groups.inverse[i] * scale);
-  });
-}
-
-void norm_combine(const NormCombine& plan, Pool& pool) {
-  const Parts& moments = plan.moments;
-  const int64_t channels = moments.total, size = channels / plan.groups;
-  const int64_t across = (plan.width + kMomentSide - 1) / kMomentSide;
-  const auto pixels_of = [&](int64_t tiles, int64_t tile) {
-    if (tiles == 1) return static_cast<double>(plan.height * plan.width);
-    const int64_t down = std::min<int64_t>(kMomentSide, plan.height - tile / across * kMomentSide);
-    return static_cast<double>(down * std::min<int64_t>(kMomentSide, plan.width - tile % across * kMomentSide));
-  };
-  parallel(pool, plan.batch * plan.groups, [&](int64_t unit) {
-    const int64_t sample = unit / plan.groups, start = unit % plan.groups * size;
-    const auto elements = static_cast<double>(size * plan.height * plan.width);
-    // Of term(mean, mean squared deviation) over the group's tiles.
-    const auto mean_of = [&](const auto& term) {
-      double total = 0;
-      for (int64_t c = start; c < start + size; ++c) {
-        int64_t channel = c;
-        int part = 0;
-        while (channel >= moments.channels[part]) channel -= moments.channels[part++];
-        const int64_t tiles = plan.tiles[part], width = moments.channels[part];
-        for (int64_t tile = 0; tile < tiles; ++tile) {
-          const float* from =
-              static_cast<const float*>(moments.data[part]) + 2 * ((sample * tiles + tile) * width + channel);
-          total += pixels_of(tiles, tile) * term(static_cast<double>(from[0]), static_cast<double>(from[1]));
-        }
-      }
-      return total / elements;
-    };
-    const double mean = mean_of([](double m, double) { return m; });
-    const double variance = mean_of([&](double m, double v) { return v + (m - mean) * (m - mean); });
-    const double inverse = 1 / std::sqrt(variance + static_cast<double>(plan.eps));
-    for (int64_t c = start; c < start + size; ++c) {
-      const int64_t i = sample * channels + c;
-      const double a = static_cast<double>(plan.scale.data[sample * plan.scale.stride + c]) * inverse;
-      plan.mean[i] = static_cast<float>(mean);
-      plan.inverse[i] = static_cast<float>(inverse);
-      plan.a[i] = static_cast<float>(a);
-      plan.b[i] = static_cast<float>(static_cast<double>(plan.offset.data[sample * plan.offset.stride + c]) - mean * a);
-    }
   });
 }
 

@@ -29,16 +29,6 @@ struct NormStatistics : NormInput {
   float *a, *b, *mean, *inverse;  // (batch, channels)
 };
 
-// That of an image whose parts' moments are known, each by tiles or in one (see ../plan.h).
-struct NormCombine {
-  int64_t batch, height, width, groups;
-  float eps;
-  Parts moments;                         // (batch, tiles, channels, 2) each; their channels are the image's
-  std::array<int64_t, kMaxParts> tiles;  // of each part: moment_tiles(height, width), or 1
-  Rows scale, offset;
-  float *a, *b, *mean, *inverse;  // (batch, channels)
-};
-
 // y = act(a · x + b), act = SiLU or identity.
 struct NormApply {
   Type type;
@@ -68,7 +58,6 @@ struct NormGradient {
 
 NormForward read_norm_forward(Reader& call);
 NormStatistics read_norm_statistics(Reader& call);
-NormCombine read_norm_combine(Reader& call);
 NormApply read_norm_apply(Reader& call);
 NormGradient read_norm_gradient(Reader& call);
 

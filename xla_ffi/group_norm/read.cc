@@ -15,34 +15,27 @@ Array read_image(Reader& call, Plan& plan) {
   return first;
 }
 
-void read_groups(Reader& call, int64_t channels, int64_t* groups) {
-  *groups = call.integer("groups", 1);
-  if (channels % *groups != 0) {
-    call.fail(std::to_string(channels) + " channels are not a multiple of " + std::to_string(*groups) + " groups");
+template <class Plan>
+void read_groups(Reader& call, Plan& plan) {
+  plan.groups = call.integer("groups", 1);
+  if (plan.x.total % plan.groups != 0) {
+    call.fail(std::to_string(plan.x.total) + " channels are not a multiple of " + std::to_string(plan.groups) +
+              " groups");
   }
 }
 
 template <class Plan>
 Array read_input(Reader& call, Plan& plan) {
   const Array x = read_image(call, plan);
-  read_groups(call, plan.x.total, &plan.groups);
+  read_groups(call, plan);
   plan.eps = call.number("eps");
   plan.scale = call.rows("scale", plan.batch, plan.x.total);
   plan.offset = call.rows("offset", plan.batch, plan.x.total);
   return x;
 }
 
-float* per_channel(Reader& call, const char* name, int64_t batch, int64_t channels) {
-  return static_cast<float*>(call.result(name, ffi::DataType::F32, {batch, channels}).data);
-}
-
-// The normalisation as a · x + b.
-template <class Plan>
-void read_results(Reader& call, Plan& plan, int64_t channels) {
-  plan.a = per_channel(call, "a", plan.batch, channels);
-  plan.b = per_channel(call, "b", plan.batch, channels);
-  plan.mean = per_channel(call, "mean", plan.batch, channels);
-  plan.inverse = per_channel(call, "inverse", plan.batch, channels);
+float* per_channel(Reader& call, const char* name, const NormInput& plan) {
+  return static_cast<float*>(call.result(name, ffi::DataType::F32, {plan.batch, plan.x.total}).data);
 }
 
 }  // namespace
@@ -52,42 +45,18 @@ NormForward read_norm_forward(Reader& call) {
   const Array x = read_input(call, plan);
   plan.silu = call.flag("silu");
   plan.y = call.result("y", x.element, x.dims).data;
-  plan.mean = per_channel(call, "mean", plan.batch, plan.x.total);
-  plan.inverse = per_channel(call, "inverse", plan.batch, plan.x.total);
+  plan.mean = per_channel(call, "mean", plan);
+  plan.inverse = per_channel(call, "inverse", plan);
   return plan;
 }
 
 NormStatistics read_norm_statistics(Reader& call) {
   NormStatistics plan{};
   read_input(call, plan);
-  read_results(call, plan, plan.x.total);
-  return plan;
-}
-
-NormCombine read_norm_combine(Reader& call) {
-  NormCombine plan{};
-  plan.height = call.integer("height", 0);
-  plan.width = call.integer("width", 0);
-  Parts& all = plan.moments;
-  all.count = static_cast<int>(call.integer("parts", 1, kMaxParts));
-  const int64_t tiles = moment_tiles(plan.height, plan.width);
-  for (int i = 0; i < all.count; ++i) {
-    const std::string name = "moments[" + std::to_string(i) + "]";
-    const Array part = call.operand(name, ffi::DataType::F32, {i ? plan.batch : kAny, kAny, kAny, 2});
-    plan.batch = part.dims[0];
-    plan.tiles[i] = part.dims[1];
-    if (plan.tiles[i] != tiles && plan.tiles[i] != 1) {
-      call.fail(name + ": expected 1 tile or " + std::to_string(tiles) + " tiles of 8 x 8 pixels, found " +
-                std::to_string(plan.tiles[i]));
-    }
-    all.data[i] = part.data;
-    all.total += all.channels[i] = part.dims[2];
-  }
-  read_groups(call, all.total, &plan.groups);
-  plan.eps = call.number("eps");
-  plan.scale = call.rows("scale", plan.batch, all.total);
-  plan.offset = call.rows("offset", plan.batch, all.total);
-  read_results(call, plan, all.total);
+  plan.a = per_channel(call, "a", plan);
+  plan.b = per_channel(call, "b", plan);
+  plan.mean = per_channel(call, "mean", plan);
+  plan.inverse = per_channel(call, "inverse", plan);
   return plan;
 }
 
@@ -105,7 +74,7 @@ NormGradient read_norm_gradient(Reader& call) {
   NormGradient plan{};
   const Array x = read_image(call, plan);
   plan.silu = call.flag("silu");
-  read_groups(call, plan.x.total, &plan.groups);
+  read_groups(call, plan);
   plan.dy = call.operand("dy", x.element, x.dims).data;
   plan.scale = call.rows("scale", plan.batch, plan.x.total);
   plan.offset = call.rows("offset", plan.batch, plan.x.total);

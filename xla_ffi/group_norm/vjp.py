@@ -12,10 +12,9 @@ import numpy as np
 from jaxtyping import Array, Float
 
 from pallas_kernels.features import Features
+from pallas_kernels.group_norm import reference
 from pallas_kernels.group_norm.statistics import group_size
 from pallas_kernels.group_norm.vjp import check_operands
-
-MOMENT_SIDE = 8  # pixels: of the tiles by which moments are handed on
 
 
 class Norm(NamedTuple):
@@ -43,49 +42,23 @@ def group_norm(
     Raises:
       ValueError: shapes or types that do not fit each other, or channels that are not a multiple of `groups`.
     """
-    check_operands(Features(x.parts, (None,) * len(x.parts)), scale, offset)
-    check_moments(x)
+    check_operands(x, scale, offset)
     return _group_norm(x, scale, offset, groups, eps, silu)
-
-
-def moment_tiles(height: int, width: int) -> int:
-    """Tiles of 8 × 8 pixels by which a convolution hands out the moments of what it stores; fewer pixels at the lower and right edge."""
-    return -(-height // MOMENT_SIDE) * -(-width // MOMENT_SIDE)
-
-
-def check_moments(x: Features) -> None:
-    """Raises ValueError where moments are neither of whole images, (batch, channels, 2), nor of tiles, (batch, tiles, channels, 2)."""
-    for i, (part, known) in enumerate(zip(x.parts, x.moments, strict=True)):
-        batch, height, width, channels = part.shape
-        whole, tiled = (batch, channels, 2), (batch, moment_tiles(height, width), channels, 2)
-        if known is not None and known.shape not in (whole, tiled):
-            raise ValueError(f'group_norm: x.moments[{i}]: shape {list(known.shape)}; expected {list(whole)} or {list(tiled)}')
 
 
 def statistics(x: Features, scale: Array, offset: Array, *, groups: int, eps: float) -> Norm:
     """The normalisation of x: from the producers' moments where every part came with them, else from one read of x.
 
     Raises:
-      ValueError: channels that are not a multiple of `groups`, or moments of another shape.
+      ValueError: channels that are not a multiple of `groups`.
     """
     group_size(x.channels, groups)
-    if all(m is not None for m in x.moments):
-        return _combine(x, scale, offset, groups, eps)
+    known = [m for m in x.moments if m is not None]
+    if len(known) == len(x.parts):
+        return Norm(*reference.combine(jnp.concatenate(known, axis=1), scale, offset, groups=groups, eps=eps))
     shape = jax.ShapeDtypeStruct((x.parts[0].shape[0], x.channels), jnp.float32)
     call = jax.ffi.ffi_call('jaxunet_group_norm_statistics', [shape] * 4, vmap_method='sequential')
     return Norm(*call(*_operands(x, scale, offset), parts=np.int64(len(x.parts)), groups=np.int64(groups), eps=np.float32(eps)))
-
-
-def _combine(x: Features, scale: Array, offset: Array, groups: int, eps: float) -> Norm:
-    """`statistics` from the moments of all parts, in one launch."""
-    check_moments(x)
-    batch, height, width, _ = x.parts[0].shape
-    tiles = [m[:, None] if m.ndim == 3 else m for m in x.moments if m is not None]
-    shape = jax.ShapeDtypeStruct((batch, x.channels), jnp.float32)
-    call = jax.ffi.ffi_call('jaxunet_group_norm_combine', [shape] * 4, vmap_method='sequential')
-    affine = (scale.astype(jnp.float32), offset.astype(jnp.float32))
-    sizes = {'height': np.int64(height), 'width': np.int64(width), 'parts': np.int64(len(tiles)), 'groups': np.int64(groups)}
-    return Norm(*call(*(m.astype(jnp.float32) for m in tiles), *affine, **sizes, eps=np.float32(eps)))
 
 
 def _operands(x: Features, scale: Array, offset: Array) -> tuple[Array, ...]:
