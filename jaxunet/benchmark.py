@@ -28,6 +28,7 @@ from jaxunet.benchmarking.cases import DIRECTIONS, Plan, make_plan
 from jaxunet.benchmarking.jax_side import synthetic_source
 from jaxunet.benchmarking.run import run
 from jaxunet.benchmarking.table import markdown
+from jaxunet.benchmarking.timing import MIN_STEPS, TURN_SECONDS
 from jaxunet.data.sources import open_source
 from jaxunet.ops import load_ops
 
@@ -38,7 +39,7 @@ BATCH_SIZES = flags.DEFINE_list('batch_sizes', [], "Batch sizes; default: the co
 PRECISIONS = flags.DEFINE_list('precisions', [], "Compute types; default: the config's.")
 DIRECTION = flags.DEFINE_list('directions', [], f'Some of {", ".join(DIRECTIONS)}; default: all.')
 ROUNDS = flags.DEFINE_integer('rounds', 10, 'Turns of each side; medians and quartiles are over them.')
-STEPS = flags.DEFINE_integer('steps', 10, 'Steps of one turn.')
+STEPS = flags.DEFINE_integer('steps', None, 'Steps of one turn; default: as many as take the quickest side half a second, at least 10.')
 SYNTHETIC = flags.DEFINE_bool('synthetic', False, 'Random images in place of data.path: times do not depend on pixels.')
 OUTPUT = flags.DEFINE_string('output', 'benchmark.jsonl', 'File that rows are appended to.')
 TABLE = flags.DEFINE_string('table', None, 'Print the table of this file of rows, and exit.')
@@ -64,7 +65,7 @@ def main(argv: Sequence[str]) -> int:
         dry_run(plan)
         return 0
     if len(plan.sides) == 1:
-        load_ops(plan.sides[0])  # with nothing to compare it to, one that is missing is an error at once
+        load_ops(plan.sides[0], plan.precisions[0])  # with nothing to compare it to, one that is missing is an error at once
     if PEERS.value:
         os.environ.setdefault('XLA_PYTHON_CLIENT_PREALLOCATE', 'false')
     jax.config.update('jax_enable_compilation_cache', False)  # a program from the cache would show no compile time
@@ -93,11 +94,10 @@ def config_name() -> str:
 
 def dry_run(plan: Plan) -> None:
     """One line a measurement, in their order."""
+    turn = f'{plan.steps} steps' if plan.steps else f'at least {MIN_STEPS} steps and {TURN_SECONDS:g} s'
     for precision, size in plan.cases():
         for direction in plan.directions:
-            print(
-                f'{plan.name}, {precision}, batch {size}, {direction}: {", ".join(plan.sides)}; {plan.rounds} rounds of {plan.steps} steps'
-            )
+            print(f'{plan.name}, {precision}, batch {size}, {direction}: {", ".join(plan.sides)}; {plan.rounds} rounds of {turn}')
 
 
 if __name__ == '__main__':

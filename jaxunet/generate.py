@@ -44,7 +44,7 @@ class Generator:
         mesh = Mesh(np.array(devices), ('data',))
         self._replicated = NamedSharding(mesh, PartitionSpec())
         self._split = NamedSharding(mesh, PartitionSpec('data'))
-        model = build_unet(config, load_ops(config.backend))
+        model = build_unet(config, load_ops(config.backend, config.precision))
 
         def segment(params: Params, state: State, keys: Array, labels: Array, start: Array, stop: Array) -> State:
             def denoise(x: Array, t: Array, labels: Array | None) -> Array:

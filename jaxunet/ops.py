@@ -97,19 +97,20 @@ PALLAS = Ops(
 )
 CUDA = Ops(conv3x3=ffi.conv3x3, norm_silu_conv3x3=ffi.norm_silu_conv3x3, group_norm=ffi.group_norm, attention=ffi.attention)
 TABLES = {'xla': XLA, 'pallas': PALLAS, 'cuda': CUDA}
-KERNELS = {'pallas': 'kernels', 'cuda': 'CUDA kernels'}  # the backends whose kernels are measured beside XLA's, and their titles
+KERNELS = {'pallas': 'Pallas kernels', 'cuda': 'CUDA kernels'}  # the backends whose kernels are measured beside XLA's, and their titles
 
 
-def choose(backend: str) -> dict[str, str]:
+def choose(backend: str, precision: str = 'bfloat16') -> dict[str, str]:
     """The backend of every op of `OP_BACKENDS` on this machine. `auto` takes, op by op, what was measured to be the fastest on its device.
 
     Args:
       backend: as `Config.backend`, such as pallas or pallas+adamw=cuda.
+      precision: as `Config.precision`; it matters to `auto` alone.
 
     Raises:
       UserError: a backend is unknown, or this version or machine does not have it.
     """
-    chosen = _named(backend)
+    chosen = _named(backend, precision)
     used = set(chosen.values())
     if 'cuda' in used and (missing := unavailable()):
         raise UserError(f'backend={backend}: {missing}; or use backend=pallas on an NVIDIA GPU, or xla, which runs everywhere')
@@ -121,23 +122,23 @@ def choose(backend: str) -> dict[str, str]:
     return chosen
 
 
-def load_ops(backend: str) -> Ops:
+def load_ops(backend: str, precision: str = 'bfloat16') -> Ops:
     """The ops that `choose` takes. Raises UserError as it does."""
-    chosen = choose(backend)
+    chosen = choose(backend, precision)
     return Ops(**{op: getattr(TABLES[chosen[op]], op) for op in Ops._fields})
 
 
-def fuses_update(backend: str) -> bool:
+def fuses_update(backend: str, precision: str = 'bfloat16') -> bool:
     """Whether what is done to all weights at once runs on the CUDA kernels: AdamW, the gradients' norm, averages, copies of 16 bits.
 
     Without them it is optax's and XLA's.
     """
-    return _named(backend)['adamw'] == 'cuda'
+    return _named(backend, precision)['adamw'] == 'cuda'
 
 
-def describe(backend: str) -> str:
+def describe(backend: str, precision: str = 'bfloat16') -> str:
     """One line for a log: the backend that each op got; AdamW's is optax, compiled by XLA, or the CUDA kernels."""
-    return 'ops: ' + ', '.join(f'{op}={name}' for op, name in choose(backend).items())
+    return 'ops: ' + ', '.join(f'{op}={name}' for op, name in choose(backend, precision).items())
 
 
 def further_kernels() -> dict[str, Ops]:
@@ -145,12 +146,25 @@ def further_kernels() -> dict[str, Ops]:
     return {} if unavailable() else {'cuda': CUDA}
 
 
-def _named(backend: str) -> dict[str, str]:
+def _named(backend: str, precision: str) -> dict[str, str]:
     """The backend of every op, whether or not this machine has it."""
     base, changed = split_backend(backend)
-    if base == 'auto':
-        base = 'pallas' if _device_family() is device.Target.HOPPER else 'xla'
-    return {op: base if base in backends else 'xla' for op, backends in OP_BACKENDS.items()} | changed
+    named = _auto(precision) if base == 'auto' else dict.fromkeys(OP_BACKENDS, base)
+    return {op: named[op] if named[op] in backends else 'xla' for op, backends in OP_BACKENDS.items()} | changed
+
+
+def _auto(precision: str) -> dict[str, str]:
+    """By whole steps of elephants64 on an H200 (README). In 16 bits the CUDA kernels with Pallas's attention are ahead of Pallas's others
+    at batch 32 and level at 256, and compile in seconds where those take minutes. In float32 a step of the CUDA kernels, of three tf32
+    products each, takes 48.9 ms and one of Pallas's 13.7.
+    """
+    if _device_family() is not device.Target.HOPPER:
+        return dict.fromkeys(OP_BACKENDS, 'xla')
+    if unavailable():
+        return dict.fromkeys(OP_BACKENDS, 'pallas')
+    if precision == 'float32':
+        return dict.fromkeys(OP_BACKENDS, 'pallas') | {'adamw': 'cuda'}
+    return dict.fromkeys(OP_BACKENDS, 'cuda') | {'attention': 'pallas'}
 
 
 def _device_family() -> device.Target | None:

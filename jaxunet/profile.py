@@ -60,8 +60,8 @@ def main(argv: Sequence[str]) -> None:
     if PLOT.value:
         report.check_plots()
     tables = [(str(COMPARE.value), report.read_csv(pathlib.Path(COMPARE.value)))] if COMPARE.value else []
-    for name, _ in configs:
-        load_ops(name)
+    for name, resolved in configs:
+        load_ops(name, resolved.precision)
     Parallel(config)
     output = pathlib.Path(OUTPUT.value)
     try:
@@ -80,7 +80,8 @@ def main(argv: Sequence[str]) -> None:
     if len(tables) > 1:
         print(report.side_by_side(tables, TOP.value), end='\n\n')
     if PLOT.value:
-        report.plot(output / 'profile.png', profiles, TOP.value)
+        charts = [report.Chart(name, s.busy_ms, s.launches, s.phase_ms, s.rows) for name, s in profiles]
+        report.plot(output / 'profile.png', charts, TOP.value)
     print(f'{output}: {", ".join(sorted(path.name for path in output.iterdir()))}', flush=True)
 
 
@@ -91,7 +92,7 @@ def profile(name: str, config: Config, source: Source, output: pathlib.Path) -> 
       UserError: the backend, data or profiler does not work, or a file cannot be written.
     """
     with tempfile.TemporaryDirectory() as folder:
-        print(f'{name}: {describe(config.backend)}', flush=True)
+        print(f'{name}: {describe(config.backend, config.precision)}', flush=True)
         captured = capture(config, source, pathlib.Path(folder), steps=STEPS.value, warmup=WARMUP.value)
         summary = summarise(captured.trace, captured.steps)
         print(
@@ -115,7 +116,7 @@ def row(name: str, config: Config, captured: Capture, summary: Summary) -> rows.
     return {
         **rows.provenance(),
         'backend': name,
-        'ops': describe(config.backend),
+        'ops': describe(config.backend, config.precision),
         **numbers,
         'idle_share': report.untraced_idle(summary, captured.step_ms),
         'traced_idle_share': summary.idle_share,

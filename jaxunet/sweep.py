@@ -12,7 +12,7 @@ GPU, a point of several devices gets them from XLA's --xla_force_host_platform_d
 The same command again goes on where it was, and measures nothing twice. `OUTPUT` gets
 
   results.jsonl   one line a point: numbers, config, commit, device, versions
-  results.csv, AXIS.png, report.md      the table, a plot an axis (needs the extra `plots`), and the report
+  results.csv, AXIS.png, report.md      the table, a plot an axis (needs the extra `plots`; operations.png of profiles), and the report
   logs/           what each point's process printed, after the command that repeats it
 """
 

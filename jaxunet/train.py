@@ -63,7 +63,7 @@ def main(argv: Sequence[str]) -> None:
 def run(config: Config) -> None:
     """Trains, in this process's part of the run."""
     cli.enable_compilation_cache()
-    load_ops(config.backend)  # both fail before anything is read or written
+    load_ops(config.backend, config.precision)  # both fail before anything is read or written
     Parallel(config)
     height, width, channels = config.image_shape
     source = open_source(config.data.path, image_shape=(height, width, channels), classes=config.data.classes)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import importlib.util
 import pathlib
 from collections.abc import Callable
@@ -18,7 +19,7 @@ from jaxunet.benchmarking import rows, run, table
 from jaxunet.benchmarking.cases import DIRECTIONS, Prepared, make_plan
 from jaxunet.benchmarking.device import Rates, measure_rates
 from jaxunet.benchmarking.jax_side import model_loss, peak_bytes, random_inputs, synthetic_source, timed_compile
-from jaxunet.benchmarking.timing import interleave, summarise, turns
+from jaxunet.benchmarking.timing import interleave, steps_of_a_turn, summarise, turns
 from jaxunet.benchmarking.traffic import bytes_moved
 from jaxunet.config import Config
 from jaxunet.diffusion import make_diffusion
@@ -129,11 +130,11 @@ def test_dry_run_prints_the_cases() -> None:
     options = ['--batch_sizes=4,8', '--precisions=bfloat16,float32', '--directions=step,forward', '--dry_run']
     lines = call('jaxunet.benchmark', *flags(), *options).splitlines()
     assert len(lines) == 8
-    assert lines[0] == 'digits, bfloat16, batch 4, forward: auto; 10 rounds of 10 steps'
-    assert lines[-1] == 'digits, float32, batch 8, step: auto; 10 rounds of 10 steps'
+    assert lines[0] == 'digits, bfloat16, batch 4, forward: auto; 10 rounds of at least 10 steps and 0.5 s'
+    assert lines[-1] == 'digits, float32, batch 8, step: auto; 10 rounds of at least 10 steps and 0.5 s'
     file = pathlib.Path(__file__).parents[1] / 'configs' / 'elephants64.py'
-    printed = call('jaxunet.benchmark', f'--config={file}', '--directions=step', '--rounds=3', '--dry_run')
-    assert printed == 'elephants64, bfloat16, batch 32, step: auto; 3 rounds of 10 steps\n'
+    printed = call('jaxunet.benchmark', f'--config={file}', '--directions=step', '--rounds=3', '--steps=7', '--dry_run')
+    assert printed == 'elephants64, bfloat16, batch 32, step: auto; 3 rounds of 7 steps\n'
 
 
 @pytest.mark.parametrize(
@@ -180,6 +181,24 @@ def test_sides_take_turns() -> None:
     assert first[0] == 1000
     quick = summarise([1.0, 2.0, 3.0, 4.0, 5.0], [2.0, 4.0, 6.0, 8.0, 5.0])
     assert quick == (3.0, (2.0, 4.0), 0.5, (0.5, 0.5))
+
+
+def test_a_turn_takes_half_a_second() -> None:
+    now = [0.0]
+
+    def work(speed: float) -> Callable[[int], None]:
+        return lambda steps: now.__setitem__(0, now[0] + steps * speed)
+
+    assert steps_of_a_turn(work(0.004), lambda: now[0]) == 125
+    assert steps_of_a_turn(work(3.0), lambda: now[0]) == 10
+
+
+def test_no_garbage_is_collected_in_a_turn() -> None:
+    """What was there before is not gone through again, and is given back to the collector at the end."""
+    kept, counted = [[] for _ in range(1000)], []
+    interleave({'a': lambda steps: counted.append(gc.get_freeze_count())}, rounds=1, steps=1)
+    assert counted[0] >= len(kept)
+    assert gc.get_freeze_count() == 0
 
 
 def test_a_side_that_fails_ends_alone() -> None:

@@ -115,12 +115,27 @@ def test_a_machine_without_a_gpu():
     assert seam.describe('auto') == 'ops: conv3x3=xla, norm_silu_conv3x3=xla, group_norm=xla, attention=xla, adamw=xla'
 
 
-@pytest.mark.parametrize(('target', 'auto'), [(device.Target.HOPPER, 'pallas'), (device.Target.TRITON, 'xla')])
-def test_auto_takes_what_was_measured(target, auto):
+PALLAS = 'ops: conv3x3=pallas, norm_silu_conv3x3=pallas, group_norm=pallas, attention=pallas, adamw='
+MIXED = 'ops: conv3x3=cuda, norm_silu_conv3x3=cuda, group_norm=cuda, attention=pallas, adamw=cuda'
+
+
+@pytest.mark.parametrize(
+    ('target', 'missing', 'precision', 'auto'),
+    [
+        (device.Target.HOPPER, None, 'bfloat16', MIXED),
+        (device.Target.HOPPER, None, 'float16', MIXED),
+        (device.Target.HOPPER, None, 'float32', PALLAS + 'cuda'),
+        (device.Target.HOPPER, 'no extension', 'bfloat16', PALLAS + 'xla'),
+        (device.Target.TRITON, None, 'bfloat16', PALLAS.replace('pallas', 'xla') + 'xla'),
+    ],
+)
+def test_auto_takes_what_was_measured(target, missing, precision, auto, monkeypatch):
     """Only Hopper's kernels have been timed beside XLA in whole steps."""
+    monkeypatch.setattr(seam, 'unavailable', lambda: missing)
     with device.use(target):
-        assert seam.describe('auto') == f'ops: conv3x3={auto}, norm_silu_conv3x3={auto}, group_norm={auto}, attention={auto}, adamw=xla'
-        assert seam.describe('pallas') == 'ops: conv3x3=pallas, norm_silu_conv3x3=pallas, group_norm=pallas, attention=pallas, adamw=xla'
+        assert seam.describe('auto', precision) == auto
+        assert seam.describe('pallas', precision) == PALLAS + 'xla'
+        assert seam.fuses_update('auto', precision) == auto.endswith('adamw=cuda')
 
 
 def test_backends_mix_op_by_op(monkeypatch):
@@ -131,6 +146,6 @@ def test_backends_mix_op_by_op(monkeypatch):
             seam.choose('pallas+adamw=cuda')
         monkeypatch.setattr(seam, 'unavailable', lambda: None)
         mixed = seam.load_ops('auto+attention=cuda+group_norm=xla')
-        assert mixed == seam.PALLAS._replace(attention=seam.CUDA.attention, group_norm=seam.XLA.group_norm)
+        assert mixed == seam.CUDA._replace(group_norm=seam.XLA.group_norm)
         assert seam.choose('pallas+adamw=cuda')['adamw'] == 'cuda'
         assert [seam.fuses_update(b) for b in ('pallas', 'pallas+adamw=cuda', 'cuda', 'cuda+adamw=xla')] == [False, True, True, False]

@@ -189,9 +189,13 @@ def test_tables():
     assert report.shorten('x' * 30 + 'end', 11) == 'xxxx…xxxend'
 
 
-def test_plot(tmp_path):
+def chart(label):
     s = summarise(gpu_trace(), 1)
-    report.plot(tmp_path / 'a.png', [('xla', s), ('pallas', s)], top=3)
+    return report.Chart(label, s.busy_ms, s.launches, s.phase_ms, s.rows)
+
+
+def test_plot(tmp_path):
+    report.plot(tmp_path / 'a.png', [chart('xla'), chart('pallas')], top=3)
     with Image.open(tmp_path / 'a.png') as picture:
         colours = np.unique(np.asarray(picture.convert('RGB')).reshape(-1, 3), axis=0)
     for phase in (FORWARD, BACKWARD, ALL_REDUCE):
@@ -201,7 +205,7 @@ def test_plot(tmp_path):
 def test_plot_without_matplotlib(monkeypatch, tmp_path):
     monkeypatch.setattr('importlib.util.find_spec', lambda name: None)
     with pytest.raises(UserError, match=r'pip install "jaxunet\[plots\]"'):
-        report.plot(tmp_path / 'a.png', [('xla', summarise(gpu_trace(), 1))], top=3)
+        report.plot(tmp_path / 'a.png', [chart('xla')], top=3)
 
 
 # The whole way

@@ -65,7 +65,6 @@ def test_tables_are_generated_from_the_rows(make):
     [
         ('configs/benchmark.jsonl', benchmark_table.markdown),
         ('pallas_kernels/h200.jsonl', kernel_table.summary),
-        ('xla_ffi/h200.jsonl', kernel_table.summary),
     ],
 )
 def test_benchmark_tables_are_generated_from_the_rows(file, markdown):

@@ -47,7 +47,7 @@ class Plan(NamedTuple):
     batch_sizes: tuple[int, ...]
     directions: tuple[str, ...]
     rounds: int
-    steps: int
+    steps: int | None  # None: as many as take the quickest side TURN_SECONDS
 
     def cases(self) -> Iterator[tuple[str, int]]:
         """(precision, batch size) in the order of the run."""
@@ -66,7 +66,7 @@ def make_plan(
     batch_sizes: list[str],
     directions: list[str],
     rounds: int,
-    steps: int,
+    steps: int | None,
 ) -> Plan:
     """The plan of these flags; empty lists stand for the config's own value, of directions for all.
 
@@ -81,7 +81,7 @@ def make_plan(
     _check('precisions', precisions, PRECISIONS)
     _check('directions', directions, DIRECTIONS)
     for flag, value in (('rounds', rounds), ('steps', steps)):
-        if value < 1:
+        if value is not None and value < 1:
             raise UserError(f'--{flag}: expected 1 or more, found {value}')
     for size in batch_sizes:
         if not size.isdecimal() or int(size) == 0:

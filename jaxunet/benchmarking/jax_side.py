@@ -50,9 +50,9 @@ class JaxSide:
 
     def __init__(self, config: Config, source: Source, state: TrainState) -> None:
         self.config, self.source, self.start = config, source, state
-        self.model = build_unet(config, load_ops(config.backend))
+        self.model = build_unet(config, load_ops(config.backend, config.precision))
         self.notes = {
-            'ops': describe(config.backend),
+            'ops': describe(config.backend, config.precision),
             'bytes_source': 'operands and results of every kernel in the optimised HLO',
             'peak_source': "XLA's memory analysis of the executable",
         }

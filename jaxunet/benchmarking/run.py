@@ -14,7 +14,7 @@ from jaxunet.benchmarking.cases import PYTORCH, Plan, Prepared, Side
 from jaxunet.benchmarking.device import Rates, measure_rates
 from jaxunet.benchmarking.jax_side import JaxSide
 from jaxunet.benchmarking.rows import Row, provenance
-from jaxunet.benchmarking.timing import interleave, summarise
+from jaxunet.benchmarking.timing import MIN_STEPS, interleave, steps_of_a_turn, summarise
 from jaxunet.config import Config
 from jaxunet.data.source import Source
 from jaxunet.errors import UserError
@@ -41,7 +41,7 @@ def run(plan: Plan, source: Source, command: str) -> Iterator[Row]:
         state = fresh_state(plan.config.replace(precision=precision))
         for size in plan.batch_sizes:
             config = plan.config.replace(precision=precision, data={'batch_size': size})
-            case = origin | {'precision': precision, 'batch_size': size, 'rounds': plan.rounds, 'steps_per_round': plan.steps}
+            case = origin | {'precision': precision, 'batch_size': size, 'rounds': plan.rounds}
             case |= {'matmul_flops': rates.matmul_flops, 'copy_bytes_per_s': rates.copy_bytes, 'forward_flops': flops * size}
             yield from _case(plan, config, source, state, case, rates)
             _release(plan)
@@ -62,10 +62,13 @@ def _case(plan: Plan, config: Config, source: Source, state: TrainState, case: R
             say(f'{plan.name}, {config.precision}, batch {config.data.batch_size}, {direction}: {name}')
             ready[name] = _try(side.prepare, direction)
         prepared = {name: p for name, p in ready.items() if isinstance(p, Prepared)}
-        times = interleave({name: p.run for name, p in prepared.items()}, rounds=plan.rounds, steps=plan.steps)
+        runs = {name: p.run for name, p in prepared.items()}
+        found = [_try(steps_of_a_turn, call) for call in runs.values()] if plan.steps is None else [plan.steps]
+        steps = max((n for n in found if isinstance(n, int)), default=MIN_STEPS)  # a side that failed does so again, and is told
+        times = interleave(runs, rounds=plan.rounds, steps=steps)
         first = times.get(plan.sides[0])
         for name, p in ready.items():
-            row = case | {'backend': name, 'direction': direction, 'reference': plan.sides[0]}
+            row = case | {'backend': name, 'direction': direction, 'reference': plan.sides[0], 'steps_per_round': steps}
             outcome = p if isinstance(p, Exception) else times[name]
             if isinstance(p, Exception) or isinstance(outcome, Exception):
                 yield row | {'error': describe_error(outcome)}

@@ -48,21 +48,25 @@ def markdown(rows: Iterable[Row]) -> str:
     if not latest:
         raise UserError('no benchmark rows; python -m jaxunet.benchmark writes them')
     devices = dict.fromkeys(row['device'] for row in latest.values())
-    return '\n\n'.join(_table([row for row in latest.values() if row['device'] == device]) for device in devices)
+    order = {key: i for i, key in enumerate(dict.fromkeys((row['config'], row['precision'], row['batch_size']) for row in latest.values()))}
+    shown = sorted(latest.values(), key=lambda row: order[row['config'], row['precision'], row['batch_size']])
+    return '\n\n'.join(_table([row for row in shown if row['device'] == device]) for device in devices)
 
 
 def _table(rows: list[Row]) -> str:
-    lines = [_caption(rows), '', f'| {" | ".join(HEAD)} |', '|' + '---|' * len(HEAD)]
-    lines += [f'| {" | ".join(_cells(row))} |' for row in rows]
+    commits = list(dict.fromkeys(str(row['git']) for row in rows))
+    head = HEAD if len(commits) == 1 else [*HEAD, 'commit']  # a ratio is to a side of the same run
+    lines = [_caption(rows, commits), '', f'| {" | ".join(head)} |', '|' + '---|' * len(head)]
+    lines += [f'| {" | ".join([*_cells(row), str(row["git"])][: len(head)])} |' for row in rows]
     return '\n'.join(lines)
 
 
-def _caption(rows: list[Row]) -> str:
+def _caption(rows: list[Row], commits: list[str]) -> str:
     """Where the rows come from, and the rates that shares refer to."""
     versions = dict(pair for row in rows for pair in row['versions'].items())
     parts = [f'{name} {version}' for name, version in versions.items() if name in ('jax', 'torch')]
     parts += [f'driver {row["driver"]}' for row in rows[:1] if row['driver']]
-    parts += ['commit ' + ', '.join(dict.fromkeys(str(row['git']) for row in rows))]
+    parts += ['commit ' + ', '.join(commits)]
     rates = []
     for precision in dict.fromkeys(row['precision'] for row in rows):
         those = [row for row in rows if row['precision'] == precision]

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
+import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
 
 Run = Callable[[int], None]  # does that many steps and returns when the device has finished them
+TURN_SECONDS = 0.5  # at its start the device waits for the host, for some milliseconds that no training run has
+MIN_STEPS = 10
 
 
 class Timing(NamedTuple):
@@ -25,6 +30,25 @@ def turns(names: Sequence[str], rounds: int) -> list[list[str]]:
     return [list(names) if i % 2 == 0 else list(names)[::-1] for i in range(rounds)]
 
 
+def steps_of_a_turn(run: Run, clock: Callable[[], float] = time.perf_counter) -> int:
+    """How many steps of a side that has run before take about `TURN_SECONDS`; at least `MIN_STEPS`."""
+    run(1)
+    began = clock()
+    run(2)
+    return max(MIN_STEPS, math.ceil(2 * TURN_SECONDS / max(clock() - began, 1e-6)))
+
+
+@contextlib.contextmanager
+def garbage_set_aside() -> Iterator[None]:
+    """What is there now is not gone through: that takes a tenth of a second and more, in the middle of somebody's turn."""
+    gc.collect()
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
+
+
 def interleave(
     sides: Mapping[str, Run], *, rounds: int, steps: int, clock: Callable[[], float] = time.perf_counter
 ) -> dict[str, list[float] | Exception]:
@@ -37,16 +61,17 @@ def interleave(
     """
     times: dict[str, list[float]] = {name: [] for name in sides}
     failed: dict[str, Exception] = {}
-    for order in turns(list(sides), rounds):
-        for name in order:
-            if name in failed:
-                continue
-            try:
-                began = clock()
-                sides[name](steps)
-                times[name].append((clock() - began) / steps * 1e3)
-            except Exception as error:
-                failed[name] = error
+    with garbage_set_aside():
+        for order in turns(list(sides), rounds):
+            for name in order:
+                if name in failed:
+                    continue
+                try:
+                    began = clock()
+                    sides[name](steps)
+                    times[name].append((clock() - began) / steps * 1e3)
+                except Exception as error:
+                    failed[name] = error
     return {name: failed.get(name, times[name]) for name in sides}
 
 

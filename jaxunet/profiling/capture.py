@@ -10,6 +10,7 @@ from typing import Any
 
 import jax
 
+from jaxunet.benchmarking.timing import garbage_set_aside
 from jaxunet.config import Config
 from jaxunet.data import pipeline
 from jaxunet.data.sources import Source
@@ -56,7 +57,7 @@ class Steps:
     """
 
     def __init__(self, config: Config, source: Source) -> None:
-        load_ops(config.backend)
+        load_ops(config.backend, config.precision)
         # No end, however short the run. Last layers that start at zero would take a GPU less power than those of a trained network.
         config = config.replace(model={'zero_init': False}, train={'steps': 10**9})
         self.parallel = Parallel(config)
@@ -68,7 +69,8 @@ class Steps:
         else:
             self._batches = pipeline.stream(source, config, 0, self.parallel.local_rows)
             self._data = self.parallel.put_batch(next(self._batches))
-        model, diffusion, optimizer = build_unet(config, load_ops(config.backend)), make_diffusion(config.diffusion), make_optimizer(config)
+        model = build_unet(config, load_ops(config.backend, config.precision))
+        diffusion, optimizer = make_diffusion(config.diffusion), make_optimizer(config)
         began = time.perf_counter()
         self._compiled: Any = self.parallel.compile(
             lambda axis: make_train_step(config, model, diffusion, optimizer, axis_name=axis), self._state, self._data
@@ -117,7 +119,8 @@ def capture(config: Config, source: Source, folder: pathlib.Path, *, steps: int 
     """
     with Steps(config, source) as run:
         run.run(warmup)
-        step_s = run.run(TIMED * steps)
+        with garbage_set_aside():
+            step_s = run.run(TIMED * steps)
         options = jax.profiler.ProfileOptions()
         options.python_tracer_level = 0  # each Python call would be an event, and slow the host down
         with jax.profiler.trace(str(folder), profiler_options=options):

@@ -7,8 +7,8 @@ import dataclasses
 import importlib.util
 import pathlib
 import typing
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 from jaxunet.errors import UserError
 from jaxunet.profiling.events import COPY
@@ -114,8 +114,18 @@ def check_plots() -> None:
         raise UserError('--plot: needs matplotlib, which is not installed; pip install "jaxunet[plots]", or pass --noplot')
 
 
-def plot(path: pathlib.Path, columns: Sequence[tuple[str, Summary]], top: int) -> None:
-    """A PNG: per profile, a bar of its phases over the bars of its `top` device operations, in milliseconds a step.
+class Chart(NamedTuple):
+    """What a picture shows of a profile; times are milliseconds a step."""
+
+    label: str
+    busy_ms: float
+    launches: float
+    phase_ms: Mapping[str, float]
+    rows: Sequence[Row]
+
+
+def plot(path: pathlib.Path, charts: Sequence[Chart], top: int) -> None:
+    """A PNG: per profile, a bar of its phases over the bars of its `top` device operations.
 
     Raises:
       UserError: matplotlib is missing.
@@ -124,15 +134,15 @@ def plot(path: pathlib.Path, columns: Sequence[tuple[str, Summary]], top: int) -
     from matplotlib.figure import Figure  # noqa: PLC0415  # an extra
     from matplotlib.patches import Patch  # noqa: PLC0415
 
-    figure = Figure(figsize=(10 * len(columns), 2.2 + 0.34 * top), layout='constrained')
-    axes: Any = figure.subplots(2, len(columns), squeeze=False, sharex='row', height_ratios=(1, max(top, 3)))
-    for (label, summary), phases, bars in zip(columns, *axes, strict=True):
-        phases.set_title(f'{label}: device busy {summary.busy_ms:.2f} ms, {summary.launches:.0f} launches a step')
+    figure = Figure(figsize=(10 * len(charts), 2.2 + 0.34 * top), layout='constrained')
+    axes: Any = figure.subplots(2, len(charts), squeeze=False, sharex='row', height_ratios=(1, max(top, 3)))
+    for chart, phases, bars in zip(charts, *axes, strict=True):
+        phases.set_title(f'{chart.label}: device busy {chart.busy_ms:.2f} ms, {chart.launches:.0f} launches a step')
         left = 0.0
-        for phase, ms in summary.phase_ms.items():
+        for phase, ms in chart.phase_ms.items():
             phases.barh(['phases'], [ms], left=[left], color=COLOURS[phase])
             left += ms
-        rows = summary.side(DEVICE)[:top]
+        rows = [row for row in chart.rows if row.side == DEVICE][:top]
         names = [f'{shorten(row.operation, 44)}  ×{row.count:.3g}' for row in rows]
         bars.barh(range(len(rows)), [row.ms for row in rows], color=[COLOURS[row.phase] for row in rows])
         bars.set_yticks(range(len(rows)), names)

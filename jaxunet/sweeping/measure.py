@@ -68,8 +68,8 @@ def measure(task: Task) -> dict[str, Any]:
     config = resolve(task.config)
     cli.enable_compilation_cache()
     parallel = Parallel(config)
-    model = build_unet(config, load_ops(config.backend))
-    logging.info('%s', describe(config.backend))
+    model = build_unet(config, load_ops(config.backend, config.precision))
+    logging.info('%s', describe(config.backend, config.precision))
     source = open_source(config.data.path, image_shape=_shape(config), classes=config.data.classes)
     cache = pipeline.choose_cache(config, source)
     if WORKERS in task.varied and config.data.num_workers and (cache == 'device' or source.in_memory):

@@ -14,7 +14,8 @@ from typing import Any
 
 from jaxunet.errors import UserError
 from jaxunet.processes import Row
-from jaxunet.profiling.report import read_csv, side_by_side
+from jaxunet.profiling.report import Chart, read_csv, side_by_side
+from jaxunet.profiling.report import plot as plot_operations
 from jaxunet.sweeping.points import DEVICES, JIT, OWN_AXES, Axis, show
 from jaxunet.sweeping.runner import IMPOSSIBLE, OK
 
@@ -22,6 +23,7 @@ COLUMNS = (
     *('status', 'images_per_s', 'speed_of_best', 'step_ms', 'step_ms_q1', 'step_ms_q3', 'lower_s', 'compile_s', 'compile_cached'),
     *('peak_gib', 'peak_source', 'batch', 'loss', 'steps', 'seconds', 'reason', 'key'),
 )
+TOP = 10  # operations of a profile that are shown
 LEGEND = 12  # more lines than this and a plot is no longer told apart by its legend
 
 
@@ -92,16 +94,14 @@ def _cell(row: Row, axes: Sequence[Axis]) -> tuple[str, ...]:
 
 
 def write(sweep: Sweep, directory: pathlib.Path, *, plot: bool) -> list[pathlib.Path]:
-    """Writes results.csv, AXIS.png and report.md; returns their paths.
+    """Writes results.csv, AXIS.png (of profiles operations.png) and report.md; returns their paths.
 
     Raises:
       UserError: matplotlib is missing, or a file cannot be written.
     """
-    pictures = [directory / f'{axis.name}.png' for axis in sweep.axes if len(axis.values) > 1] if plot and sweep.done else []
     try:
         _write_csv(sweep, directory / 'results.csv')
-        if pictures:
-            _plot(sweep, directory)
+        pictures = _plot(sweep, directory) if plot and sweep.done else []
         (directory / 'report.md').write_text(markdown(sweep, [p.name for p in pictures], directory), encoding='utf-8')
     except OSError as error:
         raise UserError(f'--output: {error.filename or directory} cannot be written: {error.strerror or error}') from None
@@ -227,7 +227,7 @@ def _failures(sweep: Sweep) -> list[str]:
     return [*lines, '']
 
 
-def _profiles(sweep: Sweep, directory: pathlib.Path, top: int = 10) -> list[str]:
+def _profiles(sweep: Sweep, directory: pathlib.Path, top: int = TOP) -> list[str]:
     """Phases and top operations of every point that was traced."""
     traced = [row for row in sweep.done if 'profile' in row]
     if not traced:
@@ -257,41 +257,69 @@ def check_plots() -> None:
         raise UserError('--plot: needs matplotlib, which is not installed; pip install "jaxunet[plots]", or pass --noplot')
 
 
-def _plot(sweep: Sweep, directory: pathlib.Path) -> None:
-    """A picture an axis: images/s (with the range over the parts of the run) and peak memory; a line per setting of the others."""
+def _plot(sweep: Sweep, directory: pathlib.Path) -> list[pathlib.Path]:
+    """Of profiles a picture of their operations; of steps one an axis: images/s (with the range over the parts of the run) and peak memory,
+    a colour per setting of the other axes. Returns their paths."""
     check_plots()
-    from matplotlib.figure import Figure  # noqa: PLC0415  # an extra
+    profiles = [row for row in sweep.done if 'profile' in row]
+    if profiles:
+        charts = [
+            Chart(_label(row, sweep.axes), row['busy_ms'], row['launches'], row['phase_ms'], read_csv(directory / row['profile']))
+            for row in profiles
+        ]
+        plot_operations(directory / 'operations.png', charts, TOP)
+        return [directory / 'operations.png']
+    axes = [axis for axis in sweep.axes if len(axis.values) > 1]
+    for axis in axes:
+        _plot_axis(sweep, axis, directory / f'{axis.name}.png')
+    return [directory / f'{axis.name}.png' for axis in axes]
 
-    for axis in sweep.axes:
-        if len(axis.values) < 2:
-            continue
-        others = [other for other in sweep.axes if other is not axis]
-        with_memory = any(row.get('peak_bytes') for row in sweep.done)
-        figure = Figure(figsize=(11 if with_memory else 6, 4.2), layout='constrained')
-        panels: Any = figure.subplots(1, 2 if with_memory else 1, squeeze=False)[0]
-        lines: dict[str, list[tuple[int, Row]]] = {}
-        texts = [show(value) for value in axis.values]
-        for row in sweep.done:
-            label = ' '.join(f'{other.title}={show(row["point"][other.name])}' for other in others)
-            lines.setdefault(label, []).append((texts.index(show(row['point'][axis.name])), row))
-        for label, found in lines.items():
-            found.sort(key=lambda pair: pair[0])
-            x = [place for place, _ in found]
-            rate = [row['images_per_s'] for _, row in found]
-            ends = [row.get('images_per_s_range', (r, r)) for (_, row), r in zip(found, rate, strict=True)]
-            spread = [
-                [max(r - low, 0) for r, (low, _) in zip(rate, ends, strict=True)],
-                [max(high - r, 0) for r, (_, high) in zip(rate, ends, strict=True)],
-            ]
+
+def _label(row: Row, axes: Sequence[Axis]) -> str:
+    return ' '.join(f'{axis.title}={show(row["point"][axis.name])}' for axis in axes)
+
+
+def _plot_axis(sweep: Sweep, axis: Axis, path: pathlib.Path) -> None:
+    """Lines over numbers, bars over names."""
+    from matplotlib.figure import Figure  # noqa: PLC0415  an extra
+
+    others = [other for other in sweep.axes if other is not axis]
+    groups: dict[str, list[Row]] = {}
+    for row in sweep.done:
+        groups.setdefault(_label(row, others), []).append(row)
+    with_memory = any(row.get('peak_bytes') for row in sweep.done)
+    figure = Figure(figsize=(11 if with_memory else 6, 4.2), layout='constrained')
+    panels: Any = figure.subplots(1, 2 if with_memory else 1, squeeze=False)[0]
+    texts = [show(value) for value in axis.values]
+    numbers = all(isinstance(value, int | float) for value in axis.values)
+    for i, (label, found) in enumerate(groups.items()):
+        found.sort(key=lambda row: texts.index(show(row['point'][axis.name])))
+        x = [float(texts.index(show(row['point'][axis.name]))) for row in found]
+        width = 0.8 / len(groups)
+        if not numbers:
+            x = [place + (i - (len(groups) - 1) / 2) * width for place in x]
+        rate = [row['images_per_s'] for row in found]
+        ends = [row.get('images_per_s_range', (r, r)) for row, r in zip(found, rate, strict=True)]
+        spread = [
+            [max(r - low, 0) for r, (low, _) in zip(rate, ends, strict=True)],
+            [max(high - r, 0) for r, (_, high) in zip(rate, ends, strict=True)],
+        ]
+        memory = [row.get('peak_bytes', math.nan) / 2**30 for row in found]
+        if numbers:
             panels[0].errorbar(x, rate, yerr=spread, marker='o', capsize=3, label=label)
-            if with_memory:
-                panels[1].plot(x, [row.get('peak_bytes', math.nan) / 2**30 for _, row in found], marker='o', label=label)
-        for panel, title in zip(panels, ('images/s', 'peak memory, GiB'), strict=False):
-            panel.set_xticks(range(len(texts)), texts)
-            panel.set_xlabel(axis.name)
-            panel.set_ylabel(title)
-            panel.set_ylim(bottom=0)
-            panel.grid(alpha=0.3)
-        if others and len(lines) <= LEGEND:
-            panels[-1].legend(fontsize='small')
-        figure.savefig(directory / f'{axis.name}.png', dpi=110)
+        else:
+            panels[0].bar(x, rate, 0.9 * width, yerr=spread, capsize=3, label=label)
+        if with_memory and numbers:
+            panels[1].plot(x, memory, marker='o', label=label)
+        elif with_memory:
+            panels[1].bar(x, memory, 0.9 * width, label=label)
+    for panel, title in zip(panels, ('images/s', 'peak memory, GiB'), strict=False):
+        panel.set_xticks(range(len(texts)), texts)
+        panel.set_xlabel(axis.name)
+        panel.set_ylabel(title)
+        panel.set_ylim(0, 1.05 * panel.get_ylim()[1])
+        panel.grid(alpha=0.3)
+        panel.set_axisbelow(True)
+    if others and len(groups) <= LEGEND:
+        panels[-1].legend(fontsize='small')
+    figure.savefig(path, dpi=110)

@@ -109,8 +109,8 @@ class _Run:
         if config.train.evaluate_every and self.main:
             self.evaluator = Evaluator(config, source, self.parallel.local_devices)
         self.checkpoints = checkpoint.Checkpoints(workdir, keep=config.train.keep)
-        logging.info('%s', describe(config.backend))
-        self.model = build_unet(config, load_ops(config.backend))
+        logging.info('%s', describe(config.backend, config.precision))
+        self.model = build_unet(config, load_ops(config.backend, config.precision))
         self.optimizer = make_optimizer(config)
         self.seconds = 0.0  # of training alone
         self.state, self.step = self._restore(initial)

@@ -3,7 +3,7 @@
 The batch is split by hand rather than by XLA's partitioner, which cannot look into hand-written kernels. Both compile `step(state, data)`,
 where `data` is either a streamed batch or the whole dataset, resident on every device, from which the step gathers its own rows.
 
-The gradients' all-reduce overlaps the backward pass: `pmean` makes one operation of each gradient, which waits for nothing but that, and
+The gradients' all-reduce overlaps the backward pass: `psum` makes one operation of each gradient, which waits for nothing but that, and
 on GPUs `OVERLAP` lets XLA run them beside the backward pass, several combined into one transfer, but not all into one.
 """
 

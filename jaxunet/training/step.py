@@ -109,7 +109,7 @@ def make_train_step(
     schedule, update = learning_rate_schedule(config), make_update(config, optimizer)
     micro_batches, batch_size = config.optimizer.accumulate_steps, config.data.batch_size
     weighting, sampler = make_weighting(config.loss, diffusion), make_sampler(config, diffusion)
-    narrow = functools.partial(narrow_kernels, dtype=config.precision) if fuses_update(config.backend) else None
+    narrow = functools.partial(narrow_kernels, dtype=config.precision) if fuses_update(config.backend, config.precision) else None
     plain = config.loss.weighting == 'uniform' and config.timesteps.sampler == 'uniform'
 
     def loss_fn(
@@ -128,8 +128,11 @@ def make_train_step(
             return loss * scale, (loss, Losses(draw.t, losses, draw.importance))
 
     def gradients(state: TrainState, keys: Keys, batch: Batch) -> tuple[Params, Array, Losses | None]:
+        """This device's share of the gradients, which add up to those of the whole batch; the mean loss of its rows."""
         value_and_grad = jax.grad(loss_fn, has_aux=True)
         scale, states = state.loss_scale.scale, (state.weighting, state.timesteps)
+        if axis_name is not None:  # so that the sum over devices is the mean: a division of each gradient is a kernel of its own
+            scale = scale / jax.lax.axis_size(axis_name)
         if micro_batches == 1:
             grads, (loss, losses) = value_and_grad(state.params, states, keys, batch, scale)
             return grads, loss, losses
@@ -155,7 +158,7 @@ def make_train_step(
         grads, loss, losses = gradients(state, keys, batch)
         if axis_name is not None:
             with jax.named_scope('all_reduce'):
-                grads, loss = jax.lax.pmean((grads, loss), axis_name)
+                grads, loss = jax.lax.psum(grads, axis_name), jax.lax.pmean(loss, axis_name)
                 losses = jax.tree.map(lambda x: jax.lax.all_gather(x, axis_name, tiled=True), losses)
         with jax.named_scope('optimizer'):
             minimised = loss

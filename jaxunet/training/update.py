@@ -31,7 +31,7 @@ Update = Callable[[TrainState, Params, Array, Array], Updated]  # of the state, 
 
 def make_update(config: Config, optimizer: optax.GradientTransformation) -> Update:
     """The update of `config.backend`: optax's, or one fused over all parameters on the same state."""
-    return _fused(config) if fuses_update(config.backend) else _by_optax(config, optimizer)
+    return _fused(config) if fuses_update(config.backend, config.precision) else _by_optax(config, optimizer)
 
 
 def _by_optax(config: Config, optimizer: optax.GradientTransformation) -> Update:
