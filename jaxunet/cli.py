@@ -119,8 +119,10 @@ def define_optional_config(help_text: str) -> Any:
 
 
 def enable_compilation_cache() -> None:
-    """Keeps compiled programs between runs, in JAX_COMPILATION_CACHE_DIR or under `cache_dir()`."""
+    """Keeps compiled programs between runs, in JAX_COMPILATION_CACHE_DIR or under `cache_dir()`: those that took half a second, or
+    JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS."""
     folder = os.environ.get('JAX_COMPILATION_CACHE_DIR') or str(cache_dir() / 'xla')
     jax.config.update('jax_compilation_cache_dir', folder)
-    jax.config.update('jax_persistent_cache_min_compile_time_secs', 0.5)
+    if 'JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS' not in os.environ:
+        jax.config.update('jax_persistent_cache_min_compile_time_secs', 0.5)
     logging.info('compilation cache: %s', folder)

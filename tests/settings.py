@@ -11,14 +11,15 @@ if jaxlib.version.__version_info__ < (0, 11):
     QUICK += ' --xla_cpu_use_fusion_emitters=false'  # halves it; later versions have no such choice
 os.environ['XLA_FLAGS'] = f'{os.environ.get("XLA_FLAGS", "")} --xla_force_host_platform_device_count=4 {QUICK}'
 
+# Many tests, and the commands that they start, compile the same tiny programs.
+os.environ['JAX_COMPILATION_CACHE_DIR'] = str(pathlib.Path(__file__).parents[1] / '.pytest_cache' / 'xla')
+os.environ['JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS'] = '0.1'
+
 import jax  # noqa: E402
 import pytest  # noqa: E402
 
 jax.config.update('jax_numpy_dtype_promotion', 'strict')
 jax.config.update('jax_numpy_rank_promotion', 'raise')
-# Many tests compile the same tiny programs.
-jax.config.update('jax_compilation_cache_dir', str(pathlib.Path(__file__).parents[1] / '.pytest_cache' / 'xla'))
-jax.config.update('jax_persistent_cache_min_compile_time_secs', 0.1)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

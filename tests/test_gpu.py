@@ -13,6 +13,7 @@ from jaxunet.ops import load_ops
 from jaxunet.training.logs import read_metrics
 from jaxunet.training.loop import train
 from pallas_kernels.features import Features
+from xla_ffi import unavailable
 
 pytestmark = pytest.mark.gpu
 OPS = load_ops('xla')
@@ -58,9 +59,14 @@ def test_ops_and_gradients_agree_with_float64_on_the_cpu(op, dtype):
         ('jit', 'bfloat16', 'pallas'),
         ('pmap', 'float16', 'pallas'),
         ('jit', 'float32', 'pallas'),
+        ('jit', 'bfloat16', 'cuda'),
+        ('pmap', 'float16', 'cuda'),
+        ('jit', 'bfloat16', 'auto'),
     ],
 )
 def test_training_learns_on_every_gpu(mode, precision, backend, tmp_path):
+    if backend == 'cuda' and (missing := unavailable()):
+        pytest.skip(missing)
     config = tiny_config(
         precision=precision,
         backend=backend,
