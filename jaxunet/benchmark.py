@@ -39,7 +39,9 @@ BATCH_SIZES = flags.DEFINE_list('batch_sizes', [], "Batch sizes; default: the co
 PRECISIONS = flags.DEFINE_list('precisions', [], "Compute types; default: the config's.")
 DIRECTION = flags.DEFINE_list('directions', [], f'Some of {", ".join(DIRECTIONS)}; default: all.')
 ROUNDS = flags.DEFINE_integer('rounds', 10, 'Turns of each side; medians and quartiles are over them.')
-STEPS = flags.DEFINE_integer('steps', None, 'Steps of one turn; default: as many as take the quickest side half a second, at least 10.')
+STEPS = flags.DEFINE_integer(
+    'steps', None, 'Steps of one turn; default: as many as take the quickest side half a second, and the slowest not over two; at least 10.'
+)
 SYNTHETIC = flags.DEFINE_bool('synthetic', False, 'Random images in place of data.path: times do not depend on pixels.')
 OUTPUT = flags.DEFINE_string('output', 'benchmark.jsonl', 'File that rows are appended to.')
 TABLE = flags.DEFINE_string('table', None, 'Print the table of this file of rows, and exit.')
@@ -94,7 +96,7 @@ def config_name() -> str:
 
 def dry_run(plan: Plan) -> None:
     """One line a measurement, in their order."""
-    turn = f'{plan.steps} steps' if plan.steps else f'at least {MIN_STEPS} steps and {TURN_SECONDS:g} s'
+    turn = f'{plan.steps} steps' if plan.steps else f'about {TURN_SECONDS:g} s, at least {MIN_STEPS} steps'
     for precision, size in plan.cases():
         for direction in plan.directions:
             print(f'{plan.name}, {precision}, batch {size}, {direction}: {", ".join(plan.sides)}; {plan.rounds} rounds of {turn}')

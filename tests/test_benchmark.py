@@ -19,7 +19,7 @@ from jaxunet.benchmarking import rows, run, table
 from jaxunet.benchmarking.cases import DIRECTIONS, Prepared, make_plan
 from jaxunet.benchmarking.device import Rates, measure_rates
 from jaxunet.benchmarking.jax_side import model_loss, peak_bytes, random_inputs, synthetic_source, timed_compile
-from jaxunet.benchmarking.timing import interleave, steps_of_a_turn, summarise, turns
+from jaxunet.benchmarking.timing import TURN_SECONDS, interleave, steps_in, summarise, turn_steps, turns
 from jaxunet.benchmarking.traffic import bytes_moved
 from jaxunet.config import Config
 from jaxunet.diffusion import make_diffusion
@@ -130,8 +130,8 @@ def test_dry_run_prints_the_cases() -> None:
     options = ['--batch_sizes=4,8', '--precisions=bfloat16,float32', '--directions=step,forward', '--dry_run']
     lines = call('jaxunet.benchmark', *flags(), *options).splitlines()
     assert len(lines) == 8
-    assert lines[0] == 'digits, bfloat16, batch 4, forward: auto; 10 rounds of at least 10 steps and 0.5 s'
-    assert lines[-1] == 'digits, float32, batch 8, step: auto; 10 rounds of at least 10 steps and 0.5 s'
+    assert lines[0] == 'digits, bfloat16, batch 4, forward: auto; 10 rounds of about 0.5 s, at least 10 steps'
+    assert lines[-1] == 'digits, float32, batch 8, step: auto; 10 rounds of about 0.5 s, at least 10 steps'
     file = pathlib.Path(__file__).parents[1] / 'configs' / 'elephants64.py'
     printed = call('jaxunet.benchmark', f'--config={file}', '--directions=step', '--rounds=3', '--steps=7', '--dry_run')
     assert printed == 'elephants64, bfloat16, batch 32, step: auto; 3 rounds of 7 steps\n'
@@ -189,8 +189,11 @@ def test_a_turn_takes_half_a_second() -> None:
     def work(speed: float) -> Callable[[int], None]:
         return lambda steps: now.__setitem__(0, now[0] + steps * speed)
 
-    assert steps_of_a_turn(work(0.004), lambda: now[0]) == 125
-    assert steps_of_a_turn(work(3.0), lambda: now[0]) == 10
+    quick, slow = (steps_in(TURN_SECONDS, work(speed), lambda: now[0]) for speed in (1 / 256, 1 / 64))
+    assert (quick, slow) == (128, 32)
+    assert turn_steps([slow, quick]) == quick
+    assert turn_steps([quick, 20]) == 80  # or the slowest would take more than two seconds
+    assert turn_steps([1]) == turn_steps([]) == 10
 
 
 def test_no_garbage_is_collected_in_a_turn() -> None:

@@ -549,13 +549,15 @@ def test_from_the_command_line(tmp_path):
 
 
 def test_top_operations_from_the_command_line(tmp_path):
-    out = sweep(tmp_path, *flags(), '--preset=top_operations', '--vary=backend=xla', '--steps=2', '--warmup=1', '--noplot')
+    out = sweep(tmp_path, *flags(), '--preset=top_operations', '--vary=backend=xla', '--steps=2', '--warmup=1')
     assert '## Phases' in out
     assert '## Top 10 device operations' in out
     (row,) = load(tmp_path).rows
     assert row['launches'] > 10
     assert row['images_per_s'] == pytest.approx(8e3 / row['step_ms']['median'])
     assert (tmp_path / row['profile']).is_file()
+    assert (tmp_path / 'operations.png').exists()
+    assert '![operations](operations.png)' in (tmp_path / 'report.md').read_text()
 
 
 @pytest.mark.parametrize(

@@ -47,7 +47,7 @@ class Plan(NamedTuple):
     batch_sizes: tuple[int, ...]
     directions: tuple[str, ...]
     rounds: int
-    steps: int | None  # None: as many as take the quickest side TURN_SECONDS
+    steps: int | None  # None: as `timing.turn_steps` says
 
     def cases(self) -> Iterator[tuple[str, int]]:
         """(precision, batch size) in the order of the run."""

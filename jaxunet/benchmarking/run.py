@@ -14,7 +14,7 @@ from jaxunet.benchmarking.cases import PYTORCH, Plan, Prepared, Side
 from jaxunet.benchmarking.device import Rates, measure_rates
 from jaxunet.benchmarking.jax_side import JaxSide
 from jaxunet.benchmarking.rows import Row, provenance
-from jaxunet.benchmarking.timing import MIN_STEPS, interleave, steps_of_a_turn, summarise
+from jaxunet.benchmarking.timing import TURN_SECONDS, interleave, steps_in, summarise, turn_steps
 from jaxunet.config import Config
 from jaxunet.data.source import Source
 from jaxunet.errors import UserError
@@ -63,8 +63,7 @@ def _case(plan: Plan, config: Config, source: Source, state: TrainState, case: R
             ready[name] = _try(side.prepare, direction)
         prepared = {name: p for name, p in ready.items() if isinstance(p, Prepared)}
         runs = {name: p.run for name, p in prepared.items()}
-        found = [_try(steps_of_a_turn, call) for call in runs.values()] if plan.steps is None else [plan.steps]
-        steps = max((n for n in found if isinstance(n, int)), default=MIN_STEPS)  # a side that failed does so again, and is told
+        steps = plan.steps or turn_steps([n for n in (_try(steps_in, TURN_SECONDS, call) for call in runs.values()) if isinstance(n, int)])
         times = interleave(runs, rounds=plan.rounds, steps=steps)
         first = times.get(plan.sides[0])
         for name, p in ready.items():

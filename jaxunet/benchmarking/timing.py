@@ -30,12 +30,18 @@ def turns(names: Sequence[str], rounds: int) -> list[list[str]]:
     return [list(names) if i % 2 == 0 else list(names)[::-1] for i in range(rounds)]
 
 
-def steps_of_a_turn(run: Run, clock: Callable[[], float] = time.perf_counter) -> int:
-    """How many steps of a side that has run before take about `TURN_SECONDS`; at least `MIN_STEPS`."""
+def steps_in(seconds: float, run: Run, clock: Callable[[], float] = time.perf_counter) -> int:
+    """How many steps of a side that has run before take about so long, rounded up."""
     run(1)
     began = clock()
     run(2)
-    return max(MIN_STEPS, math.ceil(2 * TURN_SECONDS / max(clock() - began, 1e-6)))
+    return math.ceil(2 * seconds / max(clock() - began, 1e-6))
+
+
+def turn_steps(counts: Sequence[int]) -> int:
+    """Steps of everybody's turn, from the `steps_in` of `TURN_SECONDS` of each side (of those that run): as many as take the quickest side
+    that long, if the slowest then takes no more than four times it, and at least `MIN_STEPS`."""
+    return max(MIN_STEPS, min(max(counts), 4 * min(counts))) if counts else MIN_STEPS
 
 
 @contextlib.contextmanager
