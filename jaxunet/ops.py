@@ -154,9 +154,9 @@ def _named(backend: str, precision: str) -> dict[str, str]:
 
 
 def _auto(precision: str) -> dict[str, str]:
-    """By whole steps of elephants64 on an H200 (README). In 16 bits the CUDA kernels with Pallas's attention are ahead of Pallas's others
-    at batch 32 and level at 256, and compile in seconds where those take minutes. In float32 a step of the CUDA kernels, of three tf32
-    products each, takes 48.9 ms and one of Pallas's 13.7.
+    """By whole steps of elephants64 on an H200 (README, its study). In 16 bits the CUDA kernels with Pallas's attention are ahead of
+    Pallas's others at batch 32 and level at 256, and compile in seconds where those take minutes. In float32 the CUDA kernels, whose
+    products are three of tf32 each, take more than three times as long as Pallas's.
     """
     if _device_family() is not device.Target.HOPPER:
         return dict.fromkeys(OP_BACKENDS, 'xla')

@@ -252,6 +252,25 @@ def test_table_shows_the_latest_row_of_a_case() -> None:
         table.markdown([{name: value for name, value in row.items() if name != 'git'}])
 
 
+def test_a_table_of_several_runs_tells_them_apart() -> None:
+    """The sides of a case stand together, each with its commit, as its ratio is to another side of that commit."""
+    row = {name: None for name in FIELDS | MEASURED} | {'kind': 'benchmark', 'versions': {}, 'precision': 'float32', 'config': 'x'}
+    row |= {'device': 'GPU', 'direction': 'step', 'quartiles_ms': [1, 3], 'median_ms': 2.0, 'images_per_second': 4.0, 'mfu': 0.5}
+    row |= {'compile_s': 3.0, 'matmul_flops': 1e12, 'copy_bytes_per_s': 1e12}
+    cases = [(8, 'xla', 'old'), (9, 'xla', 'old'), (8, 'cuda', 'new'), (8, 'xla', 'new'), (9, 'broken', 'new')]
+    found = [row | {'batch_size': size, 'backend': side, 'git': git} for size, side, git in cases]
+    found[-1]['error'] = 'gone'
+    lines = table.markdown(found).splitlines()[4:]
+    cells = [[cell.strip() for cell in line.strip('|').split('|')] for line in lines]
+    assert [(c[1], c[3], c[-1]) for c in cells] == [
+        ('float32, 8', 'xla', 'new'),
+        ('float32, 8', 'cuda', 'new'),
+        ('float32, 9', 'xla', 'old'),
+        ('float32, 9', 'broken', 'new'),
+    ]
+    assert {len(c) for c in cells} == {12}
+
+
 def f32(*shape: int) -> Any:
     return jax.ShapeDtypeStruct(shape, jnp.float32)
 

@@ -45,7 +45,6 @@ def call(features, output, *arguments, code=0):
     environment = os.environ | {
         'XLA_FLAGS': QUICK,
         'JAX_PLATFORMS': 'cpu',
-        'JAX_COMPILATION_CACHE_DIR': str(jax.config.jax_compilation_cache_dir),
     }
     command = [sys.executable, '-m', 'jaxunet.compare', *flags(), *own, *arguments]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)

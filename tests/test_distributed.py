@@ -33,7 +33,6 @@ TRAIN = [sys.executable, '-m', 'jaxunet.train', *flags(), '--config.optimizer.sc
 ENVIRONMENT = NO_LAUNCHER | {
     'XLA_FLAGS': f'{QUICK} --xla_force_host_platform_device_count=2',
     'JAX_PLATFORMS': 'cpu',
-    'JAX_COMPILATION_CACHE_DIR': str(jax.config.jax_compilation_cache_dir),
 }
 CONSTANT = {'schedule': 'constant'}  # so that runs of any length are the same program, compiled once
 

@@ -91,7 +91,7 @@ def test_samples_of_another_run_are_refused_and_named(parts, tmp_path):
         Parts(tmp_path / 'x.npz', IDENTITY)
 
 
-ENVIRONMENT = NO_LAUNCHER | {'JAX_PLATFORMS': 'cpu', 'JAX_COMPILATION_CACHE_DIR': str(jax.config.jax_compilation_cache_dir)}
+ENVIRONMENT = NO_LAUNCHER | {'JAX_PLATFORMS': 'cpu'}
 
 
 @pytest.fixture(scope='module')

@@ -492,7 +492,6 @@ def test_config_arguments():
 
 def sweep(directory, *arguments, code=0):
     environment = os.environ | {'XLA_FLAGS': QUICK, 'JAX_PLATFORMS': 'cpu', 'JAXUNET_GIT_SHA': 'abc1234'}
-    environment['JAX_COMPILATION_CACHE_DIR'] = str(TESTS.parent / '.pytest_cache' / 'xla')
     command = [sys.executable, '-m', 'jaxunet.sweep', *arguments, f'--output={directory}']
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == code, done.stderr

@@ -41,7 +41,7 @@ def run(plan: Plan, source: Source, command: str) -> Iterator[Row]:
         state = fresh_state(plan.config.replace(precision=precision))
         for size in plan.batch_sizes:
             config = plan.config.replace(precision=precision, data={'batch_size': size})
-            case = origin | {'precision': precision, 'batch_size': size, 'rounds': plan.rounds}
+            case = origin | {'precision': precision, 'batch_size': size, 'rounds': plan.rounds, 'steps_per_round': plan.steps}
             case |= {'matmul_flops': rates.matmul_flops, 'copy_bytes_per_s': rates.copy_bytes, 'forward_flops': flops * size}
             yield from _case(plan, config, source, state, case, rates)
             _release(plan)

@@ -119,12 +119,12 @@ def capture(config: Config, source: Source, folder: pathlib.Path, *, steps: int 
     """
     with Steps(config, source) as run:
         run.run(warmup)
-        with garbage_set_aside():
-            step_s = run.run(TIMED * steps)
         options = jax.profiler.ProfileOptions()
         options.python_tracer_level = 0  # each Python call would be an event, and slow the host down
-        with jax.profiler.trace(str(folder), profiler_options=options):
-            traced_s = run.run(steps)
+        with garbage_set_aside():
+            step_s = run.run(TIMED * steps)
+            with jax.profiler.trace(str(folder), profiler_options=options):
+                traced_s = run.run(steps)
         text = run.hlo_text()
         compile_s = run.compile_s
     xplane, trace_file = newest(folder, '*.xplane.pb'), newest(folder, '*.trace.json.gz')

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import collections
 import contextlib
-import gc
 import itertools
 import json
 import math
@@ -31,6 +30,7 @@ from absl import logging
 from jaxunet import cli
 from jaxunet.benchmarking.jax_side import timed_compile
 from jaxunet.benchmarking.rows import provenance
+from jaxunet.benchmarking.timing import garbage_set_aside
 from jaxunet.config import Config, resolve
 from jaxunet.data import pipeline
 from jaxunet.data.order import batch_indices
@@ -150,19 +150,18 @@ def run(
     queue: collections.deque[Metrics] = collections.deque()
     ends: list[float] = []
     loss = math.nan
-    gc.collect()
-    gc.freeze()
-    for i in range(warmup + steps + IN_FLIGHT):
-        state, metrics = step(state, feed())
-        queue.append(local(metrics))
-        if len(queue) <= IN_FLIGHT:
-            continue
-        loss = float(queue.popleft()['step_loss'])  # waits for the step
-        if i - IN_FLIGHT >= warmup - 1:
-            ends.append(clock())
-            if len(ends) > MIN_STEPS and ends[-1] - ends[0] > max_seconds:
-                break
-    jax.block_until_ready(state)
+    with garbage_set_aside():
+        for i in range(warmup + steps + IN_FLIGHT):
+            state, metrics = step(state, feed())
+            queue.append(local(metrics))
+            if len(queue) <= IN_FLIGHT:
+                continue
+            loss = float(queue.popleft()['step_loss'])  # waits for the step
+            if i - IN_FLIGHT >= warmup - 1:
+                ends.append(clock())
+                if len(ends) > MIN_STEPS and ends[-1] - ends[0] > max_seconds:
+                    break
+        jax.block_until_ready(state)
     return ends, loss if math.isfinite(loss) else None
 
 
