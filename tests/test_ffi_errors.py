@@ -64,19 +64,25 @@ def right(draw: random.Random) -> Call:
         flipped, activation, shortcut = (draw.random() < 0.5 for _ in range(3))
         residual = [draw.randint(1, 4) for _ in range(draw.randint(1, 2))] if shortcut else draw.choice([[], [features]])
         operands = [*images(parts), ((3, 3, *((features, channels) if flipped else (channels, features))), kind)]
-        operands += [*rows(1, features), *images(residual), *([((sum(residual), features), kind)] if shortcut else [])]
+        matrix = (features, sum(residual)) if flipped else (sum(residual), features)
+        operands += [*rows(1, features), *images(residual), *([(matrix, kind)] if shortcut else [])]
         counts = {'parts': np.int64(len(parts)), 'residuals': np.int64(len(residual))}
         flags = {'flipped': flipped, 'shortcut': shortcut, 'activation': activation}
         return Call('conv3x3', operands + rows(2 * activation), images([features]), counts | flags)
 
+    def shortcut() -> Call:
+        operands = [*images([features]), ((channels, features), kind)]
+        return Call('conv3x3_shortcut_gradient', operands, images(parts), {'residuals': np.int64(len(parts))})
+
     def weights() -> Call:
         activation = draw.random() < 0.5
-        workspace = (9 * channels + batch) * features + draw.randint(0, 9)
-        types = [draw.choice([jnp.float32, kind]) for _ in range(2)]
-        shift = (draw.choice([1, batch]), features)
-        results = [((3, 3, channels, features), types[0]), (shift, types[1]), ((workspace,), jnp.float32)]
-        attributes = {'parts': np.int64(len(parts)), 'activation': activation}
-        return Call('conv3x3_weight_gradient', [*images(parts), *images([features]), *rows(2 * activation)], results, attributes)
+        residual = [draw.randint(1, 4) for _ in range(draw.randint(0, 2))]
+        workspace = (9 * channels + sum(residual) + batch) * features + draw.randint(0, 9)
+        shapes = [(3, 3, channels, features), (draw.choice([1, batch]), features), *([(sum(residual), features)] if residual else [])]
+        results = [*((shape, draw.choice([jnp.float32, kind])) for shape in shapes), ((workspace,), jnp.float32)]
+        attributes = {'parts': np.int64(len(parts)), 'residuals': np.int64(len(residual)), 'activation': activation}
+        operands = [*images(parts), *images([features]), *rows(2 * activation), *images(residual)]
+        return Call('conv3x3_weight_gradient', operands, results, attributes)
 
     def norm(name: str, results: list[Shape], attributes: dict[str, Any]) -> Call:
         every = {'parts': np.int64(len(parts)), 'groups': np.int64(channels), 'eps': np.float32(1e-5)} | attributes
@@ -119,7 +125,8 @@ def right(draw: random.Random) -> Call:
         found, to = tensors(), draw.choice([jnp.float16, jnp.bfloat16])
         return Call('narrow', found, [(shape, to) for shape, _ in found], {'tensors': np.int64(len(found))})
 
-    call = draw.choice([forward, backward, conv, weights, norm_forward, norm_statistics, apply, gradient, sums, adamw, narrow])()
+    ops = [forward, backward, conv, shortcut, weights, norm_forward, norm_statistics, apply, gradient, sums, adamw, narrow]
+    call = draw.choice(ops)()
     return call._replace(target=f'jaxunet_{call.target}')
 
 
@@ -191,6 +198,7 @@ def test_the_message_names_what_is_wrong(results, heads, message):
 def test_a_weight_gradient_says_how_much_workspace_it_needs():
     images = [((2, 3, 3, 4), jnp.float32), ((2, 3, 3, 5), jnp.float32)]
     results = [((3, 3, 4, 5), jnp.float32), ((1, 5), jnp.float32), ((189,), jnp.float32)]
-    call = Call('jaxunet_conv3x3_weight_gradient', images, results, {'parts': np.int64(1), 'activation': False})
+    attributes = {'parts': np.int64(1), 'residuals': np.int64(0), 'activation': False}
+    call = Call('jaxunet_conv3x3_weight_gradient', images, results, attributes)
     with pytest.raises(jax.errors.JaxRuntimeError, match='workspace: expected at least 190 numbers, found 189'):
         call()

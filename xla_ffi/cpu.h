@@ -40,6 +40,7 @@ void narrow_all(const Narrow& plan, Pool& pool);
 void attention_forward(const AttentionForward& plan, Pool& pool);
 void attention_backward(const AttentionBackward& plan, Pool& pool);
 void conv3x3(const Conv3x3& plan, Pool& pool);
+void conv3x3_shortcut_gradient(const Conv3x3& plan, Pool& pool);
 void conv3x3_weight_gradient(const Conv3x3WeightGradient& plan, Pool& pool);
 void norm_forward(const NormForward& plan, Pool& pool);
 void norm_statistics(const NormStatistics& plan, Pool& pool);

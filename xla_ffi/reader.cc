@@ -109,16 +109,27 @@ Parts Reader::parts(const std::string& name, int64_t count, Array* first) {
   return all;
 }
 
-Parts Reader::parts(const std::string& name, int64_t count, ffi::DataType element, const Dims& leading) {
+template <class Next>
+Parts Reader::gather(const std::string& name, int64_t count, const Dims& leading, Next next) {
   Dims expected = leading;
   expected.push_back(kAny);
   Parts all;
   for (int64_t i = 0; i < count; ++i, ++all.count) {
-    const Array part = operand(name + "[" + std::to_string(i) + "]", element, expected);
+    const Array part = next(name + "[" + std::to_string(i) + "]", expected);
     all.data[all.count] = part.data;
     all.total += all.channels[all.count] = part.dims.back();
   }
   return all;
+}
+
+Parts Reader::parts(const std::string& name, int64_t count, ffi::DataType element, const Dims& leading) {
+  return gather(name, count, leading,
+                [&](const std::string& part, const Dims& expected) { return operand(part, element, expected); });
+}
+
+Parts Reader::result_parts(const std::string& name, int64_t count, ffi::DataType element, const Dims& leading) {
+  return gather(name, count, leading,
+                [&](const std::string& part, const Dims& expected) { return result(part, element, expected); });
 }
 
 Rows Reader::rows(const std::string& name, int64_t batch, int64_t channels) {

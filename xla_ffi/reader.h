@@ -48,6 +48,7 @@ class Reader {
   // `count` operands (results) that differ in their last dimension only; the first says the type unless `element` does.
   Parts parts(const std::string& name, int64_t count, Array* first);
   Parts parts(const std::string& name, int64_t count, ffi::DataType element, const Dims& leading);
+  Parts result_parts(const std::string& name, int64_t count, ffi::DataType element, const Dims& leading);
   Rows rows(const std::string& name, int64_t batch, int64_t channels);
 
   int64_t integer(const char* name, int64_t low, int64_t high = std::numeric_limits<int32_t>::max());
@@ -62,6 +63,8 @@ class Reader {
  private:
   Array next_operand(const std::string& name);
   Array next_result(const std::string& name);
+  template <class Next>
+  Parts gather(const std::string& name, int64_t count, const Dims& leading, Next next);
   void check(const std::string& name, const Array& found, ffi::DataType element, const Dims& expected) const;
 
   std::string op_;

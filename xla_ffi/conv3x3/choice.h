@@ -42,17 +42,27 @@ constexpr Kernel forward_kernel(const Conv3x3& plan, bool hopper) {
     if (few_features(plan.x, plan.features)) return Kernel::kFewFeatures;
   }
   if (!hopper || !in_eights(plan.x) || !in_eights(plan.residual) || plan.features % 8) return Kernel::kPortable;
-  if (plan.flipped && (plan.shortcut || activation)) return Kernel::kPortable;
+  if (plan.flipped && activation) return Kernel::kPortable;
   if (!plan.shortcut && plan.residual.count > 1) return Kernel::kPortable;
   // In images of few pixels a strip would be padding for the most part.
   return plan.width < 4 || plan.height < 4 ? Kernel::kPortable : Kernel::kHopper;
 }
 
+// Whether Hopper's kernel writes all parts of y at once: they begin at whole tiles.
+constexpr bool in_one_launch(const Conv3x3& plan, bool hopper) {
+  for (int i = 0; i + 1 < plan.y.count; ++i) {
+    if (plan.y.channels[i] % 64) return false;
+  }
+  return forward_kernel(plan, hopper) == Kernel::kHopper;
+}
+
 constexpr Kernel weight_gradient_kernel(const Conv3x3WeightGradient& plan, bool hopper) {
   if (plan.type == Type::kFloat32) return Kernel::kPortable;
-  if (few_channels(plan.x, plan.features, plan.a.data != nullptr)) return Kernel::kFewChannels;
-  if (few_features(plan.x, plan.features)) return Kernel::kFewFeatures;
-  if (!hopper || !in_eights(plan.x) || plan.features % 8) return Kernel::kPortable;
+  if (plan.residual.count == 0) {
+    if (few_channels(plan.x, plan.features, plan.a.data != nullptr)) return Kernel::kFewChannels;
+    if (few_features(plan.x, plan.features)) return Kernel::kFewFeatures;
+  }
+  if (!hopper || !in_eights(plan.x) || !in_eights(plan.residual) || plan.features % 8) return Kernel::kPortable;
   return plan.width < 4 || plan.height < 4 ? Kernel::kPortable : Kernel::kHopper;
 }
 

@@ -19,6 +19,19 @@ std::vector<float> kernel_of(const Conv3x3& plan) {
   return turned;
 }
 
+// (channels of the residual, features), likewise.
+std::vector<float> shortcut_of(const Conv3x3& plan) {
+  if (!plan.shortcut) return {};
+  const int64_t channels = plan.residual.total, features = plan.features;
+  auto given = widen(plan.shortcut, plan.type, channels * features);
+  if (!plan.flipped) return given;
+  std::vector<float> turned(given.size());
+  for (int64_t c = 0; c < channels; ++c) {
+    for (int64_t f = 0; f < features; ++f) turned[c * features + f] = given[f * channels + c];
+  }
+  return turned;
+}
+
 // x as the convolution sees it; the padding is zero after the activation.
 template <class Plan>
 std::vector<float> input_of(const Plan& plan, Pool& pool) {
@@ -43,15 +56,17 @@ void conv3x3(const Conv3x3& plan, Pool& pool) {
   const int64_t pixels = plan.batch * plan.height * plan.width;
   const auto x = input_of(plan, pool), kernel = kernel_of(plan);
   const auto residual = join(plan.residual, plan.type, pixels);
-  const auto shortcut = plan.shortcut ? widen(plan.shortcut, plan.type, extra * features) : std::vector<float>();
+  const auto shortcut = shortcut_of(plan);
   std::vector<float> y(pixels * features);
   parallel(pool, plan.batch * plan.height, [&](int64_t line) {
     const int64_t sample = line / plan.height, row = line % plan.height;
     std::vector<double> sums(features);
     for (int64_t column = 0; column < plan.width; ++column) {
       const int64_t pixel = line * plan.width + column;
-      for (int64_t f = 0; f < features; ++f) sums[f] = plan.shift.data[sample * plan.shift.stride + f];
-      for (int64_t tap = 0; tap < 9; ++tap) {
+      for (int64_t f = 0; f < features; ++f) {
+        sums[f] = plan.shift.data ? plan.shift.data[sample * plan.shift.stride + f] : 0;
+      }
+      for (int64_t tap = 0; tap < 9 && channels > 0; ++tap) {
         const int64_t down = tap / 3 - 1, right = tap % 3 - 1;
         if (row + down < 0 || row + down >= plan.height || column + right < 0 || column + right >= plan.width) continue;
         const float* from = x.data() + (pixel + down * plan.width + right) * channels;
@@ -66,8 +81,10 @@ void conv3x3(const Conv3x3& plan, Pool& pool) {
       for (int64_t f = 0; f < features; ++f) y[pixel * features + f] = static_cast<float>(sums[f]);
     }
   });
-  narrow(y, plan.type, plan.y);
+  split(y, plan.type, pixels, plan.y);
 }
+
+void conv3x3_shortcut_gradient(const Conv3x3& plan, Pool& pool) { conv3x3(plan, pool); }
 
 void conv3x3_weight_gradient(const Conv3x3WeightGradient& plan, Pool& pool) {
   const int64_t channels = plan.x.total, features = plan.features, image = plan.height * plan.width;
@@ -84,6 +101,17 @@ void conv3x3_weight_gradient(const Conv3x3WeightGradient& plan, Pool& pool) {
     }
     for (int64_t f = 0; f < features; ++f) dkernel[unit * features + f] = static_cast<float>(sums[f]);
   });
+  const int64_t extra = plan.residual.total;
+  const auto residual = join(plan.residual, plan.type, plan.batch * image);
+  std::vector<float> dshortcut(extra * features);
+  parallel(pool, extra, [&](int64_t c) {
+    std::vector<double> sums(features);
+    for (int64_t pixel = 0; pixel < plan.batch * image; ++pixel) {
+      const double value = residual[pixel * extra + c];
+      for (int64_t f = 0; f < features; ++f) sums[f] += value * dy[pixel * features + f];
+    }
+    for (int64_t f = 0; f < features; ++f) dshortcut[c * features + f] = static_cast<float>(sums[f]);
+  });
   const int64_t share = plan.shifts ? plan.batch / plan.shifts * image : 0;
   parallel(pool, plan.shifts, [&](int64_t row) {
     std::vector<double> sums(features);
@@ -94,6 +122,7 @@ void conv3x3_weight_gradient(const Conv3x3WeightGradient& plan, Pool& pool) {
   });
   narrow(dkernel, plan.dkernel.type, plan.dkernel.data);
   narrow(dshift, plan.dshift.type, plan.dshift.data);
+  if (plan.residual.count > 0) narrow(dshortcut, plan.dshortcut.type, plan.dshortcut.data);
 }
 
 }  // namespace jaxunet::cpu

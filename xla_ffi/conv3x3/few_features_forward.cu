@@ -181,7 +181,7 @@ cudaError_t few_features_forward(const Conv3x3& plan, int multiprocessors, cudaS
                     plan.shift,
                     plan.a,
                     plan.b,
-                    plan.y};
+                    plan.y.data[0]};
   if (all.tiling.tiles == 0 || features == 0) return cudaSuccess;
   return plan.type == Type::kFloat16 ? run<__half>(all, multiprocessors, stream)
                                      : run<__nv_bfloat16>(all, multiprocessors, stream);

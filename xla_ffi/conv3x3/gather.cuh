@@ -76,7 +76,7 @@ struct Left {
   // Where the tap of `column` reads, or null in the padding and past the last column.
   template <class T>
   __device__ const T* entry(const Pixel& pixel, int column, int* channel) const {
-    const int tap = column / x.total, y = pixel.y + tap / 3 - 1, x_ = pixel.x + tap % 3 - 1;
+    const int tap = column < 9 * x.total ? column / x.total : 9, y = pixel.y + tap / 3 - 1, x_ = pixel.x + tap % 3 - 1;
     *channel = column - tap * x.total;
     if (tap >= 9) {
       *channel = -1;
@@ -114,17 +114,24 @@ struct Left {
 struct Right {
   const void *kernel, *shortcut;
   int channels, features, columns;
-  bool flipped;  // the kernel lies as (3, 3, features, channels) and is read as kernel[::-1, ::-1] transposed
+  bool flipped;  // the kernel lies as (3, 3, features, channels) and is read as kernel[::-1, ::-1] transposed, the
+                 // shortcut as (features, channels)
   bool vectors;  // eight features (flipped: eight channels) at a time
 
   template <class T>
   __device__ T entry(int column, int feature) const {
     if (column >= columns || feature >= features) return narrow<T>(0.0f);
+    const int extra = column - 9 * channels;
+    if (extra >= 0) return static_cast<const T*>(shortcut)[flipped ? turned(extra, feature) : straight(extra, feature)];
     const int tap = column / channels, channel = column - tap * channels;
-    if (tap >= 9)
-      return static_cast<const T*>(shortcut)[static_cast<int64_t>(column - 9 * channels) * features + feature];
     if (!flipped) return static_cast<const T*>(kernel)[static_cast<int64_t>(column) * features + feature];
     return static_cast<const T*>(kernel)[(static_cast<int64_t>(8 - tap) * features + feature) * channels + channel];
+  }
+
+  // Where the shortcut's entry for a channel of the residual lies.
+  __device__ int64_t straight(int extra, int feature) const { return static_cast<int64_t>(extra) * features + feature; }
+  __device__ int64_t turned(int extra, int feature) const {
+    return static_cast<int64_t>(feature) * (columns - 9 * channels) + extra;
   }
 
   // Features `feature` to `feature` + 7 of a column; not for a flipped kernel.
@@ -144,8 +151,13 @@ struct Right {
   // Columns `column` to `column` + 7 of a feature, of a flipped kernel.
   template <class T>
   __device__ void load_columns(int column, int feature, Eight<T>& out) const {
-    const int tap = column / channels;
-    if (vectors && tap < 9 && feature < features) {
+    const int extra = column - 9 * channels;
+    if (vectors && column < columns && feature < features) {
+      if (extra >= 0) {
+        out.load(static_cast<const T*>(shortcut) + turned(extra, feature));
+        return;
+      }
+      const int tap = column / channels;
       out.load(static_cast<const T*>(kernel) + (static_cast<int64_t>(8 - tap) * features + feature) * channels +
                column - tap * channels);
       return;
@@ -155,17 +167,19 @@ struct Right {
   }
 };
 
+// `extra`: what a shortcut projects.
 template <class Plan>
-Left left_of(const Plan& plan) {
+Left left_of(const Plan& plan, const Parts& extra) {
   Left left{};
   left.x = channels_of(plan.x);
   left.pixels = static_cast<int>(plan.batch * plan.height * plan.width);
   left.height = static_cast<int>(plan.height);
   left.width = static_cast<int>(plan.width);
-  left.columns = 9 * left.x.total;
+  left.extra = channels_of(extra);
+  left.columns = 9 * left.x.total + left.extra.total;
   left.a = plan.a;
   left.b = plan.b;
-  left.vectors = in_eights(left.x);
+  left.vectors = in_eights(left.x) && in_eights(left.extra);
   return left;
 }
 

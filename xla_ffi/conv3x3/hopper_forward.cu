@@ -48,16 +48,24 @@ cudaError_t parameters(const Tile& tile, const Conv3x3& plan, Parameters* p) {
       p->extra_channels[i] = static_cast<int>(plan.residual.channels[i]);
       image(&p->maps.extra[i], plan.residual.data[i], plan.residual.channels[i], 2);
     }
-    map(&p->maps.shortcut, plan.shortcut, {plan.features, plan.residual.total, 1}, {kChunk, kChunk, 1});
+    if (plan.flipped) {
+      map(&p->maps.shortcut, plan.shortcut, {plan.residual.total, plan.features, 1}, {kChunk, tile.features, 1});
+    } else {
+      map(&p->maps.shortcut, plan.shortcut, {plan.features, plan.residual.total, 1}, {kChunk, kChunk, 1});
+    }
   } else if (p->residual) {
     image(&p->maps.residual, plan.residual.data[0], plan.features, 0);
   }
-  if (plan.flipped) {
+  if (plan.x.count > 0 && plan.flipped) {
     map(&p->maps.kernel, plan.kernel, {plan.x.total, plan.features, 9}, {kChunk, tile.features, tile.taps});
-  } else {
+  } else if (plan.x.count > 0) {
     map(&p->maps.kernel, plan.kernel, {plan.features, plan.x.total, 9}, {kChunk, kChunk, tile.taps});
   }
-  image(&p->maps.y, plan.y, plan.features, 0);
+  p->y_parts = plan.y.count;
+  for (int i = 0; i < plan.y.count; ++i) {
+    p->y_channels[i] = static_cast<int>(plan.y.channels[i]);
+    image(&p->maps.y[i], plan.y.data[i], plan.y.channels[i], 0);
+  }
   return error;
 }
 

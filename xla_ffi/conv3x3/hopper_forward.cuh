@@ -7,8 +7,9 @@
 // L2 once instead of nine times.
 //
 // Warpgroups of a block: those that compute, one that loads, and with an activation as many that apply it to the strips
-// in place. A shortcut is extra K: the centre tap of the residual's chunks times the shortcut's weights. Outputs leave
-// through shared memory, in the layout of the copy engine's boxes, where a plain residual has been waiting.
+// in place. A shortcut is extra K: the centre tap of the residual's chunks times the shortcut's weights; it may be all
+// there is. Outputs leave through shared memory, in the layout of the copy engine's boxes, where a plain residual has
+// been waiting.
 #pragma once
 
 #include "gather.cuh"
@@ -128,7 +129,7 @@ struct Block {
       for (int part = 0; part < p.extra_parts; ++part) {
         for (int c = 0; c < p.extra_channels[part]; c += kChunk) {
           load_strips(&p.maps.extra[part], c, first_strip);
-          load_stage(&p.maps.shortcut, true, channel + c, feature, 0, 1);
+          load_stage(&p.maps.shortcut, !kFlipped, channel + c, feature, 0, 1);
         }
         channel += p.extra_channels[part];
       }
@@ -275,7 +276,8 @@ struct Block {
         const uint32_t pixels = begin_step();
         stage_full[stage].wait(stage_phase);
         begin_products();
-        multiply(sums, pixels, kHaloColumns + 1, shared_address(stages) + stage * Cut::kStageBytes, true, true);
+        multiply(sums, pixels, kHaloColumns + 1, shared_address(stages) + stage * Cut::kStageBytes, !kFlipped,
+                 p.schedule.chunks > 0 || step > 0);
         commit_products();
         wait_products<1>();
         release_slot(slot);
@@ -299,7 +301,7 @@ struct Block {
     const int thread = threadIdx.x % 128, warp = thread / 32, lane = thread % 32, block = lane / 8;
     const int64_t sample = at.sample < p.schedule.batch ? at.sample : p.schedule.batch - 1;
     const float* shift = p.shift.data + sample * p.shift.stride;
-    const auto shift_of = [&](int f) { return f < p.features ? shift[f] : 0.0f; };
+    const auto shift_of = [&](int f) { return p.shift.data && f < p.features ? shift[f] : 0.0f; };
     if (p.residual) {
       residual_full[group].wait(phase);
     } else {
@@ -345,7 +347,9 @@ struct Block {
     meet(1 + group, 128);
     if (thread == 0) {
       for (int n = 0; n < kBlocks; ++n) {
-        store_box(&p.maps.y, out + n * kPixels * kRowBytes, feature + n * kChunk, at.column, at.row, at.sample);
+        int part = 0, channel = feature + n * kChunk;
+        while (part + 1 < p.y_parts && channel >= p.y_channels[part]) channel -= p.y_channels[part++];
+        store_box(&p.maps.y[part], out + n * kPixels * kRowBytes, channel, at.column, at.row, at.sample);
       }
       commit_stores();
     }

@@ -13,13 +13,13 @@ namespace jaxunet::cuda::forward {
 struct Maps {
   CUtensorMap x[kMaxParts], extra[kMaxParts];  // boxes of a strip with its halo
   CUtensorMap kernel, shortcut;                // boxes of a stage
-  CUtensorMap residual, y;                     // boxes of 64 channels of a strip
+  CUtensorMap residual, y[kMaxParts];          // boxes of 64 channels of a strip
 };
 struct Parameters {
   Maps maps;
   Schedule schedule;
   int x_parts, x_channels[kMaxParts], extra_parts, extra_channels[kMaxParts];
-  int features;
+  int features, y_parts, y_channels[kMaxParts];
   bool residual;
   Rows shift, a, b;
 };

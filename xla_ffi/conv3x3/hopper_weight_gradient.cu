@@ -9,6 +9,10 @@
 // once. Three warps beside the one that copies apply the activation, where there is one, to x in place; and in the
 // blocks of the first input channels they sum dy, which is at hand.
 //
+// A shortcut's gradient, of the residual that it projects times dy, comes from further blocks of the same launch: what
+// they read is on its way while the others multiply. Such a block owns up to six chunks of 64 channels of the residual,
+// two for each warpgroup, × 64 output channels: dy is read once for all of them.
+//
 // The shares' sums are added afterwards, in order: no atomics, the same bits in every run.
 
 #include <memory>
@@ -28,18 +32,42 @@ namespace {
 constexpr int kRows = 8, kTapRows = 3, kStages = 8;
 constexpr int kXBytes = Tile{kRows, 0, 1, 1, false, false}.strip_bytes(), kDyBytes = kRows * kStripColumns * kRowBytes;
 constexpr int kHelpers = 96, kHelperPixels = kHelpers / 8;  // the threads of three warps; eight of them read a pixel
-constexpr int kBytes = kStages * (kXBytes + kDyBytes) + kBarrierBytes + kHelperPixels * kChunk * 4;
+constexpr int kRingBytes = kStages * (kXBytes + kDyBytes);
+constexpr int kBytes = kRingBytes + kBarrierBytes + kHelperPixels * kChunk * 4;
 static_assert(kBytes <= kSharedBytes);
+constexpr int kPair = 2, kMostChunks = kPair * kTapRows;  // of a warpgroup and a block of the shortcut's gradient
+static_assert(3 * (1 + kMostChunks) * kDyBytes <= kRingBytes, "one stage in use, one not yet released, one being filled");
+
+// Arrays side by side, in chunks of 64 channels that do not reach across.
+struct Image {
+  CUtensorMap maps[kMaxParts];
+  int parts, channels[kMaxParts], total;
+};
 
 struct Parameters {
-  CUtensorMap x[kMaxParts], dy;
-  int x_parts, x_channels[kMaxParts], channels, features, feature_blocks,
-      blocks;  // blocks: 64 × 64 tiles of the gradient
+  Image x, residual;
+  CUtensorMap dy;
+  int features, feature_blocks;
+  int blocks;                            // 64 × 64 tiles of the gradient
+  int shortcut_blocks, shortcut_chunks;  // tiles of the shortcut's; chunks of the residual
+  int block_chunks;                      // of a tile of the shortcut's
   int height, width, strips_down, strips_across;
-  Shares shares;
+  Shares shares, shortcut_shares;
   Rows a, b;
-  float* sums;
+  float *sums, *shortcut_sums;
   ShiftSums shift;
+};
+
+// Where a chunk lies: its part, its first channel there, and that part's first channel in the whole.
+struct Place {
+  int part = 0, channel = 0, first = 0;
+
+  __device__ Place(const Image& image, int chunk) : channel(chunk * kChunk) {
+    while (part + 1 < image.parts && channel >= image.channels[part]) {
+      channel -= (image.channels[part] + kChunk - 1) / kChunk * kChunk;
+      first += image.channels[part++];
+    }
+  }
 };
 
 constexpr int kThreads = 128 * (kTapRows + 1);
@@ -57,8 +85,9 @@ struct Block {
   unsigned char *x, *dy;
   Barrier *full, *ready, *empty;
   float* scratch;                                    // (kHelperPixels, 64)
-  int split, part, channel, first_channel, feature;  // channel: in its part; first_channel: of the part in the whole
-  int first, count;                                  // strips
+  int split, x_block, feature;
+  int first, count;  // strips
+  int chunks;        // of the residual; 0: a block of the kernel's gradient
   bool sums_dy;
 
   __device__ Block(const Parameters& parameters, unsigned char* shared) : p(parameters) {
@@ -69,25 +98,34 @@ struct Block {
     empty = ready + kStages;
     scratch = reinterpret_cast<float*>(dy + kStages * kDyBytes + kBarrierBytes);
     // Neighbours share the pixels, which then come from L2.
-    split = blockIdx.x / p.blocks;
-    const int block = blockIdx.x - split * p.blocks, x_block = block / p.feature_blocks;
+    const int kernel_blocks = p.blocks * p.shares.splits, index = static_cast<int>(blockIdx.x);
+    const bool projected = index >= kernel_blocks;
+    const int blocks = projected ? p.shortcut_blocks : p.blocks, at = projected ? index - kernel_blocks : index;
+    const Shares& shares = projected ? p.shortcut_shares : p.shares;
+    split = at / blocks;
+    const int block = at - split * blocks;
+    x_block = block / p.feature_blocks;
     feature = (block - x_block * p.feature_blocks) * kChunk;
-    channel = x_block * kChunk;
-    part = first_channel = 0;
-    while (part + 1 < p.x_parts && channel >= p.x_channels[part]) {
-      channel -= (p.x_channels[part] + kChunk - 1) / kChunk * kChunk;
-      first_channel += p.x_channels[part++];
-    }
-    first = p.shares.first(split);
-    count = p.shares.count(split);
-    sums_dy = x_block == 0;
+    first = shares.first(split);
+    count = shares.count(split);
+    const int rest = p.shortcut_chunks - x_block * p.block_chunks;
+    chunks = projected ? (rest < p.block_chunks ? rest : p.block_chunks) : 0;
+    sums_dy = !projected && x_block == 0;
+  }
+
+  // The ring of a block of the shortcut's gradient: dy, then the chunks, as boxes of one size.
+  __device__ int stage_bytes() const { return (1 + chunks) * kDyBytes; }
+  __device__ int stages() const {
+    const int fit = kRingBytes / stage_bytes();
+    return fit < kStages ? fit : kStages;
   }
 
   __device__ void init() const {
     for (int i = 0; i < kStages; ++i) {
       full[i].init(1);
       ready[i].init(kHelpers);
-      empty[i].init(4 * kTapRows + (sums_dy ? kHelpers / 32 : 0));
+      // One for each warp that takes from a stage: of all warpgroups, or of those that have chunks.
+      empty[i].init(chunks ? 4 * ((chunks + kPair - 1) / kPair) : 4 * kTapRows + (sums_dy ? kHelpers / 32 : 0));
     }
   }
 
@@ -98,20 +136,49 @@ struct Block {
   }
 
   __device__ void load() const {
+    const Place place(p.x, x_block);
     for (int i = 0; i < count; ++i) {
       const int stage = i % kStages;
       empty[stage].wait(i / kStages % 2 ^ 1);  // at once the first time round
       full[stage].expect(kXBoxBytes + kDyBytes);
       const Strip at = strip_at(first + i);
       load_box(dy + stage * kDyBytes, &p.dy, &full[stage], feature, at.column, at.row, at.sample);
-      load_box(x + stage * kXBytes, &p.x[part], &full[stage], channel, at.column - 1, at.row - 1, at.sample);
+      load_box(x + stage * kXBytes, &p.x.maps[place.part], &full[stage], place.channel, at.column - 1, at.row - 1,
+               at.sample);
+    }
+  }
+
+  __device__ void load_projected() const {
+    const Place begin(p.residual, x_block * p.block_chunks);
+    const int bytes = stage_bytes(), ring = stages();
+    for (int i = 0, stage = 0, phase = 1; i < count; ++i) {
+      empty[stage].wait(phase);  // at once the first time round
+      full[stage].expect(bytes);
+      const Strip at = strip_at(first + i);
+      unsigned char* to = x + stage * bytes;
+      load_box(to, &p.dy, &full[stage], feature, at.column, at.row, at.sample);
+      int part = begin.part, channel = begin.channel;
+      for (int n = 0; n < chunks; ++n) {
+        while (channel >= p.residual.channels[part]) {
+          channel = 0;
+          ++part;
+        }
+        to += kDyBytes;
+        load_box(to, &p.residual.maps[part], &full[stage], channel, at.column, at.row, at.sample);
+        channel += kChunk;
+      }
+      if (++stage == ring) {
+        stage = 0;
+        phase ^= 1;
+      }
     }
   }
 
   // Three warps: what can be done beside the products.
   template <bool kActivated>
   __device__ void help() const {
-    const int thread = threadIdx.x % 128 - (128 - kHelpers), eighth = thread % 8, c = channel + eighth * 8;
+    const Place place(p.x, x_block);
+    const int thread = threadIdx.x % 128 - (128 - kHelpers), eighth = thread % 8, c = place.channel + eighth * 8;
     Coefficients coefficients;
     float totals[8];
     int of_sample = -1;
@@ -120,7 +187,7 @@ struct Block {
       const Strip at = strip_at(first + i);
       if (at.sample != of_sample) {
         if constexpr (kActivated)
-          coefficients = Coefficients(p.a, p.b, at.sample, first_channel + c, c < p.x_channels[part]);
+          coefficients = Coefficients(p.a, p.b, at.sample, place.first + c, c < p.x.channels[place.part]);
         if (sums_dy && of_sample >= 0) store_shift(totals, thread, of_sample);
 #pragma unroll
         for (int n = 0; n < 8; ++n) totals[n] = 0;
@@ -160,7 +227,7 @@ struct Block {
   }
 
   __device__ void compute(int tap_row, Barrier* filled) const {
-    const int lane = threadIdx.x % 32, warp = threadIdx.x % 128 / 32;
+    const int lane = threadIdx.x % 32;
     float sums[96];
 #pragma unroll
     for (int i = 0; i < 96; ++i) sums[i] = 0;
@@ -185,18 +252,63 @@ struct Block {
     wait_products<0>();
     settle(sums);
 
-    // Eight lanes hold eight neighbours along the features: a sector of 32 bytes.
-    float* to = p.sums + static_cast<int64_t>(split) * 9 * p.channels * p.features;
+    const Place place(p.x, x_block);
 #pragma unroll
-    for (int j = 0; j < 24; ++j) {
+    for (int tap = 0; tap < 3; ++tap) {
+      store(sums + 32 * tap, p.x, place,
+                p.sums + (static_cast<int64_t>(split) * 9 + 3 * tap_row + tap) * p.x.total * p.features);
+    }
+  }
+
+  // The sums of one tap or chunk. Eight lanes hold eight neighbours along the features: a sector of 32 bytes.
+  __device__ void store(const float* sums, const Image& image, const Place& place, float* to) const {
+    const int lane = threadIdx.x % 32, warp = threadIdx.x % 128 / 32;
+#pragma unroll
+    for (int j = 0; j < 8; ++j) {
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
-        const int f = feature + 16 * warp + lane / 4 + i / 2 * 8, c = channel + j % 8 * 8 + lane % 4 * 2 + i % 2;
-        if (f < p.features && c < p.x_channels[part]) {
-          to[(static_cast<int64_t>(3 * tap_row + j / 8) * p.channels + first_channel + c) * p.features + f] =
-              sums[4 * j + i];
-        }
+        const int f = feature + 16 * warp + lane / 4 + i / 2 * 8, c = place.channel + j * 8 + lane % 4 * 2 + i % 2;
+        if (f < p.features && c < image.channels[place.part])
+          to[static_cast<int64_t>(place.first + c) * p.features + f] = sums[4 * j + i];
       }
+    }
+  }
+
+  // Two chunks for each warpgroup; one past the last is whatever lies there, and is not stored.
+  __device__ void compute_projected(int warpgroup) const {
+    const int own = kPair * warpgroup;
+    if (own >= chunks) return;
+    const int bytes = stage_bytes(), ring = stages(), lane = threadIdx.x % 32;
+    float sums[32 * kPair];
+#pragma unroll
+    for (int i = 0; i < 32 * kPair; ++i) sums[i] = 0;
+    int held = -1;
+    for (int i = 0, stage = 0, phase = 0; i < count; ++i) {
+      full[stage].wait(phase);
+      const uint32_t from = shared_address(x + stage * bytes);
+      const uint64_t left = matrix(from, 8 * kRowBytes);
+      const uint64_t right = matrix(from + (1 + own) * kDyBytes, 8 * kRowBytes, kDyBytes);
+      begin_products();
+#pragma unroll
+      for (int k = 0; k < kRows / 2; ++k) {
+        Product<T, true, true, kChunk * kPair>::run(sums, advance(left, 16 * kRowBytes * k),
+                                                    advance(right, 16 * kRowBytes * k), true);
+      }
+      commit_products();
+      wait_products<1>();
+      if (held >= 0 && lane == 0) empty[held].arrive();
+      held = stage;
+      if (++stage == ring) {
+        stage = 0;
+        phase ^= 1;
+      }
+    }
+    wait_products<0>();
+    settle(sums);
+    float* to = p.shortcut_sums + static_cast<int64_t>(split) * p.residual.total * p.features;
+#pragma unroll
+    for (int n = 0; n < kPair; ++n) {
+      if (own + n < chunks) store(sums + 32 * n, p.residual, Place(p.residual, x_block * p.block_chunks + own + n), to);
     }
   }
 };
@@ -214,12 +326,22 @@ __global__ void __launch_bounds__(kThreads, 1)
   const int warpgroup = threadIdx.x / 128;
   if (warpgroup < kTapRows) {
     set_registers<kComputingRegisters<kActivated>, true>();
-    block.compute(warpgroup, kActivated ? block.ready : block.full);
+    if (block.chunks) {
+      block.compute_projected(warpgroup);
+    } else {
+      block.compute(warpgroup, kActivated ? block.ready : block.full);
+    }
   } else {
     set_registers<kHelpingRegisters<kActivated>, false>();
     const int thread = threadIdx.x % 128;
-    if (thread == 0) block.load();
-    if (thread >= 128 - kHelpers && (kActivated || block.sums_dy)) block.template help<kActivated>();
+    if (thread == 0) {
+      if (block.chunks) {
+        block.load_projected();
+      } else {
+        block.load();
+      }
+    }
+    if (thread >= 128 - kHelpers && (block.sums_dy || (kActivated && !block.chunks))) block.template help<kActivated>();
   }
 #endif
 }
@@ -228,48 +350,74 @@ template <class T, bool kActivated>
 cudaError_t run(const Parameters& p, cudaStream_t stream) {
   const auto kernel = hopper_weight_gradient_kernel<T, kActivated>;
   const cudaError_t error = allow_shared_memory(kernel, kBytes);
-  return error == cudaSuccess ? launch(kernel, dim3(p.blocks * p.shares.splits), kThreads, kBytes, stream, p) : error;
+  const int blocks = p.blocks * p.shares.splits + p.shortcut_blocks * p.shortcut_shares.splits;
+  return error == cudaSuccess ? launch(kernel, dim3(blocks), kThreads, kBytes, stream, p) : error;
+}
+
+int chunks_in(const Parts& parts) {
+  int64_t count = 0;
+  for (int i = 0; i < parts.count; ++i) count += ceil_div(parts.channels[i], kChunk);
+  return static_cast<int>(count);
+}
+
+// As even as they can be.
+int chunks_of_block(const Parts& residual) {
+  const int64_t chunks = chunks_in(residual), blocks = ceil_div(chunks, kMostChunks);
+  return chunks == 0 ? 0 : static_cast<int>(ceil_div(chunks, blocks));
 }
 
 }  // namespace
 
 WeightGradientCut hopper_weight_gradient_cut(const Conv3x3WeightGradient& plan) {
-  WeightGradientCut cut{0, ceil_div(plan.height, kRows) * ceil_div(plan.width, kStripColumns)};
-  for (int i = 0; i < plan.x.count; ++i)
-    cut.blocks += ceil_div(plan.x.channels[i], kChunk) * ceil_div(plan.features, kChunk);
+  const int64_t across = ceil_div(plan.features, kChunk), chunks = chunks_in(plan.residual);
+  WeightGradientCut cut{chunks_in(plan.x) * across,
+                        ceil_div(plan.height, kRows) * ceil_div(plan.width, kStripColumns)};
+  cut.shortcut_blocks = ceil_div(chunks, kMostChunks) * across;
+  // Reading its boxes is what takes the time: an estimated seventh each of that of a strip's products.
+  cut.shortcut_time = static_cast<double>(1 + chunks_of_block(plan.residual)) / 7;
   return cut;
 }
 
 cudaError_t hopper_weight_gradient(const Conv3x3WeightGradient& plan, const Shares& shares, float* sums,
-                                   const ShiftSums& shift, cudaStream_t stream) {
+                                   const ShiftSums& shift, const Shares& shortcut_shares, float* shortcut_sums,
+                                   cudaStream_t stream) {
   const auto parameters = std::make_unique<Parameters>();
   Parameters& p = *parameters;
   const WeightGradientCut cut = hopper_weight_gradient_cut(plan);
-  p.x_parts = plan.x.count;
   cudaError_t error = cudaSuccess;
   const auto image = [&](CUtensorMap* map, const void* data, int64_t channels, int halo) {
     if (error != cudaSuccess) return;
     error = tensor_map(map, plan.type, data, {channels, plan.width, plan.height, plan.batch},
                        {kChunk, kStripColumns + halo, kRows + halo, 1});
   };
-  for (int i = 0; i < plan.x.count; ++i) {
-    p.x_channels[i] = static_cast<int>(plan.x.channels[i]);
-    image(&p.x[i], plan.x.data[i], plan.x.channels[i], 2);
-  }
+  const auto images = [&](Image* to, const Parts& parts, int halo) {
+    to->parts = parts.count;
+    to->total = static_cast<int>(parts.total);
+    for (int i = 0; i < parts.count; ++i) {
+      to->channels[i] = static_cast<int>(parts.channels[i]);
+      image(&to->maps[i], parts.data[i], parts.channels[i], halo);
+    }
+  };
+  images(&p.x, plan.x, 2);
+  images(&p.residual, plan.residual, 0);
   image(&p.dy, plan.dy, plan.features, 0);
   if (error != cudaSuccess) return error;
-  p.channels = static_cast<int>(plan.x.total);
   p.features = static_cast<int>(plan.features);
   p.feature_blocks = static_cast<int>(ceil_div(plan.features, kChunk));
   p.blocks = static_cast<int>(cut.blocks);
+  p.shortcut_blocks = static_cast<int>(cut.shortcut_blocks);
+  p.shortcut_chunks = chunks_in(plan.residual);
+  p.block_chunks = chunks_of_block(plan.residual);
   p.height = static_cast<int>(plan.height);
   p.width = static_cast<int>(plan.width);
   p.strips_down = static_cast<int>(ceil_div(plan.height, kRows));
   p.strips_across = static_cast<int>(ceil_div(plan.width, kStripColumns));
   p.shares = shares;
+  p.shortcut_shares = shortcut_shares;
   p.a = plan.a;
   p.b = plan.b;
   p.sums = sums;
+  p.shortcut_sums = shortcut_sums;
   p.shift = shift;
   if (plan.type == Type::kFloat16) return plan.a.data ? run<__half, true>(p, stream) : run<__half, false>(p, stream);
   return plan.a.data ? run<__nv_bfloat16, true>(p, stream) : run<__nv_bfloat16, false>(p, stream);

@@ -11,32 +11,39 @@ namespace jaxunet::cuda {
 
 // Handlers' entries: the best kernel for the shape, the type and the device.
 cudaError_t conv3x3(const Conv3x3& plan, cudaStream_t stream);
+cudaError_t conv3x3_shortcut_gradient(const Conv3x3& plan, cudaStream_t stream);
 cudaError_t conv3x3_weight_gradient(const Conv3x3WeightGradient& plan, cudaStream_t stream);
 
-// Every shape and type, on compute capability 8.0 and later.
+// Every shape and type, on compute capability 8.0 and later; y in one part.
 cudaError_t portable_forward(const Conv3x3& plan, cudaStream_t stream);
-// Sums over `splits` shares of the pixels, (splits, 3, 3, channels, features).
-cudaError_t portable_weight_gradient(const Conv3x3WeightGradient& plan, int splits, float* sums, cudaStream_t stream);
+// Sums over `splits` shares of the pixels, (splits, 3, 3, channels, features), and of a shortcut, (splits, channels of
+// the residual, features).
+cudaError_t portable_weight_gradient(const Conv3x3WeightGradient& plan, int splits, float* sums, float* of_shortcut,
+                                     cudaStream_t stream);
 
 // 16-bit types, on compute capability 8.0 and later: at most eight channels, read from one array; at most eight
 // features. `choice.h` says which plans they compute.
 cudaError_t few_channels_forward(const Conv3x3& plan, int multiprocessors, cudaStream_t stream);
 cudaError_t few_features_forward(const Conv3x3& plan, int multiprocessors, cudaStream_t stream);
 
-// Compute capability 9.0.
+// Compute capability 9.0. The parts of y begin at multiples of 64 channels.
 cudaError_t hopper_forward(const Conv3x3& plan, int multiprocessors, cudaStream_t stream);
 
-// How a weight gradient is cut: tiles of the gradient, and strips of pixels that are shared out among splits.
+// How a weight gradient is cut: tiles of the gradient, and strips of pixels that are shared out among splits; and the
+// tiles of a shortcut's gradient, with the time that a strip takes there, as a share of that in the others.
 struct WeightGradientCut {
-  int64_t blocks, strips_of_sample;
+  int64_t blocks, strips_of_sample, shortcut_blocks = 0;
+  double shortcut_time = 0;
 };
 // Sums over the splits of `shares`, (splits, 3, 3, channels, features), and those of dy (see shares.h).
 WeightGradientCut few_weight_gradient_cut(const Conv3x3WeightGradient& plan);
 cudaError_t few_weight_gradient(const Conv3x3WeightGradient& plan, const Shares& shares, float* sums,
                                 const ShiftSums& shift, cudaStream_t stream);
 WeightGradientCut hopper_weight_gradient_cut(const Conv3x3WeightGradient& plan);
+// The shortcut has shares of its own; its sums are (splits, channels of the residual, features).
 cudaError_t hopper_weight_gradient(const Conv3x3WeightGradient& plan, const Shares& shares, float* sums,
-                                   const ShiftSums& shift, cudaStream_t stream);
+                                   const ShiftSums& shift, const Shares& shortcut_shares, float* shortcut_sums,
+                                   cudaStream_t stream);
 
 // Sums of dy over `segments` shares of each sample's pixels, (segments, batch, features).
 cudaError_t channel_sums(const Conv3x3WeightGradient& plan, int segments, float* sums, cudaStream_t stream);
@@ -48,6 +55,7 @@ struct OrderedSum {
   int parts;
   int64_t count;
 };
-cudaError_t ordered_sums(const OrderedSum& first, const OrderedSum& second, cudaStream_t stream);
+cudaError_t ordered_sums(const OrderedSum& first, const OrderedSum& second, const OrderedSum& third,
+                         cudaStream_t stream);
 
 }  // namespace jaxunet::cuda

@@ -25,28 +25,48 @@ cudaError_t describe(Device* device) {
   return error;
 }
 
-// Where a weight gradient's partial sums lie: those of the kernel in the result itself if there is one split and
-// nothing to narrow, else in the workspace; those of dy behind them.
+// In how many shares the pixels are summed.
+struct Splits {
+  int64_t kernel, shortcut;
+};
+
+// Where a weight gradient's partial sums lie: those of a result in the result itself if there is one split and nothing
+// to narrow, else in the workspace: the kernel's, the shortcut's, and those of dy behind them.
 struct Sums {
   const Conv3x3WeightGradient& plan;
-  int64_t kernel, shift;  // entries
+  int64_t kernel, shortcut, shift;  // entries
 
   explicit Sums(const Conv3x3WeightGradient& plan_)
-      : plan(plan_), kernel(9 * plan_.x.total * plan_.features), shift(plan_.batch * plan_.features) {}
+      : plan(plan_),
+        kernel(9 * plan_.x.total * plan_.features),
+        shortcut(plan_.residual.total * plan_.features),
+        shift(plan_.batch * plan_.features) {}
 
-  bool direct(int64_t splits) const { return splits == 1 && plan.dkernel.type == Type::kFloat32; }
-  int64_t of_kernel(int64_t splits) const { return direct(splits) ? 0 : splits * kernel; }
-  bool fit(int64_t splits, int64_t slots) const { return of_kernel(splits) + slots * shift <= plan.workspace_floats; }
-  float* kernel_at(int64_t splits) const {
-    return direct(splits) ? static_cast<float*>(plan.dkernel.data) : plan.workspace;
+  static bool direct(const Result& to, int64_t splits) { return splits == 1 && to.type == Type::kFloat32; }
+  int64_t of_kernel(const Splits& splits) const {
+    return direct(plan.dkernel, splits.kernel) ? 0 : splits.kernel * kernel;
   }
-  float* shift_at(int64_t splits) const { return plan.workspace + of_kernel(splits); }
+  int64_t of_shortcut(const Splits& splits) const {
+    return direct(plan.dshortcut, splits.shortcut) ? 0 : splits.shortcut * shortcut;
+  }
+  bool fit(const Splits& splits, int64_t slots) const {
+    return of_kernel(splits) + of_shortcut(splits) + slots * shift <= plan.workspace_floats;
+  }
+  float* kernel_at(const Splits& splits) const {
+    return of_kernel(splits) ? plan.workspace : static_cast<float*>(plan.dkernel.data);
+  }
+  float* shortcut_at(const Splits& splits) const {
+    return of_shortcut(splits) ? plan.workspace + of_kernel(splits) : static_cast<float*>(plan.dshortcut.data);
+  }
+  float* shift_at(const Splits& splits) const { return plan.workspace + of_kernel(splits) + of_shortcut(splits); }
 
   // Adds them up. The sum over all samples has as many parts more.
-  cudaError_t add(int64_t splits, int64_t slots, cudaStream_t stream) const {
+  cudaError_t add(const Splits& splits, int64_t slots, cudaStream_t stream) const {
     const int64_t rows = plan.shifts == 1 ? plan.batch : 1;
-    return ordered_sums({kernel_at(splits), plan.dkernel, static_cast<int>(splits), direct(splits) ? 0 : kernel},
-                        {shift_at(splits), plan.dshift, static_cast<int>(slots * rows), shift / rows}, stream);
+    return ordered_sums(
+        {kernel_at(splits), plan.dkernel, static_cast<int>(splits.kernel), of_kernel(splits) ? kernel : 0},
+        {shortcut_at(splits), plan.dshortcut, static_cast<int>(splits.shortcut), of_shortcut(splits) ? shortcut : 0},
+        {shift_at(splits), plan.dshift, static_cast<int>(slots * rows), shift / rows}, stream);
   }
 };
 
@@ -56,18 +76,24 @@ Shares shares_of(const WeightGradientCut& cut, int64_t batch, int64_t splits) {
 }
 
 // The splits of the least estimated time: 0.7 µs to multiply a strip, 5 to start a block and to store its sums, 0.03 to
-// add them to the others' (measured on an H200, for the Pallas kernel of the same design).
-int64_t hopper_splits(const WeightGradientCut& cut, const Sums& sums, int multiprocessors) {
+// add them to the others' (measured on an H200, for the Pallas kernel of the same design). The shortcut's blocks get
+// shares that take them as long as the others.
+Splits hopper_splits(const WeightGradientCut& cut, const Sums& sums, int multiprocessors) {
   const int64_t strips = sums.plan.batch * cut.strips_of_sample;
-  const auto microseconds = [&](int64_t splits) {
-    const int64_t blocks = cut.blocks * splits, waves = ceil_div(blocks, multiprocessors);
-    return static_cast<double>(waves) * (0.7 * static_cast<double>(ceil_div(strips, splits)) + 5) +
-           (splits > 1 ? 0.03 * static_cast<double>(blocks) : 0.0);
+  const auto both = [&](int64_t splits) {
+    const double shortcut = static_cast<double>(splits) * cut.shortcut_time;
+    return Splits{splits, std::clamp<int64_t>(static_cast<int64_t>(shortcut + 0.5), 1, splits)};
   };
-  int64_t best = 1;
-  for (int64_t splits = 2; splits <= std::min(strips, int64_t{multiprocessors}); ++splits) {
-    if (microseconds(splits) < microseconds(best) &&
-        sums.fit(splits, shares_of(cut, sums.plan.batch, splits).slots())) {
+  const auto microseconds = [&](const Splits& splits) {
+    const int64_t blocks = cut.blocks * splits.kernel + cut.shortcut_blocks * splits.shortcut;
+    const int64_t waves = ceil_div(blocks, multiprocessors);
+    return static_cast<double>(waves) * (0.7 * static_cast<double>(ceil_div(strips, splits.kernel)) + 5) +
+           (splits.kernel > 1 ? 0.03 * static_cast<double>(blocks) : 0.0);
+  };
+  Splits best = both(1);
+  for (int64_t n = 2; n <= std::min(strips, int64_t{multiprocessors}); ++n) {
+    const Splits splits = both(n);
+    if (microseconds(splits) < microseconds(best) && sums.fit(splits, shares_of(cut, sums.plan.batch, n).slots())) {
       best = splits;
     }
   }
@@ -75,24 +101,27 @@ int64_t hopper_splits(const WeightGradientCut& cut, const Sums& sums, int multip
 }
 
 // Two blocks for each multiprocessor.
-int64_t few_splits(const WeightGradientCut& cut, const Sums& sums, int multiprocessors) {
+Splits few_splits(const WeightGradientCut& cut, const Sums& sums, int multiprocessors) {
   const int64_t strips = sums.plan.batch * cut.strips_of_sample;
   int64_t splits = std::clamp<int64_t>(2 * multiprocessors / cut.blocks, 1, strips);
-  while (splits > 1 && !sums.fit(splits, shares_of(cut, sums.plan.batch, splits).slots())) --splits;
-  return splits;
+  while (splits > 1 && !sums.fit({splits, 1}, shares_of(cut, sums.plan.batch, splits).slots())) --splits;
+  return {splits, 1};
 }
 
 cudaError_t portable(const Sums& sums, int multiprocessors, cudaStream_t stream) {
   const Conv3x3WeightGradient& plan = sums.plan;
   const int64_t image = plan.height * plan.width, blocks = plan.batch * ceil_div(plan.features, 64);
   int64_t segments = std::clamp<int64_t>(2 * multiprocessors / blocks, 1, ceil_div(image, 256));
-  if (!sums.fit(1, segments)) segments = 1;
-  const int64_t tiles = ceil_div(9 * plan.x.total, 64) * ceil_div(plan.features, 64);
-  int64_t splits = std::clamp<int64_t>(4 * multiprocessors / tiles, 1, ceil_div(plan.batch * image, 256));
-  while (splits > 1 && !sums.fit(splits, segments)) --splits;
+  if (!sums.fit({1, 1}, segments)) segments = 1;
+  const int64_t tiles = ceil_div(9 * plan.x.total + plan.residual.total, 64) * ceil_div(plan.features, 64);
+  int64_t most = std::clamp<int64_t>(4 * multiprocessors / tiles, 1, ceil_div(plan.batch * image, 256));
+  while (most > 1 && !sums.fit({most, most}, segments)) --most;
+  const Splits splits{most, most};
   cudaError_t error = channel_sums(plan, static_cast<int>(segments), sums.shift_at(splits), stream);
-  if (error == cudaSuccess)
-    error = portable_weight_gradient(plan, static_cast<int>(splits), sums.kernel_at(splits), stream);
+  if (error == cudaSuccess) {
+    error = portable_weight_gradient(plan, static_cast<int>(most), sums.kernel_at(splits), sums.shortcut_at(splits),
+                                     stream);
+  }
   return error == cudaSuccess ? sums.add(splits, segments, stream) : error;
 }
 
@@ -118,6 +147,24 @@ cudaError_t conv3x3(const Conv3x3& plan, cudaStream_t stream) {
   }
 }
 
+cudaError_t conv3x3_shortcut_gradient(const Conv3x3& plan, cudaStream_t stream) {
+  Device device;
+  cudaError_t error = describe(&device);
+  if (error != cudaSuccess) return error;
+  if (in_one_launch(plan, device.hopper)) return hopper_forward(plan, device.multiprocessors, stream);
+  int64_t first = 0;
+  for (int i = 0; i < plan.y.count && error == cudaSuccess; ++i) {
+    Conv3x3 part = plan;
+    part.features = plan.y.channels[i];
+    part.y = {1, {plan.y.data[i]}, {part.features}, part.features};
+    part.shortcut =
+        static_cast<const char*>(plan.shortcut) + first * plan.residual.total * (plan.type == Type::kFloat32 ? 4 : 2);
+    error = conv3x3(part, stream);
+    first += part.features;
+  }
+  return error;
+}
+
 cudaError_t conv3x3_weight_gradient(const Conv3x3WeightGradient& plan, cudaStream_t stream) {
   Device device;
   cudaError_t error = describe(&device);
@@ -125,18 +172,20 @@ cudaError_t conv3x3_weight_gradient(const Conv3x3WeightGradient& plan, cudaStrea
   const Sums sums(plan);
   if (plan.batch * plan.height * plan.width == 0 || plan.features == 0) {
     error = clear(plan.dkernel, sums.kernel, stream);
+    if (error == cudaSuccess && sums.shortcut > 0) error = clear(plan.dshortcut, sums.shortcut, stream);
     return error == cudaSuccess ? clear(plan.dshift, plan.shifts * plan.features, stream) : error;
   }
   const Kernel kernel = weight_gradient_kernel(plan, device.hopper);
   if (kernel == Kernel::kPortable) return portable(sums, device.multiprocessors, stream);
   const bool hopper = kernel == Kernel::kHopper;
   const WeightGradientCut cut = hopper ? hopper_weight_gradient_cut(plan) : few_weight_gradient_cut(plan);
-  const int64_t splits =
+  const Splits splits =
       hopper ? hopper_splits(cut, sums, device.multiprocessors) : few_splits(cut, sums, device.multiprocessors);
-  const Shares shares = shares_of(cut, plan.batch, splits);
+  const Shares shares = shares_of(cut, plan.batch, splits.kernel);
   const ShiftSums shift{sums.shift_at(splits), shares.slots(), static_cast<int>(plan.batch),
                         static_cast<int>(plan.features)};
-  error = hopper ? hopper_weight_gradient(plan, shares, sums.kernel_at(splits), shift, stream)
+  error = hopper ? hopper_weight_gradient(plan, shares, sums.kernel_at(splits), shift,
+                                          shares_of(cut, plan.batch, splits.shortcut), sums.shortcut_at(splits), stream)
                  : few_weight_gradient(plan, shares, sums.kernel_at(splits), shift, stream);
   return error == cudaSuccess ? sums.add(splits, shift.slots, stream) : error;
 }
@@ -183,6 +232,18 @@ static_assert(weight_gradient_kernel(example(3, 64, false), true) == Kernel::kFe
 static_assert(weight_gradient_kernel(example(64, 3, true), true) == Kernel::kFewFeatures);
 static_assert(weight_gradient_kernel(example(64, 64, true), true) == Kernel::kHopper);
 static_assert(weight_gradient_kernel(example(20, 3, true), true) == Kernel::kPortable);
+
+// A residual of 64 channels, projected to `first` + `second`: the gradient by a shortcut's input.
+constexpr Conv3x3 projection(int64_t first, int64_t second) {
+  Conv3x3 plan = example(0, first + second, true, false, 64);
+  plan.x = {};
+  plan.shortcut = &kSomewhere;
+  plan.y = {2, {}, {first, second}, first + second};
+  return plan;
+}
+static_assert(forward_kernel(projection(128, 64), true) == Kernel::kHopper && in_one_launch(projection(128, 64), true));
+static_assert(!in_one_launch(projection(128, 64), false) && !in_one_launch(projection(72, 64), true));
+static_assert(in_one_launch(projection(64, 72), true) && !in_one_launch(projection(64, 20), true));
 
 }  // namespace
 }  // namespace jaxunet::cuda

@@ -73,7 +73,7 @@ __global__ void __launch_bounds__(kThreads) portable_forward_kernel(const Forwar
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       if (feature + i >= features) continue;
-      float value = pair[i] + shift[feature + i];
+      float value = pair[i] + (plan.shift.data ? shift[feature + i] : 0.0f);
       if (plan.residual.count) value += wide(*plan.residual.at<T>(index, feature + i));
       y[static_cast<int64_t>(index) * features + feature + i] = narrow<T>(value);
     }
@@ -90,14 +90,12 @@ cudaError_t forward(const Forward& plan, cudaStream_t stream) {
 }  // namespace
 
 cudaError_t portable_forward(const Conv3x3& plan, cudaStream_t stream) {
-  Forward all{left_of(plan), {}, {}, plan.shift, plan.y};
-  if (plan.shortcut) {
-    all.left.extra = channels_of(plan.residual);
-    all.left.columns += all.left.extra.total;
-    all.left.vectors = all.left.vectors && in_eights(all.left.extra);
-  } else {
-    all.residual = channels_of(plan.residual);
-  }
+  const Parts none{};
+  Forward all{left_of(plan, plan.shortcut ? plan.residual : none),
+              {},
+              channels_of(plan.shortcut ? none : plan.residual),
+              plan.shift,
+              plan.y.data[0]};
   const int channels = static_cast<int>(plan.x.total), features = static_cast<int>(plan.features);
   all.right = {plan.kernel,
                plan.shortcut,
@@ -105,7 +103,7 @@ cudaError_t portable_forward(const Conv3x3& plan, cudaStream_t stream) {
                features,
                all.left.columns,
                plan.flipped,
-               (plan.flipped ? channels : features) % 8 == 0};
+               plan.flipped ? all.left.vectors : features % 8 == 0};
   if (all.left.pixels == 0 || features == 0) return cudaSuccess;
   return by_type(plan.type, [&](auto nought) { return forward<decltype(nought)>(all, stream); });
 }

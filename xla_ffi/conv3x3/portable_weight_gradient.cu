@@ -1,6 +1,6 @@
 // Weight gradient of the 3×3 convolution on every GPU of compute capability 8.0 and later, for every shape and type.
 //
-// It is the transposed left matrix (see gather.cuh) times dy: a block computes 64 (tap, channel) rows × 64 features
+// It is the transposed left matrix (see gather.cuh) times dy, the columns of a shortcut's residual with those of x: a block computes 64 (tap, channel) rows × 64 features
 // over a share of the pixels, 32 at a time, in the way of portable_forward.cu. The shares are added afterwards, in
 // order.
 
@@ -21,7 +21,7 @@ struct WeightGradient {
   const void* dy;
   int features, share;  // pixels of a block, a multiple of kDepth
   bool vectors;
-  float* sums;
+  float *sums, *of_shortcut;
 };
 
 template <class T>
@@ -73,10 +73,12 @@ __global__ void __launch_bounds__(kThreads) portable_weight_gradient_kernel(cons
     multiply_tiles<true, true>(sums, left[half], right[half], row, column);
   }
 
-  float* to = plan.sums + static_cast<int64_t>(blockIdx.z) * plan.left.columns * plan.features;
+  const int extra = plan.left.extra.total, taps = plan.left.columns - extra;
+  float* to = plan.sums + static_cast<int64_t>(blockIdx.z) * taps * plan.features;
+  float* below = plan.of_shortcut + (static_cast<int64_t>(blockIdx.z) * extra - taps) * plan.features;
   each_pair(sums, first_row + row, first_feature + column, [&](int m, int feature, float sum, float next) {
     if (m >= plan.left.columns) return;
-    float* entry = to + static_cast<int64_t>(m) * plan.features + feature;
+    float* entry = (m < taps ? to : below) + static_cast<int64_t>(m) * plan.features + feature;
     if (feature < plan.features) entry[0] = sum;
     if (feature + 1 < plan.features) entry[1] = next;
   });
@@ -84,10 +86,12 @@ __global__ void __launch_bounds__(kThreads) portable_weight_gradient_kernel(cons
 
 }  // namespace
 
-cudaError_t portable_weight_gradient(const Conv3x3WeightGradient& plan, int splits, float* sums, cudaStream_t stream) {
-  const Left left = left_of(plan);
+cudaError_t portable_weight_gradient(const Conv3x3WeightGradient& plan, int splits, float* sums, float* of_shortcut,
+                                     cudaStream_t stream) {
+  const Left left = left_of(plan, plan.residual);
   const int features = static_cast<int>(plan.features), steps = (left.pixels + kDepth - 1) / kDepth;
-  const WeightGradient all{left, plan.dy, features, (steps + splits - 1) / splits * kDepth, features % 8 == 0, sums};
+  const int share = (steps + splits - 1) / splits * kDepth;
+  const WeightGradient all{left, plan.dy, features, share, features % 8 == 0, sums, of_shortcut};
   const dim3 grid((left.columns + kTile - 1) / kTile, (features + kTile - 1) / kTile, splits);
   return by_type(plan.type, [&](auto nought) {
     return launch(portable_weight_gradient_kernel<decltype(nought)>, grid, kThreads, 0, stream, all);

@@ -39,13 +39,37 @@ Conv3x3 read_conv3x3(Reader& call) {
   plan.residual = call.parts("residual", residuals, first.element, {plan.batch, plan.height, plan.width});
   if (call.flag("shortcut")) {
     if (residuals == 0) call.fail("shortcut: expected a residual for it to project, found none");
-    plan.shortcut = call.operand("shortcut", first.element, {plan.residual.total, plan.features}).data;
+    const Dims matrix =
+        plan.flipped ? Dims{plan.features, plan.residual.total} : Dims{plan.residual.total, plan.features};
+    plan.shortcut = call.operand("shortcut", first.element, matrix).data;
   } else if (residuals > 0 && plan.residual.total != plan.features) {
     call.fail("residual: expected " + std::to_string(plan.features) + " channels or a shortcut, found " +
               std::to_string(plan.residual.total));
   }
   read_activation(call, plan);
-  plan.y = call.result("y", first.element, {plan.batch, plan.height, plan.width, plan.features}).data;
+  void* y = call.result("y", first.element, {plan.batch, plan.height, plan.width, plan.features}).data;
+  plan.y = {1, {y}, {plan.features}, plan.features};
+  return plan;
+}
+
+Conv3x3 read_conv3x3_shortcut_gradient(Reader& call) {
+  Conv3x3 plan{};
+  Array dy;
+  plan.residual = call.parts("dy", 1, &dy);
+  plan.type = kind(dy.element);
+  plan.batch = dy.dims[0];
+  plan.height = dy.dims[1];
+  plan.width = dy.dims[2];
+  plan.flipped = true;
+  const Array shortcut = call.operand("shortcut", dy.element, {kAny, plan.residual.total});
+  plan.shortcut = shortcut.data;
+  plan.features = shortcut.dims[0];
+  plan.y = call.result_parts("dresidual", call.integer("residuals", 1, kMaxParts), dy.element,
+                             {plan.batch, plan.height, plan.width});
+  if (plan.y.total != plan.features) {
+    call.fail("dresidual: expected " + std::to_string(plan.features) + " channels, the rows of the shortcut, found " +
+              std::to_string(plan.y.total));
+  }
   return plan;
 }
 
@@ -56,6 +80,8 @@ Conv3x3WeightGradient read_conv3x3_weight_gradient(Reader& call) {
   plan.dy = dy.data;
   plan.features = dy.dims[3];
   read_activation(call, plan);
+  plan.residual = call.parts("residual", call.integer("residuals", 0, kMaxParts), first.element,
+                             {plan.batch, plan.height, plan.width});
   const Dims kernel{3, 3, plan.x.total, plan.features};
   const auto gradient = [&](const char* name, const Dims& shape, int64_t* rows) {
     const Array found = call.result(name, first.element, ffi::DataType::F32, shape);
@@ -66,6 +92,9 @@ Conv3x3WeightGradient read_conv3x3_weight_gradient(Reader& call) {
   plan.dshift = gradient("dshift", {kAny, plan.features}, &plan.shifts);
   if (plan.shifts != 1 && plan.shifts != plan.batch) {
     call.fail("dshift: expected 1 or " + std::to_string(plan.batch) + " rows, found " + std::to_string(plan.shifts));
+  }
+  if (plan.residual.count > 0) {
+    plan.dshortcut = gradient("dshortcut", {plan.residual.total, plan.features}, nullptr);
   }
   const Array workspace = call.result("workspace", ffi::DataType::F32, {kAny});
   plan.workspace = static_cast<float*>(workspace.data);

@@ -122,18 +122,23 @@ struct Share {
   }
 };
 
-// The blocks of `first`, then those of `second`.
+// The blocks of `first`, then those of `second` and of `third`.
 __global__ void __launch_bounds__(kThreads)
-    ordered_sums_kernel(const OrderedSum first, const Share of_first, const OrderedSum second, const Share of_second) {
+    ordered_sums_kernel(const OrderedSum first, const Share of_first, const OrderedSum second, const Share of_second,
+                        const OrderedSum third, const Share of_third) {
   __shared__ float4 totals[kThreads];
-  const bool is_first = blockIdx.x < of_first.blocks;
-  const OrderedSum job{is_first ? first.from : second.from,
-                       {is_first ? first.to.data : second.to.data, is_first ? first.to.type : second.to.type},
-                       is_first ? first.parts : second.parts,
-                       is_first ? first.count : second.count};
-  const int rows = is_first ? of_first.rows : of_second.rows, lanes = kThreads / rows;
-  const int lane = threadIdx.x & (lanes - 1), row = threadIdx.x / lanes;
-  const int64_t entry = ((blockIdx.x - (is_first ? 0 : of_first.blocks)) * lanes + lane) * 4;
+  OrderedSum job = first;
+  int rows = of_first.rows;
+  int64_t block = blockIdx.x;
+  if (block >= of_first.blocks) {
+    block -= of_first.blocks;
+    const bool is_second = block < of_second.blocks;
+    job = is_second ? second : third;
+    rows = is_second ? of_second.rows : of_third.rows;
+    if (!is_second) block -= of_second.blocks;
+  }
+  const int lanes = kThreads / rows, lane = threadIdx.x & (lanes - 1), row = threadIdx.x / lanes;
+  const int64_t entry = (block * lanes + lane) * 4;
   float4 total{0, 0, 0, 0};
   if (entry < job.count) {
     for (int part = row; part < job.parts; part += kAhead * rows) {
@@ -171,12 +176,13 @@ cudaError_t channel_sums(const Conv3x3WeightGradient& plan, int segments, float*
                  [&](auto nought) { return run_channel_sums<decltype(nought)>(plan, segments, sums, stream); });
 }
 
-cudaError_t ordered_sums(const OrderedSum& first, const OrderedSum& second, cudaStream_t stream) {
-  const Share of_first(first), of_second(second);
-  const int64_t blocks = of_first.blocks + of_second.blocks;
+cudaError_t ordered_sums(const OrderedSum& first, const OrderedSum& second, const OrderedSum& third,
+                         cudaStream_t stream) {
+  const Share of_first(first), of_second(second), of_third(third);
+  const int64_t blocks = of_first.blocks + of_second.blocks + of_third.blocks;
   if (blocks == 0) return cudaSuccess;
   return launch(ordered_sums_kernel, dim3(static_cast<unsigned>(blocks)), kThreads, 0, stream, first, of_first, second,
-                of_second);
+                of_second, third, of_third);
 }
 
 }  // namespace jaxunet::cuda

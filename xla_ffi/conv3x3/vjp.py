@@ -15,7 +15,7 @@ import numpy as np
 from jaxtyping import Array, Float
 
 from pallas_kernels.conv3x3.dispatch import Added, Affine, Parts
-from pallas_kernels.conv3x3.vjp import added_gradient, check_operands, needed, outline
+from pallas_kernels.conv3x3.vjp import check_operands, needed, outline
 from pallas_kernels.features import Features
 from xla_ffi.group_norm.vjp import gradient, normalise, statistics
 
@@ -98,18 +98,32 @@ def _input_gradient(dy: Array, kernel: Array, widths: tuple[int, ...]) -> Parts:
     return tuple(_convolve((dy,), part, jnp.zeros((1, part.shape[2]), jnp.float32), None, None, flipped=True) for part in slices)
 
 
+def _shortcut_gradient(dy: Array, shortcut: Array, projected: Parts) -> Parts:
+    """The gradient by each part of what a shortcut projects: dy times the shortcut, transposed."""
+    shapes = [jax.ShapeDtypeStruct(part.shape, part.dtype) for part in projected]
+    call = jax.ffi.ffi_call('jaxunet_conv3x3_shortcut_gradient', shapes, vmap_method='sequential')
+    return tuple(call(dy, shortcut.astype(dy.dtype), residuals=np.int64(len(projected))))
+
+
 def _parameter_gradients(parts: Parts, kernel: Array, shift: Array, added: Any, dy: Array, affine: Affine | None) -> tuple[Any, ...]:
-    """Gradients of kernel, shift and what was added."""
+    """Gradients of kernel, shift and what was added, given what `needed` kept of that."""
+    projects = isinstance(added, Added)
+    projected, shortcuts = (added.parts, [added.shortcut]) if projects else ((), [])
     batch, features = dy.shape[0], dy.shape[3]
-    pixels, weights = math.prod(dy.shape[:3]), math.prod(kernel.shape)
+    pixels, weights = math.prod(dy.shape[:3]), sum(math.prod(w.shape) for w in (kernel, *shortcuts))
     # At least the gradients themselves, which are float32 until all sums are there.
     workspace = max(min(weights * -(-pixels // 64), PARTIAL_SUMS), weights) + (2 * batch + PARTIAL_SHIFTS) * features
     # The kernels write the types that they can write: that of the parameters if it is float32 or that of x.
-    written = [t if t in (jnp.float32, dy.dtype) else jnp.float32 for t in (kernel.dtype, shift.dtype)]
-    shapes = ((kernel.shape, written[0]), ((shift.shape[0], features), written[1]), ((workspace,), jnp.float32))
-    call = jax.ffi.ffi_call('jaxunet_conv3x3_weight_gradient', [jax.ShapeDtypeStruct(*shape) for shape in shapes], vmap_method='sequential')
-    dkernel, dshift, _ = call(*parts, dy, *(affine or ()), parts=np.int64(len(parts)), activation=affine is not None)
-    return dkernel.astype(kernel.dtype), dshift.astype(shift.dtype), added_gradient(added, dy)
+    wanted = [(kernel.shape, kernel.dtype), ((shift.shape[0], features), shift.dtype), *((w.shape, w.dtype) for w in shortcuts)]
+    shapes = [jax.ShapeDtypeStruct(shape, t if t in (jnp.float32, dy.dtype) else jnp.float32) for shape, t in wanted]
+    shapes += [jax.ShapeDtypeStruct((workspace,), jnp.float32)]
+    call = jax.ffi.ffi_call('jaxunet_conv3x3_weight_gradient', shapes, vmap_method='sequential')
+    counts = {'parts': np.int64(len(parts)), 'residuals': np.int64(len(projected))}
+    found = call(*parts, dy, *(affine or ()), *projected, activation=affine is not None, **counts)
+    dkernel, dshift, *of_shortcut = (gradient.astype(t) for gradient, (_, t) in zip(found[:-1], wanted, strict=True))
+    if projects:
+        return dkernel, dshift, Added(_shortcut_gradient(dy, added.shortcut, projected), *of_shortcut)
+    return dkernel, dshift, None if added is None else Added((dy,), None)
 
 
 @jax.custom_vjp
