@@ -26,18 +26,18 @@ ffi::Error checked(const char* op, const ffi::RemainingArgs& operands, const ffi
 }
 
 // Every handler: its target's name, and NAME: read_NAME reads its calls, NAME in the device's namespace runs them.
-#define JAXUNET_HANDLERS(ENTRY)                                   \
-  ENTRY(jaxunet_sum_of_squares, sum_of_squares)                   \
-  ENTRY(jaxunet_adamw, adamw)                                     \
-  ENTRY(jaxunet_narrow, narrow_all)                               \
-  ENTRY(jaxunet_attention_forward, attention_forward)             \
-  ENTRY(jaxunet_attention_backward, attention_backward)           \
-  ENTRY(jaxunet_conv3x3, conv3x3)                                 \
+#define JAXUNET_HANDLERS(ENTRY)                                       \
+  ENTRY(jaxunet_sum_of_squares, sum_of_squares)                       \
+  ENTRY(jaxunet_adamw, adamw)                                         \
+  ENTRY(jaxunet_narrow, narrow_all)                                   \
+  ENTRY(jaxunet_attention_forward, attention_forward)                 \
+  ENTRY(jaxunet_attention_backward, attention_backward)               \
+  ENTRY(jaxunet_conv3x3, conv3x3)                                     \
   ENTRY(jaxunet_conv3x3_shortcut_gradient, conv3x3_shortcut_gradient) \
-  ENTRY(jaxunet_conv3x3_weight_gradient, conv3x3_weight_gradient) \
-  ENTRY(jaxunet_group_norm_forward, norm_forward)                 \
-  ENTRY(jaxunet_group_norm_statistics, norm_statistics)           \
-  ENTRY(jaxunet_group_norm_apply, norm_apply)                     \
+  ENTRY(jaxunet_conv3x3_weight_gradient, conv3x3_weight_gradient)     \
+  ENTRY(jaxunet_group_norm_forward, norm_forward)                     \
+  ENTRY(jaxunet_group_norm_statistics, norm_statistics)               \
+  ENTRY(jaxunet_group_norm_apply, norm_apply)                         \
   ENTRY(jaxunet_group_norm_gradient, norm_gradient)
 
 inline pybind11::capsule capsule(XLA_FFI_Error* (*handler)(XLA_FFI_CallFrame*)) {

@@ -176,7 +176,7 @@ cudaError_t run(const Forward& all, int multiprocessors, cudaStream_t stream) {
 
 cudaError_t few_channels_forward(const Conv3x3& plan, int multiprocessors, cudaStream_t stream) {
   const int channels = static_cast<int>(plan.x.total), features = static_cast<int>(plan.features);
-  const Forward all{plan.x.data[0], channels,   features, {plan.kernel, channels, features, plan.flipped},
+  const Forward all{plan.x.data[0], channels,   features,      {plan.kernel, channels, features, plan.flipped},
                     Tiles(plan),    plan.shift, plan.y.data[0]};
   if (all.tiling.tiles == 0 || features == 0) return cudaSuccess;
   return plan.type == Type::kFloat16 ? run<__half>(all, multiprocessors, stream)

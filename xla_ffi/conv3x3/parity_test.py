@@ -8,6 +8,17 @@ from pallas_kernels.conv3x3.cases import AWKWARD, CASES, Case
 from pallas_kernels.conv3x3.parity_test import inputs, op
 from xla_ffi.conv3x3 import vjp
 
+# Shortcuts of several parts: that begin at whole tiles of 64 channels (one launch writes their gradients) and that do not; of more
+# channels than one block of the weight gradient sums; of a convolution that is otherwise for the kernels of few channels and features.
+SHORTCUTS = (
+    Case(8, 12, (64,), 64, (128, 64, 40), batch=3),
+    Case(6, 9, (16,), 24, (72, 8, 40), groups=4, batch=2),
+    Case(8, 8, (64,), 72, (384, 72), batch=2),
+    Case(4, 5, (8,), 16, (8, 16), norm=False, batch=2),
+    Case(4, 5, (16,), 8, (24,), groups=4, batch=2),
+    Case(3, 4, (5,), 7, (3, 2, 4, 1), norm=False, batch=2),
+)
+
 
 def check(case: Case, dtype: str, batch: int):
     """In some draw: through the norm of a small group, a single element's rounding to 16 bits can be the largest error of a gradient."""
@@ -15,7 +26,7 @@ def check(case: Case, dtype: str, batch: int):
 
 
 @pytest.mark.parametrize('dtype', [*DTYPES, 'float16'])
-@pytest.mark.parametrize('case', AWKWARD, ids=lambda c: c.name)
+@pytest.mark.parametrize('case', AWKWARD + SHORTCUTS, ids=lambda c: c.name)
 def test_awkward_shapes(case, dtype):
     check(case, dtype, 2)
 
@@ -29,14 +40,14 @@ def test_activation_inside_the_convolution(case, dtype, monkeypatch):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize('dtype', DTYPES)
-@pytest.mark.parametrize('case', CASES, ids=lambda c: c.name)
+@pytest.mark.parametrize('case', CASES + SHORTCUTS, ids=lambda c: c.name)
 def test_every_case(case, dtype):
     check(case, dtype, 3)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize('dtype', DTYPES)
-@pytest.mark.parametrize('case', CASES[:36:7], ids=lambda c: c.name)
+@pytest.mark.parametrize('case', [*CASES[:36:7], CASES[6]], ids=lambda c: c.name)
 def test_runs_are_identical(case, dtype):
     """With more pixels than one block sums, as in training."""
     assert_runs_are_identical(op(vjp, case), inputs(case, dtype, 32))

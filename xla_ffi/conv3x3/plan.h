@@ -17,10 +17,9 @@ struct Conv3x3 {
   bool flipped;
   Rows shift;  // data is null without one
   Parts residual;
-  const void*
-      shortcut;  // (channels of the residual, features), or null; flipped: (features, channels of the residual)
-  Rows a, b;     // data is null without activation
-  Parts y;       // the features, one part after the other; several of the residual's projection alone
+  const void* shortcut;  // (channels of the residual, features), or null; flipped: (features, channels of the residual)
+  Rows a, b;             // data is null without activation
+  Parts y;               // the features, one part after the other; several of the residual's projection alone
 };
 
 // An array of float32 or of the type of x.

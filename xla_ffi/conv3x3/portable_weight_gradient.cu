@@ -1,8 +1,8 @@
 // Weight gradient of the 3×3 convolution on every GPU of compute capability 8.0 and later, for every shape and type.
 //
-// It is the transposed left matrix (see gather.cuh) times dy, the columns of a shortcut's residual with those of x: a block computes 64 (tap, channel) rows × 64 features
-// over a share of the pixels, 32 at a time, in the way of portable_forward.cu. The shares are added afterwards, in
-// order.
+// It is the transposed left matrix (see gather.cuh) times dy, the columns of a shortcut's residual with those of x: a
+// block computes 64 (tap, channel) rows × 64 features over a share of the pixels, 32 at a time, in the way of
+// portable_forward.cu. The shares are added afterwards, in order.
 
 #include "../by_type.cuh"
 #include "gather.cuh"

@@ -1,0 +1,313 @@
+// Weight gradient of the 3×3 convolution on Hopper: dW[i, j, c, f] = sum over pixels of act(x) shifted by (i - 1, j -
+// 1), times dy.
+//
+// A block owns 64 input × 64 output channels, all nine taps (147 KB of float32, in registers), and a share of the
+// pixels. A warpgroup copies strips of 8 × 8 pixels into a ring in shared memory: dy, and x with one pixel of halo.
+// Both operands of wgmma are read across K: channels are contiguous and the pixels are K. Three warpgroups own a row of
+// taps each: tap (i, j) is the haloed x at a shifted address, and as the distance between two 64-channel columns of the
+// right operand is free, it is set to one pixel: one wgmma of 64 × 192 multiplies dy by the three taps of a row at
+// once. Three warps beside the one that copies apply the activation, where there is one, to x in place; and in the
+// blocks of the first input channels they sum dy, which is at hand.
+//
+// A shortcut's gradient, of the residual that it projects times dy, comes from further blocks of the same launch: what
+// they read is on its way while the others multiply. Such a block owns up to six chunks of 64 channels of the residual,
+// two for each warpgroup, × 64 output channels: dy is read once for all of them.
+//
+// The shares' sums are added afterwards, in order: no atomics, the same bits in every run.
+
+#pragma once
+
+#include "hopper_activation.cuh"
+#include "hopper_instructions.cuh"
+#include "hopper_tile.h"
+#include "shares.h"
+#include "wgmma.cuh"
+
+namespace jaxunet::cuda::weight_gradient {
+
+constexpr int kRows = 8, kTapRows = 3, kStages = 8;
+constexpr int kXBytes = Tile{kRows, 0, 1, 1, false, false}.strip_bytes(), kDyBytes = kRows * kStripColumns * kRowBytes;
+constexpr int kHelpers = 96, kHelperPixels = kHelpers / 8;  // the threads of three warps; eight of them read a pixel
+constexpr int kRingBytes = kStages * (kXBytes + kDyBytes);
+constexpr int kBytes = kRingBytes + kBarrierBytes + kHelperPixels * kChunk * 4;
+static_assert(kBytes <= kSharedBytes);
+constexpr int kPair = 2, kMostChunks = kPair * kTapRows;  // of a warpgroup and a block of the shortcut's gradient
+static_assert(3 * (1 + kMostChunks) * kDyBytes <= kRingBytes,
+              "one stage in use, one not yet released, one being filled");
+
+// Arrays side by side, in chunks of 64 channels that do not reach across.
+struct Image {
+  CUtensorMap maps[kMaxParts];
+  int parts, channels[kMaxParts], total;
+};
+
+struct Parameters {
+  Image x, residual;
+  CUtensorMap dy;
+  int features, feature_blocks;
+  int blocks;                            // 64 × 64 tiles of the gradient
+  int shortcut_blocks, shortcut_chunks;  // tiles of the shortcut's; chunks of the residual
+  int block_chunks;                      // of a tile of the shortcut's
+  int height, width, strips_down, strips_across;
+  Shares shares, shortcut_shares;
+  Rows a, b;
+  float *sums, *shortcut_sums;
+  ShiftSums shift;
+};
+
+// Where a chunk lies: its part, its first channel there, and that part's first channel in the whole.
+struct Place {
+  int part = 0, channel = 0, first = 0;
+
+  __device__ Place(const Image& image, int chunk) : channel(chunk * kChunk) {
+    while (part + 1 < image.parts && channel >= image.channels[part]) {
+      channel -= (image.channels[part] + kChunk - 1) / kChunk * kChunk;
+      first += image.channels[part++];
+    }
+  }
+};
+
+constexpr int kThreads = 128 * (kTapRows + 1);
+// Registers a thread, of the 4 · 128 that a multiprocessor has for the four warpgroups.
+template <bool kActivated>
+constexpr int kComputingRegisters = kActivated ? 136 : 152;
+template <bool kActivated>
+constexpr int kHelpingRegisters = kActivated ? 104 : 56;
+
+template <class T>
+struct Block {
+  static constexpr int kXBoxBytes = (kRows + 2) * kHaloColumns * kRowBytes;
+
+  const Parameters& p;
+  unsigned char *x, *dy;
+  Barrier *full, *ready, *empty;
+  float* scratch;  // (kHelperPixels, 64)
+  int split, x_block, feature;
+  int first, count;  // strips
+  int chunks;        // of the residual; 0: a block of the kernel's gradient
+  bool sums_dy;
+
+  __device__ Block(const Parameters& parameters, unsigned char* shared) : p(parameters) {
+    x = shared;
+    dy = x + kStages * kXBytes;
+    full = reinterpret_cast<Barrier*>(dy + kStages * kDyBytes);
+    ready = full + kStages;
+    empty = ready + kStages;
+    scratch = reinterpret_cast<float*>(dy + kStages * kDyBytes + kBarrierBytes);
+    // Neighbours share the pixels, which then come from L2.
+    const int kernel_blocks = p.blocks * p.shares.splits, index = static_cast<int>(blockIdx.x);
+    const bool projected = index >= kernel_blocks;
+    const int blocks = projected ? p.shortcut_blocks : p.blocks, at = projected ? index - kernel_blocks : index;
+    const Shares& shares = projected ? p.shortcut_shares : p.shares;
+    split = at / blocks;
+    const int block = at - split * blocks;
+    x_block = block / p.feature_blocks;
+    feature = (block - x_block * p.feature_blocks) * kChunk;
+    first = shares.first(split);
+    count = shares.count(split);
+    const int rest = p.shortcut_chunks - x_block * p.block_chunks;
+    chunks = projected ? (rest < p.block_chunks ? rest : p.block_chunks) : 0;
+    sums_dy = !projected && x_block == 0;
+  }
+
+  // The ring of a block of the shortcut's gradient: dy, then the chunks, as boxes of one size.
+  __device__ int stage_bytes() const { return (1 + chunks) * kDyBytes; }
+  __device__ int stages() const {
+    const int fit = kRingBytes / stage_bytes();
+    return fit < kStages ? fit : kStages;
+  }
+
+  __device__ void init() const {
+    for (int i = 0; i < kStages; ++i) {
+      full[i].init(1);
+      ready[i].init(kHelpers);
+      // One for each warp that takes from a stage: of all warpgroups, or of those that have chunks.
+      empty[i].init(chunks ? 4 * ((chunks + kPair - 1) / kPair) : 4 * kTapRows + (sums_dy ? kHelpers / 32 : 0));
+    }
+  }
+
+  __device__ Strip strip_at(int strip) const {
+    const int each = p.strips_down * p.strips_across, sample = strip / each, rest = strip - sample * each,
+              down = rest / p.strips_across;
+    return {sample, down * kRows, (rest - down * p.strips_across) * kStripColumns};
+  }
+
+  __device__ void load() const {
+    const Place place(p.x, x_block);
+    for (int i = 0; i < count; ++i) {
+      const int stage = i % kStages;
+      empty[stage].wait(i / kStages % 2 ^ 1);  // at once the first time round
+      full[stage].expect(kXBoxBytes + kDyBytes);
+      const Strip at = strip_at(first + i);
+      load_box(dy + stage * kDyBytes, &p.dy, &full[stage], feature, at.column, at.row, at.sample);
+      load_box(x + stage * kXBytes, &p.x.maps[place.part], &full[stage], place.channel, at.column - 1, at.row - 1,
+               at.sample);
+    }
+  }
+
+  __device__ void load_projected() const {
+    const Place begin(p.residual, x_block * p.block_chunks);
+    const int bytes = stage_bytes(), ring = stages();
+    for (int i = 0, stage = 0, phase = 1; i < count; ++i) {
+      empty[stage].wait(phase);  // at once the first time round
+      full[stage].expect(bytes);
+      const Strip at = strip_at(first + i);
+      unsigned char* to = x + stage * bytes;
+      load_box(to, &p.dy, &full[stage], feature, at.column, at.row, at.sample);
+      int part = begin.part, channel = begin.channel;
+      for (int n = 0; n < chunks; ++n) {
+        while (channel >= p.residual.channels[part]) {
+          channel = 0;
+          ++part;
+        }
+        to += kDyBytes;
+        load_box(to, &p.residual.maps[part], &full[stage], channel, at.column, at.row, at.sample);
+        channel += kChunk;
+      }
+      if (++stage == ring) {
+        stage = 0;
+        phase ^= 1;
+      }
+    }
+  }
+
+  // Three warps: what can be done beside the products.
+  template <bool kActivated>
+  __device__ void help() const {
+    const Place place(p.x, x_block);
+    const int thread = threadIdx.x % 128 - (128 - kHelpers), eighth = thread % 8, c = place.channel + eighth * 8;
+    Coefficients coefficients;
+    float totals[8];
+    int of_sample = -1;
+    for (int i = 0; i < count; ++i) {
+      const int stage = i % kStages;
+      const Strip at = strip_at(first + i);
+      if (at.sample != of_sample) {
+        if constexpr (kActivated)
+          coefficients = Coefficients(p.a, p.b, at.sample, place.first + c, c < p.x.channels[place.part]);
+        if (sums_dy && of_sample >= 0) store_shift(totals, thread, of_sample);
+#pragma unroll
+        for (int n = 0; n < 8; ++n) totals[n] = 0;
+        of_sample = at.sample;
+      }
+      full[stage].wait(i / kStages % 2);
+      if constexpr (kActivated) {
+        activate_strip<T, kRows, kHelpers>(x + stage * kXBytes, at, p.height, p.width, thread, coefficients);
+        fence_async();
+        ready[stage].arrive();
+      }
+      if (!sums_dy) continue;
+      for (int pixel = thread / 8; pixel < kRows * kStripColumns; pixel += kHelperPixels) {
+        Eight<T> values;
+        values.load(
+            reinterpret_cast<const T*>(dy + stage * kDyBytes + pixel * kRowBytes + ((eighth ^ pixel % 8) << 4)));
+#pragma unroll
+        for (int n = 0; n < 8; ++n) totals[n] += wide(values.at[n]);
+      }
+      __syncwarp();
+      if (thread % 32 == 0) empty[stage].arrive();
+    }
+    if (sums_dy && of_sample >= 0) store_shift(totals, thread, of_sample);
+  }
+
+  // Adds the helpers' sums of a sample, in order.
+  __device__ void store_shift(const float (&totals)[8], int thread, int sample) const {
+#pragma unroll
+    for (int n = 0; n < 8; ++n) scratch[thread / 8 * kChunk + thread % 8 * 8 + n] = totals[n];
+    meet(1, kHelpers);
+    if (thread < kChunk && feature + thread < p.features) {
+      float total = 0;
+      for (int i = 0; i < kHelperPixels; ++i) total += scratch[i * kChunk + thread];
+      p.shift.store(p.shares, split, sample, feature + thread, total);
+    }
+    meet(1, kHelpers);
+  }
+
+  __device__ void compute(int tap_row, Barrier* filled) const {
+    const int lane = threadIdx.x % 32;
+    float sums[96];
+#pragma unroll
+    for (int i = 0; i < 96; ++i) sums[i] = 0;
+    int held = -1;
+    for (int i = 0; i < count; ++i) {
+      const int stage = i % kStages;
+      filled[stage].wait(i / kStages % 2);
+      const uint64_t left = matrix(shared_address(dy + stage * kDyBytes), 8 * kRowBytes);
+      const uint64_t right = matrix(shared_address(x + stage * kXBytes) + tap_row * kHaloColumns * kRowBytes,
+                                    kHaloColumns * kRowBytes, kRowBytes);
+      begin_products();
+#pragma unroll
+      for (int k = 0; k < kRows / 2; ++k) {  // two image rows: 16 pixels
+        Product<T, true, true, 192>::run(sums, advance(left, 16 * kRowBytes * k),
+                                         advance(right, 2 * kHaloColumns * kRowBytes * k), true);
+      }
+      commit_products();
+      wait_products<1>();
+      if (held >= 0 && lane == 0) empty[held].arrive();
+      held = stage;
+    }
+    wait_products<0>();
+    settle(sums);
+
+    const Place place(p.x, x_block);
+#pragma unroll
+    for (int tap = 0; tap < 3; ++tap) {
+      store(sums + 32 * tap, p.x, place,
+            p.sums + (static_cast<int64_t>(split) * 9 + 3 * tap_row + tap) * p.x.total * p.features);
+    }
+  }
+
+  // The sums of one tap or chunk. Eight lanes hold eight neighbours along the features: a sector of 32 bytes.
+  __device__ void store(const float* sums, const Image& image, const Place& place, float* to) const {
+    const int lane = threadIdx.x % 32, warp = threadIdx.x % 128 / 32;
+#pragma unroll
+    for (int j = 0; j < 8; ++j) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const int f = feature + 16 * warp + lane / 4 + i / 2 * 8, c = place.channel + j * 8 + lane % 4 * 2 + i % 2;
+        if (f < p.features && c < image.channels[place.part])
+          to[static_cast<int64_t>(place.first + c) * p.features + f] = sums[4 * j + i];
+      }
+    }
+  }
+
+  // Two chunks for each warpgroup; one past the last is whatever lies there, and is not stored.
+  __device__ void compute_projected(int warpgroup) const {
+    const int own = kPair * warpgroup;
+    if (own >= chunks) return;
+    const int bytes = stage_bytes(), ring = stages(), lane = threadIdx.x % 32;
+    float sums[32 * kPair];
+#pragma unroll
+    for (int i = 0; i < 32 * kPair; ++i) sums[i] = 0;
+    int held = -1;
+    for (int i = 0, stage = 0, phase = 0; i < count; ++i) {
+      full[stage].wait(phase);
+      const uint32_t from = shared_address(x + stage * bytes);
+      const uint64_t left = matrix(from, 8 * kRowBytes);
+      const uint64_t right = matrix(from + (1 + own) * kDyBytes, 8 * kRowBytes, kDyBytes);
+      begin_products();
+#pragma unroll
+      for (int k = 0; k < kRows / 2; ++k) {
+        Product<T, true, true, kChunk * kPair>::run(sums, advance(left, 16 * kRowBytes * k),
+                                                    advance(right, 16 * kRowBytes * k), true);
+      }
+      commit_products();
+      wait_products<1>();
+      if (held >= 0 && lane == 0) empty[held].arrive();
+      held = stage;
+      if (++stage == ring) {
+        stage = 0;
+        phase ^= 1;
+      }
+    }
+    wait_products<0>();
+    settle(sums);
+    float* to = p.shortcut_sums + static_cast<int64_t>(split) * p.residual.total * p.features;
+#pragma unroll
+    for (int n = 0; n < kPair; ++n) {
+      if (own + n < chunks) store(sums + 32 * n, p.residual, Place(p.residual, x_block * p.block_chunks + own + n), to);
+    }
+  }
+};
+
+}  // namespace jaxunet::cuda::weight_gradient
