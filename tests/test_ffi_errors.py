@@ -84,6 +84,17 @@ def right(draw: random.Random) -> Call:
         operands = [*images(parts), *images([features]), *rows(2 * activation), *images(residual)]
         return Call('conv3x3_weight_gradient', operands, results, attributes)
 
+    def linear() -> Call:
+        residual = draw.random() < 0.5
+        operands = [*images([channels]), ((channels, features), kind), ((1, features), jnp.float32), *images([features] * residual)]
+        return Call('linear', operands, images([features]), {'residual': residual})
+
+    def linear_weights() -> Call:
+        workspace = (channels + batch) * features + draw.randint(0, 9)
+        shapes = [(channels, features), (1, features)]
+        results = [*((shape, draw.choice([jnp.float32, kind])) for shape in shapes), ((workspace,), jnp.float32)]
+        return Call('linear_weight_gradient', [*images([channels]), *images([features])], results, {})
+
     def norm(name: str, results: list[Shape], attributes: dict[str, Any]) -> Call:
         every = {'parts': np.int64(len(parts)), 'groups': np.int64(channels), 'eps': np.float32(1e-5)} | attributes
         per_channel: Shape = ((batch, channels), jnp.float32)
@@ -125,7 +136,8 @@ def right(draw: random.Random) -> Call:
         found, to = tensors(), draw.choice([jnp.float16, jnp.bfloat16])
         return Call('narrow', found, [(shape, to) for shape, _ in found], {'tensors': np.int64(len(found))})
 
-    ops = [forward, backward, conv, shortcut, weights, norm_forward, norm_statistics, apply, gradient, sums, adamw, narrow]
+    convolutions = [conv, shortcut, weights, linear, linear_weights]
+    ops = [forward, backward, *convolutions, norm_forward, norm_statistics, apply, gradient, sums, adamw, narrow]
     call = draw.choice(ops)()
     return call._replace(target=f'jaxunet_{call.target}')
 
@@ -192,6 +204,23 @@ def test_a_thousand_wrong_calls_are_errors():
 def test_the_message_names_what_is_wrong(results, heads, message):
     call = Call('jaxunet_attention_forward', [((2, 5, 24), jnp.float32)], [(r, jnp.float32) for r in results], {'heads': np.int64(heads)})
     with pytest.raises(jax.errors.JaxRuntimeError, match=f'jaxunet_attention_forward: (?:{message})'):
+        call()
+
+
+@pytest.mark.parametrize(
+    ('operands', 'results', 'attributes', 'message'),
+    [
+        ([(2, 3, 4, 8), (9, 5), (1, 5)], [(2, 3, 4, 5)], {'residual': False}, r'kernel: expected F32\[8, any\], found F32\[9, 5\]'),
+        ([(2, 3, 4, 8), (8, 5), (2, 5)], [(2, 3, 4, 5)], {'residual': False}, r'bias: expected 1'),
+        ([(2, 3, 4, 8), (8, 5), (1, 5)], [(2, 3, 4, 5)], {'residual': True}, r'residual: missing; the call has 3 operands'),
+        ([(2, 3, 4, 8), (2, 3, 4, 5)], [(8, 5), (2, 5), (99,)], {}, r'dbias: expected F32\[1, 5\], found F32\[2, 5\]'),
+        ([(2, 3, 4, 8), (2, 3, 4, 5)], [(8, 5), (1, 5), (44,)], {}, r'workspace: expected at least 45 numbers, found 44'),
+    ],
+)
+def test_a_linear_layer_says_what_is_wrong(operands, results, attributes, message):
+    target = 'jaxunet_linear' if attributes else 'jaxunet_linear_weight_gradient'
+    call = Call(target, [(shape, jnp.float32) for shape in operands], [(shape, jnp.float32) for shape in results], attributes)
+    with pytest.raises(jax.errors.JaxRuntimeError, match=f'{target}: {message}'):
         call()
 
 

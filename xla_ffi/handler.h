@@ -35,6 +35,8 @@ ffi::Error checked(const char* op, const ffi::RemainingArgs& operands, const ffi
   ENTRY(jaxunet_conv3x3, conv3x3)                                     \
   ENTRY(jaxunet_conv3x3_shortcut_gradient, conv3x3_shortcut_gradient) \
   ENTRY(jaxunet_conv3x3_weight_gradient, conv3x3_weight_gradient)     \
+  ENTRY(jaxunet_linear, linear)                                       \
+  ENTRY(jaxunet_linear_weight_gradient, linear_weight_gradient)       \
   ENTRY(jaxunet_group_norm_forward, norm_forward)                     \
   ENTRY(jaxunet_group_norm_statistics, norm_statistics)               \
   ENTRY(jaxunet_group_norm_apply, norm_apply)                         \

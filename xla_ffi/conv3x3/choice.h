@@ -37,13 +37,13 @@ constexpr bool few_features(const Parts& x, int64_t features) {
 constexpr Kernel forward_kernel(const Conv3x3& plan, bool hopper) {
   if (plan.type == Type::kFloat32) return Kernel::kPortable;  // wgmma would multiply it as tf32 alone
   const bool activation = plan.a.data != nullptr;
-  if (plan.residual.count == 0) {
+  if (plan.residual.count + plan.projected.count == 0) {
     if (few_channels(plan.x, plan.features, activation)) return Kernel::kFewChannels;
     if (few_features(plan.x, plan.features)) return Kernel::kFewFeatures;
   }
-  if (!hopper || !in_eights(plan.x) || !in_eights(plan.residual) || plan.features % 8) return Kernel::kPortable;
+  if (!hopper || !in_eights(plan.x) || !in_eights(plan.projected) || plan.features % 8) return Kernel::kPortable;
   if (plan.flipped && activation) return Kernel::kPortable;
-  if (!plan.shortcut && plan.residual.count > 1) return Kernel::kPortable;
+  if (plan.residual.count > 1) return Kernel::kPortable;
   // In images of few pixels a strip would be padding for the most part.
   return plan.width < 4 || plan.height < 4 ? Kernel::kPortable : Kernel::kHopper;
 }
@@ -58,11 +58,11 @@ constexpr bool in_one_launch(const Conv3x3& plan, bool hopper) {
 
 constexpr Kernel weight_gradient_kernel(const Conv3x3WeightGradient& plan, bool hopper) {
   if (plan.type == Type::kFloat32) return Kernel::kPortable;
-  if (plan.residual.count == 0) {
+  if (plan.projected.count == 0) {
     if (few_channels(plan.x, plan.features, plan.a.data != nullptr)) return Kernel::kFewChannels;
     if (few_features(plan.x, plan.features)) return Kernel::kFewFeatures;
   }
-  if (!hopper || !in_eights(plan.x) || !in_eights(plan.residual) || plan.features % 8) return Kernel::kPortable;
+  if (!hopper || !in_eights(plan.x) || !in_eights(plan.projected) || plan.features % 8) return Kernel::kPortable;
   return plan.width < 4 || plan.height < 4 ? Kernel::kPortable : Kernel::kHopper;
 }
 

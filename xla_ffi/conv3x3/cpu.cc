@@ -19,10 +19,10 @@ std::vector<float> kernel_of(const Conv3x3& plan) {
   return turned;
 }
 
-// (channels of the residual, features), likewise.
+// (channels projected, features), likewise.
 std::vector<float> shortcut_of(const Conv3x3& plan) {
   if (!plan.shortcut) return {};
-  const int64_t channels = plan.residual.total, features = plan.features;
+  const int64_t channels = plan.projected.total, features = plan.features;
   auto given = widen(plan.shortcut, plan.type, channels * features);
   if (!plan.flipped) return given;
   std::vector<float> turned(given.size());
@@ -52,10 +52,10 @@ void accumulate(const float* x, const float* matrix, int64_t channels, std::vect
 }  // namespace
 
 void conv3x3(const Conv3x3& plan, Pool& pool) {
-  const int64_t channels = plan.x.total, features = plan.features, extra = plan.residual.total;
+  const int64_t channels = plan.x.total, features = plan.features, extra = plan.projected.total;
   const int64_t pixels = plan.batch * plan.height * plan.width;
   const auto x = input_of(plan, pool), kernel = kernel_of(plan);
-  const auto residual = join(plan.residual, plan.type, pixels);
+  const auto residual = join(plan.residual, plan.type, pixels), projected = join(plan.projected, plan.type, pixels);
   const auto shortcut = shortcut_of(plan);
   std::vector<float> y(pixels * features);
   parallel(pool, plan.batch * plan.height, [&](int64_t line) {
@@ -72,12 +72,8 @@ void conv3x3(const Conv3x3& plan, Pool& pool) {
         const float* from = x.data() + (pixel + down * plan.width + right) * channels;
         accumulate(from, kernel.data() + tap * channels * features, channels, sums);
       }
-      const float* added = residual.data() + pixel * extra;
-      if (plan.shortcut) {
-        accumulate(added, shortcut.data(), extra, sums);
-      } else if (extra) {
-        for (int64_t f = 0; f < features; ++f) sums[f] += added[f];
-      }
+      accumulate(projected.data() + pixel * extra, shortcut.data(), extra, sums);
+      for (int64_t f = 0; f < plan.residual.total; ++f) sums[f] += residual[pixel * features + f];
       for (int64_t f = 0; f < features; ++f) y[pixel * features + f] = static_cast<float>(sums[f]);
     }
   });
@@ -85,6 +81,8 @@ void conv3x3(const Conv3x3& plan, Pool& pool) {
 }
 
 void conv3x3_shortcut_gradient(const Conv3x3& plan, Pool& pool) { conv3x3(plan, pool); }
+
+void linear(const Conv3x3& plan, Pool& pool) { conv3x3(plan, pool); }
 
 void conv3x3_weight_gradient(const Conv3x3WeightGradient& plan, Pool& pool) {
   const int64_t channels = plan.x.total, features = plan.features, image = plan.height * plan.width;
@@ -101,13 +99,13 @@ void conv3x3_weight_gradient(const Conv3x3WeightGradient& plan, Pool& pool) {
     }
     for (int64_t f = 0; f < features; ++f) dkernel[unit * features + f] = static_cast<float>(sums[f]);
   });
-  const int64_t extra = plan.residual.total;
-  const auto residual = join(plan.residual, plan.type, plan.batch * image);
+  const int64_t extra = plan.projected.total;
+  const auto projected = join(plan.projected, plan.type, plan.batch * image);
   std::vector<float> dshortcut(extra * features);
   parallel(pool, extra, [&](int64_t c) {
     std::vector<double> sums(features);
     for (int64_t pixel = 0; pixel < plan.batch * image; ++pixel) {
-      const double value = residual[pixel * extra + c];
+      const double value = projected[pixel * extra + c];
       for (int64_t f = 0; f < features; ++f) sums[f] += value * dy[pixel * features + f];
     }
     for (int64_t f = 0; f < features; ++f) dshortcut[c * features + f] = static_cast<float>(sums[f]);
@@ -120,9 +118,11 @@ void conv3x3_weight_gradient(const Conv3x3WeightGradient& plan, Pool& pool) {
     }
     for (int64_t f = 0; f < features; ++f) dshift[row * features + f] = static_cast<float>(sums[f]);
   });
-  narrow(dkernel, plan.dkernel.type, plan.dkernel.data);
+  if (channels > 0) narrow(dkernel, plan.dkernel.type, plan.dkernel.data);
   narrow(dshift, plan.dshift.type, plan.dshift.data);
-  if (plan.residual.count > 0) narrow(dshortcut, plan.dshortcut.type, plan.dshortcut.data);
+  if (extra > 0) narrow(dshortcut, plan.dshortcut.type, plan.dshortcut.data);
 }
+
+void linear_weight_gradient(const Conv3x3WeightGradient& plan, Pool& pool) { conv3x3_weight_gradient(plan, pool); }
 
 }  // namespace jaxunet::cpu

@@ -1,7 +1,7 @@
 // The convolution as a matrix product, and where the entries of its matrices lie: for every shape, on every GPU.
 //
 // The left matrix has a row for each pixel and a column for each (tap, channel), column = tap · channels + channel;
-// then, for a 1×1 shortcut, a column for each channel of the residual at the pixel itself. The right matrix has the
+// then, for a 1×1 shortcut, a column for each channel that it projects at the pixel itself. The right matrix has the
 // same columns as its rows: it is the kernel (3, 3, channels, features) as it lies in memory, with the shortcut's
 // (channels, features) below.
 #pragma once
@@ -128,7 +128,7 @@ struct Right {
     return static_cast<const T*>(kernel)[(static_cast<int64_t>(8 - tap) * features + feature) * channels + channel];
   }
 
-  // Where the shortcut's entry for a channel of the residual lies.
+  // Where the shortcut's entry for a channel that it projects lies.
   __device__ int64_t straight(int extra, int feature) const { return static_cast<int64_t>(extra) * features + feature; }
   __device__ int64_t turned(int extra, int feature) const {
     return static_cast<int64_t>(feature) * (columns - 9 * channels) + extra;

@@ -18,14 +18,13 @@ int chunks(const Parts& parts) {
 namespace forward {
 
 Schedule schedule(const Tile& tile, const Conv3x3& plan) {
-  return {tile,         plan.batch, plan.height, plan.width, chunks(plan.x), plan.shortcut ? chunks(plan.residual) : 0,
-          plan.features};
+  return {tile, plan.batch, plan.height, plan.width, chunks(plan.x), chunks(plan.projected), plan.features};
 }
 
 cudaError_t parameters(const Tile& tile, const Conv3x3& plan, Parameters* p) {
   p->schedule = schedule(tile, plan);
   p->features = static_cast<int>(plan.features);
-  p->residual = plan.residual.count > 0 && !plan.shortcut;
+  p->residual = plan.residual.count > 0;
   p->shift = plan.shift;
   p->a = plan.a;
   p->b = plan.b;
@@ -42,19 +41,18 @@ cudaError_t parameters(const Tile& tile, const Conv3x3& plan, Parameters* p) {
     p->x_channels[i] = static_cast<int>(plan.x.channels[i]);
     image(&p->maps.x[i], plan.x.data[i], plan.x.channels[i], 2);
   }
-  if (plan.shortcut) {
-    p->extra_parts = plan.residual.count;
-    for (int i = 0; i < plan.residual.count; ++i) {
-      p->extra_channels[i] = static_cast<int>(plan.residual.channels[i]);
-      image(&p->maps.extra[i], plan.residual.data[i], plan.residual.channels[i], 2);
+  if (p->residual) image(&p->maps.residual, plan.residual.data[0], plan.features, 0);
+  p->extra_parts = plan.projected.count;
+  if (plan.projected.count > 0) {
+    for (int i = 0; i < plan.projected.count; ++i) {
+      p->extra_channels[i] = static_cast<int>(plan.projected.channels[i]);
+      image(&p->maps.extra[i], plan.projected.data[i], plan.projected.channels[i], 2);
     }
     if (plan.flipped) {
-      map(&p->maps.shortcut, plan.shortcut, {plan.residual.total, plan.features, 1}, {kChunk, tile.features, 1});
+      map(&p->maps.shortcut, plan.shortcut, {plan.projected.total, plan.features, 1}, {kChunk, tile.features, 1});
     } else {
-      map(&p->maps.shortcut, plan.shortcut, {plan.features, plan.residual.total, 1}, {kChunk, kChunk, 1});
+      map(&p->maps.shortcut, plan.shortcut, {plan.features, plan.projected.total, 1}, {kChunk, kChunk, 1});
     }
-  } else if (p->residual) {
-    image(&p->maps.residual, plan.residual.data[0], plan.features, 0);
   }
   if (plan.x.count > 0 && plan.flipped) {
     map(&p->maps.kernel, plan.kernel, {plan.x.total, plan.features, 9}, {kChunk, tile.features, tile.taps});

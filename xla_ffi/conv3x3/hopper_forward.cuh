@@ -7,9 +7,9 @@
 // L2 once instead of nine times.
 //
 // Warpgroups of a block: those that compute, one that loads, and with an activation as many that apply it to the strips
-// in place. A shortcut is extra K: the centre tap of the residual's chunks times the shortcut's weights; it may be all
-// there is. Outputs leave through shared memory, in the layout of the copy engine's boxes, where a plain residual has
-// been waiting.
+// in place. A shortcut is extra K: the centre tap of what it projects times its weights; it may be all there is, and is
+// then a linear layer. Outputs leave through shared memory, in the layout of the copy engine's boxes, where a plain
+// residual has been waiting.
 #pragma once
 
 #include "gather.cuh"

@@ -2,7 +2,7 @@
 //
 // An image is cut into strips of 8 columns × `rows` rows. A block of threads computes one tile at a time: `groups`
 // strips, one for each computing warpgroup, × `features` output channels. It walks through the input in chunks of 64
-// channels, nine taps each, then through the residual of a shortcut, centre tap only.
+// channels, nine taps each, then through what a shortcut projects, centre tap only.
 #pragma once
 
 #include <algorithm>

@@ -61,19 +61,20 @@ int chunks_in(const Parts& parts) {
 }
 
 // As even as they can be.
-int chunks_of_block(const Parts& residual) {
-  const int64_t chunks = chunks_in(residual), blocks = ceil_div(chunks, kMostChunks);
+int chunks_of_block(const Parts& projected) {
+  const int64_t chunks = chunks_in(projected), blocks = ceil_div(chunks, kMostChunks);
   return chunks == 0 ? 0 : static_cast<int>(ceil_div(chunks, blocks));
 }
 
 }  // namespace
 
 WeightGradientCut hopper_weight_gradient_cut(const Conv3x3WeightGradient& plan) {
-  const int64_t across = ceil_div(plan.features, kChunk), chunks = chunks_in(plan.residual);
+  const int64_t across = ceil_div(plan.features, kChunk), chunks = chunks_in(plan.projected);
   WeightGradientCut cut{chunks_in(plan.x) * across, ceil_div(plan.height, kRows) * ceil_div(plan.width, kStripColumns)};
   cut.shortcut_blocks = ceil_div(chunks, kMostChunks) * across;
   // Reading its boxes is what takes the time: an estimated seventh each of that of a strip's products.
-  cut.shortcut_time = static_cast<double>(1 + chunks_of_block(plan.residual)) / 7;
+  cut.shortcut_time = static_cast<double>(1 + chunks_of_block(plan.projected)) / 7;
+  cut.shortcut_size = static_cast<double>(chunks_of_block(plan.projected)) / 9;
   return cut;
 }
 
@@ -98,15 +99,15 @@ cudaError_t hopper_weight_gradient(const Conv3x3WeightGradient& plan, const Shar
     }
   };
   images(&p.x, plan.x, 2);
-  images(&p.residual, plan.residual, 0);
+  images(&p.projected, plan.projected, 0);
   image(&p.dy, plan.dy, plan.features, 0);
   if (error != cudaSuccess) return error;
   p.features = static_cast<int>(plan.features);
   p.feature_blocks = static_cast<int>(ceil_div(plan.features, kChunk));
   p.blocks = static_cast<int>(cut.blocks);
   p.shortcut_blocks = static_cast<int>(cut.shortcut_blocks);
-  p.shortcut_chunks = chunks_in(plan.residual);
-  p.block_chunks = chunks_of_block(plan.residual);
+  p.shortcut_chunks = chunks_in(plan.projected);
+  p.block_chunks = chunks_of_block(plan.projected);
   p.height = static_cast<int>(plan.height);
   p.width = static_cast<int>(plan.width);
   p.strips_down = static_cast<int>(ceil_div(plan.height, kRows));

@@ -9,9 +9,10 @@
 // once. Three warps beside the one that copies apply the activation, where there is one, to x in place; and in the
 // blocks of the first input channels they sum dy, which is at hand.
 //
-// A shortcut's gradient, of the residual that it projects times dy, comes from further blocks of the same launch: what
-// they read is on its way while the others multiply. Such a block owns up to six chunks of 64 channels of the residual,
-// two for each warpgroup, × 64 output channels: dy is read once for all of them.
+// A shortcut's gradient, of what it projects times dy, comes from further blocks of the same launch: what they read is
+// on its way while the others multiply. Such a block owns up to six projected chunks of 64 channels, two for each
+// warpgroup, × 64 output channels: dy is read once for all of them. In a linear layer they are all there is, and sum
+// dy.
 //
 // The shares' sums are added afterwards, in order: no atomics, the same bits in every run.
 
@@ -42,11 +43,11 @@ struct Image {
 };
 
 struct Parameters {
-  Image x, residual;
+  Image x, projected;
   CUtensorMap dy;
   int features, feature_blocks;
   int blocks;                            // 64 × 64 tiles of the gradient
-  int shortcut_blocks, shortcut_chunks;  // tiles of the shortcut's; chunks of the residual
+  int shortcut_blocks, shortcut_chunks;  // tiles of the shortcut's; chunks that it projects
   int block_chunks;                      // of a tile of the shortcut's
   int height, width, strips_down, strips_across;
   Shares shares, shortcut_shares;
@@ -84,7 +85,7 @@ struct Block {
   float* scratch;  // (kHelperPixels, 64)
   int split, x_block, feature;
   int first, count;  // strips
-  int chunks;        // of the residual; 0: a block of the kernel's gradient
+  int chunks;        // projected; 0: a block of the kernel's gradient
   bool sums_dy;
 
   __device__ Block(const Parameters& parameters, unsigned char* shared) : p(parameters) {
@@ -107,7 +108,7 @@ struct Block {
     count = shares.count(split);
     const int rest = p.shortcut_chunks - x_block * p.block_chunks;
     chunks = projected ? (rest < p.block_chunks ? rest : p.block_chunks) : 0;
-    sums_dy = !projected && x_block == 0;
+    sums_dy = x_block == 0 && (!projected || p.blocks == 0);
   }
 
   // The ring of a block of the shortcut's gradient: dy, then the chunks, as boxes of one size.
@@ -122,7 +123,7 @@ struct Block {
       full[i].init(1);
       ready[i].init(kHelpers);
       // One for each warp that takes from a stage: of all warpgroups, or of those that have chunks.
-      empty[i].init(chunks ? 4 * ((chunks + kPair - 1) / kPair) : 4 * kTapRows + (sums_dy ? kHelpers / 32 : 0));
+      empty[i].init(4 * (chunks ? (chunks + kPair - 1) / kPair : kTapRows) + (sums_dy ? kHelpers / 32 : 0));
     }
   }
 
@@ -146,7 +147,7 @@ struct Block {
   }
 
   __device__ void load_projected() const {
-    const Place begin(p.residual, x_block * p.block_chunks);
+    const Place begin(p.projected, x_block * p.block_chunks);
     const int bytes = stage_bytes(), ring = stages();
     for (int i = 0, stage = 0, phase = 1; i < count; ++i) {
       empty[stage].wait(phase);  // at once the first time round
@@ -156,12 +157,12 @@ struct Block {
       load_box(to, &p.dy, &full[stage], feature, at.column, at.row, at.sample);
       int part = begin.part, channel = begin.channel;
       for (int n = 0; n < chunks; ++n) {
-        while (channel >= p.residual.channels[part]) {
+        while (channel >= p.projected.channels[part]) {
           channel = 0;
           ++part;
         }
         to += kDyBytes;
-        load_box(to, &p.residual.maps[part], &full[stage], channel, at.column, at.row, at.sample);
+        load_box(to, &p.projected.maps[part], &full[stage], channel, at.column, at.row, at.sample);
         channel += kChunk;
       }
       if (++stage == ring) {
@@ -178,9 +179,10 @@ struct Block {
     const int thread = threadIdx.x % 128 - (128 - kHelpers), eighth = thread % 8, c = place.channel + eighth * 8;
     Coefficients coefficients;
     float totals[8];
+    const unsigned char* pixels = chunks ? x : dy;
+    const int bytes = chunks ? stage_bytes() : kDyBytes, ring = chunks ? stages() : kStages;
     int of_sample = -1;
-    for (int i = 0; i < count; ++i) {
-      const int stage = i % kStages;
+    for (int i = 0, stage = 0, phase = 0; i < count; ++i) {
       const Strip at = strip_at(first + i);
       if (at.sample != of_sample) {
         if constexpr (kActivated)
@@ -190,22 +192,27 @@ struct Block {
         for (int n = 0; n < 8; ++n) totals[n] = 0;
         of_sample = at.sample;
       }
-      full[stage].wait(i / kStages % 2);
+      full[stage].wait(phase);
       if constexpr (kActivated) {
         activate_strip<T, kRows, kHelpers>(x + stage * kXBytes, at, p.height, p.width, thread, coefficients);
         fence_async();
         ready[stage].arrive();
       }
-      if (!sums_dy) continue;
-      for (int pixel = thread / 8; pixel < kRows * kStripColumns; pixel += kHelperPixels) {
-        Eight<T> values;
-        values.load(
-            reinterpret_cast<const T*>(dy + stage * kDyBytes + pixel * kRowBytes + ((eighth ^ pixel % 8) << 4)));
+      if (sums_dy) {
+        for (int pixel = thread / 8; pixel < kRows * kStripColumns; pixel += kHelperPixels) {
+          Eight<T> values;
+          values.load(
+              reinterpret_cast<const T*>(pixels + stage * bytes + pixel * kRowBytes + ((eighth ^ pixel % 8) << 4)));
 #pragma unroll
-        for (int n = 0; n < 8; ++n) totals[n] += wide(values.at[n]);
+          for (int n = 0; n < 8; ++n) totals[n] += wide(values.at[n]);
+        }
+        __syncwarp();
+        if (thread % 32 == 0) empty[stage].arrive();
       }
-      __syncwarp();
-      if (thread % 32 == 0) empty[stage].arrive();
+      if (++stage == ring) {
+        stage = 0;
+        phase ^= 1;
+      }
     }
     if (sums_dy && of_sample >= 0) store_shift(totals, thread, of_sample);
   }
@@ -218,7 +225,7 @@ struct Block {
     if (thread < kChunk && feature + thread < p.features) {
       float total = 0;
       for (int i = 0; i < kHelperPixels; ++i) total += scratch[i * kChunk + thread];
-      p.shift.store(p.shares, split, sample, feature + thread, total);
+      p.shift.store(chunks ? p.shortcut_shares : p.shares, split, sample, feature + thread, total);
     }
     meet(1, kHelpers);
   }
@@ -302,10 +309,11 @@ struct Block {
     }
     wait_products<0>();
     settle(sums);
-    float* to = p.shortcut_sums + static_cast<int64_t>(split) * p.residual.total * p.features;
+    float* to = p.shortcut_sums + static_cast<int64_t>(split) * p.projected.total * p.features;
 #pragma unroll
     for (int n = 0; n < kPair; ++n) {
-      if (own + n < chunks) store(sums + 32 * n, p.residual, Place(p.residual, x_block * p.block_chunks + own + n), to);
+      if (own + n < chunks)
+        store(sums + 32 * n, p.projected, Place(p.projected, x_block * p.block_chunks + own + n), to);
     }
   }
 };

@@ -13,11 +13,13 @@ namespace jaxunet::cuda {
 cudaError_t conv3x3(const Conv3x3& plan, cudaStream_t stream);
 cudaError_t conv3x3_shortcut_gradient(const Conv3x3& plan, cudaStream_t stream);
 cudaError_t conv3x3_weight_gradient(const Conv3x3WeightGradient& plan, cudaStream_t stream);
+cudaError_t linear(const Conv3x3& plan, cudaStream_t stream);
+cudaError_t linear_weight_gradient(const Conv3x3WeightGradient& plan, cudaStream_t stream);
 
 // Every shape and type, on compute capability 8.0 and later; y in one part.
 cudaError_t portable_forward(const Conv3x3& plan, cudaStream_t stream);
-// Sums over `splits` shares of the pixels, (splits, 3, 3, channels, features), and of a shortcut, (splits, channels of
-// the residual, features).
+// Sums over `splits` shares of the pixels, (splits, 3, 3, channels, features), and of a shortcut, (splits, channels
+// projected, features).
 cudaError_t portable_weight_gradient(const Conv3x3WeightGradient& plan, int splits, float* sums, float* of_shortcut,
                                      cudaStream_t stream);
 
@@ -30,17 +32,18 @@ cudaError_t few_features_forward(const Conv3x3& plan, int multiprocessors, cudaS
 cudaError_t hopper_forward(const Conv3x3& plan, int multiprocessors, cudaStream_t stream);
 
 // How a weight gradient is cut: tiles of the gradient, and strips of pixels that are shared out among splits; and the
-// tiles of a shortcut's gradient, with the time that a strip takes there, as a share of that in the others.
+// tiles of a shortcut's gradient, with the time that a strip takes there and the size, as shares of the others'.
 struct WeightGradientCut {
   int64_t blocks, strips_of_sample, shortcut_blocks = 0;
-  double shortcut_time = 0;
+  double shortcut_time = 0, shortcut_size = 0;
 };
 // Sums over the splits of `shares`, (splits, 3, 3, channels, features), and those of dy (see shares.h).
 WeightGradientCut few_weight_gradient_cut(const Conv3x3WeightGradient& plan);
 cudaError_t few_weight_gradient(const Conv3x3WeightGradient& plan, const Shares& shares, float* sums,
                                 const ShiftSums& shift, cudaStream_t stream);
 WeightGradientCut hopper_weight_gradient_cut(const Conv3x3WeightGradient& plan);
-// The shortcut has shares of its own; its sums are (splits, channels of the residual, features).
+// The shortcut has shares of its own; its sums are (splits, channels projected, features). Where there is no x, its
+// blocks also sum dy.
 cudaError_t hopper_weight_gradient(const Conv3x3WeightGradient& plan, const Shares& shares, float* sums,
                                    const ShiftSums& shift, const Shares& shortcut_shares, float* shortcut_sums,
                                    cudaStream_t stream);

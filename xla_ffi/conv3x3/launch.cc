@@ -39,7 +39,7 @@ struct Sums {
   explicit Sums(const Conv3x3WeightGradient& plan_)
       : plan(plan_),
         kernel(9 * plan_.x.total * plan_.features),
-        shortcut(plan_.residual.total * plan_.features),
+        shortcut(plan_.projected.total * plan_.features),
         shift(plan_.batch * plan_.features) {}
 
   static bool direct(const Result& to, int64_t splits) { return splits == 1 && to.type == Type::kFloat32; }
@@ -77,18 +77,22 @@ Shares shares_of(const WeightGradientCut& cut, int64_t batch, int64_t splits) {
 
 // The splits of the least estimated time: 0.7 µs to multiply a strip, 5 to start a block and to store its sums, 0.03 to
 // add them to the others' (measured on an H200, for the Pallas kernel of the same design). The shortcut's blocks get
-// shares that take them as long as the others.
+// shares that take them as long as the others, unless they are all there are.
 Splits hopper_splits(const WeightGradientCut& cut, const Sums& sums, int multiprocessors) {
   const int64_t strips = sums.plan.batch * cut.strips_of_sample;
+  const bool alone = cut.blocks == 0;
   const auto both = [&](int64_t splits) {
+    if (alone) return Splits{1, splits};
     const double shortcut = static_cast<double>(splits) * cut.shortcut_time;
     return Splits{splits, std::clamp<int64_t>(static_cast<int64_t>(shortcut + 0.5), 1, splits)};
   };
   const auto microseconds = [&](const Splits& splits) {
     const int64_t blocks = cut.blocks * splits.kernel + cut.shortcut_blocks * splits.shortcut;
     const int64_t waves = ceil_div(blocks, multiprocessors);
-    return static_cast<double>(waves) * (0.7 * static_cast<double>(ceil_div(strips, splits.kernel)) + 5) +
-           (splits.kernel > 1 ? 0.03 * static_cast<double>(blocks) : 0.0);
+    const double strips_of_block = alone ? static_cast<double>(ceil_div(strips, splits.shortcut)) * cut.shortcut_time
+                                         : static_cast<double>(ceil_div(strips, splits.kernel));
+    const double added = splits.kernel * splits.shortcut > 1 ? static_cast<double>(blocks) : 0.0;
+    return static_cast<double>(waves) * (0.7 * strips_of_block + 5) + 0.03 * added * (alone ? cut.shortcut_size : 1.0);
   };
   Splits best = both(1);
   for (int64_t n = 2; n <= std::min(strips, int64_t{multiprocessors}); ++n) {
@@ -113,7 +117,7 @@ cudaError_t portable(const Sums& sums, int multiprocessors, cudaStream_t stream)
   const int64_t image = plan.height * plan.width, blocks = plan.batch * ceil_div(plan.features, 64);
   int64_t segments = std::clamp<int64_t>(2 * multiprocessors / blocks, 1, ceil_div(image, 256));
   if (!sums.fit({1, 1}, segments)) segments = 1;
-  const int64_t tiles = ceil_div(9 * plan.x.total + plan.residual.total, 64) * ceil_div(plan.features, 64);
+  const int64_t tiles = ceil_div(9 * plan.x.total + plan.projected.total, 64) * ceil_div(plan.features, 64);
   int64_t most = std::clamp<int64_t>(4 * multiprocessors / tiles, 1, ceil_div(plan.batch * image, 256));
   while (most > 1 && !sums.fit({most, most}, segments)) --most;
   const Splits splits{most, most};
@@ -158,7 +162,7 @@ cudaError_t conv3x3_shortcut_gradient(const Conv3x3& plan, cudaStream_t stream) 
     part.features = plan.y.channels[i];
     part.y = {1, {plan.y.data[i]}, {part.features}, part.features};
     part.shortcut =
-        static_cast<const char*>(plan.shortcut) + first * plan.residual.total * (plan.type == Type::kFloat32 ? 4 : 2);
+        static_cast<const char*>(plan.shortcut) + first * plan.projected.total * (plan.type == Type::kFloat32 ? 4 : 2);
     error = conv3x3(part, stream);
     first += part.features;
   }
@@ -171,7 +175,7 @@ cudaError_t conv3x3_weight_gradient(const Conv3x3WeightGradient& plan, cudaStrea
   if (error != cudaSuccess) return error;
   const Sums sums(plan);
   if (plan.batch * plan.height * plan.width == 0 || plan.features == 0) {
-    error = clear(plan.dkernel, sums.kernel, stream);
+    if (sums.kernel > 0) error = clear(plan.dkernel, sums.kernel, stream);
     if (error == cudaSuccess && sums.shortcut > 0) error = clear(plan.dshortcut, sums.shortcut, stream);
     return error == cudaSuccess ? clear(plan.dshift, plan.shifts * plan.features, stream) : error;
   }
@@ -181,13 +185,20 @@ cudaError_t conv3x3_weight_gradient(const Conv3x3WeightGradient& plan, cudaStrea
   const WeightGradientCut cut = hopper ? hopper_weight_gradient_cut(plan) : few_weight_gradient_cut(plan);
   const Splits splits =
       hopper ? hopper_splits(cut, sums, device.multiprocessors) : few_splits(cut, sums, device.multiprocessors);
-  const Shares shares = shares_of(cut, plan.batch, splits.kernel);
-  const ShiftSums shift{sums.shift_at(splits), shares.slots(), static_cast<int>(plan.batch),
-                        static_cast<int>(plan.features)};
-  error = hopper ? hopper_weight_gradient(plan, shares, sums.kernel_at(splits), shift,
-                                          shares_of(cut, plan.batch, splits.shortcut), sums.shortcut_at(splits), stream)
+  const Shares shares = shares_of(cut, plan.batch, splits.kernel),
+               shortcut_shares = shares_of(cut, plan.batch, splits.shortcut);
+  const ShiftSums shift{sums.shift_at(splits), (cut.blocks > 0 ? shares : shortcut_shares).slots(),
+                        static_cast<int>(plan.batch), static_cast<int>(plan.features)};
+  error = hopper ? hopper_weight_gradient(plan, shares, sums.kernel_at(splits), shift, shortcut_shares,
+                                          sums.shortcut_at(splits), stream)
                  : few_weight_gradient(plan, shares, sums.kernel_at(splits), shift, stream);
   return error == cudaSuccess ? sums.add(splits, shift.slots, stream) : error;
+}
+
+cudaError_t linear(const Conv3x3& plan, cudaStream_t stream) { return conv3x3(plan, stream); }
+
+cudaError_t linear_weight_gradient(const Conv3x3WeightGradient& plan, cudaStream_t stream) {
+  return conv3x3_weight_gradient(plan, stream);
 }
 
 // What is chosen, checked wherever this is compiled.
@@ -233,10 +244,11 @@ static_assert(weight_gradient_kernel(example(64, 3, true), true) == Kernel::kFew
 static_assert(weight_gradient_kernel(example(64, 64, true), true) == Kernel::kHopper);
 static_assert(weight_gradient_kernel(example(20, 3, true), true) == Kernel::kPortable);
 
-// A residual of 64 channels, projected to `first` + `second`: the gradient by a shortcut's input.
+// 64 channels, projected to `first` + `second`: the gradient by a shortcut's input.
 constexpr Conv3x3 projection(int64_t first, int64_t second) {
-  Conv3x3 plan = example(0, first + second, true, false, 64);
+  Conv3x3 plan = example(0, first + second, true, false, 0);
   plan.x = {};
+  plan.projected = {1, {}, {64}, 64};
   plan.shortcut = &kSomewhere;
   plan.y = {2, {}, {first, second}, first + second};
   return plan;
@@ -244,6 +256,18 @@ constexpr Conv3x3 projection(int64_t first, int64_t second) {
 static_assert(forward_kernel(projection(128, 64), true) == Kernel::kHopper && in_one_launch(projection(128, 64), true));
 static_assert(!in_one_launch(projection(128, 64), false) && !in_one_launch(projection(72, 64), true));
 static_assert(in_one_launch(projection(64, 72), true) && !in_one_launch(projection(64, 20), true));
+
+// Few channels or features make no other kernel of a linear layer.
+constexpr Conv3x3WeightGradient linear_gradient(int64_t channels, int64_t features) {
+  Conv3x3WeightGradient plan = example(0, features, false);
+  plan.x = {};
+  plan.projected = {1, {}, {channels}, channels};
+  return plan;
+}
+static_assert(forward_kernel(projection(8, 0), true) == Kernel::kHopper);
+static_assert(weight_gradient_kernel(linear_gradient(8, 8), true) == Kernel::kHopper);
+static_assert(weight_gradient_kernel(linear_gradient(8, 8), false) == Kernel::kPortable);
+static_assert(weight_gradient_kernel(linear_gradient(8, 3), true) == Kernel::kPortable);
 
 }  // namespace
 }  // namespace jaxunet::cuda

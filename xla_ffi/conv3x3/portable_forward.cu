@@ -20,7 +20,7 @@ constexpr int kLoads = kTile * kDepth / 8 / kThreads;  // eights of a tile that 
 struct Forward {
   Left left;
   Right right;
-  Channels residual;  // added as it is; count = 0 where there is none or a shortcut projects it
+  Channels residual;  // added as it is; count = 0 where there is none
   Rows shift;
   void* y;
 };
@@ -90,12 +90,7 @@ cudaError_t forward(const Forward& plan, cudaStream_t stream) {
 }  // namespace
 
 cudaError_t portable_forward(const Conv3x3& plan, cudaStream_t stream) {
-  const Parts none{};
-  Forward all{left_of(plan, plan.shortcut ? plan.residual : none),
-              {},
-              channels_of(plan.shortcut ? none : plan.residual),
-              plan.shift,
-              plan.y.data[0]};
+  Forward all{left_of(plan, plan.projected), {}, channels_of(plan.residual), plan.shift, plan.y.data[0]};
   const int channels = static_cast<int>(plan.x.total), features = static_cast<int>(plan.features);
   all.right = {plan.kernel,
                plan.shortcut,

@@ -1,6 +1,6 @@
 // Weight gradient of the 3×3 convolution on every GPU of compute capability 8.0 and later, for every shape and type.
 //
-// It is the transposed left matrix (see gather.cuh) times dy, the columns of a shortcut's residual with those of x: a
+// It is the transposed left matrix (see gather.cuh) times dy, the columns that a shortcut projects with those of x: a
 // block computes 64 (tap, channel) rows × 64 features over a share of the pixels, 32 at a time, in the way of
 // portable_forward.cu. The shares are added afterwards, in order.
 
@@ -88,7 +88,7 @@ __global__ void __launch_bounds__(kThreads) portable_weight_gradient_kernel(cons
 
 cudaError_t portable_weight_gradient(const Conv3x3WeightGradient& plan, int splits, float* sums, float* of_shortcut,
                                      cudaStream_t stream) {
-  const Left left = left_of(plan, plan.residual);
+  const Left left = left_of(plan, plan.projected);
   const int features = static_cast<int>(plan.features), steps = (left.pixels + kDepth - 1) / kDepth;
   const int share = (steps + splits - 1) / splits * kDepth;
   const WeightGradient all{left, plan.dy, features, share, features % 8 == 0, sums, of_shortcut};
