@@ -186,7 +186,10 @@ class Config:
 
 
 BACKENDS = ('auto', 'xla', 'pallas', 'cuda')
-OP_BACKENDS = {op: BACKENDS[1:] for op in ('conv3x3', 'norm_silu_conv3x3', 'group_norm', 'attention')} | {'adamw': ('xla', 'cuda')}
+OP_BACKENDS = {op: BACKENDS[1:] for op in ('conv3x3', 'norm_silu_conv3x3', 'group_norm', 'attention')} | {
+    'linear': ('xla', 'cuda'),
+    'adamw': ('xla', 'cuda'),
+}
 PRECISIONS = ('float32', 'bfloat16', 'float16')
 CHOICES = {
     'precision': PRECISIONS,

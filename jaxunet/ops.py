@@ -17,6 +17,7 @@ from pallas_kernels.attention import reference as attention_reference
 from pallas_kernels.conv3x3 import reference as conv3x3_reference
 from pallas_kernels.features import Features
 from pallas_kernels.group_norm import reference as group_norm_reference
+from pallas_kernels.linear import reference as linear_reference
 from xla_ffi import backend as ffi
 from xla_ffi import unavailable
 
@@ -74,6 +75,19 @@ class Attention(Protocol):
     def __call__(self, qkv: Float[Array, 'batch tokens packed'], *, num_heads: int) -> Float[Array, 'batch tokens channels']: ...
 
 
+class Linear(Protocol):
+    """x · kernel + bias [+ residual] at every pixel; see `pallas_kernels.linear.reference.linear`."""
+
+    def __call__(
+        self,
+        x: Float[Array, 'batch height width channels'],
+        kernel: Float[Array, 'channels features'],
+        bias: Float[Array, '1 features'],
+        *,
+        residual: Float[Array, 'batch height width features'] | None = None,
+    ) -> Float[Array, 'batch height width features']: ...
+
+
 class Ops(NamedTuple):
     """The vocabulary of the UNet: one signature an op, shared by all backends."""
 
@@ -81,6 +95,7 @@ class Ops(NamedTuple):
     norm_silu_conv3x3: NormSiluConv3x3
     group_norm: GroupNorm
     attention: Attention
+    linear: Linear
 
 
 XLA = Ops(
@@ -88,14 +103,22 @@ XLA = Ops(
     norm_silu_conv3x3=conv3x3_reference.norm_silu_conv3x3,
     group_norm=group_norm_reference.group_norm,
     attention=attention_reference.attention,
+    linear=linear_reference.linear,
 )
 PALLAS = Ops(
     conv3x3=kernels.conv3x3,
     norm_silu_conv3x3=kernels.norm_silu_conv3x3,
     group_norm=kernels.group_norm,
     attention=kernels.attention,
+    linear=linear_reference.linear,  # XLA's
 )
-CUDA = Ops(conv3x3=ffi.conv3x3, norm_silu_conv3x3=ffi.norm_silu_conv3x3, group_norm=ffi.group_norm, attention=ffi.attention)
+CUDA = Ops(
+    conv3x3=ffi.conv3x3,
+    norm_silu_conv3x3=ffi.norm_silu_conv3x3,
+    group_norm=ffi.group_norm,
+    attention=ffi.attention,
+    linear=ffi.linear,
+)
 TABLES = {'xla': XLA, 'pallas': PALLAS, 'cuda': CUDA}
 KERNELS = {'pallas': 'Pallas kernels', 'cuda': 'CUDA kernels'}  # the backends whose kernels are measured beside XLA's, and their titles
 

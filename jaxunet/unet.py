@@ -124,9 +124,8 @@ class Block(nn.Module):
         init = nn.initializers.zeros if zero and self.model.zero_init else INITIALIZERS[self.model.init]
         return Kernel(shape, self.dtype, init, name=name)()
 
-    def dense(self, name: str, features: int, *, zero: bool = False, dtype: Any = None) -> nn.Dense:
-        init = nn.initializers.zeros if zero and self.model.zero_init else INITIALIZERS[self.model.init]
-        return nn.Dense(features, dtype=dtype or self.dtype, kernel_init=init, name=name)
+    def dense(self, name: str, features: int, *, dtype: Any = None) -> nn.Dense:
+        return nn.Dense(features, dtype=dtype or self.dtype, kernel_init=INITIALIZERS[self.model.init], name=name)
 
     @property
     def norm(self) -> dict[str, Any]:
@@ -191,9 +190,9 @@ class AttentionBlock(Block):
             raise UserError(f'model.{field}: does not divide the {channels} channels of {"/".join(self.path)}')
         scale, offset = Affine(channels, name='norm')()
         normed = self.ops.group_norm(x, scale, offset, **self.norm)
-        qkv = self.dense('qkv', 3 * channels)(normed.reshape(batch, height * width, channels))
-        y = self.dense('proj', channels, zero=True)(self.ops.attention(qkv, num_heads=heads))
-        return Features.of(value + y.reshape(value.shape))
+        qkv = self.ops.linear(normed, *self.kernel('qkv', channels, 3 * channels))
+        y = self.ops.attention(qkv.reshape(batch, height * width, 3 * channels), num_heads=heads)
+        return Features.of(self.ops.linear(y.reshape(value.shape), *self.kernel('proj', channels, channels, zero=True), residual=value))
 
 
 class Resample(Block):

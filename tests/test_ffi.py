@@ -44,7 +44,7 @@ def test_nothing_is_missing(monkeypatch):
     device = types.SimpleNamespace(platform='gpu', compute_capability='9.0', device_kind='some GPU')
     monkeypatch.setattr(jax, 'devices', lambda: [device])
     assert ops.load_ops('cuda') == ops.CUDA
-    assert ops.describe('cuda') == 'ops: conv3x3=cuda, norm_silu_conv3x3=cuda, group_norm=cuda, attention=cuda, adamw=cuda'
+    assert ops.describe('cuda') == 'ops: conv3x3=cuda, norm_silu_conv3x3=cuda, group_norm=cuda, attention=cuda, linear=cuda, adamw=cuda'
 
 
 @pytest.mark.skipif(xla_ffi._cpu is None, reason='the extension is not built')

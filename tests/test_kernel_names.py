@@ -33,7 +33,7 @@ class Calls:
     def _noting(self, name: str, op: Any) -> Any:
         def call(x: Any, *arguments: Any, **options: Any) -> Any:
             kernel = next((a for a in arguments if a.ndim == 4), None)
-            parts = (x,) if name == 'attention' else x.parts
+            parts = x.parts if isinstance(x, Features) else (x,)
             shape = (*parts[0].shape[:-1], sum(p.shape[-1] for p in parts))
             self.seen.append((name, shape, len(parts), 0 if kernel is None else kernel.shape[-1]))
             return op(x, *arguments, **options)

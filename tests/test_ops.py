@@ -86,6 +86,17 @@ def test_attention_is_softmax_of_products_times_values():
         OPS.attention(qkv, num_heads=5)
 
 
+@pytest.mark.parametrize('dtype', [jnp.float64, jnp.float32, jnp.bfloat16])
+def test_linear_is_flax_dense(dtype):
+    """Bit for bit, and with what a block adds: the UNet computed it so before there was an op."""
+    x, residual = draw(2, 3, 4, 8, dtype=dtype), draw(2, 3, 4, 5, seed=1, dtype=dtype)
+    params = {'kernel': draw(8, 5, seed=2, dtype=np.float32), 'bias': draw(5, seed=3, dtype=np.float32)}
+    want = nn.Dense(5, dtype=dtype).apply({'params': params}, x)
+    kernel, bias = params['kernel'], params['bias'][None, :]
+    np.testing.assert_array_equal(OPS.linear(x, kernel, bias), want)
+    np.testing.assert_array_equal(OPS.linear(x, kernel, bias, residual=residual), residual + want)
+
+
 @pytest.mark.parametrize('dtype', [jnp.float32, jnp.bfloat16, jnp.float16])
 def test_results_have_the_type_of_their_input(dtype):
     x = draw(1, 4, 4, 32, dtype=dtype)
@@ -93,13 +104,12 @@ def test_results_have_the_type_of_their_input(dtype):
     assert OPS.group_norm(Features.of(x), one, one).dtype == dtype
     assert OPS.norm_silu_conv3x3(Features.of(x), one, one, draw(3, 3, 32, 4), bias).value.dtype == dtype
     assert OPS.attention(x.reshape(1, 16, 32)[..., :24], num_heads=2).dtype == dtype
+    assert OPS.linear(x, draw(32, 4), bias, residual=x[..., :4]).dtype == dtype
 
 
 def test_seam_signatures_and_errors():
     for name, op in [*OPS._asdict().items(), *seam.PALLAS._asdict().items(), *seam.CUDA._asdict().items()]:
-        protocol = getattr(
-            seam, {'conv3x3': 'Conv3x3', 'norm_silu_conv3x3': 'NormSiluConv3x3', 'group_norm': 'GroupNorm'}.get(name, 'Attention')
-        )
+        protocol = getattr(seam, {'norm_silu_conv3x3': 'NormSiluConv3x3', 'group_norm': 'GroupNorm'}.get(name, name.capitalize()))
         wanted = list(inspect.signature(protocol.__call__).parameters)[1:]
         assert list(inspect.signature(op).parameters) == wanted
     with pytest.raises(UserError, match='expected one of auto, xla, pallas, cuda'):
@@ -112,11 +122,11 @@ def test_a_machine_without_a_gpu():
         seam.load_ops('pallas')
     with pytest.raises(UserError, match=r'backend=cuda: .*; or use backend=pallas on an NVIDIA GPU, or xla'):
         seam.load_ops('cuda')
-    assert seam.describe('auto') == 'ops: conv3x3=xla, norm_silu_conv3x3=xla, group_norm=xla, attention=xla, adamw=xla'
+    assert seam.describe('auto') == 'ops: conv3x3=xla, norm_silu_conv3x3=xla, group_norm=xla, attention=xla, linear=xla, adamw=xla'
 
 
-PALLAS = 'ops: conv3x3=pallas, norm_silu_conv3x3=pallas, group_norm=pallas, attention=pallas, adamw='
-MIXED = 'ops: conv3x3=cuda, norm_silu_conv3x3=cuda, group_norm=cuda, attention=pallas, adamw=cuda'
+PALLAS = 'ops: conv3x3=pallas, norm_silu_conv3x3=pallas, group_norm=pallas, attention=pallas, linear=xla, adamw='
+MIXED = 'ops: conv3x3=cuda, norm_silu_conv3x3=cuda, group_norm=cuda, attention=pallas, linear=cuda, adamw=cuda'
 
 
 @pytest.mark.parametrize(
@@ -148,4 +158,8 @@ def test_backends_mix_op_by_op(monkeypatch):
         mixed = seam.load_ops('auto+attention=cuda+group_norm=xla')
         assert mixed == seam.CUDA._replace(group_norm=seam.XLA.group_norm)
         assert seam.choose('pallas+adamw=cuda')['adamw'] == 'cuda'
+        assert seam.load_ops('pallas+linear=cuda') == seam.PALLAS._replace(linear=seam.CUDA.linear)
+        assert seam.load_ops('cuda+linear=xla') == seam.CUDA._replace(linear=seam.XLA.linear)
+        with pytest.raises(UserError, match="linear: expected one of xla, cuda, found 'pallas'"):
+            seam.choose('pallas+linear=pallas')
         assert [seam.fuses_update(b) for b in ('pallas', 'pallas+adamw=cuda', 'cuda', 'cuda+adamw=xla')] == [False, True, True, False]
