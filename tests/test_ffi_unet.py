@@ -1,4 +1,4 @@
-"""The UNet of elephants64 with backend=cuda: what its training step leaves to XLA's products."""
+"""The UNet with backend=cuda: what a training step of elephants64 leaves to XLA's products; that a small one is that of XLA."""
 
 from __future__ import annotations
 
@@ -10,7 +10,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import kernel_names
+import numpy as np
 import pytest
+from tiny import tiny_config
 
 import xla_ffi
 from jaxunet import config
@@ -57,3 +59,26 @@ def test_only_the_embeddings_are_products_of_xla() -> None:
     found = products(lowered.compiler_ir('stablehlo').operation, collections.Counter())
     # Forward, by the input and by the weights; the time itself needs no gradient.
     assert found == {'embed': 3 * blocks, 'time_embed_': 5}, found
+
+
+def test_a_small_unet_is_that_of_xla() -> None:
+    """Prediction and gradients in float32, on the CPU handlers: with shortcuts, and with attention whose last layer is not zero."""
+    small = {'channel_mult': (1, 2), 'attention_resolutions': (8, 4), 'zero_init': False}
+    resolved = tiny_config(model=small)
+    cpu = jax.local_devices(backend='cpu')[0]
+    with jax.default_device(cpu):
+        x = jax.random.normal(jax.random.key(1), (2, *resolved.image_shape))
+        t, labels = jnp.array([3, 30]), jnp.array([1, 2])
+        parameters = jax.jit(build_unet(resolved, XLA).init)(jax.random.key(0), x, t, labels)['params']
+        assert parameters['middle_attention']['qkv']['kernel'].shape == (16, 48)
+        assert parameters['middle_attention']['proj']['bias'].shape == (16,)
+
+        def pull(ops: Any) -> Any:
+            model = build_unet(resolved, ops)
+            return jax.jit(jax.value_and_grad(lambda p: jnp.sum(jnp.sin(model.predict(p, x, t, labels)))))(parameters)
+
+        value, gradients = pull(CUDA)
+        exact, wanted = pull(XLA)
+    np.testing.assert_allclose(value, exact, rtol=1e-4)
+    largest = max(float(jnp.max(jnp.abs(leaf))) for leaf in jax.tree.leaves(wanted))
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-5 * largest), gradients, wanted)
