@@ -92,9 +92,9 @@ class TimestepsConfig:
     policy_learning_rate: float = 1e-2
     policy_entropy: float = 0.01  # weight of the entropy bonus
     adaptive_bins: int = 32
-    adaptive_memory: float = 1000.0  # visits to a bin that its fast average of the loss remembers; the slow one remembers 4 times as many
-    adaptive_uniform: float = 0.3  # least uniform share
-    adaptive_correction: float = 0.0  # power of the importance weight 1/(T p): 0 = none, 1 = unbiased
+    adaptive_memory: float = 300.0  # visits to a bin that its average remembers
+    adaptive_uniform: float = 0.05  # uniform share of its distribution
+    adaptive_correction: float = 1.0  # power of the importance weight 1/(T p): 1 = unbiased, 0 = none
 
 
 @dataclass(frozen=True)

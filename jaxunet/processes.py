@@ -124,8 +124,27 @@ def _kill(process: subprocess.Popen[str]) -> None:
             os.killpg(process.pid, signal.SIGKILL)
 
 
+def _cores(parts: int) -> list[set[int]]:
+    """The cores that this process may use in equal parts; empty ones if there are too few, or where Linux's affinity is not known."""
+    found = sorted(os.sched_getaffinity(0)) if hasattr(os, 'sched_getaffinity') else []
+    size = len(found) // parts
+    return [set(found[i * size : (i + 1) * size]) for i in range(parts)]
+
+
 def share(todo: Sequence[tuple[int, int]], gpus: Sequence[str], work: Callable[[int, Sequence[str]], None]) -> None:
-    """Runs `work(i, its GPUs)` for every (i, how many it needs), the first that fits into the free ones, until all are done."""
+    """Runs `work(i, its GPUs)` for every (i, how many it needs), the first that fits into the free ones, until all are done.
+
+    Processes that `work` starts run on their GPUs' share of the CPU cores: each would make threads for all of them otherwise, which take
+    each other's time, and what is measured beside others would depend on them.
+    """
+    cores = _cores(len(gpus))
+
+    def pinned(i: int, mine: Sequence[str]) -> None:
+        own = set[int]().union(*(cores[gpus.index(gpu)] for gpu in mine))
+        if own:
+            os.sched_setaffinity(0, own)  # of this thread, which its processes inherit
+        work(i, mine)
+
     waiting, free, running = list(todo), list(gpus), set[concurrent.futures.Future[None]]()
     held: dict[concurrent.futures.Future[None], list[str]] = {}
     with pool(len(gpus)) as threads:
@@ -134,7 +153,7 @@ def share(todo: Sequence[tuple[int, int]], gpus: Sequence[str], work: Callable[[
             if fits is not None:
                 waiting.remove(fits)
                 mine, free = free[: fits[1]], free[fits[1] :]
-                future = threads.submit(work, fits[0], mine)
+                future = threads.submit(pinned, fits[0], mine)
                 held[future] = mine
                 running.add(future)
                 continue

@@ -83,6 +83,7 @@ def test_a_comparison_from_end_to_end(compared):
     assert text in out
     assert '| uniform | 2 |' in text
     assert '12 samples by ddim with 2 evaluations of the network, compared with digits:; features classifier-' in text
+    assert f'Runs on cpu; jax {jax.__version__}; commit ' in text
     assert 'Failed: broken_seed0: crash' in text
     assert 'fid' not in text.split('\n', maxsplit=4)[4].lower()
     assert (output / 'quality.png').stat().st_size > 5000
@@ -174,7 +175,8 @@ def rows_of(folder, method, seed, values, step_of=lambda i: 100 * (i + 1)):
         for i, value in enumerate(values):
             row = {'milestone': i, 'method': method, 'seed': seed, 'name': 'fid', 'metric': 'fid', 'value': value, 'std': None}
             row |= {'training_seconds': 10.0 * (i + 1), 'step': step_of(i), 'num_samples': 5, 'sampler': 'ddim', 'evaluations': 2}
-            file.write(json.dumps(row | {'reference': 'r', 'features': 'f', 'resize': 'none'}) + '\n')
+            origin = {'git': f'sha{seed}', 'device': 'D', 'driver': '1.2', 'versions': {'jax': '0.10'}}
+            file.write(json.dumps(row | {'reference': 'r', 'features': 'f', 'resize': 'none'} | origin) + '\n')
 
 
 def test_the_table_is_computed_from_the_rows(tmp_path):
@@ -193,6 +195,11 @@ def test_the_table_is_computed_from_the_rows(tmp_path):
     assert table['uniform'] == ['2', '30 ± 2', '30', '1.00', '300', '1.000']
     assert table['p2'] == ['1', '10', '15', '2.00', '150', '2.000']
     assert table['speed'] == ['1', '70', 'not reached', '< 1.00', '300', '1.000']
+    cut = tmp_path / 'runs' / 'uniform_seed1' / worker.ROWS
+    cut.write_text(''.join(cut.read_text().splitlines(keepends=True)[::2]))  # without the second milestone
+    assert '| p2 | 1 | 10 | 15 | 2.00 |' in report.markdown(spec, tmp_path, {})
+    seconds, values = report.mean_curve(report.curves(spec, report.collect(spec, tmp_path), 'fid')['uniform'])
+    np.testing.assert_array_equal([seconds, values], [[10, 30], [60, 30]])
     (tmp_path / runner.COSTS).write_text(
         json.dumps(
             {'costs': {'uniform': {'ms': 1.0, 'ratio': 1.0, 'quartiles': [1.0, 1.0]}}, 'rounds': 3, 'steps': 4, 'batch': 8, 'device': 'd'}
@@ -200,6 +207,7 @@ def test_the_table_is_computed_from_the_rows(tmp_path):
     )
     text = report.markdown(spec, tmp_path, {})
     assert '| 1.000 (1.000 to 1.000) |' in text
+    assert 'Runs on D (driver 1.2); jax 0.10; commit sha0, sha1.' in text
     assert 'Turns: 3 of 4 steps each, batch 8, one d.' in text
 
 

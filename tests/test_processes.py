@@ -66,3 +66,19 @@ def test_an_interrupted_pool_ends_its_processes_and_starts_no_other(started):
     assert [p.returncode for p in started] == [-signal.SIGKILL] * 2
     assert not results
     assert processes.answer([sys.executable, '-c', 'print("{}")'], dict(os.environ), 60, None).row == {}
+
+
+def test_processes_beside_each_other_share_the_cores():
+    cores = sorted(os.sched_getaffinity(0))
+    command = [sys.executable, '-c', 'import json, os; print(json.dumps({"cores": sorted(os.sched_getaffinity(0))}))']
+    found = {}
+
+    def work(number, gpus):
+        found[number] = (gpus, processes.answer(command, dict(os.environ), 60, None).row['cores'])
+
+    processes.share([(0, 1), (1, 1), (2, 2)], ['0', '1'], work)
+    half = len(cores) // 2
+    parts = {'0': cores[:half], '1': cores[half : 2 * half]} if half else {'0': cores, '1': cores}
+    assert [own for _, own in (found[0], found[1])] == [parts[found[i][0][0]] for i in (0, 1)]
+    assert found[2][1] == (cores[: 2 * half] if half else cores)
+    assert sorted(os.sched_getaffinity(0)) == cores  # this thread's own

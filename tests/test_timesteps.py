@@ -19,11 +19,11 @@ from jaxunet.data.sources import open_source
 from jaxunet.diffusion import make_diffusion, q_sample
 from jaxunet.errors import UserError
 from jaxunet.timesteps import (
+    GradientNorms,
     LossHistory,
-    Progress,
+    gradient_norm_probabilities,
     inverse_cdf,
     make_sampler,
-    progress_probabilities,
     second_moment_probabilities,
     speed_tables,
 )
@@ -90,22 +90,18 @@ def history_of(moments, length=10):
     return LossHistory(jnp.asarray(np.repeat(moments[:, None], length, 1), jnp.float32), jnp.full(len(moments), length, jnp.int32))
 
 
-def progress_of(drop, variation, config):
-    """Averages that have seen much, with slow/fast = e^drop and the given relative variance."""
-    slow = np.exp(drop)
-    ones = np.ones_like(slow)
-    return Progress(
-        jnp.asarray(np.stack([ones, ones, 1 + variation * ones]), jnp.float32), jnp.asarray(np.stack([ones, slow, slow**2]), jnp.float32)
-    )
+def norms_of(norm):
+    """Averages that have seen much."""
+    return GradientNorms(jnp.ones(len(norm), jnp.float32), jnp.asarray(np.square(norm), jnp.float32))
 
 
 @pytest.mark.parametrize('name', ['loss_second_moment', 'adaptive', 'speed'])
 def test_importance_makes_the_mean_that_of_uniform_timesteps(name):
-    sampler = sampler_of(name, adaptive_bins=8, adaptive_correction=1.0)
+    sampler = sampler_of(name, adaptive_bins=8)
     config = TimestepsConfig(adaptive_bins=8)
     state = {
         'loss_second_moment': history_of(np.linspace(0.1, 2, STEPS)),
-        'adaptive': progress_of(np.linspace(0, 0.3, 8), 0.1, config),
+        'adaptive': norms_of(np.linspace(0.1, 2, 8)),
         'speed': (),
     }[name]
     got = draws(sampler, state)
@@ -119,7 +115,7 @@ def test_importance_makes_the_mean_that_of_uniform_timesteps(name):
         np.asarray(got.t),
         {
             'loss_second_moment': lambda: np.asarray(second_moment_probabilities(state, 0.001), np.float64),
-            'adaptive': lambda: np.asarray(progress_probabilities(state, config, STEPS), np.float64),
+            'adaptive': lambda: np.asarray(gradient_norm_probabilities(state, config, STEPS), np.float64),
             'speed': lambda: (
                 1
                 / (STEPS * np.asarray([got.importance[np.argmax(got.t == t)] for t in range(STEPS)], np.float64))
@@ -160,56 +156,60 @@ def test_loss_second_moment_converges_to_the_known_moments():
     np.testing.assert_allclose(second_moment_probabilities(state, 0.001), 0.999 * scale / scale.sum() + 0.001 / STEPS, rtol=1e-4)
 
 
-def simulate(rate, count, **fields):
-    """Losses of each timestep that fall with its own number of visits: L = floor + e^(−rate · visits), times noise."""
-    sampler = sampler_of('adaptive', adaptive_bins=8, adaptive_memory=400.0, **fields)
-    config = TimestepsConfig(adaptive_bins=8, adaptive_memory=400.0, **fields)
-    rate = jnp.asarray(rate, jnp.float32)
+def follow_gradients(second_moment, weight, count, **fields):
+    """A constructed problem: losses of mean `second_moment` at each timestep, exponentially distributed, of constant weights."""
+    sampler = sampler_of('adaptive', adaptive_bins=STEPS, **fields)
+    config = TimestepsConfig(adaptive_bins=STEPS, **fields)
+    second_moment, weight = (jnp.asarray(x, jnp.float32) for x in (second_moment, weight))
 
-    def step(carry, key):
-        state, visits = carry
-        draw_keys = jax.random.split(key, 65)
-        got = sampler.draw(state, draw_keys[:64], jnp.arange(64), jnp.zeros((64, 1, 1, 1)))
-        visits = visits + jnp.sum((got.t[:, None] == jnp.arange(STEPS)[None]).astype(jnp.float32), axis=0)
-        loss = (0.2 + jnp.exp(-rate * visits))[got.t] * jax.random.uniform(draw_keys[64], (64,), minval=0.5, maxval=1.5)
-        state = sampler.update(state, got.t, loss, jnp.ones(64))
-        return (state, visits), progress_probabilities(state, config, STEPS)
+    def step(state, key):
+        keys = jax.random.split(key, 65)
+        t = sampler.draw(state, keys[:64], jnp.arange(64), jnp.zeros((64, 1, 1, 1))).t
+        state = sampler.update(state, t, second_moment[t] * jax.random.exponential(keys[64], (64,)), weight[t])
+        return state, gradient_norm_probabilities(state, config, STEPS)
 
-    (_, visits), path = jax.lax.scan(step, (sampler.init(), jnp.zeros(STEPS)), jax.random.split(jax.random.key(3), count))
-    return np.asarray(visits), np.asarray(path)
+    return np.asarray(jax.lax.scan(step, sampler.init(), jax.random.split(jax.random.key(3), count))[1])
 
 
-def test_adaptive_follows_progress_then_returns_to_uniform():
-    """Only the upper half of the timesteps can be learned: it gets most of the draws while it is, and no more once it has been."""
-    rate = np.where(np.arange(STEPS) < STEPS // 2, 0.0, 1 / 600)
-    visits, path = simulate(rate, 4000)
+def variance(p, second_moment, weight):
+    """Of w_t/(T p_t) r at t ~ p, with r of mean 0 and mean square `second_moment`."""
+    return np.sum(np.square(weight) * second_moment / p) / STEPS**2
+
+
+MOMENTS, WEIGHTS = np.geomspace(1, 1e-3, STEPS), 1 / (1 + np.geomspace(100, 1e-3, STEPS))
+
+
+def test_adaptive_converges_to_the_least_variance():
+    path = follow_gradients(MOMENTS, WEIGHTS, 3000)
     np.testing.assert_allclose(path.sum(1), 1, rtol=1e-5)
-    np.testing.assert_allclose(path[0], 1 / STEPS, rtol=0.05)
-    assert path[100:400, STEPS // 2 :].sum(1).max() > 0.65
-    assert path.min() >= 0.3 / STEPS * 0.9  # the uniform share of the bins
-    assert abs(path[-1000:, STEPS // 2 :].sum(1).mean() - 0.5) < 0.06
-    assert visits[STEPS // 2 :].sum() > visits[: STEPS // 2].sum()
+    norm = WEIGHTS * np.sqrt(MOMENTS)
+    best = norm / norm.sum()
+    np.testing.assert_allclose(path[1000:].mean(0), 0.95 * best + 0.05 / STEPS, rtol=0.05)
+    reached, least, uniform = (variance(p, MOMENTS, WEIGHTS) for p in (path[-1].astype(np.float64), best, np.full(STEPS, 1 / STEPS)))
+    assert least < reached < 1.05 * least
+    assert uniform > 1.25 * least
 
 
-def test_adaptive_stays_uniform_where_nothing_is_learned():
-    _, path = simulate(np.zeros(STEPS), 2000)
-    assert np.abs(path[500:].mean(0) * STEPS - 1).max() < 0.15
+def test_adaptive_is_uniform_until_all_bins_were_visited_and_bounds_its_factor():
+    path = follow_gradients(np.where(np.arange(STEPS) < 2, 1.0, 0.0), np.ones(STEPS), 200, adaptive_uniform=0.2)
+    np.testing.assert_allclose(path[0], 1 / STEPS, rtol=1e-6)
+    np.testing.assert_allclose(path[-1, 2:], 0.2 / STEPS, rtol=1e-3)
+    assert path[-1, :2].sum() == pytest.approx(0.8 + 2 * 0.2 / STEPS, rel=1e-3)
+    still = follow_gradients(np.zeros(STEPS), np.ones(STEPS), 50)
+    np.testing.assert_allclose(still, 1 / STEPS, rtol=1e-6)
 
 
-def test_adaptive_does_not_depend_on_the_unit_of_the_loss():
-    sampler = sampler_of('adaptive', adaptive_bins=8)
-    rng, states = np.random.default_rng(0), [sampler.init(), sampler.init()]
-    unit = np.geomspace(1, 1000, 8)
-    for number in range(60):
+def test_adaptive_follows_losses_that_change():
+    sampler, config = sampler_of('adaptive', adaptive_bins=8, adaptive_memory=40.0), TimestepsConfig(adaptive_bins=8)
+    state = norms_of(np.ones(8))
+    rng = np.random.default_rng(0)
+    loss = np.where(np.arange(STEPS) < 20, 4.0, 1.0)
+    for _ in range(60):
         t = rng.integers(0, STEPS, 64)
-        loss = (1 + (t % 7)) * np.exp(-number * t / 1000) * rng.uniform(0.5, 1.5, 64)
-        states = [
-            sampler.update(s, jnp.asarray(t, jnp.int32), jnp.asarray(loss * u, jnp.float32), jnp.ones(64))
-            for s, u in zip(states, (1.0, unit[t * 8 // STEPS]), strict=True)
-        ]
-    a, b = (progress_probabilities(s, TimestepsConfig(adaptive_bins=8), STEPS) for s in states)
-    np.testing.assert_allclose(a, b, rtol=1e-3)
-    assert np.ptp(np.asarray(a)) > 1e-3
+        state = sampler.update(state, jnp.asarray(t, jnp.int32), jnp.asarray(loss[t], jnp.float32), jnp.full(64, 3.0))
+    p = np.asarray(gradient_norm_probabilities(state, config, STEPS))
+    assert p[0] / p[-1] == pytest.approx((0.95 * 2 / 1.5 + 0.05) / (0.95 / 1.5 + 0.05), rel=0.02)
+    assert (np.diff(p) <= 1e-7).all()  # straight lines between the bins
 
 
 def test_policy_draws_its_beta_distribution():
@@ -334,7 +334,7 @@ def test_a_checkpoint_without_the_states_loads_and_another_method_starts_anew(tm
     train(method('adaptive', 'uncertainty', train={'steps': 8}), tmp_path / 'old', source)
     now = checkpoint.read(tmp_path / 'old').state
     assert now.step == 8
-    assert now.timesteps.fast[0].max() > 0
+    assert now.timesteps.weight.max() > 0
     assert int(jax.tree.leaves(now.weighting.optimizer)[0]) == 2
 
 

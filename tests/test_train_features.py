@@ -38,7 +38,7 @@ def call(module, *arguments, code=0):
 @pytest.fixture(scope='module')
 def trained(tmp_path_factory):
     path = tmp_path_factory.mktemp('features') / 'digits.npz'
-    return path, call('jaxunet.metrics.train_features', '--reference=digits:', f'--output={path}', *SMALL)
+    return path, call('jaxunet.metrics.train_features', '--reference=digits:', f'--output={path}', '--cutout=0.3', *SMALL)
 
 
 def test_it_learns_and_says_so(trained):
@@ -46,6 +46,7 @@ def test_it_learns_and_says_so(trained):
     with np.load(path) as arrays:
         told = json.loads(str(arrays['training']))
     assert told['test_accuracy'] > 0.8  # chance is 0.1
+    assert told['cutout'] == 0.3
     assert f'test accuracy {told["test_accuracy"]:.4f} on 179 images (a tenth of digits:, held out); 6 epochs' in out
     source = open_source('digits:', image_shape=(8, 8, 3))
     assert told['reference_sha256'] == fingerprint(Images(source.load(np.arange(1797)), source.labels))

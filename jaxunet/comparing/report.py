@@ -81,8 +81,9 @@ def time_to(target: float, seconds: np.ndarray, values: np.ndarray, *, higher: b
 
 
 def mean_curve(found: Sequence[Curve]) -> tuple[np.ndarray, np.ndarray]:
-    """Seconds and values, means over the seeds."""
-    return np.mean([c.seconds for c in found], axis=0), np.mean([c.values for c in found], axis=0)
+    """Seconds and values, means over the seeds, of the milestones that were measured for all of them."""
+    known = np.isfinite([c.values for c in found]).all(axis=0)
+    return np.mean([c.seconds[known] for c in found], axis=0), np.mean([c.values[known] for c in found], axis=0)
 
 
 def markdown(spec: Spec, directory: pathlib.Path, failures: Mapping[str, str]) -> str:
@@ -97,7 +98,7 @@ def markdown(spec: Spec, directory: pathlib.Path, failures: Mapping[str, str]) -
     costs = step_costs(directory)
     higher = main in HIGHER_IS_BETTER
     base = by_method[baseline]
-    whole = bool(base) and np.isfinite(mean_curve(base)[1]).all()
+    whole = bool(base) and all(math.isfinite(c.values[-1]) for c in base)
     if whole:
         base_seconds, base_values = mean_curve(base)
         target, base_time = float(base_values[-1]), float(base_seconds[-1])
@@ -110,8 +111,8 @@ def markdown(spec: Spec, directory: pathlib.Path, failures: Mapping[str, str]) -
     for method, found in by_method.items():
         cells = [method, str(len(found))]
         cells += [_final([c.values[-1] for c in curves(spec, all_rows, name)[method]]) for name in metrics]
-        if found and whole:
-            seconds, values = mean_curve(found)
+        seconds, values = mean_curve(found) if found else (np.empty(0), np.empty(0))
+        if whole and len(seconds):
             when = time_to(target, seconds, values, higher=higher)
             bound = '≤ ' if when == seconds[0] and len(seconds) > 1 else ''
             least = '≥ ' if bound else ''
@@ -150,8 +151,16 @@ def protocol(spec: Spec, all_rows: Sequence[rows.Row]) -> str:
     row = all_rows[0]
     return text + (
         f'{row["num_samples"]} samples by {row["sampler"]} with {row["evaluations"]} evaluations of the network, compared with '
-        f'{row["reference"]}; features {row["features"]} ({row["resize"]}).'
+        f'{row["reference"]}; features {row["features"]} ({row["resize"]}). {origins(all_rows)}'
     )
+
+
+def origins(all_rows: Sequence[rows.Row]) -> str:
+    """Devices, versions and commits of the runs, as a sentence."""
+    devices = dict.fromkeys(f'{row["device"]} (driver {row["driver"]})' if row['driver'] else str(row['device']) for row in all_rows)
+    versions = dict.fromkeys(f'jax {row["versions"]["jax"]}' for row in all_rows)
+    commits = dict.fromkeys(str(row['git']) for row in all_rows)
+    return f'Runs on {", ".join(devices)}; {", ".join(versions)}; commit {", ".join(commits)}.'
 
 
 def step_costs(directory: pathlib.Path) -> dict[str, Any]:
@@ -212,9 +221,10 @@ def _plot(spec: Spec, all_rows: Sequence[rows.Row], path: pathlib.Path) -> None:
             seconds, values = mean_curve(found)
             (line,) = panel.plot(seconds, values, marker='o', markersize=3, label=method)
             every = np.array([c.values for c in found])
+            every = every[:, np.isfinite(every).all(axis=0)]
             if len(found) > 1:
                 panel.fill_between(seconds, every.min(axis=0), every.max(axis=0), color=line.get_color(), alpha=0.2, linewidth=0)
-            smallest = min(smallest, np.nanmin(every))
+            smallest = min(smallest, every.min(initial=math.inf))
         if name == 'fid' and smallest > 0:
             panel.set_yscale('log')
         panel.set_xlabel('training, s')

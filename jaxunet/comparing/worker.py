@@ -88,6 +88,7 @@ def run(folder: pathlib.Path) -> None:
         return
     evaluator = Evaluator(config, source, jax.local_devices())
     template = state_template(config).params
+    origin = rows.provenance()
     for i in sorted(left, key=lambda i: (i + 1) % len(paths)):  # the last one first, in case time runs out
         params, step, seconds = load_snapshot(paths[i], template)
         began = time.perf_counter()
@@ -95,7 +96,8 @@ def run(folder: pathlib.Path) -> None:
         assert results is not None  # nothing asks it to stop
         for name, result in zip(config.evaluation.metrics, results, strict=True):
             where = {'milestone': i, 'method': task.method, 'seed': task.seed, 'name': name}
-            rows.append(folder / ROWS, {**where, **evaluator.row(result, step, seconds), 'resize': result.protocol['resize']})
+            measured = {**evaluator.row(result, step, seconds), 'resize': result.protocol['resize']}
+            rows.append(folder / ROWS, {**where, **measured, **origin})
         print(f'{task.label}: milestone {i + 1} measured in {time.perf_counter() - began:.1f} s', flush=True)
 
 

@@ -28,7 +28,7 @@ Say = Callable[[str], None]
 
 @dataclass(frozen=True)
 class Recipe:
-    """How to train. The defaults reach about 94% on CIFAR-10.
+    """How to train. The network reached 92.45% on CIFAR-10 as JPEGs (quality 75) in 195 epochs, 78 s of an H200.
 
     Fields:
       epochs: passes over the training images.

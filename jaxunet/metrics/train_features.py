@@ -32,6 +32,13 @@ BATCH_SIZE = flags.DEFINE_integer('batch_size', Recipe.batch_size, 'Images of a 
 CHANNELS = flags.DEFINE_integer('channels', 64, 'Of the first convolution; the stages have up to 8 times as many.', lower_bound=1)
 LEARNING_RATE = flags.DEFINE_float('learning_rate', Recipe.learning_rate, 'Peak, for batches of 512.', lower_bound=1e-6)
 FLIP = flags.DEFINE_bool('flip', True, 'Mirror images at random; switch it off where left and right make a difference.')
+CUTOUT = flags.DEFINE_float(
+    'cutout',
+    Recipe.cutout,
+    "Side of the blank square, as a share of the images' side; DeVries and Taylor (arXiv 1708.04552) take 0.5 for CIFAR-10.",
+    lower_bound=0,
+    upper_bound=1,
+)
 SEED = flags.DEFINE_integer('seed', 0, 'Of the initial weights, the order of the images, and the augmentation.', lower_bound=0)
 
 
@@ -60,6 +67,7 @@ def main(argv: Sequence[str]) -> None:
         batch_size=BATCH_SIZE.value,
         learning_rate=LEARNING_RATE.value,
         flip=FLIP.value,
+        cutout=CUTOUT.value,
         seed=SEED.value,
     )
     done = train(train_set, test_set, CHANNELS.value, recipe, lambda line: print(line, flush=True))
@@ -73,6 +81,7 @@ def main(argv: Sequence[str]) -> None:
         'test_accuracy': done.accuracy,
         'epochs': done.epochs,
         'seconds': done.seconds,
+        'cutout': recipe.cutout,
         'device': jax.devices()[0].device_kind,
         'seed': SEED.value,
     }
