@@ -19,6 +19,7 @@ __global__ void __launch_bounds__(kThreads, 1)
 #ifdef JAXUNET_HOPPER
   const Block<T> block(parameters, shared_memory());
   if (threadIdx.x == 0) {
+    block.prefetch();
     block.init();
     publish_barriers();
   }
@@ -71,13 +72,15 @@ int chunks_of_block(const Parts& residual) {
 WeightGradientCut hopper_weight_gradient_cut(const Conv3x3WeightGradient& plan) {
   const int64_t across = ceil_div(plan.features, kChunk), chunks = chunks_in(plan.residual);
   WeightGradientCut cut{chunks_in(plan.x) * across, ceil_div(plan.height, kRows) * ceil_div(plan.width, kStripColumns)};
+  cut.whole = plan.features % kChunk == 0;
+  for (int i = 0; i < plan.x.count; ++i) cut.whole = cut.whole && plan.x.channels[i] % kChunk == 0;
   cut.shortcut_blocks = ceil_div(chunks, kMostChunks) * across;
   // Reading its boxes is what takes the time: an estimated seventh each of that of a strip's products.
   cut.shortcut_time = static_cast<double>(1 + chunks_of_block(plan.residual)) / 7;
   return cut;
 }
 
-cudaError_t hopper_weight_gradient(const Conv3x3WeightGradient& plan, const Shares& shares, float* sums,
+cudaError_t hopper_weight_gradient(const Conv3x3WeightGradient& plan, const Shares& shares, float* sums, bool tiled,
                                    const ShiftSums& shift, const Shares& shortcut_shares, float* shortcut_sums,
                                    cudaStream_t stream) {
   const auto parameters = std::make_unique<Parameters>();
@@ -116,6 +119,7 @@ cudaError_t hopper_weight_gradient(const Conv3x3WeightGradient& plan, const Shar
   p.a = plan.a;
   p.b = plan.b;
   p.sums = sums;
+  p.tiled = tiled;
   p.shortcut_sums = shortcut_sums;
   p.shift = shift;
   if (plan.type == Type::kFloat16) return plan.a.data ? run<__half, true>(p, stream) : run<__half, false>(p, stream);

@@ -6,14 +6,15 @@
 // Both operands of wgmma are read across K: channels are contiguous and the pixels are K. Three warpgroups own a row of
 // taps each: tap (i, j) is the haloed x at a shifted address, and as the distance between two 64-channel columns of the
 // right operand is free, it is set to one pixel: one wgmma of 64 × 192 multiplies dy by the three taps of a row at
-// once. Three warps beside the one that copies apply the activation, where there is one, to x in place; and in the
-// blocks of the first input channels they sum dy, which is at hand.
+// once. Three warps beside the one that copies apply the activation, where there is one, to x in place; and they sum
+// dy, which is at hand: the blocks of one split and the same output channels take turns at its samples.
 //
 // A shortcut's gradient, of the residual that it projects times dy, comes from further blocks of the same launch: what
 // they read is on its way while the others multiply. Such a block owns up to six chunks of 64 channels of the residual,
 // two for each warpgroup, × 64 output channels: dy is read once for all of them.
 //
-// The shares' sums are added afterwards, in order: no atomics, the same bits in every run.
+// The shares' sums are added afterwards, in order: no atomics, the same bits in every run. Where only that addition
+// reads them they lie as the registers held them (tile_of_sums.h), or their stores would take longer than a strip.
 
 #pragma once
 
@@ -21,6 +22,7 @@
 #include "hopper_instructions.cuh"
 #include "hopper_tile.h"
 #include "shares.h"
+#include "tile_of_sums.h"
 #include "wgmma.cuh"
 
 namespace jaxunet::cuda::weight_gradient {
@@ -52,6 +54,7 @@ struct Parameters {
   Shares shares, shortcut_shares;
   Rows a, b;
   float *sums, *shortcut_sums;
+  bool tiled;  // the layout of `sums`: tiles of registers, not (splits, 3, 3, channels, features)
   ShiftSums shift;
 };
 
@@ -82,9 +85,10 @@ struct Block {
   unsigned char *x, *dy;
   Barrier *full, *ready, *empty;
   float* scratch;  // (kHelperPixels, 64)
-  int split, x_block, feature;
+  int split, block, x_block, feature;
   int first, count;  // strips
   int chunks;        // of the residual; 0: a block of the kernel's gradient
+  int x_blocks;      // that take turns at the samples whose dy they sum
   bool sums_dy;
 
   __device__ Block(const Parameters& parameters, unsigned char* shared) : p(parameters) {
@@ -100,14 +104,17 @@ struct Block {
     const int blocks = projected ? p.shortcut_blocks : p.blocks, at = projected ? index - kernel_blocks : index;
     const Shares& shares = projected ? p.shortcut_shares : p.shares;
     split = at / blocks;
-    const int block = at - split * blocks;
+    block = at - split * blocks;
     x_block = block / p.feature_blocks;
     feature = (block - x_block * p.feature_blocks) * kChunk;
     first = shares.first(split);
     count = shares.count(split);
     const int rest = p.shortcut_chunks - x_block * p.block_chunks;
     chunks = projected ? (rest < p.block_chunks ? rest : p.block_chunks) : 0;
-    sums_dy = !projected && x_block == 0;
+    // Of the samples that this split meets, is there one whose dy is to be summed here?
+    x_blocks = p.blocks / p.feature_blocks;
+    const int each = shares.strips_of_sample, met = first / each, ahead = x_block - met % x_blocks;
+    sums_dy = !projected && (met + (ahead < 0 ? ahead + x_blocks : ahead)) * each < first + count;
   }
 
   // The ring of a block of the shortcut's gradient: dy, then the chunks, as boxes of one size.
@@ -115,6 +122,13 @@ struct Block {
   __device__ int stages() const {
     const int fit = kRingBytes / stage_bytes();
     return fit < kStages ? fit : kStages;
+  }
+
+  // The copy engine reads its maps before its first copies.
+  __device__ void prefetch() const {
+    const Image& image = chunks ? p.residual : p.x;
+    prefetch_map(&p.dy);
+    prefetch_map(&image.maps[Place(image, chunks ? x_block * p.block_chunks : x_block).part]);
   }
 
   __device__ void init() const {
@@ -132,13 +146,22 @@ struct Block {
     return {sample, down * kRows, (rest - down * p.strips_across) * kStripColumns};
   }
 
+  // The one after it: without a division.
+  __device__ void step(Strip& at) const {
+    if ((at.column += kStripColumns) < p.width) return;
+    at.column = 0;
+    if ((at.row += kRows) < p.height) return;
+    at.row = 0;
+    ++at.sample;
+  }
+
   __device__ void load() const {
     const Place place(p.x, x_block);
-    for (int i = 0; i < count; ++i) {
+    Strip at = strip_at(first);
+    for (int i = 0; i < count; ++i, step(at)) {
       const int stage = i % kStages;
       empty[stage].wait(i / kStages % 2 ^ 1);  // at once the first time round
       full[stage].expect(kXBoxBytes + kDyBytes);
-      const Strip at = strip_at(first + i);
       load_box(dy + stage * kDyBytes, &p.dy, &full[stage], feature, at.column, at.row, at.sample);
       load_box(x + stage * kXBytes, &p.x.maps[place.part], &full[stage], place.channel, at.column - 1, at.row - 1,
                at.sample);
@@ -148,10 +171,10 @@ struct Block {
   __device__ void load_projected() const {
     const Place begin(p.residual, x_block * p.block_chunks);
     const int bytes = stage_bytes(), ring = stages();
-    for (int i = 0, stage = 0, phase = 1; i < count; ++i) {
+    Strip at = strip_at(first);
+    for (int i = 0, stage = 0, phase = 1; i < count; ++i, step(at)) {
       empty[stage].wait(phase);  // at once the first time round
       full[stage].expect(bytes);
-      const Strip at = strip_at(first + i);
       unsigned char* to = x + stage * bytes;
       load_box(to, &p.dy, &full[stage], feature, at.column, at.row, at.sample);
       int part = begin.part, channel = begin.channel;
@@ -178,14 +201,19 @@ struct Block {
     const int thread = threadIdx.x % 128 - (128 - kHelpers), eighth = thread % 8, c = place.channel + eighth * 8;
     Coefficients coefficients;
     float totals[8];
-    int of_sample = -1;
-    for (int i = 0; i < count; ++i) {
+    Strip at = strip_at(first);
+    int of_sample = -1, turn = at.sample % x_blocks;
+    int slot = split - p.shares.first_split(at.sample);  // splits before this one that meet the sample
+    for (int i = 0; i < count; ++i, step(at)) {
       const int stage = i % kStages;
-      const Strip at = strip_at(first + i);
       if (at.sample != of_sample) {
+        if (of_sample >= 0) {
+          if (turn == x_block) store_shift(totals, thread, of_sample, slot);
+          slot = 0;
+          if (++turn == x_blocks) turn = 0;
+        }
         if constexpr (kActivated)
           coefficients = Coefficients(p.a, p.b, at.sample, place.first + c, c < p.x.channels[place.part]);
-        if (sums_dy && of_sample >= 0) store_shift(totals, thread, of_sample);
 #pragma unroll
         for (int n = 0; n < 8; ++n) totals[n] = 0;
         of_sample = at.sample;
@@ -197,28 +225,42 @@ struct Block {
         ready[stage].arrive();
       }
       if (!sums_dy) continue;
-      for (int pixel = thread / 8; pixel < kRows * kStripColumns; pixel += kHelperPixels) {
-        Eight<T> values;
-        values.load(
-            reinterpret_cast<const T*>(dy + stage * kDyBytes + pixel * kRowBytes + ((eighth ^ pixel % 8) << 4)));
-#pragma unroll
-        for (int n = 0; n < 8; ++n) totals[n] += wide(values.at[n]);
-      }
+      if (turn == x_block) add_dy(totals, dy + stage * kDyBytes, thread);
       __syncwarp();
       if (thread % 32 == 0) empty[stage].arrive();
     }
-    if (sums_dy && of_sample >= 0) store_shift(totals, thread, of_sample);
+    if (turn == x_block) store_shift(totals, thread, of_sample, slot);
+  }
+
+  __device__ void add_dy(float (&totals)[8], const unsigned char* strip, int thread) const {
+    constexpr int kPixels = kRows * kStripColumns, kReads = (kPixels + kHelperPixels - 1) / kHelperPixels;
+    const int eighth = thread % 8, first_pixel = thread / 8;
+    Eight<T> values[kReads];
+#pragma unroll
+    for (int n = 0; n < kReads; ++n) {
+      const int pixel = first_pixel + n * kHelperPixels;
+      values[n].clear();
+      if (n + 1 < kReads || pixel < kPixels)
+        values[n].load(reinterpret_cast<const T*>(strip + pixel * kRowBytes + ((eighth ^ pixel % 8) << 4)));
+    }
+#pragma unroll
+    for (int n = 0; n < kReads; ++n) {
+#pragma unroll
+      for (int i = 0; i < 8; ++i) totals[i] += wide(values[n].at[i]);
+    }
   }
 
   // Adds the helpers' sums of a sample, in order.
-  __device__ void store_shift(const float (&totals)[8], int thread, int sample) const {
+  __device__ void store_shift(const float (&totals)[8], int thread, int sample, int slot) const {
 #pragma unroll
     for (int n = 0; n < 8; ++n) scratch[thread / 8 * kChunk + thread % 8 * 8 + n] = totals[n];
     meet(1, kHelpers);
     if (thread < kChunk && feature + thread < p.features) {
       float total = 0;
+#pragma unroll
       for (int i = 0; i < kHelperPixels; ++i) total += scratch[i * kChunk + thread];
-      p.shift.store(p.shares, split, sample, feature + thread, total);
+      const bool last = (sample + 1) * p.shares.strips_of_sample <= first + count;
+      p.shift.store(slot, last, sample, feature + thread, total);
     }
     meet(1, kHelpers);
   }
@@ -249,6 +291,16 @@ struct Block {
     wait_products<0>();
     settle(sums);
 
+    if (p.tiled) {
+      float* to = p.sums + (static_cast<int64_t>(split) * p.blocks + block) * TileOfSums::kEntries +
+                  TileOfSums::entry(tap_row, 0, threadIdx.x % 128);
+#pragma unroll
+      for (int n = 0; n < TileOfSums::kFours; ++n) {
+        const float* four = sums + 4 * n;
+        *reinterpret_cast<float4*>(to + TileOfSums::entry(0, n, 0)) = {four[0], four[1], four[2], four[3]};
+      }
+      return;
+    }
     const Place place(p.x, x_block);
 #pragma unroll
     for (int tap = 0; tap < 3; ++tap) {
@@ -257,17 +309,26 @@ struct Block {
     }
   }
 
-  // The sums of one tap or chunk. Eight lanes hold eight neighbours along the features: a sector of 32 bytes.
+  // The sums of one tap or chunk. Eight lanes hold eight neighbours along the features: a sector of 32 bytes. Channels
+  // and features come in eights, so that a warp's rows and columns of eight are there as a whole or not at all.
   __device__ void store(const float* sums, const Image& image, const Place& place, float* to) const {
-    const int lane = threadIdx.x % 32, warp = threadIdx.x % 128 / 32;
+    const int lane = threadIdx.x % 32, f = feature + 16 * (threadIdx.x % 128 / 32) + lane / 4;
+    const int rows = (image.channels[place.part] - place.channel) / 8;  // of eight channels
+    const bool low = f < p.features, high = f + 8 < p.features;
+    const int64_t features = p.features;
+    float* at = to + (place.first + place.channel + lane % 4 * 2) * features + f;
 #pragma unroll
     for (int j = 0; j < 8; ++j) {
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        const int f = feature + 16 * warp + lane / 4 + i / 2 * 8, c = place.channel + j * 8 + lane % 4 * 2 + i % 2;
-        if (f < p.features && c < image.channels[place.part])
-          to[static_cast<int64_t>(place.first + c) * p.features + f] = sums[4 * j + i];
+      if (j >= rows) break;
+      if (low) {
+        at[0] = sums[4 * j];
+        at[features] = sums[4 * j + 1];
       }
+      if (high) {
+        at[8] = sums[4 * j + 2];
+        at[features + 8] = sums[4 * j + 3];
+      }
+      at += 8 * features;
     }
   }
 

@@ -61,10 +61,11 @@ struct Sums {
   float* shift_at(const Splits& splits) const { return plan.workspace + of_kernel(splits) + of_shortcut(splits); }
 
   // Adds them up. The sum over all samples has as many parts more.
-  cudaError_t add(const Splits& splits, int64_t slots, cudaStream_t stream) const {
+  cudaError_t add(const Splits& splits, bool tiled, int64_t slots, cudaStream_t stream) const {
     const int64_t rows = plan.shifts == 1 ? plan.batch : 1;
     return ordered_sums(
-        {kernel_at(splits), plan.dkernel, static_cast<int>(splits.kernel), of_kernel(splits) ? kernel : 0},
+        {kernel_at(splits), plan.dkernel, static_cast<int>(splits.kernel), of_kernel(splits) ? kernel : 0,
+         tiled ? static_cast<int>(plan.features) : 0},
         {shortcut_at(splits), plan.dshortcut, static_cast<int>(splits.shortcut), of_shortcut(splits) ? shortcut : 0},
         {shift_at(splits), plan.dshift, static_cast<int>(slots * rows), shift / rows}, stream);
   }
@@ -122,7 +123,7 @@ cudaError_t portable(const Sums& sums, int multiprocessors, cudaStream_t stream)
     error = portable_weight_gradient(plan, static_cast<int>(most), sums.kernel_at(splits), sums.shortcut_at(splits),
                                      stream);
   }
-  return error == cudaSuccess ? sums.add(splits, segments, stream) : error;
+  return error == cudaSuccess ? sums.add(splits, false, segments, stream) : error;
 }
 
 cudaError_t clear(const Result& result, int64_t count, cudaStream_t stream) {
@@ -184,10 +185,11 @@ cudaError_t conv3x3_weight_gradient(const Conv3x3WeightGradient& plan, cudaStrea
   const Shares shares = shares_of(cut, plan.batch, splits.kernel);
   const ShiftSums shift{sums.shift_at(splits), shares.slots(), static_cast<int>(plan.batch),
                         static_cast<int>(plan.features)};
-  error = hopper ? hopper_weight_gradient(plan, shares, sums.kernel_at(splits), shift,
+  const bool tiled = cut.whole && sums.of_kernel(splits) > 0;  // nobody but the addition reads them
+  error = hopper ? hopper_weight_gradient(plan, shares, sums.kernel_at(splits), tiled, shift,
                                           shares_of(cut, plan.batch, splits.shortcut), sums.shortcut_at(splits), stream)
                  : few_weight_gradient(plan, shares, sums.kernel_at(splits), shift, stream);
-  return error == cudaSuccess ? sums.add(splits, shift.slots, stream) : error;
+  return error == cudaSuccess ? sums.add(splits, tiled, shift.slots, stream) : error;
 }
 
 // What is chosen, checked wherever this is compiled.

@@ -45,11 +45,14 @@ struct ShiftSums {
   int slots, batch, features;
 
   JAXUNET_BOTH_SIDES void store(const Shares& shares, int split, int sample, int feature, float sum) const {
+    store(split - shares.first_split(sample), split == shares.last_split(sample), sample, feature, sum);
+  }
+  // `last`: no later split meets the sample.
+  JAXUNET_BOTH_SIDES void store(int slot, bool last, int sample, int feature, float sum) const {
     const int64_t each = static_cast<int64_t>(batch) * features;
-    int slot = split - shares.first_split(sample);
     float* entry = to + slot * each + static_cast<int64_t>(sample) * features + feature;
     *entry = sum;
-    if (split != shares.last_split(sample)) return;
+    if (!last) return;
     while (++slot < slots) *(entry += each) = 0;
   }
 };
