@@ -61,6 +61,12 @@ int chunks_in(const Parts& parts) {
   return static_cast<int>(count);
 }
 
+// Images of at most four rows would leave half of a strip empty. Their activation, which differs from sample to sample,
+// is not worth its code: at so few pixels it is a kernel of its own.
+int samples_of_strip(const Conv3x3WeightGradient& plan) {
+  return plan.height <= kRows / kPaired && !plan.a.data ? kPaired : 1;
+}
+
 // As even as they can be.
 int chunks_of_block(const Parts& residual) {
   const int64_t chunks = chunks_in(residual), blocks = ceil_div(chunks, kMostChunks);
@@ -72,6 +78,7 @@ int chunks_of_block(const Parts& residual) {
 WeightGradientCut hopper_weight_gradient_cut(const Conv3x3WeightGradient& plan) {
   const int64_t across = ceil_div(plan.features, kChunk), chunks = chunks_in(plan.residual);
   WeightGradientCut cut{chunks_in(plan.x) * across, ceil_div(plan.height, kRows) * ceil_div(plan.width, kStripColumns)};
+  cut.samples = samples_of_strip(plan);
   cut.whole = plan.features % kChunk == 0;
   for (int i = 0; i < plan.x.count; ++i) cut.whole = cut.whole && plan.x.channels[i] % kChunk == 0;
   cut.shortcut_blocks = ceil_div(chunks, kMostChunks) * across;
@@ -86,11 +93,12 @@ cudaError_t hopper_weight_gradient(const Conv3x3WeightGradient& plan, const Shar
   const auto parameters = std::make_unique<Parameters>();
   Parameters& p = *parameters;
   const WeightGradientCut cut = hopper_weight_gradient_cut(plan);
+  const int samples = samples_of_strip(plan);
   cudaError_t error = cudaSuccess;
   const auto image = [&](CUtensorMap* map, const void* data, int64_t channels, int halo) {
     if (error != cudaSuccess) return;
     error = tensor_map(map, plan.type, data, {channels, plan.width, plan.height, plan.batch},
-                       {kChunk, kStripColumns + halo, kRows + halo, 1});
+                       {kChunk, kStripColumns + halo, kRows / samples + halo, samples});
   };
   const auto images = [&](Image* to, const Parts& parts, int halo) {
     to->parts = parts.count;
@@ -104,6 +112,7 @@ cudaError_t hopper_weight_gradient(const Conv3x3WeightGradient& plan, const Shar
   images(&p.residual, plan.residual, 0);
   image(&p.dy, plan.dy, plan.features, 0);
   if (error != cudaSuccess) return error;
+  p.samples = samples;
   p.features = static_cast<int>(plan.features);
   p.feature_blocks = static_cast<int>(ceil_div(plan.features, kChunk));
   p.blocks = static_cast<int>(cut.blocks);

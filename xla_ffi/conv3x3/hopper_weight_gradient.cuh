@@ -9,6 +9,9 @@
 // once. Three warps beside the one that copies apply the activation, where there is one, to x in place; and they sum
 // dy, which is at hand: the blocks of one split and the same output channels take turns at its samples.
 //
+// Of images of four rows a strip has those of two samples, one below the other: dy's 2 · 4 × 8 pixels, and x's 2 · 6 ×
+// 10.
+//
 // A shortcut's gradient, of the residual that it projects times dy, comes from further blocks of the same launch: what
 // they read is on its way while the others multiply. Such a block owns up to six chunks of 64 channels of the residual,
 // two for each warpgroup, × 64 output channels: dy is read once for all of them.
@@ -29,6 +32,8 @@ namespace jaxunet::cuda::weight_gradient {
 
 constexpr int kRows = 8, kTapRows = 3, kStages = 8;
 constexpr int kXBytes = Tile{kRows, 0, 1, 1, false, false}.strip_bytes(), kDyBytes = kRows * kStripColumns * kRowBytes;
+constexpr int kPaired = 2;  // samples of a strip, of images of few rows
+static_assert(kPaired * (kRows / kPaired + 2) * kHaloColumns * kRowBytes <= kXBytes);
 constexpr int kHelpers = 96, kHelperPixels = kHelpers / 8;  // the threads of three warps; eight of them read a pixel
 constexpr int kRingBytes = kStages * (kXBytes + kDyBytes);
 constexpr int kBytes = kRingBytes + kBarrierBytes + kHelperPixels * kChunk * 4;
@@ -46,6 +51,7 @@ struct Image {
 struct Parameters {
   Image x, residual;
   CUtensorMap dy;
+  int samples;  // of a strip: 1 or kPaired
   int features, feature_blocks;
   int blocks;                            // 64 × 64 tiles of the gradient
   int shortcut_blocks, shortcut_chunks;  // tiles of the shortcut's; chunks of the residual
@@ -79,8 +85,6 @@ constexpr int kHelpingRegisters = kActivated ? 104 : 56;
 
 template <class T>
 struct Block {
-  static constexpr int kXBoxBytes = (kRows + 2) * kHaloColumns * kRowBytes;
-
   const Parameters& p;
   unsigned char *x, *dy;
   Barrier *full, *ready, *empty;
@@ -140,6 +144,7 @@ struct Block {
     }
   }
 
+  // Its sample is the first of the strip's, counted in strips' samples.
   __device__ Strip strip_at(int strip) const {
     const int each = p.strips_down * p.strips_across, sample = strip / each, rest = strip - sample * each,
               down = rest / p.strips_across;
@@ -157,14 +162,15 @@ struct Block {
 
   __device__ void load() const {
     const Place place(p.x, x_block);
+    const int bytes = (kRows + 2 * p.samples) * kHaloColumns * kRowBytes + kDyBytes;
     Strip at = strip_at(first);
     for (int i = 0; i < count; ++i, step(at)) {
-      const int stage = i % kStages;
+      const int stage = i % kStages, sample = at.sample * p.samples;
       empty[stage].wait(i / kStages % 2 ^ 1);  // at once the first time round
-      full[stage].expect(kXBoxBytes + kDyBytes);
-      load_box(dy + stage * kDyBytes, &p.dy, &full[stage], feature, at.column, at.row, at.sample);
+      full[stage].expect(bytes);
+      load_box(dy + stage * kDyBytes, &p.dy, &full[stage], feature, at.column, at.row, sample);
       load_box(x + stage * kXBytes, &p.x.maps[place.part], &full[stage], place.channel, at.column - 1, at.row - 1,
-               at.sample);
+               sample);
     }
   }
 
@@ -175,8 +181,9 @@ struct Block {
     for (int i = 0, stage = 0, phase = 1; i < count; ++i, step(at)) {
       empty[stage].wait(phase);  // at once the first time round
       full[stage].expect(bytes);
+      const int sample = at.sample * p.samples;
       unsigned char* to = x + stage * bytes;
-      load_box(to, &p.dy, &full[stage], feature, at.column, at.row, at.sample);
+      load_box(to, &p.dy, &full[stage], feature, at.column, at.row, sample);
       int part = begin.part, channel = begin.channel;
       for (int n = 0; n < chunks; ++n) {
         while (channel >= p.residual.channels[part]) {
@@ -184,7 +191,7 @@ struct Block {
           ++part;
         }
         to += kDyBytes;
-        load_box(to, &p.residual.maps[part], &full[stage], channel, at.column, at.row, at.sample);
+        load_box(to, &p.residual.maps[part], &full[stage], channel, at.column, at.row, sample);
         channel += kChunk;
       }
       if (++stage == ring) {
@@ -232,15 +239,20 @@ struct Block {
     if (turn == x_block) store_shift(totals, thread, of_sample, slot);
   }
 
+  // Each of the strip's samples has its share of the threads.
   __device__ void add_dy(float (&totals)[8], const unsigned char* strip, int thread) const {
     constexpr int kPixels = kRows * kStripColumns, kReads = (kPixels + kHelperPixels - 1) / kHelperPixels;
-    const int eighth = thread % 8, first_pixel = thread / 8;
+    static_assert(kHelperPixels % kPaired == 0);
+    const bool paired = p.samples > 1;
+    const int eighth = thread % 8, stride = paired ? kHelperPixels / kPaired : kHelperPixels;
+    const int pixels = paired ? kPixels / kPaired : kPixels;
+    const int half = thread / 8 >= stride, first_pixel = half * pixels + thread / 8 - half * stride;
     Eight<T> values[kReads];
 #pragma unroll
     for (int n = 0; n < kReads; ++n) {
-      const int pixel = first_pixel + n * kHelperPixels;
+      const int pixel = first_pixel + n * stride;
       values[n].clear();
-      if (n + 1 < kReads || pixel < kPixels)
+      if (n + 1 < kReads || pixel < (half + 1) * pixels)
         values[n].load(reinterpret_cast<const T*>(strip + pixel * kRowBytes + ((eighth ^ pixel % 8) << 4)));
     }
 #pragma unroll
@@ -256,11 +268,18 @@ struct Block {
     for (int n = 0; n < 8; ++n) scratch[thread / 8 * kChunk + thread % 8 * 8 + n] = totals[n];
     meet(1, kHelpers);
     if (thread < kChunk && feature + thread < p.features) {
-      float total = 0;
-#pragma unroll
-      for (int i = 0; i < kHelperPixels; ++i) total += scratch[i * kChunk + thread];
       const bool last = (sample + 1) * p.shares.strips_of_sample <= first + count;
-      p.shift.store(slot, last, sample, feature + thread, total);
+      const float* from = scratch + thread;
+      for (int n = 0; n < p.samples && sample * p.samples + n < p.shift.batch; ++n) {
+        float total = 0;
+#pragma unroll
+        for (int i = 0; i < kHelperPixels / kPaired; ++i, from += kChunk) total += *from;
+        if (p.samples == 1) {
+#pragma unroll
+          for (int i = 0; i < kHelperPixels / kPaired; ++i, from += kChunk) total += *from;
+        }
+        p.shift.store(slot, last, sample * p.samples + n, feature + thread, total);
+      }
     }
     meet(1, kHelpers);
   }
@@ -270,6 +289,8 @@ struct Block {
     float sums[96];
 #pragma unroll
     for (int i = 0; i < 96; ++i) sums[i] = 0;
+    constexpr int kSteps = kRows / 2 / kPaired;  // of K, in one of two samples
+    const int between = p.samples == 1 ? 0 : 2 * kHaloColumns * kRowBytes;  // the halo between two samples
     int held = -1;
     for (int i = 0; i < count; ++i) {
       const int stage = i % kStages;
@@ -281,7 +302,8 @@ struct Block {
 #pragma unroll
       for (int k = 0; k < kRows / 2; ++k) {  // two image rows: 16 pixels
         Product<T, true, true, 192>::run(sums, advance(left, 16 * kRowBytes * k),
-                                         advance(right, 2 * kHaloColumns * kRowBytes * k), true);
+                                         advance(right, 2 * kHaloColumns * kRowBytes * k + k / kSteps * between),
+                                         true);
       }
       commit_products();
       wait_products<1>();

@@ -33,6 +33,7 @@ cudaError_t hopper_forward(const Conv3x3& plan, int multiprocessors, cudaStream_
 // tiles of a shortcut's gradient, with the time that a strip takes there, as a share of that in the others.
 struct WeightGradientCut {
   int64_t blocks, strips_of_sample, shortcut_blocks = 0;
+  int64_t samples = 1;  // that a strip is of: it may have the same pixels of several
   double shortcut_time = 0;
   bool whole = false;  // no tile reaches past the channels, so that their sums may lie as tiles (tile_of_sums.h)
 };

@@ -71,16 +71,19 @@ struct Sums {
   }
 };
 
+int64_t strips_of(const WeightGradientCut& cut, int64_t batch) {
+  return ceil_div(batch, cut.samples) * cut.strips_of_sample;
+}
+
 Shares shares_of(const WeightGradientCut& cut, int64_t batch, int64_t splits) {
-  return {static_cast<int>(batch * cut.strips_of_sample), static_cast<int>(cut.strips_of_sample),
-          static_cast<int>(splits)};
+  return {static_cast<int>(strips_of(cut, batch)), static_cast<int>(cut.strips_of_sample), static_cast<int>(splits)};
 }
 
 // The splits of the least estimated time: 0.7 µs to multiply a strip, 5 to start a block and to store its sums, 0.03 to
 // add them to the others' (measured on an H200, for the Pallas kernel of the same design). The shortcut's blocks get
 // shares that take them as long as the others.
 Splits hopper_splits(const WeightGradientCut& cut, const Sums& sums, int multiprocessors) {
-  const int64_t strips = sums.plan.batch * cut.strips_of_sample;
+  const int64_t strips = strips_of(cut, sums.plan.batch);
   const auto both = [&](int64_t splits) {
     const double shortcut = static_cast<double>(splits) * cut.shortcut_time;
     return Splits{splits, std::clamp<int64_t>(static_cast<int64_t>(shortcut + 0.5), 1, splits)};
@@ -103,7 +106,7 @@ Splits hopper_splits(const WeightGradientCut& cut, const Sums& sums, int multipr
 
 // Two blocks for each multiprocessor.
 Splits few_splits(const WeightGradientCut& cut, const Sums& sums, int multiprocessors) {
-  const int64_t strips = sums.plan.batch * cut.strips_of_sample;
+  const int64_t strips = strips_of(cut, sums.plan.batch);
   int64_t splits = std::clamp<int64_t>(2 * multiprocessors / cut.blocks, 1, strips);
   while (splits > 1 && !sums.fit({splits, 1}, shares_of(cut, sums.plan.batch, splits).slots())) --splits;
   return {splits, 1};

@@ -3,7 +3,7 @@
 //
 // The strips of all samples stand in line; a split is a run of them. The sums of dy of a sample come from the splits
 // that meet it: an array (slots, batch, features), slot 0 for the first of them. The slots that a sample does not use
-// are zeros, so that all can be added blindly.
+// are zeros, so that all can be added blindly. Where a strip is of several samples, they count as one here.
 #pragma once
 
 #include <algorithm>
