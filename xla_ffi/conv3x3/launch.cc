@@ -63,11 +63,13 @@ struct Sums {
   // Adds them up. The sum over all samples has as many parts more.
   cudaError_t add(const Splits& splits, bool tiled, int64_t slots, cudaStream_t stream) const {
     const int64_t rows = plan.shifts == 1 ? plan.batch : 1;
+    // Those of dy first: few, but of many parts, they would be waited for in the end.
     return ordered_sums(
+        {shift_at(splits), plan.dshift, static_cast<int>(slots * rows), shift / rows},
+        {shortcut_at(splits), plan.dshortcut, static_cast<int>(splits.shortcut), of_shortcut(splits) ? shortcut : 0},
         {kernel_at(splits), plan.dkernel, static_cast<int>(splits.kernel), of_kernel(splits) ? kernel : 0,
          tiled ? static_cast<int>(plan.features) : 0},
-        {shortcut_at(splits), plan.dshortcut, static_cast<int>(splits.shortcut), of_shortcut(splits) ? shortcut : 0},
-        {shift_at(splits), plan.dshift, static_cast<int>(slots * rows), shift / rows}, stream);
+        stream);
   }
 };
 

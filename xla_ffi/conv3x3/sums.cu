@@ -158,8 +158,9 @@ struct Share {
 
   explicit Share(const OrderedSum& job) : rows(1) {
     // More rows where there are too few entries to occupy a large GPU.
-    constexpr int64_t kMostRows = 16, kEnough = 128 * 1024;
-    while (rows < kMostRows && rows < job.parts && job.count / 4 * rows < kEnough) rows *= 2;
+    constexpr int64_t kEnough = 128 * 1024;
+    const int most = job.features > 0 ? 16 : 64;  // of a tile's sums, eight features and as many channels for a block
+    while (rows < most && rows < job.parts && job.count / 4 * rows < kEnough) rows *= 2;
     const int64_t entries = 4 * kThreads / rows;
     blocks = (job.count + entries - 1) / entries;
   }
