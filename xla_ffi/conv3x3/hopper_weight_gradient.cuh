@@ -289,7 +289,7 @@ struct Block {
     float sums[96];
 #pragma unroll
     for (int i = 0; i < 96; ++i) sums[i] = 0;
-    constexpr int kSteps = kRows / 2 / kPaired;  // of K, in one of two samples
+    constexpr int kSteps = kRows / 2 / kPaired;                             // of K, in one of two samples
     const int between = p.samples == 1 ? 0 : 2 * kHaloColumns * kRowBytes;  // the halo between two samples
     int held = -1;
     for (int i = 0; i < count; ++i) {
@@ -302,8 +302,7 @@ struct Block {
 #pragma unroll
       for (int k = 0; k < kRows / 2; ++k) {  // two image rows: 16 pixels
         Product<T, true, true, 192>::run(sums, advance(left, 16 * kRowBytes * k),
-                                         advance(right, 2 * kHaloColumns * kRowBytes * k + k / kSteps * between),
-                                         true);
+                                         advance(right, 2 * kHaloColumns * kRowBytes * k + k / kSteps * between), true);
       }
       commit_products();
       wait_products<1>();

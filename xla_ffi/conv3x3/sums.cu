@@ -128,7 +128,7 @@ constexpr int kTurned = 8 * (64 + 4);
 // features; of fewer threads, of fewer features.
 __device__ void put_tile(const OrderedSum& job, int64_t first, int lanes, float4 total, float* turned) {
   const int group = lanes < TileOfSums::kThreads ? lanes : TileOfSums::kThreads, thread = threadIdx.x & (group - 1);
-  const int columns = group / 2, run = columns < 16 ? columns / 2 : 8;  // of neighbours in a column of wgmma's registers
+  const int columns = group / 2, run = columns < 16 ? columns / 2 : 8;  // `run` neighbours are in one register
   const bool mine = static_cast<int>(threadIdx.x) < lanes;
   turned += threadIdx.x / group * kTurned;
   if (mine) {
