@@ -19,10 +19,10 @@ __global__ void __launch_bounds__(kThreads, 1)
 #ifdef JAXUNET_HOPPER
   const Block<T> block(parameters, shared_memory());
   if (threadIdx.x == 0) {
-    block.prefetch();
     block.init();
     publish_barriers();
   }
+  if (threadIdx.x == kThreads - 1) block.prefetch();
   __syncthreads();
   const int warpgroup = threadIdx.x / 128;
   if (warpgroup < kTapRows) {
@@ -51,7 +51,7 @@ template <class T, bool kActivated>
 cudaError_t run(const Parameters& p, cudaStream_t stream) {
   const auto kernel = hopper_weight_gradient_kernel<T, kActivated>;
   const cudaError_t error = allow_shared_memory(kernel, kBytes);
-  const int blocks = p.blocks * p.shares.splits + p.shortcut_blocks * p.shortcut_shares.splits;
+  const int blocks = p.kernel.blocks() + p.shortcut.blocks();
   return error == cudaSuccess ? launch(kernel, dim3(blocks), kThreads, kBytes, stream, p) : error;
 }
 
@@ -114,17 +114,16 @@ cudaError_t hopper_weight_gradient(const Conv3x3WeightGradient& plan, const Shar
   if (error != cudaSuccess) return error;
   p.samples = samples;
   p.features = static_cast<int>(plan.features);
-  p.feature_blocks = static_cast<int>(ceil_div(plan.features, kChunk));
-  p.blocks = static_cast<int>(cut.blocks);
-  p.shortcut_blocks = static_cast<int>(cut.shortcut_blocks);
+  p.feature_blocks = Divisor(ceil_div(plan.features, kChunk));
+  p.x_blocks = Divisor(chunks_in(plan.x));
+  p.kernel = Work(cut.blocks, shares);
+  p.shortcut = Work(cut.shortcut_blocks, shortcut_shares);
   p.shortcut_chunks = chunks_in(plan.residual);
   p.block_chunks = chunks_of_block(plan.residual);
   p.height = static_cast<int>(plan.height);
   p.width = static_cast<int>(plan.width);
-  p.strips_down = static_cast<int>(ceil_div(plan.height, kRows));
-  p.strips_across = static_cast<int>(ceil_div(plan.width, kStripColumns));
-  p.shares = shares;
-  p.shortcut_shares = shortcut_shares;
+  p.strips_of_sample = Divisor(cut.strips_of_sample);
+  p.strips_across = Divisor(ceil_div(plan.width, kStripColumns));
   p.a = plan.a;
   p.b = plan.b;
   p.sums = sums;

@@ -24,7 +24,7 @@
 #include "hopper_activation.cuh"
 #include "hopper_instructions.cuh"
 #include "hopper_tile.h"
-#include "shares.h"
+#include "hopper_weight_gradient_parameters.cuh"
 #include "tile_of_sums.h"
 #include "wgmma.cuh"
 
@@ -42,40 +42,6 @@ constexpr int kPair = 2, kMostChunks = kPair * kTapRows;  // of a warpgroup and 
 static_assert(3 * (1 + kMostChunks) * kDyBytes <= kRingBytes,
               "one stage in use, one not yet released, one being filled");
 
-// Arrays side by side, in chunks of 64 channels that do not reach across.
-struct Image {
-  CUtensorMap maps[kMaxParts];
-  int parts, channels[kMaxParts], total;
-};
-
-struct Parameters {
-  Image x, residual;
-  CUtensorMap dy;
-  int samples;  // of a strip: 1 or kPaired
-  int features, feature_blocks;
-  int blocks;                            // 64 × 64 tiles of the gradient
-  int shortcut_blocks, shortcut_chunks;  // tiles of the shortcut's; chunks of the residual
-  int block_chunks;                      // of a tile of the shortcut's
-  int height, width, strips_down, strips_across;
-  Shares shares, shortcut_shares;
-  Rows a, b;
-  float *sums, *shortcut_sums;
-  bool tiled;  // the layout of `sums`: tiles of registers, not (splits, 3, 3, channels, features)
-  ShiftSums shift;
-};
-
-// Where a chunk lies: its part, its first channel there, and that part's first channel in the whole.
-struct Place {
-  int part = 0, channel = 0, first = 0;
-
-  __device__ Place(const Image& image, int chunk) : channel(chunk * kChunk) {
-    while (part + 1 < image.parts && channel >= image.channels[part]) {
-      channel -= (image.channels[part] + kChunk - 1) / kChunk * kChunk;
-      first += image.channels[part++];
-    }
-  }
-};
-
 constexpr int kThreads = 128 * (kTapRows + 1);
 // Registers a thread, of the 4 · 128 that a multiprocessor has for the four warpgroups.
 template <bool kActivated>
@@ -89,7 +55,7 @@ struct Block {
   unsigned char *x, *dy;
   Barrier *full, *ready, *empty;
   float* scratch;  // (kHelperPixels, 64)
-  int split, block, x_block, feature;
+  int split, tile, x_block, feature;
   int first, count;  // strips
   int chunks;        // of the residual; 0: a block of the kernel's gradient
   int x_blocks;      // that take turns at the samples whose dy they sum
@@ -103,23 +69,27 @@ struct Block {
     empty = ready + kStages;
     scratch = reinterpret_cast<float*>(dy + kStages * kDyBytes + kBarrierBytes);
     // Neighbours share the pixels, which then come from L2.
-    const int kernel_blocks = p.blocks * p.shares.splits, index = static_cast<int>(blockIdx.x);
+    const int kernel_blocks = p.kernel.blocks(), index = static_cast<int>(blockIdx.x);
     const bool projected = index >= kernel_blocks;
-    const int blocks = projected ? p.shortcut_blocks : p.blocks, at = projected ? index - kernel_blocks : index;
-    const Shares& shares = projected ? p.shortcut_shares : p.shares;
-    split = at / blocks;
-    block = at - split * blocks;
-    x_block = block / p.feature_blocks;
-    feature = (block - x_block * p.feature_blocks) * kChunk;
-    first = shares.first(split);
-    count = shares.count(split);
+    const int at = projected ? index - kernel_blocks : index;
+    const Work& work = projected ? p.shortcut : p.kernel;
+    split = work.by_tiles.quotient(at);
+    tile = at - split * work.tiles;
+    x_block = p.feature_blocks.quotient(tile);
+    feature = (tile - x_block * static_cast<int>(p.feature_blocks.by)) * kChunk;
+    first = work.first(split);
+    count = work.count(split);
     const int rest = p.shortcut_chunks - x_block * p.block_chunks;
     chunks = projected ? (rest < p.block_chunks ? rest : p.block_chunks) : 0;
     // Of the samples that this split meets, is there one whose dy is to be summed here?
-    x_blocks = p.blocks / p.feature_blocks;
-    const int each = shares.strips_of_sample, met = first / each, ahead = x_block - met % x_blocks;
-    sums_dy = !projected && (met + (ahead < 0 ? ahead + x_blocks : ahead)) * each < first + count;
+    x_blocks = static_cast<int>(p.x_blocks.by);
+    const int met = p.strips_of_sample.quotient(first), ahead = x_block - turn_of(met);
+    const int own = met + (ahead < 0 ? ahead + x_blocks : ahead);
+    sums_dy = !projected && own * static_cast<int>(p.strips_of_sample.by) < first + count;
   }
+
+  // The x_block whose blocks sum the dy of a sample.
+  __device__ int turn_of(int sample) const { return sample - p.x_blocks.quotient(sample) * x_blocks; }
 
   // The ring of a block of the shortcut's gradient: dy, then the chunks, as boxes of one size.
   __device__ int stage_bytes() const { return (1 + chunks) * kDyBytes; }
@@ -146,9 +116,9 @@ struct Block {
 
   // Its sample is the first of the strip's, counted in strips' samples.
   __device__ Strip strip_at(int strip) const {
-    const int each = p.strips_down * p.strips_across, sample = strip / each, rest = strip - sample * each,
-              down = rest / p.strips_across;
-    return {sample, down * kRows, (rest - down * p.strips_across) * kStripColumns};
+    const int sample = p.strips_of_sample.quotient(strip);
+    const int rest = strip - sample * static_cast<int>(p.strips_of_sample.by), down = p.strips_across.quotient(rest);
+    return {sample, down * kRows, (rest - down * static_cast<int>(p.strips_across.by)) * kStripColumns};
   }
 
   // The one after it: without a division.
@@ -209,8 +179,8 @@ struct Block {
     Coefficients coefficients;
     float totals[8];
     Strip at = strip_at(first);
-    int of_sample = -1, turn = at.sample % x_blocks;
-    int slot = split - p.shares.first_split(at.sample);  // splits before this one that meet the sample
+    int of_sample = -1, turn = turn_of(at.sample);
+    int slot = split - p.kernel.shares.first_split(at.sample);  // splits before this one that meet the sample
     for (int i = 0; i < count; ++i, step(at)) {
       const int stage = i % kStages;
       if (at.sample != of_sample) {
@@ -268,7 +238,7 @@ struct Block {
     for (int n = 0; n < 8; ++n) scratch[thread / 8 * kChunk + thread % 8 * 8 + n] = totals[n];
     meet(1, kHelpers);
     if (thread < kChunk && feature + thread < p.features) {
-      const bool last = (sample + 1) * p.shares.strips_of_sample <= first + count;
+      const bool last = (sample + 1) * p.kernel.shares.strips_of_sample <= first + count;
       const float* from = scratch + thread;
       for (int n = 0; n < p.samples && sample * p.samples + n < p.shift.batch; ++n) {
         float total = 0;
@@ -313,7 +283,7 @@ struct Block {
     settle(sums);
 
     if (p.tiled) {
-      float* to = p.sums + (static_cast<int64_t>(split) * p.blocks + block) * TileOfSums::kEntries +
+      float* to = p.sums + (static_cast<int64_t>(split) * p.kernel.tiles + tile) * TileOfSums::kEntries +
                   TileOfSums::entry(tap_row, 0, threadIdx.x % 128);
 #pragma unroll
       for (int n = 0; n < TileOfSums::kFours; ++n) {
