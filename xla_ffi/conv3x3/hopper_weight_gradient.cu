@@ -1,6 +1,7 @@
 // Hopper's weight gradient: its kernel, whose blocks are in hopper_weight_gradient.cuh, and the host's side: how it is
 // cut, the copy engine's maps, the launch.
 
+#include <algorithm>
 #include <memory>
 
 #include "hopper_weight_gradient.cuh"
@@ -22,6 +23,7 @@ __global__ void __launch_bounds__(kThreads, 1)
     block.init();
     publish_barriers();
   }
+  if (threadIdx.x == kThreads - 1) block.prefetch();
   __syncthreads();
   const int warpgroup = threadIdx.x / 128;
   if (warpgroup < kTapRows) {
@@ -50,7 +52,7 @@ template <class T, bool kActivated>
 cudaError_t run(const Parameters& p, cudaStream_t stream) {
   const auto kernel = hopper_weight_gradient_kernel<T, kActivated>;
   const cudaError_t error = allow_shared_memory(kernel, kBytes);
-  const int blocks = p.blocks * p.shares.splits + p.shortcut_blocks * p.shortcut_shares.splits;
+  const int blocks = p.kernel.blocks() + p.shortcut.blocks();
   return error == cudaSuccess ? launch(kernel, dim3(blocks), kThreads, kBytes, stream, p) : error;
 }
 
@@ -58,6 +60,12 @@ int chunks_in(const Parts& parts) {
   int64_t count = 0;
   for (int i = 0; i < parts.count; ++i) count += ceil_div(parts.channels[i], kChunk);
   return static_cast<int>(count);
+}
+
+// Images of at most four rows would leave half of a strip empty. Their activation, which differs from sample to sample,
+// is not worth its code: at so few pixels it is a kernel of its own.
+int samples_of_strip(const Conv3x3WeightGradient& plan) {
+  return plan.height <= kRows / kPaired && !plan.a.data ? kPaired : 1;
 }
 
 // As even as they can be.
@@ -71,6 +79,9 @@ int chunks_of_block(const Parts& projected) {
 WeightGradientCut hopper_weight_gradient_cut(const Conv3x3WeightGradient& plan) {
   const int64_t across = ceil_div(plan.features, kChunk), chunks = chunks_in(plan.projected);
   WeightGradientCut cut{chunks_in(plan.x) * across, ceil_div(plan.height, kRows) * ceil_div(plan.width, kStripColumns)};
+  cut.samples = samples_of_strip(plan);
+  cut.whole = plan.features % kChunk == 0;
+  for (int i = 0; i < plan.x.count; ++i) cut.whole = cut.whole && plan.x.channels[i] % kChunk == 0;
   cut.shortcut_blocks = ceil_div(chunks, kMostChunks) * across;
   // Reading its boxes is what takes the time: an estimated seventh each of that of a strip's products.
   cut.shortcut_time = static_cast<double>(1 + chunks_of_block(plan.projected)) / 7;
@@ -78,17 +89,18 @@ WeightGradientCut hopper_weight_gradient_cut(const Conv3x3WeightGradient& plan) 
   return cut;
 }
 
-cudaError_t hopper_weight_gradient(const Conv3x3WeightGradient& plan, const Shares& shares, float* sums,
+cudaError_t hopper_weight_gradient(const Conv3x3WeightGradient& plan, const Shares& shares, float* sums, bool tiled,
                                    const ShiftSums& shift, const Shares& shortcut_shares, float* shortcut_sums,
                                    cudaStream_t stream) {
   const auto parameters = std::make_unique<Parameters>();
   Parameters& p = *parameters;
   const WeightGradientCut cut = hopper_weight_gradient_cut(plan);
+  const int samples = samples_of_strip(plan);
   cudaError_t error = cudaSuccess;
   const auto image = [&](CUtensorMap* map, const void* data, int64_t channels, int halo) {
     if (error != cudaSuccess) return;
     error = tensor_map(map, plan.type, data, {channels, plan.width, plan.height, plan.batch},
-                       {kChunk, kStripColumns + halo, kRows + halo, 1});
+                       {kChunk, kStripColumns + halo, kRows / samples + halo, samples});
   };
   const auto images = [&](Image* to, const Parts& parts, int halo) {
     to->parts = parts.count;
@@ -102,21 +114,22 @@ cudaError_t hopper_weight_gradient(const Conv3x3WeightGradient& plan, const Shar
   images(&p.projected, plan.projected, 0);
   image(&p.dy, plan.dy, plan.features, 0);
   if (error != cudaSuccess) return error;
+  p.samples = samples;
   p.features = static_cast<int>(plan.features);
-  p.feature_blocks = static_cast<int>(ceil_div(plan.features, kChunk));
-  p.blocks = static_cast<int>(cut.blocks);
-  p.shortcut_blocks = static_cast<int>(cut.shortcut_blocks);
+  p.feature_blocks = Divisor(ceil_div(plan.features, kChunk));
+  p.x_blocks = Divisor(std::max(chunks_in(plan.x), 1));
+  p.kernel = Work(cut.blocks, shares);
+  p.shortcut = Work(cut.shortcut_blocks, shortcut_shares);
   p.shortcut_chunks = chunks_in(plan.projected);
   p.block_chunks = chunks_of_block(plan.projected);
   p.height = static_cast<int>(plan.height);
   p.width = static_cast<int>(plan.width);
-  p.strips_down = static_cast<int>(ceil_div(plan.height, kRows));
-  p.strips_across = static_cast<int>(ceil_div(plan.width, kStripColumns));
-  p.shares = shares;
-  p.shortcut_shares = shortcut_shares;
+  p.strips_of_sample = Divisor(cut.strips_of_sample);
+  p.strips_across = Divisor(ceil_div(plan.width, kStripColumns));
   p.a = plan.a;
   p.b = plan.b;
   p.sums = sums;
+  p.tiled = tiled;
   p.shortcut_sums = shortcut_sums;
   p.shift = shift;
   if (plan.type == Type::kFloat16) return plan.a.data ? run<__half, true>(p, stream) : run<__half, false>(p, stream);

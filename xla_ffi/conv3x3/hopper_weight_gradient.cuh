@@ -6,28 +6,35 @@
 // Both operands of wgmma are read across K: channels are contiguous and the pixels are K. Three warpgroups own a row of
 // taps each: tap (i, j) is the haloed x at a shifted address, and as the distance between two 64-channel columns of the
 // right operand is free, it is set to one pixel: one wgmma of 64 × 192 multiplies dy by the three taps of a row at
-// once. Three warps beside the one that copies apply the activation, where there is one, to x in place; and in the
-// blocks of the first input channels they sum dy, which is at hand.
+// once. Three warps beside the one that copies apply the activation, where there is one, to x in place; and they sum
+// dy, which is at hand: the blocks of one split and the same output channels take turns at its samples.
+//
+// Of images of four rows a strip has those of two samples, one below the other: dy's 2 · 4 × 8 pixels, and x's 2 · 6 ×
+// 10.
 //
 // A shortcut's gradient, of what it projects times dy, comes from further blocks of the same launch: what they read is
 // on its way while the others multiply. Such a block owns up to six projected chunks of 64 channels, two for each
 // warpgroup, × 64 output channels: dy is read once for all of them. In a linear layer they are all there is, and sum
 // dy.
 //
-// The shares' sums are added afterwards, in order: no atomics, the same bits in every run.
+// The shares' sums are added afterwards, in order: no atomics, the same bits in every run. Where only that addition
+// reads them they lie as the registers held them (tile_of_sums.h), or their stores would take longer than a strip.
 
 #pragma once
 
 #include "hopper_activation.cuh"
 #include "hopper_instructions.cuh"
 #include "hopper_tile.h"
-#include "shares.h"
+#include "hopper_weight_gradient_parameters.cuh"
+#include "tile_of_sums.h"
 #include "wgmma.cuh"
 
 namespace jaxunet::cuda::weight_gradient {
 
 constexpr int kRows = 8, kTapRows = 3, kStages = 8;
 constexpr int kXBytes = Tile{kRows, 0, 1, 1, false, false}.strip_bytes(), kDyBytes = kRows * kStripColumns * kRowBytes;
+constexpr int kPaired = 2;  // samples of a strip, of images of few rows
+static_assert(kPaired * (kRows / kPaired + 2) * kHaloColumns * kRowBytes <= kXBytes);
 constexpr int kHelpers = 96, kHelperPixels = kHelpers / 8;  // the threads of three warps; eight of them read a pixel
 constexpr int kRingBytes = kStages * (kXBytes + kDyBytes);
 constexpr int kBytes = kRingBytes + kBarrierBytes + kHelperPixels * kChunk * 4;
@@ -35,38 +42,6 @@ static_assert(kBytes <= kSharedBytes);
 constexpr int kPair = 2, kMostChunks = kPair * kTapRows;  // of a warpgroup and a block of the shortcut's gradient
 static_assert(3 * (1 + kMostChunks) * kDyBytes <= kRingBytes,
               "one stage in use, one not yet released, one being filled");
-
-// Arrays side by side, in chunks of 64 channels that do not reach across.
-struct Image {
-  CUtensorMap maps[kMaxParts];
-  int parts, channels[kMaxParts], total;
-};
-
-struct Parameters {
-  Image x, projected;
-  CUtensorMap dy;
-  int features, feature_blocks;
-  int blocks;                            // 64 × 64 tiles of the gradient
-  int shortcut_blocks, shortcut_chunks;  // tiles of the shortcut's; chunks that it projects
-  int block_chunks;                      // of a tile of the shortcut's
-  int height, width, strips_down, strips_across;
-  Shares shares, shortcut_shares;
-  Rows a, b;
-  float *sums, *shortcut_sums;
-  ShiftSums shift;
-};
-
-// Where a chunk lies: its part, its first channel there, and that part's first channel in the whole.
-struct Place {
-  int part = 0, channel = 0, first = 0;
-
-  __device__ Place(const Image& image, int chunk) : channel(chunk * kChunk) {
-    while (part + 1 < image.parts && channel >= image.channels[part]) {
-      channel -= (image.channels[part] + kChunk - 1) / kChunk * kChunk;
-      first += image.channels[part++];
-    }
-  }
-};
 
 constexpr int kThreads = 128 * (kTapRows + 1);
 // Registers a thread, of the 4 · 128 that a multiprocessor has for the four warpgroups.
@@ -77,15 +52,14 @@ constexpr int kHelpingRegisters = kActivated ? 104 : 56;
 
 template <class T>
 struct Block {
-  static constexpr int kXBoxBytes = (kRows + 2) * kHaloColumns * kRowBytes;
-
   const Parameters& p;
   unsigned char *x, *dy;
   Barrier *full, *ready, *empty;
   float* scratch;  // (kHelperPixels, 64)
-  int split, x_block, feature;
+  int split, tile, x_block, feature;
   int first, count;  // strips
   int chunks;        // projected; 0: a block of the kernel's gradient
+  int x_blocks;      // that take turns at the samples whose dy they sum
   bool sums_dy;
 
   __device__ Block(const Parameters& parameters, unsigned char* shared) : p(parameters) {
@@ -96,26 +70,41 @@ struct Block {
     empty = ready + kStages;
     scratch = reinterpret_cast<float*>(dy + kStages * kDyBytes + kBarrierBytes);
     // Neighbours share the pixels, which then come from L2.
-    const int kernel_blocks = p.blocks * p.shares.splits, index = static_cast<int>(blockIdx.x);
+    const int kernel_blocks = p.kernel.blocks(), index = static_cast<int>(blockIdx.x);
     const bool projected = index >= kernel_blocks;
-    const int blocks = projected ? p.shortcut_blocks : p.blocks, at = projected ? index - kernel_blocks : index;
-    const Shares& shares = projected ? p.shortcut_shares : p.shares;
-    split = at / blocks;
-    const int block = at - split * blocks;
-    x_block = block / p.feature_blocks;
-    feature = (block - x_block * p.feature_blocks) * kChunk;
-    first = shares.first(split);
-    count = shares.count(split);
+    const int at = projected ? index - kernel_blocks : index;
+    const Work& work = projected ? p.shortcut : p.kernel;
+    split = work.by_tiles.quotient(at);
+    tile = at - split * work.tiles;
+    x_block = p.feature_blocks.quotient(tile);
+    feature = (tile - x_block * static_cast<int>(p.feature_blocks.by)) * kChunk;
+    first = work.first(split);
+    count = work.count(split);
     const int rest = p.shortcut_chunks - x_block * p.block_chunks;
     chunks = projected ? (rest < p.block_chunks ? rest : p.block_chunks) : 0;
-    sums_dy = x_block == 0 && (!projected || p.blocks == 0);
+    // Of the samples that this split meets, is there one whose dy is to be summed here?
+    x_blocks = static_cast<int>(p.x_blocks.by);
+    const int met = p.strips_of_sample.quotient(first), ahead = x_block - turn_of(met);
+    const int own = met + (ahead < 0 ? ahead + x_blocks : ahead);
+    sums_dy = (!projected || p.kernel.tiles == 0) && x_block < x_blocks &&
+              own * static_cast<int>(p.strips_of_sample.by) < first + count;
   }
+
+  // The x_block whose blocks sum the dy of a sample.
+  __device__ int turn_of(int sample) const { return sample - p.x_blocks.quotient(sample) * x_blocks; }
 
   // The ring of a block of the shortcut's gradient: dy, then the chunks, as boxes of one size.
   __device__ int stage_bytes() const { return (1 + chunks) * kDyBytes; }
   __device__ int stages() const {
     const int fit = kRingBytes / stage_bytes();
     return fit < kStages ? fit : kStages;
+  }
+
+  // The copy engine reads its maps before its first copies.
+  __device__ void prefetch() const {
+    const Image& image = chunks ? p.projected : p.x;
+    prefetch_map(&p.dy);
+    prefetch_map(&image.maps[Place(image, chunks ? x_block * p.block_chunks : x_block).part]);
   }
 
   __device__ void init() const {
@@ -127,34 +116,46 @@ struct Block {
     }
   }
 
+  // Its sample is the first of the strip's, counted in strips' samples.
   __device__ Strip strip_at(int strip) const {
-    const int each = p.strips_down * p.strips_across, sample = strip / each, rest = strip - sample * each,
-              down = rest / p.strips_across;
-    return {sample, down * kRows, (rest - down * p.strips_across) * kStripColumns};
+    const int sample = p.strips_of_sample.quotient(strip);
+    const int rest = strip - sample * static_cast<int>(p.strips_of_sample.by), down = p.strips_across.quotient(rest);
+    return {sample, down * kRows, (rest - down * static_cast<int>(p.strips_across.by)) * kStripColumns};
+  }
+
+  // The one after it: without a division.
+  __device__ void step(Strip& at) const {
+    if ((at.column += kStripColumns) < p.width) return;
+    at.column = 0;
+    if ((at.row += kRows) < p.height) return;
+    at.row = 0;
+    ++at.sample;
   }
 
   __device__ void load() const {
     const Place place(p.x, x_block);
-    for (int i = 0; i < count; ++i) {
-      const int stage = i % kStages;
+    const int bytes = (kRows + 2 * p.samples) * kHaloColumns * kRowBytes + kDyBytes;
+    Strip at = strip_at(first);
+    for (int i = 0; i < count; ++i, step(at)) {
+      const int stage = i % kStages, sample = at.sample * p.samples;
       empty[stage].wait(i / kStages % 2 ^ 1);  // at once the first time round
-      full[stage].expect(kXBoxBytes + kDyBytes);
-      const Strip at = strip_at(first + i);
-      load_box(dy + stage * kDyBytes, &p.dy, &full[stage], feature, at.column, at.row, at.sample);
+      full[stage].expect(bytes);
+      load_box(dy + stage * kDyBytes, &p.dy, &full[stage], feature, at.column, at.row, sample);
       load_box(x + stage * kXBytes, &p.x.maps[place.part], &full[stage], place.channel, at.column - 1, at.row - 1,
-               at.sample);
+               sample);
     }
   }
 
   __device__ void load_projected() const {
     const Place begin(p.projected, x_block * p.block_chunks);
     const int bytes = stage_bytes(), ring = stages();
-    for (int i = 0, stage = 0, phase = 1; i < count; ++i) {
+    Strip at = strip_at(first);
+    for (int i = 0, stage = 0, phase = 1; i < count; ++i, step(at)) {
       empty[stage].wait(phase);  // at once the first time round
       full[stage].expect(bytes);
-      const Strip at = strip_at(first + i);
+      const int sample = at.sample * p.samples;
       unsigned char* to = x + stage * bytes;
-      load_box(to, &p.dy, &full[stage], feature, at.column, at.row, at.sample);
+      load_box(to, &p.dy, &full[stage], feature, at.column, at.row, sample);
       int part = begin.part, channel = begin.channel;
       for (int n = 0; n < chunks; ++n) {
         while (channel >= p.projected.channels[part]) {
@@ -162,7 +163,7 @@ struct Block {
           ++part;
         }
         to += kDyBytes;
-        load_box(to, &p.projected.maps[part], &full[stage], channel, at.column, at.row, at.sample);
+        load_box(to, &p.projected.maps[part], &full[stage], channel, at.column, at.row, sample);
         channel += kChunk;
       }
       if (++stage == ring) {
@@ -181,13 +182,19 @@ struct Block {
     float totals[8];
     const unsigned char* pixels = chunks ? x : dy;
     const int bytes = chunks ? stage_bytes() : kDyBytes, ring = chunks ? stages() : kStages;
-    int of_sample = -1;
-    for (int i = 0, stage = 0, phase = 0; i < count; ++i) {
-      const Strip at = strip_at(first + i);
+    Strip at = strip_at(first);
+    int of_sample = -1, turn = turn_of(at.sample);
+    // Splits before this one that meet the sample.
+    int slot = split - (chunks ? p.shortcut : p.kernel).shares.first_split(at.sample);
+    for (int i = 0, stage = 0, phase = 0; i < count; ++i, step(at)) {
       if (at.sample != of_sample) {
+        if (of_sample >= 0) {
+          if (turn == x_block) store_shift(totals, thread, of_sample, slot);
+          slot = 0;
+          if (++turn == x_blocks) turn = 0;
+        }
         if constexpr (kActivated)
           coefficients = Coefficients(p.a, p.b, at.sample, place.first + c, c < p.x.channels[place.part]);
-        if (sums_dy && of_sample >= 0) store_shift(totals, thread, of_sample);
 #pragma unroll
         for (int n = 0; n < 8; ++n) totals[n] = 0;
         of_sample = at.sample;
@@ -199,13 +206,7 @@ struct Block {
         ready[stage].arrive();
       }
       if (sums_dy) {
-        for (int pixel = thread / 8; pixel < kRows * kStripColumns; pixel += kHelperPixels) {
-          Eight<T> values;
-          values.load(
-              reinterpret_cast<const T*>(pixels + stage * bytes + pixel * kRowBytes + ((eighth ^ pixel % 8) << 4)));
-#pragma unroll
-          for (int n = 0; n < 8; ++n) totals[n] += wide(values.at[n]);
-        }
+        if (turn == x_block) add_dy(totals, pixels + stage * bytes, thread);
         __syncwarp();
         if (thread % 32 == 0) empty[stage].arrive();
       }
@@ -214,18 +215,50 @@ struct Block {
         phase ^= 1;
       }
     }
-    if (sums_dy && of_sample >= 0) store_shift(totals, thread, of_sample);
+    if (turn == x_block) store_shift(totals, thread, of_sample, slot);
+  }
+
+  // Each of the strip's samples has its share of the threads.
+  __device__ void add_dy(float (&totals)[8], const unsigned char* strip, int thread) const {
+    constexpr int kPixels = kRows * kStripColumns, kReads = (kPixels + kHelperPixels - 1) / kHelperPixels;
+    static_assert(kHelperPixels % kPaired == 0);
+    const bool paired = p.samples > 1;
+    const int eighth = thread % 8, stride = paired ? kHelperPixels / kPaired : kHelperPixels;
+    const int pixels = paired ? kPixels / kPaired : kPixels;
+    const int half = thread / 8 >= stride, first_pixel = half * pixels + thread / 8 - half * stride;
+    Eight<T> values[kReads];
+#pragma unroll
+    for (int n = 0; n < kReads; ++n) {
+      const int pixel = first_pixel + n * stride;
+      values[n].clear();
+      if (n + 1 < kReads || pixel < (half + 1) * pixels)
+        values[n].load(reinterpret_cast<const T*>(strip + pixel * kRowBytes + ((eighth ^ pixel % 8) << 4)));
+    }
+#pragma unroll
+    for (int n = 0; n < kReads; ++n) {
+#pragma unroll
+      for (int i = 0; i < 8; ++i) totals[i] += wide(values[n].at[i]);
+    }
   }
 
   // Adds the helpers' sums of a sample, in order.
-  __device__ void store_shift(const float (&totals)[8], int thread, int sample) const {
+  __device__ void store_shift(const float (&totals)[8], int thread, int sample, int slot) const {
 #pragma unroll
     for (int n = 0; n < 8; ++n) scratch[thread / 8 * kChunk + thread % 8 * 8 + n] = totals[n];
     meet(1, kHelpers);
     if (thread < kChunk && feature + thread < p.features) {
-      float total = 0;
-      for (int i = 0; i < kHelperPixels; ++i) total += scratch[i * kChunk + thread];
-      p.shift.store(chunks ? p.shortcut_shares : p.shares, split, sample, feature + thread, total);
+      const bool last = (sample + 1) * p.kernel.shares.strips_of_sample <= first + count;
+      const float* from = scratch + thread;
+      for (int n = 0; n < p.samples && sample * p.samples + n < p.shift.batch; ++n) {
+        float total = 0;
+#pragma unroll
+        for (int i = 0; i < kHelperPixels / kPaired; ++i, from += kChunk) total += *from;
+        if (p.samples == 1) {
+#pragma unroll
+          for (int i = 0; i < kHelperPixels / kPaired; ++i, from += kChunk) total += *from;
+        }
+        p.shift.store(slot, last, sample * p.samples + n, feature + thread, total);
+      }
     }
     meet(1, kHelpers);
   }
@@ -235,6 +268,8 @@ struct Block {
     float sums[96];
 #pragma unroll
     for (int i = 0; i < 96; ++i) sums[i] = 0;
+    constexpr int kSteps = kRows / 2 / kPaired;                             // of K, in one of two samples
+    const int between = p.samples == 1 ? 0 : 2 * kHaloColumns * kRowBytes;  // the halo between two samples
     int held = -1;
     for (int i = 0; i < count; ++i) {
       const int stage = i % kStages;
@@ -246,7 +281,7 @@ struct Block {
 #pragma unroll
       for (int k = 0; k < kRows / 2; ++k) {  // two image rows: 16 pixels
         Product<T, true, true, 192>::run(sums, advance(left, 16 * kRowBytes * k),
-                                         advance(right, 2 * kHaloColumns * kRowBytes * k), true);
+                                         advance(right, 2 * kHaloColumns * kRowBytes * k + k / kSteps * between), true);
       }
       commit_products();
       wait_products<1>();
@@ -256,6 +291,16 @@ struct Block {
     wait_products<0>();
     settle(sums);
 
+    if (p.tiled) {
+      float* to = p.sums + (static_cast<int64_t>(split) * p.kernel.tiles + tile) * TileOfSums::kEntries +
+                  TileOfSums::entry(tap_row, 0, threadIdx.x % 128);
+#pragma unroll
+      for (int n = 0; n < TileOfSums::kFours; ++n) {
+        const float* four = sums + 4 * n;
+        *reinterpret_cast<float4*>(to + TileOfSums::entry(0, n, 0)) = {four[0], four[1], four[2], four[3]};
+      }
+      return;
+    }
     const Place place(p.x, x_block);
 #pragma unroll
     for (int tap = 0; tap < 3; ++tap) {
@@ -264,17 +309,26 @@ struct Block {
     }
   }
 
-  // The sums of one tap or chunk. Eight lanes hold eight neighbours along the features: a sector of 32 bytes.
+  // The sums of one tap or chunk. Eight lanes hold eight neighbours along the features: a sector of 32 bytes. Channels
+  // and features come in eights, so that a warp's rows and columns of eight are there as a whole or not at all.
   __device__ void store(const float* sums, const Image& image, const Place& place, float* to) const {
-    const int lane = threadIdx.x % 32, warp = threadIdx.x % 128 / 32;
+    const int lane = threadIdx.x % 32, f = feature + 16 * (threadIdx.x % 128 / 32) + lane / 4;
+    const int rows = (image.channels[place.part] - place.channel) / 8;  // of eight channels
+    const bool low = f < p.features, high = f + 8 < p.features;
+    const int64_t features = p.features;
+    float* at = to + (place.first + place.channel + lane % 4 * 2) * features + f;
 #pragma unroll
     for (int j = 0; j < 8; ++j) {
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        const int f = feature + 16 * warp + lane / 4 + i / 2 * 8, c = place.channel + j * 8 + lane % 4 * 2 + i % 2;
-        if (f < p.features && c < image.channels[place.part])
-          to[static_cast<int64_t>(place.first + c) * p.features + f] = sums[4 * j + i];
+      if (j >= rows) break;
+      if (low) {
+        at[0] = sums[4 * j];
+        at[features] = sums[4 * j + 1];
       }
+      if (high) {
+        at[8] = sums[4 * j + 2];
+        at[features + 8] = sums[4 * j + 3];
+      }
+      at += 8 * features;
     }
   }
 

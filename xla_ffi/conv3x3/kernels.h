@@ -35,16 +35,18 @@ cudaError_t hopper_forward(const Conv3x3& plan, int multiprocessors, cudaStream_
 // tiles of a shortcut's gradient, with the time that a strip takes there and the size, as shares of the others'.
 struct WeightGradientCut {
   int64_t blocks, strips_of_sample, shortcut_blocks = 0;
+  int64_t samples = 1;  // that a strip is of: it may have the same pixels of several
   double shortcut_time = 0, shortcut_size = 0;
+  bool whole = false;  // no tile reaches past the channels, so that their sums may lie as tiles (tile_of_sums.h)
 };
 // Sums over the splits of `shares`, (splits, 3, 3, channels, features), and those of dy (see shares.h).
 WeightGradientCut few_weight_gradient_cut(const Conv3x3WeightGradient& plan);
 cudaError_t few_weight_gradient(const Conv3x3WeightGradient& plan, const Shares& shares, float* sums,
                                 const ShiftSums& shift, cudaStream_t stream);
 WeightGradientCut hopper_weight_gradient_cut(const Conv3x3WeightGradient& plan);
-// The shortcut has shares of its own; its sums are (splits, channels projected, features). Where there is no x, its
-// blocks also sum dy.
-cudaError_t hopper_weight_gradient(const Conv3x3WeightGradient& plan, const Shares& shares, float* sums,
+// `tiled`: sums are (splits, tiles), where tiles are whole. The shortcut has shares of its own; its sums are (splits,
+// channels projected, features). Where there is no x, its blocks also sum dy.
+cudaError_t hopper_weight_gradient(const Conv3x3WeightGradient& plan, const Shares& shares, float* sums, bool tiled,
                                    const ShiftSums& shift, const Shares& shortcut_shares, float* shortcut_sums,
                                    cudaStream_t stream);
 
@@ -57,6 +59,7 @@ struct OrderedSum {
   Result to;
   int parts;
   int64_t count;
+  int features = 0;  // of a weight gradient whose parts are tiles (tile_of_sums.h); 0: parts lie as the result does
 };
 cudaError_t ordered_sums(const OrderedSum& first, const OrderedSum& second, const OrderedSum& third,
                          cudaStream_t stream);

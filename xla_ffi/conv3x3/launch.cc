@@ -61,25 +61,31 @@ struct Sums {
   float* shift_at(const Splits& splits) const { return plan.workspace + of_kernel(splits) + of_shortcut(splits); }
 
   // Adds them up. The sum over all samples has as many parts more.
-  cudaError_t add(const Splits& splits, int64_t slots, cudaStream_t stream) const {
+  cudaError_t add(const Splits& splits, bool tiled, int64_t slots, cudaStream_t stream) const {
     const int64_t rows = plan.shifts == 1 ? plan.batch : 1;
+    // Those of dy first: few, but of many parts, they would be waited for in the end.
     return ordered_sums(
-        {kernel_at(splits), plan.dkernel, static_cast<int>(splits.kernel), of_kernel(splits) ? kernel : 0},
+        {shift_at(splits), plan.dshift, static_cast<int>(slots * rows), shift / rows},
         {shortcut_at(splits), plan.dshortcut, static_cast<int>(splits.shortcut), of_shortcut(splits) ? shortcut : 0},
-        {shift_at(splits), plan.dshift, static_cast<int>(slots * rows), shift / rows}, stream);
+        {kernel_at(splits), plan.dkernel, static_cast<int>(splits.kernel), of_kernel(splits) ? kernel : 0,
+         tiled ? static_cast<int>(plan.features) : 0},
+        stream);
   }
 };
 
+int64_t strips_of(const WeightGradientCut& cut, int64_t batch) {
+  return ceil_div(batch, cut.samples) * cut.strips_of_sample;
+}
+
 Shares shares_of(const WeightGradientCut& cut, int64_t batch, int64_t splits) {
-  return {static_cast<int>(batch * cut.strips_of_sample), static_cast<int>(cut.strips_of_sample),
-          static_cast<int>(splits)};
+  return {static_cast<int>(strips_of(cut, batch)), static_cast<int>(cut.strips_of_sample), static_cast<int>(splits)};
 }
 
 // The splits of the least estimated time: 0.7 µs to multiply a strip, 5 to start a block and to store its sums, 0.03 to
 // add them to the others' (measured on an H200, for the Pallas kernel of the same design). The shortcut's blocks get
 // shares that take them as long as the others, unless they are all there are.
 Splits hopper_splits(const WeightGradientCut& cut, const Sums& sums, int multiprocessors) {
-  const int64_t strips = sums.plan.batch * cut.strips_of_sample;
+  const int64_t strips = strips_of(cut, sums.plan.batch);
   const bool alone = cut.blocks == 0;
   const auto both = [&](int64_t splits) {
     if (alone) return Splits{1, splits};
@@ -106,7 +112,7 @@ Splits hopper_splits(const WeightGradientCut& cut, const Sums& sums, int multipr
 
 // Two blocks for each multiprocessor.
 Splits few_splits(const WeightGradientCut& cut, const Sums& sums, int multiprocessors) {
-  const int64_t strips = sums.plan.batch * cut.strips_of_sample;
+  const int64_t strips = strips_of(cut, sums.plan.batch);
   int64_t splits = std::clamp<int64_t>(2 * multiprocessors / cut.blocks, 1, strips);
   while (splits > 1 && !sums.fit({splits, 1}, shares_of(cut, sums.plan.batch, splits).slots())) --splits;
   return {splits, 1};
@@ -126,7 +132,7 @@ cudaError_t portable(const Sums& sums, int multiprocessors, cudaStream_t stream)
     error = portable_weight_gradient(plan, static_cast<int>(most), sums.kernel_at(splits), sums.shortcut_at(splits),
                                      stream);
   }
-  return error == cudaSuccess ? sums.add(splits, segments, stream) : error;
+  return error == cudaSuccess ? sums.add(splits, false, segments, stream) : error;
 }
 
 cudaError_t clear(const Result& result, int64_t count, cudaStream_t stream) {
@@ -189,10 +195,11 @@ cudaError_t conv3x3_weight_gradient(const Conv3x3WeightGradient& plan, cudaStrea
                shortcut_shares = shares_of(cut, plan.batch, splits.shortcut);
   const ShiftSums shift{sums.shift_at(splits), (cut.blocks > 0 ? shares : shortcut_shares).slots(),
                         static_cast<int>(plan.batch), static_cast<int>(plan.features)};
-  error = hopper ? hopper_weight_gradient(plan, shares, sums.kernel_at(splits), shift, shortcut_shares,
+  const bool tiled = cut.whole && sums.of_kernel(splits) > 0;  // nobody but the addition reads them
+  error = hopper ? hopper_weight_gradient(plan, shares, sums.kernel_at(splits), tiled, shift, shortcut_shares,
                                           sums.shortcut_at(splits), stream)
                  : few_weight_gradient(plan, shares, sums.kernel_at(splits), shift, stream);
-  return error == cudaSuccess ? sums.add(splits, shift.slots, stream) : error;
+  return error == cudaSuccess ? sums.add(splits, tiled, shift.slots, stream) : error;
 }
 
 cudaError_t linear(const Conv3x3& plan, cudaStream_t stream) { return conv3x3(plan, stream); }

@@ -19,6 +19,14 @@ SHORTCUTS = (
     Case(3, 4, (5,), 7, (3, 2, 4, 1), norm=False, batch=2),
 )
 
+# Images of four rows, of which the weight gradient sums two samples at a time: an odd number of them, two strips across, and channels
+# that whole tiles hold or do not; and more samples of one strip than a block sums, whose sums of dy several blocks share.
+SMALL = (
+    Case(4, 4, (64, 64), 128, batch=7, per_sample=True),
+    Case(4, 12, (64,), 72, (40,), batch=5, per_sample=True),
+    Case(8, 8, (128, 64), 64, batch=37, per_sample=True),
+)
+
 
 def check(case: Case, dtype: str, batch: int):
     """In some draw: through the norm of a small group, a single element's rounding to 16 bits can be the largest error of a gradient."""
@@ -26,7 +34,7 @@ def check(case: Case, dtype: str, batch: int):
 
 
 @pytest.mark.parametrize('dtype', [*DTYPES, 'float16'])
-@pytest.mark.parametrize('case', AWKWARD + SHORTCUTS, ids=lambda c: c.name)
+@pytest.mark.parametrize('case', AWKWARD + SHORTCUTS + SMALL, ids=lambda c: c.name)
 def test_awkward_shapes(case, dtype):
     check(case, dtype, 2)
 
@@ -40,14 +48,14 @@ def test_activation_inside_the_convolution(case, dtype, monkeypatch):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize('dtype', DTYPES)
-@pytest.mark.parametrize('case', CASES + SHORTCUTS, ids=lambda c: c.name)
+@pytest.mark.parametrize('case', CASES + SHORTCUTS + SMALL, ids=lambda c: c.name)
 def test_every_case(case, dtype):
     check(case, dtype, 3)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize('dtype', DTYPES)
-@pytest.mark.parametrize('case', [*CASES[:36:7], CASES[6]], ids=lambda c: c.name)
+@pytest.mark.parametrize('case', [*CASES[:36:7], CASES[6], CASES[44]], ids=lambda c: c.name)
 def test_runs_are_identical(case, dtype):
     """With more pixels than one block sums, as in training."""
     assert_runs_are_identical(op(vjp, case), inputs(case, dtype, 32))

@@ -3,7 +3,7 @@
 //
 // The strips of all samples stand in line; a split is a run of them. The sums of dy of a sample come from the splits
 // that meet it: an array (slots, batch, features), slot 0 for the first of them. The slots that a sample does not use
-// are zeros, so that all can be added blindly.
+// are zeros, so that all can be added blindly. Where a strip is of several samples, they count as one here.
 #pragma once
 
 #include <algorithm>
@@ -45,11 +45,14 @@ struct ShiftSums {
   int slots, batch, features;
 
   JAXUNET_BOTH_SIDES void store(const Shares& shares, int split, int sample, int feature, float sum) const {
+    store(split - shares.first_split(sample), split == shares.last_split(sample), sample, feature, sum);
+  }
+  // `last`: no later split meets the sample.
+  JAXUNET_BOTH_SIDES void store(int slot, bool last, int sample, int feature, float sum) const {
     const int64_t each = static_cast<int64_t>(batch) * features;
-    int slot = split - shares.first_split(sample);
     float* entry = to + slot * each + static_cast<int64_t>(sample) * features + feature;
     *entry = sum;
-    if (split != shares.last_split(sample)) return;
+    if (!last) return;
     while (++slot < slots) *(entry += each) = 0;
   }
 };

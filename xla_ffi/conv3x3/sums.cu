@@ -5,6 +5,7 @@
 #include "kernels.h"
 #include "launch.cuh"
 #include "numbers.cuh"
+#include "tile_of_sums.h"
 
 namespace jaxunet::cuda {
 namespace {
@@ -108,6 +109,48 @@ __device__ void add(float4& total, const float4& more) {
   total.w += more.w;
 }
 
+__device__ void put(const Result& to, int64_t entry, int64_t count, float4 values) {
+  switch (to.type) {
+    case Type::kFloat32:
+      return put<float>(to.data, entry, count, values);
+    case Type::kFloat16:
+      return put<__half>(to.data, entry, count, values);
+    default:
+      return put<__nv_bfloat16>(to.data, entry, count, values);
+  }
+}
+
+// Shared memory in floats: kTurned for each 128 threads that have fours of a tile of sums.
+constexpr int kTurned = 8 * (64 + 4);
+
+// Writes what the first `lanes` threads have of tiles of sums, from entry `first` of all tiles on: turned in shared
+// memory, so that neighbours along the features are one thread's. Fours of 128 threads are eight channels of 64
+// features; of fewer threads, of fewer features.
+__device__ void put_tile(const OrderedSum& job, int64_t first, int lanes, float4 total, float* turned) {
+  const int group = lanes < TileOfSums::kThreads ? lanes : TileOfSums::kThreads, thread = threadIdx.x & (group - 1);
+  const int columns = group / 2, run = columns < 16 ? columns / 2 : 8;  // `run` neighbours are in one register
+  const bool mine = static_cast<int>(threadIdx.x) < lanes;
+  turned += threadIdx.x / group * kTurned;
+  if (mine) {
+    float* to = turned + thread % 4 * 2 * (columns + 4) + thread / 32 * 16 + thread % 32 / 4;
+    to[0] = total.x;
+    to[columns + 4] = total.y;
+    to[run] = total.z;
+    to[run + columns + 4] = total.w;
+  }
+  __syncthreads();
+  if (!mine) return;
+  const int64_t from = first + static_cast<int64_t>(threadIdx.x / group * group) * 4;
+  const int64_t tile = from / TileOfSums::kEntries, tiles_across = job.features / 64;
+  const TileOfSums begin(static_cast<int>(from - tile * TileOfSums::kEntries));
+  const int row = thread / (columns / 4), column = thread % (columns / 4) * 4;
+  const int64_t channels = job.count / (9 * job.features);
+  const int64_t channel = tile / tiles_across * 64 + begin.channel + row;
+  const int64_t feature = tile % tiles_across * 64 + begin.feature + (run < 8 ? column * 2 : column);
+  put(job.to, (begin.tap * channels + channel) * job.features + feature, job.count,
+      *reinterpret_cast<const float4*>(turned + row * (columns + 4) + column));
+}
+
 // How a block's threads share an ordered sum: each reads four neighbouring entries of every `rows`-th part.
 struct Share {
   int rows;  // a power of two
@@ -115,8 +158,9 @@ struct Share {
 
   explicit Share(const OrderedSum& job) : rows(1) {
     // More rows where there are too few entries to occupy a large GPU.
-    constexpr int64_t kMostRows = 16, kEnough = 128 * 1024;
-    while (rows < kMostRows && rows < job.parts && job.count / 4 * rows < kEnough) rows *= 2;
+    constexpr int64_t kEnough = 128 * 1024;
+    const int most = job.features > 0 ? 16 : 64;  // of a tile's sums, eight features and as many channels for a block
+    while (rows < most && rows < job.parts && job.count / 4 * rows < kEnough) rows *= 2;
     const int64_t entries = 4 * kThreads / rows;
     blocks = (job.count + entries - 1) / entries;
   }
@@ -126,7 +170,8 @@ struct Share {
 __global__ void __launch_bounds__(kThreads)
     ordered_sums_kernel(const OrderedSum first, const Share of_first, const OrderedSum second, const Share of_second,
                         const OrderedSum third, const Share of_third) {
-  __shared__ float4 totals[kThreads];
+  constexpr int kFloats = kThreads / TileOfSums::kThreads * kTurned;
+  __shared__ float4 totals[(kFloats > 4 * kThreads ? kFloats : 4 * kThreads) / 4];
   OrderedSum job = first;
   int rows = of_first.rows;
   int64_t block = blockIdx.x;
@@ -155,17 +200,15 @@ __global__ void __launch_bounds__(kThreads)
   if (rows > 1) {
     totals[threadIdx.x] = total;
     __syncthreads();
-    if (row > 0) return;
-    for (int i = 1; i < rows; ++i) add(total, totals[i * lanes + lane]);
+    if (row == 0) {
+      for (int i = 1; i < rows; ++i) add(total, totals[i * lanes + lane]);
+    }
   }
-  if (entry >= job.count) return;
-  switch (job.to.type) {
-    case Type::kFloat32:
-      return put<float>(job.to.data, entry, job.count, total);
-    case Type::kFloat16:
-      return put<__half>(job.to.data, entry, job.count, total);
-    default:
-      return put<__nv_bfloat16>(job.to.data, entry, job.count, total);
+  if (job.features > 0) {
+    __syncthreads();
+    put_tile(job, block * lanes * 4, lanes, total, reinterpret_cast<float*>(totals));
+  } else if (row == 0 && entry < job.count) {
+    put(job.to, entry, job.count, total);
   }
 }
 

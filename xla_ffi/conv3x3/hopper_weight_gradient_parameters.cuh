@@ -1,0 +1,84 @@
+// What the blocks of Hopper's weight gradient are told.
+#pragma once
+
+#include <cuda.h>
+
+#include <algorithm>
+#include <cstdint>
+
+#include "hopper_tile.h"
+#include "plan.h"
+#include "shares.h"
+
+namespace jaxunet::cuda::weight_gradient {
+
+// Arrays side by side, in chunks of 64 channels that do not reach across.
+struct Image {
+  CUtensorMap maps[kMaxParts];
+  int parts, channels[kMaxParts], total;
+};
+
+// Division by a number that is known before the launch: of a number that is not negative, in a few instructions.
+struct Divisor {
+  uint32_t by = 1, inverse = 0xFFFFFFFF;
+
+  Divisor() = default;
+  explicit Divisor(int64_t by_)
+      : by(static_cast<uint32_t>(by_)),
+        inverse(static_cast<uint32_t>(std::min<int64_t>((int64_t{1} << 32) / by_, 0xFFFFFFFF))) {}
+
+  // The inverse is rounded down, so that the first estimate is right or one too small.
+  JAXUNET_BOTH_SIDES int quotient(int dividend) const {
+    const uint32_t n = static_cast<uint32_t>(dividend), low = static_cast<uint32_t>((uint64_t{n} * inverse) >> 32);
+    return static_cast<int>(low + (n - low * by >= by));
+  }
+};
+
+// Tiles of a gradient, each computed by a block for each of its splits.
+struct Work {
+  int tiles = 0, size, longer;  // strips of a split, and how many splits have one more
+  Divisor by_tiles;
+  Shares shares;
+
+  Work() = default;
+  Work(int64_t tiles_, const Shares& shares_)
+      : tiles(static_cast<int>(tiles_)),
+        size(shares_.strips / shares_.splits),
+        longer(shares_.strips % shares_.splits),
+        by_tiles(std::max<int64_t>(tiles_, 1)),
+        shares(shares_) {}
+
+  JAXUNET_BOTH_SIDES int blocks() const { return tiles * shares.splits; }
+  JAXUNET_BOTH_SIDES int first(int split) const { return split * size + (split < longer ? split : longer); }
+  JAXUNET_BOTH_SIDES int count(int split) const { return size + (split < longer); }
+};
+
+struct Parameters {
+  Image x, projected;
+  CUtensorMap dy;
+  int samples;  // of a strip: 1 or kPaired
+  int features;
+  Divisor feature_blocks, x_blocks;  // of 64 channels
+  Work kernel, shortcut;             // tiles of 64 × 64 channels; of `block_chunks` × 64 · 64
+  int shortcut_chunks, block_chunks;
+  int height, width;
+  Divisor strips_of_sample, strips_across;
+  Rows a, b;
+  float *sums, *shortcut_sums;
+  bool tiled;  // the layout of `sums`: tiles of registers, not (splits, 3, 3, channels, features)
+  ShiftSums shift;
+};
+
+// Where a chunk lies: its part, its first channel there, and that part's first channel in the whole.
+struct Place {
+  int part = 0, channel = 0, first = 0;
+
+  __device__ Place(const Image& image, int chunk) : channel(chunk * kChunk) {
+    while (part + 1 < image.parts && channel >= image.channels[part]) {
+      channel -= (image.channels[part] + kChunk - 1) / kChunk * kChunk;
+      first += image.channels[part++];
+    }
+  }
+};
+
+}  // namespace jaxunet::cuda::weight_gradient
