@@ -199,6 +199,15 @@ def test_adaptive_is_uniform_until_all_bins_were_visited_and_bounds_its_factor()
     np.testing.assert_allclose(still, 1 / STEPS, rtol=1e-6)
 
 
+def test_adaptive_correction_is_a_power_of_the_importance():
+    state = norms_of(np.linspace(0.1, 2, 8))
+    whole, half, none = (draws(sampler_of('adaptive', adaptive_bins=8, adaptive_correction=c), state, 100) for c in (1.0, 0.5, 0.0))
+    np.testing.assert_array_equal(half.t, whole.t)
+    np.testing.assert_allclose(half.weight, np.sqrt(whole.importance), rtol=1e-6)
+    assert np.ptp(np.asarray(half.weight)) > 0.1
+    assert (np.asarray(none.weight) == 1).all()
+
+
 def test_adaptive_follows_losses_that_change():
     sampler, config = sampler_of('adaptive', adaptive_bins=8, adaptive_memory=40.0), TimestepsConfig(adaptive_bins=8)
     state = norms_of(np.ones(8))
