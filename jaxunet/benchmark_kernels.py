@@ -34,6 +34,7 @@ from xla_ffi import unavailable
 
 OPS = flags.DEFINE_list('ops', [], f'Some of {", ".join(KINDS)}; default: all.')
 BATCH_SIZES = flags.DEFINE_list('batch_sizes', ['32', '256'], 'Batch sizes, the most important first.')
+DIRECTIONS = flags.DEFINE_list('directions', [], 'Some of the directions that the ops are measured in, such as forward; default: all.')
 CASES = flags.DEFINE_string('cases', '', 'Regular expression that is searched for in the names of cases; default: all.')
 SECONDS = flags.DEFINE_float('seconds', 120, 'Nothing is compiled after this; what is then missing is listed.', lower_bound=0)
 OUTPUT = flags.DEFINE_string('output', 'pallas_kernels/h200.jsonl', 'File that rows are appended to.')
@@ -44,7 +45,7 @@ def main(argv: Sequence[str]) -> int:
     if TABLE.value is not None:
         print(kernel_table.tables(rows.read(TABLE.value)))
         return 0
-    wanted = kernels.select(OPS.value, BATCH_SIZES.value, CASES.value, further_kernels())
+    wanted = kernels.select(OPS.value, BATCH_SIZES.value, CASES.value, further_kernels(), DIRECTIONS.value)
     try:
         target = device.target()
     except device.UnsupportedDeviceError as error:

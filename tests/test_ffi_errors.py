@@ -120,8 +120,11 @@ def right(draw: random.Random) -> Call:
     def tensors() -> list[Shape]:
         return [(tuple(draw.randint(1, 5) for _ in range(draw.randint(1, 3))), jnp.float32) for _ in range(draw.randint(1, 4))]
 
+    def gradients(of: list[Shape]) -> list[Shape]:
+        return [(shape, draw.choice([jnp.float32, jnp.float16, jnp.bfloat16])) for shape, _ in of]
+
     def sums() -> Call:
-        found, chunk = tensors(), draw.randint(1, 9)
+        found, chunk = gradients(tensors()), draw.randint(1, 9)
         count = sum(-(-math.prod(shape) // chunk) for shape, _ in found)
         return Call('sum_of_squares', found, [((count,), jnp.float32)], {'chunk': np.int64(chunk), 'tensors': np.int64(len(found))})
 
@@ -129,7 +132,7 @@ def right(draw: random.Random) -> Call:
         found, averages = tensors(), draw.randint(0, 2)
         constants = {name: np.float32(0.5) for name in ('b1', 'b2', 'rest1', 'rest2', 'eps', 'decay')}
         counts = {'averages': np.int64(averages), 'tensors': np.int64(len(found))}
-        operands = [((5 + averages,), jnp.float32), *found * (4 + averages)]
+        operands = [((5 + averages,), jnp.float32), *gradients(found), *found * (3 + averages)]
         return Call('adamw', operands, found * (3 + averages), constants | counts, in_place=1 + len(found))
 
     def narrow() -> Call:

@@ -333,6 +333,12 @@ def test_rows_that_make_no_table(found: list[rows.Row], message: str) -> None:
         kernel_table.tables(found)
 
 
+def test_directions_are_chosen() -> None:
+    every = kernels.select(['conv3x3'], ['2'], '8x8')
+    found = kernels.select(['conv3x3'], ['2'], '8x8', directions=['weight_gradient'])
+    assert found and [m.name for m in found] == [m.name for m in every if m.direction == 'weight_gradient']
+
+
 @pytest.mark.parametrize(
     ('arguments', 'message'),
     [
@@ -340,6 +346,7 @@ def test_rows_that_make_no_table(found: list[rows.Row], message: str) -> None:
         (([], ['0'], ''), "--batch_sizes: .*found '0'"),
         (([], ['32'], '('), '--cases: .*not a regular expression'),
         (([], ['32'], 'none'), '--cases: .*matches no case; there are 256_tokens_6x32'),
+        ((['conv3x3'], ['32'], '', {}, ['backward']), "--directions: expected some of forward, .* found 'backward'"),
     ],
 )
 def test_mistakes(arguments: Any, message: str) -> None:

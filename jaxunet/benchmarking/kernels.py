@@ -40,11 +40,13 @@ class Built(NamedTuple):
     temp_bytes: int
 
 
-def select(ops: Sequence[str], batch_sizes: Sequence[str], cases: str, others: Mapping[str, Any] = NONE) -> list[Measurement]:
+def select(
+    ops: Sequence[str], batch_sizes: Sequence[str], cases: str, others: Mapping[str, Any] = NONE, directions: Sequence[str] = ()
+) -> list[Measurement]:
     """What these flags ask for, in the order in which it is measured; `others` are the ops of backends beside XLA and Pallas, by name.
 
     Raises:
-      UserError: an unknown op, a batch size that is no positive number, or an expression that is none or finds no case.
+      UserError: an unknown op or direction, a batch size that is no positive number, or an expression that is none or finds no case.
     """
     for name in ops:
         if name not in KINDS:
@@ -59,7 +61,11 @@ def select(ops: Sequence[str], batch_sizes: Sequence[str], cases: str, others: M
     every = [
         m for size in batch_sizes for op, kind in KINDS.items() if not ops or op in ops for m in kind.measurements(int(size), DTYPE, others)
     ]
-    found = [m for m in every if pattern.search(m.case)]
+    there = tuple(dict.fromkeys(m.direction for m in every))
+    for name in directions:
+        if name not in there:
+            raise UserError(f'--directions: expected some of {", ".join(there)}, found {name!r}{near_misses(name, there)}')
+    found = [m for m in every if pattern.search(m.case) and (not directions or m.direction in directions)]
     if not found:
         known = ', '.join(list(dict.fromkeys(m.case for m in every))[:8])
         raise UserError(f'--cases: {cases!r} matches no case; there are {known}, ...')

@@ -118,8 +118,7 @@ def make_train_step(
         with jax.named_scope('data'):
             x0, xt, draw, noise, labels, dropout_keys = noise_batch(config, diffusion, sampler, states[1], keys, batch)
         with jax.named_scope('forward'):
-            weights = model.narrowed(params, narrow) if narrow else params
-            output = model.predict(weights, xt, draw.t, labels, dropout_keys)
+            output = model.predict(params, xt, draw.t, labels, dropout_keys)
             losses = per_sample_loss(diffusion, output, x0, xt, draw.t, noise)
             if plain:
                 loss = jnp.mean(losses)
@@ -127,23 +126,34 @@ def make_train_step(
             loss = jnp.mean(losses * weighting.table(states[0])[draw.t] * draw.weight)
             return loss * scale, (loss, Losses(draw.t, losses, draw.importance))
 
+    def wide(grads: Params) -> Params:
+        with jax.named_scope('backward'):
+            return jax.tree.map(lambda g: g.astype(jnp.float32), grads)
+
     def gradients(state: TrainState, keys: Keys, batch: Batch) -> tuple[Params, Array, Losses | None]:
-        """This device's share of the gradients, which add up to those of the whole batch; the mean loss of its rows."""
+        """This device's share of the gradients, which add up to those of the whole batch; the mean loss of its rows.
+
+        They have the types of the weights that the network was called with: 16 bits where those were narrowed, unless they are to be summed.
+        """
         value_and_grad = jax.grad(loss_fn, has_aux=True)
         scale, states = state.loss_scale.scale, (state.weighting, state.timesteps)
-        if axis_name is not None:  # so that the sum over devices is the mean: a division of each gradient is a kernel of its own
-            scale = scale / jax.lax.axis_size(axis_name)
+        devices = 1 if axis_name is None else jax.lax.axis_size(axis_name)
+        if devices > 1:  # so that the sum over devices is the mean: a division of each gradient is a kernel of its own
+            scale = scale / devices
+        with jax.named_scope('forward'):
+            params = model.narrowed(state.params, narrow) if narrow else state.params
         if micro_batches == 1:
-            grads, (loss, losses) = value_and_grad(state.params, states, keys, batch, scale)
-            return grads, loss, losses
+            grads, (loss, losses) = value_and_grad(params, states, keys, batch, scale)
+            # One by one, so that the first can be summed over the devices while others are still computed; the update widens by itself.
+            return wide(grads) if devices > 1 else grads, loss, losses
 
         def split(x: Array) -> Array:
             return jnp.swapaxes(x.reshape(-1, micro_batches, *x.shape[1:]), 0, 1)
 
         def add(total: tuple[Params, Array], micro: tuple[Keys, Batch]) -> tuple[tuple[Params, Array], Losses | None]:
-            grads, (loss, losses) = value_and_grad(state.params, states, *micro, scale)
+            grads, (loss, losses) = value_and_grad(params, states, *micro, scale)
             with jax.named_scope('backward'):
-                return jax.tree.map(jnp.add, total, (grads, loss)), losses
+                return jax.tree.map(jnp.add, total, (wide(grads), loss)), losses
 
         start = (jax.tree.map(jnp.zeros_like, state.params), jnp.zeros((), jnp.float32))
         total, losses = jax.lax.scan(add, start, jax.tree.map(split, (keys, batch)))

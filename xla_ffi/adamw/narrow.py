@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,9 +14,7 @@ NARROW = (jnp.dtype('bfloat16'), jnp.dtype('float16'))
 
 
 def narrow(arrays: Sequence[Array], dtype: Any) -> tuple[Array, ...]:
-    """float32 arrays of any shapes as bfloat16 or float16, rounded to nearest even as `astype` does.
-
-    Gradients are widened one by one, so that the first can be reduced over devices while others are still computed.
+    """float32 arrays of any shapes as bfloat16 or float16, rounded to nearest even as `astype` does; not differentiated.
 
     Raises:
       ValueError: another dtype, no arrays, or an array that is not float32.
@@ -29,22 +26,5 @@ def narrow(arrays: Sequence[Array], dtype: Any) -> tuple[Array, ...]:
         raise ValueError('narrow: no arrays')
     if other := [array.dtype for array in arrays if array.dtype != jnp.float32]:
         raise ValueError(f'narrow: expected float32, found {other[0]}')
-    return _narrow(tuple(arrays), dtype)
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
-def _narrow(arrays: tuple[Array, ...], dtype: Any) -> tuple[Array, ...]:
     call = jax.ffi.ffi_call('jaxunet_narrow', [jax.ShapeDtypeStruct(array.shape, dtype) for array in arrays])
     return tuple(call(*arrays, tensors=np.int64(len(arrays))))
-
-
-def _forward(arrays: tuple[Array, ...], dtype: Any) -> tuple[tuple[Array, ...], None]:
-    return _narrow(arrays, dtype), None
-
-
-def _backward(dtype: Any, saved: None, gradients: tuple[Array, ...]) -> tuple[tuple[Array, ...]]:
-    del dtype, saved
-    return (tuple(g.astype(jnp.float32) for g in gradients),)
-
-
-_narrow.defvjp(_forward, _backward)

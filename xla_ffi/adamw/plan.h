@@ -1,5 +1,5 @@
-// What is done to many float32 tensors at once: AdamW (Loshchilov & Hutter 2019, arXiv 1711.05101), the gradients'
-// norm, copies of 16 bits.
+// What is done to many tensors at once: AdamW (Loshchilov & Hutter 2019, arXiv 1711.05101), the gradients' norm, copies
+// of 16 bits. Gradients have the type of the weights that they are of: float32, or 16 bits of narrowed ones.
 #pragma once
 
 #include <vector>
@@ -14,7 +14,8 @@ class Reader;
 struct SumOfSquares {
   int64_t chunk;
   std::vector<int64_t> sizes;
-  std::vector<const float*> tensors;
+  std::vector<Type> types;
+  std::vector<const void*> tensors;
   float* partial;
 };
 
@@ -25,8 +26,9 @@ struct AdamW {
   float b1, b2, rest1, rest2, eps, decay;  // rests: 1 - b, which float32 could not tell from b
   int64_t averages;
   std::vector<int64_t> sizes;
-  std::vector<float*> arrays;  // of each tensor: gradient, p, m, v, averages
-  const float* scalars;  // whether to step at all, factor, rate, correction1, correction2, follow of every average
+  std::vector<Type> types;    // of the gradients; all else is float32
+  std::vector<void*> arrays;  // of each tensor: gradient, p, m, v, averages
+  const float* scalars;       // whether to step at all, factor, rate, correction1, correction2, follow of every average
 
   int64_t kinds() const { return 4 + averages; }
 };

@@ -4,12 +4,6 @@
 namespace jaxunet {
 namespace {
 
-Array tensor(Reader& call, const std::string& name) {
-  const Array found = call.floating(name, 0);
-  if (found.element != ffi::DataType::F32) call.fail(name + ": expected float32");
-  return found;
-}
-
 int64_t size_of(const Dims& dims) {
   int64_t size = 1;
   for (const int64_t dim : dims) size *= dim;
@@ -26,8 +20,9 @@ SumOfSquares read_sum_of_squares(Reader& call) {
   const int64_t count = call.integer("tensors", 1);
   int64_t chunks = 0;
   for (int64_t i = 0; i < count; ++i) {
-    const Array found = tensor(call, numbered("tensors", i));
-    plan.tensors.push_back(static_cast<const float*>(found.data));
+    const Array found = call.floating(numbered("tensors", i), 0);
+    plan.tensors.push_back(found.data);
+    plan.types.push_back(jaxunet::kind(found.element));
     plan.sizes.push_back(size_of(found.dims));
     chunks += (plan.sizes.back() + plan.chunk - 1) / plan.chunk;
   }
@@ -57,12 +52,13 @@ AdamW read_adamw(Reader& call) {
     for (int64_t i = 0; i < count; ++i) {
       const std::string which = numbered(name(kind).c_str(), i);
       if (kind == 0) {
-        const Array found = tensor(call, which);
+        const Array found = call.floating(which, 0);
         shapes.push_back(found.dims);
         plan.sizes.push_back(size_of(found.dims));
-        plan.arrays[i * kinds] = static_cast<float*>(found.data);
+        plan.types.push_back(jaxunet::kind(found.element));
+        plan.arrays[i * kinds] = found.data;
       } else {
-        plan.arrays[i * kinds + kind] = static_cast<float*>(call.operand(which, ffi::DataType::F32, shapes[i]).data);
+        plan.arrays[i * kinds + kind] = call.operand(which, ffi::DataType::F32, shapes[i]).data;
       }
     }
   }
@@ -83,7 +79,9 @@ Narrow read_narrow_all(Reader& call) {
   std::vector<Dims> shapes;
   plan.arrays.resize(2 * count);
   for (int64_t i = 0; i < count; ++i) {
-    const Array found = tensor(call, numbered("tensors", i));
+    const std::string which = numbered("tensors", i);
+    const Array found = call.floating(which, 0);
+    if (found.element != ffi::DataType::F32) call.fail(which + ": expected float32");
     shapes.push_back(found.dims);
     plan.sizes.push_back(size_of(found.dims));
     plan.arrays[2 * i] = found.data;

@@ -11,6 +11,7 @@ import numpy as np
 from jaxtyping import Array, Float
 
 CHUNK = 1 << 14  # elements that a block sums
+GRADIENTS = ('float32', 'bfloat16', 'float16')
 Tree = Any
 
 
@@ -33,12 +34,12 @@ class Moved(NamedTuple):
 
 
 def sum_of_squares(tree: Tree) -> Float[Array, '']:
-    """Of all elements of a tree of float32 arrays, in float32 and the same order in every run.
+    """Of all elements of a tree of float32, bfloat16 and float16 arrays, in float32 and the same order in every run.
 
     Raises:
       ValueError: an array of another type, or none.
     """
-    leaves = _leaves('gradients', tree)
+    leaves = _leaves('gradients', tree, GRADIENTS)
     chunks = sum(-(-leaf.size // CHUNK) for leaf in leaves)
     shape = jax.ShapeDtypeStruct((chunks,), jnp.float32)
     call = jax.ffi.ffi_call('jaxunet_sum_of_squares', shape)
@@ -62,17 +63,18 @@ def adamw(
     """One step of AdamW as `optax.adamw` takes it, and of averages of the weights after it; nothing changes unless `take`.
 
     Args:
-      gradients, params, mu, nu, averages: trees of the same float32 arrays; all but the gradients are updated in place where XLA may.
+      gradients: a tree of float32 arrays, or of bfloat16 or float16 ones where narrowed weights were trained.
+      params, mu, nu, averages: trees of float32 arrays of the same shapes, updated in place where XLA may.
       take: whether to step, a scalar.
       factor: of the gradients, before anything else.
       corrections: of the bias of mu and nu, 1 − b₁ᵗ and 1 − b₂ᵗ.
       follow: for every average, how much of the way to the new parameters it goes.
 
     Raises:
-      ValueError: trees that differ, or an array that is not float32.
+      ValueError: trees that differ, or an array of another type.
     """
     kinds = [_leaves('params', params), _leaves('mu', mu), _leaves('nu', nu), *(_leaves('averages', tree) for tree in averages)]
-    leaves = _leaves('gradients', gradients)
+    leaves = _leaves('gradients', gradients, GRADIENTS)
     for name, found in zip(('params', 'mu', 'nu', *['averages'] * len(averages)), kinds, strict=True):
         if [leaf.shape for leaf in found] != [leaf.shape for leaf in leaves]:
             raise ValueError(f'adamw: {name}: shapes differ from those of the gradients')
@@ -94,10 +96,10 @@ def adamw(
     return Moved(each[0], each[1], each[2], tuple(each[3:]))
 
 
-def _leaves(name: str, tree: Tree) -> list[Array]:
+def _leaves(name: str, tree: Tree, types: Sequence[str] = ('float32',)) -> list[Array]:
     leaves = jax.tree.leaves(tree)
     if not leaves:
         raise ValueError(f'adamw: {name}: no arrays')
-    if other := [leaf.dtype for leaf in leaves if leaf.dtype != jnp.float32]:
-        raise ValueError(f'adamw: {name}: expected float32, found {other[0]}')
+    if other := [leaf.dtype for leaf in leaves if leaf.dtype not in types]:
+        raise ValueError(f'adamw: {name}: expected {" or ".join(types)}, found {other[0]}')
     return leaves

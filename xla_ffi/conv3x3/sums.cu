@@ -10,7 +10,9 @@
 namespace jaxunet::cuda {
 namespace {
 
-constexpr int kThreads = 256, kAhead = 8;  // reads on their way
+constexpr int kThreads = 256;
+// Reads on their way; the ordered sums are better off with more blocks beside each other.
+constexpr int kAhead = 8, kSumsAhead = 4, kSumsBlocks = 6;
 
 // --- sums of dy ---
 
@@ -167,7 +169,7 @@ struct Share {
 };
 
 // The blocks of `first`, then those of `second` and of `third`.
-__global__ void __launch_bounds__(kThreads)
+__global__ void __launch_bounds__(kThreads, kSumsBlocks)
     ordered_sums_kernel(const OrderedSum first, const Share of_first, const OrderedSum second, const Share of_second,
                         const OrderedSum third, const Share of_third) {
   constexpr int kFloats = kThreads / TileOfSums::kThreads * kTurned;
@@ -186,15 +188,15 @@ __global__ void __launch_bounds__(kThreads)
   const int64_t entry = (block * lanes + lane) * 4;
   float4 total{0, 0, 0, 0};
   if (entry < job.count) {
-    for (int part = row; part < job.parts; part += kAhead * rows) {
-      float4 values[kAhead];
+    for (int part = row; part < job.parts; part += kSumsAhead * rows) {
+      float4 values[kSumsAhead];
 #pragma unroll
-      for (int i = 0; i < kAhead; ++i) {
+      for (int i = 0; i < kSumsAhead; ++i) {
         const int at = part + i * rows;
         values[i] = at < job.parts ? four(job, at, entry) : float4{0, 0, 0, 0};
       }
 #pragma unroll
-      for (int i = 0; i < kAhead; ++i) add(total, values[i]);
+      for (int i = 0; i < kSumsAhead; ++i) add(total, values[i]);
     }
   }
   if (rows > 1) {

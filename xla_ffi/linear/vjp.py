@@ -1,4 +1,4 @@
-"""The linear layer on the FFI handlers, with its gradients: the convolution's kernels without their taps (`xla_ffi/conv3x3`)."""
+"""The linear layer on the FFI handlers, the convolution's kernels without their taps (`xla_ffi/conv3x3`); its input gradient is XLA's."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from pallas_kernels.conv3x3.vjp import outline
-from xla_ffi.conv3x3.vjp import shortcut_gradient
 
 # Floats of the weight gradient's workspace: blocks that share the pixels write their sums there, each of at most six chunks of 64 input
 # channels by 64 features. On a GPU of 132 multiprocessors more would not be used; a kernel that finds less shares the pixels less.
@@ -61,7 +60,8 @@ def _forward(x: Array, kernel: Array, bias: Array, residual: Array | None) -> tu
 
 def _backward(saved: Any, dy: Array) -> tuple[Any, ...]:
     x, kernel, bias, adds = saved
-    (dx,) = shortcut_gradient(dy, kernel, (x,))
+    # XLA's product of two plain matrices was ahead of this design without its taps in all eight cases on an H200, 1.3 to 1.9 times.
+    dx = jax.lax.dot_general(dy, kernel.astype(dy.dtype), (((3,), (1,)), ((), ())))
     pixels, weights, features = math.prod(x.shape[:3]), math.prod(kernel.shape), kernel.shape[1]
     # At least the gradients themselves, which are float32 until all sums are there.
     workspace = max(min(weights * -(-pixels // 64), PARTIAL_SUMS), weights) + (x.shape[0] + PARTIAL_BIASES) * features
