@@ -336,7 +336,8 @@ def test_rows_that_make_no_table(found: list[rows.Row], message: str) -> None:
 def test_directions_are_chosen() -> None:
     every = kernels.select(['conv3x3'], ['2'], '8x8')
     found = kernels.select(['conv3x3'], ['2'], '8x8', directions=['weight_gradient'])
-    assert found and [m.name for m in found] == [m.name for m in every if m.direction == 'weight_gradient']
+    assert found
+    assert [m.name for m in found] == [m.name for m in every if m.direction == 'weight_gradient']
 
 
 @pytest.mark.parametrize(

@@ -133,7 +133,7 @@ def make_train_step(
     def gradients(state: TrainState, keys: Keys, batch: Batch) -> tuple[Params, Array, Losses | None]:
         """This device's share of the gradients, which add up to those of the whole batch; the mean loss of its rows.
 
-        They have the types of the weights that the network was called with: 16 bits where those were narrowed, unless they are to be summed.
+        They have the types of the weights that the network was called with: 16 bits where those were narrowed and nothing is to be summed.
         """
         value_and_grad = jax.grad(loss_fn, has_aux=True)
         scale, states = state.loss_scale.scale, (state.weighting, state.timesteps)

@@ -10,9 +10,7 @@
 namespace jaxunet::cuda {
 namespace {
 
-constexpr int kThreads = 256;
-// Reads on their way; the ordered sums are better off with more blocks beside each other.
-constexpr int kAhead = 8, kSumsAhead = 4, kSumsBlocks = 6;
+constexpr int kThreads = 256, kAhead = 8;  // reads on their way
 
 // --- sums of dy ---
 
@@ -169,7 +167,7 @@ struct Share {
 };
 
 // The blocks of `first`, then those of `second` and of `third`.
-__global__ void __launch_bounds__(kThreads, kSumsBlocks)
+__global__ void __launch_bounds__(kThreads)
     ordered_sums_kernel(const OrderedSum first, const Share of_first, const OrderedSum second, const Share of_second,
                         const OrderedSum third, const Share of_third) {
   constexpr int kFloats = kThreads / TileOfSums::kThreads * kTurned;
@@ -188,15 +186,15 @@ __global__ void __launch_bounds__(kThreads, kSumsBlocks)
   const int64_t entry = (block * lanes + lane) * 4;
   float4 total{0, 0, 0, 0};
   if (entry < job.count) {
-    for (int part = row; part < job.parts; part += kSumsAhead * rows) {
-      float4 values[kSumsAhead];
+    for (int part = row; part < job.parts; part += kAhead * rows) {
+      float4 values[kAhead];
 #pragma unroll
-      for (int i = 0; i < kSumsAhead; ++i) {
+      for (int i = 0; i < kAhead; ++i) {
         const int at = part + i * rows;
         values[i] = at < job.parts ? four(job, at, entry) : float4{0, 0, 0, 0};
       }
 #pragma unroll
-      for (int i = 0; i < kSumsAhead; ++i) add(total, values[i]);
+      for (int i = 0; i < kAhead; ++i) add(total, values[i]);
     }
   }
   if (rows > 1) {
