@@ -101,6 +101,10 @@ def test_runs_of_a_seed_start_alike(compared):
     assert losses[0][:count] == losses[1][:count] != losses[2][:count]
 
 
+def test_milestones_are_measured_in_the_order_of_what_their_curve_would_miss():
+    assert [worker.most_telling(n) for n in (1, 2, 4, 5)] == [[0], [1, 0], [3, 1, 0, 2], [4, 1, 2, 0, 3]]
+
+
 def test_the_same_command_goes_on(compared, features):
     """Nothing is trained again whose weights are kept, and nothing measured again whose rows are."""
     output, _ = compared

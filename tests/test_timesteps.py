@@ -19,16 +19,21 @@ from jaxunet.data.sources import open_source
 from jaxunet.diffusion import make_diffusion, q_sample
 from jaxunet.errors import UserError
 from jaxunet.timesteps import (
+    Draw,
     GradientNorms,
     LossHistory,
+    TimestepSampler,
     gradient_norm_probabilities,
     inverse_cdf,
     make_sampler,
     second_moment_probabilities,
     speed_tables,
 )
+from jaxunet.training import state as state_module
+from jaxunet.training import step as step_module
 from jaxunet.training.logs import read_metrics
 from jaxunet.training.loop import train
+from jaxunet.weighting import make_weighting
 
 STEPS = 40
 METHODS = [
@@ -302,6 +307,27 @@ def test_losses_and_states_do_not_depend_on_the_devices(sampler, weighting, spre
     names = ('weighting', 'timesteps')
     for got, want in zip(*(jax.tree.leaves([getattr(side[1], n) for n in names]) for side in (several, one)), strict=True):
         np.testing.assert_allclose(got, want, rtol=2e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize('spread', [{'parallel': {'devices': 1}}, PMAP], ids=str)
+def test_a_step_hands_the_sampler_what_it_drew_and_its_loss_weights(spread, source, monkeypatch):
+    rows = 8
+
+    def draw(state, keys, row, x0):
+        del state, keys, x0
+        return Draw(5 * row, jnp.ones(row.shape), jnp.full(row.shape, 0.5))
+
+    sampler = TimestepSampler(lambda: jnp.zeros((3, rows)), draw, lambda state, t, loss, weight: jnp.stack([t.astype(float), loss, weight]))
+    for module in (state_module, step_module):
+        monkeypatch.setattr(module, 'make_sampler', lambda *_: sampler)
+    bench = Bench(method('uniform', 'p2', data={'batch_size': rows}).replace(**spread), source)
+    bench.losses(1)
+    t, loss, weight = np.asarray(bench.parallel.fetch(bench.state).timesteps)
+    np.testing.assert_array_equal(t, 5 * np.arange(rows))
+    diffusion = make_diffusion(bench.config.diffusion)
+    np.testing.assert_allclose(weight, make_weighting(bench.config.loss, diffusion).table(())[t.astype(int)], rtol=1e-6)
+    assert len(set(weight)) == rows
+    assert np.all(loss > 0)
 
 
 @pytest.mark.parametrize(('sampler', 'weighting'), METHODS)

@@ -85,6 +85,15 @@ def test_the_cuda_backend_trains_alike(mode, source, one_device):
     np.testing.assert_allclose(Bench(config, source).losses(), one_device, rtol=1e-4)
 
 
+@pytest.mark.skipif(xla_ffi._cpu is None, reason='the extension is not built')
+@pytest.mark.parametrize('changes', [{'parallel': {'devices': 2}}, {'optimizer': {'accumulate_steps': 2}}], ids=str)
+def test_gradients_of_narrowed_weights_add_up(changes, source):
+    """The update of one device and batch takes them in 16 bits, a sum over devices or micro-batches in 32."""
+    config = tiny_config(backend='cuda', precision='bfloat16', parallel={'devices': 1})
+    one, several = (Bench(c, source).losses() for c in (config, config.replace(**changes)))
+    np.testing.assert_allclose(several, one, rtol=0.02)
+
+
 @pytest.mark.parametrize('mode', ['jit', 'pmap'])
 def test_streamed_batches_give_the_losses_of_the_resident_dataset(mode, source, one_device):
     config = tiny_config(**NOISY, parallel={'mode': mode, 'devices': 4})

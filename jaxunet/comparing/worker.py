@@ -9,6 +9,7 @@ starts anew, as its clock would not be comparable; weights that are kept are not
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import os
 import pathlib
@@ -89,7 +90,7 @@ def run(folder: pathlib.Path) -> None:
     evaluator = Evaluator(config, source, jax.local_devices())
     template = state_template(config).params
     origin = rows.provenance()
-    for i in sorted(left, key=lambda i: (i + 1) % len(paths)):  # the last one first, in case time runs out
+    for i in sorted(left, key=lambda i: most_telling(len(paths)).index(i)):  # in case time runs out
         params, step, seconds = load_snapshot(paths[i], template)
         began = time.perf_counter()
         results = evaluator.measure(params)
@@ -99,6 +100,16 @@ def run(folder: pathlib.Path) -> None:
             measured = {**evaluator.row(result, step, seconds), 'resize': result.protocol['resize']}
             rows.append(folder / ROWS, {**where, **measured, **origin})
         print(f'{task.label}: milestone {i + 1} measured in {time.perf_counter() - began:.1f} s', flush=True)
+
+
+def most_telling(count: int) -> list[int]:
+    """The order of milestones by what their curve would miss most without them: the last, then each time the middle of the widest gap."""
+    order = [count - 1]
+    while len(order) < count:
+        ends = sorted([-1, *order])
+        low, high = max(itertools.pairwise(ends), key=lambda gap: gap[1] - gap[0])
+        order.append((low + high) // 2)
+    return order
 
 
 def _train(task: Task, config: Config, source: Source, folder: pathlib.Path, paths: Sequence[pathlib.Path]) -> None:
