@@ -16,9 +16,10 @@ from pallas_kernels import device
 from pallas_kernels.attention import bench as attention
 from pallas_kernels.conv3x3 import bench as conv3x3
 from pallas_kernels.group_norm import bench as group_norm
+from pallas_kernels.linear import bench as linear
 from pallas_kernels.measurement import Measurement
 
-KINDS: dict[str, Any] = {'attention': attention, 'group_norm': group_norm, 'conv3x3': conv3x3}  # cheapest first
+KINDS: dict[str, Any] = {'linear': linear, 'attention': attention, 'group_norm': group_norm, 'conv3x3': conv3x3}  # cheapest first
 CUSTOM_CALLS = ('mosaic_gpu_v2', '__gpu$xla.gpu.triton')
 
 
@@ -56,6 +57,6 @@ def start(
     """Lowers the kernels of these measurements in that order; by the name of the measurement and the side."""
     found = {}
     with contextlib.suppress(concurrent.futures.BrokenExecutor):  # the rest then lowers where it is compiled
-        for m in wanted:
+        for m in (m for m in wanted if 'pallas' in m.sides):
             found[m.name, 'pallas'] = workers.submit(lower, m.name, m.batch, dtype, device_kind)
     return found

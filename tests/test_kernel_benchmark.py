@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 from test_cli import call
 
+import xla_ffi
 from jaxunet.benchmarking import kernel_table, kernels, rows
 from jaxunet.errors import UserError
 from pallas_kernels import device, lowering, timing
@@ -243,9 +244,20 @@ def test_every_measurement_can_be_built() -> None:
     for m in found[::9]:
         with device.use(device.Target.HOPPER):
             shapes = {side: jax.eval_shape(function, m.inputs) for side, function in m.sides.items()}
-        assert shapes['pallas'] == shapes['cuda'] == shapes['xla'], m.name
+        assert set(shapes) == {'xla', 'cuda'} | ({'pallas'} if m.op != 'linear' else set())
+        assert all(shape == shapes['xla'] for shape in shapes.values()), m.name
         assert m.bytes_needed() > 0
         assert (m.flops is None) == (m.op == 'group_norm')
+
+
+@pytest.mark.skipif(xla_ffi._cpu is None, reason='the extension is not built')
+def test_an_op_that_pallas_has_not_is_measured() -> None:
+    wanted = kernels.select(['linear'], ['1'], '^4x4', {'cuda': ffi})
+    found = measured(*wanted, trace=lambda programs, **_: {name: timing.Times({'k': 1.0}, (2.0,)) for name in programs})
+    assert [(row['error'], row['ratio_cuda'], 'us_pallas' in row) for row in found] == [(None, 1.0, False)] * 4
+    text = kernel_table.tables([ORIGIN | row for row in found])
+    assert "XLA's time over the CUDA kernels'" in text
+    assert 'Pallas' not in text
 
 
 def test_a_kernel_is_measured_through_to_its_row() -> None:
@@ -344,6 +356,7 @@ def test_directions_are_chosen() -> None:
     ('arguments', 'message'),
     [
         ((['conv'], ['32'], ''), '--ops: .*did you mean "conv3x3"'),
+        ((['linear'], ['32'], ''), '--ops: linear: only the CUDA backend has kernels for that'),
         (([], ['0'], ''), "--batch_sizes: .*found '0'"),
         (([], ['32'], '('), '--cases: .*not a regular expression'),
         (([], ['32'], 'none'), '--cases: .*matches no case; there are 256_tokens_6x32'),

@@ -24,7 +24,9 @@ def latest(found: Iterable[Row]) -> list[Row]:
     for row in found:
         if row.get('kind') != 'kernel' or row.get('error') is not None:
             continue
-        missing = [name for name in (*NEEDED, 'us_pallas', 'us_xla', 'ratio', 'tflops', 'gbps', 'git', 'versions') if name not in row]
+        sides = suffixes(row).values() or ['']
+        numbers = [name + suffix for suffix in sides for name in ('ratio', 'tflops', 'gbps')]
+        missing = [name for name in (*NEEDED, 'us_xla', *numbers, 'git', 'versions') if name not in row]
         if missing:
             raise UserError(f'a row of kind kernel lacks {", ".join(missing)}: {str(row)[:100]}; remove its line')
         newest[tuple(row[name] for name in NEEDED)] = row

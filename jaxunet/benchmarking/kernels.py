@@ -61,6 +61,8 @@ def select(
     every = [
         m for size in batch_sizes for op, kind in KINDS.items() if not ops or op in ops for m in kind.measurements(int(size), DTYPE, others)
     ]
+    if not every:
+        raise UserError(f'--ops: {", ".join(ops)}: only the CUDA backend has kernels for that, and they cannot run here')
     there = tuple(dict.fromkeys(m.direction for m in every))
     for name in directions:
         if name not in there:
