@@ -338,7 +338,7 @@ def test_committed_rows_make_a_table_of_each_backend() -> None:
 
 @pytest.mark.parametrize(
     ('found', 'message'),
-    [([], 'no measurements of kernels'), ([{'kind': 'kernel', 'op': 'conv3x3', 'error': None}], 'lacks device, case')],
+    [([], 'no measurements of kernels'), ([{'kind': 'kernel', 'op': 'conv3x3', 'error': None}], 'lacks device, case, .*us_pallas')],
 )
 def test_rows_that_make_no_table(found: list[rows.Row], message: str) -> None:
     with pytest.raises(UserError, match=message):
@@ -357,6 +357,7 @@ def test_directions_are_chosen() -> None:
     [
         ((['conv'], ['32'], ''), '--ops: .*did you mean "conv3x3"'),
         ((['linear'], ['32'], ''), '--ops: linear: only the CUDA backend has kernels for that'),
+        (([], [], ''), '--batch_sizes: .*found none'),
         (([], ['0'], ''), "--batch_sizes: .*found '0'"),
         (([], ['32'], '('), '--cases: .*not a regular expression'),
         (([], ['32'], 'none'), '--cases: .*matches no case; there are 256_tokens_6x32'),

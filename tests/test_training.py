@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+import re
 
 import jax
 import jax.numpy as jnp
@@ -92,6 +93,22 @@ def test_gradients_of_narrowed_weights_add_up(changes, source):
     config = tiny_config(backend='cuda', precision='bfloat16', parallel={'devices': 1})
     one, several = (Bench(c, source).losses() for c in (config, config.replace(**changes)))
     np.testing.assert_allclose(several, one, rtol=0.02)
+
+
+@pytest.mark.skipif(xla_ffi._cpu is None, reason='the extension is not built')
+@pytest.mark.parametrize(
+    ('changes', 'narrow'),
+    [({}, True), ({'parallel': {'devices': 2}}, False), ({'optimizer': {'accumulate_steps': 2}}, False)],
+    ids=str,
+)
+def test_the_update_takes_narrow_gradients_and_sums_are_wide(changes, narrow, source):
+    bench = Bench(tiny_config(backend='cuda', precision='bfloat16', parallel={'devices': 1}).replace(**changes), source)
+    program = bench.parallel.lower(bench.make, bench.state, bench.resident).as_text()
+    (update,) = (line for line in program.splitlines() if '@jaxunet_adamw(' in line)
+    assert ('bf16' in update) == narrow
+    sums = re.findall(r'stablehlo.all_reduce.*?\}\) : \((.*?)\)', program, re.DOTALL)
+    assert sums
+    assert any('bf16' in operands for operands in sums) == narrow  # over a single device they are none
 
 
 @pytest.mark.parametrize('mode', ['jit', 'pmap'])

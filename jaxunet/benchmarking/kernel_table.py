@@ -24,8 +24,8 @@ def latest(found: Iterable[Row]) -> list[Row]:
     for row in found:
         if row.get('kind') != 'kernel' or row.get('error') is not None:
             continue
-        sides = suffixes(row).values() or ['']
-        numbers = [name + suffix for suffix in sides for name in ('ratio', 'tflops', 'gbps')]
+        sides = suffixes(row) or {next(iter(KERNELS)): ''}
+        numbers = [name for side, suffix in sides.items() for name in (f'us_{side}', f'ratio{suffix}', f'tflops{suffix}', f'gbps{suffix}')]
         missing = [name for name in (*NEEDED, 'us_xla', *numbers, 'git', 'versions') if name not in row]
         if missing:
             raise UserError(f'a row of kind kernel lacks {", ".join(missing)}: {str(row)[:100]}; remove its line')

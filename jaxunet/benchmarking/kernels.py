@@ -51,6 +51,8 @@ def select(
     for name in ops:
         if name not in KINDS:
             raise UserError(f'--ops: expected some of {", ".join(KINDS)}, found {name!r}{near_misses(name, tuple(KINDS))}')
+    if not batch_sizes:
+        raise UserError('--batch_sizes: expected numbers of 1 or more separated by commas, found none')
     for size in batch_sizes:
         if not size.isdecimal() or int(size) == 0:
             raise UserError(f'--batch_sizes: expected numbers of 1 or more separated by commas, found {size!r}')
@@ -67,7 +69,8 @@ def select(
     for name in directions:
         if name not in there:
             raise UserError(f'--directions: expected some of {", ".join(there)}, found {name!r}{near_misses(name, there)}')
-    found = [m for m in every if pattern.search(m.case) and (not directions or m.direction in directions)]
+    every = [m for m in every if not directions or m.direction in directions]
+    found = [m for m in every if pattern.search(m.case)]
     if not found:
         known = ', '.join(list(dict.fromkeys(m.case for m in every))[:8])
         raise UserError(f'--cases: {cases!r} matches no case; there are {known}, ...')

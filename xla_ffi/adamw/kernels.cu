@@ -39,11 +39,6 @@ struct Tensors {
 
 __device__ inline float* pointer(unsigned long long word) { return reinterpret_cast<float*>(word); }
 
-template <class T>
-struct alignas(4 * sizeof(T)) Four {
-  T at[4];
-};
-
 // What the first pointer of an entry points to, from element `start` on, as float32.
 struct Gradient {
   Type type;
@@ -70,7 +65,7 @@ struct Gradient {
   __device__ float4 four(long long i) const {
     return as_type([&](const auto* from) {
       const auto found =
-          *reinterpret_cast<const Four<std::remove_const_t<std::remove_pointer_t<decltype(from)>>>*>(from + i);
+          *reinterpret_cast<const Vector<std::remove_const_t<std::remove_pointer_t<decltype(from)>>, 4>*>(from + i);
       return float4{wide(found.at[0]), wide(found.at[1]), wide(found.at[2]), wide(found.at[3])};
     });
   }

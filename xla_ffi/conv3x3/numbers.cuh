@@ -27,6 +27,12 @@ __device__ inline __nv_bfloat16 narrow<__nv_bfloat16>(float x) {
   return __float2bfloat16_rn(x);
 }
 
+// Neighbours that are read and written at once.
+template <class T, int kWidth>
+struct alignas(sizeof(T) * kWidth) Vector {
+  T at[kWidth];
+};
+
 // Eight neighbours: 16 bytes of a 16-bit type, 32 of float32.
 template <class T>
 struct alignas(16) Eight {

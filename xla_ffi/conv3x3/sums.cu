@@ -14,12 +14,7 @@ constexpr int kThreads = 256, kAhead = 8;  // reads on their way
 
 // --- sums of dy ---
 
-// As many neighbours as 16 bytes hold, or one where rows are not multiples of that.
-template <class T, int kWidth>
-struct alignas(sizeof(T) * kWidth) Vector {
-  T at[kWidth];
-};
-
+// A vector is as many neighbours as 16 bytes hold, or one where rows are not multiples of that.
 constexpr int kLanes = 8, kPixels = kThreads / kLanes;
 
 // Block (8 vectors of features, sample, segment).

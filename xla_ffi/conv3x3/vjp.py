@@ -98,7 +98,7 @@ def _input_gradient(dy: Array, kernel: Array, widths: tuple[int, ...]) -> Parts:
     return tuple(_convolve((dy,), part, jnp.zeros((1, part.shape[2]), jnp.float32), None, None, flipped=True) for part in slices)
 
 
-def shortcut_gradient(dy: Array, shortcut: Array, projected: Parts) -> Parts:
+def _shortcut_gradient(dy: Array, shortcut: Array, projected: Parts) -> Parts:
     """The gradient by each part of what a shortcut projects: dy times the shortcut, transposed."""
     shapes = [jax.ShapeDtypeStruct(part.shape, part.dtype) for part in projected]
     call = jax.ffi.ffi_call('jaxunet_conv3x3_shortcut_gradient', shapes, vmap_method='sequential')
@@ -122,7 +122,7 @@ def _parameter_gradients(parts: Parts, kernel: Array, shift: Array, added: Any, 
     found = call(*parts, dy, *(affine or ()), *projected, activation=affine is not None, **counts)
     dkernel, dshift, *of_shortcut = (gradient.astype(t) for gradient, (_, t) in zip(found[:-1], wanted, strict=True))
     if projects:
-        return dkernel, dshift, Added(shortcut_gradient(dy, added.shortcut, projected), *of_shortcut)
+        return dkernel, dshift, Added(_shortcut_gradient(dy, added.shortcut, projected), *of_shortcut)
     return dkernel, dshift, None if added is None else Added((dy,), None)
 
 
