@@ -11,9 +11,9 @@ import urllib.request
 from pathlib import Path
 
 from absl import logging
-from tqdm import tqdm
 
 from jaxunet.errors import UserError
+from jaxunet.progress import progress_bar
 
 TIMEOUT = 60  # seconds without an answer
 
@@ -73,7 +73,7 @@ def _fetch(url: str, target: Path, name: str) -> None:
     request = urllib.request.Request(url, headers={'User-Agent': 'jaxunet'})
     with urllib.request.urlopen(request, timeout=TIMEOUT) as response, target.open('wb') as file:
         total = int(response.headers.get('Content-Length') or 0) or None
-        with tqdm(total=total, unit='B', unit_scale=True, desc=name, dynamic_ncols=True) as bar:
+        with progress_bar(total=total, unit='B', unit_scale=True, desc=name) as bar:
             while chunk := response.read(2**20):
                 file.write(chunk)
                 bar.update(len(chunk))

@@ -18,7 +18,6 @@ from typing import BinaryIO
 
 import numpy as np
 from absl import flags
-from tqdm import tqdm
 
 from jaxunet import cli
 from jaxunet.data.pixels import BadImage, Pixels, Shape
@@ -28,6 +27,7 @@ from jaxunet.data.tar import decompress
 from jaxunet.data.threads import ordered_map
 from jaxunet.data.unetcu_bin import header_bytes, to_values
 from jaxunet.errors import UserError, near_misses
+from jaxunet.progress import progress_bar
 
 INPUT = flags.DEFINE_string('input', None, 'What data.path may be: a folder, .zip, .tar(.gz|.xz), .npz, .bin, digits:, cifar10:[PATH].')
 OUTPUT = flags.DEFINE_string('output', None, 'The file to write: NAME.bin (unet.cu) or NAME.npz (uint8, with labels).')
@@ -111,7 +111,7 @@ def _images(source: Source, strict: bool, bad: list[tuple[str, str]]) -> Iterato
         except BadImage as error:
             return error
 
-    with tqdm(total=len(source), unit='image', dynamic_ncols=True) as bar:
+    with progress_bar(total=len(source), unit='image') as bar:
         for index, image in enumerate(ordered_map(load, range(len(source)))):
             bar.update()
             if not isinstance(image, BadImage):

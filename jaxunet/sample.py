@@ -19,7 +19,6 @@ from typing import Any
 import jax
 import numpy as np
 from absl import flags, logging
-from tqdm import tqdm
 
 from jaxunet import cli, distributed
 from jaxunet.checkpoint import checksum
@@ -29,6 +28,7 @@ from jaxunet.generate import Generator
 from jaxunet.images import check_output, save_images
 from jaxunet.load import load_model
 from jaxunet.parts import Parts
+from jaxunet.progress import progress_bar
 from jaxunet.sampling import SAMPLERS, VARIANCES, SamplerConfig
 from jaxunet.solvers import SKIP_SCHEDULES
 from jaxunet.training.state import Params
@@ -196,11 +196,10 @@ def identity(config: Config, params: Params, generator: Generator) -> dict[str, 
 def draw(generator: Generator, params: Params, parts: Parts, labels: np.ndarray | None, first: int, end: int) -> None:
     """Draws what is missing of the samples first..end−1, and stores each batch."""
     ranges = parts.missing(first, end, generator.batch_size)
-    with tqdm(
+    with progress_bar(
         total=end - first,
         initial=end - first - sum(b - a for a, b in ranges),
         unit='image',
-        dynamic_ncols=True,
         bar_format='{l_bar}{bar}| {n:.0f}/{total} [{elapsed}<{remaining}]',
         disable=jax.process_index() > 0,
     ) as bar:

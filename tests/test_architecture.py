@@ -10,6 +10,7 @@ LAYERS = [
         'pallas_kernels',
         'xla_ffi',
         'jaxunet.errors',
+        'jaxunet.progress',
         'jaxunet.config',
         'jaxunet.config_relations',
         'jaxunet.distributed',

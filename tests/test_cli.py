@@ -1,5 +1,7 @@
 """Command lines as a user types them: the whole way from images to images, and mistakes without tracebacks."""
 
+import io
+import itertools
 import os
 import subprocess
 import sys
@@ -12,6 +14,7 @@ from tiny import flags
 
 from jaxunet import checkpoint
 from jaxunet.load import load_model
+from jaxunet.progress import LOG_SECONDS, progress_bar
 from jaxunet.training.logs import read_metrics
 
 SMALL = [*flags(), '--config.model.num_classes=10', '--config.model.label_dropout=0.1']
@@ -32,6 +35,21 @@ def run(tmp_path_factory):
     out = call('jaxunet.train', *SMALL, '--config.train.sample_every=6', f'--workdir={workdir}')
     assert '1797 images from digits:' in out
     return workdir
+
+
+@pytest.mark.parametrize('terminal', [True, False])
+def test_a_log_file_gets_few_states_of_a_progress_bar(monkeypatch, terminal):
+    stderr = io.StringIO()
+    stderr.isatty = lambda: terminal
+    monkeypatch.setattr(sys, 'stderr', stderr)
+    now = itertools.count(step=0.2)  # seconds: of 1,000 steps 200
+    with progress_bar(total=1000) as bar:
+        bar._time = now.__next__
+        bar.start_t = bar.last_print_t = 0.0
+        for _ in range(1000):
+            bar.update()
+    states = stderr.getvalue().count('\r')
+    assert states > 500 if terminal else 1000 * 0.2 / LOG_SECONDS - 2 < states < 1000 * 0.2 / LOG_SECONDS + 4
 
 
 def test_train_writes_what_it_promises(run):

@@ -15,6 +15,7 @@ import numpy as np
 from jaxunet.benchmarking import rows
 from jaxunet.comparing.runner import COSTS, Spec
 from jaxunet.comparing.worker import finished
+from jaxunet.errors import UserError
 from jaxunet.metrics.evaluation import GENERAL
 from jaxunet.sweeping.report import check_plots
 
@@ -40,12 +41,20 @@ class Curve:
 
 
 def collect(spec: Spec, directory: pathlib.Path) -> list[rows.Row]:
-    """All rows in the order of the methods, seeds, milestones; of a milestone that was measured twice, the later ones."""
+    """All rows in the order of the methods, seeds, milestones; of a milestone that was measured twice, the later ones.
+
+    Raises:
+      UserError: rows that were measured in different ways, and so do not compare.
+    """
     found: dict[tuple[Any, ...], rows.Row] = {}
     for method, seeds in spec.seeds.items():
         for seed in range(seeds):
             for row in finished(directory / 'runs' / f'{method}_seed{seed}'):
                 found[method, seed, row['milestone'], row['name']] = row
+    for field in ('features', 'reference', 'num_samples', 'sampler', 'evaluations'):
+        if len(ways := {str(row[field]): row for row in found.values()}) > 1:
+            told = ', '.join(f'{way} ({row["method"]}_seed{row["seed"]})' for way, row in ways.items())
+            raise UserError(f'{directory}: runs that were measured with different {field} do not compare: {told}; remove some of them')
     order = list(spec.methods)
     return sorted(found.values(), key=lambda row: (order.index(row['method']), row['seed'], row['milestone']))
 
@@ -114,7 +123,7 @@ def markdown(spec: Spec, directory: pathlib.Path, failures: Mapping[str, str]) -
         seconds, values = mean_curve(found) if found else (np.empty(0), np.empty(0))
         if whole and len(seconds):
             when = time_to(target, seconds, values, higher=higher)
-            bound = '≤ ' if when == seconds[0] and len(seconds) > 1 else ''
+            bound = '≤ ' if when == seconds[0] and method != baseline else ''
             least = '≥ ' if bound else ''
             cells += (
                 [f'{bound}{when:.0f}', f'{least}{base_time / when:.2f}']

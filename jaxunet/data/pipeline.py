@@ -23,7 +23,6 @@ import jax
 import numpy as np
 from absl import logging
 from jaxtyping import Int32
-from tqdm import tqdm
 
 from jaxunet.config import Config
 from jaxunet.data.order import MAX_IMAGES, batch_indices
@@ -31,6 +30,7 @@ from jaxunet.data.pixels import Batch
 from jaxunet.data.source import Source
 from jaxunet.data.threads import THREADS, ordered_map
 from jaxunet.errors import UserError
+from jaxunet.progress import progress_bar
 
 DEVICE_SHARE = 4  # cache=auto gives the set at most 1/4 of the device's memory ...
 DEVICE_BYTES = 2 * 2**30  # ... or this many bytes if the device does not tell how much it has
@@ -71,7 +71,7 @@ def load_all(source: Source, progress: bool) -> tuple[Batch, Int32[np.ndarray, '
             images[chunk[0] : chunk[-1] + 1] = source.load(chunk)
             return len(chunk)
 
-        with tqdm(total=n, unit='image', desc='loading images', disable=not progress, dynamic_ncols=True) as bar:
+        with progress_bar(total=n, unit='image', desc='loading images', disable=not progress) as bar:
             for done in ordered_map(load, chunks):
                 bar.update(done)
     except MemoryError:

@@ -14,11 +14,11 @@ from pathlib import Path
 from typing import IO, Any
 
 import numpy as np
-from tqdm import tqdm
 
 from jaxunet.data.containers import MAX_FILE_BYTES, Archive
 from jaxunet.data.pixels import MAGIC_BYTES, BadImage, printable, told
 from jaxunet.errors import UserError
+from jaxunet.progress import progress_bar
 
 GZIP, XZ = b'\x1f\x8b', b'\xfd7zXZ\x00'
 ERRORS = (tarfile.TarError, EOFError, OSError, zlib.error, lzma.LZMAError, ValueError, OverflowError)
@@ -44,7 +44,7 @@ def decompress(path: Path, target: Path) -> None:
     Raises:
       UserError: the archive is damaged.
     """
-    with path.open('rb') as packed, target.open('wb') as plain, tqdm(total=path.stat().st_size, unit='B', unit_scale=True) as bar:
+    with path.open('rb') as packed, target.open('wb') as plain, progress_bar(total=path.stat().st_size, unit='B', unit_scale=True) as bar:
         bar.set_description(f'unpacking {path.name}')
         opener: Any = {'gz': gzip.open, 'xz': lzma.open}[compression(path)]
         unpacked = opener(packed, 'rb')

@@ -10,7 +10,6 @@ import jax
 import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, Int, UInt8
-from tqdm import tqdm
 
 from jaxunet import download
 from jaxunet.data.pixels import Batch, Pixels
@@ -20,6 +19,7 @@ from jaxunet.errors import UserError, near_misses
 from jaxunet.metrics import classifier, inception
 from jaxunet.metrics.arrays import array_names, read_arrays
 from jaxunet.metrics.inception_weights import SHA256_PREFIX, SUFFIXES, find_or_download, read_parameters
+from jaxunet.progress import progress_bar
 
 CLASSIFIER = 'classifier'
 KIND = 'jaxunet_features'  # an array with this name tells which reader of READERS a file belongs to
@@ -124,7 +124,7 @@ def batches(
     Raises:
       BadImage: a corrupt image.
     """
-    with tqdm(total=len(rows), unit='image', desc=name, dynamic_ncols=True) as bar:
+    with progress_bar(total=len(rows), unit='image', desc=name) as bar:
         for images in _loaded(source, rows, batch_size):
             count = len(images)
             full = images

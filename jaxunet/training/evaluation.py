@@ -9,7 +9,6 @@ from typing import Any
 import jax
 import numpy as np
 from jaxtyping import Int, UInt8
-from tqdm import tqdm
 
 from jaxunet.config import Config
 from jaxunet.data.pixels import Batch
@@ -18,6 +17,7 @@ from jaxunet.errors import UserError
 from jaxunet.generate import Generator
 from jaxunet.metrics.evaluation import WITHOUT_REFERENCE, Result, Side, check_metrics, compute, image_side, open_side
 from jaxunet.metrics.features import load_features
+from jaxunet.progress import progress_bar
 from jaxunet.sampling import SamplerConfig
 from jaxunet.training.logs import StepTable, read_rows
 from jaxunet.training.state import Params
@@ -79,7 +79,7 @@ class Evaluator:
         e, classes = self.config.evaluation, self.config.model.num_classes
         placed = self.generator.put(params)
         images = []
-        with tqdm(total=e.samples, unit='image', desc='samples to evaluate', dynamic_ncols=True, leave=False) as bar:
+        with progress_bar(total=e.samples, unit='image', desc='samples to evaluate', leave=False) as bar:
             for first in range(0, e.samples, self.generator.batch_size):
                 indices = np.arange(first, min(first + self.generator.batch_size, e.samples))
                 labels = (indices % classes).astype(np.int32) if classes else None

@@ -30,6 +30,7 @@ from jaxunet.errors import UserError
 from jaxunet.generate import Generator
 from jaxunet.images import grid, save_png
 from jaxunet.ops import describe, load_ops
+from jaxunet.progress import progress_bar
 from jaxunet.sampling import SamplerConfig
 from jaxunet.training.clock import Clock, Milestones
 from jaxunet.training.evaluation import Evaluator, evaluation_table
@@ -151,7 +152,7 @@ class _Run:
         logs = Logs(self.workdir, self.start) if self.main else None
         if self.config.train.evaluate_every and self.main:
             self.evaluations = evaluation_table(self.workdir, self.start)
-        bar = tqdm(total=total, initial=self.start, unit='step', dynamic_ncols=True, disable=not self.main)
+        bar = progress_bar(total=total, initial=self.start, unit='step', disable=not self.main)
         try:
             bar.set_description('compiling')
             began = time.perf_counter()
