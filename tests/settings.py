@@ -2,6 +2,7 @@
 
 import os
 import pathlib
+import signal
 
 import jaxlib.version
 
@@ -14,6 +15,10 @@ os.environ['XLA_FLAGS'] = f'{os.environ.get("XLA_FLAGS", "")} --xla_force_host_p
 # Many tests, and the commands that they start, compile the same tiny programs.
 os.environ['JAX_COMPILATION_CACHE_DIR'] = str(pathlib.Path(__file__).parents[1] / '.pytest_cache' / 'xla')
 os.environ['JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS'] = '0.1'
+
+# A shell's background jobs ignore Ctrl-C, and so would every process of a test that sends it.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 import jax  # noqa: E402
 import pytest  # noqa: E402

@@ -148,14 +148,18 @@ def test_no_worker_outlives_an_interrupted_run(folder, tmp_path, number):
         start_new_session=True,
         env={**os.environ, 'PYTHONPATH': str(root), 'JAX_PLATFORMS': 'cpu'},
     )
-    assert process.stdout is not None
-    children = [int(pid) for pid in process.stdout.readline().split()]
-    assert len(children) == 2
-    if number == signal.SIGINT:
-        os.killpg(process.pid, number)
-    else:
-        process.kill()
-    _, errors = process.communicate(timeout=120)
+    try:
+        assert process.stdout is not None
+        children = [int(pid) for pid in process.stdout.readline().split()]
+        assert len(children) == 2
+        if number == signal.SIGINT:
+            os.killpg(process.pid, number)
+        else:
+            process.kill()
+        _, errors = process.communicate(timeout=120)
+    except BaseException:
+        os.killpg(process.pid, signal.SIGKILL)
+        raise
     assert process.returncode not in (0, None)
     if number == signal.SIGINT:
         assert 'KeyboardInterrupt' in errors
