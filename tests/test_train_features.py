@@ -17,7 +17,7 @@ from jaxunet.data.sources import open_source
 from jaxunet.errors import UserError
 from jaxunet.metrics import features
 from jaxunet.metrics.classifier import Architecture, apply, from_arrays, init, normalise, to_arrays
-from jaxunet.metrics.classifier_training import Recipe, augment, one_cycle, train
+from jaxunet.metrics.classifier_training import Recipe, augment, mix, one_cycle, train
 from jaxunet.metrics.labelled_images import Images, fingerprint, split
 
 SMALL = ['--epochs=6', '--channels=8', '--noflip', '--batch_size=64', '--learning_rate=1.6']
@@ -38,7 +38,7 @@ def call(module, *arguments, code=0):
 @pytest.fixture(scope='module')
 def trained(tmp_path_factory):
     path = tmp_path_factory.mktemp('features') / 'digits.npz'
-    return path, call('jaxunet.metrics.train_features', '--reference=digits:', f'--output={path}', '--cutout=0.3', *SMALL)
+    return path, call('jaxunet.metrics.train_features', '--reference=digits:', f'--output={path}', '--cutout=0.3', '--cutmix=0.2', *SMALL)
 
 
 def test_it_learns_and_says_so(trained):
@@ -46,7 +46,7 @@ def test_it_learns_and_says_so(trained):
     with np.load(path) as arrays:
         told = json.loads(str(arrays['training']))
     assert told['test_accuracy'] > 0.8  # chance is 0.1
-    assert told['cutout'] == 0.3
+    assert (told['cutout'], told['cutmix']) == (0.3, 0.2)
     assert f'test accuracy {told["test_accuracy"]:.4f} on 179 images (a tenth of digits:, held out); 6 epochs' in out
     source = open_source('digits:', image_shape=(8, 8, 3))
     assert told['reference_sha256'] == fingerprint(Images(source.load(np.arange(1797)), source.labels))
@@ -130,6 +130,29 @@ def test_shapes_of_larger_images():
     assert (scores.shape, found.shape) == ((6, 5), (6, 28))
     for mine, again in zip((scores, found), apply(architecture, params, x, used), strict=False):
         np.testing.assert_allclose(mine, again, rtol=1e-5, atol=1e-6)
+
+
+def test_mixed_images_have_mixed_targets():
+    """Each image is a number of its own, which its target tells in bits."""
+    numbers = jnp.arange(8)
+    x = jnp.broadcast_to(numbers[:, None, None, None].astype(jnp.float32), (8, 12, 10, 1))
+    target = jax.nn.one_hot(numbers, 8)
+    shares = []
+    for seed in range(200):
+        mixed, targets = (np.asarray(a) for a in jax.jit(mix)(x, target, jax.random.key(seed), 0.75))
+        for i in range(8):
+            own = mixed[i, :, :, 0] == i
+            assert ((mixed[i, :, :, 0] == (i - 1) % 8) | own).all()
+            np.testing.assert_allclose(targets[i], own.mean() * np.eye(8)[i] + (1 - own.mean()) * np.eye(8)[i - 1], atol=1e-6)
+            rows, columns = np.nonzero(~own)
+            assert (~own).sum() == (np.unique(rows).size * np.unique(columns).size)  # a rectangle
+        shares.append(1 - own.mean())
+    untouched = np.mean(np.array(shares) == 0)
+    assert 0.15 < untouched < 0.4  # a quarter, and a few rectangles between two pixels
+    assert max(shares) > 0.7
+    same, targets = mix(x, target, jax.random.key(0), 0.0)
+    np.testing.assert_array_equal(same, x)
+    np.testing.assert_array_equal(targets, target)
 
 
 def test_augmentation():

@@ -38,6 +38,7 @@ class Recipe:
       weight_decay: L2, added to the gradient before the momentum.
       flip: images are mirrored at random.
       crop, cutout: share of the side by which crops move at random, and of the side of the square that is blanked.
+      cutmix: probability that the images of a batch get a rectangle of their neighbours, and their share of the target.
       dtype: of products and activations; '' = bfloat16 on GPUs, else float32.
     """
 
@@ -51,6 +52,7 @@ class Recipe:
     flip: bool = True
     crop: float = 0.125
     cutout: float = 0.25
+    cutmix: float = 0.0
     seed: int = 0
     dtype: str = ''
 
@@ -145,17 +147,17 @@ def _make_step(architecture: Architecture, optimizer: optax.GradientTransformati
     """(state, all images, all labels, number of the step, epochs) -> state, (loss, share of the batch that is right)."""
     dtype = jnp.dtype(_dtype(recipe))
 
-    def loss_fn(params: Parameters, x: Array, label: Array) -> tuple[Array, tuple[Array, Statistics]]:
+    def loss_fn(params: Parameters, x: Array, target: Array) -> tuple[Array, tuple[Array, Statistics]]:
         scores, _, used = apply(architecture, params, x, None, dtype=dtype)
-        target = optax.smooth_labels(jax.nn.one_hot(label, architecture.classes, dtype=jnp.float32), recipe.label_smoothing)
-        correct = jnp.mean((jnp.argmax(scores, axis=1) == label).astype(jnp.float32))
+        correct = jnp.mean((jnp.argmax(scores, axis=1) == jnp.argmax(target, axis=1)).astype(jnp.float32))
         return jnp.mean(optax.softmax_cross_entropy(scores, target)), (correct, used)
 
     def step(state: _State, images: Array, labels: Array, number: Array, epochs: Array) -> tuple[_State, tuple[Array, Array]]:
         rows = batch_indices(number, size, images.shape[0], recipe.seed)
         key = jax.random.fold_in(jax.random.key(recipe.seed + 1), number)
-        x = augment(normalise(architecture, images[rows]), key, recipe)
-        (loss, (correct, used)), grads = jax.value_and_grad(loss_fn, has_aux=True)(state.params, x, labels[rows])
+        target = optax.smooth_labels(jax.nn.one_hot(labels[rows], architecture.classes, dtype=jnp.float32), recipe.label_smoothing)
+        x, target = mix(augment(normalise(architecture, images[rows]), key, recipe), target, jax.random.fold_in(key, 1), recipe.cutmix)
+        (loss, (correct, used)), grads = jax.value_and_grad(loss_fn, has_aux=True)(state.params, x, target)
         grads = jax.tree.map(lambda g, p: g + recipe.weight_decay * p, grads, state.params)
         updates, momentum = optimizer.update(grads, state.optimizer)
         share = (number + 1).astype(jnp.float32) / (epochs * steps).astype(jnp.float32)
@@ -221,6 +223,24 @@ def augment(x: Float[Array, 'images height width colours'], key: Array, recipe: 
         return image
 
     return jax.vmap(one)(padded, jax.random.split(key, x.shape[0]))
+
+
+def mix(
+    x: Float[Array, 'images height width colours'], target: Float[Array, 'images classes'], key: Array, probability: float
+) -> tuple[Float[Array, 'images height width colours'], Float[Array, 'images classes']]:
+    """CutMix (Yun et al. 2019, arXiv 1905.04899, α = 1), if it comes to it the same rectangle for all images of the batch.
+
+    Its centre and its share of the area, before the image cuts it, are uniform. A batch is in random order, so any neighbour will do.
+    """
+    happens, area, *places = jax.random.split(key, 4)
+    share = jnp.where(jax.random.bernoulli(happens, probability), jnp.sqrt(jax.random.uniform(area)), 0.0)  # of either side
+    down, across = (
+        jnp.abs(jnp.arange(side, dtype=jnp.float32) + 0.5 - side * jax.random.uniform(k)) < share * side / 2
+        for k, side in zip(places, x.shape[1:3], strict=True)
+    )
+    hole = down[:, None] & across[None]
+    taken = jnp.mean(hole.astype(jnp.float32))
+    return jnp.where(hole[None, :, :, None], jnp.roll(x, 1, 0), x), (1 - taken) * target + taken * jnp.roll(target, 1, 0)
 
 
 def _evaluate(architecture: Architecture, state: _State, images: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

@@ -39,6 +39,13 @@ CUTOUT = flags.DEFINE_float(
     lower_bound=0,
     upper_bound=1,
 )
+CUTMIX = flags.DEFINE_float(
+    'cutmix',
+    Recipe.cutmix,
+    "Probability that a batch's images get a rectangle of one another, and that share of the class (Yun et al., arXiv 1905.04899).",
+    lower_bound=0,
+    upper_bound=1,
+)
 SEED = flags.DEFINE_integer('seed', 0, 'Of the initial weights, the order of the images, and the augmentation.', lower_bound=0)
 
 
@@ -68,6 +75,7 @@ def main(argv: Sequence[str]) -> None:
         learning_rate=LEARNING_RATE.value,
         flip=FLIP.value,
         cutout=CUTOUT.value,
+        cutmix=CUTMIX.value,
         seed=SEED.value,
     )
     done = train(train_set, test_set, CHANNELS.value, recipe, lambda line: print(line, flush=True))
@@ -82,6 +90,7 @@ def main(argv: Sequence[str]) -> None:
         'epochs': done.epochs,
         'seconds': done.seconds,
         'cutout': recipe.cutout,
+        'cutmix': recipe.cutmix,
         'device': jax.devices()[0].device_kind,
         'seed': SEED.value,
     }
