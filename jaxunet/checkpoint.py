@@ -143,6 +143,7 @@ class Checkpoints:
         # Earlier versions had no states of weightings and samplers; their runs used none.
         fields = [f.name for f in dataclasses.fields(whole) if 'timesteps' in meta['config'] or f.name not in ('weighting', 'timesteps')]
         template = {name: getattr(whole, name) for name in fields}
+        self._check_states(folder, config, template)
         as_numpy = jax.tree.map(lambda _: ocp.RestoreArgs(restore_type=np.ndarray), template)
         restore = ocp.args.PyTreeRestore(template, restore_args=as_numpy)
         state = TrainState(**self.manager.restore(step, args=ocp.args.Composite(state=restore)).state)
@@ -153,6 +154,21 @@ class Checkpoints:
         if found != meta['checksum']:
             raise ValueError(f'checksum: expected {meta["checksum"]:08x}, found {found:08x} in {folder}')
         return Restored(state, config, meta['seconds'])
+
+    def _check_states(self, folder: pathlib.Path, config: Config, template: dict[str, Any]) -> None:
+        """Raises UserError: the state of the weighting or the sampler is that of another version, and the checkpoint not a damaged one."""
+        saved = ocp.PyTreeCheckpointHandler().metadata(folder / 'state').tree
+        methods = {'weighting': f'loss.weighting={config.loss.weighting}', 'timesteps': f'timesteps.sampler={config.timesteps.sampler}'}
+        for name, method in methods.items():
+            there, here = (
+                [jax.tree_util.keystr(path, simple=True, separator='.') for path, _ in jax.tree.leaves_with_path(tree.get(name))]
+                for tree in (saved, template)
+            )
+            if sorted(there) != sorted(here):
+                raise UserError(
+                    f'{folder}: was written by another version of jaxunet, whose state of {method} holds {", ".join(there) or "nothing"}; '
+                    f"this one's holds {', '.join(here) or 'nothing'}. Go on with the version that wrote it, or choose another --workdir."
+                )
 
     def _set_aside_unfinished(self) -> None:
         """Moves away what a killed run left half-written: folders that orbax never committed."""

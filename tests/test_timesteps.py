@@ -373,6 +373,21 @@ def test_a_checkpoint_without_the_states_loads_and_another_method_starts_anew(tm
     assert int(jax.tree.leaves(now.weighting.optimizer)[0]) == 2
 
 
+@pytest.mark.parametrize(('field', 'method_of'), [('timesteps', 'timesteps.sampler=adaptive'), ('weighting', 'loss.weighting=uncertainty')])
+def test_a_state_of_another_version_is_no_damage(tmp_path, source, field, method_of):
+    config = method('adaptive', 'uncertainty')
+    other = checkpoint.state_template(config).replace(**{field: {'fast': np.ones(3, np.float32)}})
+    state = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype) if jax.dtypes.issubdtype(x.dtype, np.number) else x, other)
+    checkpoints = checkpoint.Checkpoints(tmp_path, keep=3)
+    checkpoints.save(6, state, config, 0.0)
+    checkpoints.wait()
+    checkpoints.close()
+    with pytest.raises(UserError, match=f'another version of jaxunet, whose state of {method_of} holds fast; this one'):
+        train(config.replace(train={'steps': 8}), tmp_path, source)
+    assert [p.name for p in (tmp_path / 'checkpoints').iterdir()] == ['6']
+    assert not (tmp_path / 'damaged').exists()
+
+
 def test_a_bad_step_leaves_the_states(source):
     bench = Bench(method('adaptive', 'uncertainty', parallel={'devices': 1}, optimizer={'learning_rate': 1e30, 'clip_norm': 0.0}), source)
     bench.losses(4)
