@@ -126,3 +126,8 @@ def enable_compilation_cache() -> None:
     if 'JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS' not in os.environ:
         jax.config.update('jax_persistent_cache_min_compile_time_secs', 0.5)
     logging.info('compilation cache: %s', folder)
+
+
+def interrupted(error: BaseException) -> bool:
+    """Whether Ctrl-C raised it: where it meets C code, that can make a SystemError of it."""
+    return isinstance(error, KeyboardInterrupt) or isinstance(error.__cause__, KeyboardInterrupt)

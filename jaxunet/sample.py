@@ -103,7 +103,9 @@ def main(argv: Sequence[str]) -> None:
     with distributed.joined(distributed.Start(CLUSTER.value, COORDINATOR.value, PROCESSES.value, PROCESS.value)):
         try:
             run()
-        except KeyboardInterrupt:
+        except (KeyboardInterrupt, SystemError) as error:
+            if not cli.interrupted(error):
+                raise
             print('\ninterrupted; the same command goes on with what is left', file=sys.stderr, flush=True)
             sys.exit(INTERRUPTED)
 

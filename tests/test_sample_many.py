@@ -14,6 +14,7 @@ from settings import QUICK
 from test_distributed import NO_LAUNCHER, free_port
 from tiny import tiny_config
 
+from jaxunet import cli
 from jaxunet.errors import UserError
 from jaxunet.parts import Parts
 from jaxunet.training.loop import fresh_state
@@ -131,6 +132,14 @@ def interrupt(process, folder, how, batches=2):
     process.send_signal(how)
     _, err = process.communicate(timeout=60)
     return err
+
+
+def test_an_interruption_of_c_code_is_one():
+    with pytest.raises(SystemError) as raised:
+        raise SystemError('returned a result with an exception set') from KeyboardInterrupt()
+    assert cli.interrupted(raised.value)
+    assert cli.interrupted(KeyboardInterrupt())
+    assert not cli.interrupted(SystemError('unknown opcode'))
 
 
 def test_a_killed_command_goes_on(weights, tmp_path):
