@@ -133,7 +133,7 @@ def test_shapes_of_larger_images():
 
 
 def test_mixed_images_have_mixed_targets():
-    """Each image is a number of its own, which its target tells in bits."""
+    """Each image is a number of its own, and so the class of its target."""
     numbers = jnp.arange(8)
     x = jnp.broadcast_to(numbers[:, None, None, None].astype(jnp.float32), (8, 12, 10, 1))
     target = jax.nn.one_hot(numbers, 8)

@@ -156,7 +156,9 @@ def _make_step(architecture: Architecture, optimizer: optax.GradientTransformati
         rows = batch_indices(number, size, images.shape[0], recipe.seed)
         key = jax.random.fold_in(jax.random.key(recipe.seed + 1), number)
         target = optax.smooth_labels(jax.nn.one_hot(labels[rows], architecture.classes, dtype=jnp.float32), recipe.label_smoothing)
-        x, target = mix(augment(normalise(architecture, images[rows]), key, recipe), target, jax.random.fold_in(key, 1), recipe.cutmix)
+        x = augment(normalise(architecture, images[rows]), key, recipe)
+        if recipe.cutmix:
+            x, target = mix(x, target, jax.random.fold_in(key, 1), recipe.cutmix)
         (loss, (correct, used)), grads = jax.value_and_grad(loss_fn, has_aux=True)(state.params, x, target)
         grads = jax.tree.map(lambda g, p: g + recipe.weight_decay * p, grads, state.params)
         updates, momentum = optimizer.update(grads, state.optimizer)
