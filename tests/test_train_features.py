@@ -181,6 +181,7 @@ def test_the_learning_rate_and_the_time():
     said: list[str] = []
     done = train(few, few, 2, Recipe(seconds=2.0, batch_size=16, flip=False), said.append)
     assert done.epochs > 1
+    assert np.isnan(done.mirrored_accuracy)
     assert any(f'{done.epochs} epochs fit in 2 s' in line for line in said)
 
 
@@ -194,6 +195,11 @@ def test_an_epoch_as_one_program_is_the_same(monkeypatch):
     whole = train(few, few, 2, recipe, str)
     for one, other in zip(jax.tree.leaves(by_steps.params), jax.tree.leaves(whole.params), strict=True):
         np.testing.assert_allclose(one, other, rtol=5e-3, atol=5e-4)
+    scores = sum(
+        np.asarray(apply(whole.architecture, whole.params, normalise(whole.architecture, x), whole.statistics)[0])
+        for x in (few.images, few.images[:, :, ::-1])
+    )
+    assert whole.mirrored_accuracy == np.mean(scores.argmax(axis=1) == few.labels)
     fresh, _ = init(whole.architecture, jax.random.key(0))
     assert not np.allclose(fresh['first']['kernel'], whole.params['first']['kernel'], atol=1e-2)
 

@@ -63,6 +63,7 @@ class Trained(NamedTuple):
     statistics: Statistics
     feature_scale: Float[np.ndarray, ' d']
     accuracy: float  # on the test images, 0 to 1
+    mirrored_accuracy: float  # with the scores of each image and its mirror image added; NaN if training mirrored none
     epochs: int
     seconds: float  # of training, without compiling
 
@@ -110,10 +111,15 @@ def train(train_set: Images, test_set: Images, channels: int, recipe: Recipe, sa
             say(f'epoch {number + 1}/{epochs}: loss {means[0]:.4f}, accuracy in training {means[1]:.4f}, {took:.1f} s')
     seconds = time.perf_counter() - began
     state = state._replace(params=rounded(state.params))
-    accuracy = float(np.mean(_evaluate(architecture, state, test_set.images)[0].argmax(axis=1) == test_set.labels))
+    scores = _evaluate(architecture, state, test_set.images)[0]
+    accuracy = float(np.mean(scores.argmax(axis=1) == test_set.labels))
+    mirrored = math.nan
+    if recipe.flip:
+        scores += _evaluate(architecture, state, np.ascontiguousarray(test_set.images[:, :, ::-1]))[0]
+        mirrored = float(np.mean(scores.argmax(axis=1) == test_set.labels))
     features = _evaluate(architecture, state, train_set.images)[1]
     scale = _feature_scale(features, architecture)
-    return Trained(architecture, state.params, state.statistics, scale, accuracy, epochs, seconds)
+    return Trained(architecture, state.params, state.statistics, scale, accuracy, mirrored, epochs, seconds)
 
 
 def _architecture(train_set: Images, channels: int) -> Architecture:

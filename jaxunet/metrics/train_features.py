@@ -87,6 +87,7 @@ def main(argv: Sequence[str]) -> None:
         'test': tested,
         'test_images': len(test_set.images),
         'test_accuracy': done.accuracy,
+        **({'test_accuracy_mirrored': done.mirrored_accuracy} if recipe.flip else {}),
         'epochs': done.epochs,
         'seconds': done.seconds,
         'cutout': recipe.cutout,
@@ -96,6 +97,8 @@ def main(argv: Sequence[str]) -> None:
     }
     save(target, {KIND: np.array(CLASSIFIER), **to_arrays(done.architecture, done.params, done.statistics, done.feature_scale, told)})
     print(f'test accuracy {done.accuracy:.4f} on {len(test_set.images)} images ({tested}); {done.epochs} epochs in {done.seconds:.1f} s')
+    if recipe.flip:
+        print(f'with the scores of an image and its mirror image added: {done.mirrored_accuracy:.4f}')
     print(f'{target}: features {CLASSIFIER}-{download.digest(target, "sha256")[:8]}, for python -m jaxunet.evaluate --features {target}')
 
 
