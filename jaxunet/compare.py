@@ -78,6 +78,7 @@ def compare(directory: pathlib.Path) -> dict[str, str]:
         evaluations=EVALUATIONS.value,
     )
     todo = runner.tasks(spec, config)
+    runner.check_features(todo, directory, network.name)
     runner.save(spec, directory)
     devices = DEVICES.value or ['']
 

@@ -123,6 +123,16 @@ def test_the_same_command_goes_on(compared, features):
     out = call(features, output, '--plot_only')
     assert 'Failed: broken_seed0' in out
     assert 'holds a run with another config' in call(features, output, *ARGUMENTS, '--config.data.batch_size=16', code=2)
+    # A file of the same name with other weights: told before anything is trained or measured with it.
+    with np.load(features) as arrays:
+        others = dict(arrays)
+    try:
+        np.savez(features, **others | {'last.kernel': 2 * others['last.kernel']})
+        message = call(features, output, *ARGUMENTS, code=2)
+    finally:
+        np.savez(features, **others)
+    assert 'uniform_seed0: was measured with features classifier-' in message
+    assert 'choose another --output, or remove it' in message
 
 
 def test_every_method_fits_every_config():

@@ -68,6 +68,18 @@ def tasks(spec: Spec, config: Config) -> list[Task]:
     return found
 
 
+def check_features(todo: Sequence[Task], directory: pathlib.Path, features: str) -> None:
+    """Raises UserError: a run of the folder was measured with other features than the ones of this name, and would not compare."""
+    for task in todo:
+        folder = directory / 'runs' / task.folder
+        for row in finished(folder):
+            if row['features'] != features:
+                raise UserError(
+                    f'{folder}: was measured with features {row["features"]}, while --config.evaluation.features has {features} now; '
+                    'choose another --output, or remove it'
+                )
+
+
 def run(todo: Sequence[Task], directory: pathlib.Path, devices: Sequence[str], timeout: float, say: Say) -> dict[str, str]:
     """Runs what is not done; returns why runs failed, by their folder.
 
