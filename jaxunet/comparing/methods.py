@@ -21,7 +21,7 @@ METHODS: dict[str, dict[str, str]] = {
     'uncertainty': {'loss.weighting': 'uncertainty', 'timesteps.sampler': 'uniform'},
     'loss_second_moment': {'loss.weighting': 'uniform', 'timesteps.sampler': 'loss_second_moment'},
     'policy': {'loss.weighting': 'uniform', 'timesteps.sampler': 'policy'},
-    'adaptive': {'loss.weighting': 'p2', 'timesteps.sampler': 'adaptive'},
+    'adaptive': {'loss.weighting': 'min_snr', 'timesteps.sampler': 'adaptive'},
 }
 FORM = 'NAME or NAME:field=value+field=value'
 # A comparison sets these itself.
