@@ -25,16 +25,18 @@ from absl import flags
 
 from jaxunet import cli
 from jaxunet.comparing import report, runner
-from jaxunet.comparing.methods import METHODS, parse_methods, parse_seeds
+from jaxunet.comparing.methods import METHODS, parse_counts, parse_methods, parse_seconds
 from jaxunet.config import resolve, to_dict
 from jaxunet.metrics.evaluation import check_metrics
 from jaxunet.metrics.features import load_features
 
 CONFIG = cli.define_config()
 METHOD_NAMES = flags.DEFINE_list('methods', ['uniform', 'adaptive'], f'Some of {", ".join(METHODS)}, or NAME:field=value+field=value.')
-SECONDS = flags.DEFINE_float('seconds', 300.0, 'Of training, each run.', lower_bound=0.01)
-SEEDS = flags.DEFINE_list('seeds', ['1'], 'Runs of each method, or COUNT and NAME=COUNT for some of them, such as 1,uniform=2,adaptive=2.')
-EVALUATIONS = flags.DEFINE_integer('evaluations', 5, 'How often each run is measured, at equal distances of time.', lower_bound=1)
+SECONDS = flags.DEFINE_list('seconds', ['300'], 'Of training, each run; of some methods other ones: 300,policy=150.')
+SEEDS = flags.DEFINE_list('seeds', ['1'], 'Runs of each method; of some methods more: 1,uniform=2,adaptive=2.')
+EVALUATIONS = flags.DEFINE_list(
+    'evaluations', ['5'], 'How often each run is measured, at equal distances of time; some more or less often: 1,uniform=5.'
+)
 DEVICES = flags.DEFINE_list('devices', [], 'GPUs for runs beside each other, one each, such as 0,1,2,3; default: one run at a time.')
 STEP_COST = flags.DEFINE_bool('step_cost', False, 'Also time the steps of all methods in one process, on the first of the devices.')
 TRAIN = flags.DEFINE_bool('train', True, 'Do the runs; without, only --step_cost.')
@@ -65,6 +67,7 @@ def compare(directory: pathlib.Path) -> dict[str, str]:
     """Runs what the flags describe; returns what failed."""
     given = resolve(CONFIG.value)
     methods = parse_methods(METHOD_NAMES.value)
+    names = [method.name for method in methods]
     config = runner.base_config(given)
     jax.config.update('jax_platforms', 'cpu')  # the other devices are the runs'
     network = load_features(config.evaluation.features)  # mistakes are told before anything runs
@@ -73,9 +76,9 @@ def compare(directory: pathlib.Path) -> dict[str, str]:
         command=shlex.join(['python', '-m', 'jaxunet.compare', *sys.argv[1:]]),
         config=to_dict(config),
         methods={method.name: method.fields for method in methods},
-        seconds=SECONDS.value,
-        seeds=parse_seeds(SEEDS.value, [method.name for method in methods]),
-        evaluations=EVALUATIONS.value,
+        seconds=parse_seconds('--seconds', SECONDS.value, names, 300.0),
+        seeds=parse_counts('--seeds', SEEDS.value, names, 1),
+        evaluations=parse_counts('--evaluations', EVALUATIONS.value, names, 5),
     )
     todo = runner.tasks(spec, config)
     runner.check_features(todo, directory, network.name)

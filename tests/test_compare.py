@@ -15,7 +15,7 @@ from settings import QUICK
 from tiny import TINY, flags, tiny_config
 
 from jaxunet.comparing import report, runner, step_cost, worker
-from jaxunet.comparing.methods import METHODS, Method, parse_methods, parse_seeds
+from jaxunet.comparing.methods import METHODS, Method, parse_counts, parse_methods, parse_seconds
 from jaxunet.config import Config, resolve, to_dict
 from jaxunet.errors import UserError
 from jaxunet.metrics.classifier import Architecture, init, to_arrays
@@ -166,11 +166,51 @@ def test_methods_that_are_none(text, message):
         Method('p2', {'loss.p2_k': -1.0}).apply(Config())
 
 
-def test_seeds():
-    assert parse_seeds(['1', 'b=3'], ['a', 'b']) == {'a': 1, 'b': 3}
-    for wrong in ('0', 'c=1', 'b=', 'x'):
+def test_numbers_by_method():
+    assert parse_counts('--seeds', ['b=3'], ['a', 'b'], 1) == {'a': 1, 'b': 3}
+    assert parse_counts('--seeds', ['2', 'b=3'], ['a', 'b'], 1) == {'a': 2, 'b': 3}
+    assert parse_seconds('--seconds', ['b=0.5'], ['a', 'b'], 300) == {'a': 300, 'b': 0.5}
+    for wrong in ('0', 'c=1', 'b=', 'x', '1.5'):
         with pytest.raises(UserError, match='--seeds: expected COUNT or NAME=COUNT'):
-            parse_seeds([wrong], ['a', 'b'])
+            parse_counts('--seeds', [wrong], ['a', 'b'], 1)
+    for wrong in ('0', 'c=1', 'b=', 'x', '-1', 'nan', 'inf'):
+        with pytest.raises(UserError, match='--seconds: expected SECONDS or NAME=SECONDS'):
+            parse_seconds('--seconds', [wrong], ['a', 'b'], 1.0)
+
+
+def spec_of(config, methods, seconds, seeds, evaluations):
+    return runner.Spec('c', to_dict(config), methods, dict.fromkeys(methods, seconds), seeds, dict.fromkeys(methods, evaluations))
+
+
+def test_long_runs_go_first():
+    names = ['uniform', 'p2', 'speed', 'policy']
+    spec = runner.Spec(
+        'c',
+        {},
+        {name: METHODS[name] for name in names},
+        seconds={'uniform': 30.0, 'p2': 15.0, 'speed': 30.0, 'policy': 15.0},
+        seeds={'uniform': 2, 'p2': 1, 'speed': 1, 'policy': 2},
+        evaluations={'uniform': 3, 'p2': 1, 'speed': 2, 'policy': 1},
+    )
+    found = [(task.folder, task.seconds) for task in runner.tasks(spec, tiny_config())]
+    assert found == [
+        ('uniform_seed0', [10, 20, 30]),
+        ('speed_seed0', [15, 30]),
+        ('uniform_seed1', [10, 20, 30]),
+        ('p2_seed0', [15]),
+        ('policy_seed0', [15]),
+        ('policy_seed1', [15]),
+    ]
+
+
+def test_a_comparison_of_before_numbers_were_by_method(tmp_path):
+    spec = spec_of(tiny_config(), {'uniform': METHODS['uniform'], 'p2': METHODS['p2']}, 30.0, {'uniform': 2, 'p2': 1}, 3)
+    runner.save(spec, tmp_path)
+    new = runner.load(tmp_path)
+    assert (new.seconds, new.seeds, new.evaluations) == (spec.seconds, spec.seeds, spec.evaluations)
+    path = tmp_path / runner.SPEC
+    path.write_text(json.dumps(json.loads(path.read_text()) | {'seconds': 30.0, 'evaluations': 3}))
+    assert runner.load(tmp_path) == new
 
 
 def test_time_to_a_quality():
@@ -183,12 +223,12 @@ def test_time_to_a_quality():
     assert report.time_to(0.5, seconds, np.array([0.1, 0.3, 0.7]), higher=True) == pytest.approx(25)
 
 
-def rows_of(folder, method, seed, values, step_of=lambda i: 100 * (i + 1)):
+def rows_of(folder, method, seed, values, step_of=lambda i: 100 * (i + 1), seconds_of=lambda i: 10.0 * (i + 1)):
     (folder / 'runs' / f'{method}_seed{seed}').mkdir(parents=True)
     with (folder / 'runs' / f'{method}_seed{seed}' / worker.ROWS).open('w') as file:
         for i, value in enumerate(values):
             row = {'milestone': i, 'method': method, 'seed': seed, 'name': 'fid', 'metric': 'fid', 'value': value, 'std': None}
-            row |= {'training_seconds': 10.0 * (i + 1), 'step': step_of(i), 'num_samples': 5, 'sampler': 'ddim', 'evaluations': 2}
+            row |= {'training_seconds': seconds_of(i), 'step': step_of(i), 'num_samples': 5, 'sampler': 'ddim', 'evaluations': 2}
             origin = {'git': f'sha{seed}', 'device': 'D', 'driver': '1.2', 'versions': {'jax': '0.10'}}
             file.write(json.dumps(row | {'reference': 'r', 'features': 'f', 'resize': 'none'} | origin) + '\n')
 
@@ -197,7 +237,7 @@ def test_the_table_is_computed_from_the_rows(tmp_path):
     """The faster method comes to the mean of the baseline's final values, 30, halfway between its first two points."""
     methods = {'uniform': METHODS['uniform'], 'p2': METHODS['p2'], 'speed': METHODS['speed']}
     config = resolve(to_dict(Config().replace(**TINY)))
-    spec = runner.Spec('c', to_dict(config), methods, 30.0, {'uniform': 2, 'p2': 1, 'speed': 1}, 3)
+    spec = spec_of(config, methods, 30.0, {'uniform': 2, 'p2': 1, 'speed': 1}, 3)
     rows_of(tmp_path, 'uniform', 0, [60, 50, 32])
     rows_of(tmp_path, 'uniform', 1, [60, 50, 28])
     rows_of(tmp_path, 'p2', 0, [40, 20, 10], step_of=lambda i: 50 * (i + 1))
@@ -230,9 +270,27 @@ def test_the_table_is_computed_from_the_rows(tmp_path):
     assert 'Turns: 3 of 4 steps each, batch 8, one d.' in text
 
 
+def test_runs_of_other_lengths(tmp_path):
+    """A shorter one is told beside the baseline of its time, halfway between two of its points; its own curve ends there."""
+    methods = {'uniform': METHODS['uniform'], 'p2': METHODS['p2'], 'speed': METHODS['speed']}
+    seconds, seeds = {'uniform': 30.0, 'p2': 15.0, 'speed': 20.0}, dict.fromkeys(methods, 1)
+    config = to_dict(resolve(to_dict(Config().replace(**TINY))))
+    spec = runner.Spec('c', config, methods, seconds, seeds, {'uniform': 3, 'p2': 1, 'speed': 2})
+    rows_of(tmp_path, 'uniform', 0, [60, 50, 30])
+    rows_of(tmp_path, 'p2', 0, [20], seconds_of=lambda i: 15.0)
+    rows_of(tmp_path, 'speed', 0, [90, 80])
+    text = report.markdown(spec, tmp_path, {})
+    assert '| method | seeds | s | uniform by then | fid at the end |' in text
+    assert '| uniform | 1 | 30 |  | 30 | 30 | 1.00 |' in text
+    assert '| p2 | 1 | 15 | 55 | 20 | ≤ 15 | ≥ 2.00 |' in text
+    assert '| speed | 1 | 20 | 50 | 80 | not reached | < 1.50 |' in text
+    assert 'trains for 30 (p2 15, speed 20) s of wall-clock' in text
+    assert 'At 3 (p2 1, speed 2) equally spaced times' in text
+
+
 @pytest.mark.parametrize('field', ['features', 'reference', 'num_samples', 'sampler', 'evaluations'])
 def test_runs_that_were_measured_in_different_ways_do_not_compare(tmp_path, field):
-    spec = runner.Spec('c', to_dict(resolve(to_dict(Config()))), {'uniform': {}, 'p2': {}}, 30.0, {'uniform': 1, 'p2': 1}, 1)
+    spec = spec_of(resolve(to_dict(Config())), {'uniform': {}, 'p2': {}}, 30.0, {'uniform': 1, 'p2': 1}, 1)
     rows_of(tmp_path, 'uniform', 0, [60])
     rows_of(tmp_path, 'p2', 0, [50])
     report.collect(spec, tmp_path)

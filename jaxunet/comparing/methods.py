@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from jaxunet.config import Config, resolve, to_dict
 from jaxunet.errors import UserError, near_misses
@@ -23,6 +24,7 @@ METHODS: dict[str, dict[str, str]] = {
     'policy': {'loss.weighting': 'uniform', 'timesteps.sampler': 'policy'},
     'adaptive': {'loss.weighting': 'min_snr', 'timesteps.sampler': 'adaptive'},
 }
+Number = TypeVar('Number', int, float)
 FORM = 'NAME or NAME:field=value+field=value'
 # A comparison sets these itself.
 OWN = ('seed', 'init_from', 'train.', 'evaluation.', 'data.path', 'data.classes', 'data.image_size', 'optimizer.schedule')
@@ -81,12 +83,36 @@ def parse_methods(texts: Sequence[str]) -> list[Method]:
     return methods
 
 
-def parse_seeds(texts: Sequence[str], names: Sequence[str]) -> dict[str, int]:
-    """Of each method. Raises UserError: no numbers, or a method that is not compared."""
-    counts = dict.fromkeys(names, 1)
+def parse_counts(flag: str, texts: Sequence[str], names: Sequence[str], default: int) -> dict[str, int]:
+    """Of each method, from `COUNT` for all and `NAME=COUNT`. Raises UserError: no counts, or a method that is not compared."""
+
+    def read(text: str) -> int:
+        return int(text) if text.isascii() and text.isdigit() else 0
+
+    return _by_method(flag, 'COUNT', texts, names, default, read)
+
+
+def parse_seconds(flag: str, texts: Sequence[str], names: Sequence[str], default: float) -> dict[str, float]:
+    """Of each method, from `SECONDS` for all and `NAME=SECONDS`. Raises UserError: no times, or a method that is not compared."""
+
+    def read(text: str) -> float:
+        try:
+            return float(text) if math.isfinite(float(text)) else 0.0
+        except ValueError:
+            return 0.0
+
+    return _by_method(flag, 'SECONDS', texts, names, default, read)
+
+
+def _by_method(
+    flag: str, what: str, texts: Sequence[str], names: Sequence[str], default: Number, read: Callable[[str], Number]
+) -> dict[str, Number]:
+    """`read` gives 0 for what is no number above 0."""
+    numbers = dict.fromkeys(names, default)
     for text in texts:
-        name, equals, count = text.rpartition('=')
-        if not count.isascii() or not count.isdigit() or int(count) < 1 or (equals and name not in names):
-            raise UserError(f'--seeds: expected COUNT or NAME=COUNT, with names of {", ".join(names)}, found {text!r}')
-        counts |= {name: int(count)} if equals else dict.fromkeys(names, int(count))
-    return counts
+        name, equals, given = text.rpartition('=')
+        number = read(given)
+        if number <= 0 or (equals and name not in names):
+            raise UserError(f'{flag}: expected {what} or NAME={what}, with names of {", ".join(names)}, found {text!r}')
+        numbers |= {name: number} if equals else dict.fromkeys(names, number)
+    return numbers

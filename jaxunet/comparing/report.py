@@ -67,7 +67,7 @@ def curves(spec: Spec, all_rows: Sequence[rows.Row], name: str) -> dict[str, lis
             own = {r['milestone']: r for r in all_rows if (r['method'], r['seed'], r['name']) == (method, seed, name)}
             if own:
                 columns = [
-                    [own[i][key] if i in own else math.nan for i in range(spec.evaluations)]
+                    [own[i][key] if i in own else math.nan for i in range(spec.evaluations[method])]
                     for key in ('training_seconds', 'step', 'value')
                 ]
                 by_method[method].append(Curve(seed, *(np.array(column, float) for column in columns)))
@@ -113,12 +113,17 @@ def markdown(spec: Spec, directory: pathlib.Path, failures: Mapping[str, str]) -
         target, base_time = float(base_values[-1]), float(base_seconds[-1])
         lines.append(f'Baseline quality: {labels[main]} of {baseline} at {base_time:.0f} s, {target:.4g} (mean of {len(base)} seeds).')
         lines.append('')
-    titles = ['method', 'seeds', *(f'{labels.get(name, GENERAL.get(name, name))} at the end' for name in metrics), 's to baseline quality']
+    apart = len(set(spec.seconds.values())) > 1  # then some ends are compared with the baseline's value at that time
+    titles = ['method', 'seeds', *(['s', f'{baseline} by then'] if apart else [])]
+    titles += [*(f'{labels.get(name, GENERAL.get(name, name))} at the end' for name in metrics), 's to baseline quality']
     titles += ['times faster', 'steps', 'ms a step / baseline (own runs)']
     titles += ['ms a step / baseline (turns, quartiles)'] if costs else []
     lines += [f'| {" | ".join(titles)} |', '|' + '---|' * len(titles)]
     for method, found in by_method.items():
         cells = [method, str(len(found))]
+        if apart:
+            own_time = spec.seconds[method]
+            cells += [f'{own_time:g}', _by_then(base, own_time) if own_time < spec.seconds[baseline] else '']
         cells += [_final([c.values[-1] for c in curves(spec, all_rows, name)[method]]) for name in metrics]
         seconds, values = mean_curve(found) if found else (np.empty(0), np.empty(0))
         if whole and len(seconds):
@@ -151,9 +156,10 @@ def protocol(spec: Spec, all_rows: Sequence[rows.Row]) -> str:
     """How the numbers were come by."""
     e, c = spec.config['evaluation'], spec.config
     text = (
-        f'Each run trains for {spec.seconds:g} s of wall-clock (training steps alone: not compiling, not measuring), batch '
+        f'Each run trains for {_each(spec.seconds)} s of wall-clock (training steps alone: not compiling, not measuring), batch '
         f'{c["data"]["batch_size"]}, {c["precision"]}, {c["data"]["path"]}, constant learning rate; runs of a seed share their start and '
-        f'order of the images. At {spec.evaluations} equally spaced times the average of the weights (EMA {c["ema"]["rates"][0]}) draws '
+        f'order of the images. At {_each(spec.evaluations)} equally spaced times the average of the weights (EMA {c["ema"]["rates"][0]}) '
+        'draws '
     )
     if not all_rows:
         return text + f'{e["samples"]} samples. Nothing is measured yet.'
@@ -162,6 +168,14 @@ def protocol(spec: Spec, all_rows: Sequence[rows.Row]) -> str:
         f'{row["num_samples"]} samples by {row["sampler"]} with {row["evaluations"]} evaluations of the network, compared with '
         f'{row["reference"]}; features {row["features"]} ({row["resize"]}). {origins(all_rows)}'
     )
+
+
+def _each(numbers: Mapping[str, float]) -> str:
+    """The most frequent one, and which methods have others."""
+    counts = list(numbers.values())
+    usual = max(counts, key=counts.count)
+    others = ', '.join(f'{name} {number:g}' for name, number in numbers.items() if number != usual)
+    return f'{usual:g}' + (f' ({others})' if others else '')
 
 
 def origins(all_rows: Sequence[rows.Row]) -> str:
@@ -183,6 +197,13 @@ def _final(values: Sequence[float]) -> str:
     if not known:
         return ''
     return f'{np.mean(known):.4g}' + (f' ± {(max(known) - min(known)) / 2:.2g}' if len(known) > 1 else '')
+
+
+def _by_then(base: Sequence[Curve], seconds: float) -> str:
+    """The baseline's value after this time, on its mean curve; '' before its first point."""
+    times, values = mean_curve(base) if base else (np.empty(0), np.empty(0))
+    known = len(times) and times[0] <= seconds + 1  # a milestone is met by the first step after it
+    return f'{np.interp(seconds, times, values):.4g}' if known else ''
 
 
 def _ratio(found: Sequence[Curve], base: Sequence[Curve]) -> str:

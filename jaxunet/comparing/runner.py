@@ -31,20 +31,20 @@ class Spec:
     Fields:
       config: with the methods' fields as the baseline has them.
       methods: name -> fields; the first is the baseline.
-      seconds: of training, each run.
-      evaluations: milestones, at equal distances up to `seconds`.
+      seconds, seeds, evaluations: by method: of training, each run; runs, of the seeds 0, 1, ...; milestones, at equal distances up to
+        `seconds`.
     """
 
     command: str
     config: dict[str, Any]
     methods: dict[str, dict[str, Any]]
-    seconds: float
-    seeds: dict[str, int]  # of each method: 0, 1, ...
-    evaluations: int
+    seconds: dict[str, float]
+    seeds: dict[str, int]
+    evaluations: dict[str, int]
 
-    @property
-    def milestones(self) -> list[float]:
-        return [self.seconds * (i + 1) / self.evaluations for i in range(self.evaluations)]
+    def milestones(self, method: str) -> list[float]:
+        count = self.evaluations[method]
+        return [self.seconds[method] * (i + 1) / count for i in range(count)]
 
 
 def base_config(config: Config) -> Config:
@@ -54,7 +54,7 @@ def base_config(config: Config) -> Config:
 
 
 def tasks(spec: Spec, config: Config) -> list[Task]:
-    """All runs: the first seed of every method, then the second, ...
+    """All runs, those of the most seconds first, so that what is short fills up the devices; of these the first seed of every method, ...
 
     Raises:
       UserError: fields that do not fit the config.
@@ -64,8 +64,8 @@ def tasks(spec: Spec, config: Config) -> list[Task]:
         for name, fields in spec.methods.items():
             if seed < spec.seeds[name]:
                 one = Method(name, fields).apply(config.replace(seed=seed))
-                found.append(Task(name, seed, to_dict(one), spec.milestones))
-    return found
+                found.append(Task(name, seed, to_dict(one), spec.milestones(name)))
+    return sorted(found, key=lambda task: -task.seconds[-1])
 
 
 def check_features(todo: Sequence[Task], directory: pathlib.Path, features: str) -> None:
@@ -164,6 +164,10 @@ def load_failures(directory: pathlib.Path) -> dict[str, str]:
 def load(directory: pathlib.Path) -> Spec:
     """Raises UserError: no comparison there."""
     try:
-        return Spec(**json.loads((directory / SPEC).read_text(encoding='utf-8')))
-    except (OSError, ValueError, TypeError) as error:
+        values = json.loads((directory / SPEC).read_text(encoding='utf-8'))
+        for field in ('seconds', 'evaluations'):  # once one number for all methods
+            if not isinstance(values[field], dict):
+                values[field] = dict.fromkeys(values['methods'], values[field])
+        return Spec(**values)
+    except (OSError, ValueError, TypeError, KeyError) as error:
         raise UserError(f'{directory / SPEC}: cannot be read: {error}; --output names the folder of a comparison') from None
