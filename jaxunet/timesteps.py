@@ -168,8 +168,12 @@ def gradient_norm_probabilities(state: GradientNorms, config: TimestepsConfig, s
     mean = state.square / jnp.where(state.weight > 0, state.weight, 1.0)
     largest = jnp.max(mean)
     log_norm = jnp.log(jnp.maximum(mean, 1e-12 * jnp.where(largest > 0, largest, 1.0))) / 2
-    centres = (np.arange(bins) + 0.5) * steps / bins - 0.5
-    norm = jnp.exp(jnp.interp(jnp.arange(steps, dtype=jnp.float32), jnp.asarray(centres, jnp.float32), log_norm - jnp.max(log_norm)))
+    # Where each timestep lies between the centres of two bins is fixed; jnp.interp would look for it in a loop of small kernels.
+    place = np.clip((np.arange(steps) + 0.5) * bins / steps - 0.5, 0, bins - 1)
+    left = np.minimum(place.astype(np.int32), max(bins - 2, 0))
+    right, share = np.minimum(left + 1, bins - 1), jnp.asarray(place - left, jnp.float32)
+    log_norm -= jnp.max(log_norm)
+    norm = jnp.exp(log_norm[left] * (1 - share) + log_norm[right] * share)
     p = (1 - uniform) * norm / jnp.sum(norm) + uniform / steps
     return jnp.where(jnp.all(state.weight > 0) & (largest > 0), p, jnp.full(steps, 1 / steps, jnp.float32))
 

@@ -204,6 +204,20 @@ def test_adaptive_is_uniform_until_all_bins_were_visited_and_bounds_its_factor()
     np.testing.assert_allclose(still, 1 / STEPS, rtol=1e-6)
 
 
+@pytest.mark.parametrize('bins', [1, 2, 8, STEPS])
+def test_adaptive_goes_in_straight_lines_without_a_loop(bins):
+    """Between the logarithms at the bins' centres; level beyond the first and the last."""
+    state = norms_of(np.random.default_rng(bins).uniform(0.1, 3, bins))
+    config = TimestepsConfig(adaptive_bins=bins)
+    centres = (np.arange(bins) + 0.5) * STEPS / bins - 0.5
+    norm = np.exp(np.interp(np.arange(STEPS), centres, np.log(np.asarray(state.square, np.float64)) / 2))
+    wanted = 0.95 * norm / norm.sum() + 0.05 / STEPS
+    np.testing.assert_allclose(gradient_norm_probabilities(state, config, STEPS), wanted, rtol=1e-5)
+    # A loop's body is a launch or more each time on a GPU: ten of them cost a hundredth of a step.
+    program = str(jax.make_jaxpr(lambda state: gradient_norm_probabilities(state, config, STEPS))(state))
+    assert not any(loop in program for loop in ('while', 'scan', 'sort['))
+
+
 def test_adaptive_correction_is_a_power_of_the_importance():
     state = norms_of(np.linspace(0.1, 2, 8))
     whole, half, none = (draws(sampler_of('adaptive', adaptive_bins=8, adaptive_correction=c), state, 100) for c in (1.0, 0.5, 0.0))
