@@ -55,7 +55,13 @@ def curves() -> str:
     return '\n'.join(lines)
 
 
-@pytest.mark.parametrize('make', [table, starts, curves])
+def comparison() -> str:
+    """The table of configs/compare_methods/report.md, whose features the README's text names."""
+    lines = (ROOT / 'configs/compare_methods/report.md').read_text().splitlines()
+    return re.sub(r'\[features=[^]]+\] at the end', '', '\n'.join(line for line in lines if line.startswith('|')))
+
+
+@pytest.mark.parametrize('make', [table, starts, curves, comparison])
 def test_tables_are_generated_from_the_rows(make):
     assert make() in README, f'replace the table in README.md by\n{make()}'
 

@@ -241,9 +241,13 @@ def _plot(spec: Spec, all_rows: Sequence[rows.Row], path: pathlib.Path) -> None:
     from matplotlib.figure import Figure  # noqa: PLC0415  # an extra
 
     metrics = spec.config['evaluation']['metrics']
-    figure = Figure(figsize=(max(6.5, 5.2 * len(metrics)), 4.4), layout='constrained')
-    panels: Any = figure.subplots(1, len(metrics), squeeze=False)[0]
-    for panel, name in zip(panels, metrics, strict=True):
+    across = len(metrics) if len(metrics) < 4 else 2
+    down = -(-len(metrics) // across)
+    figure = Figure(figsize=(max(6.5, 5.2 * across), 4.4 * down), layout='constrained')
+    panels: Any = figure.subplots(down, across, squeeze=False).ravel()
+    for empty in panels[len(metrics) :]:
+        empty.set_axis_off()
+    for panel, name in zip(panels, metrics, strict=False):
         smallest = math.inf
         for method, found in curves(spec, all_rows, name).items():
             if not found:
