@@ -47,7 +47,8 @@ def _on_cpu() -> None:
 
 def pool(workers: int | None = None) -> concurrent.futures.ProcessPoolExecutor:
     """Processes to `lower` in."""
-    workers = workers or max(1, (os.cpu_count() or 2) - 2)
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, 'sched_getaffinity') else os.cpu_count() or 2  # that this process may use
+    workers = workers or max(1, cores - 2)
     return concurrent.futures.ProcessPoolExecutor(workers, multiprocessing.get_context('spawn'), initializer=_on_cpu)
 
 
