@@ -3,6 +3,9 @@
 python -m jaxunet.train --config configs/cifar10.py                                      # downloads the official archive
 python -m jaxunet.train --config configs/cifar10.py --config.data.path=cifar10:/path/to/copy
 python -m jaxunet.train --config configs/cifar10.py --config.train.evaluate_every=50000           # FID of 10,000 samples on the way
+
+Class-conditional, for guidance when sampling (--class_labels 3,7 --guidance_scale 1.5):
+python -m jaxunet.train --config configs/cifar10.py --config.model.num_classes=10 --config.model.label_dropout=0.1
 """
 
 from ml_collections import ConfigDict

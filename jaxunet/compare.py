@@ -82,13 +82,14 @@ def compare(directory: pathlib.Path) -> dict[str, str]:
     )
     todo = runner.tasks(spec, config)
     runner.check_features(todo, directory, network.name)
-    runner.save(spec, directory)
+    if TRAIN.value or not (directory / runner.SPEC).exists():  # --notrain adds step costs to what is there
+        runner.save(spec, directory)
     devices = DEVICES.value or ['']
 
     def say(line: str) -> None:
         print(line, flush=True)
 
-    failures: dict[str, str] = {}
+    failures = {} if TRAIN.value else {name: why for name, why in runner.load_failures(directory).items() if name != 'step_cost'}
     if STEP_COST.value and (problem := runner.measure_step_costs(spec, config, directory, devices[0], TIMEOUT.value, say)):
         failures['step_cost'] = problem
     return failures | (runner.run(todo, directory, devices, TIMEOUT.value, say) if TRAIN.value else {})

@@ -27,7 +27,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import optax
-from jax.scipy.special import betainc, betaln, digamma
+from jax.scipy.special import betaln, digamma
 from jaxtyping import Array, Float, Int, Key
 
 from jaxunet.config import Config
@@ -39,6 +39,7 @@ Steps = Int[Array, ' batch']
 Images = Float[Array, 'batch height width channels']
 Predict = Callable[[Params, Images, Steps, Array | None], Array]  # the network: parameters, x_t, t, labels
 CLIP_NORM = 1.0
+PROPOSALS = 8  # for a gamma variate
 
 
 class Policy(NamedTuple):
@@ -118,13 +119,45 @@ def init_policy(config: Config) -> Policy:
 def draw_from_policy(params: Params, keys: Key[Array, ' batch'], x0: Images, *, steps: int) -> tuple[PerSample, Steps, PerSample]:
     """u, t and 1/(T P(t)) of each image, where P(t) is the mass of the u that round to t."""
     a, b = propose(params, x0)
-    u = jax.vmap(jax.random.beta)(keys, a, b)
-    u = jnp.clip(u, 1e-6, 1 - 1e-6)
+    u = jnp.clip(jax.vmap(_draw_beta)(keys, a, b), 1e-6, 1 - 1e-6)
     t = jnp.round(u * (steps - 1)).astype(jnp.int32)
-    place = t.astype(jnp.float32)
-    lower, upper = (jnp.clip((place + side) / (steps - 1), 0.0, 1.0) for side in (-0.5, 0.5))
-    mass = betainc(a, b, upper) - betainc(a, b, lower)
-    return u, t, 1 / (steps * jnp.maximum(mass, 1e-6))
+    return u, t, 1 / (steps * jnp.maximum(beta_mass(t, a, b, steps), 1e-6))
+
+
+def _draw_beta(key: Key[Array, ''], a: Array, b: Array) -> Array:
+    """Of Beta(a, b), as the quotient of two gamma variates. jax.random.beta loops until it accepts; see `_log_gamma`."""
+    first, second = jax.random.split(key)
+    return jax.nn.sigmoid(_log_gamma(first, a) - _log_gamma(second, b))
+
+
+def _log_gamma(key: Key[Array, ''], a: Array) -> Array:
+    """ln of a draw from Gamma(a, 1): Marsaglia and Tsang (2000) for a + 1, times U^(1/a).
+
+    Proposals are made all at once, as each turn of a loop costs a GPU some launches and a word from its host. One is accepted with
+    probability 0.95 or more; that none is, 4e-11 at most, gives the first.
+    """
+    normal, uniform, boost = jax.random.split(key, 3)
+    d = a + 1 - 1 / 3
+    x = jax.random.normal(normal, (PROPOSALS,))
+    root = 1 + x / jnp.sqrt(9 * d)
+    log_v = 3 * jnp.log(jnp.maximum(root, 1e-6))
+    accepted = (root > 0) & (jnp.log(jax.random.uniform(uniform, (PROPOSALS,))) < jnp.square(x) / 2 + d - d * root**3 + d * log_v)
+    return jnp.log(d) + log_v[jnp.argmax(accepted)] + jnp.log(jax.random.uniform(boost, minval=1e-30)) / a
+
+
+def beta_mass(t: Steps, a: PerSample, b: PerSample, steps: int) -> PerSample:
+    """The mass under Beta(a, b) of the u that round to t.
+
+    The factor of the density that is steep at the nearer end is integrated, the other one taken in the middle: within 1% for a, b up to
+    50 and 1000 steps, where the incomplete beta function would be another loop.
+    """
+    far = 2 * t > steps - 1
+    place = jnp.where(far, steps - 1 - t, t).astype(jnp.float32)  # from the nearer end
+    near_power, far_power = jnp.where(far, b, a), jnp.where(far, a, b)
+    lower, upper = jnp.maximum(place - 0.5, 0) / (steps - 1), (place + 0.5) / (steps - 1)
+    log_rest = (far_power - 1) * jnp.log1p(-(lower + upper) / 2) - betaln(a, b)
+    share = -jnp.expm1(near_power * jnp.log1p(-(upper - lower) / upper))  # of the integral from the end to `upper`
+    return jnp.exp(log_rest + near_power * jnp.log(upper)) * share / near_power
 
 
 def log_density(u: PerSample, a: PerSample, b: PerSample) -> PerSample:

@@ -201,9 +201,9 @@ def _adaptive(config: TimestepsConfig, steps: int) -> TimestepSampler:
     Cost: K-element averages and a T-element cumulative sum each step, no forward passes.
 
     Tried and rejected, in runs of CIFAR-10 of 7,000 steps (64 channels, one H200, one seed each but for two; Fréchet distance of a
-    classifier's features, 10,000 samples in 50 steps; uniform 288 and 285, of half as many steps 312; two seeds of one method lie up to
-    9 apart). This sampler, with K = 64: 275 with weighting uniform, 251 and 259 with min_snr, 246 with p2; the weightings alone:
-    min_snr 274, p2 267.
+    classifier's features, 10,000 samples in 50 steps; the rows were not kept). uniform: 288 and 285, of half as many steps 312; two seeds
+    of one method lie up to 9 apart. This sampler, with K = 64: 275 with weighting uniform, 251 and 259 with min_snr, 246 with p2; the
+    weightings alone: min_snr 274, p2 267.
         relative progress (drop of ln L_b per visit, without correction): only tried on digits (16 channels, T = 200, 600 steps, one seed),
             where the mean of ln L over t came to −3.847, with uniform to −3.884
         a rate of information, p per unit of log-SNR ∝ L/√SNR (between those of entropy, L, and of variance, L/SNR): 302; each draw
@@ -212,8 +212,9 @@ def _adaptive(config: TimestepsConfig, steps: int) -> TimestepSampler:
         ω = 0.25: 255; stratified draws over the batch: 247; IDDPM's square of the loss in bins: 250
         p2 with γ = 1/2: 265, 3/2: 245; k = 1/4: 251, 4: 259
     Much of such a distance is the sampler's: the network of `configs/cifar10.py` came to 277 in 50 steps after 4,500 of training, and to
-    200 in 100 after 4,780. In 100 steps P2 alone is behind uniform; with min_snr this sampler is after 155 s of an H200 where uniform is
-    after 300, and IDDPM's, with uniform weights, ahead of it at the end: `configs/compare_methods`.
+    200 in 100 after 4,780. So the table of `configs/compare_methods` is in 100: with min_snr this sampler has after 155 s of an H200 the
+    distance of uniform after 300 (two seeds); at 225 s p2 alone is level with uniform, and this sampler with uniform weights with the one
+    with min_snr; at 300 s IDDPM's is ahead of it (169.8, one seed; 174.0, 175.5).
     """
     bins, memory = config.adaptive_bins, config.adaptive_memory
 

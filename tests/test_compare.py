@@ -82,7 +82,8 @@ def test_a_comparison_from_end_to_end(compared):
     text = (output / 'report.md').read_text()
     assert text in out
     assert '| uniform | 2 |' in text
-    assert '12 samples by ddim with 2 evaluations of the network, compared with digits:; features classifier-' in text
+    protocol = "12 samples by ddim with 2 evaluations of the network, compared with digits: (1797 images); recall: k=3; by the run's seed; "
+    assert f'{protocol}features classifier-' in text
     assert f'Runs on cpu; jax {jax.__version__}; commit ' in text
     assert 'Failed: broken_seed0: crash' in text
     assert 'fid' not in text.split('\n', maxsplit=4)[4].lower()
@@ -133,6 +134,32 @@ def test_the_same_command_goes_on(compared, features):
         np.savez(features, **others)
     assert 'uniform_seed0: was measured with features classifier-' in message
     assert 'choose another --output, or remove it' in message
+
+
+def test_step_costs_are_added_to_what_is_there(compared, features):
+    """Of other methods even, with nothing else changed."""
+    output, _ = compared
+    kept = {name: (output / name).read_text() for name in (runner.SPEC, 'compare.csv')}
+    failures = runner.load_failures(output)
+    assert failures
+    call(features, output, '--methods=uniform,p2', '--step_cost', '--notrain', '--devices=0', code=1)
+    assert {name: (output / name).read_text() for name in kept} == kept
+    assert runner.load_failures(output) == failures
+    assert set(report.step_costs(output)['costs']) == {'uniform', 'p2'}
+    assert '| uniform | 2 |' in (output / 'report.md').read_text()
+    assert 'Turns: 11 of 8 steps each' in (output / 'report.md').read_text()
+
+
+def test_a_milestone_wants_a_row_of_every_metric(tmp_path):
+    config = tiny_config(evaluation={'metrics': ('fid', 'recall')})
+    task = worker.Task('uniform', 0, to_dict(config), [1.0, 2.0])
+    (tmp_path / worker.ROWS).write_text(
+        ''.join(json.dumps({'milestone': m, 'name': n}) + '\n' for m, n in ((0, 'fid'), (0, 'fid'), (1, 'fid')))
+    )
+    assert worker.missing(task, tmp_path) == [0, 1]
+    with (tmp_path / worker.ROWS).open('a') as file:
+        file.write(json.dumps({'milestone': 1, 'name': 'recall'}) + '\n')
+    assert worker.missing(task, tmp_path) == [0]
 
 
 def test_every_method_fits_every_config():

@@ -252,9 +252,30 @@ def test_policy_draws_its_beta_distribution():
     mass = np.diff(stats.beta(start, start).cdf(edges))
     assert_distribution(np.asarray(t), mass)
     np.testing.assert_allclose(importance, 1 / (STEPS * mass[np.asarray(t)]), rtol=1e-3)
+    # A loop in the draw would have the host follow it in every step.
+    program = str(jax.make_jaxpr(functools.partial(policy.draw_from_policy, steps=STEPS))(state.params, keys, x0))
+    assert not any(loop in program for loop in ('while', 'scan'))
     a, b = jnp.asarray([0.7, 3.0]), jnp.asarray([2.0, 1.5])
     np.testing.assert_allclose(policy.entropy(a, b), stats.beta(a, b).entropy(), rtol=1e-4, atol=1e-5)
     np.testing.assert_allclose(policy.log_density(jnp.asarray([0.2, 0.9]), a, b), stats.beta(a, b).logpdf([0.2, 0.9]), rtol=1e-4)
+
+
+@pytest.mark.parametrize(('a', 'b'), [(0.3, 0.5), (0.974, 0.974), (1.0, 4.0), (30.0, 2.0), (50.0, 50.0)])
+def test_policy_draws_any_beta_distribution(a, b, monkeypatch):
+    count, steps = 20_000, 1000
+    monkeypatch.setattr(policy, 'propose', lambda params, x0: (jnp.full(count, a), jnp.full(count, b)))
+    keys = jax.random.split(jax.random.key(7), count)
+    u, t, importance = policy.draw_from_policy({}, keys, jnp.zeros((count, 1, 1, 1)), steps=steps)
+    exact = stats.beta(a, b)
+    assert stats.kstest(np.asarray(u, np.float64), exact.cdf).pvalue > 1e-3
+    np.testing.assert_array_equal(t, np.round(np.asarray(u) * (steps - 1)))
+    every = np.arange(steps)
+    mass = np.diff(exact.cdf(np.clip((np.arange(steps + 1) - 0.5) / (steps - 1), 0, 1)))
+    found = np.asarray(policy.beta_mass(jnp.asarray(every), jnp.full(steps, a), jnp.full(steps, b), steps))
+    likely = mass > 1e-6
+    np.testing.assert_allclose(found[likely], mass[likely], rtol=0.01)
+    assert found.sum() == pytest.approx(1, rel=1e-3)
+    np.testing.assert_allclose(importance, 1 / (steps * np.maximum(found[np.asarray(t)], 1e-6)), rtol=1e-5)
 
 
 def test_policy_moves_to_what_is_rewarded():

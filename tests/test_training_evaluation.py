@@ -52,6 +52,8 @@ def test_a_run_is_evaluated_on_the_way(mode, features, source, tmp_path):
     for row in rows:
         assert '[features=classifier-' in row['metric']
         assert (row['num_samples'], row['sampler'], row['evaluations'], row['reference']) == ('10', 'ddim', '2', 'digits:')
+        assert (row['num_reference'], row['resize'].split(';')[0]) == ('1797', 'none')
+    assert [row['settings'] for row in rows] == ['', 'k=3'] * 2
     # The weights changed, and the last numbers are those of the average in the checkpoint, on any devices.
     assert rows[0]['value'] != rows[2]['value']
     again = Evaluator(config, source, jax.local_devices()[:1]).measure(read(tmp_path).state.ema['0.995'])

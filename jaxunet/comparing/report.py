@@ -166,8 +166,17 @@ def protocol(spec: Spec, all_rows: Sequence[rows.Row]) -> str:
     row = all_rows[0]
     return text + (
         f'{row["num_samples"]} samples by {row["sampler"]} with {row["evaluations"]} evaluations of the network, compared with '
-        f'{row["reference"]}; features {row["features"]} ({row["resize"]}). {origins(all_rows)}'
+        f'{row["reference"]}{_details(all_rows)}; features {row["features"]} ({row["resize"]}). {origins(all_rows)}'
     )
+
+
+def _details(all_rows: Sequence[rows.Row]) -> str:
+    """What rows since this was kept tell besides: how many images the reference has, each metric's own settings, whose seed."""
+    count = all_rows[0].get('num_reference')
+    if not count:
+        return ''
+    settings = {row['name']: row['settings'] for row in all_rows if row.get('settings')}
+    return f' ({count} images)' + ''.join(f'; {name}: {text}' for name, text in settings.items()) + "; by the run's seed"
 
 
 def _each(numbers: Mapping[str, float]) -> str:

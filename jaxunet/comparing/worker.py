@@ -66,9 +66,9 @@ def finished(folder: pathlib.Path) -> list[rows.Row]:
 
 def missing(task: Task, folder: pathlib.Path) -> list[int]:
     """The milestones without all their rows. A row is of the weights that are kept, so one with others is none."""
-    metrics = len(resolve(task.config).evaluation.metrics)
-    done = [row['milestone'] for row in finished(folder)]
-    return [i for i in range(len(task.seconds)) if done.count(i) < metrics]
+    metrics = resolve(task.config).evaluation.metrics
+    done = {(row['milestone'], row['name']) for row in finished(folder)}
+    return [i for i in range(len(task.seconds)) if any((i, name) not in done for name in metrics)]
 
 
 def run(folder: pathlib.Path) -> None:
@@ -97,8 +97,7 @@ def run(folder: pathlib.Path) -> None:
         assert results is not None  # nothing asks it to stop
         for name, result in zip(config.evaluation.metrics, results, strict=True):
             where = {'milestone': i, 'method': task.method, 'seed': task.seed, 'name': name}
-            measured = {**evaluator.row(result, step, seconds), 'resize': result.protocol['resize']}
-            rows.append(folder / ROWS, {**where, **measured, **origin})
+            rows.append(folder / ROWS, {**where, **evaluator.row(result, step, seconds), **origin})
         print(f'{task.label}: milestone {i + 1} measured in {time.perf_counter() - began:.1f} s', flush=True)
 
 

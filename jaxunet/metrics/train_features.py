@@ -29,7 +29,7 @@ OUTPUT = flags.DEFINE_string('output', None, 'The file to write, .npz.', require
 EPOCHS = flags.DEFINE_integer('epochs', None, f'Passes over the images; default: {Recipe.epochs}.', lower_bound=1)
 SECONDS = flags.DEFINE_float('seconds', None, 'Instead of --epochs: as many as fit in this time.', lower_bound=0.1)
 BATCH_SIZE = flags.DEFINE_integer('batch_size', Recipe.batch_size, 'Images of a step.', lower_bound=2)
-CHANNELS = flags.DEFINE_integer('channels', 64, 'Of the first convolution; the stages have up to 8 times as many.', lower_bound=1)
+CHANNELS = flags.DEFINE_integer('channels', 96, 'Of the first convolution; the stages have up to 8 times as many.', lower_bound=1)
 LEARNING_RATE = flags.DEFINE_float('learning_rate', Recipe.learning_rate, 'Peak, for batches of 512.', lower_bound=1e-6)
 FLIP = flags.DEFINE_bool('flip', True, 'Mirror images at random; switch it off where left and right make a difference.')
 CUTOUT = flags.DEFINE_float(

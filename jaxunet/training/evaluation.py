@@ -24,7 +24,13 @@ from jaxunet.training.state import Params
 
 FEATURE_BATCH = 256
 FILE = 'evaluation.csv'
-COLUMNS = ('step', 'training_seconds', 'metric', 'value', 'std', 'num_samples', 'sampler', 'evaluations', 'reference', 'features', 'seed')
+# fmt: off
+COLUMNS = (
+    'step', 'training_seconds', 'metric', 'value', 'std', 'num_samples', 'sampler', 'evaluations', 'reference', 'num_reference', 'features',
+    'resize', 'settings', 'seed',
+)
+# fmt: on
+SETTINGS = ('subsets', 'subset_size', 'k', 'parts')  # of single metrics, in the column of that name
 
 
 class Colour(Source):
@@ -110,6 +116,7 @@ class Evaluator:
     def row(self, result: Result, step: int, seconds: float) -> dict[str, Any]:
         """A line of evaluation.csv."""
         protocol = result.protocol | {'sampler': self._sampler(), 'evaluations': self.generator.sampler.evaluations}
+        protocol['settings'] = ' '.join(f'{name}={protocol[name]}' for name in SETTINGS if name in protocol)
         known = {'step': step, 'training_seconds': seconds, 'metric': result.label, 'value': result.value, 'std': result.std}
         return {name: known.get(name, protocol.get(name)) for name in COLUMNS}
 

@@ -66,13 +66,13 @@ class StepTable:
 
 
 def read_rows(path: pathlib.Path, columns: tuple[str, ...]) -> list[dict[str, str]]:
-    """The rows of a `StepTable`; a last row that a kill cut short is left out."""
+    """The rows of a `StepTable`, columns that an older version had not empty; a last row that a kill cut short is left out."""
     with path.open(newline='') as file:
         rows = list(csv.DictReader(file))
-    whole = [row for row in rows if set(row) == set(columns) and None not in row.values() and row['step'].isdigit()]
+    whole = [row for row in rows if set(row) <= set(columns) and None not in row.values() and row.get('step', '').isdigit()]
     if len(whole) < len(rows):
         logging.warning('%s: %d rows that are cut short or not of this version were dropped', path, len(rows) - len(whole))
-    return whole
+    return [dict.fromkeys(columns, '') | row for row in whole]
 
 
 def read_metrics(path: pathlib.Path) -> list[dict[str, str]]:

@@ -340,10 +340,13 @@ class _Run:
         results = self.evaluator.measure(self._averaged(), lambda: not self.preemption.requested)
         if results is None:
             return  # asked to stop
-        self.evaluations.add([self.evaluator.row(result, self.step, self.seconds) for result in results])
+        rows = [self.evaluator.row(result, self.step, self.seconds) for result in results]
+        self.evaluations.add(rows)
         for result in results:
             logs.scalar(f'evaluation/{result.label}', result.value, self.step)
-        bar.write(f'step {self.step}, {self.seconds:.1f} s of training: {", ".join(f"{r.label} {r.value:.5g}" for r in results)}')
+        told = ', '.join(f'{r.label} {r.value:.5g}' for r in results)
+        how = '{num_samples} samples by {sampler}, {evaluations} evaluations each, against {reference}'.format_map(rows[-1])
+        bar.write(f'step {self.step}, {self.seconds:.1f} s of training: {told} ({how}; {self.evaluations.path} has the rest)')
 
 
 class Background:
