@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import pathlib
 import struct
-from typing import Any
 
 import jax
 import numpy as np
 import pytest
-from inception_case import GOLDEN, images, random_state, summary
+from inception_case import COLUMNS, GOLDEN, images, of_pytorch_fid, random_state, summary
 
 from jaxunet import download
 from jaxunet.errors import UserError
@@ -45,36 +44,18 @@ def test_every_layer_against_golden_numbers(computed):
         assert set(golden) == set(computed)
         assert len(golden) == 94 + 11 + 2 + 2  # convolutions, blocks, pools, results
         for name, expected in golden.items():
-            found = computed[name][:, : expected.shape[1]] if name in ('features', 'logits') else summary(computed[name])
+            found = computed[name][:, : COLUMNS[name]] if name in COLUMNS else summary(computed[name])
             np.testing.assert_allclose(found, expected, rtol=0, atol=TOLERANCE * np.abs(expected).max(), err_msg=name)
 
 
-def test_every_layer_against_pytorch_fid(state, computed, monkeypatch):
-    torch = pytest.importorskip('torch')
+def test_every_layer_against_pytorch_fid(state, computed):
+    pytest.importorskip('torch')
     try:
-        import pytorch_fid.inception as theirs  # noqa: PLC0415
+        import pytorch_fid.inception  # noqa: F401, PLC0415
     except (ImportError, RuntimeError) as error:  # torchvision raises the second when it was built for another torch
         pytest.skip(f'pytorch_fid: {error}')
-    counters = {name.replace('weight', 'num_batches_tracked'): torch.tensor(0) for name in state if name.endswith('bn.weight')}
-    tensors = {**{name: torch.from_numpy(value) for name, value in state.items()}, **counters}
-    monkeypatch.setattr(theirs, 'load_state_dict_from_url', lambda *_, **__: tensors)
-    network = theirs.InceptionV3([3]).eval()
-    inner = ['Conv2d_1a_3x3 Conv2d_2a_3x3 Conv2d_2b_3x3 maxpool1', 'Conv2d_3b_1x1 Conv2d_4a_3x3 maxpool2']
-    inner += ['Mixed_5b Mixed_5c Mixed_5d Mixed_6a Mixed_6b Mixed_6c Mixed_6d Mixed_6e', 'Mixed_7a Mixed_7b Mixed_7c']
-    outputs: dict[str, np.ndarray] = {}
-
-    def watch(name: str, module: Any) -> None:
-        module.register_forward_hook(lambda _module, _input, output: outputs.__setitem__(name, output.permute(0, 2, 3, 1).numpy().copy()))
-
-    for block, names in zip(network.blocks, inner, strict=True):
-        for name, module in zip(names.split(), block, strict=False):
-            watch(name, module)
-            if name.startswith('Mixed'):
-                for child, convolution in module.named_children():
-                    watch(f'{name}.{child}', convolution)
-    with torch.no_grad():
-        outputs['features'] = network(torch.from_numpy(images()).permute(0, 3, 1, 2).float() / 255)[0][:, :, 0, 0].numpy()
-    assert set(outputs) == set(computed) - {'logits'}
+    outputs = of_pytorch_fid(state)
+    assert set(outputs) == set(computed)
     for name, expected in outputs.items():
         np.testing.assert_allclose(computed[name], expected, rtol=0, atol=TOLERANCE * np.abs(expected).max(), err_msg=name)
 
