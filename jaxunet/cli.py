@@ -77,6 +77,8 @@ def _check_overrides(argv: Sequence[str]) -> None:
     sections = {'': default_config().to_dict()}
     sections |= {name: fields for name, fields in sections[''].items() if isinstance(fields, dict)}
     known = [f'{section}.{name}'.lstrip('.') for section, fields in sections.items() for name in fields]
+    tuples = {f'{section}.{name}'.lstrip('.') for section, fields in sections.items() for name in fields if isinstance(fields[name], tuple)}
+    seen = set[str]()
     for argument, following in itertools.pairwise([*argv[1:], '']):
         named = argument.removeprefix('--config=') if argument.startswith('--config=') else following if argument == '--config' else ''
         path = pathlib.Path(named.split(':')[0])
@@ -88,6 +90,9 @@ def _check_overrides(argv: Sequence[str]) -> None:
             elsewhere = [f for f in known if f.split('.')[-1] == name] or difflib.get_close_matches(match[1], known, n=3)
             hint = f'; did you mean {" or ".join(elsewhere)}?' if elsewhere else ''
             raise UserError(f'--config.{match[1]}: unknown field{hint}')
+        if match and match[1] in seen & tuples:
+            raise UserError(f'--config.{match[1]}: is there twice, which would join its values; give it once, with commas: 32,64')
+        seen |= {match[1]} if match else set()
         if match and match[1] in sections:
             raise UserError(
                 f'--config.{match[1]}: is a section; set one of its fields, e.g. --config.{match[1]}.{next(iter(sections[match[1]]))}=...'

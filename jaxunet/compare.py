@@ -27,8 +27,7 @@ from jaxunet import cli
 from jaxunet.comparing import report, runner
 from jaxunet.comparing.methods import METHODS, parse_counts, parse_methods, parse_seconds
 from jaxunet.config import resolve, to_dict
-from jaxunet.metrics.evaluation import check_metrics
-from jaxunet.metrics.features import load_features
+from jaxunet.training.evaluation import evaluation_network
 
 CONFIG = cli.define_config()
 METHOD_NAMES = flags.DEFINE_list('methods', ['uniform', 'adaptive'], f'Some of {", ".join(METHODS)}, or NAME:field=value+field=value.')
@@ -70,8 +69,7 @@ def compare(directory: pathlib.Path) -> dict[str, str]:
     names = [method.name for method in methods]
     config = runner.base_config(given)
     jax.config.update('jax_platforms', 'cpu')  # the other devices are the runs'
-    network = load_features(config.evaluation.features)  # mistakes are told before anything runs
-    check_metrics(config.evaluation.metrics, network, 'evaluation.metrics')
+    network = evaluation_network(config)  # mistakes are told before anything runs
     spec = runner.Spec(
         command=shlex.join(['python', '-m', 'jaxunet.compare', *sys.argv[1:]]),
         config=to_dict(config),

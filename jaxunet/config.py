@@ -340,6 +340,8 @@ def _check_values(config: Config) -> list[str]:
         for path in paths:
             many = flat[path] if isinstance(flat[path], tuple) else (flat[path],)
             problems += [f'{path}: expected {expected}, found {v!r}' for v in many if not accepts(v)]
+    if not 0 <= config.seed < 2**32:
+        problems.append(f'seed: expected 0 to {2**32 - 1}, found {config.seed}')
     return problems or check_relations(config)
 
 

@@ -54,10 +54,22 @@ def main(argv: Sequence[str]) -> None:
         dry_run(config)
         return
     start = distributed.Start(CLUSTER.value, COORDINATOR.value, PROCESSES.value, PROCESS.value, WAIT.value, HEARTBEAT.value)
+    code = 0
     with distributed.joined(start):
-        run(config)
-    if any(thread.name == Background.NAME for thread in threading.enumerate()):
-        distributed.end(0)  # everything is saved; the compiler's thread would hold the exit up
+        try:
+            run(config)
+        except UserError as error:
+            if not compiling():
+                raise
+            print(f'error: {error}', file=sys.stderr, flush=True)
+            code = cli.USER_ERROR
+    if compiling():
+        distributed.end(code)  # everything is saved; the compiler's thread would hold the exit up, or crash in it
+
+
+def compiling() -> bool:
+    """Whether the thread that compiles the sampler still runs."""
+    return any(thread.name == Background.NAME for thread in threading.enumerate())
 
 
 def run(config: Config) -> None:

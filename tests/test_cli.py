@@ -142,6 +142,8 @@ MISTAKES = [
     (['jaxunet.train', '--config.parallel.devices=99'], 'parallel.devices: 99 asked for, but this machine has 1'),
     (['jaxunet.train', '--config.model.num_classes=3'], 'model.num_classes: 3, but digits: has 10 classes'),
     (['jaxunet.train', '--config.init_from=nowhere.bin'], 'nowhere.bin: no such file or folder'),
+    (['jaxunet.train', '--config.data.image_size=8', '--config.data.image_size=16'], '--config.data.image_size: is there twice'),
+    (['jaxunet.train', '--config.seed=4294967296'], 'seed: expected 0 to 4294967295, found 4294967296'),
     (['jaxunet.train', '--coordinator=localhost:1'], '--num_processes: missing'),
     (['jaxunet.sample'], 'Flag --checkpoint must have a value other than None'),
     (['jaxunet.sample', '--checkpoint=nowhere'], 'nowhere: no such file or folder'),

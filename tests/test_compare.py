@@ -132,6 +132,7 @@ def test_the_same_command_goes_on(compared, features):
         message = call(features, output, *ARGUMENTS, code=2)
     finally:
         np.savez(features, **others)
+    assert 'nothere: no such file' in call(features, output, *ARGUMENTS, '--config.evaluation.reference=nothere', code=2)
     assert 'uniform_seed0: was measured with features classifier-' in message
     assert 'choose another --output, or remove it' in message
 
@@ -197,6 +198,10 @@ def test_numbers_by_method():
     assert parse_counts('--seeds', ['b=3'], ['a', 'b'], 1) == {'a': 1, 'b': 3}
     assert parse_counts('--seeds', ['2', 'b=3'], ['a', 'b'], 1) == {'a': 2, 'b': 3}
     assert parse_seconds('--seconds', ['b=0.5'], ['a', 'b'], 300) == {'a': 300, 'b': 0.5}
+    assert parse_counts('--seeds', ['b=3', '2'], ['a', 'b'], 1) == {'a': 2, 'b': 3}
+    for twice, where in ((['2', '3'], 'all methods, 2 and 3'), (['b=2', '1', 'b=4'], 'b, 2 and 4')):
+        with pytest.raises(UserError, match=f'--seeds: there are two numbers for {where}'):
+            parse_counts('--seeds', twice, ['a', 'b'], 1)
     for wrong in ('0', 'c=1', 'b=', 'x', '1.5'):
         with pytest.raises(UserError, match='--seeds: expected COUNT or NAME=COUNT'):
             parse_counts('--seeds', [wrong], ['a', 'b'], 1)

@@ -3,6 +3,8 @@
 import dataclasses
 import math
 import re
+import subprocess
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +13,7 @@ import pytest
 from tiny import tiny_config
 
 import xla_ffi
+from jaxunet.checkpoint import read
 from jaxunet.data import pipeline
 from jaxunet.data.sources import open_source
 from jaxunet.diffusion import make_diffusion
@@ -145,6 +148,36 @@ def test_training_stops_after_too_many_bad_steps(tmp_path, source):
     config = tiny_config(optimizer={'learning_rate': 1e30, 'clip_norm': 0.0, 'warmup_steps': 0}, train={'steps': 60, 'max_bad_steps': 3})
     with pytest.raises(UserError, match=r'3 steps in a row had a loss or gradient that is not finite \(train.max_bad_steps=3\); lower'):
         train(config, tmp_path, source)
+
+
+def test_a_corrupt_image_takes_no_step_with_it(tmp_path, source, monkeypatch):
+    stream = pipeline.stream
+
+    def broken(*arguments):
+        for number, batch in enumerate(stream(*arguments)):
+            if number == 5:
+                raise UserError('cat.png: cannot be read')
+            yield batch
+
+    monkeypatch.setattr(pipeline, 'stream', broken)
+    config = tiny_config(data={'cache': 'stream'}, parallel={'devices': 1}, train={'checkpoint_every': 100})
+    with pytest.raises(UserError, match=r'cat\.png'):
+        train(config, tmp_path, source)
+    assert int(read(tmp_path).state.step) == 5
+
+
+def test_one_run_at_a_time_in_a_workdir(tmp_path, source):
+    (tmp_path / 'file').touch()
+    with pytest.raises(UserError, match='file: cannot be made: File exists'):
+        train(tiny_config(), tmp_path / 'file', source)
+    program = "import fcntl, sys; f = open(sys.argv[1], 'w'); fcntl.lockf(f, fcntl.LOCK_EX); print('held', flush=True); sys.stdin.read()"
+    command = [sys.executable, '-c', program, str(tmp_path / '.lock')]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as other:
+        assert other.stdout.readline() == 'held\n'
+        with pytest.raises(UserError, match=f'another run is training in {tmp_path}'):
+            train(tiny_config(), tmp_path, source)
+        other.stdin.close()
+    assert not (tmp_path / 'checkpoints').exists()
 
 
 def test_ema_is_the_recurrence(source):

@@ -134,6 +134,29 @@ def test_a_statistics_file_or_other_images_as_the_reference(features, source, tm
     assert same[0].protocol['num_reference'] == 50
 
 
+def test_mistakes_are_told_before_training(features, source, tmp_path):
+    """Not when the first samples are drawn."""
+    for changes, message in (
+        ({'evaluation': {'reference': str(tmp_path / 'nothere')}}, 'nothere: no such file'),
+        ({'data': {'image_size': (16,)}}, r'classifier-\w+ compares images of 8x8 pixels, found 16x16'),
+    ):
+        config = config_of(features, parallel={'devices': 1}).replace(**changes)
+        shape = config.image_shape
+        with pytest.raises(UserError, match=message):
+            train(config, tmp_path / 'run', open_source('digits:', image_shape=shape))
+        assert not (tmp_path / 'run' / 'metrics.csv').exists()
+
+
+def test_an_error_on_the_way_takes_no_step_with_it(features, source, tmp_path, monkeypatch):
+    def fail(*_):
+        raise UserError('no room')
+
+    monkeypatch.setattr(Evaluator, 'measure', fail)
+    with pytest.raises(UserError, match='no room'):
+        train(config_of(features, parallel={'devices': 1}), tmp_path, source)
+    assert int(read(tmp_path).state.step) == 3  # its checkpoints are at 2, 4 and 6
+
+
 def test_a_line_that_was_cut_short(tmp_path, features, source):
     config = config_of(features, parallel={'devices': 1})
     evaluator = Evaluator(config, source, jax.local_devices()[:1])

@@ -108,11 +108,15 @@ def _by_method(
     flag: str, what: str, texts: Sequence[str], names: Sequence[str], default: Number, read: Callable[[str], Number]
 ) -> dict[str, Number]:
     """`read` gives 0 for what is no number above 0."""
-    numbers = dict.fromkeys(names, default)
+    told: dict[str, Number] = {}
     for text in texts:
         name, equals, given = text.rpartition('=')
         number = read(given)
         if number <= 0 or (equals and name not in names):
             raise UserError(f'{flag}: expected {what} or NAME={what}, with names of {", ".join(names)}, found {text!r}')
-        numbers |= {name: number} if equals else dict.fromkeys(names, number)
-    return numbers
+        if name in told:
+            raise UserError(
+                f'{flag}: there are two numbers for {name or "all methods"}, {told[name]:g} and {number:g}; leave one of them out'
+            )
+        told[name] = number
+    return dict.fromkeys(names, told.pop('', default)) | told

@@ -121,6 +121,14 @@ def open_side(
         return side, source.image_shape[:2]
 
 
+def check_side(path: str) -> None:
+    """Raises UserError: a path that `open_side` will not open either."""
+    file = Path(path).expanduser()
+    if not (file.suffix.lower() == '.npz' and file.is_file() and is_statistics(file)):
+        with open_images(path):
+            pass
+
+
 def image_side(
     name: str,
     source: Source,

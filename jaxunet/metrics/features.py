@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -36,6 +37,7 @@ class FeatureNetwork:
       is_inception: whether it is FID's Inception-v3; only then results are called FID, KID and Inception Score.
       resize: what happens to the images' size, for people.
       classify: features -> class scores (n, classes), where there are some.
+      size: (height, width) of the only images that it takes; None = any, which it resizes.
     """
 
     name: str
@@ -44,6 +46,12 @@ class FeatureNetwork:
     is_inception: bool
     resize: str
     classify: Callable[[Float[np.ndarray, 'n d']], Float[Array, 'n classes']] | None = None
+    size: tuple[int, int] | None = None
+
+    def check_size(self, found: tuple[int, int]) -> None:
+        """Raises UserError: images of this (height, width) are not what the network takes."""
+        if self.size and found != self.size:
+            raise UserError(f'--features: {self.name} compares images of {self.size[0]}x{self.size[1]} pixels, found {found[0]}x{found[1]}')
 
 
 def load_features(features: str) -> FeatureNetwork:
@@ -97,19 +105,20 @@ def classifier_network(path: Path, arrays: dict[str, np.ndarray], digest: str) -
         x = classifier.normalise(architecture, images)
         return classifier.apply(architecture, params, x, statistics, precision=lax.Precision.HIGHEST)[1] * scale[None]
 
-    def extract(images: UInt8[np.ndarray, 'n height width 3']) -> Float[Array, 'n d']:
-        wanted, found = (architecture.height, architecture.width), images.shape[1:3]
-        if found != wanted:
-            raise UserError(f'--features: {path} compares images of {wanted[0]}x{wanted[1]} pixels, found {found[0]}x{found[1]}')
-        return run(images)
-
-    return FeatureNetwork(
+    network = FeatureNetwork(
         name=f'{CLASSIFIER}-{digest[:8]}',
         dimension=len(scale),
-        extract=extract,
+        extract=run,
         is_inception=False,
         resize=f'none; trained on {training.get("reference")}, test accuracy {training.get("test_accuracy", float("nan")):.4f}',
+        size=(architecture.height, architecture.width),
     )
+
+    def extract(images: UInt8[np.ndarray, 'n height width 3']) -> Float[Array, 'n d']:
+        network.check_size((images.shape[1], images.shape[2]))
+        return run(images)
+
+    return dataclasses.replace(network, extract=extract)
 
 
 # kind -> reader of the file's arrays; the third argument is the SHA-256 of the file.

@@ -161,7 +161,8 @@ def _best(sweep: Sweep) -> list[str]:
         fields['data.batch_size'] = best['batch']
     overrides = shlex.join(f'--config.{name}={show(value)}' for name, value in fields.items())
     if best['point'].get(JIT) != 'off':  # which training cannot do
-        lines += ['', f'    python -m jaxunet.train {f"{sweep.command} {overrides}".strip()}']
+        given = [a for a in shlex.split(sweep.command) if not a.startswith(tuple(f'--config.{name}=' for name in fields))]
+        lines += ['', f'    python -m jaxunet.train {f"{shlex.join(given)} {overrides}".strip()}']
     return [*lines, '']
 
 

@@ -15,8 +15,8 @@ from jaxunet.data.pixels import Batch
 from jaxunet.data.source import ArraySource, Source
 from jaxunet.errors import UserError
 from jaxunet.generate import Generator
-from jaxunet.metrics.evaluation import WITHOUT_REFERENCE, Result, Side, check_metrics, compute, image_side, open_side
-from jaxunet.metrics.features import load_features
+from jaxunet.metrics.evaluation import WITHOUT_REFERENCE, Result, Side, check_metrics, check_side, compute, image_side, open_side
+from jaxunet.metrics.features import FeatureNetwork, load_features
 from jaxunet.progress import progress_bar
 from jaxunet.sampling import SamplerConfig
 from jaxunet.training.logs import StepTable, read_rows
@@ -31,6 +31,21 @@ COLUMNS = (
 )
 # fmt: on
 SETTINGS = ('subsets', 'subset_size', 'k', 'parts')  # of single metrics, in the column of that name
+
+
+def evaluation_network(config: Config) -> FeatureNetwork:
+    """The features of `config.evaluation`, after a look at all that measuring needs, which comes when hours of training are over.
+
+    Raises:
+      UserError: features that cannot be loaded or take images of another size, metrics that they do not allow, or no such reference.
+    """
+    e = config.evaluation
+    network = load_features(e.features)
+    check_metrics(e.metrics, network, 'evaluation.metrics')
+    network.check_size((config.image_shape[0], config.image_shape[1]))
+    if e.reference:
+        check_side(e.reference)
+    return network
 
 
 class Colour(Source):
@@ -65,8 +80,7 @@ class Evaluator:
     def __init__(self, config: Config, source: Source, devices: Sequence[jax.Device]) -> None:
         e = config.evaluation
         self.config, self.source = config, source
-        self.network = load_features(e.features)
-        check_metrics(e.metrics, self.network, 'evaluation.metrics')
+        self.network = evaluation_network(config)
         sampler = SamplerConfig(name=e.sampler, steps=e.steps or None, variance=e.variance or None)
         self.generator = Generator(config, sampler, batch_size=min(e.batch_size, e.samples), devices=devices)
         self._reference: Side | None = None

@@ -6,7 +6,9 @@ The device is never left waiting for Python: up to `IN_FLIGHT` steps are queued,
 from __future__ import annotations
 
 import collections
+import contextlib
 import dataclasses
+import fcntl
 import gc
 import pathlib
 import threading
@@ -58,9 +60,28 @@ def train(
       UserError: the workdir holds another run, the data does not fit the config, too many non-finite steps in a row, or the last
         checkpoint could not be written.
     """
-    workdir.mkdir(parents=True, exist_ok=True)
-    with Preemption() as preemption:
+    try:
+        workdir.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f'--workdir: {workdir}: cannot be made: {error.strerror or error}; choose another') from None
+    with _alone(workdir), Preemption() as preemption:
         return _Run(config, workdir, source, initial, preemption, milestones).run()
+
+
+@contextlib.contextmanager
+def _alone(workdir: pathlib.Path) -> Iterator[None]:
+    """Process 0 holds a lock on the workdir, which ends with the process. Raises UserError: another run holds it."""
+    if jax.process_index() != 0:
+        yield
+        return
+    with (workdir / '.lock').open('w') as file:
+        try:
+            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except (BlockingIOError, PermissionError):
+            raise UserError(f'--workdir: another run is training in {workdir}; wait for its end, or choose another folder') from None
+        except OSError:  # a file system without locks
+            pass
+        yield
 
 
 def fresh_state(config: Config) -> TrainState:
@@ -172,6 +193,8 @@ class _Run:
             gc.freeze()  # what is here now stays: going through it again would stall the loop for a tenth of a second
             self._loop(compiled, data, batches, logs, bar)
         finally:
+            with contextlib.suppress(Exception):  # what failed is on its way already
+                jax.block_until_ready(self.state)  # a step that runs while the process ends would crash it
             bar.close()
             if batches is not None:
                 batches.close()
@@ -219,7 +242,9 @@ class _Run:
 
         while self.step < t.steps and not self._asked_to_stop():
             if batches is not None:
-                data = self.parallel.put_batch(next(batches))
+                with self._kept(take, bar):
+                    batch = next(batches)
+                data = self.parallel.put_batch(batch)
             self.state, metrics = compiled(self.state, self._with_stop(data))
             self.step += 1
             queue.append((self.step, self.parallel.local(metrics)))
@@ -235,10 +260,11 @@ class _Run:
                 self.seconds = clock.seconds
                 if save and not self.milestones:
                     self._save(bar)
-                if sample and logs is not None:
-                    self._sample(logs, bar)
-                if evaluate and logs is not None:
-                    self._evaluate(logs, bar)
+                with self._kept(take, bar):
+                    if sample and logs is not None:
+                        self._sample(logs, bar)
+                    if evaluate and logs is not None:
+                        self._evaluate(logs, bar)
                 if reached and self.milestones:
                     ahead.pop(0)
                     self.milestones.reached(self.step, self.seconds, self._averaged())
@@ -252,6 +278,19 @@ class _Run:
                 self._save(bar)
             bar.write(f'stopped at step {self.step}; the same command goes on from there')
         self._finish_saving()
+
+    @contextlib.contextmanager
+    def _kept(self, take: Callable[[int], None], bar: tqdm) -> Iterator[None]:
+        """An error in here, such as a corrupt image's, takes no trained step with it: all are saved. Not of several processes' runs,
+        of which the others know nothing of it."""
+        try:
+            yield
+        except UserError:
+            take(0)
+            if jax.process_count() == 1 and not self.milestones and self.checkpoints.latest() != self.step:
+                self._save(bar)
+                self._finish_saving()
+            raise
 
     def _asked_to_stop(self) -> bool:
         return self.preemption.requested if jax.process_count() == 1 else self.stop
@@ -345,7 +384,9 @@ class _Run:
         for result in results:
             logs.scalar(f'evaluation/{result.label}', result.value, self.step)
         told = ', '.join(f'{r.label} {r.value:.5g}' for r in results)
-        how = '{num_samples} samples by {sampler}, {evaluations} evaluations each, against {reference}'.format_map(rows[-1])
+        row = next((row for row in rows if row['reference']), rows[0])
+        how = f'{row["num_samples"]} samples by {row["sampler"]}, {row["evaluations"]} evaluations each'
+        how += f', against {row["reference"]}' if row['reference'] else ''
         bar.write(f'step {self.step}, {self.seconds:.1f} s of training: {told} ({how}; {self.evaluations.path} has the rest)')
 
 
