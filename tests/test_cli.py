@@ -53,7 +53,7 @@ def test_a_log_file_gets_few_states_of_a_progress_bar(monkeypatch, terminal):
 
 
 def test_train_writes_what_it_promises(run):
-    assert {p.name for p in run.iterdir()} == {'checkpoints', 'metrics.csv', 'samples', 'tensorboard'}
+    assert {p.name for p in run.iterdir()} == {'.lock', 'checkpoints', 'metrics.csv', 'samples', 'tensorboard'}
     assert [int(row['step']) for row in read_metrics(run / 'metrics.csv')] == [1, 2, 3, 4, 5, 6]
     with Image.open(run / 'samples' / 'step_0000006.png') as picture:
         assert picture.mode == 'L'
