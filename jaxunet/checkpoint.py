@@ -40,6 +40,7 @@ class Restored:
     state: TrainState  # numpy arrays
     config: Config  # as saved
     seconds: float  # wall-clock of training so far, without compiling, sampling and saving
+    class_names: tuple[str, ...]  # of the labels 0, 1, ...; empty if the model is unconditional, or the version kept none
 
 
 def state_template(config: Config) -> TrainState:
@@ -80,7 +81,7 @@ class Checkpoints:
             self.folder.mkdir(parents=True, exist_ok=True)
         self.manager = ocp.CheckpointManager(self.folder, options=options, item_names=('state', 'meta'))
 
-    def save(self, step: int, state: TrainState, config: Config, seconds: float) -> str:
+    def save(self, step: int, state: TrainState, config: Config, seconds: float, class_names: tuple[str, ...] = ()) -> str:
         """Starts writing `state` (numpy) in the background; process 0 alone may call this.
 
         A write that fails leaves the earlier checkpoints as they are.
@@ -90,7 +91,7 @@ class Checkpoints:
         Raises:
           CheckpointWriteError: this write could not start.
         """
-        meta = {'config': to_dict(config), 'checksum': checksum(state), 'seconds': seconds}
+        meta = {'config': to_dict(config), 'checksum': checksum(state), 'seconds': seconds, 'class_names': list(class_names)}
         earlier = ''
         try:
             self.wait()
@@ -153,7 +154,7 @@ class Checkpoints:
         found = checksum(state)
         if found != meta['checksum']:
             raise ValueError(f'checksum: expected {meta["checksum"]:08x}, found {found:08x} in {folder}')
-        return Restored(state, config, meta['seconds'])
+        return Restored(state, config, meta['seconds'], tuple(meta.get('class_names', ())))  # earlier versions kept no names
 
     def _check_states(self, folder: pathlib.Path, config: Config, template: dict[str, Any]) -> None:
         """Raises UserError: the state of the weighting or the sampler is that of another version, and the checkpoint not a damaged one."""

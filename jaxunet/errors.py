@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 
 class UserError(Exception):
@@ -17,3 +17,8 @@ def near_misses(name: str, known: Iterable[str]) -> str:
     """`'; did you mean "a" or "b"?'` for the known names close to `name`, or an empty string."""
     matches = difflib.get_close_matches(name, list(known), n=3, cutoff=0.6)
     return '; did you mean ' + ' or '.join(f'"{m}"' for m in matches) + '?' if matches else ''
+
+
+def listed(names: Sequence[str]) -> str:
+    """The names, or the first 20 of more."""
+    return ', '.join(names[:20]) + (', ...' if len(names) > 20 else '')

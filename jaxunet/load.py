@@ -25,6 +25,7 @@ class Model:
     params: Params  # float32, numpy
     moments: tuple[Params, Params] | None  # Adam's, where the source has them
     note: str  # which weights these are
+    class_names: tuple[str, ...] = ()  # of the labels 0, 1, ..., where the source has them
 
 
 def load_model(path: str, *, ema: str = '', config: Config | None = None, new_attention_order: bool | None = None) -> Model:
@@ -48,7 +49,7 @@ def load_model(path: str, *, ema: str = '', config: Config | None = None, new_at
         restored = checkpoint.read(path)
         params, note = checkpoint.pick_weights(restored.state, restored.config, ema)
         moments = get_moments(restored.state.opt_state)
-        return Model(restored.config, params, moments, f'{path}, step {int(restored.state.step)}, {note}')
+        return Model(restored.config, params, moments, f'{path}, step {int(restored.state.step)}, {note}', restored.class_names)
     if ema:
         raise UserError(f'--ema: {path} holds one set of weights; leave the flag out')
     weights = read_weights(path, config, new_attention_order=new_attention_order)

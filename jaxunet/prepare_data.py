@@ -176,6 +176,8 @@ def _report(target: Path, source: Source, kept: int, left_out: list[tuple[str, s
     for name, reason in left_out:
         print(f'left out {name}: {reason}')
     print(f'{target}: {kept} images of {height}x{width}x{channels}; {len(left_out)} files left out')
+    if source.unlabelled_by and target.suffix == '.npz':
+        print(f'warning: no labels, as {source.unlabelled_by}; for labels, move such images into a class sub-folder or away')
     if source.class_names and target.suffix == '.bin':
         print(f'note: .bin has no place for labels; for the {len(source.class_names)} classes write a .npz')
 

@@ -22,6 +22,7 @@ from absl import flags, logging
 
 from jaxunet import cli, distributed
 from jaxunet.checkpoint import checksum
+from jaxunet.classes import label_of
 from jaxunet.config import PRECISIONS, Config, resolve, split_backend
 from jaxunet.errors import UserError
 from jaxunet.generate import Generator
@@ -65,7 +66,9 @@ CHURN = flags.DEFINE_float('churn', None, "heun: EDM's S_churn, fresh noise befo
 CHURN_RANGE = flags.DEFINE_list('churn_range', None, "heun: EDM's S_tmin,S_tmax, the noise levels where --churn acts, such as 0.05,50.")
 CLIP = flags.DEFINE_bool('clip', True, 'Clip the predicted image to [-1, 1] at every step.')
 CLASS_LABELS = flags.DEFINE_list(
-    'class_labels', None, 'Labels, repeated as often as needed, e.g. 3 or 0,1,2; default: every class in turn.'
+    'class_labels',
+    None,
+    'Labels, repeated as often as needed, e.g. 3 or 0,1,2, or names of classes if the checkpoint has them; default: every class in turn.',
 )
 GUIDANCE_SCALE = flags.DEFINE_float('guidance_scale', 1.0, 'Classifier-free guidance: 1 = plain conditional, more = closer to the class.')
 SEED = flags.DEFINE_integer('seed', 0, 'Same seed, same images, whatever the batch size.', lower_bound=0)
@@ -117,14 +120,15 @@ def run() -> None:
     model = load_model(CHECKPOINT.value, ema=EMA.value, config=given, new_attention_order=NEW_ATTENTION_ORDER.value)
     config = model.config.replace(**{k: v for k, v in {'backend': BACKEND.value, 'precision': PRECISION.value}.items() if v is not None})
     count = NUM_SAMPLES.value
-    labels = class_labels(config, count)
+    chosen = chosen_classes(config, model.class_names)
+    labels = class_labels(config, chosen, count)
     if GUIDANCE_SCALE.value != 1 and config.model.num_classes and config.model.label_dropout == 0:
         raise UserError(
             '--guidance_scale: the model was trained with every label (model.label_dropout=0) and cannot be guided; leave it at 1'
         )
     sampler = sampler_config(config)
     generator = Generator(config, sampler, batch_size=min(BATCH_SIZE.value, count), devices=devices())
-    parts = Parts(OUTPUT.value, identity(config, model.params, generator))
+    parts = Parts(OUTPUT.value, identity(config, model.params, generator, chosen))
     rank, processes = jax.process_index(), jax.process_count()
     if processes > 1:
         if rank == 0:
@@ -177,14 +181,14 @@ def sampler_config(config: Config) -> SamplerConfig:
     )
 
 
-def identity(config: Config, params: Params, generator: Generator) -> dict[str, Any]:
+def identity(config: Config, params: Params, generator: Generator, chosen: list[int]) -> dict[str, Any]:
     """What decides the pixels of sample i; how many there are, batches and devices do not."""
     sections = {
         'model': dataclasses.asdict(config.model),
         'diffusion': dataclasses.asdict(config.diffusion),
         'sampler': dataclasses.asdict(generator.sampler.config),
     }
-    labels = ','.join(CLASS_LABELS.value or []) or 'every class in turn'
+    labels = ','.join(map(str, chosen)) or 'every class in turn'
     return {
         'weights': f'{checksum(params):08x}',
         'image_shape': config.image_shape,
@@ -236,22 +240,22 @@ def devices() -> list[jax.Device]:
     return jax.local_devices()[: DEVICES.value or None]
 
 
-def class_labels(config: Config, count: int) -> np.ndarray | None:
-    """int32 (count,), or None for an unconditional model.
+def chosen_classes(config: Config, names: tuple[str, ...]) -> list[int]:
+    """The labels that --class_labels gives by number or name; empty without the flag.
 
     Raises:
       UserError: labels for an unconditional model, or a label that is no class.
     """
-    classes, given = config.model.num_classes, CLASS_LABELS.value
-    if classes == 0:
-        if given is not None:
-            raise UserError('--class_labels: the model is unconditional (model.num_classes=0); leave the flag out')
-        return None
-    for label in given or []:
-        if not (label.isdigit() and int(label) < classes):
-            raise UserError(f'--class_labels: expected whole numbers from 0 to {classes - 1}, found {label!r}')
-    cycle = [int(label) for label in given] if given else list(range(classes))
-    return np.resize(np.array(cycle, np.int32), count)
+    given = CLASS_LABELS.value
+    if config.model.num_classes == 0 and given is not None:
+        raise UserError('--class_labels: the model is unconditional (model.num_classes=0); leave the flag out')
+    return [label_of(label, config.model.num_classes, names) for label in given or []]
+
+
+def class_labels(config: Config, chosen: list[int], count: int) -> np.ndarray | None:
+    """int32 (count,), the chosen classes or all of them in turn; None for an unconditional model."""
+    classes = config.model.num_classes
+    return np.resize(np.array(chosen or range(classes), np.int32), count) if classes else None
 
 
 if __name__ == '__main__':

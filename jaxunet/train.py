@@ -19,9 +19,9 @@ import jax
 from absl import flags
 
 from jaxunet import checkpoint, cli, distributed, estimate
+from jaxunet.classes import check_classes
 from jaxunet.config import Config, resolve, to_dict
 from jaxunet.data.sources import open_source
-from jaxunet.errors import UserError
 from jaxunet.load import load_initial
 from jaxunet.ops import load_ops
 from jaxunet.training.loop import Background, train
@@ -79,7 +79,7 @@ def run(config: Config) -> None:
     Parallel(config)
     height, width, channels = config.image_shape
     source = open_source(config.data.path, image_shape=(height, width, channels), classes=config.data.classes)
-    check_classes(config, len(source.class_names))
+    check_classes(config, source)
     workdir = pathlib.Path(WORKDIR.value) if WORKDIR.value else pathlib.Path('runs') / default_name()
     distributed.agree(
         fields(config)
@@ -121,15 +121,6 @@ def fields(config: Config) -> dict[str, object]:
 
 def checkpoint_names(workdir: pathlib.Path) -> list[str]:
     return sorted(entry.name for entry in (workdir / checkpoint.FOLDER).glob('*') if entry.name.isdigit())
-
-
-def check_classes(config: Config, found: int) -> None:
-    """A conditional model needs a label for every image, each within its table."""
-    wanted = config.model.num_classes
-    if wanted and found == 0:
-        raise UserError(f'model.num_classes: {wanted}, but {config.data.path} has no class labels; set it to 0, or use class sub-folders')
-    if wanted and found > wanted:
-        raise UserError(f'model.num_classes: {wanted}, but {config.data.path} has {found} classes; raise it, or name some in data.classes')
 
 
 def dry_run(config: Config) -> None:

@@ -27,7 +27,7 @@ LAYERS = [
         'jaxunet.data',
     ),
     ('jaxunet.training.state', 'jaxunet.weights'),
-    ('jaxunet.checkpoint', 'jaxunet.generate', 'jaxunet.parts', 'jaxunet.estimate', 'jaxunet.metrics'),
+    ('jaxunet.checkpoint', 'jaxunet.classes', 'jaxunet.generate', 'jaxunet.parts', 'jaxunet.estimate', 'jaxunet.metrics'),
     ('jaxunet.training', 'jaxunet.load'),
     ('jaxunet.benchmarking', 'jaxunet.profiling'),
     (

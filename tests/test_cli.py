@@ -2,7 +2,9 @@
 
 import io
 import itertools
+import json
 import os
+import shutil
 import subprocess
 import sys
 
@@ -72,7 +74,12 @@ def test_same_seed_same_images_whatever_the_batch_and_the_devices(run, tmp_path)
     for name, extra, options in (('b', ['--batch_size=4'], {}), ('c', ['--batch_size=3'], {'devices': 4})):
         again, _ = sample(run, tmp_path / f'{name}.npz', *extra, **options)
         assert np.abs(again.astype(int) - images).max() <= 1  # float rounding of other batch shapes
-    other, labels = sample(run, tmp_path / 'd.npz', '--seed=1', '--class_labels=3,7')
+    named = shutil.copytree(run, tmp_path / 'named')
+    for path in named.glob('checkpoints/*/meta/metadata'):
+        meta = json.loads(path.read_text())
+        assert meta['class_names'] == list('0123456789')
+        path.write_text(json.dumps(meta | {'class_names': [*'012', 'three', *'456789']}))
+    other, labels = sample(named, tmp_path / 'd.npz', '--seed=1', '--class_labels=three,7')
     assert list(labels) == [3, 7, 3, 7, 3, 7]
     assert np.abs(other.astype(int) - images).mean() > 1
 
@@ -157,7 +164,7 @@ MISTAKES = [
     (['jaxunet.sample', '--checkpoint=RUN', '--eta=0.3'], 'eta: only sampler=ddim has it'),
     (['jaxunet.sample', '--checkpoint=RUN', '--sampler=ddim', '--eta=2'], 'eta: expected 0'),
     (['jaxunet.sample', '--checkpoint=RUN', '--steps=41'], 'steps'),
-    (['jaxunet.sample', '--checkpoint=RUN', '--class_labels=10'], '--class_labels: expected whole numbers from 0 to 9'),
+    (['jaxunet.sample', '--checkpoint=RUN', '--class_labels=10'], '--class_labels: expected whole numbers from 0 to 9, found'),
     (['jaxunet.sample', '--checkpoint=RUN', '--guidance_scale=-1'], 'guidance_scale: expected 0 or more'),
     (['jaxunet.sample', '--checkpoint=RUN', '--variance=learned'], 'variance: learned needs a model with diffusion.learn_sigma'),
     (['jaxunet.sample', '--checkpoint=RUN', '--new_attention_order'], 'leave --new_attention_order out'),

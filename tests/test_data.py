@@ -114,18 +114,19 @@ def test_forms_agree(tmp_path, form, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ('names', 'labels', 'classes'),
+    ('names', 'labels', 'classes', 'unlabelled_by'),
     [
-        (('x.png', 'y.png'), [-1, -1], ()),
-        (('a/x.png', 'y.png'), [-1, -1], ()),
-        (('a/x.png', 'b/y.png'), [0, 1], ('a', 'b')),
-        (('only/x.png', 'only/y.png'), [0, 0], ('only',)),
-        (('t/a/x.png', 't/b/y.png'), [0, 1], ('a', 'b')),
+        (('x.png', 'y.png'), [-1, -1], (), ''),
+        (('a/x.png', 'y.png'), [-1, -1], (), 'y.png lies beside the sub-folders a'),
+        (('b/x.png', 'a/x.png', 'y.png', 'z.png'), [-1] * 4, (), 'y.png and 1 more images lie beside the sub-folders a, b'),
+        (('a/x.png', 'b/y.png'), [0, 1], ('a', 'b'), ''),
+        (('only/x.png', 'only/y.png'), [0, 0], ('only',), ''),
+        (('t/a/x.png', 't/b/y.png'), [0, 1], ('a', 'b'), ''),
     ],
 )
-def test_labels_of_a_folder(tmp_path, names, labels, classes):
+def test_labels_of_a_folder(tmp_path, names, labels, classes, unlabelled_by):
     source = open_source(str(write_folder(tmp_path, {name: encoded(random_pixels(0)) for name in names})), image_shape=SHAPE)
-    assert (source.labels.tolist(), source.class_names) == (labels, classes)
+    assert (source.labels.tolist(), source.class_names, source.unlabelled_by) == (labels, classes, unlabelled_by)
 
 
 def test_an_archive_may_have_one_folder_around_its_images(tmp_path):

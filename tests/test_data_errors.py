@@ -190,6 +190,8 @@ def test_classes(tmp_path, classes, match):
 
 def test_classes_of_a_set_without(tmp_path):
     fails(write_folder(tmp_path, {'a.png': PNG}), r'has no classes to choose from, found cat', classes=('cat',))
+    mixed = write_folder(tmp_path / 'mixed', {'cat/a.png': PNG, 'x.png': PNG})
+    fails(mixed, r'to choose from, as x.png lies beside the sub-folders cat, found cat', classes=('cat',))
 
 
 # ---- .npz

@@ -137,6 +137,16 @@ def test_only_corrupt_images(tmp_path):
     assert [p.name for p in tmp_path.iterdir()] == ['set']
 
 
+@pytest.mark.parametrize('form', ['folder', 'tar.gz'])
+def test_an_image_beside_class_folders_costs_the_labels_aloud(tmp_path, form, capsys):
+    files = {name: encoded(random_pixels(0)) for name in ('t/bull/1.png', 't/cow/2.png', 't/loose.png')}
+    path = put(tmp_path, {name.removeprefix('t/' if form == 'folder' else ''): data for name, data in files.items()}, form)
+    prepare_data.prepare(str(path), str(tmp_path / 'out.npz'), (8, 8, 3))
+    assert 'loose.png lies beside the sub-folders bull, cow; for labels, move such images' in capsys.readouterr().out
+    with np.load(tmp_path / 'out.npz') as arrays:
+        assert list(arrays) == ['images']
+
+
 def test_between_formats(tmp_path, capsys):
     prepare_data.prepare('digits:', str(tmp_path / 'a.bin'), (8, 8, 1), classes=('7', '1'))
     assert 'note: .bin has no place for labels; for the 2 classes write a .npz' in capsys.readouterr().out

@@ -15,7 +15,7 @@ from jaxunet.data.pixels import MAGIC_BYTES, BadImage, Batch, Pixels, Shape, che
 from jaxunet.data.source import MAX_MEMORY, ArraySource, Source, no_labels
 from jaxunet.data.tar import TarReader
 from jaxunet.data.threads import ordered_map
-from jaxunet.errors import UserError
+from jaxunet.errors import UserError, listed
 
 NAMED = 5  # skipped files that a message names
 
@@ -44,7 +44,8 @@ class ImageFiles(Source):
         if not images:
             raise no_images(self.name, self.skipped)
         self._files = np.array(images, np.int64)
-        self.labels, self.class_names = find_classes([container.names[i] for i in images], strip_leading=strip_leading)
+        found = find_classes([container.names[i] for i in images], strip_leading=strip_leading)
+        self.labels, self.class_names, self.unlabelled_by = found
 
     def load(self, indices: Int[np.ndarray, ' rows']) -> Batch:
         out = np.empty((len(indices), *self.image_shape), np.uint8)
@@ -72,13 +73,13 @@ def decode_tar_stream(path: Path, image_shape: Shape) -> Source:
     if not names:
         raise no_images(str(path), tuple(skipped))
     order = sorted(range(len(names)), key=lambda i: path_order(names[i]))
-    labels, class_names = find_classes([names[i] for i in order], strip_leading=True)
+    labels, class_names, unlabelled_by = find_classes([names[i] for i in order], strip_leading=True)
     images = np.empty((len(order), *image_shape), np.uint8)
     for row, i in enumerate(order):
         images[row] = pixels[i]
         pixels[i] = images[row]  # so that the set is not held twice
     source = ArraySource(str(path), images, image_shape, labels, class_names)
-    source.skipped = tuple(skipped)
+    source.skipped, source.unlabelled_by = tuple(skipped), unlabelled_by
     return source
 
 
@@ -110,8 +111,8 @@ def _image_members(
         yield f'{members.path}: {printable(member.name)}', start + members.read(member, member.size)
 
 
-def find_classes(names: list[str], *, strip_leading: bool) -> tuple[Int[np.ndarray, ' images'], tuple[str, ...]]:
-    """Labels and class names from paths: the top-level folders, if every image lies in one; else labels -1 and no names.
+def find_classes(names: list[str], *, strip_leading: bool) -> tuple[Int[np.ndarray, ' images'], tuple[str, ...], str]:
+    """Labels and class names from paths: the top-level folders, if every image lies in one; else labels -1, no names, and what spoils them.
 
     A leading folder that all paths share is no class if there are folders below it for all images; with `strip_leading` it never is
     (archives often hold their files in one folder, such as `train/`).
@@ -124,10 +125,17 @@ def find_classes(names: list[str], *, strip_leading: bool) -> tuple[Int[np.ndarr
             break
         depth += 1
     if depth >= shortest:
-        return no_labels(len(names)), ()
+        loose = [name for name, f in zip(names, folders, strict=True) if len(f) == depth]
+        beside = sorted({f[depth] for f in folders if len(f) > depth})
+        return no_labels(len(names)), (), _spoiled(loose, beside) if beside else ''
     class_names = tuple(sorted({f[depth] for f in folders}))
     numbers = {name: i for i, name in enumerate(class_names)}
-    return np.array([numbers[f[depth]] for f in folders], np.int32), class_names
+    return np.array([numbers[f[depth]] for f in folders], np.int32), class_names, ''
+
+
+def _spoiled(loose: list[str], folders: list[str]) -> str:
+    images = f'{printable(loose[0])} lies' if len(loose) == 1 else f'{printable(loose[0])} and {len(loose) - 1} more images lie'
+    return f'{images} beside the sub-folders {listed([printable(folder) for folder in folders])}'
 
 
 def report_skipped(name: str, skipped: tuple[tuple[str, str], ...]) -> None:

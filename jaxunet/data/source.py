@@ -10,7 +10,7 @@ import numpy as np
 from jaxtyping import Int
 
 from jaxunet.data.pixels import Batch, Shape, check_fit, fit
-from jaxunet.errors import UserError, near_misses
+from jaxunet.errors import UserError, listed, near_misses
 
 MAX_MEMORY = 8 * 2**30  # bytes of pixels that a source decodes into host memory
 
@@ -23,6 +23,7 @@ class Source(abc.ABC):
       image_shape: (height, width, channels) of what `load` gives.
       labels: int32 (n,), indices into `class_names`; all -1 if the source has no classes.
       class_names: empty if the source has no classes.
+      unlabelled_by: which images beside class sub-folders are why there are no classes; empty if nothing suggests classes.
       skipped: (name, reason) of the files that are no images.
       in_memory: the pixels are held by this process, so that there is nothing to read or decode.
     """
@@ -31,6 +32,7 @@ class Source(abc.ABC):
     image_shape: Shape
     labels: Int[np.ndarray, ' images']
     class_names: tuple[str, ...] = ()
+    unlabelled_by: str = ''
     skipped: tuple[tuple[str, str], ...] = ()
     in_memory: bool = False
 
@@ -99,13 +101,12 @@ class Selection(Source):
 
     def __init__(self, source: Source, classes: tuple[str, ...]) -> None:
         if not source.class_names:
-            raise UserError(f'data.classes: {source.name} has no classes to choose from, found {", ".join(classes)}; leave it empty')
+            why = f', as {source.unlabelled_by}' if source.unlabelled_by else ''
+            raise UserError(f'data.classes: {source.name} has no classes to choose from{why}, found {", ".join(classes)}; leave it empty')
         unknown = [name for name in classes if name not in source.class_names]
         if unknown:
-            known = ', '.join(source.class_names[:20]) + (', ...' if len(source.class_names) > 20 else '')
-            raise UserError(
-                f'data.classes: {source.name} has no class "{unknown[0]}"{near_misses(unknown[0], source.class_names)}; it has {known}'
-            )
+            hint = near_misses(unknown[0], source.class_names)
+            raise UserError(f'data.classes: {source.name} has no class "{unknown[0]}"{hint}; it has {listed(source.class_names)}')
         if len(set(classes)) < len(classes):
             raise UserError(f'data.classes: expected different names, found {", ".join(classes)}')
         table = np.full(len(source.class_names) + 1, -1, np.int32)  # the last entry is that of label -1

@@ -23,6 +23,7 @@ from absl import logging
 from tqdm import tqdm
 
 from jaxunet import checkpoint
+from jaxunet.classes import keep_classes
 from jaxunet.config import Config
 from jaxunet.data import pipeline
 from jaxunet.data.sources import Source
@@ -135,6 +136,7 @@ class _Run:
         self.model = build_unet(config, load_ops(config.backend, config.precision))
         self.optimizer = make_optimizer(config)
         self.seconds = 0.0  # of training alone
+        self.class_names = source.class_names if config.model.num_classes else ()
         self.state, self.step = self._restore(initial)
         agree({'the step to go on from': self.step})
         self.start = self.step
@@ -145,6 +147,7 @@ class _Run:
         restored = self.checkpoints.restore()
         if restored is not None:
             changes = checkpoint.check_resumable(restored.config, self.config, self.workdir)
+            self.class_names = keep_classes(restored.class_names, self.class_names, self.config, self.workdir)
             step = int(restored.state.step)
             logging.info('resuming %s at step %d%s', self.workdir, step, '; changed: ' + ', '.join(changes) if changes else '')
             self.seconds = restored.seconds
@@ -324,7 +327,7 @@ class _Run:
             return
         self.failed_save = ''
         try:
-            warning = self.checkpoints.save(self.step, self.parallel.fetch(self.state), self.config, self.seconds)
+            warning = self.checkpoints.save(self.step, self.parallel.fetch(self.state), self.config, self.seconds, self.class_names)
         except checkpoint.CheckpointWriteError as error:
             warning = self.failed_save = str(error)
         if warning:
