@@ -28,6 +28,7 @@ from jaxunet.errors import UserError
 from jaxunet.ops import load_ops
 from jaxunet.training.state import Params, TrainState, init_state, make_optimizer
 from jaxunet.unet import build_unet
+from jaxunet.weights.names import parameter_shapes
 
 FOLDER = 'checkpoints'
 # A resumed run may differ from the checkpoint in anything but these: they give its arrays their shape or meaning.
@@ -213,11 +214,9 @@ def check_resumable(saved: Config, now: Config, workdir: pathlib.Path) -> list[s
     changes = diff(saved, now)
     fixed = [c for c in changes if c.startswith(FIXED) and not c.startswith(FREE_IN_MODEL)]
     if fixed:
-        raise UserError(
-            f'{workdir} holds a run with another config:\n  '
-            + '\n  '.join(fixed)
-            + f'\nChoose another --workdir, or start from its weights with --config.init_from={workdir}'
-        )
+        fits = parameter_shapes(saved) == parameter_shapes(now)
+        advice = f', or start from its weights with --config.init_from={workdir}' if fits else '; its weights do not fit this model'
+        raise UserError(f'{workdir} holds a run with another config:\n  ' + '\n  '.join(fixed) + f'\nChoose another --workdir{advice}')
     return changes
 
 

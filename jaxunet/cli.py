@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import difflib
 import itertools
 import logging as std_logging
@@ -15,7 +16,8 @@ from typing import Any, NoReturn
 
 import jax
 from absl import app, flags, logging
-from ml_collections import config_flags
+from ml_collections import ConfigDict, config_flags
+from ml_collections.config_flags.tuple_parser import TupleParser
 
 from jaxunet import config
 from jaxunet.config import default_config
@@ -59,6 +61,8 @@ def _quiet(main: Callable[[Sequence[str]], int | None]) -> Callable[[Sequence[st
 def _parse(argv: Sequence[str]) -> list[str]:
     try:
         return flags.FLAGS(list(argv))
+    except UserError:
+        raise
     except flags.Error as error:
         raise UserError(f'{error}\nSee --help.') from None
     except Exception as error:
@@ -81,9 +85,8 @@ def _check_overrides(argv: Sequence[str]) -> None:
     seen = set[str]()
     for argument, following in itertools.pairwise([*argv[1:], '']):
         named = argument.removeprefix('--config=') if argument.startswith('--config=') else following if argument == '--config' else ''
-        path = pathlib.Path(named.split(':')[0])
-        if named and not path.is_file():
-            raise UserError(f'--config: no file {path}{near_misses(path.name, [p.name for p in path.parent.glob("*.py")])}')
+        if named:
+            _check_file(named)
         match = re.match(r'--(?:no)?config\.([^=]+)', argument)
         if match and match[1] not in known:
             name = match[1].split('.')[-1]
@@ -99,6 +102,51 @@ def _check_overrides(argv: Sequence[str]) -> None:
             )
 
 
+def _check_file(named: str) -> None:
+    path = pathlib.Path(named.split(':', maxsplit=1)[0])
+    if not path.is_file():
+        raise UserError(f'--config: no file {path}{near_misses(path.name, [p.name for p in path.parent.glob("*.py")])}')
+    with path.open('rb') as file:
+        if b'\0' in file.read(4096):
+            raise UserError(f'--config: expected a Python file with get_config(), found {path}, which is no Python file')
+
+
+class _ConfigFile(flags.ArgumentParser):
+    """ml_collections' reader of config files, for mistakes of which it says little."""
+
+    def __init__(self, reader: Any) -> None:
+        self.reader = reader
+
+    def parse(self, named: str) -> Any:
+        _check_file(named)
+        found = self.reader.parse(named)
+        if not isinstance(found, ConfigDict | dict):
+            getattr(found, 'model', None)  # raises what kept ml_collections from reading the file, if that is what it gave
+            raise UserError(
+                f'--config: {named}: get_config() must return the ConfigDict of jaxunet.config.default_config() with fields changed, '
+                f'found {found!r}'
+            )
+        return found
+
+    def flag_type(self) -> str:
+        return 'config file'
+
+
+class _Tuples(TupleParser):
+    """Tuples as ml_collections reads them, and words between commas, `fid,kid`, which it takes for one."""
+
+    def parse(self, argument: Any) -> tuple[Any, ...]:
+        if isinstance(argument, str) and ',' in argument and not argument.lstrip().startswith(tuple('([{"\'')):
+            try:
+                ast.literal_eval(argument)
+            except (ValueError, SyntaxError):
+                return tuple(part.strip() for part in argument.split(',') if part.strip())
+        return super().parse(argument)
+
+
+config_flags.register_flag_parser_for_type(tuple, _Tuples())
+
+
 def _fail(error: UserError) -> NoReturn:
     print(f'error: {error}', file=sys.stderr, flush=True)
     sys.exit(USER_ERROR)
@@ -109,18 +157,24 @@ def define_config() -> Any:
     try:
         # ml_collections applies overrides of a default file while the flag is being defined.
         _check_overrides(sys.argv)
-        return config_flags.DEFINE_config_file(
-            'config', config.__file__, 'Config file (Python, with get_config()); without one, the embedded digits run.', lock_config=True
-        )
+        help_text = 'Config file (Python, with get_config()); without one, the embedded digits run.'
+        holder = config_flags.DEFINE_config_file('config', config.__file__, help_text, lock_config=True)
     except UserError as error:
         _fail(error)
     except Exception as error:
         _fail(UserError(_config_error(error)))
+    return _with_own_reader(holder)
 
 
 def define_optional_config(help_text: str) -> Any:
     """A `--config FILE` flag that is None unless given."""
-    return config_flags.DEFINE_config_file('config', None, help_text, lock_config=True)
+    return _with_own_reader(config_flags.DEFINE_config_file('config', None, help_text, lock_config=True))
+
+
+def _with_own_reader(holder: Any) -> Any:
+    flag = flags.FLAGS[holder.name]
+    flag.parser = _ConfigFile(flag.parser)
+    return holder
 
 
 def enable_compilation_cache() -> None:

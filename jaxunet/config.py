@@ -277,6 +277,8 @@ def resolve(values: ConfigDict | dict[str, Any]) -> Config:
     """Checks names, types and values. Raises `UserError` listing everything that is wrong, before anything is allocated."""
     problems: list[str] = []
     raw = values.to_dict() if isinstance(values, ConfigDict) else values
+    if not isinstance(raw, dict):
+        raise UserError(f'the config: expected the ConfigDict of default_config() with fields changed, found {raw!r}')
     config = _build(Config, raw, '', problems)
     if not problems:
         problems += _check_values(config)
@@ -304,11 +306,13 @@ def _build(cls: type, values: Any, prefix: str, problems: list[str]) -> Any:
 
 
 def _coerce(value: Any, hint: Any, path: str, problems: list[str]) -> Any:
-    """The value as its field's type: ints pass as floats, lists (from JSON) as tuples; anything else is a problem."""
+    """The value as its field's type: ints pass as floats, and as strings in tuples, lists (from JSON) as tuples; else it is a problem."""
     if isinstance(hint, types.GenericAlias):
         if not isinstance(value, list | tuple):
             problems.append(f'{path}: expected a tuple, found {value!r}; write ({value!r},)')
             return ()
+        if hint.__args__[0] is str:
+            value = [str(v) if type(v) is int else v for v in value]  # classes=7,1 of a command line are names
         return tuple(_coerce(v, hint.__args__[0], f'{path}[{i}]', problems) for i, v in enumerate(value))
     if hint is float and type(value) is int:
         # Multipliers such as channel_mult=(1, 2) stay integers: they print and compare as written.

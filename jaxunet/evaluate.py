@@ -8,6 +8,7 @@ may be an .npz of statistics (mu, sigma) as pytorch-fid writes and reads them. E
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 from collections.abc import Sequence
@@ -56,12 +57,17 @@ def main(argv: Sequence[str]) -> None:
     cli.enable_compilation_cache()
     network = load_features(FEATURES.value)
     check_metrics(metrics, network)
-    reference, batch = None, BATCH_SIZE.value
-    if compared and REFERENCE.value:
-        reference, found = open_side(REFERENCE.value, compared, network, '--reference', grid_size=size, batch_size=batch, seed=SEED.value)
-        size = size or found
-    count = NUM_SAMPLES.value
-    samples, _ = open_side(SAMPLES.value, metrics, network, '--samples', grid_size=size, count=count, batch_size=batch, seed=SEED.value)
+    options = {'batch_size': BATCH_SIZE.value, 'seed': SEED.value}
+    with contextlib.ExitStack() as stack:
+        # Both before the features of either, which take long.
+        reference_side, found = None, None
+        if compared and REFERENCE.value:
+            opened = open_side(REFERENCE.value, compared, network, '--reference', grid_size=size, **options)
+            reference_side, found = stack.enter_context(opened)
+        opened = open_side(SAMPLES.value, metrics, network, '--samples', grid_size=size or found, count=NUM_SAMPLES.value, **options)
+        samples_side, _ = stack.enter_context(opened)
+        reference = reference_side() if reference_side else None
+        samples = samples_side()
     if WRITE_STATISTICS.value and reference is not None and reference.statistics is not None:
         save_statistics(WRITE_STATISTICS.value, reference.statistics)
     results = compute(

@@ -13,6 +13,7 @@ import contextlib
 import os
 import tempfile
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import BinaryIO
 
@@ -77,9 +78,9 @@ def prepare(path: str, output: str, image_shape: Shape, *, classes: tuple[str, .
         with _opened(path, image_shape, classes, target.parent) as source:
             if strict and source.skipped:
                 raise _strict(list(source.skipped))
-            kept, bad = (_write_bin if target.suffix == '.bin' else _write_npz)(source, partial, strict)
+            told = (_write_bin if target.suffix == '.bin' else _write_npz)(source, partial, strict)
             os.replace(partial, target)
-            _report(target, source, kept, [*source.skipped, *bad])
+            _report(target, source, told)
     except OSError as error:
         reason = error.strerror or error
         raise UserError(f'{target}: cannot be written: {reason}; check the folder, its permissions and the free space') from None
@@ -102,49 +103,60 @@ def _opened(path: str, shape: Shape, classes: tuple[str, ...], scratch: Path) ->
         yield open_unpacked_tar(plain, path, image_shape=shape, classes=classes)
 
 
-def _images(source: Source, strict: bool, bad: list[tuple[str, str]]) -> Iterator[tuple[int, Pixels]]:
-    """Index and pixels of every good image, in order, with a progress bar; corrupt ones go to `bad`."""
+@dataclass
+class _Told:
+    """What the report says of the images: how many were kept, how many of these enlarged, and (name, reason) of the corrupt ones."""
 
-    def load(index: int) -> Pixels | BadImage:
+    kept: int = 0
+    enlarged: int = 0
+    bad: list[tuple[str, str]] = field(default_factory=list)
+
+
+def _images(source: Source, strict: bool, told: _Told) -> Iterator[tuple[int, Pixels]]:
+    """Index and pixels of every good image, in order, with a progress bar."""
+    height, width = source.image_shape[:2]
+
+    def load(index: int) -> tuple[Pixels, bool] | BadImage:
         try:
-            return source.load(np.array([index]))[0]
+            pixels, stored = source.load(np.array([index]))[0], source.stored_size(index)
         except BadImage as error:
             return error
+        return pixels, stored[0] < height or stored[1] < width
 
     with progress_bar(total=len(source), unit='image') as bar:
         for index, image in enumerate(ordered_map(load, range(len(source)))):
             bar.update()
             if not isinstance(image, BadImage):
-                yield index, image
+                told.kept += 1
+                told.enlarged += image[1]
+                yield index, image[0]
                 continue
-            bad.append((image.name, image.reason))
+            told.bad.append((image.name, image.reason))
             if strict:
-                raise _strict(bad)
+                raise _strict(told.bad)
 
 
-def _write_bin(source: Source, partial: Path, strict: bool) -> tuple[int, list[tuple[str, str]]]:
-    bad: list[tuple[str, str]] = []
-    kept = 0
+def _write_bin(source: Source, partial: Path, strict: bool) -> _Told:
+    told = _Told()
     with partial.open('wb') as file:
         file.write(header_bytes(len(source), source.image_shape))
-        for _, image in _images(source, strict, bad):
+        for _, image in _images(source, strict, told):
             file.write(to_values(image).tobytes())
-            kept += 1
-        _require_some(source, kept, bad)
+        _require_some(source, told)
         file.seek(0)
-        file.write(header_bytes(kept, source.image_shape))
+        file.write(header_bytes(told.kept, source.image_shape))
         _flush(file)
-    return kept, bad
+    return told
 
 
-def _write_npz(source: Source, partial: Path, strict: bool) -> tuple[int, list[tuple[str, str]]]:
-    bad: list[tuple[str, str]] = []
+def _write_npz(source: Source, partial: Path, strict: bool) -> _Told:
+    told = _Told()
     images = np.empty((len(source), *source.image_shape), np.uint8)
     rows: list[int] = []
-    for index, image in _images(source, strict, bad):
+    for index, image in _images(source, strict, told):
         images[len(rows)] = image
         rows.append(index)
-    _require_some(source, len(rows), bad)
+    _require_some(source, told)
     arrays = {'images': images[: len(rows)]}
     if source.class_names:
         arrays |= {'labels': source.labels[rows], 'class_names': np.array(source.class_names, np.str_)}
@@ -152,7 +164,7 @@ def _write_npz(source: Source, partial: Path, strict: bool) -> tuple[int, list[t
         # Uncompressed, so that training maps it into memory instead of reading it.
         np.savez(file, **arrays)  # type: ignore[arg-type]
         _flush(file)
-    return len(rows), bad
+    return told
 
 
 def _flush(file: BinaryIO) -> None:
@@ -161,9 +173,9 @@ def _flush(file: BinaryIO) -> None:
     os.fsync(file.fileno())
 
 
-def _require_some(source: Source, kept: int, bad: list[tuple[str, str]]) -> None:
-    if kept == 0:
-        raise UserError(f'{source.name}: all {len(bad)} images are corrupt, such as {bad[0][0]} ({bad[0][1]})')
+def _require_some(source: Source, told: _Told) -> None:
+    if told.kept == 0:
+        raise UserError(f'{source.name}: all {len(told.bad)} images are corrupt, such as {told.bad[0][0]} ({told.bad[0][1]})')
 
 
 def _strict(bad: list[tuple[str, str]]) -> UserError:
@@ -171,13 +183,16 @@ def _strict(bad: list[tuple[str, str]]) -> UserError:
     return UserError(f'--strict: {len(bad)} files are corrupt or no images; nothing was written:{listed}')
 
 
-def _report(target: Path, source: Source, kept: int, left_out: list[tuple[str, str]]) -> None:
+def _report(target: Path, source: Source, told: _Told) -> None:
     height, width, channels = source.image_shape
+    left_out = [*source.skipped, *told.bad]
     for name, reason in left_out:
         print(f'left out {name}: {reason}')
-    print(f'{target}: {kept} images of {height}x{width}x{channels}; {len(left_out)} files left out')
+    print(f'{target}: {told.kept} images of {height}x{width}x{channels}; {len(left_out)} files left out')
     if source.unlabelled_by and target.suffix == '.npz':
         print(f'warning: no labels, as {source.unlabelled_by}; for labels, move such images into a class sub-folder or away')
+    if told.enlarged:
+        print(f'note: {told.enlarged} of {told.kept} images are smaller than {height}x{width} and were enlarged')
     if source.class_names and target.suffix == '.bin':
         print(f'note: .bin has no place for labels; for the {len(source.class_names)} classes write a .npz')
 

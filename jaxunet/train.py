@@ -22,6 +22,7 @@ from jaxunet import checkpoint, cli, distributed, estimate
 from jaxunet.classes import check_classes
 from jaxunet.config import Config, resolve, to_dict
 from jaxunet.data.sources import open_source
+from jaxunet.errors import UserError
 from jaxunet.load import load_initial
 from jaxunet.ops import load_ops
 from jaxunet.training.loop import Background, train

@@ -10,11 +10,14 @@ import sys
 
 import numpy as np
 import pytest
+from ml_collections.config_flags.config_flags import ConfigFileFlagParser
 from PIL import Image
 from settings import QUICK
 from tiny import flags
 
 from jaxunet import checkpoint
+from jaxunet.cli import _ConfigFile, _Tuples
+from jaxunet.errors import UserError
 from jaxunet.load import load_model
 from jaxunet.progress import LOG_SECONDS, progress_bar
 from jaxunet.training.logs import read_metrics
@@ -127,8 +130,44 @@ def test_export_round_trip_and_init_from(extension, run, tmp_path):
     np.testing.assert_allclose(started.params['conv_in']['kernel'], loaded.params['conv_in']['kernel'], atol=1e-9)
 
 
+@pytest.mark.parametrize(
+    ('text', 'found'),
+    [
+        ('fid,kid', ('fid', 'kid')),
+        ('big cow, bull,', ('big cow', 'bull')),
+        ('cow', ('cow',)),
+        ("('a,b', 'c')", ('a,b', 'c')),
+        ("'a,b'", ('a,b',)),
+        ('32,64', (32, 64)),
+    ],
+)
+def test_tuples(text, found):
+    assert _Tuples().parse(text) == found
+
+
+@pytest.mark.filterwarnings('ignore::DeprecationWarning')  # of ml_collections' way to load a module
+def test_files_that_give_no_config(tmp_path):
+    reader = _ConfigFile(ConfigFileFlagParser('config'))
+    for name, text, message in (
+        ('three.py', 'def get_config():\n  return 3', r'three.py: get_config\(\) must return the ConfigDict of .*, found 3'),
+        ('none.py', 'def get_config():\n  pass', 'found None'),
+        ('photos.npz', 'PK\0', r'expected a Python file with get_config\(\), found .*photos.npz, which is no Python file'),
+    ):
+        (tmp_path / name).write_text(text)
+        with pytest.raises(UserError, match=message):
+            reader.parse(str(tmp_path / name))
+    with pytest.raises(UserError, match=r'no file .*nne.py; did you mean "none.py"'):
+        reader.parse(str(tmp_path / 'nne.py'))
+
+
 def test_dry_run(tmp_path):
-    out = call('jaxunet.train', '--dry_run', f'--config={os.path.dirname(__file__)}/../configs/elephants64.py')
+    out = call(
+        'jaxunet.train',
+        '--dry_run',
+        f'--config={os.path.dirname(__file__)}/../configs/elephants64.py',
+        '--config.evaluation.metrics=fid,kid',
+    )
+    assert "'metrics': ('fid', 'kid')" in out
     assert "'base_channels': 64" in out
     assert 'parameters: 20,494,211' in out
     assert 'GFLOPs per image: 12' in out or 'GFLOPs per image: 13' in out
@@ -172,6 +211,7 @@ MISTAKES = [
     (['jaxunet.sample', '--checkpoint=RUN', '--devices=3'], '--devices: 3 asked for, but this machine has 1'),
     (['jaxunet.sample', '--checkpoint=RUN/checkpoints/5'], 'no such file or folder'),
     (['jaxunet.export', '--checkpoint=RUN', '--output=m.onnx'], 'm.onnx'),
+    (['jaxunet.export', '--checkpoint=RUN', '--output=m.pt', '--config=/bin/sh'], '--config: expected a Python file with get_config()'),
     (['jaxunet.export', '--checkpoint=RUN', '--output=m.bin'], 'channels_model'),
     (['jaxunet.export', '--checkpoint=RUN', '--output=m.bin', '--with_optimizer', '--ema=0.995'], '--ema: 0.995 with --with_optimizer'),
     (['jaxunet.prepare_data', '--input=nowhere', '--output=x.npz', '--image_size=8'], 'nowhere'),

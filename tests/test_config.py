@@ -105,6 +105,16 @@ def test_all_mistakes_at_once():
     assert len(str(error.value).splitlines()) == 4
 
 
+def test_what_is_no_config():
+    for value in (3, None):
+        with pytest.raises(UserError, match=f'the config: expected the ConfigDict .*found {value}$'):
+            resolve(value)
+
+
+def test_names_that_are_numbers():
+    assert resolve({'data': {'classes': [7, '1']}}).data.classes == ('7', '1')
+
+
 def test_every_choice_names_a_field():
     flat = {
         f'{s.name}.{f.name}'

@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 
+import jax
 import numpy as np
 import pytest
 from data_files import encoded, put
@@ -15,6 +16,8 @@ from settings import QUICK
 
 from jaxunet.errors import UserError
 from jaxunet.images import save_images
+from jaxunet.metrics.classifier import Architecture, init, to_arrays
+from jaxunet.metrics.features import CLASSIFIER, KIND
 from jaxunet.metrics.image_sets import open_images
 
 
@@ -154,6 +157,10 @@ MISTAKES = [
     (['--samples=S', '--reference=S', '--write_statistics=x.txt'], '--write_statistics: expected a name that ends in .npz'),
     (['--samples=S', '--reference=S', '--output=/proc'], '--output: /proc: cannot be written'),
     (['--samples=S', '--reference=S', '--batch_size=0'], 'flag --batch_size=0'),
+    # Of the reference B the last image is corrupt, which shows when its features are computed: the samples' mistakes come before that.
+    (['--samples=nothere', '--reference=B', '--features=F'], 'nothere: no such file or folder'),
+    (['--samples=S', '--reference=B', '--features=F', '--num_samples=5'], '--num_samples: 5 asked for, but'),
+    (['--samples=S', '--reference=B', '--features=F'], '1.png: cannot be decoded'),
 ]
 # One process for all: most of its time goes into starting.
 SCRIPT = """
@@ -178,11 +185,17 @@ print(json.dumps(found))
 def test_mistakes(tmp_path):
     samples = tmp_path / 's.npz'
     np.savez(samples, images=pixels(4, 0))
-    asked = [[a.replace('=S', f'={samples}') for a in arguments] for arguments, _ in MISTAKES]
+    good = encoded(pixels(1, 0)[0])
+    bad = put(tmp_path, {'0.png': good, '1.png': good[:100]}, 'zip')
+    architecture, features = Architecture(16, 16, 2, 5, (0.5, 0.5, 0.5), (0.25, 0.25, 0.25)), tmp_path / 'f.npz'
+    network = to_arrays(architecture, *init(architecture, jax.random.key(0)), np.ones(sum(architecture.stages)), {})
+    np.savez(features, **network, **{KIND: np.array(CLASSIFIER)})
+    files = {'=S': f'={samples}', '=B': f'={bad}', '=F': f'={features}'}
+    asked = [[a[:-2] + files.get(a[-2:], a[-2:]) for a in arguments] for arguments, _ in MISTAKES]
     environment = os.environ | {'JAX_PLATFORMS': 'cpu', 'XDG_CACHE_HOME': str(tmp_path / 'cache')}
     done = subprocess.run([sys.executable, '-c', SCRIPT, json.dumps(asked)], env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     for (_, message), found in zip(MISTAKES, json.loads(done.stdout.splitlines()[-1]), strict=True):
         assert message in found
     assert '--samples must have a value' in run(code=2, cache=tmp_path / 'cache')
-    assert {p.name for p in tmp_path.iterdir()} <= {'s.npz', 'cache'}
+    assert {p.name for p in tmp_path.iterdir()} <= {'s.npz', 'f.npz', 'images.zip', 'cache'}

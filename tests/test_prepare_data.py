@@ -129,6 +129,22 @@ def test_bad_files_are_left_out_by_name_or_refused(tmp_path, form, suffix, capsy
         prepare_data.prepare(str(put(path.parent / 'strict', files, form)), str(output), (8, 8, 3), strict=True)
 
 
+def test_it_tells_what_was_enlarged(tmp_path, capsys):
+    turned = Image.Exif()
+    turned[0x0112] = 6  # shown as 8 high and 16 wide
+    shapes = {'a': (8, 16, 3), 'b': (16, 16, 3), 'c': (9, 12, 3), 'd': (40, 11, 3), 'e': (8, 12, 3)}
+    files = {f'{name}.png': encoded(random_pixels(0, shape)) for name, shape in shapes.items()}
+    files['turned.jpg'] = encoded(random_pixels(0, (16, 8, 3)), 'JPEG', exif=turned.tobytes())
+    prepare_data.prepare(str(put(tmp_path, files, 'zip')), str(tmp_path / 'a.npz'), (8, 12, 3))
+    assert 'note: 1 of 6 images are smaller than 8x12 and were enlarged' in capsys.readouterr().out
+    for source, output, size in ((tmp_path / 'a.npz', 'b.bin', 12), (tmp_path / 'b.bin', 'c.bin', 13), (tmp_path / 'c.bin', 'd.npz', 13)):
+        prepare_data.prepare(str(source), str(tmp_path / output), (size, size, 3))
+        told = capsys.readouterr().out
+        assert (f'note: 6 of 6 images are smaller than {size}x{size} and were enlarged' in told) == (output != 'd.npz')
+    prepare_data.prepare('digits:', str(tmp_path / 'e.npz'), (16, 16, 1), classes=('7',))
+    assert 'note: 179 of 179 images are smaller' in capsys.readouterr().out
+
+
 def test_only_corrupt_images(tmp_path):
     folder = write_folder(tmp_path / 'set', {'a.png': encoded(random_pixels(0))[:100]})
     for suffix in ('bin', 'npz'):

@@ -210,8 +210,12 @@ def test_changing_the_precision_resets_the_loss_scale(run, source):
 
 
 def test_another_model_in_the_workdir_is_refused(run, source):
-    with pytest.raises(UserError, match=r'holds a run with another config:\n  model.base_channels: 8 -> 16\nChoose another --workdir'):
+    with pytest.raises(
+        UserError, match=r'holds a run with another config:\n  model.base_channels: 8 -> 16\nChoose another --workdir; its weights'
+    ):
         train(tiny_config(model={'base_channels': 16}), run, source)
+    with pytest.raises(UserError, match=r'optimizer.name: .*\nChoose .*, or start from its weights with --config.init_from='):
+        train(tiny_config(optimizer={'name': 'adam'}), run, source)
 
 
 @pytest.mark.filterwarnings('ignore::pytest.PytestUnraisableExceptionWarning')

@@ -17,7 +17,7 @@ from jaxunet.data.sources import open_source
 from jaxunet.errors import UserError
 from jaxunet.metrics import features
 from jaxunet.metrics.classifier import Architecture, apply, from_arrays, init, normalise, to_arrays
-from jaxunet.metrics.classifier_training import Recipe, augment, mix, one_cycle, train
+from jaxunet.metrics.classifier_training import Recipe, augment, fitting, mix, one_cycle, train
 from jaxunet.metrics.labelled_images import Images, fingerprint, split
 
 SMALL = ['--epochs=6', '--channels=8', '--noflip', '--batch_size=64', '--learning_rate=1.6']
@@ -179,10 +179,22 @@ def test_the_learning_rate_and_the_time():
     random = np.random.default_rng(0)
     few = Images(random.integers(0, 256, (32, 4, 4, 3), dtype=np.uint8), np.arange(32) % 2)
     said: list[str] = []
-    done = train(few, few, 2, Recipe(seconds=2.0, batch_size=16, flip=False), said.append)
+    done = train(few, few, 2, Recipe(seconds=1.0, batch_size=16, flip=False), said.append)
     assert done.epochs > 1
     assert np.isnan(done.mirrored_accuracy)
-    assert any(f'{done.epochs} epochs fit in 2 s' in line for line in said)
+    assert any(f'{done.epochs} epochs fit in 1 s' in line for line in said)
+
+
+@pytest.mark.parametrize(
+    ('seconds', 'first', 'others', 'epochs', 'timed'),
+    [(5, 0.4, 0.01, 500, 51), (300, 2, 1, 300, 2), (2, 0.1, 0.25, 8, 2), (20, 4, 4, 5, 1), (1, 3, 3, 1, 1)],
+)
+def test_epochs_that_fit(monkeypatch, seconds, first, others, epochs, timed):
+    now = [0.0]
+    monkeypatch.setattr('time.perf_counter', lambda: now[-1])
+    found = fitting(seconds, lambda: now.append(now[-1] + (others if now[1:] else first)))
+    assert found == pytest.approx(epochs, rel=0.01)
+    assert timed <= len(now[1:]) <= timed + 1
 
 
 def test_an_epoch_as_one_program_is_the_same(monkeypatch):

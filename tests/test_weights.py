@@ -53,8 +53,8 @@ def test_bin_round_trip_is_bit_exact(tmp_path: pathlib.Path, with_moments: bool)
     if moments and weights.moments:
         assert_same(weights.moments[0], moments[0])
         assert_same(weights.moments[1], moments[1])
-    write_weights(tmp_path / 'b.bin', weights.params, weights.config, weights.moments)
-    assert (tmp_path / 'b.bin').read_bytes() == (tmp_path / 'a.bin').read_bytes()
+    write_weights(tmp_path / 'new' / 'b.bin', weights.params, weights.config, weights.moments)
+    assert (tmp_path / 'new' / 'b.bin').read_bytes() == (tmp_path / 'a.bin').read_bytes()
     words = np.fromfile(tmp_path / 'a.bin', '<i4', 256)
     assert words[:10].tolist() == [12345678, 2, 3, 32, 3, 16, 16, 1000, int(with_moments), 0]
     assert not words[10:].any()
@@ -135,7 +135,7 @@ def test_bin_for_a_given_config(tmp_path: pathlib.Path) -> None:
 @pytest.mark.parametrize('name', ADM)
 def test_round_trip(tmp_path: pathlib.Path, name: str, extension: str, new_order: bool) -> None:
     config, params = ADM[name], random_params(ADM[name])
-    path = tmp_path / f'a.{extension}'
+    path = tmp_path / 'new' / 'folder' / f'a.{extension}'
     write_weights(path, params, config, new_attention_order=new_order)
     weights = read_weights(path)
     assert weights.config == config

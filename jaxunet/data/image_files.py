@@ -11,7 +11,7 @@ from absl import logging
 from jaxtyping import Int
 
 from jaxunet.data.containers import MAX_FILE_BYTES, Container, path_order
-from jaxunet.data.pixels import MAGIC_BYTES, BadImage, Batch, Pixels, Shape, check_channels, decode, printable, why_not_image
+from jaxunet.data.pixels import MAGIC_BYTES, BadImage, Batch, Pixels, Shape, check_channels, decode, printable, size_of, why_not_image
 from jaxunet.data.source import MAX_MEMORY, ArraySource, Source, no_labels
 from jaxunet.data.tar import TarReader
 from jaxunet.data.threads import ordered_map
@@ -52,6 +52,10 @@ class ImageFiles(Source):
         for row, index in enumerate(indices):
             out[row] = self._one(int(self._files[index]))
         return out
+
+    def stored_size(self, index: int) -> tuple[int, int]:
+        i = int(self._files[index])
+        return size_of(self._container.read(i), self._container.describe(i))
 
     def _one(self, i: int) -> Pixels:
         return decode(self._container.read(i), self._container.describe(i), self.image_shape)

@@ -45,6 +45,9 @@ class NpzSource(Source):
         images = self._images[indices]
         return fit(images[..., None] if self._grey else images, self.image_shape, self.name)
 
+    def stored_size(self, index: int) -> tuple[int, int]:
+        return self._images.shape[1], self._images.shape[2]
+
 
 def _open_images(path: Path, archive: zipfile.ZipFile) -> np.ndarray | MappedArray:
     key = _find(path, archive, 'images')

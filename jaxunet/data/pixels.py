@@ -24,6 +24,7 @@ Batch = UInt8[np.ndarray, 'images height width channels']
 MODES = {1: 'L', 3: 'RGB'}
 MAX_PIXELS = 2**26  # of one image file; a larger one is taken for a decompression bomb
 MAGIC_BYTES = 32
+ORIENTATION = 0x0112  # EXIF; from 5 on, width and height change places
 REDUCING_GAP = 3.0  # a whole-number box filter first, to this many times the size: nearly as good as Lanczos, much faster
 
 # What a file starts with: (offset, bytes).
@@ -109,6 +110,19 @@ def decode(data: bytes, name: str, shape: Shape) -> Pixels:
         raise
     except Exception as error:  # Pillow's plugins raise nearly everything on damaged files
         raise BadImage(name, f'cannot be decoded: {told(error)}') from None
+
+
+def size_of(data: bytes, name: str) -> tuple[int, int]:
+    """(height, width) of an image file as it is shown. Raises BadImage."""
+    try:
+        with Image.open(io.BytesIO(data)) as image:
+            width, height = image.size
+            turned = image.getexif().get(ORIENTATION, 1) >= 5
+    except Exception as error:  # Pillow raises nearly everything on damaged files
+        raise BadImage(name, f'cannot be decoded: {told(error)}') from None
+    if width * height > MAX_PIXELS:
+        raise BadImage(name, f'{width}x{height} pixels, more than the {MAX_PIXELS} accepted')
+    return (width, height) if turned else (height, width)
 
 
 def _eight_bits(image: Image.Image, mode: str) -> Image.Image:

@@ -47,6 +47,10 @@ class Source(abc.ABC):
           BadImage: one of them is corrupt.
         """
 
+    def stored_size(self, index: int) -> tuple[int, int]:
+        """(height, width) of an image before `load` crops and resizes it. Raises BadImage: a corrupt one."""
+        return self.image_shape[:2]
+
 
 def no_labels(n: int) -> Int[np.ndarray, ' images']:
     return np.full(n, -1, np.int32)
@@ -73,6 +77,9 @@ class ArraySource(Source):
 
     def load(self, indices: Int[np.ndarray, ' rows']) -> Batch:
         return fit(self._images[indices], self.image_shape, self.name)
+
+    def stored_size(self, index: int) -> tuple[int, int]:
+        return self._images.shape[1], self._images.shape[2]
 
 
 class MappedArray:
@@ -121,3 +128,6 @@ class Selection(Source):
 
     def load(self, indices: Int[np.ndarray, ' rows']) -> Batch:
         return self._source.load(self._rows[indices])
+
+    def stored_size(self, index: int) -> tuple[int, int]:
+        return self._source.stored_size(int(self._rows[index]))

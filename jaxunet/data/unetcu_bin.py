@@ -50,6 +50,9 @@ class BinSource(Source):
             raise self._bad_value(int(indices[row]), tuple(place), float(values[(row, *place)]))
         return fit(np.ascontiguousarray(rounded.astype(np.uint8).transpose(0, 2, 3, 1)), self.image_shape, self.name)
 
+    def stored_size(self, index: int) -> tuple[int, int]:
+        return self._values.shape[2], self._values.shape[3]
+
     def _bad_value(self, image: int, place: tuple[int, ...], value: float) -> UserError:
         shape = self._values.shape
         flat = int(np.ravel_multi_index((image, *place), shape))

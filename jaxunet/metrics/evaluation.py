@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+import contextlib
+import functools
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -93,6 +95,7 @@ def statistics_side(path: str, metrics: Sequence[str], network: FeatureNetwork, 
     return Side(path + origin, count if isinstance(count, int) else None, str(statistics.protocol.get('size', 'unknown')), statistics)
 
 
+@contextlib.contextmanager
 def open_side(
     path: str,
     metrics: Sequence[str],
@@ -103,8 +106,8 @@ def open_side(
     count: int | None = None,
     seed: int = 0,
     batch_size: int,
-) -> tuple[Side, Size | None]:
-    """A side from a path, and the size of its images where it has some.
+) -> Iterator[tuple[Callable[[], Side], Size | None]]:
+    """A side from a path, and the size of its images where it has some. A wrong path is told here; the features are computed by the call.
 
     Args:
       path: of images (`open_images`) or of statistics.
@@ -115,10 +118,18 @@ def open_side(
     if file.suffix.lower() == '.npz' and file.is_file() and is_statistics(file):
         if count is not None:
             raise UserError(f'--num_samples: {path} holds statistics, from which nothing can be drawn; leave it out')
-        return statistics_side(path, metrics, network, option), None
+        side = statistics_side(path, metrics, network, option)
+        yield lambda: side, None
+        return
     with open_images(path, grid_size=grid_size) as source:
-        side = image_side(path, source, metrics, network, count=count, seed=seed, batch_size=batch_size)
-        return side, source.image_shape[:2]
+        _check_count(count, source, path)
+        compute_side = functools.partial(image_side, path, source, metrics, network, count=count, seed=seed, batch_size=batch_size)
+        yield compute_side, source.image_shape[:2]
+
+
+def _check_count(count: int | None, source: Source, name: str) -> None:
+    if count is not None and count > len(source):
+        raise UserError(f'--num_samples: {count} asked for, but {name} has {len(source)} images')
 
 
 def check_side(path: str) -> None:
@@ -144,8 +155,7 @@ def image_side(
     Raises:
       UserError: fewer images than asked for or than a metric needs, corrupt images, or too many to keep their features.
     """
-    if count is not None and count > len(source):
-        raise UserError(f'--num_samples: {count} asked for, but {name} has {len(source)} images')
+    _check_count(count, source, name)
     rows = np.arange(len(source))
     if count is not None and count < len(source):
         rows = np.sort(np.random.default_rng(seed).choice(len(source), count, replace=False))

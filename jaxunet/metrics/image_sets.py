@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import io
 import math
 import struct
 import tempfile
@@ -18,7 +17,7 @@ from PIL import Image
 from jaxunet.data import cifar10
 from jaxunet.data.containers import Container, Folder, ZipArchive
 from jaxunet.data.image_files import ImageFiles
-from jaxunet.data.pixels import MAX_PIXELS, BadImage, Pixels, told, why_not_image
+from jaxunet.data.pixels import BadImage, Pixels, size_of, told, why_not_image
 from jaxunet.data.source import ArraySource, Source
 from jaxunet.data.sources import TAR, open_source
 from jaxunet.data.tar import TarArchive, compression, decompress
@@ -27,7 +26,6 @@ from jaxunet.errors import UserError
 from jaxunet.images import ENLARGED, GAP, TINY
 
 Size = tuple[int, int]  # height, width
-ORIENTATION = 0x0112  # EXIF; from 5 on, width and height change places
 
 
 @contextlib.contextmanager
@@ -77,7 +75,7 @@ class SameSize(ImageFiles):
 
     def _one(self, i: int) -> Pixels:
         data, name = self._container.read(i), self._container.describe(i)
-        if (found := _size(data, name)) != (wanted := self.image_shape[:2]):
+        if (found := size_of(data, name)) != (wanted := self.image_shape[:2]):
             raise UserError(
                 f'{name}: expected {wanted[0]}x{wanted[1]} pixels (height x width) as the first image has, found {found[0]}x{found[1]}; '
                 f'bring all to one size: python -m jaxunet.prepare_data --input {self.name} --output images.npz --image_size ...'
@@ -131,20 +129,8 @@ def _first_size(container: Container) -> Size:
             continue
         with contextlib.suppress(BadImage):
             if not why_not_image(*container.start(i)):
-                return _size(container.read(i), container.describe(i))
+                return size_of(container.read(i), container.describe(i))
     return 1, 1
-
-
-def _size(data: bytes, name: str) -> Size:
-    try:
-        with Image.open(io.BytesIO(data)) as image:
-            width, height = image.size
-            turned = image.getexif().get(ORIENTATION, 1) >= 5
-    except Exception as error:  # Pillow raises nearly everything on damaged files
-        raise BadImage(name, f'cannot be decoded: {told(error)}') from None
-    if width * height > MAX_PIXELS:
-        raise BadImage(name, f'{width}x{height} pixels, more than the {MAX_PIXELS} accepted')
-    return (width, height) if turned else (height, width)
 
 
 def _array_shape(path: Path) -> tuple[int, int, int]:

@@ -124,7 +124,8 @@ class Evaluator:
     def _open_reference(self, metrics: Sequence[str]) -> Side:
         path = self.config.evaluation.reference
         if path:
-            return open_side(path, metrics, self.network, 'evaluation.reference', batch_size=FEATURE_BATCH)[0]
+            with open_side(path, metrics, self.network, 'evaluation.reference', batch_size=FEATURE_BATCH) as (side, _):
+                return side()
         return image_side(self.source.name, Colour(self.source), metrics, self.network, batch_size=FEATURE_BATCH)
 
     def row(self, result: Result, step: int, seconds: float) -> dict[str, Any]:

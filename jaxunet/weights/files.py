@@ -215,10 +215,11 @@ def write_weights(
 
 @contextlib.contextmanager
 def _replacing(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
-    """A file that takes the name `path` when all of it is on the disk; after an error nothing of it is left."""
+    """A file that takes the name `path` when all of it is on the disk; after an error nothing of it is left. Its folder is made."""
     target = pathlib.Path(path)
     temporary = ''
     try:
+        target.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile(dir=target.parent, prefix=f'.{target.name}.', delete=False) as file:
             temporary = file.name
             yield file  # type: ignore[misc]
