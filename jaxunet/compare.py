@@ -69,7 +69,7 @@ def compare(directory: pathlib.Path) -> dict[str, str]:
     names = [method.name for method in methods]
     config = runner.base_config(given)
     jax.config.update('jax_platforms', 'cpu')  # the other devices are the runs'
-    network = evaluation_network(config)  # mistakes are told before anything runs
+    network = evaluation_network(config) if TRAIN.value else None  # mistakes are told before anything runs
     spec = runner.Spec(
         command=shlex.join(['python', '-m', 'jaxunet.compare', *sys.argv[1:]]),
         config=to_dict(config),
@@ -79,7 +79,8 @@ def compare(directory: pathlib.Path) -> dict[str, str]:
         evaluations=parse_counts('--evaluations', EVALUATIONS.value, names, 5),
     )
     todo = runner.tasks(spec, config)
-    runner.check_features(todo, directory, network.name)
+    if network:
+        runner.check_features(todo, directory, network.name)
     if TRAIN.value or not (directory / runner.SPEC).exists():  # --notrain adds step costs to what is there
         runner.save(spec, directory)
     devices = DEVICES.value or ['']

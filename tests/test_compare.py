@@ -137,13 +137,13 @@ def test_the_same_command_goes_on(compared, features):
     assert 'choose another --output, or remove it' in message
 
 
-def test_step_costs_are_added_to_what_is_there(compared, features):
-    """Of other methods even, with nothing else changed."""
+def test_step_costs_are_added_to_what_is_there(compared):
+    """Of other methods even, with nothing else changed, and without features."""
     output, _ = compared
     kept = {name: (output / name).read_text() for name in (runner.SPEC, 'compare.csv')}
     failures = runner.load_failures(output)
     assert failures
-    call(features, output, '--methods=uniform,p2', '--step_cost', '--notrain', '--devices=0', code=1)
+    call('nothere.npz', output, '--methods=uniform,p2', '--step_cost', '--notrain', '--devices=0', code=1)
     assert {name: (output / name).read_text() for name in kept} == kept
     assert runner.load_failures(output) == failures
     assert set(report.step_costs(output)['costs']) == {'uniform', 'p2'}
