@@ -25,7 +25,8 @@ from jaxunet.data.sources import open_source
 from jaxunet.errors import UserError
 from jaxunet.load import load_initial
 from jaxunet.ops import load_ops
-from jaxunet.training.loop import Background, train
+from jaxunet.training.background import Background
+from jaxunet.training.loop import train
 from jaxunet.training.parallel import Parallel
 
 CONFIG = cli.define_config()

@@ -137,18 +137,20 @@ def test_the_same_command_goes_on(compared, features):
     assert 'choose another --output, or remove it' in message
 
 
-def test_step_costs_are_added_to_what_is_there(compared):
-    """Of other methods even, with nothing else changed, and without features."""
+def test_without_training_the_record_stays(compared):
+    """Even of other methods, and without features; step costs, here of before, come into the report."""
     output, _ = compared
     kept = {name: (output / name).read_text() for name in (runner.SPEC, 'compare.csv')}
     failures = runner.load_failures(output)
     assert failures
-    call('nothere.npz', output, '--methods=uniform,p2', '--step_cost', '--notrain', '--devices=0', code=1)
+    one = {'ms': 1.0, 'ratio': 1.0, 'quartiles': [1.0, 1.0]}
+    costs = {'costs': {'uniform': one, 'p2': one}, 'rounds': 3, 'steps': 4, 'batch': 8, 'device': 'd'}
+    (output / runner.COSTS).write_text(json.dumps(costs) + '\n')
+    call('nothere.npz', output, '--methods=uniform,p2', '--notrain', code=1)
     assert {name: (output / name).read_text() for name in kept} == kept
     assert runner.load_failures(output) == failures
-    assert set(report.step_costs(output)['costs']) == {'uniform', 'p2'}
     assert '| uniform | 2 |' in (output / 'report.md').read_text()
-    assert 'Turns: 11 of 8 steps each' in (output / 'report.md').read_text()
+    assert 'Turns: 3 of 4 steps each' in (output / 'report.md').read_text()
 
 
 def test_a_milestone_wants_a_row_of_every_metric(tmp_path):
@@ -333,12 +335,13 @@ def test_runs_that_were_measured_in_different_ways_do_not_compare(tmp_path, fiel
 
 
 def test_step_costs_take_turns():
-    configs = {name: Method(name, METHODS[name]).apply(tiny_config(parallel={'devices': 1})) for name in ('uniform', 'policy')}
-    configs['policy'] = configs['policy'].replace(timesteps={'policy_every': 3})
-    found = step_cost.measure(configs, rounds=2)
+    configs = {name: Method(name, METHODS[name]).apply(tiny_config(parallel={'devices': 1})) for name in ('uniform', 'speed', 'policy')}
+    policy = configs.pop('policy').replace(timesteps={'policy_every': 3})
+    assert [step_cost.steps_of_a_turn(c) for c in (configs.values(), [*configs.values(), policy])] == [8, 9]
+    found = step_cost.measure(configs, steps=2, rounds=2)
     assert found['costs']['uniform']['ratio'] == 1
-    assert found['costs']['policy']['ratio'] > 0
-    assert (found['steps'], found['rounds']) == (9, 2)
+    assert found['costs']['speed']['ratio'] > 0
+    assert (found['steps'], found['rounds']) == (2, 2)
 
 
 def test_snapshots_come_back(tmp_path):

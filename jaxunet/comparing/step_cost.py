@@ -9,6 +9,7 @@ import json
 import math
 import pathlib
 import sys
+from collections.abc import Iterable
 from typing import Any
 
 from jaxunet import cli
@@ -27,14 +28,12 @@ def measure(configs: dict[str, Config], steps: int | None = None, rounds: int = 
     """Milliseconds a step of each, and the ratio to the first: medians over rounds with quartiles.
 
     Args:
-      steps: of a turn; default: a multiple of every policy's `policy_every`, so that each turn has its share of measurements.
+      steps: of a turn; default: `steps_of_a_turn`, so that each turn has its share of the policies' measurements.
     """
     first = next(iter(configs.values()))
     height, width, channels = first.image_shape
     source = open_source(first.data.path, image_shape=(height, width, channels), classes=first.data.classes)
-    if steps is None:
-        steps = math.lcm(*(c.timesteps.policy_every if c.timesteps.sampler == 'policy' else 1 for c in configs.values()))
-        steps *= -(-STEPS // steps)
+    steps = steps or steps_of_a_turn(configs.values())
     sides = {}
     for name, config in configs.items():
         # Random weights in the last layers too: a network of zeros takes a GPU less power.
@@ -52,6 +51,12 @@ def measure(configs: dict[str, Config], steps: int | None = None, rounds: int = 
         summary = timing.summarise(found, base)
         costs[name] = {'ms': summary.median_ms, 'ratio': summary.ratio, 'quartiles': list(summary.ratio_quartiles)}
     return {'costs': costs, 'rounds': rounds, 'steps': steps, 'batch': first.data.batch_size, **rows.provenance()}
+
+
+def steps_of_a_turn(configs: Iterable[Config]) -> int:
+    """At least `STEPS`, and a multiple of every policy's `policy_every`."""
+    least = math.lcm(*(c.timesteps.policy_every if c.timesteps.sampler == 'policy' else 1 for c in configs))
+    return least * -(-STEPS // least)
 
 
 def main() -> None:

@@ -11,7 +11,6 @@ import dataclasses
 import fcntl
 import gc
 import pathlib
-import threading
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -35,6 +34,7 @@ from jaxunet.images import grid, save_png
 from jaxunet.ops import describe, load_ops
 from jaxunet.progress import progress_bar
 from jaxunet.sampling import SamplerConfig
+from jaxunet.training.background import Background
 from jaxunet.training.clock import Clock, Milestones
 from jaxunet.training.evaluation import Evaluator, evaluation_table
 from jaxunet.training.logs import Logs
@@ -391,32 +391,3 @@ class _Run:
         how = f'{row["num_samples"]} samples by {row["sampler"]}, {row["evaluations"]} evaluations each'
         how += f', against {row["reference"]}' if row['reference'] else ''
         bar.write(f'step {self.step}, {self.seconds:.1f} s of training: {told} ({how}; {self.evaluations.path} has the rest)')
-
-
-class Background:
-    """Runs a function in a daemon thread: a process that stops need not wait for what it compiles."""
-
-    NAME = 'background compilation'
-
-    def __init__(self, function: Callable[[], Any]) -> None:
-        self._outcome: list[Any] = []
-        self._error: list[BaseException] = []
-
-        def call() -> None:
-            try:
-                self._outcome.append(function())
-            except BaseException as error:  # raised again where the result is wanted
-                self._error.append(error)
-
-        self._thread = threading.Thread(target=call, name=self.NAME, daemon=True)
-        self._thread.start()
-
-    def result(self, keep_waiting: Callable[[], bool]) -> Any:
-        """What the function returned or raised; None if `keep_waiting` turns false before it is done."""
-        while self._thread.is_alive():
-            if not keep_waiting():
-                return None
-            self._thread.join(0.1)
-        if self._error:
-            raise self._error[0]
-        return self._outcome[0]
