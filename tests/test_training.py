@@ -19,6 +19,7 @@ from jaxunet.data.sources import open_source
 from jaxunet.diffusion import make_diffusion
 from jaxunet.errors import UserError
 from jaxunet.ops import TABLES
+from jaxunet.training import loop
 from jaxunet.training.logs import read_metrics
 from jaxunet.training.loop import fresh_state, train
 from jaxunet.training.parallel import Parallel
@@ -178,6 +179,14 @@ def test_one_run_at_a_time_in_a_workdir(tmp_path, source):
             train(tiny_config(), tmp_path, source)
         other.stdin.close()
     assert not (tmp_path / 'checkpoints').exists()
+
+
+def test_a_workdir_that_cannot_be_locked_is_told(tmp_path, monkeypatch):
+    told = []
+    monkeypatch.setattr(loop.fcntl, 'lockf', lambda *_: (_ for _ in ()).throw(OSError(95, 'Operation not supported')))
+    monkeypatch.setattr(loop.logging, 'warning', lambda text, *values: told.append(text % values))
+    with loop._alone(tmp_path):
+        assert told == [f'--workdir: {tmp_path} cannot be locked (Operation not supported): nothing keeps a second run out of it']
 
 
 def test_ema_is_the_recurrence(source):

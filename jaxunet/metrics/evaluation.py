@@ -132,14 +132,6 @@ def _check_count(count: int | None, source: Source, name: str) -> None:
         raise UserError(f'--num_samples: {count} asked for, but {name} has {len(source)} images')
 
 
-def check_side(path: str) -> None:
-    """Raises UserError: a path that `open_side` will not open either."""
-    file = Path(path).expanduser()
-    if not (file.suffix.lower() == '.npz' and file.is_file() and is_statistics(file)):
-        with open_images(path):
-            pass
-
-
 def image_side(
     name: str,
     source: Source,

@@ -15,7 +15,7 @@ from jaxunet.data.pixels import Batch
 from jaxunet.data.source import ArraySource, Source
 from jaxunet.errors import UserError
 from jaxunet.generate import Generator
-from jaxunet.metrics.evaluation import WITHOUT_REFERENCE, Result, Side, check_metrics, check_side, compute, image_side, open_side
+from jaxunet.metrics.evaluation import WITHOUT_REFERENCE, Result, Side, check_metrics, compute, image_side, open_side
 from jaxunet.metrics.features import FeatureNetwork, load_features
 from jaxunet.progress import progress_bar
 from jaxunet.sampling import SamplerConfig
@@ -43,8 +43,10 @@ def evaluation_network(config: Config) -> FeatureNetwork:
     network = load_features(e.features)
     check_metrics(e.metrics, network, 'evaluation.metrics')
     network.check_size((config.image_shape[0], config.image_shape[1]))
-    if e.reference:
-        check_side(e.reference)
+    compared = [metric for metric in e.metrics if metric not in WITHOUT_REFERENCE]
+    if compared and e.reference:
+        with open_side(e.reference, compared, network, 'evaluation.reference', batch_size=FEATURE_BATCH):
+            pass  # its features are computed when they are asked for
     return network
 
 

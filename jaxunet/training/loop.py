@@ -80,8 +80,8 @@ def _alone(workdir: pathlib.Path) -> Iterator[None]:
             fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except (BlockingIOError, PermissionError):
             raise UserError(f'--workdir: another run is training in {workdir}; wait for its end, or choose another folder') from None
-        except OSError:  # a file system without locks
-            pass
+        except OSError as error:  # a file system without locks
+            logging.warning('--workdir: %s cannot be locked (%s): nothing keeps a second run out of it', workdir, error.strerror or error)
         yield
 
 
