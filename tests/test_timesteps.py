@@ -365,7 +365,7 @@ def test_a_step_hands_the_sampler_what_it_drew_and_its_loss_weights(spread, sour
     assert np.all(loss > 0)
 
 
-@pytest.mark.parametrize(('sampler', 'weighting'), [m for m in METHODS if m[0] != 'speed'])  # which has no state
+@pytest.mark.parametrize(('sampler', 'weighting'), METHODS)
 def test_a_resumed_run_is_bit_for_bit_the_uninterrupted_one(sampler, weighting, tmp_path, source):
     def part(name, steps):
         config = method(sampler, weighting, optimizer={'schedule': 'constant'}, train={'steps': steps})
