@@ -8,7 +8,7 @@
 // between its warps through shared memory.
 //
 // Warps share out the owned rows; where heads are wide, also the columns of the sums: such warps each compute a part of
-// p and ds, and exchange them.
+// p and ds, and exchange them; or, where a passing tile has no 16 rows for each of them, each computes all of both.
 #pragma once
 
 #include <cmath>
@@ -29,13 +29,15 @@ struct BackwardShape {
   static constexpr int kColumns = kColumns_;    // warps that share out the columns
   static constexpr int kStream = kStream_;      // rows of a tile that passes by
   static constexpr int kResident = kResident_;  // blocks an SM, for which the registers must do
+  // Where a tile has no 16 rows for each warp that shares out the columns, each computes all of p and ds.
+  static constexpr bool kAgain = kStream < 16 * kColumns, kShared = kColumns > 1 && !kAgain;
   static constexpr int kWarps = kGroups * kColumns, kThreads = 32 * kWarps, kRows = 16 * kTiles * kGroups;
   static constexpr int kSegment = 512;                           // rows whose norm and delta are held at a time
   static constexpr bool kHeld = sizeof(T) == 2 && kWidth <= 32;  // owned rows stay in registers
 
-  static_assert(kStream % (16 * kColumns) == 0 && kSegment % kStream == 0 && kSegment >= kRows);
+  static_assert(kStream % (kAgain ? 16 : 16 * kColumns) == 0 && kSegment % kStream == 0 && kSegment >= kRows);
   static constexpr int bytes(int stages, bool all) {
-    const int exchanges = (kColumns > 1) + (kColumns > 1 || all);
+    const int exchanges = kShared + (kShared || all);
     return 2 * kSegment * 4 + (2 * (kRows + stages * kStream) * kWidth + exchanges * kRows * kStream) * sizeof(T);
   }
 };
@@ -47,9 +49,9 @@ class Backward {
   using T = typename S::T;
   using Place = Tile<T, S::kWidth>;
   using Exchange = Tile<T, S::kStream>;
-  static constexpr bool kQueries = kOwned == Owned::kQueries, kShared = S::kColumns > 1;
-  static constexpr int kPart = S::kStream / S::kColumns;  // rows of a passing tile for which a warp computes p and ds
-  static constexpr int kMine = S::kWidth / S::kColumns;   // columns that a warp sums
+  static constexpr bool kQueries = kOwned == Owned::kQueries, kShared = S::kShared;
+  // Rows of a passing tile for which a warp computes p and ds; columns that it sums.
+  static constexpr int kPart = S::kAgain ? S::kStream : S::kStream / S::kColumns, kMine = S::kWidth / S::kColumns;
 
   const Place a_, b_;  // owned: q and dO, or k and v
   const Exchange p_, ds_;
@@ -73,8 +75,8 @@ class Backward {
         tokens_(tokens),
         first_(first),
         row_(static_cast<int>(threadIdx.x) / 32 % S::kGroups * 16 * S::kTiles),
-        part_(static_cast<int>(threadIdx.x) / 32 / S::kGroups * kPart),
-        column_(static_cast<int>(threadIdx.x) / 32 / S::kGroups * kMine),
+        part_(!kShared ? 0 : static_cast<int>(threadIdx.x) / 32 / S::kGroups * kPart),
+        column_(S::kColumns > 1 ? static_cast<int>(threadIdx.x) / 32 / S::kGroups * kMine : 0),
         scale_(1 / sqrtf(static_cast<float>(width))) {}
 
   __device__ bool busy() const { return first_ + row_ < tokens_; }
@@ -104,7 +106,8 @@ class Backward {
     }
   }
 
-  // The tile of rows c and d whose first is `first`; kWhole: none of them is padding. All threads come here.
+  // The tile of rows c and d whose first is `first`; kWhole: none of them, nor of all keys, is padding. All threads
+  // come here.
   template <bool kWhole>
   __device__ void step(const Place& c, const Place& d, int first, const HeadRows<T>& dq) {
     float p[S::kTiles][kPart / 8][4] = {}, ds[S::kTiles][kPart / 8][4] = {};
@@ -115,7 +118,7 @@ class Backward {
       weigh<kWhole>(p, ds, first);
     }
     if constexpr (kShared || kOwned == Owned::kAllKeys) {
-      if (some) {
+      if (some && (!S::kAgain || column_ == 0)) {
 #pragma unroll
         for (int m = 0; m < S::kTiles; ++m) {
           store_sums(ds_, ds[m], row_ + 16 * m, part_, 1, 1);
@@ -191,7 +194,7 @@ class Backward {
           const float row_delta = kQueries ? delta_[m][i / 2] : i % 2 ? delta.y : delta.x;
           float weight = power_of_two(p[m][n][i] * scale2 - row_norm);
           if (kQueries && !kWhole && first + other + i % 2 >= tokens_) weight = 0;
-          if (kOwned == Owned::kAllKeys && row_ + 16 * m + lane / 4 + i / 2 * 8 >= tokens_) weight = 0;
+          if (kOwned == Owned::kAllKeys && !kWhole && row_ + 16 * m + lane / 4 + i / 2 * 8 >= tokens_) weight = 0;
           p[m][n][i] = weight;
           ds[m][n][i] = weight * (ds[m][n][i] - row_delta);
         }
@@ -294,7 +297,7 @@ __device__ void walk(const AttentionBackward& plan, const Head<AttentionBackward
     __syncthreads();  // the tile is there, and nobody works on the one before
     if (stages > 1 && step + 1 < steps) load(step + 1);
     if (step == 0) state.hold();
-    if (!kAll && start + S::kStream <= tokens) {
+    if (start + S::kStream <= tokens && (!kAll || tokens == S::kRows)) {
       state.template step<true>(tile(step, 0), tile(step, 1), start, dq);
     } else {
       state.template step<false>(tile(step, 0), tile(step, 1), start, dq);

@@ -2,7 +2,6 @@
 #pragma once
 
 #include <algorithm>
-#include <type_traits>
 
 #include "flash.h"
 #include "flash_backward.cuh"
@@ -10,61 +9,68 @@
 
 namespace jaxunet::cuda {
 
+// Shapes for few tokens, those with the fewest rows first.
+template <class... Shape>
+struct Few {};
+
+// Where hardly any network has heads of few tokens, those take the general shapes, too.
+struct NoFew {
+  using FewForward = Few<>;
+  using FewBackward = Few<>;
+};
+
 // Of a head padded to kWidth. Forward: 16-row tiles a warp, warps over rows, warps over keys; keys a tile. Backward:
-// 16-row tiles a warp, warps over rows, warps over columns; rows of a passing tile. Last: blocks an SM. Few: one block
-// a head, for no more tokens than it has rows; void where such heads take Backward, too, as hardly any network has
-// them.
+// 16-row tiles a warp, warps over rows, warps over columns; rows of a passing tile. Then: blocks an SM. Last, where a
+// forward shape has it: warps over columns. The few take one block a head, for no more tokens than it has rows; that of
+// backward finds all gradients. Of 16 bits, those that the attention of configs/elephants64.py and configs/cifar10.py
+// takes were chosen on an H200, by the geometric mean of the times at batch 32 and 256.
 template <class T, int kWidth>
 struct Shapes;
 
 template <class T>
 struct Shapes<T, 32> {
-  using Forward = ForwardShape<T, 32, 2, 4, 1, 64, 2>;
+  using Forward = ForwardShape<T, 32, 2, 4, 1, 64, 3>;
+  using FewForward = Few<ForwardShape<T, 32, 1, 4, 1, 64, 4>>;
   using Backward = BackwardShape<T, 32, 2, 4, 1, 32, 2>;
-  using Few = BackwardShape<T, 32, 1, 4, 1, 64, 2>;
+  using FewBackward = Few<BackwardShape<T, 32, 1, 4, 1, 32, 4>, BackwardShape<T, 32, 2, 8, 1, 64, 1>>;
 };
 template <class T>
-struct Shapes<T, 64> {
+struct Shapes<T, 64> : NoFew {
   using Forward = ForwardShape<T, 64, 2, 4, 1, 32, 2>;
   using Backward = BackwardShape<T, 64, 1, 4, 1, 32, 3>;
-  using Few = void;
 };
 template <class T>
-struct Shapes<T, 128> {
+struct Shapes<T, 128> : NoFew {
   using Forward = ForwardShape<T, 128, 2, 4, 1, 32, 2>;
   using Backward = BackwardShape<T, 128, 1, 8, 1, 32, 1>;
-  using Few = void;
 };
 template <class T>
 struct Shapes<T, 256> {
-  using Forward = ForwardShape<T, 256, 1, 4, 2, 64, 1>;
-  using Backward = BackwardShape<T, 256, 1, 4, 2, 32, 1>;
-  using Few = void;
+  using Forward = ForwardShape<T, 256, 1, 4, 1, 32, 2>;
+  using FewForward = Few<ForwardShape<T, 256, 1, 1, 1, 16, 1, 4>>;
+  using Backward = BackwardShape<T, 256, 2, 2, 4, 64, 1>;
+  using FewBackward = Few<BackwardShape<T, 256, 1, 1, 4, 16, 1>>;
 };
 
 template <>
-struct Shapes<float, 32> {
+struct Shapes<float, 32> : NoFew {
   using Forward = ForwardShape<float, 32, 1, 4, 1, 32, 2>;
   using Backward = BackwardShape<float, 32, 1, 4, 1, 32, 2>;
-  using Few = void;
 };
 template <>
-struct Shapes<float, 64> {
+struct Shapes<float, 64> : NoFew {
   using Forward = ForwardShape<float, 64, 1, 4, 1, 32, 2>;
   using Backward = BackwardShape<float, 64, 1, 4, 1, 32, 2>;
-  using Few = void;
 };
 template <>
-struct Shapes<float, 128> {
+struct Shapes<float, 128> : NoFew {
   using Forward = ForwardShape<float, 128, 1, 4, 1, 32, 2>;
   using Backward = BackwardShape<float, 128, 1, 4, 2, 32, 1>;
-  using Few = void;
 };
 template <>
-struct Shapes<float, 256> {
+struct Shapes<float, 256> : NoFew {
   using Forward = ForwardShape<float, 256, 1, 4, 2, 32, 1>;
   using Backward = BackwardShape<float, 256, 1, 2, 4, 64, 1>;
-  using Few = void;
 };
 
 template <class T, class Visit>
@@ -82,11 +88,23 @@ bool has_flash_shape(const Plan& plan) {
          std::all_of(rows.begin(), rows.end(), [](uintptr_t at) { return at % 16 == 0; });
 }
 
+// run(shape) of the first shape that has a row for each token and fits the device's shared memory; nothing where none
+// does.
+template <class... Shape, class Run>
+std::optional<cudaError_t> run_few(Few<Shape...>, int64_t tokens, Run run) {
+  std::optional<cudaError_t> done;
+  static_cast<void>((... || (tokens <= Shape::kRows && (done = run(Shape())))));
+  return done;
+}
+
 template <class T>
 std::optional<cudaError_t> choose_forward(const AttentionForward& plan, int shared_bytes, cudaStream_t stream) {
   if (!has_flash_shape(plan)) return std::nullopt;
   return with_shapes<T>(plan.width, [&](auto shapes) {
-    return launch_forward<typename decltype(shapes)::Forward>(plan, shared_bytes, stream);
+    using All = decltype(shapes);
+    const auto run = [&](auto shape) { return launch_forward<decltype(shape)>(plan, shared_bytes, stream); };
+    const auto done = run_few(typename All::FewForward(), plan.tokens, run);
+    return done ? done : run(typename All::Forward());
   });
 }
 
@@ -97,11 +115,11 @@ std::optional<cudaError_t> choose_backward(const AttentionBackward& plan, int sh
     return std::nullopt;
   }
   return with_shapes<T>(plan.width, [&](auto shapes) {
-    using Few = typename decltype(shapes)::Few;
-    if constexpr (!std::is_void_v<Few>) {
-      if (plan.tokens <= Few::kRows) return launch_backward_few<Few>(plan, shared_bytes, stream);
-    }
-    return launch_backward<typename decltype(shapes)::Backward>(plan, shared_bytes, stream);
+    using All = decltype(shapes);
+    const auto done = run_few(typename All::FewBackward(), plan.tokens, [&](auto shape) {
+      return launch_backward_few<decltype(shape)>(plan, shared_bytes, stream);
+    });
+    return done ? done : launch_backward<typename All::Backward>(plan, shared_bytes, stream);
   });
 }
 

@@ -1,7 +1,8 @@
 // Flash attention forward. A block holds the queries of one head that its warps share out, 16 or 32 rows a warp, and
 // walks over the keys and values, the next tile of which arrives while it works on this one. With two splits, a second
 // set of warps takes the other half of every tile's keys, and the two partial softmaxes are merged at the end: that
-// keeps an SM busy where heads are wide and few.
+// keeps an SM busy where heads are wide and few. Warps that share out the columns of v each find all weights: that
+// keeps more warps busy where there are few queries.
 #pragma once
 
 #include <cmath>
@@ -12,7 +13,8 @@
 
 namespace jaxunet::cuda {
 
-template <class T_, int kWidth_, int kTiles_, int kGroups_, int kSplits_, int kKeys_, int kResident_ = 1>
+template <class T_, int kWidth_, int kTiles_, int kGroups_, int kSplits_, int kKeys_, int kResident_ = 1,
+          int kColumns_ = 1>
 struct ForwardShape {
   using T = T_;
   static constexpr int kWidth = kWidth_;
@@ -21,11 +23,14 @@ struct ForwardShape {
   static constexpr int kSplits = kSplits_;      // warps that share out a tile's keys
   static constexpr int kKeys = kKeys_;          // a tile
   static constexpr int kResident = kResident_;  // blocks an SM, for which the registers must do
-  static constexpr int kThreads = 32 * kGroups * kSplits, kRows = 16 * kTiles * kGroups;
+  static constexpr int kColumns = kColumns_;    // warps that share out the columns of v, each with all the weights
+  static constexpr int kThreads = 32 * kGroups * kSplits * kColumns, kRows = 16 * kTiles * kGroups;
+  static constexpr int kShare = kWidth / kColumns;                         // columns that a warp sums
   static constexpr int kMine = kKeys / kSplits;                            // keys of a tile that a warp takes
   static constexpr bool kHeld = sizeof(T) == 2 && kTiles * kWidth <= 128;  // q stays in registers
 
   static constexpr int bytes(int stages) { return (kRows + 2 * stages * kKeys) * kWidth * sizeof(T); }
+  static_assert(kSplits == 1 || kColumns == 1);
   // Merging passes the sums of the second split, and two numbers a row, through the same memory.
   static_assert(kSplits == 1 || kRows * (kWidth + 2) * 4 <= (kRows + 2 * kKeys) * kWidth * static_cast<int>(sizeof(T)));
 };
@@ -37,10 +42,10 @@ class Forward {
   static constexpr int kBlocks = S::kMine / 8;  // of 8 keys
 
   const Place q_;
-  const int tokens_, row_, mine_;  // the warp's first row in the block; its first key in a tile
+  const int tokens_, row_, mine_, column_;  // the warp's first row in the block; its first key in a tile; its columns
   const float scale2_;
   Fragment<T> held_[S::kHeld ? S::kTiles : 1][S::kHeld ? S::kWidth / 16 : 1];
-  float out_[S::kTiles][S::kWidth / 8][4] = {};
+  float out_[S::kTiles][S::kShare / 8][4] = {};
   float top_[S::kTiles][2], total_[S::kTiles][2];  // of the row and of the one 8 below; total: this lane's columns
 
  public:
@@ -48,7 +53,9 @@ class Forward {
       : q_(q),
         tokens_(tokens),
         row_(static_cast<int>(threadIdx.x) / 32 % S::kGroups * 16 * S::kTiles),
-        mine_(static_cast<int>(threadIdx.x) / 32 / S::kGroups * S::kMine),
+        // Constant where nothing is shared out: with them the addresses within a tile.
+        mine_(S::kSplits > 1 ? static_cast<int>(threadIdx.x) / 32 / S::kGroups * S::kMine : 0),
+        column_(S::kColumns > 1 ? static_cast<int>(threadIdx.x) / 32 / S::kGroups * S::kShare : 0),
         scale2_(kLog2e / sqrtf(static_cast<float>(width))) {
 #pragma unroll
     for (int m = 0; m < S::kTiles; ++m) {
@@ -103,8 +110,8 @@ class Forward {
 #pragma unroll
       for (int m = 0; m < S::kTiles; ++m) weights[m] = left_sums<T>(&logits[m][n]);
 #pragma unroll
-      for (int d = 0; d < S::kWidth / 8; d += 2) {
-        const auto right = right_across(values, 8 * d, mine_ + 8 * n);
+      for (int d = 0; d < S::kShare / 8; d += 2) {
+        const auto right = right_across(values, column_ + 8 * d, mine_ + 8 * n);
 #pragma unroll
         for (int m = 0; m < S::kTiles; ++m) multiply(&out_[m][d], weights[m], right);
       }
@@ -150,7 +157,8 @@ class Forward {
 #pragma unroll
     for (int m = 0; m < S::kTiles; ++m) {
       const float totals[2] = {quad_sum(total_[m][0]), quad_sum(total_[m][1])};
-      store_sums(q_, out_[m], row_ + 16 * m, 0, 1 / totals[0], 1 / totals[1]);
+      store_sums(q_, out_[m], row_ + 16 * m, column_, 1 / totals[0], 1 / totals[1]);
+      if (column_ > 0) continue;
       for (int half = 0; half < 2; ++half) {
         const int lane = threadIdx.x % 32, row = first + row_ + 16 * m + lane / 4 + 8 * half;
         if (lane % 4 == 0 && row < tokens_) norm[row] = (top_[m][half] * scale2_ + log2f(totals[half])) / kLog2e;
@@ -177,7 +185,7 @@ class Forward {
 
   // Logits to weights, relative to the largest logit so far; what was summed before is made relative to it, too.
   template <bool kWhole>
-  __device__ void soften(float (&logits)[kBlocks][4], float (&out)[S::kWidth / 8][4], float (&top)[2],
+  __device__ void soften(float (&logits)[kBlocks][4], float (&out)[S::kShare / 8][4], float (&top)[2],
                          float (&total)[2], int rest) {
     const int lane = threadIdx.x % 32;
 #pragma unroll
@@ -208,7 +216,7 @@ class Forward {
       }
       total[half] = total[half] * shrink + sum;
 #pragma unroll
-      for (int d = 0; d < S::kWidth / 8; ++d) {
+      for (int d = 0; d < S::kShare / 8; ++d) {
         out[d][2 * half] *= shrink;
         out[d][2 * half + 1] *= shrink;
       }
@@ -263,6 +271,7 @@ __global__ void __launch_bounds__(S::kThreads, S::kResident)
     state.merge(reinterpret_cast<float*>(memory));
     __syncthreads();
   }
+  if constexpr (S::kColumns > 1) __syncthreads();  // the others' logits read q, too
   if (busy) state.finish(plan.norm + head.index * tokens, first);
   __syncthreads();
   write<S::kRows, S::kThreads>(q, head.unpacked(static_cast<T*>(plan.out)), first);
