@@ -130,6 +130,7 @@ class EmaConfig:
 @dataclass(frozen=True)
 class TrainConfig:
     steps: int = 1200
+    steps_per_call: int = 1  # of one call of the compiled program: more leave the host less to do; all other counts are multiples
     log_every: int = 25
     sample_every: int = 400  # 0 = never
     sample_count: int = 60
@@ -216,7 +217,7 @@ POSITIVE = [
     'timesteps.policy_memory', 'timesteps.policy_learning_rate', 'timesteps.adaptive_bins', 'timesteps.adaptive_memory',
     'data.image_size', 'data.batch_size', 'optimizer.learning_rate', 'optimizer.eps', 'optimizer.accumulate_steps', 'train.steps',
     'train.log_every', 'train.checkpoint_every', 'train.keep', 'train.sample_count', 'train.sample_steps', 'train.max_bad_steps',
-    'evaluation.samples', 'evaluation.batch_size',
+    'train.steps_per_call', 'evaluation.samples', 'evaluation.batch_size',
 ]
 NOT_NEGATIVE = [
     'seed', 'parallel.devices', 'model.num_heads', 'model.num_heads_upsample', 'model.num_head_channels', 'model.num_classes',

@@ -66,6 +66,9 @@ def check_relations(config: Config) -> list[str]:
         t.sample_every == 0 or m.image_channels in (1, 3),
         f'model.image_channels: sample grids show 1 or 3, found {m.image_channels}; set train.sample_every=0',
     )
+    for name in ('steps', 'log_every', 'sample_every', 'evaluate_every', 'checkpoint_every'):
+        count = getattr(t, name)
+        require(count % t.steps_per_call == 0, f'train.{name}: {count} is not a multiple of train.steps_per_call ({t.steps_per_call})')
     e = config.evaluation
     for name in e.metrics:
         require(name in METRICS, f'evaluation.metrics: expected some of {", ".join(METRICS)}, found {name!r}{near_misses(name, METRICS)}')

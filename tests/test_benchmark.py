@@ -34,7 +34,7 @@ FIELDS = {
 }  # fmt: skip
 MEASURED = {
     'median_ms', 'quartiles_ms', 'ratio', 'ratio_quartiles', 'images_per_second', 'mfu', 'bytes_moved', 'bandwidth_share', 'peak_bytes',
-    'lower_s', 'compile_s', 'ops', 'bytes_source', 'peak_source',
+    'lower_s', 'compile_s', 'steps_per_call', 'ops', 'bytes_source', 'peak_source',
 }  # fmt: skip
 
 
@@ -145,6 +145,10 @@ def test_dry_run_prints_the_cases() -> None:
         ({'precisions': ['half']}, '--precisions: .*float16'),
         ({'directions': ['back']}, '--directions: .*forward'),
         ({'batch_sizes': ['32', '-1']}, "--batch_sizes: .*'-1'"),
+        (
+            {'config': tiny_config(train={'steps_per_call': 2, 'log_every': 2}), 'steps': 5},
+            r'--steps: 5 is not a multiple of train.steps_per_call \(2\)',
+        ),
         ({'rounds': 0}, '--rounds: expected 1 or more, found 0'),
         ({'config': tiny_config(parallel={'devices': 2})}, 'parallel.devices: .* found 2'),
         ({'config': tiny_config(optimizer={'accumulate_steps': 2})}, 'optimizer.accumulate_steps: .* found 2'),
@@ -189,11 +193,16 @@ def test_a_turn_takes_half_a_second() -> None:
     def work(speed: float) -> Callable[[int], None]:
         return lambda steps: now.__setitem__(0, now[0] + steps * speed)
 
-    quick, slow = (steps_in(TURN_SECONDS, work(speed), lambda: now[0]) for speed in (1 / 256, 1 / 64))
+    quick, slow = (steps_in(TURN_SECONDS, work(speed), clock=lambda: now[0]) for speed in (1 / 256, 1 / 64))
     assert (quick, slow) == (128, 32)
     assert turn_steps([slow, quick]) == quick
     assert turn_steps([quick, 20]) == 80  # or the slowest would take more than two seconds
     assert turn_steps([1]) == turn_steps([]) == 10
+    calls = []
+    assert steps_in(TURN_SECONDS, lambda steps: (calls.append(steps), work(1 / 256)(steps)), 20, lambda: now[0]) == 128
+    assert calls == [20, 40]
+    assert turn_steps([128], 20) == 140
+    assert turn_steps([], 7) == 14
 
 
 def test_no_garbage_is_collected_in_a_turn() -> None:
@@ -236,6 +245,7 @@ def test_table_shows_the_latest_row_of_a_case() -> None:
         'versions': {'jax': '1'},
         'precision': 'float32',
         'config': 'x',
+        'steps_per_call': 1,
     }
     row |= {'device': 'GPU', 'driver': '5', 'batch_size': 8, 'direction': 'step', 'backend': 'xla', 'git': 'abc', 'quartiles_ms': [1, 3]}
     row |= {'median_ms': 2.0, 'images_per_second': 4000.0, 'mfu': 0.5, 'compile_s': 3.0, 'matmul_flops': 1e12, 'copy_bytes_per_s': 1e12}
@@ -244,6 +254,8 @@ def test_table_shows_the_latest_row_of_a_case() -> None:
         'GPU; jax 1; driver 5; commit abc. Measured rates of the device: float32 matrix product 1 TFLOP/s'
     )
     assert text.splitlines()[-1] == '| x | float32, 8 | step | xla | 1.5 (1 to 3) | 0.75 | 4,000 | 50.0% | 25% | – | 3.0 |'
+    both = table.markdown([row | {'steps_per_call': 1}, row | {'steps_per_call': 20}]).splitlines()[-2:]
+    assert ['| step |' in both[0], '| step, 20 a call |' in both[1]] == [True, True]
     caption = table.markdown([row, row | {'batch_size': 4, 'matmul_flops': 2e12}]).splitlines()[0]
     assert caption.endswith('float32 matrix product 1 to 2 TFLOP/s; copy 1000 GB/s.')
     with pytest.raises(UserError, match='no benchmark rows'):
@@ -255,6 +267,7 @@ def test_table_shows_the_latest_row_of_a_case() -> None:
 def test_a_table_of_several_runs_tells_them_apart() -> None:
     """The sides of a case stand together, each with its commit, as its ratio is to another side of that commit."""
     row = {name: None for name in FIELDS | MEASURED} | {'kind': 'benchmark', 'versions': {}, 'precision': 'float32', 'config': 'x'}
+    row |= {'steps_per_call': 1}
     row |= {'device': 'GPU', 'direction': 'step', 'quartiles_ms': [1, 3], 'median_ms': 2.0, 'images_per_second': 4.0, 'mfu': 0.5}
     row |= {'compile_s': 3.0, 'matmul_flops': 1e12, 'copy_bytes_per_s': 1e12}
     cases = [(8, 'xla', 'old'), (9, 'xla', 'old'), (8, 'cuda', 'new'), (8, 'xla', 'new'), (9, 'broken', 'new')]

@@ -76,6 +76,7 @@ WRONG = [
     ({'data': {'classes': tuple('abcdefghijk')}}, r'data.classes: 11 names for model.num_classes=10'),
     ({'optimizer': {'betas': (0.9,)}}, r'optimizer.betas: expected two numbers'),
     ({'optimizer': {'accumulate_steps': 3}}, r'data.batch_size: 64 is not a multiple of optimizer.accumulate_steps \(3\)'),
+    ({'train': {'steps_per_call': 8}}, r'train.log_every: 25 is not a multiple of train.steps_per_call \(8\)'),
     ({'optimizer': {'name': 'adam', 'weight_decay': 0.1}}, r'optimizer.weight_decay: 0.1 has no effect with optimizer.name=adam'),
     ({'optimizer': {'learning_rate': float('inf')}}, r'optimizer.learning_rate: expected more than 0, found inf'),
     ({'ema': {'rates': ()}}, r'ema.rates: expected at least one rate'),

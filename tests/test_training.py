@@ -125,6 +125,42 @@ def test_streamed_batches_give_the_losses_of_the_resident_dataset(mode, source, 
     np.testing.assert_allclose(bench.losses(batches=batches), one_device, rtol=1e-4)
 
 
+@pytest.mark.parametrize('mode', ['jit', 'pmap'])
+def test_steps_of_one_call_are_those_of_several(mode, source):
+    singly = Bench(tiny_config(parallel={'mode': mode, 'devices': 2}, **NOISY), source)
+    at_once = Bench(singly.config, source)
+    four = at_once.parallel.compile(at_once.make, at_once.state, at_once.resident, steps=4)
+    losses = singly.losses(count=4)
+    at_once.state, metrics = four(at_once.state, at_once.resident)
+    metrics = at_once.parallel.fetch(metrics)
+    assert {value.shape for value in metrics.values()} == {(4,)}
+    np.testing.assert_allclose(np.stack([metrics['step_loss'], metrics['grad_norm']], axis=1).ravel(), losses, rtol=1e-5)
+    one, other = (jax.tree.leaves(bench.parallel.fetch(bench.state)) for bench in (singly, at_once))
+    assert max(float(np.abs(np.float64(a) - np.float64(b)).max()) for a, b in zip(one, other, strict=True)) < 1e-5
+    batch = at_once.parallel.put_batch({'image': np.zeros((8, 8, 8, 1), np.uint8), 'label': np.zeros(8, np.int32)})
+    with pytest.raises(ValueError, match='4 steps in one call need the whole dataset'):
+        at_once.parallel.lower(at_once.make, at_once.state, batch, steps=4)
+
+
+def test_the_loop_counts_every_step_of_a_call(tmp_path, source):
+    every = {'log_every': 6, 'checkpoint_every': 6, 'sample_every': 0}
+    rows = []
+    for steps in (1, 3):
+        config, workdir = tiny_config(train={'steps': 12, 'steps_per_call': steps, **every}), tmp_path / str(steps)
+        assert train(config, workdir, source) == 12
+        rows.append([(int(row['step']), float(row['loss']), float(row['grad_norm'])) for row in read_metrics(workdir / 'metrics.csv')])
+        assert sorted(path.name for path in (workdir / 'checkpoints').iterdir()) == ['12', '6']
+    assert [row[0] for row in rows[1]] == [6, 12]
+    np.testing.assert_allclose(rows[1], rows[0], rtol=1e-4)
+    assert train(tiny_config(train={'steps': 18, 'steps_per_call': 3, **every}), tmp_path / '1', source) == 18
+    with pytest.raises(UserError, match=r'train.steps_per_call: 4 does not divide the step to go on from, 18'):
+        train(tiny_config(train={'steps': 24, 'steps_per_call': 4, 'log_every': 4, 'checkpoint_every': 4}), tmp_path / '1', source)
+    with pytest.raises(
+        UserError, match=r'train.steps_per_call: 3 steps in one call need the images in device memory, but those of digits: '
+    ):
+        train(config.replace(data={'cache': 'stream'}), tmp_path / 'stream', source)
+
+
 def test_a_bad_step_changes_only_the_counters(source):
     bench = Bench(tiny_config(parallel={'devices': 1}, precision='float16'), source)
     host = bench.parallel.fetch(bench.state)
@@ -145,9 +181,12 @@ def test_loss_scale_halves_doubles_and_stays_off():
     assert float(LossScale(jnp.float32(1024), jnp.int32(5)).update(jnp.array(True), True).finite_steps) == 6
 
 
-def test_training_stops_after_too_many_bad_steps(tmp_path, source):
-    config = tiny_config(optimizer={'learning_rate': 1e30, 'clip_norm': 0.0, 'warmup_steps': 0}, train={'steps': 60, 'max_bad_steps': 3})
-    with pytest.raises(UserError, match=r'3 steps in a row had a loss or gradient that is not finite \(train.max_bad_steps=3\); lower'):
+@pytest.mark.parametrize('steps', [1, 10])
+def test_training_stops_after_too_many_bad_steps(steps, tmp_path, source):
+    often = {'steps_per_call': steps, 'log_every': 10, 'checkpoint_every': 10}
+    optimizer = {'learning_rate': 1e30, 'clip_norm': 0.0, 'warmup_steps': 0}
+    config = tiny_config(optimizer=optimizer, train={'steps': 60, 'max_bad_steps': 3, **often})
+    with pytest.raises(UserError, match=r'[3-9] steps in a row had a loss or gradient that is not finite \(train.max_bad_steps=3\); lower'):
         train(config, tmp_path, source)
 
 

@@ -27,6 +27,7 @@ class Prepared(NamedTuple):
     peak_bytes: int | None  # of device memory, see `peak_source`; None: not known
     notes: dict[str, str]  # bytes_source, peak_source, and for jaxunet ops: which backend every op got
     close: Callable[[], None]  # gives back what only this direction needs
+    unit: int = 1  # steps of one call, of which `run` takes multiples
 
 
 class Side(Protocol):
@@ -71,8 +72,8 @@ def make_plan(
     """The plan of these flags; empty lists stand for the config's own value, of directions for all.
 
     Raises:
-      UserError: an unknown name, a number out of range, PyTorch asked for and not installed, or a config that spreads a batch over
-        several devices or micro-batches.
+      UserError: an unknown name, a number out of range, steps that are no multiple of train.steps_per_call, PyTorch asked for and not
+        installed, or a config that spreads a batch over several devices or micro-batches.
     """
     backends = backends or [config.backend]
     for backend in backends:
@@ -83,6 +84,8 @@ def make_plan(
     for flag, value in (('rounds', rounds), ('steps', steps)):
         if value is not None and value < 1:
             raise UserError(f'--{flag}: expected 1 or more, found {value}')
+    if steps is not None and steps % config.train.steps_per_call:
+        raise UserError(f'--steps: {steps} is not a multiple of train.steps_per_call ({config.train.steps_per_call})')
     for size in batch_sizes:
         if not size.isdecimal() or int(size) == 0:
             raise UserError(f'--batch_sizes: expected numbers of 1 or more separated by commas, found {size!r}')

@@ -73,19 +73,19 @@ class JaxSide:
             data = parallel.put_batch(next(batches))
         held: dict[str, Any] = {'state': parallel.replicate(self.start), 'data': data}
         del data
-        optimizer, diffusion = make_optimizer(config), make_diffusion(config.diffusion)
+        optimizer, diffusion, unit = make_optimizer(config), make_diffusion(config.diffusion), config.train.steps_per_call
 
         def build() -> Any:
             def make(axis: str | None) -> Any:
                 return make_train_step(config, self.model, diffusion, optimizer, axis_name=axis)
 
-            return parallel.compile(make, held['state'], held['data'])
+            return parallel.compile(make, held['state'], held['data'], steps=unit)
 
         compiled, lower_s, compile_s = timed_compile(build)
 
         def run(steps: int) -> None:
             metrics = None
-            for _ in range(steps):
+            for _ in range(steps // unit):
                 if batches is not None:
                     held['data'] = parallel.put_batch(next(batches))
                 held['state'], metrics = compiled(held['state'], held['data'])
@@ -96,7 +96,7 @@ class JaxSide:
             if batches is not None:
                 batches.close()
 
-        return self._prepared(compiled, run, lower_s, compile_s, close)
+        return self._prepared(compiled, run, lower_s, compile_s, close, unit)
 
     def _model(self, direction: str) -> Prepared:
         diffusion = make_diffusion(self.config.diffusion)
@@ -116,9 +116,9 @@ class JaxSide:
 
         return self._prepared(compiled, run, lower_s, compile_s, held.clear)
 
-    def _prepared(self, compiled: Any, run: Run, lower_s: float, compile_s: float, close: Callable[[], None]) -> Prepared:
-        run(1)
-        return Prepared(run, lower_s, compile_s, bytes_moved(compiled.as_text()), peak_bytes(compiled), self.notes, close)
+    def _prepared(self, compiled: Any, run: Run, lower_s: float, compile_s: float, close: Callable[[], None], unit: int = 1) -> Prepared:
+        run(unit)
+        return Prepared(run, lower_s, compile_s, bytes_moved(compiled.as_text()) // unit, peak_bytes(compiled), self.notes, close, unit)
 
 
 def model_loss(model: UNet, diffusion: Diffusion, params: Params, inputs: dict[str, Array]) -> Float[Array, '']:

@@ -62,8 +62,9 @@ def _case(plan: Plan, config: Config, source: Source, state: TrainState, case: R
             say(f'{plan.name}, {config.precision}, batch {config.data.batch_size}, {direction}: {name}')
             ready[name] = _try(side.prepare, direction)
         prepared = {name: p for name, p in ready.items() if isinstance(p, Prepared)}
-        runs = {name: p.run for name, p in prepared.items()}
-        steps = plan.steps or turn_steps([n for n in (_try(steps_in, TURN_SECONDS, call) for call in runs.values()) if isinstance(n, int)])
+        runs, unit = {name: p.run for name, p in prepared.items()}, max((p.unit for p in prepared.values()), default=1)
+        counts = [_try(steps_in, TURN_SECONDS, call, unit) for call in runs.values()]
+        steps = plan.steps or turn_steps([n for n in counts if isinstance(n, int)], unit)
         times = interleave(runs, rounds=plan.rounds, steps=steps)
         first = times.get(plan.sides[0])
         for name, p in ready.items():
@@ -103,6 +104,7 @@ def measured(prepared: Prepared, times: list[float], first: list[float] | None, 
         'peak_bytes': prepared.peak_bytes,
         'lower_s': prepared.lower_s,
         'compile_s': prepared.compile_s,
+        'steps_per_call': prepared.unit,
         'error': None,
         **prepared.notes,
     }

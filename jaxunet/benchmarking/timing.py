@@ -30,18 +30,19 @@ def turns(names: Sequence[str], rounds: int) -> list[list[str]]:
     return [list(names) if i % 2 == 0 else list(names)[::-1] for i in range(rounds)]
 
 
-def steps_in(seconds: float, run: Run, clock: Callable[[], float] = time.perf_counter) -> int:
-    """How many steps of a side that has run before take about so long, rounded up."""
-    run(1)
+def steps_in(seconds: float, run: Run, unit: int = 1, clock: Callable[[], float] = time.perf_counter) -> int:
+    """How many steps of a side that has run before, and that takes multiples of `unit`, take about so long, rounded up."""
+    run(unit)
     began = clock()
-    run(2)
-    return math.ceil(2 * seconds / max(clock() - began, 1e-6))
+    run(2 * unit)
+    return math.ceil(2 * unit * seconds / max(clock() - began, 1e-6))
 
 
-def turn_steps(counts: Sequence[int]) -> int:
+def turn_steps(counts: Sequence[int], unit: int = 1) -> int:
     """Steps of everybody's turn, from the `steps_in` of `TURN_SECONDS` of each side (of those that run): as many as take the quickest side
-    that long, if the slowest then takes no more than four times it, and at least `MIN_STEPS`."""
-    return max(MIN_STEPS, min(max(counts), 4 * min(counts))) if counts else MIN_STEPS
+    that long, if the slowest then takes no more than four times it, and at least `MIN_STEPS`; a multiple of `unit`, rounded up."""
+    steps = max(MIN_STEPS, min(max(counts), 4 * min(counts))) if counts else MIN_STEPS
+    return math.ceil(steps / unit) * unit
 
 
 @contextlib.contextmanager

@@ -54,8 +54,9 @@ def measure(configs: dict[str, Config], steps: int | None = None, rounds: int = 
 
 
 def steps_of_a_turn(configs: Iterable[Config]) -> int:
-    """At least `STEPS`, and a multiple of every policy's `policy_every`."""
-    least = math.lcm(*(c.timesteps.policy_every if c.timesteps.sampler == 'policy' else 1 for c in configs))
+    """At least `STEPS`, and a multiple of every policy's `policy_every` and of what each runs in one call."""
+    every = [(c.train.steps_per_call, c.timesteps.policy_every if c.timesteps.sampler == 'policy' else 1) for c in configs]
+    least = math.lcm(*(n for pair in every for n in pair))
     return least * -(-STEPS // least)
 
 

@@ -31,7 +31,16 @@ KEPT = 24  # files; the least recently used go first
 APART = ('init_from', 'evaluation')
 APART_FIELDS = {
     'data': ('path', 'num_workers', 'cache', 'classes'),
-    'train': ('sample_every', 'sample_count', 'sample_steps', 'evaluate_every', 'checkpoint_every', 'keep', 'max_bad_steps'),
+    'train': (
+        'steps_per_call',
+        'sample_every',
+        'sample_count',
+        'sample_steps',
+        'evaluate_every',
+        'checkpoint_every',
+        'keep',
+        'max_bad_steps',
+    ),
 }
 Step = Callable[..., Any]
 
@@ -50,7 +59,11 @@ def relevant(config: Config) -> dict[str, Any]:
 
 
 def key(config: Config, arguments: Any, devices: Sequence[jax.Device], options: dict[str, Any]) -> str:
-    """The digest of what a step is made from: config, arguments' shapes and shardings, devices, versions, settings, and this code."""
+    """The digest of what a step is made from: config, arguments' shapes and shardings, devices, versions, settings, and this code.
+
+    Args:
+      options: what else it was made with: the compiler's options, the steps of a call.
+    """
     leaves, tree = jax.tree.flatten(arguments)
     client = devices[0].client
     settings = {name: str(value) for name, value in jax.config.values.items() if 'cache' not in name}

@@ -139,7 +139,11 @@ class _Run:
         self.class_names = source.class_names if config.model.num_classes else ()
         self.state, self.step = self._restore(initial)
         agree({'the step to go on from': self.step})
-        self.start = self.step
+        self.start, self.at_once = self.step, config.train.steps_per_call
+        if self.start % self.at_once:
+            raise UserError(
+                f'train.steps_per_call: {self.at_once} does not divide the step to go on from, {self.start}; set it to 1, or to what does'
+            )
         self.stop = False
         self.failed_save = ''
 
@@ -185,6 +189,7 @@ class _Run:
                 lambda axis: make_train_step(self.config, self.model, diffusion, self.optimizer, axis_name=axis),
                 self.state,
                 self._with_stop(data),
+                steps=self.at_once,
                 keep=True,
             )
             bar.write(
@@ -214,6 +219,11 @@ class _Run:
         if pipeline.choose_cache(c, self.source) == 'device':
             images, labels = pipeline.load_all(self.source, progress=self.main)
             return self.parallel.replicate({'images': images, 'labels': labels}), None
+        if self.at_once > 1:
+            raise UserError(
+                f'train.steps_per_call: {self.at_once} steps in one call need the images in device memory, but those of {self.source.name} '
+                'are streamed; set it to 1, or data.cache=device'
+            )
         share = c.data.batch_size // jax.process_count()
         shapes = {'image': np.zeros((share, *c.image_shape), np.uint8), 'label': np.zeros(share, np.int32)}
         return self.parallel.put_batch(shapes), pipeline.stream(self.source, c, self.start, self.parallel.local_rows)
@@ -225,23 +235,23 @@ class _Run:
         ahead = list(self.milestones.seconds) if self.milestones else []
 
         def take(count: int) -> None:
-            """Waits for the oldest queued steps until `count` are left, and tells what they gave."""
+            """Waits for the oldest queued calls until `count` are left, and tells what their steps gave."""
             while len(queue) > count:
                 step, metrics = queue.popleft()
                 # Each process looks at the metrics of a step after the same number of steps more, so all stop at the same one.
-                self.stop |= bool(metrics.get(STOP, 0))
-                bad = int(metrics['bad_steps'])  # waits for the step
-                bar.update()
-                if bad >= t.max_bad_steps:
+                self.stop |= bool(np.any(metrics.get(STOP, 0)))
+                bad = np.atleast_1d(metrics['bad_steps'])  # waits for the steps
+                bar.update(self.at_once)
+                if bad.max() >= t.max_bad_steps:
                     raise UserError(
-                        f'training stopped at step {step}: {bad} steps in a row had a loss or gradient that is not finite '
+                        f'training stopped at step {step}: {bad.max()} steps in a row had a loss or gradient that is not finite '
                         f'(train.max_bad_steps={t.max_bad_steps}); lower optimizer.learning_rate, set optimizer.clip_norm, or use '
                         f'precision=bfloat16. The last checkpoint is step {self.checkpoints.latest()}.'
                     )
                 if step % t.log_every == 0 or step == t.steps:
                     elapsed, steps = clock.lap(step)
                     self.seconds = clock.seconds
-                    self._log(logs, bar, step, metrics, elapsed / steps)
+                    self._log(logs, bar, step, jax.tree.map(lambda x: np.atleast_1d(x)[-1], metrics), elapsed / steps)
 
         while self.step < t.steps and not self._asked_to_stop():
             if batches is not None:
@@ -249,9 +259,9 @@ class _Run:
                     batch = next(batches)
                 data = self.parallel.put_batch(batch)
             self.state, metrics = compiled(self.state, self._with_stop(data))
-            self.step += 1
+            self.step += self.at_once
             queue.append((self.step, self.parallel.local(metrics)))
-            take(IN_FLIGHT)
+            take(max(IN_FLIGHT // self.at_once, 1))
             self.preemption.nothing_to_save = False
             sample = t.sample_every and (self.step % t.sample_every == 0 or self.step == t.steps)
             save = self.step % t.checkpoint_every == 0 or self.step == t.steps

@@ -130,22 +130,25 @@ class Parallel:
     def _stop(self) -> dict[bool, Any]:
         return {stop: self.put_batch({STOP: np.full(len(self.local_devices), stop, np.int32)})[STOP] for stop in (False, True)}
 
-    def compile(self, make_step: Callable[[str | None], TrainStep], state: TrainState, data: Data, *, keep: bool = False) -> CompiledStep:
+    def compile(
+        self, make_step: Callable[[str | None], TrainStep], state: TrainState, data: Data, *, steps: int = 1, keep: bool = False
+    ) -> CompiledStep:
         """Compiles the step for these arguments ahead of time; the state is donated.
 
         Args:
+          steps: that a call runs, on resident data; where there are several, the metrics have an axis of them in front.
           keep: take it from `executables.folder()`, or put it there, if the step is made from nothing but the config. That is done on
             GPUs, where hand-written kernels take long to lower, by a process alone.
         """
 
         def build() -> jax.stages.Compiled:
             with _collecting_no_garbage():
-                lowered = self.lower(make_step, state, data)
+                lowered = self.lower(make_step, state, data, steps)
             return lowered.compile(compiler_options=self.compiler_options)
 
         if not keep or jax.process_count() > 1 or self.devices[0].platform != 'gpu':
             return build()
-        return executables.compiled(build, self.config, (state, data), self.devices, self.compiler_options)
+        return executables.compiled(build, self.config, (state, data), self.devices, {**self.compiler_options, 'steps': steps})
 
     @property
     def compiler_options(self) -> dict[str, str | bool]:
@@ -154,15 +157,22 @@ class Parallel:
             return {}
         return {name: value for name, value in OVERLAP.items() if name not in os.environ.get('XLA_FLAGS', '')}
 
-    def lower(self, make_step: Callable[[str | None], TrainStep], state: TrainState, data: Data) -> jax.stages.Lowered:
-        """The step for these arguments, not compiled yet."""
+    def lower(self, make_step: Callable[[str | None], TrainStep], state: TrainState, data: Data, steps: int = 1) -> jax.stages.Lowered:
+        """The step for these arguments, or several of them, not compiled yet."""
+        if steps > 1 and 'image' in data:
+            raise ValueError(f'{steps} steps in one call need the whole dataset; this is one batch')
         step = make_step(AXIS)
 
-        def whole(state: TrainState, data: Data) -> tuple[TrainState, Metrics]:
+        def one(state: TrainState, data: Data) -> tuple[TrainState, Metrics]:
             new_state, metrics = step(state, self._rows(state, data))
             if STOP in data:
                 metrics = {**metrics, STOP: jax.lax.pmax(data[STOP][0], AXIS)}
             return new_state, metrics
+
+        def whole(state: TrainState, data: Data) -> tuple[TrainState, Metrics]:
+            if steps == 1:
+                return one(state, data)
+            return jax.lax.scan(lambda state, _: one(state, data), state, length=steps)
 
         if self.pmap:
             mapped = jax.pmap(whole, axis_name=AXIS, devices=self.devices, donate_argnums=0)
