@@ -74,9 +74,9 @@ def compare(directory: pathlib.Path) -> dict[str, str]:
         command=shlex.join(['python', '-m', 'jaxunet.compare', *sys.argv[1:]]),
         config=to_dict(config),
         methods={method.name: method.fields for method in methods},
-        seconds=parse_seconds('--seconds', SECONDS.value, names, 300.0),
-        seeds=parse_counts('--seeds', SEEDS.value, names, 1),
-        evaluations=parse_counts('--evaluations', EVALUATIONS.value, names, 5),
+        seconds=parse_seconds('--seconds', SECONDS.value, names, float(SECONDS.default[0])),
+        seeds=parse_counts('--seeds', SEEDS.value, names, int(SEEDS.default[0])),
+        evaluations=parse_counts('--evaluations', EVALUATIONS.value, names, int(EVALUATIONS.default[0])),
     )
     todo = runner.tasks(spec, config)
     if network:

@@ -150,6 +150,9 @@ class EvaluationConfig:
     sampler: str = 'ddim'  # ddpm | ddim | dpmpp_2m | heun
     steps: int = 50  # of the sampler; 0 = all that the model is trained with
     variance: str = ''  # of sampler=ddpm: fixed_small | fixed_large | learned; '' = learned if the model has it, else fixed_small
+    eta: float = 0.0  # of sampler=ddim: noise, 0 = none, 1 = as ddpm
+    skip_schedule: str = ''  # linear | quadratic | log_snr | karras, as --skip_schedule of jaxunet.sample; '' = the sampler's own
+    guidance_scale: float = 1.0  # classifier-free guidance of a class-conditional model; 1 = plain conditional
     metrics: tuple[str, ...] = ('fid',)  # of those of jaxunet.evaluate
     features: str = 'inception'  # or a file, as --features of jaxunet.evaluate
     reference: str = ''  # real images or statistics, as --reference of jaxunet.evaluate; '' = the training images as the model sees them
@@ -204,6 +207,7 @@ CHOICES = {
     'timesteps.sampler': ('uniform', 'loss_second_moment', 'speed', 'policy', 'adaptive'),
     'evaluation.sampler': ('ddpm', 'ddim', 'dpmpp_2m', 'heun'),
     'evaluation.variance': ('', 'fixed_small', 'fixed_large', 'learned'),
+    'evaluation.skip_schedule': ('', 'linear', 'quadratic', 'log_snr', 'karras'),
     'data.cache': ('auto', 'device', 'stream'),
     'data.augment': ('none', 'flip'),
     'optimizer.name': ('adamw', 'adam'),
@@ -223,7 +227,7 @@ NOT_NEGATIVE = [
     'seed', 'parallel.devices', 'model.num_heads', 'model.num_heads_upsample', 'model.num_head_channels', 'model.num_classes',
     'diffusion.vlb_weight', 'loss.p2_gamma', 'timesteps.policy_entropy', 'data.num_workers', 'optimizer.weight_decay',
     'optimizer.warmup_steps', 'optimizer.clip_norm', 'train.sample_every', 'train.evaluate_every',
-    'evaluation.steps',
+    'evaluation.steps', 'evaluation.guidance_scale',
 ]
 # fmt: on
 FRACTION = ('model.dropout', 'model.label_dropout', 'optimizer.betas', 'ema.rates', 'timesteps.history_uniform')  # in [0, 1)
@@ -233,6 +237,7 @@ UNIT = (
     'timesteps.speed_tau',
     'timesteps.adaptive_uniform',
     'timesteps.adaptive_correction',
+    'evaluation.eta',
 )  # [0, 1]
 
 

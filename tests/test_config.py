@@ -65,6 +65,12 @@ WRONG = [
     ({'evaluation': {'metrics': ('fid', 'fid')}}, r'evaluation.metrics: expected one or more, each once, found fid, fid'),
     ({'train': {'evaluate_every': 1}, 'evaluation': {'steps': 1001}}, r'evaluation.steps: 1001 is more than diffusion.steps \(1000\)'),
     ({'evaluation': {'variance': 'fixed_large'}}, r'evaluation.variance: fixed_large needs evaluation.sampler=ddpm, found ddim'),
+    ({'evaluation': {'sampler': 'ddpm', 'eta': 0.5}}, r'evaluation.eta: 0.5 needs evaluation.sampler=ddim, found ddpm'),
+    (
+        {'model': {'num_classes': 0, 'label_dropout': 0.0}, 'evaluation': {'guidance_scale': 4.0}},
+        r'evaluation.guidance_scale: 4.0 needs a class-conditional model',
+    ),
+    ({'evaluation': {'skip_schedule': 'cosine'}}, r'evaluation.skip_schedule: expected one of '),
     ({'evaluation': {'sampler': 'dpm'}}, r'evaluation.sampler: expected one of ddpm, ddim, dpmpp_2m, heun'),
     ({'train': {'evaluate_every': -1}}, r'train.evaluate_every: expected 0 or more'),
     ({'diffusion': {'schedule': 'cosin'}}, r'did you mean "cosine"'),

@@ -13,10 +13,11 @@ from jaxunet.checkpoint import read
 from jaxunet.data.sources import open_source
 from jaxunet.errors import UserError
 from jaxunet.metrics.classifier import Architecture, init, to_arrays
+from jaxunet.metrics.evaluation import Result
 from jaxunet.training.clock import Clock, Milestones
 from jaxunet.training.evaluation import Evaluator, evaluation_table, read_evaluations
 from jaxunet.training.logs import read_metrics
-from jaxunet.training.loop import train
+from jaxunet.training.loop import fresh_state, train
 from jaxunet.training.parallel import Parallel
 
 
@@ -39,6 +40,18 @@ def features(tmp_path_factory):
 def config_of(features, **changes):
     evaluation = {'samples': 10, 'batch_size': 4, 'steps': 2, 'metrics': ('fid', 'precision'), 'features': str(features)}
     return tiny_config(train={'evaluate_every': 3, 'log_every': 2}, evaluation=evaluation).replace(**changes)
+
+
+def test_samples_are_drawn_as_the_config_says(features, source):
+    options = {'eta': 0.5, 'skip_schedule': 'quadratic', 'guidance_scale': 3.0}
+    plain = config_of(features, model={'num_classes': 10, 'zero_init': False})
+    params = fresh_state(plain).params
+    images = []
+    for config, told in ((plain, 'ddim'), (plain.replace(evaluation=options), 'ddim eta=0.5 skip_schedule=quadratic guidance_scale=3.0')):
+        evaluator = Evaluator(config, source, jax.local_devices()[:1])
+        images.append(evaluator.sample(params))
+        assert evaluator.row(Result('precision', 0.5, None, {}), 3, 1.0)['sampler'] == told
+    assert (images[0] != images[1]).mean() > 0.1
 
 
 @pytest.mark.parametrize('mode', ['jit', 'pmap'])

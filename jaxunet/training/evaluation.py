@@ -83,7 +83,8 @@ class Evaluator:
         e = config.evaluation
         self.config, self.source = config, source
         self.network = evaluation_network(config)
-        sampler = SamplerConfig(name=e.sampler, steps=e.steps or None, variance=e.variance or None)
+        options: dict[str, Any] = {option: getattr(e, option) or None for option in ('steps', 'variance', 'eta', 'skip_schedule')}
+        sampler = SamplerConfig(name=e.sampler, guidance_scale=e.guidance_scale, **options)
         self.generator = Generator(config, sampler, batch_size=min(e.batch_size, e.samples), devices=devices)
         self._reference: Side | None = None
 
@@ -139,7 +140,9 @@ class Evaluator:
 
     def _sampler(self) -> str:
         e = self.config.evaluation
-        return f'{e.sampler} {self.generator.sampler.config.variance}' if e.sampler == 'ddpm' else e.sampler
+        name = f'{e.sampler} {self.generator.sampler.config.variance}' if e.sampler == 'ddpm' else e.sampler
+        usual = {'eta': 0, 'skip_schedule': '', 'guidance_scale': 1}
+        return ' '.join([name, *(f'{option}={getattr(e, option)}' for option, value in usual.items() if getattr(e, option) != value)])
 
 
 def evaluation_table(workdir: pathlib.Path, start_step: int) -> StepTable:
