@@ -150,13 +150,16 @@ def test_a_killed_process_ends_the_others_and_the_run_resumes_on_fewer_devices(v
 
 
 def test_a_signal_to_one_process_saves_the_same_step_on_all(tmp_path):
-    processes = start(tmp_path, ENDLESS, '--config.train.checkpoint_every=100000')
+    """At the end of a call, of two steps here."""
+    together = ['--config.train.steps_per_call=2', '--config.train.log_every=2']
+    processes = start(tmp_path, ENDLESS, '--config.train.checkpoint_every=100000', *together)
     wait_for_step(processes, tmp_path, 3)
     processes[1].send_signal(signal.SIGTERM)
     errors = finish(processes, seconds=60)
     assert [process.returncode for process in processes] == [0, 0], errors
     (saved,) = (int(p.name) for p in (tmp_path / 'checkpoints').iterdir())
     assert saved == last_step(tmp_path) == int(checkpoint.read(tmp_path).state.step)
+    assert saved % 2 == 0
 
 
 def test_a_full_disk_of_the_process_that_writes_ends_all(tmp_path):
