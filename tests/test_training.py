@@ -142,7 +142,7 @@ def test_steps_of_one_call_are_those_of_several(mode, source):
         at_once.parallel.lower(at_once.make, at_once.state, batch, steps=4)
 
 
-def test_the_loop_counts_every_step_of_a_call(tmp_path, source):
+def test_the_loop_counts_every_step_of_a_call(tmp_path, source, caplog):
     every = {'log_every': 6, 'checkpoint_every': 6, 'sample_every': 0}
     rows = []
     for steps in (1, 3):
@@ -152,6 +152,9 @@ def test_the_loop_counts_every_step_of_a_call(tmp_path, source):
         rows.append([(int(row['step']), float(row['loss']), float(row['grad_norm'])) for row in read_metrics(workdir / 'metrics.csv')])
         assert sorted(path.name for path in (workdir / 'checkpoints').iterdir()) == ['12', '6']
     assert [row[0] for row in rows[1]] == [6, 12]
+    assert [record.getMessage() for record in caplog.records if 'on a CPU' in record.getMessage()] == [
+        'train.steps_per_call: XLA runs a loop of 3 steps slowly on a CPU; 1 is quicker there'
+    ]
     np.testing.assert_allclose(rows[1], rows[0], rtol=1e-4)
     with pytest.raises(UserError, match=r'train.steps_per_call: 8 does not divide the step to go on from, 12'):
         train(config.replace(train={'steps': 24, 'steps_per_call': 8}), tmp_path / '1', source)

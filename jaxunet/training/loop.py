@@ -177,6 +177,8 @@ class _Run:
             )
             return self.step
         data, batches = self._open_data()
+        if self.at_once > 1 and self.parallel.devices[0].platform == 'cpu':
+            logging.warning('train.steps_per_call: XLA runs a loop of %d steps slowly on a CPU; 1 is quicker there', self.at_once)
         logs = Logs(self.workdir, self.start) if self.main else None
         if self.config.train.evaluate_every and self.main:
             self.evaluations = evaluation_table(self.workdir, self.start)
