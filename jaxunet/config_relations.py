@@ -83,8 +83,8 @@ def check_relations(config: Config) -> list[str]:
     require(not e.variance or e.sampler == 'ddpm', f'evaluation.variance: {e.variance} needs evaluation.sampler=ddpm, found {e.sampler}')
     require(e.eta == 0 or e.sampler == 'ddim', f'evaluation.eta: {e.eta} needs evaluation.sampler=ddim, found {e.sampler}')
     require(
-        e.guidance_scale == 1 or m.num_classes > 0,
-        f'evaluation.guidance_scale: {e.guidance_scale} needs a class-conditional model (model.num_classes > 0)',
+        e.guidance_scale == 1 or (m.num_classes > 0 and m.label_dropout > 0),
+        f'evaluation.guidance_scale: {e.guidance_scale} needs a model with classes, and without: model.label_dropout > 0',
     )
     require(e.variance != 'learned' or config.diffusion.learn_sigma, 'evaluation.variance: learned needs diffusion.learn_sigma')
     require(

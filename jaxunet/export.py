@@ -44,7 +44,8 @@ def main(argv: Sequence[str]) -> None:
     )
     if with_optimizer and model.moments is None:
         raise UserError(f'--with_optimizer: {CHECKPOINT.value} holds no optimizer state')
-    write_weights(OUTPUT.value, model.params, model.config, model.moments if with_optimizer else None)
+    moments = model.moments if with_optimizer else None
+    write_weights(OUTPUT.value, model.params, model.config, moments, class_names=model.class_names)
     size = pathlib.Path(OUTPUT.value).stat().st_size
     print(f'{model.note} -> {OUTPUT.value} ({size / 2**20:.1f} MiB{", with optimizer moments" if with_optimizer else ""})')
 

@@ -53,7 +53,7 @@ def load_model(path: str, *, ema: str = '', config: Config | None = None, new_at
     if ema:
         raise UserError(f'--ema: {path} holds one set of weights; leave the flag out')
     weights = read_weights(path, config, new_attention_order=new_attention_order)
-    return Model(weights.config, weights.params, weights.moments, f'{path}: {weights.note}')
+    return Model(weights.config, weights.params, weights.moments, f'{path}: {weights.note}', weights.class_names)
 
 
 def load_initial(config: Config) -> TrainState | None:

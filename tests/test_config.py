@@ -68,7 +68,7 @@ WRONG = [
     ({'evaluation': {'sampler': 'ddpm', 'eta': 0.5}}, r'evaluation.eta: 0.5 needs evaluation.sampler=ddim, found ddpm'),
     (
         {'model': {'num_classes': 0, 'label_dropout': 0.0}, 'evaluation': {'guidance_scale': 4.0}},
-        r'evaluation.guidance_scale: 4.0 needs a class-conditional model',
+        r'evaluation.guidance_scale: 4.0 needs a model with classes',
     ),
     ({'evaluation': {'skip_schedule': 'cosine'}}, r'evaluation.skip_schedule: expected one of '),
     ({'evaluation': {'sampler': 'dpm'}}, r'evaluation.sampler: expected one of ddpm, ddim, dpmpp_2m, heun'),

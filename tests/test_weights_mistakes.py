@@ -114,6 +114,8 @@ def good_metadata(**changes: Any) -> dict[str, Any]:
         ('{}', 'new_attention_order: expected true or false, found None'),
         ('[' * 100_000, 'metadata jaxunet_config'),
         (json.dumps(good_metadata(new_attention_order='no')), "new_attention_order: expected true or false, found 'no'"),
+        (json.dumps(good_metadata(class_names=['cat'])), r"class_names: expected the names of at most 0 classes, found \['cat'\]"),
+        (json.dumps(good_metadata(class_names=3)), 'class_names: expected the names of at most 0 classes, found 3'),
         (json.dumps(good_metadata(bogus=1)), 'bogus: unknown field'),
         (json.dumps(good_metadata(model={'base_channels': 'x'})), 'model.base_channels: expected int'),
         (json.dumps(good_metadata(model={'base_channels': 64})), 'model.base_channels: expected 32, found 64'),

@@ -7,7 +7,7 @@ import json
 import os
 import pathlib
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, BinaryIO
 
@@ -23,8 +23,8 @@ from jaxunet.weights.safetensors_file import SafetensorsFile, write_safetensors
 from jaxunet.weights.torch_file import TorchFile, write_torch
 
 EXTENSIONS = ('.bin', '.pt', '.safetensors')
-METADATA = 'jaxunet_config'  # key of our metadata: the config as JSON, and one field more:
-ORDER = 'new_attention_order'
+METADATA = 'jaxunet_config'  # key of our metadata: the config as JSON, and these fields more:
+ORDER, CLASSES = 'new_attention_order', 'class_names'
 MOMENTS = ('optimizer.mu.', 'optimizer.nu.')  # before the names of AdamW's moments in .safetensors
 Tree = dict[str, Any]
 
@@ -38,12 +38,14 @@ class Weights:
       config: the model's; from the file's metadata or header, inferred from its shapes, or the one given.
       moments: Adam's first and second, trees like `params`, where the file has them.
       note: for people: the kind of file, its size, and what had to be assumed.
+      class_names: of the labels 0, 1, ..., where the file has them.
     """
 
     params: Tree
     config: Config
     moments: tuple[Tree, Tree] | None
     note: str
+    class_names: tuple[str, ...] = ()
 
 
 def read_weights(
@@ -101,7 +103,7 @@ def _extension(path: str | os.PathLike[str]) -> str:
 def _read_state(state: TorchFile | SafetensorsFile, config: Config | None, hints: dict[str, Any], new_order: bool | None) -> Weights:
     path, shapes, metadata = state.path, dict(state.shapes), state.metadata
     moment_shapes = [_take(shapes, prefix) for prefix in MOMENTS]
-    own, own_order = _own_metadata(path, metadata)
+    own, own_order, class_names = _own_metadata(path, metadata)
     if own is not None:
         guided_diffusion.check_against_shapes(own, shapes, f'{path}: metadata {METADATA}')
     known = config or own
@@ -132,7 +134,7 @@ def _read_state(state: TorchFile | SafetensorsFile, config: Config | None, hints
     if assumed:
         note += f'; assumed {", ".join(assumed)}'
         logging.warning('%s does not tell everything about its model; assumed: %s', path, ', '.join(assumed))
-    return Weights(_tree(state.read, known, new, ''), known, moments, note)
+    return Weights(_tree(state.read, known, new, ''), known, moments, note, class_names)
 
 
 def _tree(read: Callable[[str], np.ndarray], config: Config, new_order: bool, prefix: str) -> Tree:
@@ -144,16 +146,20 @@ def _take(shapes: dict[str, Shape], prefix: str) -> dict[str, Shape]:
     return {name.removeprefix(prefix): shapes.pop(name) for name in list(shapes) if name.startswith(prefix)}
 
 
-def _own_metadata(path: str, metadata: dict[str, str]) -> tuple[Config | None, bool | None]:
-    """The config and the attention order that our writer stored; None, None in other files."""
+def _own_metadata(path: str, metadata: dict[str, str]) -> tuple[Config | None, bool | None, tuple[str, ...]]:
+    """The config, the attention order and the names of the classes that our writer stored; None, None, () in other files."""
     if METADATA not in metadata:
-        return None, None
+        return None, None, ()
     try:
         values = json.loads(metadata[METADATA])
         order = values.pop(ORDER) if isinstance(values, dict) and ORDER in values else None
         if not isinstance(order, bool):
             raise UserError(f'{ORDER}: expected true or false, found {order!r}')
-        return resolve(values), order
+        names = values.pop(CLASSES, [])
+        config = resolve(values)
+        if not isinstance(names, list) or not all(isinstance(name, str) for name in names) or len(names) > config.model.num_classes:
+            raise UserError(f'{CLASSES}: expected the names of at most {config.model.num_classes} classes, found {str(names)[:80]}')
+        return config, order, tuple(names)
     except (UserError, ValueError, OverflowError, RecursionError) as error:
         raise UserError(f'{path}: metadata {METADATA}: {error}') from None
 
@@ -171,12 +177,14 @@ def write_weights(
     moments: tuple[Tree, Tree] | None = None,
     *,
     new_attention_order: bool = False,
+    class_names: Sequence[str] = (),
 ) -> None:
     """Writes a weight file, whole or not at all: into a temporary file beside `path`, which then takes its name.
 
     Args:
       moments: Adam's first and second, for .bin and .safetensors.
       new_attention_order: order of qkv's rows in .pt and .safetensors; False is guided-diffusion's default.
+      class_names: of the labels 0, 1, ..., which .pt and .safetensors keep.
 
     Raises:
       UserError: unknown extension, a tree that is not the config's network or not finite, a network that the format cannot
@@ -206,7 +214,8 @@ def write_weights(
             values = guided_diffusion.from_tree(tree, config, new_attention_order=new_attention_order)
             state |= {prefix + name: value for name, value in values.items()}
         # One key only: the safetensors library writes several in random order.
-        metadata = {METADATA: json.dumps(to_dict(config) | {ORDER: new_attention_order})}
+        fields = {ORDER: new_attention_order} | ({CLASSES: list(class_names)} if class_names else {})
+        metadata = {METADATA: json.dumps(to_dict(config) | fields)}
         if extension == '.pt':
             write_torch(file, state, metadata)
         else:
