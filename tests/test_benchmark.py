@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import importlib.util
 import pathlib
+import types
 from collections.abc import Callable
 from typing import Any
 
@@ -203,6 +204,16 @@ def test_a_turn_takes_half_a_second() -> None:
     assert calls == [20, 40]
     assert turn_steps([128], 20) == 140
     assert turn_steps([], 7) == 14
+
+
+def test_nobody_is_timed_for_the_length_of_a_turn_that_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    counted: list[int] = []
+    prepared = Prepared(counted.append, None, 0.0, None, None, {}, lambda: None)
+    monkeypatch.setattr(run, 'make_side', lambda *_: types.SimpleNamespace(prepare=lambda direction: prepared))
+    monkeypatch.setattr(run, 'measure_rates', lambda precision: Rates(1e12, 1e12))
+    source = synthetic_source(tiny_config())
+    assert len(list(run.run(plan(directions=['step'], steps=3), source, ''))) == 1
+    assert counted == [3, 3]  # two rounds
 
 
 def test_no_garbage_is_collected_in_a_turn() -> None:
