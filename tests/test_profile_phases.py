@@ -4,6 +4,7 @@ import pytest
 from tiny import tiny_config
 
 from jaxunet.data.sources import open_source
+from jaxunet.errors import UserError
 from jaxunet.profiling.align import align, stem
 from jaxunet.profiling.capture import Steps
 from jaxunet.profiling.events import COLLECTIVE, KERNEL, Event, build_trace
@@ -24,6 +25,12 @@ def test_phase_of_paths():
     assert phase_of('jit(whole)/all_reduce/psum') == ALL_REDUCE
     assert phase_of('jit(whole)/optimizer/ema/add;jit(whole)/jvp(forward)/mul') == OPTIMIZER
     assert phase_of('jit(whole)/forwarded/mul') == phase_of('') == OTHER
+
+
+def test_several_steps_of_a_call_have_no_profile():
+    config = tiny_config(train={'steps_per_call': 2, 'log_every': 2})
+    with pytest.raises(UserError, match=r'train.steps_per_call: a profile is of steps one by one, found 2'):
+        Steps(config, digits(config))
 
 
 @pytest.mark.parametrize(

@@ -103,6 +103,10 @@ def test_an_axis_given_twice():
         (['parallel.devices=1,8'], 'no point with 8 can run: parallel.devices: 8 asked for, but this machine has 4'),
         (['data.batch_size=8,9', 'parallel.devices=2,4'], 'no point with 9 can run: data.batch_size: 9 images at a time do not divide'),
         (['jit=on,off', 'parallel.devices=2,4'], 'no point with off can run: jit=off: runs on one device'),
+        (
+            ['train.steps_per_call=1,2', 'train.log_every=2'],
+            'no point with 2 can run: train.steps_per_call: a point times steps one by one, found 2',
+        ),
         (['batch_per_device=4', 'data.batch_size=8'], 'data.batch_size and batch_per_device set the same field'),
         (['data.num_workers=0,2', 'data.cache=device'], 'data.num_workers: 2 has no effect, as data.cache=device'),
     ],

@@ -53,10 +53,12 @@ class Steps:
     """The training step of a config, compiled, with its state and data: input, optimizer and averages included.
 
     Raises:
-      UserError: the backend is not there, or the data or batch do not fit.
+      UserError: the backend is not there, the data or batch do not fit, or several steps are one call.
     """
 
     def __init__(self, config: Config, source: Source) -> None:
+        if config.train.steps_per_call > 1:
+            raise UserError(f'train.steps_per_call: a profile is of steps one by one, found {config.train.steps_per_call}; set it to 1')
         load_ops(config.backend, config.precision)
         # No end, however short the run. Last layers that start at zero would take a GPU less power than those of a trained network.
         config = config.replace(model={'zero_init': False}, train={'steps': 10**9})

@@ -221,11 +221,6 @@ class _Run:
         if pipeline.choose_cache(c, self.source) == 'device':
             images, labels = pipeline.load_all(self.source, progress=self.main)
             return self.parallel.replicate({'images': images, 'labels': labels}), None
-        if self.at_once > 1:
-            raise UserError(
-                f'train.steps_per_call: {self.at_once} steps in one call need the images in device memory, but those of {self.source.name} '
-                'are streamed; set it to 1, or data.cache=device'
-            )
         share = c.data.batch_size // jax.process_count()
         shapes = {'image': np.zeros((share, *c.image_shape), np.uint8), 'label': np.zeros(share, np.int32)}
         return self.parallel.put_batch(shapes), pipeline.stream(self.source, c, self.start, self.parallel.local_rows)

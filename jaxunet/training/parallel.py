@@ -139,6 +139,9 @@ class Parallel:
           steps: that a call runs, on resident data; where there are several, the metrics have an axis of them in front.
           keep: take it from `executables.folder()`, or put it there, if the step is made from nothing but the config. That is done on
             GPUs, where hand-written kernels take long to lower, by a process alone.
+
+        Raises:
+          UserError: several steps of a call, and data of a streamed batch.
         """
 
         def build() -> jax.stages.Compiled:
@@ -160,7 +163,10 @@ class Parallel:
     def lower(self, make_step: Callable[[str | None], TrainStep], state: TrainState, data: Data, steps: int = 1) -> jax.stages.Lowered:
         """The step for these arguments, or several of them, not compiled yet."""
         if steps > 1 and 'image' in data:
-            raise ValueError(f'{steps} steps in one call need the whole dataset; this is one batch')
+            raise UserError(
+                f'train.steps_per_call: {steps} steps in one call need the images in device memory, but those of {self.config.data.path} '
+                'are streamed; set it to 1, or data.cache=device'
+            )
         step = make_step(AXIS)
 
         def one(state: TrainState, data: Data) -> tuple[TrainState, Metrics]:
