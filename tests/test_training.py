@@ -138,7 +138,7 @@ def test_steps_of_one_call_are_those_of_several(mode, source):
     one, other = (jax.tree.leaves(bench.parallel.fetch(bench.state)) for bench in (singly, at_once))
     assert max(float(np.abs(np.float64(a) - np.float64(b)).max()) for a, b in zip(one, other, strict=True)) < 1e-5
     batch = at_once.parallel.put_batch({'image': np.zeros((8, 8, 8, 1), np.uint8), 'label': np.zeros(8, np.int32)})
-    with pytest.raises(UserError, match='4 steps in one call need the images in device memory, but those of digits: are streamed'):
+    with pytest.raises(ValueError, match='4 steps in one call need the whole dataset'):
         at_once.parallel.lower(at_once.make, at_once.state, batch, steps=4)
 
 

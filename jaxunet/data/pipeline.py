@@ -44,9 +44,21 @@ def images_bytes(source: Source) -> int:
 
 
 def choose_cache(config: Config, source: Source) -> str:
-    """'device' or 'stream': `data.cache`, where auto means device if the set fits well. Logs what auto chose."""
-    if config.data.cache != 'auto':
-        return config.data.cache
+    """'device' or 'stream': `data.cache`, where auto means device if the set fits well. Logs what auto chose.
+
+    Raises:
+      UserError: images that stream, and several steps in one call, which would have to wait for them.
+    """
+    choice = config.data.cache if config.data.cache != 'auto' else _fitting(source)
+    if choice == 'stream' and config.train.steps_per_call > 1:
+        raise UserError(
+            f'train.steps_per_call: {config.train.steps_per_call} steps in one call need the images in device memory, but those of '
+            f'{source.name} are streamed; set it to 1, or data.cache=device'
+        )
+    return choice
+
+
+def _fitting(source: Source) -> str:
     # Not every backend has statistics, and those that have need not know a limit.
     total = (jax.local_devices()[0].memory_stats() or {}).get('bytes_limit', 0)
     limit = total // DEVICE_SHARE if total else DEVICE_BYTES

@@ -141,7 +141,7 @@ class Parallel:
             GPUs, where hand-written kernels take long to lower, by a process alone.
 
         Raises:
-          UserError: several steps of a call, and data of a streamed batch.
+          ValueError: several steps of a call, and data of one batch.
         """
 
         def build() -> jax.stages.Compiled:
@@ -163,10 +163,7 @@ class Parallel:
     def lower(self, make_step: Callable[[str | None], TrainStep], state: TrainState, data: Data, steps: int = 1) -> jax.stages.Lowered:
         """The step for these arguments, or several of them, not compiled yet."""
         if steps > 1 and 'image' in data:
-            raise UserError(
-                f'train.steps_per_call: {steps} steps in one call need the images in device memory, but those of {self.config.data.path} '
-                'are streamed; set it to 1, or data.cache=device'
-            )
+            raise ValueError(f'{steps} steps in one call need the whole dataset; this is one batch')
         step = make_step(AXIS)
 
         def one(state: TrainState, data: Data) -> tuple[TrainState, Metrics]:
