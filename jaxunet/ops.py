@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from jaxtyping import Array, Float
 
@@ -15,7 +15,7 @@ from pallas_kernels import backend as kernels
 from pallas_kernels import device
 from pallas_kernels.attention import reference as attention_reference
 from pallas_kernels.conv3x3 import reference as conv3x3_reference
-from pallas_kernels.features import Features
+from pallas_kernels.features import Features, passing
 from pallas_kernels.group_norm import reference as group_norm_reference
 from pallas_kernels.linear import reference as linear_reference
 from xla_ffi import backend as ffi
@@ -37,7 +37,10 @@ class Conv3x3(Protocol):
 
 
 class NormSiluConv3x3(Protocol):
-    """conv3x3(SiLU(GroupNorm(x))) with the same epilogue; see `pallas_kernels.conv3x3.reference.norm_silu_conv3x3`."""
+    """conv3x3(SiLU(GroupNorm(x))) with the same epilogue; see `pallas_kernels.conv3x3.reference.norm_silu_conv3x3`.
+
+    Returns: Features; (Features, x, ...) if it passes x on, as `pallas_kernels.features.passing` has it.
+    """
 
     def __call__(
         self,
@@ -51,11 +54,15 @@ class NormSiluConv3x3(Protocol):
         shortcut: Float[Array, 'residual_channels features'] | None = None,
         groups: int = 32,
         eps: float = 1e-5,
-    ) -> Features: ...
+        passing: int = 0,
+    ) -> Any: ...
 
 
 class GroupNorm(Protocol):
-    """GroupNorm [+ SiLU]; see `pallas_kernels.group_norm.reference.group_norm`."""
+    """GroupNorm [+ SiLU]; see `pallas_kernels.group_norm.reference.group_norm`.
+
+    Returns: an array of x's shape; (array, x, ...) if it passes x on, as `pallas_kernels.features.passing` has it.
+    """
 
     def __call__(
         self,
@@ -66,7 +73,8 @@ class GroupNorm(Protocol):
         groups: int = 32,
         eps: float = 1e-5,
         silu: bool = False,
-    ) -> Float[Array, 'batch height width channels']: ...
+        passing: int = 0,
+    ) -> Any: ...
 
 
 class Attention(Protocol):
@@ -100,15 +108,15 @@ class Ops(NamedTuple):
 
 XLA = Ops(
     conv3x3=conv3x3_reference.conv3x3,
-    norm_silu_conv3x3=conv3x3_reference.norm_silu_conv3x3,
-    group_norm=group_norm_reference.group_norm,
+    norm_silu_conv3x3=passing(conv3x3_reference.norm_silu_conv3x3),
+    group_norm=passing(group_norm_reference.group_norm),
     attention=attention_reference.attention,
     linear=linear_reference.linear,
 )
 PALLAS = Ops(
     conv3x3=kernels.conv3x3,
-    norm_silu_conv3x3=kernels.norm_silu_conv3x3,
-    group_norm=kernels.group_norm,
+    norm_silu_conv3x3=passing(kernels.norm_silu_conv3x3),
+    group_norm=passing(kernels.group_norm),
     attention=kernels.attention,
     linear=linear_reference.linear,  # XLA's
 )

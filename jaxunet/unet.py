@@ -135,34 +135,49 @@ class Block(nn.Module):
 class ResBlock(Block):
     """GroupNorm → SiLU → conv3×3 → embedding → GroupNorm → SiLU → dropout → conv3×3, plus the input (through a 1×1 if channels change).
 
-    `resample` = 'down' or 'up' changes the resolution after the first activation, and of the input.
+    Fields:
+      resample: 'down' or 'up' changes the resolution after the first activation, and of the input.
+      skip: return (result, x), the latter for a skip connection, whose gradient the first op adds to those of x; not with `resample`.
+
+    `embedded` is this block's projection of the embedding where the network has found those of all blocks at once.
     """
 
     features: int = 0
     resample: str = ''
+    skip: bool = False
 
     @nn.compact
-    def __call__(self, x: Features, embedding: Float[Array, 'batch width'], dropout_keys: Key[Array, ' batch'] | None) -> Features:
+    def __call__(
+        self,
+        x: Features,
+        embedding: Float[Array, 'batch width'],
+        dropout_keys: Key[Array, ' batch'] | None,
+        embedded: Float[Array, 'batch projected'] | None = None,
+    ) -> Any:
         channels, features = x.channels, self.features
         scale_1, offset_1 = Affine(channels, name='norm_1')()
         kernel_1, shift_1 = self.kernel('conv_1', 3, 3, channels, features)
         scale_2, offset_2 = Affine(features, name='norm_2')()
         kernel_2, shift_2 = self.kernel('conv_2', 3, 3, features, features, zero=True)
         shift_norm = self.model.scale_shift_norm
-        embedded = self.dense('embed', 2 * features if shift_norm else features)(jax.nn.silu(embedding)).astype(jnp.float32)
+        if embedded is None:
+            embedded = self.dense('embed', 2 * features if shift_norm else features)(jax.nn.silu(embedding))
+        embedded = embedded.astype(jnp.float32)
         if shift_norm:
             scale, offset = jnp.split(embedded, 2, axis=-1)
             scale_2, offset_2 = scale_2 * (1 + scale), offset_2 * (1 + scale) + offset
         else:
             shift_1 = shift_1 + embedded
 
+        skip: list[Features] = []
         if self.resample:
             change = average_pool if self.resample == 'down' else nearest
             active = change(self.ops.group_norm(x, scale_1, offset_1, silu=True, **self.norm))
             h = self.ops.conv3x3(Features.of(active), kernel_1, shift_1)
             x = Features.of(change(x.value))
         else:
-            h = self.ops.norm_silu_conv3x3(x, scale_1, offset_1, kernel_1, shift_1, **self.norm)
+            passing = 2 if self.skip else 1
+            h, x, *skip = self.ops.norm_silu_conv3x3(x, scale_1, offset_1, kernel_1, shift_1, passing=passing, **self.norm)
 
         shortcut = None
         if channels != features:
@@ -171,8 +186,10 @@ class ResBlock(Block):
         if dropout_keys is not None and self.model.dropout > 0:
             active = self.ops.group_norm(h, scale_2, offset_2, silu=True, **self.norm)
             active = dropout(active, dropout_keys, self.model.dropout, self.path)
-            return self.ops.conv3x3(Features.of(active), kernel_2, shift_2, residual=x, shortcut=shortcut)
-        return self.ops.norm_silu_conv3x3(h, scale_2, offset_2, kernel_2, shift_2, residual=x, shortcut=shortcut, **self.norm)
+            y = self.ops.conv3x3(Features.of(active), kernel_2, shift_2, residual=x, shortcut=shortcut)
+        else:
+            y = self.ops.norm_silu_conv3x3(h, scale_2, offset_2, kernel_2, shift_2, residual=x, shortcut=shortcut, **self.norm)
+        return (y, *skip) if skip else y
 
 
 class AttentionBlock(Block):
@@ -182,17 +199,16 @@ class AttentionBlock(Block):
 
     @nn.compact
     def __call__(self, x: Features) -> Features:
-        value = x.value
-        batch, height, width, channels = value.shape
+        channels, (batch, height, width) = x.channels, x.parts[0].shape[:3]
         heads = self.num_heads or channels // self.model.num_head_channels
         if heads == 0 or channels % heads or (not self.num_heads and channels % self.model.num_head_channels):
             field = f'num_heads={heads}' if self.num_heads else f'num_head_channels={self.model.num_head_channels}'
             raise UserError(f'model.{field}: does not divide the {channels} channels of {"/".join(self.path)}')
         scale, offset = Affine(channels, name='norm')()
-        normed = self.ops.group_norm(x, scale, offset, **self.norm)
+        normed, x = self.ops.group_norm(x, scale, offset, passing=1, **self.norm)
         qkv = self.ops.linear(normed, *self.kernel('qkv', channels, 3 * channels))
         y = self.ops.attention(qkv.reshape(batch, height * width, 3 * channels), num_heads=heads)
-        return Features.of(self.ops.linear(y.reshape(value.shape), *self.kernel('proj', channels, channels, zero=True), residual=value))
+        return Features.of(self.ops.linear(y.reshape(normed.shape), *self.kernel('proj', channels, channels, zero=True), residual=x.value))
 
 
 class Resample(Block):
@@ -248,35 +264,39 @@ class UNet(Block):
         embedding = self._embed(t, labels)
         remat = nn.remat if m.remat else lambda block: block
         fields = {'model': m, 'ops': self.ops, 'dtype': self.dtype}
-        res_block = functools.partial(remat(ResBlock), **fields)
+        res_block, projections = functools.partial(remat(ResBlock), **fields), self._project(embedding)
         attention = functools.partial(remat(AttentionBlock), **fields)
         channels = [int(mult * m.base_channels) for mult in m.channel_mult]
         last = len(channels) - 1
 
+        def res(name: str, x: Features, **options: Any) -> Any:
+            return res_block(name=name, **options)(x, embedding, dropout_keys, projections.get(name))
+
         kernel, bias = self.kernel('conv_in', 3, 3, x.shape[-1], channels[0])
         h = self.ops.conv3x3(Features.of(x.astype(self.dtype)), kernel, bias)
-        skips = [h]
+        skips = []  # what every block of the way down starts from, and the last of them ends with
         for level, features in enumerate(channels):
             for i in range(m.num_res_blocks):
-                h = res_block(features=features, name=f'down_{level}_res_{i}')(h, embedding, dropout_keys)
+                h, skip = res(f'down_{level}_res_{i}', h, features=features, skip=True)
+                skips.append(skip)
                 if level in self.attention_levels:
                     h = attention(num_heads=m.num_heads, name=f'down_{level}_attention_{i}')(h)
-                skips.append(h)
             if level != last:
-                h = self._resample(res_block, h, 'down', level, embedding, dropout_keys)
                 skips.append(h)
+                h = self._resample(res, h, 'down', level)
 
-        h = res_block(features=channels[-1], name='middle_res_0')(h, embedding, dropout_keys)
+        h, skip = res('middle_res_0', h, features=channels[-1], skip=True)
+        skips.append(skip)
         h = attention(num_heads=m.num_heads, name='middle_attention')(h)
-        h = res_block(features=channels[-1], name='middle_res_1')(h, embedding, dropout_keys)
+        h = res('middle_res_1', h, features=channels[-1])
 
         for level, features in reversed(list(enumerate(channels))):
             for i in range(m.num_res_blocks + 1):
-                h = res_block(features=features, name=f'up_{level}_res_{i}')(h.join(skips.pop()), embedding, dropout_keys)
+                h = res(f'up_{level}_res_{i}', h.join(skips.pop()), features=features)
                 if level in self.attention_levels:
                     h = attention(num_heads=m.num_heads_upsample or m.num_heads, name=f'up_{level}_attention_{i}')(h)
             if level > 0:
-                h = self._resample(res_block, h, 'up', level, embedding, dropout_keys)
+                h = self._resample(res, h, 'up', level)
 
         scale, offset = Affine(h.channels, name='norm_out')()
         kernel, bias = self.kernel('conv_out', 3, 3, h.channels, self.out_channels, zero=True)
@@ -320,12 +340,22 @@ class UNet(Block):
         classes = table(jnp.maximum(labels, 0))
         return embedding + jnp.where(labels[:, None] >= 0, classes, jnp.zeros((), classes.dtype))
 
-    def _resample(
-        self, res_block: Any, h: Features, direction: str, level: int, embedding: Array, dropout_keys: Key[Array, ' batch'] | None
-    ) -> Features:
+    def _project(self, embedding: Float[Array, 'batch width']) -> dict[str, Array]:
+        """Each residual block's projection of the embedding, by the block's name, and all as one product: a product of each block, with
+        three for its gradients, takes a GPU longer to start than to do. Empty while the blocks make their parameters."""
+        if self.is_initializing():
+            return {}
+        layers = {name: block['embed'] for name, block in self.variables['params'].items() if 'embed' in block}
+        kernels, biases = ([layer[part].astype(self.dtype) for layer in layers.values()] for part in ('kernel', 'bias'))
+        widths = [bias.shape[0] for bias in biases]
+        with jax.named_scope('embed'):
+            projected = jax.nn.silu(embedding).astype(self.dtype) @ jnp.concatenate(kernels, axis=1) + jnp.concatenate(biases)[None, :]
+        return dict(zip(layers, jax.lax.split(projected, widths, axis=1), strict=True))
+
+    def _resample(self, res: Callable[..., Any], h: Features, direction: str, level: int) -> Features:
         name = f'{direction}_{level}_resample'
         if self.model.resblock_updown:
-            return res_block(features=h.channels, resample=direction, name=name)(h, embedding, dropout_keys)
+            return res(name, h, features=h.channels, resample=direction)
         if self.model.conv_resample:
             return Resample(model=self.model, ops=self.ops, dtype=self.dtype, direction=direction, name=name)(h)
         return Features.of(average_pool(h.value) if direction == 'down' else nearest(h.value))

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -66,3 +69,21 @@ def channel_moments(x: Float[Array, 'batch height width channels']) -> Float[Arr
     else:
         deviation = jnp.mean(jax.lax.square(wide - mean[:, None, None, :]), axis=(1, 2))
     return jnp.stack([mean, deviation], axis=-1)
+
+
+def passing(op: Callable[..., Any]) -> Callable[..., Any]:
+    """`op(x, ...)` with a further keyword `passing`: for n > 0 it returns (result, x, ..., x), x being passed on n times.
+
+    Whatever else reads x takes one of these. Then an op that has the keyword of its own accord gets their gradients while it writes that of
+    x, and adds them; those of the ops that this function returns are added by XLA, as they are without it.
+    """
+
+    @functools.wraps(op)
+    def call(x: Features, *operands: Any, passing: int = 0, **options: Any) -> Any:
+        result = op(x, *operands, **options)
+        return (result, *(x,) * passing) if passing else result
+
+    signature = inspect.signature(op)
+    keyword = inspect.Parameter('passing', inspect.Parameter.KEYWORD_ONLY, default=0)
+    call.__signature__ = signature.replace(parameters=[*signature.parameters.values(), keyword])  # type: ignore[attr-defined]
+    return call

@@ -75,13 +75,15 @@ def right(draw: random.Random) -> Call:
         return Call('conv3x3_shortcut_gradient', operands, images(parts), {'residuals': np.int64(len(parts))})
 
     def weights() -> Call:
-        activation = draw.random() < 0.5
+        activation, norm = (draw.random() < 0.5 for _ in range(2))
         residual = [draw.randint(1, 4) for _ in range(draw.randint(0, 2))]
         workspace = (9 * channels + sum(residual) + batch) * features + draw.randint(0, 9)
         shapes = [(3, 3, channels, features), (draw.choice([1, batch]), features), *([(sum(residual), features)] if residual else [])]
-        results = [*((shape, draw.choice([jnp.float32, kind])) for shape in shapes), ((workspace,), jnp.float32)]
-        attributes = {'parts': np.int64(len(parts)), 'residuals': np.int64(len(residual)), 'activation': activation}
+        results = [(shape, draw.choice([jnp.float32, kind])) for shape in shapes]
+        results += [((1, channels), jnp.float32)] * (2 * norm) + [((workspace,), jnp.float32)]
+        attributes = {'parts': np.int64(len(parts)), 'residuals': np.int64(len(residual)), 'activation': activation, 'norm': norm}
         operands = [*images(parts), *images([features]), *rows(2 * activation), *images(residual)]
+        operands += [((batch, 2, channels), jnp.float32)] * norm
         return Call('conv3x3_weight_gradient', operands, results, attributes)
 
     def linear() -> Call:
@@ -111,11 +113,12 @@ def right(draw: random.Random) -> Call:
         return Call('group_norm_apply', [*images(parts), *rows(2)], images([channels]), attributes)
 
     def gradient() -> Call:
-        flags = {'silu': draw.random() < 0.5, 'activation': draw.random() < 0.5}
-        attributes = {'parts': np.int64(len(parts)), 'groups': np.int64(channels)} | flags
+        flags, added = {name: draw.random() < 0.5 for name in ('silu', 'activation', 'samples')}, draw.randint(0, 2)
+        attributes = {'parts': np.int64(len(parts)), 'groups': np.int64(channels), 'added': np.int64(added)} | flags
         affine = rows(4)
-        results = [((batch, 2, channels), jnp.float32), *affine[:2], *images(parts), *images([channels] * flags['activation'])]
-        return Call('group_norm_gradient', [*images(parts), *images([channels]), *affine], results, attributes)
+        results = [((batch, 2, channels), jnp.float32), *affine[: 2 * flags['samples']]]
+        results += [*images(parts), *images([channels] * flags['activation'])]
+        return Call('group_norm_gradient', [*images(parts), *images([channels]), *affine, *images(parts * added)], results, attributes)
 
     def tensors() -> list[Shape]:
         return [(tuple(draw.randint(1, 5) for _ in range(draw.randint(1, 3))), jnp.float32) for _ in range(draw.randint(1, 4))]
@@ -230,7 +233,48 @@ def test_a_linear_layer_says_what_is_wrong(operands, results, attributes, messag
 def test_a_weight_gradient_says_how_much_workspace_it_needs():
     images = [((2, 3, 3, 4), jnp.float32), ((2, 3, 3, 5), jnp.float32)]
     results = [((3, 3, 4, 5), jnp.float32), ((1, 5), jnp.float32), ((189,), jnp.float32)]
-    attributes = {'parts': np.int64(1), 'residuals': np.int64(0), 'activation': False}
+    attributes = {'parts': np.int64(1), 'residuals': np.int64(0), 'activation': False, 'norm': False}
     call = Call('jaxunet_conv3x3_weight_gradient', images, results, attributes)
     with pytest.raises(jax.errors.JaxRuntimeError, match='workspace: expected at least 190 numbers, found 189'):
+        call()
+
+
+@pytest.mark.parametrize(
+    ('sums', 'rows', 'message'),
+    [
+        ([((2, 2, 5), jnp.float32)], [(1, 4), (1, 4)], r'norm_sums: expected F32\[2, 2, 4\], found F32\[2, 2, 5\]'),
+        ([((2, 2, 4), jnp.bfloat16)], [(1, 4), (1, 4)], r'norm_sums: expected F32\[2, 2, 4\], found BF16\[2, 2, 4\]'),
+        ([], [(1, 4), (1, 4)], 'norm_sums: missing; the call has 2 operands'),
+        ([((2, 2, 4), jnp.float32)], [(2, 4), (1, 4)], r'of_scale: expected F32\[1, 4\], found F32\[2, 4\]'),
+        ([((2, 2, 4), jnp.float32)], [(1, 4)], r'of_offset: expected F32\[1, 4\], found F32\[190\]'),
+    ],
+)
+def test_a_weight_gradient_says_which_sums_of_a_norm_do_not_fit(sums, rows, message):
+    operands = [((2, 3, 3, 4), jnp.float32), ((2, 3, 3, 5), jnp.float32), *sums]
+    results = [(shape, jnp.float32) for shape in [(3, 3, 4, 5), (1, 5), *rows, (190,)]]
+    attributes = {'parts': np.int64(1), 'residuals': np.int64(0), 'activation': False, 'norm': True}
+    with pytest.raises(jax.errors.JaxRuntimeError, match=message):
+        Call('jaxunet_conv3x3_weight_gradient', operands, results, attributes)()
+
+
+@pytest.mark.parametrize(
+    ('added', 'operands', 'message'),
+    [
+        (2, [((2, 3, 4, 8), jnp.float32)] * 3, r'added\[1\]\[1\]: missing; the call has 10 operands'),
+        (
+            1,
+            [((2, 3, 4, 8), jnp.float32), ((2, 3, 5, 8), jnp.float32)],
+            r'added\[0\]\[1\]: expected F32\[2, 3, 4, 8\], found F32\[2, 3, 5, 8\]',
+        ),
+        (1, [((2, 3, 4, 8), jnp.bfloat16)] * 2, r'added\[0\]\[0\]: expected F32\[2, 3, 4, 8\], found BF16'),
+        (3, [], 'attribute added: expected 0 to 2, found 3'),
+    ],
+)
+def test_a_normalisation_says_which_gradient_does_not_fit(added, operands, message):
+    image, row = ((2, 3, 4, 8), jnp.float32), ((1, 16), jnp.float32)
+    counts = {'parts': np.int64(2), 'added': np.int64(added), 'groups': np.int64(4)}
+    attributes = counts | {'silu': True, 'activation': False, 'samples': True}
+    results = [((2, 2, 16), jnp.float32), row, row, image, image]
+    call = Call('jaxunet_group_norm_gradient', [image, image, ((2, 3, 4, 16), jnp.float32), *[row] * 4, *operands], results, attributes)
+    with pytest.raises(jax.errors.JaxRuntimeError, match=message):
         call()

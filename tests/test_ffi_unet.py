@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import pathlib
+import re
 import runpy
 from typing import Any
 
@@ -38,7 +39,7 @@ def products(operation: Any, found: collections.Counter[str]) -> collections.Cou
     return found
 
 
-def test_only_embeddings_and_input_gradients_of_linear_layers_are_products_of_xla() -> None:
+def test_xla_multiplies_for_embeddings_and_input_gradients_of_linear_layers_and_adds_at_halvings() -> None:
     resolved = config.resolve(runpy.run_path(str(CONFIG))['get_config']())
     x, t = jax.ShapeDtypeStruct((BATCH, *resolved.image_shape), 'float32'), jax.ShapeDtypeStruct((BATCH,), 'int32')
     parameters = jax.eval_shape(lambda x, t: build_unet(resolved, XLA).init(jax.random.key(0), x, t)['params'], x, t)
@@ -59,8 +60,20 @@ def test_only_embeddings_and_input_gradients_of_linear_layers_are_products_of_xl
     found = products(lowered.compiler_ir('stablehlo').operation, collections.Counter())
     linear = [found.pop(name) for name in list(found) if 'attention' in name]
     assert sum(linear) == 2 * attentions, linear
-    # Forward, by the input and by the weights; the time itself needs no gradient.
-    assert found == {'embed': 3 * blocks, 'time_embed_': 5}, found
+    # Forward, by the input and by the weights; the time itself needs no gradient. Those of all blocks are one.
+    assert found == {'embed': 3, 'time_embed_': 5}, found
+    # The gradients of scale and offset are added by the weight gradient of the convolution that the norm is before, if one is.
+    text = lowered.as_text()
+    fused = 2 * blocks + 1
+    assert len(re.findall('jaxunet_conv3x3_weight_gradient.*?norm = true', text)) == fused
+    samples = collections.Counter(re.findall(r'jaxunet_group_norm_gradient.*?samples = (\w+)', text))
+    assert samples == {'false': fused, 'true': attentions}
+    # A norm's gradient takes those of a residual and of a skip connection with it. XLA adds where the image is halved next.
+    halved = len(resolved.model.channel_mult) - 1
+    added = collections.Counter(re.findall(r'jaxunet_group_norm_gradient.*?added = (\d)', text))
+    down = resolved.model.num_res_blocks * (halved + 1) + 1  # with the first in the middle
+    assert added == {'2': down, '1': blocks - down + attentions, '0': blocks + 1}
+    assert len(re.findall(rf'stablehlo.add .*: tensor<{BATCH}x\d+x\d+x\d+xbf16>', text)) == halved
 
 
 def test_a_small_unet_is_that_of_xla() -> None:

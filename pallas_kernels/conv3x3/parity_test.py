@@ -23,8 +23,8 @@ def inputs(case: Case, dtype: str, batch: int):
     return {name: (draw(shape, kind, scale=scales.get(name, 1.0)), kind) for name, (shape, kind) in shapes.items()}
 
 
-def op(module, case: Case):
-    """The op of a module as a function of named arrays."""
+def op(module, case: Case, **options):
+    """The op of a module as a function of named arrays; with options of a norm's, all that it returns."""
 
     def call(**arrays):
         x = Features(tuple(arrays[f'x{i}'] for i in range(len(case.parts))), (None,) * len(case.parts))
@@ -33,7 +33,8 @@ def op(module, case: Case):
         if not case.norm:
             return module.conv3x3(x, arrays['kernel'], arrays['shift'], **around).value
         affine = (arrays['scale'], arrays['offset'])
-        return module.norm_silu_conv3x3(x, *affine, arrays['kernel'], arrays['shift'], groups=case.groups, **around).value
+        found = module.norm_silu_conv3x3(x, *affine, arrays['kernel'], arrays['shift'], groups=case.groups, **around, **options)
+        return found if options else found.value
 
     return call
 

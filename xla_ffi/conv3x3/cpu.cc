@@ -118,6 +118,16 @@ void conv3x3_weight_gradient(const Conv3x3WeightGradient& plan, Pool& pool) {
     }
     for (int64_t f = 0; f < features; ++f) dshift[row * features + f] = static_cast<float>(sums[f]);
   });
+  for (int64_t c = 0; plan.norm && c < channels; ++c) {
+    double offset = 0, scale = 0;
+    for (int64_t sample = 0; sample < plan.batch; ++sample) {
+      const float* of_sample = plan.norm_sums + 2 * sample * channels + c;
+      offset += static_cast<double>(of_sample[0]);
+      scale += static_cast<double>(of_sample[channels]);
+    }
+    plan.of_offset[c] = static_cast<float>(offset);
+    plan.of_scale[c] = static_cast<float>(scale);
+  }
   if (channels > 0) narrow(dkernel, plan.dkernel.type, plan.dkernel.data);
   narrow(dshift, plan.dshift.type, plan.dshift.data);
   if (extra > 0) narrow(dshortcut, plan.dshortcut.type, plan.dshortcut.data);

@@ -332,14 +332,22 @@ struct Block {
     }
   }
 
-  // Two chunks for each warpgroup; one past the last is whatever lies there, and is not stored.
+  // Two chunks for each warpgroup, or the last one alone.
   __device__ void compute_projected(int warpgroup) const {
-    const int own = kPair * warpgroup;
-    if (own >= chunks) return;
+    const int own = kPair * warpgroup, rest = chunks - own;
+    if (rest >= kPair) {
+      compute_chunks<kPair>(own);
+    } else if (rest > 0) {
+      compute_chunks<1>(own);
+    }
+  }
+
+  template <int kCount>
+  __device__ void compute_chunks(int own) const {
     const int bytes = stage_bytes(), ring = stages(), lane = threadIdx.x % 32;
-    float sums[32 * kPair];
+    float sums[32 * kCount];
 #pragma unroll
-    for (int i = 0; i < 32 * kPair; ++i) sums[i] = 0;
+    for (int i = 0; i < 32 * kCount; ++i) sums[i] = 0;
     int held = -1;
     for (int i = 0, stage = 0, phase = 0; i < count; ++i) {
       full[stage].wait(phase);
@@ -349,8 +357,8 @@ struct Block {
       begin_products();
 #pragma unroll
       for (int k = 0; k < kRows / 2; ++k) {
-        Product<T, true, true, kChunk * kPair>::run(sums, advance(left, 16 * kRowBytes * k),
-                                                    advance(right, 16 * kRowBytes * k), true);
+        Product<T, true, true, kChunk * kCount>::run(sums, advance(left, 16 * kRowBytes * k),
+                                                     advance(right, 16 * kRowBytes * k), true);
       }
       commit_products();
       wait_products<1>();
@@ -365,9 +373,8 @@ struct Block {
     settle(sums);
     float* to = p.shortcut_sums + static_cast<int64_t>(split) * p.projected.total * p.features;
 #pragma unroll
-    for (int n = 0; n < kPair; ++n) {
-      if (own + n < chunks)
-        store(sums + 32 * n, p.projected, Place(p.projected, x_block * p.block_chunks + own + n), to);
+    for (int n = 0; n < kCount; ++n) {
+      store(sums + 32 * n, p.projected, Place(p.projected, x_block * p.block_chunks + own + n), to);
     }
   }
 };

@@ -55,13 +55,14 @@ cudaError_t channel_sums(const Conv3x3WeightGradient& plan, int segments, float*
 
 // to[i] = from[0, i] + from[1, i] + ..., always in one order: the same bits in every run.
 struct OrderedSum {
-  const float* from;
-  Result to;
-  int parts;
-  int64_t count;
-  int features = 0;  // of a weight gradient whose parts are tiles (tile_of_sums.h); 0: parts lie as the result does
+  const float* from = nullptr;
+  Result to{};
+  int parts = 0;      // without any: zeros
+  int64_t count = 0;  // without any: nothing to do
+  int features = 0;   // of a weight gradient whose parts are tiles (tile_of_sums.h); 0: parts lie as the result does
+  int apart = 1;      // only every so-many-th part is added, the first with it
 };
-cudaError_t ordered_sums(const OrderedSum& first, const OrderedSum& second, const OrderedSum& third,
-                         cudaStream_t stream);
+constexpr int kOrderedSums = 5;  // in one launch
+cudaError_t ordered_sums(const OrderedSum (&sums)[kOrderedSums], cudaStream_t stream);
 
 }  // namespace jaxunet::cuda

@@ -65,11 +65,31 @@ struct Sums {
     const int64_t rows = plan.shifts == 1 ? plan.batch : 1;
     // Those of dy first: few, but of many parts, they would be waited for in the end.
     return ordered_sums(
-        {shift_at(splits), plan.dshift, static_cast<int>(slots * rows), shift / rows},
-        {shortcut_at(splits), plan.dshortcut, static_cast<int>(splits.shortcut), of_shortcut(splits) ? shortcut : 0},
-        {kernel_at(splits), plan.dkernel, static_cast<int>(splits.kernel), of_kernel(splits) ? kernel : 0,
-         tiled ? static_cast<int>(plan.features) : 0},
+        {{shift_at(splits), plan.dshift, static_cast<int>(slots * rows), shift / rows},
+         of_norm(0, plan.of_offset),
+         of_norm(1, plan.of_scale),
+         {shortcut_at(splits), plan.dshortcut, static_cast<int>(splits.shortcut), of_shortcut(splits) ? shortcut : 0},
+         {kernel_at(splits), plan.dkernel, static_cast<int>(splits.kernel), of_kernel(splits) ? kernel : 0,
+          tiled ? static_cast<int>(plan.features) : 0}},
         stream);
+  }
+
+  // Where no pixel or no feature is: zeros, but for the norm's.
+  cudaError_t add_nothing(cudaStream_t stream) const {
+    return ordered_sums({{nullptr, plan.dshift, 0, plan.shifts * plan.features},
+                         of_norm(0, plan.of_offset),
+                         of_norm(1, plan.of_scale),
+                         {nullptr, plan.dshortcut, 0, shortcut},
+                         {nullptr, plan.dkernel, 0, kernel}},
+                        stream);
+  }
+
+ private:
+  // Over the samples, which have both sums of every channel: 0 of offset, 1 of scale.
+  OrderedSum of_norm(int which, float* to) const {
+    if (!plan.norm) return {};
+    const int64_t channels = plan.x.total;
+    return {plan.norm_sums + which * channels, {to, Type::kFloat32}, static_cast<int>(2 * plan.batch), channels, 0, 2};
   }
 };
 
@@ -135,10 +155,6 @@ cudaError_t portable(const Sums& sums, int multiprocessors, cudaStream_t stream)
   return error == cudaSuccess ? sums.add(splits, false, segments, stream) : error;
 }
 
-cudaError_t clear(const Result& result, int64_t count, cudaStream_t stream) {
-  return cudaMemsetAsync(result.data, 0, count * (result.type == Type::kFloat32 ? 4 : 2), stream);
-}
-
 }  // namespace
 
 cudaError_t conv3x3(const Conv3x3& plan, cudaStream_t stream) {
@@ -180,11 +196,7 @@ cudaError_t conv3x3_weight_gradient(const Conv3x3WeightGradient& plan, cudaStrea
   cudaError_t error = describe(&device);
   if (error != cudaSuccess) return error;
   const Sums sums(plan);
-  if (plan.batch * plan.height * plan.width == 0 || plan.features == 0) {
-    if (sums.kernel > 0) error = clear(plan.dkernel, sums.kernel, stream);
-    if (error == cudaSuccess && sums.shortcut > 0) error = clear(plan.dshortcut, sums.shortcut, stream);
-    return error == cudaSuccess ? clear(plan.dshift, plan.shifts * plan.features, stream) : error;
-  }
+  if (plan.batch * plan.height * plan.width == 0 || plan.features == 0) return sums.add_nothing(stream);
   const Kernel kernel = weight_gradient_kernel(plan, device.hopper);
   if (kernel == Kernel::kPortable) return portable(sums, device.multiprocessors, stream);
   const bool hopper = kernel == Kernel::kHopper;

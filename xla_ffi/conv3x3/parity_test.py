@@ -1,11 +1,16 @@
 """The convolution handlers against the float64 oracle: those of the CPU (awkward cases), those of the GPU (all cases)."""
 
+import types
+
+import jax.numpy as jnp
+import numpy as np
 import pytest
 from parity import DTYPES, assert_parity_in_some_draw, assert_runs_are_identical
 
 from pallas_kernels.conv3x3 import reference
 from pallas_kernels.conv3x3.cases import AWKWARD, CASES, Case
 from pallas_kernels.conv3x3.parity_test import inputs, op
+from pallas_kernels.features import passing
 from xla_ffi.conv3x3 import vjp
 
 # Shortcuts of several parts: that begin at whole tiles of 64 channels (one launch writes their gradients) and that do not; of more
@@ -44,6 +49,38 @@ def test_awkward_shapes(case, dtype):
 def test_activation_inside_the_convolution(case, dtype, monkeypatch):
     monkeypatch.setattr(vjp, 'FUSED_PIXELS', 0)
     check(case, dtype, 2)
+
+
+@pytest.mark.parametrize('times', [1, 2])
+@pytest.mark.parametrize(('case', 'dtype'), [(AWKWARD[1], 'float32'), (AWKWARD[2], 'bfloat16')], ids=lambda c: getattr(c, 'name', c))
+def test_gradients_of_other_readers_are_added(case, dtype, times):
+    plain = types.SimpleNamespace(norm_silu_conv3x3=passing(reference.norm_silu_conv3x3))
+    ops = [op(module, case, passing=times) for module in (vjp, plain)]
+    assert_parity_in_some_draw(*ops, lambda: inputs(case, dtype, case.batch or 2))
+
+
+@pytest.mark.parametrize('rows', [('scale',), ('offset',), ('scale', 'offset')], ids='+'.join)
+def test_samples_with_scale_or_offset_of_their_own(rows):
+    """Their gradients are the norm's own; those of rows that all samples share come from the weight gradient."""
+    case, batch = AWKWARD[1], 3
+
+    def drawn():
+        arrays = inputs(case, 'float32', batch)
+        again = [inputs(case, 'float32', batch) for _ in range(batch)]
+        return arrays | {name: (np.concatenate([a[name][0] for a in again]), 'float32') for name in rows}
+
+    assert_parity_in_some_draw(op(vjp, case), op(reference, case), drawn)
+
+
+@pytest.mark.parametrize(('batch', 'height'), [(0, 3), (2, 0), (3, 4)])
+def test_without_pixels_the_weight_gradient_is_zero_and_still_adds_the_sums_of_a_norm(batch, height):
+    x, dy, sums = jnp.ones((batch, height, 5, 6)), jnp.zeros((batch, height, 5, 7)), jnp.arange(batch * 12.0).reshape(batch, 2, 6)
+    kernel, shift = jnp.ones((3, 3, 6, 7)), jnp.ones((1, 7))
+    of_scale, of_offset, *others, added = vjp._parameter_gradients((x,), kernel, shift, None, dy, None, sums)
+    offset, scale = jnp.split(jnp.sum(sums, axis=0), 2)
+    for found, wanted in zip((of_scale, of_offset, *others), (scale, offset, 0 * kernel, 0 * shift), strict=True):
+        np.testing.assert_array_equal(found, wanted)
+    assert added is None
 
 
 @pytest.mark.gpu

@@ -44,6 +44,10 @@ struct Conv3x3WeightGradient {
   Result dshift;     // (shifts, features)
   int64_t shifts;    // batch, or 1: the sum over all samples
   Result dshortcut;  // (channels projected, features)
+  // Of the norm before, that its own gradient leaves to add: the sums of every sample, for offset and scale.
+  bool norm;
+  const float* norm_sums;       // (batch, 2, channels)
+  float *of_scale, *of_offset;  // (1, channels)
   // For partial sums, of any content; at least `minimum_workspace`: the less, the fewer blocks share the work.
   float* workspace;
   int64_t workspace_floats;

@@ -135,6 +135,11 @@ Conv3x3WeightGradient read_conv3x3_weight_gradient(Reader& call) {
   read_activation(call, plan);
   plan.projected = call.parts("residual", call.integer("residuals", 0, kMaxParts), first.element,
                               {plan.batch, plan.height, plan.width});
+  plan.norm = call.flag("norm");
+  if (plan.norm) {
+    const Array sums = call.operand("norm_sums", ffi::DataType::F32, {plan.batch, 2, plan.x.total});
+    plan.norm_sums = static_cast<const float*>(sums.data);
+  }
   plan.dkernel = read_gradient(call, "dkernel", first.element, {3, 3, plan.x.total, plan.features});
   plan.dshift = read_gradient(call, "dshift", first.element, {kAny, plan.features}, &plan.shifts);
   if (plan.shifts != 1 && plan.shifts != plan.batch) {
@@ -142,6 +147,13 @@ Conv3x3WeightGradient read_conv3x3_weight_gradient(Reader& call) {
   }
   if (plan.projected.count > 0) {
     plan.dshortcut = read_gradient(call, "dshortcut", first.element, {plan.projected.total, plan.features});
+  }
+  if (plan.norm) {
+    const auto row = [&](const char* name) {
+      return static_cast<float*>(call.result(name, ffi::DataType::F32, {1, plan.x.total}).data);
+    };
+    plan.of_scale = row("of_scale");
+    plan.of_offset = row("of_offset");
   }
   read_workspace(call, plan);
   return plan;

@@ -155,37 +155,40 @@ struct Share {
     // More rows where there are too few entries to occupy a large GPU.
     constexpr int64_t kEnough = 128 * 1024;
     const int most = job.features > 0 ? 16 : 64;  // of a tile's sums, eight features and as many channels for a block
-    while (rows < most && rows < job.parts && job.count / 4 * rows < kEnough) rows *= 2;
+    while (rows < most && rows < job.parts / job.apart && job.count / 4 * rows < kEnough) rows *= 2;
     const int64_t entries = 4 * kThreads / rows;
     blocks = (job.count + entries - 1) / entries;
   }
 };
 
-// The blocks of `first`, then those of `second` and of `third`.
-__global__ void __launch_bounds__(kThreads)
-    ordered_sums_kernel(const OrderedSum first, const Share of_first, const OrderedSum second, const Share of_second,
-                        const OrderedSum third, const Share of_third) {
+constexpr int64_t kMostEntries = 1 << 30;  // numbers of 32 bits count them, and leave registers for a fifth block
+
+// The sums of a launch, one's blocks after the other's.
+struct OrderedSums {
+  OrderedSum sum[kOrderedSums];
+  int rows[kOrderedSums];
+  int first[kOrderedSums];  // blocks
+};
+
+__global__ void __launch_bounds__(kThreads) ordered_sums_kernel(const __grid_constant__ OrderedSums sums) {
   constexpr int kFloats = kThreads / TileOfSums::kThreads * kTurned;
   __shared__ float4 totals[(kFloats > 4 * kThreads ? kFloats : 4 * kThreads) / 4];
-  OrderedSum job = first;
-  int rows = of_first.rows;
-  int64_t block = blockIdx.x;
-  if (block >= of_first.blocks) {
-    block -= of_first.blocks;
-    const bool is_second = block < of_second.blocks;
-    job = is_second ? second : third;
-    rows = is_second ? of_second.rows : of_third.rows;
-    if (!is_second) block -= of_second.blocks;
-  }
+  int which = 0;  // a sum without blocks begins where the next one does
+#pragma unroll
+  for (int i = 1; i < kOrderedSums; ++i) which += static_cast<int>(blockIdx.x) >= sums.first[i];
+  const OrderedSum& job = sums.sum[which];
+  const int rows = sums.rows[which];
+  const int block = static_cast<int>(blockIdx.x) - sums.first[which];
   const int lanes = kThreads / rows, lane = threadIdx.x & (lanes - 1), row = threadIdx.x / lanes;
-  const int64_t entry = (block * lanes + lane) * 4;
+  const int entry = (block * lanes + lane) * 4;
   float4 total{0, 0, 0, 0};
   if (entry < job.count) {
-    for (int part = row; part < job.parts; part += kAhead * rows) {
+    const int step = rows * job.apart;
+    for (int part = row * job.apart; part < job.parts; part += kAhead * step) {
       float4 values[kAhead];
 #pragma unroll
       for (int i = 0; i < kAhead; ++i) {
-        const int at = part + i * rows;
+        const int at = part + i * step;
         values[i] = at < job.parts ? four(job, at, entry) : float4{0, 0, 0, 0};
       }
 #pragma unroll
@@ -214,13 +217,19 @@ cudaError_t channel_sums(const Conv3x3WeightGradient& plan, int segments, float*
                  [&](auto nought) { return run_channel_sums<decltype(nought)>(plan, segments, sums, stream); });
 }
 
-cudaError_t ordered_sums(const OrderedSum& first, const OrderedSum& second, const OrderedSum& third,
-                         cudaStream_t stream) {
-  const Share of_first(first), of_second(second), of_third(third);
-  const int64_t blocks = of_first.blocks + of_second.blocks + of_third.blocks;
+cudaError_t ordered_sums(const OrderedSum (&sums)[kOrderedSums], cudaStream_t stream) {
+  OrderedSums all{};
+  int blocks = 0;
+  for (int i = 0; i < kOrderedSums; ++i) {
+    if (sums[i].count > kMostEntries) return cudaErrorInvalidValue;
+    const Share share(sums[i]);
+    all.sum[i] = sums[i];
+    all.rows[i] = share.rows;
+    all.first[i] = blocks;
+    blocks += static_cast<int>(share.blocks);
+  }
   if (blocks == 0) return cudaSuccess;
-  return launch(ordered_sums_kernel, dim3(static_cast<unsigned>(blocks)), kThreads, 0, stream, first, of_first, second,
-                of_second, third, of_third);
+  return launch(ordered_sums_kernel, dim3(static_cast<unsigned>(blocks)), kThreads, 0, stream, all);
 }
 
 }  // namespace jaxunet::cuda

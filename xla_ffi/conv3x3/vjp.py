@@ -17,7 +17,7 @@ from jaxtyping import Array, Float
 from pallas_kernels.conv3x3.dispatch import Added, Affine, Parts
 from pallas_kernels.conv3x3.vjp import check_operands, needed, outline
 from pallas_kernels.features import Features
-from xla_ffi.group_norm.vjp import gradient, normalise, statistics
+from xla_ffi.group_norm.vjp import checked, gradient, normalise, statistics, with_passed
 
 # Floats of the weight gradient's workspace: blocks that share the pixels write their sums there, of the kernel and, for each sample, of
 # the shift. On a GPU of 132 multiprocessors, each of which sums 9 · 64 · 64 entries, more would not be used; a kernel that finds less
@@ -58,16 +58,21 @@ def norm_silu_conv3x3(
     shortcut: Float[Array, 'residual_channels features'] | None = None,
     groups: int = 32,
     eps: float = 1e-5,
-) -> Features:
+    passing: int = 0,
+) -> Any:
     """conv3x3(SiLU(norm(x) · scale + offset)) + shift [+ residual]: `reference.norm_silu_conv3x3` on kernels.
 
     A producer's moments are taken as a function of its part: the gradient of the part is the whole one, that of the moments is zero.
+
+    Args:
+      passing: also return x so many times, as `xla_ffi.group_norm.vjp.group_norm` does.
 
     Raises:
       ValueError: shapes or types that do not fit each other, a shortcut without a residual, or channels not a multiple of `groups`.
     """
     added = check_operands(x, kernel, shift, residual, shortcut)
-    return Features.of(_norm_conv(x, scale, offset, kernel, shift, added, groups, eps))
+    y, passed = _norm_conv(x, scale, offset, kernel, shift, added, groups, eps, checked(passing))
+    return with_passed(Features.of(y), passed, x)
 
 
 def _tiled(parts: Parts) -> bool:
@@ -105,8 +110,13 @@ def _shortcut_gradient(dy: Array, shortcut: Array, projected: Parts) -> Parts:
     return tuple(call(dy, shortcut.astype(dy.dtype), residuals=np.int64(len(projected))))
 
 
-def _parameter_gradients(parts: Parts, kernel: Array, shift: Array, added: Any, dy: Array, affine: Affine | None) -> tuple[Any, ...]:
-    """Gradients of kernel, shift and what was added, given what `needed` kept of that."""
+def _parameter_gradients(
+    parts: Parts, kernel: Array, shift: Array, added: Any, dy: Array, affine: Affine | None, sums: Array | None = None
+) -> tuple[Any, ...]:
+    """Gradients of kernel, shift and what was added, given what `needed` kept of that.
+
+    Before them, given `sums` of a norm's gradient: those of its scale and offset, which this one's last launch adds over the samples.
+    """
     projects = isinstance(added, Added)
     projected, shortcuts = (added.parts, [added.shortcut]) if projects else ((), [])
     batch, features = dy.shape[0], dy.shape[3]
@@ -115,15 +125,19 @@ def _parameter_gradients(parts: Parts, kernel: Array, shift: Array, added: Any, 
     workspace = max(min(weights * -(-pixels // 64), PARTIAL_SUMS), weights) + (2 * batch + PARTIAL_SHIFTS) * features
     # The kernels write the types that they can write: that of the parameters if it is float32 or that of x.
     wanted = [(kernel.shape, kernel.dtype), ((shift.shape[0], features), shift.dtype), *((w.shape, w.dtype) for w in shortcuts)]
+    norm = () if sums is None else (sums,)
+    wanted += [((1, sums.shape[2]), sums.dtype) for sums in norm for _ in range(2)]
     shapes = [jax.ShapeDtypeStruct(shape, t if t in (jnp.float32, dy.dtype) else jnp.float32) for shape, t in wanted]
     shapes += [jax.ShapeDtypeStruct((workspace,), jnp.float32)]
     call = jax.ffi.ffi_call('jaxunet_conv3x3_weight_gradient', shapes, vmap_method='sequential')
     counts = {'parts': np.int64(len(parts)), 'residuals': np.int64(len(projected))}
-    found = call(*parts, dy, *(affine or ()), *projected, activation=affine is not None, **counts)
-    dkernel, dshift, *of_shortcut = (gradient.astype(t) for gradient, (_, t) in zip(found[:-1], wanted, strict=True))
+    flags = {'activation': affine is not None, 'norm': sums is not None}
+    found = call(*parts, dy, *(affine or ()), *projected, *norm, **counts, **flags)
+    dkernel, dshift, *others = (gradient.astype(t) for gradient, (_, t) in zip(found[:-1], wanted, strict=True))
+    of_shortcut, of_norm = others[: len(shortcuts)], others[len(shortcuts) :]
     if projects:
-        return dkernel, dshift, Added(_shortcut_gradient(dy, added.shortcut, projected), *of_shortcut)
-    return dkernel, dshift, None if added is None else Added((dy,), None)
+        return *of_norm, dkernel, dshift, Added(_shortcut_gradient(dy, added.shortcut, projected), *of_shortcut)
+    return *of_norm, dkernel, dshift, None if added is None else Added((dy,), None)
 
 
 @jax.custom_vjp
@@ -146,16 +160,16 @@ def _fuses_activation(parts: Parts) -> bool:
     return _tiled(parts) and parts[0].shape[1] * parts[0].shape[2] >= FUSED_PIXELS
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(6, 7))
+@functools.partial(jax.custom_vjp, nondiff_argnums=(6, 7, 8))
 def _norm_conv(
-    x: Features, scale: Array, offset: Array, kernel: Array, shift: Array, added: Added | None, groups: int, eps: float
-) -> Array:
-    return _norm_conv_forward(x, scale, offset, kernel, shift, added, groups, eps)[0]
+    x: Features, scale: Array, offset: Array, kernel: Array, shift: Array, added: Added | None, groups: int, eps: float, passing: int
+) -> Any:
+    return _norm_conv_forward(x, scale, offset, kernel, shift, added, groups, eps, passing)[0]
 
 
 def _norm_conv_forward(
-    x: Features, scale: Array, offset: Array, kernel: Array, shift: Array, added: Added | None, groups: int, eps: float
-) -> tuple[Array, Any]:
+    x: Features, scale: Array, offset: Array, kernel: Array, shift: Array, added: Added | None, groups: int, eps: float, passing: int
+) -> tuple[Any, Any]:
     if _fuses_activation(x.parts):
         norm = statistics(x, scale, offset, groups=groups, eps=eps)
         mean, inverse, affine = norm.mean, norm.inverse, (norm.a, norm.b)
@@ -163,18 +177,22 @@ def _norm_conv_forward(
     else:
         active, (*_, mean, inverse) = normalise(x, scale, offset, groups, eps, True)
         y, affine = _convolve((active,), kernel, shift, added, None), None
-    return y, (x, scale, offset, kernel, outline(shift), needed(added), mean, inverse, affine)
+    return (y, (x.parts,) * passing), (x, scale, offset, kernel, outline(shift), needed(added), mean, inverse, affine)
 
 
-def _norm_conv_backward(groups: int, eps: float, saved: Any, dy: Array) -> tuple[Any, ...]:
-    del eps
-    x, scale, offset, kernel, shift, added, mean, inverse, affine = saved
+def _norm_conv_backward(groups: int, eps: float, passing: int, saved: Any, given: Any) -> tuple[Any, ...]:
+    del eps, passing
+    (dy, passed), (x, scale, offset, kernel, shift, added, mean, inverse, affine) = given, saved
     (dactive,) = _input_gradient(dy, kernel, (x.channels,))
-    # What the forward pass did not keep, the weight gradient applies again, or this launch writes again.
-    found = gradient(x.parts, dactive, scale, offset, mean, inverse, groups=groups, silu=True, activation=affine is None)
+    # What the forward pass did not keep, the weight gradient applies again, or this launch writes again. Where samples share scale and
+    # offset, their sums are added with the weight gradient's.
+    shared = scale.shape[0] == offset.shape[0] == 1
+    options: dict[str, Any] = {'groups': groups, 'silu': True, 'activation': affine is None, 'added': passed, 'samples': not shared}
+    found = gradient(x.parts, dactive, scale, offset, mean, inverse, **options)
     parts = x.parts if found.active is None else (found.active,)
-    others = _parameter_gradients(parts, kernel, shift, added, dy, affine)
-    return Features(found.dx, x.zero_moments), found.scale, found.offset, *others
+    others = _parameter_gradients(parts, kernel, shift, added, dy, affine, found.sums if shared else None)
+    of_scale, of_offset, *rest = others if shared else (found.scale, found.offset, *others)
+    return Features(found.dx, x.zero_moments), of_scale.astype(scale.dtype), of_offset.astype(offset.dtype), *rest
 
 
 _conv.defvjp(_conv_forward, _conv_backward)

@@ -1,5 +1,5 @@
 // GroupNorm backward: the sums over pixels and the gradient of every part of x, in one launch; the gradients of scale
-// and offset from the sums, in another. Large images flow instead.
+// and offset from the sums, where they are wanted, in another. Large images flow instead.
 #include "../by_type.cuh"
 #include "flow.cuh"
 #include "flows.h"
@@ -11,7 +11,7 @@ namespace {
 
 struct Backward {
   Slab slab;
-  Sources x, dx;
+  Sources x, dx, added[kMaxAdded];
   void* dy;
   Rows scale, offset, mean, inverse;
   bool silu;
@@ -67,7 +67,8 @@ __device__ void fold(float (&values)[N], const Place& place, int lane_bits, int*
   }
 }
 
-template <class T, int V>
+// kAdded tensors are added to dx.
+template <class T, int V, int kAdded>
 __global__ void __launch_bounds__(512, 1) group_norm_backward(const __grid_constant__ Backward g) {
   const Slab& slab = g.slab;
   const int own = slab.vectors * V, first = static_cast<int>(blockIdx.y) * own;
@@ -146,6 +147,20 @@ __global__ void __launch_bounds__(512, 1) group_norm_backward(const __grid_const
       }
     }
   }
+  const Stream<T, V> added[kMaxAdded] = {{slab, place, g.added[0]}, {slab, place, g.added[1]}};
+  // While memory has nothing else to do, it brings what is added to dx first.
+  const auto fetch_added = [&](int chunk) {
+    if constexpr (kAdded > 0) {
+      const int start = chunk * slab.depth, end = min(start + slab.depth, place.steps);
+#pragma unroll 1
+      for (int step = start; step < end; ++step) {
+#pragma unroll
+        for (int k = 0; k < kAdded; ++k) to_cache(added[k].at(step));
+      }
+    }
+  };
+#pragma unroll 1
+  for (int chunk = max(slab.chunks - kRing, 0); kAdded > 0 && chunk < slab.chunks; ++chunk) fetch_added(chunk);
   __syncthreads();
 
   const auto sums_of_block = [&](int c) {
@@ -214,8 +229,11 @@ __global__ void __launch_bounds__(512, 1) group_norm_backward(const __grid_const
   for (int chunk = slab.chunks - 1; chunk >= 0; --chunk) {
     wait_group<kRing - 1>();
     const int start = chunk * slab.depth, count = min(place.steps - start, slab.depth);
-#pragma unroll 1
+#pragma unroll(kAdded > 0 ? 2 : 1)
     for (int i = 0; i < count; ++i) {
+      Vector<T, V> others[kAdded > 0 ? kAdded : 1];
+#pragma unroll
+      for (int k = 0; k < kAdded; ++k) others[k] = read_only(added[k].at(start + i));
       float value[V], given[V];
       ring_x.slot(chunk, i)->get(value);
       ring_dy.slot(chunk, i)->get(given);
@@ -226,11 +244,20 @@ __global__ void __launch_bounds__(512, 1) group_norm_backward(const __grid_const
         const float dz = derivative<T>(given[j], away * factor[j] + offset[j], g.silu, &active);
         value[j] = factor[j] * dz - (constant[j] + away * slope[j]);
       }
+#pragma unroll
+      for (int k = 0; k < kAdded; ++k) {
+        others[k].get(given);
+#pragma unroll
+        for (int j = 0; j < V; ++j) value[j] += given[j];
+      }
       Vector<T, V> out;
       out.set(value);
       *dx.at(start + i) = out;
     }
-    if (chunk >= kRing) fetch(chunk - kRing);
+    if (chunk >= kRing) {
+      fetch(chunk - kRing);
+      fetch_added(chunk - kRing);
+    }
     end_group();
   }
   if (slab.ranks > 1) wait_cluster();
@@ -241,6 +268,7 @@ __global__ void __launch_bounds__(kLanes* kSlices) group_norm_parameters(const _
 }
 
 cudaError_t add_all_samples(const NormGradient& plan, cudaStream_t stream) {
+  if (!plan.samples) return cudaSuccess;
   const dim3 grid(static_cast<unsigned>(ceil_of(plan.x.total, kLanes)), 2);
   return launch_plainly(group_norm_parameters, grid, kLanes * kSlices, stream, parameters_of(plan));
 }
@@ -257,11 +285,22 @@ cudaError_t launch_backward(const NormGradient& plan, cudaStream_t stream) {
   const Slab slab = cut_slab(limits, kNeed, plan.batch, plan.pixels, plan.x.total, plan.x.total / plan.groups,
                              vectors ? kVector : 1, sizeof(T));
   check(slab, limits);
-  const Backward g{slab,       sources(plan.x), sources(plan.dx), const_cast<void*>(plan.dy),
-                   plan.scale, plan.offset,     plan.mean,        plan.inverse,
-                   plan.silu,  plan.sums,       plan.active};
-  error = launch(vectors ? group_norm_backward<T, kVector> : group_norm_backward<T, 1>, grid_of(slab, plan.batch),
-                 slab.threads, slab.held + slab.scratch, stream, g);
+  const Backward g{slab,
+                   sources(plan.x),
+                   sources(plan.dx),
+                   {sources(plan.added[0]), sources(plan.added[1])},
+                   const_cast<void*>(plan.dy),
+                   plan.scale,
+                   plan.offset,
+                   plan.mean,
+                   plan.inverse,
+                   plan.silu,
+                   plan.sums,
+                   plan.active};
+  const auto kernel = by_additions(plan.additions, [&](auto count) {
+    return vectors ? group_norm_backward<T, kVector, count> : group_norm_backward<T, 1, count>;
+  });
+  error = launch(kernel, grid_of(slab, plan.batch), slab.threads, slab.held + slab.scratch, stream, g);
   return error == cudaSuccess ? add_all_samples(plan, stream) : error;
 }
 

@@ -1,5 +1,5 @@
 // GroupNorm backward of large images: a kernel sums over the pixels; another writes the gradient of every part of x,
-// while a few of its blocks add the sums of all samples for scale and offset.
+// while a few of its blocks add the sums of all samples for scale and offset, where these are wanted.
 #include "../by_type.cuh"
 #include "flow.cuh"
 #include "flows.h"
@@ -10,39 +10,85 @@ namespace {
 
 struct Gradient {
   Flow flow;
-  Sources x, dx;
+  Sources x, dx, added[kMaxAdded];
   void* dy;
   Rows scale, offset, mean, inverse;
   bool silu;
   float* sums;
   void* active;
   Parameters parameters;
+  int adding;  // 1 where blocks add the samples' sums, else 0
 };
 
-constexpr int kAhead = 4;  // steps, of x and dy
+constexpr int kAhead = 4;  // steps, of each tensor
 
-template <class T, int V>
+// Of x, dy and kAdded tensors that are added to dx; where there are some, each `get` is followed by an `add`.
+template <class T, int V, int kAdded = 0>
 struct Pipes {
-  Pipe<T, V, kAhead> x, dy;
+  using One = Pipe<T, V, kAhead>;
+  static constexpr int64_t kBytes = (2 + kAdded) * One::kBytes;
+  One x, dy;
+  int64_t away[kMaxAdded];  // bytes from where x goes on to the tensors that are added, where x was read last
 
   __device__ Pipes(const Gradient& g, const Spot& spot, int64_t sample)
       : x(Walk<T, V>(g.flow, spot, g.x, sample), shared_memory()),
-        dy(Walk<T, V>(g.flow, spot, g.dy, sample), shared_memory() + x.kBytes) {
-#pragma unroll 1
-    for (int step = 0; step < kAhead; ++step) fetch(spot, step);
-  }
-  __device__ void fetch(const Spot& spot, int step) {
-    if (step < spot.steps) {
-      x.fetch(step);
-      dy.fetch(step);
+        dy(Walk<T, V>(g.flow, spot, g.dy, sample), shared_memory() + One::kBytes) {
+#pragma unroll
+    for (int k = 0; k < kAdded; ++k) {
+      const auto* const there = Walk<T, V>(g.flow, spot, g.added[k], sample).at;
+      away[k] = reinterpret_cast<const char*>(there) - reinterpret_cast<const char*>(x.from.at + x.from.stride);
     }
-    end_group();
+#pragma unroll 1
+    for (int step = 0; step < kAhead; ++step) {
+      fetch(spot, step);
+      if constexpr (kAdded > 0) fetch_added(spot, step);
+    }
   }
   __device__ void get(const Spot& spot, int step, float (&value)[V], float (&given)[V]) {
     wait_group<kAhead - 1>();
     x.get(step, value);
     dy.get(step, given);
     fetch(spot, step + kAhead);
+  }
+  __device__ void add(const Spot& spot, int step, float (&value)[V]) {
+    if constexpr (kAdded > 0) {
+#pragma unroll
+      for (int k = 0; k < kAdded; ++k) {
+        float more[V];
+        const Vector<T, V> here = *slot(k, step);
+        here.get(more);
+#pragma unroll
+        for (int j = 0; j < V; ++j) value[j] += more[j];
+      }
+      fetch_added(spot, step + kAhead);
+    }
+  }
+
+  // The scratch memory behind the pipes, aligned as float4 are.
+  __device__ static float4* scratch() { return reinterpret_cast<float4*>(shared_memory() + kBytes); }
+
+ private:
+  __device__ Vector<T, V>* slot(int k, int step) const { return x.slot(step) + (2 + k) * kAhead * kFlowThreads; }
+  __device__ void fetch(const Spot& spot, int step) {
+    if (step < spot.steps) {
+      x.fetch(step);
+      dy.fetch(step);
+    }
+    if constexpr (kAdded == 0) end_group();
+  }
+  __device__ void fetch_added(const Spot& spot, int step) {
+    if (step < spot.steps) {
+#pragma unroll
+      for (int k = 0; k < kAdded; ++k) {
+        const char* const from = reinterpret_cast<const char*>(x.from.at) + away[k];
+        if constexpr (V * sizeof(T) == 16) {
+          copy16(slot(k, step), from);
+        } else {
+          *slot(k, step) = *reinterpret_cast<const Vector<T, V>*>(from);
+        }
+      }
+    }
+    end_group();
   }
 };
 
@@ -69,19 +115,13 @@ __device__ void derive(const Affine<T, V>& norm, bool silu, const float (&value)
   }
 }
 
-// The scratch memory behind the pipes, aligned as float4 are.
-template <class T, int V>
-__device__ float4* scratch_memory() {
-  return reinterpret_cast<float4*>(shared_memory() + 2 * Pipe<T, V, kAhead>::kBytes);
-}
-
 template <class T, int V>
 __global__ void __launch_bounds__(kFlowThreads, kFlowBlocks) group_norm_sums(const __grid_constant__ Gradient g) {
   const Flow& flow = g.flow;
   const int own = flow.vectors * V, first = static_cast<int>(blockIdx.y) * own;
   const Spot spot(flow, V);
   Pipes<T, V> pipes(g, spot, blockIdx.z);
-  float4* const totals = scratch_memory<T, V>();                  // of a channel: x, y, both sums of the block
+  float4* const totals = pipes.scratch();                         // of a channel: x, y, both sums of the block
   float* const partial = reinterpret_cast<float*>(totals + own);  // both sums, of each row
   {
     const auto norm = affine_of<T, V>(g, spot, blockIdx.z);
@@ -143,12 +183,12 @@ __global__ void __launch_bounds__(kFlowThreads, kFlowBlocks) group_norm_sums(con
   wait_cluster();
 }
 
-// What was read last comes first. Blocks of z = 0 add the samples' sums instead.
-template <class T, int V>
+// What was read last comes first. Blocks of z < adding add the samples' sums instead.
+template <class T, int V, int kAdded>
 __global__ void __launch_bounds__(kFlowThreads, kFlowBlocks) group_norm_dx(const __grid_constant__ Gradient g) {
   static_assert(kLanes * kSlices == kFlowThreads);
   const Flow& flow = g.flow;
-  if (blockIdx.z == 0) {
+  if (static_cast<int>(blockIdx.z) < g.adding) {
     const int tiles = (flow.channels + kLanes - 1) / kLanes, blocks = flow.ranks * flow.blocks;
 #pragma unroll 1
     for (int i = static_cast<int>(blockIdx.y) * flow.ranks + static_cast<int>(blockIdx.x); i < 2 * tiles; i += blocks) {
@@ -157,13 +197,13 @@ __global__ void __launch_bounds__(kFlowThreads, kFlowBlocks) group_norm_dx(const
     }
     return;
   }
-  const int sample = g.parameters.batch - static_cast<int>(blockIdx.z);
+  const int sample = g.parameters.batch - 1 + g.adding - static_cast<int>(blockIdx.z);
   const int own = flow.vectors * V, first = static_cast<int>(blockIdx.y) * own;
   Spot spot(flow, V);
   spot.turn(flow);
-  Pipes<T, V> pipes(g, spot, sample);
+  Pipes<T, V, kAdded> pipes(g, spot, sample);
   // Meanwhile what the groups subtract from the gradient: constant + (x - mean) · slope.
-  auto *const constants = reinterpret_cast<float*>(scratch_memory<T, V>()), *const slopes = constants + own;
+  auto *const constants = reinterpret_cast<float*>(pipes.scratch()), *const slopes = constants + own;
   float *const of_group = slopes + own, *const slopes_of_group = of_group + own;
   const float* const sums = g.sums + 2 * static_cast<int64_t>(sample) * flow.channels + first;
 #pragma unroll 1
@@ -200,6 +240,8 @@ __global__ void __launch_bounds__(kFlowThreads, kFlowBlocks) group_norm_dx(const
   load_floats(of_group + spot.local, constant);
   load_floats(slopes_of_group + spot.local, slope);
   Walk<T, V> dx(flow, spot, g.dx, sample), again(flow, spot, g.active, sample);
+  dx.stride = pipes.x.from.stride;  // the same, as the compiler cannot know
+  again.stride = pipes.dy.from.stride;
 #pragma unroll 1
   for (int step = 0; step < spot.steps; ++step) {
     float value[V], given[V], active[V];
@@ -213,6 +255,7 @@ __global__ void __launch_bounds__(kFlowThreads, kFlowBlocks) group_norm_dx(const
     }
 #pragma unroll
     for (int j = 0; j < V; ++j) value[j] = norm.factor[j] * given[j] - (constant[j] + value[j] * slope[j]);
+    pipes.add(spot, step, value);
     out.set(value);
     *dx.next() = out;
   }
@@ -220,17 +263,31 @@ __global__ void __launch_bounds__(kFlowThreads, kFlowBlocks) group_norm_dx(const
 
 template <class T, int V>
 cudaError_t launch_flow(const NormGradient& plan, const Flow& flow, const Limits& limits, cudaStream_t stream) {
-  Gradient g{flow,       sources(plan.x), sources(plan.dx), const_cast<void*>(plan.dy),
-             plan.scale, plan.offset,     plan.mean,        plan.inverse,
-             plan.silu,  plan.sums,       plan.active,      parameters_of(plan)};
-  const int64_t own = static_cast<int64_t>(flow.vectors) * V, pipes = 2 * Pipe<T, V, kAhead>::kBytes;
+  Gradient g{flow,
+             sources(plan.x),
+             sources(plan.dx),
+             {sources(plan.added[0]), sources(plan.added[1])},
+             const_cast<void*>(plan.dy),
+             plan.scale,
+             plan.offset,
+             plan.mean,
+             plan.inverse,
+             plan.silu,
+             plan.sums,
+             plan.active,
+             parameters_of(plan),
+             plan.samples ? 1 : 0};
+  const int64_t own = static_cast<int64_t>(flow.vectors) * V;
   const int64_t sums = own * static_cast<int64_t>(sizeof(float4) + 2 * sizeof(float) * flow.rows);
   const cudaError_t error =
-      launch(group_norm_sums<T, V>, grid_of(flow, plan.batch), kFlowThreads, pipes + sums, stream, g);
+      launch(group_norm_sums<T, V>, grid_of(flow, plan.batch), kFlowThreads, Pipes<T, V>::kBytes + sums, stream, g);
   if (error != cudaSuccess) return error;
-  g.flow = respread(flow, limits, plan.batch + 1);
-  return launch(group_norm_dx<T, V>, grid_of(g.flow, plan.batch + 1), kFlowThreads,
-                pipes + 4 * own * static_cast<int64_t>(sizeof(float)), stream, g, false);
+  const int64_t layers = plan.batch + g.adding;
+  g.flow = respread(flow, limits, layers);
+  return by_additions(plan.additions, [&](auto count) {
+    const int64_t shared = Pipes<T, V, count>::kBytes + 4 * own * static_cast<int64_t>(sizeof(float));
+    return launch(group_norm_dx<T, V, count>, grid_of(g.flow, layers), kFlowThreads, shared, stream, g, false);
+  });
 }
 
 template <class T>

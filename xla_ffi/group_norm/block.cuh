@@ -69,6 +69,19 @@ struct alignas(V * sizeof(T)) Vector {
   }
 };
 
+// What nobody writes while the kernel runs: the compiler may read it before it writes something else.
+template <class T, int V>
+__device__ Vector<T, V> read_only(const Vector<T, V>* from) {
+  Vector<T, V> found;
+  if constexpr (V * sizeof(T) == 16) {
+    *reinterpret_cast<uint4*>(found.values) = __ldg(reinterpret_cast<const uint4*>(from));
+  } else {
+#pragma unroll
+    for (int i = 0; i < V; ++i) found.values[i] = __ldg(from->values + i);
+  }
+  return found;
+}
+
 // Rounding to 16 bits hides what the quick exponential and reciprocal lose.
 template <class T>
 __device__ float sigmoid(float z) {

@@ -82,6 +82,8 @@ void norm_gradient(const NormGradient& plan, Pool& pool) {
   const int64_t channels = plan.x.total, pixels = plan.pixels, size = channels / plan.groups;
   const auto x = join(plan.x, plan.type, plan.batch * pixels);
   const auto dy = widen(plan.dy, plan.type, plan.batch * pixels * channels);
+  std::vector<std::vector<float>> added;
+  for (int k = 0; k < plan.additions; ++k) added.push_back(join(plan.added[k], plan.type, plan.batch * pixels));
   std::vector<float> dx(x.size()), active(plan.active ? x.size() : 0);
   parallel(pool, plan.batch * plan.groups, [&](int64_t unit) {
     const int64_t sample = unit / plan.groups, start = unit % plan.groups * size;
@@ -114,7 +116,9 @@ void norm_gradient(const NormGradient& plan, Pool& pool) {
     });
     const double elements = static_cast<double>(size) * static_cast<double>(pixels);
     walk([&](int64_t i, double scale, double inverse, double n, double dz) {
-      dx[i] = static_cast<float>(inverse * (scale * dz - (constant + n * slope) / elements));
+      double total = inverse * (scale * dz - (constant + n * slope) / elements);
+      for (const auto& other : added) total += static_cast<double>(other[i]);
+      dx[i] = static_cast<float>(total);
     });
   });
   const auto gradient_of = [&](const Rows& rows, int64_t which, float* to) {
@@ -128,8 +132,10 @@ void norm_gradient(const NormGradient& plan, Pool& pool) {
       if (rows.stride == 0) to[c] = static_cast<float>(total);
     }
   };
-  gradient_of(plan.offset, 0, plan.of_offset);
-  gradient_of(plan.scale, 1, plan.of_scale);
+  if (plan.samples) {
+    gradient_of(plan.offset, 0, plan.of_offset);
+    gradient_of(plan.scale, 1, plan.of_scale);
+  }
   split(dx, plan.type, plan.batch * pixels, plan.dx);
   if (plan.active) narrow(active, plan.type, plan.active);
 }

@@ -1,6 +1,8 @@
 // What the backward kernels share: the activation's derivative, and the gradients of scale and offset.
 #pragma once
 
+#include <type_traits>
+
 #include "block.cuh"
 #include "plan.h"
 
@@ -16,6 +18,14 @@ __device__ float derivative(float dy, float z, bool silu, float* active) {
   const float s = sigmoid<T>(z);
   *active = z * s;
   return dy * (s + *active * (1.0f - s));
+}
+
+// run(count), of as many tensors as dx adds, where the count is a type: kernels that add none have no code for it.
+template <class Run>
+auto by_additions(int count, const Run& run) {
+  static_assert(kMaxAdded == 2);
+  if (count == 0) return run(std::integral_constant<int, 0>());
+  return count == 1 ? run(std::integral_constant<int, 1>()) : run(std::integral_constant<int, 2>());
 }
 
 // The gradients of scale and offset: the sums of a sample, or of all samples where these share a row.

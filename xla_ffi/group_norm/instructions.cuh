@@ -52,6 +52,9 @@ __device__ inline void copy16(void* to, const void* from) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(shared_address_of(to)), "l"(from) : "memory");
 }
 
+// Starts to bring a line of global memory to the L2 cache.
+__device__ inline void to_cache(const void* from) { asm volatile("prefetch.global.L2 [%0];" ::"l"(from)); }
+
 // The thread's copies since the last call form a group.
 __device__ inline void end_group() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 

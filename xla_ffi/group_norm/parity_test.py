@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 from parity import DTYPES, assert_parity, assert_runs_are_identical
 
-from pallas_kernels.features import Features
+from pallas_kernels.features import Features, passing
 from pallas_kernels.group_norm import reference
 from pallas_kernels.group_norm.cases import AWKWARD, CASES, ELEPHANTS64, Case
 from pallas_kernels.group_norm.parity_test import inputs, op
@@ -31,6 +31,19 @@ def test_every_case(case, dtype):
     check(case, dtype, 3)
 
 
+def check_passing(case: Case, dtype: str, times: int):
+    """The gradients that x has besides, of random cotangents, are added to its own."""
+    ops = (op(group_norm, case, passing=times) for group_norm in (vjp.group_norm, passing(reference.group_norm)))
+    assert_parity(*ops, inputs(case, dtype, case.batch or 3))
+
+
+@pytest.mark.parametrize('times', [1, 2])
+@pytest.mark.parametrize('dtype', DTYPES)
+@pytest.mark.parametrize('case', [AWKWARD[2], AWKWARD[3]], ids=lambda c: c.name)
+def test_gradients_of_other_readers_are_added(case, dtype, times):
+    check_passing(case, dtype, times)
+
+
 FLOWS = (  # large enough, and enough of them, to take two kernels
     Case(64, 64, (64,), batch=16),
     Case(33, 35, (128, 64), batch=13, silu=False),
@@ -38,13 +51,22 @@ FLOWS = (  # large enough, and enough of them, to take two kernels
     Case(22, 21, (256, 192), batch=15, per_sample=True),
     Case(48, 45, (96,), batch=16, mean=1000.0),
 )
+LONG = Case(61, 41, (128, 64), groups=1, batch=2)  # more pixels than the shared memory of a cluster holds
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize('dtype', [*DTYPES, 'float16'])
-@pytest.mark.parametrize('case', FLOWS, ids=lambda c: c.name)
+@pytest.mark.parametrize('case', [*FLOWS, LONG], ids=lambda c: c.name)
 def test_large_images(case, dtype):
     check(case, dtype, case.batch)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize('times', [1, 2])
+@pytest.mark.parametrize('dtype', [*DTYPES, 'float16'])
+@pytest.mark.parametrize('case', [*FLOWS[:4], LONG, *CASES[::3]], ids=lambda c: c.name)
+def test_gradients_of_other_readers_are_added_by_every_kernel(case, dtype, times):
+    check_passing(case, dtype, times)
 
 
 @pytest.mark.gpu
@@ -69,3 +91,10 @@ def test_the_backward_pass_writes_the_activation_again(case):
     assert plain.active is None
     for a, b in zip((*found.dx, found.scale, found.offset), (*plain.dx, plain.scale, plain.offset), strict=True):
         np.testing.assert_array_equal(a, b)
+
+
+def test_x_is_passed_on_at_most_twice():
+    x, row = Features.of(jnp.ones((1, 2, 2, 8)), jnp.ones((1, 8, 2))), jnp.ones((1, 8))
+    assert [again.moments[0] is x.moments[0] for again in vjp.group_norm(x, row, row, groups=4, passing=2)[1:]] == [True, True]
+    with pytest.raises(ValueError, match='group_norm: passing=3; expected 0 to 2'):
+        vjp.group_norm(x, row, row, groups=4, passing=3)

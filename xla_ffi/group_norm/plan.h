@@ -7,6 +7,8 @@ namespace jaxunet {
 
 class Reader;
 
+constexpr int kMaxAdded = 2;
+
 // What a normalisation starts from: the image, its groups, and the affine map that follows.
 struct NormInput {
   Type type;
@@ -41,7 +43,8 @@ struct NormApply {
 
 // With n = (x - mean) · inverse, z = scale · n + offset and dz = dy · act'(z): sums = (sum of dz, sum of dz · n) over
 // the pixels, and the gradient of every part of x. A group of N elements takes part in dx = inverse · (scale · dz -
-// (sum over the group of scale · dz + n · sum over the group of scale · dz · n) / N).
+// (sum over the group of scale · dz + n · sum over the group of scale · dz · n) / N), to which `added` is added:
+// what else read x gives its own gradients of it.
 struct NormGradient {
   Type type;
   int64_t batch, pixels, groups;
@@ -49,10 +52,13 @@ struct NormGradient {
   const void* dy;
   Rows scale, offset, mean, inverse;
   bool silu;
-  float* sums;  // (batch, 2, channels)
+  float* sums;   // (batch, 2, channels)
+  bool samples;  // whether the gradients of scale and offset are wanted too
   float *of_scale,
       *of_offset;  // as many rows as scale and offset have: the sums, over the batch where samples share one
   Parts dx;
+  int additions;  // 0 to kMaxAdded: tensors of the shape of x that are added to dx
+  std::array<Parts, kMaxAdded> added;
   void* active;  // act(z) once more, or null
 };
 

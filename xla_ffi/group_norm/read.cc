@@ -80,18 +80,32 @@ NormGradient read_norm_gradient(Reader& call) {
   plan.offset = call.rows("offset", plan.batch, plan.x.total);
   plan.mean = call.rows("mean", plan.batch, plan.x.total);
   plan.inverse = call.rows("inverse", plan.batch, plan.x.total);
+  const auto dims_of = [&](int i) {
+    Dims part = x.dims;
+    part[3] = plan.x.channels[i];
+    return part;
+  };
+  plan.additions = static_cast<int>(call.integer("added", 0, kMaxAdded));
+  for (int k = 0; k < plan.additions; ++k) {
+    plan.added[k] = plan.x;
+    for (int i = 0; i < plan.x.count; ++i) {
+      const std::string name = "added[" + std::to_string(k) + "][" + std::to_string(i) + "]";
+      plan.added[k].data[i] = call.operand(name, x.element, dims_of(i)).data;
+    }
+  }
   plan.sums = static_cast<float*>(call.result("sums", ffi::DataType::F32, {plan.batch, 2, plan.x.total}).data);
   const auto gradient_of = [&](const char* name, const Rows& rows) {
     const Dims dims{rows.stride > 0 ? plan.batch : 1, plan.x.total};
     return static_cast<float*>(call.result(name, ffi::DataType::F32, dims).data);
   };
-  plan.of_scale = gradient_of("of_scale", plan.scale);
-  plan.of_offset = gradient_of("of_offset", plan.offset);
+  plan.samples = call.flag("samples");
+  if (plan.samples) {
+    plan.of_scale = gradient_of("of_scale", plan.scale);
+    plan.of_offset = gradient_of("of_offset", plan.offset);
+  }
   plan.dx = plan.x;
   for (int i = 0; i < plan.x.count; ++i) {
-    Dims part = x.dims;
-    part[3] = plan.x.channels[i];
-    plan.dx.data[i] = call.result("dx[" + std::to_string(i) + "]", x.element, part).data;
+    plan.dx.data[i] = call.result("dx[" + std::to_string(i) + "]", x.element, dims_of(i)).data;
   }
   if (call.flag("activation")) plan.active = call.result("active", x.element, x.dims).data;
   return plan;

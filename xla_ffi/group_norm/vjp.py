@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -15,6 +16,8 @@ from pallas_kernels.features import Features
 from pallas_kernels.group_norm import reference
 from pallas_kernels.group_norm.statistics import group_size
 from pallas_kernels.group_norm.vjp import check_operands
+
+MOST_PASSED = 2  # gradients beside its own that the backward pass adds
 
 
 class Norm(NamedTuple):
@@ -34,16 +37,34 @@ def group_norm(
     groups: int = 32,
     eps: float = 1e-5,
     silu: bool = False,
-) -> Float[Array, 'batch height width channels']:
+    passing: int = 0,
+) -> Any:
     """act(norm(x) · scale + offset), act = SiLU or identity: `reference.group_norm` on kernels (Wu & He 2018, arXiv 1803.08494).
 
     A producer's moments are taken as a function of its part: the gradient of the part is the whole one, that of the moments is zero.
+
+    Args:
+      passing: also return x so many times, at most twice, for other readers of x, as `pallas_kernels.features.passing` has it: the kernel
+        adds the gradients that they give to its own before it rounds. One that nobody reads has zeros for a gradient, which cost a read.
 
     Raises:
       ValueError: shapes or types that do not fit each other, or channels that are not a multiple of `groups`.
     """
     check_operands(x, scale, offset)
-    return _group_norm(x, scale, offset, groups, eps, silu)
+    y, passed = _group_norm(x, scale, offset, groups, eps, silu, checked(passing))
+    return with_passed(y, passed, x)
+
+
+def checked(passing: int) -> int:
+    """How often x is passed on. Raises ValueError where that is too often."""
+    if not 0 <= passing <= MOST_PASSED:
+        raise ValueError(f'group_norm: passing={passing}; expected 0 to {MOST_PASSED}')
+    return passing
+
+
+def with_passed(result: Any, passed: Sequence[tuple[Array, ...]], x: Features) -> Any:
+    """What an op returns that passes x on: its result and x, or the result alone where it passes nothing."""
+    return (result, *(Features(parts, x.moments) for parts in passed)) if passed else result
 
 
 def statistics(x: Features, scale: Array, offset: Array, *, groups: int, eps: float) -> Norm:
@@ -70,13 +91,15 @@ class Gradient(NamedTuple):
 
     Fields:
       dx: of every part of x.
-      scale, offset: of these, in their shapes: sums over the pixels, and over the batch where samples share a row.
+      sums: of offset and scale, of each sample: sums over the pixels.
+      scale, offset: of these, in their shapes: those sums, over the batch where samples share a row; where they were asked for.
       active: the activation again, where it was asked for.
     """
 
     dx: tuple[Array, ...]
-    scale: Float[Array, '#batch channels']
-    offset: Float[Array, '#batch channels']
+    sums: Float[Array, 'batch 2 channels']
+    scale: Float[Array, '#batch channels'] | None
+    offset: Float[Array, '#batch channels'] | None
     active: Array | None
 
 
@@ -91,28 +114,39 @@ def gradient(
     groups: int,
     silu: bool,
     activation: bool = False,
+    added: Sequence[Sequence[Array]] = (),
+    samples: bool = True,
 ) -> Gradient:
     """The gradients of a normalisation, given that of its result, in two launches, the second of which adds the samples' sums.
 
     Args:
       mean, inverse: as `Norm` has them.
       activation: also write act(norm(x) · scale + offset) again, from the same read of x: a weight gradient reads it.
+      added: further gradients of every part of x, at most two, which are added to dx.
+      samples: whether the gradients of scale and offset are found too; else the caller adds the samples' sums, in a launch that it has.
     """
     batch, *_, channels = dy.shape
     float32 = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.float32)
-    shapes = [float32((batch, 2, channels)), float32(scale.shape), float32(offset.shape)]  # the first only passes between the launches
+    shapes = [float32((batch, 2, channels)), *[float32(row.shape) for row in (scale, offset)] * samples]
     shapes += [jax.ShapeDtypeStruct(p.shape, p.dtype) for p in parts] + [jax.ShapeDtypeStruct(dy.shape, dy.dtype)] * activation
     call = jax.ffi.ffi_call('jaxunet_group_norm_gradient', shapes, vmap_method='sequential')
     affine = (scale.astype(jnp.float32), offset.astype(jnp.float32), mean, inverse)
-    attributes = {'parts': np.int64(len(parts)), 'groups': np.int64(groups), 'silu': silu, 'activation': activation}
-    _, of_scale, of_offset, *arrays = call(*parts, dy, *affine, **attributes)
-    dx, active = tuple(arrays[: len(parts)]), arrays[-1] if activation else None
-    return Gradient(dx, of_scale.astype(scale.dtype), of_offset.astype(offset.dtype), active)
+    counts = {'parts': np.int64(len(parts)), 'added': np.int64(len(added)), 'groups': np.int64(groups)}
+    others = itertools.chain.from_iterable(added)
+    flags = {'silu': silu, 'activation': activation, 'samples': samples}
+    sums, *arrays = call(*parts, dy, *affine, *others, **counts, **flags)
+    of_scale, of_offset = (arrays.pop(0).astype(row.dtype) if samples else None for row in (scale, offset))
+    return Gradient(tuple(arrays[: len(parts)]), sums, of_scale, of_offset, arrays[-1] if activation else None)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4, 5))
-def _group_norm(x: Features, scale: Array, offset: Array, groups: int, eps: float, silu: bool) -> Array:
-    return normalise(x, scale, offset, groups, eps, silu)[0]
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4, 5, 6))
+def _group_norm(x: Features, scale: Array, offset: Array, groups: int, eps: float, silu: bool, passing: int) -> Any:
+    return _forward(x, scale, offset, groups, eps, silu, passing)[0]
+
+
+def _forward(x: Features, scale: Array, offset: Array, groups: int, eps: float, silu: bool, passing: int) -> tuple[Any, Any]:
+    y, saved = normalise(x, scale, offset, groups, eps, silu)
+    return (y, (x.parts,) * passing), saved
 
 
 def normalise(x: Features, scale: Array, offset: Array, groups: int, eps: float, silu: bool) -> tuple[Array, Any]:
@@ -130,11 +164,11 @@ def normalise(x: Features, scale: Array, offset: Array, groups: int, eps: float,
     return y, (x, scale, offset, mean, inverse)
 
 
-def _backward(groups: int, eps: float, silu: bool, saved: Any, dy: Array) -> tuple[Features, Array, Array]:
-    del eps
-    x, scale, offset, mean, inverse = saved
-    found = gradient(x.parts, dy, scale, offset, mean, inverse, groups=groups, silu=silu)
+def _backward(groups: int, eps: float, silu: bool, passing: int, saved: Any, given: Any) -> tuple[Any, ...]:
+    del eps, passing
+    (dy, added), (x, scale, offset, mean, inverse) = given, saved
+    found = gradient(x.parts, dy, scale, offset, mean, inverse, groups=groups, silu=silu, added=added)
     return Features(found.dx, x.zero_moments), found.scale, found.offset
 
 
-_group_norm.defvjp(normalise, _backward)
+_group_norm.defvjp(_forward, _backward)
