@@ -2,6 +2,7 @@
 // Both are bound by memory: a thread reads 16 bytes at a time and has several such reads on their way.
 
 #include "../by_type.cuh"
+#include "divisor.h"
 #include "kernels.h"
 #include "launch.cuh"
 #include "numbers.cuh"
@@ -10,7 +11,7 @@
 namespace jaxunet::cuda {
 namespace {
 
-constexpr int kThreads = 256, kAhead = 8;  // reads on their way
+constexpr int kLogThreads = 8, kThreads = 1 << kLogThreads, kAhead = 8;  // reads on their way
 
 // --- sums of dy ---
 
@@ -88,12 +89,11 @@ __device__ void put(void* to, int64_t entry, int64_t count, float4 values) {
   }
 }
 
-// Four neighbours of which the first exists; where rows are not whole 16 bytes, they are read one by one.
-__device__ float4 four(const OrderedSum& job, int part, int64_t entry) {
-  const float* from = job.from + part * job.count + entry;
-  if (job.count % 4 == 0 && reinterpret_cast<uintptr_t>(job.from) % 16 == 0)
-    return *reinterpret_cast<const float4*>(from);
-  const int64_t there = job.count - entry;
+// Four neighbours of which the first exists and `there` do: where rows are not whole 16 bytes, they are read one by
+// one.
+template <bool kVectors>
+__device__ float4 four(const float* from, int there) {
+  if constexpr (kVectors) return *reinterpret_cast<const float4*>(from);
   return {from[0], there > 1 ? from[1] : 0.0f, there > 2 ? from[2] : 0.0f, there > 3 ? from[3] : 0.0f};
 }
 
@@ -102,6 +102,33 @@ __device__ void add(float4& total, const float4& more) {
   total.y += more.y;
   total.z += more.z;
   total.w += more.w;
+}
+
+// The sum of four neighbouring entries over every `step`-th part from `part` on. Reads follow one another without a
+// branch between them, or the time to issue them would be longer than the memory needs.
+template <bool kVectors>
+__device__ float4 summed(const OrderedSum& job, int entry, int part, int step) {
+  const int there = static_cast<int>(job.count) - entry;
+  const float* from = job.from + part * job.count + entry;
+  const int64_t stride = step * job.count;
+  float4 total{0, 0, 0, 0}, values[kAhead];
+  for (; part + (kAhead - 1) * step < job.parts; part += kAhead * step) {
+#pragma unroll
+    for (int i = 0; i < kAhead; ++i) values[i] = four<kVectors>(from + i * stride, there);
+    from += kAhead * stride;
+#pragma unroll
+    for (int i = 0; i < kAhead; ++i) add(total, values[i]);
+  }
+  if (part < job.parts) {
+#pragma unroll
+    for (int i = 0; i < kAhead - 1; ++i) {
+      values[i] = {0, 0, 0, 0};
+      if (part + i * step < job.parts) values[i] = four<kVectors>(from + i * stride, there);
+    }
+#pragma unroll
+    for (int i = 0; i < kAhead - 1; ++i) add(total, values[i]);
+  }
+  return total;
 }
 
 __device__ void put(const Result& to, int64_t entry, int64_t count, float4 values) {
@@ -116,16 +143,29 @@ __device__ void put(const Result& to, int64_t entry, int64_t count, float4 value
 }
 
 // Shared memory in floats: kTurned for each 128 threads that have fours of a tile of sums.
-constexpr int kTurned = 8 * (64 + 4);
+constexpr int kTurned = 8 * (64 + 4), kLogTileThreads = 7;
+static_assert(1 << kLogTileThreads == TileOfSums::kThreads);
+
+// Tiles of sums in their gradient.
+struct Tiles {
+  Divisor across;
+  int channels = 0;
+
+  Tiles() = default;
+  explicit Tiles(const OrderedSum& job)
+      : across(job.features / 64), channels(static_cast<int>(job.count / (9 * job.features))) {}
+};
 
 // Writes what the first `lanes` threads have of tiles of sums, from entry `first` of all tiles on: turned in shared
 // memory, so that neighbours along the features are one thread's. Fours of 128 threads are eight channels of 64
 // features; of fewer threads, of fewer features.
-__device__ void put_tile(const OrderedSum& job, int64_t first, int lanes, float4 total, float* turned) {
-  const int group = lanes < TileOfSums::kThreads ? lanes : TileOfSums::kThreads, thread = threadIdx.x & (group - 1);
+__device__ void put_tile(const OrderedSum& job, const Tiles& tiles, int first, int log_lanes, float4 total,
+                         float* turned) {
+  const int lanes = 1 << log_lanes, log_group = log_lanes < kLogTileThreads ? log_lanes : kLogTileThreads;
+  const int group = 1 << log_group, thread = threadIdx.x & (group - 1);
   const int columns = group / 2, run = columns < 16 ? columns / 2 : 8;  // `run` neighbours are in one register
   const bool mine = static_cast<int>(threadIdx.x) < lanes;
-  turned += threadIdx.x / group * kTurned;
+  turned += (threadIdx.x >> log_group) * kTurned;
   if (mine) {
     float* to = turned + thread % 4 * 2 * (columns + 4) + thread / 32 * 16 + thread % 32 / 4;
     to[0] = total.x;
@@ -135,28 +175,27 @@ __device__ void put_tile(const OrderedSum& job, int64_t first, int lanes, float4
   }
   __syncthreads();
   if (!mine) return;
-  const int64_t from = first + static_cast<int64_t>(threadIdx.x / group * group) * 4;
-  const int64_t tile = from / TileOfSums::kEntries, tiles_across = job.features / 64;
-  const TileOfSums begin(static_cast<int>(from - tile * TileOfSums::kEntries));
-  const int row = thread / (columns / 4), column = thread % (columns / 4) * 4;
-  const int64_t channels = job.count / (9 * job.features);
-  const int64_t channel = tile / tiles_across * 64 + begin.channel + row;
-  const int64_t feature = tile % tiles_across * 64 + begin.feature + (run < 8 ? column * 2 : column);
-  put(job.to, (begin.tap * channels + channel) * job.features + feature, job.count,
+  const int from = first + static_cast<int>(threadIdx.x & ~(group - 1)) * 4, tile = from / TileOfSums::kEntries;
+  const TileOfSums begin(from - tile * TileOfSums::kEntries);
+  const int row = thread >> (log_group - 3), column = (thread & (group / 8 - 1)) * 4,
+            down = tiles.across.quotient(tile);
+  const int across = tile - down * static_cast<int>(tiles.across.by), channel = down * 64 + begin.channel + row;
+  const int feature = across * 64 + begin.feature + (run < 8 ? column * 2 : column);
+  put(job.to, static_cast<int64_t>(begin.tap * tiles.channels + channel) * job.features + feature, job.count,
       *reinterpret_cast<const float4*>(turned + row * (columns + 4) + column));
 }
 
 // How a block's threads share an ordered sum: each reads four neighbouring entries of every `rows`-th part.
 struct Share {
-  int rows;  // a power of two
+  int log_rows = 0;
   int64_t blocks;
 
-  explicit Share(const OrderedSum& job) : rows(1) {
+  explicit Share(const OrderedSum& job) {
     // More rows where there are too few entries to occupy a large GPU.
     constexpr int64_t kEnough = 128 * 1024;
-    const int most = job.features > 0 ? 16 : 64;  // of a tile's sums, eight features and as many channels for a block
-    while (rows < most && rows < job.parts / job.apart && job.count / 4 * rows < kEnough) rows *= 2;
-    const int64_t entries = 4 * kThreads / rows;
+    const int most = job.features > 0 ? 4 : 6;  // of a tile's sums, eight features and as many channels for a block
+    while (log_rows < most && 1 << log_rows < job.parts / job.apart && job.count / 4 << log_rows < kEnough) ++log_rows;
+    const int64_t entries = 4 * kThreads >> log_rows;
     blocks = (job.count + entries - 1) / entries;
   }
 };
@@ -166,7 +205,8 @@ constexpr int64_t kMostEntries = 1 << 30;  // numbers of 32 bits count them, and
 // The sums of a launch, one's blocks after the other's.
 struct OrderedSums {
   OrderedSum sum[kOrderedSums];
-  int rows[kOrderedSums];
+  Tiles tiles[kOrderedSums];
+  int log_rows[kOrderedSums];
   int first[kOrderedSums];  // blocks
 };
 
@@ -177,34 +217,28 @@ __global__ void __launch_bounds__(kThreads) ordered_sums_kernel(const __grid_con
 #pragma unroll
   for (int i = 1; i < kOrderedSums; ++i) which += static_cast<int>(blockIdx.x) >= sums.first[i];
   const OrderedSum& job = sums.sum[which];
-  const int rows = sums.rows[which];
+  const int log_rows = sums.log_rows[which], log_lanes = kLogThreads - log_rows;
   const int block = static_cast<int>(blockIdx.x) - sums.first[which];
-  const int lanes = kThreads / rows, lane = threadIdx.x & (lanes - 1), row = threadIdx.x / lanes;
+  const int rows = 1 << log_rows, lanes = 1 << log_lanes, lane = threadIdx.x & (lanes - 1);
+  const int row = threadIdx.x >> log_lanes;
   const int entry = (block * lanes + lane) * 4;
   float4 total{0, 0, 0, 0};
   if (entry < job.count) {
-    const int step = rows * job.apart;
-    for (int part = row * job.apart; part < job.parts; part += kAhead * step) {
-      float4 values[kAhead];
-#pragma unroll
-      for (int i = 0; i < kAhead; ++i) {
-        const int at = part + i * step;
-        values[i] = at < job.parts ? four(job, at, entry) : float4{0, 0, 0, 0};
-      }
-#pragma unroll
-      for (int i = 0; i < kAhead; ++i) add(total, values[i]);
-    }
+    const bool vectors = job.count % 4 == 0 && reinterpret_cast<uintptr_t>(job.from) % 16 == 0;
+    const int part = row * job.apart, step = rows * job.apart;
+    total = vectors ? summed<true>(job, entry, part, step) : summed<false>(job, entry, part, step);
   }
   if (rows > 1) {
     totals[threadIdx.x] = total;
     __syncthreads();
     if (row == 0) {
+#pragma unroll 4
       for (int i = 1; i < rows; ++i) add(total, totals[i * lanes + lane]);
     }
   }
   if (job.features > 0) {
     __syncthreads();
-    put_tile(job, block * lanes * 4, lanes, total, reinterpret_cast<float*>(totals));
+    put_tile(job, sums.tiles[which], block * lanes * 4, log_lanes, total, reinterpret_cast<float*>(totals));
   } else if (row == 0 && entry < job.count) {
     put(job.to, entry, job.count, total);
   }
@@ -224,7 +258,8 @@ cudaError_t ordered_sums(const OrderedSum (&sums)[kOrderedSums], cudaStream_t st
     if (sums[i].count > kMostEntries) return cudaErrorInvalidValue;
     const Share share(sums[i]);
     all.sum[i] = sums[i];
-    all.rows[i] = share.rows;
+    if (sums[i].features > 0) all.tiles[i] = Tiles(sums[i]);
+    all.log_rows[i] = share.log_rows;
     all.first[i] = blocks;
     blocks += static_cast<int>(share.blocks);
   }
