@@ -60,6 +60,14 @@ struct Block {
     }
   }
 
+  // The copy engine reads its maps before its first copies.
+  __device__ void prefetch() const {
+    prefetch_map(p.x_parts > 0 ? &p.maps.x[0] : &p.maps.extra[0]);
+    prefetch_map(p.x_parts > 0 ? &p.maps.kernel : &p.maps.shortcut);
+    prefetch_map(&p.maps.y[0]);
+    if (p.residual) prefetch_map(&p.maps.residual);
+  }
+
   __device__ unsigned char* strip(int group, int slot) const {
     return strips + (group * kSlots + slot) * Cut::kStripBytes;
   }
@@ -197,6 +205,26 @@ struct Block {
     }
   }
 
+  __device__ float shift_of(const Strip& at, int feature) const {
+    const int64_t sample = at.sample < p.schedule.batch ? at.sample : p.schedule.batch - 1;
+    return p.shift.data && feature < p.features ? p.shift.data[sample * p.shift.stride + feature] : 0.0f;
+  }
+
+  // Read before the products, whose time then hides the way from memory: the two shifts that are all a thread needs; or
+  // those of the whole tile, a thread each, so that they are near when their time comes.
+  struct Ahead {
+    float shifts[2];
+  };
+  __device__ Ahead look_ahead(const Strip& at, int feature) const {
+    const int thread = threadIdx.x % 128, warp = thread / 32, lane = thread % 32;
+    if constexpr (Cut::kTransposed) {
+      const int f = feature + 16 * warp + lane / 4;
+      return {{shift_of(at, f), shift_of(at, f + 8)}};
+    } else {
+      return {{shift_of(at, feature + thread), Cut::kFeatures > 128 ? shift_of(at, feature + 128 + thread) : 0.0f}};
+    }
+  }
+
   __device__ void compute(int group) const {
     const int thread = threadIdx.x % 128;
     const bool in_turns =
@@ -219,6 +247,7 @@ struct Block {
         }
       }
       Sums sums;
+      const Ahead ahead = look_ahead(at, feature);
       int held_slot = -1, held_stage = -1;
       if (p.schedule.resident) stage = stage_phase = 0;
 
@@ -289,27 +318,23 @@ struct Block {
       settle(sums);
       release_slot(-1);
       release_stage(-1);
-      finish(sums, group, at, feature, out, tile_phase);
+      finish(sums, ahead, group, at, feature, out, tile_phase);
       tile_phase ^= 1;
     });
     if (thread == 0) wait_stores();
   }
 
   // --- the way out ---
-  __device__ void finish(const Sums& sums, int group, const Strip& at, int feature, unsigned char* out,
-                         int phase) const {
+  __device__ void finish(const Sums& sums, const Ahead& ahead, int group, const Strip& at, int feature,
+                         unsigned char* out, int phase) const {
     const int thread = threadIdx.x % 128, warp = thread / 32, lane = thread % 32, block = lane / 8;
-    const int64_t sample = at.sample < p.schedule.batch ? at.sample : p.schedule.batch - 1;
-    const float* shift = p.shift.data + sample * p.shift.stride;
-    const auto shift_of = [&](int f) { return p.shift.data && f < p.features ? shift[f] : 0.0f; };
+    asm volatile("" ::"f"(ahead.shifts[0]), "f"(ahead.shifts[1]));  // they have been read
     if (p.residual) {
       residual_full[group].wait(phase);
     } else {
       if (thread == 0) wait_stores();
       meet(1 + group, 128);
     }
-    const float shifts[2] = {Cut::kTransposed ? shift_of(feature + 16 * warp + lane / 4) : 0.0f,
-                             Cut::kTransposed ? shift_of(feature + 16 * warp + lane / 4 + 8) : 0.0f};
 #pragma unroll
     for (int j = 0; j < kColumns / 8;
          j += 2) {  // 8 columns of the product: an image row of the strip, or 8 output channels
@@ -322,7 +347,7 @@ struct Block {
 #pragma unroll
       for (int i = 0; i < 8; ++i) {
         const int f = feature + 8 * (j + i / 4) + lane % 4 * 2 + i % 2;
-        values[i] = sums[4 * j + i] + (Cut::kTransposed ? shifts[i / 2 % 2] : shift_of(f));
+        values[i] = sums[4 * j + i] + (Cut::kTransposed ? ahead.shifts[i / 2 % 2] : shift_of(at, f));
       }
       if (p.residual) {
         uint32_t added[4];
@@ -365,6 +390,7 @@ __global__ void __launch_bounds__(Cut::kThreads, 1)
     block.init();
     publish_barriers();
   }
+  if (threadIdx.x == Cut::kThreads - 1) block.prefetch();
   __syncthreads();
   const int warpgroup = threadIdx.x / 128;
   constexpr bool shared_out = Cut::kWarpgroups > 2;

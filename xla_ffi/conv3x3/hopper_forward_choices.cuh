@@ -34,6 +34,7 @@ std::vector<Choice> choices() {
       choice<T, false, 16, 64, 2, 3, true>(),       choice<T, true, 16, 64, 2, 3, true>(),
       choice<T, false, 16, 64, 1, 3, true>(),       choice<T, true, 16, 64, 1, 3, true>(),
       choice<T, false, 8, 64, 1, 3, true>(),        choice<T, true, 8, 64, 1, 3, true>(),
+      choice<T, false, 8, 128, 1, 1, false>(),      choice<T, true, 8, 128, 1, 1, false>(),
       choice<T, false, 8, 128, 2, 1, false>(),      choice<T, true, 8, 128, 2, 1, false>(),
       choice<T, false, 8, 192, 2, 1, false>(),      choice<T, true, 8, 192, 2, 1, false>(),
       choice<T, false, 8, 192, 1, 1, false>(),      choice<T, true, 8, 192, 1, 1, false>(),
