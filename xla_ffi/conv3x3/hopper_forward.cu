@@ -34,7 +34,12 @@ cudaError_t parameters(const Tile& tile, const Conv3x3& plan, Parameters* p) {
     if (error == cudaSuccess) error = tensor_map(to, plan.type, data, dimensions, box);
   };
   const auto image = [&](CUtensorMap* to, const void* data, int64_t channels, int halo) {
-    map(to, data, {channels, plan.width, plan.height, plan.batch}, {kChunk, kStripColumns + halo, tile.rows + halo, 1});
+    if (error != cudaSuccess) return;
+    const int columns = tile.strip_columns() + halo, rows = tile.rows + halo;
+    error = tile.packed() ? packed_images(to, plan.type, data, plan.batch, plan.height, plan.width, channels,
+                                          {kChunk, tile.samples, columns, rows})
+                          : tensor_map(to, plan.type, data, {channels, plan.width, plan.height, plan.batch},
+                                       {kChunk, columns, rows, 1});
   };
   p->x_parts = plan.x.count;
   for (int i = 0; i < plan.x.count; ++i) {
@@ -73,6 +78,7 @@ cudaError_t hopper_forward(const Conv3x3& plan, int multiprocessors, cudaStream_
   forward::Choice best{};
   for (const auto& choice : plan.type == Type::kFloat16 ? forward::choices_float16() : forward::choices_bfloat16()) {
     if (choice.flipped != plan.flipped || choice.tile.activated != (plan.a.data != nullptr)) continue;
+    if (!choice.tile.fits(plan.height, plan.width)) continue;
     if (!best.run || forward::schedule(choice.tile, plan).cycles(choice.tile, multiprocessors) <
                          forward::schedule(best.tile, plan).cycles(best.tile, multiprocessors)) {
       best = choice;

@@ -4,7 +4,8 @@
 // The copy engine's box of 10 columns × (rows + 2) × 64 channels starts one pixel above and to the left of a strip;
 // what lies outside the image reads as zeros. In shared memory a pixel is one swizzled row of 128 bytes, so tap (dy,
 // dx) is the same buffer, its start moved by dy · 10 + dx rows and its 8-pixel groups 10 rows apart: the input passes
-// L2 once instead of nine times.
+// L2 once instead of nine times. A packed strip (hopper_tile.h) is read through a map with the samples next to the
+// channels: its box is 64 channels × samples × 6 columns × 6 rows, and the 8-pixel groups lie in line.
 //
 // Warpgroups of a block: those that compute, one that loads, and with an activation as many that apply it to the strips
 // in place. A shortcut is extra K: the centre tap of what it projects times its weights; it may be all there is, and is
@@ -16,6 +17,7 @@
 #include "hopper_activation.cuh"
 #include "hopper_forward.h"
 #include "hopper_instructions.cuh"
+#include "hopper_strip.cuh"
 #include "launch.cuh"
 #include "wgmma.cuh"
 
@@ -25,7 +27,7 @@ namespace jaxunet::cuda::forward {
 template <class T, class Cut, bool kFlipped>
 struct Block {
   static constexpr int kPixels = Cut::kPixels, kColumns = Cut::kColumns, kGroups = Cut::kGroups, kTaps = Cut::kTaps,
-                       kLoads = 9 / kTaps;
+                       kLoads = 9 / kTaps, kCentre = 4;
   static constexpr int kBlocks = Cut::kFeatures / kChunk;  // of 64 output channels
 
   const Parameters& p;
@@ -76,7 +78,7 @@ struct Block {
     const int each = p.schedule.strips_down * p.schedule.strips_across, sample = strip / each,
               rest = strip - sample * each;
     const int down = rest / p.schedule.strips_across;
-    return {sample, down * Cut::kRows, (rest - down * p.schedule.strips_across) * kStripColumns};
+    return {sample * Cut::kSamples, down * Cut::kRows, (rest - down * p.schedule.strips_across) * Cut::kStripColumns};
   }
 
   // body(first strip, first output channel) for this block's tiles. Blocks side by side share pixels, so that L2 serves
@@ -99,8 +101,7 @@ struct Block {
         const int n = group * kSlots + slot;
         strip_empty[n].wait(slot_phase ^ 1);  // at once the first time round
         strip_full[n].expect(Cut::kBoxBytes);
-        const Strip at = strip_at(first_strip + group);
-        load_box(strip(group, slot), map, &strip_full[n], channel, at.column - 1, at.row - 1, at.sample);
+        load_strip<Cut::kPacked>(strip(group, slot), map, &strip_full[n], channel, strip_at(first_strip + group), 1);
       }
       slot = (slot + 1) % kSlots;
       slot_phase ^= slot == 0;
@@ -179,9 +180,9 @@ struct Block {
   // --- products: a warpgroup, one strip of every tile ---
   using Sums = float[kColumns / 2];
 
-  // One tap of 64 channels: `offset` pixels into the strip.
-  __device__ static void multiply(Sums& sums, uint32_t strip, int offset, uint32_t weights, bool across, bool add) {
-    const uint64_t pixels = matrix(strip + offset * kRowBytes, kHaloColumns * kRowBytes);
+  // One tap of 64 channels.
+  __device__ static void multiply(Sums& sums, uint32_t strip, int tap, uint32_t weights, bool across, bool add) {
+    const uint64_t pixels = matrix(strip + Cut::tap_row(tap) * kRowBytes, Cut::kRowsOfEight * kRowBytes);
     const uint64_t along = matrix(weights, 8 * kRowBytes),
                    over = matrix(weights, 8 * kRowBytes, kTaps * kChunk * kRowBytes);
 #pragma unroll
@@ -205,24 +206,32 @@ struct Block {
     }
   }
 
-  __device__ float shift_of(const Strip& at, int feature) const {
-    const int64_t sample = at.sample < p.schedule.batch ? at.sample : p.schedule.batch - 1;
-    return p.shift.data && feature < p.features ? p.shift.data[sample * p.shift.stride + feature] : 0.0f;
+  __device__ float shift_of(int sample, int feature) const {
+    const int64_t row = sample < p.schedule.batch ? sample : p.schedule.batch - 1;
+    return p.shift.data && feature < p.features ? p.shift.data[row * p.shift.stride + feature] : 0.0f;
   }
 
-  // Read before the products, whose time then hides the way from memory: the two shifts that are all a thread needs; or
-  // those of the whole tile, a thread each, so that they are near when their time comes.
+  // Read before the products, whose time then hides the way from memory: all shifts that a thread needs, of its two
+  // rows of the product and, where they are of several samples, its two columns of each eight; or where the rows are
+  // pixels, those of the whole tile, a thread each, so that they are near when their time comes.
+  static constexpr int kShifts = Cut::kPacked ? 2 : 1;
   struct Ahead {
-    float shifts[2];
+    float shifts[2][kShifts];
   };
   __device__ Ahead look_ahead(const Strip& at, int feature) const {
     const int thread = threadIdx.x % 128, warp = thread / 32, lane = thread % 32;
-    if constexpr (Cut::kTransposed) {
-      const int f = feature + 16 * warp + lane / 4;
-      return {{shift_of(at, f), shift_of(at, f + 8)}};
-    } else {
-      return {{shift_of(at, feature + thread), Cut::kFeatures > 128 ? shift_of(at, feature + 128 + thread) : 0.0f}};
+    Ahead ahead{};
+#pragma unroll
+    for (int i = 0; i < 2 * kShifts; ++i) {
+      const int row = i / kShifts, column = i % kShifts;
+      if constexpr (Cut::kTransposed) {
+        ahead.shifts[row][column] =
+            shift_of(at.sample + (lane % 4 * 2 + column) % Cut::kSamples, feature + 16 * warp + lane / 4 + 8 * row);
+      } else if (128 * row < Cut::kFeatures) {
+        ahead.shifts[row][column] = shift_of(at.sample, feature + 128 * row + thread);
+      }
     }
+    return ahead;
   }
 
   __device__ void compute(int group) const {
@@ -242,8 +251,8 @@ struct Block {
         wait_stores();
         residual_full[group].expect(Cut::kStagedBytes);
         for (int n = 0; n < kBlocks; ++n) {
-          load_box(out + n * kPixels * kRowBytes, &p.maps.residual, &residual_full[group], feature + n * kChunk,
-                   at.column, at.row, at.sample);
+          load_strip<Cut::kPacked>(out + n * kPixels * kRowBytes, &p.maps.residual, &residual_full[group],
+                                   feature + n * kChunk, at, 0);
         }
       }
       Sums sums;
@@ -288,10 +297,10 @@ struct Block {
           begin_products();
 #pragma unroll
           for (int t = 0; t < kTaps; ++t) {
-            const int tap = n * kTaps + t, offset = kFlipped ? 8 - tap : tap;
+            const int tap = n * kTaps + t;
             const uint32_t weights = shared_address(stages) + stage * Cut::kStageBytes +
                                      t * (kFlipped ? Cut::kFeatures : kChunk) * kRowBytes;
-            multiply(sums, pixels, offset / 3 * kHaloColumns + offset % 3, weights, !kFlipped, chunk > 0 || tap > 0);
+            multiply(sums, pixels, kFlipped ? 8 - tap : tap, weights, !kFlipped, chunk > 0 || tap > 0);
           }
           commit_products();
           wait_products<1>();
@@ -305,7 +314,7 @@ struct Block {
         const uint32_t pixels = begin_step();
         stage_full[stage].wait(stage_phase);
         begin_products();
-        multiply(sums, pixels, kHaloColumns + 1, shared_address(stages) + stage * Cut::kStageBytes, !kFlipped,
+        multiply(sums, pixels, kCentre, shared_address(stages) + stage * Cut::kStageBytes, !kFlipped,
                  p.schedule.chunks > 0 || step > 0);
         commit_products();
         wait_products<1>();
@@ -328,7 +337,7 @@ struct Block {
   __device__ void finish(const Sums& sums, const Ahead& ahead, int group, const Strip& at, int feature,
                          unsigned char* out, int phase) const {
     const int thread = threadIdx.x % 128, warp = thread / 32, lane = thread % 32, block = lane / 8;
-    asm volatile("" ::"f"(ahead.shifts[0]), "f"(ahead.shifts[1]));  // they have been read
+    asm volatile("" ::"f"(ahead.shifts[0][0]), "f"(ahead.shifts[1][0]));  // they have been read
     if (p.residual) {
       residual_full[group].wait(phase);
     } else {
@@ -336,8 +345,8 @@ struct Block {
       meet(1 + group, 128);
     }
 #pragma unroll
-    for (int j = 0; j < kColumns / 8;
-         j += 2) {  // 8 columns of the product: an image row of the strip, or 8 output channels
+    for (int j = 0; j < Cut::kKeptEights; j += 2) {  // 8 columns of the product: 8 pixels, or output channels
+      const float* of_columns = sums + 4 * Cut::kept_eight(j);
       // The four 8 × 8 blocks: rows 0-7 and 8-15 of the warp's 16, of columns j and j + 1.
       const int pixel = Cut::kTransposed ? (j + block / 2) * 8 + lane % 8 : 16 * warp + block % 2 * 8 + lane % 8;
       const int eight = Cut::kTransposed ? 2 * warp + block % 2 : j + block / 2;
@@ -347,7 +356,7 @@ struct Block {
 #pragma unroll
       for (int i = 0; i < 8; ++i) {
         const int f = feature + 8 * (j + i / 4) + lane % 4 * 2 + i % 2;
-        values[i] = sums[4 * j + i] + (Cut::kTransposed ? ahead.shifts[i / 2 % 2] : shift_of(at, f));
+        values[i] = of_columns[i] + (Cut::kTransposed ? ahead.shifts[i / 2 % 2][i % kShifts] : shift_of(at.sample, f));
       }
       if (p.residual) {
         uint32_t added[4];
@@ -374,7 +383,7 @@ struct Block {
       for (int n = 0; n < kBlocks; ++n) {
         int part = 0, channel = feature + n * kChunk;
         while (part + 1 < p.y_parts && channel >= p.y_channels[part]) channel -= p.y_channels[part++];
-        store_box(&p.maps.y[part], out + n * kPixels * kRowBytes, channel, at.column, at.row, at.sample);
+        store_strip<Cut::kPacked>(&p.maps.y[part], out + n * kPixels * kRowBytes, channel, at);
       }
       commit_stores();
     }

@@ -3,10 +3,17 @@
 // An image is cut into strips of 8 columns × `rows` rows. A block of threads computes one tile at a time: `groups`
 // strips, one for each computing warpgroup, × `features` output channels. It walks through the input in chunks of 64
 // channels, nine taps each, then through what a shortcut projects, centre tap only.
+//
+// Images of 4 × 4 would leave most of a strip empty. A packed strip is of the whole images of 4 or 8 samples, the
+// samples of a pixel side by side: in shared memory pixel (row, column) of its sample n is row (row · 6 + column) ·
+// samples + n, halo included. A tap's pixels then begin at a distance of its own and lie in line, rows of 4 apart by 2
+// of halo; the product runs through those as well, 22 positions of which 16 are kept.
 #pragma once
 
 #include <algorithm>
 #include <cstdint>
+
+#include "both_sides.h"
 
 namespace jaxunet::cuda {
 
@@ -28,16 +35,32 @@ struct Tile {
   bool transposed;  // the product is (features, pixels), not (pixels, features): less shared-memory traffic where
                     // features = 64
   bool activated;   // as many warpgroups more apply a · x + b and SiLU
+  int samples = 1;  // of a strip; more: packed
 
-  constexpr int pixels() const { return rows * kStripColumns; }
+  constexpr bool packed() const { return samples > 1; }
+  constexpr bool fits(int64_t height, int64_t width) const {
+    return !packed() || (height == rows && width == strip_columns());
+  }
+  constexpr int strip_columns() const { return packed() ? rows : kStripColumns; }
+  constexpr int halo_columns() const { return strip_columns() + 2; }
+  constexpr int pixels() const { return rows * strip_columns() * samples; }  // of all samples
   // Of a slot: the strip with one pixel around it, rounded up to whole 1024 bytes.
-  constexpr int strip_bytes() const { return (rows + 2 + 3) / 4 * 4 * kHaloColumns * kRowBytes; }
-  constexpr int box_bytes() const { return (rows + 2) * kHaloColumns * kRowBytes; }
+  constexpr int strip_bytes() const {
+    return packed() ? box_bytes() : (rows + 2 + 3) / 4 * 4 * halo_columns() * kRowBytes;
+  }
+  constexpr int box_bytes() const { return (rows + 2) * halo_columns() * samples * kRowBytes; }
+  // From a haloed strip's eight pixels to the next, in rows of 128 bytes.
+  constexpr int rows_of_eight() const { return packed() ? 8 : halo_columns(); }
   constexpr int stage_bytes() const { return taps * features * kRowBytes; }
   constexpr int staged_bytes() const { return pixels() * features * 2; }
   constexpr int warpgroups() const { return groups + 1 + (activated ? groups : 0); }
   constexpr int threads() const { return 128 * warpgroups(); }
-  constexpr int columns() const { return transposed ? pixels() : features; }  // N of wgmma; its M is 64
+  // N of wgmma; its M is 64.
+  constexpr int columns() const {
+    return packed() ? ((rows - 1) * halo_columns() + strip_columns()) * samples : transposed ? pixels() : features;
+  }
+  // Eights of columns without those that are halo.
+  constexpr int kept_eights() const { return packed() ? pixels() / 8 : columns() / 8; }
   constexpr int fixed_bytes() const { return groups * (kSlots * strip_bytes() + staged_bytes()) + kBarrierBytes; }
   constexpr int stages_that_fit() const { return std::min((kSharedBytes - fixed_bytes()) / stage_bytes(), 16); }
   // Registers a thread: at launch, and after the warpgroups have shared them out.
@@ -52,19 +75,32 @@ struct Tile {
 };
 
 // A tile that a kernel is compiled for.
-template <int rows, int features, int groups, int taps, bool transposed, bool activated>
+template <int rows, int features, int groups, int taps, bool transposed, bool activated, int samples>
 struct Cut {
-  static constexpr Tile kTile{rows, features, groups, taps, transposed, activated};
-  static constexpr int kRows = rows, kFeatures = features, kGroups = groups, kTaps = taps;
+  static constexpr Tile kTile{rows, features, groups, taps, transposed, activated, samples};
+  static constexpr int kRows = rows, kFeatures = features, kGroups = groups, kTaps = taps, kSamples = samples;
   static constexpr bool kTransposed = transposed, kActivated = activated;
-  static constexpr int kPixels = kTile.pixels(), kColumns = kTile.columns();
+  static constexpr int kPixels = kTile.pixels(), kColumns = kTile.columns(), kKeptEights = kTile.kept_eights();
+  static constexpr int kStripColumns = kTile.strip_columns(), kHaloColumns = kTile.halo_columns(),
+                       kRowsOfEight = kTile.rows_of_eight();
+  static constexpr bool kPacked = kTile.packed();
   static constexpr int kStripBytes = kTile.strip_bytes(), kBoxBytes = kTile.box_bytes(),
                        kStageBytes = kTile.stage_bytes(), kStagedBytes = kTile.staged_bytes();
   static constexpr int kWarpgroups = kTile.warpgroups(), kThreads = kTile.threads();
   static constexpr int kComputingRegisters = kTile.computing_registers(), kLoadingRegisters = kTile.loading_registers(),
                        kActivatingRegisters = kTile.activating_registers();
   static_assert(features % kChunk == 0 && (transposed ? features : kPixels) == 64, "M of wgmma is 64");
+  static_assert(samples == 1 || (transposed && !activated), "a packed strip is the product's right operand");
+  static_assert(kStripBytes % 1024 == 0 && kBoxBytes <= kStripBytes, "where the swizzle begins again");
   static_assert(kTile.stages_that_fit() >= 2, "a stage is released once the next is in use");
+
+  // Where a tap's first pixel lies in a haloed strip, in rows of 128 bytes.
+  JAXUNET_BOTH_SIDES static constexpr int tap_row(int tap) { return (tap / 3 * kHaloColumns + tap % 3) * samples; }
+  // Of the product's eights of columns the `n`-th that is kept.
+  JAXUNET_BOTH_SIDES static constexpr int kept_eight(int n) {
+    constexpr int in_row = kStripColumns * samples / 8, on = kHaloColumns * samples / 8;
+    return kPacked ? n / in_row * on + n % in_row : n;
+  }
 };
 
 // A tile applied to one shape.
@@ -83,8 +119,8 @@ struct Schedule {
         chunks(chunks_),
         extras(extras_) {
     strips_down = static_cast<int>(ceil_div(height_, tile.rows));
-    strips_across = static_cast<int>(ceil_div(width_, kStripColumns));
-    strips = batch * strips_down * strips_across;
+    strips_across = static_cast<int>(ceil_div(width_, tile.strip_columns()));
+    strips = static_cast<int>(ceil_div(batch_, tile.samples)) * strips_down * strips_across;
     feature_tiles = static_cast<int>(ceil_div(features, tile.features));
     tiles = static_cast<int>(ceil_div(strips, tile.groups)) * feature_tiles;
     const int loads = chunks * 9 / tile.taps + extras;
@@ -107,7 +143,7 @@ struct Schedule {
 
 struct Strip {
   int sample, row, column;  // of its first pixel; a strip past the last lies in no sample: it reads zeros, and nothing
-                            // of it is stored
+                            // of it is stored; nor are the samples past the last in a packed one
 };
 
 }  // namespace jaxunet::cuda

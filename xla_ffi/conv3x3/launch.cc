@@ -288,5 +288,22 @@ static_assert(weight_gradient_kernel(linear_gradient(8, 8), true) == Kernel::kHo
 static_assert(weight_gradient_kernel(linear_gradient(8, 8), false) == Kernel::kPortable);
 static_assert(weight_gradient_kernel(linear_gradient(8, 3), true) == Kernel::kPortable);
 
+// At every tap, the columns that a packed strip's product keeps are the pixels under it, in the order of the box that
+// is stored, and the last column is the box's last pixel.
+template <int samples>
+constexpr bool keeps_pixels() {
+  using Packed = Cut<4, 64, 1, 3, true, false, samples>;
+  for (int tap = 0; tap < 9; ++tap) {
+    for (int pixel = 0; pixel < Packed::kPixels; ++pixel) {
+      const int sample = pixel % samples, column = pixel / samples % 4, row = pixel / samples / 4;
+      const int read = Packed::tap_row(tap) + Packed::kept_eight(pixel / 8) * 8 + pixel % 8;
+      if (read != ((row + tap / 3) * 6 + column + tap % 3) * samples + sample) return false;
+    }
+  }
+  return (Packed::tap_row(8) + Packed::kColumns) * kRowBytes == Packed::kBoxBytes && Packed::kTile.fits(4, 4) &&
+         !Packed::kTile.fits(4, 8);
+}
+static_assert(keeps_pixels<4>() && keeps_pixels<8>());
+
 }  // namespace
 }  // namespace jaxunet::cuda

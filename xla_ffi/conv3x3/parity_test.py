@@ -33,6 +33,17 @@ SMALL = (
 )
 
 
+# Images of 4 × 4 in so large a batch, and of so many features or, for the gradients, channels, that Hopper's kernel packs four samples in
+# a strip (19: three of them in the last) or eight (59, likewise); parts of channels that are no whole chunks.
+PACKED = (
+    Case(4, 4, (40, 64), 520, (520,), norm=False, batch=19, per_sample=True),
+    Case(4, 4, (40, 64), 520, (16, 72), norm=False, batch=59, per_sample=True),
+    Case(4, 4, (104,), 520, (520,), groups=8, batch=59, per_sample=True),
+    Case(4, 4, (520,), 72, (64, 456), norm=False, batch=19),
+    Case(4, 4, (520,), 72, (64, 456), norm=False, batch=59),
+)
+
+
 def check(case: Case, dtype: str, batch: int):
     """In some draw: through the norm of a small group, a single element's rounding to 16 bits can be the largest error of a gradient."""
     assert_parity_in_some_draw(op(vjp, case), op(reference, case), lambda: inputs(case, dtype, case.batch or batch))
@@ -87,6 +98,13 @@ def test_without_pixels_the_weight_gradient_is_zero_and_still_adds_the_sums_of_a
 @pytest.mark.parametrize('dtype', DTYPES)
 @pytest.mark.parametrize('case', CASES + SHORTCUTS + SMALL, ids=lambda c: c.name)
 def test_every_case(case, dtype):
+    check(case, dtype, 3)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize('dtype', ['bfloat16', 'float16'])
+@pytest.mark.parametrize('case', PACKED, ids=lambda c: c.name)
+def test_images_of_several_samples_side_by_side(case, dtype):
     check(case, dtype, 3)
 
 

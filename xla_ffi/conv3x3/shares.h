@@ -9,11 +9,7 @@
 #include <algorithm>
 #include <cstdint>
 
-#ifdef __CUDACC__
-#define JAXUNET_BOTH_SIDES __host__ __device__
-#else
-#define JAXUNET_BOTH_SIDES
-#endif
+#include "both_sides.h"
 
 namespace jaxunet::cuda {
 

@@ -1,5 +1,7 @@
 #include "tensor_map.h"
 
+#include <algorithm>
+
 namespace jaxunet::cuda {
 namespace {
 
@@ -20,7 +22,7 @@ Encode encode_function() {
 }  // namespace
 
 cudaError_t tensor_map(CUtensorMap* map, Type type, const void* data, std::initializer_list<int64_t> dimensions,
-                       std::initializer_list<int> box) {
+                       std::initializer_list<int> box, std::initializer_list<int64_t> given) {
   static const Encode encode = encode_function();
   if (!encode) return cudaErrorSymbolNotFound;
   constexpr int kMost = 5, kBytes = 2;
@@ -33,6 +35,8 @@ cudaError_t tensor_map(CUtensorMap* map, Type type, const void* data, std::initi
     strides[rank] = stride *= sizes[rank];  // of the next dimension
     ++rank;
   }
+  std::transform(given.begin(), given.end(), strides,
+                 [](int64_t elements) { return static_cast<cuuint64_t>(elements) * kBytes; });
   rank = 0;
   for (const int size : box) {
     boxes[rank] = static_cast<cuuint32_t>(size);
