@@ -14,11 +14,11 @@ namespace {
 
 using namespace weight_gradient;
 
-template <class T, bool kActivated>
+template <class T, bool kActivated, bool kPacked>
 __global__ void __launch_bounds__(kThreads, 1)
     hopper_weight_gradient_kernel(const __grid_constant__ Parameters parameters) {
 #ifdef JAXUNET_HOPPER
-  const Block<T> block(parameters, shared_memory());
+  const Block<T, kPacked> block(parameters, shared_memory());
   if (threadIdx.x == 0) {
     block.init();
     publish_barriers();
@@ -48,12 +48,19 @@ __global__ void __launch_bounds__(kThreads, 1)
 #endif
 }
 
-template <class T, bool kActivated>
+template <class T, bool kActivated, bool kPacked>
 cudaError_t run(const Parameters& p, cudaStream_t stream) {
-  const auto kernel = hopper_weight_gradient_kernel<T, kActivated>;
+  constexpr int kBytes = Block<T, kPacked>::kBytes;
+  const auto kernel = hopper_weight_gradient_kernel<T, kActivated, kPacked>;
   const cudaError_t error = allow_shared_memory(kernel, kBytes);
   const int blocks = p.kernel.blocks() + p.shortcut.blocks();
   return error == cudaSuccess ? launch(kernel, dim3(blocks), kThreads, kBytes, stream, p) : error;
+}
+
+template <class T>
+cudaError_t run(const Parameters& p, cudaStream_t stream) {
+  if (p.samples == kPackedSamples) return run<T, false, true>(p, stream);
+  return p.a.data ? run<T, true, false>(p, stream) : run<T, false, false>(p, stream);
 }
 
 int chunks_in(const Parts& parts) {
@@ -62,10 +69,11 @@ int chunks_in(const Parts& parts) {
   return static_cast<int>(count);
 }
 
-// Images of at most four rows would leave half of a strip empty. Their activation, which differs from sample to sample,
-// is not worth its code: at so few pixels it is a kernel of its own.
+// Images of at most four rows would leave half of a strip empty, those of four columns as well three quarters. Their
+// activation, which differs from sample to sample, is not worth its code: at so few pixels it is a kernel of its own.
 int samples_of_strip(const Conv3x3WeightGradient& plan) {
-  return plan.height <= kRows / kPaired && !plan.a.data ? kPaired : 1;
+  if (plan.height > kRows / kPaired || plan.a.data) return 1;
+  return kPackedStrip.fits(plan.height, plan.width) ? kPackedSamples : kPaired;
 }
 
 // As even as they can be.
@@ -99,8 +107,12 @@ cudaError_t hopper_weight_gradient(const Conv3x3WeightGradient& plan, const Shar
   cudaError_t error = cudaSuccess;
   const auto image = [&](CUtensorMap* map, const void* data, int64_t channels, int halo) {
     if (error != cudaSuccess) return;
-    error = tensor_map(map, plan.type, data, {channels, plan.width, plan.height, plan.batch},
-                       {kChunk, kStripColumns + halo, kRows / samples + halo, samples});
+    const int columns = kPackedStrip.strip_columns() + halo, rows = kPackedStrip.rows + halo;
+    error = samples == kPackedSamples
+                ? packed_images(map, plan.type, data, plan.batch, plan.height, plan.width, channels,
+                                {kChunk, samples, columns, rows})
+                : tensor_map(map, plan.type, data, {channels, plan.width, plan.height, plan.batch},
+                             {kChunk, kStripColumns + halo, kRows / samples + halo, samples});
   };
   const auto images = [&](Image* to, const Parts& parts, int halo) {
     to->parts = parts.count;
@@ -132,8 +144,7 @@ cudaError_t hopper_weight_gradient(const Conv3x3WeightGradient& plan, const Shar
   p.tiled = tiled;
   p.shortcut_sums = shortcut_sums;
   p.shift = shift;
-  if (plan.type == Type::kFloat16) return plan.a.data ? run<__half, true>(p, stream) : run<__half, false>(p, stream);
-  return plan.a.data ? run<__nv_bfloat16, true>(p, stream) : run<__nv_bfloat16, false>(p, stream);
+  return plan.type == Type::kFloat16 ? run<__half>(p, stream) : run<__nv_bfloat16>(p, stream);
 }
 
 }  // namespace jaxunet::cuda

@@ -10,7 +10,8 @@
 // dy, which is at hand: the blocks of one split and the same output channels take turns at its samples.
 //
 // Of images of four rows a strip has those of two samples, one below the other: dy's 2 · 4 × 8 pixels, and x's 2 · 6 ×
-// 10.
+// 10. Of images of 4 × 4 it has those of four, packed (hopper_tile.h): dy's 4 × 4 · 4 pixels, of which 16 steps of K
+// are an image row, and x's 6 × 6 · 4.
 //
 // A shortcut's gradient, of what it projects times dy, comes from further blocks of the same launch: what they read is
 // on its way while the others multiply. Such a block owns up to six projected chunks of 64 channels, two for each
@@ -24,6 +25,7 @@
 
 #include "hopper_activation.cuh"
 #include "hopper_instructions.cuh"
+#include "hopper_strip.cuh"
 #include "hopper_tile.h"
 #include "hopper_weight_gradient_parameters.cuh"
 #include "tile_of_sums.h"
@@ -32,16 +34,13 @@
 namespace jaxunet::cuda::weight_gradient {
 
 constexpr int kRows = 8, kTapRows = 3, kStages = 8;
-constexpr int kXBytes = Tile{kRows, 0, 1, 1, false, false}.strip_bytes(), kDyBytes = kRows * kStripColumns * kRowBytes;
-constexpr int kPaired = 2;  // samples of a strip, of images of few rows
-static_assert(kPaired * (kRows / kPaired + 2) * kHaloColumns * kRowBytes <= kXBytes);
+constexpr Tile kStrip{kRows, 0, 1, 1, false, false}, kPackedStrip{4, 0, 1, 1, true, false, 4};
+constexpr int kDyBytes = kRows * kStripColumns * kRowBytes;
+constexpr int kPaired = 2, kPackedSamples = kPackedStrip.samples;  // of a strip, of images of few rows; of 4 × 4
+static_assert(kPaired * (kRows / kPaired + 2) * kHaloColumns * kRowBytes <= kStrip.strip_bytes());
+static_assert(kPackedStrip.pixels() == kStrip.pixels() && kPackedStrip.strip_columns() * kPackedSamples == 16);
 constexpr int kHelpers = 96, kHelperPixels = kHelpers / 8;  // the threads of three warps; eight of them read a pixel
-constexpr int kRingBytes = kStages * (kXBytes + kDyBytes);
-constexpr int kBytes = kRingBytes + kBarrierBytes + kHelperPixels * kChunk * 4;
-static_assert(kBytes <= kSharedBytes);
-constexpr int kPair = 2, kMostChunks = kPair * kTapRows;  // of a warpgroup and a block of the shortcut's gradient
-static_assert(3 * (1 + kMostChunks) * kDyBytes <= kRingBytes,
-              "one stage in use, one not yet released, one being filled");
+constexpr int kPair = 2, kMostChunks = kPair * kTapRows;    // of a warpgroup and a block of the shortcut's gradient
 
 constexpr int kThreads = 128 * (kTapRows + 1);
 // Registers a thread, of the 4 · 128 that a multiprocessor has for the four warpgroups.
@@ -50,8 +49,20 @@ constexpr int kComputingRegisters = kActivated ? 136 : 152;
 template <bool kActivated>
 constexpr int kHelpingRegisters = kActivated ? 104 : 56;
 
-template <class T>
+template <class T, bool kPacked>
 struct Block {
+  static constexpr Tile kTile = kPacked ? kPackedStrip : kStrip;
+  static constexpr int kXBytes = kTile.strip_bytes(), kBoxBytes = kTile.box_bytes();
+  static constexpr int kRingBytes = kStages * (kXBytes + kDyBytes);
+  static constexpr int kBytes = kRingBytes + kBarrierBytes + kHelperPixels * kChunk * 4;
+  static_assert(kBytes <= kSharedBytes && kXBytes % 1024 == 0);
+  static_assert(3 * (1 + kMostChunks) * kDyBytes <= kRingBytes,
+                "one stage in use, one not yet released, one being filled");
+  // Bytes from a haloed pixel to that on its right, to the next eight steps of K, and to the pixel below.
+  static constexpr int kRight = kTile.samples * kRowBytes, kEight = kTile.rows_of_eight() * kRowBytes,
+                       kBelow = kTile.halo_columns() * kRight;
+  static constexpr int kRowsOfStep = kPacked ? 1 : 2;  // image rows of 16 steps of K
+
   const Parameters& p;
   unsigned char *x, *dy;
   Barrier *full, *ready, *empty;
@@ -123,6 +134,9 @@ struct Block {
     return {sample, down * kRows, (rest - down * static_cast<int>(p.strips_across.by)) * kStripColumns};
   }
 
+  // What a strip is copied by, whose sample is counted as the images' are.
+  __device__ Strip images(const Strip& at) const { return {at.sample * p.samples, at.row, at.column}; }
+
   // The one after it: without a division.
   __device__ void step(Strip& at) const {
     if ((at.column += kStripColumns) < p.width) return;
@@ -134,15 +148,15 @@ struct Block {
 
   __device__ void load() const {
     const Place place(p.x, x_block);
-    const int bytes = (kRows + 2 * p.samples) * kHaloColumns * kRowBytes + kDyBytes;
+    const int bytes = (kPacked ? kBoxBytes : (kRows + 2 * p.samples) * kHaloColumns * kRowBytes) + kDyBytes;
     Strip at = strip_at(first);
     for (int i = 0; i < count; ++i, step(at)) {
-      const int stage = i % kStages, sample = at.sample * p.samples;
+      const int stage = i % kStages;
+      const Strip from = images(at);
       empty[stage].wait(i / kStages % 2 ^ 1);  // at once the first time round
       full[stage].expect(bytes);
-      load_box(dy + stage * kDyBytes, &p.dy, &full[stage], feature, at.column, at.row, sample);
-      load_box(x + stage * kXBytes, &p.x.maps[place.part], &full[stage], place.channel, at.column - 1, at.row - 1,
-               sample);
+      load_strip<kPacked>(dy + stage * kDyBytes, &p.dy, &full[stage], feature, from, 0);
+      load_strip<kPacked>(x + stage * kXBytes, &p.x.maps[place.part], &full[stage], place.channel, from, 1);
     }
   }
 
@@ -153,9 +167,9 @@ struct Block {
     for (int i = 0, stage = 0, phase = 1; i < count; ++i, step(at)) {
       empty[stage].wait(phase);  // at once the first time round
       full[stage].expect(bytes);
-      const int sample = at.sample * p.samples;
+      const Strip from = images(at);
       unsigned char* to = x + stage * bytes;
-      load_box(to, &p.dy, &full[stage], feature, at.column, at.row, sample);
+      load_strip<kPacked>(to, &p.dy, &full[stage], feature, from, 0);
       int part = begin.part, channel = begin.channel;
       for (int n = 0; n < chunks; ++n) {
         while (channel >= p.projected.channels[part]) {
@@ -163,7 +177,7 @@ struct Block {
           ++part;
         }
         to += kDyBytes;
-        load_box(to, &p.projected.maps[part], &full[stage], channel, at.column, at.row, sample);
+        load_strip<kPacked>(to, &p.projected.maps[part], &full[stage], channel, from, 0);
         channel += kChunk;
       }
       if (++stage == ring) {
@@ -218,11 +232,11 @@ struct Block {
     if (turn == x_block) store_shift(totals, thread, of_sample, slot);
   }
 
-  // Each of the strip's samples has its share of the threads.
+  // Each of the strip's samples has its share of the threads; packed ones take turns at them, as they do at the pixels.
   __device__ void add_dy(float (&totals)[8], const unsigned char* strip, int thread) const {
     constexpr int kPixels = kRows * kStripColumns, kReads = (kPixels + kHelperPixels - 1) / kHelperPixels;
-    static_assert(kHelperPixels % kPaired == 0);
-    const bool paired = p.samples > 1;
+    static_assert(kHelperPixels % kPaired == 0 && kHelperPixels % kPackedSamples == 0);
+    const bool paired = !kPacked && p.samples > 1;
     const int eighth = thread % 8, stride = paired ? kHelperPixels / kPaired : kHelperPixels;
     const int pixels = paired ? kPixels / kPaired : kPixels;
     const int half = thread / 8 >= stride, first_pixel = half * pixels + thread / 8 - half * stride;
@@ -251,11 +265,16 @@ struct Block {
       const float* from = scratch + thread;
       for (int n = 0; n < p.samples && sample * p.samples + n < p.shift.batch; ++n) {
         float total = 0;
+        if constexpr (kPacked) {
 #pragma unroll
-        for (int i = 0; i < kHelperPixels / kPaired; ++i, from += kChunk) total += *from;
-        if (p.samples == 1) {
+          for (int i = n; i < n + kHelperPixels; i += kPackedSamples) total += from[i * kChunk];
+        } else {
 #pragma unroll
           for (int i = 0; i < kHelperPixels / kPaired; ++i, from += kChunk) total += *from;
+          if (p.samples == 1) {
+#pragma unroll
+            for (int i = 0; i < kHelperPixels / kPaired; ++i, from += kChunk) total += *from;
+          }
         }
         p.shift.store(slot, last, sample * p.samples + n, feature + thread, total);
       }
@@ -268,20 +287,19 @@ struct Block {
     float sums[96];
 #pragma unroll
     for (int i = 0; i < 96; ++i) sums[i] = 0;
-    constexpr int kSteps = kRows / 2 / kPaired;                             // of K, in one of two samples
-    const int between = p.samples == 1 ? 0 : 2 * kHaloColumns * kRowBytes;  // the halo between two samples
+    constexpr int kSteps = kRows / 2 / kPaired;                      // of K, in one of two samples
+    const int between = kPacked || p.samples == 1 ? 0 : 2 * kBelow;  // the halo between two samples
     int held = -1;
     for (int i = 0; i < count; ++i) {
       const int stage = i % kStages;
       filled[stage].wait(i / kStages % 2);
       const uint64_t left = matrix(shared_address(dy + stage * kDyBytes), 8 * kRowBytes);
-      const uint64_t right = matrix(shared_address(x + stage * kXBytes) + tap_row * kHaloColumns * kRowBytes,
-                                    kHaloColumns * kRowBytes, kRowBytes);
+      const uint64_t right = matrix(shared_address(x + stage * kXBytes) + tap_row * kBelow, kEight, kRight);
       begin_products();
 #pragma unroll
-      for (int k = 0; k < kRows / 2; ++k) {  // two image rows: 16 pixels
+      for (int k = 0; k < kRows / 2; ++k) {  // 16 pixels
         Product<T, true, true, 192>::run(sums, advance(left, 16 * kRowBytes * k),
-                                         advance(right, 2 * kHaloColumns * kRowBytes * k + k / kSteps * between), true);
+                                         advance(right, kRowsOfStep * kBelow * k + k / kSteps * between), true);
       }
       commit_products();
       wait_products<1>();

@@ -40,7 +40,7 @@ struct Work {
 struct Parameters {
   Image x, projected;
   CUtensorMap dy;
-  int samples;  // of a strip: 1 or kPaired
+  int samples;  // of a strip: 1, two one below the other, or four packed
   int features;
   Divisor feature_blocks, x_blocks;  // of 64 channels
   Work kernel, shortcut;             // tiles of 64 × 64 channels; of `block_chunks` × 64 · 64

@@ -24,10 +24,12 @@ SHORTCUTS = (
     Case(3, 4, (5,), 7, (3, 2, 4, 1), norm=False, batch=2),
 )
 
-# Images of four rows, of which the weight gradient sums two samples at a time: an odd number of them, two strips across, and channels
-# that whole tiles hold or do not; and more samples of one strip than a block sums, whose sums of dy several blocks share.
+# Images of four rows, of which the weight gradient sums two samples at a time, or four of 4 × 4: numbers of them that these do not divide,
+# two strips across, and channels that whole tiles hold or do not; and more samples of one strip than a block sums, whose sums of dy
+# several blocks share.
 SMALL = (
     Case(4, 4, (64, 64), 128, batch=7, per_sample=True),
+    Case(4, 4, (64, 72), 72, (40, 64), norm=False, batch=3, per_sample=True),
     Case(4, 12, (64,), 72, (40,), batch=5, per_sample=True),
     Case(8, 8, (128, 64), 64, batch=37, per_sample=True),
 )
