@@ -130,7 +130,8 @@ class EmaConfig:
 @dataclass(frozen=True)
 class TrainConfig:
     steps: int = 1200
-    steps_per_call: int = 1  # of one call of the compiled program: more leave the host less to do; all other counts are multiples
+    # Of one call of the compiled program: more leave the host less to do; all other counts are multiples. 0: as many as suit.
+    steps_per_call: int = 1
     log_every: int = 25
     sample_every: int = 400  # 0 = never
     sample_count: int = 60
@@ -221,12 +222,12 @@ POSITIVE = [
     'timesteps.policy_memory', 'timesteps.policy_learning_rate', 'timesteps.adaptive_bins', 'timesteps.adaptive_memory',
     'data.image_size', 'data.batch_size', 'optimizer.learning_rate', 'optimizer.eps', 'optimizer.accumulate_steps', 'train.steps',
     'train.log_every', 'train.checkpoint_every', 'train.keep', 'train.sample_count', 'train.sample_steps', 'train.max_bad_steps',
-    'train.steps_per_call', 'evaluation.samples', 'evaluation.batch_size',
+    'evaluation.samples', 'evaluation.batch_size',
 ]
 NOT_NEGATIVE = [
     'seed', 'parallel.devices', 'model.num_heads', 'model.num_heads_upsample', 'model.num_head_channels', 'model.num_classes',
     'diffusion.vlb_weight', 'loss.p2_gamma', 'timesteps.policy_entropy', 'data.num_workers', 'optimizer.weight_decay',
-    'optimizer.warmup_steps', 'optimizer.clip_norm', 'train.sample_every', 'train.evaluate_every',
+    'optimizer.warmup_steps', 'optimizer.clip_norm', 'train.steps_per_call', 'train.sample_every', 'train.evaluate_every',
     'evaluation.steps', 'evaluation.guidance_scale',
 ]
 # fmt: on

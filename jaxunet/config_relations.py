@@ -9,6 +9,8 @@ from jaxunet.errors import near_misses
 if TYPE_CHECKING:
     from jaxunet.config import Config
 
+# Of `train`; several steps of a call divide them.
+STEP_COUNTS = ('steps', 'log_every', 'sample_every', 'evaluate_every', 'checkpoint_every')
 METRICS = ('fid', 'kid', 'precision', 'recall', 'inception_score')
 
 
@@ -66,7 +68,7 @@ def check_relations(config: Config) -> list[str]:
         t.sample_every == 0 or m.image_channels in (1, 3),
         f'model.image_channels: sample grids show 1 or 3, found {m.image_channels}; set train.sample_every=0',
     )
-    for name in ('steps', 'log_every', 'sample_every', 'evaluate_every', 'checkpoint_every'):
+    for name in STEP_COUNTS if t.steps_per_call else ():
         count = getattr(t, name)
         require(count % t.steps_per_call == 0, f'train.{name}: {count} is not a multiple of train.steps_per_call ({t.steps_per_call})')
     e = config.evaluation

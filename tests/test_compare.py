@@ -337,7 +337,7 @@ def test_runs_that_were_measured_in_different_ways_do_not_compare(tmp_path, fiel
 def test_step_costs_take_turns():
     configs = {name: Method(name, METHODS[name]).apply(tiny_config(parallel={'devices': 1})) for name in ('uniform', 'policy')}
     configs['policy'] = configs['policy'].replace(timesteps={'policy_every': 3})
-    assert step_cost.steps_of_a_turn([configs['uniform']]) == 8
+    assert step_cost.steps_of_a_turn([configs['uniform']], [1]) == 8
     found = step_cost.measure(configs, rounds=2)
     assert found['costs']['uniform']['ratio'] == 1
     assert found['costs']['policy']['ratio'] > 0

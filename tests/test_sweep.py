@@ -104,8 +104,8 @@ def test_an_axis_given_twice():
         (['data.batch_size=8,9', 'parallel.devices=2,4'], 'no point with 9 can run: data.batch_size: 9 images at a time do not divide'),
         (['jit=on,off', 'parallel.devices=2,4'], 'no point with off can run: jit=off: runs on one device'),
         (
-            ['train.steps_per_call=1,2', 'train.log_every=2'],
-            'no point with 2 can run: train.steps_per_call: a point times steps one by one, found 2',
+            ['jit=on,off', 'train.steps_per_call=2', 'train.log_every=2', 'parallel.devices=1'],
+            'no point with off can run: jit=off: runs steps one by one, found train.steps_per_call=2; set it to 0 or 1',
         ),
         (['batch_per_device=4', 'data.batch_size=8'], 'data.batch_size and batch_per_device set the same field'),
         (['data.num_workers=0,2', 'data.cache=device'], 'data.num_workers: 2 has no effect, as data.cache=device'),
@@ -346,6 +346,10 @@ def test_statistics_of_steps():
     assert found['step_ms']['median'] == pytest.approx(100)
     assert found['images_per_s'] == pytest.approx(40)  # one slow step of five pairs changes nothing
     assert found['images_per_s_range'] == pytest.approx([20, 40])
+    together = measure.statistics(ends, batch=4, unit=5)
+    assert together['steps'] == 50
+    assert together['step_ms']['median'] == pytest.approx(20)
+    assert together['images_per_s'] == pytest.approx(200)
 
 
 @pytest.mark.parametrize(('max_seconds', 'expected'), [(1e9, 12), (0.0, measure.MIN_STEPS)])
@@ -363,7 +367,7 @@ def test_the_clock_covers_the_timed_steps_alone(max_seconds, expected):
 
     def step(state, data):
         dispatched.append(data)
-        return state, {'step_loss': Loss(0.5)}
+        return state, {'step_loss': [1.0, Loss(0.5)]}
 
     ends, loss = measure.run(step, np.zeros(1), lambda: len(dispatched), lambda m: m, 3, 12, max_seconds, clock=lambda: now[0])
     assert np.diff(ends).tolist() == [1.0] * expected

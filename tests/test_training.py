@@ -20,6 +20,7 @@ from jaxunet.diffusion import make_diffusion
 from jaxunet.errors import UserError
 from jaxunet.ops import TABLES
 from jaxunet.training import loop
+from jaxunet.training.calls import steps_of_call
 from jaxunet.training.logs import read_metrics
 from jaxunet.training.loop import fresh_state, train
 from jaxunet.training.parallel import Parallel
@@ -156,12 +157,22 @@ def test_the_loop_counts_every_step_of_a_call(tmp_path, source, caplog):
         'train.steps_per_call: XLA runs a loop of 3 steps slowly on a CPU; 1 is quicker there'
     ]
     np.testing.assert_allclose(rows[1], rows[0], rtol=1e-4)
-    with pytest.raises(UserError, match=r'train.steps_per_call: 8 does not divide the step to go on from, 12'):
+    with pytest.raises(UserError, match=r'train.steps_per_call: 8 does not divide the step to go on from, 12; set it to 0, 1, or'):
         train(config.replace(train={'steps': 24, 'steps_per_call': 8}), tmp_path / '1', source)
     with pytest.raises(
         UserError, match=r'train.steps_per_call: 3 steps in one call need the images in device memory, but those of digits: '
     ):
         train(config.replace(data={'cache': 'stream'}), tmp_path / 'stream', source)
+
+
+def test_as_many_steps_of_a_call_as_suit():
+    counts = {'steps': 400, 'log_every': 100, 'sample_every': 0, 'checkpoint_every': 200}
+    config = tiny_config(train={'steps_per_call': 0, **counts})
+    assert steps_of_call(config, resident=True, platform='gpu') == 20
+    assert steps_of_call(config, resident=True, platform='gpu', start=30) == 10
+    assert steps_of_call(config.replace(train={'checkpoint_every': 199}), resident=True, platform='gpu') == 1
+    assert steps_of_call(config, resident=False, platform='gpu') == steps_of_call(config, resident=True, platform='cpu') == 1
+    assert steps_of_call(config.replace(train={'steps_per_call': 4}), resident=True, platform='cpu') == 4
 
 
 def test_a_bad_step_changes_only_the_counters(source):

@@ -84,7 +84,7 @@ def make_plan(
     for flag, value in (('rounds', rounds), ('steps', steps)):
         if value is not None and value < 1:
             raise UserError(f'--{flag}: expected 1 or more, found {value}')
-    if steps is not None and steps % config.train.steps_per_call:
+    if steps is not None and config.train.steps_per_call and steps % config.train.steps_per_call:
         raise UserError(f'--steps: {steps} is not a multiple of train.steps_per_call ({config.train.steps_per_call})')
     for size in batch_sizes:
         if not size.isdecimal() or int(size) == 0:

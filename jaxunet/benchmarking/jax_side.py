@@ -19,6 +19,7 @@ from jaxunet.data import pipeline
 from jaxunet.data.source import ArraySource, Source, no_labels
 from jaxunet.diffusion import Diffusion, make_diffusion, per_sample_loss, q_sample
 from jaxunet.ops import describe, load_ops
+from jaxunet.training.calls import steps_of_call
 from jaxunet.training.parallel import Parallel
 from jaxunet.training.state import Params, TrainState, make_optimizer
 from jaxunet.training.step import make_train_step
@@ -73,7 +74,8 @@ class JaxSide:
             data = parallel.put_batch(next(batches))
         held: dict[str, Any] = {'state': parallel.replicate(self.start), 'data': data}
         del data
-        optimizer, diffusion, unit = make_optimizer(config), make_diffusion(config.diffusion), config.train.steps_per_call
+        optimizer, diffusion = make_optimizer(config), make_diffusion(config.diffusion)
+        unit = steps_of_call(config, resident=batches is None, platform=parallel.devices[0].platform)
 
         def build() -> Any:
             def make(axis: str | None) -> Any:

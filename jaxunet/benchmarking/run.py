@@ -64,7 +64,8 @@ def _case(plan: Plan, config: Config, source: Source, state: TrainState, case: R
         prepared = {name: p for name, p in ready.items() if isinstance(p, Prepared)}
         runs, unit = {name: p.run for name, p in prepared.items()}, max((p.unit for p in prepared.values()), default=1)
         counts = (_try(steps_in, TURN_SECONDS, call, unit) for call in runs.values())
-        steps = plan.steps or turn_steps([n for n in counts if isinstance(n, int)], unit)
+        asked = -(-plan.steps // unit) * unit if plan.steps else 0  # whole calls
+        steps = asked or turn_steps([n for n in counts if isinstance(n, int)], unit)
         times = interleave(runs, rounds=plan.rounds, steps=steps)
         first = times.get(plan.sides[0])
         for name, p in ready.items():

@@ -49,7 +49,8 @@ class Spec:
 
 def base_config(config: Config) -> Config:
     """What all runs share: time ends them, so nothing may depend on the number of steps, and nothing else takes time."""
-    forever = FOREVER // config.train.steps_per_call * config.train.steps_per_call
+    together = max(config.train.steps_per_call, 1)
+    forever = FOREVER // together * together
     quiet = {'steps': forever, 'checkpoint_every': forever, 'sample_every': 0, 'evaluate_every': 0}
     return config.replace(train=quiet, optimizer={'schedule': 'constant'})
 

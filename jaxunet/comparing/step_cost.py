@@ -33,12 +33,14 @@ def measure(configs: dict[str, Config], steps: int | None = None, rounds: int = 
     first = next(iter(configs.values()))
     height, width, channels = first.image_shape
     source = open_source(first.data.path, image_shape=(height, width, channels), classes=first.data.classes)
-    steps = steps or steps_of_a_turn(configs.values())
-    sides = {}
+    sides, units = {}, []
     for name, config in configs.items():
         # Random weights in the last layers too: a network of zeros takes a GPU less power.
-        sides[name] = JaxSide(config, source, fresh_state(config.replace(model={'zero_init': False}))).prepare('step').run
+        prepared = JaxSide(config, source, fresh_state(config.replace(model={'zero_init': False}))).prepare('step')
+        sides[name] = prepared.run
+        units.append(prepared.unit)
         print(f'{name}: compiled', file=sys.stderr, flush=True)
+    steps = steps or steps_of_a_turn(configs.values(), units)
     for run in sides.values():
         run(steps)
     times = timing.interleave(sides, rounds=rounds, steps=steps)
@@ -53,10 +55,9 @@ def measure(configs: dict[str, Config], steps: int | None = None, rounds: int = 
     return {'costs': costs, 'rounds': rounds, 'steps': steps, 'batch': first.data.batch_size, **rows.provenance()}
 
 
-def steps_of_a_turn(configs: Iterable[Config]) -> int:
-    """At least `STEPS`, and a multiple of every policy's `policy_every` and of what each runs in one call."""
-    every = [(c.train.steps_per_call, c.timesteps.policy_every if c.timesteps.sampler == 'policy' else 1) for c in configs]
-    least = math.lcm(*(n for pair in every for n in pair))
+def steps_of_a_turn(configs: Iterable[Config], units: Iterable[int]) -> int:
+    """At least `STEPS`, and a multiple of every policy's `policy_every` and of `units`, what each runs in one call."""
+    least = math.lcm(*units, *(c.timesteps.policy_every for c in configs if c.timesteps.sampler == 'policy'))
     return least * -(-STEPS // least)
 
 

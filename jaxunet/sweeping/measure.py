@@ -42,6 +42,7 @@ from jaxunet.ops import describe, load_ops
 from jaxunet.processes import OUT_OF_MEMORY
 from jaxunet.sweeping.points import WORKERS
 from jaxunet.sweeping.runner import ERROR, OK, Task
+from jaxunet.training.calls import steps_of_call
 from jaxunet.training.loop import IN_FLIGHT, fresh_state
 from jaxunet.training.parallel import CompiledStep, Data, Parallel
 from jaxunet.training.state import TrainState, make_optimizer
@@ -82,20 +83,23 @@ def measure(task: Task) -> dict[str, Any]:
         return make_train_step(config, model, make_diffusion(config.diffusion), make_optimizer(config), axis_name=axis)
 
     programs = Programs()
+    unit = 1
     if task.jit:
-        step, lower_s, compile_s = timed_compile(lambda: parallel.compile(make_step, state, data, keep=True))
+        unit = steps_of_call(config, resident=cache == 'device', platform=parallel.devices[0].platform)
+        step, lower_s, compile_s = timed_compile(lambda: parallel.compile(make_step, state, data, steps=unit, keep=True))
     else:
         # Thousands of programs, each too quick to be kept by itself; another attempt need not make them again.
         jax.config.update('jax_persistent_cache_min_compile_time_secs', 0.0)
         step = eager(make_step(None), config)
         _, lower_s, compile_s = timed_compile(lambda: jax.block_until_ready(step(state, data)[1]))
-    row = {'lower_s': lower_s, 'compile_s': compile_s, 'compile_cached': programs.cached, 'data_cache': cache}
+    row = {'lower_s': lower_s, 'compile_s': compile_s, 'compile_cached': programs.cached, 'data_cache': cache, 'steps_per_call': unit}
     if task.compile_only:
         return row
     warmup = task.warmup if cache == 'device' else max(task.warmup, _read_ahead(config))
     with _feed(parallel, source, config, data if cache == 'device' else None, warmup + task.steps + IN_FLIGHT) as feed:
-        ends, loss = run(step, state, feed, parallel.local, warmup, task.steps, task.max_seconds)
-    return row | statistics(ends, config.data.batch_size) | {'warmup': warmup, 'loss': loss} | _peak(parallel)
+        calls = -(-warmup // unit), -(-task.steps // unit)
+        ends, loss = run(step, state, feed, parallel.local, *calls, task.max_seconds, in_flight=max(IN_FLIGHT // unit, 1))
+    return row | statistics(ends, config.data.batch_size, unit) | {'warmup': warmup, 'loss': loss} | _peak(parallel)
 
 
 class Programs:
@@ -140,24 +144,25 @@ def run(
     warmup: int,
     steps: int,
     max_seconds: float,
+    in_flight: int = IN_FLIGHT,
     clock: Callable[[], float] = time.perf_counter,
 ) -> tuple[list[float], float | None]:
-    """Steps as the training loop does them, up to `IN_FLIGHT` queued.
+    """Calls of the compiled step as the training loop does them, up to `in_flight` queued.
 
-    Returns the times at which the last warm-up step and every timed step were done, and the loss of the last (None: not finite).
-    Steps follow the timed ones, so that these end in a full queue too.
+    Returns the times at which the last warm-up call and every timed call were done, and the loss of the last step (None: not finite).
+    Calls follow the timed ones, so that these end in a full queue too.
     """
     queue: collections.deque[Metrics] = collections.deque()
     ends: list[float] = []
     loss = math.nan
     with garbage_set_aside():
-        for i in range(warmup + steps + IN_FLIGHT):
+        for i in range(warmup + steps + in_flight):
             state, metrics = step(state, feed())
             queue.append(local(metrics))
-            if len(queue) <= IN_FLIGHT:
+            if len(queue) <= in_flight:
                 continue
-            loss = float(queue.popleft()['step_loss'])  # waits for the step
-            if i - IN_FLIGHT >= warmup - 1:
+            loss = float(np.atleast_1d(queue.popleft()['step_loss'])[-1])  # waits for the call
+            if i - in_flight >= warmup - 1:
                 ends.append(clock())
                 if len(ends) > MIN_STEPS and ends[-1] - ends[0] > max_seconds:
                     break
@@ -165,14 +170,14 @@ def run(
     return ends, loss if math.isfinite(loss) else None
 
 
-def statistics(ends: list[float], batch: int) -> dict[str, Any]:
-    """Of steps that ended at these times, the first of which only starts the clock."""
-    times = np.diff(ends) * 1e3
+def statistics(ends: list[float], batch: int, unit: int = 1) -> dict[str, Any]:
+    """Of calls of `unit` steps that ended at these times, the first of which only starts the clock."""
+    times = np.diff(ends) * 1e3 / unit
     low, median, high = (float(v) for v in np.percentile(times, (25, 50, 75)))
     bounds = np.linspace(0, len(times), min(WINDOWS, len(times)) + 1).astype(int)
-    rates = [batch * int(b - a) / (ends[b] - ends[a]) for a, b in itertools.pairwise(bounds)]
+    rates = [batch * unit * int(b - a) / (ends[b] - ends[a]) for a, b in itertools.pairwise(bounds)]
     return {
-        'steps': len(times),
+        'steps': len(times) * unit,
         'step_ms': {'median': median, 'quartiles': [low, high]},
         'images_per_s': float(np.median(rates)),
         'images_per_s_range': [min(rates), max(rates)],

@@ -35,6 +35,7 @@ from jaxunet.ops import describe, load_ops
 from jaxunet.progress import progress_bar
 from jaxunet.sampling import SamplerConfig
 from jaxunet.training.background import Background
+from jaxunet.training.calls import steps_of_call
 from jaxunet.training.clock import Clock, Milestones
 from jaxunet.training.evaluation import Evaluator, evaluation_table
 from jaxunet.training.logs import Logs
@@ -139,11 +140,7 @@ class _Run:
         self.class_names = source.class_names if config.model.num_classes else ()
         self.state, self.step = self._restore(initial)
         agree({'the step to go on from': self.step})
-        self.start, self.at_once = self.step, config.train.steps_per_call
-        if self.start % self.at_once:
-            raise UserError(
-                f'train.steps_per_call: {self.at_once} does not divide the step to go on from, {self.start}; set it to 1, or to what does'
-            )
+        self.start = self.step
         self.stop = False
         self.failed_save = ''
 
@@ -177,7 +174,9 @@ class _Run:
             )
             return self.step
         data, batches = self._open_data()
-        if self.at_once > 1 and self.parallel.devices[0].platform == 'cpu':
+        platform = self.parallel.devices[0].platform
+        self.at_once = steps_of_call(self.config, resident=batches is None, platform=platform, start=self.start)
+        if self.at_once > 1 and platform == 'cpu':
             logging.warning('train.steps_per_call: XLA runs a loop of %d steps slowly on a CPU; 1 is quicker there', self.at_once)
         logs = Logs(self.workdir, self.start) if self.main else None
         if self.config.train.evaluate_every and self.main:

@@ -31,13 +31,15 @@ from jaxunet.training.step import Batch, Metrics, TrainStep
 
 AXIS = 'data'
 STOP = 'stop'
-# XLA's options for several GPUs; one that XLA_FLAGS sets is left to it.
+# XLA's options, of which one that XLA_FLAGS sets is left to it. For several GPUs:
 OVERLAP: dict[str, str | bool] = {
     # Orders operations so that transfers have something to run beside.
     'xla_gpu_enable_latency_hiding_scheduler': True,
     # Gradients are combined up to so many bytes. Large transfers use the links better, but the last can only start when all is computed.
     'xla_gpu_all_reduce_combine_threshold_bytes': str(16 * 2**20),
 }
+# For one GPU: kernels of a CUDA graph that do not wait for each other, such as both gradients of a layer, run side by side.
+SIDE_BY_SIDE: dict[str, str | bool] = {'xla_gpu_command_buffer_scheduling_mode': 'CONCURRENT'}
 Data = dict[str, Any]  # images + labels (resident), or image + label (one streamed batch); stop, in runs of several processes
 RESIDENT = ('images', 'labels')
 CompiledStep = Callable[[TrainState, Data], tuple[TrainState, Metrics]]
@@ -155,10 +157,11 @@ class Parallel:
 
     @property
     def compiler_options(self) -> dict[str, str | bool]:
-        """`OVERLAP` on several GPUs."""
-        if self.devices[0].platform != 'gpu' or len(self.devices) == 1:
+        """`OVERLAP` on several GPUs, `SIDE_BY_SIDE` on one."""
+        if self.devices[0].platform != 'gpu':
             return {}
-        return {name: value for name, value in OVERLAP.items() if name not in os.environ.get('XLA_FLAGS', '')}
+        options = OVERLAP if len(self.devices) > 1 else SIDE_BY_SIDE
+        return {name: value for name, value in options.items() if name not in os.environ.get('XLA_FLAGS', '')}
 
     def lower(self, make_step: Callable[[str | None], TrainStep], state: TrainState, data: Data, steps: int = 1) -> jax.stages.Lowered:
         """The step for these arguments, or several of them, not compiled yet."""
