@@ -23,6 +23,7 @@ from jaxunet.errors import UserError, near_misses
 class ParallelConfig:
     mode: str = 'jit'  # jit: one program over a device mesh; pmap: one program a device
     devices: int = 0  # how many devices to use; 0 = all
+    concurrent_kernels: bool = False  # of one GPU: its kernels run at once where none waits for another; takes more memory
 
 
 @dataclass(frozen=True)

@@ -35,7 +35,7 @@ FIELDS = {
 }  # fmt: skip
 MEASURED = {
     'median_ms', 'quartiles_ms', 'ratio', 'ratio_quartiles', 'images_per_second', 'mfu', 'bytes_moved', 'bandwidth_share', 'peak_bytes',
-    'lower_s', 'compile_s', 'steps_per_call', 'ops', 'bytes_source', 'peak_source',
+    'lower_s', 'compile_s', 'steps_per_call', 'concurrent_kernels', 'ops', 'bytes_source', 'peak_source',
 }  # fmt: skip
 
 
@@ -265,8 +265,9 @@ def test_table_shows_the_latest_row_of_a_case() -> None:
         'GPU; jax 1; driver 5; commit abc. Measured rates of the device: float32 matrix product 1 TFLOP/s'
     )
     assert text.splitlines()[-1] == '| x | float32, 8 | step | xla | 1.5 (1 to 3) | 0.75 | 4,000 | 50.0% | 25% | – | 3.0 |'
-    both = table.markdown([row | {'steps_per_call': 1}, row | {'steps_per_call': 20}]).splitlines()[-2:]
-    assert ['| step |' in both[0], '| step, 20 a call |' in both[1]] == [True, True]
+    several = [{'steps_per_call': 1}, {'steps_per_call': 20}, {'steps_per_call': 20, 'concurrent_kernels': True}]
+    lines = table.markdown([row | changes for changes in several]).splitlines()[-3:]
+    assert [line.split(' | ')[2] for line in lines] == ['step', 'step, 20 a call', 'step, 20 a call, concurrent kernels']
     caption = table.markdown([row, row | {'batch_size': 4, 'matmul_flops': 2e12}]).splitlines()[0]
     assert caption.endswith('float32 matrix product 1 to 2 TFLOP/s; copy 1000 GB/s.')
     with pytest.raises(UserError, match='no benchmark rows'):

@@ -22,7 +22,7 @@ from jaxunet.errors import UserError
 from jaxunet.ops import load_ops
 from jaxunet.training.logs import read_metrics
 from jaxunet.training.loop import fresh_state, train
-from jaxunet.training.parallel import OVERLAP, SIDE_BY_SIDE, Parallel
+from jaxunet.training.parallel import CONCURRENT, OVERLAP, Parallel
 from jaxunet.training.state import make_optimizer
 from jaxunet.training.step import make_train_step
 from jaxunet.unet import build_unet
@@ -309,8 +309,10 @@ def test_each_gradient_is_reduced_on_its_own(mode):
 
 def test_xla_knows_the_options_of_overlap():
     """Options for GPUs are parsed, and refused if unknown, on any device."""
-    for name, value in (OVERLAP | SIDE_BY_SIDE).items():
+    for name, value in (OVERLAP | CONCURRENT).items():
         assert int(jax.jit(lambda x: x + 1, compiler_options={name: value})(1)) == 2
     with pytest.raises(Exception, match='No such compile option'):
         jax.jit(lambda x: x + 1, compiler_options={'xla_gpu_overlap': True})(1)
     assert not Parallel(tiny_config()).compiler_options  # on a CPU
+    with pytest.raises(UserError, match=r'parallel.concurrent_kernels: needs one GPU, found \d+ x cpu; set it to False'):
+        Parallel(tiny_config(parallel={'concurrent_kernels': True}))

@@ -44,7 +44,7 @@ def markdown(rows: Iterable[Row]) -> str:
         missing = [name for name in NEEDED if name not in row]
         if missing:
             raise UserError(f'a benchmark row has no field "{missing[0]}"; it was not written by this version')
-        latest[(*(row[name] for name in SAME), _steps_per_call(row))] = row
+        latest[(*(row[name] for name in SAME), _together(row))] = row
     if not latest:
         raise UserError('no benchmark rows; python -m jaxunet.benchmark writes them')
     devices = dict.fromkeys(row['device'] for row in latest.values())
@@ -81,14 +81,14 @@ def _range(rows: list[Row], field: str, unit: float) -> str:
     return shown[0] if shown[0] == shown[-1] else f'{shown[0]} to {shown[-1]}'
 
 
-def _steps_per_call(row: Row) -> int:
-    """Rows from before there was a choice have one."""
-    return int(row.get('steps_per_call', 1))
+def _together(row: Row) -> str:
+    """What runs together: steps of a call, kernels. Rows from before there was a choice have one of each."""
+    steps = f', {row["steps_per_call"]} a call' if row.get('steps_per_call', 1) > 1 else ''
+    return steps + (', concurrent kernels' if row.get('concurrent_kernels', False) else '')
 
 
 def _cells(row: Row) -> list[str]:
-    together = f', {_steps_per_call(row)} a call' if _steps_per_call(row) > 1 else ''
-    start = [row['config'], f'{row["precision"]}, {row["batch_size"]}', row['direction'] + together, row['backend']]
+    start = [row['config'], f'{row["precision"]}, {row["batch_size"]}', row['direction'] + _together(row), row['backend']]
     if row.get('error') is not None:
         return [*start, 'error: ' + ' '.join(row['error'].split()).replace('|', '\\|')[:160], *[''] * 6]
     low, high = row['quartiles_ms']

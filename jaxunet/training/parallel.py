@@ -38,8 +38,9 @@ OVERLAP: dict[str, str | bool] = {
     # Gradients are combined up to so many bytes. Large transfers use the links better, but the last can only start when all is computed.
     'xla_gpu_all_reduce_combine_threshold_bytes': str(16 * 2**20),
 }
-# For one GPU: kernels of a CUDA graph that do not wait for each other, such as both gradients of a layer, run side by side.
-SIDE_BY_SIDE: dict[str, str | bool] = {'xla_gpu_command_buffer_scheduling_mode': 'CONCURRENT'}
+# For one GPU: kernels of a CUDA graph that do not wait for each other, such as both gradients of a layer, run at once. XLA then has what
+# they write share less memory.
+CONCURRENT: dict[str, str | bool] = {'xla_gpu_command_buffer_scheduling_mode': 'CONCURRENT'}
 Data = dict[str, Any]  # images + labels (resident), or image + label (one streamed batch); stop, in runs of several processes
 RESIDENT = ('images', 'labels')
 CompiledStep = Callable[[TrainState, Data], tuple[TrainState, Metrics]]
@@ -64,7 +65,7 @@ class Parallel:
       config: `parallel.mode` and `parallel.devices`, of all processes; `data.batch_size` must divide among the devices.
 
     Raises:
-      UserError: more devices than there are, or a batch that does not divide.
+      UserError: more devices than there are, a batch that does not divide, or `parallel.concurrent_kernels` without a GPU or on several.
     """
 
     def __init__(self, config: Config) -> None:
@@ -87,6 +88,8 @@ class Parallel:
                 f'gives {micro} images, which do not divide among {count} devices'
             )
         self.devices = available[:count]
+        if config.parallel.concurrent_kernels and (count > 1 or available[0].platform != 'gpu'):
+            raise UserError(f'parallel.concurrent_kernels: needs one GPU, found {count} x {available[0].platform}; set it to False')
         self.local_devices = [d for d in self.devices if d.process_index == jax.process_index()]
         self.mesh = Mesh(np.array(self.devices), (AXIS,))
         self.pmap = config.parallel.mode == 'pmap'
@@ -157,10 +160,10 @@ class Parallel:
 
     @property
     def compiler_options(self) -> dict[str, str | bool]:
-        """`OVERLAP` on several GPUs, `SIDE_BY_SIDE` on one."""
+        """`OVERLAP` on several GPUs, `CONCURRENT` on one if asked for."""
         if self.devices[0].platform != 'gpu':
             return {}
-        options = OVERLAP if len(self.devices) > 1 else SIDE_BY_SIDE
+        options = OVERLAP if len(self.devices) > 1 else CONCURRENT if self.config.parallel.concurrent_kernels else {}
         return {name: value for name, value in options.items() if name not in os.environ.get('XLA_FLAGS', '')}
 
     def lower(self, make_step: Callable[[str | None], TrainStep], state: TrainState, data: Data, steps: int = 1) -> jax.stages.Lowered:
