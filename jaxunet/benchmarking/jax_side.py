@@ -54,7 +54,6 @@ class JaxSide:
         self.model = build_unet(config, load_ops(config.backend, config.precision))
         self.notes = {
             'ops': describe(config.backend, config.precision),
-            'concurrent_kernels': config.parallel.concurrent_kernels,
             'bytes_source': 'operands and results of every kernel in the optimised HLO',
             'peak_source': "XLA's memory analysis of the executable",
         }

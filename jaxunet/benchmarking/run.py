@@ -33,6 +33,7 @@ def run(plan: Plan, source: Source, command: str) -> Iterator[Row]:
     """
     origin = {'kind': 'benchmark', 'time': datetime.datetime.now(datetime.UTC).isoformat(timespec='seconds'), **provenance()}
     origin |= {'devices': 1, 'command': command, 'config': plan.name, 'images': source.name}
+    origin |= {'concurrent_kernels': plan.config.parallel.concurrent_kernels}
     flops = estimate.forward_flops(plan.config)
     for precision in plan.precisions:
         rates = measure_rates(precision)
