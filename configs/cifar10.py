@@ -45,7 +45,7 @@ def get_config() -> ConfigDict:
     config.ema.rates = (0.9999,)
 
     config.train.steps = 800_000
-    config.train.steps_per_call = 0  # as many as suit: on a GPU its host would be slower than the steps
+    config.train.steps_per_call = 0  # as many as suit: a GPU's host may be slower than its steps
     config.train.log_every = 100
     config.train.sample_every = 10_000
     config.train.sample_count = 64

@@ -40,7 +40,10 @@ PRECISIONS = flags.DEFINE_list('precisions', [], "Compute types; default: the co
 DIRECTION = flags.DEFINE_list('directions', [], f'Some of {", ".join(DIRECTIONS)}; default: all.')
 ROUNDS = flags.DEFINE_integer('rounds', 10, 'Turns of each side; medians and quartiles are over them.')
 STEPS = flags.DEFINE_integer(
-    'steps', None, 'Steps of one turn; default: as many as take the quickest side half a second, and the slowest not over two; at least 10.'
+    'steps',
+    None,
+    'Steps of one turn; default: as many as take the quickest side half a second, and the slowest not over two; at least 10. Rounded '
+    'up to whole calls.',
 )
 SYNTHETIC = flags.DEFINE_bool('synthetic', False, 'Random images in place of data.path: times do not depend on pixels.')
 OUTPUT = flags.DEFINE_string('output', 'benchmark.jsonl', 'File that rows are appended to.')

@@ -42,7 +42,9 @@ PRESET = flags.DEFINE_enum('preset', None, list(PRESETS), 'A ready sweep; --vary
 OUTPUT = flags.DEFINE_string('output', None, 'Folder for results and report; default: runs/sweep, or runs/sweep_PRESET.')
 STEPS = flags.DEFINE_integer('steps', None, 'Steps to time at every point; default: 100, or what the preset says.', lower_bound=1)
 WARMUP = flags.DEFINE_integer('warmup', None, 'Steps before them; default: 10, or what the preset says.', lower_bound=1)
-MAX_SECONDS = flags.DEFINE_float('max_seconds', 60.0, 'End the timed steps of a point after this (5 at least).', lower_bound=0.0)
+MAX_SECONDS = flags.DEFINE_float(
+    'max_seconds', 60.0, 'End the timed steps of a point after this (5 calls of the compiled step at least).', lower_bound=0.0
+)
 TIMEOUT = flags.DEFINE_float('timeout', 900.0, 'Seconds after which the process of a point is ended.', lower_bound=0.1)
 RETRY_FAILED = flags.DEFINE_bool('retry_failed', False, 'Run points again that failed before.')
 COMPILE_JOBS = flags.DEFINE_integer(
@@ -98,6 +100,8 @@ def measure(directory: pathlib.Path) -> None:
     points, notes = expand(config, axes, machine)
     if options.tool == runner.PROFILE and not all(point.jit for point in points):
         raise UserError(f'--vary jit: --preset {PRESET.value} traces compiled steps, so off has no meaning; leave jit out')
+    if options.tool == runner.PROFILE and any(not p.problem and resolve(p.raw).train.steps_per_call > 1 for p in points):
+        raise UserError(f'train.steps_per_call: --preset {PRESET.value} traces steps one by one; set it to 0 or 1')
     check_data(points)
     for note in notes:
         print(f'note: {note}')

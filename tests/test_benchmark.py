@@ -30,13 +30,13 @@ from jaxunet.training.loop import fresh_state
 from jaxunet.unet import build_unet
 
 FIELDS = {
-    'kind', 'time', 'git', 'device', 'devices', 'driver', 'versions', 'command', 'config', 'images', 'concurrent_kernels', 'precision',
+    'kind', 'time', 'git', 'device', 'devices', 'driver', 'versions', 'command', 'config', 'images', 'precision',
     'batch_size', 'rounds', 'steps_per_round', 'matmul_flops', 'copy_bytes_per_s', 'forward_flops', 'backend', 'direction', 'reference',
     'error',
 }  # fmt: skip
 MEASURED = {
     'median_ms', 'quartiles_ms', 'ratio', 'ratio_quartiles', 'images_per_second', 'mfu', 'bytes_moved', 'bandwidth_share', 'peak_bytes',
-    'lower_s', 'compile_s', 'steps_per_call', 'ops', 'bytes_source', 'peak_source',
+    'lower_s', 'compile_s', 'steps_per_call', 'concurrent_kernels', 'ops', 'bytes_source', 'peak_source',
 }  # fmt: skip
 
 

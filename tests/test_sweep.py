@@ -107,6 +107,7 @@ def test_an_axis_given_twice():
             ['jit=on,off', 'train.steps_per_call=2', 'train.log_every=2', 'parallel.devices=1'],
             'no point with off can run: jit=off: runs steps one by one, found train.steps_per_call=2; set it to 0 or 1',
         ),
+        (['parallel.concurrent_kernels=False,True'], 'no point with True can run: parallel.concurrent_kernels: needs one GPU'),
         (['batch_per_device=4', 'data.batch_size=8'], 'data.batch_size and batch_per_device set the same field'),
         (['data.num_workers=0,2', 'data.cache=device'], 'data.num_workers: 2 has no effect, as data.cache=device'),
     ],
@@ -352,7 +353,7 @@ def test_statistics_of_steps():
     assert together['images_per_s'] == pytest.approx(200)
 
 
-@pytest.mark.parametrize(('max_seconds', 'expected'), [(1e9, 12), (0.0, measure.MIN_STEPS)])
+@pytest.mark.parametrize(('max_seconds', 'expected'), [(1e9, 12), (0.0, measure.MIN_CALLS)])
 def test_the_clock_covers_the_timed_steps_alone(max_seconds, expected):
     """Every step takes a second of a fake clock that moves when a result is waited for; the warm-up takes ten."""
     now, waited = [0.0], [0]

@@ -28,6 +28,7 @@ class Prepared(NamedTuple):
     notes: dict[str, str]  # bytes_source, peak_source, and for jaxunet ops: which backend every op got
     close: Callable[[], None]  # gives back what only this direction needs
     unit: int = 1  # steps of one call, of which `run` takes multiples
+    concurrent: bool = False  # whether kernels run at once where none waits for another
 
 
 class Side(Protocol):

@@ -98,7 +98,7 @@ class JaxSide:
             if batches is not None:
                 batches.close()
 
-        return self._prepared(compiled, run, lower_s, compile_s, close, unit)
+        return self._prepared(compiled, run, lower_s, compile_s, close, unit)._replace(concurrent=parallel.concurrent)
 
     def _model(self, direction: str) -> Prepared:
         diffusion = make_diffusion(self.config.diffusion)

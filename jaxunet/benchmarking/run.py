@@ -33,7 +33,6 @@ def run(plan: Plan, source: Source, command: str) -> Iterator[Row]:
     """
     origin = {'kind': 'benchmark', 'time': datetime.datetime.now(datetime.UTC).isoformat(timespec='seconds'), **provenance()}
     origin |= {'devices': 1, 'command': command, 'config': plan.name, 'images': source.name}
-    origin |= {'concurrent_kernels': plan.config.parallel.concurrent_kernels}
     flops = estimate.forward_flops(plan.config)
     for precision in plan.precisions:
         rates = measure_rates(precision)
@@ -65,7 +64,7 @@ def _case(plan: Plan, config: Config, source: Source, state: TrainState, case: R
         prepared = {name: p for name, p in ready.items() if isinstance(p, Prepared)}
         runs, unit = {name: p.run for name, p in prepared.items()}, max((p.unit for p in prepared.values()), default=1)
         counts = (_try(steps_in, TURN_SECONDS, call, unit) for call in runs.values())
-        asked = -(-plan.steps // unit) * unit if plan.steps else 0  # whole calls
+        asked = -(-plan.steps // unit) * unit if plan.steps else 0
         steps = asked or turn_steps([n for n in counts if isinstance(n, int)], unit)
         times = interleave(runs, rounds=plan.rounds, steps=steps)
         first = times.get(plan.sides[0])
@@ -107,6 +106,7 @@ def measured(prepared: Prepared, times: list[float], first: list[float] | None, 
         'lower_s': prepared.lower_s,
         'compile_s': prepared.compile_s,
         'steps_per_call': prepared.unit,
+        'concurrent_kernels': prepared.concurrent,
         'error': None,
         **prepared.notes,
     }

@@ -58,7 +58,9 @@ class Steps:
 
     def __init__(self, config: Config, source: Source) -> None:
         if config.train.steps_per_call > 1:
-            raise UserError(f'train.steps_per_call: a profile is of steps one by one, found {config.train.steps_per_call}; set it to 1')
+            raise UserError(
+                f'train.steps_per_call: a profile is of steps one by one, found {config.train.steps_per_call}; set it to 0 or 1'
+            )
         load_ops(config.backend, config.precision)
         # No end, however short the run. Last layers that start at zero would take a GPU less power than those of a trained network.
         config = config.replace(model={'zero_init': False}, train={'steps': 10**9})

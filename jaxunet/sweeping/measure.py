@@ -50,7 +50,7 @@ from jaxunet.training.step import Metrics, TrainStep, make_train_step
 from jaxunet.unet import build_unet
 
 WINDOWS = 5  # of the timed steps; the median of their rates is the point's, so that one hiccup of the machine does not show
-MIN_STEPS = 5  # are timed whatever the time limit
+MIN_CALLS = 5  # are timed whatever the time limit
 
 
 def measure(task: Task) -> dict[str, Any]:
@@ -99,7 +99,7 @@ def measure(task: Task) -> dict[str, Any]:
     with _feed(parallel, source, config, data if cache == 'device' else None, warmup + task.steps + IN_FLIGHT) as feed:
         calls = -(-warmup // unit), -(-task.steps // unit)
         ends, loss = run(step, state, feed, parallel.local, *calls, task.max_seconds, in_flight=max(IN_FLIGHT // unit, 1))
-    return row | statistics(ends, config.data.batch_size, unit) | {'warmup': warmup, 'loss': loss} | _peak(parallel)
+    return row | statistics(ends, config.data.batch_size, unit) | {'warmup': calls[0] * unit, 'loss': loss} | _peak(parallel)
 
 
 class Programs:
@@ -164,7 +164,7 @@ def run(
             loss = float(np.atleast_1d(queue.popleft()['step_loss'])[-1])  # waits for the call
             if i - in_flight >= warmup - 1:
                 ends.append(clock())
-                if len(ends) > MIN_STEPS and ends[-1] - ends[0] > max_seconds:
+                if len(ends) > MIN_CALLS and ends[-1] - ends[0] > max_seconds:
                     break
         jax.block_until_ready(state)
     return ends, loss if math.isfinite(loss) else None

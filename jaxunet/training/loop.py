@@ -35,7 +35,7 @@ from jaxunet.ops import describe, load_ops
 from jaxunet.progress import progress_bar
 from jaxunet.sampling import SamplerConfig
 from jaxunet.training.background import Background
-from jaxunet.training.calls import steps_of_call
+from jaxunet.training.calls import check_start, steps_of_call
 from jaxunet.training.clock import Clock, Milestones
 from jaxunet.training.evaluation import Evaluator, evaluation_table
 from jaxunet.training.logs import Logs
@@ -141,6 +141,7 @@ class _Run:
         self.state, self.step = self._restore(initial)
         agree({'the step to go on from': self.step})
         self.start = self.step
+        check_start(config, self.start)
         self.stop = False
         self.failed_save = ''
 
@@ -176,6 +177,7 @@ class _Run:
         data, batches = self._open_data()
         platform = self.parallel.devices[0].platform
         self.at_once = steps_of_call(self.config, resident=batches is None, platform=platform, start=self.start)
+        agree({'the steps of a call': self.at_once})
         if self.at_once > 1 and platform == 'cpu':
             logging.warning('train.steps_per_call: XLA runs a loop of %d steps slowly on a CPU; 1 is quicker there', self.at_once)
         logs = Logs(self.workdir, self.start) if self.main else None

@@ -166,6 +166,11 @@ class Parallel:
         options = OVERLAP if len(self.devices) > 1 else CONCURRENT if self.config.parallel.concurrent_kernels else {}
         return {name: value for name, value in options.items() if name not in os.environ.get('XLA_FLAGS', '')}
 
+    @property
+    def concurrent(self) -> bool:
+        """Whether `compiler_options` have kernels run at once."""
+        return CONCURRENT.items() <= self.compiler_options.items()
+
     def lower(self, make_step: Callable[[str | None], TrainStep], state: TrainState, data: Data, steps: int = 1) -> jax.stages.Lowered:
         """The step for these arguments, or several of them, not compiled yet."""
         if steps > 1 and 'image' in data:

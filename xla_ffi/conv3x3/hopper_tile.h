@@ -105,14 +105,14 @@ struct Cut {
 
 // A tile applied to one shape.
 struct Schedule {
-  int batch, height, width, chunks, extras;
-  int strips_down, strips_across, strips, feature_tiles, tiles;
-  int stages;     // of the weight ring
-  bool resident;  // the ring holds all weights, which are loaded once
+  int batch = 0, height = 0, width = 0, chunks = 0, extras = 0;
+  int strips_down = 0, strips_across = 0, strips = 0, feature_tiles = 0, tiles = 0;
+  int stages = 0;         // of the weight ring
+  bool resident = false;  // the ring holds all weights, which are loaded once
 
   Schedule() = default;
-  Schedule(const Tile& tile, int64_t batch_, int64_t height_, int64_t width_, int chunks_, int extras_,
-           int64_t features)
+  constexpr Schedule(const Tile& tile, int64_t batch_, int64_t height_, int64_t width_, int chunks_, int extras_,
+                     int64_t features)
       : batch(static_cast<int>(batch_)),
         height(static_cast<int>(height_)),
         width(static_cast<int>(width_)),
@@ -132,7 +132,7 @@ struct Schedule {
 
   // Estimated cycles of the longest-running block: a fit to measurements on an H200, of the Pallas kernel of the same
   // design. A wgmma of 64 × n outputs takes n / 2 cycles on the tensor cores and about 16 + n / 4 to read its operands.
-  double cycles(const Tile& tile, int multiprocessors) const {
+  constexpr double cycles(const Tile& tile, int multiprocessors) const {
     const double n = tile.columns(), block = 4 / 0.89 * tile.groups * std::max(n / 2, 1.15 * (16 + n / 4));
     const double activation = tile.activated ? (tile.rows + 2) * kHaloColumns * kChunk / 2.8 : 0;
     const double steps = chunks * std::max(9 * block, activation) + extras * (block + 500);

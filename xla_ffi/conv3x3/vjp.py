@@ -71,7 +71,7 @@ def norm_silu_conv3x3(
       ValueError: shapes or types that do not fit each other, a shortcut without a residual, or channels not a multiple of `groups`.
     """
     added = check_operands(x, kernel, shift, residual, shortcut)
-    y, passed = _norm_conv(x, scale, offset, kernel, shift, added, groups, eps, checked(passing))
+    y, passed = _norm_conv(x, scale, offset, kernel, shift, added, groups, eps, checked(passing, 'norm_silu_conv3x3'))
     return with_passed(Features.of(y), passed, x)
 
 

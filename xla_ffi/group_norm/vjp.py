@@ -51,14 +51,14 @@ def group_norm(
       ValueError: shapes or types that do not fit each other, or channels that are not a multiple of `groups`.
     """
     check_operands(x, scale, offset)
-    y, passed = _group_norm(x, scale, offset, groups, eps, silu, checked(passing))
+    y, passed = _group_norm(x, scale, offset, groups, eps, silu, checked(passing, 'group_norm'))
     return with_passed(y, passed, x)
 
 
-def checked(passing: int) -> int:
+def checked(passing: int, op: str) -> int:
     """How often x is passed on. Raises ValueError where that is too often."""
     if not 0 <= passing <= MOST_PASSED:
-        raise ValueError(f'group_norm: passing={passing}; expected 0 to {MOST_PASSED}')
+        raise ValueError(f'{op}: passing={passing}; expected 0 to {MOST_PASSED}')
     return passing
 
 
@@ -117,7 +117,7 @@ def gradient(
     added: Sequence[Sequence[Array]] = (),
     samples: bool = True,
 ) -> Gradient:
-    """The gradients of a normalisation, given that of its result, in two launches, the second of which adds the samples' sums.
+    """The gradients of a normalisation, given that of its result; with `samples` a launch more adds the samples' sums.
 
     Args:
       mean, inverse: as `Norm` has them.
