@@ -11,12 +11,7 @@ namespace {
 
 struct Backward {
   Slab slab;
-  Sources x, dx, added[kMaxAdded];
-  void* dy;
-  Rows scale, offset, mean, inverse;
-  bool silu;
-  float* sums;
-  void* active;
+  Operands of;
 };
 
 // The block's scratch memory: of channels, but for `partial`.
@@ -73,7 +68,7 @@ __global__ void __launch_bounds__(512, 1) group_norm_backward(const __grid_const
   const Slab& slab = g.slab;
   const int own = slab.vectors * V, first = static_cast<int>(blockIdx.y) * own;
   const Place place(slab, V);
-  const Stream<T, V> x(slab, place, g.x), dy(slab, place, g.dy);
+  const Stream<T, V> x(slab, place, g.of.x), dy(slab, place, g.of.dy);
   const Ring<T, V> ring_x{reinterpret_cast<Vector<T, V>*>(shared_memory()), slab.depth};
   const Ring<T, V> ring_dy{reinterpret_cast<Vector<T, V>*>(shared_memory() + slab.held / 2), slab.depth};
   const auto fetch = [&](int chunk) {
@@ -90,10 +85,10 @@ __global__ void __launch_bounds__(512, 1) group_norm_backward(const __grid_const
   const int there = min(own, slab.channels - first), threads = static_cast<int>(blockDim.x);
 #pragma unroll 1
   for (int c = threadIdx.x; c < there; c += threads) {
-    scratch.scale[c] = of_sample(g.scale)[first + c];
-    scratch.offset[c] = of_sample(g.offset)[first + c];
-    scratch.mean[c] = of_sample(g.mean)[first + c];
-    scratch.inverse[c] = of_sample(g.inverse)[first + c];
+    scratch.scale[c] = of_sample(g.of.scale)[first + c];
+    scratch.offset[c] = of_sample(g.of.offset)[first + c];
+    scratch.mean[c] = of_sample(g.of.mean)[first + c];
+    scratch.inverse[c] = of_sample(g.of.inverse)[first + c];
   }
   __syncthreads();
   // z = (x - mean) · factor + offset
@@ -124,14 +119,14 @@ __global__ void __launch_bounds__(512, 1) group_norm_backward(const __grid_const
 #pragma unroll
         for (int j = 0; j < V; ++j) {
           const float away = value[j] - mean[j];
-          const float dz = derivative<T>(given[j], away * factor[j] + offset[j], g.silu, &value[j]);
+          const float dz = derivative<T>(given[j], away * factor[j] + offset[j], g.of.silu, &value[j]);
           sums[j] += dz;
           sums[V + j] += dz * away;
         }
-        if (g.active) {
+        if (g.of.active) {
           Vector<T, V> again;
           again.set(value);
-          *Stream<T, V>(slab, place, g.active).at(start + i) = again;
+          *Stream<T, V>(slab, place, g.of.active).at(start + i) = again;
         }
       }
       fetch(chunk + kRing);
@@ -147,7 +142,7 @@ __global__ void __launch_bounds__(512, 1) group_norm_backward(const __grid_const
       }
     }
   }
-  const Stream<T, V> added[kMaxAdded] = {{slab, place, g.added[0]}, {slab, place, g.added[1]}};
+  const Stream<T, V> added[kMaxAdded] = {{slab, place, g.of.added[0]}, {slab, place, g.of.added[1]}};
   // While memory has nothing else to do, it brings what is added to dx first.
   const auto fetch_added = [&](int chunk) {
     if constexpr (kAdded > 0) {
@@ -193,7 +188,7 @@ __global__ void __launch_bounds__(512, 1) group_norm_backward(const __grid_const
     }
     total.y *= scratch.inverse[c];
     if (blockIdx.x == 0) {
-      float* const to = g.sums + 2 * static_cast<int64_t>(blockIdx.z) * slab.channels + first + c;
+      float* const to = g.of.sums + 2 * static_cast<int64_t>(blockIdx.z) * slab.channels + first + c;
       to[0] = total.x;
       to[slab.channels] = total.y;
     }
@@ -223,7 +218,7 @@ __global__ void __launch_bounds__(512, 1) group_norm_backward(const __grid_const
     load_floats(scratch.group_constant + place.local, constant);
     load_floats(scratch.group_slope + place.local, slope);
   }
-  const Stream<T, V> dx(slab, place, g.dx);
+  const Stream<T, V> dx(slab, place, g.of.dx);
   // What was read last is still there; what has gone comes once more.
 #pragma unroll 1
   for (int chunk = slab.chunks - 1; chunk >= 0; --chunk) {
@@ -241,7 +236,7 @@ __global__ void __launch_bounds__(512, 1) group_norm_backward(const __grid_const
       for (int j = 0; j < V; ++j) {
         const float away = value[j] - mean[j];
         float active;
-        const float dz = derivative<T>(given[j], away * factor[j] + offset[j], g.silu, &active);
+        const float dz = derivative<T>(given[j], away * factor[j] + offset[j], g.of.silu, &active);
         value[j] = factor[j] * dz - (constant[j] + away * slope[j]);
       }
 #pragma unroll
@@ -285,18 +280,7 @@ cudaError_t launch_backward(const NormGradient& plan, cudaStream_t stream) {
   const Slab slab = cut_slab(limits, kNeed, plan.batch, plan.pixels, plan.x.total, plan.x.total / plan.groups,
                              vectors ? kVector : 1, sizeof(T));
   check(slab, limits);
-  const Backward g{slab,
-                   sources(plan.x),
-                   sources(plan.dx),
-                   {sources(plan.added[0]), sources(plan.added[1])},
-                   const_cast<void*>(plan.dy),
-                   plan.scale,
-                   plan.offset,
-                   plan.mean,
-                   plan.inverse,
-                   plan.silu,
-                   plan.sums,
-                   plan.active};
+  const Backward g{slab, operands_of(plan)};
   const auto kernel = by_additions(plan.additions, [&](auto count) {
     return vectors ? group_norm_backward<T, kVector, count> : group_norm_backward<T, 1, count>;
   });

@@ -10,12 +10,7 @@ namespace {
 
 struct Gradient {
   Flow flow;
-  Sources x, dx, added[kMaxAdded];
-  void* dy;
-  Rows scale, offset, mean, inverse;
-  bool silu;
-  float* sums;
-  void* active;
+  Operands of;
   Parameters parameters;
   int adding;  // 1 where blocks add the samples' sums, else 0
 };
@@ -31,11 +26,11 @@ struct Pipes {
   int64_t away[kMaxAdded];  // bytes from where x goes on to the tensors that are added, where x was read last
 
   __device__ Pipes(const Gradient& g, const Spot& spot, int64_t sample)
-      : x(Walk<T, V>(g.flow, spot, g.x, sample), shared_memory()),
-        dy(Walk<T, V>(g.flow, spot, g.dy, sample), shared_memory() + One::kBytes) {
+      : x(Walk<T, V>(g.flow, spot, g.of.x, sample), shared_memory()),
+        dy(Walk<T, V>(g.flow, spot, g.of.dy, sample), shared_memory() + One::kBytes) {
 #pragma unroll
     for (int k = 0; k < kAdded; ++k) {
-      const auto* const there = Walk<T, V>(g.flow, spot, g.added[k], sample).at;
+      const auto* const there = Walk<T, V>(g.flow, spot, g.of.added[k], sample).at;
       away[k] = reinterpret_cast<const char*>(there) - reinterpret_cast<const char*>(x.from.at + x.from.stride);
     }
 #pragma unroll 1
@@ -96,8 +91,8 @@ template <class T, int V>
 __device__ Affine<T, V> affine_of(const Gradient& g, const Spot& spot, int64_t sample) {
   Affine<T, V> norm;
   if (spot.steps > 0) {
-    norm.load(row_of(g.scale, sample, spot.channel), row_of(g.offset, sample, spot.channel),
-              row_of(g.mean, sample, spot.channel), row_of(g.inverse, sample, spot.channel));
+    norm.load(row_of(g.of.scale, sample, spot.channel), row_of(g.of.offset, sample, spot.channel),
+              row_of(g.of.mean, sample, spot.channel), row_of(g.of.inverse, sample, spot.channel));
   }
   return norm;
 }
@@ -131,7 +126,7 @@ __global__ void __launch_bounds__(kFlowThreads, kFlowBlocks) group_norm_sums(con
       float value[V], given[V], active[V];
       pipes.get(spot, step, value, given);
       norm.centre(value);
-      derive(norm, g.silu, value, given, active);
+      derive(norm, g.of.silu, value, given, active);
 #pragma unroll
       for (int j = 0; j < V; ++j) {
         constant[j] += given[j];
@@ -141,7 +136,7 @@ __global__ void __launch_bounds__(kFlowThreads, kFlowBlocks) group_norm_sums(con
     if (spot.row < flow.rows) {
       if constexpr (!kPivot<T>) {
         float mean[V];
-        load_floats(row_of(g.mean, blockIdx.z, spot.channel), mean);
+        load_floats(row_of(g.of.mean, blockIdx.z, spot.channel), mean);
 #pragma unroll
         for (int j = 0; j < V; ++j) slope[j] -= mean[j] * constant[j];
       }
@@ -175,9 +170,9 @@ __global__ void __launch_bounds__(kFlowThreads, kFlowBlocks) group_norm_sums(con
       constant += part.x;
       slope += part.y;
     }
-    float* const to = g.sums + 2 * static_cast<int64_t>(blockIdx.z) * flow.channels + first + c;
+    float* const to = g.of.sums + 2 * static_cast<int64_t>(blockIdx.z) * flow.channels + first + c;
     to[0] = constant;
-    to[flow.channels] = slope * *row_of(g.inverse, blockIdx.z, first + c);
+    to[flow.channels] = slope * *row_of(g.of.inverse, blockIdx.z, first + c);
   }
   arrive_cluster();  // has read; whoever ends waits for it
   wait_cluster();
@@ -205,14 +200,14 @@ __global__ void __launch_bounds__(kFlowThreads, kFlowBlocks) group_norm_dx(const
   // Meanwhile what the groups subtract from the gradient: constant + (x - mean) · slope.
   auto *const constants = reinterpret_cast<float*>(pipes.scratch()), *const slopes = constants + own;
   float *const of_group = slopes + own, *const slopes_of_group = of_group + own;
-  const float* const sums = g.sums + 2 * static_cast<int64_t>(sample) * flow.channels + first;
+  const float* const sums = g.of.sums + 2 * static_cast<int64_t>(sample) * flow.channels + first;
 #pragma unroll 1
   for (int c = threadIdx.x; c < own; c += kFlowThreads) {
-    const float scale = *row_of(g.scale, sample, first + c);
+    const float scale = *row_of(g.of.scale, sample, first + c);
     constants[c] = scale * sums[c];
     slopes[c] = scale * sums[flow.channels + c];
-    of_group[c] = *row_of(g.inverse, sample, first + c);  // for the same thread
-    slopes_of_group[c] = *row_of(g.mean, sample, first + c);
+    of_group[c] = *row_of(g.of.inverse, sample, first + c);  // for the same thread
+    slopes_of_group[c] = *row_of(g.of.mean, sample, first + c);
   }
   const auto norm = affine_of<T, V>(g, spot, sample);
   __syncthreads();
@@ -239,7 +234,7 @@ __global__ void __launch_bounds__(kFlowThreads, kFlowBlocks) group_norm_dx(const
   float constant[V], slope[V];
   load_floats(of_group + spot.local, constant);
   load_floats(slopes_of_group + spot.local, slope);
-  Walk<T, V> dx(flow, spot, g.dx, sample), again(flow, spot, g.active, sample);
+  Walk<T, V> dx(flow, spot, g.of.dx, sample), again(flow, spot, g.of.active, sample);
   dx.stride = pipes.x.from.stride;  // the same, as the compiler cannot know
   again.stride = pipes.dy.from.stride;
 #pragma unroll 1
@@ -247,9 +242,9 @@ __global__ void __launch_bounds__(kFlowThreads, kFlowBlocks) group_norm_dx(const
     float value[V], given[V], active[V];
     pipes.get(spot, step, value, given);
     norm.centre(value);
-    derive(norm, g.silu, value, given, active);
+    derive(norm, g.of.silu, value, given, active);
     Vector<T, V> out;
-    if (g.active) {
+    if (g.of.active) {
       out.set(active);
       *again.next() = out;
     }
@@ -263,20 +258,7 @@ __global__ void __launch_bounds__(kFlowThreads, kFlowBlocks) group_norm_dx(const
 
 template <class T, int V>
 cudaError_t launch_flow(const NormGradient& plan, const Flow& flow, const Limits& limits, cudaStream_t stream) {
-  Gradient g{flow,
-             sources(plan.x),
-             sources(plan.dx),
-             {sources(plan.added[0]), sources(plan.added[1])},
-             const_cast<void*>(plan.dy),
-             plan.scale,
-             plan.offset,
-             plan.mean,
-             plan.inverse,
-             plan.silu,
-             plan.sums,
-             plan.active,
-             parameters_of(plan),
-             plan.samples ? 1 : 0};
+  Gradient g{flow, operands_of(plan), parameters_of(plan), plan.samples ? 1 : 0};
   const int64_t own = static_cast<int64_t>(flow.vectors) * V;
   const int64_t sums = own * static_cast<int64_t>(sizeof(float4) + 2 * sizeof(float) * flow.rows);
   const cudaError_t error =

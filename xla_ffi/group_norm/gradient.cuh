@@ -28,6 +28,30 @@ auto by_additions(int count, const Run& run) {
   return count == 1 ? run(std::integral_constant<int, 1>()) : run(std::integral_constant<int, 2>());
 }
 
+// What a backward kernel is told beside how its work is cut.
+struct Operands {
+  Sources x, dx, added[kMaxAdded];
+  void* dy;
+  Rows scale, offset, mean, inverse;
+  bool silu;
+  float* sums;
+  void* active;
+};
+
+inline Operands operands_of(const NormGradient& plan) {
+  return {sources(plan.x),
+          sources(plan.dx),
+          {sources(plan.added[0]), sources(plan.added[1])},
+          const_cast<void*>(plan.dy),
+          plan.scale,
+          plan.offset,
+          plan.mean,
+          plan.inverse,
+          plan.silu,
+          plan.sums,
+          plan.active};
+}
+
 // The gradients of scale and offset: the sums of a sample, or of all samples where these share a row.
 struct Parameters {
   const float* sums;
