@@ -4,7 +4,7 @@
 #include <algorithm>
 #include <cstdint>
 
-#include "shares.h"
+#include "both_sides.h"
 
 namespace jaxunet::cuda {
 

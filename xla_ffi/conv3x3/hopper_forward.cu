@@ -17,12 +17,8 @@ int chunks(const Parts& parts) {
 
 namespace forward {
 
-Schedule schedule(const Tile& tile, const Conv3x3& plan) {
-  return {tile, plan.batch, plan.height, plan.width, chunks(plan.x), chunks(plan.projected), plan.features};
-}
-
 cudaError_t parameters(const Tile& tile, const Conv3x3& plan, Parameters* p) {
-  p->schedule = schedule(tile, plan);
+  p->schedule = {tile, plan.batch, plan.height, plan.width, chunks(plan.x), chunks(plan.projected), plan.features};
   p->features = static_cast<int>(plan.features);
   p->residual = plan.residual.count > 0;
   p->shift = plan.shift;
@@ -35,11 +31,8 @@ cudaError_t parameters(const Tile& tile, const Conv3x3& plan, Parameters* p) {
   };
   const auto image = [&](CUtensorMap* to, const void* data, int64_t channels, int halo) {
     if (error != cudaSuccess) return;
-    const int columns = tile.strip_columns() + halo, rows = tile.rows + halo;
-    error = tile.packed() ? packed_images(to, plan.type, data, plan.batch, plan.height, plan.width, channels,
-                                          {kChunk, tile.samples, columns, rows})
-                          : tensor_map(to, plan.type, data, {channels, plan.width, plan.height, plan.batch},
-                                       {kChunk, columns, rows, 1});
+    error = image_map(to, plan.type, data, {plan.batch, plan.height, plan.width, channels},
+                      {tile.samples, tile.rows + halo, tile.strip_columns() + halo, kChunk}, tile.packed());
   };
   p->x_parts = plan.x.count;
   for (int i = 0; i < plan.x.count; ++i) {
@@ -75,16 +68,11 @@ cudaError_t parameters(const Tile& tile, const Conv3x3& plan, Parameters* p) {
 }  // namespace forward
 
 cudaError_t hopper_forward(const Conv3x3& plan, int multiprocessors, cudaStream_t stream) {
-  forward::Choice best{};
-  for (const auto& choice : plan.type == Type::kFloat16 ? forward::choices_float16() : forward::choices_bfloat16()) {
-    if (choice.flipped != plan.flipped || choice.tile.activated != (plan.a.data != nullptr)) continue;
-    if (!choice.tile.fits(plan.height, plan.width)) continue;
-    if (!best.run || forward::schedule(choice.tile, plan).cycles(choice.tile, multiprocessors) <
-                         forward::schedule(best.tile, plan).cycles(best.tile, multiprocessors)) {
-      best = choice;
-    }
-  }
-  return best.run ? best.run(plan, multiprocessors, stream) : cudaErrorInvalidValue;
+  const int tile = quickest_tile(plan.a.data != nullptr, multiprocessors, plan.batch, plan.height, plan.width,
+                                 chunks(plan.x), chunks(plan.projected), plan.features);
+  const forward::Launches& all = plan.type == Type::kFloat16 ? forward::kLaunchesFloat16 : forward::kLaunchesBfloat16;
+  const auto run = plan.flipped ? all.flipped[tile] : all.forward[tile];
+  return run ? run(plan, multiprocessors, stream) : cudaErrorInvalidValue;
 }
 
 }  // namespace jaxunet::cuda

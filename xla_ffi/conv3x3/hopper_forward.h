@@ -1,8 +1,6 @@
 // Between the host's side of Hopper's forward convolution and its kernels, which are compiled once for each type.
 #pragma once
 
-#include <vector>
-
 #include "hopper_tile.h"
 #include "plan.h"
 #include "tensor_map.h"
@@ -24,16 +22,13 @@ struct Parameters {
   Rows shift, a, b;
 };
 
-Schedule schedule(const Tile& tile, const Conv3x3& plan);
 cudaError_t parameters(const Tile& tile, const Conv3x3& plan, Parameters* p);
 
-// A kernel: the tile it was compiled for, and its launch.
-struct Choice {
-  Tile tile;
-  bool flipped;
-  cudaError_t (*run)(const Conv3x3& plan, int multiprocessors, cudaStream_t stream);
+// The launches of one type's kernels, in the order of kTiles; none of an activation in a flipped convolution.
+struct Launches {
+  using Run = cudaError_t (*)(const Conv3x3& plan, int multiprocessors, cudaStream_t stream);
+  Run forward[kTileCount], flipped[kTileCount];
 };
-const std::vector<Choice>& choices_bfloat16();
-const std::vector<Choice>& choices_float16();
+extern const Launches kLaunchesBfloat16, kLaunchesFloat16;
 
 }  // namespace jaxunet::cuda::forward

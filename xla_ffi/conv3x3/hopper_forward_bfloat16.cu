@@ -2,9 +2,6 @@
 
 namespace jaxunet::cuda::forward {
 
-const std::vector<Choice>& choices_bfloat16() {
-  static const std::vector<Choice> all = choices<__nv_bfloat16>();
-  return all;
-}
+const Launches kLaunchesBfloat16 = launches<__nv_bfloat16>();
 
 }  // namespace jaxunet::cuda::forward

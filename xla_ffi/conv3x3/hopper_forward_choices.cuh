@@ -2,6 +2,7 @@
 #pragma once
 
 #include <memory>
+#include <utility>
 
 #include "hopper_forward.cuh"
 
@@ -21,30 +22,27 @@ cudaError_t run(const Conv3x3& plan, int multiprocessors, cudaStream_t stream) {
   return launch(kernel, dim3(std::min(p.schedule.tiles, multiprocessors)), Cut::kThreads, bytes, stream, p);
 }
 
-template <class T, bool kFlipped, int rows, int features, int groups, int taps, bool transposed, bool activated = false,
-          int samples = 1>
-Choice choice() {
-  using This = Cut<rows, features, groups, taps, transposed, activated, samples>;
-  return {This::kTile, kFlipped, run<T, This, kFlipped>};
+template <int i>
+using CutOf = Cut<kTiles[i].rows, kTiles[i].features, kTiles[i].groups, kTiles[i].taps, kTiles[i].transposed,
+                  kTiles[i].activated, kTiles[i].samples>;
+
+template <class T, int i>
+constexpr Launches::Run flipped_run() {
+  if constexpr (kTiles[i].activated) {
+    return nullptr;
+  } else {
+    return run<T, CutOf<i>, true>;
+  }
+}
+
+template <class T, int... i>
+constexpr Launches launches(std::integer_sequence<int, i...>) {
+  return {{run<T, CutOf<i>, false>...}, {flipped_run<T, i>()...}};
 }
 
 template <class T>
-std::vector<Choice> choices() {
-  return {
-      // flipped, rows, features, groups, taps, transposed, activated, samples: of images of 4 × 4, whose activation is
-      // a kernel of its own; four where eight would leave multiprocessors without a tile
-      choice<T, false, 16, 64, 2, 3, true>(),          choice<T, true, 16, 64, 2, 3, true>(),
-      choice<T, false, 16, 64, 1, 3, true>(),          choice<T, true, 16, 64, 1, 3, true>(),
-      choice<T, false, 8, 64, 1, 3, true>(),           choice<T, true, 8, 64, 1, 3, true>(),
-      choice<T, false, 8, 128, 1, 1, false>(),         choice<T, true, 8, 128, 1, 1, false>(),
-      choice<T, false, 8, 128, 2, 1, false>(),         choice<T, true, 8, 128, 2, 1, false>(),
-      choice<T, false, 8, 192, 2, 1, false>(),         choice<T, true, 8, 192, 2, 1, false>(),
-      choice<T, false, 8, 192, 1, 1, false>(),         choice<T, true, 8, 192, 1, 1, false>(),
-      choice<T, false, 8, 256, 2, 1, false>(),         choice<T, true, 8, 256, 2, 1, false>(),
-      choice<T, false, 16, 64, 2, 3, true, true>(),    choice<T, false, 8, 64, 2, 3, true, true>(),
-      choice<T, false, 4, 64, 1, 3, true, false, 8>(), choice<T, true, 4, 64, 1, 3, true, false, 8>(),
-      choice<T, false, 4, 64, 1, 3, true, false, 4>(), choice<T, true, 4, 64, 1, 3, true, false, 4>(),
-  };
+constexpr Launches launches() {
+  return launches<T>(std::make_integer_sequence<int, kTileCount>());
 }
 
 }  // namespace jaxunet::cuda::forward

@@ -2,9 +2,6 @@
 
 namespace jaxunet::cuda::forward {
 
-const std::vector<Choice>& choices_float16() {
-  static const std::vector<Choice> all = choices<__half>();
-  return all;
-}
+const Launches kLaunchesFloat16 = launches<__half>();
 
 }  // namespace jaxunet::cuda::forward

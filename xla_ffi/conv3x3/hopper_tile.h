@@ -141,6 +141,33 @@ struct Schedule {
   }
 };
 
+// The tiles that kernels are compiled for. The activation of images of 4 × 4 is a kernel of its own; they are packed by
+// four samples where eight would leave multiprocessors without a tile.
+constexpr Tile kTiles[] = {
+    // rows, features, groups, taps, transposed, activated, samples
+    {16, 64, 2, 3, true, false},  {16, 64, 1, 3, true, false},   {8, 64, 1, 3, true, false},
+    {8, 128, 1, 1, false, false}, {8, 128, 2, 1, false, false},  {8, 192, 2, 1, false, false},
+    {8, 192, 1, 1, false, false}, {8, 256, 2, 1, false, false},  {16, 64, 2, 3, true, true},
+    {8, 64, 2, 3, true, true},    {4, 64, 1, 3, true, false, 8}, {4, 64, 1, 3, true, false, 4},
+};
+constexpr int kTileCount = sizeof(kTiles) / sizeof(Tile);
+
+// The number of the tile of the least estimated cycles; the shape is given as to `Schedule`.
+constexpr int quickest_tile(bool activated, int multiprocessors, int64_t batch, int64_t height, int64_t width,
+                            int chunks, int extras, int64_t features) {
+  int best = -1;
+  double least = 0;
+  for (int i = 0; i < kTileCount; ++i) {
+    const Tile& tile = kTiles[i];
+    if (tile.activated != activated || !tile.fits(height, width)) continue;
+    const double cycles = Schedule(tile, batch, height, width, chunks, extras, features).cycles(tile, multiprocessors);
+    if (best >= 0 && cycles >= least) continue;
+    best = i;
+    least = cycles;
+  }
+  return best;
+}
+
 struct Strip {
   int sample, row, column;  // of its first pixel; a strip past the last lies in no sample: it reads zeros, and nothing
                             // of it is stored; nor are the samples past the last in a packed one

@@ -107,12 +107,11 @@ cudaError_t hopper_weight_gradient(const Conv3x3WeightGradient& plan, const Shar
   cudaError_t error = cudaSuccess;
   const auto image = [&](CUtensorMap* map, const void* data, int64_t channels, int halo) {
     if (error != cudaSuccess) return;
-    const int columns = kPackedStrip.strip_columns() + halo, rows = kPackedStrip.rows + halo;
-    error = samples == kPackedSamples
-                ? packed_images(map, plan.type, data, plan.batch, plan.height, plan.width, channels,
-                                {kChunk, samples, columns, rows})
-                : tensor_map(map, plan.type, data, {channels, plan.width, plan.height, plan.batch},
-                             {kChunk, kStripColumns + halo, kRows / samples + halo, samples});
+    const bool packed = samples == kPackedSamples;
+    const int rows = packed ? kPackedStrip.rows : kRows / samples;
+    const int columns = packed ? kPackedStrip.strip_columns() : kStripColumns;
+    error = image_map(map, plan.type, data, {plan.batch, plan.height, plan.width, channels},
+                      {samples, rows + halo, columns + halo, kChunk}, packed);
   };
   const auto images = [&](Image* to, const Parts& parts, int halo) {
     to->parts = parts.count;

@@ -305,24 +305,10 @@ constexpr bool keeps_pixels() {
 }
 static_assert(keeps_pixels<4>() && keeps_pixels<8>());
 
-// How many samples the quickest tile of a convolution of 4 × 4 pixels packs, on a GPU of 132 multiprocessors: so many
-// that the tests of packed strips (PACKED in parity_test.py) meet them.
+// How many samples a convolution of 4 × 4 pixels packs on a GPU of 132 multiprocessors: so many that the tests of
+// packed strips (PACKED in parity_test.py) meet them.
 constexpr int samples_at_4x4(int64_t batch, int chunks, int extras, int64_t features) {
-  constexpr Tile kTiles[] = {
-      {16, 64, 2, 3, true, false, 1},  {16, 64, 1, 3, true, false, 1},  {8, 64, 1, 3, true, false, 1},
-      {8, 128, 1, 1, false, false, 1}, {8, 128, 2, 1, false, false, 1}, {8, 192, 2, 1, false, false, 1},
-      {8, 192, 1, 1, false, false, 1}, {8, 256, 2, 1, false, false, 1}, {4, 64, 1, 3, true, false, 8},
-      {4, 64, 1, 3, true, false, 4},
-  };
-  double least = 0;
-  int samples = 0;
-  for (const Tile& tile : kTiles) {
-    const double cycles = Schedule(tile, batch, 4, 4, chunks, extras, features).cycles(tile, 132);
-    if (samples > 0 && cycles >= least) continue;
-    least = cycles;
-    samples = tile.samples;
-  }
-  return samples;
+  return kTiles[quickest_tile(false, 132, batch, 4, 4, chunks, extras, features)].samples;
 }
 static_assert(samples_at_4x4(19, 2, 0, 520) == 4 && samples_at_4x4(59, 2, 3, 520) == 8);
 static_assert(samples_at_4x4(59, 2, 0, 520) == 8 && samples_at_4x4(32, 4, 0, 256) == 1);

@@ -16,12 +16,22 @@ namespace jaxunet::cuda {
 cudaError_t tensor_map(CUtensorMap* map, Type type, const void* data, std::initializer_list<int64_t> dimensions,
                        std::initializer_list<int> box, std::initializer_list<int64_t> strides = {});
 
-// Images (batch, height, width, channels) with the samples of a pixel side by side: the box is of channels, samples,
-// columns and rows.
-inline cudaError_t packed_images(CUtensorMap* map, Type type, const void* data, int64_t batch, int64_t height,
-                                 int64_t width, int64_t channels, std::initializer_list<int> box) {
-  return tensor_map(map, type, data, {channels, batch, width, height}, box,
-                    {height * width * channels, channels, width * channels});
+// Images and a box of them. The samples come last in shared memory; packed, those of a pixel are side by side.
+struct Nhwc {
+  int64_t batch, height, width, channels;
+};
+struct NhwcBox {
+  int batch, height, width, channels;
+};
+inline cudaError_t image_map(CUtensorMap* map, Type type, const void* data, const Nhwc& of, const NhwcBox& box,
+                             bool packed) {
+  if (!packed) {
+    return tensor_map(map, type, data, {of.channels, of.width, of.height, of.batch},
+                      {box.channels, box.width, box.height, box.batch});
+  }
+  return tensor_map(map, type, data, {of.channels, of.batch, of.width, of.height},
+                    {box.channels, box.batch, box.width, box.height},
+                    {of.height * of.width * of.channels, of.channels, of.width * of.channels});
 }
 
 }  // namespace jaxunet::cuda
