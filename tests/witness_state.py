@@ -1,0 +1,39 @@
+"""Checkpoints as orbax reads them, without the project's own code, and a summary of them that is small enough to keep."""
+
+from __future__ import annotations
+
+import pathlib
+from typing import Any
+
+import numpy as np
+import orbax.checkpoint as ocp
+from jax.tree_util import keystr, tree_leaves_with_path
+
+POINTS = 8
+
+
+def read(workdir: pathlib.Path, step: int) -> dict[str, np.ndarray]:
+    """The arrays of a checkpoint by their path, such as `params/conv_in/kernel`."""
+    folder = workdir.resolve() / 'checkpoints' / str(step) / 'state'
+    handler = ocp.PyTreeCheckpointHandler()
+    structure = handler.metadata(folder).tree
+    restore: Any = ocp.args.PyTreeRestore(restore_args=_as_numpy(structure))
+    tree = handler.restore(folder, args=restore)
+    return {keystr(path, simple=True, separator='/'): np.asarray(leaf) for path, leaf in tree_leaves_with_path(tree)}
+
+
+def _as_numpy(structure: Any) -> Any:
+    import jax  # noqa: PLC0415
+
+    return jax.tree.map(lambda _: ocp.RestoreArgs(restore_type=np.ndarray), structure)
+
+
+def summary(state: dict[str, np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
+    """Paths, and for each array its norm and `POINTS` values at equal distances."""
+    paths = sorted(state)
+    values = []
+    for path in paths:
+        flat = state[path].astype(np.float64).ravel()
+        points = flat[np.linspace(0, flat.size - 1, POINTS).astype(int)]
+        values.append([np.linalg.norm(flat), *points])
+    return np.array(paths), np.array(values)
