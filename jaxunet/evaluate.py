@@ -16,14 +16,14 @@ from pathlib import Path
 
 from absl import flags
 
-from jaxunet import cli
-from jaxunet.config_relations import METRICS
-from jaxunet.errors import UserError
+from jaxunet.config import cli
+from jaxunet.config.relations import METRICS
 from jaxunet.metrics.evaluation import WITHOUT_REFERENCE, check_metrics, compute, open_side
 from jaxunet.metrics.features import load_features
 from jaxunet.metrics.frechet import save_statistics
 from jaxunet.metrics.image_sets import Size
 from jaxunet.metrics.kernel_distance import SUBSET_SIZE, SUBSETS
+from jaxunet.runtime.errors import UserError
 
 SAMPLES = flags.DEFINE_string('samples', None, 'A folder, archive or .npz of images, a .png grid, or an .npz of statistics.', required=True)
 REFERENCE = flags.DEFINE_string('reference', None, 'The real images, or an .npz of statistics; inception_score alone needs none.')

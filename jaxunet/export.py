@@ -12,10 +12,9 @@ from collections.abc import Sequence
 
 from absl import flags
 
-from jaxunet import cli
-from jaxunet.config import resolve
-from jaxunet.errors import UserError
-from jaxunet.load import load_model
+from jaxunet.checkpoint.load import load_model
+from jaxunet.config import cli, resolve
+from jaxunet.runtime.errors import UserError
 from jaxunet.weights import write_weights
 
 CHECKPOINT = flags.DEFINE_string('checkpoint', None, 'Workdir, checkpoint, or .bin, .pt or .safetensors file.', required=True)

@@ -20,15 +20,15 @@ from typing import BinaryIO
 import numpy as np
 from absl import flags
 
-from jaxunet import cli
+from jaxunet.config import cli
 from jaxunet.data.pixels import BadImage, Pixels, Shape
 from jaxunet.data.source import Source
 from jaxunet.data.sources import is_compressed_tar, open_source, open_unpacked_tar
 from jaxunet.data.tar import decompress
 from jaxunet.data.threads import ordered_map
 from jaxunet.data.unetcu_bin import header_bytes, to_values
-from jaxunet.errors import UserError, near_misses
-from jaxunet.progress import progress_bar
+from jaxunet.runtime.errors import UserError, near_misses
+from jaxunet.runtime.progress import progress_bar
 
 INPUT = flags.DEFINE_string('input', None, 'What data.path may be: a folder, .zip, .tar(.gz|.xz), .npz, .bin, digits:, cifar10:[PATH].')
 OUTPUT = flags.DEFINE_string('output', None, 'The file to write: NAME.bin (unet.cu) or NAME.npz (uint8, with labels).')

@@ -20,19 +20,19 @@ import jax
 import numpy as np
 from absl import flags, logging
 
-from jaxunet import cli, distributed
-from jaxunet.checkpoint import checksum
-from jaxunet.classes import label_of
-from jaxunet.config import PRECISIONS, Config, resolve, split_backend
-from jaxunet.errors import UserError
-from jaxunet.generate import Generator
-from jaxunet.images import check_output, save_images
-from jaxunet.load import load_model
-from jaxunet.parts import Parts
-from jaxunet.progress import progress_bar
-from jaxunet.sampling import SAMPLERS, VARIANCES, SamplerConfig
-from jaxunet.solvers import SKIP_SCHEDULES
-from jaxunet.training.state import Params
+from jaxunet.checkpoint.load import load_model
+from jaxunet.checkpoint.store import checksum
+from jaxunet.config import PRECISIONS, Config, cli, resolve, split_backend
+from jaxunet.data.classes import label_of
+from jaxunet.data.images import check_output, save_images
+from jaxunet.model.unet import Params
+from jaxunet.runtime import distributed
+from jaxunet.runtime.errors import UserError
+from jaxunet.runtime.progress import progress_bar
+from jaxunet.sampling.generator import Generator
+from jaxunet.sampling.partial_output import Parts
+from jaxunet.sampling.sampler import SAMPLERS, VARIANCES, SamplerConfig
+from jaxunet.sampling.solvers import SKIP_SCHEDULES
 
 CHECKPOINT = flags.DEFINE_string('checkpoint', None, 'Workdir, checkpoint, or .bin, .pt or .safetensors file.', required=True)
 NUM_SAMPLES = flags.DEFINE_integer('num_samples', 16, 'How many images.', lower_bound=1)

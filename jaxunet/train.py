@@ -18,13 +18,15 @@ from collections.abc import Sequence
 import jax
 from absl import flags
 
-from jaxunet import checkpoint, cli, distributed, estimate
-from jaxunet.classes import check_classes
-from jaxunet.config import Config, resolve, to_dict
+from jaxunet.checkpoint import store as checkpoint
+from jaxunet.checkpoint.load import load_initial
+from jaxunet.config import Config, cli, resolve, to_dict
+from jaxunet.data.classes import check_classes
 from jaxunet.data.sources import open_source
-from jaxunet.errors import UserError
-from jaxunet.load import load_initial
-from jaxunet.ops import load_ops
+from jaxunet.model import cost as estimate
+from jaxunet.ops.backends import load_ops
+from jaxunet.runtime import distributed
+from jaxunet.runtime.errors import UserError
 from jaxunet.training.background import Background
 from jaxunet.training.loop import train
 from jaxunet.training.parallel import Parallel

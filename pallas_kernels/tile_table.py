@@ -20,7 +20,7 @@ from typing import Any, NamedTuple, TypeVar
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from pallas_kernels import device
+from jaxunet.runtime import device
 
 FOLDER = pathlib.Path(__file__).parent / 'tiles'
 FASTER = 0.97  # a tile replaces the one in the table if it takes at most this share of its time: less is within what runs differ by

@@ -40,21 +40,21 @@ NOT_THE_PROGRAM = ('jax.result_info', 'jax.arg_info')  # attributes that name pa
 
 def lower(name: str, backend: str) -> jax.stages.Lowered:
     """The training step of a config with the kernels of a backend. All that is imported from the project is here."""
-    from jaxunet.checkpoint import state_template  # noqa: PLC0415
+    from jaxunet.checkpoint.state import make_optimizer  # noqa: PLC0415
+    from jaxunet.checkpoint.store import state_template  # noqa: PLC0415
     from jaxunet.config import Config, resolve, to_dict  # noqa: PLC0415
-    from jaxunet.diffusion import make_diffusion  # noqa: PLC0415
-    from jaxunet.ops import TABLES  # noqa: PLC0415
-    from jaxunet.training.state import make_optimizer  # noqa: PLC0415
+    from jaxunet.diffusion.process import make_diffusion  # noqa: PLC0415
+    from jaxunet.model.unet import build_unet  # noqa: PLC0415
+    from jaxunet.ops.backends import ops_of  # noqa: PLC0415
+    from jaxunet.runtime import device  # noqa: PLC0415
     from jaxunet.training.step import make_train_step  # noqa: PLC0415
-    from jaxunet.unet import build_unet  # noqa: PLC0415
-    from pallas_kernels import device  # noqa: PLC0415
 
     if name == 'small':
         config = resolve(to_dict(Config().replace(**SMALL)))
     else:
         config = resolve(runpy.run_path(str(ROOT / 'configs' / f'{name}.py'))['get_config']())
     config = config.replace(backend=backend)
-    step = make_train_step(config, build_unet(config, TABLES[backend]), make_diffusion(config.diffusion), make_optimizer(config))
+    step = make_train_step(config, build_unet(config, ops_of(backend)), make_diffusion(config.diffusion), make_optimizer(config))
     size = config.data.batch_size
     batch = {
         'image': jax.ShapeDtypeStruct((size, *config.image_shape), 'uint8'),

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels.device import Target, use
+from jaxunet.runtime.device import Target, use
 
 Op = Callable[..., Any]  # arrays in, one array or a tree of arrays out
 DTYPES = ('float32', 'bfloat16')

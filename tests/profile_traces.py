@@ -1,7 +1,7 @@
 """A made-up trace of a GPU, and the program that it is of."""
 
-from jaxunet.profiling.events import Event, build_trace
-from jaxunet.profiling.hlo import Instruction, Program
+from jaxunet.profile.events import Event, build_trace
+from jaxunet.profile.hlo import Instruction, Program
 
 INSTRUCTIONS = {
     'conv.1': Instruction('custom-call', 'jit(whole)/jvp(forward)/UNet/middle_res_0/conv'),

@@ -11,7 +11,8 @@ import pytest
 from jax.sharding import AbstractDevice, AbstractMesh
 from parity import assert_parity_in_some_draw, draw
 
-from pallas_kernels.attention import reference, triton
+from jaxunet.ops.attention import reference
+from pallas_kernels.attention import triton
 from pallas_kernels.attention.tiles import KERNELS, Tile, Tiles, candidates, default_tile, default_tiles, power_of_two
 from pallas_kernels.attention.vjp import attention
 

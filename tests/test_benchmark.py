@@ -16,18 +16,19 @@ import pytest
 from test_cli import call
 from tiny import flags, tiny_config
 
-from jaxunet.benchmarking import rows, run, table
-from jaxunet.benchmarking.cases import DIRECTIONS, Prepared, make_plan
-from jaxunet.benchmarking.device import Rates, measure_rates
-from jaxunet.benchmarking.jax_side import model_loss, peak_bytes, random_inputs, synthetic_source, timed_compile
-from jaxunet.benchmarking.timing import TURN_SECONDS, interleave, steps_in, summarise, turn_steps, turns
-from jaxunet.benchmarking.traffic import bytes_moved
+from jaxunet.benchmark import run, table
+from jaxunet.benchmark.cases import DIRECTIONS, Prepared, make_plan
+from jaxunet.benchmark.device import Rates, measure_rates
+from jaxunet.benchmark.jax_side import model_loss, peak_bytes, random_inputs, synthetic_source, timed_compile
+from jaxunet.benchmark.timing import TURN_SECONDS, interleave, steps_in, summarise, turn_steps, turns
+from jaxunet.benchmark.traffic import bytes_moved
+from jaxunet.checkpoint.state import fresh_state
 from jaxunet.config import Config
-from jaxunet.diffusion import make_diffusion
-from jaxunet.errors import UserError
-from jaxunet.ops import XLA, load_ops
-from jaxunet.training.loop import fresh_state
-from jaxunet.unet import build_unet
+from jaxunet.diffusion.process import make_diffusion
+from jaxunet.model.unet import build_unet
+from jaxunet.ops.backends import XLA, load_ops
+from jaxunet.runtime import rows
+from jaxunet.runtime.errors import UserError
 
 FIELDS = {
     'kind', 'time', 'git', 'device', 'devices', 'driver', 'versions', 'command', 'config', 'images', 'precision',
@@ -392,7 +393,7 @@ def peer_config(name: str, prediction: str = 'epsilon') -> Config:
 @pytest.mark.parametrize(('name', 'prediction'), [('elephants64', 'epsilon'), ('cifar10', 'v'), ('classes', 'x0')])
 def test_peer_computes_the_same(name: str, prediction: str) -> None:
     torch = pytest.importorskip('torch', reason='PyTorch is not installed')
-    from jaxunet.benchmarking.torch_side import TorchSide  # noqa: PLC0415
+    from jaxunet.benchmark.torch_side import TorchSide  # noqa: PLC0415
     from jaxunet.weights.guided_diffusion import from_tree  # noqa: PLC0415
 
     config = peer_config(name, prediction)
@@ -416,7 +417,7 @@ def test_peer_computes_the_same(name: str, prediction: str) -> None:
 def test_peer_trains_what_we_train() -> None:
     """A whole step of each: dropout, clipping, AdamW and the average."""
     torch = pytest.importorskip('torch', reason='PyTorch is not installed')
-    from jaxunet.benchmarking.torch_side import TorchSide  # noqa: PLC0415
+    from jaxunet.benchmark.torch_side import TorchSide  # noqa: PLC0415
 
     config = tiny_config(
         model={'dropout': 0.5, 'zero_init': False}, ema={'rates': (0.5, 0.9)}, data={'augment': 'flip'}, precision='bfloat16'
@@ -456,7 +457,7 @@ def test_peers_on_the_command_line(tmp_path: pathlib.Path) -> None:
 
 def test_peers_refuse_what_they_do_not_train() -> None:
     pytest.importorskip('torch', reason='PyTorch is not installed')
-    from jaxunet.benchmarking.torch_side import check  # noqa: PLC0415
+    from jaxunet.benchmark.torch_side import check  # noqa: PLC0415
 
     for changes, message in (
         ({'precision': 'float16'}, 'precision=float16'),

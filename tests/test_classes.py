@@ -8,11 +8,13 @@ import numpy as np
 import pytest
 from tiny import tiny_config
 
-from jaxunet import checkpoint, classes
+from jaxunet.checkpoint import store as checkpoint
+from jaxunet.checkpoint.load import load_model
+from jaxunet.checkpoint.state import fresh_state
+from jaxunet.data import classes
 from jaxunet.data.source import ArraySource
-from jaxunet.errors import UserError
-from jaxunet.load import load_model
-from jaxunet.training.loop import fresh_state, train
+from jaxunet.runtime.errors import UserError
+from jaxunet.training.loop import train
 
 
 def conditional(steps=6, number=2):

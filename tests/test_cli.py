@@ -15,11 +15,11 @@ from PIL import Image
 from settings import QUICK
 from tiny import flags
 
-from jaxunet import checkpoint
-from jaxunet.cli import _ConfigFile, _Tuples
-from jaxunet.errors import UserError
-from jaxunet.load import load_model
-from jaxunet.progress import LOG_SECONDS, progress_bar
+from jaxunet.checkpoint import store as checkpoint
+from jaxunet.checkpoint.load import load_model
+from jaxunet.config.cli import _ConfigFile, _Tuples
+from jaxunet.runtime.errors import UserError
+from jaxunet.runtime.progress import LOG_SECONDS, progress_bar
 from jaxunet.training.logs import read_metrics
 
 SMALL = [*flags(), '--config.model.num_classes=10', '--config.model.label_dropout=0.1']

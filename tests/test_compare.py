@@ -14,11 +14,11 @@ import pytest
 from settings import QUICK
 from tiny import TINY, flags, tiny_config
 
-from jaxunet.comparing import report, runner, step_cost, worker
-from jaxunet.comparing.methods import METHODS, Method, parse_counts, parse_methods, parse_seconds
+from jaxunet.compare import report, runner, step_cost, worker
+from jaxunet.compare.methods import METHODS, Method, parse_counts, parse_methods, parse_seconds
 from jaxunet.config import Config, resolve, to_dict
-from jaxunet.errors import UserError
 from jaxunet.metrics.classifier import Architecture, init, to_arrays
+from jaxunet.runtime.errors import UserError
 from jaxunet.training.logs import read_metrics
 
 

@@ -8,7 +8,7 @@ import re
 import pytest
 
 from jaxunet.config import CHOICES, Config, default_config, diff, resolve, to_dict
-from jaxunet.errors import UserError
+from jaxunet.runtime.errors import UserError
 
 CONFIGS = sorted((pathlib.Path(__file__).parents[1] / 'configs').glob('*.py'))
 

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 from parity import DTYPES, assert_parity, draw
 
+from jaxunet.ops.activation import at_least_float32
+from jaxunet.ops.conv3x3.cases import CASES
 from pallas_kernels.conv3x3 import triton, triton_weight_gradient
-from pallas_kernels.conv3x3.cases import CASES
-from pallas_kernels.features import at_least_float32
 
 # JAX says at every lowering that it will drop its Triton backend some day.
 pytestmark = pytest.mark.filterwarnings('ignore:The Pallas Triton backend is deprecated:DeprecationWarning')

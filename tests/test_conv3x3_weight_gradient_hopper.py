@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 from parity import assert_parity, draw
 
+from jaxunet.ops.activation import at_least_float32
 from pallas_kernels.conv3x3 import hopper_weight_gradient as hopper
 from pallas_kernels.conv3x3.hopper_weight_gradient import Plan, Tile, candidates, default_tile, supports, weight_gradient
-from pallas_kernels.features import at_least_float32
 
 # Batch, height, width; channels of the parts; output channels; tile.
 CALLS = {

@@ -11,8 +11,8 @@ from data_files import everything, official_files, python2_batch, random_pixels,
 
 from jaxunet.data import cifar10
 from jaxunet.data.sources import open_source
-from jaxunet.download import digest
-from jaxunet.errors import UserError
+from jaxunet.runtime.download import digest
+from jaxunet.runtime.errors import UserError
 
 
 def test_the_handmade_batch_is_a_pickle_that_numpy_reads():

@@ -17,7 +17,7 @@ from PIL import Image
 
 from jaxunet.data import image_files, npz
 from jaxunet.data.sources import open_source
-from jaxunet.errors import UserError
+from jaxunet.runtime.errors import UserError
 
 PNG = encoded(random_pixels(0))
 

@@ -22,7 +22,7 @@ from jaxunet.data.order import batch_indices
 from jaxunet.data.pixels import BadImage
 from jaxunet.data.source import ArraySource
 from jaxunet.data.sources import open_source
-from jaxunet.errors import UserError
+from jaxunet.runtime.errors import UserError
 
 
 @pytest.fixture

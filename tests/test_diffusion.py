@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 import scipy.stats
 
-from jaxunet import diffusion as d
 from jaxunet.config import DiffusionConfig
-from jaxunet.errors import UserError
+from jaxunet.diffusion import process as d
+from jaxunet.runtime.errors import UserError
 
 SHAPE = (4, 3, 2, 1)
 PREDICTIONS = ('epsilon', 'x0', 'v')

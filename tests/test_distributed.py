@@ -14,18 +14,19 @@ import pytest
 from settings import QUICK
 from tiny import flags, tiny_config
 
-from jaxunet import checkpoint, distributed
+from jaxunet.checkpoint import store as checkpoint
+from jaxunet.checkpoint.state import fresh_state, make_optimizer
 from jaxunet.data.sources import open_source
-from jaxunet.diffusion import make_diffusion
-from jaxunet.distributed import Start, all_devices, check_by_hand, check_launcher, detect, join, tasks_of_node
-from jaxunet.errors import UserError
-from jaxunet.ops import load_ops
+from jaxunet.diffusion.process import make_diffusion
+from jaxunet.model.unet import build_unet
+from jaxunet.ops.backends import load_ops
+from jaxunet.runtime import distributed
+from jaxunet.runtime.distributed import Start, all_devices, check_by_hand, check_launcher, detect, join, tasks_of_node
+from jaxunet.runtime.errors import UserError
 from jaxunet.training.logs import read_metrics
-from jaxunet.training.loop import fresh_state, train
+from jaxunet.training.loop import train
 from jaxunet.training.parallel import CONCURRENT, OVERLAP, Parallel
-from jaxunet.training.state import make_optimizer
 from jaxunet.training.step import make_train_step
-from jaxunet.unet import build_unet
 
 NO_LAUNCHER = {name: value for name, value in os.environ.items() if not name.startswith(('SLURM_', 'OMPI_', 'PMI'))}
 ENDLESS = '--config.train.steps=100000'

@@ -14,11 +14,11 @@ from data_files import encoded, put
 from inception_case import random_state
 from settings import QUICK
 
-from jaxunet.errors import UserError
-from jaxunet.images import save_images
+from jaxunet.data.images import save_images
 from jaxunet.metrics.classifier import Architecture, init, to_arrays
 from jaxunet.metrics.features import CLASSIFIER, KIND
 from jaxunet.metrics.image_sets import open_images
+from jaxunet.runtime.errors import UserError
 
 
 def pixels(n: int, seed: int, shape: tuple[int, ...] = (16, 16, 3)) -> np.ndarray:
@@ -167,7 +167,7 @@ SCRIPT = """
 import json, sys
 from absl import flags
 from jaxunet import evaluate
-from jaxunet.errors import UserError
+from jaxunet.runtime.errors import UserError
 found = []
 for arguments in json.loads(sys.argv[1]):
     for name in ('samples', *(flag.name for flag in flags.FLAGS.get_key_flags_for_module(evaluate))):

@@ -10,29 +10,29 @@ import pytest
 from jax.experimental.compilation_cache import compilation_cache
 from tiny import tiny_config
 
+from jaxunet.checkpoint.state import fresh_state, make_optimizer
 from jaxunet.config import Config, to_dict
 from jaxunet.data import pipeline
 from jaxunet.data.sources import open_source
-from jaxunet.diffusion import make_diffusion
-from jaxunet.ops import load_ops
-from jaxunet.training import executables
-from jaxunet.training.loop import fresh_state
+from jaxunet.diffusion.process import make_diffusion
+from jaxunet.model.unet import build_unet
+from jaxunet.ops.backends import load_ops
+from jaxunet.runtime import compiled_cache as executables
+from jaxunet.training import step_fields
 from jaxunet.training.parallel import Parallel
-from jaxunet.training.state import make_optimizer
 from jaxunet.training.step import make_train_step
-from jaxunet.unet import build_unet
 
 ROOT = pathlib.Path(__file__).parents[1]
 STEP = (  # the modules whose code is traced
-    'unet.py',
-    'diffusion.py',
-    'weighting.py',
-    'timesteps.py',
-    'timestep_policy.py',
+    'model/unet.py',
+    'diffusion/process.py',
+    'diffusion/weighting.py',
+    'diffusion/timesteps.py',
+    'diffusion/timestep_policy.py',
     'data/order.py',
     'training/step.py',
     'training/update.py',
-    'training/state.py',
+    'checkpoint/state.py',
     'training/parallel.py',
 )
 
@@ -55,7 +55,9 @@ class Maker:
 
     def get(self, **changes):
         config = self.config.replace(**changes)
-        return executables.compiled(self.build, config, (self.parallel.replicate(self.state), self.data), self.parallel.devices, {})
+        return executables.compiled(
+            self.build, step_fields.relevant(config), (self.parallel.replicate(self.state), self.data), self.parallel.devices, {}
+        )
 
     def losses(self, step):
         state, out = self.parallel.replicate(self.state), []
@@ -95,7 +97,7 @@ def test_a_kept_step_is_loaded_and_gives_the_same(mode, devices, cache):
 
 def test_a_step_is_kept_under_all_that_it_is_made_from():
     """A field that is left out of the digest is one that no module of the step reads."""
-    named = {name: None for name in executables.APART} | executables.APART_FIELDS
+    named = {name: None for name in step_fields.APART} | step_fields.APART_FIELDS
     raw = to_dict(Config())
     for section, fields in named.items():
         assert section in raw
@@ -104,7 +106,7 @@ def test_a_step_is_kept_under_all_that_it_is_made_from():
             reads = re.compile(rf'\b{section}\.{field}\b' if fields else rf'\bconfig\.{section}\b')
             for module in STEP:
                 assert not reads.search((ROOT / 'jaxunet' / module).read_text()), (module, section, field)
-    kept = executables.relevant(Config())
+    kept = step_fields.relevant(Config())
     assert kept['train'].keys() == {'steps', 'log_every'}
     assert kept['optimizer'] == raw['optimizer']
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import xla_ffi
-from jaxunet import ops
+from jaxunet.ops import backends as ops
 
 
 def module(names: list[str], driver: int = 13000, needed: int = 13000) -> types.SimpleNamespace:
@@ -43,7 +43,7 @@ def test_nothing_is_missing(monkeypatch):
     monkeypatch.setattr(xla_ffi, '_cuda', module(['a'], 12080, 12000))
     device = types.SimpleNamespace(platform='gpu', compute_capability='9.0', device_kind='some GPU')
     monkeypatch.setattr(jax, 'devices', lambda: [device])
-    assert ops.load_ops('cuda') == ops.CUDA
+    assert ops.load_ops('cuda') == ops.ops_of('cuda')
     assert ops.describe('cuda') == 'ops: conv3x3=cuda, norm_silu_conv3x3=cuda, group_norm=cuda, attention=cuda, linear=cuda, adamw=cuda'
 
 
@@ -54,7 +54,7 @@ def test_split_over_devices_as_in_training():
     spec = jax.sharding.PartitionSpec('batch')
 
     def pull(x):
-        return jax.grad(lambda v: jnp.sum(jnp.sin(ops.CUDA.attention(v, num_heads=2))))(x)
+        return jax.grad(lambda v: jnp.sum(jnp.sin(ops.ops_of('cuda').attention(v, num_heads=2))))(x)
 
     qkv = jax.random.normal(jax.random.key(0), (8, 5, 24))
     split = jax.jit(jax.shard_map(pull, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False))(qkv)

@@ -17,8 +17,8 @@ from tiny import tiny_config
 
 import xla_ffi
 from jaxunet import config
-from jaxunet.ops import CUDA, XLA
-from jaxunet.unet import build_unet
+from jaxunet.model.unet import build_unet
+from jaxunet.ops.backends import XLA, ops_of
 
 BATCH = 2
 CONFIG = pathlib.Path(__file__).parents[1] / 'configs' / 'elephants64.py'
@@ -46,7 +46,7 @@ def test_xla_multiplies_for_embeddings_and_input_gradients_of_linear_layers_and_
     shortcuts = sum('shortcut' in block for block in parameters.values())
     blocks = sum('conv_1' in block for block in parameters.values())
     attentions = sum('qkv' in block for block in parameters.values())
-    model = build_unet(resolved, CUDA)
+    model = build_unet(resolved, ops_of('cuda'))
 
     def loss(parameters: Any, x: Any, t: Any) -> Any:
         return jnp.mean(jnp.square(model.predict(parameters, x, t)))
@@ -92,7 +92,7 @@ def test_a_small_unet_is_that_of_xla() -> None:
             model = build_unet(resolved, ops)
             return jax.jit(jax.value_and_grad(lambda p: jnp.sum(jnp.sin(model.predict(p, x, t, labels)))))(parameters)
 
-        value, gradients = pull(CUDA)
+        value, gradients = pull(ops_of('cuda'))
         exact, wanted = pull(XLA)
     np.testing.assert_allclose(value, exact, rtol=1e-4)
     largest = max(float(jnp.max(jnp.abs(leaf))) for leaf in jax.tree.leaves(wanted))

@@ -18,8 +18,8 @@ import numpy as np
 import pytest
 
 from jaxunet.config import Config
-from jaxunet.ops import XLA
-from jaxunet.unet import build_unet
+from jaxunet.model.unet import build_unet
+from jaxunet.ops.backends import XLA
 from jaxunet.weights import read_weights, write_weights
 from jaxunet.weights.names import flatten, from_file, to_file, unflatten
 from jaxunet.weights.unetcu import MAGIC, Header, config_of, table

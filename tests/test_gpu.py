@@ -9,10 +9,10 @@ import pytest
 from tiny import tiny_config
 
 from jaxunet.data.sources import open_source
-from jaxunet.ops import load_ops
+from jaxunet.ops.activation import Features
+from jaxunet.ops.backends import load_ops
 from jaxunet.training.logs import read_metrics
 from jaxunet.training.loop import train
-from pallas_kernels.features import Features
 from xla_ffi import unavailable
 
 pytestmark = pytest.mark.gpu

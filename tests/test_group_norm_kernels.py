@@ -10,9 +10,10 @@ import pytest
 from jax.sharding import AbstractDevice, AbstractMesh
 from parity import assert_parity, draw
 
-from pallas_kernels.features import Features, at_least_float32, channel_moments
-from pallas_kernels.group_norm import apply, backward, reference, statistics, vjp
-from pallas_kernels.group_norm.cases import ELEPHANTS64
+from jaxunet.ops.activation import Features, at_least_float32, channel_moments
+from jaxunet.ops.group_norm import reference
+from jaxunet.ops.group_norm.cases import ELEPHANTS64
+from pallas_kernels.group_norm import apply, backward, statistics, vjp
 from pallas_kernels.group_norm.tiles import Tile, fit
 
 # JAX says at every lowering that it will drop its Triton backend some day.

@@ -6,7 +6,7 @@ import math
 import pytest
 
 import xla_ffi
-from pallas_kernels.group_norm.cases import CASES
+from jaxunet.ops.group_norm.cases import CASES
 
 H200 = {'processors': 132, 'shared': 227 * 1024, 'cluster': 8}
 A100 = {'processors': 108, 'shared': 163 * 1024, 'cluster': 1}

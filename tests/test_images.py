@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from jaxunet import images as im
-from jaxunet.errors import UserError
+from jaxunet.data import images as im
+from jaxunet.runtime.errors import UserError
 
 
 def pixels(count=5, height=40, width=36, channels=3, seed=0):

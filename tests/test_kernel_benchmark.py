@@ -18,13 +18,17 @@ import pytest
 from test_cli import call
 
 import xla_ffi
-from jaxunet.benchmarking import kernel_table, kernels, rows
-from jaxunet.errors import UserError
-from pallas_kernels import device, lowering, timing
+from jaxunet.benchmark.kernels import lowering
+from jaxunet.benchmark.kernels import measure as kernels
+from jaxunet.benchmark.kernels import table as kernel_table
+from jaxunet.runtime import device, rows
+from jaxunet.runtime import gpu_time as timing
+from jaxunet.runtime.errors import UserError
+from jaxunet.runtime.measurement import Inputs, Measurement, with_gradients
+from jaxunet.runtime.plugins import load_backend
 from pallas_kernels.conv3x3 import hopper, hopper_weight_gradient, tune_hopper
-from pallas_kernels.measurement import Inputs, Measurement, with_gradients
-from xla_ffi import backend as ffi
 
+PALLAS, CUDA = load_backend('pallas'), load_backend('cuda')
 ROOT = pathlib.Path(__file__).parents[1]
 ORIGIN = {'kind': 'kernel', 'device': 'NVIDIA H200', 'git': 'abc1234', 'driver': '1', 'versions': {'jax': '0.11.2'}}
 
@@ -182,7 +186,7 @@ def test_lowering_elsewhere() -> None:
 
 def test_other_processes_lower() -> None:
     pytest.importorskip('flatbuffers')
-    wanted = kernels.select(['attention'], ['2'], '64_tokens')
+    wanted = kernels.select(['attention'], ['2'], '64_tokens', [PALLAS])
     with lowering.pool(1) as workers:
         found = lowering.start(workers, wanted, 'bfloat16', 'NVIDIA H200')
         assert list(found) == [(m.name, 'pallas') for m in wanted]
@@ -191,7 +195,7 @@ def test_other_processes_lower() -> None:
 
 def test_lowered_elsewhere_is_the_same_program() -> None:
     pytest.importorskip('flatbuffers')
-    m = next(m for m in kernels.select([], ['2'], '') if m.name == 'conv3x3 input_gradient, 64x64_64to64, batch 2')
+    m = next(m for m in kernels.select([], ['2'], '', [PALLAS]) if m.name == 'conv3x3 input_gradient, 64x64_64to64, batch 2')
     found = lowering.lower(m.name, 2, 'bfloat16', 'NVIDIA H200')
     function = jax.export.deserialize(bytearray(found.exported)).call
     apart = timing.named('p', function).trace(m.inputs).lower(lowering_platforms=('cuda',))
@@ -232,14 +236,14 @@ KERNELS: dict[str, dict[str, int]] = {
 
 @pytest.mark.parametrize('name', KERNELS)
 def test_sides_are_the_kernels_and_xla(name: str) -> None:
-    m = next(m for m in kernels.select([], ['2'], '') if m.name == name)
+    m = next(m for m in kernels.select([], ['2'], '', [PALLAS]) if m.name == name)
     assert counted(m) == KERNELS[name]
     assert not any('jaxunet' in kernel for kernel in counted(m, 'xla'))
 
 
 def test_every_measurement_can_be_built() -> None:
     """Names are unique, all sides give the same shapes and types, and work is counted."""
-    found = kernels.select([], ['2'], '', {'cuda': ffi})
+    found = kernels.select([], ['2'], '', [PALLAS, CUDA])
     assert len({m.name for m in found}) == len(found) > 200
     for m in found[::9]:
         with device.use(device.Target.HOPPER):
@@ -252,7 +256,7 @@ def test_every_measurement_can_be_built() -> None:
 
 @pytest.mark.skipif(xla_ffi._cpu is None, reason='the extension is not built')
 def test_an_op_that_pallas_has_not_is_measured() -> None:
-    wanted = kernels.select(['linear'], ['1'], '^4x4', {'cuda': ffi})
+    wanted = kernels.select(['linear'], ['1'], '^4x4', [PALLAS, CUDA])
     found = measured(*wanted, trace=lambda programs, **_: {name: timing.Times({'k': 1.0}, (2.0,)) for name in programs})
     assert [(row['error'], row['ratio_cuda'], 'us_pallas' in row) for row in found] == [(None, 1.0, False)] * 4
     text = kernel_table.tables([ORIGIN | row for row in found])
@@ -262,7 +266,7 @@ def test_an_op_that_pallas_has_not_is_measured() -> None:
 
 def test_a_kernel_is_measured_through_to_its_row() -> None:
     """The real sides, interpreted on the CPU: their results agree."""
-    wanted = kernels.select(['attention'], ['1'], '64_tokens') + kernels.select(['group_norm'], ['1'], '^8x8_192$')
+    wanted = kernels.select(['attention'], ['1'], '64_tokens', [PALLAS]) + kernels.select(['group_norm'], ['1'], '^8x8_192$', [PALLAS])
 
     def trace(programs: dict[str, Any], *, rounds: int) -> dict[str, timing.Times]:
         return {name: timing.Times({'k': 1.0}, (1.0,) * rounds) for name in programs}
@@ -312,7 +316,7 @@ def test_tables(tmp_path: pathlib.Path) -> None:
     path = tmp_path / 'rows.jsonl'
     for row in found:
         rows.append(path, row)
-    printed = call('jaxunet.benchmark_kernels', f'--table={path}').splitlines()
+    printed = call('jaxunet.benchmark.kernels.__main__', f'--table={path}').splitlines()
     assert '| conv3x3 | forward | 32 | 2 | 1.00 | 0.50 | b |' in printed
     assert '| conv3x3 | forward | 256 | 1 | 3.00 | 3.00 | a |' in printed
     assert '| a | 10.0 | 600 | 1234 | 2.00 | 10.0 | 600 | 1234 | 3.00 |' in printed
@@ -327,7 +331,7 @@ def test_tables(tmp_path: pathlib.Path) -> None:
 
 def test_committed_rows_make_a_table_of_each_backend() -> None:
     """And with the CUDA kernels' columns left out, one of Pallas's alone, which have no linear layer."""
-    committed = rows.read(ROOT / 'pallas_kernels/h200.jsonl')
+    committed = rows.read(ROOT / 'docs/results/kernels/rows.jsonl')
     three = kernel_table.summary(committed)
     both = [row for row in committed if 'us_pallas' in row]
     assert {row['op'] for row in committed if row not in both} == {'linear'}
@@ -348,8 +352,8 @@ def test_rows_that_make_no_table(found: list[rows.Row], message: str) -> None:
 
 
 def test_directions_are_chosen() -> None:
-    every = kernels.select(['conv3x3'], ['2'], '8x8')
-    found = kernels.select(['conv3x3'], ['2'], '8x8', directions=['weight_gradient'])
+    every = kernels.select(['conv3x3'], ['2'], '8x8', [PALLAS])
+    found = kernels.select(['conv3x3'], ['2'], '8x8', [PALLAS], directions=['weight_gradient'])
     assert found
     assert [m.name for m in found] == [m.name for m in every if m.direction == 'weight_gradient']
 
@@ -372,7 +376,7 @@ def test_mistakes(arguments: Any, message: str) -> None:
 
 
 def test_without_a_gpu() -> None:
-    assert 'needs one' in call('jaxunet.benchmark_kernels', '--ops=attention', code=2)
+    assert 'needs one' in call('jaxunet.benchmark.kernels.__main__', '--ops=attention', code=2)
 
 
 def test_tuning_covers_the_convolutions() -> None:
@@ -384,7 +388,7 @@ def test_tuning_covers_the_convolutions() -> None:
     assert plain == {(case, direction) for case in cases for direction in ('forward', 'input', 'weight')}
     assert cases == {
         m.case
-        for m in kernels.select(['conv3x3'], ['2'], '')
+        for m in kernels.select(['conv3x3'], ['2'], '', [PALLAS])
         if m.op == 'conv3x3' and m.direction == 'forward' and min(m.inputs['kernel'].shape[2:]) >= 64
     }
     for s in [s for s in found if s.case in ('32x32_128to128', 'norm_32x32_128to128_res128+64')]:

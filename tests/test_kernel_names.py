@@ -14,13 +14,14 @@ import kernel_names
 import pytest
 
 from jaxunet import config
-from jaxunet.ops import PALLAS, XLA, Ops
-from jaxunet.unet import build_unet
-from pallas_kernels import device
-from pallas_kernels.features import Features
+from jaxunet.model.unet import build_unet
+from jaxunet.ops.activation import Features
+from jaxunet.ops.backends import XLA, Ops, ops_of
+from jaxunet.runtime import device
 
 BATCH = 2
 CONFIG = pathlib.Path(__file__).parents[1] / 'configs' / 'elephants64.py'
+PALLAS = ops_of('pallas')
 
 
 class Calls:

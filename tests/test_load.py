@@ -4,11 +4,10 @@ import jax
 import numpy as np
 import pytest
 
-from jaxunet import checkpoint
-from jaxunet.errors import UserError
-from jaxunet.load import load_initial, load_model
-from jaxunet.training.loop import fresh_state
-from jaxunet.training.state import CONVERGED_COUNT, get_moments
+from jaxunet.checkpoint import store as checkpoint
+from jaxunet.checkpoint.load import load_initial, load_model
+from jaxunet.checkpoint.state import CONVERGED_COUNT, fresh_state, get_moments
+from jaxunet.runtime.errors import UserError
 from jaxunet.weights import write_weights
 from jaxunet.weights.unetcu import MAGIC, Header, config_of
 

@@ -13,7 +13,6 @@ import pytest
 import scipy.linalg
 
 from jaxunet.data.source import ArraySource
-from jaxunet.errors import UserError
 from jaxunet.metrics import evaluation, pairwise
 from jaxunet.metrics import precision_recall as module
 from jaxunet.metrics.evaluation import compute, image_side
@@ -22,6 +21,7 @@ from jaxunet.metrics.frechet import Moments, Statistics, frechet_distance, is_st
 from jaxunet.metrics.inception_score import inception_score
 from jaxunet.metrics.kernel_distance import kernel_distance, squared_mmd
 from jaxunet.metrics.precision_recall import covered, precision_recall, squared_radii
+from jaxunet.runtime.errors import UserError
 
 RANDOM = np.random.default_rng(0)
 

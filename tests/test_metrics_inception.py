@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 from inception_case import COLUMNS, GOLDEN, images, of_pytorch_fid, random_state, summary
 
-from jaxunet import download
-from jaxunet.errors import UserError
 from jaxunet.metrics import features, inception, inception_weights
 from jaxunet.metrics.inception_weights import from_state, read_parameters
 from jaxunet.metrics.torch_legacy import MAGIC, read_legacy
+from jaxunet.runtime import download
+from jaxunet.runtime.errors import UserError
 from jaxunet.weights.torch_file import write_torch
 from jaxunet.weights.torch_pickle import dump
 

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 from inception_case import random_state
 
-from jaxunet.errors import UserError
 from jaxunet.metrics.inception_weights import from_state, read_parameters
 from jaxunet.metrics.torch_script import is_torch_script, read_torch_script
+from jaxunet.runtime.errors import UserError
 from jaxunet.weights.torch_file import write_torch
 from jaxunet.weights.torch_pickle import dump
 

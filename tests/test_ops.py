@@ -8,10 +8,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxunet import ops as seam
-from jaxunet.errors import UserError
-from pallas_kernels import device
-from pallas_kernels.features import Features, channel_moments
+from jaxunet.ops import backends as seam
+from jaxunet.ops import vocabulary
+from jaxunet.ops.activation import Features, channel_moments
+from jaxunet.runtime import device
+from jaxunet.runtime.errors import UserError
 
 OPS = seam.load_ops('xla')
 
@@ -108,8 +109,8 @@ def test_results_have_the_type_of_their_input(dtype):
 
 
 def test_seam_signatures_and_errors():
-    for name, op in [*OPS._asdict().items(), *seam.PALLAS._asdict().items(), *seam.CUDA._asdict().items()]:
-        protocol = getattr(seam, {'norm_silu_conv3x3': 'NormSiluConv3x3', 'group_norm': 'GroupNorm'}.get(name, name.capitalize()))
+    for name, op in [item for backend in ('xla', 'pallas', 'cuda') for item in seam.ops_of(backend)._asdict().items()]:
+        protocol = getattr(vocabulary, {'norm_silu_conv3x3': 'NormSiluConv3x3', 'group_norm': 'GroupNorm'}.get(name, name.capitalize()))
         wanted = list(inspect.signature(protocol.__call__).parameters)[1:]
         assert list(inspect.signature(op).parameters) == wanted
     with pytest.raises(UserError, match='expected one of auto, xla, pallas, cuda'):
@@ -141,25 +142,31 @@ MIXED = 'ops: conv3x3=cuda, norm_silu_conv3x3=cuda, group_norm=cuda, attention=p
 )
 def test_auto_takes_what_was_measured(target, missing, precision, auto, monkeypatch):
     """Only Hopper's kernels have been timed beside XLA in whole steps."""
-    monkeypatch.setattr(seam, 'unavailable', lambda: missing)
+    monkeypatch.setattr(seam, '_unavailable', lambda name: missing if name == 'cuda' else None)
     with device.use(target):
         assert seam.describe('auto', precision) == auto
         assert seam.describe('pallas', precision) == PALLAS + 'xla'
-        assert seam.fuses_update('auto', precision) == auto.endswith('adamw=cuda')
+        assert (seam.fused_update('auto', precision) is not None) == auto.endswith('adamw=cuda')
 
 
 def test_backends_mix_op_by_op(monkeypatch):
     """Each op comes from the backend that it was given, and what is missing is said under the name that was asked for."""
+    cuda, pallas = seam.ops_of('cuda'), seam.ops_of('pallas')
     with device.use(device.Target.HOPPER):
-        monkeypatch.setattr(seam, 'unavailable', lambda: 'no driver')
+        monkeypatch.setattr(seam, '_unavailable', lambda name: 'no driver' if name == 'cuda' else None)
         with pytest.raises(UserError, match=r'backend=pallas\+adamw=cuda: no driver; or use'):
             seam.choose('pallas+adamw=cuda')
-        monkeypatch.setattr(seam, 'unavailable', lambda: None)
+        monkeypatch.setattr(seam, '_unavailable', lambda name: None)
         mixed = seam.load_ops('auto+attention=cuda+group_norm=xla')
-        assert mixed == seam.CUDA._replace(group_norm=seam.XLA.group_norm)
+        assert mixed == cuda._replace(group_norm=seam.XLA.group_norm)
         assert seam.choose('pallas+adamw=cuda')['adamw'] == 'cuda'
-        assert seam.load_ops('pallas+linear=cuda') == seam.PALLAS._replace(linear=seam.CUDA.linear)
-        assert seam.load_ops('cuda+linear=xla') == seam.CUDA._replace(linear=seam.XLA.linear)
+        assert seam.load_ops('pallas+linear=cuda') == pallas._replace(linear=cuda.linear)
+        assert seam.load_ops('cuda+linear=xla') == cuda._replace(linear=seam.XLA.linear)
         with pytest.raises(UserError, match="linear: expected one of xla, cuda, found 'pallas'"):
             seam.choose('pallas+linear=pallas')
-        assert [seam.fuses_update(b) for b in ('pallas', 'pallas+adamw=cuda', 'cuda', 'cuda+adamw=xla')] == [False, True, True, False]
+        assert [seam.fused_update(b) is None for b in ('pallas', 'pallas+adamw=cuda', 'cuda', 'cuda+adamw=xla')] == [
+            True,
+            False,
+            False,
+            True,
+        ]

@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 from tiny import tiny_config
 
-from jaxunet.ops import load_ops
-from jaxunet.unet import build_unet
-from pallas_kernels.device import Target, use
-from pallas_kernels.features import Features, channel_moments
+from jaxunet.model.unet import build_unet
+from jaxunet.ops.activation import Features, channel_moments
+from jaxunet.ops.backends import load_ops
+from jaxunet.runtime.device import Target, use
 
 
 @pytest.fixture(autouse=True)

@@ -15,7 +15,7 @@ from PIL import Image
 
 from jaxunet import prepare_data
 from jaxunet.data.sources import open_source
-from jaxunet.errors import UserError
+from jaxunet.runtime.errors import UserError
 
 ROOT = pathlib.Path(prepare_data.__file__).resolve().parents[1]
 

@@ -10,7 +10,7 @@ from typing import ClassVar
 
 import pytest
 
-from jaxunet import processes
+from jaxunet.runtime import subprocesses as processes
 
 SLEEP = [sys.executable, '-c', 'import time; time.sleep(60)']
 

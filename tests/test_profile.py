@@ -17,21 +17,13 @@ from settings import QUICK
 from tiny import flags, tiny_config
 
 from jaxunet.data.sources import open_source
-from jaxunet.errors import UserError
-from jaxunet.profiling import intervals, report
-from jaxunet.profiling.capture import HOST_DATA, HOST_WAIT, capture, check
-from jaxunet.profiling.chrome import phase_spans, write_trace
-from jaxunet.profiling.events import COLLECTIVE, COPY, KERNEL, Event, build_trace
-from jaxunet.profiling.phases import (
-    ALL_REDUCE,
-    BACKWARD,
-    DATA,
-    FORWARD,
-    OPTIMIZER,
-    OTHER,
-    PHASES,
-)
-from jaxunet.profiling.summary import DEVICE, HOST, Row, summarise
+from jaxunet.profile import intervals, report
+from jaxunet.profile.capture import HOST_DATA, HOST_WAIT, capture, check
+from jaxunet.profile.chrome import phase_spans, write_trace
+from jaxunet.profile.events import COLLECTIVE, COPY, KERNEL, Event, build_trace
+from jaxunet.profile.phases import ALL_REDUCE, BACKWARD, DATA, FORWARD, OPTIMIZER, OTHER, PHASES
+from jaxunet.profile.summary import DEVICE, HOST, Row, summarise
+from jaxunet.runtime.errors import UserError
 
 
 def digits(config):

@@ -4,12 +4,12 @@ import pytest
 from tiny import tiny_config
 
 from jaxunet.data.sources import open_source
-from jaxunet.errors import UserError
-from jaxunet.profiling.align import align, stem
-from jaxunet.profiling.capture import Steps
-from jaxunet.profiling.events import COLLECTIVE, KERNEL, Event, build_trace
-from jaxunet.profiling.hlo import Instruction, Program, read_hlo
-from jaxunet.profiling.phases import ALL_REDUCE, BACKWARD, DATA, FORWARD, OPTIMIZER, OTHER, backend_of, module_of, own_name, phase_of
+from jaxunet.profile.align import align, stem
+from jaxunet.profile.capture import Steps
+from jaxunet.profile.events import COLLECTIVE, KERNEL, Event, build_trace
+from jaxunet.profile.hlo import Instruction, Program, read_hlo
+from jaxunet.profile.phases import ALL_REDUCE, BACKWARD, DATA, FORWARD, OPTIMIZER, OTHER, backend_of, module_of, own_name, phase_of
+from jaxunet.runtime.errors import UserError
 
 
 def digits(config):

@@ -9,8 +9,9 @@ import statistics
 
 import pytest
 
-from jaxunet.benchmarking import kernel_table, rows
-from jaxunet.benchmarking import table as benchmark_table
+from jaxunet.benchmark import table as benchmark_table
+from jaxunet.benchmark.kernels import table as kernel_table
+from jaxunet.runtime import rows
 
 ROOT = pathlib.Path(__file__).parents[1]
 README = (ROOT / 'README.md').read_text()
@@ -18,12 +19,12 @@ CACHES = ('empty', 'compilation cache alone', 'kept step')  # what an earlier st
 
 
 def table() -> str:
-    """The Markdown table of `configs/elephants64.jsonl`."""
+    """The Markdown table of `docs/results/elephants64/rows.jsonl`."""
     lines = [
         '| commit | device | precision, batch | step ms, median (quartiles) | steps | training s | final loss |',
         '|---|---|---|---|---|---|---|',
     ]
-    for line in (ROOT / 'configs' / 'elephants64.jsonl').read_text().splitlines():
+    for line in (ROOT / 'docs/results/elephants64/rows.jsonl').read_text().splitlines():
         r = json.loads(line)
         low, high = r['quartiles_ms']
         lines.append(
@@ -34,9 +35,9 @@ def table() -> str:
 
 
 def starts() -> str:
-    """Seconds from the command to the first step, of configs/start.jsonl."""
+    """Seconds from the command to the first step, of docs/results/start/rows.jsonl."""
     lines = ['| backend | ' + ' | '.join(CACHES) + ' |', '|---|' + '---|' * len(CACHES)]
-    found = [json.loads(line) for line in (ROOT / 'configs/start.jsonl').read_text().splitlines()]
+    found = [json.loads(line) for line in (ROOT / 'docs/results/start/rows.jsonl').read_text().splitlines()]
     for backend in dict.fromkeys(r['backend'] for r in found):
         seconds = {r['cache']: ' and '.join(f'{s:.1f}' for s in r['seconds']) for r in found if r['backend'] == backend}
         lines.append(f'| {backend} | ' + ' | '.join(f'{seconds[cache]} s' for cache in CACHES) + ' |')
@@ -44,8 +45,8 @@ def starts() -> str:
 
 
 def curves() -> str:
-    """Mean losses of configs/curves.csv, whose rows are means of 50 steps."""
-    with (ROOT / 'configs/curves.csv').open() as file:
+    """Mean losses of docs/results/elephants64/curves.csv, whose rows are means of 50 steps."""
+    with (ROOT / 'docs/results/elephants64/curves.csv').open() as file:
         found = list(csv.DictReader(file))
     spans = [(1, 500), (501, 1000), (1001, 1500), (1501, 2000)]
     lines = ['| steps | ' + ' | '.join(f'{a:,} to {b:,}' for a, b in spans) + ' |', '|---|' + '---|' * len(spans)]
@@ -56,8 +57,8 @@ def curves() -> str:
 
 
 def comparison() -> str:
-    """The table of configs/compare_methods/report.md, whose features the README's text names."""
-    lines = (ROOT / 'configs/compare_methods/report.md').read_text().splitlines()
+    """The table of docs/results/methods/report.md, whose features the README's text names."""
+    lines = (ROOT / 'docs/results/methods/report.md').read_text().splitlines()
     return re.sub(r'\[features=[^]]+\] at the end', '', '\n'.join(line for line in lines if line.startswith('|')))
 
 
@@ -69,8 +70,8 @@ def test_tables_are_generated_from_the_rows(make):
 @pytest.mark.parametrize(
     ('file', 'markdown'),
     [
-        ('configs/benchmark.jsonl', benchmark_table.markdown),
-        ('pallas_kernels/h200.jsonl', kernel_table.summary),
+        ('docs/results/step/rows.jsonl', benchmark_table.markdown),
+        ('docs/results/kernels/rows.jsonl', kernel_table.summary),
     ],
 )
 def test_benchmark_tables_are_generated_from_the_rows(file, markdown):
@@ -80,7 +81,8 @@ def test_benchmark_tables_are_generated_from_the_rows(file, markdown):
 
 def test_commands_and_links_exist():
     for module in set(re.findall(r'python -m ((?:jaxunet|pallas_kernels)[\w.]+)', README)):
-        assert (ROOT / f'{module.replace(".", "/")}.py').is_file(), module
+        path = ROOT / module.replace('.', '/')
+        assert path.with_suffix('.py').is_file() or (path / '__main__.py').is_file(), module
     for path in re.findall(r'\]\(([^)h][^)]*)\)', README) + re.findall(r'`((?:configs|jaxunet|tests)/[\w./]+\.\w+)`', README):
         assert (ROOT / path).exists(), path
 

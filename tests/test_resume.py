@@ -15,12 +15,12 @@ import pytest
 from settings import QUICK
 from tiny import flags, tiny_config
 
-from jaxunet import checkpoint
+from jaxunet.checkpoint import store as checkpoint
+from jaxunet.checkpoint.state import LOSS_SCALE_START, fresh_state
 from jaxunet.data.sources import open_source
-from jaxunet.errors import UserError
+from jaxunet.runtime.errors import UserError
 from jaxunet.training.logs import read_metrics
-from jaxunet.training.loop import fresh_state, train
-from jaxunet.training.state import LOSS_SCALE_START
+from jaxunet.training.loop import train
 
 STEPS = 60
 SLOW_STEPS = 100_000

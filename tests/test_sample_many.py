@@ -14,10 +14,10 @@ from settings import QUICK
 from test_distributed import NO_LAUNCHER, free_port
 from tiny import tiny_config
 
-from jaxunet import cli
-from jaxunet.errors import UserError
-from jaxunet.parts import Parts
-from jaxunet.training.loop import fresh_state
+from jaxunet.checkpoint.state import fresh_state
+from jaxunet.config import cli
+from jaxunet.runtime.errors import UserError
+from jaxunet.sampling.partial_output import Parts
 from jaxunet.weights import write_weights
 
 IDENTITY = {'seed': 0, 'sampler.name': 'ddpm', 'image_shape': (2, 2, 1)}

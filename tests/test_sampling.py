@@ -9,11 +9,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxunet import diffusion as d
-from jaxunet import sampling as s
 from jaxunet.config import DiffusionConfig
-from jaxunet.errors import UserError
-from jaxunet.solvers import timestep_subset
+from jaxunet.diffusion import process as d
+from jaxunet.runtime.errors import UserError
+from jaxunet.sampling import sampler as s
+from jaxunet.sampling.solvers import timestep_subset
 
 PREDICTIONS = ('epsilon', 'x0', 'v')
 SHAPE = (4, 4, 3)

@@ -8,11 +8,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxunet import diffusion as d
-from jaxunet import sampling as s
-from jaxunet import solvers
 from jaxunet.config import DiffusionConfig
-from jaxunet.errors import UserError
+from jaxunet.diffusion import process as d
+from jaxunet.runtime.errors import UserError
+from jaxunet.sampling import sampler as s
+from jaxunet.sampling import solvers
 
 EVERY = (0.0, math.inf)
 MEMORY = {'dpmpp_2m': 'x0', 'heun': 'noise'}

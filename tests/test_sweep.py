@@ -18,14 +18,14 @@ from PIL import Image
 from settings import QUICK
 from tiny import flags, tiny_config
 
-from jaxunet import processes
 from jaxunet.config import Config, resolve
-from jaxunet.errors import UserError
-from jaxunet.sweeping import measure, report, runner
-from jaxunet.sweeping.folder import config_arguments, load, save
-from jaxunet.sweeping.points import Axis, Machine, expand, merge, parse_axes, show
-from jaxunet.sweeping.presets import PRESETS
-from jaxunet.sweeping.runner import Options
+from jaxunet.runtime import subprocesses as processes
+from jaxunet.runtime.errors import UserError
+from jaxunet.sweep import measure, report, runner
+from jaxunet.sweep.folder import config_arguments, load, save
+from jaxunet.sweep.points import Axis, Machine, expand, merge, parse_axes, show
+from jaxunet.sweep.presets import PRESETS
+from jaxunet.sweep.runner import Options
 
 ORIGIN = {'git': 'abc1234', 'device': 'thing', 'devices': 4, 'driver': None, 'versions': {'jax': '1.2.3'}}
 CPU = Machine('cpu', 1, ORIGIN)

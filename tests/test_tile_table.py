@@ -10,7 +10,8 @@ from typing import Any
 import jax
 import pytest
 
-from pallas_kernels import device, tile_table
+from jaxunet.runtime import device
+from pallas_kernels import tile_table
 from pallas_kernels.attention import tiles as attention
 from pallas_kernels.conv3x3 import hopper, hopper_weight_gradient, triton, triton_weight_gradient
 from pallas_kernels.conv3x3.triton_blocks import shape_class as triton_class

@@ -12,13 +12,13 @@ from scipy import stats
 from test_training import Bench
 from tiny import tiny_config
 
-from jaxunet import checkpoint
-from jaxunet import timestep_policy as policy
+from jaxunet.checkpoint import state as state_module
+from jaxunet.checkpoint import store as checkpoint
 from jaxunet.config import Config, DiffusionConfig, TimestepsConfig, resolve, to_dict
 from jaxunet.data.sources import open_source
-from jaxunet.diffusion import make_diffusion, q_sample
-from jaxunet.errors import UserError
-from jaxunet.timesteps import (
+from jaxunet.diffusion import timestep_policy as policy
+from jaxunet.diffusion.process import make_diffusion, q_sample
+from jaxunet.diffusion.timesteps import (
     Draw,
     GradientNorms,
     LossHistory,
@@ -29,11 +29,11 @@ from jaxunet.timesteps import (
     second_moment_probabilities,
     speed_tables,
 )
-from jaxunet.training import state as state_module
+from jaxunet.diffusion.weighting import make_weighting
+from jaxunet.runtime.errors import UserError
 from jaxunet.training import step as step_module
 from jaxunet.training.logs import read_metrics
 from jaxunet.training.loop import train
-from jaxunet.weighting import make_weighting
 
 STEPS = 40
 METHODS = [

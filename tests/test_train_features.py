@@ -14,11 +14,11 @@ import pytest
 from settings import QUICK
 
 from jaxunet.data.sources import open_source
-from jaxunet.errors import UserError
 from jaxunet.metrics import features
 from jaxunet.metrics.classifier import Architecture, apply, from_arrays, init, normalise, to_arrays
 from jaxunet.metrics.classifier_training import Recipe, augment, fitting, mix, one_cycle, train
 from jaxunet.metrics.labelled_images import Images, fingerprint, split
+from jaxunet.runtime.errors import UserError
 
 SMALL = ['--epochs=6', '--channels=8', '--noflip', '--batch_size=64', '--learning_rate=1.6']
 

@@ -13,21 +13,21 @@ import pytest
 from tiny import tiny_config
 
 import xla_ffi
-from jaxunet.checkpoint import read
+from jaxunet.checkpoint.state import LossScale, fresh_state, get_moments, learning_rate_schedule, make_optimizer, set_moments
+from jaxunet.checkpoint.store import read
 from jaxunet.data import pipeline
 from jaxunet.data.sources import open_source
-from jaxunet.diffusion import make_diffusion
-from jaxunet.errors import UserError
-from jaxunet.ops import TABLES
+from jaxunet.diffusion.process import make_diffusion
+from jaxunet.model.unet import build_unet
+from jaxunet.ops.backends import ops_of
+from jaxunet.runtime.errors import UserError
 from jaxunet.training import loop
 from jaxunet.training.calls import steps_of_call
 from jaxunet.training.logs import read_metrics
-from jaxunet.training.loop import fresh_state, train
+from jaxunet.training.loop import train
 from jaxunet.training.parallel import Parallel
-from jaxunet.training.state import LossScale, get_moments, learning_rate_schedule, make_optimizer, set_moments
 from jaxunet.training.step import make_train_step
 from jaxunet.training.update import ema_decay
-from jaxunet.unet import build_unet
 
 
 @pytest.fixture(scope='module')
@@ -40,7 +40,7 @@ class Bench:
 
     def __init__(self, config, source):
         self.config, self.parallel = config, Parallel(config)
-        self.optimizer, model = make_optimizer(config), build_unet(config, TABLES['cuda' if config.backend == 'cuda' else 'xla'])
+        self.optimizer, model = make_optimizer(config), build_unet(config, ops_of('cuda' if config.backend == 'cuda' else 'xla'))
         self.state = self.parallel.replicate(fresh_state(config))
         images, labels = pipeline.load_all(source, progress=False)
         self.resident = self.parallel.replicate({'images': images, 'labels': labels})

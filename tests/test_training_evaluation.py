@@ -9,15 +9,16 @@ import numpy as np
 import pytest
 from tiny import tiny_config
 
-from jaxunet.checkpoint import read
+from jaxunet.checkpoint.state import fresh_state
+from jaxunet.checkpoint.store import read
 from jaxunet.data.sources import open_source
-from jaxunet.errors import UserError
 from jaxunet.metrics.classifier import Architecture, init, to_arrays
 from jaxunet.metrics.evaluation import Result
+from jaxunet.runtime.errors import UserError
 from jaxunet.training.clock import Clock, Milestones
 from jaxunet.training.evaluation import Evaluator, evaluation_table, read_evaluations
 from jaxunet.training.logs import read_metrics
-from jaxunet.training.loop import fresh_state, train
+from jaxunet.training.loop import train
 from jaxunet.training.parallel import Parallel
 
 

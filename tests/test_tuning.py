@@ -12,7 +12,9 @@ from typing import Any
 import jax.numpy as jnp
 import pytest
 
-from pallas_kernels import device, tile_table, timing
+from jaxunet.runtime import device
+from jaxunet.runtime import gpu_time as timing
+from pallas_kernels import tile_table
 from pallas_kernels.attention import triton
 from pallas_kernels.attention import tune as attention
 from pallas_kernels.conv3x3 import tune_hopper

@@ -10,11 +10,10 @@ from test_config import CONFIGS, load
 from tiny import tiny_config
 
 from jaxunet.config import resolve
-from jaxunet.errors import UserError
-from jaxunet.estimate import forward_flops, memory, parameter_count
-from jaxunet.ops import load_ops
-from jaxunet.training.state import init_params
-from jaxunet.unet import build_unet, timestep_embedding
+from jaxunet.model.cost import forward_flops, memory, parameter_count
+from jaxunet.model.unet import build_unet, init_params, timestep_embedding
+from jaxunet.ops.backends import load_ops
+from jaxunet.runtime.errors import UserError
 
 PUBLISHED = {
     'elephants64': 20_494_211,  # unet.cu

@@ -9,10 +9,10 @@ import pytest
 from tiny import tiny_config
 
 import xla_ffi
-from jaxunet.ops import load_ops
-from jaxunet.training.state import init_state, make_optimizer
+from jaxunet.checkpoint.state import init_state, make_optimizer
+from jaxunet.model.unet import build_unet
+from jaxunet.ops.backends import load_ops
 from jaxunet.training.update import make_update
-from jaxunet.unet import build_unet
 from xla_ffi.adamw.narrow import narrow
 
 if xla_ffi._cpu is None:

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 from jaxunet.config import Config, DiffusionConfig, LossConfig, resolve, to_dict
-from jaxunet.diffusion import make_diffusion
-from jaxunet.errors import UserError
-from jaxunet.weighting import fixed_table, make_weighting
+from jaxunet.diffusion.process import make_diffusion
+from jaxunet.diffusion.weighting import fixed_table, make_weighting
+from jaxunet.runtime.errors import UserError
 
 LINEAR = make_diffusion(DiffusionConfig())
 SNR = LINEAR.alphas_cumprod / (1 - LINEAR.alphas_cumprod)

@@ -15,9 +15,9 @@ import safetensors.numpy
 from weight_cases import ADM, UNETCU_SMALL, make, random_params
 
 from jaxunet.config import Config
-from jaxunet.errors import UserError
-from jaxunet.ops import XLA
-from jaxunet.unet import build_unet
+from jaxunet.model.unet import build_unet
+from jaxunet.ops.backends import XLA
+from jaxunet.runtime.errors import UserError
 from jaxunet.weights import check_tree, guided_diffusion, read_weights, unetcu, write_weights
 from jaxunet.weights.fields import network_fields
 from jaxunet.weights.names import flatten, parameter_shapes, unflatten

@@ -14,7 +14,7 @@ import pytest
 from weight_cases import SMALL, UNETCU_SMALL, archive, make, random_params, refuse, safetensors_bytes, state, torch_bytes, with_header
 
 from jaxunet.config import to_dict
-from jaxunet.errors import UserError
+from jaxunet.runtime.errors import UserError
 from jaxunet.weights import read_weights, write_weights
 from jaxunet.weights.files import METADATA
 

@@ -12,14 +12,14 @@ import pytest
 from weight_cases import ADM, make, random_params
 
 from jaxunet.config import Config
-from jaxunet.ops import XLA
-from jaxunet.unet import build_unet
+from jaxunet.model.unet import build_unet
+from jaxunet.ops.backends import XLA
 from jaxunet.weights import read_weights, write_weights
 from jaxunet.weights.names import flatten
 
 torch = pytest.importorskip('torch', reason='PyTorch is not installed: its side of the comparison is missing')
 
-from jaxunet.benchmarking.torch_unet import build_torch_unet  # noqa: E402
+from jaxunet.benchmark.torch_unet import build_torch_unet  # noqa: E402
 
 
 def peer(config: Config, new_order: bool) -> Any:

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from jaxunet.config import Config, resolve, to_dict
-from jaxunet.errors import UserError
+from jaxunet.runtime.errors import UserError
 from jaxunet.weights import guided_diffusion, read_weights
 from jaxunet.weights.names import parameter_shapes, unflatten
 from jaxunet.weights.torch_file import write_torch

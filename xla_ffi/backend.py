@@ -1,10 +1,28 @@
-"""The ops of the cuda backend: one signature each, shared with the references."""
+"""The cuda backend, as jaxunet finds it by its entry point."""
 
 from __future__ import annotations
 
+from jaxunet.ops.vocabulary import FusedUpdate
+from jaxunet.runtime.plugins import Backend
+from xla_ffi import unavailable
+from xla_ffi.adamw.narrow import narrow
+from xla_ffi.adamw.update import adamw, sum_of_squares
 from xla_ffi.attention.vjp import attention
 from xla_ffi.conv3x3.vjp import conv3x3, norm_silu_conv3x3
 from xla_ffi.group_norm.vjp import group_norm
 from xla_ffi.linear.vjp import linear
 
-__all__ = ['attention', 'conv3x3', 'group_norm', 'linear', 'norm_silu_conv3x3']
+BACKEND = Backend(
+    name='cuda',
+    title='CUDA kernels',
+    api=1,
+    ops={
+        'conv3x3': conv3x3,
+        'norm_silu_conv3x3': norm_silu_conv3x3,
+        'group_norm': group_norm,
+        'attention': attention,
+        'linear': linear,
+        'adamw': FusedUpdate(sum_of_squares, adamw, narrow),
+    },
+    unavailable=unavailable,
+)

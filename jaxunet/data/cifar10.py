@@ -17,8 +17,8 @@ import numpy as np
 from jaxunet.data.pixels import Shape, told
 from jaxunet.data.source import ArraySource, Source
 from jaxunet.data.tar import TarReader
-from jaxunet.download import cached
-from jaxunet.errors import UserError
+from jaxunet.runtime.download import cached
+from jaxunet.runtime.errors import UserError
 
 URL = 'https://www.cs.toronto.edu/~kriz/cifar-10-python.tar.gz'
 MD5 = 'c58f30108f718f92721af3b95e74349a'

@@ -20,7 +20,7 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from jaxunet.data.pixels import MAGIC_BYTES, BadImage, printable, told
-from jaxunet.errors import UserError
+from jaxunet.runtime.errors import UserError
 
 MAX_FILE_BYTES = 2**30  # of one image file
 STORED, DEFLATED, BZIP2 = 0, 8, 12

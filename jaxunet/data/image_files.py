@@ -15,7 +15,7 @@ from jaxunet.data.pixels import MAGIC_BYTES, BadImage, Batch, Pixels, Shape, che
 from jaxunet.data.source import MAX_MEMORY, ArraySource, Source, no_labels
 from jaxunet.data.tar import TarReader
 from jaxunet.data.threads import ordered_map
-from jaxunet.errors import UserError, listed
+from jaxunet.runtime.errors import UserError, listed
 
 NAMED = 5  # skipped files that a message names
 

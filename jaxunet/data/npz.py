@@ -18,7 +18,7 @@ from jaxtyping import Int
 
 from jaxunet.data.pixels import Batch, Shape, check_fit, fit, told
 from jaxunet.data.source import MAX_MEMORY, MappedArray, Source, no_labels
-from jaxunet.errors import UserError, near_misses
+from jaxunet.runtime.errors import UserError, near_misses
 
 NAMES = {'images': ('images', 'arr_0'), 'labels': ('labels', 'arr_1'), 'class_names': ('class_names',)}
 DAMAGED = (zipfile.BadZipFile, EOFError, OSError, ValueError, ArithmeticError, KeyError, RuntimeError, zlib.error, struct.error)

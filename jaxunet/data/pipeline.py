@@ -29,8 +29,8 @@ from jaxunet.data.order import MAX_IMAGES, batch_indices
 from jaxunet.data.pixels import Batch
 from jaxunet.data.source import Source
 from jaxunet.data.threads import THREADS, ordered_map
-from jaxunet.errors import UserError
-from jaxunet.progress import progress_bar
+from jaxunet.runtime.errors import UserError
+from jaxunet.runtime.progress import progress_bar
 
 DEVICE_SHARE = 4  # cache=auto gives the set at most 1/4 of the device's memory ...
 DEVICE_BYTES = 2 * 2**30  # ... or this many bytes if the device does not tell how much it has

@@ -15,7 +15,7 @@ import numpy as np
 from jaxtyping import UInt8
 from PIL import Image, ImageOps
 
-from jaxunet.errors import UserError
+from jaxunet.runtime.errors import UserError
 
 Shape = tuple[int, int, int]  # height, width, channels
 Pixels = UInt8[np.ndarray, 'height width channels']

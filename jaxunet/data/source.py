@@ -10,7 +10,7 @@ import numpy as np
 from jaxtyping import Int
 
 from jaxunet.data.pixels import Batch, Shape, check_fit, fit
-from jaxunet.errors import UserError, listed, near_misses
+from jaxunet.runtime.errors import UserError, listed, near_misses
 
 MAX_MEMORY = 8 * 2**30  # bytes of pixels that a source decodes into host memory
 

@@ -15,7 +15,7 @@ from jaxunet.data.pixels import MAGIC_BYTES, Shape, why_not_image
 from jaxunet.data.source import ArraySource, Selection, Source
 from jaxunet.data.tar import TarArchive, compression
 from jaxunet.data.unetcu_bin import BinSource
-from jaxunet.errors import UserError, near_misses
+from jaxunet.runtime.errors import UserError, near_misses
 
 __all__ = ['Source', 'is_compressed_tar', 'open_source', 'open_unpacked_tar']
 

@@ -17,8 +17,8 @@ import numpy as np
 
 from jaxunet.data.containers import MAX_FILE_BYTES, Archive
 from jaxunet.data.pixels import MAGIC_BYTES, BadImage, printable, told
-from jaxunet.errors import UserError
-from jaxunet.progress import progress_bar
+from jaxunet.runtime.errors import UserError
+from jaxunet.runtime.progress import progress_bar
 
 GZIP, XZ = b'\x1f\x8b', b'\xfd7zXZ\x00'
 ERRORS = (tarfile.TarError, EOFError, OSError, zlib.error, lzma.LZMAError, ValueError, OverflowError)

@@ -13,7 +13,7 @@ from jaxtyping import Float, Int
 
 from jaxunet.data.pixels import Batch, Pixels, Shape, check_fit, fit
 from jaxunet.data.source import MappedArray, Source, no_labels
-from jaxunet.errors import UserError
+from jaxunet.runtime.errors import UserError
 
 MAGIC = 20240620
 MODEL_MAGIC = 12345678

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
-from jaxunet.errors import UserError
+from jaxunet.runtime.errors import UserError
 
 DAMAGED = (zipfile.BadZipFile, zlib.error, EOFError, OSError, ValueError, KeyError)
 

@@ -23,7 +23,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, UInt8
 
-from jaxunet.errors import UserError
+from jaxunet.runtime.errors import UserError
 
 SMALLEST = 4  # pixels of the last stage's shorter side, at least
 MAX_STAGES = 4

@@ -16,9 +16,9 @@ from jax import lax
 from jaxtyping import Array, Float
 
 from jaxunet.data.order import batch_indices
-from jaxunet.errors import UserError
 from jaxunet.metrics.classifier import Architecture, Parameters, Statistics, apply, init, normalise, rounded
 from jaxunet.metrics.labelled_images import Images
+from jaxunet.runtime.errors import UserError
 
 PEAK = 0.2  # share of the steps until the learning rate is at its peak
 STATISTICS_DECAY = 0.9  # of the running mean and variance of the batch normalization

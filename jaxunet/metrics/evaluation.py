@@ -13,15 +13,15 @@ import numpy as np
 from absl import logging
 from jaxtyping import Float
 
-from jaxunet.config_relations import METRICS
+from jaxunet.config.relations import METRICS
 from jaxunet.data.source import Source
-from jaxunet.errors import UserError, near_misses
 from jaxunet.metrics.features import FeatureNetwork, batches
 from jaxunet.metrics.frechet import Moments, Statistics, frechet_distance, is_statistics, load_statistics
 from jaxunet.metrics.image_sets import Size, open_images
 from jaxunet.metrics.inception_score import SPLITS, inception_score
 from jaxunet.metrics.kernel_distance import SUBSET_SIZE, SUBSETS, kernel_distance
 from jaxunet.metrics.precision_recall import NEIGHBOURS, precision_recall
+from jaxunet.runtime.errors import UserError, near_misses
 
 WITHOUT_REFERENCE = ('inception_score',)
 # What they are called with features other than Inception's.

@@ -12,15 +12,15 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, Int, UInt8
 
-from jaxunet import download
 from jaxunet.data.pixels import Batch, Pixels
 from jaxunet.data.source import Source
 from jaxunet.data.threads import ordered_map
-from jaxunet.errors import UserError, near_misses
 from jaxunet.metrics import classifier, inception
 from jaxunet.metrics.arrays import array_names, read_arrays
 from jaxunet.metrics.inception_weights import SHA256_PREFIX, SUFFIXES, find_or_download, read_parameters
-from jaxunet.progress import progress_bar
+from jaxunet.runtime import download
+from jaxunet.runtime.errors import UserError, near_misses
+from jaxunet.runtime.progress import progress_bar
 
 CLASSIFIER = 'classifier'
 KIND = 'jaxunet_features'  # an array with this name tells which reader of READERS a file belongs to

@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 from jaxtyping import Float
 
-from jaxunet.errors import UserError
 from jaxunet.metrics.arrays import array_names, read_arrays
+from jaxunet.runtime.errors import UserError
 
 PROTOCOL = 'jaxunet_protocol'  # our addition to the file, which pytorch-fid passes over: where the numbers come from, as JSON
 

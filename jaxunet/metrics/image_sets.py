@@ -17,13 +17,13 @@ from PIL import Image
 from jaxunet.data import cifar10
 from jaxunet.data.containers import Container, Folder, ZipArchive
 from jaxunet.data.image_files import ImageFiles
+from jaxunet.data.images import ENLARGED, GAP, TINY
 from jaxunet.data.pixels import BadImage, Pixels, size_of, told, why_not_image
 from jaxunet.data.source import ArraySource, Source
 from jaxunet.data.sources import TAR, open_source
 from jaxunet.data.tar import TarArchive, compression, decompress
 from jaxunet.data.unetcu_bin import read_header
-from jaxunet.errors import UserError
-from jaxunet.images import ENLARGED, GAP, TINY
+from jaxunet.runtime.errors import UserError
 
 Size = tuple[int, int]  # height, width
 
@@ -34,7 +34,7 @@ def open_images(path: str, *, grid_size: Size | None = None) -> Iterator[Source]
 
     Args:
       path: what `data.path` may be (folder, .zip, .tar(.gz|.xz), .npz, unet.cu's .bin, digits:, cifar10:[PATH]), or a .png that
-        `jaxunet.images.grid` made. A compressed tar is unpacked into a temporary folder for as long as the context lasts.
+        `jaxunet.data.images.grid` made. A compressed tar is unpacked into a temporary folder for as long as the context lasts.
       grid_size: (height, width) of the images in a .png grid.
 
     Raises:
@@ -84,7 +84,7 @@ class SameSize(ImageFiles):
 
 
 def read_grid(path: Path, size: Size) -> UInt8[np.ndarray, 'images height width 3']:
-    """The images of a grid that `jaxunet.images.save_images` wrote, without its gaps and enlargement, row by row.
+    """The images of a grid that `jaxunet.data.images.save_images` wrote, without its gaps and enlargement, row by row.
 
     White cells at the end are places that the grid did not need.
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from jaxtyping import Float
 
-from jaxunet.errors import UserError
+from jaxunet.runtime.errors import UserError
 
 SPLITS = 10
 

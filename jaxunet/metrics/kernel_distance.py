@@ -11,8 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
-from jaxunet.errors import UserError
 from jaxunet.metrics.pairwise import BLOCK, fold_pairs
+from jaxunet.runtime.errors import UserError
 
 SUBSETS = 100
 SUBSET_SIZE = 1000

@@ -10,8 +10,8 @@ from jaxtyping import Int, UInt8
 
 from jaxunet.data.pipeline import images_bytes, load_all
 from jaxunet.data.source import Source
-from jaxunet.errors import UserError
 from jaxunet.metrics.image_sets import open_images
+from jaxunet.runtime.errors import UserError
 
 MAX_BYTES = 8 * 2**30  # of pixels, which lie on the device
 HELD_OUT = 10  # one image in so many

@@ -13,8 +13,8 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float
 
-from jaxunet.errors import UserError
 from jaxunet.metrics.pairwise import BLOCK, fold_pairs
+from jaxunet.runtime.errors import UserError
 
 NEIGHBOURS = 3
 

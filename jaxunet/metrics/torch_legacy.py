@@ -13,7 +13,7 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
-from jaxunet.errors import UserError
+from jaxunet.runtime.errors import UserError
 from jaxunet.weights.torch_pickle import ITEM_SIZES, OPCODES, STATE_DICT, Refused, TensorView
 
 MAGIC = 0x1950A86A20F9469CFC6C

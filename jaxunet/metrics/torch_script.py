@@ -13,7 +13,7 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
-from jaxunet.errors import UserError
+from jaxunet.runtime.errors import UserError
 from jaxunet.weights.torch_pickle import ITEM_SIZES, OPCODES, Refused, TensorView
 
 MAX_PICKLE = 64 * 2**20

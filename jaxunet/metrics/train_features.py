@@ -16,12 +16,13 @@ import jax
 import numpy as np
 from absl import flags
 
-from jaxunet import cli, download
-from jaxunet.errors import UserError
+from jaxunet.config import cli
 from jaxunet.metrics.classifier import to_arrays
 from jaxunet.metrics.classifier_training import Recipe, train
 from jaxunet.metrics.features import CLASSIFIER, KIND
 from jaxunet.metrics.labelled_images import Images, fingerprint, load, split
+from jaxunet.runtime import download
+from jaxunet.runtime.errors import UserError
 
 REFERENCE = flags.DEFINE_string('reference', None, 'Images with classes: what data.path may be, at one size.', required=True)
 TEST = flags.DEFINE_string('test', None, 'Images of the same classes to tell the accuracy on; default: a tenth of the reference, held out.')

@@ -7,8 +7,8 @@ import math
 from absl import logging
 
 from jaxunet.config import Config
-from jaxunet.config_relations import STEP_COUNTS
-from jaxunet.errors import UserError
+from jaxunet.config.relations import STEP_COUNTS
+from jaxunet.runtime.errors import UserError
 
 MOST = 20  # of which a host's share is small; a signal waits for all of them
 

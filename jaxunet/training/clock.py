@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from jaxunet.training.state import Params
+from jaxunet.model.unet import Params
 
 
 class Clock:

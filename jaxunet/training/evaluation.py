@@ -13,14 +13,14 @@ from jaxtyping import Int, UInt8
 from jaxunet.config import Config
 from jaxunet.data.pixels import Batch
 from jaxunet.data.source import ArraySource, Source
-from jaxunet.errors import UserError
-from jaxunet.generate import Generator
 from jaxunet.metrics.evaluation import WITHOUT_REFERENCE, Result, Side, check_metrics, compute, image_side, open_side
 from jaxunet.metrics.features import FeatureNetwork, load_features
-from jaxunet.progress import progress_bar
-from jaxunet.sampling import SamplerConfig
+from jaxunet.model.unet import Params
+from jaxunet.runtime.errors import UserError
+from jaxunet.runtime.progress import progress_bar
+from jaxunet.sampling.generator import Generator
+from jaxunet.sampling.sampler import SamplerConfig
 from jaxunet.training.logs import StepTable, read_rows
-from jaxunet.training.state import Params
 
 FEATURE_BATCH = 256
 FILE = 'evaluation.csv'

@@ -16,24 +16,25 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from absl import logging
 from tqdm import tqdm
 
-from jaxunet import checkpoint
-from jaxunet.classes import keep_classes
+from jaxunet.checkpoint import store as checkpoint
+from jaxunet.checkpoint.state import TrainState, fresh_state, make_optimizer, start_loss_scale, start_methods
 from jaxunet.config import Config
 from jaxunet.data import pipeline
+from jaxunet.data.classes import keep_classes
+from jaxunet.data.images import grid, save_png
 from jaxunet.data.sources import Source
-from jaxunet.diffusion import make_diffusion
-from jaxunet.distributed import agree
-from jaxunet.errors import UserError
-from jaxunet.generate import Generator
-from jaxunet.images import grid, save_png
-from jaxunet.ops import describe, load_ops
-from jaxunet.progress import progress_bar
-from jaxunet.sampling import SamplerConfig
+from jaxunet.diffusion.process import make_diffusion
+from jaxunet.model.unet import Params, build_unet
+from jaxunet.ops.backends import describe, load_ops
+from jaxunet.runtime.distributed import agree
+from jaxunet.runtime.errors import UserError
+from jaxunet.runtime.progress import progress_bar
+from jaxunet.sampling.generator import Generator
+from jaxunet.sampling.sampler import SamplerConfig
 from jaxunet.training.background import Background
 from jaxunet.training.calls import check_start, steps_of_call
 from jaxunet.training.clock import Clock, Milestones
@@ -41,9 +42,7 @@ from jaxunet.training.evaluation import Evaluator, evaluation_table
 from jaxunet.training.logs import Logs
 from jaxunet.training.parallel import STOP, Data, Parallel
 from jaxunet.training.preemption import Preemption
-from jaxunet.training.state import Params, TrainState, init_state, make_optimizer, set_moments, start_loss_scale, start_methods, start_state
 from jaxunet.training.step import make_train_step
-from jaxunet.unet import build_unet
 
 IN_FLIGHT = 8
 
@@ -84,33 +83,6 @@ def _alone(workdir: pathlib.Path) -> Iterator[None]:
         except OSError as error:  # a file system without locks
             logging.warning('--workdir: %s cannot be locked (%s): nothing keeps a second run out of it', workdir, error.strerror or error)
         yield
-
-
-def fresh_state(config: Config) -> TrainState:
-    """The numpy state before step 0, from `config.seed`; drawn on the CPU where JAX has it, so the same on every machine."""
-    model = build_unet(config, load_ops('xla'))
-
-    def draw() -> TrainState:
-        return init_state(config, model, make_optimizer(config))
-
-    try:
-        cpu = jax.local_devices(backend='cpu')[0]
-    except RuntimeError:  # JAX_PLATFORMS leaves the CPU out
-        return jax.device_get(jax.jit(draw)())
-    # It runs once: optimising its many random draws would take ten times as long as running them.
-    quick = {'xla_backend_optimization_level': 0}
-    with jax.default_device(cpu):
-        return jax.device_get(jax.jit(draw, compiler_options=quick)())
-
-
-def initial_state(config: Config, params: Any, moments: tuple[Any, Any] | None) -> TrainState:
-    """A state at step 0 with weights, and Adam moments if there are any, from elsewhere."""
-    optimizer = make_optimizer(config)
-    rng = jax.random.key_data(jax.random.split(jax.random.key(config.seed))[1])
-    state = start_state(config, optimizer, jax.tree.map(jnp.asarray, params), rng)
-    if moments is not None:
-        state = dataclasses.replace(state, opt_state=set_moments(state.opt_state, *jax.tree.map(jnp.asarray, moments)))
-    return jax.device_get(state)
 
 
 class _Run:

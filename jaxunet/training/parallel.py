@@ -22,12 +22,13 @@ import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from jaxunet.checkpoint.state import TrainState
 from jaxunet.config import Config
 from jaxunet.data.order import batch_indices
-from jaxunet.errors import UserError
-from jaxunet.training import executables
-from jaxunet.training.state import TrainState
+from jaxunet.runtime import compiled_cache
+from jaxunet.runtime.errors import UserError
 from jaxunet.training.step import Batch, Metrics, TrainStep
+from jaxunet.training.step_fields import relevant
 
 AXIS = 'data'
 STOP = 'stop'
@@ -142,7 +143,7 @@ class Parallel:
 
         Args:
           steps: that a call runs, on resident data; where there are several, the metrics have an axis of them in front.
-          keep: take it from `executables.folder()`, or put it there, if the step is made from nothing but the config. That is done on
+          keep: take it from `compiled_cache.folder()`, or put it there, if the step is made from nothing but the config. That is done on
             GPUs, where hand-written kernels take long to lower, by a process alone.
 
         Raises:
@@ -156,7 +157,7 @@ class Parallel:
 
         if not keep or jax.process_count() > 1 or self.devices[0].platform != 'gpu':
             return build()
-        return executables.compiled(build, self.config, (state, data), self.devices, {**self.compiler_options, 'steps': steps})
+        return compiled_cache.compiled(build, relevant(self.config), (state, data), self.devices, {**self.compiler_options, 'steps': steps})
 
     @property
     def compiler_options(self) -> dict[str, str | bool]:

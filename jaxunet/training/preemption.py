@@ -9,7 +9,7 @@ import threading
 from types import FrameType
 from typing import Any
 
-from jaxunet.distributed import end
+from jaxunet.runtime.distributed import end
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -12,16 +11,15 @@ import jax.numpy as jnp
 import optax
 from jaxtyping import Array, Float, Int, Key, UInt8
 
+from jaxunet.checkpoint.state import TrainState, learning_rate_schedule
 from jaxunet.config import Config
-from jaxunet.diffusion import Diffusion, per_sample_loss, q_sample
-from jaxunet.ops import fuses_update
-from jaxunet.timestep_policy import Event
-from jaxunet.timesteps import Draw, TimestepSampler, make_sampler
-from jaxunet.training.state import Params, TrainState, learning_rate_schedule
+from jaxunet.diffusion.process import Diffusion, per_sample_loss, q_sample
+from jaxunet.diffusion.timestep_policy import Event
+from jaxunet.diffusion.timesteps import Draw, TimestepSampler, make_sampler
+from jaxunet.diffusion.weighting import make_weighting
+from jaxunet.model.unet import Params, UNet
+from jaxunet.ops.backends import fused_update
 from jaxunet.training.update import make_update
-from jaxunet.unet import UNet
-from jaxunet.weighting import make_weighting
-from xla_ffi.adamw.narrow import narrow as narrow_kernels
 
 Batch = dict[str, Array]  # image uint8 (b, H, W, C); label int32 (b,), -1 = none; row int32 (b,), place in the global batch
 Metrics = dict[str, Array]  # float32 and int32 scalars
@@ -109,7 +107,8 @@ def make_train_step(
     schedule, update = learning_rate_schedule(config), make_update(config, optimizer)
     micro_batches, batch_size = config.optimizer.accumulate_steps, config.data.batch_size
     weighting, sampler = make_weighting(config.loss, diffusion), make_sampler(config, diffusion)
-    narrow = functools.partial(narrow_kernels, dtype=config.precision) if fuses_update(config.backend, config.precision) else None
+    fused = fused_update(config.backend, config.precision)
+    narrow = (lambda arrays: fused.narrow(arrays, config.precision)) if fused else None
     plain = config.loss.weighting == 'uniform' and config.timesteps.sampler == 'uniform'
 
     def loss_fn(

@@ -10,10 +10,12 @@ import jax.numpy as jnp
 import optax
 from jaxtyping import Array, Bool, Float, Int
 
+from jaxunet.checkpoint.state import TrainState, learning_rate_schedule
 from jaxunet.config import Config
-from jaxunet.ops import fuses_update
-from jaxunet.training.state import Params, TrainState, learning_rate_schedule
-from xla_ffi.adamw import update as kernels
+from jaxunet.model.unet import Params
+from jaxunet.ops.adamw.operands import Rule
+from jaxunet.ops.backends import fused_update
+from jaxunet.ops.vocabulary import FusedUpdate
 
 
 class Updated(NamedTuple):
@@ -31,7 +33,8 @@ Update = Callable[[TrainState, Params, Array, Array], Updated]  # of the state, 
 
 def make_update(config: Config, optimizer: optax.GradientTransformation) -> Update:
     """The update of `config.backend`: optax's, or one fused over all parameters on the same state."""
-    return _fused(config) if fuses_update(config.backend, config.precision) else _by_optax(config, optimizer)
+    kernels = fused_update(config.backend, config.precision)
+    return _fused(config, kernels) if kernels else _by_optax(config, optimizer)
 
 
 def _by_optax(config: Config, optimizer: optax.GradientTransformation) -> Update:
@@ -57,9 +60,9 @@ def _by_optax(config: Config, optimizer: optax.GradientTransformation) -> Update
     return update
 
 
-def _fused(config: Config) -> Update:
+def _fused(config: Config, kernels: FusedUpdate) -> Update:
     o = config.optimizer
-    rule = kernels.Rule(o.betas[0], o.betas[1], o.eps, o.weight_decay)
+    rule = Rule(o.betas[0], o.betas[1], o.eps, o.weight_decay)
     schedule = learning_rate_schedule(config)
 
     def update(state: TrainState, grads: Params, loss: Array, minimised: Array) -> Updated:

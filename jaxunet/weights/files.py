@@ -15,7 +15,7 @@ import numpy as np
 from absl import logging
 
 from jaxunet.config import Config, resolve, to_dict
-from jaxunet.errors import UserError, near_misses
+from jaxunet.runtime.errors import UserError, near_misses
 from jaxunet.weights import guided_diffusion, unetcu
 from jaxunet.weights.fields import differences, network_fields
 from jaxunet.weights.names import Shape, check_tree

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from jaxunet.config import Config, resolve, to_dict
-from jaxunet.errors import UserError
+from jaxunet.runtime.errors import UserError
 from jaxunet.weights.fields import differences
 from jaxunet.weights.names import BlockNames, Entry, Shape, check_shapes, entries, flatten, from_file, parameter_shapes, to_file, unflatten
 

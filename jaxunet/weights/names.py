@@ -16,9 +16,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxunet.config import Config
-from jaxunet.errors import UserError
-from jaxunet.ops import XLA
-from jaxunet.unet import build_unet
+from jaxunet.model.unet import build_unet
+from jaxunet.ops.backends import XLA
+from jaxunet.runtime.errors import UserError
 
 Path = tuple[str, ...]
 Shape = tuple[int, ...]

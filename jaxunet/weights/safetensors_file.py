@@ -11,7 +11,7 @@ import numpy as np
 import safetensors
 import safetensors.numpy
 
-from jaxunet.errors import UserError
+from jaxunet.runtime.errors import UserError
 from jaxunet.weights.names import check_finite
 
 DTYPES = {'F64': '<f8', 'F32': '<f4', 'F16': '<f2', 'BF16': '<u2', 'I64': '<i8', 'I32': '<i4', 'I16': '<i2', 'I8': '<i1', 'U8': '<u1'}

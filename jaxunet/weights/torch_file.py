@@ -14,7 +14,7 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
-from jaxunet.errors import UserError
+from jaxunet.runtime.errors import UserError
 from jaxunet.weights.names import check_finite
 from jaxunet.weights.torch_pickle import ITEM_SIZES, STATE_DICT, TensorView, dump, load
 

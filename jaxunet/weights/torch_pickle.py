@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from jaxunet.errors import UserError
+from jaxunet.runtime.errors import UserError
 
 DTYPES = {
     'FloatStorage': 'f4',

@@ -12,7 +12,7 @@ from typing import Any, BinaryIO, NamedTuple
 import numpy as np
 
 from jaxunet.config import Config, resolve, to_dict
-from jaxunet.errors import UserError
+from jaxunet.runtime.errors import UserError
 from jaxunet.weights.fields import differences, diffusion_fields, network_fields
 from jaxunet.weights.names import BlockNames, Entry, check_finite, count, entries, flatten, from_file, to_file, unflatten
 

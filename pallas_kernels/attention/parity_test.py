@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 from parity import DTYPES, assert_parity_in_some_draw, draw, kernel_target
 
+from jaxunet.ops.attention import reference
+from jaxunet.ops.attention.cases import AWKWARD, CASES, Case
 from pallas_kernels import backend
-from pallas_kernels.attention import reference
-from pallas_kernels.attention.cases import AWKWARD, CASES, Case
 
 
 def check(case: Case, dtype: str, batch: int):

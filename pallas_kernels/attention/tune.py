@@ -25,8 +25,10 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
-from pallas_kernels import tile_table, timing
-from pallas_kernels.attention import reference, triton
+from jaxunet.ops.attention import reference
+from jaxunet.runtime import gpu_time as timing
+from pallas_kernels import tile_table
+from pallas_kernels.attention import triton
 from pallas_kernels.attention.tiles import KERNELS, Tile, candidates, default_tile, default_tiles, shape_class
 from pallas_kernels.attention.vjp import attention
 

@@ -14,7 +14,7 @@ from pallas_kernels.attention.tiles import Tiles, default_tiles
 def attention(
     qkv: Float[Array, 'batch tokens packed'], *, num_heads: int, interpret: bool = False, tiles: Tiles | None = None
 ) -> Float[Array, 'batch tokens channels']:
-    """softmax(q·kᵀ/√d)·v for each head of width d = packed / (3 · num_heads), as `pallas_kernels.attention.reference.attention`.
+    """softmax(q·kᵀ/√d)·v for each head of width d = packed / (3 · num_heads), as `jaxunet.ops.attention.reference.attention`.
 
     `packed` holds all of q, then all of k, then all of v, each head-major; the result holds the heads' outputs, in qkv's type.
     Logits, softmax and sums in float32. Differentiable once in reverse mode; the backward pass recomputes the weights from the saved

@@ -5,25 +5,15 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from pallas_kernels import device
+from jaxunet.ops.conv3x3.operands import Added, Affine, Parts
+from jaxunet.runtime import device
 from pallas_kernels.conv3x3 import hopper, hopper_weight_gradient, triton, triton_weight_gradient
-
-Image = Float[Array, 'batch height width _']
-Parts = tuple[Image, ...]
-Affine = tuple[Float[Array, 'batch channels'], Float[Array, 'batch channels']]
-
-
-class Added(NamedTuple):
-    """What is added to a convolution: one part as it is, or several through a 1×1 convolution."""
-
-    parts: Parts
-    shortcut: Float[Array, 'residual_channels features'] | None
 
 
 def project(added: Added) -> Float[Array, 'batch height width features']:

@@ -26,10 +26,11 @@ from typing import Any, NamedTuple, cast
 
 import jax
 
-from pallas_kernels import tile_table, timing
+from jaxunet.ops.conv3x3.cases import CIFAR10, ELEPHANTS64, Case
+from jaxunet.runtime import gpu_time as timing
+from jaxunet.runtime.measurement import Inputs, Measurement
+from pallas_kernels import tile_table
 from pallas_kernels.conv3x3 import dispatch, hopper, hopper_weight_gradient
-from pallas_kernels.conv3x3.cases import CIFAR10, ELEPHANTS64, Case
-from pallas_kernels.measurement import Inputs, Measurement
 
 DIRECTIONS = ('forward', 'input', 'fused', 'weight')
 THREADS, ROUNDS = 16, 8

@@ -22,7 +22,8 @@ import jax.numpy as jnp
 import numpy as np
 from absl import app, flags
 
-from pallas_kernels import tile_table, timing
+from jaxunet.runtime import gpu_time as timing
+from pallas_kernels import tile_table
 from pallas_kernels.conv3x3 import triton, triton_weight_gradient
 from pallas_kernels.conv3x3.triton_blocks import shape_class
 

@@ -12,9 +12,10 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from pallas_kernels import device
+from jaxunet.ops.activation import Features
+from jaxunet.ops.conv3x3.operands import Added, Parts, check_operands, needed, outline
+from jaxunet.runtime import device
 from pallas_kernels.conv3x3 import dispatch
-from pallas_kernels.features import Features
 from pallas_kernels.group_norm import backward as norm_gradient
 from pallas_kernels.group_norm.apply import normalise
 from pallas_kernels.group_norm.statistics import affine, channel_sums, moments
@@ -62,39 +63,12 @@ def norm_silu_conv3x3(
     return Features.of(_norm_conv(x, scale, offset, kernel, shift, added, groups, eps))
 
 
-def check_operands(x: Features, kernel: Array, shift: Array, residual: Features | None, shortcut: Array | None) -> dispatch.Added | None:
-    """What the convolution's last step adds, once everything fits; ValueError where it does not."""
-    batch, height, width, _ = x.parts[0].shape
-    others = () if residual is None else residual.parts
-    for name, parts in (('x', x.parts), ('residual', others)):
-        for i, part in enumerate(parts):
-            if part.shape[:3] != (batch, height, width) or part.dtype != x.dtype:
-                expected = f'{x.dtype}[{batch}, {height}, {width}, channels]'
-                raise ValueError(f'conv3x3: {name}.parts[{i}] is {part.dtype}{list(part.shape)}; expected {expected}')
-    if kernel.ndim != 4 or kernel.shape[:3] != (3, 3, x.channels):
-        raise ValueError(f'conv3x3: kernel: shape {list(kernel.shape)}; expected [3, 3, {x.channels}, features]')
-    features = kernel.shape[3]
-    if shift.shape not in ((1, features), (batch, features)):
-        raise ValueError(f'conv3x3: shift: shape {list(shift.shape)}; expected [1 or {batch}, {features}]')
-    if residual is None:
-        if shortcut is not None:
-            raise ValueError('conv3x3: a shortcut needs a residual to be applied to')
-        return None
-    if shortcut is None:
-        if residual.channels != features:
-            raise ValueError(f'conv3x3: residual: {residual.channels} channels; expected {features}, or a shortcut')
-        return dispatch.Added((residual.value,), None)
-    if shortcut.shape != (residual.channels, features):
-        raise ValueError(f'conv3x3: shortcut: shape {list(shortcut.shape)}; expected [{residual.channels}, {features}]')
-    return dispatch.Added(residual.parts, shortcut)
-
-
 @jax.custom_vjp
-def _conv(parts: dispatch.Parts, kernel: Array, shift: Array, added: dispatch.Added | None) -> Array:
+def _conv(parts: Parts, kernel: Array, shift: Array, added: Added | None) -> Array:
     return _conv_forward(parts, kernel, shift, added)[0]
 
 
-def _conv_forward(parts: dispatch.Parts, kernel: Array, shift: Array, added: dispatch.Added | None) -> tuple[Array, Any]:
+def _conv_forward(parts: Parts, kernel: Array, shift: Array, added: Added | None) -> tuple[Array, Any]:
     return dispatch.forward(parts, kernel, shift, added), (parts, kernel, outline(shift), needed(added))
 
 
@@ -104,36 +78,31 @@ def _conv_backward(saved: Any, dy: Array) -> tuple[Any, ...]:
     return dx, *_parameter_gradients(parts, kernel, shift, added, dy)
 
 
-def _parameter_gradients(parts: dispatch.Parts, kernel: Array, shift: Array, added: Any, dy: Array) -> tuple[Any, ...]:
+def _parameter_gradients(parts: Parts, kernel: Array, shift: Array, added: Any, dy: Array) -> tuple[Any, ...]:
     """Gradients of kernel, shift and what was added, given the convolution's input."""
     dkernel = dispatch.weight_gradient(parts, dy).astype(kernel.dtype)
     return dkernel, fold(channel_sums(dy, interpret=device.interpreted()), shift), added_gradient(added, dy)
 
 
-def needed(added: dispatch.Added | None) -> dispatch.Added | tuple[()] | None:
-    """What the gradient of the addition needs: nothing of a plain residual, whose gradient is dy."""
-    return () if added is not None and added.shortcut is None else added
-
-
-def added_gradient(added: dispatch.Added | tuple[()] | None, dy: Array) -> dispatch.Added | None:
+def added_gradient(added: Added | tuple[()] | None, dy: Array) -> Added | None:
     """The gradient of what was added, from what `needed` kept of it."""
     if added is None:
         return None
-    if not isinstance(added, dispatch.Added):
-        return dispatch.Added((dy,), None)
+    if not isinstance(added, Added):
+        return Added((dy,), None)
     _, pull = jax.vjp(dispatch.project, added)
-    return cast(dispatch.Added, pull(dy)[0])
+    return cast(Added, pull(dy)[0])
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(6, 7))
 def _norm_conv(
-    x: Features, scale: Array, offset: Array, kernel: Array, shift: Array, added: dispatch.Added | None, groups: int, eps: float
+    x: Features, scale: Array, offset: Array, kernel: Array, shift: Array, added: Added | None, groups: int, eps: float
 ) -> Array:
     return _norm_conv_forward(x, scale, offset, kernel, shift, added, groups, eps)[0]
 
 
 def _norm_conv_forward(
-    x: Features, scale: Array, offset: Array, kernel: Array, shift: Array, added: dispatch.Added | None, groups: int, eps: float
+    x: Features, scale: Array, offset: Array, kernel: Array, shift: Array, added: Added | None, groups: int, eps: float
 ) -> tuple[Array, Any]:
     interpret = device.interpreted()
     if dispatch.fuses_activation(x.parts, kernel):
@@ -159,11 +128,6 @@ def _norm_conv_backward(groups: int, eps: float, saved: Any, dy: Array) -> tuple
     dx, _ = norm_gradient.gradient(x.parts, dactive, *norm, groups=groups, silu=True, sums=sums, interpret=interpret)
     of_norm = norm_gradient.parameter_gradients(sums, scale, offset)
     return Features(dx, x.zero_moments), *of_norm, *_parameter_gradients((active,), kernel, shift, added, dy)
-
-
-def outline(parameter: Array) -> Array:
-    """An empty array that remembers a parameter's first axis and type: shape (rows, 0)."""
-    return parameter[:, :0]
 
 
 def fold(per_sample: Float[Array, 'batch channels'], like: Float[Array, '#batch _']) -> Float[Array, '#batch channels']:

@@ -10,9 +10,9 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 from jaxtyping import Array, Float
 
-from pallas_kernels.features import at_least_float32
+from jaxunet.ops.activation import at_least_float32
+from jaxunet.ops.group_norm.operands import group_size
 from pallas_kernels.group_norm.blocks import Program, Ref, group_statistics, loop, moments_of, scaled, sigmoid
-from pallas_kernels.group_norm.statistics import group_size
 from pallas_kernels.group_norm.tiles import Grid, Tile, choose_tile, fit
 
 

@@ -4,30 +4,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from parity import DTYPES, assert_parity, draw
+from parity import DTYPES, assert_parity
+from support.group_norm import inputs, op
 
-from pallas_kernels.features import Features
-from pallas_kernels.group_norm import reference, vjp
-from pallas_kernels.group_norm.cases import AWKWARD, CASES, ELEPHANTS64, Case
+from jaxunet.ops.group_norm import reference
+from jaxunet.ops.group_norm.cases import AWKWARD, CASES, ELEPHANTS64, Case
+from pallas_kernels.group_norm import vjp
 
 # JAX says at every lowering that it will drop its Triton backend some day.
 pytestmark = pytest.mark.filterwarnings('ignore:The Pallas Triton backend is deprecated:DeprecationWarning')
-
-
-def inputs(case: Case, dtype: str, batch: int):
-    found = {f'x{i}': (draw((batch, case.height, case.width, c), dtype, offset=case.mean), dtype) for i, c in enumerate(case.parts)}
-    affine = (batch if case.per_sample else 1, case.channels)
-    return found | {'scale': (draw(affine, 'float32', offset=1.0), 'float32'), 'offset': (draw(affine, 'float32'), 'float32')}
-
-
-def op(group_norm, case: Case, **options):
-    """The op as a function of named arrays."""
-
-    def call(**arrays):
-        x = Features(tuple(arrays[f'x{i}'] for i in range(len(case.parts))), (None,) * len(case.parts))
-        return group_norm(x, arrays['scale'], arrays['offset'], groups=case.groups, silu=case.silu, **options)
-
-    return call
 
 
 def check(case: Case, dtype: str, batch: int = 2):

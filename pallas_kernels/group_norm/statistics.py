@@ -12,7 +12,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 from jaxtyping import Array, Float
 
-from pallas_kernels.features import at_least_float32
+from jaxunet.ops.activation import at_least_float32
+from jaxunet.ops.group_norm.operands import group_size
 from pallas_kernels.group_norm.blocks import Program, Ref, group_statistics, loop, moments_of
 from pallas_kernels.group_norm.tiles import Grid, Tile, choose_tile, fit
 
@@ -30,7 +31,7 @@ def moments(
 ) -> Float[Array, 'batch channels 2']:
     """Mean and mean squared deviation over the pixels of each sample and channel, in at least float32; x is read once.
 
-    Same result as `pallas_kernels.features.channel_moments`, without cancellation in any type (Chan, Golub & LeVeque 1979).
+    Same result as `jaxunet.ops.activation.channel_moments`, without cancellation in any type (Chan, Golub & LeVeque 1979).
     """
     batch, height, width, channels = x.shape
     return _moments(x, tile or choose_tile('moments', x.dtype, batch, height * width, channels), interpret)
@@ -134,14 +135,3 @@ def affine(
         name='jaxunet_group_norm_affine',
     )(*(m.astype(wide) for m in known), scale, offset)
     return a, b, mean, inverse
-
-
-def group_size(channels: int, groups: int) -> int:
-    """Channels of a group.
-
-    Raises:
-      ValueError: they do not divide.
-    """
-    if groups < 1 or channels % groups:
-        raise ValueError(f'group_norm: {channels} channels are not a multiple of {groups} groups')
-    return channels // groups

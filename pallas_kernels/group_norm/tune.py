@@ -25,9 +25,11 @@ from typing import Any, cast
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels import tile_table, timing
-from pallas_kernels.features import Features
-from pallas_kernels.group_norm import apply, backward, reference, statistics, vjp
+from jaxunet.ops.activation import Features
+from jaxunet.ops.group_norm import reference
+from jaxunet.runtime import gpu_time as timing
+from pallas_kernels import tile_table
+from pallas_kernels.group_norm import apply, backward, statistics, vjp
 from pallas_kernels.group_norm.tiles import Tile, choose_tile, shape_class
 
 ELEPHANTS64 = (

@@ -6,10 +6,10 @@ import functools
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from pallas_kernels.features import Features
+from jaxunet.ops.activation import Features
+from jaxunet.ops.group_norm.operands import check_operands
 from pallas_kernels.group_norm.apply import normalise
 from pallas_kernels.group_norm.backward import gradient, gradient_sums, parameter_gradients
 from pallas_kernels.group_norm.statistics import moments
@@ -34,28 +34,6 @@ def group_norm(
     """
     check_operands(x, scale, offset)
     return _group_norm(x, scale, offset, groups, eps, silu, interpret)
-
-
-def check_operands(x: Features, scale: Array, offset: Array) -> None:
-    """Raises ValueError where shapes or types do not fit each other."""
-    if not x.parts:
-        raise ValueError('group_norm: x: no parts; give at least one array')
-    first = x.parts[0]
-    if not jnp.issubdtype(first.dtype, jnp.floating):
-        raise ValueError(f'group_norm: x: {first.dtype}; use bfloat16, float16 or float32')
-    for i, (part, known) in enumerate(zip(x.parts, x.moments, strict=True)):
-        if part.ndim != 4 or part.shape[:3] != first.shape[:3]:
-            found, expected = list(part.shape), list(first.shape[:3])
-            raise ValueError(f'group_norm: x.parts[{i}]: shape {found}, but x.parts[0] has {expected}; parts may differ in channels only')
-        if part.dtype != first.dtype:
-            raise ValueError(f'group_norm: x.parts[{i}]: {part.dtype}, but x.parts[0] is {first.dtype}; convert one of them')
-        expected = [part.shape[0], part.shape[3], 2]
-        if known is not None and list(known.shape) != expected:
-            raise ValueError(f'group_norm: x.moments[{i}]: shape {list(known.shape)}; expected {expected}')
-    shared, own = [1, x.channels], [first.shape[0], x.channels]
-    for name, value in (('scale', scale), ('offset', offset)):
-        if list(value.shape) not in (shared, own):
-            raise ValueError(f'group_norm: {name}: shape {list(value.shape)}; expected {shared} or {own}')
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4, 5, 6))

@@ -3,34 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
+from jaxunet.ops.adamw.operands import Moved, Rule, Tree
+
 CHUNK = 1 << 14  # elements that a block sums
 GRADIENTS = ('float32', 'bfloat16', 'float16')
-Tree = Any
-
-
-class Rule(NamedTuple):
-    """AdamW's constants (Loshchilov & Hutter 2019, arXiv 1711.05101, algorithm 2)."""
-
-    b1: float
-    b2: float
-    eps: float
-    weight_decay: float
-
-
-class Moved(NamedTuple):
-    """What a step changes, each as its argument was."""
-
-    params: Tree
-    mu: Tree
-    nu: Tree
-    averages: tuple[Tree, ...]
 
 
 def sum_of_squares(tree: Tree) -> Float[Array, '']:

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 from parity import DTYPES, assert_parity, assert_runs_are_identical, draw
 
-from pallas_kernels.attention import reference
-from pallas_kernels.attention.cases import AWKWARD, CASES, Case
+from jaxunet.ops.attention import reference
+from jaxunet.ops.attention.cases import AWKWARD, CASES, Case
 from xla_ffi import backend
 
 

@@ -11,7 +11,7 @@ from jaxtyping import Array, Float
 
 
 def attention(qkv: Float[Array, 'batch tokens packed'], *, num_heads: int) -> Float[Array, 'batch tokens channels']:
-    """softmax(q·kᵀ/√d)·v for each head of width d = packed / (3 · num_heads), as `pallas_kernels.attention.reference.attention`.
+    """softmax(q·kᵀ/√d)·v for each head of width d = packed / (3 · num_heads), as `jaxunet.ops.attention.reference.attention`.
 
     The backward pass recomputes the weights from the saved log-sum-exp, in qkv's memory layout. Dao et al. 2022, arXiv 2205.14135.
 

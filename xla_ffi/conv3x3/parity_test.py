@@ -6,11 +6,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from parity import DTYPES, assert_parity_in_some_draw, assert_runs_are_identical
+from support.conv3x3 import inputs, op
 
-from pallas_kernels.conv3x3 import reference
-from pallas_kernels.conv3x3.cases import AWKWARD, CASES, Case
-from pallas_kernels.conv3x3.parity_test import inputs, op
-from pallas_kernels.features import passing
+from jaxunet.ops.activation import passing
+from jaxunet.ops.conv3x3 import reference
+from jaxunet.ops.conv3x3.cases import AWKWARD, CASES, Case
 from xla_ffi.conv3x3 import vjp
 
 # Shortcuts of several parts: that begin at whole tiles of 64 channels (one launch writes their gradients) and that do not; of more

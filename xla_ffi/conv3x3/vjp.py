@@ -14,9 +14,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
-from pallas_kernels.conv3x3.dispatch import Added, Affine, Parts
-from pallas_kernels.conv3x3.vjp import check_operands, needed, outline
-from pallas_kernels.features import Features
+from jaxunet.ops.activation import Features
+from jaxunet.ops.conv3x3.operands import Added, Affine, Parts, check_operands, needed, outline
 from xla_ffi.group_norm.vjp import checked, gradient, normalise, statistics, with_passed
 
 # Floats of the weight gradient's workspace: blocks that share the pixels write their sums there, of the kernel and, for each sample, of

@@ -4,11 +4,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from parity import DTYPES, assert_parity, assert_runs_are_identical
+from support.group_norm import inputs, op
 
-from pallas_kernels.features import Features, passing
-from pallas_kernels.group_norm import reference
-from pallas_kernels.group_norm.cases import AWKWARD, CASES, ELEPHANTS64, Case
-from pallas_kernels.group_norm.parity_test import inputs, op
+from jaxunet.ops.activation import Features, passing
+from jaxunet.ops.group_norm import reference
+from jaxunet.ops.group_norm.cases import AWKWARD, CASES, ELEPHANTS64, Case
 from xla_ffi.group_norm import vjp
 
 

@@ -12,10 +12,9 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
-from pallas_kernels.features import Features
-from pallas_kernels.group_norm import reference
-from pallas_kernels.group_norm.statistics import group_size
-from pallas_kernels.group_norm.vjp import check_operands
+from jaxunet.ops.activation import Features
+from jaxunet.ops.group_norm import reference
+from jaxunet.ops.group_norm.operands import check_operands, group_size
 
 MOST_PASSED = 2  # gradients beside its own that the backward pass adds
 
@@ -44,7 +43,7 @@ def group_norm(
     A producer's moments are taken as a function of its part: the gradient of the part is the whole one, that of the moments is zero.
 
     Args:
-      passing: also return x so many times, at most twice, for other readers of x, as `pallas_kernels.features.passing` has it: the kernel
+      passing: also return x so many times, at most twice, for other readers of x, as `jaxunet.ops.activation.passing` has it: the kernel
         adds the gradients that they give to its own before it rounds. One that nobody reads has zeros for a gradient, which cost a read.
 
     Raises:

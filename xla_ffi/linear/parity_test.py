@@ -4,8 +4,8 @@ import jax.numpy as jnp
 import pytest
 from parity import DTYPES, assert_parity, assert_runs_are_identical, draw
 
-from pallas_kernels.linear import reference
-from pallas_kernels.linear.cases import AWKWARD, CASES, ELEPHANTS64, Case
+from jaxunet.ops.linear import reference
+from jaxunet.ops.linear.cases import AWKWARD, CASES, ELEPHANTS64, Case
 from xla_ffi.linear import vjp
 
 

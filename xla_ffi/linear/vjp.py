@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from pallas_kernels.conv3x3.vjp import outline
+from jaxunet.ops.conv3x3.operands import outline
 
 # Floats of the weight gradient's workspace: blocks that share the pixels write their sums there, each of at most six chunks of 64 input
 # channels by 64 features. On a GPU of 132 multiprocessors more would not be used; a kernel that finds less shares the pixels less.
@@ -24,7 +24,7 @@ def linear(
     *,
     residual: Float[Array, 'batch height width features'] | None = None,
 ) -> Float[Array, 'batch height width features']:
-    """x · kernel + bias [+ residual]: `pallas_kernels.linear.reference.linear` on kernels.
+    """x · kernel + bias [+ residual]: `jaxunet.ops.linear.reference.linear` on kernels.
 
     Products accumulate in float32, to which bias and residual are added before the sum is rounded.
 

@@ -1,0 +1,110 @@
+"""Times the network and whole training steps of a config, on every backend and beside PyTorch.
+
+    python -m jaxunet.benchmark --config configs/elephants64.py --backends xla,auto --batch_sizes 32,256 --peers pytorch
+    python -m jaxunet.benchmark --table benchmark.jsonl
+
+The sides take turns on one device, so that their ratios hold where speed drifts. Each case is appended to `--output` as a JSON line, and
+the table is printed at the end; a side that cannot run is a row with its error, and the exit status is then 1.
+
+Beside JAX, PyTorch needs memory of the same GPU: with `--peers`, JAX takes its own as needed (XLA_PYTHON_CLIENT_PREALLOCATE=false, unless
+that variable is set). Neither gives back while a case runs, so a batch has to fit several times.
+"""
+
+from __future__ import annotations
+
+import os
+import pathlib
+import shlex
+import sys
+from collections.abc import Sequence
+
+import jax
+from absl import flags
+from ml_collections import config_flags
+
+from jaxunet import config
+from jaxunet.benchmark.cases import DIRECTIONS, Plan, make_plan
+from jaxunet.benchmark.jax_side import synthetic_source
+from jaxunet.benchmark.run import run
+from jaxunet.benchmark.table import markdown
+from jaxunet.benchmark.timing import MIN_STEPS, TURN_SECONDS
+from jaxunet.config import cli
+from jaxunet.data.sources import open_source
+from jaxunet.ops.backends import load_ops
+from jaxunet.runtime import rows
+
+CONFIG = cli.define_config()
+BACKENDS = flags.DEFINE_list('backends', [], "Backends to compare; default: the config's. Ratios are to the first.")
+PEERS = flags.DEFINE_list('peers', [], 'pytorch (all three), or some of pytorch-eager, pytorch-compiled, pytorch-best.')
+BATCH_SIZES = flags.DEFINE_list('batch_sizes', [], "Batch sizes; default: the config's.")
+PRECISIONS = flags.DEFINE_list('precisions', [], "Compute types; default: the config's.")
+DIRECTION = flags.DEFINE_list('directions', [], f'Some of {", ".join(DIRECTIONS)}; default: all.')
+ROUNDS = flags.DEFINE_integer('rounds', 10, 'Turns of each side; medians and quartiles are over them.')
+STEPS = flags.DEFINE_integer(
+    'steps',
+    None,
+    'Steps of one turn; default: as many as take the quickest side half a second, and the slowest not over two; at least 10. Rounded '
+    'up to whole calls.',
+)
+SYNTHETIC = flags.DEFINE_bool('synthetic', False, 'Random images in place of data.path: times do not depend on pixels.')
+OUTPUT = flags.DEFINE_string('output', 'benchmark.jsonl', 'File that rows are appended to.')
+TABLE = flags.DEFINE_string('table', None, 'Print the table of this file of rows, and exit.')
+DRY_RUN = flags.DEFINE_bool('dry_run', False, 'Print the cases, and exit.')
+
+
+def main(argv: Sequence[str]) -> int:
+    if TABLE.value is not None:
+        print(markdown(rows.read(TABLE.value)))
+        return 0
+    plan = make_plan(
+        config_name(),
+        config.resolve(CONFIG.value),
+        backends=BACKENDS.value,
+        peers=PEERS.value,
+        precisions=PRECISIONS.value,
+        batch_sizes=BATCH_SIZES.value,
+        directions=DIRECTION.value,
+        rounds=ROUNDS.value,
+        steps=STEPS.value,
+    )
+    if DRY_RUN.value:
+        dry_run(plan)
+        return 0
+    if len(plan.sides) == 1:
+        load_ops(plan.sides[0], plan.precisions[0])  # with nothing to compare it to, one that is missing is an error at once
+    if PEERS.value:
+        os.environ.setdefault('XLA_PYTHON_CLIENT_PREALLOCATE', 'false')
+    jax.config.update('jax_enable_compilation_cache', False)  # a program from the cache would show no compile time
+    c = plan.config
+    source = synthetic_source(c) if SYNTHETIC.value else open_source(c.data.path, image_shape=c.image_shape, classes=c.data.classes)
+    measured = []
+    for row in run(plan, source, shlex.join(['python', '-m', 'jaxunet.benchmark', *sys.argv[1:]])):
+        rows.append(OUTPUT.value, row)
+        measured.append(row)
+    print(markdown(measured))
+    failed = [row for row in measured if row['error'] is not None]
+    for row in failed:
+        print(
+            f'error: {row["backend"]}, {row["precision"]}, batch {row["batch_size"]}, {row["direction"]}: {row["error"]}',
+            file=sys.stderr,
+            flush=True,
+        )
+    return 1 if failed else 0
+
+
+def config_name() -> str:
+    """`NAME` of `--config configs/NAME.py`; `digits` without one."""
+    path = config_flags.get_config_filename(flags.FLAGS['config'])
+    return 'digits' if path == config.__file__ else pathlib.Path(path.split(':')[0]).stem
+
+
+def dry_run(plan: Plan) -> None:
+    """One line a measurement, in their order."""
+    turn = f'{plan.steps} steps' if plan.steps else f'about {TURN_SECONDS:g} s, at least {MIN_STEPS} steps'
+    for precision, size in plan.cases():
+        for direction in plan.directions:
+            print(f'{plan.name}, {precision}, batch {size}, {direction}: {", ".join(plan.sides)}; {plan.rounds} rounds of {turn}')
+
+
+if __name__ == '__main__':
+    cli.run(main)

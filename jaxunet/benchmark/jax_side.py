@@ -1,0 +1,178 @@
+"""jaxunet's own side of a comparison: the network and the training step that `jaxunet.train` runs, on one device."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float
+
+from jaxunet.benchmark.cases import Prepared
+from jaxunet.benchmark.timing import Run
+from jaxunet.benchmark.traffic import bytes_moved
+from jaxunet.checkpoint.state import TrainState, make_optimizer
+from jaxunet.config import Config
+from jaxunet.data import pipeline
+from jaxunet.data.source import ArraySource, Source, no_labels
+from jaxunet.diffusion.process import Diffusion, make_diffusion, per_sample_loss, q_sample
+from jaxunet.model.unet import Params, UNet, build_unet
+from jaxunet.ops.backends import describe, load_ops
+from jaxunet.training.calls import steps_of_call
+from jaxunet.training.parallel import Parallel
+from jaxunet.training.step import make_train_step
+
+SYNTHETIC_IMAGES = 4096
+
+
+def synthetic_source(config: Config) -> Source:
+    """Random pixels (and labels): as good as any images where only time is measured."""
+    rng = np.random.default_rng(config.seed)
+    images = rng.integers(0, 256, (SYNTHETIC_IMAGES, *config.image_shape), np.uint8)
+    classes = config.model.num_classes
+    labels = rng.integers(0, classes, SYNTHETIC_IMAGES).astype(np.int32) if classes else no_labels(SYNTHETIC_IMAGES)
+    return ArraySource('synthetic images', images, config.image_shape, labels, tuple(map(str, range(classes))))
+
+
+class JaxSide:
+    """One backend at one batch size and precision.
+
+    Args:
+      config: from `cases.benchmark_config`, with the backend, precision and batch size of the case.
+      source: the images.
+      state: numpy training state (`jaxunet.training.loop.fresh_state`) of the same model.
+
+    Raises:
+      UserError: the backend is not there.
+    """
+
+    def __init__(self, config: Config, source: Source, state: TrainState) -> None:
+        self.config, self.source, self.start = config, source, state
+        self.model = build_unet(config, load_ops(config.backend, config.precision))
+        self.notes = {
+            'ops': describe(config.backend, config.precision),
+            'bytes_source': 'operands and results of every kernel in the optimised HLO',
+            'peak_source': "XLA's memory analysis of the executable",
+        }
+
+    def prepare(self, direction: str) -> Prepared:
+        """Compiles one of `cases.DIRECTIONS` and runs it once."""
+        return self._step() if direction == 'step' else self._model(direction)
+
+    def _step(self) -> Prepared:
+        config = self.config
+        parallel = Parallel(config)
+        batches: pipeline.Stream | None = None
+        if pipeline.choose_cache(config, self.source) == 'device':
+            images, labels = pipeline.load_all(self.source, progress=False)
+            data = parallel.replicate({'images': images, 'labels': labels})
+        else:
+            batches = pipeline.stream(self.source, config, 0, parallel.local_rows)
+            data = parallel.put_batch(next(batches))
+        held: dict[str, Any] = {'state': parallel.replicate(self.start), 'data': data}
+        del data
+        optimizer, diffusion = make_optimizer(config), make_diffusion(config.diffusion)
+        unit = steps_of_call(config, resident=batches is None, platform=parallel.devices[0].platform)
+
+        def build() -> Any:
+            def make(axis: str | None) -> Any:
+                return make_train_step(config, self.model, diffusion, optimizer, axis_name=axis)
+
+            return parallel.compile(make, held['state'], held['data'], steps=unit)
+
+        compiled, lower_s, compile_s = timed_compile(build)
+
+        def run(steps: int) -> None:
+            metrics = None
+            for _ in range(steps // unit):
+                if batches is not None:
+                    held['data'] = parallel.put_batch(next(batches))
+                held['state'], metrics = compiled(held['state'], held['data'])
+            jax.block_until_ready((held['state'], metrics))
+
+        def close() -> None:
+            held.clear()
+            if batches is not None:
+                batches.close()
+
+        return self._prepared(compiled, run, lower_s, compile_s, close, unit)._replace(concurrent=parallel.concurrent)
+
+    def _model(self, direction: str) -> Prepared:
+        diffusion = make_diffusion(self.config.diffusion)
+
+        def loss(params: Params, inputs: dict[str, Array]) -> Array:
+            return model_loss(self.model, diffusion, params, inputs)
+
+        function = jax.jit(loss if direction == 'forward' else jax.value_and_grad(loss))
+        held = {'params': jax.device_put(self.start.params), 'inputs': random_inputs(self.config)}
+        compiled, lower_s, compile_s = timed_compile(lambda: function.lower(held['params'], held['inputs']).compile())
+
+        def run(steps: int) -> None:
+            out = None
+            for _ in range(steps):
+                out = compiled(held['params'], held['inputs'])
+            jax.block_until_ready(out)
+
+        return self._prepared(compiled, run, lower_s, compile_s, held.clear)
+
+    def _prepared(self, compiled: Any, run: Run, lower_s: float, compile_s: float, close: Callable[[], None], unit: int = 1) -> Prepared:
+        run(unit)
+        return Prepared(run, lower_s, compile_s, bytes_moved(compiled.as_text()) // unit, peak_bytes(compiled), self.notes, close, unit)
+
+
+def model_loss(model: UNet, diffusion: Diffusion, params: Params, inputs: dict[str, Array]) -> Float[Array, '']:
+    """The mean training loss of `random_inputs`: forward process, network and error."""
+    x0, t, noise = inputs['x0'], inputs['t'], inputs['noise']
+    xt = q_sample(diffusion, x0, t, noise)
+    output = model.predict(params, xt, t, inputs.get('labels'), inputs.get('dropout_keys'))
+    return jnp.mean(per_sample_loss(diffusion, output, x0, xt, t, noise))
+
+
+def random_inputs(config: Config) -> dict[str, Array]:
+    """What a training step draws for one batch: x0 and noise (batch, height, width, channels), t (batch,); labels and dropout_keys
+    (batch,) if the model has them."""
+    size = config.data.batch_size
+    shape = (size, *config.image_shape)
+
+    @jax.jit
+    def draw(key: Array) -> dict[str, Array]:
+        keys = jax.random.split(key, 5)
+        inputs = {
+            'x0': jax.random.uniform(keys[0], shape, jnp.float32, -1, 1),
+            't': jax.random.randint(keys[1], (size,), 0, config.diffusion.steps),
+            'noise': jax.random.normal(keys[2], shape, jnp.float32),
+        }
+        if config.model.num_classes:
+            inputs['labels'] = jax.random.randint(keys[3], (size,), 0, config.model.num_classes)
+        if config.model.dropout:
+            inputs['dropout_keys'] = jax.random.split(keys[4], size)
+        return inputs
+
+    return draw(jax.random.key(config.seed))
+
+
+def timed_compile(build: Callable[[], Any]) -> tuple[Any, float, float]:
+    """What `build` lowers and compiles, seconds of tracing and lowering, and seconds of compiling, as JAX reports them."""
+    compiling: list[float] = []
+
+    def listen(event: str, duration_secs: float, **_: str | int) -> None:
+        if event == '/jax/core/compile/backend_compile_duration':
+            compiling.append(duration_secs)
+
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    try:
+        began = time.perf_counter()
+        compiled = build()
+        total = time.perf_counter() - began
+    finally:
+        jax.monitoring.unregister_event_duration_listener(listen)
+    return compiled, total - sum(compiling), sum(compiling)
+
+
+def peak_bytes(compiled: Any) -> int:
+    """Device memory that one call needs: arguments, results that do not take their place, and temporaries."""
+    m = compiled.memory_analysis()
+    return m.argument_size_in_bytes + m.output_size_in_bytes - m.alias_size_in_bytes + m.temp_size_in_bytes

@@ -1,0 +1,1 @@
+"""Times each kernel beside XLA: `python -m jaxunet.benchmark.kernels`."""

@@ -1,0 +1,89 @@
+"""Times the Pallas and CUDA kernels beside XLA, op by op, on the shapes of our networks.
+
+    python -m jaxunet.benchmark.kernels [--ops conv3x3,attention] [--batch_sizes 32,256] [--cases 64x64] [--seconds 120]
+    python -m jaxunet.benchmark.kernels --table docs/results/kernels/rows.jsonl
+
+All sides of every direction of every case compile in parallel, in the order of batch sizes, and are timed in one trace: GPU time of
+their kernels, median of calls in shuffled order. Each result is appended to `--output` as a JSON line; at the end comes the summary, and
+what there was no time for. The exit status is 1 if a side failed or differs from XLA in its results. The CUDA kernels take part where
+`backend=cuda` runs.
+
+On Hopper the kernels are lowered in processes of their own if the package flatbuffers is there, which saves minutes.
+"""
+
+from __future__ import annotations
+
+import datetime
+import importlib.util
+import shlex
+import sys
+import time
+from collections.abc import Sequence
+
+import jax
+from absl import flags, logging
+
+from jaxunet.benchmark.kernels import lowering
+from jaxunet.benchmark.kernels import measure as kernels
+from jaxunet.benchmark.kernels import table as kernel_table
+from jaxunet.benchmark.kernels.lowering import KINDS
+from jaxunet.config import cli
+from jaxunet.ops.backends import installed, runnable
+from jaxunet.runtime import device, rows
+from jaxunet.runtime.errors import UserError
+from jaxunet.runtime.measurement import Measurement
+
+OPS = flags.DEFINE_list('ops', [], f'Some of {", ".join(KINDS)}; default: all.')
+BATCH_SIZES = flags.DEFINE_list('batch_sizes', ['32', '256'], 'Batch sizes, the most important first.')
+DIRECTIONS = flags.DEFINE_list('directions', [], 'Some of the directions that the ops are measured in, such as forward; default: all.')
+CASES = flags.DEFINE_string('cases', '', 'Regular expression that is searched for in the names of cases; default: all.')
+SECONDS = flags.DEFINE_float('seconds', 120, 'Nothing is compiled after this; what is then missing is listed.', lower_bound=0)
+OUTPUT = flags.DEFINE_string('output', 'kernels.jsonl', 'File that rows are appended to.')
+TABLE = flags.DEFINE_string('table', None, 'Print the tables of this file of rows, and exit.')
+
+
+def main(argv: Sequence[str]) -> int:
+    if TABLE.value is not None:
+        print(kernel_table.tables(rows.read(TABLE.value)))
+        return 0
+    wanted = kernels.select(OPS.value, BATCH_SIZES.value, CASES.value, runnable(), DIRECTIONS.value)
+    try:
+        target = device.target()
+    except device.UnsupportedDeviceError as error:
+        raise UserError(f'{error}; a benchmark of the kernels needs one') from None
+    for backend in installed():
+        if missing := backend.unavailable():
+            logging.info('without the %s: %s', backend.title, missing)
+    jax.config.update('jax_enable_compilation_cache', False)  # a program from the cache would show no compile time
+    sys.setswitchinterval(0.05)  # lowering is Python: threads that take turns too often slow one another
+    origin = {'kind': 'kernel', 'time': datetime.datetime.now(datetime.UTC).isoformat(timespec='seconds'), **rows.provenance()}
+    origin |= {'devices': 1, 'command': shlex.join(['python', '-m', 'jaxunet.benchmark.kernels', *sys.argv[1:]])}
+    measured, late = [], []
+    stop = time.monotonic() + SECONDS.value
+    apart = target is device.Target.HOPPER and importlib.util.find_spec('flatbuffers') is not None
+    pool = lowering.pool() if apart else None
+    try:
+        elsewhere = lowering.start(pool, wanted, kernels.DTYPE, jax.devices()[0].device_kind) if pool else {}
+        for found in kernels.measure(wanted, stop=stop, elsewhere=elsewhere):
+            if isinstance(found, Measurement):
+                late.append(found)
+                continue
+            row = origin | found
+            rows.append(OUTPUT.value, row)
+            measured.append(row)
+    finally:
+        if pool:
+            pool.shutdown(cancel_futures=True)
+    failed = [f'{row["op"]} {row["direction"]}, {row["case"]}, batch {row["batch"]}: {row["error"]}' for row in measured if row['error']]
+    if any(row['error'] is None for row in measured):
+        print(kernel_table.summary(measured))
+    if late:
+        print(f'\nNot compiled within {SECONDS.value:g} s, {len(late)} of {len(wanted)}:')
+        print('\n'.join(f'  {m.name}' for m in late))
+    for line in failed:
+        print(f'error: {line}', file=sys.stderr)
+    return 1 if failed else 0
+
+
+if __name__ == '__main__':
+    cli.run(main)

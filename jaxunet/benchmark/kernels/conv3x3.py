@@ -1,0 +1,101 @@
+"""What the benchmark of the convolutions compares: the plain one in three directions, the fused op forward and with all gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+
+from jaxunet.ops.activation import Features
+from jaxunet.ops.backends import implementations
+from jaxunet.ops.conv3x3.cases import CIFAR10, ELEPHANTS64, Case
+from jaxunet.runtime.measurement import Measurement, with_gradients
+from jaxunet.runtime.plugins import Backend
+
+CASES = ELEPHANTS64 + CIFAR10
+IMAGE_CHANNELS = 3
+Named = dict[str, Any]
+
+
+def measurements(batch: int, dtype: DTypeLike = jnp.bfloat16, backends: Sequence[Backend] = ()) -> Iterator[Measurement]:
+    """Everything to time at a batch size, on XLA and the backends that have kernels for it.
+
+    Plain convolutions are named by height, width and channels, fused ones as their case.
+    """
+    shapes = dict.fromkeys((case.height, case.width, case.channels, case.features) for case in CASES)
+    for shape in shapes:
+        yield from _plain(Case(*shape[:2], (shape[2],), shape[3], norm=False), batch, dtype, backends)
+    for case in dict.fromkeys(case for case in CASES if case.norm):
+        yield from _fused(case, batch, dtype, backends)
+
+
+def _plain(case: Case, batch: int, dtype: DTypeLike, backends: Sequence[Backend]) -> Iterator[Measurement]:
+    array = jax.ShapeDtypeStruct
+    image = batch, case.height, case.width
+    x, dy = array((*image, case.channels), dtype), array((*image, case.features), dtype)
+    kernel, shift = array((3, 3, case.channels, case.features), dtype), array((1, case.features), jnp.float32)
+
+    # Only shapes matter of where a linear function is differentiated: no zeros are made.
+    def side(op: Any) -> tuple[Callable[[Named], Any], ...]:
+        def convolve(x: Any, kernel: Any) -> Any:
+            return op(Features.of(x), kernel, jnp.zeros(shift.shape, shift.dtype)).value
+
+        return (
+            lambda i: op(Features.of(i['x']), i['kernel'], i['shift']).value,
+            lambda i: jax.vjp(lambda x: convolve(x, i['kernel']), jnp.zeros(x.shape, x.dtype))[1](i['dy'])[0],
+            lambda i: jax.vjp(lambda k: convolve(i['x'], k), jnp.zeros(kernel.shape, kernel.dtype))[1](i['dy'])[0],
+        )
+
+    sides = {name: side(op) for name, op in implementations('conv3x3', backends).items()}
+    directions: dict[str, Named] = {
+        'forward': {'x': x, 'kernel': kernel, 'shift': shift},
+        'input_gradient': {'dy': dy, 'kernel': kernel},
+        'weight_gradient': {'x': x, 'dy': dy},
+    }
+    for index, (direction, inputs) in enumerate(directions.items()):
+        if direction == 'input_gradient' and case.channels == IMAGE_CHANNELS:
+            continue  # training differentiates by no image
+        each = {name: functions[index] for name, functions in sides.items()}
+        yield Measurement('conv3x3', case.name, direction, batch, each, inputs, case.flops(batch))
+
+
+def _fused(case: Case, batch: int, dtype: DTypeLike, backends: Sequence[Backend]) -> Iterator[Measurement]:
+    array, wide = jax.ShapeDtypeStruct, jnp.float32
+    image = batch, case.height, case.width
+    inputs: Named = {
+        'x': tuple(array((*image, c), dtype) for c in case.parts),
+        'scale': array((1, case.channels), wide),
+        'offset': array((1, case.channels), wide),
+        'kernel': array((3, 3, case.channels, case.features), dtype),
+        'shift': array((batch if case.per_sample else 1, case.features), wide),
+    }
+    flops = case.flops(batch)
+    projected = bool(case.residual) and case.residual != (case.features,)
+    if case.residual:
+        inputs['residual'] = tuple(array((*image, c), dtype) for c in case.residual)
+    if projected:
+        inputs['shortcut'] = array((sum(case.residual), case.features), dtype)
+        flops += 2 * batch * case.height * case.width * sum(case.residual) * case.features
+
+    def side(op: Any) -> Callable[[Named], Any]:
+        def call(i: Named) -> Any:
+            residual = _features(i['residual']) if case.residual else None
+            options = {'residual': residual, 'shortcut': i.get('shortcut'), 'groups': case.groups}
+            return op(_features(i['x']), i['scale'], i['offset'], i['kernel'], i['shift'], **options).value
+
+        return call
+
+    sides = {name: side(op) for name, op in implementations('norm_silu_conv3x3', backends).items()}
+    yield Measurement('norm_silu_conv3x3', case.name, 'forward', batch, sides, inputs, flops)
+    # The gradient of what is added as it is would be dy itself: a copy, which no network makes.
+    fixed = () if projected else ('residual',)
+    both = {name: with_gradients(function, fixed) for name, function in sides.items()}
+    inputs = inputs | {'dy': array((*image, case.features), dtype)}
+    yield Measurement('norm_silu_conv3x3', case.name, 'forward+backward', batch, both, inputs, 3 * flops)
+
+
+def _features(parts: tuple[Any, ...]) -> Features:
+    return Features(parts, (None,) * len(parts))

@@ -1,0 +1,215 @@
+"""Measures the kernels of every backend beside XLA: what to measure, building it, timing it, and the rows that come of it."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import functools
+import re
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from absl import logging
+
+from jaxunet.benchmark.kernels import lowering
+from jaxunet.benchmark.kernels import table as kernel_table
+from jaxunet.benchmark.kernels.lowering import KINDS
+from jaxunet.runtime import gpu_time as timing
+from jaxunet.runtime.errors import UserError, near_misses
+from jaxunet.runtime.measurement import Inputs, Measurement
+from jaxunet.runtime.plugins import Backend
+from jaxunet.runtime.rows import Row
+
+DTYPE = 'bfloat16'
+THREADS = 16
+GROUP = 16  # measurements that are compiled and traced together: what an interrupted run may lose
+ROUNDS = 10
+SAMPLE = 1 << 16  # numbers of each output that the sides are compared in
+COMPARED = 1 << 26  # bytes of the largest output that is: fetching more takes long, and the same kernels have smaller cases
+ALLOWED = 0.05  # largest difference, in the largest number of the output: what bfloat16 and an order of sums explain, but no wrong kernel
+Trace = Callable[..., dict[str, timing.Times]]
+Elsewhere = Mapping[tuple[str, str], concurrent.futures.Future[lowering.Lowered]]
+
+
+class Built(NamedTuple):
+    """A side that is ready to run."""
+
+    run: Callable[..., Any]
+    lower_s: float  # of this thread's processor time, tracing included
+    compile_s: float
+    temp_bytes: int
+
+
+def select(
+    ops: Sequence[str], batch_sizes: Sequence[str], cases: str, backends: Sequence[Backend] = (), directions: Sequence[str] = ()
+) -> list[Measurement]:
+    """What these flags ask for, in the order in which it is measured, on XLA and these backends.
+
+    Raises:
+      UserError: an unknown op or direction, a batch size that is no positive number, or an expression that is none or finds no case.
+    """
+    for name in ops:
+        if name not in KINDS:
+            raise UserError(f'--ops: expected some of {", ".join(KINDS)}, found {name!r}{near_misses(name, tuple(KINDS))}')
+    if not batch_sizes:
+        raise UserError('--batch_sizes: expected numbers of 1 or more separated by commas, found none')
+    for size in batch_sizes:
+        if not size.isdecimal() or int(size) == 0:
+            raise UserError(f'--batch_sizes: expected numbers of 1 or more separated by commas, found {size!r}')
+    try:
+        pattern = re.compile(cases)
+    except re.error as error:
+        raise UserError(f'--cases: {cases!r} is not a regular expression: {error}') from None
+    every = [
+        m
+        for size in batch_sizes
+        for op, kind in KINDS.items()
+        if not ops or op in ops
+        for m in kind.measurements(int(size), DTYPE, backends)
+    ]
+    if not every:
+        raise UserError(f'--ops: {", ".join(ops)}: only the CUDA backend has kernels for that, and they cannot run here')
+    there = tuple(dict.fromkeys(m.direction for m in every))
+    for name in directions:
+        if name not in there:
+            raise UserError(f'--directions: expected some of {", ".join(there)}, found {name!r}{near_misses(name, there)}')
+    every = [m for m in every if not directions or m.direction in directions]
+    found = [m for m in every if pattern.search(m.case)]
+    if not found:
+        known = ', '.join(list(dict.fromkeys(m.case for m in every))[:8])
+        raise UserError(f'--cases: {cases!r} matches no case; there are {known}, ...')
+    return found
+
+
+def measure(
+    wanted: Sequence[Measurement], *, stop: float, elsewhere: Elsewhere | None = None, trace: Trace = timing.trace_times
+) -> Iterator[Row | Measurement]:
+    """A row for each measurement; the measurement itself where there was no time to compile it.
+
+    Args:
+      stop: when, by `time.monotonic`, no further program is compiled.
+      elsewhere: sides that other processes lower, by the name of the measurement and the side.
+      trace: how programs are timed.
+    """
+    inputs, batch = Inputs(), None
+    for start in range(0, len(wanted), GROUP):
+        group = {f'measurement{start + i}': m for i, m in enumerate(wanted[start : start + GROUP])}
+        built = build(group, stop, elsewhere or {})
+        began = time.monotonic()
+        programs: dict[str, Callable[[int], Any]] = {}
+        differences: dict[str, float] = {}
+        for name, m in group.items():
+            if m.batch != batch:
+                inputs.clear()
+                batch = m.batch
+            sides = {side: built[f'{name}_{side}'] for side in m.sides}
+            ready = {side: b for side, b in sides.items() if isinstance(b, Built)}
+            if len(ready) < len(sides):
+                continue
+            try:
+                exact, *rest = (b.run(inputs.of(m, 0)) for b in ready.values())
+                differences[name] = max(difference(exact, found) for found in rest)
+            except Exception as error:  # one that does not run must not end the others
+                built |= {f'{name}_{side}': error for side in sides}
+                continue
+            for side, b in ready.items():
+                programs[f'{name}_{side}'] = functools.partial(_call, b.run, inputs, m)
+        times = trace(programs, rounds=ROUNDS) if programs else {}
+        logging.info('%d of %d: timed %d programs in %.1f s', start + len(group), len(wanted), len(programs), time.monotonic() - began)
+        for name, m in group.items():
+            sides = {side: built[f'{name}_{side}'] for side in m.sides}
+            if any(b is None for b in sides.values()) and not any(isinstance(b, Exception) for b in sides.values()):
+                yield m
+            else:
+                yield to_row(m, sides, {side: times.get(f'{name}_{side}') for side in sides}, differences.get(name))
+
+
+def _call(run: Callable[..., Any], inputs: Inputs, m: Measurement, number: int) -> Any:
+    return run(inputs.of(m, number))
+
+
+def build(group: Mapping[str, Measurement], stop: float, elsewhere: Elsewhere) -> dict[str, Built | Exception | None]:
+    """The sides of measurements, compiled in threads: by name and side; None for what would begin after `stop`."""
+
+    def one(job: tuple[str, Measurement, str]) -> Built | Exception | None:
+        name, m, side = job
+        waiting = elsewhere.get((m.name, side))
+        if waiting is not None:
+            try:
+                lowered = waiting.result(timeout=max(0, stop - time.monotonic()))
+                if time.monotonic() > stop:
+                    return None
+                function = jax.export.deserialize(bytearray(lowered.exported)).call
+                return compiled(f'{name}_{side}', function, m)._replace(lower_s=lowered.seconds)
+            except TimeoutError:
+                return None
+            except Exception as error:
+                logging.warning('%s: lowers in this process: %s: %s', m.name, type(error).__name__, error)
+        if time.monotonic() > stop:
+            return None
+        try:
+            return compiled(f'{name}_{side}', m.sides[side], m)
+        except Exception as error:  # one that does not compile must not end the others
+            return error
+
+    jobs = [(name, m, side) for name, m in group.items() for side in m.sides]
+    with concurrent.futures.ThreadPoolExecutor(THREADS) as pool:
+        return dict(zip((f'{name}_{side}' for name, _, side in jobs), pool.map(one, jobs), strict=True))
+
+
+def compiled(name: str, function: Callable[[Any], Any], m: Measurement) -> Built:
+    """A function of the inputs of a measurement, compiled to be timed under this name."""
+    began = time.thread_time()
+    lowered = timing.named(name, function).lower(m.inputs)
+    lower_s, began = time.thread_time() - began, time.perf_counter()
+    program = lowered.compile()
+    compile_s = time.perf_counter() - began
+    return Built(program, lower_s, compile_s, program.memory_analysis().temp_size_in_bytes)
+
+
+def difference(first: Any, second: Any) -> float:
+    """Of two results of the same structure: the largest difference, in the largest number of the array that it is in; NaN is infinite."""
+    found = 0.0
+    for a, b in zip(jax.tree.leaves(first), jax.tree.leaves(second), strict=True):
+        if a.nbytes > COMPARED:
+            continue
+        step = max(1, a.size // SAMPLE) | 1
+        x, y = (np.asarray(v).ravel()[::step].astype(np.float32) for v in (a, b))
+        off = float(np.abs(x - y).max() / max(float(np.abs(x).max()), 1e-30))
+        found = max(found, off if np.isfinite(off) else np.inf)
+    return found
+
+
+def to_row(
+    m: Measurement, sides: Mapping[str, Built | Exception | None], times: Mapping[str, timing.Times | None], off: float | None
+) -> Row:
+    """The result of one measurement without its origin; with an `error` it may lack numbers."""
+    row: Row = {'op': m.op, 'case': m.case, 'direction': m.direction, 'batch': m.batch, 'dtype': DTYPE, 'error': None}
+    for side, b in sides.items():
+        if isinstance(b, Exception):
+            return row | {'error': f'{side}: {type(b).__name__}: {b}'[:600]}
+    for side in sides:
+        seen = times[side]
+        if seen is None or not seen.calls:
+            return row | {'error': f'{side}: the trace lost {"all" if seen is None else "some"} of its kernels'}
+    for side, b in sides.items():
+        seen = times[side]
+        assert isinstance(b, Built)
+        assert seen is not None
+        row[f'us_{side}'] = round(seen.us, 3)
+        row[f'us_{side}_quartiles'] = [round(us, 3) for us in seen.quartiles]
+        row[f'kernels_{side}'] = {kernel: round(us, 3) for kernel, us in seen.kernels.items()}
+        row |= {f'lower_s_{side}': round(b.lower_s, 3), f'compile_s_{side}': round(b.compile_s, 3), f'temp_bytes_{side}': b.temp_bytes}
+    moved = m.bytes_needed()
+    row |= {'flops': m.flops, 'bytes': moved}
+    for side, suffix in kernel_table.suffixes(row).items():
+        us = row[f'us_{side}']
+        row[f'ratio{suffix}'] = round(row['us_xla'] / us, 3)
+        row |= {f'tflops{suffix}': None if m.flops is None else round(m.flops / us / 1e6, 1), f'gbps{suffix}': round(moved / us / 1e3, 1)}
+    assert off is not None
+    row['difference'] = float(f'{off:.2g}') if np.isfinite(off) else None
+    if off > ALLOWED:
+        row['error'] = f'the results differ by {off:.2g} of the largest number; at most {ALLOWED} is rounding'
+    return row

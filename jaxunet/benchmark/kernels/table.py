@@ -1,0 +1,102 @@
+"""Markdown tables of the kernels' measurements."""
+
+from __future__ import annotations
+
+import collections
+import statistics
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from jaxunet.runtime.errors import UserError
+from jaxunet.runtime.rows import Row
+
+# The backends of committed rows; the first has the plain names of ratio, tflops and gbps.
+KERNELS = {'pallas': 'Pallas kernels', 'cuda': 'CUDA kernels'}
+NEEDED = ('device', 'op', 'case', 'direction', 'batch', 'dtype')  # a later row that agrees in these takes the place of an earlier one
+
+
+def latest(found: Iterable[Row]) -> list[Row]:
+    """The newest row of every kernel measurement without an error; rows of other kinds are passed over.
+
+    Raises:
+      UserError: there is none, or one lacks a field.
+    """
+    newest: dict[tuple[Any, ...], Row] = {}
+    for row in found:
+        if row.get('kind') != 'kernel' or row.get('error') is not None:
+            continue
+        sides = suffixes(row) or {next(iter(KERNELS)): ''}
+        numbers = [name for side, suffix in sides.items() for name in (f'us_{side}', f'ratio{suffix}', f'tflops{suffix}', f'gbps{suffix}')]
+        missing = [name for name in (*NEEDED, 'us_xla', *numbers, 'git', 'versions') if name not in row]
+        if missing:
+            raise UserError(f'a row of kind kernel lacks {", ".join(missing)}: {str(row)[:100]}; remove its line')
+        newest[tuple(row[name] for name in NEEDED)] = row
+    if not newest:
+        raise UserError('no measurements of kernels: expected rows of kind kernel without an error')
+    return list(newest.values())
+
+
+def suffixes(row: Row) -> dict[str, str]:
+    """The backends that a row measured, and what ends the names of their ratio, tflops and gbps: the first has the plain names."""
+    return {side: f'_{side}' if i else '' for i, side in enumerate(KERNELS) if f'us_{side}' in row}
+
+
+def by_backend(found: Iterable[Row]) -> list[Row]:
+    """The newest rows, one for each backend: `backend`, `us`, `ratio`, `tflops` and `gbps` are its own."""
+    return [
+        row | {'backend': side, 'us': row[f'us_{side}']} | {name: row[name + suffix] for name in ('ratio', 'tflops', 'gbps')}
+        for row in latest(found)
+        for side, suffix in suffixes(row).items()
+    ]
+
+
+def summary(found: Iterable[Row]) -> str:
+    """Markdown: geometric mean and minimum of XLA's time over the kernels', by op, direction and batch; a table a device and backend."""
+    devices: dict[tuple[str, str], dict[tuple[Any, ...], list[Row]]] = collections.defaultdict(lambda: collections.defaultdict(list))
+    for row in by_backend(found):
+        devices[row['device'], row['backend']][row['op'], row['direction'], row['batch']].append(row)
+    lines = []
+    for (name, backend), groups in devices.items():
+        everything = [row for group in groups.values() for row in group]
+        versions = ', '.join(dict.fromkeys(f'jax {row["versions"].get("jax")}' for row in everything))
+        commits = ', '.join(dict.fromkeys(str(row['git']) for row in everything))
+        lines += ['', f"{name}, {versions}, commit {commits}; XLA's time over the {KERNELS[backend]}'.", '']
+        lines += _table(
+            ('op', 'direction', 'batch', 'cases', 'geometric mean', 'minimum', 'slowest case'),
+            (
+                (*key, len(group), f'{statistics.geometric_mean(r["ratio"] for r in group):.2f}', f'{worst["ratio"]:.2f}', worst['case'])
+                for key, group in groups.items()
+                for worst in [min(group, key=lambda r: r['ratio'])]
+            ),
+        )
+    return '\n'.join(lines).strip()
+
+
+def tables(found: Iterable[Row]) -> str:
+    """Markdown: the summary, then for every device, backend, op and direction a table with a row a case."""
+    found = latest(found)
+    parts: dict[tuple[str, ...], list[Row]] = collections.defaultdict(list)
+    for row in by_backend(found):
+        parts[row['device'], row['backend'], row['op'], row['direction']].append(row)
+    lines = [summary(found)]
+    for (name, backend, op, direction), group in parts.items():
+        batches = sorted({row['batch'] for row in group})
+        cells = {(row['case'], row['batch']): row for row in group}
+        head = [f'{what}, batch {batch}' for batch in batches for what in ('µs', 'TFLOP/s', 'GB/s', '× XLA')]
+        lines += ['', f'`{op}` {direction}, {backend}, {name}', '']
+        lines += _table(
+            ('case', *head),
+            ((case, *(cell for b in batches for cell in _cells(cells.get((case, b))))) for case in dict.fromkeys(r['case'] for r in group)),
+        )
+    return '\n'.join(lines)
+
+
+def _cells(row: Row | None) -> tuple[str, ...]:
+    if row is None:
+        return ('–',) * 4
+    rate = '–' if row['tflops'] is None else f'{row["tflops"]:.0f}'
+    return f'{row["us"]:.1f}', rate, f'{row["gbps"]:.0f}', f'{row["ratio"]:.2f}'
+
+
+def _table(head: Sequence[str], body: Iterable[Sequence[Any]]) -> list[str]:
+    return [f'| {" | ".join(map(str, cells))} |' for cells in (head, ['---'] * len(head), *body)]

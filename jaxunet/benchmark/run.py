@@ -1,0 +1,139 @@
+"""Runs a plan: builds the sides of each case, lets them take turns, and makes a row of each, also of one that fails."""
+
+from __future__ import annotations
+
+import datetime
+import gc
+import logging
+import traceback
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from jaxunet.benchmark.cases import PYTORCH, Plan, Prepared, Side
+from jaxunet.benchmark.device import Rates, measure_rates
+from jaxunet.benchmark.jax_side import JaxSide
+from jaxunet.benchmark.timing import TURN_SECONDS, interleave, steps_in, summarise, turn_steps
+from jaxunet.checkpoint.state import TrainState, fresh_state
+from jaxunet.config import Config
+from jaxunet.data.source import Source
+from jaxunet.model import cost as estimate
+from jaxunet.runtime.errors import UserError
+from jaxunet.runtime.rows import Row, provenance
+
+PASSES = {'forward': 1, 'forward+backward': 3, 'step': 3}  # in forward passes: a gradient in weights and one in inputs for each product
+
+
+def run(plan: Plan, source: Source, command: str) -> Iterator[Row]:
+    """Rows as they are measured; a row of what failed has an `error` and no numbers.
+
+    Args:
+      source: the images of the whole training steps.
+      command: the command line that asks for this.
+    """
+    origin = {'kind': 'benchmark', 'time': datetime.datetime.now(datetime.UTC).isoformat(timespec='seconds'), **provenance()}
+    origin |= {'devices': 1, 'command': command, 'config': plan.name, 'images': source.name}
+    flops = estimate.forward_flops(plan.config)
+    for precision in plan.precisions:
+        rates = measure_rates(precision)
+        rate, copied = rates.matmul_flops / 1e12, rates.copy_bytes / 1e9
+        say(f'{origin["device"]}: {precision} matrix product {rate:.3g} TFLOP/s, copy {copied:.4g} GB/s')
+        state = fresh_state(plan.config.replace(precision=precision))
+        for size in plan.batch_sizes:
+            config = plan.config.replace(precision=precision, data={'batch_size': size})
+            case = origin | {'precision': precision, 'batch_size': size, 'rounds': plan.rounds, 'steps_per_round': plan.steps}
+            case |= {'matmul_flops': rates.matmul_flops, 'copy_bytes_per_s': rates.copy_bytes, 'forward_flops': flops * size}
+            yield from _case(plan, config, source, state, case, rates)
+            _release(plan)
+
+
+def _case(plan: Plan, config: Config, source: Source, state: TrainState, case: Row, rates: Rates) -> Iterator[Row]:
+    """All directions of one precision and batch size."""
+    built = {name: _try(make_side, name, config, source, state) for name in plan.sides}
+    sides: dict[str, Side] = {}
+    for name, side in built.items():
+        if isinstance(side, Exception):
+            yield case | {'backend': name, 'direction': 'all', 'reference': plan.sides[0], 'error': describe_error(side)}
+        else:
+            sides[name] = side
+    for direction in plan.directions:
+        ready: dict[str, Prepared | Exception] = {}
+        for name, side in sides.items():
+            say(f'{plan.name}, {config.precision}, batch {config.data.batch_size}, {direction}: {name}')
+            ready[name] = _try(side.prepare, direction)
+        prepared = {name: p for name, p in ready.items() if isinstance(p, Prepared)}
+        runs, unit = {name: p.run for name, p in prepared.items()}, max((p.unit for p in prepared.values()), default=1)
+        counts = (_try(steps_in, TURN_SECONDS, call, unit) for call in runs.values())
+        asked = -(-plan.steps // unit) * unit if plan.steps else 0
+        steps = asked or turn_steps([n for n in counts if isinstance(n, int)], unit)
+        times = interleave(runs, rounds=plan.rounds, steps=steps)
+        first = times.get(plan.sides[0])
+        for name, p in ready.items():
+            row = case | {'backend': name, 'direction': direction, 'reference': plan.sides[0], 'steps_per_round': steps}
+            outcome = p if isinstance(p, Exception) else times[name]
+            if isinstance(p, Exception) or isinstance(outcome, Exception):
+                yield row | {'error': describe_error(outcome)}
+            else:
+                yield row | measured(p, outcome, first if isinstance(first, list) else None, row, rates)
+        for p in prepared.values():
+            p.close()
+
+
+def make_side(name: str, config: Config, source: Source, state: TrainState) -> Side:
+    """A backend or a peer by its name."""
+    if name not in PYTORCH:
+        return JaxSide(config.replace(backend=name), source, state)
+    from jaxunet.benchmark.torch_side import TorchSide  # noqa: PLC0415  PyTorch is optional
+
+    return TorchSide(config, name, source, state.params)
+
+
+def measured(prepared: Prepared, times: list[float], first: list[float] | None, row: Row, rates: Rates) -> Row:
+    """The numbers of a row. Shares are of the rates that the device was measured to reach; None is not known."""
+    timing = summarise(times, first)
+    seconds = timing.median_ms / 1e3
+    moved, known = prepared.bytes_moved, first is not None
+    return {
+        'median_ms': timing.median_ms,
+        'quartiles_ms': list(timing.quartiles_ms),
+        'ratio': timing.ratio if known else None,
+        'ratio_quartiles': list(timing.ratio_quartiles) if known else None,
+        'images_per_second': row['batch_size'] / seconds,
+        'mfu': PASSES[row['direction']] * row['forward_flops'] / seconds / rates.matmul_flops,
+        'bytes_moved': moved,
+        'bandwidth_share': moved / seconds / rates.copy_bytes if moved is not None else None,
+        'peak_bytes': prepared.peak_bytes,
+        'lower_s': prepared.lower_s,
+        'compile_s': prepared.compile_s,
+        'steps_per_call': prepared.unit,
+        'concurrent_kernels': prepared.concurrent,
+        'error': None,
+        **prepared.notes,
+    }
+
+
+def describe_error(error: Any) -> str:
+    """The message of a mistake; of other exceptions their kind and the beginning, and the whole of it in the log."""
+    if isinstance(error, UserError):
+        return str(error)
+    say(''.join(traceback.format_exception(error)))
+    return f'{type(error).__name__}: {error}'[:600]
+
+
+def say(line: str) -> None:
+    logging.getLogger('absl').info('%s', line)
+
+
+def _try(function: Callable[..., Any], *arguments: Any) -> Any:
+    """What it returns, or the exception."""
+    try:
+        return function(*arguments)
+    except Exception as error:
+        return error
+
+
+def _release(plan: Plan) -> None:
+    gc.collect()
+    if set(plan.sides) & set(PYTORCH):
+        from jaxunet.benchmark.torch_side import release  # noqa: PLC0415  PyTorch is optional
+
+        release()

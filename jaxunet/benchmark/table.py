@@ -1,0 +1,108 @@
+"""Rows as Markdown."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from jaxunet.runtime.errors import UserError
+from jaxunet.runtime.rows import Row
+
+HEAD = [
+    'config',
+    'precision, batch',
+    'direction',
+    'side',
+    'ms, median (quartiles)',
+    'ratio',
+    'images/s',
+    'MFU',
+    'bandwidth',
+    'peak GiB',
+    'compile s',
+]
+SAME = (
+    'device',
+    'config',
+    'precision',
+    'batch_size',
+    'direction',
+    'backend',
+)  # a later row of the same case takes the place of an earlier one
+NEEDED = (*SAME, 'git', 'driver', 'versions', 'matmul_flops', 'copy_bytes_per_s')
+
+
+def markdown(rows: Iterable[Row]) -> str:
+    """A table for each device, with a line that says what the numbers are; rows of other kinds are passed over.
+
+    Raises:
+      UserError: there is no benchmark row, or one lacks a field.
+    """
+    latest: dict[tuple[object, ...], Row] = {}
+    for row in rows:
+        if row.get('kind') != 'benchmark':
+            continue
+        missing = [name for name in NEEDED if name not in row]
+        if missing:
+            raise UserError(f'a benchmark row has no field "{missing[0]}"; it was not written by this version')
+        latest[(*(row[name] for name in SAME), _together(row))] = row
+    if not latest:
+        raise UserError('no benchmark rows; python -m jaxunet.benchmark writes them')
+    devices = dict.fromkeys(row['device'] for row in latest.values())
+    order = {key: i for i, key in enumerate(dict.fromkeys((row['config'], row['precision'], row['batch_size']) for row in latest.values()))}
+    shown = sorted(latest.values(), key=lambda row: order[row['config'], row['precision'], row['batch_size']])
+    return '\n\n'.join(_table([row for row in shown if row['device'] == device]) for device in devices)
+
+
+def _table(rows: list[Row]) -> str:
+    commits = list(dict.fromkeys(str(row['git']) for row in rows))
+    head = HEAD if len(commits) == 1 else [*HEAD, 'commit']  # a ratio is to a side of the same run
+    lines = [_caption(rows, commits), '', f'| {" | ".join(head)} |', '|' + '---|' * len(head)]
+    lines += [f'| {" | ".join([*_cells(row), str(row["git"])][: len(head)])} |' for row in rows]
+    return '\n'.join(lines)
+
+
+def _caption(rows: list[Row], commits: list[str]) -> str:
+    """Where the rows come from, and the rates that shares refer to."""
+    versions = dict(pair for row in rows for pair in row['versions'].items())
+    parts = [f'{name} {version}' for name, version in versions.items() if name in ('jax', 'torch')]
+    parts += [f'driver {row["driver"]}' for row in rows[:1] if row['driver']]
+    parts += ['commit ' + ', '.join(commits)]
+    rates = []
+    for precision in dict.fromkeys(row['precision'] for row in rows):
+        those = [row for row in rows if row['precision'] == precision]
+        rates.append(f'{precision} matrix product {_range(those, "matmul_flops", 1e12)} TFLOP/s')
+    rates.append(f'copy {_range(rows, "copy_bytes_per_s", 1e9)} GB/s')
+    return f'{rows[0]["device"]}; {"; ".join(parts)}. Measured rates of the device: {"; ".join(rates)}.'
+
+
+def _range(rows: list[Row], field: str, unit: float) -> str:
+    """The field's value; of several runs the least and the most."""
+    shown = [f'{row[field] / unit:.4g}' for row in sorted(rows, key=lambda row: row[field])]
+    return shown[0] if shown[0] == shown[-1] else f'{shown[0]} to {shown[-1]}'
+
+
+def _together(row: Row) -> str:
+    """What runs together: steps of a call, kernels. Rows from before there was a choice have one of each."""
+    steps = f', {row["steps_per_call"]} a call' if row.get('steps_per_call', 1) > 1 else ''
+    return steps + (', concurrent kernels' if row.get('concurrent_kernels', False) else '')
+
+
+def _cells(row: Row) -> list[str]:
+    start = [row['config'], f'{row["precision"]}, {row["batch_size"]}', row['direction'] + _together(row), row['backend']]
+    if row.get('error') is not None:
+        return [*start, 'error: ' + ' '.join(row['error'].split()).replace('|', '\\|')[:160], *[''] * 6]
+    low, high = row['quartiles_ms']
+    return [
+        *start,
+        f'{row["median_ms"]:.4g} ({low:.4g} to {high:.4g})',
+        _or_dash(row['ratio'], '{:.2f}'),
+        f'{row["images_per_second"]:.4g}' if row['images_per_second'] < 1000 else f'{row["images_per_second"]:,.0f}',
+        f'{row["mfu"]:.1%}',
+        _or_dash(row['bandwidth_share'], '{:.0%}'),
+        _or_dash(row['peak_bytes'], '{:.2f}', 2**30),
+        f'{row["compile_s"]:.1f}',
+    ]
+
+
+def _or_dash(value: float | None, form: str, unit: float = 1) -> str:
+    return '–' if value is None else form.format(value / unit)

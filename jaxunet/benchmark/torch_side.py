@@ -1,0 +1,217 @@
+"""The PyTorch side of a comparison: the same network, loss, optimizer and average, in three ways of running it.
+
+Importing this module needs PyTorch, which is optional.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import jax
+import numpy as np
+import torch
+
+from jaxunet.benchmark.cases import PYTORCH, Prepared
+from jaxunet.benchmark.torch_unet import build_torch_unet
+from jaxunet.config import Config
+from jaxunet.data import pipeline
+from jaxunet.data.source import Source
+from jaxunet.diffusion.process import make_diffusion
+from jaxunet.model.unet import Params
+from jaxunet.runtime.errors import UserError
+from jaxunet.weights.guided_diffusion import from_tree
+
+EAGER, COMPILED, BEST = PYTORCH
+WARM_UP = 3  # calls before one is captured or measured, as PyTorch's notes on CUDA graphs advise
+
+Inputs = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]  # x0, t, noise, labels
+
+
+class TorchSide:
+    """One of `cases.PYTORCH` at one batch size and precision (under autocast, PyTorch's mixed precision), on JAX's kind of device.
+
+    It has everything of our training step but what changes numbers and not work: the learning rate and the average's decay are
+    constant, and batches are drawn with replacement.
+
+    Args:
+      config: from `cases.benchmark_config`, with the precision and batch size of the case.
+      source: the images, which go to the device.
+      params: our parameters, which it starts from.
+
+    Raises:
+      UserError: the mode needs a GPU that PyTorch does not see, or the config trains what the peer does not.
+    """
+
+    def __init__(self, config: Config, mode: str, source: Source, params: Params) -> None:
+        check(config, mode, source)
+        self.config, self.best, self.gpu = config, mode == BEST, jax.default_backend() == 'gpu'
+        self.device = torch.device('cuda:0' if self.gpu else 'cpu')
+        torch.set_float32_matmul_precision('high')  # TF32, as JAX
+        torch.manual_seed(config.seed)
+
+        def put(value: np.ndarray) -> torch.Tensor:
+            return torch.tensor(value, device=self.device)
+
+        images, labels = pipeline.load_all(source, progress=False)
+        self.images, self.labels = put(np.ascontiguousarray(images.transpose(0, 3, 1, 2))), put(labels.astype(np.int64))
+        self.model = build_torch_unet(config)
+        state = from_tree(jax.device_get(params), config, new_attention_order=False)
+        self.model.load_state_dict({name: torch.from_numpy(value.copy()) for name, value in state.items()})
+        self.model.to(self.device, memory_format=torch.channels_last if self.best else torch.contiguous_format)
+        self.parameters = list(self.model.parameters())
+        self.averages = [[p.detach().clone() for p in self.parameters] for _ in config.ema.rates]
+        o = config.optimizer
+        self.optimizer = torch.optim.AdamW(
+            self.parameters,
+            lr=o.learning_rate,
+            betas=(o.betas[0], o.betas[1]),
+            eps=o.eps,
+            weight_decay=o.weight_decay,
+            fused=self.best,
+            capturable=self.best,
+        )
+        diffusion = make_diffusion(config.diffusion)
+        loss = make_loss(config, self.model, put(diffusion.signal), put(diffusion.noise))
+        self.loss = loss if mode == EAGER else torch.compile(loss, dynamic=False, fullgraph=True)
+
+    def prepare(self, direction: str) -> Prepared:
+        """Compiles and captures one of `cases.DIRECTIONS`, and runs it."""
+        began = time.perf_counter()
+        inputs = self.draw()
+        call, peak = self._ready(
+            {
+                'forward': torch.no_grad()(lambda: self.loss(*inputs)),
+                'forward+backward': lambda: self.backward(inputs),
+                'step': self.step,
+            }[direction],
+            whole=direction == 'step',
+        )
+        seconds = time.perf_counter() - began
+        held = [call]
+
+        def run(steps: int) -> None:
+            for _ in range(steps):
+                held[0]()
+            self._wait()
+
+        def close() -> None:
+            held.clear()
+            self.optimizer.zero_grad(set_to_none=True)
+
+        notes = {'peak_source': "PyTorch's allocator: this side's tensors and the most that a call adds"} if self.gpu else {}
+        return Prepared(run, None, seconds, None, peak, notes, close)
+
+    def draw(self) -> Inputs:
+        """A batch as `jaxunet.training.step.noise_batch`: x0 and noise (batch, channels, height, width), t and labels (batch,)."""
+        config, device, size = self.config, self.device, self.config.data.batch_size
+        rows = torch.randint(len(self.images), (size,), device=device)
+        x0 = self.images[rows].float() / 127.5 - 1
+        if config.data.augment == 'flip':
+            x0 = torch.where(torch.rand(size, 1, 1, 1, device=device) < 0.5, x0.flip(-1), x0)
+        t = torch.randint(config.diffusion.steps, (size,), device=device)
+        noise = torch.randn(x0.shape, device=device)
+        if self.best:
+            x0, noise = (v.contiguous(memory_format=torch.channels_last) for v in (x0, noise))
+        if not config.model.num_classes:
+            return x0, t, noise, None
+        dropped = torch.rand(size, device=device) < config.model.label_dropout
+        return x0, t, noise, torch.where(dropped, -1, self.labels[rows])
+
+    def backward(self, inputs: Inputs) -> torch.Tensor:
+        """The loss; its gradients are in the parameters."""
+        self.optimizer.zero_grad(set_to_none=True)
+        loss = self.loss(*inputs)
+        loss.backward()
+        return loss
+
+    def step(self) -> torch.Tensor:
+        """One whole training step; its loss."""
+        loss = self.backward(self.draw())
+        if self.config.optimizer.clip_norm:
+            torch.nn.utils.clip_grad_norm_(self.parameters, self.config.optimizer.clip_norm, foreach=True)
+        self.optimizer.step()
+        with torch.no_grad():
+            for rate, average in zip(self.config.ema.rates, self.averages, strict=True):
+                torch._foreach_lerp_(average, self.parameters, 1 - rate)
+        return loss
+
+    def _ready(self, call: Callable[[], Any], *, whole: bool) -> tuple[Callable[[], Any], int | None]:
+        """The call, warmed up and for `best` captured in a graph, and the device memory that it needs."""
+        if not self.gpu:
+            call()
+            return call, None
+        stream = torch.cuda.Stream() if self.best else torch.cuda.current_stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream), self._tuned():
+            for _ in range(WARM_UP):
+                call()
+        torch.cuda.current_stream().wait_stream(stream)
+        self._wait()
+        self.optimizer.zero_grad(set_to_none=True)  # so that a captured backward pass allocates its gradients in the graph's memory
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        if self.best:
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph), self._tuned():
+                call()
+            call = graph.replay
+        call()
+        self._wait()
+        return call, torch.cuda.max_memory_allocated() - before + self._own_bytes(whole)
+
+    def _tuned(self) -> contextlib.AbstractContextManager[None]:
+        """For `best`, cuDNN times its convolutions and takes the quickest, as XLA does."""
+        return torch.backends.cudnn.flags(enabled=True, benchmark=True) if self.best else contextlib.nullcontext()
+
+    def _own_bytes(self, whole: bool) -> int:
+        """Of the parameters, or of all that a whole step needs."""
+        state = [v for s in self.optimizer.state.values() for v in s.values() if isinstance(v, torch.Tensor)]
+        kept: Iterable[torch.Tensor] = self.parameters
+        if whole:
+            kept = [*self.parameters, *state, *(p for average in self.averages for p in average), self.images, self.labels]
+        return sum(v.numel() * v.element_size() for v in kept)
+
+    def _wait(self) -> None:
+        if self.gpu:
+            torch.cuda.synchronize()
+
+
+def make_loss(config: Config, model: torch.nn.Module, signal: torch.Tensor, sigma: torch.Tensor) -> Callable[..., torch.Tensor]:
+    """`loss(x0, t, noise, labels)`, the mean squared error of the prediction as `jaxunet.benchmark.jax_side.model_loss`."""
+    dtype, prediction = getattr(torch, config.precision), config.diffusion.prediction
+
+    def loss(x0: torch.Tensor, t: torch.Tensor, noise: torch.Tensor, labels: torch.Tensor | None) -> torch.Tensor:
+        a, b = signal[t][:, None, None, None], sigma[t][:, None, None, None]
+        # Without the cache of weights: a graph must not refer to casts that are gone when it is replayed.
+        mixed = torch.autocast(x0.device.type, dtype, cache_enabled=False) if dtype != torch.float32 else contextlib.nullcontext()
+        with mixed:
+            output = model(a * x0 + b * noise, t, labels)
+        target = noise if prediction == 'epsilon' else x0 if prediction == 'x0' else a * noise - b * x0
+        return torch.nn.functional.mse_loss(output.float(), target)
+
+    return loss
+
+
+def check(config: Config, mode: str, source: Source) -> None:
+    """Raises `UserError` if this peer cannot run here or does not train what the config asks for."""
+    on_gpu = jax.default_backend() == 'gpu'
+    if on_gpu and not torch.cuda.is_available():
+        raise UserError('JAX runs on a GPU that PyTorch does not see; install a PyTorch for CUDA')
+    if not on_gpu and mode != EAGER:
+        raise UserError(f'needs an NVIDIA GPU, found JAX on {jax.default_backend()}, where only {EAGER} runs')
+    if config.precision == 'float16':
+        raise UserError('runs float32 and bfloat16, found precision=float16, whose loss scaling the peer does not have')
+    if config.diffusion.learn_sigma:
+        raise UserError('trains the squared error alone, found diffusion.learn_sigma=True')
+    if pipeline.choose_cache(config, source) != 'device':
+        raise UserError('keeps its images on the device, found a config that streams them; set data.cache=device')
+
+
+def release() -> None:
+    """Gives back compiled code and cached memory of sides that are gone."""
+    torch.compiler.reset()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()

@@ -1,0 +1,197 @@
+"""The same UNet in plain PyTorch, with guided-diffusion's parameter names: the peer of `jaxunet.model.unet` in parity tests and benchmarks.
+
+Source of names and architecture: openai/guided-diffusion; Dhariwal & Nichol 2021, arXiv 2105.05233; Ho et al. 2020, arXiv 2006.11239.
+PyTorch is optional (`pip install "jaxunet[peers]"`): nothing but benchmarks of peers and tests imports this module.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from jaxunet.config import Config, ModelConfig
+
+
+def build_torch_unet(config: Config, *, new_attention_order: bool = False) -> UNet:
+    """The peer of `jaxunet.model.unet.build_unet(config, ...)`, with PyTorch's own initial weights; in training mode.
+
+    `jaxunet.weights.guided_diffusion.from_tree` gives the state dict of our parameters.
+    """
+    m, (height, width, channels) = config.model, config.image_shape
+    return UNet(
+        m,
+        in_channels=channels,
+        out_channels=channels * (2 if config.diffusion.learn_sigma else 1),
+        attention_levels=tuple(i for i in range(len(m.channel_mult)) if min(height, width) >> i in m.attention_resolutions),
+        new_attention_order=new_attention_order,
+    )
+
+
+def timestep_embedding(t: torch.Tensor, width: int, max_period: int = 10000, order: str = 'adm') -> torch.Tensor:
+    """Sinusoids of t, cosines first (`adm`) or sines first (`ddpm`), as `jaxunet.model.unet.timestep_embedding`: (batch,) -> (batch, width)."""
+    half = width // 2
+    last = half if order == 'adm' else max(half - 1, 1)
+    frequencies = torch.exp(-math.log(max_period) / last * torch.arange(half, dtype=torch.float32, device=t.device))
+    angles = t.float()[:, None] * frequencies[None]
+    waves = [angles.cos(), angles.sin()]
+    return F.pad(torch.cat(waves if order == 'adm' else waves[::-1], dim=-1), (0, width % 2))
+
+
+class GroupNorm32(nn.GroupNorm):
+    """GroupNorm in float32 whatever the compute type."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x.float()).to(x.dtype)
+
+
+class Downsample(nn.Module):
+    """Half the resolution: stride-2 convolution (`learned`), padded on both sides or (`same`) right and bottom only, or average pool."""
+
+    def __init__(self, channels: int, learned: bool, padding: str = 'symmetric') -> None:
+        super().__init__()
+        self.pad = learned and padding == 'same'
+        self.op = nn.Conv2d(channels, channels, 3, stride=2, padding=0 if self.pad else 1) if learned else nn.AvgPool2d(2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.op(F.pad(x, (0, 1, 0, 1)) if self.pad else x)
+
+
+class Upsample(nn.Module):
+    """Twice the resolution: nearest neighbour, then a convolution (`learned`)."""
+
+    def __init__(self, channels: int, learned: bool) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(channels, channels, 3, padding=1) if learned else nn.Identity()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.conv(F.interpolate(x, scale_factor=2, mode='nearest'))
+
+
+class ResBlock(nn.Module):
+    """Two convolutions with the embedding between them; `resample` is '', 'down' or 'up'."""
+
+    def __init__(self, m: ModelConfig, channels: int, features: int, resample: str = '') -> None:
+        super().__init__()
+        self.scale_shift = m.scale_shift_norm
+        conv_1, conv_2 = nn.Conv2d(channels, features, 3, padding=1), nn.Conv2d(features, features, 3, padding=1)
+        self.in_layers = nn.Sequential(GroupNorm32(m.norm_groups, channels, m.norm_eps), nn.SiLU(), conv_1)
+        self.emb_layers = nn.Sequential(nn.SiLU(), nn.Linear(4 * m.base_channels, (1 + m.scale_shift_norm) * features))
+        self.out_layers = nn.Sequential(GroupNorm32(m.norm_groups, features, m.norm_eps), nn.SiLU(), nn.Dropout(m.dropout), conv_2)
+        self.skip_connection = nn.Identity() if channels == features else nn.Conv2d(channels, features, 1)
+        changes = {'': nn.Identity(), 'down': Downsample(channels, False), 'up': Upsample(channels, False)}
+        self.change = changes[resample]
+
+    def forward(self, x: torch.Tensor, embedding: torch.Tensor) -> torch.Tensor:
+        norm, activation, conv = self.in_layers
+        h = conv(self.change(activation(norm(x))))
+        shift = self.emb_layers(embedding)[:, :, None, None].to(h.dtype)
+        if self.scale_shift:
+            scale, shift = shift.chunk(2, dim=1)
+            h = self.out_layers[1:](self.out_layers[0](h) * (1 + scale) + shift)
+        else:
+            h = self.out_layers(h + shift)
+        return self.skip_connection(self.change(x)) + h
+
+
+class AttentionBlock(nn.Module):
+    """Self-attention over all pixels. `new_order`: qkv's channels are all q, all k, all v; else q, k, v of each head in turn."""
+
+    def __init__(self, m: ModelConfig, channels: int, heads: int, new_order: bool) -> None:
+        super().__init__()
+        self.heads, self.new_order = heads or channels // m.num_head_channels, new_order
+        self.norm = GroupNorm32(m.norm_groups, channels, m.norm_eps)
+        self.qkv = nn.Conv1d(channels, 3 * channels, 1)
+        self.proj_out = nn.Conv1d(channels, channels, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        # Pixels before channels: PyTorch's fused attention takes heads whose channels are contiguous, and nothing else.
+        batch, channels, height, width = x.shape
+        tokens = self.norm(x).flatten(2).transpose(1, 2)
+        qkv = F.linear(tokens, self.qkv.weight[:, :, 0], self.qkv.bias)
+        split = (3, self.heads, -1) if self.new_order else (self.heads, 3, -1)
+        parts = qkv.reshape(batch, height * width, *split).unbind(2 if self.new_order else 3)
+        q, k, v = (part.transpose(1, 2) for part in parts)
+        y = F.scaled_dot_product_attention(q, k, v).transpose(1, 2).reshape(batch, height * width, channels)
+        y = F.linear(y, self.proj_out.weight[:, :, 0], self.proj_out.bias)
+        return x + y.transpose(1, 2).reshape(batch, channels, height, width)
+
+
+class Block(nn.Sequential):
+    """Modules in turn; residual blocks also get the embedding."""
+
+    def forward(self, x: torch.Tensor, embedding: torch.Tensor) -> torch.Tensor:
+        for module in self:
+            x = module(x, embedding) if isinstance(module, ResBlock) else module(x)
+        return x
+
+
+class UNet(nn.Module):
+    """The network on NCHW images; `attention_levels` are counted from full resolution. A label of -1 is a dropped one."""
+
+    def __init__(
+        self,
+        m: ModelConfig,
+        *,
+        in_channels: int,
+        out_channels: int,
+        attention_levels: tuple[int, ...],
+        new_attention_order: bool = False,
+    ) -> None:
+        super().__init__()
+        self.model = m
+        width = 4 * m.base_channels
+        self.time_embed = nn.Sequential(nn.Linear(m.base_channels, width), nn.SiLU(), nn.Linear(width, width))
+        self.label_emb = nn.Embedding(m.num_classes, width) if m.num_classes else None
+        levels = [int(mult * m.base_channels) for mult in m.channel_mult]
+        last = len(levels) - 1
+
+        def attention(channels: int, heads: int) -> AttentionBlock:
+            return AttentionBlock(m, channels, heads, new_attention_order)
+
+        channels = levels[0]
+        self.input_blocks = nn.ModuleList([Block(nn.Conv2d(in_channels, channels, 3, padding=1))])
+        skips = [channels]
+        for level, features in enumerate(levels):
+            for _ in range(m.num_res_blocks):
+                block = [ResBlock(m, channels, features)]
+                channels = features
+                if level in attention_levels:
+                    block.append(attention(channels, m.num_heads))
+                self.input_blocks.append(Block(*block))
+                skips.append(channels)
+            if level != last:
+                pool = Downsample(channels, m.conv_resample, m.downsample_padding)
+                self.input_blocks.append(Block(ResBlock(m, channels, channels, 'down') if m.resblock_updown else pool))
+                skips.append(channels)
+
+        self.middle_block = Block(ResBlock(m, channels, channels), attention(channels, m.num_heads), ResBlock(m, channels, channels))
+
+        self.output_blocks = nn.ModuleList()
+        for level, features in reversed(list(enumerate(levels))):
+            for i in range(m.num_res_blocks + 1):
+                block = [ResBlock(m, channels + skips.pop(), features)]
+                channels = features
+                if level in attention_levels:
+                    block.append(attention(channels, m.num_heads_upsample or m.num_heads))
+                if level > 0 and i == m.num_res_blocks:
+                    block.append(ResBlock(m, channels, channels, 'up') if m.resblock_updown else Upsample(channels, m.conv_resample))
+                self.output_blocks.append(Block(*block))
+        conv_out = nn.Conv2d(channels, out_channels, 3, padding=1)
+        self.out = nn.Sequential(GroupNorm32(m.norm_groups, channels, m.norm_eps), nn.SiLU(), conv_out)
+
+    def forward(self, x: torch.Tensor, t: torch.Tensor, labels: torch.Tensor | None = None) -> torch.Tensor:
+        m = self.model
+        embedding = self.time_embed(timestep_embedding(t, m.base_channels, m.max_period, m.time_embedding).to(x.dtype))
+        if self.label_emb is not None and labels is not None:
+            embedding = embedding + torch.where(labels[:, None] >= 0, self.label_emb(labels.clamp(min=0)), 0.0)
+        h, skips = x, []
+        for block in self.input_blocks:
+            h = block(h, embedding)
+            skips.append(h)
+        h = self.middle_block(h, embedding)
+        for block in self.output_blocks:
+            h = block(torch.cat([h, skips.pop()], dim=1), embedding)
+        return self.out(h)

@@ -1,0 +1,1 @@
+"""The state of a run, its checkpoints, and models loaded from any path."""

@@ -1,0 +1,1 @@
+"""Compares training methods by quality against time: `python -m jaxunet.compare`."""

@@ -1,0 +1,44 @@
+"""The configuration of a run: fields, defaults and checks."""
+
+from jaxunet.config.checks import CHOICES, diff, resolve, split_backend
+from jaxunet.config.schema import (
+    OPS,
+    PRECISIONS,
+    Config,
+    DataConfig,
+    DiffusionConfig,
+    EmaConfig,
+    EvaluationConfig,
+    LossConfig,
+    ModelConfig,
+    OptimizerConfig,
+    ParallelConfig,
+    TimestepsConfig,
+    TrainConfig,
+    default_config,
+    get_config,
+    to_dict,
+)
+
+__all__ = [
+    'CHOICES',
+    'OPS',
+    'PRECISIONS',
+    'Config',
+    'DataConfig',
+    'DiffusionConfig',
+    'EmaConfig',
+    'EvaluationConfig',
+    'LossConfig',
+    'ModelConfig',
+    'OptimizerConfig',
+    'ParallelConfig',
+    'TimestepsConfig',
+    'TrainConfig',
+    'default_config',
+    'diff',
+    'get_config',
+    'resolve',
+    'split_backend',
+    'to_dict',
+]

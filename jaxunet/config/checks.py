@@ -1,0 +1,188 @@
+"""Checks of a config: names, types, values, and what must hold between fields."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import types
+import typing
+from collections.abc import Sequence
+from typing import Any
+
+from ml_collections import ConfigDict
+
+from jaxunet.config.relations import check_relations
+from jaxunet.config.schema import OPS, PRECISIONS, Config, to_dict
+from jaxunet.runtime.errors import UserError, near_misses
+from jaxunet.runtime.plugins import backend_names, load_backend
+
+SHIPPED = ('pallas', 'cuda')  # the kernel backends of this repository
+CHOICES = {
+    'precision': PRECISIONS,
+    'parallel.mode': ('jit', 'pmap'),
+    'model.downsample_padding': ('symmetric', 'same'),
+    'model.time_embedding': ('adm', 'ddpm'),
+    'model.init': ('torch', 'ddpm'),
+    'diffusion.schedule': ('linear', 'cosine'),
+    'diffusion.prediction': ('epsilon', 'x0', 'v'),
+    'loss.weighting': ('uniform', 'min_snr', 'soft_min_snr', 'p2', 'speed', 'uncertainty'),
+    'timesteps.sampler': ('uniform', 'loss_second_moment', 'speed', 'policy', 'adaptive'),
+    'evaluation.sampler': ('ddpm', 'ddim', 'dpmpp_2m', 'heun'),
+    'evaluation.variance': ('', 'fixed_small', 'fixed_large', 'learned'),
+    'evaluation.skip_schedule': ('', 'linear', 'quadratic', 'log_snr', 'karras'),
+    'data.cache': ('auto', 'device', 'stream'),
+    'data.augment': ('none', 'flip'),
+    'optimizer.name': ('adamw', 'adam'),
+    'optimizer.schedule': ('constant', 'cosine', 'linear'),
+}
+# fmt: off
+POSITIVE = [
+    'model.image_channels', 'model.base_channels', 'model.channel_mult', 'model.num_res_blocks', 'model.max_period', 'model.norm_groups',
+    'model.norm_eps', 'diffusion.steps', 'loss.min_snr_gamma', 'loss.soft_min_snr_sigma', 'loss.p2_k', 'loss.uncertainty_features',
+    'loss.uncertainty_learning_rate', 'timesteps.history', 'timesteps.speed_k', 'timesteps.policy_every', 'timesteps.policy_probes',
+    'timesteps.policy_memory', 'timesteps.policy_learning_rate', 'timesteps.adaptive_bins', 'timesteps.adaptive_memory',
+    'data.image_size', 'data.batch_size', 'optimizer.learning_rate', 'optimizer.eps', 'optimizer.accumulate_steps', 'train.steps',
+    'train.log_every', 'train.checkpoint_every', 'train.keep', 'train.sample_count', 'train.sample_steps', 'train.max_bad_steps',
+    'evaluation.samples', 'evaluation.batch_size',
+]
+NOT_NEGATIVE = [
+    'seed', 'parallel.devices', 'model.num_heads', 'model.num_heads_upsample', 'model.num_head_channels', 'model.num_classes',
+    'diffusion.vlb_weight', 'loss.p2_gamma', 'timesteps.policy_entropy', 'data.num_workers', 'optimizer.weight_decay',
+    'optimizer.warmup_steps', 'optimizer.clip_norm', 'train.steps_per_call', 'train.sample_every', 'train.evaluate_every',
+    'evaluation.steps', 'evaluation.guidance_scale',
+]
+# fmt: on
+FRACTION = ('model.dropout', 'model.label_dropout', 'optimizer.betas', 'ema.rates', 'timesteps.history_uniform')  # in [0, 1)  # in [0, 1)
+UNIT = (
+    'loss.speed_lambda',
+    'loss.speed_tau',
+    'timesteps.speed_tau',
+    'timesteps.adaptive_uniform',
+    'timesteps.adaptive_correction',
+    'evaluation.eta',
+)  # [0, 1]  # [0, 1]
+
+
+def split_backend(text: str, field: str = 'backend') -> tuple[str, dict[str, str]]:
+    """The backend that a text names, and the ops that it gives to other ones: `pallas+adamw=cuda` is pallas, but AdamW on the CUDA kernels.
+
+    Raises:
+      UserError: a backend that is not installed or does not load, an unknown op, an op twice, or a backend without kernels for it.
+    """
+    base, *parts = text.split('+')
+    bases = ('auto', 'xla', *backend_names())
+    if base not in bases:
+        raise UserError(f'{field}: expected one of {", ".join(bases)}, found {base!r}{_hint(base, bases)}')
+    changed: dict[str, str] = {}
+    for part in parts:
+        op, _, name = part.partition('=')
+        if op not in OPS:
+            raise UserError(f'{field}: expected {base}+OP=BACKEND with one of {", ".join(OPS)}, found {part!r}{near_misses(op, OPS)}')
+        if name not in bases[1:]:
+            raise UserError(f'{field}: {op}: expected one of {", ".join(bases[1:])}, found {name!r}{_hint(name, bases[1:])}')
+        if name != 'xla' and op not in load_backend(name).ops:
+            allowed = ['xla', *(other for other in backend_names() if op in load_backend(other).ops)]
+            raise UserError(f'{field}: {op}: expected one of {", ".join(allowed)}, found {name!r}')
+        if op in changed:
+            raise UserError(f'{field}: {op} is there twice in {text!r}')
+        changed[op] = name
+    return base, changed
+
+
+def _hint(name: str, known: Sequence[str]) -> str:
+    """What to do about an unknown backend: ours are missing where jaxunet was never installed, only put on the path."""
+    if name in SHIPPED:
+        return f'; {name} comes with jaxunet, which is not installed here: run "pip install -e ." in its folder'
+    return near_misses(name, known)
+
+
+def resolve(values: ConfigDict | dict[str, Any]) -> Config:
+    """Checks names, types and values. Raises `UserError` listing everything that is wrong, before anything is allocated."""
+    problems: list[str] = []
+    raw = values.to_dict() if isinstance(values, ConfigDict) else values
+    if not isinstance(raw, dict):
+        raise UserError(f'the config: expected the ConfigDict of default_config() with fields changed, found {raw!r}')
+    config = _build(Config, raw, '', problems)
+    if not problems:
+        problems += _check_values(config)
+    if problems:
+        raise UserError('the config is not valid:\n' + '\n'.join(f'  {p}' for p in problems))
+    return config
+
+
+def _build(cls: type, values: Any, prefix: str, problems: list[str]) -> Any:
+    if not isinstance(values, dict):
+        problems.append(f'{prefix.rstrip(".")}: expected a section with the fields of {cls.__name__}, found {values!r}')
+        return cls()
+    hints = typing.get_type_hints(cls)
+    known = {f.name for f in dataclasses.fields(cls)}
+    for name in sorted(set(values) - known):
+        problems.append(f'{prefix}{name}: unknown field{near_misses(name, known)}')
+    built = {}
+    for name in sorted(set(values) & known):
+        hint, path = hints[name], prefix + name
+        if dataclasses.is_dataclass(hint):
+            built[name] = _build(typing.cast(type, hint), values[name], path + '.', problems)
+        else:
+            built[name] = _coerce(values[name], hint, path, problems)
+    return cls(**built)
+
+
+def _coerce(value: Any, hint: Any, path: str, problems: list[str]) -> Any:
+    """The value as its field's type: ints pass as floats, and as strings in tuples, lists (from JSON) as tuples; else it is a problem."""
+    if isinstance(hint, types.GenericAlias):
+        if not isinstance(value, list | tuple):
+            problems.append(f'{path}: expected a tuple, found {value!r}; write ({value!r},)')
+            return ()
+        if hint.__args__[0] is str:
+            value = [str(v) if type(v) is int else v for v in value]  # classes=7,1 of a command line are names
+        return tuple(_coerce(v, hint.__args__[0], f'{path}[{i}]', problems) for i, v in enumerate(value))
+    if hint is float and type(value) is int:
+        # Multipliers such as channel_mult=(1, 2) stay integers: they print and compare as written.
+        return value
+    if type(value) is not hint:
+        problems.append(f'{path}: expected {hint.__name__}, found {value!r} ({type(value).__name__})')
+    return value
+
+
+def _check_values(config: Config) -> list[str]:
+    flat = {
+        f'{section}.{name}' if section else name: value for section, fields in _sections(config).items() for name, value in fields.items()
+    }
+    problems = [
+        f'{path}: expected one of {", ".join(allowed)}, found {flat[path]!r}{near_misses(str(flat[path]), allowed)}'
+        for path, allowed in CHOICES.items()
+        if flat[path] not in allowed
+    ]
+    try:
+        split_backend(config.backend)
+    except UserError as error:
+        problems.append(str(error))
+    for paths, accepts, expected in (
+        (POSITIVE, lambda v: 0 < v < math.inf, 'more than 0'),
+        (NOT_NEGATIVE, lambda v: 0 <= v < math.inf, '0 or more'),
+        (FRACTION, lambda v: 0 <= v < 1, 'at least 0 and less than 1'),
+        (UNIT, lambda v: 0 <= v <= 1, '0 to 1'),
+    ):
+        for path in paths:
+            many = flat[path] if isinstance(flat[path], tuple) else (flat[path],)
+            problems += [f'{path}: expected {expected}, found {v!r}' for v in many if not accepts(v)]
+    if not 0 <= config.seed < 2**32:
+        problems.append(f'seed: expected 0 to {2**32 - 1}, found {config.seed}')
+    return problems or check_relations(config)
+
+
+def _sections(config: Config) -> dict[str, dict[str, Any]]:
+    values = to_dict(config)
+    return {'': {k: v for k, v in values.items() if not isinstance(v, dict)}} | {k: v for k, v in values.items() if isinstance(v, dict)}
+
+
+def diff(old: Config, new: Config) -> list[str]:
+    """`section.field: old -> new` for every field that differs."""
+    a, b = _sections(old), _sections(new)
+    return [
+        f'{section + "." if section else ""}{name}: {a[section][name]!r} -> {b[section][name]!r}'
+        for section in a
+        for name in a[section]
+        if a[section][name] != b[section][name]
+    ]

@@ -1,0 +1,166 @@
+"""Images out of the model: to uint8, into grids, into files.
+
+Every file and folder appears under its name only when it is complete.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+from jaxtyping import ArrayLike, Integer, Shaped, UInt8
+from PIL import Image
+
+from jaxunet.runtime.errors import UserError
+
+GAP = 2  # pixels between the images of a grid
+TINY = 32  # images with a side below this are enlarged in a grid ...
+ENLARGED = 48  # ... until their shorter side has at least this many pixels
+
+# uint8; checked here with messages of their own.
+Pixels = Shaped[np.ndarray, '...']
+Labels = Integer[np.ndarray, ' labels']
+
+
+def to_uint8(images: ArrayLike) -> UInt8[np.ndarray, '*shape']:
+    """Images in [−1, 1] as uint8: round((x + 1) · 127.5), clipped to 0..255.
+
+    Raises:
+      UserError: there is a NaN, which no pixel value stands for.
+    """
+    values = np.asarray(images).astype(np.float32)
+    if np.isnan(values).any():
+        raise UserError(f'images: {np.isnan(values).mean():.2%} of the pixels are NaN; the weights are damaged or training has diverged')
+    return np.clip(np.rint((values + 1) * np.float32(127.5)), 0, 255).astype(np.uint8)
+
+
+def grid(images: Pixels, columns: int | None = None) -> UInt8[np.ndarray, 'grid_height grid_width channels']:
+    """uint8 images (N, height, width, channels) in rows of `columns` (default: about a square), with small white gaps.
+
+    Tiny images are enlarged by a whole factor.
+
+    Raises:
+      UserError: no images, or fewer than one column.
+    """
+    _check_pixels(images)
+    if len(images) == 0:
+        raise UserError('images: expected at least one for a grid, found none')
+    columns = math.ceil(math.sqrt(len(images))) if columns is None else columns
+    if columns < 1:
+        raise UserError(f'columns: expected 1 or more, found {columns}')
+    side = min(images.shape[1:3])
+    factor = math.ceil(ENLARGED / side) if side < TINY else 1
+    images = images.repeat(factor, axis=1).repeat(factor, axis=2)
+    count, height, width, channels = images.shape
+    columns = min(columns, count)
+    rows = math.ceil(count / columns)
+    canvas = np.full((rows * (height + GAP) + GAP, columns * (width + GAP) + GAP, channels), 255, np.uint8)
+    for i, image in enumerate(images):
+        top, left = GAP + i // columns * (height + GAP), GAP + i % columns * (width + GAP)
+        canvas[top : top + height, left : left + width] = image
+    return canvas
+
+
+def save_png(path: str | os.PathLike[str], array: UInt8[np.ndarray, 'height width *channels']) -> None:
+    """Writes a grey (H, W) or (H, W, 1), or an RGB (H, W, 3) array as PNG, making the folder if need be.
+
+    Raises:
+      UserError: another number of channels, or the file cannot be written.
+    """
+    image = _png(array)
+    _write(Path(path), lambda partial: image.save(partial, format='PNG'))
+
+
+def save_images(path: str | os.PathLike[str], images: Pixels, labels: Labels | None = None, *, columns: int | None = None) -> None:
+    """Saves uint8 images (N, H, W, C) in the form that the path asks for.
+
+    - `X.png`: one grid (`columns` as in `grid`); the labels show only in the order that the caller chose.
+    - `X.npz`: arrays `images` and, if given, `labels` (int32): what `data.path` reads.
+    - anything without a suffix, or an empty folder: `000000.png`, ... in a new folder, or `000000_class7.png` with labels.
+
+    Raises:
+      UserError: an unknown suffix, a folder that already holds something, channels that PNG lacks, or a failed write.
+    """
+    path = Path(path)
+    check_output(path)
+    _check_pixels(images)
+    if labels is not None and labels.shape != images.shape[:1]:
+        raise ValueError(f'labels: expected shape {images.shape[:1]}, found {labels.shape}')
+    if path.is_dir() or path.suffix == '':
+        _save_folder(path, images, labels)
+    elif path.suffix.lower() == '.png':
+        save_png(path, grid(images, columns))
+    else:
+
+        def write(partial: Path) -> None:
+            with partial.open('wb') as file:
+                if labels is None:
+                    np.savez(file, images=images)
+                else:
+                    np.savez(file, images=images, labels=labels.astype(np.int32))
+
+        _write(path, write)
+
+
+def check_output(path: str | os.PathLike[str]) -> None:
+    """Whether `save_images` can take this path, so that a command fails before it draws anything.
+
+    Raises:
+      UserError: an unknown suffix, or a folder that already holds something.
+    """
+    path = Path(path)
+    if path.is_dir():
+        if any(path.iterdir()):
+            raise UserError(f'{path}: expected a new or empty folder, found files in it, which would mix with these images; choose another')
+    elif path.suffix.lower() not in ('', '.png', '.npz'):
+        raise UserError(
+            f'{path}: expected a name that ends in .png (one grid) or .npz (arrays), or a folder (one PNG an image), found {path.suffix!r}'
+        )
+
+
+def _save_folder(path: Path, images: Pixels, labels: Labels | None) -> None:
+    def write(partial: Path) -> None:
+        partial.mkdir()
+        for i, image in enumerate(images):
+            name = f'{i:06d}.png' if labels is None else f'{i:06d}_class{labels[i]}.png'
+            _png(image).save(partial / name, format='PNG')
+
+    _write(path, write)
+
+
+def _check_pixels(images: np.ndarray) -> None:
+    if images.dtype != np.uint8 or images.ndim != 4:
+        raise ValueError(f'images: expected uint8 of shape (N, height, width, channels), found {images.dtype} of shape {images.shape}')
+
+
+def _png(array: np.ndarray) -> Image.Image:
+    if array.dtype != np.uint8 or array.ndim not in (2, 3):
+        raise ValueError(f'image: expected uint8 of shape (height, width[, channels]), found {array.dtype} of shape {array.shape}')
+    channels = 1 if array.ndim == 2 else array.shape[2]
+    if channels not in (1, 3):
+        raise UserError(f'PNG: expected images with 1 channel (grey) or 3 (RGB), found {channels}; save as .npz, which takes any number')
+    return Image.fromarray(np.ascontiguousarray(array[..., 0] if array.ndim == 3 and channels == 1 else array))
+
+
+def _write(path: Path, write: Callable[[Path], None]) -> None:
+    """Lets `write` make a file or folder under a temporary name beside `path`, then renames it."""
+    path = path.resolve()
+    partial = path.with_name(f'.{path.name}.{os.getpid()}.partial')
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write(partial)
+        os.replace(partial, path)
+    except OSError as error:
+        reason = error.strerror or error
+        raise UserError(f'{path}: cannot be written: {reason}; check the folder, its permissions and the free space') from error
+    finally:
+        if partial.is_dir():
+            shutil.rmtree(partial, ignore_errors=True)
+        else:
+            with contextlib.suppress(OSError):
+                partial.unlink()

@@ -1,0 +1,1 @@
+"""The diffusion process, and how timesteps are drawn and losses weighted."""

@@ -1,0 +1,1 @@
+"""The UNet and what it costs."""

@@ -1,0 +1,93 @@
+"""Size and cost of a configured model, from shapes alone."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import jax
+import jax.extend
+import jax.numpy as jnp
+import optax
+
+from jaxunet.config import Config
+from jaxunet.model.unet import build_unet, init_params
+from jaxunet.ops.backends import load_ops
+
+
+def tree_bytes(tree: Any) -> int:
+    """Bytes of all arrays (or shapes) of a tree."""
+    return sum(math.prod(x.shape) * jnp.dtype(x.dtype).itemsize for x in jax.tree.leaves(tree) if jnp.issubdtype(x.dtype, jnp.number))
+
+
+def parameter_count(config: Config) -> int:
+    return sum(math.prod(x.shape) for x in jax.tree.leaves(_params(config)))
+
+
+def forward_flops(config: Config) -> float:
+    """Floating-point operations of the convolutions and matrix products of one image's forward pass (a multiply-add is two)."""
+    params, loss = _loss(config, batch=1)
+    return float(_product_flops(jax.make_jaxpr(loss)(params).jaxpr))
+
+
+def _product_flops(jaxpr: Any) -> int:
+    total = 0
+    for equation in jaxpr.eqns:
+        if equation.primitive.name == 'conv_general_dilated':
+            kernel = equation.invars[1].aval.shape
+            features = kernel[equation.params['dimension_numbers'].rhs_spec[0]]
+            total += 2 * math.prod(equation.outvars[0].aval.shape) * math.prod(kernel) // features
+        elif equation.primitive.name == 'dot_general':
+            (contracted, _), _ = equation.params['dimension_numbers']
+            shape = equation.invars[0].aval.shape
+            total += 2 * math.prod(equation.outvars[0].aval.shape) * math.prod(shape[i] for i in contracted)
+        for inner in jax.extend.core.jaxprs_in_params(equation.params):
+            total += _product_flops(inner)
+    return total
+
+
+def memory(config: Config) -> dict[str, int]:
+    """Bytes on one device: parameters, averages, optimizer, gradients, and what the backward pass keeps of the forward pass.
+
+    The last is counted before the compiler fuses, recomputes or reuses anything, so it is an upper estimate.
+    """
+    params = _params(config)
+    size = tree_bytes(params)
+    devices = config.parallel.devices or jax.device_count()
+    share = max(config.data.batch_size // config.optimizer.accumulate_steps // devices, 1)
+    shapes, loss = _loss(config, batch=share)
+    residuals = jax.eval_shape(lambda p: jax.vjp(loss, p)[1], shapes)
+    return {
+        'parameters': size,
+        'averages': size * len(config.ema.rates),
+        'optimizer': tree_bytes(jax.eval_shape(optax.adam(1e-3).init, params)),
+        'gradients': size,
+        'activations': max(tree_bytes(residuals) - size, 0),
+    }
+
+
+def summary(config: Config) -> str:
+    """Lines for people."""
+    forward = forward_flops(config) / 1e9
+    parts = memory(config)
+    gib = ', '.join(f'{name} {value / 2**30:.2f}' for name, value in parts.items())
+    return (
+        f'parameters: {parameter_count(config):,}\n'
+        f'GFLOPs per image: {forward:.2f} forward, about {3 * forward:.2f} a training step\n'
+        f'memory per device, GiB: {sum(parts.values()) / 2**30:.2f} estimated ({gib})'
+    )
+
+
+def _params(config: Config) -> Any:
+    return jax.eval_shape(lambda: init_params(build_unet(config, load_ops('xla')), config, jax.random.key(0)))
+
+
+def _loss(config: Config, batch: int) -> tuple[Any, Any]:
+    model = build_unet(config, load_ops('xla'))
+    labels = jnp.zeros((batch,), jnp.int32) if config.model.num_classes else None
+
+    def loss(params: Any) -> jax.Array:
+        x = jnp.zeros((batch, *config.image_shape), jnp.float32)
+        return jnp.mean(jax.lax.square(model.predict(params, x, jnp.zeros((batch,), jnp.int32), labels)))
+
+    return _params(config), loss

@@ -1,0 +1,1 @@
+"""AdamW over all weights at once, with their averages."""

@@ -1,0 +1,1 @@
+"""GroupNorm with an optional SiLU."""

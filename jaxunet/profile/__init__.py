@@ -1,0 +1,1 @@
+"""Profiles training steps: `python -m jaxunet.profile`."""

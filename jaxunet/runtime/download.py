@@ -1,0 +1,79 @@
+"""Files that come from the network: checked by their checksum, kept in the cache folder, whole or not there at all."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import http.client
+import os
+import urllib.error
+import urllib.request
+from pathlib import Path
+
+from absl import logging
+
+from jaxunet.runtime.errors import UserError
+from jaxunet.runtime.progress import progress_bar
+
+TIMEOUT = 60  # seconds without an answer
+
+
+def cache_dir() -> Path:
+    """$XDG_CACHE_HOME/jaxunet or ~/.cache/jaxunet."""
+    return Path(os.environ.get('XDG_CACHE_HOME') or Path.home() / '.cache') / 'jaxunet'
+
+
+def digest(path: Path, algorithm: str) -> str:
+    """The checksum of a file as hexadecimal digits; `algorithm` as hashlib names it."""
+    with path.open('rb') as file:
+        return hashlib.file_digest(file, lambda: hashlib.new(algorithm, usedforsecurity=False)).hexdigest()
+
+
+def cached(url: str, name: str, *, algorithm: str, checksum: str, asked_by: str, instead: str, replace_damaged: bool = False) -> Path:
+    """The file `name` of the cache folder, fetched from `url` if it is not there yet.
+
+    Args:
+      checksum: digits that the file's must begin with: all of them, or as many as are published.
+      asked_by: the option that wants the file, which begins the message where it cannot be had.
+      instead: what a user without a network can do, after "fetch URL elsewhere and".
+      replace_damaged: whether a damaged file in the cache is fetched again, with a warning, rather than reported.
+
+    Raises:
+      UserError: no connection, no space, or other bytes than expected.
+    """
+    target = cache_dir() / name
+    help_text = f'fetch {url} elsewhere and {instead}'
+    expected = f'{checksum}{"" if len(checksum) == 2 * hashlib.new(algorithm, usedforsecurity=False).digest_size else "..."}'
+    label = {'md5': 'MD5', 'sha256': 'SHA-256'}.get(algorithm, algorithm)
+    if target.is_file():
+        if digest(target, algorithm).startswith(checksum):
+            return target
+        if not replace_damaged:
+            raise UserError(f'{target}: its {label} is not {expected}; it is damaged: remove it, and it is downloaded again')
+        logging.warning('%s is damaged (its %s is not %s); downloading it again', target, label, expected)
+    partial = target.with_name(f'.{name}.{os.getpid()}.partial')
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        _fetch(url, partial, name)
+        if not (found := digest(partial, algorithm)).startswith(checksum):
+            raise UserError(f'{url}: {label} {found}, expected {expected}; the download was damaged, try again, or {help_text}')
+        os.replace(partial, target)
+    except (urllib.error.URLError, http.client.HTTPException, TimeoutError, ConnectionError) as error:
+        raise UserError(f'{asked_by}: cannot download {url}: {getattr(error, "reason", None) or error}; {help_text}') from None
+    except OSError as error:
+        reason = error.strerror or error
+        raise UserError(f'{target}: cannot be written: {reason}; check the folder and the free space, or {help_text}') from None
+    finally:
+        with contextlib.suppress(OSError):
+            partial.unlink()
+    return target
+
+
+def _fetch(url: str, target: Path, name: str) -> None:
+    request = urllib.request.Request(url, headers={'User-Agent': 'jaxunet'})
+    with urllib.request.urlopen(request, timeout=TIMEOUT) as response, target.open('wb') as file:
+        total = int(response.headers.get('Content-Length') or 0) or None
+        with progress_bar(total=total, unit='B', unit_scale=True, desc=name) as bar:
+            while chunk := response.read(2**20):
+                file.write(chunk)
+                bar.update(len(chunk))

@@ -1,0 +1,89 @@
+"""Kernel backends: the interface of one, and how the installed ones are found.
+
+A backend is a Python entry point of the group `jaxunet.backends` that names a `Backend`:
+
+    [project.entry-points."jaxunet.backends"]
+    pallas = "pallas_kernels.backend:BACKEND"
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.metadata
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from jaxunet.runtime.errors import UserError
+
+BACKEND_GROUP = 'jaxunet.backends'
+API = 1  # raised whenever a signature of `jaxunet.ops.vocabulary` changes
+
+
+@dataclass(frozen=True)
+class Backend:
+    """A set of kernels.
+
+    Fields:
+      name: as the config names it.
+      title: as tables call its kernels, such as 'CUDA kernels'.
+      api: the version of the vocabulary that it implements: `API` of the jaxunet that it was written for.
+      ops: implementations by op of `jaxunet.config.OPS`; the others run on XLA.
+      unavailable: returns what this machine lacks to run the kernels, or None if they run here.
+    """
+
+    name: str
+    title: str
+    api: int
+    ops: Mapping[str, Any]
+    unavailable: Callable[[], str | None]
+
+
+@functools.cache
+def backend_entry_points() -> tuple[importlib.metadata.EntryPoint, ...]:
+    """The entry points of all installed kernel backends, one a name, ours first."""
+    found = importlib.metadata.entry_points(group=BACKEND_GROUP)
+    unique = {point.name: point for point in found}
+    return tuple(sorted(unique.values(), key=lambda point: (not point.value.startswith(('pallas_kernels.', 'xla_ffi.')), point.value)))
+
+
+def backend_names() -> tuple[str, ...]:
+    """The names of all installed kernel backends."""
+    return tuple(point.name for point in backend_entry_points())
+
+
+@functools.cache
+def load_backend(name: str) -> Backend:
+    """The installed backend of that name.
+
+    Raises:
+      UserError: it is not installed, does not import, is no `Backend`, or was written for another version of jaxunet.
+    """
+    found = [point for point in backend_entry_points() if point.name == name]
+    if not found:
+        known = ', '.join(backend_names()) or 'none'
+        raise UserError(
+            f'backend={name}: not installed (installed: {known}); install jaxunet with "pip install -e ." '
+            f'or the package that has the entry point {name!r} of {BACKEND_GROUP}'
+        )
+    (point, *_) = found
+    try:
+        backend = point.load()
+    except Exception as error:
+        raise UserError(
+            f'backend={name}: {point.value} of {_package(point)} cannot be imported: {type(error).__name__}: {error}'
+        ) from error
+    if not isinstance(backend, Backend):
+        raise UserError(
+            f'backend={name}: {point.value} of {_package(point)}: expected a jaxunet.runtime.plugins.Backend, found {backend!r}'
+        )
+    if backend.api != API:
+        raise UserError(
+            f'backend={name}: {_package(point)} implements version {backend.api} of the kernel interface, this jaxunet version {API}; '
+            f'install versions of both that fit'
+        )
+    return backend
+
+
+def _package(point: importlib.metadata.EntryPoint) -> str:
+    return f'{point.dist.name} {point.dist.version}' if point.dist is not None else point.module

@@ -1,0 +1,108 @@
+"""Measurements as JSON lines: one object a row, each with where it comes from; files are appended to and never rewritten."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import os
+import pathlib
+import platform
+import shutil
+import subprocess
+from typing import Any
+
+import jax
+
+from jaxunet.runtime.errors import UserError
+
+Row = dict[str, Any]
+ROOT = pathlib.Path(__file__).parents[2]
+PACKAGES = ('jax', 'jaxlib', 'flax', 'torch')
+
+
+def provenance() -> Row:
+    """What a row says of its origin: `git` (sha, with -dirty), `device`, `devices` (their number), `driver` and `versions`.
+
+    `git` is null outside a checkout, unless JAXUNET_GIT_SHA names it; `driver` is null without an NVIDIA GPU. Starts JAX.
+    """
+    devices = jax.devices()
+    return {
+        'git': os.environ.get('JAXUNET_GIT_SHA') or git_sha(),
+        'device': devices[0].device_kind,
+        'devices': len(devices),
+        'driver': driver(),
+        'versions': versions(),
+    }
+
+
+def git_sha() -> str | None:
+    """The commit of this checkout, with -dirty if files differ from it; None outside one."""
+    return _output('git', '-C', str(ROOT), 'describe', '--always', '--dirty', '--abbrev=7', '--exclude=*')
+
+
+def driver() -> str | None:
+    """Version of the NVIDIA driver; None without one."""
+    lines = _output('nvidia-smi', '--query-gpu=driver_version', '--format=csv,noheader')
+    return lines.splitlines()[0] if lines else None
+
+
+def versions() -> dict[str, str]:
+    """Of Python and of those `PACKAGES` that are installed."""
+    found = {'python': platform.python_version()}
+    for name in PACKAGES:
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def append(path: str | os.PathLike[str], row: Row) -> None:
+    """Adds one line to the file, which need not exist; in one write, so that a process that dies leaves whole lines.
+
+    Raises:
+      UserError: the file cannot be written.
+      ValueError: the row is not JSON (NaN and infinities are not).
+    """
+    line = json.dumps(row, allow_nan=False) + '\n'
+    try:
+        pathlib.Path(path).parent.mkdir(parents=True, exist_ok=True)
+        with open(path, 'a', encoding='utf-8') as file:
+            file.write(line)
+    except OSError as error:
+        raise UserError(f'{path}: cannot be written: {error.strerror or error}') from None
+
+
+def read(path: str | os.PathLike[str]) -> list[Row]:
+    """All rows of a file, oldest first; empty lines are skipped.
+
+    Raises:
+      UserError: the file cannot be read, or a line is not a JSON object.
+    """
+    try:
+        lines = pathlib.Path(path).read_text(encoding='utf-8').splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f'{path}: cannot be read: {error}') from None
+    rows = []
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        try:
+            row = json.loads(line)
+        except ValueError:
+            row = None
+        if not isinstance(row, dict):
+            raise UserError(f'{path}, line {number}: expected a JSON object, found {line[:60]!r}; remove the line')
+        rows.append(row)
+    return rows
+
+
+def _output(program: str, *arguments: str) -> str | None:
+    """What a program prints, stripped; None if it is missing or fails."""
+    if shutil.which(program) is None:
+        return None
+    try:
+        done = subprocess.run([program, *arguments], capture_output=True, text=True, timeout=30, check=True)
+    except (subprocess.SubprocessError, OSError):
+        return None
+    return done.stdout.strip() or None

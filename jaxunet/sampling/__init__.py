@@ -1,0 +1,1 @@
+"""Samplers and the programs that draw images with them."""

@@ -1,0 +1,138 @@
+"""Samples on the disk while a command draws them, so that the same command goes on where an earlier one was interrupted.
+
+Beside the output `X` the folder `X.partial` holds `run.json`, which says what the samples are, and a `FIRST-END.npz` for every finished
+batch: samples FIRST..END−1. Every file appears under its name only when it is complete. Several processes may write to one folder.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import uuid
+import zipfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from absl import logging
+from jaxtyping import UInt8
+
+from jaxunet.data.images import save_images
+from jaxunet.runtime.errors import UserError
+
+IDENTITY = 'run.json'
+
+
+class Parts:
+    """The finished samples of one output.
+
+    Args:
+      output: where the images go in the end.
+      identity: what decides the pixels of sample i (weights, sampler, seed, ...), as JSON values.
+
+    Raises:
+      UserError: `X.partial` holds samples of another identity, or something else.
+    """
+
+    def __init__(self, output: str | os.PathLike[str], identity: Mapping[str, Any]) -> None:
+        path = Path(output).resolve()
+        self.folder = path.with_name(f'{path.name}.partial')
+        self.identity = json.loads(json.dumps(dict(identity)))
+        self._check()
+
+    def _check(self) -> None:
+        advice = 'repeat the command that it belongs to, remove it to start anew, or choose another --output'
+        if not self.folder.exists():
+            return
+        try:
+            found = json.loads((self.folder / IDENTITY).read_text(encoding='utf-8'))
+        except FileNotFoundError:
+            # A process that was killed between making the folder and describing it leaves at most what it was writing then.
+            if self.folder.is_dir() and all(p.name.endswith('.partial') for p in self.folder.iterdir()):
+                return
+            raise UserError(f'{self.folder}: expected the samples of an interrupted run, found no {IDENTITY} in it; {advice}') from None
+        except (OSError, ValueError) as error:
+            raise UserError(f'{self.folder / IDENTITY}: cannot be read: {error}; {advice}') from error
+        if not isinstance(found, dict):
+            raise UserError(f'{self.folder / IDENTITY}: expected an object, found {type(found).__name__}; {advice}')
+        names = sorted(found.keys() | self.identity.keys())
+        changed = [f'{n}: {found.get(n)} there, {self.identity.get(n)} now' for n in names if found.get(n) != self.identity.get(n)]
+        if changed:
+            raise UserError(f'{self.folder}: holds the samples of another run ({"; ".join(changed)}); {advice}')
+
+    def finished(self) -> list[tuple[int, int]]:
+        """(first, end) of every part, ascending."""
+        names = [p.name for p in self.folder.iterdir()] if self.folder.is_dir() else []
+        return sorted((int(match[1]), int(match[2])) for name in names if (match := re.fullmatch(r'(\d+)-(\d+)\.npz', name)))
+
+    def missing(self, first: int, end: int, size: int) -> list[tuple[int, int]]:
+        """What is left of first..end−1, in ranges of at most `size`, ascending."""
+        ranges = []
+        for part_first, part_end in [*self.finished(), (end, end)]:
+            stop = min(part_first, end)
+            ranges += [(start, min(start + size, stop)) for start in range(first, stop, size)]
+            first = max(first, part_end)
+        return ranges
+
+    def save(self, first: int, images: UInt8[np.ndarray, 'samples height width channels']) -> None:
+        """Stores the samples first, first + 1, ... Raises `UserError` if the disk does not take them."""
+        self.create()
+        save_images(self._path(first, first + len(images)), images)
+
+    def exists(self) -> bool:
+        """Whether the folder is there, and says what it holds."""
+        return (self.folder / IDENTITY).is_file()
+
+    def create(self) -> None:
+        """Makes the folder unless it is there. Raises `UserError` if that fails."""
+        if self.exists():
+            return
+        partial = self.folder / f'{IDENTITY}.{uuid.uuid4().hex}.partial'
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            partial.write_text(json.dumps(self.identity, indent=1), encoding='utf-8')
+            partial.replace(self.folder / IDENTITY)
+        except OSError as error:
+            reason = error.strerror or error
+            raise UserError(f'{self.folder}: cannot be written: {reason}; check the folder, its permissions and the free space') from error
+
+    def _path(self, first: int, end: int) -> Path:
+        return self.folder / f'{first:06d}-{end:06d}.npz'
+
+    def load(self, count: int) -> UInt8[np.ndarray, 'samples height width channels'] | None:
+        """Samples 0..count−1, or None if some are missing. A part that cannot be read is removed, and so is missing."""
+        images = None
+        done = 0
+        for first, end in self.finished():
+            if first > done or done >= count:
+                break
+            part = self._read(first, end)
+            if part is None:
+                return None
+            if images is None:
+                images = np.empty((count, *part.shape[1:]), np.uint8)
+            stop = min(end, count)
+            images[first:stop] = part[: stop - first]
+            done = max(done, stop)
+        return images if done >= count else None
+
+    def _read(self, first: int, end: int) -> np.ndarray | None:
+        path = self._path(first, end)
+        try:
+            with path.open('rb') as file, np.load(file) as arrays:
+                part = arrays['images']
+            if part.dtype == np.uint8 and part.ndim == 4 and len(part) == end - first:
+                return part
+            problem = f'{part.dtype} of shape {part.shape}'
+        except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile) as error:
+            problem = str(error)
+        logging.warning('%s: damaged (%s); its samples are drawn again', path, problem)
+        path.unlink(missing_ok=True)
+        return None
+
+    def remove(self) -> None:
+        """Deletes the folder: its samples are in the output."""
+        shutil.rmtree(self.folder, ignore_errors=True)

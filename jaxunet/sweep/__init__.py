@@ -1,0 +1,1 @@
+"""Measures many settings, each in its own process: `python -m jaxunet.sweep`."""

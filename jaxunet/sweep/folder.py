@@ -1,0 +1,53 @@
+"""A sweep's folder: `sweep.json` says what the grid is, `results.jsonl` what is known of its points."""
+
+from __future__ import annotations
+
+import json
+import pathlib
+from collections.abc import Sequence
+from typing import Any
+
+from jaxunet.runtime.errors import UserError
+from jaxunet.sweep import runner
+from jaxunet.sweep.points import Axis
+from jaxunet.sweep.report import Sweep
+
+
+def config_arguments(arguments: Sequence[str]) -> list[str]:
+    """`--config FILE` and the overrides, of a command line."""
+    found: list[str] = []
+    for i, argument in enumerate(arguments):
+        if argument == '--config' and i + 1 < len(arguments):
+            found += [argument, arguments[i + 1]]
+        elif argument.startswith(('--config=', '--config.', '--noconfig.')):
+            found.append(argument)
+    return found
+
+
+def save(directory: pathlib.Path, spec: dict[str, Any]) -> None:
+    """Keeps what a sweep is, for `load`. Raises `UserError` if it cannot be written."""
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        (directory / 'sweep.json').write_text(json.dumps(spec, indent=1) + '\n', encoding='utf-8')
+    except OSError as error:
+        raise UserError(f'--output: {error.filename or directory} cannot be written: {error.strerror or error}') from None
+
+
+def load(directory: pathlib.Path) -> Sweep:
+    """The last sweep of a folder, with what is done of it.
+
+    Raises:
+      UserError: the folder holds none.
+    """
+    path = directory / 'sweep.json'
+    if not path.is_file():
+        raise UserError(f'--output: {directory} holds no sweep (no sweep.json); give the folder of one, or run without --plot_only')
+    try:
+        spec = json.loads(path.read_text(encoding='utf-8'))
+        axes = [Axis(axis['name'], tuple(axis['values'])) for axis in spec['axes']]
+        keys, notes, command, title = (spec[name] for name in ('keys', 'notes', 'command', 'title'))
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise UserError(f'{path}: damaged ({error!r}); run the sweep again without --plot_only, which keeps its results') from None
+    known = runner.results(directory)
+    done = [known[key] for key in keys if key in known]
+    return Sweep(axes, done, len(keys) - len(done), notes, command, title)

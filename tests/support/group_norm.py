@@ -1,0 +1,24 @@
+"""The group_norm ops as functions of named inputs, for parity tests of every backend."""
+
+from __future__ import annotations
+
+from parity import draw
+
+from jaxunet.ops.activation import Features
+from jaxunet.ops.group_norm.cases import Case
+
+
+def inputs(case: Case, dtype: str, batch: int):
+    found = {f'x{i}': (draw((batch, case.height, case.width, c), dtype, offset=case.mean), dtype) for i, c in enumerate(case.parts)}
+    affine = (batch if case.per_sample else 1, case.channels)
+    return found | {'scale': (draw(affine, 'float32', offset=1.0), 'float32'), 'offset': (draw(affine, 'float32'), 'float32')}
+
+
+def op(group_norm, case: Case, **options):
+    """The op as a function of named arrays."""
+
+    def call(**arrays):
+        x = Features(tuple(arrays[f'x{i}'] for i in range(len(case.parts))), (None,) * len(case.parts))
+        return group_norm(x, arrays['scale'], arrays['offset'], groups=case.groups, silu=case.silu, **options)
+
+    return call

@@ -1,0 +1,93 @@
+"""Backends of other packages: found by their entry point, used, and refused with a clear error when they do not fit."""
+
+import sys
+import textwrap
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxunet.config import OPS, Config, resolve, to_dict
+from jaxunet.ops import backends
+from jaxunet.ops.activation import Features
+from jaxunet.ops.vocabulary import Ops
+from jaxunet.runtime import plugins
+from jaxunet.runtime.errors import UserError
+
+TOY = """
+    from jaxunet.ops.linear.reference import linear
+    from jaxunet.runtime.plugins import Backend
+
+    def three_times(x, kernel, bias, *, residual=None):
+        return 3 * linear(x, kernel, bias, residual=residual)
+
+    BACKEND = Backend(name='toy', title='toy kernels', api={api}, ops={{'linear': three_times}}, unavailable=lambda: {missing!r})
+"""
+
+
+@pytest.fixture
+def install(tmp_path, monkeypatch):
+    """Puts a package with an entry point on the path, as pip would."""
+
+    def make(source=TOY, *, api=plugins.API, missing=None, target='toy_kernels:BACKEND'):
+        (tmp_path / 'toy_kernels.py').write_text(textwrap.dedent(source.format(api=api, missing=missing)))
+        info = tmp_path / 'toy-1.2.dist-info'
+        info.mkdir()
+        (info / 'METADATA').write_text('Metadata-Version: 2.1\nName: toy\nVersion: 1.2\n')
+        (info / 'entry_points.txt').write_text(f'[{plugins.BACKEND_GROUP}]\ntoy = {target}\n')
+        monkeypatch.syspath_prepend(tmp_path)
+
+    for function in (plugins.backend_entry_points, plugins.load_backend):
+        function.cache_clear()
+    yield make
+    monkeypatch.undo()
+    sys.modules.pop('toy_kernels', None)
+    for function in (plugins.backend_entry_points, plugins.load_backend):
+        function.cache_clear()
+
+
+def test_the_ops_of_the_config_are_those_of_the_vocabulary():
+    assert (*Ops._fields, 'adamw') == OPS
+
+
+def test_ours_are_installed_first():
+    assert plugins.backend_names()[:2] == ('pallas', 'cuda')
+
+
+def test_a_third_party_backend_is_used(install):
+    install()
+    assert backends.choose('toy') == dict.fromkeys(OPS, 'xla') | {'linear': 'toy'}
+    ops = backends.load_ops('xla+linear=toy')
+    x, kernel, bias = jnp.ones((1, 1, 1, 2)), jnp.ones((2, 3)), jnp.zeros((1, 3))
+    np.testing.assert_array_equal(ops.linear(x, kernel, bias), np.full((1, 1, 1, 3), 6))
+    norm = ops.group_norm(Features.of(x), jnp.ones((1, 2)), jnp.zeros((1, 2)), groups=1)
+    np.testing.assert_array_equal(norm, np.zeros((1, 1, 1, 2)))
+    assert resolve(to_dict(Config()) | {'backend': 'toy'}).backend == 'toy'
+    with pytest.raises(UserError, match=r"backend: attention: expected one of xla, pallas, cuda, found 'toy'"):
+        backends.choose('xla+attention=toy')
+
+
+@pytest.mark.parametrize(
+    ('options', 'message'),
+    [
+        ({'api': 7}, f'backend=toy: toy 1.2 implements version 7 of the kernel interface, this jaxunet version {plugins.API}; install'),
+        ({'missing': 'no toy device'}, 'backend=toy: no toy device; use backend=xla, which runs everywhere'),
+        (
+            {'source': 'raise ImportError("no driver")'},
+            'backend=toy: toy_kernels:BACKEND of toy 1.2 cannot be imported: ImportError: no dr',
+        ),
+        ({'target': 'toy_kernels:three_times'}, 'expected a jaxunet.runtime.plugins.Backend, found <function three_times'),
+    ],
+)
+def test_a_backend_that_does_not_fit_is_refused(install, options, message):
+    install(**options)
+    with pytest.raises(UserError, match=f'^.*{message}'):
+        backends.load_ops('toy')
+
+
+def test_a_backend_that_is_not_installed(monkeypatch):
+    with pytest.raises(UserError, match=r"backend: expected one of auto, xla, pallas, cuda, found 'toy'"):
+        backends.load_ops('toy')
+    monkeypatch.setattr('jaxunet.config.checks.backend_names', lambda: ())
+    with pytest.raises(UserError, match=r"found 'cuda'; cuda comes with jaxunet, which is not installed here: run .pip install -e"):
+        backends.load_ops('cuda')
