@@ -25,20 +25,50 @@ from jaxunet.metrics.image_sets import Size
 from jaxunet.metrics.kernel_distance import SUBSET_SIZE, SUBSETS
 from jaxunet.runtime.errors import UserError
 
-SAMPLES = flags.DEFINE_string('samples', None, 'A folder, archive or .npz of images, a .png grid, or an .npz of statistics.', required=True)
-REFERENCE = flags.DEFINE_string('reference', None, 'The real images, or an .npz of statistics; inception_score alone needs none.')
-METRIC_NAMES = flags.DEFINE_list('metrics', ['fid'], f'Some of {", ".join(METRICS)}.')
-FEATURES = flags.DEFINE_string('features', 'inception', "inception (downloads pytorch-fid's weights once), or a file of features.")
-BATCH_SIZE = flags.DEFINE_integer('batch_size', 64, 'Images in the feature network at a time.', lower_bound=1)
-NUM_SAMPLES = flags.DEFINE_integer('num_samples', None, 'Use only so many of the samples, drawn at random.', lower_bound=1)
-SEED = flags.DEFINE_integer('seed', 0, 'Of everything that is drawn at random.', lower_bound=0)
-IMAGE_SIZE = flags.DEFINE_string('image_size', None, "SIDE or HEIGHT,WIDTH of the images in a .png grid; default: the reference's.")
-KID_SUBSETS = flags.DEFINE_integer(
-    'kid_subsets', SUBSETS, 'kid: random subsets to average over; 0 takes all images at once.', lower_bound=0
+SAMPLES = flags.DEFINE_string(
+    'samples',
+    None,
+    'A folder, archive or .npz of images, a .png grid, or an .npz of statistics.',
+    required=True,
 )
-KID_SUBSET_SIZE = flags.DEFINE_integer('kid_subset_size', SUBSET_SIZE, 'kid: images in a subset, if there are as many.', lower_bound=2)
-WRITE_STATISTICS = flags.DEFINE_string('write_statistics', None, "fid: keep the reference's statistics in this .npz, for --reference.")
-OUTPUT = flags.DEFINE_string('output', None, 'Append the results to this file, one JSON object a line.')
+REFERENCE = flags.DEFINE_string(
+    'reference',
+    None,
+    'The real images, or an .npz of statistics; inception_score alone needs none.',
+)
+METRIC_NAMES = flags.DEFINE_list('metrics', ['fid'], f'Some of {", ".join(METRICS)}.')
+FEATURES = flags.DEFINE_string(
+    'features',
+    'inception',
+    "inception (downloads pytorch-fid's weights once), or a file of features.",
+)
+BATCH_SIZE = flags.DEFINE_integer(
+    'batch_size', 64, 'Images in the feature network at a time.', lower_bound=1
+)
+NUM_SAMPLES = flags.DEFINE_integer(
+    'num_samples', None, 'Use only so many of the samples, drawn at random.', lower_bound=1
+)
+SEED = flags.DEFINE_integer('seed', 0, 'Of everything that is drawn at random.', lower_bound=0)
+IMAGE_SIZE = flags.DEFINE_string(
+    'image_size',
+    None,
+    "SIDE or HEIGHT,WIDTH of the images in a .png grid; default: the reference's.",
+)
+KID_SUBSETS = flags.DEFINE_integer(
+    'kid_subsets',
+    SUBSETS,
+    'kid: random subsets to average over; 0 takes all images at once.',
+    lower_bound=0,
+)
+KID_SUBSET_SIZE = flags.DEFINE_integer(
+    'kid_subset_size', SUBSET_SIZE, 'kid: images in a subset, if there are as many.', lower_bound=2
+)
+WRITE_STATISTICS = flags.DEFINE_string(
+    'write_statistics', None, "fid: keep the reference's statistics in this .npz, for --reference."
+)
+OUTPUT = flags.DEFINE_string(
+    'output', None, 'Append the results to this file, one JSON object a line.'
+)
 
 MAX_SIDE = 2**16
 
@@ -49,8 +79,12 @@ def main(argv: Sequence[str]) -> None:
     compared = [metric for metric in metrics if metric not in WITHOUT_REFERENCE]
     if compared and not REFERENCE.value:
         raise UserError(f'--reference: missing; {", ".join(compared)} compare the samples with it')
-    if WRITE_STATISTICS.value and ('fid' not in metrics or not WRITE_STATISTICS.value.lower().endswith('.npz')):
-        raise UserError(f'--write_statistics: expected a name that ends in .npz, and fid in --metrics, found {WRITE_STATISTICS.value!r}')
+    if WRITE_STATISTICS.value and (
+        'fid' not in metrics or not WRITE_STATISTICS.value.lower().endswith('.npz')
+    ):
+        raise UserError(
+            f'--write_statistics: expected a name that ends in .npz, and fid in --metrics, found {WRITE_STATISTICS.value!r}'
+        )
     size = _image_size()
     if OUTPUT.value:
         _check_writable(Path(OUTPUT.value).expanduser())
@@ -62,9 +96,19 @@ def main(argv: Sequence[str]) -> None:
         # Both before the features of either, which take long.
         reference_side, found = None, None
         if compared and REFERENCE.value:
-            opened = open_side(REFERENCE.value, compared, network, '--reference', grid_size=size, **options)
+            opened = open_side(
+                REFERENCE.value, compared, network, '--reference', grid_size=size, **options
+            )
             reference_side, found = stack.enter_context(opened)
-        opened = open_side(SAMPLES.value, metrics, network, '--samples', grid_size=size or found, count=NUM_SAMPLES.value, **options)
+        opened = open_side(
+            SAMPLES.value,
+            metrics,
+            network,
+            '--samples',
+            grid_size=size or found,
+            count=NUM_SAMPLES.value,
+            **options,
+        )
         samples_side, _ = stack.enter_context(opened)
         reference = reference_side() if reference_side else None
         samples = samples_side()
@@ -89,7 +133,9 @@ def _image_size() -> Size | None:
     if IMAGE_SIZE.value is None:
         return None
     parts = IMAGE_SIZE.value.split(',')
-    if len(parts) > 2 or not all(p.isascii() and p.isdigit() and 1 <= int(p) <= MAX_SIDE for p in parts):
+    if len(parts) > 2 or not all(
+        p.isascii() and p.isdigit() and 1 <= int(p) <= MAX_SIDE for p in parts
+    ):
         raise UserError(
             f'--image_size: expected SIDE or HEIGHT,WIDTH, each 1 to {MAX_SIDE}, such as 64 or 48,64; found {IMAGE_SIZE.value!r}'
         )
@@ -101,8 +147,14 @@ def _check_writable(target: Path) -> None:
     folder = target.parent
     while not folder.exists():
         folder = folder.parent
-    if target.is_dir() or not folder.is_dir() or not os.access(target if target.exists() else folder, os.W_OK):
-        raise UserError(f'--output: {target}: cannot be written; check the name and the permissions')
+    if (
+        target.is_dir()
+        or not folder.is_dir()
+        or not os.access(target if target.exists() else folder, os.W_OK)
+    ):
+        raise UserError(
+            f'--output: {target}: cannot be written; check the name and the permissions'
+        )
 
 
 def _append(path: str, lines: Sequence[str]) -> None:
@@ -112,7 +164,9 @@ def _append(path: str, lines: Sequence[str]) -> None:
         with target.open('a') as file:
             file.writelines(f'{line}\n' for line in lines)
     except OSError as error:
-        raise UserError(f'--output: {target}: cannot be written: {error.strerror or error}; check the folder and the free space') from None
+        raise UserError(
+            f'--output: {target}: cannot be written: {error.strerror or error}; check the folder and the free space'
+        ) from None
 
 
 if __name__ == '__main__':

@@ -17,22 +17,39 @@ from jaxunet.config import cli, resolve
 from jaxunet.runtime.errors import UserError
 from jaxunet.weights import write_weights
 
-CHECKPOINT = flags.DEFINE_string('checkpoint', None, 'Workdir, checkpoint, or .bin, .pt or .safetensors file.', required=True)
-OUTPUT = flags.DEFINE_string('output', None, 'File to write: .bin (unet.cu), .pt (guided-diffusion) or .safetensors.', required=True)
-EMA = flags.DEFINE_string('ema', '', "Rate of the average to use; default: the run's first; none = the parameters without averaging.")
-WITH_OPTIMIZER = flags.DEFINE_bool('with_optimizer', False, "Also write Adam's moments, to continue training; implies --ema=none.")
+CHECKPOINT = flags.DEFINE_string(
+    'checkpoint', None, 'Workdir, checkpoint, or .bin, .pt or .safetensors file.', required=True
+)
+OUTPUT = flags.DEFINE_string(
+    'output',
+    None,
+    'File to write: .bin (unet.cu), .pt (guided-diffusion) or .safetensors.',
+    required=True,
+)
+EMA = flags.DEFINE_string(
+    'ema',
+    '',
+    "Rate of the average to use; default: the run's first; none = the parameters without averaging.",
+)
+WITH_OPTIMIZER = flags.DEFINE_bool(
+    'with_optimizer', False, "Also write Adam's moments, to continue training; implies --ema=none."
+)
 NEW_ATTENTION_ORDER = flags.DEFINE_bool(
     'new_attention_order',
     None,
     "guided-diffusion's use_new_attention_order of a .pt or .safetensors that does not say; default: false, as there.",
 )
-CONFIG_FILE = cli.define_optional_config('Config whose model the weight file holds, where the file does not say.')
+CONFIG_FILE = cli.define_optional_config(
+    'Config whose model the weight file holds, where the file does not say.'
+)
 
 
 def main(argv: Sequence[str]) -> None:
     with_optimizer = WITH_OPTIMIZER.value
     if with_optimizer and EMA.value not in ('', 'none'):
-        raise UserError(f'--ema: {EMA.value} with --with_optimizer; the moments belong to the parameters without averaging, use --ema=none')
+        raise UserError(
+            f'--ema: {EMA.value} with --with_optimizer; the moments belong to the parameters without averaging, use --ema=none'
+        )
     is_run = pathlib.Path(CHECKPOINT.value).is_dir()
     given = resolve(CONFIG_FILE.value) if CONFIG_FILE.value is not None else None
     model = load_model(
@@ -46,7 +63,9 @@ def main(argv: Sequence[str]) -> None:
     moments = model.moments if with_optimizer else None
     write_weights(OUTPUT.value, model.params, model.config, moments, class_names=model.class_names)
     size = pathlib.Path(OUTPUT.value).stat().st_size
-    print(f'{model.note} -> {OUTPUT.value} ({size / 2**20:.1f} MiB{", with optimizer moments" if with_optimizer else ""})')
+    print(
+        f'{model.note} -> {OUTPUT.value} ({size / 2**20:.1f} MiB{", with optimizer moments" if with_optimizer else ""})'
+    )
 
 
 if __name__ == '__main__':

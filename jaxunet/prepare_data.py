@@ -30,12 +30,24 @@ from jaxunet.data.unetcu_bin import header_bytes, to_values
 from jaxunet.runtime.errors import UserError, near_misses
 from jaxunet.runtime.progress import progress_bar
 
-INPUT = flags.DEFINE_string('input', None, 'What data.path may be: a folder, .zip, .tar(.gz|.xz), .npz, .bin, digits:, cifar10:[PATH].')
-OUTPUT = flags.DEFINE_string('output', None, 'The file to write: NAME.bin (unet.cu) or NAME.npz (uint8, with labels).')
+INPUT = flags.DEFINE_string(
+    'input',
+    None,
+    'What data.path may be: a folder, .zip, .tar(.gz|.xz), .npz, .bin, digits:, cifar10:[PATH].',
+)
+OUTPUT = flags.DEFINE_string(
+    'output', None, 'The file to write: NAME.bin (unet.cu) or NAME.npz (uint8, with labels).'
+)
 IMAGE_SIZE = flags.DEFINE_string('image_size', None, 'SIDE or HEIGHT,WIDTH in pixels.')
-CHANNELS = flags.DEFINE_integer('channels', 3, '1 (grey) or 3 (RGB); as many as the input has for .npz and .bin.')
-CLASSES = flags.DEFINE_list('classes', [], 'Keep only these classes; they become labels 0, 1, ... in this order.')
-STRICT = flags.DEFINE_bool('strict', False, 'Fail, and write nothing, if any file is corrupt or no image.')
+CHANNELS = flags.DEFINE_integer(
+    'channels', 3, '1 (grey) or 3 (RGB); as many as the input has for .npz and .bin.'
+)
+CLASSES = flags.DEFINE_list(
+    'classes', [], 'Keep only these classes; they become labels 0, 1, ... in this order.'
+)
+STRICT = flags.DEFINE_bool(
+    'strict', False, 'Fail, and write nothing, if any file is corrupt or no image.'
+)
 
 SUFFIXES = ('.bin', '.npz')
 MAX_SIDE = 2**16
@@ -43,20 +55,39 @@ MAX_SIDE = 2**16
 
 def main(argv: Sequence[str]) -> None:
     if not INPUT.value:
-        raise UserError('--input: missing; give a folder or archive of images, or anything else that data.path may be')
+        raise UserError(
+            '--input: missing; give a folder or archive of images, or anything else that data.path may be'
+        )
     shape = (*parse_size(IMAGE_SIZE.value), CHANNELS.value)
-    prepare(INPUT.value, OUTPUT.value or '', shape, classes=tuple(CLASSES.value), strict=STRICT.value)
+    prepare(
+        INPUT.value, OUTPUT.value or '', shape, classes=tuple(CLASSES.value), strict=STRICT.value
+    )
 
 
 def parse_size(text: str | None) -> tuple[int, int]:
     """(height, width) of '64' or '48,64'. Raises UserError."""
     parts = (text or '').split(',')
-    if not text or len(parts) > 2 or not all(p.strip().isascii() and p.strip().isdigit() and 1 <= int(p) <= MAX_SIDE for p in parts):
-        raise UserError(f'--image_size: expected SIDE or HEIGHT,WIDTH, each 1 to {MAX_SIDE}, such as 64 or 48,64; found {text!r}')
+    if (
+        not text
+        or len(parts) > 2
+        or not all(
+            p.strip().isascii() and p.strip().isdigit() and 1 <= int(p) <= MAX_SIDE for p in parts
+        )
+    ):
+        raise UserError(
+            f'--image_size: expected SIDE or HEIGHT,WIDTH, each 1 to {MAX_SIDE}, such as 64 or 48,64; found {text!r}'
+        )
     return int(parts[0]), int(parts[-1])
 
 
-def prepare(path: str, output: str, image_shape: Shape, *, classes: tuple[str, ...] = (), strict: bool = False) -> None:
+def prepare(
+    path: str,
+    output: str,
+    image_shape: Shape,
+    *,
+    classes: tuple[str, ...] = (),
+    strict: bool = False,
+) -> None:
     """Writes the images of `path`, as (height, width, channels), to a .bin or .npz, which appears when it is complete.
 
     Raises:
@@ -65,12 +96,18 @@ def prepare(path: str, output: str, image_shape: Shape, *, classes: tuple[str, .
     target = Path(output).expanduser()
     if target.suffix not in SUFFIXES:
         hint = near_misses(target.suffix, SUFFIXES)
-        raise UserError(f'--output: expected a name that ends in .bin (unet.cu) or .npz, found "{output}"{hint}')
+        raise UserError(
+            f'--output: expected a name that ends in .bin (unet.cu) or .npz, found "{output}"{hint}'
+        )
     if image_shape[2] < 1:
         raise UserError(f'--channels: expected 1 (grey) or 3 (RGB), found {image_shape[2]}')
     if target.is_dir():
         raise UserError(f'--output: {target} is a folder; name a file')
-    if target.exists() and Path(path).expanduser().exists() and target.samefile(Path(path).expanduser()):
+    if (
+        target.exists()
+        and Path(path).expanduser().exists()
+        and target.samefile(Path(path).expanduser())
+    ):
         raise UserError(f'--output: {target} is the input; choose another name')
     partial = target.with_name(f'.{target.name}.{os.getpid()}.partial')
     try:
@@ -83,9 +120,13 @@ def prepare(path: str, output: str, image_shape: Shape, *, classes: tuple[str, .
             _report(target, source, told)
     except OSError as error:
         reason = error.strerror or error
-        raise UserError(f'{target}: cannot be written: {reason}; check the folder, its permissions and the free space') from None
+        raise UserError(
+            f'{target}: cannot be written: {reason}; check the folder, its permissions and the free space'
+        ) from None
     except MemoryError:
-        raise UserError(f'{target}: not enough memory to collect a .npz; write a .bin, which streams') from None
+        raise UserError(
+            f'{target}: not enough memory to collect a .npz; write a .bin, which streams'
+        ) from None
     finally:
         with contextlib.suppress(OSError):
             partial.unlink()
@@ -159,7 +200,10 @@ def _write_npz(source: Source, partial: Path, strict: bool) -> _Told:
     _require_some(source, told)
     arrays = {'images': images[: len(rows)]}
     if source.class_names:
-        arrays |= {'labels': source.labels[rows], 'class_names': np.array(source.class_names, np.str_)}
+        arrays |= {
+            'labels': source.labels[rows],
+            'class_names': np.array(source.class_names, np.str_),
+        }
     with partial.open('wb') as file:
         # Uncompressed, so that training maps it into memory instead of reading it.
         np.savez(file, **arrays)  # type: ignore[arg-type]
@@ -175,12 +219,16 @@ def _flush(file: BinaryIO) -> None:
 
 def _require_some(source: Source, told: _Told) -> None:
     if told.kept == 0:
-        raise UserError(f'{source.name}: all {len(told.bad)} images are corrupt, such as {told.bad[0][0]} ({told.bad[0][1]})')
+        raise UserError(
+            f'{source.name}: all {len(told.bad)} images are corrupt, such as {told.bad[0][0]} ({told.bad[0][1]})'
+        )
 
 
 def _strict(bad: list[tuple[str, str]]) -> UserError:
     listed = ''.join(f'\n  {name}: {reason}' for name, reason in bad)
-    return UserError(f'--strict: {len(bad)} files are corrupt or no images; nothing was written:{listed}')
+    return UserError(
+        f'--strict: {len(bad)} files are corrupt or no images; nothing was written:{listed}'
+    )
 
 
 def _report(target: Path, source: Source, told: _Told) -> None:
@@ -188,13 +236,21 @@ def _report(target: Path, source: Source, told: _Told) -> None:
     left_out = [*source.skipped, *told.bad]
     for name, reason in left_out:
         print(f'left out {name}: {reason}')
-    print(f'{target}: {told.kept} images of {height}x{width}x{channels}; {len(left_out)} files left out')
+    print(
+        f'{target}: {told.kept} images of {height}x{width}x{channels}; {len(left_out)} files left out'
+    )
     if source.unlabelled_by and target.suffix == '.npz':
-        print(f'warning: no labels, as {source.unlabelled_by}; for labels, move such images into a class sub-folder or away')
+        print(
+            f'warning: no labels, as {source.unlabelled_by}; for labels, move such images into a class sub-folder or away'
+        )
     if told.enlarged:
-        print(f'note: {told.enlarged} of {told.kept} images are smaller than {height}x{width} and were enlarged')
+        print(
+            f'note: {told.enlarged} of {told.kept} images are smaller than {height}x{width} and were enlarged'
+        )
     if source.class_names and target.suffix == '.bin':
-        print(f'note: .bin has no place for labels; for the {len(source.class_names)} classes write a .npz')
+        print(
+            f'note: .bin has no place for labels; for the {len(source.class_names)} classes write a .npz'
+        )
 
 
 if __name__ == '__main__':

@@ -34,7 +34,9 @@ from jaxunet.sampling.partial_output import Parts
 from jaxunet.sampling.sampler import SAMPLERS, VARIANCES, SamplerConfig
 from jaxunet.sampling.solvers import SKIP_SCHEDULES
 
-CHECKPOINT = flags.DEFINE_string('checkpoint', None, 'Workdir, checkpoint, or .bin, .pt or .safetensors file.', required=True)
+CHECKPOINT = flags.DEFINE_string(
+    'checkpoint', None, 'Workdir, checkpoint, or .bin, .pt or .safetensors file.', required=True
+)
 NUM_SAMPLES = flags.DEFINE_integer('num_samples', 16, 'How many images.', lower_bound=1)
 SAMPLER = flags.DEFINE_enum(
     'sampler',
@@ -57,41 +59,81 @@ SKIP_SCHEDULE = flags.DEFINE_enum(
     'Which steps are kept when some are skipped; default: linear, with dpmpp_2m log_snr, with heun karras.',
 )
 RESPACING = flags.DEFINE_string(
-    'respacing', None, "Instead of --steps: guided-diffusion's timestep_respacing, such as 250, 10,20,30 (of equal sections) or ddim50."
+    'respacing',
+    None,
+    "Instead of --steps: guided-diffusion's timestep_respacing, such as 250, 10,20,30 (of equal sections) or ddim50.",
 )
 VARIANCE = flags.DEFINE_enum(
-    'variance', None, VARIANCES, 'ddpm: variance of each step; default learned if the model has it, else fixed_small.'
+    'variance',
+    None,
+    VARIANCES,
+    'ddpm: variance of each step; default learned if the model has it, else fixed_small.',
 )
-CHURN = flags.DEFINE_float('churn', None, "heun: EDM's S_churn, fresh noise before the steps; default 0, none.")
-CHURN_RANGE = flags.DEFINE_list('churn_range', None, "heun: EDM's S_tmin,S_tmax, the noise levels where --churn acts, such as 0.05,50.")
+CHURN = flags.DEFINE_float(
+    'churn', None, "heun: EDM's S_churn, fresh noise before the steps; default 0, none."
+)
+CHURN_RANGE = flags.DEFINE_list(
+    'churn_range',
+    None,
+    "heun: EDM's S_tmin,S_tmax, the noise levels where --churn acts, such as 0.05,50.",
+)
 CLIP = flags.DEFINE_bool('clip', True, 'Clip the predicted image to [-1, 1] at every step.')
 CLASS_LABELS = flags.DEFINE_list(
     'class_labels',
     None,
     'Labels, repeated as often as needed, e.g. 3 or 0,1,2, or names of classes if the checkpoint has them; default: every class in turn.',
 )
-GUIDANCE_SCALE = flags.DEFINE_float('guidance_scale', 1.0, 'Classifier-free guidance: 1 = plain conditional, more = closer to the class.')
-SEED = flags.DEFINE_integer('seed', 0, 'Same seed, same images, whatever the batch size.', lower_bound=0)
-BATCH_SIZE = flags.DEFINE_integer('batch_size', 64, 'Images drawn at a time, over all devices.', lower_bound=1)
+GUIDANCE_SCALE = flags.DEFINE_float(
+    'guidance_scale',
+    1.0,
+    'Classifier-free guidance: 1 = plain conditional, more = closer to the class.',
+)
+SEED = flags.DEFINE_integer(
+    'seed', 0, 'Same seed, same images, whatever the batch size.', lower_bound=0
+)
+BATCH_SIZE = flags.DEFINE_integer(
+    'batch_size', 64, 'Images drawn at a time, over all devices.', lower_bound=1
+)
 DEVICES = flags.DEFINE_integer('devices', 0, 'How many devices to use; 0 = all.', lower_bound=0)
-OUTPUT = flags.DEFINE_string('output', 'samples.png', 'X.png: one grid; X.npz: arrays; a folder: one PNG an image.')
-EMA = flags.DEFINE_string('ema', '', "Rate of the average to use; default: the run's first; none = the parameters without averaging.")
+OUTPUT = flags.DEFINE_string(
+    'output', 'samples.png', 'X.png: one grid; X.npz: arrays; a folder: one PNG an image.'
+)
+EMA = flags.DEFINE_string(
+    'ema',
+    '',
+    "Rate of the average to use; default: the run's first; none = the parameters without averaging.",
+)
 NEW_ATTENTION_ORDER = flags.DEFINE_bool(
     'new_attention_order',
     None,
     "guided-diffusion's use_new_attention_order of a .pt or .safetensors that does not say; default: false, as there.",
 )
-CONFIG_FILE = cli.define_optional_config('Config whose model the weight file holds, where the file does not say.')
-CLUSTER = flags.DEFINE_enum(
-    'cluster', 'auto', distributed.CLUSTERS, 'Who started the processes, if there are several: see python -m jaxunet.train --help.'
+CONFIG_FILE = cli.define_optional_config(
+    'Config whose model the weight file holds, where the file does not say.'
 )
-COORDINATOR = flags.DEFINE_string('coordinator', None, 'HOST:PORT of process 0, to start several by hand; with the next two flags.')
-PROCESSES = flags.DEFINE_integer('num_processes', None, 'Number of processes, which share the samples and must share the folder.')
+CLUSTER = flags.DEFINE_enum(
+    'cluster',
+    'auto',
+    distributed.CLUSTERS,
+    'Who started the processes, if there are several: see python -m jaxunet.train --help.',
+)
+COORDINATOR = flags.DEFINE_string(
+    'coordinator',
+    None,
+    'HOST:PORT of process 0, to start several by hand; with the next two flags.',
+)
+PROCESSES = flags.DEFINE_integer(
+    'num_processes', None, 'Number of processes, which share the samples and must share the folder.'
+)
 PROCESS = flags.DEFINE_integer('process_id', None, 'Number of this process, from 0.')
 BACKEND = flags.DEFINE_string(
-    'backend', None, "As config.backend: auto, xla, pallas, cuda, or such as pallas+attention=cuda; default: the run's."
+    'backend',
+    None,
+    "As config.backend: auto, xla, pallas, cuda, or such as pallas+attention=cuda; default: the run's.",
 )
-PRECISION = flags.DEFINE_enum('precision', None, PRECISIONS, "Default: the run's; float32 for weight files.")
+PRECISION = flags.DEFINE_enum(
+    'precision', None, PRECISIONS, "Default: the run's; float32 for weight files."
+)
 
 
 DEFAULT_STEPS = {'ddim': 50, 'dpmpp_2m': 20, 'heun': 20}
@@ -103,13 +145,19 @@ def main(argv: Sequence[str]) -> None:
     check_output(OUTPUT.value)
     if BACKEND.value is not None:
         split_backend(BACKEND.value, '--backend')
-    with distributed.joined(distributed.Start(CLUSTER.value, COORDINATOR.value, PROCESSES.value, PROCESS.value)):
+    with distributed.joined(
+        distributed.Start(CLUSTER.value, COORDINATOR.value, PROCESSES.value, PROCESS.value)
+    ):
         try:
             run()
         except (KeyboardInterrupt, SystemError) as error:
             if not cli.interrupted(error):
                 raise
-            print('\ninterrupted; the same command goes on with what is left', file=sys.stderr, flush=True)
+            print(
+                '\ninterrupted; the same command goes on with what is left',
+                file=sys.stderr,
+                flush=True,
+            )
             sys.exit(INTERRUPTED)
 
 
@@ -117,8 +165,16 @@ def run() -> None:
     """Draws and saves, in this process's part of the run."""
     cli.enable_compilation_cache()
     given = resolve(CONFIG_FILE.value) if CONFIG_FILE.value is not None else None
-    model = load_model(CHECKPOINT.value, ema=EMA.value, config=given, new_attention_order=NEW_ATTENTION_ORDER.value)
-    config = model.config.replace(**{k: v for k, v in {'backend': BACKEND.value, 'precision': PRECISION.value}.items() if v is not None})
+    model = load_model(
+        CHECKPOINT.value, ema=EMA.value, config=given, new_attention_order=NEW_ATTENTION_ORDER.value
+    )
+    config = model.config.replace(
+        **{
+            k: v
+            for k, v in {'backend': BACKEND.value, 'precision': PRECISION.value}.items()
+            if v is not None
+        }
+    )
     count = NUM_SAMPLES.value
     chosen = chosen_classes(config, model.class_names)
     labels = class_labels(config, chosen, count)
@@ -127,29 +183,44 @@ def run() -> None:
             '--guidance_scale: the model was trained with every label (model.label_dropout=0) and cannot be guided; leave it at 1'
         )
     sampler = sampler_config(config)
-    generator = Generator(config, sampler, batch_size=min(BATCH_SIZE.value, count), devices=devices())
+    generator = Generator(
+        config, sampler, batch_size=min(BATCH_SIZE.value, count), devices=devices()
+    )
     parts = Parts(OUTPUT.value, identity(config, model.params, generator, chosen))
     rank, processes = jax.process_index(), jax.process_count()
     if processes > 1:
         if rank == 0:
             parts.create()
         distributed.agree(parts.identity | {'num_samples': count, 'output': OUTPUT.value})
-        distributed.agree({f'{parts.folder}, which the processes must share': parts.finished() if parts.exists() else 'not there'})
+        distributed.agree(
+            {
+                f'{parts.folder}, which the processes must share': parts.finished()
+                if parts.exists()
+                else 'not there'
+            }
+        )
     elif parts.finished():
         logging.info('going on with %s', parts.folder)
     if rank == 0:
         evaluations, kind = generator.sampler.evaluations, jax.devices()[0].device_kind
         steps = '1 evaluation' if evaluations == 1 else f'{evaluations} evaluations'
-        print(f'{model.note}; {sampler.name}, {steps} of the network, {len(devices())} x {kind}', flush=True)
+        print(
+            f'{model.note}; {sampler.name}, {steps} of the network, {len(devices())} x {kind}',
+            flush=True,
+        )
 
     params = generator.put(model.params)
-    draw(generator, params, parts, labels, count * rank // processes, count * (rank + 1) // processes)
+    draw(
+        generator, params, parts, labels, count * rank // processes, count * (rank + 1) // processes
+    )
     if rank > 0:
         return  # process 0 has the last word
     while (images := finished_images(parts, count)) is None:
         draw(generator, params, parts, labels, 0, count)  # what was damaged
     classes = config.model.num_classes
-    columns = classes if labels is not None and CLASS_LABELS.value is None and 1 < classes <= 20 else None
+    columns = (
+        classes if labels is not None and CLASS_LABELS.value is None and 1 < classes <= 20 else None
+    )
     save_images(OUTPUT.value, images, labels, columns=columns)
     parts.remove()
     print(f'{count} images in {OUTPUT.value}')
@@ -159,13 +230,17 @@ def sampler_config(config: Config) -> SamplerConfig:
     """The sampler that the flags describe."""
     steps = STEPS.value
     if steps is None and RESPACING.value is None:
-        steps = min(DEFAULT_STEPS.get(SAMPLER.value, config.diffusion.steps), config.diffusion.steps)
+        steps = min(
+            DEFAULT_STEPS.get(SAMPLER.value, config.diffusion.steps), config.diffusion.steps
+        )
     churn_range = None
     if CHURN_RANGE.value is not None:
         try:
             low, high = map(float, CHURN_RANGE.value)
         except ValueError:
-            raise UserError(f'--churn_range: expected two numbers such as 0.05,50, found {",".join(CHURN_RANGE.value)!r}') from None
+            raise UserError(
+                f'--churn_range: expected two numbers such as 0.05,50, found {",".join(CHURN_RANGE.value)!r}'
+            ) from None
         churn_range = low, high
     return SamplerConfig(
         name=SAMPLER.value,
@@ -181,7 +256,9 @@ def sampler_config(config: Config) -> SamplerConfig:
     )
 
 
-def identity(config: Config, params: Params, generator: Generator, chosen: list[int]) -> dict[str, Any]:
+def identity(
+    config: Config, params: Params, generator: Generator, chosen: list[int]
+) -> dict[str, Any]:
     """What decides the pixels of sample i; how many there are, batches and devices do not."""
     sections = {
         'model': dataclasses.asdict(config.model),
@@ -195,11 +272,22 @@ def identity(config: Config, params: Params, generator: Generator, chosen: list[
         'precision': config.precision,
         'seed': SEED.value,
         **({'class_labels': labels} if config.model.num_classes else {}),
-        **{f'{section}.{name}': value for section, values in sections.items() for name, value in values.items()},
+        **{
+            f'{section}.{name}': value
+            for section, values in sections.items()
+            for name, value in values.items()
+        },
     }
 
 
-def draw(generator: Generator, params: Params, parts: Parts, labels: np.ndarray | None, first: int, end: int) -> None:
+def draw(
+    generator: Generator,
+    params: Params,
+    parts: Parts,
+    labels: np.ndarray | None,
+    first: int,
+    end: int,
+) -> None:
     """Draws what is missing of the samples first..end−1, and stores each batch."""
     ranges = parts.missing(first, end, generator.batch_size)
     with progress_bar(
@@ -218,13 +306,19 @@ def draw(generator: Generator, params: Params, parts: Parts, labels: np.ndarray 
                 return True
 
             batch = generator(
-                params, seed=SEED.value, indices=indices, labels=None if labels is None else labels[indices], progress=progress
+                params,
+                seed=SEED.value,
+                indices=indices,
+                labels=None if labels is None else labels[indices],
+                progress=progress,
             )
             assert batch is not None  # progress never stops it
             try:
                 parts.save(start, batch)
             except UserError as error:
-                raise UserError(f'{error}\nThe same command goes on after the {len(parts.finished())} batches stored before.') from error
+                raise UserError(
+                    f'{error}\nThe same command goes on after the {len(parts.finished())} batches stored before.'
+                ) from error
 
 
 def finished_images(parts: Parts, count: int) -> np.ndarray | None:
@@ -236,7 +330,9 @@ def finished_images(parts: Parts, count: int) -> np.ndarray | None:
 
 def devices() -> list[jax.Device]:
     if DEVICES.value > jax.local_device_count():
-        raise UserError(f'--devices: {DEVICES.value} asked for, but this machine has {jax.local_device_count()}')
+        raise UserError(
+            f'--devices: {DEVICES.value} asked for, but this machine has {jax.local_device_count()}'
+        )
     return jax.local_devices()[: DEVICES.value or None]
 
 
@@ -248,7 +344,9 @@ def chosen_classes(config: Config, names: tuple[str, ...]) -> list[int]:
     """
     given = CLASS_LABELS.value
     if config.model.num_classes == 0 and given is not None:
-        raise UserError('--class_labels: the model is unconditional (model.num_classes=0); leave the flag out')
+        raise UserError(
+            '--class_labels: the model is unconditional (model.num_classes=0); leave the flag out'
+        )
     return [label_of(label, config.model.num_classes, names) for label in given or []]
 
 

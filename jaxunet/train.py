@@ -32,9 +32,15 @@ from jaxunet.training.loop import train
 from jaxunet.training.parallel import Parallel
 
 CONFIG = cli.define_config()
-WORKDIR = flags.DEFINE_string('workdir', None, 'Where checkpoints, logs and samples go; default: runs/NAME for configs/NAME.py.')
+WORKDIR = flags.DEFINE_string(
+    'workdir',
+    None,
+    'Where checkpoints, logs and samples go; default: runs/NAME for configs/NAME.py.',
+)
 DRY_RUN = flags.DEFINE_bool(
-    'dry_run', False, 'Print the resolved config, parameter count, GFLOPs per image and a memory estimate, and exit.'
+    'dry_run',
+    False,
+    'Print the resolved config, parameter count, GFLOPs per image and a memory estimate, and exit.',
 )
 CLUSTER = flags.DEFINE_enum(
     'cluster',
@@ -43,12 +49,19 @@ CLUSTER = flags.DEFINE_enum(
     'Who started the processes of a run over several: slurm (srun), ompi (mpirun of Open MPI 4), mpi4py (any mpirun; needs mpi4py), auto '
     '(whichever of them left its environment variables), or none, which trains in one process whatever those say.',
 )
-COORDINATOR = flags.DEFINE_string('coordinator', None, 'HOST:PORT of process 0, to start by hand; with the next two flags.')
+COORDINATOR = flags.DEFINE_string(
+    'coordinator', None, 'HOST:PORT of process 0, to start by hand; with the next two flags.'
+)
 PROCESSES = flags.DEFINE_integer('num_processes', None, 'Number of processes of the run.')
 PROCESS = flags.DEFINE_integer('process_id', None, 'Number of this process, from 0.')
-WAIT = flags.DEFINE_integer('wait_seconds', 300, 'How long to wait for the other processes to start.', lower_bound=1)
+WAIT = flags.DEFINE_integer(
+    'wait_seconds', 300, 'How long to wait for the other processes to start.', lower_bound=1
+)
 HEARTBEAT = flags.DEFINE_integer(
-    'heartbeat_seconds', 30, 'A process that gave no sign for so long is taken for dead, and the others end.', lower_bound=2
+    'heartbeat_seconds',
+    30,
+    'A process that gave no sign for so long is taken for dead, and the others end.',
+    lower_bound=2,
 )
 
 
@@ -57,7 +70,14 @@ def main(argv: Sequence[str]) -> None:
     if DRY_RUN.value:
         dry_run(config)
         return
-    start = distributed.Start(CLUSTER.value, COORDINATOR.value, PROCESSES.value, PROCESS.value, WAIT.value, HEARTBEAT.value)
+    start = distributed.Start(
+        CLUSTER.value,
+        COORDINATOR.value,
+        PROCESSES.value,
+        PROCESS.value,
+        WAIT.value,
+        HEARTBEAT.value,
+    )
     code = 0
     with distributed.joined(start):
         try:
@@ -68,7 +88,9 @@ def main(argv: Sequence[str]) -> None:
             print(f'error: {error}', file=sys.stderr, flush=True)
             code = cli.USER_ERROR
     if compiling():
-        distributed.end(code)  # everything is saved; the compiler's thread would hold the exit up, or crash in it
+        distributed.end(
+            code
+        )  # everything is saved; the compiler's thread would hold the exit up, or crash in it
 
 
 def compiling() -> bool:
@@ -82,16 +104,23 @@ def run(config: Config) -> None:
     load_ops(config.backend, config.precision)  # both fail before anything is read or written
     Parallel(config)
     height, width, channels = config.image_shape
-    source = open_source(config.data.path, image_shape=(height, width, channels), classes=config.data.classes)
+    source = open_source(
+        config.data.path, image_shape=(height, width, channels), classes=config.data.classes
+    )
     check_classes(config, source)
-    workdir = pathlib.Path(WORKDIR.value) if WORKDIR.value else pathlib.Path('runs') / default_name()
+    workdir = (
+        pathlib.Path(WORKDIR.value) if WORKDIR.value else pathlib.Path('runs') / default_name()
+    )
     distributed.agree(
         fields(config)
         | {
             'jax': jax.__version__,
             'devices': f'{jax.local_device_count()} x {jax.local_devices()[0].device_kind}',
             'workdir': workdir,
-            'checkpoints in the workdir, which the processes must share': ', '.join(checkpoint_names(workdir)) or 'none',
+            'checkpoints in the workdir, which the processes must share': ', '.join(
+                checkpoint_names(workdir)
+            )
+            or 'none',
             f'images in {config.data.path}': len(source),
         }
     )
@@ -112,19 +141,27 @@ def default_name() -> str:
     given = [a for a in sys.argv[1:] if a.startswith('--config=')] or [
         sys.argv[i + 1] for i, a in enumerate(sys.argv[1:-1], 1) if a == '--config'
     ]
-    return pathlib.Path(given[-1].removeprefix('--config=').split(':')[0]).stem if given else 'digits'
+    return (
+        pathlib.Path(given[-1].removeprefix('--config=').split(':')[0]).stem if given else 'digits'
+    )
 
 
 def fields(config: Config) -> dict[str, object]:
     """Every field of a config by its dotted name."""
     flat: dict[str, object] = {}
     for name, value in to_dict(config).items():
-        flat |= {f'{name}.{field}': v for field, v in value.items()} if isinstance(value, dict) else {name: value}
+        flat |= (
+            {f'{name}.{field}': v for field, v in value.items()}
+            if isinstance(value, dict)
+            else {name: value}
+        )
     return flat
 
 
 def checkpoint_names(workdir: pathlib.Path) -> list[str]:
-    return sorted(entry.name for entry in (workdir / checkpoint.FOLDER).glob('*') if entry.name.isdigit())
+    return sorted(
+        entry.name for entry in (workdir / checkpoint.FOLDER).glob('*') if entry.name.isdigit()
+    )
 
 
 def dry_run(config: Config) -> None:

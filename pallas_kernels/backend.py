@@ -22,10 +22,14 @@ def group_norm(
     silu: bool = False,
 ) -> Float[Array, 'batch height width channels']:
     """GroupNorm [+ SiLU]; see `jaxunet.ops.group_norm.reference.group_norm`."""
-    return group_norm_kernels.group_norm(x, scale, offset, groups=groups, eps=eps, silu=silu, interpret=device.interpreted())
+    return group_norm_kernels.group_norm(
+        x, scale, offset, groups=groups, eps=eps, silu=silu, interpret=device.interpreted()
+    )
 
 
-def attention(qkv: Float[Array, 'batch tokens packed'], *, num_heads: int) -> Float[Array, 'batch tokens channels']:
+def attention(
+    qkv: Float[Array, 'batch tokens packed'], *, num_heads: int
+) -> Float[Array, 'batch tokens channels']:
     """Multi-head attention on packed qkv; see `jaxunet.ops.attention.reference.attention`."""
     return attention_kernels.attention(qkv, num_heads=num_heads, interpret=device.interpreted())
 

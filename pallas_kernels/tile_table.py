@@ -56,13 +56,18 @@ def load(kind: str) -> Mapping[Key, Entry]:
     """
     file = path(kind)
     if not file.exists():
-        logging.getLogger(__name__).info('no measured tiles for %s (%s): kernels take their default tiles', kind, file.name)
+        logging.getLogger(__name__).info(
+            'no measured tiles for %s (%s): kernels take their default tiles', kind, file.name
+        )
         return {}
     found: dict[Key, Entry] = {}
     for number, line in enumerate(file.read_text().splitlines(), 1):
         try:
             row = json.loads(line)
-            key, entry = Key(row['kernel'], row['dtype'], row['shape']), Entry(dict(row['tile']), row['us'])
+            key, entry = (
+                Key(row['kernel'], row['dtype'], row['shape']),
+                Entry(dict(row['tile']), row['us']),
+            )
         except (KeyError, TypeError, ValueError) as error:
             raise ValueError(
                 f'{file}:{number}: expected kernel, dtype, shape, tile and us, found {line[:80]!r} ({error}); correct the line'
@@ -112,7 +117,10 @@ def update(kind: str, timed: Mapping[Key, Mapping[Any, float]], chosen: Mapping[
 
 def save(kind: str, table: Mapping[Key, Entry]) -> None:
     """Writes a device's table, in the order of its keys."""
-    lines = [json.dumps({**key._asdict(), **entry._asdict()}) for key, entry in sorted(table.items(), key=lambda item: natural(item[0]))]
+    lines = [
+        json.dumps({**key._asdict(), **entry._asdict()})
+        for key, entry in sorted(table.items(), key=lambda item: natural(item[0]))
+    ]
     FOLDER.mkdir(exist_ok=True)
     path(kind).write_text('\n'.join(lines) + '\n')
     load.cache_clear()
@@ -120,4 +128,6 @@ def save(kind: str, table: Mapping[Key, Entry]) -> None:
 
 def natural(key: Key) -> list[tuple[str, int]]:
     """Numbers in the order of their values."""
-    return [(text, int(number or 0)) for text, number in re.findall(r'([^0-9]*)([0-9]*)', ' '.join(key))]
+    return [
+        (text, int(number or 0)) for text, number in re.findall(r'([^0-9]*)([0-9]*)', ' '.join(key))
+    ]

@@ -1,1 +1,1 @@
-from settings import *  # noqa: F403
+from settings import *

@@ -25,7 +25,9 @@ def encoded(pixels: np.ndarray | Image.Image, kind: str = 'PNG', **options) -> b
     return file.getvalue()
 
 
-def write_zip(path: pathlib.Path, files: dict[str, bytes], method: int = zipfile.ZIP_STORED) -> pathlib.Path:
+def write_zip(
+    path: pathlib.Path, files: dict[str, bytes], method: int = zipfile.ZIP_STORED
+) -> pathlib.Path:
     with zipfile.ZipFile(path, 'w', method) as archive:
         for name, data in files.items():
             archive.writestr(name, data)
@@ -53,12 +55,18 @@ def put(path: pathlib.Path, files: dict[str, bytes], form: str) -> pathlib.Path:
         case 'folder':
             return write_folder(path / 'images', files)
         case 'zip' | 'deflated.zip' | 'bzip2.zip':
-            methods = {'zip': zipfile.ZIP_STORED, 'deflated.zip': zipfile.ZIP_DEFLATED, 'bzip2.zip': zipfile.ZIP_BZIP2}
+            methods = {
+                'zip': zipfile.ZIP_STORED,
+                'deflated.zip': zipfile.ZIP_DEFLATED,
+                'bzip2.zip': zipfile.ZIP_BZIP2,
+            }
             return write_zip(path / f'images.{form}', files, methods[form])
         case 'tar':
             return write_tar(path / 'images.tar', files)
         case _:
-            return write_tar(path / f'images.{form}', files, {'tgz': 'gz', 'tar.gz': 'gz', 'tar.xz': 'xz'}[form])
+            return write_tar(
+                path / f'images.{form}', files, {'tgz': 'gz', 'tar.gz': 'gz', 'tar.xz': 'xz'}[form]
+            )
 
 
 def everything(source) -> np.ndarray:
@@ -77,10 +85,27 @@ def python2_batch(pixels: np.ndarray, labels: list[int]) -> bytes:
     raw = pixels.transpose(0, 3, 1, 2).tobytes()
     n = len(labels)
     dtype = (
-        b'cnumpy\ndtype\nq\n' + short(b'u1') + b'K\x00K\x01\x87Rq\x0b(K\x03' + short(b'|') + b'NNNJ\xff\xff\xff\xffJ\xff\xff\xff\xffK\x00tb'
+        b'cnumpy\ndtype\nq\n'
+        + short(b'u1')
+        + b'K\x00K\x01\x87Rq\x0b(K\x03'
+        + short(b'|')
+        + b'NNNJ\xff\xff\xff\xffJ\xff\xff\xff\xffK\x00tb'
     )
-    array = b'cnumpy.core.multiarray\n_reconstruct\nq\x07cnumpy\nndarray\nq\x08K\x00\x85' + short(b'b') + b'\x87Rq\x09(K\x01'
-    array += number(n) + number(3072) + b'\x86' + dtype + b'\x89T' + struct.pack('<i', len(raw)) + raw + b'tb'
+    array = (
+        b'cnumpy.core.multiarray\n_reconstruct\nq\x07cnumpy\nndarray\nq\x08K\x00\x85'
+        + short(b'b')
+        + b'\x87Rq\x09(K\x01'
+    )
+    array += (
+        number(n)
+        + number(3072)
+        + b'\x86'
+        + dtype
+        + b'\x89T'
+        + struct.pack('<i', len(raw))
+        + raw
+        + b'tb'
+    )
     names = b']q\x0e(' + b''.join(short(b'image_%d.png' % i) for i in range(n)) + b'e'
     return (
         b'\x80\x02}q\x01('
@@ -94,6 +119,9 @@ def python2_batch(pixels: np.ndarray, labels: list[int]) -> bytes:
 def official_files(n: int = 4) -> dict[str, bytes]:
     prefix = 'cifar-10-batches-py/'
     files = {
-        f'{prefix}data_batch_{i}': python2_batch(random_pixels(i, (n, 32, 32, 3)), [(i + j) % 10 for j in range(n)]) for i in range(1, 6)
+        f'{prefix}data_batch_{i}': python2_batch(
+            random_pixels(i, (n, 32, 32, 3)), [(i + j) % 10 for j in range(n)]
+        )
+        for i in range(1, 6)
     }
     return {**files, f'{prefix}batches.meta': b'\x80\x02}.', f'{prefix}test_batch': b'\x80\x02}.'}

@@ -47,22 +47,39 @@ def summary(activations: np.ndarray) -> np.ndarray:
 
 def of_pytorch_fid(state: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
     """What pytorch-fid's network of these weights makes of `images`: every layer's output by name, NHWC, `features` and `logits`."""
-    import pytorch_fid.inception as theirs  # noqa: PLC0415  # in none of the extras: its torch is larger than all the rest
-    import torch  # noqa: PLC0415
+    import pytorch_fid.inception as theirs  # in none of the extras: its torch is larger than all the rest
+    import torch
 
-    counters = {name.replace('weight', 'num_batches_tracked'): torch.tensor(0) for name in state if name.endswith('bn.weight')}
+    counters = {
+        name.replace('weight', 'num_batches_tracked'): torch.tensor(0)
+        for name in state
+        if name.endswith('bn.weight')
+    }
     tensors = {**{name: torch.from_numpy(value) for name, value in state.items()}, **counters}
-    download, theirs.load_state_dict_from_url = theirs.load_state_dict_from_url, lambda *_, **__: tensors
+    download, theirs.load_state_dict_from_url = (
+        theirs.load_state_dict_from_url,
+        lambda *_, **__: tensors,
+    )
     try:
         network, whole = theirs.InceptionV3([3]).eval(), theirs.fid_inception_v3().eval()
     finally:
         theirs.load_state_dict_from_url = download
-    inner = ['Conv2d_1a_3x3 Conv2d_2a_3x3 Conv2d_2b_3x3 maxpool1', 'Conv2d_3b_1x1 Conv2d_4a_3x3 maxpool2']
-    inner += ['Mixed_5b Mixed_5c Mixed_5d Mixed_6a Mixed_6b Mixed_6c Mixed_6d Mixed_6e', 'Mixed_7a Mixed_7b Mixed_7c']
+    inner = [
+        'Conv2d_1a_3x3 Conv2d_2a_3x3 Conv2d_2b_3x3 maxpool1',
+        'Conv2d_3b_1x1 Conv2d_4a_3x3 maxpool2',
+    ]
+    inner += [
+        'Mixed_5b Mixed_5c Mixed_5d Mixed_6a Mixed_6b Mixed_6c Mixed_6d Mixed_6e',
+        'Mixed_7a Mixed_7b Mixed_7c',
+    ]
     outputs: dict[str, np.ndarray] = {}
 
     def watch(name: str, module: Any) -> None:
-        module.register_forward_hook(lambda _module, _input, output: outputs.__setitem__(name, output.permute(0, 2, 3, 1).numpy().copy()))
+        module.register_forward_hook(
+            lambda _module, _input, output: outputs.__setitem__(
+                name, output.permute(0, 2, 3, 1).numpy().copy()
+            )
+        )
 
     for block, names in zip(network.blocks, inner, strict=True):
         for name, module in zip(names.split(), block, strict=False):
@@ -71,13 +88,18 @@ def of_pytorch_fid(state: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
                 for child, convolution in module.named_children():
                     watch(f'{name}.{child}', convolution)
     with torch.no_grad():
-        features = network(torch.from_numpy(images()).permute(0, 3, 1, 2).float() / 255)[0][:, :, 0, 0]
+        features = network(torch.from_numpy(images()).permute(0, 3, 1, 2).float() / 255)[0][
+            :, :, 0, 0
+        ]
         return {**outputs, 'features': features.numpy(), 'logits': whole.fc(features).numpy()}
 
 
 def write_golden() -> None:
     outputs = of_pytorch_fid(random_state())
-    numbers = {name: value[:, : COLUMNS[name]] if name in COLUMNS else summary(value) for name, value in outputs.items()}
+    numbers = {
+        name: value[:, : COLUMNS[name]] if name in COLUMNS else summary(value)
+        for name, value in outputs.items()
+    }
     np.savez_compressed(GOLDEN, **numbers)  # type: ignore[arg-type]
 
 

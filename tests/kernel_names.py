@@ -6,7 +6,9 @@ from typing import Any
 
 import jax
 
-NAME = re.compile(r'jaxunet_[a-z0-9_]+?(?=(?:_mosaic_gpu|_\d+)?\b)')  # Mosaic adds a suffix to some, and numbers a dump
+NAME = re.compile(
+    r'jaxunet_[a-z0-9_]+?(?=(?:_mosaic_gpu|_\d+)?\b)'
+)  # Mosaic adds a suffix to some, and numbers a dump
 
 
 def count(lowered: jax.stages.Lowered) -> collections.Counter[str]:
@@ -14,7 +16,10 @@ def count(lowered: jax.stages.Lowered) -> collections.Counter[str]:
 
     A function that is called from several places counts as often as it is called. Other custom calls count under their target.
     """
-    functions = {f.operation.attributes['sym_name'].value: f.operation for f in lowered.compiler_ir('stablehlo').body.operations}
+    functions = {
+        f.operation.attributes['sym_name'].value: f.operation
+        for f in lowered.compiler_ir('stablehlo').body.operations
+    }
     known: dict[str, collections.Counter[str]] = {}
 
     def of(name: str) -> collections.Counter[str]:
@@ -35,7 +40,9 @@ def count(lowered: jax.stages.Lowered) -> collections.Counter[str]:
             found.update(of(operation.attributes['callee'].value))
         elif operation.name == 'stablehlo.custom_call':
             config = ' '.join(
-                str(operation.attributes[key]) for key in ('backend_config', 'mhlo.backend_config') if key in operation.attributes
+                str(operation.attributes[key])
+                for key in ('backend_config', 'mhlo.backend_config')
+                if key in operation.attributes
             )
             names = set(NAME.findall(config))
             assert len(names) <= 1, names

@@ -40,21 +40,26 @@ NOT_THE_PROGRAM = ('jax.result_info', 'jax.arg_info')  # attributes that name pa
 
 def lower(name: str, backend: str) -> jax.stages.Lowered:
     """The training step of a config with the kernels of a backend. All that is imported from the project is here."""
-    from jaxunet.checkpoint.state import make_optimizer  # noqa: PLC0415
-    from jaxunet.checkpoint.store import state_template  # noqa: PLC0415
-    from jaxunet.config import Config, resolve, to_dict  # noqa: PLC0415
-    from jaxunet.diffusion.process import make_diffusion  # noqa: PLC0415
-    from jaxunet.model.unet import build_unet  # noqa: PLC0415
-    from jaxunet.ops.backends import ops_of  # noqa: PLC0415
-    from jaxunet.runtime import device  # noqa: PLC0415
-    from jaxunet.training.step import make_train_step  # noqa: PLC0415
+    from jaxunet.checkpoint.state import make_optimizer
+    from jaxunet.checkpoint.store import state_template
+    from jaxunet.config import Config, resolve, to_dict
+    from jaxunet.diffusion.process import make_diffusion
+    from jaxunet.model.unet import build_unet
+    from jaxunet.ops.backends import ops_of
+    from jaxunet.runtime import device
+    from jaxunet.training.step import make_train_step
 
     if name == 'small':
         config = resolve(to_dict(Config().replace(**SMALL)))
     else:
         config = resolve(runpy.run_path(str(ROOT / 'configs' / f'{name}.py'))['get_config']())
     config = config.replace(backend=backend)
-    step = make_train_step(config, build_unet(config, ops_of(backend)), make_diffusion(config.diffusion), make_optimizer(config))
+    step = make_train_step(
+        config,
+        build_unet(config, ops_of(backend)),
+        make_diffusion(config.diffusion),
+        make_optimizer(config),
+    )
     size = config.data.batch_size
     batch = {
         'image': jax.ShapeDtypeStruct((size, *config.image_shape), 'uint8'),
@@ -62,7 +67,11 @@ def lower(name: str, backend: str) -> jax.stages.Lowered:
         'row': jax.ShapeDtypeStruct((size,), 'int32'),
     }
     with device.use(device.Target.HOPPER):
-        return jax.jit(step, donate_argnums=0).trace(state_template(config), batch).lower(lowering_platforms=('cuda',))
+        return (
+            jax.jit(step, donate_argnums=0)
+            .trace(state_template(config), batch)
+            .lower(lowering_platforms=('cuda',))
+        )
 
 
 def text(lowered: jax.stages.Lowered) -> str:
@@ -70,25 +79,52 @@ def text(lowered: jax.stages.Lowered) -> str:
     module = lowered.compiler_ir('stablehlo')
     with module.context:
         module = module.operation.clone()
-        functions = {op.operation.attributes['sym_name'].value: op.operation for op in _children(module) if op.name == 'func.func'}
+        functions = {
+            op.operation.attributes['sym_name'].value: op.operation
+            for op in _children(module)
+            if op.name == 'func.func'
+        }
         order = ['main']
         for name in order:  # grows while it is walked
             for op in _descendants(functions[name]):
                 _clean(op)
-                if op.name == 'func.call' and (callee := op.attributes['callee'].value) not in order:
+                if (
+                    op.name == 'func.call'
+                    and (callee := op.attributes['callee'].value) not in order
+                ):
                     order.append(callee)
-        others = [op.get_asm(enable_debug_info=False) for op in _children(module) if op.name != 'func.func']
+        others = [
+            op.get_asm(enable_debug_info=False)
+            for op in _children(module)
+            if op.name != 'func.func'
+        ]
         numbers = {name: f'@function_{i}' for i, name in enumerate(order)}
         names = re.compile(r'@(?:"([^"]+)"|([\w.$-]+))')
 
         def renamed(match: re.Match[str]) -> str:
             return numbers.get(match[1] or match[2], match[0])
 
-        return '\n'.join([*others, *(names.sub(renamed, functions[name].get_asm(enable_debug_info=False)) for name in order)]) + '\n'
+        return (
+            '\n'.join(
+                [
+                    *others,
+                    *(
+                        names.sub(renamed, functions[name].get_asm(enable_debug_info=False))
+                        for name in order
+                    ),
+                ]
+            )
+            + '\n'
+        )
 
 
 def _children(op: Any) -> list[Any]:
-    return [child.operation for region in op.regions for block in region.blocks for child in block.operations]
+    return [
+        child.operation
+        for region in op.regions
+        for block in region.blocks
+        for child in block.operations
+    ]
 
 
 def _descendants(op: Any) -> list[Any]:
@@ -101,7 +137,9 @@ def _clean(op: Any) -> None:
     for attribute in ('arg_attrs', 'res_attrs'):
         if op.name == 'func.func' and attribute in op.attributes:
             kept = [
-                ir.DictAttr.get({a.name: a.attr for a in ir.DictAttr(one) if a.name not in NOT_THE_PROGRAM})
+                ir.DictAttr.get(
+                    {a.name: a.attr for a in ir.DictAttr(one) if a.name not in NOT_THE_PROGRAM}
+                )
                 for one in ir.ArrayAttr(op.attributes[attribute])
             ]
             op.attributes[attribute] = ir.ArrayAttr.get(kept)
@@ -122,7 +160,9 @@ def _kernel_digest(bytecode: bytes) -> str:
     with context:
         found = ir.Module.parse(bytecode).operation.get_asm(enable_debug_info=False)
     if '.py"' in found:
-        raise ValueError(f'a kernel still names a Python file: {found[max(found.index(".py") - 200, 0) :][:400]}')
+        raise ValueError(
+            f'a kernel still names a Python file: {found[max(found.index(".py") - 200, 0) :][:400]}'
+        )
     return hashlib.sha256(found.encode()).hexdigest()
 
 
@@ -131,7 +171,9 @@ def digest(name: str, backend: str) -> str:
     environment = {k: v for k, v in os.environ.items() if not k.startswith(('JAX_', 'XLA_'))}
     environment |= {'PYTHONPATH': str(ROOT), 'JAX_PLATFORMS': 'cpu'}
     command = [sys.executable, __file__, name, backend]
-    done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        command, env=environment, cwd=ROOT, capture_output=True, text=True, check=False
+    )
     if done.returncode:
         raise RuntimeError(f'{name}, {backend}: cannot be lowered:\n{done.stderr}')
     return done.stdout.strip()
@@ -146,7 +188,10 @@ def main(arguments: list[str]) -> int:
         return 0
     found = {f'{name} {backend}': digest(name, backend) for name in CONFIGS for backend in BACKENDS}
     if arguments:
-        RECORDED.write_text(json.dumps({'jax': jax.__version__, 'digests': found}, indent=1) + '\n', encoding='utf-8')
+        RECORDED.write_text(
+            json.dumps({'jax': jax.__version__, 'digests': found}, indent=1) + '\n',
+            encoding='utf-8',
+        )
         return 0
     recorded = json.loads(RECORDED.read_text(encoding='utf-8'))
     for key, value in found.items():

@@ -19,13 +19,19 @@ Op = Callable[..., Any]  # arrays in, one array or a tree of arrays out
 DTYPES = ('float32', 'bfloat16')
 
 
-def draw(shape: tuple[int, ...], dtype: str, *, scale: float = 1.0, offset: float = 0.0) -> np.ndarray:
+def draw(
+    shape: tuple[int, ...], dtype: str, *, scale: float = 1.0, offset: float = 0.0
+) -> np.ndarray:
     """Fresh normal numbers, float64, rounded so that `dtype` holds them exactly."""
     values = offset + scale * np.random.default_rng().standard_normal(shape)
-    return np.asarray(jnp.asarray(values, jnp.float32).astype(dtype).astype(jnp.float32), np.float64)
+    return np.asarray(
+        jnp.asarray(values, jnp.float32).astype(dtype).astype(jnp.float32), np.float64
+    )
 
 
-def assert_parity(kernel: Op, reference: Op, inputs: dict[str, tuple[np.ndarray, str]], *, gradients: bool = True) -> dict[str, float]:
+def assert_parity(
+    kernel: Op, reference: Op, inputs: dict[str, tuple[np.ndarray, str]], *, gradients: bool = True
+) -> dict[str, float]:
     """Values, and the gradient of every input under a random cotangent, of `kernel` against `reference`.
 
     Args:
@@ -38,7 +44,10 @@ def assert_parity(kernel: Op, reference: Op, inputs: dict[str, tuple[np.ndarray,
       AssertionError: an error above 2 × that of the plain op + 4 · eps_f32 · max|exact|, a NaN, or another shape or type.
     """
     device = jax.devices()[0]
-    typed = {name: jax.device_put(jnp.asarray(value, jnp.float32).astype(dtype), device) for name, (value, dtype) in inputs.items()}
+    typed = {
+        name: jax.device_put(jnp.asarray(value, jnp.float32).astype(dtype), device)
+        for name, (value, dtype) in inputs.items()
+    }
     shapes = jax.eval_shape(reference, **typed)
     cotangent = jax.tree.map(lambda s: draw(s.shape, str(s.dtype)), shapes)
 
@@ -50,12 +59,21 @@ def assert_parity(kernel: Op, reference: Op, inputs: dict[str, tuple[np.ndarray,
             return out, pull(cotangent)[0]
 
         # Without leave to keep more precision than the types say, which would make "the same type" mean nothing for the plain op.
-        out, pulled = jax.jit(both, compiler_options={'xla_allow_excess_precision': False})(arguments, cotangent)
-        named = {f'output{jax.tree_util.keystr(path)}': leaf for path, leaf in jax.tree_util.tree_leaves_with_path(out)}
+        out, pulled = jax.jit(both, compiler_options={'xla_allow_excess_precision': False})(
+            arguments, cotangent
+        )
+        named = {
+            f'output{jax.tree_util.keystr(path)}': leaf
+            for path, leaf in jax.tree_util.tree_leaves_with_path(out)
+        }
         return named | {f'gradient of {name}': leaf for name, leaf in (pulled or {}).items()}
 
     def typed_like(tree: Any) -> Any:
-        return jax.tree.map(lambda v, s: jax.device_put(jnp.asarray(v, jnp.float32).astype(s.dtype), device), tree, shapes)
+        return jax.tree.map(
+            lambda v, s: jax.device_put(jnp.asarray(v, jnp.float32).astype(s.dtype), device),
+            tree,
+            shapes,
+        )
 
     plain = run(reference, typed, typed_like(cotangent))
     _poison(plain)
@@ -63,19 +81,35 @@ def assert_parity(kernel: Op, reference: Op, inputs: dict[str, tuple[np.ndarray,
     cpu = jax.local_devices(backend='cpu')[0]
     with jax.enable_x64(True), jax.default_device(cpu):
         wide = {name: jnp.asarray(value, jnp.float64) for name, (value, _) in inputs.items()}
-        exact = {k: np.asarray(v) for k, v in run(reference, wide, jax.tree.map(lambda v: jnp.asarray(v, jnp.float64), cotangent)).items()}
+        exact = {
+            k: np.asarray(v)
+            for k, v in run(
+                reference, wide, jax.tree.map(lambda v: jnp.asarray(v, jnp.float64), cotangent)
+            ).items()
+        }
 
     shares = {}
     for name, want in exact.items():
-        assert got[name].dtype == plain[name].dtype, f'{name}: expected {plain[name].dtype}, found {got[name].dtype}'
-        assert got[name].shape == want.shape, f'{name}: expected shape {want.shape}, found {got[name].shape}'
-        shares[name] = _share(np.asarray(got[name], np.float64), np.asarray(plain[name], np.float64), want)
+        assert got[name].dtype == plain[name].dtype, (
+            f'{name}: expected {plain[name].dtype}, found {got[name].dtype}'
+        )
+        assert got[name].shape == want.shape, (
+            f'{name}: expected shape {want.shape}, found {got[name].shape}'
+        )
+        shares[name] = _share(
+            np.asarray(got[name], np.float64), np.asarray(plain[name], np.float64), want
+        )
     wrong = {name: round(share, 3) for name, share in shares.items() if not share <= 1}
     assert not wrong, f'error as a share of what is allowed: {wrong}'
     return shares
 
 
-def assert_parity_in_some_draw(kernel: Op, reference: Op, inputs: Callable[[], dict[str, tuple[np.ndarray, str]]], **options: Any) -> None:
+def assert_parity_in_some_draw(
+    kernel: Op,
+    reference: Op,
+    inputs: Callable[[], dict[str, tuple[np.ndarray, str]]],
+    **options: Any,
+) -> None:
     """`assert_parity` on fresh inputs, up to three times.
 
     Where a few elements carry the largest error, as in softmax rows that one key dominates, that error is itself a draw, for kernel and
@@ -90,14 +124,19 @@ def assert_parity_in_some_draw(kernel: Op, reference: Op, inputs: Callable[[], d
                 raise
 
 
-def assert_runs_are_identical(kernel: Op, inputs: dict[str, tuple[np.ndarray, str]], runs: int = 5) -> None:
+def assert_runs_are_identical(
+    kernel: Op, inputs: dict[str, tuple[np.ndarray, str]], runs: int = 5
+) -> None:
     """Values and gradients of several runs, bit for bit; inputs as `assert_parity` takes them."""
 
     def both(arguments: dict[str, Any]) -> Any:
         out, pull = jax.vjp(lambda a: kernel(**a), arguments)
         return out, pull(jax.tree.map(jnp.ones_like, out))[0]
 
-    typed = {name: jnp.asarray(value, jnp.float32).astype(dtype) for name, (value, dtype) in inputs.items()}
+    typed = {
+        name: jnp.asarray(value, jnp.float32).astype(dtype)
+        for name, (value, dtype) in inputs.items()
+    }
     call = jax.jit(both)
     first = jax.tree.map(np.asarray, call(typed))
     for _ in range(runs - 1):
@@ -107,14 +146,18 @@ def assert_runs_are_identical(kernel: Op, inputs: dict[str, tuple[np.ndarray, st
 def _share(got: np.ndarray, plain: np.ndarray, exact: np.ndarray) -> float:
     if not np.isfinite(got).all():
         return float('nan')
-    allowed = 2 * np.abs(plain - exact).max() + 4 * float(np.finfo(np.float32).eps) * np.abs(exact).max()
+    allowed = (
+        2 * np.abs(plain - exact).max() + 4 * float(np.finfo(np.float32).eps) * np.abs(exact).max()
+    )
     error = np.abs(got - exact).max()
     return float(error / allowed) if allowed else float(error > 0)
 
 
 def _poison(results: dict[str, Any]) -> None:
     """Leaves NaN in the memory that the next results are likely to get, so that what a kernel does not write shows."""
-    filled = [jnp.full(leaf.shape, jnp.nan, leaf.dtype) for leaf in results.values() for _ in range(2)]
+    filled = [
+        jnp.full(leaf.shape, jnp.nan, leaf.dtype) for leaf in results.values() for _ in range(2)
+    ]
     jax.block_until_ready(filled)
 
 

@@ -5,7 +5,9 @@ from jaxunet.profile.hlo import Instruction, Program
 
 INSTRUCTIONS = {
     'conv.1': Instruction('custom-call', 'jit(whole)/jvp(forward)/UNet/middle_res_0/conv'),
-    'jaxunet_conv3x3_dx.2': Instruction('custom-call', 'jit(whole)/transpose(jvp(forward))/UNet/middle_res_0/pallas_call'),
+    'jaxunet_conv3x3_dx.2': Instruction(
+        'custom-call', 'jit(whole)/transpose(jvp(forward))/UNet/middle_res_0/pallas_call'
+    ),
     'all-reduce-start.1': Instruction('all-reduce-start', 'jit(whole)/all_reduce/psum'),
     'add_fusion.3': Instruction('fusion', 'jit(whole)/optimizer/add'),
 }
@@ -23,9 +25,18 @@ def gpu_events(shift=0.0):
     collective = [('ncclDevKernel_AllReduce_Sum_f32_RING_LL', 20, 20, 'all-reduce-start.1')]
 
     def events(rows):
-        return [Event(n, (s + shift) * 1e3, d * 1e3, {'hlo_op': h, 'hlo_module': 'jit_whole'} if h else {}) for n, s, d, h in rows]
+        return [
+            Event(
+                n, (s + shift) * 1e3, d * 1e3, {'hlo_op': h, 'hlo_module': 'jit_whole'} if h else {}
+            )
+            for n, s, d, h in rows
+        ]
 
-    return [('Stream #13(Compute)', events(compute)), ('Stream #20(Nccl)', events(collective)), ('XLA Modules', events(compute))]
+    return [
+        ('Stream #13(Compute)', events(compute)),
+        ('Stream #20(Nccl)', events(collective)),
+        ('XLA Modules', events(compute)),
+    ]
 
 
 def gpu_trace(devices=2):
@@ -37,4 +48,6 @@ def gpu_trace(devices=2):
         Event('after', 100.0, 5.0, {}),
     ]
     planes = [(f'/device:GPU:{d}', gpu_events(shift=d)) for d in range(devices)]
-    return build_trace([*planes, ('/host:CPU', [('python', host)]), ('/host:metadata', [])], PROGRAM, 1)
+    return build_trace(
+        [*planes, ('/host:CPU', [('python', host)]), ('/host:metadata', [])], PROGRAM, 1
+    )

@@ -10,18 +10,22 @@ import jaxlib.version
 QUICK = '--xla_backend_optimization_level=0 --xla_cpu_parallel_codegen_split_count=1'
 if jaxlib.version.__version_info__ < (0, 11):
     QUICK += ' --xla_cpu_use_fusion_emitters=false'  # halves it; later versions have no such choice
-os.environ['XLA_FLAGS'] = f'{os.environ.get("XLA_FLAGS", "")} --xla_force_host_platform_device_count=4 {QUICK}'
+os.environ['XLA_FLAGS'] = (
+    f'{os.environ.get("XLA_FLAGS", "")} --xla_force_host_platform_device_count=4 {QUICK}'
+)
 
 # Many tests, and the commands that they start, compile the same tiny programs.
-os.environ['JAX_COMPILATION_CACHE_DIR'] = str(pathlib.Path(__file__).parents[1] / '.pytest_cache' / 'xla')
+os.environ['JAX_COMPILATION_CACHE_DIR'] = str(
+    pathlib.Path(__file__).parents[1] / '.pytest_cache' / 'xla'
+)
 os.environ['JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS'] = '0.1'
 
 # A shell's background jobs ignore Ctrl-C, and so would every process of a test that sends it.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
-import jax  # noqa: E402
-import pytest  # noqa: E402
+import jax
+import pytest
 
 jax.config.update('jax_numpy_dtype_promotion', 'strict')
 jax.config.update('jax_numpy_rank_promotion', 'raise')

@@ -13,11 +13,21 @@ from parity import assert_parity_in_some_draw, draw
 
 from jaxunet.ops.attention import reference
 from pallas_kernels.attention import triton
-from pallas_kernels.attention.tiles import KERNELS, Tile, Tiles, candidates, default_tile, default_tiles, power_of_two
+from pallas_kernels.attention.tiles import (
+    KERNELS,
+    Tile,
+    Tiles,
+    candidates,
+    default_tile,
+    default_tiles,
+    power_of_two,
+)
 from pallas_kernels.attention.vjp import attention
 
 # JAX 0.11 announces that the Triton lowering will leave Pallas.
-pytestmark = pytest.mark.filterwarnings('ignore:The Pallas Triton backend is deprecated:DeprecationWarning')
+pytestmark = pytest.mark.filterwarnings(
+    'ignore:The Pallas Triton backend is deprecated:DeprecationWarning'
+)
 
 # Several blocks of queries and of keys whatever the size, so that every loop and every tail runs.
 SMALL = Tile(32, 16, 4), (Tile(16, 32, 4), Tile(32, 16, 4))
@@ -35,7 +45,12 @@ def check(batch, tokens, heads, width, dtype, tiles=None, *, values=None, gradie
         return reference.attention(qkv, num_heads=heads)
 
     def inputs():
-        return {'qkv': (draw((batch, tokens, 3 * heads * width), dtype) if values is None else values, dtype)}
+        return {
+            'qkv': (
+                draw((batch, tokens, 3 * heads * width), dtype) if values is None else values,
+                dtype,
+            )
+        }
 
     assert_parity_in_some_draw(kernel, plain, inputs, gradients=gradients)
 
@@ -51,7 +66,9 @@ def loss(qkv, heads=2, tiles=None, op=None):
 
 def same(found, expected):
     expected = np.asarray(expected, np.float64)
-    np.testing.assert_allclose(np.asarray(found, np.float64), expected, rtol=1e-5, atol=1e-5 * np.abs(expected).max())
+    np.testing.assert_allclose(
+        np.asarray(found, np.float64), expected, rtol=1e-5, atol=1e-5 * np.abs(expected).max()
+    )
 
 
 @pytest.mark.parametrize('dtype', triton.DTYPES)
@@ -60,7 +77,9 @@ def test_types(dtype, one_kernel):
     check(2, 64, 2, 32, dtype, small(64, one_kernel=one_kernel))
 
 
-@pytest.mark.parametrize(('tokens', 'dtype'), [(1, 'float32'), (16, 'bfloat16'), (49, 'float32'), (77, 'bfloat16')])
+@pytest.mark.parametrize(
+    ('tokens', 'dtype'), [(1, 'float32'), (16, 'bfloat16'), (49, 'float32'), (77, 'bfloat16')]
+)
 @pytest.mark.parametrize('one_kernel', [True, False], ids=['one_kernel', 'two_kernels'])
 def test_tokens_that_fill_no_block(tokens, dtype, one_kernel):
     check(1, tokens, 2, 16, dtype, small(tokens, one_kernel=one_kernel))
@@ -77,7 +96,9 @@ def test_wide_heads_of_few_tokens_in_one_kernel(dtype):
     check(2, 16, 1, 256, dtype, small(16, one_kernel=True))
 
 
-@pytest.mark.parametrize(('width', 'dtype'), [(32, 'float16'), (64, 'float32'), (128, 'bfloat16'), (256, 'float32')])
+@pytest.mark.parametrize(
+    ('width', 'dtype'), [(32, 'float16'), (64, 'float32'), (128, 'bfloat16'), (256, 'float32')]
+)
 def test_head_widths(width, dtype):
     check(1, 33, 2, width, dtype)
 
@@ -88,7 +109,9 @@ def test_padded_head_widths(width, heads, one_kernel):
     check(2, 20, heads, width, 'float32', small(20, one_kernel=one_kernel))
 
 
-@pytest.mark.parametrize(('tokens', 'heads', 'width'), [(64, 8, 32), (256, 1, 32), (256, 1, 64)], ids=str)
+@pytest.mark.parametrize(
+    ('tokens', 'heads', 'width'), [(64, 8, 32), (256, 1, 32), (256, 1, 64)], ids=str
+)
 def test_default_tiles_of_the_unet(tokens, heads, width):
     check(1, tokens, heads, width, 'bfloat16')
 
@@ -105,15 +128,24 @@ def test_large_logits(dtype):
 
 @pytest.mark.parametrize('dtype', triton.DTYPES)
 @pytest.mark.parametrize(
-    'backward', [Tile(16, 64, 4), (Tile(16, 64, 4), Tile(32, 16, 4)), SMALL[1]], ids=['one_kernel', 'two_kernels', 'many_blocks']
+    'backward',
+    [Tile(16, 64, 4), (Tile(16, 64, 4), Tile(32, 16, 4)), SMALL[1]],
+    ids=['one_kernel', 'two_kernels', 'many_blocks'],
 )
 def test_gradients_of_large_logits(backward, dtype):
     """Finite, and as exact as the type at the scale of what is summed: where one key has all weight, the sums cancel to almost nothing."""
     values = large(40, 16)
     op = functools.partial(attention, num_heads=1, interpret=True, tiles=Tiles(SMALL[0], backward))
-    found = np.asarray(jax.grad(lambda qkv: jnp.sum(op(qkv).astype(jnp.float32)))(jnp.asarray(values, dtype)), np.float64)
+    found = np.asarray(
+        jax.grad(lambda qkv: jnp.sum(op(qkv).astype(jnp.float32)))(jnp.asarray(values, dtype)),
+        np.float64,
+    )
     with jax.enable_x64(True):
-        exact = np.asarray(jax.grad(lambda qkv: jnp.sum(reference.attention(qkv, num_heads=1)))(jnp.asarray(values)))
+        exact = np.asarray(
+            jax.grad(lambda qkv: jnp.sum(reference.attention(qkv, num_heads=1)))(
+                jnp.asarray(values)
+            )
+        )
     summed = np.abs(values).max() ** 2 * 16 * 16**-0.5  # the largest k, times a row's sum of |dO·v|
     assert np.abs(found - exact).max() <= float(jnp.finfo(dtype).eps) * summed
 
@@ -146,10 +178,19 @@ def test_log_sum_exp():
 def test_vmap(one_kernel):
     qkv, tiles = example(2, 3, 20, 96), small(20, one_kernel=one_kernel)
     gradient = jax.value_and_grad(lambda x: loss(x, tiles=tiles))
-    for found, expected in zip(jax.jit(jax.vmap(gradient))(qkv), zip(*map(gradient, qkv), strict=True), strict=True):
+    for found, expected in zip(
+        jax.jit(jax.vmap(gradient))(qkv), zip(*map(gradient, qkv), strict=True), strict=True
+    ):
         same(found, np.stack(expected))
-    nested = jax.vmap(jax.vmap(lambda x: attention(x[None], num_heads=2, interpret=True, tiles=tiles)[0]))(qkv)
-    same(nested, attention(qkv.reshape(6, 20, 96), num_heads=2, interpret=True, tiles=tiles).reshape(nested.shape))
+    nested = jax.vmap(
+        jax.vmap(lambda x: attention(x[None], num_heads=2, interpret=True, tiles=tiles)[0])
+    )(qkv)
+    same(
+        nested,
+        attention(qkv.reshape(6, 20, 96), num_heads=2, interpret=True, tiles=tiles).reshape(
+            nested.shape
+        ),
+    )
 
 
 def test_scan_and_checkpoint():
@@ -182,14 +223,25 @@ def kernels_in(function, *shapes):
     device = AbstractDevice('NVIDIA H200', 132, 'gpu')
     unchecked = [jax.export.DisabledSafetyCheck.custom_call('__gpu$xla.gpu.triton')]
     with jax.sharding.use_abstract_mesh(AbstractMesh((), (), abstract_device=device)):
-        exported = jax.export.export(jax.jit(function), platforms=['cuda'], disabled_checks=unchecked)(*shapes)
+        exported = jax.export.export(
+            jax.jit(function), platforms=['cuda'], disabled_checks=unchecked
+        )(*shapes)
     text = exported.mlir_module()
     assert 'stablehlo.transpose' not in text
     assert 'stablehlo.dot_general' not in text
     return collections.Counter(re.findall(r'name = "(jaxunet_\w+)"', text))
 
 
-WORKLOADS = [(256, 6, 32), (64, 8, 32), (256, 1, 256), (1024, 4, 64), (256, 8, 64), (4096, 8, 64), (1024, 8, 128), (77, 2, 24)]
+WORKLOADS = [
+    (256, 6, 32),
+    (64, 8, 32),
+    (256, 1, 256),
+    (1024, 4, 64),
+    (256, 8, 64),
+    (4096, 8, 64),
+    (1024, 8, 128),
+    (77, 2, 24),
+]
 
 
 @pytest.mark.parametrize('dtype', triton.DTYPES)
@@ -199,8 +251,16 @@ def test_lowers_for_a_gpu(tokens, heads, width, dtype):
     shape = jax.ShapeDtypeStruct((2, tokens, 3 * heads * width), dtype)
     assert kernels_in(lambda x: attention(x, num_heads=heads), shape) == {triton.FORWARD: 1}
     backward = default_tiles(tokens, width, dtype).backward
-    names = [triton.BACKWARD] if isinstance(backward, Tile) else [triton.BACKWARD_DQ, triton.BACKWARD_DKV]
-    found = kernels_in(lambda x, g: jax.vjp(lambda x: attention(x, num_heads=heads), x)[1](g), shape, _output(shape))
+    names = (
+        [triton.BACKWARD]
+        if isinstance(backward, Tile)
+        else [triton.BACKWARD_DQ, triton.BACKWARD_DKV]
+    )
+    found = kernels_in(
+        lambda x, g: jax.vjp(lambda x: attention(x, num_heads=heads), x)[1](g),
+        shape,
+        _output(shape),
+    )
     assert found == dict.fromkeys([triton.FORWARD, *names], 1)
 
 
@@ -210,18 +270,27 @@ def _output(shape):
 
 def test_lowers_for_a_gpu_under_vmap():
     shape = jax.ShapeDtypeStruct((3, 2, 64, 192), jnp.bfloat16)
-    pull = jax.vmap(lambda x, g: jax.vjp(lambda x: attention(x, num_heads=2, tiles=small(64)), x)[1](g))
-    assert kernels_in(pull, shape, jax.ShapeDtypeStruct((3, 2, 64, 64), jnp.bfloat16)) == dict.fromkeys(
-        [triton.FORWARD, triton.BACKWARD_DQ, triton.BACKWARD_DKV], 1
+    pull = jax.vmap(
+        lambda x, g: jax.vjp(lambda x: attention(x, num_heads=2, tiles=small(64)), x)[1](g)
     )
+    assert kernels_in(
+        pull, shape, jax.ShapeDtypeStruct((3, 2, 64, 64), jnp.bfloat16)
+    ) == dict.fromkeys([triton.FORWARD, triton.BACKWARD_DQ, triton.BACKWARD_DKV], 1)
 
 
 @pytest.mark.parametrize('dtype', triton.DTYPES)
 @pytest.mark.parametrize('kernel', KERNELS)
-@pytest.mark.parametrize(('tokens', 'width'), sorted({(t, d) for t, _, d in WORKLOADS} | {(1, 1), (9, 256), (10_000, 80)}), ids=str)
+@pytest.mark.parametrize(
+    ('tokens', 'width'),
+    sorted({(t, d) for t, _, d in WORKLOADS} | {(1, 1), (9, 256), (10_000, 80)}),
+    ids=str,
+)
 def test_tiles(kernel, tokens, width, dtype):
     """Every default is a legal tile of its kernel, and so are the candidates."""
-    for tile in [default_tile(kernel, tokens, width, dtype), *candidates(kernel, tokens, width, dtype)]:
+    for tile in [
+        default_tile(kernel, tokens, width, dtype),
+        *candidates(kernel, tokens, width, dtype),
+    ]:
         assert tile.queries <= power_of_two(tokens)
         assert tile.keys >= tokens if kernel == 'backward' else tile.keys <= power_of_two(tokens)
 
@@ -229,10 +298,22 @@ def test_tiles(kernel, tokens, width, dtype):
 @pytest.mark.parametrize(
     ('call', 'message'),
     [
-        (lambda: attention(jnp.zeros((1, 4, 10)), num_heads=2, interpret=True), r'10 packed channels are not 3 x 2 heads'),
-        (lambda: attention(jnp.zeros((1, 4, 12)), num_heads=0, interpret=True), r'12 packed channels are not 3 x 0 heads'),
-        (lambda: attention(jnp.zeros((1, 4, 3 * 320)), num_heads=1, interpret=True), r'width 320.*up to 256'),
-        (lambda: attention(jnp.zeros((1, 4, 12), jnp.int32), num_heads=1, interpret=True), r'int32.*bfloat16, float16, float32'),
+        (
+            lambda: attention(jnp.zeros((1, 4, 10)), num_heads=2, interpret=True),
+            r'10 packed channels are not 3 x 2 heads',
+        ),
+        (
+            lambda: attention(jnp.zeros((1, 4, 12)), num_heads=0, interpret=True),
+            r'12 packed channels are not 3 x 0 heads',
+        ),
+        (
+            lambda: attention(jnp.zeros((1, 4, 3 * 320)), num_heads=1, interpret=True),
+            r'width 320.*up to 256',
+        ),
+        (
+            lambda: attention(jnp.zeros((1, 4, 12), jnp.int32), num_heads=1, interpret=True),
+            r'int32.*bfloat16, float16, float32',
+        ),
         (lambda: Tile(24, 32, 4), r'queries=24.*power of two'),
         (lambda: Tile(32, 8, 4), r'keys=8.*at least 16'),
         (lambda: Tile(32, 32, 3), r'warps=3'),
@@ -240,7 +321,9 @@ def test_tiles(kernel, tokens, width, dtype):
         (lambda: default_tile('sideways', 64, 32, 'float32'), r"'sideways'.*forward, backward"),
         (lambda: candidates('sideways', 64, 32, 'float32'), r"'sideways'.*forward, backward"),
         (
-            lambda: jax.grad(lambda x: loss(x, tiles=Tiles(SMALL[0], Tile(16, 16, 4))))(jnp.zeros((1, 20, 96))),
+            lambda: jax.grad(lambda x: loss(x, tiles=Tiles(SMALL[0], Tile(16, 16, 4))))(
+                jnp.zeros((1, 20, 96))
+            ),
             r'keys=16.*all 20 tokens',
         ),
     ],

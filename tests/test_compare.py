@@ -28,13 +28,19 @@ def features(tmp_path_factory):
     architecture = Architecture(8, 8, 2, 10, (0.5, 0.5, 0.5), (0.5, 0.5, 0.5))
     params, statistics = init(architecture, jax.random.key(0))
     path = tmp_path_factory.mktemp('features') / 'random.npz'
-    arrays = to_arrays(architecture, params, statistics, np.ones(4), {'reference': 'nothing', 'test_accuracy': 0.1})
+    arrays = to_arrays(
+        architecture, params, statistics, np.ones(4), {'reference': 'nothing', 'test_accuracy': 0.1}
+    )
     np.savez(path, jaxunet_features=np.array('classifier'), **arrays)
     return path
 
 
 def call(features, output, *arguments, code=0):
-    own = ['--config.evaluation.samples=12', '--config.evaluation.steps=2', "--config.evaluation.metrics=('fid','recall')"]
+    own = [
+        '--config.evaluation.samples=12',
+        '--config.evaluation.steps=2',
+        "--config.evaluation.metrics=('fid','recall')",
+    ]
     own += [
         f'--config.evaluation.features={features}',
         f'--output={output}',
@@ -54,7 +60,12 @@ def call(features, output, *arguments, code=0):
 
 
 BROKEN = 'broken:optimizer.learning_rate=1e30+optimizer.clip_norm=0.0+optimizer.warmup_steps=0'
-ARGUMENTS = [f'--methods=uniform,same:loss.p2_k=2.0,{BROKEN}', '--seeds=1,uniform=2', '--devices=0,1', '--config.train.max_bad_steps=3']
+ARGUMENTS = [
+    f'--methods=uniform,same:loss.p2_k=2.0,{BROKEN}',
+    '--seeds=1,uniform=2',
+    '--devices=0,1',
+    '--config.train.max_bad_steps=3',
+]
 
 
 @pytest.fixture(scope='module')
@@ -70,10 +81,17 @@ def test_a_comparison_from_end_to_end(compared):
         rows = list(csv.DictReader(file))
     fine = [row for row in rows if row['status'] == 'ok']
     expected = [('uniform', 0), ('uniform', 1), ('same', 0)]
-    assert [(r['method'], int(r['seed']), int(r['milestone']), r['metric'].split('[')[0]) for r in fine] == [
-        (*run, milestone, metric) for run in expected for milestone in (0, 1) for metric in ('frechet_distance', 'recall')
+    assert [
+        (r['method'], int(r['seed']), int(r['milestone']), r['metric'].split('[')[0]) for r in fine
+    ] == [
+        (*run, milestone, metric)
+        for run in expected
+        for milestone in (0, 1)
+        for metric in ('frechet_distance', 'recall')
     ]
-    assert all('[features=classifier-' in row['metric'] and row['num_samples'] == '12' for row in fine)
+    assert all(
+        '[features=classifier-' in row['metric'] and row['num_samples'] == '12' for row in fine
+    )
     for row in fine:
         assert 0 <= float(row['training_seconds']) - 0.2 * (1 + int(row['milestone'])) < 3
     (failed,) = (row for row in rows if row['status'] == 'failed')
@@ -103,7 +121,12 @@ def test_runs_of_a_seed_start_alike(compared):
 
 
 def test_milestones_are_measured_in_the_order_of_what_their_curve_would_miss():
-    assert [worker.most_telling(n) for n in (1, 2, 4, 5)] == [[0], [1, 0], [3, 1, 0, 2], [4, 1, 2, 0, 3]]
+    assert [worker.most_telling(n) for n in (1, 2, 4, 5)] == [
+        [0],
+        [1, 0],
+        [3, 1, 0, 2],
+        [4, 1, 2, 0, 3],
+    ]
 
 
 def test_the_same_command_goes_on(compared, features):
@@ -113,7 +136,9 @@ def test_the_same_command_goes_on(compared, features):
     assert len(before) == 6
     lost = output / 'runs' / 'same_seed0' / worker.ROWS
     rows = {(row['milestone'], row['name']): row for row in worker.finished(lost.parent)}
-    lost.write_text(''.join(json.dumps(row) + '\n' for row in rows.values() if row['milestone'] == 1))
+    lost.write_text(
+        ''.join(json.dumps(row) + '\n' for row in rows.values() if row['milestone'] == 1)
+    )
     out = call(features, output, *ARGUMENTS, code=1)
     assert '2 of 4 runs are done already' in out
     assert {p: p.stat().st_mtime_ns for p in before} == before
@@ -123,7 +148,9 @@ def test_the_same_command_goes_on(compared, features):
         assert row['value'] == pytest.approx(rows[key]['value'], rel=1e-3, abs=1e-3)
     out = call(features, output, '--plot_only')
     assert 'Failed: broken_seed0' in out
-    assert 'holds a run with another config' in call(features, output, *ARGUMENTS, '--config.data.batch_size=16', code=2)
+    assert 'holds a run with another config' in call(
+        features, output, *ARGUMENTS, '--config.data.batch_size=16', code=2
+    )
     # A file of the same name with other weights: told before anything is trained or measured with it.
     with np.load(features) as arrays:
         others = dict(arrays)
@@ -132,7 +159,9 @@ def test_the_same_command_goes_on(compared, features):
         message = call(features, output, *ARGUMENTS, code=2)
     finally:
         np.savez(features, **others)
-    assert 'nothere: no such file' in call(features, output, *ARGUMENTS, '--config.evaluation.reference=nothere', code=2)
+    assert 'nothere: no such file' in call(
+        features, output, *ARGUMENTS, '--config.evaluation.reference=nothere', code=2
+    )
     assert 'uniform_seed0: was measured with features classifier-' in message
     assert 'choose another --output, or remove it' in message
 
@@ -144,7 +173,13 @@ def test_without_training_the_record_stays(compared):
     failures = runner.load_failures(output)
     assert failures
     one = {'ms': 1.0, 'ratio': 1.0, 'quartiles': [1.0, 1.0]}
-    costs = {'costs': {'uniform': one, 'p2': one}, 'rounds': 3, 'steps': 4, 'batch': 8, 'device': 'd'}
+    costs = {
+        'costs': {'uniform': one, 'p2': one},
+        'rounds': 3,
+        'steps': 4,
+        'batch': 8,
+        'device': 'd',
+    }
     (output / runner.COSTS).write_text(json.dumps(costs) + '\n')
     call('nothere.npz', output, '--methods=uniform,p2', '--notrain', code=1)
     assert {name: (output / name).read_text() for name in kept} == kept
@@ -157,7 +192,10 @@ def test_a_milestone_wants_a_row_of_every_metric(tmp_path):
     config = tiny_config(evaluation={'metrics': ('fid', 'recall')})
     task = worker.Task('uniform', 0, to_dict(config), [1.0, 2.0])
     (tmp_path / worker.ROWS).write_text(
-        ''.join(json.dumps({'milestone': m, 'name': n}) + '\n' for m, n in ((0, 'fid'), (0, 'fid'), (1, 'fid')))
+        ''.join(
+            json.dumps({'milestone': m, 'name': n}) + '\n'
+            for m, n in ((0, 'fid'), (0, 'fid'), (1, 'fid'))
+        )
     )
     assert worker.missing(task, tmp_path) == [0, 1]
     with (tmp_path / worker.ROWS).open('a') as file:
@@ -169,9 +207,19 @@ def test_every_method_fits_every_config():
     for values in (to_dict(Config()), to_dict(tiny_config())):
         for method in parse_methods(list(METHODS)):
             applied = method.apply(resolve(values))
-            assert {path: getattr(getattr(applied, path.split('.')[0]), path.split('.')[1]) for path in method.fields} == method.fields
+            assert {
+                path: getattr(getattr(applied, path.split('.')[0]), path.split('.')[1])
+                for path in method.fields
+            } == method.fields
     assert parse_methods(['mine:timesteps.sampler=adaptive+timesteps.adaptive_bins=8']) == [
-        Method('mine', {'loss.weighting': 'uniform', 'timesteps.sampler': 'adaptive', 'timesteps.adaptive_bins': 8})
+        Method(
+            'mine',
+            {
+                'loss.weighting': 'uniform',
+                'timesteps.sampler': 'adaptive',
+                'timesteps.adaptive_bins': 8,
+            },
+        )
     ]
 
 
@@ -192,7 +240,10 @@ def test_methods_that_are_none(text, message):
         parse_methods(['uniform', text])
     with pytest.raises(UserError, match='uniform is there twice'):
         parse_methods(['uniform', 'uniform'])
-    with pytest.raises(UserError, match=r'--methods p2: the config is not valid:\n.*loss\.p2_k: expected more than 0'):
+    with pytest.raises(
+        UserError,
+        match=r'--methods p2: the config is not valid:\n.*loss\.p2_k: expected more than 0',
+    ):
         Method('p2', {'loss.p2_k': -1.0}).apply(Config())
 
 
@@ -213,7 +264,14 @@ def test_numbers_by_method():
 
 
 def spec_of(config, methods, seconds, seeds, evaluations):
-    return runner.Spec('c', to_dict(config), methods, dict.fromkeys(methods, seconds), seeds, dict.fromkeys(methods, evaluations))
+    return runner.Spec(
+        'c',
+        to_dict(config),
+        methods,
+        dict.fromkeys(methods, seconds),
+        seeds,
+        dict.fromkeys(methods, evaluations),
+    )
 
 
 def test_long_runs_go_first():
@@ -238,7 +296,13 @@ def test_long_runs_go_first():
 
 
 def test_a_comparison_of_before_numbers_were_by_method(tmp_path):
-    spec = spec_of(tiny_config(), {'uniform': METHODS['uniform'], 'p2': METHODS['p2']}, 30.0, {'uniform': 2, 'p2': 1}, 3)
+    spec = spec_of(
+        tiny_config(),
+        {'uniform': METHODS['uniform'], 'p2': METHODS['p2']},
+        30.0,
+        {'uniform': 2, 'p2': 1},
+        3,
+    )
     runner.save(spec, tmp_path)
     new = runner.load(tmp_path)
     assert (new.seconds, new.seeds, new.evaluations) == (spec.seconds, spec.seeds, spec.evaluations)
@@ -257,14 +321,43 @@ def test_time_to_a_quality():
     assert report.time_to(0.5, seconds, np.array([0.1, 0.3, 0.7]), higher=True) == pytest.approx(25)
 
 
-def rows_of(folder, method, seed, values, step_of=lambda i: 100 * (i + 1), seconds_of=lambda i: 10.0 * (i + 1)):
+def rows_of(
+    folder,
+    method,
+    seed,
+    values,
+    step_of=lambda i: 100 * (i + 1),
+    seconds_of=lambda i: 10.0 * (i + 1),
+):
     (folder / 'runs' / f'{method}_seed{seed}').mkdir(parents=True)
     with (folder / 'runs' / f'{method}_seed{seed}' / worker.ROWS).open('w') as file:
         for i, value in enumerate(values):
-            row = {'milestone': i, 'method': method, 'seed': seed, 'name': 'fid', 'metric': 'fid', 'value': value, 'std': None}
-            row |= {'training_seconds': seconds_of(i), 'step': step_of(i), 'num_samples': 5, 'sampler': 'ddim', 'evaluations': 2}
-            origin = {'git': f'sha{seed}', 'device': 'D', 'driver': '1.2', 'versions': {'jax': '0.10'}}
-            file.write(json.dumps(row | {'reference': 'r', 'features': 'f', 'resize': 'none'} | origin) + '\n')
+            row = {
+                'milestone': i,
+                'method': method,
+                'seed': seed,
+                'name': 'fid',
+                'metric': 'fid',
+                'value': value,
+                'std': None,
+            }
+            row |= {
+                'training_seconds': seconds_of(i),
+                'step': step_of(i),
+                'num_samples': 5,
+                'sampler': 'ddim',
+                'evaluations': 2,
+            }
+            origin = {
+                'git': f'sha{seed}',
+                'device': 'D',
+                'driver': '1.2',
+                'versions': {'jax': '0.10'},
+            }
+            file.write(
+                json.dumps(row | {'reference': 'r', 'features': 'f', 'resize': 'none'} | origin)
+                + '\n'
+            )
 
 
 def test_the_table_is_computed_from_the_rows(tmp_path):
@@ -278,24 +371,37 @@ def test_the_table_is_computed_from_the_rows(tmp_path):
     rows_of(tmp_path, 'speed', 0, [90, 80, 70])
     lines = report.markdown(spec, tmp_path, {}).splitlines()
     table = {
-        cells[1].strip(): [cell.strip() for cell in cells[2:-1]] for cells in (line.split('|') for line in lines if line.startswith('| '))
+        cells[1].strip(): [cell.strip() for cell in cells[2:-1]]
+        for cells in (line.split('|') for line in lines if line.startswith('| '))
     }
     assert table['uniform'] == ['2', '30 ± 2', '30', '1.00', '300', '1.000']
     assert table['p2'] == ['1', '10', '15', '2.00', '150', '2.000']
     assert table['speed'] == ['1', '70', 'not reached', '< 1.00', '300', '1.000']
     only = tmp_path / 'runs' / 'p2_seed0' / worker.ROWS
     every = only.read_text()
-    only.write_text(every.splitlines(keepends=True)[-1])  # measured at the end alone: when it was as good as the baseline is not known
+    only.write_text(
+        every.splitlines(keepends=True)[-1]
+    )  # measured at the end alone: when it was as good as the baseline is not known
     assert '| p2 | 1 | 10 | ≤ 30 | ≥ 1.00 |' in report.markdown(spec, tmp_path, {})
     only.write_text(every)
     cut = tmp_path / 'runs' / 'uniform_seed1' / worker.ROWS
-    cut.write_text(''.join(cut.read_text().splitlines(keepends=True)[::2]))  # without the second milestone
+    cut.write_text(
+        ''.join(cut.read_text().splitlines(keepends=True)[::2])
+    )  # without the second milestone
     assert '| p2 | 1 | 10 | 15 | 2.00 |' in report.markdown(spec, tmp_path, {})
-    seconds, values = report.mean_curve(report.curves(spec, report.collect(spec, tmp_path), 'fid')['uniform'])
+    seconds, values = report.mean_curve(
+        report.curves(spec, report.collect(spec, tmp_path), 'fid')['uniform']
+    )
     np.testing.assert_array_equal([seconds, values], [[10, 30], [60, 30]])
     (tmp_path / runner.COSTS).write_text(
         json.dumps(
-            {'costs': {'uniform': {'ms': 1.0, 'ratio': 1.0, 'quartiles': [1.0, 1.0]}}, 'rounds': 3, 'steps': 4, 'batch': 8, 'device': 'd'}
+            {
+                'costs': {'uniform': {'ms': 1.0, 'ratio': 1.0, 'quartiles': [1.0, 1.0]}},
+                'rounds': 3,
+                'steps': 4,
+                'batch': 8,
+                'device': 'd',
+            }
         )
     )
     text = report.markdown(spec, tmp_path, {})
@@ -322,20 +428,30 @@ def test_runs_of_other_lengths(tmp_path):
     assert 'At 3 (p2 1, speed 2) equally spaced times' in text
 
 
-@pytest.mark.parametrize('field', ['features', 'reference', 'num_samples', 'sampler', 'evaluations'])
+@pytest.mark.parametrize(
+    'field', ['features', 'reference', 'num_samples', 'sampler', 'evaluations']
+)
 def test_runs_that_were_measured_in_different_ways_do_not_compare(tmp_path, field):
-    spec = spec_of(resolve(to_dict(Config())), {'uniform': {}, 'p2': {}}, 30.0, {'uniform': 1, 'p2': 1}, 1)
+    spec = spec_of(
+        resolve(to_dict(Config())), {'uniform': {}, 'p2': {}}, 30.0, {'uniform': 1, 'p2': 1}, 1
+    )
     rows_of(tmp_path, 'uniform', 0, [60])
     rows_of(tmp_path, 'p2', 0, [50])
     report.collect(spec, tmp_path)
     path = tmp_path / 'runs' / 'p2_seed0' / worker.ROWS
     path.write_text(json.dumps(json.loads(path.read_text()) | {field: 7}) + '\n')
-    with pytest.raises(UserError, match=rf'measured with different {field} do not compare: .* \(uniform_seed0\), 7 \(p2_seed0\)'):
+    with pytest.raises(
+        UserError,
+        match=rf'measured with different {field} do not compare: .* \(uniform_seed0\), 7 \(p2_seed0\)',
+    ):
         report.collect(spec, tmp_path)
 
 
 def test_step_costs_take_turns():
-    configs = {name: Method(name, METHODS[name]).apply(tiny_config(parallel={'devices': 1})) for name in ('uniform', 'policy')}
+    configs = {
+        name: Method(name, METHODS[name]).apply(tiny_config(parallel={'devices': 1}))
+        for name in ('uniform', 'policy')
+    }
     configs['policy'] = configs['policy'].replace(timesteps={'policy_every': 3})
     assert step_cost.steps_of_a_turn([configs['uniform']], [1]) == 8
     found = step_cost.measure(configs, rounds=2)
@@ -351,4 +467,6 @@ def test_snapshots_come_back(tmp_path):
     assert (step, seconds) == (7, 1.5)
     np.testing.assert_array_equal(found['b']['c'], params['b']['c'])
     with pytest.raises(UserError, match='weights of another model'):
-        worker.load_snapshot(tmp_path / 's' / '0.npz', {'a': np.zeros(4), 'b': {'c': np.ones((2, 2))}})
+        worker.load_snapshot(
+            tmp_path / 's' / '0.npz', {'a': np.zeros(4), 'b': {'c': np.ones((2, 2))}}
+        )

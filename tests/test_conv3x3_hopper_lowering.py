@@ -14,19 +14,51 @@ from pallas_kernels.conv3x3.schedule import Tile
 NAME = 'jaxunet_conv3x3_forward'
 # Batch, height, width; channels of the parts; output channels; options; tile.
 CALLS = {
-    'resident transposed': ((2, 64, 64), (64,), 64, {}, Tile(16, 64, taps=9, ring=0, transposed=True)),
+    'resident transposed': (
+        (2, 64, 64),
+        (64,),
+        64,
+        {},
+        Tile(16, 64, taps=9, ring=0, transposed=True),
+    ),
     'two parts': ((2, 32, 32), (192, 128), 128, {'affine': True}, Tile(16, 128, taps=1, ring=4)),
     'residual': ((1, 16, 16), (192,), 192, {'residual': (192,)}, Tile(8, 96)),
     'input gradient': ((2, 8, 8), (128,), 64, {'flipped': True}, Tile(8, 64, groups=1)),
-    'input gradient transposed': ((2, 16, 8), (64,), 72, {'flipped': True}, Tile(16, 64, transposed=True)),
-    'resident shortcut': ((1, 16, 8), (64,), 64, {'residual': (64, 32)}, Tile(16, 64, taps=9, ring=0, transposed=True)),
+    'input gradient transposed': (
+        (2, 16, 8),
+        (64,),
+        72,
+        {'flipped': True},
+        Tile(16, 64, transposed=True),
+    ),
+    'resident shortcut': (
+        (1, 16, 8),
+        (64,),
+        64,
+        {'residual': (64, 32)},
+        Tile(16, 64, taps=9, ring=0, transposed=True),
+    ),
     'two activators': ((1, 16, 16), (64,), 64, {'affine': True}, Tile(8, 64, activators=2)),
-    'shortcut, odd': ((3, 9, 7), (64, 24), 40, {'residual': (32, 8), 'dtype': 'float16', 'affine': True}, None),
-    'float32': ((2, 8, 8), (64,), 64, {'residual': (64,), 'affine': True, 'dtype': 'float32'}, None),
+    'shortcut, odd': (
+        (3, 9, 7),
+        (64, 24),
+        40,
+        {'residual': (32, 8), 'dtype': 'float16', 'affine': True},
+        None,
+    ),
+    'float32': (
+        (2, 8, 8),
+        (64,),
+        64,
+        {'residual': (64,), 'affine': True, 'dtype': 'float32'},
+        None,
+    ),
 }
 
 
-def arguments(image: tuple[int, int, int], channels: tuple[int, ...], features: int, options: dict) -> tuple[tuple, dict]:
+def arguments(
+    image: tuple[int, int, int], channels: tuple[int, ...], features: int, options: dict
+) -> tuple[tuple, dict]:
     dtype, total = options.get('dtype', 'bfloat16'), sum(channels)
     positional = (
         tuple(jax.ShapeDtypeStruct((*image, c), dtype) for c in channels),
@@ -36,7 +68,11 @@ def arguments(image: tuple[int, int, int], channels: tuple[int, ...], features: 
     named: dict = {}
     if options.get('flipped'):
         named['flipped'] = True
-        positional = (positional[0], jax.ShapeDtypeStruct((3, 3, features, total), dtype), positional[2])
+        positional = (
+            positional[0],
+            jax.ShapeDtypeStruct((3, 3, features, total), dtype),
+            positional[2],
+        )
     if residual := options.get('residual'):
         named['residual'] = tuple(jax.ShapeDtypeStruct((*image, c), dtype) for c in residual)
         if residual != (features,):
@@ -60,8 +96,13 @@ def test_lowers_to_one_kernel(name: str, x64: bool) -> None:
     with jax.enable_x64(x64):
         exported = jax.export.export(jax.jit(call), platforms=['cuda'])(positional, named)
     (out,) = exported.out_avals
-    assert (out.shape, out.dtype) == ((*image, features), jnp.dtype(options.get('dtype', 'bfloat16')))
-    calls = [line for line in exported.mlir_module().splitlines() if 'custom_call @mosaic_gpu' in line]
+    assert (out.shape, out.dtype) == (
+        (*image, features),
+        jnp.dtype(options.get('dtype', 'bfloat16')),
+    )
+    calls = [
+        line for line in exported.mlir_module().splitlines() if 'custom_call @mosaic_gpu' in line
+    ]
     assert len(calls) == 1
     assert NAME in calls[0]
 
@@ -75,7 +116,13 @@ def test_unsupported_arguments_say_why() -> None:
         found = hopper.supports(parts, kernel, tile=tile, **named)
         if found:
             with pytest.raises(ValueError, match='conv3x3 on Hopper'):
-                jax.eval_shape(lambda p, k, s, n: hopper.forward(p, k, s, tile=tile, **n), parts, kernel, shift, named)
+                jax.eval_shape(
+                    lambda p, k, s, n: hopper.forward(p, k, s, tile=tile, **n),
+                    parts,
+                    kernel,
+                    shift,
+                    named,
+                )
         return found or ''
 
     array = jax.ShapeDtypeStruct
@@ -86,11 +133,18 @@ def test_unsupported_arguments_say_why() -> None:
     assert 'bfloat16, float16 or float32' in reason(dtype='float8_e5m2')
     assert 'empty' in reason(image=(0, 8, 8))
     assert 'M of whole 64s' in reason(tile=Tile(4, 64))
-    assert 'kernel: expected (3, 3, 64, 64)' in reason(changed={'kernel': array((3, 3, 32, 64), 'bfloat16')})
-    assert 'agree in all but channels' in reason(changed={'residual': array((2, 8, 4, 64), 'bfloat16')})
+    assert 'kernel: expected (3, 3, 64, 64)' in reason(
+        changed={'kernel': array((3, 3, 32, 64), 'bfloat16')}
+    )
+    assert 'agree in all but channels' in reason(
+        changed={'residual': array((2, 8, 4, 64), 'bfloat16')}
+    )
     assert 'without a shortcut' in reason(changed={'residual': array((2, 8, 8, 32), 'bfloat16')})
     assert 'shortcut: expected (32, 64)' in reason(
-        changed={'residual': array((2, 8, 8, 32), 'bfloat16'), 'shortcut': array((64, 64), 'bfloat16')}
+        changed={
+            'residual': array((2, 8, 8, 32), 'bfloat16'),
+            'shortcut': array((64, 64), 'bfloat16'),
+        }
     )
     assert 'two float32 (2, 64)' in reason(changed={'affine': (array((1, 64), 'float32'),) * 2})
 
@@ -100,7 +154,9 @@ def test_flipped_kernel_is_the_input_gradient() -> None:
     kernel = jnp.arange(9.0 * 3 * 2).reshape(3, 3, 3, 2) % 5
 
     def convolve(x: jax.Array, kernel: jax.Array) -> jax.Array:
-        return jax.lax.conv_general_dilated(x, kernel, (1, 1), ((1, 1), (1, 1)), dimension_numbers=('NHWC', 'HWIO', 'NHWC'))
+        return jax.lax.conv_general_dilated(
+            x, kernel, (1, 1), ((1, 1), (1, 1)), dimension_numbers=('NHWC', 'HWIO', 'NHWC')
+        )
 
     y, pull = jax.vjp(lambda x: convolve(x, kernel), x)
     dy = jnp.arange(float(y.size)).reshape(y.shape) % 3
@@ -119,9 +175,20 @@ def test_float32_in_bfloat16_terms(terms: int) -> None:
 
 @pytest.mark.parametrize('dtype', ['bfloat16', 'float32'])
 def test_every_shape_has_tiles(dtype: str) -> None:
-    sizes, channels, outputs = ((1, 1), (4, 4), (9, 7), (32, 32), (64, 64)), ((8,), (64,), (192, 128)), (8, 32, 64, 96, 192, 320, 448)
-    for (height, width), widths, features, batch in itertools.product(sizes, channels, outputs, (1, 32)):
-        positional, named = arguments((batch, height, width), widths, features, {'dtype': dtype, 'residual': (features,), 'affine': True})
+    sizes, channels, outputs = (
+        ((1, 1), (4, 4), (9, 7), (32, 32), (64, 64)),
+        ((8,), (64,), (192, 128)),
+        (8, 32, 64, 96, 192, 320, 448),
+    )
+    for (height, width), widths, features, batch in itertools.product(
+        sizes, channels, outputs, (1, 32)
+    ):
+        positional, named = arguments(
+            (batch, height, width),
+            widths,
+            features,
+            {'dtype': dtype, 'residual': (features,), 'affine': True},
+        )
         parts, kernel, _ = positional
         tiles = hopper.candidates(parts, kernel, **named)
         assert len(tiles) == len(set(tiles)) >= 2

@@ -57,10 +57,14 @@ def store(y: np.ndarray, starts: tuple[int, ...], box: np.ndarray) -> None:
     if all(low < high for low, high in clip):
         target = tuple(slice(low, high) for low, high in clip)
         assert np.isnan(y[target]).all(), 'an output was stored twice'
-        y[target] = box[tuple(slice(low - a, high - a) for (low, high), a in zip(clip, starts, strict=True))]
+        y[target] = box[
+            tuple(slice(low - a, high - a) for (low, high), a in zip(clip, starts, strict=True))
+        ]
 
 
-def scheduled(p: Plan, arrays: list[np.ndarray], weights: np.ndarray, shortcut: np.ndarray | None) -> np.ndarray:
+def scheduled(
+    p: Plan, arrays: list[np.ndarray], weights: np.ndarray, shortcut: np.ndarray | None
+) -> np.ndarray:
     """What the kernel computes, box by box. `weights` and `shortcut` have shape (taps, features, channels)."""
     s, tile = p.schedule, p.schedule.tile
     identity = np.eye(tile.features, -(-tile.features // CHUNK) * CHUNK)[None]
@@ -76,13 +80,25 @@ def scheduled(p: Plan, arrays: list[np.ndarray], weights: np.ndarray, shortcut: 
                     for chunk in range(source.steps):
                         channel = chunk * CHUNK + (feature if source.follows_tile else 0)
                         starts = (sample, row - 1, column - 1, channel)
-                        haloed = boxed(arrays[source.array], starts, (1, tile.rows + 2, HALO_COLUMNS, CHUNK))[0]
+                        haloed = boxed(
+                            arrays[source.array], starts, (1, tile.rows + 2, HALO_COLUMNS, CHUNK)
+                        )[0]
                         for tap in (TAPS // 2,) if extra else range(TAPS):
                             down, right = tap_offset(tap)
-                            pixels = haloed[down : down + tile.rows, right : right + STRIP_COLUMNS].reshape(-1, CHUNK)
-                            matrix, t = (identity if source.follows_tile else shortcut, 0) if extra else (weights, tap)
+                            pixels = haloed[
+                                down : down + tile.rows, right : right + STRIP_COLUMNS
+                            ].reshape(-1, CHUNK)
+                            matrix, t = (
+                                (identity if source.follows_tile else shortcut, 0)
+                                if extra
+                                else (weights, tap)
+                            )
                             first = 0 if source.follows_tile else feature
-                            block = boxed(matrix, (t, first, source.weight + chunk * CHUNK), (1, tile.features, CHUNK))[0]
+                            block = boxed(
+                                matrix,
+                                (t, first, source.weight + chunk * CHUNK),
+                                (1, tile.features, CHUNK),
+                            )[0]
                             acc += pixels @ block.T
                 for n in range(s.stores):
                     columns = slice(n * s.store_columns, (n + 1) * s.store_columns)
@@ -94,7 +110,11 @@ def scheduled(p: Plan, arrays: list[np.ndarray], weights: np.ndarray, shortcut: 
 def convolution(x: np.ndarray, kernel: np.ndarray) -> np.ndarray:
     _, height, width, _ = x.shape
     padded = np.pad(x, ((0, 0), (1, 1), (1, 1), (0, 0)))
-    return sum(padded[:, dy : dy + height, dx : dx + width] @ kernel[dy, dx] for dy in range(3) for dx in range(3))
+    return sum(
+        padded[:, dy : dy + height, dx : dx + width] @ kernel[dy, dx]
+        for dy in range(3)
+        for dx in range(3)
+    )
 
 
 @pytest.mark.parametrize('split', [False, True])
@@ -102,7 +122,16 @@ def convolution(x: np.ndarray, kernel: np.ndarray) -> np.ndarray:
 def test_boxes_add_up_to_the_convolution(name: str, split: bool) -> None:
     image, channels, features, residual, tile = SHAPES[name]
     projected = bool(residual) and residual != (features,)
-    p = plan(image, channels, features, tile, residual=residual, shortcut=projected, split=split, itemsize=4 if split else 2)
+    p = plan(
+        image,
+        channels,
+        features,
+        tile,
+        residual=residual,
+        shortcut=projected,
+        split=split,
+        itemsize=4 if split else 2,
+    )
     assert split or p.schedule.problem() is None
     rng = np.random.default_rng(0)
     halves = 2 if split else 1
@@ -118,7 +147,9 @@ def test_boxes_add_up_to_the_convolution(name: str, split: bool) -> None:
     total, others = sum(channels), sum(residual)
     x, kernel = integers(halves, *image, total), integers(halves, 3, 3, total, features)
     expected = sum(convolution(x[a], kernel[b]) for a, b in products)
-    weights = np.concatenate([kernel[b].reshape(TAPS, total, features).transpose(0, 2, 1) for _, b in products], axis=-1)
+    weights = np.concatenate(
+        [kernel[b].reshape(TAPS, total, features).transpose(0, 2, 1) for _, b in products], axis=-1
+    )
     arrays, shortcut = parts(x, channels), None
     if projected:
         r, projection = integers(halves, *image, others), integers(halves, others, features)
@@ -157,7 +188,9 @@ class Barriers:
 Event = tuple[str, str, int] | tuple[str, Callable[[], None]]
 
 
-def threads(p: Plan, program: int, activates: bool, check: Callable[[str, object, object], None]) -> dict[str, Iterator[Event]]:
+def threads(
+    p: Plan, program: int, activates: bool, check: Callable[[str, object, object], None]
+) -> dict[str, Iterator[Event]]:
     """The order of waits and arrivals in `hopper_kernel`, with `check(ring slot, expected content)` where it is read."""
     s, tile = p.schedule, p.schedule.tile
     content: dict[object, object] = {}
@@ -165,7 +198,11 @@ def threads(p: Plan, program: int, activates: bool, check: Callable[[str, object
     def loads(i: int, step: int) -> list[int]:
         if s.resident:
             return []
-        return [s.load_number(i, step, n) for n in range(s.loads_per_chunk)] if step < s.chunks else [s.extra_load_number(i, step)]
+        return (
+            [s.load_number(i, step, n) for n in range(s.loads_per_chunk)]
+            if step < s.chunks
+            else [s.extra_load_number(i, step)]
+        )
 
     def load() -> Iterator[Event]:
         if s.resident:
@@ -219,7 +256,13 @@ def threads(p: Plan, program: int, activates: bool, check: Callable[[str, object
                         check(str(where), content[where], what)
                         yield release
                     previous = []
-                reading.append((('strip', me, slot), (i, step), ('arrive', 'strip empty', me * tile.slots + slot)))
+                reading.append(
+                    (
+                        ('strip', me, slot),
+                        (i, step),
+                        ('arrive', 'strip empty', me * tile.slots + slot),
+                    )
+                )
                 if s.ping_pong:
                     yield 'arrive', 'turn', 1 - me
             for where, what, release in reading:
@@ -255,13 +298,19 @@ def test_rings_neither_deadlock_nor_overwrite(order: str, activates: bool) -> No
         assert p.schedule.steps == chunks + extras
         s = p.schedule
         arrivals = {'strip full': 1, 'strip ready': 1, 'strip empty': 1, 'turn': 1}
-        barriers = Barriers({**arrivals, 'block full': s.steps if s.resident else 1, 'block empty': tile.groups})
+        barriers = Barriers(
+            {**arrivals, 'block full': s.steps if s.resident else 1, 'block empty': tile.groups}
+        )
         running = threads(p, 0, activates, check)
         waiting: dict[str, Event] = {}
         while running:
             names = list(running)
             if order != 'forward':
-                names = names[::-1] if order == 'backward' else [names[k] for k in rng.permutation(len(names))]
+                names = (
+                    names[::-1]
+                    if order == 'backward'
+                    else [names[k] for k in rng.permutation(len(names))]
+                )
             moved = False
             for name in names:
                 event = waiting.pop(name, None) or next(running[name], None)
@@ -279,9 +328,15 @@ def test_rings_neither_deadlock_nor_overwrite(order: str, activates: bool) -> No
 
 
 def test_every_tile_is_computed_once() -> None:
-    for batch, tile in itertools.product((1, 7, 32, 300), (Tile(16, 64), Tile(8, 96, groups=3), Tile(8, 64, groups=1))):
+    for batch, tile in itertools.product(
+        (1, 7, 32, 300), (Tile(16, 64), Tile(8, 96, groups=3), Tile(8, 64, groups=1))
+    ):
         s = plan((batch, 16, 24), (64,), 192, tile).schedule
-        found = [s.tile_at(program, i) for program in range(s.programs) for i in range(s.local_tiles(program))]
+        found = [
+            s.tile_at(program, i)
+            for program in range(s.programs)
+            for i in range(s.local_tiles(program))
+        ]
         assert len(found) == len(set(found)) == s.tiles
         strips = {first + group for first, _ in found for group in range(tile.groups)}
         assert set(range(s.strips)) <= strips
@@ -294,7 +349,11 @@ def test_the_same_arithmetic_in_the_kernel() -> None:
 
     def positions(program: jax.Array, i: jax.Array) -> tuple:
         first, feature = s.tile_at(program, i)
-        ring = s.slot(s.strip_number(i, program)), s.ring(s.load_number(i, program, 2)), s.ring(s.extra_load_number(i, program + s.chunks))
+        ring = (
+            s.slot(s.strip_number(i, program)),
+            s.ring(s.load_number(i, program, 2)),
+            s.ring(s.extra_load_number(i, program + s.chunks)),
+        )
         return s.local_tiles(program), first, feature, s.strip_at(first + 1), *ring
 
     for program, i in ((0, 0), (1, 1), (5, 3)):
@@ -336,9 +395,15 @@ def test_shared_memory_is_counted() -> None:
 def test_registers_are_there_when_asked_for() -> None:
     """A warpgroup that raises its share beyond what others gave up would wait forever."""
     for groups, activators, activated in itertools.product((1, 2, 3), (1, 2), (False, True)):
-        s = plan((2, 64, 64), (64,), 64, Tile(8, 64, groups, activators=activators), activated=activated).schedule
+        s = plan(
+            (2, 64, 64), (64,), 64, Tile(8, 64, groups, activators=activators), activated=activated
+        ).schedule
         launched = 128 * s.warpgroups * s.launch_registers
-        taken = LOADING_REGISTERS + s.activators * s.activating_registers + groups * s.computing_registers
+        taken = (
+            LOADING_REGISTERS
+            + s.activators * s.activating_registers
+            + groups * s.computing_registers
+        )
         assert launched <= 65536
         assert 128 * taken <= launched
         assert LOADING_REGISTERS <= s.launch_registers <= s.computing_registers

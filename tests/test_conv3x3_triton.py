@@ -11,7 +11,9 @@ from jaxunet.ops.conv3x3.cases import CASES
 from pallas_kernels.conv3x3 import triton, triton_weight_gradient
 
 # JAX says at every lowering that it will drop its Triton backend some day.
-pytestmark = pytest.mark.filterwarnings('ignore:The Pallas Triton backend is deprecated:DeprecationWarning')
+pytestmark = pytest.mark.filterwarnings(
+    'ignore:The Pallas Triton backend is deprecated:DeprecationWarning'
+)
 
 # batch, height, width, channels of the parts, features
 SHAPES = {
@@ -27,8 +29,12 @@ SHAPES = {
     'parts_of_which_one_is_thin': (2, 5, 3, (20, 5), 18),
     'three_parts': (1, 4, 4, (3, 16, 8), 16),
 }
-FORWARD_TILE = triton.Tile(block_pixels=32, block_features=16, block_channels=16, num_warps=1, num_stages=2)
-GRADIENT_TILE = triton_weight_gradient.Tile(block_channels=16, block_features=16, block_pixels=16, taps=3, programs=12, num_warps=1)
+FORWARD_TILE = triton.Tile(
+    block_pixels=32, block_features=16, block_channels=16, num_warps=1, num_stages=2
+)
+GRADIENT_TILE = triton_weight_gradient.Tile(
+    block_channels=16, block_features=16, block_pixels=16, taps=3, programs=12, num_warps=1
+)
 
 
 def split(x, channels):
@@ -37,7 +43,9 @@ def split(x, channels):
 
 
 def conv(x, kernel):
-    return jax.lax.conv_general_dilated(x, kernel, (1, 1), ((1, 1), (1, 1)), dimension_numbers=('NHWC', 'HWIO', 'NHWC'))
+    return jax.lax.conv_general_dilated(
+        x, kernel, (1, 1), ((1, 1), (1, 1)), dimension_numbers=('NHWC', 'HWIO', 'NHWC')
+    )
 
 
 def plain(x, kernel, shift, residual=None, a=None, b=None):
@@ -67,7 +75,9 @@ def check_forward(shape, dtype, *, tile=FORWARD_TILE, **extras):
     def kernel(x, kernel, shift, residual=None, a=None, b=None):
         affine = None if a is None else (a, b)
         parts = split(x, shape[3])
-        return triton.forward(parts, kernel, shift, residual=residual, affine=affine, tile=tile, interpret=True)
+        return triton.forward(
+            parts, kernel, shift, residual=residual, affine=affine, tile=tile, interpret=True
+        )
 
     assert_parity(kernel, plain, inputs(shape, dtype, **extras), gradients=False)
 
@@ -89,7 +99,10 @@ def test_float16(name):
     check_gradient(SHAPES[name], 'float16')
 
 
-@pytest.mark.parametrize(('block_pixels', 'shape'), [(16, (2, 4, 4, (16,), 16)), (64, (3, 4, 4, (16,), 16)), (16, (1, 5, 5, (16,), 16))])
+@pytest.mark.parametrize(
+    ('block_pixels', 'shape'),
+    [(16, (2, 4, 4, (16,), 16)), (64, (3, 4, 4, (16,), 16)), (16, (1, 5, 5, (16,), 16))],
+)
 def test_samples_of_a_block(block_pixels, shape):
     """A block within one sample, over several samples, and past the end of the only one: each pixel takes its own sample's numbers."""
     tile = triton.Tile(block_pixels=block_pixels, block_features=16, block_channels=16)
@@ -111,7 +124,10 @@ def test_default_tiles_fit_the_least_shared_memory(itemsize):
         for batch in (1, 32, 256):
             arguments = case.parts, case.features, batch * case.height * case.width, itemsize
             t = triton.default_tile(*arguments)
-            assert t.num_stages * t.block_channels * (t.block_pixels + t.block_features) * itemsize <= 99 * 1024, case
+            assert (
+                t.num_stages * t.block_channels * (t.block_pixels + t.block_features) * itemsize
+                <= 99 * 1024
+            ), case
             g = triton_weight_gradient.default_tile(*arguments)
             thin = triton.folds(case.features) or all(triton.folds(c) for c in case.parts)
             columns = g.block_channels * (1 if thin else g.taps) + g.block_features
@@ -127,11 +143,17 @@ def test_forward_of_flipped_kernel_is_the_input_gradient():
 
     def kernel(dy, kernel):
         return triton.forward(
-            (dy,), kernel[::-1, ::-1].swapaxes(2, 3), jnp.zeros((1, channels), jnp.float32), tile=FORWARD_TILE, interpret=True
+            (dy,),
+            kernel[::-1, ::-1].swapaxes(2, 3),
+            jnp.zeros((1, channels), jnp.float32),
+            tile=FORWARD_TILE,
+            interpret=True,
         )
 
     def reference(dy, kernel):
-        return jax.vjp(lambda x: conv(x, kernel), jnp.zeros((batch, height, width, channels), dy.dtype))[1](dy)[0]
+        return jax.vjp(
+            lambda x: conv(x, kernel), jnp.zeros((batch, height, width, channels), dy.dtype)
+        )[1](dy)[0]
 
     assert_parity(kernel, reference, found, gradients=False)
 
@@ -139,7 +161,14 @@ def test_forward_of_flipped_kernel_is_the_input_gradient():
 def test_output_type():
     parts = (jnp.ones((1, 2, 2, 16), jnp.bfloat16),)
     kernel = jnp.ones((3, 3, 16, 16), jnp.bfloat16)
-    y = triton.forward(parts, kernel, jnp.full((1, 16), 2**-10, jnp.float32), tile=FORWARD_TILE, out_dtype=jnp.float32, interpret=True)
+    y = triton.forward(
+        parts,
+        kernel,
+        jnp.full((1, 16), 2**-10, jnp.float32),
+        tile=FORWARD_TILE,
+        out_dtype=jnp.float32,
+        interpret=True,
+    )
     assert y.dtype == jnp.float32
     np.testing.assert_array_equal(np.asarray(y), np.full((1, 2, 2, 16), 64 + 2**-10, np.float32))
 
@@ -148,7 +177,9 @@ def check_gradient(shape, dtype, *, tile=GRADIENT_TILE):
     batch, height, width, channels, features = shape
 
     def kernel(x, dy):
-        return triton_weight_gradient.weight_gradient(split(x, channels), dy, tile=tile, interpret=True)
+        return triton_weight_gradient.weight_gradient(
+            split(x, channels), dy, tile=tile, interpret=True
+        )
 
     def reference(x, dy):
         kernel = jnp.zeros((3, 3, sum(channels), features), dy.dtype)
@@ -174,7 +205,11 @@ def test_weight_gradient_however_it_is_cut(taps, programs):
     check_gradient((2, 5, 7, (40, 16), 33), 'float32', tile=tile)
 
 
-LOWERED = [(shape, 'bfloat16') for shape in SHAPES] + [('aligned', 'float32'), ('three_channels_out', 'float32'), ('aligned', 'float16')]
+LOWERED = [(shape, 'bfloat16') for shape in SHAPES] + [
+    ('aligned', 'float32'),
+    ('three_channels_out', 'float32'),
+    ('aligned', 'float16'),
+]
 
 
 @pytest.mark.parametrize(('name', 'dtype'), LOWERED)
@@ -211,17 +246,33 @@ def lower_for_cuda(f, arrays):
     ('change', 'message'),
     [
         ({'parts': ()}, 'parts: none given'),
-        ({'parts': (jnp.zeros((1, 8, 8, 32)), jnp.zeros((1, 8, 4, 32)))}, r'parts\[1\].*differ in channels only'),
+        (
+            {'parts': (jnp.zeros((1, 8, 8, 32)), jnp.zeros((1, 8, 4, 32)))},
+            r'parts\[1\].*differ in channels only',
+        ),
         ({'parts': (jnp.zeros((1, 8, 8, 64), jnp.int32),)}, 'use float32, bfloat16 or float16'),
-        ({'kernel': jnp.zeros((3, 3, 63, 32))}, r'kernel: shape \[3, 3, 63, 32\]; expected \[3, 3, 64, features\]'),
-        ({'kernel': jnp.zeros((3, 3, 64, 32), jnp.bfloat16)}, 'kernel: dtype bfloat16, but parts are float32'),
+        (
+            {'kernel': jnp.zeros((3, 3, 63, 32))},
+            r'kernel: shape \[3, 3, 63, 32\]; expected \[3, 3, 64, features\]',
+        ),
+        (
+            {'kernel': jnp.zeros((3, 3, 64, 32), jnp.bfloat16)},
+            'kernel: dtype bfloat16, but parts are float32',
+        ),
         ({'shift': jnp.zeros((2, 32))}, r'shift: shape \[2, 32\]; expected \[1, 32\]'),
         ({'residual': jnp.zeros((1, 8, 8, 64))}, r'residual: shape \[1, 8, 8, 64\]'),
-        ({'affine': (jnp.zeros((1, 64)), jnp.zeros((1, 63)))}, r'affine b: shape \[1, 63\]; expected \[1, 64\]'),
+        (
+            {'affine': (jnp.zeros((1, 64)), jnp.zeros((1, 63)))},
+            r'affine b: shape \[1, 63\]; expected \[1, 64\]',
+        ),
     ],
 )
 def test_forward_says_what_is_wrong(change, message):
-    good = {'parts': (jnp.zeros((1, 8, 8, 64)),), 'kernel': jnp.zeros((3, 3, 64, 32)), 'shift': jnp.zeros((1, 32))}
+    good = {
+        'parts': (jnp.zeros((1, 8, 8, 64)),),
+        'kernel': jnp.zeros((3, 3, 64, 32)),
+        'shift': jnp.zeros((1, 32)),
+    }
     with pytest.raises(ValueError, match=message):
         triton.forward(**(good | change), interpret=True)
 
@@ -230,7 +281,11 @@ def test_forward_says_what_is_wrong(change, message):
     ('parts', 'dy', 'message'),
     [
         ((), jnp.zeros((1, 8, 8, 32)), 'parts: none given'),
-        ((jnp.zeros((1, 8, 4, 32)),), jnp.zeros((1, 8, 8, 32)), r'parts\[0\].*differ in channels only'),
+        (
+            (jnp.zeros((1, 8, 4, 32)),),
+            jnp.zeros((1, 8, 8, 32)),
+            r'parts\[0\].*differ in channels only',
+        ),
         ((jnp.zeros((1, 8, 8, 32)),), jnp.zeros((1, 8, 8, 0)), 'dy: .*non-empty'),
     ],
 )

@@ -25,17 +25,24 @@ FORMS = ('folder', 'zip', 'deflated.zip', 'bzip2.zip', 'tar', 'tgz', 'tar.gz', '
 
 @pytest.mark.parametrize('n', [1, 2, 3, 5, 7, 10, 13, 37, 64, 157, 500, 1797, 50000])
 def test_every_epoch_is_a_bijection_and_its_own_one(n):
-    epochs = [permuted(np.arange(n, dtype=np.uint32), np.array([e], np.uint32), n, 3) for e in range(3)]
+    epochs = [
+        permuted(np.arange(n, dtype=np.uint32), np.array([e], np.uint32), n, 3) for e in range(3)
+    ]
     for order in epochs:
         np.testing.assert_array_equal(np.sort(order), np.arange(n))
     if n > 10:
         assert not np.array_equal(epochs[0], epochs[1])
-        assert not np.array_equal(epochs[0], permuted(np.arange(n, dtype=np.uint32), np.array([0], np.uint32), n, 4))
+        assert not np.array_equal(
+            epochs[0], permuted(np.arange(n, dtype=np.uint32), np.array([0], np.uint32), n, 4)
+        )
 
 
 def test_every_small_size_is_a_bijection_after_few_extra_rounds():
     for n in range(1, 600):
-        np.testing.assert_array_equal(np.sort(permuted(np.arange(n, dtype=np.uint32), np.array([9], np.uint32), n, 0)), np.arange(n))
+        np.testing.assert_array_equal(
+            np.sort(permuted(np.arange(n, dtype=np.uint32), np.array([9], np.uint32), n, 0)),
+            np.arange(n),
+        )
         a, b = factors(n)
         assert 0 <= a * b - n <= 12
 
@@ -43,7 +50,12 @@ def test_every_small_size_is_a_bijection_after_few_extra_rounds():
 @pytest.mark.parametrize('n', [3, 10, 37, 60])
 def test_places_and_neighbours_are_uniform(n):
     epochs = 4000
-    orders = np.stack([permuted(np.arange(n, dtype=np.uint32), np.array([e], np.uint32), n, 1) for e in range(epochs)]).astype(int)
+    orders = np.stack(
+        [
+            permuted(np.arange(n, dtype=np.uint32), np.array([e], np.uint32), n, 1)
+            for e in range(epochs)
+        ]
+    ).astype(int)
     counts = np.stack([np.bincount(orders[:, i], minlength=n) for i in range(n)])
     freedom = (n - 1) ** 2
     chi2 = ((counts - epochs / n) ** 2 / (epochs / n)).sum()
@@ -53,7 +65,9 @@ def test_places_and_neighbours_are_uniform(n):
     assert steps.max() / steps.mean() < 1.1
 
 
-@pytest.mark.parametrize(('n', 'batch'), [(5, 3), (10, 64), (1797, 64), (1281167, 256), (2**31 - 1, 128), (96, 2**15)])
+@pytest.mark.parametrize(
+    ('n', 'batch'), [(5, 3), (10, 64), (1797, 64), (1281167, 256), (2**31 - 1, 128), (96, 2**15)]
+)
 def test_numpy_jit_and_wide_integers_agree(n, batch):
     jitted = jax.jit(lambda step: batch_indices(step, batch, n, 7))
     for step in (0, 1, 12345, 2**31 - 1):
@@ -96,21 +110,30 @@ def test_digits_are_the_real_ones():
 def test_forms_agree(tmp_path, form, monkeypatch):
     """Order, labels and pixels are the same in a folder and in every archive; other files are counted and named."""
     warnings = []
-    monkeypatch.setattr(image_files.logging, 'warning', lambda text, *values: warnings.append(text % values))
+    monkeypatch.setattr(
+        image_files.logging, 'warning', lambda text, *values: warnings.append(text % values)
+    )
     names = ('b/1.png', 'a/2.png', 'a/10.png', 'b/deep/0.png')
     files = {f'train/{name}': encoded(random_pixels(i)) for i, name in enumerate(names)}
     files |= {'train/a/notes.txt': b'text', 'train/b/empty.png': b''}
     source = open_source(str(put(tmp_path, files, form)), image_shape=SHAPE)
-    np.testing.assert_array_equal(everything(source), np.stack([random_pixels(i) for i in (2, 1, 0, 3)]))
+    np.testing.assert_array_equal(
+        everything(source), np.stack([random_pixels(i) for i in (2, 1, 0, 3)])
+    )
     assert source.labels.dtype == np.int32
     assert source.labels.tolist() == [0, 0, 1, 1]
     assert source.class_names == ('a', 'b')
-    assert source.skipped == (('train/a/notes.txt', 'not an image'), ('train/b/empty.png', 'empty file'))
+    assert source.skipped == (
+        ('train/a/notes.txt', 'not an image'),
+        ('train/b/empty.png', 'empty file'),
+    )
     assert len(warnings) == 1
     assert '2 files' in warnings[0]
     assert 'train/a/notes.txt (not an image)' in warnings[0]
     again = pickle.loads(pickle.dumps(source))
-    np.testing.assert_array_equal(again.load(np.array([3, 0])), np.stack([random_pixels(3), random_pixels(2)]))
+    np.testing.assert_array_equal(
+        again.load(np.array([3, 0])), np.stack([random_pixels(3), random_pixels(2)])
+    )
 
 
 @pytest.mark.parametrize(
@@ -118,26 +141,47 @@ def test_forms_agree(tmp_path, form, monkeypatch):
     [
         (('x.png', 'y.png'), [-1, -1], (), ''),
         (('a/x.png', 'y.png'), [-1, -1], (), 'y.png lies beside the sub-folders a'),
-        (('b/x.png', 'a/x.png', 'y.png', 'z.png'), [-1] * 4, (), 'y.png and 1 more images lie beside the sub-folders a, b'),
+        (
+            ('b/x.png', 'a/x.png', 'y.png', 'z.png'),
+            [-1] * 4,
+            (),
+            'y.png and 1 more images lie beside the sub-folders a, b',
+        ),
         (('a/x.png', 'b/y.png'), [0, 1], ('a', 'b'), ''),
         (('only/x.png', 'only/y.png'), [0, 0], ('only',), ''),
         (('t/a/x.png', 't/b/y.png'), [0, 1], ('a', 'b'), ''),
     ],
 )
 def test_labels_of_a_folder(tmp_path, names, labels, classes, unlabelled_by):
-    source = open_source(str(write_folder(tmp_path, {name: encoded(random_pixels(0)) for name in names})), image_shape=SHAPE)
-    assert (source.labels.tolist(), source.class_names, source.unlabelled_by) == (labels, classes, unlabelled_by)
+    source = open_source(
+        str(write_folder(tmp_path, {name: encoded(random_pixels(0)) for name in names})),
+        image_shape=SHAPE,
+    )
+    assert (source.labels.tolist(), source.class_names, source.unlabelled_by) == (
+        labels,
+        classes,
+        unlabelled_by,
+    )
 
 
 def test_an_archive_may_have_one_folder_around_its_images(tmp_path):
-    path = write_zip(tmp_path / 'x.zip', {'train/x.png': encoded(random_pixels(0)), 'train/y.png': encoded(random_pixels(1))})
+    path = write_zip(
+        tmp_path / 'x.zip',
+        {'train/x.png': encoded(random_pixels(0)), 'train/y.png': encoded(random_pixels(1))},
+    )
     source = open_source(str(path), image_shape=SHAPE)
     assert (source.labels.tolist(), source.class_names) == ([-1, -1], ())
 
 
 def test_classes_choose_and_order(tmp_path):
-    files = {f'{name}/{i}.png': encoded(random_pixels(10 * k + i)) for k, name in enumerate(('cat', 'dog', 'owl')) for i in range(2)}
-    source = open_source(str(write_folder(tmp_path, files)), image_shape=SHAPE, classes=('owl', 'cat'))
+    files = {
+        f'{name}/{i}.png': encoded(random_pixels(10 * k + i))
+        for k, name in enumerate(('cat', 'dog', 'owl'))
+        for i in range(2)
+    }
+    source = open_source(
+        str(write_folder(tmp_path, files)), image_shape=SHAPE, classes=('owl', 'cat')
+    )
     assert source.labels.tolist() == [1, 1, 0, 0]
     assert source.class_names == ('owl', 'cat')
     np.testing.assert_array_equal(source.load(np.array([3])), random_pixels(21)[None])
@@ -152,7 +196,9 @@ def test_links_are_followed_once(tmp_path):
 
 
 def one(tmp_path: pathlib.Path, data: bytes, shape: tuple[int, int, int]) -> np.ndarray:
-    return everything(open_source(str(write_folder(tmp_path / 'one', {'image.png': data})), image_shape=shape))[0]
+    return everything(
+        open_source(str(write_folder(tmp_path / 'one', {'image.png': data})), image_shape=shape)
+    )[0]
 
 
 def test_conversions(tmp_path):
@@ -160,13 +206,21 @@ def test_conversions(tmp_path):
     image = Image.fromarray(rgb)
     grey = np.asarray(image.convert('L'))[..., None]
     np.testing.assert_array_equal(one(tmp_path, encoded(rgb), (16, 16, 1)), grey)
-    np.testing.assert_array_equal(one(tmp_path, encoded(grey[..., 0]), SHAPE), grey.repeat(3, axis=2))
-    np.testing.assert_array_equal(one(tmp_path, encoded(np.dstack([rgb, random_pixels(6, (16, 16))])), SHAPE), rgb)
+    np.testing.assert_array_equal(
+        one(tmp_path, encoded(grey[..., 0]), SHAPE), grey.repeat(3, axis=2)
+    )
+    np.testing.assert_array_equal(
+        one(tmp_path, encoded(np.dstack([rgb, random_pixels(6, (16, 16))])), SHAPE), rgb
+    )
     palette = image.quantize(16)
     transparent = encoded(palette, transparency=bytes(range(16)))
-    np.testing.assert_array_equal(one(tmp_path, transparent, SHAPE), np.asarray(palette.convert('RGB')))
+    np.testing.assert_array_equal(
+        one(tmp_path, transparent, SHAPE), np.asarray(palette.convert('RGB'))
+    )
     cmyk = image.convert('CMYK')
-    np.testing.assert_array_equal(one(tmp_path, encoded(cmyk, 'TIFF'), SHAPE), np.asarray(cmyk.convert('RGB')))
+    np.testing.assert_array_equal(
+        one(tmp_path, encoded(cmyk, 'TIFF'), SHAPE), np.asarray(cmyk.convert('RGB'))
+    )
     wide = np.arange(256, dtype=np.uint16).reshape(16, 16) * 257
     np.testing.assert_array_equal(one(tmp_path, encoded(wide), (16, 16, 1))[..., 0], wide // 257)
     frames = [Image.fromarray(random_pixels(i, (16, 16))) for i in range(3)]
@@ -215,10 +269,20 @@ def test_npz_of_other_shapes(tmp_path):
     np.testing.assert_array_equal(everything(source), grey[..., None].repeat(3, axis=3))
     assert source.class_names == ()
     five = random_pixels(0, (4, 16, 16, 5))
-    np.savez(tmp_path / 'five.npz', images=five, labels=np.array([0, 1, 1, 0]), class_names=np.array(['x', 'y']))
+    np.savez(
+        tmp_path / 'five.npz',
+        images=five,
+        labels=np.array([0, 1, 1, 0]),
+        class_names=np.array(['x', 'y']),
+    )
     source = open_source(str(tmp_path / 'five.npz'), image_shape=(16, 16, 5), classes=('y',))
     np.testing.assert_array_equal(everything(source), five[1:3])
-    assert everything(open_source(str(tmp_path / 'five.npz'), image_shape=(8, 8, 5))).shape == (4, 8, 8, 5)
+    assert everything(open_source(str(tmp_path / 'five.npz'), image_shape=(8, 8, 5))).shape == (
+        4,
+        8,
+        8,
+        5,
+    )
 
 
 def test_bin(tmp_path):
@@ -228,7 +292,9 @@ def test_bin(tmp_path):
     values = images.astype(np.float32).transpose(0, 3, 1, 2) / 127.5 - 1
     (tmp_path / 'x.bin').write_bytes(header.tobytes() + values.astype('<f4').tobytes())
     source = open_source(str(tmp_path / 'x.bin'), image_shape=(8, 12, 3))
-    np.testing.assert_array_equal(pickle.loads(pickle.dumps(source)).load(np.array([2, 1])), images[[2, 1]])
+    np.testing.assert_array_equal(
+        pickle.loads(pickle.dumps(source)).load(np.array([2, 1])), images[[2, 1]]
+    )
     assert source.labels.tolist() == [-1] * 3
 
 

@@ -7,7 +7,14 @@ import warnings
 
 import numpy as np
 import pytest
-from data_files import everything, official_files, python2_batch, random_pixels, write_folder, write_tar
+from data_files import (
+    everything,
+    official_files,
+    python2_batch,
+    random_pixels,
+    write_folder,
+    write_tar,
+)
 
 from jaxunet.data import cifar10
 from jaxunet.data.sources import open_source
@@ -20,17 +27,25 @@ def test_the_handmade_batch_is_a_pickle_that_numpy_reads():
     with warnings.catch_warnings():
         warnings.simplefilter('ignore')  # numpy's, of its module's old name
         content = pickle.loads(python2_batch(pixels, [3, 4]), encoding='bytes')
-    np.testing.assert_array_equal(content[b'data'].reshape(-1, 3, 32, 32), pixels.transpose(0, 3, 1, 2))
+    np.testing.assert_array_equal(
+        content[b'data'].reshape(-1, 3, 32, 32), pixels.transpose(0, 3, 1, 2)
+    )
     assert content[b'labels'] == [3, 4]
 
 
 @pytest.mark.parametrize('form', ['folder', 'folder inside', 'tar.gz'])
 def test_official_cifar10_from_a_local_copy(tmp_path, form):
     files = official_files()
-    path = write_tar(tmp_path / 'cifar-10-python.tar.gz', files, 'gz') if form == 'tar.gz' else write_folder(tmp_path, files)
+    path = (
+        write_tar(tmp_path / 'cifar-10-python.tar.gz', files, 'gz')
+        if form == 'tar.gz'
+        else write_folder(tmp_path, files)
+    )
     path = path / 'cifar-10-batches-py' if form == 'folder' else path
     source = open_source(f'cifar10:{path}', image_shape=(32, 32, 3))
-    np.testing.assert_array_equal(everything(source), np.concatenate([random_pixels(i, (4, 32, 32, 3)) for i in range(1, 6)]))
+    np.testing.assert_array_equal(
+        everything(source), np.concatenate([random_pixels(i, (4, 32, 32, 3)) for i in range(1, 6)])
+    )
     assert source.labels.tolist() == [(i + j) % 10 for i in range(1, 6) for j in range(4)]
     assert source.class_names[0] == 'airplane'
     ships = open_source(f'cifar10:{path}', image_shape=(16, 16, 1), classes=('ship',))
@@ -49,7 +64,9 @@ def test_download_is_checked_cached_and_atomic(tmp_path, monkeypatch):
     archive.unlink()  # the second time needs no network
     assert len(open_source('cifar10:', image_shape=(32, 32, 3))) == 20
     (tmp_path / 'cache' / 'jaxunet' / cifar10.ARCHIVE).write_bytes(b'damaged')
-    with pytest.raises(UserError, match=r'cannot download .*data.path=cifar10:/path/to/cifar-10-python.tar.gz'):
+    with pytest.raises(
+        UserError, match=r'cannot download .*data.path=cifar10:/path/to/cifar-10-python.tar.gz'
+    ):
         open_source('cifar10:', image_shape=(32, 32, 3))
 
 

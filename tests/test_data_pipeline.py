@@ -30,12 +30,16 @@ def folder(tmp_path) -> pathlib.Path:
     for i in range(30):
         sub = tmp_path / 'set' / f'class{i % 3}'
         sub.mkdir(parents=True, exist_ok=True)
-        Image.fromarray(np.random.default_rng(i).integers(0, 256, (8, 8, 3), dtype=np.uint8)).save(sub / f'{i:03d}.png')
+        Image.fromarray(np.random.default_rng(i).integers(0, 256, (8, 8, 3), dtype=np.uint8)).save(
+            sub / f'{i:03d}.png'
+        )
     return tmp_path / 'set'
 
 
 def config(workers: int = 0, steps: int = 12) -> Config:
-    return Config(seed=11).replace(data={'batch_size': 8, 'num_workers': workers}, train={'steps': steps})
+    return Config(seed=11).replace(
+        data={'batch_size': 8, 'num_workers': workers}, train={'steps': steps}
+    )
 
 
 @pytest.mark.parametrize('workers', [0, 1, 2])
@@ -84,7 +88,11 @@ def test_a_corrupt_image_reaches_the_main_process_by_name(folder, workers):
 
 def test_bad_image_survives_pickling():
     error = pickle.loads(pickle.dumps(BadImage('x.png', 'broken')))
-    assert (error.name, error.reason, str(error)) == ('x.png', 'broken', str(BadImage('x.png', 'broken')))
+    assert (error.name, error.reason, str(error)) == (
+        'x.png',
+        'broken',
+        str(BadImage('x.png', 'broken')),
+    )
 
 
 def test_closing_early_ends_workers_and_threads(folder):

@@ -59,8 +59,14 @@ def test_cosine_schedule_known_values():
 @pytest.mark.parametrize(
     ('change', 'message'),
     [
-        ({'schedule': 'cosin'}, r'diffusion.schedule: expected one of linear, cosine, found \'cosin\'; did you mean "cosine"'),
-        ({'prediction': 'eps'}, r'diffusion.prediction: expected one of epsilon, x0, v, found \'eps\''),
+        (
+            {'schedule': 'cosin'},
+            r'diffusion.schedule: expected one of linear, cosine, found \'cosin\'; did you mean "cosine"',
+        ),
+        (
+            {'prediction': 'eps'},
+            r'diffusion.prediction: expected one of epsilon, x0, v, found \'eps\'',
+        ),
         ({'steps': 20}, r'diffusion.steps: the linear schedule needs more than 20 steps, found 20'),
         ({'steps': 0, 'schedule': 'cosine'}, r'diffusion.steps: expected 1 or more, found 0'),
     ],
@@ -70,7 +76,10 @@ def test_wrong_settings_are_named(change, message):
         d.make_diffusion(DiffusionConfig(**change))
 
 
-@pytest.mark.parametrize(('schedule', 'steps'), [('linear', 21), ('linear', 1000), ('cosine', 1), ('cosine', 2), ('cosine', 4000)])
+@pytest.mark.parametrize(
+    ('schedule', 'steps'),
+    [('linear', 21), ('linear', 1000), ('cosine', 1), ('cosine', 2), ('cosine', 4000)],
+)
 def test_tables_are_finite(schedule, steps):
     diffusion = d.make_diffusion(DiffusionConfig(schedule=schedule, steps=steps))
     assert diffusion.steps == steps
@@ -94,7 +103,10 @@ def test_closed_form_is_the_iterated_step(schedule):
     std = d.q_sample(diffusion, jnp.zeros_like(x0), t, x0)[:, 0, 0, 0]
     expected_mean, expected_variance = 1.0, 0.0
     for i, beta in enumerate(d.make_betas(schedule, 100)):
-        expected_mean, expected_variance = math.sqrt(1 - beta) * expected_mean, (1 - beta) * expected_variance + beta
+        expected_mean, expected_variance = (
+            math.sqrt(1 - beta) * expected_mean,
+            (1 - beta) * expected_variance + beta,
+        )
         assert float(mean[i]) == pytest.approx(expected_mean, rel=1e-5)
         assert float(std[i]) ** 2 == pytest.approx(expected_variance, rel=1e-5)
 
@@ -110,14 +122,23 @@ def test_posterior_is_the_product_of_two_gaussians(schedule):
         # The grid spans 12 standard deviations of the narrower factor's reach on both sides of each factor's centre.
         centre1, std1 = xt / math.sqrt(1 - betas[t]), math.sqrt(betas[t] / (1 - betas[t]))
         centre2, std2 = math.sqrt(alphas[t - 1]) * x0, math.sqrt(1 - alphas[t - 1])
-        grid = np.linspace(min(centre1 - 12 * std1, centre2 - 12 * std2), max(centre1 + 12 * std1, centre2 + 12 * std2), 400_001)
-        log_density = scipy.stats.norm.logpdf(grid, centre1, std1) + scipy.stats.norm.logpdf(grid, centre2, std2)
+        grid = np.linspace(
+            min(centre1 - 12 * std1, centre2 - 12 * std2),
+            max(centre1 + 12 * std1, centre2 + 12 * std2),
+            400_001,
+        )
+        log_density = scipy.stats.norm.logpdf(grid, centre1, std1) + scipy.stats.norm.logpdf(
+            grid, centre2, std2
+        )
         weight = np.exp(log_density - log_density.max())
         weight /= weight.sum()
         mean = (weight * grid).sum()
         variance = (weight * (grid - mean) ** 2).sum()
         got_mean, got_log_variance = d.posterior(
-            diffusion, jnp.full((1, 1, 1, 1), x0, jnp.float32), jnp.full((1, 1, 1, 1), xt, jnp.float32), jnp.array([t], jnp.int32)
+            diffusion,
+            jnp.full((1, 1, 1, 1), x0, jnp.float32),
+            jnp.full((1, 1, 1, 1), xt, jnp.float32),
+            jnp.array([t], jnp.int32),
         )
         assert float(got_mean[0, 0, 0, 0]) == pytest.approx(mean, rel=1e-4, abs=1e-6)
         assert math.exp(float(got_log_variance[0, 0, 0, 0])) == pytest.approx(variance, rel=1e-4)
@@ -139,13 +160,17 @@ def test_respacing_keeps_alphas_and_is_exact_over_the_skipped_steps():
     spaced = d.respace(diffusion, timesteps)
     assert (spaced.prediction, spaced.learn_sigma, spaced.vlb_weight) == ('v', True, 0.5)
     np.testing.assert_array_equal(spaced.signal, diffusion.signal[timesteps])
-    np.testing.assert_allclose(np.cumprod(1 - spaced.betas), diffusion.alphas_cumprod[timesteps], rtol=1e-12)
+    np.testing.assert_allclose(
+        np.cumprod(1 - spaced.betas), diffusion.alphas_cumprod[timesteps], rtol=1e-12
+    )
     # The variance that steps 11..400 add to x_10, one by one.
     variance = 0.0
     for beta in d.make_betas('linear', 1000)[11:401]:
         variance = (1 - beta) * variance + beta
     assert spaced.betas[2] == pytest.approx(variance, rel=1e-9)
-    np.testing.assert_allclose(d.respace(diffusion, np.arange(1000)).betas, d.make_betas('linear', 1000), rtol=1e-9)
+    np.testing.assert_allclose(
+        d.respace(diffusion, np.arange(1000)).betas, d.make_betas('linear', 1000), rtol=1e-9
+    )
 
 
 @pytest.mark.parametrize('prediction', PREDICTIONS)
@@ -159,15 +184,22 @@ def test_predictions_convert_back_and_forth(prediction, schedule):
     target = d.prediction_target(diffusion, x0, t, noise)
     got_x0, got_noise = d.predict_x0_and_noise(diffusion, target, xt, t)
     # Rounding of x_t in float32 grows by 1/√ᾱ on the way to x_0 and by 1/√(1 − ᾱ) on the way to ε.
-    for got, expected, amplification in ((got_x0, x0, diffusion.inverse_signal), (got_noise, noise, 1 / diffusion.noise)):
+    for got, expected, amplification in (
+        (got_x0, x0, diffusion.inverse_signal),
+        (got_noise, noise, 1 / diffusion.noise),
+    ):
         bound = 4 * np.finfo(np.float32).eps * 4 * amplification[np.asarray(t)]
         assert (np.abs(got - expected).max(axis=(1, 2, 3)) <= bound).all()
     # The other way: whatever the network outputs, its x_0 and ε reproduce x_t and the output.
     output = jax.random.normal(jax.random.key(0), x0.shape, jnp.float32)
     got_x0, got_noise = d.predict_x0_and_noise(diffusion, output, xt, t)
     np.testing.assert_allclose(d.q_sample(diffusion, got_x0, t, got_noise), xt, atol=2e-5)
-    np.testing.assert_allclose(d.prediction_target(diffusion, got_x0, t, got_noise), output, atol=2e-5)
-    np.testing.assert_allclose(d.noise_from_x0(diffusion, got_x0, xt, t)[5:], got_noise[5:], atol=2e-4)
+    np.testing.assert_allclose(
+        d.prediction_target(diffusion, got_x0, t, got_noise), output, atol=2e-5
+    )
+    np.testing.assert_allclose(
+        d.noise_from_x0(diffusion, got_x0, xt, t)[5:], got_noise[5:], atol=2e-4
+    )
 
 
 def test_v_interpolates_between_noise_and_image():
@@ -186,7 +218,9 @@ def test_loss_is_the_mean_squared_error_of_the_target(prediction):
     xt = d.q_sample(diffusion, x0, t, noise)
     target = d.prediction_target(diffusion, x0, t, noise)
     offset = jnp.asarray([0.0, 0.5, 1.0, 2.0], jnp.float32)
-    loss = jax.jit(lambda o: d.per_sample_loss(diffusion, o, x0, xt, t, noise))(target + offset[:, None, None, None])
+    loss = jax.jit(lambda o: d.per_sample_loss(diffusion, o, x0, xt, t, noise))(
+        target + offset[:, None, None, None]
+    )
     assert loss.dtype == jnp.float32
     np.testing.assert_allclose(loss, [0, 0.25, 1, 4], rtol=1e-5)
 
@@ -199,15 +233,26 @@ def test_loss_is_float32_for_a_bfloat16_network():
     output = jnp.concatenate([noise, jnp.zeros_like(noise)], axis=-1).astype(jnp.bfloat16)
     loss = d.per_sample_loss(diffusion, output, x0, xt, t, noise)
     assert loss.dtype == jnp.float32
-    np.testing.assert_array_equal(loss, d.per_sample_loss(diffusion, output.astype(jnp.float32), x0, xt, t, noise))
+    np.testing.assert_array_equal(
+        loss, d.per_sample_loss(diffusion, output.astype(jnp.float32), x0, xt, t, noise)
+    )
 
 
-@pytest.mark.parametrize(('learn_sigma', 'channels', 'expected'), [(False, 2, 1), (True, 1, 2), (True, 3, 2)])
+@pytest.mark.parametrize(
+    ('learn_sigma', 'channels', 'expected'), [(False, 2, 1), (True, 1, 2), (True, 3, 2)]
+)
 def test_wrong_number_of_output_channels_is_an_error(learn_sigma, channels, expected):
     diffusion = d.make_diffusion(DiffusionConfig(learn_sigma=learn_sigma))
     x0, noise = batch(5)
     with pytest.raises(ValueError, match=f'expected {expected} channels .* found {channels}'):
-        d.per_sample_loss(diffusion, jnp.zeros((*SHAPE[:3], channels), jnp.float32), x0, x0, steps_of(diffusion), noise)
+        d.per_sample_loss(
+            diffusion,
+            jnp.zeros((*SHAPE[:3], channels), jnp.float32),
+            x0,
+            x0,
+            steps_of(diffusion),
+            noise,
+        )
 
 
 def exact_bound(config, prediction_error, values, x0, noise, steps):
@@ -221,9 +266,13 @@ def exact_bound(config, prediction_error, values, x0, noise, steps):
         previous = alphas[t - 1] if t else 1.0
 
         def posterior_mean(x0, xt=xt, t=t, previous=previous):
-            return (math.sqrt(previous) * betas[t] * x0 + math.sqrt(1 - betas[t]) * (1 - previous) * xt) / (1 - alphas[t])
+            return (
+                math.sqrt(previous) * betas[t] * x0 + math.sqrt(1 - betas[t]) * (1 - previous) * xt
+            ) / (1 - alphas[t])
 
-        predicted_x0 = (xt - math.sqrt(1 - alphas[t]) * (noise_i + prediction_error)) / math.sqrt(alphas[t])
+        predicted_x0 = (xt - math.sqrt(1 - alphas[t]) * (noise_i + prediction_error)) / math.sqrt(
+            alphas[t]
+        )
         s = max(t, 1)
         small = betas[s] * (1 - alphas[s - 1]) / (1 - alphas[s])
         w = (values[i].astype(np.float64) + 1) / 2
@@ -232,9 +281,15 @@ def exact_bound(config, prediction_error, values, x0, noise, steps):
         if t == 0:
             upper = np.where(x0_i > 0.999, np.inf, (x0_i + 1 / 255 - predicted) / std)
             lower = np.where(x0_i < -0.999, -np.inf, (x0_i - 1 / 255 - predicted) / std)
-            nats = -np.log(np.maximum(scipy.stats.norm.cdf(upper) - scipy.stats.norm.cdf(lower), 1e-12))
+            nats = -np.log(
+                np.maximum(scipy.stats.norm.cdf(upper) - scipy.stats.norm.cdf(lower), 1e-12)
+            )
         else:
-            nats = np.log(std / math.sqrt(small)) + (small + (mean - predicted) ** 2) / (2 * std**2) - 0.5
+            nats = (
+                np.log(std / math.sqrt(small))
+                + (small + (mean - predicted) ** 2) / (2 * std**2)
+                - 0.5
+            )
         terms.append(nats.mean() / math.log(2))
     return np.array(terms)
 
@@ -266,7 +321,9 @@ def test_bound_is_zero_for_the_true_posterior():
     xt = d.q_sample(diffusion, x0, t, noise)
 
     def bound(value):
-        return d.variational_bound(diffusion, jnp.concatenate([noise, jnp.full_like(noise, value)], axis=-1), x0, xt, t)
+        return d.variational_bound(
+            diffusion, jnp.concatenate([noise, jnp.full_like(noise, value)], axis=-1), x0, xt, t
+        )
 
     np.testing.assert_allclose(bound(-1.0), 0, atol=1e-4)
     assert (np.asarray(bound(-1.0))[:2] < np.asarray(bound(0.0))[:2]).all()
@@ -277,7 +334,9 @@ def test_decoder_is_a_distribution_over_pixel_values():
     pixels = np.arange(256, dtype=np.float32) / np.float32(127.5) - 1
     for mean, std in ((0.1, 0.02), (-1.3, 0.3), (0.9, 1.0), (1.0, 0.001)):
         x0 = jnp.asarray(pixels).reshape(1, 16, 16, 1)
-        nll = d.discretized_gaussian_nll(x0, jnp.full_like(x0, mean), jnp.full_like(x0, 2 * math.log(std)))
+        nll = d.discretized_gaussian_nll(
+            x0, jnp.full_like(x0, mean), jnp.full_like(x0, 2 * math.log(std))
+        )
         assert float(jnp.exp(-nll).sum()) == pytest.approx(1, abs=1e-5)
 
 
@@ -287,9 +346,13 @@ def test_decoder_is_accurate_in_both_tails(side):
     x0, std = np.float32(side * 0.6), 0.1
     distance = np.array([0.0, 1.0, 3.0, 5.0, 5.5])
     mean = (x0 - side * distance * std).astype(np.float32)
-    exact = -np.log(np.diff(scipy.stats.norm.cdf([-distance - 1 / 25.5, -distance + 1 / 25.5]), axis=0)[0])
+    exact = -np.log(
+        np.diff(scipy.stats.norm.cdf([-distance - 1 / 25.5, -distance + 1 / 25.5]), axis=0)[0]
+    )
     images = jnp.full((5, 1, 1, 1), x0)
-    got = d.discretized_gaussian_nll(images, jnp.asarray(mean).reshape(5, 1, 1, 1), jnp.full_like(images, 2 * math.log(std)))
+    got = d.discretized_gaussian_nll(
+        images, jnp.asarray(mean).reshape(5, 1, 1, 1), jnp.full_like(images, 2 * math.log(std))
+    )
     np.testing.assert_allclose(got.ravel(), exact, rtol=1e-5)
 
 
@@ -297,18 +360,25 @@ def test_decoder_is_accurate_in_both_tails(side):
 def test_hybrid_loss_gradient_leaves_the_prediction_alone(prediction):
     """The prediction's gradient is that of the mean squared error alone; the variance's is that of the bound alone, finite everywhere."""
     config = DiffusionConfig(prediction=prediction, learn_sigma=True)
-    diffusion, plain = d.make_diffusion(config), d.make_diffusion(dataclasses.replace(config, learn_sigma=False))
+    diffusion, plain = (
+        d.make_diffusion(config),
+        d.make_diffusion(dataclasses.replace(config, learn_sigma=False)),
+    )
     x0, noise = batch(9, count=6)
     x0 = x0.at[0, 0, 0].set(-1.0).at[0, 1, 1].set(1.0)
     t = jnp.asarray([0, 0, 1, 3, 500, 999], jnp.int32)
     xt = d.q_sample(diffusion, x0, t, noise)
     output = jax.random.normal(jax.random.key(1), (*x0.shape[:3], 2), jnp.float32)
     gradient = jax.grad(lambda o: d.per_sample_loss(diffusion, o, x0, xt, t, noise).sum())(output)
-    only_error = jax.grad(lambda o: d.per_sample_loss(plain, o, x0, xt, t, noise).sum())(output[..., :1])
+    only_error = jax.grad(lambda o: d.per_sample_loss(plain, o, x0, xt, t, noise).sum())(
+        output[..., :1]
+    )
     only_bound = jax.grad(lambda o: d.variational_bound(diffusion, o, x0, xt, t).sum())(output)
     assert np.isfinite(gradient).all()
     np.testing.assert_array_equal(gradient[..., :1], only_error)
-    np.testing.assert_allclose(gradient[..., 1:], only_bound[..., 1:] * diffusion.vlb_weight * 1000, rtol=1e-5, atol=1e-12)
+    np.testing.assert_allclose(
+        gradient[..., 1:], only_bound[..., 1:] * diffusion.vlb_weight * 1000, rtol=1e-5, atol=1e-12
+    )
     # Without the stop the bound would reach the prediction, and it does reach the variance: the two checks above are not of zeros.
     assert np.abs(only_bound[2:, ..., :1]).max() > 0
     assert (np.abs(gradient[2:, ..., 1:]).max(axis=(1, 2, 3)) > 0).all()
@@ -325,5 +395,11 @@ def test_learned_variance_ends_at_beta_and_posterior():
     diffusion = d.make_diffusion(DiffusionConfig(learn_sigma=True))
     t = jnp.asarray([1, 500], jnp.int32)
     ones = jnp.ones((2, 1, 1, 1), jnp.float32)
-    np.testing.assert_allclose(jnp.exp(d.learned_log_variance(diffusion, ones, t))[:, 0, 0, 0], diffusion.betas[[1, 500]], rtol=1e-5)
-    np.testing.assert_array_equal(d.learned_log_variance(diffusion, -ones, t), d.posterior(diffusion, ones, ones, t)[1])
+    np.testing.assert_allclose(
+        jnp.exp(d.learned_log_variance(diffusion, ones, t))[:, 0, 0, 0],
+        diffusion.betas[[1, 500]],
+        rtol=1e-5,
+    )
+    np.testing.assert_array_equal(
+        d.learned_log_variance(diffusion, -ones, t), d.posterior(diffusion, ones, ones, t)[1]
+    )

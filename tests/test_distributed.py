@@ -21,21 +21,35 @@ from jaxunet.diffusion.process import make_diffusion
 from jaxunet.model.unet import build_unet
 from jaxunet.ops.backends import load_ops
 from jaxunet.runtime import distributed
-from jaxunet.runtime.distributed import Start, all_devices, check_by_hand, check_launcher, detect, join, tasks_of_node
+from jaxunet.runtime.distributed import (
+    Start,
+    all_devices,
+    check_by_hand,
+    check_launcher,
+    detect,
+    join,
+    tasks_of_node,
+)
 from jaxunet.runtime.errors import UserError
 from jaxunet.training.logs import read_metrics
 from jaxunet.training.loop import train
 from jaxunet.training.parallel import CONCURRENT, OVERLAP, Parallel
 from jaxunet.training.step import make_train_step
 
-NO_LAUNCHER = {name: value for name, value in os.environ.items() if not name.startswith(('SLURM_', 'OMPI_', 'PMI'))}
+NO_LAUNCHER = {
+    name: value
+    for name, value in os.environ.items()
+    if not name.startswith(('SLURM_', 'OMPI_', 'PMI'))
+}
 ENDLESS = '--config.train.steps=100000'
 TRAIN = [sys.executable, '-m', 'jaxunet.train', *flags(), '--config.optimizer.schedule=constant']
 ENVIRONMENT = NO_LAUNCHER | {
     'XLA_FLAGS': f'{QUICK} --xla_force_host_platform_device_count=2',
     'JAX_PLATFORMS': 'cpu',
 }
-CONSTANT = {'schedule': 'constant'}  # so that runs of any length are the same program, compiled once
+CONSTANT = {
+    'schedule': 'constant'
+}  # so that runs of any length are the same program, compiled once
 
 
 def free_port():
@@ -50,15 +64,32 @@ def by_hand(port, rank):
 
 def slurm(port, rank):
     """What srun -n 2 sets; JAX derives the port from the job's number, unless told."""
-    step = {'SLURM_JOB_ID': '7', 'SLURM_STEP_NODELIST': 'localhost', 'SLURM_NTASKS': '2', 'SLURM_STEP_NUM_TASKS': '2'}
-    task = {'SLURM_PROCID': str(rank), 'SLURM_LOCALID': str(rank), 'SLURM_NODEID': '0', 'SLURM_STEP_TASKS_PER_NODE': '2'}
+    step = {
+        'SLURM_JOB_ID': '7',
+        'SLURM_STEP_NODELIST': 'localhost',
+        'SLURM_NTASKS': '2',
+        'SLURM_STEP_NUM_TASKS': '2',
+    }
+    task = {
+        'SLURM_PROCID': str(rank),
+        'SLURM_LOCALID': str(rank),
+        'SLURM_NODEID': '0',
+        'SLURM_STEP_TASKS_PER_NODE': '2',
+    }
     return [], step | task | {'JAX_COORDINATOR_PORT': str(port)}
 
 
 def open_mpi(port, rank):
     """What mpirun -n 2 of Open MPI 4 sets, inside a SLURM job."""
-    world = {'OMPI_MCA_orte_hnp_uri': '1531576320.0;tcp://127.0.0.1,10.148.0.1:34911', 'OMPI_COMM_WORLD_SIZE': '2'}
-    own = {'OMPI_COMM_WORLD_RANK': str(rank), 'OMPI_COMM_WORLD_LOCAL_RANK': str(rank), 'OMPI_COMM_WORLD_LOCAL_SIZE': '2'}
+    world = {
+        'OMPI_MCA_orte_hnp_uri': '1531576320.0;tcp://127.0.0.1,10.148.0.1:34911',
+        'OMPI_COMM_WORLD_SIZE': '2',
+    }
+    own = {
+        'OMPI_COMM_WORLD_RANK': str(rank),
+        'OMPI_COMM_WORLD_LOCAL_RANK': str(rank),
+        'OMPI_COMM_WORLD_LOCAL_SIZE': '2',
+    }
     return [], slurm(port, 0)[1] | {'SLURM_NTASKS': '1', 'SLURM_STEP_NUM_TASKS': '1'} | world | own
 
 
@@ -71,7 +102,13 @@ def start(workdir, *arguments, launcher=by_hand, only=None, command=TRAIN):
         arguments_here = [f'--workdir={workdir}', *arguments, *extra, *(only or []) * rank]
         environment = ENVIRONMENT | variables
         processes.append(
-            subprocess.Popen([*command, *arguments_here], env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+            subprocess.Popen(
+                [*command, *arguments_here],
+                env=environment,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+            )
         )
     return processes
 
@@ -109,14 +146,24 @@ def source():
 
 def one_process(workdir, source, devices, steps):
     """Trains, or goes on, here; returns the losses of all steps."""
-    train(tiny_config(parallel={'devices': devices}, optimizer=CONSTANT, train={'steps': steps}), workdir, source)
+    train(
+        tiny_config(parallel={'devices': devices}, optimizer=CONSTANT, train={'steps': steps}),
+        workdir,
+        source,
+    )
     return losses(workdir)
 
 
-@pytest.mark.parametrize(('mode', 'data_cache', 'launcher'), [('jit', 'stream', slurm), ('pmap', 'device', open_mpi)])
+@pytest.mark.parametrize(
+    ('mode', 'data_cache', 'launcher'), [('jit', 'stream', slurm), ('pmap', 'device', open_mpi)]
+)
 def test_two_processes_train_as_one_and_resume_on_one(mode, data_cache, launcher, tmp_path, source):
     processes = start(
-        tmp_path / 'two', f'--config.parallel.mode={mode}', f'--config.data.cache={data_cache}', '--config.train.steps=4', launcher=launcher
+        tmp_path / 'two',
+        f'--config.parallel.mode={mode}',
+        f'--config.data.cache={data_cache}',
+        '--config.train.steps=4',
+        launcher=launcher,
     )
     errors = finish(processes)
     assert [process.returncode for process in processes] == [0, 0], errors
@@ -126,11 +173,15 @@ def test_two_processes_train_as_one_and_resume_on_one(mode, data_cache, launcher
     assert sorted(p.name for p in (tmp_path / 'two' / 'checkpoints').iterdir()) == ['2', '4']
     one = one_process(tmp_path / 'one', source, devices=1, steps=6)
     np.testing.assert_allclose(losses(tmp_path / 'two'), one[:4], rtol=1e-4)
-    np.testing.assert_allclose(one_process(tmp_path / 'two', source, devices=2, steps=6), one, rtol=1e-4)
+    np.testing.assert_allclose(
+        one_process(tmp_path / 'two', source, devices=2, steps=6), one, rtol=1e-4
+    )
 
 
 @pytest.mark.parametrize('victim', [0, 1])
-def test_a_killed_process_ends_the_others_and_the_run_resumes_on_fewer_devices(victim, tmp_path, source):
+def test_a_killed_process_ends_the_others_and_the_run_resumes_on_fewer_devices(
+    victim, tmp_path, source
+):
     processes = start(tmp_path, ENDLESS, '--heartbeat_seconds=4')
     wait_for_step(processes, tmp_path, 6)
     processes[victim].kill()
@@ -169,7 +220,9 @@ def test_a_full_disk_of_the_process_that_writes_ends_all(tmp_path):
         'import os, resource, runpy, sys; sys.argv = sys.argv[1:]; "--process_id=0" in sys.argv and '
         'resource.setrlimit(resource.RLIMIT_FSIZE, (40_000, 40_000)); runpy.run_module("jaxunet.train", run_name="__main__")'
     )
-    processes = start(tmp_path, '--config.train.steps=2', command=[sys.executable, '-c', limited, *TRAIN[2:]])
+    processes = start(
+        tmp_path, '--config.train.steps=2', command=[sys.executable, '-c', limited, *TRAIN[2:]]
+    )
     errors = finish(processes)
     assert processes[0].returncode == distributed.USER_ERROR
     assert 'error: a checkpoint could not be written to' in errors[0]
@@ -181,16 +234,26 @@ def test_processes_that_differ_are_told_what_differs(tmp_path):
     processes = start(tmp_path, only=['--config.data.batch_size=16', '--config.seed=3'])
     for process, error in zip(processes, finish(processes), strict=True):
         assert process.returncode == distributed.USER_ERROR
-        assert 'data.batch_size: 8 on process 0, 16 on process 1\n  seed: 0 on process 0, 3 on process 1' in error
+        assert (
+            'data.batch_size: 8 on process 0, 16 on process 1\n  seed: 0 on process 0, 3 on process 1'
+            in error
+        )
         assert 'Traceback' not in error
     assert not (tmp_path / 'checkpoints').exists()
 
 
 def test_too_few_processes_are_an_error(tmp_path):
-    first, second = start(tmp_path, '--num_processes=3', '--wait_seconds=2', launcher=lambda port, rank: (by_hand(port, rank)[0][::2], {}))
+    first, second = start(
+        tmp_path,
+        '--num_processes=3',
+        '--wait_seconds=2',
+        launcher=lambda port, rank: (by_hand(port, rank)[0][::2], {}),
+    )
     for process, error in zip((first, second), finish([first, second]), strict=True):
         assert process.returncode not in (0, None)
-        assert error.splitlines()[-1].startswith('error: the processes did not find each other in 2 s')
+        assert error.splitlines()[-1].startswith(
+            'error: the processes did not find each other in 2 s'
+        )
 
 
 @pytest.mark.skipif(shutil.which('mpirun') is None, reason='needs mpirun')
@@ -204,7 +267,16 @@ def test_mpirun(method, tmp_path, source):
         'JAX_COORDINATOR_PORT': str(free_port()),
     }
     done = subprocess.run(
-        ['mpirun', '--oversubscribe', '-n', '2', *TRAIN, '--config.train.steps=4', f'--cluster={method}', f'--workdir={tmp_path / "two"}'],
+        [
+            'mpirun',
+            '--oversubscribe',
+            '-n',
+            '2',
+            *TRAIN,
+            '--config.train.steps=4',
+            f'--cluster={method}',
+            f'--workdir={tmp_path / "two"}',
+        ],
         env=environment,
         capture_output=True,
         text=True,
@@ -213,10 +285,19 @@ def test_mpirun(method, tmp_path, source):
     )
     assert done.returncode == 0, done.stderr
     assert 'process 1 of 2, started ' in done.stderr
-    np.testing.assert_allclose(losses(tmp_path / 'two'), one_process(tmp_path / 'one', source, devices=4, steps=4), rtol=1e-4)
+    np.testing.assert_allclose(
+        losses(tmp_path / 'two'),
+        one_process(tmp_path / 'one', source, devices=4, steps=4),
+        rtol=1e-4,
+    )
 
 
-ALONE = {'SLURM_JOB_ID': '7', 'SLURM_NTASKS': '2', 'SLURM_PROCID': '0', 'SLURM_LOCALID': '0'}  # a batch script of two tasks
+ALONE = {
+    'SLURM_JOB_ID': '7',
+    'SLURM_NTASKS': '2',
+    'SLURM_PROCID': '0',
+    'SLURM_LOCALID': '0',
+}  # a batch script of two tasks
 
 
 @pytest.mark.parametrize(
@@ -225,7 +306,10 @@ ALONE = {'SLURM_JOB_ID': '7', 'SLURM_NTASKS': '2', 'SLURM_PROCID': '0', 'SLURM_L
         ({}, ''),
         (slurm(1, 1)[1], 'slurm'),
         (ALONE, ''),
-        (ALONE | {'SLURM_STEP_NODELIST': 'n1', 'SLURM_STEP_NUM_TASKS': '1'}, ''),  # an interactive step
+        (
+            ALONE | {'SLURM_STEP_NODELIST': 'n1', 'SLURM_STEP_NUM_TASKS': '1'},
+            '',
+        ),  # an interactive step
         (open_mpi(1, 1)[1], 'ompi'),
         ({'OMPI_COMM_WORLD_SIZE': '2'}, 'mpi4py'),  # Open MPI 5
         ({'OMPI_COMM_WORLD_SIZE': '1', 'OMPI_MCA_orte_hnp_uri': 'x'}, ''),
@@ -242,7 +326,11 @@ def test_detection(environ, method):
     [
         ('slurm', slurm(1, 1)[1], False),
         ('slurm', slurm(1, 1)[1] | {'SLURM_STEP_TASKS_PER_NODE': '1(x2)'}, True),
-        ('slurm', slurm(1, 1)[1] | {'SLURM_STEP_TASKS_PER_NODE': '2(x3),1', 'SLURM_NODEID': '3'}, True),
+        (
+            'slurm',
+            slurm(1, 1)[1] | {'SLURM_STEP_TASKS_PER_NODE': '2(x3),1', 'SLURM_NODEID': '3'},
+            True,
+        ),
         ('slurm', slurm(1, 1)[1] | {'SLURM_GPUS_PER_TASK': '1'}, True),
         ('slurm', slurm(1, 1)[1] | {'CUDA_VISIBLE_DEVICES': '1'}, True),
         ('slurm', slurm(1, 1)[1] | {'CUDA_VISIBLE_DEVICES': '0,1'}, False),
@@ -262,20 +350,32 @@ def test_tasks_of_node():
     ('wrong', 'message'),
     [
         (lambda: join(Start(coordinator='a:1', processes=2)), '--process_id: missing'),
-        (lambda: join(Start('slurm', 'a:1', 2, 0)), '--coordinator: start by hand, or by --cluster=slurm, not both'),
+        (
+            lambda: join(Start('slurm', 'a:1', 2, 0)),
+            '--coordinator: start by hand, or by --cluster=slurm, not both',
+        ),
         (
             lambda: check_by_hand('localhost', 2, 0),
             "--coordinator: expected HOST:PORT of process 0, such as node1:12345, found 'localhost'",
         ),
         (lambda: check_by_hand('a:70000', 2, 0), '--coordinator: expected HOST:PORT'),
         (lambda: check_by_hand('a:1', 0, 0), '--num_processes: expected 1 or more, found 0'),
-        (lambda: check_by_hand('a:1', 2, 2), '--process_id: expected 0 to 1 for --num_processes=2, found 2'),
-        (lambda: check_launcher('slurm', {}, asked=True), '--cluster=slurm: SLURM_JOB_ID is not set; start the processes with srun'),
+        (
+            lambda: check_by_hand('a:1', 2, 2),
+            '--process_id: expected 0 to 1 for --num_processes=2, found 2',
+        ),
+        (
+            lambda: check_launcher('slurm', {}, asked=True),
+            '--cluster=slurm: SLURM_JOB_ID is not set; start the processes with srun',
+        ),
         (
             lambda: check_launcher('ompi', {}, asked=True),
             '--cluster=ompi: OMPI_MCA_orte_hnp_uri is not set; start the processes with mpirun',
         ),
-        (lambda: tasks_of_node('two', 0), "SLURM_STEP_TASKS_PER_NODE: expected a list like 2(x3),1, found 'two'"),
+        (
+            lambda: tasks_of_node('two', 0),
+            "SLURM_STEP_TASKS_PER_NODE: expected a list like 2(x3),1, found 'two'",
+        ),
     ],
 )
 def test_mistakes(wrong, message):
@@ -286,7 +386,10 @@ def test_mistakes(wrong, message):
 
 def test_mpi4py_is_asked_for_where_it_is_missing(monkeypatch):
     monkeypatch.setitem(sys.modules, 'mpi4py.MPI', None)
-    with pytest.raises(UserError, match=r'mpirun started this process, which needs --cluster=mpi4py: .*pip install "jaxunet\[mpi\]"'):
+    with pytest.raises(
+        UserError,
+        match=r'mpirun started this process, which needs --cluster=mpi4py: .*pip install "jaxunet\[mpi\]"',
+    ):
         check_launcher('mpi4py', {}, asked=False)
 
 
@@ -299,13 +402,17 @@ def test_each_gradient_is_reduced_on_its_own(mode):
     batch = {'image': np.zeros((8, 8, 8, 1), np.uint8), 'label': np.zeros(8, np.int32)}
     model, optimizer = build_unet(config, load_ops('xla')), make_optimizer(config)
     lowered = parallel.lower(
-        lambda axis: make_train_step(config, model, make_diffusion(config.diffusion), optimizer, axis_name=axis),
+        lambda axis: make_train_step(
+            config, model, make_diffusion(config.diffusion), optimizer, axis_name=axis
+        ),
         state,
         parallel.put_batch(batch),
     )
     reductions = [line for line in lowered.as_text().splitlines() if 'stablehlo.all_reduce' in line]
     assert len(reductions) == len(jax.tree.leaves(state.params)) + 1  # and the loss
-    assert not any(':' in line.split('=')[0] for line in reductions)  # %7:2 = ... would reduce two at once
+    assert not any(
+        ':' in line.split('=')[0] for line in reductions
+    )  # %7:2 = ... would reduce two at once
 
 
 def test_xla_knows_the_options_of_overlap():
@@ -315,5 +422,8 @@ def test_xla_knows_the_options_of_overlap():
     with pytest.raises(Exception, match='No such compile option'):
         jax.jit(lambda x: x + 1, compiler_options={'xla_gpu_overlap': True})(1)
     assert not Parallel(tiny_config()).compiler_options  # on a CPU
-    with pytest.raises(UserError, match=r'parallel.concurrent_kernels: needs one GPU, found \d+ x cpu; set it to False'):
+    with pytest.raises(
+        UserError,
+        match=r'parallel.concurrent_kernels: needs one GPU, found \d+ x cpu; set it to False',
+    ):
         Parallel(tiny_config(parallel={'concurrent_kernels': True}))

@@ -46,7 +46,9 @@ def test_grey_files_become_rgb(tmp_path):
 @pytest.mark.parametrize('form', ['folder', 'tar.xz'])
 def test_images_of_several_sizes_are_refused(form, tmp_path):
     files = {'a.png': encoded(pixels(1, 0)[0]), 'b.png': encoded(pixels(1, 0, (16, 20, 3))[0])}
-    with pytest.raises(UserError, match=r'b\.png: expected 16x16 pixels .*, found 16x20; bring all to one size'):
+    with pytest.raises(
+        UserError, match=r'b\.png: expected 16x16 pixels .*, found 16x20; bring all to one size'
+    ):
         loaded(put(tmp_path, files, form))
 
 
@@ -57,7 +59,9 @@ def test_arrays_at_their_own_size(tmp_path):
             save(tmp_path / 'x.npz', **{name: images})
             np.testing.assert_array_equal(loaded(tmp_path / 'x.npz'), images)
     np.savez(tmp_path / 'grey.npz', images=images[..., 0])
-    np.testing.assert_array_equal(loaded(tmp_path / 'grey.npz'), np.repeat(images[..., :1], 3, axis=3))
+    np.testing.assert_array_equal(
+        loaded(tmp_path / 'grey.npz'), np.repeat(images[..., :1], 3, axis=3)
+    )
     assert loaded('digits:').shape == (1797, 8, 8, 3)
 
 
@@ -75,7 +79,9 @@ def test_grids_that_are_none(tmp_path):
     for size in ((16, 17), (8, 8), (15, 15)):
         with pytest.raises(UserError, match='expected a grid of'):
             loaded(tmp_path / 'g.png', grid_size=size)
-    (tmp_path / 'photo.png').write_bytes(encoded(pixels(1, 0, (102, 102, 3))[0]))  # the size of a grid of 2 by 2, without its gaps
+    (tmp_path / 'photo.png').write_bytes(
+        encoded(pixels(1, 0, (102, 102, 3))[0])
+    )  # the size of a grid of 2 by 2, without its gaps
     with pytest.raises(UserError, match='expected a grid of 16x16 images'):
         loaded(tmp_path / 'photo.png', grid_size=(16, 16))
     with pytest.raises(UserError, match='give --image_size'):
@@ -94,7 +100,11 @@ def test_paths_that_are_none(tmp_path):
 
 
 def run(*arguments, code=0, cache):
-    environment = os.environ | {'XLA_FLAGS': QUICK, 'JAX_PLATFORMS': 'cpu', 'JAX_COMPILATION_CACHE_DIR': str(cache)}
+    environment = os.environ | {
+        'XLA_FLAGS': QUICK,
+        'JAX_PLATFORMS': 'cpu',
+        'JAX_COMPILATION_CACHE_DIR': str(cache),
+    }
     command = [sys.executable, '-m', 'jaxunet.evaluate', *arguments]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == code, done.stderr
@@ -111,7 +121,9 @@ def weights(tmp_path_factory):
 
 def test_from_images_to_results(weights, tmp_path):
     save_images(tmp_path / 'samples.png', pixels(10, 0))
-    real = put(tmp_path, {f'{i}.png': encoded(image) for i, image in enumerate(pixels(4, 1))}, 'zip')
+    real = put(
+        tmp_path, {f'{i}.png': encoded(image) for i, image in enumerate(pixels(4, 1))}, 'zip'
+    )
     out = run(
         f'--samples={tmp_path}/samples.png',
         f'--reference={real}',
@@ -123,14 +135,28 @@ def test_from_images_to_results(weights, tmp_path):
         f'--output={tmp_path}/out/metrics.jsonl',
         cache=tmp_path / 'cache',
     )
-    rows = [json.loads(line) for line in (tmp_path / 'out' / 'metrics.jsonl').read_text().splitlines()]
-    assert [row['metric'] for row in rows] == ['fid', 'kid', 'precision', 'recall', 'inception_score']
+    rows = [
+        json.loads(line) for line in (tmp_path / 'out' / 'metrics.jsonl').read_text().splitlines()
+    ]
+    assert [row['metric'] for row in rows] == [
+        'fid',
+        'kid',
+        'precision',
+        'recall',
+        'inception_score',
+    ]
     assert [line.split(':')[0] for line in out.splitlines()] == [row['metric'] for row in rows]
     for row in rows:
         assert (row['num_samples'], row['sample_size'], row['seed']) == (10, '16x16', 5)
         assert row['features'].startswith('inception-')
-        assert "bilinear to 299x299, no antialiasing; not the file of pytorch-fid's weights" in row['resize']
-        assert row['metric'] == 'inception_score' or (row['num_reference'], row['reference']) == (4, str(real))
+        assert (
+            "bilinear to 299x299, no antialiasing; not the file of pytorch-fid's weights"
+            in row['resize']
+        )
+        assert row['metric'] == 'inception_score' or (row['num_reference'], row['reference']) == (
+            4,
+            str(real),
+        )
     # The statistics serve in place of the images, and the results of another run are added: of the same images, 0.
     run(
         f'--samples={real}',
@@ -151,15 +177,30 @@ MISTAKES = [
         '--metrics: expected some of fid, kid, precision, recall, inception_score, found \'fdi\'; did you mean "fid"',
     ),
     (['--samples=S', '--metrics=kid'], '--reference: missing; kid compare the samples with it'),
-    (['--samples=S', '--reference=S', '--features=nowhere.npz'], '--features: expected inception or a file that ends in .pth'),
-    (['--samples=S', '--reference=S', '--features=S'], "expected the 472 tensors of FID's Inception-v3"),
-    (['--samples=S', '--reference=S', '--image_size=8x8'], '--image_size: expected SIDE or HEIGHT,WIDTH'),
-    (['--samples=S', '--reference=S', '--write_statistics=x.txt'], '--write_statistics: expected a name that ends in .npz'),
+    (
+        ['--samples=S', '--reference=S', '--features=nowhere.npz'],
+        '--features: expected inception or a file that ends in .pth',
+    ),
+    (
+        ['--samples=S', '--reference=S', '--features=S'],
+        "expected the 472 tensors of FID's Inception-v3",
+    ),
+    (
+        ['--samples=S', '--reference=S', '--image_size=8x8'],
+        '--image_size: expected SIDE or HEIGHT,WIDTH',
+    ),
+    (
+        ['--samples=S', '--reference=S', '--write_statistics=x.txt'],
+        '--write_statistics: expected a name that ends in .npz',
+    ),
     (['--samples=S', '--reference=S', '--output=/proc'], '--output: /proc: cannot be written'),
     (['--samples=S', '--reference=S', '--batch_size=0'], 'flag --batch_size=0'),
     # Of the reference B the last image is corrupt, which shows when its features are computed: the samples' mistakes come before that.
     (['--samples=nothere', '--reference=B', '--features=F'], 'nothere: no such file or folder'),
-    (['--samples=S', '--reference=B', '--features=F', '--num_samples=5'], '--num_samples: 5 asked for, but'),
+    (
+        ['--samples=S', '--reference=B', '--features=F', '--num_samples=5'],
+        '--num_samples: 5 asked for, but',
+    ),
     (['--samples=S', '--reference=B', '--features=F'], '1.png: cannot be decoded'),
 ]
 # One process for all: most of its time goes into starting.
@@ -187,13 +228,24 @@ def test_mistakes(tmp_path):
     np.savez(samples, images=pixels(4, 0))
     good = encoded(pixels(1, 0)[0])
     bad = put(tmp_path, {'0.png': good, '1.png': good[:100]}, 'zip')
-    architecture, features = Architecture(16, 16, 2, 5, (0.5, 0.5, 0.5), (0.25, 0.25, 0.25)), tmp_path / 'f.npz'
-    network = to_arrays(architecture, *init(architecture, jax.random.key(0)), np.ones(sum(architecture.stages)), {})
+    architecture, features = (
+        Architecture(16, 16, 2, 5, (0.5, 0.5, 0.5), (0.25, 0.25, 0.25)),
+        tmp_path / 'f.npz',
+    )
+    network = to_arrays(
+        architecture, *init(architecture, jax.random.key(0)), np.ones(sum(architecture.stages)), {}
+    )
     np.savez(features, **network, **{KIND: np.array(CLASSIFIER)})
     files = {'=S': f'={samples}', '=B': f'={bad}', '=F': f'={features}'}
     asked = [[a[:-2] + files.get(a[-2:], a[-2:]) for a in arguments] for arguments, _ in MISTAKES]
     environment = os.environ | {'JAX_PLATFORMS': 'cpu', 'XDG_CACHE_HOME': str(tmp_path / 'cache')}
-    done = subprocess.run([sys.executable, '-c', SCRIPT, json.dumps(asked)], env=environment, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, '-c', SCRIPT, json.dumps(asked)],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     assert done.returncode == 0, done.stderr
     for (_, message), found in zip(MISTAKES, json.loads(done.stdout.splitlines()[-1]), strict=True):
         assert message in found

@@ -42,7 +42,9 @@ class Maker:
 
     def __init__(self, config):
         self.config, self.parallel, self.built = config, Parallel(config), 0
-        images, labels = pipeline.load_all(open_source('digits:', image_shape=(8, 8, 1)), progress=False)
+        images, labels = pipeline.load_all(
+            open_source('digits:', image_shape=(8, 8, 1)), progress=False
+        )
         self.data = self.parallel.replicate({'images': images, 'labels': labels})
         self.model, self.optimizer = build_unet(config, load_ops('xla')), make_optimizer(config)
         self.state = fresh_state(config)
@@ -50,13 +52,19 @@ class Maker:
     def build(self):
         self.built += 1
         c = self.config
-        make = lambda axis: make_train_step(c, self.model, make_diffusion(c.diffusion), self.optimizer, axis_name=axis)  # noqa: E731
+        make = lambda axis: make_train_step(
+            c, self.model, make_diffusion(c.diffusion), self.optimizer, axis_name=axis
+        )
         return self.parallel.lower(make, self.parallel.replicate(self.state), self.data).compile()
 
     def get(self, **changes):
         config = self.config.replace(**changes)
         return executables.compiled(
-            self.build, step_fields.relevant(config), (self.parallel.replicate(self.state), self.data), self.parallel.devices, {}
+            self.build,
+            step_fields.relevant(config),
+            (self.parallel.replicate(self.state), self.data),
+            self.parallel.devices,
+            {},
         )
 
     def losses(self, step):
@@ -105,7 +113,11 @@ def test_a_step_is_kept_under_all_that_it_is_made_from():
             assert fields is None or field in raw[section]
             reads = re.compile(rf'\b{section}\.{field}\b' if fields else rf'\bconfig\.{section}\b')
             for module in STEP:
-                assert not reads.search((ROOT / 'jaxunet' / module).read_text()), (module, section, field)
+                assert not reads.search((ROOT / 'jaxunet' / module).read_text()), (
+                    module,
+                    section,
+                    field,
+                )
     kept = step_fields.relevant(Config())
     assert kept['train'].keys() == {'steps', 'log_every'}
     assert kept['optimizer'] == raw['optimizer']

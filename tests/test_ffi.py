@@ -12,7 +12,11 @@ from jaxunet.ops import backends as ops
 
 
 def module(names: list[str], driver: int = 13000, needed: int = 13000) -> types.SimpleNamespace:
-    return types.SimpleNamespace(registrations=lambda: dict.fromkeys(names), driver_version=lambda: driver, needed_driver=needed)
+    return types.SimpleNamespace(
+        registrations=lambda: dict.fromkeys(names),
+        driver_version=lambda: driver,
+        needed_driver=needed,
+    )
 
 
 @pytest.mark.parametrize(
@@ -21,18 +25,44 @@ def module(names: list[str], driver: int = 13000, needed: int = 13000) -> types.
         (None, None, 'cpu', '', r'not built \(.*pip install'),
         (module(['a']), None, 'cpu', '', 'built without CUDA handlers'),
         (module(['a', 'b']), module(['a']), 'gpu', '9.0', 'no CUDA kernels yet for b'),
-        (module(['a']), module(['a'], 0), 'cpu', '', 'version 580 or later.*found no NVIDIA driver'),
+        (
+            module(['a']),
+            module(['a'], 0),
+            'cpu',
+            '',
+            'version 580 or later.*found no NVIDIA driver',
+        ),
         (module(['a']), module(['a'], 12080), 'gpu', '9.0', 'found a driver for CUDA 12.8'),
-        (module(['a']), module(['a'], 11080, 12000), 'gpu', '9.0', 'built with CUDA 12 .* version 525 or later.*CUDA 11.8'),
-        (module(['a']), module(['a'], 13000, 14000), 'gpu', '9.0', 'driver of CUDA 14.0 or later; found'),
+        (
+            module(['a']),
+            module(['a'], 11080, 12000),
+            'gpu',
+            '9.0',
+            'built with CUDA 12 .* version 525 or later.*CUDA 11.8',
+        ),
+        (
+            module(['a']),
+            module(['a'], 13000, 14000),
+            'gpu',
+            '9.0',
+            'driver of CUDA 14.0 or later; found',
+        ),
         (module(['a']), module(['a']), 'cpu', '', 'JAX runs on cpu'),
-        (module(['a']), module(['a']), 'gpu', '7.5', 'compute capability 8.0 or later; some GPU has 7.5'),
+        (
+            module(['a']),
+            module(['a']),
+            'gpu',
+            '7.5',
+            'compute capability 8.0 or later; some GPU has 7.5',
+        ),
     ],
 )
 def test_what_is_missing_is_said(monkeypatch, cpu, cuda, platform, capability, message):
     monkeypatch.setattr(xla_ffi, '_cpu', cpu)
     monkeypatch.setattr(xla_ffi, '_cuda', cuda)
-    device = types.SimpleNamespace(platform=platform, compute_capability=capability, device_kind='some GPU')
+    device = types.SimpleNamespace(
+        platform=platform, compute_capability=capability, device_kind='some GPU'
+    )
     monkeypatch.setattr(jax, 'devices', lambda: [device])
     with pytest.raises(ops.UserError, match=rf'backend=cuda: .*{message}'):
         ops.load_ops('cuda')
@@ -44,7 +74,10 @@ def test_nothing_is_missing(monkeypatch):
     device = types.SimpleNamespace(platform='gpu', compute_capability='9.0', device_kind='some GPU')
     monkeypatch.setattr(jax, 'devices', lambda: [device])
     assert ops.load_ops('cuda') == ops.ops_of('cuda')
-    assert ops.describe('cuda') == 'ops: conv3x3=cuda, norm_silu_conv3x3=cuda, group_norm=cuda, attention=cuda, linear=cuda, adamw=cuda'
+    assert (
+        ops.describe('cuda')
+        == 'ops: conv3x3=cuda, norm_silu_conv3x3=cuda, group_norm=cuda, attention=cuda, linear=cuda, adamw=cuda'
+    )
 
 
 @pytest.mark.skipif(xla_ffi._cpu is None, reason='the extension is not built')
@@ -57,5 +90,7 @@ def test_split_over_devices_as_in_training():
         return jax.grad(lambda v: jnp.sum(jnp.sin(ops.ops_of('cuda').attention(v, num_heads=2))))(x)
 
     qkv = jax.random.normal(jax.random.key(0), (8, 5, 24))
-    split = jax.jit(jax.shard_map(pull, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False))(qkv)
+    split = jax.jit(jax.shard_map(pull, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False))(
+        qkv
+    )
     assert float(jnp.max(jnp.abs(split - pull(qkv)))) == 0

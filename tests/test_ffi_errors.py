@@ -32,9 +32,17 @@ class Call(NamedTuple):
         with jax.default_device(CPU):
             operands = [jax.device_put(np.zeros(*shape), CPU) for shape in self.operands]
             last = min(len(operands), self.in_place + len(shapes))
-            same = {i: i - self.in_place for i in range(self.in_place, last) if self.operands[i] == self.results[i - self.in_place]}
+            same = {
+                i: i - self.in_place
+                for i in range(self.in_place, last)
+                if self.operands[i] == self.results[i - self.in_place]
+            }
             aliases = same if self.in_place >= 0 else None
-            return jax.block_until_ready(jax.ffi.ffi_call(self.target, shapes, input_output_aliases=aliases)(*operands, **self.attributes))
+            return jax.block_until_ready(
+                jax.ffi.ffi_call(self.target, shapes, input_output_aliases=aliases)(
+                    *operands, **self.attributes
+                )
+            )
 
 
 def right(draw: random.Random) -> Call:
@@ -53,7 +61,12 @@ def right(draw: random.Random) -> Call:
 
     def forward() -> Call:
         out = [((batch, tokens, heads * head), kind), ((batch, heads, tokens), jnp.float32)]
-        return Call('attention_forward', [((batch, tokens, 3 * heads * head), kind)], out, {'heads': np.int64(heads)})
+        return Call(
+            'attention_forward',
+            [((batch, tokens, 3 * heads * head), kind)],
+            out,
+            {'heads': np.int64(heads)},
+        )
 
     def backward() -> Call:
         call = forward()
@@ -62,8 +75,15 @@ def right(draw: random.Random) -> Call:
 
     def conv() -> Call:
         flipped, activation, shortcut = (draw.random() < 0.5 for _ in range(3))
-        residual = [draw.randint(1, 4) for _ in range(draw.randint(1, 2))] if shortcut else draw.choice([[], [features]])
-        operands = [*images(parts), ((3, 3, *((features, channels) if flipped else (channels, features))), kind)]
+        residual = (
+            [draw.randint(1, 4) for _ in range(draw.randint(1, 2))]
+            if shortcut
+            else draw.choice([[], [features]])
+        )
+        operands = [
+            *images(parts),
+            ((3, 3, *((features, channels) if flipped else (channels, features))), kind),
+        ]
         matrix = (features, sum(residual)) if flipped else (sum(residual), features)
         operands += [*rows(1, features), *images(residual), *([(matrix, kind)] if shortcut else [])]
         counts = {'parts': np.int64(len(parts)), 'residuals': np.int64(len(residual))}
@@ -72,35 +92,68 @@ def right(draw: random.Random) -> Call:
 
     def shortcut() -> Call:
         operands = [*images([features]), ((channels, features), kind)]
-        return Call('conv3x3_shortcut_gradient', operands, images(parts), {'residuals': np.int64(len(parts))})
+        return Call(
+            'conv3x3_shortcut_gradient',
+            operands,
+            images(parts),
+            {'residuals': np.int64(len(parts))},
+        )
 
     def weights() -> Call:
         activation, norm = (draw.random() < 0.5 for _ in range(2))
         residual = [draw.randint(1, 4) for _ in range(draw.randint(0, 2))]
         workspace = (9 * channels + sum(residual) + batch) * features + draw.randint(0, 9)
-        shapes = [(3, 3, channels, features), (draw.choice([1, batch]), features), *([(sum(residual), features)] if residual else [])]
+        shapes = [
+            (3, 3, channels, features),
+            (draw.choice([1, batch]), features),
+            *([(sum(residual), features)] if residual else []),
+        ]
         results = [(shape, draw.choice([jnp.float32, kind])) for shape in shapes]
         results += [((1, channels), jnp.float32)] * (2 * norm) + [((workspace,), jnp.float32)]
-        attributes = {'parts': np.int64(len(parts)), 'residuals': np.int64(len(residual)), 'activation': activation, 'norm': norm}
+        attributes = {
+            'parts': np.int64(len(parts)),
+            'residuals': np.int64(len(residual)),
+            'activation': activation,
+            'norm': norm,
+        }
         operands = [*images(parts), *images([features]), *rows(2 * activation), *images(residual)]
         operands += [((batch, 2, channels), jnp.float32)] * norm
         return Call('conv3x3_weight_gradient', operands, results, attributes)
 
     def linear() -> Call:
         residual = draw.random() < 0.5
-        operands = [*images([channels]), ((channels, features), kind), ((1, features), jnp.float32), *images([features] * residual)]
+        operands = [
+            *images([channels]),
+            ((channels, features), kind),
+            ((1, features), jnp.float32),
+            *images([features] * residual),
+        ]
         return Call('linear', operands, images([features]), {'residual': residual})
 
     def linear_weights() -> Call:
         workspace = (channels + batch) * features + draw.randint(0, 9)
         shapes = [(channels, features), (1, features)]
-        results = [*((shape, draw.choice([jnp.float32, kind])) for shape in shapes), ((workspace,), jnp.float32)]
-        return Call('linear_weight_gradient', [*images([channels]), *images([features])], results, {})
+        results = [
+            *((shape, draw.choice([jnp.float32, kind])) for shape in shapes),
+            ((workspace,), jnp.float32),
+        ]
+        return Call(
+            'linear_weight_gradient', [*images([channels]), *images([features])], results, {}
+        )
 
     def norm(name: str, results: list[Shape], attributes: dict[str, Any]) -> Call:
-        every = {'parts': np.int64(len(parts)), 'groups': np.int64(channels), 'eps': np.float32(1e-5)} | attributes
+        every = {
+            'parts': np.int64(len(parts)),
+            'groups': np.int64(channels),
+            'eps': np.float32(1e-5),
+        } | attributes
         per_channel: Shape = ((batch, channels), jnp.float32)
-        return Call(name, [*images(parts), *rows(2)], [*results, *([per_channel] * (4 if not results else 2))], every)
+        return Call(
+            name,
+            [*images(parts), *rows(2)],
+            [*results, *([per_channel] * (4 if not results else 2))],
+            every,
+        )
 
     def norm_forward() -> Call:
         return norm('group_norm_forward', images([channels]), {'silu': draw.random() < 0.5})
@@ -113,15 +166,30 @@ def right(draw: random.Random) -> Call:
         return Call('group_norm_apply', [*images(parts), *rows(2)], images([channels]), attributes)
 
     def gradient() -> Call:
-        flags, added = {name: draw.random() < 0.5 for name in ('silu', 'activation', 'samples')}, draw.randint(0, 2)
-        attributes = {'parts': np.int64(len(parts)), 'groups': np.int64(channels), 'added': np.int64(added)} | flags
+        flags, added = (
+            {name: draw.random() < 0.5 for name in ('silu', 'activation', 'samples')},
+            draw.randint(0, 2),
+        )
+        attributes = {
+            'parts': np.int64(len(parts)),
+            'groups': np.int64(channels),
+            'added': np.int64(added),
+        } | flags
         affine = rows(4)
         results = [((batch, 2, channels), jnp.float32), *affine[: 2 * flags['samples']]]
         results += [*images(parts), *images([channels] * flags['activation'])]
-        return Call('group_norm_gradient', [*images(parts), *images([channels]), *affine, *images(parts * added)], results, attributes)
+        return Call(
+            'group_norm_gradient',
+            [*images(parts), *images([channels]), *affine, *images(parts * added)],
+            results,
+            attributes,
+        )
 
     def tensors() -> list[Shape]:
-        return [(tuple(draw.randint(1, 5) for _ in range(draw.randint(1, 3))), jnp.float32) for _ in range(draw.randint(1, 4))]
+        return [
+            (tuple(draw.randint(1, 5) for _ in range(draw.randint(1, 3))), jnp.float32)
+            for _ in range(draw.randint(1, 4))
+        ]
 
     def gradients(of: list[Shape]) -> list[Shape]:
         return [(shape, draw.choice([jnp.float32, jnp.float16, jnp.bfloat16])) for shape, _ in of]
@@ -129,21 +197,43 @@ def right(draw: random.Random) -> Call:
     def sums() -> Call:
         found, chunk = gradients(tensors()), draw.randint(1, 9)
         count = sum(-(-math.prod(shape) // chunk) for shape, _ in found)
-        return Call('sum_of_squares', found, [((count,), jnp.float32)], {'chunk': np.int64(chunk), 'tensors': np.int64(len(found))})
+        return Call(
+            'sum_of_squares',
+            found,
+            [((count,), jnp.float32)],
+            {'chunk': np.int64(chunk), 'tensors': np.int64(len(found))},
+        )
 
     def adamw() -> Call:
         found, averages = tensors(), draw.randint(0, 2)
-        constants = {name: np.float32(0.5) for name in ('b1', 'b2', 'rest1', 'rest2', 'eps', 'decay')}
+        constants = {
+            name: np.float32(0.5) for name in ('b1', 'b2', 'rest1', 'rest2', 'eps', 'decay')
+        }
         counts = {'averages': np.int64(averages), 'tensors': np.int64(len(found))}
         operands = [((5 + averages,), jnp.float32), *gradients(found), *found * (3 + averages)]
-        return Call('adamw', operands, found * (3 + averages), constants | counts, in_place=1 + len(found))
+        return Call(
+            'adamw', operands, found * (3 + averages), constants | counts, in_place=1 + len(found)
+        )
 
     def narrow() -> Call:
         found, to = tensors(), draw.choice([jnp.float16, jnp.bfloat16])
-        return Call('narrow', found, [(shape, to) for shape, _ in found], {'tensors': np.int64(len(found))})
+        return Call(
+            'narrow', found, [(shape, to) for shape, _ in found], {'tensors': np.int64(len(found))}
+        )
 
     convolutions = [conv, shortcut, weights, linear, linear_weights]
-    ops = [forward, backward, *convolutions, norm_forward, norm_statistics, apply, gradient, sums, adamw, narrow]
+    ops = [
+        forward,
+        backward,
+        *convolutions,
+        norm_forward,
+        norm_statistics,
+        apply,
+        gradient,
+        sums,
+        adamw,
+        narrow,
+    ]
     call = draw.choice(ops)()
     return call._replace(target=f'jaxunet_{call.target}')
 
@@ -151,12 +241,18 @@ def right(draw: random.Random) -> Call:
 def spoil(call: Call, draw: random.Random) -> Call:
     """The call with one thing wrong."""
     operands, results, attributes = list(call.operands), list(call.results), dict(call.attributes)
-    mistake = draw.choice(['type', 'size', 'rank', 'missing', 'more', 'attribute', 'lost', 'unknown'])
+    mistake = draw.choice(
+        ['type', 'size', 'rank', 'missing', 'more', 'attribute', 'lost', 'unknown']
+    )
     # The image of which only statistics are wanted may have any height and width, what is summed any shape.
-    free = mistake in ('size', 'rank') and any(name in call.target for name in ('statistics', 'sum_of_squares'))
+    free = mistake in ('size', 'rank') and any(
+        name in call.target for name in ('statistics', 'sum_of_squares')
+    )
     arrays = results if free else draw.choice([operands, results])
     # So has a weight gradient's workspace, its last result.
-    at = draw.randrange(len(arrays) - (mistake == 'size' and arrays is results and 'weight_gradient' in call.target))
+    at = draw.randrange(
+        len(arrays) - (mistake == 'size' and arrays is results and 'weight_gradient' in call.target)
+    )
     shape, kind = arrays[at]
     name = draw.choice(sorted(attributes) or ['surplus'])
     if mistake == 'type':
@@ -173,7 +269,14 @@ def spoil(call: Call, draw: random.Random) -> Call:
         arrays.append((shape, kind))
     elif mistake == 'attribute':
         attributes[name] = draw.choice(
-            [np.int64(-1), np.int64(0x7FFFFFFFFFFFFFFF), np.int32(1), np.float64(1), 'one', np.ones(2, np.int64)]
+            [
+                np.int64(-1),
+                np.int64(0x7FFFFFFFFFFFFFFF),
+                np.int32(1),
+                np.float64(1),
+                'one',
+                np.ones(2, np.int64),
+            ]
         )
     elif mistake == 'lost' and attributes:
         del attributes[name]
@@ -208,24 +311,56 @@ def test_a_thousand_wrong_calls_are_errors():
     ],
 )
 def test_the_message_names_what_is_wrong(results, heads, message):
-    call = Call('jaxunet_attention_forward', [((2, 5, 24), jnp.float32)], [(r, jnp.float32) for r in results], {'heads': np.int64(heads)})
-    with pytest.raises(jax.errors.JaxRuntimeError, match=f'jaxunet_attention_forward: (?:{message})'):
+    call = Call(
+        'jaxunet_attention_forward',
+        [((2, 5, 24), jnp.float32)],
+        [(r, jnp.float32) for r in results],
+        {'heads': np.int64(heads)},
+    )
+    with pytest.raises(
+        jax.errors.JaxRuntimeError, match=f'jaxunet_attention_forward: (?:{message})'
+    ):
         call()
 
 
 @pytest.mark.parametrize(
     ('operands', 'results', 'attributes', 'message'),
     [
-        ([(2, 3, 4, 8), (9, 5), (1, 5)], [(2, 3, 4, 5)], {'residual': False}, r'kernel: expected F32\[8, any\], found F32\[9, 5\]'),
+        (
+            [(2, 3, 4, 8), (9, 5), (1, 5)],
+            [(2, 3, 4, 5)],
+            {'residual': False},
+            r'kernel: expected F32\[8, any\], found F32\[9, 5\]',
+        ),
         ([(2, 3, 4, 8), (8, 5), (2, 5)], [(2, 3, 4, 5)], {'residual': False}, r'bias: expected 1'),
-        ([(2, 3, 4, 8), (8, 5), (1, 5)], [(2, 3, 4, 5)], {'residual': True}, r'residual: missing; the call has 3 operands'),
-        ([(2, 3, 4, 8), (2, 3, 4, 5)], [(8, 5), (2, 5), (99,)], {}, r'dbias: expected F32\[1, 5\], found F32\[2, 5\]'),
-        ([(2, 3, 4, 8), (2, 3, 4, 5)], [(8, 5), (1, 5), (44,)], {}, r'workspace: expected at least 45 numbers, found 44'),
+        (
+            [(2, 3, 4, 8), (8, 5), (1, 5)],
+            [(2, 3, 4, 5)],
+            {'residual': True},
+            r'residual: missing; the call has 3 operands',
+        ),
+        (
+            [(2, 3, 4, 8), (2, 3, 4, 5)],
+            [(8, 5), (2, 5), (99,)],
+            {},
+            r'dbias: expected F32\[1, 5\], found F32\[2, 5\]',
+        ),
+        (
+            [(2, 3, 4, 8), (2, 3, 4, 5)],
+            [(8, 5), (1, 5), (44,)],
+            {},
+            r'workspace: expected at least 45 numbers, found 44',
+        ),
     ],
 )
 def test_a_linear_layer_says_what_is_wrong(operands, results, attributes, message):
     target = 'jaxunet_linear' if attributes else 'jaxunet_linear_weight_gradient'
-    call = Call(target, [(shape, jnp.float32) for shape in operands], [(shape, jnp.float32) for shape in results], attributes)
+    call = Call(
+        target,
+        [(shape, jnp.float32) for shape in operands],
+        [(shape, jnp.float32) for shape in results],
+        attributes,
+    )
     with pytest.raises(jax.errors.JaxRuntimeError, match=f'{target}: {message}'):
         call()
 
@@ -233,20 +368,43 @@ def test_a_linear_layer_says_what_is_wrong(operands, results, attributes, messag
 def test_a_weight_gradient_says_how_much_workspace_it_needs():
     images = [((2, 3, 3, 4), jnp.float32), ((2, 3, 3, 5), jnp.float32)]
     results = [((3, 3, 4, 5), jnp.float32), ((1, 5), jnp.float32), ((189,), jnp.float32)]
-    attributes = {'parts': np.int64(1), 'residuals': np.int64(0), 'activation': False, 'norm': False}
+    attributes = {
+        'parts': np.int64(1),
+        'residuals': np.int64(0),
+        'activation': False,
+        'norm': False,
+    }
     call = Call('jaxunet_conv3x3_weight_gradient', images, results, attributes)
-    with pytest.raises(jax.errors.JaxRuntimeError, match='workspace: expected at least 190 numbers, found 189'):
+    with pytest.raises(
+        jax.errors.JaxRuntimeError, match='workspace: expected at least 190 numbers, found 189'
+    ):
         call()
 
 
 @pytest.mark.parametrize(
     ('sums', 'rows', 'message'),
     [
-        ([((2, 2, 5), jnp.float32)], [(1, 4), (1, 4)], r'norm_sums: expected F32\[2, 2, 4\], found F32\[2, 2, 5\]'),
-        ([((2, 2, 4), jnp.bfloat16)], [(1, 4), (1, 4)], r'norm_sums: expected F32\[2, 2, 4\], found BF16\[2, 2, 4\]'),
+        (
+            [((2, 2, 5), jnp.float32)],
+            [(1, 4), (1, 4)],
+            r'norm_sums: expected F32\[2, 2, 4\], found F32\[2, 2, 5\]',
+        ),
+        (
+            [((2, 2, 4), jnp.bfloat16)],
+            [(1, 4), (1, 4)],
+            r'norm_sums: expected F32\[2, 2, 4\], found BF16\[2, 2, 4\]',
+        ),
         ([], [(1, 4), (1, 4)], 'norm_sums: missing; the call has 2 operands'),
-        ([((2, 2, 4), jnp.float32)], [(2, 4), (1, 4)], r'of_scale: expected F32\[1, 4\], found F32\[2, 4\]'),
-        ([((2, 2, 4), jnp.float32)], [(1, 4)], r'of_offset: expected F32\[1, 4\], found F32\[190\]'),
+        (
+            [((2, 2, 4), jnp.float32)],
+            [(2, 4), (1, 4)],
+            r'of_scale: expected F32\[1, 4\], found F32\[2, 4\]',
+        ),
+        (
+            [((2, 2, 4), jnp.float32)],
+            [(1, 4)],
+            r'of_offset: expected F32\[1, 4\], found F32\[190\]',
+        ),
     ],
 )
 def test_a_weight_gradient_says_which_sums_of_a_norm_do_not_fit(sums, rows, message):
@@ -260,13 +418,21 @@ def test_a_weight_gradient_says_which_sums_of_a_norm_do_not_fit(sums, rows, mess
 @pytest.mark.parametrize(
     ('added', 'operands', 'message'),
     [
-        (2, [((2, 3, 4, 8), jnp.float32)] * 3, r'added\[1\]\[1\]: missing; the call has 10 operands'),
+        (
+            2,
+            [((2, 3, 4, 8), jnp.float32)] * 3,
+            r'added\[1\]\[1\]: missing; the call has 10 operands',
+        ),
         (
             1,
             [((2, 3, 4, 8), jnp.float32), ((2, 3, 5, 8), jnp.float32)],
             r'added\[0\]\[1\]: expected F32\[2, 3, 4, 8\], found F32\[2, 3, 5, 8\]',
         ),
-        (1, [((2, 3, 4, 8), jnp.bfloat16)] * 2, r'added\[0\]\[0\]: expected F32\[2, 3, 4, 8\], found BF16'),
+        (
+            1,
+            [((2, 3, 4, 8), jnp.bfloat16)] * 2,
+            r'added\[0\]\[0\]: expected F32\[2, 3, 4, 8\], found BF16',
+        ),
         (3, [], 'attribute added: expected 0 to 2, found 3'),
     ],
 )
@@ -275,6 +441,11 @@ def test_a_normalisation_says_which_gradient_does_not_fit(added, operands, messa
     counts = {'parts': np.int64(2), 'added': np.int64(added), 'groups': np.int64(4)}
     attributes = counts | {'silu': True, 'activation': False, 'samples': True}
     results = [((2, 2, 16), jnp.float32), row, row, image, image]
-    call = Call('jaxunet_group_norm_gradient', [image, image, ((2, 3, 4, 16), jnp.float32), *[row] * 4, *operands], results, attributes)
+    call = Call(
+        'jaxunet_group_norm_gradient',
+        [image, image, ((2, 3, 4, 16), jnp.float32), *[row] * 4, *operands],
+        results,
+        attributes,
+    )
     with pytest.raises(jax.errors.JaxRuntimeError, match=message):
         call()

@@ -39,10 +39,17 @@ def products(operation: Any, found: collections.Counter[str]) -> collections.Cou
     return found
 
 
-def test_xla_multiplies_for_embeddings_and_input_gradients_of_linear_layers_and_adds_at_halvings() -> None:
+def test_xla_multiplies_for_embeddings_and_input_gradients_of_linear_layers_and_adds_at_halvings() -> (
+    None
+):
     resolved = config.resolve(runpy.run_path(str(CONFIG))['get_config']())
-    x, t = jax.ShapeDtypeStruct((BATCH, *resolved.image_shape), 'float32'), jax.ShapeDtypeStruct((BATCH,), 'int32')
-    parameters = jax.eval_shape(lambda x, t: build_unet(resolved, XLA).init(jax.random.key(0), x, t)['params'], x, t)
+    x, t = (
+        jax.ShapeDtypeStruct((BATCH, *resolved.image_shape), 'float32'),
+        jax.ShapeDtypeStruct((BATCH,), 'int32'),
+    )
+    parameters = jax.eval_shape(
+        lambda x, t: build_unet(resolved, XLA).init(jax.random.key(0), x, t)['params'], x, t
+    )
     shortcuts = sum('shortcut' in block for block in parameters.values())
     blocks = sum('conv_1' in block for block in parameters.values())
     attentions = sum('qkv' in block for block in parameters.values())
@@ -56,7 +63,9 @@ def test_xla_multiplies_for_embeddings_and_input_gradients_of_linear_layers_and_
     assert (shortcuts, blocks, attentions) == (15, 22, 11)
     assert kernels['jaxunet_linear'] == kernels['jaxunet_linear_weight_gradient'] == 2 * attentions
     assert kernels['jaxunet_conv3x3_shortcut_gradient'] == shortcuts
-    assert kernels['jaxunet_conv3x3_weight_gradient'] == 2 * blocks + 2  # with those of the first and the last convolution
+    assert (
+        kernels['jaxunet_conv3x3_weight_gradient'] == 2 * blocks + 2
+    )  # with those of the first and the last convolution
     found = products(lowered.compiler_ir('stablehlo').operation, collections.Counter())
     linear = [found.pop(name) for name in list(found) if 'attention' in name]
     assert sum(linear) == 2 * attentions, linear
@@ -66,7 +75,9 @@ def test_xla_multiplies_for_embeddings_and_input_gradients_of_linear_layers_and_
     text = lowered.as_text()
     fused = 2 * blocks + 1
     assert len(re.findall('jaxunet_conv3x3_weight_gradient.*?norm = true', text)) == fused
-    samples = collections.Counter(re.findall(r'jaxunet_group_norm_gradient.*?samples = (\w+)', text))
+    samples = collections.Counter(
+        re.findall(r'jaxunet_group_norm_gradient.*?samples = (\w+)', text)
+    )
     assert samples == {'false': fused, 'true': attentions}
     # A norm's gradient takes those of a residual and of a skip connection with it. XLA adds where the image is halved next.
     halved = len(resolved.model.channel_mult) - 1
@@ -84,16 +95,24 @@ def test_a_small_unet_is_that_of_xla() -> None:
     with jax.default_device(cpu):
         x = jax.random.normal(jax.random.key(1), (2, *resolved.image_shape))
         t, labels = jnp.array([3, 30]), jnp.array([1, 2])
-        parameters = jax.jit(build_unet(resolved, XLA).init)(jax.random.key(0), x, t, labels)['params']
+        parameters = jax.jit(build_unet(resolved, XLA).init)(jax.random.key(0), x, t, labels)[
+            'params'
+        ]
         assert parameters['middle_attention']['qkv']['kernel'].shape == (16, 48)
         assert parameters['middle_attention']['proj']['bias'].shape == (16,)
 
         def pull(ops: Any) -> Any:
             model = build_unet(resolved, ops)
-            return jax.jit(jax.value_and_grad(lambda p: jnp.sum(jnp.sin(model.predict(p, x, t, labels)))))(parameters)
+            return jax.jit(
+                jax.value_and_grad(lambda p: jnp.sum(jnp.sin(model.predict(p, x, t, labels))))
+            )(parameters)
 
         value, gradients = pull(ops_of('cuda'))
         exact, wanted = pull(XLA)
     np.testing.assert_allclose(value, exact, rtol=1e-4)
     largest = max(float(jnp.max(jnp.abs(leaf))) for leaf in jax.tree.leaves(wanted))
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-5 * largest), gradients, wanted)
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-5 * largest),
+        gradients,
+        wanted,
+    )

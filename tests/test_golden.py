@@ -35,12 +35,18 @@ def formula_weights(config: Config) -> dict[str, Any]:
     for k, entry in enumerate(table(config)):
         wave = np.sin(0.7 * np.arange(np.prod(entry.shape), dtype=np.float64) + k)
         kind = entry.path[-1]
-        value = {'kernel': wave / np.sqrt(np.prod(entry.shape[1:])), 'scale': 1 + 0.1 * wave, 'bias': 0.1 * wave}[kind]
+        value = {
+            'kernel': wave / np.sqrt(np.prod(entry.shape[1:])),
+            'scale': 1 + 0.1 * wave,
+            'bias': 0.1 * wave,
+        }[kind]
         leaves[entry.path] = from_file(entry, value.astype(np.float32).reshape(entry.shape))
     return unflatten(leaves)
 
 
-def run(path: pathlib.Path, golden: Any, channels: int, side: int) -> tuple[np.ndarray, np.ndarray, list[np.ndarray]]:
+def run(
+    path: pathlib.Path, golden: Any, channels: int, side: int
+) -> tuple[np.ndarray, np.ndarray, list[np.ndarray]]:
     """Checks the output and the loss; gives the errors of the gradient norms and first values, relative to 1e-4, and the gradients."""
     tag = f'c{channels}_h{side}'
     config = config_of(Header(MAGIC, 2, 3, channels, 3, side, side, 1000, 0, 0))
@@ -60,7 +66,9 @@ def run(path: pathlib.Path, golden: Any, channels: int, side: int) -> tuple[np.n
         out = unet.apply({'params': params}, x, t)
         return jnp.mean(jnp.square(out - y)), out
 
-    (loss, out), grads = jax.jit(jax.value_and_grad(loss_and_out, has_aux=True))(jax.tree.map(jnp.asarray, weights.params))
+    (loss, out), grads = jax.jit(jax.value_and_grad(loss_and_out, has_aux=True))(
+        jax.tree.map(jnp.asarray, weights.params)
+    )
     out = np.asarray(out).transpose(0, 3, 1, 2)
     np.testing.assert_allclose(loss, golden[f'{tag}_loss'], rtol=TOLERANCE)
     if f'{tag}_out' in golden:
@@ -69,7 +77,9 @@ def run(path: pathlib.Path, golden: Any, channels: int, side: int) -> tuple[np.n
         expected, norm = golden[f'{tag}_out_patch'], np.linalg.norm(out.astype(np.float64))
         np.testing.assert_allclose(norm, golden[f'{tag}_out_norm'], rtol=TOLERANCE)
         out = out[:, :, 24:40, 24:40]
-    np.testing.assert_allclose(out, expected, rtol=TOLERANCE, atol=TOLERANCE * np.abs(expected).max())
+    np.testing.assert_allclose(
+        out, expected, rtol=TOLERANCE, atol=TOLERANCE * np.abs(expected).max()
+    )
 
     leaves = flatten(grads)
     rows = table(config)
@@ -78,7 +88,9 @@ def run(path: pathlib.Path, golden: Any, channels: int, side: int) -> tuple[np.n
     norms = np.array([np.linalg.norm(g.astype(np.float64)) for g in gradients])
     golden_norms, golden_first = golden[f'{tag}_grad_norms'], golden[f'{tag}_grad_first4']
     first = np.array([np.pad(g[:4], (0, max(0, 4 - g.size))) for g in gradients])
-    largest = np.array([np.abs(g).max() for g in gradients])  # a single value may be near zero by cancellation
+    largest = np.array(
+        [np.abs(g).max() for g in gradients]
+    )  # a single value may be near zero by cancellation
     zero = golden_norms < NOISE * golden_norms.max()
     scale = np.where(zero, NOISE * golden_norms.max() / TOLERANCE, golden_norms)
     first_scale = np.where(zero, scale, largest)
@@ -106,14 +118,19 @@ def test_golden_small(tmp_path: pathlib.Path, precision: str) -> None:
 
 @pytest.mark.parametrize('precision', ['float32', 'float64'])
 @pytest.mark.parametrize(('channels', 'side'), [(64, 64), (64, 32)])
-def test_golden(tmp_path: pathlib.Path, shared_dir: pathlib.Path, channels: int, side: int, precision: str) -> None:
+def test_golden(
+    tmp_path: pathlib.Path, shared_dir: pathlib.Path, channels: int, side: int, precision: str
+) -> None:
     with np.load(shared_dir / 'golden' / 'unetcu_golden.npz') as golden:
         check(tmp_path, golden, channels, side, precision)
 
 
 def test_order_and_shapes() -> None:
     """unet.cu's 326 tensors: names, order and shapes, for 64 channels."""
-    expected = [(name, tuple(shape)) for name, shape in json.loads((FIXTURES / 'unetcu_parameters.json').read_text())]
+    expected = [
+        (name, tuple(shape))
+        for name, shape in json.loads((FIXTURES / 'unetcu_parameters.json').read_text())
+    ]
     config = config_of(Header(MAGIC, 32, 3, 64, 3, 64, 64, 1000, 0, 0))
     assert [(entry.name, entry.shape) for entry in table(config)] == expected
     assert len(expected) == 326
@@ -122,8 +139,13 @@ def test_order_and_shapes() -> None:
 
 def test_fixtures_are_the_shared_ones(shared_dir: pathlib.Path) -> None:
     theirs = json.loads((shared_dir / 'golden' / 'unetcu_parameters.json').read_text())
-    assert [[row['name'], row['shape']] for row in theirs] == json.loads((FIXTURES / 'unetcu_parameters.json').read_text())
-    with np.load(shared_dir / 'golden' / 'unetcu_golden.npz') as ours, np.load(FIXTURES / 'unetcu_golden_c32_h16.npz') as copy:
+    assert [[row['name'], row['shape']] for row in theirs] == json.loads(
+        (FIXTURES / 'unetcu_parameters.json').read_text()
+    )
+    with (
+        np.load(shared_dir / 'golden' / 'unetcu_golden.npz') as ours,
+        np.load(FIXTURES / 'unetcu_golden_c32_h16.npz') as copy,
+    ):
         assert len(copy.files) == 4
         for name in copy.files:
             np.testing.assert_array_equal(copy[name], ours[name])

@@ -22,7 +22,14 @@ TOLERANCE = {'float32': 2e-3, 'bfloat16': 2e-2, 'float16': 3e-3}
 
 
 def fused(x, kernel, affine):
-    return OPS.norm_silu_conv3x3(Features.of(x), affine, affine, kernel, affine[:, : kernel.shape[-1]], residual=Features.of(x)).value
+    return OPS.norm_silu_conv3x3(
+        Features.of(x),
+        affine,
+        affine,
+        kernel,
+        affine[:, : kernel.shape[-1]],
+        residual=Features.of(x),
+    ).value
 
 
 def attend(x, kernel, affine):
@@ -42,8 +49,13 @@ def test_ops_and_gradients_agree_with_float64_on_the_cpu(op, dtype):
         return jnp.sum(jnp.sin(y.astype(affine.dtype))), y
 
     def run(dtype, wide, device):
-        arguments = [jax.device_put(jnp.asarray(v, t), device) for v, t in ((x, dtype), (kernel, dtype), (affine, wide))]
-        (_, y), gradients = jax.jit(jax.value_and_grad(energy, argnums=(0,), has_aux=True))(*arguments)
+        arguments = [
+            jax.device_put(jnp.asarray(v, t), device)
+            for v, t in ((x, dtype), (kernel, dtype), (affine, wide))
+        ]
+        (_, y), gradients = jax.jit(jax.value_and_grad(energy, argnums=(0,), has_aux=True))(
+            *arguments
+        )
         return [np.asarray(v, np.float64) for v in (y, *gradients)]
 
     with jax.enable_x64(True):

@@ -17,14 +17,20 @@ from pallas_kernels.group_norm import apply, backward, statistics, vjp
 from pallas_kernels.group_norm.tiles import Tile, fit
 
 # JAX says at every lowering that it will drop its Triton backend some day.
-pytestmark = pytest.mark.filterwarnings('ignore:The Pallas Triton backend is deprecated:DeprecationWarning')
+pytestmark = pytest.mark.filterwarnings(
+    'ignore:The Pallas Triton backend is deprecated:DeprecationWarning'
+)
 
 # One step that covers all pixels; several steps; several programs that share the pixels, with a last one that has fewer.
 TILES = [Tile(8, 64, 1), Tile(16, 4, 2), Tile(8, 4, 1, splits=3)]
 SHAPES = [(2, 7, 5, 12), (1, 8, 8, 16), (2, 3, 3, 5)]
 
 
-@pytest.mark.parametrize(('shape', 'tile'), [*zip(SHAPES, TILES, strict=True), (SHAPES[0], TILES[1]), (SHAPES[0], TILES[2])], ids=str)
+@pytest.mark.parametrize(
+    ('shape', 'tile'),
+    [*zip(SHAPES, TILES, strict=True), (SHAPES[0], TILES[1]), (SHAPES[0], TILES[2])],
+    ids=str,
+)
 @pytest.mark.parametrize(('dtype', 'mean'), [('float32', 3000), ('bfloat16', 1)])
 def test_moments(shape, dtype, mean, tile):
     assert_parity(
@@ -36,7 +42,9 @@ def test_moments(shape, dtype, mean, tile):
 
 
 @pytest.mark.parametrize('dtype', ['float32', 'bfloat16'])
-@pytest.mark.parametrize(('shape', 'tile'), [*zip(SHAPES, TILES, strict=True), (SHAPES[0], TILES[2])], ids=str)
+@pytest.mark.parametrize(
+    ('shape', 'tile'), [*zip(SHAPES, TILES, strict=True), (SHAPES[0], TILES[2])], ids=str
+)
 def test_channel_sums(shape, tile, dtype):
     assert_parity(
         lambda x: statistics.channel_sums(x, tile=tile, interpret=True),
@@ -46,22 +54,34 @@ def test_channel_sums(shape, tile, dtype):
     )
 
 
-@pytest.mark.parametrize(('tile', 'silu'), [(TILES[0], True), (TILES[1], False), (TILES[2], True)], ids=str)
+@pytest.mark.parametrize(
+    ('tile', 'silu'), [(TILES[0], True), (TILES[1], False), (TILES[2], True)], ids=str
+)
 def test_apply_reads_parts_in_place(tile, silu):
     def plain(x, y, a, b):
-        joined = jnp.concatenate([x, y], axis=-1).astype(at_least_float32(x.dtype)) * a[:, None, None, :] + b[:, None, None, :]
+        joined = (
+            jnp.concatenate([x, y], axis=-1).astype(at_least_float32(x.dtype)) * a[:, None, None, :]
+            + b[:, None, None, :]
+        )
         return (jax.nn.silu(joined) if silu else joined).astype(x.dtype)
 
-    parts = {name: (draw((2, 5, 4, c), 'bfloat16'), 'bfloat16') for name, c in (('x', 6), ('y', 11))}
+    parts = {
+        name: (draw((2, 5, 4, c), 'bfloat16'), 'bfloat16') for name, c in (('x', 6), ('y', 11))
+    }
     affine = {name: (draw((2, 17), 'float32'), 'float32') for name in 'ab'}
-    kernel = lambda x, y, a, b: apply.apply([x, y], a, b, silu=silu, tile=tile, interpret=True)  # noqa: E731
+    kernel = lambda x, y, a, b: apply.apply([x, y], a, b, silu=silu, tile=tile, interpret=True)
     assert_parity(kernel, plain, parts | affine, gradients=False)
 
 
 @pytest.mark.parametrize('batch_of_scale', [1, 3])
 def test_affine_from_the_moments_of_two_parts(batch_of_scale):
-    known = {name: (np.abs(draw((3, c, 2), 'float32')) + 0.5, 'float32') for name, c in (('x', 20), ('y', 10))}
-    affine = {name: (draw((batch_of_scale, 30), 'float32'), 'float32') for name in ('scale', 'offset')}
+    known = {
+        name: (np.abs(draw((3, c, 2), 'float32')) + 0.5, 'float32')
+        for name, c in (('x', 20), ('y', 10))
+    }
+    affine = {
+        name: (draw((batch_of_scale, 30), 'float32'), 'float32') for name in ('scale', 'offset')
+    }
 
     def plain(x, y, scale, offset):
         parts = tuple(jnp.zeros((3, 1, 1, m.shape[1]), m.dtype) for m in (x, y))
@@ -69,26 +89,40 @@ def test_affine_from_the_moments_of_two_parts(batch_of_scale):
         return a, b, a / scale
 
     def kernel(x, y, scale, offset):
-        a, b, _, inverse = statistics.affine([x, y], scale, offset, groups=5, eps=1e-5, interpret=True)
+        a, b, _, inverse = statistics.affine(
+            [x, y], scale, offset, groups=5, eps=1e-5, interpret=True
+        )
         return a, b, inverse
 
     assert_parity(kernel, plain, known | affine, gradients=False)
 
 
-@pytest.mark.parametrize(('tile', 'silu'), [(TILES[0], True), (TILES[1], False), (TILES[2], True)], ids=str)
-@pytest.mark.parametrize(('channels', 'groups'), [((4, 8), 3), ((8, 16), 4), ((16, 24), 4)], ids=str)
+@pytest.mark.parametrize(
+    ('tile', 'silu'), [(TILES[0], True), (TILES[1], False), (TILES[2], True)], ids=str
+)
+@pytest.mark.parametrize(
+    ('channels', 'groups'), [((4, 8), 3), ((8, 16), 4), ((16, 24), 4)], ids=str
+)
 def test_two_launches_each_way_and_the_recomputed_activation(channels, groups, tile, silu):
     """What a fused convolution calls: the sums and the activation from one read, then the gradient from the sums.
 
     Groups of 6 and 10 channels lie across the programs' 8 or 16.
     """
-    parts = {name: (draw((2, 5, 4, c), 'bfloat16'), 'bfloat16') for name, c in zip('xy', channels, strict=True)}
+    parts = {
+        name: (draw((2, 5, 4, c), 'bfloat16'), 'bfloat16')
+        for name, c in zip('xy', channels, strict=True)
+    }
     rest = {'dy': (draw((2, 5, 4, sum(channels)), 'bfloat16'), 'bfloat16')}
-    rest |= {name: (draw((1, sum(channels)), 'float32', offset=1.0), 'float32') for name in ('scale', 'offset')}
+    rest |= {
+        name: (draw((1, sum(channels)), 'float32', offset=1.0), 'float32')
+        for name in ('scale', 'offset')
+    }
 
     def plain(x, y, dy, scale, offset):
         def op(x, y, scale, offset):
-            return reference.group_norm(Features((x, y), (None, None)), scale, offset, groups=groups, silu=silu)
+            return reference.group_norm(
+                Features((x, y), (None, None)), scale, offset, groups=groups, silu=silu
+            )
 
         out, pull = jax.vjp(op, x, y, scale, offset)
         return out, out, pull(dy)
@@ -98,7 +132,9 @@ def test_two_launches_each_way_and_the_recomputed_activation(channels, groups, t
         options = {'groups': groups, 'silu': silu, 'tile': tile, 'interpret': True}
         out, mean, inverse = apply.normalise((x, y), statistic, scale, offset, eps=1e-5, **options)
         known = ((x, y), dy, scale, offset, mean, inverse)
-        sums, active = backward.gradient_sums(*known, silu=silu, activation=True, tile=tile, interpret=True)
+        sums, active = backward.gradient_sums(
+            *known, silu=silu, activation=True, tile=tile, interpret=True
+        )
         (dx, dz), _ = backward.gradient(*known, sums=sums, **options)
         return out, active, (dx, dz, *backward.parameter_gradients(sums, scale, offset))
 
@@ -109,10 +145,15 @@ def test_two_launches_each_way_and_the_recomputed_activation(channels, groups, t
 def test_gradients_of_parameters(shared):
     """Summed over the samples where a parameter is shared, in its own type; one reduction for both."""
     sums = jnp.asarray(np.arange(24).reshape(3, 2, 4), jnp.float32)
-    scale, offset = (jnp.zeros((1 if s else 3, 4), dtype) for s, dtype in zip(shared, ('bfloat16', 'float32'), strict=True))
+    scale, offset = (
+        jnp.zeros((1 if s else 3, 4), dtype)
+        for s, dtype in zip(shared, ('bfloat16', 'float32'), strict=True)
+    )
     found = backward.parameter_gradients(sums, scale, offset)
     for gradient, parameter, number in zip(found, (scale, offset), (1, 0), strict=True):
-        expected = sums[:, number].sum(0, keepdims=True) if parameter.shape[0] == 1 else sums[:, number]
+        expected = (
+            sums[:, number].sum(0, keepdims=True) if parameter.shape[0] == 1 else sums[:, number]
+        )
         assert gradient.dtype == parameter.dtype
         np.testing.assert_array_equal(gradient.astype(jnp.float32), expected)
     text = jax.jit(backward.parameter_gradients).lower(sums, scale, offset).compile().as_text()
@@ -125,7 +166,14 @@ def example(batch=2, channels=(8, 4)):
 
 
 def norm(op, parts, scale, offset, moments=None, **options):
-    return op(Features(parts, moments or (None,) * len(parts)), scale, offset, groups=4, silu=True, **options)
+    return op(
+        Features(parts, moments or (None,) * len(parts)),
+        scale,
+        offset,
+        groups=4,
+        silu=True,
+        **options,
+    )
 
 
 def kernel_norm(*args):
@@ -141,7 +189,11 @@ def loss(op, *args):
 
 
 def same(found, expected, tolerance=2e-5):
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=tolerance, atol=tolerance), found, expected)
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=tolerance, atol=tolerance),
+        found,
+        expected,
+    )
 
 
 def test_under_jit_vmap_and_checkpoint():
@@ -149,7 +201,9 @@ def test_under_jit_vmap_and_checkpoint():
     batches = tuple(jnp.stack([p, 2 * p, p - 1]) for p in parts)
 
     def gradients(op):
-        return jax.jit(jax.vmap(jax.grad(lambda *a: loss(jax.checkpoint(op), *a), (0, 1, 2)), (0, None, None)))(batches, scale, offset)
+        return jax.jit(
+            jax.vmap(jax.grad(lambda *a: loss(jax.checkpoint(op), *a), (0, 1, 2)), (0, None, None))
+        )(batches, scale, offset)
 
     same(gradients(kernel_norm), gradients(reference_norm))
 
@@ -165,7 +219,7 @@ def test_under_scan():
 
     def gradients(op):
         def run(x, y, scale, offset):
-            body = lambda x, s: (x + op((x, y), scale * s, offset)[..., :8], None)  # noqa: E731
+            body = lambda x, s: (x + op((x, y), scale * s, offset)[..., :8], None)
             return jnp.sum(jnp.sin(jax.lax.scan(body, x, jnp.array([0.5, 1.5]))[0]))
 
         return jax.jit(jax.grad(run, (0, 1, 2, 3)))(x, y, scale, offset)
@@ -183,7 +237,9 @@ def test_moments_of_producers_are_used(known):
 
     def gradients(op, given):
         def run(parts, scale, offset):
-            made = tuple(channel_moments(p) if k else None for p, k in zip(parts, given, strict=True))
+            made = tuple(
+                channel_moments(p) if k else None for p, k in zip(parts, given, strict=True)
+            )
             return loss(op, parts, scale, offset, made)
 
         return jax.grad(run, (0, 1, 2))(parts, scale, offset)
@@ -203,12 +259,27 @@ def test_float64_stays_float64():
     ('change', 'message'),
     [
         ({'scale': jnp.zeros((1, 11))}, r'scale: shape \[1, 11\]; expected \[1, 12\] or \[2, 12\]'),
-        ({'offset': jnp.zeros((3, 12))}, r'offset: shape \[3, 12\]; expected \[1, 12\] or \[2, 12\]'),
+        (
+            {'offset': jnp.zeros((3, 12))},
+            r'offset: shape \[3, 12\]; expected \[1, 12\] or \[2, 12\]',
+        ),
         ({'parts': ()}, 'x: no parts'),
-        ({'parts': (jnp.zeros((2, 4, 4, 8)), jnp.zeros((2, 4, 3, 4)))}, r'x.parts\[1\]: shape \[2, 4, 3, 4\].*differ in channels only'),
-        ({'parts': (jnp.zeros((2, 4, 4, 8)), jnp.zeros((2, 4, 4, 4), jnp.bfloat16))}, r'x.parts\[1\]: bfloat16, but .* float32'),
-        ({'parts': (jnp.zeros((2, 4, 4, 12), jnp.int32),)}, 'x: int32; use bfloat16, float16 or float32'),
-        ({'moments': (jnp.zeros((2, 8, 1)), None)}, r'x.moments\[0\]: shape \[2, 8, 1\]; expected \[2, 8, 2\]'),
+        (
+            {'parts': (jnp.zeros((2, 4, 4, 8)), jnp.zeros((2, 4, 3, 4)))},
+            r'x.parts\[1\]: shape \[2, 4, 3, 4\].*differ in channels only',
+        ),
+        (
+            {'parts': (jnp.zeros((2, 4, 4, 8)), jnp.zeros((2, 4, 4, 4), jnp.bfloat16))},
+            r'x.parts\[1\]: bfloat16, but .* float32',
+        ),
+        (
+            {'parts': (jnp.zeros((2, 4, 4, 12), jnp.int32),)},
+            'x: int32; use bfloat16, float16 or float32',
+        ),
+        (
+            {'moments': (jnp.zeros((2, 8, 1)), None)},
+            r'x.moments\[0\]: shape \[2, 8, 1\]; expected \[2, 8, 2\]',
+        ),
         ({'groups': 5}, '12 channels are not a multiple of 5 groups'),
     ],
 )
@@ -224,19 +295,23 @@ def kernels_in(function, *shapes):
     """How often each kernel is called in the program for an H200."""
     mesh = AbstractMesh((), (), abstract_device=AbstractDevice('NVIDIA H200', 132, 'gpu'))
     with jax.sharding.use_abstract_mesh(mesh):
-        found = kernel_names.count(jax.jit(function).trace(*shapes).lower(lowering_platforms=('cuda',)))
+        found = kernel_names.count(
+            jax.jit(function).trace(*shapes).lower(lowering_platforms=('cuda',))
+        )
     return {name.removeprefix('jaxunet_group_norm_'): count for name, count in found.items()}
 
 
 def shapes_of(case, batch, dtype):
-    parts = tuple(jax.ShapeDtypeStruct((batch, case.height, case.width, c), dtype) for c in case.parts)
+    parts = tuple(
+        jax.ShapeDtypeStruct((batch, case.height, case.width, c), dtype) for c in case.parts
+    )
     dy = jax.ShapeDtypeStruct((batch, case.height, case.width, case.channels), dtype)
     return parts, *([jax.ShapeDtypeStruct((1, case.channels), jnp.float32)] * 2), dy
 
 
 def both_ways(case):
     def run(parts, scale, offset, dy):
-        op = lambda p, s, o: vjp.group_norm(Features(p, (None,) * len(p)), s, o, silu=case.silu)  # noqa: E731
+        op = lambda p, s, o: vjp.group_norm(Features(p, (None,) * len(p)), s, o, silu=case.silu)
         y, pull = jax.vjp(op, parts, scale, offset)
         return y, pull(dy)
 
@@ -247,7 +322,11 @@ def both_ways(case):
 def test_launches(case):
     """One launch each way, unless the tensor is too large for the cache."""
     two = case.height == 64 and case.channels > 64
-    expected = {'moments': len(case.parts), 'normalise': 1, 'gradient_sums': 1, 'gradient': 1} if two else {'forward': 1, 'backward': 1}
+    expected = (
+        {'moments': len(case.parts), 'normalise': 1, 'gradient_sums': 1, 'gradient': 1}
+        if two
+        else {'forward': 1, 'backward': 1}
+    )
     assert kernels_in(both_ways(case), *shapes_of(case, 32, jnp.bfloat16)) == expected
 
 
@@ -261,16 +340,31 @@ def test_launches_with_known_moments():
     case = ELEPHANTS64[2]
     parts, scale, offset, _ = shapes_of(case, 32, jnp.bfloat16)
     moments = tuple(jax.ShapeDtypeStruct((32, c, 2), jnp.float32) for c in case.parts)
-    found = kernels_in(lambda p, m, s, o: vjp.group_norm(Features(p, m), s, o, silu=True), parts, moments, scale, offset)
+    found = kernels_in(
+        lambda p, m, s, o: vjp.group_norm(Features(p, m), s, o, silu=True),
+        parts,
+        moments,
+        scale,
+        offset,
+    )
     assert found == {'normalise': 1}
 
 
-@pytest.mark.parametrize('parts', [(64,), (128, 64), (192, 128), (256, 192), (30,), (3, 5, 4), (1536,)], ids=str)
+@pytest.mark.parametrize(
+    'parts', [(64,), (128, 64), (192, 128), (256, 192), (30,), (3, 5, 4), (1536,)], ids=str
+)
 @pytest.mark.parametrize('pixels', [1, 35, 64, 4096])
-@pytest.mark.parametrize('tile', [Tile(16, 64, 4), Tile(64, 128, 1, splits=7), Tile(128, 8, 2, splits=1 << 16)], ids=str)
+@pytest.mark.parametrize(
+    'tile', [Tile(16, 64, 4), Tile(64, 128, 1, splits=7), Tile(128, 8, 2, splits=1 << 16)], ids=str
+)
 def test_grids_cover_every_element_once(parts, pixels, tile):
     channels = sum(parts)
-    for group in {1, channels // 32 or 1, channels // 3 if channels % 3 == 0 else channels, channels}:
+    for group in {
+        1,
+        channels // 32 or 1,
+        channels // 3 if channels % 3 == 0 else channels,
+        channels,
+    }:
         if channels % group:
             continue
         grid = fit(tile, parts, pixels, group, streamed=True, interpret=False)

@@ -19,7 +19,9 @@ pytestmark = pytest.mark.skipif(xla_ffi._cpu is None, reason='the extension is n
 def slab(device, batch, pixels, channels, group, *, parts=(), element=2, arrays=1):
     vector = 16 // element if all(part % (16 // element) == 0 for part in (*parts, channels)) else 1
     threads = 256 if arrays == 2 else 512
-    return vector, xla_ffi._cpu.group_norm_slab(batch, pixels, channels, group, vector, element, arrays, threads, *device.values())
+    return vector, xla_ffi._cpu.group_norm_slab(
+        batch, pixels, channels, group, vector, element, arrays, threads, *device.values()
+    )
 
 
 @pytest.mark.parametrize('device', [H200, A100, L4], ids=['H200', 'A100', 'L4'])
@@ -27,9 +29,15 @@ def slab(device, batch, pixels, channels, group, *, parts=(), element=2, arrays=
 def test_every_pixel_and_channel_has_a_thread(case, device):
     pixels, channels, group = case.height * case.width, case.channels, case.channels // case.groups
     for batch, element, arrays in itertools.product((1, 32, 256), (2, 4), (0, 1, 2)):
-        vector, found = slab(device, batch, pixels, channels, group, parts=case.parts, element=element, arrays=arrays)
+        vector, found = slab(
+            device, batch, pixels, channels, group, parts=case.parts, element=element, arrays=arrays
+        )
         assert found['channels'] % math.lcm(group, vector) == 0
-        assert (found['blocks'] - 1) * found['channels'] < channels <= found['blocks'] * found['channels']
+        assert (
+            (found['blocks'] - 1) * found['channels']
+            < channels
+            <= found['blocks'] * found['channels']
+        )
         assert (found['ranks'] - 1) * found['share'] < pixels <= found['ranks'] * found['share']
         assert found['ranks'] in (1, 2, 4, 8)
         assert found['ranks'] <= device['cluster']
@@ -37,9 +45,20 @@ def test_every_pixel_and_channel_has_a_thread(case, device):
         assert found['tiles'] == 1 or found['lanes'] == 32
         assert found['threads'] == found['lanes'] * found['tiles'] * found['rows']
         assert found['threads'] <= (256 if arrays == 2 else 512)
-        assert found['rows'] * found['depth'] * found['chunks'] >= found['share'] > found['rows'] * found['depth'] * (found['chunks'] - 1)
+        assert (
+            found['rows'] * found['depth'] * found['chunks']
+            >= found['share']
+            > found['rows'] * found['depth'] * (found['chunks'] - 1)
+        )
         assert group % found['piece'] == 0 == vector % found['piece']
-        held = found['threads'] * vector * element * found['depth'] * min(found['chunks'], RING) * max(arrays, 1)
+        held = (
+            found['threads']
+            * vector
+            * element
+            * found['depth']
+            * min(found['chunks'], RING)
+            * max(arrays, 1)
+        )
         assert held < found['bytes'] <= device['shared']
 
 
@@ -73,21 +92,33 @@ def test_few_samples_are_spread_over_more_multiprocessors():
 
 def test_groups_beyond_a_block_are_an_error():
     slab(H200, 1, 16, 2048, 2048)
-    with pytest.raises(RuntimeError, match=r'groups of 65536 channels need .* use more groups, or backend=pallas or xla'):
+    with pytest.raises(
+        RuntimeError,
+        match=r'groups of 65536 channels need .* use more groups, or backend=pallas or xla',
+    ):
         slab(H200, 1, 16, 65536, 65536)
 
 
 def flow(device, batch, pixels, channels, group, *, parts=(), element=2, least=192 * 1024):
     vector = 16 // element if all(part % (16 // element) == 0 for part in (*parts, channels)) else 1
-    return vector, xla_ffi._cpu.group_norm_flow(least, batch, pixels, channels, group, vector, element, *device.values())
+    return vector, xla_ffi._cpu.group_norm_flow(
+        least, batch, pixels, channels, group, vector, element, *device.values()
+    )
 
 
 @pytest.mark.parametrize('case', CASES, ids=lambda c: c.name)
 def test_a_flow_covers_the_channels_and_keeps_groups_whole(case):
     pixels, channels, group = case.height * case.width, case.channels, case.channels // case.groups
     for batch, element, least in itertools.product((1, 13, 32, 256), (2, 4), (1, 192 * 1024)):
-        assert flow(A100, batch, pixels, channels, group, parts=case.parts, element=element, least=least)[1] is None
-        vector, found = flow(H200, batch, pixels, channels, group, parts=case.parts, element=element, least=least)
+        assert (
+            flow(
+                A100, batch, pixels, channels, group, parts=case.parts, element=element, least=least
+            )[1]
+            is None
+        )
+        vector, found = flow(
+            H200, batch, pixels, channels, group, parts=case.parts, element=element, least=least
+        )
         if found is None:
             few = batch * 8 * channels < 99 * math.lcm(group, vector, 128 // element) * 2
             assert pixels * channels < least or few or channels // vector > 256
@@ -103,7 +134,11 @@ def test_a_flow_covers_the_channels_and_keeps_groups_whole(case):
 def test_flows_of_an_h200():
     for side, channels, ranks_back in ((64, 64, 12), (64, 192, 12), (32, 320, 12)):
         _, found = flow(H200, 32, side * side, channels, channels // 32)
-        assert (found['channels'], found['blocks'], found['ranks_back']) == (channels, 1, ranks_back)
+        assert (found['channels'], found['blocks'], found['ranks_back']) == (
+            channels,
+            1,
+            ranks_back,
+        )
     assert flow(H200, 32, 256, 448, 14)[1] is None  # small samples
     assert flow(H200, 1, 4096, 64, 2)[1] is None  # few samples
     assert flow(H200, 8, 4096, 128, 4)[1]['blocks'] == 2

@@ -12,7 +12,11 @@ from jaxunet.runtime.errors import UserError
 
 
 def pixels(count=5, height=40, width=36, channels=3, seed=0):
-    return np.random.default_rng(seed).integers(0, 256, (count, height, width, channels)).astype(np.uint8)
+    return (
+        np.random.default_rng(seed)
+        .integers(0, 256, (count, height, width, channels))
+        .astype(np.uint8)
+    )
 
 
 def leftovers(folder):
@@ -21,11 +25,16 @@ def leftovers(folder):
 
 def test_to_uint8_inverts_the_loading_of_every_pixel_value():
     values = np.arange(256, dtype=np.uint8)
-    np.testing.assert_array_equal(im.to_uint8(values.astype(np.float32) / np.float32(127.5) - 1), values)
+    np.testing.assert_array_equal(
+        im.to_uint8(values.astype(np.float32) / np.float32(127.5) - 1), values
+    )
 
 
 def test_to_uint8_rounds_and_clips():
-    x = jnp.asarray([-np.inf, -5, -1.004, -1, 1, 1.004, 1.01, 9, np.inf, 0.4 / 127.5 - 1, 0.6 / 127.5 - 1], jnp.float32)
+    x = jnp.asarray(
+        [-np.inf, -5, -1.004, -1, 1, 1.004, 1.01, 9, np.inf, 0.4 / 127.5 - 1, 0.6 / 127.5 - 1],
+        jnp.float32,
+    )
     np.testing.assert_array_equal(im.to_uint8(x), [0, 0, 0, 0, 255, 255, 255, 255, 255, 0, 1])
     assert im.to_uint8(jnp.ones((2, 3), jnp.bfloat16)).tolist() == [[255] * 3] * 2
 
@@ -83,8 +92,13 @@ def test_png_round_trip(tmp_path, shape, mode):
 @pytest.mark.parametrize('channels', [2, 4, 6])
 def test_png_names_the_channels_it_supports(tmp_path, channels):
     images = pixels(channels=channels)
-    for save in (lambda: im.save_png(tmp_path / 'a.png', images[0]), lambda: im.save_images(tmp_path / 'b.png', images)):
-        with pytest.raises(UserError, match=rf'1 channel \(grey\) or 3 \(RGB\), found {channels}; save as .npz'):
+    for save in (
+        lambda: im.save_png(tmp_path / 'a.png', images[0]),
+        lambda: im.save_images(tmp_path / 'b.png', images),
+    ):
+        with pytest.raises(
+            UserError, match=rf'1 channel \(grey\) or 3 \(RGB\), found {channels}; save as .npz'
+        ):
             save()
     with pytest.raises(UserError, match=f'found {channels}'):
         im.save_images(tmp_path / 'folder', images)

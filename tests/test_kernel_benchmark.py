@@ -30,13 +30,24 @@ from pallas_kernels.conv3x3 import hopper, hopper_weight_gradient, tune_hopper
 
 PALLAS, CUDA = load_backend('pallas'), load_backend('cuda')
 ROOT = pathlib.Path(__file__).parents[1]
-ORIGIN = {'kind': 'kernel', 'device': 'NVIDIA H200', 'git': 'abc1234', 'driver': '1', 'versions': {'jax': '0.11.2'}}
+ORIGIN = {
+    'kind': 'kernel',
+    'device': 'NVIDIA H200',
+    'git': 'abc1234',
+    'driver': '1',
+    'versions': {'jax': '0.11.2'},
+}
 
 
-def profile(events: list[tuple[str, str, float, float]], line: str = 'Stream #14(Compute)') -> jax.profiler.ProfileData:
+def profile(
+    events: list[tuple[str, str, float, float]], line: str = 'Stream #14(Compute)'
+) -> jax.profiler.ProfileData:
     """A GPU's trace of (module, kernel, start, microseconds)."""
     names = sorted({kernel for _, kernel, _, _ in events})
-    text = ''.join(f'event_metadata {{ key: {i} value {{ id: {i} name: "{name}" }} }}\n' for i, name in enumerate(names, 1))
+    text = ''.join(
+        f'event_metadata {{ key: {i} value {{ id: {i} name: "{name}" }} }}\n'
+        for i, name in enumerate(names, 1)
+    )
     text += 'stat_metadata { key: 1 value { id: 1 name: "hlo_module" } }\n'
     body = ''.join(
         f'events {{ metadata_id: {names.index(kernel) + 1} offset_ps: {int(start * 1e6)} duration_ps: {int(us * 1e6)} '
@@ -44,9 +55,16 @@ def profile(events: list[tuple[str, str, float, float]], line: str = 'Stream #14
         + ' }\n'
         for module, kernel, start, us in events
     )
-    planes = [('/device:GPU:0', line, body), ('/device:GPU:0', 'XLA Modules', body), ('/host:CPU', 'Stream of thought', body)]
+    planes = [
+        ('/device:GPU:0', line, body),
+        ('/device:GPU:0', 'XLA Modules', body),
+        ('/host:CPU', 'Stream of thought', body),
+    ]
     return jax.profiler.ProfileData.from_text_proto(
-        '\n'.join(f'planes {{ name: "{plane}" lines {{ name: "{name}" {inner} }} {text} }}' for plane, name, inner in planes)
+        '\n'.join(
+            f'planes {{ name: "{plane}" lines {{ name: "{name}" {inner} }} {text} }}'
+            for plane, name, inner in planes
+        )
     )
 
 
@@ -54,7 +72,11 @@ def test_times_of_each_call_and_kernel() -> None:
     """Programs by module, calls in the order of time, and only what a GPU's streams ran."""
     events = []
     for i, us in enumerate((5.0, 7.0, 6.0)):
-        events += [('jit_a', 'main', 100.0 * i, us), ('jit_a', 'sum', 100.0 * i + 20, 1.0), ('jit_a', 'sum', 100.0 * i + 30, 2.0 + i)]
+        events += [
+            ('jit_a', 'main', 100.0 * i, us),
+            ('jit_a', 'sum', 100.0 * i + 20, 1.0),
+            ('jit_a', 'sum', 100.0 * i + 30, 2.0 + i),
+        ]
         events += [
             ('jit_b(17)', 'main', 100.0 * i + 50, 2 * us),
             ('', 'other', 100.0 * i + 70, 9.0),
@@ -83,22 +105,34 @@ def test_programs_are_named_in_traces() -> None:
     assert lowered.compile(compiler_options=timing.COMPILER_OPTIONS)(jnp.ones(3)).sum() == 6
 
 
-def toy(name: str, pallas: Callable[[Any], Any] | None = None, flops: int | None = 2_000_000) -> Measurement:
+def toy(
+    name: str, pallas: Callable[[Any], Any] | None = None, flops: int | None = 2_000_000
+) -> Measurement:
     def double(i: Any) -> Any:
         return {'y': i['x'][0] * 2, 'sum': jnp.sum(i['x'][0], axis=0)}
 
     inputs = {'x': (jax.ShapeDtypeStruct((16, 8), 'float32'),)}
-    return Measurement('toy', name, 'forward', 4, {'xla': double, 'pallas': pallas or double}, inputs, flops)
+    return Measurement(
+        'toy', name, 'forward', 4, {'xla': double, 'pallas': pallas or double}, inputs, flops
+    )
 
 
-def fake_trace(programs: dict[str, Callable[[int], Any]], *, rounds: int) -> dict[str, timing.Times]:
+def fake_trace(
+    programs: dict[str, Callable[[int], Any]], *, rounds: int
+) -> dict[str, timing.Times]:
     """Runs everything; XLA's side takes 30 us a call, the kernels' 8 to 10."""
     found = {}
     for name, program in programs.items():
         outputs = [jax.block_until_ready(program(number)) for number in range(rounds)]
-        assert (np.asarray(outputs[0]['y']) != np.asarray(outputs[1]['y'])).any()  # calls take sets of inputs in turn
+        assert (
+            np.asarray(outputs[0]['y']) != np.asarray(outputs[1]['y'])
+        ).any()  # calls take sets of inputs in turn
         np.testing.assert_array_equal(outputs[0]['y'], outputs[2]['y'])
-        each = (30.0,) * rounds if name.endswith('xla') else tuple(8.0 + 2 * (i % 2) for i in range(rounds))
+        each = (
+            (30.0,) * rounds
+            if name.endswith('xla')
+            else tuple(8.0 + 2 * (i % 2) for i in range(rounds))
+        )
         found[name] = timing.Times({'kernel_of_' + name: sum(each) / rounds}, each)
     return found
 
@@ -107,7 +141,9 @@ def fails(_: Any) -> Any:
     raise ValueError('does not compile')
 
 
-def measured(*wanted: Measurement, trace: Any = fake_trace, seconds: float = 600, **options: Any) -> list[Any]:
+def measured(
+    *wanted: Measurement, trace: Any = fake_trace, seconds: float = 600, **options: Any
+) -> list[Any]:
     return list(kernels.measure(wanted, stop=time.monotonic() + seconds, trace=trace, **options))
 
 
@@ -119,12 +155,21 @@ def test_rows() -> None:
         toy('wrong', lambda i: {'y': i['x'][0] * 2.5, 'sum': jnp.sum(i['x'][0], axis=0)}),
         toy('nan', lambda i: {'y': i['x'][0] * jnp.nan, 'sum': jnp.sum(i['x'][0], axis=0)}),
     )
-    assert (good['us_pallas'], good['us_pallas_quartiles'], good['us_xla'], good['ratio']) == (9.0, [8.0, 10.0], 30.0, 3.333)
+    assert (good['us_pallas'], good['us_pallas_quartiles'], good['us_xla'], good['ratio']) == (
+        9.0,
+        [8.0, 10.0],
+        30.0,
+        3.333,
+    )
     moved = 4 * (16 * 8 * 2 + 8)  # x, y and their sum
     assert (good['bytes'], good['gbps'], good['tflops']) == (moved, round(moved / 9e3, 1), 0.2)
     assert good['kernels_pallas'] == {'kernel_of_measurement0_pallas': 9.0}
     assert (good['error'], good['difference']) == (None, 0)
-    assert all(good[f'{what}_{side}'] >= 0 for what in ('lower_s', 'compile_s', 'temp_bytes') for side in ('xla', 'pallas'))
+    assert all(
+        good[f'{what}_{side}'] >= 0
+        for what in ('lower_s', 'compile_s', 'temp_bytes')
+        for side in ('xla', 'pallas')
+    )
     json.dumps(good, allow_nan=False)
     assert 'pallas: ValueError: does not compile' in broken['error']
     assert 'us_pallas' not in broken
@@ -139,10 +184,20 @@ def test_a_row_of_three_sides() -> None:
 
     def sides(cuda: float) -> Measurement:
         m = toy('three')
-        return m._replace(sides={**m.sides, 'cuda': lambda i: {'y': i['x'][0] * cuda, 'sum': jnp.sum(i['x'][0], axis=0)}})
+        return m._replace(
+            sides={
+                **m.sides,
+                'cuda': lambda i: {'y': i['x'][0] * cuda, 'sum': jnp.sum(i['x'][0], axis=0)},
+            }
+        )
 
     (row,) = measured(sides(2.0))
-    assert (row['us_cuda'], row['ratio_cuda'], row['ratio'], row['error']) == (9.0, 3.333, 3.333, None)
+    assert (row['us_cuda'], row['ratio_cuda'], row['ratio'], row['error']) == (
+        9.0,
+        3.333,
+        3.333,
+        None,
+    )
     assert (row['tflops_cuda'], row['gbps_cuda']) == (row['tflops'], row['gbps'])
     (row,) = measured(sides(2.5))
     assert 'differ by 0.25' in row['error']
@@ -153,14 +208,19 @@ def test_what_was_not_compiled_or_seen_is_not_lost() -> None:
     assert measured(late, seconds=-1) == [late]
     (row,) = measured(toy('unseen'), trace=lambda programs, rounds: {})
     assert row['error'] == 'xla: the trace lost all of its kernels'
-    (row,) = measured(toy('torn'), trace=lambda programs, rounds: dict.fromkeys(programs, timing.Times({'k': 1.0}, ())))
+    (row,) = measured(
+        toy('torn'),
+        trace=lambda programs, rounds: dict.fromkeys(programs, timing.Times({'k': 1.0}, ())),
+    )
     assert row['error'] == 'xla: the trace lost some of its kernels'
 
 
 def test_groups(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every measurement has its row, in order, however they are grouped."""
     monkeypatch.setattr(kernels, 'GROUP', 2)
-    assert [row['case'] for row in measured(*(toy(f'case{i}') for i in range(5)))] == [f'case{i}' for i in range(5)]
+    assert [row['case'] for row in measured(*(toy(f'case{i}') for i in range(5)))] == [
+        f'case{i}' for i in range(5)
+    ]
 
 
 def test_lowering_elsewhere() -> None:
@@ -195,7 +255,11 @@ def test_other_processes_lower() -> None:
 
 def test_lowered_elsewhere_is_the_same_program() -> None:
     pytest.importorskip('flatbuffers')
-    m = next(m for m in kernels.select([], ['2'], '', [PALLAS]) if m.name == 'conv3x3 input_gradient, 64x64_64to64, batch 2')
+    m = next(
+        m
+        for m in kernels.select([], ['2'], '', [PALLAS])
+        if m.name == 'conv3x3 input_gradient, 64x64_64to64, batch 2'
+    )
     found = lowering.lower(m.name, 2, 'bfloat16', 'NVIDIA H200')
     function = jax.export.deserialize(bytearray(found.exported)).call
     apart = timing.named('p', function).trace(m.inputs).lower(lowering_platforms=('cuda',))
@@ -205,13 +269,15 @@ def test_lowered_elsewhere_is_the_same_program() -> None:
 
 def counted(m: Measurement, side: str = 'pallas') -> collections.Counter[str]:
     with device.use(device.Target.HOPPER):
-        return kernel_names.count(jax.jit(m.sides[side]).trace(m.inputs).lower(lowering_platforms=('cuda',)))
+        return kernel_names.count(
+            jax.jit(m.sides[side]).trace(m.inputs).lower(lowering_platforms=('cuda',))
+        )
 
 
 # Of each op and direction, cases that differ in kernels; the channel sums are the bias gradient.
-GRADIENTS = {f'jaxunet_group_norm_{name}': 1 for name in ('gradient_sums', 'gradient', 'channel_sums')} | {
-    'jaxunet_conv3x3_weight_gradient': 1
-}
+GRADIENTS = {
+    f'jaxunet_group_norm_{name}': 1 for name in ('gradient_sums', 'gradient', 'channel_sums')
+} | {'jaxunet_conv3x3_weight_gradient': 1}
 KERNELS: dict[str, dict[str, int]] = {
     'conv3x3 forward, 32x32_192to128, batch 2': {'jaxunet_conv3x3_forward': 1},
     'conv3x3 forward, 64x64_3to64, batch 2': {'jaxunet_conv3x3_triton_forward': 1},
@@ -224,7 +290,10 @@ KERNELS: dict[str, dict[str, int]] = {
     },
     'norm_silu_conv3x3 forward+backward, norm_8x8_256to256_res192, batch 2': GRADIENTS
     | {'jaxunet_group_norm_forward': 1, 'jaxunet_conv3x3_forward': 2},
-    'group_norm forward+backward, 16x16_192, batch 2': {'jaxunet_group_norm_forward': 1, 'jaxunet_group_norm_backward': 1},
+    'group_norm forward+backward, 16x16_192, batch 2': {
+        'jaxunet_group_norm_forward': 1,
+        'jaxunet_group_norm_backward': 1,
+    },
     'attention forward, 64_tokens_8x32, batch 2': {'jaxunet_attention_forward': 1},
     'attention forward+backward, 256_tokens_6x32, batch 2': {
         'jaxunet_attention_forward': 1,
@@ -247,7 +316,9 @@ def test_every_measurement_can_be_built() -> None:
     assert len({m.name for m in found}) == len(found) > 200
     for m in found[::9]:
         with device.use(device.Target.HOPPER):
-            shapes = {side: jax.eval_shape(function, m.inputs) for side, function in m.sides.items()}
+            shapes = {
+                side: jax.eval_shape(function, m.inputs) for side, function in m.sides.items()
+            }
         assert set(shapes) == {'xla', 'cuda'} | ({'pallas'} if m.op != 'linear' else set())
         assert all(shape == shapes['xla'] for shape in shapes.values()), m.name
         assert m.bytes_needed() > 0
@@ -257,8 +328,13 @@ def test_every_measurement_can_be_built() -> None:
 @pytest.mark.skipif(xla_ffi._cpu is None, reason='the extension is not built')
 def test_an_op_that_pallas_has_not_is_measured() -> None:
     wanted = kernels.select(['linear'], ['1'], '^4x4', [PALLAS, CUDA])
-    found = measured(*wanted, trace=lambda programs, **_: {name: timing.Times({'k': 1.0}, (2.0,)) for name in programs})
-    assert [(row['error'], row['ratio_cuda'], 'us_pallas' in row) for row in found] == [(None, 1.0, False)] * 4
+    found = measured(
+        *wanted,
+        trace=lambda programs, **_: {name: timing.Times({'k': 1.0}, (2.0,)) for name in programs},
+    )
+    assert [(row['error'], row['ratio_cuda'], 'us_pallas' in row) for row in found] == [
+        (None, 1.0, False)
+    ] * 4
     text = kernel_table.tables([ORIGIN | row for row in found])
     assert "XLA's time over the CUDA kernels'" in text
     assert 'Pallas' not in text
@@ -266,7 +342,9 @@ def test_an_op_that_pallas_has_not_is_measured() -> None:
 
 def test_a_kernel_is_measured_through_to_its_row() -> None:
     """The real sides, interpreted on the CPU: their results agree."""
-    wanted = kernels.select(['attention'], ['1'], '64_tokens', [PALLAS]) + kernels.select(['group_norm'], ['1'], '^8x8_192$', [PALLAS])
+    wanted = kernels.select(['attention'], ['1'], '64_tokens', [PALLAS]) + kernels.select(
+        ['group_norm'], ['1'], '^8x8_192$', [PALLAS]
+    )
 
     def trace(programs: dict[str, Any], *, rounds: int) -> dict[str, timing.Times]:
         return {name: timing.Times({'k': 1.0}, (1.0,) * rounds) for name in programs}
@@ -279,7 +357,10 @@ def test_a_kernel_is_measured_through_to_its_row() -> None:
 
 def test_inputs() -> None:
     inputs = Inputs()
-    like = {'x': (jax.ShapeDtypeStruct((64, 9), 'bfloat16'),), 'kernel': jax.ShapeDtypeStruct((3, 3, 64, 32), 'bfloat16')}
+    like = {
+        'x': (jax.ShapeDtypeStruct((64, 9), 'bfloat16'),),
+        'kernel': jax.ShapeDtypeStruct((3, 3, 64, 32), 'bfloat16'),
+    }
     like['dy'] = jax.ShapeDtypeStruct((64, 9), 'bfloat16')
     m = Measurement('op', 'case', 'forward', 1, {}, like, None)
     first, second = inputs.of(m, 0), inputs.of(m, 1)
@@ -288,19 +369,41 @@ def test_inputs() -> None:
     assert (np.asarray(first['x'][0]) != np.asarray(first['dy'])).any()
     kernel = np.asarray(first['kernel'].astype(jnp.float32))
     np.testing.assert_allclose(kernel.std(), (9 * 64) ** -0.5, rtol=0.05)
-    large = Measurement('op', 'case', 'forward', 1, {}, {'x': jax.ShapeDtypeStruct((4_100_000,), 'float32')}, None)
+    large = Measurement(
+        'op', 'case', 'forward', 1, {}, {'x': jax.ShapeDtypeStruct((4_100_000,), 'float32')}, None
+    )
     assert abs(float(jnp.std(inputs.of(large, 0)['x'])) - 1) < 0.01
 
 
 def test_gradients() -> None:
     function = with_gradients(lambda i: i['a'] * i['b'] + i['c'], fixed=('c',))
-    y, (gradients,) = function({'a': jnp.float32(2), 'b': jnp.float32(3), 'c': jnp.float32(1), 'dy': jnp.float32(10)})
+    y, (gradients,) = function(
+        {'a': jnp.float32(2), 'b': jnp.float32(3), 'c': jnp.float32(1), 'dy': jnp.float32(10)}
+    )
     assert (y, gradients) == (7, {'a': 30, 'b': 20})
 
 
 def example(case: str, batch: int, ratio: float, op: str = 'conv3x3', **changes: Any) -> rows.Row:
-    row = {'op': op, 'case': case, 'direction': 'forward', 'batch': batch, 'dtype': 'bfloat16', 'error': None}
-    return ORIGIN | row | {'us_pallas': 10.0, 'us_xla': 10.0 * ratio, 'ratio': ratio, 'tflops': 600.4, 'gbps': 1234.5} | changes
+    row = {
+        'op': op,
+        'case': case,
+        'direction': 'forward',
+        'batch': batch,
+        'dtype': 'bfloat16',
+        'error': None,
+    }
+    return (
+        ORIGIN
+        | row
+        | {
+            'us_pallas': 10.0,
+            'us_xla': 10.0 * ratio,
+            'ratio': ratio,
+            'tflops': 600.4,
+            'gbps': 1234.5,
+        }
+        | changes
+    )
 
 
 def test_tables(tmp_path: pathlib.Path) -> None:
@@ -311,7 +414,17 @@ def test_tables(tmp_path: pathlib.Path) -> None:
         example('b', 32, 0.5),
         example('a', 256, 3.0),
         example('b', 256, 1.0, error='broken'),
-        example('n', 32, 1.5, op='group_norm', tflops=None, us_cuda=5.0, ratio_cuda=3.0, tflops_cuda=None, gbps_cuda=2469.0),
+        example(
+            'n',
+            32,
+            1.5,
+            op='group_norm',
+            tflops=None,
+            us_cuda=5.0,
+            ratio_cuda=3.0,
+            tflops_cuda=None,
+            gbps_cuda=2469.0,
+        ),
     ]
     path = tmp_path / 'rows.jsonl'
     for row in found:
@@ -322,7 +435,9 @@ def test_tables(tmp_path: pathlib.Path) -> None:
     assert '| a | 10.0 | 600 | 1234 | 2.00 | 10.0 | 600 | 1234 | 3.00 |' in printed
     assert '| b | 10.0 | 600 | 1234 | 0.50 | – | – | – | – |' in printed
     assert '| n | 10.0 | – | 1234 | 1.50 |' in printed
-    (cuda,) = (at for at, line in enumerate(printed) if line.endswith("XLA's time over the CUDA kernels'."))
+    (cuda,) = (
+        at for at, line in enumerate(printed) if line.endswith("XLA's time over the CUDA kernels'.")
+    )
     assert printed[cuda + 4] == '| group_norm | forward | 32 | 1 | 3.00 | 3.00 | n |'
     assert '| n | 5.0 | – | 2469 | 3.00 |' in printed
     assert sum('NVIDIA H200' in line for line in printed) == 5
@@ -335,7 +450,9 @@ def test_committed_rows_make_a_table_of_each_backend() -> None:
     three = kernel_table.summary(committed)
     both = [row for row in committed if 'us_pallas' in row]
     assert {row['op'] for row in committed if row not in both} == {'linear'}
-    two = kernel_table.summary({name: value for name, value in row.items() if not name.endswith('_cuda')} for row in both)
+    two = kernel_table.summary(
+        {name: value for name, value in row.items() if not name.endswith('_cuda')} for row in both
+    )
     assert "XLA's time over the Pallas kernels'." in two
     assert 'CUDA' not in two
     assert "XLA's time over the CUDA kernels'." in three
@@ -344,7 +461,10 @@ def test_committed_rows_make_a_table_of_each_backend() -> None:
 
 @pytest.mark.parametrize(
     ('found', 'message'),
-    [([], 'no measurements of kernels'), ([{'kind': 'kernel', 'op': 'conv3x3', 'error': None}], 'lacks device, case, .*us_pallas')],
+    [
+        ([], 'no measurements of kernels'),
+        ([{'kind': 'kernel', 'op': 'conv3x3', 'error': None}], 'lacks device, case, .*us_pallas'),
+    ],
 )
 def test_rows_that_make_no_table(found: list[rows.Row], message: str) -> None:
     with pytest.raises(UserError, match=message):
@@ -367,7 +487,10 @@ def test_directions_are_chosen() -> None:
         (([], ['0'], ''), "--batch_sizes: .*found '0'"),
         (([], ['32'], '('), '--cases: .*not a regular expression'),
         (([], ['32'], 'none'), '--cases: .*matches no case; there are 256_tokens_6x32'),
-        ((['conv3x3'], ['32'], '', {}, ['backward']), "--directions: expected some of forward, .* found 'backward'"),
+        (
+            (['conv3x3'], ['32'], '', {}, ['backward']),
+            "--directions: expected some of forward, .* found 'backward'",
+        ),
     ],
 )
 def test_mistakes(arguments: Any, message: str) -> None:
@@ -385,21 +508,35 @@ def test_tuning_covers_the_convolutions() -> None:
         found = tune_hopper.shapes(tune_hopper.DIRECTIONS, '', 2, 'bfloat16', 3)
     plain = {(s.case, s.direction) for s in found if s.direction != 'fused'}
     cases = {case for case, _ in plain}
-    assert plain == {(case, direction) for case in cases for direction in ('forward', 'input', 'weight')}
+    assert plain == {
+        (case, direction) for case in cases for direction in ('forward', 'input', 'weight')
+    }
     assert cases == {
         m.case
         for m in kernels.select(['conv3x3'], ['2'], '', [PALLAS])
-        if m.op == 'conv3x3' and m.direction == 'forward' and min(m.inputs['kernel'].shape[2:]) >= 64
+        if m.op == 'conv3x3'
+        and m.direction == 'forward'
+        and min(m.inputs['kernel'].shape[2:]) >= 64
     }
     for s in [s for s in found if s.case in ('32x32_128to128', 'norm_32x32_128to128_res128+64')]:
         if s.direction == 'weight':
             assert s.tiles[0] == hopper_weight_gradient.choose_tile(s.inputs['x'], s.inputs['dy'])
         else:
-            options = {name: s.inputs[name] for name in ('affine', 'residual', 'shortcut') if name in s.inputs}
-            chosen = hopper.choose_tile(s.inputs['x'], s.inputs['kernel'], flipped=s.direction == 'input', **options)
+            options = {
+                name: s.inputs[name]
+                for name in ('affine', 'residual', 'shortcut')
+                if name in s.inputs
+            }
+            chosen = hopper.choose_tile(
+                s.inputs['x'], s.inputs['kernel'], flipped=s.direction == 'input', **options
+            )
             assert s.tiles[0] == chosen
         with device.use(device.Target.HOPPER):
             texts = {
-                jax.jit(lambda i, s=s, t=t: s.run(t, i)).trace(s.inputs).lower(lowering_platforms=('cuda',)).as_text() for t in s.tiles[:2]
+                jax.jit(lambda i, s=s, t=t: s.run(t, i))
+                .trace(s.inputs)
+                .lower(lowering_platforms=('cuda',))
+                .as_text()
+                for t in s.tiles[:2]
             }
         assert len(texts) == 2

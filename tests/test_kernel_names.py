@@ -51,8 +51,13 @@ def lowered() -> tuple[list[tuple[str, tuple[int, ...], int, int]], collections.
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     resolved = config.resolve(module.get_config())
-    x, t = jax.ShapeDtypeStruct((BATCH, *resolved.image_shape), 'float32'), jax.ShapeDtypeStruct((BATCH,), 'int32')
-    parameters = jax.eval_shape(lambda x, t: build_unet(resolved, XLA).init(jax.random.key(0), x, t)['params'], x, t)
+    x, t = (
+        jax.ShapeDtypeStruct((BATCH, *resolved.image_shape), 'float32'),
+        jax.ShapeDtypeStruct((BATCH,), 'int32'),
+    )
+    parameters = jax.eval_shape(
+        lambda x, t: build_unet(resolved, XLA).init(jax.random.key(0), x, t)['params'], x, t
+    )
     calls = Calls(PALLAS)
     model = build_unet(resolved, calls.ops)
 
@@ -60,7 +65,11 @@ def lowered() -> tuple[list[tuple[str, tuple[int, ...], int, int]], collections.
         return jnp.mean(jnp.square(model.predict(parameters, x, t)))
 
     with device.use(device.Target.HOPPER):
-        program = jax.jit(jax.value_and_grad(loss)).trace(parameters, x, t).lower(lowering_platforms=('cuda',))
+        program = (
+            jax.jit(jax.value_and_grad(loss))
+            .trace(parameters, x, t)
+            .lower(lowering_platforms=('cuda',))
+        )
     return calls.seen, kernel_names.count(program)
 
 
@@ -75,32 +84,40 @@ def test_every_op_runs_on_its_kernels(lowered: Any) -> None:
     # Large images are activated inside the convolution, so those have their statistics taken by kernels of their own.
     inside = [c for c in fused if c[1][1] * c[1][2] >= 1024]
     attention = [c for c in calls if c[0] == 'attention']
-    short = [c for c in attention if c[1][1] <= 64]  # one kernel goes backward through these, two through others
+    short = [
+        c for c in attention if c[1][1] <= 64
+    ]  # one kernel goes backward through these, two through others
     norms = [c for c in calls if c[0] == 'group_norm']
     assert (len(fused), len(inside), len(attention), len(short), len(norms)) == (45, 21, 11, 6, 11)
-    assert kernels == {
-        'jaxunet_conv3x3_forward': 2 * len(hopper),  # forward, and the input gradient
-        'jaxunet_conv3x3_weight_gradient': len(hopper),
-        'jaxunet_conv3x3_triton_forward': 3,  # as above, but for the gradient by the image, which nothing asks for
-        'jaxunet_conv3x3_triton_products': 1,  # the last convolution, forward: products first, then the sums over taps
-        'jaxunet_conv3x3_triton_weight_gradient': len(images),
-        'jaxunet_group_norm_channel_sums': len(convs),  # the gradient of bias or shift
-        'jaxunet_group_norm_moments': sum(parts for _, _, parts, _ in inside),
-        'jaxunet_group_norm_affine': len(inside),
-        'jaxunet_group_norm_forward': len(fused) - len(inside) + len(norms),
-        'jaxunet_group_norm_backward': len(norms),
-        'jaxunet_group_norm_gradient_sums': len(fused),
-        'jaxunet_group_norm_gradient': len(fused),
-        'jaxunet_attention_forward': len(attention),
-        'jaxunet_attention_backward': len(short),
-        'jaxunet_attention_backward_dq': len(attention) - len(short),
-        'jaxunet_attention_backward_dkv': len(attention) - len(short),
-    }
+    assert (
+        kernels
+        == {
+            'jaxunet_conv3x3_forward': 2 * len(hopper),  # forward, and the input gradient
+            'jaxunet_conv3x3_weight_gradient': len(hopper),
+            'jaxunet_conv3x3_triton_forward': 3,  # as above, but for the gradient by the image, which nothing asks for
+            'jaxunet_conv3x3_triton_products': 1,  # the last convolution, forward: products first, then the sums over taps
+            'jaxunet_conv3x3_triton_weight_gradient': len(images),
+            'jaxunet_group_norm_channel_sums': len(convs),  # the gradient of bias or shift
+            'jaxunet_group_norm_moments': sum(parts for _, _, parts, _ in inside),
+            'jaxunet_group_norm_affine': len(inside),
+            'jaxunet_group_norm_forward': len(fused) - len(inside) + len(norms),
+            'jaxunet_group_norm_backward': len(norms),
+            'jaxunet_group_norm_gradient_sums': len(fused),
+            'jaxunet_group_norm_gradient': len(fused),
+            'jaxunet_attention_forward': len(attention),
+            'jaxunet_attention_backward': len(short),
+            'jaxunet_attention_backward_dq': len(attention) - len(short),
+            'jaxunet_attention_backward_dkv': len(attention) - len(short),
+        }
+    )
 
 
 def test_a_fallback_would_be_seen() -> None:
     """What the test above counts when a convolution is XLA's: the counter itself can fail."""
-    x, kernel = jax.ShapeDtypeStruct((1, 8, 8, 64), 'bfloat16'), jax.ShapeDtypeStruct((3, 3, 64, 64), 'bfloat16')
+    x, kernel = (
+        jax.ShapeDtypeStruct((1, 8, 8, 64), 'bfloat16'),
+        jax.ShapeDtypeStruct((3, 3, 64, 64), 'bfloat16'),
+    )
     shift = jax.ShapeDtypeStruct((1, 64), 'float32')
 
     def twice(op: Any) -> Any:
@@ -109,11 +126,17 @@ def test_a_fallback_would_be_seen() -> None:
 
     def counted(function: Any) -> collections.Counter[str]:
         with device.use(device.Target.HOPPER):
-            return kernel_names.count(jax.jit(function).trace(x, kernel, shift).lower(lowering_platforms=('cuda',)))
+            return kernel_names.count(
+                jax.jit(function).trace(x, kernel, shift).lower(lowering_platforms=('cuda',))
+            )
 
     assert counted(twice(XLA.conv3x3)) == {'convolution': 2}
     assert counted(twice(PALLAS.conv3x3)) == {'jaxunet_conv3x3_forward': 2}
-    down = {'window_strides': (2, 2), 'padding': 'SAME', 'dimension_numbers': ('NHWC', 'HWIO', 'NHWC')}
+    down = {
+        'window_strides': (2, 2),
+        'padding': 'SAME',
+        'dimension_numbers': ('NHWC', 'HWIO', 'NHWC'),
+    }
     assert counted(lambda x, kernel, shift: jax.lax.conv_general_dilated(x, kernel, **down)) == {}
 
 
@@ -130,13 +153,20 @@ def test_equal_calls_share_one_lowering() -> None:
 
     def gradient() -> Any:
         # Made here, so that `device.use` makes most for the GPU: JAX traces again for arguments from elsewhere.
-        shapes = (((2, 16, 16, 64), 'bfloat16'), ((3, 3, 64, 64), 'float32'), ((1, 64), 'float32'), ((2, 64, 192), 'bfloat16'))
+        shapes = (
+            ((2, 16, 16, 64), 'bfloat16'),
+            ((3, 3, 64, 64), 'float32'),
+            ((1, 64), 'float32'),
+            ((2, 64, 192), 'bfloat16'),
+        )
         return jax.grad(network, argnums=(0, 1, 2, 3))(*(jnp.zeros(*shape) for shape in shapes))
 
     with device.use(device.Target.HOPPER):
         program = jax.jit(gradient).trace().lower(lowering_platforms=('cuda',))
     launches = kernel_names.count(program)
-    assert launches['jaxunet_conv3x3_forward'] == 12  # forward and input gradient, of two convolutions, three times
+    assert (
+        launches['jaxunet_conv3x3_forward'] == 12
+    )  # forward and input gradient, of two convolutions, three times
     assert min(launches.values()) == 3
     written = re.findall(r'custom_call @\S*(mosaic|triton)', program.as_text())
     # Not quite one for each name: the input gradient is a kernel apart, and without a GPU the first and last calls get other types.

@@ -30,9 +30,19 @@ def test_a_bin_with_moments_continues(config, params, tmp_path):
     state = load_initial(config.replace(init_from=str(path)))
     assert checkpoint.checksum(state.params) == checkpoint.checksum(params)
     assert checkpoint.checksum(get_moments(state.opt_state)) == checkpoint.checksum((mu, nu))
-    assert all(checkpoint.checksum(average) == checkpoint.checksum(params) for average in state.ema.values())
-    counts = [leaf for path, leaf in jax.tree.leaves_with_path(state.opt_state) if 'count' in jax.tree_util.keystr(path)]
-    assert sorted(int(c) for c in counts) == [0, CONVERGED_COUNT]  # the schedule starts anew, bias correction does not
+    assert all(
+        checkpoint.checksum(average) == checkpoint.checksum(params)
+        for average in state.ema.values()
+    )
+    counts = [
+        leaf
+        for path, leaf in jax.tree.leaves_with_path(state.opt_state)
+        if 'count' in jax.tree_util.keystr(path)
+    ]
+    assert sorted(int(c) for c in counts) == [
+        0,
+        CONVERGED_COUNT,
+    ]  # the schedule starts anew, bias correction does not
     assert state.step == 0
 
 

@@ -17,7 +17,14 @@ from jaxunet.metrics import evaluation, pairwise
 from jaxunet.metrics import precision_recall as module
 from jaxunet.metrics.evaluation import compute, image_side
 from jaxunet.metrics.features import FeatureNetwork
-from jaxunet.metrics.frechet import Moments, Statistics, frechet_distance, is_statistics, load_statistics, save_statistics
+from jaxunet.metrics.frechet import (
+    Moments,
+    Statistics,
+    frechet_distance,
+    is_statistics,
+    load_statistics,
+    save_statistics,
+)
 from jaxunet.metrics.inception_score import inception_score
 from jaxunet.metrics.kernel_distance import kernel_distance, squared_mmd
 from jaxunet.metrics.precision_recall import covered, precision_recall, squared_radii
@@ -43,7 +50,9 @@ def test_streamed_moments_are_numpys_and_do_not_cancel():
     features = (RANDOM.normal(size=(100, 9)) + 1e6).astype(np.float32)
     found = moments(features)
     np.testing.assert_allclose(found.mu, features.mean(0, dtype=np.float64), rtol=1e-14)
-    np.testing.assert_allclose(found.sigma, np.cov(features.astype(np.float64), rowvar=False), rtol=1e-8, atol=1e-8)
+    np.testing.assert_allclose(
+        found.sigma, np.cov(features.astype(np.float64), rowvar=False), rtol=1e-8, atol=1e-8
+    )
 
 
 def test_moments_need_two_finite_images():
@@ -77,7 +86,9 @@ def test_frechet_distance_of_singular_covariances():
     """Ten images in 100 dimensions: the product has no real square root as sqrtm computes it."""
     a, b = gaussian(100, 9, 1), gaussian(100, 9, 2)
     # On the joint range of both, of 18 dimensions, the problem is regular.
-    base = np.linalg.qr(np.concatenate([np.linalg.eigh(s.sigma)[1][:, -9:] for s in (a, b)], axis=1))[0]
+    base = np.linalg.qr(
+        np.concatenate([np.linalg.eigh(s.sigma)[1][:, -9:] for s in (a, b)], axis=1)
+    )[0]
     roots = [scipy.linalg.sqrtm(base.T @ s.sigma @ base + 1e-13 * np.eye(18)).real for s in (a, b)]
     overlap = np.linalg.svd(roots[0] @ roots[1], compute_uv=False).sum()
     expected = np.sum((a.mu - b.mu) ** 2) + np.trace(a.sigma + b.sigma) - 2 * overlap
@@ -96,12 +107,16 @@ def test_statistics_files_both_ways(tmp_path):
         np.testing.assert_array_equal(arrays['sigma'][:], mine.sigma)
     again = load_statistics(tmp_path / 'new' / 'mine.npz')
     assert again.protocol == mine.protocol
-    np.savez_compressed(tmp_path / 'theirs.npz', mu=mine.mu, sigma=mine.sigma)  # as pytorch-fid writes it
+    np.savez_compressed(
+        tmp_path / 'theirs.npz', mu=mine.mu, sigma=mine.sigma
+    )  # as pytorch-fid writes it
     theirs = load_statistics(tmp_path / 'theirs.npz')
     assert theirs.protocol == {}
     assert frechet_distance(theirs, again) < 1e-12
     assert is_statistics(tmp_path / 'theirs.npz')
-    np.savez(tmp_path / 'both.npz', mu=mine.mu, sigma=mine.sigma, arr_0=np.zeros((1, 2, 2, 3), np.uint8))
+    np.savez(
+        tmp_path / 'both.npz', mu=mine.mu, sigma=mine.sigma, arr_0=np.zeros((1, 2, 2, 3), np.uint8)
+    )
     assert not is_statistics(tmp_path / 'both.npz')
 
 
@@ -130,12 +145,18 @@ def brute_mmd(a: np.ndarray, b: np.ndarray) -> float:
     a, b = a.astype(np.float64), b.astype(np.float64)
     aa, bb, ab = (np.power(x @ y.T / a.shape[1] + 1, 3) for x, y in ((a, a), (b, b), (a, b)))
     n, m = len(a), len(b)
-    return float((aa.sum() - np.trace(aa)) / (n * (n - 1)) + (bb.sum() - np.trace(bb)) / (m * (m - 1)) - 2 * ab.mean())
+    return float(
+        (aa.sum() - np.trace(aa)) / (n * (n - 1))
+        + (bb.sum() - np.trace(bb)) / (m * (m - 1))
+        - 2 * ab.mean()
+    )
 
 
 def sets(n: int = 53, m: int = 41, d: int = 16) -> tuple[np.ndarray, np.ndarray]:
     random = np.random.default_rng(5)
-    return random.normal(size=(n, d)).astype(np.float32), (0.3 + 1.1 * random.normal(size=(m, d))).astype(np.float32)
+    return random.normal(size=(n, d)).astype(np.float32), (
+        0.3 + 1.1 * random.normal(size=(m, d))
+    ).astype(np.float32)
 
 
 @pytest.mark.parametrize('block', [8, 16, 2048])
@@ -154,7 +175,10 @@ def test_kernel_distance_by_subsets():
     assert some.value != kernel_distance(a, b, subsets=12, subset_size=20, seed=4).value
     assert abs(some.value - whole.value) < 4 * some.std / np.sqrt(12)
     random = np.random.default_rng(3)
-    by_hand = [brute_mmd(a[random.choice(53, 20, replace=False)], b[random.choice(41, 20, replace=False)]) for _ in range(12)]
+    by_hand = [
+        brute_mmd(a[random.choice(53, 20, replace=False)], b[random.choice(41, 20, replace=False)])
+        for _ in range(12)
+    ]
     assert some.value == pytest.approx(np.mean(by_hand), rel=1e-4)
     assert kernel_distance(a, b, subsets=1, subset_size=10**6).subset_size == 41
 
@@ -171,7 +195,9 @@ def brute_distances(a: np.ndarray, b: np.ndarray) -> np.ndarray:
     return np.linalg.norm(a[:, None].astype(np.float64) - b[None].astype(np.float64), axis=2)
 
 
-def brute_precision_recall(samples: np.ndarray, reference: np.ndarray, k: int) -> tuple[float, float]:
+def brute_precision_recall(
+    samples: np.ndarray, reference: np.ndarray, k: int
+) -> tuple[float, float]:
     def share(points: np.ndarray, centres: np.ndarray) -> float:
         radii = np.sort(brute_distances(centres, centres), axis=1)[:, k]  # the first is itself
         return float((brute_distances(points, centres) <= radii[None]).any(1).mean())
@@ -183,7 +209,9 @@ def brute_precision_recall(samples: np.ndarray, reference: np.ndarray, k: int) -
 @pytest.mark.parametrize('k', [1, 3])
 def test_precision_and_recall_are_those_of_all_pairs_whatever_the_block(block, k):
     samples, reference = sets()
-    samples = 0.4 * samples + 50  # far from the origin, where |x|² + |y|² − 2x·y would lose everything without centring
+    samples = (
+        0.4 * samples + 50
+    )  # far from the origin, where |x|² + |y|² − 2x·y would lose everything without centring
     reference = reference + 50
     found = precision_recall(samples, reference, k=k, block=block)
     assert found == brute_precision_recall(samples, reference, k)
@@ -194,7 +222,9 @@ def test_radii_leave_out_the_point_itself_but_not_its_twins():
     points = np.array([[0.0], [0.0], [1.0], [3.0]], np.float32)
     np.testing.assert_allclose(squared_radii(points, 1, block=3), [0, 0, 1, 4])
     np.testing.assert_allclose(squared_radii(points, 3, block=3), [9, 9, 4, 9])
-    assert covered(np.array([[2.0], [4.9], [5.1]], np.float32), points, np.array([0, 0, 1, 4], np.float32)).tolist() == [True, True, False]
+    assert covered(
+        np.array([[2.0], [4.9], [5.1]], np.float32), points, np.array([0, 0, 1, 4], np.float32)
+    ).tolist() == [True, True, False]
 
 
 def test_a_copy_has_full_precision_and_recall_and_a_distant_set_none():
@@ -212,9 +242,14 @@ def test_memory_is_that_of_a_block():
     n, block, d = 50_000, 1000, 4
     rows = jax.ShapeDtypeStruct((block, d), jnp.float32)
     tiles = jax.ShapeDtypeStruct((n // block, block, d), jnp.float32)
-    numbers, extras = jax.ShapeDtypeStruct((n // block, block), jnp.int32), jax.ShapeDtypeStruct((n // block, block), jnp.float32)
+    numbers, extras = (
+        jax.ShapeDtypeStruct((n // block, block), jnp.int32),
+        jax.ShapeDtypeStruct((n // block, block), jnp.float32),
+    )
     places = jax.ShapeDtypeStruct((block,), jnp.int32)
-    compiled = pairwise._scan.lower(module._nearest, module._far(3), rows, places, tiles, numbers, extras).compile()
+    compiled = pairwise._scan.lower(
+        module._nearest, module._far(3), rows, places, tiles, numbers, extras
+    ).compile()
     assert compiled.memory_analysis().temp_size_in_bytes < 12 * 4 * block * block
 
 
@@ -223,7 +258,10 @@ def test_inception_score_of_known_predictions():
     mean, std = inception_score(one_hot, splits=1)
     assert mean == pytest.approx(5)
     assert std == 0
-    assert inception_score(np.ones((50, 5), np.float32)) == (pytest.approx(1), pytest.approx(0, abs=1e-12))
+    assert inception_score(np.ones((50, 5), np.float32)) == (
+        pytest.approx(1),
+        pytest.approx(0, abs=1e-12),
+    )
     logits = RANDOM.normal(size=(40, 7)).astype(np.float32)
     p = np.exp(logits.astype(np.float64))
     p /= p.sum(1, keepdims=True)
@@ -240,7 +278,11 @@ def tiny_network(**changes: Any) -> FeatureNetwork:
     network = FeatureNetwork(
         name='tiny-1234',
         dimension=6,
-        extract=jax.jit(lambda images: jnp.matmul(images.reshape(images.shape[0], -1).astype(jnp.float32), weights)),
+        extract=jax.jit(
+            lambda images: jnp.matmul(
+                images.reshape(images.shape[0], -1).astype(jnp.float32), weights
+            )
+        ),
         is_inception=False,
         resize='none',
     )
@@ -253,7 +295,14 @@ def images(n: int, seed: int) -> np.ndarray:
 
 def sides(metrics, network, order=slice(None), batch_size=16, **options):
     return [
-        image_side(name, ArraySource(name, pixels[order], (8, 8, 3)), metrics, network, batch_size=batch_size, **options)
+        image_side(
+            name,
+            ArraySource(name, pixels[order], (8, 8, 3)),
+            metrics,
+            network,
+            batch_size=batch_size,
+            **options,
+        )
         for name, pixels in (('a', images(45, 0)), ('b', images(45, 1)))
     ]
 
@@ -265,18 +314,34 @@ def test_results_do_not_depend_on_order_or_batch_and_say_how_they_were_come_by()
     network = tiny_network()
     plain = compute(METRICS, network, *sides(METRICS, network), kid_subsets=0)
     shuffled = sides(METRICS, network, np.random.default_rng(2).permutation(45), batch_size=64)
-    for first, second in zip(plain, compute(METRICS, network, *shuffled, kid_subsets=0), strict=True):
+    for first, second in zip(
+        plain, compute(METRICS, network, *shuffled, kid_subsets=0), strict=True
+    ):
         assert first.label == second.label
         assert first.value == pytest.approx(second.value, rel=1e-3)
     assert [result.label for result in plain] == [
-        f'{name}[features=tiny-1234]' for name in ('frechet_distance', 'kernel_distance', 'precision', 'recall')
+        f'{name}[features=tiny-1234]'
+        for name in ('frechet_distance', 'kernel_distance', 'precision', 'recall')
     ]
     for result in plain:
         assert not {'fid', 'kid'} & {result.label, result.row()['metric']}
         row = result.row()
         assert (row['samples'], row['num_samples'], row['sample_size']) == ('a', 45, '8x8')
-        assert (row['reference'], row['num_reference'], row['features'], row['resize'], row['seed']) == ('b', 45, 'tiny-1234', 'none', 0)
-        for part in ('samples a', 'num_samples 45', 'reference b', 'features tiny-1234', 'resize none', 'seed 0'):
+        assert (
+            row['reference'],
+            row['num_reference'],
+            row['features'],
+            row['resize'],
+            row['seed'],
+        ) == ('b', 45, 'tiny-1234', 'none', 0)
+        for part in (
+            'samples a',
+            'num_samples 45',
+            'reference b',
+            'features tiny-1234',
+            'resize none',
+            'seed 0',
+        ):
             assert part in result.line()
     assert plain[2].row()['k'] == 3
     assert plain[1].row()['subset_size'] == 'all'
@@ -285,17 +350,24 @@ def test_results_do_not_depend_on_order_or_batch_and_say_how_they_were_come_by()
 def test_values_are_those_of_the_parts():
     network = tiny_network()
     a, b = sides(METRICS, network)
-    fid, kid, precision, recall = compute(METRICS, network, a, b, seed=4, kid_subsets=5, kid_subset_size=20)
+    fid, kid, precision, recall = compute(
+        METRICS, network, a, b, seed=4, kid_subsets=5, kid_subset_size=20
+    )
     assert a.features is not None
     np.testing.assert_allclose(a.features, network.extract(images(45, 0)), rtol=1e-5, atol=1e-5)
     assert fid.value == pytest.approx(frechet_distance(moments(a.features), moments(b.features)))
-    assert kid.value == kernel_distance(a.features, b.features, subsets=5, subset_size=20, seed=4).value
+    assert (
+        kid.value
+        == kernel_distance(a.features, b.features, subsets=5, subset_size=20, seed=4).value
+    )
     assert (precision.value, recall.value) == precision_recall(a.features, b.features)
 
 
 def test_only_with_inception_a_fid_is_a_fid():
     network = tiny_network(is_inception=True, classify=jnp.asarray)
-    results = compute([*METRICS, 'inception_score'], network, *sides([*METRICS, 'inception_score'], network))
+    results = compute(
+        [*METRICS, 'inception_score'], network, *sides([*METRICS, 'inception_score'], network)
+    )
     assert [result.label for result in results] == [*METRICS, 'inception_score']
     assert 'reference' not in results[-1].row()
 

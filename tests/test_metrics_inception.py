@@ -36,7 +36,9 @@ def computed(state) -> dict[str, np.ndarray]:
         return {**outputs, 'features': pooled, 'logits': inception.logits(params, pooled)}
 
     params = from_state(state, 'random')
-    return {name: np.asarray(value) for name, value in jax.jit(everything)(params, images()).items()}
+    return {
+        name: np.asarray(value) for name, value in jax.jit(everything)(params, images()).items()
+    }
 
 
 def test_every_layer_against_golden_numbers(computed):
@@ -44,20 +46,29 @@ def test_every_layer_against_golden_numbers(computed):
         assert set(golden) == set(computed)
         assert len(golden) == 94 + 11 + 2 + 2  # convolutions, blocks, pools, results
         for name, expected in golden.items():
-            found = computed[name][:, : COLUMNS[name]] if name in COLUMNS else summary(computed[name])
-            np.testing.assert_allclose(found, expected, rtol=0, atol=TOLERANCE * np.abs(expected).max(), err_msg=name)
+            found = (
+                computed[name][:, : COLUMNS[name]] if name in COLUMNS else summary(computed[name])
+            )
+            np.testing.assert_allclose(
+                found, expected, rtol=0, atol=TOLERANCE * np.abs(expected).max(), err_msg=name
+            )
 
 
 def test_every_layer_against_pytorch_fid(state, computed):
     pytest.importorskip('torch')
     try:
-        import pytorch_fid.inception  # noqa: F401, PLC0415
-    except (ImportError, RuntimeError) as error:  # torchvision raises the second when it was built for another torch
+        import pytorch_fid.inception
+    except (
+        ImportError,
+        RuntimeError,
+    ) as error:  # torchvision raises the second when it was built for another torch
         pytest.skip(f'pytorch_fid: {error}')
     outputs = of_pytorch_fid(state)
     assert set(outputs) == set(computed)
     for name, expected in outputs.items():
-        np.testing.assert_allclose(computed[name], expected, rtol=0, atol=TOLERANCE * np.abs(expected).max(), err_msg=name)
+        np.testing.assert_allclose(
+            computed[name], expected, rtol=0, atol=TOLERANCE * np.abs(expected).max(), err_msg=name
+        )
 
 
 def test_resizing_is_torchs():
@@ -71,7 +82,9 @@ def test_resizing_is_torchs():
             high = np.minimum(low + 1, n - 1)
             share = (at - low).reshape([-1 if i == axis else 1 for i in range(4)])
             expected = expected.take(low, axis) * (1 - share) + expected.take(high, axis) * share
-        np.testing.assert_allclose(inception.prepare(pixels), 2 * expected - 1, atol=2e-4 if max(size) > 299 else 2e-5)
+        np.testing.assert_allclose(
+            inception.prepare(pixels), 2 * expected - 1, atol=2e-4 if max(size) > 299 else 2e-5
+        )
 
 
 def legacy(tensors: dict[str, np.ndarray], **changes: bytes) -> bytes:
@@ -83,7 +96,13 @@ def legacy(tensors: dict[str, np.ndarray], **changes: bytes) -> bytes:
     def number(value: int) -> bytes:
         return b'J' + struct.pack('<i', value)
 
-    sizes = b'}(' + b''.join(text(name) + number(size) for name, size in (('short', 2), ('int', 4), ('long', 4))) + b'u'
+    sizes = (
+        b'}('
+        + b''.join(
+            text(name) + number(size) for name, size in (('short', 2), ('int', 4), ('long', 4))
+        )
+        + b'u'
+    )
     parts = {
         'magic': b'\x80\x02\x8a\x0a' + MAGIC.to_bytes(10, 'little') + b'.',
         'protocol': b'\x80\x02' + number(1001) + b'.',
@@ -96,9 +115,14 @@ def legacy(tensors: dict[str, np.ndarray], **changes: bytes) -> bytes:
         + sizes
         + b'u.',
         # A reference to a storage has one part more than in the new format.
-        'state': dump({name: value.shape for name, value in tensors.items()}).replace(b'tQ', b'NtQ'),
+        'state': dump({name: value.shape for name, value in tensors.items()}).replace(
+            b'tQ', b'NtQ'
+        ),
         'keys': b'\x80\x02](' + b''.join(text(str(i)) for i in range(len(tensors))) + b'e.',
-        'data': b''.join(struct.pack('<q', value.size) + value.astype('<f4').tobytes() for value in tensors.values()),
+        'data': b''.join(
+            struct.pack('<q', value.size) + value.astype('<f4').tobytes()
+            for value in tensors.values()
+        ),
     }
     return b''.join((parts | changes).values())
 
@@ -128,7 +152,10 @@ def test_old_torch_files(tmp_path):
         (legacy(SMALL, keys=b'\x80\x02].'), 'the list of storages is not that of the tensors'),
         (legacy(SMALL, state=b'\x80\x02}.'), 'expected a dict of tensors'),
         (legacy(SMALL, state=b'\x80\x02cos\nsystem\nX\x02\x00\x00\x00ls\x85R.'), 'could run code'),
-        (legacy(SMALL, machine=b'\x80\x02}X\x0d\x00\x00\x00little_endian\x89s.'), 'little_endian: expected True, found False'),
+        (
+            legacy(SMALL, machine=b'\x80\x02}X\x0d\x00\x00\x00little_endian\x89s.'),
+            'little_endian: expected True, found False',
+        ),
         (legacy(SMALL, state=dump({'a': (6,), 'b': (1,)})), 'no view of another'),
     ],
 )
@@ -139,7 +166,9 @@ def test_old_torch_files_that_are_damaged_or_hostile(data, message, tmp_path):
 
 def test_old_torch_files_of_torch_itself(tmp_path):
     torch = pytest.importorskip('torch')
-    tensors = {name: torch.from_numpy(value) for name, value in SMALL.items()} | {'view': torch.arange(12.0).reshape(3, 4).T[1:]}
+    tensors = {name: torch.from_numpy(value) for name, value in SMALL.items()} | {
+        'view': torch.arange(12.0).reshape(3, 4).T[1:]
+    }
     torch.save(tensors, tmp_path / 'old.pth', _use_new_zipfile_serialization=False)
     with (tmp_path / 'old.pth').open('rb') as file:
         found = read_legacy('old.pth', file)
@@ -155,14 +184,23 @@ def test_weights_as_npz_and_as_torch_file(state, tmp_path):
     for name in ('w.npz', 'w.pth'):
         found = read_parameters(tmp_path / name)
         assert found.keys() == expected.keys()
-        for key in ('Conv2d_1a_3x3.conv.weight', 'Mixed_7c.branch_pool.bn.running_var', 'fc.weight'):
+        for key in (
+            'Conv2d_1a_3x3.conv.weight',
+            'Mixed_7c.branch_pool.bn.running_var',
+            'fc.weight',
+        ):
             np.testing.assert_array_equal(found[key], expected[key])
 
 
 def test_weights_of_another_network(state, tmp_path):
     with pytest.raises(UserError, match=r'1 are missing \(fc\.bias\) and 1 unknown \(fc\.offset\)'):
-        from_state({('fc.offset' if name == 'fc.bias' else name): value for name, value in state.items()}, 'w')
-    with pytest.raises(UserError, match=r'w: fc\.weight: expected shape \(1008, 2048\), found \(1000, 2048\)'):
+        from_state(
+            {('fc.offset' if name == 'fc.bias' else name): value for name, value in state.items()},
+            'w',
+        )
+    with pytest.raises(
+        UserError, match=r'w: fc\.weight: expected shape \(1008, 2048\), found \(1000, 2048\)'
+    ):
         from_state(state | {'fc.weight': np.zeros((1000, 2048), np.float32)}, 'w')
     with pytest.raises(UserError, match=r'fc\.bias: expected finite numbers'):
         from_state(state | {'fc.bias': np.full(1008, np.nan, np.float32)}, 'w')
@@ -171,7 +209,9 @@ def test_weights_of_another_network(state, tmp_path):
     (tmp_path / 'w.npz').write_bytes(b'nothing')
     with pytest.raises(UserError, match=r'not a readable \.npz file'):
         read_parameters(tmp_path / 'w.npz')
-    with pytest.raises(UserError, match=r"ends in \.pth, \.pt, \.npz, \.safetensors, found '\.bin'"):
+    with pytest.raises(
+        UserError, match=r"ends in \.pth, \.pt, \.npz, \.safetensors, found '\.bin'"
+    ):
         read_parameters(tmp_path / 'w.bin')
 
 
@@ -198,7 +238,8 @@ def test_without_a_network_connection_the_message_tells_what_to_do(tmp_path, mon
     monkeypatch.setenv('XDG_CACHE_HOME', str(tmp_path))
     monkeypatch.setattr(inception_weights, 'URL', 'http://127.0.0.1:9/weights.pth')
     with pytest.raises(
-        UserError, match=r'--features=inception: cannot download .*refused.* give its path \(--features /path/to/pt_inception'
+        UserError,
+        match=r'--features=inception: cannot download .*refused.* give its path \(--features /path/to/pt_inception',
     ):
         features.load_features('inception')
 
@@ -209,9 +250,13 @@ def test_feature_files(tmp_path, monkeypatch):
     with pytest.raises(UserError, match=r"jaxunet_features: expected .*found 'tiny'"):
         features.load_features(str(path))
 
-    def reader(path: pathlib.Path, arrays: dict[str, np.ndarray], digest: str) -> features.FeatureNetwork:
+    def reader(
+        path: pathlib.Path, arrays: dict[str, np.ndarray], digest: str
+    ) -> features.FeatureNetwork:
         assert arrays.keys() == {'weights'}
-        return features.FeatureNetwork(f'tiny-{digest[:8]}', 3, lambda pixels: jax.numpy.ones((len(pixels), 3)), False, 'none')
+        return features.FeatureNetwork(
+            f'tiny-{digest[:8]}', 3, lambda pixels: jax.numpy.ones((len(pixels), 3)), False, 'none'
+        )
 
     monkeypatch.setitem(features.READERS, 'tiny', reader)
     assert features.load_features(str(path)).name == f'tiny-{download.digest(path, "sha256")[:8]}'

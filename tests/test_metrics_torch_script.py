@@ -17,15 +17,25 @@ from jaxunet.weights.torch_pickle import dump
 
 FIXTURE = pathlib.Path(__file__).parent / 'fixtures' / 'torch_jit_save.pt'
 SMALL = {'a': np.arange(6, dtype=np.float32).reshape(2, 3), 'b': np.ones(1, np.float32)}
-STATE_DICT_START, OBJECT_START = b'\x80\x02ccollections\nOrderedDict\n)R(', b'\x80\x02c__torch__\nNet\n)\x81}('
+STATE_DICT_START, OBJECT_START = (
+    b'\x80\x02ccollections\nOrderedDict\n)R(',
+    b'\x80\x02c__torch__\nNet\n)\x81}(',
+)
 
 
-def script(path: pathlib.Path, state: dict[str, np.ndarray], pickle: bytes | None = None, compress: bool = False) -> pathlib.Path:
+def script(
+    path: pathlib.Path,
+    state: dict[str, np.ndarray],
+    pickle: bytes | None = None,
+    compress: bool = False,
+) -> pathlib.Path:
     """An archive as torch.jit.save writes it, of one module with these tensors."""
     data = dump({name: value.shape for name, value in state.items()})
     assert data.startswith(STATE_DICT_START)
     data = OBJECT_START + data[len(STATE_DICT_START) : -1] + b'b.'
-    with zipfile.ZipFile(path, 'w', zipfile.ZIP_DEFLATED if compress else zipfile.ZIP_STORED) as archive:
+    with zipfile.ZipFile(
+        path, 'w', zipfile.ZIP_DEFLATED if compress else zipfile.ZIP_STORED
+    ) as archive:
         for i, value in enumerate(state.values()):
             archive.writestr(f'net/data/{i}', value.tobytes())
         archive.writestr('net/data.pkl', data if pickle is None else pickle)
@@ -43,7 +53,15 @@ def read(path: pathlib.Path) -> dict[str, np.ndarray]:
 def test_an_archive_of_torch_itself():
     """Its i-th tensor of floats counts up from 10 i; fc.weight is stored transposed."""
     found = read(FIXTURE)
-    names = ['a.conv.weight', 'a.bn.weight', 'a.bn.bias', 'a.bn.running_mean', 'a.bn.running_var', 'a.bn.num_batches_tracked', 'fc.weight']
+    names = [
+        'a.conv.weight',
+        'a.bn.weight',
+        'a.bn.bias',
+        'a.bn.running_mean',
+        'a.bn.running_var',
+        'a.bn.num_batches_tracked',
+        'fc.weight',
+    ]
     assert list(found) == [*names, 'fc.bias']
     for i, (name, value) in enumerate(found.items()):
         expected = np.zeros(1) if 'tracked' in name else 10 * i + np.arange(value.size)
@@ -78,15 +96,29 @@ GOOD = OBJECT_START + dump({'a': (2, 3), 'b': (1,)})[len(STATE_DICT_START) : -1]
     ('pickle', 'message'),
     [
         (b'\x80\x02cos\nsystem\n)R.', 'the global "os.system" is not allowed'),
-        (b'\x80\x02ccollections\nOrderedDict\n)\x81.', 'an object of a class that is not in the archive'),
+        (
+            b'\x80\x02ccollections\nOrderedDict\n)\x81.',
+            'an object of a class that is not in the archive',
+        ),
         (b'\x80\x02c__torch__\nNet\n)\x81]b.', 'expected the attributes of a module, found list'),
-        (b'\x80\x02c__torch__\nNet\n)\x81}(K\x01K\x02ub.', 'expected the attributes of a module, found dict'),
+        (
+            b'\x80\x02c__torch__\nNet\n)\x81}(K\x01K\x02ub.',
+            'expected the attributes of a module, found dict',
+        ),
         (b'\x80\x02}.', 'expected a module, found dict'),
         (GOOD[:60], 'data.pkl, byte .*: '),
         (GOOD.replace(b'X\x01\x00\x00\x000', b'X\x01\x00\x00\x009'), 'entry data/9 is missing'),
-        (OBJECT_START + dump({'a': (2, 4), 'b': (1,)})[len(STATE_DICT_START) : -1] + b'b.', 'expected 32 bytes of plain numbers, found 24'),
         (
-            OBJECT_START[:-1] + b'(X\x01\x00\x00\x00x' + b'c__torch__\nM\n)\x81}(X\x01\x00\x00\x00x' * 40 + b'N' + b'ub' * 41 + b'.',
+            OBJECT_START + dump({'a': (2, 4), 'b': (1,)})[len(STATE_DICT_START) : -1] + b'b.',
+            'expected 32 bytes of plain numbers, found 24',
+        ),
+        (
+            OBJECT_START[:-1]
+            + b'(X\x01\x00\x00\x00x'
+            + b'c__torch__\nM\n)\x81}(X\x01\x00\x00\x00x' * 40
+            + b'N'
+            + b'ub' * 41
+            + b'.',
             'more than 32 deep',
         ),
     ],

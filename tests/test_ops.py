@@ -33,8 +33,15 @@ def test_group_norm_is_flax_group_norm():
         want = nn.GroupNorm(32, epsilon=1e-5, use_fast_variance=False, dtype=jnp.float64).apply(
             {'params': {'scale': scale[0], 'bias': offset[0]}}, x
         )
-    np.testing.assert_allclose(OPS.group_norm(Features.of(x), scale, offset), want, rtol=1e-9, atol=1e-9)
-    np.testing.assert_allclose(OPS.group_norm(Features.of(x), scale, offset, silu=True), jax.nn.silu(want), rtol=1e-9, atol=1e-9)
+    np.testing.assert_allclose(
+        OPS.group_norm(Features.of(x), scale, offset), want, rtol=1e-9, atol=1e-9
+    )
+    np.testing.assert_allclose(
+        OPS.group_norm(Features.of(x), scale, offset, silu=True),
+        jax.nn.silu(want),
+        rtol=1e-9,
+        atol=1e-9,
+    )
 
 
 def test_group_norm_of_parts_and_of_known_moments_is_that_of_the_whole():
@@ -42,8 +49,12 @@ def test_group_norm_of_parts_and_of_known_moments_is_that_of_the_whole():
     a, b = x[..., :20], x[..., 20:]  # the cut goes through a group
     joined = Features.of(a, channel_moments(a)).join(Features.of(b))
     want = OPS.group_norm(Features.of(x), scale, offset, groups=8)
-    np.testing.assert_allclose(OPS.group_norm(joined, scale, offset, groups=8), want, rtol=1e-9, atol=1e-9)
-    wrong = Features((a, b), (2 * channel_moments(a), None))  # given moments are used, not recomputed
+    np.testing.assert_allclose(
+        OPS.group_norm(joined, scale, offset, groups=8), want, rtol=1e-9, atol=1e-9
+    )
+    wrong = Features(
+        (a, b), (2 * channel_moments(a), None)
+    )  # given moments are used, not recomputed
     assert not np.allclose(OPS.group_norm(wrong, scale, offset, groups=8), want)
 
 
@@ -57,8 +68,14 @@ def test_group_norm_survives_a_large_mean_in_float32():
 def test_conv3x3_is_nine_shifted_products():
     x, kernel, bias = draw(2, 5, 7, 6), draw(3, 3, 6, 4, seed=1), draw(1, 4, seed=2)
     padded = np.pad(x, ((0, 0), (1, 1), (1, 1), (0, 0)))
-    want = sum(padded[:, i : i + 5, j : j + 7] @ np.asarray(kernel[i, j]) for i in range(3) for j in range(3)) + np.asarray(bias)
-    np.testing.assert_allclose(OPS.conv3x3(Features.of(x), kernel, bias).value, want, rtol=1e-9, atol=1e-9)
+    want = sum(
+        padded[:, i : i + 5, j : j + 7] @ np.asarray(kernel[i, j])
+        for i in range(3)
+        for j in range(3)
+    ) + np.asarray(bias)
+    np.testing.assert_allclose(
+        OPS.conv3x3(Features.of(x), kernel, bias).value, want, rtol=1e-9, atol=1e-9
+    )
 
 
 def test_fused_conv_is_its_composition():
@@ -66,9 +83,15 @@ def test_fused_conv_is_its_composition():
     scale, offset, shift = draw(2, 32, seed=2), draw(2, 32, seed=3), draw(2, 8, seed=4)
     residual, shortcut = draw(2, 4, 4, 12, seed=5), draw(12, 8, seed=6)
     parts = Features.of(residual[..., :5]).join(Features.of(residual[..., 5:]))
-    got = OPS.norm_silu_conv3x3(Features.of(x), scale, offset, kernel, shift, residual=parts, shortcut=shortcut, groups=8)
+    got = OPS.norm_silu_conv3x3(
+        Features.of(x), scale, offset, kernel, shift, residual=parts, shortcut=shortcut, groups=8
+    )
     active = OPS.group_norm(Features.of(x), scale, offset, groups=8, silu=True)
-    want = OPS.conv3x3(Features.of(active), kernel, jnp.zeros((1, 8))).value + shift[:, None, None, :] + residual @ shortcut
+    want = (
+        OPS.conv3x3(Features.of(active), kernel, jnp.zeros((1, 8))).value
+        + shift[:, None, None, :]
+        + residual @ shortcut
+    )
     np.testing.assert_allclose(got.value, want, rtol=1e-9, atol=1e-9)
     with pytest.raises(ValueError, match='shortcut needs a residual'):
         OPS.conv3x3(Features.of(x), kernel, shift, shortcut=shortcut)
@@ -91,7 +114,10 @@ def test_attention_is_softmax_of_products_times_values():
 def test_linear_is_flax_dense(dtype):
     """Bit for bit, and with what a block adds: the UNet computed it so before there was an op."""
     x, residual = draw(2, 3, 4, 8, dtype=dtype), draw(2, 3, 4, 5, seed=1, dtype=dtype)
-    params = {'kernel': draw(8, 5, seed=2, dtype=np.float32), 'bias': draw(5, seed=3, dtype=np.float32)}
+    params = {
+        'kernel': draw(8, 5, seed=2, dtype=np.float32),
+        'bias': draw(5, seed=3, dtype=np.float32),
+    }
     want = nn.Dense(5, dtype=dtype).apply({'params': params}, x)
     kernel, bias = params['kernel'], params['bias'][None, :]
     np.testing.assert_array_equal(OPS.linear(x, kernel, bias), want)
@@ -103,14 +129,26 @@ def test_results_have_the_type_of_their_input(dtype):
     x = draw(1, 4, 4, 32, dtype=dtype)
     one, bias = jnp.ones((1, 32), jnp.float32), jnp.zeros((1, 4), jnp.float32)
     assert OPS.group_norm(Features.of(x), one, one).dtype == dtype
-    assert OPS.norm_silu_conv3x3(Features.of(x), one, one, draw(3, 3, 32, 4), bias).value.dtype == dtype
+    assert (
+        OPS.norm_silu_conv3x3(Features.of(x), one, one, draw(3, 3, 32, 4), bias).value.dtype
+        == dtype
+    )
     assert OPS.attention(x.reshape(1, 16, 32)[..., :24], num_heads=2).dtype == dtype
     assert OPS.linear(x, draw(32, 4), bias, residual=x[..., :4]).dtype == dtype
 
 
 def test_seam_signatures_and_errors():
-    for name, op in [item for backend in ('xla', 'pallas', 'cuda') for item in seam.ops_of(backend)._asdict().items()]:
-        protocol = getattr(vocabulary, {'norm_silu_conv3x3': 'NormSiluConv3x3', 'group_norm': 'GroupNorm'}.get(name, name.capitalize()))
+    for name, op in [
+        item
+        for backend in ('xla', 'pallas', 'cuda')
+        for item in seam.ops_of(backend)._asdict().items()
+    ]:
+        protocol = getattr(
+            vocabulary,
+            {'norm_silu_conv3x3': 'NormSiluConv3x3', 'group_norm': 'GroupNorm'}.get(
+                name, name.capitalize()
+            ),
+        )
         wanted = list(inspect.signature(protocol.__call__).parameters)[1:]
         assert list(inspect.signature(op).parameters) == wanted
     with pytest.raises(UserError, match='expected one of auto, xla, pallas, cuda'):
@@ -119,11 +157,19 @@ def test_seam_signatures_and_errors():
 
 @pytest.mark.skipif(jax.default_backend() == 'gpu', reason='a machine without a GPU says so')
 def test_a_machine_without_a_gpu():
-    with pytest.raises(UserError, match=r'backend=pallas: Pallas kernels need an NVIDIA GPU.*found cpu; use backend=xla'):
+    with pytest.raises(
+        UserError,
+        match=r'backend=pallas: Pallas kernels need an NVIDIA GPU.*found cpu; use backend=xla',
+    ):
         seam.load_ops('pallas')
-    with pytest.raises(UserError, match=r'backend=cuda: .*; or use backend=pallas on an NVIDIA GPU, or xla'):
+    with pytest.raises(
+        UserError, match=r'backend=cuda: .*; or use backend=pallas on an NVIDIA GPU, or xla'
+    ):
         seam.load_ops('cuda')
-    assert seam.describe('auto') == 'ops: conv3x3=xla, norm_silu_conv3x3=xla, group_norm=xla, attention=xla, linear=xla, adamw=xla'
+    assert (
+        seam.describe('auto')
+        == 'ops: conv3x3=xla, norm_silu_conv3x3=xla, group_norm=xla, attention=xla, linear=xla, adamw=xla'
+    )
 
 
 PALLAS = 'ops: conv3x3=pallas, norm_silu_conv3x3=pallas, group_norm=pallas, attention=pallas, linear=xla, adamw='
@@ -153,7 +199,9 @@ def test_backends_mix_op_by_op(monkeypatch):
     """Each op comes from the backend that it was given, and what is missing is said under the name that was asked for."""
     cuda, pallas = seam.ops_of('cuda'), seam.ops_of('pallas')
     with device.use(device.Target.HOPPER):
-        monkeypatch.setattr(seam, '_unavailable', lambda name: 'no driver' if name == 'cuda' else None)
+        monkeypatch.setattr(
+            seam, '_unavailable', lambda name: 'no driver' if name == 'cuda' else None
+        )
         with pytest.raises(UserError, match=r'backend=pallas\+adamw=cuda: no driver; or use'):
             seam.choose('pallas+adamw=cuda')
         monkeypatch.setattr(seam, '_unavailable', lambda name: None)
@@ -164,7 +212,10 @@ def test_backends_mix_op_by_op(monkeypatch):
         assert seam.load_ops('cuda+linear=xla') == cuda._replace(linear=seam.XLA.linear)
         with pytest.raises(UserError, match="linear: expected one of xla, cuda, found 'pallas'"):
             seam.choose('pallas+linear=pallas')
-        assert [seam.fused_update(b) is None for b in ('pallas', 'pallas+adamw=cuda', 'cuda', 'cuda+adamw=xla')] == [
+        assert [
+            seam.fused_update(b) is None
+            for b in ('pallas', 'pallas+adamw=cuda', 'cuda', 'cuda+adamw=xla')
+        ] == [
             True,
             False,
             False,

@@ -16,7 +16,7 @@ pytest.importorskip('scikit_build_core')
 def backend():
     """The build backend, which pip finds through `backend-path`."""
     sys.path.insert(0, str(ROOT / 'xla_ffi' / 'build_tools'))
-    import build_backend  # noqa: PLC0415
+    import build_backend
 
     yield build_backend
     sys.path.remove(str(ROOT / 'xla_ffi' / 'build_tools'))
@@ -26,7 +26,9 @@ def built(folder: pathlib.Path, what: str, settings: str) -> pathlib.Path:
     """What the build backend makes in a process of its own, in the project's folder."""
     call = f'build_backend.build_{what}({str(folder)!r}, {settings})'
     program = f"import sys; sys.path.insert(0, 'xla_ffi/build_tools'); import build_backend; {call}"
-    done = subprocess.run([sys.executable, '-c', program], cwd=ROOT, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, '-c', program], cwd=ROOT, capture_output=True, text=True, check=False
+    )
     assert done.returncode == 0, done.stderr
     (path,) = folder.iterdir()
     return path
@@ -46,19 +48,34 @@ def test_a_wheel_holds_all_that_runs_and_nothing_else(tmp_path):
     assert 'pallas_kernels/tiles/nvidia_h200.jsonl' in wanted
     assert wanted <= set(names)
     assert {name.split('/')[0] for name in names} == set(packages)
-    assert not [name for name in names if name.endswith(('.cu', '.cuh', '.cc', '.h', '.txt')) or 'build_tools' in name]
+    assert not [
+        name
+        for name in names
+        if name.endswith(('.cu', '.cuh', '.cc', '.h', '.txt')) or 'build_tools' in name
+    ]
 
 
 def test_a_source_archive_can_be_built_from(tmp_path):
     with tarfile.open(built(tmp_path, 'sdist', 'None')) as archive:
         names = {name.partition('/')[2] for name in archive.getnames()}
-    sources = [path for path in (ROOT / 'xla_ffi').rglob('*') if path.suffix in ('.cu', '.cuh', '.cc', '.h')]
+    sources = [
+        path
+        for path in (ROOT / 'xla_ffi').rglob('*')
+        if path.suffix in ('.cu', '.cuh', '.cc', '.h')
+    ]
     assert len(sources) > 40
     assert {str(path.relative_to(ROOT)) for path in sources} <= names
-    assert {'pyproject.toml', 'xla_ffi/CMakeLists.txt', 'xla_ffi/build_tools/build_backend.py', 'xla_ffi/build_tools/nvcc.py'} <= names
+    assert {
+        'pyproject.toml',
+        'xla_ffi/CMakeLists.txt',
+        'xla_ffi/build_tools/build_backend.py',
+        'xla_ffi/build_tools/nvcc.py',
+    } <= names
 
 
-@pytest.mark.parametrize('hook', ['get_requires_for_build_wheel', 'get_requires_for_build_editable'])
+@pytest.mark.parametrize(
+    'hook', ['get_requires_for_build_wheel', 'get_requires_for_build_editable']
+)
 def test_nvcc_comes_from_pypi_where_there_is_none(backend, hook, monkeypatch, tmp_path):
     requires = getattr(backend, hook)
     monkeypatch.delenv('JAXUNET_CUDA', raising=False)

@@ -50,7 +50,12 @@ def rough(x, y):
 
 @pytest.mark.parametrize(
     ('wrong', 'message'),
-    [(narrower, 'output'), (biased, 'output'), (unwritten, 'nan'), (wrong_gradient, 'gradient of y')],
+    [
+        (narrower, 'output'),
+        (biased, 'output'),
+        (unwritten, 'nan'),
+        (wrong_gradient, 'gradient of y'),
+    ],
 )
 def test_wrong_kernels_fail(wrong, message):
     with pytest.raises(AssertionError, match=message):
@@ -66,4 +71,11 @@ def test_another_type_fails():
 
 def test_a_small_bias_shows_in_bfloat16():
     with pytest.raises(AssertionError, match='output'):
-        assert_parity(biased, product, {'x': (draw((4, 1), 'bfloat16'), 'bfloat16'), 'y': (draw((1, 4), 'bfloat16'), 'bfloat16')})
+        assert_parity(
+            biased,
+            product,
+            {
+                'x': (draw((4, 1), 'bfloat16'), 'bfloat16'),
+                'y': (draw((1, 4), 'bfloat16'), 'bfloat16'),
+            },
+        )

@@ -30,7 +30,9 @@ def install(tmp_path, monkeypatch):
     """Puts a package with an entry point on the path, as pip would."""
 
     def make(source=TOY, *, api=plugins.API, missing=None, target='toy_kernels:BACKEND'):
-        (tmp_path / 'toy_kernels.py').write_text(textwrap.dedent(source.format(api=api, missing=missing)))
+        (tmp_path / 'toy_kernels.py').write_text(
+            textwrap.dedent(source.format(api=api, missing=missing))
+        )
         info = tmp_path / 'toy-1.2.dist-info'
         info.mkdir()
         (info / 'METADATA').write_text('Metadata-Version: 2.1\nName: toy\nVersion: 1.2\n')
@@ -63,20 +65,31 @@ def test_a_third_party_backend_is_used(install):
     norm = ops.group_norm(Features.of(x), jnp.ones((1, 2)), jnp.zeros((1, 2)), groups=1)
     np.testing.assert_array_equal(norm, np.zeros((1, 1, 1, 2)))
     assert resolve(to_dict(Config()) | {'backend': 'toy'}).backend == 'toy'
-    with pytest.raises(UserError, match=r"backend: attention: expected one of xla, pallas, cuda, found 'toy'"):
+    with pytest.raises(
+        UserError, match=r"backend: attention: expected one of xla, pallas, cuda, found 'toy'"
+    ):
         backends.choose('xla+attention=toy')
 
 
 @pytest.mark.parametrize(
     ('options', 'message'),
     [
-        ({'api': 7}, f'backend=toy: toy 1.2 implements version 7 of the kernel interface, this jaxunet version {plugins.API}; install'),
-        ({'missing': 'no toy device'}, 'backend=toy: no toy device; use backend=xla, which runs everywhere'),
+        (
+            {'api': 7},
+            f'backend=toy: toy 1.2 implements version 7 of the kernel interface, this jaxunet version {plugins.API}; install',
+        ),
+        (
+            {'missing': 'no toy device'},
+            'backend=toy: no toy device; use backend=xla, which runs everywhere',
+        ),
         (
             {'source': 'raise ImportError("no driver")'},
             'backend=toy: toy_kernels:BACKEND of toy 1.2 cannot be imported: ImportError: no dr',
         ),
-        ({'target': 'toy_kernels:three_times'}, 'expected a jaxunet.runtime.plugins.Backend, found <function three_times'),
+        (
+            {'target': 'toy_kernels:three_times'},
+            'expected a jaxunet.runtime.plugins.Backend, found <function three_times',
+        ),
     ],
 )
 def test_a_backend_that_does_not_fit_is_refused(install, options, message):
@@ -86,8 +99,13 @@ def test_a_backend_that_does_not_fit_is_refused(install, options, message):
 
 
 def test_a_backend_that_is_not_installed(monkeypatch):
-    with pytest.raises(UserError, match=r"backend: expected one of auto, xla, pallas, cuda, found 'toy'"):
+    with pytest.raises(
+        UserError, match=r"backend: expected one of auto, xla, pallas, cuda, found 'toy'"
+    ):
         backends.load_ops('toy')
     monkeypatch.setattr('jaxunet.config.checks.backend_names', lambda: ())
-    with pytest.raises(UserError, match=r"found 'cuda'; cuda comes with jaxunet, which is not installed here: run .pip install -e"):
+    with pytest.raises(
+        UserError,
+        match=r"found 'cuda'; cuda comes with jaxunet, which is not installed here: run .pip install -e",
+    ):
         backends.load_ops('cuda')

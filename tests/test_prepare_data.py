@@ -20,7 +20,9 @@ from jaxunet.runtime.errors import UserError
 ROOT = pathlib.Path(prepare_data.__file__).resolve().parents[1]
 
 
-def run(*flags: str, cwd: pathlib.Path, limit: int | None = None) -> subprocess.CompletedProcess[str]:
+def run(
+    *flags: str, cwd: pathlib.Path, limit: int | None = None
+) -> subprocess.CompletedProcess[str]:
     """The command line in a process of its own, that may write files of at most `limit` KiB (as on a full disk)."""
     limited = [] if limit is None else ['bash', '-c', f'ulimit -f {limit}; exec "$@"', 'bash']
     return subprocess.run(
@@ -29,7 +31,12 @@ def run(*flags: str, cwd: pathlib.Path, limit: int | None = None) -> subprocess.
         text=True,
         timeout=120,
         cwd=cwd,
-        env={**os.environ, 'PYTHONPATH': str(ROOT), 'JAX_PLATFORMS': 'cpu', 'PYTHONDONTWRITEBYTECODE': '1'},
+        env={
+            **os.environ,
+            'PYTHONPATH': str(ROOT),
+            'JAX_PLATFORMS': 'cpu',
+            'PYTHONDONTWRITEBYTECODE': '1',
+        },
         check=False,
     )
 
@@ -52,7 +59,12 @@ def unetcu_bytes(folder: pathlib.Path) -> bytes:
     data = header.tobytes()
     for file in listed:
         with Image.open(file) as image:
-            data += (np.array(image.convert('RGB')).astype(np.float32) / 127.5 - 1).transpose(2, 0, 1).astype('float32').tobytes()
+            data += (
+                (np.array(image.convert('RGB')).astype(np.float32) / 127.5 - 1)
+                .transpose(2, 0, 1)
+                .astype('float32')
+                .tobytes()
+            )
     return data
 
 
@@ -69,17 +81,26 @@ def test_bin_is_unetcus(tmp_path, capsys):
         'Z.png': Image.fromarray(random_pixels(1, (64, 64, 4))),
     }
     kinds = {'jpg': 'JPEG', 'JPEG': 'JPEG', 'gif': 'GIF', 'png': 'PNG'}
-    folder = write_folder(tmp_path / 'set', {name: encoded(image, kinds[name.rpartition('.')[2]]) for name, image in images.items()})
+    folder = write_folder(
+        tmp_path / 'set',
+        {name: encoded(image, kinds[name.rpartition('.')[2]]) for name, image in images.items()},
+    )
     (folder / 'readme.txt').write_text('words')
     prepare_data.prepare(str(folder), str(tmp_path / 'out.bin'), (64, 64, 3))
     assert (tmp_path / 'out.bin').read_bytes() == unetcu_bytes(folder)
-    assert capsys.readouterr().out == f'left out readme.txt: not an image\n{tmp_path}/out.bin: 6 images of 64x64x3; 1 files left out\n'
+    assert (
+        capsys.readouterr().out
+        == f'left out readme.txt: not an image\n{tmp_path}/out.bin: 6 images of 64x64x3; 1 files left out\n'
+    )
 
 
 def test_real_bin_is_unetcus(tmp_path, shared_dir):
     path = shared_dir / 'data' / 'elephants64.zip'
     done = run('--input', str(path), '--output', 'deep/out.bin', '--image_size', '64', cwd=tmp_path)
-    assert (done.returncode, done.stdout) == (0, 'deep/out.bin: 500 images of 64x64x3; 0 files left out\n')
+    assert (done.returncode, done.stdout) == (
+        0,
+        'deep/out.bin: 500 images of 64x64x3; 0 files left out\n',
+    )
     assert '500/500' in done.stderr  # the progress bar
     with zipfile.ZipFile(path) as archive:
         archive.extractall(tmp_path / 'set')
@@ -112,13 +133,22 @@ def test_bad_files_are_left_out_by_name_or_refused(tmp_path, form, suffix, capsy
     files |= {'1b.png': files['1.png'][:100], '2b.txt': b'words', '3b.png': b''}
     path = put(tmp_path, files, form)
     output = tmp_path / f'out.{suffix}'
-    with pytest.raises(UserError, match=r'--strict: \d files are corrupt or no images; nothing was written:\n'):
+    with pytest.raises(
+        UserError, match=r'--strict: \d files are corrupt or no images; nothing was written:\n'
+    ):
         prepare_data.prepare(str(path), str(output), (8, 8, 3), strict=True)
     assert [p.name for p in tmp_path.iterdir()] == [path.name]
     prepare_data.prepare(str(path), str(output), (8, 8, 3))
     told = capsys.readouterr().out
-    for name, reason in (('1b.png', 'cannot be decoded'), ('2b.txt', 'not an image'), ('3b.png', 'empty file')):
-        assert any(line.startswith('left out') and f'{name}: {reason}' in line for line in told.splitlines()), told
+    for name, reason in (
+        ('1b.png', 'cannot be decoded'),
+        ('2b.txt', 'not an image'),
+        ('3b.png', 'empty file'),
+    ):
+        assert any(
+            line.startswith('left out') and f'{name}: {reason}' in line
+            for line in told.splitlines()
+        ), told
     assert '4 images of 8x8x3; 3 files left out' in told
     source = open_source(str(output), image_shape=(8, 8, 3))
     np.testing.assert_array_equal(everything(source), np.stack(list(good.values())))
@@ -126,7 +156,9 @@ def test_bad_files_are_left_out_by_name_or_refused(tmp_path, form, suffix, capsy
     for name in ('2b.txt', '3b.png'):
         files.pop(name)
     with pytest.raises(UserError, match=r'--strict: 1 files .*\n.*1b.png: cannot be decoded'):
-        prepare_data.prepare(str(put(path.parent / 'strict', files, form)), str(output), (8, 8, 3), strict=True)
+        prepare_data.prepare(
+            str(put(path.parent / 'strict', files, form)), str(output), (8, 8, 3), strict=True
+        )
 
 
 def test_it_tells_what_was_enlarged(tmp_path, capsys):
@@ -137,10 +169,16 @@ def test_it_tells_what_was_enlarged(tmp_path, capsys):
     files['turned.jpg'] = encoded(random_pixels(0, (16, 8, 3)), 'JPEG', exif=turned.tobytes())
     prepare_data.prepare(str(put(tmp_path, files, 'zip')), str(tmp_path / 'a.npz'), (8, 12, 3))
     assert 'note: 1 of 6 images are smaller than 8x12 and were enlarged' in capsys.readouterr().out
-    for source, output, size in ((tmp_path / 'a.npz', 'b.bin', 12), (tmp_path / 'b.bin', 'c.bin', 13), (tmp_path / 'c.bin', 'd.npz', 13)):
+    for source, output, size in (
+        (tmp_path / 'a.npz', 'b.bin', 12),
+        (tmp_path / 'b.bin', 'c.bin', 13),
+        (tmp_path / 'c.bin', 'd.npz', 13),
+    ):
         prepare_data.prepare(str(source), str(tmp_path / output), (size, size, 3))
         told = capsys.readouterr().out
-        assert (f'note: 6 of 6 images are smaller than {size}x{size} and were enlarged' in told) == (output != 'd.npz')
+        assert (
+            f'note: 6 of 6 images are smaller than {size}x{size} and were enlarged' in told
+        ) == (output != 'd.npz')
     prepare_data.prepare('digits:', str(tmp_path / 'e.npz'), (16, 16, 1), classes=('7',))
     assert 'note: 179 of 179 images are smaller' in capsys.readouterr().out
 
@@ -148,24 +186,38 @@ def test_it_tells_what_was_enlarged(tmp_path, capsys):
 def test_only_corrupt_images(tmp_path):
     folder = write_folder(tmp_path / 'set', {'a.png': encoded(random_pixels(0))[:100]})
     for suffix in ('bin', 'npz'):
-        with pytest.raises(UserError, match=r'all 1 images are corrupt, such as .*a.png \(cannot be decoded'):
+        with pytest.raises(
+            UserError, match=r'all 1 images are corrupt, such as .*a.png \(cannot be decoded'
+        ):
             prepare_data.prepare(str(folder), str(tmp_path / f'out.{suffix}'), (8, 8, 3))
     assert [p.name for p in tmp_path.iterdir()] == ['set']
 
 
 @pytest.mark.parametrize('form', ['folder', 'tar.gz'])
 def test_an_image_beside_class_folders_costs_the_labels_aloud(tmp_path, form, capsys):
-    files = {name: encoded(random_pixels(0)) for name in ('t/bull/1.png', 't/cow/2.png', 't/loose.png')}
-    path = put(tmp_path, {name.removeprefix('t/' if form == 'folder' else ''): data for name, data in files.items()}, form)
+    files = {
+        name: encoded(random_pixels(0)) for name in ('t/bull/1.png', 't/cow/2.png', 't/loose.png')
+    }
+    path = put(
+        tmp_path,
+        {name.removeprefix('t/' if form == 'folder' else ''): data for name, data in files.items()},
+        form,
+    )
     prepare_data.prepare(str(path), str(tmp_path / 'out.npz'), (8, 8, 3))
-    assert 'loose.png lies beside the sub-folders bull, cow; for labels, move such images' in capsys.readouterr().out
+    assert (
+        'loose.png lies beside the sub-folders bull, cow; for labels, move such images'
+        in capsys.readouterr().out
+    )
     with np.load(tmp_path / 'out.npz') as arrays:
         assert list(arrays) == ['images']
 
 
 def test_between_formats(tmp_path, capsys):
     prepare_data.prepare('digits:', str(tmp_path / 'a.bin'), (8, 8, 1), classes=('7', '1'))
-    assert 'note: .bin has no place for labels; for the 2 classes write a .npz' in capsys.readouterr().out
+    assert (
+        'note: .bin has no place for labels; for the 2 classes write a .npz'
+        in capsys.readouterr().out
+    )
     prepare_data.prepare(str(tmp_path / 'a.bin'), str(tmp_path / 'b.npz'), (8, 8, 1))
     digits = open_source('digits:', image_shape=(8, 8, 1), classes=('7', '1'))
     with np.load(tmp_path / 'b.npz') as arrays:
@@ -176,9 +228,23 @@ def test_between_formats(tmp_path, capsys):
 @pytest.mark.parametrize('output', ['out.bin', 'out.npz'])
 def test_a_full_disk_leaves_the_old_file(tmp_path, output):
     (tmp_path / output).write_bytes(b'old')
-    done = run('--input', 'digits:', '--output', output, '--image_size', '32', '--channels', '1', cwd=tmp_path, limit=100)
+    done = run(
+        '--input',
+        'digits:',
+        '--output',
+        output,
+        '--image_size',
+        '32',
+        '--channels',
+        '1',
+        cwd=tmp_path,
+        limit=100,
+    )
     assert done.returncode == 2
-    assert f'error: {output}: cannot be written: File too large; check the folder, its permissions and the free space' in done.stderr
+    assert (
+        f'error: {output}: cannot be written: File too large; check the folder, its permissions and the free space'
+        in done.stderr
+    )
     assert 'Traceback' not in done.stderr
     assert [(p.name, p.read_bytes()) for p in tmp_path.iterdir()] == [(output, b'old')]
 
@@ -186,10 +252,18 @@ def test_a_full_disk_leaves_the_old_file(tmp_path, output):
 @pytest.mark.parametrize(
     ('output', 'size', 'match'),
     [
-        ('out.bim', '8', r'--output: expected a name that ends in .bin \(unet.cu\) or .npz, found "out.bim"; did you mean ".bin"\?'),
+        (
+            'out.bim',
+            '8',
+            r'--output: expected a name that ends in .bin \(unet.cu\) or .npz, found "out.bim"; did you mean ".bin"\?',
+        ),
         ('out', '8', r'found "out"'),
         ('', '8', r'found ""'),
-        ('out.bin', '0', r"--image_size: expected SIDE or HEIGHT,WIDTH, each 1 to 65536, such as 64 or 48,64; found '0'"),
+        (
+            'out.bin',
+            '0',
+            r"--image_size: expected SIDE or HEIGHT,WIDTH, each 1 to 65536, such as 64 or 48,64; found '0'",
+        ),
         ('out.bin', '8x8', r"found '8x8'"),
         ('out.bin', '8,8,8', r"found '8,8,8'"),
         ('out.bin', '-8', r"found '-8'"),
@@ -217,8 +291,14 @@ def test_the_input_is_not_overwritten(tmp_path):
 def test_command_line_errors_are_one_line(tmp_path):
     for flags, message in (
         ((), 'error: --input: missing'),
-        (('--input', 'digits:', '--image_size', '8', '--output', 'x.bin', '--channels', '0'), 'error: --channels: expected 1 (grey) or 3'),
-        (('--input', 'nowhere', '--image_size', '8', '--output', 'x.bin'), 'error: nowhere: no such file or folder'),
+        (
+            ('--input', 'digits:', '--image_size', '8', '--output', 'x.bin', '--channels', '0'),
+            'error: --channels: expected 1 (grey) or 3',
+        ),
+        (
+            ('--input', 'nowhere', '--image_size', '8', '--output', 'x.bin'),
+            'error: nowhere: no such file or folder',
+        ),
     ):
         done = run(*flags, cwd=tmp_path)
         assert done.returncode == 2

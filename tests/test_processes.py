@@ -65,12 +65,19 @@ def test_an_interrupted_pool_ends_its_processes_and_starts_no_other(started):
     timer.join()
     assert [p.returncode for p in started] == [-signal.SIGKILL] * 2
     assert not results
-    assert processes.answer([sys.executable, '-c', 'print("{}")'], dict(os.environ), 60, None).row == {}
+    assert (
+        processes.answer([sys.executable, '-c', 'print("{}")'], dict(os.environ), 60, None).row
+        == {}
+    )
 
 
 def test_processes_beside_each_other_share_the_cores():
     cores = sorted(os.sched_getaffinity(0))
-    command = [sys.executable, '-c', 'import json, os; print(json.dumps({"cores": sorted(os.sched_getaffinity(0))}))']
+    command = [
+        sys.executable,
+        '-c',
+        'import json, os; print(json.dumps({"cores": sorted(os.sched_getaffinity(0))}))',
+    ]
     found = {}
 
     def work(number, gpus):

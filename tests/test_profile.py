@@ -36,8 +36,13 @@ def digits(config):
 def test_intervals_agree_with_counting():
     rng = np.random.default_rng(0)
     for _ in range(50):
-        sets = [np.sort(rng.integers(0, 30, (rng.integers(0, 6), 2)), axis=1).astype(float) for _ in range(2)]
-        covered = [{x for start, end in spans for x in range(int(start), int(end))} for spans in sets]
+        sets = [
+            np.sort(rng.integers(0, 30, (rng.integers(0, 6), 2)), axis=1).astype(float)
+            for _ in range(2)
+        ]
+        covered = [
+            {x for start, end in spans for x in range(int(start), int(end))} for spans in sets
+        ]
         assert intervals.length(sets[0]) == len(covered[0])
         assert intervals.overlap(*sets) == len(covered[0] & covered[1])
         joined = intervals.union(sets[0])
@@ -56,17 +61,29 @@ def test_trace_of_a_gpu():
         'MemcpyD2H': (COPY, DATA, 'xla'),
         'ncclDevKernel_AllReduce_Sum_f32_RING_LL': (COLLECTIVE, ALL_REDUCE, 'xla'),
     }
-    assert [(e.name, e.own) for e in trace.host] == [('step', 40.0), ('dispatch', 20.0), ('launch', 30.0), ('launch', 10.0), ('after', 5.0)]
+    assert [(e.name, e.own) for e in trace.host] == [
+        ('step', 40.0),
+        ('dispatch', 20.0),
+        ('launch', 30.0),
+        ('launch', 10.0),
+        ('after', 5.0),
+    ]
 
 
 def test_operations_of_another_program_get_no_scope():
-    events = [Event('add_fusion_3', 0.0, 5.0, {'hlo_op': 'add_fusion.3', 'hlo_module': 'jit_other'})]
+    events = [
+        Event('add_fusion_3', 0.0, 5.0, {'hlo_op': 'add_fusion.3', 'hlo_module': 'jit_other'})
+    ]
     [op] = build_trace([('/device:GPU:0', [('Stream #1', events)])], PROGRAM, 1).ops
     assert (op.path, op.phase) == ('', OTHER)
 
 
 def test_a_batch_on_its_way_is_data():
-    [op] = build_trace([('/device:GPU:0', [('Stream #15(MemcpyH2D)', [Event('MemcpyH2D', 0.0, 5.0, {})])])], PROGRAM, 1).ops
+    [op] = build_trace(
+        [('/device:GPU:0', [('Stream #15(MemcpyH2D)', [Event('MemcpyH2D', 0.0, 5.0, {})])])],
+        PROGRAM,
+        1,
+    ).ops
     assert (op.kind, op.phase) == (COPY, DATA)
 
 
@@ -96,7 +113,9 @@ def test_summary(devices):
         first.kernel,
     )
     assert sum(row.share for row in s.side(DEVICE)) == pytest.approx(1)
-    assert {row.operation: row.ms * 2e6 for row in s.side(HOST)} == pytest.approx({'step': 40, 'launch': 40, 'dispatch': 20, 'after': 5})
+    assert {row.operation: row.ms * 2e6 for row in s.side(HOST)} == pytest.approx(
+        {'step': 40, 'launch': 40, 'dispatch': 20, 'after': 5}
+    )
 
 
 def test_no_collectives_no_overlap():
@@ -113,10 +132,18 @@ def test_cpu_operations_last_until_their_end_event():
         Event('copy.5', 1.0, 4.0, {'hlo_op': 'copy.5', 'device_ordinal': '1', '_p': '78'}),
         Event('ThunkExecutor::Execute', 0.0, 95.0, {}),
     ]
-    other = [Event('end: dot.4', 50.0, 0.0, {'_c': '77'}), Event('ThreadpoolListener::Region', 1.0, 49.0, {})]
-    trace = build_trace([('/host:CPU', [('tf_XLAEigen/1', thread), ('tf_XLAEigen/2', other)])], PROGRAM, 1)
+    other = [
+        Event('end: dot.4', 50.0, 0.0, {'_c': '77'}),
+        Event('ThreadpoolListener::Region', 1.0, 49.0, {}),
+    ]
+    trace = build_trace(
+        [('/host:CPU', [('tf_XLAEigen/1', thread), ('tf_XLAEigen/2', other)])], PROGRAM, 1
+    )
     assert trace.platform == 'cpu'
-    assert [(op.name, op.duration, op.device) for op in trace.ops] == [('dot.4', 50.0, 1), ('copy.5', 4.0, 1)]  # not the loop around them
+    assert [(op.name, op.duration, op.device) for op in trace.ops] == [
+        ('dot.4', 50.0, 1),
+        ('copy.5', 4.0, 1),
+    ]  # not the loop around them
     assert trace.host == []
 
 
@@ -126,7 +153,16 @@ def test_cpu_operations_last_until_their_end_event():
 def test_trace_file_gets_tracks_of_phases(tmp_path):
     source = tmp_path / 'a.trace.json.gz'
     with gzip.open(source, 'wt') as file:
-        json.dump({'displayTimeUnit': 'ns', 'traceEvents': [{'ph': 'X', 'pid': 7, 'tid': 1, 'ts': 0, 'dur': 9, 'name': 'x'}, {}]}, file)
+        json.dump(
+            {
+                'displayTimeUnit': 'ns',
+                'traceEvents': [
+                    {'ph': 'X', 'pid': 7, 'tid': 1, 'ts': 0, 'dur': 9, 'name': 'x'},
+                    {},
+                ],
+            },
+            file,
+        )
     write_trace(source, gpu_trace(), tmp_path / 'b.json.gz')
     with gzip.open(tmp_path / 'b.json.gz', 'rt') as file:
         content = json.load(file)
@@ -135,8 +171,18 @@ def test_trace_file_gets_tracks_of_phases(tmp_path):
     assert events[0]['name'] == 'x'
     [process] = [e['pid'] for e in events if e.get('args') == {'name': 'phases'}]
     assert process == 8
-    spans = [(e['tid'], e['name'], e['ts'], e['dur']) for e in events if e['pid'] == process and e['ph'] == 'X']
-    assert spans[:5] == [(0, FORWARD, 0, 10), (0, BACKWARD, 10, 10), (0, ALL_REDUCE, 20, 20), (0, OPTIMIZER, 44, 6), (0, DATA, 50, 1)]
+    spans = [
+        (e['tid'], e['name'], e['ts'], e['dur'])
+        for e in events
+        if e['pid'] == process and e['ph'] == 'X'
+    ]
+    assert spans[:5] == [
+        (0, FORWARD, 0, 10),
+        (0, BACKWARD, 10, 10),
+        (0, ALL_REDUCE, 20, 20),
+        (0, OPTIMIZER, 44, 6),
+        (0, DATA, 50, 1),
+    ]
     assert [s[1] for s in spans[5:]] == [s[1] for s in spans[:5]]
 
 
@@ -168,7 +214,10 @@ def test_csv_mistakes(tmp_path):
 def test_tables():
     s = summarise(gpu_trace(), 1)
     text = report.text('xla', s, step_ms=0.050, traced_step_ms=1.75, top=2)
-    assert '0.05 ms a step, device busy 0.05 ms of it, idle 6.0%; 4 kernel launches and 1 copies a step' in text
+    assert (
+        '0.05 ms a step, device busy 0.05 ms of it, idle 6.0%; 4 kernel launches and 1 copies a step'
+        in text
+    )
     assert 'while traced: 1.75 ms a step, idle 7.8%' in text
     assert 'collectives: 0.020 ms a step, 50.0% of it while the device computes' in text
     assert 'jaxunet_conv3x3_dx' in text
@@ -191,7 +240,11 @@ def test_plot(tmp_path):
     with Image.open(tmp_path / 'a.png') as picture:
         colours = np.unique(np.asarray(picture.convert('RGB')).reshape(-1, 3), axis=0)
     for phase in (FORWARD, BACKWARD, ALL_REDUCE):
-        assert (colours == np.array([int(report.COLOURS[phase][i : i + 2], 16) for i in (1, 3, 5)])).all(axis=1).any(), phase
+        assert (
+            (colours == np.array([int(report.COLOURS[phase][i : i + 2], 16) for i in (1, 3, 5)]))
+            .all(axis=1)
+            .any()
+        ), phase
 
 
 def test_plot_without_matplotlib(monkeypatch, tmp_path):
@@ -227,7 +280,11 @@ def test_an_empty_trace_is_told(tmp_path):
 def call(*arguments, code=0):
     environment = os.environ | {'XLA_FLAGS': QUICK, 'JAX_PLATFORMS': 'cpu'}
     done = subprocess.run(
-        [sys.executable, '-m', 'jaxunet.profile', *arguments], env=environment, capture_output=True, text=True, check=False
+        [sys.executable, '-m', 'jaxunet.profile', *arguments],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
     )
     assert done.returncode == code, done.stderr
     assert 'Traceback' not in done.stderr
@@ -235,7 +292,14 @@ def call(*arguments, code=0):
 
 
 def test_command_line(tmp_path):
-    out = call(*flags(), '--backends=xla,auto', '--steps=2', '--warmup=1', '--top=4', f'--output={tmp_path}')
+    out = call(
+        *flags(),
+        '--backends=xla,auto',
+        '--steps=2',
+        '--warmup=1',
+        '--top=4',
+        f'--output={tmp_path}',
+    )
     assert {p.name for p in tmp_path.iterdir()} == {
         'profile.jsonl',
         'profile.png',
@@ -263,16 +327,28 @@ def test_command_line(tmp_path):
     with (tmp_path / 'xla.csv').open(newline='') as file:
         table = list(csv.DictReader(file))
     assert {row['side'] for row in table} == {DEVICE, HOST}
-    assert {row['phase'] for row in table if row['side'] == DEVICE} >= {DATA, FORWARD, BACKWARD, OPTIMIZER}
+    assert {row['phase'] for row in table if row['side'] == DEVICE} >= {
+        DATA,
+        FORWARD,
+        BACKWARD,
+        OPTIMIZER,
+    }
     with gzip.open(tmp_path / 'xla.trace.json.gz', 'rt') as file:
         events = json.load(file)['traceEvents']
     assert {DATA, FORWARD, BACKWARD, OPTIMIZER} <= {e['name'] for e in events if e['ph'] == 'X'}
     with Image.open(tmp_path / 'profile.png') as picture:
         assert picture.format == 'PNG'
-    assert jax.profiler.ProfileData.from_file(str(tmp_path / 'xla.xplane.pb')).find_plane_with_name('/host:CPU') is not None
+    assert (
+        jax.profiler.ProfileData.from_file(str(tmp_path / 'xla.xplane.pb')).find_plane_with_name(
+            '/host:CPU'
+        )
+        is not None
+    )
 
 
 def test_command_line_mistakes(tmp_path):
     assert 'backend: expected one of' in call(*flags(), '--backends=xla,cudnn', code=2)
     (tmp_path / 'file').touch()
-    assert f'--output: {tmp_path}/file/x cannot be made' in call(*flags(), f'--output={tmp_path}/file/x', code=2)
+    assert f'--output: {tmp_path}/file/x cannot be made' in call(
+        *flags(), f'--output={tmp_path}/file/x', code=2
+    )

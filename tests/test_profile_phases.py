@@ -8,7 +8,18 @@ from jaxunet.profile.align import align, stem
 from jaxunet.profile.capture import Steps
 from jaxunet.profile.events import COLLECTIVE, KERNEL, Event, build_trace
 from jaxunet.profile.hlo import Instruction, Program, read_hlo
-from jaxunet.profile.phases import ALL_REDUCE, BACKWARD, DATA, FORWARD, OPTIMIZER, OTHER, backend_of, module_of, own_name, phase_of
+from jaxunet.profile.phases import (
+    ALL_REDUCE,
+    BACKWARD,
+    DATA,
+    FORWARD,
+    OPTIMIZER,
+    OTHER,
+    backend_of,
+    module_of,
+    own_name,
+    phase_of,
+)
 from jaxunet.runtime.errors import UserError
 
 
@@ -19,8 +30,13 @@ def digits(config):
 def test_phase_of_paths():
     assert phase_of('jit(whole)/data/jit(_threefry_fold_in)/while') == DATA
     assert phase_of('jit(whole)/jvp(data)/vmap(jit(_normal))/lt') == DATA
-    assert phase_of('jit(whole)/jvp(forward)/UNet.predict/UNet/middle_res_0/transpose') == FORWARD  # the primitive of that name
-    assert phase_of('jit(whole)/transpose(jvp(forward))/UNet.predict/UNet/middle_res_0/mul') == BACKWARD
+    assert (
+        phase_of('jit(whole)/jvp(forward)/UNet.predict/UNet/middle_res_0/transpose') == FORWARD
+    )  # the primitive of that name
+    assert (
+        phase_of('jit(whole)/transpose(jvp(forward))/UNet.predict/UNet/middle_res_0/mul')
+        == BACKWARD
+    )
     assert phase_of('jit(whole)/while/body/backward/add') == BACKWARD
     assert phase_of('jit(whole)/all_reduce/psum') == ALL_REDUCE
     assert phase_of('jit(whole)/optimizer/ema/add;jit(whole)/jvp(forward)/mul') == OPTIMIZER
@@ -29,7 +45,9 @@ def test_phase_of_paths():
 
 def test_several_steps_of_a_call_have_no_profile():
     config = tiny_config(train={'steps_per_call': 2, 'log_every': 2})
-    with pytest.raises(UserError, match=r'train.steps_per_call: a profile is of steps one by one, found 2'):
+    with pytest.raises(
+        UserError, match=r'train.steps_per_call: a profile is of steps one by one, found 2'
+    ):
         Steps(config, digits(config))
 
 
@@ -65,7 +83,9 @@ def test_every_operation_of_a_real_step_has_its_phase(changes, devices):
     assert forward + backward == len(convolutions)
     assert {phase_of(i.path) for i in everything if 'threefry' in i.path} == {DATA}
     if devices > 1:
-        assert {phases[name] for name, i in working.items() if i.opcode.startswith('all-reduce')} == {ALL_REDUCE}
+        assert {
+            phases[name] for name, i in working.items() if i.opcode.startswith('all-reduce')
+        } == {ALL_REDUCE}
     assert any(module_of(i.path) == 'UNet/middle_res_0' for i in everything)
 
 
@@ -90,16 +110,32 @@ ENTRY %main.4 (x: f32[2]) -> f32[2] {
 }
 """
     )
-    assert program.instructions['loop_fusion.1'] == Instruction('fusion', 'jit(f)/forward/add')  # of most instructions in it
-    assert program.instructions['copy.2'].path == program.instructions['reduce.1'].path == 'jit(f)/forward/add'  # the operand's
-    assert program.instructions['copy.1'].path == 'jit(f)/forward/add'  # the user's, as an argument has none
+    assert program.instructions['loop_fusion.1'] == Instruction(
+        'fusion', 'jit(f)/forward/add'
+    )  # of most instructions in it
+    assert (
+        program.instructions['copy.2'].path
+        == program.instructions['reduce.1'].path
+        == 'jit(f)/forward/add'
+    )  # the operand's
+    assert (
+        program.instructions['copy.1'].path == 'jit(f)/forward/add'
+    )  # the user's, as an argument has none
     assert program.instructions['neg'] == Instruction('negate', 'jit(f)/optimizer/neg')
 
 
 def test_module_of_paths():
     inner = 'UNet.predict/UNet/jvp(forward)/UNet.predict/UNet/checkpoint/rematted_computation/middle_res_0'
-    assert module_of(f'jit(whole)/while/body/eval_jaxpr/transpose(jvp(forward))/{inner}/embed/add') == 'UNet/middle_res_0/embed'
-    assert module_of('jit(whole)/shard_map/jvp(forward)/UNet.predict/UNet/UNet._embed/bc,cf->bf/dot_general;jit(whole)/x/mul') == 'UNet'
+    assert (
+        module_of(f'jit(whole)/while/body/eval_jaxpr/transpose(jvp(forward))/{inner}/embed/add')
+        == 'UNet/middle_res_0/embed'
+    )
+    assert (
+        module_of(
+            'jit(whole)/shard_map/jvp(forward)/UNet.predict/UNet/UNet._embed/bc,cf->bf/dot_general;jit(whole)/x/mul'
+        )
+        == 'UNet'
+    )
     assert module_of('jit(whole)/optimizer/ema/mul') == 'ema'
     assert module_of('') == module_of('jit(whole)/optimizer/mul') == ''
 
@@ -107,24 +143,29 @@ def test_module_of_paths():
 def test_names_tell_backends():
     assert backend_of('jaxunet_conv3x3_forward', 'custom-call.3') == 'pallas'
     assert backend_of('kernel', 'jaxunet_conv3x3_forward.3') == 'pallas'
-    norm = (
-        'void jaxunet::cuda::(anonymous namespace)::group_norm_backward<__nv_bfloat16, 8>(jaxunet::cuda::(anonymous namespace)::Backward)'
-    )
+    norm = 'void jaxunet::cuda::(anonymous namespace)::group_norm_backward<__nv_bfloat16, 8>(jaxunet::cuda::(anonymous namespace)::Backward)'
     conv = 'void jaxunet::cuda::forward::hopper_forward_kernel<__half, jaxunet::cuda::Cut<16, 64> >(jaxunet::cuda::forward::Parameters)'
     assert backend_of(norm, 'ffi_call.3') == backend_of(conv, 'ffi_call.3') == 'cuda'
     assert backend_of('sm90_xmma_fprop', 'cudnn-conv.1') == 'xla'
     assert own_name(norm, 'ffi_call.3') == 'jaxunet_cuda_group_norm_backward'
     assert own_name(conv, 'ffi_call.3') == 'jaxunet_cuda_hopper_forward_kernel'
     assert (
-        own_name('jaxunet::cuda::(anonymous namespace)::ordered_sums_kernel(jaxunet::cuda::OrderedSum)')
+        own_name(
+            'jaxunet::cuda::(anonymous namespace)::ordered_sums_kernel(jaxunet::cuda::OrderedSum)'
+        )
         == 'jaxunet_cuda_ordered_sums_kernel'
     )
-    assert own_name('jaxunet_conv3x3_forward_mosaic_gpu_kernel', 'custom-call.3') == 'jaxunet_conv3x3_forward'
+    assert (
+        own_name('jaxunet_conv3x3_forward_mosaic_gpu_kernel', 'custom-call.3')
+        == 'jaxunet_conv3x3_forward'
+    )
     assert own_name('copy', 'copy.1') == ''
 
 
 def test_stems():
-    assert [stem(n) for n in ('loop_add_fusion_12', 'loop_add_fusion.3.1', 'gemm_64x32', 'copy', '12')] == [
+    assert [
+        stem(n) for n in ('loop_add_fusion_12', 'loop_add_fusion.3.1', 'gemm_64x32', 'copy', '12')
+    ] == [
         'loop_add_fusion',
         'loop_add_fusion',
         'gemm_64x32',
@@ -146,7 +187,18 @@ def test_kernels_of_cuda_graphs_find_their_instructions():
         'wrapped_add.1': Instruction('fusion', 'jit(f)/optimizer/add'),
         'fusion.3': Instruction('fusion', 'jit(f)/optimizer/mul'),
     }
-    kernels = ['fusion_1', 'memcpy128', 'sm90_a', 'sm90_b', 'fusion_1', 'Memset 3', 'prepare<int>', 'sm90_b', 'wrapped_add', 'fusion_1']
+    kernels = [
+        'fusion_1',
+        'memcpy128',
+        'sm90_a',
+        'sm90_b',
+        'fusion_1',
+        'Memset 3',
+        'prepare<int>',
+        'sm90_b',
+        'wrapped_add',
+        'fusion_1',
+    ]
     instructions = [
         'fusion.1',
         'copy.1',
@@ -158,8 +210,19 @@ def test_kernels_of_cuda_graphs_find_their_instructions():
     ]
     graph = {'hlo_op': 'command_buffer_1', 'hlo_module': 'jit_f', 'cuda_graph_id': '7'}
     events = [Event(name, 10.0 * i, 5.0, graph) for i, name in enumerate(kernels * 2)]
-    nccl = [Event('ncclDevKernel_AllReduce', 80.0, 5.0, {'hlo_op': 'all-reduce-start.1', 'hlo_module': 'jit_f'})]
-    ops = build_trace([('/device:GPU:0', [('Stream #1', events), ('Stream #2', nccl)])], Program('jit_f', schedule, list(schedule)), 2).ops
+    nccl = [
+        Event(
+            'ncclDevKernel_AllReduce',
+            80.0,
+            5.0,
+            {'hlo_op': 'all-reduce-start.1', 'hlo_module': 'jit_f'},
+        )
+    ]
+    ops = build_trace(
+        [('/device:GPU:0', [('Stream #1', events), ('Stream #2', nccl)])],
+        Program('jit_f', schedule, list(schedule)),
+        2,
+    ).ops
     assert [op.hlo for op in ops if op.kind != COLLECTIVE] == instructions * 2
     assert [op.operation for op in ops if op.kind == KERNEL][:8] == [
         'fusion',
@@ -175,7 +238,11 @@ def test_kernels_of_cuda_graphs_find_their_instructions():
     assert [op.phase for op in ops if op.kind != COLLECTIVE] == phases * 2
     assert [op.graph for op in ops].count(False) == 1
     # Steps that differ are not guessed at.
-    ops = build_trace([('/device:GPU:0', [('Stream #1', events[:-1])])], Program('jit_f', schedule, list(schedule)), 2).ops
+    ops = build_trace(
+        [('/device:GPU:0', [('Stream #1', events[:-1])])],
+        Program('jit_f', schedule, list(schedule)),
+        2,
+    ).ops
     assert {op.phase for op in ops} == {OTHER}
 
 
@@ -186,9 +253,32 @@ def test_aligning_without_a_schedule_or_kernels():
 
 
 def test_aligning_what_a_graph_moved():
-    schedule = ['a.1', 'b.1', 'custom-call.1', 'a.2', 'copy.1', 'c.1', 'b.2', 'custom-call.2', 'a.3']
+    schedule = [
+        'a.1',
+        'b.1',
+        'custom-call.1',
+        'a.2',
+        'copy.1',
+        'c.1',
+        'b.2',
+        'custom-call.2',
+        'a.3',
+    ]
     libraries = [name.startswith('custom') for name in schedule]
-    kernels = ['a_1', 'b_1', 'init', 'gemm', 'b_1', 'a_1', 'memcpy32', 'c_1', 'init', 'gemm', 'split', 'a_1']  # b.2 came early
+    kernels = [
+        'a_1',
+        'b_1',
+        'init',
+        'gemm',
+        'b_1',
+        'a_1',
+        'memcpy32',
+        'c_1',
+        'init',
+        'gemm',
+        'split',
+        'a_1',
+    ]  # b.2 came early
     assert align(kernels, schedule, libraries) == [
         *['a.1', 'b.1', 'custom-call.1', 'custom-call.1', 'b.2', 'a.2', 'copy.1', 'c.1'],
         *['custom-call.2', 'custom-call.2', 'custom-call.2', 'a.3'],

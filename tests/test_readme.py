@@ -37,10 +37,19 @@ def table() -> str:
 def starts() -> str:
     """Seconds from the command to the first step, of docs/results/start/rows.jsonl."""
     lines = ['| backend | ' + ' | '.join(CACHES) + ' |', '|---|' + '---|' * len(CACHES)]
-    found = [json.loads(line) for line in (ROOT / 'docs/results/start/rows.jsonl').read_text().splitlines()]
+    found = [
+        json.loads(line)
+        for line in (ROOT / 'docs/results/start/rows.jsonl').read_text().splitlines()
+    ]
     for backend in dict.fromkeys(r['backend'] for r in found):
-        seconds = {r['cache']: ' and '.join(f'{s:.1f}' for s in r['seconds']) for r in found if r['backend'] == backend}
-        lines.append(f'| {backend} | ' + ' | '.join(f'{seconds[cache]} s' for cache in CACHES) + ' |')
+        seconds = {
+            r['cache']: ' and '.join(f'{s:.1f}' for s in r['seconds'])
+            for r in found
+            if r['backend'] == backend
+        }
+        lines.append(
+            f'| {backend} | ' + ' | '.join(f'{seconds[cache]} s' for cache in CACHES) + ' |'
+        )
     return '\n'.join(lines)
 
 
@@ -49,9 +58,15 @@ def curves() -> str:
     with (ROOT / 'docs/results/elephants64/curves.csv').open() as file:
         found = list(csv.DictReader(file))
     spans = [(1, 500), (501, 1000), (1001, 1500), (1501, 2000)]
-    lines = ['| steps | ' + ' | '.join(f'{a:,} to {b:,}' for a, b in spans) + ' |', '|---|' + '---|' * len(spans)]
+    lines = [
+        '| steps | ' + ' | '.join(f'{a:,} to {b:,}' for a, b in spans) + ' |',
+        '|---|' + '---|' * len(spans),
+    ]
     for name in [n for n in found[0] if n != 'step']:
-        means = [statistics.mean(float(r[name]) for r in found if a <= int(r['step']) <= b) for a, b in spans]
+        means = [
+            statistics.mean(float(r[name]) for r in found if a <= int(r['step']) <= b)
+            for a, b in spans
+        ]
         lines.append(f'| {name} | ' + ' | '.join(f'{m:.5f}' for m in means) + ' |')
     return '\n'.join(lines)
 
@@ -59,7 +74,11 @@ def curves() -> str:
 def comparison() -> str:
     """The table of docs/results/methods/report.md, whose features the README's text names."""
     lines = (ROOT / 'docs/results/methods/report.md').read_text().splitlines()
-    return re.sub(r'\[features=[^]]+\] at the end', '', '\n'.join(line for line in lines if line.startswith('|')))
+    return re.sub(
+        r'\[features=[^]]+\] at the end',
+        '',
+        '\n'.join(line for line in lines if line.startswith('|')),
+    )
 
 
 @pytest.mark.parametrize('make', [table, starts, curves, comparison])
@@ -83,7 +102,9 @@ def test_commands_and_links_exist():
     for module in set(re.findall(r'python -m ((?:jaxunet|pallas_kernels)[\w.]+)', README)):
         path = ROOT / module.replace('.', '/')
         assert path.with_suffix('.py').is_file() or (path / '__main__.py').is_file(), module
-    for path in re.findall(r'\]\(([^)h][^)]*)\)', README) + re.findall(r'`((?:configs|jaxunet|tests)/[\w./]+\.\w+)`', README):
+    for path in re.findall(r'\]\(([^)h][^)]*)\)', README) + re.findall(
+        r'`((?:configs|jaxunet|tests)/[\w./]+\.\w+)`', README
+    ):
         assert (ROOT / path).exists(), path
 
 

@@ -33,7 +33,15 @@ def command(workdir, *extra, steps=STEPS):
         '--config.model.dropout=0.1',
         '--config.optimizer.schedule=constant',
     ]
-    return [sys.executable, '-m', 'jaxunet.train', f'--workdir={workdir}', *flags(), *override, *extra]
+    return [
+        sys.executable,
+        '-m',
+        'jaxunet.train',
+        f'--workdir={workdir}',
+        *flags(),
+        *override,
+        *extra,
+    ]
 
 
 def environment(cache):
@@ -67,12 +75,19 @@ def test_killed_six_times_gives_the_losses_of_an_uninterrupted_run(tmp_path, cac
     whole, killed = tmp_path / 'whole', tmp_path / 'killed'
     subprocess.run(command(whole), env=environment(cache), check=True, capture_output=True)
     for step in sorted(random.Random(0).sample(range(6, STEPS - 4), 6)):
-        process = subprocess.Popen(command(killed), env=environment(cache), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
+        process = subprocess.Popen(
+            command(killed),
+            env=environment(cache),
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+        )
         wait_for_step(process, killed, step)
         process.kill()
         process.communicate()
         assert last_step(killed) < STEPS
-    done = subprocess.run(command(killed), env=environment(cache), check=True, capture_output=True, text=True)
+    done = subprocess.run(
+        command(killed), env=environment(cache), check=True, capture_output=True, text=True
+    )
     assert 'resuming' in done.stderr
     assert losses(killed) == losses(whole)
     assert sorted(losses(whole)) == list(range(1, STEPS + 1))
@@ -83,7 +98,11 @@ def test_killed_six_times_gives_the_losses_of_an_uninterrupted_run(tmp_path, cac
 @pytest.mark.parametrize('number', [signal.SIGTERM, signal.SIGINT])
 def test_signals_save_and_exit_0(number, tmp_path, cache):
     process = subprocess.Popen(
-        command(tmp_path, steps=SLOW_STEPS), env=environment(cache), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        command(tmp_path, steps=SLOW_STEPS),
+        env=environment(cache),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
     )
     wait_for_step(process, tmp_path, 7)
     process.send_signal(number)
@@ -100,9 +119,15 @@ def test_signals_save_and_exit_0(number, tmp_path, cache):
 def test_a_signal_while_compiling_exits_0_at_once(tmp_path):
     """With an empty compilation cache; nothing is trained yet, so nothing is saved."""
     process = subprocess.Popen(
-        command(tmp_path / 'run'), env=environment(tmp_path), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        command(tmp_path / 'run'),
+        env=environment(tmp_path),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
     )
-    while 'compiling' not in process.stderr.read(1) + os.read(process.stderr.fileno(), 4096).decode():
+    while (
+        'compiling' not in process.stderr.read(1) + os.read(process.stderr.fileno(), 4096).decode()
+    ):
         assert process.poll() is None
     process.send_signal(signal.SIGTERM)
     _, err = process.communicate(timeout=5)
@@ -127,14 +152,18 @@ LONGER = {'train': {'steps': 8}}
 
 
 def damage_payload(folder: pathlib.Path):
-    biggest = max((p for p in (folder / 'state').rglob('*') if p.is_file()), key=lambda p: p.stat().st_size)
+    biggest = max(
+        (p for p in (folder / 'state').rglob('*') if p.is_file()), key=lambda p: p.stat().st_size
+    )
     data = bytearray(biggest.read_bytes())
     data[len(data) // 2] ^= 0xFF
     biggest.write_bytes(data)
 
 
 def truncate_payload(folder: pathlib.Path):
-    biggest = max((p for p in (folder / 'state').rglob('*') if p.is_file()), key=lambda p: p.stat().st_size)
+    biggest = max(
+        (p for p in (folder / 'state').rglob('*') if p.is_file()), key=lambda p: p.stat().st_size
+    )
     biggest.write_bytes(biggest.read_bytes()[:100])
 
 
@@ -168,7 +197,9 @@ def test_a_half_written_checkpoint_is_set_aside(run, source, caplog):
 def test_no_readable_checkpoint_is_an_error_not_a_fresh_start(run, source):
     for step in (2, 4, 6):
         damage_payload(run / 'checkpoints' / str(step))
-    with pytest.raises(UserError, match=r'no readable checkpoint:(.*\n)*.*choose another --workdir'):
+    with pytest.raises(
+        UserError, match=r'no readable checkpoint:(.*\n)*.*choose another --workdir'
+    ):
         train(tiny_config(**LONGER), run, source)
 
 
@@ -189,7 +220,13 @@ def test_other_device_counts_and_modes(tmp_path, source):
     """The checkpoint of 4 devices under jit goes on with 2 under pmap, then with 1: the losses are those of 4 all along."""
 
     def part(workdir, steps, **parallel):
-        train(tiny_config(train={'steps': steps}, optimizer={'schedule': 'constant'}, parallel=parallel), workdir, source)
+        train(
+            tiny_config(
+                train={'steps': steps}, optimizer={'schedule': 'constant'}, parallel=parallel
+            ),
+            workdir,
+            source,
+        )
         return [float(loss) for loss in losses(workdir).values()]
 
     want = part(tmp_path / 'whole', 10)
@@ -211,10 +248,14 @@ def test_changing_the_precision_resets_the_loss_scale(run, source):
 
 def test_another_model_in_the_workdir_is_refused(run, source):
     with pytest.raises(
-        UserError, match=r'holds a run with another config:\n  model.base_channels: 8 -> 16\nChoose another --workdir; its weights'
+        UserError,
+        match=r'holds a run with another config:\n  model.base_channels: 8 -> 16\nChoose another --workdir; its weights',
     ):
         train(tiny_config(model={'base_channels': 16}), run, source)
-    with pytest.raises(UserError, match=r'optimizer.name: .*\nChoose .*, or start from its weights with --config.init_from='):
+    with pytest.raises(
+        UserError,
+        match=r'optimizer.name: .*\nChoose .*, or start from its weights with --config.init_from=',
+    ):
         train(tiny_config(optimizer={'name': 'adam'}), run, source)
 
 
@@ -229,7 +270,10 @@ def test_a_disk_that_has_room_again_gets_the_next_checkpoint(tmp_path):
     try:
         assert checkpoints.save(2, state, config, 0.0) == ''
         assert 'the last good one is step 1' in checkpoints.save(3, state, config, 0.0)
-        with pytest.raises(checkpoint.CheckpointWriteError, match=r'could not be written.*the last good one is step 1'):
+        with pytest.raises(
+            checkpoint.CheckpointWriteError,
+            match=r'could not be written.*the last good one is step 1',
+        ):
             checkpoints.wait()
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
@@ -242,7 +286,9 @@ def test_a_disk_that_has_room_again_gets_the_next_checkpoint(tmp_path):
 
 def test_a_full_disk_leaves_the_last_good_checkpoint(tmp_path, cache):
     """No file may grow beyond a few bytes after step 10: writing fails as on a full disk; training goes on, tells, and fails at the end."""
-    subprocess.run(command(tmp_path, steps=10), env=environment(cache), check=True, capture_output=True)
+    subprocess.run(
+        command(tmp_path, steps=10), env=environment(cache), check=True, capture_output=True
+    )
     limited = (
         'import resource, runpy, sys; resource.setrlimit(resource.RLIMIT_FSIZE, (40_000, 40_000)); '
         'sys.argv = sys.argv[1:]; runpy.run_module("jaxunet.train", run_name="__main__")'
@@ -256,5 +302,11 @@ def test_a_full_disk_leaves_the_last_good_checkpoint(tmp_path, cache):
     assert error.startswith('error: a checkpoint could not be written to')
     assert 'the last good one is step 10' in error
     assert checkpoint.read(tmp_path).state.step == 10
-    done = subprocess.run(command(tmp_path, steps=20), env=environment(cache), check=True, capture_output=True, text=True)
+    done = subprocess.run(
+        command(tmp_path, steps=20),
+        env=environment(cache),
+        check=True,
+        capture_output=True,
+        text=True,
+    )
     assert checkpoint.read(tmp_path).state.step == 20

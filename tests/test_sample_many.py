@@ -24,7 +24,9 @@ IDENTITY = {'seed': 0, 'sampler.name': 'ddpm', 'image_shape': (2, 2, 1)}
 
 
 def pictures(first, end):
-    return np.arange(first, end, dtype=np.uint8)[:, None, None, None] * np.ones((1, 2, 2, 1), np.uint8)
+    return np.arange(first, end, dtype=np.uint8)[:, None, None, None] * np.ones(
+        (1, 2, 2, 1), np.uint8
+    )
 
 
 @pytest.fixture
@@ -70,7 +72,10 @@ def test_half_written_and_damaged_parts_do_not_count(parts):
 
 def test_samples_of_another_run_are_refused_and_named(parts, tmp_path):
     parts.save(0, pictures(0, 4))
-    with pytest.raises(UserError, match=r'x\.npz\.partial: holds the samples of another run \(sampler.name: ddpm there, ddim now; seed: 0'):
+    with pytest.raises(
+        UserError,
+        match=r'x\.npz\.partial: holds the samples of another run \(sampler.name: ddpm there, ddim now; seed: 0',
+    ):
         Parts(tmp_path / 'x.npz', IDENTITY | {'seed': 1, 'sampler.name': 'ddim'})
     assert parts.finished() == [(0, 4)]
     (parts.folder / 'run.json').write_text('[1]')
@@ -80,7 +85,9 @@ def test_samples_of_another_run_are_refused_and_named(parts, tmp_path):
     with pytest.raises(UserError, match=r'run\.json: cannot be read'):
         Parts(tmp_path / 'x.npz', IDENTITY)
     (parts.folder / 'run.json').unlink()
-    with pytest.raises(UserError, match=r'expected the samples of an interrupted run, found no run\.json'):
+    with pytest.raises(
+        UserError, match=r'expected the samples of an interrupted run, found no run\.json'
+    ):
         Parts(tmp_path / 'x.npz', IDENTITY)
     parts.remove()
     parts.folder.mkdir()
@@ -101,18 +108,31 @@ def weights(tmp_path_factory):
     config = tiny_config(model={'num_classes': 10, 'label_dropout': 0.1})
     params = jax.tree.map(np.asarray, fresh_state(config).params)
     rng = np.random.default_rng(0)
-    params = jax.tree.map(lambda p: (p + 0.02 * rng.standard_normal(p.shape)).astype(np.float32), params)
+    params = jax.tree.map(
+        lambda p: (p + 0.02 * rng.standard_normal(p.shape)).astype(np.float32), params
+    )
     path = tmp_path_factory.mktemp('weights') / 'model.safetensors'
     write_weights(str(path), params, config, None)
     return path
 
 
 def begin(weights, output, *extra, count=20, batch=4, devices=1, sampler='ddpm', prefix=()):
-    command = [sys.executable, '-m', 'jaxunet.sample', f'--checkpoint={weights}', f'--output={output}', f'--num_samples={count}']
+    command = [
+        sys.executable,
+        '-m',
+        'jaxunet.sample',
+        f'--checkpoint={weights}',
+        f'--output={output}',
+        f'--num_samples={count}',
+    ]
     command = [*prefix, *command, f'--batch_size={batch}', f'--sampler={sampler}', *extra]
-    environment = ENVIRONMENT | {'XLA_FLAGS': f'{QUICK} --xla_force_host_platform_device_count={devices}'}
+    environment = ENVIRONMENT | {
+        'XLA_FLAGS': f'{QUICK} --xla_force_host_platform_device_count={devices}'
+    }
     environment |= {'JAX_ENABLE_COMPILATION_CACHE': 'false'} if prefix else {}
-    return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    return subprocess.Popen(
+        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
 
 
 def finish(process, code=0):
@@ -157,7 +177,9 @@ def test_a_killed_command_goes_on(weights, tmp_path):
     np.savez(folder / '000000-000002.npz', images=255 - images)
     # Ctrl-C this time.
     process = begin(weights, tmp_path / 'many', **options)
-    assert 'interrupted; the same command goes on' in interrupt(process, folder, signal.SIGINT, batches=len(before) + 1)
+    assert 'interrupted; the same command goes on' in interrupt(
+        process, folder, signal.SIGINT, batches=len(before) + 1
+    )
     assert process.returncode == 130
     # Another seed does not mix with these.
     error = finish(begin(weights, tmp_path / 'many', '--seed=1', **options), code=2)
@@ -173,12 +195,17 @@ def test_a_killed_command_goes_on(weights, tmp_path):
     finish(begin(weights, tmp_path / 'once.npz', **options | {'batch': 64}))
     assert not (tmp_path / 'once.npz.partial').exists()
     with np.load(tmp_path / 'once.npz') as arrays:
-        assert np.abs(arrays['images'].astype(int) - got).max() <= 1  # float rounding of other batch shapes
+        assert (
+            np.abs(arrays['images'].astype(int) - got).max() <= 1
+        )  # float rounding of other batch shapes
         np.testing.assert_array_equal(arrays['labels'], np.arange(600) % 10)
         assert len(np.unique(arrays['images'].reshape(600, -1), axis=0)) == 600
 
 
-@pytest.mark.parametrize(('sampler', 'extra', 'evaluations'), [('heun', ['--steps=3', '--churn=2'], 5), ('ddpm', ['--respacing=3,2'], 5)])
+@pytest.mark.parametrize(
+    ('sampler', 'extra', 'evaluations'),
+    [('heun', ['--steps=3', '--churn=2'], 5), ('ddpm', ['--respacing=3,2'], 5)],
+)
 def test_options_reach_the_sampler(sampler, extra, evaluations, weights, tmp_path):
     out = finish(begin(weights, tmp_path / 'x.npz', *extra, sampler=sampler, count=3))
     assert f'{sampler}, {evaluations} evaluations of the network' in out
@@ -188,7 +215,10 @@ def test_options_reach_the_sampler(sampler, extra, evaluations, weights, tmp_pat
     ('extra', 'message'),
     [
         (['--churn=1'], 'churn: only sampler=heun has it'),
-        (['--sampler=heun', '--churn=1', '--churn_range=1'], '--churn_range: expected two numbers such as 0.05,50'),
+        (
+            ['--sampler=heun', '--churn=1', '--churn_range=1'],
+            '--churn_range: expected two numbers such as 0.05,50',
+        ),
         (['--respacing=3', '--steps=4'], 'respacing: '),
         (['--respacing=ddim3x'], 'respacing: expected numbers of steps'),
     ],
@@ -201,7 +231,10 @@ def test_mistakes(extra, message, weights, tmp_path):
 def test_two_processes_share_the_work(weights, tmp_path):
     options = {'count': 10, 'batch': 2, 'sampler': 'dpmpp_2m', 'devices': 2}
     port = free_port()
-    by_hand = [[f'--coordinator=localhost:{port}', '--num_processes=2', f'--process_id={rank}'] for rank in range(2)]
+    by_hand = [
+        [f'--coordinator=localhost:{port}', '--num_processes=2', f'--process_id={rank}']
+        for rank in range(2)
+    ]
     processes = [begin(weights, tmp_path / 'two.npz', *flags, **options) for flags in by_hand]
     out = [finish(process) for process in processes]
     assert '10 images in' in out[0]
@@ -221,6 +254,9 @@ def test_a_failed_write_is_an_error_without_a_traceback_and_what_was_drawn_stays
     kept = len(list((tmp_path / 'x.npz.partial').glob('0*.npz')))
     process = begin(weights, tmp_path / 'x.npz', count=200, prefix=limit, **options)
     error = finish(process, code=2)
-    assert 'cannot be written: File too large; check the folder, its permissions and the free space' in error
+    assert (
+        'cannot be written: File too large; check the folder, its permissions and the free space'
+        in error
+    )
     assert f'The same command goes on after the {kept} batches stored before.' in error
     assert len(list((tmp_path / 'x.npz.partial').glob('0*.npz'))) == kept

@@ -32,7 +32,10 @@ def denoiser(diffusion, mean_x0, values=None):
         output = d.prediction_target(diffusion, x0, t, d.noise_from_x0(diffusion, x0, x, t))
         if values is None:
             return output
-        return jnp.concatenate([output, jnp.broadcast_to(jnp.asarray(values)[t][:, None, None, None], x.shape)], axis=-1)
+        return jnp.concatenate(
+            [output, jnp.broadcast_to(jnp.asarray(values)[t][:, None, None, None], x.shape)],
+            axis=-1,
+        )
 
     return denoise
 
@@ -44,12 +47,19 @@ def toy(x, t):
 
 def draw(config, diffusion, denoise, count=64, shape=(16, 16, 1), seed=0):
     sampler = s.make_sampler(config, diffusion)
-    return np.asarray(jax.jit(lambda keys: s.sample(denoise, keys, shape, sampler))(s.sample_keys(seed, range(count))))
+    return np.asarray(
+        jax.jit(lambda keys: s.sample(denoise, keys, shape, sampler))(
+            s.sample_keys(seed, range(count))
+        )
+    )
 
 
 def gaussian(mean, variance):
     """E[x_0 | x_t] for pixels that are N(mean, variance)."""
-    return lambda x, alpha: mean + variance * jnp.sqrt(alpha) * (x - jnp.sqrt(alpha) * mean) / (alpha * variance + 1 - alpha)
+    return lambda x, alpha: (
+        mean
+        + variance * jnp.sqrt(alpha) * (x - jnp.sqrt(alpha) * mean) / (alpha * variance + 1 - alpha)
+    )
 
 
 @pytest.mark.parametrize('prediction', PREDICTIONS)
@@ -97,14 +107,25 @@ def test_learned_variance_is_exact_with_few_steps():
     pixels = draw(config, diffusion, denoise)
     assert pixels.mean() == pytest.approx(-0.2, abs=5 * 0.2 / 128)
     assert pixels.var() == pytest.approx(data_variance - missing, rel=0.045)
-    small, large = (draw(dataclasses.replace(config, variance=v), diffusion, denoise).var() for v in ('fixed_small', 'fixed_large'))
+    small, large = (
+        draw(dataclasses.replace(config, variance=v), diffusion, denoise).var()
+        for v in ('fixed_small', 'fixed_large')
+    )
     assert small < 0.85 * data_variance
     assert large > 1.15 * data_variance
 
 
 @pytest.mark.parametrize('prediction', PREDICTIONS)
 @pytest.mark.parametrize(
-    'options', [{'name': 'ddpm'}, {'name': 'ddim'}, {'name': 'ddim', 'eta': 0.5}, {'name': 'dpmpp_2m'}, {'name': 'heun'}], ids=str
+    'options',
+    [
+        {'name': 'ddpm'},
+        {'name': 'ddim'},
+        {'name': 'ddim', 'eta': 0.5},
+        {'name': 'dpmpp_2m'},
+        {'name': 'heun'},
+    ],
+    ids=str,
 )
 def test_two_point_data(prediction, options):
     """Pixels that are 0.8 with probability 0.7, else -0.8, end there in this proportion, x_0 being clipped."""
@@ -134,7 +155,9 @@ def test_the_last_step_returns_x0_without_noise_clipped_unless_told_otherwise(op
     diffusion = process(prediction='x0', learn_sigma=True)
     for clip, expected in ((True, 1), (False, 5)):
         config = s.SamplerConfig(steps=3, clip=clip, **options)
-        pixels = draw(config, diffusion, lambda x, t: jnp.full((*x.shape[:3], 2), 5, jnp.float32), count=2)
+        pixels = draw(
+            config, diffusion, lambda x, t: jnp.full((*x.shape[:3], 2), 5, jnp.float32), count=2
+        )
         np.testing.assert_allclose(pixels, expected, rtol=1e-6)
 
 
@@ -146,7 +169,10 @@ def test_ddim_with_eta_1_is_ddpm_step_by_step(prediction, clip):
     ddpm = s.make_sampler(s.SamplerConfig('ddpm', variance='fixed_small', clip=clip), diffusion)
     ddim = s.make_sampler(s.SamplerConfig('ddim', eta=1.0, clip=clip), diffusion)
     keys = s.sample_keys(3, range(2))
-    steps = [jax.jit(lambda x, k, a=a: s.run(toy, s.State(x), keys, a, start=k, stop=k + 1).x) for a in (ddpm, ddim)]
+    steps = [
+        jax.jit(lambda x, k, a=a: s.run(toy, s.State(x), keys, a, start=k, stop=k + 1).x)
+        for a in (ddpm, ddim)
+    ]
     x = s.initial_noise(keys, SHAPE)
     for k in range(50):
         after = [step(x, jnp.int32(k)) for step in steps]
@@ -167,16 +193,27 @@ def test_ancestral_step_is_the_papers():
     alpha, previous = alphas[i], alphas[i - 1]
     beta = 1 - alpha / previous
     small = beta * (1 - previous) / (1 - alpha)
-    std = {'fixed_small': small**0.5, 'fixed_large': beta**0.5, 'learned': math.exp(0.35 * math.log(beta) + 0.15 * math.log(small))}
+    std = {
+        'fixed_small': small**0.5,
+        'fixed_large': beta**0.5,
+        'learned': math.exp(0.35 * math.log(beta) + 0.15 * math.log(small)),
+    }
     eps = np.asarray(toy(x, jnp.full(2, timesteps[i], jnp.int32)), np.float64)
     x0 = np.clip((np.asarray(x) - math.sqrt(1 - alpha) * eps) / math.sqrt(alpha), -1, 1)
-    mean = (math.sqrt(previous) * beta * x0 + math.sqrt(1 - beta) * (1 - previous) * np.asarray(x)) / (1 - alpha)
+    mean = (
+        math.sqrt(previous) * beta * x0 + math.sqrt(1 - beta) * (1 - previous) * np.asarray(x)
+    ) / (1 - alpha)
     results = {}
     for variance, expected in std.items():
         sampler = s.make_sampler(s.SamplerConfig('ddpm', steps=7, variance=variance), diffusion)
         np.testing.assert_array_equal(sampler.timesteps, timesteps[::-1])
         after = s.run(
-            lambda x, t: jnp.concatenate([toy(x, t), jnp.full_like(x, values)], axis=-1), s.State(x), keys, sampler, start=k, stop=k + 1
+            lambda x, t: jnp.concatenate([toy(x, t), jnp.full_like(x, values)], axis=-1),
+            s.State(x),
+            keys,
+            sampler,
+            start=k,
+            stop=k + 1,
         ).x
         results[variance] = (np.asarray(after) - mean) / expected
     np.testing.assert_allclose(results['fixed_small'], results['fixed_large'], atol=1e-5)
@@ -197,7 +234,9 @@ def test_deterministic_ddim_step_is_the_papers():
     v = np.asarray(toy(x, jnp.full(3, sampler.timesteps[12], jnp.int32)), np.float64)
     x0 = np.clip(math.sqrt(alpha) * np.asarray(x) - math.sqrt(1 - alpha) * v, -1, 1)
     eps = (np.asarray(x) - math.sqrt(alpha) * x0) / math.sqrt(1 - alpha)
-    np.testing.assert_allclose(after, math.sqrt(previous) * x0 + math.sqrt(1 - previous) * eps, rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(
+        after, math.sqrt(previous) * x0 + math.sqrt(1 - previous) * eps, rtol=1e-5, atol=1e-5
+    )
 
 
 @pytest.mark.parametrize('eta', [0.2, 0.5, 1.0])
@@ -210,17 +249,30 @@ def test_stochastic_ddim_step_is_the_papers(eta):
     x = s.initial_noise(keys, SHAPE)
     alpha, previous = diffusion.alphas_cumprod[ddim.timesteps[12:14]]
     # With x = 0 and x_0 = 0 a step of ddpm is β̃^½ times the noise.
-    silent = s.run(lambda x, t: jnp.zeros_like(x), s.State(jnp.zeros_like(x)), keys, ddpm, start=12, stop=13).x
-    draw = np.asarray(silent, np.float64) / math.sqrt((1 - alpha / previous) * (1 - previous) / (1 - alpha))
+    silent = s.run(
+        lambda x, t: jnp.zeros_like(x), s.State(jnp.zeros_like(x)), keys, ddpm, start=12, stop=13
+    ).x
+    draw = np.asarray(silent, np.float64) / math.sqrt(
+        (1 - alpha / previous) * (1 - previous) / (1 - alpha)
+    )
     x0 = np.asarray(toy(x, jnp.full(3, ddim.timesteps[12], jnp.int32)), np.float64)
     eps = (np.asarray(x) - math.sqrt(alpha) * x0) / math.sqrt(1 - alpha)
     sigma = eta * math.sqrt((1 - previous) / (1 - alpha)) * math.sqrt(1 - alpha / previous)
     expected = math.sqrt(previous) * x0 + math.sqrt(1 - previous - sigma**2) * eps + sigma * draw
-    np.testing.assert_allclose(s.run(toy, s.State(x), keys, ddim, start=12, stop=13).x, expected, rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(
+        s.run(toy, s.State(x), keys, ddim, start=12, stop=13).x, expected, rtol=1e-5, atol=1e-5
+    )
 
 
 @pytest.mark.parametrize(
-    'options', [{'name': 'ddpm'}, {'name': 'ddim', 'eta': 0.7}, {'name': 'dpmpp_2m'}, {'name': 'heun', 'churn': 3.0}], ids=str
+    'options',
+    [
+        {'name': 'ddpm'},
+        {'name': 'ddim', 'eta': 0.7},
+        {'name': 'dpmpp_2m'},
+        {'name': 'heun', 'churn': 3.0},
+    ],
+    ids=str,
 )
 def test_same_images_whatever_the_batch_size_or_devices(options):
     diffusion = process()
@@ -232,7 +284,9 @@ def test_same_images_whatever_the_batch_size_or_devices(options):
         bounds = np.cumsum([0, *parts])
         pieces = [program(s.sample_keys(7, range(a, b))) for a, b in itertools.pairwise(bounds)]
         np.testing.assert_array_equal(np.concatenate(pieces), together)
-    mesh = jax.make_mesh((4,), ('data',), axis_types=(jax.sharding.AxisType.Auto,), devices=jax.devices()[:4])
+    mesh = jax.make_mesh(
+        (4,), ('data',), axis_types=(jax.sharding.AxisType.Auto,), devices=jax.devices()[:4]
+    )
     spread = jax.device_put(s.sample_keys(7, range(8)), jax.NamedSharding(mesh, jax.P('data')))
     images = program(spread)
     np.testing.assert_array_equal(images, together)
@@ -248,16 +302,27 @@ def test_noise_is_fresh_at_every_step_and_for_every_sample():
     zero = s.State(jnp.zeros((3, 16, 16, 1), jnp.float32))
     draws = [s.initial_noise(keys, (16, 16, 1))]
     # From x = 0 with x_0 = 0 a step returns its noise alone.
-    draws += [s.run(lambda x, t: jnp.zeros_like(x), zero, keys, sampler, start=k, stop=k + 1).x for k in range(4)]
+    draws += [
+        s.run(lambda x, t: jnp.zeros_like(x), zero, keys, sampler, start=k, stop=k + 1).x
+        for k in range(4)
+    ]
     rows = np.concatenate([np.asarray(v).reshape(3, -1) for v in draws])
     correlation = np.corrcoef(rows)
     assert np.abs(correlation - np.eye(15)).max() < 0.3
-    np.testing.assert_array_equal(s.run(lambda x, t: jnp.zeros_like(x), zero, keys, sampler, start=4, stop=5).x, 0)
+    np.testing.assert_array_equal(
+        s.run(lambda x, t: jnp.zeros_like(x), zero, keys, sampler, start=4, stop=5).x, 0
+    )
 
 
 @pytest.mark.parametrize(
     'options',
-    [{'name': 'ddpm'}, {'name': 'ddim', 'eta': 0.7}, {'name': 'ddim'}, {'name': 'dpmpp_2m'}, {'name': 'heun', 'churn': 9.0}],
+    [
+        {'name': 'ddpm'},
+        {'name': 'ddim', 'eta': 0.7},
+        {'name': 'ddim'},
+        {'name': 'dpmpp_2m'},
+        {'name': 'heun', 'churn': 9.0},
+    ],
     ids=str,
 )
 def test_stretches_equal_one_run(options):
@@ -274,12 +339,16 @@ def test_stretches_equal_one_run(options):
     state = s.initial_state(keys, SHAPE, sampler)
     for start, stop in ((0, 4), (4, 4), (4, 9), (9, sampler.evaluations)):
         state = compiled(state, start, stop)
-    np.testing.assert_array_equal(state.x, compiled(s.initial_state(keys, SHAPE, sampler), 0, sampler.evaluations).x)
+    np.testing.assert_array_equal(
+        state.x, compiled(s.initial_state(keys, SHAPE, sampler), 0, sampler.evaluations).x
+    )
     assert len(traces) == 1
     assert state.x.dtype == jnp.float32
     want = jax.jit(lambda: s.run(toy, s.initial_state(keys, SHAPE, sampler), keys, sampler))().x
     np.testing.assert_allclose(state.x, want, atol=1e-6)  # two programs may round differently
-    np.testing.assert_allclose(state.x, jax.jit(lambda: s.sample(toy, keys, SHAPE, sampler))(), atol=1e-6)
+    np.testing.assert_allclose(
+        state.x, jax.jit(lambda: s.sample(toy, keys, SHAPE, sampler))(), atol=1e-6
+    )
     beyond = sampler.evaluations + 1
     with pytest.raises(ValueError, match=rf'4\.\.{beyond} are not within 0\.\.{beyond - 1}'):
         s.run(toy, state, keys, sampler, start=4, stop=beyond)
@@ -317,7 +386,10 @@ def test_guidance(channels):
     dropped = jnp.full(5, -1, jnp.int32)
     x = s.initial_noise(s.sample_keys(0, range(5)), SHAPE)
     t = jnp.asarray([0, 1, 500, 998, 999], jnp.int32)
-    conditional, unconditional = np.asarray(denoise(x, t, labels)), np.asarray(denoise(x, t, dropped))
+    conditional, unconditional = (
+        np.asarray(denoise(x, t, labels)),
+        np.asarray(denoise(x, t, dropped)),
+    )
     assert np.abs(conditional - unconditional)[[0, 2, 3, 4]].max(axis=(1, 2, 3)).min() > 0.1
     np.testing.assert_array_equal(s.guided(denoise, labels, 1.0)(x, t), conditional)
     np.testing.assert_array_equal(s.guided(denoise, labels, 0.0)(x, t), unconditional)
@@ -343,15 +415,23 @@ def test_guidance_of_any_prediction_guides_epsilon(prediction):
     def eps(output):
         return d.predict_x0_and_noise(diffusion, output, x, t)[1]
 
-    conditional, unconditional = eps(denoise(x, t, labels)), eps(denoise(x, t, jnp.full_like(labels, -1)))
+    conditional, unconditional = (
+        eps(denoise(x, t, labels)),
+        eps(denoise(x, t, jnp.full_like(labels, -1))),
+    )
     guided = eps(s.guided(denoise, labels, 2.5)(x, t))
-    np.testing.assert_allclose(guided, unconditional + 2.5 * (conditional - unconditional), rtol=1e-4, atol=1e-4)
+    np.testing.assert_allclose(
+        guided, unconditional + 2.5 * (conditional - unconditional), rtol=1e-4, atol=1e-4
+    )
 
 
 @pytest.mark.parametrize(
     ('options', 'message'),
     [
-        ({'name': 'dpm'}, r'sampler: expected one of ddpm, ddim, dpmpp_2m, heun, found \'dpm\'; did you mean "ddpm"'),
+        (
+            {'name': 'dpm'},
+            r'sampler: expected one of ddpm, ddim, dpmpp_2m, heun, found \'dpm\'; did you mean "ddpm"',
+        ),
         ({'steps': 0}, r'steps: expected 1 to 1000, .* found 0'),
         ({'steps': 1001}, r'steps: expected 1 to 1000, .* found 1001'),
         ({'eta': 0.0}, r'eta: only sampler=ddim has it, found eta=0.0 with sampler=ddpm'),
@@ -359,18 +439,36 @@ def test_guidance_of_any_prediction_guides_epsilon(prediction):
         ({'name': 'ddim', 'eta': -0.1}, r'eta: .* found -0.1'),
         ({'name': 'ddim', 'eta': math.nan}, r'eta: .* found nan'),
         ({'name': 'ddim', 'variance': 'fixed_small'}, r'variance: only sampler=ddpm has it'),
-        ({'variance': 'small'}, r'variance: expected one of fixed_small, fixed_large, learned, found \'small\''),
-        ({'variance': 'learned'}, r'variance: learned needs a model with diffusion.learn_sigma=True'),
-        ({'skip_schedule': 'quad'}, r'skip_schedule: expected one of linear, quadratic, log_snr, karras, found \'quad\''),
-        ({'name': 'dpmpp_2m', 'eta': 0.0}, r'eta: only sampler=ddim has it, found eta=0.0 with sampler=dpmpp_2m'),
+        (
+            {'variance': 'small'},
+            r'variance: expected one of fixed_small, fixed_large, learned, found \'small\'',
+        ),
+        (
+            {'variance': 'learned'},
+            r'variance: learned needs a model with diffusion.learn_sigma=True',
+        ),
+        (
+            {'skip_schedule': 'quad'},
+            r'skip_schedule: expected one of linear, quadratic, log_snr, karras, found \'quad\'',
+        ),
+        (
+            {'name': 'dpmpp_2m', 'eta': 0.0},
+            r'eta: only sampler=ddim has it, found eta=0.0 with sampler=dpmpp_2m',
+        ),
         ({'name': 'ddim', 'churn': 1.0}, r'churn: only sampler=heun has it'),
         ({'name': 'ddim', 'churn_range': (0.0, 1.0)}, r'churn_range: only sampler=heun has it'),
         ({'name': 'heun', 'churn': -1.0}, r'churn: expected 0 .* or more, found -1.0'),
         ({'name': 'heun', 'churn': math.inf}, r'churn: .* found inf'),
-        ({'name': 'heun', 'churn': 1.0, 'churn_range': (2.0, 1.0)}, r'churn_range: .* lowest < highest, found 2.0, 1.0'),
+        (
+            {'name': 'heun', 'churn': 1.0, 'churn_range': (2.0, 1.0)},
+            r'churn_range: .* lowest < highest, found 2.0, 1.0',
+        ),
         ({'name': 'heun', 'churn_range': (1.0, 2.0)}, r'churn_range: .* no meaning without churn'),
         ({'steps': 10, 'respacing': '10'}, r'respacing: .* found steps=10 beside it'),
-        ({'skip_schedule': 'linear', 'respacing': '10'}, r'respacing: .* found skip_schedule=linear beside it'),
+        (
+            {'skip_schedule': 'linear', 'respacing': '10'},
+            r'respacing: .* found skip_schedule=linear beside it',
+        ),
         ({'guidance_scale': -1.0}, r'guidance_scale: expected 0 or more, found -1.0'),
         ({'guidance_scale': math.inf}, r'guidance_scale: expected 0 or more, found inf'),
         ({'guidance_scale': 2.0}, r'guidance_scale: 2.0 needs a class-conditional model'),
@@ -389,7 +487,12 @@ def test_defaults_depend_on_sampler_and_model():
     assert s.make_sampler(s.SamplerConfig('heun', steps=9), process()).config == heun
     learned = process(learn_sigma=True)
     assert s.make_sampler(s.SamplerConfig(steps=5), learned).config.variance == 'learned'
-    assert s.make_sampler(s.SamplerConfig('ddim', guidance_scale=2.0), learned, num_classes=10).config.guidance_scale == 2.0
+    assert (
+        s.make_sampler(
+            s.SamplerConfig('ddim', guidance_scale=2.0), learned, num_classes=10
+        ).config.guidance_scale
+        == 2.0
+    )
 
 
 @pytest.mark.parametrize('seed', [-1, 2**32])

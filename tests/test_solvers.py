@@ -25,7 +25,11 @@ def alphas(steps=1000, schedule='linear'):
 def table(name, alphas_cumprod, timesteps):
     if name == 'heun':
         return solvers.heun(alphas_cumprod, timesteps, churn_range=EVERY)
-    return solvers.dpm_solver_2m(alphas_cumprod, timesteps) if name == 'dpmpp_2m' else solvers.ddim(alphas_cumprod, timesteps, eta=0.0)
+    return (
+        solvers.dpm_solver_2m(alphas_cumprod, timesteps)
+        if name == 'dpmpp_2m'
+        else solvers.ddim(alphas_cumprod, timesteps, eta=0.0)
+    )
 
 
 def follow(name, rows, alphas_cumprod, mean_x0, x, evaluations):
@@ -83,7 +87,9 @@ def test_order_of_convergence_on_a_curved_flow(name):
     assert errors[-1] < 2e-3
 
 
-@pytest.mark.parametrize(('name', 'steps', 'evaluations'), [('dpmpp_2m', 20, 20), ('heun', 60, 119)])
+@pytest.mark.parametrize(
+    ('name', 'steps', 'evaluations'), [('dpmpp_2m', 20, 20), ('heun', 60, 119)]
+)
 def test_second_order_beats_ddim_at_the_same_cost_and_spacing(name, steps, evaluations):
     a = alphas()
     x = np.linspace(-2, 2, 10)
@@ -139,7 +145,10 @@ def written_heun(a, timesteps, predict, x):
 @pytest.mark.parametrize('clip', [True, False])
 @pytest.mark.parametrize('learn_sigma', [False, True])
 @pytest.mark.parametrize('prediction', ['epsilon', 'x0', 'v'])
-@pytest.mark.parametrize(('name', 'steps'), [('dpmpp_2m', 9), ('dpmpp_2m', 16), ('heun', 6), ('heun', 1), ('dpmpp_2m', 1)])
+@pytest.mark.parametrize(
+    ('name', 'steps'),
+    [('dpmpp_2m', 9), ('dpmpp_2m', 16), ('heun', 6), ('heun', 1), ('dpmpp_2m', 1)],
+)
 def test_images_are_those_of_the_written_out_algorithms(name, steps, prediction, learn_sigma, clip):
     """Through the network interface: every prediction, with variance channels to be ignored, clipped and not."""
     process = d.make_diffusion(DiffusionConfig(prediction=prediction, learn_sigma=learn_sigma))
@@ -166,7 +175,9 @@ def test_images_are_those_of_the_written_out_algorithms(name, steps, prediction,
     assert sorted(seen, reverse=True) == list(sampler.timesteps)
     timesteps = solvers.timestep_subset(a, steps, s.DEFAULT_SKIP_SCHEDULES[name])[::-1]
     written = written_heun if name == 'heun' else written_dpm
-    expected = written(a, timesteps, predict, np.asarray(s.initial_noise(keys, (4, 4, 3)), np.float64))
+    expected = written(
+        a, timesteps, predict, np.asarray(s.initial_noise(keys, (4, 4, 3)), np.float64)
+    )
     # ε from x_0 at the lowest noise level, σ = 0.01, multiplies float32 rounding by 100; at the highest, x_0 from ε by 157.
     np.testing.assert_allclose(images, expected, atol=2e-3 if prediction == 'epsilon' else 3e-4)
 
@@ -176,7 +187,10 @@ def test_heun_evaluates_where_it_should():
     timesteps = solvers.timestep_subset(a, 5, 'karras')
     rows = solvers.heun(a, timesteps, churn_range=EVERY)
     down = timesteps[::-1]
-    assert list(rows.timesteps) == [down[0], *itertools.chain.from_iterable((t, t) for t in down[1:])]
+    assert list(rows.timesteps) == [
+        down[0],
+        *itertools.chain.from_iterable((t, t) for t in down[1:]),
+    ]
     assert not rows.draw.any()
 
 
@@ -193,7 +207,10 @@ def test_churn_raises_the_noise_by_what_it_draws():
         assert rows.timesteps[k] == plain.timesteps[k]
         assert rows.state[k] * math.sqrt(lower) == pytest.approx(math.sqrt(higher))
         assert (rows.state[k] ** 2 * (1 - lower)) + rows.draw[k] ** 2 == pytest.approx(1 - higher)
-        sigma, ratio = sigmas[rows.timesteps[k]], sigmas[rows.timesteps[k + 1]] / sigmas[rows.timesteps[k]]
+        sigma, ratio = (
+            sigmas[rows.timesteps[k]],
+            sigmas[rows.timesteps[k + 1]] / sigmas[rows.timesteps[k]],
+        )
         if 0.05 <= sigma <= 50:
             assert ratio == pytest.approx(1.3, rel=0.06)  # 1 + 6/20, at the nearest level
             raised += 1
@@ -211,7 +228,9 @@ def test_churn_raises_the_noise_by_what_it_draws():
 def test_guidance(name):
     """A guided run is the run of the guided denoiser, label by label."""
     process = d.make_diffusion(DiffusionConfig(prediction='x0'))
-    sampler = s.make_sampler(s.SamplerConfig(name, steps=5, guidance_scale=3.0, clip=False), process, num_classes=10)
+    sampler = s.make_sampler(
+        s.SamplerConfig(name, steps=5, guidance_scale=3.0, clip=False), process, num_classes=10
+    )
     keys = s.sample_keys(0, range(3))
     labels = jnp.asarray([4, 0, 9], jnp.int32)
 
@@ -226,7 +245,9 @@ def test_guidance(name):
 
     np.testing.assert_allclose(images, s.sample(by_hand, keys, (4, 4, 1), sampler), atol=2e-5)
     # −0.05 + 3 · 0.05 · (label + 1), beside a sine of at most 0.1.
-    np.testing.assert_allclose(np.mean(images, axis=(1, 2, 3)), 0.1 + 0.15 * np.array([4, 0, 9]), atol=0.1)
+    np.testing.assert_allclose(
+        np.mean(images, axis=(1, 2, 3)), 0.1 + 0.15 * np.array([4, 0, 9]), atol=0.1
+    )
 
 
 def spread(rows, memory, a, leak, variance):
@@ -238,7 +259,10 @@ def spread(rows, memory, a, leak, variance):
         x0 += leak * (1 / signal - x0)
         eps = (1 - signal * x0) / noise
         step = np.array(
-            [[rows.state[k] + rows.x0[k] * x0 + rows.noise[k] * eps, rows.memory[k]], [{'x0': x0, 'noise': eps}.get(memory, 0), 0]]
+            [
+                [rows.state[k] + rows.x0[k] * x0 + rows.noise[k] * eps, rows.memory[k]],
+                [{'x0': x0, 'noise': eps}.get(memory, 0), 0],
+            ]
         )
         covariance = step @ covariance @ step.T
         covariance[0, 0] += rows.draw[k] ** 2
@@ -275,7 +299,11 @@ def test_ddim_keeps_what_a_leaky_network_leaves_and_ddpm_forgets_it():
 def test_subset_properties(kind):
     """For every T up to 60 and every S, and for some larger ones."""
     rng = np.random.default_rng(0)
-    large = [(int(total), int(steps)) for total in rng.integers(61, 5000, 50) for steps in rng.integers(1, total + 1, 4)]
+    large = [
+        (int(total), int(steps))
+        for total in rng.integers(61, 5000, 50)
+        for steps in rng.integers(1, total + 1, 4)
+    ]
     for total, steps in [(t, n) for t in range(1, 61) for n in range(1, t + 1)] + large:
         a = np.linspace(0.999, 1e-3, total) if total > 1 else np.array([0.5])
         subset = solvers.timestep_subset(a, steps, kind)
@@ -294,9 +322,18 @@ def test_subset_properties(kind):
 def test_subset_known_values():
     a = alphas()
     np.testing.assert_array_equal(solvers.timestep_subset(a, 4, 'linear'), [0, 333, 666, 999])
-    np.testing.assert_array_equal(solvers.timestep_subset(a, 5, 'quadratic'), [0, 62, 250, 562, 999])
-    np.testing.assert_array_equal(solvers.timestep_subset(a[:10], 7, 'quadratic'), [0, 1, 2, 3, 4, 6, 9])
-    for steps in (25, 50, 100, 250):  # guided-diffusion's respacing of one section adds up the stride
+    np.testing.assert_array_equal(
+        solvers.timestep_subset(a, 5, 'quadratic'), [0, 62, 250, 562, 999]
+    )
+    np.testing.assert_array_equal(
+        solvers.timestep_subset(a[:10], 7, 'quadratic'), [0, 1, 2, 3, 4, 6, 9]
+    )
+    for steps in (
+        25,
+        50,
+        100,
+        250,
+    ):  # guided-diffusion's respacing of one section adds up the stride
         positions = itertools.accumulate([0.0] + [999 / (steps - 1)] * (steps - 1))
         expected = [round(v) for v in positions]
         np.testing.assert_array_equal(solvers.timestep_subset(a, steps, 'linear'), expected)
@@ -307,9 +344,15 @@ def test_subset_known_values():
 def test_noise_level_subsets_are_the_nearest_levels(schedule):
     a = alphas(schedule=schedule)
     sigmas = solvers.noise_to_signal(a)
-    low, high = sigmas[0], {'karras': sigmas[sigmas <= 80][-1], 'log_snr': sigmas[sigmas <= math.exp(5.1)][-1]}
+    low, high = (
+        sigmas[0],
+        {'karras': sigmas[sigmas <= 80][-1], 'log_snr': sigmas[sigmas <= math.exp(5.1)][-1]},
+    )
     seventh = low ** (1 / 7) + np.linspace(0, 1, 12) * (high['karras'] ** (1 / 7) - low ** (1 / 7))
-    wanted = {'karras': seventh**7, 'log_snr': np.geomspace(low, high['log_snr'], 12)}  # EDM eq. 5; Lu et al. section 6
+    wanted = {
+        'karras': seventh**7,
+        'log_snr': np.geomspace(low, high['log_snr'], 12),
+    }  # EDM eq. 5; Lu et al. section 6
     for kind, levels in wanted.items():
         subset = solvers.timestep_subset(a, 12, kind)
         nearest = np.abs(np.log(sigmas)[None] - np.log(levels)[:, None]).argmin(axis=1)
@@ -327,13 +370,22 @@ def test_respacing_of_sections():
     np.testing.assert_array_equal(solvers.respaced_timesteps(a, 'ddim250'), range(0, 1000, 4))
     np.testing.assert_array_equal(solvers.respaced_timesteps(a[:10], '2,1,3'), [0, 3, 4, 7, 8, 9])
     subset = solvers.respaced_timesteps(a[:300], '10,15,20')
-    expected = [*np.rint(np.arange(10) * 99 / 9), *(100 + np.rint(np.arange(15) * 99 / 14)), *(200 + np.rint(np.arange(20) * 99 / 19))]
+    expected = [
+        *np.rint(np.arange(10) * 99 / 9),
+        *(100 + np.rint(np.arange(15) * 99 / 14)),
+        *(200 + np.rint(np.arange(20) * 99 / 19)),
+    ]
     np.testing.assert_array_equal(subset, expected)
     process = d.make_diffusion(DiffusionConfig(prediction='x0', learn_sigma=True))
     for name in s.SAMPLERS:
         sampler = s.make_sampler(s.SamplerConfig(name, respacing='10,20,30'), process)
         assert len(set(sampler.timesteps)) == 60
-        images = s.sample(lambda x, t: jnp.full((*x.shape[:3], 2), 0.25), s.sample_keys(0, range(1)), (4, 4, 1), sampler)
+        images = s.sample(
+            lambda x, t: jnp.full((*x.shape[:3], 2), 0.25),
+            s.sample_keys(0, range(1)),
+            (4, 4, 1),
+            sampler,
+        )
         np.testing.assert_allclose(images, 0.25, rtol=1e-6)
 
 

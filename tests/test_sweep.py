@@ -27,7 +27,13 @@ from jaxunet.sweep.points import Axis, Machine, expand, merge, parse_axes, show
 from jaxunet.sweep.presets import PRESETS
 from jaxunet.sweep.runner import Options
 
-ORIGIN = {'git': 'abc1234', 'device': 'thing', 'devices': 4, 'driver': None, 'versions': {'jax': '1.2.3'}}
+ORIGIN = {
+    'git': 'abc1234',
+    'device': 'thing',
+    'devices': 4,
+    'driver': None,
+    'versions': {'jax': '1.2.3'},
+}
 CPU = Machine('cpu', 1, ORIGIN)
 GPU = Machine('gpu', 4, ORIGIN)
 TESTS = pathlib.Path(__file__).parent
@@ -68,9 +74,15 @@ def test_values_are_read_as_the_type_of_their_field():
 @pytest.mark.parametrize(
     ('text', 'message'),
     [
-        ('data.batch_sise=8', '--vary data.batch_sise: unknown field; did you mean "data.batch_size"'),
+        (
+            'data.batch_sise=8',
+            '--vary data.batch_sise: unknown field; did you mean "data.batch_size"',
+        ),
         ('num_workers=8', '--vary num_workers: unknown field; did you mean data.num_workers?'),
-        ('zzz=8', '--vary zzz: unknown field; expected a field of the config, or jit or batch_per_device'),
+        (
+            'zzz=8',
+            '--vary zzz: unknown field; expected a field of the config, or jit or batch_per_device',
+        ),
         ('data=8', '--vary data: is a section; vary one of its fields, e.g. data.path'),
         ('data.batch_size', '--vary data.batch_size: expected NAME=VALUE,VALUE'),
         ('data.batch_size=', 'expected NAME=VALUE,VALUE'),
@@ -80,7 +92,10 @@ def test_values_are_read_as_the_type_of_their_field():
         ('data.batch_size=True', "--vary data.batch_size: expected int, found 'True'"),
         ('ema.warmup=maybe', "--vary ema.warmup: expected true or false, found 'maybe'"),
         ('jit=yes', "--vary jit: expected on or off, found 'yes'"),
-        ('model.channel_mult=1,2', "--vary model.channel_mult: expected a tuple such as (1,2) or (8,), found '1'"),
+        (
+            'model.channel_mult=1,2',
+            "--vary model.channel_mult: expected a tuple such as (1,2) or (8,), found '1'",
+        ),
         ('precision=float32,float32', '--vary precision: float32 is given twice'),
     ],
 )
@@ -99,17 +114,38 @@ def test_an_axis_given_twice():
     ('axes', 'message'),
     [
         ([], 'nothing to vary'),
-        (['precision=float32,bfloat61'], 'no point with bfloat61 can run: precision: expected one of float32, bfloat16, float16'),
-        (['parallel.devices=1,8'], 'no point with 8 can run: parallel.devices: 8 asked for, but this machine has 4'),
-        (['data.batch_size=8,9', 'parallel.devices=2,4'], 'no point with 9 can run: data.batch_size: 9 images at a time do not divide'),
-        (['jit=on,off', 'parallel.devices=2,4'], 'no point with off can run: jit=off: runs on one device'),
+        (
+            ['precision=float32,bfloat61'],
+            'no point with bfloat61 can run: precision: expected one of float32, bfloat16, float16',
+        ),
+        (
+            ['parallel.devices=1,8'],
+            'no point with 8 can run: parallel.devices: 8 asked for, but this machine has 4',
+        ),
+        (
+            ['data.batch_size=8,9', 'parallel.devices=2,4'],
+            'no point with 9 can run: data.batch_size: 9 images at a time do not divide',
+        ),
+        (
+            ['jit=on,off', 'parallel.devices=2,4'],
+            'no point with off can run: jit=off: runs on one device',
+        ),
         (
             ['jit=on,off', 'train.steps_per_call=2', 'train.log_every=2', 'parallel.devices=1'],
             'no point with off can run: jit=off: runs steps one by one, found train.steps_per_call=2; set it to 0 or 1',
         ),
-        (['parallel.concurrent_kernels=False,True'], 'no point with True can run: parallel.concurrent_kernels: needs one GPU'),
-        (['batch_per_device=4', 'data.batch_size=8'], 'data.batch_size and batch_per_device set the same field'),
-        (['data.num_workers=0,2', 'data.cache=device'], 'data.num_workers: 2 has no effect, as data.cache=device'),
+        (
+            ['parallel.concurrent_kernels=False,True'],
+            'no point with True can run: parallel.concurrent_kernels: needs one GPU',
+        ),
+        (
+            ['batch_per_device=4', 'data.batch_size=8'],
+            'data.batch_size and batch_per_device set the same field',
+        ),
+        (
+            ['data.num_workers=0,2', 'data.cache=device'],
+            'data.num_workers: 2 has no effect, as data.cache=device',
+        ),
     ],
 )
 def test_a_value_with_which_nothing_can_run_is_a_mistake(axes, message):
@@ -120,15 +156,25 @@ def test_a_value_with_which_nothing_can_run_is_a_mistake(axes, message):
 
 def test_one_impossible_point_is_a_point():
     points, _ = grid('data.batch_size=2,8', 'parallel.devices=1,4')
-    assert [p.values for p in points][:2] == [{'data.batch_size': 2, 'parallel.devices': n} for n in (1, 4)]
-    assert [p.problem for p in points] == ['', 'data.batch_size: 2 images at a time do not divide among 4 devices', '', '']
+    assert [p.values for p in points][:2] == [
+        {'data.batch_size': 2, 'parallel.devices': n} for n in (1, 4)
+    ]
+    assert [p.problem for p in points] == [
+        '',
+        'data.batch_size: 2 images at a time do not divide among 4 devices',
+        '',
+        '',
+    ]
     assert resolve(points[3].raw) == tiny_config(data={'batch_size': 8}, parallel={'devices': 4})
 
 
 def test_cpu_machines_play_devices_and_others_cannot():
     points, _ = grid('parallel.devices=1,4', machine=CPU)
     assert [p.problem for p in points] == ['', '']
-    assert '--xla_force_host_platform_device_count=4' in runner.environment(points[1], CPU)['XLA_FLAGS']
+    assert (
+        '--xla_force_host_platform_device_count=4'
+        in runner.environment(points[1], CPU)['XLA_FLAGS']
+    )
     assert runner.environment(points[0], CPU) == dict(os.environ)
     assert runner.environment(points[1], GPU) == dict(os.environ)
 
@@ -143,20 +189,27 @@ def test_workers_are_varied_where_they_work():
     assert [p.raw['data']['cache'] for p in points] == ['stream', 'stream']
     assert 'stream instead of auto' in notes[0]
     points, notes = grid('data.cache=stream,device', 'data.num_workers=0,2,4')
-    assert [p.label for p in points] == [*(f'cache=stream num_workers={n}' for n in (0, 2, 4)), 'cache=device num_workers=0']
+    assert [p.label for p in points] == [
+        *(f'cache=stream num_workers={n}' for n in (0, 2, 4)),
+        'cache=device num_workers=0',
+    ]
     assert notes == ['2 points left out: data.num_workers changes nothing while data.cache=device']
 
 
 @pytest.mark.parametrize('name', PRESETS)
 def test_presets_are_grids(name):
-    points, _ = expand(Config().replace(parallel={'devices': 1}), parse_axes(PRESETS[name].axes), GPU)
+    points, _ = expand(
+        Config().replace(parallel={'devices': 1}), parse_axes(PRESETS[name].axes), GPU
+    )
     assert len(points) >= 2
     assert not any(point.problem for point in points)
 
 
 def test_vary_replaces_the_axes_of_a_preset():
     given = parse_axes(['parallel.devices=1,2', 'backend=xla'])
-    assert [(a.name, len(a.values)) for a in merge(parse_axes(PRESETS['devices_batch'].axes), given)] == [
+    assert [
+        (a.name, len(a.values)) for a in merge(parse_axes(PRESETS['devices_batch'].axes), given)
+    ] == [
         ('parallel.devices', 2),
         ('batch_per_device', 3),
         ('backend', 1),
@@ -195,7 +248,12 @@ def go(directory, *axes, **options):
     points, notes = grid(*axes, parallel={'devices': 1})
     opts = Options(**options)
     said: list[str] = []
-    spec = {'title': 'T', 'command': '--config c.py', 'axes': [dataclasses.asdict(a) for a in parse_axes(axes)], 'notes': notes}
+    spec = {
+        'title': 'T',
+        'command': '--config c.py',
+        'axes': [dataclasses.asdict(a) for a in parse_axes(axes)],
+        'notes': notes,
+    }
     save(directory, spec | {'keys': [runner.key(p, opts, GPU) for p in points]})
     runner.run(points, directory, opts, GPU, say=said.append)
     sweep = load(directory)
@@ -249,9 +307,13 @@ def test_done_points_are_not_run_again_and_failed_ones_when_asked(faults, tmp_pa
     assert faults() == ['8 time', '16 time']
     sweep, said = go(tmp_path, *axes)
     assert faults() == ['8 time', '16 time']
-    assert said == [f'3 of 3 points are done (1 of them failed; --retry_failed runs those again): {tmp_path / "results.jsonl"}']
+    assert said == [
+        f'3 of 3 points are done (1 of them failed; --retry_failed runs those again): {tmp_path / "results.jsonl"}'
+    ]
     _, said = go(tmp_path, *axes, retry_failed=True)
-    assert [line for line in said if 'crash' in line] == ['[2/3] batch_size=12: crash: exit code 3: ValueError: went wrong']
+    assert [line for line in said if 'crash' in line] == [
+        '[2/3] batch_size=12: crash: exit code 3: ValueError: went wrong'
+    ]
     assert faults() == ['8 time', '16 time']
     go(tmp_path, 'data.batch_size=8,24')  # a larger grid in the same folder
     assert faults() == ['8 time', '16 time', '24 time']
@@ -267,7 +329,10 @@ def test_keys_tell_apart_what_may_differ():
     other_device = dataclasses.replace(GPU, provenance=ORIGIN | {'device': 'other thing'})
     other_code = dataclasses.replace(GPU, provenance=ORIGIN | {'git': 'abc1235'})
     edited = dataclasses.replace(GPU, provenance=ORIGIN | {'git': 'abc1234-dirty'})
-    keys = [runner.key(point, Options(), m) for m in (GPU, other_version, other_device, other_code, edited)]
+    keys = [
+        runner.key(point, Options(), m)
+        for m in (GPU, other_version, other_device, other_code, edited)
+    ]
     keys += [runner.key(eager, Options(), GPU), runner.key(point, Options(warmup=3), GPU)]
     assert len(set(keys)) == len(keys)
     (labelled,), _ = grid('seed=0')  # another axis, but the same config as by data.batch_size=8
@@ -298,7 +363,9 @@ def test_side_by_side_points_have_gpus_of_their_own(monkeypatch):
 
     processes.share(list(enumerate(needs)), ['0', '1', '2', '3'], work)
     assert sorted(order) == list(range(len(needs)))
-    assert order.index(3) < order.index(1)  # the one that needs all waits for those that fit beside the first
+    assert order.index(3) < order.index(
+        1
+    )  # the one that needs all waits for those that fit beside the first
     assert max(most) == 4
 
     def fail(i, gpus):
@@ -313,7 +380,9 @@ def test_side_by_side_points_have_gpus_of_their_own(monkeypatch):
 
 
 def test_side_by_side_from_processes(faults, tmp_path):
-    sweep, _ = go(tmp_path / 's', 'parallel.devices=1,2,4', 'data.batch_size=8,16', side_by_side=True)
+    sweep, _ = go(
+        tmp_path / 's', 'parallel.devices=1,2,4', 'data.batch_size=8,16', side_by_side=True
+    )
     assert [row['status'] for row in sweep.rows] == ['ok'] * 6
     assert all(row['side_by_side'] for row in sweep.rows)
     points, _ = grid('parallel.devices=1,2,4')
@@ -324,7 +393,12 @@ def test_side_by_side_from_processes(faults, tmp_path):
 def test_memory_errors_are_told_apart(monkeypatch):
     task = runner.Task({}, True, [], 1, 1, 1.0)
     for error, status in (
-        (jax.errors.JaxRuntimeError('RESOURCE_EXHAUSTED: Out of memory while trying to allocate 9 bytes.\nmore'), 'out of memory'),
+        (
+            jax.errors.JaxRuntimeError(
+                'RESOURCE_EXHAUSTED: Out of memory while trying to allocate 9 bytes.\nmore'
+            ),
+            'out of memory',
+        ),
         (MemoryError(), 'out of memory'),
         (ValueError('other'), 'error'),
         (UserError('data.path: wrong'), 'error'),
@@ -370,7 +444,16 @@ def test_the_clock_covers_the_timed_steps_alone(max_seconds, expected):
         dispatched.append(data)
         return state, {'step_loss': [1.0, Loss(0.5)]}
 
-    ends, loss = measure.run(step, np.zeros(1), lambda: len(dispatched), lambda m: m, 3, 12, max_seconds, clock=lambda: now[0])
+    ends, loss = measure.run(
+        step,
+        np.zeros(1),
+        lambda: len(dispatched),
+        lambda m: m,
+        3,
+        12,
+        max_seconds,
+        clock=lambda: now[0],
+    )
     assert np.diff(ends).tolist() == [1.0] * expected
     assert loss == 0.5
     assert len(dispatched) == expected + 3 + measure.IN_FLIGHT
@@ -397,7 +480,11 @@ def test_the_eager_step_sees_the_batches_that_training_sees():
 
 def test_programs_are_counted_with_their_cache(tmp_path):
     def make(seed):
-        return jax.jit(lambda x: jax.numpy.sin(x) * seed).lower(jax.ShapeDtypeStruct((3,), 'float32')).compile()
+        return (
+            jax.jit(lambda x: jax.numpy.sin(x) * seed)
+            .lower(jax.ShapeDtypeStruct((3,), 'float32'))
+            .compile()
+        )
 
     fresh = measure.Programs()
     make(time.time())
@@ -414,26 +501,56 @@ def rows_of(sweep_axes, rate, **extra):
     rows = []
     for point in points:
         value = rate(*point.values.values())
-        row = {'point': point.values, 'batch': point.raw['data']['batch_size'], 'key': point.label, 'seconds': 1.0, **ORIGIN}
+        row = {
+            'point': point.values,
+            'batch': point.raw['data']['batch_size'],
+            'key': point.label,
+            'seconds': 1.0,
+            **ORIGIN,
+        }
         if value is None:
-            rows.append(row | {'status': 'timeout', 'reason': 'not done\n after 1 s', 'log': 'logs/x.log'})
+            rows.append(
+                row | {'status': 'timeout', 'reason': 'not done\n after 1 s', 'log': 'logs/x.log'}
+            )
             continue
-        numbers = {'images_per_s': value, 'images_per_s_range': [value * 0.9, value * 1.1], 'peak_bytes': 2**30, 'peak_source': 'device'}
-        timed = {'step_ms': {'median': 8e3 / value, 'quartiles': [7e3 / value, 9e3 / value]}, 'lower_s': 1.0, 'compile_s': 2.0}
-        rows.append(row | {'status': 'ok', 'compile_cached': False, 'loss': 0.5, 'steps': 100} | numbers | timed | extra)
+        numbers = {
+            'images_per_s': value,
+            'images_per_s_range': [value * 0.9, value * 1.1],
+            'peak_bytes': 2**30,
+            'peak_source': 'device',
+        }
+        timed = {
+            'step_ms': {'median': 8e3 / value, 'quartiles': [7e3 / value, 9e3 / value]},
+            'lower_s': 1.0,
+            'compile_s': 2.0,
+        }
+        rows.append(
+            row
+            | {'status': 'ok', 'compile_cached': False, 'loss': 0.5, 'steps': 100}
+            | numbers
+            | timed
+            | extra
+        )
     return rows
 
 
 def made_up():
     axes = parse_axes(['precision=float32,bfloat16', 'parallel.devices=1,2,4'])
     speed = {'float32': 1, 'bfloat16': 3}
-    rows = rows_of(axes, lambda precision, n: None if (precision, n) == ('float32', 4) else speed[precision] * 100 * n**0.5)
+    rows = rows_of(
+        axes,
+        lambda precision, n: (
+            None if (precision, n) == ('float32', 4) else speed[precision] * 100 * n**0.5
+        ),
+    )
     return report.Sweep(axes, rows, 0, ['a note'], '--config configs/x.py', 'Made up')
 
 
 def test_what_an_option_is_worth():
     found = {(w.axis.name, w.value): w for w in report.worth(made_up())}
-    assert found['precision', 'bfloat16'].ratios == pytest.approx([3, 3])  # the pair with 4 devices is incomplete
+    assert found['precision', 'bfloat16'].ratios == pytest.approx(
+        [3, 3]
+    )  # the pair with 4 devices is incomplete
     assert found['parallel.devices', 2].ratio == pytest.approx(2**0.5)
     assert found['parallel.devices', 4].ratios == pytest.approx([2])
     assert found['parallel.devices', 4].efficiency == pytest.approx(0.5)
@@ -444,17 +561,28 @@ def test_what_an_option_is_worth():
 def test_report_csv_and_plots(tmp_path):
     sweep = made_up()
     paths = report.write(sweep, tmp_path, plot=True)
-    assert [p.name for p in paths] == ['results.csv', 'precision.png', 'parallel.devices.png', 'report.md']
+    assert [p.name for p in paths] == [
+        'results.csv',
+        'precision.png',
+        'parallel.devices.png',
+        'report.md',
+    ]
     for path in paths[1:3]:
         with Image.open(path) as picture:
             assert len(np.unique(np.asarray(picture.convert('RGB')).reshape(-1, 3), axis=0)) > 10
     text = paths[-1].read_text()
-    assert '**precision=bfloat16, parallel.devices=4**: 600.0 images/s, 13.33 ms a step, 6.00× the slowest.' in text
+    assert (
+        '**precision=bfloat16, parallel.devices=4**: 600.0 images/s, 13.33 ms a step, 6.00× the slowest.'
+        in text
+    )
     best = 'python -m jaxunet.train --config configs/x.py --config.precision=bfloat16 --config.parallel.devices=4'
     assert best in text
     assert '| precision=bfloat16 | float32 | ×3 | ×3 to ×3 | 2 | ×1 |  |' in text
     assert '| parallel.devices=4 | 1 | ×2 | ×2 to ×2 | 1 | ×1 | 50.0% |' in text
-    assert '- precision=float32, parallel.devices=4: timeout: not done after 1 s ([log](logs/x.log))' in text
+    assert (
+        '- precision=float32, parallel.devices=4: timeout: not done after 1 s ([log](logs/x.log))'
+        in text
+    )
     assert 'Note: a note.' in text
     assert '![precision](precision.png)' in text
     with paths[0].open(newline='') as file:
@@ -468,7 +596,9 @@ def test_report_csv_and_plots(tmp_path):
 
 def test_a_sweep_without_any_result_has_a_report(tmp_path):
     axes = parse_axes(['precision=float32,bfloat16'])
-    sweep = report.Sweep(axes, rows_of(axes, lambda precision: None)[:1], 1, [], '--config x', 'None')
+    sweep = report.Sweep(
+        axes, rows_of(axes, lambda precision: None)[:1], 1, [], '--config x', 'None'
+    )
     report.write(sweep, tmp_path, plot=True)
     text = (tmp_path / 'report.md').read_text()
     assert 'No point ran to its end' in text
@@ -492,15 +622,32 @@ def test_a_folder_without_a_sweep(tmp_path):
 
 
 def test_config_arguments():
-    given = ['--vary', 'jit=on', '--config', 'a.py', '--config.seed=1', '--steps=3', '--noconfig.ema.warmup']
-    assert config_arguments(given) == ['--config', 'a.py', '--config.seed=1', '--noconfig.ema.warmup']
+    given = [
+        '--vary',
+        'jit=on',
+        '--config',
+        'a.py',
+        '--config.seed=1',
+        '--steps=3',
+        '--noconfig.ema.warmup',
+    ]
+    assert config_arguments(given) == [
+        '--config',
+        'a.py',
+        '--config.seed=1',
+        '--noconfig.ema.warmup',
+    ]
 
 
 # The command line
 
 
 def sweep(directory, *arguments, code=0):
-    environment = os.environ | {'XLA_FLAGS': QUICK, 'JAX_PLATFORMS': 'cpu', 'JAXUNET_GIT_SHA': 'abc1234'}
+    environment = os.environ | {
+        'XLA_FLAGS': QUICK,
+        'JAX_PLATFORMS': 'cpu',
+        'JAXUNET_GIT_SHA': 'abc1234',
+    }
     command = [sys.executable, '-m', 'jaxunet.sweep', *arguments, f'--output={directory}']
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == code, done.stderr
@@ -521,14 +668,24 @@ def test_from_the_command_line(tmp_path):
     out = sweep(tmp_path, *given)
     assert 'note: data.cache: stream instead of auto' in out
     found = {tuple(row['point'].values()): row for row in load(tmp_path).rows}
-    assert {point: row['status'] for point, row in found.items()} == {(1, 0): 'ok', (1, 1): 'error', (2, 0): 'ok', (2, 1): 'error'}
-    assert 'data.num_workers: 1 workers have nothing to do, as digits: lies in memory' in found[1, 1]['reason']
+    assert {point: row['status'] for point, row in found.items()} == {
+        (1, 0): 'ok',
+        (1, 1): 'error',
+        (2, 0): 'ok',
+        (2, 1): 'error',
+    }
+    assert (
+        'data.num_workers: 1 workers have nothing to do, as digits: lies in memory'
+        in found[1, 1]['reason']
+    )
     row = found[2, 0]
     assert row['steps'] == 6
     assert row['warmup'] >= 2
     assert row['compile_s'] > 0
     assert row['lower_s'] > 0
-    assert row['step_ms']['quartiles'][0] <= row['step_ms']['median'] <= row['step_ms']['quartiles'][1]
+    assert (
+        row['step_ms']['quartiles'][0] <= row['step_ms']['median'] <= row['step_ms']['quartiles'][1]
+    )
     low, high = row['images_per_s_range']
     assert 0 < low <= row['images_per_s'] <= high
     assert row['peak_bytes'] > 2**26
@@ -545,7 +702,9 @@ def test_from_the_command_line(tmp_path):
 
     out = sweep(tmp_path, *given, '--retry_failed', '--timeout=0.1')
     again = [json.loads(line) for line in (tmp_path / 'results.jsonl').read_text().splitlines()[4:]]
-    assert [(row['status'], row['point']['data.num_workers']) for row in again] == [('timeout', 1)] * 2
+    assert [(row['status'], row['point']['data.num_workers']) for row in again] == [
+        ('timeout', 1)
+    ] * 2
 
     for name in ('report.md', 'results.csv', 'parallel.devices.png', 'data.num_workers.png'):
         (tmp_path / name).unlink()
@@ -557,7 +716,14 @@ def test_from_the_command_line(tmp_path):
 
 
 def test_top_operations_from_the_command_line(tmp_path):
-    out = sweep(tmp_path, *flags(), '--preset=top_operations', '--vary=backend=xla', '--steps=2', '--warmup=1')
+    out = sweep(
+        tmp_path,
+        *flags(),
+        '--preset=top_operations',
+        '--vary=backend=xla',
+        '--steps=2',
+        '--warmup=1',
+    )
     assert '## Phases' in out
     assert '## Top 10 device operations' in out
     (row,) = load(tmp_path).rows
@@ -574,8 +740,14 @@ def test_top_operations_from_the_command_line(tmp_path):
         ([], 'error: --vary: nothing to vary'),
         (['--vary=data.batch_sise=8'], 'error: --vary data.batch_sise: unknown field'),
         (['--vary=jit=on', '--config.data.path=nowhere.zip'], 'error: nowhere.zip: no such file'),
-        (['--preset=ampp'], 'value should be one of <top_operations|devices_batch|amp|loader_workers|compiled>'),
-        (['--preset=top_operations', '--vary=jit=on,off', '--config.parallel.devices=1'], 'error: --vary jit: --preset top_operations'),
+        (
+            ['--preset=ampp'],
+            'value should be one of <top_operations|devices_batch|amp|loader_workers|compiled>',
+        ),
+        (
+            ['--preset=top_operations', '--vary=jit=on,off', '--config.parallel.devices=1'],
+            'error: --vary jit: --preset top_operations',
+        ),
         (['--plot_only'], 'holds no sweep'),
     ],
 )
@@ -585,9 +757,24 @@ def test_mistakes_end_before_anything_runs(arguments, message, tmp_path):
 
 
 def test_a_stopped_sweep_takes_its_point_along(tmp_path):
-    environment = os.environ | {'XLA_FLAGS': QUICK, 'JAX_PLATFORMS': 'cpu', 'JAXUNET_GIT_SHA': 'abc1234'}
-    command = [sys.executable, '-m', 'jaxunet.sweep', *flags(), '--vary=seed=1,2', f'--output={tmp_path}', '--steps=1000000', '--noplot']
-    process = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    environment = os.environ | {
+        'XLA_FLAGS': QUICK,
+        'JAX_PLATFORMS': 'cpu',
+        'JAXUNET_GIT_SHA': 'abc1234',
+    }
+    command = [
+        sys.executable,
+        '-m',
+        'jaxunet.sweep',
+        *flags(),
+        '--vary=seed=1,2',
+        f'--output={tmp_path}',
+        '--steps=1000000',
+        '--noplot',
+    ]
+    process = subprocess.Popen(
+        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
     timer = threading.Timer(60, process.kill)
     timer.start()
     assert process.stdout is not None

@@ -37,15 +37,19 @@ def numbers(text: str) -> tuple[int, ...]:
 
 def chosen(key: Key) -> tuple[Any, str]:
     """The tile that the kernels take for the shapes that a key describes, and the key's shape again."""
-    array = lambda *shape, dtype=key.dtype: jax.ShapeDtypeStruct(shape, dtype)  # noqa: E731
+    array = lambda *shape, dtype=key.dtype: jax.ShapeDtypeStruct(shape, dtype)
     op, _, kernel = key.kernel.partition('/')
     if op == 'attention':
         tokens, width = numbers(key.shape)
-        return attention.default_tile(kernel, tokens, width, key.dtype, shared=227 * 1024), attention.shape_class(tokens, width)
+        return attention.default_tile(
+            kernel, tokens, width, key.dtype, shared=227 * 1024
+        ), attention.shape_class(tokens, width)
     if op == 'group_norm':
         batch, pixels, channels = numbers(key.shape)
         group = channels // 32
-        return group_norm.choose_tile(kernel, key.dtype, batch, pixels, channels, group), group_norm.shape_class(batch, pixels, channels)
+        return group_norm.choose_tile(
+            kernel, key.dtype, batch, pixels, channels, group
+        ), group_norm.shape_class(batch, pixels, channels)
     image, convolution, *options = key.shape.split(', ')
     parts, features = (numbers(text) for text in convolution.split(' to '))
     if kernel.startswith('triton'):
@@ -58,7 +62,11 @@ def chosen(key: Key) -> tuple[Any, str]:
         assert hopper_weight_gradient.supports(inputs, dy, tile) is None
         return tile, hopper_weight_gradient.shape_class(inputs, dy)
     named: dict[str, Any] = {'flipped': 'flipped' in options}
-    weights = array(3, 3, *features, sum(parts)) if named['flipped'] else array(3, 3, sum(parts), *features)
+    weights = (
+        array(3, 3, *features, sum(parts))
+        if named['flipped']
+        else array(3, 3, sum(parts), *features)
+    )
     for option in options:
         if option == 'activated':
             named['affine'] = (array(numbers(image)[0], sum(parts), dtype='float32'),) * 2
@@ -80,10 +88,15 @@ def test_committed_tables() -> None:
         found = list(tile_table.load(kind))
         assert found == sorted(found, key=tile_table.natural)
         kernels = {key.kernel for key in found}
-        assert kernels >= {f'attention/{k}' for k in attention.KERNELS} | {'group_norm/gradient', 'conv3x3/hopper_weight_gradient'}
+        assert kernels >= {f'attention/{k}' for k in attention.KERNELS} | {
+            'group_norm/gradient',
+            'conv3x3/hopper_weight_gradient',
+        }
 
 
-@pytest.mark.parametrize(('kind', 'key', 'entry'), ROWS, ids=lambda v: '-'.join(v) if isinstance(v, Key) else '')
+@pytest.mark.parametrize(
+    ('kind', 'key', 'entry'), ROWS, ids=lambda v: '-'.join(v) if isinstance(v, Key) else ''
+)
 def test_a_tile_of_the_table_is_chosen_and_valid(kind: str, key: Key, entry: Entry) -> None:
     with device.use(device.Target.HOPPER, kind):
         tile, shape = chosen(key)
@@ -113,23 +126,48 @@ def test_update(folder: pathlib.Path) -> None:
     """A tile that is clearly faster takes the place of the one that is chosen now; another does not, nor one timed without that."""
     kind, tile = 'Some GPU', group_norm.Tile
     default, fast, even, other = tile(), tile(channels=64), tile(channels=128), tile(rows=16)
-    keys = [Key('group_norm/moments', 'bfloat16', group_norm.shape_class(2, pixels, 8)) for pixels in (4, 16, 64)]
-    timed = {keys[0]: {default: 10.0, even: 9.9, fast: 9.0}, keys[1]: {default: 10.0, even: 9.9}, keys[2]: {fast: 1.0}}
-    assert tile_table.update(kind, timed, dict.fromkeys(keys, default)).endswith('2 tiles written, 1 of them faster than what was chosen')
+    keys = [
+        Key('group_norm/moments', 'bfloat16', group_norm.shape_class(2, pixels, 8))
+        for pixels in (4, 16, 64)
+    ]
+    timed = {
+        keys[0]: {default: 10.0, even: 9.9, fast: 9.0},
+        keys[1]: {default: 10.0, even: 9.9},
+        keys[2]: {fast: 1.0},
+    }
+    assert tile_table.update(kind, timed, dict.fromkeys(keys, default)).endswith(
+        '2 tiles written, 1 of them faster than what was chosen'
+    )
     found = tile_table.load(kind)
-    assert [(key, tile(**entry.tile), entry.us) for key, entry in found.items()] == [(keys[0], fast, 9.0), (keys[1], default, 10.0)]
+    assert [(key, tile(**entry.tile), entry.us) for key, entry in found.items()] == [
+        (keys[0], fast, 9.0),
+        (keys[1], default, 10.0),
+    ]
     with device.use(device.Target.TRITON, kind):
         assert group_norm.choose_tile('moments', 'bfloat16', 2, 4, 8) == fast
-    tile_table.update(kind, {keys[0]: {fast: 9.1, other: 8.9}, keys[1]: {default: 10.0, other: 5.0}}, {keys[0]: fast, keys[1]: default})
-    assert [(tile(**entry.tile), entry.us) for entry in tile_table.load(kind).values()] == [(fast, 9.1), (other, 5.0)]
+    tile_table.update(
+        kind,
+        {keys[0]: {fast: 9.1, other: 8.9}, keys[1]: {default: 10.0, other: 5.0}},
+        {keys[0]: fast, keys[1]: default},
+    )
+    assert [(tile(**entry.tile), entry.us) for entry in tile_table.load(kind).values()] == [
+        (fast, 9.1),
+        (other, 5.0),
+    ]
     assert (folder / 'some_gpu.jsonl').read_text().count('\n') == 2
 
 
 @pytest.mark.parametrize(
     ('text', 'message'),
     [
-        ('{"kernel": "a"}\n', r"some_gpu.jsonl:1: expected kernel, dtype, .*'dtype'.*correct the line"),
-        ('{"kernel": "a", "dtype": "b", "shape": "c", "tile": {}, "us": null}\n' * 2, 'some_gpu.jsonl:2: .*twice'),
+        (
+            '{"kernel": "a"}\n',
+            r"some_gpu.jsonl:1: expected kernel, dtype, .*'dtype'.*correct the line",
+        ),
+        (
+            '{"kernel": "a", "dtype": "b", "shape": "c", "tile": {}, "us": null}\n' * 2,
+            'some_gpu.jsonl:2: .*twice',
+        ),
         ('no JSON\n', 'some_gpu.jsonl:1: expected'),
     ],
 )

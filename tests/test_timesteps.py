@@ -53,7 +53,9 @@ def draws(sampler, state, count=20_000):
     keys = jax.random.split(jax.random.key(1), count)
     if sampler.paired:
         keys = jnp.repeat(keys[::2], 2)
-    return jax.jit(sampler.draw)(state, keys, jnp.arange(count, dtype=jnp.int32), jnp.zeros((count, 1, 1, 1), jnp.float32))
+    return jax.jit(sampler.draw)(
+        state, keys, jnp.arange(count, dtype=jnp.int32), jnp.zeros((count, 1, 1, 1), jnp.float32)
+    )
 
 
 def assert_distribution(t, p):
@@ -92,12 +94,17 @@ def test_speed():
 
 
 def history_of(moments, length=10):
-    return LossHistory(jnp.asarray(np.repeat(moments[:, None], length, 1), jnp.float32), jnp.full(len(moments), length, jnp.int32))
+    return LossHistory(
+        jnp.asarray(np.repeat(moments[:, None], length, 1), jnp.float32),
+        jnp.full(len(moments), length, jnp.int32),
+    )
 
 
 def norms_of(norm):
     """Averages that have seen much."""
-    return GradientNorms(jnp.ones(len(norm), jnp.float32), jnp.asarray(np.square(norm), jnp.float32))
+    return GradientNorms(
+        jnp.ones(len(norm), jnp.float32), jnp.asarray(np.square(norm), jnp.float32)
+    )
 
 
 @pytest.mark.parametrize('name', ['loss_second_moment', 'adaptive', 'speed'])
@@ -119,11 +126,20 @@ def test_importance_makes_the_mean_that_of_uniform_timesteps(name):
     assert_distribution(
         np.asarray(got.t),
         {
-            'loss_second_moment': lambda: np.asarray(second_moment_probabilities(state, 0.001), np.float64),
-            'adaptive': lambda: np.asarray(gradient_norm_probabilities(state, config, STEPS), np.float64),
+            'loss_second_moment': lambda: np.asarray(
+                second_moment_probabilities(state, 0.001), np.float64
+            ),
+            'adaptive': lambda: np.asarray(
+                gradient_norm_probabilities(state, config, STEPS), np.float64
+            ),
             'speed': lambda: (
                 1
-                / (STEPS * np.asarray([got.importance[np.argmax(got.t == t)] for t in range(STEPS)], np.float64))
+                / (
+                    STEPS
+                    * np.asarray(
+                        [got.importance[np.argmax(got.t == t)] for t in range(STEPS)], np.float64
+                    )
+                )
                 * np.isin(np.arange(STEPS), got.t)
             ),
         }[name](),
@@ -138,7 +154,9 @@ def test_loss_second_moment_keeps_the_last_losses_of_each_timestep():
         t, loss = rng.integers(0, 30, 16), rng.random(16)
         t[:7] = 4  # more than the history holds
         t[8:12] = (4 * number + np.arange(4)) % 30
-        state = update(state, jnp.asarray(t, jnp.int32), jnp.asarray(loss, jnp.float32), jnp.full(16, 2.0))
+        state = update(
+            state, jnp.asarray(t, jnp.int32), jnp.asarray(loss, jnp.float32), jnp.full(16, 2.0)
+        )
         for i, v in zip(t, loss, strict=True):
             expected[i].append(2 * v)
     np.testing.assert_array_equal(state.counts, [len(e) for e in expected])
@@ -154,11 +172,19 @@ def test_loss_second_moment_converges_to_the_known_moments():
     def step(state, key):
         keys = jax.random.split(key, 64)
         got = sampler.draw(state, keys, jnp.arange(64), jnp.zeros((64, 1, 1, 1)))
-        return sampler.update(state, got.t, scale[got.t], jnp.ones(64)), second_moment_probabilities(state, 0.001)
+        return sampler.update(
+            state, got.t, scale[got.t], jnp.ones(64)
+        ), second_moment_probabilities(state, 0.001)
 
     state, path = jax.lax.scan(step, sampler.init(), jax.random.split(jax.random.key(0), 100))
-    np.testing.assert_allclose(path[2], 1 / STEPS, rtol=1e-6)  # uniform until all histories are full
-    np.testing.assert_allclose(second_moment_probabilities(state, 0.001), 0.999 * scale / scale.sum() + 0.001 / STEPS, rtol=1e-4)
+    np.testing.assert_allclose(
+        path[2], 1 / STEPS, rtol=1e-6
+    )  # uniform until all histories are full
+    np.testing.assert_allclose(
+        second_moment_probabilities(state, 0.001),
+        0.999 * scale / scale.sum() + 0.001 / STEPS,
+        rtol=1e-4,
+    )
 
 
 def follow_gradients(second_moment, weight, count, **fields):
@@ -170,10 +196,14 @@ def follow_gradients(second_moment, weight, count, **fields):
     def step(state, key):
         keys = jax.random.split(key, 65)
         t = sampler.draw(state, keys[:64], jnp.arange(64), jnp.zeros((64, 1, 1, 1))).t
-        state = sampler.update(state, t, second_moment[t] * jax.random.exponential(keys[64], (64,)), weight[t])
+        state = sampler.update(
+            state, t, second_moment[t] * jax.random.exponential(keys[64], (64,)), weight[t]
+        )
         return state, gradient_norm_probabilities(state, config, STEPS)
 
-    return np.asarray(jax.lax.scan(step, sampler.init(), jax.random.split(jax.random.key(3), count))[1])
+    return np.asarray(
+        jax.lax.scan(step, sampler.init(), jax.random.split(jax.random.key(3), count))[1]
+    )
 
 
 def variance(p, second_moment, weight):
@@ -190,13 +220,18 @@ def test_adaptive_converges_to_the_least_variance():
     norm = WEIGHTS * np.sqrt(MOMENTS)
     best = norm / norm.sum()
     np.testing.assert_allclose(path[1000:].mean(0), 0.95 * best + 0.05 / STEPS, rtol=0.05)
-    reached, least, uniform = (variance(p, MOMENTS, WEIGHTS) for p in (path[-1].astype(np.float64), best, np.full(STEPS, 1 / STEPS)))
+    reached, least, uniform = (
+        variance(p, MOMENTS, WEIGHTS)
+        for p in (path[-1].astype(np.float64), best, np.full(STEPS, 1 / STEPS))
+    )
     assert least < reached < 1.05 * least
     assert uniform > 1.25 * least
 
 
 def test_adaptive_is_uniform_until_all_bins_were_visited_and_bounds_its_factor():
-    path = follow_gradients(np.where(np.arange(STEPS) < 2, 1.0, 0.0), np.ones(STEPS), 200, adaptive_uniform=0.2)
+    path = follow_gradients(
+        np.where(np.arange(STEPS) < 2, 1.0, 0.0), np.ones(STEPS), 200, adaptive_uniform=0.2
+    )
     np.testing.assert_allclose(path[0], 1 / STEPS, rtol=1e-6)
     np.testing.assert_allclose(path[-1, 2:], 0.2 / STEPS, rtol=1e-3)
     assert path[-1, :2].sum() == pytest.approx(0.8 + 2 * 0.2 / STEPS, rel=1e-3)
@@ -210,17 +245,24 @@ def test_adaptive_goes_in_straight_lines_without_a_loop(bins):
     state = norms_of(np.random.default_rng(bins).uniform(0.1, 3, bins))
     config = TimestepsConfig(adaptive_bins=bins)
     centres = (np.arange(bins) + 0.5) * STEPS / bins - 0.5
-    norm = np.exp(np.interp(np.arange(STEPS), centres, np.log(np.asarray(state.square, np.float64)) / 2))
+    norm = np.exp(
+        np.interp(np.arange(STEPS), centres, np.log(np.asarray(state.square, np.float64)) / 2)
+    )
     wanted = 0.95 * norm / norm.sum() + 0.05 / STEPS
     np.testing.assert_allclose(gradient_norm_probabilities(state, config, STEPS), wanted, rtol=1e-5)
     # A loop's body is a launch or more each time on a GPU: ten of them cost a hundredth of a step.
-    program = str(jax.make_jaxpr(lambda state: gradient_norm_probabilities(state, config, STEPS))(state))
+    program = str(
+        jax.make_jaxpr(lambda state: gradient_norm_probabilities(state, config, STEPS))(state)
+    )
     assert not any(loop in program for loop in ('while', 'scan', 'sort['))
 
 
 def test_adaptive_correction_is_a_power_of_the_importance():
     state = norms_of(np.linspace(0.1, 2, 8))
-    whole, half, none = (draws(sampler_of('adaptive', adaptive_bins=8, adaptive_correction=c), state, 100) for c in (1.0, 0.5, 0.0))
+    whole, half, none = (
+        draws(sampler_of('adaptive', adaptive_bins=8, adaptive_correction=c), state, 100)
+        for c in (1.0, 0.5, 0.0)
+    )
     np.testing.assert_array_equal(half.t, whole.t)
     np.testing.assert_allclose(half.weight, np.sqrt(whole.importance), rtol=1e-6)
     assert np.ptp(np.asarray(half.weight)) > 0.1
@@ -228,13 +270,18 @@ def test_adaptive_correction_is_a_power_of_the_importance():
 
 
 def test_adaptive_follows_losses_that_change():
-    sampler, config = sampler_of('adaptive', adaptive_bins=8, adaptive_memory=40.0), TimestepsConfig(adaptive_bins=8)
+    sampler, config = (
+        sampler_of('adaptive', adaptive_bins=8, adaptive_memory=40.0),
+        TimestepsConfig(adaptive_bins=8),
+    )
     state = norms_of(np.ones(8))
     rng = np.random.default_rng(0)
     loss = np.where(np.arange(STEPS) < 20, 4.0, 1.0)
     for _ in range(60):
         t = rng.integers(0, STEPS, 64)
-        state = sampler.update(state, jnp.asarray(t, jnp.int32), jnp.asarray(loss[t], jnp.float32), jnp.full(64, 3.0))
+        state = sampler.update(
+            state, jnp.asarray(t, jnp.int32), jnp.asarray(loss[t], jnp.float32), jnp.full(64, 3.0)
+        )
     p = np.asarray(gradient_norm_probabilities(state, config, STEPS))
     assert p[0] / p[-1] == pytest.approx((0.95 * 2 / 1.5 + 0.05) / (0.95 / 1.5 + 0.05), rel=0.02)
     assert (np.diff(p) <= 1e-7).all()  # straight lines between the bins
@@ -253,17 +300,31 @@ def test_policy_draws_its_beta_distribution():
     assert_distribution(np.asarray(t), mass)
     np.testing.assert_allclose(importance, 1 / (STEPS * mass[np.asarray(t)]), rtol=1e-3)
     # A loop in the draw would have the host follow it in every step.
-    program = str(jax.make_jaxpr(functools.partial(policy.draw_from_policy, steps=STEPS))(state.params, keys, x0))
+    program = str(
+        jax.make_jaxpr(functools.partial(policy.draw_from_policy, steps=STEPS))(
+            state.params, keys, x0
+        )
+    )
     assert not any(loop in program for loop in ('while', 'scan'))
     a, b = jnp.asarray([0.7, 3.0]), jnp.asarray([2.0, 1.5])
-    np.testing.assert_allclose(policy.entropy(a, b), stats.beta(a, b).entropy(), rtol=1e-4, atol=1e-5)
-    np.testing.assert_allclose(policy.log_density(jnp.asarray([0.2, 0.9]), a, b), stats.beta(a, b).logpdf([0.2, 0.9]), rtol=1e-4)
+    np.testing.assert_allclose(
+        policy.entropy(a, b), stats.beta(a, b).entropy(), rtol=1e-4, atol=1e-5
+    )
+    np.testing.assert_allclose(
+        policy.log_density(jnp.asarray([0.2, 0.9]), a, b),
+        stats.beta(a, b).logpdf([0.2, 0.9]),
+        rtol=1e-4,
+    )
 
 
-@pytest.mark.parametrize(('a', 'b'), [(0.3, 0.5), (0.974, 0.974), (1.0, 4.0), (30.0, 2.0), (50.0, 50.0)])
+@pytest.mark.parametrize(
+    ('a', 'b'), [(0.3, 0.5), (0.974, 0.974), (1.0, 4.0), (30.0, 2.0), (50.0, 50.0)]
+)
 def test_policy_draws_any_beta_distribution(a, b, monkeypatch):
     count, steps = 5_000, 1000
-    monkeypatch.setattr(policy, 'propose', lambda params, x0: (jnp.full(count, a), jnp.full(count, b)))
+    monkeypatch.setattr(
+        policy, 'propose', lambda params, x0: (jnp.full(count, a), jnp.full(count, b))
+    )
     keys = jax.random.split(jax.random.key(7), count)
     u, t, importance = policy.draw_from_policy({}, keys, jnp.zeros((count, 1, 1, 1)), steps=steps)
     exact = stats.beta(a, b)
@@ -271,11 +332,15 @@ def test_policy_draws_any_beta_distribution(a, b, monkeypatch):
     np.testing.assert_array_equal(t, np.round(np.asarray(u) * (steps - 1)))
     every = np.arange(steps)
     mass = np.diff(exact.cdf(np.clip((np.arange(steps + 1) - 0.5) / (steps - 1), 0, 1)))
-    found = np.asarray(policy.beta_mass(jnp.asarray(every), jnp.full(steps, a), jnp.full(steps, b), steps))
+    found = np.asarray(
+        policy.beta_mass(jnp.asarray(every), jnp.full(steps, a), jnp.full(steps, b), steps)
+    )
     likely = mass > 1e-6
     np.testing.assert_allclose(found[likely], mass[likely], rtol=0.01)
     assert found.sum() == pytest.approx(1, rel=1e-3)
-    np.testing.assert_allclose(importance, 1 / (steps * np.maximum(found[np.asarray(t)], 1e-6)), rtol=1e-5)
+    np.testing.assert_allclose(
+        importance, 1 / (steps * np.maximum(found[np.asarray(t)], 1e-6)), rtol=1e-5
+    )
 
 
 def test_policy_moves_to_what_is_rewarded():
@@ -286,9 +351,13 @@ def test_policy_moves_to_what_is_rewarded():
     def step(state, key):
         keys = jax.random.split(key, 64)
         u = policy.draw_from_policy(state.params, keys, x0, steps=STEPS)[0]
-        return policy.reinforce(config, state, keys, x0, 0.1 - jnp.square(u - 0.2), None), jnp.mean(u)
+        return policy.reinforce(config, state, keys, x0, 0.1 - jnp.square(u - 0.2), None), jnp.mean(
+            u
+        )
 
-    _, path = jax.lax.scan(step, policy.init_policy(config), jax.random.split(jax.random.key(0), 100))
+    _, path = jax.lax.scan(
+        step, policy.init_policy(config), jax.random.split(jax.random.key(0), 100)
+    )
     assert 0.4 < float(path[0]) < 0.6
     assert 0.05 < float(path[-20:].mean()) < 0.33
 
@@ -313,7 +382,12 @@ def test_policy_bound_terms_are_ddpms_weighted_error():
     terms = functools.partial(policy.bound_terms, diffusion, x0=x0, xt=xt, t=t)
     got = terms(output=noise + error) - terms(output=noise)
     b = diffusion.betas[1:]
-    want = b / (2 * (1 - b) * (1 - diffusion.alphas_cumprod[1:])) * np.mean(np.square(error), axis=(1, 2, 3)) / np.log(2)
+    want = (
+        b
+        / (2 * (1 - b) * (1 - diffusion.alphas_cumprod[1:]))
+        * np.mean(np.square(error), axis=(1, 2, 3))
+        / np.log(2)
+    )
     np.testing.assert_allclose(got, want, rtol=1e-3, atol=1e-5)
 
 
@@ -323,7 +397,13 @@ def source():
 
 
 def method(sampler, weighting, **changes):
-    fields = {'sampler': sampler, 'policy_every': 2, 'adaptive_bins': 8, 'adaptive_memory': 20.0, 'history': 1}
+    fields = {
+        'sampler': sampler,
+        'policy_every': 2,
+        'adaptive_bins': 8,
+        'adaptive_memory': 20.0,
+        'history': 1,
+    }
     return tiny_config(timesteps=fields, loss={'weighting': weighting}, **changes)
 
 
@@ -331,7 +411,10 @@ JIT = {'parallel': {'mode': 'jit', 'devices': 4}}
 PMAP = {'parallel': {'mode': 'pmap', 'devices': 2}, 'optimizer': {'accumulate_steps': 2}}
 
 
-@pytest.mark.parametrize(('sampler', 'weighting', 'spread'), [(*m, s) for m, s in zip(METHODS, (JIT, PMAP, PMAP, JIT), strict=True)])
+@pytest.mark.parametrize(
+    ('sampler', 'weighting', 'spread'),
+    [(*m, s) for m, s in zip(METHODS, (JIT, PMAP, PMAP, JIT), strict=True)],
+)
 def test_losses_and_states_do_not_depend_on_the_devices(sampler, weighting, spread, source):
     benches = [
         Bench(method(sampler, weighting, parallel={'devices': 1}), source),
@@ -340,7 +423,10 @@ def test_losses_and_states_do_not_depend_on_the_devices(sampler, weighting, spre
     one, several = ([bench.losses(4), bench.parallel.fetch(bench.state)] for bench in benches)
     np.testing.assert_allclose(several[0], one[0], rtol=1e-4)
     names = ('weighting', 'timesteps')
-    for got, want in zip(*(jax.tree.leaves([getattr(side[1], n) for n in names]) for side in (several, one)), strict=True):
+    for got, want in zip(
+        *(jax.tree.leaves([getattr(side[1], n) for n in names]) for side in (several, one)),
+        strict=True,
+    ):
         np.testing.assert_allclose(got, want, rtol=2e-3, atol=1e-4)
 
 
@@ -352,7 +438,11 @@ def test_a_step_hands_the_sampler_what_it_drew_and_its_loss_weights(spread, sour
         del state, keys, x0
         return Draw(5 * row, jnp.ones(row.shape), jnp.full(row.shape, 0.5))
 
-    sampler = TimestepSampler(lambda: jnp.zeros((3, rows)), draw, lambda state, t, loss, weight: jnp.stack([t.astype(float), loss, weight]))
+    sampler = TimestepSampler(
+        lambda: jnp.zeros((3, rows)),
+        draw,
+        lambda state, t, loss, weight: jnp.stack([t.astype(float), loss, weight]),
+    )
     for module in (state_module, step_module):
         monkeypatch.setattr(module, 'make_sampler', lambda *_: sampler)
     bench = Bench(method('uniform', 'p2', data={'batch_size': rows}).replace(**spread), source)
@@ -360,7 +450,9 @@ def test_a_step_hands_the_sampler_what_it_drew_and_its_loss_weights(spread, sour
     t, loss, weight = np.asarray(bench.parallel.fetch(bench.state).timesteps)
     np.testing.assert_array_equal(t, 5 * np.arange(rows))
     diffusion = make_diffusion(bench.config.diffusion)
-    np.testing.assert_allclose(weight, make_weighting(bench.config.loss, diffusion).table(())[t.astype(int)], rtol=1e-6)
+    np.testing.assert_allclose(
+        weight, make_weighting(bench.config.loss, diffusion).table(())[t.astype(int)], rtol=1e-6
+    )
     assert len(set(weight)) == rows
     assert np.all(loss > 0)
 
@@ -368,7 +460,9 @@ def test_a_step_hands_the_sampler_what_it_drew_and_its_loss_weights(spread, sour
 @pytest.mark.parametrize(('sampler', 'weighting'), METHODS)
 def test_a_resumed_run_is_bit_for_bit_the_uninterrupted_one(sampler, weighting, tmp_path, source):
     def part(name, steps):
-        config = method(sampler, weighting, optimizer={'schedule': 'constant'}, train={'steps': steps})
+        config = method(
+            sampler, weighting, optimizer={'schedule': 'constant'}, train={'steps': steps}
+        )
         train(config, tmp_path / name, source)
         return checkpoint.read(tmp_path / name).state
 
@@ -378,7 +472,12 @@ def test_a_resumed_run_is_bit_for_bit_the_uninterrupted_one(sampler, weighting, 
     assert checkpoint.checksum(resumed) == checkpoint.checksum(whole)
     stateful = jax.tree.leaves((half.weighting, half.timesteps))
     if sampler != 'speed':
-        assert any(not np.array_equal(a, b) for a, b in zip(stateful, jax.tree.leaves((resumed.weighting, resumed.timesteps)), strict=True))
+        assert any(
+            not np.array_equal(a, b)
+            for a, b in zip(
+                stateful, jax.tree.leaves((resumed.weighting, resumed.timesteps)), strict=True
+            )
+        )
     rows = [read_metrics(tmp_path / name / 'metrics.csv') for name in ('whole', 'halves')]
     assert [r['loss'] for r in rows[0]] == [r['loss'] for r in rows[1]]
 
@@ -389,15 +488,26 @@ def test_a_checkpoint_without_the_states_loads_and_another_method_starts_anew(tm
     train(config, tmp_path, source)
     state = checkpoint.read(tmp_path).state
     assert (state.weighting, state.timesteps) == ((), ())
-    old = {f.name: getattr(state, f.name) for f in dataclasses.fields(state) if f.name not in ('weighting', 'timesteps')}
-    values = {name: fields for name, fields in to_dict(config).items() if name not in ('loss', 'timesteps')}
+    old = {
+        f.name: getattr(state, f.name)
+        for f in dataclasses.fields(state)
+        if f.name not in ('weighting', 'timesteps')
+    }
+    values = {
+        name: fields
+        for name, fields in to_dict(config).items()
+        if name not in ('loss', 'timesteps')
+    }
     checkpoints = checkpoint.Checkpoints(tmp_path / 'old', keep=3)
     checkpoints.save(6, old, config, 0.0)
     checkpoints.wait()
     checkpoints.close()
     meta = tmp_path / 'old' / 'checkpoints' / '6' / 'meta' / 'metadata'
     saved = json.loads(meta.read_text())
-    saved |= {'config': values, 'checksum': checkpoint.checksum(state)}  # leaves in the order of the dataclass
+    saved |= {
+        'config': values,
+        'checksum': checkpoint.checksum(state),
+    }  # leaves in the order of the dataclass
     meta.write_text(json.dumps(saved))
     again = checkpoint.read(tmp_path / 'old')
     assert checkpoint.checksum(again.state) == checkpoint.checksum(state)
@@ -408,36 +518,64 @@ def test_a_checkpoint_without_the_states_loads_and_another_method_starts_anew(tm
     assert int(jax.tree.leaves(now.weighting.optimizer)[0]) == 2
 
 
-@pytest.mark.parametrize(('field', 'method_of'), [('timesteps', 'timesteps.sampler=adaptive'), ('weighting', 'loss.weighting=uncertainty')])
+@pytest.mark.parametrize(
+    ('field', 'method_of'),
+    [('timesteps', 'timesteps.sampler=adaptive'), ('weighting', 'loss.weighting=uncertainty')],
+)
 def test_a_state_of_another_version_is_no_damage(tmp_path, source, field, method_of):
     config = method('adaptive', 'uncertainty')
     other = checkpoint.state_template(config).replace(**{field: {'fast': np.ones(3, np.float32)}})
-    state = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype) if jax.dtypes.issubdtype(x.dtype, np.number) else x, other)
+    state = jax.tree.map(
+        lambda x: np.zeros(x.shape, x.dtype) if jax.dtypes.issubdtype(x.dtype, np.number) else x,
+        other,
+    )
     checkpoints = checkpoint.Checkpoints(tmp_path, keep=3)
     checkpoints.save(6, state, config, 0.0)
     checkpoints.wait()
     checkpoints.close()
-    with pytest.raises(UserError, match=f'another version of jaxunet, whose state of {method_of} holds fast; this one'):
+    with pytest.raises(
+        UserError,
+        match=f'another version of jaxunet, whose state of {method_of} holds fast; this one',
+    ):
         train(config.replace(train={'steps': 8}), tmp_path, source)
     assert [p.name for p in (tmp_path / 'checkpoints').iterdir()] == ['6']
     assert not (tmp_path / 'damaged').exists()
 
 
 def test_a_bad_step_leaves_the_states(source):
-    bench = Bench(method('adaptive', 'uncertainty', parallel={'devices': 1}, optimizer={'learning_rate': 1e30, 'clip_norm': 0.0}), source)
+    bench = Bench(
+        method(
+            'adaptive',
+            'uncertainty',
+            parallel={'devices': 1},
+            optimizer={'learning_rate': 1e30, 'clip_norm': 0.0},
+        ),
+        source,
+    )
     bench.losses(4)
     state = bench.parallel.fetch(bench.state)
     assert state.skipped > 0
-    assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves((state.weighting, state.timesteps)))
+    assert all(
+        np.isfinite(leaf).all() for leaf in jax.tree.leaves((state.weighting, state.timesteps))
+    )
 
 
 @pytest.mark.parametrize(
     ('fields', 'message'),
     [
         ({'sampler': 'adaptiv'}, r'timesteps.sampler: expected one of .*; did you mean "adaptive"'),
-        ({'sampler': 'adaptive', 'adaptive_bins': 2000}, r'timesteps.adaptive_bins: 2000 is more than diffusion.steps \(1000\)'),
-        ({'sampler': 'policy', 'policy_probes': 2000}, r'timesteps.policy_probes: 2000 is more than diffusion.steps \(1000\)'),
-        ({'adaptive_correction': 2.0}, r'timesteps.adaptive_correction: expected 0 to 1, found 2.0'),
+        (
+            {'sampler': 'adaptive', 'adaptive_bins': 2000},
+            r'timesteps.adaptive_bins: 2000 is more than diffusion.steps \(1000\)',
+        ),
+        (
+            {'sampler': 'policy', 'policy_probes': 2000},
+            r'timesteps.policy_probes: 2000 is more than diffusion.steps \(1000\)',
+        ),
+        (
+            {'adaptive_correction': 2.0},
+            r'timesteps.adaptive_correction: expected 0 to 1, found 2.0',
+        ),
         ({'policy_every': 0}, r'timesteps.policy_every: expected more than 0, found 0'),
     ],
 )

@@ -29,7 +29,13 @@ def call(module, *arguments, code=0):
         'JAX_PLATFORMS': 'cpu',
         'JAX_COMPILATION_CACHE_DIR': str(jax.config.jax_compilation_cache_dir),
     }
-    done = subprocess.run([sys.executable, '-m', module, *arguments], env=environment, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, '-m', module, *arguments],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     assert done.returncode == code, done.stderr
     assert 'Traceback' not in done.stderr
     return done.stdout if code == 0 else done.stderr
@@ -38,7 +44,14 @@ def call(module, *arguments, code=0):
 @pytest.fixture(scope='module')
 def trained(tmp_path_factory):
     path = tmp_path_factory.mktemp('features') / 'digits.npz'
-    return path, call('jaxunet.metrics.train_features', '--reference=digits:', f'--output={path}', '--cutout=0.3', '--cutmix=0.2', *SMALL)
+    return path, call(
+        'jaxunet.metrics.train_features',
+        '--reference=digits:',
+        f'--output={path}',
+        '--cutout=0.3',
+        '--cutmix=0.2',
+        *SMALL,
+    )
 
 
 def test_it_learns_and_says_so(trained):
@@ -47,9 +60,14 @@ def test_it_learns_and_says_so(trained):
         told = json.loads(str(arrays['training']))
     assert told['test_accuracy'] > 0.8  # chance is 0.1
     assert (told['cutout'], told['cutmix']) == (0.3, 0.2)
-    assert f'test accuracy {told["test_accuracy"]:.4f} on 179 images (a tenth of digits:, held out); 6 epochs' in out
+    assert (
+        f'test accuracy {told["test_accuracy"]:.4f} on 179 images (a tenth of digits:, held out); 6 epochs'
+        in out
+    )
     source = open_source('digits:', image_shape=(8, 8, 3))
-    assert told['reference_sha256'] == fingerprint(Images(source.load(np.arange(1797)), source.labels))
+    assert told['reference_sha256'] == fingerprint(
+        Images(source.load(np.arange(1797)), source.labels)
+    )
     assert (told['images'], told['test_images'], len(told['classes'])) == (1618, 179, 10)
 
 
@@ -61,11 +79,18 @@ def test_evaluate_labels_what_it_measures(trained, tmp_path):
     for name, images in (('digits', digits), ('noise', noise)):
         np.savez(tmp_path / f'{name}.npz', images=images)
         sides = [f'--samples={tmp_path}/{name}.npz', '--reference=digits:', f'--features={path}']
-        out = call('jaxunet.evaluate', *sides, '--metrics=fid,kid,recall', f'--output={tmp_path}/{name}.jsonl')
+        out = call(
+            'jaxunet.evaluate',
+            *sides,
+            '--metrics=fid,kid,recall',
+            f'--output={tmp_path}/{name}.jsonl',
+        )
         rows = [json.loads(line) for line in (tmp_path / f'{name}.jsonl').read_text().splitlines()]
         own = rows[0]['features']
         assert own.startswith('classifier-')
-        assert [row['metric'] for row in rows] == [f'{m}[features={own}]' for m in ('frechet_distance', 'kernel_distance', 'recall')]
+        assert [row['metric'] for row in rows] == [
+            f'{m}[features={own}]' for m in ('frechet_distance', 'kernel_distance', 'recall')
+        ]
         assert 'trained on digits:, test accuracy 0.' in rows[0]['resize']
         assert 'fid' not in out.lower()
         values[name] = [row['value'] for row in rows]
@@ -89,7 +114,9 @@ def test_the_file_comes_back(trained):
     for name, value in again.items():
         np.testing.assert_array_equal(value, everything[name])
     # Every stage's features have a mean variance of 1 over the images that it was trained on.
-    every = np.asarray(network.extract(open_source('digits:', image_shape=(8, 8, 3)).load(np.arange(1797))))
+    every = np.asarray(
+        network.extract(open_source('digits:', image_shape=(8, 8, 3)).load(np.arange(1797)))
+    )
     assert every.var(axis=0).mean() == pytest.approx(1, rel=0.1)
     with pytest.raises(UserError, match='compares images of 8x8 pixels, found 16x8'):
         network.extract(np.zeros((2, 16, 8, 3), np.uint8))
@@ -99,8 +126,14 @@ def test_the_file_comes_back(trained):
     ('change', 'message'),
     [
         ({'first.kernel': None}, r'expected an array first\.kernel, found none'),
-        ({'first.scale': np.ones(3, np.float32)}, r'first\.scale: expected finite float32 of shape \(8,\), found float32 of \(3,\)'),
-        ({'first.kernel': np.ones((3, 3, 3, 8), np.float32)}, r'first\.kernel: expected finite float16'),
+        (
+            {'first.scale': np.ones(3, np.float32)},
+            r'first\.scale: expected finite float32 of shape \(8,\), found float32 of \(3,\)',
+        ),
+        (
+            {'first.kernel': np.ones((3, 3, 3, 8), np.float32)},
+            r'first\.kernel: expected finite float16',
+        ),
         ({'first.bias': np.full(8, np.nan, np.float32)}, r'first\.bias: expected finite'),
         ({'architecture': np.array('nothing')}, 'architecture: expected an object in JSON'),
         ({'architecture': np.array('{"height": 8}')}, "architecture: 'width'"),
@@ -110,7 +143,10 @@ def test_the_file_comes_back(trained):
 def test_damaged_files(change, message, trained, tmp_path):
     with np.load(trained[0]) as arrays:
         everything = dict(arrays) | change
-    np.savez(tmp_path / 'x.npz', **{name: value for name, value in everything.items() if value is not None})
+    np.savez(
+        tmp_path / 'x.npz',
+        **{name: value for name, value in everything.items() if value is not None},
+    )
     with pytest.raises(UserError, match=message):
         features.load_features(str(tmp_path / 'x.npz'))
 
@@ -119,10 +155,17 @@ def test_shapes_of_larger_images():
     """CIFAR-10's: three stages, two of them with a branch; batch statistics and stored ones agree where they are the same."""
     architecture = Architecture(32, 32, 2, 5, (0.5, 0.5, 0.5), (0.25, 0.25, 0.25))
     assert architecture.stages == [4, 8, 16]
-    assert [name for name in architecture.convolutions if '.' in name] == ['stage0.0', 'stage0.1', 'stage2.0', 'stage2.1']
+    assert [name for name in architecture.convolutions if '.' in name] == [
+        'stage0.0',
+        'stage0.1',
+        'stage2.0',
+        'stage2.1',
+    ]
     params, statistics = init(architecture, jax.random.key(0))
     arrays = to_arrays(architecture, params, statistics, np.ones(28), {})
-    assert {name: value.shape for name, value in arrays.items() if value.dtype.kind == 'f'} == architecture.shapes
+    assert {
+        name: value.shape for name, value in arrays.items() if value.dtype.kind == 'f'
+    } == architecture.shapes
     images = np.random.default_rng(0).integers(0, 256, (6, 32, 32, 3), dtype=np.uint8)
     x = normalise(architecture, jnp.asarray(images))
     np.testing.assert_allclose(x, images / 63.75 - 2, atol=1e-5)
@@ -139,11 +182,17 @@ def test_mixed_images_have_mixed_targets():
     target = jax.nn.one_hot(numbers, 8)
     shares = []
     for seed in range(200):
-        mixed, targets = (np.asarray(a) for a in jax.jit(mix)(x, target, jax.random.key(seed), 0.75))
+        mixed, targets = (
+            np.asarray(a) for a in jax.jit(mix)(x, target, jax.random.key(seed), 0.75)
+        )
         for i in range(8):
             own = mixed[i, :, :, 0] == i
             assert ((mixed[i, :, :, 0] == (i - 1) % 8) | own).all()
-            np.testing.assert_allclose(targets[i], own.mean() * np.eye(8)[i] + (1 - own.mean()) * np.eye(8)[i - 1], atol=1e-6)
+            np.testing.assert_allclose(
+                targets[i],
+                own.mean() * np.eye(8)[i] + (1 - own.mean()) * np.eye(8)[i - 1],
+                atol=1e-6,
+            )
             rows, columns = np.nonzero(~own)
             assert (~own).sum() == (np.unique(rows).size * np.unique(columns).size)  # a rectangle
         shares.append(1 - own.mean())
@@ -175,7 +224,9 @@ def test_augmentation():
 
 
 def test_the_learning_rate_and_the_time():
-    np.testing.assert_allclose([one_cycle(jnp.float32(s)) for s in (0, 0.1, 0.2, 0.6, 1)], [0, 0.5, 1, 0.5, 0], atol=1e-6)
+    np.testing.assert_allclose(
+        [one_cycle(jnp.float32(s)) for s in (0, 0.1, 0.2, 0.6, 1)], [0, 0.5, 1, 0.5, 0], atol=1e-6
+    )
     random = np.random.default_rng(0)
     few = Images(random.integers(0, 256, (32, 4, 4, 3), dtype=np.uint8), np.arange(32) % 2)
     said: list[str] = []
@@ -187,7 +238,13 @@ def test_the_learning_rate_and_the_time():
 
 @pytest.mark.parametrize(
     ('seconds', 'first', 'others', 'epochs', 'timed'),
-    [(5, 0.4, 0.01, 500, 51), (300, 2, 1, 300, 2), (2, 0.1, 0.25, 8, 2), (20, 4, 4, 5, 1), (1, 3, 3, 1, 1)],
+    [
+        (5, 0.4, 0.01, 500, 51),
+        (300, 2, 1, 300, 2),
+        (2, 0.1, 0.25, 8, 2),
+        (20, 4, 4, 5, 1),
+        (1, 3, 3, 1, 1),
+    ],
 )
 def test_epochs_that_fit(monkeypatch, seconds, first, others, epochs, timed):
     now = [0.0]
@@ -205,10 +262,16 @@ def test_an_epoch_as_one_program_is_the_same(monkeypatch):
     by_steps = train(few, few, 2, recipe, str)
     monkeypatch.setattr(jax, 'default_backend', lambda: 'gpu')
     whole = train(few, few, 2, recipe, str)
-    for one, other in zip(jax.tree.leaves(by_steps.params), jax.tree.leaves(whole.params), strict=True):
+    for one, other in zip(
+        jax.tree.leaves(by_steps.params), jax.tree.leaves(whole.params), strict=True
+    ):
         np.testing.assert_allclose(one, other, rtol=5e-3, atol=5e-4)
     scores = sum(
-        np.asarray(apply(whole.architecture, whole.params, normalise(whole.architecture, x), whole.statistics)[0])
+        np.asarray(
+            apply(
+                whole.architecture, whole.params, normalise(whole.architecture, x), whole.statistics
+            )[0]
+        )
         for x in (few.images, few.images[:, :, ::-1])
     )
     assert whole.mirrored_accuracy == np.mean(scores.argmax(axis=1) == few.labels)
@@ -227,6 +290,10 @@ def test_held_out_images_are_not_trained_on():
 def test_mistakes(tmp_path):
     np.savez(tmp_path / 'plain.npz', images=np.zeros((30, 8, 8, 3), np.uint8))
     module = 'jaxunet.metrics.train_features'
-    assert 'found none; put each class' in call(module, f'--reference={tmp_path}/plain.npz', f'--output={tmp_path}/f.npz', code=2)
-    assert '--output: expected a name that ends in .npz' in call(module, '--reference=digits:', f'--output={tmp_path}/f.pt', code=2)
+    assert 'found none; put each class' in call(
+        module, f'--reference={tmp_path}/plain.npz', f'--output={tmp_path}/f.npz', code=2
+    )
+    assert '--output: expected a name that ends in .npz' in call(
+        module, '--reference=digits:', f'--output={tmp_path}/f.pt', code=2
+    )
     assert list(tmp_path.iterdir()) == [tmp_path / 'plain.npz']

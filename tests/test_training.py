@@ -13,7 +13,14 @@ import pytest
 from tiny import tiny_config
 
 import xla_ffi
-from jaxunet.checkpoint.state import LossScale, fresh_state, get_moments, learning_rate_schedule, make_optimizer, set_moments
+from jaxunet.checkpoint.state import (
+    LossScale,
+    fresh_state,
+    get_moments,
+    learning_rate_schedule,
+    make_optimizer,
+    set_moments,
+)
 from jaxunet.checkpoint.store import read
 from jaxunet.data import pipeline
 from jaxunet.data.sources import open_source
@@ -40,11 +47,16 @@ class Bench:
 
     def __init__(self, config, source):
         self.config, self.parallel = config, Parallel(config)
-        self.optimizer, model = make_optimizer(config), build_unet(config, ops_of('cuda' if config.backend == 'cuda' else 'xla'))
+        self.optimizer, model = (
+            make_optimizer(config),
+            build_unet(config, ops_of('cuda' if config.backend == 'cuda' else 'xla')),
+        )
         self.state = self.parallel.replicate(fresh_state(config))
         images, labels = pipeline.load_all(source, progress=False)
         self.resident = self.parallel.replicate({'images': images, 'labels': labels})
-        self.make = lambda axis: make_train_step(config, model, make_diffusion(config.diffusion), self.optimizer, axis_name=axis)
+        self.make = lambda axis: make_train_step(
+            config, model, make_diffusion(config.diffusion), self.optimizer, axis_name=axis
+        )
 
     def losses(self, count=3, batches=None):
         data = self.resident if batches is None else self.parallel.put_batch(batches[0])
@@ -92,7 +104,9 @@ def test_the_cuda_backend_trains_alike(mode, source, one_device):
 
 
 @pytest.mark.skipif(xla_ffi._cpu is None, reason='the extension is not built')
-@pytest.mark.parametrize('changes', [{'parallel': {'devices': 2}}, {'optimizer': {'accumulate_steps': 2}}], ids=str)
+@pytest.mark.parametrize(
+    'changes', [{'parallel': {'devices': 2}}, {'optimizer': {'accumulate_steps': 2}}], ids=str
+)
 def test_gradients_of_narrowed_weights_add_up(changes, source):
     """The update of one device and batch takes them in 16 bits, a sum over devices or micro-batches in 32."""
     config = tiny_config(backend='cuda', precision='bfloat16', parallel={'devices': 1})
@@ -103,17 +117,28 @@ def test_gradients_of_narrowed_weights_add_up(changes, source):
 @pytest.mark.skipif(xla_ffi._cpu is None, reason='the extension is not built')
 @pytest.mark.parametrize(
     ('changes', 'narrow'),
-    [({}, True), ({'parallel': {'devices': 2}}, False), ({'optimizer': {'accumulate_steps': 2}}, False)],
+    [
+        ({}, True),
+        ({'parallel': {'devices': 2}}, False),
+        ({'optimizer': {'accumulate_steps': 2}}, False),
+    ],
     ids=str,
 )
 def test_the_update_takes_narrow_gradients_and_sums_are_wide(changes, narrow, source):
-    bench = Bench(tiny_config(backend='cuda', precision='bfloat16', parallel={'devices': 1}).replace(**changes), source)
+    bench = Bench(
+        tiny_config(backend='cuda', precision='bfloat16', parallel={'devices': 1}).replace(
+            **changes
+        ),
+        source,
+    )
     program = bench.parallel.lower(bench.make, bench.state, bench.resident).as_text()
     (update,) = (line for line in program.splitlines() if '@jaxunet_adamw(' in line)
     assert ('bf16' in update) == narrow
     sums = re.findall(r'stablehlo.all_reduce.*?\}\) : \((.*?)\)', program, re.DOTALL)
     assert sums
-    assert any('bf16' in operands for operands in sums) == narrow  # over a single device they are none
+    assert (
+        any('bf16' in operands for operands in sums) == narrow
+    )  # over a single device they are none
 
 
 @pytest.mark.parametrize('mode', ['jit', 'pmap'])
@@ -135,10 +160,20 @@ def test_steps_of_one_call_are_those_of_several(mode, source):
     at_once.state, metrics = four(at_once.state, at_once.resident)
     metrics = at_once.parallel.fetch(metrics)
     assert {value.shape for value in metrics.values()} == {(4,)}
-    np.testing.assert_allclose(np.stack([metrics['step_loss'], metrics['grad_norm']], axis=1).ravel(), losses, rtol=1e-5)
+    np.testing.assert_allclose(
+        np.stack([metrics['step_loss'], metrics['grad_norm']], axis=1).ravel(), losses, rtol=1e-5
+    )
     one, other = (jax.tree.leaves(bench.parallel.fetch(bench.state)) for bench in (singly, at_once))
-    assert max(float(np.abs(np.float64(a) - np.float64(b)).max()) for a, b in zip(one, other, strict=True)) < 1e-5
-    batch = at_once.parallel.put_batch({'image': np.zeros((8, 8, 8, 1), np.uint8), 'label': np.zeros(8, np.int32)})
+    assert (
+        max(
+            float(np.abs(np.float64(a) - np.float64(b)).max())
+            for a, b in zip(one, other, strict=True)
+        )
+        < 1e-5
+    )
+    batch = at_once.parallel.put_batch(
+        {'image': np.zeros((8, 8, 8, 1), np.uint8), 'label': np.zeros(8, np.int32)}
+    )
     with pytest.raises(ValueError, match='4 steps in one call need the whole dataset'):
         at_once.parallel.lower(at_once.make, at_once.state, batch, steps=4)
 
@@ -147,20 +182,31 @@ def test_the_loop_counts_every_step_of_a_call(tmp_path, source, caplog):
     every = {'log_every': 6, 'checkpoint_every': 6, 'sample_every': 0}
     rows = []
     for steps in (1, 3):
-        config = tiny_config(parallel={'devices': 1}, train={'steps': 12, 'steps_per_call': steps, **every})
+        config = tiny_config(
+            parallel={'devices': 1}, train={'steps': 12, 'steps_per_call': steps, **every}
+        )
         workdir = tmp_path / str(steps)
         assert train(config, workdir, source) == 12
-        rows.append([(int(row['step']), float(row['loss']), float(row['grad_norm'])) for row in read_metrics(workdir / 'metrics.csv')])
+        rows.append(
+            [
+                (int(row['step']), float(row['loss']), float(row['grad_norm']))
+                for row in read_metrics(workdir / 'metrics.csv')
+            ]
+        )
         assert sorted(path.name for path in (workdir / 'checkpoints').iterdir()) == ['12', '6']
     assert [row[0] for row in rows[1]] == [6, 12]
-    assert [record.getMessage() for record in caplog.records if 'on a CPU' in record.getMessage()] == [
-        'train.steps_per_call: XLA runs a loop of 3 steps slowly on a CPU; 1 is quicker there'
-    ]
+    assert [
+        record.getMessage() for record in caplog.records if 'on a CPU' in record.getMessage()
+    ] == ['train.steps_per_call: XLA runs a loop of 3 steps slowly on a CPU; 1 is quicker there']
     np.testing.assert_allclose(rows[1], rows[0], rtol=1e-4)
-    with pytest.raises(UserError, match=r'train.steps_per_call: 8 does not divide the step to go on from, 12; set it to 0, 1, or'):
+    with pytest.raises(
+        UserError,
+        match=r'train.steps_per_call: 8 does not divide the step to go on from, 12; set it to 0, 1, or',
+    ):
         train(config.replace(train={'steps': 24, 'steps_per_call': 8}), tmp_path / '1', source)
     with pytest.raises(
-        UserError, match=r'train.steps_per_call: 3 steps in one call need the images in device memory, but those of digits: '
+        UserError,
+        match=r'train.steps_per_call: 3 steps in one call need the images in device memory, but those of digits: ',
     ):
         train(config.replace(data={'cache': 'stream'}), tmp_path / 'stream', source)
 
@@ -170,9 +216,21 @@ def test_as_many_steps_of_a_call_as_suit():
     config = tiny_config(train={'steps_per_call': 0, **counts})
     assert steps_of_call(config, resident=True, platform='gpu') == 20
     assert steps_of_call(config, resident=True, platform='gpu', start=30) == 10
-    assert steps_of_call(config.replace(train={'checkpoint_every': 199}), resident=True, platform='gpu') == 1
-    assert steps_of_call(config, resident=False, platform='gpu') == steps_of_call(config, resident=True, platform='cpu') == 1
-    assert steps_of_call(config.replace(train={'steps_per_call': 4}), resident=True, platform='cpu') == 4
+    assert (
+        steps_of_call(
+            config.replace(train={'checkpoint_every': 199}), resident=True, platform='gpu'
+        )
+        == 1
+    )
+    assert (
+        steps_of_call(config, resident=False, platform='gpu')
+        == steps_of_call(config, resident=True, platform='cpu')
+        == 1
+    )
+    assert (
+        steps_of_call(config.replace(train={'steps_per_call': 4}), resident=True, platform='cpu')
+        == 4
+    )
 
 
 def test_a_bad_step_changes_only_the_counters(source):
@@ -183,7 +241,12 @@ def test_a_bad_step_changes_only_the_counters(source):
     bench.losses(count=1)
     after = bench.parallel.fetch(bench.state)
     for name in ('params', 'ema', 'opt_state'):
-        assert all(np.array_equal(a, b) for a, b in zip(*(jax.tree.leaves(getattr(s, name)) for s in (host, after)), strict=True)), name
+        assert all(
+            np.array_equal(a, b)
+            for a, b in zip(
+                *(jax.tree.leaves(getattr(s, name)) for s in (host, after)), strict=True
+            )
+        ), name
     assert (after.step, after.skipped, after.bad_steps, after.loss_count) == (1, 1, 1, 0)
 
 
@@ -192,7 +255,10 @@ def test_loss_scale_halves_doubles_and_stays_off():
     assert [float(v) for v in scale.update(jnp.array(True), True)] == [2048, 0]
     assert [float(v) for v in scale.update(jnp.array(False), True)] == [512, 0]
     assert scale.update(jnp.array(False), False) is scale
-    assert float(LossScale(jnp.float32(1024), jnp.int32(5)).update(jnp.array(True), True).finite_steps) == 6
+    assert (
+        float(LossScale(jnp.float32(1024), jnp.int32(5)).update(jnp.array(True), True).finite_steps)
+        == 6
+    )
 
 
 @pytest.mark.parametrize('steps', [1, 10])
@@ -200,7 +266,10 @@ def test_training_stops_after_too_many_bad_steps(steps, tmp_path, source):
     often = {'steps_per_call': steps, 'log_every': 10, 'checkpoint_every': 10}
     optimizer = {'learning_rate': 1e30, 'clip_norm': 0.0, 'warmup_steps': 0}
     config = tiny_config(optimizer=optimizer, train={'steps': 60, 'max_bad_steps': 3, **often})
-    with pytest.raises(UserError, match=r'[3-9] steps in a row had a loss or gradient that is not finite \(train.max_bad_steps=3\); lower'):
+    with pytest.raises(
+        UserError,
+        match=r'[3-9] steps in a row had a loss or gradient that is not finite \(train.max_bad_steps=3\); lower',
+    ):
         train(config, tmp_path, source)
 
 
@@ -214,7 +283,9 @@ def test_a_corrupt_image_takes_no_step_with_it(tmp_path, source, monkeypatch):
             yield batch
 
     monkeypatch.setattr(pipeline, 'stream', broken)
-    config = tiny_config(data={'cache': 'stream'}, parallel={'devices': 1}, train={'checkpoint_every': 100})
+    config = tiny_config(
+        data={'cache': 'stream'}, parallel={'devices': 1}, train={'checkpoint_every': 100}
+    )
     with pytest.raises(UserError, match=r'cat\.png'):
         train(config, tmp_path, source)
     assert int(read(tmp_path).state.step) == 5
@@ -226,7 +297,9 @@ def test_one_run_at_a_time_in_a_workdir(tmp_path, source):
         train(tiny_config(), tmp_path / 'file', source)
     program = "import fcntl, sys; f = open(sys.argv[1], 'w'); fcntl.lockf(f, fcntl.LOCK_EX); print('held', flush=True); sys.stdin.read()"
     command = [sys.executable, '-c', program, str(tmp_path / '.lock')]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as other:
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as other:
         assert other.stdout.readline() == 'held\n'
         with pytest.raises(UserError, match=f'another run is training in {tmp_path}'):
             train(tiny_config(), tmp_path, source)
@@ -236,10 +309,16 @@ def test_one_run_at_a_time_in_a_workdir(tmp_path, source):
 
 def test_a_workdir_that_cannot_be_locked_is_told(tmp_path, monkeypatch):
     told = []
-    monkeypatch.setattr(loop.fcntl, 'lockf', lambda *_: (_ for _ in ()).throw(OSError(95, 'Operation not supported')))
+    monkeypatch.setattr(
+        loop.fcntl,
+        'lockf',
+        lambda *_: (_ for _ in ()).throw(OSError(95, 'Operation not supported')),
+    )
     monkeypatch.setattr(loop.logging, 'warning', lambda text, *values: told.append(text % values))
     with loop._alone(tmp_path):
-        assert told == [f'--workdir: {tmp_path} cannot be locked (Operation not supported): nothing keeps a second run out of it']
+        assert told == [
+            f'--workdir: {tmp_path} cannot be locked (Operation not supported): nothing keeps a second run out of it'
+        ]
 
 
 def test_ema_is_the_recurrence(source):
@@ -256,15 +335,26 @@ def test_ema_is_the_recurrence(source):
     state = bench.parallel.fetch(bench.state)
     for want, got in zip(jax.tree.leaves(expected), jax.tree.leaves(state.ema['0.9']), strict=True):
         np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-6)
-    for want, got in zip(jax.tree.leaves(state.params), jax.tree.leaves(state.ema['0.0']), strict=True):
+    for want, got in zip(
+        jax.tree.leaves(state.params), jax.tree.leaves(state.ema['0.0']), strict=True
+    ):
         np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-7)
     assert float(ema_decay(0.9, jnp.int32(0), False)) == pytest.approx(0.9)
 
 
-@pytest.mark.parametrize(('schedule', 'end'), [('constant', 1e-3), ('cosine', 0.0), ('linear', 0.0)])
+@pytest.mark.parametrize(
+    ('schedule', 'end'), [('constant', 1e-3), ('cosine', 0.0), ('linear', 0.0)]
+)
 def test_learning_rate(schedule, end):
-    rate = learning_rate_schedule(tiny_config(optimizer={'schedule': schedule, 'warmup_steps': 10}, train={'steps': 110}))
-    np.testing.assert_allclose([rate(0), rate(4), rate(9), rate(10), rate(110)], [1e-4, 5e-4, 1e-3, 1e-3, end], rtol=1e-5, atol=1e-9)
+    rate = learning_rate_schedule(
+        tiny_config(optimizer={'schedule': schedule, 'warmup_steps': 10}, train={'steps': 110})
+    )
+    np.testing.assert_allclose(
+        [rate(0), rate(4), rate(9), rate(10), rate(110)],
+        [1e-4, 5e-4, 1e-3, 1e-3, end],
+        rtol=1e-5,
+        atol=1e-9,
+    )
     if schedule != 'constant':
         assert rate(60) == pytest.approx(5e-4, rel=1e-4)
 
@@ -275,7 +365,9 @@ def test_clipping_and_moments(source):
     _, norm = bench.losses(count=1)
     mu, nu = get_moments(bench.parallel.fetch(bench.state).opt_state)
     assert norm > 0.1
-    assert math.sqrt(sum(float((m**2).sum()) for m in jax.tree.leaves(mu))) == pytest.approx(0.1 * 0.01, rel=1e-3)
+    assert math.sqrt(sum(float((m**2).sum()) for m in jax.tree.leaves(mu))) == pytest.approx(
+        0.1 * 0.01, rel=1e-3
+    )
     replaced = set_moments(bench.parallel.fetch(bench.state).opt_state, nu, mu)
     assert get_moments(replaced)[0] is nu
 
@@ -283,9 +375,13 @@ def test_clipping_and_moments(source):
 def test_weight_decay_pulls_weights_down(source):
     norms = []
     for decay in (0.0, 100.0):
-        bench = Bench(tiny_config(optimizer={'weight_decay': decay}, parallel={'devices': 1}), source)
+        bench = Bench(
+            tiny_config(optimizer={'weight_decay': decay}, parallel={'devices': 1}), source
+        )
         bench.losses()
-        norms.append(float(np.linalg.norm(bench.parallel.fetch(bench.state).params['conv_in']['kernel'])))
+        norms.append(
+            float(np.linalg.norm(bench.parallel.fetch(bench.state).params['conv_in']['kernel']))
+        )
     assert norms[1] < 0.9 * norms[0]
 
 
@@ -305,7 +401,9 @@ def test_the_loop_learns_and_logs(precision, tmp_path, source):
     assert (float(rows[0]['loss_scale']) > 1) == (precision == 'float16')
     assert (tmp_path / 'samples' / 'step_0000120.png').stat().st_size > 100
     assert list((tmp_path / 'tensorboard').iterdir())
-    assert train(config, tmp_path, source) == 120  # done already: nothing is trained or logged again
+    assert (
+        train(config, tmp_path, source) == 120
+    )  # done already: nothing is trained or logged again
     assert read_metrics(tmp_path / 'metrics.csv') == rows
 
 
@@ -313,8 +411,14 @@ def test_the_loop_learns_and_logs(precision, tmp_path, source):
     ('changes', 'message'),
     [
         ({'parallel': {'devices': 5}}, r'parallel.devices: 5 asked for, but this machine has 4'),
-        ({'data': {'batch_size': 6}}, r'data.batch_size: 6 .* gives 6 images, which do not divide among 4 devices'),
-        ({'optimizer': {'accumulate_steps': 4}}, r'gives 2 images, which do not divide among 4 devices'),
+        (
+            {'data': {'batch_size': 6}},
+            r'data.batch_size: 6 .* gives 6 images, which do not divide among 4 devices',
+        ),
+        (
+            {'optimizer': {'accumulate_steps': 4}},
+            r'gives 2 images, which do not divide among 4 devices',
+        ),
     ],
 )
 def test_batches_that_do_not_divide(changes, message):

@@ -33,14 +33,24 @@ def features(tmp_path_factory):
     architecture = Architecture(8, 8, 2, 10, (0.5, 0.5, 0.5), (0.5, 0.5, 0.5))
     params, statistics = init(architecture, jax.random.key(0))
     path = tmp_path_factory.mktemp('features') / 'random.npz'
-    arrays = to_arrays(architecture, params, statistics, np.ones(4), {'reference': 'nothing', 'test_accuracy': 0.1})
+    arrays = to_arrays(
+        architecture, params, statistics, np.ones(4), {'reference': 'nothing', 'test_accuracy': 0.1}
+    )
     np.savez(path, jaxunet_features=np.array('classifier'), **arrays)
     return path
 
 
 def config_of(features, **changes):
-    evaluation = {'samples': 10, 'batch_size': 4, 'steps': 2, 'metrics': ('fid', 'precision'), 'features': str(features)}
-    return tiny_config(train={'evaluate_every': 3, 'log_every': 2}, evaluation=evaluation).replace(**changes)
+    evaluation = {
+        'samples': 10,
+        'batch_size': 4,
+        'steps': 2,
+        'metrics': ('fid', 'precision'),
+        'features': str(features),
+    }
+    return tiny_config(train={'evaluate_every': 3, 'log_every': 2}, evaluation=evaluation).replace(
+        **changes
+    )
 
 
 def test_samples_are_drawn_as_the_config_says(features, source):
@@ -48,7 +58,13 @@ def test_samples_are_drawn_as_the_config_says(features, source):
     plain = config_of(features, model={'num_classes': 10, 'zero_init': False})
     params = fresh_state(plain).params
     images = []
-    for config, told in ((plain, 'ddim'), (plain.replace(evaluation=options), 'ddim eta=0.5 skip_schedule=quadratic guidance_scale=3.0')):
+    for config, told in (
+        (plain, 'ddim'),
+        (
+            plain.replace(evaluation=options),
+            'ddim eta=0.5 skip_schedule=quadratic guidance_scale=3.0',
+        ),
+    ):
         evaluator = Evaluator(config, source, jax.local_devices()[:1])
         images.append(evaluator.sample(params))
         assert evaluator.row(Result('precision', 0.5, None, {}), 3, 1.0)['sampler'] == told
@@ -65,13 +81,22 @@ def test_a_run_is_evaluated_on_the_way(mode, features, source, tmp_path):
     ]
     for row in rows:
         assert '[features=classifier-' in row['metric']
-        assert (row['num_samples'], row['sampler'], row['evaluations'], row['reference']) == ('10', 'ddim', '2', 'digits:')
+        assert (row['num_samples'], row['sampler'], row['evaluations'], row['reference']) == (
+            '10',
+            'ddim',
+            '2',
+            'digits:',
+        )
         assert (row['num_reference'], row['resize'].split(';')[0]) == ('1797', 'none')
     assert [row['settings'] for row in rows] == ['', 'k=3'] * 2
     # The weights changed, and the last numbers are those of the average in the checkpoint, on any devices.
     assert rows[0]['value'] != rows[2]['value']
-    again = Evaluator(config, source, jax.local_devices()[:1]).measure(read(tmp_path).state.ema['0.995'])
-    assert [result.value for result in again] == pytest.approx([float(row['value']) for row in rows[2:]], rel=0.01, abs=0.11)
+    again = Evaluator(config, source, jax.local_devices()[:1]).measure(
+        read(tmp_path).state.ema['0.995']
+    )
+    assert [result.value for result in again] == pytest.approx(
+        [float(row['value']) for row in rows[2:]], rel=0.01, abs=0.11
+    )
     assert float(rows[2]['training_seconds']) == pytest.approx(
         float(read_metrics(tmp_path / 'metrics.csv')[-1]['training_seconds']), abs=0.05
     )
@@ -91,7 +116,9 @@ def test_evaluating_takes_no_time_of_training(features, source, tmp_path, monkey
     train(config_of(features, parallel=parallel), tmp_path, source)
     seconds = read(tmp_path).seconds
     assert 0 < seconds < time.perf_counter() - began - 2
-    longer = config_of(features, parallel=parallel, train={'evaluate_every': 3, 'log_every': 4, 'steps': 10})
+    longer = config_of(
+        features, parallel=parallel, train={'evaluate_every': 3, 'log_every': 4, 'steps': 10}
+    )
     began = time.perf_counter()
     train(longer, tmp_path, source)
     assert 0 < read(tmp_path).seconds - seconds < time.perf_counter() - began - 2
@@ -110,11 +137,18 @@ def test_milestones_end_a_run(features, source, tmp_path):
         seen.append((step, seconds, params))
         time.sleep(0.3)
 
-    config = config_of(features, parallel={'devices': 2}, train={'steps': 10**6, 'evaluate_every': 0, 'sample_every': 0})
+    config = config_of(
+        features,
+        parallel={'devices': 2},
+        train={'steps': 10**6, 'evaluate_every': 0, 'sample_every': 0},
+    )
     step = train(config, tmp_path, source, milestones=Milestones((0.1, 0.2, 0.3), reached))
     assert [s for s, _, _ in seen] == sorted({s for s, _, _ in seen})
     assert step == seen[-1][0]
-    assert all(0 <= seconds - wanted < 3 for (_, seconds, _), wanted in zip(seen, (0.1, 0.2, 0.3), strict=True))
+    assert all(
+        0 <= seconds - wanted < 3
+        for (_, seconds, _), wanted in zip(seen, (0.1, 0.2, 0.3), strict=True)
+    )
     kernels = [params['conv_in']['kernel'] for _, _, params in seen]
     assert not np.array_equal(kernels[0], kernels[2])
     assert not list((tmp_path / 'checkpoints').iterdir())
@@ -141,7 +175,9 @@ def test_a_statistics_file_or_other_images_as_the_reference(features, source, tm
     state = Parallel(config).local_devices
     images = source.load(np.arange(50))
     np.savez(tmp_path / 'few.npz', images=np.repeat(images, 3, axis=3))
-    evaluator = Evaluator(config.replace(evaluation={'reference': str(tmp_path / 'few.npz')}), source, state)
+    evaluator = Evaluator(
+        config.replace(evaluation={'reference': str(tmp_path / 'few.npz')}), source, state
+    )
     same, other = evaluator.compare(images), evaluator.compare(255 - images)
     assert same[0].value < 1e-3 * other[0].value
     assert same[1].value == 1
@@ -152,7 +188,10 @@ def test_mistakes_are_told_before_training(features, source, tmp_path):
     """Not when the first samples are drawn."""
     for changes, message in (
         ({'evaluation': {'reference': str(tmp_path / 'nothere')}}, 'nothere: no such file'),
-        ({'data': {'image_size': (16,)}}, r'classifier-\w+ compares images of 8x8 pixels, found 16x16'),
+        (
+            {'data': {'image_size': (16,)}},
+            r'classifier-\w+ compares images of 8x8 pixels, found 16x16',
+        ),
     ):
         config = config_of(features, parallel={'devices': 1}).replace(**changes)
         shape = config.image_shape
@@ -188,7 +227,10 @@ def test_a_line_that_was_cut_short(tmp_path, features, source):
 @pytest.mark.parametrize(
     ('changes', 'message'),
     [
-        ({'metrics': ('fid', 'inception_score')}, 'evaluation.metrics: inception_score needs the features inception, found classifier-'),
+        (
+            {'metrics': ('fid', 'inception_score')},
+            'evaluation.metrics: inception_score needs the features inception, found classifier-',
+        ),
         ({'features': '/nowhere.npz'}, 'found no file'),
         ({'sampler': 'ddpm', 'variance': 'learned'}, 'variance: learned needs a model with'),
     ],

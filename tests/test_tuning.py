@@ -34,7 +34,9 @@ def table(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> Any:
         for i, (name, program) in enumerate(programs.items()):
             program(0)
             us = 100.0 / (1 + i)
-            found[name] = timing.Times({f'jaxunet_attention_{kernel}': us for kernel in attention.KERNELS}, (us,) * rounds)
+            found[name] = timing.Times(
+                {f'jaxunet_attention_{kernel}': us for kernel in attention.KERNELS}, (us,) * rounds
+            )
         return found
 
     monkeypatch.setattr(timing, 'named', named)
@@ -53,17 +55,50 @@ def run(monkeypatch: pytest.MonkeyPatch, module: Any, *flags: str) -> None:
 
 
 RUNS = [
-    (attention, ('--shapes=64:1:32', '--batch=1', '--kernels=both,forward,backward,backward_dq,backward_dkv'), 4),
-    (group_norm, ('--shapes=8:32+32', '--batch=2', '--kernels=both_xla,both,forward,gradient_sums_activation'), 2),
-    (tune_hopper, ('--cases=8x8_192to256', '--batch=2', '--directions=forward,input,fused,weight', '--limit=3'), 3),
+    (
+        attention,
+        (
+            '--shapes=64:1:32',
+            '--batch=1',
+            '--kernels=both,forward,backward,backward_dq,backward_dkv',
+        ),
+        4,
+    ),
+    (
+        group_norm,
+        (
+            '--shapes=8:32+32',
+            '--batch=2',
+            '--kernels=both_xla,both,forward,gradient_sums_activation',
+        ),
+        2,
+    ),
+    (
+        tune_hopper,
+        (
+            '--cases=8x8_192to256',
+            '--batch=2',
+            '--directions=forward,input,fused,weight',
+            '--limit=3',
+        ),
+        3,
+    ),
 ]
 
 
-@pytest.mark.parametrize(('module', 'flags', 'keys'), RUNS, ids=lambda v: v.__name__ if isinstance(v, types.ModuleType) else '')
-def test_tuning(module: Any, flags: tuple[str, ...], keys: int, table: Any, monkeypatch: Any, capsys: Any) -> None:
+@pytest.mark.parametrize(
+    ('module', 'flags', 'keys'),
+    RUNS,
+    ids=lambda v: v.__name__ if isinstance(v, types.ModuleType) else '',
+)
+def test_tuning(
+    module: Any, flags: tuple[str, ...], keys: int, table: Any, monkeypatch: Any, capsys: Any
+) -> None:
     run(monkeypatch, module, *flags)
     assert not table.exists()
-    rows = [json.loads(line) for line in capsys.readouterr().out.splitlines() if line.startswith('{')]
+    rows = [
+        json.loads(line) for line in capsys.readouterr().out.splitlines() if line.startswith('{')
+    ]
     assert len(rows) >= keys
     run(monkeypatch, module, *flags, '--write')
     assert f'{keys} tiles written' in capsys.readouterr().out

@@ -31,7 +31,13 @@ def test_parameter_counts_of_published_networks(name):
 OPTIONS = {
     'plain': {},
     'conv_resample': {'conv_resample': True},
-    'ddpm': {'conv_resample': True, 'downsample_padding': 'same', 'time_embedding': 'ddpm', 'init': 'ddpm', 'norm_eps': 1e-6},
+    'ddpm': {
+        'conv_resample': True,
+        'downsample_padding': 'same',
+        'time_embedding': 'ddpm',
+        'init': 'ddpm',
+        'norm_eps': 1e-6,
+    },
     'updown': {'resblock_updown': True, 'scale_shift_norm': True},
     'heads': {'num_heads': 2, 'num_heads_upsample': 4, 'num_head_channels': 0},
     'dropout': {'dropout': 0.3},
@@ -42,7 +48,11 @@ OPTIONS = {
 
 def build(options=(), learn_sigma=False, **data):
     base = {'channel_mult': (1, 1.5), 'attention_resolutions': (4,), 'num_head_channels': 4}
-    config = tiny_config(model=base | dict(options), diffusion={'learn_sigma': learn_sigma}, data={'image_size': (12, 8)} | data)
+    config = tiny_config(
+        model=base | dict(options),
+        diffusion={'learn_sigma': learn_sigma},
+        data={'image_size': (12, 8)} | data,
+    )
     model = build_unet(config, load_ops('xla'))
     return config, model
 
@@ -52,7 +62,10 @@ def randomised(model, config):
     shapes = jax.eval_shape(lambda: init_params(model, config, jax.random.key(0)))
     draw = np.random.default_rng(0)
     return jax.tree.map(
-        lambda s: jnp.asarray(draw.standard_normal(s.shape) / math.sqrt(max(s.size // s.shape[-1], 1)), jnp.float32), shapes
+        lambda s: jnp.asarray(
+            draw.standard_normal(s.shape) / math.sqrt(max(s.size // s.shape[-1], 1)), jnp.float32
+        ),
+        shapes,
     )
 
 
@@ -62,7 +75,12 @@ def predict(model, *args):
 
 def inputs(config, batch=4):
     x = jax.random.normal(jax.random.key(1), (batch, *config.image_shape), jnp.float32)
-    return x, jnp.arange(batch) * 5, jnp.arange(batch) - 1, jax.random.split(jax.random.key(2), batch)
+    return (
+        x,
+        jnp.arange(batch) * 5,
+        jnp.arange(batch) - 1,
+        jax.random.split(jax.random.key(2), batch),
+    )
 
 
 @pytest.mark.parametrize('name', OPTIONS)
@@ -91,12 +109,28 @@ def test_zero_init_predicts_zero_and_options_change_the_output():
     assert not np.any(predict(model, fresh, x, t, labels))
     params = randomised(model, config)
     base = predict(model, params, x, t, labels)
-    for options in ({'time_embedding': 'ddpm'}, {'max_period': 100}, {'norm_eps': 0.1}, {'num_head_channels': 2}, {'norm_groups': 2}):
+    for options in (
+        {'time_embedding': 'ddpm'},
+        {'max_period': 100},
+        {'norm_eps': 0.1},
+        {'num_head_channels': 2},
+        {'norm_groups': 2},
+    ):
         other = predict(build(options)[1], params, x, t, labels)
         assert float(jnp.abs(other - base).max()) > 1e-4, options
-    padding = [build({'conv_resample': True, 'downsample_padding': p})[1] for p in ('symmetric', 'same')]
+    padding = [
+        build({'conv_resample': True, 'downsample_padding': p})[1] for p in ('symmetric', 'same')
+    ]
     params = randomised(padding[0], config)
-    assert float(jnp.abs(predict(padding[0], params, x, t, labels) - predict(padding[1], params, x, t, labels)).max()) > 1e-3
+    assert (
+        float(
+            jnp.abs(
+                predict(padding[0], params, x, t, labels)
+                - predict(padding[1], params, x, t, labels)
+            ).max()
+        )
+        > 1e-3
+    )
 
 
 def test_samples_do_not_see_each_other():
@@ -105,19 +139,31 @@ def test_samples_do_not_see_each_other():
     params, (x, t, labels, keys) = randomised(model, config), inputs(config)
     run = jax.jit(model.predict)
     whole = run(params, x, t, labels, keys)
-    parts = [run(params, x[i : i + 2], t[i : i + 2], labels[i : i + 2], keys[i : i + 2]) for i in (0, 2)]
+    parts = [
+        run(params, x[i : i + 2], t[i : i + 2], labels[i : i + 2], keys[i : i + 2]) for i in (0, 2)
+    ]
     np.testing.assert_allclose(np.concatenate(parts), whole, rtol=1e-5, atol=1e-5)
-    assert float(jnp.abs(whole - run(params, x, t, labels, None)).max()) > 1e-2  # without keys, no dropout
+    assert (
+        float(jnp.abs(whole - run(params, x, t, labels, None)).max()) > 1e-2
+    )  # without keys, no dropout
 
 
 def test_remat_changes_memory_not_values():
     config, model = build({'dropout': 0.3})
     again = build({'dropout': 0.3, 'remat': True})[1]
     params, args = randomised(model, config), inputs(config)
-    loss = [jax.jit(jax.value_and_grad(lambda p, m=m: jnp.mean(jnp.square(m.predict(p, *args)))))(params) for m in (model, again)]
+    loss = [
+        jax.jit(jax.value_and_grad(lambda p, m=m: jnp.mean(jnp.square(m.predict(p, *args)))))(
+            params
+        )
+        for m in (model, again)
+    ]
     for a, b in zip(*map(jax.tree.leaves, loss), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6)
-    assert memory(config.replace(model={'remat': True}))['activations'] < 0.5 * memory(config)['activations']
+    assert (
+        memory(config.replace(model={'remat': True}))['activations']
+        < 0.5 * memory(config)['activations']
+    )
 
 
 def test_labels():
@@ -127,7 +173,9 @@ def test_labels():
     np.testing.assert_array_equal(dropped, predict(model, params, x, t, None))
     assert float(jnp.abs(dropped - predict(model, params, x, t, jnp.full(4, 3))).max()) > 1e-3
     with pytest.raises(UserError, match='the model is unconditional'):
-        build({'num_classes': 0, 'label_dropout': 0.0})[1].predict(params, x, t, jnp.zeros(4, jnp.int32))
+        build({'num_classes': 0, 'label_dropout': 0.0})[1].predict(
+            params, x, t, jnp.zeros(4, jnp.int32)
+        )
 
 
 def test_low_precision_is_close_to_float32():
@@ -135,7 +183,9 @@ def test_low_precision_is_close_to_float32():
     params, (x, t, labels, _) = randomised(model, config), inputs(config)
     want = predict(model, params, x, t, labels)
     for precision, tolerance in (('bfloat16', 0.1), ('float16', 0.02)):
-        got = predict(build_unet(config.replace(precision=precision), load_ops('xla')), params, x, t, labels)
+        got = predict(
+            build_unet(config.replace(precision=precision), load_ops('xla')), params, x, t, labels
+        )
         error = float(jnp.linalg.norm(got - want) / jnp.linalg.norm(want))
         assert 1e-5 < error < tolerance
 
@@ -147,12 +197,19 @@ def test_timestep_embedding():
     np.testing.assert_allclose(adm, np.concatenate([np.cos(angles), np.sin(angles)], 1), atol=2e-4)
     angles = np.array([0, 3, 977])[:, None] * np.exp(-math.log(10000) * np.arange(32) / 31)
     ddpm = timestep_embedding(t, 65, order='ddpm')
-    np.testing.assert_allclose(ddpm, np.concatenate([np.sin(angles), np.cos(angles), np.zeros((3, 1))], 1), atol=2e-4)
+    np.testing.assert_allclose(
+        ddpm, np.concatenate([np.sin(angles), np.cos(angles), np.zeros((3, 1))], 1), atol=2e-4
+    )
 
 
 def test_flops_of_one_convolution_dominate_as_they_should():
-    config = tiny_config(model={'base_channels': 64, 'num_res_blocks': 1, 'norm_groups': 32}, data={'image_size': (16,)})
-    convolutions = 2 * 9 * 16 * 16 * 64 * (64 * 8 + 128 * 2 + 2)  # down, middle (2), up (2 blocks, joined inputs), in and out
+    config = tiny_config(
+        model={'base_channels': 64, 'num_res_blocks': 1, 'norm_groups': 32},
+        data={'image_size': (16,)},
+    )
+    convolutions = (
+        2 * 9 * 16 * 16 * 64 * (64 * 8 + 128 * 2 + 2)
+    )  # down, middle (2), up (2 blocks, joined inputs), in and out
     shortcuts = 2 * 16 * 16 * 128 * 64 * 2
     attention = 2 * 256 * 64 * 64 * 4 + 2 * 2 * 256 * 256 * 64
     assert 0.99 < (convolutions + shortcuts + attention) / forward_flops(config) < 1.01

@@ -35,7 +35,9 @@ def test_min_snr(gamma):
 
 
 def test_p2_and_soft_min_snr():
-    np.testing.assert_allclose(table(weighting='p2', p2_gamma=0.5, p2_k=2.0), 1 / np.sqrt(2 + SNR), rtol=1e-6)
+    np.testing.assert_allclose(
+        table(weighting='p2', p2_gamma=0.5, p2_k=2.0), 1 / np.sqrt(2 + SNR), rtol=1e-6
+    )
     # σ² = 1/SNR: on x_0 the weight is 1/(σ² + σ_d²), which is between min(SNR, γ)/2 and min(SNR, γ), γ = 1/σ_d².
     soft = table(weighting='soft_min_snr', soft_min_snr_sigma=0.5)
     np.testing.assert_allclose(soft * SNR, 1 / (1 / SNR + 0.25), rtol=1e-5)
@@ -49,7 +51,9 @@ def test_speed():
     assert (weights[700:] == 1).all()
     slope = np.gradient(1 - LINEAR.alphas_cumprod)
     assert weights[slope.argmax()] == pytest.approx(0.6)  # λ where the change is fastest
-    np.testing.assert_allclose(weights[:700], 0.4 + 0.2 * (slope - slope.min())[:700] / np.ptp(slope), rtol=1e-5)
+    np.testing.assert_allclose(
+        weights[:700], 0.4 + 0.2 * (slope - slope.min())[:700] / np.ptp(slope), rtol=1e-5
+    )
 
 
 @pytest.mark.parametrize('name', ['min_snr', 'soft_min_snr', 'p2'])
@@ -90,7 +94,10 @@ def test_uncertainty_learns_the_logarithm_of_the_mean_loss(sampling):
 @pytest.mark.parametrize(
     ('fields', 'message'),
     [
-        ({'weighting': 'minsnr'}, r'loss.weighting: expected one of .* found .minsnr.; did you mean "min_snr"'),
+        (
+            {'weighting': 'minsnr'},
+            r'loss.weighting: expected one of .* found .minsnr.; did you mean "min_snr"',
+        ),
         ({'min_snr_gamma': 0.0}, r'loss.min_snr_gamma: expected more than 0, found 0.0'),
         ({'speed_lambda': 1.5}, r'loss.speed_lambda: expected 0 to 1, found 1.5'),
     ],

@@ -43,7 +43,11 @@ def moments_of(config: Config) -> tuple[dict[str, Any], dict[str, Any]]:
 @pytest.mark.parametrize('with_moments', [False, True])
 def test_bin_round_trip_is_bit_exact(tmp_path: pathlib.Path, with_moments: bool) -> None:
     params = random_params(UNETCU_SMALL)
-    params['conv_in']['bias'][:3] = -0.0, 1e-45, 3.4e38  # signed zero, the smallest and nearly the largest number
+    params['conv_in']['bias'][:3] = (
+        -0.0,
+        1e-45,
+        3.4e38,
+    )  # signed zero, the smallest and nearly the largest number
     moments = moments_of(UNETCU_SMALL) if with_moments else None
     write_weights(tmp_path / 'a.bin', params, UNETCU_SMALL, moments)
     weights = read_weights(tmp_path / 'a.bin')
@@ -69,7 +73,9 @@ def test_bin_layout(tmp_path: pathlib.Path) -> None:
     np.testing.assert_array_equal(values[: linear.size].reshape(128, 32), linear.T)
     start = 128 * 32 + 128 + 128 * 128 + 128
     conv = params['conv_in']['kernel']
-    np.testing.assert_array_equal(values[start : start + conv.size].reshape(32, 3, 3, 3), conv.transpose(3, 2, 0, 1))
+    np.testing.assert_array_equal(
+        values[start : start + conv.size].reshape(32, 3, 3, 3), conv.transpose(3, 2, 0, 1)
+    )
     np.testing.assert_array_equal(values[-3:], params['conv_out']['bias'])
 
 
@@ -114,7 +120,9 @@ def test_bin_with_learned_variance_and_non_square(tmp_path: pathlib.Path) -> Non
         ('diffusion', 'steps', 500),
     ],
 )
-def test_bin_refuses_what_unetcu_lacks(tmp_path: pathlib.Path, section: str, field: str, value: Any) -> None:
+def test_bin_refuses_what_unetcu_lacks(
+    tmp_path: pathlib.Path, section: str, field: str, value: Any
+) -> None:
     config = UNETCU_SMALL.replace(**{section: {field: value}})
     with pytest.raises(UserError, match=rf'(?s)unet.cu has no such model.*{section}\.{field}'):
         write_weights(tmp_path / 'a.bin', {}, config)
@@ -124,7 +132,11 @@ def test_bin_refuses_what_unetcu_lacks(tmp_path: pathlib.Path, section: str, fie
 def test_bin_for_a_given_config(tmp_path: pathlib.Path) -> None:
     """The caller's training settings are kept; another network is refused by its fields."""
     write_weights(tmp_path / 'a.bin', random_params(UNETCU_SMALL), UNETCU_SMALL)
-    mine = UNETCU_SMALL.replace(data={'image_size': (32,)}, model={'attention_resolutions': (8, 4), 'dropout': 0.3}, train={'steps': 5})
+    mine = UNETCU_SMALL.replace(
+        data={'image_size': (32,)},
+        model={'attention_resolutions': (8, 4), 'dropout': 0.3},
+        train={'steps': 5},
+    )
     assert read_weights(tmp_path / 'a.bin', mine).config == mine
     with pytest.raises(UserError, match=r'model.max_period: expected 10000, found 1000'):
         read_weights(tmp_path / 'a.bin', mine.replace(model={'max_period': 10000}))
@@ -171,18 +183,37 @@ def test_foreign_files_are_read_with_named_assumptions(tmp_path: pathlib.Path) -
     weights = read_weights(tmp_path / 'a.safetensors')
     assert network_fields(weights.config) == network_fields(config)
     assert_same(weights.params, params)
-    for assumption in ('num_head_channels=64', 'image_size=(64,)', 'use_new_attention_order=False', 'schedule=linear'):
+    for assumption in (
+        'num_head_channels=64',
+        'image_size=(64,)',
+        'use_new_attention_order=False',
+        'schedule=linear',
+    ):
         assert assumption in weights.note
-    hinted = read_weights(tmp_path / 'a.safetensors', image_size=(16, 32), num_heads=8, new_attention_order=True)
+    hinted = read_weights(
+        tmp_path / 'a.safetensors', image_size=(16, 32), num_heads=8, new_attention_order=True
+    )
     assert hinted.config.image_shape == (16, 32, 3)
     assert (hinted.config.model.num_heads, hinted.config.model.num_head_channels) == (8, 0)
     assert hinted.config.model.attention_resolutions == (8,)
-    changed = {path for path, leaf in flatten(hinted.params).items() if not np.array_equal(leaf, flatten(params)[path])}
-    assert {path[1] for path in changed} == {'qkv'}  # kernels and biases of the attention blocks alone
+    changed = {
+        path
+        for path, leaf in flatten(hinted.params).items()
+        if not np.array_equal(leaf, flatten(params)[path])
+    }
+    assert {path[1] for path in changed} == {
+        'qkv'
+    }  # kernels and biases of the attention blocks alone
 
 
 def test_safetensors_hold_moments_and_any_option(tmp_path: pathlib.Path) -> None:
-    config = make(time_embedding='ddpm', downsample_padding='same', conv_resample=True, norm_eps=1e-6, norm_groups=16)
+    config = make(
+        time_embedding='ddpm',
+        downsample_padding='same',
+        conv_resample=True,
+        norm_eps=1e-6,
+        norm_groups=16,
+    )
     params, moments = random_params(config), moments_of(config)
     write_weights(tmp_path / 'a.safetensors', params, config, moments)
     weights = read_weights(tmp_path / 'a.safetensors')
@@ -195,9 +226,17 @@ def test_safetensors_hold_moments_and_any_option(tmp_path: pathlib.Path) -> None
 
 @pytest.mark.parametrize(
     ('field', 'value'),
-    [('time_embedding', 'ddpm'), ('max_period', 1000), ('norm_groups', 16), ('norm_eps', 1e-6), ('downsample_padding', 'same')],
+    [
+        ('time_embedding', 'ddpm'),
+        ('max_period', 1000),
+        ('norm_groups', 16),
+        ('norm_eps', 1e-6),
+        ('downsample_padding', 'same'),
+    ],
 )
-def test_pt_refuses_what_guided_diffusion_lacks(tmp_path: pathlib.Path, field: str, value: Any) -> None:
+def test_pt_refuses_what_guided_diffusion_lacks(
+    tmp_path: pathlib.Path, field: str, value: Any
+) -> None:
     config = make(conv_resample=True, **{field: value})
     with pytest.raises(UserError, match=rf'(?s)write .safetensors.*model.{field}: .* found'):
         write_weights(tmp_path / 'a.pt', {}, config)
@@ -209,7 +248,9 @@ def test_same_weights_same_bytes(tmp_path: pathlib.Path) -> None:
     for extension in ('pt', 'safetensors'):
         for name in 'ab':
             write_weights(tmp_path / f'{name}.{extension}', params, ADM['pool'])
-        assert (tmp_path / f'a.{extension}').read_bytes() == (tmp_path / f'b.{extension}').read_bytes()
+        assert (tmp_path / f'a.{extension}').read_bytes() == (
+            tmp_path / f'b.{extension}'
+        ).read_bytes()
 
 
 def test_torch_save_fixture() -> None:
@@ -252,7 +293,11 @@ def test_big_endian_torch_file() -> None:
                 data = np.frombuffer(data, f'u{size}').byteswap().tobytes()
             archive.writestr(info.filename, data)
     new.seek(0)
-    with open(FIXTURES / 'torch_save.pt', 'rb') as file, TorchFile('little', file) as little, TorchFile('big', new) as big:
+    with (
+        open(FIXTURES / 'torch_save.pt', 'rb') as file,
+        TorchFile('little', file) as little,
+        TorchFile('big', new) as big,
+    ):
         for name in little.shapes:
             np.testing.assert_array_equal(little.read(name), big.read(name))
 
@@ -263,8 +308,16 @@ def test_table_covers_the_initialised_tree() -> None:
         height, width, channels = config.image_shape
         labels = np.zeros(1, np.int32) if config.model.num_classes else None
         x = jax.ShapeDtypeStruct((1, height, width, channels), np.float32)
-        tree = jax.eval_shape(build_unet(config, XLA).init, jax.random.key(0), x, jax.ShapeDtypeStruct((1,), np.int32), labels)['params']
-        assert {path: leaf.shape for path, leaf in flatten(tree).items()} == dict(parameter_shapes(config))
+        tree = jax.eval_shape(
+            build_unet(config, XLA).init,
+            jax.random.key(0),
+            x,
+            jax.ShapeDtypeStruct((1,), np.int32),
+            labels,
+        )['params']
+        assert {path: leaf.shape for path, leaf in flatten(tree).items()} == dict(
+            parameter_shapes(config)
+        )
         assert len(guided_diffusion.table(config)) == len(parameter_shapes(config))
 
 
@@ -276,9 +329,12 @@ def test_check_tree() -> None:
     cases: dict[str, dict[Any, Any]] = {
         'conv_in/bias: missing': {k: v for k, v in leaves.items() if k != bias},
         'conv_in/extra: unexpected': leaves | {('conv_in', 'extra'): leaves[bias]},
-        r'conv_in/kernel: expected shape \(3, 3, 3, 32\), found \(3, 3, 32, 3\)': leaves | {kernel: leaves[kernel].swapaxes(2, 3)},
-        'conv_in/bias, flat index 5, is nan': leaves | {bias: np.where(np.arange(32) == 5, np.float32(np.nan), leaves[bias])},
-        'conv_in/bias: expected float32, found float64': leaves | {bias: leaves[bias].astype(np.float64)},
+        r'conv_in/kernel: expected shape \(3, 3, 3, 32\), found \(3, 3, 32, 3\)': leaves
+        | {kernel: leaves[kernel].swapaxes(2, 3)},
+        'conv_in/bias, flat index 5, is nan': leaves
+        | {bias: np.where(np.arange(32) == 5, np.float32(np.nan), leaves[bias])},
+        'conv_in/bias: expected float32, found float64': leaves
+        | {bias: leaves[bias].astype(np.float64)},
     }
     for message, changed in cases.items():
         with pytest.raises(UserError, match=message):

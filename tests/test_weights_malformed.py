@@ -46,10 +46,16 @@ def header(**words: int) -> bytes:
         ({'channels_in': 0}, r'\[2\] \(channels_in, byte 8\)'),
         ({'channels_in': -3}, r'\[2\] \(channels_in, byte 8\).*found -3'),
         ({'channels_model': 0}, r'\[3\] \(channels_model, byte 12\)'),
-        ({'channels_model': 48}, r'\[3\] \(channels_model, byte 12\): expected a multiple of 32, found 48'),
+        (
+            {'channels_model': 48},
+            r'\[3\] \(channels_model, byte 12\): expected a multiple of 32, found 48',
+        ),
         ({'channels_model': 2**31 - 32}, r'\[3\] \(channels_model, byte 12\): 2147483616 channels'),
         ({'channels_model': -32}, r'\[3\].*found -32'),
-        ({'channels_out': 4}, r'\[4\] \(channels_out, byte 16\): expected 3, or 6 with a learned variance, found 4'),
+        (
+            {'channels_out': 4},
+            r'\[4\] \(channels_out, byte 16\): expected 3, or 6 with a learned variance, found 4',
+        ),
         ({'height': 0}, r'\[5\] \(height, byte 20\)'),
         ({'height': 20}, r'\[5\] \(height, byte 20\): expected a multiple of 8, found 20'),
         ({'width': 65}, r'\[6\] \(width, byte 24\): expected a multiple of 8, found 65'),
@@ -72,24 +78,57 @@ def test_bin_header(tmp_path: pathlib.Path, words: dict[str, int], message: str)
         (lambda data: data[: 1024 + SIZE // 2], 'truncated at byte'),
         (lambda data: data + b'\0', '1 bytes too long, from byte'),
         (lambda data: data + data[1024:], 'bytes too long, from byte'),
-        (lambda data: header(has_adamw=1) + data[1024:], r'first moments \+ .* second moments\) as its header says'),
-        (lambda data: header(has_adamw=1) + data[1024:] * 2, 'truncated at byte'),
-        (lambda data: header(has_rng=1) + data[1024:], r'73,728 random states\) as its header says'),
-        (lambda data: header(has_rng=1, batch=2**31 - 1, height=2**30, width=2**30) + data[1024:], 'truncated at byte'),
-        (lambda data: header(channels_in=1, channels_out=1) + data[1024:], 'bytes too long'),
-        (lambda data: header(channels_in=2**30, channels_out=2**30) + data[1024:], r'\[2\] \(channels_in, byte 8\)'),
-        (lambda data: poke(data, 1024 + 4 * 7, np.nan), r'time_embed.0.weight, flat index 7 \(byte 1,052\), is nan'),
-        (lambda data: poke(data, len(data) - 4, np.inf), r'out.2.bias, flat index 2 \(byte [\d,]+\), is inf'),
-        (lambda data: poke(data, 1024 + 4 * 128 * 32, -np.inf), r'time_embed.0.bias, flat index 0 \(byte 17,408\), is -inf'),
-        (lambda data: header(has_adamw=1) + data[1024:] * 3, r'second moments: time_embed.0.weight, flat index \d+ .* expected 0 or more'),
         (
-            lambda data: poke(header(has_adamw=1) + data[1024:] + bytes(2 * SIZE), 1024 + SIZE, np.nan),
+            lambda data: header(has_adamw=1) + data[1024:],
+            r'first moments \+ .* second moments\) as its header says',
+        ),
+        (lambda data: header(has_adamw=1) + data[1024:] * 2, 'truncated at byte'),
+        (
+            lambda data: header(has_rng=1) + data[1024:],
+            r'73,728 random states\) as its header says',
+        ),
+        (
+            lambda data: (
+                header(has_rng=1, batch=2**31 - 1, height=2**30, width=2**30) + data[1024:]
+            ),
+            'truncated at byte',
+        ),
+        (lambda data: header(channels_in=1, channels_out=1) + data[1024:], 'bytes too long'),
+        (
+            lambda data: header(channels_in=2**30, channels_out=2**30) + data[1024:],
+            r'\[2\] \(channels_in, byte 8\)',
+        ),
+        (
+            lambda data: poke(data, 1024 + 4 * 7, np.nan),
+            r'time_embed.0.weight, flat index 7 \(byte 1,052\), is nan',
+        ),
+        (
+            lambda data: poke(data, len(data) - 4, np.inf),
+            r'out.2.bias, flat index 2 \(byte [\d,]+\), is inf',
+        ),
+        (
+            lambda data: poke(data, 1024 + 4 * 128 * 32, -np.inf),
+            r'time_embed.0.bias, flat index 0 \(byte 17,408\), is -inf',
+        ),
+        (
+            lambda data: header(has_adamw=1) + data[1024:] * 3,
+            r'second moments: time_embed.0.weight, flat index \d+ .* expected 0 or more',
+        ),
+        (
+            lambda data: poke(
+                header(has_adamw=1) + data[1024:] + bytes(2 * SIZE), 1024 + SIZE, np.nan
+            ),
             r'first moments: time_embed.0.weight, flat index 0 \(byte [\d,]+\), is nan',
         ),
-        (lambda data: b'PK\x03\x04' + data[4:], 'for PyTorch or safetensors files use the extension'),
+        (
+            lambda data: b'PK\x03\x04' + data[4:],
+            'for PyTorch or safetensors files use the extension',
+        ),
     ],
 )
-def test_bin_contents(tmp_path: pathlib.Path, good_bin: bytes, change: Callable[[bytes], bytes], message: str) -> None:
+def test_bin_contents(
+    tmp_path: pathlib.Path, good_bin: bytes, change: Callable[[bytes], bytes], message: str
+) -> None:
     refuse(tmp_path / 'a.bin', change(good_bin), message)
 
 
@@ -98,14 +137,23 @@ def poke(data: bytes, byte: int, value: float) -> bytes:
 
 
 def test_bin_takes_no_hints(tmp_path: pathlib.Path, good_bin: bytes) -> None:
-    refuse(tmp_path / 'a.bin', good_bin, 'num_heads, new_attention_order: a .bin of unet.cu tells', num_heads=4, new_attention_order=True)
+    refuse(
+        tmp_path / 'a.bin',
+        good_bin,
+        'num_heads, new_attention_order: a .bin of unet.cu tells',
+        num_heads=4,
+        new_attention_order=True,
+    )
 
 
 # --- .pt --------------------------------------------------------------------------------------------------------------------------
 
 
 def with_pickle(data: bytes, **entries: bytes) -> bytes:
-    return archive({'a/data.pkl': data, 'a/version': b'3\n'} | {f'a/{name}': value for name, value in entries.items()})
+    return archive(
+        {'a/data.pkl': data, 'a/version': b'3\n'}
+        | {f'a/{name}': value for name, value in entries.items()}
+    )
 
 
 class Evil:
@@ -118,7 +166,13 @@ class Evil:
         return os.mkdir, (str(self.path),)
 
 
-def tensor_pickle(size: int, offset: int, shape: tuple[int, ...], stride: tuple[int, ...], kind: bytes = b'FloatStorage') -> bytes:
+def tensor_pickle(
+    size: int,
+    offset: int,
+    shape: tuple[int, ...],
+    stride: tuple[int, ...],
+    kind: bytes = b'FloatStorage',
+) -> bytes:
     """A state dict {"w": tensor} with any numbers."""
 
     def number(n: int) -> bytes:
@@ -128,8 +182,21 @@ def tensor_pickle(size: int, offset: int, shape: tuple[int, ...], stride: tuple[
     def numbers(values: tuple[int, ...]) -> bytes:
         return b'(' + b''.join(number(n) for n in values) + b't'
 
-    storage = b'(X\x07\0\0\0storagectorch\n' + kind + b'\nX\x01\0\0\x000X\x03\0\0\0cpu' + number(size) + b'tQ'
-    tensor = b'ctorch._utils\n_rebuild_tensor_v2\n(' + storage + number(offset) + numbers(shape) + numbers(stride) + b'\x89}tR'
+    storage = (
+        b'(X\x07\0\0\0storagectorch\n'
+        + kind
+        + b'\nX\x01\0\0\x000X\x03\0\0\0cpu'
+        + number(size)
+        + b'tQ'
+    )
+    tensor = (
+        b'ctorch._utils\n_rebuild_tensor_v2\n('
+        + storage
+        + number(offset)
+        + numbers(shape)
+        + numbers(stride)
+        + b'\x89}tR'
+    )
     return b'\x80\x02}X\x01\0\0\0w' + tensor + b's.'
 
 
@@ -222,12 +289,19 @@ def test_pt_damaged_byte(tmp_path: pathlib.Path) -> None:
     data = bytearray(torch_bytes(state()))
     at = data.find(next(iter(state().values())).tobytes())
     data[at + 5] ^= 1
-    refuse(tmp_path / 'a.pt', bytes(data), r'entry data/0 \(byte [\d,]+\) is damaged: .*CRC', config=SMALL)
+    refuse(
+        tmp_path / 'a.pt',
+        bytes(data),
+        r'entry data/0 \(byte [\d,]+\) is damaged: .*CRC',
+        config=SMALL,
+    )
 
 
 def test_pt_claims_more_than_the_file_has(tmp_path: pathlib.Path) -> None:
     """Entries that overlap (a zip bomb without compression) are refused before anything is read."""
-    data = bytearray(archive({'a/data.pkl': GOOD_PICKLE, 'a/data/0': bytes(16), 'a/version': b'3\n'}))
+    data = bytearray(
+        archive({'a/data.pkl': GOOD_PICKLE, 'a/data/0': bytes(16), 'a/version': b'3\n'})
+    )
     for _ in range(2):
         start = data.rfind(b'PK\x01\x02', 0, data.rfind(b'a/data/0'))
         data[start + 20 : start + 28] = struct.pack('<II', 10**8, 10**8)
@@ -238,12 +312,24 @@ def test_pt_many_views_of_one_storage(tmp_path: pathlib.Path) -> None:
     """A small file cannot ask for a lot of memory by naming one storage a hundred times."""
     one = tensor_pickle(4, 0, (4,), (1,))
     tensor = one[one.index(b'ctorch._utils') : -2]
-    data = b'\x80\x02}' + b''.join(b'X\x01\0\0\0' + bytes([65 + i]) + tensor + b's' for i in range(40)) + b'.'
-    refuse(tmp_path / 'a.pt', with_pickle(data, **{'data/0': bytes(16)}), 'the tensors have 160 elements, but only 4 are stored')
+    data = (
+        b'\x80\x02}'
+        + b''.join(b'X\x01\0\0\0' + bytes([65 + i]) + tensor + b's' for i in range(40))
+        + b'.'
+    )
+    refuse(
+        tmp_path / 'a.pt',
+        with_pickle(data, **{'data/0': bytes(16)}),
+        'the tensors have 160 elements, but only 4 are stored',
+    )
 
 
 def test_pt_deep_nesting(tmp_path: pathlib.Path) -> None:
     """A million nested tuples neither crash nor take for ever."""
-    refuse(tmp_path / 'a.pt', with_pickle(b'\x80\x02)' + b'\x85' * 10**5 + b'.'), 'expected a dict of tensors .* found a tuple')
+    refuse(
+        tmp_path / 'a.pt',
+        with_pickle(b'\x80\x02)' + b'\x85' * 10**5 + b'.'),
+        'expected a dict of tensors .* found a tuple',
+    )
     doubling = b'\x80\x02)' + b'q\0h\0\x86' * 100 + b'}X\x01\0\0\0a0.'
     refuse(tmp_path / 'a.pt', with_pickle(doubling), 'opcode POP is not allowed')

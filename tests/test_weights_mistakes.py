@@ -11,7 +11,18 @@ from typing import Any
 
 import numpy as np
 import pytest
-from weight_cases import SMALL, UNETCU_SMALL, archive, make, random_params, refuse, safetensors_bytes, state, torch_bytes, with_header
+from weight_cases import (
+    SMALL,
+    UNETCU_SMALL,
+    archive,
+    make,
+    random_params,
+    refuse,
+    safetensors_bytes,
+    state,
+    torch_bytes,
+    with_header,
+)
 
 from jaxunet.config import to_dict
 from jaxunet.runtime.errors import UserError
@@ -62,7 +73,9 @@ def test_state_dicts(tmp_path: pathlib.Path, extension: str, case: int) -> None:
     make_state, message = STATE_CASES[case]
     tensors = make_state()
     data = torch_bytes(tensors) if extension == 'pt' else safetensors_bytes(tensors)
-    refuse(tmp_path / f'a.{extension}', data, f'(?s){message}', num_head_channels=32, image_size=(16,))
+    refuse(
+        tmp_path / f'a.{extension}', data, f'(?s){message}', num_head_channels=32, image_size=(16,)
+    )
 
 
 # --- .safetensors -----------------------------------------------------------------------------------------------------------------
@@ -77,7 +90,10 @@ def one_entry(**changes: Any) -> dict[str, Any]:
     [
         (b'', 'bytes 0 to 7 .length of the header.: found 0, but the file has 0 bytes'),
         (b'abc', 'but the file has 3 bytes'),
-        (struct.pack('<Q', 2**63) + b'{}', 'found 9,223,372,036,854,775,808, but the file has 10 bytes'),
+        (
+            struct.pack('<Q', 2**63) + b'{}',
+            'found 9,223,372,036,854,775,808, but the file has 10 bytes',
+        ),
         (struct.pack('<Q', 100) + b'{}', 'found 100, but the file has 10 bytes; it is truncated'),
         (with_header(b'not json', b''), r'the header \(bytes 8 to 16\) does not describe'),
         (with_header(b'[' * 50000, b''), 'does not describe'),
@@ -88,8 +104,14 @@ def one_entry(**changes: Any) -> dict[str, Any]:
         (with_header(one_entry(data_offsets=[4, 20]), bytes(20)), 'does not describe'),
         (with_header(one_entry(data_offsets=[16, 0]), bytes(16)), 'does not describe'),
         (with_header(one_entry(dtype='F31'), bytes(16)), 'does not describe'),
-        (with_header(one_entry(dtype='BOOL', data_offsets=[0, 4]), bytes(4)), 'w: dtype: expected one of .*, found BOOL'),
-        (with_header(one_entry(shape=[0, 2**40], data_offsets=[0, 0]), b''), 'w: expected a tensor with elements'),
+        (
+            with_header(one_entry(dtype='BOOL', data_offsets=[0, 4]), bytes(4)),
+            'w: dtype: expected one of .*, found BOOL',
+        ),
+        (
+            with_header(one_entry(shape=[0, 2**40], data_offsets=[0, 0]), b''),
+            'w: expected a tensor with elements',
+        ),
         (with_header(one_entry(), bytes(16)), 'time_embed.0.weight is missing'),
         (with_header({}, b''), 'time_embed.0.weight is missing'),
         (archive({'a': b'x'}), 'it is truncated or no safetensors file'),
@@ -138,7 +160,10 @@ def test_metadata(tmp_path: pathlib.Path, extension: str, text: str, message: st
 @pytest.mark.parametrize(
     ('name', 'message'),
     [
-        ('a.pth', r"extension: expected one of .bin, .pt, .safetensors, found '.pth'; did you mean \".pt\""),
+        (
+            'a.pth',
+            r"extension: expected one of .bin, .pt, .safetensors, found '.pth'; did you mean \".pt\"",
+        ),
         ('a.safetensor', r'did you mean ".safetensors"'),
         ('a.npz', "found '.npz'"),
         ('a', 'found none'),
@@ -159,11 +184,26 @@ def test_paths(tmp_path: pathlib.Path, name: str, message: str) -> None:
     ('options', 'message'),
     [
         ({'image_size': (16,)}, 'image_size: the config of this file is known; leave this out'),
-        ({'num_heads': 2, 'num_head_channels': 0}, 'num_heads, num_head_channels: the config of this file is known'),
-        ({'new_attention_order': True}, 'new_attention_order: the file says False, True was asked for'),
-        ({'config': SMALL.replace(model={'norm_eps': 1e-6})}, r'model.norm_eps: expected 1e-06, found 1e-05'),
-        ({'config': make(channel_mult=(1, 2))}, r'model.channel_mult: expected \(1.0, 2.0\), found \(1.0,\)'),
-        ({'config': SMALL.replace(diffusion={'learn_sigma': True})}, 'diffusion.learn_sigma: expected True, found False'),
+        (
+            {'num_heads': 2, 'num_head_channels': 0},
+            'num_heads, num_head_channels: the config of this file is known',
+        ),
+        (
+            {'new_attention_order': True},
+            'new_attention_order: the file says False, True was asked for',
+        ),
+        (
+            {'config': SMALL.replace(model={'norm_eps': 1e-6})},
+            r'model.norm_eps: expected 1e-06, found 1e-05',
+        ),
+        (
+            {'config': make(channel_mult=(1, 2))},
+            r'model.channel_mult: expected \(1.0, 2.0\), found \(1.0,\)',
+        ),
+        (
+            {'config': SMALL.replace(diffusion={'learn_sigma': True})},
+            'diffusion.learn_sigma: expected True, found False',
+        ),
     ],
 )
 def test_callers_mistakes(tmp_path: pathlib.Path, options: dict[str, Any], message: str) -> None:
@@ -174,12 +214,18 @@ def test_callers_mistakes(tmp_path: pathlib.Path, options: dict[str, Any], messa
 
 def test_heads_that_do_not_fit(tmp_path: pathlib.Path) -> None:
     """32 channels cannot have the usual head width of 64: the message says what was assumed."""
-    refuse(tmp_path / 'a.pt', torch_bytes(state()), r'(?s)num_head_channels: 64 does not divide.*assumed')
+    refuse(
+        tmp_path / 'a.pt',
+        torch_bytes(state()),
+        r'(?s)num_head_channels: 64 does not divide.*assumed',
+    )
     refuse(tmp_path / 'a.pt', torch_bytes(state()), r'num_heads: 5 does not divide', num_heads=5)
 
 
 @pytest.mark.parametrize('extension', ['bin', 'pt', 'safetensors'])
-def test_a_failed_write_leaves_the_old_file(tmp_path: pathlib.Path, extension: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_write_leaves_the_old_file(
+    tmp_path: pathlib.Path, extension: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A disk that is full, here at the very end, costs nothing but the new file."""
     config = UNETCU_SMALL if extension == 'bin' else SMALL
     path = tmp_path / f'a.{extension}'
@@ -195,7 +241,9 @@ def test_a_failed_write_leaves_the_old_file(tmp_path: pathlib.Path, extension: s
     assert path.read_bytes() == b'the old one'
 
 
-def test_an_interrupted_write_leaves_nothing(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupted_write_leaves_nothing(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def interrupt(descriptor: int) -> None:
         raise KeyboardInterrupt
 
@@ -216,7 +264,9 @@ def test_an_interrupted_write_leaves_nothing(tmp_path: pathlib.Path, monkeypatch
         ('a.safetensors', {'params': {}}, r'(?s)parameters: .*missing'),
     ],
 )
-def test_writing_mistakes(tmp_path: pathlib.Path, path: str, changes: dict[str, Any], message: str) -> None:
+def test_writing_mistakes(
+    tmp_path: pathlib.Path, path: str, changes: dict[str, Any], message: str
+) -> None:
     arguments = {'params': random_params(SMALL)} | changes
     with pytest.raises(UserError, match=message):
         write_weights(tmp_path / path, config=SMALL, **arguments)

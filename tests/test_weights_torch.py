@@ -17,9 +17,11 @@ from jaxunet.ops.backends import XLA
 from jaxunet.weights import read_weights, write_weights
 from jaxunet.weights.names import flatten
 
-torch = pytest.importorskip('torch', reason='PyTorch is not installed: its side of the comparison is missing')
+torch = pytest.importorskip(
+    'torch', reason='PyTorch is not installed: its side of the comparison is missing'
+)
 
-from jaxunet.benchmark.torch_unet import build_torch_unet  # noqa: E402
+from jaxunet.benchmark.torch_unet import build_torch_unet
 
 
 def peer(config: Config, new_order: bool) -> Any:
@@ -28,21 +30,35 @@ def peer(config: Config, new_order: bool) -> Any:
 
 def inputs(config: Config) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
     rng = np.random.default_rng(0)
-    labels = rng.integers(0, config.model.num_classes, 2).astype(np.int32) if config.model.num_classes else None
-    return rng.standard_normal((2, *config.image_shape), np.float32), np.array([3, 977], np.int32), labels
+    labels = (
+        rng.integers(0, config.model.num_classes, 2).astype(np.int32)
+        if config.model.num_classes
+        else None
+    )
+    return (
+        rng.standard_normal((2, *config.image_shape), np.float32),
+        np.array([3, 977], np.int32),
+        labels,
+    )
 
 
 def torch_output(model: Any, config: Config) -> np.ndarray:
     x, t, labels = inputs(config)
     with torch.no_grad():
-        out = model(torch.tensor(x.transpose(0, 3, 1, 2)), torch.tensor(t), None if labels is None else torch.tensor(labels))
+        out = model(
+            torch.tensor(x.transpose(0, 3, 1, 2)),
+            torch.tensor(t),
+            None if labels is None else torch.tensor(labels),
+        )
     return out.numpy().transpose(0, 2, 3, 1)
 
 
 def our_output(params: Any, config: Config) -> np.ndarray:
     x, t, labels = inputs(config)
     unet = build_unet(config, XLA)
-    return np.asarray(jax.jit(unet.apply)({'params': jax.tree.map(jnp.asarray, params)}, x, t, labels))
+    return np.asarray(
+        jax.jit(unet.apply)({'params': jax.tree.map(jnp.asarray, params)}, x, t, labels)
+    )
 
 
 @pytest.mark.parametrize('new_order', [False, True])
@@ -92,13 +108,21 @@ def test_types_and_nesting(tmp_path: pathlib.Path, dtype: str) -> None:
     state = peer(config, False).state_dict()
     flat = torch.cat([value.flatten() for value in state.values()]).to(getattr(torch, dtype))
     sizes = [value.numel() for value in state.values()]
-    views = {name: piece.view(value.shape) for (name, value), piece in zip(state.items(), flat.split(sizes), strict=True)}
+    views = {
+        name: piece.view(value.shape)
+        for (name, value), piece in zip(state.items(), flat.split(sizes), strict=True)
+    }
     first = next(iter(views))
     views[first] = torch.nn.Parameter(views[first].T.contiguous().T)
     torch.save({'model': views, 'step': 12}, tmp_path / 'a.pt')
-    assert (tmp_path / 'a.pt').stat().st_size < 2 * flat.numel() * flat.element_size()  # one storage
+    assert (
+        tmp_path / 'a.pt'
+    ).stat().st_size < 2 * flat.numel() * flat.element_size()  # one storage
     found = read_weights(tmp_path / 'a.pt', config).params
-    torch.save({name: value.detach().float().contiguous() for name, value in views.items()}, tmp_path / 'b.pt')
+    torch.save(
+        {name: value.detach().float().contiguous() for name, value in views.items()},
+        tmp_path / 'b.pt',
+    )
     expected = read_weights(tmp_path / 'b.pt', config).params
     for path, value in flatten(expected).items():
         np.testing.assert_array_equal(flatten(found)[path], value)

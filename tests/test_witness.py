@@ -32,9 +32,19 @@ COMMIT = 'e54d28d'
 
 def call(folder: pathlib.Path, command: str, *flags: str) -> str:
     """What `python -m jaxunet.COMMAND` prints; paths are relative to `folder`."""
-    environment = os.environ | {'PYTHONPATH': str(ROOT), 'JAX_PLATFORMS': 'cpu', 'XLA_FLAGS': QUICK, 'JAXUNET_GIT_SHA': COMMIT}
+    environment = os.environ | {
+        'PYTHONPATH': str(ROOT),
+        'JAX_PLATFORMS': 'cpu',
+        'XLA_FLAGS': QUICK,
+        'JAXUNET_GIT_SHA': COMMIT,
+    }
     done = subprocess.run(
-        [sys.executable, '-m', f'jaxunet.{command}', *flags], cwd=folder, env=environment, capture_output=True, text=True, check=False
+        [sys.executable, '-m', f'jaxunet.{command}', *flags],
+        cwd=folder,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout + done.stderr
@@ -59,7 +69,11 @@ def copied(name: str, folder: pathlib.Path) -> pathlib.Path:
 
 
 def contents(folder: pathlib.Path) -> dict[str, bytes]:
-    return {str(p.relative_to(folder)): p.read_bytes() for p in folder.rglob('*') if p.is_file() and p.name != '.lock'}
+    return {
+        str(p.relative_to(folder)): p.read_bytes()
+        for p in folder.rglob('*')
+        if p.is_file() and p.name != '.lock'
+    }
 
 
 def metrics(path: pathlib.Path) -> list[dict[str, str]]:
@@ -85,36 +99,63 @@ def resumed(request, tmp_path_factory):
     """A run that went on, its name, and what the command printed."""
     folder = tmp_path_factory.mktemp('resumed')
     copied(request.param, folder)
-    out = call(folder, 'train', f'--workdir={request.param}', *run_flags(request.param), f'--config.train.steps={RESUMED}')
+    out = call(
+        folder,
+        'train',
+        f'--workdir={request.param}',
+        *run_flags(request.param),
+        f'--config.train.steps={RESUMED}',
+    )
     return folder / request.param, request.param, out
 
 
 def test_a_run_goes_on_at_its_step(resumed):
     workdir, name, out = resumed
     assert f'at step {SAVED}; changed: train.steps: {SAVED} -> {RESUMED}' in out
-    before, rows, wanted = (metrics(p) for p in (FIXTURES / name / 'metrics.csv', workdir / 'metrics.csv', EXPECTED / f'{name}.csv'))
+    before, rows, wanted = (
+        metrics(p)
+        for p in (
+            FIXTURES / name / 'metrics.csv',
+            workdir / 'metrics.csv',
+            EXPECTED / f'{name}.csv',
+        )
+    )
     assert rows[:SAVED] == before
     assert list(rows[0]) == list(wanted[0])
-    assert [row['step'] for row in rows] == [row['step'] for row in wanted] == [str(i + 1) for i in range(RESUMED)]
+    assert (
+        [row['step'] for row in rows]
+        == [row['step'] for row in wanted]
+        == [str(i + 1) for i in range(RESUMED)]
+    )
     relative = 2e-2 if name == 'half' else 1e-3
     for row, other in zip(rows[SAVED:], wanted[SAVED:], strict=True):
         for column in ('loss', 'grad_norm'):
-            assert float(row[column]) == pytest.approx(float(other[column]), rel=relative), (row['step'], column)
+            assert float(row[column]) == pytest.approx(float(other[column]), rel=relative), (
+                row['step'],
+                column,
+            )
         for column in ('learning_rate', 'loss_scale', 'skipped_steps'):
-            assert float(row[column]) == pytest.approx(float(other[column]), rel=1e-6), (row['step'], column)
+            assert float(row[column]) == pytest.approx(float(other[column]), rel=1e-6), (
+                row['step'],
+                column,
+            )
 
 
 def test_the_state_after_more_steps(resumed):
     """Also its arrays: names, shapes and types of a checkpoint are a file format."""
     workdir, name, _ = resumed
     before, after = witness_state.read(FIXTURES / name, SAVED), witness_state.read(workdir, RESUMED)
-    assert {path: (x.shape, x.dtype) for path, x in after.items()} == {path: (x.shape, x.dtype) for path, x in before.items()}
+    assert {path: (x.shape, x.dtype) for path, x in after.items()} == {
+        path: (x.shape, x.dtype) for path, x in before.items()
+    }
     with np.load(EXPECTED / f'{name}.npz') as arrays:
         wanted = dict(zip(arrays['paths'], arrays['values'], strict=True))
     paths, values = witness_state.summary(after)
     assert set(paths) == set(wanted)
     for path, found in zip(paths, values, strict=True):
-        np.testing.assert_allclose(found, wanted[path], rtol=1e-4, atol=1e-4 * np.abs(wanted[path]).max(), err_msg=path)
+        np.testing.assert_allclose(
+            found, wanted[path], rtol=1e-4, atol=1e-4 * np.abs(wanted[path]).max(), err_msg=path
+        )
 
 
 def test_what_a_checkpoint_says_besides(resumed):
@@ -134,14 +175,24 @@ def test_samples(name, tmp_path):
     fixture = copied(name, tmp_path)
     before = contents(fixture) if fixture.is_dir() else fixture.read_bytes()
     call(tmp_path, 'sample', f'--checkpoint={name}', *FLAGS['samples'][name], '--output=x.npz')
-    assert_images(tmp_path / 'x.npz', EXPECTED / f'{name}.images.npz', grey_levels=8 if name == 'half' else 2)
+    assert_images(
+        tmp_path / 'x.npz', EXPECTED / f'{name}.images.npz', grey_levels=8 if name == 'half' else 2
+    )
     assert (contents(fixture) if fixture.is_dir() else fixture.read_bytes()) == before
 
 
 def test_samples_of_exported_weights(tmp_path):
     copied('conditional.safetensors', tmp_path)
-    call(tmp_path, 'sample', '--checkpoint=conditional.safetensors', *FLAGS['samples']['conditional'], '--output=x.npz')
-    assert_images(tmp_path / 'x.npz', EXPECTED / 'conditional.safetensors.images.npz', grey_levels=2)
+    call(
+        tmp_path,
+        'sample',
+        '--checkpoint=conditional.safetensors',
+        *FLAGS['samples']['conditional'],
+        '--output=x.npz',
+    )
+    assert_images(
+        tmp_path / 'x.npz', EXPECTED / 'conditional.safetensors.images.npz', grey_levels=2
+    )
 
 
 def test_an_interrupted_command_goes_on(tmp_path):
@@ -180,9 +231,14 @@ def test_weights_to_start_from(tmp_path):
     copied('conditional.safetensors', tmp_path)
     start = ['--config.init_from=conditional.safetensors', '--config.train.steps=3']
     call(tmp_path, 'train', '--workdir=run', *run_flags('conditional'), *start)
-    for row, other in zip(metrics(tmp_path / 'run' / 'metrics.csv'), metrics(EXPECTED / 'init_from.csv'), strict=True):
+    for row, other in zip(
+        metrics(tmp_path / 'run' / 'metrics.csv'), metrics(EXPECTED / 'init_from.csv'), strict=True
+    ):
         for column in ('loss', 'grad_norm', 'learning_rate'):
-            assert float(row[column]) == pytest.approx(float(other[column]), rel=1e-3), (row['step'], column)
+            assert float(row[column]) == pytest.approx(float(other[column]), rel=1e-3), (
+                row['step'],
+                column,
+            )
 
 
 def test_a_comparison_is_complete(tmp_path):
@@ -191,7 +247,9 @@ def test_a_comparison_is_complete(tmp_path):
     before = contents(folder)
     for name in ('compare.csv', 'report.md'):
         (folder / name).unlink()
-    out = call(tmp_path, 'compare', *run_flags('conditional'), *FLAGS['compare'], '--output=compare')
+    out = call(
+        tmp_path, 'compare', *run_flags('conditional'), *FLAGS['compare'], '--output=compare'
+    )
     assert '2 of 2 runs are done already' in out
     assert contents(folder) == before
 
@@ -208,11 +266,13 @@ def test_a_comparison_measures_what_is_missing(tmp_path):
     again = [json.loads(line) for line in path.read_text().splitlines()]
     for row, other in zip(again, rows, strict=True):
         assert row.keys() == other.keys()
-        assert [row[key] for key in ('milestone', 'name', 'metric', 'step', 'training_seconds')] == [
-            other[key] for key in ('milestone', 'name', 'metric', 'step', 'training_seconds')
-        ]
+        assert [
+            row[key] for key in ('milestone', 'name', 'metric', 'step', 'training_seconds')
+        ] == [other[key] for key in ('milestone', 'name', 'metric', 'step', 'training_seconds')]
         assert row['value'] == pytest.approx(other['value'], rel=1e-2, abs=1e-6)
-    assert {k: v for k, v in contents(path.parent).items() if k not in ('rows.jsonl', 'log.txt')} == before
+    assert {
+        k: v for k, v in contents(path.parent).items() if k not in ('rows.jsonl', 'log.txt')
+    } == before
 
 
 def test_a_sweep_is_reported_again(tmp_path):

@@ -18,7 +18,14 @@ TINY: dict[str, Any] = {
     'diffusion': {'steps': 40},
     'data': {'batch_size': 8},
     'optimizer': {'warmup_steps': 2},
-    'train': {'steps': 6, 'log_every': 1, 'sample_every': 0, 'checkpoint_every': 2, 'sample_count': 4, 'sample_steps': 2},
+    'train': {
+        'steps': 6,
+        'log_every': 1,
+        'sample_every': 0,
+        'checkpoint_every': 2,
+        'sample_count': 4,
+        'sample_steps': 2,
+    },
 }
 
 
@@ -29,4 +36,8 @@ def tiny_config(**changes: Any) -> Config:
 
 def flags() -> list[str]:
     """The tiny config as command-line overrides of the default one."""
-    return [f'--config.{section}.{name}={value}' for section, fields in TINY.items() for name, value in fields.items()]
+    return [
+        f'--config.{section}.{name}={value}'
+        for section, fields in TINY.items()
+        for name, value in fields.items()
+    ]

@@ -36,7 +36,11 @@ def make(size: tuple[int, ...] = (16,), *, learn_sigma: bool = False, **model: A
         'num_classes': 0,
         'label_dropout': 0.0,
     }
-    changes = {'model': base | model, 'diffusion': {'learn_sigma': learn_sigma}, 'data': {'image_size': size}}
+    changes = {
+        'model': base | model,
+        'diffusion': {'learn_sigma': learn_sigma},
+        'data': {'image_size': size},
+    }
     return resolve(to_dict(Config().replace(**changes)))
 
 
@@ -48,7 +52,9 @@ ADM = {
     'scale_shift': make(scale_shift_norm=True, num_res_blocks=2, attention_resolutions=(16, 8)),
     'classes_and_sigma': make(num_classes=7, learn_sigma=True, conv_resample=True),
     'num_heads': make(num_heads=4, num_head_channels=0, num_heads_upsample=2),
-    'fractional': make(base_channels=64, channel_mult=(0.5, 1, 1.5), attention_resolutions=(4,), conv_resample=True),
+    'fractional': make(
+        base_channels=64, channel_mult=(0.5, 1, 1.5), attention_resolutions=(4,), conv_resample=True
+    ),
     'non_square': make((8, 16), attention_resolutions=(4,), resblock_updown=True),
     'one_channel': make(image_channels=1, attention_resolutions=()),
     'one_level': make(channel_mult=(1,), attention_resolutions=(16,)),
@@ -95,11 +101,17 @@ def archive(entries: dict[str, bytes], compression: int = zipfile.ZIP_STORED) ->
     return file.getvalue()
 
 
-def safetensors_bytes(tensors: dict[str, np.ndarray], metadata: dict[str, str] | None = None) -> bytes:
+def safetensors_bytes(
+    tensors: dict[str, np.ndarray], metadata: dict[str, str] | None = None
+) -> bytes:
     entries: dict[str, Any] = {'__metadata__': metadata} if metadata else {}
     at = 0
     for name, value in tensors.items():
-        entries[name] = {'dtype': 'F32', 'shape': list(value.shape), 'data_offsets': [at, at + value.nbytes]}
+        entries[name] = {
+            'dtype': 'F32',
+            'shape': list(value.shape),
+            'data_offsets': [at, at + value.nbytes],
+        }
         at += value.nbytes
     return with_header(entries, b''.join(value.tobytes() for value in tensors.values()))
 

@@ -19,11 +19,14 @@ def read(workdir: pathlib.Path, step: int) -> dict[str, np.ndarray]:
     structure = handler.metadata(folder).tree
     restore: Any = ocp.args.PyTreeRestore(restore_args=_as_numpy(structure))
     tree = handler.restore(folder, args=restore)
-    return {keystr(path, simple=True, separator='/'): np.asarray(leaf) for path, leaf in tree_leaves_with_path(tree)}
+    return {
+        keystr(path, simple=True, separator='/'): np.asarray(leaf)
+        for path, leaf in tree_leaves_with_path(tree)
+    }
 
 
 def _as_numpy(structure: Any) -> Any:
-    import jax  # noqa: PLC0415
+    import jax
 
     return jax.tree.map(lambda _: ocp.RestoreArgs(restore_type=np.ndarray), structure)
 

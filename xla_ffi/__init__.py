@@ -41,9 +41,17 @@ def unavailable() -> str | None:
         return f'this version has no CUDA kernels yet for {", ".join(lacking)}'
     driver = _cuda.driver_version()
     if driver < _cuda.needed_driver:
-        found = f'a driver for CUDA {driver // 1000}.{driver % 1000 // 10}' if driver else 'no NVIDIA driver'
+        found = (
+            f'a driver for CUDA {driver // 1000}.{driver % 1000 // 10}'
+            if driver
+            else 'no NVIDIA driver'
+        )
         major = _cuda.needed_driver // 1000
-        version = f'version {_DRIVERS[major]} or later (CUDA {major}.0)' if major in _DRIVERS else f'CUDA {major}.0 or later'
+        version = (
+            f'version {_DRIVERS[major]} or later (CUDA {major}.0)'
+            if major in _DRIVERS
+            else f'CUDA {major}.0 or later'
+        )
         return f'the kernels were built with CUDA {major} and need an NVIDIA driver of {version}; found {found}'
     device = jax.devices()[0]
     if device.platform != 'gpu':

@@ -7,14 +7,16 @@ import pytest
 
 sys.path.insert(0, str(pathlib.Path(__file__).parents[1] / 'tests'))
 
-from settings import *  # noqa: F403
+from settings import *
 
 HERE = pathlib.Path(__file__).parent
 
 
-@pytest.hookimpl(specname='pytest_collection_modifyitems')  # beside that of the settings, which skips what needs a GPU
+@pytest.hookimpl(
+    specname='pytest_collection_modifyitems'
+)  # beside that of the settings, which skips what needs a GPU
 def skip_without_the_extension(items: list[pytest.Item]) -> None:
-    import xla_ffi  # noqa: PLC0415  # after the settings
+    import xla_ffi  # after the settings
 
     if xla_ffi._cpu is None:
         for item in items:

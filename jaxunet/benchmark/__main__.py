@@ -34,19 +34,27 @@ from jaxunet.ops.backends import load_ops
 from jaxunet.runtime import rows
 
 CONFIG = cli.define_config()
-BACKENDS = flags.DEFINE_list('backends', [], "Backends to compare; default: the config's. Ratios are to the first.")
-PEERS = flags.DEFINE_list('peers', [], 'pytorch (all three), or some of pytorch-eager, pytorch-compiled, pytorch-best.')
+BACKENDS = flags.DEFINE_list(
+    'backends', [], "Backends to compare; default: the config's. Ratios are to the first."
+)
+PEERS = flags.DEFINE_list(
+    'peers', [], 'pytorch (all three), or some of pytorch-eager, pytorch-compiled, pytorch-best.'
+)
 BATCH_SIZES = flags.DEFINE_list('batch_sizes', [], "Batch sizes; default: the config's.")
 PRECISIONS = flags.DEFINE_list('precisions', [], "Compute types; default: the config's.")
 DIRECTION = flags.DEFINE_list('directions', [], f'Some of {", ".join(DIRECTIONS)}; default: all.')
-ROUNDS = flags.DEFINE_integer('rounds', 10, 'Turns of each side; medians and quartiles are over them.')
+ROUNDS = flags.DEFINE_integer(
+    'rounds', 10, 'Turns of each side; medians and quartiles are over them.'
+)
 STEPS = flags.DEFINE_integer(
     'steps',
     None,
     'Steps of one turn; default: as many as take the quickest side half a second, and the slowest not over two; at least 10. Rounded '
     'up to whole calls.',
 )
-SYNTHETIC = flags.DEFINE_bool('synthetic', False, 'Random images in place of data.path: times do not depend on pixels.')
+SYNTHETIC = flags.DEFINE_bool(
+    'synthetic', False, 'Random images in place of data.path: times do not depend on pixels.'
+)
 OUTPUT = flags.DEFINE_string('output', 'benchmark.jsonl', 'File that rows are appended to.')
 TABLE = flags.DEFINE_string('table', None, 'Print the table of this file of rows, and exit.')
 DRY_RUN = flags.DEFINE_bool('dry_run', False, 'Print the cases, and exit.')
@@ -71,12 +79,20 @@ def main(argv: Sequence[str]) -> int:
         dry_run(plan)
         return 0
     if len(plan.sides) == 1:
-        load_ops(plan.sides[0], plan.precisions[0])  # with nothing to compare it to, one that is missing is an error at once
+        load_ops(
+            plan.sides[0], plan.precisions[0]
+        )  # with nothing to compare it to, one that is missing is an error at once
     if PEERS.value:
         os.environ.setdefault('XLA_PYTHON_CLIENT_PREALLOCATE', 'false')
-    jax.config.update('jax_enable_compilation_cache', False)  # a program from the cache would show no compile time
+    jax.config.update(
+        'jax_enable_compilation_cache', False
+    )  # a program from the cache would show no compile time
     c = plan.config
-    source = synthetic_source(c) if SYNTHETIC.value else open_source(c.data.path, image_shape=c.image_shape, classes=c.data.classes)
+    source = (
+        synthetic_source(c)
+        if SYNTHETIC.value
+        else open_source(c.data.path, image_shape=c.image_shape, classes=c.data.classes)
+    )
     measured = []
     for row in run(plan, source, shlex.join(['python', '-m', 'jaxunet.benchmark', *sys.argv[1:]])):
         rows.append(OUTPUT.value, row)
@@ -100,10 +116,16 @@ def config_name() -> str:
 
 def dry_run(plan: Plan) -> None:
     """One line a measurement, in their order."""
-    turn = f'{plan.steps} steps' if plan.steps else f'about {TURN_SECONDS:g} s, at least {MIN_STEPS} steps'
+    turn = (
+        f'{plan.steps} steps'
+        if plan.steps
+        else f'about {TURN_SECONDS:g} s, at least {MIN_STEPS} steps'
+    )
     for precision, size in plan.cases():
         for direction in plan.directions:
-            print(f'{plan.name}, {precision}, batch {size}, {direction}: {", ".join(plan.sides)}; {plan.rounds} rounds of {turn}')
+            print(
+                f'{plan.name}, {precision}, batch {size}, {direction}: {", ".join(plan.sides)}; {plan.rounds} rounds of {turn}'
+            )
 
 
 if __name__ == '__main__':

@@ -21,11 +21,17 @@ class Prepared(NamedTuple):
     """A side that is ready to be timed in one direction, and what is known of it without timing."""
 
     run: Run
-    lower_s: float | None  # seconds of tracing and lowering; None where it cannot be told apart from compiling
-    compile_s: float  # seconds of compiling (for PyTorch: of the first calls, graph capture included)
+    lower_s: (
+        float | None
+    )  # seconds of tracing and lowering; None where it cannot be told apart from compiling
+    compile_s: (
+        float  # seconds of compiling (for PyTorch: of the first calls, graph capture included)
+    )
     bytes_moved: int | None  # of one step, see `bytes_source`; None: not known
     peak_bytes: int | None  # of device memory, see `peak_source`; None: not known
-    notes: dict[str, str]  # bytes_source, peak_source, and for jaxunet ops: which backend every op got
+    notes: dict[
+        str, str
+    ]  # bytes_source, peak_source, and for jaxunet ops: which backend every op got
     close: Callable[[], None]  # gives back what only this direction needs
     unit: int = 1  # steps of one call, of which `run` takes multiples
     concurrent: bool = False  # whether kernels run at once where none waits for another
@@ -86,12 +92,18 @@ def make_plan(
         if value is not None and value < 1:
             raise UserError(f'--{flag}: expected 1 or more, found {value}')
     if steps is not None and config.train.steps_per_call and steps % config.train.steps_per_call:
-        raise UserError(f'--steps: {steps} is not a multiple of train.steps_per_call ({config.train.steps_per_call})')
+        raise UserError(
+            f'--steps: {steps} is not a multiple of train.steps_per_call ({config.train.steps_per_call})'
+        )
     for size in batch_sizes:
         if not size.isdecimal() or int(size) == 0:
-            raise UserError(f'--batch_sizes: expected numbers of 1 or more separated by commas, found {size!r}')
+            raise UserError(
+                f'--batch_sizes: expected numbers of 1 or more separated by commas, found {size!r}'
+            )
     if peers and importlib.util.find_spec('torch') is None:
-        raise UserError('--peers: PyTorch is not installed; pip install "jaxunet[peers]", or leave --peers out')
+        raise UserError(
+            '--peers: PyTorch is not installed; pip install "jaxunet[peers]", or leave --peers out'
+        )
     return Plan(
         name=name,
         config=benchmark_config(config),
@@ -113,16 +125,22 @@ def benchmark_config(config: Config) -> Config:
       UserError: the config spreads a batch over several devices or micro-batches.
     """
     if config.parallel.devices > 1:
-        raise UserError(f'parallel.devices: a benchmark runs on one device, found {config.parallel.devices}; set it to 1')
+        raise UserError(
+            f'parallel.devices: a benchmark runs on one device, found {config.parallel.devices}; set it to 1'
+        )
     if config.optimizer.accumulate_steps > 1:
         raise UserError(
             f'optimizer.accumulate_steps: a benchmark needs undivided batches (1), found {config.optimizer.accumulate_steps}; '
             'set it to 1 and choose --batch_sizes that fit'
         )
-    return config.replace(parallel={'devices': 1}, model={'zero_init': False}, train={'steps': 10**9}, init_from='')
+    return config.replace(
+        parallel={'devices': 1}, model={'zero_init': False}, train={'steps': 10**9}, init_from=''
+    )
 
 
 def _check(flag: str, found: list[str], allowed: tuple[str, ...]) -> None:
     for name in found:
         if name not in allowed:
-            raise UserError(f'--{flag}: expected some of {", ".join(allowed)}, found {name!r}{near_misses(name, allowed)}')
+            raise UserError(
+                f'--{flag}: expected some of {", ".join(allowed)}, found {name!r}{near_misses(name, allowed)}'
+            )

@@ -33,8 +33,14 @@ def synthetic_source(config: Config) -> Source:
     rng = np.random.default_rng(config.seed)
     images = rng.integers(0, 256, (SYNTHETIC_IMAGES, *config.image_shape), np.uint8)
     classes = config.model.num_classes
-    labels = rng.integers(0, classes, SYNTHETIC_IMAGES).astype(np.int32) if classes else no_labels(SYNTHETIC_IMAGES)
-    return ArraySource('synthetic images', images, config.image_shape, labels, tuple(map(str, range(classes))))
+    labels = (
+        rng.integers(0, classes, SYNTHETIC_IMAGES).astype(np.int32)
+        if classes
+        else no_labels(SYNTHETIC_IMAGES)
+    )
+    return ArraySource(
+        'synthetic images', images, config.image_shape, labels, tuple(map(str, range(classes)))
+    )
 
 
 class JaxSide:
@@ -75,7 +81,9 @@ class JaxSide:
         held: dict[str, Any] = {'state': parallel.replicate(self.start), 'data': data}
         del data
         optimizer, diffusion = make_optimizer(config), make_diffusion(config.diffusion)
-        unit = steps_of_call(config, resident=batches is None, platform=parallel.devices[0].platform)
+        unit = steps_of_call(
+            config, resident=batches is None, platform=parallel.devices[0].platform
+        )
 
         def build() -> Any:
             def make(axis: str | None) -> Any:
@@ -98,7 +106,9 @@ class JaxSide:
             if batches is not None:
                 batches.close()
 
-        return self._prepared(compiled, run, lower_s, compile_s, close, unit)._replace(concurrent=parallel.concurrent)
+        return self._prepared(compiled, run, lower_s, compile_s, close, unit)._replace(
+            concurrent=parallel.concurrent
+        )
 
     def _model(self, direction: str) -> Prepared:
         diffusion = make_diffusion(self.config.diffusion)
@@ -108,7 +118,9 @@ class JaxSide:
 
         function = jax.jit(loss if direction == 'forward' else jax.value_and_grad(loss))
         held = {'params': jax.device_put(self.start.params), 'inputs': random_inputs(self.config)}
-        compiled, lower_s, compile_s = timed_compile(lambda: function.lower(held['params'], held['inputs']).compile())
+        compiled, lower_s, compile_s = timed_compile(
+            lambda: function.lower(held['params'], held['inputs']).compile()
+        )
 
         def run(steps: int) -> None:
             out = None
@@ -118,12 +130,31 @@ class JaxSide:
 
         return self._prepared(compiled, run, lower_s, compile_s, held.clear)
 
-    def _prepared(self, compiled: Any, run: Run, lower_s: float, compile_s: float, close: Callable[[], None], unit: int = 1) -> Prepared:
+    def _prepared(
+        self,
+        compiled: Any,
+        run: Run,
+        lower_s: float,
+        compile_s: float,
+        close: Callable[[], None],
+        unit: int = 1,
+    ) -> Prepared:
         run(unit)
-        return Prepared(run, lower_s, compile_s, bytes_moved(compiled.as_text()) // unit, peak_bytes(compiled), self.notes, close, unit)
+        return Prepared(
+            run,
+            lower_s,
+            compile_s,
+            bytes_moved(compiled.as_text()) // unit,
+            peak_bytes(compiled),
+            self.notes,
+            close,
+            unit,
+        )
 
 
-def model_loss(model: UNet, diffusion: Diffusion, params: Params, inputs: dict[str, Array]) -> Float[Array, '']:
+def model_loss(
+    model: UNet, diffusion: Diffusion, params: Params, inputs: dict[str, Array]
+) -> Float[Array, '']:
     """The mean training loss of `random_inputs`: forward process, network and error."""
     x0, t, noise = inputs['x0'], inputs['t'], inputs['noise']
     xt = q_sample(diffusion, x0, t, noise)
@@ -175,4 +206,9 @@ def timed_compile(build: Callable[[], Any]) -> tuple[Any, float, float]:
 def peak_bytes(compiled: Any) -> int:
     """Device memory that one call needs: arguments, results that do not take their place, and temporaries."""
     m = compiled.memory_analysis()
-    return m.argument_size_in_bytes + m.output_size_in_bytes - m.alias_size_in_bytes + m.temp_size_in_bytes
+    return (
+        m.argument_size_in_bytes
+        + m.output_size_in_bytes
+        - m.alias_size_in_bytes
+        + m.temp_size_in_bytes
+    )

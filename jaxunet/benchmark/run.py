@@ -20,7 +20,11 @@ from jaxunet.model import cost as estimate
 from jaxunet.runtime.errors import UserError
 from jaxunet.runtime.rows import Row, provenance
 
-PASSES = {'forward': 1, 'forward+backward': 3, 'step': 3}  # in forward passes: a gradient in weights and one in inputs for each product
+PASSES = {
+    'forward': 1,
+    'forward+backward': 3,
+    'step': 3,
+}  # in forward passes: a gradient in weights and one in inputs for each product
 
 
 def run(plan: Plan, source: Source, command: str) -> Iterator[Row]:
@@ -30,50 +34,84 @@ def run(plan: Plan, source: Source, command: str) -> Iterator[Row]:
       source: the images of the whole training steps.
       command: the command line that asks for this.
     """
-    origin = {'kind': 'benchmark', 'time': datetime.datetime.now(datetime.UTC).isoformat(timespec='seconds'), **provenance()}
+    origin = {
+        'kind': 'benchmark',
+        'time': datetime.datetime.now(datetime.UTC).isoformat(timespec='seconds'),
+        **provenance(),
+    }
     origin |= {'devices': 1, 'command': command, 'config': plan.name, 'images': source.name}
     flops = estimate.forward_flops(plan.config)
     for precision in plan.precisions:
         rates = measure_rates(precision)
         rate, copied = rates.matmul_flops / 1e12, rates.copy_bytes / 1e9
-        say(f'{origin["device"]}: {precision} matrix product {rate:.3g} TFLOP/s, copy {copied:.4g} GB/s')
+        say(
+            f'{origin["device"]}: {precision} matrix product {rate:.3g} TFLOP/s, copy {copied:.4g} GB/s'
+        )
         state = fresh_state(plan.config.replace(precision=precision))
         for size in plan.batch_sizes:
             config = plan.config.replace(precision=precision, data={'batch_size': size})
-            case = origin | {'precision': precision, 'batch_size': size, 'rounds': plan.rounds, 'steps_per_round': plan.steps}
-            case |= {'matmul_flops': rates.matmul_flops, 'copy_bytes_per_s': rates.copy_bytes, 'forward_flops': flops * size}
+            case = origin | {
+                'precision': precision,
+                'batch_size': size,
+                'rounds': plan.rounds,
+                'steps_per_round': plan.steps,
+            }
+            case |= {
+                'matmul_flops': rates.matmul_flops,
+                'copy_bytes_per_s': rates.copy_bytes,
+                'forward_flops': flops * size,
+            }
             yield from _case(plan, config, source, state, case, rates)
             _release(plan)
 
 
-def _case(plan: Plan, config: Config, source: Source, state: TrainState, case: Row, rates: Rates) -> Iterator[Row]:
+def _case(
+    plan: Plan, config: Config, source: Source, state: TrainState, case: Row, rates: Rates
+) -> Iterator[Row]:
     """All directions of one precision and batch size."""
     built = {name: _try(make_side, name, config, source, state) for name in plan.sides}
     sides: dict[str, Side] = {}
     for name, side in built.items():
         if isinstance(side, Exception):
-            yield case | {'backend': name, 'direction': 'all', 'reference': plan.sides[0], 'error': describe_error(side)}
+            yield case | {
+                'backend': name,
+                'direction': 'all',
+                'reference': plan.sides[0],
+                'error': describe_error(side),
+            }
         else:
             sides[name] = side
     for direction in plan.directions:
         ready: dict[str, Prepared | Exception] = {}
         for name, side in sides.items():
-            say(f'{plan.name}, {config.precision}, batch {config.data.batch_size}, {direction}: {name}')
+            say(
+                f'{plan.name}, {config.precision}, batch {config.data.batch_size}, {direction}: {name}'
+            )
             ready[name] = _try(side.prepare, direction)
         prepared = {name: p for name, p in ready.items() if isinstance(p, Prepared)}
-        runs, unit = {name: p.run for name, p in prepared.items()}, max((p.unit for p in prepared.values()), default=1)
+        runs, unit = (
+            {name: p.run for name, p in prepared.items()},
+            max((p.unit for p in prepared.values()), default=1),
+        )
         counts = (_try(steps_in, TURN_SECONDS, call, unit) for call in runs.values())
         asked = -(-plan.steps // unit) * unit if plan.steps else 0
         steps = asked or turn_steps([n for n in counts if isinstance(n, int)], unit)
         times = interleave(runs, rounds=plan.rounds, steps=steps)
         first = times.get(plan.sides[0])
         for name, p in ready.items():
-            row = case | {'backend': name, 'direction': direction, 'reference': plan.sides[0], 'steps_per_round': steps}
+            row = case | {
+                'backend': name,
+                'direction': direction,
+                'reference': plan.sides[0],
+                'steps_per_round': steps,
+            }
             outcome = p if isinstance(p, Exception) else times[name]
             if isinstance(p, Exception) or isinstance(outcome, Exception):
                 yield row | {'error': describe_error(outcome)}
             else:
-                yield row | measured(p, outcome, first if isinstance(first, list) else None, row, rates)
+                yield row | measured(
+                    p, outcome, first if isinstance(first, list) else None, row, rates
+                )
         for p in prepared.values():
             p.close()
 
@@ -82,12 +120,14 @@ def make_side(name: str, config: Config, source: Source, state: TrainState) -> S
     """A backend or a peer by its name."""
     if name not in PYTORCH:
         return JaxSide(config.replace(backend=name), source, state)
-    from jaxunet.benchmark.torch_side import TorchSide  # noqa: PLC0415  PyTorch is optional
+    from jaxunet.benchmark.torch_side import TorchSide
 
     return TorchSide(config, name, source, state.params)
 
 
-def measured(prepared: Prepared, times: list[float], first: list[float] | None, row: Row, rates: Rates) -> Row:
+def measured(
+    prepared: Prepared, times: list[float], first: list[float] | None, row: Row, rates: Rates
+) -> Row:
     """The numbers of a row. Shares are of the rates that the device was measured to reach; None is not known."""
     timing = summarise(times, first)
     seconds = timing.median_ms / 1e3
@@ -134,6 +174,6 @@ def _try(function: Callable[..., Any], *arguments: Any) -> Any:
 def _release(plan: Plan) -> None:
     gc.collect()
     if set(plan.sides) & set(PYTORCH):
-        from jaxunet.benchmark.torch_side import release  # noqa: PLC0415  PyTorch is optional
+        from jaxunet.benchmark.torch_side import release
 
         release()

@@ -43,14 +43,27 @@ def markdown(rows: Iterable[Row]) -> str:
             continue
         missing = [name for name in NEEDED if name not in row]
         if missing:
-            raise UserError(f'a benchmark row has no field "{missing[0]}"; it was not written by this version')
+            raise UserError(
+                f'a benchmark row has no field "{missing[0]}"; it was not written by this version'
+            )
         latest[(*(row[name] for name in SAME), _together(row))] = row
     if not latest:
         raise UserError('no benchmark rows; python -m jaxunet.benchmark writes them')
     devices = dict.fromkeys(row['device'] for row in latest.values())
-    order = {key: i for i, key in enumerate(dict.fromkeys((row['config'], row['precision'], row['batch_size']) for row in latest.values()))}
-    shown = sorted(latest.values(), key=lambda row: order[row['config'], row['precision'], row['batch_size']])
-    return '\n\n'.join(_table([row for row in shown if row['device'] == device]) for device in devices)
+    order = {
+        key: i
+        for i, key in enumerate(
+            dict.fromkeys(
+                (row['config'], row['precision'], row['batch_size']) for row in latest.values()
+            )
+        )
+    }
+    shown = sorted(
+        latest.values(), key=lambda row: order[row['config'], row['precision'], row['batch_size']]
+    )
+    return '\n\n'.join(
+        _table([row for row in shown if row['device'] == device]) for device in devices
+    )
 
 
 def _table(rows: list[Row]) -> str:
@@ -88,15 +101,26 @@ def _together(row: Row) -> str:
 
 
 def _cells(row: Row) -> list[str]:
-    start = [row['config'], f'{row["precision"]}, {row["batch_size"]}', row['direction'] + _together(row), row['backend']]
+    start = [
+        row['config'],
+        f'{row["precision"]}, {row["batch_size"]}',
+        row['direction'] + _together(row),
+        row['backend'],
+    ]
     if row.get('error') is not None:
-        return [*start, 'error: ' + ' '.join(row['error'].split()).replace('|', '\\|')[:160], *[''] * 6]
+        return [
+            *start,
+            'error: ' + ' '.join(row['error'].split()).replace('|', '\\|')[:160],
+            *[''] * 6,
+        ]
     low, high = row['quartiles_ms']
     return [
         *start,
         f'{row["median_ms"]:.4g} ({low:.4g} to {high:.4g})',
         _or_dash(row['ratio'], '{:.2f}'),
-        f'{row["images_per_second"]:.4g}' if row['images_per_second'] < 1000 else f'{row["images_per_second"]:,.0f}',
+        f'{row["images_per_second"]:.4g}'
+        if row['images_per_second'] < 1000
+        else f'{row["images_per_second"]:,.0f}',
         f'{row["mfu"]:.1%}',
         _or_dash(row['bandwidth_share'], '{:.0%}'),
         _or_dash(row['peak_bytes'], '{:.2f}', 2**30),

@@ -30,7 +30,9 @@ def turns(names: Sequence[str], rounds: int) -> list[list[str]]:
     return [list(names) if i % 2 == 0 else list(names)[::-1] for i in range(rounds)]
 
 
-def steps_in(seconds: float, run: Run, unit: int = 1, clock: Callable[[], float] = time.perf_counter) -> int:
+def steps_in(
+    seconds: float, run: Run, unit: int = 1, clock: Callable[[], float] = time.perf_counter
+) -> int:
     """How many steps of a side that has run before, and that takes multiples of `unit`, take about so long, rounded up."""
     run(unit)
     began = clock()
@@ -57,7 +59,11 @@ def garbage_set_aside() -> Iterator[None]:
 
 
 def interleave(
-    sides: Mapping[str, Run], *, rounds: int, steps: int, clock: Callable[[], float] = time.perf_counter
+    sides: Mapping[str, Run],
+    *,
+    rounds: int,
+    steps: int,
+    clock: Callable[[], float] = time.perf_counter,
 ) -> dict[str, list[float] | Exception]:
     """Milliseconds a step of every side in every round, by name; or the exception that ended a side, without the others.
 
@@ -90,4 +96,9 @@ def summarise(times: Sequence[float], first: Sequence[float] | None) -> Timing:
     ratios = np.divide(times, first) if first is not None else np.full(len(times), np.nan)
     low, median, high = np.percentile(times, (25, 50, 75))
     ratio_low, ratio, ratio_high = np.percentile(ratios, (25, 50, 75))
-    return Timing(float(median), (float(low), float(high)), float(ratio), (float(ratio_low), float(ratio_high)))
+    return Timing(
+        float(median),
+        (float(low), float(high)),
+        float(ratio),
+        (float(ratio_low), float(ratio_high)),
+    )

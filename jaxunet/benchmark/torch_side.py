@@ -27,7 +27,9 @@ from jaxunet.weights.guided_diffusion import from_tree
 EAGER, COMPILED, BEST = PYTORCH
 WARM_UP = 3  # calls before one is captured or measured, as PyTorch's notes on CUDA graphs advise
 
-Inputs = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]  # x0, t, noise, labels
+Inputs = tuple[
+    torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None
+]  # x0, t, noise, labels
 
 
 class TorchSide:
@@ -56,11 +58,18 @@ class TorchSide:
             return torch.tensor(value, device=self.device)
 
         images, labels = pipeline.load_all(source, progress=False)
-        self.images, self.labels = put(np.ascontiguousarray(images.transpose(0, 3, 1, 2))), put(labels.astype(np.int64))
+        self.images, self.labels = (
+            put(np.ascontiguousarray(images.transpose(0, 3, 1, 2))),
+            put(labels.astype(np.int64)),
+        )
         self.model = build_torch_unet(config)
         state = from_tree(jax.device_get(params), config, new_attention_order=False)
-        self.model.load_state_dict({name: torch.from_numpy(value.copy()) for name, value in state.items()})
-        self.model.to(self.device, memory_format=torch.channels_last if self.best else torch.contiguous_format)
+        self.model.load_state_dict(
+            {name: torch.from_numpy(value.copy()) for name, value in state.items()}
+        )
+        self.model.to(
+            self.device, memory_format=torch.channels_last if self.best else torch.contiguous_format
+        )
         self.parameters = list(self.model.parameters())
         self.averages = [[p.detach().clone() for p in self.parameters] for _ in config.ema.rates]
         o = config.optimizer
@@ -101,7 +110,13 @@ class TorchSide:
             held.clear()
             self.optimizer.zero_grad(set_to_none=True)
 
-        notes = {'peak_source': "PyTorch's allocator: this side's tensors and the most that a call adds"} if self.gpu else {}
+        notes = (
+            {
+                'peak_source': "PyTorch's allocator: this side's tensors and the most that a call adds"
+            }
+            if self.gpu
+            else {}
+        )
         return Prepared(run, None, seconds, None, peak, notes, close)
 
     def draw(self) -> Inputs:
@@ -131,14 +146,18 @@ class TorchSide:
         """One whole training step; its loss."""
         loss = self.backward(self.draw())
         if self.config.optimizer.clip_norm:
-            torch.nn.utils.clip_grad_norm_(self.parameters, self.config.optimizer.clip_norm, foreach=True)
+            torch.nn.utils.clip_grad_norm_(
+                self.parameters, self.config.optimizer.clip_norm, foreach=True
+            )
         self.optimizer.step()
         with torch.no_grad():
             for rate, average in zip(self.config.ema.rates, self.averages, strict=True):
                 torch._foreach_lerp_(average, self.parameters, 1 - rate)
         return loss
 
-    def _ready(self, call: Callable[[], Any], *, whole: bool) -> tuple[Callable[[], Any], int | None]:
+    def _ready(
+        self, call: Callable[[], Any], *, whole: bool
+    ) -> tuple[Callable[[], Any], int | None]:
         """The call, warmed up and for `best` captured in a graph, and the device memory that it needs."""
         if not self.gpu:
             call()
@@ -150,7 +169,9 @@ class TorchSide:
                 call()
         torch.cuda.current_stream().wait_stream(stream)
         self._wait()
-        self.optimizer.zero_grad(set_to_none=True)  # so that a captured backward pass allocates its gradients in the graph's memory
+        self.optimizer.zero_grad(
+            set_to_none=True
+        )  # so that a captured backward pass allocates its gradients in the graph's memory
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
         if self.best:
@@ -164,14 +185,29 @@ class TorchSide:
 
     def _tuned(self) -> contextlib.AbstractContextManager[None]:
         """For `best`, cuDNN times its convolutions and takes the quickest, as XLA does."""
-        return torch.backends.cudnn.flags(enabled=True, benchmark=True) if self.best else contextlib.nullcontext()
+        return (
+            torch.backends.cudnn.flags(enabled=True, benchmark=True)
+            if self.best
+            else contextlib.nullcontext()
+        )
 
     def _own_bytes(self, whole: bool) -> int:
         """Of the parameters, or of all that a whole step needs."""
-        state = [v for s in self.optimizer.state.values() for v in s.values() if isinstance(v, torch.Tensor)]
+        state = [
+            v
+            for s in self.optimizer.state.values()
+            for v in s.values()
+            if isinstance(v, torch.Tensor)
+        ]
         kept: Iterable[torch.Tensor] = self.parameters
         if whole:
-            kept = [*self.parameters, *state, *(p for average in self.averages for p in average), self.images, self.labels]
+            kept = [
+                *self.parameters,
+                *state,
+                *(p for average in self.averages for p in average),
+                self.images,
+                self.labels,
+            ]
         return sum(v.numel() * v.element_size() for v in kept)
 
     def _wait(self) -> None:
@@ -179,17 +215,27 @@ class TorchSide:
             torch.cuda.synchronize()
 
 
-def make_loss(config: Config, model: torch.nn.Module, signal: torch.Tensor, sigma: torch.Tensor) -> Callable[..., torch.Tensor]:
+def make_loss(
+    config: Config, model: torch.nn.Module, signal: torch.Tensor, sigma: torch.Tensor
+) -> Callable[..., torch.Tensor]:
     """`loss(x0, t, noise, labels)`, the mean squared error of the prediction as `jaxunet.benchmark.jax_side.model_loss`."""
     dtype, prediction = getattr(torch, config.precision), config.diffusion.prediction
 
-    def loss(x0: torch.Tensor, t: torch.Tensor, noise: torch.Tensor, labels: torch.Tensor | None) -> torch.Tensor:
+    def loss(
+        x0: torch.Tensor, t: torch.Tensor, noise: torch.Tensor, labels: torch.Tensor | None
+    ) -> torch.Tensor:
         a, b = signal[t][:, None, None, None], sigma[t][:, None, None, None]
         # Without the cache of weights: a graph must not refer to casts that are gone when it is replayed.
-        mixed = torch.autocast(x0.device.type, dtype, cache_enabled=False) if dtype != torch.float32 else contextlib.nullcontext()
+        mixed = (
+            torch.autocast(x0.device.type, dtype, cache_enabled=False)
+            if dtype != torch.float32
+            else contextlib.nullcontext()
+        )
         with mixed:
             output = model(a * x0 + b * noise, t, labels)
-        target = noise if prediction == 'epsilon' else x0 if prediction == 'x0' else a * noise - b * x0
+        target = (
+            noise if prediction == 'epsilon' else x0 if prediction == 'x0' else a * noise - b * x0
+        )
         return torch.nn.functional.mse_loss(output.float(), target)
 
     return loss
@@ -201,13 +247,19 @@ def check(config: Config, mode: str, source: Source) -> None:
     if on_gpu and not torch.cuda.is_available():
         raise UserError('JAX runs on a GPU that PyTorch does not see; install a PyTorch for CUDA')
     if not on_gpu and mode != EAGER:
-        raise UserError(f'needs an NVIDIA GPU, found JAX on {jax.default_backend()}, where only {EAGER} runs')
+        raise UserError(
+            f'needs an NVIDIA GPU, found JAX on {jax.default_backend()}, where only {EAGER} runs'
+        )
     if config.precision == 'float16':
-        raise UserError('runs float32 and bfloat16, found precision=float16, whose loss scaling the peer does not have')
+        raise UserError(
+            'runs float32 and bfloat16, found precision=float16, whose loss scaling the peer does not have'
+        )
     if config.diffusion.learn_sigma:
         raise UserError('trains the squared error alone, found diffusion.learn_sigma=True')
     if pipeline.choose_cache(config, source) != 'device':
-        raise UserError('keeps its images on the device, found a config that streams them; set data.cache=device')
+        raise UserError(
+            'keeps its images on the device, found a config that streams them; set data.cache=device'
+        )
 
 
 def release() -> None:

@@ -25,16 +25,24 @@ def build_torch_unet(config: Config, *, new_attention_order: bool = False) -> UN
         m,
         in_channels=channels,
         out_channels=channels * (2 if config.diffusion.learn_sigma else 1),
-        attention_levels=tuple(i for i in range(len(m.channel_mult)) if min(height, width) >> i in m.attention_resolutions),
+        attention_levels=tuple(
+            i
+            for i in range(len(m.channel_mult))
+            if min(height, width) >> i in m.attention_resolutions
+        ),
         new_attention_order=new_attention_order,
     )
 
 
-def timestep_embedding(t: torch.Tensor, width: int, max_period: int = 10000, order: str = 'adm') -> torch.Tensor:
+def timestep_embedding(
+    t: torch.Tensor, width: int, max_period: int = 10000, order: str = 'adm'
+) -> torch.Tensor:
     """Sinusoids of t, cosines first (`adm`) or sines first (`ddpm`), as `jaxunet.model.unet.timestep_embedding`: (batch,) -> (batch, width)."""
     half = width // 2
     last = half if order == 'adm' else max(half - 1, 1)
-    frequencies = torch.exp(-math.log(max_period) / last * torch.arange(half, dtype=torch.float32, device=t.device))
+    frequencies = torch.exp(
+        -math.log(max_period) / last * torch.arange(half, dtype=torch.float32, device=t.device)
+    )
     angles = t.float()[:, None] * frequencies[None]
     waves = [angles.cos(), angles.sin()]
     return F.pad(torch.cat(waves if order == 'adm' else waves[::-1], dim=-1), (0, width % 2))
@@ -53,7 +61,11 @@ class Downsample(nn.Module):
     def __init__(self, channels: int, learned: bool, padding: str = 'symmetric') -> None:
         super().__init__()
         self.pad = learned and padding == 'same'
-        self.op = nn.Conv2d(channels, channels, 3, stride=2, padding=0 if self.pad else 1) if learned else nn.AvgPool2d(2)
+        self.op = (
+            nn.Conv2d(channels, channels, 3, stride=2, padding=0 if self.pad else 1)
+            if learned
+            else nn.AvgPool2d(2)
+        )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.op(F.pad(x, (0, 1, 0, 1)) if self.pad else x)
@@ -76,12 +88,30 @@ class ResBlock(nn.Module):
     def __init__(self, m: ModelConfig, channels: int, features: int, resample: str = '') -> None:
         super().__init__()
         self.scale_shift = m.scale_shift_norm
-        conv_1, conv_2 = nn.Conv2d(channels, features, 3, padding=1), nn.Conv2d(features, features, 3, padding=1)
-        self.in_layers = nn.Sequential(GroupNorm32(m.norm_groups, channels, m.norm_eps), nn.SiLU(), conv_1)
-        self.emb_layers = nn.Sequential(nn.SiLU(), nn.Linear(4 * m.base_channels, (1 + m.scale_shift_norm) * features))
-        self.out_layers = nn.Sequential(GroupNorm32(m.norm_groups, features, m.norm_eps), nn.SiLU(), nn.Dropout(m.dropout), conv_2)
-        self.skip_connection = nn.Identity() if channels == features else nn.Conv2d(channels, features, 1)
-        changes = {'': nn.Identity(), 'down': Downsample(channels, False), 'up': Upsample(channels, False)}
+        conv_1, conv_2 = (
+            nn.Conv2d(channels, features, 3, padding=1),
+            nn.Conv2d(features, features, 3, padding=1),
+        )
+        self.in_layers = nn.Sequential(
+            GroupNorm32(m.norm_groups, channels, m.norm_eps), nn.SiLU(), conv_1
+        )
+        self.emb_layers = nn.Sequential(
+            nn.SiLU(), nn.Linear(4 * m.base_channels, (1 + m.scale_shift_norm) * features)
+        )
+        self.out_layers = nn.Sequential(
+            GroupNorm32(m.norm_groups, features, m.norm_eps),
+            nn.SiLU(),
+            nn.Dropout(m.dropout),
+            conv_2,
+        )
+        self.skip_connection = (
+            nn.Identity() if channels == features else nn.Conv2d(channels, features, 1)
+        )
+        changes = {
+            '': nn.Identity(),
+            'down': Downsample(channels, False),
+            'up': Upsample(channels, False),
+        }
         self.change = changes[resample]
 
     def forward(self, x: torch.Tensor, embedding: torch.Tensor) -> torch.Tensor:
@@ -114,7 +144,11 @@ class AttentionBlock(nn.Module):
         split = (3, self.heads, -1) if self.new_order else (self.heads, 3, -1)
         parts = qkv.reshape(batch, height * width, *split).unbind(2 if self.new_order else 3)
         q, k, v = (part.transpose(1, 2) for part in parts)
-        y = F.scaled_dot_product_attention(q, k, v).transpose(1, 2).reshape(batch, height * width, channels)
+        y = (
+            F.scaled_dot_product_attention(q, k, v)
+            .transpose(1, 2)
+            .reshape(batch, height * width, channels)
+        )
         y = F.linear(y, self.proj_out.weight[:, :, 0], self.proj_out.bias)
         return x + y.transpose(1, 2).reshape(batch, channels, height, width)
 
@@ -143,7 +177,9 @@ class UNet(nn.Module):
         super().__init__()
         self.model = m
         width = 4 * m.base_channels
-        self.time_embed = nn.Sequential(nn.Linear(m.base_channels, width), nn.SiLU(), nn.Linear(width, width))
+        self.time_embed = nn.Sequential(
+            nn.Linear(m.base_channels, width), nn.SiLU(), nn.Linear(width, width)
+        )
         self.label_emb = nn.Embedding(m.num_classes, width) if m.num_classes else None
         levels = [int(mult * m.base_channels) for mult in m.channel_mult]
         last = len(levels) - 1
@@ -164,10 +200,16 @@ class UNet(nn.Module):
                 skips.append(channels)
             if level != last:
                 pool = Downsample(channels, m.conv_resample, m.downsample_padding)
-                self.input_blocks.append(Block(ResBlock(m, channels, channels, 'down') if m.resblock_updown else pool))
+                self.input_blocks.append(
+                    Block(ResBlock(m, channels, channels, 'down') if m.resblock_updown else pool)
+                )
                 skips.append(channels)
 
-        self.middle_block = Block(ResBlock(m, channels, channels), attention(channels, m.num_heads), ResBlock(m, channels, channels))
+        self.middle_block = Block(
+            ResBlock(m, channels, channels),
+            attention(channels, m.num_heads),
+            ResBlock(m, channels, channels),
+        )
 
         self.output_blocks = nn.ModuleList()
         for level, features in reversed(list(enumerate(levels))):
@@ -177,16 +219,28 @@ class UNet(nn.Module):
                 if level in attention_levels:
                     block.append(attention(channels, m.num_heads_upsample or m.num_heads))
                 if level > 0 and i == m.num_res_blocks:
-                    block.append(ResBlock(m, channels, channels, 'up') if m.resblock_updown else Upsample(channels, m.conv_resample))
+                    block.append(
+                        ResBlock(m, channels, channels, 'up')
+                        if m.resblock_updown
+                        else Upsample(channels, m.conv_resample)
+                    )
                 self.output_blocks.append(Block(*block))
         conv_out = nn.Conv2d(channels, out_channels, 3, padding=1)
-        self.out = nn.Sequential(GroupNorm32(m.norm_groups, channels, m.norm_eps), nn.SiLU(), conv_out)
+        self.out = nn.Sequential(
+            GroupNorm32(m.norm_groups, channels, m.norm_eps), nn.SiLU(), conv_out
+        )
 
-    def forward(self, x: torch.Tensor, t: torch.Tensor, labels: torch.Tensor | None = None) -> torch.Tensor:
+    def forward(
+        self, x: torch.Tensor, t: torch.Tensor, labels: torch.Tensor | None = None
+    ) -> torch.Tensor:
         m = self.model
-        embedding = self.time_embed(timestep_embedding(t, m.base_channels, m.max_period, m.time_embedding).to(x.dtype))
+        embedding = self.time_embed(
+            timestep_embedding(t, m.base_channels, m.max_period, m.time_embedding).to(x.dtype)
+        )
         if self.label_emb is not None and labels is not None:
-            embedding = embedding + torch.where(labels[:, None] >= 0, self.label_emb(labels.clamp(min=0)), 0.0)
+            embedding = embedding + torch.where(
+                labels[:, None] >= 0, self.label_emb(labels.clamp(min=0)), 0.0
+            )
         h, skips = x, []
         for block in self.input_blocks:
             h = block(h, embedding)

@@ -11,7 +11,13 @@ import functools
 import re
 from typing import NamedTuple
 
-BITS = {'pred': 8, 'token': 0, 'bf16': 16, 'c64': 64, 'c128': 128}  # of the other types the name says it
+BITS = {
+    'pred': 8,
+    'token': 0,
+    'bf16': 16,
+    'c64': 64,
+    'c128': 128,
+}  # of the other types the name says it
 FREE = {
     'parameter', 'constant', 'tuple', 'get-tuple-element', 'bitcast', 'after-all', 'partition-id', 'replica-id', 'opt-barrier',
     'async-done', 'async-update', 'copy-done', 'all-reduce-done', 'all-gather-done',
@@ -58,7 +64,9 @@ def bytes_moved(hlo: str) -> int:
             trips = re.search(r'known_trip_count[^0-9]*(\d+)', i.rest)
             return (int(trips[1]) if trips else 1) * total(_called(i, 'body')[0])
         if i.opcode == 'conditional':
-            branches = _called(i, 'branch_computations') or _called(i, 'true_computation') + _called(i, 'false_computation')
+            branches = _called(i, 'branch_computations') or _called(
+                i, 'true_computation'
+            ) + _called(i, 'false_computation')
             return max(total(name) for name in branches)
         if i.opcode in ('call', 'async-start'):
             return sum(total(name) for name in _called(i, 'to_apply') + _called(i, 'calls'))
@@ -71,7 +79,9 @@ def bytes_moved(hlo: str) -> int:
             return 2 * sizes[1]
         if i.opcode == 'copy-start':
             return 2 * sizes[0]
-        if i.opcode == 'custom-call' and any(f'custom_call_target="{name}' in i.rest for name in LIBRARIES):
+        if i.opcode == 'custom-call' and any(
+            f'custom_call_target="{name}' in i.rest for name in LIBRARIES
+        ):
             arrays = ARRAY.findall(i.shape)
             return sum(sizes) + _array_bytes(*arrays[0])
         return sum(sizes) + shape_bytes(i.shape)
@@ -87,7 +97,9 @@ def parse(hlo: str) -> tuple[dict[str, list[Instruction]], str]:
         if match := INSTRUCTION.match(line):
             root, name, shape, opcode, rest = match.groups()
             inside = _until_closed(rest)
-            computations[current].append(Instruction(name, shape, opcode, tuple(_operands(inside)), rest, bool(root)))
+            computations[current].append(
+                Instruction(name, shape, opcode, tuple(_operands(inside)), rest, bool(root))
+            )
         elif match := HEADER.match(line):
             current = match[2]
             computations[current] = []
@@ -139,10 +151,17 @@ def _fusion(body: list[Instruction], sizes: list[int], result: int) -> int:
     read = list(sizes)
     for name, number in parameters.items():
         users = [i for i in body if name in i.operands]
-        if users and all(i.opcode in SLICES and i.operands[0] == name and name not in i.operands[1:] for i in users):
+        if users and all(
+            i.opcode in SLICES and i.operands[0] == name and name not in i.operands[1:]
+            for i in users
+        ):
             read[number] = sum(shape_bytes(i.shape) for i in users)
-        elif users and all(i.opcode == 'dynamic-update-slice' and i.operands[0] == name for i in users):
+        elif users and all(
+            i.opcode == 'dynamic-update-slice' and i.operands[0] == name for i in users
+        ):
             read[number] = 0
     last = next(i for i in body if i.root)
-    written = shape_bytes(shapes[last.operands[1]]) if last.opcode == 'dynamic-update-slice' else result
+    written = (
+        shape_bytes(shapes[last.operands[1]]) if last.opcode == 'dynamic-update-slice' else result
+    )
     return sum(read) + written

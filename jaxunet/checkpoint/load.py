@@ -28,7 +28,13 @@ class Model:
     class_names: tuple[str, ...] = ()  # of the labels 0, 1, ..., where the source has them
 
 
-def load_model(path: str, *, ema: str = '', config: Config | None = None, new_attention_order: bool | None = None) -> Model:
+def load_model(
+    path: str,
+    *,
+    ema: str = '',
+    config: Config | None = None,
+    new_attention_order: bool | None = None,
+) -> Model:
     """Reads a model.
 
     Args:
@@ -40,20 +46,36 @@ def load_model(path: str, *, ema: str = '', config: Config | None = None, new_at
       UserError: nothing readable there, or options that do not apply to it.
     """
     if not pathlib.Path(path).exists():
-        raise UserError(f'{path}: no such file or folder; expected a workdir, a checkpoint in one, or a .bin, .pt or .safetensors file')
+        raise UserError(
+            f'{path}: no such file or folder; expected a workdir, a checkpoint in one, or a .bin, .pt or .safetensors file'
+        )
     if pathlib.Path(path).is_dir():
         if config is not None:
             raise UserError(f'{path}: a checkpoint holds its own config; leave --config out')
         if new_attention_order is not None:
-            raise UserError(f'{path}: a checkpoint has one attention order; leave --new_attention_order out')
+            raise UserError(
+                f'{path}: a checkpoint has one attention order; leave --new_attention_order out'
+            )
         restored = checkpoint.read(path)
         params, note = checkpoint.pick_weights(restored.state, restored.config, ema)
         moments = get_moments(restored.state.opt_state)
-        return Model(restored.config, params, moments, f'{path}, step {int(restored.state.step)}, {note}', restored.class_names)
+        return Model(
+            restored.config,
+            params,
+            moments,
+            f'{path}, step {int(restored.state.step)}, {note}',
+            restored.class_names,
+        )
     if ema:
         raise UserError(f'--ema: {path} holds one set of weights; leave the flag out')
     weights = read_weights(path, config, new_attention_order=new_attention_order)
-    return Model(weights.config, weights.params, weights.moments, f'{path}: {weights.note}', weights.class_names)
+    return Model(
+        weights.config,
+        weights.params,
+        weights.moments,
+        f'{path}: {weights.note}',
+        weights.class_names,
+    )
 
 
 def load_initial(config: Config) -> TrainState | None:

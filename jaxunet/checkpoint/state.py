@@ -83,7 +83,9 @@ def learning_rate_schedule(config: Config) -> optax.Schedule:
     if o.warmup_steps == 0:
         return _lenient(after)
     # The first step already moves: (n + 1) / warmup_steps of the rate at step n.
-    warmup = optax.linear_schedule(o.learning_rate / o.warmup_steps, o.learning_rate, max(o.warmup_steps - 1, 1))
+    warmup = optax.linear_schedule(
+        o.learning_rate / o.warmup_steps, o.learning_rate, max(o.warmup_steps - 1, 1)
+    )
     return _lenient(optax.join_schedules([warmup, after], [o.warmup_steps]))
 
 
@@ -92,14 +94,18 @@ def make_optimizer(config: Config) -> optax.GradientTransformation:
     o = config.optimizer
     schedule = learning_rate_schedule(config)
     # AdamW without decay is Adam: one state for both.
-    adam = optax.adamw(schedule, b1=o.betas[0], b2=o.betas[1], eps=o.eps, weight_decay=o.weight_decay)
+    adam = optax.adamw(
+        schedule, b1=o.betas[0], b2=o.betas[1], eps=o.eps, weight_decay=o.weight_decay
+    )
     return optax.GradientTransformation(adam.init, _lenient(adam.update))
 
 
 def init_state(config: Config, model: UNet, optimizer: optax.GradientTransformation) -> TrainState:
     """The state before step 0, a function of `config.seed` (jit or eval_shape it)."""
     init_key, run_key = jax.random.split(jax.random.key(config.seed))
-    return start_state(config, optimizer, init_params(model, config, init_key), jax.random.key_data(run_key))
+    return start_state(
+        config, optimizer, init_params(model, config, init_key), jax.random.key_data(run_key)
+    )
 
 
 def start_loss_scale(config: Config) -> LossScale:
@@ -107,7 +113,9 @@ def start_loss_scale(config: Config) -> LossScale:
     return LossScale(jnp.asarray(scale, jnp.float32), jnp.zeros((), jnp.int32))
 
 
-def start_state(config: Config, optimizer: optax.GradientTransformation, params: Params, rng: Array) -> TrainState:
+def start_state(
+    config: Config, optimizer: optax.GradientTransformation, params: Params, rng: Array
+) -> TrainState:
     zero = jnp.zeros((), jnp.int32)
     weighting, timesteps = start_methods(config)
     return TrainState(
@@ -146,7 +154,11 @@ def set_moments(opt_state: optax.OptState, mu: Params, nu: Params) -> optax.OptS
     """The optimizer state with moments from elsewhere; their unknown step count is taken as large (no bias correction left)."""
 
     def replace(node: Any) -> Any:
-        return node._replace(mu=mu, nu=nu, count=jnp.asarray(CONVERGED_COUNT, jnp.int32)) if _is_adam(node) else node
+        return (
+            node._replace(mu=mu, nu=nu, count=jnp.asarray(CONVERGED_COUNT, jnp.int32))
+            if _is_adam(node)
+            else node
+        )
 
     return jax.tree.map(replace, opt_state, is_leaf=_is_adam)
 
@@ -174,5 +186,7 @@ def initial_state(config: Config, params: Any, moments: tuple[Any, Any] | None) 
     rng = jax.random.key_data(jax.random.split(jax.random.key(config.seed))[1])
     state = start_state(config, optimizer, jax.tree.map(jnp.asarray, params), rng)
     if moments is not None:
-        state = dataclasses.replace(state, opt_state=set_moments(state.opt_state, *jax.tree.map(jnp.asarray, moments)))
+        state = dataclasses.replace(
+            state, opt_state=set_moments(state.opt_state, *jax.tree.map(jnp.asarray, moments))
+        )
     return jax.device_get(state)

@@ -41,7 +41,9 @@ class Restored:
     state: TrainState  # numpy arrays
     config: Config  # as saved
     seconds: float  # wall-clock of training so far, without compiling, sampling and saving
-    class_names: tuple[str, ...]  # of the labels 0, 1, ...; empty if the model is unconditional, or the version kept none
+    class_names: tuple[
+        str, ...
+    ]  # of the labels 0, 1, ...; empty if the model is unconditional, or the version kept none
 
 
 def state_template(config: Config) -> TrainState:
@@ -70,7 +72,9 @@ class Checkpoints:
         # Each process reads on its own and process 0 alone writes: orbax shall not wait for processes that have nothing to write, as they
         # would wait for ever for one whose disk is full.
         me = jax.process_index()
-        alone = ocp.options.MultiprocessingOptions(primary_host=me, active_processes={me}, barrier_sync_key_prefix=f'process{me}')
+        alone = ocp.options.MultiprocessingOptions(
+            primary_host=me, active_processes={me}, barrier_sync_key_prefix=f'process{me}'
+        )
         options = ocp.CheckpointManagerOptions(
             max_to_keep=None if read_only else keep,
             enable_async_checkpointing=not read_only,
@@ -80,9 +84,18 @@ class Checkpoints:
         )
         if not read_only:
             self.folder.mkdir(parents=True, exist_ok=True)
-        self.manager = ocp.CheckpointManager(self.folder, options=options, item_names=('state', 'meta'))
+        self.manager = ocp.CheckpointManager(
+            self.folder, options=options, item_names=('state', 'meta')
+        )
 
-    def save(self, step: int, state: TrainState, config: Config, seconds: float, class_names: tuple[str, ...] = ()) -> str:
+    def save(
+        self,
+        step: int,
+        state: TrainState,
+        config: Config,
+        seconds: float,
+        class_names: tuple[str, ...] = (),
+    ) -> str:
         """Starts writing `state` (numpy) in the background; process 0 alone may call this.
 
         A write that fails leaves the earlier checkpoints as they are.
@@ -92,14 +105,25 @@ class Checkpoints:
         Raises:
           CheckpointWriteError: this write could not start.
         """
-        meta = {'config': to_dict(config), 'checksum': checksum(state), 'seconds': seconds, 'class_names': list(class_names)}
+        meta = {
+            'config': to_dict(config),
+            'checksum': checksum(state),
+            'seconds': seconds,
+            'class_names': list(class_names),
+        }
         earlier = ''
         try:
             self.wait()
         except CheckpointWriteError as error:
             earlier = str(error)
         try:
-            self.manager.save(step, args=ocp.args.Composite(state=ocp.args.PyTreeSave(state), meta=ocp.args.JsonSave(meta)), force=True)
+            self.manager.save(
+                step,
+                args=ocp.args.Composite(
+                    state=ocp.args.PyTreeSave(state), meta=ocp.args.JsonSave(meta)
+                ),
+                force=True,
+            )
         except Exception as error:
             raise CheckpointWriteError(self._write_failure(error)) from error
         return earlier
@@ -128,7 +152,11 @@ class Checkpoints:
                     self._set_aside(self.folder / str(candidate))
                     self.manager.reload()
         if problems:
-            raise UserError('no readable checkpoint:\n  ' + '\n  '.join(problems) + '\nTo start over, choose another --workdir.')
+            raise UserError(
+                'no readable checkpoint:\n  '
+                + '\n  '.join(problems)
+                + '\nTo start over, choose another --workdir.'
+            )
         return None
 
     def latest(self) -> int | None:
@@ -143,27 +171,47 @@ class Checkpoints:
         config = resolve(meta['config'])
         whole = state_template(config)
         # Earlier versions had no states of weightings and samplers; their runs used none.
-        fields = [f.name for f in dataclasses.fields(whole) if 'timesteps' in meta['config'] or f.name not in ('weighting', 'timesteps')]
+        fields = [
+            f.name
+            for f in dataclasses.fields(whole)
+            if 'timesteps' in meta['config'] or f.name not in ('weighting', 'timesteps')
+        ]
         template = {name: getattr(whole, name) for name in fields}
         self._check_states(folder, config, template)
         as_numpy = jax.tree.map(lambda _: ocp.RestoreArgs(restore_type=np.ndarray), template)
         restore = ocp.args.PyTreeRestore(template, restore_args=as_numpy)
-        state = TrainState(**self.manager.restore(step, args=ocp.args.Composite(state=restore)).state)
-        for (path, got), want in zip(jax.tree.leaves_with_path(state), jax.tree.leaves(whole), strict=True):
+        state = TrainState(
+            **self.manager.restore(step, args=ocp.args.Composite(state=restore)).state
+        )
+        for (path, got), want in zip(
+            jax.tree.leaves_with_path(state), jax.tree.leaves(whole), strict=True
+        ):
             if got.shape != want.shape or got.dtype != want.dtype:
-                raise ValueError(f'{jax.tree_util.keystr(path)}: expected {want.dtype}{want.shape}, found {got.dtype}{got.shape}')
+                raise ValueError(
+                    f'{jax.tree_util.keystr(path)}: expected {want.dtype}{want.shape}, found {got.dtype}{got.shape}'
+                )
         found = checksum(state)
         if found != meta['checksum']:
-            raise ValueError(f'checksum: expected {meta["checksum"]:08x}, found {found:08x} in {folder}')
-        return Restored(state, config, meta['seconds'], tuple(meta.get('class_names', ())))  # earlier versions kept no names
+            raise ValueError(
+                f'checksum: expected {meta["checksum"]:08x}, found {found:08x} in {folder}'
+            )
+        return Restored(
+            state, config, meta['seconds'], tuple(meta.get('class_names', ()))
+        )  # earlier versions kept no names
 
     def _check_states(self, folder: pathlib.Path, config: Config, template: dict[str, Any]) -> None:
         """Raises UserError: the state of the weighting or the sampler is that of another version, and the checkpoint not a damaged one."""
         saved = ocp.PyTreeCheckpointHandler().metadata(folder / 'state').tree
-        methods = {'weighting': f'loss.weighting={config.loss.weighting}', 'timesteps': f'timesteps.sampler={config.timesteps.sampler}'}
+        methods = {
+            'weighting': f'loss.weighting={config.loss.weighting}',
+            'timesteps': f'timesteps.sampler={config.timesteps.sampler}',
+        }
         for name, method in methods.items():
             there, here = (
-                [jax.tree_util.keystr(path, simple=True, separator='.') for path, _ in jax.tree.leaves_with_path(tree.get(name))]
+                [
+                    jax.tree_util.keystr(path, simple=True, separator='.')
+                    for path, _ in jax.tree.leaves_with_path(tree.get(name))
+                ]
                 for tree in (saved, template)
             )
             if sorted(there) != sorted(here):
@@ -179,7 +227,11 @@ class Checkpoints:
         committed = ocp.utils.checkpoint_steps(self.folder)
         for entry in sorted(self.folder.iterdir()):
             if not (entry.name.isdigit() and int(entry.name) in committed):
-                logging.warning('half-written checkpoint %s: ignored, moved to %s', entry, self.workdir / 'damaged')
+                logging.warning(
+                    'half-written checkpoint %s: ignored, moved to %s',
+                    entry,
+                    self.workdir / 'damaged',
+                )
                 self._set_aside(entry)
 
     def _set_aside(self, entry: pathlib.Path) -> None:
@@ -206,7 +258,9 @@ class CheckpointWriteError(UserError):
 
 
 def _first_line(error: Exception) -> str:
-    return f'{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ""}'[:400]
+    return f'{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ""}'[
+        :400
+    ]
 
 
 def check_resumable(saved: Config, now: Config, workdir: pathlib.Path) -> list[str]:
@@ -215,8 +269,16 @@ def check_resumable(saved: Config, now: Config, workdir: pathlib.Path) -> list[s
     fixed = [c for c in changes if c.startswith(FIXED) and not c.startswith(FREE_IN_MODEL)]
     if fixed:
         fits = parameter_shapes(saved) == parameter_shapes(now)
-        advice = f', or start from its weights with --config.init_from={workdir}' if fits else '; its weights do not fit this model'
-        raise UserError(f'{workdir} holds a run with another config:\n  ' + '\n  '.join(fixed) + f'\nChoose another --workdir{advice}')
+        advice = (
+            f', or start from its weights with --config.init_from={workdir}'
+            if fits
+            else '; its weights do not fit this model'
+        )
+        raise UserError(
+            f'{workdir} holds a run with another config:\n  '
+            + '\n  '.join(fixed)
+            + f'\nChoose another --workdir{advice}'
+        )
     return changes
 
 

@@ -27,7 +27,16 @@ METHODS: dict[str, dict[str, str]] = {
 Number = TypeVar('Number', int, float)
 FORM = 'NAME or NAME:field=value+field=value'
 # A comparison sets these itself.
-OWN = ('seed', 'init_from', 'train.', 'evaluation.', 'data.path', 'data.classes', 'data.image_size', 'optimizer.schedule')
+OWN = (
+    'seed',
+    'init_from',
+    'train.',
+    'evaluation.',
+    'data.path',
+    'data.classes',
+    'data.image_size',
+    'optimizer.schedule',
+)
 
 
 @dataclass(frozen=True)
@@ -59,20 +68,26 @@ def parse_methods(texts: Sequence[str]) -> list[Method]:
     for text in texts:
         name, colon, given = text.partition(':')
         if not name or not name.replace('_', '').replace('-', '').isalnum():
-            raise UserError(f'--methods: expected {FORM}, with names of letters, digits, _ and -, found {text!r}')
+            raise UserError(
+                f'--methods: expected {FORM}, with names of letters, digits, _ and -, found {text!r}'
+            )
         if name not in METHODS and not colon:
             raise UserError(
                 f'--methods: {name!r} is none of {", ".join(METHODS)}{near_misses(name, METHODS)}; to name your own, write {FORM}'
             )
         if name in [method.name for method in methods]:
-            raise UserError(f'--methods: {name} is there twice; give one of them another name, as in {FORM}')
+            raise UserError(
+                f'--methods: {name} is there twice; give one of them another name, as in {FORM}'
+            )
         fields: dict[str, Any] = dict(METHODS.get(name, METHODS[BASELINE]))
         for assignment in given.split('+') if colon else []:
             field, equals, value = assignment.partition('=')
             if not equals:
                 raise UserError(f'--methods {name}: expected {FORM}, found {assignment!r}')
             if field in OWN or field.startswith(tuple(own for own in OWN if own.endswith('.'))):
-                raise UserError(f'--methods {name}: {field} must be the same for all methods; set --config.{field}=... instead')
+                raise UserError(
+                    f'--methods {name}: {field} must be the same for all methods; set --config.{field}=... instead'
+                )
             try:
                 fields[field] = make_axis(field, [value]).values[0]
             except UserError as error:
@@ -83,7 +98,9 @@ def parse_methods(texts: Sequence[str]) -> list[Method]:
     return methods
 
 
-def parse_counts(flag: str, texts: Sequence[str], names: Sequence[str], default: int) -> dict[str, int]:
+def parse_counts(
+    flag: str, texts: Sequence[str], names: Sequence[str], default: int
+) -> dict[str, int]:
     """Of each method, from `COUNT` for all and `NAME=COUNT`. Raises UserError: no counts, or a method that is not compared."""
 
     def read(text: str) -> int:
@@ -92,7 +109,9 @@ def parse_counts(flag: str, texts: Sequence[str], names: Sequence[str], default:
     return _by_method(flag, 'COUNT', texts, names, default, read)
 
 
-def parse_seconds(flag: str, texts: Sequence[str], names: Sequence[str], default: float) -> dict[str, float]:
+def parse_seconds(
+    flag: str, texts: Sequence[str], names: Sequence[str], default: float
+) -> dict[str, float]:
     """Of each method, from `SECONDS` for all and `NAME=SECONDS`. Raises UserError: no times, or a method that is not compared."""
 
     def read(text: str) -> float:
@@ -105,7 +124,12 @@ def parse_seconds(flag: str, texts: Sequence[str], names: Sequence[str], default
 
 
 def _by_method(
-    flag: str, what: str, texts: Sequence[str], names: Sequence[str], default: Number, read: Callable[[str], Number]
+    flag: str,
+    what: str,
+    texts: Sequence[str],
+    names: Sequence[str],
+    default: Number,
+    read: Callable[[str], Number],
 ) -> dict[str, Number]:
     """`read` gives 0 for what is no number above 0."""
     told: dict[str, Number] = {}
@@ -113,7 +137,9 @@ def _by_method(
         name, equals, given = text.rpartition('=')
         number = read(given)
         if number <= 0 or (equals and name not in names):
-            raise UserError(f'{flag}: expected {what} or NAME={what}, with names of {", ".join(names)}, found {text!r}')
+            raise UserError(
+                f'{flag}: expected {what} or NAME={what}, with names of {", ".join(names)}, found {text!r}'
+            )
         if name in told:
             raise UserError(
                 f'{flag}: there are two numbers for {name or "all methods"}, {told[name]:g} and {number:g}; leave one of them out'

@@ -53,10 +53,16 @@ def collect(spec: Spec, directory: pathlib.Path) -> list[rows.Row]:
                 found[method, seed, row['milestone'], row['name']] = row
     for field in ('features', 'reference', 'num_samples', 'sampler', 'evaluations'):
         if len(ways := {str(row[field]): row for row in found.values()}) > 1:
-            told = ', '.join(f'{way} ({row["method"]}_seed{row["seed"]})' for way, row in ways.items())
-            raise UserError(f'{directory}: runs that were measured with different {field} do not compare: {told}; remove some of them')
+            told = ', '.join(
+                f'{way} ({row["method"]}_seed{row["seed"]})' for way, row in ways.items()
+            )
+            raise UserError(
+                f'{directory}: runs that were measured with different {field} do not compare: {told}; remove some of them'
+            )
     order = list(spec.methods)
-    return sorted(found.values(), key=lambda row: (order.index(row['method']), row['seed'], row['milestone']))
+    return sorted(
+        found.values(), key=lambda row: (order.index(row['method']), row['seed'], row['milestone'])
+    )
 
 
 def curves(spec: Spec, all_rows: Sequence[rows.Row], name: str) -> dict[str, list[Curve]]:
@@ -64,13 +70,19 @@ def curves(spec: Spec, all_rows: Sequence[rows.Row], name: str) -> dict[str, lis
     by_method: dict[str, list[Curve]] = {method: [] for method in spec.methods}
     for method, seeds in spec.seeds.items():
         for seed in range(seeds):
-            own = {r['milestone']: r for r in all_rows if (r['method'], r['seed'], r['name']) == (method, seed, name)}
+            own = {
+                r['milestone']: r
+                for r in all_rows
+                if (r['method'], r['seed'], r['name']) == (method, seed, name)
+            }
             if own:
                 columns = [
                     [own[i][key] if i in own else math.nan for i in range(spec.evaluations[method])]
                     for key in ('training_seconds', 'step', 'value')
                 ]
-                by_method[method].append(Curve(seed, *(np.array(column, float) for column in columns)))
+                by_method[method].append(
+                    Curve(seed, *(np.array(column, float) for column in columns))
+                )
     return by_method
 
 
@@ -92,7 +104,9 @@ def time_to(target: float, seconds: np.ndarray, values: np.ndarray, *, higher: b
 def mean_curve(found: Sequence[Curve]) -> tuple[np.ndarray, np.ndarray]:
     """Seconds and values, means over the seeds, of the milestones that were measured for all of them."""
     known = np.isfinite([c.values for c in found]).all(axis=0)
-    return np.mean([c.seconds[known] for c in found], axis=0), np.mean([c.values[known] for c in found], axis=0)
+    return np.mean([c.seconds[known] for c in found], axis=0), np.mean(
+        [c.values[known] for c in found], axis=0
+    )
 
 
 def markdown(spec: Spec, directory: pathlib.Path, failures: Mapping[str, str]) -> str:
@@ -103,7 +117,14 @@ def markdown(spec: Spec, directory: pathlib.Path, failures: Mapping[str, str]) -
     baseline = next(iter(spec.methods))
     by_method = curves(spec, all_rows, main)
     labels = {row['name']: row['metric'] for row in all_rows}
-    lines = ['# Methods at equal training wall-clock', '', f'`{spec.command}`', '', protocol(spec, all_rows), '']
+    lines = [
+        '# Methods at equal training wall-clock',
+        '',
+        f'`{spec.command}`',
+        '',
+        protocol(spec, all_rows),
+        '',
+    ]
     costs = step_costs(directory)
     higher = main in HIGHER_IS_BETTER
     base = by_method[baseline]
@@ -111,11 +132,18 @@ def markdown(spec: Spec, directory: pathlib.Path, failures: Mapping[str, str]) -
     if whole:
         base_seconds, base_values = mean_curve(base)
         target, base_time = float(base_values[-1]), float(base_seconds[-1])
-        lines.append(f'Baseline quality: {labels[main]} of {baseline} at {base_time:.0f} s, {target:.4g} (mean of {len(base)} seeds).')
+        lines.append(
+            f'Baseline quality: {labels[main]} of {baseline} at {base_time:.0f} s, {target:.4g} (mean of {len(base)} seeds).'
+        )
         lines.append('')
-    apart = len(set(spec.seconds.values())) > 1  # then some ends are compared with the baseline's value at that time
+    apart = (
+        len(set(spec.seconds.values())) > 1
+    )  # then some ends are compared with the baseline's value at that time
     titles = ['method', 'seeds', *(['s', f'{baseline} by then'] if apart else [])]
-    titles += [*(f'{labels.get(name, GENERAL.get(name, name))} at the end' for name in metrics), 's to baseline quality']
+    titles += [
+        *(f'{labels.get(name, GENERAL.get(name, name))} at the end' for name in metrics),
+        's to baseline quality',
+    ]
     titles += ['times faster', 'steps', 'ms a step / baseline (own runs)']
     titles += ['ms a step / baseline (turns, quartiles)'] if costs else []
     lines += [f'| {" | ".join(titles)} |', '|' + '---|' * len(titles)]
@@ -123,8 +151,13 @@ def markdown(spec: Spec, directory: pathlib.Path, failures: Mapping[str, str]) -
         cells = [method, str(len(found))]
         if apart:
             own_time = spec.seconds[method]
-            cells += [f'{own_time:g}', _by_then(base, own_time) if own_time < spec.seconds[baseline] else '']
-        cells += [_final([c.values[-1] for c in curves(spec, all_rows, name)[method]]) for name in metrics]
+            cells += [
+                f'{own_time:g}',
+                _by_then(base, own_time) if own_time < spec.seconds[baseline] else '',
+            ]
+        cells += [
+            _final([c.values[-1] for c in curves(spec, all_rows, name)[method]]) for name in metrics
+        ]
         seconds, values = mean_curve(found) if found else (np.empty(0), np.empty(0))
         if whole and len(seconds):
             when = time_to(target, seconds, values, higher=higher)
@@ -141,14 +174,31 @@ def markdown(spec: Spec, directory: pathlib.Path, failures: Mapping[str, str]) -
         cells += [f'{steps:,.0f}' if np.isfinite(steps) else '', _ratio(found, base)]
         if costs:
             own = costs['costs'].get(method)
-            cells.append(f'{own["ratio"]:.3f} ({own["quartiles"][0]:.3f} to {own["quartiles"][1]:.3f})' if own else '')
+            cells.append(
+                f'{own["ratio"]:.3f} ({own["quartiles"][0]:.3f} to {own["quartiles"][1]:.3f})'
+                if own
+                else ''
+            )
         lines.append(f'| {" | ".join(cells)} |')
-    lines += ['', 'Curves are means over seeds, with straight lines between the measured times; ± is half the range over seeds.']
+    lines += [
+        '',
+        'Curves are means over seeds, with straight lines between the measured times; ± is half the range over seeds.',
+    ]
     if costs:
-        lines.append(f'Turns: {costs["rounds"]} of {costs["steps"]} steps each, batch {costs["batch"]}, one {costs["device"]}.')
+        lines.append(
+            f'Turns: {costs["rounds"]} of {costs["steps"]} steps each, batch {costs["batch"]}, one {costs["device"]}.'
+        )
     lines += [f'Failed: {name}: {reason}' for name, reason in failures.items()]
-    fields = {name: {k: v for k, v in own.items() if v != spec.methods[baseline].get(k)} for name, own in spec.methods.items()}
-    lines += ['', 'Methods beside the baseline: ' + ('; '.join(f'{n}: {_fields(f)}' for n, f in fields.items() if f) or 'none') + '.']
+    fields = {
+        name: {k: v for k, v in own.items() if v != spec.methods[baseline].get(k)}
+        for name, own in spec.methods.items()
+    }
+    lines += [
+        '',
+        'Methods beside the baseline: '
+        + ('; '.join(f'{n}: {_fields(f)}' for n, f in fields.items() if f) or 'none')
+        + '.',
+    ]
     return '\n'.join(lines) + '\n'
 
 
@@ -176,7 +226,11 @@ def _details(all_rows: Sequence[rows.Row]) -> str:
     if not count:
         return ''
     settings = {row['name']: row['settings'] for row in all_rows if row.get('settings')}
-    return f' ({count} images)' + ''.join(f'; {name}: {text}' for name, text in settings.items()) + "; by the run's seed"
+    return (
+        f' ({count} images)'
+        + ''.join(f'; {name}: {text}' for name, text in settings.items())
+        + "; by the run's seed"
+    )
 
 
 def _each(numbers: Mapping[str, float]) -> str:
@@ -189,7 +243,10 @@ def _each(numbers: Mapping[str, float]) -> str:
 
 def origins(all_rows: Sequence[rows.Row]) -> str:
     """Devices, versions and commits of the runs, as a sentence."""
-    devices = dict.fromkeys(f'{row["device"]} (driver {row["driver"]})' if row['driver'] else str(row['device']) for row in all_rows)
+    devices = dict.fromkeys(
+        f'{row["device"]} (driver {row["driver"]})' if row['driver'] else str(row['device'])
+        for row in all_rows
+    )
     versions = dict.fromkeys(f'jax {row["versions"]["jax"]}' for row in all_rows)
     commits = dict.fromkeys(str(row['git']) for row in all_rows)
     return f'Runs on {", ".join(devices)}; {", ".join(versions)}; commit {", ".join(commits)}.'
@@ -205,7 +262,9 @@ def _final(values: Sequence[float]) -> str:
     known = [value for value in values if math.isfinite(value)]
     if not known:
         return ''
-    return f'{np.mean(known):.4g}' + (f' ± {(max(known) - min(known)) / 2:.2g}' if len(known) > 1 else '')
+    return f'{np.mean(known):.4g}' + (
+        f' ± {(max(known) - min(known)) / 2:.2g}' if len(known) > 1 else ''
+    )
 
 
 def _by_then(base: Sequence[Curve], seconds: float) -> str:
@@ -217,7 +276,10 @@ def _by_then(base: Sequence[Curve], seconds: float) -> str:
 
 def _ratio(found: Sequence[Curve], base: Sequence[Curve]) -> str:
     """Milliseconds a step against the baseline's, from the runs' own steps."""
-    ms = [np.mean([c.seconds[-1] / c.steps[-1] for c in some]) if some else math.nan for some in (found, base)]
+    ms = [
+        np.mean([c.seconds[-1] / c.steps[-1] for c in some]) if some else math.nan
+        for some in (found, base)
+    ]
     return f'{ms[0] / ms[1]:.3f}' if np.isfinite(ms).all() else ''
 
 
@@ -225,7 +287,9 @@ def _fields(values: Mapping[str, Any]) -> str:
     return ', '.join(f'{path}={value}' for path, value in values.items())
 
 
-def write(spec: Spec, directory: pathlib.Path, failures: Mapping[str, str], *, plot: bool) -> list[pathlib.Path]:
+def write(
+    spec: Spec, directory: pathlib.Path, failures: Mapping[str, str], *, plot: bool
+) -> list[pathlib.Path]:
     """Writes the files, and returns their paths. Raises UserError: matplotlib is missing."""
     all_rows = collect(spec, directory)
     text = io.StringIO()
@@ -234,7 +298,14 @@ def write(spec: Spec, directory: pathlib.Path, failures: Mapping[str, str], *, p
     writer.writerows({'status': 'ok', **row} for row in all_rows)
     for folder, reason in failures.items():
         method, _, seed = folder.rpartition('_seed')
-        writer.writerow({'method': method or folder, 'seed': seed if method else '', 'status': 'failed', 'reason': reason})
+        writer.writerow(
+            {
+                'method': method or folder,
+                'seed': seed if method else '',
+                'status': 'failed',
+                'reason': reason,
+            }
+        )
     paths = [directory / 'compare.csv', directory / 'report.md']
     paths[0].write_text(text.getvalue(), encoding='utf-8')
     paths[1].write_text(markdown(spec, directory, failures), encoding='utf-8')
@@ -247,7 +318,7 @@ def write(spec: Spec, directory: pathlib.Path, failures: Mapping[str, str], *, p
 def _plot(spec: Spec, all_rows: Sequence[rows.Row], path: pathlib.Path) -> None:
     """A panel a metric: the mean over seeds against the time of training, and the range over seeds as a band."""
     check_plots()
-    from matplotlib.figure import Figure  # noqa: PLC0415  # an extra
+    from matplotlib.figure import Figure  # an extra
 
     metrics = spec.config['evaluation']['metrics']
     across = len(metrics) if len(metrics) < 4 else 2
@@ -266,7 +337,14 @@ def _plot(spec: Spec, all_rows: Sequence[rows.Row], path: pathlib.Path) -> None:
             every = np.array([c.values for c in found])
             every = every[:, np.isfinite(every).all(axis=0)]
             if len(found) > 1:
-                panel.fill_between(seconds, every.min(axis=0), every.max(axis=0), color=line.get_color(), alpha=0.2, linewidth=0)
+                panel.fill_between(
+                    seconds,
+                    every.min(axis=0),
+                    every.max(axis=0),
+                    color=line.get_color(),
+                    alpha=0.2,
+                    linewidth=0,
+                )
             smallest = min(smallest, every.min(initial=math.inf))
         if name == 'fid' and smallest > 0:
             panel.set_yscale('log')

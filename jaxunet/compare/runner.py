@@ -82,7 +82,9 @@ def check_features(todo: Sequence[Task], directory: pathlib.Path, features: str)
                 )
 
 
-def run(todo: Sequence[Task], directory: pathlib.Path, devices: Sequence[str], timeout: float, say: Say) -> dict[str, str]:
+def run(
+    todo: Sequence[Task], directory: pathlib.Path, devices: Sequence[str], timeout: float, say: Say
+) -> dict[str, str]:
     """Runs what is not done; returns why runs failed, by their folder.
 
     Args:
@@ -107,12 +109,20 @@ def run(todo: Sequence[Task], directory: pathlib.Path, devices: Sequence[str], t
         env = dict(os.environ) | ({'CUDA_VISIBLE_DEVICES': mine[0]} if mine[0] else {})
         say(f'{task.label} ...')
         began = time.perf_counter()
-        answer = processes.answer([sys.executable, '-m', WORKER, str(folder)], env, timeout, folder / 'log.txt', json_output=False)
+        answer = processes.answer(
+            [sys.executable, '-m', WORKER, str(folder)],
+            env,
+            timeout,
+            folder / 'log.txt',
+            json_output=False,
+        )
         if answer.failure[0]:
             failures[task.folder] = ': '.join(answer.failure)
             say(f'{task.label}: {failures[task.folder]} (see {folder / "log.txt"})')
         else:
-            say(f'{task.label}: {summary(task, folder)}; {time.perf_counter() - began:.0f} s in all')
+            say(
+                f'{task.label}: {summary(task, folder)}; {time.perf_counter() - began:.0f} s in all'
+            )
 
     processes.share([(i, 1) for i in range(len(left))], devices, work)
     return failures
@@ -121,7 +131,9 @@ def run(todo: Sequence[Task], directory: pathlib.Path, devices: Sequence[str], t
 def _prepare(task: Task, folder: pathlib.Path) -> None:
     if (folder / TASK).exists():
         if asdict(read_task(folder)) != json.loads(json.dumps(asdict(task))):
-            raise UserError(f'{folder}: holds a run with another config or other times; choose another --output, or remove it')
+            raise UserError(
+                f'{folder}: holds a run with another config or other times; choose another --output, or remove it'
+            )
         return
     save_task(task, folder)
 
@@ -129,18 +141,27 @@ def _prepare(task: Task, folder: pathlib.Path) -> None:
 def summary(task: Task, folder: pathlib.Path) -> str:
     """The last milestone of a run in a line."""
     last = [row for row in finished(folder) if row['milestone'] == len(task.seconds) - 1]
-    return f'step {last[-1]["step"]}, ' + ', '.join(f'{row["metric"]} {row["value"]:.5g}' for row in last)
+    return f'step {last[-1]["step"]}, ' + ', '.join(
+        f'{row["metric"]} {row["value"]:.5g}' for row in last
+    )
 
 
-def measure_step_costs(spec: Spec, config: Config, directory: pathlib.Path, device: str, timeout: float, say: Say) -> str:
+def measure_step_costs(
+    spec: Spec, config: Config, directory: pathlib.Path, device: str, timeout: float, say: Say
+) -> str:
     """Times the steps of all methods in one process; returns why that failed, or ''."""
-    configs = {name: to_dict(Method(name, fields).apply(config.replace(parallel={'devices': 1}))) for name, fields in spec.methods.items()}
+    configs = {
+        name: to_dict(Method(name, fields).apply(config.replace(parallel={'devices': 1})))
+        for name, fields in spec.methods.items()
+    }
     path = directory / 'step_cost.json'
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(configs), encoding='utf-8')
     env = dict(os.environ) | ({'CUDA_VISIBLE_DEVICES': device} if device else {})
     say(f'timing the steps of {", ".join(configs)} ...')
-    answer = processes.answer([sys.executable, '-m', STEP_COST, str(path)], env, timeout, directory / 'step_cost.log')
+    answer = processes.answer(
+        [sys.executable, '-m', STEP_COST, str(path)], env, timeout, directory / 'step_cost.log'
+    )
     if answer.row is None:
         say(f'step cost: {": ".join(answer.failure)} (see {directory / "step_cost.log"})')
         return ': '.join(answer.failure)
@@ -172,4 +193,6 @@ def load(directory: pathlib.Path) -> Spec:
                 values[field] = dict.fromkeys(values['methods'], values[field])
         return Spec(**values)
     except (OSError, ValueError, TypeError, KeyError) as error:
-        raise UserError(f'{directory / SPEC}: cannot be read: {error}; --output names the folder of a comparison') from None
+        raise UserError(
+            f'{directory / SPEC}: cannot be read: {error}; --output names the folder of a comparison'
+        ) from None

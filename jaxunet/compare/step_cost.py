@@ -24,7 +24,9 @@ ROUNDS = 11
 STEPS = 8  # of a turn, at least
 
 
-def measure(configs: dict[str, Config], steps: int | None = None, rounds: int = ROUNDS) -> dict[str, Any]:
+def measure(
+    configs: dict[str, Config], steps: int | None = None, rounds: int = ROUNDS
+) -> dict[str, Any]:
     """Milliseconds a step of each, and the ratio to the first: medians over rounds with quartiles.
 
     Args:
@@ -32,11 +34,15 @@ def measure(configs: dict[str, Config], steps: int | None = None, rounds: int = 
     """
     first = next(iter(configs.values()))
     height, width, channels = first.image_shape
-    source = open_source(first.data.path, image_shape=(height, width, channels), classes=first.data.classes)
+    source = open_source(
+        first.data.path, image_shape=(height, width, channels), classes=first.data.classes
+    )
     sides, units = {}, []
     for name, config in configs.items():
         # Random weights in the last layers too: a network of zeros takes a GPU less power.
-        prepared = JaxSide(config, source, fresh_state(config.replace(model={'zero_init': False}))).prepare('step')
+        prepared = JaxSide(
+            config, source, fresh_state(config.replace(model={'zero_init': False}))
+        ).prepare('step')
         sides[name] = prepared.run
         units.append(prepared.unit)
         print(f'{name}: compiled', file=sys.stderr, flush=True)
@@ -51,13 +57,25 @@ def measure(configs: dict[str, Config], steps: int | None = None, rounds: int = 
         base = times[next(iter(configs))]
         assert not isinstance(base, Exception)
         summary = timing.summarise(found, base)
-        costs[name] = {'ms': summary.median_ms, 'ratio': summary.ratio, 'quartiles': list(summary.ratio_quartiles)}
-    return {'costs': costs, 'rounds': rounds, 'steps': steps, 'batch': first.data.batch_size, **rows.provenance()}
+        costs[name] = {
+            'ms': summary.median_ms,
+            'ratio': summary.ratio,
+            'quartiles': list(summary.ratio_quartiles),
+        }
+    return {
+        'costs': costs,
+        'rounds': rounds,
+        'steps': steps,
+        'batch': first.data.batch_size,
+        **rows.provenance(),
+    }
 
 
 def steps_of_a_turn(configs: Iterable[Config], units: Iterable[int]) -> int:
     """At least `STEPS`, and a multiple of every policy's `policy_every` and of `units`, what each runs in one call."""
-    least = math.lcm(*units, *(c.timesteps.policy_every for c in configs if c.timesteps.sampler == 'policy'))
+    least = math.lcm(
+        *units, *(c.timesteps.policy_every for c in configs if c.timesteps.sampler == 'policy')
+    )
     return least * -(-STEPS // least)
 
 

@@ -79,7 +79,9 @@ def run(folder: pathlib.Path) -> None:
     task = read_task(folder)
     config = resolve(task.config)
     height, width, channels = config.image_shape
-    source = open_source(config.data.path, image_shape=(height, width, channels), classes=config.data.classes)
+    source = open_source(
+        config.data.path, image_shape=(height, width, channels), classes=config.data.classes
+    )
     paths = [folder / SNAPSHOTS / f'{i}.npz' for i in range(len(task.seconds))]
     if not all(path.exists() for path in paths) and missing(task, folder):
         _train(task, config, source, folder, paths)
@@ -97,7 +99,10 @@ def run(folder: pathlib.Path) -> None:
         for name, result in zip(config.evaluation.metrics, results, strict=True):
             where = {'milestone': i, 'method': task.method, 'seed': task.seed, 'name': name}
             rows.append(folder / ROWS, {**where, **evaluator.row(result, step, seconds), **origin})
-        print(f'{task.label}: milestone {i + 1} measured in {time.perf_counter() - began:.1f} s', flush=True)
+        print(
+            f'{task.label}: milestone {i + 1} measured in {time.perf_counter() - began:.1f} s',
+            flush=True,
+        )
 
 
 def most_telling(count: int) -> list[int]:
@@ -110,7 +115,9 @@ def most_telling(count: int) -> list[int]:
     return order
 
 
-def _train(task: Task, config: Config, source: Source, folder: pathlib.Path, paths: Sequence[pathlib.Path]) -> None:
+def _train(
+    task: Task, config: Config, source: Source, folder: pathlib.Path, paths: Sequence[pathlib.Path]
+) -> None:
     for stale in (folder / 'training', folder / SNAPSHOTS):
         shutil.rmtree(stale, ignore_errors=True)
     (folder / ROWS).unlink(missing_ok=True)  # of weights that are no longer there
@@ -123,7 +130,9 @@ def _train(task: Task, config: Config, source: Source, folder: pathlib.Path, pat
 
     train(config, folder / 'training', source, milestones=Milestones(tuple(task.seconds), keep))
     if len(reached) < len(task.seconds):
-        raise UserError(f'{task.label}: stopped after {len(reached)} of {len(task.seconds)} milestones; the same command starts it anew')
+        raise UserError(
+            f'{task.label}: stopped after {len(reached)} of {len(task.seconds)} milestones; the same command starts it anew'
+        )
 
 
 def save_snapshot(path: pathlib.Path, params: Params, step: int, seconds: float) -> None:

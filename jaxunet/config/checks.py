@@ -52,7 +52,13 @@ NOT_NEGATIVE = [
     'evaluation.steps', 'evaluation.guidance_scale',
 ]
 # fmt: on
-FRACTION = ('model.dropout', 'model.label_dropout', 'optimizer.betas', 'ema.rates', 'timesteps.history_uniform')  # in [0, 1)  # in [0, 1)
+FRACTION = (
+    'model.dropout',
+    'model.label_dropout',
+    'optimizer.betas',
+    'ema.rates',
+    'timesteps.history_uniform',
+)  # in [0, 1)  # in [0, 1)
 UNIT = (
     'loss.speed_lambda',
     'loss.speed_tau',
@@ -72,16 +78,25 @@ def split_backend(text: str, field: str = 'backend') -> tuple[str, dict[str, str
     base, *parts = text.split('+')
     bases = ('auto', 'xla', *backend_names())
     if base not in bases:
-        raise UserError(f'{field}: expected one of {", ".join(bases)}, found {base!r}{_hint(base, bases)}')
+        raise UserError(
+            f'{field}: expected one of {", ".join(bases)}, found {base!r}{_hint(base, bases)}'
+        )
     changed: dict[str, str] = {}
     for part in parts:
         op, _, name = part.partition('=')
         if op not in OPS:
-            raise UserError(f'{field}: expected {base}+OP=BACKEND with one of {", ".join(OPS)}, found {part!r}{near_misses(op, OPS)}')
+            raise UserError(
+                f'{field}: expected {base}+OP=BACKEND with one of {", ".join(OPS)}, found {part!r}{near_misses(op, OPS)}'
+            )
         if name not in bases[1:]:
-            raise UserError(f'{field}: {op}: expected one of {", ".join(bases[1:])}, found {name!r}{_hint(name, bases[1:])}')
+            raise UserError(
+                f'{field}: {op}: expected one of {", ".join(bases[1:])}, found {name!r}{_hint(name, bases[1:])}'
+            )
         if name != 'xla' and op not in load_backend(name).ops:
-            allowed = ['xla', *(other for other in backend_names() if op in load_backend(other).ops)]
+            allowed = [
+                'xla',
+                *(other for other in backend_names() if op in load_backend(other).ops),
+            ]
             raise UserError(f'{field}: {op}: expected one of {", ".join(allowed)}, found {name!r}')
         if op in changed:
             raise UserError(f'{field}: {op} is there twice in {text!r}')
@@ -101,7 +116,9 @@ def resolve(values: ConfigDict | dict[str, Any]) -> Config:
     problems: list[str] = []
     raw = values.to_dict() if isinstance(values, ConfigDict) else values
     if not isinstance(raw, dict):
-        raise UserError(f'the config: expected the ConfigDict of default_config() with fields changed, found {raw!r}')
+        raise UserError(
+            f'the config: expected the ConfigDict of default_config() with fields changed, found {raw!r}'
+        )
     config = _build(Config, raw, '', problems)
     if not problems:
         problems += _check_values(config)
@@ -112,7 +129,9 @@ def resolve(values: ConfigDict | dict[str, Any]) -> Config:
 
 def _build(cls: type, values: Any, prefix: str, problems: list[str]) -> Any:
     if not isinstance(values, dict):
-        problems.append(f'{prefix.rstrip(".")}: expected a section with the fields of {cls.__name__}, found {values!r}')
+        problems.append(
+            f'{prefix.rstrip(".")}: expected a section with the fields of {cls.__name__}, found {values!r}'
+        )
         return cls()
     hints = typing.get_type_hints(cls)
     known = {f.name for f in dataclasses.fields(cls)}
@@ -135,19 +154,27 @@ def _coerce(value: Any, hint: Any, path: str, problems: list[str]) -> Any:
             problems.append(f'{path}: expected a tuple, found {value!r}; write ({value!r},)')
             return ()
         if hint.__args__[0] is str:
-            value = [str(v) if type(v) is int else v for v in value]  # classes=7,1 of a command line are names
-        return tuple(_coerce(v, hint.__args__[0], f'{path}[{i}]', problems) for i, v in enumerate(value))
+            value = [
+                str(v) if type(v) is int else v for v in value
+            ]  # classes=7,1 of a command line are names
+        return tuple(
+            _coerce(v, hint.__args__[0], f'{path}[{i}]', problems) for i, v in enumerate(value)
+        )
     if hint is float and type(value) is int:
         # Multipliers such as channel_mult=(1, 2) stay integers: they print and compare as written.
         return value
     if type(value) is not hint:
-        problems.append(f'{path}: expected {hint.__name__}, found {value!r} ({type(value).__name__})')
+        problems.append(
+            f'{path}: expected {hint.__name__}, found {value!r} ({type(value).__name__})'
+        )
     return value
 
 
 def _check_values(config: Config) -> list[str]:
     flat = {
-        f'{section}.{name}' if section else name: value for section, fields in _sections(config).items() for name, value in fields.items()
+        f'{section}.{name}' if section else name: value
+        for section, fields in _sections(config).items()
+        for name, value in fields.items()
     }
     problems = [
         f'{path}: expected one of {", ".join(allowed)}, found {flat[path]!r}{near_misses(str(flat[path]), allowed)}'
@@ -166,7 +193,9 @@ def _check_values(config: Config) -> list[str]:
     ):
         for path in paths:
             many = flat[path] if isinstance(flat[path], tuple) else (flat[path],)
-            problems += [f'{path}: expected {expected}, found {v!r}' for v in many if not accepts(v)]
+            problems += [
+                f'{path}: expected {expected}, found {v!r}' for v in many if not accepts(v)
+            ]
     if not 0 <= config.seed < 2**32:
         problems.append(f'seed: expected 0 to {2**32 - 1}, found {config.seed}')
     return problems or check_relations(config)
@@ -174,7 +203,9 @@ def _check_values(config: Config) -> list[str]:
 
 def _sections(config: Config) -> dict[str, dict[str, Any]]:
     values = to_dict(config)
-    return {'': {k: v for k, v in values.items() if not isinstance(v, dict)}} | {k: v for k, v in values.items() if isinstance(v, dict)}
+    return {'': {k: v for k, v in values.items() if not isinstance(v, dict)}} | {
+        k: v for k, v in values.items() if isinstance(v, dict)
+    }
 
 
 def diff(old: Config, new: Config) -> list[str]:

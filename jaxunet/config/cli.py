@@ -40,16 +40,18 @@ def run(main: Callable[[Sequence[str]], int | None]) -> None:
 
 def _of_interest(record: std_logging.LogRecord) -> bool:
     """What jaxunet says, and warnings of the libraries below it; but orbax's failures come back as exceptions that we report."""
-    return (record.levelno >= std_logging.WARNING and 'orbax' not in record.pathname) or pathlib.Path(__file__).parents[1] in pathlib.Path(
-        record.pathname
-    ).parents
+    return (
+        record.levelno >= std_logging.WARNING and 'orbax' not in record.pathname
+    ) or pathlib.Path(__file__).parents[1] in pathlib.Path(record.pathname).parents
 
 
 def _quiet(main: Callable[[Sequence[str]], int | None]) -> Callable[[Sequence[str]], int | None]:
     def wrapped(argv: Sequence[str]) -> int | None:
         try:
             if len(argv) > 1:
-                raise UserError(f'unexpected argument {argv[1]!r}; every option is a flag, see --help')
+                raise UserError(
+                    f'unexpected argument {argv[1]!r}; every option is a flag, see --help'
+                )
             return main(argv)
         except UserError as error:
             _fail(error)
@@ -70,7 +72,11 @@ def _parse(argv: Sequence[str]) -> list[str]:
 
 def _config_error(error: Exception) -> str:
     """A config file is the user's program: its error, and where it happened."""
-    frames = [f for f in traceback.extract_tb(error.__traceback__) if f.name == 'get_config' and f.filename != schema.__file__]
+    frames = [
+        f
+        for f in traceback.extract_tb(error.__traceback__)
+        if f.name == 'get_config' and f.filename != schema.__file__
+    ]
     where = f' ({frames[-1].filename}, line {frames[-1].lineno})' if frames else ''
     return f'--config: {type(error).__name__}: {error}{where}'
 
@@ -79,21 +85,38 @@ def _check_overrides(argv: Sequence[str]) -> None:
     """Fields that `--config.a.b=...` names must exist; ml_collections says less when they do not."""
     sections = {'': default_config().to_dict()}
     sections |= {name: fields for name, fields in sections[''].items() if isinstance(fields, dict)}
-    known = [f'{section}.{name}'.lstrip('.') for section, fields in sections.items() for name in fields]
-    tuples = {f'{section}.{name}'.lstrip('.') for section, fields in sections.items() for name in fields if isinstance(fields[name], tuple)}
+    known = [
+        f'{section}.{name}'.lstrip('.') for section, fields in sections.items() for name in fields
+    ]
+    tuples = {
+        f'{section}.{name}'.lstrip('.')
+        for section, fields in sections.items()
+        for name in fields
+        if isinstance(fields[name], tuple)
+    }
     seen = set[str]()
     for argument, following in itertools.pairwise([*argv[1:], '']):
-        named = argument.removeprefix('--config=') if argument.startswith('--config=') else following if argument == '--config' else ''
+        named = (
+            argument.removeprefix('--config=')
+            if argument.startswith('--config=')
+            else following
+            if argument == '--config'
+            else ''
+        )
         if named:
             _check_file(named)
         match = re.match(r'--(?:no)?config\.([^=]+)', argument)
         if match and match[1] not in known:
             name = match[1].split('.')[-1]
-            elsewhere = [f for f in known if f.split('.')[-1] == name] or difflib.get_close_matches(match[1], known, n=3)
+            elsewhere = [f for f in known if f.split('.')[-1] == name] or difflib.get_close_matches(
+                match[1], known, n=3
+            )
             hint = f'; did you mean {" or ".join(elsewhere)}?' if elsewhere else ''
             raise UserError(f'--config.{match[1]}: unknown field{hint}')
         if match and match[1] in seen & tuples:
-            raise UserError(f'--config.{match[1]}: is there twice, which would join its values; give it once, with commas: 32,64')
+            raise UserError(
+                f'--config.{match[1]}: is there twice, which would join its values; give it once, with commas: 32,64'
+            )
         seen |= {match[1]} if match else set()
         if match and match[1] in sections:
             raise UserError(
@@ -104,10 +127,14 @@ def _check_overrides(argv: Sequence[str]) -> None:
 def _check_file(named: str) -> None:
     path = pathlib.Path(named.split(':', maxsplit=1)[0])
     if not path.is_file():
-        raise UserError(f'--config: no file {path}{near_misses(path.name, [p.name for p in path.parent.glob("*.py")])}')
+        raise UserError(
+            f'--config: no file {path}{near_misses(path.name, [p.name for p in path.parent.glob("*.py")])}'
+        )
     with path.open('rb') as file:
         if b'\0' in file.read(4096):
-            raise UserError(f'--config: expected a Python file with get_config(), found {path}, which is no Python file')
+            raise UserError(
+                f'--config: expected a Python file with get_config(), found {path}, which is no Python file'
+            )
 
 
 class _ConfigFile(flags.ArgumentParser):
@@ -120,7 +147,9 @@ class _ConfigFile(flags.ArgumentParser):
         _check_file(named)
         found = self.reader.parse(named)
         if not isinstance(found, ConfigDict | dict):
-            getattr(found, 'model', None)  # raises what kept ml_collections from reading the file, if that is what it gave
+            getattr(
+                found, 'model', None
+            )  # raises what kept ml_collections from reading the file, if that is what it gave
             raise UserError(
                 f'--config: {named}: get_config() must return the ConfigDict of jaxunet.config.default_config() with fields changed, '
                 f'found {found!r}'
@@ -135,7 +164,11 @@ class _Tuples(TupleParser):
     """Tuples as ml_collections reads them, and words between commas, `fid,kid`, which it takes for one."""
 
     def parse(self, argument: Any) -> tuple[Any, ...]:
-        if isinstance(argument, str) and ',' in argument and not argument.lstrip().startswith(tuple('([{"\'')):
+        if (
+            isinstance(argument, str)
+            and ',' in argument
+            and not argument.lstrip().startswith(tuple('([{"\''))
+        ):
             try:
                 ast.literal_eval(argument)
             except (ValueError, SyntaxError):
@@ -157,7 +190,9 @@ def define_config() -> Any:
         # ml_collections applies overrides of a default file while the flag is being defined.
         _check_overrides(sys.argv)
         help_text = 'Config file (Python, with get_config()); without one, the embedded digits run.'
-        holder = config_flags.DEFINE_config_file('config', schema.__file__, help_text, lock_config=True)
+        holder = config_flags.DEFINE_config_file(
+            'config', schema.__file__, help_text, lock_config=True
+        )
     except UserError as error:
         _fail(error)
     except Exception as error:
@@ -167,7 +202,9 @@ def define_config() -> Any:
 
 def define_optional_config(help_text: str) -> Any:
     """A `--config FILE` flag that is None unless given."""
-    return _with_own_reader(config_flags.DEFINE_config_file('config', None, help_text, lock_config=True))
+    return _with_own_reader(
+        config_flags.DEFINE_config_file('config', None, help_text, lock_config=True)
+    )
 
 
 def _with_own_reader(holder: Any) -> Any:

@@ -17,7 +17,9 @@ from ml_collections import ConfigDict
 class ParallelConfig:
     mode: str = 'jit'  # jit: one program over a device mesh; pmap: one program a device
     devices: int = 0  # how many devices to use; 0 = all
-    concurrent_kernels: bool = False  # of one GPU: its kernels run at once where none waits for another; takes more memory
+    concurrent_kernels: bool = (
+        False  # of one GPU: its kernels run at once where none waits for another; takes more memory
+    )
 
 
 @dataclass(frozen=True)
@@ -28,24 +30,36 @@ class ModelConfig:
     base_channels: int = 32
     channel_mult: tuple[float, ...] = (1, 2)
     num_res_blocks: int = 1
-    attention_resolutions: tuple[int, ...] = (4,)  # shorter side, in pixels, of the feature maps that get attention
+    attention_resolutions: tuple[int, ...] = (
+        4,
+    )  # shorter side, in pixels, of the feature maps that get attention
     num_heads: int = 0  # heads of every attention block; 0 = by num_head_channels
     num_heads_upsample: int = 0  # heads on the way up; 0 = num_heads
     num_head_channels: int = 32  # width of a head; 0 = by num_heads
     conv_resample: bool = False  # learned resampling; False = average pool and nearest neighbour
     downsample_padding: str = 'symmetric'  # of the stride-2 convolution: symmetric (guided-diffusion) | same (DDPM: right and bottom only)
     resblock_updown: bool = False  # residual blocks do the resampling
-    scale_shift_norm: bool = False  # the embedding scales and shifts after norm_2, rather than being added before it
+    scale_shift_norm: bool = (
+        False  # the embedding scales and shifts after norm_2, rather than being added before it
+    )
     dropout: float = 0.0
     num_classes: int = 10  # 0 = unconditional
     label_dropout: float = 0.1  # share of labels dropped in training, for classifier-free guidance
-    time_embedding: str = 'adm'  # adm: cos then sin | ddpm: sin then cos, frequencies ending at 1/max_period
+    time_embedding: str = (
+        'adm'  # adm: cos then sin | ddpm: sin then cos, frequencies ending at 1/max_period
+    )
     max_period: int = 10000
     norm_groups: int = 32
     norm_eps: float = 1e-5
-    init: str = 'torch'  # torch: PyTorch's default layers, as guided-diffusion | ddpm: uniform fan-average
-    zero_init: bool = True  # the last layer of every residual branch, and of the network, starts at zero
-    remat: bool = False  # recompute blocks in the backward pass instead of storing their activations
+    init: str = (
+        'torch'  # torch: PyTorch's default layers, as guided-diffusion | ddpm: uniform fan-average
+    )
+    zero_init: bool = (
+        True  # the last layer of every residual branch, and of the network, starts at zero
+    )
+    remat: bool = (
+        False  # recompute blocks in the backward pass instead of storing their activations
+    )
 
 
 @dataclass(frozen=True)
@@ -89,18 +103,26 @@ class TimestepsConfig:
     adaptive_bins: int = 32
     adaptive_memory: float = 300.0  # visits to a bin that its average remembers
     adaptive_uniform: float = 0.05  # uniform share of its distribution
-    adaptive_correction: float = 1.0  # power of the importance weight 1/(T p): 1 = unbiased, 0 = none
+    adaptive_correction: float = (
+        1.0  # power of the importance weight 1/(T p): 1 = unbiased, 0 = none
+    )
 
 
 @dataclass(frozen=True)
 class DataConfig:
-    path: str = 'digits:'  # folder | .zip | .tar(.gz|.xz) | .npz | .bin | digits: | cifar10:[local copy]
+    path: str = (
+        'digits:'  # folder | .zip | .tar(.gz|.xz) | .npz | .bin | digits: | cifar10:[local copy]
+    )
     image_size: tuple[int, ...] = (8,)  # (side,) or (height, width)
     batch_size: int = 64  # images of one optimizer step, over all devices
-    num_workers: int = 0  # worker processes that decode images when they stream; 0 = threads of this process
+    num_workers: int = (
+        0  # worker processes that decode images when they stream; 0 = threads of this process
+    )
     cache: str = 'auto'  # device: the whole set as uint8 in device memory | stream: decode on the way | auto: device if it fits
     augment: str = 'none'  # none | flip (random horizontal flip)
-    classes: tuple[str, ...] = ()  # names of the classes to train on, which become labels 0, 1, ... in this order; () = all
+    classes: tuple[
+        str, ...
+    ] = ()  # names of the classes to train on, which become labels 0, 1, ... in this order; () = all
 
 
 @dataclass(frozen=True)
@@ -131,7 +153,9 @@ class TrainConfig:
     sample_every: int = 400  # 0 = never
     sample_count: int = 60
     sample_steps: int = 50  # DDIM steps of the grids drawn while training
-    evaluate_every: int = 0  # steps between evaluations (`evaluation`); 0 = never, else also after the last step
+    evaluate_every: int = (
+        0  # steps between evaluations (`evaluation`); 0 = never, else also after the last step
+    )
     checkpoint_every: int = 400
     keep: int = 3  # checkpoints kept
     max_bad_steps: int = 20  # stop after this many non-finite steps in a row
@@ -148,7 +172,9 @@ class EvaluationConfig:
     variance: str = ''  # of sampler=ddpm: fixed_small | fixed_large | learned; '' = learned if the model has it, else fixed_small
     eta: float = 0.0  # of sampler=ddim: noise, 0 = none, 1 = as ddpm
     skip_schedule: str = ''  # linear | quadratic | log_snr | karras, as --skip_schedule of jaxunet.sample; '' = the sampler's own
-    guidance_scale: float = 1.0  # classifier-free guidance of a class-conditional model; 1 = plain conditional
+    guidance_scale: float = (
+        1.0  # classifier-free guidance of a class-conditional model; 1 = plain conditional
+    )
     metrics: tuple[str, ...] = ('fid',)  # of those of jaxunet.evaluate
     features: str = 'inception'  # or a file, as --features of jaxunet.evaluate
     reference: str = ''  # real images or statistics, as --reference of jaxunet.evaluate; '' = the training images as the model sees them
@@ -158,7 +184,9 @@ class EvaluationConfig:
 class Config:
     seed: int = 0
     backend: str = 'auto'  # auto | xla | pallas | cuda, and other backends for some ops: pallas+adamw=cuda (see `split_backend`)
-    precision: str = 'float32'  # compute type: float32 | bfloat16 | float16 (with dynamic loss scaling)
+    precision: str = (
+        'float32'  # compute type: float32 | bfloat16 | float16 (with dynamic loss scaling)
+    )
     init_from: str = ''  # weights to start from: workdir, checkpoint, .bin, .pt or .safetensors
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     model: ModelConfig = field(default_factory=ModelConfig)
@@ -181,7 +209,10 @@ class Config:
         """A copy with fields changed; a section takes a dict of its changed fields: `c.replace(train={'steps': 9})`."""
         return dataclasses.replace(
             self,
-            **{k: dataclasses.replace(getattr(self, k), **v) if isinstance(v, dict) else v for k, v in changes.items()},
+            **{
+                k: dataclasses.replace(getattr(self, k), **v) if isinstance(v, dict) else v
+                for k, v in changes.items()
+            },
         )
 
 

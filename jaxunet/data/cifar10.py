@@ -55,7 +55,9 @@ def open_official(path: Path | None, image_shape: Shape) -> Source:
     batches = _from_folder(path) if path.is_dir() else _from_archive(path)
     missing = [name for name in BATCHES if name not in batches]
     if missing:
-        raise UserError(f'{path}: no {", ".join(missing)}; expected the five training batches of CIFAR-10, python version ({URL})')
+        raise UserError(
+            f'{path}: no {", ".join(missing)}; expected the five training batches of CIFAR-10, python version ({URL})'
+        )
     parts = [read_batch(batches[name], f'{path}: {name}') for name in BATCHES]
     images, labels = np.concatenate([p[0] for p in parts]), np.concatenate([p[1] for p in parts])
     return ArraySource(str(path), images, image_shape, labels, CLASSES)
@@ -66,7 +68,9 @@ def _from_folder(path: Path) -> dict[str, bytes]:
     found = [name for name in BATCHES if (folder / name).is_file()]
     for name in found:
         if (folder / name).stat().st_size > MAX_BATCH_BYTES:
-            raise UserError(f'{folder / name}: {(folder / name).stat().st_size} bytes, expected about 31 million')
+            raise UserError(
+                f'{folder / name}: {(folder / name).stat().st_size} bytes, expected about 31 million'
+            )
     return {name: (folder / name).read_bytes() for name in found}
 
 
@@ -77,7 +81,9 @@ def _from_archive(path: Path) -> dict[str, bytes]:
             name = Path(member.name).name
             if member.isreg() and name in BATCHES:
                 if member.size > MAX_BATCH_BYTES:
-                    raise UserError(f'{path}: {name}: {member.size} bytes, expected about 31 million')
+                    raise UserError(
+                        f'{path}: {name}: {member.size} bytes, expected about 31 million'
+                    )
                 batches[name] = members.read(member, member.size)
     return batches
 
@@ -93,19 +99,27 @@ def read_batch(data: bytes, name: str) -> tuple[np.ndarray, np.ndarray]:
     except UserError as error:
         raise UserError(f'{name}: {error}') from None
     except Exception as error:  # a damaged pickle raises nearly everything
-        raise UserError(f'{name}: not a batch of CIFAR-10: {told(error)}; copy or download it again') from None
+        raise UserError(
+            f'{name}: not a batch of CIFAR-10: {told(error)}; copy or download it again'
+        ) from None
     if not isinstance(content, dict):
         raise UserError(f'{name}: expected a dict, found {type(content).__name__}')
     missing = [key for key in (b'data', b'labels') if key not in content]
     if missing:
-        raise UserError(f'{name}: no entry "{missing[0].decode()}", found {told(sorted(map(str, content)))}')
+        raise UserError(
+            f'{name}: no entry "{missing[0].decode()}", found {told(sorted(map(str, content)))}'
+        )
     labels = content[b'labels']
-    if not isinstance(labels, list) or not all(type(v) is int and 0 <= v < len(CLASSES) for v in labels):
+    if not isinstance(labels, list) or not all(
+        type(v) is int and 0 <= v < len(CLASSES) for v in labels
+    ):
         raise UserError(f'{name}: labels: expected a list of integers 0 to {len(CLASSES) - 1}')
     if not labels:
         raise UserError(f'{name}: labels: expected at least one, found none')
     pixels = _pixels(content[b'data'], len(labels), f'{name}: data')
-    return np.ascontiguousarray(pixels.reshape(-1, 3, 32, 32).transpose(0, 2, 3, 1)), np.array(labels, np.int32)
+    return np.ascontiguousarray(pixels.reshape(-1, 3, 32, 32).transpose(0, 2, 3, 1)), np.array(
+        labels, np.int32
+    )
 
 
 def _pixels(array: Any, n: int, name: str) -> np.ndarray:
@@ -115,9 +129,13 @@ def _pixels(array: Any, n: int, name: str) -> np.ndarray:
         raise UserError(f'{name}: expected a numpy array, found {type(array).__name__}')
     _, shape, dtype, fortran, raw = state
     if shape != (n, PIXELS) or dtype.name not in (b'u1', 'u1'):
-        raise UserError(f'{name}: expected u1 of shape ({n}, {PIXELS}), found {told(dtype.name)} of shape {told(shape)}')
+        raise UserError(
+            f'{name}: expected u1 of shape ({n}, {PIXELS}), found {told(dtype.name)} of shape {told(shape)}'
+        )
     if not isinstance(raw, bytes) or len(raw) != n * PIXELS:
-        raise UserError(f'{name}: expected {n * PIXELS} bytes, found {len(raw) if isinstance(raw, bytes) else type(raw).__name__}')
+        raise UserError(
+            f'{name}: expected {n * PIXELS} bytes, found {len(raw) if isinstance(raw, bytes) else type(raw).__name__}'
+        )
     return np.frombuffer(raw, np.uint8).reshape((n, PIXELS), order='F' if fortran else 'C')
 
 
@@ -147,7 +165,7 @@ def _reconstruct(*_: Any) -> _Array:
 class _Reader(pickle.Unpickler):
     """Knows the three names that these files use, under numpy's old and new module name, and no others."""
 
-    KNOWN = {  # noqa: RUF012  # a constant
+    KNOWN = {  # a constant
         ('numpy.core.multiarray', '_reconstruct'): _reconstruct,
         ('numpy._core.multiarray', '_reconstruct'): _reconstruct,
         ('numpy', 'ndarray'): _Array,
@@ -156,7 +174,9 @@ class _Reader(pickle.Unpickler):
 
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) not in self.KNOWN:
-            raise UserError(f'asks for {module}.{name}, which no batch of CIFAR-10 does; the file is not safe and was not run')
+            raise UserError(
+                f'asks for {module}.{name}, which no batch of CIFAR-10 does; the file is not safe and was not run'
+            )
         return self.KNOWN[module, name]
 
     def persistent_load(self, pid: Any) -> Any:
@@ -170,4 +190,12 @@ def download() -> Path:
       UserError: no connection, no space, or other bytes than expected.
     """
     instead = f'give its path: data.path=cifar10:/path/to/{ARCHIVE}'
-    return cached(URL, ARCHIVE, algorithm='md5', checksum=MD5, asked_by='data.path=cifar10:', instead=instead, replace_damaged=True)
+    return cached(
+        URL,
+        ARCHIVE,
+        algorithm='md5',
+        checksum=MD5,
+        asked_by='data.path=cifar10:',
+        instead=instead,
+        replace_damaged=True,
+    )

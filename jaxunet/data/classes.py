@@ -24,19 +24,27 @@ def check_classes(config: Config, source: Source) -> None:
                 f'model.num_classes: {wanted}, but {path} has no class labels, as {source.unlabelled_by}; move such images into '
                 'a class sub-folder or away, or set model.num_classes to 0'
             )
-        raise UserError(f'model.num_classes: {wanted}, but {path} has no class labels; set it to 0, or use class sub-folders')
+        raise UserError(
+            f'model.num_classes: {wanted}, but {path} has no class labels; set it to 0, or use class sub-folders'
+        )
     found = len(names)
     if found > wanted:
-        raise UserError(f'model.num_classes: {wanted}, but {path} has {found} classes; raise it, or name some in data.classes')
+        raise UserError(
+            f'model.num_classes: {wanted}, but {path} has {found} classes; raise it, or name some in data.classes'
+        )
     if found < wanted:
-        labels = f'label {found} has' if found + 1 == wanted else f'labels {found} to {wanted - 1} have'
+        labels = (
+            f'label {found} has' if found + 1 == wanted else f'labels {found} to {wanted - 1} have'
+        )
         logging.warning(
             'model.num_classes: %d, but %s has %d classes (%s): %s no images and will not be trained; for a new run, set it to %d',
             *(wanted, path, found, listed(names), labels, found),
         )
 
 
-def keep_classes(saved: tuple[str, ...], now: tuple[str, ...], config: Config, workdir: pathlib.Path) -> tuple[str, ...]:
+def keep_classes(
+    saved: tuple[str, ...], now: tuple[str, ...], config: Config, workdir: pathlib.Path
+) -> tuple[str, ...]:
     """The class names of a run that goes on: those that its checkpoint has, and new ones after them.
 
     Args:
@@ -48,9 +56,17 @@ def keep_classes(saved: tuple[str, ...], now: tuple[str, ...], config: Config, w
     """
     if not config.model.num_classes:
         return ()
-    changed = [f'{i} would be {b} instead of {a}' for i, (a, b) in enumerate(zip(saved, now, strict=False)) if a != b]
+    changed = [
+        f'{i} would be {b} instead of {a}'
+        for i, (a, b) in enumerate(zip(saved, now, strict=False))
+        if a != b
+    ]
     if changed:
-        order = f', here with --config.data.classes="{saved}"' if set(saved) <= set(now) and len(saved) <= 20 else ''
+        order = (
+            f', here with --config.data.classes="{saved}"'
+            if set(saved) <= set(now) and len(saved) <= 20
+            else ''
+        )
         raise UserError(
             f'{workdir} holds a run with other classes; label {changed[0]}:\n'
             f'  labels 0, 1, ... of the run: {listed(saved)}\n'
@@ -71,7 +87,11 @@ def label_of(given: str, num_classes: int, names: Sequence[str]) -> int:
         return int(given)
     if given in names:
         return names.index(given)
-    telling = [f'{i} {name}' for i, name in enumerate(names)] if any(name != str(i) for i, name in enumerate(names)) else []
+    telling = (
+        [f'{i} {name}' for i, name in enumerate(names)]
+        if any(name != str(i) for i, name in enumerate(names))
+        else []
+    )
     known = f' or names ({listed(telling)})' if telling else ''
     raise UserError(
         f'--class_labels: expected whole numbers from 0 to {num_classes - 1}{known}, found {given!r}{near_misses(given, names)}'

@@ -34,7 +34,9 @@ class Container(abc.ABC):
         self.path = path
         self.shown = shown or str(path)
         self.names: list[str] = []
-        self.unreadable: dict[str, str] = {}  # names and reasons of what is listed but can never be read
+        self.unreadable: dict[
+            str, str
+        ] = {}  # names and reasons of what is listed but can never be read
 
     @abc.abstractmethod
     def start(self, i: int) -> tuple[bytes, int]:
@@ -69,7 +71,9 @@ class Folder(Container):
                 return  # a link back to a folder that is being listed
             entries = sorted(os.scandir(folder), key=lambda entry: entry.name)
         except OSError as error:
-            raise UserError(f'{folder}: the folder cannot be listed: {error.strerror}; check its permissions') from None
+            raise UserError(
+                f'{folder}: the folder cannot be listed: {error.strerror}; check its permissions'
+            ) from None
         for entry in entries:
             name = f'{below}/{entry.name}' if below else entry.name
             if entry.is_dir():
@@ -77,7 +81,9 @@ class Folder(Container):
             else:
                 self.names.append(name)
                 if not entry.is_file():
-                    self.unreadable[name] = 'broken link' if entry.is_symlink() else 'not a regular file'
+                    self.unreadable[name] = (
+                        'broken link' if entry.is_symlink() else 'not a regular file'
+                    )
 
     def describe(self, i: int) -> str:
         return printable(str(self.path / self.names[i]))
@@ -90,7 +96,10 @@ class Folder(Container):
         with self._open(i) as file:
             size = os.fstat(file.fileno()).st_size
             if size > MAX_FILE_BYTES:
-                raise BadImage(self.describe(i), f'{size} bytes, more than the {MAX_FILE_BYTES} accepted for one image')
+                raise BadImage(
+                    self.describe(i),
+                    f'{size} bytes, more than the {MAX_FILE_BYTES} accepted for one image',
+                )
             return self._content(i, file, size)
 
     def _content(self, i: int, file: BinaryIO, size: int) -> bytes:
@@ -134,7 +143,9 @@ class Archive(Container):
             try:
                 part = os.pread(descriptor, size, offset)
             except OSError as error:
-                raise UserError(f'{self.shown}: cannot be read at byte {offset}: {error.strerror}') from None
+                raise UserError(
+                    f'{self.shown}: cannot be read at byte {offset}: {error.strerror}'
+                ) from None
             if not part:
                 break
             parts.append(part)
@@ -151,16 +162,29 @@ class ZipArchive(Archive):
             with zipfile.ZipFile(path) as archive:
                 members = [m for m in archive.infolist() if not m.is_dir()]
             self._headers = np.array([m.header_offset for m in members], np.int64)
-            self._sizes = np.array([(m.compress_size, m.file_size, m.CRC) for m in members], np.int64).reshape(-1, 3)
-        except (zipfile.BadZipFile, EOFError, ValueError, OverflowError, struct.error, NotImplementedError) as error:
-            raise UserError(f'{path}: not a readable zip archive: {told(error)}; it may be truncated, copy or download it again') from None
+            self._sizes = np.array(
+                [(m.compress_size, m.file_size, m.CRC) for m in members], np.int64
+            ).reshape(-1, 3)
+        except (
+            zipfile.BadZipFile,
+            EOFError,
+            ValueError,
+            OverflowError,
+            struct.error,
+            NotImplementedError,
+        ) as error:
+            raise UserError(
+                f'{path}: not a readable zip archive: {told(error)}; it may be truncated, copy or download it again'
+            ) from None
         self.names = [m.filename for m in members]
         self._methods = np.array([m.compress_type for m in members], np.int32)
         for member in members:
             if member.flag_bits & 1:
                 self.unreadable[member.filename] = 'encrypted'
             elif member.compress_type not in (STORED, DEFLATED, BZIP2):
-                self.unreadable[member.filename] = f'compressed by method {member.compress_type} (expected stored, deflate or bzip2)'
+                self.unreadable[member.filename] = (
+                    f'compressed by method {member.compress_type} (expected stored, deflate or bzip2)'
+                )
             elif stat.S_ISLNK(member.external_attr >> 16):
                 self.unreadable[member.filename] = 'symbolic link'
 
@@ -169,7 +193,9 @@ class ZipArchive(Archive):
         at = int(self._headers[i])
         header = self._bytes(at, 30)
         if len(header) < 30 or header[:4] != b'PK\x03\x04':
-            raise BadImage(self.describe(i), f'no local file header at byte {at}; the archive is damaged')
+            raise BadImage(
+                self.describe(i), f'no local file header at byte {at}; the archive is damaged'
+            )
         name, extra = struct.unpack_from('<HH', header, 26)
         return at + 30 + name + extra
 
@@ -183,17 +209,29 @@ class ZipArchive(Archive):
     def read(self, i: int) -> bytes:
         packed, size, crc = (int(v) for v in self._sizes[i])
         if max(size, packed) > MAX_FILE_BYTES:
-            raise BadImage(self.describe(i), f'{max(size, packed)} bytes, more than the {MAX_FILE_BYTES} accepted for one image')
+            raise BadImage(
+                self.describe(i),
+                f'{max(size, packed)} bytes, more than the {MAX_FILE_BYTES} accepted for one image',
+            )
         offset = self._offset(i)
         data = self._bytes(offset, packed)
         if len(data) < packed:
-            raise BadImage(self.describe(i), f'the archive ends at byte {offset + len(data)}, expected {packed} bytes from byte {offset}')
+            raise BadImage(
+                self.describe(i),
+                f'the archive ends at byte {offset + len(data)}, expected {packed} bytes from byte {offset}',
+            )
         # One byte more than announced, to notice a member that goes on.
         data = self._inflate(i, data, size + 1)
         if len(data) != size:
-            raise BadImage(self.describe(i), f'decompresses to {len(data)} bytes, expected {size}; the archive is damaged')
+            raise BadImage(
+                self.describe(i),
+                f'decompresses to {len(data)} bytes, expected {size}; the archive is damaged',
+            )
         if zlib.crc32(data) != crc:
-            raise BadImage(self.describe(i), f'checksum {zlib.crc32(data):08x}, expected {crc:08x}; the archive is damaged')
+            raise BadImage(
+                self.describe(i),
+                f'checksum {zlib.crc32(data):08x}, expected {crc:08x}; the archive is damaged',
+            )
         return data
 
     def _inflate(self, i: int, data: bytes, most: int) -> bytes:

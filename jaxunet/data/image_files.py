@@ -11,7 +11,18 @@ from absl import logging
 from jaxtyping import Int
 
 from jaxunet.data.containers import MAX_FILE_BYTES, Container, path_order
-from jaxunet.data.pixels import MAGIC_BYTES, BadImage, Batch, Pixels, Shape, check_channels, decode, printable, size_of, why_not_image
+from jaxunet.data.pixels import (
+    MAGIC_BYTES,
+    BadImage,
+    Batch,
+    Pixels,
+    Shape,
+    check_channels,
+    decode,
+    printable,
+    size_of,
+    why_not_image,
+)
 from jaxunet.data.source import MAX_MEMORY, ArraySource, Source, no_labels
 from jaxunet.data.tar import TarReader
 from jaxunet.data.threads import ordered_map
@@ -115,13 +126,17 @@ def _image_members(
         yield f'{members.path}: {printable(member.name)}', start + members.read(member, member.size)
 
 
-def find_classes(names: list[str], *, strip_leading: bool) -> tuple[Int[np.ndarray, ' images'], tuple[str, ...], str]:
+def find_classes(
+    names: list[str], *, strip_leading: bool
+) -> tuple[Int[np.ndarray, ' images'], tuple[str, ...], str]:
     """Labels and class names from paths: the top-level folders, if every image lies in one; else labels -1, no names, and what spoils them.
 
     A leading folder that all paths share is no class if there are folders below it for all images; with `strip_leading` it never is
     (archives often hold their files in one folder, such as `train/`).
     """
-    folders = [tuple(part for part in PurePosixPath(name).parts[:-1] if part != '/') for name in names]
+    folders = [
+        tuple(part for part in PurePosixPath(name).parts[:-1] if part != '/') for name in names
+    ]
     depth = 0
     shortest = min(len(f) for f in folders)
     while depth < shortest and all(f[depth] == folders[0][depth] for f in folders):
@@ -138,22 +153,37 @@ def find_classes(names: list[str], *, strip_leading: bool) -> tuple[Int[np.ndarr
 
 
 def _spoiled(loose: list[str], folders: list[str]) -> str:
-    images = f'{printable(loose[0])} lies' if len(loose) == 1 else f'{printable(loose[0])} and {len(loose) - 1} more images lie'
+    images = (
+        f'{printable(loose[0])} lies'
+        if len(loose) == 1
+        else f'{printable(loose[0])} and {len(loose) - 1} more images lie'
+    )
     return f'{images} beside the sub-folders {listed([printable(folder) for folder in folders])}'
 
 
 def report_skipped(name: str, skipped: tuple[tuple[str, str], ...]) -> None:
     """One warning that counts the files left out and names the first."""
     if skipped:
-        logging.warning('%s: %d files are not readable images and are left out: %s', name, len(skipped), _listed(skipped))
+        logging.warning(
+            '%s: %d files are not readable images and are left out: %s',
+            name,
+            len(skipped),
+            _listed(skipped),
+        )
 
 
 def no_images(name: str, skipped: tuple[tuple[str, str], ...]) -> UserError:
     if any(PurePosixPath(file).name.startswith('data_batch_') for file, _ in skipped):
-        return UserError(f'{name}: holds CIFAR-10\'s official batches, not image files; write data.path as "cifar10:{name}"')
+        return UserError(
+            f'{name}: holds CIFAR-10\'s official batches, not image files; write data.path as "cifar10:{name}"'
+        )
     found = f'{len(skipped)} other files: {_listed(skipped)}' if skipped else 'no files at all'
-    return UserError(f'{name}: no images (PNG, JPEG, GIF, WebP, BMP, TIFF, PNM, AVIF, JPEG 2000) in it, found {found}')
+    return UserError(
+        f'{name}: no images (PNG, JPEG, GIF, WebP, BMP, TIFF, PNM, AVIF, JPEG 2000) in it, found {found}'
+    )
 
 
 def _listed(skipped: tuple[tuple[str, str], ...]) -> str:
-    return ', '.join(f'{file} ({reason})' for file, reason in skipped[:NAMED]) + (', ...' if len(skipped) > NAMED else '')
+    return ', '.join(f'{file} ({reason})' for file, reason in skipped[:NAMED]) + (
+        ', ...' if len(skipped) > NAMED else ''
+    )

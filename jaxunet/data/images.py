@@ -35,11 +35,15 @@ def to_uint8(images: ArrayLike) -> UInt8[np.ndarray, '*shape']:
     """
     values = np.asarray(images).astype(np.float32)
     if np.isnan(values).any():
-        raise UserError(f'images: {np.isnan(values).mean():.2%} of the pixels are NaN; the weights are damaged or training has diverged')
+        raise UserError(
+            f'images: {np.isnan(values).mean():.2%} of the pixels are NaN; the weights are damaged or training has diverged'
+        )
     return np.clip(np.rint((values + 1) * np.float32(127.5)), 0, 255).astype(np.uint8)
 
 
-def grid(images: Pixels, columns: int | None = None) -> UInt8[np.ndarray, 'grid_height grid_width channels']:
+def grid(
+    images: Pixels, columns: int | None = None
+) -> UInt8[np.ndarray, 'grid_height grid_width channels']:
     """uint8 images (N, height, width, channels) in rows of `columns` (default: about a square), with small white gaps.
 
     Tiny images are enlarged by a whole factor.
@@ -59,14 +63,18 @@ def grid(images: Pixels, columns: int | None = None) -> UInt8[np.ndarray, 'grid_
     count, height, width, channels = images.shape
     columns = min(columns, count)
     rows = math.ceil(count / columns)
-    canvas = np.full((rows * (height + GAP) + GAP, columns * (width + GAP) + GAP, channels), 255, np.uint8)
+    canvas = np.full(
+        (rows * (height + GAP) + GAP, columns * (width + GAP) + GAP, channels), 255, np.uint8
+    )
     for i, image in enumerate(images):
         top, left = GAP + i // columns * (height + GAP), GAP + i % columns * (width + GAP)
         canvas[top : top + height, left : left + width] = image
     return canvas
 
 
-def save_png(path: str | os.PathLike[str], array: UInt8[np.ndarray, 'height width *channels']) -> None:
+def save_png(
+    path: str | os.PathLike[str], array: UInt8[np.ndarray, 'height width *channels']
+) -> None:
     """Writes a grey (H, W) or (H, W, 1), or an RGB (H, W, 3) array as PNG, making the folder if need be.
 
     Raises:
@@ -76,7 +84,13 @@ def save_png(path: str | os.PathLike[str], array: UInt8[np.ndarray, 'height widt
     _write(Path(path), lambda partial: image.save(partial, format='PNG'))
 
 
-def save_images(path: str | os.PathLike[str], images: Pixels, labels: Labels | None = None, *, columns: int | None = None) -> None:
+def save_images(
+    path: str | os.PathLike[str],
+    images: Pixels,
+    labels: Labels | None = None,
+    *,
+    columns: int | None = None,
+) -> None:
     """Saves uint8 images (N, H, W, C) in the form that the path asks for.
 
     - `X.png`: one grid (`columns` as in `grid`); the labels show only in the order that the caller chose.
@@ -116,7 +130,9 @@ def check_output(path: str | os.PathLike[str]) -> None:
     path = Path(path)
     if path.is_dir():
         if any(path.iterdir()):
-            raise UserError(f'{path}: expected a new or empty folder, found files in it, which would mix with these images; choose another')
+            raise UserError(
+                f'{path}: expected a new or empty folder, found files in it, which would mix with these images; choose another'
+            )
     elif path.suffix.lower() not in ('', '.png', '.npz'):
         raise UserError(
             f'{path}: expected a name that ends in .png (one grid) or .npz (arrays), or a folder (one PNG an image), found {path.suffix!r}'
@@ -135,16 +151,24 @@ def _save_folder(path: Path, images: Pixels, labels: Labels | None) -> None:
 
 def _check_pixels(images: np.ndarray) -> None:
     if images.dtype != np.uint8 or images.ndim != 4:
-        raise ValueError(f'images: expected uint8 of shape (N, height, width, channels), found {images.dtype} of shape {images.shape}')
+        raise ValueError(
+            f'images: expected uint8 of shape (N, height, width, channels), found {images.dtype} of shape {images.shape}'
+        )
 
 
 def _png(array: np.ndarray) -> Image.Image:
     if array.dtype != np.uint8 or array.ndim not in (2, 3):
-        raise ValueError(f'image: expected uint8 of shape (height, width[, channels]), found {array.dtype} of shape {array.shape}')
+        raise ValueError(
+            f'image: expected uint8 of shape (height, width[, channels]), found {array.dtype} of shape {array.shape}'
+        )
     channels = 1 if array.ndim == 2 else array.shape[2]
     if channels not in (1, 3):
-        raise UserError(f'PNG: expected images with 1 channel (grey) or 3 (RGB), found {channels}; save as .npz, which takes any number')
-    return Image.fromarray(np.ascontiguousarray(array[..., 0] if array.ndim == 3 and channels == 1 else array))
+        raise UserError(
+            f'PNG: expected images with 1 channel (grey) or 3 (RGB), found {channels}; save as .npz, which takes any number'
+        )
+    return Image.fromarray(
+        np.ascontiguousarray(array[..., 0] if array.ndim == 3 and channels == 1 else array)
+    )
 
 
 def _write(path: Path, write: Callable[[Path], None]) -> None:
@@ -157,7 +181,9 @@ def _write(path: Path, write: Callable[[Path], None]) -> None:
         os.replace(partial, path)
     except OSError as error:
         reason = error.strerror or error
-        raise UserError(f'{path}: cannot be written: {reason}; check the folder, its permissions and the free space') from error
+        raise UserError(
+            f'{path}: cannot be written: {reason}; check the folder, its permissions and the free space'
+        ) from error
     finally:
         if partial.is_dir():
             shutil.rmtree(partial, ignore_errors=True)

@@ -20,8 +20,22 @@ from jaxunet.data.pixels import Batch, Shape, check_fit, fit, told
 from jaxunet.data.source import MAX_MEMORY, MappedArray, Source, no_labels
 from jaxunet.runtime.errors import UserError, near_misses
 
-NAMES = {'images': ('images', 'arr_0'), 'labels': ('labels', 'arr_1'), 'class_names': ('class_names',)}
-DAMAGED = (zipfile.BadZipFile, EOFError, OSError, ValueError, ArithmeticError, KeyError, RuntimeError, zlib.error, struct.error)
+NAMES = {
+    'images': ('images', 'arr_0'),
+    'labels': ('labels', 'arr_1'),
+    'class_names': ('class_names',),
+}
+DAMAGED = (
+    zipfile.BadZipFile,
+    EOFError,
+    OSError,
+    ValueError,
+    ArithmeticError,
+    KeyError,
+    RuntimeError,
+    zlib.error,
+    struct.error,
+)
 
 
 class NpzSource(Source):
@@ -32,9 +46,14 @@ class NpzSource(Source):
         try:
             with zipfile.ZipFile(path) as archive:
                 self._images = _open_images(path, archive)
-                labels, names = _read_small(path, archive, 'labels'), _read_small(path, archive, 'class_names')
+                labels, names = (
+                    _read_small(path, archive, 'labels'),
+                    _read_small(path, archive, 'class_names'),
+                )
         except DAMAGED as error:
-            raise UserError(f'{path}: not a readable .npz file: {told(error)}; it may be truncated, copy or write it again') from None
+            raise UserError(
+                f'{path}: not a readable .npz file: {told(error)}; it may be truncated, copy or write it again'
+            ) from None
         self.in_memory = not isinstance(self._images, MappedArray)
         shape = self._images.shape
         self._grey = len(shape) == 3
@@ -54,16 +73,24 @@ def _open_images(path: Path, archive: zipfile.ZipFile) -> np.ndarray | MappedArr
     if key is None:
         found = [name.removesuffix('.npy') for name in archive.namelist()]
         hint = near_misses('images', found)
-        raise UserError(f'{path}: no array "images" (or "arr_0"), found {", ".join(found) or "none"}{hint}; save them as images=...')
+        raise UserError(
+            f'{path}: no array "images" (or "arr_0"), found {", ".join(found) or "none"}{hint}; save them as images=...'
+        )
     member = archive.getinfo(key)
     with archive.open(member) as file:
         shape, fortran, dtype, header = _read_header(path, key, file)
         if dtype != np.uint8:
-            raise UserError(f'{path}: {key[:-4]}: expected dtype uint8 (0 to 255), found {dtype}; convert it before saving')
+            raise UserError(
+                f'{path}: {key[:-4]}: expected dtype uint8 (0 to 255), found {dtype}; convert it before saving'
+            )
         if len(shape) not in (3, 4):
-            raise UserError(f'{path}: {key[:-4]}: expected shape (n, height, width, channels) or (n, height, width), found {shape}')
+            raise UserError(
+                f'{path}: {key[:-4]}: expected shape (n, height, width, channels) or (n, height, width), found {shape}'
+            )
         if math.prod(shape) == 0:
-            raise UserError(f'{path}: {key[:-4]}: expected at least one image and one pixel, found shape {shape}')
+            raise UserError(
+                f'{path}: {key[:-4]}: expected at least one image and one pixel, found shape {shape}'
+            )
         if member.file_size != header + math.prod(shape):
             raise UserError(
                 f'{path}: {key[:-4]}: shape {shape} takes {math.prod(shape)} bytes, found {member.file_size - header}; the file is damaged'
@@ -83,7 +110,9 @@ def _open_images(path: Path, archive: zipfile.ZipFile) -> np.ndarray | MappedArr
 def _find(path: Path, archive: zipfile.ZipFile, what: str) -> str | None:
     present = [f'{name}.npy' for name in NAMES[what] if f'{name}.npy' in archive.namelist()]
     if len(present) > 1:
-        raise UserError(f'{path}: expected one of {" and ".join(NAMES[what])}, found both; keep one')
+        raise UserError(
+            f'{path}: expected one of {" and ".join(NAMES[what])}, found both; keep one'
+        )
     return present[0] if present else None
 
 
@@ -97,7 +126,9 @@ def _read_header(path: Path, key: str, file: Any) -> tuple[tuple[int, ...], bool
     else:
         shape, fortran, dtype = np.lib.format.read_array_header_2_0(file)
     if any(side < 0 for side in shape):
-        raise UserError(f'{path}: {key[:-4]}: expected sizes of 0 or more, found shape {shape}; the file is damaged')
+        raise UserError(
+            f'{path}: {key[:-4]}: expected sizes of 0 or more, found shape {shape}; the file is damaged'
+        )
     return tuple(int(side) for side in shape), fortran, dtype, file.tell()
 
 
@@ -109,7 +140,9 @@ def _data_offset(path: Path, member: zipfile.ZipInfo) -> int:
         offset = member.header_offset + 30 + sum(struct.unpack_from('<HH', header, 26))
         size = file.seek(0, 2)
     if offset + member.file_size > size:
-        raise UserError(f'{path}: {member.filename}: ends at byte {offset + member.file_size}, but the file has {size}; it is truncated')
+        raise UserError(
+            f'{path}: {member.filename}: ends at byte {offset + member.file_size}, but the file has {size}; it is truncated'
+        )
     return offset
 
 
@@ -122,29 +155,46 @@ def _read_small(path: Path, archive: zipfile.ZipFile, what: str) -> np.ndarray |
     with archive.open(member) as file:
         shape, _, dtype, header = _read_header(path, key, file)
         if dtype.hasobject:
-            raise UserError(f'{path}: {key[:-4]}: expected plain numbers or strings, found Python objects, which are never unpickled')
-        if member.file_size != header + math.prod(shape) * dtype.itemsize or member.file_size > 2**31:
-            raise UserError(f'{path}: {key[:-4]}: shape {shape} of {dtype} does not match its {member.file_size - header} bytes')
+            raise UserError(
+                f'{path}: {key[:-4]}: expected plain numbers or strings, found Python objects, which are never unpickled'
+            )
+        if (
+            member.file_size != header + math.prod(shape) * dtype.itemsize
+            or member.file_size > 2**31
+        ):
+            raise UserError(
+                f'{path}: {key[:-4]}: shape {shape} of {dtype} does not match its {member.file_size - header} bytes'
+            )
     with archive.open(member) as file:
         return np.lib.format.read_array(file, allow_pickle=False)
 
 
-def _check_labels(path: Path, n: int, labels: np.ndarray | None, names: np.ndarray | None) -> tuple[np.ndarray, tuple[str, ...]]:
+def _check_labels(
+    path: Path, n: int, labels: np.ndarray | None, names: np.ndarray | None
+) -> tuple[np.ndarray, tuple[str, ...]]:
     if labels is None:
         return no_labels(n), ()
     if labels.dtype.kind not in 'iu':
         raise UserError(f'{path}: labels: expected integers, found {labels.dtype}')
     if labels.shape != (n,):
-        raise UserError(f'{path}: labels: expected shape ({n},), one for each image, found {labels.shape}')
+        raise UserError(
+            f'{path}: labels: expected shape ({n},), one for each image, found {labels.shape}'
+        )
     low, high = int(labels.min()), int(labels.max())
     if (low, high) == (-1, -1):
         return no_labels(n), ()
     if low < 0 or high >= 2**20:
-        raise UserError(f'{path}: labels: expected 0 to {2**20 - 1} (or all -1: none), found {low if low < 0 else high}')
+        raise UserError(
+            f'{path}: labels: expected 0 to {2**20 - 1} (or all -1: none), found {low if low < 0 else high}'
+        )
     if names is None:
         return labels.astype(np.int32), tuple(str(i) for i in range(high + 1))
     if names.ndim != 1 or names.dtype.kind != 'U':
-        raise UserError(f'{path}: class_names: expected a list of strings, found {names.dtype} of shape {names.shape}')
+        raise UserError(
+            f'{path}: class_names: expected a list of strings, found {names.dtype} of shape {names.shape}'
+        )
     if high >= len(names):
-        raise UserError(f'{path}: labels: found {high}, but class_names has {len(names)} names (0 to {len(names) - 1})')
+        raise UserError(
+            f'{path}: labels: found {high}, but class_names has {len(names)} names (0 to {len(names) - 1})'
+        )
     return labels.astype(np.int32), tuple(str(name) for name in names)

@@ -50,7 +50,9 @@ def permuted(i: U32, epoch: U32, n: int, seed: int) -> U32:
     xp: Any = jnp if isinstance(i, jax.Array) or isinstance(epoch, jax.Array) else np
     a, b = factors(n)
     key = epoch * np.uint32(0x9E3779B9) + np.uint32(_seed_word(seed))
-    keys = [_mix(key ^ np.uint32(_mix_int(r + 1))) for r in range(SMALL_ROUNDS if n < SMALL else ROUNDS)]
+    keys = [
+        _mix(key ^ np.uint32(_mix_int(r + 1))) for r in range(SMALL_ROUNDS if n < SMALL else ROUNDS)
+    ]
     x = _network(i, keys, a, b)
     for _ in range(a * b - n):
         x = xp.where(x >= np.uint32(n), _network(x, keys, a, b), x)
@@ -95,11 +97,17 @@ def _divide_product(x: U32, factor: int, n: int, xp: Any) -> tuple[U32, U32]:
     for bit in bin(factor)[2:]:
         quotient, remainder = quotient + quotient, remainder + remainder
         over = remainder >= divisor
-        quotient, remainder = xp.where(over, quotient + one, quotient), xp.where(over, remainder - divisor, remainder)
+        quotient, remainder = (
+            xp.where(over, quotient + one, quotient),
+            xp.where(over, remainder - divisor, remainder),
+        )
         if bit == '1':
             remainder = remainder + rest
             over = remainder >= divisor
-            quotient, remainder = xp.where(over, quotient + one, quotient), xp.where(over, remainder - divisor, remainder)
+            quotient, remainder = (
+                xp.where(over, quotient + one, quotient),
+                xp.where(over, remainder - divisor, remainder),
+            )
     return quotient + whole * np.uint32(factor), remainder * np.uint32(common)
 
 

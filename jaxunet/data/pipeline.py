@@ -63,7 +63,12 @@ def _fitting(source: Source) -> str:
     total = (jax.local_devices()[0].memory_stats() or {}).get('bytes_limit', 0)
     limit = total // DEVICE_SHARE if total else DEVICE_BYTES
     choice = 'device' if images_bytes(source) <= limit else 'stream'
-    logging.info('data.cache=auto: %s (%.1f MiB of images, limit %.1f MiB)', choice, images_bytes(source) / 2**20, limit / 2**20)
+    logging.info(
+        'data.cache=auto: %s (%.1f MiB of images, limit %.1f MiB)',
+        choice,
+        images_bytes(source) / 2**20,
+        limit / 2**20,
+    )
     return choice
 
 
@@ -83,7 +88,9 @@ def load_all(source: Source, progress: bool) -> tuple[Batch, Int32[np.ndarray, '
             images[chunk[0] : chunk[-1] + 1] = source.load(chunk)
             return len(chunk)
 
-        with progress_bar(total=n, unit='image', desc='loading images', disable=not progress) as bar:
+        with progress_bar(
+            total=n, unit='image', desc='loading images', disable=not progress
+        ) as bar:
             for done in ordered_map(load, chunks):
                 bar.update(done)
     except MemoryError:
@@ -140,10 +147,16 @@ def stream(source: Source, config: Config, start_step: int, local_rows: slice) -
     A corrupt image raises its UserError from `next`, wherever it was decoded.
     """
     if len(source) > MAX_IMAGES:
-        raise UserError(f'{source.name}: {len(source)} images, more than the {MAX_IMAGES} that indices can number')
+        raise UserError(
+            f'{source.name}: {len(source)} images, more than the {MAX_IMAGES} that indices can number'
+        )
     workers = config.data.num_workers
     if workers and source.in_memory:
-        logging.info('%s is decoded in memory: threads gather its batches, the %d workers are not needed', source.name, workers)
+        logging.info(
+            '%s is decoded in memory: threads gather its batches, the %d workers are not needed',
+            source.name,
+            workers,
+        )
         workers = 0
     load = _LoadBatch(source, config.data.batch_size, config.seed, local_rows)
     hand_on: Callable[[int], dict[str, np.ndarray]] = load
@@ -151,11 +164,23 @@ def stream(source: Source, config: Config, start_step: int, local_rows: slice) -
     if workers:
         # Spawned, as forking a process that runs JAX can deadlock. Grain's own worker processes pass batches through /dev/shm, which is
         # small in containers, and leave some there when closed early; so its threads hand the steps to a pool instead.
-        pool = ProcessPoolExecutor(workers, multiprocessing.get_context('spawn'), initializer=_start_worker, initargs=(load,))
+        pool = ProcessPoolExecutor(
+            workers,
+            multiprocessing.get_context('spawn'),
+            initializer=_start_worker,
+            initargs=(load,),
+        )
         hand_on = _InWorker(pool)
     threads = workers + 2 if workers else THREADS
     steps = grain.MapDataset.range(start_step, max(start_step, config.train.steps)).map(hand_on)
-    return Stream(iter(steps.to_iter_dataset(grain.ReadOptions(num_threads=threads, prefetch_buffer_size=2 * threads))), pool)
+    return Stream(
+        iter(
+            steps.to_iter_dataset(
+                grain.ReadOptions(num_threads=threads, prefetch_buffer_size=2 * threads)
+            )
+        ),
+        pool,
+    )
 
 
 @dataclass(frozen=True)
@@ -168,7 +193,9 @@ class _LoadBatch:
     rows: slice
 
     def __call__(self, step: int) -> dict[str, np.ndarray]:
-        indices = np.asarray(batch_indices(int(step), self.batch_size, len(self.source), self.seed))[self.rows]
+        indices = np.asarray(
+            batch_indices(int(step), self.batch_size, len(self.source), self.seed)
+        )[self.rows]
         return {'image': self.source.load(indices), 'label': self.source.labels[indices]}
 
 
@@ -195,7 +222,9 @@ def _start_worker(load: _LoadBatch) -> None:
     signal.signal(signal.SIGTERM, _end_soon)
     parent = multiprocessing.parent_process()
     assert parent is not None
-    threading.Thread(target=_end_with, args=(parent.sentinel,), daemon=True, name='watch the main process').start()
+    threading.Thread(
+        target=_end_with, args=(parent.sentinel,), daemon=True, name='watch the main process'
+    ).start()
     _loads.append(load)
 
 

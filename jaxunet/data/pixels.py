@@ -39,7 +39,11 @@ MAGIC = (
     (0, b'MM\x00*'),
     (4, b'ftypavif'),
     (0, b'\x00\x00\x00\x0cjP  '),  # JPEG 2000
-    *((0, b'P' + bytes([kind]) + space) for kind in b'123456' for space in (b'\n', b' ', b'\r', b'\t')),  # PBM, PGM, PPM
+    *(
+        (0, b'P' + bytes([kind]) + space)
+        for kind in b'123456'
+        for space in (b'\n', b' ', b'\r', b'\t')
+    ),  # PBM, PGM, PPM
 )
 
 
@@ -60,7 +64,14 @@ class BadImage(UserError):
 
 def printable(name: str) -> str:
     """A file name, which may hold any bytes, as text that any terminal takes."""
-    return ''.join(c if c.isprintable() else c.encode('utf-8', 'backslashreplace').decode() if c != '\n' else '\\n' for c in name)
+    return ''.join(
+        c
+        if c.isprintable()
+        else c.encode('utf-8', 'backslashreplace').decode()
+        if c != '\n'
+        else '\\n'
+        for c in name
+    )
 
 
 def told(error: object) -> str:
@@ -101,7 +112,10 @@ def decode(data: bytes, name: str, shape: Shape) -> Pixels:
     try:
         with Image.open(io.BytesIO(data)) as image:
             if image.width * image.height > MAX_PIXELS:
-                raise BadImage(name, f'{image.width}x{image.height} pixels, more than the {MAX_PIXELS} accepted')
+                raise BadImage(
+                    name,
+                    f'{image.width}x{image.height} pixels, more than the {MAX_PIXELS} accepted',
+                )
             # A JPEG decoder can halve the size on the way, down to twice the wanted one.
             image.draft(None, (2 * max(height, width), 2 * max(height, width)))
             upright = ImageOps.exif_transpose(image)
@@ -129,7 +143,9 @@ def _eight_bits(image: Image.Image, mode: str) -> Image.Image:
     if image.mode.startswith('I'):  # 16-bit grey, also in 32-bit containers
         values = np.asarray(image).astype(np.int64)
         if values.min() < 0 or values.max() > 65535:
-            raise ValueError(f'32-bit pixels from {values.min()} to {values.max()}, expected at most 16 bits')
+            raise ValueError(
+                f'32-bit pixels from {values.min()} to {values.max()}, expected at most 16 bits'
+            )
         image = Image.fromarray(((values + 128) // 257).astype(np.uint8))
     elif image.mode == 'F':
         raise ValueError('floating-point pixels, whose range is not defined')
@@ -150,7 +166,9 @@ def _resize(image: Image.Image, height: int, width: int) -> Image.Image:
     box_width, box_height = min(width / scale, image.width), min(height / scale, image.height)
     left, top = (image.width - box_width) / 2, (image.height - box_height) / 2
     box = (left, top, min(left + box_width, image.width), min(top + box_height, image.height))
-    return image.resize((width, height), Image.Resampling.LANCZOS, box=box, reducing_gap=REDUCING_GAP)
+    return image.resize(
+        (width, height), Image.Resampling.LANCZOS, box=box, reducing_gap=REDUCING_GAP
+    )
 
 
 def fit(images: Batch, shape: Shape, name: str) -> Batch:
@@ -171,7 +189,9 @@ def fit(images: Batch, shape: Shape, name: str) -> Batch:
             out[i] = _finish(image.convert(MODES[channels]), shape)
         else:
             for c in range(channels):
-                out[i, ..., c : c + 1] = _finish(Image.fromarray(np.ascontiguousarray(pixels[..., c])), (height, width, 1))
+                out[i, ..., c : c + 1] = _finish(
+                    Image.fromarray(np.ascontiguousarray(pixels[..., c])), (height, width, 1)
+                )
     return out
 
 

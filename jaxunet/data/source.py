@@ -85,8 +85,21 @@ class ArraySource(Source):
 class MappedArray:
     """An array inside a file, memory-mapped by each process that indexes it. The caller has compared its size with the file's."""
 
-    def __init__(self, path: Path, dtype: str, shape: tuple[int, ...], offset: int, order: Literal['C', 'F'] = 'C') -> None:
-        self.path, self.dtype, self.shape, self.offset, self.order = path, dtype, shape, offset, order
+    def __init__(
+        self,
+        path: Path,
+        dtype: str,
+        shape: tuple[int, ...],
+        offset: int,
+        order: Literal['C', 'F'] = 'C',
+    ) -> None:
+        self.path, self.dtype, self.shape, self.offset, self.order = (
+            path,
+            dtype,
+            shape,
+            offset,
+            order,
+        )
         self._array: np.ndarray | None = None
 
     def __getstate__(self) -> dict[str, Any]:
@@ -95,7 +108,9 @@ class MappedArray:
     def __getitem__(self, rows: Any) -> np.ndarray:
         if self._array is None:
             try:
-                self._array = np.memmap(self.path, self.dtype, 'r', self.offset, self.shape, self.order)
+                self._array = np.memmap(
+                    self.path, self.dtype, 'r', self.offset, self.shape, self.order
+                )
             except (OSError, ValueError) as error:
                 raise UserError(
                     f'{self.path}: cannot be mapped into memory: {error}; was it changed or removed since it was opened?'
@@ -109,21 +124,32 @@ class Selection(Source):
     def __init__(self, source: Source, classes: tuple[str, ...]) -> None:
         if not source.class_names:
             why = f', as {source.unlabelled_by}' if source.unlabelled_by else ''
-            raise UserError(f'data.classes: {source.name} has no classes to choose from{why}, found {", ".join(classes)}; leave it empty')
+            raise UserError(
+                f'data.classes: {source.name} has no classes to choose from{why}, found {", ".join(classes)}; leave it empty'
+            )
         unknown = [name for name in classes if name not in source.class_names]
         if unknown:
             hint = near_misses(unknown[0], source.class_names)
-            raise UserError(f'data.classes: {source.name} has no class "{unknown[0]}"{hint}; it has {listed(source.class_names)}')
+            raise UserError(
+                f'data.classes: {source.name} has no class "{unknown[0]}"{hint}; it has {listed(source.class_names)}'
+            )
         if len(set(classes)) < len(classes):
             raise UserError(f'data.classes: expected different names, found {", ".join(classes)}')
-        table = np.full(len(source.class_names) + 1, -1, np.int32)  # the last entry is that of label -1
+        table = np.full(
+            len(source.class_names) + 1, -1, np.int32
+        )  # the last entry is that of label -1
         for new, name in enumerate(classes):
             table[source.class_names.index(name)] = new
         labels = table[source.labels]
         self._source, self._rows = source, np.flatnonzero(labels >= 0)
         if len(self._rows) == 0:
             raise UserError(f'data.classes: {source.name} has no images of {", ".join(classes)}')
-        self.name, self.image_shape, self.in_memory, self.skipped = source.name, source.image_shape, source.in_memory, source.skipped
+        self.name, self.image_shape, self.in_memory, self.skipped = (
+            source.name,
+            source.image_shape,
+            source.in_memory,
+            source.skipped,
+        )
         self.labels, self.class_names = labels[self._rows], classes
 
     def load(self, indices: Int[np.ndarray, ' rows']) -> Batch:

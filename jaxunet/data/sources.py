@@ -40,13 +40,19 @@ def open_source(path: str, *, image_shape: Shape, classes: tuple[str, ...] = ())
       UserError: the path, the file or the classes are wrong; the message says how.
     """
     if min(image_shape) < 1:
-        raise UserError(f'image_shape: expected a height, width and channels of 1 or more, found {image_shape}')
+        raise UserError(
+            f'image_shape: expected a height, width and channels of 1 or more, found {image_shape}'
+        )
     try:
         source = _open(path, image_shape)
     except MemoryError:
-        raise UserError(f'{path}: not enough memory to open it; convert it with `python -m jaxunet.prepare_data`, which streams') from None
+        raise UserError(
+            f'{path}: not enough memory to open it; convert it with `python -m jaxunet.prepare_data`, which streams'
+        ) from None
     except OSError as error:
-        raise UserError(f'{path}: cannot be read: {error.strerror or error}; check the file and its permissions') from None
+        raise UserError(
+            f'{path}: cannot be read: {error.strerror or error}; check the file and its permissions'
+        ) from None
     return Selection(source, classes) if classes else source
 
 
@@ -56,7 +62,9 @@ def is_compressed_tar(path: str) -> bool:
     return file.name.lower().endswith(TAR) and file.is_file() and bool(compression(file))
 
 
-def open_unpacked_tar(path: Path, shown: str, *, image_shape: Shape, classes: tuple[str, ...] = ()) -> Source:
+def open_unpacked_tar(
+    path: Path, shown: str, *, image_shape: Shape, classes: tuple[str, ...] = ()
+) -> Source:
     """Like `open_source` of the compressed tar `shown`, which was unpacked to the plain tar `path`."""
     source = ImageFiles(TarArchive(path, shown), image_shape, strip_leading=True)
     return Selection(source, classes) if classes else source
@@ -68,7 +76,9 @@ def _open(path: str, shape: Shape) -> Source:
     if path.startswith('cifar10:'):
         return _cifar10(path.removeprefix('cifar10:'), shape)
     if re.fullmatch(r'\w+:', path):
-        raise UserError(f'data.path: unknown set "{path}"{near_misses(path, EMBEDDED)}; expected {FORMS}')
+        raise UserError(
+            f'data.path: unknown set "{path}"{near_misses(path, EMBEDDED)}; expected {FORMS}'
+        )
     if not path:
         raise UserError(f'data.path: expected {FORMS}, found an empty path')
     return _open_path(Path(path).expanduser(), shape)
@@ -80,7 +90,9 @@ def _open_path(path: Path, shape: Shape) -> Source:
     if path.is_dir():
         return ImageFiles(Folder(path), shape, strip_leading=False)
     if not path.is_file():
-        raise UserError(f'{path}: expected a file or folder, found something else (a pipe or device?)')
+        raise UserError(
+            f'{path}: expected a file or folder, found something else (a pipe or device?)'
+        )
     if path.stat().st_size == 0:
         raise UserError(f'{path}: expected {FORMS}, found an empty file')
     if name.endswith('.npz'):
@@ -88,10 +100,16 @@ def _open_path(path: Path, shape: Shape) -> Source:
     if name.endswith('.zip'):
         archive = ZipArchive(path)
         if any(name in ('images.npy', 'arr_0.npy') for name in archive.names):
-            raise UserError(f'{path}: holds numpy arrays, so it is a .npz under the name of a .zip; rename it')
+            raise UserError(
+                f'{path}: holds numpy arrays, so it is a .npz under the name of a .zip; rename it'
+            )
         return ImageFiles(archive, shape, strip_leading=True)
     if name.endswith(TAR):
-        return decode_tar_stream(path, shape) if compression(path) else ImageFiles(TarArchive(path), shape, strip_leading=True)
+        return (
+            decode_tar_stream(path, shape)
+            if compression(path)
+            else ImageFiles(TarArchive(path), shape, strip_leading=True)
+        )
     if name.endswith('.bin'):
         return BinSource(path, shape)
     raise _unknown(path)
@@ -105,14 +123,18 @@ def _check_exists(path: Path) -> None:
         missing, parent = parent, parent.parent
     siblings = [p.name for p in parent.iterdir()] if parent.is_dir() else []
     hint = near_misses(missing.name, siblings) or near_misses(str(path), EMBEDDED)
-    raise UserError(f'{path}: no such file or folder: {parent} has no "{missing.name}"{hint or f"; expected {FORMS}"}')
+    raise UserError(
+        f'{path}: no such file or folder: {parent} has no "{missing.name}"{hint or f"; expected {FORMS}"}'
+    )
 
 
 def _unknown(path: Path) -> UserError:
     with path.open('rb') as file:
         start = file.read(MAGIC_BYTES)
     if path.name.lower().endswith(WEIGHTS):
-        return UserError(f'{path}: holds weights, expected images: {FORMS}; weights go to init_from or --checkpoint')
+        return UserError(
+            f'{path}: holds weights, expected images: {FORMS}; weights go to init_from or --checkpoint'
+        )
     if not why_not_image(start, len(start)):
         return UserError(f'{path}: is one image, expected many; give the folder that holds it')
     return UserError(f'{path}: unknown kind of file "{path.suffix}", expected {FORMS}')
@@ -125,7 +147,9 @@ def _digits(shape: Shape) -> Source:
     licence CC BY 4.0; grey levels 0..16 became round(level · 255 / 16).
     """
     digits = NpzSource(DIGITS, (8, 8, 1))
-    return ArraySource('digits:', digits.load(np.arange(len(digits))), shape, digits.labels, digits.class_names)
+    return ArraySource(
+        'digits:', digits.load(np.arange(len(digits))), shape, digits.labels, digits.class_names
+    )
 
 
 def _cifar10(local: str, shape: Shape) -> Source:
@@ -134,5 +158,9 @@ def _cifar10(local: str, shape: Shape) -> Source:
     path = Path(local).expanduser()
     _check_exists(path)
     if path.is_dir() or path.name.lower().endswith(TAR):
-        return cifar10.open_official(path, shape) if cifar10.is_official(path) else _open_path(path, shape)
+        return (
+            cifar10.open_official(path, shape)
+            if cifar10.is_official(path)
+            else _open_path(path, shape)
+        )
     return _open_path(path, shape)

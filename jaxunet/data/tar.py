@@ -21,7 +21,15 @@ from jaxunet.runtime.errors import UserError
 from jaxunet.runtime.progress import progress_bar
 
 GZIP, XZ = b'\x1f\x8b', b'\xfd7zXZ\x00'
-ERRORS = (tarfile.TarError, EOFError, OSError, zlib.error, lzma.LZMAError, ValueError, OverflowError)
+ERRORS = (
+    tarfile.TarError,
+    EOFError,
+    OSError,
+    zlib.error,
+    lzma.LZMAError,
+    ValueError,
+    OverflowError,
+)
 
 
 def compression(path: Path) -> str:
@@ -44,7 +52,11 @@ def decompress(path: Path, target: Path) -> None:
     Raises:
       UserError: the archive is damaged.
     """
-    with path.open('rb') as packed, target.open('wb') as plain, progress_bar(total=path.stat().st_size, unit='B', unit_scale=True) as bar:
+    with (
+        path.open('rb') as packed,
+        target.open('wb') as plain,
+        progress_bar(total=path.stat().st_size, unit='B', unit_scale=True) as bar,
+    ):
         bar.set_description(f'unpacking {path.name}')
         opener: Any = {'gz': gzip.open, 'xz': lzma.open}[compression(path)]
         unpacked = opener(packed, 'rb')
@@ -61,7 +73,9 @@ def decompress(path: Path, target: Path) -> None:
 
 def _damaged(name: str, kind: str, error: object) -> UserError:
     suffix = f'.tar.{kind}' if kind else '.tar'
-    return UserError(f'{name}: not a readable {suffix} archive: {told(error)}; it may be truncated, copy or download it again')
+    return UserError(
+        f'{name}: not a readable {suffix} archive: {told(error)}; it may be truncated, copy or download it again'
+    )
 
 
 class TarReader:
@@ -128,7 +142,9 @@ class TarReader:
         except ERRORS as error:
             raise self._damaged(error) from None
         if len(data) < size:
-            raise self._damaged(f'{printable(member.name)} ends early, expected {member.size} bytes')
+            raise self._damaged(
+                f'{printable(member.name)} ends early, expected {member.size} bytes'
+            )
         self._left -= size
         return data
 
@@ -153,7 +169,9 @@ class _Forward:
             self._back = 1
             return target
         if target < self._position:
-            raise io.UnsupportedOperation(f'stepping back from byte {self._position} to {target} of a compressed archive')
+            raise io.UnsupportedOperation(
+                f'stepping back from byte {self._position} to {target} of a compressed archive'
+            )
         self._back = 0
         while self._position < target:
             skipped = self._file.read(min(target - self._position, 2**20))
@@ -184,7 +202,9 @@ class TarArchive(Archive):
                 self.names.append(member.name)
                 spans.append((member.offset_data, member.size))
                 if not member.isreg() or member.sparse is not None:
-                    self.unreadable[member.name] = 'link' if member.islnk() or member.issym() else 'not a regular file'
+                    self.unreadable[member.name] = (
+                        'link' if member.islnk() or member.issym() else 'not a regular file'
+                    )
                 elif member.offset_data + member.size > size:
                     raise UserError(
                         f'{self.shown}: truncated in {printable(member.name)}: the file ends at byte {size}, expected '
@@ -199,8 +219,14 @@ class TarArchive(Archive):
     def read(self, i: int) -> bytes:
         offset, size = (int(v) for v in self._spans[i])
         if size > MAX_FILE_BYTES:
-            raise BadImage(self.describe(i), f'{size} bytes, more than the {MAX_FILE_BYTES} accepted for one image')
+            raise BadImage(
+                self.describe(i),
+                f'{size} bytes, more than the {MAX_FILE_BYTES} accepted for one image',
+            )
         data = self._bytes(offset, size)
         if len(data) < size:
-            raise BadImage(self.describe(i), f'the archive ends at byte {offset + len(data)}, expected {offset + size}')
+            raise BadImage(
+                self.describe(i),
+                f'the archive ends at byte {offset + len(data)}, expected {offset + size}',
+            )
         return data

@@ -36,7 +36,9 @@ class BinSource(Source):
         check_fit((height, width, channels), image_shape, str(path))
         self._values = MappedArray(path, '<f4', (n, channels, height, width), HEADER_BYTES)
         self.labels = no_labels(n)
-        self.load(np.unique([0, n - 1]))  # a file in another scale or layout fails here, not in the middle of training
+        self.load(
+            np.unique([0, n - 1])
+        )  # a file in another scale or layout fails here, not in the middle of training
 
     def load(self, indices: Int[np.ndarray, ' rows']) -> Batch:
         values = self._values[indices]
@@ -48,7 +50,11 @@ class BinSource(Source):
         if not good.all():
             row, *place = (int(i) for i in np.argwhere(~good)[0])
             raise self._bad_value(int(indices[row]), tuple(place), float(values[(row, *place)]))
-        return fit(np.ascontiguousarray(rounded.astype(np.uint8).transpose(0, 2, 3, 1)), self.image_shape, self.name)
+        return fit(
+            np.ascontiguousarray(rounded.astype(np.uint8).transpose(0, 2, 3, 1)),
+            self.image_shape,
+            self.name,
+        )
 
     def stored_size(self, index: int) -> tuple[int, int]:
         return self._values.shape[2], self._values.shape[3]
@@ -79,9 +85,13 @@ def read_header(path: Path) -> tuple[int, int, int, int]:
                 'weights go to init_from or --checkpoint'
             )
         if magic != MAGIC:
-            raise UserError(f'{path}: magic (byte 0): expected {MAGIC} (a unet.cu data file), found {magic}')
+            raise UserError(
+                f'{path}: magic (byte 0): expected {MAGIC} (a unet.cu data file), found {magic}'
+            )
     if len(raw) < HEADER_BYTES:
-        raise UserError(f'{path}: header: expected {HEADER_BYTES} bytes, found {len(raw)}: truncated at byte {len(raw)}; copy it again')
+        raise UserError(
+            f'{path}: header: expected {HEADER_BYTES} bytes, found {len(raw)}: truncated at byte {len(raw)}; copy it again'
+        )
     header = np.frombuffer(raw, '<i4')
     sizes = [int(header[i]) for i in FIELDS]
     for (i, name), value in zip(FIELDS.items(), sizes, strict=True):
@@ -91,7 +101,11 @@ def read_header(path: Path) -> tuple[int, int, int, int]:
     n, channels, height, width = sizes
     expected = HEADER_BYTES + n * channels * height * width * 4
     if size != expected:
-        what = f'truncated at byte {size}' if size < expected else f'{size - expected} bytes too many from byte {expected}'
+        what = (
+            f'truncated at byte {size}'
+            if size < expected
+            else f'{size - expected} bytes too many from byte {expected}'
+        )
         raise UserError(
             f'{path}: payload: expected {expected} bytes for n_images={n}, channels={channels}, height={height}, width={width}, '
             f'found {size}: {what}; copy or write it again'

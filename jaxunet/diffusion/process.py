@@ -22,7 +22,9 @@ from jaxunet.config import CHOICES, DiffusionConfig
 from jaxunet.runtime.errors import UserError, near_misses
 
 Images = Float32[Array, 'batch height width channels']
-Output = Float[Array, 'batch height width outputs']  # outputs = channels, or 2 · channels with a learned variance
+Output = Float[
+    Array, 'batch height width outputs'
+]  # outputs = channels, or 2 · channels with a learned variance
 PerSample = Float32[Array, ' batch']
 Steps = Int[Array, ' batch']
 Table = Float32[np.ndarray, ' steps']
@@ -74,27 +76,47 @@ def make_betas(schedule: str, steps: int) -> Float64[np.ndarray, ' steps']:
         return np.linspace(scale * 1e-4, scale * 0.02, steps, dtype=np.float64)
     if schedule == 'cosine':
         offset = 0.008
-        f = np.cos((np.arange(steps + 1, dtype=np.float64) / steps + offset) / (1 + offset) * (math.pi / 2)) ** 2
+        f = (
+            np.cos(
+                (np.arange(steps + 1, dtype=np.float64) / steps + offset)
+                / (1 + offset)
+                * (math.pi / 2)
+            )
+            ** 2
+        )
         return np.minimum(1 - f[1:] / f[:-1], 0.999)
     allowed = CHOICES['diffusion.schedule']
-    raise UserError(f'diffusion.schedule: expected one of {", ".join(allowed)}, found {schedule!r}{near_misses(schedule, allowed)}')
+    raise UserError(
+        f'diffusion.schedule: expected one of {", ".join(allowed)}, found {schedule!r}{near_misses(schedule, allowed)}'
+    )
 
 
 def make_diffusion(config: DiffusionConfig) -> Diffusion:
     """The process that `config.diffusion` describes. Raises `UserError` for a schedule or prediction that does not exist."""
     allowed, found = CHOICES['diffusion.prediction'], config.prediction
     if found not in allowed:
-        raise UserError(f'diffusion.prediction: expected one of {", ".join(allowed)}, found {found!r}{near_misses(found, allowed)}')
+        raise UserError(
+            f'diffusion.prediction: expected one of {", ".join(allowed)}, found {found!r}{near_misses(found, allowed)}'
+        )
     alphas_cumprod = np.cumprod(1 - make_betas(config.schedule, config.steps))
-    return _from_alphas_cumprod(alphas_cumprod, config.prediction, config.learn_sigma, config.vlb_weight)
+    return _from_alphas_cumprod(
+        alphas_cumprod, config.prediction, config.learn_sigma, config.vlb_weight
+    )
 
 
 def respace(diffusion: Diffusion, timesteps: Int[np.ndarray, ' subset']) -> Diffusion:
     """The process that visits only `timesteps` (ascending) and has the same ᾱ there: β_i = 1 − ᾱ_{t_i}/ᾱ_{t_{i−1}} (IDDPM eq. 19)."""
-    return _from_alphas_cumprod(diffusion.alphas_cumprod[timesteps], diffusion.prediction, diffusion.learn_sigma, diffusion.vlb_weight)
+    return _from_alphas_cumprod(
+        diffusion.alphas_cumprod[timesteps],
+        diffusion.prediction,
+        diffusion.learn_sigma,
+        diffusion.vlb_weight,
+    )
 
 
-def _from_alphas_cumprod(alphas_cumprod: np.ndarray, prediction: str, learn_sigma: bool, vlb_weight: float) -> Diffusion:
+def _from_alphas_cumprod(
+    alphas_cumprod: np.ndarray, prediction: str, learn_sigma: bool, vlb_weight: float
+) -> Diffusion:
     previous = np.append(1.0, alphas_cumprod[:-1])
     betas = 1 - alphas_cumprod / previous
     posterior_variance = betas * (1 - previous) / (1 - alphas_cumprod)
@@ -143,7 +165,9 @@ def prediction_target(diffusion: Diffusion, x0: Images, t: Steps, noise: Images)
     return _at(diffusion.signal, t) * noise - _at(diffusion.noise, t) * x0
 
 
-def split_output(diffusion: Diffusion, output: Output, channels: int) -> tuple[Images, Images | None]:
+def split_output(
+    diffusion: Diffusion, output: Output, channels: int
+) -> tuple[Images, Images | None]:
     """The network's output as float32: (prediction, variance values), the latter None without a learned variance."""
     expected = channels * (2 if diffusion.learn_sigma else 1)
     if output.shape[-1] != expected:
@@ -155,10 +179,14 @@ def split_output(diffusion: Diffusion, output: Output, channels: int) -> tuple[I
     return output[..., :channels], output[..., channels:] if diffusion.learn_sigma else None
 
 
-def predict_x0_and_noise(diffusion: Diffusion, prediction: Images, xt: Images, t: Steps) -> tuple[Images, Images]:
+def predict_x0_and_noise(
+    diffusion: Diffusion, prediction: Images, xt: Images, t: Steps
+) -> tuple[Images, Images]:
     """(x_0, ε) from the network's prediction: DDPM eq. 15 for ε, Salimans & Ho appendix D for v."""
     if diffusion.prediction == 'epsilon':
-        return _at(diffusion.inverse_signal, t) * xt - _at(diffusion.noise_to_signal, t) * prediction, prediction
+        return _at(diffusion.inverse_signal, t) * xt - _at(
+            diffusion.noise_to_signal, t
+        ) * prediction, prediction
     if diffusion.prediction == 'x0':
         return prediction, noise_from_x0(diffusion, prediction, xt, t)
     signal, noise = _at(diffusion.signal, t), _at(diffusion.noise, t)
@@ -170,7 +198,9 @@ def noise_from_x0(diffusion: Diffusion, x0: Images, xt: Images, t: Steps) -> Ima
     return (xt - _at(diffusion.signal, t) * x0) / _at(diffusion.noise, t)
 
 
-def posterior(diffusion: Diffusion, x0: Images, xt: Images, t: Steps) -> tuple[Images, Float32[Array, 'batch 1 1 1']]:
+def posterior(
+    diffusion: Diffusion, x0: Images, xt: Images, t: Steps
+) -> tuple[Images, Float32[Array, 'batch 1 1 1']]:
     """Mean and log variance of q(x_{t−1} | x_t, x_0) (DDPM eq. 6–7).
 
     The variance is 0 at t = 0; its logarithm is clipped to the value at t = 1 there, as in guided-diffusion.
@@ -182,13 +212,19 @@ def posterior(diffusion: Diffusion, x0: Images, xt: Images, t: Steps) -> tuple[I
 def learned_log_variance(diffusion: Diffusion, values: Images, t: Steps) -> Images:
     """w log β + (1 − w) log β̃ (IDDPM eq. 15), w = (values + 1)/2 as guided-diffusion's networks mean it."""
     weight = (values + 1) / 2
-    return weight * _at(diffusion.log_betas, t) + (1 - weight) * _at(diffusion.posterior_log_variance, t)
+    return weight * _at(diffusion.log_betas, t) + (1 - weight) * _at(
+        diffusion.posterior_log_variance, t
+    )
 
 
 def gaussian_kl(mean1: Array, log_variance1: Array, mean2: Array, log_variance2: Array) -> Array:
     """KL(N(mean1, variance1) ‖ N(mean2, variance2)), elementwise, in nats."""
     return 0.5 * (
-        log_variance2 - log_variance1 - 1 + jnp.exp(log_variance1 - log_variance2) + jnp.square(mean1 - mean2) * jnp.exp(-log_variance2)
+        log_variance2
+        - log_variance1
+        - 1
+        + jnp.exp(log_variance1 - log_variance2)
+        + jnp.square(mean1 - mean2) * jnp.exp(-log_variance2)
     )
 
 
@@ -207,7 +243,9 @@ def discretized_gaussian_nll(x0: Images, mean: Images, log_variance: Images) -> 
     return -jnp.log(jnp.maximum(ndtr(upper) - ndtr(lower), 1e-12))
 
 
-def variational_bound(diffusion: Diffusion, output: Output, x0: Images, xt: Images, t: Steps) -> PerSample:
+def variational_bound(
+    diffusion: Diffusion, output: Output, x0: Images, xt: Images, t: Steps
+) -> PerSample:
     """The term of the variational bound that belongs to step t, in bits per dimension (mean over height, width, channels).
 
     L_{t−1} = KL(q(x_{t−1} | x_t, x_0) ‖ p(x_{t−1} | x_t)) (DDPM eq. 5), at t = 0 the decoder's −log p(x_0 | x_1) (eq. 13), with the
@@ -215,7 +253,9 @@ def variational_bound(diffusion: Diffusion, output: Output, x0: Images, xt: Imag
     """
     prediction, values = split_output(diffusion, output, x0.shape[-1])
     if values is None:
-        raise ValueError('variational_bound needs a network with a learned variance (diffusion.learn_sigma=True)')
+        raise ValueError(
+            'variational_bound needs a network with a learned variance (diffusion.learn_sigma=True)'
+        )
     true_mean, true_log_variance = posterior(diffusion, x0, xt, t)
     mean, _ = posterior(diffusion, predict_x0_and_noise(diffusion, prediction, xt, t)[0], xt, t)
     log_variance = learned_log_variance(diffusion, values, t)
@@ -227,7 +267,9 @@ def variational_bound(diffusion: Diffusion, output: Output, x0: Images, xt: Imag
     return jnp.mean(nats, axis=(1, 2, 3)) / math.log(2)
 
 
-def per_sample_loss(diffusion: Diffusion, output: Output, x0: Images, xt: Images, t: Steps, noise: Images) -> PerSample:
+def per_sample_loss(
+    diffusion: Diffusion, output: Output, x0: Images, xt: Images, t: Steps, noise: Images
+) -> PerSample:
     """Mean squared error of the prediction (DDPM eq. 14); with a learned variance, IDDPM's hybrid loss (eq. 16).
 
     The hybrid loss adds vlb_weight · T · L_vlb(t), with L_vlb in bits per dimension and no gradient to the prediction:
@@ -239,4 +281,6 @@ def per_sample_loss(diffusion: Diffusion, output: Output, x0: Images, xt: Images
     if values is None:
         return loss
     frozen = jnp.concatenate([jax.lax.stop_gradient(prediction), values], axis=-1)
-    return loss + diffusion.vlb_weight * diffusion.steps * variational_bound(diffusion, frozen, x0, xt, t)
+    return loss + diffusion.vlb_weight * diffusion.steps * variational_bound(
+        diffusion, frozen, x0, xt, t
+    )

@@ -31,13 +31,23 @@ from jax.scipy.special import betaln, digamma
 from jaxtyping import Array, Float, Int, Key
 
 from jaxunet.config import Config
-from jaxunet.diffusion.process import Diffusion, gaussian_kl, learned_log_variance, posterior, predict_x0_and_noise, q_sample, split_output
+from jaxunet.diffusion.process import (
+    Diffusion,
+    gaussian_kl,
+    learned_log_variance,
+    posterior,
+    predict_x0_and_noise,
+    q_sample,
+    split_output,
+)
 
 Params = Any
 PerSample = Float[Array, ' batch']
 Steps = Int[Array, ' batch']
 Images = Float[Array, 'batch height width channels']
-Predict = Callable[[Params, Images, Steps, Array | None], Array]  # the network: parameters, x_t, t, labels
+Predict = Callable[
+    [Params, Images, Steps, Array | None], Array
+]  # the network: parameters, x_t, t, labels
 CLIP_NORM = 1.0
 PROPOSALS = 8  # for a gamma variate
 
@@ -85,7 +95,9 @@ class Actor(nn.Module):
         x = x.reshape(x.shape[0], -1)
         for _ in range(2):
             x = nn.relu(nn.Dense(256)(x))
-        out = nn.Dense(2, kernel_init=nn.initializers.zeros, bias_init=nn.initializers.constant(0.5))(x)
+        out = nn.Dense(
+            2, kernel_init=nn.initializers.zeros, bias_init=nn.initializers.constant(0.5)
+        )(x)
         out = jax.nn.softplus(out) + 1e-5
         return out[:, 0], out[:, 1]
 
@@ -99,7 +111,9 @@ def propose(params: Params, x0: Images) -> tuple[PerSample, PerSample]:
 
 
 def _optimizer(config: Config) -> optax.GradientTransformation:
-    return optax.chain(optax.clip_by_global_norm(CLIP_NORM), optax.adam(config.timesteps.policy_learning_rate))
+    return optax.chain(
+        optax.clip_by_global_norm(CLIP_NORM), optax.adam(config.timesteps.policy_learning_rate)
+    )
 
 
 def init_policy(config: Config) -> Policy:
@@ -116,7 +130,9 @@ def init_policy(config: Config) -> Policy:
     )
 
 
-def draw_from_policy(params: Params, keys: Key[Array, ' batch'], x0: Images, *, steps: int) -> tuple[PerSample, Steps, PerSample]:
+def draw_from_policy(
+    params: Params, keys: Key[Array, ' batch'], x0: Images, *, steps: int
+) -> tuple[PerSample, Steps, PerSample]:
     """u, t and 1/(T P(t)) of each image, where P(t) is the mass of the u that round to t."""
     a, b = propose(params, x0)
     u = jnp.clip(jax.vmap(_draw_beta)(keys, a, b), 1e-6, 1 - 1e-6)
@@ -141,8 +157,15 @@ def _log_gamma(key: Key[Array, ''], a: Array) -> Array:
     x = jax.random.normal(normal, (PROPOSALS,))
     root = 1 + x / jnp.sqrt(9 * d)
     log_v = 3 * jnp.log(jnp.maximum(root, 1e-6))
-    accepted = (root > 0) & (jnp.log(jax.random.uniform(uniform, (PROPOSALS,))) < jnp.square(x) / 2 + d - d * root**3 + d * log_v)
-    return jnp.log(d) + log_v[jnp.argmax(accepted)] + jnp.log(jax.random.uniform(boost, minval=1e-30)) / a
+    accepted = (root > 0) & (
+        jnp.log(jax.random.uniform(uniform, (PROPOSALS,)))
+        < jnp.square(x) / 2 + d - d * root**3 + d * log_v
+    )
+    return (
+        jnp.log(d)
+        + log_v[jnp.argmax(accepted)]
+        + jnp.log(jax.random.uniform(boost, minval=1e-30)) / a
+    )
 
 
 def beta_mass(t: Steps, a: PerSample, b: PerSample, steps: int) -> PerSample:
@@ -156,7 +179,9 @@ def beta_mass(t: Steps, a: PerSample, b: PerSample, steps: int) -> PerSample:
     near_power, far_power = jnp.where(far, b, a), jnp.where(far, a, b)
     lower, upper = jnp.maximum(place - 0.5, 0) / (steps - 1), (place + 0.5) / (steps - 1)
     log_rest = (far_power - 1) * jnp.log1p(-(lower + upper) / 2) - betaln(a, b)
-    share = -jnp.expm1(near_power * jnp.log1p(-(upper - lower) / upper))  # of the integral from the end to `upper`
+    share = -jnp.expm1(
+        near_power * jnp.log1p(-(upper - lower) / upper)
+    )  # of the integral from the end to `upper`
     return jnp.exp(log_rest + near_power * jnp.log(upper)) * share / near_power
 
 
@@ -179,10 +204,14 @@ def bound_terms(diffusion: Diffusion, output: Array, x0: Images, xt: Images, t: 
         log_variance = jnp.asarray(diffusion.log_betas)[t][:, None, None, None]
     else:
         log_variance = learned_log_variance(diffusion, values, t)
-    return jnp.mean(gaussian_kl(true_mean, true_log_variance, mean, log_variance), axis=(1, 2, 3)) / math.log(2)
+    return jnp.mean(
+        gaussian_kl(true_mean, true_log_variance, mean, log_variance), axis=(1, 2, 3)
+    ) / math.log(2)
 
 
-def select_probes(deltas: Float[Array, 'memory steps'], count: Int[Array, ''], probes: int) -> Int[Array, ' probes']:
+def select_probes(
+    deltas: Float[Array, 'memory steps'], count: Int[Array, ''], probes: int
+) -> Int[Array, ' probes']:
     """The timesteps whose Δ_t correlate best (in magnitude) with Σ_t Δ_t over the measurements made."""
     valid = (jnp.arange(deltas.shape[0]) < count).astype(jnp.float32)[:, None]
     number = jnp.sum(valid)
@@ -192,22 +221,36 @@ def select_probes(deltas: Float[Array, 'memory steps'], count: Int[Array, ''], p
 
     x, y = centred(deltas), centred(jnp.sum(deltas, axis=1, keepdims=True))
     covariance = jnp.sum(x * y, axis=0)
-    correlation = jnp.square(covariance) / jnp.maximum(jnp.sum(jnp.square(x), axis=0) * jnp.sum(jnp.square(y)), 1e-30)
+    correlation = jnp.square(covariance) / jnp.maximum(
+        jnp.sum(jnp.square(x), axis=0) * jnp.sum(jnp.square(y)), 1e-30
+    )
     return jax.lax.top_k(correlation, probes)[1].astype(jnp.int32)
 
 
-def reinforce(config: Config, policy: Policy, keys: Key[Array, ' batch'], x0: Images, reward: PerSample, axis_name: str | None) -> Policy:
+def reinforce(
+    config: Config,
+    policy: Policy,
+    keys: Key[Array, ' batch'],
+    x0: Images,
+    reward: PerSample,
+    axis_name: str | None,
+) -> Policy:
     """One step of Adam up the gradient of mean(log π(u | x) reward + η H(π(· | x))), for the u that `keys` drew."""
     u = draw_from_policy(policy.params, keys, x0, steps=config.diffusion.steps)[0]
 
     def objective(params: Params) -> Array:
         a, b = propose(params, x0)
-        return -jnp.mean(log_density(u, a, b) * reward + config.timesteps.policy_entropy * entropy(a, b))
+        return -jnp.mean(
+            log_density(u, a, b) * reward + config.timesteps.policy_entropy * entropy(a, b)
+        )
 
     gradient = jax.grad(objective)(policy.params)
     if axis_name is not None:
         gradient = jax.lax.pmean(gradient, axis_name)
-    with jax.numpy_dtype_promotion('standard'), jax.numpy_rank_promotion('allow'):  # optax mixes types freely
+    with (
+        jax.numpy_dtype_promotion('standard'),
+        jax.numpy_rank_promotion('allow'),
+    ):  # optax mixes types freely
         updates, moments = _optimizer(config).update(gradient, policy.optimizer)
     return policy._replace(params=optax.apply_updates(policy.params, updates), optimizer=moments)
 
@@ -228,7 +271,10 @@ def _measure(config: Config, diffusion: Diffusion, policy: Policy, event: Event)
     def drop(x0: Images, labels: Array | None, t: Steps, keys: Array) -> PerSample:
         noise = jax.vmap(lambda k: jax.random.normal(k, shape, jnp.float32))(keys)
         xt = q_sample(diffusion, x0, t, noise)
-        before, after = (bound_terms(diffusion, event.predict(params, xt, t, labels), x0, xt, t) for params in (event.before, event.after))
+        before, after = (
+            bound_terms(diffusion, event.predict(params, xt, t, labels), x0, xt, t)
+            for params in (event.before, event.after)
+        )
         return before - after
 
     # All timesteps of one image, a share on each device.
@@ -237,7 +283,11 @@ def _measure(config: Config, diffusion: Diffusion, policy: Policy, event: Event)
     label = None if event.labels is None else total(jnp.sum(jnp.where(mine, event.labels, 0)))
     chunk = event.chunk
     share = math.ceil(steps / event.devices / chunk) * chunk
-    place = 0 if event.axis_name is None else jax.lax.axis_index(event.axis_name).astype(jnp.int32) * share
+    place = (
+        0
+        if event.axis_name is None
+        else jax.lax.axis_index(event.axis_name).astype(jnp.int32) * share
+    )
     t = jnp.minimum(place + jnp.arange(share, dtype=jnp.int32), steps - 1)
 
     def part(t: Steps) -> PerSample:
@@ -264,5 +314,7 @@ def _measure(config: Config, diffusion: Diffusion, policy: Policy, event: Event)
     deltas = policy.deltas.at[policy.measured % policy.deltas.shape[0]].set(delta)
     count = policy.measured + 1
     # Any two points lie on a line: from two measurements all timesteps would correlate perfectly, and rounding would choose.
-    probes = jnp.where(count > 2, select_probes(deltas, count, policy.probes.shape[0]), policy.probes)
+    probes = jnp.where(
+        count > 2, select_probes(deltas, count, policy.probes.shape[0]), policy.probes
+    )
     return policy._replace(deltas=deltas, measured=count, probes=probes)

@@ -45,8 +45,12 @@ class TimestepSampler(NamedTuple):
     """Pure functions of a state."""
 
     init: Callable[[], State]
-    draw: Callable[[State, Key[Array, ' batch'], Steps, Array], Draw]  # from keys, places in the global batch, clean images
-    update: Callable[[State, Steps, PerSample, PerSample], State]  # from t, loss and loss weight of the global batch, in row order
+    draw: Callable[
+        [State, Key[Array, ' batch'], Steps, Array], Draw
+    ]  # from keys, places in the global batch, clean images
+    update: Callable[
+        [State, Steps, PerSample, PerSample], State
+    ]  # from t, loss and loss weight of the global batch, in row order
     paired: bool = False  # rows 2j and 2j + 1 are to be drawn with the same key
     measure: Measure | None = None  # what else is to be done after each optimizer step
 
@@ -66,12 +70,16 @@ def make_sampler(config: Config, diffusion: Diffusion) -> TimestepSampler:
         draw = functools.partial(draw_from_policy, steps=diffusion.steps)
         return TimestepSampler(
             init=functools.partial(init_policy, config),
-            draw=lambda state, keys, row, x0: Draw(*draw(state.params, keys, x0)[1:], jnp.ones(keys.shape, jnp.float32)),
+            draw=lambda state, keys, row, x0: Draw(
+                *draw(state.params, keys, x0)[1:], jnp.ones(keys.shape, jnp.float32)
+            ),
             update=_keep,
             measure=functools.partial(measure_policy, config, diffusion),
         )
     allowed = CHOICES['timesteps.sampler']
-    raise UserError(f'timesteps.sampler: expected one of {", ".join(allowed)}, found {c.sampler!r}{near_misses(c.sampler, allowed)}')
+    raise UserError(
+        f'timesteps.sampler: expected one of {", ".join(allowed)}, found {c.sampler!r}{near_misses(c.sampler, allowed)}'
+    )
 
 
 def inverse_cdf(p: Probabilities, u: PerSample) -> Steps:
@@ -111,7 +119,11 @@ def second_moment_probabilities(state: LossHistory, uniform: float) -> Probabili
     steps, history = state.losses.shape
     root = jnp.sqrt(jnp.mean(jnp.square(state.losses), axis=1))
     p = (1 - uniform) * root / jnp.maximum(jnp.sum(root), 1e-30) + uniform / steps
-    return jnp.where(jnp.all(state.counts >= history) & jnp.any(root > 0), p, jnp.full(steps, 1 / steps, jnp.float32))
+    return jnp.where(
+        jnp.all(state.counts >= history) & jnp.any(root > 0),
+        p,
+        jnp.full(steps, 1 / steps, jnp.float32),
+    )
 
 
 def _loss_second_moment(config: TimestepsConfig, steps: int) -> TimestepSampler:
@@ -126,17 +138,28 @@ def _loss_second_moment(config: TimestepsConfig, steps: int) -> TimestepSampler:
         total = jnp.sum(same, axis=1)
         # A t drawn more than `history` times keeps its last ones, so that no slot is written twice.
         row = jnp.where(total - place <= history, t, steps)
-        losses = state.losses.at[row, (state.counts[t] + place) % history].set(loss * weight, mode='drop')
+        losses = state.losses.at[row, (state.counts[t] + place) % history].set(
+            loss * weight, mode='drop'
+        )
         return LossHistory(losses, state.counts.at[t].add(1))
 
-    return TimestepSampler(lambda: LossHistory(jnp.zeros((steps, history), jnp.float32), jnp.zeros(steps, jnp.int32)), draw, update)
+    return TimestepSampler(
+        lambda: LossHistory(jnp.zeros((steps, history), jnp.float32), jnp.zeros(steps, jnp.int32)),
+        draw,
+        update,
+    )
 
 
-def speed_tables(config: TimestepsConfig, diffusion: Diffusion) -> tuple[Float64[np.ndarray, ' steps'], Int[np.ndarray, ' steps']]:
+def speed_tables(
+    config: TimestepsConfig, diffusion: Diffusion
+) -> tuple[Float64[np.ndarray, ' steps'], Int[np.ndarray, ' steps']]:
     """SpeeD's p, and the t of a pair's second row. For linear betas and T = 1000, M is 642; for other T the slope is scaled by 1000/T."""
     t = np.arange(diffusion.steps)
     p = np.where(t < config.speed_tau * diffusion.steps, config.speed_k, 1.0)
-    middle = int(np.argmax(np.gradient(np.sqrt(1 - diffusion.alphas_cumprod)) < 0.1 / diffusion.steps)) + 1
+    middle = (
+        int(np.argmax(np.gradient(np.sqrt(1 - diffusion.alphas_cumprod)) < 0.1 / diffusion.steps))
+        + 1
+    )
     return p / p.sum(), np.where(t < middle, middle - t, t - middle)
 
 
@@ -162,7 +185,9 @@ class GradientNorms(NamedTuple):
     square: Float[Array, ' bins']  # of w² loss
 
 
-def gradient_norm_probabilities(state: GradientNorms, config: TimestepsConfig, steps: int) -> Probabilities:
+def gradient_norm_probabilities(
+    state: GradientNorms, config: TimestepsConfig, steps: int
+) -> Probabilities:
     """The distribution of `_adaptive`; uniform until every bin was visited."""
     bins, uniform = config.adaptive_bins, config.adaptive_uniform
     mean = state.square / jnp.where(state.weight > 0, state.weight, 1.0)
@@ -175,7 +200,9 @@ def gradient_norm_probabilities(state: GradientNorms, config: TimestepsConfig, s
     log_norm -= jnp.max(log_norm)
     norm = jnp.exp(log_norm[left] * (1 - share) + log_norm[right] * share)
     p = (1 - uniform) * norm / jnp.sum(norm) + uniform / steps
-    return jnp.where(jnp.all(state.weight > 0) & (largest > 0), p, jnp.full(steps, 1 / steps, jnp.float32))
+    return jnp.where(
+        jnp.all(state.weight > 0) & (largest > 0), p, jnp.full(steps, 1 / steps, jnp.float32)
+    )
 
 
 def _adaptive(config: TimestepsConfig, steps: int) -> TimestepSampler:
@@ -222,7 +249,9 @@ def _adaptive(config: TimestepsConfig, steps: int) -> TimestepSampler:
         return GradientNorms(jnp.zeros(bins, jnp.float32), jnp.zeros(bins, jnp.float32))
 
     def draw(state: GradientNorms, keys: Key[Array, ' batch'], row: Steps, x0: Array) -> Draw:
-        return draw_from(gradient_norm_probabilities(state, config, steps), keys, config.adaptive_correction)
+        return draw_from(
+            gradient_norm_probabilities(state, config, steps), keys, config.adaptive_correction
+        )
 
     def update(state: GradientNorms, t: Steps, loss: PerSample, weight: PerSample) -> GradientNorms:
         # A masked sum, as a scatter's order of additions would vary on GPUs.
@@ -230,6 +259,9 @@ def _adaptive(config: TimestepsConfig, steps: int) -> TimestepSampler:
         count = jnp.sum(inside.astype(jnp.float32), axis=0)
         total = jnp.sum(jnp.where(inside, (jnp.square(weight) * loss)[:, None], 0.0), axis=0)
         keep = jnp.exp(-count / memory)
-        return GradientNorms(keep * state.weight + (1 - keep), keep * state.square + (1 - keep) * total / jnp.maximum(count, 1.0))
+        return GradientNorms(
+            keep * state.weight + (1 - keep),
+            keep * state.square + (1 - keep) * total / jnp.maximum(count, 1.0),
+        )
 
     return TimestepSampler(init, draw, update)

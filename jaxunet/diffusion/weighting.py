@@ -44,7 +44,9 @@ class Weighting(NamedTuple):
 
     init: Callable[[], State]
     table: Callable[[State], Table]  # the weight of each timestep, float32
-    update: Callable[[State, Steps, PerSample, PerSample], State]  # from timesteps, losses and 1/(T p_t) of the global batch
+    update: Callable[
+        [State, Steps, PerSample, PerSample], State
+    ]  # from timesteps, losses and 1/(T p_t) of the global batch
 
 
 class Uncertainty(NamedTuple):
@@ -59,7 +61,9 @@ def make_weighting(config: LossConfig, diffusion: Diffusion) -> Weighting:
     if config.weighting == 'uncertainty':
         return _uncertainty(config, diffusion)
     table = fixed_table(config, diffusion).astype(np.float32)
-    return Weighting(lambda: (), lambda _: jnp.asarray(table), lambda state, t, loss, importance: state)
+    return Weighting(
+        lambda: (), lambda _: jnp.asarray(table), lambda state, t, loss, importance: state
+    )
 
 
 def fixed_table(config: LossConfig, diffusion: Diffusion) -> Float64[np.ndarray, ' steps']:
@@ -71,18 +75,24 @@ def fixed_table(config: LossConfig, diffusion: Diffusion) -> Float64[np.ndarray,
     if config.weighting == 'speed':
         return speed_table(alphas, config.speed_lambda, config.speed_tau)
     if config.weighting == 'min_snr':
-        of_noise = np.where(snr > 0, np.minimum(snr, config.min_snr_gamma) / np.where(snr > 0, snr, 1), 1.0)
+        of_noise = np.where(
+            snr > 0, np.minimum(snr, config.min_snr_gamma) / np.where(snr > 0, snr, 1), 1.0
+        )
     elif config.weighting == 'soft_min_snr':
         of_noise = 1 / (1 + config.soft_min_snr_sigma**2 * snr)
     elif config.weighting == 'p2':
         of_noise = (config.p2_k + snr) ** -config.p2_gamma
     else:
         allowed, found = CHOICES['loss.weighting'], config.weighting
-        raise UserError(f'loss.weighting: expected one of {", ".join(allowed)}, found {found!r}{near_misses(found, allowed)}')
+        raise UserError(
+            f'loss.weighting: expected one of {", ".join(allowed)}, found {found!r}{near_misses(found, allowed)}'
+        )
     return of_noise * {'epsilon': 1.0, 'x0': snr, 'v': alphas}[diffusion.prediction]
 
 
-def speed_table(alphas_cumprod: np.ndarray, upper: float, tau: float) -> Float64[np.ndarray, ' steps']:
+def speed_table(
+    alphas_cumprod: np.ndarray, upper: float, tau: float
+) -> Float64[np.ndarray, ' steps']:
     """SpeeD's change-aware weights: `upper` is λ, `tau` is τ/T."""
     slope = np.gradient(1 - alphas_cumprod)
     scaled = (1 - upper) + (2 * upper - 1) * (slope - slope.min()) / (slope.max() - slope.min())
@@ -95,7 +105,9 @@ def noise_level_features(diffusion: Diffusion, count: int) -> Float32[np.ndarray
     level = np.log((1 - alphas) / alphas) / 8
     rng = np.random.default_rng(0)
     frequency, phase = rng.standard_normal(count), rng.random(count)
-    return (np.sqrt(2) * np.cos(2 * np.pi * (level[:, None] * frequency + phase))).astype(np.float32)
+    return (np.sqrt(2) * np.cos(2 * np.pi * (level[:, None] * frequency + phase))).astype(
+        np.float32
+    )
 
 
 def _uncertainty(config: LossConfig, diffusion: Diffusion) -> Weighting:
@@ -118,7 +130,10 @@ def _uncertainty(config: LossConfig, diffusion: Diffusion) -> Weighting:
     def update(state: Uncertainty, t: Steps, loss: PerSample, importance: PerSample) -> Uncertainty:
         residual = (1 - table(state)[t] * loss) * importance / jnp.sum(importance)
         gradient = jnp.matmul(residual, jnp.asarray(features)[t], precision='highest')
-        with jax.numpy_dtype_promotion('standard'), jax.numpy_rank_promotion('allow'):  # optax mixes types freely
+        with (
+            jax.numpy_dtype_promotion('standard'),
+            jax.numpy_rank_promotion('allow'),
+        ):  # optax mixes types freely
             steps, moments = optimizer.update(gradient, state.optimizer)
         return Uncertainty(state.weights + steps, moments)
 

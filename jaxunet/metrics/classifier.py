@@ -35,7 +35,9 @@ DTYPES = {'kernel': np.float16, 'scale': np.float32, 'bias': np.float32}
 ARCHITECTURE, TRAINING = 'architecture', 'training'  # entries of the file, as JSON
 
 Parameters = dict[str, dict[str, Array]]
-Statistics = dict[str, tuple[Array, Array]]  # mean and variance of the maps before each batch normalization
+Statistics = dict[
+    str, tuple[Array, Array]
+]  # mean and variance of the maps before each batch normalization
 Maps = Float[Array, 'images height width channels']
 
 
@@ -80,8 +82,13 @@ class Architecture:
         shapes: dict[str, tuple[int, ...]] = {}
         for name, (inputs, outputs) in self.convolutions.items():
             shapes[f'{name}.kernel'] = 3, 3, inputs, outputs
-            shapes |= {f'{name}.{part}': (outputs,) for part in ('scale', 'bias', 'mean', 'variance')}
-        return shapes | {'last.kernel': (self.stages[-1], self.classes), 'feature_scale': (sum(self.stages),)}
+            shapes |= {
+                f'{name}.{part}': (outputs,) for part in ('scale', 'bias', 'mean', 'variance')
+            }
+        return shapes | {
+            'last.kernel': (self.stages[-1], self.classes),
+            'feature_scale': (sum(self.stages),),
+        }
 
 
 def has_branch(stage: int, stages: int) -> bool:
@@ -96,24 +103,39 @@ def init(architecture: Architecture, key: Array) -> tuple[Parameters, Statistics
         key, own = jax.random.split(key)
         bound = 1 / math.sqrt(9 * inputs)
         kernel = jax.random.uniform(own, (3, 3, inputs, outputs), jnp.float32, -bound, bound)
-        params[name] = {'kernel': kernel, 'scale': jnp.ones(outputs, jnp.float32), 'bias': jnp.zeros(outputs, jnp.float32)}
+        params[name] = {
+            'kernel': kernel,
+            'scale': jnp.ones(outputs, jnp.float32),
+            'bias': jnp.zeros(outputs, jnp.float32),
+        }
     inputs = architecture.stages[-1]
     bound = 1 / math.sqrt(inputs)
-    params['last'] = {'kernel': jax.random.uniform(key, (inputs, architecture.classes), jnp.float32, -bound, bound)}
+    params['last'] = {
+        'kernel': jax.random.uniform(
+            key, (inputs, architecture.classes), jnp.float32, -bound, bound
+        )
+    }
     statistics = {
-        name: (jnp.zeros(outputs, jnp.float32), jnp.ones(outputs, jnp.float32)) for name, (_, outputs) in architecture.convolutions.items()
+        name: (jnp.zeros(outputs, jnp.float32), jnp.ones(outputs, jnp.float32))
+        for name, (_, outputs) in architecture.convolutions.items()
     }
     return params, statistics
 
 
 def rounded(params: Parameters) -> Parameters:
     """As they come back from a file."""
-    return {name: {part: x.astype(DTYPES[part]).astype(jnp.float32) for part, x in parts.items()} for name, parts in params.items()}
+    return {
+        name: {part: x.astype(DTYPES[part]).astype(jnp.float32) for part, x in parts.items()}
+        for name, parts in params.items()
+    }
 
 
 def normalise(architecture: Architecture, images: UInt8[Array, 'images height width 3']) -> Maps:
     """Pixels to mean 0 and deviation 1 by colour, float32."""
-    mean, deviation = (jnp.asarray(x, jnp.float32)[None, None, None] for x in (architecture.mean, architecture.deviation))
+    mean, deviation = (
+        jnp.asarray(x, jnp.float32)[None, None, None]
+        for x in (architecture.mean, architecture.deviation)
+    )
     return (images.astype(jnp.float32) / 255 - mean) / deviation
 
 
@@ -138,12 +160,25 @@ def apply(
     def layer(name: str, x: Array) -> Array:
         p = params[name]
         numbers = ('NHWC', 'HWIO', 'NHWC')
-        y = lax.conv_general_dilated(x, p['kernel'].astype(dtype), (1, 1), 'SAME', dimension_numbers=numbers, precision=precision)
+        y = lax.conv_general_dilated(
+            x,
+            p['kernel'].astype(dtype),
+            (1, 1),
+            'SAME',
+            dimension_numbers=numbers,
+            precision=precision,
+        )
         y = y.astype(jnp.float32)
-        mean, variance = statistics[name] if statistics is not None else (jnp.mean(y, (0, 1, 2)), jnp.var(y, (0, 1, 2)))
+        mean, variance = (
+            statistics[name]
+            if statistics is not None
+            else (jnp.mean(y, (0, 1, 2)), jnp.var(y, (0, 1, 2)))
+        )
         used[name] = mean, variance
         factor = p['scale'] * lax.rsqrt(variance + EPSILON)
-        return jax.nn.relu(y * factor[None, None, None] + (p['bias'] - mean * factor)[None, None, None]).astype(dtype)
+        return jax.nn.relu(
+            y * factor[None, None, None] + (p['bias'] - mean * factor)[None, None, None]
+        ).astype(dtype)
 
     x = layer('first', x.astype(dtype))
     means = []
@@ -152,7 +187,11 @@ def apply(
         if has_branch(i, len(architecture.stages)):
             x = x + layer(f'stage{i}.1', layer(f'stage{i}.0', x))
         means.append(jnp.mean(x.astype(jnp.float32), (1, 2)))
-    scores = LOGIT_SCALE * jnp.matmul(jnp.max(x.astype(jnp.float32), (1, 2)), params['last']['kernel'], precision=lax.Precision.HIGHEST)
+    scores = LOGIT_SCALE * jnp.matmul(
+        jnp.max(x.astype(jnp.float32), (1, 2)),
+        params['last']['kernel'],
+        precision=lax.Precision.HIGHEST,
+    )
     return scores, jnp.concatenate(means, axis=1), used
 
 
@@ -161,33 +200,55 @@ def _pool(x: Array) -> Array:
 
 
 def to_arrays(
-    architecture: Architecture, params: Parameters, statistics: Statistics, feature_scale: np.ndarray, training: Mapping[str, Any]
+    architecture: Architecture,
+    params: Parameters,
+    statistics: Statistics,
+    feature_scale: np.ndarray,
+    training: Mapping[str, Any],
 ) -> dict[str, np.ndarray]:
     """The entries of a file of features."""
-    arrays = {f'{name}.{part}': np.asarray(value, DTYPES[part]) for name, parts in params.items() for part, value in parts.items()}
+    arrays = {
+        f'{name}.{part}': np.asarray(value, DTYPES[part])
+        for name, parts in params.items()
+        for part, value in parts.items()
+    }
     for name, (mean, variance) in statistics.items():
         arrays |= {f'{name}.mean': np.asarray(mean), f'{name}.variance': np.asarray(variance)}
-    texts = {ARCHITECTURE: np.array(json.dumps(asdict(architecture))), TRAINING: np.array(json.dumps(dict(training)))}
+    texts = {
+        ARCHITECTURE: np.array(json.dumps(asdict(architecture))),
+        TRAINING: np.array(json.dumps(dict(training))),
+    }
     return texts | arrays | {'feature_scale': feature_scale.astype(np.float32)}
 
 
-def from_arrays(name: str, arrays: Mapping[str, np.ndarray]) -> tuple[Architecture, Parameters, Statistics, Array, dict[str, Any]]:
+def from_arrays(
+    name: str, arrays: Mapping[str, np.ndarray]
+) -> tuple[Architecture, Parameters, Statistics, Array, dict[str, Any]]:
     """The opposite. Raises UserError, beginning with `name`: entries missing, of another shape, or not finite."""
     architecture, training = _architecture(name, arrays), _json(name, arrays, TRAINING)
     params: Parameters = {'last': {}}
     for key, shape in architecture.shapes.items():
         if key not in arrays:
-            raise UserError(f'{name}: expected an array {key}, found none; the file is damaged: train the features again')
+            raise UserError(
+                f'{name}: expected an array {key}, found none; the file is damaged: train the features again'
+            )
         kind = DTYPES.get(key.rsplit('.', maxsplit=1)[-1], np.float32)
-        if arrays[key].shape != shape or arrays[key].dtype != kind or not np.isfinite(arrays[key]).all():
+        if (
+            arrays[key].shape != shape
+            or arrays[key].dtype != kind
+            or not np.isfinite(arrays[key]).all()
+        ):
             raise UserError(
                 f'{name}: {key}: expected finite {kind.__name__} of shape {shape}, found {arrays[key].dtype} of {arrays[key].shape}'
             )
     for layer in architecture.convolutions:
-        params[layer] = {part: jnp.asarray(arrays[f'{layer}.{part}'], jnp.float32) for part in DTYPES}
+        params[layer] = {
+            part: jnp.asarray(arrays[f'{layer}.{part}'], jnp.float32) for part in DTYPES
+        }
     params['last'] = {'kernel': jnp.asarray(arrays['last.kernel'], jnp.float32)}
     statistics = {
-        layer: (jnp.asarray(arrays[f'{layer}.mean']), jnp.asarray(arrays[f'{layer}.variance'])) for layer in architecture.convolutions
+        layer: (jnp.asarray(arrays[f'{layer}.mean']), jnp.asarray(arrays[f'{layer}.variance']))
+        for layer in architecture.convolutions
     }
     return architecture, params, statistics, jnp.asarray(arrays['feature_scale']), training
 
@@ -198,7 +259,9 @@ def _json(name: str, arrays: Mapping[str, np.ndarray], entry: str) -> dict[str, 
     except (KeyError, ValueError):
         found = None
     if not isinstance(found, dict):
-        raise UserError(f'{name}: {entry}: expected an object in JSON, found none; the file is damaged: train the features again')
+        raise UserError(
+            f'{name}: {entry}: expected an object in JSON, found none; the file is damaged: train the features again'
+        )
     return found
 
 
@@ -207,8 +270,22 @@ def _architecture(name: str, arrays: Mapping[str, np.ndarray]) -> Architecture:
     try:
         whole = {k: int(values.pop(k)) for k in ('height', 'width', 'channels', 'classes')}
         colours = {k: tuple(float(v) for v in values.pop(k)) for k in ('mean', 'deviation')}
-        if values or min(whole.values()) < 1 or any(len(v) != 3 for v in colours.values()) or min(colours['deviation']) <= 0:
+        if (
+            values
+            or min(whole.values()) < 1
+            or any(len(v) != 3 for v in colours.values())
+            or min(colours['deviation']) <= 0
+        ):
             raise ValueError('values out of range')
     except (KeyError, TypeError, ValueError) as error:
-        raise UserError(f'{name}: {ARCHITECTURE}: {error}; the file is damaged: train the features again') from None
-    return Architecture(whole['height'], whole['width'], whole['channels'], whole['classes'], colours['mean'], colours['deviation'])
+        raise UserError(
+            f'{name}: {ARCHITECTURE}: {error}; the file is damaged: train the features again'
+        ) from None
+    return Architecture(
+        whole['height'],
+        whole['width'],
+        whole['channels'],
+        whole['classes'],
+        colours['mean'],
+        colours['deviation'],
+    )

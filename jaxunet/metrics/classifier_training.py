@@ -16,7 +16,15 @@ from jax import lax
 from jaxtyping import Array, Float
 
 from jaxunet.data.order import batch_indices
-from jaxunet.metrics.classifier import Architecture, Parameters, Statistics, apply, init, normalise, rounded
+from jaxunet.metrics.classifier import (
+    Architecture,
+    Parameters,
+    Statistics,
+    apply,
+    init,
+    normalise,
+    rounded,
+)
 from jaxunet.metrics.labelled_images import Images
 from jaxunet.runtime.errors import UserError
 
@@ -74,7 +82,9 @@ class _State(NamedTuple):
     optimizer: Any
 
 
-def train(train_set: Images, test_set: Images, channels: int, recipe: Recipe, say: Say = print) -> Trained:
+def train(
+    train_set: Images, test_set: Images, channels: int, recipe: Recipe, say: Say = print
+) -> Trained:
     """Trains on the default device.
 
     Args:
@@ -88,12 +98,18 @@ def train(train_set: Images, test_set: Images, channels: int, recipe: Recipe, sa
     steps = count // size
     architecture = _architecture(train_set, channels)
     images, labels = jnp.asarray(train_set.images), jnp.asarray(train_set.labels, jnp.int32)
-    optimizer = optax.sgd(1.0, momentum=recipe.momentum, nesterov=True)  # the learning rate comes after the momentum
+    optimizer = optax.sgd(
+        1.0, momentum=recipe.momentum, nesterov=True
+    )  # the learning rate comes after the momentum
     state = _start(architecture, optimizer, recipe)
 
     began = time.perf_counter()
-    epoch = _compile_epoch(_make_step(architecture, optimizer, recipe, size, steps), steps, (state, images, labels))
-    say(f'compiled in {time.perf_counter() - began:.1f} s; {count} images, batches of {size}, {_dtype(recipe)}')
+    epoch = _compile_epoch(
+        _make_step(architecture, optimizer, recipe, size, steps), steps, (state, images, labels)
+    )
+    say(
+        f'compiled in {time.perf_counter() - began:.1f} s; {count} images, batches of {size}, {_dtype(recipe)}'
+    )
     epochs = recipe.epochs
     if recipe.seconds:
         epochs = fitting(recipe.seconds, lambda: _means(epoch(state, 0, 1)[1]))  # thrown away
@@ -103,21 +119,29 @@ def train(train_set: Images, test_set: Images, channels: int, recipe: Recipe, sa
         state, metrics = epoch(state, number, epochs)
         means = _means(metrics)
         if not math.isfinite(means[0]):
-            raise UserError(f'the loss is not finite in epoch {number + 1}; lower --learning_rate (now {recipe.learning_rate:g})')
+            raise UserError(
+                f'the loss is not finite in epoch {number + 1}; lower --learning_rate (now {recipe.learning_rate:g})'
+            )
         if (number + 1) % max(1, epochs // 10) == 0 or number + 1 == epochs:
             took = time.perf_counter() - began
-            say(f'epoch {number + 1}/{epochs}: loss {means[0]:.4f}, accuracy in training {means[1]:.4f}, {took:.1f} s')
+            say(
+                f'epoch {number + 1}/{epochs}: loss {means[0]:.4f}, accuracy in training {means[1]:.4f}, {took:.1f} s'
+            )
     seconds = time.perf_counter() - began
     state = state._replace(params=rounded(state.params))
     scores = _evaluate(architecture, state, test_set.images)[0]
     accuracy = float(np.mean(scores.argmax(axis=1) == test_set.labels))
     mirrored = math.nan
     if recipe.flip:
-        scores += _evaluate(architecture, state, np.ascontiguousarray(test_set.images[:, :, ::-1]))[0]
+        scores += _evaluate(architecture, state, np.ascontiguousarray(test_set.images[:, :, ::-1]))[
+            0
+        ]
         mirrored = float(np.mean(scores.argmax(axis=1) == test_set.labels))
     features = _evaluate(architecture, state, train_set.images)[1]
     scale = _feature_scale(features, architecture)
-    return Trained(architecture, state.params, state.statistics, scale, accuracy, mirrored, epochs, seconds)
+    return Trained(
+        architecture, state.params, state.statistics, scale, accuracy, mirrored, epochs, seconds
+    )
 
 
 def _means(metrics: Any) -> tuple[float, ...]:
@@ -145,11 +169,16 @@ def _architecture(train_set: Images, channels: int) -> Architecture:
     height, width = train_set.images.shape[1:3]
     pixels = train_set.images.reshape(-1, 3)
     # Parts at a time: all of them as floats would be many times the images.
-    sums = [np.stack([part.sum(axis=0), (part**2).sum(axis=0)]) for part in (p.astype(np.float64) for p in _parts(pixels, 2**20))]
+    sums = [
+        np.stack([part.sum(axis=0), (part**2).sum(axis=0)])
+        for part in (p.astype(np.float64) for p in _parts(pixels, 2**20))
+    ]
     mean, square = np.sum(sums, axis=0) / len(pixels) / np.array([[255.0], [255.0**2]])
     deviation = np.maximum(np.sqrt(np.maximum(square - mean**2, 0.0)), 1 / 255)
     classes = int(train_set.labels.max()) + 1
-    return Architecture(height, width, channels, classes, tuple(mean.tolist()), tuple(deviation.tolist()))
+    return Architecture(
+        height, width, channels, classes, tuple(mean.tolist()), tuple(deviation.tolist())
+    )
 
 
 def _parts(array: np.ndarray, size: int) -> list[np.ndarray]:
@@ -160,7 +189,9 @@ def _dtype(recipe: Recipe) -> str:
     return recipe.dtype or ('bfloat16' if jax.default_backend() == 'gpu' else 'float32')
 
 
-def _start(architecture: Architecture, optimizer: optax.GradientTransformation, recipe: Recipe) -> _State:
+def _start(
+    architecture: Architecture, optimizer: optax.GradientTransformation, recipe: Recipe
+) -> _State:
     params, statistics = init(architecture, jax.random.key(recipe.seed))
     return _State(params, statistics, optimizer.init(params))
 
@@ -168,36 +199,57 @@ def _start(architecture: Architecture, optimizer: optax.GradientTransformation, 
 Step = Callable[[_State, Array, Array, Array, Array], tuple[_State, tuple[Array, Array]]]
 
 
-def _make_step(architecture: Architecture, optimizer: optax.GradientTransformation, recipe: Recipe, size: int, steps: int) -> Step:
+def _make_step(
+    architecture: Architecture,
+    optimizer: optax.GradientTransformation,
+    recipe: Recipe,
+    size: int,
+    steps: int,
+) -> Step:
     """(state, all images, all labels, number of the step, epochs) -> state, (loss, share of the batch that is right)."""
     dtype = jnp.dtype(_dtype(recipe))
 
-    def loss_fn(params: Parameters, x: Array, target: Array) -> tuple[Array, tuple[Array, Statistics]]:
+    def loss_fn(
+        params: Parameters, x: Array, target: Array
+    ) -> tuple[Array, tuple[Array, Statistics]]:
         scores, _, used = apply(architecture, params, x, None, dtype=dtype)
-        correct = jnp.mean((jnp.argmax(scores, axis=1) == jnp.argmax(target, axis=1)).astype(jnp.float32))
+        correct = jnp.mean(
+            (jnp.argmax(scores, axis=1) == jnp.argmax(target, axis=1)).astype(jnp.float32)
+        )
         return jnp.mean(optax.softmax_cross_entropy(scores, target)), (correct, used)
 
-    def step(state: _State, images: Array, labels: Array, number: Array, epochs: Array) -> tuple[_State, tuple[Array, Array]]:
+    def step(
+        state: _State, images: Array, labels: Array, number: Array, epochs: Array
+    ) -> tuple[_State, tuple[Array, Array]]:
         rows = batch_indices(number, size, images.shape[0], recipe.seed)
         key = jax.random.fold_in(jax.random.key(recipe.seed + 1), number)
-        target = optax.smooth_labels(jax.nn.one_hot(labels[rows], architecture.classes, dtype=jnp.float32), recipe.label_smoothing)
+        target = optax.smooth_labels(
+            jax.nn.one_hot(labels[rows], architecture.classes, dtype=jnp.float32),
+            recipe.label_smoothing,
+        )
         x = augment(normalise(architecture, images[rows]), key, recipe)
         if recipe.cutmix:
             x, target = mix(x, target, jax.random.fold_in(key, 1), recipe.cutmix)
-        (loss, (correct, used)), grads = jax.value_and_grad(loss_fn, has_aux=True)(state.params, x, target)
+        (loss, (correct, used)), grads = jax.value_and_grad(loss_fn, has_aux=True)(
+            state.params, x, target
+        )
         grads = jax.tree.map(lambda g, p: g + recipe.weight_decay * p, grads, state.params)
         updates, momentum = optimizer.update(grads, state.optimizer)
         share = (number + 1).astype(jnp.float32) / (epochs * steps).astype(jnp.float32)
         rate = recipe.learning_rate * (size / 512) * one_cycle(share)
         params = jax.tree.map(lambda p, u: p + rate * u, state.params, updates)
         decay = STATISTICS_DECAY
-        statistics = jax.tree.map(lambda old, new: decay * old + (1 - decay) * new, state.statistics, used)
+        statistics = jax.tree.map(
+            lambda old, new: decay * old + (1 - decay) * new, state.statistics, used
+        )
         return _State(params, statistics, momentum), (loss, correct)
 
     return step
 
 
-def _compile_epoch(step: Step, steps: int, data: tuple[_State, Array, Array]) -> Callable[[_State, int, int], tuple[_State, Any]]:
+def _compile_epoch(
+    step: Step, steps: int, data: tuple[_State, Array, Array]
+) -> Callable[[_State, int, int], tuple[_State, Any]]:
     """(state, number of the epoch, epochs) -> state, (losses, shares) of its steps."""
     state, images, labels = data
     zero = jnp.int32(0)
@@ -214,12 +266,16 @@ def _compile_epoch(step: Step, steps: int, data: tuple[_State, Array, Array]) ->
 
         return by_steps
 
-    def scan(state: _State, images: Array, labels: Array, number: Array, epochs: Array) -> tuple[_State, Any]:
+    def scan(
+        state: _State, images: Array, labels: Array, number: Array, epochs: Array
+    ) -> tuple[_State, Any]:
         numbers = number * steps + jnp.arange(steps, dtype=jnp.int32)
         return lax.scan(lambda s, i: step(s, images, labels, i, epochs), state, numbers)
 
     whole = jax.jit(scan).lower(state, images, labels, zero, zero).compile()
-    return lambda state, number, epochs: whole(state, images, labels, jnp.int32(number), jnp.int32(epochs))
+    return lambda state, number, epochs: whole(
+        state, images, labels, jnp.int32(number), jnp.int32(epochs)
+    )
 
 
 def one_cycle(share: Float[Array, '']) -> Float[Array, '']:
@@ -227,25 +283,38 @@ def one_cycle(share: Float[Array, '']) -> Float[Array, '']:
     return jnp.minimum(share / PEAK, (1 - share) / (1 - PEAK))
 
 
-def augment(x: Float[Array, 'images height width colours'], key: Array, recipe: Recipe) -> Float[Array, 'images height width colours']:
+def augment(
+    x: Float[Array, 'images height width colours'], key: Array, recipe: Recipe
+) -> Float[Array, 'images height width colours']:
     """Mirrored, cropped out of the image padded by its reflection, and with a blank square, each at random for each image."""
     height, width = x.shape[1:3]
     pads = [round(recipe.crop * side) for side in (height, width)]
     holes = [round(recipe.cutout * side) for side in (height, width)]
-    padded = jnp.pad(x, ((0, 0), (pads[0], pads[0]), (pads[1], pads[1]), (0, 0)), mode='reflect') if max(pads) else x
+    padded = (
+        jnp.pad(x, ((0, 0), (pads[0], pads[0]), (pads[1], pads[1]), (0, 0)), mode='reflect')
+        if max(pads)
+        else x
+    )
 
     def one(image: Array, key: Array) -> Array:
         flip, *places = jax.random.split(key, 5)
-        top, left = (jax.random.randint(k, (), 0, 2 * pad + 1) for k, pad in zip(places[:2], pads, strict=True))
+        top, left = (
+            jax.random.randint(k, (), 0, 2 * pad + 1)
+            for k, pad in zip(places[:2], pads, strict=True)
+        )
         image = lax.dynamic_slice(image, (top, left, jnp.int32(0)), (height, width, image.shape[2]))
         if recipe.flip:
             image = jnp.where(jax.random.bernoulli(flip), image[:, ::-1], image)
         if min(holes):
             # Anywhere inside the image.
             starts = [
-                jax.random.randint(k, (), 0, side - hole + 1) for k, side, hole in zip(places[2:], (height, width), holes, strict=True)
+                jax.random.randint(k, (), 0, side - hole + 1)
+                for k, side, hole in zip(places[2:], (height, width), holes, strict=True)
             ]
-            inside = [(jnp.arange(n) >= s) & (jnp.arange(n) < s + hole) for n, s, hole in zip((height, width), starts, holes, strict=True)]
+            inside = [
+                (jnp.arange(n) >= s) & (jnp.arange(n) < s + hole)
+                for n, s, hole in zip((height, width), starts, holes, strict=True)
+            ]
             image = jnp.where((inside[0][:, None] & inside[1][None])[:, :, None], 0.0, image)
         return image
 
@@ -253,40 +322,65 @@ def augment(x: Float[Array, 'images height width colours'], key: Array, recipe: 
 
 
 def mix(
-    x: Float[Array, 'images height width colours'], target: Float[Array, 'images classes'], key: Array, probability: float
+    x: Float[Array, 'images height width colours'],
+    target: Float[Array, 'images classes'],
+    key: Array,
+    probability: float,
 ) -> tuple[Float[Array, 'images height width colours'], Float[Array, 'images classes']]:
     """CutMix (Yun et al. 2019, arXiv 1905.04899, α = 1), if it comes to it the same rectangle for all images of the batch.
 
     Its centre and its share of the area, before the image cuts it, are uniform. A batch is in random order, so any neighbour will do.
     """
     happens, area, *places = jax.random.split(key, 4)
-    share = jnp.where(jax.random.bernoulli(happens, probability), jnp.sqrt(jax.random.uniform(area)), 0.0)  # of either side
+    share = jnp.where(
+        jax.random.bernoulli(happens, probability), jnp.sqrt(jax.random.uniform(area)), 0.0
+    )  # of either side
     down, across = (
-        jnp.abs(jnp.arange(side, dtype=jnp.float32) + 0.5 - side * jax.random.uniform(k)) < share * side / 2
+        jnp.abs(jnp.arange(side, dtype=jnp.float32) + 0.5 - side * jax.random.uniform(k))
+        < share * side / 2
         for k, side in zip(places, x.shape[1:3], strict=True)
     )
     hole = down[:, None] & across[None]
     taken = jnp.mean(hole.astype(jnp.float32))
-    return jnp.where(hole[None, :, :, None], jnp.roll(x, 1, 0), x), (1 - taken) * target + taken * jnp.roll(target, 1, 0)
+    return jnp.where(hole[None, :, :, None], jnp.roll(x, 1, 0), x), (
+        1 - taken
+    ) * target + taken * jnp.roll(target, 1, 0)
 
 
-def _evaluate(architecture: Architecture, state: _State, images: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def _evaluate(
+    architecture: Architecture, state: _State, images: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
     """Class scores and unscaled features of all images."""
 
     @jax.jit
     def run(params: Parameters, statistics: Statistics, batch: Array) -> tuple[Array, Array]:
-        return apply(architecture, params, normalise(architecture, batch), statistics, precision=lax.Precision.HIGHEST)[:2]
+        return apply(
+            architecture,
+            params,
+            normalise(architecture, batch),
+            statistics,
+            precision=lax.Precision.HIGHEST,
+        )[:2]
 
     parts = []
     for batch in _parts(images, EVALUATION_BATCH):
         # A last batch is filled up, as another size would compile once more.
-        full = np.concatenate([batch, np.zeros((min(EVALUATION_BATCH, len(images)) - len(batch), *batch.shape[1:]), np.uint8)])
+        full = np.concatenate(
+            [
+                batch,
+                np.zeros(
+                    (min(EVALUATION_BATCH, len(images)) - len(batch), *batch.shape[1:]), np.uint8
+                ),
+            ]
+        )
         scores, features = run(state.params, state.statistics, full)
         parts.append((np.asarray(scores)[: len(batch)], np.asarray(features)[: len(batch)]))
     return np.concatenate([p[0] for p in parts]), np.concatenate([p[1] for p in parts])
 
 
-def _feature_scale(features: Float[np.ndarray, 'n d'], architecture: Architecture) -> Float[np.ndarray, ' d']:
+def _feature_scale(
+    features: Float[np.ndarray, 'n d'], architecture: Architecture
+) -> Float[np.ndarray, ' d']:
     """Factors that bring the mean variance of each stage's features to 1."""
     scales, start = [], 0
     for channels in architecture.stages:

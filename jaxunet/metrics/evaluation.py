@@ -16,7 +16,13 @@ from jaxtyping import Float
 from jaxunet.config.relations import METRICS
 from jaxunet.data.source import Source
 from jaxunet.metrics.features import FeatureNetwork, batches
-from jaxunet.metrics.frechet import Moments, Statistics, frechet_distance, is_statistics, load_statistics
+from jaxunet.metrics.frechet import (
+    Moments,
+    Statistics,
+    frechet_distance,
+    is_statistics,
+    load_statistics,
+)
 from jaxunet.metrics.image_sets import Size, open_images
 from jaxunet.metrics.inception_score import SPLITS, inception_score
 from jaxunet.metrics.kernel_distance import SUBSET_SIZE, SUBSETS, kernel_distance
@@ -59,7 +65,12 @@ class Result:
 
     def row(self) -> dict[str, Any]:
         """For JSON."""
-        return {'metric': self.label, 'value': self.value, **({} if self.std is None else {'std': self.std}), **self.protocol}
+        return {
+            'metric': self.label,
+            'value': self.value,
+            **({} if self.std is None else {'std': self.std}),
+            **self.protocol,
+        }
 
     def line(self) -> str:
         """For people: the number, then the protocol."""
@@ -67,32 +78,49 @@ class Result:
         return f'{self.label}: {self.value:.6g}{spread}  [{"; ".join(f"{k} {v}" for k, v in self.protocol.items())}]'
 
 
-def check_metrics(metrics: Sequence[str], network: FeatureNetwork | None = None, option: str = '--metrics') -> None:
+def check_metrics(
+    metrics: Sequence[str], network: FeatureNetwork | None = None, option: str = '--metrics'
+) -> None:
     """Raises UserError: no metrics, an unknown one, one twice, or one that the features do not allow."""
     if not metrics:
         raise UserError(f'{option}: expected some of {", ".join(METRICS)}, found none')
     for metric in metrics:
         if metric not in METRICS:
-            raise UserError(f'{option}: expected some of {", ".join(METRICS)}, found {metric!r}{near_misses(metric, METRICS)}')
+            raise UserError(
+                f'{option}: expected some of {", ".join(METRICS)}, found {metric!r}{near_misses(metric, METRICS)}'
+            )
         if metrics.count(metric) > 1:
             raise UserError(f'{option}: {metric} is there twice')
     if network and not network.is_inception and 'inception_score' in metrics:
-        raise UserError(f'{option}: inception_score needs the features inception, found {network.name}; leave it out')
+        raise UserError(
+            f'{option}: inception_score needs the features inception, found {network.name}; leave it out'
+        )
 
 
 def statistics_side(path: str, metrics: Sequence[str], network: FeatureNetwork, flag: str) -> Side:
     """A side from a file of statistics. Raises UserError: other metrics than fid, or statistics of other features."""
     if others := [m for m in metrics if m != 'fid']:
-        raise UserError(f'{flag}: {path} holds statistics (mu, sigma), which serve fid only, not {", ".join(others)}; give images')
+        raise UserError(
+            f'{flag}: {path} holds statistics (mu, sigma), which serve fid only, not {", ".join(others)}; give images'
+        )
     statistics = load_statistics(Path(path).expanduser())
     if (found := len(statistics.mu)) != network.dimension:
-        raise UserError(f'{flag}: {path}: expected statistics of {network.dimension} features ({network.name}), found {found}')
+        raise UserError(
+            f'{flag}: {path}: expected statistics of {network.dimension} features ({network.name}), found {found}'
+        )
     made = statistics.protocol.get('features')
     if made is not None and made != network.name:
-        raise UserError(f'{flag}: {path}: expected statistics of features {network.name}, found those of {made}; make them again')
+        raise UserError(
+            f'{flag}: {path}: expected statistics of features {network.name}, found those of {made}; make them again'
+        )
     count = statistics.protocol.get('count')
     origin = f' ({statistics.protocol["images"]})' if 'images' in statistics.protocol else ''
-    return Side(path + origin, count if isinstance(count, int) else None, str(statistics.protocol.get('size', 'unknown')), statistics)
+    return Side(
+        path + origin,
+        count if isinstance(count, int) else None,
+        str(statistics.protocol.get('size', 'unknown')),
+        statistics,
+    )
 
 
 @contextlib.contextmanager
@@ -117,13 +145,24 @@ def open_side(
     file = Path(path).expanduser()
     if file.suffix.lower() == '.npz' and file.is_file() and is_statistics(file):
         if count is not None:
-            raise UserError(f'--num_samples: {path} holds statistics, from which nothing can be drawn; leave it out')
+            raise UserError(
+                f'--num_samples: {path} holds statistics, from which nothing can be drawn; leave it out'
+            )
         side = statistics_side(path, metrics, network, option)
         yield lambda: side, None
         return
     with open_images(path, grid_size=grid_size) as source:
         _check_count(count, source, path)
-        compute_side = functools.partial(image_side, path, source, metrics, network, count=count, seed=seed, batch_size=batch_size)
+        compute_side = functools.partial(
+            image_side,
+            path,
+            source,
+            metrics,
+            network,
+            count=count,
+            seed=seed,
+            batch_size=batch_size,
+        )
         yield compute_side, source.image_shape[:2]
 
 
@@ -162,7 +201,9 @@ def image_side(
     done = 0
     for batch in batches(network, source, rows, batch_size, name=Path(name).name or name):
         if not np.isfinite(batch).all():
-            raise UserError(f'{name}: the features of images {done} to {done + len(batch) - 1} are not finite; the network is damaged')
+            raise UserError(
+                f'{name}: the features of images {done} to {done + len(batch) - 1} are not finite; the network is damaged'
+            )
         if keep:
             features[done : done + len(batch)] = batch
         if 'fid' in metrics:
@@ -173,9 +214,14 @@ def image_side(
     if 'fid' in metrics:
         if len(rows) <= network.dimension:
             logging.warning(
-                '%s: %d images are few for a covariance of %d features: the distance is biased', name, len(rows), network.dimension
+                '%s: %d images are few for a covariance of %d features: the distance is biased',
+                name,
+                len(rows),
+                network.dimension,
             )
-        statistics = moments.statistics({'images': name, 'count': len(rows), 'size': size_text, 'features': network.name})
+        statistics = moments.statistics(
+            {'images': name, 'count': len(rows), 'size': size_text, 'features': network.name}
+        )
     return Side(name, len(rows), size_text, statistics, features if keep else None)
 
 
@@ -215,32 +261,61 @@ def compute(
                 assert samples.features is not None
                 assert reference.features is not None
                 if metric == 'kid':
-                    kid = kernel_distance(samples.features, reference.features, subsets=kid_subsets, subset_size=kid_subset_size, seed=seed)
+                    kid = kernel_distance(
+                        samples.features,
+                        reference.features,
+                        subsets=kid_subsets,
+                        subset_size=kid_subset_size,
+                        seed=seed,
+                    )
                     value, std = kid.value, kid.std
-                    details = {'subsets': kid.subsets if kid_subsets else 'none', 'subset_size': kid.subset_size if kid_subsets else 'all'}
+                    details = {
+                        'subsets': kid.subsets if kid_subsets else 'none',
+                        'subset_size': kid.subset_size if kid_subsets else 'all',
+                    }
                 else:
                     manifold = manifold or precision_recall(samples.features, reference.features)
                     value = manifold[metric == 'recall']
                     details = {'k': NEIGHBOURS}
-        protocol = _protocol(network, samples, None if metric in WITHOUT_REFERENCE else reference, seed) | details
+        protocol = (
+            _protocol(network, samples, None if metric in WITHOUT_REFERENCE else reference, seed)
+            | details
+        )
         results.append(Result(label(metric, network), value, std, protocol))
     return results
 
 
 def label(metric: str, network: FeatureNetwork) -> str:
     """What a result is called: by other features than Inception's, no FID and no KID."""
-    return metric if network.is_inception else f'{GENERAL.get(metric, metric)}[features={network.name}]'
+    return (
+        metric
+        if network.is_inception
+        else f'{GENERAL.get(metric, metric)}[features={network.name}]'
+    )
 
 
-def _protocol(network: FeatureNetwork, samples: Side, reference: Side | None, seed: int) -> dict[str, Any]:
-    protocol = {'samples': samples.name, 'num_samples': samples.count or 'unknown', 'sample_size': samples.size}
+def _protocol(
+    network: FeatureNetwork, samples: Side, reference: Side | None, seed: int
+) -> dict[str, Any]:
+    protocol = {
+        'samples': samples.name,
+        'num_samples': samples.count or 'unknown',
+        'sample_size': samples.size,
+    }
     if reference is not None:
-        protocol |= {'reference': reference.name, 'num_reference': reference.count or 'unknown', 'reference_size': reference.size}
+        protocol |= {
+            'reference': reference.name,
+            'num_reference': reference.count or 'unknown',
+            'reference_size': reference.size,
+        }
     return protocol | {'features': network.name, 'resize': network.resize, 'seed': seed}
 
 
 def _class_scores(network: FeatureNetwork, samples: Side) -> Float[np.ndarray, 'n classes']:
     assert network.classify is not None
     assert samples.features is not None
-    parts = [np.asarray(network.classify(samples.features[i : i + 1024])) for i in range(0, len(samples.features), 1024)]
+    parts = [
+        np.asarray(network.classify(samples.features[i : i + 1024]))
+        for i in range(0, len(samples.features), 1024)
+    ]
     return np.concatenate(parts)

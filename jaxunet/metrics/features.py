@@ -17,7 +17,12 @@ from jaxunet.data.source import Source
 from jaxunet.data.threads import ordered_map
 from jaxunet.metrics import classifier, inception
 from jaxunet.metrics.arrays import array_names, read_arrays
-from jaxunet.metrics.inception_weights import SHA256_PREFIX, SUFFIXES, find_or_download, read_parameters
+from jaxunet.metrics.inception_weights import (
+    SHA256_PREFIX,
+    SUFFIXES,
+    find_or_download,
+    read_parameters,
+)
 from jaxunet.runtime import download
 from jaxunet.runtime.errors import UserError, near_misses
 from jaxunet.runtime.progress import progress_bar
@@ -51,7 +56,9 @@ class FeatureNetwork:
     def check_size(self, found: tuple[int, int]) -> None:
         """Raises UserError: images of this (height, width) are not what the network takes."""
         if self.size and found != self.size:
-            raise UserError(f'--features: {self.name} compares images of {self.size[0]}x{self.size[1]} pixels, found {found[0]}x{found[1]}')
+            raise UserError(
+                f'--features: {self.name} compares images of {self.size[0]}x{self.size[1]} pixels, found {found[0]}x{found[1]}'
+            )
 
 
 def load_features(features: str) -> FeatureNetwork:
@@ -68,24 +75,37 @@ def load_features(features: str) -> FeatureNetwork:
     if not path.is_file():
         siblings = [p.name for p in path.parent.iterdir()] if path.parent.is_dir() else []
         hint = near_misses(features, ['inception']) or near_misses(path.name, siblings)
-        raise UserError(f'--features: expected inception or a file that ends in {", ".join(SUFFIXES)}, found no file {features!r}{hint}')
+        raise UserError(
+            f'--features: expected inception or a file that ends in {", ".join(SUFFIXES)}, found no file {features!r}{hint}'
+        )
     try:
         digest = download.digest(path, 'sha256')
     except OSError as error:
-        raise UserError(f'{path}: cannot be read: {error.strerror or error}; check its permissions') from None
+        raise UserError(
+            f'{path}: cannot be read: {error.strerror or error}; check its permissions'
+        ) from None
     if path.suffix.lower() == '.npz' and KIND in array_names(path):
         arrays = read_arrays(path)
         kind = str(arrays.pop(KIND))
         if kind not in READERS:
-            raise UserError(f'{path}: {KIND}: expected {" or ".join(READERS) or "none"}, found {kind!r}{near_misses(kind, READERS)}')
+            raise UserError(
+                f'{path}: {KIND}: expected {" or ".join(READERS) or "none"}, found {kind!r}{near_misses(kind, READERS)}'
+            )
         return READERS[kind](path, arrays, digest)
     return inception_network(read_parameters(path), digest)
 
 
 def inception_network(params: inception.Parameters, digest: str) -> FeatureNetwork:
     """FID's Inception-v3 with these parameters; `digest` is the SHA-256 of their file."""
-    known = "pytorch-fid's weights" if digest.startswith(SHA256_PREFIX) else f"not the file of pytorch-fid's weights, {SHA256_PREFIX}"
-    extract, classify = jax.jit(inception.features), jax.jit(lambda p, x: inception.logits(p, x, bias=False))
+    known = (
+        "pytorch-fid's weights"
+        if digest.startswith(SHA256_PREFIX)
+        else f"not the file of pytorch-fid's weights, {SHA256_PREFIX}"
+    )
+    extract, classify = (
+        jax.jit(inception.features),
+        jax.jit(lambda p, x: inception.logits(p, x, bias=False)),
+    )
     return FeatureNetwork(
         name=f'inception-{digest[:8]}',
         dimension=inception.DIMENSION,
@@ -103,7 +123,12 @@ def classifier_network(path: Path, arrays: dict[str, np.ndarray], digest: str) -
     @jax.jit
     def run(images: UInt8[Array, 'n height width 3']) -> Float[Array, 'n d']:
         x = classifier.normalise(architecture, images)
-        return classifier.apply(architecture, params, x, statistics, precision=lax.Precision.HIGHEST)[1] * scale[None]
+        return (
+            classifier.apply(architecture, params, x, statistics, precision=lax.Precision.HIGHEST)[
+                1
+            ]
+            * scale[None]
+        )
 
     network = FeatureNetwork(
         name=f'{CLASSIFIER}-{digest[:8]}',
@@ -122,11 +147,18 @@ def classifier_network(path: Path, arrays: dict[str, np.ndarray], digest: str) -
 
 
 # kind -> reader of the file's arrays; the third argument is the SHA-256 of the file.
-READERS: dict[str, Callable[[Path, dict[str, np.ndarray], str], FeatureNetwork]] = {CLASSIFIER: classifier_network}
+READERS: dict[str, Callable[[Path, dict[str, np.ndarray], str], FeatureNetwork]] = {
+    CLASSIFIER: classifier_network
+}
 
 
 def batches(
-    network: FeatureNetwork, source: Source, rows: Int[np.ndarray, ' rows'], batch_size: int, *, name: str = 'features'
+    network: FeatureNetwork,
+    source: Source,
+    rows: Int[np.ndarray, ' rows'],
+    batch_size: int,
+    *,
+    name: str = 'features',
 ) -> Iterator[Float[np.ndarray, 'n d']]:
     """Features of the images at `rows`, a batch at a time, in order; images are decoded in threads while the device works.
 
@@ -137,15 +169,22 @@ def batches(
         for images in _loaded(source, rows, batch_size):
             count = len(images)
             full = images
-            if count < batch_size < len(rows):  # the last one: a full batch needs no second compilation
-                full = np.concatenate([images, np.zeros((batch_size - count, *images.shape[1:]), np.uint8)])
+            if (
+                count < batch_size < len(rows)
+            ):  # the last one: a full batch needs no second compilation
+                full = np.concatenate(
+                    [images, np.zeros((batch_size - count, *images.shape[1:]), np.uint8)]
+                )
             yield np.asarray(network.extract(full))[:count]
             bar.update(count)
 
 
 def _loaded(source: Source, rows: Int[np.ndarray, ' rows'], batch_size: int) -> Iterator[Batch]:
     if source.in_memory:
-        yield from (source.load(rows[start : start + batch_size]) for start in range(0, len(rows), batch_size))
+        yield from (
+            source.load(rows[start : start + batch_size])
+            for start in range(0, len(rows), batch_size)
+        )
         return
     images: list[Pixels] = []
     for image in ordered_map(lambda row: source.load(np.array([row]))[0], rows):

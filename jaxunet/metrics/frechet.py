@@ -77,7 +77,9 @@ def frechet_distance(a: Statistics, b: Statistics) -> float:
       UserError: statistics of different dimensions.
     """
     if a.mu.shape != b.mu.shape:
-        raise UserError(f'expected statistics of one dimension, found {len(a.mu)} and {len(b.mu)}; they come from different features')
+        raise UserError(
+            f'expected statistics of one dimension, found {len(a.mu)} and {len(b.mu)}; they come from different features'
+        )
     delta = a.mu - b.mu
     product = _factor(a.sigma).T @ _factor(b.sigma)
     overlap = np.linalg.svd(product, compute_uv=False).sum() if product.size else 0.0
@@ -99,10 +101,17 @@ def save_statistics(path: str | os.PathLike[str], statistics: Statistics) -> Non
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         with partial.open('wb') as file:
-            np.savez(file, mu=statistics.mu, sigma=statistics.sigma, jaxunet_protocol=np.array(json.dumps(statistics.protocol)))
+            np.savez(
+                file,
+                mu=statistics.mu,
+                sigma=statistics.sigma,
+                jaxunet_protocol=np.array(json.dumps(statistics.protocol)),
+            )
         os.replace(partial, target)
     except OSError as error:
-        raise UserError(f'{target}: cannot be written: {error.strerror or error}; check the folder and the free space') from None
+        raise UserError(
+            f'{target}: cannot be written: {error.strerror or error}; check the folder and the free space'
+        ) from None
     finally:
         partial.unlink(missing_ok=True)
 
@@ -121,17 +130,27 @@ def load_statistics(path: Path) -> Statistics:
     """
     arrays = read_arrays(path)
     if missing := [name for name in ('mu', 'sigma') if name not in arrays]:
-        raise UserError(f'{path}: expected arrays mu and sigma, {missing[0]} is missing; found {", ".join(arrays)}')
+        raise UserError(
+            f'{path}: expected arrays mu and sigma, {missing[0]} is missing; found {", ".join(arrays)}'
+        )
     mu, sigma = arrays['mu'].astype(np.float64), arrays['sigma'].astype(np.float64)
     if mu.ndim != 1 or sigma.shape != (len(mu), len(mu)):
-        raise UserError(f'{path}: expected mu (d,) and sigma (d, d), found {mu.shape} and {sigma.shape}')
+        raise UserError(
+            f'{path}: expected mu (d,) and sigma (d, d), found {mu.shape} and {sigma.shape}'
+        )
     if not (np.isfinite(mu).all() and np.isfinite(sigma).all()):
-        raise UserError(f'{path}: expected finite numbers, found NaN or infinity; make the statistics again')
+        raise UserError(
+            f'{path}: expected finite numbers, found NaN or infinity; make the statistics again'
+        )
     scale = float(np.abs(sigma).max())
     if np.abs(sigma - sigma.T).max() > 1e-6 * scale or np.diagonal(sigma).min() < -1e-6 * scale:
-        raise UserError(f'{path}: sigma: expected a covariance, found a matrix that is not symmetric or has negative variances')
+        raise UserError(
+            f'{path}: sigma: expected a covariance, found a matrix that is not symmetric or has negative variances'
+        )
     try:
         protocol = json.loads(str(arrays[PROTOCOL])) if PROTOCOL in arrays else {}
     except ValueError:
-        raise UserError(f'{path}: {PROTOCOL}: expected JSON, found {str(arrays[PROTOCOL])[:40]!r}') from None
+        raise UserError(
+            f'{path}: {PROTOCOL}: expected JSON, found {str(arrays[PROTOCOL])[:40]!r}'
+        ) from None
     return Statistics(mu, sigma, protocol if isinstance(protocol, dict) else {})

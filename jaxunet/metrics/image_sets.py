@@ -43,13 +43,19 @@ def open_images(path: str, *, grid_size: Size | None = None) -> Iterator[Source]
     file = Path(path).expanduser()
     if file.suffix.lower() == '.png' and file.is_file():
         if grid_size is None:
-            raise UserError(f'{path}: a grid does not tell the size of its images; give --image_size HEIGHT,WIDTH')
+            raise UserError(
+                f'{path}: a grid does not tell the size of its images; give --image_size HEIGHT,WIDTH'
+            )
         yield ArraySource(path, read_grid(file, grid_size), (*grid_size, 3))
         return
-    local = Path(path.removeprefix('cifar10:')).expanduser() if path.startswith('cifar10:') else file
+    local = (
+        Path(path.removeprefix('cifar10:')).expanduser() if path.startswith('cifar10:') else file
+    )
     if path == 'digits:':
         yield open_source(path, image_shape=(8, 8, 3))
-    elif path.startswith('cifar10:') and (path == 'cifar10:' or (_is_set(local) and cifar10.is_official(local))):
+    elif path.startswith('cifar10:') and (
+        path == 'cifar10:' or (_is_set(local) and cifar10.is_official(local))
+    ):
         yield open_source(path, image_shape=(32, 32, 3))
     elif local.name.lower().endswith(TAR) and local.is_file() and compression(local):
         with tempfile.TemporaryDirectory(prefix='jaxunet.') as folder:
@@ -104,9 +110,17 @@ def read_grid(path: Path, size: Size) -> UInt8[np.ndarray, 'images height width 
         f'{path}: expected a grid of {height}x{width} images as jaxunet.sample writes it, found {canvas.shape[0]}x{canvas.shape[1]} '
         'pixels that are none; give --image_size, or a folder or .npz of the images'
     )
-    if min(rows, columns) < 1 or canvas.shape[:2] != (rows * cell_height + GAP, columns * cell_width + GAP):
+    if min(rows, columns) < 1 or canvas.shape[:2] != (
+        rows * cell_height + GAP,
+        columns * cell_width + GAP,
+    ):
         raise wrong
-    cells = canvas[GAP:, GAP:].reshape(rows, cell_height, columns, cell_width, 3).swapaxes(1, 2).reshape(-1, cell_height, cell_width, 3)
+    cells = (
+        canvas[GAP:, GAP:]
+        .reshape(rows, cell_height, columns, cell_width, 3)
+        .swapaxes(1, 2)
+        .reshape(-1, cell_height, cell_width, 3)
+    )
     images = cells[:, :-GAP:factor, :-GAP:factor]
     enlarged = images.repeat(factor, axis=1).repeat(factor, axis=2)
     gaps = (canvas[:GAP], canvas[:, :GAP], cells[:, -GAP:], cells[:, :, -GAP:])
@@ -135,13 +149,23 @@ def _first_size(container: Container) -> Size:
 
 def _array_shape(path: Path) -> tuple[int, int, int]:
     """Of the images in an .npz or .bin. Where it cannot be had, any shape: opening then tells what is wrong."""
-    with contextlib.suppress(OSError, ValueError, EOFError, KeyError, zipfile.BadZipFile, struct.error):
+    with contextlib.suppress(
+        OSError, ValueError, EOFError, KeyError, zipfile.BadZipFile, struct.error
+    ):
         if path.suffix.lower() == '.npz':
             with zipfile.ZipFile(path) as archive:
-                name = next(name for name in ('images.npy', 'arr_0.npy', '') if name in archive.namelist() or not name)
+                name = next(
+                    name
+                    for name in ('images.npy', 'arr_0.npy', '')
+                    if name in archive.namelist() or not name
+                )
                 with archive.open(name) as file:
                     version = np.lib.format.read_magic(file)
-                    read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
+                    read = (
+                        np.lib.format.read_array_header_1_0
+                        if version == (1, 0)
+                        else np.lib.format.read_array_header_2_0
+                    )
                     shape = read(file)[0]
             if len(shape) in (3, 4) and min(shape) > 0:
                 return int(shape[1]), int(shape[2]), 3

@@ -31,7 +31,9 @@ Tap = Callable[[str, Array], None]
 Layer = Callable[[str, Array, int, tuple[int, int], int, tuple[int, int]], Array]
 
 
-def features(params: Parameters, images: UInt8[Array, 'images height width 3']) -> Float[Array, 'images 2048']:
+def features(
+    params: Parameters, images: UInt8[Array, 'images height width 3']
+) -> Float[Array, 'images 2048']:
     """The pool3 features of RGB images of any size, float32."""
     return pool3(params, prepare(images))
 
@@ -39,7 +41,9 @@ def features(params: Parameters, images: UInt8[Array, 'images height width 3']) 
 def prepare(images: UInt8[Array, 'images height width 3']) -> Float[Array, 'images 299 299 3']:
     """Pixels / 255, resized to 299×299 (bilinear, half-pixel centres, no antialiasing: torch's `align_corners=False`), 2x − 1."""
     x = images.astype(jnp.float32) / 255
-    resized = jax.image.resize(x, (x.shape[0], SIDE, SIDE, x.shape[3]), 'bilinear', antialias=False, precision=PRECISION)
+    resized = jax.image.resize(
+        x, (x.shape[0], SIDE, SIDE, x.shape[3]), 'bilinear', antialias=False, precision=PRECISION
+    )
     return 2 * resized - 1
 
 
@@ -50,7 +54,14 @@ def pool3(params: Parameters, x: Maps, tap: Tap | None = None) -> Float[Array, '
       tap: is given the name and output of every convolution (`Mixed_5b.branch1x1`), block (`Mixed_5b`) and outer pool.
     """
 
-    def layer(name: str, x: Array, channels: int, kernel: tuple[int, int], stride: int, padding: tuple[int, int]) -> Array:
+    def layer(
+        name: str,
+        x: Array,
+        channels: int,
+        kernel: tuple[int, int],
+        stride: int,
+        padding: tuple[int, int],
+    ) -> Array:
         y = _convolution(params, name, x, stride, padding)
         if tap:
             tap(name, y)
@@ -59,7 +70,9 @@ def pool3(params: Parameters, x: Maps, tap: Tap | None = None) -> Float[Array, '
     return _network(layer, x, tap or (lambda name, y: None))
 
 
-def logits(params: Parameters, pooled: Float[Array, 'images 2048'], *, bias: bool = True) -> Float[Array, 'images 1008']:
+def logits(
+    params: Parameters, pooled: Float[Array, 'images 2048'], *, bias: bool = True
+) -> Float[Array, 'images 1008']:
     """Class scores from the pool3 features. The Inception Score of Salimans et al. leaves the bias out."""
     y = jnp.matmul(pooled, params['fc.weight'], precision=PRECISION)
     return y + params['fc.bias'][None] if bias else y
@@ -69,17 +82,31 @@ def torch_shapes() -> dict[str, tuple[int, ...]]:
     """Names and shapes of the state dict that belongs to this network, in torch's layouts (OIHW; (out, in))."""
     shapes: dict[str, tuple[int, ...]] = {}
 
-    def layer(name: str, x: Array, channels: int, kernel: tuple[int, int], stride: int, padding: tuple[int, int]) -> Array:
+    def layer(
+        name: str,
+        x: Array,
+        channels: int,
+        kernel: tuple[int, int],
+        stride: int,
+        padding: tuple[int, int],
+    ) -> Array:
         shapes[f'{name}.conv.weight'] = (channels, x.shape[3], *kernel)
         shapes.update({f'{name}.bn.{part}': (channels,) for part in BATCH_NORM})
-        height, width = ((x.shape[i + 1] + 2 * padding[i] - kernel[i]) // stride + 1 for i in (0, 1))
+        height, width = (
+            (x.shape[i + 1] + 2 * padding[i] - kernel[i]) // stride + 1 for i in (0, 1)
+        )
         return jnp.zeros((x.shape[0], height, width, channels), x.dtype)
 
-    jax.eval_shape(lambda x: _network(layer, x, lambda name, y: None), jax.ShapeDtypeStruct((1, SIDE, SIDE, 3), jnp.float32))
+    jax.eval_shape(
+        lambda x: _network(layer, x, lambda name, y: None),
+        jax.ShapeDtypeStruct((1, SIDE, SIDE, 3), jnp.float32),
+    )
     return {**shapes, 'fc.weight': (CLASSES, DIMENSION), 'fc.bias': (CLASSES,)}
 
 
-def _convolution(params: Parameters, name: str, x: Array, stride: int, padding: tuple[int, int]) -> Array:
+def _convolution(
+    params: Parameters, name: str, x: Array, stride: int, padding: tuple[int, int]
+) -> Array:
     """Convolution without bias, batch normalization by stored statistics, ReLU."""
     y = lax.conv_general_dilated(
         x,
@@ -103,14 +130,26 @@ def _average_pool(x: Array) -> Array:
     """3×3 means over the pixels that exist: the padding does not count."""
     pads = [(0, 0), (1, 1), (1, 1), (0, 0)]
     total = lax.reduce_window(x, 0.0, lax.add, (1, 3, 3, 1), (1, 1, 1, 1), pads)
-    count = lax.reduce_window(jnp.ones((1, *x.shape[1:3], 1), x.dtype), 0.0, lax.add, (1, 3, 3, 1), (1, 1, 1, 1), pads)
+    count = lax.reduce_window(
+        jnp.ones((1, *x.shape[1:3], 1), x.dtype), 0.0, lax.add, (1, 3, 3, 1), (1, 1, 1, 1), pads
+    )
     return total / jnp.broadcast_to(count, total.shape)
 
 
 def _network(layer: Layer, x: Array, tap: Tap) -> Array:
-    def conv(name: str, x: Array, channels: int, kernel: int | tuple[int, int], stride: int = 1, *, same: bool = False) -> Array:
+    def conv(
+        name: str,
+        x: Array,
+        channels: int,
+        kernel: int | tuple[int, int],
+        stride: int = 1,
+        *,
+        same: bool = False,
+    ) -> Array:
         size = (kernel, kernel) if isinstance(kernel, int) else kernel
-        return layer(name, x, channels, size, stride, (size[0] // 2, size[1] // 2) if same else (0, 0))
+        return layer(
+            name, x, channels, size, stride, (size[0] // 2, size[1] // 2) if same else (0, 0)
+        )
 
     def chain(name: str, x: Array, *convs: tuple[str, int, int | tuple[int, int]]) -> Array:
         for suffix, channels, kernel in convs:
@@ -127,7 +166,13 @@ def _network(layer: Layer, x: Array, tap: Tap) -> Array:
             name,
             chain(name, x, ('branch1x1', 64, 1)),
             chain(name, x, ('branch5x5_1', 48, 1), ('branch5x5_2', 64, 5)),
-            chain(name, x, ('branch3x3dbl_1', 64, 1), ('branch3x3dbl_2', 96, 3), ('branch3x3dbl_3', 96, 3)),
+            chain(
+                name,
+                x,
+                ('branch3x3dbl_1', 64, 1),
+                ('branch3x3dbl_2', 96, 3),
+                ('branch3x3dbl_3', 96, 3),
+            ),
             chain(name, _average_pool(x), ('branch_pool', pooled, 1)),
         )
 
@@ -145,7 +190,13 @@ def _network(layer: Layer, x: Array, tap: Tap) -> Array:
         return joined(
             name,
             chain(name, x, ('branch1x1', 192, 1)),
-            chain(name, x, ('branch7x7_1', c, 1), ('branch7x7_2', c, row), ('branch7x7_3', 192, column)),
+            chain(
+                name,
+                x,
+                ('branch7x7_1', c, 1),
+                ('branch7x7_2', c, row),
+                ('branch7x7_3', 192, column),
+            ),
             chain(
                 name,
                 x,
@@ -160,7 +211,13 @@ def _network(layer: Layer, x: Array, tap: Tap) -> Array:
 
     def block_d(name: str, x: Array) -> Array:
         single = chain(name, x, ('branch3x3_1', 192, 1))
-        seven = chain(name, x, ('branch7x7x3_1', 192, 1), ('branch7x7x3_2', 192, (1, 7)), ('branch7x7x3_3', 192, (7, 1)))
+        seven = chain(
+            name,
+            x,
+            ('branch7x7x3_1', 192, 1),
+            ('branch7x7x3_2', 192, (1, 7)),
+            ('branch7x7x3_3', 192, (7, 1)),
+        )
         return joined(
             name,
             conv(f'{name}.branch3x3_2', single, 320, 3, 2),
@@ -174,8 +231,14 @@ def _network(layer: Layer, x: Array, tap: Tap) -> Array:
         return joined(
             name,
             chain(name, x, ('branch1x1', 320, 1)),
-            *(chain(name, single, (f'branch3x3_2{part}', 384, kernel)) for part, kernel in (('a', (1, 3)), ('b', (3, 1)))),
-            *(chain(name, double, (f'branch3x3dbl_3{part}', 384, kernel)) for part, kernel in (('a', (1, 3)), ('b', (3, 1)))),
+            *(
+                chain(name, single, (f'branch3x3_2{part}', 384, kernel))
+                for part, kernel in (('a', (1, 3)), ('b', (3, 1)))
+            ),
+            *(
+                chain(name, double, (f'branch3x3dbl_3{part}', 384, kernel))
+                for part, kernel in (('a', (1, 3)), ('b', (3, 1)))
+            ),
             chain(name, pooled, ('branch_pool', 192, 1)),
         )
 
@@ -191,7 +254,12 @@ def _network(layer: Layer, x: Array, tap: Tap) -> Array:
     for name, pooled in (('Mixed_5b', 32), ('Mixed_5c', 64), ('Mixed_5d', 64)):
         x = block_a(name, x, pooled)
     x = block_b('Mixed_6a', x)
-    for name, channels in (('Mixed_6b', 128), ('Mixed_6c', 160), ('Mixed_6d', 160), ('Mixed_6e', 192)):
+    for name, channels in (
+        ('Mixed_6b', 128),
+        ('Mixed_6c', 160),
+        ('Mixed_6d', 160),
+        ('Mixed_6e', 192),
+    ):
         x = block_c(name, x, channels)
     x = block_d('Mixed_7a', x)
     x = block_e('Mixed_7b', x, _average_pool(x))

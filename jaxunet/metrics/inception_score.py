@@ -10,14 +10,18 @@ from jaxunet.runtime.errors import UserError
 SPLITS = 10
 
 
-def inception_score(logits: Float[np.ndarray, 'n classes'], *, splits: int = SPLITS, seed: int = 0) -> tuple[float, float]:
+def inception_score(
+    logits: Float[np.ndarray, 'n classes'], *, splits: int = SPLITS, seed: int = 0
+) -> tuple[float, float]:
     """Mean and standard deviation over `splits` equal parts of the images in random order, in float64.
 
     Raises:
       UserError: fewer images than parts.
     """
     if len(logits) < splits:
-        raise UserError(f'an Inception Score over {splits} parts needs as many images, found {len(logits)}')
+        raise UserError(
+            f'an Inception Score over {splits} parts needs as many images, found {len(logits)}'
+        )
     order = np.random.default_rng(seed).permutation(len(logits))
     scores = []
     for rows in np.array_split(order, splits):

@@ -53,9 +53,13 @@ def from_state(state: Mapping[str, np.ndarray], name: str) -> Parameters:
         if value.shape != shape:
             raise UserError(f'{name}: {key}: expected shape {shape}, found {value.shape}')
         if not np.isfinite(value).all():
-            raise UserError(f'{name}: {key}: expected finite numbers, found NaN or infinity; the file is damaged')
+            raise UserError(
+                f'{name}: {key}: expected finite numbers, found NaN or infinity; the file is damaged'
+            )
         if key.endswith('running_var') and (value < 0).any():
-            raise UserError(f'{name}: {key}: expected variances of 0 or more, found {value.min()}; the file is damaged')
+            raise UserError(
+                f'{name}: {key}: expected variances of 0 or more, found {value.min()}; the file is damaged'
+            )
         turned = value.transpose(2, 3, 1, 0) if value.ndim == 4 else value.T
         params[key] = jnp.asarray(np.ascontiguousarray(turned, np.float32))
     return params
@@ -68,15 +72,26 @@ def find_or_download() -> Path:
       UserError: no connection, no space, or other bytes than expected.
     """
     instead = f'give its path (--features /path/to/{FILE}), or put it into {cache_dir()}'
-    return cached(URL, FILE, algorithm='sha256', checksum=SHA256_PREFIX, asked_by='--features=inception', instead=instead)
+    return cached(
+        URL,
+        FILE,
+        algorithm='sha256',
+        checksum=SHA256_PREFIX,
+        asked_by='--features=inception',
+        instead=instead,
+    )
 
 
 def _read_state(path: Path) -> dict[str, np.ndarray]:
     if path.suffix.lower() not in SUFFIXES:
-        raise UserError(f'{path}: expected a file of features that ends in {", ".join(SUFFIXES)}, found {path.suffix!r}')
+        raise UserError(
+            f'{path}: expected a file of features that ends in {", ".join(SUFFIXES)}, found {path.suffix!r}'
+        )
     try:
         if path.stat().st_size > MAX_BYTES:
-            raise UserError(f'{path}: {path.stat().st_size:,} bytes, expected about 96 million; this is no Inception-v3')
+            raise UserError(
+                f'{path}: {path.stat().st_size:,} bytes, expected about 96 million; this is no Inception-v3'
+            )
         with path.open('rb') as file:
             if path.suffix.lower() == '.safetensors':
                 tensors = SafetensorsFile(str(path), file)

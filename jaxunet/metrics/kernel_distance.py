@@ -31,7 +31,13 @@ class KernelDistance:
 
 
 def kernel_distance(
-    a: Features, b: Features, *, subsets: int = SUBSETS, subset_size: int = SUBSET_SIZE, seed: int = 0, block: int = BLOCK
+    a: Features,
+    b: Features,
+    *,
+    subsets: int = SUBSETS,
+    subset_size: int = SUBSET_SIZE,
+    seed: int = 0,
+    block: int = BLOCK,
 ) -> KernelDistance:
     """Mean of `squared_mmd` over subsets, drawn without replacement; smaller sets lower the subset's size to theirs.
 
@@ -42,16 +48,23 @@ def kernel_distance(
       UserError: fewer than two images, or sizes out of range.
     """
     if min(len(a), len(b)) < 2:
-        raise UserError(f'a kernel distance needs 2 images or more on each side, found {len(a)} and {len(b)}')
+        raise UserError(
+            f'a kernel distance needs 2 images or more on each side, found {len(a)} and {len(b)}'
+        )
     if subsets < 0 or subset_size < 2:
-        raise UserError(f'kid: expected 0 subsets or more, of 2 images or more, found {subsets} of {subset_size}')
+        raise UserError(
+            f'kid: expected 0 subsets or more, of 2 images or more, found {subsets} of {subset_size}'
+        )
     if subsets == 0:
         return KernelDistance(squared_mmd(a, b, block=block), 0.0, 1, max(len(a), len(b)))
     size = min(subset_size, len(a), len(b))
     random = np.random.default_rng(seed)
     values = []
     for _ in range(subsets):
-        rows_a, rows_b = random.choice(len(a), size, replace=False), random.choice(len(b), size, replace=False)
+        rows_a, rows_b = (
+            random.choice(len(a), size, replace=False),
+            random.choice(len(b), size, replace=False),
+        )
         values.append(squared_mmd(a[rows_a], b[rows_b], block=block))
     return KernelDistance(float(np.mean(values)), float(np.std(values)), subsets, size)
 
@@ -64,8 +77,12 @@ def squared_mmd(a: Features, b: Features, *, block: int = BLOCK) -> float:
     n, m = len(a), len(b)
     # The kernel's division by d.
     a, b = (x.astype(np.float32) / np.float32(np.sqrt(x.shape[1])) for x in (a, b))
-    within_a = fold_pairs(_add_others, _zeros, a, a, block=block).sum(dtype=np.float64) / (n * (n - 1))
-    within_b = fold_pairs(_add_others, _zeros, b, b, block=block).sum(dtype=np.float64) / (m * (m - 1))
+    within_a = fold_pairs(_add_others, _zeros, a, a, block=block).sum(dtype=np.float64) / (
+        n * (n - 1)
+    )
+    within_b = fold_pairs(_add_others, _zeros, b, b, block=block).sum(dtype=np.float64) / (
+        m * (m - 1)
+    )
     between = fold_pairs(_add, _zeros, a, b, block=block).sum(dtype=np.float64) / (n * m)
     return float(within_a + within_b - 2 * between)
 
@@ -79,10 +96,26 @@ def _kernel(products: Array) -> Array:
     return products * (products * (products + 3) + 3)
 
 
-def _add(state: Array, products: Array, _rows: Array, _columns: Array, places: Array, numbers: Array, _extra: Array) -> Array:
+def _add(
+    state: Array,
+    products: Array,
+    _rows: Array,
+    _columns: Array,
+    places: Array,
+    numbers: Array,
+    _extra: Array,
+) -> Array:
     return state + jnp.where((numbers >= 0)[None], _kernel(products), 0).sum(1)
 
 
-def _add_others(state: Array, products: Array, _rows: Array, _columns: Array, places: Array, numbers: Array, _extra: Array) -> Array:
+def _add_others(
+    state: Array,
+    products: Array,
+    _rows: Array,
+    _columns: Array,
+    places: Array,
+    numbers: Array,
+    _extra: Array,
+) -> Array:
     keep = (numbers >= 0)[None] & (places[:, None] != numbers[None])
     return state + jnp.where(keep, _kernel(products), 0).sum(1)

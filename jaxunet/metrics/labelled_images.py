@@ -34,7 +34,9 @@ def load(flag: str, path: str) -> tuple[Images, tuple[str, ...]]:
 
 def _check(flag: str, path: str, source: Source) -> None:
     if len(source.class_names) < 2 or (source.labels < 0).any():
-        raise UserError(f'{flag}: {path}: expected images of two classes or more, found none; put each class into a folder of its own')
+        raise UserError(
+            f'{flag}: {path}: expected images of two classes or more, found none; put each class into a folder of its own'
+        )
     if min(source.image_shape[:2]) < 4:
         raise UserError(
             f'{flag}: {path}: expected images of 4 pixels a side or more, found {source.image_shape[0]}x{source.image_shape[1]}'
@@ -53,7 +55,9 @@ def split(images: Images, seed: int) -> tuple[Images, Images]:
         raise UserError(f'--reference: {count} images are too few to hold some out; give --test')
     order = np.random.default_rng(seed).permutation(count)
     held, rest = np.sort(order[: count // HELD_OUT]), np.sort(order[count // HELD_OUT :])
-    return Images(images.images[rest], images.labels[rest]), Images(images.images[held], images.labels[held])
+    return Images(images.images[rest], images.labels[rest]), Images(
+        images.images[held], images.labels[held]
+    )
 
 
 def fingerprint(images: Images) -> str:

@@ -39,22 +39,37 @@ def fold_pairs(
     n, m = len(rows), len(columns)
     high, wide = min(block, n), min(block, m)
     numbers = _padded(np.arange(m, dtype=np.int32), wide, -1)
-    extras = _padded(np.zeros(m, np.float32) if extra is None else extra.astype(np.float32), wide, 0)
+    extras = _padded(
+        np.zeros(m, np.float32) if extra is None else extra.astype(np.float32), wide, 0
+    )
     tiles = _padded(columns.astype(np.float32), wide, 0)
     on_device = [jnp.asarray(a) for a in (tiles, numbers, extras)]
-    tall, places = _padded(rows.astype(np.float32), high, 0), _padded(np.arange(n, dtype=np.int32), high, -1)
+    tall, places = (
+        _padded(rows.astype(np.float32), high, 0),
+        _padded(np.arange(n, dtype=np.int32), high, -1),
+    )
     results = [_scan(fold, initial, tall[i], places[i], *on_device) for i in range(len(tall))]
     return np.concatenate([np.asarray(result) for result in results])[:n]
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
-def _scan(fold: Fold, initial: Callable[[int], Array], rows: Array, places: Array, tiles: Array, numbers: Array, extras: Array) -> Array:
+def _scan(
+    fold: Fold,
+    initial: Callable[[int], Array],
+    rows: Array,
+    places: Array,
+    tiles: Array,
+    numbers: Array,
+    extras: Array,
+) -> Array:
     row_norms = (rows * rows).sum(1)
 
     def step(state: Array, tile: tuple[Array, Array, Array]) -> tuple[Array, None]:
         columns, number, extra = tile
         products = jnp.matmul(rows, columns.T, precision=lax.Precision.HIGHEST)
-        return fold(state, products, row_norms, (columns * columns).sum(1), places, number, extra), None
+        return fold(
+            state, products, row_norms, (columns * columns).sum(1), places, number, extra
+        ), None
 
     return lax.scan(step, initial(rows.shape[0]), (tiles, numbers, extras))[0]
 

@@ -21,7 +21,9 @@ NEIGHBOURS = 3
 Features = Float[np.ndarray, 'n d']
 
 
-def precision_recall(samples: Features, reference: Features, *, k: int = NEIGHBOURS, block: int = BLOCK) -> tuple[float, float]:
+def precision_recall(
+    samples: Features, reference: Features, *, k: int = NEIGHBOURS, block: int = BLOCK
+) -> tuple[float, float]:
     """(share of the samples inside the reference's manifold, share of the reference inside the samples' manifold).
 
     Squared distances in float32, of features centred on the reference's mean, as |x|² + |y|² − 2 x·y.
@@ -30,7 +32,9 @@ def precision_recall(samples: Features, reference: Features, *, k: int = NEIGHBO
       UserError: a set with no more than k images.
     """
     if min(len(samples), len(reference)) <= k:
-        raise UserError(f'precision, recall (k={k}): need more than {k} images on each side, found {len(samples)} and {len(reference)}')
+        raise UserError(
+            f'precision, recall (k={k}): need more than {k} images on each side, found {len(samples)} and {len(reference)}'
+        )
     centre = reference.mean(axis=0, dtype=np.float64)[None]
     samples, reference = ((x - centre).astype(np.float32) for x in (samples, reference))
     precision = covered(samples, reference, squared_radii(reference, k, block=block), block=block)
@@ -43,7 +47,9 @@ def squared_radii(features: Features, k: int, *, block: int = BLOCK) -> Float[np
     return fold_pairs(_nearest, _far(k), features, features, block=block)[:, -1]
 
 
-def covered(points: Features, centres: Features, radii: Float[np.ndarray, ' m'], *, block: int = BLOCK) -> np.ndarray:
+def covered(
+    points: Features, centres: Features, radii: Float[np.ndarray, ' m'], *, block: int = BLOCK
+) -> np.ndarray:
     """Whether each point lies in one of the balls, bool (n,)."""
     return fold_pairs(_inside, _nowhere, points, centres, extra=radii, block=block)
 
@@ -58,7 +64,15 @@ def _far(k: int) -> Callable[[int], Array]:
     return lambda rows: jnp.full((rows, k), jnp.inf, jnp.float32)
 
 
-def _nearest(state: Array, products: Array, row_norms: Array, column_norms: Array, places: Array, numbers: Array, _extra: Array) -> Array:
+def _nearest(
+    state: Array,
+    products: Array,
+    row_norms: Array,
+    column_norms: Array,
+    places: Array,
+    numbers: Array,
+    _extra: Array,
+) -> Array:
     """The k smallest distances to others, ascending."""
     other = (numbers >= 0)[None] & (places[:, None] != numbers[None])
     distances = jnp.where(other, _squared(products, row_norms, column_norms), jnp.inf)
@@ -69,6 +83,14 @@ def _nowhere(rows: int) -> Array:
     return jnp.zeros(rows, jnp.bool_)
 
 
-def _inside(state: Array, products: Array, row_norms: Array, column_norms: Array, places: Array, numbers: Array, radii: Array) -> Array:
+def _inside(
+    state: Array,
+    products: Array,
+    row_norms: Array,
+    column_norms: Array,
+    places: Array,
+    numbers: Array,
+    radii: Array,
+) -> Array:
     near = (_squared(products, row_norms, column_norms) <= radii[None]) & (numbers >= 0)[None]
     return state | near.any(1)

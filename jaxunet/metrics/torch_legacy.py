@@ -32,22 +32,32 @@ def read_legacy(path: str, file: BinaryIO) -> dict[str, np.ndarray]:
     pickles = _pickles(path, file)
     magic, protocol, machine, tree, keys = (next(pickles) for _ in range(5))
     if magic != MAGIC or protocol != PROTOCOL or not isinstance(machine, dict):
-        raise UserError(f'{path}: expected a file of torch.save, found a pickle that does not start as one; {STATE_DICT}')
+        raise UserError(
+            f'{path}: expected a file of torch.save, found a pickle that does not start as one; {STATE_DICT}'
+        )
     if machine.get('little_endian') is not True:
-        raise UserError(f'{path}: little_endian: expected True, found {machine.get("little_endian")!r}; save it on another machine')
+        raise UserError(
+            f'{path}: little_endian: expected True, found {machine.get("little_endian")!r}; save it on another machine'
+        )
     views = _state_dict(path, tree)
     storages = {view.storage.key: view.storage for view in views.values()}
     if not isinstance(keys, list) or sorted(storages) != sorted(map(str, keys)):
-        raise UserError(f'{path}: the list of storages is not that of the tensors; the file is damaged')
+        raise UserError(
+            f'{path}: the list of storages is not that of the tensors; the file is damaged'
+        )
     numbers = {}
     for key in keys:
         storage = storages[key]
         count = int.from_bytes(file.read(8), 'little')
         wanted = storage.size * ITEM_SIZES[storage.dtype]
         if count != storage.size or file.tell() + wanted > size:
-            raise UserError(f'{path}, byte {file.tell()}: storage {key}: expected {storage.size:,} numbers; the file is truncated')
+            raise UserError(
+                f'{path}, byte {file.tell()}: storage {key}: expected {storage.size:,} numbers; the file is truncated'
+            )
         if storage.dtype == 'bf16':
-            raise UserError(f'{path}: storage {key}: expected plain numbers, found bfloat16; save them as float32')
+            raise UserError(
+                f'{path}: storage {key}: expected plain numbers, found bfloat16; save them as float32'
+            )
         numbers[key] = np.frombuffer(file.read(wanted), f'<{storage.dtype}')
     return {name: _tensor(view, numbers[view.storage.key]) for name, view in views.items()}
 
@@ -55,18 +65,29 @@ def read_legacy(path: str, file: BinaryIO) -> dict[str, np.ndarray]:
 def _tensor(view: TensorView, values: np.ndarray) -> np.ndarray:
     # The reader of the pickle has checked that the view lies inside its storage.
     strides = tuple(step * values.itemsize for step in view.stride)
-    return np.ascontiguousarray(np.lib.stride_tricks.as_strided(values[view.offset :], view.shape, strides, writeable=False), np.float32)
+    return np.ascontiguousarray(
+        np.lib.stride_tricks.as_strided(
+            values[view.offset :], view.shape, strides, writeable=False
+        ),
+        np.float32,
+    )
 
 
 def _state_dict(path: str, tree: Any) -> dict[str, TensorView]:
     if not isinstance(tree, dict) or not tree:
-        raise UserError(f'{path}: expected a dict of tensors (a state dict), found a {type(tree).__name__}; {STATE_DICT}')
+        raise UserError(
+            f'{path}: expected a dict of tensors (a state dict), found a {type(tree).__name__}; {STATE_DICT}'
+        )
     for name, view in tree.items():
         if not isinstance(name, str) or not isinstance(view, TensorView):
-            raise UserError(f'{path}: {name!r}: expected a tensor, found a {type(view).__name__}; {STATE_DICT}')
+            raise UserError(
+                f'{path}: {name!r}: expected a tensor, found a {type(view).__name__}; {STATE_DICT}'
+            )
         elements = int(np.prod(view.shape, dtype=np.float64))
         if elements == 0 or elements > view.storage.size:
-            raise UserError(f'{path}: {name}: shape {view.shape} does not fit its {view.storage.size:,} stored numbers')
+            raise UserError(
+                f'{path}: {name}: shape {view.shape} does not fit its {view.storage.size:,} stored numbers'
+            )
     return tree
 
 
@@ -82,15 +103,27 @@ def _pickles(path: str, file: BinaryIO) -> Iterator[Any]:
                 if opcode.name == 'STOP':
                     break
                 if opcode.name not in OPCODES:
-                    raise Refused(f'opcode {opcode.name} is not allowed, as a state dict has no need of it; {STATE_DICT}')
+                    raise Refused(
+                        f'opcode {opcode.name} is not allowed, as a state dict has no need of it; {STATE_DICT}'
+                    )
                 if opcode.name == 'BINPERSID':
                     _plain_storage(stack)
                 OPCODES[opcode.name](stack, memo, argument)
             (value,) = stack
         except Refused as error:
             raise UserError(f'{path}, byte {position}: {error}') from None
-        except (IndexError, KeyError, TypeError, ValueError, OverflowError, UnicodeError, RecursionError) as error:
-            raise UserError(f'{path}, byte {position}: the file is damaged or truncated ({type(error).__name__}: {error})') from None
+        except (
+            IndexError,
+            KeyError,
+            TypeError,
+            ValueError,
+            OverflowError,
+            UnicodeError,
+            RecursionError,
+        ) as error:
+            raise UserError(
+                f'{path}, byte {position}: the file is damaged or truncated ({type(error).__name__}: {error})'
+            ) from None
         yield value
 
 

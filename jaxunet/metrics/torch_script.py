@@ -52,37 +52,68 @@ def read_torch_script(path: str, file: BinaryIO) -> dict[str, np.ndarray]:
         with zipfile.ZipFile(file) as archive:
             entries = {info.filename.partition('/')[2]: info for info in archive.infolist()}
             module = _load(path, _stored(path, archive, entries, 'data.pkl', MAX_PICKLE))
-            order = '>' if 'byteorder' in entries and archive.read(entries['byteorder']).strip() == b'big' else '<'
+            order = (
+                '>'
+                if 'byteorder' in entries and archive.read(entries['byteorder']).strip() == b'big'
+                else '<'
+            )
             views: dict[str, TensorView] = {}
             _collect(path, module, '', views, MAX_DEPTH)
-            if sum(int(np.prod(v.shape, dtype=np.float64)) * ITEM_SIZES[v.storage.dtype] for v in views.values()) > 4 * size:
+            if (
+                sum(
+                    int(np.prod(v.shape, dtype=np.float64)) * ITEM_SIZES[v.storage.dtype]
+                    for v in views.values()
+                )
+                > 4 * size
+            ):
                 raise UserError(f'{path}: the tensors are much larger than the file; {ADVICE}')
-            return {name: _tensor(path, archive, entries, view, order) for name, view in views.items()}
+            return {
+                name: _tensor(path, archive, entries, view, order) for name, view in views.items()
+            }
     except (zipfile.BadZipFile, OSError, EOFError, ValueError, NotImplementedError) as error:
         raise UserError(f'{path}: {error}; {ADVICE}') from None
 
 
-def _stored(path: str, archive: zipfile.ZipFile, entries: dict[str, zipfile.ZipInfo], name: str, limit: int) -> bytes:
+def _stored(
+    path: str, archive: zipfile.ZipFile, entries: dict[str, zipfile.ZipInfo], name: str, limit: int
+) -> bytes:
     if name not in entries:
         raise UserError(f'{path}: entry {name} is missing; {ADVICE}')
     info = entries[name]
     if info.compress_type != zipfile.ZIP_STORED or info.file_size > limit:
-        raise UserError(f'{path}: entry {name}: expected at most {limit:,} bytes, not compressed, found {info.file_size:,}; {ADVICE}')
+        raise UserError(
+            f'{path}: entry {name}: expected at most {limit:,} bytes, not compressed, found {info.file_size:,}; {ADVICE}'
+        )
     return archive.read(info)
 
 
-def _tensor(path: str, archive: zipfile.ZipFile, entries: dict[str, zipfile.ZipInfo], view: TensorView, order: str) -> np.ndarray:
+def _tensor(
+    path: str,
+    archive: zipfile.ZipFile,
+    entries: dict[str, zipfile.ZipInfo],
+    view: TensorView,
+    order: str,
+) -> np.ndarray:
     kind = view.storage.dtype
     wanted = view.storage.size * ITEM_SIZES[kind]
     data = _stored(path, archive, entries, f'data/{view.storage.key}', wanted)
     if len(data) != wanted or kind == 'bf16':
-        raise UserError(f'{path}: entry data/{view.storage.key}: expected {wanted:,} bytes of plain numbers, found {len(data):,} of {kind}')
+        raise UserError(
+            f'{path}: entry data/{view.storage.key}: expected {wanted:,} bytes of plain numbers, found {len(data):,} of {kind}'
+        )
     values = np.frombuffer(data, order + kind)
     strides = tuple(step * values.itemsize for step in view.stride)
-    return np.ascontiguousarray(np.lib.stride_tricks.as_strided(values[view.offset :], view.shape, strides, writeable=False), np.float32)
+    return np.ascontiguousarray(
+        np.lib.stride_tricks.as_strided(
+            values[view.offset :], view.shape, strides, writeable=False
+        ),
+        np.float32,
+    )
 
 
-def _collect(path: str, module: _Module, prefix: str, views: dict[str, TensorView], depth: int) -> None:
+def _collect(
+    path: str, module: _Module, prefix: str, views: dict[str, TensorView], depth: int
+) -> None:
     if depth == 0:
         raise UserError(f'{path}: {prefix}: modules more than {MAX_DEPTH} deep; {ADVICE}')
     for name, value in module.items():
@@ -105,10 +136,22 @@ def _load(path: str, data: bytes) -> _Module:
         (module,) = stack
     except Refused as error:
         raise UserError(f'{path}: data.pkl, byte {position}: {error}') from None
-    except (IndexError, KeyError, TypeError, ValueError, OverflowError, UnicodeError, RecursionError) as error:
-        raise UserError(f'{path}: data.pkl, byte {position}: damaged ({type(error).__name__}: {error}); {ADVICE}') from None
+    except (
+        IndexError,
+        KeyError,
+        TypeError,
+        ValueError,
+        OverflowError,
+        UnicodeError,
+        RecursionError,
+    ) as error:
+        raise UserError(
+            f'{path}: data.pkl, byte {position}: damaged ({type(error).__name__}: {error}); {ADVICE}'
+        ) from None
     if not isinstance(module, _Module):
-        raise UserError(f'{path}: data.pkl: expected a module, found {type(module).__name__}; {ADVICE}')
+        raise UserError(
+            f'{path}: data.pkl: expected a module, found {type(module).__name__}; {ADVICE}'
+        )
     return module
 
 

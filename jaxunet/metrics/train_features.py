@@ -24,15 +24,36 @@ from jaxunet.metrics.labelled_images import Images, fingerprint, load, split
 from jaxunet.runtime import download
 from jaxunet.runtime.errors import UserError
 
-REFERENCE = flags.DEFINE_string('reference', None, 'Images with classes: what data.path may be, at one size.', required=True)
-TEST = flags.DEFINE_string('test', None, 'Images of the same classes to tell the accuracy on; default: a tenth of the reference, held out.')
+REFERENCE = flags.DEFINE_string(
+    'reference', None, 'Images with classes: what data.path may be, at one size.', required=True
+)
+TEST = flags.DEFINE_string(
+    'test',
+    None,
+    'Images of the same classes to tell the accuracy on; default: a tenth of the reference, held out.',
+)
 OUTPUT = flags.DEFINE_string('output', None, 'The file to write, .npz.', required=True)
-EPOCHS = flags.DEFINE_integer('epochs', None, f'Passes over the images; default: {Recipe.epochs}.', lower_bound=1)
-SECONDS = flags.DEFINE_float('seconds', None, 'Instead of --epochs: as many as fit in this time.', lower_bound=0.1)
-BATCH_SIZE = flags.DEFINE_integer('batch_size', Recipe.batch_size, 'Images of a step.', lower_bound=2)
-CHANNELS = flags.DEFINE_integer('channels', 96, 'Of the first convolution; the stages have up to 8 times as many.', lower_bound=1)
-LEARNING_RATE = flags.DEFINE_float('learning_rate', Recipe.learning_rate, 'Peak, for batches of 512.', lower_bound=1e-6)
-FLIP = flags.DEFINE_bool('flip', True, 'Mirror images at random; switch it off where left and right make a difference.')
+EPOCHS = flags.DEFINE_integer(
+    'epochs', None, f'Passes over the images; default: {Recipe.epochs}.', lower_bound=1
+)
+SECONDS = flags.DEFINE_float(
+    'seconds', None, 'Instead of --epochs: as many as fit in this time.', lower_bound=0.1
+)
+BATCH_SIZE = flags.DEFINE_integer(
+    'batch_size', Recipe.batch_size, 'Images of a step.', lower_bound=2
+)
+CHANNELS = flags.DEFINE_integer(
+    'channels',
+    96,
+    'Of the first convolution; the stages have up to 8 times as many.',
+    lower_bound=1,
+)
+LEARNING_RATE = flags.DEFINE_float(
+    'learning_rate', Recipe.learning_rate, 'Peak, for batches of 512.', lower_bound=1e-6
+)
+FLIP = flags.DEFINE_bool(
+    'flip', True, 'Mirror images at random; switch it off where left and right make a difference.'
+)
 CUTOUT = flags.DEFINE_float(
     'cutout',
     Recipe.cutout,
@@ -47,7 +68,12 @@ CUTMIX = flags.DEFINE_float(
     lower_bound=0,
     upper_bound=1,
 )
-SEED = flags.DEFINE_integer('seed', 0, 'Of the initial weights, the order of the images, and the augmentation.', lower_bound=0)
+SEED = flags.DEFINE_integer(
+    'seed',
+    0,
+    'Of the initial weights, the order of the images, and the augmentation.',
+    lower_bound=0,
+)
 
 
 def main(argv: Sequence[str]) -> None:
@@ -96,11 +122,23 @@ def main(argv: Sequence[str]) -> None:
         'device': jax.devices()[0].device_kind,
         'seed': SEED.value,
     }
-    save(target, {KIND: np.array(CLASSIFIER), **to_arrays(done.architecture, done.params, done.statistics, done.feature_scale, told)})
-    print(f'test accuracy {done.accuracy:.4f} on {len(test_set.images)} images ({tested}); {done.epochs} epochs in {done.seconds:.1f} s')
+    save(
+        target,
+        {
+            KIND: np.array(CLASSIFIER),
+            **to_arrays(done.architecture, done.params, done.statistics, done.feature_scale, told),
+        },
+    )
+    print(
+        f'test accuracy {done.accuracy:.4f} on {len(test_set.images)} images ({tested}); {done.epochs} epochs in {done.seconds:.1f} s'
+    )
     if recipe.flip:
-        print(f'with the scores of an image and its mirror image added: {done.mirrored_accuracy:.4f}')
-    print(f'{target}: features {CLASSIFIER}-{download.digest(target, "sha256")[:8]}, for python -m jaxunet.evaluate --features {target}')
+        print(
+            f'with the scores of an image and its mirror image added: {done.mirrored_accuracy:.4f}'
+        )
+    print(
+        f'{target}: features {CLASSIFIER}-{download.digest(target, "sha256")[:8]}, for python -m jaxunet.evaluate --features {target}'
+    )
 
 
 def save(target: Path, arrays: dict[str, np.ndarray]) -> None:
@@ -113,7 +151,9 @@ def save(target: Path, arrays: dict[str, np.ndarray]) -> None:
             np.savez(file, **dict(sorted(arrays.items())))  # type: ignore[arg-type]
         os.replace(partial, target)
     except OSError as error:
-        raise UserError(f'--output: {target}: cannot be written: {error.strerror or error}; check the folder and the free space') from None
+        raise UserError(
+            f'--output: {target}: cannot be written: {error.strerror or error}; check the folder and the free space'
+        ) from None
     finally:
         partial.unlink(missing_ok=True)
 

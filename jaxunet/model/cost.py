@@ -17,7 +17,11 @@ from jaxunet.ops.backends import load_ops
 
 def tree_bytes(tree: Any) -> int:
     """Bytes of all arrays (or shapes) of a tree."""
-    return sum(math.prod(x.shape) * jnp.dtype(x.dtype).itemsize for x in jax.tree.leaves(tree) if jnp.issubdtype(x.dtype, jnp.number))
+    return sum(
+        math.prod(x.shape) * jnp.dtype(x.dtype).itemsize
+        for x in jax.tree.leaves(tree)
+        if jnp.issubdtype(x.dtype, jnp.number)
+    )
 
 
 def parameter_count(config: Config) -> int:
@@ -40,7 +44,11 @@ def _product_flops(jaxpr: Any) -> int:
         elif equation.primitive.name == 'dot_general':
             (contracted, _), _ = equation.params['dimension_numbers']
             shape = equation.invars[0].aval.shape
-            total += 2 * math.prod(equation.outvars[0].aval.shape) * math.prod(shape[i] for i in contracted)
+            total += (
+                2
+                * math.prod(equation.outvars[0].aval.shape)
+                * math.prod(shape[i] for i in contracted)
+            )
         for inner in jax.extend.core.jaxprs_in_params(equation.params):
             total += _product_flops(inner)
     return total
@@ -79,7 +87,9 @@ def summary(config: Config) -> str:
 
 
 def _params(config: Config) -> Any:
-    return jax.eval_shape(lambda: init_params(build_unet(config, load_ops('xla')), config, jax.random.key(0)))
+    return jax.eval_shape(
+        lambda: init_params(build_unet(config, load_ops('xla')), config, jax.random.key(0))
+    )
 
 
 def _loss(config: Config, batch: int) -> tuple[Any, Any]:
@@ -88,6 +98,8 @@ def _loss(config: Config, batch: int) -> tuple[Any, Any]:
 
     def loss(params: Any) -> jax.Array:
         x = jnp.zeros((batch, *config.image_shape), jnp.float32)
-        return jnp.mean(jax.lax.square(model.predict(params, x, jnp.zeros((batch,), jnp.int32), labels)))
+        return jnp.mean(
+            jax.lax.square(model.predict(params, x, jnp.zeros((batch,), jnp.int32), labels))
+        )
 
     return _params(config), loss

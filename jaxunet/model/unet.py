@@ -41,7 +41,9 @@ def build_unet(config: Config, ops: Ops) -> UNet:
     levels = range(len(config.model.channel_mult))
     return UNet(
         model=config.model,
-        attention_levels=tuple(level for level in levels if side >> level in config.model.attention_resolutions),
+        attention_levels=tuple(
+            level for level in levels if side >> level in config.model.attention_resolutions
+        ),
         out_channels=config.model.image_channels * (2 if config.diffusion.learn_sigma else 1),
         ops=ops,
         dtype=jnp.dtype(config.precision),
@@ -51,7 +53,9 @@ def build_unet(config: Config, ops: Ops) -> UNet:
 def init_params(model: UNet, config: Config, key: Array) -> Params:
     """Fresh float32 parameters (jit or eval_shape it)."""
     labels = jnp.zeros((1,), jnp.int32) if config.model.num_classes else None
-    return model.init(key, jnp.zeros((1, *config.image_shape), jnp.float32), jnp.zeros((1,), jnp.int32), labels)['params']
+    return model.init(
+        key, jnp.zeros((1, *config.image_shape), jnp.float32), jnp.zeros((1,), jnp.int32), labels
+    )['params']
 
 
 def timestep_embedding(
@@ -98,14 +102,18 @@ class Kernel(nn.Module):
         return kernel.astype(self.dtype), bias[None, :]
 
 
-def dropout(x: Float[Array, 'batch *rest'], keys: Key[Array, ' batch'], rate: float, path: tuple[str, ...]) -> Float[Array, 'batch *rest']:
+def dropout(
+    x: Float[Array, 'batch *rest'], keys: Key[Array, ' batch'], rate: float, path: tuple[str, ...]
+) -> Float[Array, 'batch *rest']:
     """Zeroes a share `rate` of x and scales the rest; each sample draws from its own key, so the batch may be split anyhow."""
     keys = jax.vmap(lambda key: jax.random.fold_in(key, zlib.crc32('/'.join(path).encode())))(keys)
     keep = jax.vmap(lambda key: jax.random.bernoulli(key, 1 - rate, x.shape[1:]))(keys)
     return jnp.where(keep, x * jnp.asarray(1 / (1 - rate), x.dtype), jnp.zeros((), x.dtype))
 
 
-def average_pool(x: Float[Array, 'batch height width channels']) -> Float[Array, 'batch height/2 width/2 channels']:
+def average_pool(
+    x: Float[Array, 'batch height width channels'],
+) -> Float[Array, 'batch height/2 width/2 channels']:
     """Mean of 2×2 pixels, in float32."""
     batch, height, width, channels = x.shape
     wide = at_least_float32(x.dtype)
@@ -113,7 +121,9 @@ def average_pool(x: Float[Array, 'batch height width channels']) -> Float[Array,
     return jnp.mean(blocks, axis=(2, 4), dtype=wide).astype(x.dtype)
 
 
-def nearest(x: Float[Array, 'batch height width channels']) -> Float[Array, 'batch 2*height 2*width channels']:
+def nearest(
+    x: Float[Array, 'batch height width channels'],
+) -> Float[Array, 'batch 2*height 2*width channels']:
     """Every pixel twice in both directions."""
     batch, height, width, channels = x.shape
     doubled = jnp.broadcast_to(x[:, :, None, :, None, :], (batch, height, 2, width, 2, channels))
@@ -127,12 +137,23 @@ class Block(nn.Module):
     ops: Ops
     dtype: Any
 
-    def kernel(self, name: str, *shape: int, zero: bool = False) -> tuple[Array, Float[Array, '1 features']]:
-        init = nn.initializers.zeros if zero and self.model.zero_init else INITIALIZERS[self.model.init]
+    def kernel(
+        self, name: str, *shape: int, zero: bool = False
+    ) -> tuple[Array, Float[Array, '1 features']]:
+        init = (
+            nn.initializers.zeros
+            if zero and self.model.zero_init
+            else INITIALIZERS[self.model.init]
+        )
         return Kernel(shape, self.dtype, init, name=name)()
 
     def dense(self, name: str, features: int, *, dtype: Any = None) -> nn.Dense:
-        return nn.Dense(features, dtype=dtype or self.dtype, kernel_init=INITIALIZERS[self.model.init], name=name)
+        return nn.Dense(
+            features,
+            dtype=dtype or self.dtype,
+            kernel_init=INITIALIZERS[self.model.init],
+            name=name,
+        )
 
     @property
     def norm(self) -> dict[str, Any]:
@@ -168,7 +189,9 @@ class ResBlock(Block):
         kernel_2, shift_2 = self.kernel('conv_2', 3, 3, features, features, zero=True)
         shift_norm = self.model.scale_shift_norm
         if embedded is None:
-            embedded = self.dense('embed', 2 * features if shift_norm else features)(jax.nn.silu(embedding))
+            embedded = self.dense('embed', 2 * features if shift_norm else features)(
+                jax.nn.silu(embedding)
+            )
         embedded = embedded.astype(jnp.float32)
         if shift_norm:
             scale, offset = jnp.split(embedded, 2, axis=-1)
@@ -184,7 +207,9 @@ class ResBlock(Block):
             x = Features.of(change(x.value))
         else:
             passing = 2 if self.skip else 1
-            h, x, *skip = self.ops.norm_silu_conv3x3(x, scale_1, offset_1, kernel_1, shift_1, passing=passing, **self.norm)
+            h, x, *skip = self.ops.norm_silu_conv3x3(
+                x, scale_1, offset_1, kernel_1, shift_1, passing=passing, **self.norm
+            )
 
         shortcut = None
         if channels != features:
@@ -193,9 +218,13 @@ class ResBlock(Block):
         if dropout_keys is not None and self.model.dropout > 0:
             active = self.ops.group_norm(h, scale_2, offset_2, silu=True, **self.norm)
             active = dropout(active, dropout_keys, self.model.dropout, self.path)
-            y = self.ops.conv3x3(Features.of(active), kernel_2, shift_2, residual=x, shortcut=shortcut)
+            y = self.ops.conv3x3(
+                Features.of(active), kernel_2, shift_2, residual=x, shortcut=shortcut
+            )
         else:
-            y = self.ops.norm_silu_conv3x3(h, scale_2, offset_2, kernel_2, shift_2, residual=x, shortcut=shortcut, **self.norm)
+            y = self.ops.norm_silu_conv3x3(
+                h, scale_2, offset_2, kernel_2, shift_2, residual=x, shortcut=shortcut, **self.norm
+            )
         return (y, *skip) if skip else y
 
 
@@ -208,14 +237,30 @@ class AttentionBlock(Block):
     def __call__(self, x: Features) -> Features:
         channels, (batch, height, width) = x.channels, x.parts[0].shape[:3]
         heads = self.num_heads or channels // self.model.num_head_channels
-        if heads == 0 or channels % heads or (not self.num_heads and channels % self.model.num_head_channels):
-            field = f'num_heads={heads}' if self.num_heads else f'num_head_channels={self.model.num_head_channels}'
-            raise UserError(f'model.{field}: does not divide the {channels} channels of {"/".join(self.path)}')
+        if (
+            heads == 0
+            or channels % heads
+            or (not self.num_heads and channels % self.model.num_head_channels)
+        ):
+            field = (
+                f'num_heads={heads}'
+                if self.num_heads
+                else f'num_head_channels={self.model.num_head_channels}'
+            )
+            raise UserError(
+                f'model.{field}: does not divide the {channels} channels of {"/".join(self.path)}'
+            )
         scale, offset = Affine(channels, name='norm')()
         normed, x = self.ops.group_norm(x, scale, offset, passing=1, **self.norm)
         qkv = self.ops.linear(normed, *self.kernel('qkv', channels, 3 * channels))
         y = self.ops.attention(qkv.reshape(batch, height * width, 3 * channels), num_heads=heads)
-        return Features.of(self.ops.linear(y.reshape(normed.shape), *self.kernel('proj', channels, channels, zero=True), residual=x.value))
+        return Features.of(
+            self.ops.linear(
+                y.reshape(normed.shape),
+                *self.kernel('proj', channels, channels, zero=True),
+                residual=x.value,
+            )
+        )
 
 
 class Resample(Block):
@@ -228,12 +273,16 @@ class Resample(Block):
         value = x.value
         channels = value.shape[-1]
         # Parameters sit directly under this module's name: {kernel, bias}.
-        kernel = self.param('kernel', INITIALIZERS[self.model.init], (3, 3, channels, channels)).astype(self.dtype)
+        kernel = self.param(
+            'kernel', INITIALIZERS[self.model.init], (3, 3, channels, channels)
+        ).astype(self.dtype)
         bias = self.param('bias', nn.initializers.zeros, (channels,))[None, :]
         if self.direction == 'up':
             return self.ops.conv3x3(Features.of(nearest(value)), kernel, bias)
         pad = (1, 1) if self.model.downsample_padding == 'symmetric' else (0, 1)
-        y = jax.lax.conv_general_dilated(value, kernel, (2, 2), (pad, pad), dimension_numbers=('NHWC', 'HWIO', 'NHWC'))
+        y = jax.lax.conv_general_dilated(
+            value, kernel, (2, 2), (pad, pad), dimension_numbers=('NHWC', 'HWIO', 'NHWC')
+        )
         return Features.of(y + bias[:, None, None, :].astype(y.dtype))
 
 
@@ -271,13 +320,18 @@ class UNet(Block):
         embedding = self._embed(t, labels)
         remat = nn.remat if m.remat else lambda block: block
         fields = {'model': m, 'ops': self.ops, 'dtype': self.dtype}
-        res_block, projections = functools.partial(remat(ResBlock), **fields), self._project(embedding)
+        res_block, projections = (
+            functools.partial(remat(ResBlock), **fields),
+            self._project(embedding),
+        )
         attention = functools.partial(remat(AttentionBlock), **fields)
         channels = [int(mult * m.base_channels) for mult in m.channel_mult]
         last = len(channels) - 1
 
         def res(name: str, x: Features, **options: Any) -> Any:
-            return res_block(name=name, **options)(x, embedding, dropout_keys, projections.get(name))
+            return res_block(name=name, **options)(
+                x, embedding, dropout_keys, projections.get(name)
+            )
 
         kernel, bias = self.kernel('conv_in', 3, 3, x.shape[-1], channels[0])
         h = self.ops.conv3x3(Features.of(x.astype(self.dtype)), kernel, bias)
@@ -301,13 +355,18 @@ class UNet(Block):
             for i in range(m.num_res_blocks + 1):
                 h = res(f'up_{level}_res_{i}', h.join(skips.pop()), features=features)
                 if level in self.attention_levels:
-                    h = attention(num_heads=m.num_heads_upsample or m.num_heads, name=f'up_{level}_attention_{i}')(h)
+                    h = attention(
+                        num_heads=m.num_heads_upsample or m.num_heads,
+                        name=f'up_{level}_attention_{i}',
+                    )(h)
             if level > 0:
                 h = self._resample(res, h, 'up', level)
 
         scale, offset = Affine(h.channels, name='norm_out')()
         kernel, bias = self.kernel('conv_out', 3, 3, h.channels, self.out_channels, zero=True)
-        return self.ops.norm_silu_conv3x3(h, scale, offset, kernel, bias, **self.norm).value.astype(jnp.float32)
+        return self.ops.norm_silu_conv3x3(h, scale, offset, kernel, bias, **self.norm).value.astype(
+            jnp.float32
+        )
 
     def predict(
         self,
@@ -325,25 +384,39 @@ class UNet(Block):
         if jnp.dtype(self.dtype).itemsize > 2:
             return params
         paths, structure = jax.tree.flatten_with_path(params)
-        at = [i for i, (path, _) in enumerate(paths) if path[-1].key == 'kernel' and not path[0].key.startswith(TIME_EMBEDDING)]
+        at = [
+            i
+            for i, (path, _) in enumerate(paths)
+            if path[-1].key == 'kernel' and not path[0].key.startswith(TIME_EMBEDDING)
+        ]
         leaves = [leaf for _, leaf in paths]
         for i, leaf in zip(at, narrow([leaves[i] for i in at]), strict=True):
             leaves[i] = leaf
         return jax.tree.unflatten(structure, leaves)
 
-    def _embed(self, t: Int[Array, ' batch'], labels: Int[Array, ' batch'] | None) -> Float[Array, 'batch width']:
+    def _embed(
+        self, t: Int[Array, ' batch'], labels: Int[Array, ' batch'] | None
+    ) -> Float[Array, 'batch width']:
         """Time (and class) embedding, float32: small, and read by every block."""
         m = self.model
         width = 4 * m.base_channels
-        waves = timestep_embedding(t, m.base_channels, max_period=m.max_period, order=m.time_embedding)
+        waves = timestep_embedding(
+            t, m.base_channels, max_period=m.max_period, order=m.time_embedding
+        )
         embedding = self.dense(f'{TIME_EMBEDDING}0', width, dtype=jnp.float32)(waves)
-        embedding = self.dense(f'{TIME_EMBEDDING}1', width, dtype=jnp.float32)(jax.nn.silu(embedding))
+        embedding = self.dense(f'{TIME_EMBEDDING}1', width, dtype=jnp.float32)(
+            jax.nn.silu(embedding)
+        )
         if m.num_classes == 0:
             if labels is not None:
-                raise UserError('class labels were given, but the model is unconditional (model.num_classes=0)')
+                raise UserError(
+                    'class labels were given, but the model is unconditional (model.num_classes=0)'
+                )
             return embedding
         labels = jnp.full(t.shape, -1, jnp.int32) if labels is None else labels
-        table = nn.Embed(m.num_classes, width, embedding_init=nn.initializers.normal(1.0), name='label_embed')
+        table = nn.Embed(
+            m.num_classes, width, embedding_init=nn.initializers.normal(1.0), name='label_embed'
+        )
         classes = table(jnp.maximum(labels, 0))
         return embedding + jnp.where(labels[:, None] >= 0, classes, jnp.zeros((), classes.dtype))
 
@@ -352,17 +425,31 @@ class UNet(Block):
         three for its gradients, takes a GPU longer to start than to do. Empty while the blocks make their parameters."""
         if self.is_initializing():
             return {}
-        layers = {name: block['embed'] for name, block in self.variables['params'].items() if 'embed' in block}
-        kernels, biases = ([layer[part].astype(self.dtype) for layer in layers.values()] for part in ('kernel', 'bias'))
+        layers = {
+            name: block['embed']
+            for name, block in self.variables['params'].items()
+            if 'embed' in block
+        }
+        kernels, biases = (
+            [layer[part].astype(self.dtype) for layer in layers.values()]
+            for part in ('kernel', 'bias')
+        )
         widths = [bias.shape[0] for bias in biases]
         with jax.named_scope('embed'):
-            projected = jax.nn.silu(embedding).astype(self.dtype) @ jnp.concatenate(kernels, axis=1) + jnp.concatenate(biases)[None, :]
+            projected = (
+                jax.nn.silu(embedding).astype(self.dtype) @ jnp.concatenate(kernels, axis=1)
+                + jnp.concatenate(biases)[None, :]
+            )
         return dict(zip(layers, jax.lax.split(projected, widths, axis=1), strict=True))
 
-    def _resample(self, res: Callable[..., Any], h: Features, direction: str, level: int) -> Features:
+    def _resample(
+        self, res: Callable[..., Any], h: Features, direction: str, level: int
+    ) -> Features:
         name = f'{direction}_{level}_resample'
         if self.model.resblock_updown:
             return res(name, h, features=h.channels, resample=direction)
         if self.model.conv_resample:
-            return Resample(model=self.model, ops=self.ops, dtype=self.dtype, direction=direction, name=name)(h)
+            return Resample(
+                model=self.model, ops=self.ops, dtype=self.dtype, direction=direction, name=name
+            )(h)
         return Features.of(average_pool(h.value) if direction == 'down' else nearest(h.value))

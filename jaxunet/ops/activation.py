@@ -30,7 +30,11 @@ class Features(NamedTuple):
     moments: tuple[Float[Array, 'batch _ 2'] | None, ...]
 
     @classmethod
-    def of(cls, value: Float[Array, 'batch height width channels'], moments: Float[Array, 'batch channels 2'] | None = None) -> Features:
+    def of(
+        cls,
+        value: Float[Array, 'batch height width channels'],
+        moments: Float[Array, 'batch channels 2'] | None = None,
+    ) -> Features:
         return cls((value,), (moments,))
 
     def join(self, other: Features) -> Features:
@@ -56,7 +60,9 @@ class Features(NamedTuple):
         return self.parts[0].dtype
 
 
-def channel_moments(x: Float[Array, 'batch height width channels']) -> Float[Array, 'batch channels 2']:
+def channel_moments(
+    x: Float[Array, 'batch height width channels'],
+) -> Float[Array, 'batch channels 2']:
     """Mean and mean squared deviation over the pixels of each sample and channel, in at least float32.
 
     Two passes, so that a large mean does not cancel the variance away. bfloat16 needs only one, E[x²] − E[x]²: its squares are exact in
@@ -65,7 +71,9 @@ def channel_moments(x: Float[Array, 'batch height width channels']) -> Float[Arr
     wide = x.astype(at_least_float32(x.dtype))
     mean = jnp.mean(wide, axis=(1, 2))
     if x.dtype == jnp.bfloat16:
-        deviation = jnp.maximum(jnp.mean(jax.lax.square(wide), axis=(1, 2)) - jax.lax.square(mean), 0)
+        deviation = jnp.maximum(
+            jnp.mean(jax.lax.square(wide), axis=(1, 2)) - jax.lax.square(mean), 0
+        )
     else:
         deviation = jnp.mean(jax.lax.square(wide - mean[:, None, None, :]), axis=(1, 2))
     return jnp.stack([mean, deviation], axis=-1)

@@ -55,7 +55,10 @@ def named(backend: str, precision: str = 'bfloat16') -> dict[str, str]:
     """
     base, changed = split_backend(backend)
     bases = _auto(precision) if base == 'auto' else dict.fromkeys(OPS, base)
-    return {op: name if name != 'xla' and op in load_backend(name).ops else 'xla' for op, name in bases.items()} | changed
+    return {
+        op: name if name != 'xla' and op in load_backend(name).ops else 'xla'
+        for op, name in bases.items()
+    } | changed
 
 
 def load_ops(backend: str, precision: str = 'bfloat16') -> Ops:
@@ -67,7 +70,12 @@ def load_ops(backend: str, precision: str = 'bfloat16') -> Ops:
 def ops_of(backend: str, precision: str = 'bfloat16') -> Ops:
     """The ops of a backend, whether or not this machine runs them. Raises UserError as `named` does."""
     chosen = named(backend, precision)
-    return Ops(**{op: getattr(XLA, op) if chosen[op] == 'xla' else load_backend(chosen[op]).ops[op] for op in Ops._fields})
+    return Ops(
+        **{
+            op: getattr(XLA, op) if chosen[op] == 'xla' else load_backend(chosen[op]).ops[op]
+            for op in Ops._fields
+        }
+    )
 
 
 def fused_update(backend: str, precision: str = 'bfloat16') -> FusedUpdate | None:
@@ -86,7 +94,9 @@ def describe(backend: str, precision: str = 'bfloat16') -> str:
 
 def implementations(op: str, backends: Sequence[Backend]) -> dict[str, Any]:
     """The op on XLA and on those backends that have kernels for it, by name."""
-    return {'xla': getattr(XLA, op)} | {backend.name: backend.ops[op] for backend in backends if op in backend.ops}
+    return {'xla': getattr(XLA, op)} | {
+        backend.name: backend.ops[op] for backend in backends if op in backend.ops
+    }
 
 
 def installed() -> list[Backend]:
@@ -124,7 +134,9 @@ def _auto(precision: str) -> dict[str, str]:
     """
     family = _device_family()
     if family in (device.Target.HOPPER, device.Target.TRITON) and (missing := _unavailable('cuda')):
-        logging.log_first_n(logging.WARNING, 'backend=auto: the CUDA kernels are left out: %s', 1, missing)
+        logging.log_first_n(
+            logging.WARNING, 'backend=auto: the CUDA kernels are left out: %s', 1, missing
+        )
     if family is not device.Target.HOPPER:
         return dict.fromkeys(OPS, 'xla')
     pallas = 'xla' if _unavailable('pallas') else 'pallas'

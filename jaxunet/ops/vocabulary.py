@@ -70,7 +70,9 @@ class GroupNorm(Protocol):
 class Attention(Protocol):
     """Multi-head attention on packed qkv; see `jaxunet.ops.attention.reference.attention`."""
 
-    def __call__(self, qkv: Float[Array, 'batch tokens packed'], *, num_heads: int) -> Float[Array, 'batch tokens channels']: ...
+    def __call__(
+        self, qkv: Float[Array, 'batch tokens packed'], *, num_heads: int
+    ) -> Float[Array, 'batch tokens channels']: ...
 
 
 class Linear(Protocol):

@@ -43,10 +43,22 @@ from jaxunet.training.parallel import Parallel
 
 CONFIG = cli.define_config()
 STEPS = flags.DEFINE_integer('steps', 5, 'Training steps to trace.', lower_bound=1)
-WARMUP = flags.DEFINE_integer('warmup', 5, 'Steps before, so that what is traced runs steadily.', lower_bound=1)
-TOP = flags.DEFINE_integer('top', 10, 'How many operations of device and host to print and draw.', lower_bound=1)
-BACKENDS = flags.DEFINE_list('backends', [], "Backends to profile one after the other, e.g. xla,pallas; default: the config's.")
-COMPARE = flags.DEFINE_string('compare', None, 'A CSV of an earlier profile, whose device operations are printed beside the new ones.')
+WARMUP = flags.DEFINE_integer(
+    'warmup', 5, 'Steps before, so that what is traced runs steadily.', lower_bound=1
+)
+TOP = flags.DEFINE_integer(
+    'top', 10, 'How many operations of device and host to print and draw.', lower_bound=1
+)
+BACKENDS = flags.DEFINE_list(
+    'backends',
+    [],
+    "Backends to profile one after the other, e.g. xla,pallas; default: the config's.",
+)
+COMPARE = flags.DEFINE_string(
+    'compare',
+    None,
+    'A CSV of an earlier profile, whose device operations are printed beside the new ones.',
+)
 OUTPUT = flags.DEFINE_string('output', 'profile', 'Folder for the files.')
 PLOT = flags.DEFINE_bool('plot', True, 'Draw profile.png.')
 
@@ -54,11 +66,17 @@ PLOT = flags.DEFINE_bool('plot', True, 'Draw profile.png.')
 def main(argv: Sequence[str]) -> None:
     config = resolve(CONFIG.value)
     names = BACKENDS.value or [config.backend]
-    configs = [(name, resolve(to_dict(config.replace(backend=name)))) for name in dict.fromkeys(names)]
+    configs = [
+        (name, resolve(to_dict(config.replace(backend=name)))) for name in dict.fromkeys(names)
+    ]
     # All that can be wrong is found before anything runs.
     if PLOT.value:
         report.check_plots()
-    tables = [(str(COMPARE.value), report.read_csv(pathlib.Path(COMPARE.value)))] if COMPARE.value else []
+    tables = (
+        [(str(COMPARE.value), report.read_csv(pathlib.Path(COMPARE.value)))]
+        if COMPARE.value
+        else []
+    )
     for name, resolved in configs:
         load_ops(name, resolved.precision)
     Parallel(config)
@@ -68,7 +86,9 @@ def main(argv: Sequence[str]) -> None:
     except OSError as error:
         raise UserError(f'--output: {output} cannot be made: {error.strerror or error}') from None
     height, width, channels = config.image_shape
-    source = open_source(config.data.path, image_shape=(height, width, channels), classes=config.data.classes)
+    source = open_source(
+        config.data.path, image_shape=(height, width, channels), classes=config.data.classes
+    )
     cli.enable_compilation_cache()
 
     profiles = []
@@ -79,7 +99,9 @@ def main(argv: Sequence[str]) -> None:
     if len(tables) > 1:
         print(report.side_by_side(tables, TOP.value), end='\n\n')
     if PLOT.value:
-        charts = [report.Chart(name, s.busy_ms, s.launches, s.phase_ms, s.rows) for name, s in profiles]
+        charts = [
+            report.Chart(name, s.busy_ms, s.launches, s.phase_ms, s.rows) for name, s in profiles
+        ]
         report.plot(output / 'profile.png', charts, TOP.value)
     print(f'{output}: {", ".join(sorted(path.name for path in output.iterdir()))}', flush=True)
 
@@ -92,10 +114,18 @@ def profile(name: str, config: Config, source: Source, output: pathlib.Path) -> 
     """
     with tempfile.TemporaryDirectory() as folder:
         print(f'{name}: {describe(config.backend, config.precision)}', flush=True)
-        captured = capture(config, source, pathlib.Path(folder), steps=STEPS.value, warmup=WARMUP.value)
+        captured = capture(
+            config, source, pathlib.Path(folder), steps=STEPS.value, warmup=WARMUP.value
+        )
         summary = summarise(captured.trace, captured.steps)
         print(
-            report.text(name, summary, step_ms=captured.step_ms, traced_step_ms=captured.traced_step_ms, top=TOP.value),
+            report.text(
+                name,
+                summary,
+                step_ms=captured.step_ms,
+                traced_step_ms=captured.traced_step_ms,
+                top=TOP.value,
+            ),
             end='\n\n',
             flush=True,
         )
@@ -104,14 +134,18 @@ def profile(name: str, config: Config, source: Source, output: pathlib.Path) -> 
             write_trace(captured.trace_file, captured.trace, output / f'{name}.trace.json.gz')
             shutil.copyfile(captured.xplane_file, output / f'{name}.xplane.pb')
         except OSError as error:
-            raise UserError(f'--output: {error.filename or output} cannot be written: {error.strerror or error}') from None
+            raise UserError(
+                f'--output: {error.filename or output} cannot be written: {error.strerror or error}'
+            ) from None
     rows.append(output / 'profile.jsonl', row(name, config, captured, summary))
     return summary
 
 
 def row(name: str, config: Config, captured: Capture, summary: Summary) -> rows.Row:
     """The JSON line of a profile."""
-    numbers = {k: v for k, v in dataclasses.asdict(summary).items() if k not in ('rows', 'idle_share')}
+    numbers = {
+        k: v for k, v in dataclasses.asdict(summary).items() if k not in ('rows', 'idle_share')
+    }
     return {
         **rows.provenance(),
         'backend': name,

@@ -42,10 +42,15 @@ def align(kernels: Sequence[str], schedule: Sequence[str], libraries: Sequence[b
     shared = {stem(name) for name in kernels} & {stem(name) for name in schedule}
     seen = [stem(k) if stem(k) in shared else _COPY if is_copy(k) else _LIBRARY for k in kernels]
     # A fusion whose name no kernel has is a copy.
-    planned = [stem(s) if stem(s) in shared else _LIBRARY if lib else _COPY for s, lib in zip(schedule, libraries, strict=True)]
+    planned = [
+        stem(s) if stem(s) in shared else _LIBRARY if lib else _COPY
+        for s, lib in zip(schedule, libraries, strict=True)
+    ]
     found: list[int | None] = [None] * len(kernels)
     left: dict[str, collections.deque[int]] = collections.defaultdict(collections.deque)
-    for tag, k1, _, s1, s2 in difflib.SequenceMatcher(None, seen, planned, autojunk=False).get_opcodes():
+    for tag, k1, _, s1, s2 in difflib.SequenceMatcher(
+        None, seen, planned, autojunk=False
+    ).get_opcodes():
         for s in range(s1, s2):
             if tag == 'equal':
                 found[k1 + s - s1] = s

@@ -25,7 +25,12 @@ from jaxunet.training.loop import IN_FLIGHT
 from jaxunet.training.parallel import Parallel
 from jaxunet.training.step import make_train_step
 
-HOST_STEP, HOST_DATA, HOST_DISPATCH, HOST_WAIT = 'step', 'step: data', 'step: dispatch', 'step: wait for the device'
+HOST_STEP, HOST_DATA, HOST_DISPATCH, HOST_WAIT = (
+    'step',
+    'step: data',
+    'step: dispatch',
+    'step: wait for the device',
+)
 TIMED = 3  # how many times more steps are timed without the tracer than are traced
 
 
@@ -77,7 +82,9 @@ class Steps:
         diffusion, optimizer = make_diffusion(config.diffusion), make_optimizer(config)
         began = time.perf_counter()
         self._compiled: Any = self.parallel.compile(
-            lambda axis: make_train_step(config, model, diffusion, optimizer, axis_name=axis), self._state, self._data
+            lambda axis: make_train_step(config, model, diffusion, optimizer, axis_name=axis),
+            self._state,
+            self._data,
         )
         self.compile_s = time.perf_counter() - began
 
@@ -115,7 +122,9 @@ class Steps:
         self.close()
 
 
-def capture(config: Config, source: Source, folder: pathlib.Path, *, steps: int = 5, warmup: int = 5) -> Capture:
+def capture(
+    config: Config, source: Source, folder: pathlib.Path, *, steps: int = 5, warmup: int = 5
+) -> Capture:
     """Compiles, warms up, times and then traces `steps` training steps; the trace's files go to `folder`.
 
     Raises:
@@ -124,7 +133,9 @@ def capture(config: Config, source: Source, folder: pathlib.Path, *, steps: int 
     with Steps(config, source) as run:
         run.run(warmup)
         options = jax.profiler.ProfileOptions()
-        options.python_tracer_level = 0  # each Python call would be an event, and slow the host down
+        options.python_tracer_level = (
+            0  # each Python call would be an event, and slow the host down
+        )
         with garbage_set_aside():
             step_s = run.run(TIMED * steps)
             with jax.profiler.trace(str(folder), profiler_options=options):
@@ -155,5 +166,7 @@ def newest(folder: pathlib.Path, pattern: str) -> pathlib.Path:
     """
     found = max(folder.rglob(pattern), key=lambda path: path.stat().st_mtime, default=None)
     if found is None:
-        raise UserError(f'{folder}: the profiler of jax {jax.__version__} wrote no {pattern}; is the disk full?')
+        raise UserError(
+            f'{folder}: the profiler of jax {jax.__version__} wrote no {pattern}; is the disk full?'
+        )
     return found

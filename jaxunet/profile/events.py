@@ -13,7 +13,15 @@ from jax.profiler import ProfileData
 
 from jaxunet.profile.align import align, is_copy, stem
 from jaxunet.profile.hlo import Program
-from jaxunet.profile.phases import ALL_REDUCE, DATA, XLA, backend_of, is_collective, own_name, phase_of
+from jaxunet.profile.phases import (
+    ALL_REDUCE,
+    DATA,
+    XLA,
+    backend_of,
+    is_collective,
+    own_name,
+    phase_of,
+)
 
 _GPU = re.compile(r'/device:GPU:(\d+)')
 # Of the tracer itself, and of XLA's CPU executor around the operations.
@@ -99,9 +107,14 @@ def read_trace(path: pathlib.Path, program: Program, steps: int) -> Trace:
       steps: how often it ran.
     """
     with warnings.catch_warnings():
-        warnings.simplefilter('ignore', DeprecationWarning)  # of the reader's own classes, under Python 3.13
+        warnings.simplefilter(
+            'ignore', DeprecationWarning
+        )  # of the reader's own classes, under Python 3.13
         planes = [
-            (plane.name, [(line.name, [_event(event) for event in line.events]) for line in plane.lines])
+            (
+                plane.name,
+                [(line.name, [_event(event) for event in line.events]) for line in plane.lines],
+            )
             for plane in ProfileData.from_file(str(path)).planes
         ]
     return build_trace(planes, program, steps)
@@ -121,7 +134,12 @@ def build_trace(planes: Iterable[tuple[str, Lines]], program: Program, steps: in
         if device := _GPU.search(name):
             gpu += _gpu_ops(int(device[1]), lines, program, steps)
         elif name == '/host:CPU':
-            ends = {(e.name[5:], e.stats['_c']): e.start for _, events in lines for e in events if e.name.startswith('end: ')}
+            ends = {
+                (e.name[5:], e.stats['_c']): e.start
+                for _, events in lines
+                for e in events
+                if e.name.startswith('end: ')
+            }
             for line, events in lines:
                 cpu += _cpu_ops(line, events, ends, program)
                 host += _host_events(line, events)
@@ -130,13 +148,24 @@ def build_trace(planes: Iterable[tuple[str, Lines]], program: Program, steps: in
 
 def _gpu_ops(device: int, lines: Lines, program: Program, steps: int) -> list[DeviceOp]:
     # Lines that are no streams repeat the same time, by module or step.
-    order = sorted(((line, e) for line, events in lines if line.startswith('Stream') for e in events), key=lambda pair: pair[1].start)
-    own = [e for _, e in order if e.stats.get('hlo_module') == program.name and not is_collective(e.name)]
+    order = sorted(
+        ((line, e) for line, events in lines if line.startswith('Stream') for e in events),
+        key=lambda pair: pair[1].start,
+    )
+    own = [
+        e
+        for _, e in order
+        if e.stats.get('hlo_module') == program.name and not is_collective(e.name)
+    ]
     told_of = {e.stats.get('hlo_op') for e in own} & program.instructions.keys()
     hidden = [e for e in own if e.stats.get('hlo_op') not in told_of]
     aligned: dict[int, str] = {}
     if hidden and len(hidden) % steps == 0:
-        schedule = [name for name in program.schedule if name not in told_of and not is_collective(program.instructions[name].opcode)]
+        schedule = [
+            name
+            for name in program.schedule
+            if name not in told_of and not is_collective(program.instructions[name].opcode)
+        ]
         libraries = [program.instructions[name].opcode == 'custom-call' for name in schedule]
         found: dict[tuple[str, ...], list[str]] = {}  # every step is the same, as a rule
         count = len(hidden) // steps
@@ -148,21 +177,43 @@ def _gpu_ops(device: int, lines: Lines, program: Program, steps: int) -> list[De
     ops = []
     for line, e in order:
         told = str(e.stats.get('hlo_op', ''))
-        ops.append(_device_op(e, e.duration, device, line, told if told in program.instructions else aligned.get(id(e), told), program))
+        ops.append(
+            _device_op(
+                e,
+                e.duration,
+                device,
+                line,
+                told if told in program.instructions else aligned.get(id(e), told),
+                program,
+            )
+        )
     return ops
 
 
-def _cpu_ops(line: str, events: list[Event], ends: Mapping[Any, float], program: Program) -> list[DeviceOp]:
+def _cpu_ops(
+    line: str, events: list[Event], ends: Mapping[Any, float], program: Program
+) -> list[DeviceOp]:
     ops = []
     for e in events:
         if 'hlo_op' in e.stats and not _CONTAINER.match(e.name):
             # Some are only started by their event, and go on in other threads until `end: NAME`.
             end = max(e.start + e.duration, ends.get((e.name, e.stats.get('_p')), 0.0))
-            ops.append(_device_op(e, end - e.start, int(e.stats.get('device_ordinal', 0)), line, str(e.stats['hlo_op']), program))
+            ops.append(
+                _device_op(
+                    e,
+                    end - e.start,
+                    int(e.stats.get('device_ordinal', 0)),
+                    line,
+                    str(e.stats['hlo_op']),
+                    program,
+                )
+            )
     return ops
 
 
-def _device_op(e: Event, duration: float, device: int, line: str, hlo: str, program: Program) -> DeviceOp:
+def _device_op(
+    e: Event, duration: float, device: int, line: str, hlo: str, program: Program
+) -> DeviceOp:
     module = e.stats.get('hlo_module', '')
     known = program.instructions.get(hlo) if module == program.name else None
     path, opcode = (known.path, known.opcode) if known else ('', '')
@@ -196,7 +247,10 @@ def _device_op(e: Event, duration: float, device: int, line: str, hlo: str, prog
 
 def _host_events(line: str, events: list[Event]) -> list[HostEvent]:
     """The events of one thread but the device's, each with its own time."""
-    order = sorted((e for e in events if e.duration > 0 and not e.name.startswith(_NOISE)), key=lambda e: (e.start, -e.duration))
+    order = sorted(
+        (e for e in events if e.duration > 0 and not e.name.startswith(_NOISE)),
+        key=lambda e: (e.start, -e.duration),
+    )
     own = [e.duration for e in order]
     open_: list[int] = []
     for i, e in enumerate(order):
@@ -205,4 +259,8 @@ def _host_events(line: str, events: list[Event]) -> list[HostEvent]:
         if open_:
             own[open_[-1]] -= e.duration
         open_.append(i)
-    return [HostEvent(e.name, line, e.start, e.duration, max(t, 0.0)) for e, t in zip(order, own, strict=True) if 'hlo_op' not in e.stats]
+    return [
+        HostEvent(e.name, line, e.start, e.duration, max(t, 0.0))
+        for e, t in zip(order, own, strict=True)
+        if 'hlo_op' not in e.stats
+    ]

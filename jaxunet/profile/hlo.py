@@ -18,7 +18,16 @@ _OP_NAME = re.compile(r'op_name="([^"]*)"')
 _FUSED = re.compile(r'calls=%?([\w.\-]+)')
 _RUN = {'while': re.compile(r'body=%?([\w.\-]+)'), 'call': re.compile(r'to_apply=%?([\w.\-]+)')}
 _TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
-_NOTHING = ('parameter', 'constant', 'tuple', 'get-tuple-element', 'bitcast', 'after-all', 'partition-id', 'replica-id')  # no work
+_NOTHING = (
+    'parameter',
+    'constant',
+    'tuple',
+    'get-tuple-element',
+    'bitcast',
+    'after-all',
+    'partition-id',
+    'replica-id',
+)  # no work
 
 
 @dataclass(frozen=True)
@@ -64,10 +73,14 @@ def read_hlo(text: str) -> Program:
     the earliest.
     """
     opcodes: dict[str, str] = {}
-    paths: dict[str, str] = {}  # those that tell a phase; others are argument names, or what the compiler left
+    paths: dict[
+        str, str
+    ] = {}  # those that tell a phase; others are argument names, or what the compiler left
     operands: dict[str, list[str]] = {}
     fused: dict[str, str] = {}
-    computations: dict[str, _Computation] = collections.defaultdict(lambda: _Computation([], collections.Counter()))
+    computations: dict[str, _Computation] = collections.defaultdict(
+        lambda: _Computation([], collections.Counter())
+    )
     here = entry = ''
     for line in text.splitlines():
         found = _INSTRUCTION.match(line)
@@ -86,12 +99,17 @@ def read_hlo(text: str) -> Program:
             fused[name] = calls[1]
         runs = _RUN[opcode].search(line) if opcode in _RUN else None
         trips = _TRIPS.search(line)
-        computations[here].steps.append((name, runs[1] if runs else '', int(trips[1]) if trips else 1))
+        computations[here].steps.append(
+            (name, runs[1] if runs else '', int(trips[1]) if trips else 1)
+        )
     for name, body in fused.items():
         if name not in paths and (inside := computations[body].paths):
             paths[name] = max(inside, key=lambda path: (_order(path), inside[path]))
     users: dict[str, list[str]] = collections.defaultdict(list)
-    for name, sources in operands.items():  # in the order of the text, operands come before their users
+    for (
+        name,
+        sources,
+    ) in operands.items():  # in the order of the text, operands come before their users
         if name not in paths and (near := [paths[source] for source in sources if source in paths]):
             paths[name] = max(near, key=_order)
         for source in sources:
@@ -100,11 +118,17 @@ def read_hlo(text: str) -> Program:
         if name not in paths and (near := [paths[user] for user in users[name] if user in paths]):
             paths[name] = min(near, key=_order)
     module = _MODULE.match(text)
-    instructions = {name: Instruction(opcode, paths.get(name, '')) for name, opcode in opcodes.items()}
-    return Program(module[1] if module else '', instructions, list(_schedule(entry, computations, opcodes)))
+    instructions = {
+        name: Instruction(opcode, paths.get(name, '')) for name, opcode in opcodes.items()
+    }
+    return Program(
+        module[1] if module else '', instructions, list(_schedule(entry, computations, opcodes))
+    )
 
 
-def _schedule(name: str, computations: dict[str, _Computation], opcodes: dict[str, str]) -> Iterator[str]:
+def _schedule(
+    name: str, computations: dict[str, _Computation], opcodes: dict[str, str]
+) -> Iterator[str]:
     for instruction, runs, trips in computations[name].steps:
         if runs:
             for _ in range(trips):

@@ -5,15 +5,41 @@ from __future__ import annotations
 import functools
 import re
 
-DATA, FORWARD, BACKWARD, ALL_REDUCE, OPTIMIZER, OTHER = PHASES = ('data', 'forward', 'backward', 'all-reduce', 'optimizer', 'other')
+DATA, FORWARD, BACKWARD, ALL_REDUCE, OPTIMIZER, OTHER = PHASES = (
+    'data',
+    'forward',
+    'backward',
+    'all-reduce',
+    'optimizer',
+    'other',
+)
 XLA, PALLAS, CUDA = 'xla', 'pallas', 'cuda'
 
-_COLLECTIVES = ('all-reduce', 'all-gather', 'reduce-scatter', 'all-to-all', 'collective-permute', 'nccldevkernel', 'ncclkernel')
+_COLLECTIVES = (
+    'all-reduce',
+    'all-gather',
+    'reduce-scatter',
+    'all-to-all',
+    'collective-permute',
+    'nccldevkernel',
+    'ncclkernel',
+)
 _OWN = re.compile(r'jaxunet_\w+')
 _CUDA_KERNEL = re.compile(r'jaxunet::cuda::(?:\(anonymous namespace\)::|\w+::)*(\w+)[<(]')
 _SCOPE = re.compile(r'[^/();]+')
 # What JAX's transformations and loops put between the names of modules.
-_BETWEEN = ('shard_map', 'pmap', 'checkpoint', 'rematted_computation', 'closed_call', 'eval_jaxpr', 'while', 'body', 'cond', 'pallas_call')
+_BETWEEN = (
+    'shard_map',
+    'pmap',
+    'checkpoint',
+    'rematted_computation',
+    'closed_call',
+    'eval_jaxpr',
+    'while',
+    'body',
+    'cond',
+    'pallas_call',
+)
 
 
 @functools.cache
@@ -68,4 +94,8 @@ def module_of(path: str) -> str:
     parts = path.partition(';')[0].split('/')[:-1]
     scopes = [i for i, part in enumerate(parts) if not set(PHASES).isdisjoint(_SCOPE.findall(part))]
     # Recomputed blocks name their scope, and the modules in it, a second time.
-    return '/'.join(part for part in parts[scopes[-1] + 1 if scopes else 0 :] if part.isidentifier() and part not in _BETWEEN)
+    return '/'.join(
+        part
+        for part in parts[scopes[-1] + 1 if scopes else 0 :]
+        if part.isidentifier() and part not in _BETWEEN
+    )

@@ -16,7 +16,9 @@ from jaxunet.profile.summary import DEVICE, HOST, Row, Summary
 from jaxunet.runtime.errors import UserError
 
 COLUMNS = tuple(field.name for field in dataclasses.fields(Row))
-COLOURS = dict(zip(PHASES, ('#7f7f7f', '#1f77b4', '#ff7f0e', '#d62728', '#2ca02c', '#bcbd22'), strict=True))
+COLOURS = dict(
+    zip(PHASES, ('#7f7f7f', '#1f77b4', '#ff7f0e', '#d62728', '#2ca02c', '#bcbd22'), strict=True)
+)
 Table = Sequence[Sequence[str]]
 
 
@@ -31,20 +33,43 @@ def text(label: str, summary: Summary, *, step_ms: float, traced_step_ms: float,
     if summary.devices > 1:
         lines.append(f'a mean over {summary.devices} devices')
     if summary.in_graphs:
-        lines.append(f'{summary.in_graphs:.0f} of these in {summary.graph_launches:.0f} launches of CUDA graphs')
+        lines.append(
+            f'{summary.in_graphs:.0f} of these in {summary.graph_launches:.0f} launches of CUDA graphs'
+        )
     if summary.platform == 'cpu':
         lines.append("device = CPU: operations on XLA's threads of the host, whose times add up")
     if summary.overlapped_share is not None:
-        lines.append(f'collectives: {summary.collective_ms:.3f} ms a step, {summary.overlapped_share:.1%} of it while the device computes')
+        lines.append(
+            f'collectives: {summary.collective_ms:.3f} ms a step, {summary.overlapped_share:.1%} of it while the device computes'
+        )
     total = sum(summary.phase_ms.values()) or 1.0
-    lines += ['', *align([('phase', 'device ms', 'share'), *((p, f'{ms:.3f}', f'{ms / total:.1%}') for p, ms in summary.phase_ms.items())])]
+    lines += [
+        '',
+        *align(
+            [
+                ('phase', 'device ms', 'share'),
+                *((p, f'{ms:.3f}', f'{ms / total:.1%}') for p, ms in summary.phase_ms.items()),
+            ]
+        ),
+    ]
     device = [('device operation', 'phase', 'backend', 'a step', 'ms', 'share', 'mostly in')]
     device += [
-        (shorten(r.operation, 60), r.phase, r.backend, f'{r.count:.4g}', f'{r.ms:.3f}', f'{r.share:.1%}', shorten(r.place, 36))
+        (
+            shorten(r.operation, 60),
+            r.phase,
+            r.backend,
+            f'{r.count:.4g}',
+            f'{r.ms:.3f}',
+            f'{r.share:.1%}',
+            shorten(r.place, 36),
+        )
         for r in summary.side(DEVICE)[:top]
     ]
     host = [('host operation (own time)', 'a step', 'ms', 'share')]
-    host += [(shorten(r.operation, 60), f'{r.count:.4g}', f'{r.ms:.3f}', f'{r.share:.1%}') for r in summary.side(HOST)[:top]]
+    host += [
+        (shorten(r.operation, 60), f'{r.count:.4g}', f'{r.ms:.3f}', f'{r.share:.1%}')
+        for r in summary.side(HOST)[:top]
+    ]
     return '\n'.join([*lines, '', *align(device), '', *align(host)])
 
 
@@ -59,9 +84,18 @@ def side_by_side(columns: Sequence[tuple[str, Sequence[Row]]], top: int) -> str:
     for label, rows in columns:
         device = [r for r in rows if r.side == DEVICE]
         busy, launches = sum(r.ms for r in device), sum(r.count for r in device if r.kind != COPY)
-        block = [(f'{label}: {busy:.2f} ms, {launches:.0f} launches', 'backend', 'a step', 'ms', 'share')]
+        block = [
+            (f'{label}: {busy:.2f} ms, {launches:.0f} launches', 'backend', 'a step', 'ms', 'share')
+        ]
         block += [
-            (shorten(f'{r.operation} ({r.phase})', 46), r.backend, f'{r.count:.4g}', f'{r.ms:.3f}', f'{r.share:.1%}') for r in device[:top]
+            (
+                shorten(f'{r.operation} ({r.phase})', 46),
+                r.backend,
+                f'{r.count:.4g}',
+                f'{r.ms:.3f}',
+                f'{r.share:.1%}',
+            )
+            for r in device[:top]
         ]
         aligned = align(block)
         blocks.append(aligned + [' ' * len(aligned[0])] * (top + 1 - len(aligned)))
@@ -72,12 +106,19 @@ def align(rows: Table) -> list[str]:
     """Rows as lines of equal length: text to the left, numbers to the right."""
     widths = [max(len(cell) for cell in column) for column in zip(*rows, strict=True)]
     numeric = [all(cell[:1].isdigit() for cell in column[1:]) for column in zip(*rows, strict=True)]
-    return ['  '.join(c.rjust(w) if n else c.ljust(w) for c, w, n in zip(row, widths, numeric, strict=True)) for row in rows]
+    return [
+        '  '.join(
+            c.rjust(w) if n else c.ljust(w) for c, w, n in zip(row, widths, numeric, strict=True)
+        )
+        for row in rows
+    ]
 
 
 def shorten(name: str, width: int) -> str:
     """At most `width` characters; the middle goes, as kernels differ at their ends."""
-    return name if len(name) <= width else f'{name[: width // 2 - 1]}…{name[-(width - width // 2) :]}'
+    return (
+        name if len(name) <= width else f'{name[: width // 2 - 1]}…{name[-(width - width // 2) :]}'
+    )
 
 
 def write_csv(path: pathlib.Path, rows: Sequence[Row]) -> None:
@@ -100,8 +141,12 @@ def read_csv(path: pathlib.Path) -> list[Row]:
             reader = csv.DictReader(file)
             if tuple(reader.fieldnames or ()) != COLUMNS:
                 expected = ', '.join(COLUMNS)
-                raise UserError(f'{path}: expected the columns {expected}, found {reader.fieldnames}; give a CSV of jaxunet.profile')
-            return [Row(**{name: types[name](value) for name, value in row.items()}) for row in reader]
+                raise UserError(
+                    f'{path}: expected the columns {expected}, found {reader.fieldnames}; give a CSV of jaxunet.profile'
+                )
+            return [
+                Row(**{name: types[name](value) for name, value in row.items()}) for row in reader
+            ]
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f'{path}: cannot be read: {error}') from None
     except (TypeError, ValueError) as error:
@@ -111,7 +156,9 @@ def read_csv(path: pathlib.Path) -> list[Row]:
 def check_plots() -> None:
     """Raises UserError unless charts can be drawn."""
     if importlib.util.find_spec('matplotlib') is None:
-        raise UserError('--plot: needs matplotlib, which is not installed; pip install "jaxunet[plots]", or pass --noplot')
+        raise UserError(
+            '--plot: needs matplotlib, which is not installed; pip install "jaxunet[plots]", or pass --noplot'
+        )
 
 
 class Chart(NamedTuple):
@@ -131,25 +178,37 @@ def plot(path: pathlib.Path, charts: Sequence[Chart], top: int) -> None:
       UserError: matplotlib is missing.
     """
     check_plots()
-    from matplotlib.figure import Figure  # noqa: PLC0415  # an extra
-    from matplotlib.patches import Patch  # noqa: PLC0415
+    from matplotlib.figure import Figure  # an extra
+    from matplotlib.patches import Patch
 
     figure = Figure(figsize=(10 * len(charts), 2.2 + 0.34 * top), layout='constrained')
-    axes: Any = figure.subplots(2, len(charts), squeeze=False, sharex='row', height_ratios=(1, max(top, 3)))
+    axes: Any = figure.subplots(
+        2, len(charts), squeeze=False, sharex='row', height_ratios=(1, max(top, 3))
+    )
     for chart, phases, bars in zip(charts, *axes, strict=True):
-        phases.set_title(f'{chart.label}: device busy {chart.busy_ms:.2f} ms, {chart.launches:.0f} launches a step')
+        phases.set_title(
+            f'{chart.label}: device busy {chart.busy_ms:.2f} ms, {chart.launches:.0f} launches a step'
+        )
         left = 0.0
         for phase, ms in chart.phase_ms.items():
             phases.barh(['phases'], [ms], left=[left], color=COLOURS[phase])
             left += ms
         rows = [row for row in chart.rows if row.side == DEVICE][:top]
         names = [f'{shorten(row.operation, 44)}  ×{row.count:.3g}' for row in rows]
-        bars.barh(range(len(rows)), [row.ms for row in rows], color=[COLOURS[row.phase] for row in rows])
+        bars.barh(
+            range(len(rows)), [row.ms for row in rows], color=[COLOURS[row.phase] for row in rows]
+        )
         bars.set_yticks(range(len(rows)), names)
         for place, row in enumerate(rows):
-            bars.annotate(f' {row.share:.1%} {row.backend}', (row.ms, place), va='center', fontsize='small')
+            bars.annotate(
+                f' {row.share:.1%} {row.backend}', (row.ms, place), va='center', fontsize='small'
+            )
         bars.invert_yaxis()
         bars.margins(x=0.18)
         bars.set_xlabel('device time a step, ms')
-    figure.legend(handles=[Patch(color=colour, label=phase) for phase, colour in COLOURS.items()], loc='outside lower center', ncols=6)
+    figure.legend(
+        handles=[Patch(color=colour, label=phase) for phase, colour in COLOURS.items()],
+        loc='outside lower center',
+        ncols=6,
+    )
     figure.savefig(path, dpi=110)

@@ -83,7 +83,9 @@ def summarise(trace: Trace, steps: int) -> Summary:
         by_device[op.device].append(op)
     devices = len(by_device)
     each = 1e-6 / (steps * devices)  # from nanoseconds of all to milliseconds a step and device
-    windows = [max(op.end for op in ops) - min(op.start for op in ops) for ops in by_device.values()]
+    windows = [
+        max(op.end for op in ops) - min(op.start for op in ops) for ops in by_device.values()
+    ]
     busy = [intervals.length(spans(ops)) for ops in by_device.values()]
     collectives = [spans(op for op in ops if op.kind == COLLECTIVE) for ops in by_device.values()]
     compute = [spans(op for op in ops if op.kind != COLLECTIVE) for ops in by_device.values()]
@@ -99,9 +101,13 @@ def summarise(trace: Trace, steps: int) -> Summary:
         idle_share=1 - sum(busy) / sum(windows),
         launches=(len(trace.ops) - copies) / (steps * devices),
         copies=copies / (steps * devices),
-        graph_launches=sum(event.name.startswith(GRAPH_LAUNCH) for event in trace.host) / (steps * devices),
+        graph_launches=sum(event.name.startswith(GRAPH_LAUNCH) for event in trace.host)
+        / (steps * devices),
         in_graphs=sum(op.graph for op in trace.ops) / (steps * devices),
-        phase_ms={phase: sum(op.duration for op in trace.ops if op.phase == phase) * each for phase in PHASES},
+        phase_ms={
+            phase: sum(op.duration for op in trace.ops if op.phase == phase) * each
+            for phase in PHASES
+        },
         collective_ms=communicating * each,
         overlapped_share=overlapped / communicating if communicating else None,
         rows=device_rows(trace.ops, steps * devices) + host_rows(trace.host, steps),
@@ -122,8 +128,24 @@ def device_rows(ops: Sequence[DeviceOp], divisor: int) -> list[Row]:
     rows = []
     for (kind, name, phase, backend), members in groups.items():
         time = sum(op.duration for op in members)
-        place, kernel = _longest((module_of(op.path), op.duration) for op in members), _longest((op.name, op.duration) for op in members)
-        rows.append(Row(DEVICE, kind, name, phase, backend, len(members) / divisor, time * 1e-6 / divisor, time / total, place, kernel))
+        place, kernel = (
+            _longest((module_of(op.path), op.duration) for op in members),
+            _longest((op.name, op.duration) for op in members),
+        )
+        rows.append(
+            Row(
+                DEVICE,
+                kind,
+                name,
+                phase,
+                backend,
+                len(members) / divisor,
+                time * 1e-6 / divisor,
+                time / total,
+                place,
+                kernel,
+            )
+        )
     return sorted(rows, key=lambda row: -row.ms)
 
 
@@ -136,7 +158,20 @@ def host_rows(events: Sequence[HostEvent], divisor: int) -> list[Row]:
     rows = []
     for name, members in groups.items():
         own = sum(event.own for event in members)
-        rows.append(Row(HOST, '', name, '', '', len(members) / divisor, own * 1e-6 / divisor, own / total, '', ''))
+        rows.append(
+            Row(
+                HOST,
+                '',
+                name,
+                '',
+                '',
+                len(members) / divisor,
+                own * 1e-6 / divisor,
+                own / total,
+                '',
+                '',
+            )
+        )
     return sorted(rows, key=lambda row: -row.ms)
 
 

@@ -33,10 +33,16 @@ def folder() -> pathlib.Path | None:
     """Where steps are kept: beside the programs of JAX's compilation cache; None if that is off."""
     settings = jax.config.values
     directory = settings['jax_compilation_cache_dir']
-    return pathlib.Path(directory) / 'jaxunet_steps' if directory and settings['jax_enable_compilation_cache'] else None
+    return (
+        pathlib.Path(directory) / 'jaxunet_steps'
+        if directory and settings['jax_enable_compilation_cache']
+        else None
+    )
 
 
-def key(made_of: dict[str, Any], arguments: Any, devices: Sequence[jax.Device], options: dict[str, Any]) -> str:
+def key(
+    made_of: dict[str, Any], arguments: Any, devices: Sequence[jax.Device], options: dict[str, Any]
+) -> str:
     """The digest of what a step is made from: the fields of its config, arguments' shapes and shardings, devices, versions, settings, and this code.
 
     Args:
@@ -44,22 +50,39 @@ def key(made_of: dict[str, Any], arguments: Any, devices: Sequence[jax.Device], 
     """
     leaves, tree = jax.tree.flatten(arguments)
     client = devices[0].client
-    settings = {name: str(value) for name, value in jax.config.values.items() if 'cache' not in name}
+    settings = {
+        name: str(value) for name, value in jax.config.values.items() if 'cache' not in name
+    }
     made_from = [
         made_of,
         [[str(x.shape), str(x.dtype), str(x.sharding), x.weak_type] for x in leaves],
         str(tree),
         [[d.id, d.device_kind, str(getattr(d, 'compute_capability', ''))] for d in devices],
-        [client.platform, client.platform_version, jax.__version__, jaxlib.__version__, flax.__version__, optax.__version__],
+        [
+            client.platform,
+            client.platform_version,
+            jax.__version__,
+            jaxlib.__version__,
+            flax.__version__,
+            optax.__version__,
+        ],
         options,
         settings,
-        {name: value for name, value in os.environ.items() if name.startswith(('XLA_FLAGS', 'JAX_', 'MOSAIC_', 'TRITON_'))},
+        {
+            name: value
+            for name, value in os.environ.items()
+            if name.startswith(('XLA_FLAGS', 'JAX_', 'MOSAIC_', 'TRITON_'))
+        },
         fingerprint.sources(),
     ]
-    return hashlib.sha256(json.dumps(made_from, sort_keys=True, default=str).encode()).hexdigest()[:32]
+    return hashlib.sha256(json.dumps(made_from, sort_keys=True, default=str).encode()).hexdigest()[
+        :32
+    ]
 
 
-def load(path: pathlib.Path, arguments: tuple[Any, Any], devices: Sequence[jax.Device]) -> jax.stages.Compiled | None:
+def load(
+    path: pathlib.Path, arguments: tuple[Any, Any], devices: Sequence[jax.Device]
+) -> jax.stages.Compiled | None:
     """The step kept in a file, for arguments (state, data); it returns a state and metrics. None if there is none, or a damaged one."""
     if not path.exists():
         return None
@@ -69,13 +92,22 @@ def load(path: pathlib.Path, arguments: tuple[Any, Any], devices: Sequence[jax.D
         metrics = dict.fromkeys(json.loads(header)['metrics'], 0)
         in_tree = jax.tree.structure((arguments, {}))
         out_tree = jax.tree.structure((arguments[0], metrics))
-        step = serialize_executable.deserialize_and_load(payload, in_tree, out_tree, devices[0].client, devices)
+        step = serialize_executable.deserialize_and_load(
+            payload, in_tree, out_tree, devices[0].client, devices
+        )
         path.touch()
     except Exception as error:  # whatever a damaged file leads to
-        logging.warning('%s: cannot be loaded (%s: %s); compiling anew', path, type(error).__name__, str(error).split('\n')[0])
+        logging.warning(
+            '%s: cannot be loaded (%s: %s); compiling anew',
+            path,
+            type(error).__name__,
+            str(error).split('\n')[0],
+        )
         path.unlink(missing_ok=True)
         return None
-    logging.info('the compiled step was loaded in %.1f s from %s', time.perf_counter() - began, path)
+    logging.info(
+        'the compiled step was loaded in %.1f s from %s', time.perf_counter() - began, path
+    )
     return step
 
 
@@ -93,7 +125,12 @@ def save(path: pathlib.Path, step: jax.stages.Compiled) -> None:
         for old in sorted(path.parent.glob('*.step'), key=lambda p: p.stat().st_mtime)[:-KEPT]:
             old.unlink(missing_ok=True)
     except Exception as error:  # a full disk, or an executable that this backend cannot serialize
-        logging.warning('%s: the compiled step cannot be kept (%s: %s)', path, type(error).__name__, str(error).split('\n')[0])
+        logging.warning(
+            '%s: the compiled step cannot be kept (%s: %s)',
+            path,
+            type(error).__name__,
+            str(error).split('\n')[0],
+        )
 
 
 def compiled(

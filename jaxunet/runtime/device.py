@@ -34,7 +34,9 @@ def use(target: Target, kind: str = 'NVIDIA H200') -> Iterator[None]:
             yield
         else:
             gpu = jax.sharding.AbstractDevice(device_kind=kind, num_cores=None, platform='gpu')
-            with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), (), abstract_device=gpu)):
+            with jax.sharding.use_abstract_mesh(
+                jax.sharding.AbstractMesh((), (), abstract_device=gpu)
+            ):
                 yield
     finally:
         _forced.pop()
@@ -50,14 +52,20 @@ def target() -> Target:
         return _forced[-1][0]
     device = jax.devices()[0]
     if device.platform != 'gpu':
-        raise UnsupportedDeviceError(f'Pallas kernels need an NVIDIA GPU of compute capability 8.0 or later; found {device.platform}')
+        raise UnsupportedDeviceError(
+            f'Pallas kernels need an NVIDIA GPU of compute capability 8.0 or later; found {device.platform}'
+        )
     capability = getattr(device, 'compute_capability', '')
     try:
         major = int(str(capability).split('.')[0])
     except ValueError:
-        raise UnsupportedDeviceError(f'Pallas kernels need an NVIDIA GPU; found {device.device_kind}') from None
+        raise UnsupportedDeviceError(
+            f'Pallas kernels need an NVIDIA GPU; found {device.device_kind}'
+        ) from None
     if major < 8:
-        raise UnsupportedDeviceError(f'Pallas kernels need compute capability 8.0 or later; {device.device_kind} has {capability}')
+        raise UnsupportedDeviceError(
+            f'Pallas kernels need compute capability 8.0 or later; {device.device_kind} has {capability}'
+        )
     return Target.HOPPER if major == 9 else Target.TRITON
 
 

@@ -28,7 +28,13 @@ from jax.experimental import multihost_utils
 from jaxunet.runtime.errors import UserError
 
 CLUSTERS = ('auto', 'none', 'slurm', 'ompi', 'mpi4py')
-SLURM_VARIABLES = ('SLURM_JOB_ID', 'SLURM_STEP_NODELIST', 'SLURM_NTASKS', 'SLURM_PROCID', 'SLURM_LOCALID')  # what srun sets and JAX reads
+SLURM_VARIABLES = (
+    'SLURM_JOB_ID',
+    'SLURM_STEP_NODELIST',
+    'SLURM_NTASKS',
+    'SLURM_PROCID',
+    'SLURM_LOCALID',
+)  # what srun sets and JAX reads
 OPEN_MPI = 'OMPI_MCA_orte_hnp_uri'  # up to version 4; JAX finds the host of mpirun in it
 # When process 0 ends, JAX aborts the others; those that stop for the same reason say so themselves if they get this long.
 LAST_WORDS_SECONDS = 3.0
@@ -85,22 +91,36 @@ def joined(start: Start) -> Iterator[None]:
 
 def join(start: Start) -> bool:
     """Whether this is a run of several processes; if so, all of them are connected on return. Call before anything asks JAX for devices."""
-    by_hand = {'coordinator': start.coordinator, 'num_processes': start.processes, 'process_id': start.process}
+    by_hand = {
+        'coordinator': start.coordinator,
+        'num_processes': start.processes,
+        'process_id': start.process,
+    }
     given = [name for name, value in by_hand.items() if value is not None]
     if given and start.cluster != 'auto':
         raise UserError(f'--{given[0]}: start by hand, or by --cluster={start.cluster}, not both')
     missing = [name for name, value in by_hand.items() if value is None]
     if given and missing:
-        raise UserError(f'--{missing[0]}: missing; a start by hand needs --coordinator, --num_processes and --process_id')
+        raise UserError(
+            f'--{missing[0]}: missing; a start by hand needs --coordinator, --num_processes and --process_id'
+        )
     if given:
         check_by_hand(str(start.coordinator), int(start.processes or 0), int(start.process or 0))
         _connect(start, 'by hand', cluster_detection_method='deactivate')
         return True
-    method = detect(os.environ) if start.cluster == 'auto' else '' if start.cluster == 'none' else start.cluster
+    method = (
+        detect(os.environ)
+        if start.cluster == 'auto'
+        else ''
+        if start.cluster == 'none'
+        else start.cluster
+    )
     if not method:
         return False
     finalize = check_launcher(method, os.environ, asked=start.cluster != 'auto')
-    devices: list[int] | None = None if 'JAX_LOCAL_DEVICE_IDS' in os.environ or not all_devices(method, os.environ) else []
+    devices: list[int] | None = (
+        None if 'JAX_LOCAL_DEVICE_IDS' in os.environ or not all_devices(method, os.environ) else []
+    )
     # An empty list restricts nothing; None gives each process of a host the one device of its number.
     _connect(start, method, cluster_detection_method=method, local_device_ids=devices)
     finalize()
@@ -111,11 +131,15 @@ def check_by_hand(coordinator: str, processes: int, process: int) -> None:
     """Raises UserError unless the flags of a start by hand make sense."""
     host, _, port = coordinator.rpartition(':')
     if not host or not port.isdigit() or not 0 < int(port) < 2**16:
-        raise UserError(f'--coordinator: expected HOST:PORT of process 0, such as node1:12345, found {coordinator!r}')
+        raise UserError(
+            f'--coordinator: expected HOST:PORT of process 0, such as node1:12345, found {coordinator!r}'
+        )
     if processes < 1:
         raise UserError(f'--num_processes: expected 1 or more, found {processes}')
     if not 0 <= process < processes:
-        raise UserError(f'--process_id: expected 0 to {processes - 1} for --num_processes={processes}, found {process}')
+        raise UserError(
+            f'--process_id: expected 0 to {processes - 1} for --num_processes={processes}, found {process}'
+        )
 
 
 def detect(environ: Mapping[str, str]) -> str:
@@ -138,11 +162,17 @@ def check_launcher(method: str, environ: Mapping[str, str], *, asked: bool) -> A
     Args:
       asked: whether the user named the method (otherwise it was detected).
     """
-    flag = f'--cluster={method}' if asked else f'mpirun started this process, which needs --cluster={method}'
+    flag = (
+        f'--cluster={method}'
+        if asked
+        else f'mpirun started this process, which needs --cluster={method}'
+    )
     if method == 'slurm':
         missing = [name for name in SLURM_VARIABLES if name not in environ]
         if missing:
-            raise UserError(f'{flag}: {missing[0]} is not set; start the processes with srun, inside a SLURM job')
+            raise UserError(
+                f'{flag}: {missing[0]} is not set; start the processes with srun, inside a SLURM job'
+            )
     if method == 'ompi' and OPEN_MPI not in environ:
         raise UserError(
             f'{flag}: {OPEN_MPI} is not set; start the processes with mpirun of Open MPI 4. Newer versions and other MPIs: --cluster=mpi4py'
@@ -152,7 +182,9 @@ def check_launcher(method: str, environ: Mapping[str, str], *, asked: bool) -> A
     try:
         mpi = importlib.import_module('mpi4py.MPI')
     except ImportError as error:
-        raise UserError(f'{flag}: {error}; pip install "jaxunet[mpi]", which uses the MPI library of this machine') from None
+        raise UserError(
+            f'{flag}: {error}; pip install "jaxunet[mpi]", which uses the MPI library of this machine'
+        ) from None
     if mpi.COMM_WORLD.Get_size() == 1:
         raise UserError(
             f'{flag}: MPI counts one process; start them with mpirun -n N, the one of the MPI that mpi4py uses: '
@@ -169,7 +201,10 @@ def all_devices(method: str, environ: Mapping[str, str]) -> bool:
     """
     here = 1
     if method == 'slurm':
-        here = tasks_of_node(environ.get('SLURM_STEP_TASKS_PER_NODE', environ['SLURM_NTASKS']), _number(environ, 'SLURM_NODEID'))
+        here = tasks_of_node(
+            environ.get('SLURM_STEP_TASKS_PER_NODE', environ['SLURM_NTASKS']),
+            _number(environ, 'SLURM_NODEID'),
+        )
     elif 'OMPI_COMM_WORLD_LOCAL_SIZE' in environ:
         here = _number(environ, 'OMPI_COMM_WORLD_LOCAL_SIZE')
     elif method == 'mpi4py':
@@ -186,7 +221,9 @@ def tasks_of_node(counts: str, node: int) -> int:
     for part in counts.split(','):
         match = re.fullmatch(r'(\d+)(?:\(x(\d+)\))?', part.strip())
         if match is None:
-            raise UserError(f'SLURM_STEP_TASKS_PER_NODE: expected a list like 2(x3),1, found {counts!r}')
+            raise UserError(
+                f'SLURM_STEP_TASKS_PER_NODE: expected a list like 2(x3),1, found {counts!r}'
+            )
         expanded += [int(match[1])] * int(match[2] or 1)
     return expanded[min(node, len(expanded) - 1)]
 
@@ -197,7 +234,9 @@ def _number(environ: Mapping[str, str], name: str) -> int:
 
 
 def _connect(start: Start, how: str, **arguments: Any) -> None:
-    logging.info('started %s; waiting for the other processes, up to %d s ...', how, start.wait_seconds)
+    logging.info(
+        'started %s; waiting for the other processes, up to %d s ...', how, start.wait_seconds
+    )
     lonely = (
         f'the processes did not find each other in {start.wait_seconds} s (--wait_seconds). Each needs the address of process 0, which '
         'must be reachable, the same number of processes, and a number of its own.'
@@ -235,18 +274,29 @@ def agree(values: Mapping[str, object]) -> None:
         return
     texts = _gather({name: str(value) for name, value in values.items()})
     for number, other in enumerate(texts):
-        names = [name for name in sorted(texts[0].keys() | other) if texts[0].get(name) != other.get(name)]
+        names = [
+            name
+            for name in sorted(texts[0].keys() | other)
+            if texts[0].get(name) != other.get(name)
+        ]
         if names:
-            lines = [f'{n}: {texts[0].get(n, "not there")} on process 0, {other.get(n, "not there")} on process {number}' for n in names]
+            lines = [
+                f'{n}: {texts[0].get(n, "not there")} on process 0, {other.get(n, "not there")} on process {number}'
+                for n in names
+            ]
             raise UserError(
-                'the processes of a run must agree:\n  ' + '\n  '.join(lines) + '\nGive each the same command, files and versions.'
+                'the processes of a run must agree:\n  '
+                + '\n  '.join(lines)
+                + '\nGive each the same command, files and versions.'
             )
 
 
 def _gather(value: dict[str, str]) -> list[dict[str, str]]:
     """This value of each process."""
     data = np.frombuffer(json.dumps(value).encode(), np.uint8)
-    sizes = np.asarray(multihost_utils.process_allgather(np.array([data.size], np.int32))).reshape(-1)
+    sizes = np.asarray(multihost_utils.process_allgather(np.array([data.size], np.int32))).reshape(
+        -1
+    )
     padded = np.zeros(int(sizes.max()), np.uint8)
     padded[: data.size] = data
     rows = np.asarray(multihost_utils.process_allgather(padded)).reshape(len(sizes), -1)
@@ -277,7 +327,9 @@ class _Epitaph:
     def write(cls, text: str) -> None:
         # In a session of its own, as signals to the whole group of processes shall not reach it.
         command = ['/bin/sh', '-c', 'read -r word || printf "%s\\n" "$0" >&2', f'\nerror: {text}']
-        cls._shell = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, start_new_session=True)
+        cls._shell = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, start_new_session=True
+        )
 
     @classmethod
     def dismiss(cls) -> None:

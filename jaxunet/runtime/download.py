@@ -26,10 +26,21 @@ def cache_dir() -> Path:
 def digest(path: Path, algorithm: str) -> str:
     """The checksum of a file as hexadecimal digits; `algorithm` as hashlib names it."""
     with path.open('rb') as file:
-        return hashlib.file_digest(file, lambda: hashlib.new(algorithm, usedforsecurity=False)).hexdigest()
+        return hashlib.file_digest(
+            file, lambda: hashlib.new(algorithm, usedforsecurity=False)
+        ).hexdigest()
 
 
-def cached(url: str, name: str, *, algorithm: str, checksum: str, asked_by: str, instead: str, replace_damaged: bool = False) -> Path:
+def cached(
+    url: str,
+    name: str,
+    *,
+    algorithm: str,
+    checksum: str,
+    asked_by: str,
+    instead: str,
+    replace_damaged: bool = False,
+) -> Path:
     """The file `name` of the cache folder, fetched from `url` if it is not there yet.
 
     Args:
@@ -49,20 +60,35 @@ def cached(url: str, name: str, *, algorithm: str, checksum: str, asked_by: str,
         if digest(target, algorithm).startswith(checksum):
             return target
         if not replace_damaged:
-            raise UserError(f'{target}: its {label} is not {expected}; it is damaged: remove it, and it is downloaded again')
-        logging.warning('%s is damaged (its %s is not %s); downloading it again', target, label, expected)
+            raise UserError(
+                f'{target}: its {label} is not {expected}; it is damaged: remove it, and it is downloaded again'
+            )
+        logging.warning(
+            '%s is damaged (its %s is not %s); downloading it again', target, label, expected
+        )
     partial = target.with_name(f'.{name}.{os.getpid()}.partial')
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         _fetch(url, partial, name)
         if not (found := digest(partial, algorithm)).startswith(checksum):
-            raise UserError(f'{url}: {label} {found}, expected {expected}; the download was damaged, try again, or {help_text}')
+            raise UserError(
+                f'{url}: {label} {found}, expected {expected}; the download was damaged, try again, or {help_text}'
+            )
         os.replace(partial, target)
-    except (urllib.error.URLError, http.client.HTTPException, TimeoutError, ConnectionError) as error:
-        raise UserError(f'{asked_by}: cannot download {url}: {getattr(error, "reason", None) or error}; {help_text}') from None
+    except (
+        urllib.error.URLError,
+        http.client.HTTPException,
+        TimeoutError,
+        ConnectionError,
+    ) as error:
+        raise UserError(
+            f'{asked_by}: cannot download {url}: {getattr(error, "reason", None) or error}; {help_text}'
+        ) from None
     except OSError as error:
         reason = error.strerror or error
-        raise UserError(f'{target}: cannot be written: {reason}; check the folder and the free space, or {help_text}') from None
+        raise UserError(
+            f'{target}: cannot be written: {reason}; check the folder and the free space, or {help_text}'
+        ) from None
     finally:
         with contextlib.suppress(OSError):
             partial.unlink()

@@ -42,7 +42,11 @@ class Times(NamedTuple):
     @property
     def quartiles(self) -> tuple[float, float]:
         """Lower and upper quartile of the calls."""
-        low, _, high = statistics.quantiles(self.calls, n=4, method='inclusive') if len(self.calls) > 1 else [self.us] * 3
+        low, _, high = (
+            statistics.quantiles(self.calls, n=4, method='inclusive')
+            if len(self.calls) > 1
+            else [self.us] * 3
+        )
         return low, high
 
 
@@ -62,14 +66,18 @@ def _compiler_options() -> dict[str, str] | None:
     if jax.default_backend() != 'gpu':
         return None
     try:
-        jax.jit(lambda x: x + 1, compiler_options=COMPILER_OPTIONS).lower(jax.ShapeDtypeStruct((), 'float32')).compile()
+        jax.jit(lambda x: x + 1, compiler_options=COMPILER_OPTIONS).lower(
+            jax.ShapeDtypeStruct((), 'float32')
+        ).compile()
     except jax.errors.JaxRuntimeError as error:
         warnings.warn(f'times include what CUDA graphs add: {error}', stacklevel=3)
         return None
     return COMPILER_OPTIONS
 
 
-def trace_times(programs: Mapping[str, Callable[[int], Any]], *, rounds: int = 8) -> dict[str, Times]:
+def trace_times(
+    programs: Mapping[str, Callable[[int], Any]], *, rounds: int = 8
+) -> dict[str, Times]:
     """GPU time of each program, by its name; one whose kernels do not appear in the trace is left out.
 
     Args:
@@ -92,13 +100,24 @@ def trace_times(programs: Mapping[str, Callable[[int], Any]], *, rounds: int = 8
         return read_times(jax.profiler.ProfileData.from_file(path), programs, rounds)
 
 
-def read_times(profile: jax.profiler.ProfileData, names: Iterable[str], calls: int) -> dict[str, Times]:
+def read_times(
+    profile: jax.profiler.ProfileData, names: Iterable[str], calls: int
+) -> dict[str, Times]:
     """What a trace says of the programs of these names, each called `calls` times; see `trace_times`."""
     found: dict[str, list[tuple[float, float, str]]] = {name: [] for name in names}
-    streams = [line for plane in profile.planes if plane.name.startswith('/device:GPU') for line in plane.lines]
+    streams = [
+        line
+        for plane in profile.planes
+        if plane.name.startswith('/device:GPU')
+        for line in plane.lines
+    ]
     with warnings.catch_warnings():
-        warnings.simplefilter('ignore', DeprecationWarning)  # of the iterator's type, by Python 3.13
-        for event in (event for line in streams if line.name.startswith('Stream') for event in line.events):
+        warnings.simplefilter(
+            'ignore', DeprecationWarning
+        )  # of the iterator's type, by Python 3.13
+        for event in (
+            event for line in streams if line.name.startswith('Stream') for event in line.events
+        ):
             module = next((str(value) for key, value in event.stats if key == 'hlo_module'), '')
             name = module.split('(')[0].removeprefix('jit_')
             if name in found:
@@ -112,8 +131,15 @@ def _times(events: list[tuple[float, float, str]], calls: int) -> Times:
     kernels: dict[str, list[float]] = collections.defaultdict(list)
     for _, us, kernel in events:
         kernels[kernel].append(us)
-    whole = len(events) == each * calls and all(len(times) % calls == 0 for times in kernels.values())
+    whole = len(events) == each * calls and all(
+        len(times) % calls == 0 for times in kernels.values()
+    )
     return Times(
-        {kernel: statistics.median(times) * len(times) / calls for kernel, times in kernels.items()},
-        tuple(sum(us for _, us, _ in events[i * each : (i + 1) * each]) for i in range(calls)) if whole else (),
+        {
+            kernel: statistics.median(times) * len(times) / calls
+            for kernel, times in kernels.items()
+        },
+        tuple(sum(us for _, us, _ in events[i * each : (i + 1) * each]) for i in range(calls))
+        if whole
+        else (),
     )

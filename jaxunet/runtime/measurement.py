@@ -39,10 +39,14 @@ class Measurement(NamedTuple):
     def bytes_needed(self) -> int:
         """Of inputs read once and outputs written once: no implementation moves fewer."""
         outputs = jax.eval_shape(self.sides['xla'], self.inputs)
-        return sum(math.prod(a.shape) * a.dtype.itemsize for a in jax.tree.leaves((self.inputs, outputs)))
+        return sum(
+            math.prod(a.shape) * a.dtype.itemsize for a in jax.tree.leaves((self.inputs, outputs))
+        )
 
 
-def with_gradients(function: Callable[[Any], Any], fixed: tuple[str, ...] = ()) -> Callable[[Any], Any]:
+def with_gradients(
+    function: Callable[[Any], Any], fixed: tuple[str, ...] = ()
+) -> Callable[[Any], Any]:
     """The value of a function of named inputs, and its gradients by all but `fixed`, where the input `dy` is that of the value."""
 
     def both(inputs: dict[str, Any]) -> Any:
@@ -59,7 +63,9 @@ class Inputs:
     def __init__(self, seed: int = 0) -> None:
         self._generator = np.random.default_rng(seed)
         # Larger arrays repeat these: no kernel notices, and drawing would take longer than the benchmark.
-        self._pools = {np.dtype(np.float32): self._generator.standard_normal(4_000_037, dtype=np.float32)}
+        self._pools = {
+            np.dtype(np.float32): self._generator.standard_normal(4_000_037, dtype=np.float32)
+        }
         self._arrays: dict[tuple[Any, ...], jax.Array] = {}
 
     def of(self, measurement: Measurement, number: int) -> dict[str, PyTree[jax.Array]]:

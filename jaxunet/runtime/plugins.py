@@ -44,7 +44,15 @@ def backend_entry_points() -> tuple[importlib.metadata.EntryPoint, ...]:
     """The entry points of all installed kernel backends, one a name, ours first."""
     found = importlib.metadata.entry_points(group=BACKEND_GROUP)
     unique = {point.name: point for point in found}
-    return tuple(sorted(unique.values(), key=lambda point: (not point.value.startswith(('pallas_kernels.', 'xla_ffi.')), point.value)))
+    return tuple(
+        sorted(
+            unique.values(),
+            key=lambda point: (
+                not point.value.startswith(('pallas_kernels.', 'xla_ffi.')),
+                point.value,
+            ),
+        )
+    )
 
 
 def backend_names() -> tuple[str, ...]:

@@ -37,7 +37,9 @@ def provenance() -> Row:
 
 def git_sha() -> str | None:
     """The commit of this checkout, with -dirty if files differ from it; None outside one."""
-    return _output('git', '-C', str(ROOT), 'describe', '--always', '--dirty', '--abbrev=7', '--exclude=*')
+    return _output(
+        'git', '-C', str(ROOT), 'describe', '--always', '--dirty', '--abbrev=7', '--exclude=*'
+    )
 
 
 def driver() -> str | None:
@@ -92,7 +94,9 @@ def read(path: str | os.PathLike[str]) -> list[Row]:
         except ValueError:
             row = None
         if not isinstance(row, dict):
-            raise UserError(f'{path}, line {number}: expected a JSON object, found {line[:60]!r}; remove the line')
+            raise UserError(
+                f'{path}, line {number}: expected a JSON object, found {line[:60]!r}; remove the line'
+            )
         rows.append(row)
     return rows
 
@@ -102,7 +106,9 @@ def _output(program: str, *arguments: str) -> str | None:
     if shutil.which(program) is None:
         return None
     try:
-        done = subprocess.run([program, *arguments], capture_output=True, text=True, timeout=30, check=True)
+        done = subprocess.run(
+            [program, *arguments], capture_output=True, text=True, timeout=30, check=True
+        )
     except (subprocess.SubprocessError, OSError):
         return None
     return done.stdout.strip() or None

@@ -37,7 +37,14 @@ _running: set[subprocess.Popen[str]] = set()
 _stopped = False
 
 
-def answer(command: list[str], env: dict[str, str], timeout: float, log: pathlib.Path | None, *, json_output: bool = True) -> Answer:
+def answer(
+    command: list[str],
+    env: dict[str, str],
+    timeout: float,
+    log: pathlib.Path | None,
+    *,
+    json_output: bool = True,
+) -> Answer:
     """Runs a command whose last line of output is a JSON object (or which need not say anything)."""
     with _log_file(log, command) as stderr, _started(command, env, stderr) as process:
         try:
@@ -57,7 +64,9 @@ def answer(command: list[str], env: dict[str, str], timeout: float, log: pathlib
 
 
 @contextlib.contextmanager
-def _started(command: list[str], env: dict[str, str], stderr: Any) -> Iterator[subprocess.Popen[str]]:
+def _started(
+    command: list[str], env: dict[str, str], stderr: Any
+) -> Iterator[subprocess.Popen[str]]:
     """The process, which does not outlive the block."""
     with contextlib.ExitStack() as ends:
         with _signals_later(), _starting:
@@ -65,7 +74,13 @@ def _started(command: list[str], env: dict[str, str], stderr: Any) -> Iterator[s
                 raise Stopped
             # A session of its own, so that its worker processes can be ended with it.
             process = subprocess.Popen(
-                command, env=env, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=stderr, text=True, start_new_session=True
+                command,
+                env=env,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=stderr,
+                text=True,
+                start_new_session=True,
             )
             ends.enter_context(process)
             _running.add(process)
@@ -85,7 +100,10 @@ def _signals_later() -> Iterator[None]:
         yield
         return
     came: list[int] = []
-    handlers = {which: signal.signal(which, lambda number, _: came.append(number)) for which in (signal.SIGINT, signal.SIGTERM)}
+    handlers = {
+        which: signal.signal(which, lambda number, _: came.append(number))
+        for which in (signal.SIGINT, signal.SIGTERM)
+    }
     try:
         yield
     finally:
@@ -111,7 +129,10 @@ def _failure(code: int, log: str) -> tuple[str, str]:
     lines = [line.strip() for line in log.splitlines() if line.strip()]
     words = lines[-1][-LAST_WORDS:] if lines else 'no output'
     if code == -signal.SIGKILL:
-        return OUT_OF_MEMORY, 'killed by the system (SIGKILL), as it does when the memory of this machine is full'
+        return (
+            OUT_OF_MEMORY,
+            'killed by the system (SIGKILL), as it does when the memory of this machine is full',
+        )
     if code < 0:
         return CRASH, f'ended by {signal.Signals(-code).name}: {words}'
     return CRASH, f'exit code {code}: {words}'
@@ -131,7 +152,9 @@ def _cores(parts: int) -> list[set[int]]:
     return [set(found[i * size : (i + 1) * size]) for i in range(parts)]
 
 
-def share(todo: Sequence[tuple[int, int]], gpus: Sequence[str], work: Callable[[int, Sequence[str]], None]) -> None:
+def share(
+    todo: Sequence[tuple[int, int]], gpus: Sequence[str], work: Callable[[int, Sequence[str]], None]
+) -> None:
     """Runs `work(i, its GPUs)` for every (i, how many it needs), the first that fits into the free ones, until all are done.
 
     Processes that `work` starts run on their GPUs' share of the CPU cores: each would make threads for all of them otherwise, which take
@@ -157,7 +180,9 @@ def share(todo: Sequence[tuple[int, int]], gpus: Sequence[str], work: Callable[[
                 held[future] = mine
                 running.add(future)
                 continue
-            done, running = concurrent.futures.wait(running, return_when=concurrent.futures.FIRST_COMPLETED)
+            done, running = concurrent.futures.wait(
+                running, return_when=concurrent.futures.FIRST_COMPLETED
+            )
             for future in done:
                 future.result()
                 free = sorted([*free, *held.pop(future)], key=list(gpus).index)
@@ -174,7 +199,7 @@ class _Threads(concurrent.futures.ThreadPoolExecutor):
 @contextlib.contextmanager
 def pool(size: int) -> Iterator[concurrent.futures.ThreadPoolExecutor]:
     """Threads that wait for processes. An exception, such as Ctrl-C's, ends the processes, and no other starts."""
-    global _stopped  # noqa: PLW0603
+    global _stopped
     try:
         with _Threads(size) as threads:
             try:

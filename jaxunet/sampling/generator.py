@@ -17,7 +17,15 @@ from jaxunet.data.images import to_uint8
 from jaxunet.diffusion.process import make_diffusion
 from jaxunet.model.unet import Params, build_unet
 from jaxunet.ops.backends import load_ops
-from jaxunet.sampling.sampler import SamplerConfig, State, guided, initial_state, make_sampler, run, sample_keys
+from jaxunet.sampling.sampler import (
+    SamplerConfig,
+    State,
+    guided,
+    initial_state,
+    make_sampler,
+    run,
+    sample_keys,
+)
 
 SEGMENTS = 20  # calls of the sampling loop a batch: progress, and a chance to stop, after each
 
@@ -35,9 +43,18 @@ class Generator:
       UserError: options that the sampler or the model does not have.
     """
 
-    def __init__(self, config: Config, sampler: SamplerConfig, *, batch_size: int, devices: Sequence[jax.Device]) -> None:
+    def __init__(
+        self,
+        config: Config,
+        sampler: SamplerConfig,
+        *,
+        batch_size: int,
+        devices: Sequence[jax.Device],
+    ) -> None:
         self.image_shape = config.image_shape
-        self.sampler = make_sampler(sampler, make_diffusion(config.diffusion), num_classes=config.model.num_classes)
+        self.sampler = make_sampler(
+            sampler, make_diffusion(config.diffusion), num_classes=config.model.num_classes
+        )
         self.batch_size = -(-batch_size // len(devices)) * len(devices)
         self.conditional = config.model.num_classes > 0
         mesh = Mesh(np.array(devices), ('data',))
@@ -45,18 +62,32 @@ class Generator:
         self._split = NamedSharding(mesh, PartitionSpec('data'))
         model = build_unet(config, load_ops(config.backend, config.precision))
 
-        def segment(params: Params, state: State, keys: Array, labels: Array, start: Array, stop: Array) -> State:
+        def segment(
+            params: Params, state: State, keys: Array, labels: Array, start: Array, stop: Array
+        ) -> State:
             def denoise(x: Array, t: Array, labels: Array | None) -> Array:
                 return model.predict(params, x, t, labels if self.conditional else None)
 
-            return run(guided(denoise, labels, self.sampler.config.guidance_scale), state, keys, self.sampler, start=start, stop=stop)
+            return run(
+                guided(denoise, labels, self.sampler.config.guidance_scale),
+                state,
+                keys,
+                self.sampler,
+                start=start,
+                stop=stop,
+            )
 
         # Split by hand: XLA's partitioner cannot look into hand-written kernels.
         whole, split = PartitionSpec(), PartitionSpec('data')
         in_specs = (whole, split, split, split, whole, whole)
-        mapped = jax.shard_map(segment, mesh=mesh, in_specs=in_specs, out_specs=split, check_vma=False)
+        mapped = jax.shard_map(
+            segment, mesh=mesh, in_specs=in_specs, out_specs=split, check_vma=False
+        )
         self._segment = jax.jit(mapped, donate_argnums=1)
-        self._initial = jax.jit(lambda keys: initial_state(keys, self.image_shape, self.sampler), out_shardings=self._split)
+        self._initial = jax.jit(
+            lambda keys: initial_state(keys, self.image_shape, self.sampler),
+            out_shardings=self._split,
+        )
         self._compiled: Any = None
 
     def put(self, params: Params) -> Params:
@@ -65,9 +96,13 @@ class Generator:
 
     def compile(self, params: Params) -> None:
         """Compiles the sampling loop ahead of its first use; `params` come from `put` (their shapes suffice)."""
-        keys, labels = self._inputs(0, np.arange(self.batch_size), np.full(self.batch_size, -1, np.int32))
+        keys, labels = self._inputs(
+            0, np.arange(self.batch_size), np.full(self.batch_size, -1, np.int32)
+        )
         bound = jax.device_put(np.int32(0), self._replicated)
-        self._compiled = self._segment.lower(params, self._initial(keys), keys, labels, bound, bound).compile()
+        self._compiled = self._segment.lower(
+            params, self._initial(keys), keys, labels, bound, bound
+        ).compile()
 
     def __call__(
         self,
@@ -97,7 +132,9 @@ class Generator:
         steps = self.sampler.evaluations
         bounds = np.linspace(0, steps, min(SEGMENTS, steps) + 1).astype(np.int32)
         for start, stop in itertools.pairwise(bounds):
-            state = self._compiled(params, state, keys, padded_labels, *jax.device_put((start, stop), self._replicated))
+            state = self._compiled(
+                params, state, keys, padded_labels, *jax.device_put((start, stop), self._replicated)
+            )
             state.x.block_until_ready()
             if not progress(stop / steps):
                 return None

@@ -51,22 +51,40 @@ class Parts:
             found = json.loads((self.folder / IDENTITY).read_text(encoding='utf-8'))
         except FileNotFoundError:
             # A process that was killed between making the folder and describing it leaves at most what it was writing then.
-            if self.folder.is_dir() and all(p.name.endswith('.partial') for p in self.folder.iterdir()):
+            if self.folder.is_dir() and all(
+                p.name.endswith('.partial') for p in self.folder.iterdir()
+            ):
                 return
-            raise UserError(f'{self.folder}: expected the samples of an interrupted run, found no {IDENTITY} in it; {advice}') from None
+            raise UserError(
+                f'{self.folder}: expected the samples of an interrupted run, found no {IDENTITY} in it; {advice}'
+            ) from None
         except (OSError, ValueError) as error:
-            raise UserError(f'{self.folder / IDENTITY}: cannot be read: {error}; {advice}') from error
+            raise UserError(
+                f'{self.folder / IDENTITY}: cannot be read: {error}; {advice}'
+            ) from error
         if not isinstance(found, dict):
-            raise UserError(f'{self.folder / IDENTITY}: expected an object, found {type(found).__name__}; {advice}')
+            raise UserError(
+                f'{self.folder / IDENTITY}: expected an object, found {type(found).__name__}; {advice}'
+            )
         names = sorted(found.keys() | self.identity.keys())
-        changed = [f'{n}: {found.get(n)} there, {self.identity.get(n)} now' for n in names if found.get(n) != self.identity.get(n)]
+        changed = [
+            f'{n}: {found.get(n)} there, {self.identity.get(n)} now'
+            for n in names
+            if found.get(n) != self.identity.get(n)
+        ]
         if changed:
-            raise UserError(f'{self.folder}: holds the samples of another run ({"; ".join(changed)}); {advice}')
+            raise UserError(
+                f'{self.folder}: holds the samples of another run ({"; ".join(changed)}); {advice}'
+            )
 
     def finished(self) -> list[tuple[int, int]]:
         """(first, end) of every part, ascending."""
         names = [p.name for p in self.folder.iterdir()] if self.folder.is_dir() else []
-        return sorted((int(match[1]), int(match[2])) for name in names if (match := re.fullmatch(r'(\d+)-(\d+)\.npz', name)))
+        return sorted(
+            (int(match[1]), int(match[2]))
+            for name in names
+            if (match := re.fullmatch(r'(\d+)-(\d+)\.npz', name))
+        )
 
     def missing(self, first: int, end: int, size: int) -> list[tuple[int, int]]:
         """What is left of first..end−1, in ranges of at most `size`, ascending."""
@@ -97,7 +115,9 @@ class Parts:
             partial.replace(self.folder / IDENTITY)
         except OSError as error:
             reason = error.strerror or error
-            raise UserError(f'{self.folder}: cannot be written: {reason}; check the folder, its permissions and the free space') from error
+            raise UserError(
+                f'{self.folder}: cannot be written: {reason}; check the folder, its permissions and the free space'
+            ) from error
 
     def _path(self, first: int, end: int) -> Path:
         return self.folder / f'{first:06d}-{end:06d}.npz'

@@ -44,9 +44,13 @@ class Coefficients:
     draw: Float64[np.ndarray, ' evaluations']
 
 
-def _coefficients(timesteps: Int[np.ndarray, ' evaluations'], **factors: np.ndarray) -> Coefficients:
+def _coefficients(
+    timesteps: Int[np.ndarray, ' evaluations'], **factors: np.ndarray
+) -> Coefficients:
     names = [field.name for field in fields(Coefficients)][1:]
-    rows = {name: np.asarray(factors.get(name, np.zeros(len(timesteps))), np.float64) for name in names}
+    rows = {
+        name: np.asarray(factors.get(name, np.zeros(len(timesteps))), np.float64) for name in names
+    }
     return Coefficients(np.asarray(timesteps, np.int32), **rows)
 
 
@@ -71,7 +75,10 @@ def ddim(alphas_cumprod: Alphas, timesteps: Subset, *, eta: float) -> Coefficien
     alphas, previous = _from_to(alphas_cumprod, timesteps)
     variance = eta**2 * (1 - alphas / previous) * (1 - previous) / (1 - alphas)
     return _coefficients(
-        timesteps[::-1], x0=np.sqrt(previous), noise=np.sqrt(np.maximum(1 - previous - variance, 0)), draw=np.sqrt(variance)
+        timesteps[::-1],
+        x0=np.sqrt(previous),
+        noise=np.sqrt(np.maximum(1 - previous - variance, 0)),
+        draw=np.sqrt(variance),
     )
 
 
@@ -98,7 +105,13 @@ def dpm_solver_2m(alphas_cumprod: Alphas, timesteps: Subset) -> Coefficients:
     )
 
 
-def heun(alphas_cumprod: Alphas, timesteps: Subset, *, churn: float = 0.0, churn_range: tuple[float, float]) -> Coefficients:
+def heun(
+    alphas_cumprod: Alphas,
+    timesteps: Subset,
+    *,
+    churn: float = 0.0,
+    churn_range: tuple[float, float],
+) -> Coefficients:
     """EDM's second-order sampler (algorithms 1 and 2) on `timesteps` (ascending): 2S − 1 evaluations. Memory: ε of the one before.
 
     In x̂ = x/α the probability flow is dx̂/dσ = ε. Euler's step to σ' is x' = α' x_0 + √(1−ᾱ') ε; the evaluation there corrects it by
@@ -131,7 +144,9 @@ def _from_to(alphas_cumprod: Alphas, timesteps: Subset) -> tuple[Alphas, Alphas]
     return alphas[::-1], np.append(1.0, alphas[:-1])[::-1]
 
 
-def _raised(sigmas: Alphas, timesteps: np.ndarray, factor: float, churn_range: tuple[float, float]) -> np.ndarray:
+def _raised(
+    sigmas: Alphas, timesteps: np.ndarray, factor: float, churn_range: tuple[float, float]
+) -> np.ndarray:
     """The time steps whose σ is nearest to (1 + factor) σ, never less noisy ones. The first step starts from noise alone: unchanged."""
     wanted = np.log(sigmas[timesteps]) + np.log1p(factor)
     nearest = np.rint(np.interp(wanted, np.log(sigmas), np.arange(len(sigmas)))).astype(np.int64)
@@ -161,7 +176,9 @@ def timestep_subset(alphas_cumprod: Alphas, steps: int, skip_schedule: str) -> S
         allowed, hint = ', '.join(SKIP_SCHEDULES), near_misses(skip_schedule, SKIP_SCHEDULES)
         raise UserError(f'skip_schedule: expected one of {allowed}, found {skip_schedule!r}{hint}')
     if not 1 <= steps <= total:
-        raise UserError(f'steps: expected 1 to {total}, the number of steps that the model was trained with, found {steps}')
+        raise UserError(
+            f'steps: expected 1 to {total}, the number of steps that the model was trained with, found {steps}'
+        )
     if steps == 1:
         return np.array([total - 1], np.int32)  # from noise alone to the image
     index = np.arange(steps, dtype=np.int64)
@@ -172,8 +189,12 @@ def timestep_subset(alphas_cumprod: Alphas, steps: int, skip_schedule: str) -> S
     else:
         sigmas = noise_to_signal(alphas_cumprod)
         total = max(int(np.searchsorted(sigmas, HIGHEST[skip_schedule], side='right')), steps)
-        level = np.log(sigmas[:total]) if skip_schedule == 'log_snr' else sigmas[:total] ** (1 / RHO)
-        wanted = np.rint(np.interp(np.linspace(level[0], level[-1], steps), level, np.arange(total))).astype(np.int64)
+        level = (
+            np.log(sigmas[:total]) if skip_schedule == 'log_snr' else sigmas[:total] ** (1 / RHO)
+        )
+        wanted = np.rint(
+            np.interp(np.linspace(level[0], level[-1], steps), level, np.arange(total))
+        ).astype(np.int64)
     # The nearest strictly increasing sequence from above, then pushed down as far as the end requires.
     increasing = np.maximum.accumulate(wanted - index) + index
     return np.minimum(increasing, total - steps + index).astype(np.int32)
@@ -199,9 +220,13 @@ def respaced_timesteps(alphas_cumprod: Alphas, respacing: str) -> Subset:
         )
     counts = respacing.split(',')
     if not all(count.strip().isdecimal() and int(count) > 0 for count in counts):
-        raise UserError(f"respacing: expected numbers of steps such as '250' or '10,20,30', or 'ddim50', found {respacing!r}")
+        raise UserError(
+            f"respacing: expected numbers of steps such as '250' or '10,20,30', or 'ddim50', found {respacing!r}"
+        )
     sections: list[Integer[np.ndarray, ' section']] = []
-    for section, count in zip(np.array_split(np.arange(total), len(counts)), map(int, counts), strict=True):
+    for section, count in zip(
+        np.array_split(np.arange(total), len(counts)), map(int, counts), strict=True
+    ):
         if count > len(section):
             raise UserError(
                 f'respacing: {count} steps from a section of {len(section)} ({total} steps in {len(counts)}), found {respacing!r}'

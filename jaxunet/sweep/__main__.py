@@ -36,15 +36,33 @@ from jaxunet.sweep.points import Point, expand, merge, parse_axes
 from jaxunet.sweep.presets import PRESETS
 
 CONFIG = cli.define_config()
-VARY = flags.DEFINE_multi_string('vary', [], 'NAME=VALUE,VALUE,...: an axis of the grid; the first value is the baseline.')
-PRESET = flags.DEFINE_enum('preset', None, list(PRESETS), 'A ready sweep; --vary replaces its axes, or adds some.')
-OUTPUT = flags.DEFINE_string('output', None, 'Folder for results and report; default: runs/sweep, or runs/sweep_PRESET.')
-STEPS = flags.DEFINE_integer('steps', None, 'Steps to time at every point; default: 100, or what the preset says.', lower_bound=1)
-WARMUP = flags.DEFINE_integer('warmup', None, 'Steps before them; default: 10, or what the preset says.', lower_bound=1)
-MAX_SECONDS = flags.DEFINE_float(
-    'max_seconds', 60.0, 'End the timed steps of a point after this (5 calls of the compiled step at least).', lower_bound=0.0
+VARY = flags.DEFINE_multi_string(
+    'vary', [], 'NAME=VALUE,VALUE,...: an axis of the grid; the first value is the baseline.'
 )
-TIMEOUT = flags.DEFINE_float('timeout', 900.0, 'Seconds after which the process of a point is ended.', lower_bound=0.1)
+PRESET = flags.DEFINE_enum(
+    'preset', None, list(PRESETS), 'A ready sweep; --vary replaces its axes, or adds some.'
+)
+OUTPUT = flags.DEFINE_string(
+    'output', None, 'Folder for results and report; default: runs/sweep, or runs/sweep_PRESET.'
+)
+STEPS = flags.DEFINE_integer(
+    'steps',
+    None,
+    'Steps to time at every point; default: 100, or what the preset says.',
+    lower_bound=1,
+)
+WARMUP = flags.DEFINE_integer(
+    'warmup', None, 'Steps before them; default: 10, or what the preset says.', lower_bound=1
+)
+MAX_SECONDS = flags.DEFINE_float(
+    'max_seconds',
+    60.0,
+    'End the timed steps of a point after this (5 calls of the compiled step at least).',
+    lower_bound=0.0,
+)
+TIMEOUT = flags.DEFINE_float(
+    'timeout', 900.0, 'Seconds after which the process of a point is ended.', lower_bound=0.1
+)
 RETRY_FAILED = flags.DEFINE_bool('retry_failed', False, 'Run points again that failed before.')
 COMPILE_JOBS = flags.DEFINE_integer(
     'compile_jobs',
@@ -59,16 +77,22 @@ SIDE_BY_SIDE = flags.DEFINE_bool(
     'Points of fewer GPUs than the machine has run beside each other, each on GPUs of its own. They share the host: leave it out '
     'where that is what you measure, as for data.num_workers.',
 )
-PLOT_ONLY = flags.DEFINE_bool('plot_only', False, 'Write the report of what OUTPUT holds, without running anything.')
+PLOT_ONLY = flags.DEFINE_bool(
+    'plot_only', False, 'Write the report of what OUTPUT holds, without running anything.'
+)
 PLOT = flags.DEFINE_bool('plot', True, 'Draw the plots.')
 
 
 def main(argv: Sequence[str]) -> None:
-    directory = pathlib.Path(OUTPUT.value or f'runs/sweep{"_" + PRESET.value if PRESET.value else ""}')
+    directory = pathlib.Path(
+        OUTPUT.value or f'runs/sweep{"_" + PRESET.value if PRESET.value else ""}'
+    )
     if PLOT.value:
         report.check_plots()
     if not PLOT_ONLY.value:
-        signal.signal(signal.SIGTERM, signal.default_int_handler)  # a point must not outlive the sweep
+        signal.signal(
+            signal.SIGTERM, signal.default_int_handler
+        )  # a point must not outlive the sweep
         try:
             measure(directory)
         except KeyboardInterrupt:
@@ -98,14 +122,22 @@ def measure(directory: pathlib.Path) -> None:
     machine = runner.probe()
     points, notes = expand(config, axes, machine)
     if options.tool == runner.PROFILE and not all(point.jit for point in points):
-        raise UserError(f'--vary jit: --preset {PRESET.value} traces compiled steps, so off has no meaning; leave jit out')
-    if options.tool == runner.PROFILE and any(not p.problem and resolve(p.raw).train.steps_per_call > 1 for p in points):
-        raise UserError(f'train.steps_per_call: --preset {PRESET.value} traces steps one by one; set it to 0 or 1')
+        raise UserError(
+            f'--vary jit: --preset {PRESET.value} traces compiled steps, so off has no meaning; leave jit out'
+        )
+    if options.tool == runner.PROFILE and any(
+        not p.problem and resolve(p.raw).train.steps_per_call > 1 for p in points
+    ):
+        raise UserError(
+            f'train.steps_per_call: --preset {PRESET.value} traces steps one by one; set it to 0 or 1'
+        )
     check_data(points)
     for note in notes:
         print(f'note: {note}')
     spec = {
-        'title': f'Sweep: {PRESET.value}. {preset.question}' if preset else 'Sweep of ' + ', '.join(axis.name for axis in axes),
+        'title': f'Sweep: {PRESET.value}. {preset.question}'
+        if preset
+        else 'Sweep of ' + ', '.join(axis.name for axis in axes),
         'command': shlex.join(folder.config_arguments(sys.argv[1:])),
         'axes': [dataclasses.asdict(axis) for axis in axes],
         'keys': [runner.key(point, options, machine) for point in points],
@@ -126,7 +158,9 @@ def check_data(points: Sequence[Point]) -> None:
         one = (config.data.path, (height, width, channels), config.data.classes)
         if one not in seen:
             seen.add(one)
-            open_source(config.data.path, image_shape=(height, width, channels), classes=config.data.classes)
+            open_source(
+                config.data.path, image_shape=(height, width, channels), classes=config.data.classes
+            )
 
 
 if __name__ == '__main__':

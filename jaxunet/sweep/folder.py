@@ -30,7 +30,9 @@ def save(directory: pathlib.Path, spec: dict[str, Any]) -> None:
         directory.mkdir(parents=True, exist_ok=True)
         (directory / 'sweep.json').write_text(json.dumps(spec, indent=1) + '\n', encoding='utf-8')
     except OSError as error:
-        raise UserError(f'--output: {error.filename or directory} cannot be written: {error.strerror or error}') from None
+        raise UserError(
+            f'--output: {error.filename or directory} cannot be written: {error.strerror or error}'
+        ) from None
 
 
 def load(directory: pathlib.Path) -> Sweep:
@@ -41,13 +43,17 @@ def load(directory: pathlib.Path) -> Sweep:
     """
     path = directory / 'sweep.json'
     if not path.is_file():
-        raise UserError(f'--output: {directory} holds no sweep (no sweep.json); give the folder of one, or run without --plot_only')
+        raise UserError(
+            f'--output: {directory} holds no sweep (no sweep.json); give the folder of one, or run without --plot_only'
+        )
     try:
         spec = json.loads(path.read_text(encoding='utf-8'))
         axes = [Axis(axis['name'], tuple(axis['values'])) for axis in spec['axes']]
         keys, notes, command, title = (spec[name] for name in ('keys', 'notes', 'command', 'title'))
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise UserError(f'{path}: damaged ({error!r}); run the sweep again without --plot_only, which keeps its results') from None
+        raise UserError(
+            f'{path}: damaged ({error!r}); run the sweep again without --plot_only, which keeps its results'
+        ) from None
     known = runner.results(directory)
     done = [known[key] for key in keys if key in known]
     return Sweep(axes, done, len(keys) - len(done), notes, command, title)

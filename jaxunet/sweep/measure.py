@@ -72,33 +72,70 @@ def measure(task: Task) -> dict[str, Any]:
     logging.info('%s', describe(config.backend, config.precision))
     source = open_source(config.data.path, image_shape=_shape(config), classes=config.data.classes)
     cache = pipeline.choose_cache(config, source)
-    if WORKERS in task.varied and config.data.num_workers and (cache == 'device' or source.in_memory):
+    if (
+        WORKERS in task.varied
+        and config.data.num_workers
+        and (cache == 'device' or source.in_memory)
+    ):
         where = 'device memory' if cache == 'device' else 'memory, decoded'
-        raise UserError(f'{WORKERS}: {config.data.num_workers} workers have nothing to do, as {config.data.path} lies in {where}')
+        raise UserError(
+            f'{WORKERS}: {config.data.num_workers} workers have nothing to do, as {config.data.path} lies in {where}'
+        )
     state = parallel.replicate(fresh_state(config.replace(model={'zero_init': False})))
     data = _first_data(parallel, source, config, cache)
 
     def make_step(axis: str | None) -> TrainStep:
-        return make_train_step(config, model, make_diffusion(config.diffusion), make_optimizer(config), axis_name=axis)
+        return make_train_step(
+            config, model, make_diffusion(config.diffusion), make_optimizer(config), axis_name=axis
+        )
 
     programs = Programs()
     unit = 1
     if task.jit:
-        unit = steps_of_call(config, resident=cache == 'device', platform=parallel.devices[0].platform)
-        step, lower_s, compile_s = timed_compile(lambda: parallel.compile(make_step, state, data, steps=unit, keep=True))
+        unit = steps_of_call(
+            config, resident=cache == 'device', platform=parallel.devices[0].platform
+        )
+        step, lower_s, compile_s = timed_compile(
+            lambda: parallel.compile(make_step, state, data, steps=unit, keep=True)
+        )
     else:
         # Thousands of programs, each too quick to be kept by itself; another attempt need not make them again.
         jax.config.update('jax_persistent_cache_min_compile_time_secs', 0.0)
         step = eager(make_step(None), config)
         _, lower_s, compile_s = timed_compile(lambda: jax.block_until_ready(step(state, data)[1]))
-    row = {'lower_s': lower_s, 'compile_s': compile_s, 'compile_cached': programs.cached, 'data_cache': cache, 'steps_per_call': unit}
+    row = {
+        'lower_s': lower_s,
+        'compile_s': compile_s,
+        'compile_cached': programs.cached,
+        'data_cache': cache,
+        'steps_per_call': unit,
+    }
     if task.compile_only:
         return row
     warmup = task.warmup if cache == 'device' else max(task.warmup, _read_ahead(config))
-    with _feed(parallel, source, config, data if cache == 'device' else None, warmup + task.steps + IN_FLIGHT) as feed:
+    with _feed(
+        parallel,
+        source,
+        config,
+        data if cache == 'device' else None,
+        warmup + task.steps + IN_FLIGHT,
+    ) as feed:
         calls = -(-warmup // unit), -(-task.steps // unit)
-        ends, loss = run(step, state, feed, parallel.local, *calls, task.max_seconds, in_flight=max(IN_FLIGHT // unit, 1))
-    return row | statistics(ends, config.data.batch_size, unit) | {'warmup': calls[0] * unit, 'loss': loss} | _peak(parallel)
+        ends, loss = run(
+            step,
+            state,
+            feed,
+            parallel.local,
+            *calls,
+            task.max_seconds,
+            in_flight=max(IN_FLIGHT // unit, 1),
+        )
+    return (
+        row
+        | statistics(ends, config.data.batch_size, unit)
+        | {'warmup': calls[0] * unit, 'loss': loss}
+        | _peak(parallel)
+    )
 
 
 class Programs:
@@ -130,7 +167,9 @@ def eager(step: TrainStep, config: Config) -> CompiledStep:
         if 'image' in data:
             return step(state, {**data, 'row': row})
         index = batch_indices(state.step, size, data['images'].shape[0], config.seed)
-        return step(state, {'image': data['images'][index], 'label': data['labels'][index], 'row': row})
+        return step(
+            state, {'image': data['images'][index], 'label': data['labels'][index], 'row': row}
+        )
 
     return whole
 
@@ -194,7 +233,12 @@ def _first_data(parallel: Parallel, source: Source, config: Config, cache: str) 
         images, labels = pipeline.load_all(source, progress=False)
         return parallel.replicate({'images': images, 'labels': labels})
     size = config.data.batch_size
-    return parallel.put_batch({'image': np.zeros((size, *config.image_shape), np.uint8), 'label': np.zeros(size, np.int32)})
+    return parallel.put_batch(
+        {
+            'image': np.zeros((size, *config.image_shape), np.uint8),
+            'label': np.zeros(size, np.int32),
+        }
+    )
 
 
 def _read_ahead(config: Config) -> int:
@@ -203,7 +247,9 @@ def _read_ahead(config: Config) -> int:
 
 
 @contextlib.contextmanager
-def _feed(parallel: Parallel, source: Source, config: Config, resident: Data | None, steps: int) -> Iterator[Callable[[], Data]]:
+def _feed(
+    parallel: Parallel, source: Source, config: Config, resident: Data | None, steps: int
+) -> Iterator[Callable[[], Data]]:
     """What gives each of so many steps its data."""
     if resident is not None:
         yield lambda: resident
@@ -218,7 +264,10 @@ def _peak(parallel: Parallel) -> dict[str, Any]:
     if all(stats):
         return {'peak_bytes': max(int(s) for s in stats if s), 'peak_source': 'device'}
     unit = 1 if sys.platform == 'darwin' else 1024
-    return {'peak_bytes': resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit, 'peak_source': 'process'}
+    return {
+        'peak_bytes': resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit,
+        'peak_source': 'process',
+    }
 
 
 def outcome(task: Task) -> dict[str, Any]:
@@ -232,7 +281,10 @@ def outcome(task: Task) -> dict[str, Any]:
     except Exception as error:
         traceback.print_exc()
         message = f'{type(error).__name__}: {error}'.split('\n')[0][:400]
-        return {'status': OUT_OF_MEMORY if 'RESOURCE_EXHAUSTED' in message else ERROR, 'reason': message}
+        return {
+            'status': OUT_OF_MEMORY if 'RESOURCE_EXHAUSTED' in message else ERROR,
+            'reason': message,
+        }
 
 
 def _watch_parent() -> None:
@@ -253,7 +305,11 @@ def main(argument: str) -> None:
     _watch_parent()
     logging.set_verbosity(logging.INFO)
     if argument == 'probe':
-        row: dict[str, Any] = {'platform': jax.default_backend(), 'devices': len(jax.devices()), 'provenance': provenance()}
+        row: dict[str, Any] = {
+            'platform': jax.default_backend(),
+            'devices': len(jax.devices()),
+            'provenance': provenance(),
+        }
     else:
         row = outcome(Task(**json.loads(argument)))
     print(json.dumps(row), file=answer, flush=True)

@@ -19,7 +19,12 @@ OWN_AXES = {
     JIT: 'on | off: the step as one compiled program, or called from Python, an operation at a time',
     BATCH_PER_DEVICE: 'sets data.batch_size to this many images times the devices',
 }
-DEVICES, BATCH, WORKERS, CACHE = 'parallel.devices', 'data.batch_size', 'data.num_workers', 'data.cache'
+DEVICES, BATCH, WORKERS, CACHE = (
+    'parallel.devices',
+    'data.batch_size',
+    'data.num_workers',
+    'data.cache',
+)
 
 
 @dataclass(frozen=True)
@@ -59,12 +64,18 @@ class Point:
 
     @property
     def label(self) -> str:
-        return ' '.join(f'{name.split(".")[-1]}={show(value)}' for name, value in self.values.items())
+        return ' '.join(
+            f'{name.split(".")[-1]}={show(value)}' for name, value in self.values.items()
+        )
 
 
 def show(value: Any) -> str:
     """A value as one types it in `--vary`."""
-    return f'({",".join(map(str, value))}{"," if len(value) == 1 else ""})' if isinstance(value, list | tuple) else str(value)
+    return (
+        f'({",".join(map(str, value))}{"," if len(value) == 1 else ""})'
+        if isinstance(value, list | tuple)
+        else str(value)
+    )
 
 
 def parse_axes(texts: Iterable[str]) -> list[Axis]:
@@ -77,7 +88,9 @@ def parse_axes(texts: Iterable[str]) -> list[Axis]:
     for text in texts:
         name, equals, values = text.partition('=')
         if not equals or not values:
-            raise UserError(f'--vary {text}: expected NAME=VALUE,VALUE,..., e.g. --vary precision=float32,bfloat16')
+            raise UserError(
+                f'--vary {text}: expected NAME=VALUE,VALUE,..., e.g. --vary precision=float32,bfloat16'
+            )
         axes.append(make_axis(name.strip(), [v.strip() for v in _split(values)]))
         if name.strip() in [axis.name for axis in axes[:-1]]:
             raise UserError(f'--vary {name}: given twice; list all its values after one --vary')
@@ -133,17 +146,28 @@ def _kind(name: str) -> Any:
         return known[name]
     sections = {path.split('.')[0] for path in known if '.' in path}
     if name in sections:
-        raise UserError(f'--vary {name}: is a section; vary one of its fields, e.g. {next(p for p in known if p.startswith(name + "."))}')
+        raise UserError(
+            f'--vary {name}: is a section; vary one of its fields, e.g. {next(p for p in known if p.startswith(name + "."))}'
+        )
     last = name.rsplit('.', 1)[-1]
     same = [path for path in known if path.split('.')[-1] == last]
-    hint = f'; did you mean {" or ".join(same)}?' if same else near_misses(name, [*known, *OWN_AXES])
+    hint = (
+        f'; did you mean {" or ".join(same)}?' if same else near_misses(name, [*known, *OWN_AXES])
+    )
     raise UserError(
-        f'--vary {name}: unknown field{hint}' + ('' if hint else f'; expected a field of the config, or {" or ".join(OWN_AXES)}')
+        f'--vary {name}: unknown field{hint}'
+        + ('' if hint else f'; expected a field of the config, or {" or ".join(OWN_AXES)}')
     )
 
 
 def _parse(name: str, kind: Any, text: str) -> Any:
-    switches = {'on': True, 'off': False} if kind == JIT else {'true': True, 'false': False} if kind is bool else {}
+    switches = (
+        {'on': True, 'off': False}
+        if kind == JIT
+        else {'true': True, 'false': False}
+        if kind is bool
+        else {}
+    )
     try:
         if kind == JIT:
             switches[text]
@@ -160,7 +184,9 @@ def _parse(name: str, kind: Any, text: str) -> Any:
             return value  # the config checks its elements
     except (KeyError, ValueError, SyntaxError):
         pass
-    expected = ' or '.join(switches) or (kind.__name__ if kind in (int, float) else 'a tuple such as (1,2) or (8,)')
+    expected = ' or '.join(switches) or (
+        kind.__name__ if kind in (int, float) else 'a tuple such as (1,2) or (8,)'
+    )
     raise UserError(f'--vary {name}: expected {expected}, found {text!r}')
 
 
@@ -176,11 +202,15 @@ def expand(base: Config, axes: Sequence[Axis], machine: Machine) -> tuple[list[P
     if not axes:
         raise UserError('--vary: nothing to vary; give --vary NAME=VALUE,VALUE,... or --preset')
     if BATCH in names and BATCH_PER_DEVICE in names:
-        raise UserError(f'--vary: {BATCH} and {BATCH_PER_DEVICE} set the same field; vary one of them')
+        raise UserError(
+            f'--vary: {BATCH} and {BATCH_PER_DEVICE} set the same field; vary one of them'
+        )
     notes = []
     if WORKERS in names and CACHE not in names and base.data.cache == 'auto':
         base = base.replace(data={'cache': 'stream'})
-        notes.append(f'{CACHE}: stream instead of auto, as a set that lies in device memory needs no workers')
+        notes.append(
+            f'{CACHE}: stream instead of auto, as a set that lies in device memory needs no workers'
+        )
     points: list[Point] = []
     merged = 0
     for values in itertools.product(*(axis.values for axis in axes)):
@@ -194,9 +224,13 @@ def expand(base: Config, axes: Sequence[Axis], machine: Machine) -> tuple[list[P
         for value in axis.values:
             those = [p for p in points if p.values[axis.name] == value]
             if not those:
-                raise UserError(f'--vary {axis.name}: {show(value)} has no effect, as {CACHE}=device; set --config.{CACHE}=stream')
+                raise UserError(
+                    f'--vary {axis.name}: {show(value)} has no effect, as {CACHE}=device; set --config.{CACHE}=stream'
+                )
             if all(p.problem for p in those):
-                raise UserError(f'--vary {axis.name}: no point with {show(value)} can run: {those[0].problem}')
+                raise UserError(
+                    f'--vary {axis.name}: no point with {show(value)} can run: {those[0].problem}'
+                )
     return points, notes
 
 

@@ -18,15 +18,22 @@ class Preset(NamedTuple):
 
 
 PRESETS = {
-    'top_operations': Preset('Which operations take the time of a step?', ('backend=xla,auto',), PROFILE, 5, 5),
-    'devices_batch': Preset(
-        'How does throughput grow with devices, and with the batch of each?', ('parallel.devices=1,2,4', 'batch_per_device=32,64,128')
+    'top_operations': Preset(
+        'Which operations take the time of a step?', ('backend=xla,auto',), PROFILE, 5, 5
     ),
-    'amp': Preset('What does a narrower compute type give?', ('precision=float32,bfloat16,float16',)),
+    'devices_batch': Preset(
+        'How does throughput grow with devices, and with the batch of each?',
+        ('parallel.devices=1,2,4', 'batch_per_device=32,64,128'),
+    ),
+    'amp': Preset(
+        'What does a narrower compute type give?', ('precision=float32,bfloat16,float16',)
+    ),
     'loader_workers': Preset(
         'How many workers keep the device fed, and what does a set in device memory save?',
         ('data.cache=stream,device', 'data.num_workers=0,2,4,8'),
         steps=200,
     ),
-    'compiled': Preset('What does compiling the step as one program give?', ('jit=on,off',), steps=50),
+    'compiled': Preset(
+        'What does compiling the step as one program give?', ('jit=on,off',), steps=50
+    ),
 }

@@ -20,7 +20,17 @@ from jaxunet.sweep.points import DEVICES, JIT, OWN_AXES, Axis, show
 from jaxunet.sweep.runner import IMPOSSIBLE, OK
 
 COLUMNS = (
-    *('status', 'images_per_s', 'speed_of_best', 'step_ms', 'step_ms_q1', 'step_ms_q3', 'lower_s', 'compile_s', 'compile_cached'),
+    *(
+        'status',
+        'images_per_s',
+        'speed_of_best',
+        'step_ms',
+        'step_ms_q1',
+        'step_ms_q3',
+        'lower_s',
+        'compile_s',
+        'compile_cached',
+    ),
     *('peak_gib', 'peak_source', 'batch', 'loss', 'steps', 'seconds', 'reason', 'key'),
 )
 TOP = 10  # operations of a profile that are shown
@@ -66,7 +76,11 @@ class Worth:
     def efficiency(self) -> float | None:
         """Of more devices: the ratio over that of the devices."""
         first = self.axis.values[0]
-        return self.ratio * first / self.value if self.axis.name == DEVICES and first and self.value else None
+        return (
+            self.ratio * first / self.value
+            if self.axis.name == DEVICES and first and self.value
+            else None
+        )
 
 
 def geometric_mean(values: Sequence[float]) -> float:
@@ -84,8 +98,16 @@ def worth(sweep: Sweep) -> list[Worth]:
                 first = by_point.get((*cell[:place], show(axis.values[0]), *cell[place + 1 :]))
                 if cell[place] == show(value) and first is not None:
                     pairs.append((row, first))
-            memory = [a['peak_bytes'] / b['peak_bytes'] for a, b in pairs if a.get('peak_bytes') and b.get('peak_bytes')]
-            found.append(Worth(axis, value, [a['images_per_s'] / b['images_per_s'] for a, b in pairs], memory))
+            memory = [
+                a['peak_bytes'] / b['peak_bytes']
+                for a, b in pairs
+                if a.get('peak_bytes') and b.get('peak_bytes')
+            ]
+            found.append(
+                Worth(
+                    axis, value, [a['images_per_s'] / b['images_per_s'] for a, b in pairs], memory
+                )
+            )
     return found
 
 
@@ -102,9 +124,13 @@ def write(sweep: Sweep, directory: pathlib.Path, *, plot: bool) -> list[pathlib.
     try:
         _write_csv(sweep, directory / 'results.csv')
         pictures = _plot(sweep, directory) if plot and sweep.done else []
-        (directory / 'report.md').write_text(markdown(sweep, [p.name for p in pictures], directory), encoding='utf-8')
+        (directory / 'report.md').write_text(
+            markdown(sweep, [p.name for p in pictures], directory), encoding='utf-8'
+        )
     except OSError as error:
-        raise UserError(f'--output: {error.filename or directory} cannot be written: {error.strerror or error}') from None
+        raise UserError(
+            f'--output: {error.filename or directory} cannot be written: {error.strerror or error}'
+        ) from None
     return [directory / 'results.csv', *pictures, directory / 'report.md']
 
 
@@ -114,7 +140,12 @@ def flat(row: Row, best: Row | None) -> dict[str, Any]:
     low, high = step.get('quartiles', (None, None))
     peak, rate = row.get('peak_bytes'), row.get('images_per_s')
     values = {name: row.get(name) for name in COLUMNS}
-    values |= {'step_ms': step.get('median'), 'step_ms_q1': low, 'step_ms_q3': high, 'peak_gib': peak / 2**30 if peak else None}
+    values |= {
+        'step_ms': step.get('median'),
+        'step_ms_q1': low,
+        'step_ms_q3': high,
+        'peak_gib': peak / 2**30 if peak else None,
+    }
     return values | {'speed_of_best': rate / best['images_per_s'] if rate and best else None}
 
 
@@ -125,12 +156,22 @@ def _write_csv(sweep: Sweep, path: pathlib.Path) -> None:
         for row in sweep.rows:
             values = flat(row, sweep.best)
             cells = {k: f'{v:.6g}' if isinstance(v, float) else v for k, v in values.items()}
-            writer.writerow({axis.name: show(row['point'][axis.name]) for axis in sweep.axes} | cells)
+            writer.writerow(
+                {axis.name: show(row['point'][axis.name]) for axis in sweep.axes} | cells
+            )
 
 
 def markdown(sweep: Sweep, pictures: Sequence[str], directory: pathlib.Path) -> str:
     """The report."""
-    lines = [f'# {sweep.title}', '', *_origin(sweep), *_best(sweep), *_worth(sweep), *_table(sweep), *_failures(sweep)]
+    lines = [
+        f'# {sweep.title}',
+        '',
+        *_origin(sweep),
+        *_best(sweep),
+        *_worth(sweep),
+        *_table(sweep),
+        *_failures(sweep),
+    ]
     lines += [line for name in pictures for line in (f'![{name.removesuffix(".png")}]({name})', '')]
     return '\n'.join([*lines, *_profiles(sweep, directory)]).rstrip() + '\n'
 
@@ -140,7 +181,12 @@ def _origin(sweep: Sweep) -> list[str]:
         f'{r["devices"]} x {r["device"]}, {", ".join(f"{k} {v}" for k, v in r["versions"].items())}, commit {r["git"]}': None
         for r in sweep.rows
     }
-    lines = [f'`{sweep.command}`', '', f'{len(sweep.done)} points measured. ' + '; '.join(machines), '']
+    lines = [
+        f'`{sweep.command}`',
+        '',
+        f'{len(sweep.done)} points measured. ' + '; '.join(machines),
+        '',
+    ]
     if sweep.missing:
         lines += [f'**{sweep.missing} points have not run yet;** the same command goes on.', '']
     for note in sweep.notes:
@@ -154,14 +200,22 @@ def _best(sweep: Sweep) -> list[str]:
         return ['## Best', '', 'No point ran to its end.', '']
     rate, slowest = best['images_per_s'], min(row['images_per_s'] for row in sweep.done)
     chosen = ', '.join(f'{name}={show(value)}' for name, value in best['point'].items())
-    lines = ['## Best', '', f'**{chosen}**: {rate:,.1f} images/s, {best["step_ms"]["median"]:.2f} ms a step']
+    lines = [
+        '## Best',
+        '',
+        f'**{chosen}**: {rate:,.1f} images/s, {best["step_ms"]["median"]:.2f} ms a step',
+    ]
     lines[-1] += f', {rate / slowest:.2f}× the slowest.' if len(sweep.done) > 1 else '.'
     fields = {name: value for name, value in best['point'].items() if name not in OWN_AXES}
     if 'batch_per_device' in best['point']:
         fields['data.batch_size'] = best['batch']
     overrides = shlex.join(f'--config.{name}={show(value)}' for name, value in fields.items())
     if best['point'].get(JIT) != 'off':  # which training cannot do
-        given = [a for a in shlex.split(sweep.command) if not a.startswith(tuple(f'--config.{name}=' for name in fields))]
+        given = [
+            a
+            for a in shlex.split(sweep.command)
+            if not a.startswith(tuple(f'--config.{name}=' for name in fields))
+        ]
         lines += ['', f'    python -m jaxunet.train {f"{shlex.join(given)} {overrides}".strip()}']
     return [*lines, '']
 
@@ -177,12 +231,18 @@ def _worth(sweep: Sweep) -> list[str]:
         '',
     ]
     scaling = any(w.efficiency is not None for w in found)
-    lines += [f'| option | against | images/s | range | pairs | peak memory |{" efficiency |" if scaling else ""}']
+    lines += [
+        f'| option | against | images/s | range | pairs | peak memory |{" efficiency |" if scaling else ""}'
+    ]
     lines += ['|---|---|---|---|---|---|' + ('---|' if scaling else '')]
     for w in found:
         cells = [f'{w.axis.name}={show(w.value)}', show(w.axis.values[0])]
         if w.ratios:
-            cells += [f'×{w.ratio:.3g}', f'×{min(w.ratios):.3g} to ×{max(w.ratios):.3g}', str(len(w.ratios))]
+            cells += [
+                f'×{w.ratio:.3g}',
+                f'×{min(w.ratios):.3g} to ×{max(w.ratios):.3g}',
+                str(len(w.ratios)),
+            ]
         else:
             cells += ['not comparable', '', '0']
         cells += [f'×{geometric_mean(w.memory):.3g}' if w.memory else '']
@@ -194,22 +254,43 @@ def _worth(sweep: Sweep) -> list[str]:
 
 def _table(sweep: Sweep) -> list[str]:
     titles = [axis.name for axis in sweep.axes]
-    heads = [*titles, 'images/s', 'of best', 'step ms, median (quartiles)', 'lower + compile s', 'peak GiB']
+    heads = [
+        *titles,
+        'images/s',
+        'of best',
+        'step ms, median (quartiles)',
+        'lower + compile s',
+        'peak GiB',
+    ]
     lines = ['## Points', '', f'| {" | ".join(heads)} |', '|' + '---|' * len(heads)]
     for row in sweep.rows:
         values = flat(row, sweep.best)
         cells = [show(row['point'][name]) for name in titles]
         if row['status'] == OK:
-            spread = f' ({values["step_ms_q1"]:.2f} to {values["step_ms_q3"]:.2f})' if values['step_ms_q1'] is not None else ''
-            cells += [f'{values["images_per_s"]:,.1f}', f'{values["speed_of_best"]:.0%}', f'{values["step_ms"]:.2f}{spread}']
+            spread = (
+                f' ({values["step_ms_q1"]:.2f} to {values["step_ms_q3"]:.2f})'
+                if values['step_ms_q1'] is not None
+                else ''
+            )
+            cells += [
+                f'{values["images_per_s"]:,.1f}',
+                f'{values["speed_of_best"]:.0%}',
+                f'{values["step_ms"]:.2f}{spread}',
+            ]
             lower = f'{values["lower_s"]:.1f} + ' if values['lower_s'] is not None else ''
-            cells += [f'{lower}{values["compile_s"]:.1f}' + (' (cached)' if values['compile_cached'] else '')]
+            cells += [
+                f'{lower}{values["compile_s"]:.1f}'
+                + (' (cached)' if values['compile_cached'] else '')
+            ]
             cells += [f'{values["peak_gib"]:.2f}' if values['peak_gib'] else '']
         else:
             cells += [row['status'], '', '', '', '']
         lines.append(f'| {" | ".join(cells)} |')
     if any(row.get('peak_source') == 'process' for row in sweep.done):
-        lines += ['', 'This backend does not count its memory: the peak is that of the whole process, compiler included.']
+        lines += [
+            '',
+            'This backend does not count its memory: the peak is that of the whole process, compiler included.',
+        ]
     return [*lines, '']
 
 
@@ -233,7 +314,9 @@ def _profiles(sweep: Sweep, directory: pathlib.Path, top: int = TOP) -> list[str
     traced = [row for row in sweep.done if 'profile' in row]
     if not traced:
         return []
-    labels = [', '.join(f'{name}={show(value)}' for name, value in row['point'].items()) for row in traced]
+    labels = [
+        ', '.join(f'{name}={show(value)}' for name, value in row['point'].items()) for row in traced
+    ]
     phases = list(dict.fromkeys(itertools.chain.from_iterable(row['phase_ms'] for row in traced)))
     lines = [
         '## Phases',
@@ -246,16 +329,36 @@ def _profiles(sweep: Sweep, directory: pathlib.Path, top: int = TOP) -> list[str
     for label, row in zip(labels, traced, strict=True):
         times = ' | '.join(f'{row["phase_ms"].get(phase, 0.0):.2f}' for phase in phases)
         lines.append(f'| {label} | {times} | {row["idle_share"]:.1%} | {row["launches"]:.0f} |')
-    tables = [(label, read_csv(directory / row['profile'])) for label, row in zip(labels, traced, strict=True)]
-    lines += ['', f'## Top {top} device operations', '', '```', side_by_side(tables, top), '```', '', 'Whole tables and traces: ']
-    lines[-1] += ', '.join(f'[{label}]({pathlib.PurePath(row["profile"]).parent})' for label, row in zip(labels, traced, strict=True)) + '.'
+    tables = [
+        (label, read_csv(directory / row['profile']))
+        for label, row in zip(labels, traced, strict=True)
+    ]
+    lines += [
+        '',
+        f'## Top {top} device operations',
+        '',
+        '```',
+        side_by_side(tables, top),
+        '```',
+        '',
+        'Whole tables and traces: ',
+    ]
+    lines[-1] += (
+        ', '.join(
+            f'[{label}]({pathlib.PurePath(row["profile"]).parent})'
+            for label, row in zip(labels, traced, strict=True)
+        )
+        + '.'
+    )
     return lines
 
 
 def check_plots() -> None:
     """Raises UserError unless plots can be drawn."""
     if importlib.util.find_spec('matplotlib') is None:
-        raise UserError('--plot: needs matplotlib, which is not installed; pip install "jaxunet[plots]", or pass --noplot')
+        raise UserError(
+            '--plot: needs matplotlib, which is not installed; pip install "jaxunet[plots]", or pass --noplot'
+        )
 
 
 def _plot(sweep: Sweep, directory: pathlib.Path) -> list[pathlib.Path]:
@@ -265,7 +368,13 @@ def _plot(sweep: Sweep, directory: pathlib.Path) -> list[pathlib.Path]:
     profiles = [row for row in sweep.done if 'profile' in row]
     if profiles:
         charts = [
-            Chart(_label(row, sweep.axes), row['busy_ms'], row['launches'], row['phase_ms'], read_csv(directory / row['profile']))
+            Chart(
+                _label(row, sweep.axes),
+                row['busy_ms'],
+                row['launches'],
+                row['phase_ms'],
+                read_csv(directory / row['profile']),
+            )
             for row in profiles
         ]
         plot_operations(directory / 'operations.png', charts, TOP)
@@ -282,7 +391,7 @@ def _label(row: Row, axes: Sequence[Axis]) -> str:
 
 def _plot_axis(sweep: Sweep, axis: Axis, path: pathlib.Path) -> None:
     """Lines over numbers, bars over names."""
-    from matplotlib.figure import Figure  # noqa: PLC0415  an extra
+    from matplotlib.figure import Figure
 
     others = [other for other in sweep.axes if other is not axis]
     groups: dict[str, list[Row]] = {}

@@ -28,7 +28,10 @@ from jaxunet.sweep.points import Machine, Point
 
 MEASURE = 'jaxunet.sweep.measure'
 OK, ERROR, IMPOSSIBLE = 'ok', 'error', 'impossible'  # besides how a process fails
-STEP, PROFILE = 'step', 'profile'  # what a point does: time training steps, or trace them with jaxunet.profile
+STEP, PROFILE = (
+    'step',
+    'profile',
+)  # what a point does: time training steps, or trace them with jaxunet.profile
 PROBE_SECONDS = 300.0
 Say = Callable[[str], None]
 
@@ -89,21 +92,37 @@ def code(git: str | None) -> str:
 
 def probe() -> Machine:
     """This machine, as JAX sees it in a process of its own: the sweep itself must not hold any device."""
-    answer = processes.answer([sys.executable, '-m', MEASURE, 'probe'], dict(os.environ), PROBE_SECONDS, None)
+    answer = processes.answer(
+        [sys.executable, '-m', MEASURE, 'probe'], dict(os.environ), PROBE_SECONDS, None
+    )
     if answer.row is None:
         raise UserError(f'JAX does not start on this machine: {answer.failure[1]}')
     return Machine(**answer.row)
 
 
-def run(points: Sequence[Point], directory: pathlib.Path, options: Options, machine: Machine, say: Say = print) -> None:
+def run(
+    points: Sequence[Point],
+    directory: pathlib.Path,
+    options: Options,
+    machine: Machine,
+    say: Say = print,
+) -> None:
     """Measures the points that have no row yet: one after the other, so that they do not disturb each other, or on GPUs of their own."""
     known = results(directory)
     keys = [key(point, options, machine) for point in points]
-    todo = [i for i, k in enumerate(keys) if k not in known or (options.retry_failed and known[k]['status'] != OK)]
+    todo = [
+        i
+        for i, k in enumerate(keys)
+        if k not in known or (options.retry_failed and known[k]['status'] != OK)
+    ]
     if len(todo) < len(points):
-        failed = sum(known[k]['status'] not in (OK, IMPOSSIBLE) for i, k in enumerate(keys) if i not in todo)
+        failed = sum(
+            known[k]['status'] not in (OK, IMPOSSIBLE) for i, k in enumerate(keys) if i not in todo
+        )
         hint = f' ({failed} of them failed; --retry_failed runs those again)' if failed else ''
-        say(f'{len(points) - len(todo)} of {len(points)} points are done{hint}: {directory / "results.jsonl"}')
+        say(
+            f'{len(points) - len(todo)} of {len(points)} points are done{hint}: {directory / "results.jsonl"}'
+        )
     able = [i for i in todo if not points[i].problem]
     if options.compile_jobs:
         _compile([points[i] for i in able if points[i].jit], options, machine, directory, say)
@@ -117,7 +136,11 @@ def run(points: Sequence[Point], directory: pathlib.Path, options: Options, mach
         else:
             say(f'[{i + 1}/{len(points)}] {point.label} ...')
             row = _measure(point, keys[i], options, machine, directory, gpus)
-        row |= {'seconds': round(time.perf_counter() - began, 1), 'point': point.values, 'batch': point.raw['data']['batch_size']}
+        row |= {
+            'seconds': round(time.perf_counter() - began, 1),
+            'point': point.values,
+            'batch': point.raw['data']['batch_size'],
+        }
         row = {
             'case': 'sweep',
             'key': keys[i],
@@ -132,7 +155,9 @@ def run(points: Sequence[Point], directory: pathlib.Path, options: Options, mach
             say(f'[{i + 1}/{len(points)}] {point.label}: {summary(row)}')
 
     if options.side_by_side:
-        processes.share([(i, needed_gpus(points[i], machine)) for i in todo], gpu_names(machine), work)
+        processes.share(
+            [(i, needed_gpus(points[i], machine)) for i in todo], gpu_names(machine), work
+        )
     else:
         for i in todo:
             work(i, ())
@@ -152,7 +177,9 @@ def gpu_names(machine: Machine) -> list[str]:
       UserError: there is none.
     """
     if machine.platform != 'gpu':
-        raise UserError('--side_by_side: gives each point GPUs of its own, but this machine has none; leave it out')
+        raise UserError(
+            '--side_by_side: gives each point GPUs of its own, but this machine has none; leave it out'
+        )
     named = os.environ.get('CUDA_VISIBLE_DEVICES')
     return named.split(',') if named else [str(i) for i in range(machine.devices)]
 
@@ -171,7 +198,15 @@ def summary(row: Row) -> str:
 
 
 def _command(point: Point, options: Options, *, compile_only: bool = False) -> list[str]:
-    task = Task(point.raw, point.jit, list(point.values), options.steps, options.warmup, options.max_seconds, compile_only)
+    task = Task(
+        point.raw,
+        point.jit,
+        list(point.values),
+        options.steps,
+        options.warmup,
+        options.max_seconds,
+        compile_only,
+    )
     return [sys.executable, '-m', MEASURE, json.dumps(dataclasses.asdict(task))]
 
 
@@ -182,11 +217,20 @@ def environment(point: Point, machine: Machine, gpus: Sequence[str] = ()) -> dic
         env['CUDA_VISIBLE_DEVICES'] = ','.join(gpus)
     wanted = point.raw['parallel']['devices']
     if machine.platform == 'cpu' and wanted > machine.devices:
-        env['XLA_FLAGS'] = f'{env.get("XLA_FLAGS", "")} --xla_force_host_platform_device_count={wanted}'.strip()
+        env['XLA_FLAGS'] = (
+            f'{env.get("XLA_FLAGS", "")} --xla_force_host_platform_device_count={wanted}'.strip()
+        )
     return env
 
 
-def _measure(point: Point, name: str, options: Options, machine: Machine, directory: pathlib.Path, gpus: Sequence[str]) -> Row:
+def _measure(
+    point: Point,
+    name: str,
+    options: Options,
+    machine: Machine,
+    directory: pathlib.Path,
+    gpus: Sequence[str],
+) -> Row:
     log = directory / 'logs' / f'{name}.log'
     env = environment(point, machine, gpus)
     if options.tool == PROFILE:
@@ -200,25 +244,48 @@ def _measure(point: Point, name: str, options: Options, machine: Machine, direct
 
 
 def _profile(
-    point: Point, env: dict[str, str], name: str, options: Options, directory: pathlib.Path, log: pathlib.Path
+    point: Point,
+    env: dict[str, str],
+    name: str,
+    options: Options,
+    directory: pathlib.Path,
+    log: pathlib.Path,
 ) -> processes.Answer:
     """A trace of the point's steps; the files of `jaxunet.profile` are in OUTPUT/profiles/KEY."""
     folder = directory / 'profiles' / name
     shutil.rmtree(folder, ignore_errors=True)  # of an attempt that failed
     folder.mkdir(parents=True)
     (folder / 'config.py').write_text(config_file(point))
-    command = [sys.executable, '-m', 'jaxunet.profile', f'--config={folder / "config.py"}', f'--output={folder}', '--noplot']
+    command = [
+        sys.executable,
+        '-m',
+        'jaxunet.profile',
+        f'--config={folder / "config.py"}',
+        f'--output={folder}',
+        '--noplot',
+    ]
     answer = processes.answer(
-        [*command, f'--steps={options.steps}', f'--warmup={options.warmup}'], env, options.timeout, log, json_output=False
+        [*command, f'--steps={options.steps}', f'--warmup={options.warmup}'],
+        env,
+        options.timeout,
+        log,
+        json_output=False,
     )
     if answer.failure[0]:
         return answer
     found = rows.read(folder / 'profile.jsonl')[-1]
     rate = point.raw['data']['batch_size'] / found['step_ms'] * 1e3
     numbers = {name: found[name] for name in ('phase_ms', 'busy_ms', 'idle_share', 'launches')}
-    timed = {'images_per_s': rate, 'step_ms': {'median': found['step_ms']}, 'compile_s': found['compile_s'], 'ops': found['ops']}
+    timed = {
+        'images_per_s': rate,
+        'step_ms': {'median': found['step_ms']},
+        'compile_s': found['compile_s'],
+        'ops': found['ops'],
+    }
     table = next(path for path in folder.glob('*.csv'))
-    return processes.Answer({'status': OK, **timed, **numbers, 'profile': str(table.relative_to(directory))})
+    return processes.Answer(
+        {'status': OK, **timed, **numbers, 'profile': str(table.relative_to(directory))}
+    )
 
 
 CONFIG_FILE = """\"\"\"Point of a sweep: {label}.\"\"\"
@@ -238,13 +305,20 @@ def config_file(point: Point) -> str:
     changed = []
     for name, value in point.raw.items():
         if isinstance(value, dict):
-            changed += [(f'{name}.{field}', v) for field, v in value.items() if v != default[name][field]]
+            changed += [
+                (f'{name}.{field}', v) for field, v in value.items() if v != default[name][field]
+            ]
         elif value != default[name]:
             changed.append((name, value))
-    return CONFIG_FILE.format(label=point.label, changes=''.join(f'    config.{path} = {value!r}\n' for path, value in changed))
+    return CONFIG_FILE.format(
+        label=point.label,
+        changes=''.join(f'    config.{path} = {value!r}\n' for path, value in changed),
+    )
 
 
-def _compile(points: Sequence[Point], options: Options, machine: Machine, directory: pathlib.Path, say: Say) -> None:
+def _compile(
+    points: Sequence[Point], options: Options, machine: Machine, directory: pathlib.Path, say: Say
+) -> None:
     """Fills the compilation cache, several points at a time. What fails here fails again, and is told, when it is measured."""
     say(f'compiling {len(points)} points, {options.compile_jobs} at a time ...')
     began = time.perf_counter()
@@ -253,7 +327,12 @@ def _compile(points: Sequence[Point], options: Options, machine: Machine, direct
         point = points[number]
         # They share the device, so none may take all of its memory at once.
         env = environment(point, machine) | {'XLA_PYTHON_CLIENT_PREALLOCATE': 'false'}
-        processes.answer(_command(point, options, compile_only=True), env, options.timeout, directory / 'logs' / f'compile_{number}.log')
+        processes.answer(
+            _command(point, options, compile_only=True),
+            env,
+            options.timeout,
+            directory / 'logs' / f'compile_{number}.log',
+        )
 
     with processes.pool(options.compile_jobs) as threads:
         list(threads.map(work, range(len(points))))

@@ -31,7 +31,12 @@ def steps_of_call(config: Config, *, resident: bool, platform: str, start: int =
     chosen = max(n for n in range(1, MOST + 1) if common % n == 0)
     if chosen == 1:
         counts = 'train.' + ', '.join(STEP_COUNTS)
-        logging.warning('train.steps_per_call=0: 1, as nothing up to %d divides %s and step %d, to go on from', MOST, counts, start)
+        logging.warning(
+            'train.steps_per_call=0: 1, as nothing up to %d divides %s and step %d, to go on from',
+            MOST,
+            counts,
+            start,
+        )
     else:
         logging.info('train.steps_per_call=0: %d', chosen)
     return chosen
@@ -41,4 +46,6 @@ def check_start(config: Config, start: int) -> None:
     """Raises UserError: the number of steps of a call asked for does not divide the step to go on from."""
     asked = config.train.steps_per_call
     if asked and start % asked:
-        raise UserError(f'train.steps_per_call: {asked} does not divide the step to go on from, {start}; set it to 0, 1, or to what does')
+        raise UserError(
+            f'train.steps_per_call: {asked} does not divide the step to go on from, {start}; set it to 0, 1, or to what does'
+        )

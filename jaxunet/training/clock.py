@@ -18,7 +18,9 @@ class Clock:
       now: tells the time.
     """
 
-    def __init__(self, step: int, seconds: float = 0.0, now: Callable[[], float] = time.perf_counter) -> None:
+    def __init__(
+        self, step: int, seconds: float = 0.0, now: Callable[[], float] = time.perf_counter
+    ) -> None:
         self._now, self._step = now, step
         self._lap_from, self._before = seconds, seconds
         self._running_since: float | None = now()
@@ -26,7 +28,9 @@ class Clock:
     @property
     def seconds(self) -> float:
         """Of training, in all."""
-        return self._before + (self._now() - self._running_since if self._running_since is not None else 0.0)
+        return self._before + (
+            self._now() - self._running_since if self._running_since is not None else 0.0
+        )
 
     def lap(self, step: int) -> tuple[float, int]:
         """Seconds and steps since the lap before."""

@@ -13,7 +13,15 @@ from jaxtyping import Int, UInt8
 from jaxunet.config import Config
 from jaxunet.data.pixels import Batch
 from jaxunet.data.source import ArraySource, Source
-from jaxunet.metrics.evaluation import WITHOUT_REFERENCE, Result, Side, check_metrics, compute, image_side, open_side
+from jaxunet.metrics.evaluation import (
+    WITHOUT_REFERENCE,
+    Result,
+    Side,
+    check_metrics,
+    compute,
+    image_side,
+    open_side,
+)
 from jaxunet.metrics.features import FeatureNetwork, load_features
 from jaxunet.model.unet import Params
 from jaxunet.runtime.errors import UserError
@@ -45,7 +53,9 @@ def evaluation_network(config: Config) -> FeatureNetwork:
     network.check_size((config.image_shape[0], config.image_shape[1]))
     compared = [metric for metric in e.metrics if metric not in WITHOUT_REFERENCE]
     if compared and e.reference:
-        with open_side(e.reference, compared, network, 'evaluation.reference', batch_size=FEATURE_BATCH):
+        with open_side(
+            e.reference, compared, network, 'evaluation.reference', batch_size=FEATURE_BATCH
+        ):
             pass  # its features are computed when they are asked for
     return network
 
@@ -56,15 +66,23 @@ class Colour(Source):
     def __init__(self, source: Source) -> None:
         height, width, channels = source.image_shape
         if channels not in (1, 3):
-            raise UserError(f'evaluation: {source.name}: expected images of 1 or 3 channels to compare, found {channels}')
+            raise UserError(
+                f'evaluation: {source.name}: expected images of 1 or 3 channels to compare, found {channels}'
+            )
         self._source, self.name, self.image_shape = source, source.name, (height, width, 3)
-        self.labels, self.class_names, self.in_memory = source.labels, source.class_names, source.in_memory
+        self.labels, self.class_names, self.in_memory = (
+            source.labels,
+            source.class_names,
+            source.in_memory,
+        )
 
     def load(self, indices: Int[np.ndarray, ' rows']) -> Batch:
         return colour(self._source.load(indices))
 
 
-def colour(images: UInt8[np.ndarray, 'n height width channels']) -> UInt8[np.ndarray, 'n height width 3']:
+def colour(
+    images: UInt8[np.ndarray, 'n height width channels'],
+) -> UInt8[np.ndarray, 'n height width 3']:
     return np.repeat(images, 3, axis=3) if images.shape[3] == 1 else images
 
 
@@ -83,12 +101,19 @@ class Evaluator:
         e = config.evaluation
         self.config, self.source = config, source
         self.network = evaluation_network(config)
-        options: dict[str, Any] = {option: getattr(e, option) or None for option in ('steps', 'variance', 'eta', 'skip_schedule')}
+        options: dict[str, Any] = {
+            option: getattr(e, option) or None
+            for option in ('steps', 'variance', 'eta', 'skip_schedule')
+        }
         sampler = SamplerConfig(name=e.sampler, guidance_scale=e.guidance_scale, **options)
-        self.generator = Generator(config, sampler, batch_size=min(e.batch_size, e.samples), devices=devices)
+        self.generator = Generator(
+            config, sampler, batch_size=min(e.batch_size, e.samples), devices=devices
+        )
         self._reference: Side | None = None
 
-    def measure(self, params: Params, keep_on: Callable[[], bool] = lambda: True) -> list[Result] | None:
+    def measure(
+        self, params: Params, keep_on: Callable[[], bool] = lambda: True
+    ) -> list[Result] | None:
         """The metrics of `evaluation.metrics`, in their order; None if `keep_on` turns false on the way.
 
         Args:
@@ -97,16 +122,26 @@ class Evaluator:
         samples = self.sample(params, keep_on)
         return None if samples is None else self.compare(samples)
 
-    def sample(self, params: Params, keep_on: Callable[[], bool] = lambda: True) -> UInt8[np.ndarray, 'n height width channels'] | None:
+    def sample(
+        self, params: Params, keep_on: Callable[[], bool] = lambda: True
+    ) -> UInt8[np.ndarray, 'n height width channels'] | None:
         """`evaluation.samples` images; a conditional model's of every class in turn."""
         e, classes = self.config.evaluation, self.config.model.num_classes
         placed = self.generator.put(params)
         images = []
-        with progress_bar(total=e.samples, unit='image', desc='samples to evaluate', leave=False) as bar:
+        with progress_bar(
+            total=e.samples, unit='image', desc='samples to evaluate', leave=False
+        ) as bar:
             for first in range(0, e.samples, self.generator.batch_size):
                 indices = np.arange(first, min(first + self.generator.batch_size, e.samples))
                 labels = (indices % classes).astype(np.int32) if classes else None
-                batch = self.generator(placed, seed=self.config.seed, indices=indices, labels=labels, progress=lambda _: keep_on())
+                batch = self.generator(
+                    placed,
+                    seed=self.config.seed,
+                    indices=indices,
+                    labels=labels,
+                    progress=lambda _: keep_on(),
+                )
                 if batch is None:
                     return None
                 images.append(batch)
@@ -127,22 +162,50 @@ class Evaluator:
     def _open_reference(self, metrics: Sequence[str]) -> Side:
         path = self.config.evaluation.reference
         if path:
-            with open_side(path, metrics, self.network, 'evaluation.reference', batch_size=FEATURE_BATCH) as (side, _):
+            with open_side(
+                path, metrics, self.network, 'evaluation.reference', batch_size=FEATURE_BATCH
+            ) as (side, _):
                 return side()
-        return image_side(self.source.name, Colour(self.source), metrics, self.network, batch_size=FEATURE_BATCH)
+        return image_side(
+            self.source.name, Colour(self.source), metrics, self.network, batch_size=FEATURE_BATCH
+        )
 
     def row(self, result: Result, step: int, seconds: float) -> dict[str, Any]:
         """A line of evaluation.csv."""
-        protocol = result.protocol | {'sampler': self._sampler(), 'evaluations': self.generator.sampler.evaluations}
-        protocol['settings'] = ' '.join(f'{name}={protocol[name]}' for name in SETTINGS if name in protocol)
-        known = {'step': step, 'training_seconds': seconds, 'metric': result.label, 'value': result.value, 'std': result.std}
+        protocol = result.protocol | {
+            'sampler': self._sampler(),
+            'evaluations': self.generator.sampler.evaluations,
+        }
+        protocol['settings'] = ' '.join(
+            f'{name}={protocol[name]}' for name in SETTINGS if name in protocol
+        )
+        known = {
+            'step': step,
+            'training_seconds': seconds,
+            'metric': result.label,
+            'value': result.value,
+            'std': result.std,
+        }
         return {name: known.get(name, protocol.get(name)) for name in COLUMNS}
 
     def _sampler(self) -> str:
         e = self.config.evaluation
-        name = f'{e.sampler} {self.generator.sampler.config.variance}' if e.sampler == 'ddpm' else e.sampler
+        name = (
+            f'{e.sampler} {self.generator.sampler.config.variance}'
+            if e.sampler == 'ddpm'
+            else e.sampler
+        )
         usual = {'eta': 0, 'skip_schedule': '', 'guidance_scale': 1}
-        return ' '.join([name, *(f'{option}={getattr(e, option)}' for option, value in usual.items() if getattr(e, option) != value)])
+        return ' '.join(
+            [
+                name,
+                *(
+                    f'{option}={getattr(e, option)}'
+                    for option, value in usual.items()
+                    if getattr(e, option) != value
+                ),
+            ]
+        )
 
 
 def evaluation_table(workdir: pathlib.Path, start_step: int) -> StepTable:

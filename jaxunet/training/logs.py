@@ -12,7 +12,17 @@ import numpy as np
 from absl import logging
 from tensorboardX import SummaryWriter
 
-COLUMNS = ('step', 'loss', 'learning_rate', 'grad_norm', 'images_per_second', 'step_ms', 'loss_scale', 'skipped_steps', 'training_seconds')
+COLUMNS = (
+    'step',
+    'loss',
+    'learning_rate',
+    'grad_norm',
+    'images_per_second',
+    'step_ms',
+    'loss_scale',
+    'skipped_steps',
+    'training_seconds',
+)
 
 
 class Logs:
@@ -23,7 +33,9 @@ class Logs:
 
     def __init__(self, workdir: pathlib.Path, start_step: int) -> None:
         self._table = StepTable(workdir / 'metrics.csv', COLUMNS, start_step)
-        self._board = SummaryWriter(str(workdir / 'tensorboard'), purge_step=start_step + 1 if start_step else None)
+        self._board = SummaryWriter(
+            str(workdir / 'tensorboard'), purge_step=start_step + 1 if start_step else None
+        )
 
     def row(self, values: dict[str, Any]) -> None:
         """One logged step: a value for each of `COLUMNS`."""
@@ -38,7 +50,9 @@ class Logs:
 
     def image(self, step: int, picture: np.ndarray) -> None:
         """A sample grid, uint8 (height, width, 1 or 3)."""
-        self._board.add_image('samples', np.broadcast_to(picture, (*picture.shape[:2], 3)), step, dataformats='HWC')
+        self._board.add_image(
+            'samples', np.broadcast_to(picture, (*picture.shape[:2], 3)), step, dataformats='HWC'
+        )
 
     def close(self) -> None:
         self._board.close()
@@ -49,7 +63,11 @@ class StepTable:
 
     def __init__(self, path: pathlib.Path, columns: tuple[str, ...], start_step: int) -> None:
         self.path, self._columns = path, columns
-        rows = [row for row in read_rows(path, columns) if int(row['step']) <= start_step] if path.exists() else []
+        rows = (
+            [row for row in read_rows(path, columns) if int(row['step']) <= start_step]
+            if path.exists()
+            else []
+        )
         temporary = path.with_suffix('.tmp')
         with temporary.open('w', newline='') as file:
             writer = csv.DictWriter(file, columns)
@@ -61,7 +79,11 @@ class StepTable:
         """In one write, so that a process that dies leaves whole lines."""
         with self.path.open('a', newline='') as file:
             csv.DictWriter(file, self._columns).writerows(
-                {name: f'{value:.9g}' if isinstance(value, float) else value for name, value in row.items()} for row in rows
+                {
+                    name: f'{value:.9g}' if isinstance(value, float) else value
+                    for name, value in row.items()
+                }
+                for row in rows
             )
 
 
@@ -69,9 +91,17 @@ def read_rows(path: pathlib.Path, columns: tuple[str, ...]) -> list[dict[str, st
     """The rows of a `StepTable`, columns that an older version had not empty; a last row that a kill cut short is left out."""
     with path.open(newline='') as file:
         rows = list(csv.DictReader(file))
-    whole = [row for row in rows if set(row) <= set(columns) and None not in row.values() and row.get('step', '').isdigit()]
+    whole = [
+        row
+        for row in rows
+        if set(row) <= set(columns) and None not in row.values() and row.get('step', '').isdigit()
+    ]
     if len(whole) < len(rows):
-        logging.warning('%s: %d rows that are cut short or not of this version were dropped', path, len(rows) - len(whole))
+        logging.warning(
+            '%s: %d rows that are cut short or not of this version were dropped',
+            path,
+            len(rows) - len(whole),
+        )
     return [dict.fromkeys(columns, '') | row for row in whole]
 
 

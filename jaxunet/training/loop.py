@@ -21,7 +21,13 @@ from absl import logging
 from tqdm import tqdm
 
 from jaxunet.checkpoint import store as checkpoint
-from jaxunet.checkpoint.state import TrainState, fresh_state, make_optimizer, start_loss_scale, start_methods
+from jaxunet.checkpoint.state import (
+    TrainState,
+    fresh_state,
+    make_optimizer,
+    start_loss_scale,
+    start_methods,
+)
 from jaxunet.config import Config
 from jaxunet.data import pipeline
 from jaxunet.data.classes import keep_classes
@@ -48,7 +54,11 @@ IN_FLIGHT = 8
 
 
 def train(
-    config: Config, workdir: pathlib.Path, source: Source, initial: TrainState | None = None, milestones: Milestones | None = None
+    config: Config,
+    workdir: pathlib.Path,
+    source: Source,
+    initial: TrainState | None = None,
+    milestones: Milestones | None = None,
 ) -> int:
     """Trains until `train.steps`, or until SIGTERM or SIGINT; returns the step reached, which is saved.
 
@@ -64,7 +74,9 @@ def train(
     try:
         workdir.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise UserError(f'--workdir: {workdir}: cannot be made: {error.strerror or error}; choose another') from None
+        raise UserError(
+            f'--workdir: {workdir}: cannot be made: {error.strerror or error}; choose another'
+        ) from None
     with _alone(workdir), Preemption() as preemption:
         return _Run(config, workdir, source, initial, preemption, milestones).run()
 
@@ -79,9 +91,15 @@ def _alone(workdir: pathlib.Path) -> Iterator[None]:
         try:
             fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except (BlockingIOError, PermissionError):
-            raise UserError(f'--workdir: another run is training in {workdir}; wait for its end, or choose another folder') from None
+            raise UserError(
+                f'--workdir: another run is training in {workdir}; wait for its end, or choose another folder'
+            ) from None
         except OSError as error:  # a file system without locks
-            logging.warning('--workdir: %s cannot be locked (%s): nothing keeps a second run out of it', workdir, error.strerror or error)
+            logging.warning(
+                '--workdir: %s cannot be locked (%s): nothing keeps a second run out of it',
+                workdir,
+                error.strerror or error,
+            )
         yield
 
 
@@ -97,9 +115,17 @@ class _Run:
         preemption: Preemption,
         milestones: Milestones | None,
     ) -> None:
-        self.config, self.workdir, self.source, self.preemption, self.milestones = config, workdir, source, preemption, milestones
+        self.config, self.workdir, self.source, self.preemption, self.milestones = (
+            config,
+            workdir,
+            source,
+            preemption,
+            milestones,
+        )
         if milestones and jax.process_count() > 1:
-            raise ValueError('milestones: the processes of a run would reach them at different steps')
+            raise ValueError(
+                'milestones: the processes of a run would reach them at different steps'
+            )
         self.main = jax.process_index() == 0
         self.parallel = Parallel(config)
         if config.train.evaluate_every and self.main:
@@ -121,13 +147,22 @@ class _Run:
         restored = self.checkpoints.restore()
         if restored is not None:
             changes = checkpoint.check_resumable(restored.config, self.config, self.workdir)
-            self.class_names = keep_classes(restored.class_names, self.class_names, self.config, self.workdir)
+            self.class_names = keep_classes(
+                restored.class_names, self.class_names, self.config, self.workdir
+            )
             step = int(restored.state.step)
-            logging.info('resuming %s at step %d%s', self.workdir, step, '; changed: ' + ', '.join(changes) if changes else '')
+            logging.info(
+                'resuming %s at step %d%s',
+                self.workdir,
+                step,
+                '; changed: ' + ', '.join(changes) if changes else '',
+            )
             self.seconds = restored.seconds
             state = restored.state
             if restored.config.precision != self.config.precision:
-                state = dataclasses.replace(state, loss_scale=jax.device_get(start_loss_scale(self.config)))
+                state = dataclasses.replace(
+                    state, loss_scale=jax.device_get(start_loss_scale(self.config))
+                )
             weighting, timesteps = jax.device_get(jax.jit(lambda: start_methods(self.config))())
             if restored.config.loss != self.config.loss:  # another method starts anew
                 state = dataclasses.replace(state, weighting=weighting)
@@ -148,10 +183,15 @@ class _Run:
             return self.step
         data, batches = self._open_data()
         platform = self.parallel.devices[0].platform
-        self.at_once = steps_of_call(self.config, resident=batches is None, platform=platform, start=self.start)
+        self.at_once = steps_of_call(
+            self.config, resident=batches is None, platform=platform, start=self.start
+        )
         agree({'the steps of a call': self.at_once})
         if self.at_once > 1 and platform == 'cpu':
-            logging.warning('train.steps_per_call: XLA runs a loop of %d steps slowly on a CPU; 1 is quicker there', self.at_once)
+            logging.warning(
+                'train.steps_per_call: XLA runs a loop of %d steps slowly on a CPU; 1 is quicker there',
+                self.at_once,
+            )
         logs = Logs(self.workdir, self.start) if self.main else None
         if self.config.train.evaluate_every and self.main:
             self.evaluations = evaluation_table(self.workdir, self.start)
@@ -161,7 +201,9 @@ class _Run:
             began = time.perf_counter()
             diffusion = make_diffusion(self.config.diffusion)
             compiled = self.parallel.compile(
-                lambda axis: make_train_step(self.config, self.model, diffusion, self.optimizer, axis_name=axis),
+                lambda axis: make_train_step(
+                    self.config, self.model, diffusion, self.optimizer, axis_name=axis
+                ),
                 self.state,
                 self._with_stop(data),
                 steps=self.at_once,
@@ -171,13 +213,19 @@ class _Run:
                 f'compiled the step in {time.perf_counter() - began:.1f} s; {len(self.parallel.devices)} x '
                 f'{self.parallel.devices[0].device_kind}, {self.config.parallel.mode}'
             )
-            self.sampler = Background(self._compile_sampler) if self.config.train.sample_every and self.main else None
+            self.sampler = (
+                Background(self._compile_sampler)
+                if self.config.train.sample_every and self.main
+                else None
+            )
             bar.set_description('training')
             gc.freeze()  # what is here now stays: going through it again would stall the loop for a tenth of a second
             self._loop(compiled, data, batches, logs, bar)
         finally:
             with contextlib.suppress(Exception):  # what failed is on its way already
-                jax.block_until_ready(self.state)  # a step that runs while the process ends would crash it
+                jax.block_until_ready(
+                    self.state
+                )  # a step that runs while the process ends would crash it
             bar.close()
             if batches is not None:
                 batches.close()
@@ -195,10 +243,22 @@ class _Run:
             images, labels = pipeline.load_all(self.source, progress=self.main)
             return self.parallel.replicate({'images': images, 'labels': labels}), None
         share = c.data.batch_size // jax.process_count()
-        shapes = {'image': np.zeros((share, *c.image_shape), np.uint8), 'label': np.zeros(share, np.int32)}
-        return self.parallel.put_batch(shapes), pipeline.stream(self.source, c, self.start, self.parallel.local_rows)
+        shapes = {
+            'image': np.zeros((share, *c.image_shape), np.uint8),
+            'label': np.zeros(share, np.int32),
+        }
+        return self.parallel.put_batch(shapes), pipeline.stream(
+            self.source, c, self.start, self.parallel.local_rows
+        )
 
-    def _loop(self, compiled: Any, data: Data, batches: Iterator[dict[str, np.ndarray]] | None, logs: Logs | None, bar: tqdm) -> None:
+    def _loop(
+        self,
+        compiled: Any,
+        data: Data,
+        batches: Iterator[dict[str, np.ndarray]] | None,
+        logs: Logs | None,
+        bar: tqdm,
+    ) -> None:
         t = self.config.train
         queue: collections.deque[tuple[int, dict[str, Any]]] = collections.deque()
         clock = Clock(self.start, self.seconds)
@@ -221,7 +281,13 @@ class _Run:
                 if step % t.log_every == 0 or step == t.steps:
                     elapsed, steps = clock.lap(step)
                     self.seconds = clock.seconds
-                    self._log(logs, bar, step, jax.tree.map(lambda x: np.atleast_1d(x)[-1], metrics), elapsed / steps)
+                    self._log(
+                        logs,
+                        bar,
+                        step,
+                        jax.tree.map(lambda x: np.atleast_1d(x)[-1], metrics),
+                        elapsed / steps,
+                    )
 
         while self.step < t.steps and not self._asked_to_stop():
             if batches is not None:
@@ -235,7 +301,9 @@ class _Run:
             self.preemption.nothing_to_save = False
             sample = t.sample_every and (self.step % t.sample_every == 0 or self.step == t.steps)
             save = self.step % t.checkpoint_every == 0 or self.step == t.steps
-            evaluate = t.evaluate_every and (self.step % t.evaluate_every == 0 or self.step == t.steps)
+            evaluate = t.evaluate_every and (
+                self.step % t.evaluate_every == 0 or self.step == t.steps
+            )
             reached = bool(ahead) and clock.seconds >= ahead[0]
             if sample or save or evaluate or reached:
                 take(0)
@@ -270,7 +338,11 @@ class _Run:
             yield
         except UserError:
             take(0)
-            if jax.process_count() == 1 and not self.milestones and self.checkpoints.latest() != self.step:
+            if (
+                jax.process_count() == 1
+                and not self.milestones
+                and self.checkpoints.latest() != self.step
+            ):
                 self._save(bar)
                 self._finish_saving()
             raise
@@ -280,9 +352,20 @@ class _Run:
 
     def _with_stop(self, data: Data) -> Data:
         """In a run of several processes a step also tells each whether another was asked to stop."""
-        return data if jax.process_count() == 1 else self.parallel.with_stop(data, self.preemption.requested)
+        return (
+            data
+            if jax.process_count() == 1
+            else self.parallel.with_stop(data, self.preemption.requested)
+        )
 
-    def _log(self, logs: Logs | None, bar: tqdm, step: int, metrics: dict[str, Any], seconds_per_step: float) -> None:
+    def _log(
+        self,
+        logs: Logs | None,
+        bar: tqdm,
+        step: int,
+        metrics: dict[str, Any],
+        seconds_per_step: float,
+    ) -> None:
         if logs is None:
             return
         rate = self.config.data.batch_size / seconds_per_step
@@ -299,7 +382,10 @@ class _Run:
                 'training_seconds': self.seconds,
             }
         )
-        bar.set_postfix_str(f'loss={float(metrics["loss"]):.4f}, {rate:.0f} images/s, {seconds_per_step * 1e3:.1f} ms/step', refresh=False)
+        bar.set_postfix_str(
+            f'loss={float(metrics["loss"]):.4f}, {rate:.0f} images/s, {seconds_per_step * 1e3:.1f} ms/step',
+            refresh=False,
+        )
 
     def _save(self, bar: tqdm) -> None:
         """Process 0 writes. A failed write is told, and the next checkpoint tries again; only a last one that fails ends in an error."""
@@ -307,7 +393,13 @@ class _Run:
             return
         self.failed_save = ''
         try:
-            warning = self.checkpoints.save(self.step, self.parallel.fetch(self.state), self.config, self.seconds, self.class_names)
+            warning = self.checkpoints.save(
+                self.step,
+                self.parallel.fetch(self.state),
+                self.config,
+                self.seconds,
+                self.class_names,
+            )
         except checkpoint.CheckpointWriteError as error:
             warning = self.failed_save = str(error)
         if warning:
@@ -324,9 +416,12 @@ class _Run:
         t = self.config.train
         sampler = SamplerConfig(name='ddim', steps=t.sample_steps)
         # On one device: pmap's replicas need no second layout, and a grid is small.
-        generator = Generator(self.config, sampler, batch_size=t.sample_count, devices=self.parallel.local_devices[:1])
+        generator = Generator(
+            self.config, sampler, batch_size=t.sample_count, devices=self.parallel.local_devices[:1]
+        )
         shapes = jax.tree.map(
-            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=generator._replicated), checkpoint.state_template(self.config).params
+            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=generator._replicated),
+            checkpoint.state_template(self.config).params,
         )
         generator.compile(shapes)
         return generator
@@ -344,7 +439,9 @@ class _Run:
         def progress(_: float) -> bool:
             return not self.preemption.requested
 
-        images = generator(params, seed=self.config.seed, indices=indices, labels=labels, progress=progress)
+        images = generator(
+            params, seed=self.config.seed, indices=indices, labels=labels, progress=progress
+        )
         if images is None:
             return
         picture = grid(images, classes if 1 < classes <= 20 else None)
@@ -370,4 +467,6 @@ class _Run:
         row = next((row for row in rows if row['reference']), rows[0])
         how = f'{row["num_samples"]} samples by {row["sampler"]}, {row["evaluations"]} evaluations each'
         how += f', against {row["reference"]}' if row['reference'] else ''
-        bar.write(f'step {self.step}, {self.seconds:.1f} s of training: {told} ({how}; {self.evaluations.path} has the rest)')
+        bar.write(
+            f'step {self.step}, {self.seconds:.1f} s of training: {told} ({how}; {self.evaluations.path} has the rest)'
+        )

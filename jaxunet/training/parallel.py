@@ -42,7 +42,9 @@ OVERLAP: dict[str, str | bool] = {
 # For one GPU: kernels of a CUDA graph that do not wait for each other, such as both gradients of a layer, run at once. XLA then has what
 # they write share less memory.
 CONCURRENT: dict[str, str | bool] = {'xla_gpu_command_buffer_scheduling_mode': 'CONCURRENT'}
-Data = dict[str, Any]  # images + labels (resident), or image + label (one streamed batch); stop, in runs of several processes
+Data = dict[
+    str, Any
+]  # images + labels (resident), or image + label (one streamed batch); stop, in runs of several processes
 RESIDENT = ('images', 'labels')
 CompiledStep = Callable[[TrainState, Data], tuple[TrainState, Metrics]]
 
@@ -74,9 +76,13 @@ class Parallel:
         available = jax.devices()
         count = config.parallel.devices or len(available)
         if count > len(available):
-            raise UserError(f'parallel.devices: {count} asked for, but this machine has {len(available)} ({available[0].platform})')
+            raise UserError(
+                f'parallel.devices: {count} asked for, but this machine has {len(available)} ({available[0].platform})'
+            )
         if jax.process_count() > 1 and count != len(available):
-            raise UserError(f'parallel.devices: several processes use all their {len(available)} devices; leave it at 0, found {count}')
+            raise UserError(
+                f'parallel.devices: several processes use all their {len(available)} devices; leave it at 0, found {count}'
+            )
         if len(available) != jax.process_count() * jax.local_device_count():
             raise UserError(
                 f'each process must have as many devices as the others: found {jax.local_device_count()} of {len(available)} on process '
@@ -90,11 +96,15 @@ class Parallel:
             )
         self.devices = available[:count]
         if config.parallel.concurrent_kernels and (count > 1 or available[0].platform != 'gpu'):
-            raise UserError(f'parallel.concurrent_kernels: needs one GPU, found {count} x {available[0].platform}; set it to False')
+            raise UserError(
+                f'parallel.concurrent_kernels: needs one GPU, found {count} x {available[0].platform}; set it to False'
+            )
         self.local_devices = [d for d in self.devices if d.process_index == jax.process_index()]
         self.mesh = Mesh(np.array(self.devices), (AXIS,))
         self.pmap = config.parallel.mode == 'pmap'
-        self._whole, self._split = (NamedSharding(self.mesh, spec) for spec in (PartitionSpec(), PartitionSpec(AXIS)))
+        self._whole, self._split = (
+            NamedSharding(self.mesh, spec) for spec in (PartitionSpec(), PartitionSpec(AXIS))
+        )
 
     @property
     def local_rows(self) -> slice:
@@ -108,8 +118,12 @@ class Parallel:
         def put(x: Any) -> jax.Array:
             value = np.asarray(x)
             if self.pmap:  # with an axis of devices in front
-                return jax.make_array_from_callback((len(self.devices), *value.shape), self._split, lambda _: value[None])
-            return jax.make_array_from_callback(value.shape, self._whole, lambda index: value[index])
+                return jax.make_array_from_callback(
+                    (len(self.devices), *value.shape), self._split, lambda _: value[None]
+                )
+            return jax.make_array_from_callback(
+                value.shape, self._whole, lambda index: value[index]
+            )
 
         return jax.tree.map(put, tree)
 
@@ -119,7 +133,12 @@ class Parallel:
 
     def local(self, tree: Any) -> Any:
         """Replicated arrays, as arrays of this process's first device."""
-        return jax.tree.map(lambda x: x.addressable_shards[0].data[0] if self.pmap else x.addressable_shards[0].data, tree)
+        return jax.tree.map(
+            lambda x: (
+                x.addressable_shards[0].data[0] if self.pmap else x.addressable_shards[0].data
+            ),
+            tree,
+        )
 
     def put_batch(self, batch: dict[str, np.ndarray]) -> Data:
         """This process's rows of a streamed batch, split over its devices."""
@@ -134,10 +153,19 @@ class Parallel:
 
     @functools.cached_property
     def _stop(self) -> dict[bool, Any]:
-        return {stop: self.put_batch({STOP: np.full(len(self.local_devices), stop, np.int32)})[STOP] for stop in (False, True)}
+        return {
+            stop: self.put_batch({STOP: np.full(len(self.local_devices), stop, np.int32)})[STOP]
+            for stop in (False, True)
+        }
 
     def compile(
-        self, make_step: Callable[[str | None], TrainStep], state: TrainState, data: Data, *, steps: int = 1, keep: bool = False
+        self,
+        make_step: Callable[[str | None], TrainStep],
+        state: TrainState,
+        data: Data,
+        *,
+        steps: int = 1,
+        keep: bool = False,
     ) -> CompiledStep:
         """Compiles the step for these arguments ahead of time; the state is donated.
 
@@ -157,22 +185,44 @@ class Parallel:
 
         if not keep or jax.process_count() > 1 or self.devices[0].platform != 'gpu':
             return build()
-        return compiled_cache.compiled(build, relevant(self.config), (state, data), self.devices, {**self.compiler_options, 'steps': steps})
+        return compiled_cache.compiled(
+            build,
+            relevant(self.config),
+            (state, data),
+            self.devices,
+            {**self.compiler_options, 'steps': steps},
+        )
 
     @property
     def compiler_options(self) -> dict[str, str | bool]:
         """`OVERLAP` on several GPUs, `CONCURRENT` on one if asked for."""
         if self.devices[0].platform != 'gpu':
             return {}
-        options = OVERLAP if len(self.devices) > 1 else CONCURRENT if self.config.parallel.concurrent_kernels else {}
-        return {name: value for name, value in options.items() if name not in os.environ.get('XLA_FLAGS', '')}
+        options = (
+            OVERLAP
+            if len(self.devices) > 1
+            else CONCURRENT
+            if self.config.parallel.concurrent_kernels
+            else {}
+        )
+        return {
+            name: value
+            for name, value in options.items()
+            if name not in os.environ.get('XLA_FLAGS', '')
+        }
 
     @property
     def concurrent(self) -> bool:
         """Whether `compiler_options` have kernels run at once."""
         return CONCURRENT.items() <= self.compiler_options.items()
 
-    def lower(self, make_step: Callable[[str | None], TrainStep], state: TrainState, data: Data, steps: int = 1) -> jax.stages.Lowered:
+    def lower(
+        self,
+        make_step: Callable[[str | None], TrainStep],
+        state: TrainState,
+        data: Data,
+        steps: int = 1,
+    ) -> jax.stages.Lowered:
         """The step for these arguments, or several of them, not compiled yet."""
         if steps > 1 and 'image' in data:
             raise ValueError(f'{steps} steps in one call need the whole dataset; this is one batch')
@@ -192,14 +242,19 @@ class Parallel:
         if self.pmap:
             mapped = jax.pmap(whole, axis_name=AXIS, devices=self.devices, donate_argnums=0)
             # What is called and lowered takes the part of this process, what is compiled takes the arrays of all.
-            part = multihost_utils.global_array_to_host_local_array((state, data), self.mesh, PartitionSpec(AXIS))
+            part = multihost_utils.global_array_to_host_local_array(
+                (state, data), self.mesh, PartitionSpec(AXIS)
+            )
             return mapped.lower(*part)
         whole_array, split = PartitionSpec(), PartitionSpec(AXIS)
         # The step reduces over the axis itself (pmean), as it must under pmap; nothing is left for shard_map to check or insert.
         mapped = jax.shard_map(
             whole,
             mesh=self.mesh,
-            in_specs=(whole_array, {name: whole_array if name in RESIDENT else split for name in data}),
+            in_specs=(
+                whole_array,
+                {name: whole_array if name in RESIDENT else split for name in data},
+            ),
             out_specs=(whole_array, whole_array),
             check_vma=False,
         )
@@ -209,7 +264,9 @@ class Parallel:
         """This device's share of this step's batch, with every row's place in the global batch."""
         size = self.config.data.batch_size
         share = size // len(self.devices)
-        row = jax.lax.axis_index(AXIS).astype(jnp.int32) * share + jnp.arange(share, dtype=jnp.int32)
+        row = jax.lax.axis_index(AXIS).astype(jnp.int32) * share + jnp.arange(
+            share, dtype=jnp.int32
+        )
         if 'image' in data:
             return {'image': data['image'], 'label': data['label'], 'row': row}
         with jax.named_scope('data'):

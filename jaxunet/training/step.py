@@ -21,12 +21,16 @@ from jaxunet.model.unet import Params, UNet
 from jaxunet.ops.backends import fused_update
 from jaxunet.training.update import make_update
 
-Batch = dict[str, Array]  # image uint8 (b, H, W, C); label int32 (b,), -1 = none; row int32 (b,), place in the global batch
+Batch = dict[
+    str, Array
+]  # image uint8 (b, H, W, C); label int32 (b,), -1 = none; row int32 (b,), place in the global batch
 Metrics = dict[str, Array]  # float32 and int32 scalars
 TrainStep = Callable[[TrainState, Batch], tuple[TrainState, Metrics]]
 
 
-def normalise(image: UInt8[Array, 'batch height width channels']) -> Float[Array, 'batch height width channels']:
+def normalise(
+    image: UInt8[Array, 'batch height width channels'],
+) -> Float[Array, 'batch height width channels']:
     """uint8 pixels to [-1, 1]."""
     return image.astype(jnp.float32) / 127.5 - 1
 
@@ -52,7 +56,9 @@ def split_keys(step_key: Key[Array, ''], row: Int[Array, ' batch'], paired: bool
     return keys._replace(t=split(row - row % 2)[1]) if paired else keys
 
 
-def clean_images(config: Config, keys: Keys, batch: Batch) -> Float[Array, 'batch height width channels']:
+def clean_images(
+    config: Config, keys: Keys, batch: Batch
+) -> Float[Array, 'batch height width channels']:
     """x0: normalised and augmented."""
     x0 = normalise(batch['image'])
     if config.data.augment == 'flip':
@@ -62,7 +68,12 @@ def clean_images(config: Config, keys: Keys, batch: Batch) -> Float[Array, 'batc
 
 
 def noise_batch(
-    config: Config, diffusion: Diffusion, sampler: TimestepSampler, timesteps: Any, keys: Keys, batch: Batch
+    config: Config,
+    diffusion: Diffusion,
+    sampler: TimestepSampler,
+    timesteps: Any,
+    keys: Keys,
+    batch: Batch,
 ) -> tuple[Array, Array, Draw, Array, Array | None, Array | None]:
     """x0, xt, the timesteps that the sampler draws in its state `timesteps`, noise, labels and dropout keys of a batch."""
     x0 = clean_images(config, keys, batch)
@@ -70,9 +81,18 @@ def noise_batch(
     noise = jax.vmap(lambda k: jax.random.normal(k, x0.shape[1:], jnp.float32))(keys.noise)
     labels = None
     if config.model.num_classes:
-        dropped = jax.vmap(lambda k: jax.random.bernoulli(k, config.model.label_dropout))(keys.label)
+        dropped = jax.vmap(lambda k: jax.random.bernoulli(k, config.model.label_dropout))(
+            keys.label
+        )
         labels = jnp.where(dropped, -1, batch['label'])
-    return x0, q_sample(diffusion, x0, draw.t, noise), draw, noise, labels, keys.dropout if config.model.dropout else None
+    return (
+        x0,
+        q_sample(diffusion, x0, draw.t, noise),
+        draw,
+        noise,
+        labels,
+        keys.dropout if config.model.dropout else None,
+    )
 
 
 class Losses(NamedTuple):
@@ -84,7 +104,12 @@ class Losses(NamedTuple):
 
 
 def make_train_step(
-    config: Config, model: UNet, diffusion: Diffusion, optimizer: optax.GradientTransformation, *, axis_name: str | None = None
+    config: Config,
+    model: UNet,
+    diffusion: Diffusion,
+    optimizer: optax.GradientTransformation,
+    *,
+    axis_name: str | None = None,
 ) -> TrainStep:
     """Builds `train_step(state, batch) -> (state, metrics)`.
 
@@ -115,7 +140,9 @@ def make_train_step(
         params: Params, states: tuple[Any, Any], keys: Keys, batch: Batch, scale: Array
     ) -> tuple[Array, tuple[Array, Losses | None]]:
         with jax.named_scope('data'):
-            x0, xt, draw, noise, labels, dropout_keys = noise_batch(config, diffusion, sampler, states[1], keys, batch)
+            x0, xt, draw, noise, labels, dropout_keys = noise_batch(
+                config, diffusion, sampler, states[1], keys, batch
+            )
         with jax.named_scope('forward'):
             output = model.predict(params, xt, draw.t, labels, dropout_keys)
             losses = per_sample_loss(diffusion, output, x0, xt, draw.t, noise)
@@ -129,7 +156,9 @@ def make_train_step(
         with jax.named_scope('backward'):
             return jax.tree.map(lambda g: g.astype(jnp.float32), grads)
 
-    def gradients(state: TrainState, keys: Keys, batch: Batch) -> tuple[Params, Array, Losses | None]:
+    def gradients(
+        state: TrainState, keys: Keys, batch: Batch
+    ) -> tuple[Params, Array, Losses | None]:
         """This device's share of the gradients, which add up to those of the whole batch; the mean loss of its rows.
 
         They have the types of the weights that the network was called with: 16 bits where those were narrowed and nothing is to be summed.
@@ -137,7 +166,9 @@ def make_train_step(
         value_and_grad = jax.grad(loss_fn, has_aux=True)
         scale, states = state.loss_scale.scale, (state.weighting, state.timesteps)
         devices = 1 if axis_name is None else jax.lax.axis_size(axis_name)
-        if devices > 1:  # so that the sum over devices is the mean: a division of each gradient is a kernel of its own
+        if (
+            devices > 1
+        ):  # so that the sum over devices is the mean: a division of each gradient is a kernel of its own
             scale = scale / devices
         with jax.named_scope('forward'):
             params = model.narrowed(state.params, narrow) if narrow else state.params
@@ -149,7 +180,9 @@ def make_train_step(
         def split(x: Array) -> Array:
             return jnp.swapaxes(x.reshape(-1, micro_batches, *x.shape[1:]), 0, 1)
 
-        def add(total: tuple[Params, Array], micro: tuple[Keys, Batch]) -> tuple[tuple[Params, Array], Losses | None]:
+        def add(
+            total: tuple[Params, Array], micro: tuple[Keys, Batch]
+        ) -> tuple[tuple[Params, Array], Losses | None]:
             grads, (loss, losses) = value_and_grad(params, states, *micro, scale)
             with jax.named_scope('backward'):
                 return jax.tree.map(jnp.add, total, (wide(grads), loss)), losses
@@ -168,7 +201,9 @@ def make_train_step(
         if axis_name is not None:
             with jax.named_scope('all_reduce'):
                 grads, loss = jax.lax.psum(grads, axis_name), jax.lax.pmean(loss, axis_name)
-                losses = jax.tree.map(lambda x: jax.lax.all_gather(x, axis_name, tiled=True), losses)
+                losses = jax.tree.map(
+                    lambda x: jax.lax.all_gather(x, axis_name, tiled=True), losses
+                )
         with jax.named_scope('optimizer'):
             minimised = loss
             if losses is not None:
@@ -176,9 +211,18 @@ def make_train_step(
             new_state, metrics = apply_gradients(state, grads, loss, minimised)
         if losses is None:
             return new_state, metrics
-        return follow(state, new_state, losses, keys, batch, jax.random.fold_in(step_key, batch_size)), metrics
+        return follow(
+            state, new_state, losses, keys, batch, jax.random.fold_in(step_key, batch_size)
+        ), metrics
 
-    def follow(state: TrainState, new_state: TrainState, losses: Losses, keys: Keys, batch: Batch, key: Array) -> TrainState:
+    def follow(
+        state: TrainState,
+        new_state: TrainState,
+        losses: Losses,
+        keys: Keys,
+        batch: Batch,
+        key: Array,
+    ) -> TrainState:
         """The states of sampler and weighting after this step; a skipped step leaves them as they are."""
         weight = weighting.table(state.weighting)[losses.t]
         timesteps = sampler.update(state.timesteps, losses.t, losses.loss, weight)
@@ -198,12 +242,19 @@ def make_train_step(
                 chunk=batch['row'].shape[0] // micro_batches,
             )
             timesteps = sampler.measure(timesteps, event)
-        now = (weighting.update(state.weighting, losses.t, losses.loss, losses.importance), timesteps)
+        now = (
+            weighting.update(state.weighting, losses.t, losses.loss, losses.importance),
+            timesteps,
+        )
         kept = new_state.skipped == state.skipped
-        now = jax.tree.map(lambda new, old: jnp.where(kept, new, old), now, (state.weighting, state.timesteps))
+        now = jax.tree.map(
+            lambda new, old: jnp.where(kept, new, old), now, (state.weighting, state.timesteps)
+        )
         return dataclasses.replace(new_state, weighting=now[0], timesteps=now[1])
 
-    def apply_gradients(state: TrainState, grads: Params, loss: Array, minimised: Array) -> tuple[TrainState, Metrics]:
+    def apply_gradients(
+        state: TrainState, grads: Params, loss: Array, minimised: Array
+    ) -> tuple[TrainState, Metrics]:
         updated = update(state, grads, loss, minimised)
         finite = updated.finite
         taken = state.step - state.skipped  # updates before this one

@@ -26,4 +26,7 @@ APART_FIELDS = {
 def relevant(config: Config) -> dict[str, Any]:
     """The fields of the config that the step is made from."""
     raw = {name: value for name, value in to_dict(config).items() if name not in APART}
-    return raw | {section: {k: v for k, v in raw[section].items() if k not in fields} for section, fields in APART_FIELDS.items()}
+    return raw | {
+        section: {k: v for k, v in raw[section].items() if k not in fields}
+        for section, fields in APART_FIELDS.items()
+    }

@@ -28,7 +28,9 @@ class Updated(NamedTuple):
     finite: Bool[Array, '']  # the gradients and losses
 
 
-Update = Callable[[TrainState, Params, Array, Array], Updated]  # of the state, its gradients times the loss scale, and two losses
+Update = Callable[
+    [TrainState, Params, Array, Array], Updated
+]  # of the state, its gradients times the loss scale, and two losses
 
 
 def make_update(config: Config, optimizer: optax.GradientTransformation) -> Update:
@@ -49,13 +51,22 @@ def _by_optax(config: Config, optimizer: optax.GradientTransformation) -> Update
         params = optax.apply_updates(state.params, updates)
         with jax.named_scope('ema'):
             ema = {
-                rate: update_ema(tree, params, decay) for (rate, tree), decay in zip(state.ema.items(), _decays(config, state), strict=True)
+                rate: update_ema(tree, params, decay)
+                for (rate, tree), decay in zip(
+                    state.ema.items(), _decays(config, state), strict=True
+                )
             }
 
         def keep(new: Any, old: Any) -> Any:
             return jax.tree.map(lambda a, b: jnp.where(finite, a, b), new, old)
 
-        return Updated(keep(params, state.params), keep(opt_state, state.opt_state), keep(ema, state.ema), grad_norm, finite)
+        return Updated(
+            keep(params, state.params),
+            keep(opt_state, state.opt_state),
+            keep(ema, state.ema),
+            grad_norm,
+            finite,
+        )
 
     return update
 
@@ -81,11 +92,16 @@ def _fused(config: Config, kernels: FusedUpdate) -> Update:
             take=finite,
             factor=factor / state.loss_scale.scale,
             learning_rate=jnp.asarray(schedule(scheduled.count), jnp.float32),
-            corrections=(1 - jnp.power(o.betas[0], count.astype(jnp.float32)), 1 - jnp.power(o.betas[1], count.astype(jnp.float32))),
+            corrections=(
+                1 - jnp.power(o.betas[0], count.astype(jnp.float32)),
+                1 - jnp.power(o.betas[1], count.astype(jnp.float32)),
+            ),
             follow=[1 - decay for decay in _decays(config, state)],
         )
         adam = adam._replace(count=jnp.where(finite, count, adam.count), mu=moved.mu, nu=moved.nu)
-        scheduled = scheduled._replace(count=jnp.where(finite, optax.safe_increment(scheduled.count), scheduled.count))
+        scheduled = scheduled._replace(
+            count=jnp.where(finite, optax.safe_increment(scheduled.count), scheduled.count)
+        )
         ema = dict(zip(state.ema, moved.averages, strict=True))
         return Updated(moved.params, (adam, empty, scheduled), ema, grad_norm, finite)
 

@@ -68,14 +68,25 @@ def read_weights(
       UserError: unknown extension, no such file, damaged or hostile contents, numbers that are not finite, or another network.
     """
     extension = _extension(path)
-    given = {'image_size': image_size, 'num_heads': num_heads, 'num_head_channels': num_head_channels}
+    given = {
+        'image_size': image_size,
+        'num_heads': num_heads,
+        'num_head_channels': num_head_channels,
+    }
     hints = {name: value for name, value in given.items() if value is not None}
     try:
         with open(path, 'rb') as file:
             if extension == '.bin':
                 if hints or new_attention_order is not None:
-                    named = ', '.join([*hints, *(['new_attention_order'] if new_attention_order is not None else [])])
-                    raise UserError(f'{path}: {named}: a .bin of unet.cu tells its whole architecture; leave this out')
+                    named = ', '.join(
+                        [
+                            *hints,
+                            *(['new_attention_order'] if new_attention_order is not None else []),
+                        ]
+                    )
+                    raise UserError(
+                        f'{path}: {named}: a .bin of unet.cu tells its whole architecture; leave this out'
+                    )
                 return _from_bin(unetcu.read(str(path), file, config))
             if extension == '.pt':
                 with TorchFile(str(path), file) as state:
@@ -96,11 +107,18 @@ def _extension(path: str | os.PathLike[str]) -> str:
     if extension not in EXTENSIONS:
         known = ', '.join(EXTENSIONS)
         found = repr(extension) if extension else 'none'
-        raise UserError(f'{path}: extension: expected one of {known}, found {found}{near_misses(extension, EXTENSIONS)}')
+        raise UserError(
+            f'{path}: extension: expected one of {known}, found {found}{near_misses(extension, EXTENSIONS)}'
+        )
     return extension
 
 
-def _read_state(state: TorchFile | SafetensorsFile, config: Config | None, hints: dict[str, Any], new_order: bool | None) -> Weights:
+def _read_state(
+    state: TorchFile | SafetensorsFile,
+    config: Config | None,
+    hints: dict[str, Any],
+    new_order: bool | None,
+) -> Weights:
     path, shapes, metadata = state.path, dict(state.shapes), state.metadata
     moment_shapes = [_take(shapes, prefix) for prefix in MOMENTS]
     own, own_order, class_names = _own_metadata(path, metadata)
@@ -108,14 +126,24 @@ def _read_state(state: TorchFile | SafetensorsFile, config: Config | None, hints
         guided_diffusion.check_against_shapes(own, shapes, f'{path}: metadata {METADATA}')
     known = config or own
     if known is not None and hints:
-        raise UserError(f'{path}: {", ".join(hints)}: the config of this file is known; leave this out')
-    if config is not None and own is not None and (problems := differences(network_fields(config), network_fields(own))):
-        raise UserError(f'{path}: not the network of the config:\n' + '\n'.join(f'  {p}' for p in problems))
+        raise UserError(
+            f'{path}: {", ".join(hints)}: the config of this file is known; leave this out'
+        )
+    if (
+        config is not None
+        and own is not None
+        and (problems := differences(network_fields(config), network_fields(own)))
+    ):
+        raise UserError(
+            f'{path}: not the network of the config:\n' + '\n'.join(f'  {p}' for p in problems)
+        )
     assumed: list[str] = []
     if known is None:
         known, assumed = guided_diffusion.infer_config(shapes, path, **hints)
     if new_order is not None and own_order is not None and new_order != own_order:
-        raise UserError(f'{path}: new_attention_order: the file says {own_order}, {new_order} was asked for; leave this out')
+        raise UserError(
+            f'{path}: new_attention_order: the file says {own_order}, {new_order} was asked for; leave this out'
+        )
     new = own_order if own_order is not None else new_order
     if new is None:
         new = False
@@ -133,20 +161,30 @@ def _read_state(state: TorchFile | SafetensorsFile, config: Config | None, hints
         note += ', with Adam moments'
     if assumed:
         note += f'; assumed {", ".join(assumed)}'
-        logging.warning('%s does not tell everything about its model; assumed: %s', path, ', '.join(assumed))
+        logging.warning(
+            '%s does not tell everything about its model; assumed: %s', path, ', '.join(assumed)
+        )
     return Weights(_tree(state.read, known, new, ''), known, moments, note, class_names)
 
 
 def _tree(read: Callable[[str], np.ndarray], config: Config, new_order: bool, prefix: str) -> Tree:
-    return guided_diffusion.to_tree(lambda name: read(prefix + name), config, new_attention_order=new_order)
+    return guided_diffusion.to_tree(
+        lambda name: read(prefix + name), config, new_attention_order=new_order
+    )
 
 
 def _take(shapes: dict[str, Shape], prefix: str) -> dict[str, Shape]:
     """Removes the tensors of a prefix from `shapes` and gives them, without it."""
-    return {name.removeprefix(prefix): shapes.pop(name) for name in list(shapes) if name.startswith(prefix)}
+    return {
+        name.removeprefix(prefix): shapes.pop(name)
+        for name in list(shapes)
+        if name.startswith(prefix)
+    }
 
 
-def _own_metadata(path: str, metadata: dict[str, str]) -> tuple[Config | None, bool | None, tuple[str, ...]]:
+def _own_metadata(
+    path: str, metadata: dict[str, str]
+) -> tuple[Config | None, bool | None, tuple[str, ...]]:
     """The config, the attention order and the names of the classes that our writer stored; None, None, () in other files."""
     if METADATA not in metadata:
         return None, None, ()
@@ -157,8 +195,14 @@ def _own_metadata(path: str, metadata: dict[str, str]) -> tuple[Config | None, b
             raise UserError(f'{ORDER}: expected true or false, found {order!r}')
         names = values.pop(CLASSES, [])
         config = resolve(values)
-        if not isinstance(names, list) or not all(isinstance(name, str) for name in names) or len(names) > config.model.num_classes:
-            raise UserError(f'{CLASSES}: expected the names of at most {config.model.num_classes} classes, found {str(names)[:80]}')
+        if (
+            not isinstance(names, list)
+            or not all(isinstance(name, str) for name in names)
+            or len(names) > config.model.num_classes
+        ):
+            raise UserError(
+                f'{CLASSES}: expected the names of at most {config.model.num_classes} classes, found {str(names)[:80]}'
+            )
         return config, order, tuple(names)
     except (UserError, ValueError, OverflowError, RecursionError) as error:
         raise UserError(f'{path}: metadata {METADATA}: {error}') from None
@@ -167,7 +211,9 @@ def _own_metadata(path: str, metadata: dict[str, str]) -> tuple[Config | None, b
 def _check_second_moments(source: str, tree: Tree) -> None:
     for name, leaf in guided_diffusion.flatten(tree).items():
         if (leaf < 0).any():
-            raise UserError(f'{source}: second moment of {"/".join(name)}: found {leaf.min()}, expected 0 or more (means of squares)')
+            raise UserError(
+                f'{source}: second moment of {"/".join(name)}: found {leaf.min()}, expected 0 or more (means of squares)'
+            )
 
 
 def write_weights(
@@ -193,12 +239,16 @@ def write_weights(
     extension = _extension(path)
     if extension == '.bin':
         if new_attention_order:
-            raise UserError(f'{path}: new_attention_order: unet.cu has one order only; leave this out')
+            raise UserError(
+                f'{path}: new_attention_order: unet.cu has one order only; leave this out'
+            )
         unetcu.header_of(config, has_adamw=moments is not None)
     if extension == '.pt':
         guided_diffusion.check_expressible(config)
         if moments is not None:
-            raise UserError(f'{path}: a .pt of guided-diffusion holds no optimizer moments; write .safetensors or .bin')
+            raise UserError(
+                f'{path}: a .pt of guided-diffusion holds no optimizer moments; write .safetensors or .bin'
+            )
     check_tree(params, config)
     if moments is not None:
         check_tree(moments[0], config, 'first moments')
@@ -211,10 +261,14 @@ def write_weights(
             return
         state = guided_diffusion.from_tree(params, config, new_attention_order=new_attention_order)
         for prefix, tree in zip(MOMENTS, moments or (), strict=False):
-            values = guided_diffusion.from_tree(tree, config, new_attention_order=new_attention_order)
+            values = guided_diffusion.from_tree(
+                tree, config, new_attention_order=new_attention_order
+            )
             state |= {prefix + name: value for name, value in values.items()}
         # One key only: the safetensors library writes several in random order.
-        fields = {ORDER: new_attention_order} | ({CLASSES: list(class_names)} if class_names else {})
+        fields = {ORDER: new_attention_order} | (
+            {CLASSES: list(class_names)} if class_names else {}
+        )
         metadata = {METADATA: json.dumps(to_dict(config) | fields)}
         if extension == '.pt':
             write_torch(file, state, metadata)
@@ -229,14 +283,18 @@ def _replacing(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
     temporary = ''
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile(dir=target.parent, prefix=f'.{target.name}.', delete=False) as file:
+        with tempfile.NamedTemporaryFile(
+            dir=target.parent, prefix=f'.{target.name}.', delete=False
+        ) as file:
             temporary = file.name
             yield file  # type: ignore[misc]
             file.flush()
             os.fsync(file.fileno())
         umask = os.umask(0)
         os.umask(umask)
-        os.chmod(temporary, 0o666 & ~umask)  # temporary files are private; this one is the user's like any other
+        os.chmod(
+            temporary, 0o666 & ~umask
+        )  # temporary files are private; this one is the user's like any other
         os.replace(temporary, target)
     except BaseException as error:
         if temporary:

@@ -16,7 +16,18 @@ import numpy as np
 from jaxunet.config import Config, resolve, to_dict
 from jaxunet.runtime.errors import UserError
 from jaxunet.weights.fields import differences
-from jaxunet.weights.names import BlockNames, Entry, Shape, check_shapes, entries, flatten, from_file, parameter_shapes, to_file, unflatten
+from jaxunet.weights.names import (
+    BlockNames,
+    Entry,
+    Shape,
+    check_shapes,
+    entries,
+    flatten,
+    from_file,
+    parameter_shapes,
+    to_file,
+    unflatten,
+)
 
 NAMES = BlockNames(
     res_block={
@@ -73,26 +84,50 @@ def infer_model_config(shapes: Mapping[str, Shape], source: str) -> Inferred:
 
     width, base = shape('time_embed.0.weight', 2)
     if width != 4 * base:
-        raise UserError(f'{source}: time_embed.0.weight: expected shape (4 base, base), found {(width, base)}')
+        raise UserError(
+            f'{source}: time_embed.0.weight: expected shape (4 base, base), found {(width, base)}'
+        )
     image_channels = shape('input_blocks.0.0.weight', 4)[1]
     learned = {}  # kind of resampling on the way up -> output blocks that end with it
     for kind, layer in (('conv_resample', 'conv'), ('resblock_updown', 'in_layers.0')):
-        learned[kind] = [i for i in range(len(shapes)) for j in (1, 2) if f'output_blocks.{i}.{j}.{layer}.weight' in shapes]
-    present = {int(match[1]) for name in shapes if (match := re.match(r'input_blocks\.([0-9]{1,9})\.', name))}
+        learned[kind] = [
+            i
+            for i in range(len(shapes))
+            for j in (1, 2)
+            if f'output_blocks.{i}.{j}.{layer}.weight' in shapes
+        ]
+    present = {
+        int(match[1])
+        for name in shapes
+        if (match := re.match(r'input_blocks\.([0-9]{1,9})\.', name))
+    }
     inputs = 1 + max(present)
     if inputs > len(shapes):
-        raise UserError(f'{source}: input_blocks.{inputs - 1}: more blocks than the file has tensors ({len(shapes)})')
+        raise UserError(
+            f'{source}: input_blocks.{inputs - 1}: more blocks than the file has tensors ({len(shapes)})'
+        )
     gaps = [i for i in range(1, inputs) if i not in present]
     # The way up resamples first after num_res_blocks + 1 blocks; where that leaves no trace, the way down has a gap there.
-    blocks = min([*learned['conv_resample'], *learned['resblock_updown'], *(gap - 1 for gap in gaps), inputs - 1])
+    blocks = min(
+        [
+            *learned['conv_resample'],
+            *learned['resblock_updown'],
+            *(gap - 1 for gap in gaps),
+            inputs - 1,
+        ]
+    )
     levels, rest = divmod(inputs, blocks + 1)
     if blocks < 1 or rest:
-        raise UserError(f'{source}: {inputs} input_blocks do not make whole levels of {blocks} residual blocks and one resampling')
+        raise UserError(
+            f'{source}: {inputs} input_blocks do not make whole levels of {blocks} residual blocks and one resampling'
+        )
     firsts = [1 + level * (blocks + 1) for level in range(levels)]
     channels = [shape(f'input_blocks.{i}.0.in_layers.2.weight', 4)[0] for i in firsts]
     out, inner = shape('out.2.weight', 4)[0], shape('input_blocks.1.0.emb_layers.1.weight', 2)[0]
     if out not in (image_channels, 2 * image_channels):
-        expected = f'{image_channels} output channels, or {2 * image_channels} with a learned variance'
+        expected = (
+            f'{image_channels} output channels, or {2 * image_channels} with a learned variance'
+        )
         raise UserError(f'{source}: out.2.weight: expected {expected}, found {out}')
     fields = {
         'image_channels': image_channels,
@@ -106,7 +141,9 @@ def infer_model_config(shapes: Mapping[str, Shape], source: str) -> Inferred:
         'label_dropout': 0.0,
         'num_head_channels': 0,
     }
-    attention = tuple(level for level, i in enumerate(firsts) if f'input_blocks.{i}.1.qkv.weight' in shapes)
+    attention = tuple(
+        level for level, i in enumerate(firsts) if f'input_blocks.{i}.1.qkv.weight' in shapes
+    )
     return Inferred(fields, attention, out == 2 * image_channels)
 
 
@@ -156,7 +193,9 @@ def infer_config(
         parameter_shapes(config)
     except UserError as error:
         said = f'\n(assumed, as the shapes do not show it: {", ".join(assumed)}; give the config of the model instead)'
-        raise UserError(f'{source}: the shapes do not make a network that can be run: {error}{said}') from None
+        raise UserError(
+            f'{source}: the shapes do not make a network that can be run: {error}{said}'
+        ) from None
     return config, assumed
 
 
@@ -171,11 +210,19 @@ def check_against_shapes(config: Config, shapes: Mapping[str, Shape], source: st
     expected = {f'model.{name}': inferred[name] for name in names}
     found = {f'model.{name}': getattr(m, name) for name in names}
     # The same widths may be written as other fractions.
-    if len(m.channel_mult) == len(inferred['channel_mult']) and m.base_channels == inferred['base_channels']:
-        expected['model.channel_mult'] = [int(mult * m.base_channels) for mult in inferred['channel_mult']]
+    if (
+        len(m.channel_mult) == len(inferred['channel_mult'])
+        and m.base_channels == inferred['base_channels']
+    ):
+        expected['model.channel_mult'] = [
+            int(mult * m.base_channels) for mult in inferred['channel_mult']
+        ]
         found['model.channel_mult'] = [int(mult * m.base_channels) for mult in m.channel_mult]
     if problems := differences(expected, found):
-        raise UserError(f'{source}: not the network of the tensors beside it:\n' + '\n'.join(f'  {p}' for p in problems))
+        raise UserError(
+            f'{source}: not the network of the tensors beside it:\n'
+            + '\n'.join(f'  {p}' for p in problems)
+        )
     try:
         parameter_shapes(config)
     except UserError as error:
@@ -188,18 +235,26 @@ def check_expressible(config: Config) -> None:
     values = {name: getattr(m, name.removeprefix('model.')) for name in FIXED}
     if not m.conv_resample or m.resblock_updown:
         del values['model.downsample_padding']
-    problems = [f'{name}: expected {FIXED[name]!r}, found {value!r}' for name, value in values.items() if value != FIXED[name]]
+    problems = [
+        f'{name}: expected {FIXED[name]!r}, found {value!r}'
+        for name, value in values.items()
+        if value != FIXED[name]
+    ]
     if config.diffusion.prediction == 'v':
         problems.append("diffusion.prediction: expected 'epsilon' or 'x0', found 'v'")
     if problems:
         lines = '\n'.join(f'  {p}' for p in problems)
-        raise UserError(f'guided-diffusion has no such model, so it would misread this .pt; write .safetensors instead:\n{lines}')
+        raise UserError(
+            f'guided-diffusion has no such model, so it would misread this .pt; write .safetensors instead:\n{lines}'
+        )
 
 
 def check_names(shapes: Mapping[str, Shape], config: Config, source: str) -> None:
     """Raises `UserError` naming the tensors that differ from those that the network of the config has."""
     expected = {entry.name: entry.shape for entry in table(config)}
-    check_shapes(shapes, expected, source, "expected guided-diffusion's names and shapes for this model")
+    check_shapes(
+        shapes, expected, source, "expected guided-diffusion's names and shapes for this model"
+    )
 
 
 def to_tree(read: Any, config: Config, *, new_attention_order: bool) -> dict[str, Any]:
@@ -217,7 +272,9 @@ def to_tree(read: Any, config: Config, *, new_attention_order: bool) -> dict[str
     return unflatten(leaves)
 
 
-def from_tree(params: Mapping[str, Any], config: Config, *, new_attention_order: bool) -> dict[str, np.ndarray]:
+def from_tree(
+    params: Mapping[str, Any], config: Config, *, new_attention_order: bool
+) -> dict[str, np.ndarray]:
     """The state dict of our parameter tree; the inverse of `to_tree`."""
     leaves = flatten(params)
     state = {}

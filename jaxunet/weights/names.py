@@ -47,7 +47,11 @@ class Entry(NamedTuple):
 def attention_levels(config: Config) -> tuple[int, ...]:
     """Levels (0 = full resolution) whose residual blocks are followed by attention."""
     side = min(config.image_shape[:2])
-    return tuple(level for level in range(len(config.model.channel_mult)) if side >> level in config.model.attention_resolutions)
+    return tuple(
+        level
+        for level in range(len(config.model.channel_mult))
+        if side >> level in config.model.attention_resolutions
+    )
 
 
 @functools.lru_cache(maxsize=16)
@@ -62,7 +66,9 @@ def parameter_shapes(config: Config) -> Mapping[Path, Shape]:
     labels = jax.ShapeDtypeStruct((1,), jnp.int32) if config.model.num_classes else None
     init = build_unet(config, XLA).init
     with jax.enable_x64(False):  # parameters are float32 where a caller has enabled float64, too
-        tree = jax.eval_shape(init, jax.random.key(0), image, jax.ShapeDtypeStruct((1,), jnp.int32), labels)['params']
+        tree = jax.eval_shape(
+            init, jax.random.key(0), image, jax.ShapeDtypeStruct((1,), jnp.int32), labels
+        )['params']
     return {path: tuple(leaf.shape) for path, leaf in flatten(tree).items()}
 
 
@@ -70,7 +76,11 @@ def flatten(tree: Mapping[str, Any], prefix: Path = ()) -> dict[Path, Any]:
     """The leaves of a nested dict by their paths."""
     leaves: dict[Path, Any] = {}
     for key, value in tree.items():
-        leaves |= flatten(value, (*prefix, key)) if isinstance(value, Mapping) else {(*prefix, key): value}
+        leaves |= (
+            flatten(value, (*prefix, key))
+            if isinstance(value, Mapping)
+            else {(*prefix, key): value}
+        )
     return leaves
 
 
@@ -101,7 +111,11 @@ def _modules(config: Config) -> Iterator[tuple[str, str, str]]:
                 yield f'down_{level}_attention_{i}', f'input_blocks.{index}.1', 'attention'
             index += 1
         if level != last:
-            yield f'down_{level}_resample', f'input_blocks.{index}.0' + ('' if m.resblock_updown else '.op'), resample
+            yield (
+                f'down_{level}_resample',
+                f'input_blocks.{index}.0' + ('' if m.resblock_updown else '.op'),
+                resample,
+            )
             index += 1
     yield 'middle_res_0', 'middle_block.0', 'res_block'
     yield 'middle_attention', 'middle_block.1', 'attention'
@@ -114,7 +128,11 @@ def _modules(config: Config) -> Iterator[tuple[str, str, str]]:
                 yield f'up_{level}_attention_{i}', f'output_blocks.{index}.1', 'attention'
             if level > 0 and i == m.num_res_blocks:
                 place = 2 if level in levels else 1
-                yield f'up_{level}_resample', f'output_blocks.{index}.{place}' + ('' if m.resblock_updown else '.conv'), resample
+                yield (
+                    f'up_{level}_resample',
+                    f'output_blocks.{index}.{place}' + ('' if m.resblock_updown else '.conv'),
+                    resample,
+                )
             index += 1
     yield 'norm_out', 'out.0', 'layer'
     yield 'conv_out', 'out.2', 'layer'
@@ -133,7 +151,9 @@ def entries(config: Config, names: BlockNames) -> list[Entry]:
                     name = '.'.join(part for part in (prefix, theirs, suffix) if part)
                     heads = _heads(config, module, shapes[path][-1] // 3) if ours == 'qkv' else 0
                     table.append(Entry(path, name, _file_shape(path, shapes[path]), heads))
-    assert {entry.path for entry in table} == set(shapes), 'the table of names does not cover the parameter tree'
+    assert {entry.path for entry in table} == set(shapes), (
+        'the table of names does not cover the parameter tree'
+    )
     return table
 
 
@@ -176,18 +196,30 @@ def check_finite(value: np.ndarray, source: str, where: Callable[[int], str]) ->
         )
 
 
-def check_shapes(found: Mapping[str, Shape], expected: Mapping[str, Shape], source: str, advice: str) -> None:
+def check_shapes(
+    found: Mapping[str, Shape], expected: Mapping[str, Shape], source: str, advice: str
+) -> None:
     """Raises `UserError` that names the tensors that are missing, unexpected, or of another shape."""
-    problems = [f'{name}: missing, expected shape {expected[name]}' for name in expected if name not in found]
+    problems = [
+        f'{name}: missing, expected shape {expected[name]}'
+        for name in expected
+        if name not in found
+    ]
     problems += [
         f'{name}: expected shape {expected[name]}, found {found[name]}'
         for name in expected
         if name in found and found[name] != expected[name]
     ]
-    problems += [f'{name}: unexpected, shape {found[name]}' for name in found if name not in expected]
+    problems += [
+        f'{name}: unexpected, shape {found[name]}' for name in found if name not in expected
+    ]
     if problems:
         more = f'\n  ... and {len(problems) - SHOWN} more' if len(problems) > SHOWN else ''
-        raise UserError(f'{source}: the parameters do not fit; {advice}:\n' + '\n'.join(f'  {p}' for p in problems[:SHOWN]) + more)
+        raise UserError(
+            f'{source}: the parameters do not fit; {advice}:\n'
+            + '\n'.join(f'  {p}' for p in problems[:SHOWN])
+            + more
+        )
 
 
 def check_tree(params: Mapping[str, Any], config: Config, source: str = 'parameters') -> None:
@@ -198,7 +230,12 @@ def check_tree(params: Mapping[str, Any], config: Config, source: str = 'paramet
     """
     leaves = {'/'.join(path): leaf for path, leaf in flatten(params).items()}
     expected = {'/'.join(path): shape for path, shape in parameter_shapes(config).items()}
-    check_shapes({name: tuple(np.shape(leaf)) for name, leaf in leaves.items()}, expected, source, 'expected the tree of the config')
+    check_shapes(
+        {name: tuple(np.shape(leaf)) for name, leaf in leaves.items()},
+        expected,
+        source,
+        'expected the tree of the config',
+    )
     for name, leaf in leaves.items():
         value = np.asarray(leaf)
         if value.dtype != np.float32:

@@ -14,7 +14,17 @@ import safetensors.numpy
 from jaxunet.runtime.errors import UserError
 from jaxunet.weights.names import check_finite
 
-DTYPES = {'F64': '<f8', 'F32': '<f4', 'F16': '<f2', 'BF16': '<u2', 'I64': '<i8', 'I32': '<i4', 'I16': '<i2', 'I8': '<i1', 'U8': '<u1'}
+DTYPES = {
+    'F64': '<f8',
+    'F32': '<f4',
+    'F16': '<f2',
+    'BF16': '<u2',
+    'I64': '<i8',
+    'I32': '<i4',
+    'I16': '<i2',
+    'I8': '<i1',
+    'U8': '<u1',
+}
 LENGTH = 8  # bytes that say how long the JSON header is
 
 
@@ -32,9 +42,13 @@ class SafetensorsFile:
         self._entries = header
         for name, entry in header.items():
             if entry['dtype'] not in DTYPES:
-                raise UserError(f'{path}: {name}: dtype: expected one of {", ".join(DTYPES)}, found {entry["dtype"]}')
+                raise UserError(
+                    f'{path}: {name}: dtype: expected one of {", ".join(DTYPES)}, found {entry["dtype"]}'
+                )
             if 0 in entry['shape']:
-                raise UserError(f'{path}: {name}: expected a tensor with elements, found shape {tuple(entry["shape"])}')
+                raise UserError(
+                    f'{path}: {name}: expected a tensor with elements, found shape {tuple(entry["shape"])}'
+                )
         self.shapes = {name: tuple(entry['shape']) for name, entry in header.items()}
 
     def read(self, name: str) -> np.ndarray:
@@ -77,7 +91,9 @@ def _check(path: str, file: BinaryIO) -> tuple[int, dict[str, Any]]:
     return LENGTH + length, header
 
 
-def write_safetensors(path: str, state: Mapping[str, np.ndarray], metadata: Mapping[str, str]) -> None:
+def write_safetensors(
+    path: str, state: Mapping[str, np.ndarray], metadata: Mapping[str, str]
+) -> None:
     """Writes float32 tensors with metadata over the file at `path`."""
     try:
         safetensors.numpy.save_file(dict(state), path, dict(metadata))

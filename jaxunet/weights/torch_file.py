@@ -40,7 +40,11 @@ class TorchFile:
         tree = load(self._read('data.pkl', MAX_PICKLE), f'{path}: data.pkl')
         self._views = self._state_dict(tree)
         self.shapes = {name: view.shape for name, view in self._views.items()}
-        order = self._read('byteorder', MAX_EXTRA).decode('latin-1').strip() if 'byteorder' in self._entries else 'little'
+        order = (
+            self._read('byteorder', MAX_EXTRA).decode('latin-1').strip()
+            if 'byteorder' in self._entries
+            else 'little'
+        )
         if order not in ('little', 'big'):
             raise UserError(f'{path}: byteorder: expected little or big, found {order[:20]!r}')
         self._order = '<' if order == 'little' else '>'
@@ -50,27 +54,39 @@ class TorchFile:
     def __enter__(self) -> TorchFile:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         self._archive.close()
 
     @property
     def metadata(self) -> dict[str, str]:
         """What our writer stored beside the tensors."""
         names = [name for name in self._entries if name.startswith('extra/')]
-        return {name.removeprefix('extra/'): self._read(name, MAX_EXTRA).decode('utf-8', 'replace') for name in names}
+        return {
+            name.removeprefix('extra/'): self._read(name, MAX_EXTRA).decode('utf-8', 'replace')
+            for name in names
+        }
 
     def read(self, name: str) -> np.ndarray:
         """One tensor as float32; all its numbers are finite."""
         view = self._views[name]
         values = self._storage(view)
         strides = tuple(step * values.itemsize for step in view.stride)
-        strided = np.lib.stride_tricks.as_strided(values[view.offset :], view.shape, strides, writeable=False)
+        strided = np.lib.stride_tricks.as_strided(
+            values[view.offset :], view.shape, strides, writeable=False
+        )
         with np.errstate(over='ignore'):
             result = np.ascontiguousarray(strided, np.float32)
 
         def where(index: int) -> str:
             at = np.unravel_index(index, view.shape)
-            element = view.offset + sum(int(i) * step for i, step in zip(at, view.stride, strict=True))
+            element = view.offset + sum(
+                int(i) * step for i, step in zip(at, view.stride, strict=True)
+            )
             byte = element * ITEM_SIZES[view.storage.dtype]
             return f'{name}, flat index {index} (byte {byte:,} of entry data/{view.storage.key}), as float32'
 
@@ -81,12 +97,22 @@ class TorchFile:
         start = file.read(4)
         file.seek(0)
         if start[:2] == b'\x80\x02' or start == b'././':
-            raise UserError(f"{self.path}: byte 0: this is PyTorch's old format (a bare pickle), which can run code when loaded; {RESAVE}")
+            raise UserError(
+                f"{self.path}: byte 0: this is PyTorch's old format (a bare pickle), which can run code when loaded; {RESAVE}"
+            )
         if start != b'PK\x03\x04':
-            raise UserError(f'{self.path}: byte 0: expected a zip archive (PK\\x03\\x04) as torch.save writes it, found {start!r}')
+            raise UserError(
+                f'{self.path}: byte 0: expected a zip archive (PK\\x03\\x04) as torch.save writes it, found {start!r}'
+            )
         try:
             return zipfile.ZipFile(file)
-        except (zipfile.BadZipFile, ValueError, NotImplementedError, OSError, UnicodeError) as error:
+        except (
+            zipfile.BadZipFile,
+            ValueError,
+            NotImplementedError,
+            OSError,
+            UnicodeError,
+        ) as error:
             raise UserError(
                 f'{self.path}: the archive is truncated or damaged: its directory, at the end of the file, fails ({error})'
             ) from None
@@ -97,15 +123,23 @@ class TorchFile:
         roots = {info.filename.partition('/')[0] for info in infos}
         names = [info.filename.partition('/')[2] for info in infos]
         if len(set(names)) != len(names):
-            raise UserError(f'{self.path}: the archive has two entries of one name: {next(n for n in names if names.count(n) > 1)}')
+            raise UserError(
+                f'{self.path}: the archive has two entries of one name: {next(n for n in names if names.count(n) > 1)}'
+            )
         if 'constants.pkl' in names:
-            raise UserError(f'{self.path}: this is a TorchScript archive, which holds code; {STATE_DICT}')
+            raise UserError(
+                f'{self.path}: this is a TorchScript archive, which holds code; {STATE_DICT}'
+            )
         if len(roots) != 1 or 'data.pkl' not in names:
-            raise UserError(f'{self.path}: entry data.pkl is missing; this zip archive was not written by torch.save')
+            raise UserError(
+                f'{self.path}: entry data.pkl is missing; this zip archive was not written by torch.save'
+            )
         for name, info in zip(names, infos, strict=True):
             if info.compress_type != zipfile.ZIP_STORED or info.file_size != info.compress_size:
                 sizes = f'{info.compress_size:,} -> {info.file_size:,} bytes'
-                raise UserError(f'{self.path}: entry {name} is compressed ({sizes}), which torch.save never does')
+                raise UserError(
+                    f'{self.path}: entry {name} is compressed ({sizes}), which torch.save never does'
+                )
             if info.flag_bits & 0x1:
                 raise UserError(f'{self.path}: entry {name} is encrypted')
         if (total := sum(info.file_size for info in infos)) > size:
@@ -117,11 +151,22 @@ class TorchFile:
     def _read(self, name: str, limit: int) -> bytes:
         info = self._entries[name]
         if info.file_size > limit:
-            raise UserError(f'{self.path}: entry {name} has {info.file_size:,} bytes, expected at most {limit:,}')
+            raise UserError(
+                f'{self.path}: entry {name} has {info.file_size:,} bytes, expected at most {limit:,}'
+            )
         try:
             return self._archive.read(info)
-        except (zipfile.BadZipFile, EOFError, OSError, ValueError, NotImplementedError, RuntimeError) as error:
-            raise UserError(f'{self.path}: entry {name} (byte {info.header_offset:,}) is damaged: {error}') from None
+        except (
+            zipfile.BadZipFile,
+            EOFError,
+            OSError,
+            ValueError,
+            NotImplementedError,
+            RuntimeError,
+        ) as error:
+            raise UserError(
+                f'{self.path}: entry {name} (byte {info.header_offset:,}) is damaged: {error}'
+            ) from None
 
     def _state_dict(self, tree: Any) -> dict[str, TensorView]:
         if type(tree) is dict:
@@ -130,12 +175,18 @@ class TorchFile:
                     tree = tree[key]
                     break
         if type(tree) is not dict or not tree:
-            raise UserError(f'{self.path}: expected a dict of tensors (a state dict), found {_kind(tree)}; {STATE_DICT}')
+            raise UserError(
+                f'{self.path}: expected a dict of tensors (a state dict), found {_kind(tree)}; {STATE_DICT}'
+            )
         for name, view in tree.items():
             if type(name) is not str or type(view) is not TensorView:
-                raise UserError(f'{self.path}: {name!r}: expected a tensor, found {_kind(view)}; {STATE_DICT}')
+                raise UserError(
+                    f'{self.path}: {name!r}: expected a tensor, found {_kind(view)}; {STATE_DICT}'
+                )
             if 0 in view.shape:
-                raise UserError(f'{self.path}: {name}: expected a tensor with elements, found shape {view.shape}')
+                raise UserError(
+                    f'{self.path}: {name}: expected a tensor with elements, found shape {view.shape}'
+                )
         return tree
 
     def _check_sizes(self) -> None:
@@ -146,13 +197,19 @@ class TorchFile:
             if entry not in self._entries:
                 raise UserError(f'{self.path}: {name}: its entry {entry} is missing')
             if (found := self._entries[entry].file_size) != needed:
-                raise UserError(f'{self.path}: {name}: expected {needed:,} bytes in entry {entry}, found {found:,}')
+                raise UserError(
+                    f'{self.path}: {name}: expected {needed:,} bytes in entry {entry}, found {found:,}'
+                )
             if (elements := math.prod(view.shape)) > view.storage.size:
                 raise UserError(
                     f'{self.path}: {name}: shape {view.shape} has {elements:,} elements, but only {view.storage.size:,} are stored'
                 )
-        stored = sum({view.storage.key: view.storage.size for view in self._views.values()}.values())
-        if (total := sum(math.prod(view.shape) for view in self._views.values())) > MAX_EXPANSION * stored:
+        stored = sum(
+            {view.storage.key: view.storage.size for view in self._views.values()}.values()
+        )
+        if (
+            total := sum(math.prod(view.shape) for view in self._views.values())
+        ) > MAX_EXPANSION * stored:
             raise UserError(
                 f'{self.path}: the tensors have {total:,} elements, but only {stored:,} are stored; it is damaged or made to overwhelm'
             )
@@ -162,7 +219,9 @@ class TorchFile:
         if self._cached[0] != f'{key} {dtype}':
             data = self._read(f'data/{key}', view.storage.size * ITEM_SIZES[dtype])
             if dtype == 'bf16':  # the upper half of a float32
-                values = (np.frombuffer(data, self._order + 'u2').astype(np.uint32) << np.uint32(16)).view(np.float32)
+                values = (
+                    np.frombuffer(data, self._order + 'u2').astype(np.uint32) << np.uint32(16)
+                ).view(np.float32)
             else:
                 values = np.frombuffer(data, self._order + dtype)
             self._cached = (f'{key} {dtype}', values)
@@ -170,19 +229,32 @@ class TorchFile:
 
 
 def _kind(value: Any) -> str:
-    return 'an empty dict' if value == {} else f'a {type(value).__name__}' if value is not None else 'nothing'
+    return (
+        'an empty dict'
+        if value == {}
+        else f'a {type(value).__name__}'
+        if value is not None
+        else 'nothing'
+    )
 
 
-def write_torch(file: BinaryIO, state: Mapping[str, np.ndarray], metadata: Mapping[str, str]) -> None:
+def write_torch(
+    file: BinaryIO, state: Mapping[str, np.ndarray], metadata: Mapping[str, str]
+) -> None:
     """Writes a state dict of float32 tensors, which `torch.load(weights_only=True)` reads.
 
     The file depends on its contents alone: no times, no names of machines.
     """
     with zipfile.ZipFile(file, 'w', zipfile.ZIP_STORED) as archive:
-        archive.writestr(zipfile.ZipInfo('archive/data.pkl'), dump({name: value.shape for name, value in state.items()}))
+        archive.writestr(
+            zipfile.ZipInfo('archive/data.pkl'),
+            dump({name: value.shape for name, value in state.items()}),
+        )
         archive.writestr(zipfile.ZipInfo('archive/byteorder'), b'little')
         for key, value in enumerate(state.values()):
-            archive.writestr(zipfile.ZipInfo(f'archive/data/{key}'), np.ascontiguousarray(value, '<f4').tobytes())
+            archive.writestr(
+                zipfile.ZipInfo(f'archive/data/{key}'), np.ascontiguousarray(value, '<f4').tobytes()
+            )
         archive.writestr(zipfile.ZipInfo('archive/version'), b'3\n')
         for name, text in metadata.items():
             archive.writestr(zipfile.ZipInfo(f'archive/extra/{name}'), text.encode())

@@ -86,12 +86,24 @@ def load(data: bytes, source: str) -> Any:
                 return stack[0]
             step = OPCODES.get(opcode.name)
             if step is None:
-                raise Refused(f'opcode {opcode.name} is not allowed, as a state dict has no need of it; {STATE_DICT}')
+                raise Refused(
+                    f'opcode {opcode.name} is not allowed, as a state dict has no need of it; {STATE_DICT}'
+                )
             step(stack, memo, argument)
     except Refused as error:
         raise UserError(f'{source}, byte {position}: {error}') from None
-    except (IndexError, KeyError, TypeError, ValueError, OverflowError, UnicodeError, RecursionError) as error:
-        raise UserError(f'{source}, byte {position}: the pickle is damaged or truncated ({type(error).__name__}: {error})') from None
+    except (
+        IndexError,
+        KeyError,
+        TypeError,
+        ValueError,
+        OverflowError,
+        UnicodeError,
+        RecursionError,
+    ) as error:
+        raise UserError(
+            f'{source}, byte {position}: the pickle is damaged or truncated ({type(error).__name__}: {error})'
+        ) from None
     raise UserError(f'{source}, byte {len(data)}: the pickle is truncated: it has no STOP')
 
 
@@ -110,7 +122,9 @@ def _update(target: Any, items: list[Any]) -> None:
     for key, value in zip(items[::2], items[1::2], strict=True):
         # Only plain keys: hashing a deeply nested tuple can take for ever.
         if type(key) not in (str, int):
-            raise Refused(f'expected text or a number as the key of a dict, found {type(key).__name__}')
+            raise Refused(
+                f'expected text or a number as the key of a dict, found {type(key).__name__}'
+            )
         if key in target:
             raise Refused(f'the key {key!r} is there twice')
         target[key] = value
@@ -131,7 +145,9 @@ def _find(name: Any) -> _Global:
     module, _, attribute = str(name).rpartition(' ')
     if f'{module}.{attribute}' in CALLS or (module == 'torch' and attribute in DTYPES):
         return _Global(f'{module}.{attribute}')
-    raise Refused(f'the global "{module}.{attribute}" is not allowed: such a file could run code when it is loaded; {STATE_DICT}')
+    raise Refused(
+        f'the global "{module}.{attribute}" is not allowed: such a file could run code when it is loaded; {STATE_DICT}'
+    )
 
 
 def _find_on_stack(stack: list[Any]) -> _Global:
@@ -148,7 +164,9 @@ def _persistent(value: Any) -> Storage:
     if type(kind) is not _Global or not kind.name.endswith('Storage'):
         raise Refused('the type of a storage is none that is known')
     if type(key) is not str or type(size) is not int or size < 0:
-        raise Refused(f'expected a storage with a name and a size of 0 or more, found {key!r} and {size!r}')
+        raise Refused(
+            f'expected a storage with a name and a size of 0 or more, found {key!r} and {size!r}'
+        )
     return Storage(DTYPES[kind.name.removeprefix('torch.')], key, size)
 
 
@@ -165,11 +183,20 @@ def _ordered_dict(items: Any = ()) -> dict[Any, Any]:
     return result
 
 
-def _rebuild_tensor(storage: Any, offset: Any, shape: Any, stride: Any, *_ignored: Any) -> TensorView:
+def _rebuild_tensor(
+    storage: Any, offset: Any, shape: Any, stride: Any, *_ignored: Any
+) -> TensorView:
     numbers = (offset, *shape, *stride)
-    if type(storage) is not Storage or type(shape) is not tuple or type(stride) is not tuple or len(shape) != len(stride):
+    if (
+        type(storage) is not Storage
+        or type(shape) is not tuple
+        or type(stride) is not tuple
+        or len(shape) != len(stride)
+    ):
         raise Refused('expected a tensor as (storage, offset, shape, stride)')
-    if len(shape) > MAX_DIMENSIONS or any(type(n) is not int or not 0 <= n < 2**62 for n in numbers):
+    if len(shape) > MAX_DIMENSIONS or any(
+        type(n) is not int or not 0 <= n < 2**62 for n in numbers
+    ):
         raise Refused(f'tensor with impossible offset {offset}, shape {shape} or stride {stride}')
     last = offset + sum((n - 1) * step for n, step in zip(shape, stride, strict=True))
     if 0 not in shape and last >= storage.size:
@@ -200,10 +227,10 @@ def _build(stack: list[Any]) -> None:
 
 
 Step = Callable[[list[Any], dict[int, Any], Any], Any]
-PUSH: Step = lambda stack, memo, value: stack.append(value)  # noqa: E731
-STORE: Step = lambda stack, memo, key: memo.__setitem__(key, stack[-1])  # noqa: E731
-FETCH: Step = lambda stack, memo, key: stack.append(memo[key])  # noqa: E731
-SKIP: Step = lambda stack, memo, value: None  # noqa: E731
+PUSH: Step = lambda stack, memo, value: stack.append(value)
+STORE: Step = lambda stack, memo, key: memo.__setitem__(key, stack[-1])
+FETCH: Step = lambda stack, memo, key: stack.append(memo[key])
+SKIP: Step = lambda stack, memo, value: None
 
 
 def _tuple_of(n: int) -> Step:
@@ -212,7 +239,10 @@ def _tuple_of(n: int) -> Step:
 
 OPCODES: dict[str, Step] = {
     **dict.fromkeys(('PROTO', 'FRAME'), SKIP),
-    **dict.fromkeys(('BININT', 'BININT1', 'BININT2', 'LONG1', 'BINFLOAT', 'BINUNICODE', 'SHORT_BINUNICODE'), PUSH),
+    **dict.fromkeys(
+        ('BININT', 'BININT1', 'BININT2', 'LONG1', 'BINFLOAT', 'BINUNICODE', 'SHORT_BINUNICODE'),
+        PUSH,
+    ),
     **dict.fromkeys(('BINPUT', 'LONG_BINPUT'), STORE),
     **dict.fromkeys(('BINGET', 'LONG_BINGET'), FETCH),
     'MEMOIZE': lambda stack, memo, value: memo.__setitem__(len(memo), stack[-1]),
@@ -247,7 +277,15 @@ def dump(shapes: Mapping[str, tuple[int, ...]]) -> bytes:
         for n in reversed(shape):
             stride.append(size)
             size *= n
-        storage = b'(' + _text('storage') + b'ctorch\nFloatStorage\n' + _text(str(key)) + _text('cpu') + _integer(size) + b'tQ'
+        storage = (
+            b'('
+            + _text('storage')
+            + b'ctorch\nFloatStorage\n'
+            + _text(str(key))
+            + _text('cpu')
+            + _integer(size)
+            + b'tQ'
+        )
         layout = _integer(0) + _integers(shape) + _integers(reversed(stride))
         arguments = storage + layout + b'\x89' + b'ccollections\nOrderedDict\n)R'
         parts.append(_text(name) + b'ctorch._utils\n_rebuild_tensor_v2\n(' + arguments + b'tR')

@@ -14,13 +14,29 @@ import numpy as np
 from jaxunet.config import Config, resolve, to_dict
 from jaxunet.runtime.errors import UserError
 from jaxunet.weights.fields import differences, diffusion_fields, network_fields
-from jaxunet.weights.names import BlockNames, Entry, check_finite, count, entries, flatten, from_file, to_file, unflatten
+from jaxunet.weights.names import (
+    BlockNames,
+    Entry,
+    check_finite,
+    count,
+    entries,
+    flatten,
+    from_file,
+    to_file,
+    unflatten,
+)
 
 MAGIC = 12345678
 DATA_MAGIC = 20240620  # of unet.cu's files of images
 HEADER = 1024  # bytes
 RNG_STATE = 48  # bytes of one cuRAND XORWOW state
-MULT, RES_BLOCKS, HEAD_WIDTH, GROUPS, ATTENTION_LEVELS = (1, 2, 3, 4), 2, 32, 32, (2, 3)  # constants of its code
+MULT, RES_BLOCKS, HEAD_WIDTH, GROUPS, ATTENTION_LEVELS = (
+    (1, 2, 3, 4),
+    2,
+    32,
+    32,
+    (2, 3),
+)  # constants of its code
 FACTOR = 2 ** (len(MULT) - 1)
 NAMES = BlockNames(
     res_block={
@@ -80,7 +96,12 @@ def config_of(header: Header) -> Config:
         },
         diffusion={'learn_sigma': header.channels_out == 2 * header.channels_in},
         data={'image_size': (header.height, header.width), 'batch_size': header.batch},
-        optimizer={'learning_rate': 1e-4, 'warmup_steps': 0, 'schedule': 'constant', 'clip_norm': 0.0},
+        optimizer={
+            'learning_rate': 1e-4,
+            'warmup_steps': 0,
+            'schedule': 'constant',
+            'clip_norm': 0.0,
+        },
         train={'sample_every': 0},  # there are no grids of images with any number of channels
     )
     return resolve(to_dict(config))
@@ -101,10 +122,15 @@ def header_of(config: Config, *, has_adamw: bool) -> Header:
     problems = _problems(header)
     if not problems:
         theirs = config_of(header)
-        problems = differences(network_fields(theirs) | diffusion_fields(theirs), network_fields(config) | diffusion_fields(config))
+        problems = differences(
+            network_fields(theirs) | diffusion_fields(theirs),
+            network_fields(config) | diffusion_fields(config),
+        )
     if problems:
         lines = '\n'.join(f'  {p}' for p in problems)
-        raise UserError(f'unet.cu has no such model, so a .bin cannot hold it; write .safetensors instead. What unet.cu needs:\n{lines}')
+        raise UserError(
+            f'unet.cu has no such model, so a .bin cannot hold it; write .safetensors instead. What unet.cu needs:\n{lines}'
+        )
     return header
 
 
@@ -112,14 +138,19 @@ def _problems(header: Header) -> list[str]:
     """What is impossible in a header, as `field: expected, found`."""
     problems = []
     for name, value in header._asdict().items():
-        if name in ('batch', 'channels_in', 'channels_model', 'height', 'width', 'max_period') and not 0 < value < 2**31:
+        if (
+            name in ('batch', 'channels_in', 'channels_model', 'height', 'width', 'max_period')
+            and not 0 < value < 2**31
+        ):
             problems.append(f'{_label(name)}: expected 1 to 2147483647, found {value}')
         if name in ('height', 'width') and value % FACTOR:
             problems.append(f'{_label(name)}: expected a multiple of {FACTOR}, found {value}')
         if name in ('has_adamw', 'has_rng') and value not in (0, 1):
             problems.append(f'{_label(name)}: expected 0 or 1, found {value}')
     if header.channels_model % GROUPS:
-        problems.append(f'{_label("channels_model")}: expected a multiple of {GROUPS}, found {header.channels_model}')
+        problems.append(
+            f'{_label("channels_model")}: expected a multiple of {GROUPS}, found {header.channels_model}'
+        )
     if header.channels_out not in (header.channels_in, 2 * header.channels_in):
         problems.append(
             f'{_label("channels_out")}: expected {header.channels_in}, or {2 * header.channels_in} with a learned variance, '
@@ -159,21 +190,44 @@ def read(path: str, file: BinaryIO, config: Config | None = None) -> Contents:
     try:
         theirs = config_of(header)
     except UserError as error:
-        raise UserError(f'{path}: the header does not make a network that can be run: {error}') from None
-    if config is not None and (problems := differences(network_fields(config), network_fields(theirs))):
-        raise UserError(f'{path}: not the network of the config:\n' + '\n'.join(f'  {p}' for p in problems))
+        raise UserError(
+            f'{path}: the header does not make a network that can be run: {error}'
+        ) from None
+    if config is not None and (
+        problems := differences(network_fields(config), network_fields(theirs))
+    ):
+        raise UserError(
+            f'{path}: not the network of the config:\n' + '\n'.join(f'  {p}' for p in problems)
+        )
 
     rows = table(theirs)
     total = count(rows)
     sections = ['parameters'] + ['first moments', 'second moments'] * header.has_adamw
-    rng = header.batch * header.channels_in * header.height * header.width * RNG_STATE * header.has_rng
+    rng = (
+        header.batch
+        * header.channels_in
+        * header.height
+        * header.width
+        * RNG_STATE
+        * header.has_rng
+    )
     needed = HEADER + 4 * total * len(sections) + rng
     if size != needed:
         parts = ' + '.join(
-            [f'{HEADER:,} header', *(f'{4 * total:,} {name}' for name in sections), *([f'{rng:,} random states'] if rng else [])]
+            [
+                f'{HEADER:,} header',
+                *(f'{4 * total:,} {name}' for name in sections),
+                *([f'{rng:,} random states'] if rng else []),
+            ]
         )
-        state = f'truncated at byte {size:,}' if size < needed else f'{size - needed:,} bytes too long, from byte {needed:,} on'
-        raise UserError(f'{path}: expected {needed:,} bytes ({parts}) as its header says, found {size:,}: {state}')
+        state = (
+            f'truncated at byte {size:,}'
+            if size < needed
+            else f'{size - needed:,} bytes too long, from byte {needed:,} on'
+        )
+        raise UserError(
+            f'{path}: expected {needed:,} bytes ({parts}) as its header says, found {size:,}: {state}'
+        )
     trees = []
     for i, name in enumerate(sections):
         values = np.frombuffer(file.read(4 * total), '<f4')
@@ -183,12 +237,16 @@ def read(path: str, file: BinaryIO, config: Config | None = None) -> Contents:
     note = f'unet.cu model, {total:,} parameters'
     note += ', with AdamW moments' if header.has_adamw else ''
     note += ', random states skipped' if header.has_rng else ''
-    return Contents(config or theirs, trees[0], (trees[1], trees[2]) if header.has_adamw else None, note)
+    return Contents(
+        config or theirs, trees[0], (trees[1], trees[2]) if header.has_adamw else None, note
+    )
 
 
 def _read_header(path: str, file: BinaryIO, size: int) -> Header:
     if size < HEADER:
-        raise UserError(f'{path}: expected a header of {HEADER} bytes, found a file of {size} bytes; it is truncated or no unet.cu file')
+        raise UserError(
+            f'{path}: expected a header of {HEADER} bytes, found a file of {size} bytes; it is truncated or no unet.cu file'
+        )
     header = Header(*np.frombuffer(file.read(HEADER), '<i4')[: len(Header._fields)].tolist())
     if header.magic == DATA_MAGIC:
         raise UserError(
@@ -216,13 +274,17 @@ def _split(path: str, rows: list[Entry], values: np.ndarray, section: str, byte:
         check_finite(flat, path, where)
         if section == 'second moments' and (flat < 0).any():
             index = int(np.argmax(flat < 0))
-            raise UserError(f'{path}: {where(index)} is {flat[index]}, expected 0 or more: second moments are means of squares')
+            raise UserError(
+                f'{path}: {where(index)} is {flat[index]}, expected 0 or more: second moments are means of squares'
+            )
         leaves[row.path] = from_file(row, flat.reshape(row.shape))
         start += flat.size
     return unflatten(leaves)
 
 
-def write(file: BinaryIO, params: Tree, config: Config, moments: tuple[Tree, Tree] | None = None) -> None:
+def write(
+    file: BinaryIO, params: Tree, config: Config, moments: tuple[Tree, Tree] | None = None
+) -> None:
     """Writes a model file that unet.cu's generate.py and train_unet read.
 
     Raises:

@@ -37,5 +37,7 @@ def test_every_case(case, dtype):
 @pytest.mark.gpu
 def test_runs_are_identical():
     qkv = jnp.asarray(draw((4, 256, 576), 'bfloat16'), jnp.bfloat16)
-    pull = jax.jit(jax.grad(lambda x: jnp.sum(jnp.sin(backend.attention(x, num_heads=6).astype(jnp.float32)))))
+    pull = jax.jit(
+        jax.grad(lambda x: jnp.sum(jnp.sin(backend.attention(x, num_heads=6).astype(jnp.float32))))
+    )
     np.testing.assert_array_equal(np.asarray(pull(qkv)), np.asarray(pull(qkv)))

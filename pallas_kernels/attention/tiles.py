@@ -31,9 +31,15 @@ class Tile:
     split: int = 1
 
     def __post_init__(self) -> None:
-        for name, value, least in (('queries', self.queries, 16), ('keys', self.keys, 16), ('warps', self.warps, 1)):
+        for name, value, least in (
+            ('queries', self.queries, 16),
+            ('keys', self.keys, 16),
+            ('warps', self.warps, 1),
+        ):
             if value < least or value & (value - 1):
-                raise ValueError(f'attention: tile {name}={value}: expected a power of two of at least {least}')
+                raise ValueError(
+                    f'attention: tile {name}={value}: expected a power of two of at least {least}'
+                )
         if self.stages < 1:
             raise ValueError(f'attention: tile stages={self.stages}: expected at least 1')
         if self.split not in (1, 2):
@@ -88,21 +94,32 @@ def shared_memory() -> int:
 
 def _held_and_streamed(kernel: str, tile: Tile) -> tuple[int, int]:
     """Rows that a program keeps, and rows that pass by."""
-    return (tile.queries, tile.keys) if kernel in ('forward', 'backward_dq') else (tile.keys, tile.queries)
+    return (
+        (tile.queries, tile.keys)
+        if kernel in ('forward', 'backward_dq')
+        else (tile.keys, tile.queries)
+    )
 
 
 def _shared_bytes(kernel: str, tile: Tile, width: int, dtype: DTypeLike) -> int:
     """An estimate from above of the shared memory that the compiler takes; float32 products are done with three parts."""
     held, streamed = _held_and_streamed(kernel, tile)
     size = jnp.dtype(dtype).itemsize
-    operands = width * (2 * streamed * tile.stages + held * (1 if kernel == 'forward' else 2)) + held * streamed
+    operands = (
+        width * (2 * streamed * tile.stages + held * (1 if kernel == 'forward' else 2))
+        + held * streamed
+    )
     return operands * size * (3 if size == 4 else 1)
 
 
 def _fit(kernel: str, tile: Tile, tokens: int, width: int, dtype: DTypeLike, shared: int) -> Tile:
     """The tile with no more rows than there are, and fewer stages or rows until it fits the shared memory."""
     most = power_of_two(tokens)
-    tile = dataclasses.replace(tile, queries=min(tile.queries, most), keys=most if kernel == 'backward' else min(tile.keys, most))
+    tile = dataclasses.replace(
+        tile,
+        queries=min(tile.queries, most),
+        keys=most if kernel == 'backward' else min(tile.keys, most),
+    )
     while _shared_bytes(kernel, tile, width, dtype) > shared:
         held, streamed = _held_and_streamed(kernel, tile)
         if tile.stages > 1:
@@ -121,7 +138,9 @@ def shape_class(tokens: int, width: int) -> str:
     return f'{power_of_two(tokens)} tokens, {power_of_two(width)} wide'
 
 
-def default_tile(kernel: str, tokens: int, width: int, dtype: DTypeLike, *, shared: int | None = None) -> Tile:
+def default_tile(
+    kernel: str, tokens: int, width: int, dtype: DTypeLike, *, shared: int | None = None
+) -> Tile:
     """The tile for one of KERNELS, made to fit `shared` bytes of shared memory (those of this process's device if None).
 
     It is the device's measured one, or else that of the nearest size measured on an H200.
@@ -131,14 +150,21 @@ def default_tile(kernel: str, tokens: int, width: int, dtype: DTypeLike, *, shar
     width = power_of_two(width)
     tile = tile_table.measured(Tile, f'attention/{kernel}', dtype, shape_class(tokens, width))
     if tile is None:
-        tile = next(tile for widest, most, tile in NEIGHBOURS[kernel] if width <= widest and tokens <= most)
+        tile = next(
+            tile for widest, most, tile in NEIGHBOURS[kernel] if width <= widest and tokens <= most
+        )
     return _fit(kernel, tile, tokens, width, dtype, shared_memory() if shared is None else shared)
 
 
 def default_tiles(tokens: int, width: int, dtype: DTypeLike, *, shared: int | None = None) -> Tiles:
     """The tiles of a call. Backward takes one kernel or two: what is faster by the device's table, else one for up to 64 tokens."""
-    forward, one, dq, dkv = (default_tile(name, tokens, width, dtype, shared=shared) for name in KERNELS)
-    whole, *parts = (tile_table.time(f'attention/{name}', dtype, shape_class(tokens, width)) for name in KERNELS[1:])
+    forward, one, dq, dkv = (
+        default_tile(name, tokens, width, dtype, shared=shared) for name in KERNELS
+    )
+    whole, *parts = (
+        tile_table.time(f'attention/{name}', dtype, shape_class(tokens, width))
+        for name in KERNELS[1:]
+    )
     known = [us for us in parts if us is not None]
     if whole is not None and len(known) == len(parts):
         single = whole <= sum(known)
@@ -153,14 +179,20 @@ def candidates(kernel: str, tokens: int, width: int, dtype: DTypeLike) -> list[T
         raise ValueError(f'attention: kernel {kernel!r}: expected one of {", ".join(KERNELS)}')
     padded, width = power_of_two(tokens), power_of_two(width)
     rows = [n for n in (32, 64, 128) if n <= padded] or [padded]
-    wide = [*rows, 256] if padded == 256 and kernel in ('forward', 'backward_dq') else rows  # all keys at once
+    wide = (
+        [*rows, 256] if padded == 256 and kernel in ('forward', 'backward_dq') else rows
+    )  # all keys at once
     found = []
     splits = (1, 2) if kernel == 'backward_dkv' and width >= 128 else (1,)
-    every = itertools.product(rows, [padded] if kernel == 'backward' else wide, (2, 4, 8), (1, 2, 3), splits)
+    every = itertools.product(
+        rows, [padded] if kernel == 'backward' else wide, (2, 4, 8), (1, 2, 3), splits
+    )
     for queries, keys, warps, stages, split in every:
         tile = Tile(queries, keys, warps, stages, split)
         held, streamed = _held_and_streamed(kernel, tile)
-        accumulators = held * width * (1 if kernel in ('forward', 'backward_dq') or split == 2 else 2)
+        accumulators = (
+            held * width * (1 if kernel in ('forward', 'backward_dq') or split == 2 else 2)
+        )
         scores = held * streamed * (1 if kernel == 'forward' else 2)
         registers = (accumulators + scores) / (warps * 32)
         if registers > 224 or (registers < 16 and warps > 2) or (streamed >= padded and stages > 1):

@@ -31,9 +31,14 @@ BACKWARD = 'jaxunet_attention_backward'
 BACKWARD_DQ = 'jaxunet_attention_backward_dq'
 BACKWARD_DKV = 'jaxunet_attention_backward_dkv'
 DTYPES = ('bfloat16', 'float16', 'float32')
-Q, K, V = (np.int32(slot) for slot in range(3))  # NumPy's, as the interpreter cannot index with a plain int
+Q, K, V = (
+    np.int32(slot) for slot in range(3)
+)  # NumPy's, as the interpreter cannot index with a plain int
 TOP, TOTAL = (np.int32(slot) for slot in range(2))
-ROWS, COLUMNS = ((1,), (1,)), ((0,), (0,))  # contract both operands' columns (a·bᵀ), or both operands' rows (aᵀ·b)
+ROWS, COLUMNS = (
+    ((1,), (1,)),
+    ((0,), (0,)),
+)  # contract both operands' columns (a·bᵀ), or both operands' rows (aᵀ·b)
 PLAIN = ((1,), (0,))  # a·b
 
 
@@ -48,10 +53,14 @@ class _Head:
         # Single tf32 products would lose float32's accuracy; three of them keep it. bfloat16 products are exact in float32.
         self.precision: Any = lax.Precision.DEFAULT
         if dtype == jnp.float32:
-            self.precision = lax.Precision.HIGHEST if interpret else lax.DotAlgorithmPreset.TF32_TF32_F32_X3
+            self.precision = (
+                lax.Precision.HIGHEST if interpret else lax.DotAlgorithmPreset.TF32_TF32_F32_X3
+            )
 
     def dot(self, a: Array, b: Array, contract: Any) -> Array:
-        return lax.dot_general(a, b, (contract, ((), ())), precision=self.precision, preferred_element_type=jnp.float32)
+        return lax.dot_general(
+            a, b, (contract, ((), ())), precision=self.precision, preferred_element_type=jnp.float32
+        )
 
     def valid(self, start: Any, rows: int) -> Array | None:
         """Which of these rows are tokens; None where all are, which costs nothing."""
@@ -59,7 +68,9 @@ class _Head:
 
     def mask(self, start: Any, rows: int) -> Array | None:
         valid = self.valid(start, rows)
-        mask = None if valid is None else lax.broadcast_in_dim(valid, (rows, self.padded_width), (0,))
+        mask = (
+            None if valid is None else lax.broadcast_in_dim(valid, (rows, self.padded_width), (0,))
+        )
         if self.width != self.padded_width:
             columns = lax.broadcasted_iota(jnp.int32, (rows, self.padded_width), 1) < self.width
             mask = columns if mask is None else mask & columns
@@ -71,7 +82,9 @@ class _Head:
         part = ref.at[(pl.ds(start, rows), *slot, slice(None))]
         return plgpu.load(part) if mask is None else plgpu.load(part, mask=mask, other=0.0)
 
-    def read_row(self, ref: Any, start: Any, rows: int, *slot: np.int32, other: float = 0.0) -> Array:
+    def read_row(
+        self, ref: Any, start: Any, rows: int, *slot: np.int32, other: float = 0.0
+    ) -> Array:
         """One number a row: a term of the log-sum-exp, or delta."""
         mask = self.valid(start, rows)
         part = ref.at[(*slot, pl.ds(start, rows))]
@@ -79,11 +92,17 @@ class _Head:
 
     def read_norm(self, ref: Any, start: Any, rows: int) -> tuple[Array, Array]:
         """Both terms of the log-sum-exp; ∞ where the query is padding, so that its weights are zero."""
-        return self.read_row(ref, start, rows, TOP), self.read_row(ref, start, rows, TOTAL, other=math.inf)
+        return self.read_row(ref, start, rows, TOP), self.read_row(
+            ref, start, rows, TOTAL, other=math.inf
+        )
 
     def write(self, ref: Any, start: Any, value: Array, *slot: np.int32) -> None:
         rows = value.shape[0]
-        plgpu.store(ref.at[(pl.ds(start, rows), *slot, slice(None))], value.astype(ref.dtype), mask=self.mask(start, rows))
+        plgpu.store(
+            ref.at[(pl.ds(start, rows), *slot, slice(None))],
+            value.astype(ref.dtype),
+            mask=self.mask(start, rows),
+        )
 
     def write_row(self, ref: Any, start: Any, value: Array, *slot: np.int32) -> None:
         rows = value.shape[0]
@@ -97,7 +116,9 @@ class _Head:
         return lax.fori_loop(0, steps, lambda i, c: body(i * block, c), carry)
 
 
-def _forward_kernel(qkv_ref: Any, out_ref: Any, norm_ref: Any, *exact_ref: Any, head: _Head, tile: Tile) -> None:
+def _forward_kernel(
+    qkv_ref: Any, out_ref: Any, norm_ref: Any, *exact_ref: Any, head: _Head, tile: Tile
+) -> None:
     start = pl.program_id(0) * tile.queries
     q = head.read(qkv_ref, start, tile.queries, Q)
 
@@ -112,7 +133,11 @@ def _forward_kernel(qkv_ref: Any, out_ref: Any, norm_ref: Any, *exact_ref: Any, 
         shrink = jnp.exp2((top - new_top) * head.scale2)
         total = total * shrink + jnp.sum(weights, axis=1)
         v = head.read(qkv_ref, first, tile.keys, V)
-        return out * shrink[:, None] + head.dot(weights.astype(head.dtype), v, PLAIN), new_top, total
+        return (
+            out * shrink[:, None] + head.dot(weights.astype(head.dtype), v, PLAIN),
+            new_top,
+            total,
+        )
 
     carry = (
         jnp.zeros((tile.queries, head.padded_width), jnp.float32),
@@ -134,7 +159,17 @@ def _weights(head: _Head, logits: Array, norm: tuple[Array, Array], keys: Array 
     return weights if keys is None else jnp.where(keys, weights, 0.0)
 
 
-def _dq_kernel(qkv_ref: Any, out_ref: Any, grad_ref: Any, norm_ref: Any, dqkv_ref: Any, delta_ref: Any, *, head: _Head, tile: Tile) -> None:
+def _dq_kernel(
+    qkv_ref: Any,
+    out_ref: Any,
+    grad_ref: Any,
+    norm_ref: Any,
+    dqkv_ref: Any,
+    delta_ref: Any,
+    *,
+    head: _Head,
+    tile: Tile,
+) -> None:
     """dq of a block of queries, and delta = Σ p·dp of each of its rows for the other kernel."""
     start = pl.program_id(0) * tile.queries
     q = head.read(qkv_ref, start, tile.queries, Q)
@@ -151,7 +186,12 @@ def _dq_kernel(qkv_ref: Any, out_ref: Any, grad_ref: Any, norm_ref: Any, dqkv_re
     def step(first: Any, dq: Array) -> Array:
         k = head.read(qkv_ref, first, tile.keys, K)
         keys = head.valid(first, tile.keys)
-        weights = _weights(head, head.dot(q, k, ROWS), (top[:, None], total[:, None]), None if keys is None else keys[None, :])
+        weights = _weights(
+            head,
+            head.dot(q, k, ROWS),
+            (top[:, None], total[:, None]),
+            None if keys is None else keys[None, :],
+        )
         slope = head.dot(grad, head.read(qkv_ref, first, tile.keys, V), ROWS)
         row = jnp.sum(weights * slope, axis=1) if delta is None else delta
         if delta is None:
@@ -162,7 +202,17 @@ def _dq_kernel(qkv_ref: Any, out_ref: Any, grad_ref: Any, norm_ref: Any, dqkv_re
     head.write(dqkv_ref, start, dq * head.scale, Q)
 
 
-def _dkv_kernel(qkv_ref: Any, grad_ref: Any, norm_ref: Any, delta_ref: Any, _: Any, dqkv_ref: Any, *, head: _Head, tile: Tile) -> None:
+def _dkv_kernel(
+    qkv_ref: Any,
+    grad_ref: Any,
+    norm_ref: Any,
+    delta_ref: Any,
+    _: Any,
+    dqkv_ref: Any,
+    *,
+    head: _Head,
+    tile: Tile,
+) -> None:
     """dk and dv of a block of keys, or one of them; the logits are computed transposed, so that the weights enter products as they are."""
     program = pl.program_id(0)
     start = (program if tile.split == 1 else lax.div(program, 2)) * tile.keys
@@ -176,7 +226,12 @@ def _dkv_kernel(qkv_ref: Any, grad_ref: Any, norm_ref: Any, delta_ref: Any, _: A
             q = head.read(qkv_ref, first, tile.queries, Q)
             grad = head.read(grad_ref, first, tile.queries)
             top, total = head.read_norm(norm_ref, first, tile.queries)
-            weights = _weights(head, head.dot(k, q, ROWS), (top[None, :], total[None, :]), None if keys is None else keys[:, None])
+            weights = _weights(
+                head,
+                head.dot(k, q, ROWS),
+                (top[None, :], total[None, :]),
+                None if keys is None else keys[:, None],
+            )
             found = {}
             if V in slots:
                 found['dv'] = sums['dv'] + head.dot(weights.astype(head.dtype), grad, PLAIN)
@@ -187,7 +242,11 @@ def _dkv_kernel(qkv_ref: Any, grad_ref: Any, norm_ref: Any, delta_ref: Any, _: A
             return found
 
         zero = jnp.zeros((tile.keys, head.padded_width), jnp.float32)
-        sums = head.loop(tile.queries, step, {name: zero for name, slot in (('dk', K), ('dv', V)) if slot in slots})
+        sums = head.loop(
+            tile.queries,
+            step,
+            {name: zero for name, slot in (('dk', K), ('dv', V)) if slot in slots},
+        )
         if 'dk' in sums:
             head.write(dqkv_ref, start, sums['dk'] * head.scale, K)
         if 'dv' in sums:
@@ -200,7 +259,9 @@ def _dkv_kernel(qkv_ref: Any, grad_ref: Any, norm_ref: Any, delta_ref: Any, _: A
         pl.when(lax.rem(program, 2) == 1)(lambda: compute((V,)))
 
 
-def _backward_kernel(qkv_ref: Any, grad_ref: Any, norm_ref: Any, dqkv_ref: Any, *, head: _Head, tile: Tile) -> None:
+def _backward_kernel(
+    qkv_ref: Any, grad_ref: Any, norm_ref: Any, dqkv_ref: Any, *, head: _Head, tile: Tile
+) -> None:
     """dq, dk and dv of one head whose keys and values one program holds."""
     k, v = (head.read(qkv_ref, 0, tile.keys, slot) for slot in (K, V))
     keys = head.valid(0, tile.keys)
@@ -210,7 +271,12 @@ def _backward_kernel(qkv_ref: Any, grad_ref: Any, norm_ref: Any, dqkv_ref: Any, 
         q = head.read(qkv_ref, first, tile.queries, Q)
         grad = head.read(grad_ref, first, tile.queries)
         top, total = head.read_norm(norm_ref, first, tile.queries)
-        weights = _weights(head, head.dot(k, q, ROWS), (top[None, :], total[None, :]), None if keys is None else keys[:, None])
+        weights = _weights(
+            head,
+            head.dot(k, q, ROWS),
+            (top[None, :], total[None, :]),
+            None if keys is None else keys[:, None],
+        )
         dv = dv + head.dot(weights.astype(head.dtype), grad, PLAIN)
         slope = head.dot(v, grad, ROWS)
         slope = (weights * (slope - jnp.sum(weights * slope, axis=0)[None, :])).astype(head.dtype)
@@ -235,9 +301,13 @@ def head_width(qkv: Array, num_heads: int) -> int:
     if rest or not width:
         raise ValueError(f'attention: {packed} packed channels are not 3 x {num_heads} heads')
     if width > 256:
-        raise ValueError(f'attention: heads of width {width}: the kernels take widths up to 256; use more heads, or the xla backend')
+        raise ValueError(
+            f'attention: heads of width {width}: the kernels take widths up to 256; use more heads, or the xla backend'
+        )
     if qkv.dtype not in DTYPES:
-        raise ValueError(f'attention: qkv of {qkv.dtype}: the kernels take {", ".join(DTYPES)}; cast it, or use the xla backend')
+        raise ValueError(
+            f'attention: qkv of {qkv.dtype}: the kernels take {", ".join(DTYPES)}; cast it, or use the xla backend'
+        )
     return width
 
 
@@ -257,15 +327,30 @@ def _specs(rows: int, width: int) -> tuple[pl.BlockSpec, pl.BlockSpec, pl.BlockS
     return packed, single, norm, delta
 
 
-def _call(kernel: Any, name: str, grid: tuple[int, ...], tile: Tile, interpret: bool, **kwargs: Any) -> Callable[..., Any]:
+def _call(
+    kernel: Any, name: str, grid: tuple[int, ...], tile: Tile, interpret: bool, **kwargs: Any
+) -> Callable[..., Any]:
     params = plgpu.CompilerParams(num_warps=tile.warps, num_stages=tile.stages)
-    return pl.pallas_call(kernel, name=name, grid=grid, interpret=interpret, compiler_params=params, **kwargs)
+    return pl.pallas_call(
+        kernel, name=name, grid=grid, interpret=interpret, compiler_params=params, **kwargs
+    )
 
 
-@functools.partial(jax.jit, static_argnames=('num_heads', 'tile', 'exact', 'interpret'))  # equal calls share one trace and one lowering
+@functools.partial(
+    jax.jit, static_argnames=('num_heads', 'tile', 'exact', 'interpret')
+)  # equal calls share one trace and one lowering
 def forward(
-    qkv: Float[Array, 'batch tokens packed'], num_heads: int, tile: Tile, *, exact: bool = False, interpret: bool = False
-) -> tuple[Float[Array, 'batch tokens channels'], Float[Array, 'batch heads 2 tokens'], Float[Array, 'batch tokens channels']]:
+    qkv: Float[Array, 'batch tokens packed'],
+    num_heads: int,
+    tile: Tile,
+    *,
+    exact: bool = False,
+    interpret: bool = False,
+) -> tuple[
+    Float[Array, 'batch tokens channels'],
+    Float[Array, 'batch heads 2 tokens'],
+    Float[Array, 'batch tokens channels'],
+]:
     """The heads' outputs; of each row of logits the log-sum-exp, base two, in float32, as two terms; the outputs for `backward`.
 
     Args:
@@ -277,11 +362,18 @@ def forward(
     parts, width = _unpack(qkv, num_heads)
     batch, tokens, *_ = parts.shape
     blocks = pl.cdiv(tokens, tile.queries)
-    packed, single, norm_spec, _ = _specs(max(blocks * tile.queries, pl.cdiv(tokens, tile.keys) * tile.keys), width)
+    packed, single, norm_spec, _ = _specs(
+        max(blocks * tile.queries, pl.cdiv(tokens, tile.keys) * tile.keys), width
+    )
     shape = (batch, tokens, num_heads, width)
-    results = [jax.ShapeDtypeStruct(shape, qkv.dtype), jax.ShapeDtypeStruct((batch, num_heads, 2, tokens), jnp.float32)]
+    results = [
+        jax.ShapeDtypeStruct(shape, qkv.dtype),
+        jax.ShapeDtypeStruct((batch, num_heads, 2, tokens), jnp.float32),
+    ]
     out, norm, *kept = _call(
-        functools.partial(_forward_kernel, head=_Head(tokens, width, qkv.dtype, interpret), tile=tile),
+        functools.partial(
+            _forward_kernel, head=_Head(tokens, width, qkv.dtype, interpret), tile=tile
+        ),
         FORWARD,
         (blocks, num_heads, batch),
         tile,
@@ -318,8 +410,12 @@ def backward(
     dqkv = jax.ShapeDtypeStruct(parts.shape, qkv.dtype)
     if isinstance(tile, Tile):
         if tile.keys < tokens:
-            raise ValueError(f'attention: tile keys={tile.keys}: the one-kernel backward holds all {tokens} tokens')
-        packed, single, norm_spec, _ = _specs(max(tile.keys, pl.cdiv(tokens, tile.queries) * tile.queries), width)
+            raise ValueError(
+                f'attention: tile keys={tile.keys}: the one-kernel backward holds all {tokens} tokens'
+            )
+        packed, single, norm_spec, _ = _specs(
+            max(tile.keys, pl.cdiv(tokens, tile.queries) * tile.queries), width
+        )
         return _call(
             functools.partial(_backward_kernel, head=head, tile=tile),
             BACKWARD,

@@ -29,7 +29,14 @@ from jaxunet.ops.attention import reference
 from jaxunet.runtime import gpu_time as timing
 from pallas_kernels import tile_table
 from pallas_kernels.attention import triton
-from pallas_kernels.attention.tiles import KERNELS, Tile, candidates, default_tile, default_tiles, shape_class
+from pallas_kernels.attention.tiles import (
+    KERNELS,
+    Tile,
+    candidates,
+    default_tile,
+    default_tiles,
+    shape_class,
+)
 from pallas_kernels.attention.vjp import attention
 
 SHAPES = '256:6:32,64:8:32,256:1:256,1024:4:64,256:8:64,4096:8:64:4,1024:8:128'
@@ -38,11 +45,15 @@ Shape = tuple[int, int, int, int]  # batch, tokens, heads, width
 Job = tuple[Shape, str, Any]  # shape, what, tile
 
 
-def inputs(shape: Shape, dtype: jnp.dtype) -> tuple[list[Array], list[Array], list[tuple[Array, Array, Array]]]:
+def inputs(
+    shape: Shape, dtype: jnp.dtype
+) -> tuple[list[Array], list[Array], list[tuple[Array, Array, Array]]]:
     """Sets of qkv, of the output's gradient, and of what the forward kernel returns."""
     batch, tokens, heads, width = shape
     keys = jax.random.split(jax.random.key(0), 2 * SETS)
-    qkv = [jax.random.normal(k, (batch, tokens, 3 * heads * width)).astype(dtype) for k in keys[:SETS]]
+    qkv = [
+        jax.random.normal(k, (batch, tokens, 3 * heads * width)).astype(dtype) for k in keys[:SETS]
+    ]
     grad = [jax.random.normal(k, (batch, tokens, heads * width)).astype(dtype) for k in keys[SETS:]]
     tiles = default_tiles(tokens, width, dtype)
     exact = triton.wants_exact(tiles.backward, tokens, dtype)
@@ -55,7 +66,9 @@ def build(job: Job) -> Callable[..., Any]:
     (_, _, heads, _), what, tile = job
     side, _, direction = what.partition('_')
     if side in ('ours', 'xla'):
-        op = functools.partial(attention if side == 'ours' else reference.attention, num_heads=heads)
+        op = functools.partial(
+            attention if side == 'ours' else reference.attention, num_heads=heads
+        )
         if direction == 'forward':
             return lambda qkv, grad, kept: [op(x) for x in qkv]
 
@@ -66,7 +79,9 @@ def build(job: Job) -> Callable[..., Any]:
         return lambda qkv, grad, kept: [both(x, g) for x, g in zip(qkv, grad, strict=True)]
     if what == 'forward':
         return lambda qkv, grad, kept: [triton.forward(x, heads, tile) for x in qkv]
-    return lambda qkv, grad, kept: [triton.backward(x, k[2], k[1], g, tile) for x, k, g in zip(qkv, kept, grad, strict=True)]
+    return lambda qkv, grad, kept: [
+        triton.backward(x, k[2], k[1], g, tile) for x, k, g in zip(qkv, kept, grad, strict=True)
+    ]
 
 
 def jobs_for(shape: Shape, kernels: list[str], dtype: jnp.dtype) -> list[Job]:
@@ -74,15 +89,31 @@ def jobs_for(shape: Shape, kernels: list[str], dtype: jnp.dtype) -> list[Job]:
     _, tokens, _, width = shape
     jobs: list[Job] = []
     if 'both' in kernels:
-        jobs += [(shape, f'{side}_{direction}', None) for side in ('ours', 'xla') for direction in ('forward', 'both')]
+        jobs += [
+            (shape, f'{side}_{direction}', None)
+            for side in ('ours', 'xla')
+            for direction in ('forward', 'both')
+        ]
     tiles = {}
     for name in KERNELS:  # the chosen tile first
         if found := candidates(name, tokens, width, dtype):
-            tiles[name] = [*dict.fromkeys([default_tile(name, tokens, width, dtype), *random.sample(found, len(found))])]
-    jobs += [(shape, name, tile) for name in ('forward', 'backward') if name in kernels for tile in tiles.get(name, ())]
+            tiles[name] = [
+                *dict.fromkeys(
+                    [default_tile(name, tokens, width, dtype), *random.sample(found, len(found))]
+                )
+            ]
+    jobs += [
+        (shape, name, tile)
+        for name in ('forward', 'backward')
+        if name in kernels
+        for tile in tiles.get(name, ())
+    ]
     if {'backward_dq', 'backward_dkv'} & set(kernels):
         dq, dkv = tiles['backward_dq'], tiles['backward_dkv']
-        jobs += [(shape, 'pair', (dq[i % len(dq)], dkv[i % len(dkv)])) for i in range(max(len(dq), len(dkv)))]
+        jobs += [
+            (shape, 'pair', (dq[i % len(dq)], dkv[i % len(dkv)]))
+            for i in range(max(len(dq), len(dkv)))
+        ]
     return jobs
 
 
@@ -95,43 +126,80 @@ def keyed(kernel: str, shape: Shape, dtype: jnp.dtype) -> tile_table.Key:
 
 def chosen_tiles(shape: Shape, dtype: jnp.dtype) -> dict[tile_table.Key, Tile]:
     """The tile of each kernel that the op takes now."""
-    return {keyed(kernel, shape, dtype): default_tile(kernel, shape[1], shape[3], dtype) for kernel in KERNELS}
+    return {
+        keyed(kernel, shape, dtype): default_tile(kernel, shape[1], shape[3], dtype)
+        for kernel in KERNELS
+    }
 
 
-def report(shape: Shape, dtype: jnp.dtype, results: list[tuple[str, Any, dict[str, float]]], top: int) -> Timed:
+def report(
+    shape: Shape, dtype: jnp.dtype, results: list[tuple[str, Any, dict[str, float]]], top: int
+) -> Timed:
     """Prints the op beside XLA's, then the fastest tiles of each kernel. Returns the times of all tiles."""
     batch, tokens, heads, width = shape
-    row = {'device': jax.devices()[0].device_kind, 'dtype': str(dtype), 'batch': batch, 'tokens': tokens, 'heads': heads, 'width': width}
+    row = {
+        'device': jax.devices()[0].device_kind,
+        'dtype': str(dtype),
+        'batch': batch,
+        'tokens': tokens,
+        'heads': heads,
+        'width': width,
+    }
     totals = {what: sum(us.values()) for what, _, us in results if what.startswith(('ours', 'xla'))}
     for direction, passes in (('forward', 1.0), ('both', 3.5)):
         if ours := totals.get(f'ours_{direction}'):
             teraflops = 4 * batch * heads * tokens**2 * width * passes / ours / 1e6
             xla = totals.get(f'xla_{direction}', float('nan'))
-            found = {'us': round(ours, 1), 'tflops': round(teraflops), 'xla_us': round(xla, 1), 'ratio': round(xla / ours, 2)}
+            found = {
+                'us': round(ours, 1),
+                'tflops': round(teraflops),
+                'xla_us': round(xla, 1),
+                'ratio': round(xla / ours, 2),
+            }
             split = next(us for what, _, us in results if what == f'ours_{direction}')
-            names = {name.removeprefix('jaxunet_attention_'): round(us, 1) for name, us in split.items()}
+            names = {
+                name.removeprefix('jaxunet_attention_'): round(us, 1) for name, us in split.items()
+            }
             print(json.dumps(row | {'what': direction} | found | {'kernels': names}), flush=True)
     timed: dict[str, list[tuple[float, Tile]]] = collections.defaultdict(list)
     for what, tile, kernels in results:
-        tiles = {} if tile is None else {what: tile} if isinstance(tile, Tile) else dict(zip(KERNELS[2:], tile, strict=True))
+        tiles = (
+            {}
+            if tile is None
+            else {what: tile}
+            if isinstance(tile, Tile)
+            else dict(zip(KERNELS[2:], tile, strict=True))
+        )
         for kernel, used in tiles.items():
             timed[kernel].append((kernels[f'jaxunet_attention_{kernel}'], used))
     for kernel, rows in timed.items():
         default = default_tile(kernel, tokens, width, dtype)
         best = [[round(us, 1), *dataclasses.astuple(tile)] for us, tile in sorted(rows)[:top]]
         chosen = next((round(us, 1) for us, tile in rows if tile == default), None)
-        print(json.dumps(row | {'kernel': kernel, 'best': best, 'tried': len(rows), 'chosen': chosen}), flush=True)
+        print(
+            json.dumps(
+                row | {'kernel': kernel, 'best': best, 'tried': len(rows), 'chosen': chosen}
+            ),
+            flush=True,
+        )
     # Of the tiles that were timed in several pairs, the last here is the fastest.
-    return {keyed(kernel, shape, dtype): {tile: us for us, tile in sorted(rows, reverse=True)} for kernel, rows in timed.items()}
+    return {
+        keyed(kernel, shape, dtype): {tile: us for us, tile in sorted(rows, reverse=True)}
+        for kernel, rows in timed.items()
+    }
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument('--batch', type=int, default=32)
     parser.add_argument('--shapes', default=SHAPES)
     parser.add_argument('--kernels', default='both,' + ','.join(KERNELS))
     parser.add_argument('--dtype', default='bfloat16')
-    parser.add_argument('--seconds', type=float, default=60, help='no further tile is compiled after this')
+    parser.add_argument(
+        '--seconds', type=float, default=60, help='no further tile is compiled after this'
+    )
     parser.add_argument('--repeats', type=int, default=5)
     parser.add_argument('--top', type=int, default=4)
     parser.add_argument('--write', action='store_true', help="update the device's table of tiles")
@@ -151,7 +219,9 @@ def main() -> None:
         if time.monotonic() - start > args.seconds:
             return None
         try:
-            program = timing.named(f'job{number}', build(jobs[number])).lower(*arrays[shape]).compile()
+            program = (
+                timing.named(f'job{number}', build(jobs[number])).lower(*arrays[shape]).compile()
+            )
             return lambda _: program(*arrays[shape])
         except jax.errors.JaxRuntimeError as error:
             return f'{shape} {what} {tile}: {str(error)[:100]}'
@@ -160,12 +230,16 @@ def main() -> None:
         built = list(pool.map(compiled, range(len(jobs))))
     for message in [b for b in built if isinstance(b, str)][:5]:
         print(message)
-    good: dict[str, Callable[[int], Any]] = {f'job{i}': b for i, b in enumerate(built) if b is not None and not isinstance(b, str)}
+    good: dict[str, Callable[[int], Any]] = {
+        f'job{i}': b for i, b in enumerate(built) if b is not None and not isinstance(b, str)
+    }
     print(f'compiled {len(good)} of {len(jobs)} in {time.monotonic() - start:.0f} s', flush=True)
     results = collections.defaultdict(list)
     for name, times in timing.trace_times(good, rounds=args.repeats).items():
         shape, what, tile = jobs[int(name.removeprefix('job'))]
-        results[shape].append((what, tile, {kernel: us / SETS for kernel, us in times.kernels.items()}))
+        results[shape].append(
+            (what, tile, {kernel: us / SETS for kernel, us in times.kernels.items()})
+        )
     timed: Timed = {}
     for shape in shapes:
         timed |= report(shape, dtype, results[shape], args.top)

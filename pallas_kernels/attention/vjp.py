@@ -12,7 +12,11 @@ from pallas_kernels.attention.tiles import Tiles, default_tiles
 
 
 def attention(
-    qkv: Float[Array, 'batch tokens packed'], *, num_heads: int, interpret: bool = False, tiles: Tiles | None = None
+    qkv: Float[Array, 'batch tokens packed'],
+    *,
+    num_heads: int,
+    interpret: bool = False,
+    tiles: Tiles | None = None,
 ) -> Float[Array, 'batch tokens channels']:
     """softmax(q·kᵀ/√d)·v for each head of width d = packed / (3 · num_heads), as `jaxunet.ops.attention.reference.attention`.
 
@@ -29,7 +33,9 @@ def attention(
       ValueError: channels that the heads do not divide, heads wider than 256, or another type.
     """
     width = triton.head_width(qkv, num_heads)
-    return _attention(qkv, num_heads, interpret, tiles or default_tiles(qkv.shape[1], width, qkv.dtype))
+    return _attention(
+        qkv, num_heads, interpret, tiles or default_tiles(qkv.shape[1], width, qkv.dtype)
+    )
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3))
@@ -37,13 +43,19 @@ def _attention(qkv: Array, num_heads: int, interpret: bool, tiles: Tiles) -> Arr
     return triton.forward(qkv, num_heads, tiles.forward, interpret=interpret)[0]
 
 
-def _forward(qkv: Array, num_heads: int, interpret: bool, tiles: Tiles) -> tuple[Array, tuple[Array, Array, Array]]:
+def _forward(
+    qkv: Array, num_heads: int, interpret: bool, tiles: Tiles
+) -> tuple[Array, tuple[Array, Array, Array]]:
     exact = triton.wants_exact(tiles.backward, qkv.shape[1], qkv.dtype)
-    out, norm, kept = triton.forward(qkv, num_heads, tiles.forward, exact=exact, interpret=interpret)
+    out, norm, kept = triton.forward(
+        qkv, num_heads, tiles.forward, exact=exact, interpret=interpret
+    )
     return out, (qkv, kept, norm)
 
 
-def _backward(num_heads: int, interpret: bool, tiles: Tiles, kept: tuple[Array, Array, Array], grad: Array) -> tuple[Array]:
+def _backward(
+    num_heads: int, interpret: bool, tiles: Tiles, kept: tuple[Array, Array, Array], grad: Array
+) -> tuple[Array]:
     del num_heads
     qkv, out, norm = kept
     return (triton.backward(qkv, out, norm, grad, tiles.backward, interpret=interpret),)

@@ -22,7 +22,9 @@ def project(added: Added) -> Float[Array, 'batch height width features']:
     products, start = [], 0
     for part in added.parts:
         matrix = added.shortcut[start : start + part.shape[-1]].astype(part.dtype)
-        products.append(jnp.einsum('bhwc,cf->bhwf', part, matrix, preferred_element_type=jnp.float32))
+        products.append(
+            jnp.einsum('bhwc,cf->bhwf', part, matrix, preferred_element_type=jnp.float32)
+        )
         start += part.shape[-1]
     return functools.reduce(jnp.add, products).astype(added.parts[0].dtype)
 
@@ -38,13 +40,17 @@ def forward(
     return _forward(parts, kernel.astype(parts[0].dtype), shift.astype(jnp.float32), added, affine)
 
 
-def weight_gradient(parts: Parts, dy: Float[Array, 'batch height width features']) -> Float[Array, '3 3 channels features']:
+def weight_gradient(
+    parts: Parts, dy: Float[Array, 'batch height width features']
+) -> Float[Array, '3 3 channels features']:
     """The gradient of conv3x3(x, kernel) · dy by the kernel, float32; x joins `parts` along channels."""
     return _weight_gradient(parts, dy)
 
 
 def input_gradient(
-    dy: Float[Array, 'batch height width features'], kernel: Float[Array, '3 3 channels features'], widths: tuple[int, ...]
+    dy: Float[Array, 'batch height width features'],
+    kernel: Float[Array, '3 3 channels features'],
+    widths: tuple[int, ...],
 ) -> Parts:
     """The gradient of conv3x3(x, kernel) · dy by each part of x, given their channels: convolutions with the flipped kernel."""
     parts, start = [], 0
@@ -67,18 +73,43 @@ def fuses_activation(parts: Parts, kernel: Float[Array, '3 3 channels features']
 
 
 def _convolve(
-    flipped: bool, parts: Parts, kernel: Array, shift: Array, added: Added | None, affine: Affine | None
+    flipped: bool,
+    parts: Parts,
+    kernel: Array,
+    shift: Array,
+    added: Added | None,
+    affine: Affine | None,
 ) -> Float[Array, 'batch height width features']:
     """One convolution on this device; `flipped`: with kernel[::-1, ::-1], its input and output channels exchanged."""
     target = device.target()
     if target is device.Target.HOPPER:
         residual, shortcut = (None, None) if added is None else (added.parts, added.shortcut)
         shortcut = None if shortcut is None else shortcut.astype(kernel.dtype)
-        if hopper.supports(parts, kernel, residual=residual, shortcut=shortcut, affine=affine, flipped=flipped) is None:
-            return hopper.forward(parts, kernel, shift, residual=residual, shortcut=shortcut, affine=affine, flipped=flipped)
+        if (
+            hopper.supports(
+                parts, kernel, residual=residual, shortcut=shortcut, affine=affine, flipped=flipped
+            )
+            is None
+        ):
+            return hopper.forward(
+                parts,
+                kernel,
+                shift,
+                residual=residual,
+                shortcut=shortcut,
+                affine=affine,
+                flipped=flipped,
+            )
     plain = None if added is None else added.parts[0] if added.shortcut is None else project(added)
     matrix = hopper.flip(kernel) if flipped else kernel
-    return triton.forward(parts, matrix, shift, residual=plain, affine=affine, interpret=target is device.Target.INTERPRET)
+    return triton.forward(
+        parts,
+        matrix,
+        shift,
+        residual=plain,
+        affine=affine,
+        interpret=target is device.Target.INTERPRET,
+    )
 
 
 def _batched(convolve: Callable[..., Array]) -> Callable[..., Array]:
@@ -86,21 +117,29 @@ def _batched(convolve: Callable[..., Array]) -> Callable[..., Array]:
     call = jax.custom_batching.custom_vmap(convolve)
 
     @call.def_vmap
-    def rule(size: int, mapped: Any, parts: Parts, kernel: Any, shift: Any, added: Any, affine: Any) -> tuple[Array, bool]:
+    def rule(
+        size: int, mapped: Any, parts: Parts, kernel: Any, shift: Any, added: Any, affine: Any
+    ) -> tuple[Array, bool]:
         def spread(x: Array, is_mapped: bool) -> Array:
             return x if is_mapped else jnp.broadcast_to(x, (size, *x.shape))
 
         arguments = (parts, kernel, shift, added, affine)
         if mapped[1] or (added is not None and added.shortcut is not None and mapped[3].shortcut):
-            return jax.lax.map(lambda a: call(*a), jax.tree.map(spread, arguments, tuple(mapped))), True
+            return jax.lax.map(
+                lambda a: call(*a), jax.tree.map(spread, arguments, tuple(mapped))
+            ), True
         batch = parts[0].shape[1 if mapped[0][0] else 0]
 
         def merge(x: Array, is_mapped: bool) -> Array:
             whole = spread(x, is_mapped)
-            whole = jnp.broadcast_to(whole, (size, batch, *whole.shape[2:]))  # a shared shift has a batch of 1
+            whole = jnp.broadcast_to(
+                whole, (size, batch, *whole.shape[2:])
+            )  # a shared shift has a batch of 1
             return whole.reshape(size * batch, *whole.shape[2:])
 
-        parts, shift, affine = jax.tree.map(merge, (parts, shift, affine), (mapped[0], mapped[2], mapped[4]))
+        parts, shift, affine = jax.tree.map(
+            merge, (parts, shift, affine), (mapped[0], mapped[2], mapped[4])
+        )
         if added is not None:
             added = Added(jax.tree.map(merge, added.parts, mapped[3].parts), added.shortcut)
         y = call(parts, kernel, shift, added, affine)
@@ -119,6 +158,12 @@ def _weight_gradient(parts: Parts, dy: Any) -> Any:
     # Sums over few pixels are where XLA computes float32 in full, rather than as tf32: Triton's three tf32 products keep up with that,
     # Hopper's three bfloat16 products do not.
     exact = dy.dtype == jnp.float32 and pixels < 2048
-    if target is device.Target.HOPPER and not exact and hopper_weight_gradient.supports(parts, dy) is None:
+    if (
+        target is device.Target.HOPPER
+        and not exact
+        and hopper_weight_gradient.supports(parts, dy) is None
+    ):
         return hopper_weight_gradient.weight_gradient(parts, dy)
-    return triton_weight_gradient.weight_gradient(parts, dy, interpret=target is device.Target.INTERPRET)
+    return triton_weight_gradient.weight_gradient(
+        parts, dy, interpret=target is device.Target.INTERPRET
+    )

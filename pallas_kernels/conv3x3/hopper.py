@@ -47,7 +47,10 @@ def supports(
     others = _parts(residual)
     if dtype not in (jnp.bfloat16, jnp.float16, jnp.float32):
         return f'x: expected bfloat16, float16 or float32, found {dtype}'
-    if any(len(part.shape) != 4 or part.shape[:-1] != shape[:-1] or part.dtype != dtype for part in (*parts, *others)):
+    if any(
+        len(part.shape) != 4 or part.shape[:-1] != shape[:-1] or part.dtype != dtype
+        for part in (*parts, *others)
+    ):
         found = ', '.join(f'{part.shape} {part.dtype}' for part in (*parts, *others))
         return f'x and residual: expected parts that agree in all but channels, found {found}'
     if kernel.shape != expected or kernel.dtype != dtype:
@@ -59,15 +62,21 @@ def supports(
         return f'x: found an empty array, {shape} -> {features} channels'
     if shortcut is None and others and _channels(others) != (features,):
         return f'residual: expected one array of {features} channels without a shortcut, found {_channels(others)}'
-    if shortcut is not None and (shortcut.shape != (sum(_channels(others)), features) or shortcut.dtype != dtype):
+    if shortcut is not None and (
+        shortcut.shape != (sum(_channels(others)), features) or shortcut.dtype != dtype
+    ):
         return f'shortcut: expected {(sum(_channels(others)), features)} in {dtype}, found {shortcut.shape} in {shortcut.dtype}'
-    if affine is not None and any(a.shape != (shape[0], total) or a.dtype != jnp.float32 for a in affine):
+    if affine is not None and any(
+        a.shape != (shape[0], total) or a.dtype != jnp.float32 for a in affine
+    ):
         return f'affine: expected two float32 {(shape[0], total)}, found {[(a.shape, str(a.dtype)) for a in affine]}'
     if out_dtype is not None and jnp.dtype(out_dtype) not in (dtype, jnp.float32):
         return f'out_dtype: expected {dtype} or float32, found {jnp.dtype(out_dtype)}'
     if tile is None:
         return None  # every shape has a tile
-    return _plan(parts, features, others, shortcut, affine, flipped, tile, out_dtype).schedule.problem()
+    return _plan(
+        parts, features, others, shortcut, affine, flipped, tile, out_dtype
+    ).schedule.problem()
 
 
 def candidates(
@@ -83,7 +92,10 @@ def candidates(
 ) -> list[Tile]:
     """At most `limit` tiles worth measuring for these shapes and dtypes, best guess first."""
     features, others = kernel.shape[-2 if flipped else -1], _parts(residual)
-    return hopper_tiles.candidates(lambda tile: _plan(parts, features, others, shortcut, affine, flipped, tile, out_dtype), limit)
+    return hopper_tiles.candidates(
+        lambda tile: _plan(parts, features, others, shortcut, affine, flipped, tile, out_dtype),
+        limit,
+    )
 
 
 def default_tile(parts: Sequence[Shaped], kernel: Shaped, **options: Any) -> Tile:
@@ -112,7 +124,9 @@ def shape_class(
 
 def choose_tile(parts: Sequence[Shaped], kernel: Shaped, **options: Any) -> Tile:
     """The device's measured tile of these shapes, else `default_tile`; same arguments."""
-    tile = tile_table.measured(Tile, 'conv3x3/hopper', parts[0].dtype, shape_class(parts, kernel, **options))
+    tile = tile_table.measured(
+        Tile, 'conv3x3/hopper', parts[0].dtype, shape_class(parts, kernel, **options)
+    )
     return tile or default_tile(parts, kernel, **options)
 
 
@@ -147,16 +161,45 @@ def forward(
       ValueError: `supports` says why not.
     """
     parts, others = tuple(parts), _parts(residual)
-    reason = supports(parts, kernel, residual=others, shortcut=shortcut, affine=affine, flipped=flipped, tile=tile, out_dtype=out_dtype)
+    reason = supports(
+        parts,
+        kernel,
+        residual=others,
+        shortcut=shortcut,
+        affine=affine,
+        flipped=flipped,
+        tile=tile,
+        out_dtype=out_dtype,
+    )
     if reason:
         raise ValueError(f'conv3x3 on Hopper: {reason}')
     if tile is None:
-        tile = choose_tile(parts, kernel, residual=others, shortcut=shortcut, affine=affine, flipped=flipped, out_dtype=out_dtype)
+        tile = choose_tile(
+            parts,
+            kernel,
+            residual=others,
+            shortcut=shortcut,
+            affine=affine,
+            flipped=flipped,
+            out_dtype=out_dtype,
+        )
     out_dtype = jnp.dtype(out_dtype or parts[0].dtype)
-    return _forward(parts, kernel, shift, others, shortcut, affine, flipped=flipped, tile=tile, out_dtype=out_dtype)
+    return _forward(
+        parts,
+        kernel,
+        shift,
+        others,
+        shortcut,
+        affine,
+        flipped=flipped,
+        tile=tile,
+        out_dtype=out_dtype,
+    )
 
 
-@functools.partial(jax.jit, static_argnames=('flipped', 'tile', 'out_dtype'))  # so that equal calls share one trace and one lowering
+@functools.partial(
+    jax.jit, static_argnames=('flipped', 'tile', 'out_dtype')
+)  # so that equal calls share one trace and one lowering
 def _forward(
     parts: tuple[Array, ...],
     kernel: Array,
@@ -177,21 +220,30 @@ def _forward(
 
     split = dtype == jnp.float32
     halves = _halves if split else list
-    inputs, matrices = halves(parts), [_weights(kernel.reshape(TAPS, *kernel.shape[2:]), flipped, p.outputs_first, split)]
+    inputs, matrices = (
+        halves(parts),
+        [_weights(kernel.reshape(TAPS, *kernel.shape[2:]), flipped, p.outputs_first, split)],
+    )
     if shortcut is not None:
         inputs += halves(others)
         matrices.append(_weights(shortcut[None], False, p.outputs_first, split))
     elif others:
         inputs += _terms(others[0], 3) if split else others
-        matrices.append(jnp.eye(tile.features, ceil_div(tile.features, CHUNK) * CHUNK, dtype=matrices[0].dtype)[None])
+        matrices.append(
+            jnp.eye(tile.features, ceil_div(tile.features, CHUNK) * CHUNK, dtype=matrices[0].dtype)[
+                None
+            ]
+        )
     missing = p.schedule.feature_tiles * tile.features - features
     shift = jnp.pad(shift.astype(jnp.float32), ((0, 0), (0, missing)))
     activation = [] if affine is None else [_padded(vector, _channels(parts)) for vector in affine]
     images = [x.reshape(*x.shape[:2], 1, *x.shape[2:]) for x in inputs]
 
-    from pallas_kernels.conv3x3 import hopper_kernel  # noqa: PLC0415 (needs Mosaic GPU, so only where it runs)
+    from pallas_kernels.conv3x3 import hopper_kernel
 
-    y = hopper_kernel.call(p, _silu if activation else None, out_dtype, [*images, *matrices, shift, *activation])
+    y = hopper_kernel.call(
+        p, _silu if activation else None, out_dtype, [*images, *matrices, shift, *activation]
+    )
     return y.reshape(*y.shape[:2], *y.shape[3:])
 
 
@@ -246,7 +298,12 @@ def _halves(parts: Sequence[Image]) -> list[Image]:
     return [high for high, _ in pairs] + [low for _, low in pairs]
 
 
-def _weights(matrices: Float[Array, 'taps rows columns'], outputs_first: bool, wanted_first: bool, split: bool) -> Array:
+def _weights(
+    matrices: Float[Array, 'taps rows columns'],
+    outputs_first: bool,
+    wanted_first: bool,
+    split: bool,
+) -> Array:
     """Weights in the order the kernel reads: as they lie, or with output channels first; split: for the high, high and low halves of x."""
     if wanted_first and not outputs_first:
         matrices = jnp.swapaxes(matrices, 1, 2)
@@ -261,7 +318,8 @@ def _activated(parts: tuple[Image, ...], affine: tuple[Array, Array]) -> tuple[I
     ends = list(itertools.accumulate(_channels(parts)))
     a, b = (vector[:, None, None, :] for vector in affine)
     return tuple(
-        jax.nn.silu(a[..., end - x.shape[-1] : end] * x + b[..., end - x.shape[-1] : end]) for x, end in zip(parts, ends, strict=True)
+        jax.nn.silu(a[..., end - x.shape[-1] : end] * x + b[..., end - x.shape[-1] : end])
+        for x, end in zip(parts, ends, strict=True)
     )
 
 
@@ -271,10 +329,15 @@ def _silu(x: Any) -> Any:
     return half + half * jnp.tanh(half)
 
 
-def _padded(vector: Float[Array, 'batch channels'], widths: Sequence[int]) -> Float[Array, 'batch _']:
+def _padded(
+    vector: Float[Array, 'batch channels'], widths: Sequence[int]
+) -> Float[Array, 'batch _']:
     """Zeros after each part, up to whole chunks."""
     if not any(width % CHUNK for width in widths):
         return vector
     ends = itertools.accumulate(widths)
-    parts = [jnp.pad(vector[:, end - width : end], ((0, 0), (0, -width % CHUNK))) for width, end in zip(widths, ends, strict=True)]
+    parts = [
+        jnp.pad(vector[:, end - width : end], ((0, 0), (0, -width % CHUNK)))
+        for width, end in zip(widths, ends, strict=True)
+    ]
     return jnp.concatenate(parts, axis=-1)

@@ -24,7 +24,17 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.conv3x3 import hopper_views as views
-from pallas_kernels.conv3x3.schedule import CHUNK, HALO_COLUMNS, LOADING_REGISTERS, STRIP_COLUMNS, TAPS, Plan, Source, ceil_div, tap_offset
+from pallas_kernels.conv3x3.schedule import (
+    CHUNK,
+    HALO_COLUMNS,
+    LOADING_REGISTERS,
+    STRIP_COLUMNS,
+    TAPS,
+    Plan,
+    Source,
+    ceil_div,
+    tap_offset,
+)
 
 NAME = 'jaxunet_conv3x3_forward'
 PIECE = 16  # pixels that a warpgroup activates at once
@@ -92,10 +102,19 @@ def _load(program: _Program) -> None:
     p, s, tile = program.plan, program.plan.schedule, program.plan.schedule.tile
     plgpu.set_max_registers(LOADING_REGISTERS, action='decrease')
 
-    def load_blocks(matrices: Any, taps: Any, feature: Any, channel: Any, first: Any, barrier: Any) -> None:
-        features, channels, blocks = pl.ds(feature, tile.features), pl.ds(channel, CHUNK), program.blocks.at[pl.ds(first, taps.size)]
+    def load_blocks(
+        matrices: Any, taps: Any, feature: Any, channel: Any, first: Any, barrier: Any
+    ) -> None:
+        features, channels, blocks = (
+            pl.ds(feature, tile.features),
+            pl.ds(channel, CHUNK),
+            program.blocks.at[pl.ds(first, taps.size)],
+        )
         if p.outputs_first:
-            box, blocks = matrices.at[taps, features, channels], blocks.reshape(taps.size, tile.features, CHUNK)
+            box, blocks = (
+                matrices.at[taps, features, channels],
+                blocks.reshape(taps.size, tile.features, CHUNK),
+            )
         else:
             box = matrices.at[taps, channels, features]
         plgpu.copy_gmem_to_smem(box, blocks, barrier)
@@ -133,7 +152,13 @@ def _load(program: _Program) -> None:
                 load_strips(i, source, chunk, first_strip, feature)
                 step, channel = source.first + chunk, source.weight + chunk * CHUNK
                 for n in range(0 if s.resident else s.loads_per_chunk):
-                    load_ring(s.load_number(i, step, n), program.weights, pl.ds(n * tile.taps, tile.taps), feature, channel)
+                    load_ring(
+                        s.load_number(i, step, n),
+                        program.weights,
+                        pl.ds(n * tile.taps, tile.taps),
+                        feature,
+                        channel,
+                    )
 
             _loop(0, source.steps, load_chunk)
         for source in p.extras:
@@ -141,18 +166,38 @@ def _load(program: _Program) -> None:
             def load_extra(chunk: Any, source: Source = source) -> None:
                 load_strips(i, source, chunk, first_strip, feature)
                 if not s.resident:
-                    number, first = s.extra_load_number(i, source.first + chunk), 0 if source.follows_tile else feature
-                    load_ring(number, program.extra_weights, pl.ds(0, 1), first, source.weight + chunk * CHUNK)
+                    number, first = (
+                        s.extra_load_number(i, source.first + chunk),
+                        0 if source.follows_tile else feature,
+                    )
+                    load_ring(
+                        number,
+                        program.extra_weights,
+                        pl.ds(0, 1),
+                        first,
+                        source.weight + chunk * CHUNK,
+                    )
 
             _loop(0, source.steps, load_extra)
 
     if s.resident:  # all before the first strip: nothing is computed until they are there
         for source in (*p.sources, *p.extras):
-            matrices, taps = (program.weights, TAPS) if source.first < s.chunks else (program.extra_weights, 1)
+            matrices, taps = (
+                (program.weights, TAPS) if source.first < s.chunks else (program.extra_weights, 1)
+            )
 
-            def load_resident(chunk: Any, source: Source = source, matrices: Any = matrices, taps: int = taps) -> None:
+            def load_resident(
+                chunk: Any, source: Source = source, matrices: Any = matrices, taps: int = taps
+            ) -> None:
                 first = s.resident_block(source.first + chunk, extra=taps == 1)
-                load_blocks(matrices, pl.ds(0, taps), 0, source.weight + chunk * CHUNK, first, program.block_full.at[0])
+                load_blocks(
+                    matrices,
+                    pl.ds(0, taps),
+                    0,
+                    source.weight + chunk * CHUNK,
+                    first,
+                    program.block_full.at[0],
+                )
 
             _loop(0, source.steps, load_resident)
     program.each_tile(load_tile)
@@ -182,7 +227,11 @@ def _activate(program: _Program, me: Any, activation: Activation) -> None:
             # Ahead of the wait, as they take long.
             channels = pl.ds(step * CHUNK, CHUNK)
             coefficients = [
-                [load_row(ref.at[lax.min(sample, s.batch - 1), channels]) for ref in program.coefficients] for sample, _, _ in places
+                [
+                    load_row(ref.at[lax.min(sample, s.batch - 1), channels])
+                    for ref in program.coefficients
+                ]
+                for sample, _, _ in places
             ]
             for group, (_, row, column) in enumerate(places):
                 plgpu.barrier_wait(program.barrier(program.strip_full, group, slot))
@@ -194,16 +243,25 @@ def _activate(program: _Program, me: Any, activation: Activation) -> None:
                     targets = [pixels.at[pl.ds(piece * PIECE, PIECE)] for piece in mine]
                     loaded = [views.load(target, layout) for target in targets]
                     for piece, target, x in zip(mine, targets, loaded, strict=True):
-                        pixel = plgpu.broadcasted_iota(jnp.int32, (PIECE,), 0, layout=layout.reduce(1)) + piece * PIECE
+                        pixel = (
+                            plgpu.broadcasted_iota(jnp.int32, (PIECE,), 0, layout=layout.reduce(1))
+                            + piece * PIECE
+                        )
                         down = (pixel * 6554) >> 16  # pixel // 10
                         y, x_ = row - 1 + down, column - 1 + pixel - down * HALO_COLUMNS
-                        inside = (y.astype(jnp.uint32) < s.height) & (x_.astype(jnp.uint32) < s.width)
+                        inside = (y.astype(jnp.uint32) < s.height) & (
+                            x_.astype(jnp.uint32) < s.width
+                        )
                         inside = spread(inside, 0)
-                        value = jnp.where(inside, activation(x.astype(jnp.float32) * scale + offset), 0.0).astype(x.dtype)
+                        value = jnp.where(
+                            inside, activation(x.astype(jnp.float32) * scale + offset), 0.0
+                        ).astype(x.dtype)
                         if every == pieces * tile.activators:
                             target[...] = value
                         else:  # the last share is shorter
-                            pl.when(piece < every)(functools.partial(operator.setitem, target, ..., value))
+                            pl.when(piece < every)(
+                                functools.partial(operator.setitem, target, ..., value)
+                            )
                 plgpu.commit_smem()
                 plgpu.barrier_arrive(program.barrier(program.strip_ready, group, slot))
 
@@ -228,8 +286,12 @@ def _compute(program: _Program, me: Any) -> None:
 
     def multiply(accumulators: Any, slot: Any, tap: int, block: Any) -> None:
         down, right = tap_offset(TAPS - 1 - tap if p.flipped else tap)
-        pixels = views.matrix(program.strips.at[me, slot, pl.ds(down, tile.rows), :, pl.ds(right, STRIP_COLUMNS), :])
-        matrix = views.matrix(program.blocks.at[block]) if p.outputs_first else program.blocks.at[block]
+        pixels = views.matrix(
+            program.strips.at[me, slot, pl.ds(down, tile.rows), :, pl.ds(right, STRIP_COLUMNS), :]
+        )
+        matrix = (
+            views.matrix(program.blocks.at[block]) if p.outputs_first else program.blocks.at[block]
+        )
         if p.outputs_first != tile.transposed:
             matrix = matrix.T
         if tile.transposed:
@@ -306,17 +368,26 @@ def _compute(program: _Program, me: Any) -> None:
         shift_row = 0 if program.shift.shape[0] == 1 else lax.min(sample, s.batch - 1)
         shift = views.load(program.shift.at[shift_row, pl.ds(feature, tile.features)], of_features)
         y = pl.run_scoped(functools.partial(products, i), plgpu.ACC(shape, jnp.float32))
-        y = (y + lax.broadcast_in_dim(shift, shape, (0 if tile.transposed else 1,))).astype(program.out.dtype)
+        y = (y + lax.broadcast_in_dim(shift, shape, (0 if tile.transposed else 1,))).astype(
+            program.out.dtype
+        )
         for n in range(s.stores):
-            buffer, columns = program.staged.at[me, n % s.store_slots], slice(n * s.store_columns, (n + 1) * s.store_columns)
+            buffer, columns = (
+                program.staged.at[me, n % s.store_slots],
+                slice(n * s.store_columns, (n + 1) * s.store_columns),
+            )
             plgpu.wait_smem_to_gmem(s.store_slots - 1, wait_read_only=True)
             if tile.transposed:
-                views.matrix(buffer).T[...] = plgpu.layout_cast(y[columns], plgpu.Layout.WGMMA_TRANSPOSED)
+                views.matrix(buffer).T[...] = plgpu.layout_cast(
+                    y[columns], plgpu.Layout.WGMMA_TRANSPOSED
+                )
             else:
                 views.matrix(buffer)[...] = y[:, columns]
             plgpu.commit_smem()
             box = (sample, pl.ds(row, tile.rows), slice(None), pl.ds(column, STRIP_COLUMNS))
-            plgpu.copy_smem_to_gmem(buffer, program.out.at[*box, pl.ds(feature + n * s.store_columns, s.store_columns)])
+            plgpu.copy_smem_to_gmem(
+                buffer, program.out.at[*box, pl.ds(feature + n * s.store_columns, s.store_columns)]
+            )
 
     if s.resident:
         plgpu.barrier_wait(program.block_full.at[0])
@@ -349,7 +420,9 @@ def call(p: Plan, activation: Activation | None, out_dtype: Any, operands: Seque
         extra_weights = refs.pop(0) if p.extras else None
         shift = refs.pop(0)
         coefficients = [refs.pop(0), refs.pop(0)] if activation else []
-        program = _Program(p, lax.axis_index('program'), inputs, weights, extra_weights, shift, coefficients, *refs)
+        program = _Program(
+            p, lax.axis_index('program'), inputs, weights, extra_weights, shift, coefficients, *refs
+        )
         if not activation:
             program = dataclasses.replace(program, strip_ready=program.strip_full)
         me = lax.axis_index('warpgroup')
@@ -361,7 +434,11 @@ def call(p: Plan, activation: Activation | None, out_dtype: Any, operands: Seque
     def swizzled(shape: tuple[int, ...], dtype: Any, tiling: tuple[int, ...] = ()) -> Any:
         """Rows of one swizzle width, or tiles of such rows."""
         swizzle = plgpu.SwizzleTransform((tiling or shape)[-1] * jnp.dtype(dtype).itemsize)
-        return plgpu.SMEM(shape, dtype, transforms=(plgpu.TilingTransform(tiling), swizzle) if tiling else (swizzle,))
+        return plgpu.SMEM(
+            shape,
+            dtype,
+            transforms=(plgpu.TilingTransform(tiling), swizzle) if tiling else (swizzle,),
+        )
 
     ring = max(tile.ring, 1)
     if p.outputs_first:
@@ -374,7 +451,9 @@ def call(p: Plan, activation: Activation | None, out_dtype: Any, operands: Seque
         scratch_types=[
             swizzled((groups, tile.slots, s.halo_rows, 1, HALO_COLUMNS, CHUNK), dtype),
             blocks,
-            swizzled((groups, s.store_slots, tile.rows, 1, STRIP_COLUMNS, s.store_columns), out_dtype),
+            swizzled(
+                (groups, s.store_slots, tile.rows, 1, STRIP_COLUMNS, s.store_columns), out_dtype
+            ),
             plgpu.Barrier(num_barriers=groups * tile.slots, num_arrivals=1),
             plgpu.Barrier(num_barriers=groups * tile.slots, num_arrivals=max(s.activators, 1)),
             plgpu.Barrier(num_barriers=groups * tile.slots, num_arrivals=1),

@@ -5,7 +5,15 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterator
 
-from pallas_kernels.conv3x3.schedule import CHUNK, HALO_COLUMNS, MULTIPROCESSORS, TAPS, Plan, Tile, ceil_div
+from pallas_kernels.conv3x3.schedule import (
+    CHUNK,
+    HALO_COLUMNS,
+    MULTIPROCESSORS,
+    TAPS,
+    Plan,
+    Tile,
+    ceil_div,
+)
 
 
 def cycles(p: Plan) -> float:
@@ -19,7 +27,11 @@ def cycles(p: Plan) -> float:
     s, tile = p.schedule, p.schedule.tile
     rows, columns = (tile.features, s.pixels) if tile.transposed else (s.pixels, tile.features)
     block = 4 / 0.89 * tile.groups * rows // 64 * max(columns / 2, 1.15 * (16 + columns / 4))
-    activation = tile.groups * (tile.rows + 2) * HALO_COLUMNS * CHUNK / (2.8 * s.activators) if s.activated else 0
+    activation = (
+        tile.groups * (tile.rows + 2) * HALO_COLUMNS * CHUNK / (2.8 * s.activators)
+        if s.activated
+        else 0
+    )
     steps = s.chunks * max(TAPS * block, activation) + s.extras * (block + 500)
     drain = 440 / tile.groups + 1270 * s.pixels * tile.features / 8192
     copy = 2500 if p.outputs_first and not p.flipped else 0
@@ -28,7 +40,9 @@ def cycles(p: Plan) -> float:
 
 def _grid(features: int, height: int, activators: tuple[int, ...]) -> Iterator[Tile]:
     widths = {64, 128, *(features // n for n in range(1, 9) if features % (16 * n) == 0)}
-    for width, rows, groups, helpers, transposed in itertools.product(sorted(widths), (4, 8, 16), (1, 2), activators, (True, False)):
+    for width, rows, groups, helpers, transposed in itertools.product(
+        sorted(widths), (4, 8, 16), (1, 2), activators, (True, False)
+    ):
         if width <= 256 and (rows <= 8 or height > 8):
             for taps, ring in ((TAPS, 0), (3, 4), (3, 3), (1, 8), (1, 5), (1, 4), (1, 3)):
                 yield Tile(rows, width, groups, 2, taps, ring, transposed, helpers)
@@ -44,8 +58,18 @@ def candidates(plan_of: Callable[[Tile], Plan], limit: int) -> list[Tile]:
     s = plan_of(Tile(8, 64, 1)).schedule
     found: dict[tuple[object, ...], Tile] = {}
     for tile in _grid(s.features, s.height, (2, 1) if s.activated else (1,)):
-        geometry = tile.rows, tile.features, tile.groups, tile.transposed, tile.activators, tile.taps
+        geometry = (
+            tile.rows,
+            tile.features,
+            tile.groups,
+            tile.transposed,
+            tile.activators,
+            tile.taps,
+        )
         if geometry not in found and plan_of(tile).schedule.problem() is None:
             found[geometry] = tile
     # Among equals: transposed products, resident weights, 3 taps a slot.
-    return sorted(found.values(), key=lambda tile: (cycles(plan_of(tile)), not tile.transposed, tile.ring > 0, -tile.taps))[:limit]
+    return sorted(
+        found.values(),
+        key=lambda tile: (cycles(plan_of(tile)), not tile.transposed, tile.ring > 0, -tile.taps),
+    )[:limit]

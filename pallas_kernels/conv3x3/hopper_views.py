@@ -12,7 +12,11 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 from jax._src.pallas.mosaic_gpu.core import UntilingTransform
 from jax._src.state.types import TransformedRef
 
-LOAD_INDEX = ((),) if inspect.signature(plgpu.load).parameters['idx'].default is inspect.Parameter.empty else ()
+LOAD_INDEX = (
+    ((),)
+    if inspect.signature(plgpu.load).parameters['idx'].default is inspect.Parameter.empty
+    else ()
+)
 
 
 def matrix(ref: Any) -> Any:

@@ -49,7 +49,11 @@ TAP_ROWS = 3
 PROCESSORS = 132  # streaming multiprocessors of an H100 or H200; a CTA takes one of them whole
 SHARED_BYTES = 227 * 1024
 SHARED_RESERVED = 1024  # barriers
-SPLIT_PRODUCTS = ((0, 0), (0, 1), (1, 0))  # halves of x and dy whose products count, for float32 operands
+SPLIT_PRODUCTS = (
+    (0, 0),
+    (0, 1),
+    (1, 0),
+)  # halves of x and dy whose products count, for float32 operands
 
 
 class ShapeDtype(Protocol):
@@ -93,7 +97,9 @@ class Plan:
     def of(cls, parts: Sequence[ShapeDtype], dy: ShapeDtype, tile: Tile) -> Plan:
         batch, height, width, features = dy.shape
         halves = 2 if dy.dtype == jnp.float32 else 1
-        return cls(tile, batch, height, width, tuple(part.shape[-1] for part in parts), features, halves)
+        return cls(
+            tile, batch, height, width, tuple(part.shape[-1] for part in parts), features, halves
+        )
 
     @property
     def products(self) -> tuple[tuple[int, int], ...]:
@@ -140,7 +146,9 @@ class Plan:
         size, longer = divmod(self.strips, self.tile.splits)
 
         def first(split: Any) -> Any:
-            return split * size + (min(split, longer) if isinstance(split, int) else lax.min(split, jnp.int32(longer)))
+            return split * size + (
+                min(split, longer) if isinstance(split, int) else lax.min(split, jnp.int32(longer))
+            )
 
         return first(split), first(split + 1) - first(split)
 
@@ -233,7 +241,9 @@ def shape_class(parts: Sequence[ShapeDtype], dy: ShapeDtype) -> str:
 
 def choose_tile(parts: Sequence[ShapeDtype], dy: ShapeDtype) -> Tile:
     """The device's measured tile of these shapes, else `default_tile`."""
-    return tile_table.measured(Tile, 'conv3x3/hopper_weight_gradient', dy.dtype, shape_class(parts, dy)) or default_tile(parts, dy)
+    return tile_table.measured(
+        Tile, 'conv3x3/hopper_weight_gradient', dy.dtype, shape_class(parts, dy)
+    ) or default_tile(parts, dy)
 
 
 def candidates(parts: Sequence[ShapeDtype], dy: ShapeDtype) -> list[Tile]:
@@ -271,7 +281,9 @@ def weight_gradient(
     return _weight_gradient(parts, dy, tile)
 
 
-@functools.partial(jax.jit, static_argnums=2)  # so that equal calls share one trace and one lowering
+@functools.partial(
+    jax.jit, static_argnums=2
+)  # so that equal calls share one trace and one lowering
 def _weight_gradient(parts: tuple[Array, ...], dy: Array, tile: Tile) -> Array:
     plan = Plan.of(parts, dy, tile)
     if plan.halves == 2:
@@ -286,7 +298,9 @@ def _require(refusal: str | None) -> None:
         raise ValueError(f'weight_gradient: {refusal}')
 
 
-def split_float32(x: Float[Array, 'batch height width channels']) -> Float[Array, '2*batch height width channels']:
+def split_float32(
+    x: Float[Array, 'batch height width channels'],
+) -> Float[Array, '2*batch height width channels']:
     """High and low bfloat16 of x, one after the other along the batch."""
     # reduce_precision, as XLA may drop a conversion to bfloat16 and back, and with it the low half.
     high = lax.reduce_precision(x, exponent_bits=8, mantissa_bits=7)
@@ -294,13 +308,18 @@ def split_float32(x: Float[Array, 'batch height width channels']) -> Float[Array
 
 
 def _partial_sums(
-    plan: Plan, parts: Sequence[Float[Array, 'batch height width _']], dy: Float[Array, 'batch height width features']
+    plan: Plan,
+    parts: Sequence[Float[Array, 'batch height width _']],
+    dy: Float[Array, 'batch height width features'],
 ) -> Float[Array, 'splits 9 channels features']:
     tile = plan.tile
     shape = (tile.splits, 9, sum(plan.widths), plan.features)
 
     def body(*refs: Any) -> None:
-        x_refs, (dy_ref, out_ref, x_ring, dy_ring, full, empty) = refs[: len(parts)], refs[len(parts) :]
+        x_refs, (dy_ref, out_ref, x_ring, dy_ring, full, empty) = (
+            refs[: len(parts)],
+            refs[len(parts) :],
+        )
         split, x_channel, dy_channel, tap_row = plan.cta(lax.axis_index('cta'))
         first, count = plan.share(split)
         warpgroup = lax.axis_index('warpgroup')
@@ -310,7 +329,9 @@ def _partial_sums(
             for half in range(plan.halves):
                 image = sample + half * plan.batch
                 plgpu.copy_gmem_to_smem(
-                    dy_ref.at[image, pl.ds(row, tile.rows), pl.ds(column, STRIP), pl.ds(dy_channel, BLOCK)],
+                    dy_ref.at[
+                        image, pl.ds(row, tile.rows), pl.ds(column, STRIP), pl.ds(dy_channel, BLOCK)
+                    ],
                     dy_ring.at[slot, half],
                     full.at[slot],
                 )
@@ -319,7 +340,9 @@ def _partial_sums(
                     start = end - width
 
                     @pl.when((x_channel >= start) & (x_channel < end))
-                    def _(x_ref: Any = x_ref, start: int = start, half: int = half, image: Any = image) -> None:
+                    def _(
+                        x_ref: Any = x_ref, start: int = start, half: int = half, image: Any = image
+                    ) -> None:
                         plgpu.copy_gmem_to_smem(
                             x_ref.at[
                                 image,
@@ -359,10 +382,14 @@ def _partial_sums(
                 plgpu.barrier_arrive(empty.at[slot])
                 return total
 
-            zero = plgpu.layout_cast(jnp.zeros((BLOCK, taps * BLOCK), jnp.float32), inline.ACCUMULATOR)
+            zero = plgpu.layout_cast(
+                jnp.zeros((BLOCK, taps * BLOCK), jnp.float32), inline.ACCUMULATOR
+            )
             total = lax.fori_loop(0, count, step, zero)
             for tap in range(taps):
-                target = out_ref.at[split, first_tap + tap, pl.ds(x_channel, BLOCK), pl.ds(dy_channel, BLOCK)]
+                target = out_ref.at[
+                    split, first_tap + tap, pl.ds(x_channel, BLOCK), pl.ds(dy_channel, BLOCK)
+                ]
                 inline.store_transposed(target, total[:, tap * BLOCK : (tap + 1) * BLOCK])
 
     ring = functools.partial(plgpu.SMEM, dtype=parts[0].dtype, transforms=(inline.SWIZZLE,))

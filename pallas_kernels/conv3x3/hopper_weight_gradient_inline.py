@@ -16,7 +16,12 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, nvvm
 
 # wgmma's accumulator, one float32 a register: as pairs (plgpu.Layout.WGMMA) they would be taken apart before every wgmma.
-ACCUMULATOR = plgpu.Layout.TILED(plgpu.Tiling(((64, 8), (16, 8), (8, 8), (2,), (1,))), warp_dims=(-8,), lane_dims=(-4, -3), vector_dim=-1)
+ACCUMULATOR = plgpu.Layout.TILED(
+    plgpu.Tiling(((64, 8), (16, 8), (8, 8), (2,), (1,))),
+    warp_dims=(-8,),
+    lane_dims=(-4, -3),
+    vector_dim=-1,
+)
 SWIZZLE = plgpu.SwizzleTransform(128)
 
 
@@ -28,7 +33,9 @@ def tap_strides(columns: int, block: int) -> list[int]:
     return [columns * block, block, block, 1]
 
 
-def multiply_taps(rows: int, columns: int, block: int, taps: int, products: Sequence[tuple[int, int]]) -> Callable[..., Any]:
+def multiply_taps(
+    rows: int, columns: int, block: int, taps: int, products: Sequence[tuple[int, int]]
+) -> Callable[..., Any]:
     """A function of (row, column, x slot, dy slot, accumulator) that adds dyᵀ · [x, x one pixel on, …] to the accumulator, `taps` of them.
 
     x is read from that row and column of its slot on. The slot has shape (halves, ≥ rows + row, columns, block), that of dy
@@ -37,21 +44,34 @@ def multiply_taps(rows: int, columns: int, block: int, taps: int, products: Sequ
     """
 
     @plgpu.inline_mgpu(
-        arg_types=(*[plgpu.Layout.WG_SPLAT(())] * 2, plgpu.RefType((SWIZZLE,)), plgpu.RefType((SWIZZLE,)), ACCUMULATOR),
+        arg_types=(
+            *[plgpu.Layout.WG_SPLAT(())] * 2,
+            plgpu.RefType((SWIZZLE,)),
+            plgpu.RefType((SWIZZLE,)),
+            ACCUMULATOR,
+        ),
         return_type=plgpu.ShapeDtypeStruct((block, taps * block), jnp.float32, layout=ACCUMULATOR),
     )
     def step(_: Any, row: Any, column: Any, x: Any, dy: Any, total: Any) -> Any:
         x_type = ir.MemRefType(x.type)
         # K tiles of 8 pixels, N tiles of a tap. They overlap, which slices cannot express.
         strides = ir.StridedLayoutAttr.get(0, tap_strides(columns, block))
-        shifted = ir.MemRefType.get((rows, taps, 8, block), x_type.element_type, strides, x_type.memory_space)
-        first_row, first_column = (arith.index_cast(ir.IndexType.get(), index.registers.item()) for index in (row, column))
+        shifted = ir.MemRefType.get(
+            (rows, taps, 8, block), x_type.element_type, strides, x_type.memory_space
+        )
+        first_row, first_column = (
+            arith.index_cast(ir.IndexType.get(), index.registers.item()) for index in (row, column)
+        )
         accumulator = mgpu.WGMMAAccumulator.from_registers(total)
         for x_half, dy_half in products:
             box = mgpu.memref_slice(x, (x_half, mgpu.ds(first_row, rows), mgpu.ds(first_column, 8)))
             # (1, rows, 8, block) -> (1, rows, block, 8): M and K of the left operand.
-            left = mgpu.memref_transpose(mgpu.memref_unsqueeze(mgpu.memref_slice(dy, dy_half), 0), (0, 1, 3, 2))
-            accumulator = mgpu.wgmma(accumulator, left, utils.ptr_as_memref(utils.memref_ptr(box), shifted))
+            left = mgpu.memref_transpose(
+                mgpu.memref_unsqueeze(mgpu.memref_slice(dy, dy_half), 0), (0, 1, 3, 2)
+            )
+            accumulator = mgpu.wgmma(
+                accumulator, left, utils.ptr_as_memref(utils.memref_ptr(box), shifted)
+            )
         nvvm.wgmma_commit_group_sync_aligned()
         nvvm.wgmma_wait_group_sync_aligned(0)
         return accumulator.value

@@ -39,7 +39,14 @@ def test_a_batch_of_32(case):
 @pytest.mark.gpu
 def test_runs_are_identical():
     case = CASES[3]
-    arrays = {name: jnp.asarray(value, kind) for name, (value, kind) in inputs(case, 'bfloat16', 4).items()}
-    pull = jax.jit(lambda a: jax.vjp(lambda a: op(vjp, case)(**a), a)[1](jnp.ones((4, 64, 64, 64), jnp.bfloat16)))
+    arrays = {
+        name: jnp.asarray(value, kind)
+        for name, (value, kind) in inputs(case, 'bfloat16', 4).items()
+    }
+    pull = jax.jit(
+        lambda a: jax.vjp(lambda a: op(vjp, case)(**a), a)[1](
+            jnp.ones((4, 64, 64, 64), jnp.bfloat16)
+        )
+    )
     first, second = pull(arrays), pull(arrays)
     assert all(jax.tree.leaves(jax.tree.map(lambda a, b: bool((a == b).all()), first, second)))

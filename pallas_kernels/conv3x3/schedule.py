@@ -154,7 +154,9 @@ class Schedule:
     @property
     def weight_blocks(self) -> int:
         """(features, 64) blocks of weights in shared memory."""
-        return self.chunks * TAPS + self.extras if self.resident else self.tile.ring * self.tile.taps
+        return (
+            self.chunks * TAPS + self.extras if self.resident else self.tile.ring * self.tile.taps
+        )
 
     @property
     def store_columns(self) -> int:
@@ -194,7 +196,11 @@ class Schedule:
 
     @property
     def computing_registers(self) -> int:
-        spare = self.warpgroups * self.launch_registers - LOADING_REGISTERS - self.activators * self.activating_registers
+        spare = (
+            self.warpgroups * self.launch_registers
+            - LOADING_REGISTERS
+            - self.activators * self.activating_registers
+        )
         return min(spare // self.tile.groups // 8 * 8, 232)
 
     @property
@@ -208,7 +214,11 @@ class Schedule:
 
     @property
     def shared_bytes(self) -> int:
-        return self._operand_bytes + self.tile.groups * self.store_slots * self._store_bytes + BARRIER_BYTES
+        return (
+            self._operand_bytes
+            + self.tile.groups * self.store_slots * self._store_bytes
+            + BARRIER_BYTES
+        )
 
     # --- positions ---
     def local_tiles(self, program: Index) -> Index:
@@ -218,13 +228,19 @@ class Schedule:
     def tile_at(self, program: Index, i: Index) -> tuple[Index, Index]:
         """(first strip, first output channel) of a program's tile i. Programs side by side share pixels, so that L2 serves them once."""
         t = program + i * self.programs
-        return quotient(t, self.feature_tiles) * self.tile.groups, remainder(t, self.feature_tiles) * self.tile.features
+        return quotient(t, self.feature_tiles) * self.tile.groups, remainder(
+            t, self.feature_tiles
+        ) * self.tile.features
 
     def strip_at(self, strip: Index) -> tuple[Index, Index, Index]:
         """(sample, first row, first column). A strip past the last lies in no sample: its loads read zeros, its stores are clipped."""
         each = self.strips_down * self.strips_across
         sample, rest = quotient(strip, each), remainder(strip, each)
-        return sample, quotient(rest, self.strips_across) * self.tile.rows, remainder(rest, self.strips_across) * STRIP_COLUMNS
+        return (
+            sample,
+            quotient(rest, self.strips_across) * self.tile.rows,
+            remainder(rest, self.strips_across) * STRIP_COLUMNS,
+        )
 
     # Strips and weight loads are numbered through a program's life; number n lies in slot n mod slots, as that slot's use n div slots.
     # Use u of a slot may be written once use u − 1 was read.
@@ -255,11 +271,18 @@ class Schedule:
     def problem(self) -> str | None:
         """Why the tile cannot compute this shape, or None."""
         tile = self.tile
-        if min(tile.rows, tile.features) < 1 or tile.groups not in (1, 2, 3) or tile.taps not in (1, 3, 9) or tile.activators not in (1, 2):
+        if (
+            min(tile.rows, tile.features) < 1
+            or tile.groups not in (1, 2, 3)
+            or tile.taps not in (1, 3, 9)
+            or tile.activators not in (1, 2)
+        ):
             return f'{tile}: rows and features must be at least 1, groups 1, 2 or 3, taps 1, 3 or 9, activators 1 or 2'
         if tile.slots < 2 or tile.ring < 0 or tile.ring == 1:
             return f'{tile}: a slot is freed once the next is in use, so slots must be at least 2, and ring at least 2 or 0'
-        rows_of_a, columns = (tile.features, self.pixels) if tile.transposed else (self.pixels, tile.features)
+        rows_of_a, columns = (
+            (tile.features, self.pixels) if tile.transposed else (self.pixels, tile.features)
+        )
         if rows_of_a % 64 or columns % 8 or columns > 256:
             return f'{tile}: wgmma needs an M of whole 64s and an N of at most 256, found {rows_of_a} and {columns}'
         if tile.features % self.store_columns:
@@ -352,7 +375,9 @@ def plan(
         out, weight = [], 0
         for half in (0, 0, 1) if split else (0,):
             for i, width in enumerate(widths):
-                out.append(Source(arrays + half * len(widths) + i, step, ceil_div(width, CHUNK), weight))
+                out.append(
+                    Source(arrays + half * len(widths) + i, step, ceil_div(width, CHUNK), weight)
+                )
                 step, weight = step + out[-1].steps, weight + width
         arrays += len(widths) * (2 if split else 1)
         return out
@@ -362,9 +387,18 @@ def plan(
     extras = products(residual) if shortcut else []
     if residual and not shortcut:
         for _ in range(3 if split else 1):
-            extras.append(Source(arrays, step, ceil_div(tile.features, CHUNK), 0, follows_tile=True))
+            extras.append(
+                Source(arrays, step, ceil_div(tile.features, CHUNK), 0, follows_tile=True)
+            )
             step, arrays = step + extras[-1].steps, arrays + 1
     schedule = Schedule(*image, chunks, step - chunks, features, itemsize, tile, activated)
     # wgmma reads a matrix either way, but boxes of (input, output) channels come in whole 64s of both.
     whole = features % 64 == 0 and tile.features % 64 == 0
-    return Plan(schedule, tuple(sources), tuple(extras), arrays, outputs_first=flipped or not whole, flipped=flipped)
+    return Plan(
+        schedule,
+        tuple(sources),
+        tuple(extras),
+        arrays,
+        outputs_first=flipped or not whole,
+        flipped=flipped,
+    )

@@ -52,7 +52,9 @@ from pallas_kernels.conv3x3.triton_blocks import (
 Affine = tuple[Any, Any] | None
 NAME = 'jaxunet_conv3x3_triton_forward'
 PRODUCTS_NAME = 'jaxunet_conv3x3_triton_products'
-ENOUGH = 108  # programs that keep a GPU busy: its multiprocessors, 108 to 132 of them on those in mind
+ENOUGH = (
+    108  # programs that keep a GPU busy: its multiprocessors, 108 to 132 of them on those in mind
+)
 SUM_PIXELS = 256  # of one program of the kernel that adds up products
 
 
@@ -108,15 +110,29 @@ def candidates(channels: Sequence[int], features: int, pixels: int, itemsize: in
     widest = dot_size(TAPS * features if gathers(channels, features) else features)
     deepest = dot_size(max(looped, default=1))
     found = []
-    for block_features in sorted({min(widest, 64), min(widest, 128), widest if features % 256 == 0 else min(widest, 128)}):
+    for block_features in sorted(
+        {min(widest, 64), min(widest, 128), widest if features % 256 == 0 else min(widest, 128)}
+    ):
         for block_pixels in (64, 128, 256):
-            for block_channels in sorted({min(deepest, 128 // itemsize), min(deepest, 256 // itemsize)}):
+            for block_channels in sorted(
+                {min(deepest, 128 // itemsize), min(deepest, 256 // itemsize)}
+            ):
                 for num_warps in (4, 8):
                     for num_stages in (1, 2, 3) if looped else (1,):
                         size = block_pixels * block_features
-                        shared = num_stages * block_channels * (block_pixels + block_features) * itemsize
+                        shared = (
+                            num_stages * block_channels * (block_pixels + block_features) * itemsize
+                        )
                         if shared <= 220 * 1024 and 64 * 32 <= 4 * size // num_warps <= 128 * 128:
-                            found.append(Tile(block_pixels, block_features, block_channels, num_warps, num_stages))
+                            found.append(
+                                Tile(
+                                    block_pixels,
+                                    block_features,
+                                    block_channels,
+                                    num_warps,
+                                    num_stages,
+                                )
+                            )
     return found
 
 
@@ -126,7 +142,12 @@ def supports(parts: Sequence[Any], kernel: Any) -> str | None:
         return 'parts: none given; pass at least one array (batch, height, width, channels)'
     first = parts[0]
     for i, part in enumerate(parts):
-        if part.ndim != 4 or part.shape[:3] != first.shape[:3] or part.dtype != first.dtype or 0 in part.shape:
+        if (
+            part.ndim != 4
+            or part.shape[:3] != first.shape[:3]
+            or part.dtype != first.dtype
+            or 0 in part.shape
+        ):
             return (
                 f'parts[{i}]: {part.dtype}{list(part.shape)} beside parts[0] {first.dtype}{list(first.shape)}; '
                 'parts are non-empty NHWC arrays of one dtype that differ in channels only'
@@ -196,19 +217,25 @@ class _Pixels:
         self.exists = below(self.index, p.pixels, pl.cdiv(p.pixels, size) * size)
         sample, self.row, self.column = split_pixel(self.index, p.height, p.width)
         one_sample = p.batch == 1 or p.height * p.width % size == 0
-        self.sample = jax.lax.div(first, p.height * p.width).reshape(1, 1) if one_sample else sample[:, None]
+        self.sample = (
+            jax.lax.div(first, p.height * p.width).reshape(1, 1) if one_sample else sample[:, None]
+        )
         self.sample_exists = None if one_sample else as_column(self.exists)
 
     def shift(self, ref: Any, out: _Output, shifts: int) -> Array:
         sample = jnp.zeros((1, 1), jnp.int32) if shifts == 1 else self.sample
-        return load(ref, sample, out.feature, every(None if shifts == 1 else self.sample_exists, out.exists))
+        return load(
+            ref, sample, out.feature, every(None if shifts == 1 else self.sample_exists, out.exists)
+        )
 
     def activate(self, x: Array, affine: Affine, channel: Array, channel_ok: Array | None) -> Array:
         """SiLU(a · x + b) if there is an affine; zero for channels that do not exist, where x, a and b are loaded as zero."""
         if affine is None:
             return x
         ok = every(self.sample_exists, channel_ok)
-        active = affine_silu(x, load(affine[0], self.sample, channel, ok), load(affine[1], self.sample, channel, ok))
+        active = affine_silu(
+            x, load(affine[0], self.sample, channel, ok), load(affine[1], self.sample, channel, ok)
+        )
         return active.astype(x.dtype)
 
 
@@ -220,7 +247,10 @@ def _forward(p: _Problem, refs: Sequence[Any]) -> None:
     program = pl.program_id(0)
     # Neighbouring programs share their pixels, which are then in the L2 cache.
     pixels = _Pixels(p, jax.lax.div(program, blocks), t.block_pixels)
-    feature = jax.lax.rem(program, blocks) * t.block_features + jnp.arange(t.block_features, dtype=jnp.int32)[None, :]
+    feature = (
+        jax.lax.rem(program, blocks) * t.block_features
+        + jnp.arange(t.block_features, dtype=jnp.int32)[None, :]
+    )
     out = _Output(feature, below(feature, p.features, blocks * t.block_features))
     sums = jnp.zeros((t.block_pixels, t.block_features), jnp.float32)
     for part in parts:
@@ -229,7 +259,9 @@ def _forward(p: _Problem, refs: Sequence[Any]) -> None:
     _finish(p, pixels, rest, out, sums)
 
 
-def _add_folded(p: _Problem, pixels: _Pixels, part: _Part, kernel: Any, out: _Output, sums: Array) -> Array:
+def _add_folded(
+    p: _Problem, pixels: _Pixels, part: _Part, kernel: Any, out: _Output, sums: Array
+) -> Array:
     """Adds the products of one part whose channels share the K axis with the taps."""
     depth = dot_size(TAPS * part.channels)
     k = jnp.arange(depth, dtype=jnp.int32)
@@ -243,11 +275,18 @@ def _add_folded(p: _Problem, pixels: _Pixels, part: _Part, kernel: Any, out: _Ou
     )
     wide = jnp.broadcast_to(channel[None, :], (p.tile.block_pixels, depth))
     x = load(part.ref, pixels.index[:, None] + (rows * p.width + columns), wide, valid)
-    w = load(kernel, (tap * p.total + channel + part.offset)[:, None], out.feature, every(as_column(k_ok), out.exists))
+    w = load(
+        kernel,
+        (tap * p.total + channel + part.offset)[:, None],
+        out.feature,
+        every(as_column(k_ok), out.exists),
+    )
     return sums + dot(x, w, (1, 0), p.interpret)
 
 
-def _add_looped(p: _Problem, pixels: _Pixels, part: _Part, kernel: Any, out: _Output, sums: Array) -> Array:
+def _add_looped(
+    p: _Problem, pixels: _Pixels, part: _Part, kernel: Any, out: _Output, sums: Array
+) -> Array:
     """Adds the products of one part, tap after tap and some channels at a time."""
     depth = min(p.tile.block_channels, dot_size(part.channels))
     chunks = pl.cdiv(part.channels, depth)
@@ -258,10 +297,19 @@ def _add_looped(p: _Problem, pixels: _Pixels, part: _Part, kernel: Any, out: _Ou
         channel = chunk * depth + jnp.arange(depth, dtype=jnp.int32)
         channel_ok = below(channel, part.channels, chunks * depth)
         ok = None if channel_ok is None else channel_ok[None, :]
-        there = every(inside(pixels.row + rows, pixels.column + columns, p.height, p.width), pixels.exists)
+        there = every(
+            inside(pixels.row + rows, pixels.column + columns, p.height, p.width), pixels.exists
+        )
         valid = every(as_column(there), ok)
-        x = load(part.ref, (pixels.index + (rows * p.width + columns))[:, None], channel[None, :], valid)
-        w = load(kernel, (channel + (tap * p.total + part.offset))[:, None], out.feature, every(as_column(channel_ok), out.exists))
+        x = load(
+            part.ref, (pixels.index + (rows * p.width + columns))[:, None], channel[None, :], valid
+        )
+        w = load(
+            kernel,
+            (channel + (tap * p.total + part.offset))[:, None],
+            out.feature,
+            every(as_column(channel_ok), out.exists),
+        )
         return sums + dot(x, w, (1, 0), p.interpret)
 
     return jax.lax.fori_loop(0, TAPS * chunks, step, sums)
@@ -295,14 +343,26 @@ def _products(p: _Problem, refs: Sequence[Any]) -> None:
         depth = min(t.block_channels, dot_size(part.channels))
         chunks = pl.cdiv(part.channels, depth)
 
-        def step(i: Array, sums: Array, part: _Part = part, depth: int = depth, chunks: int = chunks) -> Array:
+        def step(
+            i: Array, sums: Array, part: _Part = part, depth: int = depth, chunks: int = chunks
+        ) -> Array:
             channel = i * depth + jnp.arange(depth, dtype=jnp.int32)
             channel_ok = below(channel, part.channels, chunks * depth)
             ok = None if channel_ok is None else channel_ok[None, :]
-            x = load(part.ref, pixels.index[:, None], channel[None, :], every(as_column(pixels.exists), ok))
+            x = load(
+                part.ref,
+                pixels.index[:, None],
+                channel[None, :],
+                every(as_column(pixels.exists), ok),
+            )
             x = pixels.activate(x, affine, channel[None, :] + part.offset, ok)
             rows = tap[None, :] * p.total + (channel + part.offset)[:, None]
-            w = load(kernel, rows, jnp.broadcast_to(feature[None, :], rows.shape), every(as_column(channel_ok), n_row))
+            w = load(
+                kernel,
+                rows,
+                jnp.broadcast_to(feature[None, :], rows.shape),
+                every(as_column(channel_ok), n_row),
+            )
             return sums + dot(x, w, (1, 0), p.interpret)
 
         sums = step(jnp.int32(0), sums) if chunks == 1 else jax.lax.fori_loop(0, chunks, step, sums)
@@ -320,9 +380,13 @@ def _sum_products(p: _Problem, refs: Sequence[Any]) -> None:
     sums = jnp.zeros((SUM_PIXELS, width), jnp.float32)
     for tap in range(TAPS):
         rows, columns = tap_offset(tap)
-        there = every(inside(pixels.row + rows, pixels.column + columns, p.height, p.width), pixels.exists)
+        there = every(
+            inside(pixels.row + rows, pixels.column + columns, p.height, p.width), pixels.exists
+        )
         neighbour = (pixels.index + (rows * p.width + columns))[:, None]
-        sums += load(products, tap * p.features + feature, neighbour, every(as_column(there), out.exists))
+        sums += load(
+            products, tap * p.features + feature, neighbour, every(as_column(there), out.exists)
+        )
     _finish(p, pixels, rest, out, sums)
 
 
@@ -356,32 +420,69 @@ def forward(
     batch, height, width, _ = parts[0].shape if parts else (0, 0, 0, 0)
     channels, features = tuple(part.shape[-1] for part in parts), kernel.shape[-1]
     if problem is None and shift.shape not in {(1, features), (batch, features)}:
-        problem = f'shift: shape {list(shift.shape)}; expected [1, {features}] or [{batch}, {features}]'
-    if problem is None and residual is not None and residual.shape != (batch, height, width, features):
+        problem = (
+            f'shift: shape {list(shift.shape)}; expected [1, {features}] or [{batch}, {features}]'
+        )
+    if (
+        problem is None
+        and residual is not None
+        and residual.shape != (batch, height, width, features)
+    ):
         problem = f'residual: shape {list(residual.shape)}; expected [{batch}, {height}, {width}, {features}]'
     for name, value in zip('ab', affine or (), strict=False):
         if problem is None and value.shape != (batch, sum(channels)):
-            problem = f'affine {name}: shape {list(value.shape)}; expected [{batch}, {sum(channels)}]'
+            problem = (
+                f'affine {name}: shape {list(value.shape)}; expected [{batch}, {sum(channels)}]'
+            )
     if problem is not None:
         raise ValueError(f'conv3x3 (triton): {problem}')
     dtype, pixels = parts[0].dtype, batch * height * width
-    tile = tile or tile_table.measured(Tile, 'conv3x3/triton', dtype, shape_class(channels, features, pixels))
+    tile = tile or tile_table.measured(
+        Tile, 'conv3x3/triton', dtype, shape_class(channels, features, pixels)
+    )
     tile = tile or default_tile(channels, features, pixels, dtype.itemsize)
-    return _launch(parts, kernel, shift, residual, affine, tile, jnp.dtype(out_dtype or dtype), interpret)
+    return _launch(
+        parts, kernel, shift, residual, affine, tile, jnp.dtype(out_dtype or dtype), interpret
+    )
 
 
-@functools.partial(jax.jit, static_argnums=(5, 6, 7))  # so that equal calls share one trace and one lowering
+@functools.partial(
+    jax.jit, static_argnums=(5, 6, 7)
+)  # so that equal calls share one trace and one lowering
 def _launch(
-    parts: tuple[Array, ...], kernel: Array, shift: Array, residual: Any, affine: Affine, tile: Tile, out_dtype: Any, interpret: bool
+    parts: tuple[Array, ...],
+    kernel: Array,
+    shift: Array,
+    residual: Any,
+    affine: Affine,
+    tile: Tile,
+    out_dtype: Any,
+    interpret: bool,
 ) -> Array:
     (batch, height, width, _), features = parts[0].shape, kernel.shape[-1]
     channels, pixels = tuple(part.shape[-1] for part in parts), batch * height * width
     if affine is not None and not gathers(channels, features):
         parts, affine = activated(parts, affine), None
-    p = _Problem(batch, height, width, channels, features, shift.shape[0], affine is not None, residual is not None, tile, interpret)
-    inputs = [*(part.reshape(pixels, part.shape[-1]) for part in parts), kernel.reshape(TAPS * p.total, features)]
+    p = _Problem(
+        batch,
+        height,
+        width,
+        channels,
+        features,
+        shift.shape[0],
+        affine is not None,
+        residual is not None,
+        tile,
+        interpret,
+    )
+    inputs = [
+        *(part.reshape(pixels, part.shape[-1]) for part in parts),
+        kernel.reshape(TAPS * p.total, features),
+    ]
     inputs += [value.astype(jnp.float32) for value in affine or ()]
-    around = [shift.astype(jnp.float32)] + ([] if residual is None else [residual.reshape(pixels, features)])
+    around = [shift.astype(jnp.float32)] + (
+        [] if residual is None else [residual.reshape(pixels, features)]
+    )
     shape, blocks = (pixels, features), pl.cdiv(pixels, tile.block_pixels)
 
     def launch(programs: int) -> Launch:
@@ -390,10 +491,26 @@ def _launch(
     if gathers(channels, features):
         size = TAPS * features
         columns = pl.cdiv(size, min(tile.block_features, dot_size(size)))
-        products = call(PRODUCTS_NAME, functools.partial(_products, p), inputs, (size, pixels), jnp.float32, launch(blocks * columns))
+        products = call(
+            PRODUCTS_NAME,
+            functools.partial(_products, p),
+            inputs,
+            (size, pixels),
+            jnp.float32,
+            launch(blocks * columns),
+        )
         last = Launch(pl.cdiv(pixels, SUM_PIXELS), 4, 1, interpret)
-        y = call(NAME, functools.partial(_sum_products, p), [products, *around], shape, out_dtype, last)
+        y = call(
+            NAME, functools.partial(_sum_products, p), [products, *around], shape, out_dtype, last
+        )
     else:
         columns = pl.cdiv(features, tile.block_features)
-        y = call(NAME, functools.partial(_forward, p), inputs + around, shape, out_dtype, launch(blocks * columns))
+        y = call(
+            NAME,
+            functools.partial(_forward, p),
+            inputs + around,
+            shape,
+            out_dtype,
+            launch(blocks * columns),
+        )
     return y.reshape(batch, height, width, features)

@@ -20,7 +20,9 @@ TAPS = 9
 
 def check_block(field: str, value: int) -> None:
     if value < SMALLEST_DOT or value & (value - 1):
-        raise ValueError(f'Tile.{field}={value}: Triton needs a power of two of at least {SMALLEST_DOT}')
+        raise ValueError(
+            f'Tile.{field}={value}: Triton needs a power of two of at least {SMALLEST_DOT}'
+        )
 
 
 def check_launch(num_warps: int, num_stages: int) -> None:
@@ -47,7 +49,11 @@ def folds(channels: int) -> bool:
 
 def split_pixel(pixel: Array, height: int, width: int) -> tuple[Array, Array, Array]:
     """(sample, row, column) of a pixel counted over the whole batch."""
-    return jax.lax.div(pixel, height * width), jax.lax.rem(jax.lax.div(pixel, width), height), jax.lax.rem(pixel, width)
+    return (
+        jax.lax.div(pixel, height * width),
+        jax.lax.rem(jax.lax.div(pixel, width), height),
+        jax.lax.rem(pixel, width),
+    )
 
 
 def tap_offset(tap: Array | int) -> tuple[Any, Any]:
@@ -96,7 +102,9 @@ def activated(parts: Sequence[Array], affine: tuple[Array, Array]) -> tuple[Arra
     ends = [sum(part.shape[-1] for part in parts[: i + 1]) for i in range(len(parts))]
     found = []
     for part, end in zip(parts, ends, strict=True):
-        a, b = (value[:, None, None, end - part.shape[-1] : end].astype(jnp.float32) for value in affine)
+        a, b = (
+            value[:, None, None, end - part.shape[-1] : end].astype(jnp.float32) for value in affine
+        )
         found.append(affine_silu(part, a, b).astype(part.dtype))
     return tuple(found)
 
@@ -106,9 +114,13 @@ def dot(a: Array, b: Array, contract: tuple[int, int], interpret: bool) -> Array
 
     Products of 16-bit numbers are exact in float32. One TF32 product would not keep float32's accuracy; three do.
     """
-    precision = None if a.dtype != jnp.float32 or interpret else jax.lax.DotAlgorithmPreset.TF32_TF32_F32_X3
+    precision = (
+        None if a.dtype != jnp.float32 or interpret else jax.lax.DotAlgorithmPreset.TF32_TF32_F32_X3
+    )
     numbers = (((contract[0],), (contract[1],)), ((), ()))
-    return jax.lax.dot_general(a, b, numbers, precision=precision, preferred_element_type=jnp.float32)
+    return jax.lax.dot_general(
+        a, b, numbers, precision=precision, preferred_element_type=jnp.float32
+    )
 
 
 class Launch(NamedTuple):
@@ -139,7 +151,9 @@ def call(
         kernel,
         out_shape=jax.ShapeDtypeStruct(shape, dtype),
         grid=(launch.programs,),
-        compiler_params=plgpu.CompilerParams(num_warps=launch.num_warps, num_stages=launch.num_stages),
+        compiler_params=plgpu.CompilerParams(
+            num_warps=launch.num_warps, num_stages=launch.num_stages
+        ),
         interpret=launch.interpret,
         name=name,
     )(*operands)

@@ -113,8 +113,24 @@ def candidates(channels: Sequence[int], features: int, pixels: int, itemsize: in
         for block_pixels in (64, 128):
             for programs in (132, 264, 528):
                 for num_stages in (1,) if itemsize == 4 else (3,):
-                    if num_stages * block_pixels * (block_channels * taps + block_features) * itemsize <= 220 * 1024:
-                        found.append(Tile(block_channels, block_features, block_pixels, taps, programs, num_warps, num_stages))
+                    if (
+                        num_stages
+                        * block_pixels
+                        * (block_channels * taps + block_features)
+                        * itemsize
+                        <= 220 * 1024
+                    ):
+                        found.append(
+                            Tile(
+                                block_channels,
+                                block_features,
+                                block_pixels,
+                                taps,
+                                programs,
+                                num_warps,
+                                num_stages,
+                            )
+                        )
     return found
 
 
@@ -125,7 +141,12 @@ def supports(parts: Sequence[Any], dy: Any) -> str | None:
     if dy.ndim != 4 or 0 in dy.shape or dy.dtype not in DTYPES:
         return f'dy: {dy.dtype}{list(dy.shape)}; pass a non-empty NHWC array of float32, bfloat16 or float16'
     for i, part in enumerate(parts):
-        if part.ndim != 4 or part.shape[:3] != dy.shape[:3] or part.dtype != dy.dtype or 0 in part.shape:
+        if (
+            part.ndim != 4
+            or part.shape[:3] != dy.shape[:3]
+            or part.dtype != dy.dtype
+            or 0 in part.shape
+        ):
             return (
                 f'parts[{i}]: {part.dtype}{list(part.shape)} beside dy {dy.dtype}{list(dy.shape)}; '
                 'they are non-empty NHWC arrays of one dtype that differ in channels only'
@@ -194,14 +215,18 @@ class _Problem:
     @property
     def steps(self) -> int:
         """Blocks of pixels that one split adds up."""
-        return pl.cdiv(pl.cdiv(self.pixels, self.tile.block_pixels), pl.cdiv(self.tile.programs, self.units))
+        return pl.cdiv(
+            pl.cdiv(self.pixels, self.tile.block_pixels), pl.cdiv(self.tile.programs, self.units)
+        )
 
     @property
     def splits(self) -> int:
         return pl.cdiv(self.pixels, self.steps * self.tile.block_pixels)
 
 
-def _unit(p: _Problem, part: _Part, x: Any, dy: Any, output: Any, unit: Array, split: Array) -> None:
+def _unit(
+    p: _Problem, part: _Part, x: Any, dy: Any, output: Any, unit: Array, split: Array
+) -> None:
     """The partial gradient of one block of channels × features for `part.taps` taps, over one split of the pixels."""
     total = sum(p.channels)
     depth = p.tile.block_pixels
@@ -224,14 +249,25 @@ def _unit(p: _Problem, part: _Part, x: Any, dy: Any, output: Any, unit: Array, s
     else:
         m_ok, channel = below(m, part.channels, part.block * pl.cdiv(part.channels, part.block)), m
 
-    def gather(ref: Any, pixel: Array, row: Array, column: Array, taps: Array, sign: int, index: Array, ok: Array | None) -> Array:
+    def gather(
+        ref: Any,
+        pixel: Array,
+        row: Array,
+        column: Array,
+        taps: Array,
+        sign: int,
+        index: Array,
+        ok: Array | None,
+    ) -> Array:
         """Block (pixels, axis) whose axis runs over taps and channels together."""
         rows, columns = tap_offset(taps)
         rows, columns = sign * rows, sign * columns
         there = inside(row[:, None] + rows, column[:, None] + columns, p.height, p.width)
         valid = every(there, ok, pixel[:, None] < p.pixels)
         shape = (depth, taps.shape[1])
-        return load(ref, pixel[:, None] + (rows * p.width + columns), jnp.broadcast_to(index, shape), valid)
+        return load(
+            ref, pixel[:, None] + (rows * p.width + columns), jnp.broadcast_to(index, shape), valid
+        )
 
     def step(i: Array, sums: tuple[Array, ...]) -> tuple[Array, ...]:
         pixel = (split * p.steps + i) * depth + jnp.arange(depth, dtype=jnp.int32)
@@ -251,7 +287,9 @@ def _unit(p: _Problem, part: _Part, x: Any, dy: Any, output: Any, unit: Array, s
         for t, value in enumerate(sums):
             rows, columns = tap_offset(group * part.taps + t) if part.taps < 9 else tap_offset(t)
             valid = (inside(row + rows, column + columns, p.height, p.width) & in_range)[:, None]
-            left = load(x, (pixel + (rows * p.width + columns))[:, None], channel, every(valid, m_ok))
+            left = load(
+                x, (pixel + (rows * p.width + columns))[:, None], channel, every(valid, m_ok)
+            )
             added.append(value + dot(left, right, (0, 0), p.interpret))
         return tuple(added)
 
@@ -267,7 +305,10 @@ def _unit(p: _Problem, part: _Part, x: Any, dy: Any, output: Any, unit: Array, s
             target = jnp.broadcast_to(n_tap, value.shape) * total + m_out
         else:
             target = (group * part.taps + t) * total + m_out
-        rows, columns = (jnp.broadcast_to(index, value.shape) for index in (first + part.offset + target, feature))
+        rows, columns = (
+            jnp.broadcast_to(index, value.shape)
+            for index in (first + part.offset + target, feature)
+        )
         if stored is not None:
             # What is masked out must not share an address with what is not: the interpreter would write both.
             rows = jnp.where(stored, rows, p.splits * TAPS * total)
@@ -313,18 +354,25 @@ def weight_gradient(
     batch, height, width, features = dy.shape
     channels = tuple(part.shape[-1] for part in parts)
     pixels = batch * height * width
-    tile = tile or tile_table.measured(Tile, 'conv3x3/triton_weight_gradient', dy.dtype, shape_class(channels, features, pixels))
+    tile = tile or tile_table.measured(
+        Tile, 'conv3x3/triton_weight_gradient', dy.dtype, shape_class(channels, features, pixels)
+    )
     tile = tile or default_tile(channels, features, pixels, dy.dtype.itemsize)
     return _launch(parts, dy, tile, interpret)
 
 
-@functools.partial(jax.jit, static_argnums=(2, 3))  # so that equal calls share one trace and one lowering
+@functools.partial(
+    jax.jit, static_argnums=(2, 3)
+)  # so that equal calls share one trace and one lowering
 def _launch(parts: tuple[Array, ...], dy: Array, tile: Tile, interpret: bool) -> Array:
     batch, height, width, features = dy.shape
     channels = tuple(part.shape[-1] for part in parts)
     pixels = batch * height * width
     p = _Problem(batch, height, width, channels, features, tile, interpret)
-    operands = [*(part.reshape(pixels, part.shape[-1]) for part in parts), dy.reshape(pixels, features)]
+    operands = [
+        *(part.reshape(pixels, part.shape[-1]) for part in parts),
+        dy.reshape(pixels, features),
+    ]
     shape = (p.splits * TAPS * sum(channels), features)
     launch = Launch(p.splits * p.units, tile.num_warps, tile.num_stages, interpret)
     partial = call(NAME, functools.partial(_body, p), operands, shape, jnp.float32, launch)

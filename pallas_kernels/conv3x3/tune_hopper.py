@@ -50,22 +50,31 @@ class Shape(NamedTuple):
 
 def shape(case: Case, direction: str, batch: int, dtype: str, limit: int) -> Shape | None:
     """None where the Hopper kernel does not support the shape."""
-    array, image = functools.partial(jax.ShapeDtypeStruct, dtype=dtype), (batch, case.height, case.width)
+    array, image = (
+        functools.partial(jax.ShapeDtypeStruct, dtype=dtype),
+        (batch, case.height, case.width),
+    )
     parts = tuple(array((*image, c)) for c in case.parts)
     kernel, dy = array((3, 3, case.channels, case.features)), array((*image, case.features))
     if direction == 'weight':
         if hopper_weight_gradient.supports(parts, dy):
             return None
         chosen: Any = hopper_weight_gradient.choose_tile(parts, dy)
-        tiles: list[Any] = [*dict.fromkeys([chosen, *hopper_weight_gradient.candidates(parts, dy)])][:limit]
+        tiles: list[Any] = [
+            *dict.fromkeys([chosen, *hopper_weight_gradient.candidates(parts, dy)])
+        ][:limit]
         inputs: dict[str, Any] = {'x': parts, 'dy': dy}
 
         def run(tile: Any, i: dict[str, Any]) -> Any:
             return hopper_weight_gradient.weight_gradient(i['x'], i['dy'], tile=tile)
 
-        key = tile_table.Key('conv3x3/hopper_weight_gradient', dtype, hopper_weight_gradient.shape_class(parts, dy))
+        key = tile_table.Key(
+            'conv3x3/hopper_weight_gradient', dtype, hopper_weight_gradient.shape_class(parts, dy)
+        )
         return Shape(case.name, direction, inputs, case.flops(batch), tiles, run, key)
-    bias = jax.ShapeDtypeStruct((1, case.channels if direction == 'input' else case.features), 'float32')
+    bias = jax.ShapeDtypeStruct(
+        (1, case.channels if direction == 'input' else case.features), 'float32'
+    )
     inputs = {'x': (dy,) if direction == 'input' else parts, 'kernel': kernel, 'shift': bias}
     if direction == 'fused':
         if dispatch.fuses_activation(cast(Any, parts), cast(Any, kernel)):
@@ -76,44 +85,84 @@ def shape(case: Case, direction: str, batch: int, dtype: str, limit: int) -> Sha
             inputs['residual'] = tuple(array((*image, c)) for c in case.residual)
         if case.residual and case.residual != (case.features,):
             inputs['shortcut'] = array((sum(case.residual), case.features))
-    options: dict[str, Any] = {name: inputs[name] for name in ('affine', 'residual', 'shortcut') if name in inputs}
+    options: dict[str, Any] = {
+        name: inputs[name] for name in ('affine', 'residual', 'shortcut') if name in inputs
+    }
     flipped = direction == 'input'
     if hopper.supports(inputs['x'], kernel, flipped=flipped, **options):
         return None
     chosen = hopper.choose_tile(inputs['x'], kernel, flipped=flipped, **options)
-    tiles = [*dict.fromkeys([chosen, *hopper.candidates(inputs['x'], kernel, flipped=flipped, limit=limit, **options)])][:limit]
+    tiles = [
+        *dict.fromkeys(
+            [
+                chosen,
+                *hopper.candidates(inputs['x'], kernel, flipped=flipped, limit=limit, **options),
+            ]
+        )
+    ][:limit]
 
     def convolve(tile: Any, i: dict[str, Any]) -> Any:
-        return hopper.forward(i['x'], i['kernel'], i['shift'], flipped=flipped, tile=tile, **{name: i[name] for name in options})
+        return hopper.forward(
+            i['x'],
+            i['kernel'],
+            i['shift'],
+            flipped=flipped,
+            tile=tile,
+            **{name: i[name] for name in options},
+        )
 
-    key = tile_table.Key('conv3x3/hopper', dtype, hopper.shape_class(inputs['x'], kernel, flipped=flipped, **options))
+    key = tile_table.Key(
+        'conv3x3/hopper', dtype, hopper.shape_class(inputs['x'], kernel, flipped=flipped, **options)
+    )
     return Shape(case.name, direction, inputs, case.flops(batch), tiles, convolve, key)
 
 
-def shapes(directions: Sequence[str], pattern: str, batch: int, dtype: str, limit: int) -> list[Shape]:
+def shapes(
+    directions: Sequence[str], pattern: str, batch: int, dtype: str, limit: int
+) -> list[Shape]:
     """All shapes of these directions in our networks; plain convolutions once for each height, width and channels."""
     cases = ELEPHANTS64 + CIFAR10
-    plain = dict.fromkeys(Case(c.height, c.width, (c.channels,), c.features, norm=False) for c in cases)
+    plain = dict.fromkeys(
+        Case(c.height, c.width, (c.channels,), c.features, norm=False) for c in cases
+    )
     fused = dict.fromkeys(c for c in cases if c.norm)
-    wanted = ((c, d) for d in directions for c in (fused if d == 'fused' else plain) if re.search(pattern, c.name))
+    wanted = (
+        (c, d)
+        for d in directions
+        for c in (fused if d == 'fused' else plain)
+        if re.search(pattern, c.name)
+    )
     return [s for c, d in wanted if (s := shape(c, d, batch, dtype, limit)) is not None]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument('--dtype', default='bfloat16', choices=['bfloat16', 'float16', 'float32'])
     parser.add_argument('--batch', type=int, default=32)
     parser.add_argument('--directions', default=','.join(DIRECTIONS))
-    parser.add_argument('--cases', default='', help='regular expression that is searched for in the names of cases')
-    parser.add_argument('--limit', type=int, default=8, help='tiles of each shape, the most promising first')
+    parser.add_argument(
+        '--cases', default='', help='regular expression that is searched for in the names of cases'
+    )
+    parser.add_argument(
+        '--limit', type=int, default=8, help='tiles of each shape, the most promising first'
+    )
     parser.add_argument('--top', type=int, default=3, help='fastest tiles printed of each shape')
-    parser.add_argument('--seconds', type=float, default=60, help='nothing is compiled after this; shapes take turns')
+    parser.add_argument(
+        '--seconds',
+        type=float,
+        default=60,
+        help='nothing is compiled after this; shapes take turns',
+    )
     parser.add_argument('--write', action='store_true', help="update the device's table of tiles")
     args = parser.parse_args()
     stop = time.monotonic() + args.seconds
     directions = args.directions.split(',')
     if unknown := set(directions) - set(DIRECTIONS):
-        parser.error(f'--directions: expected some of {", ".join(DIRECTIONS)}, found {", ".join(sorted(unknown))}')
+        parser.error(
+            f'--directions: expected some of {", ".join(DIRECTIONS)}, found {", ".join(sorted(unknown))}'
+        )
     found = shapes(directions, args.cases, args.batch, args.dtype, args.limit)
     queues = [[(s, tile) for tile in s.tiles] for s in found]
     jobs = [job for row in itertools.zip_longest(*queues) for job in row if job is not None]
@@ -123,13 +172,24 @@ def main() -> None:
         if time.monotonic() > stop:
             return None
         try:
-            return timing.named(f'job{number}', functools.partial(s.run, tile)).lower(s.inputs).compile()
+            return (
+                timing.named(f'job{number}', functools.partial(s.run, tile))
+                .lower(s.inputs)
+                .compile()
+            )
         except Exception as error:  # one tile that does not compile must not end the sweep
-            print(f'{s.case} {s.direction} {tile}: {type(error).__name__}: {str(error)[:200]}', flush=True)
+            print(
+                f'{s.case} {s.direction} {tile}: {type(error).__name__}: {str(error)[:200]}',
+                flush=True,
+            )
             return None
 
     with concurrent.futures.ThreadPoolExecutor(THREADS) as pool:
-        programs = {number: p for number, p in enumerate(pool.map(compiled, range(len(jobs)))) if p is not None}
+        programs = {
+            number: p
+            for number, p in enumerate(pool.map(compiled, range(len(jobs))))
+            if p is not None
+        }
     print(f'compiled {len(programs)} of {len(jobs)}', flush=True)
     arrays = Inputs()
 
@@ -138,7 +198,9 @@ def main() -> None:
         like = Measurement('conv3x3', s.case, s.direction, args.batch, {}, s.inputs, s.flops)
         return lambda call: programs[number](arrays.of(like, call))
 
-    times = timing.trace_times({f'job{number}': caller(number) for number in programs}, rounds=ROUNDS)
+    times = timing.trace_times(
+        {f'job{number}': caller(number) for number in programs}, rounds=ROUNDS
+    )
     results: dict[tuple[str, str], list[tuple[float, Any]]] = collections.defaultdict(list)
     for name, seen in times.items():
         s, tile = jobs[int(name.removeprefix('job'))]
@@ -147,9 +209,20 @@ def main() -> None:
     for s in found:
         timed = sorted(results[s.case, s.direction], key=lambda row: row[0])
         chosen = next((us for us, tile in timed if tile == s.tiles[0]), None)
-        row: dict[str, Any] = {'device': jax.devices()[0].device_kind, 'dtype': args.dtype, 'batch': args.batch}
-        row |= {'case': s.case, 'direction': s.direction, 'chosen': [None if chosen is None else round(chosen, 1), _short(s.tiles[0])]}
-        row |= {'best': [[round(us, 1), _short(tile)] for us, tile in timed[: args.top]], 'tried': len(timed)}
+        row: dict[str, Any] = {
+            'device': jax.devices()[0].device_kind,
+            'dtype': args.dtype,
+            'batch': args.batch,
+        }
+        row |= {
+            'case': s.case,
+            'direction': s.direction,
+            'chosen': [None if chosen is None else round(chosen, 1), _short(s.tiles[0])],
+        }
+        row |= {
+            'best': [[round(us, 1), _short(tile)] for us, tile in timed[: args.top]],
+            'tried': len(timed),
+        }
         if chosen is not None:
             row['chosen_to_best'] = round(chosen / timed[0][0], 3)
             row['tflops'] = round(s.flops / chosen / 1e6)
@@ -157,10 +230,16 @@ def main() -> None:
         print(json.dumps(row), flush=True)
     for direction, found_shares in shares.items():
         mean, worst = statistics.geometric_mean(found_shares), max(found_shares)
-        print(f'{direction}: chosen over best {mean:.3f} (geometric mean), {worst:.3f} (most), {len(found_shares)} shapes')
+        print(
+            f'{direction}: chosen over best {mean:.3f} (geometric mean), {worst:.3f} (most), {len(found_shares)} shapes'
+        )
     if args.write:
         every = {s.key: {tile: us for us, tile in results[s.case, s.direction]} for s in found}
-        print(tile_table.update(jax.devices()[0].device_kind, every, {s.key: s.tiles[0] for s in found}))
+        print(
+            tile_table.update(
+                jax.devices()[0].device_kind, every, {s.key: s.tiles[0] for s in found}
+            )
+        )
 
 
 def _short(tile: Any) -> dict[str, Any]:

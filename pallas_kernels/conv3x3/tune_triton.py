@@ -34,11 +34,25 @@ ELEPHANTS64 = (
 CALLS = 8
 DTYPE = flags.DEFINE_string('dtype', 'bfloat16', 'Type of x, kernel and gradients.')
 BATCH = flags.DEFINE_integer('batch', 32, 'Images.')
-SHAPES = flags.DEFINE_list('shapes', ELEPHANTS64, 'side:channels-features, …; channels of several parts are joined by +.')
-DIRECTIONS = flags.DEFINE_list('directions', 'forward,input,weight', 'Of forward, fused (scale, offset and SiLU first), input, weight.')
-TOP = flags.DEFINE_integer('top', 3, 'Fastest tiles printed for each shape; 0 = time the chosen tile alone.', lower_bound=0)
-WRITE = flags.DEFINE_bool('write', False, "Update the device's table of tiles with the directions forward, input and weight.")
-ALLOWED = 0.05  # difference from XLA, in the largest number: beyond it a tile computes something else
+SHAPES = flags.DEFINE_list(
+    'shapes', ELEPHANTS64, 'side:channels-features, …; channels of several parts are joined by +.'
+)
+DIRECTIONS = flags.DEFINE_list(
+    'directions',
+    'forward,input,weight',
+    'Of forward, fused (scale, offset and SiLU first), input, weight.',
+)
+TOP = flags.DEFINE_integer(
+    'top', 3, 'Fastest tiles printed for each shape; 0 = time the chosen tile alone.', lower_bound=0
+)
+WRITE = flags.DEFINE_bool(
+    'write',
+    False,
+    "Update the device's table of tiles with the directions forward, input and weight.",
+)
+ALLOWED = (
+    0.05  # difference from XLA, in the largest number: beyond it a tile computes something else
+)
 
 
 class Shape(NamedTuple):
@@ -75,7 +89,9 @@ class Operands(NamedTuple):
         generator = np.random.default_rng(seed)
 
         def normal(*size: int, dtype: jnp.dtype = dtype, scale: float = 1.0) -> jax.Array:
-            return jnp.asarray(scale * generator.standard_normal(size, dtype=np.float32)).astype(dtype)
+            return jnp.asarray(scale * generator.standard_normal(size, dtype=np.float32)).astype(
+                dtype
+            )
 
         batch, side, wide = BATCH.value, shape.side, jnp.dtype(jnp.float32)
         parts = tuple(normal(batch, side, side, c) for c in shape.channels)
@@ -85,7 +101,9 @@ class Operands(NamedTuple):
 
 
 def lax_conv(x: jax.Array, kernel: jax.Array) -> jax.Array:
-    return jax.lax.conv_general_dilated(x, kernel, (1, 1), ((1, 1), (1, 1)), dimension_numbers=('NHWC', 'HWIO', 'NHWC'))
+    return jax.lax.conv_general_dilated(
+        x, kernel, (1, 1), ((1, 1), (1, 1)), dimension_numbers=('NHWC', 'HWIO', 'NHWC')
+    )
 
 
 def plain(direction: str, o: Operands) -> jax.Array:
@@ -93,7 +111,9 @@ def plain(direction: str, o: Operands) -> jax.Array:
     if direction == 'forward':
         return lax_conv(o.x, o.kernel)
     if direction == 'fused':
-        active = jax.nn.silu(o.a[:, None, None, :] * o.x.astype(jnp.float32) + o.b[:, None, None, :])
+        active = jax.nn.silu(
+            o.a[:, None, None, :] * o.x.astype(jnp.float32) + o.b[:, None, None, :]
+        )
         return lax_conv(active.astype(o.kernel.dtype), o.kernel)
     if direction == 'input':
         return jax.vjp(lambda x: lax_conv(x, o.kernel), o.x)[1](o.dy)[0]
@@ -105,14 +125,22 @@ def ours(direction: str, tile: Any, o: Operands) -> jax.Array:
         return triton_weight_gradient.weight_gradient(o.parts, o.dy, tile=tile)
     if direction == 'input':
         flipped = o.kernel[::-1, ::-1].swapaxes(2, 3)
-        return triton.forward((o.dy,), flipped, jnp.zeros((1, flipped.shape[-1]), jnp.float32), tile=tile)
+        return triton.forward(
+            (o.dy,), flipped, jnp.zeros((1, flipped.shape[-1]), jnp.float32), tile=tile
+        )
     affine = (o.a, o.b) if direction == 'fused' else None
-    return triton.forward(o.parts, o.kernel, jnp.zeros((1, o.kernel.shape[-1]), jnp.float32), affine=affine, tile=tile)
+    return triton.forward(
+        o.parts, o.kernel, jnp.zeros((1, o.kernel.shape[-1]), jnp.float32), affine=affine, tile=tile
+    )
 
 
 def sizes(direction: str, shape: Shape) -> tuple[tuple[int, ...], int, int]:
     """Channels of the parts, features and pixels of what the kernel of a direction computes."""
-    channels, features = ((shape.features,), shape.total) if direction == 'input' else (shape.channels, shape.features)
+    channels, features = (
+        ((shape.features,), shape.total)
+        if direction == 'input'
+        else (shape.channels, shape.features)
+    )
     return channels, features, BATCH.value * shape.side**2
 
 
@@ -125,7 +153,9 @@ def tiles(direction: str, shape: Shape, itemsize: int) -> list[Any]:
     """The tile that is chosen now, then the others."""
     module: Any = triton_weight_gradient if direction == 'weight' else triton
     arguments = *sizes(direction, shape), itemsize
-    chosen = tile_table.measured(module.Tile, *key_of(direction, shape)) or module.default_tile(*arguments)
+    chosen = tile_table.measured(module.Tile, *key_of(direction, shape)) or module.default_tile(
+        *arguments
+    )
     return [*dict.fromkeys([chosen, *(module.candidates(*arguments) if TOP.value else [])])]
 
 
@@ -139,11 +169,18 @@ class Run(NamedTuple):
     sets: list[Operands]
 
     def compile(self) -> Any:
-        f = functools.partial(plain, self.direction) if self.tile is None else functools.partial(ours, self.direction, self.tile)
+        f = (
+            functools.partial(plain, self.direction)
+            if self.tile is None
+            else functools.partial(ours, self.direction, self.tile)
+        )
         try:
             return timing.named(self.name, f).lower(self.sets[0]).compile()
         except Exception as error:  # one tile that does not compile must not end the sweep
-            print(f'{self.shape} {self.direction} {self.tile}: {type(error).__name__}: {str(error)[:200]}', flush=True)
+            print(
+                f'{self.shape} {self.direction} {self.tile}: {type(error).__name__}: {str(error)[:200]}',
+                flush=True,
+            )
             return None
 
 
@@ -186,14 +223,26 @@ def main(argv: Sequence[str]) -> None:
         found.sort(key=lambda row: row[0])
         for us, tile, difference in found[: max(TOP.value, 1)]:
             xla = base[text, direction]
-            row = {'shape': text, 'direction': direction, 'dtype': DTYPE.value, 'batch': BATCH.value, 'xla_us': round(xla, 1)}
-            row |= {'us': round(us, 1), 'ratio': round(xla / us, 2), 'difference': float(f'{difference:.1e}')}
+            row = {
+                'shape': text,
+                'direction': direction,
+                'dtype': DTYPE.value,
+                'batch': BATCH.value,
+                'xla_us': round(xla, 1),
+            }
+            row |= {
+                'us': round(us, 1),
+                'ratio': round(xla / us, 2),
+                'difference': float(f'{difference:.1e}'),
+            }
             print(json.dumps(row | {'tile': list(vars(tile).values())}), flush=True)
     if WRITE.value:
         timed: dict[tile_table.Key, dict[Any, float]] = collections.defaultdict(dict)
         for (text, direction), found in results.items():
             if direction != 'fused':  # takes the tile of `forward`
-                timed[key_of(direction, Shape.parse(text))] |= {tile: us for us, tile, difference in found if difference < ALLOWED}
+                timed[key_of(direction, Shape.parse(text))] |= {
+                    tile: us for us, tile, difference in found if difference < ALLOWED
+                }
         print(tile_table.update(jax.devices()[0].device_kind, timed, chosen))
 
 

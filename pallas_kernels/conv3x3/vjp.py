@@ -68,8 +68,15 @@ def _conv(parts: Parts, kernel: Array, shift: Array, added: Added | None) -> Arr
     return _conv_forward(parts, kernel, shift, added)[0]
 
 
-def _conv_forward(parts: Parts, kernel: Array, shift: Array, added: Added | None) -> tuple[Array, Any]:
-    return dispatch.forward(parts, kernel, shift, added), (parts, kernel, outline(shift), needed(added))
+def _conv_forward(
+    parts: Parts, kernel: Array, shift: Array, added: Added | None
+) -> tuple[Array, Any]:
+    return dispatch.forward(parts, kernel, shift, added), (
+        parts,
+        kernel,
+        outline(shift),
+        needed(added),
+    )
 
 
 def _conv_backward(saved: Any, dy: Array) -> tuple[Any, ...]:
@@ -78,10 +85,16 @@ def _conv_backward(saved: Any, dy: Array) -> tuple[Any, ...]:
     return dx, *_parameter_gradients(parts, kernel, shift, added, dy)
 
 
-def _parameter_gradients(parts: Parts, kernel: Array, shift: Array, added: Any, dy: Array) -> tuple[Any, ...]:
+def _parameter_gradients(
+    parts: Parts, kernel: Array, shift: Array, added: Any, dy: Array
+) -> tuple[Any, ...]:
     """Gradients of kernel, shift and what was added, given the convolution's input."""
     dkernel = dispatch.weight_gradient(parts, dy).astype(kernel.dtype)
-    return dkernel, fold(channel_sums(dy, interpret=device.interpreted()), shift), added_gradient(added, dy)
+    return (
+        dkernel,
+        fold(channel_sums(dy, interpret=device.interpreted()), shift),
+        added_gradient(added, dy),
+    )
 
 
 def added_gradient(added: Added | tuple[()] | None, dy: Array) -> Added | None:
@@ -96,23 +109,44 @@ def added_gradient(added: Added | tuple[()] | None, dy: Array) -> Added | None:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(6, 7))
 def _norm_conv(
-    x: Features, scale: Array, offset: Array, kernel: Array, shift: Array, added: Added | None, groups: int, eps: float
+    x: Features,
+    scale: Array,
+    offset: Array,
+    kernel: Array,
+    shift: Array,
+    added: Added | None,
+    groups: int,
+    eps: float,
 ) -> Array:
     return _norm_conv_forward(x, scale, offset, kernel, shift, added, groups, eps)[0]
 
 
 def _norm_conv_forward(
-    x: Features, scale: Array, offset: Array, kernel: Array, shift: Array, added: Added | None, groups: int, eps: float
+    x: Features,
+    scale: Array,
+    offset: Array,
+    kernel: Array,
+    shift: Array,
+    added: Added | None,
+    groups: int,
+    eps: float,
 ) -> tuple[Array, Any]:
     interpret = device.interpreted()
     if dispatch.fuses_activation(x.parts, kernel):
-        found = [moments(p, interpret=interpret) if m is None else m for p, m in zip(x.parts, x.moments, strict=True)]
-        a, b, mean, inverse = affine(found, scale, offset, groups=groups, eps=eps, interpret=interpret)
+        found = [
+            moments(p, interpret=interpret) if m is None else m
+            for p, m in zip(x.parts, x.moments, strict=True)
+        ]
+        a, b, mean, inverse = affine(
+            found, scale, offset, groups=groups, eps=eps, interpret=interpret
+        )
         y = dispatch.forward(x.parts, kernel, shift, added, (a, b))
     else:
         given = [m for m in x.moments if m is not None]
         known = given if len(given) == len(x.parts) else None
-        active, mean, inverse = normalise(x.parts, known, scale, offset, groups=groups, eps=eps, silu=True, interpret=interpret)
+        active, mean, inverse = normalise(
+            x.parts, known, scale, offset, groups=groups, eps=eps, silu=True, interpret=interpret
+        )
         y = dispatch.forward((active,), kernel, shift, added)
     return y, (x, scale, offset, kernel, outline(shift), needed(added), mean, inverse)
 
@@ -123,16 +157,30 @@ def _norm_conv_backward(groups: int, eps: float, saved: Any, dy: Array) -> tuple
     interpret = device.interpreted()
     (dactive,) = dispatch.input_gradient(dy, kernel, (x.channels,))
     norm = (scale, offset, mean, inverse)
-    sums, active = norm_gradient.gradient_sums(x.parts, dactive, *norm, silu=True, activation=True, interpret=interpret)
+    sums, active = norm_gradient.gradient_sums(
+        x.parts, dactive, *norm, silu=True, activation=True, interpret=interpret
+    )
     assert active is not None
-    dx, _ = norm_gradient.gradient(x.parts, dactive, *norm, groups=groups, silu=True, sums=sums, interpret=interpret)
+    dx, _ = norm_gradient.gradient(
+        x.parts, dactive, *norm, groups=groups, silu=True, sums=sums, interpret=interpret
+    )
     of_norm = norm_gradient.parameter_gradients(sums, scale, offset)
-    return Features(dx, x.zero_moments), *of_norm, *_parameter_gradients((active,), kernel, shift, added, dy)
+    return (
+        Features(dx, x.zero_moments),
+        *of_norm,
+        *_parameter_gradients((active,), kernel, shift, added, dy),
+    )
 
 
-def fold(per_sample: Float[Array, 'batch channels'], like: Float[Array, '#batch _']) -> Float[Array, '#batch channels']:
+def fold(
+    per_sample: Float[Array, 'batch channels'], like: Float[Array, '#batch _']
+) -> Float[Array, '#batch channels']:
     """A per-sample gradient, summed over the batch where the parameter is shared."""
-    value = per_sample if like.shape[0] == per_sample.shape[0] else jnp.sum(per_sample, axis=0, keepdims=True)
+    value = (
+        per_sample
+        if like.shape[0] == per_sample.shape[0]
+        else jnp.sum(per_sample, axis=0, keepdims=True)
+    )
     return value.astype(like.dtype)
 
 

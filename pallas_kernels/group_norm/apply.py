@@ -12,14 +12,25 @@ from jaxtyping import Array, Float
 
 from jaxunet.ops.activation import at_least_float32
 from jaxunet.ops.group_norm.operands import group_size
-from pallas_kernels.group_norm.blocks import Program, Ref, group_statistics, loop, moments_of, scaled, sigmoid
+from pallas_kernels.group_norm.blocks import (
+    Program,
+    Ref,
+    group_statistics,
+    loop,
+    moments_of,
+    scaled,
+    sigmoid,
+)
 from pallas_kernels.group_norm.tiles import Grid, Tile, choose_tile, fit
 
 
 def _apply_kernel(*refs: Ref, grid: Grid, silu: bool) -> None:
     parts, (a, b, y) = refs[: len(grid.parts)], refs[len(grid.parts) :]
     program = Program(grid)
-    factor, shift = program.load_channels(a, program.sample)[None, :], program.load_channels(b, program.sample)[None, :]
+    factor, shift = (
+        program.load_channels(a, program.sample)[None, :],
+        program.load_channels(b, program.sample)[None, :],
+    )
 
     def write(step: Array | int, _: None) -> None:
         z = [v.astype(a.dtype) * factor + shift for v in program.load(parts, step)]
@@ -39,12 +50,18 @@ def apply(
 ) -> Float[Array, 'batch height width channels']:
     """act(a · x + b) of the channel concatenation x of the parts, which is not built; act = SiLU or identity. In x's dtype."""
     batch, height, width, _ = parts[0].shape
-    tile = tile or choose_tile('apply', parts[0].dtype, batch, height * width, sum(p.shape[-1] for p in parts))
+    tile = tile or choose_tile(
+        'apply', parts[0].dtype, batch, height * width, sum(p.shape[-1] for p in parts)
+    )
     return _apply(parts, a, b, silu, tile, interpret)
 
 
-@functools.partial(jax.jit, static_argnums=(3, 4, 5))  # so that equal calls share one trace and one lowering, here and below
-def _apply(parts: Sequence[Array], a: Array, b: Array, silu: bool, tile: Tile, interpret: bool) -> Array:
+@functools.partial(
+    jax.jit, static_argnums=(3, 4, 5)
+)  # so that equal calls share one trace and one lowering, here and below
+def _apply(
+    parts: Sequence[Array], a: Array, b: Array, silu: bool, tile: Tile, interpret: bool
+) -> Array:
     batch, height, width, _ = parts[0].shape
     sizes = tuple(p.shape[-1] for p in parts)
     grid = fit(tile, sizes, height * width, 1, streamed=True, interpret=interpret)
@@ -106,7 +123,11 @@ def normalise(
     silu: bool,
     tile: Tile | None = None,
     interpret: bool = False,
-) -> tuple[Float[Array, 'batch height width channels'], Float[Array, 'batch channels'], Float[Array, 'batch channels']]:
+) -> tuple[
+    Float[Array, 'batch height width channels'],
+    Float[Array, 'batch channels'],
+    Float[Array, 'batch channels'],
+]:
     """act(norm(x) · scale + offset) of the channel concatenation x of the parts, in one launch.
 
     With the parts' moments: one read and one write. Without: a program owns whole groups of a sample and reads them twice, the second
@@ -122,7 +143,17 @@ def normalise(
     group = group_size(channels, groups)
     name = 'forward' if moments is None else 'normalise'
     tile = tile or choose_tile(name, parts[0].dtype, batch, height * width, channels, group)
-    return _normalise(parts, moments, scale, offset, group=group, eps=eps, silu=silu, tile=tile, interpret=interpret)
+    return _normalise(
+        parts,
+        moments,
+        scale,
+        offset,
+        group=group,
+        eps=eps,
+        silu=silu,
+        tile=tile,
+        interpret=interpret,
+    )
 
 
 @functools.partial(jax.jit, static_argnames=('group', 'eps', 'silu', 'tile', 'interpret'))

@@ -27,12 +27,20 @@ class _Derivative:
 
     def __init__(self, program: Program, refs: Sequence[Ref], silu: bool) -> None:
         scale, offset, mean, inverse = refs
-        self.silu, self.wide, self.grid, self.program, self.scale_ref = silu, mean.dtype, program.grid, program, scale
+        self.silu, self.wide, self.grid, self.program, self.scale_ref = (
+            silu,
+            mean.dtype,
+            program.grid,
+            program,
+            scale,
+        )
         sample = program.sample
         self.mean = program.load_channels(mean, sample)
         self.inverse = program.load_channels(inverse, sample)
         self.scale = self.load_scale(program.own)
-        self.offset = program.load_channels(offset, sample if offset.shape[0] > 1 else 0, dtype=self.wide)
+        self.offset = program.load_channels(
+            offset, sample if offset.shape[0] > 1 else 0, dtype=self.wide
+        )
 
     def load_scale(self, lanes: Lanes) -> Array:
         sample = self.program.sample if self.scale_ref.shape[0] > 1 else 0
@@ -51,7 +59,10 @@ class _Derivative:
 
 
 def _sums(
-    program: Program, derivative: _Derivative, read: Sequence[Callable[[Any], Sequence[Array]]], active: Ref | None = None
+    program: Program,
+    derivative: _Derivative,
+    read: Sequence[Callable[[Any], Sequence[Array]]],
+    active: Ref | None = None,
 ) -> tuple[Array, Array]:
     grid, (load_x, load_dy) = program.grid, read
     zero = jnp.zeros((grid.rows, grid.lanes), derivative.wide)
@@ -106,13 +117,32 @@ def gradient_sums(
     """
     batch, height, width, _ = parts[0].shape
     name = 'gradient_sums_activation' if activation else 'gradient_sums'
-    tile = tile or choose_tile(name, parts[0].dtype, batch, height * width, sum(p.shape[-1] for p in parts))
-    return _gradient_sums(parts, dy, (scale, offset, mean, inverse), silu=silu, activation=activation, tile=tile, interpret=interpret)
+    tile = tile or choose_tile(
+        name, parts[0].dtype, batch, height * width, sum(p.shape[-1] for p in parts)
+    )
+    return _gradient_sums(
+        parts,
+        dy,
+        (scale, offset, mean, inverse),
+        silu=silu,
+        activation=activation,
+        tile=tile,
+        interpret=interpret,
+    )
 
 
-@functools.partial(jax.jit, static_argnames=('silu', 'activation', 'tile', 'interpret'))  # equal calls share one trace and one lowering
+@functools.partial(
+    jax.jit, static_argnames=('silu', 'activation', 'tile', 'interpret')
+)  # equal calls share one trace and one lowering
 def _gradient_sums(
-    parts: Sequence[Array], dy: Array, norm: tuple[Array, ...], *, silu: bool, activation: bool, tile: Tile, interpret: bool
+    parts: Sequence[Array],
+    dy: Array,
+    norm: tuple[Array, ...],
+    *,
+    silu: bool,
+    activation: bool,
+    tile: Tile,
+    interpret: bool,
 ) -> tuple[Array, Array | None]:
     batch, height, width, _ = parts[0].shape
     sizes = tuple(p.shape[-1] for p in parts)
@@ -148,9 +178,15 @@ def _gradient_kernel(*refs: Ref, grid: Grid, silu: bool, known: bool) -> None:
         if grid.steps == 1:
             keep('x', parts, 0)  # Before the small loads below, so that nobody waits twice.
             keep('dy', [dy], 0)
-        s1, s2 = (program.load_channels(sums, program.sample, i, lanes=program.window) for i in (0, 1))
+        s1, s2 = (
+            program.load_channels(sums, program.sample, i, lanes=program.window) for i in (0, 1)
+        )
     else:
-        s1, s2 = _sums(program, derivative, (lambda step: keep('x', parts, step), lambda step: keep('dy', [dy], step)))
+        s1, s2 = _sums(
+            program,
+            derivative,
+            (lambda step: keep('x', parts, step), lambda step: keep('dy', [dy], step)),
+        )
         program.store_channels(sums, s1, program.sample, 0)
         program.store_channels(sums, s2, program.sample, 1)
     share = derivative.inverse * (1.0 / (grid.group * grid.pixels))
@@ -197,13 +233,37 @@ def gradient(
     batch, height, width, _ = parts[0].shape
     channels = sum(p.shape[-1] for p in parts)
     group = group_size(channels, groups)
-    tile = tile or choose_tile('backward' if sums is None else 'gradient', parts[0].dtype, batch, height * width, channels, group)
-    return _gradient(parts, dy, (scale, offset, mean, inverse), sums, group=group, silu=silu, tile=tile, interpret=interpret)
+    tile = tile or choose_tile(
+        'backward' if sums is None else 'gradient',
+        parts[0].dtype,
+        batch,
+        height * width,
+        channels,
+        group,
+    )
+    return _gradient(
+        parts,
+        dy,
+        (scale, offset, mean, inverse),
+        sums,
+        group=group,
+        silu=silu,
+        tile=tile,
+        interpret=interpret,
+    )
 
 
 @functools.partial(jax.jit, static_argnames=('group', 'silu', 'tile', 'interpret'))
 def _gradient(
-    parts: Sequence[Array], dy: Array, norm: tuple[Array, ...], sums: Array | None, *, group: int, silu: bool, tile: Tile, interpret: bool
+    parts: Sequence[Array],
+    dy: Array,
+    norm: tuple[Array, ...],
+    sums: Array | None,
+    *,
+    group: int,
+    silu: bool,
+    tile: Tile,
+    interpret: bool,
 ) -> tuple[tuple[Array, ...], Array]:
     batch, height, width, _ = parts[0].shape
     sizes = tuple(p.shape[-1] for p in parts)
@@ -219,16 +279,26 @@ def _gradient(
         compiler_params=plgpu.CompilerParams(num_warps=tile.warps),
         interpret=interpret,
         name='jaxunet_group_norm_gradient' if known else 'jaxunet_group_norm_backward',
-    )(*(p.reshape(batch, pixels, -1) for p in (*parts, dy)), *norm, *((sums,) if sums is not None else ()))
+    )(
+        *(p.reshape(batch, pixels, -1) for p in (*parts, dy)),
+        *norm,
+        *((sums,) if sums is not None else ()),
+    )
     dx = out if sums is not None else out[1:]
-    return tuple(d.reshape(p.shape) for d, p in zip(dx, parts, strict=True)), out[0] if sums is None else sums
+    return tuple(d.reshape(p.shape) for d, p in zip(dx, parts, strict=True)), out[
+        0
+    ] if sums is None else sums
 
 
 def parameter_gradients(
-    sums: Float[Array, 'batch 2 channels'], scale: Float[Array, '#batch channels'], offset: Float[Array, '#batch channels']
+    sums: Float[Array, 'batch 2 channels'],
+    scale: Float[Array, '#batch channels'],
+    offset: Float[Array, '#batch channels'],
 ) -> tuple[Float[Array, '#batch channels'], Float[Array, '#batch channels']]:
     """The gradients of scale and offset, in their shapes and types: s₂ and s₁, of each sample or, where shared, of all samples together."""
-    total = jnp.sum(sums, axis=0, keepdims=True)  # one reduction for both; not computed where neither is shared
+    total = jnp.sum(
+        sums, axis=0, keepdims=True
+    )  # one reduction for both; not computed where neither is shared
 
     def of(parameter: Array, number: int) -> Array:
         found = sums if parameter.shape[0] == sums.shape[0] else total

@@ -48,14 +48,21 @@ class Program:
         self.first_row = self.split * (grid.steps * grid.stride)
         lane, first = jax.lax.iota(jnp.int32, grid.lanes), pl.program_id(0) * grid.channels
         columns = first + lane
-        self.own = Lanes(columns, (lane < grid.channels) & (columns < grid.total) if grid.ragged_lanes else None)
+        self.own = Lanes(
+            columns, (lane < grid.channels) & (columns < grid.total) if grid.ragged_lanes else None
+        )
         self.window = self.own
         if not grid.whole_groups:
             columns = first // grid.group * grid.group + jax.lax.iota(jnp.int32, grid.window)
             self.window = Lanes(columns, columns < grid.total)
 
     def rows(self, step: Int[Array, ''] | int, tile: int) -> Int[Array, ' rows']:
-        return self.first_row + step * self.grid.stride + tile * self.grid.rows + jax.lax.iota(jnp.int32, self.grid.rows)
+        return (
+            self.first_row
+            + step * self.grid.stride
+            + tile * self.grid.rows
+            + jax.lax.iota(jnp.int32, self.grid.rows)
+        )
 
     def row_mask(self, step: Int[Array, ''] | int, tile: int) -> Bool[Array, ' rows'] | None:
         return self.rows(step, tile) < self.grid.pixels if self.grid.ragged_rows else None
@@ -71,45 +78,75 @@ class Program:
             inside = (local >= 0) & (local < size)
             inside = inside if lanes.valid is None else inside & lanes.valid
             # The interpreter gathers, and would let a negative index wrap; the GPU never forms a masked address.
-            found.append(Lanes(jnp.where(inside, local, size) if self.grid.interpret else local, inside))
+            found.append(
+                Lanes(jnp.where(inside, local, size) if self.grid.interpret else local, inside)
+            )
             start += size
         return found
 
-    def load(self, refs: Sequence[Ref], step: Int[Array, ''] | int, **policy: Any) -> list[Float[Array, 'rows lanes']]:
+    def load(
+        self, refs: Sequence[Ref], step: Int[Array, ''] | int, **policy: Any
+    ) -> list[Float[Array, 'rows lanes']]:
         """The register tiles of a step, in storage type, from the parts or from one array of all channels; zero outside."""
         return [self._load_tile(refs, step, tile, policy) for tile in range(self.grid.unroll)]
 
-    def _load_tile(self, refs: Sequence[Ref], step: Int[Array, ''] | int, tile: int, policy: dict[str, Any]) -> Float[Array, 'rows lanes']:
+    def _load_tile(
+        self, refs: Sequence[Ref], step: Int[Array, ''] | int, tile: int, policy: dict[str, Any]
+    ) -> Float[Array, 'rows lanes']:
         rows, below = self.rows(step, tile), self.row_mask(step, tile)
         value = None
         for ref, (columns, inside) in zip(refs, self.pieces(len(refs), self.own), strict=True):
             mask = both(below, inside, self.grid)
             # What earlier parts gave fills the lanes that this part has not, so that joining them costs no instruction of its own.
             other = None if mask is None else 0.0 if value is None else value
-            value = plgpu.load(ref.at[self.sample, rows[:, None], columns[None, :]], mask=mask, other=other, **policy)
+            value = plgpu.load(
+                ref.at[self.sample, rows[:, None], columns[None, :]],
+                mask=mask,
+                other=other,
+                **policy,
+            )
         assert value is not None
         return value
 
-    def store(self, refs: Sequence[Ref], step: Int[Array, ''] | int, values: Sequence[Float[Array, 'rows lanes']], **policy: Any) -> None:
+    def store(
+        self,
+        refs: Sequence[Ref],
+        step: Int[Array, ''] | int,
+        values: Sequence[Float[Array, 'rows lanes']],
+        **policy: Any,
+    ) -> None:
         """Writes the register tiles of a step, each lane to the part that has its channel."""
         for tile, value in enumerate(values):
             rows, below = self.rows(step, tile), self.row_mask(step, tile)
             for ref, (columns, inside) in zip(refs, self.pieces(len(refs), self.own), strict=True):
                 mask = both(below, inside, self.grid)
-                plgpu.store(ref.at[self.sample, rows[:, None], columns[None, :]], value.astype(ref.dtype), mask=mask, **policy)
+                plgpu.store(
+                    ref.at[self.sample, rows[:, None], columns[None, :]],
+                    value.astype(ref.dtype),
+                    mask=mask,
+                    **policy,
+                )
 
-    def load_channels(self, ref: Ref, *index: Any, dtype: Any = None, lanes: Lanes | None = None) -> Float[Array, ' lanes']:
+    def load_channels(
+        self, ref: Ref, *index: Any, dtype: Any = None, lanes: Lanes | None = None
+    ) -> Float[Array, ' lanes']:
         """ref[*index, channel] of every lane; zero where there is no channel."""
         columns, valid = lanes or self.own
-        value = plgpu.load(ref.at[(*index, columns)], mask=valid, other=None if valid is None else 0.0)
+        value = plgpu.load(
+            ref.at[(*index, columns)], mask=valid, other=None if valid is None else 0.0
+        )
         return value if dtype is None else value.astype(dtype)
 
-    def load_moments(self, refs: Sequence[Ref]) -> tuple[Float[Array, ' window'], Float[Array, ' window']]:
+    def load_moments(
+        self, refs: Sequence[Ref]
+    ) -> tuple[Float[Array, ' window'], Float[Array, ' window']]:
         """Mean and mean squared deviation of every channel of the window, from the parts' moments (batch, channels, 2)."""
         found: list[Array] = []
         for which in (0, 1):
             value = None
-            for ref, (columns, inside) in zip(refs, self.pieces(len(refs), self.window), strict=True):
+            for ref, (columns, inside) in zip(
+                refs, self.pieces(len(refs), self.window), strict=True
+            ):
                 other = None if inside is None else 0.0 if value is None else value
                 value = plgpu.load(ref.at[self.sample, columns, which], mask=inside, other=other)
             assert value is not None
@@ -117,22 +154,32 @@ class Program:
         return found[0], found[1]
 
     def store_channels(self, ref: Ref, value: Float[Array, ' lanes'], *index: Any) -> None:
-        plgpu.store(ref.at[(*index, self.own.columns)], value.astype(ref.dtype), mask=self.own.valid)
+        plgpu.store(
+            ref.at[(*index, self.own.columns)], value.astype(ref.dtype), mask=self.own.valid
+        )
 
-    def group_sum(self, value: Float[Array, ' window'] | Float[Array, 'lanes window']) -> Float[Array, ' lanes']:
+    def group_sum(
+        self, value: Float[Array, ' window'] | Float[Array, 'lanes window']
+    ) -> Float[Array, ' lanes']:
         """Sum over the channels of each lane's group; of `value`, where it has a row for each lane, that row."""
         grid = self.grid
         if grid.group == 1:
             return value
         if grid.group == grid.channels:
             valid = self.own.valid
-            return jnp.broadcast_to(jnp.sum(value if valid is None else jnp.where(valid, value, 0.0)), (grid.lanes,))
-        same = (self.own.columns // grid.group)[:, None] == (self.window.columns // grid.group)[None, :]
+            return jnp.broadcast_to(
+                jnp.sum(value if valid is None else jnp.where(valid, value, 0.0)), (grid.lanes,)
+            )
+        same = (self.own.columns // grid.group)[:, None] == (self.window.columns // grid.group)[
+            None, :
+        ]
         rows = jnp.broadcast_to(value if value.ndim == 2 else value[None, :], same.shape)
         return jnp.sum(jnp.where(same, rows, 0.0), axis=1)
 
 
-def both(below: Bool[Array, ' rows'] | None, inside: Bool[Array, ' lanes'] | None, grid: Grid) -> Bool[Array, 'rows lanes'] | None:
+def both(
+    below: Bool[Array, ' rows'] | None, inside: Bool[Array, ' lanes'] | None, grid: Grid
+) -> Bool[Array, 'rows lanes'] | None:
     """Rows below the end and lanes with a channel, as one mask; None where every element is meant."""
     shape = (grid.rows, grid.lanes)
     if below is None:
@@ -141,15 +188,24 @@ def both(below: Bool[Array, ' rows'] | None, inside: Bool[Array, ' lanes'] | Non
     return mask if inside is None else mask & inside[None, :]
 
 
-def loop(steps: int, body: Callable[[Any, Any], Any], state: Any, *, backwards: bool = False) -> Any:
+def loop(
+    steps: int, body: Callable[[Any, Any], Any], state: Any, *, backwards: bool = False
+) -> Any:
     """body(step, state) for every step; a single step is not a loop, so that what it loaded can stay in registers."""
     if steps == 1:
         return body(0, state)
     last = steps - 1
-    return jax.lax.fori_loop(jnp.int32(0), jnp.int32(steps), lambda i, s: body(jnp.int32(last) - i if backwards else i, s), state)
+    return jax.lax.fori_loop(
+        jnp.int32(0),
+        jnp.int32(steps),
+        lambda i, s: body(jnp.int32(last) - i if backwards else i, s),
+        state,
+    )
 
 
-def moments_of(program: Program, tiles: Callable[[Any], Sequence[Array]], dtype: Any) -> tuple[Array, Array, Array | float]:
+def moments_of(
+    program: Program, tiles: Callable[[Any], Sequence[Array]], dtype: Any
+) -> tuple[Array, Array, Array | float]:
     """Mean and sum of squared deviations over this program's pixels, per lane, and the number of pixels.
 
     Every (row, lane) of the register tile keeps a mean and a sum of squared deviations of its own pixels; a step's tiles are reduced
@@ -168,7 +224,10 @@ def moments_of(program: Program, tiles: Callable[[Any], Sequence[Array]], dtype:
             for v in values[1:]:
                 deviation = deviation + jax.lax.square(v - mean)
             return mean, deviation, float(grid.unroll)
-        count = sum((jnp.where(m, 1.0, 0.0).astype(dtype)[:, None] for m in masks if m is not None), jnp.zeros((grid.rows, 1), dtype))
+        count = sum(
+            (jnp.where(m, 1.0, 0.0).astype(dtype)[:, None] for m in masks if m is not None),
+            jnp.zeros((grid.rows, 1), dtype),
+        )
         mean = sum(values[1:], values[0]) / jnp.maximum(count, 1.0)
         deviation = jnp.zeros(shape, dtype)
         for v, m in zip(values, masks, strict=True):
@@ -182,29 +241,43 @@ def moments_of(program: Program, tiles: Callable[[Any], Sequence[Array]], dtype:
         total = seen + count
         weight = count / jnp.maximum(total, 1.0)
         delta = step_mean - mean
-        return mean + delta * weight, deviation + step_deviation + jax.lax.square(delta) * (seen * weight), total
+        return (
+            mean + delta * weight,
+            deviation + step_deviation + jax.lax.square(delta) * (seen * weight),
+            total,
+        )
 
     count: Array | float
     if grid.steps == 1:
         mean, deviation, count = step_moments(0)
     else:
         seen = jnp.zeros((grid.rows, 1) if grid.ragged_rows else (), dtype)
-        mean, deviation, count = loop(grid.steps, join, (jnp.zeros(shape, dtype), jnp.zeros(shape, dtype), seen))
+        mean, deviation, count = loop(
+            grid.steps, join, (jnp.zeros(shape, dtype), jnp.zeros(shape, dtype), seen)
+        )
     if not grid.ragged_rows:
         channel_mean = jnp.sum(mean, axis=0) * (1.0 / grid.rows)
         if program.exact:
-            channel_mean = channel_mean + jnp.sum(mean - channel_mean[None, :], axis=0) * (1.0 / grid.rows)
+            channel_mean = channel_mean + jnp.sum(mean - channel_mean[None, :], axis=0) * (
+                1.0 / grid.rows
+            )
         spread = jnp.sum(deviation + jax.lax.square(mean - channel_mean[None, :]) * count, axis=0)
         return channel_mean, spread, float(grid.steps * grid.stride)
-    pixels = jnp.maximum(jnp.minimum(grid.pixels - program.first_row, grid.steps * grid.stride), 1).astype(dtype)
+    pixels = jnp.maximum(
+        jnp.minimum(grid.pixels - program.first_row, grid.steps * grid.stride), 1
+    ).astype(dtype)
     channel_mean = jnp.sum(mean * count, axis=0) / pixels
     if program.exact:
-        channel_mean = channel_mean + jnp.sum((mean - channel_mean[None, :]) * count, axis=0) / pixels
+        channel_mean = (
+            channel_mean + jnp.sum((mean - channel_mean[None, :]) * count, axis=0) / pixels
+        )
     spread = jnp.sum(deviation + jax.lax.square(mean - channel_mean[None, :]) * count, axis=0)
     return channel_mean, spread, pixels
 
 
-def group_statistics(program: Program, mean: Array, deviation: Array, eps: float) -> tuple[Array, Array]:
+def group_statistics(
+    program: Program, mean: Array, deviation: Array, eps: float
+) -> tuple[Array, Array]:
     """Group mean and 1/sqrt(group variance + eps) of every lane, from the mean and mean squared deviation of the window's channels."""
     share = 1.0 / program.grid.group
 
@@ -214,7 +287,9 @@ def group_statistics(program: Program, mean: Array, deviation: Array, eps: float
     centre = program.group_sum(mean) * share
     if program.exact:
         centre = centre + program.group_sum(apart(centre)) * share
-    spread = (deviation if program.grid.whole_groups else deviation[None, :]) + jax.lax.square(apart(centre))
+    spread = (deviation if program.grid.whole_groups else deviation[None, :]) + jax.lax.square(
+        apart(centre)
+    )
     return centre, jax.lax.rsqrt(program.group_sum(spread) * share + eps)
 
 
@@ -223,7 +298,11 @@ def sigmoid(z: Array, grid: Grid) -> Array:
     if grid.interpret or z.dtype != jnp.float32:
         return 1.0 / (1.0 + jnp.exp(-z))
     (value,) = plgpu.elementwise_inline_asm(
-        SIGMOID, args=[z], constraints='=f,f', pack=1, result_shape_dtypes=[jax.ShapeDtypeStruct(z.shape, z.dtype)]
+        SIGMOID,
+        args=[z],
+        constraints='=f,f',
+        pack=1,
+        result_shape_dtypes=[jax.ShapeDtypeStruct(z.shape, z.dtype)],
     )
     return value
 

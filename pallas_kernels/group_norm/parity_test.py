@@ -12,7 +12,9 @@ from jaxunet.ops.group_norm.cases import AWKWARD, CASES, ELEPHANTS64, Case
 from pallas_kernels.group_norm import vjp
 
 # JAX says at every lowering that it will drop its Triton backend some day.
-pytestmark = pytest.mark.filterwarnings('ignore:The Pallas Triton backend is deprecated:DeprecationWarning')
+pytestmark = pytest.mark.filterwarnings(
+    'ignore:The Pallas Triton backend is deprecated:DeprecationWarning'
+)
 
 
 def check(case: Case, dtype: str, batch: int = 2):
@@ -20,7 +22,9 @@ def check(case: Case, dtype: str, batch: int = 2):
     if case.mean and dtype != 'float32':
         pytest.skip('such a mean leaves no deviations in 16 bits')
     values = inputs(case, dtype, case.batch or batch)
-    assert_parity(op(vjp.group_norm, case, interpret=interpret), op(reference.group_norm, case), values)
+    assert_parity(
+        op(vjp.group_norm, case, interpret=interpret), op(reference.group_norm, case), values
+    )
 
 
 @pytest.mark.parametrize('dtype', [*DTYPES, 'float16'])
@@ -45,7 +49,11 @@ def test_every_case(case, dtype):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize('dtype', DTYPES)
-@pytest.mark.parametrize('case', [Case(96, 80, (64, 32)), Case(64, 64, (64,), mean=1000.0), *ELEPHANTS64[2:9:3]], ids=lambda c: c.name)
+@pytest.mark.parametrize(
+    'case',
+    [Case(96, 80, (64, 32)), Case(64, 64, (64,), mean=1000.0), *ELEPHANTS64[2:9:3]],
+    ids=lambda c: c.name,
+)
 def test_cases_in_two_passes(case, dtype, monkeypatch):
     monkeypatch.setattr(vjp, 'owns_pixels', lambda *_: False)
     check(case, dtype, 3)
@@ -54,9 +62,14 @@ def test_cases_in_two_passes(case, dtype, monkeypatch):
 @pytest.mark.gpu
 @pytest.mark.parametrize('case', ELEPHANTS64[::4], ids=lambda c: c.name)
 def test_runs_are_identical(case):
-    arrays = {name: jnp.asarray(value, jnp.float32).astype(dtype) for name, (value, dtype) in inputs(case, 'bfloat16', 32).items()}
+    arrays = {
+        name: jnp.asarray(value, jnp.float32).astype(dtype)
+        for name, (value, dtype) in inputs(case, 'bfloat16', 32).items()
+    }
     call = op(vjp.group_norm, case)
     gradient = jax.jit(jax.grad(lambda a: jnp.sum(jnp.sin(call(**a).astype(jnp.float32)))))
     first = jax.tree.map(np.asarray, gradient(arrays))
     for _ in range(5):
-        jax.tree.map(np.testing.assert_array_equal, first, jax.tree.map(np.asarray, gradient(arrays)))
+        jax.tree.map(
+            np.testing.assert_array_equal, first, jax.tree.map(np.asarray, gradient(arrays))
+        )

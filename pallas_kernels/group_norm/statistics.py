@@ -27,17 +27,24 @@ def _moments_kernel(x: Ref, out: Ref, *, grid: Grid) -> None:
 
 
 def moments(
-    x: Float[Array, 'batch height width channels'], *, tile: Tile | None = None, interpret: bool = False
+    x: Float[Array, 'batch height width channels'],
+    *,
+    tile: Tile | None = None,
+    interpret: bool = False,
 ) -> Float[Array, 'batch channels 2']:
     """Mean and mean squared deviation over the pixels of each sample and channel, in at least float32; x is read once.
 
     Same result as `jaxunet.ops.activation.channel_moments`, without cancellation in any type (Chan, Golub & LeVeque 1979).
     """
     batch, height, width, channels = x.shape
-    return _moments(x, tile or choose_tile('moments', x.dtype, batch, height * width, channels), interpret)
+    return _moments(
+        x, tile or choose_tile('moments', x.dtype, batch, height * width, channels), interpret
+    )
 
 
-@functools.partial(jax.jit, static_argnums=(1, 2))  # so that equal calls share one trace and one lowering, here and below
+@functools.partial(
+    jax.jit, static_argnums=(1, 2)
+)  # so that equal calls share one trace and one lowering, here and below
 def _moments(x: Array, tile: Tile, interpret: bool) -> Array:
     batch, height, width, channels = x.shape
     grid = fit(tile, (channels,), height * width, 1, streamed=True, interpret=interpret)
@@ -54,7 +61,9 @@ def _moments(x: Array, tile: Tile, interpret: bool) -> Array:
         return partial[:, 0]
     weight = jnp.asarray(np.array(grid.split_pixels()) / grid.pixels, wide)[None, :, None]
     mean = partial[:, 0, :, 0] + jnp.sum((partial[..., 0] - partial[:, :1, :, 0]) * weight, axis=1)
-    deviation = jnp.sum((partial[..., 1] + jax.lax.square(partial[..., 0] - mean[:, None])) * weight, axis=1)
+    deviation = jnp.sum(
+        (partial[..., 1] + jax.lax.square(partial[..., 0] - mean[:, None])) * weight, axis=1
+    )
     return jnp.stack([mean, deviation], axis=-1)
 
 
@@ -71,11 +80,16 @@ def _sums_kernel(x: Ref, out: Ref, *, grid: Grid) -> None:
 
 
 def channel_sums(
-    x: Float[Array, 'batch height width channels'], *, tile: Tile | None = None, interpret: bool = False
+    x: Float[Array, 'batch height width channels'],
+    *,
+    tile: Tile | None = None,
+    interpret: bool = False,
 ) -> Float[Array, 'batch channels']:
     """Sum over the pixels of each sample and channel, in at least float32: the gradient of a bias or per-sample shift."""
     batch, height, width, channels = x.shape
-    return _channel_sums(x, tile or choose_tile('channel_sums', x.dtype, batch, height * width, channels), interpret)
+    return _channel_sums(
+        x, tile or choose_tile('channel_sums', x.dtype, batch, height * width, channels), interpret
+    )
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2))
@@ -98,8 +112,13 @@ def _affine_kernel(*refs: Ref, grid: Grid, eps: float) -> None:
     program = Program(grid, exact=True)
     mean, inv = group_statistics(program, *program.load_moments(known), eps)
     sample = program.sample
-    factor = program.load_channels(scale, sample if scale.shape[0] > 1 else 0, dtype=mean.dtype) * inv
-    shift = program.load_channels(offset, sample if offset.shape[0] > 1 else 0, dtype=mean.dtype) - mean * factor
+    factor = (
+        program.load_channels(scale, sample if scale.shape[0] > 1 else 0, dtype=mean.dtype) * inv
+    )
+    shift = (
+        program.load_channels(offset, sample if offset.shape[0] > 1 else 0, dtype=mean.dtype)
+        - mean * factor
+    )
     for ref, value in ((a, factor), (b, shift), (centre, mean), (inverse, inv)):
         program.store_channels(ref, value, sample)
 
@@ -113,7 +132,12 @@ def affine(
     groups: int,
     eps: float,
     interpret: bool = False,
-) -> tuple[Float[Array, 'batch channels'], Float[Array, 'batch channels'], Float[Array, 'batch channels'], Float[Array, 'batch channels']]:
+) -> tuple[
+    Float[Array, 'batch channels'],
+    Float[Array, 'batch channels'],
+    Float[Array, 'batch channels'],
+    Float[Array, 'batch channels'],
+]:
     """From the parts' moments: a, b of norm(x) · scale + offset = a · x + b, and the group's mean and inverse deviation, in one launch.
 
     Same a and b as `reference.group_affine`.
@@ -125,7 +149,9 @@ def affine(
     batch, channels = known[0].shape[0], sum(parts)
     group = group_size(channels, groups)
     wide = functools.reduce(jnp.promote_types, [m.dtype for m in known])
-    grid = fit(Tile(channels=128, rows=1, unroll=1), parts, 1, group, streamed=False, interpret=interpret)
+    grid = fit(
+        Tile(channels=128, rows=1, unroll=1), parts, 1, group, streamed=False, interpret=interpret
+    )
     a, b, mean, inverse = pl.pallas_call(
         functools.partial(_affine_kernel, grid=grid, eps=eps),
         grid=(grid.blocks, batch, 1),

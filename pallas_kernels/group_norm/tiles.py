@@ -74,7 +74,11 @@ class Grid:
     @property
     def window(self) -> int:
         """A power of two that holds the channels of all groups of which a program has any."""
-        return self.lanes if self.whole_groups else power_of_two((-(-(self.channels - 1) // self.group) + 1) * self.group)
+        return (
+            self.lanes
+            if self.whole_groups
+            else power_of_two((-(-(self.channels - 1) // self.group) + 1) * self.group)
+        )
 
     @property
     def stride(self) -> int:
@@ -107,7 +111,9 @@ def shape_class(batch: int, pixels: int, channels: int) -> str:
     return f'{power_of_two(batch)} samples, {pixels} pixels, {channels} channels'
 
 
-def choose_tile(kernel: str, dtype: DTypeLike, batch: int, pixels: int, channels: int, group: int = 1) -> Tile:
+def choose_tile(
+    kernel: str, dtype: DTypeLike, batch: int, pixels: int, channels: int, group: int = 1
+) -> Tile:
     """The tile of a kernel, named without its prefix jaxunet_group_norm_: the device's measured one, or else what its rule says.
 
     The rules are fitted to an H200 in bfloat16. The sums of a gradient are `gradient_sums_activation` where the activation is written too.
@@ -123,7 +129,12 @@ def choose_tile(kernel: str, dtype: DTypeLike, batch: int, pixels: int, channels
         'gradient_sums_activation': lambda: _sums_tile(pixels),
         'gradient': lambda: _gradient_tile(batch, pixels),
     }
-    return tile_table.measured(Tile, f'group_norm/{kernel}', dtype, shape_class(batch, pixels, channels)) or rules[kernel]()
+    return (
+        tile_table.measured(
+            Tile, f'group_norm/{kernel}', dtype, shape_class(batch, pixels, channels)
+        )
+        or rules[kernel]()
+    )
 
 
 def _apply_tile(pixels: int) -> Tile:
@@ -141,9 +152,19 @@ def _slab_tile(batch: int, pixels: int, channels: int, group: int) -> Tile:
     while wished > 16 and batch * channels < 90 * wished:
         wished //= 2  # fewer programs than multiprocessors
     if pixels <= 256:
-        return Tile(channels=wished, rows=16 if pixels <= 64 else 64, unroll=4, warps=4 if pixels <= 64 else 8)
+        return Tile(
+            channels=wished,
+            rows=16 if pixels <= 64 else 64,
+            unroll=4,
+            warps=4 if pixels <= 64 else 8,
+        )
     lanes = power_of_two(max(wished, math.lcm(group, 8)))
-    return Tile(channels=wished, rows=max(16, (4096 if pixels <= 1024 else 1024) // lanes), unroll=4, warps=16)
+    return Tile(
+        channels=wished,
+        rows=max(16, (4096 if pixels <= 1024 else 1024) // lanes),
+        unroll=4,
+        warps=16,
+    )
 
 
 def _reduction_tile(pixels: int) -> Tile:
@@ -161,7 +182,9 @@ def _gradient_tile(batch: int, pixels: int) -> Tile:
         return Tile(channels=32, rows=32, unroll=4, warps=8)
     if pixels <= 1024:
         return Tile(channels=64, rows=128, unroll=1, warps=4, splits=2)
-    return Tile(channels=64, rows=32 if batch <= 64 else 16, unroll=4, warps=8, splits=pixels // 512)
+    return Tile(
+        channels=64, rows=32 if batch <= 64 else 16, unroll=4, warps=8, splits=pixels // 512
+    )
 
 
 def _sums_tile(pixels: int) -> Tile:
@@ -173,7 +196,9 @@ def _sums_tile(pixels: int) -> Tile:
     return Tile(channels=64, rows=8, unroll=4, warps=8, splits=pixels // 128)
 
 
-def fit(tile: Tile, parts: tuple[int, ...], pixels: int, group: int, *, streamed: bool, interpret: bool) -> Grid:
+def fit(
+    tile: Tile, parts: tuple[int, ...], pixels: int, group: int, *, streamed: bool, interpret: bool
+) -> Grid:
     """The tile on a tensor of these parts and pixels, whose groups have `group` channels (1: channels are independent).
 
     Eight channels (16 bytes of a 16-bit type) are one load, so a program's channels are a multiple of eight where groups allow.
@@ -199,4 +224,15 @@ def fit(tile: Tile, parts: tuple[int, ...], pixels: int, group: int, *, streamed
     count = min(tile.splits, -(-pixels // (rows * unroll))) if streamed else 1
     steps = -(-pixels // (rows * unroll * count))
     count = -(-pixels // (rows * unroll * steps))
-    return Grid(parts, pixels, group, channels, power_of_two(channels), rows, unroll, steps, count, interpret)
+    return Grid(
+        parts,
+        pixels,
+        group,
+        channels,
+        power_of_two(channels),
+        rows,
+        unroll,
+        steps,
+        count,
+        interpret,
+    )

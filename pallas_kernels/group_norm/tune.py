@@ -43,7 +43,9 @@ GROUPS, EPS = 32, 1e-5
 def slab_candidates(pixels: int) -> list[Tile]:
     """Tiles of the kernels that own all pixels of some groups."""
     found = set()
-    for lanes, elements, unroll, warps in itertools.product((16, 32, 64), (4096, 8192, 16384, 32768), (1, 2, 4), (4, 8, 16)):
+    for lanes, elements, unroll, warps in itertools.product(
+        (16, 32, 64), (4096, 8192, 16384, 32768), (1, 2, 4), (4, 8, 16)
+    ):
         held = min(elements, pixels * lanes)
         rows = held // lanes // unroll
         if rows >= 8 and 8 <= held // (32 * warps) <= 64:
@@ -54,7 +56,9 @@ def slab_candidates(pixels: int) -> list[Tile]:
 def stream_candidates(pixels: int) -> list[Tile]:
     """Tiles of the kernels that share a sample's pixels."""
     found = set()
-    for lanes, elements, unroll, warps, steps in itertools.product((32, 64, 128), (2048, 4096, 8192), (1, 2, 4), (4, 8), (1, 2, 4, 8)):
+    for lanes, elements, unroll, warps, steps in itertools.product(
+        (32, 64, 128), (2048, 4096, 8192), (1, 2, 4), (4, 8), (1, 2, 4, 8)
+    ):
         rows = min(elements // lanes // unroll, pixels)
         if rows >= 8 and elements // (32 * warps) >= 8:
             found.add(Tile(lanes, rows, unroll, warps, max(1, pixels // (rows * unroll * steps))))
@@ -64,7 +68,13 @@ def stream_candidates(pixels: int) -> list[Tile]:
 def candidates(kernel: str, pixels: int) -> list[Tile | None]:
     if kernel.startswith('both'):
         return [None]
-    return [*(slab_candidates(pixels) if kernel in ('forward', 'backward') else stream_candidates(pixels))]
+    return [
+        *(
+            slab_candidates(pixels)
+            if kernel in ('forward', 'backward')
+            else stream_candidates(pixels)
+        )
+    ]
 
 
 def function(kernel: str, tile: Tile | None) -> Callable[..., Any]:
@@ -72,20 +82,37 @@ def function(kernel: str, tile: Tile | None) -> Callable[..., Any]:
 
     def both(op: Any, parts: Any, dy: Any, scale: Any, offset: Any) -> Any:
         y, pull = jax.vjp(
-            lambda *a: op(Features(a[0], (None,) * len(a[0])), a[1], a[2], groups=GROUPS, eps=EPS, silu=True), parts, scale, offset
+            lambda *a: op(
+                Features(a[0], (None,) * len(a[0])), a[1], a[2], groups=GROUPS, eps=EPS, silu=True
+            ),
+            parts,
+            scale,
+            offset,
         )
         return y, pull(dy)
 
     table: dict[str, Callable[..., Any]] = {
         'both': lambda p, m, dy, s, o, mean, inv, sums: both(vjp.group_norm, p, dy, s, o),
         'both_xla': lambda p, m, dy, s, o, mean, inv, sums: both(reference.group_norm, p, dy, s, o),
-        'forward': lambda p, m, dy, s, o, mean, inv, sums: apply.normalise(p, None, s, o, groups=GROUPS, eps=EPS, silu=True, tile=tile),
-        'normalise': lambda p, m, dy, s, o, mean, inv, sums: apply.normalise(p, m, s, o, groups=GROUPS, eps=EPS, silu=True, tile=tile),
-        'apply': lambda p, m, dy, s, o, mean, inv, sums: apply.apply(p, mean, inv, silu=True, tile=tile),
+        'forward': lambda p, m, dy, s, o, mean, inv, sums: apply.normalise(
+            p, None, s, o, groups=GROUPS, eps=EPS, silu=True, tile=tile
+        ),
+        'normalise': lambda p, m, dy, s, o, mean, inv, sums: apply.normalise(
+            p, m, s, o, groups=GROUPS, eps=EPS, silu=True, tile=tile
+        ),
+        'apply': lambda p, m, dy, s, o, mean, inv, sums: apply.apply(
+            p, mean, inv, silu=True, tile=tile
+        ),
         'moments': lambda p, m, dy, s, o, mean, inv, sums: statistics.moments(dy, tile=tile),
-        'channel_sums': lambda p, m, dy, s, o, mean, inv, sums: statistics.channel_sums(dy, tile=tile),
-        'backward': lambda p, m, dy, s, o, mean, inv, sums: backward.gradient(p, dy, s, o, mean, inv, groups=GROUPS, silu=True, tile=tile),
-        'gradient_sums': lambda p, m, dy, s, o, mean, inv, sums: backward.gradient_sums(p, dy, s, o, mean, inv, silu=True, tile=tile),
+        'channel_sums': lambda p, m, dy, s, o, mean, inv, sums: statistics.channel_sums(
+            dy, tile=tile
+        ),
+        'backward': lambda p, m, dy, s, o, mean, inv, sums: backward.gradient(
+            p, dy, s, o, mean, inv, groups=GROUPS, silu=True, tile=tile
+        ),
+        'gradient_sums': lambda p, m, dy, s, o, mean, inv, sums: backward.gradient_sums(
+            p, dy, s, o, mean, inv, silu=True, tile=tile
+        ),
         'gradient_sums_activation': lambda p, m, dy, s, o, mean, inv, sums: backward.gradient_sums(
             p, dy, s, o, mean, inv, silu=True, activation=True, tile=tile
         ),
@@ -96,18 +123,36 @@ def function(kernel: str, tile: Tile | None) -> Callable[..., Any]:
     return table[kernel]
 
 
-PASSES = {'forward': 2, 'normalise': 2, 'apply': 2, 'moments': 1, 'channel_sums': 1, 'backward': 3, 'gradient_sums': 2, 'gradient': 3}
+PASSES = {
+    'forward': 2,
+    'normalise': 2,
+    'apply': 2,
+    'moments': 1,
+    'channel_sums': 1,
+    'backward': 3,
+    'gradient_sums': 2,
+    'gradient': 3,
+}
 PASSES['gradient_sums_activation'] = 3
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument('--dtype', default='bfloat16')
     parser.add_argument('--batch', type=int, default=32)
     parser.add_argument('--shapes', default=ELEPHANTS64)
     parser.add_argument('--kernels', default='both_xla,both,forward,backward')
-    parser.add_argument('--seconds', type=float, default=60, help='time for compiling; candidates beyond it are left out')
-    parser.add_argument('--top', type=int, default=4, help='tiles printed for each shape and kernel')
+    parser.add_argument(
+        '--seconds',
+        type=float,
+        default=60,
+        help='time for compiling; candidates beyond it are left out',
+    )
+    parser.add_argument(
+        '--top', type=int, default=4, help='tiles printed for each shape and kernel'
+    )
     parser.add_argument('--write', action='store_true', help="update the device's table of tiles")
     args = parser.parse_args()
     start = time.monotonic()
@@ -117,19 +162,32 @@ def main() -> None:
     keys: dict[tuple[str, str], tile_table.Key] = {}
     chosen: dict[tile_table.Key, Tile] = {}
     for shape in args.shapes.split(','):
-        side, channels = int(shape.split(':')[0]), tuple(int(c) for c in shape.split(':')[1].split('+'))
+        side, channels = (
+            int(shape.split(':')[0]),
+            tuple(int(c) for c in shape.split(':')[1].split('+')),
+        )
         total = sum(channels)
-        parts = tuple(jax.random.normal(next(key), (args.batch, side, side, c), dtype) for c in channels)
+        parts = tuple(
+            jax.random.normal(next(key), (args.batch, side, side, c), dtype) for c in channels
+        )
         moments = tuple(jnp.ones((args.batch, c, 2)) for c in channels)
         small = [jax.random.normal(next(key), (n, total)) for n in (1, 1, args.batch, args.batch)]
         dy = jax.random.normal(next(key), (args.batch, side, side, total), dtype)
-        inputs[shape] = (parts, moments, dy, *small, jax.random.normal(next(key), (args.batch, 2, total)))
+        inputs[shape] = (
+            parts,
+            moments,
+            dy,
+            *small,
+            jax.random.normal(next(key), (args.batch, 2, total)),
+        )
         for kernel in args.kernels.split(','):
             tiles = candidates(kernel, side * side)
             random.Random(0).shuffle(tiles)
             if not kernel.startswith('both'):
                 sizes = args.batch, side * side, total
-                keys[shape, kernel] = key_of = tile_table.Key(f'group_norm/{kernel}', dtype.name, shape_class(*sizes))
+                keys[shape, kernel] = key_of = tile_table.Key(
+                    f'group_norm/{kernel}', dtype.name, shape_class(*sizes)
+                )
                 chosen[key_of] = choose_tile(kernel, dtype, *sizes, total // GROUPS)
                 tiles = [*dict.fromkeys([chosen[key_of], *tiles])]
             queues.append([(shape, kernel, tile) for tile in tiles])
@@ -156,29 +214,62 @@ def main() -> None:
 
     times = timing.trace_times({name: caller(name) for name in good}, rounds=CALLS)
 
-    results: dict[tuple[str, str], list[tuple[float, Tile | None, dict[str, float]]]] = collections.defaultdict(list)
+    results: dict[tuple[str, str], list[tuple[float, Tile | None, dict[str, float]]]] = (
+        collections.defaultdict(list)
+    )
     for name, found in times.items():
         shape, kernel, tile = jobs[int(name[1:])]
         results[shape, kernel].append((sum(found.kernels.values()), tile, found.kernels))
-    for (shape, kernel), rows in sorted(results.items(), key=lambda item: (item[0][1], args.shapes.find(item[0][0]))):
+    for (shape, kernel), rows in sorted(
+        results.items(), key=lambda item: (item[0][1], args.shapes.find(item[0][0]))
+    ):
         first = chosen[keys[shape, kernel]] if (shape, kernel) in keys else None
         default = next((us for us, tile, _ in rows if tile == first), float('nan'))
-        megabytes = args.batch * int(shape.split(':')[0]) ** 2 * inputs[shape][2].shape[-1] * dtype.itemsize / 1e6
-        row: dict[str, Any] = {'kernel': kernel, 'shape': shape, 'batch': args.batch, 'us': round(default, 1)}
+        megabytes = (
+            args.batch
+            * int(shape.split(':')[0]) ** 2
+            * inputs[shape][2].shape[-1]
+            * dtype.itemsize
+            / 1e6
+        )
+        row: dict[str, Any] = {
+            'kernel': kernel,
+            'shape': shape,
+            'batch': args.batch,
+            'us': round(default, 1),
+        }
         if kernel == 'both':
             xla = results[shape, 'both_xla'][0][0]
-            row |= {'xla': round(xla, 1), 'ratio': round(xla / default, 2), 'gbs': round(5 * megabytes / default * 1e3)}
-            row['kernels'] = {k.removeprefix('jaxunet_group_norm_'): round(us, 1) for k, us in rows[0][2].items()}
+            row |= {
+                'xla': round(xla, 1),
+                'ratio': round(xla / default, 2),
+                'gbs': round(5 * megabytes / default * 1e3),
+            }
+            row['kernels'] = {
+                k.removeprefix('jaxunet_group_norm_'): round(us, 1) for k, us in rows[0][2].items()
+            }
         elif kernel == 'both_xla':
             row['kernels'] = {k: round(us, 1) for k, us in rows[0][2].items()}
         else:
-            best = sorted((us, tile) for us, tile, _ in rows if tile is not None)[: args.top] if len(rows) > 1 else []
+            best = (
+                sorted((us, tile) for us, tile, _ in rows if tile is not None)[: args.top]
+                if len(rows) > 1
+                else []
+            )
             row['gbs'] = round(PASSES[kernel] * megabytes / default * 1e3)
-            row['best'] = [[round(us, 1), *[v for v in vars(tile).values()]] for us, tile in best if tile is not None]
+            row['best'] = [
+                [round(us, 1), *[v for v in vars(tile).values()]]
+                for us, tile in best
+                if tile is not None
+            ]
             row['tried'] = len(rows)
         print(json.dumps(row), flush=True)
     if args.write:
-        timed = {keys[job]: {tile: us for us, tile, _ in rows} for job, rows in results.items() if job in keys}
+        timed = {
+            keys[job]: {tile: us for us, tile, _ in rows}
+            for job, rows in results.items()
+            if job in keys
+        }
         print(tile_table.update(jax.devices()[0].device_kind, timed, chosen))
 
 

@@ -37,28 +37,54 @@ def group_norm(
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4, 5, 6))
-def _group_norm(x: Features, scale: Array, offset: Array, groups: int, eps: float, silu: bool, interpret: bool) -> Array:
+def _group_norm(
+    x: Features, scale: Array, offset: Array, groups: int, eps: float, silu: bool, interpret: bool
+) -> Array:
     return _forward(x, scale, offset, groups, eps, silu, interpret)[0]
 
 
-def _forward(x: Features, scale: Array, offset: Array, groups: int, eps: float, silu: bool, interpret: bool) -> tuple[Array, Any]:
+def _forward(
+    x: Features, scale: Array, offset: Array, groups: int, eps: float, silu: bool, interpret: bool
+) -> tuple[Array, Any]:
     known = x.moments
     first = x.parts[0]
     batch, height, width, _ = first.shape
     found: tuple[Array, ...] | None = None
-    if any(m is not None for m in known) or not owns_pixels(batch * x.channels * first.dtype.itemsize, height * width):
-        found = tuple(moments(p, interpret=interpret) if m is None else m for p, m in zip(x.parts, known, strict=True))
-    y, mean, inverse = normalise(x.parts, found, scale, offset, groups=groups, eps=eps, silu=silu, interpret=interpret)
+    if any(m is not None for m in known) or not owns_pixels(
+        batch * x.channels * first.dtype.itemsize, height * width
+    ):
+        found = tuple(
+            moments(p, interpret=interpret) if m is None else m
+            for p, m in zip(x.parts, known, strict=True)
+        )
+    y, mean, inverse = normalise(
+        x.parts, found, scale, offset, groups=groups, eps=eps, silu=silu, interpret=interpret
+    )
     return y, (x, scale, offset, mean, inverse)
 
 
-def _backward(groups: int, eps: float, silu: bool, interpret: bool, saved: Any, dy: Array) -> tuple[Features, Array, Array]:
+def _backward(
+    groups: int, eps: float, silu: bool, interpret: bool, saved: Any, dy: Array
+) -> tuple[Features, Array, Array]:
     x, scale, offset, mean, inverse = saved
     batch, height, width, channels = dy.shape
     sums = None
     if not owns_pixels(batch * channels * dy.dtype.itemsize, height * width):
-        sums, _ = gradient_sums(x.parts, dy, scale, offset, mean, inverse, silu=silu, interpret=interpret)
-    dx, sums = gradient(x.parts, dy, scale, offset, mean, inverse, groups=groups, silu=silu, sums=sums, interpret=interpret)
+        sums, _ = gradient_sums(
+            x.parts, dy, scale, offset, mean, inverse, silu=silu, interpret=interpret
+        )
+    dx, sums = gradient(
+        x.parts,
+        dy,
+        scale,
+        offset,
+        mean,
+        inverse,
+        groups=groups,
+        silu=silu,
+        sums=sums,
+        interpret=interpret,
+    )
     return Features(dx, x.zero_moments), *parameter_gradients(sums, scale, offset)
 
 

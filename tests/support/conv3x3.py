@@ -9,29 +9,47 @@ from jaxunet.ops.conv3x3.cases import Case
 
 
 def inputs(case: Case, dtype: str, batch: int):
-    shapes = {f'x{i}': ((batch, case.height, case.width, c), dtype) for i, c in enumerate(case.parts)}
+    shapes = {
+        f'x{i}': ((batch, case.height, case.width, c), dtype) for i, c in enumerate(case.parts)
+    }
     shapes['kernel'] = ((3, 3, case.channels, case.features), dtype)
     shapes['shift'] = ((batch if case.per_sample else 1, case.features), 'float32')
     if case.norm:
         shapes['scale'] = shapes['offset'] = ((1, case.channels), 'float32')
-    shapes |= {f'residual{i}': ((batch, case.height, case.width, c), dtype) for i, c in enumerate(case.residual)}
+    shapes |= {
+        f'residual{i}': ((batch, case.height, case.width, c), dtype)
+        for i, c in enumerate(case.residual)
+    }
     if case.residual and case.residual != (case.features,):
         shapes['shortcut'] = ((sum(case.residual), case.features), dtype)
     scales = {'kernel': (9 * case.channels) ** -0.5, 'shortcut': max(sum(case.residual), 1) ** -0.5}
-    return {name: (draw(shape, kind, scale=scales.get(name, 1.0)), kind) for name, (shape, kind) in shapes.items()}
+    return {
+        name: (draw(shape, kind, scale=scales.get(name, 1.0)), kind)
+        for name, (shape, kind) in shapes.items()
+    }
 
 
 def op(module, case: Case, **options):
     """The op of a module as a function of named arrays; with options of a norm's, all that it returns."""
 
     def call(**arrays):
-        x = Features(tuple(arrays[f'x{i}'] for i in range(len(case.parts))), (None,) * len(case.parts))
-        residual = Features(tuple(arrays[f'residual{i}'] for i in range(len(case.residual))), (None,) * len(case.residual))
-        around = {'residual': residual if case.residual else None, 'shortcut': arrays.get('shortcut')}
+        x = Features(
+            tuple(arrays[f'x{i}'] for i in range(len(case.parts))), (None,) * len(case.parts)
+        )
+        residual = Features(
+            tuple(arrays[f'residual{i}'] for i in range(len(case.residual))),
+            (None,) * len(case.residual),
+        )
+        around = {
+            'residual': residual if case.residual else None,
+            'shortcut': arrays.get('shortcut'),
+        }
         if not case.norm:
             return module.conv3x3(x, arrays['kernel'], arrays['shift'], **around).value
         affine = (arrays['scale'], arrays['offset'])
-        found = module.norm_silu_conv3x3(x, *affine, arrays['kernel'], arrays['shift'], groups=case.groups, **around, **options)
+        found = module.norm_silu_conv3x3(
+            x, *affine, arrays['kernel'], arrays['shift'], groups=case.groups, **around, **options
+        )
         return found if options else found.value
 
     return call

@@ -9,16 +9,26 @@ from jaxunet.ops.group_norm.cases import Case
 
 
 def inputs(case: Case, dtype: str, batch: int):
-    found = {f'x{i}': (draw((batch, case.height, case.width, c), dtype, offset=case.mean), dtype) for i, c in enumerate(case.parts)}
+    found = {
+        f'x{i}': (draw((batch, case.height, case.width, c), dtype, offset=case.mean), dtype)
+        for i, c in enumerate(case.parts)
+    }
     affine = (batch if case.per_sample else 1, case.channels)
-    return found | {'scale': (draw(affine, 'float32', offset=1.0), 'float32'), 'offset': (draw(affine, 'float32'), 'float32')}
+    return found | {
+        'scale': (draw(affine, 'float32', offset=1.0), 'float32'),
+        'offset': (draw(affine, 'float32'), 'float32'),
+    }
 
 
 def op(group_norm, case: Case, **options):
     """The op as a function of named arrays."""
 
     def call(**arrays):
-        x = Features(tuple(arrays[f'x{i}'] for i in range(len(case.parts))), (None,) * len(case.parts))
-        return group_norm(x, arrays['scale'], arrays['offset'], groups=case.groups, silu=case.silu, **options)
+        x = Features(
+            tuple(arrays[f'x{i}'] for i in range(len(case.parts))), (None,) * len(case.parts)
+        )
+        return group_norm(
+            x, arrays['scale'], arrays['offset'], groups=case.groups, silu=case.silu, **options
+        )
 
     return call

@@ -26,5 +26,7 @@ def narrow(arrays: Sequence[Array], dtype: Any) -> tuple[Array, ...]:
         raise ValueError('narrow: no arrays')
     if other := [array.dtype for array in arrays if array.dtype != jnp.float32]:
         raise ValueError(f'narrow: expected float32, found {other[0]}')
-    call = jax.ffi.ffi_call('jaxunet_narrow', [jax.ShapeDtypeStruct(array.shape, dtype) for array in arrays])
+    call = jax.ffi.ffi_call(
+        'jaxunet_narrow', [jax.ShapeDtypeStruct(array.shape, dtype) for array in arrays]
+    )
     return tuple(call(*arrays, tensors=np.int64(len(arrays))))

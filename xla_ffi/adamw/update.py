@@ -56,12 +56,21 @@ def adamw(
     Raises:
       ValueError: trees that differ, or an array of another type.
     """
-    kinds = [_leaves('params', params), _leaves('mu', mu), _leaves('nu', nu), *(_leaves('averages', tree) for tree in averages)]
+    kinds = [
+        _leaves('params', params),
+        _leaves('mu', mu),
+        _leaves('nu', nu),
+        *(_leaves('averages', tree) for tree in averages),
+    ]
     leaves = _leaves('gradients', gradients, GRADIENTS)
-    for name, found in zip(('params', 'mu', 'nu', *['averages'] * len(averages)), kinds, strict=True):
+    for name, found in zip(
+        ('params', 'mu', 'nu', *['averages'] * len(averages)), kinds, strict=True
+    ):
         if [leaf.shape for leaf in found] != [leaf.shape for leaf in leaves]:
             raise ValueError(f'adamw: {name}: shapes differ from those of the gradients')
-    scalars = jnp.stack([jnp.asarray(s, jnp.float32) for s in (take, factor, learning_rate, *corrections, *follow)])
+    scalars = jnp.stack(
+        [jnp.asarray(s, jnp.float32) for s in (take, factor, learning_rate, *corrections, *follow)]
+    )
     flat = [leaf for kind in kinds for leaf in kind]
     first = 1 + len(leaves)
     call = jax.ffi.ffi_call(
@@ -69,9 +78,23 @@ def adamw(
         [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in flat],
         input_output_aliases={first + i: i for i in range(len(flat))},
     )
-    constants = {'b1': rule.b1, 'b2': rule.b2, 'rest1': 1 - rule.b1, 'rest2': 1 - rule.b2, 'eps': rule.eps, 'decay': rule.weight_decay}
+    constants = {
+        'b1': rule.b1,
+        'b2': rule.b2,
+        'rest1': 1 - rule.b1,
+        'rest2': 1 - rule.b2,
+        'eps': rule.eps,
+        'decay': rule.weight_decay,
+    }
     attributes: dict[str, Any] = {name: np.float32(value) for name, value in constants.items()}
-    new = call(scalars, *leaves, *flat, averages=np.int64(len(averages)), tensors=np.int64(len(leaves)), **attributes)
+    new = call(
+        scalars,
+        *leaves,
+        *flat,
+        averages=np.int64(len(averages)),
+        tensors=np.int64(len(leaves)),
+        **attributes,
+    )
     each = [
         jax.tree.unflatten(jax.tree.structure(tree), new[i * len(leaves) : (i + 1) * len(leaves)])
         for i, tree in enumerate((params, mu, nu, *averages))

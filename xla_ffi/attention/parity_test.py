@@ -15,7 +15,12 @@ def check(case: Case, dtype: str, batch: int):
     assert_parity(
         lambda qkv: backend.attention(qkv, num_heads=case.heads),
         lambda qkv: reference.attention(qkv, num_heads=case.heads),
-        {'qkv': (draw((case.batch or batch, case.tokens, 3 * case.heads * case.width), dtype), dtype)},
+        {
+            'qkv': (
+                draw((case.batch or batch, case.tokens, 3 * case.heads * case.width), dtype),
+                dtype,
+            )
+        },
     )
 
 
@@ -35,7 +40,10 @@ def test_every_case(case, dtype):
 @pytest.mark.gpu
 @pytest.mark.parametrize('dtype', DTYPES)
 def test_runs_are_identical(dtype):
-    assert_runs_are_identical(lambda qkv: backend.attention(qkv, num_heads=6), {'qkv': (draw((4, 256, 576), dtype), dtype)})
+    assert_runs_are_identical(
+        lambda qkv: backend.attention(qkv, num_heads=6),
+        {'qkv': (draw((4, 256, 576), dtype), dtype)},
+    )
 
 
 def test_under_vmap_the_mapped_axis_joins_the_batch():
@@ -50,5 +58,7 @@ def test_under_vmap_the_mapped_axis_joins_the_batch():
 
 @pytest.mark.parametrize('qkv', [(1, 4, 25), (1, 4, 6 * 257)], ids=['indivisible', 'too_wide'])
 def test_mistakes_are_named(qkv):
-    with pytest.raises(ValueError, match=r'attention: (25 packed channels are not 3 x 2|heads of width 257)'):
+    with pytest.raises(
+        ValueError, match=r'attention: (25 packed channels are not 3 x 2|heads of width 257)'
+    ):
         backend.attention(jnp.zeros(qkv), num_heads=2)

@@ -44,13 +44,19 @@ def _compiles(config_settings: Settings) -> bool:
 
 def _requires(config_settings: Settings) -> list[str]:
     """nvcc, where it is wanted and missing."""
-    wanted = _compiles(config_settings) and sys.platform == 'linux' and os.environ.get('JAXUNET_CUDA', '1').lower() not in OFF
+    wanted = (
+        _compiles(config_settings)
+        and sys.platform == 'linux'
+        and os.environ.get('JAXUNET_CUDA', '1').lower() not in OFF
+    )
     return [TOOLKIT] if wanted and nvcc.machine() is None else []
 
 
 def _check(config_settings: Settings) -> None:
     names = [os.environ.get('CXX', ''), 'c++', 'g++', 'clang++', 'cl']
-    if _compiles(config_settings) and not any(name and shutil.which(name.split()[0]) for name in names):
+    if _compiles(config_settings) and not any(
+        name and shutil.which(name.split()[0]) for name in names
+    ):
         raise SystemExit(
             'jaxunet: no C++ compiler found for the handlers of backend=cuda and their CPU versions. Install one (apt install g++), '
             'or leave them out with: pip install -C wheel.cmake=false ...; the backends xla and pallas need none'
@@ -65,11 +71,15 @@ def get_requires_for_build_editable(config_settings: Settings = None) -> list[st
     return [*_build.get_requires_for_build_editable(config_settings), *_requires(config_settings)]
 
 
-def build_wheel(wheel_directory: str, config_settings: Settings = None, metadata_directory: str | None = None) -> str:
+def build_wheel(
+    wheel_directory: str, config_settings: Settings = None, metadata_directory: str | None = None
+) -> str:
     _check(config_settings)
     return _build.build_wheel(wheel_directory, config_settings, metadata_directory)
 
 
-def build_editable(wheel_directory: str, config_settings: Settings = None, metadata_directory: str | None = None) -> str:
+def build_editable(
+    wheel_directory: str, config_settings: Settings = None, metadata_directory: str | None = None
+) -> str:
     _check(config_settings)
     return _build.build_editable(wheel_directory, config_settings, metadata_directory)

@@ -11,7 +11,11 @@ import shutil
 def machine() -> str | None:
     """nvcc of CUDACXX, CUDA_HOME or CUDA_PATH, PATH, or the usual folder."""
     roots = [os.environ.get('CUDA_HOME'), os.environ.get('CUDA_PATH'), '/usr/local/cuda']
-    found = [os.environ.get('CUDACXX'), shutil.which('nvcc'), *(f'{root}/bin/nvcc' for root in roots if root)]
+    found = [
+        os.environ.get('CUDACXX'),
+        shutil.which('nvcc'),
+        *(f'{root}/bin/nvcc' for root in roots if root),
+    ]
     return next((path for path in found if path and os.access(path, os.X_OK)), None)
 
 
@@ -22,7 +26,14 @@ def wheels() -> str | None:
     except ModuleNotFoundError:
         return None
     folders = (spec and spec.submodule_search_locations) or []
-    return next((str(path) for folder in folders if (path := pathlib.Path(folder, 'bin', 'nvcc')).is_file()), None)
+    return next(
+        (
+            str(path)
+            for folder in folders
+            if (path := pathlib.Path(folder, 'bin', 'nvcc')).is_file()
+        ),
+        None,
+    )
 
 
 if __name__ == '__main__':

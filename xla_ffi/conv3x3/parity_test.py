@@ -48,7 +48,9 @@ PACKED = (
 
 def check(case: Case, dtype: str, batch: int):
     """In some draw: through the norm of a small group, a single element's rounding to 16 bits can be the largest error of a gradient."""
-    assert_parity_in_some_draw(op(vjp, case), op(reference, case), lambda: inputs(case, dtype, case.batch or batch))
+    assert_parity_in_some_draw(
+        op(vjp, case), op(reference, case), lambda: inputs(case, dtype, case.batch or batch)
+    )
 
 
 @pytest.mark.parametrize('dtype', [*DTYPES, 'float16'])
@@ -58,14 +60,22 @@ def test_awkward_shapes(case, dtype):
 
 
 @pytest.mark.parametrize('dtype', ['bfloat16', 'float16'])
-@pytest.mark.parametrize('case', [c for c in AWKWARD if c.norm and all(n % 8 == 0 for n in c.parts)], ids=lambda c: c.name)
+@pytest.mark.parametrize(
+    'case',
+    [c for c in AWKWARD if c.norm and all(n % 8 == 0 for n in c.parts)],
+    ids=lambda c: c.name,
+)
 def test_activation_inside_the_convolution(case, dtype, monkeypatch):
     monkeypatch.setattr(vjp, 'FUSED_PIXELS', 0)
     check(case, dtype, 2)
 
 
 @pytest.mark.parametrize('times', [1, 2])
-@pytest.mark.parametrize(('case', 'dtype'), [(AWKWARD[1], 'float32'), (AWKWARD[2], 'bfloat16')], ids=lambda c: getattr(c, 'name', c))
+@pytest.mark.parametrize(
+    ('case', 'dtype'),
+    [(AWKWARD[1], 'float32'), (AWKWARD[2], 'bfloat16')],
+    ids=lambda c: getattr(c, 'name', c),
+)
 def test_gradients_of_other_readers_are_added(case, dtype, times):
     plain = types.SimpleNamespace(norm_silu_conv3x3=passing(reference.norm_silu_conv3x3))
     ops = [op(module, case, passing=times) for module in (vjp, plain)]
@@ -80,18 +90,30 @@ def test_samples_with_scale_or_offset_of_their_own(rows):
     def drawn():
         arrays = inputs(case, 'float32', batch)
         again = [inputs(case, 'float32', batch) for _ in range(batch)]
-        return arrays | {name: (np.concatenate([a[name][0] for a in again]), 'float32') for name in rows}
+        return arrays | {
+            name: (np.concatenate([a[name][0] for a in again]), 'float32') for name in rows
+        }
 
     assert_parity_in_some_draw(op(vjp, case), op(reference, case), drawn)
 
 
 @pytest.mark.parametrize(('batch', 'height'), [(0, 3), (2, 0), (3, 4)])
-def test_without_pixels_the_weight_gradient_is_zero_and_still_adds_the_sums_of_a_norm(batch, height):
-    x, dy, sums = jnp.ones((batch, height, 5, 6)), jnp.zeros((batch, height, 5, 7)), jnp.arange(batch * 12.0).reshape(batch, 2, 6)
+def test_without_pixels_the_weight_gradient_is_zero_and_still_adds_the_sums_of_a_norm(
+    batch, height
+):
+    x, dy, sums = (
+        jnp.ones((batch, height, 5, 6)),
+        jnp.zeros((batch, height, 5, 7)),
+        jnp.arange(batch * 12.0).reshape(batch, 2, 6),
+    )
     kernel, shift = jnp.ones((3, 3, 6, 7)), jnp.ones((1, 7))
-    of_scale, of_offset, *others, added = vjp._parameter_gradients((x,), kernel, shift, None, dy, None, sums)
+    of_scale, of_offset, *others, added = vjp._parameter_gradients(
+        (x,), kernel, shift, None, dy, None, sums
+    )
     offset, scale = jnp.split(jnp.sum(sums, axis=0), 2)
-    for found, wanted in zip((of_scale, of_offset, *others), (scale, offset, 0 * kernel, 0 * shift), strict=True):
+    for found, wanted in zip(
+        (of_scale, of_offset, *others), (scale, offset, 0 * kernel, 0 * shift), strict=True
+    ):
         np.testing.assert_array_equal(found, wanted)
     assert added is None
 

@@ -70,7 +70,9 @@ def norm_silu_conv3x3(
       ValueError: shapes or types that do not fit each other, a shortcut without a residual, or channels not a multiple of `groups`.
     """
     added = check_operands(x, kernel, shift, residual, shortcut)
-    y, passed = _norm_conv(x, scale, offset, kernel, shift, added, groups, eps, checked(passing, 'norm_silu_conv3x3'))
+    y, passed = _norm_conv(
+        x, scale, offset, kernel, shift, added, groups, eps, checked(passing, 'norm_silu_conv3x3')
+    )
     return with_passed(Features.of(y), passed, x)
 
 
@@ -79,14 +81,29 @@ def _tiled(parts: Parts) -> bool:
     return parts[0].dtype != jnp.float32 and all(part.shape[3] % 8 == 0 for part in parts)
 
 
-def _convolve(parts: Parts, kernel: Array, shift: Array, added: Added | None, affine: Affine | None, *, flipped: bool = False) -> Array:
+def _convolve(
+    parts: Parts,
+    kernel: Array,
+    shift: Array,
+    added: Added | None,
+    affine: Affine | None,
+    *,
+    flipped: bool = False,
+) -> Array:
     """conv(act(x), kernel) + shift + added; `flipped`: with kernel[::-1, ::-1], its input and output channels exchanged."""
     first, features = parts[0], kernel.shape[2 if flipped else 3]
     extra, shortcut = (added.parts, added.shortcut) if added is not None else ((), None)
     matrix = () if shortcut is None else (shortcut.astype(first.dtype),)
     shape = jax.ShapeDtypeStruct((*first.shape[:3], features), first.dtype)
     return jax.ffi.ffi_call('jaxunet_conv3x3', shape, vmap_method='sequential')(
-        *(*parts, kernel.astype(first.dtype), shift.astype(jnp.float32), *extra, *matrix, *(affine or ())),
+        *(
+            *parts,
+            kernel.astype(first.dtype),
+            shift.astype(jnp.float32),
+            *extra,
+            *matrix,
+            *(affine or ()),
+        ),
         parts=np.int64(len(parts)),
         residuals=np.int64(len(extra)),
         flipped=flipped,
@@ -99,7 +116,10 @@ def _input_gradient(dy: Array, kernel: Array, widths: tuple[int, ...]) -> Parts:
     """The gradient by each part of the convolution's input."""
     ends = np.cumsum(widths)
     slices = (kernel[:, :, end - width : end] for end, width in zip(ends, widths, strict=True))
-    return tuple(_convolve((dy,), part, jnp.zeros((1, part.shape[2]), jnp.float32), None, None, flipped=True) for part in slices)
+    return tuple(
+        _convolve((dy,), part, jnp.zeros((1, part.shape[2]), jnp.float32), None, None, flipped=True)
+        for part in slices
+    )
 
 
 def _shortcut_gradient(dy: Array, shortcut: Array, projected: Parts) -> Parts:
@@ -110,7 +130,13 @@ def _shortcut_gradient(dy: Array, shortcut: Array, projected: Parts) -> Parts:
 
 
 def _parameter_gradients(
-    parts: Parts, kernel: Array, shift: Array, added: Any, dy: Array, affine: Affine | None, sums: Array | None = None
+    parts: Parts,
+    kernel: Array,
+    shift: Array,
+    added: Any,
+    dy: Array,
+    affine: Affine | None,
+    sums: Array | None = None,
 ) -> tuple[Any, ...]:
     """Gradients of kernel, shift and what was added, given what `needed` kept of that.
 
@@ -121,21 +147,38 @@ def _parameter_gradients(
     batch, features = dy.shape[0], dy.shape[3]
     pixels, weights = math.prod(dy.shape[:3]), sum(math.prod(w.shape) for w in (kernel, *shortcuts))
     # At least the gradients themselves, which are float32 until all sums are there.
-    workspace = max(min(weights * -(-pixels // 64), PARTIAL_SUMS), weights) + (2 * batch + PARTIAL_SHIFTS) * features
+    workspace = (
+        max(min(weights * -(-pixels // 64), PARTIAL_SUMS), weights)
+        + (2 * batch + PARTIAL_SHIFTS) * features
+    )
     # The kernels write the types that they can write: that of the parameters if it is float32 or that of x.
-    wanted = [(kernel.shape, kernel.dtype), ((shift.shape[0], features), shift.dtype), *((w.shape, w.dtype) for w in shortcuts)]
+    wanted = [
+        (kernel.shape, kernel.dtype),
+        ((shift.shape[0], features), shift.dtype),
+        *((w.shape, w.dtype) for w in shortcuts),
+    ]
     norm = () if sums is None else (sums,)
     wanted += [((1, sums.shape[2]), sums.dtype) for sums in norm for _ in range(2)]
-    shapes = [jax.ShapeDtypeStruct(shape, t if t in (jnp.float32, dy.dtype) else jnp.float32) for shape, t in wanted]
+    shapes = [
+        jax.ShapeDtypeStruct(shape, t if t in (jnp.float32, dy.dtype) else jnp.float32)
+        for shape, t in wanted
+    ]
     shapes += [jax.ShapeDtypeStruct((workspace,), jnp.float32)]
     call = jax.ffi.ffi_call('jaxunet_conv3x3_weight_gradient', shapes, vmap_method='sequential')
     counts = {'parts': np.int64(len(parts)), 'residuals': np.int64(len(projected))}
     flags = {'activation': affine is not None, 'norm': sums is not None}
     found = call(*parts, dy, *(affine or ()), *projected, *norm, **counts, **flags)
-    dkernel, dshift, *others = (gradient.astype(t) for gradient, (_, t) in zip(found[:-1], wanted, strict=True))
+    dkernel, dshift, *others = (
+        gradient.astype(t) for gradient, (_, t) in zip(found[:-1], wanted, strict=True)
+    )
     of_shortcut, of_norm = others[: len(shortcuts)], others[len(shortcuts) :]
     if projects:
-        return *of_norm, dkernel, dshift, Added(_shortcut_gradient(dy, added.shortcut, projected), *of_shortcut)
+        return (
+            *of_norm,
+            dkernel,
+            dshift,
+            Added(_shortcut_gradient(dy, added.shortcut, projected), *of_shortcut),
+        )
     return *of_norm, dkernel, dshift, None if added is None else Added((dy,), None)
 
 
@@ -144,7 +187,9 @@ def _conv(parts: Parts, kernel: Array, shift: Array, added: Added | None) -> Arr
     return _convolve(parts, kernel, shift, added, None)
 
 
-def _conv_forward(parts: Parts, kernel: Array, shift: Array, added: Added | None) -> tuple[Array, Any]:
+def _conv_forward(
+    parts: Parts, kernel: Array, shift: Array, added: Added | None
+) -> tuple[Array, Any]:
     return _conv(parts, kernel, shift, added), (parts, kernel, outline(shift), needed(added))
 
 
@@ -161,13 +206,29 @@ def _fuses_activation(parts: Parts) -> bool:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(6, 7, 8))
 def _norm_conv(
-    x: Features, scale: Array, offset: Array, kernel: Array, shift: Array, added: Added | None, groups: int, eps: float, passing: int
+    x: Features,
+    scale: Array,
+    offset: Array,
+    kernel: Array,
+    shift: Array,
+    added: Added | None,
+    groups: int,
+    eps: float,
+    passing: int,
 ) -> Any:
     return _norm_conv_forward(x, scale, offset, kernel, shift, added, groups, eps, passing)[0]
 
 
 def _norm_conv_forward(
-    x: Features, scale: Array, offset: Array, kernel: Array, shift: Array, added: Added | None, groups: int, eps: float, passing: int
+    x: Features,
+    scale: Array,
+    offset: Array,
+    kernel: Array,
+    shift: Array,
+    added: Added | None,
+    groups: int,
+    eps: float,
+    passing: int,
 ) -> tuple[Any, Any]:
     if _fuses_activation(x.parts):
         norm = statistics(x, scale, offset, groups=groups, eps=eps)
@@ -176,22 +237,47 @@ def _norm_conv_forward(
     else:
         active, (*_, mean, inverse) = normalise(x, scale, offset, groups, eps, True)
         y, affine = _convolve((active,), kernel, shift, added, None), None
-    return (y, (x.parts,) * passing), (x, scale, offset, kernel, outline(shift), needed(added), mean, inverse, affine)
+    return (y, (x.parts,) * passing), (
+        x,
+        scale,
+        offset,
+        kernel,
+        outline(shift),
+        needed(added),
+        mean,
+        inverse,
+        affine,
+    )
 
 
-def _norm_conv_backward(groups: int, eps: float, passing: int, saved: Any, given: Any) -> tuple[Any, ...]:
+def _norm_conv_backward(
+    groups: int, eps: float, passing: int, saved: Any, given: Any
+) -> tuple[Any, ...]:
     del eps, passing
     (dy, passed), (x, scale, offset, kernel, shift, added, mean, inverse, affine) = given, saved
     (dactive,) = _input_gradient(dy, kernel, (x.channels,))
     # What the forward pass did not keep, the weight gradient applies again, or this launch writes again. Where samples share scale and
     # offset, their sums are added with the weight gradient's.
     shared = scale.shape[0] == offset.shape[0] == 1
-    options: dict[str, Any] = {'groups': groups, 'silu': True, 'activation': affine is None, 'added': passed, 'samples': not shared}
+    options: dict[str, Any] = {
+        'groups': groups,
+        'silu': True,
+        'activation': affine is None,
+        'added': passed,
+        'samples': not shared,
+    }
     found = gradient(x.parts, dactive, scale, offset, mean, inverse, **options)
     parts = x.parts if found.active is None else (found.active,)
-    others = _parameter_gradients(parts, kernel, shift, added, dy, affine, found.sums if shared else None)
+    others = _parameter_gradients(
+        parts, kernel, shift, added, dy, affine, found.sums if shared else None
+    )
     of_scale, of_offset, *rest = others if shared else (found.scale, found.offset, *others)
-    return Features(found.dx, x.zero_moments), of_scale.astype(scale.dtype), of_offset.astype(offset.dtype), *rest
+    return (
+        Features(found.dx, x.zero_moments),
+        of_scale.astype(scale.dtype),
+        of_offset.astype(offset.dtype),
+        *rest,
+    )
 
 
 _conv.defvjp(_conv_forward, _conv_backward)

@@ -15,7 +15,11 @@ from xla_ffi.group_norm import vjp
 def check(case: Case, dtype: str, batch: int):
     if case.mean and dtype != 'float32':
         pytest.skip('such a mean leaves no deviations in 16 bits')
-    assert_parity(op(vjp.group_norm, case), op(reference.group_norm, case), inputs(case, dtype, case.batch or batch))
+    assert_parity(
+        op(vjp.group_norm, case),
+        op(reference.group_norm, case),
+        inputs(case, dtype, case.batch or batch),
+    )
 
 
 @pytest.mark.parametrize('dtype', [*DTYPES, 'float16'])
@@ -33,7 +37,10 @@ def test_every_case(case, dtype):
 
 def check_passing(case: Case, dtype: str, times: int):
     """The gradients that x has besides, of random cotangents, are added to its own."""
-    ops = (op(group_norm, case, passing=times) for group_norm in (vjp.group_norm, passing(reference.group_norm)))
+    ops = (
+        op(group_norm, case, passing=times)
+        for group_norm in (vjp.group_norm, passing(reference.group_norm))
+    )
     assert_parity(*ops, inputs(case, dtype, case.batch or 3))
 
 
@@ -51,7 +58,9 @@ FLOWS = (  # large enough, and enough of them, to take two kernels
     Case(22, 21, (256, 192), batch=15, per_sample=True),
     Case(48, 45, (96,), batch=16, mean=1000.0),
 )
-LONG = Case(61, 41, (128, 64), groups=1, batch=2)  # more pixels than the shared memory of a cluster holds
+LONG = Case(
+    61, 41, (128, 64), groups=1, batch=2
+)  # more pixels than the shared memory of a cluster holds
 
 
 @pytest.mark.gpu
@@ -79,22 +88,32 @@ def test_runs_are_identical(case, dtype):
 @pytest.mark.parametrize('case', AWKWARD[:4], ids=lambda c: c.name)
 def test_the_backward_pass_writes_the_activation_again(case):
     """The same numbers as forward, to a rounding or two: both compute in float32 or more."""
-    drawn = {name: jnp.asarray(value, dtype) for name, (value, dtype) in inputs(case, 'float32', case.batch or 2).items()}
+    drawn = {
+        name: jnp.asarray(value, dtype)
+        for name, (value, dtype) in inputs(case, 'float32', case.batch or 2).items()
+    }
     parts = tuple(value for name, value in drawn.items() if name.startswith('x'))
     x, scale, offset = Features(parts, (None,) * len(parts)), drawn['scale'], drawn['offset']
     y = vjp.group_norm(x, scale, offset, groups=case.groups, silu=case.silu)
     norm = vjp.statistics(x, scale, offset, groups=case.groups, eps=1e-5)
     options = {'groups': case.groups, 'silu': case.silu}
-    found = vjp.gradient(parts, jnp.ones_like(y), scale, offset, norm.mean, norm.inverse, activation=True, **options)
+    found = vjp.gradient(
+        parts, jnp.ones_like(y), scale, offset, norm.mean, norm.inverse, activation=True, **options
+    )
     np.testing.assert_allclose(found.active, y, rtol=0, atol=4e-7 * float(jnp.max(jnp.abs(y))))
     plain = vjp.gradient(parts, jnp.ones_like(y), scale, offset, norm.mean, norm.inverse, **options)
     assert plain.active is None
-    for a, b in zip((*found.dx, found.scale, found.offset), (*plain.dx, plain.scale, plain.offset), strict=True):
+    for a, b in zip(
+        (*found.dx, found.scale, found.offset), (*plain.dx, plain.scale, plain.offset), strict=True
+    ):
         np.testing.assert_array_equal(a, b)
 
 
 def test_x_is_passed_on_at_most_twice():
     x, row = Features.of(jnp.ones((1, 2, 2, 8)), jnp.ones((1, 8, 2))), jnp.ones((1, 8))
-    assert [again.moments[0] is x.moments[0] for again in vjp.group_norm(x, row, row, groups=4, passing=2)[1:]] == [True, True]
+    assert [
+        again.moments[0] is x.moments[0]
+        for again in vjp.group_norm(x, row, row, groups=4, passing=2)[1:]
+    ] == [True, True]
     with pytest.raises(ValueError, match='group_norm: passing=3; expected 0 to 2'):
         vjp.group_norm(x, row, row, groups=4, passing=3)

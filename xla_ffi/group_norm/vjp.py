@@ -75,10 +75,21 @@ def statistics(x: Features, scale: Array, offset: Array, *, groups: int, eps: fl
     group_size(x.channels, groups)
     known = [m for m in x.moments if m is not None]
     if len(known) == len(x.parts):
-        return Norm(*reference.combine(jnp.concatenate(known, axis=1), scale, offset, groups=groups, eps=eps))
+        return Norm(
+            *reference.combine(
+                jnp.concatenate(known, axis=1), scale, offset, groups=groups, eps=eps
+            )
+        )
     shape = jax.ShapeDtypeStruct((x.parts[0].shape[0], x.channels), jnp.float32)
     call = jax.ffi.ffi_call('jaxunet_group_norm_statistics', [shape] * 4, vmap_method='sequential')
-    return Norm(*call(*_operands(x, scale, offset), parts=np.int64(len(x.parts)), groups=np.int64(groups), eps=np.float32(eps)))
+    return Norm(
+        *call(
+            *_operands(x, scale, offset),
+            parts=np.int64(len(x.parts)),
+            groups=np.int64(groups),
+            eps=np.float32(eps),
+        )
+    )
 
 
 def _operands(x: Features, scale: Array, offset: Array) -> tuple[Array, ...]:
@@ -126,47 +137,80 @@ def gradient(
     """
     batch, *_, channels = dy.shape
     float32 = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.float32)
-    shapes = [float32((batch, 2, channels)), *[float32(row.shape) for row in (scale, offset)] * samples]
-    shapes += [jax.ShapeDtypeStruct(p.shape, p.dtype) for p in parts] + [jax.ShapeDtypeStruct(dy.shape, dy.dtype)] * activation
+    shapes = [
+        float32((batch, 2, channels)),
+        *[float32(row.shape) for row in (scale, offset)] * samples,
+    ]
+    shapes += [jax.ShapeDtypeStruct(p.shape, p.dtype) for p in parts] + [
+        jax.ShapeDtypeStruct(dy.shape, dy.dtype)
+    ] * activation
     call = jax.ffi.ffi_call('jaxunet_group_norm_gradient', shapes, vmap_method='sequential')
     affine = (scale.astype(jnp.float32), offset.astype(jnp.float32), mean, inverse)
-    counts = {'parts': np.int64(len(parts)), 'added': np.int64(len(added)), 'groups': np.int64(groups)}
+    counts = {
+        'parts': np.int64(len(parts)),
+        'added': np.int64(len(added)),
+        'groups': np.int64(groups),
+    }
     others = itertools.chain.from_iterable(added)
     flags = {'silu': silu, 'activation': activation, 'samples': samples}
     sums, *arrays = call(*parts, dy, *affine, *others, **counts, **flags)
-    of_scale, of_offset = (arrays.pop(0).astype(row.dtype) if samples else None for row in (scale, offset))
-    return Gradient(tuple(arrays[: len(parts)]), sums, of_scale, of_offset, arrays[-1] if activation else None)
+    of_scale, of_offset = (
+        arrays.pop(0).astype(row.dtype) if samples else None for row in (scale, offset)
+    )
+    return Gradient(
+        tuple(arrays[: len(parts)]), sums, of_scale, of_offset, arrays[-1] if activation else None
+    )
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4, 5, 6))
-def _group_norm(x: Features, scale: Array, offset: Array, groups: int, eps: float, silu: bool, passing: int) -> Any:
+def _group_norm(
+    x: Features, scale: Array, offset: Array, groups: int, eps: float, silu: bool, passing: int
+) -> Any:
     return _forward(x, scale, offset, groups, eps, silu, passing)[0]
 
 
-def _forward(x: Features, scale: Array, offset: Array, groups: int, eps: float, silu: bool, passing: int) -> tuple[Any, Any]:
+def _forward(
+    x: Features, scale: Array, offset: Array, groups: int, eps: float, silu: bool, passing: int
+) -> tuple[Any, Any]:
     y, saved = normalise(x, scale, offset, groups, eps, silu)
     return (y, (x.parts,) * passing), saved
 
 
-def normalise(x: Features, scale: Array, offset: Array, groups: int, eps: float, silu: bool) -> tuple[Array, Any]:
+def normalise(
+    x: Features, scale: Array, offset: Array, groups: int, eps: float, silu: bool
+) -> tuple[Array, Any]:
     """The result of `group_norm`, and what its gradient needs: x, scale, offset, and the groups' mean and inverse deviation."""
     attributes: dict[str, Any] = {'parts': np.int64(len(x.parts)), 'silu': silu}
     shape = jax.ShapeDtypeStruct((*x.parts[0].shape[:3], x.channels), x.dtype)
     if all(m is not None for m in x.moments):
         norm = statistics(x, scale, offset, groups=groups, eps=eps)
         call = jax.ffi.ffi_call('jaxunet_group_norm_apply', shape, vmap_method='sequential')
-        return call(*x.parts, norm.a, norm.b, **attributes), (x, scale, offset, norm.mean, norm.inverse)
+        return call(*x.parts, norm.a, norm.b, **attributes), (
+            x,
+            scale,
+            offset,
+            norm.mean,
+            norm.inverse,
+        )
     group_size(x.channels, groups)
     rows = jax.ShapeDtypeStruct((shape.shape[0], x.channels), jnp.float32)
-    whole = jax.ffi.ffi_call('jaxunet_group_norm_forward', [shape, rows, rows], vmap_method='sequential')
-    y, mean, inverse = whole(*_operands(x, scale, offset), groups=np.int64(groups), eps=np.float32(eps), **attributes)
+    whole = jax.ffi.ffi_call(
+        'jaxunet_group_norm_forward', [shape, rows, rows], vmap_method='sequential'
+    )
+    y, mean, inverse = whole(
+        *_operands(x, scale, offset), groups=np.int64(groups), eps=np.float32(eps), **attributes
+    )
     return y, (x, scale, offset, mean, inverse)
 
 
-def _backward(groups: int, eps: float, silu: bool, passing: int, saved: Any, given: Any) -> tuple[Any, ...]:
+def _backward(
+    groups: int, eps: float, silu: bool, passing: int, saved: Any, given: Any
+) -> tuple[Any, ...]:
     del eps, passing
     (dy, added), (x, scale, offset, mean, inverse) = given, saved
-    found = gradient(x.parts, dy, scale, offset, mean, inverse, groups=groups, silu=silu, added=added)
+    found = gradient(
+        x.parts, dy, scale, offset, mean, inverse, groups=groups, silu=silu, added=added
+    )
     return Features(found.dx, x.zero_moments), found.scale, found.offset
 
 

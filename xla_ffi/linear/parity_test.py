@@ -11,12 +11,18 @@ from xla_ffi.linear import vjp
 
 def inputs(case: Case, dtype: str, batch: int, weights: str):
     image = (batch, case.height, case.width)
-    shapes = {'x': ((*image, case.channels), dtype), 'kernel': ((case.channels, case.features), weights)}
+    shapes = {
+        'x': ((*image, case.channels), dtype),
+        'kernel': ((case.channels, case.features), weights),
+    }
     shapes['bias'] = ((1, case.features), 'float32')
     if case.residual:
         shapes['residual'] = ((*image, case.features), dtype)
     scales = {'kernel': case.channels**-0.5}
-    return {name: (draw(shape, kind, scale=scales.get(name, 1.0)), kind) for name, (shape, kind) in shapes.items()}
+    return {
+        name: (draw(shape, kind, scale=scales.get(name, 1.0)), kind)
+        for name, (shape, kind) in shapes.items()
+    }
 
 
 def check(case: Case, dtype: str, batch: int):
@@ -73,11 +79,17 @@ X = (2, 3, 4, 8)
         ({'kernel': (1, 1, 8, 5)}, r'kernel: shape \[1, 1, 8, 5\]'),
         ({'bias': (5,)}, r'bias: shape \[5\]; expected \[1, 5\]'),
         ({'bias': (2, 5)}, r'bias: shape \[2, 5\]; expected \[1, 5\]'),
-        ({'residual': (2, 3, 4, 8)}, r'residual is float32\[2, 3, 4, 8\]; expected float32\[2, 3, 4, 5\]'),
+        (
+            {'residual': (2, 3, 4, 8)},
+            r'residual is float32\[2, 3, 4, 8\]; expected float32\[2, 3, 4, 5\]',
+        ),
     ],
 )
 def test_wrong_calls_say_what_is_expected(shapes, message):
-    arrays = {name: jnp.zeros(shape) for name, shape in ({'x': X, 'kernel': (8, 5), 'bias': (1, 5)} | shapes).items()}
+    arrays = {
+        name: jnp.zeros(shape)
+        for name, shape in ({'x': X, 'kernel': (8, 5), 'bias': (1, 5)} | shapes).items()
+    }
     with pytest.raises(ValueError, match=f'linear: {message}'):
         vjp.linear(**arrays)
 
@@ -86,5 +98,8 @@ def test_wrong_types_say_what_is_expected():
     x, kernel, bias = jnp.zeros(X, jnp.bfloat16), jnp.zeros((8, 5)), jnp.zeros((1, 5))
     with pytest.raises(ValueError, match=r'linear: x: int8; expected bfloat16, float16 or float32'):
         vjp.linear(x.astype(jnp.int8), kernel, bias)
-    with pytest.raises(ValueError, match=r'linear: residual is float32\[2, 3, 4, 5\]; expected bfloat16\[2, 3, 4, 5\]'):
+    with pytest.raises(
+        ValueError,
+        match=r'linear: residual is float32\[2, 3, 4, 5\]; expected bfloat16\[2, 3, 4, 5\]',
+    ):
         vjp.linear(x, kernel, bias, residual=jnp.zeros((2, 3, 4, 5)))

@@ -32,17 +32,25 @@ def linear(
       ValueError: shapes or types that do not fit each other.
     """
     if x.ndim != 4 or not x.shape[3]:
-        raise ValueError(f'linear: x: shape {list(x.shape)}; expected [batch, height, width, channels]')
+        raise ValueError(
+            f'linear: x: shape {list(x.shape)}; expected [batch, height, width, channels]'
+        )
     if x.dtype not in (jnp.float32, jnp.float16, jnp.bfloat16):
         raise ValueError(f'linear: x: {x.dtype}; expected bfloat16, float16 or float32')
     if kernel.ndim != 2 or kernel.shape[0] != x.shape[3]:
-        raise ValueError(f'linear: kernel: shape {list(kernel.shape)}; expected [{x.shape[3]}, features]')
+        raise ValueError(
+            f'linear: kernel: shape {list(kernel.shape)}; expected [{x.shape[3]}, features]'
+        )
     features = kernel.shape[1]
     if bias.shape != (1, features):
         raise ValueError(f'linear: bias: shape {list(bias.shape)}; expected [1, {features}]')
-    if residual is not None and (residual.shape != (*x.shape[:3], features) or residual.dtype != x.dtype):
+    if residual is not None and (
+        residual.shape != (*x.shape[:3], features) or residual.dtype != x.dtype
+    ):
         expected = f'{x.dtype}{[*x.shape[:3], features]}'
-        raise ValueError(f'linear: residual is {residual.dtype}{list(residual.shape)}; expected {expected}')
+        raise ValueError(
+            f'linear: residual is {residual.dtype}{list(residual.shape)}; expected {expected}'
+        )
     return _linear(x, kernel, bias, residual)
 
 
@@ -51,7 +59,9 @@ def _linear(x: Array, kernel: Array, bias: Array, residual: Array | None) -> Arr
     shape = jax.ShapeDtypeStruct((*x.shape[:3], kernel.shape[1]), x.dtype)
     added = () if residual is None else (residual,)
     call = jax.ffi.ffi_call('jaxunet_linear', shape, vmap_method='sequential')
-    return call(x, kernel.astype(x.dtype), bias.astype(jnp.float32), *added, residual=residual is not None)
+    return call(
+        x, kernel.astype(x.dtype), bias.astype(jnp.float32), *added, residual=residual is not None
+    )
 
 
 def _forward(x: Array, kernel: Array, bias: Array, residual: Array | None) -> tuple[Array, Any]:
@@ -64,12 +74,20 @@ def _backward(saved: Any, dy: Array) -> tuple[Any, ...]:
     dx = jax.lax.dot_general(dy, kernel.astype(dy.dtype), (((3,), (1,)), ((), ())))
     pixels, weights, features = math.prod(x.shape[:3]), math.prod(kernel.shape), kernel.shape[1]
     # At least the gradients themselves, which are float32 until all sums are there.
-    workspace = max(min(weights * -(-pixels // 64), PARTIAL_SUMS), weights) + (x.shape[0] + PARTIAL_BIASES) * features
+    workspace = (
+        max(min(weights * -(-pixels // 64), PARTIAL_SUMS), weights)
+        + (x.shape[0] + PARTIAL_BIASES) * features
+    )
     # The kernels write the types that they can write: that of the parameters if it is float32 or that of x.
     wanted = [(kernel.shape, kernel.dtype), ((1, features), bias.dtype)]
-    shapes = [jax.ShapeDtypeStruct(shape, t if t in (jnp.float32, x.dtype) else jnp.float32) for shape, t in wanted]
+    shapes = [
+        jax.ShapeDtypeStruct(shape, t if t in (jnp.float32, x.dtype) else jnp.float32)
+        for shape, t in wanted
+    ]
     shapes += [jax.ShapeDtypeStruct((workspace,), jnp.float32)]
-    dkernel, dbias, _ = jax.ffi.ffi_call('jaxunet_linear_weight_gradient', shapes, vmap_method='sequential')(x, dy)
+    dkernel, dbias, _ = jax.ffi.ffi_call(
+        'jaxunet_linear_weight_gradient', shapes, vmap_method='sequential'
+    )(x, dy)
     return dx, dkernel.astype(kernel.dtype), dbias.astype(bias.dtype), dy if adds else None
 
 

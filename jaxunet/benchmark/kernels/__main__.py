@@ -34,10 +34,20 @@ from jaxunet.runtime.errors import UserError
 from jaxunet.runtime.measurement import Measurement
 
 OPS = flags.DEFINE_list('ops', [], f'Some of {", ".join(KINDS)}; default: all.')
-BATCH_SIZES = flags.DEFINE_list('batch_sizes', ['32', '256'], 'Batch sizes, the most important first.')
-DIRECTIONS = flags.DEFINE_list('directions', [], 'Some of the directions that the ops are measured in, such as forward; default: all.')
-CASES = flags.DEFINE_string('cases', '', 'Regular expression that is searched for in the names of cases; default: all.')
-SECONDS = flags.DEFINE_float('seconds', 120, 'Nothing is compiled after this; what is then missing is listed.', lower_bound=0)
+BATCH_SIZES = flags.DEFINE_list(
+    'batch_sizes', ['32', '256'], 'Batch sizes, the most important first.'
+)
+DIRECTIONS = flags.DEFINE_list(
+    'directions',
+    [],
+    'Some of the directions that the ops are measured in, such as forward; default: all.',
+)
+CASES = flags.DEFINE_string(
+    'cases', '', 'Regular expression that is searched for in the names of cases; default: all.'
+)
+SECONDS = flags.DEFINE_float(
+    'seconds', 120, 'Nothing is compiled after this; what is then missing is listed.', lower_bound=0
+)
 OUTPUT = flags.DEFINE_string('output', 'kernels.jsonl', 'File that rows are appended to.')
 TABLE = flags.DEFINE_string('table', None, 'Print the tables of this file of rows, and exit.')
 
@@ -54,16 +64,31 @@ def main(argv: Sequence[str]) -> int:
     for backend in installed():
         if missing := backend.unavailable():
             logging.info('without the %s: %s', backend.title, missing)
-    jax.config.update('jax_enable_compilation_cache', False)  # a program from the cache would show no compile time
-    sys.setswitchinterval(0.05)  # lowering is Python: threads that take turns too often slow one another
-    origin = {'kind': 'kernel', 'time': datetime.datetime.now(datetime.UTC).isoformat(timespec='seconds'), **rows.provenance()}
-    origin |= {'devices': 1, 'command': shlex.join(['python', '-m', 'jaxunet.benchmark.kernels', *sys.argv[1:]])}
+    jax.config.update(
+        'jax_enable_compilation_cache', False
+    )  # a program from the cache would show no compile time
+    sys.setswitchinterval(
+        0.05
+    )  # lowering is Python: threads that take turns too often slow one another
+    origin = {
+        'kind': 'kernel',
+        'time': datetime.datetime.now(datetime.UTC).isoformat(timespec='seconds'),
+        **rows.provenance(),
+    }
+    origin |= {
+        'devices': 1,
+        'command': shlex.join(['python', '-m', 'jaxunet.benchmark.kernels', *sys.argv[1:]]),
+    }
     measured, late = [], []
     stop = time.monotonic() + SECONDS.value
     apart = target is device.Target.HOPPER and importlib.util.find_spec('flatbuffers') is not None
     pool = lowering.pool() if apart else None
     try:
-        elsewhere = lowering.start(pool, wanted, kernels.DTYPE, jax.devices()[0].device_kind) if pool else {}
+        elsewhere = (
+            lowering.start(pool, wanted, kernels.DTYPE, jax.devices()[0].device_kind)
+            if pool
+            else {}
+        )
         for found in kernels.measure(wanted, stop=stop, elsewhere=elsewhere):
             if isinstance(found, Measurement):
                 late.append(found)
@@ -74,7 +99,11 @@ def main(argv: Sequence[str]) -> int:
     finally:
         if pool:
             pool.shutdown(cancel_futures=True)
-    failed = [f'{row["op"]} {row["direction"]}, {row["case"]}, batch {row["batch"]}: {row["error"]}' for row in measured if row['error']]
+    failed = [
+        f'{row["op"]} {row["direction"]}, {row["case"]}, batch {row["batch"]}: {row["error"]}'
+        for row in measured
+        if row['error']
+    ]
     if any(row['error'] is None for row in measured):
         print(kernel_table.summary(measured))
     if late:

@@ -18,7 +18,9 @@ from jaxunet.runtime.plugins import Backend
 CASES = ELEPHANTS64 + CIFAR10
 
 
-def measurements(batch: int, dtype: DTypeLike = jnp.bfloat16, backends: Sequence[Backend] = ()) -> Iterator[Measurement]:
+def measurements(
+    batch: int, dtype: DTypeLike = jnp.bfloat16, backends: Sequence[Backend] = ()
+) -> Iterator[Measurement]:
     """Everything to time at a batch size, on XLA and the backends that have kernels for it.
 
     Backward counts 2.5 times forward's work, the weights computed again (arXiv 2307.08691).
@@ -26,11 +28,16 @@ def measurements(batch: int, dtype: DTypeLike = jnp.bfloat16, backends: Sequence
     for case in CASES:
         channels, flops = case.heads * case.width, case.flops(batch)
         inputs = {'qkv': jax.ShapeDtypeStruct((batch, case.tokens, 3 * channels), dtype)}
-        sides = {name: _side(case.heads, op) for name, op in implementations('attention', backends).items()}
+        sides = {
+            name: _side(case.heads, op)
+            for name, op in implementations('attention', backends).items()
+        }
         yield Measurement('attention', case.name, 'forward', batch, sides, inputs, flops)
         both = {name: with_gradients(side) for name, side in sides.items()}
         inputs = inputs | {'dy': jax.ShapeDtypeStruct((batch, case.tokens, channels), dtype)}
-        yield Measurement('attention', case.name, 'forward+backward', batch, both, inputs, flops * 7 // 2)
+        yield Measurement(
+            'attention', case.name, 'forward+backward', batch, both, inputs, flops * 7 // 2
+        )
 
 
 def _side(heads: int, op: Callable[..., Any]) -> Callable[[dict[str, Any]], Any]:

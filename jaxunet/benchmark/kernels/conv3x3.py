@@ -20,23 +20,34 @@ IMAGE_CHANNELS = 3
 Named = dict[str, Any]
 
 
-def measurements(batch: int, dtype: DTypeLike = jnp.bfloat16, backends: Sequence[Backend] = ()) -> Iterator[Measurement]:
+def measurements(
+    batch: int, dtype: DTypeLike = jnp.bfloat16, backends: Sequence[Backend] = ()
+) -> Iterator[Measurement]:
     """Everything to time at a batch size, on XLA and the backends that have kernels for it.
 
     Plain convolutions are named by height, width and channels, fused ones as their case.
     """
-    shapes = dict.fromkeys((case.height, case.width, case.channels, case.features) for case in CASES)
+    shapes = dict.fromkeys(
+        (case.height, case.width, case.channels, case.features) for case in CASES
+    )
     for shape in shapes:
-        yield from _plain(Case(*shape[:2], (shape[2],), shape[3], norm=False), batch, dtype, backends)
+        yield from _plain(
+            Case(*shape[:2], (shape[2],), shape[3], norm=False), batch, dtype, backends
+        )
     for case in dict.fromkeys(case for case in CASES if case.norm):
         yield from _fused(case, batch, dtype, backends)
 
 
-def _plain(case: Case, batch: int, dtype: DTypeLike, backends: Sequence[Backend]) -> Iterator[Measurement]:
+def _plain(
+    case: Case, batch: int, dtype: DTypeLike, backends: Sequence[Backend]
+) -> Iterator[Measurement]:
     array = jax.ShapeDtypeStruct
     image = batch, case.height, case.width
     x, dy = array((*image, case.channels), dtype), array((*image, case.features), dtype)
-    kernel, shift = array((3, 3, case.channels, case.features), dtype), array((1, case.features), jnp.float32)
+    kernel, shift = (
+        array((3, 3, case.channels, case.features), dtype),
+        array((1, case.features), jnp.float32),
+    )
 
     # Only shapes matter of where a linear function is differentiated: no zeros are made.
     def side(op: Any) -> tuple[Callable[[Named], Any], ...]:
@@ -45,8 +56,12 @@ def _plain(case: Case, batch: int, dtype: DTypeLike, backends: Sequence[Backend]
 
         return (
             lambda i: op(Features.of(i['x']), i['kernel'], i['shift']).value,
-            lambda i: jax.vjp(lambda x: convolve(x, i['kernel']), jnp.zeros(x.shape, x.dtype))[1](i['dy'])[0],
-            lambda i: jax.vjp(lambda k: convolve(i['x'], k), jnp.zeros(kernel.shape, kernel.dtype))[1](i['dy'])[0],
+            lambda i: jax.vjp(lambda x: convolve(x, i['kernel']), jnp.zeros(x.shape, x.dtype))[1](
+                i['dy']
+            )[0],
+            lambda i: jax.vjp(lambda k: convolve(i['x'], k), jnp.zeros(kernel.shape, kernel.dtype))[
+                1
+            ](i['dy'])[0],
         )
 
     sides = {name: side(op) for name, op in implementations('conv3x3', backends).items()}
@@ -62,7 +77,9 @@ def _plain(case: Case, batch: int, dtype: DTypeLike, backends: Sequence[Backend]
         yield Measurement('conv3x3', case.name, direction, batch, each, inputs, case.flops(batch))
 
 
-def _fused(case: Case, batch: int, dtype: DTypeLike, backends: Sequence[Backend]) -> Iterator[Measurement]:
+def _fused(
+    case: Case, batch: int, dtype: DTypeLike, backends: Sequence[Backend]
+) -> Iterator[Measurement]:
     array, wide = jax.ShapeDtypeStruct, jnp.float32
     image = batch, case.height, case.width
     inputs: Named = {
@@ -84,7 +101,9 @@ def _fused(case: Case, batch: int, dtype: DTypeLike, backends: Sequence[Backend]
         def call(i: Named) -> Any:
             residual = _features(i['residual']) if case.residual else None
             options = {'residual': residual, 'shortcut': i.get('shortcut'), 'groups': case.groups}
-            return op(_features(i['x']), i['scale'], i['offset'], i['kernel'], i['shift'], **options).value
+            return op(
+                _features(i['x']), i['scale'], i['offset'], i['kernel'], i['shift'], **options
+            ).value
 
         return call
 
@@ -94,7 +113,9 @@ def _fused(case: Case, batch: int, dtype: DTypeLike, backends: Sequence[Backend]
     fixed = () if projected else ('residual',)
     both = {name: with_gradients(function, fixed) for name, function in sides.items()}
     inputs = inputs | {'dy': array((*image, case.features), dtype)}
-    yield Measurement('norm_silu_conv3x3', case.name, 'forward+backward', batch, both, inputs, 3 * flops)
+    yield Measurement(
+        'norm_silu_conv3x3', case.name, 'forward+backward', batch, both, inputs, 3 * flops
+    )
 
 
 def _features(parts: tuple[Any, ...]) -> Features:

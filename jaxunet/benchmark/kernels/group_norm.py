@@ -18,14 +18,18 @@ from jaxunet.runtime.plugins import Backend
 CASES = tuple(dict.fromkeys(ELEPHANTS64 + CIFAR10))
 
 
-def measurements(batch: int, dtype: DTypeLike = jnp.bfloat16, backends: Sequence[Backend] = ()) -> Iterator[Measurement]:
+def measurements(
+    batch: int, dtype: DTypeLike = jnp.bfloat16, backends: Sequence[Backend] = ()
+) -> Iterator[Measurement]:
     """Everything to time at a batch size, on XLA and the backends that have kernels for it."""
     for case in CASES:
         image, rows = (batch, case.height, case.width), batch if case.per_sample else 1
         affine = jax.ShapeDtypeStruct((rows, case.channels), jnp.float32)
         parts = tuple(jax.ShapeDtypeStruct((*image, c), dtype) for c in case.parts)
         inputs: dict[str, Any] = {'x': parts, 'scale': affine, 'offset': affine}
-        sides = {name: _side(case, op) for name, op in implementations('group_norm', backends).items()}
+        sides = {
+            name: _side(case, op) for name, op in implementations('group_norm', backends).items()
+        }
         yield Measurement('group_norm', case.name, 'forward', batch, sides, inputs, None)
         both = {name: with_gradients(side) for name, side in sides.items()}
         inputs = inputs | {'dy': jax.ShapeDtypeStruct((*image, case.channels), dtype)}
@@ -34,6 +38,12 @@ def measurements(batch: int, dtype: DTypeLike = jnp.bfloat16, backends: Sequence
 
 def _side(case: Case, op: Callable[..., Any]) -> Callable[[dict[str, Any]], Any]:
     def call(i: dict[str, Any]) -> Any:
-        return op(Features(i['x'], (None,) * len(case.parts)), i['scale'], i['offset'], groups=case.groups, silu=case.silu)
+        return op(
+            Features(i['x'], (None,) * len(case.parts)),
+            i['scale'],
+            i['offset'],
+            groups=case.groups,
+            silu=case.silu,
+        )
 
     return call

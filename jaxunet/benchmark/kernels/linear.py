@@ -17,7 +17,9 @@ from jaxunet.runtime.plugins import Backend
 CASES = ELEPHANTS64 + CIFAR10
 
 
-def measurements(batch: int, dtype: DTypeLike = jnp.bfloat16, backends: Sequence[Backend] = ()) -> Iterator[Measurement]:
+def measurements(
+    batch: int, dtype: DTypeLike = jnp.bfloat16, backends: Sequence[Backend] = ()
+) -> Iterator[Measurement]:
     """Everything to time at a batch size, on XLA and the backends that have kernels for it."""
     if not any('linear' in backend.ops for backend in backends):
         return
@@ -25,13 +27,20 @@ def measurements(batch: int, dtype: DTypeLike = jnp.bfloat16, backends: Sequence
     for case in CASES:
         image = batch, case.height, case.width
         y = array((*image, case.features), dtype)
-        inputs: dict[str, Any] = {'x': array((*image, case.channels), dtype), 'kernel': array((case.channels, case.features), dtype)}
-        inputs |= {'bias': array((1, case.features), jnp.float32)} | ({'residual': y} if case.residual else {})
+        inputs: dict[str, Any] = {
+            'x': array((*image, case.channels), dtype),
+            'kernel': array((case.channels, case.features), dtype),
+        }
+        inputs |= {'bias': array((1, case.features), jnp.float32)} | (
+            {'residual': y} if case.residual else {}
+        )
         sides = {name: _side(op) for name, op in implementations('linear', backends).items()}
         flops = 2 * batch * case.height * case.width * case.channels * case.features
         yield Measurement('linear', case.name, 'forward', batch, sides, inputs, flops)
         both = {name: with_gradients(side) for name, side in sides.items()}
-        yield Measurement('linear', case.name, 'forward+backward', batch, both, inputs | {'dy': y}, 3 * flops)
+        yield Measurement(
+            'linear', case.name, 'forward+backward', batch, both, inputs | {'dy': y}, 3 * flops
+        )
 
 
 def _side(op: Callable[..., Any]) -> Callable[[dict[str, Any]], Any]:

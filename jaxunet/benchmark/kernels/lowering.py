@@ -17,7 +17,12 @@ from jaxunet.runtime import device
 from jaxunet.runtime.measurement import Measurement
 from jaxunet.runtime.plugins import load_backend
 
-KINDS: dict[str, Any] = {'linear': linear, 'attention': attention, 'group_norm': group_norm, 'conv3x3': conv3x3}  # cheapest first
+KINDS: dict[str, Any] = {
+    'linear': linear,
+    'attention': attention,
+    'group_norm': group_norm,
+    'conv3x3': conv3x3,
+}  # cheapest first
 CUSTOM_CALLS = ('mosaic_gpu_v2', '__gpu$xla.gpu.triton')
 
 
@@ -30,11 +35,18 @@ class Lowered(NamedTuple):
 
 def lower(name: str, batch: int, dtype: str, device_kind: str) -> Lowered:
     """Lowers the kernels' side of the measurement of that name for a Hopper GPU, which need not be there."""
-    m = next(m for kind in KINDS.values() for m in kind.measurements(batch, dtype, [load_backend('pallas')]) if m.name == name)
+    m = next(
+        m
+        for kind in KINDS.values()
+        for m in kind.measurements(batch, dtype, [load_backend('pallas')])
+        if m.name == name
+    )
     began = time.thread_time()
     checks = [jax.export.DisabledSafetyCheck.custom_call(call) for call in CUSTOM_CALLS]
     with device.use(device.Target.HOPPER, device_kind):
-        exported = jax.export.export(jax.jit(m.sides['pallas']), platforms=['cuda'], disabled_checks=checks)(m.inputs)
+        exported = jax.export.export(
+            jax.jit(m.sides['pallas']), platforms=['cuda'], disabled_checks=checks
+        )(m.inputs)
     return Lowered(bytes(exported.serialize()), time.thread_time() - began)
 
 
@@ -45,17 +57,26 @@ def _on_cpu() -> None:
 
 def pool(workers: int | None = None) -> concurrent.futures.ProcessPoolExecutor:
     """Processes to `lower` in."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, 'sched_getaffinity') else os.cpu_count() or 2  # that this process may use
+    cores = (
+        len(os.sched_getaffinity(0)) if hasattr(os, 'sched_getaffinity') else os.cpu_count() or 2
+    )  # that this process may use
     workers = workers or max(1, cores - 2)
-    return concurrent.futures.ProcessPoolExecutor(workers, multiprocessing.get_context('spawn'), initializer=_on_cpu)
+    return concurrent.futures.ProcessPoolExecutor(
+        workers, multiprocessing.get_context('spawn'), initializer=_on_cpu
+    )
 
 
 def start(
-    workers: concurrent.futures.ProcessPoolExecutor, wanted: Sequence[Measurement], dtype: str, device_kind: str
+    workers: concurrent.futures.ProcessPoolExecutor,
+    wanted: Sequence[Measurement],
+    dtype: str,
+    device_kind: str,
 ) -> dict[tuple[str, str], concurrent.futures.Future[Lowered]]:
     """Lowers the kernels of these measurements in that order; by the name of the measurement and the side."""
     found = {}
-    with contextlib.suppress(concurrent.futures.BrokenExecutor):  # the rest then lowers where it is compiled
+    with contextlib.suppress(
+        concurrent.futures.BrokenExecutor
+    ):  # the rest then lowers where it is compiled
         for m in (m for m in wanted if 'pallas' in m.sides):
             found[m.name, 'pallas'] = workers.submit(lower, m.name, m.batch, dtype, device_kind)
     return found

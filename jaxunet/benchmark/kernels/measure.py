@@ -27,7 +27,9 @@ THREADS = 16
 GROUP = 16  # measurements that are compiled and traced together: what an interrupted run may lose
 ROUNDS = 10
 SAMPLE = 1 << 16  # numbers of each output that the sides are compared in
-COMPARED = 1 << 26  # bytes of the largest output that is: fetching more takes long, and the same kernels have smaller cases
+COMPARED = (
+    1 << 26
+)  # bytes of the largest output that is: fetching more takes long, and the same kernels have smaller cases
 ALLOWED = 0.05  # largest difference, in the largest number of the output: what bfloat16 and an order of sums explain, but no wrong kernel
 Trace = Callable[..., dict[str, timing.Times]]
 Elsewhere = Mapping[tuple[str, str], concurrent.futures.Future[lowering.Lowered]]
@@ -43,7 +45,11 @@ class Built(NamedTuple):
 
 
 def select(
-    ops: Sequence[str], batch_sizes: Sequence[str], cases: str, backends: Sequence[Backend] = (), directions: Sequence[str] = ()
+    ops: Sequence[str],
+    batch_sizes: Sequence[str],
+    cases: str,
+    backends: Sequence[Backend] = (),
+    directions: Sequence[str] = (),
 ) -> list[Measurement]:
     """What these flags ask for, in the order in which it is measured, on XLA and these backends.
 
@@ -52,12 +58,18 @@ def select(
     """
     for name in ops:
         if name not in KINDS:
-            raise UserError(f'--ops: expected some of {", ".join(KINDS)}, found {name!r}{near_misses(name, tuple(KINDS))}')
+            raise UserError(
+                f'--ops: expected some of {", ".join(KINDS)}, found {name!r}{near_misses(name, tuple(KINDS))}'
+            )
     if not batch_sizes:
-        raise UserError('--batch_sizes: expected numbers of 1 or more separated by commas, found none')
+        raise UserError(
+            '--batch_sizes: expected numbers of 1 or more separated by commas, found none'
+        )
     for size in batch_sizes:
         if not size.isdecimal() or int(size) == 0:
-            raise UserError(f'--batch_sizes: expected numbers of 1 or more separated by commas, found {size!r}')
+            raise UserError(
+                f'--batch_sizes: expected numbers of 1 or more separated by commas, found {size!r}'
+            )
     try:
         pattern = re.compile(cases)
     except re.error as error:
@@ -70,11 +82,15 @@ def select(
         for m in kind.measurements(int(size), DTYPE, backends)
     ]
     if not every:
-        raise UserError(f'--ops: {", ".join(ops)}: only the CUDA backend has kernels for that, and they cannot run here')
+        raise UserError(
+            f'--ops: {", ".join(ops)}: only the CUDA backend has kernels for that, and they cannot run here'
+        )
     there = tuple(dict.fromkeys(m.direction for m in every))
     for name in directions:
         if name not in there:
-            raise UserError(f'--directions: expected some of {", ".join(there)}, found {name!r}{near_misses(name, there)}')
+            raise UserError(
+                f'--directions: expected some of {", ".join(there)}, found {name!r}{near_misses(name, there)}'
+            )
     every = [m for m in every if not directions or m.direction in directions]
     found = [m for m in every if pattern.search(m.case)]
     if not found:
@@ -84,7 +100,11 @@ def select(
 
 
 def measure(
-    wanted: Sequence[Measurement], *, stop: float, elsewhere: Elsewhere | None = None, trace: Trace = timing.trace_times
+    wanted: Sequence[Measurement],
+    *,
+    stop: float,
+    elsewhere: Elsewhere | None = None,
+    trace: Trace = timing.trace_times,
 ) -> Iterator[Row | Measurement]:
     """A row for each measurement; the measurement itself where there was no time to compile it.
 
@@ -117,20 +137,35 @@ def measure(
             for side, b in ready.items():
                 programs[f'{name}_{side}'] = functools.partial(_call, b.run, inputs, m)
         times = trace(programs, rounds=ROUNDS) if programs else {}
-        logging.info('%d of %d: timed %d programs in %.1f s', start + len(group), len(wanted), len(programs), time.monotonic() - began)
+        logging.info(
+            '%d of %d: timed %d programs in %.1f s',
+            start + len(group),
+            len(wanted),
+            len(programs),
+            time.monotonic() - began,
+        )
         for name, m in group.items():
             sides = {side: built[f'{name}_{side}'] for side in m.sides}
-            if any(b is None for b in sides.values()) and not any(isinstance(b, Exception) for b in sides.values()):
+            if any(b is None for b in sides.values()) and not any(
+                isinstance(b, Exception) for b in sides.values()
+            ):
                 yield m
             else:
-                yield to_row(m, sides, {side: times.get(f'{name}_{side}') for side in sides}, differences.get(name))
+                yield to_row(
+                    m,
+                    sides,
+                    {side: times.get(f'{name}_{side}') for side in sides},
+                    differences.get(name),
+                )
 
 
 def _call(run: Callable[..., Any], inputs: Inputs, m: Measurement, number: int) -> Any:
     return run(inputs.of(m, number))
 
 
-def build(group: Mapping[str, Measurement], stop: float, elsewhere: Elsewhere) -> dict[str, Built | Exception | None]:
+def build(
+    group: Mapping[str, Measurement], stop: float, elsewhere: Elsewhere
+) -> dict[str, Built | Exception | None]:
     """The sides of measurements, compiled in threads: by name and side; None for what would begin after `stop`."""
 
     def one(job: tuple[str, Measurement, str]) -> Built | Exception | None:
@@ -146,7 +181,9 @@ def build(group: Mapping[str, Measurement], stop: float, elsewhere: Elsewhere) -
             except TimeoutError:
                 return None
             except Exception as error:
-                logging.warning('%s: lowers in this process: %s: %s', m.name, type(error).__name__, error)
+                logging.warning(
+                    '%s: lowers in this process: %s: %s', m.name, type(error).__name__, error
+                )
         if time.monotonic() > stop:
             return None
         try:
@@ -156,7 +193,9 @@ def build(group: Mapping[str, Measurement], stop: float, elsewhere: Elsewhere) -
 
     jobs = [(name, m, side) for name, m in group.items() for side in m.sides]
     with concurrent.futures.ThreadPoolExecutor(THREADS) as pool:
-        return dict(zip((f'{name}_{side}' for name, _, side in jobs), pool.map(one, jobs), strict=True))
+        return dict(
+            zip((f'{name}_{side}' for name, _, side in jobs), pool.map(one, jobs), strict=True)
+        )
 
 
 def compiled(name: str, function: Callable[[Any], Any], m: Measurement) -> Built:
@@ -183,17 +222,29 @@ def difference(first: Any, second: Any) -> float:
 
 
 def to_row(
-    m: Measurement, sides: Mapping[str, Built | Exception | None], times: Mapping[str, timing.Times | None], off: float | None
+    m: Measurement,
+    sides: Mapping[str, Built | Exception | None],
+    times: Mapping[str, timing.Times | None],
+    off: float | None,
 ) -> Row:
     """The result of one measurement without its origin; with an `error` it may lack numbers."""
-    row: Row = {'op': m.op, 'case': m.case, 'direction': m.direction, 'batch': m.batch, 'dtype': DTYPE, 'error': None}
+    row: Row = {
+        'op': m.op,
+        'case': m.case,
+        'direction': m.direction,
+        'batch': m.batch,
+        'dtype': DTYPE,
+        'error': None,
+    }
     for side, b in sides.items():
         if isinstance(b, Exception):
             return row | {'error': f'{side}: {type(b).__name__}: {b}'[:600]}
     for side in sides:
         seen = times[side]
         if seen is None or not seen.calls:
-            return row | {'error': f'{side}: the trace lost {"all" if seen is None else "some"} of its kernels'}
+            return row | {
+                'error': f'{side}: the trace lost {"all" if seen is None else "some"} of its kernels'
+            }
     for side, b in sides.items():
         seen = times[side]
         assert isinstance(b, Built)
@@ -201,15 +252,24 @@ def to_row(
         row[f'us_{side}'] = round(seen.us, 3)
         row[f'us_{side}_quartiles'] = [round(us, 3) for us in seen.quartiles]
         row[f'kernels_{side}'] = {kernel: round(us, 3) for kernel, us in seen.kernels.items()}
-        row |= {f'lower_s_{side}': round(b.lower_s, 3), f'compile_s_{side}': round(b.compile_s, 3), f'temp_bytes_{side}': b.temp_bytes}
+        row |= {
+            f'lower_s_{side}': round(b.lower_s, 3),
+            f'compile_s_{side}': round(b.compile_s, 3),
+            f'temp_bytes_{side}': b.temp_bytes,
+        }
     moved = m.bytes_needed()
     row |= {'flops': m.flops, 'bytes': moved}
     for side, suffix in kernel_table.suffixes(row).items():
         us = row[f'us_{side}']
         row[f'ratio{suffix}'] = round(row['us_xla'] / us, 3)
-        row |= {f'tflops{suffix}': None if m.flops is None else round(m.flops / us / 1e6, 1), f'gbps{suffix}': round(moved / us / 1e3, 1)}
+        row |= {
+            f'tflops{suffix}': None if m.flops is None else round(m.flops / us / 1e6, 1),
+            f'gbps{suffix}': round(moved / us / 1e3, 1),
+        }
     assert off is not None
     row['difference'] = float(f'{off:.2g}') if np.isfinite(off) else None
     if off > ALLOWED:
-        row['error'] = f'the results differ by {off:.2g} of the largest number; at most {ALLOWED} is rounding'
+        row['error'] = (
+            f'the results differ by {off:.2g} of the largest number; at most {ALLOWED} is rounding'
+        )
     return row

@@ -12,7 +12,14 @@ from jaxunet.runtime.rows import Row
 
 # The backends of committed rows; the first has the plain names of ratio, tflops and gbps.
 KERNELS = {'pallas': 'Pallas kernels', 'cuda': 'CUDA kernels'}
-NEEDED = ('device', 'op', 'case', 'direction', 'batch', 'dtype')  # a later row that agrees in these takes the place of an earlier one
+NEEDED = (
+    'device',
+    'op',
+    'case',
+    'direction',
+    'batch',
+    'dtype',
+)  # a later row that agrees in these takes the place of an earlier one
 
 
 def latest(found: Iterable[Row]) -> list[Row]:
@@ -26,10 +33,18 @@ def latest(found: Iterable[Row]) -> list[Row]:
         if row.get('kind') != 'kernel' or row.get('error') is not None:
             continue
         sides = suffixes(row) or {next(iter(KERNELS)): ''}
-        numbers = [name for side, suffix in sides.items() for name in (f'us_{side}', f'ratio{suffix}', f'tflops{suffix}', f'gbps{suffix}')]
-        missing = [name for name in (*NEEDED, 'us_xla', *numbers, 'git', 'versions') if name not in row]
+        numbers = [
+            name
+            for side, suffix in sides.items()
+            for name in (f'us_{side}', f'ratio{suffix}', f'tflops{suffix}', f'gbps{suffix}')
+        ]
+        missing = [
+            name for name in (*NEEDED, 'us_xla', *numbers, 'git', 'versions') if name not in row
+        ]
         if missing:
-            raise UserError(f'a row of kind kernel lacks {", ".join(missing)}: {str(row)[:100]}; remove its line')
+            raise UserError(
+                f'a row of kind kernel lacks {", ".join(missing)}: {str(row)[:100]}; remove its line'
+            )
         newest[tuple(row[name] for name in NEEDED)] = row
     if not newest:
         raise UserError('no measurements of kernels: expected rows of kind kernel without an error')
@@ -44,7 +59,9 @@ def suffixes(row: Row) -> dict[str, str]:
 def by_backend(found: Iterable[Row]) -> list[Row]:
     """The newest rows, one for each backend: `backend`, `us`, `ratio`, `tflops` and `gbps` are its own."""
     return [
-        row | {'backend': side, 'us': row[f'us_{side}']} | {name: row[name + suffix] for name in ('ratio', 'tflops', 'gbps')}
+        row
+        | {'backend': side, 'us': row[f'us_{side}']}
+        | {name: row[name + suffix] for name in ('ratio', 'tflops', 'gbps')}
         for row in latest(found)
         for side, suffix in suffixes(row).items()
     ]
@@ -52,19 +69,35 @@ def by_backend(found: Iterable[Row]) -> list[Row]:
 
 def summary(found: Iterable[Row]) -> str:
     """Markdown: geometric mean and minimum of XLA's time over the kernels', by op, direction and batch; a table a device and backend."""
-    devices: dict[tuple[str, str], dict[tuple[Any, ...], list[Row]]] = collections.defaultdict(lambda: collections.defaultdict(list))
+    devices: dict[tuple[str, str], dict[tuple[Any, ...], list[Row]]] = collections.defaultdict(
+        lambda: collections.defaultdict(list)
+    )
     for row in by_backend(found):
-        devices[row['device'], row['backend']][row['op'], row['direction'], row['batch']].append(row)
+        devices[row['device'], row['backend']][row['op'], row['direction'], row['batch']].append(
+            row
+        )
     lines = []
     for (name, backend), groups in devices.items():
         everything = [row for group in groups.values() for row in group]
-        versions = ', '.join(dict.fromkeys(f'jax {row["versions"].get("jax")}' for row in everything))
+        versions = ', '.join(
+            dict.fromkeys(f'jax {row["versions"].get("jax")}' for row in everything)
+        )
         commits = ', '.join(dict.fromkeys(str(row['git']) for row in everything))
-        lines += ['', f"{name}, {versions}, commit {commits}; XLA's time over the {KERNELS[backend]}'.", '']
+        lines += [
+            '',
+            f"{name}, {versions}, commit {commits}; XLA's time over the {KERNELS[backend]}'.",
+            '',
+        ]
         lines += _table(
             ('op', 'direction', 'batch', 'cases', 'geometric mean', 'minimum', 'slowest case'),
             (
-                (*key, len(group), f'{statistics.geometric_mean(r["ratio"] for r in group):.2f}', f'{worst["ratio"]:.2f}', worst['case'])
+                (
+                    *key,
+                    len(group),
+                    f'{statistics.geometric_mean(r["ratio"] for r in group):.2f}',
+                    f'{worst["ratio"]:.2f}',
+                    worst['case'],
+                )
                 for key, group in groups.items()
                 for worst in [min(group, key=lambda r: r['ratio'])]
             ),
@@ -82,11 +115,18 @@ def tables(found: Iterable[Row]) -> str:
     for (name, backend, op, direction), group in parts.items():
         batches = sorted({row['batch'] for row in group})
         cells = {(row['case'], row['batch']): row for row in group}
-        head = [f'{what}, batch {batch}' for batch in batches for what in ('µs', 'TFLOP/s', 'GB/s', '× XLA')]
+        head = [
+            f'{what}, batch {batch}'
+            for batch in batches
+            for what in ('µs', 'TFLOP/s', 'GB/s', '× XLA')
+        ]
         lines += ['', f'`{op}` {direction}, {backend}, {name}', '']
         lines += _table(
             ('case', *head),
-            ((case, *(cell for b in batches for cell in _cells(cells.get((case, b))))) for case in dict.fromkeys(r['case'] for r in group)),
+            (
+                (case, *(cell for b in batches for cell in _cells(cells.get((case, b)))))
+                for case in dict.fromkeys(r['case'] for r in group)
+            ),
         )
     return '\n'.join(lines)
 

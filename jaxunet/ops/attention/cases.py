@@ -26,5 +26,10 @@ ELEPHANTS64 = (Case(256, 6, 32), Case(64, 8, 32))
 CIFAR10 = (Case(256, 1, 256), Case(16, 1, 256))
 ADM = (Case(1024, 4, 64), Case(256, 8, 64), Case(1024, 2, 128))
 LONG = (Case(4096, 2, 64, batch=2),)
-AWKWARD = (Case(49, 3, 8, batch=1), Case(77, 2, 32, batch=3), Case(130, 1, 48, batch=2), Case(9, 1, 160, batch=2))
+AWKWARD = (
+    Case(49, 3, 8, batch=1),
+    Case(77, 2, 32, batch=3),
+    Case(130, 1, 48, batch=2),
+    Case(9, 1, 160, batch=2),
+)
 CASES = ELEPHANTS64 + CIFAR10 + ADM + LONG + AWKWARD

@@ -12,7 +12,9 @@ from jaxtyping import Array, Float
 from jaxunet.ops.activation import at_least_float32
 
 
-def attention(qkv: Float[Array, 'batch tokens packed'], *, num_heads: int) -> Float[Array, 'batch tokens channels']:
+def attention(
+    qkv: Float[Array, 'batch tokens packed'], *, num_heads: int
+) -> Float[Array, 'batch tokens channels']:
     """softmax(q·kᵀ/√d)·v for each head of width d = packed / (3 · num_heads).
 
     `packed` holds all of q, then all of k, then all of v, each head-major. Softmax in at least float32; the result has qkv's dtype.
@@ -23,6 +25,8 @@ def attention(qkv: Float[Array, 'batch tokens packed'], *, num_heads: int) -> Fl
         raise ValueError(f'attention: {packed} packed channels are not 3 x {num_heads} heads')
     wide = at_least_float32(qkv.dtype)
     q, k, v = jnp.moveaxis(qkv.reshape(batch, tokens, 3, num_heads, width), 2, 0)
-    logits = jnp.einsum('bqhd,bkhd->bhqk', q, k, preferred_element_type=wide) * jnp.asarray(width**-0.5, wide)
+    logits = jnp.einsum('bqhd,bkhd->bhqk', q, k, preferred_element_type=wide) * jnp.asarray(
+        width**-0.5, wide
+    )
     weights = jax.nn.softmax(logits, axis=-1).astype(qkv.dtype)
     return jnp.einsum('bhqk,bkhd->bqhd', weights, v).reshape(batch, tokens, num_heads * width)

@@ -20,7 +20,9 @@ class Added(NamedTuple):
     shortcut: Float[Array, 'residual_channels features'] | None
 
 
-def check_operands(x: Features, kernel: Array, shift: Array, residual: Features | None, shortcut: Array | None) -> Added | None:
+def check_operands(
+    x: Features, kernel: Array, shift: Array, residual: Features | None, shortcut: Array | None
+) -> Added | None:
     """What the convolution's last step adds, once everything fits; ValueError where it does not."""
     batch, height, width, _ = x.parts[0].shape
     others = () if residual is None else residual.parts
@@ -28,22 +30,32 @@ def check_operands(x: Features, kernel: Array, shift: Array, residual: Features 
         for i, part in enumerate(parts):
             if part.shape[:3] != (batch, height, width) or part.dtype != x.dtype:
                 expected = f'{x.dtype}[{batch}, {height}, {width}, channels]'
-                raise ValueError(f'conv3x3: {name}.parts[{i}] is {part.dtype}{list(part.shape)}; expected {expected}')
+                raise ValueError(
+                    f'conv3x3: {name}.parts[{i}] is {part.dtype}{list(part.shape)}; expected {expected}'
+                )
     if kernel.ndim != 4 or kernel.shape[:3] != (3, 3, x.channels):
-        raise ValueError(f'conv3x3: kernel: shape {list(kernel.shape)}; expected [3, 3, {x.channels}, features]')
+        raise ValueError(
+            f'conv3x3: kernel: shape {list(kernel.shape)}; expected [3, 3, {x.channels}, features]'
+        )
     features = kernel.shape[3]
     if shift.shape not in ((1, features), (batch, features)):
-        raise ValueError(f'conv3x3: shift: shape {list(shift.shape)}; expected [1 or {batch}, {features}]')
+        raise ValueError(
+            f'conv3x3: shift: shape {list(shift.shape)}; expected [1 or {batch}, {features}]'
+        )
     if residual is None:
         if shortcut is not None:
             raise ValueError('conv3x3: a shortcut needs a residual to be applied to')
         return None
     if shortcut is None:
         if residual.channels != features:
-            raise ValueError(f'conv3x3: residual: {residual.channels} channels; expected {features}, or a shortcut')
+            raise ValueError(
+                f'conv3x3: residual: {residual.channels} channels; expected {features}, or a shortcut'
+            )
         return Added((residual.value,), None)
     if shortcut.shape != (residual.channels, features):
-        raise ValueError(f'conv3x3: shortcut: shape {list(shortcut.shape)}; expected [{residual.channels}, {features}]')
+        raise ValueError(
+            f'conv3x3: shortcut: shape {list(shortcut.shape)}; expected [{residual.channels}, {features}]'
+        )
     return Added(residual.parts, shortcut)
 
 

@@ -30,7 +30,11 @@ def conv3x3(
     value = x.value
     wide = at_least_float32(value.dtype)
     y = jax.lax.conv_general_dilated(
-        value, kernel.astype(value.dtype), (1, 1), ((1, 1), (1, 1)), dimension_numbers=('NHWC', 'HWIO', 'NHWC')
+        value,
+        kernel.astype(value.dtype),
+        (1, 1),
+        ((1, 1), (1, 1)),
+        dimension_numbers=('NHWC', 'HWIO', 'NHWC'),
     )
     y = y.astype(wide) + shift.astype(wide)[:, None, None, :]
     if residual is not None:

@@ -30,7 +30,11 @@ class Case(NamedTuple):
     @property
     def name(self) -> str:
         flags = [f'g{self.groups}'] if self.groups != 32 else []
-        flags += ['plain'] * (not self.silu) + ['per_sample'] * self.per_sample + [f'b{self.batch}'] * bool(self.batch)
+        flags += (
+            ['plain'] * (not self.silu)
+            + ['per_sample'] * self.per_sample
+            + [f'b{self.batch}'] * bool(self.batch)
+        )
         flags += [f'mean{self.mean:g}'] * bool(self.mean)
         return '_'.join([f'{self.height}x{self.width}', '+'.join(map(str, self.parts)), *flags])
 

@@ -18,16 +18,24 @@ def check_operands(x: Features, scale: Array, offset: Array) -> None:
     for i, (part, known) in enumerate(zip(x.parts, x.moments, strict=True)):
         if part.ndim != 4 or part.shape[:3] != first.shape[:3]:
             found, expected = list(part.shape), list(first.shape[:3])
-            raise ValueError(f'group_norm: x.parts[{i}]: shape {found}, but x.parts[0] has {expected}; parts may differ in channels only')
+            raise ValueError(
+                f'group_norm: x.parts[{i}]: shape {found}, but x.parts[0] has {expected}; parts may differ in channels only'
+            )
         if part.dtype != first.dtype:
-            raise ValueError(f'group_norm: x.parts[{i}]: {part.dtype}, but x.parts[0] is {first.dtype}; convert one of them')
+            raise ValueError(
+                f'group_norm: x.parts[{i}]: {part.dtype}, but x.parts[0] is {first.dtype}; convert one of them'
+            )
         expected = [part.shape[0], part.shape[3], 2]
         if known is not None and list(known.shape) != expected:
-            raise ValueError(f'group_norm: x.moments[{i}]: shape {list(known.shape)}; expected {expected}')
+            raise ValueError(
+                f'group_norm: x.moments[{i}]: shape {list(known.shape)}; expected {expected}'
+            )
     shared, own = [1, x.channels], [first.shape[0], x.channels]
     for name, value in (('scale', scale), ('offset', offset)):
         if list(value.shape) not in (shared, own):
-            raise ValueError(f'group_norm: {name}: shape {list(value.shape)}; expected {shared} or {own}')
+            raise ValueError(
+                f'group_norm: {name}: shape {list(value.shape)}; expected {shared} or {own}'
+            )
 
 
 def group_size(channels: int, groups: int) -> int:

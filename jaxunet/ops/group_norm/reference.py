@@ -22,7 +22,9 @@ def group_affine(
     eps: float,
 ) -> tuple[Float[Array, 'batch channels'], Float[Array, 'batch channels']]:
     """The normalisation as one multiply and one add per (sample, channel): norm(x) · scale + offset = x · a + b; returns a, b."""
-    known = [channel_moments(p) if m is None else m for p, m in zip(x.parts, x.moments, strict=True)]
+    known = [
+        channel_moments(p) if m is None else m for p, m in zip(x.parts, x.moments, strict=True)
+    ]
     moments = known[0] if len(known) == 1 else jnp.concatenate(known, axis=1)
     return combine(moments, scale, offset, groups=groups, eps=eps)[:2]
 
@@ -34,7 +36,12 @@ def combine(
     *,
     groups: int,
     eps: float,
-) -> tuple[Float[Array, 'batch channels'], Float[Array, 'batch channels'], Float[Array, 'batch channels'], Float[Array, 'batch channels']]:
+) -> tuple[
+    Float[Array, 'batch channels'],
+    Float[Array, 'batch channels'],
+    Float[Array, 'batch channels'],
+    Float[Array, 'batch channels'],
+]:
     """Of every (sample, channel): a and b of `group_affine`, and its group's mean and inverse deviation.
 
     A group's variance is the mean of its channels' variances plus the variance of their means.

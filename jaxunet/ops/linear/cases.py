@@ -23,7 +23,9 @@ class Case(NamedTuple):
 
 def _attention(side: int, channels: int) -> tuple[Case, Case]:
     """The layers around an attention."""
-    return Case(side, side, channels, 3 * channels), Case(side, side, channels, channels, residual=True)
+    return Case(side, side, channels, 3 * channels), Case(
+        side, side, channels, channels, residual=True
+    )
 
 
 ELEPHANTS64 = (*_attention(16, 192), *_attention(8, 256))

@@ -18,5 +18,7 @@ def linear(
     residual: Float[Array, 'batch height width features'] | None = None,
 ) -> Float[Array, 'batch height width features']:
     """x · kernel + bias [+ residual], all in x's dtype."""
-    y = jax.lax.dot_general(x, kernel.astype(x.dtype), (((3,), (0,)), ((), ()))) + jnp.reshape(bias, (1, 1, 1, -1)).astype(x.dtype)
+    y = jax.lax.dot_general(x, kernel.astype(x.dtype), (((3,), (0,)), ((), ()))) + jnp.reshape(
+        bias, (1, 1, 1, -1)
+    ).astype(x.dtype)
     return y if residual is None else residual + y
