@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from jaxtyping import Array, Float
 
-from jaxunet.ops.activation import Features, passing
+from jaxunet.ops.activation import Activation, passing
 from jaxunet.runtime import device
 from jaxunet.runtime.plugins import Backend
 from pallas_kernels.attention import vjp as attention_kernels
@@ -13,7 +13,7 @@ from pallas_kernels.group_norm import vjp as group_norm_kernels
 
 
 def group_norm(
-    x: Features,
+    x: Activation,
     scale: Float[Array, '#batch channels'],
     offset: Float[Array, '#batch channels'],
     *,

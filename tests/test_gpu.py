@@ -9,7 +9,7 @@ import pytest
 from tiny import tiny_config
 
 from jaxunet.data.sources import open_source
-from jaxunet.ops.activation import Features
+from jaxunet.ops.activation import Activation
 from jaxunet.ops.backends import load_ops
 from jaxunet.training.logs import read_metrics
 from jaxunet.training.loop import train
@@ -23,12 +23,12 @@ TOLERANCE = {'float32': 2e-3, 'bfloat16': 2e-2, 'float16': 3e-3}
 
 def fused(x, kernel, affine):
     return OPS.norm_silu_conv3x3(
-        Features.of(x),
+        Activation.of(x),
         affine,
         affine,
         kernel,
         affine[:, : kernel.shape[-1]],
-        residual=Features.of(x),
+        residual=Activation.of(x),
     ).value
 
 

@@ -10,7 +10,7 @@ import pytest
 from jax.sharding import AbstractDevice, AbstractMesh
 from parity import assert_parity, draw
 
-from jaxunet.ops.activation import Features, at_least_float32, channel_moments
+from jaxunet.ops.activation import Activation, at_least_float32, channel_moments
 from jaxunet.ops.group_norm import reference
 from jaxunet.ops.group_norm.cases import ELEPHANTS64
 from pallas_kernels.group_norm import apply, backward, statistics, vjp
@@ -85,7 +85,7 @@ def test_affine_from_the_moments_of_two_parts(batch_of_scale):
 
     def plain(x, y, scale, offset):
         parts = tuple(jnp.zeros((3, 1, 1, m.shape[1]), m.dtype) for m in (x, y))
-        a, b = reference.group_affine(Features(parts, (x, y)), scale, offset, groups=5, eps=1e-5)
+        a, b = reference.group_affine(Activation(parts, (x, y)), scale, offset, groups=5, eps=1e-5)
         return a, b, a / scale
 
     def kernel(x, y, scale, offset):
@@ -121,7 +121,7 @@ def test_two_launches_each_way_and_the_recomputed_activation(channels, groups, t
     def plain(x, y, dy, scale, offset):
         def op(x, y, scale, offset):
             return reference.group_norm(
-                Features((x, y), (None, None)), scale, offset, groups=groups, silu=silu
+                Activation((x, y), (None, None)), scale, offset, groups=groups, silu=silu
             )
 
         out, pull = jax.vjp(op, x, y, scale, offset)
@@ -167,7 +167,7 @@ def example(batch=2, channels=(8, 4)):
 
 def norm(op, parts, scale, offset, moments=None, **options):
     return op(
-        Features(parts, moments or (None,) * len(parts)),
+        Activation(parts, moments or (None,) * len(parts)),
         scale,
         offset,
         groups=4,
@@ -286,7 +286,7 @@ def test_float64_stays_float64():
 def test_says_what_is_wrong(change, message):
     parts, scale, offset = example()
     good = {'parts': parts, 'scale': scale, 'offset': offset, 'moments': None, 'groups': 4} | change
-    x = Features(good['parts'], good['moments'] or (None,) * len(good['parts']))
+    x = Activation(good['parts'], good['moments'] or (None,) * len(good['parts']))
     with pytest.raises(ValueError, match=message):
         vjp.group_norm(x, good['scale'], good['offset'], groups=good['groups'], interpret=True)
 
@@ -311,7 +311,7 @@ def shapes_of(case, batch, dtype):
 
 def both_ways(case):
     def run(parts, scale, offset, dy):
-        op = lambda p, s, o: vjp.group_norm(Features(p, (None,) * len(p)), s, o, silu=case.silu)
+        op = lambda p, s, o: vjp.group_norm(Activation(p, (None,) * len(p)), s, o, silu=case.silu)
         y, pull = jax.vjp(op, parts, scale, offset)
         return y, pull(dy)
 
@@ -341,7 +341,7 @@ def test_launches_with_known_moments():
     parts, scale, offset, _ = shapes_of(case, 32, jnp.bfloat16)
     moments = tuple(jax.ShapeDtypeStruct((32, c, 2), jnp.float32) for c in case.parts)
     found = kernels_in(
-        lambda p, m, s, o: vjp.group_norm(Features(p, m), s, o, silu=True),
+        lambda p, m, s, o: vjp.group_norm(Activation(p, m), s, o, silu=True),
         parts,
         moments,
         scale,

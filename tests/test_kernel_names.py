@@ -15,7 +15,7 @@ import pytest
 
 from jaxunet import config
 from jaxunet.model.unet import build_unet
-from jaxunet.ops.activation import Features
+from jaxunet.ops.activation import Activation
 from jaxunet.ops.backends import XLA, Ops, ops_of
 from jaxunet.runtime import device
 
@@ -34,7 +34,7 @@ class Calls:
     def _noting(self, name: str, op: Any) -> Any:
         def call(x: Any, *arguments: Any, **options: Any) -> Any:
             kernel = next((a for a in arguments if a.ndim == 4), None)
-            parts = x.parts if isinstance(x, Features) else (x,)
+            parts = x.parts if isinstance(x, Activation) else (x,)
             shape = (*parts[0].shape[:-1], sum(p.shape[-1] for p in parts))
             self.seen.append((name, shape, len(parts), 0 if kernel is None else kernel.shape[-1]))
             return op(x, *arguments, **options)
@@ -121,7 +121,7 @@ def test_a_fallback_would_be_seen() -> None:
     shift = jax.ShapeDtypeStruct((1, 64), 'float32')
 
     def twice(op: Any) -> Any:
-        step = jax.jit(lambda x, kernel, shift: op(Features.of(x), kernel, shift).value)
+        step = jax.jit(lambda x, kernel, shift: op(Activation.of(x), kernel, shift).value)
         return lambda x, kernel, shift: step(step(x, kernel, shift), kernel, shift)
 
     def counted(function: Any) -> collections.Counter[str]:
@@ -145,9 +145,9 @@ def test_equal_calls_share_one_lowering() -> None:
 
     def network(x: Any, kernel: Any, vector: Any, packed: Any) -> Any:
         for _ in range(3):
-            x = PALLAS.norm_silu_conv3x3(Features.of(x), vector, vector, kernel, vector).value
-            x = PALLAS.conv3x3(Features.of(x), kernel, vector).value
-            x = PALLAS.group_norm(Features.of(x), vector, vector, silu=True)
+            x = PALLAS.norm_silu_conv3x3(Activation.of(x), vector, vector, kernel, vector).value
+            x = PALLAS.conv3x3(Activation.of(x), kernel, vector).value
+            x = PALLAS.group_norm(Activation.of(x), vector, vector, silu=True)
             packed = jnp.tile(PALLAS.attention(packed, num_heads=2), 3)
         return jnp.sum(x.astype(jnp.float32)) + jnp.sum(packed.astype(jnp.float32))
 

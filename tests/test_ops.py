@@ -10,7 +10,7 @@ import pytest
 
 from jaxunet.ops import backends as seam
 from jaxunet.ops import vocabulary
-from jaxunet.ops.activation import Features, channel_moments
+from jaxunet.ops.activation import Activation, channel_moments
 from jaxunet.runtime import device
 from jaxunet.runtime.errors import UserError
 
@@ -34,10 +34,10 @@ def test_group_norm_is_flax_group_norm():
             {'params': {'scale': scale[0], 'bias': offset[0]}}, x
         )
     np.testing.assert_allclose(
-        OPS.group_norm(Features.of(x), scale, offset), want, rtol=1e-9, atol=1e-9
+        OPS.group_norm(Activation.of(x), scale, offset), want, rtol=1e-9, atol=1e-9
     )
     np.testing.assert_allclose(
-        OPS.group_norm(Features.of(x), scale, offset, silu=True),
+        OPS.group_norm(Activation.of(x), scale, offset, silu=True),
         jax.nn.silu(want),
         rtol=1e-9,
         atol=1e-9,
@@ -47,12 +47,12 @@ def test_group_norm_is_flax_group_norm():
 def test_group_norm_of_parts_and_of_known_moments_is_that_of_the_whole():
     x, scale, offset = draw(2, 4, 4, 48), draw(2, 48, seed=1), draw(2, 48, seed=2)
     a, b = x[..., :20], x[..., 20:]  # the cut goes through a group
-    joined = Features.of(a, channel_moments(a)).join(Features.of(b))
-    want = OPS.group_norm(Features.of(x), scale, offset, groups=8)
+    joined = Activation.of(a, channel_moments(a)).join(Activation.of(b))
+    want = OPS.group_norm(Activation.of(x), scale, offset, groups=8)
     np.testing.assert_allclose(
         OPS.group_norm(joined, scale, offset, groups=8), want, rtol=1e-9, atol=1e-9
     )
-    wrong = Features(
+    wrong = Activation(
         (a, b), (2 * channel_moments(a), None)
     )  # given moments are used, not recomputed
     assert not np.allclose(OPS.group_norm(wrong, scale, offset, groups=8), want)
@@ -61,8 +61,8 @@ def test_group_norm_of_parts_and_of_known_moments_is_that_of_the_whole():
 def test_group_norm_survives_a_large_mean_in_float32():
     x = draw(1, 16, 16, 32, dtype=np.float32) + jnp.float32(3000)
     one, zero = jnp.ones((1, 32), jnp.float32), jnp.zeros((1, 32), jnp.float32)
-    exact = OPS.group_norm(Features.of(x.astype(jnp.float64)), one, zero)
-    np.testing.assert_allclose(OPS.group_norm(Features.of(x), one, zero), exact, atol=2e-3)
+    exact = OPS.group_norm(Activation.of(x.astype(jnp.float64)), one, zero)
+    np.testing.assert_allclose(OPS.group_norm(Activation.of(x), one, zero), exact, atol=2e-3)
 
 
 def test_conv3x3_is_nine_shifted_products():
@@ -74,7 +74,7 @@ def test_conv3x3_is_nine_shifted_products():
         for j in range(3)
     ) + np.asarray(bias)
     np.testing.assert_allclose(
-        OPS.conv3x3(Features.of(x), kernel, bias).value, want, rtol=1e-9, atol=1e-9
+        OPS.conv3x3(Activation.of(x), kernel, bias).value, want, rtol=1e-9, atol=1e-9
     )
 
 
@@ -82,19 +82,19 @@ def test_fused_conv_is_its_composition():
     x, kernel = draw(2, 4, 4, 32), draw(3, 3, 32, 8, seed=1)
     scale, offset, shift = draw(2, 32, seed=2), draw(2, 32, seed=3), draw(2, 8, seed=4)
     residual, shortcut = draw(2, 4, 4, 12, seed=5), draw(12, 8, seed=6)
-    parts = Features.of(residual[..., :5]).join(Features.of(residual[..., 5:]))
+    parts = Activation.of(residual[..., :5]).join(Activation.of(residual[..., 5:]))
     got = OPS.norm_silu_conv3x3(
-        Features.of(x), scale, offset, kernel, shift, residual=parts, shortcut=shortcut, groups=8
+        Activation.of(x), scale, offset, kernel, shift, residual=parts, shortcut=shortcut, groups=8
     )
-    active = OPS.group_norm(Features.of(x), scale, offset, groups=8, silu=True)
+    active = OPS.group_norm(Activation.of(x), scale, offset, groups=8, silu=True)
     want = (
-        OPS.conv3x3(Features.of(active), kernel, jnp.zeros((1, 8))).value
+        OPS.conv3x3(Activation.of(active), kernel, jnp.zeros((1, 8))).value
         + shift[:, None, None, :]
         + residual @ shortcut
     )
     np.testing.assert_allclose(got.value, want, rtol=1e-9, atol=1e-9)
     with pytest.raises(ValueError, match='shortcut needs a residual'):
-        OPS.conv3x3(Features.of(x), kernel, shift, shortcut=shortcut)
+        OPS.conv3x3(Activation.of(x), kernel, shift, shortcut=shortcut)
 
 
 def test_attention_is_softmax_of_products_times_values():
@@ -128,9 +128,9 @@ def test_linear_is_flax_dense(dtype):
 def test_results_have_the_type_of_their_input(dtype):
     x = draw(1, 4, 4, 32, dtype=dtype)
     one, bias = jnp.ones((1, 32), jnp.float32), jnp.zeros((1, 4), jnp.float32)
-    assert OPS.group_norm(Features.of(x), one, one).dtype == dtype
+    assert OPS.group_norm(Activation.of(x), one, one).dtype == dtype
     assert (
-        OPS.norm_silu_conv3x3(Features.of(x), one, one, draw(3, 3, 32, 4), bias).value.dtype
+        OPS.norm_silu_conv3x3(Activation.of(x), one, one, draw(3, 3, 32, 4), bias).value.dtype
         == dtype
     )
     assert OPS.attention(x.reshape(1, 16, 32)[..., :24], num_heads=2).dtype == dtype

@@ -7,7 +7,7 @@ import pytest
 from tiny import tiny_config
 
 from jaxunet.model.unet import build_unet
-from jaxunet.ops.activation import Features, channel_moments
+from jaxunet.ops.activation import Activation, channel_moments
 from jaxunet.ops.backends import load_ops
 from jaxunet.runtime.device import Target, use
 
@@ -68,7 +68,7 @@ def test_loss_and_gradients_are_those_of_xla(model):
 
 def conv(x, kernel, parts=1):
     one, zero = jnp.ones((1, x.shape[-1]), x.dtype), jnp.zeros((1, kernel.shape[-1]), x.dtype)
-    split = Features(tuple(jnp.split(x, parts, axis=-1)), (None,) * parts)
+    split = Activation(tuple(jnp.split(x, parts, axis=-1)), (None,) * parts)
     y = (
         load_ops('pallas')
         .norm_silu_conv3x3(split, one, one, kernel, zero, residual=split, groups=2)
@@ -120,7 +120,7 @@ def test_moments_of_a_producer_are_used_and_cost_no_gradient():
     one, zero = jnp.ones((1, 8)), jnp.zeros((1, 8))
 
     def energy(x, factor):
-        features = Features.of(x, factor * channel_moments(x))
+        features = Activation.of(x, factor * channel_moments(x))
         return jnp.sum(
             jnp.sin(
                 load_ops('pallas')
@@ -133,7 +133,7 @@ def test_moments_of_a_producer_are_used_and_cost_no_gradient():
         return jnp.sum(
             jnp.sin(
                 load_ops('xla')
-                .norm_silu_conv3x3(Features.of(x), one, one, kernel, zero, groups=2)
+                .norm_silu_conv3x3(Activation.of(x), one, one, kernel, zero, groups=2)
                 .value
             )
         )

@@ -9,7 +9,7 @@ import pytest
 
 from jaxunet.config import OPS, Config, resolve, to_dict
 from jaxunet.ops import backends
-from jaxunet.ops.activation import Features
+from jaxunet.ops.activation import Activation
 from jaxunet.ops.vocabulary import Ops
 from jaxunet.runtime import plugins
 from jaxunet.runtime.errors import UserError
@@ -62,7 +62,7 @@ def test_a_third_party_backend_is_used(install):
     ops = backends.load_ops('xla+linear=toy')
     x, kernel, bias = jnp.ones((1, 1, 1, 2)), jnp.ones((2, 3)), jnp.zeros((1, 3))
     np.testing.assert_array_equal(ops.linear(x, kernel, bias), np.full((1, 1, 1, 3), 6))
-    norm = ops.group_norm(Features.of(x), jnp.ones((1, 2)), jnp.zeros((1, 2)), groups=1)
+    norm = ops.group_norm(Activation.of(x), jnp.ones((1, 2)), jnp.zeros((1, 2)), groups=1)
     np.testing.assert_array_equal(norm, np.zeros((1, 1, 1, 2)))
     assert resolve(to_dict(Config()) | {'backend': 'toy'}).backend == 'toy'
     with pytest.raises(

@@ -1,4 +1,4 @@
-"""CIFAR-10 (Krizhevsky 2009, "Learning Multiple Layers of Features from Tiny Images"): the official python-version archive.
+"""CIFAR-10 (Krizhevsky 2009, "Learning Multiple Layers of Activation from Tiny Images"): the official python-version archive.
 
 Its batches are pickles. They are read without running any of pickle's code: the only callables that the unpickler knows are the three
 stand-ins below, which store what they are given.

@@ -160,7 +160,7 @@ def batches(
     *,
     name: str = 'features',
 ) -> Iterator[Float[np.ndarray, 'n d']]:
-    """Features of the images at `rows`, a batch at a time, in order; images are decoded in threads while the device works.
+    """Activation of the images at `rows`, a batch at a time, in order; images are decoded in threads while the device works.
 
     Raises:
       BadImage: a corrupt image.

@@ -48,7 +48,7 @@ def prepare(images: UInt8[Array, 'images height width 3']) -> Float[Array, 'imag
 
 
 def pool3(params: Parameters, x: Maps, tap: Tap | None = None) -> Float[Array, 'images 2048']:
-    """Features of prepared images, which may be of any size from 75×75 on.
+    """Activation of prepared images, which may be of any size from 75×75 on.
 
     Args:
       tap: is given the name and output of every convolution (`Mixed_5b.branch1x1`), block (`Mixed_5b`) and outer pool.

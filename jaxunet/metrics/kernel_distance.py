@@ -17,7 +17,7 @@ from jaxunet.runtime.errors import UserError
 SUBSETS = 100
 SUBSET_SIZE = 1000
 
-Features = Float[np.ndarray, 'n d']
+Activation = Float[np.ndarray, 'n d']
 
 
 @dataclass(frozen=True)
@@ -31,8 +31,8 @@ class KernelDistance:
 
 
 def kernel_distance(
-    a: Features,
-    b: Features,
+    a: Activation,
+    b: Activation,
     *,
     subsets: int = SUBSETS,
     subset_size: int = SUBSET_SIZE,
@@ -69,7 +69,7 @@ def kernel_distance(
     return KernelDistance(float(np.mean(values)), float(np.std(values)), subsets, size)
 
 
-def squared_mmd(a: Features, b: Features, *, block: int = BLOCK) -> float:
+def squared_mmd(a: Activation, b: Activation, *, block: int = BLOCK) -> float:
     """Unbiased MMD²: means of k over the pairs of different images of `a`, and of `b`, minus twice the mean between them.
 
     May be below 0. Kernel values are float32 and summed by rows; the rows' sums are float64.

@@ -18,11 +18,11 @@ from jaxunet.runtime.errors import UserError
 
 NEIGHBOURS = 3
 
-Features = Float[np.ndarray, 'n d']
+Activation = Float[np.ndarray, 'n d']
 
 
 def precision_recall(
-    samples: Features, reference: Features, *, k: int = NEIGHBOURS, block: int = BLOCK
+    samples: Activation, reference: Activation, *, k: int = NEIGHBOURS, block: int = BLOCK
 ) -> tuple[float, float]:
     """(share of the samples inside the reference's manifold, share of the reference inside the samples' manifold).
 
@@ -42,13 +42,13 @@ def precision_recall(
     return float(precision.mean()), float(recall.mean())
 
 
-def squared_radii(features: Features, k: int, *, block: int = BLOCK) -> Float[np.ndarray, ' n']:
+def squared_radii(features: Activation, k: int, *, block: int = BLOCK) -> Float[np.ndarray, ' n']:
     """Squared distance of every feature to its k-th nearest among the others."""
     return fold_pairs(_nearest, _far(k), features, features, block=block)[:, -1]
 
 
 def covered(
-    points: Features, centres: Features, radii: Float[np.ndarray, ' m'], *, block: int = BLOCK
+    points: Activation, centres: Activation, radii: Float[np.ndarray, ' m'], *, block: int = BLOCK
 ) -> np.ndarray:
     """Whether each point lies in one of the balls, bool (n,)."""
     return fold_pairs(_inside, _nowhere, points, centres, extra=radii, block=block)

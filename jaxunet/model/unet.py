@@ -1,6 +1,6 @@
 """The UNet: one Flax module that covers unet.cu, all of guided-diffusion's ADM options, and DDPM's CIFAR-10 network.
 
-Activations are NHWC `Features` in the compute dtype; parameters are float32. Every kernel-worthy operation comes from `ops`
+Activations are NHWC `Activation` in the compute dtype; parameters are float32. Every kernel-worthy operation comes from `ops`
 (`jaxunet.ops`), so parameter trees are identical across backends.
 
 Sources: Ho et al. 2020, arXiv 2006.11239, appendix B; Dhariwal & Nichol 2021, arXiv 2105.05233 (openai/guided-diffusion);
@@ -21,7 +21,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Key
 
 from jaxunet.config import Config, ModelConfig
-from jaxunet.ops.activation import Features, at_least_float32
+from jaxunet.ops.activation import Activation, at_least_float32
 from jaxunet.ops.backends import Ops
 from jaxunet.runtime.errors import UserError
 
@@ -177,7 +177,7 @@ class ResBlock(Block):
     @nn.compact
     def __call__(
         self,
-        x: Features,
+        x: Activation,
         embedding: Float[Array, 'batch width'],
         dropout_keys: Key[Array, ' batch'] | None,
         embedded: Float[Array, 'batch projected'] | None = None,
@@ -199,12 +199,12 @@ class ResBlock(Block):
         else:
             shift_1 = shift_1 + embedded
 
-        skip: list[Features] = []
+        skip: list[Activation] = []
         if self.resample:
             change = average_pool if self.resample == 'down' else nearest
             active = change(self.ops.group_norm(x, scale_1, offset_1, silu=True, **self.norm))
-            h = self.ops.conv3x3(Features.of(active), kernel_1, shift_1)
-            x = Features.of(change(x.value))
+            h = self.ops.conv3x3(Activation.of(active), kernel_1, shift_1)
+            x = Activation.of(change(x.value))
         else:
             passing = 2 if self.skip else 1
             h, x, *skip = self.ops.norm_silu_conv3x3(
@@ -219,7 +219,7 @@ class ResBlock(Block):
             active = self.ops.group_norm(h, scale_2, offset_2, silu=True, **self.norm)
             active = dropout(active, dropout_keys, self.model.dropout, self.path)
             y = self.ops.conv3x3(
-                Features.of(active), kernel_2, shift_2, residual=x, shortcut=shortcut
+                Activation.of(active), kernel_2, shift_2, residual=x, shortcut=shortcut
             )
         else:
             y = self.ops.norm_silu_conv3x3(
@@ -234,7 +234,7 @@ class AttentionBlock(Block):
     num_heads: int = 0
 
     @nn.compact
-    def __call__(self, x: Features) -> Features:
+    def __call__(self, x: Activation) -> Activation:
         channels, (batch, height, width) = x.channels, x.parts[0].shape[:3]
         heads = self.num_heads or channels // self.model.num_head_channels
         if (
@@ -254,7 +254,7 @@ class AttentionBlock(Block):
         normed, x = self.ops.group_norm(x, scale, offset, passing=1, **self.norm)
         qkv = self.ops.linear(normed, *self.kernel('qkv', channels, 3 * channels))
         y = self.ops.attention(qkv.reshape(batch, height * width, 3 * channels), num_heads=heads)
-        return Features.of(
+        return Activation.of(
             self.ops.linear(
                 y.reshape(normed.shape),
                 *self.kernel('proj', channels, channels, zero=True),
@@ -269,7 +269,7 @@ class Resample(Block):
     direction: str = 'down'
 
     @nn.compact
-    def __call__(self, x: Features) -> Features:
+    def __call__(self, x: Activation) -> Activation:
         value = x.value
         channels = value.shape[-1]
         # Parameters sit directly under this module's name: {kernel, bias}.
@@ -278,12 +278,12 @@ class Resample(Block):
         ).astype(self.dtype)
         bias = self.param('bias', nn.initializers.zeros, (channels,))[None, :]
         if self.direction == 'up':
-            return self.ops.conv3x3(Features.of(nearest(value)), kernel, bias)
+            return self.ops.conv3x3(Activation.of(nearest(value)), kernel, bias)
         pad = (1, 1) if self.model.downsample_padding == 'symmetric' else (0, 1)
         y = jax.lax.conv_general_dilated(
             value, kernel, (2, 2), (pad, pad), dimension_numbers=('NHWC', 'HWIO', 'NHWC')
         )
-        return Features.of(y + bias[:, None, None, :].astype(y.dtype))
+        return Activation.of(y + bias[:, None, None, :].astype(y.dtype))
 
 
 class UNet(Block):
@@ -328,13 +328,13 @@ class UNet(Block):
         channels = [int(mult * m.base_channels) for mult in m.channel_mult]
         last = len(channels) - 1
 
-        def res(name: str, x: Features, **options: Any) -> Any:
+        def res(name: str, x: Activation, **options: Any) -> Any:
             return res_block(name=name, **options)(
                 x, embedding, dropout_keys, projections.get(name)
             )
 
         kernel, bias = self.kernel('conv_in', 3, 3, x.shape[-1], channels[0])
-        h = self.ops.conv3x3(Features.of(x.astype(self.dtype)), kernel, bias)
+        h = self.ops.conv3x3(Activation.of(x.astype(self.dtype)), kernel, bias)
         skips = []  # what every block of the way down starts from, and the last of them ends with
         for level, features in enumerate(channels):
             for i in range(m.num_res_blocks):
@@ -443,8 +443,8 @@ class UNet(Block):
         return dict(zip(layers, jax.lax.split(projected, widths, axis=1), strict=True))
 
     def _resample(
-        self, res: Callable[..., Any], h: Features, direction: str, level: int
-    ) -> Features:
+        self, res: Callable[..., Any], h: Activation, direction: str, level: int
+    ) -> Activation:
         name = f'{direction}_{level}_resample'
         if self.model.resblock_updown:
             return res(name, h, features=h.channels, resample=direction)
@@ -452,4 +452,4 @@ class UNet(Block):
             return Resample(
                 model=self.model, ops=self.ops, dtype=self.dtype, direction=direction, name=name
             )(h)
-        return Features.of(average_pool(h.value) if direction == 'down' else nearest(h.value))
+        return Activation.of(average_pool(h.value) if direction == 'down' else nearest(h.value))

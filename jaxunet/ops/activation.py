@@ -1,4 +1,4 @@
-"""`Features`: the activation that ops exchange, kept as the parts whose channels it joins."""
+"""`Activation`: the activation that ops exchange, kept as the parts whose channels it joins."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def at_least_float32(dtype: DTypeLike) -> jnp.dtype:
     return jnp.dtype(jnp.float64 if jnp.dtype(dtype) == jnp.float64 else jnp.float32)
 
 
-class Features(NamedTuple):
+class Activation(NamedTuple):
     """An NHWC activation as one or more parts that are concatenated along channels, each with its moments where known.
 
     A skip connection joins two parts; a kernel may read both where they are instead of a concatenated copy. `moments[i]` is
@@ -34,12 +34,12 @@ class Features(NamedTuple):
         cls,
         value: Float[Array, 'batch height width channels'],
         moments: Float[Array, 'batch channels 2'] | None = None,
-    ) -> Features:
+    ) -> Activation:
         return cls((value,), (moments,))
 
-    def join(self, other: Features) -> Features:
+    def join(self, other: Activation) -> Activation:
         """Both, one after the other along channels; nothing is copied."""
-        return Features(self.parts + other.parts, self.moments + other.moments)
+        return Activation(self.parts + other.parts, self.moments + other.moments)
 
     @property
     def value(self) -> Float[Array, 'batch height width channels']:
@@ -87,7 +87,7 @@ def passing(op: Callable[..., Any]) -> Callable[..., Any]:
     """
 
     @functools.wraps(op)
-    def call(x: Features, *operands: Any, passing: int = 0, **options: Any) -> Any:
+    def call(x: Activation, *operands: Any, passing: int = 0, **options: Any) -> Any:
         result = op(x, *operands, **options)
         return (result, *(x,) * passing) if passing else result
 

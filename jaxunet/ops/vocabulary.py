@@ -8,7 +8,7 @@ from typing import Any, NamedTuple, Protocol
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
-from jaxunet.ops.activation import Features
+from jaxunet.ops.activation import Activation
 from jaxunet.ops.adamw.operands import Moved
 
 
@@ -17,30 +17,30 @@ class Conv3x3(Protocol):
 
     def __call__(
         self,
-        x: Features,
+        x: Activation,
         kernel: Float[Array, '3 3 channels features'],
         shift: Float[Array, '#batch features'],
         *,
-        residual: Features | None = None,
+        residual: Activation | None = None,
         shortcut: Float[Array, 'residual_channels features'] | None = None,
-    ) -> Features: ...
+    ) -> Activation: ...
 
 
 class NormSiluConv3x3(Protocol):
     """conv3x3(SiLU(GroupNorm(x))) with the same epilogue; see `jaxunet.ops.conv3x3.reference.norm_silu_conv3x3`.
 
-    Returns: Features; (Features, x, ...) if it passes x on, as `jaxunet.ops.activation.passing` has it.
+    Returns: Activation; (Activation, x, ...) if it passes x on, as `jaxunet.ops.activation.passing` has it.
     """
 
     def __call__(
         self,
-        x: Features,
+        x: Activation,
         scale: Float[Array, '#batch channels'],
         offset: Float[Array, '#batch channels'],
         kernel: Float[Array, '3 3 channels features'],
         shift: Float[Array, '#batch features'],
         *,
-        residual: Features | None = None,
+        residual: Activation | None = None,
         shortcut: Float[Array, 'residual_channels features'] | None = None,
         groups: int = 32,
         eps: float = 1e-5,
@@ -56,7 +56,7 @@ class GroupNorm(Protocol):
 
     def __call__(
         self,
-        x: Features,
+        x: Activation,
         scale: Float[Array, '#batch channels'],
         offset: Float[Array, '#batch channels'],
         *,

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from jaxunet.ops.activation import Features
+from jaxunet.ops.activation import Activation
 from jaxunet.ops.conv3x3.operands import Added, Parts, check_operands, needed, outline
 from jaxunet.runtime import device
 from pallas_kernels.conv3x3 import dispatch
@@ -22,13 +22,13 @@ from pallas_kernels.group_norm.statistics import affine, channel_sums, moments
 
 
 def conv3x3(
-    x: Features,
+    x: Activation,
     kernel: Float[Array, '3 3 channels features'],
     shift: Float[Array, '#batch features'],
     *,
-    residual: Features | None = None,
+    residual: Activation | None = None,
     shortcut: Float[Array, 'residual_channels features'] | None = None,
-) -> Features:
+) -> Activation:
     """conv(x, kernel) + shift [+ residual, or residual · shortcut]: `reference.conv3x3` on kernels.
 
     Products accumulate in float32, whose operands are tf32 or split into bfloat16 pairs when x is float32.
@@ -37,21 +37,21 @@ def conv3x3(
       ValueError: shapes or types that do not fit each other, or a shortcut without a residual.
     """
     added = check_operands(x, kernel, shift, residual, shortcut)
-    return Features.of(_conv(x.parts, kernel, shift, added))
+    return Activation.of(_conv(x.parts, kernel, shift, added))
 
 
 def norm_silu_conv3x3(
-    x: Features,
+    x: Activation,
     scale: Float[Array, '#batch channels'],
     offset: Float[Array, '#batch channels'],
     kernel: Float[Array, '3 3 channels features'],
     shift: Float[Array, '#batch features'],
     *,
-    residual: Features | None = None,
+    residual: Activation | None = None,
     shortcut: Float[Array, 'residual_channels features'] | None = None,
     groups: int = 32,
     eps: float = 1e-5,
-) -> Features:
+) -> Activation:
     """conv3x3(SiLU(norm(x) · scale + offset)) + shift [+ residual]: `reference.norm_silu_conv3x3` on kernels.
 
     A producer's moments are taken as a function of its part: the gradient of the part is the whole one, that of the moments is zero.
@@ -60,7 +60,7 @@ def norm_silu_conv3x3(
       ValueError: shapes or types that do not fit each other, a shortcut without a residual, or channels not a multiple of `groups`.
     """
     added = check_operands(x, kernel, shift, residual, shortcut)
-    return Features.of(_norm_conv(x, scale, offset, kernel, shift, added, groups, eps))
+    return Activation.of(_norm_conv(x, scale, offset, kernel, shift, added, groups, eps))
 
 
 @jax.custom_vjp
@@ -109,7 +109,7 @@ def added_gradient(added: Added | tuple[()] | None, dy: Array) -> Added | None:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(6, 7))
 def _norm_conv(
-    x: Features,
+    x: Activation,
     scale: Array,
     offset: Array,
     kernel: Array,
@@ -122,7 +122,7 @@ def _norm_conv(
 
 
 def _norm_conv_forward(
-    x: Features,
+    x: Activation,
     scale: Array,
     offset: Array,
     kernel: Array,
@@ -166,7 +166,7 @@ def _norm_conv_backward(groups: int, eps: float, saved: Any, dy: Array) -> tuple
     )
     of_norm = norm_gradient.parameter_gradients(sums, scale, offset)
     return (
-        Features(dx, x.zero_moments),
+        Activation(dx, x.zero_moments),
         *of_norm,
         *_parameter_gradients((active,), kernel, shift, added, dy),
     )

@@ -25,7 +25,7 @@ from typing import Any, cast
 import jax
 import jax.numpy as jnp
 
-from jaxunet.ops.activation import Features
+from jaxunet.ops.activation import Activation
 from jaxunet.ops.group_norm import reference
 from jaxunet.runtime import gpu_time as timing
 from pallas_kernels import tile_table
@@ -83,7 +83,7 @@ def function(kernel: str, tile: Tile | None) -> Callable[..., Any]:
     def both(op: Any, parts: Any, dy: Any, scale: Any, offset: Any) -> Any:
         y, pull = jax.vjp(
             lambda *a: op(
-                Features(a[0], (None,) * len(a[0])), a[1], a[2], groups=GROUPS, eps=EPS, silu=True
+                Activation(a[0], (None,) * len(a[0])), a[1], a[2], groups=GROUPS, eps=EPS, silu=True
             ),
             parts,
             scale,

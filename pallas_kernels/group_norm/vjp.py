@@ -8,7 +8,7 @@ from typing import Any
 import jax
 from jaxtyping import Array, Float
 
-from jaxunet.ops.activation import Features
+from jaxunet.ops.activation import Activation
 from jaxunet.ops.group_norm.operands import check_operands
 from pallas_kernels.group_norm.apply import normalise
 from pallas_kernels.group_norm.backward import gradient, gradient_sums, parameter_gradients
@@ -16,7 +16,7 @@ from pallas_kernels.group_norm.statistics import moments
 
 
 def group_norm(
-    x: Features,
+    x: Activation,
     scale: Float[Array, '#batch channels'],
     offset: Float[Array, '#batch channels'],
     *,
@@ -38,13 +38,13 @@ def group_norm(
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4, 5, 6))
 def _group_norm(
-    x: Features, scale: Array, offset: Array, groups: int, eps: float, silu: bool, interpret: bool
+    x: Activation, scale: Array, offset: Array, groups: int, eps: float, silu: bool, interpret: bool
 ) -> Array:
     return _forward(x, scale, offset, groups, eps, silu, interpret)[0]
 
 
 def _forward(
-    x: Features, scale: Array, offset: Array, groups: int, eps: float, silu: bool, interpret: bool
+    x: Activation, scale: Array, offset: Array, groups: int, eps: float, silu: bool, interpret: bool
 ) -> tuple[Array, Any]:
     known = x.moments
     first = x.parts[0]
@@ -65,7 +65,7 @@ def _forward(
 
 def _backward(
     groups: int, eps: float, silu: bool, interpret: bool, saved: Any, dy: Array
-) -> tuple[Features, Array, Array]:
+) -> tuple[Activation, Array, Array]:
     x, scale, offset, mean, inverse = saved
     batch, height, width, channels = dy.shape
     sums = None
@@ -85,7 +85,7 @@ def _backward(
         sums=sums,
         interpret=interpret,
     )
-    return Features(dx, x.zero_moments), *parameter_gradients(sums, scale, offset)
+    return Activation(dx, x.zero_moments), *parameter_gradients(sums, scale, offset)
 
 
 def owns_pixels(bytes_per_pixel: int, pixels: int) -> bool:

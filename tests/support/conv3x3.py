@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from parity import draw
 
-from jaxunet.ops.activation import Features
+from jaxunet.ops.activation import Activation
 from jaxunet.ops.conv3x3.cases import Case
 
 
@@ -33,10 +33,10 @@ def op(module, case: Case, **options):
     """The op of a module as a function of named arrays; with options of a norm's, all that it returns."""
 
     def call(**arrays):
-        x = Features(
+        x = Activation(
             tuple(arrays[f'x{i}'] for i in range(len(case.parts))), (None,) * len(case.parts)
         )
-        residual = Features(
+        residual = Activation(
             tuple(arrays[f'residual{i}'] for i in range(len(case.residual))),
             (None,) * len(case.residual),
         )

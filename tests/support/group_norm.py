@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from parity import draw
 
-from jaxunet.ops.activation import Features
+from jaxunet.ops.activation import Activation
 from jaxunet.ops.group_norm.cases import Case
 
 
@@ -24,7 +24,7 @@ def op(group_norm, case: Case, **options):
     """The op as a function of named arrays."""
 
     def call(**arrays):
-        x = Features(
+        x = Activation(
             tuple(arrays[f'x{i}'] for i in range(len(case.parts))), (None,) * len(case.parts)
         )
         return group_norm(

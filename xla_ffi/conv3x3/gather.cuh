@@ -134,7 +134,7 @@ struct Right {
     return static_cast<int64_t>(feature) * (columns - 9 * channels) + extra;
   }
 
-  // Features `feature` to `feature` + 7 of a column; not for a flipped kernel.
+  // Activation `feature` to `feature` + 7 of a column; not for a flipped kernel.
   template <class T>
   __device__ void load_features(int column, int feature, Eight<T>& out) const {
     out.clear();

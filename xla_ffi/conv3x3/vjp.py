@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
-from jaxunet.ops.activation import Features
+from jaxunet.ops.activation import Activation
 from jaxunet.ops.conv3x3.operands import Added, Affine, Parts, check_operands, needed, outline
 from xla_ffi.group_norm.vjp import checked, gradient, normalise, statistics, with_passed
 
@@ -30,30 +30,30 @@ FUSED_PIXELS = 1024
 
 
 def conv3x3(
-    x: Features,
+    x: Activation,
     kernel: Float[Array, '3 3 channels features'],
     shift: Float[Array, '#batch features'],
     *,
-    residual: Features | None = None,
+    residual: Activation | None = None,
     shortcut: Float[Array, 'residual_channels features'] | None = None,
-) -> Features:
+) -> Activation:
     """conv(x, kernel) + shift [+ residual, or residual · shortcut]: `reference.conv3x3` on kernels.
 
     Raises:
       ValueError: shapes or types that do not fit each other, or a shortcut without a residual.
     """
     added = check_operands(x, kernel, shift, residual, shortcut)
-    return Features.of(_conv(x.parts, kernel, shift, added))
+    return Activation.of(_conv(x.parts, kernel, shift, added))
 
 
 def norm_silu_conv3x3(
-    x: Features,
+    x: Activation,
     scale: Float[Array, '#batch channels'],
     offset: Float[Array, '#batch channels'],
     kernel: Float[Array, '3 3 channels features'],
     shift: Float[Array, '#batch features'],
     *,
-    residual: Features | None = None,
+    residual: Activation | None = None,
     shortcut: Float[Array, 'residual_channels features'] | None = None,
     groups: int = 32,
     eps: float = 1e-5,
@@ -73,7 +73,7 @@ def norm_silu_conv3x3(
     y, passed = _norm_conv(
         x, scale, offset, kernel, shift, added, groups, eps, checked(passing, 'norm_silu_conv3x3')
     )
-    return with_passed(Features.of(y), passed, x)
+    return with_passed(Activation.of(y), passed, x)
 
 
 def _tiled(parts: Parts) -> bool:
@@ -206,7 +206,7 @@ def _fuses_activation(parts: Parts) -> bool:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(6, 7, 8))
 def _norm_conv(
-    x: Features,
+    x: Activation,
     scale: Array,
     offset: Array,
     kernel: Array,
@@ -220,7 +220,7 @@ def _norm_conv(
 
 
 def _norm_conv_forward(
-    x: Features,
+    x: Activation,
     scale: Array,
     offset: Array,
     kernel: Array,
@@ -273,7 +273,7 @@ def _norm_conv_backward(
     )
     of_scale, of_offset, *rest = others if shared else (found.scale, found.offset, *others)
     return (
-        Features(found.dx, x.zero_moments),
+        Activation(found.dx, x.zero_moments),
         of_scale.astype(scale.dtype),
         of_offset.astype(offset.dtype),
         *rest,

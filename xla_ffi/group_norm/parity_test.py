@@ -6,7 +6,7 @@ import pytest
 from parity import DTYPES, assert_parity, assert_runs_are_identical
 from support.group_norm import inputs, op
 
-from jaxunet.ops.activation import Features, passing
+from jaxunet.ops.activation import Activation, passing
 from jaxunet.ops.group_norm import reference
 from jaxunet.ops.group_norm.cases import AWKWARD, CASES, ELEPHANTS64, Case
 from xla_ffi.group_norm import vjp
@@ -93,7 +93,7 @@ def test_the_backward_pass_writes_the_activation_again(case):
         for name, (value, dtype) in inputs(case, 'float32', case.batch or 2).items()
     }
     parts = tuple(value for name, value in drawn.items() if name.startswith('x'))
-    x, scale, offset = Features(parts, (None,) * len(parts)), drawn['scale'], drawn['offset']
+    x, scale, offset = Activation(parts, (None,) * len(parts)), drawn['scale'], drawn['offset']
     y = vjp.group_norm(x, scale, offset, groups=case.groups, silu=case.silu)
     norm = vjp.statistics(x, scale, offset, groups=case.groups, eps=1e-5)
     options = {'groups': case.groups, 'silu': case.silu}
@@ -110,7 +110,7 @@ def test_the_backward_pass_writes_the_activation_again(case):
 
 
 def test_x_is_passed_on_at_most_twice():
-    x, row = Features.of(jnp.ones((1, 2, 2, 8)), jnp.ones((1, 8, 2))), jnp.ones((1, 8))
+    x, row = Activation.of(jnp.ones((1, 2, 2, 8)), jnp.ones((1, 8, 2))), jnp.ones((1, 8))
     assert [
         again.moments[0] is x.moments[0]
         for again in vjp.group_norm(x, row, row, groups=4, passing=2)[1:]

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
-from jaxunet.ops.activation import Features
+from jaxunet.ops.activation import Activation
 from jaxunet.ops.group_norm import reference
 from jaxunet.ops.group_norm.operands import check_operands, group_size
 
@@ -29,7 +29,7 @@ class Norm(NamedTuple):
 
 
 def group_norm(
-    x: Features,
+    x: Activation,
     scale: Float[Array, '#batch channels'],
     offset: Float[Array, '#batch channels'],
     *,
@@ -61,12 +61,12 @@ def checked(passing: int, op: str) -> int:
     return passing
 
 
-def with_passed(result: Any, passed: Sequence[tuple[Array, ...]], x: Features) -> Any:
+def with_passed(result: Any, passed: Sequence[tuple[Array, ...]], x: Activation) -> Any:
     """What an op returns that passes x on: its result and x, or the result alone where it passes nothing."""
-    return (result, *(Features(parts, x.moments) for parts in passed)) if passed else result
+    return (result, *(Activation(parts, x.moments) for parts in passed)) if passed else result
 
 
-def statistics(x: Features, scale: Array, offset: Array, *, groups: int, eps: float) -> Norm:
+def statistics(x: Activation, scale: Array, offset: Array, *, groups: int, eps: float) -> Norm:
     """The normalisation of x: from the producers' moments where every part came with them, else from one read of x.
 
     Raises:
@@ -92,7 +92,7 @@ def statistics(x: Features, scale: Array, offset: Array, *, groups: int, eps: fl
     )
 
 
-def _operands(x: Features, scale: Array, offset: Array) -> tuple[Array, ...]:
+def _operands(x: Activation, scale: Array, offset: Array) -> tuple[Array, ...]:
     return (*x.parts, scale.astype(jnp.float32), offset.astype(jnp.float32))
 
 
@@ -164,20 +164,20 @@ def gradient(
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4, 5, 6))
 def _group_norm(
-    x: Features, scale: Array, offset: Array, groups: int, eps: float, silu: bool, passing: int
+    x: Activation, scale: Array, offset: Array, groups: int, eps: float, silu: bool, passing: int
 ) -> Any:
     return _forward(x, scale, offset, groups, eps, silu, passing)[0]
 
 
 def _forward(
-    x: Features, scale: Array, offset: Array, groups: int, eps: float, silu: bool, passing: int
+    x: Activation, scale: Array, offset: Array, groups: int, eps: float, silu: bool, passing: int
 ) -> tuple[Any, Any]:
     y, saved = normalise(x, scale, offset, groups, eps, silu)
     return (y, (x.parts,) * passing), saved
 
 
 def normalise(
-    x: Features, scale: Array, offset: Array, groups: int, eps: float, silu: bool
+    x: Activation, scale: Array, offset: Array, groups: int, eps: float, silu: bool
 ) -> tuple[Array, Any]:
     """The result of `group_norm`, and what its gradient needs: x, scale, offset, and the groups' mean and inverse deviation."""
     attributes: dict[str, Any] = {'parts': np.int64(len(x.parts)), 'silu': silu}
@@ -211,7 +211,7 @@ def _backward(
     found = gradient(
         x.parts, dy, scale, offset, mean, inverse, groups=groups, silu=silu, added=added
     )
-    return Features(found.dx, x.zero_moments), found.scale, found.offset
+    return Activation(found.dx, x.zero_moments), found.scale, found.offset
 
 
 _group_norm.defvjp(_forward, _backward)

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from jaxunet.ops.activation import Features
+from jaxunet.ops.activation import Activation
 from jaxunet.ops.backends import implementations
 from jaxunet.ops.conv3x3.cases import CIFAR10, ELEPHANTS64, Case
 from jaxunet.runtime.measurement import Measurement, with_gradients
@@ -52,10 +52,10 @@ def _plain(
     # Only shapes matter of where a linear function is differentiated: no zeros are made.
     def side(op: Any) -> tuple[Callable[[Named], Any], ...]:
         def convolve(x: Any, kernel: Any) -> Any:
-            return op(Features.of(x), kernel, jnp.zeros(shift.shape, shift.dtype)).value
+            return op(Activation.of(x), kernel, jnp.zeros(shift.shape, shift.dtype)).value
 
         return (
-            lambda i: op(Features.of(i['x']), i['kernel'], i['shift']).value,
+            lambda i: op(Activation.of(i['x']), i['kernel'], i['shift']).value,
             lambda i: jax.vjp(lambda x: convolve(x, i['kernel']), jnp.zeros(x.shape, x.dtype))[1](
                 i['dy']
             )[0],
@@ -118,5 +118,5 @@ def _fused(
     )
 
 
-def _features(parts: tuple[Any, ...]) -> Features:
-    return Features(parts, (None,) * len(parts))
+def _features(parts: tuple[Any, ...]) -> Activation:
+    return Activation(parts, (None,) * len(parts))

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from jaxunet.ops.activation import Features
+from jaxunet.ops.activation import Activation
 from jaxunet.ops.backends import implementations
 from jaxunet.ops.group_norm.cases import CIFAR10, ELEPHANTS64, Case
 from jaxunet.runtime.measurement import Measurement, with_gradients
@@ -39,7 +39,7 @@ def measurements(
 def _side(case: Case, op: Callable[..., Any]) -> Callable[[dict[str, Any]], Any]:
     def call(i: dict[str, Any]) -> Any:
         return op(
-            Features(i['x'], (None,) * len(case.parts)),
+            Activation(i['x'], (None,) * len(case.parts)),
             i['scale'],
             i['offset'],
             groups=case.groups,

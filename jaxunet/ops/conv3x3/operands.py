@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from jaxtyping import Array, Float
 
-from jaxunet.ops.activation import Features
+from jaxunet.ops.activation import Activation
 
 Image = Float[Array, 'batch height width _']
 Parts = tuple[Image, ...]
@@ -21,7 +21,7 @@ class Added(NamedTuple):
 
 
 def check_operands(
-    x: Features, kernel: Array, shift: Array, residual: Features | None, shortcut: Array | None
+    x: Activation, kernel: Array, shift: Array, residual: Activation | None, shortcut: Array | None
 ) -> Added | None:
     """What the convolution's last step adds, once everything fits; ValueError where it does not."""
     batch, height, width, _ = x.parts[0].shape

@@ -9,18 +9,18 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from jaxunet.ops.activation import Features, at_least_float32
+from jaxunet.ops.activation import Activation, at_least_float32
 from jaxunet.ops.group_norm.reference import group_norm
 
 
 def conv3x3(
-    x: Features,
+    x: Activation,
     kernel: Float[Array, '3 3 channels features'],
     shift: Float[Array, '#batch features'],
     *,
-    residual: Features | None = None,
+    residual: Activation | None = None,
     shortcut: Float[Array, 'residual_channels features'] | None = None,
-) -> Features:
+) -> Activation:
     """conv(x, kernel) + shift [+ residual, or residual · shortcut].
 
     `shift` of shape (1, F) is a bias, of shape (B, F) a bias and time shift per sample. `shortcut` is a 1×1 convolution for a
@@ -44,24 +44,24 @@ def conv3x3(
         y = y + r.astype(wide)
     elif shortcut is not None:
         raise ValueError('conv3x3: a shortcut needs a residual to be applied to')
-    return Features.of(y.astype(value.dtype))
+    return Activation.of(y.astype(value.dtype))
 
 
 def norm_silu_conv3x3(
-    x: Features,
+    x: Activation,
     scale: Float[Array, '#batch channels'],
     offset: Float[Array, '#batch channels'],
     kernel: Float[Array, '3 3 channels features'],
     shift: Float[Array, '#batch features'],
     *,
-    residual: Features | None = None,
+    residual: Activation | None = None,
     shortcut: Float[Array, 'residual_channels features'] | None = None,
     groups: int = 32,
     eps: float = 1e-5,
-) -> Features:
+) -> Activation:
     """conv3x3(SiLU(norm(x) · scale + offset)) + shift [+ residual]: half a residual block as one op.
 
     The convolution's zero padding is applied after the activation.
     """
     active = group_norm(x, scale, offset, groups=groups, eps=eps, silu=True)
-    return conv3x3(Features.of(active), kernel, shift, residual=residual, shortcut=shortcut)
+    return conv3x3(Activation.of(active), kernel, shift, residual=residual, shortcut=shortcut)

@@ -5,10 +5,10 @@ from __future__ import annotations
 import jax.numpy as jnp
 from jaxtyping import Array
 
-from jaxunet.ops.activation import Features
+from jaxunet.ops.activation import Activation
 
 
-def check_operands(x: Features, scale: Array, offset: Array) -> None:
+def check_operands(x: Activation, scale: Array, offset: Array) -> None:
     """Raises ValueError where shapes or types do not fit each other."""
     if not x.parts:
         raise ValueError('group_norm: x: no parts; give at least one array')

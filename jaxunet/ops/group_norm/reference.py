@@ -10,11 +10,11 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from jaxunet.ops.activation import Features, channel_moments
+from jaxunet.ops.activation import Activation, channel_moments
 
 
 def group_affine(
-    x: Features,
+    x: Activation,
     scale: Float[Array, '#batch channels'],
     offset: Float[Array, '#batch channels'],
     *,
@@ -63,7 +63,7 @@ def combine(
 
 
 def group_norm(
-    x: Features,
+    x: Activation,
     scale: Float[Array, '#batch channels'],
     offset: Float[Array, '#batch channels'],
     *,
