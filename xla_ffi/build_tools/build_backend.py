@@ -1,6 +1,7 @@
-"""The PEP 517 build backend: scikit-build-core, which also asks for nvcc from PyPI where the machine has none.
+"""The PEP 517 build backend: scikit-build-core, told by `plan` what to compile.
 
-`-C wheel.cmake=false` leaves the compiled handlers out: the backends xla and pallas need none.
+A build that compiles nothing needs no compiler and no further package. The others ask for the
+headers of jaxlib and pybind11, and for nvcc from PyPI where the machine has none.
 """
 
 from __future__ import annotations
@@ -11,13 +12,9 @@ import sys
 from typing import Any
 
 import nvcc
+import plan
 from scikit_build_core import build as _build
-from scikit_build_core.build import (
-    build_sdist,
-    get_requires_for_build_sdist,
-    prepare_metadata_for_build_editable,
-    prepare_metadata_for_build_wheel,
-)
+from scikit_build_core.build import build_sdist, get_requires_for_build_sdist
 
 __all__ = [
     'build_editable',
@@ -30,56 +27,96 @@ __all__ = [
     'prepare_metadata_for_build_wheel',
 ]
 
-# The metapackage keeps the parts of one release together; nvcc alone would draw in newer ones that it cannot work with.
+# jaxlib for its FFI headers. An old one: a runtime refuses handlers built with newer headers.
+HEADERS = ('pybind11>=3', 'jaxlib==0.7.2')
+# The metapackage keeps the parts of one release together; nvcc alone would bring newer parts that
+# it cannot work with.
 TOOLKIT = 'cuda-toolkit[nvcc,nvvm,crt,cudart,cccl]==13.0.2'
-OFF = ('0', 'off', 'false', 'no')
 
 
-Settings = dict[str, Any] | None
+def get_requires_for_build_wheel(config_settings: plan.Settings = None) -> list[str]:
+    """Returns the packages that building a wheel needs."""
+    decided = _decide(config_settings)
+    settings = _settings(config_settings, decided)
+    return [*_build.get_requires_for_build_wheel(settings), *_requires(decided)]
 
 
-def _compiles(config_settings: Settings) -> bool:
-    return str((config_settings or {}).get('wheel.cmake', 'true')).lower() not in OFF
+def get_requires_for_build_editable(config_settings: plan.Settings = None) -> list[str]:
+    """Returns the packages that an editable installation needs."""
+    decided = _decide(config_settings)
+    settings = _settings(config_settings, decided)
+    return [*_build.get_requires_for_build_editable(settings), *_requires(decided)]
 
 
-def _requires(config_settings: Settings) -> list[str]:
-    """nvcc, where it is wanted and missing."""
-    wanted = (
-        _compiles(config_settings)
-        and sys.platform == 'linux'
-        and os.environ.get('JAXUNET_CUDA', '1').lower() not in OFF
-    )
-    return [TOOLKIT] if wanted and nvcc.machine() is None else []
+def prepare_metadata_for_build_wheel(
+    metadata_directory: str, config_settings: plan.Settings = None
+) -> str:
+    """Writes the wheel's metadata. Returns the name of its folder."""
+    settings = _settings(config_settings, _decide(config_settings))
+    return _build.prepare_metadata_for_build_wheel(metadata_directory, settings)
 
 
-def _check(config_settings: Settings) -> None:
-    names = [os.environ.get('CXX', ''), 'c++', 'g++', 'clang++', 'cl']
-    if _compiles(config_settings) and not any(
-        name and shutil.which(name.split()[0]) for name in names
-    ):
-        raise SystemExit(
-            'jaxunet: no C++ compiler found for the handlers of backend=cuda and their CPU versions. Install one (apt install g++), '
-            'or leave them out with: pip install -C wheel.cmake=false ...; the backends xla and pallas need none'
-        )
-
-
-def get_requires_for_build_wheel(config_settings: Settings = None) -> list[str]:
-    return [*_build.get_requires_for_build_wheel(config_settings), *_requires(config_settings)]
-
-
-def get_requires_for_build_editable(config_settings: Settings = None) -> list[str]:
-    return [*_build.get_requires_for_build_editable(config_settings), *_requires(config_settings)]
+def prepare_metadata_for_build_editable(
+    metadata_directory: str, config_settings: plan.Settings = None
+) -> str:
+    """Writes the metadata of an editable installation. Returns the name of its folder."""
+    settings = _settings(config_settings, _decide(config_settings))
+    return _build.prepare_metadata_for_build_editable(metadata_directory, settings)
 
 
 def build_wheel(
-    wheel_directory: str, config_settings: Settings = None, metadata_directory: str | None = None
+    wheel_directory: str,
+    config_settings: plan.Settings = None,
+    metadata_directory: str | None = None,
 ) -> str:
-    _check(config_settings)
-    return _build.build_wheel(wheel_directory, config_settings, metadata_directory)
+    """Builds a wheel. Returns its file name."""
+    settings = _start(config_settings, 'pip install .')
+    return _build.build_wheel(wheel_directory, settings, metadata_directory)
 
 
 def build_editable(
-    wheel_directory: str, config_settings: Settings = None, metadata_directory: str | None = None
+    wheel_directory: str,
+    config_settings: plan.Settings = None,
+    metadata_directory: str | None = None,
 ) -> str:
-    _check(config_settings)
-    return _build.build_editable(wheel_directory, config_settings, metadata_directory)
+    """Builds the wheel of an editable installation. Returns its file name."""
+    settings = _start(config_settings, 'pip install -e .')
+    return _build.build_editable(wheel_directory, settings, metadata_directory)
+
+
+def _decide(config_settings: plan.Settings) -> plan.Plan:
+    try:
+        return plan.decide(config_settings)
+    except ValueError as error:
+        raise SystemExit(f'jaxunet: {error}') from None
+
+
+def _requires(decided: plan.Plan) -> list[str]:
+    if decided.part is plan.Part.NOTHING:
+        return []
+    # PyPI has nvcc for Linux alone.
+    wanted = decided.part is plan.Part.CUDA and sys.platform == 'linux' and nvcc.machine() is None
+    return [*HEADERS, *([TOOLKIT] if wanted else [])]
+
+
+def _settings(config_settings: plan.Settings, decided: plan.Plan) -> dict[str, Any]:
+    """Returns the user's settings for scikit-build-core, and what the plan adds to them."""
+    given = config_settings or {}
+    if decided.part is plan.Part.NOTHING:
+        return {**given, 'wheel.cmake': 'false'}
+    return {**given, 'cmake.define.JAXUNET_CUDA': 'ON' if decided.part is plan.Part.CUDA else 'OFF'}
+
+
+def _start(config_settings: plan.Settings, install: str) -> dict[str, Any]:
+    """Says what the build compiles, checks that it can, and returns its settings."""
+    decided = _decide(config_settings)
+    print(decided.line(install), flush=True)
+    names = [os.environ.get('CXX', ''), 'c++', 'g++', 'clang++', 'cl']
+    found = any(name and shutil.which(name.split()[0]) for name in names)
+    if decided.part is not plan.Part.NOTHING and not found:
+        raise SystemExit(
+            f'jaxunet: no C++ compiler found for {decided.part.value} ({decided.reason}). Install '
+            f'one (apt install g++), or compile nothing: {plan.VARIABLE}=0 {install}; the backends '
+            'xla and pallas need no compiler'
+        )
+    return _settings(config_settings, decided)

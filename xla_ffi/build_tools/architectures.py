@@ -1,0 +1,87 @@
+"""Decides for which GPU architectures the CUDA kernels are compiled.
+
+CMake runs this file: it prints the list, or an error line on stderr and exits with 1.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+
+import gpus
+
+VARIABLE = 'JAXUNET_CUDA_ARCHITECTURES'
+# Code for 8.x, its PTX for newer GPUs, and wgmma and TMA for 9.0.
+ALL = '80;90a-real'
+_ENTRY = re.compile(r'(?P<code>\d{2,3}a?)(-real|-virtual)?')
+
+
+def choose(asked: str, found: list[str], name: str = VARIABLE) -> str:
+    """Returns a list of CMake's CUDA_ARCHITECTURES.
+
+    Args:
+      asked: '' for the GPUs found, 'all', or a list such as '80;90a-real'.
+      found: compute capabilities, as `gpus.find` returns them.
+      name: the variable that holds `asked`, for errors.
+
+    Raises:
+      ValueError: the list has an entry that the kernels cannot be compiled for.
+    """
+    if not asked:
+        return _of_gpus(found)
+    if asked == 'all':
+        return ALL
+    entries = [entry.strip() for entry in asked.split(';') if entry.strip()]
+    for entry in entries:
+        _check(entry, f'{name}={asked}')
+    return ';'.join(entries)
+
+
+def supported(capability: str) -> bool:
+    """Returns True for a GPU that the kernels run on: compute capability 8.0 or later."""
+    return capability == gpus.UNKNOWN or int(capability.split('.', maxsplit=1)[0]) >= 8
+
+
+def _of_gpus(found: list[str]) -> str:
+    usable = [capability for capability in found if supported(capability)]
+    if not usable or gpus.UNKNOWN in usable:
+        return ALL
+    return ';'.join(sorted({_of_gpu(capability) for capability in usable}))
+
+
+def _of_gpu(capability: str) -> str:
+    major, minor = capability.split('.')
+    if capability == '9.0':
+        return '90a-real'
+    return f'8{minor}-real' if major == '8' else '80-virtual'  # the driver compiles PTX for newer
+
+
+def _check(entry: str, given: str) -> None:
+    found = _ENTRY.fullmatch(entry)
+    if not found:
+        expected = f'expected "all" or a list such as "{ALL}"'
+        raise ValueError(f'{given}: {expected}, found "{entry}"')
+    if found['code'] == '90':
+        problem = 'the Hopper kernels (wgmma, TMA) need 90a; write "90a-real" instead of'
+        raise ValueError(f'{given}: {problem} "{entry}"')
+    if int(found['code'].rstrip('a')) < 80:
+        problem = 'the kernels need compute capability 8.0 or later, found'
+        raise ValueError(f'{given}: {problem} "{entry}"')
+
+
+def main() -> int:
+    """Prints the architectures for CMAKE_CUDA_ARCHITECTURES, the argument, or the environment."""
+    asked, name = sys.argv[1], 'CMAKE_CUDA_ARCHITECTURES'
+    if not asked:
+        asked, name = os.environ.get(VARIABLE, ''), VARIABLE
+    try:
+        print(choose(asked, [] if asked else gpus.find(), name))
+    except ValueError as error:
+        print(error, file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == '__main__':
+    sys.exit(main())

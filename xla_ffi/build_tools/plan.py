@@ -1,0 +1,75 @@
+"""Decides what an installation compiles: nothing, the CPU handlers, or the CUDA kernels too."""
+
+from __future__ import annotations
+
+import enum
+import os
+import sys
+from typing import Any, NamedTuple
+
+import architectures
+import gpus
+
+VARIABLE = 'JAXUNET_CUDA'
+OFF = ('0', 'off', 'false', 'no')
+ON = ('1', 'on', 'true', 'yes')
+
+Settings = dict[str, Any] | None
+
+
+class Part(enum.Enum):
+    """The compiled part of an installation."""
+
+    NOTHING = 'nothing'
+    CPU = 'the CPU handlers'  # the checks of the CUDA kernels' operands, and slow results for tests
+    CUDA = 'the CPU handlers and the CUDA kernels'
+
+
+class Plan(NamedTuple):
+    """What is compiled, why, and for which architectures ('' without CUDA)."""
+
+    part: Part
+    reason: str
+    architectures: str = ''
+
+    def line(self, install: str) -> str:
+        """Returns one line for the log; `install` is the command without JAXUNET_CUDA."""
+        target = f' for {self.architectures}' if self.architectures else ''
+        said = f'jaxunet: compiles {self.part.value}{target} ({self.reason})'
+        if self.part is Part.CUDA:
+            return said
+        return f'{said}; the CUDA kernels of backend=cuda are built by: {VARIABLE}=1 {install}'
+
+
+def decide(settings: Settings) -> Plan:
+    """Returns the plan for pip's config settings, the environment and the GPUs of this machine.
+
+    Raises:
+      ValueError: a variable of the environment has an unknown value.
+    """
+    asked = os.environ.get(VARIABLE, '').lower()
+    if asked not in ('', 'cpu', *OFF, *ON):
+        raise ValueError(
+            f'{VARIABLE}={asked}: expected 1 (CUDA kernels), cpu (CPU handlers alone), '
+            '0 (compile nothing), or unset (CUDA kernels where there is an NVIDIA GPU)'
+        )
+    if str((settings or {}).get('wheel.cmake', 'true')).lower() in OFF:
+        return Plan(Part.NOTHING, 'wheel.cmake=false')
+    if asked in OFF:
+        return Plan(Part.NOTHING, f'{VARIABLE}={asked}')
+    if asked == 'cpu':
+        return Plan(Part.CPU, f'{VARIABLE}=cpu')
+    targets = os.environ.get(architectures.VARIABLE, '')
+    found = [] if targets else gpus.find()
+    chosen = architectures.choose(targets, found)
+    if asked or targets:
+        named = f'{VARIABLE}={asked}' if asked else f'{architectures.VARIABLE}={targets}'
+        return Plan(Part.CUDA, named, chosen)
+    if sys.platform != 'linux':
+        return Plan(Part.NOTHING, f'on {sys.platform} and {VARIABLE} is not set')
+    if not found:
+        return Plan(Part.NOTHING, f'no NVIDIA GPU and {VARIABLE} is not set')
+    listed = 'GPUs of compute capability ' + ', '.join(sorted(set(found)))
+    if not any(map(architectures.supported, found)):
+        return Plan(Part.NOTHING, f'{listed}; the kernels need 8.0 or later')
+    return Plan(Part.CUDA, listed, chosen)
