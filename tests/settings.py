@@ -27,15 +27,40 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 import jax
 import pytest
 
+import xla_ffi  # noqa: E402
+
 jax.config.update('jax_numpy_dtype_promotion', 'strict')
 jax.config.update('jax_numpy_rank_promotion', 'raise')
 
 
+KERNELS = pathlib.Path(__file__).resolve().parents[1] / 'xla_ffi'
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if item.path.is_relative_to(KERNELS):
+            item.add_marker('extension')
     marked = [item for item in items if item.get_closest_marker('gpu')]
     if marked and jax.default_backend() != 'gpu':
         for item in marked:
             item.add_marker(pytest.mark.skip(reason='needs an NVIDIA GPU'))
+
+
+@pytest.hookimpl(tryfirst=True)  # before fixtures that call handlers
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Skips a test marked `extension` where the module is missing, or fails it if CI sets so."""
+    for mark in item.iter_markers('extension'):
+        name = mark.args[0] if mark.args else '_cpu'
+        if getattr(xla_ffi, name) is None:
+            how = (
+                'JAXUNET_CUDA=cpu pip install -e .'
+                if name == '_cpu'
+                else 'JAXUNET_CUDA=1 pip install -e .'
+            )
+            reason = f'the extension xla_ffi.{name} is not built; build it with: {how}'
+            if os.environ.get('JAXUNET_REQUIRE_EXTENSION') == '1':
+                pytest.fail(f'{reason} (JAXUNET_REQUIRE_EXTENSION=1)', pytrace=False)
+            pytest.skip(reason)
 
 
 @pytest.fixture(scope='session')

@@ -9,10 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-import xla_ffi
+import xla_ffi  # noqa: F401  # registers the handlers
 
-if xla_ffi._cpu is None:
-    pytest.skip(f'the extension is not built: {xla_ffi.unavailable()}', allow_module_level=True)
+pytestmark = pytest.mark.extension
 
 CPU = jax.local_devices(backend='cpu')[0]
 Shape = tuple[tuple[int, ...], Any]

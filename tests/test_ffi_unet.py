@@ -15,7 +15,6 @@ import numpy as np
 import pytest
 from tiny import tiny_config
 
-import xla_ffi
 from jaxunet import config
 from jaxunet.model.unet import build_unet
 from jaxunet.ops.backends import XLA, ops_of
@@ -23,8 +22,7 @@ from jaxunet.ops.backends import XLA, ops_of
 BATCH = 2
 CONFIG = pathlib.Path(__file__).parents[1] / 'configs' / 'elephants64.py'
 
-if xla_ffi._cpu is None:
-    pytest.skip(f'the extension is not built: {xla_ffi.unavailable()}', allow_module_level=True)
+pytestmark = pytest.mark.extension
 
 
 def products(operation: Any, found: collections.Counter[str]) -> collections.Counter[str]:

@@ -13,7 +13,7 @@ A100 = {'processors': 108, 'shared': 163 * 1024, 'cluster': 1}
 L4 = {'processors': 58, 'shared': 99 * 1024, 'cluster': 1}
 RING = 4
 
-pytestmark = pytest.mark.skipif(xla_ffi._cpu is None, reason='the extension is not built')
+pytestmark = pytest.mark.extension
 
 
 def slab(device, batch, pixels, channels, group, *, parts=(), element=2, arrays=1):

@@ -17,7 +17,6 @@ import numpy as np
 import pytest
 from test_cli import call
 
-import xla_ffi
 from jaxunet.benchmark.kernels import lowering
 from jaxunet.benchmark.kernels import measure as kernels
 from jaxunet.benchmark.kernels import table as kernel_table
@@ -325,7 +324,7 @@ def test_every_measurement_can_be_built() -> None:
         assert (m.flops is None) == (m.op == 'group_norm')
 
 
-@pytest.mark.skipif(xla_ffi._cpu is None, reason='the extension is not built')
+@pytest.mark.extension
 def test_an_op_that_pallas_has_not_is_measured() -> None:
     wanted = kernels.select(['linear'], ['1'], '^4x4', [PALLAS, CUDA])
     found = measured(

@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 from tiny import tiny_config
 
-import xla_ffi
 from jaxunet.checkpoint.state import (
     LossScale,
     fresh_state,
@@ -95,7 +94,7 @@ def test_losses_do_not_depend_on_how_a_batch_is_spread(changes, source, one_devi
     assert len(set(one_device)) == len(one_device)
 
 
-@pytest.mark.skipif(xla_ffi._cpu is None, reason='the extension is not built')
+@pytest.mark.extension
 @pytest.mark.parametrize('mode', ['jit', 'pmap'])
 def test_the_cuda_backend_trains_alike(mode, source, one_device):
     """Its ops and its update, on the handlers of this machine's device."""
@@ -103,7 +102,7 @@ def test_the_cuda_backend_trains_alike(mode, source, one_device):
     np.testing.assert_allclose(Bench(config, source).losses(), one_device, rtol=1e-4)
 
 
-@pytest.mark.skipif(xla_ffi._cpu is None, reason='the extension is not built')
+@pytest.mark.extension
 @pytest.mark.parametrize(
     'changes', [{'parallel': {'devices': 2}}, {'optimizer': {'accumulate_steps': 2}}], ids=str
 )
@@ -114,7 +113,7 @@ def test_gradients_of_narrowed_weights_add_up(changes, source):
     np.testing.assert_allclose(several, one, rtol=0.02)
 
 
-@pytest.mark.skipif(xla_ffi._cpu is None, reason='the extension is not built')
+@pytest.mark.extension
 @pytest.mark.parametrize(
     ('changes', 'narrow'),
     [
