@@ -1,5 +1,7 @@
 """The extension as a whole: what it says when it cannot run, and an op split over devices."""
 
+import pathlib
+import re
 import types
 
 import jax
@@ -10,20 +12,26 @@ import pytest
 import xla_ffi
 from jaxunet.ops import backends as ops
 
+ROOT = pathlib.Path(__file__).resolve().parents[1]
+BUILD = re.escape(f'build it with "JAXUNET_CUDA=1 pip install -e ." in {ROOT}')
 
-def module(names: list[str], driver: int = 13000, needed: int = 13000) -> types.SimpleNamespace:
+
+def module(
+    names: list[str], driver: int = 13000, needed: int = 13000, architectures: str = '80,90a-real'
+) -> types.SimpleNamespace:
     return types.SimpleNamespace(
         registrations=lambda: dict.fromkeys(names),
         driver_version=lambda: driver,
         needed_driver=needed,
+        architectures=architectures,
     )
 
 
 @pytest.mark.parametrize(
     ('cpu', 'cuda', 'platform', 'capability', 'message'),
     [
-        (None, None, 'cpu', '', r'not built \(.*pip install'),
-        (module(['a']), None, 'cpu', '', 'built without CUDA handlers'),
+        (None, None, 'gpu', '9.0', rf'the extension is not built \(.*\); {BUILD}'),
+        (module(['a']), None, 'gpu', '9.0', f'built without CUDA kernels .*; {BUILD}'),
         (module(['a', 'b']), module(['a']), 'gpu', '9.0', 'no CUDA kernels yet for b'),
         (
             module(['a']),
@@ -55,6 +63,13 @@ def module(names: list[str], driver: int = 13000, needed: int = 13000) -> types.
             '7.5',
             'compute capability 8.0 or later; some GPU has 7.5',
         ),
+        (
+            module(['a']),
+            module(['a'], architectures='86-real,89-real'),
+            'gpu',
+            '9.0',
+            f'built for 86-real,89-real; some GPU has compute capability 9.0; {BUILD}',
+        ),
     ],
 )
 def test_what_is_missing_is_said(monkeypatch, cpu, cuda, platform, capability, message):
@@ -80,7 +95,38 @@ def test_nothing_is_missing(monkeypatch):
     )
 
 
-@pytest.mark.skipif(xla_ffi._cpu is None, reason='the extension is not built')
+def test_an_installation_without_sources_says_where_to_build(monkeypatch, tmp_path):
+    monkeypatch.setattr(xla_ffi, '_cpu', None)
+    monkeypatch.setattr(xla_ffi, '__file__', str(tmp_path / 'xla_ffi' / '__init__.py'))
+    missing = xla_ffi.unavailable()
+    assert missing is not None
+    assert missing.endswith('build it with "JAXUNET_CUDA=1 pip install ." in a checkout of jaxunet')
+
+
+@pytest.mark.parametrize(
+    ('architectures', 'runs', 'fails'),
+    [
+        ('80,90a-real', ['8.0', '8.6', '9.0', '10.0', '12.0'], []),
+        ('90a-real', ['9.0'], ['8.0', '10.0']),
+        ('90a-virtual', ['9.0'], ['8.0', '10.0']),
+        ('86-real', ['8.6', '8.9'], ['8.0', '9.0', '12.0']),
+        ('80', ['8.0', '8.9', '12.0'], ['9.0']),  # without 90a, Hopper's kernels are empty
+        ('100-real', ['10.0', '10.3'], ['9.0', '12.0']),
+    ],
+)
+def test_code_runs_on_the_gpus_that_it_was_built_for(architectures, runs, fails):
+    assert [c for c in runs if not xla_ffi._runs_on(architectures, c)] == []
+    assert [c for c in fails if xla_ffi._runs_on(architectures, c)] == []
+
+
+@pytest.mark.extension
+@pytest.mark.extension('_cuda')
+def test_the_cpu_and_the_cuda_module_have_the_same_handlers():
+    assert set(xla_ffi._cpu.registrations()) == set(xla_ffi._cuda.registrations())
+    assert xla_ffi._cuda.architectures
+
+
+@pytest.mark.extension
 def test_split_over_devices_as_in_training():
     """The op and its gradient under shard_map, on the CPU handlers."""
     mesh = jax.sharding.Mesh(np.array(jax.local_devices(backend='cpu')[:4]), ('batch',))

@@ -1,11 +1,13 @@
 """The hand-written CUDA kernels as XLA FFI custom calls, and CPU handlers with the same checks and results.
 
-Importing registers every handler of the two extension modules: `_cpu`, and `_cuda` where it was built. Both import on any machine.
+Importing registers the handlers of the two extension modules, `_cpu` and `_cuda`, where they are
+built. Both import on any machine.
 """
 
 from __future__ import annotations
 
 import importlib
+import pathlib
 from typing import Any
 
 import jax
@@ -14,7 +16,7 @@ _DRIVERS = {12: '525', 13: '580'}  # the first NVIDIA driver of a major CUDA ver
 
 
 def _register(module: str, platform: str) -> tuple[Any, str]:
-    """The extension module with its handlers registered, or None and why not."""
+    """Returns the extension module, its handlers registered, or None and the reason."""
     try:
         extension = importlib.import_module(f'xla_ffi.{module}')
     except ImportError as error:
@@ -29,14 +31,15 @@ _cuda, _cuda_error = _register('_cuda', 'CUDA')
 
 
 def unavailable() -> str | None:
-    """What this process lacks to run the CUDA kernels, or None if they run.
+    """Returns one line on what this process lacks to run the CUDA kernels, or None if they run.
 
-    Looks at the installation, the driver, JAX's default device, and its compute capability, in this order.
+    Looks at the installation, the driver, JAX's default device, its compute capability, and the
+    architectures that the kernels were built for, in this order.
     """
     if _cpu is None:
-        return f'the extension is not built ({_cpu_error}); install the project with "pip install ." and without wheel.cmake=false'
+        return f'the extension is not built ({_cpu_error}); {_how_to_build()}'
     if _cuda is None:
-        return f'this installation was built without CUDA handlers ({_cuda_error}); install it again without JAXUNET_CUDA=0, on Linux'
+        return f'the extension is built without CUDA kernels ({_cuda_error}); {_how_to_build()}'
     if lacking := sorted(set(_cpu.registrations()) - set(_cuda.registrations())):
         return f'this version has no CUDA kernels yet for {", ".join(lacking)}'
     driver = _cuda.driver_version()
@@ -59,4 +62,36 @@ def unavailable() -> str | None:
     capability = str(getattr(device, 'compute_capability', '0'))
     if int(capability.split('.', maxsplit=1)[0]) < 8:
         return f'the kernels need compute capability 8.0 or later; {device.device_kind} has {capability}'
+    if not _runs_on(_cuda.architectures, capability):
+        return f'the kernels are built for {_cuda.architectures}; {device.device_kind} has compute capability {capability}; {_how_to_build()}'
     return None
+
+
+def _how_to_build() -> str:
+    """Returns the command that builds the kernels for the GPUs of this machine."""
+    root = pathlib.Path(__file__).resolve().parents[1]
+    if (root / 'xla_ffi' / 'CMakeLists.txt').is_file():
+        return f'build it with "JAXUNET_CUDA=1 pip install -e ." in {root}'
+    return 'build it with "JAXUNET_CUDA=1 pip install ." in a checkout of jaxunet'
+
+
+def _runs_on(architectures: str, capability: str) -> bool:
+    """Returns True if code for `architectures` runs on a GPU of this compute capability.
+
+    Args:
+      architectures: entries of CMake's CUDA_ARCHITECTURES with commas between them.
+      capability: 8.0 or later, such as '9.0'. Only code for 90a has Hopper's kernels.
+    """
+    major, minor = map(int, capability.split('.'))
+    for entry in architectures.split(','):
+        name, _, kind = entry.partition('-')
+        code = int(name.rstrip('a'))
+        if name.endswith('a') or major == 9:
+            fits = name == f'{major}{minor}a'
+        elif kind == 'real':
+            fits = code // 10 == major and code % 10 <= minor
+        else:  # PTX, which the driver compiles for later GPUs
+            fits = code <= 10 * major + minor
+        if fits:
+            return True
+    return False
