@@ -27,11 +27,13 @@ def backend():
 
 @pytest.fixture
 def machine(backend, monkeypatch):
-    """Sets the GPUs, the nvcc, the system and the variables that the build backend finds."""
+    """Sets the GPUs, the compilers, the system and the variables that the build backend finds."""
 
-    def make(gpus=(), nvcc=None, system='linux', cuda=None, architectures=None):
+    def make(gpus=(), nvcc=None, system='linux', cuda=None, architectures=None, compiler=True):
         monkeypatch.setattr(backend.plan.gpus, 'find', lambda: list(gpus))
         monkeypatch.setattr(backend.nvcc, 'machine', lambda: nvcc)
+        if compiler:
+            monkeypatch.setattr(backend, '_has_compiler', lambda: True)
         monkeypatch.setattr(sys, 'platform', system)
         for name, value in (
             ('JAXUNET_CUDA', cuda),
@@ -178,7 +180,6 @@ def test_the_settings_of_the_user_reach_the_build(backend, machine, monkeypatch,
 
     machine()
     assert settings() == {'wheel.cmake': 'false'}
-    monkeypatch.setattr(backend.shutil, 'which', lambda name: f'/usr/bin/{name}')
     machine(cuda='cpu')
     assert settings({'build.verbose': 'true'}) == {
         'build.verbose': 'true',
@@ -188,15 +189,16 @@ def test_the_settings_of_the_user_reach_the_build(backend, machine, monkeypatch,
     assert settings() == {'cmake.define.JAXUNET_CUDA': 'ON'}
 
 
-@pytest.mark.parametrize('hook', ['build_wheel', 'build_editable'])
+@pytest.mark.parametrize('hook', [*HOOKS, 'build_wheel', 'build_editable'])
 def test_a_machine_without_a_compiler_is_told_what_to_do(
     backend, machine, hook, monkeypatch, tmp_path
 ):
-    machine(gpus=['9.0'])
+    machine(gpus=['9.0'], compiler=False)
     monkeypatch.setenv('PATH', str(tmp_path))
     monkeypatch.delenv('CXX', raising=False)
+    arguments = [] if hook in HOOKS else [str(tmp_path)]
     with pytest.raises(SystemExit, match=r'no C\+\+ compiler found.*JAXUNET_CUDA=0 pip install'):
-        getattr(backend, hook)(str(tmp_path))
+        getattr(backend, hook)(*arguments)
 
 
 @pytest.mark.parametrize(

@@ -36,14 +36,14 @@ TOOLKIT = 'cuda-toolkit[nvcc,nvvm,crt,cudart,cccl]==13.0.2'
 
 def get_requires_for_build_wheel(config_settings: plan.Settings = None) -> list[str]:
     """Returns the packages that building a wheel needs."""
-    decided = _decide(config_settings)
+    decided = _decide(config_settings, 'pip install .')
     settings = _settings(config_settings, decided)
     return [*_build.get_requires_for_build_wheel(settings), *_requires(decided)]
 
 
 def get_requires_for_build_editable(config_settings: plan.Settings = None) -> list[str]:
     """Returns the packages that an editable installation needs."""
-    decided = _decide(config_settings)
+    decided = _decide(config_settings, 'pip install -e .')
     settings = _settings(config_settings, decided)
     return [*_build.get_requires_for_build_editable(settings), *_requires(decided)]
 
@@ -52,7 +52,7 @@ def prepare_metadata_for_build_wheel(
     metadata_directory: str, config_settings: plan.Settings = None
 ) -> str:
     """Writes the wheel's metadata. Returns the name of its folder."""
-    settings = _settings(config_settings, _decide(config_settings))
+    settings = _settings(config_settings, _decide(config_settings, 'pip install .'))
     return _build.prepare_metadata_for_build_wheel(metadata_directory, settings)
 
 
@@ -60,7 +60,7 @@ def prepare_metadata_for_build_editable(
     metadata_directory: str, config_settings: plan.Settings = None
 ) -> str:
     """Writes the metadata of an editable installation. Returns the name of its folder."""
-    settings = _settings(config_settings, _decide(config_settings))
+    settings = _settings(config_settings, _decide(config_settings, 'pip install -e .'))
     return _build.prepare_metadata_for_build_editable(metadata_directory, settings)
 
 
@@ -84,11 +84,27 @@ def build_editable(
     return _build.build_editable(wheel_directory, settings, metadata_directory)
 
 
-def _decide(config_settings: plan.Settings) -> plan.Plan:
+def _decide(config_settings: plan.Settings, install: str) -> plan.Plan:
+    """Returns the plan. Ends the build where a variable is wrong or no C++ compiler is found.
+
+    `install` is the command that the messages name.
+    """
     try:
-        return plan.decide(config_settings)
+        decided = plan.decide(config_settings)
     except ValueError as error:
         raise SystemExit(f'jaxunet: {error}') from None
+    if decided.part is not plan.Part.NOTHING and not _has_compiler():
+        raise SystemExit(
+            f'jaxunet: no C++ compiler found for {decided.part.value} ({decided.reason}). Install '
+            f'one (apt install g++), or compile nothing: {plan.VARIABLE}=0 {install}; the backends '
+            'xla and pallas need no compiler'
+        )
+    return decided
+
+
+def _has_compiler() -> bool:
+    names = [os.environ.get('CXX', ''), 'c++', 'g++', 'clang++', 'cl']
+    return any(name and shutil.which(name.split()[0]) for name in names)
 
 
 def _requires(decided: plan.Plan) -> list[str]:
@@ -108,15 +124,7 @@ def _settings(config_settings: plan.Settings, decided: plan.Plan) -> dict[str, A
 
 
 def _start(config_settings: plan.Settings, install: str) -> dict[str, Any]:
-    """Says what the build compiles, checks that it can, and returns its settings."""
-    decided = _decide(config_settings)
+    """Says what the build compiles. Returns its settings."""
+    decided = _decide(config_settings, install)
     print(decided.line(install), flush=True)
-    names = [os.environ.get('CXX', ''), 'c++', 'g++', 'clang++', 'cl']
-    found = any(name and shutil.which(name.split()[0]) for name in names)
-    if decided.part is not plan.Part.NOTHING and not found:
-        raise SystemExit(
-            f'jaxunet: no C++ compiler found for {decided.part.value} ({decided.reason}). Install '
-            f'one (apt install g++), or compile nothing: {plan.VARIABLE}=0 {install}; the backends '
-            'xla and pallas need no compiler'
-        )
     return _settings(config_settings, decided)
