@@ -67,5 +67,5 @@ PYBIND11_MODULE(_cuda, module) {
   module.def("driver_version", &jaxunet::driver_version,
              "The CUDA version that the driver supports, as 13000 for 13.0; 0 without one.");
   module.attr("needed_driver") = jaxunet::kNeededDriver;  // the least that these handlers run with
-  module.attr("architectures") = JAXUNET_ARCHITECTURES;  // as CMake names them, with commas between them
+  module.attr("architectures") = JAXUNET_ARCHITECTURES;   // as CMake names them, with commas between them
 }
