@@ -8,15 +8,13 @@ import numpy as np
 import pytest
 from tiny import tiny_config
 
-import xla_ffi
 from jaxunet.checkpoint.state import init_state, make_optimizer
 from jaxunet.model.unet import build_unet
 from jaxunet.ops.backends import load_ops
 from jaxunet.training.update import make_update
 from xla_ffi.adamw.narrow import narrow
 
-if xla_ffi._cpu is None:
-    pytest.skip(f'the extension is not built: {xla_ffi.unavailable()}', allow_module_level=True)
+pytestmark = pytest.mark.extension
 
 
 def states(backend, steps, scale=1.0, spoil=-1, narrowed=False, **changes):

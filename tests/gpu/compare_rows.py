@@ -22,9 +22,12 @@ def main(folder: pathlib.Path) -> None:
             for line in path.read_text().splitlines():
                 row = json.loads(line)
                 key = tuple(
-                    str(row.get(name)) for name in ('direction', 'batch_size', 'precision', 'backend')
+                    str(row.get(name))
+                    for name in ('direction', 'batch_size', 'precision', 'backend')
                 )
-                times[key][side].append(row['median_ms'] if row.get('error') is None else float('nan'))
+                times[key][side].append(
+                    row['median_ms'] if row.get('error') is None else float('nan')
+                )
     print('case | old ms | new ms | new / old')
     for key, sides in times.items():
         old, new = (statistics.median(sides[side]) for side in ('old', 'new'))
