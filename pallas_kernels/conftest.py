@@ -5,4 +5,4 @@ import sys
 
 sys.path.insert(0, str(pathlib.Path(__file__).parents[1] / 'tests'))
 
-from settings import *
+from settings import *  # noqa: F403

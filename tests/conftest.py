@@ -1,1 +1,1 @@
-from settings import *
+from settings import *  # noqa: F403

@@ -47,8 +47,8 @@ def summary(activations: np.ndarray) -> np.ndarray:
 
 def of_pytorch_fid(state: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
     """What pytorch-fid's network of these weights makes of `images`: every layer's output by name, NHWC, `features` and `logits`."""
-    import pytorch_fid.inception as theirs  # in none of the extras: its torch is larger than all the rest
-    import torch
+    import pytorch_fid.inception as theirs  # in none of the extras: its torch is larger than all the rest  # noqa: PLC0415
+    import torch  # noqa: PLC0415
 
     counters = {
         name.replace('weight', 'num_batches_tracked'): torch.tensor(0)

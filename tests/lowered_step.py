@@ -40,14 +40,14 @@ NOT_THE_PROGRAM = ('jax.result_info', 'jax.arg_info')  # attributes that name pa
 
 def lower(name: str, backend: str) -> jax.stages.Lowered:
     """The training step of a config with the kernels of a backend. All that is imported from the project is here."""
-    from jaxunet.checkpoint.state import make_optimizer
-    from jaxunet.checkpoint.store import state_template
-    from jaxunet.config import Config, resolve, to_dict
-    from jaxunet.diffusion.process import make_diffusion
-    from jaxunet.model.unet import build_unet
-    from jaxunet.ops.backends import ops_of
-    from jaxunet.runtime import device
-    from jaxunet.training.step import make_train_step
+    from jaxunet.checkpoint.state import make_optimizer  # noqa: PLC0415
+    from jaxunet.checkpoint.store import state_template  # noqa: PLC0415
+    from jaxunet.config import Config, resolve, to_dict  # noqa: PLC0415
+    from jaxunet.diffusion.process import make_diffusion  # noqa: PLC0415
+    from jaxunet.model.unet import build_unet  # noqa: PLC0415
+    from jaxunet.ops.backends import ops_of  # noqa: PLC0415
+    from jaxunet.runtime import device  # noqa: PLC0415
+    from jaxunet.training.step import make_train_step  # noqa: PLC0415
 
     if name == 'small':
         config = resolve(to_dict(Config().replace(**SMALL)))

@@ -24,8 +24,8 @@ os.environ['JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS'] = '0.1'
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
-import jax
-import pytest
+import jax  # noqa: E402
+import pytest  # noqa: E402
 
 import xla_ffi  # noqa: E402
 

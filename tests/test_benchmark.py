@@ -540,8 +540,8 @@ def peer_config(name: str, prediction: str = 'epsilon') -> Config:
 )
 def test_peer_computes_the_same(name: str, prediction: str) -> None:
     torch = pytest.importorskip('torch', reason='PyTorch is not installed')
-    from jaxunet.benchmark.torch_side import TorchSide
-    from jaxunet.weights.guided_diffusion import from_tree
+    from jaxunet.benchmark.torch_side import TorchSide  # noqa: PLC0415
+    from jaxunet.weights.guided_diffusion import from_tree  # noqa: PLC0415
 
     config = peer_config(name, prediction)
     state, inputs = fresh_state(config), random_inputs(config)
@@ -570,7 +570,7 @@ def test_peer_computes_the_same(name: str, prediction: str) -> None:
 def test_peer_trains_what_we_train() -> None:
     """A whole step of each: dropout, clipping, AdamW and the average."""
     torch = pytest.importorskip('torch', reason='PyTorch is not installed')
-    from jaxunet.benchmark.torch_side import TorchSide
+    from jaxunet.benchmark.torch_side import TorchSide  # noqa: PLC0415
 
     config = tiny_config(
         model={'dropout': 0.5, 'zero_init': False},
@@ -627,7 +627,7 @@ def test_peers_on_the_command_line(tmp_path: pathlib.Path) -> None:
 
 def test_peers_refuse_what_they_do_not_train() -> None:
     pytest.importorskip('torch', reason='PyTorch is not installed')
-    from jaxunet.benchmark.torch_side import check
+    from jaxunet.benchmark.torch_side import check  # noqa: PLC0415
 
     for changes, message in (
         ({'precision': 'float16'}, 'precision=float16'),

@@ -52,7 +52,7 @@ class Maker:
     def build(self):
         self.built += 1
         c = self.config
-        make = lambda axis: make_train_step(
+        make = lambda axis: make_train_step(  # noqa: E731
             c, self.model, make_diffusion(c.diffusion), self.optimizer, axis_name=axis
         )
         return self.parallel.lower(make, self.parallel.replicate(self.state), self.data).compile()

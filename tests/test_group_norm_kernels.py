@@ -69,7 +69,7 @@ def test_apply_reads_parts_in_place(tile, silu):
         name: (draw((2, 5, 4, c), 'bfloat16'), 'bfloat16') for name, c in (('x', 6), ('y', 11))
     }
     affine = {name: (draw((2, 17), 'float32'), 'float32') for name in 'ab'}
-    kernel = lambda x, y, a, b: apply.apply([x, y], a, b, silu=silu, tile=tile, interpret=True)
+    kernel = lambda x, y, a, b: apply.apply([x, y], a, b, silu=silu, tile=tile, interpret=True)  # noqa: E731
     assert_parity(kernel, plain, parts | affine, gradients=False)
 
 
@@ -219,7 +219,7 @@ def test_under_scan():
 
     def gradients(op):
         def run(x, y, scale, offset):
-            body = lambda x, s: (x + op((x, y), scale * s, offset)[..., :8], None)
+            body = lambda x, s: (x + op((x, y), scale * s, offset)[..., :8], None)  # noqa: E731
             return jnp.sum(jnp.sin(jax.lax.scan(body, x, jnp.array([0.5, 1.5]))[0]))
 
         return jax.jit(jax.grad(run, (0, 1, 2, 3)))(x, y, scale, offset)
@@ -311,7 +311,7 @@ def shapes_of(case, batch, dtype):
 
 def both_ways(case):
     def run(parts, scale, offset, dy):
-        op = lambda p, s, o: vjp.group_norm(Activation(p, (None,) * len(p)), s, o, silu=case.silu)
+        op = lambda p, s, o: vjp.group_norm(Activation(p, (None,) * len(p)), s, o, silu=case.silu)  # noqa: E731
         y, pull = jax.vjp(op, parts, scale, offset)
         return y, pull(dy)
 

@@ -57,7 +57,7 @@ def test_every_layer_against_golden_numbers(computed):
 def test_every_layer_against_pytorch_fid(state, computed):
     pytest.importorskip('torch')
     try:
-        import pytorch_fid.inception
+        import pytorch_fid.inception  # noqa: F401, PLC0415
     except (
         ImportError,
         RuntimeError,

@@ -37,7 +37,7 @@ def numbers(text: str) -> tuple[int, ...]:
 
 def chosen(key: Key) -> tuple[Any, str]:
     """The tile that the kernels take for the shapes that a key describes, and the key's shape again."""
-    array = lambda *shape, dtype=key.dtype: jax.ShapeDtypeStruct(shape, dtype)
+    array = lambda *shape, dtype=key.dtype: jax.ShapeDtypeStruct(shape, dtype)  # noqa: E731
     op, _, kernel = key.kernel.partition('/')
     if op == 'attention':
         tokens, width = numbers(key.shape)

@@ -21,7 +21,7 @@ torch = pytest.importorskip(
     'torch', reason='PyTorch is not installed: its side of the comparison is missing'
 )
 
-from jaxunet.benchmark.torch_unet import build_torch_unet
+from jaxunet.benchmark.torch_unet import build_torch_unet  # noqa: E402
 
 
 def peer(config: Config, new_order: bool) -> Any:

@@ -26,7 +26,7 @@ def read(workdir: pathlib.Path, step: int) -> dict[str, np.ndarray]:
 
 
 def _as_numpy(structure: Any) -> Any:
-    import jax
+    import jax  # noqa: PLC0415
 
     return jax.tree.map(lambda _: ocp.RestoreArgs(restore_type=np.ndarray), structure)
 

@@ -63,7 +63,8 @@ def unavailable() -> str | None:
     if int(capability.split('.', maxsplit=1)[0]) < 8:
         return f'the kernels need compute capability 8.0 or later; {device.device_kind} has {capability}'
     if not _runs_on(_cuda.architectures, capability):
-        return f'the kernels are built for {_cuda.architectures}; {device.device_kind} has compute capability {capability}; {_how_to_build()}'
+        found = f'{device.device_kind} has compute capability {capability}'
+        return f'the kernels are built for {_cuda.architectures}; {found}; {_how_to_build()}'
     return None
 
 

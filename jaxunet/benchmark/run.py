@@ -120,7 +120,7 @@ def make_side(name: str, config: Config, source: Source, state: TrainState) -> S
     """A backend or a peer by its name."""
     if name not in PYTORCH:
         return JaxSide(config.replace(backend=name), source, state)
-    from jaxunet.benchmark.torch_side import TorchSide
+    from jaxunet.benchmark.torch_side import TorchSide  # noqa: PLC0415
 
     return TorchSide(config, name, source, state.params)
 
@@ -174,6 +174,6 @@ def _try(function: Callable[..., Any], *arguments: Any) -> Any:
 def _release(plan: Plan) -> None:
     gc.collect()
     if set(plan.sides) & set(PYTORCH):
-        from jaxunet.benchmark.torch_side import release
+        from jaxunet.benchmark.torch_side import release  # noqa: PLC0415
 
         release()

@@ -318,7 +318,7 @@ def write(
 def _plot(spec: Spec, all_rows: Sequence[rows.Row], path: pathlib.Path) -> None:
     """A panel a metric: the mean over seeds against the time of training, and the range over seeds as a band."""
     check_plots()
-    from matplotlib.figure import Figure  # an extra
+    from matplotlib.figure import Figure  # an extra  # noqa: PLC0415
 
     metrics = spec.config['evaluation']['metrics']
     across = len(metrics) if len(metrics) < 4 else 2

@@ -165,7 +165,7 @@ def _reconstruct(*_: Any) -> _Array:
 class _Reader(pickle.Unpickler):
     """Knows the three names that these files use, under numpy's old and new module name, and no others."""
 
-    KNOWN = {  # a constant
+    KNOWN = {  # a constant  # noqa: RUF012
         ('numpy.core.multiarray', '_reconstruct'): _reconstruct,
         ('numpy._core.multiarray', '_reconstruct'): _reconstruct,
         ('numpy', 'ndarray'): _Array,

@@ -178,8 +178,8 @@ def plot(path: pathlib.Path, charts: Sequence[Chart], top: int) -> None:
       UserError: matplotlib is missing.
     """
     check_plots()
-    from matplotlib.figure import Figure  # an extra
-    from matplotlib.patches import Patch
+    from matplotlib.figure import Figure  # an extra  # noqa: PLC0415
+    from matplotlib.patches import Patch  # noqa: PLC0415
 
     figure = Figure(figsize=(10 * len(charts), 2.2 + 0.34 * top), layout='constrained')
     axes: Any = figure.subplots(

@@ -199,7 +199,7 @@ class _Threads(concurrent.futures.ThreadPoolExecutor):
 @contextlib.contextmanager
 def pool(size: int) -> Iterator[concurrent.futures.ThreadPoolExecutor]:
     """Threads that wait for processes. An exception, such as Ctrl-C's, ends the processes, and no other starts."""
-    global _stopped
+    global _stopped  # noqa: PLW0603
     try:
         with _Threads(size) as threads:
             try:

@@ -391,7 +391,7 @@ def _label(row: Row, axes: Sequence[Axis]) -> str:
 
 def _plot_axis(sweep: Sweep, axis: Axis, path: pathlib.Path) -> None:
     """Lines over numbers, bars over names."""
-    from matplotlib.figure import Figure
+    from matplotlib.figure import Figure  # noqa: PLC0415
 
     others = [other for other in sweep.axes if other is not axis]
     groups: dict[str, list[Row]] = {}

@@ -227,10 +227,10 @@ def _build(stack: list[Any]) -> None:
 
 
 Step = Callable[[list[Any], dict[int, Any], Any], Any]
-PUSH: Step = lambda stack, memo, value: stack.append(value)
-STORE: Step = lambda stack, memo, key: memo.__setitem__(key, stack[-1])
-FETCH: Step = lambda stack, memo, key: stack.append(memo[key])
-SKIP: Step = lambda stack, memo, value: None
+PUSH: Step = lambda stack, memo, value: stack.append(value)  # noqa: E731
+STORE: Step = lambda stack, memo, key: memo.__setitem__(key, stack[-1])  # noqa: E731
+FETCH: Step = lambda stack, memo, key: stack.append(memo[key])  # noqa: E731
+SKIP: Step = lambda stack, memo, value: None  # noqa: E731
 
 
 def _tuple_of(n: int) -> Step:

@@ -239,7 +239,7 @@ def _forward(
     activation = [] if affine is None else [_padded(vector, _channels(parts)) for vector in affine]
     images = [x.reshape(*x.shape[:2], 1, *x.shape[2:]) for x in inputs]
 
-    from pallas_kernels.conv3x3 import hopper_kernel
+    from pallas_kernels.conv3x3 import hopper_kernel  # noqa: PLC0415
 
     y = hopper_kernel.call(
         p, _silu if activation else None, out_dtype, [*images, *matrices, shift, *activation]
