@@ -13,14 +13,12 @@ that variable is set). Neither gives back while a case runs, so a batch has to f
 from __future__ import annotations
 
 import os
-import pathlib
 import shlex
 import sys
 from collections.abc import Sequence
 
 import jax
 from absl import flags
-from ml_collections import config_flags
 
 from jaxunet import config
 from jaxunet.benchmark.cases import DIRECTIONS, Plan, make_plan
@@ -65,7 +63,7 @@ def main(argv: Sequence[str]) -> int:
         print(markdown(rows.read(TABLE.value)))
         return 0
     plan = make_plan(
-        config_name(),
+        cli.config_name(),
         config.resolve(CONFIG.value),
         backends=BACKENDS.value,
         peers=PEERS.value,
@@ -106,12 +104,6 @@ def main(argv: Sequence[str]) -> int:
             flush=True,
         )
     return 1 if failed else 0
-
-
-def config_name() -> str:
-    """`NAME` of `--config configs/NAME.py`; `digits` without one."""
-    path = config_flags.get_config_filename(flags.FLAGS['config'])
-    return 'digits' if path == config.__file__ else pathlib.Path(path.split(':')[0]).stem
 
 
 def dry_run(plan: Plan) -> None:

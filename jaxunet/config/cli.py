@@ -200,6 +200,12 @@ def define_config() -> Any:
     return _with_own_reader(holder)
 
 
+def config_name() -> str:
+    """Returns `NAME` of `--config configs/NAME.py`; `digits` without one."""
+    path = config_flags.get_config_filename(flags.FLAGS['config'])
+    return 'digits' if path == schema.__file__ else pathlib.Path(path.split(':')[0]).stem
+
+
 def define_optional_config(help_text: str) -> Any:
     """A `--config FILE` flag that is None unless given."""
     return _with_own_reader(
