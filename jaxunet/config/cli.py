@@ -185,11 +185,14 @@ def _fail(error: UserError) -> NoReturn:
 
 
 def define_config() -> Any:
-    """The `--config FILE` flag with `--config.section.field=value` overrides; without a file, the values of `configs/digits.py`."""
+    """The `--config FILE` flag with `--config.section.field=value` overrides; without a file, the defaults of `jaxunet.config`."""
     try:
         # ml_collections applies overrides of a default file while the flag is being defined.
         _check_overrides(sys.argv)
-        help_text = 'Config file (Python, with get_config()); without one, the embedded digits run.'
+        help_text = (
+            'Config file (Python, with get_config()); without one, the defaults, which train on the '
+            'embedded digits.'
+        )
         holder = config_flags.DEFINE_config_file(
             'config', schema.__file__, help_text, lock_config=True
         )
