@@ -19,7 +19,7 @@ pytestmark = pytest.mark.extension
 def slab(device, batch, pixels, channels, group, *, parts=(), element=2, arrays=1):
     vector = 16 // element if all(part % (16 // element) == 0 for part in (*parts, channels)) else 1
     threads = 256 if arrays == 2 else 512
-    return vector, xla_ffi._cpu.group_norm_slab(
+    return vector, xla_ffi._cpu.group_norm_smem_resident(
         batch, pixels, channels, group, vector, element, arrays, threads, *device.values()
     )
 
@@ -101,7 +101,7 @@ def test_groups_beyond_a_block_are_an_error():
 
 def flow(device, batch, pixels, channels, group, *, parts=(), element=2, least=192 * 1024):
     vector = 16 // element if all(part % (16 // element) == 0 for part in (*parts, channels)) else 1
-    return vector, xla_ffi._cpu.group_norm_flow(
+    return vector, xla_ffi._cpu.group_norm_streaming(
         least, batch, pixels, channels, group, vector, element, *device.values()
     )
 

@@ -1,6 +1,6 @@
 #include "cpu.h"
-#include "group_norm/flow.h"
-#include "group_norm/slab.h"
+#include "group_norm/smem_resident.h"
+#include "group_norm/streaming.h"
 #include "handler.h"
 
 namespace jaxunet {
@@ -36,43 +36,46 @@ pybind11::dict registrations() {
   return all;
 }
 
-// How the CUDA kernels cut a GroupNorm: for tests.
-pybind11::dict group_norm_slab(int64_t batch, int64_t pixels, int64_t channels, int64_t group, int vector, int element,
-                               int arrays, int threads, int64_t processors, int64_t shared, int cluster) {
-  const Need need{arrays, threads, 16, 48};  // at least as much scratch as the kernels need
-  const Limits limits{processors, shared, cluster};
-  const Slab slab = cut_slab(limits, need, batch, pixels, channels, group, vector, element);
-  check(slab, limits);
+// The tiling of the smem_resident GroupNorm kernels, for tests.
+pybind11::dict group_norm_smem_resident(int64_t batch, int64_t pixels, int64_t channels, int64_t group, int vector,
+                                        int element, int tensors, int threads, int64_t sms, int64_t smem_bytes,
+                                        int max_cluster) {
+  const KernelNeeds needs{tensors, threads, 16, 48};  // at least as much scratch as the kernels need
+  const DeviceLimits limits{sms, smem_bytes, max_cluster};
+  const SmemResidentTiling tiling =
+      smem_resident_tiling(limits, needs, batch, pixels, channels, group, vector, element);
+  check(tiling, limits);
   pybind11::dict found;
-  found["channels"] = slab.vectors * vector;
-  found["lanes"] = 1 << slab.lane_bits;
-  found["tiles"] = slab.tiles;
-  found["rows"] = 1 << slab.row_bits;
-  found["piece"] = 1 << slab.piece_bits;
-  found["share"] = slab.share;
-  found["ranks"] = slab.ranks;
-  found["depth"] = slab.depth;
-  found["chunks"] = slab.chunks;
-  found["blocks"] = slab.blocks;
-  found["threads"] = slab.threads;
-  found["bytes"] = slab.held + slab.scratch;
+  found["channels"] = tiling.vectors * vector;
+  found["lanes"] = 1 << tiling.lane_bits;
+  found["tiles"] = tiling.warp_columns;
+  found["rows"] = 1 << tiling.row_bits;
+  found["piece"] = 1 << tiling.piece_bits;
+  found["share"] = tiling.block_pixels;
+  found["ranks"] = tiling.cluster_size;
+  found["depth"] = tiling.chunk_steps;
+  found["chunks"] = tiling.chunks;
+  found["blocks"] = tiling.channel_blocks;
+  found["threads"] = tiling.threads;
+  found["bytes"] = tiling.stage_bytes + tiling.scratch_bytes;
   return found;
 }
 
-// The same for large images, first of the kernel that sums, then of the one that writes; none where a slab is taken.
-pybind11::object group_norm_flow(int64_t least, int64_t batch, int64_t pixels, int64_t channels, int64_t group,
-                                 int vector, int element, int64_t processors, int64_t shared, int cluster) {
-  const Limits limits{processors, shared, cluster};
-  const Flow flow = cut_flow(limits, least, batch, pixels, channels, group, vector, element);
-  if (flow.blocks == 0) return pybind11::none();
+// The tiling of the streaming GroupNorm kernels, for tests; None where they are not taken.
+pybind11::object group_norm_streaming(int64_t min_elements, int64_t batch, int64_t pixels, int64_t channels,
+                                      int64_t group, int vector, int element, int64_t sms, int64_t smem_bytes,
+                                      int max_cluster) {
+  const DeviceLimits limits{sms, smem_bytes, max_cluster};
+  const auto tiling = streaming_tiling(limits, min_elements, batch, pixels, channels, group, vector, element);
+  if (!tiling) return pybind11::none();
   pybind11::dict found;
-  found["channels"] = flow.vectors * vector;
-  found["rows"] = flow.rows;
-  found["threads"] = kFlowThreads;
-  found["ranks"] = flow.ranks;
-  found["blocks"] = flow.blocks;
-  found["piece"] = 1 << flow.piece_bits;
-  found["ranks_back"] = respread(flow, limits, batch).ranks;
+  found["channels"] = tiling->vectors * vector;
+  found["rows"] = tiling->rows;
+  found["threads"] = kStreamingThreads;
+  found["ranks"] = tiling->ranks;
+  found["blocks"] = tiling->channel_blocks;
+  found["piece"] = 1 << tiling->piece_bits;
+  found["ranks_back"] = second_pass_tiling(*tiling, limits, batch).ranks;
   return found;
 }
 
@@ -81,6 +84,8 @@ pybind11::object group_norm_flow(int64_t least, int64_t batch, int64_t pixels, i
 
 PYBIND11_MODULE(_cpu, module) {
   module.def("registrations", &jaxunet::registrations, "Target name -> handler capsule.");
-  module.def("group_norm_slab", &jaxunet::group_norm_slab, "How the CUDA kernels cut a GroupNorm.");
-  module.def("group_norm_flow", &jaxunet::group_norm_flow, "How they cut one of large images; None where they do not.");
+  module.def("group_norm_smem_resident", &jaxunet::group_norm_smem_resident,
+             "The tiling of the smem_resident GroupNorm kernels.");
+  module.def("group_norm_streaming", &jaxunet::group_norm_streaming,
+             "The tiling of the streaming GroupNorm kernels; None where they are not taken.");
 }

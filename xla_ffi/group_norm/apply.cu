@@ -1,47 +1,55 @@
-// The activation from known coefficients: one read, one write.
+// y = act(a * x + b) from coefficients that are known already: one read, one write.
+//
+// A thread takes one vector of channels of kSteps pixels and issues all of its loads before it
+// computes. A block has 256 threads, up to 8 vectors (a line of 128 bytes) side by side along the
+// channels, the rest along the pixels. Grid: (shares of the pixels, lines of channels, batch).
+// Nothing stays in shared memory: of SmemResidentTiling this kernel uses only the map from threads
+// to channels and pixels.
 #include "../by_type.cuh"
-#include "block.cuh"
 #include "kernels.h"
+#include "launch.h"
+#include "smem_resident.cuh"
 
 namespace jaxunet::cuda {
 namespace {
 
 struct Apply {
-  Slab slab;
-  Sources x;
+  SmemResidentTiling tiling;
+  TensorParts x;
   Rows a, b;
   bool silu;
   void* y;
 };
 
 constexpr int kThreads = 256;
-constexpr int kReads = 4;  // vectors of a thread, on their way together
+constexpr int kSteps = 4;        // of a thread: loads on their way together
+constexpr int kLineVectors = 8;  // vectors of 16 bytes in a line of memory
 
 template <class T, int V>
 __global__ void __launch_bounds__(kThreads) group_norm_apply(const __grid_constant__ Apply f) {
-  const Place place(f.slab, V);
-  if (place.steps == 0) return;
-  const Stream<T, V> x(f.slab, place, f.x), y(f.slab, place, f.y);
-  Vector<T, V> read[kReads];
+  const ThreadTile tile(f.tiling, V);
+  if (tile.steps == 0) return;
+  const ThreadVectors<T, V> x(f.tiling, tile, f.x), y(f.tiling, tile, f.y);
+  Vector<T, V> loaded[kSteps];
 #pragma unroll
-  for (int i = 0; i < kReads; ++i) {
-    if (i < place.steps) read[i] = *x.at(i);
+  for (int i = 0; i < kSteps; ++i) {
+    if (i < tile.steps) loaded[i] = *x.at(i);
   }
   float a[V], b[V];
-  load_floats(of_sample(f.a) + place.channel, a);
-  load_floats(of_sample(f.b) + place.channel, b);
+  load_floats(sample_row(f.a) + tile.channel, a);
+  load_floats(sample_row(f.b) + tile.channel, b);
 #pragma unroll
-  for (int i = 0; i < kReads; ++i) {
-    if (i >= place.steps) break;
+  for (int i = 0; i < kSteps; ++i) {
+    if (i >= tile.steps) break;
     float value[V];
-    read[i].get(value);
+    loaded[i].to_floats(value);
 #pragma unroll
     for (int j = 0; j < V; ++j) {
       const float z = value[j] * a[j] + b[j];
       value[j] = f.silu ? z * sigmoid<T>(z) : z;
     }
-    read[i].set(value);
-    *y.at(i) = read[i];
+    loaded[i].from_floats(value);
+    *y.at(i) = loaded[i];
   }
 }
 
@@ -49,20 +57,20 @@ template <class T>
 cudaError_t launch_apply(const NormApply& plan, cudaStream_t stream) {
   if (plan.batch == 0 || plan.pixels == 0 || plan.x.total == 0) return cudaSuccess;
   constexpr int kVector = 16 / sizeof(T);
-  const bool vectors = whole_vectors(plan.x, kVector);
-  const int64_t of_pixel = plan.x.total / (vectors ? kVector : 1);
-  Apply f{{}, sources(plan.x), plan.a, plan.b, plan.silu, plan.y};
-  Slab& slab = f.slab;
-  slab.pixels = static_cast<int>(plan.pixels);
-  slab.channels = static_cast<int>(plan.x.total);
-  slab.vectors = static_cast<int>(std::min<int64_t>(of_pixel, 8));  // a line
-  slab.lane_bits = bits_of(slab.vectors);
-  slab.tiles = 1;
-  slab.row_bits = bits_of(kThreads) - slab.lane_bits;
-  slab.share = kReads << slab.row_bits;
-  const dim3 grid(static_cast<unsigned>(ceil_of(plan.pixels, slab.share)),
-                  static_cast<unsigned>(ceil_of(of_pixel, slab.vectors)), static_cast<unsigned>(plan.batch));
-  return launch_plainly(vectors ? group_norm_apply<T, kVector> : group_norm_apply<T, 1>, grid, kThreads, stream, f);
+  const int vector = vector_of(plan.x, plan.type);
+  const int64_t pixel_vectors = plan.x.total / vector;
+  Apply f{{}, tensor_parts(plan.x), plan.a, plan.b, plan.silu, plan.y};
+  SmemResidentTiling& tiling = f.tiling;
+  tiling.pixels = static_cast<int>(plan.pixels);
+  tiling.channels = static_cast<int>(plan.x.total);
+  tiling.vectors = static_cast<int>(std::min<int64_t>(pixel_vectors, kLineVectors));
+  tiling.lane_bits = ceil_log2(tiling.vectors);
+  tiling.warp_columns = 1;
+  tiling.row_bits = ceil_log2(kThreads) - tiling.lane_bits;
+  tiling.block_pixels = kSteps << tiling.row_bits;
+  const dim3 grid(static_cast<unsigned>(ceil_div(plan.pixels, tiling.block_pixels)),
+                  static_cast<unsigned>(ceil_div(pixel_vectors, tiling.vectors)), static_cast<unsigned>(plan.batch));
+  return launch_static(vector > 1 ? group_norm_apply<T, kVector> : group_norm_apply<T, 1>, grid, kThreads, stream, f);
 }
 
 }  // namespace

@@ -1,17 +1,19 @@
+// GroupNorm on the CPU: plain loops with float64 sums, for tests and for machines without a GPU.
+// The formulas are those of plan.h.
 #include "../cpu.h"
 
 namespace jaxunet::cpu {
-
 namespace {
 
-// Of every (sample, channel): the mean and inverse deviation of its group, in float64.
-struct Groups {
+// mean and inverse = 1 / sqrt(variance + eps) of the group of each (sample, channel), in float64.
+struct GroupStatistics {
   std::vector<double> mean, inverse;
 };
 
-Groups groups_of(const NormInput& plan, const std::vector<float>& x, Pool& pool) {
+// Reduces the batch * groups groups in parallel, in two passes: the mean, then the variance.
+GroupStatistics statistics_of(const NormInput& plan, const std::vector<float>& x, Pool& pool) {
   const int64_t channels = plan.x.total, pixels = plan.pixels, size = channels / plan.groups;
-  Groups found{std::vector<double>(plan.batch * channels), std::vector<double>(plan.batch * channels)};
+  GroupStatistics found{std::vector<double>(plan.batch * channels), std::vector<double>(plan.batch * channels)};
   parallel(pool, plan.batch * plan.groups, [&](int64_t unit) {
     const int64_t sample = unit / plan.groups, start = unit % plan.groups * size;
     const auto elements = static_cast<double>(size) * static_cast<double>(pixels);
@@ -33,9 +35,9 @@ Groups groups_of(const NormInput& plan, const std::vector<float>& x, Pool& pool)
   return found;
 }
 
-// visit(sample, channel, index, scale, offset) of every (sample, channel).
+// Calls visit(sample, channel, index, scale, offset) for each (sample, channel).
 template <class Visit>
-void rows_of(const NormInput& plan, const Visit& visit) {
+void each_channel(const NormInput& plan, const Visit& visit) {
   for (int64_t sample = 0; sample < plan.batch; ++sample) {
     for (int64_t c = 0; c < plan.x.total; ++c) {
       visit(sample, c, sample * plan.x.total + c, static_cast<double>(plan.scale.data[sample * plan.scale.stride + c]),
@@ -48,9 +50,9 @@ void rows_of(const NormInput& plan, const Visit& visit) {
 
 void norm_forward(const NormForward& plan, Pool& pool) {
   auto x = join(plan.x, plan.type, plan.batch * plan.pixels);
-  const Groups groups = groups_of(plan, x, pool);
+  const GroupStatistics groups = statistics_of(plan, x, pool);
   const int64_t channels = plan.x.total;
-  rows_of(plan, [&](int64_t sample, int64_t c, int64_t i, double scale, double offset) {
+  each_channel(plan, [&](int64_t sample, int64_t c, int64_t i, double scale, double offset) {
     plan.mean[i] = static_cast<float>(groups.mean[i]);
     plan.inverse[i] = static_cast<float>(groups.inverse[i]);
     for (int64_t p = 0; p < plan.pixels; ++p) {
@@ -63,8 +65,8 @@ void norm_forward(const NormForward& plan, Pool& pool) {
 }
 
 void norm_statistics(const NormStatistics& plan, Pool& pool) {
-  const Groups groups = groups_of(plan, join(plan.x, plan.type, plan.batch * plan.pixels), pool);
-  rows_of(plan, [&](int64_t, int64_t, int64_t i, double scale, double offset) {
+  const GroupStatistics groups = statistics_of(plan, join(plan.x, plan.type, plan.batch * plan.pixels), pool);
+  each_channel(plan, [&](int64_t, int64_t, int64_t i, double scale, double offset) {
     plan.mean[i] = static_cast<float>(groups.mean[i]);
     plan.inverse[i] = static_cast<float>(groups.inverse[i]);
     plan.a[i] = static_cast<float>(scale * groups.inverse[i]);
@@ -78,65 +80,80 @@ void norm_apply(const NormApply& plan, Pool& pool) {
   narrow(x, plan.type, plan.y);
 }
 
-void norm_gradient(const NormGradient& plan, Pool& pool) {
-  const int64_t channels = plan.x.total, pixels = plan.pixels, size = channels / plan.groups;
-  const auto x = join(plan.x, plan.type, plan.batch * pixels);
-  const auto dy = widen(plan.dy, plan.type, plan.batch * pixels * channels);
-  std::vector<std::vector<float>> added;
-  for (int k = 0; k < plan.additions; ++k) added.push_back(join(plan.added[k], plan.type, plan.batch * pixels));
-  std::vector<float> dx(x.size()), active(plan.active ? x.size() : 0);
-  parallel(pool, plan.batch * plan.groups, [&](int64_t unit) {
-    const int64_t sample = unit / plan.groups, start = unit % plan.groups * size;
-    double constant = 0, slope = 0;  // sums over the group of scale · dz and of scale · dz · n
-    const auto walk = [&](const auto& visit) {
-      for (int64_t c = start; c < start + size; ++c) {
-        const auto at = [&](const Rows& rows) { return static_cast<double>(rows.data[sample * rows.stride + c]); };
-        const double scale = at(plan.scale), offset = at(plan.offset), mean = at(plan.mean), inverse = at(plan.inverse);
-        double s1 = 0, s2 = 0;
-        for (int64_t p = 0; p < pixels; ++p) {
-          const int64_t i = (sample * pixels + p) * channels + c;
-          const double n = (x[i] - mean) * inverse, z = scale * n + offset;
-          double dz = dy[i], s = 1;
-          if (plan.silu) {
-            s = 1 / (1 + std::exp(-z));
-            dz *= s * (1 + z * (1 - s));
-          }
-          if (plan.active) active[i] = static_cast<float>(z * s);
-          s1 += dz;
-          s2 += dz * n;
-          visit(i, scale, inverse, n, dz);
+namespace {
+
+// One group of a sample: both walks over its elements, the first to reduce, the second to write dx.
+void group_gradient(const NormGradient& plan, int64_t sample, int64_t group, const std::vector<float>& x,
+                    const std::vector<float>& dy, const std::vector<std::vector<float>>& added, std::vector<float>& dx,
+                    std::vector<float>& active) {
+  const int64_t channels = plan.x.total, pixels = plan.pixels, size = channels / plan.groups, start = group * size;
+  // Calls visit(index, scale, inverse, n, dz) for each element; writes the channels' sums.
+  const auto walk = [&](const auto& visit) {
+    for (int64_t c = start; c < start + size; ++c) {
+      const auto at = [&](const Rows& rows) { return static_cast<double>(rows.data[sample * rows.stride + c]); };
+      const double scale = at(plan.scale), offset = at(plan.offset), mean = at(plan.mean), inverse = at(plan.inverse);
+      double sum_dz = 0, sum_dz_n = 0;
+      for (int64_t p = 0; p < pixels; ++p) {
+        const int64_t i = (sample * pixels + p) * channels + c;
+        const double n = (x[i] - mean) * inverse, z = scale * n + offset;
+        double dz = dy[i], s = 1;
+        if (plan.silu) {
+          s = 1 / (1 + std::exp(-z));
+          dz *= s * (1 + z * (1 - s));
         }
-        plan.sums[2 * sample * channels + c] = static_cast<float>(s1);
-        plan.sums[(2 * sample + 1) * channels + c] = static_cast<float>(s2);
+        if (plan.active) active[i] = static_cast<float>(z * s);
+        sum_dz += dz;
+        sum_dz_n += dz * n;
+        visit(i, scale, inverse, n, dz);
       }
-    };
-    walk([&](int64_t, double scale, double, double n, double dz) {
-      constant += scale * dz;
-      slope += scale * dz * n;
-    });
-    const double elements = static_cast<double>(size) * static_cast<double>(pixels);
-    walk([&](int64_t i, double scale, double inverse, double n, double dz) {
-      double total = inverse * (scale * dz - (constant + n * slope) / elements);
-      for (const auto& other : added) total += static_cast<double>(other[i]);
-      dx[i] = static_cast<float>(total);
-    });
-  });
-  const auto gradient_of = [&](const Rows& rows, int64_t which, float* to) {
-    for (int64_t c = 0; c < channels; ++c) {
-      double total = 0;
-      for (int64_t sample = 0; sample < plan.batch; ++sample) {
-        const float sum = plan.sums[(2 * sample + which) * channels + c];
-        total += static_cast<double>(sum);
-        if (rows.stride > 0) to[sample * channels + c] = sum;
-      }
-      if (rows.stride == 0) to[c] = static_cast<float>(total);
+      plan.sums[2 * sample * channels + c] = static_cast<float>(sum_dz);
+      plan.sums[(2 * sample + 1) * channels + c] = static_cast<float>(sum_dz_n);
     }
   };
-  if (plan.samples) {
-    gradient_of(plan.offset, 0, plan.of_offset);
-    gradient_of(plan.scale, 1, plan.of_scale);
+  double constant = 0, slope = 0;  // sums over the group of scale * dz and of scale * dz * n
+  walk([&](int64_t, double scale, double, double n, double dz) {
+    constant += scale * dz;
+    slope += scale * dz * n;
+  });
+  const double elements = static_cast<double>(size) * static_cast<double>(pixels);
+  walk([&](int64_t i, double scale, double inverse, double n, double dz) {
+    double total = inverse * (scale * dz - (constant + n * slope) / elements);
+    for (const auto& other : added) total += static_cast<double>(other[i]);
+    dx[i] = static_cast<float>(total);
+  });
+}
+
+// The gradient of offset (which = 0) or scale (1), whose rows are `rows`, from plan.sums.
+void parameter_gradient(const NormGradient& plan, const Rows& rows, int64_t which, float* to) {
+  const int64_t channels = plan.x.total;
+  for (int64_t c = 0; c < channels; ++c) {
+    double total = 0;
+    for (int64_t sample = 0; sample < plan.batch; ++sample) {
+      const float sum = plan.sums[(2 * sample + which) * channels + c];
+      total += static_cast<double>(sum);
+      if (rows.stride > 0) to[sample * channels + c] = sum;
+    }
+    if (rows.stride == 0) to[c] = static_cast<float>(total);
   }
-  split(dx, plan.type, plan.batch * pixels, plan.dx);
+}
+
+}  // namespace
+
+void norm_gradient(const NormGradient& plan, Pool& pool) {
+  const int64_t rows = plan.batch * plan.pixels;
+  const auto x = join(plan.x, plan.type, rows);
+  const auto dy = widen(plan.dy, plan.type, rows * plan.x.total);
+  std::vector<std::vector<float>> added;
+  for (int k = 0; k < plan.added_count; ++k) added.push_back(join(plan.added[k], plan.type, rows));
+  std::vector<float> dx(x.size()), active(plan.active ? x.size() : 0);
+  parallel(pool, plan.batch * plan.groups, [&](int64_t unit) {
+    group_gradient(plan, unit / plan.groups, unit % plan.groups, x, dy, added, dx, active);
+  });
+  if (plan.parameter_gradients) {
+    parameter_gradient(plan, plan.offset, 0, plan.doffset);
+    parameter_gradient(plan, plan.scale, 1, plan.dscale);
+  }
+  split(dx, plan.type, rows, plan.dx);
   if (plan.active) narrow(active, plan.type, plan.active);
 }
 

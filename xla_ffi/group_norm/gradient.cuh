@@ -1,16 +1,17 @@
-// What the backward kernels share: the activation's derivative, and the gradients of scale and offset.
+// What both implementations of the backward pass share: their operands, the derivative of the
+// activation, and the reduction of the gradients of scale and offset over the batch.
 #pragma once
 
 #include <type_traits>
 
-#include "block.cuh"
 #include "plan.h"
+#include "vector.cuh"
 
 namespace jaxunet::cuda {
 
-// dz = dy · act'(z), and act(z) itself.
+// dz = dy * act'(z), and act(z) itself.
 template <class T>
-__device__ float derivative(float dy, float z, bool silu, float* active) {
+__device__ float activation_gradient(float dy, float z, bool silu, float* active) {
   if (!silu) {
     *active = z;
     return dy;
@@ -20,17 +21,18 @@ __device__ float derivative(float dy, float z, bool silu, float* active) {
   return dy * (s + *active * (1.0f - s));
 }
 
-// run(count), of as many tensors as dx adds, where the count is a type: kernels that add none have no code for it.
+// Calls run(count) with the number of tensors to add to dx as a type, so that kernels that add none
+// have no code for it.
 template <class Run>
-auto by_additions(int count, const Run& run) {
+auto with_added_count(int count, const Run& run) {
   static_assert(kMaxAdded == 2);
   if (count == 0) return run(std::integral_constant<int, 0>());
   return count == 1 ? run(std::integral_constant<int, 1>()) : run(std::integral_constant<int, 2>());
 }
 
-// What a backward kernel is told beside how its work is cut.
-struct Operands {
-  Sources x, dx, added[kMaxAdded];
+// NormGradient as a kernel takes it, without its tiling.
+struct GradientOperands {
+  TensorParts x, dx, added[kMaxAdded];
   void* dy;
   Rows scale, offset, mean, inverse;
   bool silu;
@@ -38,10 +40,10 @@ struct Operands {
   void* active;
 };
 
-inline Operands operands_of(const NormGradient& plan) {
-  return {sources(plan.x),
-          sources(plan.dx),
-          {sources(plan.added[0]), sources(plan.added[1])},
+inline GradientOperands operands_of(const NormGradient& plan) {
+  return {tensor_parts(plan.x),
+          tensor_parts(plan.dx),
+          {tensor_parts(plan.added[0]), tensor_parts(plan.added[1])},
           const_cast<void*>(plan.dy),
           plan.scale,
           plan.offset,
@@ -52,46 +54,51 @@ inline Operands operands_of(const NormGradient& plan) {
           plan.active};
 }
 
-// The gradients of scale and offset: the sums of a sample, or of all samples where these share a row.
-struct Parameters {
-  const float* sums;
+// The gradients of offset (index 0) and scale (1): the sums of each sample, or their sum over the
+// batch where all samples share a row.
+struct ParameterGradients {
+  const float* sums;  // (batch, 2, channels)
   int batch, channels;
   bool per_sample[2];
   float* to[2];
 };
 
-constexpr int kLanes = 32, kSlices = 8;  // channels of a block; slices of the batch
+// The threads of a block that reduces them: channels side by side, times slices of the batch.
+constexpr int kReduceChannels = 32, kReduceSlices = 8;
 
-inline Parameters parameters_of(const NormGradient& plan) {
+inline ParameterGradients parameter_gradients_of(const NormGradient& plan) {
   return {plan.sums,
           static_cast<int>(plan.batch),
           static_cast<int>(plan.x.total),
           {plan.offset.stride > 0, plan.scale.stride > 0},
-          {plan.of_offset, plan.of_scale}};
+          {plan.doffset, plan.dscale}};
 }
 
-// By a block of kLanes · kSlices threads, of kLanes channels: 0 of offset, 1 of scale.
-__device__ inline void add_samples(const Parameters& p, int channels, int which) {
-  __shared__ float partial[kSlices][kLanes];
-  const int lane = static_cast<int>(threadIdx.x) % kLanes, slice = static_cast<int>(threadIdx.x) / kLanes;
-  const int channel = channels * kLanes + lane;
+// Reduces kReduceChannels channels, those from kReduceChannels * tile on, of offset (which = 0) or
+// scale (1). Called by all kReduceChannels * kReduceSlices threads of a block; samples are added in
+// the same order in every run.
+__device__ inline void reduce_parameter_gradients(const ParameterGradients& p, int tile, int which) {
+  __shared__ float partial[kReduceSlices][kReduceChannels];
+  const int lane = static_cast<int>(threadIdx.x) % kReduceChannels;
+  const int slice = static_cast<int>(threadIdx.x) / kReduceChannels;
+  const int channel = tile * kReduceChannels + lane;
   const bool there = channel < p.channels;
   const auto sum = [&](int sample) { return p.sums[(2LL * sample + which) * p.channels + channel]; };
   float* const to = p.to[which] + channel;
   if (p.per_sample[which]) {
-    for (int sample = slice; there && sample < p.batch; sample += kSlices) {
+    for (int sample = slice; there && sample < p.batch; sample += kReduceSlices) {
       to[static_cast<int64_t>(sample) * p.channels] = sum(sample);
     }
     return;
   }
   float total = 0;
 #pragma unroll 4
-  for (int sample = slice; there && sample < p.batch; sample += kSlices) total += sum(sample);
+  for (int sample = slice; there && sample < p.batch; sample += kReduceSlices) total += sum(sample);
   partial[slice][lane] = total;
   __syncthreads();
   if (slice > 0 || !there) return;
 #pragma unroll
-  for (int i = 1; i < kSlices; ++i) total += partial[i][lane];
+  for (int i = 1; i < kReduceSlices; ++i) total += partial[i][lane];
   *to = total;
 }
 

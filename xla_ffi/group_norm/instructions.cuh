@@ -1,5 +1,6 @@
-// What only nvcc can read: launches, copies to shared memory in the background (compute capability 8.0 and later), and
-// the shared memory of a cluster's blocks (9.0).
+// Launches, and the PTX that CUDA C++ has no function for: asynchronous copies to shared memory
+// (cp.async, compute capability 8.0 and later), and clusters with their distributed shared memory
+// (9.0).
 #pragma once
 
 #include <cuda_runtime.h>
@@ -8,64 +9,66 @@
 
 namespace jaxunet::cuda {
 
-// Blocks with the same y and z form a cluster, where there are several and it is asked for.
+// Launches `kernel` with `smem_bytes` of dynamic shared memory. With `clusters`, the blocks of the
+// same y and z form a cluster, if the grid has more than one along x.
 template <class Plan>
-cudaError_t launch(void (*kernel)(Plan), dim3 grid, int threads, int64_t shared, cudaStream_t stream, const Plan& plan,
-                   bool cluster_of_x = true) {
+cudaError_t launch(void (*kernel)(Plan), dim3 grid, int threads, int64_t smem_bytes, cudaStream_t stream,
+                   const Plan& plan, bool clusters = true) {
   cudaError_t error =
-      cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(shared));
+      cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(smem_bytes));
   if (error != cudaSuccess) return error;
   cudaLaunchAttribute cluster{};
   cluster.id = cudaLaunchAttributeClusterDimension;
   cluster.val.clusterDim.x = grid.x;
   cluster.val.clusterDim.y = cluster.val.clusterDim.z = 1;
-  cudaLaunchConfig_t how{};
-  how.gridDim = grid;
-  how.blockDim = dim3(static_cast<unsigned>(threads));
-  how.dynamicSmemBytes = static_cast<size_t>(shared);
-  how.stream = stream;
-  how.attrs = &cluster;
-  how.numAttrs = cluster_of_x && grid.x > 1 ? 1 : 0;
-  error = cudaLaunchKernelEx(&how, kernel, plan);
+  cudaLaunchConfig_t config{};
+  config.gridDim = grid;
+  config.blockDim = dim3(static_cast<unsigned>(threads));
+  config.dynamicSmemBytes = static_cast<size_t>(smem_bytes);
+  config.stream = stream;
+  config.attrs = &cluster;
+  config.numAttrs = clusters && grid.x > 1 ? 1 : 0;
+  error = cudaLaunchKernelEx(&config, kernel, plan);
   return error == cudaSuccess ? cudaGetLastError() : error;
 }
 
-template <class... Parameters, class... Arguments>
-cudaError_t launch_plainly(void (*kernel)(Parameters...), dim3 grid, int threads, cudaStream_t stream,
-                           const Arguments&... arguments) {
-  kernel<<<grid, threads, 0, stream>>>(arguments...);
+// Launches `kernel` without dynamic shared memory or clusters.
+template <class Plan>
+cudaError_t launch_static(void (*kernel)(Plan), dim3 grid, int threads, cudaStream_t stream, const Plan& plan) {
+  kernel<<<grid, threads, 0, stream>>>(plan);
   return cudaGetLastError();
 }
 
-// The shared memory whose size the launch names.
-__device__ inline char* shared_memory() {
+// The dynamic shared memory of the block.
+__device__ inline char* dynamic_smem() {
   extern __shared__ __align__(16) char jaxunet_norm_memory[];
   return jaxunet_norm_memory;
 }
 
-__device__ inline uint32_t shared_address_of(const void* pointer) {
+__device__ inline uint32_t smem_address(const void* pointer) {
   return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
 }
 
-// 16 bytes from global to shared memory; both addresses are multiples of 16.
-__device__ inline void copy16(void* to, const void* from) {
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(shared_address_of(to)), "l"(from) : "memory");
+// Starts to copy 16 bytes from global to shared memory; both addresses are multiples of 16.
+__device__ inline void cp_async_16(void* to, const void* from) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(smem_address(to)), "l"(from) : "memory");
 }
 
-// Starts to bring a line of global memory to the L2 cache.
-__device__ inline void to_cache(const void* from) { asm volatile("prefetch.global.L2 [%0];" ::"l"(from)); }
+// Makes a group of this thread's copies since the last commit; it may be empty.
+__device__ inline void cp_async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 
-// The thread's copies since the last call form a group.
-__device__ inline void end_group() { asm volatile("cp.async.commit_group;" ::: "memory"); }
-
-// All of this thread's groups but the last kPending are copied.
+// Waits until all of this thread's groups but the last kPending have arrived.
 template <int kPending>
-__device__ inline void wait_group() {
+__device__ inline void cp_async_wait() {
   asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
 }
 
-// All threads of all blocks of the cluster arrive, and go on once all have: what they wrote before is seen after.
-__device__ inline void arrive_cluster() {
+// Starts to bring a line of global memory to the L2 cache.
+__device__ inline void prefetch_l2(const void* from) { asm volatile("prefetch.global.L2 [%0];" ::"l"(from)); }
+
+// The cluster's barrier, in two halves: after cluster_wait, a thread sees what every thread of the
+// cluster wrote before its cluster_arrive. Every thread calls both, in turn.
+__device__ inline void cluster_arrive() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("barrier.cluster.arrive.release;" ::: "memory");
 #else
@@ -73,7 +76,7 @@ __device__ inline void arrive_cluster() {
 #endif
 }
 
-__device__ inline void wait_cluster() {
+__device__ inline void cluster_wait() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("barrier.cluster.wait.acquire;" ::: "memory");
 #else
@@ -81,12 +84,13 @@ __device__ inline void wait_cluster() {
 #endif
 }
 
-// What a block of the cluster has where this one has `here`.
-__device__ inline float4 of_block(const float4* here, int rank) {
+// Reads the shared memory of block `rank` of the cluster, at the address that `here` has in this
+// block.
+__device__ inline float4 read_peer(const float4* here, int rank) {
   float4 found{};
 #if __CUDA_ARCH__ >= 900
   uint32_t there;
-  asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(shared_address_of(here)), "r"(rank));
+  asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(smem_address(here)), "r"(rank));
   asm volatile("ld.shared::cluster.v4.f32 {%0, %1, %2, %3}, [%4];"
                : "=f"(found.x), "=f"(found.y), "=f"(found.z), "=f"(found.w)
                : "r"(there)

@@ -1,4 +1,11 @@
-// GroupNorm of NHWC tensors, with SiLU where asked for.
+// The calls of the GroupNorm handlers, after their operands were checked.
+//
+// Tensors are NHWC, given as one or more parts along their channels (../plan.h); `pixels` is height
+// x width. A group is channels / groups neighbouring channels of a sample, over all of its pixels.
+// Its mean and variance give
+//   inverse = 1 / sqrt(variance + eps),  n = (x - mean) * inverse,  z = scale * n + offset,
+//   y = act(z),
+// with act = SiLU or the identity. Wu & He 2018, arXiv 1803.08494.
 #pragma once
 
 #include "../plan.h"
@@ -7,61 +14,66 @@ namespace jaxunet {
 
 class Reader;
 
+// Gradients of other readers of x that one call can add to dx, at most.
 constexpr int kMaxAdded = 2;
 
-// What a normalisation starts from: the image, its groups, and the affine map that follows.
+// The tensor to normalise and the affine map that follows. `scale`, `offset`: (1 or batch,
+// channels), float32.
 struct NormInput {
-  Type type;
+  Type type;  // of x
   int64_t batch, pixels, groups;
   float eps;
   Parts x;
   Rows scale, offset;
 };
 
-// y = act(n · scale + offset), n = (x - mean) · inverse, act = SiLU or identity; mean and inverse = 1 / sqrt(variance +
-// eps) of the group that a channel is in.
+// y = act(z), together with the statistics that the backward pass needs.
 struct NormForward : NormInput {
   bool silu;
-  void* y;
-  float *mean, *inverse;  // (batch, channels)
+  void* y;                // (batch, pixels, channels), the type of x
+  float *mean, *inverse;  // (batch, channels): each channel gets the values of its group
 };
 
-// The same normalisation as a · x + b.
+// The normalisation as a map of each channel, z = a * x + b: a = scale * inverse, b = offset - mean
+// * a.
 struct NormStatistics : NormInput {
   float *a, *b, *mean, *inverse;  // (batch, channels)
 };
 
-// y = act(a · x + b), act = SiLU or identity.
+// y = act(a * x + b), from coefficients that are known already.
 struct NormApply {
   Type type;
   int64_t batch, pixels;
   Parts x;
-  Rows a, b;
+  Rows a, b;  // (batch, channels)
   bool silu;
-  void* y;
+  void* y;  // (batch, pixels, channels), the type of x
 };
 
-// With n = (x - mean) · inverse, z = scale · n + offset and dz = dy · act'(z): sums = (sum of dz, sum of dz · n) over
-// the pixels, and the gradient of every part of x. A group of N elements takes part in dx = inverse · (scale · dz -
-// (sum over the group of scale · dz + n · sum over the group of scale · dz · n) / N), to which `added` is added:
-// what else read x gives its own gradients of it.
+// The backward pass. With dz = dy * act'(z):
+//   sums[sample] = (sum of dz, sum of dz * n) over the pixels, for each channel,
+//   dx = inverse * (scale * dz - (sum of scale * dz + n * sum of scale * dz * n) / N) + the tensors
+//   in `added`,
+// where the sums in dx run over the N elements of the group. The gradients of offset and scale are
+// `sums`, added over the batch where all samples share one row.
 struct NormGradient {
   Type type;
   int64_t batch, pixels, groups;
   Parts x;
-  const void* dy;
-  Rows scale, offset, mean, inverse;
+  const void* dy;                     // (batch, pixels, channels), the type of x
+  Rows scale, offset, mean, inverse;  // mean and inverse as the forward pass wrote them
   bool silu;
-  float* sums;   // (batch, 2, channels)
-  bool samples;  // whether the gradients of scale and offset are wanted too
-  float *of_scale,
-      *of_offset;  // as many rows as scale and offset have: the sums, over the batch where samples share one
-  Parts dx;
-  int additions;  // 0 to kMaxAdded: tensors of the shape of x that are added to dx
-  std::array<Parts, kMaxAdded> added;
-  void* active;  // act(z) once more, or null
+  float* sums;                         // (batch, 2, channels): first of dz, then of dz * n
+  bool parameter_gradients;            // whether dscale and doffset are written, too
+  float *dscale, *doffset;             // the shapes of scale and offset
+  Parts dx;                            // the parts of x
+  int added_count;                     // tensors in `added`, 0 to kMaxAdded
+  std::array<Parts, kMaxAdded> added;  // the parts of x: gradients that other readers of x give
+  void* active;                        // y once more, for a weight gradient that reads it; or null
 };
 
+// Read and check a call; throw Mistake where an operand, a result or an attribute is not as
+// described above.
 NormForward read_norm_forward(Reader& call);
 NormStatistics read_norm_statistics(Reader& call);
 NormApply read_norm_apply(Reader& call);

@@ -1,9 +1,12 @@
+// Reads and checks the calls of the GroupNorm handlers: operands, results and attributes in the
+// order in which vjp.py passes them. Shared by the CPU and the CUDA build.
 #include "../reader.h"
 #include "plan.h"
 
 namespace jaxunet {
 namespace {
 
+// The parts of x, whose shapes give type, batch and pixels. Returns x as one array of all channels.
 template <class Plan>
 Array read_image(Reader& call, Plan& plan) {
   Array first;
@@ -24,6 +27,7 @@ void read_groups(Reader& call, Plan& plan) {
   }
 }
 
+// What norm_forward and norm_statistics start with: x, groups, eps, scale, offset.
 template <class Plan>
 Array read_input(Reader& call, Plan& plan) {
   const Array x = read_image(call, plan);
@@ -34,6 +38,7 @@ Array read_input(Reader& call, Plan& plan) {
   return x;
 }
 
+// The next result, (batch, channels) of float32.
 float* per_channel(Reader& call, const char* name, const NormInput& plan) {
   return static_cast<float*>(call.result(name, ffi::DataType::F32, {plan.batch, plan.x.total}).data);
 }
@@ -80,32 +85,32 @@ NormGradient read_norm_gradient(Reader& call) {
   plan.offset = call.rows("offset", plan.batch, plan.x.total);
   plan.mean = call.rows("mean", plan.batch, plan.x.total);
   plan.inverse = call.rows("inverse", plan.batch, plan.x.total);
-  const auto dims_of = [&](int i) {
+  const auto part_dims = [&](int i) {
     Dims part = x.dims;
     part[3] = plan.x.channels[i];
     return part;
   };
-  plan.additions = static_cast<int>(call.integer("added", 0, kMaxAdded));
-  for (int k = 0; k < plan.additions; ++k) {
+  plan.added_count = static_cast<int>(call.integer("added", 0, kMaxAdded));
+  for (int k = 0; k < plan.added_count; ++k) {
     plan.added[k] = plan.x;
     for (int i = 0; i < plan.x.count; ++i) {
       const std::string name = "added[" + std::to_string(k) + "][" + std::to_string(i) + "]";
-      plan.added[k].data[i] = call.operand(name, x.element, dims_of(i)).data;
+      plan.added[k].data[i] = call.operand(name, x.element, part_dims(i)).data;
     }
   }
   plan.sums = static_cast<float*>(call.result("sums", ffi::DataType::F32, {plan.batch, 2, plan.x.total}).data);
-  const auto gradient_of = [&](const char* name, const Rows& rows) {
+  const auto row_gradient = [&](const char* name, const Rows& rows) {
     const Dims dims{rows.stride > 0 ? plan.batch : 1, plan.x.total};
     return static_cast<float*>(call.result(name, ffi::DataType::F32, dims).data);
   };
-  plan.samples = call.flag("samples");
-  if (plan.samples) {
-    plan.of_scale = gradient_of("of_scale", plan.scale);
-    plan.of_offset = gradient_of("of_offset", plan.offset);
+  plan.parameter_gradients = call.flag("samples");
+  if (plan.parameter_gradients) {
+    plan.dscale = row_gradient("of_scale", plan.scale);
+    plan.doffset = row_gradient("of_offset", plan.offset);
   }
   plan.dx = plan.x;
   for (int i = 0; i < plan.x.count; ++i) {
-    plan.dx.data[i] = call.result("dx[" + std::to_string(i) + "]", x.element, dims_of(i)).data;
+    plan.dx.data[i] = call.result("dx[" + std::to_string(i) + "]", x.element, part_dims(i)).data;
   }
   if (call.flag("activation")) plan.active = call.result("active", x.element, x.dims).data;
   return plan;

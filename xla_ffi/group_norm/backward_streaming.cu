@@ -1,0 +1,323 @@
+// GroupNorm backward of large images in two launches (streaming.h): the formulas are those of
+// backward_smem_resident.cu.
+//
+// group_norm_sums reduces dz and dz * n over the pixels. Grid: (cluster of 8 blocks, channel
+// blocks, batch); a cluster owns a sample's channels, and its blocks take rows of pixels in turns.
+// - Prologue: start the copies of the first kStages steps of x and dy.
+// - Mainloop: wait for the oldest step, start the copy of a later one, update the thread's sums.
+// - Epilogue: reduce over the block (shared memory) and the cluster (distributed shared memory);
+//   each block writes a share of the channels.
+//
+// Its shared memory: the pipelines of x and dy; the sums of the block, float4[channels]; the sums
+// of each row of pixels, float[rows][2][channels]. One __syncthreads, two cluster barriers: before
+// peers are read, and before a block whose memory they read may end.
+//
+// group_norm_dx reads x and dy once more and writes dx, and act(z) where it is wanted. Grid:
+// (ranks, channel blocks, reduce_layers + batch), no clusters. It walks the samples and the pixels
+// backwards, as the end of x and dy is still in the L2 cache. Blocks of z < reduce_layers reduce
+// the gradients of scale and offset over the batch instead.
+//
+// Its shared memory: the pipelines of x, dy and the tensors that are added; four floats a channel.
+#include "../by_type.cuh"
+#include "gradient.cuh"
+#include "launch.h"
+#include "streaming.cuh"
+
+namespace jaxunet::cuda {
+namespace {
+
+struct Gradient {
+  StreamingTiling tiling;
+  GradientOperands of;
+  ParameterGradients parameters;
+  int reduce_layers;  // layers of the grid, 0 or 1, that reduce the gradients of scale and offset
+};
+
+// Steps of each tensor in flight. To refit them, time both kernels with half and with twice as
+// many.
+constexpr int kStages = 4;
+
+// The pipelines of x, dy and the kAdded tensors that are added to dx; with kAdded > 0 each `read`
+// is followed by an `add`. The added tensors have the layout of x: one offset from x's iterator
+// finds each of them.
+template <class T, int V, int kAdded = 0>
+struct Pipelines {
+  using One = Pipeline<T, V, kStages>;
+  static constexpr int64_t kBytes = (2 + kAdded) * One::kBytes;
+  One x, dy;
+  int64_t distance[kMaxAdded];  // bytes from the iterator of x, one step on, to the added tensors
+
+  __device__ Pipelines(const Gradient& g, const StreamingTile& tile, int64_t sample)
+      : x(VectorIterator<T, V>(g.tiling, tile, g.of.x, sample), dynamic_smem()),
+        dy(VectorIterator<T, V>(g.tiling, tile, g.of.dy, sample), dynamic_smem() + One::kBytes) {
+#pragma unroll
+    for (int k = 0; k < kAdded; ++k) {
+      const auto* const there = VectorIterator<T, V>(g.tiling, tile, g.of.added[k], sample).at;
+      distance[k] = reinterpret_cast<const char*>(there) - reinterpret_cast<const char*>(x.from.at + x.from.stride);
+    }
+#pragma unroll 1
+    for (int step = 0; step < kStages; ++step) {
+      fetch(tile, step);
+      if constexpr (kAdded > 0) fetch_added(tile, step);
+    }
+  }
+  // Waits for `step`, returns its x and dy, and starts to copy the step that takes its place.
+  __device__ void read(const StreamingTile& tile, int step, float (&value)[V], float (&given)[V]) {
+    cp_async_wait<kStages - 1>();
+    x.read(step, value);
+    dy.read(step, given);
+    fetch(tile, step + kStages);
+  }
+  // Adds the added tensors of `step` to value.
+  __device__ void add(const StreamingTile& tile, int step, float (&value)[V]) {
+    if constexpr (kAdded > 0) {
+#pragma unroll
+      for (int k = 0; k < kAdded; ++k) {
+        float more[V];
+        const Vector<T, V> here = *slot(k, step);
+        here.to_floats(more);
+#pragma unroll
+        for (int j = 0; j < V; ++j) value[j] += more[j];
+      }
+      fetch_added(tile, step + kStages);
+    }
+  }
+
+  // The scratch memory behind the pipelines, aligned as float4 are.
+  __device__ static float4* scratch() { return reinterpret_cast<float4*>(dynamic_smem() + kBytes); }
+
+ private:
+  __device__ Vector<T, V>* slot(int k, int step) const { return x.slot(step) + (2 + k) * kStages * kStreamingThreads; }
+  __device__ void fetch(const StreamingTile& tile, int step) {
+    if (step < tile.steps) {
+      x.fetch(step);
+      dy.fetch(step);
+    }
+    if constexpr (kAdded == 0) cp_async_commit();
+  }
+  // After `fetch` of the same step, whose group it completes.
+  __device__ void fetch_added(const StreamingTile& tile, int step) {
+    if (step < tile.steps) {
+#pragma unroll
+      for (int k = 0; k < kAdded; ++k) {
+        const char* const from = reinterpret_cast<const char*>(x.from.at) + distance[k];
+        if constexpr (V * sizeof(T) == 16) {
+          cp_async_16(slot(k, step), from);
+        } else {
+          *slot(k, step) = *reinterpret_cast<const Vector<T, V>*>(from);
+        }
+      }
+    }
+    cp_async_commit();
+  }
+};
+
+template <class T, int V>
+__device__ ChannelAffine<T, V> affine_of(const Gradient& g, const StreamingTile& tile, int64_t sample) {
+  ChannelAffine<T, V> norm;
+  if (tile.steps > 0) {
+    norm.load(channel_entry(g.of.scale, sample, tile.channel), channel_entry(g.of.offset, sample, tile.channel),
+              channel_entry(g.of.mean, sample, tile.channel), channel_entry(g.of.inverse, sample, tile.channel));
+  }
+  return norm;
+}
+
+// Turns dy, in `given`, to dz; `active` gets act(z).
+template <class T, int V>
+__device__ void differentiate(const ChannelAffine<T, V>& norm, bool silu, const float (&value)[V], float (&given)[V],
+                              float (&active)[V]) {
+  if (silu) {
+#pragma unroll
+    for (int j = 0; j < V; ++j) given[j] = activation_gradient<T>(given[j], norm.at(value, j), true, &active[j]);
+  } else {
+#pragma unroll
+    for (int j = 0; j < V; ++j) active[j] = norm.at(value, j);
+  }
+}
+
+template <class T, int V>
+__global__ void __launch_bounds__(kStreamingThreads, kStreamingBlocks)
+    group_norm_sums(const __grid_constant__ Gradient g) {
+  const StreamingTiling& tiling = g.tiling;
+  // Channels of the block, and the first of them.
+  const int own = tiling.vectors * V, first = static_cast<int>(blockIdx.y) * own;
+  const StreamingTile tile(tiling, V);
+  Pipelines<T, V> pipelines(g, tile, blockIdx.z);
+  float4* const totals = pipelines.scratch();                     // [channels]: x, y: both sums of the block
+  float* const partial = reinterpret_cast<float*>(totals + own);  // [rows][2][channels]: both sums of each row
+  {
+    const auto norm = affine_of<T, V>(g, tile, blockIdx.z);
+    float constant[V] = {}, slope[V] = {};  // sums of dz, and of dz * value
+#pragma unroll 1
+    for (int step = 0; step < tile.steps; ++step) {
+      float value[V], given[V], active[V];
+      pipelines.read(tile, step, value, given);
+      norm.centre(value);
+      differentiate(norm, g.of.silu, value, given, active);
+#pragma unroll
+      for (int j = 0; j < V; ++j) {
+        constant[j] += given[j];
+        slope[j] += given[j] * value[j];
+      }
+    }
+    if (tile.row < tiling.rows) {
+      if constexpr (!kUsesPivot<T>) {  // of dz * x to that of dz * (x - mean)
+        float mean[V];
+        load_floats(channel_entry(g.of.mean, blockIdx.z, tile.channel), mean);
+#pragma unroll
+        for (int j = 0; j < V; ++j) slope[j] -= mean[j] * constant[j];
+      }
+      float* const row = partial + 2 * tile.row * own + tile.local;
+#pragma unroll
+      for (int j = 0; j < V; ++j) {
+        row[j] = constant[j];
+        row[own + j] = slope[j];
+      }
+    }
+  }
+  __syncthreads();
+#pragma unroll 1
+  for (int i = threadIdx.x; i < 2 * own; i += kStreamingThreads) {
+    float total = 0;
+#pragma unroll 4
+    for (int row = 0; row < tiling.rows; ++row) total += partial[2 * row * own + i];
+    const bool second = i >= own;
+    float4& to = totals[second ? i - own : i];
+    (second ? to.y : to.x) = total;
+  }
+  cluster_arrive();
+  cluster_wait();
+  const int rank = static_cast<int>(blockIdx.x);
+#pragma unroll 1
+  for (int c = rank * kStreamingThreads + static_cast<int>(threadIdx.x); c < own;
+       c += tiling.ranks * kStreamingThreads) {
+    float constant = 0, slope = 0;
+#pragma unroll 4
+    for (int other = 0; other < tiling.ranks; ++other) {
+      const float4 part = read_peer(totals + c, other);
+      constant += part.x;
+      slope += part.y;
+    }
+    float* const to = g.of.sums + 2 * static_cast<int64_t>(blockIdx.z) * tiling.channels + first + c;
+    to[0] = constant;
+    to[tiling.channels] = slope * *channel_entry(g.of.inverse, blockIdx.z, first + c);
+  }
+  cluster_arrive();  // so that no block ends while others read its memory
+  cluster_wait();
+}
+
+template <class T, int V, int kAdded>
+__global__ void __launch_bounds__(kStreamingThreads, kStreamingBlocks)
+    group_norm_dx(const __grid_constant__ Gradient g) {
+  static_assert(kReduceChannels * kReduceSlices == kStreamingThreads);
+  const StreamingTiling& tiling = g.tiling;
+  if (static_cast<int>(blockIdx.z) < g.reduce_layers) {
+    const int tiles = (tiling.channels + kReduceChannels - 1) / kReduceChannels;
+    const int blocks = tiling.ranks * tiling.channel_blocks;
+#pragma unroll 1
+    for (int i = static_cast<int>(blockIdx.y) * tiling.ranks + static_cast<int>(blockIdx.x); i < 2 * tiles;
+         i += blocks) {
+      reduce_parameter_gradients(g.parameters, i >> 1, i & 1);
+      __syncthreads();
+    }
+    return;
+  }
+  const int sample = g.parameters.batch - 1 + g.reduce_layers - static_cast<int>(blockIdx.z);
+  // Channels of the block, and the first of them.
+  const int own = tiling.vectors * V, first = static_cast<int>(blockIdx.y) * own;
+  StreamingTile tile(tiling, V);
+  tile.reverse(tiling);
+  Pipelines<T, V, kAdded> pipelines(g, tile, sample);
+
+  // While the copies arrive, find what each group subtracts in dx: constant + value * slope
+  // (ChannelAffine's value).
+  auto *const constants = reinterpret_cast<float*>(pipelines.scratch()), *const slopes = constants + own;
+  float *const group_constants = slopes + own, *const group_slopes = group_constants + own;
+  const float* const sums = g.of.sums + 2 * static_cast<int64_t>(sample) * tiling.channels + first;
+#pragma unroll 1
+  for (int c = threadIdx.x; c < own; c += kStreamingThreads) {
+    const float scale = *channel_entry(g.of.scale, sample, first + c);
+    constants[c] = scale * sums[c];
+    slopes[c] = scale * sums[tiling.channels + c];
+    // Kept for the same thread, which replaces them below.
+    group_constants[c] = *channel_entry(g.of.inverse, sample, first + c);
+    group_slopes[c] = *channel_entry(g.of.mean, sample, first + c);
+  }
+  const auto norm = affine_of<T, V>(g, tile, sample);
+  __syncthreads();
+#pragma unroll 1
+  for (int c = threadIdx.x; c < own; c += kStreamingThreads) {
+    const int group = c / tiling.group * tiling.group;
+    float constant = 0, slope = 0;
+#pragma unroll 4
+    for (int i = 0; i < tiling.group; ++i) {
+      constant += constants[group + i];
+      slope += slopes[group + i];
+    }
+    const float inverse = group_constants[c], mean = group_slopes[c];
+    const float share = inverse / (static_cast<float>(tiling.group) * static_cast<float>(tiling.pixels));
+    constant *= share;
+    slope *= share * inverse;
+    if constexpr (!kUsesPivot<T>) constant -= mean * slope;
+    group_constants[c] = constant;
+    group_slopes[c] = slope;
+  }
+  __syncthreads();
+  if (tile.steps == 0) return;
+
+  float constant[V], slope[V];
+  load_floats(group_constants + tile.local, constant);
+  load_floats(group_slopes + tile.local, slope);
+  VectorIterator<T, V> dx(tiling, tile, g.of.dx, sample), active_to(tiling, tile, g.of.active, sample);
+  dx.stride = pipelines.x.from.stride;  // equal, which the compiler cannot know: saves registers
+  active_to.stride = pipelines.dy.from.stride;
+#pragma unroll 1
+  for (int step = 0; step < tile.steps; ++step) {
+    float value[V], given[V], active[V];
+    pipelines.read(tile, step, value, given);
+    norm.centre(value);
+    differentiate(norm, g.of.silu, value, given, active);
+    Vector<T, V> out;
+    if (g.of.active) {
+      out.from_floats(active);
+      *active_to.next() = out;
+    }
+#pragma unroll
+    for (int j = 0; j < V; ++j) value[j] = norm.factor[j] * given[j] - (constant[j] + value[j] * slope[j]);
+    pipelines.add(tile, step, value);
+    out.from_floats(value);
+    *dx.next() = out;
+  }
+}
+
+template <class T, int V>
+cudaError_t launch_backward(const NormGradient& plan, const StreamingTiling& tiling, const DeviceLimits& limits,
+                            cudaStream_t stream) {
+  Gradient g{tiling, operands_of(plan), parameter_gradients_of(plan), plan.parameter_gradients ? 1 : 0};
+  const int64_t own = static_cast<int64_t>(tiling.vectors) * V;
+  const int64_t sums_bytes = own * static_cast<int64_t>(sizeof(float4) + 2 * sizeof(float) * tiling.rows);
+  const cudaError_t error = launch(group_norm_sums<T, V>, grid_of(tiling, plan.batch), kStreamingThreads,
+                                   Pipelines<T, V>::kBytes + sums_bytes, stream, g);
+  if (error != cudaSuccess) return error;
+  const int64_t layers = plan.batch + g.reduce_layers;
+  g.tiling = second_pass_tiling(tiling, limits, layers);
+  return with_added_count(plan.added_count, [&](auto count) {
+    const int64_t smem_bytes = Pipelines<T, V, count>::kBytes + 4 * own * static_cast<int64_t>(sizeof(float));
+    return launch(group_norm_dx<T, V, count>, grid_of(g.tiling, layers), kStreamingThreads, smem_bytes, stream, g,
+                  false);
+  });
+}
+
+}  // namespace
+
+cudaError_t streaming_gradient(const NormGradient& plan, const StreamingTiling& tiling, const DeviceLimits& limits,
+                               int vector, cudaStream_t stream) {
+  return by_type(plan.type, [&](auto nought) {
+    using T = decltype(nought);
+    constexpr int kVector = 16 / sizeof(T);
+    return vector > 1 ? launch_backward<T, kVector>(plan, tiling, limits, stream)
+                      : launch_backward<T, 1>(plan, tiling, limits, stream);
+  });
+}
+
+}  // namespace jaxunet::cuda

@@ -1,0 +1,64 @@
+// Chooses the GroupNorm kernels: streaming for large images on devices with clusters, smem_resident
+// elsewhere. The rule is streaming_tiling() in streaming.h.
+#include "kernels.h"
+#include "launch.h"
+
+namespace jaxunet::cuda {
+namespace {
+
+// Clusters are launched on compute capability 9.0 alone, the only one with clusters that the build
+// has code for.
+cudaError_t device_limits(DeviceLimits* limits) {
+  constexpr int kPortableCluster = 8;  // blocks of a cluster that every device with clusters allows
+  int id = 0, sms = 0, smem_bytes = 0, major = 0;
+  cudaError_t error = cudaGetDevice(&id);
+  if (error == cudaSuccess) error = cudaDeviceGetAttribute(&sms, cudaDevAttrMultiProcessorCount, id);
+  if (error == cudaSuccess) error = cudaDeviceGetAttribute(&smem_bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, id);
+  if (error == cudaSuccess) error = cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, id);
+  *limits = {sms, smem_bytes, major == 9 ? kPortableCluster : 1};
+  return error;
+}
+
+// `plan`: NormInput or NormGradient.
+template <class Plan>
+std::optional<StreamingTiling> streaming_tiling_of(const Plan& plan, const DeviceLimits& limits, int vector) {
+  return streaming_tiling(limits, kStreamingMinElements, plan.batch, plan.pixels, plan.x.total,
+                          plan.x.total / plan.groups, vector, element_bytes(plan.type));
+}
+
+cudaError_t forward(const NormInput& plan, const ForwardOutputs& to, cudaStream_t stream) {
+  if (plan.batch == 0 || plan.x.total == 0) return cudaSuccess;
+  DeviceLimits limits;
+  if (const cudaError_t error = device_limits(&limits); error != cudaSuccess) return error;
+  const int vector = vector_of(plan.x, plan.type);
+  if (const auto tiling = streaming_tiling_of(plan, limits, vector)) {
+    return streaming_forward(plan, *tiling, limits, vector, to, stream);
+  }
+  return smem_resident_forward(plan, limits, vector, to, stream);
+}
+
+}  // namespace
+
+cudaError_t norm_forward(const NormForward& plan, cudaStream_t stream) {
+  return forward(plan, {{nullptr, nullptr, plan.mean, plan.inverse}, plan.silu, plan.y}, stream);
+}
+
+cudaError_t norm_statistics(const NormStatistics& plan, cudaStream_t stream) {
+  return forward(plan, {{plan.a, plan.b, plan.mean, plan.inverse}, false, nullptr}, stream);
+}
+
+cudaError_t norm_gradient(const NormGradient& plan, cudaStream_t stream) {
+  if (plan.x.total == 0) return cudaSuccess;
+  if (plan.batch == 0) return launch_parameter_gradients(plan, stream);  // zeros
+  DeviceLimits limits;
+  cudaError_t error = device_limits(&limits);
+  if (error != cudaSuccess) return error;
+  const int vector = vector_of(plan.x, plan.type);
+  if (const auto tiling = streaming_tiling_of(plan, limits, vector)) {
+    return streaming_gradient(plan, *tiling, limits, vector, stream);
+  }
+  error = smem_resident_gradient(plan, limits, vector, stream);
+  return error == cudaSuccess ? launch_parameter_gradients(plan, stream) : error;
+}
+
+}  // namespace jaxunet::cuda

@@ -1,0 +1,55 @@
+// The two implementations that dispatch.cu chooses between. `vector`: channels of a load, 16 bytes
+// of them or one.
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include <algorithm>
+
+#include "plan.h"
+#include "streaming.h"
+#include "tiling.h"
+
+namespace jaxunet::cuda {
+
+inline int element_bytes(Type type) { return type == Type::kFloat32 ? 4 : 2; }
+
+// Channels of a load: 16 bytes of them if every part's channels are a multiple of that, else one.
+inline int vector_of(const Parts& x, Type type) {
+  const int vector = 16 / element_bytes(type);
+  const bool aligned = std::all_of(x.channels.begin(), x.channels.begin() + x.count,
+                                   [&](int64_t channels) { return channels % vector == 0; });
+  return aligned ? vector : 1;
+}
+
+// Where the statistics go, each (batch, channels): z = a * x + b. a and b are null where only y is
+// wanted.
+struct StatisticsOutputs {
+  float *a, *b, *mean, *inverse;
+};
+
+// What a forward launch writes beside its input's statistics: y = act(z), unless y is null.
+struct ForwardOutputs {
+  StatisticsOutputs statistics;
+  bool silu;
+  void* y;
+};
+
+// One launch; throws std::runtime_error where a block cannot hold one group.
+cudaError_t smem_resident_forward(const NormInput& plan, const DeviceLimits& limits, int vector,
+                                  const ForwardOutputs& to, cudaStream_t stream);
+// All gradients but those of scale and offset, in one launch; throws as above.
+cudaError_t smem_resident_gradient(const NormGradient& plan, const DeviceLimits& limits, int vector,
+                                   cudaStream_t stream);
+
+// Two launches, one where y is null.
+cudaError_t streaming_forward(const NormInput& plan, const StreamingTiling& tiling, const DeviceLimits& limits,
+                              int vector, const ForwardOutputs& to, cudaStream_t stream);
+// All gradients, those of scale and offset included, in two launches.
+cudaError_t streaming_gradient(const NormGradient& plan, const StreamingTiling& tiling, const DeviceLimits& limits,
+                               int vector, cudaStream_t stream);
+
+// dscale and doffset from plan.sums, where the plan asks for them.
+cudaError_t launch_parameter_gradients(const NormGradient& plan, cudaStream_t stream);
+
+}  // namespace jaxunet::cuda

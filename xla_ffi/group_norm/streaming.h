@@ -1,0 +1,90 @@
+// Tiling of the streaming kernels, which normalise large images in two launches that read x once
+// each. The first reduces to statistics (or, backward, to sums); the second computes the result.
+// Both stream: they load, compute and store at the same time and keep nothing but the next few
+// steps in shared memory. The second one walks backwards, so that it starts with what the first has
+// left in the L2 cache.
+//
+// A block takes `vectors` vectors of each of its pixels, if possible all channels, so that it reads
+// whole lines of memory. Its threads lie along the channels of a pixel, then along the next pixel;
+// the last few idle where the pixels do not fit. The `ranks` blocks of a sample take rows of pixels
+// in turns. Grid: (ranks, channel_blocks, batch).
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <numeric>
+#include <optional>
+
+#include "tiling.h"
+
+namespace jaxunet {
+
+constexpr int kStreamingThreads = 256;  // of a block
+// Concurrent blocks of a multiprocessor, for which the kernels keep their registers few enough.
+constexpr int kStreamingBlocks = 3;
+
+// Elements of a sample from which on two streaming launches are faster than one smem_resident
+// launch, whose blocks load, then compute, then store, all in step. Below it the second launch
+// costs more than streaming saves. Fitted on an H200 at batch 32 in 16 bits; to refit it, time both
+// on the cases of group_norm with this number at 0 and at its maximum.
+constexpr int64_t kStreamingMinElements = 192 * 1024;
+
+struct StreamingTiling {
+  int pixels, channels;  // of a sample
+  int group;             // channels of a group
+  int vectors;           // vectors of a pixel in a block
+  int rows;              // pixels that a block reads at a time
+  int ranks;             // blocks of a sample and channel block
+  int channel_blocks;    // blocks side by side along the channels
+  int piece_bits;        // log2 of the channels of a piece (tiling.h)
+};
+
+// The first launch's tiling; nothing where the smem_resident kernels should be taken instead: on
+// devices without clusters, whose blocks could not combine their sums; where samples have less than
+// `min_elements` elements or there are too few blocks for the device; where a pixel has more
+// vectors than a block has threads; where the grid's z could not hold one sample more.
+inline std::optional<StreamingTiling> streaming_tiling(const DeviceLimits& limits, int64_t min_elements, int64_t batch,
+                                                       int64_t pixels, int64_t channels, int64_t group, int vector,
+                                                       int element) {
+  constexpr int kCluster = 8;          // the largest that every device with clusters has
+  constexpr int64_t kMaxGrid = 65535;  // of z
+  const int64_t unit = std::lcm<int64_t>(group, vector);
+  int64_t own = channels;  // of a block
+  const auto too_few_blocks = [&](int64_t sms) { return batch * (channels / own) * limits.max_cluster < sms; };
+  // Rows of 128 bytes, a line of memory, are read as fast as longer ones.
+  while (too_few_blocks(limits.sms) && own % (2 * unit) == 0 && own / 2 * element >= 128) own /= 2;
+  if (limits.max_cluster < kCluster || pixels * channels < min_elements || too_few_blocks(limits.sms * 3 / 4) ||
+      own / vector > kStreamingThreads || batch >= kMaxGrid) {
+    return std::nullopt;
+  }
+  StreamingTiling tiling{};
+  tiling.pixels = static_cast<int>(pixels);
+  tiling.channels = static_cast<int>(channels);
+  tiling.group = static_cast<int>(group);
+  tiling.vectors = static_cast<int>(own / vector);
+  tiling.rows = kStreamingThreads / tiling.vectors;
+  tiling.ranks = limits.max_cluster;
+  tiling.channel_blocks = static_cast<int>(channels / own);
+  tiling.piece_bits = piece_bits_of(group, vector);
+  return tiling;
+}
+
+// The second launch's tiling, for a grid of `layers` in z. Its blocks form no clusters, so any
+// number of them may share a sample: the one whose waves of concurrent blocks finish first.
+inline StreamingTiling second_pass_tiling(StreamingTiling tiling, const DeviceLimits& limits, int64_t layers) {
+  constexpr int kMaxRanks = 128;
+  constexpr int64_t kPrologueSteps = 3;  // a block's prologue takes about as long as three steps of its mainloop
+  const int64_t concurrent = limits.sms * kStreamingBlocks;
+  int64_t best = 0;
+  for (int ranks = 1; ranks <= kMaxRanks; ++ranks) {
+    const int64_t steps = ceil_div(tiling.pixels, static_cast<int64_t>(tiling.rows) * ranks);
+    const int64_t time = ceil_div(layers * tiling.channel_blocks * ranks, concurrent) * (steps + kPrologueSteps);
+    if (best == 0 || time < best) {
+      best = time;
+      tiling.ranks = ranks;
+    }
+  }
+  return tiling;
+}
+
+}  // namespace jaxunet

@@ -1,0 +1,149 @@
+// What all GroupNorm kernels share: vectors of channels and their conversion to float32, the
+// sigmoid, and where the channels of a tensor lie that comes in parts.
+#pragma once
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+#include <cstdint>
+
+#include "../special_functions.cuh"
+#include "instructions.cuh"
+#include "plan.h"
+
+namespace jaxunet::cuda {
+
+// Conversions to and from float32, one number or two at a time.
+__device__ inline float wide(float x) { return x; }
+__device__ inline float wide(__half x) { return __half2float(x); }
+__device__ inline float wide(__nv_bfloat16 x) { return __bfloat162float(x); }
+__device__ inline float2 wide(__half2 x) { return __half22float2(x); }
+__device__ inline float2 wide(__nv_bfloat162 x) { return __bfloat1622float2(x); }
+__device__ inline void narrow(float x, float* to) { *to = x; }
+__device__ inline void narrow(float x, __half* to) { *to = __float2half_rn(x); }
+__device__ inline void narrow(float x, __nv_bfloat16* to) { *to = __float2bfloat16_rn(x); }
+__device__ inline void narrow(float x, float y, __half2* to) { *to = __floats2half2_rn(x, y); }
+__device__ inline void narrow(float x, float y, __nv_bfloat162* to) { *to = __floats2bfloat162_rn(x, y); }
+
+template <class T>
+struct PairOf {};
+template <>
+struct PairOf<__half> {
+  using Type = __half2;
+};
+template <>
+struct PairOf<__nv_bfloat16> {
+  using Type = __nv_bfloat162;
+};
+
+// V neighbouring channels of one pixel: 16 bytes, or one channel where some part's channels are not
+// a multiple of that.
+template <class T, int V>
+struct alignas(V * sizeof(T)) Vector {
+  static constexpr bool kPairs = sizeof(T) == 2 && V % 2 == 0;
+  T values[V];
+
+  __device__ void to_floats(float (&to)[V]) const {
+    if constexpr (kPairs) {
+      const auto* const pairs = reinterpret_cast<const typename PairOf<T>::Type*>(values);
+#pragma unroll
+      for (int i = 0; i < V / 2; ++i) {
+        const float2 two = wide(pairs[i]);
+        to[2 * i] = two.x;
+        to[2 * i + 1] = two.y;
+      }
+    } else {
+#pragma unroll
+      for (int i = 0; i < V; ++i) to[i] = wide(values[i]);
+    }
+  }
+  __device__ void from_floats(const float (&from)[V]) {
+    if constexpr (kPairs) {
+      auto* const pairs = reinterpret_cast<typename PairOf<T>::Type*>(values);
+#pragma unroll
+      for (int i = 0; i < V / 2; ++i) narrow(from[2 * i], from[2 * i + 1], &pairs[i]);
+    } else {
+#pragma unroll
+      for (int i = 0; i < V; ++i) narrow(from[i], &values[i]);
+    }
+  }
+};
+
+// Loads a vector that nobody writes while the kernel runs, so that the compiler may move the load
+// before a store.
+template <class T, int V>
+__device__ Vector<T, V> load_read_only(const Vector<T, V>* from) {
+  Vector<T, V> found;
+  if constexpr (V * sizeof(T) == 16) {
+    *reinterpret_cast<uint4*>(found.values) = __ldg(reinterpret_cast<const uint4*>(from));
+  } else {
+#pragma unroll
+    for (int i = 0; i < V; ++i) found.values[i] = __ldg(from->values + i);
+  }
+  return found;
+}
+
+// Loads V floats, one for each channel of a vector; `from` is aligned as vectors of channels are.
+template <int V>
+__device__ void load_floats(const float* from, float (&to)[V]) {
+  if constexpr (V % 4 == 0) {
+#pragma unroll
+    for (int i = 0; i < V; i += 4) {
+      const float4 four = *reinterpret_cast<const float4*>(from + i);
+      to[i] = four.x;
+      to[i + 1] = four.y;
+      to[i + 2] = four.z;
+      to[i + 3] = four.w;
+    }
+  } else {
+#pragma unroll
+    for (int i = 0; i < V; ++i) to[i] = from[i];
+  }
+}
+
+// 1 / (1 + exp(-z)). Rounding to 16 bits hides what the approximate exponential and reciprocal
+// lose.
+template <class T>
+__device__ float sigmoid(float z) {
+  constexpr float kLog2e = 1.44269504f;
+  if constexpr (sizeof(T) == 2) return reciprocal(1.0f + power_of_two(-kLog2e * z));
+  return 1.0f / (1.0f + expf(-z));
+}
+
+// Statistics of float32 numbers are computed of their differences from a pivot near the mean, so
+// that a large mean costs no bits. 16-bit numbers have a mean of at most a few hundred standard
+// deviations, which float32 sums hold without one.
+template <class T>
+constexpr bool kUsesPivot = sizeof(T) == 4;
+
+// `Parts` as a kernel takes them: the parts of a tensor along its channels.
+struct TensorParts {
+  int count;
+  char* data[kMaxParts];
+  int channels[kMaxParts];
+};
+
+inline TensorParts tensor_parts(const Parts& parts) {
+  TensorParts to{parts.count, {}, {}};
+  for (int i = 0; i < parts.count; ++i) {
+    to.data[i] = static_cast<char*>(parts.data[i]);
+    to.channels[i] = static_cast<int>(parts.channels[i]);
+  }
+  return to;
+}
+
+// Returns the address of a channel in the first pixel of a sample. `stride`: elements from one
+// pixel to the next, which are the channels of the part that has this channel.
+template <class T>
+__device__ T* find_channel(const TensorParts& from, int channel, int64_t sample, int pixels, int* stride) {
+  int first = 0, part = 0;
+#pragma unroll 1
+  while (part + 1 < from.count && channel >= first + from.channels[part]) first += from.channels[part++];
+  *stride = from.channels[part];
+  return reinterpret_cast<T*>(from.data[part]) + sample * pixels * *stride + (channel - first);
+}
+
+// The row of sample blockIdx.z, one float for each channel.
+__device__ inline const float* sample_row(const Rows& rows) { return rows.data + blockIdx.z * rows.stride; }
+
+}  // namespace jaxunet::cuda
