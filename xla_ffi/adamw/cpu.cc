@@ -1,3 +1,5 @@
+// AdamW, sums of squares and 16-bit copies on the CPU: plain loops, for tests and for machines
+// without a GPU. The formulas are those of plan.h.
 #include "../cpu.h"
 
 #include <algorithm>
@@ -20,20 +22,20 @@ void sum_of_squares(const SumOfSquares& plan, Pool&) {
 
 void adamw(const AdamW& plan, Pool& pool) {
   const float* s = plan.scalars;
-  if (s[0] == 0) return;
+  if (s[kApplied] == 0) return;
   parallel(pool, static_cast<int64_t>(plan.sizes.size()), [&](int64_t tensor) {
-    void* const* arrays = plan.arrays.data() + tensor * plan.kinds();
-    const std::vector<float> gradient = widen(arrays[0], plan.types[tensor], plan.sizes[tensor]);
+    void* const* arrays = plan.arrays.data() + tensor * plan.arrays_per_tensor();
+    const std::vector<float> gradient = widen(arrays[kGradient], plan.types[tensor], plan.sizes[tensor]);
     const auto array = [&](int64_t which) { return static_cast<float*>(arrays[which]); };
     for (int64_t i = 0; i < plan.sizes[tensor]; ++i) {
-      const float g = gradient[i] * s[1];
-      float &p = array(1)[i], &m = array(2)[i], &v = array(3)[i];
+      const float g = gradient[i] * s[kGradientFactor];
+      float &p = array(kParameter)[i], &m = array(kFirstMoment)[i], &v = array(kSecondMoment)[i];
       m = plan.b1 * m + plan.rest1 * g;
       v = plan.b2 * v + plan.rest2 * (g * g);
-      p -= s[2] * (m / s[3] / (std::sqrt(v / s[4]) + plan.eps) + plan.decay * p);
+      p -= s[kLearningRate] * (m / s[kCorrection1] / (std::sqrt(v / s[kCorrection2]) + plan.eps) + plan.decay * p);
       for (int64_t a = 0; a < plan.averages; ++a) {
-        float& average = array(4 + a)[i];
-        average += s[kAdamWScalars + a] * (p - average);
+        float& average = array(kFirstAverage + a)[i];
+        average += s[kFirstFollow + a] * (p - average);
       }
     }
   });

@@ -1,4 +1,12 @@
-// Many tensors a launch: their pointers and sizes travel as the kernel's parameter, in which each block finds its own.
+// AdamW, sums of squares and 16-bit copies of many tensors in one launch (formulas in plan.h).
+//
+// The sizes and pointers of the tensors travel in the kernel's parameter, TensorList, so that
+// nothing is copied to the device. Each block takes one chunk of one tensor, which it finds by
+// bisection: the entries have the number of their first block. Grid: all chunks of all tensors in a
+// list; more tensors than a list holds take another launch. Blocks are independent; a thread loads
+// 16 bytes of neighbours where the tensor's alignment and end allow, else single elements. Only
+// sum_of_squares_kernel has shared memory, one float for each warp, and a barrier before it is
+// summed.
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
@@ -11,23 +19,29 @@
 namespace jaxunet::cuda {
 namespace {
 
-constexpr int kThreads = 256;
-constexpr int kWords = 3968;  // with what else there is, below the 32,764 bytes that parameters may have
-constexpr int kHead = 3;      // before a tensor's pointers: its size, its first block, the type of the first pointer
+constexpr int kThreads = 256;  // of a block
 
-// `count` entries of `stride` words.
-struct Tensors {
+// An entry of a list, in words of 64 bits: elements of the tensor, its first block, the type of its
+// first array, then the addresses of its arrays.
+enum EntryWord : int { kSize, kFirstBlock, kType, kAddresses };
+
+// Words of a list, all entries together. With the other arguments they stay below the 32,764 bytes
+// that the parameters of a kernel may have from CUDA 12.1 and compute capability 7.0 on.
+constexpr int kListWords = 3968;
+
+// The tensors of a launch, as a kernel's parameter: `count` entries of `stride` words.
+struct TensorList {
   int count, stride;
-  unsigned long long words[kWords];
+  unsigned long long words[kListWords];
 
   __device__ const unsigned long long* entry(int i) const { return words + i * stride; }
 
-  // The entry that has this block.
+  // Returns the entry of the tensor that this block works on.
   __device__ const unsigned long long* find(unsigned block) const {
     int low = 0, high = count - 1;
     while (low < high) {
       const int middle = (low + high + 1) / 2;
-      if (entry(middle)[1] <= block) {
+      if (entry(middle)[kFirstBlock] <= block) {
         low = middle;
       } else {
         high = middle - 1;
@@ -39,15 +53,17 @@ struct Tensors {
 
 __device__ inline float* pointer(unsigned long long word) { return reinterpret_cast<float*>(word); }
 
-// What the first pointer of an entry points to, from element `start` on, as float32.
-struct Gradient {
+// The first array of an entry, from element `start` on, read as float32 whatever its type.
+struct FirstArray {
   Type type;
   unsigned long long data;
 
-  __device__ Gradient(const unsigned long long* entry, long long start) : type(static_cast<Type>(entry[2])) {
-    data = entry[kHead] + start * (type == Type::kFloat32 ? 4 : 2);
+  __device__ FirstArray(const unsigned long long* entry, long long start) : type(static_cast<Type>(entry[kType])) {
+    data = entry[kAddresses] + start * (type == Type::kFloat32 ? 4 : 2);
   }
+  // Whether four elements can be loaded at once.
   __device__ bool aligned() const { return data % (type == Type::kFloat32 ? 16 : 8) == 0; }
+  // Returns read(pointer of the array's type).
   template <class Read>
   __device__ auto as_type(const Read& read) const {
     switch (type) {
@@ -71,12 +87,14 @@ struct Gradient {
   }
 };
 
+// partial[block] = sum of squares of the block's chunk. Sums over threads, warps and blocks are in
+// a fixed order, so that results are the same in every run.
 __global__ void __launch_bounds__(kThreads)
-    sum_of_squares_kernel(const __grid_constant__ Tensors tensors, long long chunk, float* partial) {
+    sum_of_squares_kernel(const __grid_constant__ TensorList tensors, long long chunk, float* partial) {
   const unsigned long long* const entry = tensors.find(blockIdx.x);
-  const long long start = static_cast<long long>(blockIdx.x - entry[1]) * chunk;
-  const long long left = static_cast<long long>(entry[0]) - start, count = left < chunk ? left : chunk;
-  const Gradient from(entry, start);
+  const long long start = static_cast<long long>(blockIdx.x - entry[kFirstBlock]) * chunk;
+  const long long left = static_cast<long long>(entry[kSize]) - start, count = left < chunk ? left : chunk;
+  const FirstArray from(entry, start);
   float sum = 0;
   const long long vectors = from.aligned() ? count / 4 : 0;
 #pragma unroll 4
@@ -96,35 +114,39 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
+// The arguments of AdamW beside its tensors.
 struct Rule {
   float b1, b2, rest1, rest2, eps, decay;
   int averages;
   const float* scalars;
 };
 
-constexpr int kPerThread = 4;                             // vectors of four
-constexpr long long kStep = kThreads * kPerThread * 4LL;  // elements of a block
+constexpr int kVectors = 4;  // of four elements, of a thread
+constexpr long long kBlockElements = kThreads * kVectors * 4LL;
 
+// One element's step; `s`: the scalars.
 __device__ inline void step(const Rule& rule, const float* s, float g, float& p, float& m, float& v) {
-  g *= s[1];
+  g *= s[kGradientFactor];
   m = rule.b1 * m + rule.rest1 * g;
   v = rule.b2 * v + rule.rest2 * (g * g);
-  p -= s[2] * (m / s[3] / (sqrtf(v / s[4]) + rule.eps) + rule.decay * p);
+  p -= s[kLearningRate] * (m / s[kCorrection1] / (sqrtf(v / s[kCorrection2]) + rule.eps) + rule.decay * p);
 }
 
+// One step of AdamW on the block's elements, and of the averages of the weights.
 __global__ void __launch_bounds__(kThreads)
-    adamw_kernel(const __grid_constant__ Tensors tensors, const __grid_constant__ Rule rule) {
-  if (rule.scalars[0] == 0) return;  // a step that is skipped
-  float s[kAdamWScalars];
-  for (int i = 0; i < kAdamWScalars; ++i) s[i] = rule.scalars[i];
+    adamw_kernel(const __grid_constant__ TensorList tensors, const __grid_constant__ Rule rule) {
+  if (rule.scalars[kApplied] == 0) return;
+  float s[kFirstFollow];
+  for (int i = 0; i < kFirstFollow; ++i) s[i] = rule.scalars[i];
   const unsigned long long* const entry = tensors.find(blockIdx.x);
-  const auto size = static_cast<long long>(entry[0]);
-  const long long start = static_cast<long long>(blockIdx.x - entry[1]) * kStep;
-  const Gradient g(entry, 0);
-  float *const p = pointer(entry[kHead + 1]), *const m = pointer(entry[kHead + 2]),
-               *const v = pointer(entry[kHead + 3]);
+  const auto size = static_cast<long long>(entry[kSize]);
+  const long long start = static_cast<long long>(blockIdx.x - entry[kFirstBlock]) * kBlockElements;
+  const FirstArray g(entry, 0);
+  float* const p = pointer(entry[kAddresses + kParameter]);
+  float* const m = pointer(entry[kAddresses + kFirstMoment]);
+  float* const v = pointer(entry[kAddresses + kSecondMoment]);
 #pragma unroll 2
-  for (int round = 0; round < kPerThread; ++round) {
+  for (int round = 0; round < kVectors; ++round) {
     const long long at = start + 4LL * (round * kThreads + threadIdx.x);
     if (at + 4 <= size) {
       const float4 gs = g.four(at);
@@ -138,8 +160,8 @@ __global__ void __launch_bounds__(kThreads)
       *reinterpret_cast<float4*>(m + at) = ms;
       *reinterpret_cast<float4*>(v + at) = vs;
       for (int a = 0; a < rule.averages; ++a) {
-        const float follow = rule.scalars[kAdamWScalars + a];
-        auto* const to = reinterpret_cast<float4*>(pointer(entry[kHead + 4 + a]) + at);
+        const float follow = rule.scalars[kFirstFollow + a];
+        auto* const to = reinterpret_cast<float4*>(pointer(entry[kAddresses + kFirstAverage + a]) + at);
         float4 e = *to;
         e.x += follow * (ps.x - e.x);
         e.y += follow * (ps.y - e.y);
@@ -151,31 +173,34 @@ __global__ void __launch_bounds__(kThreads)
       for (long long i = at; i < size; ++i) {
         step(rule, s, g.one(i), p[i], m[i], v[i]);
         for (int a = 0; a < rule.averages; ++a) {
-          float& e = pointer(entry[kHead + 4 + a])[i];
-          e += rule.scalars[kAdamWScalars + a] * (p[i] - e);
+          float& e = pointer(entry[kAddresses + kFirstAverage + a])[i];
+          e += rule.scalars[kFirstFollow + a] * (p[i] - e);
         }
       }
     }
   }
 }
 
+// Two numbers rounded to the type of the last argument.
 __device__ inline __half2 pair(float x, float y, __half) { return __floats2half2_rn(x, y); }
 __device__ inline __nv_bfloat162 pair(float x, float y, __nv_bfloat16) { return __floats2bfloat162_rn(x, y); }
 
+// Eight elements of T, stored at once.
 template <class T>
 struct alignas(16) Pairs {
   decltype(pair(0, 0, T())) at[4];
 };
 
+// Rounds the block's float32 elements to T.
 template <class T>
-__global__ void __launch_bounds__(kThreads) narrow_kernel(const __grid_constant__ Tensors tensors) {
+__global__ void __launch_bounds__(kThreads) narrow_kernel(const __grid_constant__ TensorList tensors) {
   const unsigned long long* const entry = tensors.find(blockIdx.x);
-  const auto size = static_cast<long long>(entry[0]);
-  const long long start = static_cast<long long>(blockIdx.x - entry[1]) * kStep;
-  const float* const from = pointer(entry[kHead]);
-  T* const to = reinterpret_cast<T*>(entry[kHead + 1]);
+  const auto size = static_cast<long long>(entry[kSize]);
+  const long long start = static_cast<long long>(blockIdx.x - entry[kFirstBlock]) * kBlockElements;
+  const float* const from = pointer(entry[kAddresses]);
+  T* const to = reinterpret_cast<T*>(entry[kAddresses + 1]);
 #pragma unroll
-  for (int round = 0; round < kPerThread / 2; ++round) {
+  for (int round = 0; round < kVectors / 2; ++round) {
     const long long at = start + 8LL * (round * kThreads + threadIdx.x);
     if (at + 8 <= size) {
       const auto* const fours = reinterpret_cast<const float4*>(from + at);
@@ -188,26 +213,27 @@ __global__ void __launch_bounds__(kThreads) narrow_kernel(const __grid_constant_
   }
 }
 
-// launch(tensors, blocks, first block of all) for as many tensors at a time as the parameter holds; every tensor has
-// `arrays` pointers, the first to elements of type(i).
+// Calls launch(list, blocks, blocks of earlier launches) for as many tensors at a time as a list
+// holds. Tensor i has `arrays` arrays, whose addresses are at pointers(i), the first of type(i); a
+// block takes `chunk` elements.
 template <class Types, class Pointers, class Launch>
-cudaError_t each(const std::vector<int64_t>& sizes, int64_t arrays, int64_t chunk, const Types& type,
-                 const Pointers& pointers, const Launch& launch) {
-  static thread_local Tensors tensors;
+cudaError_t launch_all(const std::vector<int64_t>& sizes, int64_t arrays, int64_t chunk, const Types& type,
+                       const Pointers& pointers, const Launch& launch) {
+  static thread_local TensorList tensors;  // 31 KiB: kept off the stack
   tensors.count = 0;
-  tensors.stride = static_cast<int>(kHead + arrays);
-  const int most = kWords / tensors.stride;
+  tensors.stride = static_cast<int>(kAddresses + arrays);
+  const int max_count = kListWords / tensors.stride;
   int64_t blocks = 0, before = 0;
   for (size_t i = 0; i < sizes.size(); ++i) {
     if (sizes[i] > 0) {
       unsigned long long* const entry = tensors.words + tensors.count++ * tensors.stride;
-      entry[0] = static_cast<unsigned long long>(sizes[i]);
-      entry[1] = static_cast<unsigned long long>(blocks);
-      entry[2] = static_cast<unsigned long long>(type(i));
-      std::memcpy(entry + kHead, pointers(i), arrays * sizeof(*entry));
+      entry[kSize] = static_cast<unsigned long long>(sizes[i]);
+      entry[kFirstBlock] = static_cast<unsigned long long>(blocks);
+      entry[kType] = static_cast<unsigned long long>(type(i));
+      std::memcpy(entry + kAddresses, pointers(i), arrays * sizeof(*entry));
       blocks += (sizes[i] + chunk - 1) / chunk;
     }
-    if (tensors.count == most || (i + 1 == sizes.size() && tensors.count > 0)) {
+    if (tensors.count == max_count || (i + 1 == sizes.size() && tensors.count > 0)) {
       launch(tensors, static_cast<unsigned>(blocks), before);
       if (const cudaError_t error = cudaGetLastError(); error != cudaSuccess) return error;
       before += blocks;
@@ -221,10 +247,10 @@ cudaError_t each(const std::vector<int64_t>& sizes, int64_t arrays, int64_t chun
 }  // namespace
 
 cudaError_t sum_of_squares(const SumOfSquares& plan, cudaStream_t stream) {
-  return each(
+  return launch_all(
       plan.sizes, 1, plan.chunk, [&](size_t i) { return plan.types[i]; },
       [&](size_t i) { return plan.tensors.data() + i; },
-      [&](const Tensors& tensors, unsigned blocks, int64_t before) {
+      [&](const TensorList& tensors, unsigned blocks, int64_t before) {
         sum_of_squares_kernel<<<blocks, kThreads, 0, stream>>>(tensors, plan.chunk, plan.partial + before);
       });
 }
@@ -232,18 +258,19 @@ cudaError_t sum_of_squares(const SumOfSquares& plan, cudaStream_t stream) {
 cudaError_t adamw(const AdamW& plan, cudaStream_t stream) {
   const Rule rule{plan.b1,     plan.b2, plan.rest1, plan.rest2, plan.eps, plan.decay, static_cast<int>(plan.averages),
                   plan.scalars};
-  return each(
-      plan.sizes, plan.kinds(), kStep, [&](size_t i) { return plan.types[i]; },
-      [&](size_t i) { return plan.arrays.data() + i * plan.kinds(); },
-      [&](const Tensors& tensors, unsigned blocks, int64_t) {
+  return launch_all(
+      plan.sizes, plan.arrays_per_tensor(), kBlockElements, [&](size_t i) { return plan.types[i]; },
+      [&](size_t i) { return plan.arrays.data() + i * plan.arrays_per_tensor(); },
+      [&](const TensorList& tensors, unsigned blocks, int64_t) {
         adamw_kernel<<<blocks, kThreads, 0, stream>>>(tensors, rule);
       });
 }
 
 cudaError_t narrow_all(const Narrow& plan, cudaStream_t stream) {
-  return each(
-      plan.sizes, 2, kStep, [](size_t) { return Type::kFloat32; }, [&](size_t i) { return plan.arrays.data() + 2 * i; },
-      [&](const Tensors& tensors, unsigned blocks, int64_t) {
+  return launch_all(
+      plan.sizes, 2, kBlockElements, [](size_t) { return Type::kFloat32; },
+      [&](size_t i) { return plan.arrays.data() + 2 * i; },
+      [&](const TensorList& tensors, unsigned blocks, int64_t) {
         if (plan.type == Type::kFloat16) {
           narrow_kernel<__half><<<blocks, kThreads, 0, stream>>>(tensors);
         } else {

@@ -1,5 +1,6 @@
-// What is done to many tensors at once: AdamW (Loshchilov & Hutter 2019, arXiv 1711.05101), the gradients' norm, copies
-// of 16 bits. Gradients have the type of the weights that they are of: float32, or 16 bits of narrowed ones.
+// The calls of the handlers that work on many tensors at once: AdamW (Loshchilov & Hutter 2019,
+// arXiv 1711.05101, algorithm 2) with averages of the weights, the sum of squares of the gradients,
+// and copies of the weights in 16 bits.
 #pragma once
 
 #include <vector>
@@ -10,38 +11,51 @@ namespace jaxunet {
 
 class Reader;
 
-// partial[i] = sum of squares of the i-th chunk, the tensors' chunks one after the other.
+// partial[i] = sum of squares of the i-th chunk; the chunks of all tensors follow each other, the
+// last of each tensor may be shorter.
 struct SumOfSquares {
-  int64_t chunk;
-  std::vector<int64_t> sizes;
+  int64_t chunk;               // elements
+  std::vector<int64_t> sizes;  // elements of each tensor
   std::vector<Type> types;
   std::vector<const void*> tensors;
   float* partial;
 };
 
-// One step, in place: g = gradient · factor, m = b1 · m + rest1 · g, v = b2 · v + rest2 · g²,
-// p -= rate · (m / correction1 / (sqrt(v / correction2) + eps) + decay · p), and every average += follow · (p -
-// average).
+// The arrays of a tensor: indices within its entry of AdamW::arrays.
+enum AdamWArray : int { kGradient, kParameter, kFirstMoment, kSecondMoment, kFirstAverage };
+
+// Indices within AdamW::scalars. From kFirstFollow on there is one for each average: how much of the
+// way to the new weights it goes.
+enum AdamWScalar : int { kApplied, kGradientFactor, kLearningRate, kCorrection1, kCorrection2 };
+constexpr int64_t kFirstFollow = kCorrection2 + 1;
+
+// One step, in place; nothing changes if scalars[kApplied] is 0. With g = gradient * factor,
+//   m = b1 * m + rest1 * g,  v = b2 * v + rest2 * g * g,
+//   p -= rate * (m / correction1 / (sqrt(v / correction2) + eps) + decay * p),
+//   average += follow * (p - average)  for each average of the weights.
 struct AdamW {
-  float b1, b2, rest1, rest2, eps, decay;  // rests: 1 - b, which float32 could not tell from b
+  float b1, b2;
+  float rest1, rest2;  // 1 - b1 and 1 - b2 of the unrounded b's: from a float32 b they would be inexact
+  float eps, decay;
   int64_t averages;
-  std::vector<int64_t> sizes;
-  std::vector<Type> types;    // of the gradients; all else is float32
-  std::vector<void*> arrays;  // of each tensor: gradient, p, m, v, averages
-  const float* scalars;       // whether to step at all, factor, rate, correction1, correction2, follow of every average
+  std::vector<int64_t> sizes;  // elements of each tensor
+  std::vector<Type> types;     // of the gradients: float32, or that of the 16-bit copies
+  // [tensors][arrays_per_tensor()], in the order of AdamWArray; float32 but for the gradients.
+  std::vector<void*> arrays;
+  const float* scalars;  // (kFirstFollow + averages), in the order of AdamWScalar
 
-  int64_t kinds() const { return 4 + averages; }
+  int64_t arrays_per_tensor() const { return kFirstAverage + averages; }
 };
 
-constexpr int64_t kAdamWScalars = 5;
-
-// Every tensor in 16 bits.
+// Copies of float32 tensors, rounded to 16 bits.
 struct Narrow {
-  Type type;
-  std::vector<int64_t> sizes;
-  std::vector<const void*> arrays;  // of each tensor: float32, the result
+  Type type;                        // of the copies
+  std::vector<int64_t> sizes;       // elements of each tensor
+  std::vector<const void*> arrays;  // [tensors][2]: the float32 tensor, its copy
 };
 
+// Read and check a call; throw Mistake where an operand, a result or an attribute is not as
+// described above.
 SumOfSquares read_sum_of_squares(Reader& call);
 AdamW read_adamw(Reader& call);
 Narrow read_narrow_all(Reader& call);

@@ -1,16 +1,21 @@
+// Reads and checks the calls of the handlers that work on many tensors at once: operands, results
+// and attributes in the order in which update.py and narrow.py pass them. Shared by the CPU and the
+// CUDA build.
 #include "../reader.h"
 #include "plan.h"
 
 namespace jaxunet {
 namespace {
 
+// Elements of an array.
 int64_t size_of(const Dims& dims) {
   int64_t size = 1;
   for (const int64_t dim : dims) size *= dim;
   return size;
 }
 
-std::string numbered(const char* name, int64_t i) { return std::string(name) + "[" + std::to_string(i) + "]"; }
+// name[i]
+std::string numbered(const std::string& name, int64_t i) { return name + "[" + std::to_string(i) + "]"; }
 
 }  // namespace
 
@@ -22,7 +27,7 @@ SumOfSquares read_sum_of_squares(Reader& call) {
   for (int64_t i = 0; i < count; ++i) {
     const Array found = call.floating(numbered("tensors", i), 0);
     plan.tensors.push_back(found.data);
-    plan.types.push_back(jaxunet::kind(found.element));
+    plan.types.push_back(kind(found.element));
     plan.sizes.push_back(size_of(found.dims));
     chunks += (plan.sizes.back() + plan.chunk - 1) / plan.chunk;
   }
@@ -38,34 +43,34 @@ AdamW read_adamw(Reader& call) {
   plan.rest2 = call.number("rest2");
   plan.eps = call.number("eps");
   plan.decay = call.number("decay");
-  plan.averages = call.integer("averages", 0, 64);
-  const int64_t count = call.integer("tensors", 1), kinds = plan.kinds();
+  constexpr int64_t kMaxAverages = 64;
+  plan.averages = call.integer("averages", 0, kMaxAverages);
+  const int64_t count = call.integer("tensors", 1), arrays = plan.arrays_per_tensor();
   plan.scalars =
-      static_cast<const float*>(call.operand("scalars", ffi::DataType::F32, {kAdamWScalars + plan.averages}).data);
-  const auto name = [](int64_t kind) {
+      static_cast<const float*>(call.operand("scalars", ffi::DataType::F32, {kFirstFollow + plan.averages}).data);
+  const auto name = [](int64_t array, int64_t tensor) {
     static const char* const names[] = {"gradients", "parameters", "m", "v"};
-    return kind < 4 ? std::string(names[kind]) : numbered("averages", kind - 4);
+    const std::string group = array < kFirstAverage ? names[array] : numbered("averages", array - kFirstAverage);
+    return numbered(group, tensor);
   };
   std::vector<Dims> shapes;
-  plan.arrays.resize(count * kinds);
-  for (int64_t kind = 0; kind < kinds; ++kind) {
+  plan.arrays.resize(count * arrays);
+  for (int64_t i = 0; i < count; ++i) {
+    const Array found = call.floating(name(kGradient, i), 0);
+    shapes.push_back(found.dims);
+    plan.sizes.push_back(size_of(found.dims));
+    plan.types.push_back(kind(found.element));
+    plan.arrays[i * arrays + kGradient] = found.data;
+  }
+  for (int64_t array = kParameter; array < arrays; ++array) {
     for (int64_t i = 0; i < count; ++i) {
-      const std::string which = numbered(name(kind).c_str(), i);
-      if (kind == 0) {
-        const Array found = call.floating(which, 0);
-        shapes.push_back(found.dims);
-        plan.sizes.push_back(size_of(found.dims));
-        plan.types.push_back(jaxunet::kind(found.element));
-        plan.arrays[i * kinds] = found.data;
-      } else {
-        plan.arrays[i * kinds + kind] = call.operand(which, ffi::DataType::F32, shapes[i]).data;
-      }
+      plan.arrays[i * arrays + array] = call.operand(name(array, i), ffi::DataType::F32, shapes[i]).data;
     }
   }
-  for (int64_t kind = 1; kind < kinds; ++kind) {
+  for (int64_t array = kParameter; array < arrays; ++array) {
     for (int64_t i = 0; i < count; ++i) {
-      const std::string which = "new " + numbered(name(kind).c_str(), i);
-      if (call.result(which, ffi::DataType::F32, shapes[i]).data != plan.arrays[i * kinds + kind] && plan.sizes[i]) {
+      const std::string which = "new " + name(array, i);
+      if (call.result(which, ffi::DataType::F32, shapes[i]).data != plan.arrays[i * arrays + array] && plan.sizes[i]) {
         call.fail(which + ": expected a result that aliases its operand");
       }
     }
