@@ -1,3 +1,5 @@
+// Attention on the CPU: plain loops with float64 sums, for tests and for machines without a GPU.
+// One task a head; the formulas are those of plan.h and flash_backward.cuh.
 #include "../cpu.h"
 
 #include <algorithm>
@@ -5,19 +7,21 @@
 namespace jaxunet::cpu {
 namespace {
 
-// Row `token` of one head of q (which = 0), k (1) or v (2), or of an unpacked array.
+// The rows of one head: head(token) is [width].
 struct Head {
   float* data;
   int64_t stride;
   float* operator()(int64_t token) const { return data + token * stride; }
 };
 
+// A head of q (which = 0), k (1) or v (2) of the packed array.
 template <class Plan>
 Head packed(const Plan& plan, std::vector<float>& qkv, int64_t sample, int64_t head, int which) {
   const int64_t channels = plan.heads * plan.width;
   return {qkv.data() + sample * plan.tokens * 3 * channels + which * channels + head * plan.width, 3 * channels};
 }
 
+// A head of out or of its gradient.
 template <class Plan>
 Head unpacked(const Plan& plan, std::vector<float>& x, int64_t sample, int64_t head) {
   const int64_t channels = plan.heads * plan.width;
@@ -44,16 +48,16 @@ void attention_forward(const AttentionForward& plan, Pool& pool) {
     std::vector<double> weights(tokens), sums(width);
     for (int64_t row = 0; row < tokens; ++row) {
       for (int64_t t = 0; t < tokens; ++t) weights[t] = dot(q(row), k(t), width) * scale;
-      const double most = *std::max_element(weights.begin(), weights.end());
+      const double max = *std::max_element(weights.begin(), weights.end());
       double total = 0;
       std::fill(sums.begin(), sums.end(), 0);
       for (int64_t t = 0; t < tokens; ++t) {
-        const double weight = std::exp(weights[t] - most);
+        const double weight = std::exp(weights[t] - max);
         total += weight;
         for (int64_t d = 0; d < width; ++d) sums[d] += weight * v(t)[d];
       }
       for (int64_t d = 0; d < width; ++d) o(row)[d] = static_cast<float>(sums[d] / total);
-      plan.norm[i * tokens + row] = static_cast<float>(most + std::log(total));
+      plan.lse[i * tokens + row] = static_cast<float>(max + std::log(total));
     }
   });
   narrow(out, plan.type, plan.out);
@@ -72,9 +76,9 @@ void attention_backward(const AttentionBackward& plan, Pool& pool) {
     const Head dk = packed(plan, dqkv, sample, head, 1), dv = packed(plan, dqkv, sample, head, 2);
     const Head o = unpacked(plan, out, sample, head), g = unpacked(plan, grad, sample, head);
     for (int64_t row = 0; row < tokens; ++row) {
-      const double delta = dot(o(row), g(row), width);  // sum over t of weight · dweight
+      const double delta = dot(o(row), g(row), width);  // sum over t of weight * dweight
       for (int64_t t = 0; t < tokens; ++t) {
-        const double weight = std::exp(dot(q(row), k(t), width) * scale - plan.norm[i * tokens + row]);
+        const double weight = std::exp(dot(q(row), k(t), width) * scale - plan.lse[i * tokens + row]);
         const double dlogit = weight * (dot(g(row), v(t), width) - delta) * scale;
         for (int64_t d = 0; d < width; ++d) {
           dq(row)[d] += static_cast<float>(dlogit * k(t)[d]);

@@ -1,5 +1,5 @@
-// The flash kernels: attention on the tensor cores, softmax and products tile by tile. Dao et al. 2022, arXiv
-// 2205.14135; Dao 2023, arXiv 2307.08691.
+// Flash attention on the tensor cores: flash_forward.cuh and flash_backward.cuh. Each type is one
+// source file (flash_float32.cu, ...), so that they compile in parallel.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -10,7 +10,9 @@
 
 namespace jaxunet::cuda {
 
-// nothing: this plan is not for them, or its tiles need more shared memory than `shared_bytes`, what the device has.
+// Launch the flash kernels. Return nothing where they do not take the shape (flash_shapes.cuh), or
+// where their tiles need more than `shared_bytes`, the shared memory that a block may have on this
+// device.
 template <Type type>
 std::optional<cudaError_t> flash_forward(const AttentionForward& plan, int shared_bytes, cudaStream_t stream);
 template <Type type>

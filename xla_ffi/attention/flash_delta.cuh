@@ -1,5 +1,10 @@
-// What a block of the backward pass needs to know of a query beside its row: norm, the log-sum-exp in base two, and
-// delta = Σ p dp = dO·O.
+// What the backward pass needs to know of each query beside its row: lse, the log-sum-exp of its
+// logits in base two, and delta = sum over the keys of p * dp = dO * O (Dao 2023, arXiv
+// 2307.08691).
+//
+// flash_delta_kernel computes the deltas of all queries: width / 8 lanes share out a row, eight
+// columns each, and a block has 256 threads. It stores them in the first bytes of dq's rows, which
+// the later kernels read before they write dq.
 #pragma once
 
 #include <cmath>
@@ -10,18 +15,20 @@
 
 namespace jaxunet::cuda {
 
-// dO·O of a row, to each of the lanes that share it out; `row` may be beyond the tokens.
+// The product of a row of O and of dO, shared out between neighbouring lanes, eight columns each.
 template <class T>
 struct RowProduct {
   Eight<T> out, grad;
   bool valid;
 
+  // `row` may be beyond the tokens.
   __device__ void load(const HeadRows<const T>& from, const HeadRows<const T>& other, int row, int column) {
     valid = row < from.tokens && column < from.width;
     if (!valid) return;
     out.load(from.at(row, column));
     grad.load(other.at(row, column));
   }
+  // The sum over kLanes lanes, to each of them.
   template <int kLanes>
   __device__ float sum() const {
     float total = 0;
@@ -35,37 +42,37 @@ struct RowProduct {
   }
 };
 
-// norm, base two, of `rows` rows from `first`, and their delta where it lies ready in dq's memory; a row beyond the
-// tokens gets weights of zero.
+// Loads the lse, in base two, of `rows` rows from `first`, and their deltas from dq's memory if
+// they are `ready` there. Rows beyond the tokens get an infinite lse, hence weights of zero.
 template <class S, class T>
-__device__ void read_rows(const float* norm, const HeadRows<T>& dq, bool ready, int first, int rows, float* norms,
-                          float* deltas) {
+__device__ void load_row_statistics(const float* lse, const HeadRows<T>& dq, bool ready, int first, int rows,
+                                    float* lses, float* deltas) {
   for (int row = threadIdx.x; row < rows; row += S::kThreads) {
     const bool token = first + row < dq.tokens;
-    norms[row] = token ? norm[first + row] * kLog2e : INFINITY;
+    lses[row] = token ? lse[first + row] * kLog2e : INFINITY;
     if (ready) deltas[row] = token ? *reinterpret_cast<const float*>(dq.at(first + row, 0)) : 0.0f;
   }
 }
 
-// delta of `rows` rows from `first`.
+// Computes the deltas of `rows` rows from `first`.
 template <class S, class T>
-__device__ void find_deltas(const HeadRows<const T>& out, const HeadRows<const T>& grad, int first, int rows,
-                            float* deltas) {
-  constexpr int lanes = S::kWidth / 8, pass = S::kThreads / lanes, batch = sizeof(T) == 2 ? 4 : 2;
-  const int column = static_cast<int>(threadIdx.x) % lanes * 8, own = static_cast<int>(threadIdx.x) / lanes;
-  for (int start = own; start - own < rows; start += batch * pass) {
-    RowProduct<T> products[batch];
+__device__ void compute_deltas(const HeadRows<const T>& out, const HeadRows<const T>& grad, int first, int rows,
+                               float* deltas) {
+  constexpr int lanes = S::kWidth / 8, rows_a_pass = S::kThreads / lanes, unroll = sizeof(T) == 2 ? 4 : 2;
+  const int column = static_cast<int>(threadIdx.x) % lanes * 8, first_row = static_cast<int>(threadIdx.x) / lanes;
+  for (int start = first_row; start - first_row < rows; start += unroll * rows_a_pass) {
+    RowProduct<T> products[unroll];
 #pragma unroll
-    for (int i = 0; i < batch; ++i) products[i].load(out, grad, first + start + i * pass, column);
+    for (int i = 0; i < unroll; ++i) products[i].load(out, grad, first + start + i * rows_a_pass, column);
 #pragma unroll
-    for (int i = 0; i < batch; ++i) {
+    for (int i = 0; i < unroll; ++i) {
       const float delta = products[i].template sum<lanes>();
-      if (column == 0 && start + i * pass < rows) deltas[start + i * pass] = delta;
+      if (column == 0 && start + i * rows_a_pass < rows) deltas[start + i * rows_a_pass] = delta;
     }
   }
 }
 
-// delta of all rows, into the first bytes of the rows of dq.
+// The deltas of all rows, into the first bytes of the rows of dq.
 template <class T, int kWidth>
 __global__ void __launch_bounds__(256) flash_delta_kernel(const AttentionBackward plan) {
   constexpr int lanes = kWidth / 8;

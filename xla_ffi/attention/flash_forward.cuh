@@ -1,8 +1,27 @@
-// Flash attention forward. A block holds the queries of one head that its warps share out, 16 or 32 rows a warp, and
-// walks over the keys and values, the next tile of which arrives while it works on this one. With two splits, a second
-// set of warps takes the other half of every tile's keys, and the two partial softmaxes are merged at the end: that
-// keeps an SM busy where heads are wide and few. Warps that share out the columns of v each find all weights: that
-// keeps more warps busy where there are few queries.
+// Flash attention forward on the tensor cores: out = softmax(q * k^T / sqrt(width)) * v and the
+// log-sum-exp of each row, without storing the weights. Dao et al. 2022, arXiv 2205.14135; Dao
+// 2023, arXiv 2307.08691.
+//
+// A block owns kRows queries of one head of one sample and walks over tiles of kTileKeys keys and
+// values. Grid: (batch * heads * blocks of queries), the blocks of one head side by side. Its warps
+// share out the work:
+// - kRowWarps warps take kWarpTiles * 16 rows each.
+// - kKeySplits = 2: a second set of warps takes the other half of each tile's keys, and the two
+//   partial softmaxes are merged at the end (split-K). This keeps a multiprocessor busy where heads
+//   are wide and few.
+// - kColumnWarps > 1: such warps compute the same weights and multiply them with different columns
+//   of v. This gives more warps to few queries.
+//
+// Phases:
+// - Prologue: start the copies of q and of the first tile.
+// - Mainloop: wait for a tile, start the copy of the next one; then logits = q * k^T, online
+//   softmax (Milakov & Gimelshein 2018, arXiv 1805.02867), out += weights * v.
+// - Epilogue: merge the splits, divide by the sums, and write out by way of q's shared memory.
+//
+// Shared memory: q[kRows][kWidth], then `stages` (1 or 2) times {k, v}[kTileKeys][kWidth], all
+// swizzled (flash_tile.cuh). With two splits the same memory passes the second split's results. One
+// __syncthreads a tile: after it the tile has arrived and nobody reads the one before, whose stage
+// the next copy takes; with one stage, another before that copy.
 #pragma once
 
 #include <cmath>
@@ -13,120 +32,134 @@
 
 namespace jaxunet::cuda {
 
-template <class T_, int kWidth_, int kTiles_, int kGroups_, int kSplits_, int kKeys_, int kResident_ = 1,
-          int kColumns_ = 1>
+// Tile sizes and warp roles of a forward kernel; flash_shapes.cuh has those in use.
+template <class T_, int kWidth_, int kWarpTiles_, int kRowWarps_, int kKeySplits_, int kTileKeys_,
+          int kBlocksPerSm_ = 1, int kColumnWarps_ = 1>
 struct ForwardShape {
   using T = T_;
-  static constexpr int kWidth = kWidth_;
-  static constexpr int kTiles = kTiles_;        // of 16 rows, a warp
-  static constexpr int kGroups = kGroups_;      // warps that share out the rows
-  static constexpr int kSplits = kSplits_;      // warps that share out a tile's keys
-  static constexpr int kKeys = kKeys_;          // a tile
-  static constexpr int kResident = kResident_;  // blocks an SM, for which the registers must do
-  static constexpr int kColumns = kColumns_;    // warps that share out the columns of v, each with all the weights
-  static constexpr int kThreads = 32 * kGroups * kSplits * kColumns, kRows = 16 * kTiles * kGroups;
-  static constexpr int kShare = kWidth / kColumns;                         // columns that a warp sums
-  static constexpr int kMine = kKeys / kSplits;                            // keys of a tile that a warp takes
-  static constexpr bool kHeld = sizeof(T) == 2 && kTiles * kWidth <= 128;  // q stays in registers
+  static constexpr int kWidth = kWidth_;              // of a head, padded
+  static constexpr int kWarpTiles = kWarpTiles_;      // 16-row tiles of a warp
+  static constexpr int kRowWarps = kRowWarps_;        // warps that share out the rows
+  static constexpr int kKeySplits = kKeySplits_;      // warps that share out a tile's keys
+  static constexpr int kTileKeys = kTileKeys_;        // keys of a tile
+  static constexpr int kBlocksPerSm = kBlocksPerSm_;  // concurrent blocks, which bounds the registers
+  static constexpr int kColumnWarps = kColumnWarps_;  // warps that share out the columns of v
+  static constexpr int kThreads = 32 * kRowWarps * kKeySplits * kColumnWarps, kRows = 16 * kWarpTiles * kRowWarps;
+  static constexpr int kWarpColumns = kWidth / kColumnWarps;  // columns that a warp sums
+  static constexpr int kWarpKeys = kTileKeys / kKeySplits;    // keys of a tile that a warp takes
+  // q stays in registers, where there are enough.
+  static constexpr bool kKeepsQueries = sizeof(T) == 2 && kWarpTiles * kWidth <= 128;
 
-  static constexpr int bytes(int stages) { return (kRows + 2 * stages * kKeys) * kWidth * sizeof(T); }
-  static_assert(kSplits == 1 || kColumns == 1);
-  // Merging passes the sums of the second split, and two numbers a row, through the same memory.
-  static_assert(kSplits == 1 || kRows * (kWidth + 2) * 4 <= (kRows + 2 * kKeys) * kWidth * static_cast<int>(sizeof(T)));
+  // Bytes of shared memory.
+  static constexpr int bytes(int stages) { return (kRows + 2 * stages * kTileKeys) * kWidth * sizeof(T); }
+  static_assert(kKeySplits == 1 || kColumnWarps == 1);
+  // Merging passes the output of the second split, and two numbers a row, through the same memory.
+  static_assert(kKeySplits == 1 ||
+                kRows * (kWidth + 2) * 4 <= (kRows + 2 * kTileKeys) * kWidth * static_cast<int>(sizeof(T)));
 };
 
+// One warp's share of the block's work. Accumulators have the layout of mma.sync: a lane holds, of
+// each 16 x 8 block, two neighbouring columns of row lane / 4 and of the row 8 below it (`half` =
+// 0, 1).
 template <class S>
 class Forward {
   using T = typename S::T;
-  using Place = Tile<T, S::kWidth>;
-  static constexpr int kBlocks = S::kMine / 8;  // of 8 keys
+  using SmemTile = Tile<T, S::kWidth>;
+  static constexpr int kKeyBlocks = S::kWarpKeys / 8;  // 8-key blocks of logits of a warp
 
-  const Place q_;
-  const int tokens_, row_, mine_, column_;  // the warp's first row in the block; its first key in a tile; its columns
-  const float scale2_;
-  Fragment<T> held_[S::kHeld ? S::kTiles : 1][S::kHeld ? S::kWidth / 16 : 1];
-  float out_[S::kTiles][S::kShare / 8][4] = {};
-  float top_[S::kTiles][2], total_[S::kTiles][2];  // of the row and of the one 8 below; total: this lane's columns
+  const SmemTile q_;
+  const int tokens_;
+  // The warp's first row in the block, its first key in a tile, its first column of v.
+  const int row_, first_key_, column_;
+  const float scale2_;  // log2(e) / sqrt(width): logits in base two
+  Fragment<T> query_fragments_[S::kKeepsQueries ? S::kWarpTiles : 1][S::kKeepsQueries ? S::kWidth / 16 : 1];
+  float out_[S::kWarpTiles][S::kWarpColumns / 8][4] = {};
+  // Of each row so far: the largest logit, and the sum of this lane's weights relative to it.
+  float max_[S::kWarpTiles][2], sum_[S::kWarpTiles][2];
 
  public:
-  __device__ Forward(const Place& q, int tokens, int width)
+  __device__ Forward(const SmemTile& q, int tokens, int width)
       : q_(q),
         tokens_(tokens),
-        row_(static_cast<int>(threadIdx.x) / 32 % S::kGroups * 16 * S::kTiles),
-        // Constant where nothing is shared out: with them the addresses within a tile.
-        mine_(S::kSplits > 1 ? static_cast<int>(threadIdx.x) / 32 / S::kGroups * S::kMine : 0),
-        column_(S::kColumns > 1 ? static_cast<int>(threadIdx.x) / 32 / S::kGroups * S::kShare : 0),
+        row_(static_cast<int>(threadIdx.x) / 32 % S::kRowWarps * 16 * S::kWarpTiles),
+        // Constants where nothing is shared out, so that addresses within a tile are constants,
+        // too.
+        first_key_(S::kKeySplits > 1 ? static_cast<int>(threadIdx.x) / 32 / S::kRowWarps * S::kWarpKeys : 0),
+        column_(S::kColumnWarps > 1 ? static_cast<int>(threadIdx.x) / 32 / S::kRowWarps * S::kWarpColumns : 0),
         scale2_(kLog2e / sqrtf(static_cast<float>(width))) {
 #pragma unroll
-    for (int m = 0; m < S::kTiles; ++m) {
+    for (int m = 0; m < S::kWarpTiles; ++m) {
       for (int half = 0; half < 2; ++half) {
-        top_[m][half] = -INFINITY;
-        total_[m][half] = 0;
+        max_[m][half] = -INFINITY;
+        sum_[m][half] = 0;
       }
     }
   }
 
-  __device__ void hold() {
-    if constexpr (S::kHeld) {
+  // Copies q from shared memory to registers, if it is kept there; after its copy has arrived.
+  __device__ void load_queries() {
+    if constexpr (S::kKeepsQueries) {
 #pragma unroll
-      for (int m = 0; m < S::kTiles; ++m) {
+      for (int m = 0; m < S::kWarpTiles; ++m) {
 #pragma unroll
-        for (int k = 0; k < S::kWidth / 16; ++k) held_[m][k] = left_along<false>(q_, row_ + 16 * m, 16 * k);
+        for (int k = 0; k < S::kWidth / 16; ++k) query_fragments_[m][k] = left_along<false>(q_, row_ + 16 * m, 16 * k);
       }
     }
   }
 
-  // The tile whose first key is `first`; kWhole: none of its keys is padding.
+  // Adds the tile whose first key is `first` to the output. kWhole: none of the tile's keys is
+  // padding.
   template <bool kWhole>
-  __device__ void step(const Place& keys, const Place& values, int first) {
-    const int rest = tokens_ - first - mine_;  // keys that there are for this warp
+  __device__ void step(const SmemTile& keys, const SmemTile& values, int first) {
+    const int rest = tokens_ - first - first_key_;  // keys left for this warp
     if (!kWhole && rest <= 0) return;
-    float logits[S::kTiles][kBlocks][4] = {};
+    float logits[S::kWarpTiles][kKeyBlocks][4] = {};
 #pragma unroll kUnrolled < T, S::kWidth / 16>
     for (int k = 0; k < S::kWidth / 16; ++k) {
-      Fragment<T> q[S::kTiles];
+      Fragment<T> q[S::kWarpTiles];
 #pragma unroll
-      for (int m = 0; m < S::kTiles; ++m) {
-        if constexpr (S::kHeld) {
-          q[m] = held_[m][k];
+      for (int m = 0; m < S::kWarpTiles; ++m) {
+        if constexpr (S::kKeepsQueries) {
+          q[m] = query_fragments_[m][k];
         } else {
           q[m] = left_along<false>(q_, row_ + 16 * m, 16 * k);
         }
       }
 #pragma unroll
-      for (int n = 0; n < kBlocks; n += 2) {
+      for (int n = 0; n < kKeyBlocks; n += 2) {
         if (!kWhole && 8 * n >= rest) continue;
-        const auto right = right_along(keys, mine_ + 8 * n, 16 * k);
+        const auto right = right_along(keys, first_key_ + 8 * n, 16 * k);
 #pragma unroll
-        for (int m = 0; m < S::kTiles; ++m) multiply(&logits[m][n], q[m], right);
+        for (int m = 0; m < S::kWarpTiles; ++m) multiply(&logits[m][n], q[m], right);
       }
     }
 #pragma unroll
-    for (int m = 0; m < S::kTiles; ++m) soften<kWhole>(logits[m], out_[m], top_[m], total_[m], rest);
+    for (int m = 0; m < S::kWarpTiles; ++m) online_softmax<kWhole>(logits[m], out_[m], max_[m], sum_[m], rest);
 #pragma unroll
-    for (int n = 0; n < kBlocks; n += 2) {
+    for (int n = 0; n < kKeyBlocks; n += 2) {
       if (!kWhole && 8 * n >= rest) continue;
-      Fragment<T> weights[S::kTiles];
+      Fragment<T> weights[S::kWarpTiles];
 #pragma unroll
-      for (int m = 0; m < S::kTiles; ++m) weights[m] = left_sums<T>(&logits[m][n]);
+      for (int m = 0; m < S::kWarpTiles; ++m) weights[m] = left_from_sums<T>(&logits[m][n]);
 #pragma unroll
-      for (int d = 0; d < S::kShare / 8; d += 2) {
-        const auto right = right_across(values, column_ + 8 * d, mine_ + 8 * n);
+      for (int d = 0; d < S::kWarpColumns / 8; d += 2) {
+        const auto right = right_across(values, column_ + 8 * d, first_key_ + 8 * n);
 #pragma unroll
-        for (int m = 0; m < S::kTiles; ++m) multiply(&out_[m][d], weights[m], right);
+        for (int m = 0; m < S::kWarpTiles; ++m) multiply(&out_[m][d], weights[m], right);
       }
     }
   }
 
-  // Adds what the second split found; `spare` holds kRows · (kWidth + 2) numbers.
-  __device__ void merge(float* spare) {
+  // Merges the second split's output into the first's, by way of `buffer`, [kRows][kWidth + 2]:
+  // max, sum, output. All threads come here.
+  __device__ void merge_splits(float* buffer) {
     const int lane = threadIdx.x % 32;
-    if (mine_ > 0)
-      each([&](int m, int half, int row) {
-        float* const numbers = spare + row * (S::kWidth + 2);
-        if (lane % 4 == 0) numbers[0] = top_[m][half];
-        const float total = quad_sum(total_[m][half]);
-        if (lane % 4 == 0) numbers[1] = total;
+    if (first_key_ > 0)
+      each_row([&](int m, int half, int row) {
+        float* const numbers = buffer + row * (S::kWidth + 2);
+        if (lane % 4 == 0) numbers[0] = max_[m][half];
+        const float sum_so_far = quad_sum(sum_[m][half]);
+        if (lane % 4 == 0) numbers[1] = sum_so_far;
 #pragma unroll
         for (int d = 0; d < S::kWidth / 8; ++d) {
           *reinterpret_cast<float2*>(numbers + 2 + 8 * d + lane % 4 * 2) =
@@ -134,14 +167,14 @@ class Forward {
         }
       });
     __syncthreads();
-    if (mine_ == 0)
-      each([&](int m, int half, int row) {
-        const float* const numbers = spare + row * (S::kWidth + 2);
-        const float top = fmaxf(top_[m][half], numbers[0]);
-        const float own = power_of_two((top_[m][half] - top) * scale2_);
-        const float other = power_of_two((numbers[0] - top) * scale2_);
-        top_[m][half] = top;
-        total_[m][half] = total_[m][half] * own + (lane % 4 == 0 ? numbers[1] * other : 0.0f);
+    if (first_key_ == 0)
+      each_row([&](int m, int half, int row) {
+        const float* const numbers = buffer + row * (S::kWidth + 2);
+        const float max = fmaxf(max_[m][half], numbers[0]);
+        const float own = power_of_two((max_[m][half] - max) * scale2_);
+        const float other = power_of_two((numbers[0] - max) * scale2_);
+        max_[m][half] = max;
+        sum_[m][half] = sum_[m][half] * own + (lane % 4 == 0 ? numbers[1] * other : 0.0f);
 #pragma unroll
         for (int d = 0; d < S::kWidth / 8; ++d) {
           const float2 pair = *reinterpret_cast<const float2*>(numbers + 2 + 8 * d + lane % 4 * 2);
@@ -151,26 +184,28 @@ class Forward {
       });
   }
 
-  // The result, into the memory of q, and the log-sum-exp; `first`: the block's first row.
-  __device__ void finish(float* norm, int first) {
-    if (mine_ > 0) return;
+  // Writes the output to the shared memory of q, and the log-sum-exp. `first`: the block's first
+  // row.
+  __device__ void store(float* lse, int first) {
+    if (first_key_ > 0) return;
 #pragma unroll
-    for (int m = 0; m < S::kTiles; ++m) {
-      const float totals[2] = {quad_sum(total_[m][0]), quad_sum(total_[m][1])};
-      store_sums(q_, out_[m], row_ + 16 * m, column_, 1 / totals[0], 1 / totals[1]);
+    for (int m = 0; m < S::kWarpTiles; ++m) {
+      const float row_sums[2] = {quad_sum(sum_[m][0]), quad_sum(sum_[m][1])};
+      store_sums(q_, out_[m], row_ + 16 * m, column_, 1 / row_sums[0], 1 / row_sums[1]);
       if (column_ > 0) continue;
       for (int half = 0; half < 2; ++half) {
         const int lane = threadIdx.x % 32, row = first + row_ + 16 * m + lane / 4 + 8 * half;
-        if (lane % 4 == 0 && row < tokens_) norm[row] = (top_[m][half] * scale2_ + log2f(totals[half])) / kLog2e;
+        if (lane % 4 == 0 && row < tokens_) lse[row] = (max_[m][half] * scale2_ + log2f(row_sums[half])) / kLog2e;
       }
     }
   }
 
  private:
+  // Calls visit(tile, half, row of the block) for each row of this lane.
   template <class Visit>
-  __device__ void each(Visit visit) {
+  __device__ void each_row(Visit visit) {
 #pragma unroll
-    for (int m = 0; m < S::kTiles; ++m) {
+    for (int m = 0; m < S::kWarpTiles; ++m) {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         visit(m, half, row_ + 16 * m + static_cast<int>(threadIdx.x) % 32 / 4 + 8 * half);
@@ -178,35 +213,37 @@ class Forward {
     }
   }
 
+  // Sums over the four lanes that hold a row.
   static __device__ float quad_sum(float x) {
     x += __shfl_xor_sync(0xffffffff, x, 1);
     return x + __shfl_xor_sync(0xffffffff, x, 2);
   }
 
-  // Logits to weights, relative to the largest logit so far; what was summed before is made relative to it, too.
+  // Online softmax: turns logits to weights relative to the largest logit so far, and rescales what
+  // was summed before to it. `rest`: keys that are not padding.
   template <bool kWhole>
-  __device__ void soften(float (&logits)[kBlocks][4], float (&out)[S::kShare / 8][4], float (&top)[2],
-                         float (&total)[2], int rest) {
+  __device__ void online_softmax(float (&logits)[kKeyBlocks][4], float (&out)[S::kWarpColumns / 8][4], float (&max)[2],
+                                 float (&sum_so_far)[2], int rest) {
     const int lane = threadIdx.x % 32;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      float most = top[half];
+      float new_max = max[half];
 #pragma unroll
-      for (int j = 0; j < kBlocks; ++j) {
+      for (int j = 0; j < kKeyBlocks; ++j) {
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
           float& logit = logits[j][2 * half + i];
           if (!kWhole && 8 * j + lane % 4 * 2 + i >= rest) logit = -INFINITY;
-          most = fmaxf(most, logit);
+          new_max = fmaxf(new_max, logit);
         }
       }
-      most = fmaxf(most, __shfl_xor_sync(0xffffffff, most, 1));
-      most = fmaxf(most, __shfl_xor_sync(0xffffffff, most, 2));  // finite: there is a key
-      const float base = most * scale2_, shrink = power_of_two(top[half] * scale2_ - base);
-      float sum = 0;  // of the tile first: that rounds less
-      top[half] = most;
+      new_max = fmaxf(new_max, __shfl_xor_sync(0xffffffff, new_max, 1));
+      new_max = fmaxf(new_max, __shfl_xor_sync(0xffffffff, new_max, 2));  // finite: each tile has a key
+      const float base = new_max * scale2_, rescale = power_of_two(max[half] * scale2_ - base);
+      float sum = 0;  // of this tile alone first, which rounds less
+      max[half] = new_max;
 #pragma unroll
-      for (int j = 0; j < kBlocks; ++j) {
+      for (int j = 0; j < kKeyBlocks; ++j) {
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
           float& logit = logits[j][2 * half + i];
@@ -214,51 +251,52 @@ class Forward {
           sum += logit;
         }
       }
-      total[half] = total[half] * shrink + sum;
+      sum_so_far[half] = sum_so_far[half] * rescale + sum;
 #pragma unroll
-      for (int d = 0; d < S::kShare / 8; ++d) {
-        out[d][2 * half] *= shrink;
-        out[d][2 * half + 1] *= shrink;
+      for (int d = 0; d < S::kWarpColumns / 8; ++d) {
+        out[d][2 * half] *= rescale;
+        out[d][2 * half + 1] *= rescale;
       }
     }
   }
 };
 
 template <class S>
-__global__ void __launch_bounds__(S::kThreads, S::kResident)
+__global__ void __launch_bounds__(S::kThreads, S::kBlocksPerSm)
     flash_forward_kernel(const AttentionForward plan, const int stages) {
   using T = typename S::T;
-  using Place = Tile<T, S::kWidth>;
+  using SmemTile = Tile<T, S::kWidth>;
   const int tokens = static_cast<int>(plan.tokens), blocks = (tokens + S::kRows - 1) / S::kRows;
-  const int first = static_cast<int>(blockIdx.x % blocks) * S::kRows, steps = (tokens + S::kKeys - 1) / S::kKeys;
+  const int first = static_cast<int>(blockIdx.x % blocks) * S::kRows,
+            steps = (tokens + S::kTileKeys - 1) / S::kTileKeys;
   const Head<AttentionForward> head{plan, blockIdx.x / blocks};
   const auto* qkv = static_cast<const T*>(plan.qkv);
   const auto keys = head.packed(qkv, 1), values = head.packed(qkv, 2);
 
   T* const memory = reinterpret_cast<T*>(shared_memory());
-  const Place q{memory};
+  const SmemTile q{memory};
   const auto tile = [&](int step, int which) {
-    return Place{memory + (S::kRows + (step % stages * 2 + which) * S::kKeys) * S::kWidth};
+    return SmemTile{memory + (S::kRows + (step % stages * 2 + which) * S::kTileKeys) * S::kWidth};
   };
   const auto load = [&](int step) {
-    fetch<S::kKeys, S::kThreads>(tile(step, 0), keys, step * S::kKeys);
-    fetch<S::kKeys, S::kThreads>(tile(step, 1), values, step * S::kKeys);
+    fetch<S::kTileKeys, S::kThreads>(tile(step, 0), keys, step * S::kTileKeys);
+    fetch<S::kTileKeys, S::kThreads>(tile(step, 1), values, step * S::kTileKeys);
   };
 
   Forward<S> state(q, tokens, static_cast<int>(plan.width));
-  const bool busy = first + static_cast<int>(threadIdx.x) / 32 % S::kGroups * 16 * S::kTiles < tokens;
+  const bool has_rows = first + static_cast<int>(threadIdx.x) / 32 % S::kRowWarps * 16 * S::kWarpTiles < tokens;
   fetch<S::kRows, S::kThreads>(q, head.packed(qkv, 0), first);
   load(0);
   for (int step = 0; step < steps; ++step) {
     wait_copies();
-    __syncthreads();  // the tile is there, and nobody works on the one before
+    __syncthreads();  // the tile has arrived, and nobody reads the one before
     if (stages > 1 && step + 1 < steps) load(step + 1);
-    if (busy) {
-      if (step == 0) state.hold();
-      if ((step + 1) * S::kKeys <= tokens) {
-        state.template step<true>(tile(step, 0), tile(step, 1), step * S::kKeys);
+    if (has_rows) {
+      if (step == 0) state.load_queries();
+      if ((step + 1) * S::kTileKeys <= tokens) {
+        state.template step<true>(tile(step, 0), tile(step, 1), step * S::kTileKeys);
       } else {
-        state.template step<false>(tile(step, 0), tile(step, 1), step * S::kKeys);
+        state.template step<false>(tile(step, 0), tile(step, 1), step * S::kTileKeys);
       }
     }
     if (stages == 1 && step + 1 < steps) {
@@ -266,20 +304,22 @@ __global__ void __launch_bounds__(S::kThreads, S::kResident)
       load(step + 1);
     }
   }
-  if constexpr (S::kSplits > 1) {
+  if constexpr (S::kKeySplits > 1) {
     __syncthreads();
-    state.merge(reinterpret_cast<float*>(memory));
+    state.merge_splits(reinterpret_cast<float*>(memory));
     __syncthreads();
   }
-  if constexpr (S::kColumns > 1) __syncthreads();  // the others' logits read q, too
-  if (busy) state.finish(plan.norm + head.index * tokens, first);
+  if constexpr (S::kColumnWarps > 1) __syncthreads();  // other warps read the same rows of q
+  if (has_rows) state.store(plan.lse + head.index * tokens, first);
   __syncthreads();
   write<S::kRows, S::kThreads>(q, head.unpacked(static_cast<T*>(plan.out)), first);
 }
 
+// Launches the kernel with as many stages as fit; nothing if its tiles do not fit `shared_bytes`,
+// or the grid is too large.
 template <class S>
 std::optional<cudaError_t> launch_forward(const AttentionForward& plan, int shared_bytes, cudaStream_t stream) {
-  int stages = plan.tokens > S::kKeys ? 2 : 1;
+  int stages = plan.tokens > S::kTileKeys ? 2 : 1;
   if (S::bytes(stages) > shared_bytes) stages = 1;
   const int64_t blocks = plan.batch * plan.heads * ((plan.tokens + S::kRows - 1) / S::kRows);
   if (S::bytes(stages) > shared_bytes || blocks > INT32_MAX) return std::nullopt;

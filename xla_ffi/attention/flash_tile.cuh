@@ -1,10 +1,16 @@
-// Tiles of shared memory, and the fragments that a warp reads from them for the tensor cores.
+// Tiles in shared memory, and the fragments that a warp loads from them for the tensor cores
+// (mma.sync m16n8k16, or m16n8k8 in tf32).
 //
-// A tile holds rows of one head, padded with zeros to a width of 32, 64, 128 or 256. Its 16-byte chunks are permuted
-// within a row (swizzled), so that the reads of a warp meet no bank twice. A product's operand lies *along* the tile
-// where K runs along its rows, *across* it where K runs over them. float32 is multiplied as three tf32 products; as a
-// float32 fragment cannot be rearranged by ldmatrix, operands across take K in the order 0 2 4 6 1 3 5 7, in which the
-// sums of one product are the left operand of the next: left fragments for those are *paired*.
+// A tile holds rows of one head, padded with zeros to a width of 32, 64, 128 or 256. Its 16-byte
+// chunks are permuted within a row (swizzled), so that the loads of a warp meet no bank twice.
+//
+// An operand lies *along* the tile where the product's K runs along the tile's rows, *across* it
+// where K runs over them: in q * k^T both are along, in p * v the right one is across.
+//
+// float32 is multiplied as three tf32 products (warp_tile.cuh). ldmatrix cannot transpose float32,
+// so operands across take K in the order 0 2 4 6 1 3 5 7. In that order the accumulators of one
+// product are the left operand of the next as they are; a left operand that is loaded from memory
+// for such a product must be *paired*, in the same order.
 #pragma once
 
 #include "../conv3x3/numbers.cuh"
@@ -15,14 +21,18 @@ namespace jaxunet::cuda {
 
 constexpr float kLog2e = 1.4426950408889634f;
 
-// How often a loop over K is unrolled that needs no constant indices: float32's long bodies once.
+// Unroll factor of loops over K whose indices need not be constants: float32 has long bodies and is
+// not unrolled.
 template <class T, int kSteps>
 constexpr int kUnrolled = sizeof(T) == 2 ? kSteps : 1;
 
+// A swizzled tile, [rows][kWidth].
 template <class T, int kWidth>
 struct Tile {
-  static constexpr int kChunk = 16 / sizeof(T), kChunks = kWidth / kChunk;
-  static constexpr int kWays = kChunks < 8 ? kChunks : 8, kApart = 8 / kWays;
+  static constexpr int kChunk = 16 / sizeof(T),
+                       kChunks = kWidth / kChunk;  // elements of a chunk, chunks of a row
+  static constexpr int kWays = kChunks < 8 ? kChunks : 8,
+                       kApart = 8 / kWays;  // permutations; rows that share one
   T* data;
 
   __device__ T* at(int row, int column) const {
@@ -30,7 +40,7 @@ struct Tile {
   }
 };
 
-// 16 × 16 numbers of an operand, spread over a warp.
+// A lane's part of a 16 x 16 operand.
 template <class T>
 struct Fragment {
   uint32_t at[4];
@@ -40,7 +50,7 @@ struct Fragment<float> {
   float at[8];
 };
 
-// Rows [row, row + 16), K [k, k + 16) of a tile along K.
+// Loads the left operand, rows [row, row + 16) and K [k, k + 16), from a tile along K.
 template <bool kPaired, class T, int kWidth>
 __device__ Fragment<T> left_along(const Tile<T, kWidth>& tile, int row, int k) {
   Fragment<T> out;
@@ -57,7 +67,7 @@ __device__ Fragment<T> left_along(const Tile<T, kWidth>& tile, int row, int k) {
   return out;
 }
 
-// The same of a tile across K: tile rows [k, k + 16), tile columns [row, row + 16).
+// The same from a tile across K: tile rows [k, k + 16), tile columns [row, row + 16).
 template <class T, int kWidth>
 __device__ Fragment<T> left_across(const Tile<T, kWidth>& tile, int row, int k) {
   Fragment<T> out;
@@ -73,7 +83,8 @@ __device__ Fragment<T> left_across(const Tile<T, kWidth>& tile, int row, int k) 
   return out;
 }
 
-// Columns [column, column + 16) of the right operand, which are rows of a tile along K.
+// Loads the right operand, columns [column, column + 16) and K [k, k + 16), from a tile along K,
+// whose rows are the columns.
 template <class T, int kWidth>
 __device__ Fragment<T> right_along(const Tile<T, kWidth>& tile, int column, int k) {
   Fragment<T> out;
@@ -89,7 +100,7 @@ __device__ Fragment<T> right_along(const Tile<T, kWidth>& tile, int column, int 
   return out;
 }
 
-// The same, columns of a tile across K.
+// The same from a tile across K: tile rows [k, k + 16), tile columns [column, column + 16).
 template <class T, int kWidth>
 __device__ Fragment<T> right_across(const Tile<T, kWidth>& tile, int column, int k) {
   Fragment<T> out;
@@ -105,6 +116,7 @@ __device__ Fragment<T> right_across(const Tile<T, kWidth>& tile, int column, int
   return out;
 }
 
+// Rounds two numbers to the type of the last argument.
 __device__ inline uint32_t pack(float a, float b, __nv_bfloat16) {
   const __nv_bfloat162 pair = __floats2bfloat162_rn(a, b);
   uint32_t out;
@@ -118,9 +130,10 @@ __device__ inline uint32_t pack(float a, float b, __half) {
   return out;
 }
 
-// Sums of 16 × 8 and those of the next 8 columns, as the left operand of a product with an operand across.
+// Makes two accumulators, 16 x 8 and the next 8 columns, the left operand of a product with an
+// operand across.
 template <class T>
-__device__ Fragment<T> left_sums(const float (*sums)[4]) {
+__device__ Fragment<T> left_from_sums(const float (*sums)[4]) {
   Fragment<T> out;
 #pragma unroll
   for (int j = 0; j < 2; ++j) {
@@ -135,13 +148,14 @@ __device__ Fragment<T> left_sums(const float (*sums)[4]) {
   return out;
 }
 
-// sums, 16 × 8 and the next 8 columns, += left · right.
+// sums, 16 x 8 and the next 8 columns, += left * right.
 template <class T>
 __device__ void multiply(float (*sums)[4], const Fragment<T>& left, const Fragment<T>& right) {
 #pragma unroll
   for (int j = 0; j < 2; ++j) multiply16(sums[j], left.at, right.at[2 * j], right.at[2 * j + 1], T());
 }
-// float32: the tensor cores sum 16 steps alone, a rounded addition the rest, as warp_tile.cuh explains.
+// float32: tensor cores truncate their sums, so they add up 16 steps of K only; additions that
+// round do the rest.
 template <>
 __device__ inline void multiply(float (*sums)[4], const Fragment<float>& left, const Fragment<float>& right) {
   float part[2][4] = {};
@@ -170,7 +184,7 @@ __device__ inline void multiply(float (*sums)[4], const Fragment<float>& left, c
   }
 }
 
-// Two neighbours, the first at an even column.
+// Stores two neighbours, the first at an even column.
 template <class T>
 __device__ void store_pair(T* to, float a, float b) {
   if constexpr (sizeof(T) == 2) {
@@ -180,7 +194,8 @@ __device__ void store_pair(T* to, float a, float b) {
   }
 }
 
-// Sums of a warp, at rows [row, row + 16) and columns from `column`, times `top` (its first 8 rows) or `bottom`.
+// Stores accumulators at rows [row, row + 16) and columns from `column`, the first 8 rows times
+// `top`, the others times `bottom`.
 template <int kBlocks, class T, int kWidth>
 __device__ void store_sums(const Tile<T, kWidth>& tile, const float (&sums)[kBlocks][4], int row, int column, float top,
                            float bottom) {
@@ -192,7 +207,7 @@ __device__ void store_sums(const Tile<T, kWidth>& tile, const float (&sums)[kBlo
   }
 }
 
-// One head's rows of q, k, v, out or a gradient in global memory.
+// One head's rows of q, k, v, out or a gradient in global memory; `stride` elements apart.
 template <class T>
 struct HeadRows {
   T* data;
@@ -201,19 +216,20 @@ struct HeadRows {
   __device__ T* at(int row, int column) const { return data + (row * stride + column); }
 };
 
-// The head that a block works on.
+// The head that a block works on, and where its rows lie.
 template <class Plan>
 struct Head {
   const Plan& plan;
   int64_t index;  // sample · heads + head
 
-  // q (0), k (1) or v (2).
+  // q (which = 0), k (1) or v (2) of the packed array.
   template <class T>
   __device__ HeadRows<T> packed(T* qkv, int which) const {
     const int64_t channels = plan.heads * plan.width, sample = index / plan.heads, head = index % plan.heads;
     return {qkv + (sample * plan.tokens * 3 + which) * channels + head * plan.width, static_cast<int>(3 * channels),
             static_cast<int>(plan.tokens), static_cast<int>(plan.width)};
   }
+  // out, or its gradient.
   template <class T>
   __device__ HeadRows<T> unpacked(T* x) const {
     const int64_t channels = plan.heads * plan.width, sample = index / plan.heads, head = index % plan.heads;
@@ -222,18 +238,19 @@ struct Head {
   }
 };
 
-// visit(row, column) for this thread's share of the 16-byte chunks of kRows rows; its column is always the same.
-template <int kRows, int kThreads, class Place, class Visit>
+// Calls visit(row, column) for this thread's share of the 16-byte chunks of kRows rows; its column
+// is always the same.
+template <int kRows, int kThreads, class TileType, class Visit>
 __device__ void each_chunk(Visit visit) {
-  constexpr int step = kThreads / Place::kChunks;
-  static_assert(kThreads % Place::kChunks == 0 && kRows % step == 0);
-  const int row = threadIdx.x / Place::kChunks, column = threadIdx.x % Place::kChunks * Place::kChunk;
+  constexpr int step = kThreads / TileType::kChunks;
+  static_assert(kThreads % TileType::kChunks == 0 && kRows % step == 0);
+  const int row = threadIdx.x / TileType::kChunks, column = threadIdx.x % TileType::kChunks * TileType::kChunk;
 #pragma unroll
   for (int i = 0; i < kRows; i += step) visit(row + i, column);
 }
 
-// Starts copying rows [first, first + kRows); zeros beyond the tokens and the width, but of 16 rows that are all beyond
-// the tokens nothing, as no product reads them.
+// Starts to copy rows [first, first + kRows), with zeros beyond the tokens and the width. Where 16
+// rows are all beyond the tokens nothing is copied, as no product reads them.
 template <int kRows, int kThreads, class T, int kWidth>
 __device__ void fetch(const Tile<T, kWidth>& tile, const HeadRows<const T>& from, int first) {
   each_chunk<kRows, kThreads, Tile<T, kWidth>>([&](int row, int column) {
@@ -243,7 +260,7 @@ __device__ void fetch(const Tile<T, kWidth>& tile, const HeadRows<const T>& from
   });
 }
 
-// Writes rows [first, first + kRows) as far as there are any.
+// Writes rows [first, first + kRows), as far as there are tokens.
 template <int kRows, int kThreads, class T, int kWidth>
 __device__ void write(const Tile<T, kWidth>& tile, const HeadRows<T>& to, int first) {
   each_chunk<kRows, kThreads, Tile<T, kWidth>>([&](int row, int column) {

@@ -1,4 +1,5 @@
-// Launches of the CUDA kernels; they allocate nothing and run on the given stream.
+// The CUDA side of the attention handlers. The functions enqueue kernels on `stream`, allocate
+// nothing, and return the first launch error.
 #pragma once
 
 #include <cuda_runtime_api.h>

@@ -1,5 +1,8 @@
-// Multi-head self-attention on packed qkv, (batch, tokens, 3 · heads · width): all of q, then k, then v, each
-// head-major.
+// The calls of the attention handlers, after their operands were checked: multi-head self-attention
+// on packed qkv,
+//   out = softmax(q * k^T / sqrt(width)) * v for each head,
+// with qkv (batch, tokens, 3 * heads * width): all of q, then k, then v, each with its heads side
+// by side.
 #pragma once
 
 #include "../plan.h"
@@ -9,21 +12,24 @@ namespace jaxunet {
 class Reader;
 
 struct AttentionForward {
-  Type type;
+  Type type;  // of qkv and out
   int64_t batch, tokens, heads, width;
   const void* qkv;
-  void* out;
-  float* norm;  // (batch, heads, tokens): log of the sum of the exponentials of the scaled logits
+  void* out;   // (batch, tokens, heads * width)
+  float* lse;  // (batch, heads, tokens): log-sum-exp of the scaled logits of a query
 };
 
+// The gradient of qkv, given `grad`, that of out.
 struct AttentionBackward {
-  Type type;
+  Type type;  // of qkv, out, grad and dqkv
   int64_t batch, tokens, heads, width;
-  const void *qkv, *out, *grad;
-  const float* norm;
-  void* dqkv;
+  const void *qkv, *out, *grad;  // out, grad: (batch, tokens, heads * width)
+  const float* lse;              // as the forward pass wrote it
+  void* dqkv;                    // the shape of qkv
 };
 
+// Read and check a call; throw Mistake where an operand, a result or an attribute is not as
+// described above.
 AttentionForward read_attention_forward(Reader& call);
 AttentionBackward read_attention_backward(Reader& call);
 

@@ -1,10 +1,12 @@
+// Reads and checks the calls of the attention handlers: operands, results and attributes in the
+// order in which vjp.py passes them. Shared by the CPU and the CUDA build.
 #include "../reader.h"
 #include "plan.h"
 
 namespace jaxunet {
 namespace {
 
-// qkv of one or more leading dimensions, all of which are batch.
+// qkv, (..., tokens, 3 * heads * width); all leading dimensions count as batch.
 template <class Plan>
 Array read_qkv(Reader& call, Plan& plan) {
   const Array qkv = call.floating("qkv", 3);
@@ -17,7 +19,8 @@ Array read_qkv(Reader& call, Plan& plan) {
               " heads");
   }
   plan.width = packed / (3 * plan.heads);
-  if (plan.width > 256) call.fail("qkv: heads of width " + std::to_string(plan.width) + "; expected at most 256");
+  constexpr int64_t kMaxWidth = 256;  // of a head: what one warp of simple.cu holds
+  if (plan.width > kMaxWidth) call.fail("qkv: heads of width " + std::to_string(plan.width) + "; expected at most 256");
   plan.tokens = qkv.dims[rank - 2];
   plan.batch = 1;
   for (size_t i = 0; i < rank - 2; ++i) plan.batch *= qkv.dims[i];
@@ -25,6 +28,7 @@ Array read_qkv(Reader& call, Plan& plan) {
   return qkv;
 }
 
+// `dims` with its last two dimensions replaced.
 Dims with_last(Dims dims, std::initializer_list<int64_t> last) {
   dims.resize(dims.size() - 2);
   dims.insert(dims.end(), last);
@@ -37,7 +41,7 @@ AttentionForward read_attention_forward(Reader& call) {
   AttentionForward plan{};
   const Array qkv = read_qkv(call, plan);
   plan.out = call.result("out", qkv.element, with_last(qkv.dims, {plan.tokens, plan.heads * plan.width})).data;
-  plan.norm =
+  plan.lse =
       static_cast<float*>(call.result("norm", ffi::DataType::F32, with_last(qkv.dims, {plan.heads, plan.tokens})).data);
   return plan;
 }
@@ -47,7 +51,7 @@ AttentionBackward read_attention_backward(Reader& call) {
   const Array qkv = read_qkv(call, plan);
   const Dims channels = with_last(qkv.dims, {plan.tokens, plan.heads * plan.width});
   plan.out = call.operand("out", qkv.element, channels).data;
-  plan.norm = static_cast<const float*>(
+  plan.lse = static_cast<const float*>(
       call.operand("norm", ffi::DataType::F32, with_last(qkv.dims, {plan.heads, plan.tokens})).data);
   plan.grad = call.operand("grad", qkv.element, channels).data;
   plan.dqkv = call.result("dqkv", qkv.element, qkv.dims).data;

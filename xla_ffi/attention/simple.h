@@ -1,4 +1,5 @@
-// The simple kernels: any width to 256, any alignment, little shared memory, on ordinary arithmetic.
+// Attention without tensor cores, shared memory or alignment, for heads of width 1 to 256:
+// simple.cu.
 #pragma once
 
 #include <cuda_runtime_api.h>

@@ -1,5 +1,5 @@
-// Chooses the kernel: the flash kernels where they take the shape, the simple ones elsewhere.
-
+// Chooses the attention kernels: flash where they take the shape (flash_shapes.cuh), simple
+// elsewhere.
 #include <cuda_runtime_api.h>
 
 #include <optional>
@@ -19,9 +19,9 @@ cudaError_t shared_memory_of_device(int* bytes) {
   return cudaDeviceGetAttribute(bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
 }
 
-// flash(bytes of shared memory) says nothing where the flash kernels do not take the plan.
+// flash(bytes of shared memory) returns nothing where the flash kernels do not take the plan.
 template <class Plan, class Flash, class Simple>
-cudaError_t choose(const Plan& plan, Flash flash, Simple simple) {
+cudaError_t dispatch(const Plan& plan, Flash flash, Simple simple) {
   if (plan.batch * plan.heads * plan.tokens * plan.width == 0) return cudaSuccess;
   int bytes = 0;
   const cudaError_t error = shared_memory_of_device(&bytes);
@@ -43,7 +43,7 @@ cudaError_t attention_forward(const AttentionForward& plan, cudaStream_t stream)
         return flash_forward<Type::kBfloat16>(plan, bytes, stream);
     }
   };
-  return choose(plan, flash, [&] { return simple_attention_forward(plan, stream); });
+  return dispatch(plan, flash, [&] { return simple_attention_forward(plan, stream); });
 }
 
 cudaError_t attention_backward(const AttentionBackward& plan, cudaStream_t stream) {
@@ -57,7 +57,7 @@ cudaError_t attention_backward(const AttentionBackward& plan, cudaStream_t strea
         return flash_backward<Type::kBfloat16>(plan, bytes, stream);
     }
   };
-  return choose(plan, flash, [&] { return simple_attention_backward(plan, stream); });
+  return dispatch(plan, flash, [&] { return simple_attention_backward(plan, stream); });
 }
 
 }  // namespace jaxunet::cuda

@@ -1,4 +1,4 @@
-// Which tiles the flash kernels take, for each type and width of heads; the kernels of one type are one source file.
+// The tiles of the flash kernels for each type and width of heads, and the dispatch to them.
 #pragma once
 
 #include <algorithm>
@@ -9,21 +9,25 @@
 
 namespace jaxunet::cuda {
 
-// Shapes for few tokens, those with the fewest rows first.
+// Kernels for few tokens, those with the fewest rows first. They take one block a head, for no more
+// tokens than it has rows; the backward ones compute all gradients in it.
 template <class... Shape>
 struct Few {};
 
-// Where hardly any network has heads of few tokens, those take the general shapes, too.
+// No kernels of their own for few tokens: where hardly any network has such heads.
 struct NoFew {
   using FewForward = Few<>;
   using FewBackward = Few<>;
 };
 
-// Of a head padded to kWidth. Forward: 16-row tiles a warp, warps over rows, warps over keys; keys a tile. Backward:
-// 16-row tiles a warp, warps over rows, warps over columns; rows of a passing tile. Then: blocks an SM. Last, where a
-// forward shape has it: warps over columns. The few take one block a head, for no more tokens than it has rows; that of
-// backward finds all gradients. Of 16 bits, those that the attention of configs/elephants64.py and configs/cifar10.py
-// takes were chosen on an H200, by the geometric mean of the times at batch 32 and 256.
+// The kernels for heads padded to kWidth.
+// - ForwardShape: type, width, 16-row tiles a warp, row warps, key splits, keys of a tile, blocks
+//   an SM[, column warps].
+// - BackwardShape: type, width, 16-row tiles a warp, row warps, column warps, rows of a streamed
+//   tile, blocks an SM.
+// The 16-bit ones that configs/elephants64.py and configs/cifar10.py use are the fastest on an H200
+// by the geometric mean of the times at batch 32 and 256. To refit them, change a shape and run
+// `python -m jaxunet.benchmark.kernels` on the cases of attention.
 template <class T, int kWidth>
 struct Shapes;
 
@@ -73,50 +77,55 @@ struct Shapes<float, 256> : NoFew {
   using Backward = BackwardShape<float, 256, 1, 2, 4, 64, 1>;
 };
 
+// Calls visit(Shapes of the width).
 template <class T, class Visit>
-auto with_shapes(int64_t width, Visit visit) {
+auto dispatch_width(int64_t width, Visit visit) {
   if (width <= 32) return visit(Shapes<T, 32>());
   if (width <= 64) return visit(Shapes<T, 64>());
   if (width <= 128) return visit(Shapes<T, 128>());
   return visit(Shapes<T, 256>());
 }
 
+// Whether the flash kernels take this plan: heads of at most 256 channels, a multiple of 8, so that
+// rows are aligned to 16 bytes; offsets within a sample that fit 32 bits; arrays aligned to 16
+// bytes.
 template <class Plan>
-bool has_flash_shape(const Plan& plan) {
-  const auto rows = {reinterpret_cast<uintptr_t>(plan.qkv), reinterpret_cast<uintptr_t>(plan.out)};
+bool flash_takes(const Plan& plan) {
+  const auto arrays = {reinterpret_cast<uintptr_t>(plan.qkv), reinterpret_cast<uintptr_t>(plan.out)};
   return plan.width % 8 == 0 && plan.width <= 256 && 3 * plan.tokens * plan.heads * plan.width <= INT32_MAX &&
-         std::all_of(rows.begin(), rows.end(), [](uintptr_t at) { return at % 16 == 0; });
+         std::all_of(arrays.begin(), arrays.end(), [](uintptr_t at) { return at % 16 == 0; });
 }
 
-// run(shape) of the first shape that has a row for each token and fits the device's shared memory; nothing where none
-// does.
+// Calls run(shape) with the first shape that has a row for each token and fits the device's shared
+// memory; returns nothing where none does.
 template <class... Shape, class Run>
-std::optional<cudaError_t> run_few(Few<Shape...>, int64_t tokens, Run run) {
+std::optional<cudaError_t> run_first_fit(Few<Shape...>, int64_t tokens, Run run) {
   std::optional<cudaError_t> done;
   static_cast<void>((... || (tokens <= Shape::kRows && (done = run(Shape())))));
   return done;
 }
 
+// Launches the kernels for the plan; nothing where none takes it.
 template <class T>
-std::optional<cudaError_t> choose_forward(const AttentionForward& plan, int shared_bytes, cudaStream_t stream) {
-  if (!has_flash_shape(plan)) return std::nullopt;
-  return with_shapes<T>(plan.width, [&](auto shapes) {
+std::optional<cudaError_t> dispatch_forward(const AttentionForward& plan, int shared_bytes, cudaStream_t stream) {
+  if (!flash_takes(plan)) return std::nullopt;
+  return dispatch_width<T>(plan.width, [&](auto shapes) {
     using All = decltype(shapes);
     const auto run = [&](auto shape) { return launch_forward<decltype(shape)>(plan, shared_bytes, stream); };
-    const auto done = run_few(typename All::FewForward(), plan.tokens, run);
+    const auto done = run_first_fit(typename All::FewForward(), plan.tokens, run);
     return done ? done : run(typename All::Forward());
   });
 }
 
 template <class T>
-std::optional<cudaError_t> choose_backward(const AttentionBackward& plan, int shared_bytes, cudaStream_t stream) {
+std::optional<cudaError_t> dispatch_backward(const AttentionBackward& plan, int shared_bytes, cudaStream_t stream) {
   const auto more = {reinterpret_cast<uintptr_t>(plan.grad), reinterpret_cast<uintptr_t>(plan.dqkv)};
-  if (!has_flash_shape(plan) || std::any_of(more.begin(), more.end(), [](uintptr_t at) { return at % 16 != 0; })) {
+  if (!flash_takes(plan) || std::any_of(more.begin(), more.end(), [](uintptr_t at) { return at % 16 != 0; })) {
     return std::nullopt;
   }
-  return with_shapes<T>(plan.width, [&](auto shapes) {
+  return dispatch_width<T>(plan.width, [&](auto shapes) {
     using All = decltype(shapes);
-    const auto done = run_few(typename All::FewBackward(), plan.tokens, [&](auto shape) {
+    const auto done = run_first_fit(typename All::FewBackward(), plan.tokens, [&](auto shape) {
       return launch_backward_few<decltype(shape)>(plan, shared_bytes, stream);
     });
     return done ? done : launch_backward<typename All::Backward>(plan, shared_bytes, stream);
