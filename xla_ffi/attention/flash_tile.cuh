@@ -220,7 +220,7 @@ struct HeadRows {
 template <class Plan>
 struct Head {
   const Plan& plan;
-  int64_t index;  // sample · heads + head
+  int64_t index;  // sample * heads + head
 
   // q (which = 0), k (1) or v (2) of the packed array.
   template <class T>

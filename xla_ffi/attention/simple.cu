@@ -174,11 +174,11 @@ cudaError_t backward(const AttentionBackward& plan, cudaStream_t stream) {
 }  // namespace
 
 cudaError_t simple_attention_forward(const AttentionForward& plan, cudaStream_t stream) {
-  return by_type(plan.type, [&](auto nought) { return launch(forward_kernel<decltype(nought)>, plan, stream); });
+  return by_type(plan.type, [&](auto element) { return launch(forward_kernel<decltype(element)>, plan, stream); });
 }
 
 cudaError_t simple_attention_backward(const AttentionBackward& plan, cudaStream_t stream) {
-  return by_type(plan.type, [&](auto nought) { return backward<decltype(nought)>(plan, stream); });
+  return by_type(plan.type, [&](auto element) { return backward<decltype(element)>(plan, stream); });
 }
 
 }  // namespace jaxunet::cuda

@@ -76,7 +76,7 @@ cudaError_t launch_apply(const NormApply& plan, cudaStream_t stream) {
 }  // namespace
 
 cudaError_t norm_apply(const NormApply& plan, cudaStream_t stream) {
-  return by_type(plan.type, [&](auto nought) { return launch_apply<decltype(nought)>(plan, stream); });
+  return by_type(plan.type, [&](auto element) { return launch_apply<decltype(element)>(plan, stream); });
 }
 
 }  // namespace jaxunet::cuda

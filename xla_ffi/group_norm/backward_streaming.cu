@@ -312,8 +312,8 @@ cudaError_t launch_backward(const NormGradient& plan, const StreamingTiling& til
 
 cudaError_t streaming_gradient(const NormGradient& plan, const StreamingTiling& tiling, const DeviceLimits& limits,
                                int vector, cudaStream_t stream) {
-  return by_type(plan.type, [&](auto nought) {
-    using T = decltype(nought);
+  return by_type(plan.type, [&](auto element) {
+    using T = decltype(element);
     constexpr int kVector = 16 / sizeof(T);
     return vector > 1 ? launch_backward<T, kVector>(plan, tiling, limits, stream)
                       : launch_backward<T, 1>(plan, tiling, limits, stream);

@@ -133,6 +133,7 @@ __device__ void reduce_warp(const SmemResidentTiling& tiling, const ThreadTile& 
   }
 }
 
+// One function on purpose: cut into functions, its phases get other registers in nvcc 13.0.
 template <class T, int V>
 __global__ void __launch_bounds__(512, 2) group_norm_forward(const __grid_constant__ Forward f) {
   const SmemResidentTiling& tiling = f.tiling;
@@ -241,7 +242,7 @@ cudaError_t launch_forward(const NormInput& plan, const DeviceLimits& limits, in
 cudaError_t smem_resident_forward(const NormInput& plan, const DeviceLimits& limits, int vector,
                                   const ForwardOutputs& to, cudaStream_t stream) {
   return by_type(plan.type,
-                 [&](auto nought) { return launch_forward<decltype(nought)>(plan, limits, vector, to, stream); });
+                 [&](auto element) { return launch_forward<decltype(element)>(plan, limits, vector, to, stream); });
 }
 
 }  // namespace jaxunet::cuda

@@ -212,8 +212,8 @@ cudaError_t launch_forward(const NormInput& plan, const StreamingTiling& tiling,
 
 cudaError_t streaming_forward(const NormInput& plan, const StreamingTiling& tiling, const DeviceLimits& limits,
                               int vector, const ForwardOutputs& to, cudaStream_t stream) {
-  return by_type(plan.type, [&](auto nought) {
-    using T = decltype(nought);
+  return by_type(plan.type, [&](auto element) {
+    using T = decltype(element);
     constexpr int kVector = 16 / sizeof(T);
     return vector > 1 ? launch_forward<T, kVector>(plan, tiling, limits, to, stream)
                       : launch_forward<T, 1>(plan, tiling, limits, to, stream);
