@@ -1,6 +1,6 @@
 // AdamW, sums of squares and 16-bit copies on the CPU: plain loops, for tests and for machines
 // without a GPU. The formulas are those of plan.h.
-#include "../cpu.h"
+#include "binding/cpu.h"
 
 #include <algorithm>
 

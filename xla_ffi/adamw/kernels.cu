@@ -13,7 +13,7 @@
 #include <cstring>
 #include <type_traits>
 
-#include "../conv3x3/numbers.cuh"
+#include "common/types.cuh"
 #include "kernels.h"
 
 namespace jaxunet::cuda {

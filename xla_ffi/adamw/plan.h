@@ -5,7 +5,7 @@
 
 #include <vector>
 
-#include "../plan.h"
+#include "binding/plan.h"
 
 namespace jaxunet {
 

@@ -1,7 +1,7 @@
 // Reads and checks the calls of the handlers that work on many tensors at once: operands, results
 // and attributes in the order in which update.py and narrow.py pass them. Shared by the CPU and the
 // CUDA build.
-#include "../reader.h"
+#include "binding/reader.h"
 #include "plan.h"
 
 namespace jaxunet {

@@ -30,7 +30,7 @@
 // where p and ds are exchanged, and one with a single stage.
 #pragma once
 
-#include "../conv3x3/launch.cuh"
+#include "common/launch.cuh"
 #include "flash_backward_warp.cuh"
 #include "flash_delta.cuh"
 #include "plan.h"
@@ -79,7 +79,7 @@ __device__ void process_block(const AttentionBackward& plan, const Head<Attentio
       __syncthreads();
       load_row_statistics<S>(lse, dq, ready, start, min((steps - step) * S::kStreamRows, S::kSegment), lses, deltas);
     }
-    wait_copies();
+    cp_async_wait_all();
     __syncthreads();  // the tile has arrived, and nobody reads the one before
     if (stages > 1 && step + 1 < steps) load(step + 1);
     if (step == 0) state.load_owned();

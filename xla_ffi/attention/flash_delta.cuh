@@ -9,7 +9,7 @@
 
 #include <cmath>
 
-#include "../conv3x3/launch.cuh"
+#include "common/launch.cuh"
 #include "flash_tile.cuh"
 #include "plan.h"
 

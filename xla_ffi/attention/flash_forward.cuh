@@ -26,7 +26,7 @@
 
 #include <cmath>
 
-#include "../conv3x3/launch.cuh"
+#include "common/launch.cuh"
 #include "flash_tile.cuh"
 #include "plan.h"
 
@@ -288,7 +288,7 @@ __global__ void __launch_bounds__(S::kThreads, S::kBlocksPerSm)
   fetch<S::kRows, S::kThreads>(q, head.packed(qkv, 0), first);
   load(0);
   for (int step = 0; step < steps; ++step) {
-    wait_copies();
+    cp_async_wait_all();
     __syncthreads();  // the tile has arrived, and nobody reads the one before
     if (stages > 1 && step + 1 < steps) load(step + 1);
     if (has_rows) {

@@ -13,9 +13,9 @@
 // for such a product must be *paired*, in the same order.
 #pragma once
 
-#include "../conv3x3/numbers.cuh"
-#include "../conv3x3/warp_tile.cuh"
-#include "../special_functions.cuh"
+#include "common/types.cuh"
+#include "common/warp_tile.cuh"
+#include "common/special_functions.cuh"
 
 namespace jaxunet::cuda {
 
@@ -56,7 +56,7 @@ __device__ Fragment<T> left_along(const Tile<T, kWidth>& tile, int row, int k) {
   Fragment<T> out;
   const int lane = threadIdx.x % 32;
   if constexpr (sizeof(T) == 2) {
-    load_blocks<false>(out.at, tile.at(row + lane % 16, k + lane / 16 * 8));
+    ldmatrix_x4<false>(out.at, tile.at(row + lane % 16, k + lane / 16 * 8));
   } else {
 #pragma unroll
     for (int i = 0; i < 8; ++i) {
@@ -73,7 +73,7 @@ __device__ Fragment<T> left_across(const Tile<T, kWidth>& tile, int row, int k) 
   Fragment<T> out;
   const int lane = threadIdx.x % 32;
   if constexpr (sizeof(T) == 2) {
-    load_blocks<true>(out.at, tile.at(k + lane / 16 * 8 + lane % 8, row + lane / 8 % 2 * 8));
+    ldmatrix_x4<true>(out.at, tile.at(k + lane / 16 * 8 + lane % 8, row + lane / 8 % 2 * 8));
   } else {
 #pragma unroll
     for (int i = 0; i < 8; ++i) {
@@ -90,7 +90,7 @@ __device__ Fragment<T> right_along(const Tile<T, kWidth>& tile, int column, int 
   Fragment<T> out;
   const int lane = threadIdx.x % 32;
   if constexpr (sizeof(T) == 2) {
-    load_blocks<false>(out.at, tile.at(column + lane / 16 * 8 + lane % 8, k + lane / 8 % 2 * 8));
+    ldmatrix_x4<false>(out.at, tile.at(column + lane / 16 * 8 + lane % 8, k + lane / 8 % 2 * 8));
   } else {
 #pragma unroll
     for (int i = 0; i < 8; ++i) {
@@ -106,7 +106,7 @@ __device__ Fragment<T> right_across(const Tile<T, kWidth>& tile, int column, int
   Fragment<T> out;
   const int lane = threadIdx.x % 32;
   if constexpr (sizeof(T) == 2) {
-    load_blocks<true>(out.at, tile.at(k + lane % 16, column + lane / 16 * 8));
+    ldmatrix_x4<true>(out.at, tile.at(k + lane % 16, column + lane / 16 * 8));
   } else {
 #pragma unroll
     for (int i = 0; i < 8; ++i) {
@@ -152,7 +152,7 @@ __device__ Fragment<T> left_from_sums(const float (*sums)[4]) {
 template <class T>
 __device__ void multiply(float (*sums)[4], const Fragment<T>& left, const Fragment<T>& right) {
 #pragma unroll
-  for (int j = 0; j < 2; ++j) multiply16(sums[j], left.at, right.at[2 * j], right.at[2 * j + 1], T());
+  for (int j = 0; j < 2; ++j) mma_m16n8k16(sums[j], left.at, right.at[2 * j], right.at[2 * j + 1], T());
 }
 // float32: tensor cores truncate their sums, so they add up 16 steps of K only; additions that
 // round do the rest.
@@ -172,9 +172,9 @@ __device__ inline void multiply(float (*sums)[4], const Fragment<float>& left, c
     for (int j = 0; j < 2; ++j) {
       const Terms first(right.at[4 * j + 2 * k]), second(right.at[4 * j + 2 * k + 1]);
       const uint32_t right_high[2] = {first.high, second.high}, right_low[2] = {first.low, second.low};
-      multiply8(part[j], low, right_high);
-      multiply8(part[j], high, right_low);
-      multiply8(part[j], high, right_high);
+      mma_m16n8k8(part[j], low, right_high);
+      mma_m16n8k8(part[j], high, right_low);
+      mma_m16n8k8(part[j], high, right_high);
     }
   }
 #pragma unroll
@@ -256,7 +256,7 @@ __device__ void fetch(const Tile<T, kWidth>& tile, const HeadRows<const T>& from
   each_chunk<kRows, kThreads, Tile<T, kWidth>>([&](int row, int column) {
     if (first + row / 16 * 16 >= from.tokens) return;
     const bool valid = first + row < from.tokens && column < from.width;
-    copy_async(tile.at(row, column), valid ? from.at(first + row, column) : from.data, valid);
+    cp_async_16(tile.at(row, column), valid ? from.at(first + row, column) : from.data, valid);
   });
 }
 

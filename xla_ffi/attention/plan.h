@@ -5,7 +5,7 @@
 // by side.
 #pragma once
 
-#include "../plan.h"
+#include "binding/plan.h"
 
 namespace jaxunet {
 

@@ -7,7 +7,7 @@
 // has kWarps independent warps. Grid: (rows of all heads / kWarps). No shared memory, no barriers,
 // no atomics: results are the same in every run.
 
-#include "../by_type.cuh"
+#include "common/dispatch_dtype.cuh"
 #include "simple.h"
 
 namespace jaxunet::cuda {
@@ -174,11 +174,11 @@ cudaError_t backward(const AttentionBackward& plan, cudaStream_t stream) {
 }  // namespace
 
 cudaError_t simple_attention_forward(const AttentionForward& plan, cudaStream_t stream) {
-  return by_type(plan.type, [&](auto element) { return launch(forward_kernel<decltype(element)>, plan, stream); });
+  return dispatch_dtype(plan.type, [&](auto element) { return launch(forward_kernel<decltype(element)>, plan, stream); });
 }
 
 cudaError_t simple_attention_backward(const AttentionBackward& plan, cudaStream_t stream) {
-  return by_type(plan.type, [&](auto element) { return backward<decltype(element)>(plan, stream); });
+  return dispatch_dtype(plan.type, [&](auto element) { return backward<decltype(element)>(plan, stream); });
 }
 
 }  // namespace jaxunet::cuda

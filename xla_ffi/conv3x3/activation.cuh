@@ -1,9 +1,9 @@
 // SiLU(a · x + b) of eight channels, in registers.
 #pragma once
 
-#include "../special_functions.cuh"
-#include "numbers.cuh"
-#include "plan.h"
+#include "common/special_functions.cuh"
+#include "common/types.cuh"
+#include "conv3x3/plan.h"
 
 namespace jaxunet::cuda {
 

@@ -1,4 +1,4 @@
-#include "../cpu.h"
+#include "binding/cpu.h"
 
 namespace jaxunet::cpu {
 namespace {

@@ -4,8 +4,8 @@
 
 #include <cuda_runtime_api.h>
 
-#include "plan.h"
-#include "shares.h"
+#include "conv3x3/plan.h"
+#include "conv3x3/split_k.h"
 
 namespace jaxunet::cuda {
 

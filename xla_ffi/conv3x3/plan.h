@@ -1,7 +1,7 @@
 // 3×3 convolution of NHWC tensors, stride 1, zero padding 1, with what comes before and after it.
 #pragma once
 
-#include "../plan.h"
+#include "binding/plan.h"
 
 namespace jaxunet {
 

@@ -1,7 +1,7 @@
 #include <utility>
 
-#include "../reader.h"
-#include "plan.h"
+#include "binding/reader.h"
+#include "conv3x3/plan.h"
 
 namespace jaxunet {
 namespace {

@@ -5,7 +5,7 @@
 // channels, the rest along the pixels. Grid: (shares of the pixels, lines of channels, batch).
 // Nothing stays in shared memory: of SmemResidentTiling this kernel uses only the map from threads
 // to channels and pixels.
-#include "../by_type.cuh"
+#include "common/dispatch_dtype.cuh"
 #include "kernels.h"
 #include "launch.h"
 #include "smem_resident.cuh"
@@ -76,7 +76,7 @@ cudaError_t launch_apply(const NormApply& plan, cudaStream_t stream) {
 }  // namespace
 
 cudaError_t norm_apply(const NormApply& plan, cudaStream_t stream) {
-  return by_type(plan.type, [&](auto element) { return launch_apply<decltype(element)>(plan, stream); });
+  return dispatch_dtype(plan.type, [&](auto element) { return launch_apply<decltype(element)>(plan, stream); });
 }
 
 }  // namespace jaxunet::cuda

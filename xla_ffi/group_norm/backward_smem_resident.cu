@@ -24,7 +24,7 @@
 // of the reduction. A cluster arrives when its sums are written and waits before it reads those of
 // its peers; it arrives again when it has read them and waits at the end, so that no block leaves
 // while others read its shared memory.
-#include "../by_type.cuh"
+#include "common/dispatch_dtype.cuh"
 #include "gradient.cuh"
 #include "launch.h"
 #include "smem_resident.cuh"
@@ -311,7 +311,7 @@ cudaError_t launch_backward(const NormGradient& plan, const DeviceLimits& limits
 
 cudaError_t smem_resident_gradient(const NormGradient& plan, const DeviceLimits& limits, int vector,
                                    cudaStream_t stream) {
-  return by_type(plan.type,
+  return dispatch_dtype(plan.type,
                  [&](auto element) { return launch_backward<decltype(element)>(plan, limits, vector, stream); });
 }
 

@@ -18,7 +18,7 @@
 // the gradients of scale and offset over the batch instead.
 //
 // Its shared memory: the pipelines of x, dy and the tensors that are added; four floats a channel.
-#include "../by_type.cuh"
+#include "common/dispatch_dtype.cuh"
 #include "gradient.cuh"
 #include "launch.h"
 #include "streaming.cuh"
@@ -312,7 +312,7 @@ cudaError_t launch_backward(const NormGradient& plan, const StreamingTiling& til
 
 cudaError_t streaming_gradient(const NormGradient& plan, const StreamingTiling& tiling, const DeviceLimits& limits,
                                int vector, cudaStream_t stream) {
-  return by_type(plan.type, [&](auto element) {
+  return dispatch_dtype(plan.type, [&](auto element) {
     using T = decltype(element);
     constexpr int kVector = 16 / sizeof(T);
     return vector > 1 ? launch_backward<T, kVector>(plan, tiling, limits, stream)

@@ -1,6 +1,6 @@
 // GroupNorm on the CPU: plain loops with float64 sums, for tests and for machines without a GPU.
 // The formulas are those of plan.h.
-#include "../cpu.h"
+#include "binding/cpu.h"
 
 namespace jaxunet::cpu {
 namespace {

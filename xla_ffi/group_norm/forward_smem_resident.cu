@@ -18,7 +18,7 @@
 // Synchronisation: staged copies need none beyond cp_async_wait; __syncthreads separates the levels
 // of the reduction. A cluster arrives twice in merge_groups and waits at the end, so that no block
 // leaves while others read its shared memory.
-#include "../by_type.cuh"
+#include "common/dispatch_dtype.cuh"
 #include "launch.h"
 #include "smem_resident.cuh"
 #include "statistics.cuh"
@@ -241,7 +241,7 @@ cudaError_t launch_forward(const NormInput& plan, const DeviceLimits& limits, in
 
 cudaError_t smem_resident_forward(const NormInput& plan, const DeviceLimits& limits, int vector,
                                   const ForwardOutputs& to, cudaStream_t stream) {
-  return by_type(plan.type,
+  return dispatch_dtype(plan.type,
                  [&](auto element) { return launch_forward<decltype(element)>(plan, limits, vector, to, stream); });
 }
 

@@ -14,7 +14,7 @@
 // group_norm_finish reads x once more and writes y = act(z). Grid: (ranks, channel blocks, batch),
 // no clusters. It walks the samples and the pixels backwards, as the end of x is still in the L2
 // cache. Its shared memory: the pipeline alone; it needs no barriers.
-#include "../by_type.cuh"
+#include "common/dispatch_dtype.cuh"
 #include "launch.h"
 #include "statistics.cuh"
 #include "streaming.cuh"
@@ -212,7 +212,7 @@ cudaError_t launch_forward(const NormInput& plan, const StreamingTiling& tiling,
 
 cudaError_t streaming_forward(const NormInput& plan, const StreamingTiling& tiling, const DeviceLimits& limits,
                               int vector, const ForwardOutputs& to, cudaStream_t stream) {
-  return by_type(plan.type, [&](auto element) {
+  return dispatch_dtype(plan.type, [&](auto element) {
     using T = decltype(element);
     constexpr int kVector = 16 / sizeof(T);
     return vector > 1 ? launch_forward<T, kVector>(plan, tiling, limits, to, stream)

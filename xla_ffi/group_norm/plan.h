@@ -8,7 +8,7 @@
 // with act = SiLU or the identity. Wu & He 2018, arXiv 1803.08494.
 #pragma once
 
-#include "../plan.h"
+#include "binding/plan.h"
 
 namespace jaxunet {
 

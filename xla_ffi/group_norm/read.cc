@@ -1,6 +1,6 @@
 // Reads and checks the calls of the GroupNorm handlers: operands, results and attributes in the
 // order in which vjp.py passes them. Shared by the CPU and the CUDA build.
-#include "../reader.h"
+#include "binding/reader.h"
 #include "plan.h"
 
 namespace jaxunet {

@@ -7,7 +7,7 @@
 
 #include <cstdint>
 
-#include "../special_functions.cuh"
+#include "common/special_functions.cuh"
 #include "instructions.cuh"
 #include "plan.h"
 

@@ -1,0 +1,52 @@
+// What the CPU kernels share. They widen to float32, sum in float64 and split their work over XLA's threads: simple,
+// correct and the same from run to run. They are there for tests and machines without a GPU, where nobody waits for
+// them.
+#pragma once
+
+#include <cmath>
+#include <functional>
+#include <vector>
+
+#include "adamw/plan.h"
+#include "attention/plan.h"
+#include "conv3x3/plan.h"
+#include "group_norm/plan.h"
+#include "binding/plan.h"
+#include "xla/ffi/api/ffi.h"
+
+namespace jaxunet::cpu {
+
+using Pool = ::xla::ffi::ThreadPool;
+
+// body(i) for i in [0, count), on the calling thread and those of the pool that come in time.
+void parallel(Pool& pool, int64_t count, const std::function<void(int64_t)>& body);
+
+std::vector<float> widen(const void* from, Type type, int64_t count);
+void narrow(const std::vector<float>& from, Type type, void* to);
+
+// The channel concatenation of the parts, (pixels, channels); and its inverse, into arrays of the same widths.
+std::vector<float> join(const Parts& parts, Type type, int64_t pixels);
+void split(const std::vector<float>& from, Type type, int64_t pixels, const Parts& to);
+
+inline float sigmoid(float x) { return 1 / (1 + std::exp(-x)); }
+
+// act(a · x + b) in place, x of shape (batch, pixels, channels); act = SiLU or identity.
+void affine(Pool& pool, std::vector<float>& x, int64_t batch, int64_t channels, const Rows& a, const Rows& b,
+            bool silu);
+
+void sum_of_squares(const SumOfSquares& plan, Pool& pool);
+void adamw(const AdamW& plan, Pool& pool);
+void narrow_all(const Narrow& plan, Pool& pool);
+void attention_forward(const AttentionForward& plan, Pool& pool);
+void attention_backward(const AttentionBackward& plan, Pool& pool);
+void conv3x3(const Conv3x3& plan, Pool& pool);
+void conv3x3_shortcut_gradient(const Conv3x3& plan, Pool& pool);
+void conv3x3_weight_gradient(const Conv3x3WeightGradient& plan, Pool& pool);
+void linear(const Conv3x3& plan, Pool& pool);
+void linear_weight_gradient(const Conv3x3WeightGradient& plan, Pool& pool);
+void norm_forward(const NormForward& plan, Pool& pool);
+void norm_statistics(const NormStatistics& plan, Pool& pool);
+void norm_apply(const NormApply& plan, Pool& pool);
+void norm_gradient(const NormGradient& plan, Pool& pool);
+
+}  // namespace jaxunet::cpu

@@ -1,0 +1,91 @@
+#include "binding/cpu.h"
+#include "binding/handler.h"
+#include "group_norm/smem_resident.h"
+#include "group_norm/streaming.h"
+
+namespace jaxunet {
+namespace {
+
+template <const char* op, auto read, auto run>
+XLA_FFI_Error* handler(XLA_FFI_CallFrame* frame) {
+  static auto* const bound = ffi::Ffi::Bind()
+                                 .Ctx<ffi::ThreadPool>()
+                                 .RemainingArgs()
+                                 .RemainingRets()
+                                 .Attrs()
+                                 .To([](ffi::ThreadPool pool, ffi::RemainingArgs operands, ffi::RemainingRets results,
+                                        ffi::Dictionary attributes) {
+                                   return checked(op, operands, results, attributes, read, [&](const auto& plan) {
+                                     run(plan, pool);
+                                     return ffi::Error::Success();
+                                   });
+                                 })
+                                 .release();
+  return bound->Call(frame);
+}
+
+pybind11::dict registrations() {
+  pybind11::dict all;
+#define JAXUNET_REGISTER(TARGET, NAME)                              \
+  {                                                                 \
+    static constexpr char target[] = #TARGET;                       \
+    all[target] = capsule(handler<target, read_##NAME, cpu::NAME>); \
+  }
+  JAXUNET_HANDLERS(JAXUNET_REGISTER)
+#undef JAXUNET_REGISTER
+  return all;
+}
+
+// The tiling of the smem_resident GroupNorm kernels, for tests.
+pybind11::dict group_norm_smem_resident(int64_t batch, int64_t pixels, int64_t channels, int64_t group, int vector,
+                                        int element, int tensors, int threads, int64_t sms, int64_t smem_bytes,
+                                        int max_cluster) {
+  const KernelNeeds needs{tensors, threads, 16, 48};  // at least as much scratch as the kernels need
+  const DeviceLimits limits{sms, smem_bytes, max_cluster};
+  const SmemResidentTiling tiling =
+      smem_resident_tiling(limits, needs, batch, pixels, channels, group, vector, element);
+  check(tiling, limits);
+  pybind11::dict found;
+  found["channels"] = tiling.vectors * vector;
+  found["lanes"] = 1 << tiling.lane_bits;
+  found["tiles"] = tiling.warp_columns;
+  found["rows"] = 1 << tiling.row_bits;
+  found["piece"] = 1 << tiling.piece_bits;
+  found["share"] = tiling.block_pixels;
+  found["ranks"] = tiling.cluster_size;
+  found["depth"] = tiling.chunk_steps;
+  found["chunks"] = tiling.chunks;
+  found["blocks"] = tiling.channel_blocks;
+  found["threads"] = tiling.threads;
+  found["bytes"] = tiling.stage_bytes + tiling.scratch_bytes;
+  return found;
+}
+
+// The tiling of the streaming GroupNorm kernels, for tests; None where they are not taken.
+pybind11::object group_norm_streaming(int64_t min_elements, int64_t batch, int64_t pixels, int64_t channels,
+                                      int64_t group, int vector, int element, int64_t sms, int64_t smem_bytes,
+                                      int max_cluster) {
+  const DeviceLimits limits{sms, smem_bytes, max_cluster};
+  const auto tiling = streaming_tiling(limits, min_elements, batch, pixels, channels, group, vector, element);
+  if (!tiling) return pybind11::none();
+  pybind11::dict found;
+  found["channels"] = tiling->vectors * vector;
+  found["rows"] = tiling->rows;
+  found["threads"] = kStreamingThreads;
+  found["ranks"] = tiling->ranks;
+  found["blocks"] = tiling->channel_blocks;
+  found["piece"] = 1 << tiling->piece_bits;
+  found["ranks_back"] = second_pass_tiling(*tiling, limits, batch).ranks;
+  return found;
+}
+
+}  // namespace
+}  // namespace jaxunet
+
+PYBIND11_MODULE(_cpu, module) {
+  module.def("registrations", &jaxunet::registrations, "Target name -> handler capsule.");
+  module.def("group_norm_smem_resident", &jaxunet::group_norm_smem_resident,
+             "The tiling of the smem_resident GroupNorm kernels.");
+  module.def("group_norm_streaming", &jaxunet::group_norm_streaming,
+             "The tiling of the streaming GroupNorm kernels; None where they are not taken.");
+}

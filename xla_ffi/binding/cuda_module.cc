@@ -1,0 +1,71 @@
+#include <cuda_runtime_api.h>
+
+#include "adamw/kernels.h"
+#include "attention/kernels.h"
+#include "conv3x3/kernels.h"
+#include "group_norm/kernels.h"
+#include "binding/handler.h"
+
+namespace jaxunet {
+namespace {
+
+// The statically linked runtime works with drivers of its own major version and later.
+constexpr int kNeededDriver = CUDART_VERSION / 1000 * 1000;
+
+// Command-buffer compatible: a run only launches kernels on the given stream.
+template <const char* op, auto read, auto run>
+XLA_FFI_Error* handler(XLA_FFI_CallFrame* frame) {
+  static auto* const bound = ffi::Ffi::Bind()
+                                 .Ctx<ffi::PlatformStream<cudaStream_t>>()
+                                 .RemainingArgs()
+                                 .RemainingRets()
+                                 .Attrs()
+                                 .To(
+                                     [](cudaStream_t stream, ffi::RemainingArgs operands, ffi::RemainingRets results,
+                                        ffi::Dictionary attributes) {
+                                       return checked(op, operands, results, attributes, read, [&](const auto& plan) {
+                                         const cudaError_t error = run(plan, stream);
+                                         if (error == cudaSuccess) return ffi::Error::Success();
+                                         std::string message = std::string(op) + ": CUDA: " + cudaGetErrorString(error);
+                                         int driver = 0;
+                                         if (cudaDriverGetVersion(&driver) == cudaSuccess && driver < kNeededDriver) {
+                                           message += "; the driver is for CUDA " + std::to_string(driver / 1000) +
+                                                      ", the kernels were built for CUDA " +
+                                                      std::to_string(kNeededDriver / 1000) + ": update the driver";
+                                         }
+                                         return ffi::Error::Internal(message);
+                                       });
+                                     },
+                                     {ffi::Traits::kCmdBufferCompatible})
+                                 .release();
+  return bound->Call(frame);
+}
+
+pybind11::dict registrations() {
+  pybind11::dict all;
+#define JAXUNET_REGISTER(TARGET, NAME)                               \
+  {                                                                  \
+    static constexpr char target[] = #TARGET;                        \
+    all[target] = capsule(handler<target, read_##NAME, cuda::NAME>); \
+  }
+  JAXUNET_HANDLERS(JAXUNET_REGISTER)
+#undef JAXUNET_REGISTER
+  return all;
+}
+
+// What the driver supports, as CUDART_VERSION counts: 0 without one.
+int driver_version() {
+  int version = 0;
+  return cudaDriverGetVersion(&version) == cudaSuccess ? version : 0;
+}
+
+}  // namespace
+}  // namespace jaxunet
+
+PYBIND11_MODULE(_cuda, module) {
+  module.def("registrations", &jaxunet::registrations, "Target name -> handler capsule.");
+  module.def("driver_version", &jaxunet::driver_version,
+             "The CUDA version that the driver supports, as 13000 for 13.0; 0 without one.");
+  module.attr("needed_driver") = jaxunet::kNeededDriver;  // the least that these handlers run with
+  module.attr("architectures") = JAXUNET_ARCHITECTURES;   // as CMake names them, with commas between them
+}

@@ -1,0 +1,49 @@
+// The one handler: reads and checks a call, then runs it; every failure becomes an XLA error.
+#pragma once
+
+#include <pybind11/pybind11.h>
+
+#include <exception>
+#include <string>
+
+#include "binding/reader.h"
+
+namespace jaxunet {
+
+template <class Read, class Run>
+ffi::Error checked(const char* op, const ffi::RemainingArgs& operands, const ffi::RemainingRets& results,
+                   const ffi::Dictionary& attributes, Read read, Run run) {
+  try {
+    Reader call(op, operands, results, attributes);
+    const auto plan = read(call);
+    call.finish();
+    return run(plan);
+  } catch (const Mistake& mistake) {
+    return ffi::Error::InvalidArgument(mistake.what());
+  } catch (const std::exception& error) {
+    return ffi::Error::Internal(std::string(op) + ": " + error.what());
+  }
+}
+
+// Every handler: its target's name, and NAME: read_NAME reads its calls, NAME in the device's namespace runs them.
+#define JAXUNET_HANDLERS(ENTRY)                                       \
+  ENTRY(jaxunet_sum_of_squares, sum_of_squares)                       \
+  ENTRY(jaxunet_adamw, adamw)                                         \
+  ENTRY(jaxunet_narrow, narrow_all)                                   \
+  ENTRY(jaxunet_attention_forward, attention_forward)                 \
+  ENTRY(jaxunet_attention_backward, attention_backward)               \
+  ENTRY(jaxunet_conv3x3, conv3x3)                                     \
+  ENTRY(jaxunet_conv3x3_shortcut_gradient, conv3x3_shortcut_gradient) \
+  ENTRY(jaxunet_conv3x3_weight_gradient, conv3x3_weight_gradient)     \
+  ENTRY(jaxunet_linear, linear)                                       \
+  ENTRY(jaxunet_linear_weight_gradient, linear_weight_gradient)       \
+  ENTRY(jaxunet_group_norm_forward, norm_forward)                     \
+  ENTRY(jaxunet_group_norm_statistics, norm_statistics)               \
+  ENTRY(jaxunet_group_norm_apply, norm_apply)                         \
+  ENTRY(jaxunet_group_norm_gradient, norm_gradient)
+
+inline pybind11::capsule capsule(XLA_FFI_Error* (*handler)(XLA_FFI_CallFrame*)) {
+  return pybind11::capsule(reinterpret_cast<void*>(handler));
+}
+
+}  // namespace jaxunet

@@ -1,0 +1,79 @@
+// Reads a call's operands, results and attributes, and checks them: shared by the CPU and the CUDA build.
+#pragma once
+
+#include <cstdint>
+#include <limits>
+#include <stdexcept>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "binding/plan.h"
+#include "xla/ffi/api/ffi.h"
+
+namespace jaxunet {
+
+namespace ffi = ::xla::ffi;
+
+// A caller's mistake; the handler turns it into an XLA error.
+struct Mistake : std::invalid_argument {
+  using std::invalid_argument::invalid_argument;
+};
+
+using Dims = std::vector<int64_t>;
+
+constexpr int64_t kAny = -1;  // a dimension of any size
+
+struct Array {
+  void* data;
+  ffi::DataType element;
+  Dims dims;
+};
+
+// Takes operands and results in order. Every method throws Mistake, naming the op, the array, and what was expected and
+// found.
+class Reader {
+ public:
+  Reader(std::string_view op, ffi::RemainingArgs operands, ffi::RemainingRets results, ffi::Dictionary attributes)
+      : op_(op), operands_(operands), results_(results), attributes_(attributes) {}
+
+  // The next operand: float32, float16 or bfloat16, of at least `rank` dimensions.
+  Array floating(const std::string& name, size_t rank);
+  // The next operand or result of exactly this type.
+  Array operand(const std::string& name, ffi::DataType element, const Dims& expected);
+  Array result(const std::string& name, ffi::DataType element, const Dims& expected);
+  // The next result of one of two types.
+  Array result(const std::string& name, ffi::DataType one, ffi::DataType other, const Dims& expected);
+
+  // `count` operands (results) that differ in their last dimension only; the first says the type unless `element` does.
+  Parts parts(const std::string& name, int64_t count, Array* first);
+  Parts parts(const std::string& name, int64_t count, ffi::DataType element, const Dims& leading);
+  Parts result_parts(const std::string& name, int64_t count, ffi::DataType element, const Dims& leading);
+  Rows rows(const std::string& name, int64_t batch, int64_t channels);
+
+  int64_t integer(const char* name, int64_t low, int64_t high = std::numeric_limits<int32_t>::max());
+  float number(const char* name);
+  bool flag(const char* name);
+
+  // Nothing may be left over.
+  void finish();
+
+  [[noreturn]] void fail(const std::string& message) const;
+
+ private:
+  Array next_operand(const std::string& name);
+  Array next_result(const std::string& name);
+  template <class Next>
+  Parts gather(const std::string& name, int64_t count, const Dims& leading, Next next);
+  void check(const std::string& name, const Array& found, ffi::DataType element, const Dims& expected) const;
+
+  std::string op_;
+  ffi::RemainingArgs operands_;
+  ffi::RemainingRets results_;
+  ffi::Dictionary attributes_;
+  size_t operand_ = 0, result_ = 0, attribute_ = 0;
+};
+
+Type kind(ffi::DataType element);
+
+}  // namespace jaxunet

@@ -1,8 +1,0 @@
-// Functions that the host and the device call.
-#pragma once
-
-#ifdef __CUDACC__
-#define JAXUNET_BOTH_SIDES __host__ __device__
-#else
-#define JAXUNET_BOTH_SIDES
-#endif

@@ -1,0 +1,78 @@
+// The host's side of Hopper's forward convolution: which tile, the copy engine's maps, the launch. The kernel is in
+// hopper_forward.cuh.
+
+#include "conv3x3/hopper/forward.h"
+#include "conv3x3/kernels.h"
+
+namespace jaxunet::cuda {
+namespace {
+
+int chunks(const Parts& parts) {
+  int64_t total = 0;
+  for (int i = 0; i < parts.count; ++i) total += ceil_div(parts.channels[i], kChunk);
+  return static_cast<int>(total);
+}
+
+}  // namespace
+
+namespace forward {
+
+cudaError_t parameters(const Tile& tile, const Conv3x3& plan, Parameters* p) {
+  p->schedule = {tile, plan.batch, plan.height, plan.width, chunks(plan.x), chunks(plan.projected), plan.features};
+  p->features = static_cast<int>(plan.features);
+  p->residual = plan.residual.count > 0;
+  p->shift = plan.shift;
+  p->a = plan.a;
+  p->b = plan.b;
+  cudaError_t error = cudaSuccess;
+  const auto map = [&](CUtensorMap* to, const void* data, std::initializer_list<int64_t> dimensions,
+                       std::initializer_list<int> box) {
+    if (error == cudaSuccess) error = tensor_map(to, plan.type, data, dimensions, box);
+  };
+  const auto image = [&](CUtensorMap* to, const void* data, int64_t channels, int halo) {
+    if (error != cudaSuccess) return;
+    error = image_map(to, plan.type, data, {plan.batch, plan.height, plan.width, channels},
+                      {tile.samples, tile.rows + halo, tile.strip_columns() + halo, kChunk}, tile.packed());
+  };
+  p->x_parts = plan.x.count;
+  for (int i = 0; i < plan.x.count; ++i) {
+    p->x_channels[i] = static_cast<int>(plan.x.channels[i]);
+    image(&p->maps.x[i], plan.x.data[i], plan.x.channels[i], 2);
+  }
+  if (p->residual) image(&p->maps.residual, plan.residual.data[0], plan.features, 0);
+  p->extra_parts = plan.projected.count;
+  if (plan.projected.count > 0) {
+    for (int i = 0; i < plan.projected.count; ++i) {
+      p->extra_channels[i] = static_cast<int>(plan.projected.channels[i]);
+      image(&p->maps.extra[i], plan.projected.data[i], plan.projected.channels[i], 2);
+    }
+    if (plan.flipped) {
+      map(&p->maps.shortcut, plan.shortcut, {plan.projected.total, plan.features, 1}, {kChunk, tile.features, 1});
+    } else {
+      map(&p->maps.shortcut, plan.shortcut, {plan.features, plan.projected.total, 1}, {kChunk, kChunk, 1});
+    }
+  }
+  if (plan.x.count > 0 && plan.flipped) {
+    map(&p->maps.kernel, plan.kernel, {plan.x.total, plan.features, 9}, {kChunk, tile.features, tile.taps});
+  } else if (plan.x.count > 0) {
+    map(&p->maps.kernel, plan.kernel, {plan.features, plan.x.total, 9}, {kChunk, kChunk, tile.taps});
+  }
+  p->y_parts = plan.y.count;
+  for (int i = 0; i < plan.y.count; ++i) {
+    p->y_channels[i] = static_cast<int>(plan.y.channels[i]);
+    image(&p->maps.y[i], plan.y.data[i], plan.y.channels[i], 0);
+  }
+  return error;
+}
+
+}  // namespace forward
+
+cudaError_t hopper_forward(const Conv3x3& plan, int multiprocessors, cudaStream_t stream) {
+  const int tile = quickest_tile(plan.a.data != nullptr, multiprocessors, plan.batch, plan.height, plan.width,
+                                 chunks(plan.x), chunks(plan.projected), plan.features);
+  const forward::Launches& all = plan.type == Type::kFloat16 ? forward::kLaunchesFloat16 : forward::kLaunchesBfloat16;
+  const auto run = plan.flipped ? all.flipped[tile] : all.forward[tile];
+  return run ? run(plan, multiprocessors, stream) : cudaErrorInvalidValue;
+}
+
+}  // namespace jaxunet::cuda

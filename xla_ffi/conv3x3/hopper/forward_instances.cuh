@@ -1,0 +1,48 @@
+// The kernels of one type.
+#pragma once
+
+#include <memory>
+#include <utility>
+
+#include "conv3x3/hopper/forward.cuh"
+
+namespace jaxunet::cuda::forward {
+
+template <class T, class Cut, bool kFlipped>
+cudaError_t run(const Conv3x3& plan, int multiprocessors, cudaStream_t stream) {
+  const auto all = std::make_unique<Parameters>();
+  const Parameters& p = *all;
+  cudaError_t error = parameters(Cut::kTile, plan, all.get());
+  if (error != cudaSuccess) return error;
+  if (p.schedule.tiles == 0) return cudaSuccess;
+  const auto kernel = hopper_forward_kernel<T, Cut, kFlipped>;
+  const int bytes = p.schedule.shared_bytes(Cut::kTile);
+  error = allow_shared_memory(kernel, kSharedBytes);
+  if (error != cudaSuccess) return error;
+  return launch(kernel, dim3(std::min(p.schedule.tiles, multiprocessors)), Cut::kThreads, bytes, stream, p);
+}
+
+template <int i>
+using CutOf = Cut<kTiles[i].rows, kTiles[i].features, kTiles[i].groups, kTiles[i].taps, kTiles[i].transposed,
+                  kTiles[i].activated, kTiles[i].samples>;
+
+template <class T, int i>
+constexpr Launches::Run flipped_run() {
+  if constexpr (kTiles[i].activated) {
+    return nullptr;
+  } else {
+    return run<T, CutOf<i>, true>;
+  }
+}
+
+template <class T, int... i>
+constexpr Launches launches(std::integer_sequence<int, i...>) {
+  return {{run<T, CutOf<i>, false>...}, {flipped_run<T, i>()...}};
+}
+
+template <class T>
+constexpr Launches launches() {
+  return launches<T>(std::make_integer_sequence<int, kTileCount>());
+}
+
+}  // namespace jaxunet::cuda::forward

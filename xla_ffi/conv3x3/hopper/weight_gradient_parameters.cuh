@@ -1,0 +1,68 @@
+// What the blocks of Hopper's weight gradient are told.
+#pragma once
+
+#include <cuda.h>
+
+#include <cstdint>
+
+#include "common/fast_divmod.h"
+#include "conv3x3/hopper/tile.h"
+#include "conv3x3/plan.h"
+#include "conv3x3/split_k.h"
+
+namespace jaxunet::cuda::weight_gradient {
+
+// Arrays side by side, in chunks of 64 channels that do not reach across.
+struct Image {
+  CUtensorMap maps[kMaxParts];
+  int parts, channels[kMaxParts], total;
+};
+
+// Tiles of a gradient, each computed by a block for each of its splits.
+struct Work {
+  int tiles = 0, size, longer;  // strips of a split, and how many splits have one more
+  FastDivmod by_tiles;
+  Shares shares;
+
+  Work() = default;
+  Work(int64_t tiles_, const Shares& shares_)
+      : tiles(static_cast<int>(tiles_)),
+        size(shares_.strips / shares_.splits),
+        longer(shares_.strips % shares_.splits),
+        by_tiles(std::max<int64_t>(tiles_, 1)),
+        shares(shares_) {}
+
+  JAXUNET_HOST_DEVICE int blocks() const { return tiles * shares.splits; }
+  JAXUNET_HOST_DEVICE int first(int split) const { return split * size + (split < longer ? split : longer); }
+  JAXUNET_HOST_DEVICE int count(int split) const { return size + (split < longer); }
+};
+
+struct Parameters {
+  Image x, projected;
+  CUtensorMap dy;
+  int samples;  // of a strip: 1, two one below the other, or four packed
+  int features;
+  FastDivmod feature_blocks, x_blocks;  // of 64 channels
+  Work kernel, shortcut;             // tiles of 64 × 64 channels; of `block_chunks` × 64 · 64
+  int shortcut_chunks, block_chunks;
+  int height, width;
+  FastDivmod strips_of_sample, strips_across;
+  Rows a, b;
+  float *sums, *shortcut_sums;
+  bool tiled;  // the layout of `sums`: tiles of registers, not (splits, 3, 3, channels, features)
+  ShiftSums shift;
+};
+
+// Where a chunk lies: its part, its first channel there, and that part's first channel in the whole.
+struct Place {
+  int part = 0, channel = 0, first = 0;
+
+  __device__ Place(const Image& image, int chunk) : channel(chunk * kChunk) {
+    while (part + 1 < image.parts && channel >= image.channels[part]) {
+      channel -= (image.channels[part] + kChunk - 1) / kChunk * kChunk;
+      first += image.channels[part++];
+    }
+  }
+};
+
+}  // namespace jaxunet::cuda::weight_gradient

@@ -1,0 +1,95 @@
+// What the kernels for few channels and few features share. They run on compute capability 8.0 and later
+// (mma.sync.m16n8k16), for 16-bit types. Where a convolution has so little arithmetic, the large one of its two images
+// should pass device memory once, 16 bytes at a time; everything is arranged for that.
+#pragma once
+
+#include "conv3x3/dispatch.h"
+#include "conv3x3/portable/implicit_gemm.cuh"
+
+namespace jaxunet::cuda {
+
+constexpr int kWide = 64;  // channels of the large image that a block handles at a time: 128 bytes of a pixel
+
+// The kernel, in the order of the plan.
+struct Weights {
+  const void* data;
+  int channels, features;
+  bool flipped;
+
+  template <class T>
+  __device__ T at(int tap, int channel, int feature) const {
+    const int64_t entry = flipped ? (static_cast<int64_t>(8 - tap) * features + feature) * channels + channel
+                                  : (static_cast<int64_t>(tap) * channels + channel) * features + feature;
+    return static_cast<const T*>(data)[entry];
+  }
+};
+
+// An image cut into tiles of `kRows` × `kColumns` pixels.
+template <int kRows_, int kColumns_>
+struct Tiling {
+  static constexpr int kRows = kRows_, kColumns = kColumns_, kHaloColumns = kColumns + 2,
+                       kHaloPixels = (kRows + 2) * kHaloColumns, kPixels = kRows * kColumns;
+  int height, width, down, across, tiles;
+
+  Tiling() = default;
+  template <class Plan>
+  explicit Tiling(const Plan& plan)
+      : height(static_cast<int>(plan.height)),
+        width(static_cast<int>(plan.width)),
+        down((height + kRows - 1) / kRows),
+        across((width + kColumns - 1) / kColumns),
+        tiles(static_cast<int>(plan.batch) * down * across) {}
+
+  struct At {
+    int sample, row, column;  // of its first pixel
+  };
+  __device__ At at(int tile) const {
+    const int each = down * across, sample = tile / each, rest = tile - sample * each;
+    return {sample, rest / across * kRows, rest % across * kColumns};
+  }
+  __device__ bool inside(int row, int column) const {
+    return row >= 0 && row < height && column >= 0 && column < width;
+  }
+  // As a row of an array (batch · height · width, channels).
+  __device__ int64_t index(int sample, int row, int column) const {
+    return (static_cast<int64_t>(sample) * height + row) * width + column;
+  }
+};
+
+// 64 channels of an image in parts; `first` counts through all parts.
+struct Chunk {
+  int part, channel, first, width;  // channel: in its part, of `width` channels
+
+  __device__ static Chunk of(const Channels& all, int number) {
+    Chunk chunk{0, number * kWide, 0, all.widths[0]};
+    while (chunk.part + 1 < all.count && chunk.channel >= chunk.width) {
+      chunk.channel -= (chunk.width + kWide - 1) / kWide * kWide;
+      chunk.first += chunk.width;
+      chunk.width = all.widths[++chunk.part];
+    }
+    chunk.first += chunk.channel;
+    return chunk;
+  }
+};
+
+// Where the 16 bytes lie that hold channels 8 · eighth, ... of a pixel of 64 channels in shared memory: eight pixels'
+// bytes lie in different banks.
+__device__ inline int swizzled(int pixel, int eighth) { return pixel * kWide * 2 + ((eighth ^ pixel % 8) << 4); }
+
+// A pixel of the small image.
+template <class T, int kChannels>
+struct alignas(2 * kChannels) Few {
+  T at[kChannels];
+
+  // Channels that are not there, and those of no pixel, are zeros.
+  __device__ void load(const T* from, int channels) {
+    if (from && channels == kChannels) {
+      *this = *reinterpret_cast<const Few*>(from);
+      return;
+    }
+#pragma unroll
+    for (int i = 0; i < kChannels; ++i) at[i] = from && i < channels ? from[i] : narrow<T>(0.0f);
+  }
+};
+
+}  // namespace jaxunet::cuda

@@ -1,0 +1,186 @@
+// Forward 3×3 convolution of at most eight channels, and thereby the input gradient of one with at most eight features.
+//
+// The left matrix has the pixels as rows and (tap, channel) as columns, the channels filled up with zeros to four or
+// eight. In shared memory a pixel of the halo tile has as many. K's order is free as long as both matrices agree, so it
+// is one in which the four numbers a lane holds of a row are four channels of one tap: one load. The features' order is
+// free too: a lane ends up with eight neighbours, which leave as 16 bytes.
+//
+// A block has 64 features' weights in registers and walks through tiles; the next tile is on its way while one is
+// multiplied.
+
+#include "conv3x3/small_channels/common.cuh"
+#include "conv3x3/kernels.h"
+#include "common/launch.cuh"
+#include "common/warp_instructions.cuh"
+
+namespace jaxunet::cuda {
+namespace {
+
+constexpr int kThreads = 256;
+using Tiles = Tiling<32, 8>;  // a warp multiplies four rows: two times two rows of eight pixels
+
+struct Forward {
+  const void* x;
+  int channels, features;
+  Weights weights;
+  Tiles tiling;
+  Rows shift;
+  void* y;
+};
+
+template <class T, int kChannels>
+struct Block {
+  static constexpr int kTapsOfStep = 16 / kChannels, kSteps = (9 + kTapsOfStep - 1) / kTapsOfStep;
+  static constexpr int kLoads = (Tiles::kHaloPixels + kThreads - 1) / kThreads;
+  static constexpr int kColumns = 16 * kSteps + 4;  // of a feature's weights: lanes' reads meet no bank twice
+  static constexpr int kGroups = kWide / 32;        // of 32 features: four fragments of eight
+
+  struct Shared {
+    Few<T, kChannels> pixels[2][Tiles::kHaloPixels];
+    alignas(16) float shift[2][kWide];
+    alignas(16) T weights[kWide][kColumns];
+    Few<T, 4> zeros;
+  };
+
+  const Forward& plan;
+  Shared& shared;
+  int first_feature;
+  Few<T, kChannels> next[kLoads];
+  float next_shift;
+  uint2 right[kSteps][4 * kGroups];
+
+  __device__ Block(const Forward& forward, Shared& memory)
+      : plan(forward), shared(memory), first_feature(blockIdx.y * kWide) {}
+
+  __device__ void load(int tile) {
+    const auto at = plan.tiling.at(tile);
+#pragma unroll
+    for (int i = 0; i < kLoads; ++i) {
+      const int pixel = threadIdx.x + i * kThreads, row = at.row - 1 + pixel / Tiles::kHaloColumns,
+                column = at.column - 1 + pixel % Tiles::kHaloColumns;
+      const bool there = pixel < Tiles::kHaloPixels && plan.tiling.inside(row, column);
+      const T* from = static_cast<const T*>(plan.x);
+      next[i].load(there ? from + plan.tiling.index(at.sample, row, column) * plan.channels : nullptr, plan.channels);
+    }
+    const int feature = first_feature + threadIdx.x;
+    if (threadIdx.x < kWide && feature < plan.features)
+      next_shift = plan.shift.data[at.sample * plan.shift.stride + feature];
+  }
+
+  __device__ void store(int half) {
+#pragma unroll
+    for (int i = 0; i < kLoads; ++i) {
+      const int pixel = threadIdx.x + i * kThreads;
+      if (pixel < Tiles::kHaloPixels) shared.pixels[half][pixel] = next[i];
+    }
+    if (threadIdx.x < kWide) shared.shift[half][threadIdx.x] = next_shift;
+  }
+
+  // Through shared memory, so that each weight is read from device memory once a block.
+  __device__ void load_weights() {
+    if (threadIdx.x < 4) shared.zeros.at[threadIdx.x] = narrow<T>(0.0f);
+    const int feature = threadIdx.x % kWide;
+#pragma unroll
+    for (int i = 0; i < 16 * kSteps; i += kThreads / kWide) {
+      const int entry = i + threadIdx.x / kWide, tap = entry / kChannels, channel = entry % kChannels;
+      const bool there = tap < 9 && channel < plan.channels && first_feature + feature < plan.features;
+      shared.weights[feature][entry] =
+          there ? plan.weights.at<T>(tap, channel, first_feature + feature) : narrow<T>(0.0f);
+    }
+    __syncthreads();
+    const int lane = threadIdx.x % 32, column = lane / 4, t = lane % 4;
+#pragma unroll
+    for (int s = 0; s < kSteps; ++s) {
+#pragma unroll
+      for (int j = 0; j < 4 * kGroups; ++j) {
+        // Column 2 t + i of fragment j is feature 8 t + 2 j + i of the group.
+        const int feature = j / 4 * 32 + column / 2 * 8 + j % 4 * 2 + column % 2;
+        right[s][j] = *reinterpret_cast<const uint2*>(&shared.weights[feature][16 * s + 4 * t]);
+      }
+    }
+  }
+
+  // Four channels of one tap, of the pixel at `index` of the halo tile.
+  __device__ uint2 left(int half, int index, int step) const {
+    const int entry = 16 * step + threadIdx.x % 4 * 4, tap = entry / kChannels;
+    const int pixel = index + tap / 3 * Tiles::kHaloColumns + tap % 3;
+    const T* from = tap < 9 ? &shared.pixels[half][pixel].at[entry % kChannels] : shared.zeros.at;
+    return *reinterpret_cast<const uint2*>(from);
+  }
+
+  __device__ void multiply(int half, int tile) const {
+    const auto at = plan.tiling.at(tile);
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, column = lane / 4, t = lane % 4;
+#pragma unroll
+    for (int pair = 0; pair < 2; ++pair) {
+      const int row = 4 * warp + 2 * pair;
+      float sums[4 * kGroups][4] = {};
+      __syncwarp();
+#pragma unroll
+      for (int s = 0; s < kSteps; ++s) {
+        const uint2 upper = left(half, row * Tiles::kHaloColumns + column, s),
+                    lower = left(half, (row + 1) * Tiles::kHaloColumns + column, s);
+        const uint32_t fragment[4] = {upper.x, lower.x, upper.y, lower.y};
+#pragma unroll
+        for (int j = 0; j < 4 * kGroups; ++j) mma_m16n8k16(sums[j], fragment, right[s][j].x, right[s][j].y, T());
+      }
+#pragma unroll
+      for (int group = 0; group < kGroups; ++group) {
+        const int feature = 32 * group + 8 * t;
+        const float* shift = shared.shift[half] + feature;
+        if (first_feature + feature >= plan.features) continue;
+#pragma unroll
+        for (int down = 0; down < 2; ++down) {
+          if (!plan.tiling.inside(at.row + row + down, at.column + column)) continue;
+          Eight<T> out;
+#pragma unroll
+          for (int i = 0; i < 8; ++i) out.at[i] = narrow<T>(sums[4 * group + i / 2][2 * down + i % 2] + shift[i]);
+          out.store(static_cast<T*>(plan.y) +
+                    plan.tiling.index(at.sample, at.row + row + down, at.column + column) * plan.features +
+                    first_feature + feature);
+        }
+      }
+    }
+  }
+
+  __device__ void run() {
+    next_shift = 0;
+    load(blockIdx.x);
+    load_weights();
+    int half = 0;
+    for (int tile = blockIdx.x; tile < plan.tiling.tiles; tile += gridDim.x, half ^= 1) {
+      store(half);
+      __syncthreads();  // one is enough: whoever stores in this half again has passed the next one
+      if (tile + static_cast<int>(gridDim.x) < plan.tiling.tiles) load(tile + gridDim.x);
+      multiply(half, tile);
+    }
+  }
+};
+
+template <class T, int kChannels>
+__global__ void __launch_bounds__(kThreads, kChannels == 4 ? 2 : 1) few_channels_forward_kernel(const Forward plan) {
+  __shared__ typename Block<T, kChannels>::Shared shared;
+  Block<T, kChannels>(plan, shared).run();
+}
+
+template <class T>
+cudaError_t run(const Forward& all, int multiprocessors, cudaStream_t stream) {
+  const int chunks = (all.features + kWide - 1) / kWide;
+  const bool four = all.channels <= 4;
+  const int blocks = std::max((four ? 2 : 1) * multiprocessors / chunks, 1);
+  const auto kernel = four ? few_channels_forward_kernel<T, 4> : few_channels_forward_kernel<T, 8>;
+  return launch(kernel, dim3(std::min(all.tiling.tiles, blocks), chunks), kThreads, 0, stream, all);
+}
+
+}  // namespace
+
+cudaError_t few_channels_forward(const Conv3x3& plan, int multiprocessors, cudaStream_t stream) {
+  const int channels = static_cast<int>(plan.x.total), features = static_cast<int>(plan.features);
+  const Forward all{plan.x.data[0], channels,   features,      {plan.kernel, channels, features, plan.flipped},
+                    Tiles(plan),    plan.shift, plan.y.data[0]};
+  if (all.tiling.tiles == 0 || features == 0) return cudaSuccess;
+  return plan.type == Type::kFloat16 ? run<__half>(all, multiprocessors, stream)
+                                     : run<__nv_bfloat16>(all, multiprocessors, stream);
+}
+
+}  // namespace jaxunet::cuda

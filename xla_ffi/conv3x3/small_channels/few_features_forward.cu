@@ -1,0 +1,190 @@
+// Forward 3×3 convolution to at most eight features, and thereby the input gradient of one of at most eight channels.
+//
+// Pixels × features, N = 8. A tile of 16 × 16 pixels with its halo lies in shared memory, 64 channels at a time. A warp
+// computes four rows of 16 pixels: it walks down six rows of the tile, and what it has loaded of a row, moved by one of
+// three columns, is multiplied for the up to three rows above, at and below it. So a pixel is loaded from shared memory
+// three times rather than nine. Several blocks on a multiprocessor, one copying while another multiplies, stand in for
+// a pipeline.
+
+#include "conv3x3/activation.cuh"
+#include "conv3x3/small_channels/common.cuh"
+#include "conv3x3/kernels.h"
+#include "common/launch.cuh"
+#include "common/warp_instructions.cuh"
+
+namespace jaxunet::cuda {
+namespace {
+
+constexpr int kThreads = 128, kBlocks = 4;  // blocks on a multiprocessor
+using Tiles = Tiling<16, 16>;
+constexpr int kWarpRows = 4, kSteps = kWide / 16;
+constexpr int kTileBytes = Tiles::kHaloPixels * kWide * 2;
+constexpr int kWeightBytes = 9 * kSteps * 32 * 8;  // of a chunk: 8 bytes a lane
+static_assert(kTileBytes + kMostChannelsToFew / kWide * kWeightBytes <= 99 * 1024);
+
+struct Forward {
+  Channels x;
+  int chunks, features;
+  Weights weights;
+  Tiles tiling;
+  Rows shift, a, b;
+  void* y;
+};
+
+template <class T>
+struct Block {
+  const Forward& plan;
+  unsigned char *pixels, *weights;
+
+  __device__ Block(const Forward& forward, unsigned char* shared)
+      : plan(forward), pixels(shared), weights(shared + kTileBytes) {}
+
+  // Starts copying a chunk of a tile.
+  __device__ void load(int tile, int number) const {
+    const auto at = plan.tiling.at(tile);
+    const Chunk chunk = Chunk::of(plan.x, number);
+    const int eighth = threadIdx.x % 8, channel = chunk.channel + 8 * eighth;
+    const auto* image = static_cast<const T*>(plan.x.data[chunk.part]);
+    for (int pixel = threadIdx.x / 8; pixel < Tiles::kHaloPixels; pixel += kThreads / 8) {
+      const int row = at.row - 1 + pixel / Tiles::kHaloColumns, column = at.column - 1 + pixel % Tiles::kHaloColumns;
+      const bool there = plan.tiling.inside(row, column) && channel < chunk.width;
+      const T* from = image + plan.tiling.index(at.sample, row, column) * chunk.width + channel;
+      cp_async_16(pixels + swizzled(pixel, eighth), there ? from : image, there);
+    }
+  }
+
+  // Applied by the thread that copied.
+  __device__ void activate(int tile, int number) const {
+    const auto at = plan.tiling.at(tile);
+    const Chunk chunk = Chunk::of(plan.x, number);
+    const int eighth = threadIdx.x % 8;
+    if (chunk.channel + 8 * eighth >= chunk.width) return;
+    const Coefficients coefficients(plan.a, plan.b, at.sample, chunk.first + 8 * eighth, true);
+    for (int pixel = threadIdx.x / 8; pixel < Tiles::kHaloPixels; pixel += kThreads / 8) {
+      const int row = at.row - 1 + pixel / Tiles::kHaloColumns, column = at.column - 1 + pixel % Tiles::kHaloColumns;
+      if (!plan.tiling.inside(row, column)) continue;  // zero already
+      auto* here = reinterpret_cast<T*>(pixels + swizzled(pixel, eighth));
+      Eight<T> values;
+      values.load(here);
+      coefficients.apply(values, true);
+      values.store(here);
+    }
+  }
+
+  // As lanes want them: for each chunk, tap and step the right fragments, numbers 2 t, 2 t + 1, 2 t + 8, 2 t + 9 of K.
+  __device__ void load_weights() const {
+    for (int number = 0; number < plan.chunks; ++number) {
+      const Chunk chunk = Chunk::of(plan.x, number);
+      // A warp has one step, of every tap; the reads of three taps are on their way at once.
+      const int lane = threadIdx.x % 32, step = threadIdx.x / 32, feature = lane / 4;
+      static_assert(kThreads == 32 * kSteps);
+#pragma unroll 3
+      for (int tap = 0; tap < 9; ++tap) {
+        Few<T, 4> four;
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          const int c = 16 * step + lane % 4 * 2 + i % 2 + i / 2 * 8;
+          const bool there = chunk.channel + c < chunk.width && feature < plan.features;
+          four.at[i] = there ? plan.weights.at<T>(tap, chunk.first + c, feature) : narrow<T>(0.0f);
+        }
+        reinterpret_cast<Few<T, 4>*>(weights + number * kWeightBytes)[tap * kThreads + threadIdx.x] = four;
+      }
+    }
+  }
+
+  __device__ void multiply(int number, float (&sums)[kWarpRows][4]) const {
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+#pragma unroll 1
+    for (int s = 0; s < kSteps; ++s) {
+      uint2 right[9];
+#pragma unroll
+      for (int tap = 0; tap < 9; ++tap) {
+        right[tap] = reinterpret_cast<const uint2*>(weights + number * kWeightBytes)[(tap * kSteps + s) * 32 + lane];
+      }
+#pragma unroll
+      for (int row = 0; row < kWarpRows + 2; ++row) {
+#pragma unroll
+        for (int dx = 0; dx < 3; ++dx) {
+          const int pixel = (kWarpRows * warp + row) * Tiles::kHaloColumns + dx + lane % 16;
+          uint32_t left[4];
+          ldmatrix_x4<false>(left, pixels + swizzled(pixel, 2 * s + lane / 16));
+#pragma unroll
+          for (int dy = 0; dy < 3; ++dy) {
+            if (row - dy < 0 || row - dy >= kWarpRows) continue;
+            mma_m16n8k16(sums[row - dy], left, right[3 * dy + dx].x, right[3 * dy + dx].y, T());
+          }
+        }
+      }
+    }
+  }
+
+  __device__ void finish(int tile, const float (&sums)[kWarpRows][4]) const {
+    const auto at = plan.tiling.at(tile);
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    const float* shift = plan.shift.data + at.sample * plan.shift.stride;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const int feature = lane % 4 * 2 + i % 2, column = at.column + lane / 4 + i / 2 * 8;
+      if (feature >= plan.features) continue;
+#pragma unroll
+      for (int down = 0; down < kWarpRows; ++down) {
+        const int row = at.row + kWarpRows * warp + down;
+        if (!plan.tiling.inside(row, column)) continue;
+        const int64_t entry = plan.tiling.index(at.sample, row, column) * plan.features + feature;
+        static_cast<T*>(plan.y)[entry] = narrow<T>(sums[down][i] + shift[feature]);
+      }
+    }
+  }
+
+  __device__ void run() const {
+    bool first = true;
+    for (int tile = blockIdx.x; tile < plan.tiling.tiles; tile += gridDim.x) {
+      float sums[kWarpRows][4] = {};
+      for (int number = 0; number < plan.chunks; ++number) {
+        load(tile, number);
+        if (first) load_weights();
+        first = false;
+        cp_async_wait_all();
+        if (plan.a.data) activate(tile, number);
+        __syncthreads();
+        multiply(number, sums);
+        __syncthreads();
+      }
+      finish(tile, sums);
+    }
+  }
+};
+
+template <class T>
+__global__ void __launch_bounds__(kThreads, kBlocks) few_features_forward_kernel(const Forward plan) {
+  Block<T>(plan, shared_memory()).run();
+}
+
+template <class T>
+cudaError_t run(const Forward& all, int multiprocessors, cudaStream_t stream) {
+  const auto kernel = few_features_forward_kernel<T>;
+  const int bytes = kTileBytes + all.chunks * kWeightBytes;
+  const cudaError_t error = allow_shared_memory(kernel, bytes);
+  if (error != cudaSuccess) return error;
+  return launch(kernel, dim3(std::min(all.tiling.tiles, kBlocks * multiprocessors)), kThreads, bytes, stream, all);
+}
+
+}  // namespace
+
+cudaError_t few_features_forward(const Conv3x3& plan, int multiprocessors, cudaStream_t stream) {
+  const int channels = static_cast<int>(plan.x.total), features = static_cast<int>(plan.features);
+  const Forward all{channels_of(plan.x),
+                    static_cast<int>(chunks_of(plan.x)),
+                    features,
+                    {plan.kernel, channels, features, plan.flipped},
+                    Tiles(plan),
+                    plan.shift,
+                    plan.a,
+                    plan.b,
+                    plan.y.data[0]};
+  if (all.tiling.tiles == 0 || features == 0) return cudaSuccess;
+  return plan.type == Type::kFloat16 ? run<__half>(all, multiprocessors, stream)
+                                     : run<__nv_bfloat16>(all, multiprocessors, stream);
+}
+
+}  // namespace jaxunet::cuda
