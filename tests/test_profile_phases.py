@@ -144,16 +144,16 @@ def test_names_tell_backends():
     assert backend_of('jaxunet_conv3x3_forward', 'custom-call.3') == 'pallas'
     assert backend_of('kernel', 'jaxunet_conv3x3_forward.3') == 'pallas'
     norm = 'void jaxunet::cuda::(anonymous namespace)::group_norm_backward<__nv_bfloat16, 8>(jaxunet::cuda::(anonymous namespace)::Backward)'
-    conv = 'void jaxunet::cuda::forward::hopper_forward_kernel<__half, jaxunet::cuda::Cut<16, 64> >(jaxunet::cuda::forward::Parameters)'
+    conv = 'void jaxunet::cuda::forward::hopper_forward_kernel<__half, jaxunet::cuda::TileTraits<16, 64> >(jaxunet::cuda::forward::Parameters)'
     assert backend_of(norm, 'ffi_call.3') == backend_of(conv, 'ffi_call.3') == 'cuda'
     assert backend_of('sm90_xmma_fprop', 'cudnn-conv.1') == 'xla'
     assert own_name(norm, 'ffi_call.3') == 'jaxunet_cuda_group_norm_backward'
     assert own_name(conv, 'ffi_call.3') == 'jaxunet_cuda_hopper_forward_kernel'
     assert (
         own_name(
-            'jaxunet::cuda::(anonymous namespace)::ordered_sums_kernel(jaxunet::cuda::OrderedSum)'
+            'jaxunet::cuda::(anonymous namespace)::split_k_reduce_kernel(jaxunet::cuda::Reductions)'
         )
-        == 'jaxunet_cuda_ordered_sums_kernel'
+        == 'jaxunet_cuda_split_k_reduce_kernel'
     )
     assert (
         own_name('jaxunet_conv3x3_forward_mosaic_gpu_kernel', 'custom-call.3')

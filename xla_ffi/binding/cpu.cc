@@ -30,12 +30,13 @@ uint16_t to_half(float x) {
   const uint16_t sign = std::signbit(x) ? 0x8000 : 0;
   if (std::isnan(x)) return sign | 0x7e00;
   const float size = std::fabs(x);
-  if (size >= 65520.0f) return sign | 0x7c00;  // rounds beyond the largest, 65504
-  // Multiples of 2^(e - 10) are representable for a number of exponent e, of 2^-24 for those that are subnormal.
+  if (size >= 65520.0f) return sign | 0x7c00;  // rounds to infinity; the largest is 65504
+  // Numbers of exponent e are multiples of 2^(e - 10), subnormal ones of 2^-24.
   int exponent;
   std::frexp(size, &exponent);
   const int step = std::max(exponent - 11, -24);
-  const auto units = static_cast<uint32_t>(std::nearbyint(std::ldexp(size, -step)));  // 2048 carries into the exponent
+  const auto units = static_cast<uint32_t>(
+      std::nearbyint(std::ldexp(size, -step)));  // 2048 carries into the exponent
   return sign | static_cast<uint16_t>(step == -24 ? units : units - 1024 + ((step + 25) << 10));
 }
 
@@ -61,11 +62,12 @@ void store(float x, Type type, void* to, int64_t i) {
   }
 }
 
-// The work of one `parallel`, kept alive by whichever thread is the last to look at it.
+// The work of one call of `parallel`, shared by all threads that look at it.
 struct Work {
   std::atomic<int64_t> next{0};
   int64_t count = 0, running = 0;
-  const std::function<void(int64_t)>* body = nullptr;  // valid while an index is left or somebody runs
+  const std::function<void(int64_t)>* body =
+      nullptr;  // valid while an index is left or a thread runs
   std::exception_ptr failure;
   std::mutex mutex;
   std::condition_variable idle;
@@ -91,8 +93,8 @@ struct Work {
 }  // namespace
 
 void parallel(Pool& pool, int64_t count, const std::function<void(int64_t)>& body) {
-  // Helpers that come too late find nothing to do, and nobody waits for them: a pool whose threads all wait here cannot
-  // lock up.
+  // The calling thread works too and waits only for helpers that have begun: a pool whose threads
+  // all wait here does not deadlock.
   auto work = std::make_shared<Work>();
   work->count = count;
   work->body = &body;
@@ -134,8 +136,8 @@ void split(const std::vector<float>& from, Type type, int64_t pixels, const Part
   }
 }
 
-void affine(Pool& pool, std::vector<float>& x, int64_t batch, int64_t channels, const Rows& a, const Rows& b,
-            bool silu) {
+void affine(Pool& pool, std::vector<float>& x, int64_t batch, int64_t channels, const Rows& a,
+            const Rows& b, bool silu) {
   const int64_t pixels = x.empty() ? 0 : static_cast<int64_t>(x.size()) / (batch * channels);
   parallel(pool, batch * pixels, [&](int64_t pixel) {
     const int64_t sample = pixel / pixels;

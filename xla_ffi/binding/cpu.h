@@ -1,6 +1,6 @@
-// What the CPU kernels share. They widen to float32, sum in float64 and split their work over XLA's threads: simple,
-// correct and the same from run to run. They are there for tests and machines without a GPU, where nobody waits for
-// them.
+// The CPU kernels of all ops, and what they share. They widen to float32, sum in float64 and divide
+// their work among the threads of XLA: simple, correct and deterministic, for tests and for
+// machines without a GPU. They are not fast.
 #pragma once
 
 #include <cmath>
@@ -9,30 +9,32 @@
 
 #include "adamw/plan.h"
 #include "attention/plan.h"
+#include "binding/plan.h"
 #include "conv3x3/plan.h"
 #include "group_norm/plan.h"
-#include "binding/plan.h"
+#include "linear/plan.h"
 #include "xla/ffi/api/ffi.h"
 
 namespace jaxunet::cpu {
 
 using Pool = ::xla::ffi::ThreadPool;
 
-// body(i) for i in [0, count), on the calling thread and those of the pool that come in time.
+// Calls body(i) for each i in [0, count), on the calling thread and on threads of the pool that are
+// free.
 void parallel(Pool& pool, int64_t count, const std::function<void(int64_t)>& body);
 
 std::vector<float> widen(const void* from, Type type, int64_t count);
 void narrow(const std::vector<float>& from, Type type, void* to);
 
-// The channel concatenation of the parts, (pixels, channels); and its inverse, into arrays of the same widths.
+// Concatenates the parts along channels into (pixels, channels); `split` is the inverse.
 std::vector<float> join(const Parts& parts, Type type, int64_t pixels);
 void split(const std::vector<float>& from, Type type, int64_t pixels, const Parts& to);
 
 inline float sigmoid(float x) { return 1 / (1 + std::exp(-x)); }
 
-// act(a · x + b) in place, x of shape (batch, pixels, channels); act = SiLU or identity.
-void affine(Pool& pool, std::vector<float>& x, int64_t batch, int64_t channels, const Rows& a, const Rows& b,
-            bool silu);
+// x = act(a · x + b) in place; x is (batch, pixels, channels), act is SiLU or the identity.
+void affine(Pool& pool, std::vector<float>& x, int64_t batch, int64_t channels, const Rows& a,
+            const Rows& b, bool silu);
 
 void sum_of_squares(const SumOfSquares& plan, Pool& pool);
 void adamw(const AdamW& plan, Pool& pool);

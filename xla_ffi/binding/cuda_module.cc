@@ -2,42 +2,44 @@
 
 #include "adamw/kernels.h"
 #include "attention/kernels.h"
+#include "binding/handler.h"
 #include "conv3x3/kernels.h"
 #include "group_norm/kernels.h"
-#include "binding/handler.h"
+#include "linear/kernels.h"
 
 namespace jaxunet {
 namespace {
 
-// The statically linked runtime works with drivers of its own major version and later.
+// The statically linked CUDA runtime works with drivers of its own major version and later.
 constexpr int kNeededDriver = CUDART_VERSION / 1000 * 1000;
 
-// Command-buffer compatible: a run only launches kernels on the given stream.
+// Compatible with command buffers: a call only launches kernels on the given stream.
 template <const char* op, auto read, auto run>
 XLA_FFI_Error* handler(XLA_FFI_CallFrame* frame) {
-  static auto* const bound = ffi::Ffi::Bind()
-                                 .Ctx<ffi::PlatformStream<cudaStream_t>>()
-                                 .RemainingArgs()
-                                 .RemainingRets()
-                                 .Attrs()
-                                 .To(
-                                     [](cudaStream_t stream, ffi::RemainingArgs operands, ffi::RemainingRets results,
-                                        ffi::Dictionary attributes) {
-                                       return checked(op, operands, results, attributes, read, [&](const auto& plan) {
-                                         const cudaError_t error = run(plan, stream);
-                                         if (error == cudaSuccess) return ffi::Error::Success();
-                                         std::string message = std::string(op) + ": CUDA: " + cudaGetErrorString(error);
-                                         int driver = 0;
-                                         if (cudaDriverGetVersion(&driver) == cudaSuccess && driver < kNeededDriver) {
-                                           message += "; the driver is for CUDA " + std::to_string(driver / 1000) +
-                                                      ", the kernels were built for CUDA " +
-                                                      std::to_string(kNeededDriver / 1000) + ": update the driver";
-                                         }
-                                         return ffi::Error::Internal(message);
-                                       });
-                                     },
-                                     {ffi::Traits::kCmdBufferCompatible})
-                                 .release();
+  static auto* const bound =
+      ffi::Ffi::Bind()
+          .Ctx<ffi::PlatformStream<cudaStream_t>>()
+          .RemainingArgs()
+          .RemainingRets()
+          .Attrs()
+          .To(
+              [](cudaStream_t stream, ffi::RemainingArgs operands, ffi::RemainingRets results,
+                 ffi::Dictionary attributes) {
+                return checked(op, operands, results, attributes, read, [&](const auto& plan) {
+                  const cudaError_t error = run(plan, stream);
+                  if (error == cudaSuccess) return ffi::Error::Success();
+                  std::string message = std::string(op) + ": CUDA: " + cudaGetErrorString(error);
+                  int driver = 0;
+                  if (cudaDriverGetVersion(&driver) == cudaSuccess && driver < kNeededDriver) {
+                    message += "; the driver is for CUDA " + std::to_string(driver / 1000) +
+                               ", the kernels were built for CUDA " +
+                               std::to_string(kNeededDriver / 1000) + ": update the driver";
+                  }
+                  return ffi::Error::Internal(message);
+                });
+              },
+              {ffi::Traits::kCmdBufferCompatible})
+          .release();
   return bound->Call(frame);
 }
 
@@ -53,7 +55,7 @@ pybind11::dict registrations() {
   return all;
 }
 
-// What the driver supports, as CUDART_VERSION counts: 0 without one.
+// The CUDA version that the driver supports, such as 13000; 0 without a driver.
 int driver_version() {
   int version = 0;
   return cudaDriverGetVersion(&version) == cudaSuccess ? version : 0;
@@ -66,6 +68,6 @@ PYBIND11_MODULE(_cuda, module) {
   module.def("registrations", &jaxunet::registrations, "Target name -> handler capsule.");
   module.def("driver_version", &jaxunet::driver_version,
              "The CUDA version that the driver supports, as 13000 for 13.0; 0 without one.");
-  module.attr("needed_driver") = jaxunet::kNeededDriver;  // the least that these handlers run with
-  module.attr("architectures") = JAXUNET_ARCHITECTURES;   // as CMake names them, with commas between them
+  module.attr("needed_driver") = jaxunet::kNeededDriver;  // the lowest version these handlers run with
+  module.attr("architectures") = JAXUNET_ARCHITECTURES;   // as CMake names them, joined by commas
 }

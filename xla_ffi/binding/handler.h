@@ -1,4 +1,5 @@
-// The one handler: reads and checks a call, then runs it; every failure becomes an XLA error.
+// What the handlers of both modules share: they read and check a call, then run it. Every failure
+// becomes an XLA error.
 #pragma once
 
 #include <pybind11/pybind11.h>
@@ -11,8 +12,9 @@
 namespace jaxunet {
 
 template <class Read, class Run>
-ffi::Error checked(const char* op, const ffi::RemainingArgs& operands, const ffi::RemainingRets& results,
-                   const ffi::Dictionary& attributes, Read read, Run run) {
+ffi::Error checked(const char* op, const ffi::RemainingArgs& operands,
+                   const ffi::RemainingRets& results, const ffi::Dictionary& attributes, Read read,
+                   Run run) {
   try {
     Reader call(op, operands, results, attributes);
     const auto plan = read(call);
@@ -25,7 +27,7 @@ ffi::Error checked(const char* op, const ffi::RemainingArgs& operands, const ffi
   }
 }
 
-// Every handler: its target's name, and NAME: read_NAME reads its calls, NAME in the device's namespace runs them.
+// Every handler: ENTRY(target, NAME). read_NAME reads the calls; cpu::NAME and cuda::NAME run them.
 #define JAXUNET_HANDLERS(ENTRY)                                       \
   ENTRY(jaxunet_sum_of_squares, sum_of_squares)                       \
   ENTRY(jaxunet_adamw, adamw)                                         \

@@ -1,5 +1,5 @@
-// What the checks hand to the kernels: plain data, the same for the CPU and the CUDA build, free of ffi.h, which is
-// slow under nvcc.
+// The checked operands of a call, as the readers hand them to the kernels: plain data, the same for
+// CPU and CUDA. Free of ffi.h, which nvcc compiles slowly.
 #pragma once
 
 #include <array>
@@ -11,7 +11,7 @@ enum class Type { kFloat32, kFloat16, kBfloat16 };
 
 constexpr int kMaxParts = 4;
 
-// An NHWC tensor whose channels come from one or more arrays, one after the other.
+// An NHWC tensor whose channels are those of one or more arrays, in order.
 struct Parts {
   int count = 0;
   std::array<void*, kMaxParts> data{};
@@ -19,10 +19,10 @@ struct Parts {
   int64_t total = 0;  // channels of all parts
 };
 
-// A (1 or batch, channels) array of float32.
+// A float32 array of shape (1 or batch, channels).
 struct Rows {
   const float* data = nullptr;
-  int64_t stride = 0;  // 0 where all samples share one row
+  int64_t stride = 0;  // 0: all samples share one row
 };
 
 }  // namespace jaxunet

@@ -33,7 +33,8 @@ Array describe(const ffi::AnyBuffer& buffer) {
 }
 
 bool is_floating(ffi::DataType element) {
-  return element == ffi::DataType::F32 || element == ffi::DataType::F16 || element == ffi::DataType::BF16;
+  return element == ffi::DataType::F32 || element == ffi::DataType::F16 ||
+         element == ffi::DataType::BF16;
 }
 
 }  // namespace
@@ -55,17 +56,19 @@ Array Reader::next_operand(const std::string& name) {
   return describe(*buffer);
 }
 
-void Reader::check(const std::string& name, const Array& found, ffi::DataType element, const Dims& expected) const {
+void Reader::check(const std::string& name, const Array& found, ffi::DataType element,
+                   const Dims& expected) const {
   if (found.element != element || !fits(found.dims, expected)) {
-    fail(name + ": expected " + text(element) + text(expected) + ", found " + text(found.element) + text(found.dims));
+    fail(name + ": expected " + text(element) + text(expected) + ", found " + text(found.element) +
+         text(found.dims));
   }
 }
 
 Array Reader::floating(const std::string& name, size_t rank) {
   Array found = next_operand(name);
   if (!is_floating(found.element) || found.dims.size() < rank) {
-    fail(name + ": expected float32, float16 or bfloat16 of at least " + std::to_string(rank) + " dimensions, found " +
-         text(found.element) + text(found.dims));
+    fail(name + ": expected float32, float16 or bfloat16 of at least " + std::to_string(rank) +
+         " dimensions, found " + text(found.element) + text(found.dims));
   }
   return found;
 }
@@ -90,7 +93,8 @@ Array Reader::result(const std::string& name, ffi::DataType element, const Dims&
   return found;
 }
 
-Array Reader::result(const std::string& name, ffi::DataType one, ffi::DataType other, const Dims& expected) {
+Array Reader::result(const std::string& name, ffi::DataType one, ffi::DataType other,
+                     const Dims& expected) {
   Array found = next_result(name);
   check(name, found, found.element == other ? other : one, expected);
   return found;
@@ -100,7 +104,8 @@ Parts Reader::parts(const std::string& name, int64_t count, Array* first) {
   *first = floating(name + "[0]", 4);
   check(name + "[0]", *first, first->element, {kAny, kAny, kAny, kAny});
   Parts all{1, {first->data}, {first->dims[3]}, first->dims[3]};
-  const Parts rest = parts(name, count - 1, first->element, {first->dims.begin(), first->dims.end() - 1});
+  const Parts rest =
+      parts(name, count - 1, first->element, {first->dims.begin(), first->dims.end() - 1});
   for (int i = 0; i < rest.count; ++i, ++all.count) {
     all.data[all.count] = rest.data[i];
     all.channels[all.count] = rest.channels[i];
@@ -122,20 +127,25 @@ Parts Reader::gather(const std::string& name, int64_t count, const Dims& leading
   return all;
 }
 
-Parts Reader::parts(const std::string& name, int64_t count, ffi::DataType element, const Dims& leading) {
-  return gather(name, count, leading,
-                [&](const std::string& part, const Dims& expected) { return operand(part, element, expected); });
+Parts Reader::parts(const std::string& name, int64_t count, ffi::DataType element,
+                    const Dims& leading) {
+  return gather(name, count, leading, [&](const std::string& part, const Dims& expected) {
+    return operand(part, element, expected);
+  });
 }
 
-Parts Reader::result_parts(const std::string& name, int64_t count, ffi::DataType element, const Dims& leading) {
-  return gather(name, count, leading,
-                [&](const std::string& part, const Dims& expected) { return result(part, element, expected); });
+Parts Reader::result_parts(const std::string& name, int64_t count, ffi::DataType element,
+                           const Dims& leading) {
+  return gather(name, count, leading, [&](const std::string& part, const Dims& expected) {
+    return result(part, element, expected);
+  });
 }
 
 Rows Reader::rows(const std::string& name, int64_t batch, int64_t channels) {
   const Array found = operand(name, ffi::DataType::F32, {kAny, channels});
   if (found.dims[0] != 1 && found.dims[0] != batch) {
-    fail(name + ": expected 1 or " + std::to_string(batch) + " rows, found " + std::to_string(found.dims[0]));
+    fail(name + ": expected 1 or " + std::to_string(batch) + " rows, found " +
+         std::to_string(found.dims[0]));
   }
   return {static_cast<const float*>(found.data), found.dims[0] == 1 ? 0 : channels};
 }
@@ -143,10 +153,11 @@ Rows Reader::rows(const std::string& name, int64_t batch, int64_t channels) {
 int64_t Reader::integer(const char* name, int64_t low, int64_t high) {
   const auto value = attributes_.get<int64_t>(name);
   if (!value.has_value())
-    fail(std::string("attribute ") + name + ": expected a 64-bit integer: " + value.error().message());
+    fail(std::string("attribute ") + name +
+         ": expected a 64-bit integer: " + value.error().message());
   if (*value < low || *value > high) {
-    fail(std::string("attribute ") + name + ": expected " + std::to_string(low) + " to " + std::to_string(high) +
-         ", found " + std::to_string(*value));
+    fail(std::string("attribute ") + name + ": expected " + std::to_string(low) + " to " +
+         std::to_string(high) + ", found " + std::to_string(*value));
   }
   ++attribute_;
   return *value;
@@ -154,21 +165,24 @@ int64_t Reader::integer(const char* name, int64_t low, int64_t high) {
 
 float Reader::number(const char* name) {
   const auto value = attributes_.get<float>(name);
-  if (!value.has_value()) fail(std::string("attribute ") + name + ": expected a float32: " + value.error().message());
+  if (!value.has_value())
+    fail(std::string("attribute ") + name + ": expected a float32: " + value.error().message());
   ++attribute_;
   return *value;
 }
 
 bool Reader::flag(const char* name) {
   const auto value = attributes_.get<bool>(name);
-  if (!value.has_value()) fail(std::string("attribute ") + name + ": expected a bool: " + value.error().message());
+  if (!value.has_value())
+    fail(std::string("attribute ") + name + ": expected a bool: " + value.error().message());
   ++attribute_;
   return *value;
 }
 
 void Reader::finish() {
   const auto exact = [this](const char* what, size_t used, size_t given) {
-    if (used != given) fail(std::to_string(given) + " " + what + " given, " + std::to_string(used) + " expected");
+    if (used != given)
+      fail(std::to_string(given) + " " + what + " given, " + std::to_string(used) + " expected");
   };
   exact("operands", operand_, operands_.size());
   exact("results", result_, results_.size());

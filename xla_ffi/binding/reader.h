@@ -1,4 +1,4 @@
-// Reads a call's operands, results and attributes, and checks them: shared by the CPU and the CUDA build.
+// Reads and checks the operands, results and attributes of a call, for the CPU and the CUDA module.
 #pragma once
 
 #include <cstdint>
@@ -15,7 +15,7 @@ namespace jaxunet {
 
 namespace ffi = ::xla::ffi;
 
-// A caller's mistake; the handler turns it into an XLA error.
+// A mistake of the caller, which the handler turns into an XLA error.
 struct Mistake : std::invalid_argument {
   using std::invalid_argument::invalid_argument;
 };
@@ -30,32 +30,37 @@ struct Array {
   Dims dims;
 };
 
-// Takes operands and results in order. Every method throws Mistake, naming the op, the array, and what was expected and
-// found.
+// Takes operands and results in order. Methods throw Mistake, which names the op, the array, and
+// what was expected and found.
 class Reader {
  public:
-  Reader(std::string_view op, ffi::RemainingArgs operands, ffi::RemainingRets results, ffi::Dictionary attributes)
+  Reader(std::string_view op, ffi::RemainingArgs operands, ffi::RemainingRets results,
+         ffi::Dictionary attributes)
       : op_(op), operands_(operands), results_(results), attributes_(attributes) {}
 
-  // The next operand: float32, float16 or bfloat16, of at least `rank` dimensions.
+  // The next operand: float32, float16 or bfloat16, at least `rank` dimensions.
   Array floating(const std::string& name, size_t rank);
-  // The next operand or result of exactly this type.
+  // The next operand or result, of this type and shape (kAny: any size).
   Array operand(const std::string& name, ffi::DataType element, const Dims& expected);
   Array result(const std::string& name, ffi::DataType element, const Dims& expected);
-  // The next result of one of two types.
-  Array result(const std::string& name, ffi::DataType one, ffi::DataType other, const Dims& expected);
+  // The next result, of one of two types.
+  Array result(const std::string& name, ffi::DataType one, ffi::DataType other,
+               const Dims& expected);
 
-  // `count` operands (results) that differ in their last dimension only; the first says the type unless `element` does.
+  // `count` operands (results) that differ only in their last dimension; the first decides the
+  // type, unless `element` does.
   Parts parts(const std::string& name, int64_t count, Array* first);
   Parts parts(const std::string& name, int64_t count, ffi::DataType element, const Dims& leading);
-  Parts result_parts(const std::string& name, int64_t count, ffi::DataType element, const Dims& leading);
+  Parts result_parts(const std::string& name, int64_t count, ffi::DataType element,
+                     const Dims& leading);
   Rows rows(const std::string& name, int64_t batch, int64_t channels);
 
-  int64_t integer(const char* name, int64_t low, int64_t high = std::numeric_limits<int32_t>::max());
+  int64_t integer(const char* name, int64_t low,
+                  int64_t high = std::numeric_limits<int32_t>::max());
   float number(const char* name);
   bool flag(const char* name);
 
-  // Nothing may be left over.
+  // Checks that the call has no more operands, results and attributes.
   void finish();
 
   [[noreturn]] void fail(const std::string& message) const;
@@ -65,7 +70,8 @@ class Reader {
   Array next_result(const std::string& name);
   template <class Next>
   Parts gather(const std::string& name, int64_t count, const Dims& leading, Next next);
-  void check(const std::string& name, const Array& found, ffi::DataType element, const Dims& expected) const;
+  void check(const std::string& name, const Array& found, ffi::DataType element,
+             const Dims& expected) const;
 
   std::string op_;
   ffi::RemainingArgs operands_;

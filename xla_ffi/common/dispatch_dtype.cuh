@@ -1,4 +1,4 @@
-// From the type that a plan names to the type of a kernel.
+// From the type that a plan names to a kernel's template argument.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -8,7 +8,7 @@
 
 namespace jaxunet::cuda {
 
-// run(nought), of the type whose kernel is wanted: `decltype(nought)`.
+// Calls run(zero) with a zero of the type; `decltype(zero)` selects the kernel.
 template <class Run>
 auto dispatch_dtype(Type type, const Run& run) {
   switch (type) {

@@ -1,4 +1,4 @@
-// Division in a kernel by what the host knows.
+// Division in a kernel by a divisor that the host knows.
 #pragma once
 
 #include <algorithm>
@@ -8,19 +8,20 @@
 
 namespace jaxunet::cuda {
 
-// Division by a number that is known before the launch: of a number that is not negative, in a few instructions.
+// Divides numbers that are not negative by a positive divisor, in a few instructions.
 struct FastDivmod {
-  uint32_t by = 1, inverse = 0xFFFFFFFF;
+  uint32_t divisor = 1, inverse = 0xFFFFFFFF;
 
   FastDivmod() = default;
-  explicit FastDivmod(int64_t by_)
-      : by(static_cast<uint32_t>(by_)),
-        inverse(static_cast<uint32_t>(std::min<int64_t>((int64_t{1} << 32) / by_, 0xFFFFFFFF))) {}
+  explicit FastDivmod(int64_t by)
+      : divisor(static_cast<uint32_t>(by)),
+        inverse(static_cast<uint32_t>(std::min<int64_t>((int64_t{1} << 32) / by, 0xFFFFFFFF))) {}
 
-  // The inverse is rounded down, so that the first estimate is right or one too small.
+  // The inverse is rounded down, so the estimate is right or one too small.
   JAXUNET_HOST_DEVICE int quotient(int dividend) const {
-    const uint32_t n = static_cast<uint32_t>(dividend), low = static_cast<uint32_t>((uint64_t{n} * inverse) >> 32);
-    return static_cast<int>(low + (n - low * by >= by));
+    const uint32_t n = static_cast<uint32_t>(dividend),
+                   low = static_cast<uint32_t>((uint64_t{n} * inverse) >> 32);
+    return static_cast<int>(low + (n - low * divisor >= divisor));
   }
 };
 

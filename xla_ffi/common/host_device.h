@@ -1,4 +1,5 @@
-// Functions that the host and the device call.
+// JAXUNET_HOST_DEVICE: marks functions that both the host and the device call. Nothing for a C++
+// compiler.
 #pragma once
 
 #ifdef __CUDACC__

@@ -1,4 +1,4 @@
-// The quick instructions of the special-function units.
+// Approximate functions of the special-function units.
 #pragma once
 
 namespace jaxunet::cuda {

@@ -5,24 +5,28 @@
 namespace jaxunet::cuda {
 namespace {
 
-using Encode = CUresult (*)(CUtensorMap*, CUtensorMapDataType, cuuint32_t, void*, const cuuint64_t*, const cuuint64_t*,
-                            const cuuint32_t*, const cuuint32_t*, CUtensorMapInterleave, CUtensorMapSwizzle,
-                            CUtensorMapL2promotion, CUtensorMapFloatOOBfill);
+using Encode = CUresult (*)(CUtensorMap*, CUtensorMapDataType, cuuint32_t, void*, const cuuint64_t*,
+                            const cuuint64_t*, const cuuint32_t*, const cuuint32_t*,
+                            CUtensorMapInterleave, CUtensorMapSwizzle, CUtensorMapL2promotion,
+                            CUtensorMapFloatOOBfill);
 
-// The driver's function, found at run time: linked against libcuda, the module would not load on a machine without a
-// driver.
+// Looks the driver's function up at run time: a module linked against libcuda does not load on a
+// machine without a driver.
 Encode encode_function() {
   void* function = nullptr;
   cudaDriverEntryPointQueryResult found;
-  const cudaError_t error =
-      cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &function, 12000, cudaEnableDefault, &found);
-  return error == cudaSuccess && found == cudaDriverEntryPointSuccess ? reinterpret_cast<Encode>(function) : nullptr;
+  const cudaError_t error = cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &function,
+                                                             12000, cudaEnableDefault, &found);
+  return error == cudaSuccess && found == cudaDriverEntryPointSuccess
+             ? reinterpret_cast<Encode>(function)
+             : nullptr;
 }
 
 }  // namespace
 
-cudaError_t tensor_map(CUtensorMap* map, Type type, const void* data, std::initializer_list<int64_t> dimensions,
-                       std::initializer_list<int> box, std::initializer_list<int64_t> given) {
+cudaError_t tensor_map(CUtensorMap* map, Type type, const void* data,
+                       std::initializer_list<int64_t> dimensions, std::initializer_list<int> box,
+                       std::initializer_list<int64_t> given) {
   static const Encode encode = encode_function();
   if (!encode) return cudaErrorSymbolNotFound;
   constexpr int kMost = 5, kBytes = 2;
@@ -42,10 +46,12 @@ cudaError_t tensor_map(CUtensorMap* map, Type type, const void* data, std::initi
     boxes[rank] = static_cast<cuuint32_t>(size);
     steps[rank++] = 1;
   }
-  const auto element = type == Type::kFloat16 ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16;
-  const CUresult result = encode(map, element, static_cast<cuuint32_t>(rank), const_cast<void*>(data), sizes, strides,
-                                 boxes, steps, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
-                                 CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  const auto element =
+      type == Type::kFloat16 ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16;
+  const CUresult result =
+      encode(map, element, static_cast<cuuint32_t>(rank), const_cast<void*>(data), sizes, strides,
+             boxes, steps, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
+             CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   return result == CUDA_SUCCESS ? cudaSuccess : cudaErrorInvalidValue;
 }
 

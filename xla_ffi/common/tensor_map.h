@@ -1,4 +1,4 @@
-// Descriptions of arrays for Hopper's copy engine (TMA).
+// Tensor maps: the arrays and boxes that TMA copies.
 #pragma once
 
 #include <cuda.h>
@@ -10,28 +10,35 @@
 
 namespace jaxunet::cuda {
 
-// An array of a 16-bit type, dimensions innermost first, copied in boxes of these sizes whose rows of 128 bytes are
-// swizzled in shared memory. The innermost dimension is a multiple of 8. `strides`: elements from one entry to the next
-// of every other dimension; not given, the array is dense in this order.
-cudaError_t tensor_map(CUtensorMap* map, Type type, const void* data, std::initializer_list<int64_t> dimensions,
-                       std::initializer_list<int> box, std::initializer_list<int64_t> strides = {});
+// Encodes the map of an array of a 16-bit type. Dimensions and boxes are given innermost first; the
+// innermost dimension is a multiple of 8. The box has rows of 128 bytes, which are swizzled in
+// shared memory. `strides`: elements between neighbours of each dimension but the innermost;
+// without it the array is dense.
+//
+// Errors: cudaErrorSymbolNotFound if the driver lacks cuTensorMapEncodeTiled, cudaErrorInvalidValue
+// if it refuses.
+cudaError_t tensor_map(CUtensorMap* map, Type type, const void* data,
+                       std::initializer_list<int64_t> dimensions, std::initializer_list<int> box,
+                       std::initializer_list<int64_t> strides = {});
 
-// Images and a box of them. The samples come last in shared memory; packed, those of a pixel are side by side.
+// Images and a box of them. In shared memory the samples are the outermost dimension; packed, the
+// samples of a pixel are side by side.
 struct Nhwc {
   int64_t batch, height, width, channels;
 };
 struct NhwcBox {
   int batch, height, width, channels;
 };
-inline cudaError_t image_map(CUtensorMap* map, Type type, const void* data, const Nhwc& of, const NhwcBox& box,
-                             bool packed) {
+inline cudaError_t image_map(CUtensorMap* map, Type type, const void* data, const Nhwc& image,
+                             const NhwcBox& box, bool packed) {
   if (!packed) {
-    return tensor_map(map, type, data, {of.channels, of.width, of.height, of.batch},
+    return tensor_map(map, type, data, {image.channels, image.width, image.height, image.batch},
                       {box.channels, box.width, box.height, box.batch});
   }
-  return tensor_map(map, type, data, {of.channels, of.batch, of.width, of.height},
-                    {box.channels, box.batch, box.width, box.height},
-                    {of.height * of.width * of.channels, of.channels, of.width * of.channels});
+  return tensor_map(
+      map, type, data, {image.channels, image.batch, image.width, image.height},
+      {box.channels, box.batch, box.width, box.height},
+      {image.height * image.width * image.channels, image.channels, image.width * image.channels});
 }
 
 }  // namespace jaxunet::cuda

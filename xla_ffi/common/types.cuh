@@ -1,4 +1,5 @@
-// Numbers in registers: float32, float16 and bfloat16 to and from float32, eight at a time where they lie in line.
+// float32, float16 and bfloat16 in registers: conversions, and vectors of neighbours that are
+// loaded and stored at once.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -8,6 +9,7 @@
 
 namespace jaxunet::cuda {
 
+// To and from float32.
 __device__ inline float wide(float x) { return x; }
 __device__ inline float wide(__half x) { return __half2float(x); }
 __device__ inline float wide(__nv_bfloat16 x) { return __bfloat162float(x); }
@@ -27,7 +29,6 @@ __device__ inline __nv_bfloat16 narrow<__nv_bfloat16>(float x) {
   return __float2bfloat16_rn(x);
 }
 
-// Neighbours that are read and written at once.
 template <class T, int kWidth>
 struct alignas(sizeof(T) * kWidth) Vector {
   T at[kWidth];
@@ -42,7 +43,7 @@ struct alignas(16) Eight {
 #pragma unroll
     for (int i = 0; i < 8; ++i) at[i] = narrow<T>(0.0f);
   }
-  // `from` and `to` are aligned to 16 bytes.
+  // `from` and `to` are multiples of 16 bytes.
   __device__ void load(const T* from) {
     const auto* source = reinterpret_cast<const uint4*>(from);
     auto* target = reinterpret_cast<uint4*>(at);
@@ -57,7 +58,7 @@ struct alignas(16) Eight {
   }
 };
 
-// x · sigmoid(x), to the last bits of float32.
+// x · sigmoid(x), to float32 precision.
 __device__ inline float silu_exact(float x) { return x / (1.0f + expf(-x)); }
 
 }  // namespace jaxunet::cuda

@@ -1,6 +1,5 @@
-// The instructions of the kernels for compute capability 8.0 and later: loads of 8×8 blocks of 16-bit numbers, the
-// tensor cores' products of a 16 × K by a K × 8 matrix, and copies to shared memory that pass no registers. Fragments
-// are laid out as PTX says ("mma.m16n8k16", "mma.m16n8k8").
+// Instructions of a warp, compute capability 8.0 and later: ldmatrix, mma.sync of a 16 × K by a K ×
+// 8 matrix, and cp.async. PTX defines the layout of the fragments ("mma.m16n8k16", "mma.m16n8k8").
 #pragma once
 
 #include <cuda_bf16.h>
@@ -10,8 +9,8 @@
 
 namespace jaxunet::cuda {
 
-// Four blocks, whose rows lie at the addresses of lanes 0-7, 8-15, 16-23 and 24-31; transposed: each block is
-// transposed.
+// Four 8 × 8 matrices of 16-bit numbers from shared memory. Their rows lie at the addresses of
+// lanes 0-7, 8-15, 16-23 and 24-31; transposed: each matrix is transposed.
 template <bool kTransposed>
 __device__ inline void ldmatrix_x4(uint32_t (&out)[4], const void* row) {
   const auto address = static_cast<uint32_t>(__cvta_generic_to_shared(row));
@@ -28,49 +27,53 @@ __device__ inline void ldmatrix_x4(uint32_t (&out)[4], const void* row) {
   }
 }
 
-// sums += left · right, K = 16.
-__device__ inline void mma_m16n8k16(float (&sums)[4], const uint32_t (&left)[4], uint32_t right0, uint32_t right1,
-                                  __nv_bfloat16) {
+// accumulator += left · right, K = 16.
+__device__ inline void mma_m16n8k16(float (&accumulator)[4], const uint32_t (&left)[4],
+                                    uint32_t right0, uint32_t right1, __nv_bfloat16) {
   asm volatile(
-      "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, "
+      "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, "
+      "{%8, %9}, {%0, %1, %2, "
       "%3};"
-      : "+f"(sums[0]), "+f"(sums[1]), "+f"(sums[2]), "+f"(sums[3])
+      : "+f"(accumulator[0]), "+f"(accumulator[1]), "+f"(accumulator[2]), "+f"(accumulator[3])
       : "r"(left[0]), "r"(left[1]), "r"(left[2]), "r"(left[3]), "r"(right0), "r"(right1));
 }
-__device__ inline void mma_m16n8k16(float (&sums)[4], const uint32_t (&left)[4], uint32_t right0, uint32_t right1,
-                                  __half) {
+__device__ inline void mma_m16n8k16(float (&accumulator)[4], const uint32_t (&left)[4],
+                                    uint32_t right0, uint32_t right1, __half) {
   asm volatile(
-      "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, "
+      "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, "
+      "%9}, {%0, %1, %2, "
       "%3};"
-      : "+f"(sums[0]), "+f"(sums[1]), "+f"(sums[2]), "+f"(sums[3])
+      : "+f"(accumulator[0]), "+f"(accumulator[1]), "+f"(accumulator[2]), "+f"(accumulator[3])
       : "r"(left[0]), "r"(left[1]), "r"(left[2]), "r"(left[3]), "r"(right0), "r"(right1));
 }
 
-// 16 bytes from global to shared memory, or 16 zero bytes; both addresses are multiples of 16, and `from` is valid
-// either way.
+// Copies 16 bytes from global to shared memory, or writes 16 zero bytes. Both addresses are
+// multiples of 16; `from` is valid either way.
 __device__ inline void cp_async_16(void* to, const void* from, bool there) {
-  asm volatile(
-      "cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(static_cast<uint32_t>(__cvta_generic_to_shared(to))),
-      "l"(from), "r"(there ? 16 : 0)
-      : "memory");
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(
+                   static_cast<uint32_t>(__cvta_generic_to_shared(to))),
+               "l"(from), "r"(there ? 16 : 0)
+               : "memory");
 }
 
-// This thread's copies are done; those of others are after the next barrier.
+// Waits for the copies of this thread; those of other threads are complete after the next barrier.
 __device__ inline void cp_async_wait_all() { asm volatile("cp.async.wait_all;" ::: "memory"); }
 
-// x rounded to the 11 bits that tf32 holds.
+// x rounded to tf32, which has 11 significant bits.
 __device__ inline uint32_t tf32(float x) {
   uint32_t out;
   asm("cvt.rna.tf32.f32 %0, %1;" : "=r"(out) : "f"(x));
   return out;
 }
 
-// sums += left · right in tf32, K = 8.
-__device__ inline void mma_m16n8k8(float (&sums)[4], const uint32_t (&left)[4], const uint32_t (&right)[2]) {
+// accumulator += left · right in tf32, K = 8.
+__device__ inline void mma_m16n8k8(float (&accumulator)[4], const uint32_t (&left)[4],
+                                   const uint32_t (&right)[2]) {
   asm volatile(
-      "mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, "
+      "mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, "
+      "%9}, {%0, %1, %2, "
       "%3};"
-      : "+f"(sums[0]), "+f"(sums[1]), "+f"(sums[2]), "+f"(sums[3])
+      : "+f"(accumulator[0]), "+f"(accumulator[1]), "+f"(accumulator[2]), "+f"(accumulator[3])
       : "r"(left[0]), "r"(left[1]), "r"(left[2]), "r"(left[3]), "r"(right[0]), "r"(right[1]));
 }
 

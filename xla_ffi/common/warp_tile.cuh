@@ -1,11 +1,12 @@
-// A warp's share of a product of two tiles in shared memory, 32 × 32 entries over 32 steps of K, on the tensor cores
-// (mma.sync).
+// A warp's 32 × 32 outputs of the product of two tiles in shared memory, 32 steps of K, by
+// mma.sync.
 //
-// A tile lies along K, as [64][32], or across it, as [32][64]; rows are padded so that a warp's reads meet no bank
-// twice. float32 is multiplied as three tf32 products, x = high + low: high · high + high · low + low · high. What is
-// left out is 2^-22 of a product; but tensor cores cut off the last bits of their sums instead of rounding them, an
-// error that grows with the number of products rather than with its root. They sum one tile alone, and float32
-// additions, which round, sum the tiles: the result is as near as that of float32's own products and sums.
+// A tile lies along K, as [64][32], or across it, as [32][64]. Its rows are padded so that the
+// reads of a warp meet no bank twice. float32 numbers are split into two tf32 numbers, x = high +
+// low, and multiplied as high · high + high · low + low · high; the error of a product is 2^-22.
+// Tensor cores truncate their sums instead of rounding them, an error that grows with the number of
+// products, not with its square root. So they sum one tile only, and float32 additions, which
+// round, sum the tiles: the result is as accurate as that of float32 arithmetic.
 #pragma once
 
 #include <cstring>
@@ -14,7 +15,7 @@
 
 namespace jaxunet::cuda {
 
-constexpr int kTile = 64;   // rows and columns of a block's tile
+constexpr int kTile = 64;   // rows and columns of a block
 constexpr int kDepth = 32;  // steps of K that a tile in shared memory holds
 
 template <class T, bool kAcross>
@@ -22,12 +23,14 @@ constexpr int kStride = kAcross ? kTile + 8 : kDepth + 16 / sizeof(T);
 
 template <class T>
 constexpr int kTileEntries =
-    kTile * kStride<T, false> > kDepth* kStride<T, true> ? kTile * kStride<T, false> : kDepth * kStride<T, true>;
+    kTile * kStride<T, false> > kDepth* kStride<T, true> ? kTile * kStride<T, false>
+                                                         : kDepth * kStride<T, true>;
 
-using Sums = float[2][4][4];  // (16 rows, 8 columns) fragments
+using Accumulator = float[2][4][4];  // fragments of 16 rows × 8 columns
 
 template <bool kLeftAcross, bool kRightAcross, class T>
-__device__ void multiply_tiles(Sums& sums, const T* left, const T* right, int row, int column) {
+__device__ void multiply_tiles(Accumulator& accumulator, const T* left, const T* right, int row,
+                               int column) {
   constexpr int left_stride = kStride<T, kLeftAcross>, right_stride = kStride<T, kRightAcross>;
   const int lane = threadIdx.x % 32, in_block = lane % 8, block = lane / 8;
 #pragma unroll
@@ -36,23 +39,26 @@ __device__ void multiply_tiles(Sums& sums, const T* left, const T* right, int ro
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       const int m = row + 16 * i + block % 2 * 8, depth = k + block / 2 * 8;
-      ldmatrix_x4<kLeftAcross>(
-          a[i], left + (kLeftAcross ? (depth + in_block) * left_stride + m : (m + in_block) * left_stride + depth));
+      ldmatrix_x4<kLeftAcross>(a[i], left + (kLeftAcross ? (depth + in_block) * left_stride + m
+                                                         : (m + in_block) * left_stride + depth));
     }
 #pragma unroll
     for (int j = 0; j < 2; ++j) {
       const int n = column + 16 * j + block / 2 * 8, depth = k + block % 2 * 8;
-      ldmatrix_x4<kRightAcross>(
-          b[j], right + (kRightAcross ? (depth + in_block) * right_stride + n : (n + in_block) * right_stride + depth));
+      ldmatrix_x4<kRightAcross>(b[j],
+                                right + (kRightAcross ? (depth + in_block) * right_stride + n
+                                                      : (n + in_block) * right_stride + depth));
     }
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
 #pragma unroll
-      for (int j = 0; j < 4; ++j) mma_m16n8k16(sums[i][j], a[i], b[j / 2][j % 2 * 2], b[j / 2][j % 2 * 2 + 1], T());
+      for (int j = 0; j < 4; ++j)
+        mma_m16n8k16(accumulator[i][j], a[i], b[j / 2][j % 2 * 2], b[j / 2][j % 2 * 2 + 1], T());
     }
   }
 }
 
+// x as the sum of two tf32 numbers.
 struct Terms {
   uint32_t high, low;
   __device__ explicit Terms(float x) : high(tf32(x)) {
@@ -63,10 +69,12 @@ struct Terms {
 };
 
 template <bool kLeftAcross, bool kRightAcross>
-__device__ void multiply_tiles(Sums& sums, const float* left, const float* right, int row, int column) {
-  constexpr int left_stride = kStride<float, kLeftAcross>, right_stride = kStride<float, kRightAcross>;
+__device__ void multiply_tiles(Accumulator& accumulator, const float* left, const float* right,
+                               int row, int column) {
+  constexpr int left_stride = kStride<float, kLeftAcross>,
+                right_stride = kStride<float, kRightAcross>;
   const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
-  Sums tile{};
+  Accumulator tile{};
 #pragma unroll
   for (int k = 0; k < kDepth; k += 8) {
     uint32_t high[2][4], low[2][4];
@@ -86,7 +94,8 @@ __device__ void multiply_tiles(Sums& sums, const float* left, const float* right
 #pragma unroll
       for (int n = 0; n < 2; ++n) {
         const int f = column + 8 * j + g, depth = k + t + n * 4;
-        const Terms terms(right[kRightAcross ? depth * right_stride + f : f * right_stride + depth]);
+        const Terms terms(
+            right[kRightAcross ? depth * right_stride + f : f * right_stride + depth]);
         right_high[n] = terms.high;
         right_low[n] = terms.low;
       }
@@ -103,14 +112,14 @@ __device__ void multiply_tiles(Sums& sums, const float* left, const float* right
 #pragma unroll
     for (int j = 0; j < 4; ++j) {
 #pragma unroll
-      for (int n = 0; n < 4; ++n) sums[i][j][n] += tile[i][j][n];
+      for (int n = 0; n < 4; ++n) accumulator[i][j][n] += tile[i][j][n];
     }
   }
 }
 
-// visit(row, column, sum of that entry and of the next column) for this lane's entries of the warp's 32 × 32.
+// Calls visit(row, column, value, value of the next column) for the entries of this lane.
 template <class Visit>
-__device__ void each_pair(const Sums& sums, int row, int column, Visit visit) {
+__device__ void each_pair(const Accumulator& accumulator, int row, int column, Visit visit) {
   const int lane = threadIdx.x % 32;
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
@@ -118,8 +127,8 @@ __device__ void each_pair(const Sums& sums, int row, int column, Visit visit) {
     for (int j = 0; j < 4; ++j) {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        visit(row + 16 * i + lane / 4 + 8 * half, column + 8 * j + lane % 4 * 2, sums[i][j][2 * half],
-              sums[i][j][2 * half + 1]);
+        visit(row + 16 * i + lane / 4 + 8 * half, column + 8 * j + lane % 4 * 2,
+              accumulator[i][j][2 * half], accumulator[i][j][2 * half + 1]);
       }
     }
   }

@@ -1,8 +1,10 @@
-// wgmma: the product of a 64 × 16 by a 16 × N matrix of 16-bit numbers in shared memory, added to a warpgroup's float32
-// registers.
+// wgmma: D (64 × N, float32 in the registers of a warpgroup) += A (64 × 16) · B (16 × N), both of
+// 16-bit numbers in shared memory; and the 8 × 8 matrices of an accumulator to and from shared
+// memory (stmatrix, ldmatrix).
 //
-// Warp w of the warpgroup holds rows 16 w to 16 w + 15: sums[4 j] and [4 j + 1] are row lane / 4, columns 8 j + 2 (lane
-// % 4) and the next; [4 j + 2] and [4 j + 3] the same columns eight rows further down.
+// Warp w of the warpgroup holds rows 16 w to 16 w + 15: accumulator[4 j] and [4 j + 1] are row lane
+// / 4, columns 8 j + 2 (lane % 4) and the next; [4 j + 2] and [4 j + 3] are the same columns eight
+// rows further down.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -12,99 +14,156 @@
 
 namespace jaxunet::cuda {
 
-// A matrix in shared memory, 128-byte swizzled: atoms of 8 rows of 128 bytes. The swizzle exchanges bits 4-6 of an
-// address by 7-9 of the same address, so a matrix may start at any row, not only where an atom of 1024 bytes starts.
+// The descriptor of a matrix in shared memory with the 128-byte swizzle: atoms of 8 rows of 128
+// bytes. The swizzle exchanges bits 4-6 of an address with bits 7-9 of the same address, so a
+// matrix may start at any row of an atom.
 //
-//   along K (kAcross = false): a row holds 64 steps of K; `stride` bytes lead to the next 8 rows; 16 steps of K are 32
-//   bytes further on. across K (kAcross = true): a row holds 64 rows (columns) of the matrix at one step of K; `stride`
-//   bytes lead to the next 8 steps of K, `leading` bytes to the next 64 rows (columns).
-__device__ inline uint64_t matrix(uint32_t address, int stride, int leading = 0) {
+// K-major (kMnMajor = false): a row holds 64 steps of K; `stride` bytes lead to the next 8 rows of
+// the matrix; 16 steps of K are 32 bytes further on. MN-major (kMnMajor = true): a row holds 64
+// rows (of A; columns of B) at one step of K; `stride` bytes lead to the next 8 steps of K,
+// `leading` bytes to the next 64 rows (columns).
+__device__ inline uint64_t smem_descriptor(uint32_t address, int stride, int leading = 0) {
   constexpr uint64_t swizzle128 = 1;
   return (address & 0x3FFFF) >> 4 | static_cast<uint64_t>(leading >> 4) << 16 |
          static_cast<uint64_t>(stride >> 4) << 32 | swizzle128 << 62;
 }
 
-// The same matrix, so many bytes on.
-__device__ inline uint64_t advance(uint64_t matrix, int bytes) { return matrix + (bytes >> 4); }
+// The same matrix, so many bytes further on.
+__device__ inline uint64_t advance(uint64_t descriptor, int bytes) {
+  return descriptor + (bytes >> 4);
+}
 
-// sums = add ? sums + a · b : a · b. Asynchronous: between `begin_products` and the wait nobody else may touch `sums`.
-template <class T, bool kAcrossA, bool kAcrossB, int kColumns>
-struct Product;
+// accumulator = add ? accumulator + a · b : a · b. Asynchronous: between `wgmma_fence` and the wait
+// nothing else may touch the accumulator.
+template <class T, bool kMnMajorA, bool kMnMajorB, int kN>
+struct Wgmma;
 
-// The operands of the instruction: "%0, %1, ..." and "+f"(sums[0]), "+f"(sums[1]), ..., ten at a time.
-#define JAXUNET_NAMES_10(T) \
-  "%" #T "0, %" #T "1, %" #T "2, %" #T "3, %" #T "4, %" #T "5, %" #T "6, %" #T "7, %" #T "8, %" #T "9, "
+// The operands of the instruction: "%0, %1, ..." and "+f"(accumulator[0]), "+f"(accumulator[1]),
+// ..., ten at a time.
+#define JAXUNET_NAMES_10(T)                                                                        \
+  "%" #T "0, %" #T "1, %" #T "2, %" #T "3, %" #T "4, %" #T "5, %" #T "6, %" #T "7, %" #T "8, %" #T \
+  "9, "
 #define JAXUNET_NAMES_30 JAXUNET_NAMES_10() JAXUNET_NAMES_10(1) JAXUNET_NAMES_10(2)
-#define JAXUNET_NAMES_60 JAXUNET_NAMES_30 JAXUNET_NAMES_10(3) JAXUNET_NAMES_10(4) JAXUNET_NAMES_10(5)
-#define JAXUNET_NAMES_90 JAXUNET_NAMES_60 JAXUNET_NAMES_10(6) JAXUNET_NAMES_10(7) JAXUNET_NAMES_10(8)
-#define JAXUNET_NAMES_120 JAXUNET_NAMES_90 JAXUNET_NAMES_10(9) JAXUNET_NAMES_10(10) JAXUNET_NAMES_10(11)
+#define JAXUNET_NAMES_60 \
+  JAXUNET_NAMES_30 JAXUNET_NAMES_10(3) JAXUNET_NAMES_10(4) JAXUNET_NAMES_10(5)
+#define JAXUNET_NAMES_90 \
+  JAXUNET_NAMES_60 JAXUNET_NAMES_10(6) JAXUNET_NAMES_10(7) JAXUNET_NAMES_10(8)
+#define JAXUNET_NAMES_120 \
+  JAXUNET_NAMES_90 JAXUNET_NAMES_10(9) JAXUNET_NAMES_10(10) JAXUNET_NAMES_10(11)
 #define JAXUNET_NAMES_32 JAXUNET_NAMES_30 "%30, %31"
 #define JAXUNET_NAMES_44 JAXUNET_NAMES_30 JAXUNET_NAMES_10(3) "%40, %41, %42, %43"
 #define JAXUNET_NAMES_64 JAXUNET_NAMES_60 "%60, %61, %62, %63"
-#define JAXUNET_NAMES_88 \
-  JAXUNET_NAMES_60 JAXUNET_NAMES_10(6) JAXUNET_NAMES_10(7) "%80, %81, %82, %83, %84, %85, %86, %87"
+#define JAXUNET_NAMES_88                                                                         \
+  JAXUNET_NAMES_60 JAXUNET_NAMES_10(6) JAXUNET_NAMES_10(7) "%80, %81, %82, %83, %84, %85, %86, " \
+                                                           "%87"
 #define JAXUNET_NAMES_96 JAXUNET_NAMES_90 "%90, %91, %92, %93, %94, %95"
 #define JAXUNET_NAMES_128 JAXUNET_NAMES_120 "%120, %121, %122, %123, %124, %125, %126, %127"
 
-#define JAXUNET_SUMS_2(I, J) "+f"(sums[I]), "+f"(sums[J])
-#define JAXUNET_SUMS_10(T)                                                                                        \
-  JAXUNET_SUMS_2(T##0, T##1), JAXUNET_SUMS_2(T##2, T##3), JAXUNET_SUMS_2(T##4, T##5), JAXUNET_SUMS_2(T##6, T##7), \
-      JAXUNET_SUMS_2(T##8, T##9)
-#define JAXUNET_SUMS_30 JAXUNET_SUMS_10(), JAXUNET_SUMS_10(1), JAXUNET_SUMS_10(2)
-#define JAXUNET_SUMS_60 JAXUNET_SUMS_30, JAXUNET_SUMS_10(3), JAXUNET_SUMS_10(4), JAXUNET_SUMS_10(5)
-#define JAXUNET_SUMS_90 JAXUNET_SUMS_60, JAXUNET_SUMS_10(6), JAXUNET_SUMS_10(7), JAXUNET_SUMS_10(8)
-#define JAXUNET_SUMS_120 JAXUNET_SUMS_90, JAXUNET_SUMS_10(9), JAXUNET_SUMS_10(10), JAXUNET_SUMS_10(11)
-#define JAXUNET_SUMS_32 JAXUNET_SUMS_30, JAXUNET_SUMS_2(30, 31)
-#define JAXUNET_SUMS_44 JAXUNET_SUMS_30, JAXUNET_SUMS_10(3), JAXUNET_SUMS_2(40, 41), JAXUNET_SUMS_2(42, 43)
-#define JAXUNET_SUMS_64 JAXUNET_SUMS_60, JAXUNET_SUMS_2(60, 61), JAXUNET_SUMS_2(62, 63)
-#define JAXUNET_SUMS_88                                                                                    \
-  JAXUNET_SUMS_60, JAXUNET_SUMS_10(6), JAXUNET_SUMS_10(7), JAXUNET_SUMS_2(80, 81), JAXUNET_SUMS_2(82, 83), \
-      JAXUNET_SUMS_2(84, 85), JAXUNET_SUMS_2(86, 87)
-#define JAXUNET_SUMS_96 JAXUNET_SUMS_90, JAXUNET_SUMS_2(90, 91), JAXUNET_SUMS_2(92, 93), JAXUNET_SUMS_2(94, 95)
-#define JAXUNET_SUMS_128                                                                          \
-  JAXUNET_SUMS_120, JAXUNET_SUMS_2(120, 121), JAXUNET_SUMS_2(122, 123), JAXUNET_SUMS_2(124, 125), \
-      JAXUNET_SUMS_2(126, 127)
+#define JAXUNET_REGISTERS_2(I, J) "+f"(accumulator[I]), "+f"(accumulator[J])
+#define JAXUNET_REGISTERS_10(T)                                         \
+  JAXUNET_REGISTERS_2(T##0, T##1), JAXUNET_REGISTERS_2(T##2, T##3),     \
+      JAXUNET_REGISTERS_2(T##4, T##5), JAXUNET_REGISTERS_2(T##6, T##7), \
+      JAXUNET_REGISTERS_2(T##8, T##9)
+#define JAXUNET_REGISTERS_30 \
+  JAXUNET_REGISTERS_10(), JAXUNET_REGISTERS_10(1), JAXUNET_REGISTERS_10(2)
+#define JAXUNET_REGISTERS_60 \
+  JAXUNET_REGISTERS_30, JAXUNET_REGISTERS_10(3), JAXUNET_REGISTERS_10(4), JAXUNET_REGISTERS_10(5)
+#define JAXUNET_REGISTERS_90 \
+  JAXUNET_REGISTERS_60, JAXUNET_REGISTERS_10(6), JAXUNET_REGISTERS_10(7), JAXUNET_REGISTERS_10(8)
+#define JAXUNET_REGISTERS_120 \
+  JAXUNET_REGISTERS_90, JAXUNET_REGISTERS_10(9), JAXUNET_REGISTERS_10(10), JAXUNET_REGISTERS_10(11)
+#define JAXUNET_REGISTERS_32 JAXUNET_REGISTERS_30, JAXUNET_REGISTERS_2(30, 31)
+#define JAXUNET_REGISTERS_44                                                  \
+  JAXUNET_REGISTERS_30, JAXUNET_REGISTERS_10(3), JAXUNET_REGISTERS_2(40, 41), \
+      JAXUNET_REGISTERS_2(42, 43)
+#define JAXUNET_REGISTERS_64 \
+  JAXUNET_REGISTERS_60, JAXUNET_REGISTERS_2(60, 61), JAXUNET_REGISTERS_2(62, 63)
+#define JAXUNET_REGISTERS_88                                                                 \
+  JAXUNET_REGISTERS_60, JAXUNET_REGISTERS_10(6), JAXUNET_REGISTERS_10(7),                    \
+      JAXUNET_REGISTERS_2(80, 81), JAXUNET_REGISTERS_2(82, 83), JAXUNET_REGISTERS_2(84, 85), \
+      JAXUNET_REGISTERS_2(86, 87)
+#define JAXUNET_REGISTERS_96                                                      \
+  JAXUNET_REGISTERS_90, JAXUNET_REGISTERS_2(90, 91), JAXUNET_REGISTERS_2(92, 93), \
+      JAXUNET_REGISTERS_2(94, 95)
+#define JAXUNET_REGISTERS_128                                                          \
+  JAXUNET_REGISTERS_120, JAXUNET_REGISTERS_2(120, 121), JAXUNET_REGISTERS_2(122, 123), \
+      JAXUNET_REGISTERS_2(124, 125), JAXUNET_REGISTERS_2(126, 127)
 
-// A, B, ADD, ACROSS_A, ACROSS_B: the numbers of the operands that follow COUNT sums.
-#define JAXUNET_PRODUCT(TYPE, NAME, COLUMNS, COUNT, A, B, ADD, ACROSS_A, ACROSS_B)                              \
-  template <bool kAcrossA, bool kAcrossB>                                                                       \
-  struct Product<TYPE, kAcrossA, kAcrossB, COLUMNS> {                                                           \
-    __device__ static void run(float (&sums)[COUNT], uint64_t a, uint64_t b, bool add) {                        \
-      asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %" #ADD ", 0;\nwgmma.mma_async.sync.aligned.m64n" #COLUMNS \
-                   "k16.f32." NAME " {" JAXUNET_NAMES_##COUNT "}, %" #A ", %" #B ", p, 1, 1, %" #ACROSS_A       \
-                                                              ", %" #ACROSS_B ";\n}\n"                          \
-                   : JAXUNET_SUMS_##COUNT                                                                       \
-                   : "l"(a), "l"(b), "r"(static_cast<int>(add)), "n"(static_cast<int>(kAcrossA)),               \
-                     "n"(static_cast<int>(kAcrossB)));                                                          \
-    }                                                                                                           \
+// A, B, ADD, MN_MAJOR_A, MN_MAJOR_B: the numbers of the operands that follow COUNT registers.
+#define JAXUNET_WGMMA(TYPE, NAME, N, COUNT, A, B, ADD, MN_MAJOR_A, MN_MAJOR_B)                     \
+  template <bool kMnMajorA, bool kMnMajorB>                                                        \
+  struct Wgmma<TYPE, kMnMajorA, kMnMajorB, N> {                                                    \
+    __device__ static void run(float (&accumulator)[COUNT], uint64_t a, uint64_t b, bool add) {    \
+      asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %" #ADD                                       \
+                   ", 0;\nwgmma.mma_async.sync.aligned.m64n" #N "k16.f32." NAME                    \
+                   " {" JAXUNET_NAMES_##COUNT "}, %" #A ", %" #B ", p, 1, 1, %" #MN_MAJOR_A        \
+                                              ", %" #MN_MAJOR_B ";\n}\n"                           \
+                   : JAXUNET_REGISTERS_##COUNT                                                     \
+                   : "l"(a), "l"(b), "r"(static_cast<int>(add)), "n"(static_cast<int>(kMnMajorA)), \
+                     "n"(static_cast<int>(kMnMajorB)));                                            \
+    }                                                                                              \
   };
-#define JAXUNET_PRODUCTS(TYPE, NAME)                        \
-  JAXUNET_PRODUCT(TYPE, NAME, 64, 32, 32, 33, 34, 35, 36)   \
-  JAXUNET_PRODUCT(TYPE, NAME, 88, 44, 44, 45, 46, 47, 48)   \
-  JAXUNET_PRODUCT(TYPE, NAME, 128, 64, 64, 65, 66, 67, 68)  \
-  JAXUNET_PRODUCT(TYPE, NAME, 176, 88, 88, 89, 90, 91, 92)  \
-  JAXUNET_PRODUCT(TYPE, NAME, 192, 96, 96, 97, 98, 99, 100) \
-  JAXUNET_PRODUCT(TYPE, NAME, 256, 128, 128, 129, 130, 131, 132)
-JAXUNET_PRODUCTS(__nv_bfloat16, "bf16.bf16")
-JAXUNET_PRODUCTS(__half, "f16.f16")
+#define JAXUNET_WGMMAS(TYPE, NAME)                        \
+  JAXUNET_WGMMA(TYPE, NAME, 64, 32, 32, 33, 34, 35, 36)   \
+  JAXUNET_WGMMA(TYPE, NAME, 88, 44, 44, 45, 46, 47, 48)   \
+  JAXUNET_WGMMA(TYPE, NAME, 128, 64, 64, 65, 66, 67, 68)  \
+  JAXUNET_WGMMA(TYPE, NAME, 176, 88, 88, 89, 90, 91, 92)  \
+  JAXUNET_WGMMA(TYPE, NAME, 192, 96, 96, 97, 98, 99, 100) \
+  JAXUNET_WGMMA(TYPE, NAME, 256, 128, 128, 129, 130, 131, 132)
+JAXUNET_WGMMAS(__nv_bfloat16, "bf16.bf16")
+JAXUNET_WGMMAS(__half, "f16.f16")
 
-// Before the first product of a chain, and whenever `sums` was touched in between.
-__device__ inline void begin_products() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
+// Before the first wgmma, and whenever other code touched the accumulator since the last one.
+__device__ inline void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 
-// Closes a batch of products.
-__device__ inline void commit_products() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
-
-// Waits until at most `kBatches` batches of this warp are unfinished.
-template <int kBatches>
-__device__ inline void wait_products() {
-  asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kBatches) : "memory");
+// Closes a group of wgmmas.
+__device__ inline void wgmma_commit() {
+  asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
 }
 
-// After the wait for the last batch: keeps the compiler from reading `sums` ahead of it.
+// Waits until at most `kGroups` groups of this warp are unfinished.
+template <int kGroups>
+__device__ inline void wgmma_wait() {
+  asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kGroups) : "memory");
+}
+
+// Keeps the compiler from reading the accumulator ahead of the last `wgmma_wait`, which it must
+// follow.
 template <int kCount>
-__device__ inline void settle(float (&sums)[kCount]) {
+__device__ inline void fence_accumulator(float (&accumulator)[kCount]) {
 #pragma unroll
-  for (int i = 0; i < kCount; ++i) asm volatile("" : "+f"(sums[i])::"memory");
+  for (int i = 0; i < kCount; ++i) asm volatile("" : "+f"(accumulator[i])::"memory");
+}
+
+// Four 8 × 8 matrices of 16-bit numbers between shared memory and registers, laid out as in an
+// accumulator. Their rows lie at the addresses of lanes 0-7, 8-15, 16-23 and 24-31; transposed:
+// each matrix is transposed on its way.
+template <bool kTransposed>
+__device__ inline void stmatrix_x4(uint32_t row, const uint32_t (&in)[4]) {
+  if constexpr (kTransposed) {
+    asm volatile(
+        "stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(row),
+        "r"(in[0]), "r"(in[1]), "r"(in[2]), "r"(in[3])
+        : "memory");
+  } else {
+    asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(row),
+                 "r"(in[0]), "r"(in[1]), "r"(in[2]), "r"(in[3])
+                 : "memory");
+  }
+}
+template <bool kTransposed>
+__device__ inline void ldmatrix_x4(uint32_t (&out)[4], uint32_t row) {
+  if constexpr (kTransposed) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(out[0]), "=r"(out[1]), "=r"(out[2]), "=r"(out[3])
+                 : "r"(row)
+                 : "memory");
+  } else {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(out[0]), "=r"(out[1]), "=r"(out[2]), "=r"(out[3])
+                 : "r"(row)
+                 : "memory");
+  }
 }
 
 }  // namespace jaxunet::cuda

@@ -1,4 +1,4 @@
-// SiLU(a · x + b) of eight channels, in registers.
+// SiLU(a · x + b) of eight channels in registers.
 #pragma once
 
 #include "common/special_functions.cuh"
@@ -7,13 +7,14 @@
 
 namespace jaxunet::cuda {
 
-// a and b of eight channels, halved: x · sigmoid(x) = h + h · tanh(h) with h = x / 2.
+// a and b of eight channels, halved: SiLU(x) = x · sigmoid(x) = h + h · tanh(h) with h = x / 2.
 struct Coefficients {
   float a[8], b[8];
 
   Coefficients() = default;
-  // Channels that are not there stay zeros.
-  __device__ Coefficients(const Rows& of_a, const Rows& of_b, int64_t sample, int channel, bool there) {
+  // `there`: the channels exist; else the coefficients are zeros.
+  __device__ Coefficients(const Rows& of_a, const Rows& of_b, int64_t sample, int channel,
+                          bool there) {
 #pragma unroll
     for (int i = 0; i < 8; ++i) {
       a[i] = there ? 0.5f * of_a.data[sample * of_a.stride + channel + i] : 0.0f;
@@ -21,7 +22,7 @@ struct Coefficients {
     }
   }
 
-  // What lies outside of the image is zero after the activation too.
+  // Padding stays zero: it is applied after the activation.
   template <class T>
   __device__ void apply(Eight<T>& values, bool inside) const {
 #pragma unroll

@@ -3,7 +3,7 @@
 namespace jaxunet::cpu {
 namespace {
 
-// (3, 3, channels, features), whichever way the caller stored it.
+// The kernel as (3, 3, channels, features), flipped or not.
 std::vector<float> kernel_of(const Conv3x3& plan) {
   const int64_t channels = plan.x.total, features = plan.features;
   auto given = widen(plan.kernel, plan.type, 9 * channels * features);
@@ -12,14 +12,15 @@ std::vector<float> kernel_of(const Conv3x3& plan) {
   for (int64_t tap = 0; tap < 9; ++tap) {
     for (int64_t c = 0; c < channels; ++c) {
       for (int64_t f = 0; f < features; ++f) {
-        turned[(tap * channels + c) * features + f] = given[((8 - tap) * features + f) * channels + c];
+        turned[(tap * channels + c) * features + f] =
+            given[((8 - tap) * features + f) * channels + c];
       }
     }
   }
   return turned;
 }
 
-// (channels projected, features), likewise.
+// The shortcut as (projected channels, features), likewise.
 std::vector<float> shortcut_of(const Conv3x3& plan) {
   if (!plan.shortcut) return {};
   const int64_t channels = plan.projected.total, features = plan.features;
@@ -32,7 +33,7 @@ std::vector<float> shortcut_of(const Conv3x3& plan) {
   return turned;
 }
 
-// x as the convolution sees it; the padding is zero after the activation.
+// act(x); the padding is zero after the activation.
 template <class Plan>
 std::vector<float> input_of(const Plan& plan, Pool& pool) {
   auto x = join(plan.x, plan.type, plan.batch * plan.height * plan.width);
@@ -55,7 +56,8 @@ void conv3x3(const Conv3x3& plan, Pool& pool) {
   const int64_t channels = plan.x.total, features = plan.features, extra = plan.projected.total;
   const int64_t pixels = plan.batch * plan.height * plan.width;
   const auto x = input_of(plan, pool), kernel = kernel_of(plan);
-  const auto residual = join(plan.residual, plan.type, pixels), projected = join(plan.projected, plan.type, pixels);
+  const auto residual = join(plan.residual, plan.type, pixels),
+             projected = join(plan.projected, plan.type, pixels);
   const auto shortcut = shortcut_of(plan);
   std::vector<float> y(pixels * features);
   parallel(pool, plan.batch * plan.height, [&](int64_t line) {
@@ -68,7 +70,9 @@ void conv3x3(const Conv3x3& plan, Pool& pool) {
       }
       for (int64_t tap = 0; tap < 9 && channels > 0; ++tap) {
         const int64_t down = tap / 3 - 1, right = tap % 3 - 1;
-        if (row + down < 0 || row + down >= plan.height || column + right < 0 || column + right >= plan.width) continue;
+        if (row + down < 0 || row + down >= plan.height || column + right < 0 ||
+            column + right >= plan.width)
+          continue;
         const float* from = x.data() + (pixel + down * plan.width + right) * channels;
         accumulate(from, kernel.data() + tap * channels * features, channels, sums);
       }
@@ -82,14 +86,14 @@ void conv3x3(const Conv3x3& plan, Pool& pool) {
 
 void conv3x3_shortcut_gradient(const Conv3x3& plan, Pool& pool) { conv3x3(plan, pool); }
 
-void linear(const Conv3x3& plan, Pool& pool) { conv3x3(plan, pool); }
-
 void conv3x3_weight_gradient(const Conv3x3WeightGradient& plan, Pool& pool) {
   const int64_t channels = plan.x.total, features = plan.features, image = plan.height * plan.width;
-  const auto x = input_of(plan, pool), dy = widen(plan.dy, plan.type, plan.batch * image * features);
+  const auto x = input_of(plan, pool),
+             dy = widen(plan.dy, plan.type, plan.batch * image * features);
   std::vector<float> dkernel(9 * channels * features), dshift(plan.shifts * features);
   parallel(pool, 9 * channels, [&](int64_t unit) {
-    const int64_t tap = unit / channels, c = unit % channels, down = tap / 3 - 1, right = tap % 3 - 1;
+    const int64_t tap = unit / channels, c = unit % channels, down = tap / 3 - 1,
+                  right = tap % 3 - 1;
     std::vector<double> sums(features);
     for (int64_t pixel = 0; pixel < plan.batch * image; ++pixel) {
       const int64_t row = pixel % image / plan.width + down, column = pixel % plan.width + right;
@@ -97,7 +101,8 @@ void conv3x3_weight_gradient(const Conv3x3WeightGradient& plan, Pool& pool) {
       const double value = x[(pixel + down * plan.width + right) * channels + c];
       for (int64_t f = 0; f < features; ++f) sums[f] += value * dy[pixel * features + f];
     }
-    for (int64_t f = 0; f < features; ++f) dkernel[unit * features + f] = static_cast<float>(sums[f]);
+    for (int64_t f = 0; f < features; ++f)
+      dkernel[unit * features + f] = static_cast<float>(sums[f]);
   });
   const int64_t extra = plan.projected.total;
   const auto projected = join(plan.projected, plan.type, plan.batch * image);
@@ -108,7 +113,8 @@ void conv3x3_weight_gradient(const Conv3x3WeightGradient& plan, Pool& pool) {
       const double value = projected[pixel * extra + c];
       for (int64_t f = 0; f < features; ++f) sums[f] += value * dy[pixel * features + f];
     }
-    for (int64_t f = 0; f < features; ++f) dshortcut[c * features + f] = static_cast<float>(sums[f]);
+    for (int64_t f = 0; f < features; ++f)
+      dshortcut[c * features + f] = static_cast<float>(sums[f]);
   });
   const int64_t share = plan.shifts ? plan.batch / plan.shifts * image : 0;
   parallel(pool, plan.shifts, [&](int64_t row) {
@@ -132,7 +138,5 @@ void conv3x3_weight_gradient(const Conv3x3WeightGradient& plan, Pool& pool) {
   narrow(dshift, plan.dshift.type, plan.dshift.data);
   if (extra > 0) narrow(dshortcut, plan.dshortcut.type, plan.dshortcut.data);
 }
-
-void linear_weight_gradient(const Conv3x3WeightGradient& plan, Pool& pool) { conv3x3_weight_gradient(plan, pool); }
 
 }  // namespace jaxunet::cpu

@@ -1,16 +1,18 @@
-// Which kernel computes a convolution: the one place where it is decided. Plain functions of the plan and of whether
-// the GPU has wgmma; launch.cc says at compile time what they choose for the UNet's shapes.
+// Which kernel computes a convolution: decided here alone, by plain functions of the plan and of
+// whether the GPU and the build have the Hopper kernels. hopper/tile_choices_test.cc says what they
+// choose for the shapes of the UNet.
 #pragma once
 
 #include "conv3x3/plan.h"
 
 namespace jaxunet::cuda {
 
-enum class Kernel { kPortable, kFewChannels, kFewFeatures, kHopper };
+enum class Kernel { kImplicitGemm, kFewChannels, kFewFeatures, kHopper };
 
 constexpr int kFew = 8;
-// The kernel for few features holds all weights in shared memory, of which a block has 99 KB on compute capability 8.9.
-constexpr int64_t kMostChannelsToFew = 384;
+// few_features_forward holds all weights in shared memory; a block of compute capability 8.9 has 99
+// KB.
+constexpr int64_t kMaxChannelsToFew = 384;
 
 constexpr bool in_eights(const Parts& parts) {
   for (int i = 0; i < parts.count; ++i) {
@@ -23,7 +25,7 @@ constexpr bool few_channels(const Parts& x, int64_t features, bool activation) {
   return x.count == 1 && x.total <= kFew && features % 8 == 0 && !activation;
 }
 
-// Chunks of 64 channels, which do not reach across parts.
+// Chunks of 64 channels; no chunk crosses from one part into the next.
 constexpr int64_t chunks_of(const Parts& parts) {
   int64_t count = 0;
   for (int i = 0; i < parts.count; ++i) count += (parts.channels[i] + 63) / 64;
@@ -31,24 +33,25 @@ constexpr int64_t chunks_of(const Parts& parts) {
 }
 
 constexpr bool few_features(const Parts& x, int64_t features) {
-  return in_eights(x) && features <= kFew && 64 * chunks_of(x) <= kMostChannelsToFew;
+  return in_eights(x) && features <= kFew && 64 * chunks_of(x) <= kMaxChannelsToFew;
 }
 
 constexpr Kernel forward_kernel(const Conv3x3& plan, bool hopper) {
-  if (plan.type == Type::kFloat32) return Kernel::kPortable;  // wgmma would multiply it as tf32 alone
+  if (plan.type == Type::kFloat32) return Kernel::kImplicitGemm;  // wgmma has tf32, not float32
   const bool activation = plan.a.data != nullptr;
   if (plan.residual.count + plan.projected.count == 0) {
     if (few_channels(plan.x, plan.features, activation)) return Kernel::kFewChannels;
     if (few_features(plan.x, plan.features)) return Kernel::kFewFeatures;
   }
-  if (!hopper || !in_eights(plan.x) || !in_eights(plan.projected) || plan.features % 8) return Kernel::kPortable;
-  if (plan.flipped && activation) return Kernel::kPortable;
-  if (plan.residual.count > 1) return Kernel::kPortable;
-  // In images of few pixels a strip would be padding for the most part.
-  return plan.width < 4 || plan.height < 4 ? Kernel::kPortable : Kernel::kHopper;
+  if (!hopper || !in_eights(plan.x) || !in_eights(plan.projected) || plan.features % 8)
+    return Kernel::kImplicitGemm;
+  if (plan.flipped && activation) return Kernel::kImplicitGemm;
+  if (plan.residual.count > 1) return Kernel::kImplicitGemm;
+  // A strip of a smaller image would be mostly padding.
+  return plan.width < 4 || plan.height < 4 ? Kernel::kImplicitGemm : Kernel::kHopper;
 }
 
-// Whether Hopper's kernel writes all parts of y at once: they begin at whole tiles.
+// True if the Hopper kernel writes all parts of y in one launch: each part begins at a whole tile.
 constexpr bool in_one_launch(const Conv3x3& plan, bool hopper) {
   for (int i = 0; i + 1 < plan.y.count; ++i) {
     if (plan.y.channels[i] % 64) return false;
@@ -57,13 +60,14 @@ constexpr bool in_one_launch(const Conv3x3& plan, bool hopper) {
 }
 
 constexpr Kernel weight_gradient_kernel(const Conv3x3WeightGradient& plan, bool hopper) {
-  if (plan.type == Type::kFloat32) return Kernel::kPortable;
+  if (plan.type == Type::kFloat32) return Kernel::kImplicitGemm;
   if (plan.projected.count == 0) {
     if (few_channels(plan.x, plan.features, plan.a.data != nullptr)) return Kernel::kFewChannels;
     if (few_features(plan.x, plan.features)) return Kernel::kFewFeatures;
   }
-  if (!hopper || !in_eights(plan.x) || !in_eights(plan.projected) || plan.features % 8) return Kernel::kPortable;
-  return plan.width < 4 || plan.height < 4 ? Kernel::kPortable : Kernel::kHopper;
+  if (!hopper || !in_eights(plan.x) || !in_eights(plan.projected) || plan.features % 8)
+    return Kernel::kImplicitGemm;
+  return plan.width < 4 || plan.height < 4 ? Kernel::kImplicitGemm : Kernel::kHopper;
 }
 
 }  // namespace jaxunet::cuda

@@ -1,4 +1,5 @@
-// 3×3 convolution of NHWC tensors, stride 1, zero padding 1, with what comes before and after it.
+// 3×3 convolution of NHWC tensors, stride 1, zero padding 1, with what a UNet does before and after
+// it.
 #pragma once
 
 #include "binding/plan.h"
@@ -7,22 +8,23 @@ namespace jaxunet {
 
 class Reader;
 
-// y = conv(act(x), kernel) + shift + residual + projected · shortcut, of which any but y may be missing; act(x) =
-// SiLU(a · x + b) where a is given.
+// y = conv(act(x), kernel) + shift + residual + projected · shortcut. Every term but y is optional.
+// act(x) = SiLU(a · x + b) if a is given, else x.
 struct Conv3x3 {
   Type type;
   int64_t batch, height, width, features;
-  Parts x;  // none: the projection alone, a linear layer
-  const void*
-      kernel;  // (3, 3, channels, features); flipped: (3, 3, features, channels), read as kernel[::-1, ::-1] transposed
+  Parts x;  // empty: the projection alone, a linear layer
+  // (3, 3, channels, features). Flipped: (3, 3, features, channels), read as kernel[::-1, ::-1]
+  // with its last two dimensions exchanged; the input gradient.
+  const void* kernel;
   bool flipped;
-  Rows shift;      // data is null without one
+  Rows shift;      // null data: none
   Parts residual;  // as many channels as features
   Parts projected;
-  const void*
-      shortcut;  // (channels projected, features), or null without them; flipped: (features, channels projected)
-  Rows a, b;     // data is null without activation
-  Parts y;       // the features, one part after the other; several of the projection alone
+  const void* shortcut;  // (projected channels, features), flipped (features, projected channels);
+                         // null: none
+  Rows a, b;             // null data: no activation
+  Parts y;               // the features, one part after the other; several parts only without x
 };
 
 // An array of float32 or of the type of x.
@@ -31,39 +33,40 @@ struct Result {
   Type type;
 };
 
-// dkernel[i, j] = sum over pixels of act(x) shifted by (i - 1, j - 1), times dy; dshortcut, the same of what a shortcut
-// projects, unshifted; and the sums of dy over pixels. Of the first two one may be missing.
+// dkernel[i, j] = sum over pixels of act(x) shifted by (i - 1, j - 1), times dy; dshortcut = the
+// same of `projected`, not shifted; dshift = sums of dy over pixels. Either x or `projected` may be
+// empty.
 struct Conv3x3WeightGradient {
   Type type;
   int64_t batch, height, width, features;
   Parts x;
   const void* dy;
   Rows a, b;
-  Parts projected;   // none: no shortcut
+  Parts projected;
   Result dkernel;    // (3, 3, channels, features)
   Result dshift;     // (shifts, features)
   int64_t shifts;    // batch, or 1: the sum over all samples
-  Result dshortcut;  // (channels projected, features)
-  // Of the norm before, that its own gradient leaves to add: the sums of every sample, for offset and scale.
+  Result dshortcut;  // (projected channels, features)
+  // The gradient of the preceding norm leaves sums of each sample for offset and scale; if `norm`,
+  // the last launch adds them over the samples.
   bool norm;
   const float* norm_sums;       // (batch, 2, channels)
   float *of_scale, *of_offset;  // (1, channels)
-  // For partial sums, of any content; at least `minimum_workspace`: the less, the fewer blocks share the work.
+  // Uninitialized memory for partial results, at least `minimum_workspace`. The smaller it is, the
+  // fewer blocks share the work.
   float* workspace;
   int64_t workspace_floats;
 };
 
-// Floats: the gradients once, before they are narrowed.
+// Floats: room for the gradients of one split, before they are narrowed.
 constexpr int64_t minimum_workspace(const Conv3x3WeightGradient& plan) {
   return (9 * plan.x.total + plan.projected.total + plan.batch) * plan.features;
 }
 
 Conv3x3 read_conv3x3(Reader& call);
-// The gradient of projected · shortcut by what is projected, dy · shortcut transposed: a plan without x.
+// The gradient of projected · shortcut by `projected`: dy times the transposed shortcut, a plan
+// without x.
 Conv3x3 read_conv3x3_shortcut_gradient(Reader& call);
 Conv3x3WeightGradient read_conv3x3_weight_gradient(Reader& call);
-// A linear layer, whose kernel takes the shortcut's place: plans without x.
-Conv3x3 read_linear(Reader& call);
-Conv3x3WeightGradient read_linear_weight_gradient(Reader& call);
 
 }  // namespace jaxunet

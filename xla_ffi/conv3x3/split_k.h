@@ -1,9 +1,11 @@
-// How a weight gradient's pixels are shared out among blocks of threads, and where the sums of dy that they find on
-// their way are kept.
+// Split-K of the weight gradients: K runs over pixels, and the strips of pixels are divided among
+// splits, each computed by its own blocks. Their partial results are added afterwards
+// (split_k_reduce.cu).
 //
-// The strips of all samples stand in line; a split is a run of them. The sums of dy of a sample come from the splits
-// that meet it: an array (slots, batch, features), slot 0 for the first of them. The slots that a sample does not use
-// are zeros, so that all can be added blindly. Where a strip is of several samples, they count as one here.
+// The strips of all samples form one sequence, and a split is a run of them. Blocks that sum dy on
+// their way keep one partial sum for each sample and split that meet: an array (slots, batch,
+// features), slot 0 for the first split that meets a sample. Unused slots are zeros, so that the
+// reduction can add all of them. Where a strip holds several samples, they count as one here.
 #pragma once
 
 #include <algorithm>
@@ -13,37 +15,46 @@
 
 namespace jaxunet::cuda {
 
-struct Shares {
-  int strips, strips_of_sample, splits;  // splits <= strips; the longer ones come first
+struct SplitK {
+  int strips, strips_of_sample, splits;  // splits <= strips; the longer splits come first
 
   JAXUNET_HOST_DEVICE int first(int split) const {
     const int longer = strips % splits;
     return split * (strips / splits) + (split < longer ? split : longer);
   }
-  JAXUNET_HOST_DEVICE int count(int split) const { return strips / splits + (split < strips % splits ? 1 : 0); }
+  JAXUNET_HOST_DEVICE int count(int split) const {
+    return strips / splits + (split < strips % splits ? 1 : 0);
+  }
   JAXUNET_HOST_DEVICE int split_of(int strip) const {
     const int size = strips / splits, longer = strips % splits;
-    return strip < longer * (size + 1) ? strip / (size + 1) : longer + (strip - longer * (size + 1)) / size;
+    return strip < longer * (size + 1) ? strip / (size + 1)
+                                       : longer + (strip - longer * (size + 1)) / size;
   }
-  JAXUNET_HOST_DEVICE int first_split(int sample) const { return split_of(sample * strips_of_sample); }
-  JAXUNET_HOST_DEVICE int last_split(int sample) const { return split_of((sample + 1) * strips_of_sample - 1); }
+  JAXUNET_HOST_DEVICE int first_split(int sample) const {
+    return split_of(sample * strips_of_sample);
+  }
+  JAXUNET_HOST_DEVICE int last_split(int sample) const {
+    return split_of((sample + 1) * strips_of_sample - 1);
+  }
 
-  // No sample is met by more splits.
+  // The most splits that meet one sample.
   int slots() const {
     const int size = strips / splits;
     return std::min(splits, (strips_of_sample - 2 + size) / size + 1);
   }
 };
 
-// Where a split's sums of dy over a sample go.
-struct ShiftSums {
+// Partial sums of dy, the gradient of the shift.
+struct ShiftPartials {
   float* to;  // (slots, batch, features)
   int slots, batch, features;
 
-  JAXUNET_HOST_DEVICE void store(const Shares& shares, int split, int sample, int feature, float sum) const {
-    store(split - shares.first_split(sample), split == shares.last_split(sample), sample, feature, sum);
+  JAXUNET_HOST_DEVICE void store(const SplitK& split_k, int split, int sample, int feature,
+                                 float sum) const {
+    store(split - split_k.first_split(sample), split == split_k.last_split(sample), sample, feature,
+          sum);
   }
-  // `last`: no later split meets the sample.
+  // `last`: no later split meets the sample; the remaining slots become zeros.
   JAXUNET_HOST_DEVICE void store(int slot, bool last, int sample, int feature, float sum) const {
     const int64_t each = static_cast<int64_t>(batch) * features;
     float* entry = to + slot * each + static_cast<int64_t>(sample) * features + feature;

@@ -1,5 +1,5 @@
-// The host's side of Hopper's forward convolution: which tile, the copy engine's maps, the launch. The kernel is in
-// hopper_forward.cuh.
+// The host side of the Hopper forward convolution: the choice of a tile and the tensor maps. The
+// kernel is in forward.cuh, its launches in forward_instances.cuh.
 
 #include "conv3x3/hopper/forward.h"
 #include "conv3x3/kernels.h"
@@ -18,7 +18,9 @@ int chunks(const Parts& parts) {
 namespace forward {
 
 cudaError_t parameters(const Tile& tile, const Conv3x3& plan, Parameters* p) {
-  p->schedule = {tile, plan.batch, plan.height, plan.width, chunks(plan.x), chunks(plan.projected), plan.features};
+  p->schedule = {tile,         plan.batch,     plan.height,
+                 plan.width,   chunks(plan.x), chunks(plan.projected),
+                 plan.features};
   p->features = static_cast<int>(plan.features);
   p->residual = plan.residual.count > 0;
   p->shift = plan.shift;
@@ -32,7 +34,8 @@ cudaError_t parameters(const Tile& tile, const Conv3x3& plan, Parameters* p) {
   const auto image = [&](CUtensorMap* to, const void* data, int64_t channels, int halo) {
     if (error != cudaSuccess) return;
     error = image_map(to, plan.type, data, {plan.batch, plan.height, plan.width, channels},
-                      {tile.samples, tile.rows + halo, tile.strip_columns() + halo, kChunk}, tile.packed());
+                      {tile.samples, tile.rows + halo, tile.strip_columns() + halo, kChunk},
+                      tile.packed());
   };
   p->x_parts = plan.x.count;
   for (int i = 0; i < plan.x.count; ++i) {
@@ -40,22 +43,26 @@ cudaError_t parameters(const Tile& tile, const Conv3x3& plan, Parameters* p) {
     image(&p->maps.x[i], plan.x.data[i], plan.x.channels[i], 2);
   }
   if (p->residual) image(&p->maps.residual, plan.residual.data[0], plan.features, 0);
-  p->extra_parts = plan.projected.count;
+  p->projected_parts = plan.projected.count;
   if (plan.projected.count > 0) {
     for (int i = 0; i < plan.projected.count; ++i) {
-      p->extra_channels[i] = static_cast<int>(plan.projected.channels[i]);
-      image(&p->maps.extra[i], plan.projected.data[i], plan.projected.channels[i], 2);
+      p->projected_channels[i] = static_cast<int>(plan.projected.channels[i]);
+      image(&p->maps.projected[i], plan.projected.data[i], plan.projected.channels[i], 2);
     }
     if (plan.flipped) {
-      map(&p->maps.shortcut, plan.shortcut, {plan.projected.total, plan.features, 1}, {kChunk, tile.features, 1});
+      map(&p->maps.shortcut, plan.shortcut, {plan.projected.total, plan.features, 1},
+          {kChunk, tile.features, 1});
     } else {
-      map(&p->maps.shortcut, plan.shortcut, {plan.features, plan.projected.total, 1}, {kChunk, kChunk, 1});
+      map(&p->maps.shortcut, plan.shortcut, {plan.features, plan.projected.total, 1},
+          {kChunk, kChunk, 1});
     }
   }
   if (plan.x.count > 0 && plan.flipped) {
-    map(&p->maps.kernel, plan.kernel, {plan.x.total, plan.features, 9}, {kChunk, tile.features, tile.taps});
+    map(&p->maps.kernel, plan.kernel, {plan.x.total, plan.features, 9},
+        {kChunk, tile.features, tile.taps});
   } else if (plan.x.count > 0) {
-    map(&p->maps.kernel, plan.kernel, {plan.features, plan.x.total, 9}, {kChunk, kChunk, tile.taps});
+    map(&p->maps.kernel, plan.kernel, {plan.features, plan.x.total, 9},
+        {kChunk, kChunk, tile.taps});
   }
   p->y_parts = plan.y.count;
   for (int i = 0; i < plan.y.count; ++i) {
@@ -68,9 +75,10 @@ cudaError_t parameters(const Tile& tile, const Conv3x3& plan, Parameters* p) {
 }  // namespace forward
 
 cudaError_t hopper_forward(const Conv3x3& plan, int multiprocessors, cudaStream_t stream) {
-  const int tile = quickest_tile(plan.a.data != nullptr, multiprocessors, plan.batch, plan.height, plan.width,
-                                 chunks(plan.x), chunks(plan.projected), plan.features);
-  const forward::Launches& all = plan.type == Type::kFloat16 ? forward::kLaunchesFloat16 : forward::kLaunchesBfloat16;
+  const int tile = quickest_tile(plan.a.data != nullptr, multiprocessors, plan.batch, plan.height,
+                                 plan.width, chunks(plan.x), chunks(plan.projected), plan.features);
+  const forward::Launches& all =
+      plan.type == Type::kFloat16 ? forward::kLaunchesFloat16 : forward::kLaunchesBfloat16;
   const auto run = plan.flipped ? all.flipped[tile] : all.forward[tile];
   return run ? run(plan, multiprocessors, stream) : cudaErrorInvalidValue;
 }

@@ -1,22 +1,24 @@
-// Between the host's side of Hopper's forward convolution and its kernels, which are compiled once for each type.
+// What the host side of the Hopper forward convolution (forward.cu) and its kernels share. The
+// kernels are compiled once for each type, in forward_bfloat16.cu and forward_float16.cu.
 #pragma once
 
+#include "common/tensor_map.h"
 #include "conv3x3/hopper/tile.h"
 #include "conv3x3/plan.h"
-#include "common/tensor_map.h"
 
 namespace jaxunet::cuda::forward {
 
-// The kernel's parameters.
 struct Maps {
-  CUtensorMap x[kMaxParts], extra[kMaxParts];  // boxes of a strip with its halo
-  CUtensorMap kernel, shortcut;                // boxes of a stage
-  CUtensorMap residual, y[kMaxParts];          // boxes of 64 channels of a strip
+  CUtensorMap x[kMaxParts], projected[kMaxParts];  // boxes: a strip with its halo
+  CUtensorMap kernel, shortcut;                    // boxes: one stage of weights
+  CUtensorMap residual, y[kMaxParts];              // boxes: 64 channels of a strip
 };
+
+// The kernel's only parameter.
 struct Parameters {
   Maps maps;
   Schedule schedule;
-  int x_parts, x_channels[kMaxParts], extra_parts, extra_channels[kMaxParts];
+  int x_parts, x_channels[kMaxParts], projected_parts, projected_channels[kMaxParts];
   int features, y_parts, y_channels[kMaxParts];
   bool residual;
   Rows shift, a, b;
@@ -24,7 +26,8 @@ struct Parameters {
 
 cudaError_t parameters(const Tile& tile, const Conv3x3& plan, Parameters* p);
 
-// The launches of one type's kernels, in the order of kTiles; none of an activation in a flipped convolution.
+// The launch functions of one type, in the order of kTiles; null where an activated tile would be
+// flipped.
 struct Launches {
   using Run = cudaError_t (*)(const Conv3x3& plan, int multiprocessors, cudaStream_t stream);
   Run forward[kTileCount], flipped[kTileCount];

@@ -1,4 +1,4 @@
-// The kernels of one type.
+// The instances of hopper_forward_kernel for one type: every tile of kTiles, flipped and not.
 #pragma once
 
 #include <memory>
@@ -8,36 +8,37 @@
 
 namespace jaxunet::cuda::forward {
 
-template <class T, class Cut, bool kFlipped>
+template <class T, class Traits, bool kFlipped>
 cudaError_t run(const Conv3x3& plan, int multiprocessors, cudaStream_t stream) {
   const auto all = std::make_unique<Parameters>();
   const Parameters& p = *all;
-  cudaError_t error = parameters(Cut::kTile, plan, all.get());
+  cudaError_t error = parameters(Traits::kTile, plan, all.get());
   if (error != cudaSuccess) return error;
   if (p.schedule.tiles == 0) return cudaSuccess;
-  const auto kernel = hopper_forward_kernel<T, Cut, kFlipped>;
-  const int bytes = p.schedule.shared_bytes(Cut::kTile);
-  error = allow_shared_memory(kernel, kSharedBytes);
+  const auto kernel = hopper_forward_kernel<T, Traits, kFlipped>;
+  const int bytes = p.schedule.shared_bytes(Traits::kTile);
+  error = allow_shared_memory(kernel, kMaxSharedBytes);
   if (error != cudaSuccess) return error;
-  return launch(kernel, dim3(std::min(p.schedule.tiles, multiprocessors)), Cut::kThreads, bytes, stream, p);
+  return launch(kernel, dim3(std::min(p.schedule.tiles, multiprocessors)), Traits::kThreads, bytes,
+                stream, p);
 }
 
 template <int i>
-using CutOf = Cut<kTiles[i].rows, kTiles[i].features, kTiles[i].groups, kTiles[i].taps, kTiles[i].transposed,
-                  kTiles[i].activated, kTiles[i].samples>;
+using TraitsOf = TileTraits<kTiles[i].rows, kTiles[i].features, kTiles[i].consumers, kTiles[i].taps,
+                            kTiles[i].transposed, kTiles[i].activated, kTiles[i].samples>;
 
 template <class T, int i>
 constexpr Launches::Run flipped_run() {
   if constexpr (kTiles[i].activated) {
     return nullptr;
   } else {
-    return run<T, CutOf<i>, true>;
+    return run<T, TraitsOf<i>, true>;
   }
 }
 
 template <class T, int... i>
 constexpr Launches launches(std::integer_sequence<int, i...>) {
-  return {{run<T, CutOf<i>, false>...}, {flipped_run<T, i>()...}};
+  return {{run<T, TraitsOf<i>, false>...}, {flipped_run<T, i>()...}};
 }
 
 template <class T>

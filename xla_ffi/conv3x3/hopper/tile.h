@@ -1,13 +1,16 @@
-// How Hopper's forward convolution is cut up: numbers shared by the host, the kernel and the tests.
+// Tiles of the Hopper forward convolution: the list that kernels are compiled for, and the choice
+// among them. Plain numbers, shared by the host, the kernel and tile_choices_test.cc.
 //
-// An image is cut into strips of 8 columns × `rows` rows. A block of threads computes one tile at a time: `groups`
-// strips, one for each computing warpgroup, × `features` output channels. It walks through the input in chunks of 64
-// channels, nine taps each, then through what a shortcut projects, centre tap only.
+// An image is cut into strips of 8 columns × `rows` rows. A block computes one output tile at a
+// time: one strip for each consumer warpgroup × `features` output channels. The mainloop runs over
+// the input in chunks of 64 channels, nine taps each, then over the chunks that a shortcut projects
+// (centre tap only).
 //
-// Images of 4 × 4 would leave most of a strip empty. A packed strip is of the whole images of 4 or 8 samples, the
-// samples of a pixel side by side: in shared memory pixel (row, column) of its sample n is row (row · 6 + column) ·
-// samples + n, halo included. A tap's pixels then begin at a distance of its own and lie in line, rows of 4 apart by 2
-// of halo; the product runs through those as well, 22 positions of which 16 are kept.
+// A strip of a 4 × 4 image would be mostly empty. A packed strip therefore holds 4 or 8 whole
+// images, the samples of a pixel side by side: in shared memory, pixel (row, column) of sample n is
+// row (row · 6 + column) · samples + n, halo included. The pixels that one tap reads are then
+// contiguous except for the two halo columns between image rows. The product computes those as
+// well: 22 positions, 16 of which are kept.
 #pragma once
 
 #include <algorithm>
@@ -17,25 +20,28 @@
 
 namespace jaxunet::cuda {
 
-constexpr int kChunk = 64;  // channels of a chunk: a row of 128 bytes
-constexpr int kStripColumns = 8;
+constexpr int kChunk = 64;  // channels of a chunk
+constexpr int kRowBytes =
+    2 * kChunk;                   // bytes of a pixel's chunk: one swizzled row of shared memory
+constexpr int kStripColumns = 8;  // pixels
 constexpr int kHaloColumns = kStripColumns + 2;
-constexpr int kRowBytes = 2 * kChunk;
-constexpr int kSlots = 2;  // strips in flight for each computing warpgroup
-constexpr int kSharedBytes = 227 * 1024;
-constexpr int kBarrierBytes = 1024;
+constexpr int kStripStages = 2;              // strips in flight for each consumer
+constexpr int kMaxSharedBytes = 227 * 1024;  // that one block of compute capability 9.0 can use
+constexpr int kBarrierBytes = 1024;          // reserved for all barriers of a block
+constexpr int kMaxWeightStages = 16;         // so that the barriers fit
+constexpr int kWarpgroup = 128;              // threads
 
 constexpr int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 struct Tile {
   int rows;         // image rows of a strip
   int features;     // output channels
-  int groups;       // computing warpgroups
-  int taps;         // of one stage of the weight ring: 1 or 3
-  bool transposed;  // the product is (features, pixels), not (pixels, features): less shared-memory traffic where
-                    // features = 64
-  bool activated;   // as many warpgroups more apply a · x + b and SiLU
-  int samples = 1;  // of a strip; more: packed
+  int consumers;    // consumer warpgroups, one strip each
+  int taps;         // kernel taps in one stage of the weight ring: 1 or 3
+  bool transposed;  // computes (features, pixels) instead of (pixels, features): less shared-memory
+                    // traffic where features = 64
+  bool activated;   // one more warpgroup for each consumer applies SiLU(a · x + b) to its strips
+  int samples = 1;  // images of a strip; more than one: packed
 
   constexpr bool packed() const { return samples > 1; }
   constexpr bool fits(int64_t height, int64_t width) const {
@@ -44,107 +50,152 @@ struct Tile {
   constexpr int strip_columns() const { return packed() ? rows : kStripColumns; }
   constexpr int halo_columns() const { return strip_columns() + 2; }
   constexpr int pixels() const { return rows * strip_columns() * samples; }  // of all samples
-  // Of a slot: the strip with one pixel around it, rounded up to whole 1024 bytes.
+  // The TMA box of a strip: the strip and one pixel around it.
+  constexpr int box_bytes() const { return (rows + 2) * halo_columns() * samples * kRowBytes; }
+  // The box rounded up to a multiple of 1024 bytes, where the swizzle pattern starts again.
   constexpr int strip_bytes() const {
     return packed() ? box_bytes() : (rows + 2 + 3) / 4 * 4 * halo_columns() * kRowBytes;
   }
-  constexpr int box_bytes() const { return (rows + 2) * halo_columns() * samples * kRowBytes; }
-  // From a haloed strip's eight pixels to the next, in rows of 128 bytes.
-  constexpr int rows_of_eight() const { return packed() ? 8 : halo_columns(); }
+  // Rows of shared memory from one group of eight pixels to the next.
+  constexpr int group_stride_rows() const { return packed() ? 8 : halo_columns(); }
   constexpr int stage_bytes() const { return taps * features * kRowBytes; }
-  constexpr int staged_bytes() const { return pixels() * features * 2; }
-  constexpr int warpgroups() const { return groups + 1 + (activated ? groups : 0); }
-  constexpr int threads() const { return 128 * warpgroups(); }
-  // N of wgmma; its M is 64.
-  constexpr int columns() const {
-    return packed() ? ((rows - 1) * halo_columns() + strip_columns()) * samples : transposed ? pixels() : features;
+  constexpr int output_bytes() const { return pixels() * features * 2; }
+  constexpr int warpgroups() const { return consumers + 1 + (activated ? consumers : 0); }
+  constexpr int threads() const { return kWarpgroup * warpgroups(); }
+  // N of wgmma; M is 64.
+  constexpr int wgmma_n() const {
+    return packed()     ? ((rows - 1) * halo_columns() + strip_columns()) * samples
+           : transposed ? pixels()
+                        : features;
   }
-  // Eights of columns without those that are halo.
-  constexpr int kept_eights() const { return packed() ? pixels() / 8 : columns() / 8; }
-  constexpr int fixed_bytes() const { return groups * (kSlots * strip_bytes() + staged_bytes()) + kBarrierBytes; }
-  constexpr int stages_that_fit() const { return std::min((kSharedBytes - fixed_bytes()) / stage_bytes(), 16); }
-  // Registers a thread: at launch, and after the warpgroups have shared them out.
+  // Groups of eight accumulator columns that are outputs, not halo.
+  constexpr int kept_groups() const { return packed() ? pixels() / 8 : wgmma_n() / 8; }
+  constexpr int fixed_bytes() const {
+    return consumers * (kStripStages * strip_bytes() + output_bytes()) + kBarrierBytes;
+  }
+  constexpr int max_stages() const {
+    return std::min((kMaxSharedBytes - fixed_bytes()) / stage_bytes(), kMaxWeightStages);
+  }
+  // Registers of a thread at launch. Afterwards setmaxnreg moves those that the producer and the
+  // activation do not need to the consumers. A multiprocessor has 65536; ptxas allocates them in
+  // eights, up to 255 a thread.
   constexpr int launch_registers() const { return std::min(65536 / threads() / 8 * 8, 248); }
-  constexpr int loading_registers() const { return 40; }
-  constexpr int activating_registers() const { return 80; }
-  constexpr int computing_registers() const {
-    const int spare =
-        warpgroups() * launch_registers() - loading_registers() - (activated ? groups * activating_registers() : 0);
-    return std::min(spare / groups / 8 * 8, 232);
+  constexpr int producer_registers() const { return 40; }
+  constexpr int activation_registers() const { return 80; }
+  constexpr int consumer_registers() const {
+    const int spare = warpgroups() * launch_registers() - producer_registers() -
+                      (activated ? consumers * activation_registers() : 0);
+    return std::min(spare / consumers / 8 * 8, 232);
   }
 };
 
-// A tile that a kernel is compiled for.
-template <int rows, int features, int groups, int taps, bool transposed, bool activated, int samples>
-struct Cut {
-  static constexpr Tile kTile{rows, features, groups, taps, transposed, activated, samples};
-  static constexpr int kRows = rows, kFeatures = features, kGroups = groups, kTaps = taps, kSamples = samples;
-  static constexpr bool kTransposed = transposed, kActivated = activated;
-  static constexpr int kPixels = kTile.pixels(), kColumns = kTile.columns(), kKeptEights = kTile.kept_eights();
+// A tile as compile-time constants.
+template <int rows, int features, int consumers, int taps, bool transposed, bool activated,
+          int samples>
+struct TileTraits {
+  static constexpr Tile kTile{rows, features, consumers, taps, transposed, activated, samples};
+  static constexpr int kRows = rows, kFeatures = features, kConsumers = consumers, kTaps = taps,
+                       kSamples = samples;
+  static constexpr bool kTransposed = transposed, kActivated = activated, kPacked = kTile.packed();
+  static constexpr int kPixels = kTile.pixels(), kWgmmaN = kTile.wgmma_n(),
+                       kKeptGroups = kTile.kept_groups();
   static constexpr int kStripColumns = kTile.strip_columns(), kHaloColumns = kTile.halo_columns(),
-                       kRowsOfEight = kTile.rows_of_eight();
-  static constexpr bool kPacked = kTile.packed();
+                       kGroupStrideRows = kTile.group_stride_rows();
   static constexpr int kStripBytes = kTile.strip_bytes(), kBoxBytes = kTile.box_bytes(),
-                       kStageBytes = kTile.stage_bytes(), kStagedBytes = kTile.staged_bytes();
+                       kStageBytes = kTile.stage_bytes(), kOutputBytes = kTile.output_bytes();
   static constexpr int kWarpgroups = kTile.warpgroups(), kThreads = kTile.threads();
-  static constexpr int kComputingRegisters = kTile.computing_registers(), kLoadingRegisters = kTile.loading_registers(),
-                       kActivatingRegisters = kTile.activating_registers();
-  static_assert(features % kChunk == 0 && (transposed ? features : kPixels) == 64, "M of wgmma is 64");
-  static_assert(samples == 1 || (transposed && !activated), "a packed strip is the product's right operand");
-  static_assert(kStripBytes % 1024 == 0 && kBoxBytes <= kStripBytes, "where the swizzle begins again");
-  static_assert(kTile.stages_that_fit() >= 2, "a stage is released once the next is in use");
+  static constexpr int kConsumerRegisters = kTile.consumer_registers(),
+                       kProducerRegisters = kTile.producer_registers(),
+                       kActivationRegisters = kTile.activation_registers();
+  static_assert(features % kChunk == 0 && (transposed ? features : kPixels) == 64,
+                "M of wgmma is 64");
+  static_assert(samples == 1 || (transposed && !activated),
+                "a packed strip is the right operand of the product");
+  static_assert(kStripBytes % 1024 == 0 && kBoxBytes <= kStripBytes,
+                "the swizzle pattern repeats every 1024 bytes");
+  static_assert(kTile.max_stages() >= 2, "a stage is released only when the next one is in use");
 
-  // Where a tap's first pixel lies in a haloed strip, in rows of 128 bytes.
-  JAXUNET_HOST_DEVICE static constexpr int tap_row(int tap) { return (tap / 3 * kHaloColumns + tap % 3) * samples; }
-  // Of the product's eights of columns the `n`-th that is kept.
-  JAXUNET_HOST_DEVICE static constexpr int kept_eight(int n) {
-    constexpr int in_row = kStripColumns * samples / 8, on = kHaloColumns * samples / 8;
-    return kPacked ? n / in_row * on + n % in_row : n;
+  // The first pixel that a tap reads, as a row of the haloed strip in shared memory.
+  JAXUNET_HOST_DEVICE static constexpr int tap_row(int tap) {
+    return (tap / 3 * kHaloColumns + tap % 3) * samples;
+  }
+  // The `n`-th kept group of eight accumulator columns.
+  JAXUNET_HOST_DEVICE static constexpr int kept_group(int n) {
+    constexpr int in_row = kStripColumns * samples / 8, row_stride = kHaloColumns * samples / 8;
+    return kPacked ? n / in_row * row_stride + n % in_row : n;
   }
 };
+
+// Constants of `Schedule::cycles`, in clock cycles of a multiprocessor unless they are ratios. They
+// are a fit to times on an H200. To refit: force each tile in turn (`hopper_forward` in
+// forward.cu), time the cases of the benchmark's kernels, and minimize the squared relative error
+// of the estimate over all pairs of a case and a tile.
+namespace fit {
+constexpr double kTensorCoreRate = 0.89;  // of the peak rate that wgmma reaches
+constexpr double kOperandReadSlowdown =
+    1.15;  // of reading operands, against 16 + n / 4 cycles a wgmma
+constexpr double kActivatedPerCycle =
+    2.8;  // numbers that an activation warpgroup reads, activates and writes
+constexpr double kShortcutChunkCycles =
+    500;  // to fill the ring for one projected chunk, which has a single tap
+constexpr double kTileStartCycles = 440;  // to begin a tile, shared by the consumers
+constexpr double kEpilogueCycles = 1270;  // of an output tile of `kEpilogueOutputs` numbers
+constexpr int kEpilogueOutputs = 8192;
+}  // namespace fit
 
 // A tile applied to one shape.
 struct Schedule {
-  int batch = 0, height = 0, width = 0, chunks = 0, extras = 0;
+  int batch = 0, height = 0, width = 0;
+  int chunks = 0, shortcut_chunks = 0;  // of 64 channels: of x, and of what the shortcut projects
   int strips_down = 0, strips_across = 0, strips = 0, feature_tiles = 0, tiles = 0;
-  int stages = 0;         // of the weight ring
-  bool resident = false;  // the ring holds all weights, which are loaded once
+  int stages = 0;                 // of the weight ring
+  bool weights_resident = false;  // the ring holds all weights; they are loaded once
 
   Schedule() = default;
-  constexpr Schedule(const Tile& tile, int64_t batch_, int64_t height_, int64_t width_, int chunks_, int extras_,
-                     int64_t features)
+  constexpr Schedule(const Tile& tile, int64_t batch_, int64_t height_, int64_t width_, int chunks_,
+                     int shortcut_chunks_, int64_t features)
       : batch(static_cast<int>(batch_)),
         height(static_cast<int>(height_)),
         width(static_cast<int>(width_)),
         chunks(chunks_),
-        extras(extras_) {
+        shortcut_chunks(shortcut_chunks_) {
     strips_down = static_cast<int>(ceil_div(height_, tile.rows));
     strips_across = static_cast<int>(ceil_div(width_, tile.strip_columns()));
     strips = static_cast<int>(ceil_div(batch_, tile.samples)) * strips_down * strips_across;
     feature_tiles = static_cast<int>(ceil_div(features, tile.features));
-    tiles = static_cast<int>(ceil_div(strips, tile.groups)) * feature_tiles;
-    const int loads = chunks * 9 / tile.taps + extras;
-    resident = feature_tiles == 1 && loads <= tile.stages_that_fit();
-    stages = resident ? loads : std::min(tile.stages_that_fit(), 6);
+    tiles = static_cast<int>(ceil_div(strips, tile.consumers)) * feature_tiles;
+    const int loads = chunks * 9 / tile.taps + shortcut_chunks;
+    weights_resident = feature_tiles == 1 && loads <= tile.max_stages();
+    // More than six stages hide no more latency.
+    stages = weights_resident ? loads : std::min(tile.max_stages(), 6);
   }
 
-  int shared_bytes(const Tile& tile) const { return tile.fixed_bytes() + stages * tile.stage_bytes(); }
+  int shared_bytes(const Tile& tile) const {
+    return tile.fixed_bytes() + stages * tile.stage_bytes();
+  }
 
-  // Estimated cycles of the longest-running block: a fit to measurements on an H200, of the Pallas kernel of the same
-  // design. A wgmma of 64 × n outputs takes n / 2 cycles on the tensor cores and about 16 + n / 4 to read its operands.
+  // Estimated cycles of the block that runs longest. A wgmma of 64 × n outputs takes n / 2 cycles
+  // on the tensor cores and about 16 + n / 4 to read its operands; four of them are one tap of a
+  // chunk.
   constexpr double cycles(const Tile& tile, int multiprocessors) const {
-    const double n = tile.columns(), block = 4 / 0.89 * tile.groups * std::max(n / 2, 1.15 * (16 + n / 4));
-    const double activation = tile.activated ? (tile.rows + 2) * kHaloColumns * kChunk / 2.8 : 0;
-    const double steps = chunks * std::max(9 * block, activation) + extras * (block + 500);
-    const double drain = 440.0 / tile.groups + 1270.0 * tile.pixels() * tile.features / 8192;
-    return static_cast<double>(ceil_div(tiles, multiprocessors)) * (steps + drain);
+    const double n = tile.wgmma_n();
+    const double tap = 4 / fit::kTensorCoreRate * tile.consumers *
+                       std::max(n / 2, fit::kOperandReadSlowdown * (16 + n / 4));
+    const double activation =
+        tile.activated ? (tile.rows + 2) * kHaloColumns * kChunk / fit::kActivatedPerCycle : 0;
+    const double mainloop = chunks * std::max(9 * tap, activation) +
+                            shortcut_chunks * (tap + fit::kShortcutChunkCycles);
+    const double epilogue =
+        fit::kTileStartCycles / tile.consumers +
+        fit::kEpilogueCycles * tile.pixels() * tile.features / fit::kEpilogueOutputs;
+    return static_cast<double>(ceil_div(tiles, multiprocessors)) * (mainloop + epilogue);
   }
 };
 
-// The tiles that kernels are compiled for. The activation of images of 4 × 4 is a kernel of its own; they are packed by
-// four samples where eight would leave multiprocessors without a tile.
+// The tiles that kernels are compiled for. For 4 × 4 images the activation is a kernel of its own;
+// they are packed four at a time where eight would leave multiprocessors without a tile.
 constexpr Tile kTiles[] = {
-    // rows, features, groups, taps, transposed, activated, samples
+    // rows, features, consumers, taps, transposed, activated, samples
     {16, 64, 2, 3, true, false},  {16, 64, 1, 3, true, false},   {8, 64, 1, 3, true, false},
     {8, 128, 1, 1, false, false}, {8, 128, 2, 1, false, false},  {8, 192, 2, 1, false, false},
     {8, 192, 1, 1, false, false}, {8, 256, 2, 1, false, false},  {16, 64, 2, 3, true, true},
@@ -152,15 +203,16 @@ constexpr Tile kTiles[] = {
 };
 constexpr int kTileCount = sizeof(kTiles) / sizeof(Tile);
 
-// The number of the tile of the least estimated cycles; the shape is given as to `Schedule`.
-constexpr int quickest_tile(bool activated, int multiprocessors, int64_t batch, int64_t height, int64_t width,
-                            int chunks, int extras, int64_t features) {
+// The index of the tile with the fewest estimated cycles; the shape is given as to `Schedule`.
+constexpr int quickest_tile(bool activated, int multiprocessors, int64_t batch, int64_t height,
+                            int64_t width, int chunks, int shortcut_chunks, int64_t features) {
   int best = -1;
   double least = 0;
   for (int i = 0; i < kTileCount; ++i) {
     const Tile& tile = kTiles[i];
     if (tile.activated != activated || !tile.fits(height, width)) continue;
-    const double cycles = Schedule(tile, batch, height, width, chunks, extras, features).cycles(tile, multiprocessors);
+    const Schedule schedule(tile, batch, height, width, chunks, shortcut_chunks, features);
+    const double cycles = schedule.cycles(tile, multiprocessors);
     if (best >= 0 && cycles >= least) continue;
     best = i;
     least = cycles;
@@ -168,9 +220,10 @@ constexpr int quickest_tile(bool activated, int multiprocessors, int64_t batch, 
   return best;
 }
 
+// The first pixel of a strip. A strip past the last, and the samples past the last of a packed one,
+// lie outside of the images: TMA reads zeros there and stores nothing.
 struct Strip {
-  int sample, row, column;  // of its first pixel; a strip past the last lies in no sample: it reads zeros, and nothing
-                            // of it is stored; nor are the samples past the last in a packed one
+  int sample, row, column;
 };
 
 }  // namespace jaxunet::cuda

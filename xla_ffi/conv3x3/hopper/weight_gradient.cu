@@ -1,52 +1,18 @@
-// Hopper's weight gradient: its kernel, whose blocks are in hopper_weight_gradient.cuh, and the host's side: how it is
-// cut, the copy engine's maps, the launch.
+// The host side of the Hopper weight gradient: how the work is cut, the tensor maps, the launch.
+// The kernel is in weight_gradient.cuh.
 
 #include <algorithm>
 #include <memory>
 
-#include "conv3x3/hopper/weight_gradient.cuh"
-#include "conv3x3/kernels.h"
 #include "common/launch.cuh"
 #include "common/tensor_map.h"
+#include "conv3x3/hopper/weight_gradient.cuh"
+#include "conv3x3/kernels.h"
 
 namespace jaxunet::cuda {
 namespace {
 
 using namespace weight_gradient;
-
-template <class T, bool kActivated, bool kPacked>
-__global__ void __launch_bounds__(kThreads, 1)
-    hopper_weight_gradient_kernel(const __grid_constant__ Parameters parameters) {
-#ifdef JAXUNET_HOPPER
-  const Block<T, kPacked> block(parameters, shared_memory());
-  if (threadIdx.x == 0) {
-    block.init();
-    publish_barriers();
-  }
-  if (threadIdx.x == kThreads - 1) block.prefetch();
-  __syncthreads();
-  const int warpgroup = threadIdx.x / 128;
-  if (warpgroup < kTapRows) {
-    set_registers<kComputingRegisters<kActivated>, true>();
-    if (block.chunks) {
-      block.compute_projected(warpgroup);
-    } else {
-      block.compute(warpgroup, kActivated ? block.ready : block.full);
-    }
-  } else {
-    set_registers<kHelpingRegisters<kActivated>, false>();
-    const int thread = threadIdx.x % 128;
-    if (thread == 0) {
-      if (block.chunks) {
-        block.load_projected();
-      } else {
-        block.load();
-      }
-    }
-    if (thread >= 128 - kHelpers && (block.sums_dy || (kActivated && !block.chunks))) block.template help<kActivated>();
-  }
-#endif
-}
 
 template <class T, bool kActivated, bool kPacked>
 cudaError_t run(const Parameters& p, cudaStream_t stream) {
@@ -69,37 +35,46 @@ int chunks_in(const Parts& parts) {
   return static_cast<int>(count);
 }
 
-// Images of at most four rows would leave half of a strip empty, those of four columns as well three quarters. Their
-// activation, which differs from sample to sample, is not worth its code: at so few pixels it is a kernel of its own.
+// Images of at most four rows would leave half of a strip empty, 4 × 4 images three quarters. An
+// activation, whose coefficients differ from sample to sample, keeps them apart: at so few pixels
+// it is a kernel of its own instead.
 int samples_of_strip(const Conv3x3WeightGradient& plan) {
-  if (plan.height > kRows / kPaired || plan.a.data) return 1;
-  return kPackedStrip.fits(plan.height, plan.width) ? kPackedSamples : kPaired;
+  if (plan.height > kRows / kPairedSamples || plan.a.data) return 1;
+  return kPackedStrip.fits(plan.height, plan.width) ? kPackedSamples : kPairedSamples;
 }
 
-// As even as they can be.
+// Projected chunks of a block, as even as they can be.
 int chunks_of_block(const Parts& projected) {
-  const int64_t chunks = chunks_in(projected), blocks = ceil_div(chunks, kMostChunks);
+  const int64_t chunks = chunks_in(projected), blocks = ceil_div(chunks, kMaxChunks);
   return chunks == 0 ? 0 : static_cast<int>(ceil_div(chunks, blocks));
 }
+
+// A strip of the shortcut's gradient is bound by reading its boxes, (1 + chunks) of them: the time
+// of one box, as a share of the time that a strip of the kernel's gradient takes to multiply, is 1
+// / kBoxesOfStrip. An estimate for an H200; to refit, time linear layers of different widths with
+// one split.
+constexpr int kBoxesOfStrip = 7;
 
 }  // namespace
 
 WeightGradientCut hopper_weight_gradient_cut(const Conv3x3WeightGradient& plan) {
   const int64_t across = ceil_div(plan.features, kChunk), chunks = chunks_in(plan.projected);
-  WeightGradientCut cut{chunks_in(plan.x) * across, ceil_div(plan.height, kRows) * ceil_div(plan.width, kStripColumns)};
+  WeightGradientCut cut{chunks_in(plan.x) * across,
+                        ceil_div(plan.height, kRows) * ceil_div(plan.width, kStripColumns)};
   cut.samples = samples_of_strip(plan);
-  cut.whole = plan.features % kChunk == 0;
-  for (int i = 0; i < plan.x.count; ++i) cut.whole = cut.whole && plan.x.channels[i] % kChunk == 0;
-  cut.shortcut_blocks = ceil_div(chunks, kMostChunks) * across;
-  // Reading its boxes is what takes the time: an estimated seventh each of that of a strip's products.
-  cut.shortcut_time = static_cast<double>(1 + chunks_of_block(plan.projected)) / 7;
+  cut.whole_tiles = plan.features % kChunk == 0;
+  for (int i = 0; i < plan.x.count; ++i)
+    cut.whole_tiles = cut.whole_tiles && plan.x.channels[i] % kChunk == 0;
+  cut.shortcut_tiles = ceil_div(chunks, kMaxChunks) * across;
+  cut.shortcut_time = static_cast<double>(1 + chunks_of_block(plan.projected)) / kBoxesOfStrip;
   cut.shortcut_size = static_cast<double>(chunks_of_block(plan.projected)) / 9;
   return cut;
 }
 
-cudaError_t hopper_weight_gradient(const Conv3x3WeightGradient& plan, const Shares& shares, float* sums, bool tiled,
-                                   const ShiftSums& shift, const Shares& shortcut_shares, float* shortcut_sums,
-                                   cudaStream_t stream) {
+cudaError_t hopper_weight_gradient(const Conv3x3WeightGradient& plan, const SplitK& split_k,
+                                   float* partials, bool accumulator_tiles,
+                                   const ShiftPartials& shift, const SplitK& shortcut_split_k,
+                                   float* shortcut_partials, cudaStream_t stream) {
   const auto parameters = std::make_unique<Parameters>();
   Parameters& p = *parameters;
   const WeightGradientCut cut = hopper_weight_gradient_cut(plan);
@@ -129,8 +104,8 @@ cudaError_t hopper_weight_gradient(const Conv3x3WeightGradient& plan, const Shar
   p.features = static_cast<int>(plan.features);
   p.feature_blocks = FastDivmod(ceil_div(plan.features, kChunk));
   p.x_blocks = FastDivmod(std::max(chunks_in(plan.x), 1));
-  p.kernel = Work(cut.blocks, shares);
-  p.shortcut = Work(cut.shortcut_blocks, shortcut_shares);
+  p.kernel = Work(cut.tiles, split_k);
+  p.shortcut = Work(cut.shortcut_tiles, shortcut_split_k);
   p.shortcut_chunks = chunks_in(plan.projected);
   p.block_chunks = chunks_of_block(plan.projected);
   p.height = static_cast<int>(plan.height);
@@ -139,9 +114,9 @@ cudaError_t hopper_weight_gradient(const Conv3x3WeightGradient& plan, const Shar
   p.strips_across = FastDivmod(ceil_div(plan.width, kStripColumns));
   p.a = plan.a;
   p.b = plan.b;
-  p.sums = sums;
-  p.tiled = tiled;
-  p.shortcut_sums = shortcut_sums;
+  p.partials = partials;
+  p.accumulator_tiles = accumulator_tiles;
+  p.shortcut_partials = shortcut_partials;
   p.shift = shift;
   return plan.type == Type::kFloat16 ? run<__half>(p, stream) : run<__nv_bfloat16>(p, stream);
 }

@@ -1,4 +1,4 @@
-// What the blocks of Hopper's weight gradient are told.
+// The parameters of hopper_weight_gradient_kernel.
 #pragma once
 
 #include <cuda.h>
@@ -12,28 +12,30 @@
 
 namespace jaxunet::cuda::weight_gradient {
 
-// Arrays side by side, in chunks of 64 channels that do not reach across.
+// Arrays side by side, in chunks of 64 channels; no chunk crosses from one array into the next.
 struct Image {
   CUtensorMap maps[kMaxParts];
   int parts, channels[kMaxParts], total;
 };
 
-// Tiles of a gradient, each computed by a block for each of its splits.
+// The tiles of a gradient; each is computed by one block for each split.
 struct Work {
   int tiles = 0, size, longer;  // strips of a split, and how many splits have one more
   FastDivmod by_tiles;
-  Shares shares;
+  SplitK split_k;
 
   Work() = default;
-  Work(int64_t tiles_, const Shares& shares_)
+  Work(int64_t tiles_, const SplitK& split_k_)
       : tiles(static_cast<int>(tiles_)),
-        size(shares_.strips / shares_.splits),
-        longer(shares_.strips % shares_.splits),
+        size(split_k_.strips / split_k_.splits),
+        longer(split_k_.strips % split_k_.splits),
         by_tiles(std::max<int64_t>(tiles_, 1)),
-        shares(shares_) {}
+        split_k(split_k_) {}
 
-  JAXUNET_HOST_DEVICE int blocks() const { return tiles * shares.splits; }
-  JAXUNET_HOST_DEVICE int first(int split) const { return split * size + (split < longer ? split : longer); }
+  JAXUNET_HOST_DEVICE int blocks() const { return tiles * split_k.splits; }
+  JAXUNET_HOST_DEVICE int first(int split) const {
+    return split * size + (split < longer ? split : longer);
+  }
   JAXUNET_HOST_DEVICE int count(int split) const { return size + (split < longer); }
 };
 
@@ -43,17 +45,19 @@ struct Parameters {
   int samples;  // of a strip: 1, two one below the other, or four packed
   int features;
   FastDivmod feature_blocks, x_blocks;  // of 64 channels
-  Work kernel, shortcut;             // tiles of 64 × 64 channels; of `block_chunks` × 64 · 64
+  Work kernel, shortcut;  // tiles of 64 × 64 channels, and of `block_chunks` · 64 × 64
   int shortcut_chunks, block_chunks;
   int height, width;
   FastDivmod strips_of_sample, strips_across;
   Rows a, b;
-  float *sums, *shortcut_sums;
-  bool tiled;  // the layout of `sums`: tiles of registers, not (splits, 3, 3, channels, features)
-  ShiftSums shift;
+  float *partials, *shortcut_partials;
+  bool accumulator_tiles;  // `partials` are (splits, tiles) of accumulator_tile.h, else (splits, 3,
+                           // 3, channels, features)
+  ShiftPartials shift;
 };
 
-// Where a chunk lies: its part, its first channel there, and that part's first channel in the whole.
+// Where a chunk lies: its part, its first channel in that part, and the part's first channel in the
+// whole.
 struct Place {
   int part = 0, channel = 0, first = 0;
 

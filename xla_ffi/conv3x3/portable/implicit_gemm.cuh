@@ -1,92 +1,60 @@
-// The convolution as a matrix product, and where the entries of its matrices lie: for every shape, on every GPU.
+// The convolution as an implicit GEMM, for every shape, type and GPU: Y = A · B, the matrices of
+// which are never formed.
 //
-// The left matrix has a row for each pixel and a column for each (tap, channel), column = tap · channels + channel;
-// then, for a 1×1 shortcut, a column for each channel that it projects at the pixel itself. The right matrix has the
-// same columns as its rows: it is the kernel (3, 3, channels, features) as it lies in memory, with the shortcut's
-// (channels, features) below.
+// A has a row for each pixel and a column for each (tap, channel): column = tap · channels +
+// channel. For a 1×1 shortcut more columns follow, one for each channel that it projects, at the
+// pixel itself; in a linear layer they are the only ones. B has the columns of A as its rows: it is
+// the kernel (3, 3, channels, features) as it lies in memory, followed by the shortcut (projected
+// channels, features).
 #pragma once
 
 #include "common/types.cuh"
+#include "conv3x3/channels.cuh"
 #include "conv3x3/plan.h"
 
 namespace jaxunet::cuda {
-
-// Arrays side by side along their last dimension.
-struct Channels {
-  const void* data[kMaxParts];
-  int widths[kMaxParts];
-  int count, total;
-
-  // The entry of `row` and `channel`, which lies in the image and below `total`.
-  template <class T>
-  __device__ const T* at(int64_t row, int channel) const {
-#pragma unroll
-    for (int i = 0; i < kMaxParts - 1; ++i) {
-      if (i + 1 >= count || channel < widths[i]) return static_cast<const T*>(data[i]) + row * widths[i] + channel;
-      channel -= widths[i];
-    }
-    return static_cast<const T*>(data[kMaxParts - 1]) + row * widths[kMaxParts - 1] + channel;
-  }
-};
-
-inline Channels channels_of(const Parts& parts) {
-  Channels all{};
-  all.count = parts.count;
-  all.total = static_cast<int>(parts.total);
-  for (int i = 0; i < parts.count; ++i) {
-    all.data[i] = parts.data[i];
-    all.widths[i] = static_cast<int>(parts.channels[i]);
-  }
-  return all;
-}
-
-// Whether eight channels that start at a multiple of eight always lie in line, in one array.
-inline bool in_eights(const Channels& all) {
-  for (int i = 0; i < all.count; ++i) {
-    if (all.widths[i] % 8) return false;
-  }
-  return true;
-}
 
 struct Pixel {
   int64_t row;  // of an array seen as (batch · height · width, channels)
   int sample, y, x;
 };
 
-// The left matrix.
-struct Left {
-  Channels x, extra;
+// The matrix A.
+struct MatrixA {
+  Channels x, projected;
   int pixels, height, width, columns;
-  Rows a, b;     // data is null without activation
-  bool vectors;  // eight columns at a time
+  Rows a, b;     // null data: no activation
+  bool vectors;  // eight columns are contiguous in memory
 
   __device__ Pixel pixel(int index) const {
     const int line = index / width, sample = line / height;
     return {index, sample, line - sample * height, index - line * width};
   }
 
-  // The activated entry of a channel, as the type of x holds it.
+  // The activated entry of a channel, rounded to the type of x.
   template <class T>
   __device__ T activated(T value, int sample, int channel) const {
     if (!a.data) return value;
-    return narrow<T>(
-        silu_exact(a.data[sample * a.stride + channel] * wide(value) + b.data[sample * b.stride + channel]));
+    return narrow<T>(silu_exact(a.data[sample * a.stride + channel] * wide(value) +
+                                b.data[sample * b.stride + channel]));
   }
 
-  // Where the tap of `column` reads, or null in the padding and past the last column.
+  // The address that `column` reads at a pixel; null in the padding and past the last column.
+  // `channel`: of x, or -1 for a projected one, which has no activation.
   template <class T>
   __device__ const T* entry(const Pixel& pixel, int column, int* channel) const {
-    const int tap = column < 9 * x.total ? column / x.total : 9, y = pixel.y + tap / 3 - 1, x_ = pixel.x + tap % 3 - 1;
+    const int tap = column < 9 * x.total ? column / x.total : 9, y = pixel.y + tap / 3 - 1,
+              x_ = pixel.x + tap % 3 - 1;
     *channel = column - tap * x.total;
     if (tap >= 9) {
       *channel = -1;
-      return column < columns ? extra.at<T>(pixel.row, column - 9 * x.total) : nullptr;
+      return column < columns ? projected.at<T>(pixel.row, column - 9 * x.total) : nullptr;
     }
     if (y < 0 || y >= height || x_ < 0 || x_ >= width) return nullptr;
     return x.at<T>(pixel.row + (y - pixel.y) * width + x_ - pixel.x, *channel);
   }
 
-  // Columns `column` to `column` + 7 of a pixel; an index past the last pixel gives zeros.
+  // Columns `column` to `column` + 7 of a pixel; zeros past the last pixel.
   template <class T>
   __device__ void load(int index, int column, Eight<T>& out) const {
     out.clear();
@@ -110,31 +78,37 @@ struct Left {
   }
 };
 
-// The right matrix of the convolution.
-struct Right {
+// The matrix B of the forward convolution.
+struct MatrixB {
   const void *kernel, *shortcut;
   int channels, features, columns;
-  bool flipped;  // the kernel lies as (3, 3, features, channels) and is read as kernel[::-1, ::-1] transposed, the
-                 // shortcut as (features, channels)
-  bool vectors;  // eight features (flipped: eight channels) at a time
+  bool flipped;  // the kernel lies as (3, 3, features, channels), read as kernel[::-1, ::-1]
+                 // transposed; the shortcut as (features, projected channels)
+  bool vectors;  // eight features (flipped: eight channels) are contiguous in memory
 
   template <class T>
   __device__ T entry(int column, int feature) const {
     if (column >= columns || feature >= features) return narrow<T>(0.0f);
     const int extra = column - 9 * channels;
-    if (extra >= 0) return static_cast<const T*>(shortcut)[flipped ? turned(extra, feature) : straight(extra, feature)];
+    if (extra >= 0)
+      return static_cast<const T*>(
+          shortcut)[flipped ? turned(extra, feature) : straight(extra, feature)];
     const int tap = column / channels, channel = column - tap * channels;
-    if (!flipped) return static_cast<const T*>(kernel)[static_cast<int64_t>(column) * features + feature];
-    return static_cast<const T*>(kernel)[(static_cast<int64_t>(8 - tap) * features + feature) * channels + channel];
+    if (!flipped)
+      return static_cast<const T*>(kernel)[static_cast<int64_t>(column) * features + feature];
+    return static_cast<const T*>(
+        kernel)[(static_cast<int64_t>(8 - tap) * features + feature) * channels + channel];
   }
 
-  // Where the shortcut's entry for a channel that it projects lies.
-  __device__ int64_t straight(int extra, int feature) const { return static_cast<int64_t>(extra) * features + feature; }
+  // The index of the shortcut's entry for a projected channel.
+  __device__ int64_t straight(int extra, int feature) const {
+    return static_cast<int64_t>(extra) * features + feature;
+  }
   __device__ int64_t turned(int extra, int feature) const {
     return static_cast<int64_t>(feature) * (columns - 9 * channels) + extra;
   }
 
-  // Activation `feature` to `feature` + 7 of a column; not for a flipped kernel.
+  // Features `feature` to `feature` + 7 of row `column`; not of a flipped kernel.
   template <class T>
   __device__ void load_features(int column, int feature, Eight<T>& out) const {
     out.clear();
@@ -148,7 +122,7 @@ struct Right {
     }
   }
 
-  // Columns `column` to `column` + 7 of a feature, of a flipped kernel.
+  // Rows `column` to `column` + 7 of a feature; of a flipped kernel.
   template <class T>
   __device__ void load_columns(int column, int feature, Eight<T>& out) const {
     const int extra = column - 9 * channels;
@@ -158,8 +132,9 @@ struct Right {
         return;
       }
       const int tap = column / channels;
-      out.load(static_cast<const T*>(kernel) + (static_cast<int64_t>(8 - tap) * features + feature) * channels +
-               column - tap * channels);
+      out.load(static_cast<const T*>(kernel) +
+               (static_cast<int64_t>(8 - tap) * features + feature) * channels + column -
+               tap * channels);
       return;
     }
 #pragma unroll
@@ -167,20 +142,19 @@ struct Right {
   }
 };
 
-// `extra`: what a shortcut projects.
 template <class Plan>
-Left left_of(const Plan& plan, const Parts& extra) {
-  Left left{};
-  left.x = channels_of(plan.x);
-  left.pixels = static_cast<int>(plan.batch * plan.height * plan.width);
-  left.height = static_cast<int>(plan.height);
-  left.width = static_cast<int>(plan.width);
-  left.extra = channels_of(extra);
-  left.columns = 9 * left.x.total + left.extra.total;
-  left.a = plan.a;
-  left.b = plan.b;
-  left.vectors = in_eights(left.x) && in_eights(left.extra);
-  return left;
+MatrixA matrix_a(const Plan& plan) {
+  MatrixA a{};
+  a.x = channels_of(plan.x);
+  a.pixels = static_cast<int>(plan.batch * plan.height * plan.width);
+  a.height = static_cast<int>(plan.height);
+  a.width = static_cast<int>(plan.width);
+  a.projected = channels_of(plan.projected);
+  a.columns = 9 * a.x.total + a.projected.total;
+  a.a = plan.a;
+  a.b = plan.b;
+  a.vectors = in_eights(a.x) && in_eights(a.projected);
+  return a;
 }
 
 }  // namespace jaxunet::cuda

@@ -1,106 +1,111 @@
-// Forward and input gradient of the 3×3 convolution on every GPU of compute capability 8.0 and later, for every shape
-// and type.
+// Forward 3×3 convolution, its input gradient and the linear layer as an implicit GEMM
+// (implicit_gemm.cuh): every shape and type, compute capability 8.0 and later.
 //
-// A block computes 64 pixels × 64 features: four warps of 32 × 32. It walks over the columns of the left matrix (see
-// gather.cuh) 32 at a time. While the tensor cores multiply one pair of tiles, the next is on its way from device
-// memory to registers, where GroupNorm and SiLU are applied; it is then stored in the other half of shared memory.
+// A block computes a tile of 64 pixels × 64 features, 32 × 32 for each of its four warps. The
+// mainloop takes 32 columns of A at a time. While the tensor cores multiply one stage of shared
+// memory, the next tiles of A and B are loaded to registers, where the activation is applied, and
+// then stored in the other stage.
 
 #include "common/dispatch_dtype.cuh"
-#include "conv3x3/portable/implicit_gemm.cuh"
-#include "conv3x3/kernels.h"
 #include "common/launch.cuh"
 #include "common/warp_tile.cuh"
+#include "conv3x3/kernels.h"
+#include "conv3x3/portable/implicit_gemm.cuh"
 
 namespace jaxunet::cuda {
 namespace {
 
 constexpr int kThreads = 128;
-constexpr int kLoads = kTile * kDepth / 8 / kThreads;  // eights of a tile that a thread loads
+constexpr int kLoads =
+    kTile * kDepth / 8 / kThreads;  // groups of eight numbers of a tile that a thread loads
 
 struct Forward {
-  Left left;
-  Right right;
-  Channels residual;  // added as it is; count = 0 where there is none
+  MatrixA a;
+  MatrixB b;
+  Channels residual;  // count = 0: none
   Rows shift;
   void* y;
 };
 
 template <class T, bool kFlipped>
-__global__ void __launch_bounds__(kThreads) portable_forward_kernel(const Forward plan) {
-  alignas(16) __shared__ T left[2][kTileEntries<T>], right[2][kTileEntries<T>];
+__global__ void __launch_bounds__(kThreads) implicit_gemm_forward_kernel(const Forward plan) {
+  alignas(16) __shared__ T a[2][kTileEntries<T>], b[2][kTileEntries<T>];
   const int thread = threadIdx.x, warp = thread / 32, row = warp / 2 * 32, column = warp % 2 * 32;
   const int first_pixel = blockIdx.x * kTile, first_feature = blockIdx.y * kTile;
-  Sums sums{};
-  Eight<T> next_left[kLoads], next_right[kLoads];
+  Accumulator accumulator{};
+  Eight<T> next_a[kLoads], next_b[kLoads];
 
   const auto load = [&](int k) {
 #pragma unroll
     for (int i = 0; i < kLoads; ++i) {
       const int n = thread + i * kThreads;
-      plan.left.load(first_pixel + n / 4, k + n % 4 * 8, next_left[i]);
+      plan.a.load(first_pixel + n / 4, k + n % 4 * 8, next_a[i]);
       if constexpr (kFlipped) {
-        plan.right.load_columns(k + n % 4 * 8, first_feature + n / 4, next_right[i]);
+        plan.b.load_columns(k + n % 4 * 8, first_feature + n / 4, next_b[i]);
       } else {
-        plan.right.load_features(k + n / 8, first_feature + n % 8 * 8, next_right[i]);
+        plan.b.load_features(k + n / 8, first_feature + n % 8 * 8, next_b[i]);
       }
     }
   };
-  const auto store = [&](int half) {
+  const auto store = [&](int stage) {
 #pragma unroll
     for (int i = 0; i < kLoads; ++i) {
       const int n = thread + i * kThreads, along = n / 4 * kStride<T, false> + n % 4 * 8;
-      next_left[i].store(left[half] + along);
-      next_right[i].store(right[half] + (kFlipped ? along : n / 8 * kStride<T, true> + n % 8 * 8));
+      next_a[i].store(a[stage] + along);
+      next_b[i].store(b[stage] + (kFlipped ? along : n / 8 * kStride<T, true> + n % 8 * 8));
     }
   };
 
   load(0);
-  for (int k = 0, half = 0; k < plan.left.columns; k += kDepth, half ^= 1) {
-    store(half);
-    __syncthreads();  // one is enough: whoever stores in this half again has passed the next one, after everybody's
-                      // products
-    if (k + kDepth < plan.left.columns) load(k + kDepth);
-    multiply_tiles<false, !kFlipped>(sums, left[half], right[half], row, column);
+  for (int k = 0, stage = 0; k < plan.a.columns; k += kDepth, stage ^= 1) {
+    store(stage);
+    // One barrier for each step is enough: a thread stores to this stage again only after the next
+    // barrier, which all threads reach after these products.
+    __syncthreads();
+    if (k + kDepth < plan.a.columns) load(k + kDepth);
+    multiply_tiles<false, !kFlipped>(accumulator, a[stage], b[stage], row, column);
   }
 
-  const int features = plan.right.features;
+  const int features = plan.b.features;
   auto* y = static_cast<T*>(plan.y);
-  each_pair(sums, first_pixel + row, first_feature + column, [&](int index, int feature, float sum, float next) {
-    if (index >= plan.left.pixels) return;
-    const int sample = index / (plan.left.height * plan.left.width);
-    const float* shift = plan.shift.data + sample * plan.shift.stride;
-    const float pair[2] = {sum, next};
+  each_pair(accumulator, first_pixel + row, first_feature + column,
+            [&](int index, int feature, float sum, float next) {
+              if (index >= plan.a.pixels) return;
+              const int sample = index / (plan.a.height * plan.a.width);
+              const float* shift = plan.shift.data + sample * plan.shift.stride;
+              const float pair[2] = {sum, next};
 #pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      if (feature + i >= features) continue;
-      float value = pair[i] + (plan.shift.data ? shift[feature + i] : 0.0f);
-      if (plan.residual.count) value += wide(*plan.residual.at<T>(index, feature + i));
-      y[static_cast<int64_t>(index) * features + feature + i] = narrow<T>(value);
-    }
-  });
+              for (int i = 0; i < 2; ++i) {
+                if (feature + i >= features) continue;
+                float value = pair[i] + (plan.shift.data ? shift[feature + i] : 0.0f);
+                if (plan.residual.count) value += wide(*plan.residual.at<T>(index, feature + i));
+                y[static_cast<int64_t>(index) * features + feature + i] = narrow<T>(value);
+              }
+            });
 }
 
 template <class T>
 cudaError_t forward(const Forward& plan, cudaStream_t stream) {
-  const dim3 grid((plan.left.pixels + kTile - 1) / kTile, (plan.right.features + kTile - 1) / kTile);
-  const auto kernel = plan.right.flipped ? portable_forward_kernel<T, true> : portable_forward_kernel<T, false>;
+  const dim3 grid((plan.a.pixels + kTile - 1) / kTile, (plan.b.features + kTile - 1) / kTile);
+  const auto kernel = plan.b.flipped ? implicit_gemm_forward_kernel<T, true>
+                                     : implicit_gemm_forward_kernel<T, false>;
   return launch(kernel, grid, kThreads, 0, stream, plan);
 }
 
 }  // namespace
 
-cudaError_t portable_forward(const Conv3x3& plan, cudaStream_t stream) {
-  Forward all{left_of(plan, plan.projected), {}, channels_of(plan.residual), plan.shift, plan.y.data[0]};
+cudaError_t implicit_gemm_forward(const Conv3x3& plan, cudaStream_t stream) {
+  Forward all{matrix_a(plan), {}, channels_of(plan.residual), plan.shift, plan.y.data[0]};
   const int channels = static_cast<int>(plan.x.total), features = static_cast<int>(plan.features);
-  all.right = {plan.kernel,
-               plan.shortcut,
-               channels,
-               features,
-               all.left.columns,
-               plan.flipped,
-               plan.flipped ? all.left.vectors : features % 8 == 0};
-  if (all.left.pixels == 0 || features == 0) return cudaSuccess;
-  return dispatch_dtype(plan.type, [&](auto nought) { return forward<decltype(nought)>(all, stream); });
+  all.b = {plan.kernel,
+           plan.shortcut,
+           channels,
+           features,
+           all.a.columns,
+           plan.flipped,
+           plan.flipped ? all.a.vectors : features % 8 == 0};
+  if (all.a.pixels == 0 || features == 0) return cudaSuccess;
+  return dispatch_dtype(plan.type, [&](auto zero) { return forward<decltype(zero)>(all, stream); });
 }
 
 }  // namespace jaxunet::cuda

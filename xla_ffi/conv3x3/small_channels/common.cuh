@@ -1,16 +1,16 @@
-// What the kernels for few channels and few features share. They run on compute capability 8.0 and later
-// (mma.sync.m16n8k16), for 16-bit types. Where a convolution has so little arithmetic, the large one of its two images
-// should pass device memory once, 16 bytes at a time; everything is arranged for that.
+// What the kernels for at most eight channels or features share: 16-bit types, compute
+// capability 8.0 and later (mma.sync.m16n8k16). Such a convolution is bound by memory. All of them
+// read or write the larger of its two images once, 16 bytes at a time.
 #pragma once
 
+#include "conv3x3/channels.cuh"
 #include "conv3x3/dispatch.h"
-#include "conv3x3/portable/implicit_gemm.cuh"
 
 namespace jaxunet::cuda {
 
-constexpr int kWide = 64;  // channels of the large image that a block handles at a time: 128 bytes of a pixel
+constexpr int kWide = 64;  // channels of the large image in a chunk: 128 bytes of a pixel
 
-// The kernel, in the order of the plan.
+// The kernel, in the layout of the plan.
 struct Weights {
   const void* data;
   int channels, features;
@@ -18,13 +18,14 @@ struct Weights {
 
   template <class T>
   __device__ T at(int tap, int channel, int feature) const {
-    const int64_t entry = flipped ? (static_cast<int64_t>(8 - tap) * features + feature) * channels + channel
-                                  : (static_cast<int64_t>(tap) * channels + channel) * features + feature;
+    const int64_t entry =
+        flipped ? (static_cast<int64_t>(8 - tap) * features + feature) * channels + channel
+                : (static_cast<int64_t>(tap) * channels + channel) * features + feature;
     return static_cast<const T*>(data)[entry];
   }
 };
 
-// An image cut into tiles of `kRows` × `kColumns` pixels.
+// A batch of images cut into tiles of `kRows` × `kColumns` pixels.
 template <int kRows_, int kColumns_>
 struct Tiling {
   static constexpr int kRows = kRows_, kColumns = kColumns_, kHaloColumns = kColumns + 2,
@@ -41,7 +42,7 @@ struct Tiling {
         tiles(static_cast<int>(plan.batch) * down * across) {}
 
   struct At {
-    int sample, row, column;  // of its first pixel
+    int sample, row, column;  // of the first pixel
   };
   __device__ At at(int tile) const {
     const int each = down * across, sample = tile / each, rest = tile - sample * each;
@@ -50,15 +51,17 @@ struct Tiling {
   __device__ bool inside(int row, int column) const {
     return row >= 0 && row < height && column >= 0 && column < width;
   }
-  // As a row of an array (batch · height · width, channels).
+  // The row of an array (batch · height · width, channels).
   __device__ int64_t index(int sample, int row, int column) const {
     return (static_cast<int64_t>(sample) * height + row) * width + column;
   }
 };
 
-// 64 channels of an image in parts; `first` counts through all parts.
+// 64 channels of an image in parts.
 struct Chunk {
-  int part, channel, first, width;  // channel: in its part, of `width` channels
+  int part, channel;  // the first channel, in a part
+  int first;          // the same channel, counted through all parts
+  int width;          // channels of the part
 
   __device__ static Chunk of(const Channels& all, int number) {
     Chunk chunk{0, number * kWide, 0, all.widths[0]};
@@ -72,16 +75,18 @@ struct Chunk {
   }
 };
 
-// Where the 16 bytes lie that hold channels 8 · eighth, ... of a pixel of 64 channels in shared memory: eight pixels'
-// bytes lie in different banks.
-__device__ inline int swizzled(int pixel, int eighth) { return pixel * kWide * 2 + ((eighth ^ pixel % 8) << 4); }
+// The offset in shared memory of channels 8 · eighth to 8 · eighth + 7 of a pixel of 64 channels.
+// The 16 bytes of eight pixels lie in different banks.
+__device__ inline int swizzled(int pixel, int eighth) {
+  return pixel * kWide * 2 + ((eighth ^ pixel % 8) << 4);
+}
 
 // A pixel of the small image.
 template <class T, int kChannels>
 struct alignas(2 * kChannels) Few {
   T at[kChannels];
 
-  // Channels that are not there, and those of no pixel, are zeros.
+  // Missing channels, and all channels if `from` is null, are zeros.
   __device__ void load(const T* from, int channels) {
     if (from && channels == kChannels) {
       *this = *reinterpret_cast<const Few*>(from);

@@ -1,23 +1,25 @@
-// Forward 3×3 convolution of at most eight channels, and thereby the input gradient of one with at most eight features.
+// Forward 3×3 convolution of at most eight channels, which is also the input gradient of one with
+// at most eight features.
 //
-// The left matrix has the pixels as rows and (tap, channel) as columns, the channels filled up with zeros to four or
-// eight. In shared memory a pixel of the halo tile has as many. K's order is free as long as both matrices agree, so it
-// is one in which the four numbers a lane holds of a row are four channels of one tap: one load. The features' order is
-// free too: a lane ends up with eight neighbours, which leave as 16 bytes.
+// A has pixels as rows and (tap, channel) as columns; channels are padded with zeros to four or
+// eight, in shared memory too. The order of K is free as long as A and B agree: it is chosen such
+// that the four numbers of a row that a lane holds are four channels of one tap, a single load. The
+// order of the features is free as well: a lane ends up with eight neighbours and stores them as 16
+// bytes.
 //
-// A block has 64 features' weights in registers and walks through tiles; the next tile is on its way while one is
-// multiplied.
+// A block keeps the weights of 64 features in registers. It is persistent: it loads the next tile
+// while it multiplies one.
 
-#include "conv3x3/small_channels/common.cuh"
-#include "conv3x3/kernels.h"
 #include "common/launch.cuh"
 #include "common/warp_instructions.cuh"
+#include "conv3x3/kernels.h"
+#include "conv3x3/small_channels/common.cuh"
 
 namespace jaxunet::cuda {
 namespace {
 
 constexpr int kThreads = 256;
-using Tiles = Tiling<32, 8>;  // a warp multiplies four rows: two times two rows of eight pixels
+using Tiles = Tiling<32, 8>;  // a warp computes four rows of eight pixels, two at a time
 
 struct Forward {
   const void* x;
@@ -32,8 +34,9 @@ template <class T, int kChannels>
 struct Block {
   static constexpr int kTapsOfStep = 16 / kChannels, kSteps = (9 + kTapsOfStep - 1) / kTapsOfStep;
   static constexpr int kLoads = (Tiles::kHaloPixels + kThreads - 1) / kThreads;
-  static constexpr int kColumns = 16 * kSteps + 4;  // of a feature's weights: lanes' reads meet no bank twice
-  static constexpr int kGroups = kWide / 32;        // of 32 features: four fragments of eight
+  static constexpr int kColumns =
+      16 * kSteps + 4;  // of a feature's weights, padded: the reads of a warp meet no bank twice
+  static constexpr int kGroups = kWide / 32;  // of 32 features: four fragments of eight
 
   struct Shared {
     Few<T, kChannels> pixels[2][Tiles::kHaloPixels];
@@ -60,7 +63,9 @@ struct Block {
                 column = at.column - 1 + pixel % Tiles::kHaloColumns;
       const bool there = pixel < Tiles::kHaloPixels && plan.tiling.inside(row, column);
       const T* from = static_cast<const T*>(plan.x);
-      next[i].load(there ? from + plan.tiling.index(at.sample, row, column) * plan.channels : nullptr, plan.channels);
+      next[i].load(
+          there ? from + plan.tiling.index(at.sample, row, column) * plan.channels : nullptr,
+          plan.channels);
     }
     const int feature = first_feature + threadIdx.x;
     if (threadIdx.x < kWide && feature < plan.features)
@@ -76,14 +81,16 @@ struct Block {
     if (threadIdx.x < kWide) shared.shift[half][threadIdx.x] = next_shift;
   }
 
-  // Through shared memory, so that each weight is read from device memory once a block.
+  // Through shared memory: a block reads each weight from device memory once.
   __device__ void load_weights() {
     if (threadIdx.x < 4) shared.zeros.at[threadIdx.x] = narrow<T>(0.0f);
     const int feature = threadIdx.x % kWide;
 #pragma unroll
     for (int i = 0; i < 16 * kSteps; i += kThreads / kWide) {
-      const int entry = i + threadIdx.x / kWide, tap = entry / kChannels, channel = entry % kChannels;
-      const bool there = tap < 9 && channel < plan.channels && first_feature + feature < plan.features;
+      const int entry = i + threadIdx.x / kWide, tap = entry / kChannels,
+                channel = entry % kChannels;
+      const bool there =
+          tap < 9 && channel < plan.channels && first_feature + feature < plan.features;
       shared.weights[feature][entry] =
           there ? plan.weights.at<T>(tap, channel, first_feature + feature) : narrow<T>(0.0f);
     }
@@ -100,7 +107,7 @@ struct Block {
     }
   }
 
-  // Four channels of one tap, of the pixel at `index` of the halo tile.
+  // Four channels of one tap, for the pixel at `index` of the haloed tile.
   __device__ uint2 left(int half, int index, int step) const {
     const int entry = 16 * step + threadIdx.x % 4 * 4, tap = entry / kChannels;
     const int pixel = index + tap / 3 * Tiles::kHaloColumns + tap % 3;
@@ -122,7 +129,8 @@ struct Block {
                     lower = left(half, (row + 1) * Tiles::kHaloColumns + column, s);
         const uint32_t fragment[4] = {upper.x, lower.x, upper.y, lower.y};
 #pragma unroll
-        for (int j = 0; j < 4 * kGroups; ++j) mma_m16n8k16(sums[j], fragment, right[s][j].x, right[s][j].y, T());
+        for (int j = 0; j < 4 * kGroups; ++j)
+          mma_m16n8k16(sums[j], fragment, right[s][j].x, right[s][j].y, T());
       }
 #pragma unroll
       for (int group = 0; group < kGroups; ++group) {
@@ -134,9 +142,11 @@ struct Block {
           if (!plan.tiling.inside(at.row + row + down, at.column + column)) continue;
           Eight<T> out;
 #pragma unroll
-          for (int i = 0; i < 8; ++i) out.at[i] = narrow<T>(sums[4 * group + i / 2][2 * down + i % 2] + shift[i]);
+          for (int i = 0; i < 8; ++i)
+            out.at[i] = narrow<T>(sums[4 * group + i / 2][2 * down + i % 2] + shift[i]);
           out.store(static_cast<T*>(plan.y) +
-                    plan.tiling.index(at.sample, at.row + row + down, at.column + column) * plan.features +
+                    plan.tiling.index(at.sample, at.row + row + down, at.column + column) *
+                        plan.features +
                     first_feature + feature);
         }
       }
@@ -150,7 +160,8 @@ struct Block {
     int half = 0;
     for (int tile = blockIdx.x; tile < plan.tiling.tiles; tile += gridDim.x, half ^= 1) {
       store(half);
-      __syncthreads();  // one is enough: whoever stores in this half again has passed the next one
+      __syncthreads();  // one for each tile is enough: a thread stores to this half again after the
+                        // next
       if (tile + static_cast<int>(gridDim.x) < plan.tiling.tiles) load(tile + gridDim.x);
       multiply(half, tile);
     }
@@ -158,7 +169,8 @@ struct Block {
 };
 
 template <class T, int kChannels>
-__global__ void __launch_bounds__(kThreads, kChannels == 4 ? 2 : 1) few_channels_forward_kernel(const Forward plan) {
+__global__ void __launch_bounds__(kThreads, kChannels == 4 ? 2 : 1)
+    few_channels_forward_kernel(const Forward plan) {
   __shared__ typename Block<T, kChannels>::Shared shared;
   Block<T, kChannels>(plan, shared).run();
 }
@@ -176,8 +188,9 @@ cudaError_t run(const Forward& all, int multiprocessors, cudaStream_t stream) {
 
 cudaError_t few_channels_forward(const Conv3x3& plan, int multiprocessors, cudaStream_t stream) {
   const int channels = static_cast<int>(plan.x.total), features = static_cast<int>(plan.features);
-  const Forward all{plan.x.data[0], channels,   features,      {plan.kernel, channels, features, plan.flipped},
-                    Tiles(plan),    plan.shift, plan.y.data[0]};
+  const Forward all{
+      plan.x.data[0], channels,   features,      {plan.kernel, channels, features, plan.flipped},
+      Tiles(plan),    plan.shift, plan.y.data[0]};
   if (all.tiling.tiles == 0 || features == 0) return cudaSuccess;
   return plan.type == Type::kFloat16 ? run<__half>(all, multiprocessors, stream)
                                      : run<__nv_bfloat16>(all, multiprocessors, stream);

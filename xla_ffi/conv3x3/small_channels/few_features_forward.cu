@@ -1,16 +1,17 @@
-// Forward 3×3 convolution to at most eight features, and thereby the input gradient of one of at most eight channels.
+// Forward 3×3 convolution to at most eight features, which is also the input gradient of one of at
+// most eight channels.
 //
-// Pixels × features, N = 8. A tile of 16 × 16 pixels with its halo lies in shared memory, 64 channels at a time. A warp
-// computes four rows of 16 pixels: it walks down six rows of the tile, and what it has loaded of a row, moved by one of
-// three columns, is multiplied for the up to three rows above, at and below it. So a pixel is loaded from shared memory
-// three times rather than nine. Several blocks on a multiprocessor, one copying while another multiplies, stand in for
-// a pipeline.
+// The product is pixels × features, N = 8. A tile of 16 × 16 pixels with its halo lies in shared
+// memory, 64 channels at a time. A warp computes four rows of 16 pixels from six rows of the tile:
+// a fragment, loaded at one of three column offsets, serves the output rows above, at and below it.
+// A pixel is thus loaded from shared memory three times instead of nine. There is no pipeline; four
+// blocks on a multiprocessor overlap the copies of one with the products of another.
 
-#include "conv3x3/activation.cuh"
-#include "conv3x3/small_channels/common.cuh"
-#include "conv3x3/kernels.h"
 #include "common/launch.cuh"
 #include "common/warp_instructions.cuh"
+#include "conv3x3/activation.cuh"
+#include "conv3x3/kernels.h"
+#include "conv3x3/small_channels/common.cuh"
 
 namespace jaxunet::cuda {
 namespace {
@@ -20,7 +21,7 @@ using Tiles = Tiling<16, 16>;
 constexpr int kWarpRows = 4, kSteps = kWide / 16;
 constexpr int kTileBytes = Tiles::kHaloPixels * kWide * 2;
 constexpr int kWeightBytes = 9 * kSteps * 32 * 8;  // of a chunk: 8 bytes a lane
-static_assert(kTileBytes + kMostChannelsToFew / kWide * kWeightBytes <= 99 * 1024);
+static_assert(kTileBytes + kMaxChannelsToFew / kWide * kWeightBytes <= 99 * 1024);
 
 struct Forward {
   Channels x;
@@ -46,14 +47,15 @@ struct Block {
     const int eighth = threadIdx.x % 8, channel = chunk.channel + 8 * eighth;
     const auto* image = static_cast<const T*>(plan.x.data[chunk.part]);
     for (int pixel = threadIdx.x / 8; pixel < Tiles::kHaloPixels; pixel += kThreads / 8) {
-      const int row = at.row - 1 + pixel / Tiles::kHaloColumns, column = at.column - 1 + pixel % Tiles::kHaloColumns;
+      const int row = at.row - 1 + pixel / Tiles::kHaloColumns,
+                column = at.column - 1 + pixel % Tiles::kHaloColumns;
       const bool there = plan.tiling.inside(row, column) && channel < chunk.width;
       const T* from = image + plan.tiling.index(at.sample, row, column) * chunk.width + channel;
       cp_async_16(pixels + swizzled(pixel, eighth), there ? from : image, there);
     }
   }
 
-  // Applied by the thread that copied.
+  // Each thread activates what it copied.
   __device__ void activate(int tile, int number) const {
     const auto at = plan.tiling.at(tile);
     const Chunk chunk = Chunk::of(plan.x, number);
@@ -61,8 +63,9 @@ struct Block {
     if (chunk.channel + 8 * eighth >= chunk.width) return;
     const Coefficients coefficients(plan.a, plan.b, at.sample, chunk.first + 8 * eighth, true);
     for (int pixel = threadIdx.x / 8; pixel < Tiles::kHaloPixels; pixel += kThreads / 8) {
-      const int row = at.row - 1 + pixel / Tiles::kHaloColumns, column = at.column - 1 + pixel % Tiles::kHaloColumns;
-      if (!plan.tiling.inside(row, column)) continue;  // zero already
+      const int row = at.row - 1 + pixel / Tiles::kHaloColumns,
+                column = at.column - 1 + pixel % Tiles::kHaloColumns;
+      if (!plan.tiling.inside(row, column)) continue;  // stays zero
       auto* here = reinterpret_cast<T*>(pixels + swizzled(pixel, eighth));
       Eight<T> values;
       values.load(here);
@@ -71,11 +74,12 @@ struct Block {
     }
   }
 
-  // As lanes want them: for each chunk, tap and step the right fragments, numbers 2 t, 2 t + 1, 2 t + 8, 2 t + 9 of K.
+  // Stores B as fragments: for each chunk, tap and step, a lane has numbers 2 t, 2 t + 1, 2 t + 8,
+  // 2 t + 9 of K.
   __device__ void load_weights() const {
     for (int number = 0; number < plan.chunks; ++number) {
       const Chunk chunk = Chunk::of(plan.x, number);
-      // A warp has one step, of every tap; the reads of three taps are on their way at once.
+      // A warp loads one step of every tap, three taps at a time.
       const int lane = threadIdx.x % 32, step = threadIdx.x / 32, feature = lane / 4;
       static_assert(kThreads == 32 * kSteps);
 #pragma unroll 3
@@ -87,7 +91,8 @@ struct Block {
           const bool there = chunk.channel + c < chunk.width && feature < plan.features;
           four.at[i] = there ? plan.weights.at<T>(tap, chunk.first + c, feature) : narrow<T>(0.0f);
         }
-        reinterpret_cast<Few<T, 4>*>(weights + number * kWeightBytes)[tap * kThreads + threadIdx.x] = four;
+        reinterpret_cast<Few<T, 4>*>(weights +
+                                     number * kWeightBytes)[tap * kThreads + threadIdx.x] = four;
       }
     }
   }
@@ -99,7 +104,8 @@ struct Block {
       uint2 right[9];
 #pragma unroll
       for (int tap = 0; tap < 9; ++tap) {
-        right[tap] = reinterpret_cast<const uint2*>(weights + number * kWeightBytes)[(tap * kSteps + s) * 32 + lane];
+        right[tap] = reinterpret_cast<const uint2*>(
+            weights + number * kWeightBytes)[(tap * kSteps + s) * 32 + lane];
       }
 #pragma unroll
       for (int row = 0; row < kWarpRows + 2; ++row) {
@@ -156,7 +162,8 @@ struct Block {
 };
 
 template <class T>
-__global__ void __launch_bounds__(kThreads, kBlocks) few_features_forward_kernel(const Forward plan) {
+__global__ void __launch_bounds__(kThreads, kBlocks)
+    few_features_forward_kernel(const Forward plan) {
   Block<T>(plan, shared_memory()).run();
 }
 
@@ -166,7 +173,8 @@ cudaError_t run(const Forward& all, int multiprocessors, cudaStream_t stream) {
   const int bytes = kTileBytes + all.chunks * kWeightBytes;
   const cudaError_t error = allow_shared_memory(kernel, bytes);
   if (error != cudaSuccess) return error;
-  return launch(kernel, dim3(std::min(all.tiling.tiles, kBlocks * multiprocessors)), kThreads, bytes, stream, all);
+  return launch(kernel, dim3(std::min(all.tiling.tiles, kBlocks * multiprocessors)), kThreads,
+                bytes, stream, all);
 }
 
 }  // namespace

@@ -1,29 +1,30 @@
 // Weight gradient of a 3×3 convolution of at most eight channels, or to at most eight features.
 //
-// One of the two images has many channels, the other few; each weight's gradient is the sum over pixels of a pixel of
-// the large image times a neighbour of it in the small one: x at + tap where x is small, dy at - tap where dy is. So
-// the product has (tap, few channel) as rows, 64 of the large image's channels as columns, and K runs over pixels. A
-// block walks through its share of strips, 8 columns × 16 rows of pixels: the large image's are read once and lie in
-// shared memory as they come, the small image's with their halo, one plane a channel. The next strip is on its way
+// One of the images x and dy is small (few channels), the other large. The gradient of a weight is
+// the sum over pixels of the large image times a neighbour in the small one: x at + tap if x is
+// small, dy at - tap if dy is. The product has (tap, small channel) as rows and 64 channels of the
+// large image as columns; K runs over pixels and is split (split_k.h). A block runs through the
+// strips of its split, 8 columns × 16 rows of pixels. In shared memory the large image lies pixel
+// by pixel, the small one with its halo as one plane for each channel. The next strip is loaded
 // while one is multiplied.
 //
-// Sums of dy cost no pass of their own: where x is small, a plane of ones gives the product a row more; where dy is,
-// the centre tap's rows are multiplied by ones.
+// Sums of dy need no pass of their own: if x is small, a plane of ones adds a row to the product;
+// if dy is small, the rows of the centre tap are also multiplied by ones.
 
-#include "conv3x3/activation.cuh"
-#include "conv3x3/small_channels/common.cuh"
-#include "conv3x3/kernels.h"
 #include "common/launch.cuh"
 #include "common/warp_instructions.cuh"
+#include "conv3x3/activation.cuh"
+#include "conv3x3/kernels.h"
+#include "conv3x3/small_channels/common.cuh"
 
 namespace jaxunet::cuda {
 namespace {
 
 constexpr int kThreads = 256;
 using Strips = Tiling<16, 8>;
-// Warps: each takes four rows of a strip, two steps of K, and half of the columns.
+// A warp has a quarter of a strip (four rows, two steps of K) and half of the columns.
 constexpr int kQuarters = 4, kHalves = 2, kColumns = kWide / kHalves, kFragments = kColumns / 8;
-constexpr int kLoads = Strips::kPixels * 8 / kThreads;  // 16 bytes of a strip that a thread loads
+constexpr int kLoads = Strips::kPixels * 8 / kThreads;  // of 16 bytes, by each thread for a strip
 constexpr int kOnes = kFew;                             // the plane of ones
 
 struct Gradient {
@@ -31,17 +32,17 @@ struct Gradient {
   const void* small;
   int few, chunks, channels, features;
   Strips tiling;
-  Shares shares;
+  SplitK split_k;
   Rows a, b;
-  float* sums;
-  ShiftSums shift;
+  float* partials;
+  ShiftPartials shift;
 };
 
-// kRowTiles: of 16 rows; kSmallX: x is the small image, else dy.
+// kRowTiles: tiles of 16 rows; kSmallX: x is the small image, else dy.
 template <class T, int kRowTiles, bool kSmallX>
 struct Block {
-  static constexpr int kMostFew = kRowTiles == 2 ? 3 : kFew, kRows = 16 * kRowTiles;
-  static_assert(9 * kMostFew < kRows, "the sums of dy take a row");
+  static constexpr int kMaxFew = kRowTiles == 2 ? 3 : kFew, kRows = 16 * kRowTiles;
+  static_assert(9 * kMaxFew < kRows, "the sums of dy need one row");
 
   struct Strip {
     alignas(1024) unsigned char large[Strips::kPixels * kWide * 2];
@@ -50,7 +51,7 @@ struct Block {
   struct Shared {
     union {
       Strip strips[2];
-      float sums[kRows][kWide];  // once all strips are multiplied
+      float sums[kRows][kWide];  // after the last strip
     };
     float shift[kQuarters][kWide];
     __device__ Shared() {}
@@ -61,9 +62,9 @@ struct Block {
   Chunk chunk;
   int split, first, count;
   int warp, lane, quarter, half;
-  int small_at[kRowTiles][2];  // where the small image's entries of this lane's rows lie, from a pixel's
+  int small_at[kRowTiles][2];  // offsets of this lane's rows in the planes, from a pixel
   Eight<T> next_large[kLoads];
-  T next_small[kMostFew];
+  T next_small[kMaxFew];
   float sums[kRowTiles][kFragments][4], small_sums[kRowTiles][4];
 
   __device__ Block(const Gradient& gradient, Shared& memory)
@@ -71,8 +72,8 @@ struct Block {
         shared(memory),
         chunk(Chunk::of(plan.large, blockIdx.x % plan.chunks)),
         split(blockIdx.x / plan.chunks),
-        first(plan.shares.first(split)),
-        count(plan.shares.count(split)),
+        first(plan.split_k.first(split)),
+        count(plan.split_k.count(split)),
         warp(threadIdx.x / 32),
         lane(threadIdx.x % 32),
         quarter(warp % kQuarters),
@@ -89,10 +90,11 @@ struct Block {
       }
     }
     for (int n = threadIdx.x; n < 2 * Strips::kHaloPixels; n += kThreads)
-      shared.strips[n / Strips::kHaloPixels].small[kOnes][n % Strips::kHaloPixels] = narrow<T>(1.0f);
+      shared.strips[n / Strips::kHaloPixels].small[kOnes][n % Strips::kHaloPixels] =
+          narrow<T>(1.0f);
   }
 
-  // Rows past the last give sums that nobody reads.
+  // The offset of a row; rows past the last compute numbers that nothing reads.
   __device__ int entry_of(int row) const {
     const int tap = row / plan.few, plane = row - tap * plan.few;
     if (tap >= 9) return row == 9 * plan.few ? kOnes * Strips::kHaloPixels : 0;
@@ -106,17 +108,21 @@ struct Block {
     const auto* large = static_cast<const T*>(plan.large.data[chunk.part]);
 #pragma unroll
     for (int i = 0; i < kLoads; ++i) {
-      const int pixel = threadIdx.x / 8 + i * (kThreads / 8), row = at.row + pixel / 8, column = at.column + pixel % 8;
+      const int pixel = threadIdx.x / 8 + i * (kThreads / 8), row = at.row + pixel / 8,
+                column = at.column + pixel % 8;
       next_large[i].clear();
       if (plan.tiling.inside(row, column) && channel < chunk.width)
-        next_large[i].load(large + plan.tiling.index(at.sample, row, column) * chunk.width + channel);
+        next_large[i].load(large + plan.tiling.index(at.sample, row, column) * chunk.width +
+                           channel);
     }
     const int pixel = threadIdx.x, row = at.row - 1 + pixel / Strips::kHaloColumns,
               column = at.column - 1 + pixel % Strips::kHaloColumns;
     const bool there = pixel < Strips::kHaloPixels && plan.tiling.inside(row, column);
-    const T* small = static_cast<const T*>(plan.small) + plan.tiling.index(at.sample, row, column) * plan.few;
+    const T* small =
+        static_cast<const T*>(plan.small) + plan.tiling.index(at.sample, row, column) * plan.few;
 #pragma unroll
-    for (int i = 0; i < kMostFew; ++i) next_small[i] = there && i < plan.few ? small[i] : narrow<T>(0.0f);
+    for (int i = 0; i < kMaxFew; ++i)
+      next_small[i] = there && i < plan.few ? small[i] : narrow<T>(0.0f);
   }
 
   __device__ void store(Strip& to, int strip) {
@@ -127,15 +133,17 @@ struct Block {
 #pragma unroll
       for (int i = 0; i < kLoads; ++i) {
         const int pixel = threadIdx.x / 8 + i * (kThreads / 8);
-        coefficients.apply(next_large[i], plan.tiling.inside(at.row + pixel / 8, at.column + pixel % 8));
+        coefficients.apply(next_large[i],
+                           plan.tiling.inside(at.row + pixel / 8, at.column + pixel % 8));
       }
     }
 #pragma unroll
     for (int i = 0; i < kLoads; ++i)
-      next_large[i].store(reinterpret_cast<T*>(to.large + swizzled(threadIdx.x / 8 + i * (kThreads / 8), eighth)));
+      next_large[i].store(
+          reinterpret_cast<T*>(to.large + swizzled(threadIdx.x / 8 + i * (kThreads / 8), eighth)));
     if (threadIdx.x < Strips::kHaloPixels) {
 #pragma unroll
-      for (int i = 0; i < kMostFew; ++i) to.small[i][threadIdx.x] = next_small[i];
+      for (int i = 0; i < kMaxFew; ++i) to.small[i][threadIdx.x] = next_small[i];
     }
   }
 
@@ -164,7 +172,8 @@ struct Block {
         uint32_t left[4];
 #pragma unroll
         for (int n = 0; n < 4; ++n) {
-          left[n] = pair(&strip.small[0][small_at[i][n % 2] + (row + n / 2) * Strips::kHaloColumns + lane % 4 * 2]);
+          left[n] = pair(&strip.small[0][small_at[i][n % 2] + (row + n / 2) * Strips::kHaloColumns +
+                                         lane % 4 * 2]);
         }
 #pragma unroll
         for (int j = 0; j < kFragments; ++j)
@@ -182,7 +191,7 @@ struct Block {
     for (int n = 0; n < 4; ++n) small_sums[i][n] = 0;
   }
 
-  // Of a sample whose strips end here; all threads.
+  // Stores the sums of dy over a sample whose strips end here; all threads.
   __device__ void store_shift(int sample) {
     const int first_row = kSmallX ? 9 * plan.few : 4 * plan.few, rows = kSmallX ? 1 : plan.few;
 #pragma unroll
@@ -196,7 +205,8 @@ struct Block {
           for (int j = 0; j < kFragments; ++j) {
 #pragma unroll
             for (int m = 0; m < 2; ++m) {
-              shared.shift[quarter][kColumns * half + 8 * j + lane % 4 * 2 + m] = sums[i][j][2 * n + m];
+              shared.shift[quarter][kColumns * half + 8 * j + lane % 4 * 2 + m] =
+                  sums[i][j][2 * n + m];
               sums[i][j][2 * n + m] = 0;
             }
           }
@@ -208,16 +218,17 @@ struct Block {
     }
     __syncthreads();
     const int column = threadIdx.x, feature = kSmallX ? chunk.first + column : column;
-    // Where dy is small every chunk finds the same sums.
-    if (kSmallX ? column < kWide && chunk.channel + column < chunk.width : column < plan.few && chunk.first == 0) {
+    // If dy is small, all chunks have the same sums.
+    if (kSmallX ? column < kWide && chunk.channel + column < chunk.width
+                : column < plan.few && chunk.first == 0) {
       float total = 0;
       for (int i = 0; i < kQuarters; ++i) total += shared.shift[i][column];
-      plan.shift.store(plan.shares, split, sample, feature, total);
+      plan.shift.store(plan.split_k, split, sample, feature, total);
     }
     __syncthreads();
   }
 
-  // Adds the quarters' sums, in order, and writes them.
+  // Adds the quarters in a fixed order and writes the partial result.
   __device__ void finish() {
     __syncthreads();
     for (int turn = 0; turn < kQuarters; ++turn) {
@@ -228,7 +239,8 @@ struct Block {
           for (int j = 0; j < kFragments; ++j) {
 #pragma unroll
             for (int n = 0; n < 4; ++n) {
-              float& to = shared.sums[16 * i + lane / 4 + n / 2 * 8][kColumns * half + 8 * j + lane % 4 * 2 + n % 2];
+              float& to = shared.sums[16 * i + lane / 4 + n / 2 * 8]
+                                     [kColumns * half + 8 * j + lane % 4 * 2 + n % 2];
               to = turn ? to + sums[i][j][n] : sums[i][j][n];
             }
           }
@@ -236,7 +248,7 @@ struct Block {
       }
       __syncthreads();
     }
-    float* to = plan.sums + static_cast<int64_t>(split) * 9 * plan.channels * plan.features;
+    float* to = plan.partials + static_cast<int64_t>(split) * 9 * plan.channels * plan.features;
     for (int n = threadIdx.x; n < 9 * plan.few * kWide; n += kThreads) {
       const int row = kSmallX ? n / kWide : n / plan.few / kWide * plan.few + n % plan.few;
       const int column = kSmallX ? n % kWide : n / plan.few % kWide;
@@ -253,7 +265,8 @@ struct Block {
     for (int i = 0; i < count; ++i) {
       Strip& strip = shared.strips[i % 2];
       store(strip, first + i);
-      __syncthreads();  // one is enough: whoever stores in this half again has passed the next one
+      __syncthreads();  // one for each strip is enough: a thread stores to this half again after
+                        // the next
       if (i + 1 < count) load(first + i + 1);
       const int sample = plan.tiling.at(first + i).sample;
       if (sample != of_sample && of_sample >= 0) store_shift(of_sample);
@@ -266,21 +279,24 @@ struct Block {
 };
 
 template <class T, int kRowTiles, bool kSmallX>
-__global__ void __launch_bounds__(kThreads, kRowTiles == 2 ? 2 : 1) few_weight_gradient_kernel(const Gradient plan) {
+__global__ void __launch_bounds__(kThreads, kRowTiles == 2 ? 2 : 1)
+    few_weight_gradient_kernel(const Gradient plan) {
   __shared__ typename Block<T, kRowTiles, kSmallX>::Shared shared;
   Block<T, kRowTiles, kSmallX>(plan, shared).run();
 }
 
 template <class T, bool kSmallX>
 cudaError_t run(const Gradient& all, cudaStream_t stream) {
-  const auto kernel =
-      all.few <= 3 ? few_weight_gradient_kernel<T, 2, kSmallX> : few_weight_gradient_kernel<T, 5, kSmallX>;
-  return launch(kernel, dim3(all.chunks * all.shares.splits), kThreads, 0, stream, all);
+  const auto kernel = all.few <= 3 ? few_weight_gradient_kernel<T, 2, kSmallX>
+                                   : few_weight_gradient_kernel<T, 5, kSmallX>;
+  return launch(kernel, dim3(all.chunks * all.split_k.splits), kThreads, 0, stream, all);
 }
 
-bool small_x(const Conv3x3WeightGradient& plan) { return weight_gradient_kernel(plan, false) == Kernel::kFewChannels; }
+bool small_x(const Conv3x3WeightGradient& plan) {
+  return weight_gradient_kernel(plan, false) == Kernel::kFewChannels;
+}
 
-// dy as an image in parts.
+// dy as an image of one part.
 Parts parts_of_dy(const Conv3x3WeightGradient& plan) {
   Parts parts{1, {}, {}, plan.features};
   parts.data[0] = const_cast<void*>(plan.dy);
@@ -292,11 +308,12 @@ Parts parts_of_dy(const Conv3x3WeightGradient& plan) {
 
 WeightGradientCut few_weight_gradient_cut(const Conv3x3WeightGradient& plan) {
   const Strips tiling(plan);
-  return {chunks_of(small_x(plan) ? parts_of_dy(plan) : plan.x), static_cast<int64_t>(tiling.down) * tiling.across};
+  return {chunks_of(small_x(plan) ? parts_of_dy(plan) : plan.x),
+          static_cast<int64_t>(tiling.down) * tiling.across};
 }
 
-cudaError_t few_weight_gradient(const Conv3x3WeightGradient& plan, const Shares& shares, float* sums,
-                                const ShiftSums& shift, cudaStream_t stream) {
+cudaError_t few_weight_gradient(const Conv3x3WeightGradient& plan, const SplitK& split_k,
+                                float* partials, const ShiftPartials& shift, cudaStream_t stream) {
   const bool x = small_x(plan);
   const Parts large = x ? parts_of_dy(plan) : plan.x;
   const Gradient all{channels_of(large),
@@ -306,12 +323,13 @@ cudaError_t few_weight_gradient(const Conv3x3WeightGradient& plan, const Shares&
                      static_cast<int>(plan.x.total),
                      static_cast<int>(plan.features),
                      Strips(plan),
-                     shares,
+                     split_k,
                      plan.a,
                      plan.b,
-                     sums,
+                     partials,
                      shift};
-  if (plan.type == Type::kFloat16) return x ? run<__half, true>(all, stream) : run<__half, false>(all, stream);
+  if (plan.type == Type::kFloat16)
+    return x ? run<__half, true>(all, stream) : run<__half, false>(all, stream);
   return x ? run<__nv_bfloat16, true>(all, stream) : run<__nv_bfloat16, false>(all, stream);
 }
 

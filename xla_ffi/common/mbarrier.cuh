@@ -1,0 +1,76 @@
+// Synchronization inside a block on Hopper: mbarriers in shared memory, fences of the async proxy,
+// named barriers, and the division of registers among warpgroups.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include <cstdint>
+
+namespace jaxunet::cuda {
+
+__device__ inline uint32_t shared_address(const void* pointer) {
+  return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
+}
+
+// An mbarrier in shared memory. A phase completes when as many threads have arrived as `init` says
+// and all bytes that were announced have been copied. Phases alternate between parity 0 and 1, and
+// the first has parity 0: a wait for parity 1 on a fresh barrier returns at once.
+struct Barrier {
+  uint64_t state;
+
+  __device__ void init(int arrivals) {
+    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_address(this)),
+                 "r"(arrivals)
+                 : "memory");
+  }
+  __device__ void arrive() {
+    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared_address(this)) : "memory");
+  }
+  // Arrives, and announces copies of so many bytes.
+  __device__ void arrive_expect(int bytes) {
+    asm volatile(
+        "mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(this)),
+        "r"(bytes)
+        : "memory");
+  }
+  // Waits until the phase of this parity has completed.
+  __device__ void wait(int parity) {
+    uint32_t done;
+    do {
+      asm volatile(
+          "{\n.reg .pred p;\nmbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2;\nselp.b32 %0, "
+          "1, 0, p;\n}\n"
+          : "=r"(done)
+          : "r"(shared_address(this)), "r"(parity)
+          : "memory");
+    } while (!done);
+  }
+};
+
+// Makes initialized barriers visible to the other threads and to TMA; a __syncthreads() follows.
+__device__ inline void fence_barrier_init() {
+  asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+}
+
+// Orders this thread's accesses to shared memory before those that wgmma and TMA issue afterwards.
+__device__ inline void fence_async_proxy() {
+  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+}
+
+// Named barrier `number` (1 to 15) of `threads` threads; number 0 is __syncthreads().
+__device__ inline void named_barrier_sync(int number, int threads) {
+  asm volatile("bar.sync %0, %1;" ::"r"(number), "r"(threads) : "memory");
+}
+
+// Sets the registers of each thread of this warpgroup from here on (setmaxnreg); all of its warps
+// call it.
+template <int kRegisters, bool kIncrease>
+__device__ inline void set_registers() {
+  if constexpr (kIncrease) {
+    asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kRegisters));
+  } else {
+    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kRegisters));
+  }
+}
+
+}  // namespace jaxunet::cuda

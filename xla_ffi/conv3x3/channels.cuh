@@ -1,0 +1,47 @@
+// An image in parts as the kernels of portable/ and small_channels/ read it: arrays side by side
+// along their channels.
+#pragma once
+
+#include "common/types.cuh"
+#include "conv3x3/plan.h"
+
+namespace jaxunet::cuda {
+
+struct Channels {
+  const void* data[kMaxParts];
+  int widths[kMaxParts];
+  int count, total;
+
+  // The entry of `row` and `channel`; row lies in the image, channel is less than `total`.
+  template <class T>
+  __device__ const T* at(int64_t row, int channel) const {
+#pragma unroll
+    for (int i = 0; i < kMaxParts - 1; ++i) {
+      if (i + 1 >= count || channel < widths[i])
+        return static_cast<const T*>(data[i]) + row * widths[i] + channel;
+      channel -= widths[i];
+    }
+    return static_cast<const T*>(data[kMaxParts - 1]) + row * widths[kMaxParts - 1] + channel;
+  }
+};
+
+inline Channels channels_of(const Parts& parts) {
+  Channels all{};
+  all.count = parts.count;
+  all.total = static_cast<int>(parts.total);
+  for (int i = 0; i < parts.count; ++i) {
+    all.data[i] = parts.data[i];
+    all.widths[i] = static_cast<int>(parts.channels[i]);
+  }
+  return all;
+}
+
+// True if eight channels that start at a multiple of eight are always contiguous.
+inline bool in_eights(const Channels& all) {
+  for (int i = 0; i < all.count; ++i) {
+    if (all.widths[i] % 8) return false;
+  }
+  return true;
+}
+
+}  // namespace jaxunet::cuda

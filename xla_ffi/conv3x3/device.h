@@ -1,0 +1,33 @@
+// What the choice of a kernel depends on, of the current device and of this build.
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+namespace jaxunet::cuda {
+
+// wgmma and TMA need code for sm_90a, which CMake defines this for. Code for sm_90 or PTX has the
+// Hopper kernels without their bodies (launch.cuh).
+#ifdef JAXUNET_BUILT_FOR_SM90A
+constexpr bool kBuiltForSm90a = true;
+#else
+constexpr bool kBuiltForSm90a = false;
+#endif
+
+struct Device {
+  int multiprocessors = 0;
+  bool hopper = false;  // runs the Hopper kernels: wgmma exists in compute capability 9.0 alone
+};
+
+inline cudaError_t describe(Device* device) {
+  int id = 0, major = 0;
+  cudaError_t error = cudaGetDevice(&id);
+  if (error == cudaSuccess) {
+    error = cudaDeviceGetAttribute(&device->multiprocessors, cudaDevAttrMultiProcessorCount, id);
+  }
+  if (error == cudaSuccess)
+    error = cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, id);
+  device->hopper = kBuiltForSm90a && major == 9;
+  return error;
+}
+
+}  // namespace jaxunet::cuda

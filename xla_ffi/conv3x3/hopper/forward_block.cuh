@@ -1,0 +1,98 @@
+// What all warpgroups of a block of hopper_forward_kernel share: the shared-memory map, the
+// barriers, the scheduler. forward.cuh describes them.
+#pragma once
+
+#include "common/mbarrier.cuh"
+#include "common/tma.cuh"
+#include "conv3x3/hopper/forward.h"
+#include "conv3x3/hopper/strip.cuh"
+
+namespace jaxunet::cuda::forward {
+
+// Shifts that a thread reads before the mainloop, which hides their latency. Transposed: those of
+// its two accumulator rows and, packed, of the samples of its two columns in each group of eight.
+// Else: one or two of the tile's, which only brings them into the L1 cache.
+template <class Traits>
+struct Shifts {
+  static constexpr int kColumns = Traits::kPacked ? 2 : 1;
+  float at[2][kColumns];
+};
+
+template <class T_, class Traits_, bool kFlipped_>
+struct Block {
+  using T = T_;
+  using Traits = Traits_;
+  static constexpr bool kFlipped = kFlipped_;
+  static constexpr int kConsumers = Traits::kConsumers, kTaps = Traits::kTaps, kLoads = 9 / kTaps;
+  static constexpr int kFeatureChunks = Traits::kFeatures / kChunk;
+  using Accumulator = float[Traits::kWgmmaN / 2];  // of a thread
+
+  const Parameters& p;
+  unsigned char *strips, *stages, *outputs;
+  Barrier *strip_full, *strip_ready, *strip_empty, *stage_full, *stage_empty, *residual_full, *turn;
+
+  __device__ Block(const Parameters& parameters, unsigned char* shared) : p(parameters) {
+    strips = shared;
+    outputs = strips + kConsumers * kStripStages * Traits::kStripBytes;
+    stages = outputs + kConsumers * Traits::kOutputBytes;
+    auto* barriers = reinterpret_cast<Barrier*>(stages + p.schedule.stages * Traits::kStageBytes);
+    strip_full = barriers;
+    strip_ready = strip_full + kConsumers * kStripStages;
+    strip_empty = strip_ready + kConsumers * kStripStages;
+    residual_full = strip_empty + kConsumers * kStripStages;
+    turn = residual_full + kConsumers;
+    stage_full = turn + 2;
+    stage_empty = stage_full + p.schedule.stages;
+  }
+
+  __device__ void init_barriers() const {
+    for (int i = 0; i < kConsumers * kStripStages; ++i) {
+      strip_full[i].init(1);
+      strip_ready[i].init(kWarpgroup);
+      strip_empty[i].init(4);
+    }
+    for (int i = 0; i < kConsumers; ++i) residual_full[i].init(1);
+    for (int i = 0; i < 2; ++i) turn[i].init(kWarpgroup);
+    for (int i = 0; i < p.schedule.stages; ++i) {
+      stage_full[i].init(1);
+      stage_empty[i].init(4 * kConsumers);
+    }
+  }
+
+  // The maps that the first copies use.
+  __device__ void prefetch_maps() const {
+    prefetch_tensor_map(p.x_parts > 0 ? &p.maps.x[0] : &p.maps.projected[0]);
+    prefetch_tensor_map(p.x_parts > 0 ? &p.maps.kernel : &p.maps.shortcut);
+    prefetch_tensor_map(&p.maps.y[0]);
+    if (p.residual) prefetch_tensor_map(&p.maps.residual);
+  }
+
+  __device__ unsigned char* strip(int consumer, int slot) const {
+    return strips + (consumer * kStripStages + slot) * Traits::kStripBytes;
+  }
+
+  __device__ Strip strip_at(int strip) const {
+    const int each = p.schedule.strips_down * p.schedule.strips_across, sample = strip / each,
+              rest = strip - sample * each;
+    const int down = rest / p.schedule.strips_across;
+    return {sample * Traits::kSamples, down * Traits::kRows,
+            (rest - down * p.schedule.strips_across) * Traits::kStripColumns};
+  }
+
+  // The tile scheduler: body(first strip, first output channel) for each tile of this block.
+  // Neighbouring blocks share pixels, which L2 then serves.
+  template <class Body>
+  __device__ void for_each_tile(Body body) const {
+    for (int tile = blockIdx.x; tile < p.schedule.tiles; tile += gridDim.x) {
+      const int strips = tile / p.schedule.feature_tiles;
+      body(strips * kConsumers, (tile - strips * p.schedule.feature_tiles) * Traits::kFeatures);
+    }
+  }
+
+  // All threads of a consumer; `phase`: parity of residual_full. In forward_epilogue.cuh.
+  __device__ void epilogue(const Accumulator& accumulator, const Shifts<Traits>& shifts,
+                           int consumer, const Strip& at, int feature, unsigned char* output,
+                           int phase) const;
+};
+
+}  // namespace jaxunet::cuda::forward

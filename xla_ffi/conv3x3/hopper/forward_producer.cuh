@@ -1,0 +1,109 @@
+// The producer of hopper_forward_kernel, and the warpgroups that activate its strips in place.
+#pragma once
+
+#include "conv3x3/hopper/activation.cuh"
+#include "conv3x3/hopper/forward_block.cuh"
+
+namespace jaxunet::cuda::forward {
+
+// One thread: fills both rings by TMA.
+template <class Block>
+__device__ inline void produce(const Block& block) {
+  using Traits = typename Block::Traits;
+  const Parameters& p = block.p;
+  int slot = 0, slot_phase = 0, stage = 0, stage_phase = 0;
+  bool first_tile = true;
+
+  const auto load_strips = [&](const CUtensorMap* map, int channel, int first_strip) {
+    for (int consumer = 0; consumer < Traits::kConsumers; ++consumer) {
+      const int n = consumer * kStripStages + slot;
+      block.strip_empty[n].wait(slot_phase ^ 1);  // at once the first time round
+      block.strip_full[n].arrive_expect(Traits::kBoxBytes);
+      load_strip<Traits::kPacked>(block.strip(consumer, slot), map, &block.strip_full[n], channel,
+                                  block.strip_at(first_strip + consumer), 1);
+    }
+    slot = (slot + 1) % kStripStages;
+    slot_phase ^= slot == 0;
+  };
+  // Weights of `taps` taps; unflipped, features are contiguous and come as boxes of 64.
+  const auto load_weights = [&](const CUtensorMap* map, int channel, int feature, int tap,
+                                int taps) {
+    if (p.schedule.weights_resident && !first_tile) return;
+    block.stage_empty[stage].wait(stage_phase ^ 1);
+    block.stage_full[stage].arrive_expect(taps * Traits::kFeatures * kRowBytes);
+    unsigned char* to = block.stages + stage * Traits::kStageBytes;
+    if (!Block::kFlipped) {
+      for (int n = 0; n < Block::kFeatureChunks; ++n) {
+        tma_load(to + n * Traits::kTaps * kChunk * kRowBytes, map, &block.stage_full[stage],
+                 feature + n * kChunk, channel, tap);
+      }
+    } else {
+      tma_load(to, map, &block.stage_full[stage], channel, feature, tap);
+    }
+    if (++stage == p.schedule.stages) {
+      stage = 0;
+      stage_phase ^= 1;
+    }
+  };
+
+  block.for_each_tile([&](int first_strip, int feature) {
+    int channel = 0;  // of all parts
+    for (int part = 0; part < p.x_parts; ++part) {
+      for (int c = 0; c < p.x_channels[part]; c += kChunk) {
+        load_strips(&p.maps.x[part], c, first_strip);
+        for (int n = 0; n < Block::kLoads; ++n) {
+          load_weights(&p.maps.kernel, channel + c, feature, n * Traits::kTaps, Traits::kTaps);
+        }
+      }
+      channel += p.x_channels[part];
+    }
+    channel = 0;
+    for (int part = 0; part < p.projected_parts; ++part) {
+      for (int c = 0; c < p.projected_channels[part]; c += kChunk) {
+        load_strips(&p.maps.projected[part], c, first_strip);
+        load_weights(&p.maps.shortcut, channel + c, feature, 0, 1);
+      }
+      channel += p.projected_channels[part];
+    }
+    first_tile = false;
+  });
+}
+
+// A warpgroup: SiLU(a · x + b) of the strips of one consumer. What a shortcut projects is passed on
+// as it is.
+template <class Block>
+__device__ inline void activate(const Block& block, int consumer) {
+  using Traits = typename Block::Traits;
+  const Parameters& p = block.p;
+  const int thread = threadIdx.x % kWarpgroup,
+            eighth = thread % 8;  // eight of a pixel's 64 channels
+  int slot = 0, phase = 0;
+  block.for_each_tile([&](int first_strip, int) {
+    const Strip at = block.strip_at(first_strip + consumer);
+    const int64_t sample = at.sample < p.schedule.batch ? at.sample : p.schedule.batch - 1;
+    int channel = 0;
+    for (int part = 0; part < p.x_parts; ++part) {
+      for (int c = eighth * 8; c < p.x_channels[part] + eighth * 8; c += kChunk) {
+        const Coefficients coefficients(p.a, p.b, sample, channel + c, c < p.x_channels[part]);
+        const int n = consumer * kStripStages + slot;
+        block.strip_full[n].wait(phase);
+        activate_strip<typename Block::T, Traits::kRows, kWarpgroup>(
+            block.strip(consumer, slot), at, p.schedule.height, p.schedule.width, thread,
+            coefficients);
+        fence_async_proxy();
+        block.strip_ready[n].arrive();
+        slot = (slot + 1) % kStripStages;
+        phase ^= slot == 0;
+      }
+      channel += p.x_channels[part];
+    }
+    for (int chunk = 0; chunk < p.schedule.shortcut_chunks; ++chunk) {
+      block.strip_full[consumer * kStripStages + slot].wait(phase);
+      block.strip_ready[consumer * kStripStages + slot].arrive();
+      slot = (slot + 1) % kStripStages;
+      phase ^= slot == 0;
+    }
+  });
+}
+
+}  // namespace jaxunet::cuda::forward

@@ -1,0 +1,106 @@
+// What dispatch.h and tile.h choose for the shapes of the UNet: compile-time assertions, for
+// test_tile_choices.py.
+
+#include "conv3x3/dispatch.h"
+#include "conv3x3/hopper/tile.h"
+
+namespace jaxunet::cuda {
+namespace {
+
+constexpr float kSomewhere = 0;
+
+constexpr Conv3x3 convolution(int64_t channels, int64_t features, bool flipped, bool activation,
+                              int64_t residual) {
+  Conv3x3 plan{};
+  plan.type = Type::kBfloat16;
+  plan.batch = 32;
+  plan.height = plan.width = 64;
+  plan.features = features;
+  plan.flipped = flipped;
+  plan.x.count = 1;
+  plan.x.channels[0] = plan.x.total = channels;
+  plan.residual.count = residual > 0;
+  plan.residual.channels[0] = plan.residual.total = residual;
+  if (activation) plan.a.data = plan.b.data = &kSomewhere;
+  return plan;
+}
+
+constexpr Conv3x3WeightGradient weight_gradient(int64_t channels, int64_t features,
+                                                bool activation) {
+  const Conv3x3 forward = convolution(channels, features, false, activation, 0);
+  Conv3x3WeightGradient plan{};
+  plan.type = forward.type;
+  plan.batch = forward.batch;
+  plan.height = plan.width = forward.width;
+  plan.features = features;
+  plan.x = forward.x;
+  plan.a = plan.b = forward.a;
+  return plan;
+}
+
+static_assert(forward_kernel(convolution(3, 64, false, false, 0), true) == Kernel::kFewChannels);
+static_assert(forward_kernel(convolution(3, 64, true, false, 0), false) == Kernel::kFewChannels);
+static_assert(forward_kernel(convolution(64, 3, false, true, 0), true) == Kernel::kFewFeatures);
+static_assert(forward_kernel(convolution(64, 3, true, false, 0), false) == Kernel::kFewFeatures);
+static_assert(forward_kernel(convolution(3, 64, false, false, 64), true) == Kernel::kImplicitGemm);
+static_assert(forward_kernel(convolution(64, 64, false, true, 64), true) == Kernel::kHopper);
+static_assert(forward_kernel(convolution(64, 64, false, true, 64), false) == Kernel::kImplicitGemm);
+static_assert(weight_gradient_kernel(weight_gradient(3, 64, false), true) == Kernel::kFewChannels);
+static_assert(weight_gradient_kernel(weight_gradient(64, 3, true), true) == Kernel::kFewFeatures);
+static_assert(weight_gradient_kernel(weight_gradient(64, 64, true), true) == Kernel::kHopper);
+static_assert(weight_gradient_kernel(weight_gradient(20, 3, true), true) == Kernel::kImplicitGemm);
+
+// 64 channels, projected to `first` + `second`: the gradient of what a shortcut projects.
+constexpr Conv3x3 projection(int64_t first, int64_t second) {
+  Conv3x3 plan = convolution(0, first + second, true, false, 0);
+  plan.x = {};
+  plan.projected = {1, {}, {64}, 64};
+  plan.shortcut = &kSomewhere;
+  plan.y = {2, {}, {first, second}, first + second};
+  return plan;
+}
+static_assert(forward_kernel(projection(128, 64), true) == Kernel::kHopper &&
+              in_one_launch(projection(128, 64), true));
+static_assert(!in_one_launch(projection(128, 64), false) &&
+              !in_one_launch(projection(72, 64), true));
+static_assert(in_one_launch(projection(64, 72), true) && !in_one_launch(projection(64, 20), true));
+
+// A linear layer never takes the kernels for few channels or features.
+constexpr Conv3x3WeightGradient linear_weight_gradient(int64_t channels, int64_t features) {
+  Conv3x3WeightGradient plan = weight_gradient(0, features, false);
+  plan.x = {};
+  plan.projected = {1, {}, {channels}, channels};
+  return plan;
+}
+static_assert(forward_kernel(projection(8, 0), true) == Kernel::kHopper);
+static_assert(weight_gradient_kernel(linear_weight_gradient(8, 8), true) == Kernel::kHopper);
+static_assert(weight_gradient_kernel(linear_weight_gradient(8, 8), false) == Kernel::kImplicitGemm);
+static_assert(weight_gradient_kernel(linear_weight_gradient(8, 3), true) == Kernel::kImplicitGemm);
+
+// At every tap, the accumulator columns that a packed strip keeps are the pixels under the tap, in
+// the order of the box that is stored; and the last column is the last pixel of the box.
+template <int samples>
+constexpr bool keeps_pixels() {
+  using Packed = TileTraits<4, 64, 1, 3, true, false, samples>;
+  for (int tap = 0; tap < 9; ++tap) {
+    for (int pixel = 0; pixel < Packed::kPixels; ++pixel) {
+      const int sample = pixel % samples, column = pixel / samples % 4, row = pixel / samples / 4;
+      const int read = Packed::tap_row(tap) + Packed::kept_group(pixel / 8) * 8 + pixel % 8;
+      if (read != ((row + tap / 3) * 6 + column + tap % 3) * samples + sample) return false;
+    }
+  }
+  return (Packed::tap_row(8) + Packed::kWgmmaN) * kRowBytes == Packed::kBoxBytes &&
+         Packed::kTile.fits(4, 4) && !Packed::kTile.fits(4, 8);
+}
+static_assert(keeps_pixels<4>() && keeps_pixels<8>());
+
+// The samples that a convolution of 4 × 4 pixels packs on a GPU of 132 multiprocessors, for shapes
+// of PACKED in parity_test.py: those tests run both packed tiles.
+constexpr int samples_at_4x4(int64_t batch, int chunks, int shortcut_chunks, int64_t features) {
+  return kTiles[quickest_tile(false, 132, batch, 4, 4, chunks, shortcut_chunks, features)].samples;
+}
+static_assert(samples_at_4x4(19, 2, 0, 520) == 4 && samples_at_4x4(59, 2, 3, 520) == 8);
+static_assert(samples_at_4x4(59, 2, 0, 520) == 8 && samples_at_4x4(32, 4, 0, 256) == 1);
+
+}  // namespace
+}  // namespace jaxunet::cuda

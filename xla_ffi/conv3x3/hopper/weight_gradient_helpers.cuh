@@ -1,0 +1,121 @@
+// The helpers of hopper_weight_gradient_kernel: three warps that activate x in place and sum dy,
+// beside the products.
+#pragma once
+
+#include "conv3x3/hopper/activation.cuh"
+#include "conv3x3/hopper/weight_gradient_block.cuh"
+
+namespace jaxunet::cuda::weight_gradient {
+
+// Adds a strip's dy. Where a strip has two samples, each has half of the threads; packed samples
+// take turns at the threads as they do at the pixels.
+template <class Block>
+__device__ inline void add_dy(const Block& block, float (&totals)[8], const unsigned char* strip,
+                              int thread) {
+  using T = typename Block::T;
+  constexpr int kPixels = kRows * kStripColumns,
+                kReads = (kPixels + kHelperPixels - 1) / kHelperPixels;
+  static_assert(kHelperPixels % kPairedSamples == 0 && kHelperPixels % kPackedSamples == 0);
+  const bool paired = !Block::kPacked && block.p.samples > 1;
+  const int eighth = thread % 8, stride = paired ? kHelperPixels / kPairedSamples : kHelperPixels;
+  const int pixels = paired ? kPixels / kPairedSamples : kPixels;
+  const int half = thread / 8 >= stride, first_pixel = half * pixels + thread / 8 - half * stride;
+  Eight<T> values[kReads];
+#pragma unroll
+  for (int n = 0; n < kReads; ++n) {
+    const int pixel = first_pixel + n * stride;
+    values[n].clear();
+    if (n + 1 < kReads || pixel < (half + 1) * pixels) {
+      values[n].load(
+          reinterpret_cast<const T*>(strip + pixel * kRowBytes + ((eighth ^ pixel % 8) << 4)));
+    }
+  }
+#pragma unroll
+  for (int n = 0; n < kReads; ++n) {
+#pragma unroll
+    for (int i = 0; i < 8; ++i) totals[i] += wide(values[n].at[i]);
+  }
+}
+
+// Adds the helpers' sums over a sample in a fixed order and stores them; all helpers.
+template <class Block>
+__device__ inline void store_shift(const Block& block, const float (&totals)[8], int thread,
+                                   int sample, int slot) {
+  const Parameters& p = block.p;
+#pragma unroll
+  for (int n = 0; n < 8; ++n) block.scratch[thread / 8 * kChunk + thread % 8 * 8 + n] = totals[n];
+  named_barrier_sync(1, kHelpers);
+  if (thread < kChunk && block.feature + thread < p.features) {
+    const bool last = (sample + 1) * p.kernel.split_k.strips_of_sample <= block.first + block.count;
+    const float* from = block.scratch + thread;
+    for (int n = 0; n < p.samples && sample * p.samples + n < p.shift.batch; ++n) {
+      float total = 0;
+      if constexpr (Block::kPacked) {
+#pragma unroll
+        for (int i = n; i < n + kHelperPixels; i += kPackedSamples) total += from[i * kChunk];
+      } else {
+#pragma unroll
+        for (int i = 0; i < kHelperPixels / kPairedSamples; ++i, from += kChunk) total += *from;
+        if (p.samples == 1) {
+#pragma unroll
+          for (int i = 0; i < kHelperPixels / kPairedSamples; ++i, from += kChunk) total += *from;
+        }
+      }
+      p.shift.store(slot, last, sample * p.samples + n, block.feature + thread, total);
+    }
+  }
+  named_barrier_sync(1, kHelpers);
+}
+
+template <bool kActivated, class Block>
+__device__ inline void help(const Block& block) {
+  using T = typename Block::T;
+  const Parameters& p = block.p;
+  const Place place(p.x, block.x_block);
+  const int thread = threadIdx.x % kWarpgroup - (kWarpgroup - kHelpers), eighth = thread % 8,
+            c = place.channel + eighth * 8;
+  Coefficients coefficients;
+  float totals[8];
+  const unsigned char* pixels = block.chunks ? block.x : block.dy;
+  const int bytes = block.chunks ? block.stage_bytes() : kDyBytes,
+            ring = block.chunks ? block.stages() : kStages;
+  Strip at = block.strip_at(block.first);
+  int of_sample = -1, turn = block.turn_of(at.sample);
+  // The splits before this one that meet the sample.
+  int slot = block.split - (block.chunks ? p.shortcut : p.kernel).split_k.first_split(at.sample);
+  for (int i = 0, stage = 0, phase = 0; i < block.count; ++i, block.step(at)) {
+    if (at.sample != of_sample) {
+      if (of_sample >= 0) {
+        if (turn == block.x_block) store_shift(block, totals, thread, of_sample, slot);
+        slot = 0;
+        if (++turn == block.x_blocks) turn = 0;
+      }
+      if constexpr (kActivated) {
+        coefficients =
+            Coefficients(p.a, p.b, at.sample, place.first + c, c < p.x.channels[place.part]);
+      }
+#pragma unroll
+      for (int n = 0; n < 8; ++n) totals[n] = 0;
+      of_sample = at.sample;
+    }
+    block.full[stage].wait(phase);
+    if constexpr (kActivated) {
+      activate_strip<T, kRows, kHelpers>(block.x + stage * Block::kXBytes, at, p.height, p.width,
+                                         thread, coefficients);
+      fence_async_proxy();
+      block.ready[stage].arrive();
+    }
+    if (block.sums_dy) {
+      if (turn == block.x_block) add_dy(block, totals, pixels + stage * bytes, thread);
+      __syncwarp();
+      if (thread % 32 == 0) block.empty[stage].arrive();
+    }
+    if (++stage == ring) {
+      stage = 0;
+      phase ^= 1;
+    }
+  }
+  if (turn == block.x_block) store_shift(block, totals, thread, of_sample, slot);
+}
+
+}  // namespace jaxunet::cuda::weight_gradient

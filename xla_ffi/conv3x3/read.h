@@ -1,0 +1,60 @@
+// What the readers of convolutions and linear layers share.
+#pragma once
+
+#include "binding/reader.h"
+#include "conv3x3/plan.h"
+
+namespace jaxunet {
+
+// An image in one array that a layer without taps reads: what a shortcut projects.
+template <class Plan>
+Array read_projected(Reader& call, const char* name, Plan& plan) {
+  Array image;
+  plan.projected = call.parts(name, 1, &image);
+  plan.type = kind(image.element);
+  plan.batch = image.dims[0];
+  plan.height = image.dims[1];
+  plan.width = image.dims[2];
+  return image;
+}
+
+// The gradient of a parameter: float32 or `element`, the type of x. `rows`: its first dimension, if
+// that is free.
+inline Result read_gradient(Reader& call, const char* name, ffi::DataType element,
+                            const Dims& shape, int64_t* rows = nullptr) {
+  const Array found = call.result(name, element, ffi::DataType::F32, shape);
+  if (rows) *rows = found.dims[0];
+  return {found.data, kind(found.element)};
+}
+
+inline void read_workspace(Reader& call, Conv3x3WeightGradient& plan) {
+  const Array workspace = call.result("workspace", ffi::DataType::F32, {kAny});
+  plan.workspace = static_cast<float*>(workspace.data);
+  plan.workspace_floats = workspace.dims[0];
+  if (plan.workspace_floats < minimum_workspace(plan)) {
+    call.fail("workspace: expected at least " + std::to_string(minimum_workspace(plan)) +
+              " numbers, found " + std::to_string(plan.workspace_floats));
+  }
+}
+
+// A layer without taps may take its pixels in any order. In images as wide as a strip the Hopper
+// kernels read no halo that they do not multiply, and small images fill whole strips.
+constexpr int64_t kRegroupedColumns = 8;  // a strip
+constexpr int64_t kRegroupedRows = 16;    // the tallest strip
+
+template <class Plan>
+int64_t pixels(const Plan& plan) {
+  return plan.batch * plan.height * plan.width;
+}
+
+// Regroups the pixels into images of `rows` × 8, or into one image if that leaves a remainder.
+template <class Plan>
+void regroup(Plan& plan, int64_t rows) {
+  const int64_t all = pixels(plan);
+  if (all == 0 || all % kRegroupedColumns) return;
+  plan.width = kRegroupedColumns;
+  plan.height = all % (rows * kRegroupedColumns) ? all / kRegroupedColumns : rows;
+  plan.batch = all / (plan.height * plan.width);
+}
+
+}  // namespace jaxunet

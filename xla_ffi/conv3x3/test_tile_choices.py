@@ -1,0 +1,36 @@
+"""The kernels and tiles that the convolution chooses, asserted at compile time in `hopper/tile_choices_test.cc`."""
+
+import os
+import pathlib
+import shutil
+import subprocess
+
+import pytest
+
+XLA_FFI = pathlib.Path(__file__).parents[1]
+SOURCE = XLA_FFI / 'conv3x3' / 'hopper' / 'tile_choices_test.cc'
+COMPILER = next((path for name in (os.environ.get('CXX', ''), 'c++', 'g++', 'clang++') if name and (path := shutil.which(name))), None)
+
+pytestmark = pytest.mark.skipif(COMPILER is None, reason='no C++ compiler: none of CXX, c++, g++, clang++ is on PATH')
+
+
+def compile_source(source: pathlib.Path) -> subprocess.CompletedProcess[str]:
+    command = [COMPILER, '-std=c++17', '-fsyntax-only', '-Wall', '-Wextra', f'-I{XLA_FFI}', str(source)]
+    return subprocess.run(command, capture_output=True, text=True, check=False)
+
+
+def test_the_choices_hold():
+    done = compile_source(SOURCE)
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_wrong_choice_is_an_error(tmp_path):
+    """The assertions are compiled: one that is turned around fails."""
+    right = 'samples_at_4x4(19, 2, 0, 520) == 4'
+    text = SOURCE.read_text()
+    assert right in text
+    wrong = tmp_path / 'wrong.cc'
+    wrong.write_text(text.replace(right, right.replace('== 4', '== 8')))
+    done = compile_source(wrong)
+    assert done.returncode != 0
+    assert 'static assertion failed' in done.stderr or 'static_assert failed' in done.stderr

@@ -1,0 +1,13 @@
+// The handlers' entries of the linear layer.
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include "linear/plan.h"
+
+namespace jaxunet::cuda {
+
+cudaError_t linear(const Conv3x3& plan, cudaStream_t stream);
+cudaError_t linear_weight_gradient(const Conv3x3WeightGradient& plan, cudaStream_t stream);
+
+}  // namespace jaxunet::cuda

@@ -1,0 +1,12 @@
+#include "conv3x3/kernels.h"
+#include "linear/kernels.h"
+
+namespace jaxunet::cuda {
+
+cudaError_t linear(const Conv3x3& plan, cudaStream_t stream) { return conv3x3(plan, stream); }
+
+cudaError_t linear_weight_gradient(const Conv3x3WeightGradient& plan, cudaStream_t stream) {
+  return conv3x3_weight_gradient(plan, stream);
+}
+
+}  // namespace jaxunet::cuda
