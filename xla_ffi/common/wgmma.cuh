@@ -53,7 +53,7 @@ struct Wgmma;
 #define JAXUNET_NAMES_32 JAXUNET_NAMES_30 "%30, %31"
 #define JAXUNET_NAMES_44 JAXUNET_NAMES_30 JAXUNET_NAMES_10(3) "%40, %41, %42, %43"
 #define JAXUNET_NAMES_64 JAXUNET_NAMES_60 "%60, %61, %62, %63"
-#define JAXUNET_NAMES_88                                                                         \
+#define JAXUNET_NAMES_88 \
   JAXUNET_NAMES_60 JAXUNET_NAMES_10(6) JAXUNET_NAMES_10(7) "%80, %81, %82, %83, %84, %85, %86, " \
                                                            "%87"
 #define JAXUNET_NAMES_96 JAXUNET_NAMES_90 "%90, %91, %92, %93, %94, %95"

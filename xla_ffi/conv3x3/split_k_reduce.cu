@@ -12,7 +12,8 @@
 namespace jaxunet::cuda {
 namespace {
 
-constexpr int kLogThreads = 8, kThreads = 1 << kLogThreads, kAhead = 8;  // kAhead: reads in flight
+constexpr int kLogThreads = 8, kThreads = 1 << kLogThreads;
+constexpr int kAhead = 8;  // reads in flight
 
 // --- sums of dy ---
 
@@ -212,10 +213,8 @@ struct Layout {
     // More rows if there are too few entries to occupy a large GPU. To refit: time split_k_reduce
     // for gradients of different sizes with this number halved and doubled.
     constexpr int64_t kEnough = 128 * 1024;  // threads
-    const int most =
-        job.features > 0
-            ? 4
-            : 6;  // of an accumulator tile, a block has at least eight features × eight channels
+    // Of accumulator tiles, a block has at least eight features × eight channels.
+    const int most = job.features > 0 ? 4 : 6;
     while (log_rows < most && 1 << log_rows < job.parts / job.part_stride &&
            job.count / 4 << log_rows < kEnough)
       ++log_rows;
@@ -224,8 +223,8 @@ struct Layout {
   }
 };
 
-constexpr int64_t kMaxEntries =
-    1 << 30;  // 32-bit indices save the registers that a fifth block needs
+// 32-bit indices leave the registers for a fifth block on a multiprocessor.
+constexpr int64_t kMaxEntries = 1 << 30;
 
 // All reductions of a launch; the blocks of one follow those of another.
 struct Reductions {

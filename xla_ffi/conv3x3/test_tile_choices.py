@@ -9,9 +9,10 @@ import pytest
 
 XLA_FFI = pathlib.Path(__file__).parents[1]
 SOURCE = XLA_FFI / 'conv3x3' / 'hopper' / 'tile_choices_test.cc'
-COMPILER = next((path for name in (os.environ.get('CXX', ''), 'c++', 'g++', 'clang++') if name and (path := shutil.which(name))), None)
+NAMES = (os.environ.get('CXX', ''), 'c++', 'g++', 'clang++')
+COMPILER = next((path for name in NAMES if name and (path := shutil.which(name))), '')
 
-pytestmark = pytest.mark.skipif(COMPILER is None, reason='no C++ compiler: none of CXX, c++, g++, clang++ is on PATH')
+pytestmark = pytest.mark.skipif(not COMPILER, reason='no C++ compiler: none of CXX, c++, g++, clang++ is on PATH')
 
 
 def compile_source(source: pathlib.Path) -> subprocess.CompletedProcess[str]:
@@ -19,12 +20,12 @@ def compile_source(source: pathlib.Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, check=False)
 
 
-def test_the_choices_hold():
+def test_the_choices_hold() -> None:
     done = compile_source(SOURCE)
     assert done.returncode == 0, done.stderr
 
 
-def test_a_wrong_choice_is_an_error(tmp_path):
+def test_a_wrong_choice_is_an_error(tmp_path: pathlib.Path) -> None:
     """The assertions are compiled: one that is turned around fails."""
     right = 'samples_at_4x4(19, 2, 0, 520) == 4'
     text = SOURCE.read_text()

@@ -60,8 +60,8 @@ __device__ inline void Block<T, Traits, kFlipped>::epilogue(const Accumulator& a
                                                             int phase) const {
   const int thread = threadIdx.x % kWarpgroup, warp = thread / 32, lane = thread % 32,
             matrix = lane / 8;
-  asm volatile("" ::"f"(shifts.at[0][0]),
-               "f"(shifts.at[1][0]));  // keeps the reads before the mainloop
+  // Keeps the compiler from moving the reads behind the mainloop.
+  asm volatile("" ::"f"(shifts.at[0][0]), "f"(shifts.at[1][0]));
   if (p.residual) {
     residual_full[consumer].wait(phase);
   } else {
@@ -69,8 +69,8 @@ __device__ inline void Block<T, Traits, kFlipped>::epilogue(const Accumulator& a
     named_barrier_sync(1 + consumer, kWarpgroup);
   }
 #pragma unroll
-  for (int j = 0; j < Traits::kKeptGroups;
-       j += 2) {  // two groups of eight columns: pixels, or output channels
+  for (int j = 0; j < Traits::kKeptGroups; j += 2) {
+    // Two groups of eight columns: 16 pixels, or 16 output channels.
     const float* columns = accumulator + 4 * Traits::kept_group(j);
     // stmatrix stores four 8 × 8 matrices: rows 0-7 and 8-15 of the warp's 16, of groups j and j
     // + 1.

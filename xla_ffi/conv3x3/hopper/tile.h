@@ -20,10 +20,9 @@
 
 namespace jaxunet::cuda {
 
-constexpr int kChunk = 64;  // channels of a chunk
-constexpr int kRowBytes =
-    2 * kChunk;                   // bytes of a pixel's chunk: one swizzled row of shared memory
-constexpr int kStripColumns = 8;  // pixels
+constexpr int kChunk = 64;             // channels of a chunk
+constexpr int kRowBytes = 2 * kChunk;  // of a pixel's chunk: a swizzled row of shared memory
+constexpr int kStripColumns = 8;       // pixels
 constexpr int kHaloColumns = kStripColumns + 2;
 constexpr int kStripStages = 2;              // strips in flight for each consumer
 constexpr int kMaxSharedBytes = 227 * 1024;  // that one block of compute capability 9.0 can use
@@ -126,20 +125,21 @@ struct TileTraits {
   }
 };
 
-// Constants of `Schedule::cycles`, in clock cycles of a multiprocessor unless they are ratios. They
-// are a fit to times on an H200. To refit: force each tile in turn (`hopper_forward` in
-// forward.cu), time the cases of the benchmark's kernels, and minimize the squared relative error
-// of the estimate over all pairs of a case and a tile.
+// Constants of `Schedule::cycles`: a fit to times on an H200. To refit: force each tile in turn
+// (`hopper_forward` in forward.cu), time the cases of the benchmark's kernels, and minimize the
+// squared relative error of the estimate over all pairs of a case and a tile.
 namespace fit {
-constexpr double kTensorCoreRate = 0.89;  // of the peak rate that wgmma reaches
-constexpr double kOperandReadSlowdown =
-    1.15;  // of reading operands, against 16 + n / 4 cycles a wgmma
-constexpr double kActivatedPerCycle =
-    2.8;  // numbers that an activation warpgroup reads, activates and writes
-constexpr double kShortcutChunkCycles =
-    500;  // to fill the ring for one projected chunk, which has a single tap
-constexpr double kTileStartCycles = 440;  // to begin a tile, shared by the consumers
-constexpr double kEpilogueCycles = 1270;  // of an output tile of `kEpilogueOutputs` numbers
+// Ratio: the rate of wgmma to its peak.
+constexpr double kTensorCoreRate = 0.89;
+// Ratio: the time to read the operands of a wgmma to 16 + n / 4 cycles.
+constexpr double kOperandReadSlowdown = 1.15;
+// Numbers that a block activates in a cycle.
+constexpr double kActivatedPerCycle = 2.8;
+// Cycles that a projected chunk takes beside its products: a single tap does not hide its loads.
+constexpr double kShortcutChunkCycles = 500;
+// Cycles at the end of a tile: to drain the pipeline, divided by the consumers; and to write
+// `kEpilogueOutputs` outputs of a strip.
+constexpr double kDrainCycles = 440, kEpilogueCycles = 1270;
 constexpr int kEpilogueOutputs = 8192;
 }  // namespace fit
 
@@ -166,7 +166,7 @@ struct Schedule {
     tiles = static_cast<int>(ceil_div(strips, tile.consumers)) * feature_tiles;
     const int loads = chunks * 9 / tile.taps + shortcut_chunks;
     weights_resident = feature_tiles == 1 && loads <= tile.max_stages();
-    // More than six stages hide no more latency.
+    // Six stages at most. To refit: time the kernels with other limits.
     stages = weights_resident ? loads : std::min(tile.max_stages(), 6);
   }
 
@@ -185,9 +185,9 @@ struct Schedule {
         tile.activated ? (tile.rows + 2) * kHaloColumns * kChunk / fit::kActivatedPerCycle : 0;
     const double mainloop = chunks * std::max(9 * tap, activation) +
                             shortcut_chunks * (tap + fit::kShortcutChunkCycles);
-    const double epilogue =
-        fit::kTileStartCycles / tile.consumers +
-        fit::kEpilogueCycles * tile.pixels() * tile.features / fit::kEpilogueOutputs;
+    const double epilogue = fit::kDrainCycles / tile.consumers + fit::kEpilogueCycles *
+                                                                     tile.pixels() * tile.features /
+                                                                     fit::kEpilogueOutputs;
     return static_cast<double>(ceil_div(tiles, multiprocessors)) * (mainloop + epilogue);
   }
 };

@@ -160,8 +160,8 @@ struct Block {
     int half = 0;
     for (int tile = blockIdx.x; tile < plan.tiling.tiles; tile += gridDim.x, half ^= 1) {
       store(half);
-      __syncthreads();  // one for each tile is enough: a thread stores to this half again after the
-                        // next
+      // One barrier for each tile is enough: a thread stores to this half again after the next one.
+      __syncthreads();
       if (tile + static_cast<int>(gridDim.x) < plan.tiling.tiles) load(tile + gridDim.x);
       multiply(half, tile);
     }

@@ -265,8 +265,9 @@ struct Block {
     for (int i = 0; i < count; ++i) {
       Strip& strip = shared.strips[i % 2];
       store(strip, first + i);
-      __syncthreads();  // one for each strip is enough: a thread stores to this half again after
-                        // the next
+      // One barrier for each strip is enough: a thread stores to this half again after the next
+      // one.
+      __syncthreads();
       if (i + 1 < count) load(first + i + 1);
       const int sample = plan.tiling.at(first + i).sample;
       if (sample != of_sample && of_sample >= 0) store_shift(of_sample);
