@@ -100,6 +100,8 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
     set_registers<Traits::kActivationRegisters, false>();
     activate(block, warpgroup - Traits::kConsumers - 1);
   }
+#else
+  __trap();  // the host does not launch it (conv3x3/device.h)
 #endif
 }
 

@@ -50,8 +50,9 @@
 //                                           the block sums dy, lane 0 of
 //                                           each helper warp (3)
 //
-// A consumer releases a stage one step late, after it has issued the next wgmmas. Named barrier 1,
-// the 96 helpers: `scratch` has been written; `scratch` has been read.
+// Consumers of the shortcut's gradient, which has no activation, always wait for full. A consumer
+// releases a stage one step late, after it has issued the next wgmmas. Named barrier 1, the 96
+// helpers: `scratch` has been written; `scratch` has been read.
 //
 // Shared memory, in this order; the ring begins at a multiple of 1024 bytes:
 //
@@ -107,6 +108,8 @@ __global__ void __launch_bounds__(kThreads, 1)
     if (thread >= kWarpgroup - kHelpers && (block.sums_dy || (kActivated && !block.chunks)))
       help<kActivated>(block);
   }
+#else
+  __trap();  // the host does not launch it (conv3x3/device.h)
 #endif
 }
 
