@@ -9,7 +9,9 @@ import pytest
 ROOT = pathlib.Path(__file__).parents[1]
 RECORD = pathlib.Path(__file__).parent / 'fixtures' / 'kernel_machine_code.json'
 
-spec = importlib.util.spec_from_file_location('machine_code', ROOT / 'xla_ffi' / 'build_tools' / 'machine_code.py')
+spec = importlib.util.spec_from_file_location(
+    'machine_code', ROOT / 'xla_ffi' / 'build_tools' / 'machine_code.py'
+)
 machine_code = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(machine_code)
 
@@ -30,7 +32,11 @@ LISTING = """
 
 def test_a_digest_depends_on_the_instructions_alone():
     first, second, third = machine_code.kernels(LISTING.splitlines())
-    assert [(k.architecture, k.name) for k in (first, second, third)] == [('sm_80', 'first'), ('sm_80', 'second'), ('sm_90a', 'first')]
+    assert [(k.architecture, k.name) for k in (first, second, third)] == [
+        ('sm_80', 'first'),
+        ('sm_80', 'second'),
+        ('sm_90a', 'first'),
+    ]
     assert second.digest == third.digest != first.digest
 
 
@@ -47,7 +53,7 @@ def test_a_difference_names_the_kernel():
 
 
 def test_the_kernels_have_the_recorded_machine_code():
-    """A refactoring keeps it. After a change that is meant, `xla_ffi/build_tools/machine_code.py --write` records it anew."""
+    """Refactoring keeps it; `machine_code.py --write` records a change that is meant."""
     modules = list((ROOT / 'xla_ffi').glob('_cuda*.so'))
     if len(modules) != 1:
         pytest.skip(f'expected one built xla_ffi/_cuda*.so, found {len(modules)}')
@@ -55,11 +61,19 @@ def test_the_kernels_have_the_recorded_machine_code():
         pytest.skip(f'no {" and no ".join(missing)} on PATH')
     record = json.loads(RECORD.read_text())
     if (version := machine_code.compiler(modules[0])) != record['nvcc']:
-        pytest.skip(f'recorded for nvcc {record["nvcc"]}; {modules[0].name} was built by {version or "an unknown version"}')
+        pytest.skip(
+            f'recorded for nvcc {record["nvcc"]}; '
+            f'{modules[0].name} was built by {version or "an unknown version"}'
+        )
     found = machine_code.read(modules[0])
     built = {kernel.architecture for kernel in found}
     recorded = {name: digests for name, digests in record['architectures'].items() if name in built}
     if not recorded:
-        pytest.skip(f'recorded for {", ".join(record["architectures"])}; the module holds {", ".join(sorted(built))}')
-    lines = machine_code.differences([kernel for kernel in found if kernel.architecture in recorded], recorded)
+        pytest.skip(
+            f'recorded for {", ".join(record["architectures"])}; '
+            f'the module holds {", ".join(sorted(built))}'
+        )
+    lines = machine_code.differences(
+        [kernel for kernel in found if kernel.architecture in recorded], recorded
+    )
     assert not lines, '\n'.join(lines)

@@ -1,15 +1,19 @@
 """Digests of the machine code of every kernel in a built `_cuda*.so`.
 
-A refactoring of the CUDA sources must not change what the GPU runs. Each kernel is reduced to a digest of its
-instruction words; names, addresses and file names are left out, so that a kernel may be renamed or moved to another
-file. Two builds hold the same machine code if their sorted lists of digests are equal.
+A refactoring of the CUDA sources must not change what the GPU runs. Each kernel is reduced to a
+digest of its instruction words. Names, addresses and file names are left out, so a kernel may be
+renamed or moved to another file. Two builds hold the same machine code if their sorted lists of
+digests are equal.
 
-    python xla_ffi/build_tools/machine_code.py _cuda.so                    one line a kernel: architecture, digest, name
-    python xla_ffi/build_tools/machine_code.py _cuda.so --write FILE       writes the record that a test compares
-    python xla_ffi/build_tools/machine_code.py _cuda.so --compare FILE     prints what differs; exits with 1 if anything does
+    python xla_ffi/build_tools/machine_code.py _cuda.so
+        prints one line a kernel: architecture, digest, name
+    python xla_ffi/build_tools/machine_code.py _cuda.so --write FILE
+        writes the record that tests/test_machine_code.py compares
+    python xla_ffi/build_tools/machine_code.py _cuda.so --compare FILE
+        prints what differs from a record; exits with 1 if anything does
 
-Needs `cuobjdump` and `nvdisasm` of the CUDA toolkit on PATH (PyPI: nvidia-cuda-cuobjdump, nvidia-cuda-nvdisasm). The
-instruction words come from nvcc alone, so the version of these two tools does not matter; that of nvcc does.
+Needs `cuobjdump` and `nvdisasm` of the CUDA toolkit on PATH (PyPI: nvidia-cuda-cuobjdump,
+nvidia-cuda-nvdisasm). Their version does not matter; that of nvcc does.
 """
 
 from __future__ import annotations
@@ -69,16 +73,20 @@ def read(module: pathlib.Path) -> list[Kernel]:
     Raises:
       RuntimeError: cuobjdump fails, or finds no kernel.
     """
-    with subprocess.Popen(['cuobjdump', '-sass', str(module)], stdout=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen(
+        ['cuobjdump', '-sass', str(module)], stdout=subprocess.PIPE, text=True
+    ) as process:
         assert process.stdout is not None
         found = sorted(kernels(process.stdout))
     if process.returncode or not found:
-        raise RuntimeError(f'{module}: cuobjdump ended with status {process.returncode} and {len(found)} kernels')
+        raise RuntimeError(
+            f'{module}: cuobjdump ended with status {process.returncode} and {len(found)} kernels'
+        )
     return found
 
 
 def compiler(module: pathlib.Path) -> str:
-    """The version of the nvcc that built a module, such as 13.0.88; empty if it names none or several."""
+    """The version of the nvcc that built a module, such as 13.0.88; empty if unknown."""
     versions = set(COMPILER.findall(module.read_bytes()))
     return versions.pop().decode() if len(versions) == 1 else ''
 
@@ -92,30 +100,44 @@ def by_architecture(found: Iterable[Kernel]) -> dict[str, list[str]]:
 
 
 def differences(found: list[Kernel], recorded: dict[str, list[str]]) -> list[str]:
-    """One line for each kernel that the record lacks, and for each count of recorded digests that no kernel has."""
+    """One line for each kernel that the record lacks; one for the digests without a kernel."""
     lines = []
     present = by_architecture(found)
     for architecture in sorted(present.keys() | recorded.keys()):
-        new = collections.Counter(present.get(architecture, [])) - collections.Counter(recorded.get(architecture, []))
-        gone = collections.Counter(recorded.get(architecture, [])) - collections.Counter(present.get(architecture, []))
+        new = collections.Counter(present.get(architecture, [])) - collections.Counter(
+            recorded.get(architecture, [])
+        )
+        gone = collections.Counter(recorded.get(architecture, [])) - collections.Counter(
+            present.get(architecture, [])
+        )
         for kernel in found:
             if kernel.architecture == architecture and new[kernel.digest] > 0:
                 new[kernel.digest] -= 1
                 lines.append(f'{architecture}: {kernel.digest} is not in the record: {kernel.name}')
         if gone:
-            lines.append(f'{architecture}: {gone.total()} recorded digests have no kernel: {", ".join(sorted(gone))}')
+            lines.append(
+                f'{architecture}: {gone.total()} recorded digests have no kernel: '
+                f'{", ".join(sorted(gone))}'
+            )
     return lines
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument('module', type=pathlib.Path, help='a built _cuda*.so')
     group = parser.add_mutually_exclusive_group()
-    group.add_argument('--write', type=pathlib.Path, metavar='FILE', help='write the record as JSON')
+    group.add_argument(
+        '--write', type=pathlib.Path, metavar='FILE', help='write the record as JSON'
+    )
     group.add_argument('--compare', type=pathlib.Path, metavar='FILE', help='compare with a record')
     options = parser.parse_args()
     if missing := missing_tools():
-        parser.error(f'{" and ".join(missing)} not found on PATH: install the CUDA toolkit, or its wheels from PyPI')
+        parser.error(
+            f'{" and ".join(missing)} not found on PATH: '
+            'install the CUDA toolkit, or its wheels from PyPI'
+        )
     if not options.module.is_file():
         parser.error(f'{options.module}: no such file; build the extension first')
     found = read(options.module)

@@ -1,4 +1,4 @@
-"""The kernels and tiles that the convolution chooses, asserted at compile time in `hopper/tile_choices_test.cc`."""
+"""What the convolution chooses, asserted at compile time in `hopper/tile_choices_test.cc`."""
 
 import os
 import pathlib
@@ -12,11 +12,21 @@ SOURCE = XLA_FFI / 'conv3x3' / 'hopper' / 'tile_choices_test.cc'
 NAMES = (os.environ.get('CXX', ''), 'c++', 'g++', 'clang++')
 COMPILER = next((path for name in NAMES if name and (path := shutil.which(name))), '')
 
-pytestmark = pytest.mark.skipif(not COMPILER, reason='no C++ compiler: none of CXX, c++, g++, clang++ is on PATH')
+pytestmark = pytest.mark.skipif(
+    not COMPILER, reason='no C++ compiler: none of CXX, c++, g++, clang++ is on PATH'
+)
 
 
 def compile_source(source: pathlib.Path) -> subprocess.CompletedProcess[str]:
-    command = [COMPILER, '-std=c++17', '-fsyntax-only', '-Wall', '-Wextra', f'-I{XLA_FFI}', str(source)]
+    command = [
+        COMPILER,
+        '-std=c++17',
+        '-fsyntax-only',
+        '-Wall',
+        '-Wextra',
+        f'-I{XLA_FFI}',
+        str(source),
+    ]
     return subprocess.run(command, capture_output=True, text=True, check=False)
 
 
