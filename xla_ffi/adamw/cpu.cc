@@ -25,14 +25,16 @@ void adamw(const AdamW& plan, Pool& pool) {
   if (s[kApplied] == 0) return;
   parallel(pool, static_cast<int64_t>(plan.sizes.size()), [&](int64_t tensor) {
     void* const* arrays = plan.arrays.data() + tensor * plan.arrays_per_tensor();
-    const std::vector<float> gradient = widen(arrays[kGradient], plan.types[tensor], plan.sizes[tensor]);
+    const std::vector<float> gradient =
+        widen(arrays[kGradient], plan.types[tensor], plan.sizes[tensor]);
     const auto array = [&](int64_t which) { return static_cast<float*>(arrays[which]); };
     for (int64_t i = 0; i < plan.sizes[tensor]; ++i) {
       const float g = gradient[i] * s[kGradientFactor];
       float &p = array(kParameter)[i], &m = array(kFirstMoment)[i], &v = array(kSecondMoment)[i];
       m = plan.b1 * m + plan.rest1 * g;
       v = plan.b2 * v + plan.rest2 * (g * g);
-      p -= s[kLearningRate] * (m / s[kCorrection1] / (std::sqrt(v / s[kCorrection2]) + plan.eps) + plan.decay * p);
+      p -= s[kLearningRate] *
+           (m / s[kCorrection1] / (std::sqrt(v / s[kCorrection2]) + plan.eps) + plan.decay * p);
       for (int64_t a = 0; a < plan.averages; ++a) {
         float& average = array(kFirstAverage + a)[i];
         average += s[kFirstFollow + a] * (p - average);
@@ -44,7 +46,8 @@ void adamw(const AdamW& plan, Pool& pool) {
 void narrow_all(const Narrow& plan, Pool& pool) {
   parallel(pool, static_cast<int64_t>(plan.sizes.size()), [&](int64_t tensor) {
     const auto* from = static_cast<const float*>(plan.arrays[2 * tensor]);
-    narrow({from, from + plan.sizes[tensor]}, plan.type, const_cast<void*>(plan.arrays[2 * tensor + 1]));
+    narrow({from, from + plan.sizes[tensor]}, plan.type,
+           const_cast<void*>(plan.arrays[2 * tensor + 1]));
   });
 }
 

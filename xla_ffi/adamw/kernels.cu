@@ -58,7 +58,8 @@ struct FirstArray {
   Type type;
   unsigned long long data;
 
-  __device__ FirstArray(const unsigned long long* entry, long long start) : type(static_cast<Type>(entry[kType])) {
+  __device__ FirstArray(const unsigned long long* entry, long long start)
+      : type(static_cast<Type>(entry[kType])) {
     data = entry[kAddresses] + start * (type == Type::kFloat32 ? 4 : 2);
   }
   // Whether four elements can be loaded at once.
@@ -80,8 +81,8 @@ struct FirstArray {
   }
   __device__ float4 four(long long i) const {
     return as_type([&](const auto* from) {
-      const auto found =
-          *reinterpret_cast<const Vector<std::remove_const_t<std::remove_pointer_t<decltype(from)>>, 4>*>(from + i);
+      const auto found = *reinterpret_cast<
+          const Vector<std::remove_const_t<std::remove_pointer_t<decltype(from)>>, 4>*>(from + i);
       return float4{wide(found.at[0]), wide(found.at[1]), wide(found.at[2]), wide(found.at[3])};
     });
   }
@@ -90,10 +91,12 @@ struct FirstArray {
 // partial[block] = sum of squares of the block's chunk. Sums over threads, warps and blocks are in
 // a fixed order, so that results are the same in every run.
 __global__ void __launch_bounds__(kThreads)
-    sum_of_squares_kernel(const __grid_constant__ TensorList tensors, long long chunk, float* partial) {
+    sum_of_squares_kernel(const __grid_constant__ TensorList tensors, long long chunk,
+                          float* partial) {
   const unsigned long long* const entry = tensors.find(blockIdx.x);
   const long long start = static_cast<long long>(blockIdx.x - entry[kFirstBlock]) * chunk;
-  const long long left = static_cast<long long>(entry[kSize]) - start, count = left < chunk ? left : chunk;
+  const long long left = static_cast<long long>(entry[kSize]) - start,
+                  count = left < chunk ? left : chunk;
   const FirstArray from(entry, start);
   float sum = 0;
   const long long vectors = from.aligned() ? count / 4 : 0;
@@ -102,7 +105,8 @@ __global__ void __launch_bounds__(kThreads)
     const float4 v = from.four(4 * i);
     sum += v.x * v.x + v.y * v.y + (v.z * v.z + v.w * v.w);
   }
-  for (long long i = 4 * vectors + threadIdx.x; i < count; i += kThreads) sum += from.one(i) * from.one(i);
+  for (long long i = 4 * vectors + threadIdx.x; i < count; i += kThreads)
+    sum += from.one(i) * from.one(i);
   for (int step = 16; step > 0; step /= 2) sum += __shfl_down_sync(~0u, sum, step);
   __shared__ float warps[kThreads / 32];
   if (threadIdx.x % 32 == 0) warps[threadIdx.x / 32] = sum;
@@ -125,11 +129,13 @@ constexpr int kVectors = 4;  // of four elements, of a thread
 constexpr long long kBlockElements = kThreads * kVectors * 4LL;
 
 // One element's step; `s`: the scalars.
-__device__ inline void step(const Rule& rule, const float* s, float g, float& p, float& m, float& v) {
+__device__ inline void step(const Rule& rule, const float* s, float g, float& p, float& m,
+                            float& v) {
   g *= s[kGradientFactor];
   m = rule.b1 * m + rule.rest1 * g;
   v = rule.b2 * v + rule.rest2 * (g * g);
-  p -= s[kLearningRate] * (m / s[kCorrection1] / (sqrtf(v / s[kCorrection2]) + rule.eps) + rule.decay * p);
+  p -= s[kLearningRate] *
+       (m / s[kCorrection1] / (sqrtf(v / s[kCorrection2]) + rule.eps) + rule.decay * p);
 }
 
 // One step of AdamW on the block's elements, and of the averages of the weights.
@@ -150,7 +156,8 @@ __global__ void __launch_bounds__(kThreads)
     const long long at = start + 4LL * (round * kThreads + threadIdx.x);
     if (at + 4 <= size) {
       const float4 gs = g.four(at);
-      float4 ps = *reinterpret_cast<const float4*>(p + at), ms = *reinterpret_cast<const float4*>(m + at);
+      float4 ps = *reinterpret_cast<const float4*>(p + at),
+             ms = *reinterpret_cast<const float4*>(m + at);
       float4 vs = *reinterpret_cast<const float4*>(v + at);
       step(rule, s, gs.x, ps.x, ms.x, vs.x);
       step(rule, s, gs.y, ps.y, ms.y, vs.y);
@@ -161,7 +168,8 @@ __global__ void __launch_bounds__(kThreads)
       *reinterpret_cast<float4*>(v + at) = vs;
       for (int a = 0; a < rule.averages; ++a) {
         const float follow = rule.scalars[kFirstFollow + a];
-        auto* const to = reinterpret_cast<float4*>(pointer(entry[kAddresses + kFirstAverage + a]) + at);
+        auto* const to =
+            reinterpret_cast<float4*>(pointer(entry[kAddresses + kFirstAverage + a]) + at);
         float4 e = *to;
         e.x += follow * (ps.x - e.x);
         e.y += follow * (ps.y - e.y);
@@ -183,7 +191,9 @@ __global__ void __launch_bounds__(kThreads)
 
 // Two numbers rounded to the type of the last argument.
 __device__ inline __half2 pair(float x, float y, __half) { return __floats2half2_rn(x, y); }
-__device__ inline __nv_bfloat162 pair(float x, float y, __nv_bfloat16) { return __floats2bfloat162_rn(x, y); }
+__device__ inline __nv_bfloat162 pair(float x, float y, __nv_bfloat16) {
+  return __floats2bfloat162_rn(x, y);
+}
 
 // Eight elements of T, stored at once.
 template <class T>
@@ -193,7 +203,8 @@ struct alignas(16) Pairs {
 
 // Rounds the block's float32 elements to T.
 template <class T>
-__global__ void __launch_bounds__(kThreads) narrow_kernel(const __grid_constant__ TensorList tensors) {
+__global__ void __launch_bounds__(kThreads)
+    narrow_kernel(const __grid_constant__ TensorList tensors) {
   const unsigned long long* const entry = tensors.find(blockIdx.x);
   const auto size = static_cast<long long>(entry[kSize]);
   const long long start = static_cast<long long>(blockIdx.x - entry[kFirstBlock]) * kBlockElements;
@@ -217,8 +228,8 @@ __global__ void __launch_bounds__(kThreads) narrow_kernel(const __grid_constant_
 // holds. Tensor i has `arrays` arrays, whose addresses are at pointers(i), the first of type(i); a
 // block takes `chunk` elements.
 template <class Types, class Pointers, class Launch>
-cudaError_t launch_all(const std::vector<int64_t>& sizes, int64_t arrays, int64_t chunk, const Types& type,
-                       const Pointers& pointers, const Launch& launch) {
+cudaError_t launch_all(const std::vector<int64_t>& sizes, int64_t arrays, int64_t chunk,
+                       const Types& type, const Pointers& pointers, const Launch& launch) {
   static thread_local TensorList tensors;  // 31 KiB: kept off the stack
   tensors.count = 0;
   tensors.stride = static_cast<int>(kAddresses + arrays);
@@ -251,12 +262,19 @@ cudaError_t sum_of_squares(const SumOfSquares& plan, cudaStream_t stream) {
       plan.sizes, 1, plan.chunk, [&](size_t i) { return plan.types[i]; },
       [&](size_t i) { return plan.tensors.data() + i; },
       [&](const TensorList& tensors, unsigned blocks, int64_t before) {
-        sum_of_squares_kernel<<<blocks, kThreads, 0, stream>>>(tensors, plan.chunk, plan.partial + before);
+        sum_of_squares_kernel<<<blocks, kThreads, 0, stream>>>(tensors, plan.chunk,
+                                                               plan.partial + before);
       });
 }
 
 cudaError_t adamw(const AdamW& plan, cudaStream_t stream) {
-  const Rule rule{plan.b1,     plan.b2, plan.rest1, plan.rest2, plan.eps, plan.decay, static_cast<int>(plan.averages),
+  const Rule rule{plan.b1,
+                  plan.b2,
+                  plan.rest1,
+                  plan.rest2,
+                  plan.eps,
+                  plan.decay,
+                  static_cast<int>(plan.averages),
                   plan.scalars};
   return launch_all(
       plan.sizes, plan.arrays_per_tensor(), kBlockElements, [&](size_t i) { return plan.types[i]; },

@@ -35,7 +35,8 @@ constexpr int64_t kFirstFollow = kCorrection2 + 1;
 //   average += follow * (p - average)  for each average of the weights.
 struct AdamW {
   float b1, b2;
-  float rest1, rest2;  // 1 - b1 and 1 - b2 of the unrounded b's: from a float32 b they would be inexact
+  float rest1,
+      rest2;  // 1 - b1 and 1 - b2 of the unrounded b's: from a float32 b they would be inexact
   float eps, decay;
   int64_t averages;
   std::vector<int64_t> sizes;  // elements of each tensor

@@ -15,7 +15,9 @@ int64_t size_of(const Dims& dims) {
 }
 
 // name[i]
-std::string numbered(const std::string& name, int64_t i) { return name + "[" + std::to_string(i) + "]"; }
+std::string numbered(const std::string& name, int64_t i) {
+  return name + "[" + std::to_string(i) + "]";
+}
 
 }  // namespace
 
@@ -46,11 +48,12 @@ AdamW read_adamw(Reader& call) {
   constexpr int64_t kMaxAverages = 64;
   plan.averages = call.integer("averages", 0, kMaxAverages);
   const int64_t count = call.integer("tensors", 1), arrays = plan.arrays_per_tensor();
-  plan.scalars =
-      static_cast<const float*>(call.operand("scalars", ffi::DataType::F32, {kFirstFollow + plan.averages}).data);
+  plan.scalars = static_cast<const float*>(
+      call.operand("scalars", ffi::DataType::F32, {kFirstFollow + plan.averages}).data);
   const auto name = [](int64_t array, int64_t tensor) {
     static const char* const names[] = {"gradients", "parameters", "m", "v"};
-    const std::string group = array < kFirstAverage ? names[array] : numbered("averages", array - kFirstAverage);
+    const std::string group =
+        array < kFirstAverage ? names[array] : numbered("averages", array - kFirstAverage);
     return numbered(group, tensor);
   };
   std::vector<Dims> shapes;
@@ -64,13 +67,16 @@ AdamW read_adamw(Reader& call) {
   }
   for (int64_t array = kParameter; array < arrays; ++array) {
     for (int64_t i = 0; i < count; ++i) {
-      plan.arrays[i * arrays + array] = call.operand(name(array, i), ffi::DataType::F32, shapes[i]).data;
+      plan.arrays[i * arrays + array] =
+          call.operand(name(array, i), ffi::DataType::F32, shapes[i]).data;
     }
   }
   for (int64_t array = kParameter; array < arrays; ++array) {
     for (int64_t i = 0; i < count; ++i) {
       const std::string which = "new " + name(array, i);
-      if (call.result(which, ffi::DataType::F32, shapes[i]).data != plan.arrays[i * arrays + array] && plan.sizes[i]) {
+      if (call.result(which, ffi::DataType::F32, shapes[i]).data !=
+              plan.arrays[i * arrays + array] &&
+          plan.sizes[i]) {
         call.fail(which + ": expected a result that aliases its operand");
       }
     }
@@ -94,8 +100,9 @@ Narrow read_narrow_all(Reader& call) {
   ffi::DataType element{};
   for (int64_t i = 0; i < count; ++i) {
     const std::string which = numbered("narrow", i);
-    const Array found = i == 0 ? call.result(which, ffi::DataType::F16, ffi::DataType::BF16, shapes[i])
-                               : call.result(which, element, shapes[i]);
+    const Array found = i == 0
+                            ? call.result(which, ffi::DataType::F16, ffi::DataType::BF16, shapes[i])
+                            : call.result(which, element, shapes[i]);
     element = found.element;
     plan.arrays[2 * i + 1] = found.data;
   }

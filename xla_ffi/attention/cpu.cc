@@ -18,7 +18,8 @@ struct Head {
 template <class Plan>
 Head packed(const Plan& plan, std::vector<float>& qkv, int64_t sample, int64_t head, int which) {
   const int64_t channels = plan.heads * plan.width;
-  return {qkv.data() + sample * plan.tokens * 3 * channels + which * channels + head * plan.width, 3 * channels};
+  return {qkv.data() + sample * plan.tokens * 3 * channels + which * channels + head * plan.width,
+          3 * channels};
 }
 
 // A head of out or of its gradient.
@@ -37,7 +38,8 @@ double dot(const float* a, const float* b, int64_t width) {
 }  // namespace
 
 void attention_forward(const AttentionForward& plan, Pool& pool) {
-  const int64_t tokens = plan.tokens, width = plan.width, elements = plan.batch * tokens * plan.heads * width;
+  const int64_t tokens = plan.tokens, width = plan.width,
+                elements = plan.batch * tokens * plan.heads * width;
   const double scale = 1 / std::sqrt(static_cast<double>(width));
   auto qkv = widen(plan.qkv, plan.type, 3 * elements);
   std::vector<float> out(elements);
@@ -64,7 +66,8 @@ void attention_forward(const AttentionForward& plan, Pool& pool) {
 }
 
 void attention_backward(const AttentionBackward& plan, Pool& pool) {
-  const int64_t tokens = plan.tokens, width = plan.width, elements = plan.batch * tokens * plan.heads * width;
+  const int64_t tokens = plan.tokens, width = plan.width,
+                elements = plan.batch * tokens * plan.heads * width;
   const double scale = 1 / std::sqrt(static_cast<double>(width));
   auto qkv = widen(plan.qkv, plan.type, 3 * elements);
   auto out = widen(plan.out, plan.type, elements), grad = widen(plan.grad, plan.type, elements);
@@ -78,7 +81,8 @@ void attention_backward(const AttentionBackward& plan, Pool& pool) {
     for (int64_t row = 0; row < tokens; ++row) {
       const double delta = dot(o(row), g(row), width);  // sum over t of weight * dweight
       for (int64_t t = 0; t < tokens; ++t) {
-        const double weight = std::exp(dot(q(row), k(t), width) * scale - plan.lse[i * tokens + row]);
+        const double weight =
+            std::exp(dot(q(row), k(t), width) * scale - plan.lse[i * tokens + row]);
         const double dlogit = weight * (dot(g(row), v(t), width) - delta) * scale;
         for (int64_t d = 0; d < width; ++d) {
           dq(row)[d] += static_cast<float>(dlogit * k(t)[d]);

@@ -14,8 +14,10 @@ namespace jaxunet::cuda {
 // where their tiles need more than `shared_bytes`, the shared memory that a block may have on this
 // device.
 template <Type type>
-std::optional<cudaError_t> flash_forward(const AttentionForward& plan, int shared_bytes, cudaStream_t stream);
+std::optional<cudaError_t> flash_forward(const AttentionForward& plan, int shared_bytes,
+                                         cudaStream_t stream);
 template <Type type>
-std::optional<cudaError_t> flash_backward(const AttentionBackward& plan, int shared_bytes, cudaStream_t stream);
+std::optional<cudaError_t> flash_backward(const AttentionBackward& plan, int shared_bytes,
+                                          cudaStream_t stream);
 
 }  // namespace jaxunet::cuda

@@ -40,25 +40,28 @@ namespace jaxunet::cuda {
 // All of a block's work. `first`: its first owned row. `ready`: flash_delta_kernel has left the
 // deltas in dq's memory.
 template <class S, Owned kOwned>
-__device__ void process_block(const AttentionBackward& plan, const Head<AttentionBackward>& head, int first, int stages,
-                              bool ready) {
+__device__ void process_block(const AttentionBackward& plan, const Head<AttentionBackward>& head,
+                              int first, int stages, bool ready) {
   using T = typename S::T;
   using SmemTile = Tile<T, S::kWidth>;
   constexpr bool kQueries = kOwned == Owned::kQueries, kAll = kOwned == Owned::kAllKeys;
-  const int tokens = static_cast<int>(plan.tokens), steps = (tokens + S::kStreamRows - 1) / S::kStreamRows;
+  const int tokens = static_cast<int>(plan.tokens),
+            steps = (tokens + S::kStreamRows - 1) / S::kStreamRows;
   const auto* qkv = static_cast<const T*>(plan.qkv);
   const auto q = head.packed(qkv, 0), k = head.packed(qkv, 1), v = head.packed(qkv, 2);
   const auto out = head.unpacked(static_cast<const T*>(plan.out)),
              grad = head.unpacked(static_cast<const T*>(plan.grad));
   const float* const lse = plan.lse + head.index * tokens;
-  const auto dq = head.packed(static_cast<T*>(plan.dqkv), 0), dk = head.packed(static_cast<T*>(plan.dqkv), 1);
+  const auto dq = head.packed(static_cast<T*>(plan.dqkv), 0),
+             dk = head.packed(static_cast<T*>(plan.dqkv), 1);
 
   float* const lses = reinterpret_cast<float*>(shared_memory());
   float* const deltas = lses + S::kSegment;
   T* const memory = reinterpret_cast<T*>(deltas + S::kSegment);
   const SmemTile a{memory}, b{memory + S::kRows * S::kWidth};
   const auto tile = [&](int step, int which) {
-    return SmemTile{memory + (2 * S::kRows + (step % stages * 2 + which) * S::kStreamRows) * S::kWidth};
+    return SmemTile{memory +
+                    (2 * S::kRows + (step % stages * 2 + which) * S::kStreamRows) * S::kWidth};
   };
   const auto load = [&](int step) {
     fetch<S::kStreamRows, S::kThreads>(tile(step, 0), kQueries ? k : q, step * S::kStreamRows);
@@ -69,15 +72,18 @@ __device__ void process_block(const AttentionBackward& plan, const Head<Attentio
   fetch<S::kRows, S::kThreads>(a, kQueries ? q : k, first);
   fetch<S::kRows, S::kThreads>(b, kQueries ? grad : v, first);
   load(0);
-  const int own = kQueries ? first : 0, rows = kQueries ? S::kRows : min(steps * S::kStreamRows, S::kSegment);
+  const int own = kQueries ? first : 0,
+            rows = kQueries ? S::kRows : min(steps * S::kStreamRows, S::kSegment);
   load_row_statistics<S>(lse, dq, ready, own, rows, lses, deltas);
   if (!ready) compute_deltas<S>(out, grad, own, rows, deltas);  // one segment holds them all
-  Backward<S, kOwned> state(a, b, exchange, lses, deltas, tokens, static_cast<int>(plan.width), first);
+  Backward<S, kOwned> state(a, b, exchange, lses, deltas, tokens, static_cast<int>(plan.width),
+                            first);
   for (int step = 0; step < steps; ++step) {
     const int start = step * S::kStreamRows;
     if (!kQueries && !kAll && step > 0 && start % S::kSegment == 0) {
       __syncthreads();
-      load_row_statistics<S>(lse, dq, ready, start, min((steps - step) * S::kStreamRows, S::kSegment), lses, deltas);
+      load_row_statistics<S>(lse, dq, ready, start,
+                             min((steps - step) * S::kStreamRows, S::kSegment), lses, deltas);
     }
     cp_async_wait_all();
     __syncthreads();  // the tile has arrived, and nobody reads the one before
@@ -109,7 +115,8 @@ template <class S>
 __global__ void __launch_bounds__(S::kThreads, S::kBlocksPerSm)
     flash_backward_kernel(const AttentionBackward plan, const int stages, const Owners owners) {
   const unsigned blocks = (static_cast<int>(plan.tokens) + S::kRows - 1) / S::kRows;
-  const unsigned count = owners == Owners::kBoth ? gridDim.x / 2 : gridDim.x, block = blockIdx.x % count;
+  const unsigned count = owners == Owners::kBoth ? gridDim.x / 2 : gridDim.x,
+                 block = blockIdx.x % count;
   const Head<AttentionBackward> head{plan, block / blocks};
   const int first = static_cast<int>(block % blocks) * S::kRows;
   if (owners == Owners::kBoth ? blockIdx.x < count : owners == Owners::kKeys) {
@@ -123,7 +130,8 @@ __global__ void __launch_bounds__(S::kThreads, S::kBlocksPerSm)
 template <class S>
 __global__ void __launch_bounds__(S::kThreads, S::kBlocksPerSm)
     flash_backward_few_kernel(const AttentionBackward plan, const int stages) {
-  process_block<S, Owned::kAllKeys>(plan, Head<AttentionBackward>{plan, blockIdx.x}, 0, stages, false);
+  process_block<S, Owned::kAllKeys>(plan, Head<AttentionBackward>{plan, blockIdx.x}, 0, stages,
+                                    false);
 }
 
 // Returns the stages that fit the device's shared memory, at most as many as there are tiles; 0 if
@@ -139,14 +147,16 @@ int fitting_stages(int64_t tokens, bool all, int shared_bytes) {
 // Launches the kernel for few tokens, at most S::kRows; nothing if its tiles do not fit
 // `shared_bytes`.
 template <class S>
-std::optional<cudaError_t> launch_backward_few(const AttentionBackward& plan, int shared_bytes, cudaStream_t stream) {
+std::optional<cudaError_t> launch_backward_few(const AttentionBackward& plan, int shared_bytes,
+                                               cudaStream_t stream) {
   const int64_t blocks = plan.batch * plan.heads;
-  const int stages = fitting_stages<S>(plan.tokens, true, shared_bytes), bytes = S::bytes(stages, true);
+  const int stages = fitting_stages<S>(plan.tokens, true, shared_bytes),
+            bytes = S::bytes(stages, true);
   if (!stages || blocks > INT32_MAX) return std::nullopt;
   const cudaError_t error = allow_shared_memory(flash_backward_few_kernel<S>, bytes);
   if (error != cudaSuccess) return error;
-  return launch(flash_backward_few_kernel<S>, dim3(static_cast<unsigned>(blocks)), S::kThreads, bytes, stream, plan,
-                stages);
+  return launch(flash_backward_few_kernel<S>, dim3(static_cast<unsigned>(blocks)), S::kThreads,
+                bytes, stream, plan, stages);
 }
 
 // Launches the general kernels; nothing if their tiles do not fit `shared_bytes`. Each block that
@@ -154,16 +164,20 @@ std::optional<cudaError_t> launch_backward_few(const AttentionBackward& plan, in
 // one launch. For more, a first launch leaves them in dq's memory, a second computes dk and dv, and
 // a third overwrites them with dq.
 template <class S>
-std::optional<cudaError_t> launch_backward(const AttentionBackward& plan, int shared_bytes, cudaStream_t stream) {
+std::optional<cudaError_t> launch_backward(const AttentionBackward& plan, int shared_bytes,
+                                           cudaStream_t stream) {
   using T = typename S::T;
-  const int64_t blocks = (plan.tokens + S::kRows - 1) / S::kRows, all = plan.batch * plan.heads * blocks;
-  const int stages = fitting_stages<S>(plan.tokens, false, shared_bytes), bytes = S::bytes(stages, false);
+  const int64_t blocks = (plan.tokens + S::kRows - 1) / S::kRows,
+                all = plan.batch * plan.heads * blocks;
+  const int stages = fitting_stages<S>(plan.tokens, false, shared_bytes),
+            bytes = S::bytes(stages, false);
   if (!stages || 2 * all > INT32_MAX) return std::nullopt;
   cudaError_t error = allow_shared_memory(flash_backward_kernel<S>, bytes);
   const auto run = [&](Owners owners) {
     const dim3 grid(static_cast<unsigned>(owners == Owners::kBoth ? 2 * all : all));
     if (error == cudaSuccess) {
-      error = launch(flash_backward_kernel<S>, grid, S::kThreads, bytes, stream, plan, stages, owners);
+      error =
+          launch(flash_backward_kernel<S>, grid, S::kThreads, bytes, stream, plan, stages, owners);
     }
   };
   static_assert(2 * S::kRows <= S::kSegment);
@@ -175,7 +189,8 @@ std::optional<cudaError_t> launch_backward(const AttentionBackward& plan, int sh
   const int64_t grid = (plan.batch * plan.heads * plan.tokens + rows - 1) / rows;
   if (grid > INT32_MAX) return std::nullopt;
   if (error == cudaSuccess) {
-    error = launch(flash_delta_kernel<T, S::kWidth>, dim3(static_cast<unsigned>(grid)), 256, 0, stream, plan);
+    error = launch(flash_delta_kernel<T, S::kWidth>, dim3(static_cast<unsigned>(grid)), 256, 0,
+                   stream, plan);
   }
   run(Owners::kKeys);
   run(Owners::kQueries);

@@ -7,28 +7,34 @@
 namespace jaxunet::cuda {
 
 // Tile sizes and warp roles of a backward kernel; flash_shapes.cuh has those in use.
-template <class T_, int kWidth_, int kWarpTiles_, int kRowWarps_, int kColumnWarps_, int kStreamRows_,
-          int kBlocksPerSm_ = 1>
+template <class T_, int kWidth_, int kWarpTiles_, int kRowWarps_, int kColumnWarps_,
+          int kStreamRows_, int kBlocksPerSm_ = 1>
 struct BackwardShape {
   using T = T_;
-  static constexpr int kWidth = kWidth_;              // of a head, padded
-  static constexpr int kWarpTiles = kWarpTiles_;      // 16-row tiles of owned rows of a warp
-  static constexpr int kRowWarps = kRowWarps_;        // warps that share out the owned rows
-  static constexpr int kColumnWarps = kColumnWarps_;  // warps that share out the columns of the results
-  static constexpr int kStreamRows = kStreamRows_;    // rows of a streamed tile
-  static constexpr int kBlocksPerSm = kBlocksPerSm_;  // concurrent blocks, which bounds the registers
-  static constexpr bool kRecomputes = kStreamRows < 16 * kColumnWarps, kExchanges = kColumnWarps > 1 && !kRecomputes;
-  static constexpr int kWarps = kRowWarps * kColumnWarps, kThreads = 32 * kWarps, kRows = 16 * kWarpTiles * kRowWarps;
+  static constexpr int kWidth = kWidth_;          // of a head, padded
+  static constexpr int kWarpTiles = kWarpTiles_;  // 16-row tiles of owned rows of a warp
+  static constexpr int kRowWarps = kRowWarps_;    // warps that share out the owned rows
+  static constexpr int kColumnWarps =
+      kColumnWarps_;  // warps that share out the columns of the results
+  static constexpr int kStreamRows = kStreamRows_;  // rows of a streamed tile
+  static constexpr int kBlocksPerSm =
+      kBlocksPerSm_;  // concurrent blocks, which bounds the registers
+  static constexpr bool kRecomputes = kStreamRows < 16 * kColumnWarps,
+                        kExchanges = kColumnWarps > 1 && !kRecomputes;
+  static constexpr int kWarps = kRowWarps * kColumnWarps, kThreads = 32 * kWarps,
+                       kRows = 16 * kWarpTiles * kRowWarps;
   static constexpr int kSegment = 512;  // rows whose lse and delta are in shared memory at a time
-  static constexpr bool kKeepsOwned = sizeof(T) == 2 && kWidth <= 32;  // owned rows stay in registers
+  static constexpr bool kKeepsOwned =
+      sizeof(T) == 2 && kWidth <= 32;  // owned rows stay in registers
 
-  static_assert(kStreamRows % (kRecomputes ? 16 : 16 * kColumnWarps) == 0 && kSegment % kStreamRows == 0 &&
-                kSegment >= kRows);
+  static_assert(kStreamRows % (kRecomputes ? 16 : 16 * kColumnWarps) == 0 &&
+                kSegment % kStreamRows == 0 && kSegment >= kRows);
   // Bytes of shared memory; `all`: of a block that owns all keys.
   static constexpr int bytes(int stages, bool all) {
     const int exchanges = kExchanges + (kExchanges || all);
     return 2 * kSegment * 4 +
-           (2 * (kRows + stages * kStreamRows) * kWidth + exchanges * kRows * kStreamRows) * sizeof(T);
+           (2 * (kRows + stages * kStreamRows) * kWidth + exchanges * kRows * kStreamRows) *
+               sizeof(T);
   }
 };
 
@@ -44,24 +50,27 @@ class Backward {
   using Exchange = Tile<T, S::kStreamRows>;
   static constexpr bool kQueries = kOwned == Owned::kQueries, kExchanges = S::kExchanges;
   // Rows of a streamed tile for which a warp computes p and ds, and its columns of the results.
-  static constexpr int kWarpRows = S::kRecomputes ? S::kStreamRows : S::kStreamRows / S::kColumnWarps;
+  static constexpr int kWarpRows =
+      S::kRecomputes ? S::kStreamRows : S::kStreamRows / S::kColumnWarps;
   static constexpr int kWarpColumns = S::kWidth / S::kColumnWarps;
 
   const SmemTile a_, b_;  // owned: q and dO, or k and v
   const Exchange p_, ds_;
   const float *lses_, *deltas_;
   const int tokens_;
-  const int first_, row_;          // the block's first owned row; the warp's, in the block
-  const int stream_row_, column_;  // the warp's first row of a streamed tile; first column of results
+  const int first_, row_;  // the block's first owned row; the warp's, in the block
+  const int stream_row_,
+      column_;  // the warp's first row of a streamed tile; first column of results
   const float scale_;
-  Fragment<T> owned_fragments_[2][S::kKeepsOwned ? S::kWarpTiles : 1][S::kKeepsOwned ? S::kWidth / 16 : 1];
+  Fragment<T> owned_fragments_[2][S::kKeepsOwned ? S::kWarpTiles : 1]
+                              [S::kKeepsOwned ? S::kWidth / 16 : 1];
   float da_[S::kWarpTiles][kWarpColumns / 8][4] = {};                 // of a: dq or dk
   float db_[kQueries ? 1 : S::kWarpTiles][kWarpColumns / 8][4] = {};  // of b: dv
   float lse_[S::kWarpTiles][2], delta_[S::kWarpTiles][2];             // of owned queries
 
  public:
-  __device__ Backward(const SmemTile& a, const SmemTile& b, T* exchange, const float* lses, const float* deltas,
-                      int tokens, int width, int first)
+  __device__ Backward(const SmemTile& a, const SmemTile& b, T* exchange, const float* lses,
+                      const float* deltas, int tokens, int width, int first)
       : a_(a),
         b_(b),
         p_{exchange + S::kRows * S::kStreamRows},
@@ -71,8 +80,11 @@ class Backward {
         tokens_(tokens),
         first_(first),
         row_(static_cast<int>(threadIdx.x) / 32 % S::kRowWarps * 16 * S::kWarpTiles),
-        stream_row_(!kExchanges ? 0 : static_cast<int>(threadIdx.x) / 32 / S::kRowWarps * kWarpRows),
-        column_(S::kColumnWarps > 1 ? static_cast<int>(threadIdx.x) / 32 / S::kRowWarps * kWarpColumns : 0),
+        stream_row_(!kExchanges ? 0
+                                : static_cast<int>(threadIdx.x) / 32 / S::kRowWarps * kWarpRows),
+        column_(S::kColumnWarps > 1
+                    ? static_cast<int>(threadIdx.x) / 32 / S::kRowWarps * kWarpColumns
+                    : 0),
         scale_(1 / sqrtf(static_cast<float>(width))) {}
 
   __device__ bool has_rows() const { return first_ + row_ < tokens_; }
@@ -119,7 +131,8 @@ class Backward {
 #pragma unroll
         for (int m = 0; m < S::kWarpTiles; ++m) {
           store_sums(ds_, ds[m], row_ + 16 * m, stream_row_, 1, 1);
-          if constexpr (kExchanges && !kQueries) store_sums(p_, p[m], row_ + 16 * m, stream_row_, 1, 1);
+          if constexpr (kExchanges && !kQueries)
+            store_sums(p_, p[m], row_ + 16 * m, stream_row_, 1, 1);
         }
       }
       __syncthreads();
@@ -148,8 +161,8 @@ class Backward {
  private:
   // sums += owned * other^T for this warp's part of the streamed rows.
   template <int kWhich, bool kWhole>
-  __device__ void multiply_transposed(float (&sums)[S::kWarpTiles][kWarpRows / 8][4], const SmemTile& owned,
-                                      const SmemTile& other, int first) {
+  __device__ void multiply_transposed(float (&sums)[S::kWarpTiles][kWarpRows / 8][4],
+                                      const SmemTile& owned, const SmemTile& other, int first) {
 #pragma unroll kUnrolled < T, S::kWidth / 16>
     for (int k = 0; k < S::kWidth / 16; ++k) {
       Fragment<T> left[S::kWarpTiles];
@@ -180,7 +193,8 @@ class Backward {
     const float scale2 = scale_ * kLog2e;
 #pragma unroll
     for (int n = 0; n < kWarpRows / 8; ++n) {
-      const int other = stream_row_ + 8 * n + lane % 4 * 2;  // row of the tile; the next one follows
+      const int other =
+          stream_row_ + 8 * n + lane % 4 * 2;  // row of the tile; the next one follows
       float2 lse, delta;
       if constexpr (!kQueries) {
         lse = *reinterpret_cast<const float2*>(lses_ + (first % S::kSegment + other));
@@ -194,7 +208,9 @@ class Backward {
           const float row_delta = kQueries ? delta_[m][i / 2] : i % 2 ? delta.y : delta.x;
           float weight = power_of_two(p[m][n][i] * scale2 - row_lse);
           if (kQueries && !kWhole && first + other + i % 2 >= tokens_) weight = 0;
-          if (kOwned == Owned::kAllKeys && !kWhole && row_ + 16 * m + lane / 4 + i / 2 * 8 >= tokens_) weight = 0;
+          if (kOwned == Owned::kAllKeys && !kWhole &&
+              row_ + 16 * m + lane / 4 + i / 2 * 8 >= tokens_)
+            weight = 0;
           p[m][n][i] = weight;
           ds[m][n][i] = weight * (ds[m][n][i] - row_delta);
         }
@@ -237,7 +253,8 @@ class Backward {
       if (key >= tokens_) continue;
       const auto left = left_across(ds_, row, key);
 #pragma unroll
-      for (int j = 0; j < kShare / 8; j += 2) multiply(&sums[j], left, right_across(a_, column + 8 * j, key));
+      for (int j = 0; j < kShare / 8; j += 2)
+        multiply(&sums[j], left, right_across(a_, column + 8 * j, key));
     }
 #pragma unroll
     for (int j = 0; j < kShare / 8; ++j) {

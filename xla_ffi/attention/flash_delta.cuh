@@ -22,7 +22,8 @@ struct RowProduct {
   bool valid;
 
   // `row` may be beyond the tokens.
-  __device__ void load(const HeadRows<const T>& from, const HeadRows<const T>& other, int row, int column) {
+  __device__ void load(const HeadRows<const T>& from, const HeadRows<const T>& other, int row,
+                       int column) {
     valid = row < from.tokens && column < from.width;
     if (!valid) return;
     out.load(from.at(row, column));
@@ -37,7 +38,8 @@ struct RowProduct {
       for (int i = 0; i < 8; ++i) total += wide(out.at[i]) * wide(grad.at[i]);
     }
 #pragma unroll
-    for (int offset = kLanes / 2; offset; offset /= 2) total += __shfl_xor_sync(0xffffffff, total, offset);
+    for (int offset = kLanes / 2; offset; offset /= 2)
+      total += __shfl_xor_sync(0xffffffff, total, offset);
     return total;
   }
 };
@@ -45,8 +47,8 @@ struct RowProduct {
 // Loads the lse, in base two, of `rows` rows from `first`, and their deltas from dq's memory if
 // they are `ready` there. Rows beyond the tokens get an infinite lse, hence weights of zero.
 template <class S, class T>
-__device__ void load_row_statistics(const float* lse, const HeadRows<T>& dq, bool ready, int first, int rows,
-                                    float* lses, float* deltas) {
+__device__ void load_row_statistics(const float* lse, const HeadRows<T>& dq, bool ready, int first,
+                                    int rows, float* lses, float* deltas) {
   for (int row = threadIdx.x; row < rows; row += S::kThreads) {
     const bool token = first + row < dq.tokens;
     lses[row] = token ? lse[first + row] * kLog2e : INFINITY;
@@ -56,14 +58,17 @@ __device__ void load_row_statistics(const float* lse, const HeadRows<T>& dq, boo
 
 // Computes the deltas of `rows` rows from `first`.
 template <class S, class T>
-__device__ void compute_deltas(const HeadRows<const T>& out, const HeadRows<const T>& grad, int first, int rows,
-                               float* deltas) {
-  constexpr int lanes = S::kWidth / 8, rows_a_pass = S::kThreads / lanes, unroll = sizeof(T) == 2 ? 4 : 2;
-  const int column = static_cast<int>(threadIdx.x) % lanes * 8, first_row = static_cast<int>(threadIdx.x) / lanes;
+__device__ void compute_deltas(const HeadRows<const T>& out, const HeadRows<const T>& grad,
+                               int first, int rows, float* deltas) {
+  constexpr int lanes = S::kWidth / 8, rows_a_pass = S::kThreads / lanes,
+                unroll = sizeof(T) == 2 ? 4 : 2;
+  const int column = static_cast<int>(threadIdx.x) % lanes * 8,
+            first_row = static_cast<int>(threadIdx.x) / lanes;
   for (int start = first_row; start - first_row < rows; start += unroll * rows_a_pass) {
     RowProduct<T> products[unroll];
 #pragma unroll
-    for (int i = 0; i < unroll; ++i) products[i].load(out, grad, first + start + i * rows_a_pass, column);
+    for (int i = 0; i < unroll; ++i)
+      products[i].load(out, grad, first + start + i * rows_a_pass, column);
 #pragma unroll
     for (int i = 0; i < unroll; ++i) {
       const float delta = products[i].template sum<lanes>();
@@ -79,10 +84,11 @@ __global__ void __launch_bounds__(256) flash_delta_kernel(const AttentionBackwar
   const int64_t unit = static_cast<int64_t>(blockIdx.x) * (256 / lanes) + threadIdx.x / lanes;
   const bool some = unit < plan.batch * plan.heads * plan.tokens;
   const Head<AttentionBackward> head{plan, some ? unit / plan.tokens : 0};
-  const int row = static_cast<int>(some ? unit % plan.tokens : plan.tokens), column = threadIdx.x % lanes * 8;
+  const int row = static_cast<int>(some ? unit % plan.tokens : plan.tokens),
+            column = threadIdx.x % lanes * 8;
   RowProduct<T> product;
-  product.load(head.unpacked(static_cast<const T*>(plan.out)), head.unpacked(static_cast<const T*>(plan.grad)), row,
-               column);
+  product.load(head.unpacked(static_cast<const T*>(plan.out)),
+               head.unpacked(static_cast<const T*>(plan.grad)), row, column);
   const float delta = product.template sum<lanes>();
   if (some && column == 0) {
     *reinterpret_cast<float*>(head.packed(static_cast<T*>(plan.dqkv), 0).at(row, 0)) = delta;

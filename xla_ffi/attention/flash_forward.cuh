@@ -37,25 +37,29 @@ template <class T_, int kWidth_, int kWarpTiles_, int kRowWarps_, int kKeySplits
           int kBlocksPerSm_ = 1, int kColumnWarps_ = 1>
 struct ForwardShape {
   using T = T_;
-  static constexpr int kWidth = kWidth_;              // of a head, padded
-  static constexpr int kWarpTiles = kWarpTiles_;      // 16-row tiles of a warp
-  static constexpr int kRowWarps = kRowWarps_;        // warps that share out the rows
-  static constexpr int kKeySplits = kKeySplits_;      // warps that share out a tile's keys
-  static constexpr int kTileKeys = kTileKeys_;        // keys of a tile
-  static constexpr int kBlocksPerSm = kBlocksPerSm_;  // concurrent blocks, which bounds the registers
+  static constexpr int kWidth = kWidth_;          // of a head, padded
+  static constexpr int kWarpTiles = kWarpTiles_;  // 16-row tiles of a warp
+  static constexpr int kRowWarps = kRowWarps_;    // warps that share out the rows
+  static constexpr int kKeySplits = kKeySplits_;  // warps that share out a tile's keys
+  static constexpr int kTileKeys = kTileKeys_;    // keys of a tile
+  static constexpr int kBlocksPerSm =
+      kBlocksPerSm_;  // concurrent blocks, which bounds the registers
   static constexpr int kColumnWarps = kColumnWarps_;  // warps that share out the columns of v
-  static constexpr int kThreads = 32 * kRowWarps * kKeySplits * kColumnWarps, kRows = 16 * kWarpTiles * kRowWarps;
+  static constexpr int kThreads = 32 * kRowWarps * kKeySplits * kColumnWarps,
+                       kRows = 16 * kWarpTiles * kRowWarps;
   static constexpr int kWarpColumns = kWidth / kColumnWarps;  // columns that a warp sums
   static constexpr int kWarpKeys = kTileKeys / kKeySplits;    // keys of a tile that a warp takes
   // q stays in registers, where there are enough.
   static constexpr bool kKeepsQueries = sizeof(T) == 2 && kWarpTiles * kWidth <= 128;
 
   // Bytes of shared memory.
-  static constexpr int bytes(int stages) { return (kRows + 2 * stages * kTileKeys) * kWidth * sizeof(T); }
+  static constexpr int bytes(int stages) {
+    return (kRows + 2 * stages * kTileKeys) * kWidth * sizeof(T);
+  }
   static_assert(kKeySplits == 1 || kColumnWarps == 1);
   // Merging passes the output of the second split, and two numbers a row, through the same memory.
-  static_assert(kKeySplits == 1 ||
-                kRows * (kWidth + 2) * 4 <= (kRows + 2 * kTileKeys) * kWidth * static_cast<int>(sizeof(T)));
+  static_assert(kKeySplits == 1 || kRows * (kWidth + 2) * 4 <= (kRows + 2 * kTileKeys) * kWidth *
+                                                                   static_cast<int>(sizeof(T)));
 };
 
 // One warp's share of the block's work. Accumulators have the layout of mma.sync: a lane holds, of
@@ -72,7 +76,8 @@ class Forward {
   // The warp's first row in the block, its first key in a tile, its first column of v.
   const int row_, first_key_, column_;
   const float scale2_;  // log2(e) / sqrt(width): logits in base two
-  Fragment<T> query_fragments_[S::kKeepsQueries ? S::kWarpTiles : 1][S::kKeepsQueries ? S::kWidth / 16 : 1];
+  Fragment<T> query_fragments_[S::kKeepsQueries ? S::kWarpTiles : 1]
+                              [S::kKeepsQueries ? S::kWidth / 16 : 1];
   float out_[S::kWarpTiles][S::kWarpColumns / 8][4] = {};
   // Of each row so far: the largest logit, and the sum of this lane's weights relative to it.
   float max_[S::kWarpTiles][2], sum_[S::kWarpTiles][2];
@@ -84,8 +89,12 @@ class Forward {
         row_(static_cast<int>(threadIdx.x) / 32 % S::kRowWarps * 16 * S::kWarpTiles),
         // Constants where nothing is shared out, so that addresses within a tile are constants,
         // too.
-        first_key_(S::kKeySplits > 1 ? static_cast<int>(threadIdx.x) / 32 / S::kRowWarps * S::kWarpKeys : 0),
-        column_(S::kColumnWarps > 1 ? static_cast<int>(threadIdx.x) / 32 / S::kRowWarps * S::kWarpColumns : 0),
+        first_key_(S::kKeySplits > 1
+                       ? static_cast<int>(threadIdx.x) / 32 / S::kRowWarps * S::kWarpKeys
+                       : 0),
+        column_(S::kColumnWarps > 1
+                    ? static_cast<int>(threadIdx.x) / 32 / S::kRowWarps * S::kWarpColumns
+                    : 0),
         scale2_(kLog2e / sqrtf(static_cast<float>(width))) {
 #pragma unroll
     for (int m = 0; m < S::kWarpTiles; ++m) {
@@ -102,7 +111,8 @@ class Forward {
 #pragma unroll
       for (int m = 0; m < S::kWarpTiles; ++m) {
 #pragma unroll
-        for (int k = 0; k < S::kWidth / 16; ++k) query_fragments_[m][k] = left_along<false>(q_, row_ + 16 * m, 16 * k);
+        for (int k = 0; k < S::kWidth / 16; ++k)
+          query_fragments_[m][k] = left_along<false>(q_, row_ + 16 * m, 16 * k);
       }
     }
   }
@@ -134,7 +144,8 @@ class Forward {
       }
     }
 #pragma unroll
-    for (int m = 0; m < S::kWarpTiles; ++m) online_softmax<kWhole>(logits[m], out_[m], max_[m], sum_[m], rest);
+    for (int m = 0; m < S::kWarpTiles; ++m)
+      online_softmax<kWhole>(logits[m], out_[m], max_[m], sum_[m], rest);
 #pragma unroll
     for (int n = 0; n < kKeyBlocks; n += 2) {
       if (!kWhole && 8 * n >= rest) continue;
@@ -195,7 +206,8 @@ class Forward {
       if (column_ > 0) continue;
       for (int half = 0; half < 2; ++half) {
         const int lane = threadIdx.x % 32, row = first + row_ + 16 * m + lane / 4 + 8 * half;
-        if (lane % 4 == 0 && row < tokens_) lse[row] = (max_[m][half] * scale2_ + log2f(row_sums[half])) / kLog2e;
+        if (lane % 4 == 0 && row < tokens_)
+          lse[row] = (max_[m][half] * scale2_ + log2f(row_sums[half])) / kLog2e;
       }
     }
   }
@@ -222,7 +234,8 @@ class Forward {
   // Online softmax: turns logits to weights relative to the largest logit so far, and rescales what
   // was summed before to it. `rest`: keys that are not padding.
   template <bool kWhole>
-  __device__ void online_softmax(float (&logits)[kKeyBlocks][4], float (&out)[S::kWarpColumns / 8][4], float (&max)[2],
+  __device__ void online_softmax(float (&logits)[kKeyBlocks][4],
+                                 float (&out)[S::kWarpColumns / 8][4], float (&max)[2],
                                  float (&sum_so_far)[2], int rest) {
     const int lane = threadIdx.x % 32;
 #pragma unroll
@@ -238,7 +251,8 @@ class Forward {
         }
       }
       new_max = fmaxf(new_max, __shfl_xor_sync(0xffffffff, new_max, 1));
-      new_max = fmaxf(new_max, __shfl_xor_sync(0xffffffff, new_max, 2));  // finite: each tile has a key
+      new_max =
+          fmaxf(new_max, __shfl_xor_sync(0xffffffff, new_max, 2));  // finite: each tile has a key
       const float base = new_max * scale2_, rescale = power_of_two(max[half] * scale2_ - base);
       float sum = 0;  // of this tile alone first, which rounds less
       max[half] = new_max;
@@ -284,7 +298,8 @@ __global__ void __launch_bounds__(S::kThreads, S::kBlocksPerSm)
   };
 
   Forward<S> state(q, tokens, static_cast<int>(plan.width));
-  const bool has_rows = first + static_cast<int>(threadIdx.x) / 32 % S::kRowWarps * 16 * S::kWarpTiles < tokens;
+  const bool has_rows =
+      first + static_cast<int>(threadIdx.x) / 32 % S::kRowWarps * 16 * S::kWarpTiles < tokens;
   fetch<S::kRows, S::kThreads>(q, head.packed(qkv, 0), first);
   load(0);
   for (int step = 0; step < steps; ++step) {
@@ -318,15 +333,16 @@ __global__ void __launch_bounds__(S::kThreads, S::kBlocksPerSm)
 // Launches the kernel with as many stages as fit; nothing if its tiles do not fit `shared_bytes`,
 // or the grid is too large.
 template <class S>
-std::optional<cudaError_t> launch_forward(const AttentionForward& plan, int shared_bytes, cudaStream_t stream) {
+std::optional<cudaError_t> launch_forward(const AttentionForward& plan, int shared_bytes,
+                                          cudaStream_t stream) {
   int stages = plan.tokens > S::kTileKeys ? 2 : 1;
   if (S::bytes(stages) > shared_bytes) stages = 1;
   const int64_t blocks = plan.batch * plan.heads * ((plan.tokens + S::kRows - 1) / S::kRows);
   if (S::bytes(stages) > shared_bytes || blocks > INT32_MAX) return std::nullopt;
   const cudaError_t error = allow_shared_memory(flash_forward_kernel<S>, S::bytes(stages));
   if (error != cudaSuccess) return error;
-  return launch(flash_forward_kernel<S>, dim3(static_cast<unsigned>(blocks)), S::kThreads, S::bytes(stages), stream,
-                plan, stages);
+  return launch(flash_forward_kernel<S>, dim3(static_cast<unsigned>(blocks)), S::kThreads,
+                S::bytes(stages), stream, plan, stages);
 }
 
 }  // namespace jaxunet::cuda

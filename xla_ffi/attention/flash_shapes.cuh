@@ -36,7 +36,8 @@ struct Shapes<T, 32> {
   using Forward = ForwardShape<T, 32, 2, 4, 1, 64, 3>;
   using FewForward = Few<ForwardShape<T, 32, 1, 4, 1, 64, 4>>;
   using Backward = BackwardShape<T, 32, 2, 4, 1, 32, 2>;
-  using FewBackward = Few<BackwardShape<T, 32, 1, 4, 1, 32, 4>, BackwardShape<T, 32, 2, 8, 1, 64, 1>>;
+  using FewBackward =
+      Few<BackwardShape<T, 32, 1, 4, 1, 32, 4>, BackwardShape<T, 32, 2, 8, 1, 64, 1>>;
 };
 template <class T>
 struct Shapes<T, 64> : NoFew {
@@ -91,8 +92,10 @@ auto dispatch_width(int64_t width, Visit visit) {
 // bytes.
 template <class Plan>
 bool flash_takes(const Plan& plan) {
-  const auto arrays = {reinterpret_cast<uintptr_t>(plan.qkv), reinterpret_cast<uintptr_t>(plan.out)};
-  return plan.width % 8 == 0 && plan.width <= 256 && 3 * plan.tokens * plan.heads * plan.width <= INT32_MAX &&
+  const auto arrays = {reinterpret_cast<uintptr_t>(plan.qkv),
+                       reinterpret_cast<uintptr_t>(plan.out)};
+  return plan.width % 8 == 0 && plan.width <= 256 &&
+         3 * plan.tokens * plan.heads * plan.width <= INT32_MAX &&
          std::all_of(arrays.begin(), arrays.end(), [](uintptr_t at) { return at % 16 == 0; });
 }
 
@@ -107,20 +110,26 @@ std::optional<cudaError_t> run_first_fit(Few<Shape...>, int64_t tokens, Run run)
 
 // Launches the kernels for the plan; nothing where none takes it.
 template <class T>
-std::optional<cudaError_t> dispatch_forward(const AttentionForward& plan, int shared_bytes, cudaStream_t stream) {
+std::optional<cudaError_t> dispatch_forward(const AttentionForward& plan, int shared_bytes,
+                                            cudaStream_t stream) {
   if (!flash_takes(plan)) return std::nullopt;
   return dispatch_width<T>(plan.width, [&](auto shapes) {
     using All = decltype(shapes);
-    const auto run = [&](auto shape) { return launch_forward<decltype(shape)>(plan, shared_bytes, stream); };
+    const auto run = [&](auto shape) {
+      return launch_forward<decltype(shape)>(plan, shared_bytes, stream);
+    };
     const auto done = run_first_fit(typename All::FewForward(), plan.tokens, run);
     return done ? done : run(typename All::Forward());
   });
 }
 
 template <class T>
-std::optional<cudaError_t> dispatch_backward(const AttentionBackward& plan, int shared_bytes, cudaStream_t stream) {
-  const auto more = {reinterpret_cast<uintptr_t>(plan.grad), reinterpret_cast<uintptr_t>(plan.dqkv)};
-  if (!flash_takes(plan) || std::any_of(more.begin(), more.end(), [](uintptr_t at) { return at % 16 != 0; })) {
+std::optional<cudaError_t> dispatch_backward(const AttentionBackward& plan, int shared_bytes,
+                                             cudaStream_t stream) {
+  const auto more = {reinterpret_cast<uintptr_t>(plan.grad),
+                     reinterpret_cast<uintptr_t>(plan.dqkv)};
+  if (!flash_takes(plan) ||
+      std::any_of(more.begin(), more.end(), [](uintptr_t at) { return at % 16 != 0; })) {
     return std::nullopt;
   }
   return dispatch_width<T>(plan.width, [&](auto shapes) {

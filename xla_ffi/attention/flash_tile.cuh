@@ -13,9 +13,9 @@
 // for such a product must be *paired*, in the same order.
 #pragma once
 
+#include "common/special_functions.cuh"
 #include "common/types.cuh"
 #include "common/warp_tile.cuh"
-#include "common/special_functions.cuh"
 
 namespace jaxunet::cuda {
 
@@ -36,7 +36,8 @@ struct Tile {
   T* data;
 
   __device__ T* at(int row, int column) const {
-    return data + row * kWidth + (column / kChunk ^ row / kApart % kWays) * kChunk + column % kChunk;
+    return data + row * kWidth + (column / kChunk ^ row / kApart % kWays) * kChunk +
+           column % kChunk;
   }
 };
 
@@ -110,7 +111,8 @@ __device__ Fragment<T> right_across(const Tile<T, kWidth>& tile, int column, int
   } else {
 #pragma unroll
     for (int i = 0; i < 8; ++i) {
-      out.at[i] = *tile.at(k + i % 4 / 2 * 8 + 2 * (lane % 4) + i % 2, column + i / 4 * 8 + lane / 4);
+      out.at[i] =
+          *tile.at(k + i % 4 / 2 * 8 + 2 * (lane % 4) + i % 2, column + i / 4 * 8 + lane / 4);
     }
   }
   return out;
@@ -152,12 +154,14 @@ __device__ Fragment<T> left_from_sums(const float (*sums)[4]) {
 template <class T>
 __device__ void multiply(float (*sums)[4], const Fragment<T>& left, const Fragment<T>& right) {
 #pragma unroll
-  for (int j = 0; j < 2; ++j) mma_m16n8k16(sums[j], left.at, right.at[2 * j], right.at[2 * j + 1], T());
+  for (int j = 0; j < 2; ++j)
+    mma_m16n8k16(sums[j], left.at, right.at[2 * j], right.at[2 * j + 1], T());
 }
 // float32: tensor cores truncate their sums, so they add up 16 steps of K only; additions that
 // round do the rest.
 template <>
-__device__ inline void multiply(float (*sums)[4], const Fragment<float>& left, const Fragment<float>& right) {
+__device__ inline void multiply(float (*sums)[4], const Fragment<float>& left,
+                                const Fragment<float>& right) {
   float part[2][4] = {};
 #pragma unroll
   for (int k = 0; k < 2; ++k) {
@@ -171,7 +175,8 @@ __device__ inline void multiply(float (*sums)[4], const Fragment<float>& left, c
 #pragma unroll
     for (int j = 0; j < 2; ++j) {
       const Terms first(right.at[4 * j + 2 * k]), second(right.at[4 * j + 2 * k + 1]);
-      const uint32_t right_high[2] = {first.high, second.high}, right_low[2] = {first.low, second.low};
+      const uint32_t right_high[2] = {first.high, second.high},
+                     right_low[2] = {first.low, second.low};
       mma_m16n8k8(part[j], low, right_high);
       mma_m16n8k8(part[j], high, right_low);
       mma_m16n8k8(part[j], high, right_high);
@@ -197,13 +202,15 @@ __device__ void store_pair(T* to, float a, float b) {
 // Stores accumulators at rows [row, row + 16) and columns from `column`, the first 8 rows times
 // `top`, the others times `bottom`.
 template <int kBlocks, class T, int kWidth>
-__device__ void store_sums(const Tile<T, kWidth>& tile, const float (&sums)[kBlocks][4], int row, int column, float top,
-                           float bottom) {
+__device__ void store_sums(const Tile<T, kWidth>& tile, const float (&sums)[kBlocks][4], int row,
+                           int column, float top, float bottom) {
   const int lane = threadIdx.x % 32;
 #pragma unroll
   for (int j = 0; j < kBlocks; ++j) {
-    store_pair(tile.at(row + lane / 4, column + 8 * j + lane % 4 * 2), sums[j][0] * top, sums[j][1] * top);
-    store_pair(tile.at(row + lane / 4 + 8, column + 8 * j + lane % 4 * 2), sums[j][2] * bottom, sums[j][3] * bottom);
+    store_pair(tile.at(row + lane / 4, column + 8 * j + lane % 4 * 2), sums[j][0] * top,
+               sums[j][1] * top);
+    store_pair(tile.at(row + lane / 4 + 8, column + 8 * j + lane % 4 * 2), sums[j][2] * bottom,
+               sums[j][3] * bottom);
   }
 }
 
@@ -225,14 +232,17 @@ struct Head {
   // q (which = 0), k (1) or v (2) of the packed array.
   template <class T>
   __device__ HeadRows<T> packed(T* qkv, int which) const {
-    const int64_t channels = plan.heads * plan.width, sample = index / plan.heads, head = index % plan.heads;
-    return {qkv + (sample * plan.tokens * 3 + which) * channels + head * plan.width, static_cast<int>(3 * channels),
-            static_cast<int>(plan.tokens), static_cast<int>(plan.width)};
+    const int64_t channels = plan.heads * plan.width, sample = index / plan.heads,
+                  head = index % plan.heads;
+    return {qkv + (sample * plan.tokens * 3 + which) * channels + head * plan.width,
+            static_cast<int>(3 * channels), static_cast<int>(plan.tokens),
+            static_cast<int>(plan.width)};
   }
   // out, or its gradient.
   template <class T>
   __device__ HeadRows<T> unpacked(T* x) const {
-    const int64_t channels = plan.heads * plan.width, sample = index / plan.heads, head = index % plan.heads;
+    const int64_t channels = plan.heads * plan.width, sample = index / plan.heads,
+                  head = index % plan.heads;
     return {x + sample * plan.tokens * channels + head * plan.width, static_cast<int>(channels),
             static_cast<int>(plan.tokens), static_cast<int>(plan.width)};
   }
@@ -244,7 +254,8 @@ template <int kRows, int kThreads, class TileType, class Visit>
 __device__ void each_chunk(Visit visit) {
   constexpr int step = kThreads / TileType::kChunks;
   static_assert(kThreads % TileType::kChunks == 0 && kRows % step == 0);
-  const int row = threadIdx.x / TileType::kChunks, column = threadIdx.x % TileType::kChunks * TileType::kChunk;
+  const int row = threadIdx.x / TileType::kChunks,
+            column = threadIdx.x % TileType::kChunks * TileType::kChunk;
 #pragma unroll
   for (int i = 0; i < kRows; i += step) visit(row + i, column);
 }
@@ -265,7 +276,8 @@ template <int kRows, int kThreads, class T, int kWidth>
 __device__ void write(const Tile<T, kWidth>& tile, const HeadRows<T>& to, int first) {
   each_chunk<kRows, kThreads, Tile<T, kWidth>>([&](int row, int column) {
     if (first + row < to.tokens && column < to.width) {
-      *reinterpret_cast<uint4*>(to.at(first + row, column)) = *reinterpret_cast<const uint4*>(tile.at(row, column));
+      *reinterpret_cast<uint4*>(to.at(first + row, column)) =
+          *reinterpret_cast<const uint4*>(tile.at(row, column));
     }
   });
 }

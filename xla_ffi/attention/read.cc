@@ -15,12 +15,13 @@ Array read_qkv(Reader& call, Plan& plan) {
   plan.heads = call.integer("heads", 1);
   const int64_t packed = qkv.dims[rank - 1];
   if (packed == 0 || packed % (3 * plan.heads) != 0) {
-    call.fail("qkv: " + std::to_string(packed) + " packed channels are not 3 x " + std::to_string(plan.heads) +
-              " heads");
+    call.fail("qkv: " + std::to_string(packed) + " packed channels are not 3 x " +
+              std::to_string(plan.heads) + " heads");
   }
   plan.width = packed / (3 * plan.heads);
   constexpr int64_t kMaxWidth = 256;  // of a head: what one warp of simple.cu holds
-  if (plan.width > kMaxWidth) call.fail("qkv: heads of width " + std::to_string(plan.width) + "; expected at most 256");
+  if (plan.width > kMaxWidth)
+    call.fail("qkv: heads of width " + std::to_string(plan.width) + "; expected at most 256");
   plan.tokens = qkv.dims[rank - 2];
   plan.batch = 1;
   for (size_t i = 0; i < rank - 2; ++i) plan.batch *= qkv.dims[i];
@@ -40,9 +41,11 @@ Dims with_last(Dims dims, std::initializer_list<int64_t> last) {
 AttentionForward read_attention_forward(Reader& call) {
   AttentionForward plan{};
   const Array qkv = read_qkv(call, plan);
-  plan.out = call.result("out", qkv.element, with_last(qkv.dims, {plan.tokens, plan.heads * plan.width})).data;
-  plan.lse =
-      static_cast<float*>(call.result("norm", ffi::DataType::F32, with_last(qkv.dims, {plan.heads, plan.tokens})).data);
+  plan.out =
+      call.result("out", qkv.element, with_last(qkv.dims, {plan.tokens, plan.heads * plan.width}))
+          .data;
+  plan.lse = static_cast<float*>(
+      call.result("norm", ffi::DataType::F32, with_last(qkv.dims, {plan.heads, plan.tokens})).data);
   return plan;
 }
 
@@ -52,7 +55,8 @@ AttentionBackward read_attention_backward(Reader& call) {
   const Dims channels = with_last(qkv.dims, {plan.tokens, plan.heads * plan.width});
   plan.out = call.operand("out", qkv.element, channels).data;
   plan.lse = static_cast<const float*>(
-      call.operand("norm", ffi::DataType::F32, with_last(qkv.dims, {plan.heads, plan.tokens})).data);
+      call.operand("norm", ffi::DataType::F32, with_last(qkv.dims, {plan.heads, plan.tokens}))
+          .data);
   plan.grad = call.operand("grad", qkv.element, channels).data;
   plan.dqkv = call.result("dqkv", qkv.element, qkv.dims).data;
   return plan;

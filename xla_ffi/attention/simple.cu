@@ -106,7 +106,8 @@ __global__ void __launch_bounds__(32 * kWarps) forward_kernel(const AttentionFor
   float max = -INFINITY, total = 0;
   for (int t = 0; t < place.tokens; ++t) {
     const float logit = q.dot(Row(place.packed(qkv, 1, t), place.width)) * scale;
-    const float new_max = fmaxf(max, logit), rescale = expf(max - new_max), weight = expf(logit - new_max);
+    const float new_max = fmaxf(max, logit), rescale = expf(max - new_max),
+                weight = expf(logit - new_max);
     sums.blend(rescale, Row(place.packed(qkv, 2, t), place.width), weight);
     total = total * rescale + weight;
     max = new_max;
@@ -122,8 +123,10 @@ __global__ void __launch_bounds__(32 * kWarps) backward_query_kernel(const Atten
   if (!place.exists(plan)) return;
   const auto *qkv = static_cast<const T*>(plan.qkv), *out = static_cast<const T*>(plan.out),
              *grad = static_cast<const T*>(plan.grad);
-  const float scale = rsqrtf(static_cast<float>(place.width)), lse = plan.lse[place.lse(place.own_row)];
-  const Row q(place.packed(qkv, 0, place.own_row), place.width), g(place.unpacked(grad, place.own_row), place.width);
+  const float scale = rsqrtf(static_cast<float>(place.width)),
+              lse = plan.lse[place.lse(place.own_row)];
+  const Row q(place.packed(qkv, 0, place.own_row), place.width),
+      g(place.unpacked(grad, place.own_row), place.width);
   const float delta = g.dot(Row(place.unpacked(out, place.own_row), place.width));
   Row dq;
   for (int t = 0; t < place.tokens; ++t) {
@@ -142,7 +145,8 @@ __global__ void __launch_bounds__(32 * kWarps) backward_key_kernel(const Attenti
   const auto *qkv = static_cast<const T*>(plan.qkv), *out = static_cast<const T*>(plan.out),
              *grad = static_cast<const T*>(plan.grad);
   const float scale = rsqrtf(static_cast<float>(place.width));
-  const Row k(place.packed(qkv, 1, place.own_row), place.width), v(place.packed(qkv, 2, place.own_row), place.width);
+  const Row k(place.packed(qkv, 1, place.own_row), place.width),
+      v(place.packed(qkv, 2, place.own_row), place.width);
   Row dk, dv;
   for (int t = 0; t < place.tokens; ++t) {
     const Row q(place.packed(qkv, 0, t), place.width), g(place.unpacked(grad, t), place.width);
@@ -161,7 +165,8 @@ template <class Plan>
 cudaError_t launch(void (*kernel)(Plan), const Plan& plan, cudaStream_t stream) {
   const int64_t rows = plan.batch * plan.heads * plan.tokens;
   if (rows == 0) return cudaSuccess;
-  kernel<<<static_cast<unsigned>((rows + kWarps - 1) / kWarps), dim3(32, kWarps), 0, stream>>>(plan);
+  kernel<<<static_cast<unsigned>((rows + kWarps - 1) / kWarps), dim3(32, kWarps), 0, stream>>>(
+      plan);
   return cudaGetLastError();
 }
 
@@ -174,11 +179,14 @@ cudaError_t backward(const AttentionBackward& plan, cudaStream_t stream) {
 }  // namespace
 
 cudaError_t simple_attention_forward(const AttentionForward& plan, cudaStream_t stream) {
-  return dispatch_dtype(plan.type, [&](auto element) { return launch(forward_kernel<decltype(element)>, plan, stream); });
+  return dispatch_dtype(plan.type, [&](auto element) {
+    return launch(forward_kernel<decltype(element)>, plan, stream);
+  });
 }
 
 cudaError_t simple_attention_backward(const AttentionBackward& plan, cudaStream_t stream) {
-  return dispatch_dtype(plan.type, [&](auto element) { return backward<decltype(element)>(plan, stream); });
+  return dispatch_dtype(plan.type,
+                        [&](auto element) { return backward<decltype(element)>(plan, stream); });
 }
 
 }  // namespace jaxunet::cuda

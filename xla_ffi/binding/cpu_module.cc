@@ -8,19 +8,20 @@ namespace {
 
 template <const char* op, auto read, auto run>
 XLA_FFI_Error* handler(XLA_FFI_CallFrame* frame) {
-  static auto* const bound = ffi::Ffi::Bind()
-                                 .Ctx<ffi::ThreadPool>()
-                                 .RemainingArgs()
-                                 .RemainingRets()
-                                 .Attrs()
-                                 .To([](ffi::ThreadPool pool, ffi::RemainingArgs operands, ffi::RemainingRets results,
-                                        ffi::Dictionary attributes) {
-                                   return checked(op, operands, results, attributes, read, [&](const auto& plan) {
-                                     run(plan, pool);
-                                     return ffi::Error::Success();
-                                   });
-                                 })
-                                 .release();
+  static auto* const bound =
+      ffi::Ffi::Bind()
+          .Ctx<ffi::ThreadPool>()
+          .RemainingArgs()
+          .RemainingRets()
+          .Attrs()
+          .To([](ffi::ThreadPool pool, ffi::RemainingArgs operands, ffi::RemainingRets results,
+                 ffi::Dictionary attributes) {
+            return checked(op, operands, results, attributes, read, [&](const auto& plan) {
+              run(plan, pool);
+              return ffi::Error::Success();
+            });
+          })
+          .release();
   return bound->Call(frame);
 }
 
@@ -37,10 +38,12 @@ pybind11::dict registrations() {
 }
 
 // The tiling of the smem_resident GroupNorm kernels, for tests.
-pybind11::dict group_norm_smem_resident(int64_t batch, int64_t pixels, int64_t channels, int64_t group, int vector,
-                                        int element, int tensors, int threads, int64_t sms, int64_t smem_bytes,
+pybind11::dict group_norm_smem_resident(int64_t batch, int64_t pixels, int64_t channels,
+                                        int64_t group, int vector, int element, int tensors,
+                                        int threads, int64_t sms, int64_t smem_bytes,
                                         int max_cluster) {
-  const KernelNeeds needs{tensors, threads, 16, 48};  // at least as much scratch as the kernels need
+  const KernelNeeds needs{tensors, threads, 16,
+                          48};  // at least as much scratch as the kernels need
   const DeviceLimits limits{sms, smem_bytes, max_cluster};
   const SmemResidentTiling tiling =
       smem_resident_tiling(limits, needs, batch, pixels, channels, group, vector, element);
@@ -62,11 +65,12 @@ pybind11::dict group_norm_smem_resident(int64_t batch, int64_t pixels, int64_t c
 }
 
 // The tiling of the streaming GroupNorm kernels, for tests; None where they are not taken.
-pybind11::object group_norm_streaming(int64_t min_elements, int64_t batch, int64_t pixels, int64_t channels,
-                                      int64_t group, int vector, int element, int64_t sms, int64_t smem_bytes,
-                                      int max_cluster) {
+pybind11::object group_norm_streaming(int64_t min_elements, int64_t batch, int64_t pixels,
+                                      int64_t channels, int64_t group, int vector, int element,
+                                      int64_t sms, int64_t smem_bytes, int max_cluster) {
   const DeviceLimits limits{sms, smem_bytes, max_cluster};
-  const auto tiling = streaming_tiling(limits, min_elements, batch, pixels, channels, group, vector, element);
+  const auto tiling =
+      streaming_tiling(limits, min_elements, batch, pixels, channels, group, vector, element);
   if (!tiling) return pybind11::none();
   pybind11::dict found;
   found["channels"] = tiling->vectors * vector;

@@ -69,14 +69,17 @@ cudaError_t launch_apply(const NormApply& plan, cudaStream_t stream) {
   tiling.row_bits = ceil_log2(kThreads) - tiling.lane_bits;
   tiling.block_pixels = kSteps << tiling.row_bits;
   const dim3 grid(static_cast<unsigned>(ceil_div(plan.pixels, tiling.block_pixels)),
-                  static_cast<unsigned>(ceil_div(pixel_vectors, tiling.vectors)), static_cast<unsigned>(plan.batch));
-  return launch_static(vector > 1 ? group_norm_apply<T, kVector> : group_norm_apply<T, 1>, grid, kThreads, stream, f);
+                  static_cast<unsigned>(ceil_div(pixel_vectors, tiling.vectors)),
+                  static_cast<unsigned>(plan.batch));
+  return launch_static(vector > 1 ? group_norm_apply<T, kVector> : group_norm_apply<T, 1>, grid,
+                       kThreads, stream, f);
 }
 
 }  // namespace
 
 cudaError_t norm_apply(const NormApply& plan, cudaStream_t stream) {
-  return dispatch_dtype(plan.type, [&](auto element) { return launch_apply<decltype(element)>(plan, stream); });
+  return dispatch_dtype(
+      plan.type, [&](auto element) { return launch_apply<decltype(element)>(plan, stream); });
 }
 
 }  // namespace jaxunet::cuda

@@ -68,7 +68,8 @@ constexpr KernelNeeds kNeeds{2, 256, 2 * sizeof(float), sizeof(float4) + 8 * siz
 // lanes exchange halves of what they have, so that in the end each lane holds the sums of some
 // values only: *kept of them, those from *base on, or none where another lane has the same.
 template <int kStep, int kHave, int N>
-__device__ void fold(float (&values)[N], const ThreadTile& tile, int lane_bits, int* base, int* kept) {
+__device__ void fold(float (&values)[N], const ThreadTile& tile, int lane_bits, int* base,
+                     int* kept) {
   if constexpr (kStep > 0) {
     if (kStep < 1 << lane_bits) return;
     const bool upper = (tile.lane & kStep) != 0;
@@ -76,7 +77,8 @@ __device__ void fold(float (&values)[N], const ThreadTile& tile, int lane_bits, 
       constexpr int kHalf = kHave / 2;
 #pragma unroll
       for (int i = 0; i < kHalf; ++i) {
-        const float given = upper ? values[i] : values[i + kHalf], mine = upper ? values[i + kHalf] : values[i];
+        const float given = upper ? values[i] : values[i + kHalf],
+                    mine = upper ? values[i + kHalf] : values[i];
         values[i] = mine + __shfl_xor_sync(~0u, given, kStep);
       }
       if (upper) *base += kHalf;
@@ -99,9 +101,10 @@ __global__ void __launch_bounds__(512, 1) group_norm_backward(const __grid_const
   const int own = tiling.vectors * V, first = static_cast<int>(blockIdx.y) * own;
   const ThreadTile tile(tiling, V);
   const ThreadVectors<T, V> x(tiling, tile, g.of.x), dy(tiling, tile, g.of.dy);
-  const ChunkStages<T, V> x_stages{reinterpret_cast<Vector<T, V>*>(dynamic_smem()), tiling.chunk_steps};
-  const ChunkStages<T, V> dy_stages{reinterpret_cast<Vector<T, V>*>(dynamic_smem() + tiling.stage_bytes / 2),
-                                    tiling.chunk_steps};
+  const ChunkStages<T, V> x_stages{reinterpret_cast<Vector<T, V>*>(dynamic_smem()),
+                                   tiling.chunk_steps};
+  const ChunkStages<T, V> dy_stages{
+      reinterpret_cast<Vector<T, V>*>(dynamic_smem() + tiling.stage_bytes / 2), tiling.chunk_steps};
   const auto fetch = [&](int chunk) {
     x_stages.fetch(x, chunk, tile.steps);
     dy_stages.fetch(dy, chunk, tile.steps);
@@ -141,7 +144,8 @@ __global__ void __launch_bounds__(512, 1) group_norm_backward(const __grid_const
 #pragma unroll 1
     for (int chunk = 0; chunk < tiling.chunks; ++chunk) {
       cp_async_wait<kChunkStages - 1>();
-      const int start = chunk * tiling.chunk_steps, count = min(tile.steps - start, tiling.chunk_steps);
+      const int start = chunk * tiling.chunk_steps,
+                count = min(tile.steps - start, tiling.chunk_steps);
 #pragma unroll 1
       for (int i = 0; i < count; ++i) {
         float value[V], given[V];
@@ -150,7 +154,8 @@ __global__ void __launch_bounds__(512, 1) group_norm_backward(const __grid_const
 #pragma unroll
         for (int j = 0; j < V; ++j) {
           const float away = value[j] - mean[j];
-          const float dz = activation_gradient<T>(given[j], away * factor[j] + offset[j], g.of.silu, &value[j]);
+          const float dz =
+              activation_gradient<T>(given[j], away * factor[j] + offset[j], g.of.silu, &value[j]);
           sums[j] += dz;
           sums[V + j] += dz * away;
         }
@@ -174,10 +179,12 @@ __global__ void __launch_bounds__(512, 1) group_norm_backward(const __grid_const
     }
   }
   // Memory idles while the block reduces: prefetch what the epilogue adds to dx first.
-  const ThreadVectors<T, V> added[kMaxAdded] = {{tiling, tile, g.of.added[0]}, {tiling, tile, g.of.added[1]}};
+  const ThreadVectors<T, V> added[kMaxAdded] = {{tiling, tile, g.of.added[0]},
+                                                {tiling, tile, g.of.added[1]}};
   const auto prefetch_added = [&](int chunk) {
     if constexpr (kAdded > 0) {
-      const int start = chunk * tiling.chunk_steps, end = min(start + tiling.chunk_steps, tile.steps);
+      const int start = chunk * tiling.chunk_steps,
+                end = min(start + tiling.chunk_steps, tile.steps);
 #pragma unroll 1
       for (int step = start; step < end; ++step) {
 #pragma unroll
@@ -186,7 +193,8 @@ __global__ void __launch_bounds__(512, 1) group_norm_backward(const __grid_const
     }
   };
 #pragma unroll 1
-  for (int chunk = max(tiling.chunks - kChunkStages, 0); kAdded > 0 && chunk < tiling.chunks; ++chunk) {
+  for (int chunk = max(tiling.chunks - kChunkStages, 0); kAdded > 0 && chunk < tiling.chunks;
+       ++chunk) {
     prefetch_added(chunk);
   }
   __syncthreads();
@@ -222,14 +230,16 @@ __global__ void __launch_bounds__(512, 1) group_norm_backward(const __grid_const
     }
     total.y *= scratch.inverse[c];
     if (blockIdx.x == 0) {
-      float* const to = g.of.sums + 2 * static_cast<int64_t>(blockIdx.z) * tiling.channels + first + c;
+      float* const to =
+          g.of.sums + 2 * static_cast<int64_t>(blockIdx.z) * tiling.channels + first + c;
       to[0] = total.x;
       to[tiling.channels] = total.y;
     }
     scratch.constant[c] = scratch.scale[c] * total.x;
     scratch.slope[c] = scratch.scale[c] * total.y;
   }
-  if (tiling.cluster_size > 1) cluster_arrive();  // this thread has read its peers; the wait is at the end
+  if (tiling.cluster_size > 1)
+    cluster_arrive();  // this thread has read its peers; the wait is at the end
   __syncthreads();
 #pragma unroll 1
   for (int c = threadIdx.x; c < there; c += threads) {
@@ -241,7 +251,8 @@ __global__ void __launch_bounds__(512, 1) group_norm_backward(const __grid_const
       slope += scratch.slope[group + i];
     }
     const float inverse = scratch.inverse[c];
-    const float share = inverse / (static_cast<float>(tiling.group) * static_cast<float>(tiling.pixels));
+    const float share =
+        inverse / (static_cast<float>(tiling.group) * static_cast<float>(tiling.pixels));
     scratch.group_constant[c] = constant * share;
     scratch.group_slope[c] = slope * share * inverse;
   }
@@ -258,7 +269,8 @@ __global__ void __launch_bounds__(512, 1) group_norm_backward(const __grid_const
 #pragma unroll 1
   for (int chunk = tiling.chunks - 1; chunk >= 0; --chunk) {
     cp_async_wait<kChunkStages - 1>();
-    const int start = chunk * tiling.chunk_steps, count = min(tile.steps - start, tiling.chunk_steps);
+    const int start = chunk * tiling.chunk_steps,
+              count = min(tile.steps - start, tiling.chunk_steps);
 #pragma unroll(kAdded > 0 ? 2 : 1)
     for (int i = 0; i < count; ++i) {
       Vector<T, V> others[kAdded > 0 ? kAdded : 1];
@@ -271,7 +283,8 @@ __global__ void __launch_bounds__(512, 1) group_norm_backward(const __grid_const
       for (int j = 0; j < V; ++j) {
         const float away = value[j] - mean[j];
         float active;
-        const float dz = activation_gradient<T>(given[j], away * factor[j] + offset[j], g.of.silu, &active);
+        const float dz =
+            activation_gradient<T>(given[j], away * factor[j] + offset[j], g.of.silu, &active);
         value[j] = factor[j] * dz - (constant[j] + away * slope[j]);
       }
 #pragma unroll
@@ -294,25 +307,28 @@ __global__ void __launch_bounds__(512, 1) group_norm_backward(const __grid_const
 }
 
 template <class T>
-cudaError_t launch_backward(const NormGradient& plan, const DeviceLimits& limits, int vector, cudaStream_t stream) {
-  const SmemResidentTiling tiling = smem_resident_tiling(limits, kNeeds, plan.batch, plan.pixels, plan.x.total,
-                                                         plan.x.total / plan.groups, vector, sizeof(T));
+cudaError_t launch_backward(const NormGradient& plan, const DeviceLimits& limits, int vector,
+                            cudaStream_t stream) {
+  const SmemResidentTiling tiling =
+      smem_resident_tiling(limits, kNeeds, plan.batch, plan.pixels, plan.x.total,
+                           plan.x.total / plan.groups, vector, sizeof(T));
   check(tiling, limits);
   const Backward g{tiling, operands_of(plan)};
   constexpr int kVector = 16 / sizeof(T);
   const auto kernel = with_added_count(plan.added_count, [&](auto count) {
     return vector > 1 ? group_norm_backward<T, kVector, count> : group_norm_backward<T, 1, count>;
   });
-  return launch(kernel, grid_of(tiling, plan.batch), tiling.threads, tiling.stage_bytes + tiling.scratch_bytes, stream,
-                g);
+  return launch(kernel, grid_of(tiling, plan.batch), tiling.threads,
+                tiling.stage_bytes + tiling.scratch_bytes, stream, g);
 }
 
 }  // namespace
 
 cudaError_t smem_resident_gradient(const NormGradient& plan, const DeviceLimits& limits, int vector,
                                    cudaStream_t stream) {
-  return dispatch_dtype(plan.type,
-                 [&](auto element) { return launch_backward<decltype(element)>(plan, limits, vector, stream); });
+  return dispatch_dtype(plan.type, [&](auto element) {
+    return launch_backward<decltype(element)>(plan, limits, vector, stream);
+  });
 }
 
 }  // namespace jaxunet::cuda

@@ -53,7 +53,8 @@ struct Pipelines {
 #pragma unroll
     for (int k = 0; k < kAdded; ++k) {
       const auto* const there = VectorIterator<T, V>(g.tiling, tile, g.of.added[k], sample).at;
-      distance[k] = reinterpret_cast<const char*>(there) - reinterpret_cast<const char*>(x.from.at + x.from.stride);
+      distance[k] = reinterpret_cast<const char*>(there) -
+                    reinterpret_cast<const char*>(x.from.at + x.from.stride);
     }
 #pragma unroll 1
     for (int step = 0; step < kStages; ++step) {
@@ -87,7 +88,9 @@ struct Pipelines {
   __device__ static float4* scratch() { return reinterpret_cast<float4*>(dynamic_smem() + kBytes); }
 
  private:
-  __device__ Vector<T, V>* slot(int k, int step) const { return x.slot(step) + (2 + k) * kStages * kStreamingThreads; }
+  __device__ Vector<T, V>* slot(int k, int step) const {
+    return x.slot(step) + (2 + k) * kStages * kStreamingThreads;
+  }
   __device__ void fetch(const StreamingTile& tile, int step) {
     if (step < tile.steps) {
       x.fetch(step);
@@ -113,22 +116,26 @@ struct Pipelines {
 };
 
 template <class T, int V>
-__device__ ChannelAffine<T, V> affine_of(const Gradient& g, const StreamingTile& tile, int64_t sample) {
+__device__ ChannelAffine<T, V> affine_of(const Gradient& g, const StreamingTile& tile,
+                                         int64_t sample) {
   ChannelAffine<T, V> norm;
   if (tile.steps > 0) {
-    norm.load(channel_entry(g.of.scale, sample, tile.channel), channel_entry(g.of.offset, sample, tile.channel),
-              channel_entry(g.of.mean, sample, tile.channel), channel_entry(g.of.inverse, sample, tile.channel));
+    norm.load(channel_entry(g.of.scale, sample, tile.channel),
+              channel_entry(g.of.offset, sample, tile.channel),
+              channel_entry(g.of.mean, sample, tile.channel),
+              channel_entry(g.of.inverse, sample, tile.channel));
   }
   return norm;
 }
 
 // Turns dy, in `given`, to dz; `active` gets act(z).
 template <class T, int V>
-__device__ void differentiate(const ChannelAffine<T, V>& norm, bool silu, const float (&value)[V], float (&given)[V],
-                              float (&active)[V]) {
+__device__ void differentiate(const ChannelAffine<T, V>& norm, bool silu, const float (&value)[V],
+                              float (&given)[V], float (&active)[V]) {
   if (silu) {
 #pragma unroll
-    for (int j = 0; j < V; ++j) given[j] = activation_gradient<T>(given[j], norm.at(value, j), true, &active[j]);
+    for (int j = 0; j < V; ++j)
+      given[j] = activation_gradient<T>(given[j], norm.at(value, j), true, &active[j]);
   } else {
 #pragma unroll
     for (int j = 0; j < V; ++j) active[j] = norm.at(value, j);
@@ -143,8 +150,9 @@ __global__ void __launch_bounds__(kStreamingThreads, kStreamingBlocks)
   const int own = tiling.vectors * V, first = static_cast<int>(blockIdx.y) * own;
   const StreamingTile tile(tiling, V);
   Pipelines<T, V> pipelines(g, tile, blockIdx.z);
-  float4* const totals = pipelines.scratch();                     // [channels]: x, y: both sums of the block
-  float* const partial = reinterpret_cast<float*>(totals + own);  // [rows][2][channels]: both sums of each row
+  float4* const totals = pipelines.scratch();  // [channels]: x, y: both sums of the block
+  float* const partial =
+      reinterpret_cast<float*>(totals + own);  // [rows][2][channels]: both sums of each row
   {
     const auto norm = affine_of<T, V>(g, tile, blockIdx.z);
     float constant[V] = {}, slope[V] = {};  // sums of dz, and of dz * value
@@ -198,7 +206,8 @@ __global__ void __launch_bounds__(kStreamingThreads, kStreamingBlocks)
       constant += part.x;
       slope += part.y;
     }
-    float* const to = g.of.sums + 2 * static_cast<int64_t>(blockIdx.z) * tiling.channels + first + c;
+    float* const to =
+        g.of.sums + 2 * static_cast<int64_t>(blockIdx.z) * tiling.channels + first + c;
     to[0] = constant;
     to[tiling.channels] = slope * *channel_entry(g.of.inverse, blockIdx.z, first + c);
   }
@@ -215,8 +224,8 @@ __global__ void __launch_bounds__(kStreamingThreads, kStreamingBlocks)
     const int tiles = (tiling.channels + kReduceChannels - 1) / kReduceChannels;
     const int blocks = tiling.ranks * tiling.channel_blocks;
 #pragma unroll 1
-    for (int i = static_cast<int>(blockIdx.y) * tiling.ranks + static_cast<int>(blockIdx.x); i < 2 * tiles;
-         i += blocks) {
+    for (int i = static_cast<int>(blockIdx.y) * tiling.ranks + static_cast<int>(blockIdx.x);
+         i < 2 * tiles; i += blocks) {
       reduce_parameter_gradients(g.parameters, i >> 1, i & 1);
       __syncthreads();
     }
@@ -231,7 +240,8 @@ __global__ void __launch_bounds__(kStreamingThreads, kStreamingBlocks)
 
   // While the copies arrive, find what each group subtracts in dx: constant + value * slope
   // (ChannelAffine's value).
-  auto *const constants = reinterpret_cast<float*>(pipelines.scratch()), *const slopes = constants + own;
+  auto *const constants = reinterpret_cast<float*>(pipelines.scratch()), *const slopes =
+                                                                             constants + own;
   float *const group_constants = slopes + own, *const group_slopes = group_constants + own;
   const float* const sums = g.of.sums + 2 * static_cast<int64_t>(sample) * tiling.channels + first;
 #pragma unroll 1
@@ -255,7 +265,8 @@ __global__ void __launch_bounds__(kStreamingThreads, kStreamingBlocks)
       slope += slopes[group + i];
     }
     const float inverse = group_constants[c], mean = group_slopes[c];
-    const float share = inverse / (static_cast<float>(tiling.group) * static_cast<float>(tiling.pixels));
+    const float share =
+        inverse / (static_cast<float>(tiling.group) * static_cast<float>(tiling.pixels));
     constant *= share;
     slope *= share * inverse;
     if constexpr (!kUsesPivot<T>) constant -= mean * slope;
@@ -268,7 +279,8 @@ __global__ void __launch_bounds__(kStreamingThreads, kStreamingBlocks)
   float constant[V], slope[V];
   load_floats(group_constants + tile.local, constant);
   load_floats(group_slopes + tile.local, slope);
-  VectorIterator<T, V> dx(tiling, tile, g.of.dx, sample), active_to(tiling, tile, g.of.active, sample);
+  VectorIterator<T, V> dx(tiling, tile, g.of.dx, sample),
+      active_to(tiling, tile, g.of.active, sample);
   dx.stride = pipelines.x.from.stride;  // equal, which the compiler cannot know: saves registers
   active_to.stride = pipelines.dy.from.stride;
 #pragma unroll 1
@@ -283,7 +295,8 @@ __global__ void __launch_bounds__(kStreamingThreads, kStreamingBlocks)
       *active_to.next() = out;
     }
 #pragma unroll
-    for (int j = 0; j < V; ++j) value[j] = norm.factor[j] * given[j] - (constant[j] + value[j] * slope[j]);
+    for (int j = 0; j < V; ++j)
+      value[j] = norm.factor[j] * given[j] - (constant[j] + value[j] * slope[j]);
     pipelines.add(tile, step, value);
     out.from_floats(value);
     *dx.next() = out;
@@ -291,27 +304,31 @@ __global__ void __launch_bounds__(kStreamingThreads, kStreamingBlocks)
 }
 
 template <class T, int V>
-cudaError_t launch_backward(const NormGradient& plan, const StreamingTiling& tiling, const DeviceLimits& limits,
-                            cudaStream_t stream) {
-  Gradient g{tiling, operands_of(plan), parameter_gradients_of(plan), plan.parameter_gradients ? 1 : 0};
+cudaError_t launch_backward(const NormGradient& plan, const StreamingTiling& tiling,
+                            const DeviceLimits& limits, cudaStream_t stream) {
+  Gradient g{tiling, operands_of(plan), parameter_gradients_of(plan),
+             plan.parameter_gradients ? 1 : 0};
   const int64_t own = static_cast<int64_t>(tiling.vectors) * V;
-  const int64_t sums_bytes = own * static_cast<int64_t>(sizeof(float4) + 2 * sizeof(float) * tiling.rows);
-  const cudaError_t error = launch(group_norm_sums<T, V>, grid_of(tiling, plan.batch), kStreamingThreads,
-                                   Pipelines<T, V>::kBytes + sums_bytes, stream, g);
+  const int64_t sums_bytes =
+      own * static_cast<int64_t>(sizeof(float4) + 2 * sizeof(float) * tiling.rows);
+  const cudaError_t error =
+      launch(group_norm_sums<T, V>, grid_of(tiling, plan.batch), kStreamingThreads,
+             Pipelines<T, V>::kBytes + sums_bytes, stream, g);
   if (error != cudaSuccess) return error;
   const int64_t layers = plan.batch + g.reduce_layers;
   g.tiling = second_pass_tiling(tiling, limits, layers);
   return with_added_count(plan.added_count, [&](auto count) {
-    const int64_t smem_bytes = Pipelines<T, V, count>::kBytes + 4 * own * static_cast<int64_t>(sizeof(float));
-    return launch(group_norm_dx<T, V, count>, grid_of(g.tiling, layers), kStreamingThreads, smem_bytes, stream, g,
-                  false);
+    const int64_t smem_bytes =
+        Pipelines<T, V, count>::kBytes + 4 * own * static_cast<int64_t>(sizeof(float));
+    return launch(group_norm_dx<T, V, count>, grid_of(g.tiling, layers), kStreamingThreads,
+                  smem_bytes, stream, g, false);
   });
 }
 
 }  // namespace
 
-cudaError_t streaming_gradient(const NormGradient& plan, const StreamingTiling& tiling, const DeviceLimits& limits,
-                               int vector, cudaStream_t stream) {
+cudaError_t streaming_gradient(const NormGradient& plan, const StreamingTiling& tiling,
+                               const DeviceLimits& limits, int vector, cudaStream_t stream) {
   return dispatch_dtype(plan.type, [&](auto element) {
     using T = decltype(element);
     constexpr int kVector = 16 / sizeof(T);

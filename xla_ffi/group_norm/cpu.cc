@@ -13,7 +13,8 @@ struct GroupStatistics {
 // Reduces the batch * groups groups in parallel, in two passes: the mean, then the variance.
 GroupStatistics statistics_of(const NormInput& plan, const std::vector<float>& x, Pool& pool) {
   const int64_t channels = plan.x.total, pixels = plan.pixels, size = channels / plan.groups;
-  GroupStatistics found{std::vector<double>(plan.batch * channels), std::vector<double>(plan.batch * channels)};
+  GroupStatistics found{std::vector<double>(plan.batch * channels),
+                        std::vector<double>(plan.batch * channels)};
   parallel(pool, plan.batch * plan.groups, [&](int64_t unit) {
     const int64_t sample = unit / plan.groups, start = unit % plan.groups * size;
     const auto elements = static_cast<double>(size) * static_cast<double>(pixels);
@@ -29,7 +30,8 @@ GroupStatistics statistics_of(const NormInput& plan, const std::vector<float>& x
     const double variance = sum([&](double v) { return (v - mean) * (v - mean); });
     for (int64_t c = start; c < start + size; ++c) {
       found.mean[sample * channels + c] = mean;
-      found.inverse[sample * channels + c] = 1 / std::sqrt(variance + static_cast<double>(plan.eps));
+      found.inverse[sample * channels + c] =
+          1 / std::sqrt(variance + static_cast<double>(plan.eps));
     }
   });
   return found;
@@ -40,7 +42,8 @@ template <class Visit>
 void each_channel(const NormInput& plan, const Visit& visit) {
   for (int64_t sample = 0; sample < plan.batch; ++sample) {
     for (int64_t c = 0; c < plan.x.total; ++c) {
-      visit(sample, c, sample * plan.x.total + c, static_cast<double>(plan.scale.data[sample * plan.scale.stride + c]),
+      visit(sample, c, sample * plan.x.total + c,
+            static_cast<double>(plan.scale.data[sample * plan.scale.stride + c]),
             static_cast<double>(plan.offset.data[sample * plan.offset.stride + c]));
     }
   }
@@ -65,7 +68,8 @@ void norm_forward(const NormForward& plan, Pool& pool) {
 }
 
 void norm_statistics(const NormStatistics& plan, Pool& pool) {
-  const GroupStatistics groups = statistics_of(plan, join(plan.x, plan.type, plan.batch * plan.pixels), pool);
+  const GroupStatistics groups =
+      statistics_of(plan, join(plan.x, plan.type, plan.batch * plan.pixels), pool);
   each_channel(plan, [&](int64_t, int64_t, int64_t i, double scale, double offset) {
     plan.mean[i] = static_cast<float>(groups.mean[i]);
     plan.inverse[i] = static_cast<float>(groups.inverse[i]);
@@ -83,15 +87,20 @@ void norm_apply(const NormApply& plan, Pool& pool) {
 namespace {
 
 // One group of a sample: both walks over its elements, the first to reduce, the second to write dx.
-void group_gradient(const NormGradient& plan, int64_t sample, int64_t group, const std::vector<float>& x,
-                    const std::vector<float>& dy, const std::vector<std::vector<float>>& added, std::vector<float>& dx,
+void group_gradient(const NormGradient& plan, int64_t sample, int64_t group,
+                    const std::vector<float>& x, const std::vector<float>& dy,
+                    const std::vector<std::vector<float>>& added, std::vector<float>& dx,
                     std::vector<float>& active) {
-  const int64_t channels = plan.x.total, pixels = plan.pixels, size = channels / plan.groups, start = group * size;
+  const int64_t channels = plan.x.total, pixels = plan.pixels, size = channels / plan.groups,
+                start = group * size;
   // Calls visit(index, scale, inverse, n, dz) for each element; writes the channels' sums.
   const auto walk = [&](const auto& visit) {
     for (int64_t c = start; c < start + size; ++c) {
-      const auto at = [&](const Rows& rows) { return static_cast<double>(rows.data[sample * rows.stride + c]); };
-      const double scale = at(plan.scale), offset = at(plan.offset), mean = at(plan.mean), inverse = at(plan.inverse);
+      const auto at = [&](const Rows& rows) {
+        return static_cast<double>(rows.data[sample * rows.stride + c]);
+      };
+      const double scale = at(plan.scale), offset = at(plan.offset), mean = at(plan.mean),
+                   inverse = at(plan.inverse);
       double sum_dz = 0, sum_dz_n = 0;
       for (int64_t p = 0; p < pixels; ++p) {
         const int64_t i = (sample * pixels + p) * channels + c;

@@ -12,16 +12,20 @@ cudaError_t device_limits(DeviceLimits* limits) {
   constexpr int kPortableCluster = 8;  // blocks of a cluster that every device with clusters allows
   int id = 0, sms = 0, smem_bytes = 0, major = 0;
   cudaError_t error = cudaGetDevice(&id);
-  if (error == cudaSuccess) error = cudaDeviceGetAttribute(&sms, cudaDevAttrMultiProcessorCount, id);
-  if (error == cudaSuccess) error = cudaDeviceGetAttribute(&smem_bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, id);
-  if (error == cudaSuccess) error = cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, id);
+  if (error == cudaSuccess)
+    error = cudaDeviceGetAttribute(&sms, cudaDevAttrMultiProcessorCount, id);
+  if (error == cudaSuccess)
+    error = cudaDeviceGetAttribute(&smem_bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, id);
+  if (error == cudaSuccess)
+    error = cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, id);
   *limits = {sms, smem_bytes, major == 9 ? kPortableCluster : 1};
   return error;
 }
 
 // `plan`: NormInput or NormGradient.
 template <class Plan>
-std::optional<StreamingTiling> streaming_tiling_of(const Plan& plan, const DeviceLimits& limits, int vector) {
+std::optional<StreamingTiling> streaming_tiling_of(const Plan& plan, const DeviceLimits& limits,
+                                                   int vector) {
   return streaming_tiling(limits, kStreamingMinElements, plan.batch, plan.pixels, plan.x.total,
                           plan.x.total / plan.groups, vector, element_bytes(plan.type));
 }

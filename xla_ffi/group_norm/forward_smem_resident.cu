@@ -43,9 +43,9 @@ constexpr KernelNeeds kNeeds{1, 512, sizeof(float4), sizeof(float4) + 5 * sizeof
 // Reduces a thread's pixels to the mean and m2 of each of its channels. Each chunk gets two passes
 // over shared memory, its mean and then its m2, and is merged with those before it.
 template <class T, int V>
-__device__ void reduce_thread(const SmemResidentTiling& tiling, const ThreadTile& tile, const ThreadVectors<T, V>& x,
-                              const ChunkStages<T, V>& stages, const float (&pivot)[V], float (&mean)[V],
-                              float (&m2)[V]) {
+__device__ void reduce_thread(const SmemResidentTiling& tiling, const ThreadTile& tile,
+                              const ThreadVectors<T, V>& x, const ChunkStages<T, V>& stages,
+                              const float (&pivot)[V], float (&mean)[V], float (&m2)[V]) {
   float seen = 0;
 #pragma unroll 1
   for (int chunk = 0; chunk < tiling.chunks; ++chunk) {
@@ -91,8 +91,8 @@ __device__ void reduce_thread(const SmemResidentTiling& tiling, const ThreadTile
 // Merges the lanes of a warp that have the same channels, into the warp's row of `partial`, one
 // entry a piece.
 template <int V>
-__device__ void reduce_warp(const SmemResidentTiling& tiling, const ThreadTile& tile, int block_channels,
-                            float (&mean)[V], float (&m2)[V], float4* partial) {
+__device__ void reduce_warp(const SmemResidentTiling& tiling, const ThreadTile& tile,
+                            int block_channels, float (&mean)[V], float (&m2)[V], float4* partial) {
   const auto count = static_cast<float>(tile.steps);
   merge_neighbours(tiling.piece_bits, count, mean, m2);
   const auto first_of_piece = [&](int j) { return (j & ((1 << tiling.piece_bits) - 1)) == 0; };
@@ -141,7 +141,8 @@ __global__ void __launch_bounds__(512, 2) group_norm_forward(const __grid_consta
   const int own = tiling.vectors * V, first = static_cast<int>(blockIdx.y) * own;
   const ThreadTile tile(tiling, V);
   const ThreadVectors<T, V> x(tiling, tile, f.x);
-  const ChunkStages<T, V> stages{reinterpret_cast<Vector<T, V>*>(dynamic_smem()), tiling.chunk_steps};
+  const ChunkStages<T, V> stages{reinterpret_cast<Vector<T, V>*>(dynamic_smem()),
+                                 tiling.chunk_steps};
 
   // Prologue.
 #pragma unroll 1
@@ -150,7 +151,8 @@ __global__ void __launch_bounds__(512, 2) group_norm_forward(const __grid_consta
     cp_async_commit();
   }
   const ReductionShape shape{own, tiling.group, tiling.piece_bits,
-                             static_cast<int>(blockDim.x) / 32 / tiling.warp_columns, tiling.cluster_size};
+                             static_cast<int>(blockDim.x) / 32 / tiling.warp_columns,
+                             tiling.cluster_size};
   const StatisticsScratch scratch(shape, dynamic_smem() + tiling.stage_bytes);
   const int there = min(own, tiling.channels - first), threads = static_cast<int>(blockDim.x);
 #pragma unroll 1
@@ -160,7 +162,8 @@ __global__ void __launch_bounds__(512, 2) group_norm_forward(const __grid_consta
     if constexpr (kUsesPivot<T>) {  // the first number of the group
       int stride;
       const int group_start = first + c / tiling.group * tiling.group;
-      scratch.pivot[c] = wide(*find_channel<T>(f.x, group_start, blockIdx.z, tiling.pixels, &stride));
+      scratch.pivot[c] =
+          wide(*find_channel<T>(f.x, group_start, blockIdx.z, tiling.pixels, &stride));
     }
   }
 
@@ -181,8 +184,9 @@ __global__ void __launch_bounds__(512, 2) group_norm_forward(const __grid_consta
   // Epilogue.
 #pragma unroll 1
   for (int c = threadIdx.x; c < there; c += threads) {
-    const auto [mean, inverse, a, b] = write_coefficients(
-        f.to, scratch, shape, kUsesPivot<T>, c, static_cast<int64_t>(blockIdx.z) * tiling.channels + first + c);
+    const auto [mean, inverse, a, b] =
+        write_coefficients(f.to, scratch, shape, kUsesPivot<T>, c,
+                           static_cast<int64_t>(blockIdx.z) * tiling.channels + first + c);
     scratch.scale[c] = a;
     if constexpr (kUsesPivot<T>) {
       scratch.pivot[c] = mean;
@@ -202,7 +206,8 @@ __global__ void __launch_bounds__(512, 2) group_norm_forward(const __grid_consta
 #pragma unroll 1
     for (int chunk = tiling.chunks - 1; chunk >= 0; --chunk) {
       cp_async_wait<kChunkStages - 1>();
-      const int start = chunk * tiling.chunk_steps, count = min(tile.steps - start, tiling.chunk_steps);
+      const int start = chunk * tiling.chunk_steps,
+                count = min(tile.steps - start, tiling.chunk_steps);
 #pragma unroll 2
       for (int i = 0; i < count; ++i) {
         float value[V];
@@ -224,25 +229,29 @@ __global__ void __launch_bounds__(512, 2) group_norm_forward(const __grid_consta
 }
 
 template <class T>
-cudaError_t launch_forward(const NormInput& plan, const DeviceLimits& limits, int vector, const ForwardOutputs& to,
-                           cudaStream_t stream) {
+cudaError_t launch_forward(const NormInput& plan, const DeviceLimits& limits, int vector,
+                           const ForwardOutputs& to, cudaStream_t stream) {
   KernelNeeds needs = kNeeds;
   needs.tensors = to.y ? 1 : 0;
-  const SmemResidentTiling tiling = smem_resident_tiling(limits, needs, plan.batch, plan.pixels, plan.x.total,
-                                                         plan.x.total / plan.groups, vector, sizeof(T));
+  const SmemResidentTiling tiling =
+      smem_resident_tiling(limits, needs, plan.batch, plan.pixels, plan.x.total,
+                           plan.x.total / plan.groups, vector, sizeof(T));
   check(tiling, limits);
-  const Forward f{tiling, tensor_parts(plan.x), plan.scale, plan.offset, plan.eps, to.silu, to.y, to.statistics};
+  const Forward f{tiling, tensor_parts(plan.x), plan.scale, plan.offset, plan.eps, to.silu,
+                  to.y,   to.statistics};
   constexpr int kVector = 16 / sizeof(T);
-  return launch(vector > 1 ? group_norm_forward<T, kVector> : group_norm_forward<T, 1>, grid_of(tiling, plan.batch),
-                tiling.threads, tiling.stage_bytes + tiling.scratch_bytes, stream, f);
+  return launch(vector > 1 ? group_norm_forward<T, kVector> : group_norm_forward<T, 1>,
+                grid_of(tiling, plan.batch), tiling.threads,
+                tiling.stage_bytes + tiling.scratch_bytes, stream, f);
 }
 
 }  // namespace
 
 cudaError_t smem_resident_forward(const NormInput& plan, const DeviceLimits& limits, int vector,
                                   const ForwardOutputs& to, cudaStream_t stream) {
-  return dispatch_dtype(plan.type,
-                 [&](auto element) { return launch_forward<decltype(element)>(plan, limits, vector, to, stream); });
+  return dispatch_dtype(plan.type, [&](auto element) {
+    return launch_forward<decltype(element)>(plan, limits, vector, to, stream);
+  });
 }
 
 }  // namespace jaxunet::cuda

@@ -39,8 +39,9 @@ constexpr int kStatisticsStages = 8, kFinishStages = 4;
 // further from their mean than all of them together deviate, so that the difference of squares
 // loses no more bits than the sum of squares itself.
 template <class T, int V>
-__device__ void reduce_thread(const StreamingTile& tile, Pipeline<T, V, kStatisticsStages>& pipeline,
-                              const float (&pivot)[V], float (&mean)[V], float (&m2)[V]) {
+__device__ void reduce_thread(const StreamingTile& tile,
+                              Pipeline<T, V, kStatisticsStages>& pipeline, const float (&pivot)[V],
+                              float (&mean)[V], float (&m2)[V]) {
   float sum[V] = {};
   cp_async_wait<kStatisticsStages - 1>();
   if (tile.steps > 0) {
@@ -76,8 +77,8 @@ __device__ void reduce_thread(const StreamingTile& tile, Pipeline<T, V, kStatist
 
 // Writes the moments of a thread's pieces to its row of scratch.partial.
 template <int V>
-__device__ void write_pieces(const StreamingTile& tile, const ReductionShape& shape, const StatisticsScratch& scratch,
-                             float (&mean)[V], float (&m2)[V]) {
+__device__ void write_pieces(const StreamingTile& tile, const ReductionShape& shape,
+                             const StatisticsScratch& scratch, float (&mean)[V], float (&m2)[V]) {
   const auto count = static_cast<float>(tile.steps);
   merge_neighbours(shape.piece_bits, count, mean, m2);
   if (tile.row < shape.rows) {
@@ -92,12 +93,14 @@ __device__ void write_pieces(const StreamingTile& tile, const ReductionShape& sh
 }
 
 template <class T, int V>
-__global__ void __launch_bounds__(kStreamingThreads, 4) group_norm_statistics(const __grid_constant__ Statistics f) {
+__global__ void __launch_bounds__(kStreamingThreads, 4)
+    group_norm_statistics(const __grid_constant__ Statistics f) {
   const StreamingTiling& tiling = f.tiling;
   // Channels of the block, and the first of them.
   const int own = tiling.vectors * V, first = static_cast<int>(blockIdx.y) * own;
   const StreamingTile tile(tiling, V);
-  Pipeline<T, V, kStatisticsStages> pipeline(VectorIterator<T, V>(tiling, tile, f.x, blockIdx.z), dynamic_smem());
+  Pipeline<T, V, kStatisticsStages> pipeline(VectorIterator<T, V>(tiling, tile, f.x, blockIdx.z),
+                                             dynamic_smem());
 #pragma unroll 1
   for (int step = 0; step < kStatisticsStages; ++step) {
     if (step < tile.steps) pipeline.fetch(step);
@@ -113,7 +116,8 @@ __global__ void __launch_bounds__(kStreamingThreads, 4) group_norm_statistics(co
     if constexpr (kUsesPivot<T>) {  // the first number of the group
       int stride;
       const int group_start = first + c / tiling.group * tiling.group;
-      scratch.pivot[c] = wide(*find_channel<T>(f.x, group_start, blockIdx.z, tiling.pixels, &stride));
+      scratch.pivot[c] =
+          wide(*find_channel<T>(f.x, group_start, blockIdx.z, tiling.pixels, &stride));
     }
   }
   {
@@ -153,7 +157,8 @@ __global__ void __launch_bounds__(kStreamingThreads, kStreamingBlocks)
   StreamingTile tile(tiling, V);
   tile.reverse(tiling);
   if (tile.steps == 0) return;
-  Pipeline<T, V, kFinishStages> pipeline(VectorIterator<T, V>(tiling, tile, f.x, sample), dynamic_smem());
+  Pipeline<T, V, kFinishStages> pipeline(VectorIterator<T, V>(tiling, tile, f.x, sample),
+                                         dynamic_smem());
 #pragma unroll 1
   for (int step = 0; step < kFinishStages; ++step) {
     if (step < tile.steps) pipeline.fetch(step);
@@ -161,8 +166,9 @@ __global__ void __launch_bounds__(kStreamingThreads, kStreamingBlocks)
   }
   VectorIterator<T, V> y(tiling, tile, f.y, sample);
   ChannelAffine<T, V> norm;
-  norm.load(channel_entry(f.scale, sample, tile.channel), channel_entry(f.offset, sample, tile.channel),
-            channel_entry(f.mean, sample, tile.channel), channel_entry(f.inverse, sample, tile.channel));
+  norm.load(
+      channel_entry(f.scale, sample, tile.channel), channel_entry(f.offset, sample, tile.channel),
+      channel_entry(f.mean, sample, tile.channel), channel_entry(f.inverse, sample, tile.channel));
 #pragma unroll 1
   for (int step = 0; step < tile.steps; ++step) {
     cp_async_wait<kFinishStages - 1>();
@@ -184,15 +190,19 @@ __global__ void __launch_bounds__(kStreamingThreads, kStreamingBlocks)
 }
 
 template <class T, int V>
-cudaError_t launch_forward(const NormInput& plan, const StreamingTiling& tiling, const DeviceLimits& limits,
-                           const ForwardOutputs& to, cudaStream_t stream) {
-  const Statistics f{tiling, tensor_parts(plan.x), plan.scale, plan.offset, plan.eps, to.statistics};
+cudaError_t launch_forward(const NormInput& plan, const StreamingTiling& tiling,
+                           const DeviceLimits& limits, const ForwardOutputs& to,
+                           cudaStream_t stream) {
+  const Statistics f{tiling,   tensor_parts(plan.x), plan.scale, plan.offset,
+                     plan.eps, to.statistics};
   const int64_t own = static_cast<int64_t>(tiling.vectors) * V, pieces = own >> tiling.piece_bits;
   const int64_t groups = own / tiling.group;
-  const int64_t scratch_bytes = (tiling.rows * pieces + groups) * static_cast<int64_t>(sizeof(float4)) +
-                                (3 * own + 2 * groups) * static_cast<int64_t>(sizeof(float));
-  const cudaError_t error = launch(group_norm_statistics<T, V>, grid_of(tiling, plan.batch), kStreamingThreads,
-                                   Pipeline<T, V, kStatisticsStages>::kBytes + scratch_bytes, stream, f);
+  const int64_t scratch_bytes =
+      (tiling.rows * pieces + groups) * static_cast<int64_t>(sizeof(float4)) +
+      (3 * own + 2 * groups) * static_cast<int64_t>(sizeof(float));
+  const cudaError_t error =
+      launch(group_norm_statistics<T, V>, grid_of(tiling, plan.batch), kStreamingThreads,
+             Pipeline<T, V, kStatisticsStages>::kBytes + scratch_bytes, stream, f);
   if (error != cudaSuccess || to.y == nullptr) return error;
   const StreamingTiling second = second_pass_tiling(tiling, limits, plan.batch);
   const Finish g{second,
@@ -210,8 +220,9 @@ cudaError_t launch_forward(const NormInput& plan, const StreamingTiling& tiling,
 
 }  // namespace
 
-cudaError_t streaming_forward(const NormInput& plan, const StreamingTiling& tiling, const DeviceLimits& limits,
-                              int vector, const ForwardOutputs& to, cudaStream_t stream) {
+cudaError_t streaming_forward(const NormInput& plan, const StreamingTiling& tiling,
+                              const DeviceLimits& limits, int vector, const ForwardOutputs& to,
+                              cudaStream_t stream) {
   return dispatch_dtype(plan.type, [&](auto element) {
     using T = decltype(element);
     constexpr int kVector = 16 / sizeof(T);

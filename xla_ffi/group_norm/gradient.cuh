@@ -77,13 +77,16 @@ inline ParameterGradients parameter_gradients_of(const NormGradient& plan) {
 // Reduces kReduceChannels channels, those from kReduceChannels * tile on, of offset (which = 0) or
 // scale (1). Called by all kReduceChannels * kReduceSlices threads of a block; samples are added in
 // the same order in every run.
-__device__ inline void reduce_parameter_gradients(const ParameterGradients& p, int tile, int which) {
+__device__ inline void reduce_parameter_gradients(const ParameterGradients& p, int tile,
+                                                  int which) {
   __shared__ float partial[kReduceSlices][kReduceChannels];
   const int lane = static_cast<int>(threadIdx.x) % kReduceChannels;
   const int slice = static_cast<int>(threadIdx.x) / kReduceChannels;
   const int channel = tile * kReduceChannels + lane;
   const bool there = channel < p.channels;
-  const auto sum = [&](int sample) { return p.sums[(2LL * sample + which) * p.channels + channel]; };
+  const auto sum = [&](int sample) {
+    return p.sums[(2LL * sample + which) * p.channels + channel];
+  };
   float* const to = p.to[which] + channel;
   if (p.per_sample[which]) {
     for (int sample = slice; there && sample < p.batch; sample += kReduceSlices) {

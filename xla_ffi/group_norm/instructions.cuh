@@ -12,10 +12,10 @@ namespace jaxunet::cuda {
 // Launches `kernel` with `smem_bytes` of dynamic shared memory. With `clusters`, the blocks of the
 // same y and z form a cluster, if the grid has more than one along x.
 template <class Plan>
-cudaError_t launch(void (*kernel)(Plan), dim3 grid, int threads, int64_t smem_bytes, cudaStream_t stream,
-                   const Plan& plan, bool clusters = true) {
-  cudaError_t error =
-      cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(smem_bytes));
+cudaError_t launch(void (*kernel)(Plan), dim3 grid, int threads, int64_t smem_bytes,
+                   cudaStream_t stream, const Plan& plan, bool clusters = true) {
+  cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                           static_cast<int>(smem_bytes));
   if (error != cudaSuccess) return error;
   cudaLaunchAttribute cluster{};
   cluster.id = cudaLaunchAttributeClusterDimension;
@@ -34,7 +34,8 @@ cudaError_t launch(void (*kernel)(Plan), dim3 grid, int threads, int64_t smem_by
 
 // Launches `kernel` without dynamic shared memory or clusters.
 template <class Plan>
-cudaError_t launch_static(void (*kernel)(Plan), dim3 grid, int threads, cudaStream_t stream, const Plan& plan) {
+cudaError_t launch_static(void (*kernel)(Plan), dim3 grid, int threads, cudaStream_t stream,
+                          const Plan& plan) {
   kernel<<<grid, threads, 0, stream>>>(plan);
   return cudaGetLastError();
 }
@@ -51,7 +52,8 @@ __device__ inline uint32_t smem_address(const void* pointer) {
 
 // Starts to copy 16 bytes from global to shared memory; both addresses are multiples of 16.
 __device__ inline void cp_async_16(void* to, const void* from) {
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(smem_address(to)), "l"(from) : "memory");
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(smem_address(to)), "l"(from)
+               : "memory");
 }
 
 // Makes a group of this thread's copies since the last commit; it may be empty.
@@ -64,7 +66,9 @@ __device__ inline void cp_async_wait() {
 }
 
 // Starts to bring a line of global memory to the L2 cache.
-__device__ inline void prefetch_l2(const void* from) { asm volatile("prefetch.global.L2 [%0];" ::"l"(from)); }
+__device__ inline void prefetch_l2(const void* from) {
+  asm volatile("prefetch.global.L2 [%0];" ::"l"(from));
+}
 
 // The cluster's barrier, in two halves: after cluster_wait, a thread sees what every thread of the
 // cluster wrote before its cluster_arrive. Every thread calls both, in turn.
@@ -90,7 +94,9 @@ __device__ inline float4 read_peer(const float4* here, int rank) {
   float4 found{};
 #if __CUDA_ARCH__ >= 900
   uint32_t there;
-  asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(smem_address(here)), "r"(rank));
+  asm volatile("mapa.shared::cluster.u32 %0, %1, %2;"
+               : "=r"(there)
+               : "r"(smem_address(here)), "r"(rank));
   asm volatile("ld.shared::cluster.v4.f32 {%0, %1, %2, %3}, [%4];"
                : "=f"(found.x), "=f"(found.y), "=f"(found.z), "=f"(found.w)
                : "r"(there)

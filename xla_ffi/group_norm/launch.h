@@ -43,11 +43,12 @@ cudaError_t smem_resident_gradient(const NormGradient& plan, const DeviceLimits&
                                    cudaStream_t stream);
 
 // Two launches, one where y is null.
-cudaError_t streaming_forward(const NormInput& plan, const StreamingTiling& tiling, const DeviceLimits& limits,
-                              int vector, const ForwardOutputs& to, cudaStream_t stream);
+cudaError_t streaming_forward(const NormInput& plan, const StreamingTiling& tiling,
+                              const DeviceLimits& limits, int vector, const ForwardOutputs& to,
+                              cudaStream_t stream);
 // All gradients, those of scale and offset included, in two launches.
-cudaError_t streaming_gradient(const NormGradient& plan, const StreamingTiling& tiling, const DeviceLimits& limits,
-                               int vector, cudaStream_t stream);
+cudaError_t streaming_gradient(const NormGradient& plan, const StreamingTiling& tiling,
+                               const DeviceLimits& limits, int vector, cudaStream_t stream);
 
 // dscale and doffset from plan.sums, where the plan asks for them.
 cudaError_t launch_parameter_gradients(const NormGradient& plan, cudaStream_t stream);

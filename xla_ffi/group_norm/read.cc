@@ -22,8 +22,8 @@ template <class Plan>
 void read_groups(Reader& call, Plan& plan) {
   plan.groups = call.integer("groups", 1);
   if (plan.x.total % plan.groups != 0) {
-    call.fail(std::to_string(plan.x.total) + " channels are not a multiple of " + std::to_string(plan.groups) +
-              " groups");
+    call.fail(std::to_string(plan.x.total) + " channels are not a multiple of " +
+              std::to_string(plan.groups) + " groups");
   }
 }
 
@@ -40,7 +40,8 @@ Array read_input(Reader& call, Plan& plan) {
 
 // The next result, (batch, channels) of float32.
 float* per_channel(Reader& call, const char* name, const NormInput& plan) {
-  return static_cast<float*>(call.result(name, ffi::DataType::F32, {plan.batch, plan.x.total}).data);
+  return static_cast<float*>(
+      call.result(name, ffi::DataType::F32, {plan.batch, plan.x.total}).data);
 }
 
 }  // namespace
@@ -98,7 +99,8 @@ NormGradient read_norm_gradient(Reader& call) {
       plan.added[k].data[i] = call.operand(name, x.element, part_dims(i)).data;
     }
   }
-  plan.sums = static_cast<float*>(call.result("sums", ffi::DataType::F32, {plan.batch, 2, plan.x.total}).data);
+  plan.sums = static_cast<float*>(
+      call.result("sums", ffi::DataType::F32, {plan.batch, 2, plan.x.total}).data);
   const auto row_gradient = [&](const char* name, const Rows& rows) {
     const Dims dims{rows.stride > 0 ? plan.batch : 1, plan.x.total};
     return static_cast<float*>(call.result(name, ffi::DataType::F32, dims).data);

@@ -12,8 +12,8 @@ struct ThreadTile {
   int lane, warp_row;  // lane of the warp; which of the warps with the same channels
   int local;           // first channel of the vector, counted from the block's first
   int channel, pixel;  // first channel and first pixel, counted from the sample's first
-  int steps;           // pixels of the thread; 0 if it has no channels, or its pixels lie beyond the block's
-                       // share
+  int steps;  // pixels of the thread; 0 if it has no channels, or its pixels lie beyond the block's
+              // share
   bool present;        // the vector is one of the block's
   bool first_of_warp;  // this is the first lane of the warp with these channels
 
@@ -42,7 +42,8 @@ struct ThreadVectors {
   T* first = nullptr;
   int64_t stride = 0;  // elements from one step to the next
 
-  __device__ ThreadVectors(const SmemResidentTiling& tiling, const ThreadTile& tile, const TensorParts& from) {
+  __device__ ThreadVectors(const SmemResidentTiling& tiling, const ThreadTile& tile,
+                           const TensorParts& from) {
     if (tile.steps == 0) return;
     int pixel_stride;
     T* const image = find_channel<T>(from, tile.channel, blockIdx.z, tiling.pixels, &pixel_stride);
@@ -51,11 +52,14 @@ struct ThreadVectors {
   }
   // A tensor that has all channels in one array.
   __device__ ThreadVectors(const SmemResidentTiling& tiling, const ThreadTile& tile, void* from) {
-    first = static_cast<T*>(from) + (static_cast<int64_t>(blockIdx.z) * tiling.pixels + tile.pixel) * tiling.channels +
+    first = static_cast<T*>(from) +
+            (static_cast<int64_t>(blockIdx.z) * tiling.pixels + tile.pixel) * tiling.channels +
             tile.channel;
     stride = static_cast<int64_t>(tiling.channels) << tiling.row_bits;
   }
-  __device__ Vector<T, V>* at(int step) const { return reinterpret_cast<Vector<T, V>*>(first + step * stride); }
+  __device__ Vector<T, V>* at(int step) const {
+    return reinterpret_cast<Vector<T, V>*>(first + step * stride);
+  }
 };
 
 // The staged copies of a tensor in shared memory: kChunkStages stages of chunk_steps vectors for
@@ -87,8 +91,8 @@ struct ChunkStages {
 };
 
 inline dim3 grid_of(const SmemResidentTiling& tiling, int64_t batch) {
-  return dim3(static_cast<unsigned>(tiling.cluster_size), static_cast<unsigned>(tiling.channel_blocks),
-              static_cast<unsigned>(batch));
+  return dim3(static_cast<unsigned>(tiling.cluster_size),
+              static_cast<unsigned>(tiling.channel_blocks), static_cast<unsigned>(batch));
 }
 
 }  // namespace jaxunet::cuda

@@ -40,8 +40,8 @@ struct SmemResidentTiling {
 
 // What a kernel asks of its tiling.
 struct KernelNeeds {
-  int tensors;                   // tensors that stay in shared memory for the epilogue: 0, 1 or 2
-  int max_threads;               // threads of a block, unless one pixel's channels already take more
+  int tensors;      // tensors that stay in shared memory for the epilogue: 0, 1 or 2
+  int max_threads;  // threads of a block, unless one pixel's channels already take more
   int64_t row_scratch, scratch;  // scratch bytes of a channel: for each row of warps, and once
 };
 
@@ -56,25 +56,31 @@ constexpr int64_t kBlockSmemBytes = 100 * 1024;
 // whole line (128 bytes) are taken where they cost nothing. More channels must not idle
 // multiprocessors or lanes.
 template <class Lanes, class ClusterSize>
-int64_t choose_block_channels(const DeviceLimits& limits, int64_t batch, int64_t channels, int64_t unit, int element,
-                              const Lanes& lanes, const ClusterSize& cluster_size) {
+int64_t choose_block_channels(const DeviceLimits& limits, int64_t batch, int64_t channels,
+                              int64_t unit, int element, const Lanes& lanes,
+                              const ClusterSize& cluster_size) {
   const auto blocks = [&](int64_t own) {
-    return batch * ceil_div(channels, own) * std::min<int64_t>(cluster_size(own), limits.max_cluster);
+    return batch * ceil_div(channels, own) *
+           std::min<int64_t>(cluster_size(own), limits.max_cluster);
   };
   int64_t own = unit;
   for (int64_t more = 2 * unit; more <= channels && more * element <= 128; more += unit) {
-    const bool fits = cluster_size(more) <= limits.max_cluster, same = cluster_size(more) == cluster_size(own);
+    const bool fits = cluster_size(more) <= limits.max_cluster,
+               same = cluster_size(more) == cluster_size(own);
     if (channels % more != 0 || lanes(more) * own > lanes(own) * more || (!fits && !same)) continue;
     const int64_t row = own * element, wanted = row < 64 ? limits.sms * 7 / 8 : limits.sms * 2;
-    if (blocks(more) >= wanted && (same || row < 32 || (row < 64 && cluster_size(own) > 1))) own = more;
+    if (blocks(more) >= wanted && (same || row < 32 || (row < 64 && cluster_size(own) > 1)))
+      own = more;
   }
   return own;
 }
 
 // log2 of the rows of warps of a block: two to eight steps a thread, if that takes no more than
 // half of the warps, as few steps are reduced soonest.
-inline int choose_warp_row_bits(const SmemResidentTiling& tiling, const KernelNeeds& needs, int warp_pixel_bits) {
-  const int64_t rows = ceil_div(tiling.block_pixels, int64_t{1} << warp_pixel_bits);  // for one step a thread
+inline int choose_warp_row_bits(const SmemResidentTiling& tiling, const KernelNeeds& needs,
+                                int warp_pixel_bits) {
+  const int64_t rows =
+      ceil_div(tiling.block_pixels, int64_t{1} << warp_pixel_bits);  // for one step a thread
   const int64_t half = std::max(needs.max_threads / 64 / tiling.warp_columns, 1);
   int bits = ceil_log2(rows <= 8 * half ? std::min(ceil_div(rows, 2), half) : 2 * half);
   while (bits > 0 && (32 * tiling.warp_columns << bits) > needs.max_threads) --bits;
@@ -85,16 +91,17 @@ inline int choose_warp_row_bits(const SmemResidentTiling& tiling, const KernelNe
 // group. The numbers in the rules (7/8 of the multiprocessors, 2 of them, 512 pixels) were fitted
 // on an H200; to refit them, change one and compare `python -m jaxunet.benchmark.kernels` on the
 // cases of group_norm.
-inline SmemResidentTiling smem_resident_tiling(const DeviceLimits& limits, const KernelNeeds& needs, int64_t batch,
-                                               int64_t pixels, int64_t channels, int64_t group, int vector,
-                                               int element) {
+inline SmemResidentTiling smem_resident_tiling(const DeviceLimits& limits, const KernelNeeds& needs,
+                                               int64_t batch, int64_t pixels, int64_t channels,
+                                               int64_t group, int vector, int element) {
   const auto lanes = [&](int64_t own) { return int64_t{1} << ceil_log2(own / vector); };
   const auto cluster_size = [&](int64_t own) {
     const int64_t bytes = lanes(own) * vector * element * pixels * needs.tensors;
     return int64_t{1} << ceil_log2(ceil_div(bytes, kBlockSmemBytes));
   };
   const int64_t unit = std::lcm<int64_t>(group, vector);
-  const int64_t own = choose_block_channels(limits, batch, channels, unit, element, lanes, cluster_size);
+  const int64_t own =
+      choose_block_channels(limits, batch, channels, unit, element, lanes, cluster_size);
   // Few samples: larger clusters, while a block keeps 512 pixels and every block still gets its own
   // multiprocessor.
   int64_t cluster = std::min<int64_t>(cluster_size(own), limits.max_cluster);
@@ -122,11 +129,14 @@ inline SmemResidentTiling smem_resident_tiling(const DeviceLimits& limits, const
   // One chunk if there are few steps, else kChunkStages of them, reduced as they arrive; more where
   // they do not fit.
   const int64_t steps = ceil_div(tiling.block_pixels, int64_t{1} << tiling.row_bits);
-  const int64_t step_bytes = static_cast<int64_t>(tiling.threads) * vector * element * std::max(needs.tensors, 1);
-  const int64_t stage_steps = std::max<int64_t>(
-      std::min(kBlockSmemBytes, limits.smem_bytes - tiling.scratch_bytes) / step_bytes / kChunkStages, 1);
-  tiling.chunk_steps = static_cast<int>(
-      std::max<int64_t>(steps <= kChunkStages ? steps : std::min(ceil_div(steps, kChunkStages), stage_steps), 1));
+  const int64_t step_bytes =
+      static_cast<int64_t>(tiling.threads) * vector * element * std::max(needs.tensors, 1);
+  const int64_t stage_steps =
+      std::max<int64_t>(std::min(kBlockSmemBytes, limits.smem_bytes - tiling.scratch_bytes) /
+                            step_bytes / kChunkStages,
+                        1);
+  tiling.chunk_steps = static_cast<int>(std::max<int64_t>(
+      steps <= kChunkStages ? steps : std::min(ceil_div(steps, kChunkStages), stage_steps), 1));
   tiling.chunks = static_cast<int>(ceil_div(steps, tiling.chunk_steps));
   tiling.stage_bytes = step_bytes * tiling.chunk_steps * std::min(tiling.chunks, kChunkStages);
   return tiling;
@@ -138,10 +148,11 @@ inline void check(const SmemResidentTiling& tiling, const DeviceLimits& limits) 
   constexpr int kMaxThreads = 1024;  // of a block, on every device
   const int64_t bytes = tiling.stage_bytes + tiling.scratch_bytes;
   if (tiling.threads <= kMaxThreads && bytes <= limits.smem_bytes) return;
-  throw std::runtime_error("groups of " + std::to_string(tiling.group) + " channels need " +
-                           std::to_string(tiling.threads) + " threads and " + std::to_string(bytes) +
-                           " bytes of shared memory a block, found " + std::to_string(kMaxThreads) + " and " +
-                           std::to_string(limits.smem_bytes) + "; use more groups, or backend=pallas or xla");
+  throw std::runtime_error(
+      "groups of " + std::to_string(tiling.group) + " channels need " +
+      std::to_string(tiling.threads) + " threads and " + std::to_string(bytes) +
+      " bytes of shared memory a block, found " + std::to_string(kMaxThreads) + " and " +
+      std::to_string(limits.smem_bytes) + "; use more groups, or backend=pallas or xla");
 }
 
 }  // namespace jaxunet

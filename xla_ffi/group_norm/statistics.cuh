@@ -87,10 +87,12 @@ __device__ void merge_neighbours(int piece_bits, float count, float (&mean)[V], 
 // Merges the rows of `partial` to the groups of the block, then of the cluster: scratch.mean and
 // scratch.inverse. The caller synchronises the block before and after; with several ranks it calls
 // cluster_wait before the block ends, as others read its shared memory until then.
-__device__ inline void merge_groups(const ReductionShape& shape, float eps, const StatisticsScratch& scratch) {
+__device__ inline void merge_groups(const ReductionShape& shape, float eps,
+                                    const StatisticsScratch& scratch) {
   const int groups = shape.channels / shape.group, pieces = shape.group >> shape.piece_bits;
   const int row_pieces = shape.channels >> shape.piece_bits;
-  const int team = static_cast<int>(threadIdx.x) / kTeam, member = static_cast<int>(threadIdx.x) % kTeam;
+  const int team = static_cast<int>(threadIdx.x) / kTeam,
+            member = static_cast<int>(threadIdx.x) % kTeam;
   const int teams = static_cast<int>(blockDim.x) / kTeam;
   const auto finish = [&](int group, const float4& all) {
     scratch.mean[group] = all.y;
@@ -135,8 +137,10 @@ struct Coefficients {
 
 // Computes the coefficients of the block's channel c, and writes them at index `channel` of the
 // outputs from the first block of a cluster. `pivot`: whether the means are less a pivot.
-__device__ inline Coefficients write_coefficients(const StatisticsOutputs& to, const StatisticsScratch& scratch,
-                                                  const ReductionShape& shape, bool pivot, int c, int64_t channel) {
+__device__ inline Coefficients write_coefficients(const StatisticsOutputs& to,
+                                                  const StatisticsScratch& scratch,
+                                                  const ReductionShape& shape, bool pivot, int c,
+                                                  int64_t channel) {
   Coefficients found;
   const float away = scratch.mean[c / shape.group];
   found.inverse = scratch.inverse[c / shape.group];

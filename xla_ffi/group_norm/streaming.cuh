@@ -22,7 +22,8 @@ struct StreamingTile {
     channel = static_cast<int>(blockIdx.y) * tiling.vectors * vector + local;
     pixel = static_cast<int>(blockIdx.x) * tiling.rows + row;
     stride = tiling.rows * tiling.ranks;
-    steps = row < tiling.rows && pixel < tiling.pixels ? (tiling.pixels - 1 - pixel) / stride + 1 : 0;
+    steps =
+        row < tiling.rows && pixel < tiling.pixels ? (tiling.pixels - 1 - pixel) / stride + 1 : 0;
   }
   // The same walk from the last pixel of the image backwards.
   __device__ void reverse(const StreamingTiling& tiling) {
@@ -37,8 +38,8 @@ struct VectorIterator {
   T* at = nullptr;
   int64_t stride = 0;  // elements from one to the next
 
-  __device__ VectorIterator(const StreamingTiling& tiling, const StreamingTile& tile, const TensorParts& of,
-                            int64_t sample) {
+  __device__ VectorIterator(const StreamingTiling& tiling, const StreamingTile& tile,
+                            const TensorParts& of, int64_t sample) {
     if (tile.steps == 0) return;
     int pixel_stride;
     T* const image = find_channel<T>(of, tile.channel, sample, tiling.pixels, &pixel_stride);
@@ -46,9 +47,11 @@ struct VectorIterator {
     stride = static_cast<int64_t>(tile.stride) * pixel_stride;
   }
   // A tensor that has all channels in one array.
-  __device__ VectorIterator(const StreamingTiling& tiling, const StreamingTile& tile, void* of, int64_t sample) {
+  __device__ VectorIterator(const StreamingTiling& tiling, const StreamingTile& tile, void* of,
+                            int64_t sample) {
     if (tile.steps == 0) return;
-    at = static_cast<T*>(of) + (sample * tiling.pixels + tile.pixel) * tiling.channels + tile.channel;
+    at = static_cast<T*>(of) + (sample * tiling.pixels + tile.pixel) * tiling.channels +
+         tile.channel;
     stride = static_cast<int64_t>(tile.stride) * tiling.channels;
   }
   __device__ Vector<T, V>* next() {
@@ -65,13 +68,16 @@ struct VectorIterator {
 // Layout: slots[stage][thread].
 template <class T, int V, int kStages>
 struct Pipeline {
-  static constexpr int64_t kBytes = static_cast<int64_t>(kStages) * kStreamingThreads * V * sizeof(T);  // of a block
+  static constexpr int64_t kBytes =
+      static_cast<int64_t>(kStages) * kStreamingThreads * V * sizeof(T);  // of a block
   VectorIterator<T, V> from;
   Vector<T, V>* slots;
 
   __device__ Pipeline(const VectorIterator<T, V>& from, char* memory)
       : from(from), slots(reinterpret_cast<Vector<T, V>*>(memory) + threadIdx.x) {}
-  __device__ Vector<T, V>* slot(int step) const { return slots + (step & (kStages - 1)) * kStreamingThreads; }
+  __device__ Vector<T, V>* slot(int step) const {
+    return slots + (step & (kStages - 1)) * kStreamingThreads;
+  }
   // Starts to copy the next vector, which is that of `step`.
   __device__ void fetch(int step) {
     if constexpr (V * sizeof(T) == 16) {
@@ -94,7 +100,8 @@ struct ChannelAffine {
   float factor[V] = {}, shift[V] = {}, mean[kUsesPivot<T> ? V : 1] = {};
 
   // From the rows of the sample, each starting at the thread's first channel.
-  __device__ void load(const float* scale, const float* offset, const float* means, const float* inverses) {
+  __device__ void load(const float* scale, const float* offset, const float* means,
+                       const float* inverses) {
     float inverse[V], middle[V];
     load_floats(scale, factor);
     load_floats(offset, shift);
@@ -118,7 +125,9 @@ struct ChannelAffine {
     }
   }
   // z of channel j.
-  __device__ float at(const float (&value)[V], int j) const { return value[j] * factor[j] + shift[j]; }
+  __device__ float at(const float (&value)[V], int j) const {
+    return value[j] * factor[j] + shift[j];
+  }
 };
 
 // The entry of a channel in the row of a sample.

@@ -43,18 +43,21 @@ struct StreamingTiling {
 // devices without clusters, whose blocks could not combine their sums; where samples have less than
 // `min_elements` elements or there are too few blocks for the device; where a pixel has more
 // vectors than a block has threads; where the grid's z could not hold one sample more.
-inline std::optional<StreamingTiling> streaming_tiling(const DeviceLimits& limits, int64_t min_elements, int64_t batch,
-                                                       int64_t pixels, int64_t channels, int64_t group, int vector,
-                                                       int element) {
+inline std::optional<StreamingTiling> streaming_tiling(const DeviceLimits& limits,
+                                                       int64_t min_elements, int64_t batch,
+                                                       int64_t pixels, int64_t channels,
+                                                       int64_t group, int vector, int element) {
   constexpr int kCluster = 8;          // the largest that every device with clusters has
   constexpr int64_t kMaxGrid = 65535;  // of z
   const int64_t unit = std::lcm<int64_t>(group, vector);
   int64_t own = channels;  // of a block
-  const auto too_few_blocks = [&](int64_t sms) { return batch * (channels / own) * limits.max_cluster < sms; };
+  const auto too_few_blocks = [&](int64_t sms) {
+    return batch * (channels / own) * limits.max_cluster < sms;
+  };
   // Rows of 128 bytes, a line of memory, are read as fast as longer ones.
   while (too_few_blocks(limits.sms) && own % (2 * unit) == 0 && own / 2 * element >= 128) own /= 2;
-  if (limits.max_cluster < kCluster || pixels * channels < min_elements || too_few_blocks(limits.sms * 3 / 4) ||
-      own / vector > kStreamingThreads || batch >= kMaxGrid) {
+  if (limits.max_cluster < kCluster || pixels * channels < min_elements ||
+      too_few_blocks(limits.sms * 3 / 4) || own / vector > kStreamingThreads || batch >= kMaxGrid) {
     return std::nullopt;
   }
   StreamingTiling tiling{};
@@ -71,14 +74,17 @@ inline std::optional<StreamingTiling> streaming_tiling(const DeviceLimits& limit
 
 // The second launch's tiling, for a grid of `layers` in z. Its blocks form no clusters, so any
 // number of them may share a sample: the one whose waves of concurrent blocks finish first.
-inline StreamingTiling second_pass_tiling(StreamingTiling tiling, const DeviceLimits& limits, int64_t layers) {
+inline StreamingTiling second_pass_tiling(StreamingTiling tiling, const DeviceLimits& limits,
+                                          int64_t layers) {
   constexpr int kMaxRanks = 128;
-  constexpr int64_t kPrologueSteps = 3;  // a block's prologue takes about as long as three steps of its mainloop
+  constexpr int64_t kPrologueSteps =
+      3;  // a block's prologue takes about as long as three steps of its mainloop
   const int64_t concurrent = limits.sms * kStreamingBlocks;
   int64_t best = 0;
   for (int ranks = 1; ranks <= kMaxRanks; ++ranks) {
     const int64_t steps = ceil_div(tiling.pixels, static_cast<int64_t>(tiling.rows) * ranks);
-    const int64_t time = ceil_div(layers * tiling.channel_blocks * ranks, concurrent) * (steps + kPrologueSteps);
+    const int64_t time =
+        ceil_div(layers * tiling.channel_blocks * ranks, concurrent) * (steps + kPrologueSteps);
     if (best == 0 || time < best) {
       best = time;
       tiling.ranks = ranks;

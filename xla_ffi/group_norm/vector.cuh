@@ -23,7 +23,9 @@ __device__ inline void narrow(float x, float* to) { *to = x; }
 __device__ inline void narrow(float x, __half* to) { *to = __float2half_rn(x); }
 __device__ inline void narrow(float x, __nv_bfloat16* to) { *to = __float2bfloat16_rn(x); }
 __device__ inline void narrow(float x, float y, __half2* to) { *to = __floats2half2_rn(x, y); }
-__device__ inline void narrow(float x, float y, __nv_bfloat162* to) { *to = __floats2bfloat162_rn(x, y); }
+__device__ inline void narrow(float x, float y, __nv_bfloat162* to) {
+  *to = __floats2bfloat162_rn(x, y);
+}
 
 template <class T>
 struct PairOf {};
@@ -135,15 +137,19 @@ inline TensorParts tensor_parts(const Parts& parts) {
 // Returns the address of a channel in the first pixel of a sample. `stride`: elements from one
 // pixel to the next, which are the channels of the part that has this channel.
 template <class T>
-__device__ T* find_channel(const TensorParts& from, int channel, int64_t sample, int pixels, int* stride) {
+__device__ T* find_channel(const TensorParts& from, int channel, int64_t sample, int pixels,
+                           int* stride) {
   int first = 0, part = 0;
 #pragma unroll 1
-  while (part + 1 < from.count && channel >= first + from.channels[part]) first += from.channels[part++];
+  while (part + 1 < from.count && channel >= first + from.channels[part])
+    first += from.channels[part++];
   *stride = from.channels[part];
   return reinterpret_cast<T*>(from.data[part]) + sample * pixels * *stride + (channel - first);
 }
 
 // The row of sample blockIdx.z, one float for each channel.
-__device__ inline const float* sample_row(const Rows& rows) { return rows.data + blockIdx.z * rows.stride; }
+__device__ inline const float* sample_row(const Rows& rows) {
+  return rows.data + blockIdx.z * rows.stride;
+}
 
 }  // namespace jaxunet::cuda
