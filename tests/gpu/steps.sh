@@ -12,7 +12,7 @@ for turn in 1 2; do
   for side in old new; do
     tree=$old
     [ $side = new ] && tree=$new
-    (cd "$tree" && PYTHONPATH=. python3 -m jaxunet.benchmark "${flags[@]}" --output "$out/${side}_$turn.jsonl" >"$out/${side}_$turn.log" 2>&1) ||
+    (cd "$tree" && PYTHONPATH=.${PYTHONPATH:+:$PYTHONPATH} python3 -m jaxunet.benchmark "${flags[@]}" --output "$out/${side}_$turn.jsonl" >"$out/${side}_$turn.log" 2>&1) ||
       { tail -20 "$out/${side}_$turn.log"; exit 1; }
   done
 done
