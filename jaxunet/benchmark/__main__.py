@@ -1,13 +1,16 @@
-"""Times the network and whole training steps of a config, on every backend and beside PyTorch.
+"""Times the network and whole training steps of a config on several backends and PyTorch.
 
-    python -m jaxunet.benchmark --config configs/elephants64.py --backends xla,auto --batch_sizes 32,256 --peers pytorch
+    python -m jaxunet.benchmark --config configs/elephants64.py --backends xla,auto \
+      --batch_sizes 32,256 --peers pytorch
     python -m jaxunet.benchmark --table benchmark.jsonl
 
-The sides take turns on one device, so that their ratios hold where speed drifts. Each case is appended to `--output` as a JSON line, and
-the table is printed at the end; a side that cannot run is a row with its error, and the exit status is then 1.
+The sides take turns on one device, so that their ratios hold while its speed drifts. Each row is
+appended to `--output` as a JSON line, and a table is printed at the end. A side that cannot run
+gets a row with its error, and the exit status is 1.
 
-Beside JAX, PyTorch needs memory of the same GPU: with `--peers`, JAX takes its own as needed (XLA_PYTHON_CLIENT_PREALLOCATE=false, unless
-that variable is set). Neither gives back while a case runs, so a batch has to fit several times.
+PyTorch needs memory on the same GPU: with `--peers`, JAX allocates on demand
+(XLA_PYTHON_CLIENT_PREALLOCATE=false, unless that variable is set). Neither frees memory while a
+case runs, so a batch has to fit several times.
 """
 
 from __future__ import annotations
@@ -47,11 +50,11 @@ ROUNDS = flags.DEFINE_integer(
 STEPS = flags.DEFINE_integer(
     'steps',
     None,
-    'Steps of one turn; default: as many as take the quickest side half a second, and the slowest not over two; at least 10. Rounded '
-    'up to whole calls.',
+    'Steps of one turn, rounded up to whole calls; default: half a second of the fastest side, at '
+    'most two seconds of the slowest, at least 10 steps.',
 )
 SYNTHETIC = flags.DEFINE_bool(
-    'synthetic', False, 'Random images in place of data.path: times do not depend on pixels.'
+    'synthetic', False, 'Random images instead of data.path: times do not depend on pixels.'
 )
 OUTPUT = flags.DEFINE_string('output', 'benchmark.jsonl', 'File that rows are appended to.')
 TABLE = flags.DEFINE_string('table', None, 'Print the table of this file of rows, and exit.')
@@ -59,6 +62,7 @@ DRY_RUN = flags.DEFINE_bool('dry_run', False, 'Print the cases, and exit.')
 
 
 def main(argv: Sequence[str]) -> int:
+    """Runs the benchmark or prints the table of `--table`; returns the exit status."""
     if TABLE.value is not None:
         print(markdown(rows.read(TABLE.value)))
         return 0
@@ -77,14 +81,12 @@ def main(argv: Sequence[str]) -> int:
         dry_run(plan)
         return 0
     if len(plan.sides) == 1:
-        load_ops(
-            plan.sides[0], plan.precisions[0]
-        )  # with nothing to compare it to, one that is missing is an error at once
+        # A missing backend is an error at once when there is nothing to compare it with.
+        load_ops(plan.sides[0], plan.precisions[0])
     if PEERS.value:
         os.environ.setdefault('XLA_PYTHON_CLIENT_PREALLOCATE', 'false')
-    jax.config.update(
-        'jax_enable_compilation_cache', False
-    )  # a program from the cache would show no compile time
+    # A program from the cache would show no compile time.
+    jax.config.update('jax_enable_compilation_cache', False)
     c = plan.config
     source = (
         synthetic_source(c)
@@ -107,7 +109,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def dry_run(plan: Plan) -> None:
-    """One line a measurement, in their order."""
+    """Prints one line for each measurement, in order."""
     turn = (
         f'{plan.steps} steps'
         if plan.steps

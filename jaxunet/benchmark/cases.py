@@ -1,4 +1,7 @@
-"""What a benchmark compares: sides (backends of jaxunet, and peers) in cases (precision, batch size), each in several directions."""
+"""The plan of a benchmark: which sides are timed, in which cases and directions.
+
+A side is a backend of jaxunet or a peer (PyTorch). A case is a precision and a batch size.
+"""
 
 from __future__ import annotations
 
@@ -10,31 +13,39 @@ from jaxunet.benchmark.timing import Run
 from jaxunet.config import PRECISIONS, Config, split_backend
 from jaxunet.runtime.errors import UserError, near_misses
 
-# The loss of a batch; its gradients too; a whole training step with data, gradient clipping, optimizer and average.
+# forward: the loss of a batch. forward+backward: its gradients too. step: a whole training step,
+# with data, gradient clipping, optimizer and averages.
 DIRECTIONS = ('forward', 'forward+backward', 'step')
-# eager: as written. compiled: torch.compile. best: also channels_last, fused AdamW, and the whole call in one CUDA graph.
+# eager: as written. compiled: torch.compile. best: also channels_last, fused AdamW, and the whole
+# call in one CUDA graph.
 PYTORCH = ('pytorch-eager', 'pytorch-compiled', 'pytorch-best')
 PEERS = {'pytorch': PYTORCH} | {name: (name,) for name in PYTORCH}
 
 
 class Prepared(NamedTuple):
-    """A side that is ready to be timed in one direction, and what is known of it without timing."""
+    """A side that is compiled for one direction and ready to be timed.
+
+    Fields:
+      run: runs a number of steps, a multiple of `unit`, and waits for the device.
+      lower_s: seconds of tracing and lowering; None if compiling includes them.
+      compile_s: seconds of compiling; for PyTorch, of the first calls and graph capture.
+      bytes_moved: bytes that one step moves; None if unknown. `notes['bytes_source']` says how.
+      peak_bytes: peak device memory; None if unknown. `notes['peak_source']` says how.
+      notes: `bytes_source`, `peak_source`, and for jaxunet `ops`, the backend of every op.
+      close: frees what only this direction needs.
+      unit: steps of one compiled call.
+      concurrent: True if independent kernels may run at once.
+    """
 
     run: Run
-    lower_s: (
-        float | None
-    )  # seconds of tracing and lowering; None where it cannot be told apart from compiling
-    compile_s: (
-        float  # seconds of compiling (for PyTorch: of the first calls, graph capture included)
-    )
-    bytes_moved: int | None  # of one step, see `bytes_source`; None: not known
-    peak_bytes: int | None  # of device memory, see `peak_source`; None: not known
-    notes: dict[
-        str, str
-    ]  # bytes_source, peak_source, and for jaxunet ops: which backend every op got
-    close: Callable[[], None]  # gives back what only this direction needs
-    unit: int = 1  # steps of one call, of which `run` takes multiples
-    concurrent: bool = False  # whether kernels run at once where none waits for another
+    lower_s: float | None
+    compile_s: float
+    bytes_moved: int | None
+    peak_bytes: int | None
+    notes: dict[str, str]
+    close: Callable[[], None]
+    unit: int = 1
+    concurrent: bool = False
 
 
 class Side(Protocol):
@@ -46,7 +57,13 @@ class Side(Protocol):
 
 
 class Plan(NamedTuple):
-    """A whole run. `sides` are names of backends and peers; ratios are to the first."""
+    """A whole benchmark.
+
+    Fields:
+      sides: names of backends and peers; ratios are to the first.
+      rounds: turns of each side.
+      steps: steps of one turn; None: chosen by `timing.turn_steps`.
+    """
 
     name: str
     config: Config
@@ -55,10 +72,10 @@ class Plan(NamedTuple):
     batch_sizes: tuple[int, ...]
     directions: tuple[str, ...]
     rounds: int
-    steps: int | None  # None: as `timing.turn_steps` says
+    steps: int | None
 
     def cases(self) -> Iterator[tuple[str, int]]:
-        """(precision, batch size) in the order of the run."""
+        """Yields (precision, batch size) in the order of the run."""
         for precision in self.precisions:
             for size in self.batch_sizes:
                 yield precision, size
@@ -76,11 +93,12 @@ def make_plan(
     rounds: int,
     steps: int | None,
 ) -> Plan:
-    """The plan of these flags; empty lists stand for the config's own value, of directions for all.
+    """Returns the plan of these flags. An empty list means the config's value, or all directions.
 
     Raises:
-      UserError: an unknown name, a number out of range, steps that are no multiple of train.steps_per_call, PyTorch asked for and not
-        installed, or a config that spreads a batch over several devices or micro-batches.
+      UserError: an unknown name, a number out of range, `steps` that are not a multiple of
+        train.steps_per_call, PyTorch asked for but not installed, or a config that splits a batch
+        over several devices or micro-batches.
     """
     backends = backends or [config.backend]
     for backend in backends:
@@ -117,12 +135,13 @@ def make_plan(
 
 
 def benchmark_config(config: Config) -> Config:
-    """The config that is timed: one device, endless, and random weights in the last layers too.
+    """Returns the config that is timed: one device, no last step, no layers of zeros.
 
-    Those layers start at zero otherwise, and a network of zeros takes a GPU less power, so it clocks higher than a trained one.
+    Layers that start at zero would make the GPU draw less power and clock higher than it does with
+    a trained network.
 
     Raises:
-      UserError: the config spreads a batch over several devices or micro-batches.
+      UserError: the config splits a batch over several devices or micro-batches.
     """
     if config.parallel.devices > 1:
         raise UserError(

@@ -1,4 +1,4 @@
-"""What this device can do, measured: the rates that a step's arithmetic and memory traffic are compared with."""
+"""Measures what the device can do: the rates that a step's arithmetic and traffic are compared with."""
 
 from __future__ import annotations
 
@@ -15,21 +15,27 @@ ROUNDS = 5
 
 
 class Rates(NamedTuple):
-    """Of one device, in one precision."""
+    """Rates of one device in one precision.
 
-    matmul_flops: float  # floating-point operations a second of a large matrix product
-    copy_bytes: float  # bytes a second, read and written, of a large elementwise pass
+    Fields:
+      matmul_flops: floating-point operations per second of a large matrix product.
+      copy_bytes: bytes per second, reads plus writes, of a large elementwise pass.
+    """
+
+    matmul_flops: float
+    copy_bytes: float
 
 
 def measure_rates(precision: str, *, side: int | None = None, copied: int | None = None) -> Rates:
-    """The matrix product and copy rates of the first device.
+    """Measures the matrix-product and copy rates of the first device.
 
-    Operands are random: on GPUs a product of zeros draws less power, clocks higher and promises what no network reaches.
+    Operands are random: a product of zeros draws less power, and the GPU clocks higher.
 
     Args:
-      precision: type of the product: bfloat16, float16 or float32 (on NVIDIA GPUs the last runs as TF32, as JAX's convolutions do).
+      precision: type of the product: bfloat16, float16 or float32 (TF32 on NVIDIA GPUs, as in JAX's
+        convolutions).
       side: rows and columns of the square matrices; default 8192, or 512 on a CPU.
-      copied: bytes of the array that is copied; default 1 GiB, or 64 MiB on a CPU.
+      copied: bytes of the copied array; default 1 GiB, or 64 MiB on a CPU.
     """
     on_cpu = jax.default_backend() == 'cpu'
     side = side or (512 if on_cpu else 8192)
@@ -39,19 +45,19 @@ def measure_rates(precision: str, *, side: int | None = None, copied: int | None
     @jax.jit
     def draw(key: Array) -> tuple[Array, Array]:
         a, b = jax.random.normal(key, (2, side, side), jnp.float32)
-        return a.astype(dtype), (b / side**0.5).astype(dtype)  # keeps the size of a in a @ b
+        return a.astype(dtype), (b / side**0.5).astype(dtype)  # a @ b keeps the scale of a
 
     a, b = draw(jax.random.key(0))
     product = jax.jit(jnp.matmul)
     negate = jax.jit(jnp.negative)
     x = jax.jit(lambda key: jax.random.normal(key, (copied // 4,), jnp.float32))(jax.random.key(1))
-    calls = 5 if on_cpu else 40  # enough that starting and waiting do not show
+    calls = 5 if on_cpu else 40  # enough to hide the cost of launching and waiting
     seconds = _seconds(lambda value: product(value, b), a, calls), _seconds(negate, x, calls)
     return Rates(2 * side**3 / seconds[0], 2 * x.nbytes / seconds[1])
 
 
 def _seconds(function: Callable[[Array], Array], start: Array, calls: int) -> float:
-    """Median over rounds of the time of one call, each fed with the result of the one before."""
+    """Returns the median time of one call; each call takes the result of the one before."""
     times = []
     value = jax.block_until_ready(function(start))
     for _ in range(ROUNDS + 1):
@@ -60,4 +66,4 @@ def _seconds(function: Callable[[Array], Array], start: Array, calls: int) -> fl
             value = function(value)
         jax.block_until_ready(value)
         times.append((time.perf_counter() - began) / calls)
-    return float(np.median(times[1:]))  # the first round brings the clocks up
+    return float(np.median(times[1:]))  # the first round warms up

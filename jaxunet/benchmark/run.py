@@ -1,4 +1,7 @@
-"""Runs a plan: builds the sides of each case, lets them take turns, and makes a row of each, also of one that fails."""
+"""Runs a plan: builds the sides of each case, times them in turns, and makes a row of each.
+
+A side that fails gets a row with its error.
+"""
 
 from __future__ import annotations
 
@@ -20,19 +23,16 @@ from jaxunet.model import cost as estimate
 from jaxunet.runtime.errors import UserError
 from jaxunet.runtime.rows import Row, provenance
 
-PASSES = {
-    'forward': 1,
-    'forward+backward': 3,
-    'step': 3,
-}  # in forward passes: a gradient in weights and one in inputs for each product
+# Arithmetic in forward passes: the backward pass has two products for each of the forward pass.
+PASSES = {'forward': 1, 'forward+backward': 3, 'step': 3}
 
 
 def run(plan: Plan, source: Source, command: str) -> Iterator[Row]:
-    """Rows as they are measured; a row of what failed has an `error` and no numbers.
+    """Yields rows as they are measured; the row of a failed side has an `error` and no numbers.
 
     Args:
-      source: the images of the whole training steps.
-      command: the command line that asks for this.
+      source: images for the whole training steps.
+      command: the command line, which every row repeats.
     """
     origin = {
         'kind': 'benchmark',
@@ -68,7 +68,7 @@ def run(plan: Plan, source: Source, command: str) -> Iterator[Row]:
 def _case(
     plan: Plan, config: Config, source: Source, state: TrainState, case: Row, rates: Rates
 ) -> Iterator[Row]:
-    """All directions of one precision and batch size."""
+    """Yields the rows of all directions of one precision and batch size."""
     built = {name: _try(make_side, name, config, source, state) for name in plan.sides}
     sides: dict[str, Side] = {}
     for name, side in built.items():
@@ -117,7 +117,7 @@ def _case(
 
 
 def make_side(name: str, config: Config, source: Source, state: TrainState) -> Side:
-    """A backend or a peer by its name."""
+    """Builds the side with this name, a backend or a peer."""
     if name not in PYTORCH:
         return JaxSide(config.replace(backend=name), source, state)
     from jaxunet.benchmark.torch_side import TorchSide  # noqa: PLC0415
@@ -128,7 +128,10 @@ def make_side(name: str, config: Config, source: Source, state: TrainState) -> S
 def measured(
     prepared: Prepared, times: list[float], first: list[float] | None, row: Row, rates: Rates
 ) -> Row:
-    """The numbers of a row. Shares are of the rates that the device was measured to reach; None is not known."""
+    """Returns the numbers of a row.
+
+    `mfu` and `bandwidth_share` are relative to the measured rates of the device; None: unknown.
+    """
     timing = summarise(times, first)
     seconds = timing.median_ms / 1e3
     moved, known = prepared.bytes_moved, first is not None
@@ -152,7 +155,7 @@ def measured(
 
 
 def describe_error(error: Any) -> str:
-    """The message of a mistake; of other exceptions their kind and the beginning, and the whole of it in the log."""
+    """Returns the message of a UserError; otherwise type and text, with the traceback in the log."""
     if isinstance(error, UserError):
         return str(error)
     say(''.join(traceback.format_exception(error)))
@@ -160,11 +163,12 @@ def describe_error(error: Any) -> str:
 
 
 def say(line: str) -> None:
+    """Logs a line."""
     logging.getLogger('absl').info('%s', line)
 
 
 def _try(function: Callable[..., Any], *arguments: Any) -> Any:
-    """What it returns, or the exception."""
+    """Returns the result, or the exception that was raised."""
     try:
         return function(*arguments)
     except Exception as error:

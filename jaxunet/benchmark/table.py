@@ -1,4 +1,4 @@
-"""Rows as Markdown."""
+"""Formats benchmark rows as Markdown tables."""
 
 from __future__ import annotations
 
@@ -20,19 +20,13 @@ HEAD = [
     'peak GiB',
     'compile s',
 ]
-SAME = (
-    'device',
-    'config',
-    'precision',
-    'batch_size',
-    'direction',
-    'backend',
-)  # a later row of the same case takes the place of an earlier one
+# A later row that agrees in these fields replaces an earlier one.
+SAME = ('device', 'config', 'precision', 'batch_size', 'direction', 'backend')
 NEEDED = (*SAME, 'git', 'driver', 'versions', 'matmul_flops', 'copy_bytes_per_s')
 
 
 def markdown(rows: Iterable[Row]) -> str:
-    """A table for each device, with a line that says what the numbers are; rows of other kinds are passed over.
+    """Returns a table for each device, with a caption; rows of other kinds are skipped.
 
     Raises:
       UserError: there is no benchmark row, or one lacks a field.
@@ -68,14 +62,14 @@ def markdown(rows: Iterable[Row]) -> str:
 
 def _table(rows: list[Row]) -> str:
     commits = list(dict.fromkeys(str(row['git']) for row in rows))
-    head = HEAD if len(commits) == 1 else [*HEAD, 'commit']  # a ratio is to a side of the same run
+    head = HEAD if len(commits) == 1 else [*HEAD, 'commit']  # ratios hold within one commit
     lines = [_caption(rows, commits), '', f'| {" | ".join(head)} |', '|' + '---|' * len(head)]
     lines += [f'| {" | ".join([*_cells(row), str(row["git"])][: len(head)])} |' for row in rows]
     return '\n'.join(lines)
 
 
 def _caption(rows: list[Row], commits: list[str]) -> str:
-    """Where the rows come from, and the rates that shares refer to."""
+    """Returns device, versions, commits, and the rates that MFU and bandwidth refer to."""
     versions = dict(pair for row in rows for pair in row['versions'].items())
     parts = [f'{name} {version}' for name, version in versions.items() if name in ('jax', 'torch')]
     parts += [f'driver {row["driver"]}' for row in rows[:1] if row['driver']]
@@ -89,13 +83,13 @@ def _caption(rows: list[Row], commits: list[str]) -> str:
 
 
 def _range(rows: list[Row], field: str, unit: float) -> str:
-    """The field's value; of several runs the least and the most."""
+    """Returns the value of a field; with several runs, its smallest and largest value."""
     shown = [f'{row[field] / unit:.4g}' for row in sorted(rows, key=lambda row: row[field])]
     return shown[0] if shown[0] == shown[-1] else f'{shown[0]} to {shown[-1]}'
 
 
 def _together(row: Row) -> str:
-    """What runs together: steps of a call, kernels. Rows from before there was a choice have one of each."""
+    """Returns the steps per call and concurrent kernels of a row, where they are not the default."""
     steps = f', {row["steps_per_call"]} a call' if row.get('steps_per_call', 1) > 1 else ''
     return steps + (', concurrent kernels' if row.get('concurrent_kernels', False) else '')
 

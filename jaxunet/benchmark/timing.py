@@ -1,4 +1,4 @@
-"""Timing of several sides in one run: they take turns, so that a machine whose speed drifts does so for all of them alike."""
+"""Times several sides in turns, so that drifting machine speed affects all of them alike."""
 
 from __future__ import annotations
 
@@ -11,13 +11,17 @@ from typing import NamedTuple
 
 import numpy as np
 
-Run = Callable[[int], None]  # does that many steps and returns when the device has finished them
-TURN_SECONDS = 0.5  # at its start the device waits for the host, for some milliseconds that no training run has
+Run = Callable[[int], None]  # runs that many steps and returns once the device has finished them
+# Seconds of one turn: long against the few milliseconds at its start in which the device waits.
+TURN_SECONDS = 0.5
 MIN_STEPS = 10
 
 
 class Timing(NamedTuple):
-    """Milliseconds a step, and the ratio to the first side of the same rounds: medians, with lower and upper quartiles."""
+    """Milliseconds per step, and the ratio to the first side within each round.
+
+    Medians over rounds, with lower and upper quartiles.
+    """
 
     median_ms: float
     quartiles_ms: tuple[float, float]
@@ -26,14 +30,18 @@ class Timing(NamedTuple):
 
 
 def turns(names: Sequence[str], rounds: int) -> list[list[str]]:
-    """The order of the sides in each round: forwards and backwards in turn, so that nobody is always first after a pause."""
+    """Returns the order of the sides in each round: forwards and backwards alternately."""
     return [list(names) if i % 2 == 0 else list(names)[::-1] for i in range(rounds)]
 
 
 def steps_in(
     seconds: float, run: Run, unit: int = 1, clock: Callable[[], float] = time.perf_counter
 ) -> int:
-    """How many steps of a side that has run before, and that takes multiples of `unit`, take about so long, rounded up."""
+    """Returns how many steps of a warmed-up side take about `seconds`, rounded up.
+
+    Args:
+      unit: `run` takes multiples of this.
+    """
     run(unit)
     began = clock()
     run(2 * unit)
@@ -41,15 +49,21 @@ def steps_in(
 
 
 def turn_steps(counts: Sequence[int], unit: int = 1) -> int:
-    """Steps of everybody's turn, from the `steps_in` of `TURN_SECONDS` of each side (of those that run): as many as take the quickest side
-    that long, if the slowest then takes no more than four times it, and at least `MIN_STEPS`; a multiple of `unit`, rounded up."""
+    """Returns the steps of one turn, the same for all sides: a multiple of `unit`.
+
+    The fastest side gets a full turn, as long as the slowest takes at most four; at least
+    `MIN_STEPS`.
+
+    Args:
+      counts: `steps_in(TURN_SECONDS, ...)` of each side that runs.
+    """
     steps = max(MIN_STEPS, min(max(counts), 4 * min(counts))) if counts else MIN_STEPS
     return math.ceil(steps / unit) * unit
 
 
 @contextlib.contextmanager
 def garbage_set_aside() -> Iterator[None]:
-    """What is there now is not gone through: that takes a tenth of a second and more, in the middle of somebody's turn."""
+    """Keeps the garbage collector from scanning existing objects, which would stall a turn."""
     gc.collect()
     gc.freeze()
     try:
@@ -65,12 +79,14 @@ def interleave(
     steps: int,
     clock: Callable[[], float] = time.perf_counter,
 ) -> dict[str, list[float] | Exception]:
-    """Milliseconds a step of every side in every round, by name; or the exception that ended a side, without the others.
+    """Returns milliseconds per step of every side in every round, by name.
+
+    A side that raises is left out of the later rounds, and its exception is returned instead.
 
     Args:
       sides: what to run, by name.
-      rounds: how often each side has its turn.
-      steps: steps of one turn; only their sum is timed.
+      rounds: turns of each side.
+      steps: steps of one turn, timed together.
     """
     times: dict[str, list[float]] = {name: [] for name in sides}
     failed: dict[str, Exception] = {}
@@ -89,9 +105,9 @@ def interleave(
 
 
 def summarise(times: Sequence[float], first: Sequence[float] | None) -> Timing:
-    """Medians and quartiles of one side's rounds, and of its ratio to `first`, the same rounds of the first side (None: it failed).
+    """Returns medians and quartiles over rounds, of times and of ratios to the first side.
 
-    A ratio is taken within a round. Without a first side it is NaN.
+    Ratios are taken within a round; they are NaN if the first side failed (`first` is None).
     """
     ratios = np.divide(times, first) if first is not None else np.full(len(times), np.nan)
     low, median, high = np.percentile(times, (25, 50, 75))

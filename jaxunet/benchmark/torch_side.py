@@ -1,6 +1,6 @@
-"""The PyTorch side of a comparison: the same network, loss, optimizer and average, in three ways of running it.
+"""The PyTorch side of a benchmark: the same network, loss, optimizer and averages, run three ways.
 
-Importing this module needs PyTorch, which is optional.
+Importing this module needs PyTorch (extra `peers`).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from jaxunet.runtime.errors import UserError
 from jaxunet.weights.guided_diffusion import from_tree
 
 EAGER, COMPILED, BEST = PYTORCH
-WARM_UP = 3  # calls before one is captured or measured, as PyTorch's notes on CUDA graphs advise
+WARM_UP = 3  # calls before capture or measurement, as PyTorch's notes on CUDA graphs advise
 
 Inputs = tuple[
     torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None
@@ -33,18 +33,19 @@ Inputs = tuple[
 
 
 class TorchSide:
-    """One of `cases.PYTORCH` at one batch size and precision (under autocast, PyTorch's mixed precision), on JAX's kind of device.
+    """One of `cases.PYTORCH` at one batch size and precision, under autocast for 16-bit types.
 
-    It has everything of our training step but what changes numbers and not work: the learning rate and the average's decay are
-    constant, and batches are drawn with replacement.
+    It does the same work as our training step. Three things differ in value only: the learning
+    rate and the decay of the averages are constant, and batches are drawn with replacement.
 
     Args:
       config: from `cases.benchmark_config`, with the precision and batch size of the case.
-      source: the images, which go to the device.
-      params: our parameters, which it starts from.
+      source: the images, which are copied to the device.
+      params: our parameters, which the network starts from.
 
     Raises:
-      UserError: the mode needs a GPU that PyTorch does not see, or the config trains what the peer does not.
+      UserError: the mode needs a GPU that PyTorch does not see, or the config needs a feature that
+        the peer lacks.
     """
 
     def __init__(self, config: Config, mode: str, source: Source, params: Params) -> None:
@@ -87,7 +88,7 @@ class TorchSide:
         self.loss = loss if mode == EAGER else torch.compile(loss, dynamic=False, fullgraph=True)
 
     def prepare(self, direction: str) -> Prepared:
-        """Compiles and captures one of `cases.DIRECTIONS`, and runs it."""
+        """Compiles (and for `best` captures) one of `cases.DIRECTIONS` and runs it once."""
         began = time.perf_counter()
         inputs = self.draw()
         call, peak = self._ready(
@@ -120,7 +121,7 @@ class TorchSide:
         return Prepared(run, None, seconds, None, peak, notes, close)
 
     def draw(self) -> Inputs:
-        """A batch as `jaxunet.training.step.noise_batch`: x0 and noise (batch, channels, height, width), t and labels (batch,)."""
+        """Draws a batch: x0 and noise (batch, channels, height, width), t and labels (batch,)."""
         config, device, size = self.config, self.device, self.config.data.batch_size
         rows = torch.randint(len(self.images), (size,), device=device)
         x0 = self.images[rows].float() / 127.5 - 1
@@ -136,14 +137,14 @@ class TorchSide:
         return x0, t, noise, torch.where(dropped, -1, self.labels[rows])
 
     def backward(self, inputs: Inputs) -> torch.Tensor:
-        """The loss; its gradients are in the parameters."""
+        """Returns the loss and leaves its gradients in the parameters."""
         self.optimizer.zero_grad(set_to_none=True)
         loss = self.loss(*inputs)
         loss.backward()
         return loss
 
     def step(self) -> torch.Tensor:
-        """One whole training step; its loss."""
+        """Runs one whole training step and returns its loss."""
         loss = self.backward(self.draw())
         if self.config.optimizer.clip_norm:
             torch.nn.utils.clip_grad_norm_(
@@ -158,7 +159,7 @@ class TorchSide:
     def _ready(
         self, call: Callable[[], Any], *, whole: bool
     ) -> tuple[Callable[[], Any], int | None]:
-        """The call, warmed up and for `best` captured in a graph, and the device memory that it needs."""
+        """Returns the warmed-up (for `best`, captured) call and its peak device memory in bytes."""
         if not self.gpu:
             call()
             return call, None
@@ -169,9 +170,8 @@ class TorchSide:
                 call()
         torch.cuda.current_stream().wait_stream(stream)
         self._wait()
-        self.optimizer.zero_grad(
-            set_to_none=True
-        )  # so that a captured backward pass allocates its gradients in the graph's memory
+        # A captured backward pass then allocates its gradients in the graph's memory.
+        self.optimizer.zero_grad(set_to_none=True)
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
         if self.best:
@@ -184,7 +184,7 @@ class TorchSide:
         return call, torch.cuda.max_memory_allocated() - before + self._own_bytes(whole)
 
     def _tuned(self) -> contextlib.AbstractContextManager[None]:
-        """For `best`, cuDNN times its convolutions and takes the quickest, as XLA does."""
+        """Lets cuDNN choose its fastest convolutions by timing for `best`, as XLA does."""
         return (
             torch.backends.cudnn.flags(enabled=True, benchmark=True)
             if self.best
@@ -192,7 +192,7 @@ class TorchSide:
         )
 
     def _own_bytes(self, whole: bool) -> int:
-        """Of the parameters, or of all that a whole step needs."""
+        """Returns the bytes of the parameters, or of everything that a whole step keeps."""
         state = [
             v
             for s in self.optimizer.state.values()
@@ -218,14 +218,14 @@ class TorchSide:
 def make_loss(
     config: Config, model: torch.nn.Module, signal: torch.Tensor, sigma: torch.Tensor
 ) -> Callable[..., torch.Tensor]:
-    """`loss(x0, t, noise, labels)`, the mean squared error of the prediction as `jaxunet.benchmark.jax_side.model_loss`."""
+    """Returns `loss(x0, t, noise, labels)`: the mean squared error of the prediction."""
     dtype, prediction = getattr(torch, config.precision), config.diffusion.prediction
 
     def loss(
         x0: torch.Tensor, t: torch.Tensor, noise: torch.Tensor, labels: torch.Tensor | None
     ) -> torch.Tensor:
         a, b = signal[t][:, None, None, None], sigma[t][:, None, None, None]
-        # Without the cache of weights: a graph must not refer to casts that are gone when it is replayed.
+        # No weight cache: a graph must not refer to casts that are freed before its replay.
         mixed = (
             torch.autocast(x0.device.type, dtype, cache_enabled=False)
             if dtype != torch.float32
@@ -242,7 +242,7 @@ def make_loss(
 
 
 def check(config: Config, mode: str, source: Source) -> None:
-    """Raises `UserError` if this peer cannot run here or does not train what the config asks for."""
+    """Raises UserError if the peer cannot run here or lacks what the config asks for."""
     on_gpu = jax.default_backend() == 'gpu'
     if on_gpu and not torch.cuda.is_available():
         raise UserError('JAX runs on a GPU that PyTorch does not see; install a PyTorch for CUDA')
@@ -263,7 +263,7 @@ def check(config: Config, mode: str, source: Source) -> None:
 
 
 def release() -> None:
-    """Gives back compiled code and cached memory of sides that are gone."""
+    """Frees the compiled code and cached memory of sides that are gone."""
     torch.compiler.reset()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()

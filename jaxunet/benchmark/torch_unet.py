@@ -1,7 +1,8 @@
-"""The same UNet in plain PyTorch, with guided-diffusion's parameter names: the peer of `jaxunet.model.unet` in parity tests and benchmarks.
+"""The same UNet in plain PyTorch, with guided-diffusion's parameter names.
 
+It is the peer of `jaxunet.model.unet` in parity tests and benchmarks.
 Source of names and architecture: openai/guided-diffusion; Dhariwal & Nichol 2021, arXiv 2105.05233; Ho et al. 2020, arXiv 2006.11239.
-PyTorch is optional (`pip install "jaxunet[peers]"`): nothing but benchmarks of peers and tests imports this module.
+PyTorch is optional (`pip install "jaxunet[peers]"`): only peer benchmarks and tests import this.
 """
 
 from __future__ import annotations
@@ -16,9 +17,10 @@ from jaxunet.config import Config, ModelConfig
 
 
 def build_torch_unet(config: Config, *, new_attention_order: bool = False) -> UNet:
-    """The peer of `jaxunet.model.unet.build_unet(config, ...)`, with PyTorch's own initial weights; in training mode.
+    """Builds the peer of `jaxunet.model.unet.build_unet(config, ...)`, in training mode.
 
-    `jaxunet.weights.guided_diffusion.from_tree` gives the state dict of our parameters.
+    Its weights are PyTorch's own; `jaxunet.weights.guided_diffusion.from_tree` converts ours to a
+    state dict.
     """
     m, (height, width, channels) = config.model, config.image_shape
     return UNet(
@@ -37,7 +39,7 @@ def build_torch_unet(config: Config, *, new_attention_order: bool = False) -> UN
 def timestep_embedding(
     t: torch.Tensor, width: int, max_period: int = 10000, order: str = 'adm'
 ) -> torch.Tensor:
-    """Sinusoids of t, cosines first (`adm`) or sines first (`ddpm`), as `jaxunet.model.unet.timestep_embedding`: (batch,) -> (batch, width)."""
+    """Returns sinusoids of t, cosines first (`adm`) or sines first (`ddpm`): (batch,) -> (batch, width)."""
     half = width // 2
     last = half if order == 'adm' else max(half - 1, 1)
     frequencies = torch.exp(
@@ -49,14 +51,17 @@ def timestep_embedding(
 
 
 class GroupNorm32(nn.GroupNorm):
-    """GroupNorm in float32 whatever the compute type."""
+    """GroupNorm in float32, whatever the compute type."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return super().forward(x.float()).to(x.dtype)
 
 
 class Downsample(nn.Module):
-    """Half the resolution: stride-2 convolution (`learned`), padded on both sides or (`same`) right and bottom only, or average pool."""
+    """Halves the resolution: average pool, or a stride-2 convolution (`learned`).
+
+    The convolution is padded on all sides, or (`same`) right and bottom only.
+    """
 
     def __init__(self, channels: int, learned: bool, padding: str = 'symmetric') -> None:
         super().__init__()
@@ -72,7 +77,7 @@ class Downsample(nn.Module):
 
 
 class Upsample(nn.Module):
-    """Twice the resolution: nearest neighbour, then a convolution (`learned`)."""
+    """Doubles the resolution: nearest neighbour, then a convolution (`learned`)."""
 
     def __init__(self, channels: int, learned: bool) -> None:
         super().__init__()

@@ -1,8 +1,9 @@
-"""Bytes that a compiled program moves, counted from its optimised HLO.
+"""Estimates the bytes that a compiled program moves, from its optimised HLO.
 
-XLA's own `cost_analysis` counts nothing for a custom call, so it cannot compare programs with hand-written kernels to ones without.
-Here every kernel (fusion, convolution, matrix product, custom call) reads its operands once and writes its results once. That is an
-estimate: what stays in a cache between kernels is counted all the same, and what a kernel reads twice is counted once.
+XLA's own `cost_analysis` counts nothing for a custom call, so it cannot compare programs with and
+without hand-written kernels. Here every kernel (fusion, convolution, matrix product, custom call)
+reads its operands once and writes its results once. This ignores caches between kernels, and
+operands that a kernel reads twice.
 """
 
 from __future__ import annotations
@@ -11,19 +12,14 @@ import functools
 import re
 from typing import NamedTuple
 
-BITS = {
-    'pred': 8,
-    'token': 0,
-    'bf16': 16,
-    'c64': 64,
-    'c128': 128,
-}  # of the other types the name says it
+# Bits of the types whose names do not say it.
+BITS = {'pred': 8, 'token': 0, 'bf16': 16, 'c64': 64, 'c128': 128}
 FREE = {
     'parameter', 'constant', 'tuple', 'get-tuple-element', 'bitcast', 'after-all', 'partition-id', 'replica-id', 'opt-barrier',
     'async-done', 'async-update', 'copy-done', 'all-reduce-done', 'all-gather-done',
 }  # fmt: skip
 SLICES = {'dynamic-slice', 'gather'}
-LIBRARIES = ('__cublas', '__cudnn')  # their results are (value, scratch space)
+LIBRARIES = ('__cublas', '__cudnn')  # custom calls that return (value, scratch space)
 
 HEADER = re.compile(r'^(ENTRY )?%?([\w.\-]+)\s*(?:\(.*\))?\s*(?:->.*)?\{\s*$')
 INSTRUCTION = re.compile(r'^\s+(ROOT )?%?([\w.\-]+) = (\(.*?\)|\S+) ([a-z][\w\-]*)\((.*)$')
@@ -31,7 +27,7 @@ ARRAY = re.compile(r'([a-z]+[0-9]*[a-z0-9]*)\[([0-9,<=]*)\]')
 
 
 class Instruction(NamedTuple):
-    """One line of HLO; `rest` is what follows the operands' opening bracket."""
+    """One line of HLO; `rest` is the text after the opening bracket of the operands."""
 
     name: str
     shape: str
@@ -42,10 +38,14 @@ class Instruction(NamedTuple):
 
 
 def bytes_moved(hlo: str) -> int:
-    """Bytes read and written by one execution of an optimised HLO module (`compiled.as_text()`).
+    """Returns the bytes that one execution of an optimised HLO module reads and writes.
 
-    A gather or a dynamic slice reads what it gives; an update in place reads and writes the update. A loop counts as often as XLA
-    knows it to run, else once; of a conditional's branches the dearest counts.
+    A gather or dynamic slice reads as much as it returns; an in-place update reads and writes the
+    update. A loop counts its known trip count, or once; a conditional counts its most expensive
+    branch.
+
+    Args:
+      hlo: the text of `compiled.as_text()`.
 
     Raises:
       ValueError: the text has no entry computation.
@@ -90,7 +90,7 @@ def bytes_moved(hlo: str) -> int:
 
 
 def parse(hlo: str) -> tuple[dict[str, list[Instruction]], str]:
-    """The computations of a module by name, and the name of the one that is run."""
+    """Returns the computations of a module by name, and the name of its entry."""
     computations: dict[str, list[Instruction]] = {}
     entry = current = ''
     for line in re.sub(r'/\*.*?\*/', '', hlo).splitlines():
@@ -110,7 +110,7 @@ def parse(hlo: str) -> tuple[dict[str, list[Instruction]], str]:
 
 
 def shape_bytes(shape: str) -> int:
-    """Bytes of `f32[2,3]{1,0}` or of a tuple of such."""
+    """Returns the bytes of a shape such as `f32[2,3]{1,0}`, or of a tuple of shapes."""
     return sum(_array_bytes(*array) for array in ARRAY.findall(shape))
 
 
@@ -124,7 +124,7 @@ def _array_bytes(dtype: str, dimensions: str) -> int:
 
 
 def _until_closed(rest: str) -> str:
-    """The text before the bracket that closes the operands."""
+    """Returns the text before the bracket that closes the operands."""
     depth = 1
     for place, letter in enumerate(rest):
         depth += (letter == '(') - (letter == ')')
@@ -134,7 +134,7 @@ def _until_closed(rest: str) -> str:
 
 
 def _operands(inside: str) -> list[str]:
-    """Names of the operands, whether or not their shapes are printed before them."""
+    """Returns the names of the operands, with or without printed shapes."""
     named = re.findall(r'%([\w.\-]+)', inside)
     return named or [part.split()[-1] for part in inside.split(',') if part.strip()]
 
@@ -145,7 +145,7 @@ def _called(i: Instruction, attribute: str) -> list[str]:
 
 
 def _fusion(body: list[Instruction], sizes: list[int], result: int) -> int:
-    """A fusion reads of an operand what its slices take, and writes in place what it updates."""
+    """Returns the bytes of a fusion: sliced operands count their slices, in-place updates the update."""
     parameters = {i.name: int(re.match(r'\d+', i.rest)[0]) for i in body if i.opcode == 'parameter'}  # type: ignore[index]
     shapes = {i.name: i.shape for i in body}
     read = list(sizes)
