@@ -101,7 +101,8 @@ def main(argv: Sequence[str]) -> int:
     failed = [row for row in measured if row['error'] is not None]
     for row in failed:
         print(
-            f'error: {row["backend"]}, {row["precision"]}, batch {row["batch_size"]}, {row["direction"]}: {row["error"]}',
+            f'error: {row["backend"]}, {row["precision"]}, batch {row["batch_size"]}, '
+            f'{row["direction"]}: {row["error"]}',
             file=sys.stderr,
             flush=True,
         )
@@ -118,7 +119,8 @@ def dry_run(plan: Plan) -> None:
     for precision, size in plan.cases():
         for direction in plan.directions:
             print(
-                f'{plan.name}, {precision}, batch {size}, {direction}: {", ".join(plan.sides)}; {plan.rounds} rounds of {turn}'
+                f'{plan.name}, {precision}, batch {size}, {direction}: {", ".join(plan.sides)}; '
+                f'{plan.rounds} rounds of {turn}'
             )
 
 

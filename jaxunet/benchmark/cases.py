@@ -111,7 +111,8 @@ def make_plan(
             raise UserError(f'--{flag}: expected 1 or more, found {value}')
     if steps is not None and config.train.steps_per_call and steps % config.train.steps_per_call:
         raise UserError(
-            f'--steps: {steps} is not a multiple of train.steps_per_call ({config.train.steps_per_call})'
+            f'--steps: {steps} is not a multiple of train.steps_per_call '
+            f'({config.train.steps_per_call})'
         )
     for size in batch_sizes:
         if not size.isdecimal() or int(size) == 0:
@@ -145,11 +146,13 @@ def benchmark_config(config: Config) -> Config:
     """
     if config.parallel.devices > 1:
         raise UserError(
-            f'parallel.devices: a benchmark runs on one device, found {config.parallel.devices}; set it to 1'
+            f'parallel.devices: a benchmark runs on one device, found {config.parallel.devices}; '
+            'set it to 1'
         )
     if config.optimizer.accumulate_steps > 1:
         raise UserError(
-            f'optimizer.accumulate_steps: a benchmark needs undivided batches (1), found {config.optimizer.accumulate_steps}; '
+            'optimizer.accumulate_steps: a benchmark needs undivided batches (1), found '
+            f'{config.optimizer.accumulate_steps}; '
             'set it to 1 and choose --batch_sizes that fit'
         )
     return config.replace(
@@ -161,5 +164,6 @@ def _check(flag: str, found: list[str], allowed: tuple[str, ...]) -> None:
     for name in found:
         if name not in allowed:
             raise UserError(
-                f'--{flag}: expected some of {", ".join(allowed)}, found {name!r}{near_misses(name, allowed)}'
+                f'--{flag}: expected some of {", ".join(allowed)}, found '
+                f'{name!r}{near_misses(name, allowed)}'
             )

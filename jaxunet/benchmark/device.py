@@ -1,4 +1,4 @@
-"""Measures what the device can do: the rates that a step's arithmetic and traffic are compared with."""
+"""Measures the rates of the device that a step's arithmetic and memory traffic are compared with."""
 
 from __future__ import annotations
 

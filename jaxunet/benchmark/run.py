@@ -45,7 +45,8 @@ def run(plan: Plan, source: Source, command: str) -> Iterator[Row]:
         rates = measure_rates(precision)
         rate, copied = rates.matmul_flops / 1e12, rates.copy_bytes / 1e9
         say(
-            f'{origin["device"]}: {precision} matrix product {rate:.3g} TFLOP/s, copy {copied:.4g} GB/s'
+            f'{origin["device"]}: {precision} matrix product {rate:.3g} TFLOP/s, copy '
+            f'{copied:.4g} GB/s'
         )
         state = fresh_state(plan.config.replace(precision=precision))
         for size in plan.batch_sizes:
@@ -85,7 +86,8 @@ def _case(
         ready: dict[str, Prepared | Exception] = {}
         for name, side in sides.items():
             say(
-                f'{plan.name}, {config.precision}, batch {config.data.batch_size}, {direction}: {name}'
+                f'{plan.name}, {config.precision}, batch {config.data.batch_size}, {direction}: '
+                f'{name}'
             )
             ready[name] = _try(side.prepare, direction)
         prepared = {name: p for name, p in ready.items() if isinstance(p, Prepared)}
@@ -155,7 +157,7 @@ def measured(
 
 
 def describe_error(error: Any) -> str:
-    """Returns the message of a UserError; otherwise type and text, with the traceback in the log."""
+    """Returns the message of a UserError; otherwise type and text, and logs the traceback."""
     if isinstance(error, UserError):
         return str(error)
     say(''.join(traceback.format_exception(error)))

@@ -79,7 +79,10 @@ def _caption(rows: list[Row], commits: list[str]) -> str:
         those = [row for row in rows if row['precision'] == precision]
         rates.append(f'{precision} matrix product {_range(those, "matmul_flops", 1e12)} TFLOP/s')
     rates.append(f'copy {_range(rows, "copy_bytes_per_s", 1e9)} GB/s')
-    return f'{rows[0]["device"]}; {"; ".join(parts)}. Measured rates of the device: {"; ".join(rates)}.'
+    return (
+        f'{rows[0]["device"]}; {"; ".join(parts)}. Measured rates of the device: '
+        f'{"; ".join(rates)}.'
+    )
 
 
 def _range(rows: list[Row], field: str, unit: float) -> str:
@@ -89,7 +92,7 @@ def _range(rows: list[Row], field: str, unit: float) -> str:
 
 
 def _together(row: Row) -> str:
-    """Returns the steps per call and concurrent kernels of a row, where they are not the default."""
+    """Returns steps per call and concurrent kernels of a row, where they are not the default."""
     steps = f', {row["steps_per_call"]} a call' if row.get('steps_per_call', 1) > 1 else ''
     return steps + (', concurrent kernels' if row.get('concurrent_kernels', False) else '')
 

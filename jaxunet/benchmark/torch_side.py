@@ -113,7 +113,8 @@ class TorchSide:
 
         notes = (
             {
-                'peak_source': "PyTorch's allocator: this side's tensors and the most that a call adds"
+                'peak_source': "PyTorch's allocator: this side's tensors and the most that a "
+                'call adds'
             }
             if self.gpu
             else {}
@@ -252,13 +253,15 @@ def check(config: Config, mode: str, source: Source) -> None:
         )
     if config.precision == 'float16':
         raise UserError(
-            'runs float32 and bfloat16, found precision=float16, whose loss scaling the peer does not have'
+            'runs float32 and bfloat16, found precision=float16, whose loss scaling the peer '
+            'does not have'
         )
     if config.diffusion.learn_sigma:
         raise UserError('trains the squared error alone, found diffusion.learn_sigma=True')
     if pipeline.choose_cache(config, source) != 'device':
         raise UserError(
-            'keeps its images on the device, found a config that streams them; set data.cache=device'
+            'keeps its images on the device, found a config that streams them; set '
+            'data.cache=device'
         )
 
 

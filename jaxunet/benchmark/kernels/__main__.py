@@ -1,14 +1,17 @@
 """Times the Pallas and CUDA kernels beside XLA, op by op, on the shapes of our networks.
 
-    python -m jaxunet.benchmark.kernels [--ops conv3x3,attention] [--batch_sizes 32,256] [--cases 64x64] [--seconds 120]
+    python -m jaxunet.benchmark.kernels [--ops conv3x3,attention] [--batch_sizes 32,256] \
+      [--cases 64x64] [--seconds 120]
     python -m jaxunet.benchmark.kernels --table docs/results/kernels/rows.jsonl
 
-All sides of every direction of every case compile in parallel, in the order of batch sizes, and are timed in one trace: GPU time of
-their kernels, median of calls in shuffled order. Each result is appended to `--output` as a JSON line; at the end comes the summary, and
-what there was no time for. The exit status is 1 if a side failed or differs from XLA in its results. The CUDA kernels take part where
-`backend=cuda` runs.
+All sides compile in parallel, in the order of batch sizes, and are timed in one trace: GPU time of
+their kernels, median over calls in shuffled order. Each result is appended to `--output` as a JSON
+line; a summary follows, and a list of what there was no time for. The exit status is 1 if a side
+failed or its results differ from XLA's. Backends whose kernels cannot run here are left out, with
+a line that says why.
 
-On Hopper the kernels are lowered in processes of their own if the package flatbuffers is there, which saves minutes.
+On Hopper the Pallas kernels are lowered in processes of their own if the package flatbuffers is
+installed, which saves minutes.
 """
 
 from __future__ import annotations
@@ -64,9 +67,8 @@ def main(argv: Sequence[str]) -> int:
     for backend in installed():
         if missing := backend.unavailable():
             logging.info('without the %s: %s', backend.title, missing)
-    jax.config.update(
-        'jax_enable_compilation_cache', False
-    )  # a program from the cache would show no compile time
+    # A program from the cache would show no compile time.
+    jax.config.update('jax_enable_compilation_cache', False)
     sys.setswitchinterval(
         0.05
     )  # lowering is Python: threads that take turns too often slow one another

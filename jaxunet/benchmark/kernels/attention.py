@@ -21,9 +21,10 @@ CASES = ELEPHANTS64 + CIFAR10
 def measurements(
     batch: int, dtype: DTypeLike = jnp.bfloat16, backends: Sequence[Backend] = ()
 ) -> Iterator[Measurement]:
-    """Everything to time at a batch size, on XLA and the backends that have kernels for it.
+    """Yields all measurements at a batch size, on XLA and the backends that implement the op.
 
-    Backward counts 2.5 times forward's work, the weights computed again (arXiv 2307.08691).
+    The backward pass counts 2.5 times the work of forward, recomputation included
+    (arXiv 2307.08691).
     """
     for case in CASES:
         channels, flops = case.heads * case.width, case.flops(batch)

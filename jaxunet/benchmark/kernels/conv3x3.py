@@ -1,4 +1,8 @@
-"""What the benchmark of the convolutions compares: the plain one in three directions, the fused op forward and with all gradients."""
+"""Measurements of the convolutions.
+
+The plain op in three directions (forward, input gradient, weight gradient); the fused op forward
+and with all gradients.
+"""
 
 from __future__ import annotations
 
@@ -23,9 +27,9 @@ Named = dict[str, Any]
 def measurements(
     batch: int, dtype: DTypeLike = jnp.bfloat16, backends: Sequence[Backend] = ()
 ) -> Iterator[Measurement]:
-    """Everything to time at a batch size, on XLA and the backends that have kernels for it.
+    """Yields all measurements at a batch size, on XLA and the backends that implement the op.
 
-    Plain convolutions are named by height, width and channels, fused ones as their case.
+    Plain convolutions are named by height, width and channels, fused ones after their case.
     """
     shapes = dict.fromkeys(
         (case.height, case.width, case.channels, case.features) for case in CASES
@@ -49,7 +53,7 @@ def _plain(
         array((1, case.features), jnp.float32),
     )
 
-    # Only shapes matter of where a linear function is differentiated: no zeros are made.
+    # A linear function may be differentiated at zeros: only their shape reaches the program.
     def side(op: Any) -> tuple[Callable[[Named], Any], ...]:
         def convolve(x: Any, kernel: Any) -> Any:
             return op(Activation.of(x), kernel, jnp.zeros(shift.shape, shift.dtype)).value
@@ -72,7 +76,7 @@ def _plain(
     }
     for index, (direction, inputs) in enumerate(directions.items()):
         if direction == 'input_gradient' and case.channels == IMAGE_CHANNELS:
-            continue  # training differentiates by no image
+            continue  # training needs no gradient of the images
         each = {name: functions[index] for name, functions in sides.items()}
         yield Measurement('conv3x3', case.name, direction, batch, each, inputs, case.flops(batch))
 
@@ -109,7 +113,7 @@ def _fused(
 
     sides = {name: side(op) for name, op in implementations('norm_silu_conv3x3', backends).items()}
     yield Measurement('norm_silu_conv3x3', case.name, 'forward', batch, sides, inputs, flops)
-    # The gradient of what is added as it is would be dy itself: a copy, which no network makes.
+    # The gradient of a plain residual is dy itself, which no network copies.
     fixed = () if projected else ('residual',)
     both = {name: with_gradients(function, fixed) for name, function in sides.items()}
     inputs = inputs | {'dy': array((*image, case.features), dtype)}

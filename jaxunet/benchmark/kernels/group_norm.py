@@ -1,4 +1,4 @@
-"""What the benchmark of GroupNorm compares: the op forward, and with all gradients."""
+"""Measurements of GroupNorm: forward, and with all gradients."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ CASES = tuple(dict.fromkeys(ELEPHANTS64 + CIFAR10))
 def measurements(
     batch: int, dtype: DTypeLike = jnp.bfloat16, backends: Sequence[Backend] = ()
 ) -> Iterator[Measurement]:
-    """Everything to time at a batch size, on XLA and the backends that have kernels for it."""
+    """Yields all measurements at a batch size, on XLA and the backends that implement the op."""
     for case in CASES:
         image, rows = (batch, case.height, case.width), batch if case.per_sample else 1
         affine = jax.ShapeDtypeStruct((rows, case.channels), jnp.float32)

@@ -1,4 +1,4 @@
-"""What the benchmark of the linear layer compares: the op forward, and with all gradients."""
+"""Measurements of the linear layer: forward, and with all gradients."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ CASES = ELEPHANTS64 + CIFAR10
 def measurements(
     batch: int, dtype: DTypeLike = jnp.bfloat16, backends: Sequence[Backend] = ()
 ) -> Iterator[Measurement]:
-    """Everything to time at a batch size, on XLA and the backends that have kernels for it."""
+    """Yields all measurements at a batch size, on XLA and the backends that implement the op."""
     if not any('linear' in backend.ops for backend in backends):
         return
     array = jax.ShapeDtypeStruct

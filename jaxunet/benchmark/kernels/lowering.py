@@ -1,4 +1,4 @@
-"""Lowers the kernels of measurements in other processes: it is all Python, which threads of one process do one after the other."""
+"""Lowers measurements in other processes: lowering is Python, which threads would serialize."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ CUSTOM_CALLS = ('mosaic_gpu_v2', '__gpu$xla.gpu.triton')
 
 
 class Lowered(NamedTuple):
-    """The kernels' side of a measurement as `jax.export` serializes it, and the processor time that tracing and lowering took."""
+    """The Pallas side of a measurement, serialized by `jax.export`, and its processor seconds."""
 
     exported: bytes
     seconds: float
 
 
 def lower(name: str, batch: int, dtype: str, device_kind: str) -> Lowered:
-    """Lowers the kernels' side of the measurement of that name for a Hopper GPU, which need not be there."""
+    """Lowers the Pallas side of a measurement for a Hopper GPU, which need not be present."""
     m = next(
         m
         for kind in KINDS.values()
@@ -51,15 +51,15 @@ def lower(name: str, batch: int, dtype: str, device_kind: str) -> Lowered:
 
 
 def _on_cpu() -> None:
-    """A worker must not take the GPU's memory."""
+    """Keeps a worker from allocating the GPU's memory."""
     jax.config.update('jax_platforms', 'cpu')
 
 
 def pool(workers: int | None = None) -> concurrent.futures.ProcessPoolExecutor:
-    """Processes to `lower` in."""
+    """Returns a pool of processes for `lower`; by default two fewer than there are cores."""
     cores = (
         len(os.sched_getaffinity(0)) if hasattr(os, 'sched_getaffinity') else os.cpu_count() or 2
-    )  # that this process may use
+    )
     workers = workers or max(1, cores - 2)
     return concurrent.futures.ProcessPoolExecutor(
         workers, multiprocessing.get_context('spawn'), initializer=_on_cpu
@@ -72,11 +72,11 @@ def start(
     dtype: str,
     device_kind: str,
 ) -> dict[tuple[str, str], concurrent.futures.Future[Lowered]]:
-    """Lowers the kernels of these measurements in that order; by the name of the measurement and the side."""
+    """Starts lowering the Pallas sides of measurements; returns futures by measurement and side."""
     found = {}
     with contextlib.suppress(
         concurrent.futures.BrokenExecutor
-    ):  # the rest then lowers where it is compiled
+    ):  # the rest is lowered in this process
         for m in (m for m in wanted if 'pallas' in m.sides):
             found[m.name, 'pallas'] = workers.submit(lower, m.name, m.batch, dtype, device_kind)
     return found

@@ -1,4 +1,4 @@
-"""Measures the kernels of every backend beside XLA: what to measure, building it, timing it, and the rows that come of it."""
+"""Measures the kernels of every backend beside XLA: selection, compilation, timing, and rows."""
 
 from __future__ import annotations
 
@@ -24,22 +24,30 @@ from jaxunet.runtime.rows import Row
 
 DTYPE = 'bfloat16'
 THREADS = 16
-GROUP = 16  # measurements that are compiled and traced together: what an interrupted run may lose
+GROUP = 16  # measurements compiled and traced together; an interrupted run loses at most these
 ROUNDS = 10
-SAMPLE = 1 << 16  # numbers of each output that the sides are compared in
-COMPARED = (
-    1 << 26
-)  # bytes of the largest output that is: fetching more takes long, and the same kernels have smaller cases
-ALLOWED = 0.05  # largest difference, in the largest number of the output: what bfloat16 and an order of sums explain, but no wrong kernel
+SAMPLE = 1 << 16  # elements of each output that are compared between sides
+# Bytes; larger outputs are not compared: fetching them takes long, and smaller cases exist.
+COMPARED = 1 << 26
+# Largest difference relative to the largest element: rounding and summation order in bfloat16
+# stay below it, a wrong kernel does not.
+ALLOWED = 0.05
 Trace = Callable[..., dict[str, timing.Times]]
 Elsewhere = Mapping[tuple[str, str], concurrent.futures.Future[lowering.Lowered]]
 
 
 class Built(NamedTuple):
-    """A side that is ready to run."""
+    """A compiled side.
+
+    Fields:
+      run: the compiled program.
+      lower_s: processor seconds of tracing and lowering in this thread.
+      compile_s: seconds of compiling.
+      temp_bytes: temporary device memory of the program.
+    """
 
     run: Callable[..., Any]
-    lower_s: float  # of this thread's processor time, tracing included
+    lower_s: float
     compile_s: float
     temp_bytes: int
 
@@ -51,15 +59,17 @@ def select(
     backends: Sequence[Backend] = (),
     directions: Sequence[str] = (),
 ) -> list[Measurement]:
-    """What these flags ask for, in the order in which it is measured, on XLA and these backends.
+    """Returns the measurements that these flags ask for, in order, on XLA and these backends.
 
     Raises:
-      UserError: an unknown op or direction, a batch size that is no positive number, or an expression that is none or finds no case.
+      UserError: an unknown op or direction, a batch size below 1, or an invalid regular expression
+        or one that matches no case.
     """
     for name in ops:
         if name not in KINDS:
             raise UserError(
-                f'--ops: expected some of {", ".join(KINDS)}, found {name!r}{near_misses(name, tuple(KINDS))}'
+                f'--ops: expected some of {", ".join(KINDS)}, found '
+                f'{name!r}{near_misses(name, tuple(KINDS))}'
             )
     if not batch_sizes:
         raise UserError(
@@ -83,13 +93,15 @@ def select(
     ]
     if not every:
         raise UserError(
-            f'--ops: {", ".join(ops)}: only the CUDA backend has kernels for that, and they cannot run here'
+            f'--ops: {", ".join(ops)}: only the CUDA backend has kernels for that, and they '
+            'cannot run here'
         )
     there = tuple(dict.fromkeys(m.direction for m in every))
     for name in directions:
         if name not in there:
             raise UserError(
-                f'--directions: expected some of {", ".join(there)}, found {name!r}{near_misses(name, there)}'
+                f'--directions: expected some of {", ".join(there)}, found '
+                f'{name!r}{near_misses(name, there)}'
             )
     every = [m for m in every if not directions or m.direction in directions]
     found = [m for m in every if pattern.search(m.case)]
@@ -106,12 +118,12 @@ def measure(
     elsewhere: Elsewhere | None = None,
     trace: Trace = timing.trace_times,
 ) -> Iterator[Row | Measurement]:
-    """A row for each measurement; the measurement itself where there was no time to compile it.
+    """Yields a row for each measurement, or the measurement itself if there was no time for it.
 
     Args:
-      stop: when, by `time.monotonic`, no further program is compiled.
-      elsewhere: sides that other processes lower, by the name of the measurement and the side.
-      trace: how programs are timed.
+      stop: the time (`time.monotonic`) after which no further program is compiled.
+      elsewhere: sides that other processes lower, by name of measurement and side.
+      trace: times the programs.
     """
     inputs, batch = Inputs(), None
     for start in range(0, len(wanted), GROUP):
@@ -131,7 +143,7 @@ def measure(
             try:
                 exact, *rest = (b.run(inputs.of(m, 0)) for b in ready.values())
                 differences[name] = max(difference(exact, found) for found in rest)
-            except Exception as error:  # one that does not run must not end the others
+            except Exception as error:  # a side that fails must not end the others
                 built |= {f'{name}_{side}': error for side in sides}
                 continue
             for side, b in ready.items():
@@ -166,7 +178,7 @@ def _call(run: Callable[..., Any], inputs: Inputs, m: Measurement, number: int) 
 def build(
     group: Mapping[str, Measurement], stop: float, elsewhere: Elsewhere
 ) -> dict[str, Built | Exception | None]:
-    """The sides of measurements, compiled in threads: by name and side; None for what would begin after `stop`."""
+    """Compiles the sides of measurements in threads; None for one that would begin after `stop`."""
 
     def one(job: tuple[str, Measurement, str]) -> Built | Exception | None:
         name, m, side = job
@@ -188,7 +200,7 @@ def build(
             return None
         try:
             return compiled(f'{name}_{side}', m.sides[side], m)
-        except Exception as error:  # one that does not compile must not end the others
+        except Exception as error:  # a side that fails must not end the others
             return error
 
     jobs = [(name, m, side) for name, m in group.items() for side in m.sides]
@@ -199,7 +211,7 @@ def build(
 
 
 def compiled(name: str, function: Callable[[Any], Any], m: Measurement) -> Built:
-    """A function of the inputs of a measurement, compiled to be timed under this name."""
+    """Compiles a function of the inputs of a measurement, to be timed under this name."""
     began = time.thread_time()
     lowered = timing.named(name, function).lower(m.inputs)
     lower_s, began = time.thread_time() - began, time.perf_counter()
@@ -209,7 +221,10 @@ def compiled(name: str, function: Callable[[Any], Any], m: Measurement) -> Built
 
 
 def difference(first: Any, second: Any) -> float:
-    """Of two results of the same structure: the largest difference, in the largest number of the array that it is in; NaN is infinite."""
+    """Returns the largest difference of two results, relative to the largest element of its array.
+
+    NaN counts as infinite.
+    """
     found = 0.0
     for a, b in zip(jax.tree.leaves(first), jax.tree.leaves(second), strict=True):
         if a.nbytes > COMPARED:
@@ -227,7 +242,7 @@ def to_row(
     times: Mapping[str, timing.Times | None],
     off: float | None,
 ) -> Row:
-    """The result of one measurement without its origin; with an `error` it may lack numbers."""
+    """Returns the row of one measurement, without its origin; with an `error` it lacks numbers."""
     row: Row = {
         'op': m.op,
         'case': m.case,
@@ -243,7 +258,8 @@ def to_row(
         seen = times[side]
         if seen is None or not seen.calls:
             return row | {
-                'error': f'{side}: the trace lost {"all" if seen is None else "some"} of its kernels'
+                'error': f'{side}: the trace lost {"all" if seen is None else "some"} of its '
+                'kernels'
             }
     for side, b in sides.items():
         seen = times[side]

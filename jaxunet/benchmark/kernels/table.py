@@ -1,4 +1,4 @@
-"""Markdown tables of the kernels' measurements."""
+"""Formats kernel rows as Markdown tables."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 from jaxunet.runtime.errors import UserError
 from jaxunet.runtime.rows import Row
 
-# The backends of committed rows; the first has the plain names of ratio, tflops and gbps.
+# Backends in rows. The first has plain field names (ratio, tflops, gbps); the others a suffix.
 KERNELS = {'pallas': 'Pallas kernels', 'cuda': 'CUDA kernels'}
 NEEDED = (
     'device',
@@ -19,11 +19,11 @@ NEEDED = (
     'direction',
     'batch',
     'dtype',
-)  # a later row that agrees in these takes the place of an earlier one
+)  # a later row that agrees in these replaces an earlier one
 
 
 def latest(found: Iterable[Row]) -> list[Row]:
-    """The newest row of every kernel measurement without an error; rows of other kinds are passed over.
+    """Returns the newest row without an error of every measurement; other kinds are skipped.
 
     Raises:
       UserError: there is none, or one lacks a field.
@@ -43,7 +43,8 @@ def latest(found: Iterable[Row]) -> list[Row]:
         ]
         if missing:
             raise UserError(
-                f'a row of kind kernel lacks {", ".join(missing)}: {str(row)[:100]}; remove its line'
+                f'a row of kind kernel lacks {", ".join(missing)}: {str(row)[:100]}; remove its '
+                'line'
             )
         newest[tuple(row[name] for name in NEEDED)] = row
     if not newest:
@@ -52,12 +53,12 @@ def latest(found: Iterable[Row]) -> list[Row]:
 
 
 def suffixes(row: Row) -> dict[str, str]:
-    """The backends that a row measured, and what ends the names of their ratio, tflops and gbps: the first has the plain names."""
+    """Returns the backends of a row and the suffix of their fields ratio, tflops and gbps."""
     return {side: f'_{side}' if i else '' for i, side in enumerate(KERNELS) if f'us_{side}' in row}
 
 
 def by_backend(found: Iterable[Row]) -> list[Row]:
-    """The newest rows, one for each backend: `backend`, `us`, `ratio`, `tflops` and `gbps` are its own."""
+    """Returns the newest rows, one a backend, with its own `us`, `ratio`, `tflops` and `gbps`."""
     return [
         row
         | {'backend': side, 'us': row[f'us_{side}']}
@@ -68,7 +69,10 @@ def by_backend(found: Iterable[Row]) -> list[Row]:
 
 
 def summary(found: Iterable[Row]) -> str:
-    """Markdown: geometric mean and minimum of XLA's time over the kernels', by op, direction and batch; a table a device and backend."""
+    """Returns Markdown: XLA's time over the kernels', geometric mean and minimum.
+
+    One table for each device and backend, one line for each op, direction and batch size.
+    """
     devices: dict[tuple[str, str], dict[tuple[Any, ...], list[Row]]] = collections.defaultdict(
         lambda: collections.defaultdict(list)
     )
@@ -106,7 +110,7 @@ def summary(found: Iterable[Row]) -> str:
 
 
 def tables(found: Iterable[Row]) -> str:
-    """Markdown: the summary, then for every device, backend, op and direction a table with a row a case."""
+    """Returns Markdown: the summary, then a table of cases for each backend, op and direction."""
     found = latest(found)
     parts: dict[tuple[str, ...], list[Row]] = collections.defaultdict(list)
     for row in by_backend(found):
