@@ -1,10 +1,12 @@
-"""Turns images into one file that opens at once: unet.cu's .bin, or a .npz of uint8 pixels with labels.
+"""Converts images to one file that opens at once: unet.cu's .bin, or an .npz of uint8 with labels.
 
-    python -m jaxunet.prepare_data --input X --output Y.{bin,npz} --image_size 64 [--channels 3] [--classes cat,dog] [--strict]
+    python -m jaxunet.prepare_data --input X --output Y.{bin,npz} --image_size 64 \\
+        [--channels 3] [--classes cat,dog] [--strict]
 
-The input is anything that `data.path` may be. Images are cropped in the middle and resized (`jaxunet.data.pixels`) in sorted
-depth-first path order; those that have the size already keep their pixels, so that a .bin of them is byte for byte unet.cu's. Files
-that are no images, or corrupt, are named, counted and left out; with --strict they are an error, and nothing is written.
+The input is anything that `data.path` accepts. Images are cropped in the middle and resized
+(`jaxunet.data.pixels`), in sorted depth-first path order. Images of the given size keep their
+pixels, so that a .bin of them equals unet.cu's byte for byte. Corrupt images and other files are
+named, counted and left out; with --strict they are an error, and nothing is written.
 """
 
 from __future__ import annotations
@@ -33,20 +35,20 @@ from jaxunet.runtime.progress import progress_bar
 INPUT = flags.DEFINE_string(
     'input',
     None,
-    'What data.path may be: a folder, .zip, .tar(.gz|.xz), .npz, .bin, digits:, cifar10:[PATH].',
+    'Images, as for data.path: folder, .zip, .tar(.gz|.xz), .npz, .bin, digits:, cifar10:[PATH].',
 )
 OUTPUT = flags.DEFINE_string(
     'output', None, 'The file to write: NAME.bin (unet.cu) or NAME.npz (uint8, with labels).'
 )
 IMAGE_SIZE = flags.DEFINE_string('image_size', None, 'SIDE or HEIGHT,WIDTH in pixels.')
 CHANNELS = flags.DEFINE_integer(
-    'channels', 3, '1 (grey) or 3 (RGB); as many as the input has for .npz and .bin.'
+    'channels', 3, "1 (grey) or 3 (RGB); for other channels of an .npz or .bin, the input's number."
 )
 CLASSES = flags.DEFINE_list(
     'classes', [], 'Keep only these classes; they become labels 0, 1, ... in this order.'
 )
 STRICT = flags.DEFINE_bool(
-    'strict', False, 'Fail, and write nothing, if any file is corrupt or no image.'
+    'strict', False, 'Fail and write nothing if any file is corrupt or not an image.'
 )
 
 SUFFIXES = ('.bin', '.npz')
@@ -54,9 +56,15 @@ MAX_SIDE = 2**16
 
 
 def main(argv: Sequence[str]) -> None:
+    """Converts the images that the flags name.
+
+    Raises:
+      UserError: see `prepare`.
+    """
     if not INPUT.value:
         raise UserError(
-            '--input: missing; give a folder or archive of images, or anything else that data.path may be'
+            '--input: missing; give a folder or archive of images, '
+            'or anything else that data.path accepts'
         )
     shape = (*parse_size(IMAGE_SIZE.value), CHANNELS.value)
     prepare(
@@ -65,7 +73,11 @@ def main(argv: Sequence[str]) -> None:
 
 
 def parse_size(text: str | None) -> tuple[int, int]:
-    """(height, width) of '64' or '48,64'. Raises UserError."""
+    """Parses '64' or '48,64' into (height, width).
+
+    Raises:
+      UserError: neither form, or a side out of range.
+    """
     parts = (text or '').split(',')
     if (
         not text
@@ -75,7 +87,8 @@ def parse_size(text: str | None) -> tuple[int, int]:
         )
     ):
         raise UserError(
-            f'--image_size: expected SIDE or HEIGHT,WIDTH, each 1 to {MAX_SIDE}, such as 64 or 48,64; found {text!r}'
+            f'--image_size: expected SIDE or HEIGHT,WIDTH, each 1 to {MAX_SIDE}, '
+            f'such as 64 or 48,64; found {text!r}'
         )
     return int(parts[0]), int(parts[-1])
 
@@ -88,10 +101,17 @@ def prepare(
     classes: tuple[str, ...] = (),
     strict: bool = False,
 ) -> None:
-    """Writes the images of `path`, as (height, width, channels), to a .bin or .npz, which appears when it is complete.
+    """Writes the images of `path` to a .bin or .npz, whole or not at all, and prints a report.
+
+    Args:
+      path: anything that `data.path` accepts.
+      output: the file to write.
+      image_shape: (height, width, channels) of the images in it.
+      classes: see `open_source`.
+      strict: fail if any file must be left out.
 
     Raises:
-      UserError: a wrong path, no usable image, no space; with `strict`, any file that had to be left out.
+      UserError: a wrong path, no usable image, no disk space, or with `strict` a file left out.
     """
     target = Path(output).expanduser()
     if target.suffix not in SUFFIXES:
@@ -115,13 +135,15 @@ def prepare(
         with _opened(path, image_shape, classes, target.parent) as source:
             if strict and source.skipped:
                 raise _strict(list(source.skipped))
-            told = (_write_bin if target.suffix == '.bin' else _write_npz)(source, partial, strict)
+            write = _write_bin if target.suffix == '.bin' else _write_npz
+            counts = write(source, partial, strict)
             os.replace(partial, target)
-            _report(target, source, told)
+            _report(target, source, counts)
     except OSError as error:
         reason = error.strerror or error
         raise UserError(
-            f'{target}: cannot be written: {reason}; check the folder, its permissions and the free space'
+            f'{target}: cannot be written: {reason}; '
+            'check the folder, its permissions and the free space'
         ) from None
     except MemoryError:
         raise UserError(
@@ -134,7 +156,7 @@ def prepare(
 
 @contextlib.contextmanager
 def _opened(path: str, shape: Shape, classes: tuple[str, ...], scratch: Path) -> Iterator[Source]:
-    """The source; a compressed tar is first unpacked to a plain one beside the output, so that it need not fit into memory."""
+    """Opens the source; a compressed tar is unpacked into `scratch` first, not into memory."""
     if not is_compressed_tar(path):
         yield open_source(path, image_shape=shape, classes=classes)
         return
@@ -145,16 +167,16 @@ def _opened(path: str, shape: Shape, classes: tuple[str, ...], scratch: Path) ->
 
 
 @dataclass
-class _Told:
-    """What the report says of the images: how many were kept, how many of these enlarged, and (name, reason) of the corrupt ones."""
+class _Counts:
+    """Numbers for the report."""
 
     kept: int = 0
-    enlarged: int = 0
-    bad: list[tuple[str, str]] = field(default_factory=list)
+    enlarged: int = 0  # of those kept
+    bad: list[tuple[str, str]] = field(default_factory=list)  # name and reason of corrupt images
 
 
-def _images(source: Source, strict: bool, told: _Told) -> Iterator[tuple[int, Pixels]]:
-    """Index and pixels of every good image, in order, with a progress bar."""
+def _images(source: Source, strict: bool, counts: _Counts) -> Iterator[tuple[int, Pixels]]:
+    """Yields index and pixels of every good image, in order, with a progress bar."""
     height, width = source.image_shape[:2]
 
     def load(index: int) -> tuple[Pixels, bool] | BadImage:
@@ -168,36 +190,36 @@ def _images(source: Source, strict: bool, told: _Told) -> Iterator[tuple[int, Pi
         for index, image in enumerate(ordered_map(load, range(len(source)))):
             bar.update()
             if not isinstance(image, BadImage):
-                told.kept += 1
-                told.enlarged += image[1]
+                counts.kept += 1
+                counts.enlarged += image[1]
                 yield index, image[0]
                 continue
-            told.bad.append((image.name, image.reason))
+            counts.bad.append((image.name, image.reason))
             if strict:
-                raise _strict(told.bad)
+                raise _strict(counts.bad)
 
 
-def _write_bin(source: Source, partial: Path, strict: bool) -> _Told:
-    told = _Told()
+def _write_bin(source: Source, partial: Path, strict: bool) -> _Counts:
+    counts = _Counts()
     with partial.open('wb') as file:
         file.write(header_bytes(len(source), source.image_shape))
-        for _, image in _images(source, strict, told):
+        for _, image in _images(source, strict, counts):
             file.write(to_values(image).tobytes())
-        _require_some(source, told)
+        _require_some(source, counts)
         file.seek(0)
-        file.write(header_bytes(told.kept, source.image_shape))
+        file.write(header_bytes(counts.kept, source.image_shape))
         _flush(file)
-    return told
+    return counts
 
 
-def _write_npz(source: Source, partial: Path, strict: bool) -> _Told:
-    told = _Told()
+def _write_npz(source: Source, partial: Path, strict: bool) -> _Counts:
+    counts = _Counts()
     images = np.empty((len(source), *source.image_shape), np.uint8)
     rows: list[int] = []
-    for index, image in _images(source, strict, told):
+    for index, image in _images(source, strict, counts):
         images[len(rows)] = image
         rows.append(index)
-    _require_some(source, told)
+    _require_some(source, counts)
     arrays = {'images': images[: len(rows)]}
     if source.class_names:
         arrays |= {
@@ -208,48 +230,53 @@ def _write_npz(source: Source, partial: Path, strict: bool) -> _Told:
         # Uncompressed, so that training maps it into memory instead of reading it.
         np.savez(file, **arrays)  # type: ignore[arg-type]
         _flush(file)
-    return told
+    return counts
 
 
 def _flush(file: BinaryIO) -> None:
-    """To the disk, whose errors belong before the renaming."""
+    """Writes the file to the disk, so that an error shows before it is renamed."""
     file.flush()
     os.fsync(file.fileno())
 
 
-def _require_some(source: Source, told: _Told) -> None:
-    if told.kept == 0:
+def _require_some(source: Source, counts: _Counts) -> None:
+    if counts.kept == 0:
         raise UserError(
-            f'{source.name}: all {len(told.bad)} images are corrupt, such as {told.bad[0][0]} ({told.bad[0][1]})'
+            f'{source.name}: all {len(counts.bad)} images are corrupt, '
+            f'such as {counts.bad[0][0]} ({counts.bad[0][1]})'
         )
 
 
 def _strict(bad: list[tuple[str, str]]) -> UserError:
     listed = ''.join(f'\n  {name}: {reason}' for name, reason in bad)
     return UserError(
-        f'--strict: {len(bad)} files are corrupt or no images; nothing was written:{listed}'
+        f'--strict: {len(bad)} files are corrupt or not images; nothing was written:{listed}'
     )
 
 
-def _report(target: Path, source: Source, told: _Told) -> None:
+def _report(target: Path, source: Source, counts: _Counts) -> None:
     height, width, channels = source.image_shape
-    left_out = [*source.skipped, *told.bad]
+    left_out = [*source.skipped, *counts.bad]
     for name, reason in left_out:
         print(f'left out {name}: {reason}')
     print(
-        f'{target}: {told.kept} images of {height}x{width}x{channels}; {len(left_out)} files left out'
+        f'{target}: {counts.kept} images of {height}x{width}x{channels}; '
+        f'{len(left_out)} files left out'
     )
     if source.unlabelled_by and target.suffix == '.npz':
         print(
-            f'warning: no labels, as {source.unlabelled_by}; for labels, move such images into a class sub-folder or away'
+            f'warning: no labels, as {source.unlabelled_by}; '
+            'for labels, move such images into a class sub-folder or away'
         )
-    if told.enlarged:
+    if counts.enlarged:
         print(
-            f'note: {told.enlarged} of {told.kept} images are smaller than {height}x{width} and were enlarged'
+            f'note: {counts.enlarged} of {counts.kept} images are smaller than {height}x{width} '
+            'and were enlarged'
         )
     if source.class_names and target.suffix == '.bin':
         print(
-            f'note: .bin has no place for labels; for the {len(source.class_names)} classes write a .npz'
+            f'note: .bin has no place for labels; '
+            f'write an .npz to keep the {len(source.class_names)} classes'
         )
 
 

@@ -176,7 +176,7 @@ ZIPS: dict[str, tuple[Callable[[pathlib.Path], object], str]] = {
         lambda p: change(p, p.read_bytes().index(b'PK\x01\x02') + 10, b'\x63\0'),
         r'a.png \(compressed by method 99',
     ),
-    'arrays': (lambda p: write_zip(p, {'images.npy': b'x'}), r'is a .npz under the name of a .zip'),
+    'arrays': (lambda p: write_zip(p, {'images.npy': b'x'}), r'is an .npz with the name of a .zip'),
 }
 
 

@@ -134,7 +134,7 @@ def test_bad_files_are_left_out_by_name_or_refused(tmp_path, form, suffix, capsy
     path = put(tmp_path, files, form)
     output = tmp_path / f'out.{suffix}'
     with pytest.raises(
-        UserError, match=r'--strict: \d files are corrupt or no images; nothing was written:\n'
+        UserError, match=r'--strict: \d files are corrupt or not images; nothing was written:\n'
     ):
         prepare_data.prepare(str(path), str(output), (8, 8, 3), strict=True)
     assert [p.name for p in tmp_path.iterdir()] == [path.name]
@@ -215,7 +215,7 @@ def test_an_image_beside_class_folders_costs_the_labels_aloud(tmp_path, form, ca
 def test_between_formats(tmp_path, capsys):
     prepare_data.prepare('digits:', str(tmp_path / 'a.bin'), (8, 8, 1), classes=('7', '1'))
     assert (
-        'note: .bin has no place for labels; for the 2 classes write a .npz'
+        'note: .bin has no place for labels; write an .npz to keep the 2 classes'
         in capsys.readouterr().out
     )
     prepare_data.prepare(str(tmp_path / 'a.bin'), str(tmp_path / 'b.npz'), (8, 8, 1))

@@ -1,7 +1,8 @@
-"""CIFAR-10 (Krizhevsky 2009, "Learning Multiple Layers of Activation from Tiny Images"): the official python-version archive.
+"""Reads CIFAR-10's official archive, python version.
 
-Its batches are pickles. They are read without running any of pickle's code: the only callables that the unpickler knows are the three
-stand-ins below, which store what they are given.
+Source: Krizhevsky 2009, "Learning Multiple Layers of Features from Tiny Images". The archive's
+batches are pickles. Reading them executes no code of theirs: the unpickler knows only the three
+stand-ins below, which store their arguments.
 """
 
 from __future__ import annotations
@@ -10,11 +11,10 @@ import io
 import pickle
 import re
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
-from jaxunet.data.pixels import Shape, told
+from jaxunet.data.pixels import Shape, one_line
 from jaxunet.data.source import ArraySource, Source
 from jaxunet.data.tar import TarReader
 from jaxunet.runtime.download import cached
@@ -32,7 +32,11 @@ OFFICIAL = re.compile(r'data_batch_\d|test_batch|batches\.meta|readme\.html')
 
 
 def is_official(path: Path) -> bool:
-    """Whether a folder or archive holds the official batches (rather than images in class folders)."""
+    """Returns True if a folder or archive holds the official batches, not images in folders.
+
+    Raises:
+      UserError: a damaged archive.
+    """
     if path.is_dir():
         return any((folder / BATCHES[0]).is_file() for folder in (path, path / FOLDER))
     with TarReader(path) as members:
@@ -43,20 +47,22 @@ def is_official(path: Path) -> bool:
 
 
 def open_official(path: Path | None, image_shape: Shape) -> Source:
-    """The 50,000 training images, in the order of the files.
+    """Opens the 50,000 training images, in the order of the files.
 
     Args:
-      path: the archive or its extracted folder; None downloads the archive, once.
+      path: the archive or its extracted folder; None downloads the archive once.
+      image_shape: (height, width, channels) that `load` returns.
 
     Raises:
-      UserError: no network, or a file that is not as the official ones are.
+      UserError: no network, or a file that differs from the official ones.
     """
     path = download() if path is None else path
     batches = _from_folder(path) if path.is_dir() else _from_archive(path)
     missing = [name for name in BATCHES if name not in batches]
     if missing:
         raise UserError(
-            f'{path}: no {", ".join(missing)}; expected the five training batches of CIFAR-10, python version ({URL})'
+            f'{path}: no {", ".join(missing)}; expected the five training batches of CIFAR-10, '
+            f'python version ({URL})'
         )
     parts = [read_batch(batches[name], f'{path}: {name}') for name in BATCHES]
     images, labels = np.concatenate([p[0] for p in parts]), np.concatenate([p[1] for p in parts])
@@ -69,7 +75,8 @@ def _from_folder(path: Path) -> dict[str, bytes]:
     for name in found:
         if (folder / name).stat().st_size > MAX_BATCH_BYTES:
             raise UserError(
-                f'{folder / name}: {(folder / name).stat().st_size} bytes, expected about 31 million'
+                f'{folder / name}: {(folder / name).stat().st_size} bytes, '
+                'expected about 31 million'
             )
     return {name: (folder / name).read_bytes() for name in found}
 
@@ -89,10 +96,13 @@ def _from_archive(path: Path) -> dict[str, bytes]:
 
 
 def read_batch(data: bytes, name: str) -> tuple[np.ndarray, np.ndarray]:
-    """Images uint8 (n, 32, 32, 3) and labels int32 (n,) of one pickled batch.
+    """Reads one pickled batch: images uint8 (n, 32, 32, 3) and labels int32 (n,).
+
+    Args:
+      name: begins every message.
 
     Raises:
-      UserError: anything but a dict of the known kinds, or arrays of other shapes.
+      UserError: another object than the official dict, or arrays of other shapes.
     """
     try:
         content = _Reader(io.BytesIO(data), encoding='bytes').load()
@@ -100,14 +110,14 @@ def read_batch(data: bytes, name: str) -> tuple[np.ndarray, np.ndarray]:
         raise UserError(f'{name}: {error}') from None
     except Exception as error:  # a damaged pickle raises nearly everything
         raise UserError(
-            f'{name}: not a batch of CIFAR-10: {told(error)}; copy or download it again'
+            f'{name}: not a batch of CIFAR-10: {one_line(error)}; copy or download it again'
         ) from None
     if not isinstance(content, dict):
         raise UserError(f'{name}: expected a dict, found {type(content).__name__}')
     missing = [key for key in (b'data', b'labels') if key not in content]
     if missing:
         raise UserError(
-            f'{name}: no entry "{missing[0].decode()}", found {told(sorted(map(str, content)))}'
+            f'{name}: no entry "{missing[0].decode()}", found {one_line(sorted(map(str, content)))}'
         )
     labels = content[b'labels']
     if not isinstance(labels, list) or not all(
@@ -122,48 +132,48 @@ def read_batch(data: bytes, name: str) -> tuple[np.ndarray, np.ndarray]:
     )
 
 
-def _pixels(array: Any, n: int, name: str) -> np.ndarray:
-    """The array that numpy pickled as (version, shape, dtype, Fortran order, bytes)."""
+def _pixels(array: object, n: int, name: str) -> np.ndarray:
+    """Returns the array that numpy pickled as (version, shape, dtype, Fortran order, bytes)."""
     state = array.state if isinstance(array, _Array) else None
     if not isinstance(state, tuple) or len(state) != 5 or not isinstance(state[2], _Dtype):
         raise UserError(f'{name}: expected a numpy array, found {type(array).__name__}')
     _, shape, dtype, fortran, raw = state
     if shape != (n, PIXELS) or dtype.name not in (b'u1', 'u1'):
         raise UserError(
-            f'{name}: expected u1 of shape ({n}, {PIXELS}), found {told(dtype.name)} of shape {told(shape)}'
+            f'{name}: expected u1 of shape ({n}, {PIXELS}), '
+            f'found {one_line(dtype.name)} of shape {one_line(shape)}'
         )
     if not isinstance(raw, bytes) or len(raw) != n * PIXELS:
-        raise UserError(
-            f'{name}: expected {n * PIXELS} bytes, found {len(raw) if isinstance(raw, bytes) else type(raw).__name__}'
-        )
+        found = len(raw) if isinstance(raw, bytes) else type(raw).__name__
+        raise UserError(f'{name}: expected {n * PIXELS} bytes, found {found}')
     return np.frombuffer(raw, np.uint8).reshape((n, PIXELS), order='F' if fortran else 'C')
 
 
 class _Array:
-    """Stands for numpy.ndarray while unpickling."""
+    """Stands in for numpy.ndarray while unpickling."""
 
-    state: Any = None
+    state: object = None
 
-    def __setstate__(self, state: Any) -> None:
+    def __setstate__(self, state: object) -> None:
         self.state = state
 
 
 class _Dtype:
-    """Stands for numpy.dtype while unpickling; its later state only tells the byte order, which single bytes do not have."""
+    """Stands in for numpy.dtype while unpickling; its state is a byte order, which bytes lack."""
 
-    def __init__(self, name: Any, *_: Any) -> None:
+    def __init__(self, name: object, *_: object) -> None:
         self.name = name
 
-    def __setstate__(self, state: Any) -> None:
+    def __setstate__(self, state: object) -> None:
         pass
 
 
-def _reconstruct(*_: Any) -> _Array:
+def _reconstruct(*_: object) -> _Array:
     return _Array()
 
 
 class _Reader(pickle.Unpickler):
-    """Knows the three names that these files use, under numpy's old and new module name, and no others."""
+    """Unpickler that knows only the three names in these files, in numpy's old and new modules."""
 
     KNOWN = {  # a constant  # noqa: RUF012
         ('numpy.core.multiarray', '_reconstruct'): _reconstruct,
@@ -172,22 +182,25 @@ class _Reader(pickle.Unpickler):
         ('numpy', 'dtype'): _Dtype,
     }
 
-    def find_class(self, module: str, name: str) -> Any:
+    def find_class(self, module: str, name: str) -> object:
+        """Returns the stand-in for a known name. Raises UserError for any other."""
         if (module, name) not in self.KNOWN:
             raise UserError(
-                f'asks for {module}.{name}, which no batch of CIFAR-10 does; the file is not safe and was not run'
+                f'asks for {module}.{name}, which no batch of CIFAR-10 does; '
+                'the file is not safe and was not run'
             )
         return self.KNOWN[module, name]
 
-    def persistent_load(self, pid: Any) -> Any:
+    def persistent_load(self, pid: object) -> object:
+        """Raises UserError: no batch refers to other files."""
         raise UserError('refers to objects outside the file, which no batch of CIFAR-10 does')
 
 
 def download() -> Path:
-    """The official archive in the cache folder, fetched if it is not there yet or damaged, and checked by its MD5.
+    """Returns the official archive in the cache folder, downloading it if missing or damaged.
 
     Raises:
-      UserError: no connection, no space, or other bytes than expected.
+      UserError: no connection, no disk space, or a wrong MD5.
     """
     instead = f'give its path: data.path=cifar10:/path/to/{ARCHIVE}'
     return cached(

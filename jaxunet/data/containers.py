@@ -1,6 +1,6 @@
-"""Where image files lie: a folder, a .zip or (in `tar.py`) a .tar.
+"""Containers of image files: a folder, a .zip or (in `tar.py`) a .tar.
 
-Each lists its files and reads any of them by number, from any thread or process.
+A container lists its files and reads any of them by number, from any thread or process.
 """
 
 from __future__ import annotations
@@ -15,44 +15,58 @@ import weakref
 import zipfile
 import zlib
 from pathlib import Path, PurePosixPath
-from typing import Any, BinaryIO
+from typing import BinaryIO
 
 import numpy as np
 
-from jaxunet.data.pixels import MAGIC_BYTES, BadImage, printable, told
+from jaxunet.data.pixels import MAGIC_BYTES, BadImage, one_line, printable
 from jaxunet.runtime.errors import UserError
 
-MAX_FILE_BYTES = 2**30  # of one image file
-STORED, DEFLATED, BZIP2 = 0, 8, 12
+MAX_FILE_BYTES = 2**30  # most bytes of one image file
+STORED, DEFLATED, BZIP2 = 0, 8, 12  # compression methods of .zip
 _OPENING = threading.Lock()
 
 
 class Container(abc.ABC):
-    """Files with names, in the container's own order. Messages call it `shown`."""
+    """Named files, in the container's own order.
+
+    Attributes:
+      path: the folder or archive.
+      shown: its name in messages.
+      names: path of each file inside the container.
+      unreadable: name -> reason, for files that are listed but can never be read.
+    """
 
     def __init__(self, path: Path, shown: str = '') -> None:
         self.path = path
         self.shown = shown or str(path)
         self.names: list[str] = []
-        self.unreadable: dict[
-            str, str
-        ] = {}  # names and reasons of what is listed but can never be read
+        self.unreadable: dict[str, str] = {}
 
     @abc.abstractmethod
     def start(self, i: int) -> tuple[bytes, int]:
-        """The first MAGIC_BYTES bytes of a file, or all if it is shorter, and its size."""
+        """Returns the first MAGIC_BYTES bytes of file `i` (all of a shorter one) and its size.
+
+        Raises:
+          BadImage: the file cannot be read.
+        """
 
     @abc.abstractmethod
     def read(self, i: int) -> bytes:
-        """A whole file. Raises BadImage, naming it, if it cannot be read."""
+        """Returns the whole content of file `i`.
+
+        Raises:
+          BadImage: the file cannot be read, or exceeds MAX_FILE_BYTES.
+          UserError: the archive cannot be read.
+        """
 
     def describe(self, i: int) -> str:
-        """The file's name for a message."""
+        """Returns the name of file `i` for a message."""
         return f'{self.shown}: {printable(self.names[i])}'
 
 
 def path_order(name: str) -> tuple[str, ...]:
-    """Sort key: depth first, files and folders of one folder together by name."""
+    """Returns a sort key: depth first, files and folders of one folder together by name."""
     return PurePosixPath(name).parts
 
 
@@ -68,7 +82,7 @@ class Folder(Container):
         try:
             info = folder.stat()
             if (info.st_dev, info.st_ino) in above:
-                return  # a link back to a folder that is being listed
+                return  # a link to a folder above
             entries = sorted(os.scandir(folder), key=lambda entry: entry.name)
         except OSError as error:
             raise UserError(
@@ -116,14 +130,14 @@ class Folder(Container):
 
 
 class Archive(Container):
-    """Reads by offset: one descriptor a process, no seeking, so threads share it."""
+    """An archive read by offset; the threads of a process share one descriptor."""
 
     def __init__(self, path: Path, shown: str = '') -> None:
         super().__init__(path, shown)
         self._descriptor: int | None = None
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, '_descriptor': None}  # another process opens the file for itself
+    def __getstate__(self) -> dict[str, object]:
+        return {**self.__dict__, '_descriptor': None}  # each process opens its own
 
     def _open(self) -> int:
         with _OPENING:
@@ -136,7 +150,7 @@ class Archive(Container):
             return self._descriptor
 
     def _bytes(self, offset: int, size: int) -> bytes:
-        """`size` bytes from `offset`, or fewer where the file ends."""
+        """Returns `size` bytes from `offset`, or fewer at the end of the file."""
         descriptor = self._open()
         parts = []
         while size > 0:
@@ -154,7 +168,11 @@ class Archive(Container):
 
 
 class ZipArchive(Archive):
-    """A .zip: stored, deflated or bzip2-compressed members."""
+    """A .zip with stored, deflated or bzip2-compressed members.
+
+    Raises:
+      UserError: not a readable zip archive.
+    """
 
     def __init__(self, path: Path) -> None:
         super().__init__(path)
@@ -174,7 +192,8 @@ class ZipArchive(Archive):
             NotImplementedError,
         ) as error:
             raise UserError(
-                f'{path}: not a readable zip archive: {told(error)}; it may be truncated, copy or download it again'
+                f'{path}: not a readable zip archive: {one_line(error)}; '
+                'it may be truncated, copy or download it again'
             ) from None
         self.names = [m.filename for m in members]
         self._methods = np.array([m.compress_type for m in members], np.int32)
@@ -183,13 +202,14 @@ class ZipArchive(Archive):
                 self.unreadable[member.filename] = 'encrypted'
             elif member.compress_type not in (STORED, DEFLATED, BZIP2):
                 self.unreadable[member.filename] = (
-                    f'compressed by method {member.compress_type} (expected stored, deflate or bzip2)'
+                    f'compressed by method {member.compress_type} '
+                    '(expected stored, deflate or bzip2)'
                 )
             elif stat.S_ISLNK(member.external_attr >> 16):
                 self.unreadable[member.filename] = 'symbolic link'
 
     def _offset(self, i: int) -> int:
-        """Where a member's data begin: behind its local header, whose length only that header tells."""
+        """Returns the first byte of a member's data, after its local header of variable length."""
         at = int(self._headers[i])
         header = self._bytes(at, 30)
         if len(header) < 30 or header[:4] != b'PK\x03\x04':
@@ -202,7 +222,7 @@ class ZipArchive(Archive):
     def start(self, i: int) -> tuple[bytes, int]:
         size = int(self._sizes[i, 1])
         if self._methods[i] == BZIP2:
-            return self.read(i)[:MAGIC_BYTES], size  # a block decompresses as a whole
+            return self.read(i)[:MAGIC_BYTES], size  # bzip2 decompresses whole blocks
         data = self._bytes(self._offset(i), min(int(self._sizes[i, 0]), 4096))
         return self._inflate(i, data, MAGIC_BYTES), size
 
@@ -218,9 +238,10 @@ class ZipArchive(Archive):
         if len(data) < packed:
             raise BadImage(
                 self.describe(i),
-                f'the archive ends at byte {offset + len(data)}, expected {packed} bytes from byte {offset}',
+                f'the archive ends at byte {offset + len(data)}, '
+                f'expected {packed} bytes from byte {offset}',
             )
-        # One byte more than announced, to notice a member that goes on.
+        # Ask for one byte more than announced, to notice a longer member.
         data = self._inflate(i, data, size + 1)
         if len(data) != size:
             raise BadImage(
@@ -241,5 +262,5 @@ class ZipArchive(Archive):
             if self._methods[i] == BZIP2:
                 return bz2.BZ2Decompressor().decompress(data, most)
         except (zlib.error, OSError) as error:
-            raise BadImage(self.describe(i), f'cannot be decompressed: {told(error)}') from None
+            raise BadImage(self.describe(i), f'cannot be decompressed: {one_line(error)}') from None
         return data[:most]

@@ -1,4 +1,4 @@
-"""Image files in a folder or archive, with class sub-folders or without."""
+"""Image files in a folder or archive, with or without class sub-folders."""
 
 from __future__ import annotations
 
@@ -32,7 +32,15 @@ NAMED = 5  # skipped files that a message names
 
 
 class ImageFiles(Source):
-    """The image files of a container, in sorted depth-first path order, decoded when loaded."""
+    """The image files of a container, in sorted depth-first path order, decoded when loaded.
+
+    Args:
+      image_shape: (height, width, channels) that `load` returns.
+      strip_leading: see `find_classes`.
+
+    Raises:
+      UserError: no images, or channels other than 1 and 3.
+    """
 
     def __init__(self, container: Container, image_shape: Shape, *, strip_leading: bool) -> None:
         check_channels(image_shape[2])
@@ -76,7 +84,7 @@ def decode_tar_stream(path: Path, image_shape: Shape) -> Source:
     """Decodes a compressed tar into memory, in sorted depth-first path order.
 
     Raises:
-      UserError: it would take more than `MAX_MEMORY`, an image is corrupt, or there is none.
+      UserError: a corrupt image, no images, or more than `MAX_MEMORY` bytes of pixels.
     """
     check_channels(image_shape[2])
     names: list[str] = []
@@ -92,7 +100,7 @@ def decode_tar_stream(path: Path, image_shape: Shape) -> Source:
     images = np.empty((len(order), *image_shape), np.uint8)
     for row, i in enumerate(order):
         images[row] = pixels[i]
-        pixels[i] = images[row]  # so that the set is not held twice
+        pixels[i] = images[row]  # frees the separate copy
     source = ArraySource(str(path), images, image_shape, labels, class_names)
     source.skipped, source.unlabelled_by = tuple(skipped), unlabelled_by
     return source
@@ -101,7 +109,11 @@ def decode_tar_stream(path: Path, image_shape: Shape) -> Source:
 def _image_members(
     members: TarReader, each: int, shape: Shape, names: list[str], skipped: list[tuple[str, str]]
 ) -> Iterator[tuple[str, bytes]]:
-    """Description and content of every image, `each` bytes when decoded; notes their names, and what is no image."""
+    """Yields the description and content of every image; adds to `names` and `skipped`.
+
+    Args:
+      each: bytes of a decoded image.
+    """
     for member in members:
         if member.isdir():
             continue
@@ -119,9 +131,11 @@ def _image_members(
         names.append(member.name)
         if len(names) * each > MAX_MEMORY:
             raise UserError(
-                f'{members.path}: {len(names)} images or more, which take over {MAX_MEMORY / 2**30:g} GiB of memory at '
-                f'{shape[0]}x{shape[1]}x{shape[2]}, as a compressed tar cannot be read at random; convert it with `python -m '
-                f'jaxunet.prepare_data --input {members.path} --output images.npz --image_size {shape[0]},{shape[1]}`'
+                f'{members.path}: {len(names)} images or more, which take over '
+                f'{MAX_MEMORY / 2**30:g} GiB of memory at {shape[0]}x{shape[1]}x{shape[2]}, as a '
+                'compressed tar cannot be read at random; convert it with `python -m '
+                f'jaxunet.prepare_data --input {members.path} --output images.npz '
+                f'--image_size {shape[0]},{shape[1]}`'
             )
         yield f'{members.path}: {printable(member.name)}', start + members.read(member, member.size)
 
@@ -129,10 +143,18 @@ def _image_members(
 def find_classes(
     names: list[str], *, strip_leading: bool
 ) -> tuple[Int[np.ndarray, ' images'], tuple[str, ...], str]:
-    """Labels and class names from paths: the top-level folders, if every image lies in one; else labels -1, no names, and what spoils them.
+    """Derives classes from paths: the top-level folders, if every image lies in one.
 
-    A leading folder that all paths share is no class if there are folders below it for all images; with `strip_leading` it never is
-    (archives often hold their files in one folder, such as `train/`).
+    A leading folder that all paths share is not a class if all images have folders below it.
+
+    Args:
+      names: path of each image in its container.
+      strip_leading: a folder that all paths share is never a class, as archives often hold their
+        files in one folder, such as `train/`.
+
+    Returns:
+      Labels, sorted class names, and ''. Without classes: labels -1, no names, and which images
+      prevent them ('' if there are no sub-folders).
     """
     folders = [
         tuple(part for part in PurePosixPath(name).parts[:-1] if part != '/') for name in names
@@ -146,13 +168,13 @@ def find_classes(
     if depth >= shortest:
         loose = [name for name, f in zip(names, folders, strict=True) if len(f) == depth]
         beside = sorted({f[depth] for f in folders if len(f) > depth})
-        return no_labels(len(names)), (), _spoiled(loose, beside) if beside else ''
+        return no_labels(len(names)), (), _loose_images(loose, beside) if beside else ''
     class_names = tuple(sorted({f[depth] for f in folders}))
     numbers = {name: i for i, name in enumerate(class_names)}
     return np.array([numbers[f[depth]] for f in folders], np.int32), class_names, ''
 
 
-def _spoiled(loose: list[str], folders: list[str]) -> str:
+def _loose_images(loose: list[str], folders: list[str]) -> str:
     images = (
         f'{printable(loose[0])} lies'
         if len(loose) == 1
@@ -162,7 +184,7 @@ def _spoiled(loose: list[str], folders: list[str]) -> str:
 
 
 def report_skipped(name: str, skipped: tuple[tuple[str, str], ...]) -> None:
-    """One warning that counts the files left out and names the first."""
+    """Logs one warning that counts the files left out and names the first ones."""
     if skipped:
         logging.warning(
             '%s: %d files are not readable images and are left out: %s',
@@ -173,13 +195,20 @@ def report_skipped(name: str, skipped: tuple[tuple[str, str], ...]) -> None:
 
 
 def no_images(name: str, skipped: tuple[tuple[str, str], ...]) -> UserError:
+    """Returns the error for a container without images.
+
+    Args:
+      skipped: (name, reason) of its other files.
+    """
     if any(PurePosixPath(file).name.startswith('data_batch_') for file, _ in skipped):
         return UserError(
-            f'{name}: holds CIFAR-10\'s official batches, not image files; write data.path as "cifar10:{name}"'
+            f"{name}: holds CIFAR-10's official batches, not image files; "
+            f'write data.path as "cifar10:{name}"'
         )
     found = f'{len(skipped)} other files: {_listed(skipped)}' if skipped else 'no files at all'
     return UserError(
-        f'{name}: no images (PNG, JPEG, GIF, WebP, BMP, TIFF, PNM, AVIF, JPEG 2000) in it, found {found}'
+        f'{name}: no images (PNG, JPEG, GIF, WebP, BMP, TIFF, PNM, AVIF, JPEG 2000) in it, '
+        f'found {found}'
     )
 
 

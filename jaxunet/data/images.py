@@ -1,6 +1,6 @@
-"""Images out of the model: to uint8, into grids, into files.
+"""Turns the model's output into uint8 images, grids and files.
 
-Every file and folder appears under its name only when it is complete.
+Every file or folder takes its name only when it is complete.
 """
 
 from __future__ import annotations
@@ -19,24 +19,25 @@ from PIL import Image
 from jaxunet.runtime.errors import UserError
 
 GAP = 2  # pixels between the images of a grid
-TINY = 32  # images with a side below this are enlarged in a grid ...
-ENLARGED = 48  # ... until their shorter side has at least this many pixels
+TINY = 32  # pixels; a grid enlarges images with a shorter side than this
+ENLARGED = 48  # pixels; least shorter side of an enlarged image
 
-# uint8; checked here with messages of their own.
+# uint8; `_check_pixels` reports other types.
 Pixels = Shaped[np.ndarray, '...']
 Labels = Integer[np.ndarray, ' labels']
 
 
 def to_uint8(images: ArrayLike) -> UInt8[np.ndarray, '*shape']:
-    """Images in [−1, 1] as uint8: round((x + 1) · 127.5), clipped to 0..255.
+    """Converts images in [−1, 1] to uint8: round((x + 1) · 127.5), clipped to 0..255.
 
     Raises:
-      UserError: there is a NaN, which no pixel value stands for.
+      UserError: there is a NaN.
     """
     values = np.asarray(images).astype(np.float32)
     if np.isnan(values).any():
         raise UserError(
-            f'images: {np.isnan(values).mean():.2%} of the pixels are NaN; the weights are damaged or training has diverged'
+            f'images: {np.isnan(values).mean():.2%} of the pixels are NaN; '
+            'the weights are damaged or training has diverged'
         )
     return np.clip(np.rint((values + 1) * np.float32(127.5)), 0, 255).astype(np.uint8)
 
@@ -44,9 +45,11 @@ def to_uint8(images: ArrayLike) -> UInt8[np.ndarray, '*shape']:
 def grid(
     images: Pixels, columns: int | None = None
 ) -> UInt8[np.ndarray, 'grid_height grid_width channels']:
-    """uint8 images (N, height, width, channels) in rows of `columns` (default: about a square), with small white gaps.
+    """Arranges images in a grid with small white gaps; tiny images are enlarged by a whole factor.
 
-    Tiny images are enlarged by a whole factor.
+    Args:
+      images: uint8 (N, height, width, channels).
+      columns: images per row; None = about a square.
 
     Raises:
       UserError: no images, or fewer than one column.
@@ -75,7 +78,7 @@ def grid(
 def save_png(
     path: str | os.PathLike[str], array: UInt8[np.ndarray, 'height width *channels']
 ) -> None:
-    """Writes a grey (H, W) or (H, W, 1), or an RGB (H, W, 3) array as PNG, making the folder if need be.
+    """Writes a grey (H, W) or (H, W, 1) or an RGB (H, W, 3) array as PNG; creates its folder.
 
     Raises:
       UserError: another number of channels, or the file cannot be written.
@@ -91,14 +94,17 @@ def save_images(
     *,
     columns: int | None = None,
 ) -> None:
-    """Saves uint8 images (N, H, W, C) in the form that the path asks for.
+    """Saves uint8 images (N, H, W, C) in the form that the path's suffix names.
 
-    - `X.png`: one grid (`columns` as in `grid`); the labels show only in the order that the caller chose.
-    - `X.npz`: arrays `images` and, if given, `labels` (int32): what `data.path` reads.
-    - anything without a suffix, or an empty folder: `000000.png`, ... in a new folder, or `000000_class7.png` with labels.
+    - `X.png`: one grid (`columns` as in `grid`), without the labels.
+    - `X.npz`: arrays `images` and, if given, `labels` (int32), which `data.path` reads.
+    - no suffix, or an empty folder: a folder of `000000.png`, ... or, with labels,
+      `000000_class7.png`, ...
 
     Raises:
-      UserError: an unknown suffix, a folder that already holds something, channels that PNG lacks, or a failed write.
+      UserError: an unknown suffix, a folder with files in it, channels that PNG lacks, or a failed
+        write.
+      ValueError: labels that do not fit the images, or images that are not uint8.
     """
     path = Path(path)
     check_output(path)
@@ -122,20 +128,22 @@ def save_images(
 
 
 def check_output(path: str | os.PathLike[str]) -> None:
-    """Whether `save_images` can take this path, so that a command fails before it draws anything.
+    """Checks that `save_images` accepts this path, so that a command fails before its work.
 
     Raises:
-      UserError: an unknown suffix, or a folder that already holds something.
+      UserError: an unknown suffix, or a folder with files in it.
     """
     path = Path(path)
     if path.is_dir():
         if any(path.iterdir()):
             raise UserError(
-                f'{path}: expected a new or empty folder, found files in it, which would mix with these images; choose another'
+                f'{path}: expected a new or empty folder, found files in it, which would mix with '
+                'these images; choose another'
             )
     elif path.suffix.lower() not in ('', '.png', '.npz'):
         raise UserError(
-            f'{path}: expected a name that ends in .png (one grid) or .npz (arrays), or a folder (one PNG an image), found {path.suffix!r}'
+            f'{path}: expected a name that ends in .png (one grid) or .npz (arrays), '
+            f'or a folder (one PNG an image), found {path.suffix!r}'
         )
 
 
@@ -152,19 +160,22 @@ def _save_folder(path: Path, images: Pixels, labels: Labels | None) -> None:
 def _check_pixels(images: np.ndarray) -> None:
     if images.dtype != np.uint8 or images.ndim != 4:
         raise ValueError(
-            f'images: expected uint8 of shape (N, height, width, channels), found {images.dtype} of shape {images.shape}'
+            'images: expected uint8 of shape (N, height, width, channels), '
+            f'found {images.dtype} of shape {images.shape}'
         )
 
 
 def _png(array: np.ndarray) -> Image.Image:
     if array.dtype != np.uint8 or array.ndim not in (2, 3):
         raise ValueError(
-            f'image: expected uint8 of shape (height, width[, channels]), found {array.dtype} of shape {array.shape}'
+            'image: expected uint8 of shape (height, width[, channels]), '
+            f'found {array.dtype} of shape {array.shape}'
         )
     channels = 1 if array.ndim == 2 else array.shape[2]
     if channels not in (1, 3):
         raise UserError(
-            f'PNG: expected images with 1 channel (grey) or 3 (RGB), found {channels}; save as .npz, which takes any number'
+            f'PNG: expected images with 1 channel (grey) or 3 (RGB), found {channels}; '
+            'save as .npz, which takes any number'
         )
     return Image.fromarray(
         np.ascontiguousarray(array[..., 0] if array.ndim == 3 and channels == 1 else array)
@@ -172,7 +183,7 @@ def _png(array: np.ndarray) -> Image.Image:
 
 
 def _write(path: Path, write: Callable[[Path], None]) -> None:
-    """Lets `write` make a file or folder under a temporary name beside `path`, then renames it."""
+    """Writes a file or folder under a temporary name beside `path`, then renames it."""
     path = path.resolve()
     partial = path.with_name(f'.{path.name}.{os.getpid()}.partial')
     try:
@@ -182,7 +193,8 @@ def _write(path: Path, write: Callable[[Path], None]) -> None:
     except OSError as error:
         reason = error.strerror or error
         raise UserError(
-            f'{path}: cannot be written: {reason}; check the folder, its permissions and the free space'
+            f'{path}: cannot be written: {reason}; '
+            'check the folder, its permissions and the free space'
         ) from error
     finally:
         if partial.is_dir():

@@ -1,7 +1,8 @@
-"""`.npz` files of uint8 images: this project's own, and guided-diffusion's sample files (`arr_0`, `arr_1`).
+"""`.npz` files of uint8 images: our own, and guided-diffusion's sample files (`arr_0`, `arr_1`).
 
-Arrays: `images` (or `arr_0`) uint8, (n, height, width, channels) or (n, height, width) for grey; optionally `labels` (or `arr_1`)
-integers (n,), and `class_names` strings. Nothing is unpickled. Uncompressed images are memory-mapped, so that a set may exceed memory.
+Arrays: `images` (or `arr_0`), uint8 (n, height, width, channels), or (n, height, width) for grey;
+optionally `labels` (or `arr_1`), integers (n,), and `class_names`, strings. Nothing is unpickled.
+Uncompressed images are memory-mapped, so a set may exceed memory.
 """
 
 from __future__ import annotations
@@ -11,12 +12,12 @@ import struct
 import zipfile
 import zlib
 from pathlib import Path
-from typing import Any, BinaryIO, Literal
+from typing import IO, Literal
 
 import numpy as np
 from jaxtyping import Int
 
-from jaxunet.data.pixels import Batch, Shape, check_fit, fit, told
+from jaxunet.data.pixels import Batch, Shape, check_fit, fit, one_line
 from jaxunet.data.source import MAX_MEMORY, MappedArray, Source, no_labels
 from jaxunet.runtime.errors import UserError, near_misses
 
@@ -39,20 +40,26 @@ DAMAGED = (
 
 
 class NpzSource(Source):
-    """The images of a `.npz`, converted and resized when loaded."""
+    """The images of a `.npz`, converted and resized when loaded.
+
+    Args:
+      image_shape: (height, width, channels) that `load` returns.
+
+    Raises:
+      UserError: a damaged file, arrays of other names, types or shapes, or labels out of range.
+    """
 
     def __init__(self, path: Path, image_shape: Shape) -> None:
         self.name, self.image_shape = str(path), image_shape
         try:
             with zipfile.ZipFile(path) as archive:
                 self._images = _open_images(path, archive)
-                labels, names = (
-                    _read_small(path, archive, 'labels'),
-                    _read_small(path, archive, 'class_names'),
-                )
+                labels = _read_small(path, archive, 'labels')
+                names = _read_small(path, archive, 'class_names')
         except DAMAGED as error:
             raise UserError(
-                f'{path}: not a readable .npz file: {told(error)}; it may be truncated, copy or write it again'
+                f'{path}: not a readable .npz file: {one_line(error)}; '
+                'it may be truncated, copy or write it again'
             ) from None
         self.in_memory = not isinstance(self._images, MappedArray)
         shape = self._images.shape
@@ -74,34 +81,40 @@ def _open_images(path: Path, archive: zipfile.ZipFile) -> np.ndarray | MappedArr
         found = [name.removesuffix('.npy') for name in archive.namelist()]
         hint = near_misses('images', found)
         raise UserError(
-            f'{path}: no array "images" (or "arr_0"), found {", ".join(found) or "none"}{hint}; save them as images=...'
+            f'{path}: no array "images" (or "arr_0"), found {", ".join(found) or "none"}{hint}; '
+            'save them as images=...'
         )
     member = archive.getinfo(key)
     with archive.open(member) as file:
         shape, fortran, dtype, header = _read_header(path, key, file)
         if dtype != np.uint8:
             raise UserError(
-                f'{path}: {key[:-4]}: expected dtype uint8 (0 to 255), found {dtype}; convert it before saving'
+                f'{path}: {key[:-4]}: expected dtype uint8 (0 to 255), found {dtype}; '
+                'convert it before saving'
             )
         if len(shape) not in (3, 4):
             raise UserError(
-                f'{path}: {key[:-4]}: expected shape (n, height, width, channels) or (n, height, width), found {shape}'
+                f'{path}: {key[:-4]}: expected shape (n, height, width, channels) '
+                f'or (n, height, width), found {shape}'
             )
         if math.prod(shape) == 0:
             raise UserError(
-                f'{path}: {key[:-4]}: expected at least one image and one pixel, found shape {shape}'
+                f'{path}: {key[:-4]}: expected at least one image and one pixel, '
+                f'found shape {shape}'
             )
         if member.file_size != header + math.prod(shape):
             raise UserError(
-                f'{path}: {key[:-4]}: shape {shape} takes {math.prod(shape)} bytes, found {member.file_size - header}; the file is damaged'
+                f'{path}: {key[:-4]}: shape {shape} takes {math.prod(shape)} bytes, '
+                f'found {member.file_size - header}; the file is damaged'
             )
         if member.compress_type == zipfile.ZIP_STORED:
             order: Literal['C', 'F'] = 'F' if fortran else 'C'
             return MappedArray(path, 'u1', shape, _data_offset(path, member) + header, order)
         if member.file_size > MAX_MEMORY:
             raise UserError(
-                f'{path}: {key[:-4]}: {member.file_size} bytes decompressed, more than the {MAX_MEMORY / 2**30:g} GiB accepted for a '
-                'compressed array; save it by np.savez, uncompressed, which is read from disk'
+                f'{path}: {key[:-4]}: {member.file_size} bytes decompressed, more than the '
+                f'{MAX_MEMORY / 2**30:g} GiB accepted for a compressed array; '
+                'save it by np.savez, uncompressed, which is read from disk'
             )
         data = file.read()
     return np.frombuffer(data, np.uint8).reshape(shape, order='F' if fortran else 'C')
@@ -116,8 +129,10 @@ def _find(path: Path, archive: zipfile.ZipFile, what: str) -> str | None:
     return present[0] if present else None
 
 
-def _read_header(path: Path, key: str, file: Any) -> tuple[tuple[int, ...], bool, np.dtype, int]:
-    """Shape, Fortran order, dtype and header bytes of a .npy inside the archive."""
+def _read_header(
+    path: Path, key: str, file: IO[bytes]
+) -> tuple[tuple[int, ...], bool, np.dtype, int]:
+    """Returns shape, Fortran order, dtype and header size in bytes of a .npy in the archive."""
     version = np.lib.format.read_magic(file)
     if version not in ((1, 0), (2, 0), (3, 0)):
         raise UserError(f'{path}: {key[:-4]}: expected .npy format 1 to 3, found {version}')
@@ -127,13 +142,14 @@ def _read_header(path: Path, key: str, file: Any) -> tuple[tuple[int, ...], bool
         shape, fortran, dtype = np.lib.format.read_array_header_2_0(file)
     if any(side < 0 for side in shape):
         raise UserError(
-            f'{path}: {key[:-4]}: expected sizes of 0 or more, found shape {shape}; the file is damaged'
+            f'{path}: {key[:-4]}: expected sizes of 0 or more, found shape {shape}; '
+            'the file is damaged'
         )
     return tuple(int(side) for side in shape), fortran, dtype, file.tell()
 
 
 def _data_offset(path: Path, member: zipfile.ZipInfo) -> int:
-    file: BinaryIO
+    """Returns the first byte of a stored member's content."""
     with path.open('rb') as file:
         file.seek(member.header_offset)
         header = file.read(30)
@@ -141,13 +157,14 @@ def _data_offset(path: Path, member: zipfile.ZipInfo) -> int:
         size = file.seek(0, 2)
     if offset + member.file_size > size:
         raise UserError(
-            f'{path}: {member.filename}: ends at byte {offset + member.file_size}, but the file has {size}; it is truncated'
+            f'{path}: {member.filename}: ends at byte {offset + member.file_size}, '
+            f'but the file has {size}; it is truncated'
         )
     return offset
 
 
 def _read_small(path: Path, archive: zipfile.ZipFile, what: str) -> np.ndarray | None:
-    """Labels or class names, whole."""
+    """Reads the labels or class names; None if the archive has none."""
     key = _find(path, archive, what)
     if key is None:
         return None
@@ -156,14 +173,16 @@ def _read_small(path: Path, archive: zipfile.ZipFile, what: str) -> np.ndarray |
         shape, _, dtype, header = _read_header(path, key, file)
         if dtype.hasobject:
             raise UserError(
-                f'{path}: {key[:-4]}: expected plain numbers or strings, found Python objects, which are never unpickled'
+                f'{path}: {key[:-4]}: expected plain numbers or strings, '
+                'found Python objects, which are never unpickled'
             )
         if (
             member.file_size != header + math.prod(shape) * dtype.itemsize
             or member.file_size > 2**31
         ):
             raise UserError(
-                f'{path}: {key[:-4]}: shape {shape} of {dtype} does not match its {member.file_size - header} bytes'
+                f'{path}: {key[:-4]}: shape {shape} of {dtype} does not match its '
+                f'{member.file_size - header} bytes'
             )
     with archive.open(member) as file:
         return np.lib.format.read_array(file, allow_pickle=False)
@@ -172,6 +191,7 @@ def _read_small(path: Path, archive: zipfile.ZipFile, what: str) -> np.ndarray |
 def _check_labels(
     path: Path, n: int, labels: np.ndarray | None, names: np.ndarray | None
 ) -> tuple[np.ndarray, tuple[str, ...]]:
+    """Returns int32 labels (n,) and class names; labels without names are named by their number."""
     if labels is None:
         return no_labels(n), ()
     if labels.dtype.kind not in 'iu':
@@ -185,16 +205,19 @@ def _check_labels(
         return no_labels(n), ()
     if low < 0 or high >= 2**20:
         raise UserError(
-            f'{path}: labels: expected 0 to {2**20 - 1} (or all -1: none), found {low if low < 0 else high}'
+            f'{path}: labels: expected 0 to {2**20 - 1} (or all -1: none), '
+            f'found {low if low < 0 else high}'
         )
     if names is None:
         return labels.astype(np.int32), tuple(str(i) for i in range(high + 1))
     if names.ndim != 1 or names.dtype.kind != 'U':
         raise UserError(
-            f'{path}: class_names: expected a list of strings, found {names.dtype} of shape {names.shape}'
+            f'{path}: class_names: expected a list of strings, '
+            f'found {names.dtype} of shape {names.shape}'
         )
     if high >= len(names):
         raise UserError(
-            f'{path}: labels: found {high}, but class_names has {len(names)} names (0 to {len(names) - 1})'
+            f'{path}: labels: found {high}, but class_names has {len(names)} names '
+            f'(0 to {len(names) - 1})'
         )
     return labels.astype(np.int32), tuple(str(name) for name in names)

@@ -1,11 +1,13 @@
-"""The order of the data: a pure function of (seed, epoch, position), the same in numpy on the host and in jnp inside `jit`.
+"""The order of the images: a pure function of (seed, epoch, position).
 
-Every epoch visits each image once, in a fresh random order, without a stored permutation: position i of the epoch is encrypted by a
-Feistel network over [0, a) × [0, b), where a · b is n or little more, and walks on along its cycle while it lands outside [0, n).
-A cycle has at most a · b − n such places, so that many extra rounds of the network, without a data-dependent loop, make it an exact
-bijection of [0, n). Source: Black & Rogaway 2002, "Ciphers with arbitrary finite domains", methods 2 (cycle walking) and 3 (Feistel).
+It is the same in numpy on the host and in jnp inside `jit`. Every epoch visits each image once, in
+a new random order, without a stored permutation. A Feistel network encrypts position i of the epoch
+over [0, a) × [0, b), where a · b is at least n and close to it. While the result lies outside
+[0, n), it is encrypted again (cycle walking). A cycle has at most a · b − n such places, so that
+many extra rounds give an exact bijection of [0, n) without a data-dependent loop.
+Source: Black & Rogaway 2002, "Ciphers with arbitrary finite domains", methods 2 and 3.
 
-All arithmetic is uint32, which wraps alike everywhere, so it needs no 64-bit mode.
+All arithmetic is uint32, which wraps alike everywhere and needs no 64-bit mode.
 """
 
 from __future__ import annotations
@@ -19,8 +21,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Int, UInt32
 
-ROUNDS = 8
-SMALL, SMALL_ROUNDS = 256, 12  # halves of few values mix more slowly
+ROUNDS = 8  # of the Feistel network
+SMALL, SMALL_ROUNDS = 256, 12  # sets below SMALL images need more rounds to mix
 MAX_IMAGES = 2**31 - 1
 
 U32 = UInt32[Array, '*shape'] | UInt32[np.ndarray, '*shape']
@@ -28,7 +30,10 @@ U32 = UInt32[Array, '*shape'] | UInt32[np.ndarray, '*shape']
 
 @functools.lru_cache(maxsize=128)
 def factors(n: int) -> tuple[int, int]:
-    """(a, b) with the least a · b ≥ n among pairs of about the same size (which mixes best), both over 1 if n allows."""
+    """Returns (a, b) with the least a · b ≥ n, both of similar size and above 1 if n allows.
+
+    Factors of similar size mix best.
+    """
     side = math.isqrt(n)
     a = np.arange(max(min(2, n), side // (2 if n < 4096 else 4)), side + 2, dtype=np.int64)
     b = -(-n // a)
@@ -37,13 +42,16 @@ def factors(n: int) -> tuple[int, int]:
 
 
 def permuted(i: U32, epoch: U32, n: int, seed: int) -> U32:
-    """Which image stands at place i of an epoch: for each epoch and seed a bijection of [0, n).
+    """Returns the image at place i of an epoch: a bijection of [0, n) for each epoch and seed.
 
     Args:
       i: places, uint32 in [0, n), numpy or jnp, one-dimensional.
       epoch: uint32, of i's shape or (1,).
       n: number of images, 1 ≤ n < 2^31.
       seed: any integer ≥ 0.
+
+    Raises:
+      ValueError: n or seed out of range.
     """
     if not 1 <= n <= MAX_IMAGES:
         raise ValueError(f'n: expected 1 to {MAX_IMAGES} images, found {n}')
@@ -60,25 +68,37 @@ def permuted(i: U32, epoch: U32, n: int, seed: int) -> U32:
 
 
 def shuffled_index(position: U32, n: int, seed: int) -> U32:
-    """The image at each position of the endless sequence of epochs: epoch = position // n. One-dimensional uint32 positions."""
+    """Returns the image at each position of the endless sequence of epochs.
+
+    Args:
+      position: uint32, one-dimensional; epoch = position // n.
+      n, seed: as in `permuted`.
+    """
     return permuted(position % np.uint32(n), position // np.uint32(n), n, seed)
 
 
 def batch_indices(
     step: int | Int[Array, ''] | Int[np.ndarray, ''], batch_size: int, n: int, seed: int
 ) -> Int[Array, ' batch'] | Int[np.ndarray, ' batch']:
-    """The images of a step's batch: positions step · batch_size, ... of the endless sequence, int32 indices into [0, n).
+    """Returns the images of a step's batch, int32 indices in [0, n).
+
+    They are positions step · batch_size, ... of the endless sequence of epochs.
 
     Args:
-      step: a Python or numpy integer gives numpy; a JAX array or tracer (any integer type) gives jnp. 0 ≤ step < 2^32.
-      batch_size, n: images of a batch and of the set, each below 2^31.
+      step: 0 ≤ step < 2^32. A Python or numpy integer gives numpy; a JAX array or tracer of any
+        integer type gives jnp.
+      batch_size: images per batch, below 2^31.
+      n: images in the set, below 2^31.
       seed: `config.seed`.
+
+    Raises:
+      ValueError: batch_size, n or seed out of range.
     """
     if not 1 <= batch_size <= MAX_IMAGES:
         raise ValueError(f'batch_size: expected 1 to {MAX_IMAGES}, found {batch_size}')
     traced = isinstance(step, jax.Array)
     xp: Any = jnp if traced else np
-    # One-dimensional, as numpy warns when scalars wrap.
+    # One-dimensional, because numpy warns when scalars wrap.
     start = xp.reshape(xp.asarray(step).astype(np.uint32), (1,))
     epoch, first = _divide_product(start, batch_size, n, xp)
     place = first + xp.arange(batch_size, dtype=np.uint32)  # below n + batch_size < 2^32
@@ -87,12 +107,13 @@ def batch_indices(
 
 
 def _divide_product(x: U32, factor: int, n: int, xp: Any) -> tuple[U32, U32]:
-    """divmod(x · factor, n) for x < 2^32 whose product may need 63 bits; the quotient modulo 2^32."""
+    """Returns divmod(x · factor, n), the quotient modulo 2^32; the product may need 63 bits."""
     common = math.gcd(factor, n)
     factor, n = factor // common, n // common
     divisor, one = np.uint32(n), np.uint32(1)
     whole, rest = x // divisor, x % divisor
-    # x · factor = whole · n · factor + rest · factor; the second product by double-and-add, both halves kept reduced.
+    # x · factor = whole · n · factor + rest · factor. Double-and-add computes the second product,
+    # reduced by n at every bit.
     quotient, remainder = xp.zeros_like(x), xp.zeros_like(x)
     for bit in bin(factor)[2:]:
         quotient, remainder = quotient + quotient, remainder + remainder
@@ -112,7 +133,7 @@ def _divide_product(x: U32, factor: int, n: int, xp: Any) -> tuple[U32, U32]:
 
 
 def _network(x: U32, keys: list[U32], a: int, b: int) -> U32:
-    """A bijection of [0, a · b): each half in turn is shifted by a keyed hash of the other."""
+    """Feistel network, a bijection of [0, a · b): a keyed hash of one half shifts the other."""
     left, right = x % np.uint32(a), x // np.uint32(a)
     for r, key in enumerate(keys):
         if r % 2 == 0:
@@ -123,7 +144,7 @@ def _network(x: U32, keys: list[U32], a: int, b: int) -> U32:
 
 
 def _mix(x: U32) -> U32:
-    """A bijection of uint32 in which every input bit reaches every output bit (the finaliser of MurmurHash3, Appleby)."""
+    """The finaliser of MurmurHash3 (Appleby): a bijection of uint32 that mixes all bits."""
     x = (x ^ (x >> np.uint32(16))) * np.uint32(0x85EBCA6B)
     x = (x ^ (x >> np.uint32(13))) * np.uint32(0xC2B2AE35)
     return x ^ (x >> np.uint32(16))
@@ -134,7 +155,7 @@ def _mix_int(x: int) -> int:
 
 
 def _seed_word(seed: int) -> int:
-    """An integer of any size, folded to 32 bits."""
+    """Folds an integer of any size to 32 bits."""
     if seed < 0:
         raise ValueError(f'seed: expected 0 or more, found {seed}')
     word = 0x243F6A88

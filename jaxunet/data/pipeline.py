@@ -1,7 +1,7 @@
-"""From a source to the training step: the whole set for the device's memory, or a stream of batches.
+"""Feeds the training step: the whole set for the device's memory, or a stream of batches.
 
-Either way step s trains on the rows of `batch_indices(s, ...)`, so batches do not depend on the cache mode, the number of workers or
-the number of processes, and a resumed run goes on with the batch that would have come.
+Either way step s trains on the rows of `batch_indices(s, ...)`. Batches do not depend on the cache
+mode or on the number of workers or processes, and a resumed run continues with the next batch.
 """
 
 from __future__ import annotations
@@ -32,34 +32,37 @@ from jaxunet.data.threads import THREADS, ordered_map
 from jaxunet.runtime.errors import UserError
 from jaxunet.runtime.progress import progress_bar
 
-DEVICE_SHARE = 4  # cache=auto gives the set at most 1/4 of the device's memory ...
-DEVICE_BYTES = 2 * 2**30  # ... or this many bytes if the device does not tell how much it has
-GRACE_SECONDS = 5.0  # of a worker process after SIGTERM
-CHUNK_BYTES = 2**22  # of pixels that a thread of `load_all` decodes at a time
+DEVICE_SHARE = 4  # cache=auto gives the set at most 1/4 of the device's memory
+DEVICE_BYTES = 2 * 2**30  # cache=auto's limit where the device does not report its memory
+GRACE_SECONDS = 5.0  # a worker process keeps working this long after SIGTERM
+CHUNK_BYTES = 2**22  # bytes of pixels that a thread of `load_all` decodes at a time
+
+Rows = dict[str, np.ndarray]
 
 
 def images_bytes(source: Source) -> int:
-    """Bytes of the whole set as uint8."""
+    """Returns the bytes of the whole set as uint8."""
     return len(source) * math.prod(source.image_shape)
 
 
 def choose_cache(config: Config, source: Source) -> str:
-    """'device' or 'stream': `data.cache`, where auto means device if the set fits well. Logs what auto chose.
+    """Returns 'device' or 'stream' for `data.cache`; auto is device if the set fits, and is logged.
 
     Raises:
-      UserError: images that stream, and several steps in one call, which would have to wait for them.
+      UserError: streamed images with several steps in one call, which needs them on the device.
     """
     choice = config.data.cache if config.data.cache != 'auto' else _fitting(source)
     if choice == 'stream' and config.train.steps_per_call > 1:
         raise UserError(
-            f'train.steps_per_call: {config.train.steps_per_call} steps in one call need the images in device memory, but those of '
-            f'{source.name} are streamed; set it to 1, or data.cache=device'
+            f'train.steps_per_call: {config.train.steps_per_call} steps in one call need the '
+            f'images in device memory, but those of {source.name} are streamed; '
+            'set it to 1, or data.cache=device'
         )
     return choice
 
 
 def _fitting(source: Source) -> str:
-    # Not every backend has statistics, and those that have need not know a limit.
+    # Some backends have no memory statistics, or statistics without a limit.
     total = (jax.local_devices()[0].memory_stats() or {}).get('bytes_limit', 0)
     limit = total // DEVICE_SHARE if total else DEVICE_BYTES
     choice = 'device' if images_bytes(source) <= limit else 'stream'
@@ -73,7 +76,10 @@ def _fitting(source: Source) -> str:
 
 
 def load_all(source: Source, progress: bool) -> tuple[Batch, Int32[np.ndarray, ' images']]:
-    """All images, uint8 (n, H, W, C), and labels, int32 (n,), decoded in threads; with a progress bar if asked.
+    """Decodes all images in threads; returns uint8 (n, H, W, C) and labels, int32 (n,).
+
+    Args:
+      progress: show a progress bar.
 
     Raises:
       UserError: an image is corrupt, or the set does not fit into this machine's memory.
@@ -88,28 +94,32 @@ def load_all(source: Source, progress: bool) -> tuple[Batch, Int32[np.ndarray, '
             images[chunk[0] : chunk[-1] + 1] = source.load(chunk)
             return len(chunk)
 
-        with progress_bar(
-            total=n, unit='image', desc='loading images', disable=not progress
-        ) as bar:
+        bar = progress_bar(total=n, unit='image', desc='loading images', disable=not progress)
+        with bar:
             for done in ordered_map(load, chunks):
                 bar.update(done)
     except MemoryError:
         raise UserError(
-            f'{source.name}: {images_bytes(source) / 2**30:.1f} GiB of pixels do not fit into memory; set data.cache=stream'
+            f'{source.name}: {images_bytes(source) / 2**30:.1f} GiB of pixels do not fit into '
+            'memory; set data.cache=stream'
         ) from None
     return images, source.labels
 
 
-class Stream(Iterator[dict[str, np.ndarray]]):
+class Stream(Iterator[Rows]):
     """Batches `{'image': uint8 (rows, H, W, C), 'label': int32 (rows,)}` in the order of the steps.
 
-    `close` ends its threads and worker processes.
+    `next` raises UserError if an image is corrupt or a worker process died.
+
+    Args:
+      batches: grain's iterator over the batches.
+      pool: its worker processes, if any.
     """
 
     def __init__(self, batches: Any, pool: ProcessPoolExecutor | None) -> None:
         self._batches, self._pool = batches, pool
 
-    def __next__(self) -> dict[str, np.ndarray]:
+    def __next__(self) -> Rows:
         if self._batches is None:
             raise StopIteration
         try:
@@ -117,14 +127,15 @@ class Stream(Iterator[dict[str, np.ndarray]]):
         except BrokenProcessPool:
             self.close()
             raise UserError(
-                'data.num_workers: a worker process died (killed for want of memory?); use fewer workers, or 0, which decodes in threads'
+                'data.num_workers: a worker process died (killed for want of memory?); '
+                'use fewer workers, or 0, which decodes in threads'
             ) from None
-        except BaseException:  # exhausted, a corrupt image, Ctrl-C: nothing more will come
+        except BaseException:  # exhausted, a corrupt image or Ctrl-C: no batch follows
             self.close()
             raise
 
     def close(self) -> None:
-        """Idempotent."""
+        """Ends the threads and worker processes; may be called again."""
         batches, pool, self._batches, self._pool = self._batches, self._pool, None, None
         if pool is not None:
             pool.shutdown(wait=True, cancel_futures=True)
@@ -139,60 +150,60 @@ class Stream(Iterator[dict[str, np.ndarray]]):
 
 
 def stream(source: Source, config: Config, start_step: int, local_rows: slice) -> Stream:
-    """The batches of steps start_step, ..., `train.steps` − 1, read ahead by threads or by `data.num_workers` processes.
+    """Returns the batches of steps start_step, ..., `train.steps` − 1.
+
+    Threads, or `data.num_workers` processes, decode them ahead of time.
 
     Args:
-      local_rows: the rows of each global batch (`data.batch_size`) that this process loads, step 1.
+      local_rows: rows of each global batch (`data.batch_size`) that this process loads; a slice
+        with step 1.
 
-    A corrupt image raises its UserError from `next`, wherever it was decoded.
+    Raises:
+      UserError: more images than indices can number.
     """
     if len(source) > MAX_IMAGES:
         raise UserError(
-            f'{source.name}: {len(source)} images, more than the {MAX_IMAGES} that indices can number'
+            f'{source.name}: {len(source)} images, '
+            f'more than the {MAX_IMAGES} that indices can number'
         )
     workers = config.data.num_workers
     if workers and source.in_memory:
         logging.info(
-            '%s is decoded in memory: threads gather its batches, the %d workers are not needed',
+            '%s is decoded in memory: threads gather its batches; the %d workers are not used',
             source.name,
             workers,
         )
         workers = 0
     load = _LoadBatch(source, config.data.batch_size, config.seed, local_rows)
-    hand_on: Callable[[int], dict[str, np.ndarray]] = load
+    load_step: Callable[[int], Rows] = load
     pool = None
     if workers:
-        # Spawned, as forking a process that runs JAX can deadlock. Grain's own worker processes pass batches through /dev/shm, which is
-        # small in containers, and leave some there when closed early; so its threads hand the steps to a pool instead.
+        # Workers are spawned, because forking a process that runs JAX can deadlock. Grain's own
+        # workers pass batches through /dev/shm, which is small in containers, and leave some there
+        # when closed early; so its threads pass the steps to a pool instead.
         pool = ProcessPoolExecutor(
             workers,
             multiprocessing.get_context('spawn'),
             initializer=_start_worker,
             initargs=(load,),
         )
-        hand_on = _InWorker(pool)
+        load_step = _InWorker(pool)
     threads = workers + 2 if workers else THREADS
-    steps = grain.MapDataset.range(start_step, max(start_step, config.train.steps)).map(hand_on)
-    return Stream(
-        iter(
-            steps.to_iter_dataset(
-                grain.ReadOptions(num_threads=threads, prefetch_buffer_size=2 * threads)
-            )
-        ),
-        pool,
-    )
+    steps = grain.MapDataset.range(start_step, max(start_step, config.train.steps)).map(load_step)
+    options = grain.ReadOptions(num_threads=threads, prefetch_buffer_size=2 * threads)
+    return Stream(iter(steps.to_iter_dataset(options)), pool)
 
 
 @dataclass(frozen=True)
 class _LoadBatch:
-    """A step's number to its rows, in whatever process."""
+    """Step number -> its rows, in this process."""
 
     source: Source
     batch_size: int
     seed: int
     rows: slice
 
-    def __call__(self, step: int) -> dict[str, np.ndarray]:
+    def __call__(self, step: int) -> Rows:
         indices = np.asarray(
             batch_indices(int(step), self.batch_size, len(self.source), self.seed)
         )[self.rows]
@@ -201,23 +212,26 @@ class _LoadBatch:
 
 @dataclass(frozen=True)
 class _InWorker:
-    """A step's number to its rows, by way of a worker process."""
+    """Step number -> its rows, in a worker process."""
 
     pool: ProcessPoolExecutor
 
-    def __call__(self, step: int) -> dict[str, np.ndarray]:
+    def __call__(self, step: int) -> Rows:
         return self.pool.submit(_work, int(step)).result()
 
 
-_loads: list[_LoadBatch] = []  # in a worker: what it was started with
+_loads: list[_LoadBatch] = []  # in a worker process: set when it starts
 
 
-def _work(step: int) -> dict[str, np.ndarray]:
+def _work(step: int) -> Rows:
     return _loads[0](step)
 
 
 def _start_worker(load: _LoadBatch) -> None:
-    """Leaves Ctrl-C and SIGTERM, which often reach the whole process group, to the main process; ends when that is gone."""
+    """Prepares a worker process, which ends with the main process.
+
+    Ctrl-C and SIGTERM often reach the whole process group; the main process handles them.
+    """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, _end_soon)
     parent = multiprocessing.parent_process()
@@ -229,7 +243,7 @@ def _start_worker(load: _LoadBatch) -> None:
 
 
 def _end_soon(*_: object) -> None:
-    """The main process may want some more batches until it has saved."""
+    """Ends the worker after a delay, as the main process may need more batches until it saves."""
     timer = threading.Timer(GRACE_SECONDS, os._exit, (1,))
     timer.daemon = True
     timer.start()

@@ -1,15 +1,16 @@
-"""One image file, or an array, to uint8 pixels of the wanted shape.
+"""Converts an image file or an array to uint8 pixels of a given shape.
 
-Conversions: the first frame of an animation; EXIF orientation applied; palette, CMYK and the like through Pillow to RGB or grey;
-transparency dropped, as unet.cu and guided-diffusion do (colours stay as stored, nothing is composited); 16-bit grey scaled by 1/257.
-Resizing: the largest centred crop of the wanted aspect ratio, then an antialiased Lanczos filter. A size that matches is left alone.
+Conversion: the first frame of an animation; EXIF orientation applied; palette, CMYK and other modes
+through Pillow to RGB or grey; transparency dropped without compositing, as unet.cu and
+guided-diffusion do; 16-bit grey scaled by 1/257.
+Resizing: the largest centred crop of the target's aspect ratio, then an antialiased Lanczos filter.
+An image of the target's size keeps its pixels.
 """
 
 from __future__ import annotations
 
 import io
 import warnings
-from typing import Any
 
 import numpy as np
 from jaxtyping import UInt8
@@ -22,12 +23,14 @@ Pixels = UInt8[np.ndarray, 'height width channels']
 Batch = UInt8[np.ndarray, 'images height width channels']
 
 MODES = {1: 'L', 3: 'RGB'}
-MAX_PIXELS = 2**26  # of one image file; a larger one is taken for a decompression bomb
-MAGIC_BYTES = 32
-ORIENTATION = 0x0112  # EXIF; from 5 on, width and height change places
-REDUCING_GAP = 3.0  # a whole-number box filter first, to this many times the size: nearly as good as Lanczos, much faster
+MAX_PIXELS = 2**26  # of one image file; a larger one may be a decompression bomb
+MAGIC_BYTES = 32  # bytes that identify an image file
+ORIENTATION = 0x0112  # EXIF tag; values from 5 on swap width and height
+# A box filter by a whole factor first reduces an image to this many times its final size: almost
+# as good as Lanczos alone, and much faster.
+REDUCING_GAP = 3.0
 
-# What a file starts with: (offset, bytes).
+# First bytes of image files: (offset, bytes).
 MAGIC = (
     (0, b'\x89PNG\r\n\x1a\n'),
     (0, b'\xff\xd8\xff'),  # JPEG
@@ -47,23 +50,31 @@ MAGIC = (
 )
 
 
-# `decode` has its own limit, below that of Pillow's warning.
+# `decode` has its own limit, below the one of Pillow's warning.
 warnings.filterwarnings('ignore', category=Image.DecompressionBombWarning)
 
 
 class BadImage(UserError):
-    """An image file whose pixels cannot be had."""
+    """An image file whose pixels cannot be read.
+
+    Args:
+      name: the file.
+      reason: what is wrong with it.
+    """
 
     def __init__(self, name: str, reason: str) -> None:
-        super().__init__(name, reason)  # both, so that the exception can be pickled
+        super().__init__(name, reason)  # both arguments, so that it can be pickled
         self.name, self.reason = name, reason
 
     def __str__(self) -> str:
-        return f'{self.name}: {self.reason}; remove the file, or convert the set with `python -m jaxunet.prepare_data`, which leaves it out'
+        return (
+            f'{self.name}: {self.reason}; remove the file, or convert the set with '
+            '`python -m jaxunet.prepare_data`, which leaves it out'
+        )
 
 
 def printable(name: str) -> str:
-    """A file name, which may hold any bytes, as text that any terminal takes."""
+    """Returns a file name, which may hold any bytes, as text for any terminal."""
     return ''.join(
         c
         if c.isprintable()
@@ -74,14 +85,19 @@ def printable(name: str) -> str:
     )
 
 
-def told(error: object) -> str:
-    """What a library said, which may quote the file at length, in one short line."""
+def one_line(error: object) -> str:
+    """Returns a library's error, which may quote the file at length, as one short line."""
     text = printable(str(error)) or type(error).__name__
     return text if len(text) <= 200 else text[:200] + '...'
 
 
 def why_not_image(start: bytes, size: int) -> str:
-    """Why a file of `size` bytes that begins with `start` (MAGIC_BYTES of them) is no image; an empty string if it is one."""
+    """Returns why a file is not an image, or '' if it is one.
+
+    Args:
+      start: its first MAGIC_BYTES bytes.
+      size: its size in bytes.
+    """
     if size == 0:
         return 'empty file'
     if any(start.startswith(magic, offset) for offset, magic in MAGIC):
@@ -90,10 +106,15 @@ def why_not_image(start: bytes, size: int) -> str:
 
 
 def check_channels(channels: int) -> None:
-    """Image files give grey or RGB. Raises UserError for other numbers of channels."""
+    """Checks that image files can provide this many channels: 1 (grey) or 3 (RGB).
+
+    Raises:
+      UserError: they cannot.
+    """
     if channels not in MODES:
         raise UserError(
-            f'model.image_channels: expected 1 (grey) or 3 (RGB) for image files, found {channels}; other channels only from .npz or .bin'
+            f'model.image_channels: expected 1 (grey) or 3 (RGB) for image files, found '
+            f'{channels}; other channels only from .npz or .bin'
         )
 
 
@@ -103,10 +124,10 @@ def decode(data: bytes, name: str, shape: Shape) -> Pixels:
     Args:
       data: the file's bytes.
       name: for the error.
-      shape: (height, width, channels), channels 1 or 3.
+      shape: (height, width, channels) to return; channels is 1 or 3.
 
     Raises:
-      BadImage: corrupt, truncated, too large, or in a form that has no 8-bit meaning.
+      BadImage: corrupt, truncated, too large, or without an 8-bit meaning.
     """
     height, width, channels = shape
     try:
@@ -116,24 +137,32 @@ def decode(data: bytes, name: str, shape: Shape) -> Pixels:
                     name,
                     f'{image.width}x{image.height} pixels, more than the {MAX_PIXELS} accepted',
                 )
-            # A JPEG decoder can halve the size on the way, down to twice the wanted one.
+            # Let a JPEG decoder halve the size as it decodes, down to twice the target's.
             image.draft(None, (2 * max(height, width), 2 * max(height, width)))
             upright = ImageOps.exif_transpose(image)
             return _finish(_eight_bits(upright, MODES[channels]), shape)
     except (BadImage, MemoryError):
         raise
     except Exception as error:  # Pillow's plugins raise nearly everything on damaged files
-        raise BadImage(name, f'cannot be decoded: {told(error)}') from None
+        raise BadImage(name, f'cannot be decoded: {one_line(error)}') from None
 
 
 def size_of(data: bytes, name: str) -> tuple[int, int]:
-    """(height, width) of an image file as it is shown. Raises BadImage."""
+    """Returns (height, width) of an image file after EXIF orientation.
+
+    Args:
+      data: the file's bytes.
+      name: for the error.
+
+    Raises:
+      BadImage: corrupt or too large.
+    """
     try:
         with Image.open(io.BytesIO(data)) as image:
             width, height = image.size
             turned = image.getexif().get(ORIENTATION, 1) >= 5
     except Exception as error:  # Pillow raises nearly everything on damaged files
-        raise BadImage(name, f'cannot be decoded: {told(error)}') from None
+        raise BadImage(name, f'cannot be decoded: {one_line(error)}') from None
     if width * height > MAX_PIXELS:
         raise BadImage(name, f'{width}x{height} pixels, more than the {MAX_PIXELS} accepted')
     return (width, height) if turned else (height, width)
@@ -149,7 +178,7 @@ def _eight_bits(image: Image.Image, mode: str) -> Image.Image:
         image = Image.fromarray(((values + 128) // 257).astype(np.uint8))
     elif image.mode == 'F':
         raise ValueError('floating-point pixels, whose range is not defined')
-    # Pillow warns of transparency that a conversion drops, as is meant here.
+    # Pillow would warn that the conversion drops transparency, which is intended.
     image.info.pop('transparency', None)
     return image if image.mode == mode else image.convert(mode)
 
@@ -172,7 +201,13 @@ def _resize(image: Image.Image, height: int, width: int) -> Image.Image:
 
 
 def fit(images: Batch, shape: Shape, name: str) -> Batch:
-    """Arrays of images, converted and resized like image files. Any number of channels stays as it is.
+    """Converts and resizes arrays of images like image files.
+
+    Channels other than grey and RGB are resized one by one.
+
+    Args:
+      shape: (height, width, channels) to return.
+      name: for the error.
 
     Raises:
       UserError: the channels cannot be converted (`check_fit`).
@@ -185,7 +220,7 @@ def fit(images: Batch, shape: Shape, name: str) -> Batch:
     out = np.empty((len(images), *shape), np.uint8)
     for i, pixels in enumerate(images):
         if found in MODES and channels in MODES:
-            image: Any = Image.fromarray(pixels[..., 0] if found == 1 else pixels)
+            image = Image.fromarray(pixels[..., 0] if found == 1 else pixels)
             out[i] = _finish(image.convert(MODES[channels]), shape)
         else:
             for c in range(channels):
@@ -196,9 +231,13 @@ def fit(images: Batch, shape: Shape, name: str) -> Batch:
 
 
 def check_fit(found: tuple[int, ...], shape: Shape, name: str) -> None:
-    """Raises UserError if images of shape `found` (H, W, C) have channels that do not convert to those of `shape`."""
+    """Checks that the channels of images of shape `found` convert to those of `shape`, (H, W, C).
+
+    Raises:
+      UserError: they do not.
+    """
     if found[2] != shape[2] and not (found[2] in MODES and shape[2] in MODES):
         raise UserError(
-            f'{name}: images have {found[2]} channels, but model.image_channels is {shape[2]}; only 1 (grey) and 3 (RGB) convert into '
-            f'each other, so set it to {found[2]}'
+            f'{name}: images have {found[2]} channels, but model.image_channels is {shape[2]}; '
+            f'only 1 (grey) and 3 (RGB) convert into each other, so set it to {found[2]}'
         )

@@ -1,10 +1,10 @@
-"""What every source of images offers: a length, labels, and random access to uint8 pixels."""
+"""The interface of a source of images: a length, labels, and random access to uint8 pixels."""
 
 from __future__ import annotations
 
 import abc
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 from jaxtyping import Int
@@ -16,16 +16,19 @@ MAX_MEMORY = 8 * 2**30  # bytes of pixels that a source decodes into host memory
 
 
 class Source(abc.ABC):
-    """Images in a fixed order. Picklable: worker processes open files for themselves. `load` may be called from several threads.
+    """Images in a fixed order.
+
+    A source can be pickled: each process opens its files itself. Several threads may call `load`.
 
     Attributes:
       name: the path, for messages.
-      image_shape: (height, width, channels) of what `load` gives.
+      image_shape: (height, width, channels) of the images that `load` returns.
       labels: int32 (n,), indices into `class_names`; all -1 if the source has no classes.
       class_names: empty if the source has no classes.
-      unlabelled_by: which images beside class sub-folders are why there are no classes; empty if nothing suggests classes.
-      skipped: (name, reason) of the files that are no images.
-      in_memory: the pixels are held by this process, so that there is nothing to read or decode.
+      unlabelled_by: the images beside class sub-folders that prevent classes; '' if there are no
+        sub-folders.
+      skipped: (name, reason) of the files that are not images.
+      in_memory: this process holds the pixels, so that nothing is read or decoded.
     """
 
     name: str
@@ -41,23 +44,37 @@ class Source(abc.ABC):
 
     @abc.abstractmethod
     def load(self, indices: Int[np.ndarray, ' rows']) -> Batch:
-        """The images at these places, uint8 (rows, height, width, channels).
+        """Returns the images at these indices, uint8 (rows, height, width, channels).
 
         Raises:
           BadImage: one of them is corrupt.
         """
 
     def stored_size(self, index: int) -> tuple[int, int]:
-        """(height, width) of an image before `load` crops and resizes it. Raises BadImage: a corrupt one."""
+        """Returns (height, width) of an image before `load` crops and resizes it.
+
+        Raises:
+          BadImage: the image is corrupt.
+        """
         return self.image_shape[:2]
 
 
 def no_labels(n: int) -> Int[np.ndarray, ' images']:
+    """Returns the labels of n images without classes, all -1."""
     return np.full(n, -1, np.int32)
 
 
 class ArraySource(Source):
-    """Images that are already uint8 pixels in memory, converted and resized when loaded if need be."""
+    """Images in memory as uint8 pixels, converted and resized when loaded.
+
+    Args:
+      images: uint8 (n, height, width, channels).
+      image_shape: (height, width, channels) that `load` returns.
+      labels: indices into `class_names`; None = no classes.
+
+    Raises:
+      UserError: the channels cannot be converted (`check_fit`).
+    """
 
     in_memory = True
 
@@ -83,7 +100,15 @@ class ArraySource(Source):
 
 
 class MappedArray:
-    """An array inside a file, memory-mapped by each process that indexes it. The caller has compared its size with the file's."""
+    """An array inside a file, memory-mapped by each process that indexes it.
+
+    Args:
+      path: a file that holds the whole array; the caller has checked its size.
+      dtype: numpy's name of the type, such as '<f4'.
+      shape: of the array.
+      offset: its first byte in the file.
+      order: 'C' or 'F' (Fortran).
+    """
 
     def __init__(
         self,
@@ -93,19 +118,14 @@ class MappedArray:
         offset: int,
         order: Literal['C', 'F'] = 'C',
     ) -> None:
-        self.path, self.dtype, self.shape, self.offset, self.order = (
-            path,
-            dtype,
-            shape,
-            offset,
-            order,
-        )
+        self.path, self.offset = path, offset
+        self.dtype, self.shape, self.order = dtype, shape, order
         self._array: np.ndarray | None = None
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> dict[str, object]:
         return {**self.__dict__, '_array': None}
 
-    def __getitem__(self, rows: Any) -> np.ndarray:
+    def __getitem__(self, rows: Int[np.ndarray, ' rows']) -> np.ndarray:
         if self._array is None:
             try:
                 self._array = np.memmap(
@@ -113,43 +133,48 @@ class MappedArray:
                 )
             except (OSError, ValueError) as error:
                 raise UserError(
-                    f'{self.path}: cannot be mapped into memory: {error}; was it changed or removed since it was opened?'
+                    f'{self.path}: cannot be mapped into memory: {error}; '
+                    'was it changed or removed since it was opened?'
                 ) from None
         return np.asarray(self._array[rows])
 
 
 class Selection(Source):
-    """Those images of a source that belong to some of its classes, whose order gives the new labels."""
+    """The images of a source that belong to some of its classes.
+
+    Args:
+      classes: names of the classes to keep; they get labels 0, 1, ... in this order.
+
+    Raises:
+      UserError: unknown or repeated classes, classes without images, or a source without classes.
+    """
 
     def __init__(self, source: Source, classes: tuple[str, ...]) -> None:
         if not source.class_names:
             why = f', as {source.unlabelled_by}' if source.unlabelled_by else ''
             raise UserError(
-                f'data.classes: {source.name} has no classes to choose from{why}, found {", ".join(classes)}; leave it empty'
+                f'data.classes: {source.name} has no classes to choose from{why}, '
+                f'found {", ".join(classes)}; leave it empty'
             )
         unknown = [name for name in classes if name not in source.class_names]
         if unknown:
             hint = near_misses(unknown[0], source.class_names)
             raise UserError(
-                f'data.classes: {source.name} has no class "{unknown[0]}"{hint}; it has {listed(source.class_names)}'
+                f'data.classes: {source.name} has no class "{unknown[0]}"{hint}; '
+                f'it has {listed(source.class_names)}'
             )
         if len(set(classes)) < len(classes):
             raise UserError(f'data.classes: expected different names, found {", ".join(classes)}')
-        table = np.full(
-            len(source.class_names) + 1, -1, np.int32
-        )  # the last entry is that of label -1
+        # Old label -> new label; the last entry serves label -1.
+        table = np.full(len(source.class_names) + 1, -1, np.int32)
         for new, name in enumerate(classes):
             table[source.class_names.index(name)] = new
         labels = table[source.labels]
         self._source, self._rows = source, np.flatnonzero(labels >= 0)
         if len(self._rows) == 0:
             raise UserError(f'data.classes: {source.name} has no images of {", ".join(classes)}')
-        self.name, self.image_shape, self.in_memory, self.skipped = (
-            source.name,
-            source.image_shape,
-            source.in_memory,
-            source.skipped,
-        )
+        self.name, self.image_shape = source.name, source.image_shape
+        self.in_memory, self.skipped = source.in_memory, source.skipped
         self.labels, self.class_names = labels[self._rows], classes
 
     def load(self, indices: Int[np.ndarray, ' rows']) -> Batch:

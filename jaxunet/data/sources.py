@@ -1,4 +1,4 @@
-"""`open_source(path)`: whatever `data.path` may be, as a `Source`."""
+"""Opens anything that `data.path` accepts as a `Source`."""
 
 from __future__ import annotations
 
@@ -30,14 +30,16 @@ def open_source(path: str, *, image_shape: Shape, classes: tuple[str, ...] = ())
     """Opens a set of images.
 
     Args:
-      path: a folder, .zip or .tar(.gz|.xz) of images, searched recursively in sorted depth-first path order (class sub-folders
-        optional); .npz of uint8 images; unet.cu's data .bin; `digits:` (embedded); `cifar10:` (downloads the official archive) or
-        `cifar10:PATH` (a local copy of it, its extracted folder, or images in class folders).
-      image_shape: (height, width, channels) to give; images are cropped, resized and converted (`jaxunet.data.pixels`).
-      classes: keep only these, which become labels 0, 1, ...; empty keeps all, in the order of the sorted names.
+      path: a folder, .zip or .tar(.gz|.xz) of images, searched recursively in sorted depth-first
+        path order, with or without class sub-folders; an .npz of uint8 images; unet.cu's data .bin;
+        `digits:` (embedded); `cifar10:` (downloads the official archive); or `cifar10:PATH` (a copy
+        of it, its extracted folder, or images in class folders).
+      image_shape: (height, width, channels) that `load` returns; images are cropped, resized and
+        converted (`jaxunet.data.pixels`).
+      classes: keep only these, as labels 0, 1, ...; empty keeps all, sorted by name.
 
     Raises:
-      UserError: the path, the file or the classes are wrong; the message says how.
+      UserError: a wrong path, file or class.
     """
     if min(image_shape) < 1:
         raise UserError(
@@ -47,7 +49,8 @@ def open_source(path: str, *, image_shape: Shape, classes: tuple[str, ...] = ())
         source = _open(path, image_shape)
     except MemoryError:
         raise UserError(
-            f'{path}: not enough memory to open it; convert it with `python -m jaxunet.prepare_data`, which streams'
+            f'{path}: not enough memory to open it; '
+            'convert it with `python -m jaxunet.prepare_data`, which streams'
         ) from None
     except OSError as error:
         raise UserError(
@@ -57,7 +60,7 @@ def open_source(path: str, *, image_shape: Shape, classes: tuple[str, ...] = ())
 
 
 def is_compressed_tar(path: str) -> bool:
-    """Whether `open_source` would decode this path into memory, as it cannot be read at random."""
+    """Returns True for a compressed tar, which `open_source` decodes into memory."""
     file = Path(path).expanduser()
     return file.name.lower().endswith(TAR) and file.is_file() and bool(compression(file))
 
@@ -65,7 +68,16 @@ def is_compressed_tar(path: str) -> bool:
 def open_unpacked_tar(
     path: Path, shown: str, *, image_shape: Shape, classes: tuple[str, ...] = ()
 ) -> Source:
-    """Like `open_source` of the compressed tar `shown`, which was unpacked to the plain tar `path`."""
+    """Opens a compressed tar that was unpacked, like `open_source`.
+
+    Args:
+      path: the plain tar.
+      shown: the compressed tar, for messages.
+      image_shape, classes: as in `open_source`.
+
+    Raises:
+      UserError: a wrong file or class.
+    """
     source = ImageFiles(TarArchive(path, shown), image_shape, strip_leading=True)
     return Selection(source, classes) if classes else source
 
@@ -101,7 +113,7 @@ def _open_path(path: Path, shape: Shape) -> Source:
         archive = ZipArchive(path)
         if any(name in ('images.npy', 'arr_0.npy') for name in archive.names):
             raise UserError(
-                f'{path}: holds numpy arrays, so it is a .npz under the name of a .zip; rename it'
+                f'{path}: holds numpy arrays, so it is an .npz with the name of a .zip; rename it'
             )
         return ImageFiles(archive, shape, strip_leading=True)
     if name.endswith(TAR):
@@ -124,7 +136,8 @@ def _check_exists(path: Path) -> None:
     siblings = [p.name for p in parent.iterdir()] if parent.is_dir() else []
     hint = near_misses(missing.name, siblings) or near_misses(str(path), EMBEDDED)
     raise UserError(
-        f'{path}: no such file or folder: {parent} has no "{missing.name}"{hint or f"; expected {FORMS}"}'
+        f'{path}: no such file or folder: {parent} has no "{missing.name}"'
+        f'{hint or f"; expected {FORMS}"}'
     )
 
 
@@ -133,7 +146,8 @@ def _unknown(path: Path) -> UserError:
         start = file.read(MAGIC_BYTES)
     if path.name.lower().endswith(WEIGHTS):
         return UserError(
-            f'{path}: holds weights, expected images: {FORMS}; weights go to init_from or --checkpoint'
+            f'{path}: holds weights, expected images: {FORMS}; '
+            'weights go to init_from or --checkpoint'
         )
     if not why_not_image(start, len(start)):
         return UserError(f'{path}: is one image, expected many; give the folder that holds it')
@@ -141,10 +155,10 @@ def _unknown(path: Path) -> UserError:
 
 
 def _digits(shape: Shape) -> Source:
-    """The embedded set: 1,797 grey 8×8 images, classes 0 to 9.
+    """Opens the embedded set: 1,797 grey 8×8 images, classes 0 to 9.
 
-    Source: the test set of UCI "Optical Recognition of Handwritten Digits", E. Alpaydin & C. Kaynak 1998, doi 10.24432/C50P49,
-    licence CC BY 4.0; grey levels 0..16 became round(level · 255 / 16).
+    Source: test set of UCI "Optical Recognition of Handwritten Digits", E. Alpaydin & C. Kaynak
+    1998, doi 10.24432/C50P49, licence CC BY 4.0. Grey levels 0..16 became round(level · 255 / 16).
     """
     digits = NpzSource(DIGITS, (8, 8, 1))
     return ArraySource(

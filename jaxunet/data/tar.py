@@ -1,6 +1,7 @@
-"""Tar archives: a plain one is read at random, a compressed one (.tar.gz, .tar.xz) from front to back.
+"""Tar archives: a plain one is read at random, a compressed one (.tar.gz, .tar.xz) front to back.
 
-Python's tarfile takes an archive that is cut off or damaged in the middle for one that ends there; `TarReader` tells the difference.
+Python's tarfile silently ends at the damage of a truncated or damaged archive; `TarReader` raises
+an error.
 """
 
 from __future__ import annotations
@@ -10,17 +11,20 @@ import io
 import lzma
 import tarfile
 import zlib
+from collections.abc import Callable
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, cast
 
 import numpy as np
 
 from jaxunet.data.containers import MAX_FILE_BYTES, Archive
-from jaxunet.data.pixels import MAGIC_BYTES, BadImage, printable, told
+from jaxunet.data.pixels import MAGIC_BYTES, BadImage, one_line, printable
 from jaxunet.runtime.errors import UserError
 from jaxunet.runtime.progress import progress_bar
 
+OPENERS: dict[str, Callable[..., object]] = {'gz': gzip.open, 'xz': lzma.open, '': open}
 GZIP, XZ = b'\x1f\x8b', b'\xfd7zXZ\x00'
+# What tarfile and the decompressors raise on a damaged archive.
 ERRORS = (
     tarfile.TarError,
     EOFError,
@@ -33,24 +37,23 @@ ERRORS = (
 
 
 def compression(path: Path) -> str:
-    """'gz', 'xz' or '' (none), by the file's first bytes."""
+    """Returns 'gz', 'xz' or '' (none), by the file's first bytes."""
     with path.open('rb') as file:
         start = file.read(len(XZ))
     return 'gz' if start.startswith(GZIP) else 'xz' if start == XZ else ''
 
 
 def open_decompressed(path: Path) -> IO[bytes]:
-    """The file's content, decompressed while it is read."""
-    kind = compression(path)
-    opener: Any = {'gz': gzip.open, 'xz': lzma.open, '': open}[kind]
-    return opener(path, 'rb')
+    """Opens a file for reading; its content is decompressed as it is read."""
+    return cast(IO[bytes], OPENERS[compression(path)](path, 'rb'))
 
 
 def decompress(path: Path, target: Path) -> None:
-    """Writes the plain tar of a compressed one, with a progress bar over the compressed bytes. OSErrors are those of writing.
+    """Decompresses a .tar.gz or .tar.xz into a plain tar, with a progress bar.
 
     Raises:
       UserError: the archive is damaged.
+      OSError: `target` cannot be written.
     """
     with (
         path.open('rb') as packed,
@@ -58,13 +61,13 @@ def decompress(path: Path, target: Path) -> None:
         progress_bar(total=path.stat().st_size, unit='B', unit_scale=True) as bar,
     ):
         bar.set_description(f'unpacking {path.name}')
-        opener: Any = {'gz': gzip.open, 'xz': lzma.open}[compression(path)]
-        unpacked = opener(packed, 'rb')
+        kind = compression(path)
+        unpacked = cast(IO[bytes], OPENERS[kind](packed, 'rb'))
         while True:
             try:
                 chunk = unpacked.read(2**22)
             except ERRORS as error:
-                raise _damaged(str(path), compression(path), error) from None
+                raise _damaged(str(path), kind, error) from None
             if not chunk:
                 return
             plain.write(chunk)
@@ -74,14 +77,18 @@ def decompress(path: Path, target: Path) -> None:
 def _damaged(name: str, kind: str, error: object) -> UserError:
     suffix = f'.tar.{kind}' if kind else '.tar'
     return UserError(
-        f'{name}: not a readable {suffix} archive: {told(error)}; it may be truncated, copy or download it again'
+        f'{name}: not a readable {suffix} archive: {one_line(error)}; '
+        'it may be truncated, copy or download it again'
     )
 
 
 class TarReader:
-    """`with TarReader(path, self.shown) as members`: iterates the members of a tar; damage becomes a UserError that tells where.
+    """Iterates over the members of a tar, as in `with TarReader(path) as members`.
 
-    `read` gives the content of the member that was reached last.
+    `read` returns the content of the current member. Damage raises a UserError that says where.
+
+    Args:
+      shown: the archive's name in messages; '' = its path.
     """
 
     def __init__(self, path: Path, shown: str = '') -> None:
@@ -93,10 +100,10 @@ class TarReader:
 
     def __enter__(self) -> TarReader:
         self._file = open_decompressed(self.path)
-        stream: Any = _Forward(self._file) if self.compression else self._file
-        self._stream = stream
+        self._stream = _Forward(self._file)
+        stream = cast(IO[bytes], self._stream) if self.compression else self._file
         try:
-            self._tar: Any = tarfile.TarFile(fileobj=stream)
+            self._tar = tarfile.TarFile(fileobj=stream)
         except ERRORS as error:
             self._file.close()
             raise self._damaged(error) from None
@@ -116,15 +123,15 @@ class TarReader:
                 raise StopIteration
         except ERRORS as error:
             raise self._damaged(error) from None
-        self._tar.members.clear()  # tarfile would keep every one
+        self._tar.members.clear()  # type: ignore[attr-defined]  # tarfile would keep them all
         return member
 
     def _check_end(self) -> None:
-        """An archive ends with a block of zeros, or at least at the end of the file."""
+        """Checks that the archive ends with a block of zeros, or at the end of the file."""
         if self.compression:
             header = self._stream.last
             while self._file.read(2**20):
-                pass  # to the end, where the compressor's checksum is compared
+                pass  # to the end, where the decompressor checks its checksum
         else:
             self._file.seek(self._tar.offset)
             header = self._file.read(tarfile.BLOCKSIZE)
@@ -132,7 +139,11 @@ class TarReader:
             raise tarfile.ReadError(f'no valid member header at byte {self._tar.offset}')
 
     def read(self, member: tarfile.TarInfo, size: int) -> bytes:
-        """The next `size` bytes of a regular file, or what is left of it."""
+        """Returns the next `size` bytes of a regular file, or the rest of it.
+
+        Raises:
+          UserError: the archive is damaged.
+        """
         try:
             if member is not self._member:
                 self._member, self._content = member, self._tar.extractfile(member)
@@ -153,18 +164,23 @@ class TarReader:
 
 
 class _Forward:
-    """A compressed stream as tarfile needs it: it skips ahead, and at times steps one byte back, which must not decompress anew."""
+    """A compressed stream that skips ahead and steps one byte back.
+
+    tarfile needs both; stepping back must not decompress again from the start.
+    """
 
     def __init__(self, file: IO[bytes]) -> None:
         self._file = file
         self._position = 0
-        self._back = 0  # 0 or 1
-        self.last = b''  # what the last read gave
+        self._back = 0  # bytes stepped back, 0 or 1
+        self.last = b''  # result of the last read
 
     def tell(self) -> int:
+        """Returns the position in the decompressed content."""
         return self._position - self._back
 
     def seek(self, target: int) -> int:
+        """Moves ahead, or one byte back. Raises io.UnsupportedOperation for a larger step back."""
         if target == self._position - 1 and self.last:
             self._back = 1
             return target
@@ -181,6 +197,7 @@ class _Forward:
         return self._position
 
     def read(self, size: int) -> bytes:
+        """Returns the next `size` bytes, or the rest."""
         again, self._back = self.last[-1:] * self._back, 0
         data = again + self._file.read(size - len(again))
         self._position += len(data) - len(again)
@@ -189,7 +206,11 @@ class _Forward:
 
 
 class TarArchive(Archive):
-    """A plain .tar."""
+    """A plain .tar.
+
+    Raises:
+      UserError: not a readable tar, or a truncated one.
+    """
 
     def __init__(self, path: Path, shown: str = '') -> None:
         super().__init__(path, shown)
@@ -207,8 +228,9 @@ class TarArchive(Archive):
                     )
                 elif member.offset_data + member.size > size:
                     raise UserError(
-                        f'{self.shown}: truncated in {printable(member.name)}: the file ends at byte {size}, expected '
-                        f'{member.offset_data + member.size}; copy or download it again'
+                        f'{self.shown}: truncated in {printable(member.name)}: the file ends at '
+                        f'byte {size}, expected {member.offset_data + member.size}; '
+                        'copy or download it again'
                     )
         self._spans = np.array(spans, np.int64).reshape(-1, 2)
 

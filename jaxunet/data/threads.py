@@ -1,4 +1,4 @@
-"""Decoding in threads: Pillow, zlib and file reads let go of Python's lock."""
+"""Decodes in threads: Pillow, zlib and file reads release Python's global lock."""
 
 from __future__ import annotations
 
@@ -12,11 +12,14 @@ Item = TypeVar('Item')
 Result = TypeVar('Result')
 
 THREADS = min(16, os.cpu_count() or 1)
-AHEAD = 8  # items a thread may be ahead of the consumer
+AHEAD = 8  # items per thread that may wait for the consumer
 
 
 def ordered_map(function: Callable[[Item], Result], items: Iterable[Item]) -> Iterator[Result]:
-    """`map` over threads: results in order, a bounded number in flight. The first exception is raised and the rest is dropped."""
+    """Maps `items` in threads and yields the results in order, with a bounded number in flight.
+
+    The first exception is raised; later results are dropped.
+    """
     pending: collections.deque[Future[Result]] = collections.deque()
     pool = ThreadPoolExecutor(THREADS, thread_name_prefix='decode')
     try:

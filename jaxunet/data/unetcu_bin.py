@@ -1,7 +1,7 @@
-"""unet.cu's data file (clu0/unet.cu, prepare_data.py): reading and writing.
+"""Reads and writes unet.cu's data file (clu0/unet.cu, prepare_data.py).
 
-int32[256] header: magic 20240620, n, channels, height, width, zeros; then n · C · H · W float32, channel-first, pixel / 127.5 − 1.
-All little-endian.
+An int32[256] header holds magic 20240620, n, channels, height, width and zeros. Then follow
+n · C · H · W float32, channel-first, as pixel / 127.5 − 1. Everything is little-endian.
 """
 
 from __future__ import annotations
@@ -16,18 +16,22 @@ from jaxunet.data.source import MappedArray, Source, no_labels
 from jaxunet.runtime.errors import UserError
 
 MAGIC = 20240620
-MODEL_MAGIC = 12345678
+MODEL_MAGIC = 12345678  # of unet.cu's model files
 HEADER_BYTES = 1024
 MAX_SIDE = 2**16
-FIELDS = {1: 'n_images', 2: 'channels', 3: 'height', 4: 'width'}  # the index of each in the header
-TOLERANCE = 1e-3  # of a grey level
+FIELDS = {1: 'n_images', 2: 'channels', 3: 'height', 4: 'width'}  # index in the header -> name
+TOLERANCE = 1e-3  # largest distance of a value from a whole grey level
 
 
 class BinSource(Source):
     """The images of a data file, read from disk when loaded.
 
+    Args:
+      image_shape: (height, width, channels) that `load` returns.
+
     Raises:
-      UserError: not such a file, or its size is not what the header says; on `load`, values that are no 8-bit pixels.
+      UserError: another kind of file, a size that contradicts the header, or values that are not
+        8-bit pixels; `load` raises it too.
     """
 
     def __init__(self, path: Path, image_shape: Shape) -> None:
@@ -36,16 +40,15 @@ class BinSource(Source):
         check_fit((height, width, channels), image_shape, str(path))
         self._values = MappedArray(path, '<f4', (n, channels, height, width), HEADER_BYTES)
         self.labels = no_labels(n)
-        self.load(
-            np.unique([0, n - 1])
-        )  # a file in another scale or layout fails here, not in the middle of training
+        # A file in another scale or layout fails here, not in the middle of training.
+        self.load(np.unique([0, n - 1]))
 
     def load(self, indices: Int[np.ndarray, ' rows']) -> Batch:
         values = self._values[indices]
         with np.errstate(all='ignore'):
             pixels = (values + np.float32(1)) * np.float32(127.5)
             rounded = np.rint(pixels)
-            # Written so that NaN is not good.
+            # NaN fails these comparisons.
             good = (np.abs(pixels - rounded) <= TOLERANCE) & (rounded >= 0) & (rounded <= 255)
         if not good.all():
             row, *place = (int(i) for i in np.argwhere(~good)[0])
@@ -63,16 +66,17 @@ class BinSource(Source):
         shape = self._values.shape
         flat = int(np.ravel_multi_index((image, *place), shape))
         return UserError(
-            f'{self.name}: image {image}, channel {place[0]}, row {place[1]}, column {place[2]} (byte {HEADER_BYTES + 4 * flat}): expected '
-            f'pixel / 127.5 - 1 of a pixel 0 to 255, found {value!r}; write the file again with `python -m jaxunet.prepare_data`'
+            f'{self.name}: image {image}, channel {place[0]}, row {place[1]}, column {place[2]} '
+            f'(byte {HEADER_BYTES + 4 * flat}): expected pixel / 127.5 - 1 of a pixel 0 to 255, '
+            f'found {value!r}; write the file again with `python -m jaxunet.prepare_data`'
         )
 
 
 def read_header(path: Path) -> tuple[int, int, int, int]:
-    """(n, channels, height, width) of a data file, after comparing them with the file's length.
+    """Reads (n, channels, height, width) of a data file and checks them against its length.
 
     Raises:
-      UserError: which field, at which byte, expected and found.
+      UserError: a wrong field, named with its byte, expected and found.
     """
     with path.open('rb') as file:
         raw = file.read(HEADER_BYTES)
@@ -81,7 +85,8 @@ def read_header(path: Path) -> tuple[int, int, int, int]:
         magic = int.from_bytes(raw[:4], 'little', signed=True)
         if magic == MODEL_MAGIC:
             raise UserError(
-                f'{path}: magic (byte 0): {MODEL_MAGIC}, so this is a unet.cu model file (weights), expected a data file ({MAGIC}); '
+                f'{path}: magic (byte 0): {MODEL_MAGIC}, so this is a unet.cu model file '
+                f'(weights), expected a data file ({MAGIC}); '
                 'weights go to init_from or --checkpoint'
             )
         if magic != MAGIC:
@@ -90,7 +95,8 @@ def read_header(path: Path) -> tuple[int, int, int, int]:
             )
     if len(raw) < HEADER_BYTES:
         raise UserError(
-            f'{path}: header: expected {HEADER_BYTES} bytes, found {len(raw)}: truncated at byte {len(raw)}; copy it again'
+            f'{path}: header: expected {HEADER_BYTES} bytes, found {len(raw)}: '
+            f'truncated at byte {len(raw)}; copy it again'
         )
     header = np.frombuffer(raw, '<i4')
     sizes = [int(header[i]) for i in FIELDS]
@@ -107,19 +113,19 @@ def read_header(path: Path) -> tuple[int, int, int, int]:
             else f'{size - expected} bytes too many from byte {expected}'
         )
         raise UserError(
-            f'{path}: payload: expected {expected} bytes for n_images={n}, channels={channels}, height={height}, width={width}, '
-            f'found {size}: {what}; copy or write it again'
+            f'{path}: payload: expected {expected} bytes for n_images={n}, channels={channels}, '
+            f'height={height}, width={width}, found {size}: {what}; copy or write it again'
         )
     return n, channels, height, width
 
 
 def header_bytes(n: int, shape: Shape) -> bytes:
-    """The 1024 bytes before the pixels of n images of shape (height, width, channels)."""
+    """Returns the 1024-byte header of a file of n images of shape (height, width, channels)."""
     header = np.zeros(HEADER_BYTES // 4, '<i4')
     header[:5] = MAGIC, n, shape[2], shape[0], shape[1]
     return header.tobytes()
 
 
 def to_values(image: Pixels) -> Float[np.ndarray, 'channels height width']:
-    """One image as the file holds it; float32 arithmetic in unet.cu's order, so that its bytes come out."""
+    """Converts one image to the file's values, with unet.cu's order of float32 operations."""
     return (image.astype('<f4') / np.float32(127.5) - np.float32(1)).transpose(2, 0, 1)

@@ -1,4 +1,4 @@
-"""Sets of images as they are: at their own size, without the cropping and resizing that training has."""
+"""Opens images for comparison: at their own size, without the cropping and resizing of training."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from jaxunet.data import cifar10
 from jaxunet.data.containers import Container, Folder, ZipArchive
 from jaxunet.data.image_files import ImageFiles
 from jaxunet.data.images import ENLARGED, GAP, TINY
-from jaxunet.data.pixels import BadImage, Pixels, size_of, told, why_not_image
+from jaxunet.data.pixels import BadImage, Pixels, size_of, one_line, why_not_image
 from jaxunet.data.source import ArraySource, Source
 from jaxunet.data.sources import TAR, open_source
 from jaxunet.data.tar import TarArchive, compression, decompress
@@ -30,21 +30,24 @@ Size = tuple[int, int]  # height, width
 
 @contextlib.contextmanager
 def open_images(path: str, *, grid_size: Size | None = None) -> Iterator[Source]:
-    """All images of `path` as RGB at the one size that they have.
+    """Opens all images of `path` as RGB, at the one size that they share.
 
     Args:
-      path: what `data.path` may be (folder, .zip, .tar(.gz|.xz), .npz, unet.cu's .bin, digits:, cifar10:[PATH]), or a .png that
-        `jaxunet.data.images.grid` made. A compressed tar is unpacked into a temporary folder for as long as the context lasts.
+      path: anything that `data.path` accepts (folder, .zip, .tar(.gz|.xz), .npz, unet.cu's .bin,
+        digits:, cifar10:[PATH]), or a .png grid made by `jaxunet.data.images.grid`. A compressed
+        tar is unpacked into a temporary folder, which is removed with the context.
       grid_size: (height, width) of the images in a .png grid.
 
     Raises:
-      UserError: wrong paths, images of several sizes (when loaded), or a .png that is no such grid.
+      UserError: a wrong path, images of several sizes (when loaded), or a .png that is not such a
+        grid.
     """
     file = Path(path).expanduser()
     if file.suffix.lower() == '.png' and file.is_file():
         if grid_size is None:
             raise UserError(
-                f'{path}: a grid does not tell the size of its images; give --image_size HEIGHT,WIDTH'
+                f'{path}: a grid does not state the size of its images; '
+                'give --image_size HEIGHT,WIDTH'
             )
         yield ArraySource(path, read_grid(file, grid_size), (*grid_size, 3))
         return
@@ -73,7 +76,10 @@ def open_images(path: str, *, grid_size: Size | None = None) -> Iterator[Source]
 
 
 class SameSize(ImageFiles):
-    """Image files of one size, that of the first; another size is an error, as resizing would change what is measured."""
+    """Image files that share the size of the first.
+
+    Another size is an error on `load`, because resizing would change what is measured.
+    """
 
     def __init__(self, container: Container) -> None:
         height, width = _first_size(container)
@@ -83,32 +89,37 @@ class SameSize(ImageFiles):
         data, name = self._container.read(i), self._container.describe(i)
         if (found := size_of(data, name)) != (wanted := self.image_shape[:2]):
             raise UserError(
-                f'{name}: expected {wanted[0]}x{wanted[1]} pixels (height x width) as the first image has, found {found[0]}x{found[1]}; '
-                f'bring all to one size: python -m jaxunet.prepare_data --input {self.name} --output images.npz --image_size ...'
+                f'{name}: expected {wanted[0]}x{wanted[1]} pixels (height x width) as the first '
+                f'image has, found {found[0]}x{found[1]}; bring all to one size: python -m '
+                f'jaxunet.prepare_data --input {self.name} --output images.npz --image_size ...'
             )
         return super()._one(i)
 
 
 def read_grid(path: Path, size: Size) -> UInt8[np.ndarray, 'images height width 3']:
-    """The images of a grid that `jaxunet.data.images.save_images` wrote, without its gaps and enlargement, row by row.
+    """Reads the images of a grid that `jaxunet.data.images.save_images` wrote, row by row.
 
-    White cells at the end are places that the grid did not need.
+    Gaps and enlargement are undone; white cells at the end are unused and left out.
+
+    Args:
+      size: (height, width) of one image.
 
     Raises:
-      UserError: no image, or no grid of images of this size.
+      UserError: not an image, or not a grid of images of this size.
     """
     height, width = size
     try:
         with Image.open(path) as image:
             canvas = np.asarray(image.convert('RGB'))
     except Exception as error:  # Pillow raises nearly everything on damaged files
-        raise BadImage(str(path), f'cannot be decoded: {told(error)}') from None
+        raise BadImage(str(path), f'cannot be decoded: {one_line(error)}') from None
     factor = math.ceil(ENLARGED / min(size)) if min(size) < TINY else 1
     cell_height, cell_width = factor * height + GAP, factor * width + GAP
     rows, columns = (canvas.shape[0] - GAP) // cell_height, (canvas.shape[1] - GAP) // cell_width
     wrong = UserError(
-        f'{path}: expected a grid of {height}x{width} images as jaxunet.sample writes it, found {canvas.shape[0]}x{canvas.shape[1]} '
-        'pixels that are none; give --image_size, or a folder or .npz of the images'
+        f'{path}: expected a grid of {height}x{width} images as jaxunet.sample writes it, '
+        f'found {canvas.shape[0]}x{canvas.shape[1]} pixels that are no such grid; '
+        'give --image_size, or a folder or .npz of the images'
     )
     if min(rows, columns) < 1 or canvas.shape[:2] != (
         rows * cell_height + GAP,
@@ -137,7 +148,7 @@ def _is_set(path: Path) -> bool:
 
 
 def _first_size(container: Container) -> Size:
-    """Of the first image file that can be read; any size if there is none, which `ImageFiles` then reports."""
+    """Returns the size of the first readable image; (1, 1) if none, which `ImageFiles` reports."""
     for i in range(len(container.names)):
         if container.names[i] in container.unreadable:
             continue
@@ -148,7 +159,7 @@ def _first_size(container: Container) -> Size:
 
 
 def _array_shape(path: Path) -> tuple[int, int, int]:
-    """Of the images in an .npz or .bin. Where it cannot be had, any shape: opening then tells what is wrong."""
+    """Returns the image shape in an .npz or .bin; (1, 1, 3) if unreadable: opening reports why."""
     with contextlib.suppress(
         OSError, ValueError, EOFError, KeyError, zipfile.BadZipFile, struct.error
     ):
