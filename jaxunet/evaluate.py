@@ -1,9 +1,10 @@
 """Compares samples with real images.
 
-    python -m jaxunet.evaluate --samples samples/ --reference cifar10: --metrics fid,kid,precision,recall,inception_score
+    python -m jaxunet.evaluate --samples samples/ --reference cifar10: --metrics fid,kid,recall
 
-Samples and reference are what `data.path` may be, at one size each; samples also a .png grid of `jaxunet.sample`. For `fid`, either
-may be an .npz of statistics (mu, sigma) as pytorch-fid writes and reads them. Every result says how it was come by.
+Each side is anything that `data.path` accepts, with all its images of one size; the samples may
+also be a .png grid of `jaxunet.sample`. For `fid`, either side may be an .npz of statistics
+(mu, sigma) in pytorch-fid's format. Every result states how it was computed.
 """
 
 from __future__ import annotations
@@ -18,11 +19,13 @@ from absl import flags
 
 from jaxunet.config import cli
 from jaxunet.config.relations import METRICS
-from jaxunet.metrics.evaluation import WITHOUT_REFERENCE, check_metrics, compute, open_side
+from jaxunet.metrics.evaluation import Result, check_metrics, compute
 from jaxunet.metrics.features import load_features
 from jaxunet.metrics.frechet import save_statistics
 from jaxunet.metrics.image_sets import Size
 from jaxunet.metrics.kernel_distance import SUBSET_SIZE, SUBSETS
+from jaxunet.metrics.sides import open_side
+from jaxunet.metrics.table import with_reference
 from jaxunet.runtime.errors import UserError
 
 SAMPLES = flags.DEFINE_string(
@@ -34,21 +37,26 @@ SAMPLES = flags.DEFINE_string(
 REFERENCE = flags.DEFINE_string(
     'reference',
     None,
-    'The real images, or an .npz of statistics; inception_score alone needs none.',
+    'The real images, or an .npz of statistics; needed by all metrics but inception_score.',
 )
-METRIC_NAMES = flags.DEFINE_list('metrics', ['fid'], f'Some of {", ".join(METRICS)}.')
+METRIC_NAMES = flags.DEFINE_list(
+    'metrics', ['fid'], f'Metrics to compute, some of {", ".join(METRICS)}.'
+)
 FEATURES = flags.DEFINE_string(
     'features',
     'inception',
-    "inception (downloads pytorch-fid's weights once), or a file of features.",
+    "inception (downloads pytorch-fid's weights once), or a file of weights.",
 )
 BATCH_SIZE = flags.DEFINE_integer(
-    'batch_size', 64, 'Images in the feature network at a time.', lower_bound=1
+    'batch_size', 64, 'Images per call of the feature network.', lower_bound=1
 )
 NUM_SAMPLES = flags.DEFINE_integer(
-    'num_samples', None, 'Use only so many of the samples, drawn at random.', lower_bound=1
+    'num_samples',
+    None,
+    'Use this many of the samples, drawn at random; default: all.',
+    lower_bound=1,
 )
-SEED = flags.DEFINE_integer('seed', 0, 'Of everything that is drawn at random.', lower_bound=0)
+SEED = flags.DEFINE_integer('seed', 0, 'Seed of all random choices.', lower_bound=0)
 IMAGE_SIZE = flags.DEFINE_string(
     'image_size',
     None,
@@ -57,43 +65,59 @@ IMAGE_SIZE = flags.DEFINE_string(
 KID_SUBSETS = flags.DEFINE_integer(
     'kid_subsets',
     SUBSETS,
-    'kid: random subsets to average over; 0 takes all images at once.',
+    'kid: random subsets to average over; 0 compares all images at once.',
     lower_bound=0,
 )
 KID_SUBSET_SIZE = flags.DEFINE_integer(
-    'kid_subset_size', SUBSET_SIZE, 'kid: images in a subset, if there are as many.', lower_bound=2
+    'kid_subset_size', SUBSET_SIZE, 'kid: images per subset, at most all.', lower_bound=2
 )
 WRITE_STATISTICS = flags.DEFINE_string(
-    'write_statistics', None, "fid: keep the reference's statistics in this .npz, for --reference."
+    'write_statistics',
+    None,
+    "fid: write the reference's statistics to this .npz, for a later --reference.",
 )
 OUTPUT = flags.DEFINE_string(
-    'output', None, 'Append the results to this file, one JSON object a line.'
+    'output', None, 'Append the results to this file, one JSON object per line.'
 )
 
 MAX_SIDE = 2**16
 
 
 def main(argv: Sequence[str]) -> None:
+    """Checks the flags, computes the metrics, prints them and appends them to --output.
+
+    Raises:
+      UserError: a wrong flag, path or image.
+    """
     metrics = METRIC_NAMES.value
     check_metrics(metrics)
-    compared = [metric for metric in metrics if metric not in WITHOUT_REFERENCE]
+    compared = with_reference(metrics)
     if compared and not REFERENCE.value:
-        raise UserError(f'--reference: missing; {", ".join(compared)} compare the samples with it')
-    if WRITE_STATISTICS.value and (
-        'fid' not in metrics or not WRITE_STATISTICS.value.lower().endswith('.npz')
-    ):
+        raise UserError(f'--reference: missing; needed by {", ".join(compared)}')
+    statistics = WRITE_STATISTICS.value
+    if statistics and ('fid' not in metrics or not statistics.lower().endswith('.npz')):
         raise UserError(
-            f'--write_statistics: expected a name that ends in .npz, and fid in --metrics, found {WRITE_STATISTICS.value!r}'
+            '--write_statistics: expected a name that ends in .npz, and fid in --metrics, '
+            f'found {statistics!r}'
         )
     size = _image_size()
     if OUTPUT.value:
         _check_writable(Path(OUTPUT.value).expanduser())
     cli.enable_compilation_cache()
+    results = _measure(metrics, compared, size)
+    for result in results:
+        print(result.line(), flush=True)
+    if OUTPUT.value:
+        _append(OUTPUT.value, [json.dumps(result.row()) for result in results])
+
+
+def _measure(metrics: Sequence[str], compared: Sequence[str], size: Size | None) -> list[Result]:
+    """Computes `metrics`; `compared` are those that need the reference."""
     network = load_features(FEATURES.value)
     check_metrics(metrics, network)
     options = {'batch_size': BATCH_SIZE.value, 'seed': SEED.value}
     with contextlib.ExitStack() as stack:
-        # Both before the features of either, which take long.
+        # Open both sides before computing features, so that a wrong path fails at once.
         reference_side, found = None, None
         if compared and REFERENCE.value:
             opened = open_side(
@@ -114,7 +138,7 @@ def main(argv: Sequence[str]) -> None:
         samples = samples_side()
     if WRITE_STATISTICS.value and reference is not None and reference.statistics is not None:
         save_statistics(WRITE_STATISTICS.value, reference.statistics)
-    results = compute(
+    return compute(
         metrics,
         network,
         samples,
@@ -123,10 +147,6 @@ def main(argv: Sequence[str]) -> None:
         kid_subsets=KID_SUBSETS.value,
         kid_subset_size=KID_SUBSET_SIZE.value,
     )
-    for result in results:
-        print(result.line(), flush=True)
-    if OUTPUT.value:
-        _append(OUTPUT.value, [json.dumps(result.row()) for result in results])
 
 
 def _image_size() -> Size | None:
@@ -137,13 +157,14 @@ def _image_size() -> Size | None:
         p.isascii() and p.isdigit() and 1 <= int(p) <= MAX_SIDE for p in parts
     ):
         raise UserError(
-            f'--image_size: expected SIDE or HEIGHT,WIDTH, each 1 to {MAX_SIDE}, such as 64 or 48,64; found {IMAGE_SIZE.value!r}'
+            f'--image_size: expected SIDE or HEIGHT,WIDTH, each 1 to {MAX_SIDE}, such as 64 or '
+            f'48,64; found {IMAGE_SIZE.value!r}'
         )
     return int(parts[0]), int(parts[-1])
 
 
 def _check_writable(target: Path) -> None:
-    """Before the work, not after it. Nothing is made."""
+    """Fails before the work rather than after it; creates nothing."""
     folder = target.parent
     while not folder.exists():
         folder = folder.parent
@@ -165,7 +186,8 @@ def _append(path: str, lines: Sequence[str]) -> None:
             file.writelines(f'{line}\n' for line in lines)
     except OSError as error:
         raise UserError(
-            f'--output: {target}: cannot be written: {error.strerror or error}; check the folder and the free space'
+            f'--output: {target}: cannot be written: {error.strerror or error}; '
+            'check the folder and the free space'
         ) from None
 
 

@@ -176,7 +176,7 @@ MISTAKES = [
         ['--samples=S', '--metrics=fdi'],
         '--metrics: expected some of fid, kid, precision, recall, inception_score, found \'fdi\'; did you mean "fid"',
     ),
-    (['--samples=S', '--metrics=kid'], '--reference: missing; kid compare the samples with it'),
+    (['--samples=S', '--metrics=kid'], '--reference: missing; needed by kid'),
     (
         ['--samples=S', '--reference=S', '--features=nowhere.npz'],
         '--features: expected inception or a file that ends in .pth',

@@ -12,10 +12,12 @@ import numpy as np
 import pytest
 import scipy.linalg
 
+from jaxunet.config import relations
 from jaxunet.data.source import ArraySource
-from jaxunet.metrics import evaluation, pairwise
+from jaxunet.metrics import pairwise
 from jaxunet.metrics import precision_recall as module
-from jaxunet.metrics.evaluation import compute, image_side
+from jaxunet.metrics import sides as sides_module
+from jaxunet.metrics.evaluation import check_metrics, compute
 from jaxunet.metrics.features import FeatureNetwork
 from jaxunet.metrics.frechet import (
     Moments,
@@ -28,6 +30,8 @@ from jaxunet.metrics.frechet import (
 from jaxunet.metrics.inception_score import inception_score
 from jaxunet.metrics.kernel_distance import kernel_distance, squared_mmd
 from jaxunet.metrics.precision_recall import covered, precision_recall, squared_radii
+from jaxunet.metrics.sides import image_side
+from jaxunet.metrics.table import TABLE
 from jaxunet.runtime.errors import UserError
 
 RANDOM = np.random.default_rng(0)
@@ -363,6 +367,10 @@ def test_values_are_those_of_the_parts():
     assert (precision.value, recall.value) == precision_recall(a.features, b.features)
 
 
+def test_the_table_holds_every_metric_of_the_config():
+    assert tuple(TABLE) == relations.METRICS
+
+
 def test_only_with_inception_a_fid_is_a_fid():
     network = tiny_network(is_inception=True, classify=jnp.asarray)
     results = compute(
@@ -390,11 +398,11 @@ def test_mistakes():
     for metrics, message in (
         ([], 'found none'),
         (['fidd'], 'did you mean "fid"'),
-        (['fid', 'fid'], 'there twice'),
+        (['fid', 'fid'], 'given twice'),
         (['inception_score'], 'inception_score needs the features inception, found tiny-1234'),
     ):
         with pytest.raises(UserError, match=message):
-            evaluation.check_metrics(metrics, network)
+            check_metrics(metrics, network)
     with pytest.raises(UserError, match='46 asked for, but a has 45 images'):
         sides(['fid'], network, count=46)
     with pytest.raises(UserError, match='more than 3 images on each side, found 3 and 3'):
@@ -407,7 +415,7 @@ def test_mistakes():
 
 
 def test_too_many_features_to_keep(monkeypatch):
-    monkeypatch.setattr(evaluation, 'MAX_FEATURES', 1000)
+    monkeypatch.setattr(sides_module, 'MAX_FEATURES', 1000)
     with pytest.raises(UserError, match='ask for fid alone'):
         sides(['kid'], tiny_network())
     assert sides(['fid'], tiny_network())[0].statistics is not None
@@ -419,14 +427,14 @@ def test_statistics_of_other_features_are_refused(tmp_path):
     _, b = sides(['fid'], network)
     assert b.statistics is not None
     save_statistics(path, b.statistics)
-    side = evaluation.statistics_side(path, ['fid'], network, '--reference')
+    side = sides_module.statistics_side(path, ['fid'], network, '--reference')
     assert (side.count, side.size) == (45, '8x8')
     with pytest.raises(UserError, match='serve fid only, not kid'):
-        evaluation.statistics_side(path, ['fid', 'kid'], network, '--reference')
+        sides_module.statistics_side(path, ['fid', 'kid'], network, '--reference')
     with pytest.raises(UserError, match='found those of tiny-1234'):
-        evaluation.statistics_side(path, ['fid'], tiny_network(name='other'), '--reference')
+        sides_module.statistics_side(path, ['fid'], tiny_network(name='other'), '--reference')
     with pytest.raises(UserError, match='expected statistics of 7 features'):
-        evaluation.statistics_side(path, ['fid'], tiny_network(dimension=7), '--reference')
+        sides_module.statistics_side(path, ['fid'], tiny_network(dimension=7), '--reference')
 
 
 def test_results_are_json():

@@ -15,8 +15,10 @@ from settings import QUICK
 
 from jaxunet.data.sources import open_source
 from jaxunet.metrics import features
+from jaxunet.metrics.augmentation import augment, mix
 from jaxunet.metrics.classifier import Architecture, apply, from_arrays, init, normalise, to_arrays
-from jaxunet.metrics.classifier_training import Recipe, augment, fitting, mix, one_cycle, train
+from jaxunet.metrics.classifier_recipe import Recipe, one_cycle
+from jaxunet.metrics.classifier_training import fitting, train
 from jaxunet.metrics.labelled_images import Images, fingerprint, split
 from jaxunet.runtime.errors import UserError
 

@@ -14,7 +14,7 @@ import numpy as np
 
 from jaxunet.compare.runner import COSTS, Spec
 from jaxunet.compare.worker import finished
-from jaxunet.metrics.evaluation import GENERAL
+from jaxunet.metrics.table import general_label
 from jaxunet.runtime import rows
 from jaxunet.runtime.errors import UserError
 from jaxunet.sweep.report import check_plots
@@ -141,7 +141,7 @@ def markdown(spec: Spec, directory: pathlib.Path, failures: Mapping[str, str]) -
     )  # then some ends are compared with the baseline's value at that time
     titles = ['method', 'seeds', *(['s', f'{baseline} by then'] if apart else [])]
     titles += [
-        *(f'{labels.get(name, GENERAL.get(name, name))} at the end' for name in metrics),
+        *(f'{labels.get(name, general_label(name))} at the end' for name in metrics),
         's to baseline quality',
     ]
     titles += ['times faster', 'steps', 'ms a step / baseline (own runs)']

@@ -1,1 +1,1 @@
-"""How good samples are: feature networks, Fréchet distance, kernel distance, precision and recall, Inception Score."""
+"""Measures sample quality: FID, KID, precision and recall, Inception Score, and their networks."""

@@ -1,4 +1,4 @@
-"""`.npz` files of plain numbers; nothing is unpickled."""
+"""Reads `.npz` files of plain numbers; nothing is unpickled."""
 
 from __future__ import annotations
 
@@ -14,7 +14,11 @@ DAMAGED = (zipfile.BadZipFile, zlib.error, EOFError, OSError, ValueError, KeyErr
 
 
 def read_arrays(path: Path) -> dict[str, np.ndarray]:
-    """All arrays of an .npz. Raises UserError."""
+    """Returns all arrays of an .npz by name.
+
+    Raises:
+      UserError: no such file, or not a readable .npz of plain numbers.
+    """
     try:
         with np.load(path, allow_pickle=False) as arrays:
             return dict(arrays)
@@ -23,7 +27,11 @@ def read_arrays(path: Path) -> dict[str, np.ndarray]:
 
 
 def array_names(path: Path) -> list[str]:
-    """Names of the arrays in an .npz. Raises UserError."""
+    """Returns the names of the arrays in an .npz without reading them.
+
+    Raises:
+      UserError: no such file, or not a readable .npz.
+    """
     try:
         with zipfile.ZipFile(path) as archive:
             return [name.removesuffix('.npy') for name in archive.namelist()]

@@ -1,12 +1,13 @@
-"""A small residual classifier, whose inner features compare images where Inception's weights cannot be had.
+"""A small residual classifier whose features compare images in place of Inception's.
 
-After David Page's ResNet-9 ("How to train your ResNet", 2018): a 3×3 convolution, then stages of convolution and 2×2 max pool, every
-other one with a residual branch of two more convolutions; each convolution is followed by batch normalization and ReLU; the maxima of
-the last stage's maps go through one matrix to the classes.
+It follows David Page's ResNet-9 ("How to train your ResNet", 2018): a 3×3 convolution, then stages
+of one convolution and a 2×2 max pool; every other stage adds a residual branch of two convolutions.
+Batch normalization and ReLU follow each convolution. The maxima of the last stage's maps go through
+one matrix to the classes.
 
-The features are the means over the maps of *every* stage, not of the last alone: a classifier's last features gather around its classes
-and see little of texture. Each stage's are divided by the root of their mean variance over the training images, so that all
-stages count alike and features have a variance of about 1.
+The features are the spatial means of *every* stage: a classifier's last features cluster around its
+classes and carry little texture. Each stage's features are divided by the root of their mean
+variance over the training images, so that all stages have equal weight.
 """
 
 from __future__ import annotations
@@ -15,41 +16,43 @@ import json
 import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float, UInt8
 
 from jaxunet.runtime.errors import UserError
 
-SMALLEST = 4  # pixels of the last stage's shorter side, at least
+SMALLEST = 4  # least pixels of the last stage's shorter side
 MAX_STAGES = 4
-MAX_WIDTH = 8  # channels of the last stages, as a multiple of the first convolution's
-EPSILON = 1e-5  # of the batch normalization
-LOGIT_SCALE = 0.125
-# Of the parameters in a file. Half of float32 is enough, as they are rounded before anything is measured with them.
+MAX_WIDTH = 8  # most channels of a stage, as a multiple of the first convolution's
+EPSILON = 1e-5  # added to batch normalization's variance
+LOGIT_SCALE = 0.125  # factor of the class scores
+# Types of the parameters in a file. float16 kernels lose nothing, as training rounds them
+# before it measures anything with them.
 DTYPES = {'kernel': np.float16, 'scale': np.float32, 'bias': np.float32}
 ARCHITECTURE, TRAINING = 'architecture', 'training'  # entries of the file, as JSON
+DAMAGED = 'the file is damaged: train the features again'
 
 Parameters = dict[str, dict[str, Array]]
-Statistics = dict[
-    str, tuple[Array, Array]
-]  # mean and variance of the maps before each batch normalization
+# Mean and variance of the maps before each batch normalization.
+Statistics = dict[str, tuple[Array, Array]]
 Maps = Float[Array, 'images height width channels']
 
 
 @dataclass(frozen=True)
 class Architecture:
-    """What the parameters' shapes follow from.
+    """The fields that determine the shapes of the parameters, and the normalisation.
 
     Fields:
-      height, width: of the images in pixels, both 4 or more.
-      channels: of the first convolution; the stages have 2, 4, 8, 8 times as many.
-      classes: how many.
-      mean, deviation: of the pixels (0 to 1) of each colour, by which the images are normalised.
+      height, width: size of the images in pixels, 4 or more.
+      channels: channels of the first convolution; the stages have 2, 4, 8, 8 times as many.
+      classes: number of classes.
+      mean, deviation: mean and standard deviation of each colour, pixels scaled to 0 to 1.
     """
 
     height: int
@@ -67,7 +70,7 @@ class Architecture:
 
     @property
     def convolutions(self) -> dict[str, tuple[int, int]]:
-        """Input and output channels by name."""
+        """Input and output channels of each convolution by name."""
         found, before = {'first': (3, self.channels)}, self.channels
         for i, channels in enumerate(self.stages):
             found[f'stage{i}'] = before, channels
@@ -78,7 +81,7 @@ class Architecture:
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Of every array of a file, besides the two of JSON."""
+        """Shapes of all arrays of a file by name, except the two JSON texts."""
         shapes: dict[str, tuple[int, ...]] = {}
         for name, (inputs, outputs) in self.convolutions.items():
             shapes[f'{name}.kernel'] = 3, 3, inputs, outputs
@@ -92,12 +95,12 @@ class Architecture:
 
 
 def has_branch(stage: int, stages: int) -> bool:
-    """The first, the third, and the last stage of four."""
+    """Returns True for the first and third stage, and for the last of four."""
     return stage % 2 == 0 or stage == stages - 1 > 2
 
 
 def init(architecture: Architecture, key: Array) -> tuple[Parameters, Statistics]:
-    """Fresh float32 parameters (PyTorch's uniform distribution) and statistics."""
+    """Returns new float32 parameters (PyTorch's uniform distribution) and statistics."""
     params: Parameters = {}
     for name, (inputs, outputs) in architecture.convolutions.items():
         key, own = jax.random.split(key)
@@ -123,7 +126,7 @@ def init(architecture: Architecture, key: Array) -> tuple[Parameters, Statistics
 
 
 def rounded(params: Parameters) -> Parameters:
-    """As they come back from a file."""
+    """Rounds parameters to the precision of a file (`DTYPES`); the result is float32."""
     return {
         name: {part: x.astype(DTYPES[part]).astype(jnp.float32) for part, x in parts.items()}
         for name, parts in params.items()
@@ -131,7 +134,7 @@ def rounded(params: Parameters) -> Parameters:
 
 
 def normalise(architecture: Architecture, images: UInt8[Array, 'images height width 3']) -> Maps:
-    """Pixels to mean 0 and deviation 1 by colour, float32."""
+    """Normalises pixels to mean 0 and standard deviation 1 per colour, float32."""
     mean, deviation = (
         jnp.asarray(x, jnp.float32)[None, None, None]
         for x in (architecture.mean, architecture.deviation)
@@ -145,15 +148,18 @@ def apply(
     x: Maps,
     statistics: Statistics | None,
     *,
-    dtype: Any = jnp.float32,
+    dtype: DTypeLike = jnp.float32,
     precision: lax.Precision | None = None,
 ) -> tuple[Float[Array, 'images classes'], Float[Array, 'images d'], Statistics]:
-    """Class scores, features (not scaled yet) and the statistics that were used, all float32.
+    """Runs the classifier.
 
     Args:
-      x: from `normalise`.
-      statistics: for the batch normalization; None = those of this batch.
-      dtype: of products and activations; statistics are computed in float32.
+      x: images from `normalise`.
+      statistics: for the batch normalization; None = compute them from this batch.
+      dtype: type of products and activations; statistics are float32.
+
+    Returns:
+      Class scores, unscaled features and the statistics that were used, all float32.
     """
     used: Statistics = {}
 
@@ -204,9 +210,14 @@ def to_arrays(
     params: Parameters,
     statistics: Statistics,
     feature_scale: np.ndarray,
-    training: Mapping[str, Any],
+    training: Mapping[str, object],
 ) -> dict[str, np.ndarray]:
-    """The entries of a file of features."""
+    """Returns the arrays of a file; `from_arrays` is the inverse.
+
+    Args:
+      feature_scale: factors of the features, (d,).
+      training: how the classifier was trained, stored as JSON.
+    """
     arrays = {
         f'{name}.{part}': np.asarray(value, DTYPES[part])
         for name, parts in params.items()
@@ -221,17 +232,30 @@ def to_arrays(
     return texts | arrays | {'feature_scale': feature_scale.astype(np.float32)}
 
 
-def from_arrays(
-    name: str, arrays: Mapping[str, np.ndarray]
-) -> tuple[Architecture, Parameters, Statistics, Array, dict[str, Any]]:
-    """The opposite. Raises UserError, beginning with `name`: entries missing, of another shape, or not finite."""
+class Saved(NamedTuple):
+    """The contents of a file; `to_arrays` describes the fields."""
+
+    architecture: Architecture
+    params: Parameters
+    statistics: Statistics
+    feature_scale: Float[Array, ' d']
+    training: dict[str, Any]
+
+
+def from_arrays(name: str, arrays: Mapping[str, np.ndarray]) -> Saved:
+    """Reads the arrays of a file.
+
+    Args:
+      name: begins every message.
+
+    Raises:
+      UserError: entries that are missing, of another shape or type, or not finite.
+    """
     architecture, training = _architecture(name, arrays), _json(name, arrays, TRAINING)
     params: Parameters = {'last': {}}
     for key, shape in architecture.shapes.items():
         if key not in arrays:
-            raise UserError(
-                f'{name}: expected an array {key}, found none; the file is damaged: train the features again'
-            )
+            raise UserError(f'{name}: expected an array {key}, found none; {DAMAGED}')
         kind = DTYPES.get(key.rsplit('.', maxsplit=1)[-1], np.float32)
         if (
             arrays[key].shape != shape
@@ -239,7 +263,8 @@ def from_arrays(
             or not np.isfinite(arrays[key]).all()
         ):
             raise UserError(
-                f'{name}: {key}: expected finite {kind.__name__} of shape {shape}, found {arrays[key].dtype} of {arrays[key].shape}'
+                f'{name}: {key}: expected finite {kind.__name__} of shape {shape}, '
+                f'found {arrays[key].dtype} of {arrays[key].shape}'
             )
     for layer in architecture.convolutions:
         params[layer] = {
@@ -250,7 +275,8 @@ def from_arrays(
         layer: (jnp.asarray(arrays[f'{layer}.mean']), jnp.asarray(arrays[f'{layer}.variance']))
         for layer in architecture.convolutions
     }
-    return architecture, params, statistics, jnp.asarray(arrays['feature_scale']), training
+    scale = jnp.asarray(arrays['feature_scale'])
+    return Saved(architecture, params, statistics, scale, training)
 
 
 def _json(name: str, arrays: Mapping[str, np.ndarray], entry: str) -> dict[str, Any]:
@@ -259,9 +285,7 @@ def _json(name: str, arrays: Mapping[str, np.ndarray], entry: str) -> dict[str, 
     except (KeyError, ValueError):
         found = None
     if not isinstance(found, dict):
-        raise UserError(
-            f'{name}: {entry}: expected an object in JSON, found none; the file is damaged: train the features again'
-        )
+        raise UserError(f'{name}: {entry}: expected an object in JSON, found none; {DAMAGED}')
     return found
 
 
@@ -278,9 +302,7 @@ def _architecture(name: str, arrays: Mapping[str, np.ndarray]) -> Architecture:
         ):
             raise ValueError('values out of range')
     except (KeyError, TypeError, ValueError) as error:
-        raise UserError(
-            f'{name}: {ARCHITECTURE}: {error}; the file is damaged: train the features again'
-        ) from None
+        raise UserError(f'{name}: {ARCHITECTURE}: {error}; {DAMAGED}') from None
     return Architecture(
         whole['height'],
         whole['width'],

@@ -1,12 +1,14 @@
-"""Trains the classifier of `jaxunet.metrics.classifier`: the data whole on one device, on GPUs an epoch a call."""
+"""Trains the classifier of `jaxunet.metrics.classifier` on one device.
+
+All images stay on the device; on a GPU, an epoch is one call of a compiled program.
+"""
 
 from __future__ import annotations
 
 import math
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +18,7 @@ from jax import lax
 from jaxtyping import Array, Float
 
 from jaxunet.data.order import batch_indices
+from jaxunet.metrics.augmentation import augment, mix
 from jaxunet.metrics.classifier import (
     Architecture,
     Parameters,
@@ -25,118 +28,85 @@ from jaxunet.metrics.classifier import (
     normalise,
     rounded,
 )
+from jaxunet.metrics.classifier_recipe import Recipe, one_cycle
 from jaxunet.metrics.labelled_images import Images
 from jaxunet.runtime.errors import UserError
 
-PEAK = 0.2  # share of the steps until the learning rate is at its peak
-STATISTICS_DECAY = 0.9  # of the running mean and variance of the batch normalization
-EVALUATION_BATCH = 1000
+STATISTICS_DECAY = 0.9  # per step, of the running mean and variance
+EVALUATION_BATCH = 1000  # images per call
 Say = Callable[[str], None]
 
 
-@dataclass(frozen=True)
-class Recipe:
-    """How to train. With 96 channels: 93.21% on CIFAR-10 as JPEGs (quality 75) in 308 epochs, 230 s of an H200.
+class Trained(NamedTuple):
+    """A trained classifier.
 
     Fields:
+      params: as they come back from a file (`rounded`).
+      statistics: running statistics of the batch normalization.
+      feature_scale: factors that bring each stage's features to a mean variance of 1.
+      accuracy: on the test images, 0 to 1.
+      mirrored_accuracy: the same with the scores of each image and its mirror image added; NaN if
+        training mirrored none.
       epochs: passes over the training images.
-      seconds: instead of `epochs`: as many as fit, by the time that one takes; 0 = `epochs` decides.
-      learning_rate: its peak, for batches of 512; it rises to that in the first fifth, and falls to 0 in straight lines. It is scaled by
-        batch_size/512.
-      weight_decay: L2, added to the gradient before the momentum.
-      flip: images are mirrored at random.
-      crop, cutout: share of the side by which crops move at random, and of the side of the square that is blanked.
-      cutmix: probability that the images of a batch get a rectangle of their neighbours, and their share of the target.
-      dtype: of products and activations; '' = bfloat16 on GPUs, else float32.
+      seconds: training time without compilation.
     """
 
-    epochs: int = 300
-    seconds: float = 0.0
-    batch_size: int = 512
-    learning_rate: float = 0.4
-    weight_decay: float = 5e-4
-    momentum: float = 0.9
-    label_smoothing: float = 0.1
-    flip: bool = True
-    crop: float = 0.125
-    cutout: float = 0.25
-    cutmix: float = 0.5
-    seed: int = 0
-    dtype: str = ''
-
-
-class Trained(NamedTuple):
     architecture: Architecture
     params: Parameters
     statistics: Statistics
     feature_scale: Float[np.ndarray, ' d']
-    accuracy: float  # on the test images, 0 to 1
-    mirrored_accuracy: float  # with the scores of each image and its mirror image added; NaN if training mirrored none
+    accuracy: float
+    mirrored_accuracy: float
     epochs: int
-    seconds: float  # of training, without compiling
+    seconds: float
 
 
 class _State(NamedTuple):
     params: Parameters
     statistics: Statistics
-    optimizer: Any
+    optimizer: optax.OptState
+
+
+Metrics = tuple[Array, Array]  # loss; share of the batch that is classified correctly
+Step = Callable[[_State, Array, Array, Array, Array], tuple[_State, Metrics]]
+Epoch = Callable[[_State, int, int], tuple[_State, Metrics]]
 
 
 def train(
     train_set: Images, test_set: Images, channels: int, recipe: Recipe, say: Say = print
 ) -> Trained:
-    """Trains on the default device.
+    """Trains on the default device; the images must fit in its memory.
 
     Args:
       channels: width of the network (`Architecture.channels`).
+      say: receives lines of progress.
 
     Raises:
-      UserError: a loss that is not finite.
+      UserError: the loss is not finite.
     """
     count = len(train_set.images)
     size = min(recipe.batch_size, count)
     steps = count // size
     architecture = _architecture(train_set, channels)
     images, labels = jnp.asarray(train_set.images), jnp.asarray(train_set.labels, jnp.int32)
-    optimizer = optax.sgd(
-        1.0, momentum=recipe.momentum, nesterov=True
-    )  # the learning rate comes after the momentum
+    # The step applies the learning rate, after the momentum.
+    optimizer = optax.sgd(1.0, momentum=recipe.momentum, nesterov=True)
     state = _start(architecture, optimizer, recipe)
 
     began = time.perf_counter()
-    epoch = _compile_epoch(
-        _make_step(architecture, optimizer, recipe, size, steps), steps, (state, images, labels)
-    )
+    step = _make_step(architecture, optimizer, recipe, size, steps)
+    epoch = _compile_epoch(step, steps, (state, images, labels))
     say(
-        f'compiled in {time.perf_counter() - began:.1f} s; {count} images, batches of {size}, {_dtype(recipe)}'
+        f'compiled in {time.perf_counter() - began:.1f} s; {count} images, '
+        f'batches of {size}, {_dtype(recipe)}'
     )
     epochs = recipe.epochs
     if recipe.seconds:
-        epochs = fitting(recipe.seconds, lambda: _means(epoch(state, 0, 1)[1]))  # thrown away
+        epochs = fitting(recipe.seconds, lambda: _means(epoch(state, 0, 1)[1]))
         say(f'{epochs} epochs fit in {recipe.seconds:g} s')
-    began = time.perf_counter()
-    for number in range(epochs):
-        state, metrics = epoch(state, number, epochs)
-        means = _means(metrics)
-        if not math.isfinite(means[0]):
-            raise UserError(
-                f'the loss is not finite in epoch {number + 1}; lower --learning_rate (now {recipe.learning_rate:g})'
-            )
-        if (number + 1) % max(1, epochs // 10) == 0 or number + 1 == epochs:
-            took = time.perf_counter() - began
-            say(
-                f'epoch {number + 1}/{epochs}: loss {means[0]:.4f}, accuracy in training {means[1]:.4f}, {took:.1f} s'
-            )
-    seconds = time.perf_counter() - began
+    state, seconds = _run(epoch, state, epochs, recipe, say)
     state = state._replace(params=rounded(state.params))
-    scores = _evaluate(architecture, state, test_set.images)[0]
-    accuracy = float(np.mean(scores.argmax(axis=1) == test_set.labels))
-    mirrored = math.nan
-    if recipe.flip:
-        scores += _evaluate(architecture, state, np.ascontiguousarray(test_set.images[:, :, ::-1]))[
-            0
-        ]
-        mirrored = float(np.mean(scores.argmax(axis=1) == test_set.labels))
+    accuracy, mirrored = _accuracies(architecture, state, test_set, recipe.flip)
     features = _evaluate(architecture, state, train_set.images)[1]
     scale = _feature_scale(features, architecture)
     return Trained(
@@ -144,14 +114,53 @@ def train(
     )
 
 
-def _means(metrics: Any) -> tuple[float, ...]:
-    return tuple(float(jnp.mean(values)) for values in metrics)
+def _run(
+    epoch: Epoch, state: _State, epochs: int, recipe: Recipe, say: Say
+) -> tuple[_State, float]:
+    """Trains for `epochs`; returns the final state and the seconds that it took."""
+    began = time.perf_counter()
+    for number in range(epochs):
+        state, metrics = epoch(state, number, epochs)
+        loss, correct = _means(metrics)
+        if not math.isfinite(loss):
+            raise UserError(
+                f'the loss is not finite in epoch {number + 1}; '
+                f'lower --learning_rate (now {recipe.learning_rate:g})'
+            )
+        if (number + 1) % max(1, epochs // 10) == 0 or number + 1 == epochs:
+            took = time.perf_counter() - began
+            say(
+                f'epoch {number + 1}/{epochs}: loss {loss:.4f}, '
+                f'training accuracy {correct:.4f}, {took:.1f} s'
+            )
+    return state, time.perf_counter() - began
+
+
+def _accuracies(
+    architecture: Architecture, state: _State, test_set: Images, mirror: bool
+) -> tuple[float, float]:
+    """Returns `Trained.accuracy` and `Trained.mirrored_accuracy`."""
+    scores = _evaluate(architecture, state, test_set.images)[0]
+    accuracy = float(np.mean(scores.argmax(axis=1) == test_set.labels))
+    if not mirror:
+        return accuracy, math.nan
+    scores += _evaluate(architecture, state, np.ascontiguousarray(test_set.images[:, :, ::-1]))[0]
+    return accuracy, float(np.mean(scores.argmax(axis=1) == test_set.labels))
+
+
+def _means(metrics: Metrics) -> tuple[float, float]:
+    loss, correct = metrics
+    return float(jnp.mean(loss)), float(jnp.mean(correct))
 
 
 def fitting(seconds: float, epoch: Callable[[], object]) -> int:
-    """How many epochs take this time, by those of half a second, or of a tenth of the time if that is less.
+    """Returns how many epochs fit in this time, at least 1.
 
-    The first is slower than the others; it counts only where it alone takes a tenth of the time.
+    Times epochs for half a second, or for a tenth of `seconds` if that is less. The first epoch is
+    slower than the others; it counts only if it alone takes a tenth of `seconds`.
+
+    Args:
+      epoch: runs one epoch and waits for it.
     """
     began = time.perf_counter()
     epoch()
@@ -168,7 +177,7 @@ def fitting(seconds: float, epoch: Callable[[], object]) -> int:
 def _architecture(train_set: Images, channels: int) -> Architecture:
     height, width = train_set.images.shape[1:3]
     pixels = train_set.images.reshape(-1, 3)
-    # Parts at a time: all of them as floats would be many times the images.
+    # Sum in parts: all pixels as float64 would take eight times the memory.
     sums = [
         np.stack([part.sum(axis=0), (part**2).sum(axis=0)])
         for part in (p.astype(np.float64) for p in _parts(pixels, 2**20))
@@ -196,9 +205,6 @@ def _start(
     return _State(params, statistics, optimizer.init(params))
 
 
-Step = Callable[[_State, Array, Array, Array, Array], tuple[_State, tuple[Array, Array]]]
-
-
 def _make_step(
     architecture: Architecture,
     optimizer: optax.GradientTransformation,
@@ -206,7 +212,12 @@ def _make_step(
     size: int,
     steps: int,
 ) -> Step:
-    """(state, all images, all labels, number of the step, epochs) -> state, (loss, share of the batch that is right)."""
+    """Returns (state, all images, all labels, step number, epochs) -> (state, metrics).
+
+    Args:
+      size: images per step.
+      steps: steps per epoch.
+    """
     dtype = jnp.dtype(_dtype(recipe))
 
     def loss_fn(
@@ -220,7 +231,7 @@ def _make_step(
 
     def step(
         state: _State, images: Array, labels: Array, number: Array, epochs: Array
-    ) -> tuple[_State, tuple[Array, Array]]:
+    ) -> tuple[_State, Metrics]:
         rows = batch_indices(number, size, images.shape[0], recipe.seed)
         key = jax.random.fold_in(jax.random.key(recipe.seed + 1), number)
         target = optax.smooth_labels(
@@ -247,28 +258,26 @@ def _make_step(
     return step
 
 
-def _compile_epoch(
-    step: Step, steps: int, data: tuple[_State, Array, Array]
-) -> Callable[[_State, int, int], tuple[_State, Any]]:
-    """(state, number of the epoch, epochs) -> state, (losses, shares) of its steps."""
+def _compile_epoch(step: Step, steps: int, data: tuple[_State, Array, Array]) -> Epoch:
+    """Returns (state, epoch number, epochs) -> (state, metrics of each step)."""
     state, images, labels = data
     zero = jnp.int32(0)
     if jax.default_backend() == 'cpu':
-        # Inside a loop XLA's convolutions run on one core there, ten times slower.
+        # Inside a loop, XLA runs convolutions on one CPU core, ten times slower.
         one = jax.jit(step).lower(state, images, labels, zero, zero).compile()
 
-        def by_steps(state: _State, number: int, epochs: int) -> tuple[_State, Any]:
-            told = []
+        def by_steps(state: _State, number: int, epochs: int) -> tuple[_State, Metrics]:
+            found = []
             for i in range(number * steps, (number + 1) * steps):
                 state, metrics = one(state, images, labels, jnp.int32(i), jnp.int32(epochs))
-                told.append(metrics)
-            return state, jax.tree.map(lambda *values: jnp.stack(values), *told)
+                found.append(metrics)
+            return state, jax.tree.map(lambda *values: jnp.stack(values), *found)
 
         return by_steps
 
     def scan(
         state: _State, images: Array, labels: Array, number: Array, epochs: Array
-    ) -> tuple[_State, Any]:
+    ) -> tuple[_State, Metrics]:
         numbers = number * steps + jnp.arange(steps, dtype=jnp.int32)
         return lax.scan(lambda s, i: step(s, images, labels, i, epochs), state, numbers)
 
@@ -278,79 +287,10 @@ def _compile_epoch(
     )
 
 
-def one_cycle(share: Float[Array, '']) -> Float[Array, '']:
-    """Of the peak learning rate, when this share of the steps is done: up to 1 in the first fifth, then down to 0."""
-    return jnp.minimum(share / PEAK, (1 - share) / (1 - PEAK))
-
-
-def augment(
-    x: Float[Array, 'images height width colours'], key: Array, recipe: Recipe
-) -> Float[Array, 'images height width colours']:
-    """Mirrored, cropped out of the image padded by its reflection, and with a blank square, each at random for each image."""
-    height, width = x.shape[1:3]
-    pads = [round(recipe.crop * side) for side in (height, width)]
-    holes = [round(recipe.cutout * side) for side in (height, width)]
-    padded = (
-        jnp.pad(x, ((0, 0), (pads[0], pads[0]), (pads[1], pads[1]), (0, 0)), mode='reflect')
-        if max(pads)
-        else x
-    )
-
-    def one(image: Array, key: Array) -> Array:
-        flip, *places = jax.random.split(key, 5)
-        top, left = (
-            jax.random.randint(k, (), 0, 2 * pad + 1)
-            for k, pad in zip(places[:2], pads, strict=True)
-        )
-        image = lax.dynamic_slice(image, (top, left, jnp.int32(0)), (height, width, image.shape[2]))
-        if recipe.flip:
-            image = jnp.where(jax.random.bernoulli(flip), image[:, ::-1], image)
-        if min(holes):
-            # Anywhere inside the image.
-            starts = [
-                jax.random.randint(k, (), 0, side - hole + 1)
-                for k, side, hole in zip(places[2:], (height, width), holes, strict=True)
-            ]
-            inside = [
-                (jnp.arange(n) >= s) & (jnp.arange(n) < s + hole)
-                for n, s, hole in zip((height, width), starts, holes, strict=True)
-            ]
-            image = jnp.where((inside[0][:, None] & inside[1][None])[:, :, None], 0.0, image)
-        return image
-
-    return jax.vmap(one)(padded, jax.random.split(key, x.shape[0]))
-
-
-def mix(
-    x: Float[Array, 'images height width colours'],
-    target: Float[Array, 'images classes'],
-    key: Array,
-    probability: float,
-) -> tuple[Float[Array, 'images height width colours'], Float[Array, 'images classes']]:
-    """CutMix (Yun et al. 2019, arXiv 1905.04899, α = 1), if it comes to it the same rectangle for all images of the batch.
-
-    Its centre and its share of the area, before the image cuts it, are uniform. A batch is in random order, so any neighbour will do.
-    """
-    happens, area, *places = jax.random.split(key, 4)
-    share = jnp.where(
-        jax.random.bernoulli(happens, probability), jnp.sqrt(jax.random.uniform(area)), 0.0
-    )  # of either side
-    down, across = (
-        jnp.abs(jnp.arange(side, dtype=jnp.float32) + 0.5 - side * jax.random.uniform(k))
-        < share * side / 2
-        for k, side in zip(places, x.shape[1:3], strict=True)
-    )
-    hole = down[:, None] & across[None]
-    taken = jnp.mean(hole.astype(jnp.float32))
-    return jnp.where(hole[None, :, :, None], jnp.roll(x, 1, 0), x), (
-        1 - taken
-    ) * target + taken * jnp.roll(target, 1, 0)
-
-
 def _evaluate(
     architecture: Architecture, state: _State, images: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Class scores and unscaled features of all images."""
+    """Returns class scores and unscaled features of all images."""
 
     @jax.jit
     def run(params: Parameters, statistics: Statistics, batch: Array) -> tuple[Array, Array]:
@@ -364,15 +304,9 @@ def _evaluate(
 
     parts = []
     for batch in _parts(images, EVALUATION_BATCH):
-        # A last batch is filled up, as another size would compile once more.
-        full = np.concatenate(
-            [
-                batch,
-                np.zeros(
-                    (min(EVALUATION_BATCH, len(images)) - len(batch), *batch.shape[1:]), np.uint8
-                ),
-            ]
-        )
+        # Pad the last batch, so that it does not compile another shape.
+        missing = min(EVALUATION_BATCH, len(images)) - len(batch)
+        full = np.concatenate([batch, np.zeros((missing, *batch.shape[1:]), np.uint8)])
         scores, features = run(state.params, state.statistics, full)
         parts.append((np.asarray(scores)[: len(batch)], np.asarray(features)[: len(batch)]))
     return np.concatenate([p[0] for p in parts]), np.concatenate([p[1] for p in parts])
@@ -381,7 +315,7 @@ def _evaluate(
 def _feature_scale(
     features: Float[np.ndarray, 'n d'], architecture: Architecture
 ) -> Float[np.ndarray, ' d']:
-    """Factors that bring the mean variance of each stage's features to 1."""
+    """Returns factors that bring the mean variance of each stage's features to 1."""
     scales, start = [], 0
     for channels in architecture.stages:
         variance = features[:, start : start + channels].astype(np.float64).var(axis=0).mean()

@@ -1,4 +1,4 @@
-"""Feature networks: what turns images into the vectors that every metric compares."""
+"""Feature networks: they turn images into the vectors that every metric compares."""
 
 from __future__ import annotations
 
@@ -28,21 +28,22 @@ from jaxunet.runtime.errors import UserError, near_misses
 from jaxunet.runtime.progress import progress_bar
 
 CLASSIFIER = 'classifier'
-KIND = 'jaxunet_features'  # an array with this name tells which reader of READERS a file belongs to
+KIND = 'jaxunet_features'  # array that names the entry of READERS for its file
 
 
 @dataclass(frozen=True)
 class FeatureNetwork:
-    """A network and how it is told apart from others.
+    """A feature network and its identity.
 
     Fields:
-      name: for labels of results; a word that also tells the weights, such as `inception-6726825d`.
-      dimension: of the features.
-      extract: uint8 (n, height, width, 3), all n alike -> float32 (n, dimension); compiled by itself for each shape.
-      is_inception: whether it is FID's Inception-v3; only then results are called FID, KID and Inception Score.
-      resize: what happens to the images' size, for people.
-      classify: features -> class scores (n, classes), where there are some.
-      size: (height, width) of the only images that it takes; None = any, which it resizes.
+      name: network and digest of its weights, such as `inception-6726825d`; labels results.
+      dimension: length of a feature vector.
+      extract: uint8 (n, height, width, 3) -> float32 (n, dimension); compiles once per shape.
+      is_inception: True for FID's Inception-v3; only its results are called FID, KID and
+        Inception Score.
+      resize: how images are resized before the network, for reports.
+      classify: features -> class scores (n, classes); None if the network has no class scores.
+      size: the one (height, width) that it accepts; None = any size, which it resizes.
     """
 
     name: str
@@ -54,19 +55,25 @@ class FeatureNetwork:
     size: tuple[int, int] | None = None
 
     def check_size(self, found: tuple[int, int]) -> None:
-        """Raises UserError: images of this (height, width) are not what the network takes."""
+        """Checks that the network accepts images of this (height, width).
+
+        Raises:
+          UserError: it does not.
+        """
         if self.size and found != self.size:
             raise UserError(
-                f'--features: {self.name} compares images of {self.size[0]}x{self.size[1]} pixels, found {found[0]}x{found[1]}'
+                f'--features: {self.name} compares images of {self.size[0]}x{self.size[1]} pixels, '
+                f'found {found[0]}x{found[1]}'
             )
 
 
 def load_features(features: str) -> FeatureNetwork:
-    """The network that `--features` asks for.
+    """Loads the network that `--features` names.
 
     Args:
-      features: `inception` (pytorch-fid's weights from the cache folder, or downloaded into it), or a file: Inception's weights as
-        .pth, .pt, .npz or .safetensors, or an .npz whose array `jaxunet_features` names another kind in `READERS`.
+      features: `inception` (pytorch-fid's weights from the cache folder, or downloaded into it),
+        or a file: Inception's weights as .pth, .pt, .npz or .safetensors, or an .npz whose array
+        `jaxunet_features` names another kind in `READERS`.
 
     Raises:
       UserError: no such file, no network connection, a file of another kind, or a damaged one.
@@ -76,7 +83,8 @@ def load_features(features: str) -> FeatureNetwork:
         siblings = [p.name for p in path.parent.iterdir()] if path.parent.is_dir() else []
         hint = near_misses(features, ['inception']) or near_misses(path.name, siblings)
         raise UserError(
-            f'--features: expected inception or a file that ends in {", ".join(SUFFIXES)}, found no file {features!r}{hint}'
+            f'--features: expected inception or a file that ends in {", ".join(SUFFIXES)}, '
+            f'found no file {features!r}{hint}'
         )
     try:
         digest = download.digest(path, 'sha256')
@@ -89,23 +97,26 @@ def load_features(features: str) -> FeatureNetwork:
         kind = str(arrays.pop(KIND))
         if kind not in READERS:
             raise UserError(
-                f'{path}: {KIND}: expected {" or ".join(READERS) or "none"}, found {kind!r}{near_misses(kind, READERS)}'
+                f'{path}: {KIND}: expected {" or ".join(READERS)}, '
+                f'found {kind!r}{near_misses(kind, READERS)}'
             )
         return READERS[kind](path, arrays, digest)
     return inception_network(read_parameters(path), digest)
 
 
 def inception_network(params: inception.Parameters, digest: str) -> FeatureNetwork:
-    """FID's Inception-v3 with these parameters; `digest` is the SHA-256 of their file."""
+    """Returns FID's Inception-v3 with these parameters.
+
+    Args:
+      digest: SHA-256 of their file, hexadecimal.
+    """
     known = (
         "pytorch-fid's weights"
         if digest.startswith(SHA256_PREFIX)
         else f"not the file of pytorch-fid's weights, {SHA256_PREFIX}"
     )
-    extract, classify = (
-        jax.jit(inception.features),
-        jax.jit(lambda p, x: inception.logits(p, x, bias=False)),
-    )
+    extract = jax.jit(inception.features)
+    classify = jax.jit(lambda p, x: inception.logits(p, x, bias=False))
     return FeatureNetwork(
         name=f'inception-{digest[:8]}',
         dimension=inception.DIMENSION,
@@ -117,25 +128,34 @@ def inception_network(params: inception.Parameters, digest: str) -> FeatureNetwo
 
 
 def classifier_network(path: Path, arrays: dict[str, np.ndarray], digest: str) -> FeatureNetwork:
-    """A file of `jaxunet.metrics.train_features`. Raises UserError: a damaged one; and from `extract`, images of another size."""
+    """Returns the classifier in a file of `jaxunet.metrics.train_features`.
+
+    Args:
+      path: the file, for messages.
+      arrays: its entries.
+      digest: its SHA-256, hexadecimal.
+
+    Raises:
+      UserError: a damaged file; `extract` raises it for images of another size.
+    """
     architecture, params, statistics, scale, training = classifier.from_arrays(str(path), arrays)
 
     @jax.jit
     def run(images: UInt8[Array, 'n height width 3']) -> Float[Array, 'n d']:
         x = classifier.normalise(architecture, images)
-        return (
-            classifier.apply(architecture, params, x, statistics, precision=lax.Precision.HIGHEST)[
-                1
-            ]
-            * scale[None]
+        _, features, _ = classifier.apply(
+            architecture, params, x, statistics, precision=lax.Precision.HIGHEST
         )
+        return features * scale[None]
 
+    reference = training.get('reference')
+    accuracy = training.get('test_accuracy', float('nan'))
     network = FeatureNetwork(
         name=f'{CLASSIFIER}-{digest[:8]}',
         dimension=len(scale),
         extract=run,
         is_inception=False,
-        resize=f'none; trained on {training.get("reference")}, test accuracy {training.get("test_accuracy", float("nan")):.4f}',
+        resize=f'none; trained on {reference}, test accuracy {accuracy:.4f}',
         size=(architecture.height, architecture.width),
     )
 
@@ -146,7 +166,7 @@ def classifier_network(path: Path, arrays: dict[str, np.ndarray], digest: str) -
     return dataclasses.replace(network, extract=extract)
 
 
-# kind -> reader of the file's arrays; the third argument is the SHA-256 of the file.
+# Kind of file -> its reader: (path, arrays, SHA-256 of the file) -> network.
 READERS: dict[str, Callable[[Path, dict[str, np.ndarray], str], FeatureNetwork]] = {
     CLASSIFIER: classifier_network
 }
@@ -160,7 +180,13 @@ def batches(
     *,
     name: str = 'features',
 ) -> Iterator[Float[np.ndarray, 'n d']]:
-    """Activation of the images at `rows`, a batch at a time, in order; images are decoded in threads while the device works.
+    """Yields the features of the images at `rows` in order, float32 (up to batch_size, dimension).
+
+    Threads decode the next images while the device works.
+
+    Args:
+      rows: image numbers in `source`.
+      name: label of the progress bar.
 
     Raises:
       BadImage: a corrupt image.
@@ -169,9 +195,8 @@ def batches(
         for images in _loaded(source, rows, batch_size):
             count = len(images)
             full = images
-            if (
-                count < batch_size < len(rows)
-            ):  # the last one: a full batch needs no second compilation
+            if count < batch_size < len(rows):
+                # Pad the last batch, so that it does not compile another shape.
                 full = np.concatenate(
                     [images, np.zeros((batch_size - count, *images.shape[1:]), np.uint8)]
                 )

@@ -1,7 +1,7 @@
-"""Fréchet distance of Gaussians fitted to features, and the files of their statistics.
+"""Fréchet distance between Gaussians fitted to features, and files of their statistics.
 
-Source: Heusel et al. 2017 (arXiv 1706.08500); the file format is that of mseitzer/pytorch-fid: `.npz` with `mu` (d,) and `sigma` (d, d).
-Everything is float64.
+Source: Heusel et al. 2017 (arXiv 1706.08500). The file format is that of mseitzer/pytorch-fid:
+`.npz` with `mu` (d,) and `sigma` (d, d). All arithmetic is float64.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ import json
 import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from jaxtyping import Float
@@ -18,7 +17,7 @@ from jaxtyping import Float
 from jaxunet.metrics.arrays import array_names, read_arrays
 from jaxunet.runtime.errors import UserError
 
-PROTOCOL = 'jaxunet_protocol'  # our addition to the file, which pytorch-fid passes over: where the numbers come from, as JSON
+PROTOCOL = 'jaxunet_protocol'  # our extra entry: the origin of the numbers, as JSON
 
 Vector = Float[np.ndarray, ' d']
 Matrix = Float[np.ndarray, 'd d']
@@ -26,17 +25,24 @@ Matrix = Float[np.ndarray, 'd d']
 
 @dataclass(frozen=True)
 class Statistics:
-    """Mean and covariance (divided by n − 1) of features; `protocol` tells their origin, where known."""
+    """Mean and covariance of features.
+
+    Fields:
+      mu: float64 (d,).
+      sigma: float64 (d, d), divided by n − 1.
+      protocol: origin of the numbers, where known: images, count, size, features.
+    """
 
     mu: Vector
     sigma: Matrix
-    protocol: dict[str, Any]
+    protocol: dict[str, object]
 
 
 class Moments:
-    """Mean and covariance of batches of features as they come, in float64.
+    """Accumulates mean and covariance over batches of features, in float64.
 
-    Batches are centred on their own means and merged (Chan, Golub & LeVeque 1979), which cancels nothing.
+    Each batch is centred on its own mean before it is merged (Chan, Golub & LeVeque 1979), which
+    avoids cancellation.
     """
 
     def __init__(self, dimension: int) -> None:
@@ -45,6 +51,7 @@ class Moments:
         self._scatter = np.zeros((dimension, dimension))
 
     def add(self, features: Float[np.ndarray, 'n d']) -> None:
+        """Adds a batch of features."""
         batch = features.astype(np.float64)
         if len(batch) == 0:
             return
@@ -57,8 +64,12 @@ class Moments:
         self._mean = self._mean + delta * (len(batch) / total)
         self.count = total
 
-    def statistics(self, protocol: dict[str, Any] | None = None) -> Statistics:
-        """Raises UserError: fewer than two images, or features that are not finite."""
+    def statistics(self, protocol: dict[str, object] | None = None) -> Statistics:
+        """Returns the statistics of everything added so far.
+
+        Raises:
+          UserError: fewer than two images, or features that are not finite.
+        """
         if self.count < 2:
             raise UserError(f'a covariance needs 2 images or more, found {self.count}')
         if not (np.isfinite(self._mean).all() and np.isfinite(self._scatter).all()):
@@ -67,18 +78,20 @@ class Moments:
 
 
 def frechet_distance(a: Statistics, b: Statistics) -> float:
-    """|μa − μb|² + tr(Σa) + tr(Σb) − 2 tr((Σa Σb)^½), 0 or more.
+    """Returns |μa − μb|² + tr(Σa) + tr(Σb) − 2 tr((Σa Σb)^½), at least 0.
 
-    With Σ = F Fᵀ from a symmetric eigendecomposition, tr((Σa Σb)^½) = tr((Σa^½ Σb Σa^½)^½) is the sum of the singular values of
-    Faᵀ Fb. No complex number can arise, singular covariances need no offset, and rounding enters with its own size, not with its
-    square root, as it does through the eigenvalues of the product.
+    With Σ = F Fᵀ from a symmetric eigendecomposition, tr((Σa Σb)^½) = tr((Σa^½ Σb Σa^½)^½) is the
+    sum of the singular values of Faᵀ Fb. No complex numbers arise, and singular covariances need
+    no offset. Rounding errors keep their size; through the eigenvalues of the product, their square
+    root would enter.
 
     Raises:
       UserError: statistics of different dimensions.
     """
     if a.mu.shape != b.mu.shape:
         raise UserError(
-            f'expected statistics of one dimension, found {len(a.mu)} and {len(b.mu)}; they come from different features'
+            f'expected statistics of one dimension, found {len(a.mu)} and {len(b.mu)}; '
+            'they come from different features'
         )
     delta = a.mu - b.mu
     product = _factor(a.sigma).T @ _factor(b.sigma)
@@ -87,15 +100,19 @@ def frechet_distance(a: Statistics, b: Statistics) -> float:
 
 
 def _factor(sigma: Matrix) -> Float[np.ndarray, 'd rank']:
-    """F with Σ = F Fᵀ and as many columns as Σ has rank: eigenvectors by the roots of their eigenvalues."""
+    """Returns F with Σ = F Fᵀ: eigenvectors times the roots of the eigenvalues that are not 0."""
     values, vectors = np.linalg.eigh((sigma + sigma.T) / 2)
-    # What a covariance has below this is rounding of the largest eigenvalue.
+    # Eigenvalues below this are rounding errors of the largest one.
     keep = values > max(values[-1], 0.0) * len(values) * np.finfo(np.float64).eps
     return vectors[:, keep] * np.sqrt(values[keep])[None]
 
 
 def save_statistics(path: str | os.PathLike[str], statistics: Statistics) -> None:
-    """Writes `.npz`, whole or not at all. pytorch-fid reads it. Raises UserError if it cannot be written."""
+    """Writes an `.npz` that pytorch-fid can read, whole or not at all.
+
+    Raises:
+      UserError: the file cannot be written.
+    """
     target = Path(path)
     partial = target.with_name(f'.{target.name}.{os.getpid()}.partial')
     try:
@@ -110,28 +127,35 @@ def save_statistics(path: str | os.PathLike[str], statistics: Statistics) -> Non
         os.replace(partial, target)
     except OSError as error:
         raise UserError(
-            f'{target}: cannot be written: {error.strerror or error}; check the folder and the free space'
+            f'{target}: cannot be written: {error.strerror or error}; '
+            'check the folder and the free space'
         ) from None
     finally:
         partial.unlink(missing_ok=True)
 
 
 def is_statistics(path: Path) -> bool:
-    """Whether an .npz holds statistics and no images."""
+    """Returns True if an .npz holds statistics and no images.
+
+    Raises:
+      UserError: not a readable .npz.
+    """
     names = set(array_names(path))
     return {'mu', 'sigma'} <= names and not names & {'images', 'arr_0'}
 
 
 def load_statistics(path: Path) -> Statistics:
-    """Reads our files, pytorch-fid's, and those of the original TensorFlow code.
+    """Reads statistics that this module, pytorch-fid or the original TensorFlow code wrote.
 
     Raises:
-      UserError: arrays missing, of other shapes, not finite, or a sigma that is no covariance.
+      UserError: arrays that are missing, of wrong shapes or not finite, or a sigma that is not a
+        covariance.
     """
     arrays = read_arrays(path)
     if missing := [name for name in ('mu', 'sigma') if name not in arrays]:
         raise UserError(
-            f'{path}: expected arrays mu and sigma, {missing[0]} is missing; found {", ".join(arrays)}'
+            f'{path}: expected arrays mu and sigma, {missing[0]} is missing; '
+            f'found {", ".join(arrays)}'
         )
     mu, sigma = arrays['mu'].astype(np.float64), arrays['sigma'].astype(np.float64)
     if mu.ndim != 1 or sigma.shape != (len(mu), len(mu)):
@@ -145,7 +169,8 @@ def load_statistics(path: Path) -> Statistics:
     scale = float(np.abs(sigma).max())
     if np.abs(sigma - sigma.T).max() > 1e-6 * scale or np.diagonal(sigma).min() < -1e-6 * scale:
         raise UserError(
-            f'{path}: sigma: expected a covariance, found a matrix that is not symmetric or has negative variances'
+            f'{path}: sigma: expected a covariance, '
+            'found a matrix that is not symmetric or has negative variances'
         )
     try:
         protocol = json.loads(str(arrays[PROTOCOL])) if PROTOCOL in arrays else {}

@@ -1,10 +1,11 @@
-"""Inception-v3 as FID has it: the network of TensorFlow's `inception-2015-12-05` in the form that pytorch-fid gave its weights.
+"""FID's Inception-v3: TensorFlow's `inception-2015-12-05` with pytorch-fid's weights.
 
-Sources: Szegedy et al. 2015 (arXiv 1512.00567); torchvision, `models/inception.py`, for the names; mseitzer/pytorch-fid,
-`inception.py`, for where FID's network differs from torchvision's: average pools leave the padding out of the count, and the last
-block (`Mixed_7c`) has a max pool.
+Sources: Szegedy et al. 2015 (arXiv 1512.00567); torchvision, `models/inception.py`, for the names;
+mseitzer/pytorch-fid, `inception.py`, for the differences between FID's network and torchvision's:
+average pools do not count the padding, and the last block (`Mixed_7c`) has a max pool.
 
-Parameters are a flat dict by the names of that state dict, convolutions as HWIO (`jaxunet.metrics.inception_weights` turns them).
+Parameters are a flat dict by pytorch-fid's names, convolutions as HWIO
+(`jaxunet.metrics.inception_weights` converts them).
 """
 
 from __future__ import annotations
@@ -16,12 +17,12 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, UInt8
 
-SIDE = 299  # what every image is resized to
+SIDE = 299  # pixels; every image is resized to SIDE×SIDE
 DIMENSION = 2048
 CLASSES = 1008
-EPSILON = 1e-3  # of the batch normalization
+EPSILON = 1e-3  # added to batch normalization's variance
 BATCH_NORM = ('weight', 'bias', 'running_mean', 'running_var')
-# TF32 products would move features by 1e-3.
+# TF32 products would change the features by 1e-3.
 PRECISION = lax.Precision.HIGHEST
 
 Parameters = dict[str, Array]
@@ -34,12 +35,16 @@ Layer = Callable[[str, Array, int, tuple[int, int], int, tuple[int, int]], Array
 def features(
     params: Parameters, images: UInt8[Array, 'images height width 3']
 ) -> Float[Array, 'images 2048']:
-    """The pool3 features of RGB images of any size, float32."""
+    """Returns the pool3 features of RGB images of any size, float32."""
     return pool3(params, prepare(images))
 
 
 def prepare(images: UInt8[Array, 'images height width 3']) -> Float[Array, 'images 299 299 3']:
-    """Pixels / 255, resized to 299×299 (bilinear, half-pixel centres, no antialiasing: torch's `align_corners=False`), 2x − 1."""
+    """Scales pixels to [−1, 1] and resizes them to 299×299.
+
+    Resizing is bilinear with half-pixel centres and no antialiasing (torch's
+    `align_corners=False`), as in pytorch-fid.
+    """
     x = images.astype(jnp.float32) / 255
     resized = jax.image.resize(
         x, (x.shape[0], SIDE, SIDE, x.shape[3]), 'bilinear', antialias=False, precision=PRECISION
@@ -48,10 +53,11 @@ def prepare(images: UInt8[Array, 'images height width 3']) -> Float[Array, 'imag
 
 
 def pool3(params: Parameters, x: Maps, tap: Tap | None = None) -> Float[Array, 'images 2048']:
-    """Activation of prepared images, which may be of any size from 75×75 on.
+    """Returns the pool3 features of prepared images of at least 75×75 pixels.
 
     Args:
-      tap: is given the name and output of every convolution (`Mixed_5b.branch1x1`), block (`Mixed_5b`) and outer pool.
+      tap: receives the name and output of every convolution (`Mixed_5b.branch1x1`), block
+        (`Mixed_5b`) and outer pool.
     """
 
     def layer(
@@ -73,13 +79,13 @@ def pool3(params: Parameters, x: Maps, tap: Tap | None = None) -> Float[Array, '
 def logits(
     params: Parameters, pooled: Float[Array, 'images 2048'], *, bias: bool = True
 ) -> Float[Array, 'images 1008']:
-    """Class scores from the pool3 features. The Inception Score of Salimans et al. leaves the bias out."""
+    """Returns class scores from pool3 features; the Inception Score leaves the bias out."""
     y = jnp.matmul(pooled, params['fc.weight'], precision=PRECISION)
     return y + params['fc.bias'][None] if bias else y
 
 
 def torch_shapes() -> dict[str, tuple[int, ...]]:
-    """Names and shapes of the state dict that belongs to this network, in torch's layouts (OIHW; (out, in))."""
+    """Returns names and shapes of the state dict in torch's layouts (OIHW; (out, in))."""
     shapes: dict[str, tuple[int, ...]] = {}
 
     def layer(
@@ -107,7 +113,7 @@ def torch_shapes() -> dict[str, tuple[int, ...]]:
 def _convolution(
     params: Parameters, name: str, x: Array, stride: int, padding: tuple[int, int]
 ) -> Array:
-    """Convolution without bias, batch normalization by stored statistics, ReLU."""
+    """Applies a convolution without bias, batch normalization by stored statistics, and ReLU."""
     y = lax.conv_general_dilated(
         x,
         params[f'{name}.conv.weight'],
@@ -127,7 +133,7 @@ def _max_pool(x: Array, stride: int = 2, padding: int = 0) -> Array:
 
 
 def _average_pool(x: Array) -> Array:
-    """3×3 means over the pixels that exist: the padding does not count."""
+    """Averages 3×3 pixels; the padding does not count."""
     pads = [(0, 0), (1, 1), (1, 1), (0, 0)]
     total = lax.reduce_window(x, 0.0, lax.add, (1, 3, 3, 1), (1, 1, 1, 1), pads)
     count = lax.reduce_window(
@@ -136,8 +142,19 @@ def _average_pool(x: Array) -> Array:
     return total / jnp.broadcast_to(count, total.shape)
 
 
-def _network(layer: Layer, x: Array, tap: Tap) -> Array:
+class _Blocks:
+    """The blocks of Inception-v3, on any implementation of one convolution layer.
+
+    Args:
+      layer: computes one convolution with its batch normalization and ReLU.
+      tap: receives the name and output of every block.
+    """
+
+    def __init__(self, layer: Layer, tap: Tap) -> None:
+        self._layer, self._tap = layer, tap
+
     def conv(
+        self,
         name: str,
         x: Array,
         channels: int,
@@ -146,122 +163,117 @@ def _network(layer: Layer, x: Array, tap: Tap) -> Array:
         *,
         same: bool = False,
     ) -> Array:
+        """Applies one convolution, padded to keep the size if `same`."""
         size = (kernel, kernel) if isinstance(kernel, int) else kernel
-        return layer(
-            name, x, channels, size, stride, (size[0] // 2, size[1] // 2) if same else (0, 0)
-        )
+        padding = (size[0] // 2, size[1] // 2) if same else (0, 0)
+        return self._layer(name, x, channels, size, stride, padding)
 
-    def chain(name: str, x: Array, *convs: tuple[str, int, int | tuple[int, int]]) -> Array:
+    def chain(self, name: str, x: Array, *convs: tuple[str, int, int | tuple[int, int]]) -> Array:
+        """Applies convolutions (name, channels, kernel) in a row, each keeping the size."""
         for suffix, channels, kernel in convs:
-            x = conv(f'{name}.{suffix}', x, channels, kernel, same=True)
+            x = self.conv(f'{name}.{suffix}', x, channels, kernel, same=True)
         return x
 
-    def joined(name: str, *branches: Array) -> Array:
+    def joined(self, name: str, *branches: Array) -> Array:
+        """Concatenates the branches along channels."""
         y = jnp.concatenate(branches, axis=3)
-        tap(name, y)
+        self._tap(name, y)
         return y
 
-    def block_a(name: str, x: Array, pooled: int) -> Array:
-        return joined(
+    def a(self, name: str, x: Array, pooled: int) -> Array:
+        """Branches 1×1, 5×5, double 3×3 and average pool, with `pooled` channels of the pool."""
+        chain = self.chain
+        three = ('branch3x3dbl_1', 64, 1), ('branch3x3dbl_2', 96, 3), ('branch3x3dbl_3', 96, 3)
+        return self.joined(
             name,
             chain(name, x, ('branch1x1', 64, 1)),
             chain(name, x, ('branch5x5_1', 48, 1), ('branch5x5_2', 64, 5)),
-            chain(
-                name,
-                x,
-                ('branch3x3dbl_1', 64, 1),
-                ('branch3x3dbl_2', 96, 3),
-                ('branch3x3dbl_3', 96, 3),
-            ),
+            chain(name, x, *three),
             chain(name, _average_pool(x), ('branch_pool', pooled, 1)),
         )
 
-    def block_b(name: str, x: Array) -> Array:
-        double = chain(name, x, ('branch3x3dbl_1', 64, 1), ('branch3x3dbl_2', 96, 3))
-        return joined(
+    def b(self, name: str, x: Array) -> Array:
+        """Halves the size: branches 3×3, double 3×3 and max pool."""
+        double = self.chain(name, x, ('branch3x3dbl_1', 64, 1), ('branch3x3dbl_2', 96, 3))
+        return self.joined(
             name,
-            conv(f'{name}.branch3x3', x, 384, 3, 2),
-            conv(f'{name}.branch3x3dbl_3', double, 96, 3, 2),
+            self.conv(f'{name}.branch3x3', x, 384, 3, 2),
+            self.conv(f'{name}.branch3x3dbl_3', double, 96, 3, 2),
             _max_pool(x),
         )
 
-    def block_c(name: str, x: Array, c: int) -> Array:
-        row, column = (1, 7), (7, 1)
-        return joined(
+    def c(self, name: str, x: Array, channels: int) -> Array:
+        """Branches 1×1, 7×7 and double 7×7 as pairs of 1×7 and 7×1, and average pool."""
+        chain, row, column = self.chain, (1, 7), (7, 1)
+        seven = (
+            ('branch7x7_1', channels, 1),
+            ('branch7x7_2', channels, row),
+            ('branch7x7_3', 192, column),
+        )
+        double = (
+            ('branch7x7dbl_1', channels, 1),
+            ('branch7x7dbl_2', channels, column),
+            ('branch7x7dbl_3', channels, row),
+            ('branch7x7dbl_4', channels, column),
+            ('branch7x7dbl_5', 192, row),
+        )
+        return self.joined(
             name,
             chain(name, x, ('branch1x1', 192, 1)),
-            chain(
-                name,
-                x,
-                ('branch7x7_1', c, 1),
-                ('branch7x7_2', c, row),
-                ('branch7x7_3', 192, column),
-            ),
-            chain(
-                name,
-                x,
-                ('branch7x7dbl_1', c, 1),
-                ('branch7x7dbl_2', c, column),
-                ('branch7x7dbl_3', c, row),
-                ('branch7x7dbl_4', c, column),
-                ('branch7x7dbl_5', 192, row),
-            ),
+            chain(name, x, *seven),
+            chain(name, x, *double),
             chain(name, _average_pool(x), ('branch_pool', 192, 1)),
         )
 
-    def block_d(name: str, x: Array) -> Array:
-        single = chain(name, x, ('branch3x3_1', 192, 1))
-        seven = chain(
+    def d(self, name: str, x: Array) -> Array:
+        """Halves the size: branches 3×3, 7×7 then 3×3, and max pool."""
+        single = self.chain(name, x, ('branch3x3_1', 192, 1))
+        seven = self.chain(
             name,
             x,
             ('branch7x7x3_1', 192, 1),
             ('branch7x7x3_2', 192, (1, 7)),
             ('branch7x7x3_3', 192, (7, 1)),
         )
-        return joined(
+        return self.joined(
             name,
-            conv(f'{name}.branch3x3_2', single, 320, 3, 2),
-            conv(f'{name}.branch7x7x3_4', seven, 192, 3, 2),
+            self.conv(f'{name}.branch3x3_2', single, 320, 3, 2),
+            self.conv(f'{name}.branch7x7x3_4', seven, 192, 3, 2),
             _max_pool(x),
         )
 
-    def block_e(name: str, x: Array, pooled: Array) -> Array:
+    def e(self, name: str, x: Array, pooled: Array) -> Array:
+        """Branches 1×1, 3×3 and double 3×3 that end in a 1×3 and a 3×1 each, and `pooled`."""
+        chain = self.chain
         single = chain(name, x, ('branch3x3_1', 384, 1))
         double = chain(name, x, ('branch3x3dbl_1', 448, 1), ('branch3x3dbl_2', 384, 3))
-        return joined(
+        ends = ('a', (1, 3)), ('b', (3, 1))
+        return self.joined(
             name,
             chain(name, x, ('branch1x1', 320, 1)),
-            *(
-                chain(name, single, (f'branch3x3_2{part}', 384, kernel))
-                for part, kernel in (('a', (1, 3)), ('b', (3, 1)))
-            ),
-            *(
-                chain(name, double, (f'branch3x3dbl_3{part}', 384, kernel))
-                for part, kernel in (('a', (1, 3)), ('b', (3, 1)))
-            ),
+            *(chain(name, single, (f'branch3x3_2{end}', 384, kernel)) for end, kernel in ends),
+            *(chain(name, double, (f'branch3x3dbl_3{end}', 384, kernel)) for end, kernel in ends),
             chain(name, pooled, ('branch_pool', 192, 1)),
         )
 
-    x = conv('Conv2d_1a_3x3', x, 32, 3, 2)
-    x = conv('Conv2d_2a_3x3', x, 32, 3)
-    x = conv('Conv2d_2b_3x3', x, 64, 3, same=True)
+
+def _network(layer: Layer, x: Array, tap: Tap) -> Array:
+    blocks = _Blocks(layer, tap)
+    x = blocks.conv('Conv2d_1a_3x3', x, 32, 3, 2)
+    x = blocks.conv('Conv2d_2a_3x3', x, 32, 3)
+    x = blocks.conv('Conv2d_2b_3x3', x, 64, 3, same=True)
     x = _max_pool(x)
     tap('maxpool1', x)
-    x = conv('Conv2d_3b_1x1', x, 80, 1)
-    x = conv('Conv2d_4a_3x3', x, 192, 3)
+    x = blocks.conv('Conv2d_3b_1x1', x, 80, 1)
+    x = blocks.conv('Conv2d_4a_3x3', x, 192, 3)
     x = _max_pool(x)
     tap('maxpool2', x)
     for name, pooled in (('Mixed_5b', 32), ('Mixed_5c', 64), ('Mixed_5d', 64)):
-        x = block_a(name, x, pooled)
-    x = block_b('Mixed_6a', x)
-    for name, channels in (
-        ('Mixed_6b', 128),
-        ('Mixed_6c', 160),
-        ('Mixed_6d', 160),
-        ('Mixed_6e', 192),
-    ):
-        x = block_c(name, x, channels)
-    x = block_d('Mixed_7a', x)
-    x = block_e('Mixed_7b', x, _average_pool(x))
-    x = block_e('Mixed_7c', x, _max_pool(x, 1, 1))
+        x = blocks.a(name, x, pooled)
+    x = blocks.b('Mixed_6a', x)
+    for name, channels in zip(('b', 'c', 'd', 'e'), (128, 160, 160, 192), strict=True):
+        x = blocks.c(f'Mixed_6{name}', x, channels)
+    x = blocks.d('Mixed_7a', x)
+    x = blocks.e('Mixed_7b', x, _average_pool(x))
+    x = blocks.e('Mixed_7c', x, _max_pool(x, 1, 1))
     return x.mean((1, 2))

@@ -1,4 +1,7 @@
-"""Inception Score: exp of the mean Kullback-Leibler divergence of p(y|x) from p(y) (Salimans et al. 2016, arXiv 1606.03498)."""
+"""Inception Score: exp of the mean Kullback-Leibler divergence of p(y|x) from p(y).
+
+Source: Salimans et al. 2016 (arXiv 1606.03498).
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,11 @@ SPLITS = 10
 def inception_score(
     logits: Float[np.ndarray, 'n classes'], *, splits: int = SPLITS, seed: int = 0
 ) -> tuple[float, float]:
-    """Mean and standard deviation over `splits` equal parts of the images in random order, in float64.
+    """Returns mean and standard deviation over `splits` equal parts of the images, in float64.
+
+    Args:
+      splits: number of parts.
+      seed: for the random order in which images are dealt into parts.
 
     Raises:
       UserError: fewer images than parts.

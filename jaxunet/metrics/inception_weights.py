@@ -1,4 +1,4 @@
-"""Where the weights of FID's Inception come from: a file, or a download that is kept in the cache folder."""
+"""Reads the weights of FID's Inception from a file, or downloads them into the cache folder."""
 
 from __future__ import annotations
 
@@ -19,33 +19,45 @@ from jaxunet.weights.torch_file import TorchFile
 
 FILE = 'pt_inception-2015-12-05-6726825d.pth'
 URL = f'https://github.com/mseitzer/pytorch-fid/releases/download/fid_weights/{FILE}'
-SHA256_PREFIX = '6726825d'  # of the published file, which carries it in its name
+SHA256_PREFIX = '6726825d'  # of the published file, part of its name
 SUFFIXES = ('.pth', '.pt', '.npz', '.safetensors')
-MAX_BYTES = 2**29  # the published file has 96 MB
-IGNORED = 'num_batches_tracked'  # torch's counter of training steps, which some files have
+MAX_BYTES = 2**29  # far above the published file's 96 MB
+IGNORED = 'num_batches_tracked'  # torch's counter of training steps, in some files
 
 
 def read_parameters(path: Path) -> Parameters:
-    """The parameters in a state dict of FID's Inception: .pth or .pt (`torch.save`, old format or new, or
-    `torch.jit.save`), .npz or .safetensors.
+    """Reads a state dict of FID's Inception; nothing in the file is executed.
 
-    Nothing in the file is executed.
+    Args:
+      path: .pth or .pt (`torch.save`, old or new format, or `torch.jit.save`), .npz or
+        .safetensors.
 
     Raises:
-      UserError: another kind of file, a damaged one, or one of another network; naming the tensor.
+      UserError: another kind of file, a damaged one, or weights of another network; the message
+        names the tensor.
     """
     return from_state(_read_state(path), str(path))
 
 
 def from_state(state: Mapping[str, np.ndarray], name: str) -> Parameters:
-    """Checks a state dict against the network and turns it to our layouts. Raises UserError, beginning with `name`."""
+    """Checks a state dict against the network and converts it to our layouts, float32.
+
+    Args:
+      state: tensors by torch's names, in torch's layouts.
+      name: begins every message.
+
+    Raises:
+      UserError: tensors that are missing, unknown, of wrong shapes or not finite, or negative
+        variances.
+    """
     shapes = torch_shapes()
     found = {key: value for key, value in state.items() if not key.endswith(IGNORED)}
     missing, extra = sorted(shapes.keys() - found.keys()), sorted(found.keys() - shapes.keys())
     if missing or extra:
         raise UserError(
-            f"{name}: expected the {len(shapes)} tensors of FID's Inception-v3 under pytorch-fid's names ({FILE}); "
-            f'{len(missing)} are missing ({", ".join(missing[:3])}) and {len(extra)} unknown ({", ".join(extra[:3])})'
+            f"{name}: expected the {len(shapes)} tensors of FID's Inception-v3 under pytorch-fid's "
+            f'names ({FILE}); {len(missing)} are missing ({", ".join(missing[:3])}) and '
+            f'{len(extra)} unknown ({", ".join(extra[:3])})'
         )
     params = {}
     for key, shape in shapes.items():
@@ -54,11 +66,13 @@ def from_state(state: Mapping[str, np.ndarray], name: str) -> Parameters:
             raise UserError(f'{name}: {key}: expected shape {shape}, found {value.shape}')
         if not np.isfinite(value).all():
             raise UserError(
-                f'{name}: {key}: expected finite numbers, found NaN or infinity; the file is damaged'
+                f'{name}: {key}: expected finite numbers, found NaN or infinity; '
+                'the file is damaged'
             )
         if key.endswith('running_var') and (value < 0).any():
             raise UserError(
-                f'{name}: {key}: expected variances of 0 or more, found {value.min()}; the file is damaged'
+                f'{name}: {key}: expected variances of 0 or more, found {value.min()}; '
+                'the file is damaged'
             )
         turned = value.transpose(2, 3, 1, 0) if value.ndim == 4 else value.T
         params[key] = jnp.asarray(np.ascontiguousarray(turned, np.float32))
@@ -66,10 +80,10 @@ def from_state(state: Mapping[str, np.ndarray], name: str) -> Parameters:
 
 
 def find_or_download() -> Path:
-    """The published weights in the cache folder, fetched if they are not there yet, with the checksum in their name.
+    """Returns the published weights in the cache folder, downloading them if they are not there.
 
     Raises:
-      UserError: no connection, no space, or other bytes than expected.
+      UserError: no connection, no disk space, or a wrong checksum.
     """
     instead = f'give its path (--features /path/to/{FILE}), or put it into {cache_dir()}'
     return cached(
@@ -85,12 +99,14 @@ def find_or_download() -> Path:
 def _read_state(path: Path) -> dict[str, np.ndarray]:
     if path.suffix.lower() not in SUFFIXES:
         raise UserError(
-            f'{path}: expected a file of features that ends in {", ".join(SUFFIXES)}, found {path.suffix!r}'
+            f'{path}: expected a file of features that ends in {", ".join(SUFFIXES)}, '
+            f'found {path.suffix!r}'
         )
     try:
         if path.stat().st_size > MAX_BYTES:
             raise UserError(
-                f'{path}: {path.stat().st_size:,} bytes, expected about 96 million; this is no Inception-v3'
+                f'{path}: {path.stat().st_size:,} bytes, expected about 96 million; '
+                'this is not Inception-v3'
             )
         with path.open('rb') as file:
             if path.suffix.lower() == '.safetensors':

@@ -1,6 +1,7 @@
 """Kernel distance (KID with Inception features): unbiased MMD² of the kernel (x·y/d + 1)³.
 
-Source: Bińkowski et al. 2018 (arXiv 1801.01401), section 4 and appendix; mean over random subsets as in its published code.
+Source: Bińkowski et al. 2018 (arXiv 1801.01401), section 4 and appendix. The mean over random
+subsets follows their published code.
 """
 
 from __future__ import annotations
@@ -17,12 +18,19 @@ from jaxunet.runtime.errors import UserError
 SUBSETS = 100
 SUBSET_SIZE = 1000
 
-Activation = Float[np.ndarray, 'n d']
+Features = Float[np.ndarray, 'n d']
 
 
 @dataclass(frozen=True)
 class KernelDistance:
-    """`value` is the mean over `subsets` random subsets of `subset_size` images, `std` their standard deviation (0 for one subset)."""
+    """A kernel distance averaged over random subsets.
+
+    Fields:
+      value: mean over the subsets.
+      std: standard deviation over the subsets; 0 for one.
+      subsets: number of subsets.
+      subset_size: images of each side in a subset.
+    """
 
     value: float
     std: float
@@ -31,18 +39,20 @@ class KernelDistance:
 
 
 def kernel_distance(
-    a: Activation,
-    b: Activation,
+    a: Features,
+    b: Features,
     *,
     subsets: int = SUBSETS,
     subset_size: int = SUBSET_SIZE,
     seed: int = 0,
     block: int = BLOCK,
 ) -> KernelDistance:
-    """Mean of `squared_mmd` over subsets, drawn without replacement; smaller sets lower the subset's size to theirs.
+    """Returns the mean of `squared_mmd` over random subsets.
 
     Args:
-      subsets: how many; 0 takes both sets as a whole, once.
+      subsets: number of subsets; 0 compares the whole sets once.
+      subset_size: images per subset, drawn without replacement; at most the smaller set.
+      block: see `fold_pairs`.
 
     Raises:
       UserError: fewer than two images, or sizes out of range.
@@ -53,7 +63,8 @@ def kernel_distance(
         )
     if subsets < 0 or subset_size < 2:
         raise UserError(
-            f'kid: expected 0 subsets or more, of 2 images or more, found {subsets} of {subset_size}'
+            'kid: expected 0 subsets or more, of 2 images or more, '
+            f'found {subsets} of {subset_size}'
         )
     if subsets == 0:
         return KernelDistance(squared_mmd(a, b, block=block), 0.0, 1, max(len(a), len(b)))
@@ -61,21 +72,20 @@ def kernel_distance(
     random = np.random.default_rng(seed)
     values = []
     for _ in range(subsets):
-        rows_a, rows_b = (
-            random.choice(len(a), size, replace=False),
-            random.choice(len(b), size, replace=False),
-        )
+        rows_a, rows_b = (random.choice(len(x), size, replace=False) for x in (a, b))
         values.append(squared_mmd(a[rows_a], b[rows_b], block=block))
     return KernelDistance(float(np.mean(values)), float(np.std(values)), subsets, size)
 
 
-def squared_mmd(a: Activation, b: Activation, *, block: int = BLOCK) -> float:
-    """Unbiased MMD²: means of k over the pairs of different images of `a`, and of `b`, minus twice the mean between them.
+def squared_mmd(a: Features, b: Features, *, block: int = BLOCK) -> float:
+    """Returns the unbiased MMD², which may be below 0.
 
-    May be below 0. Kernel values are float32 and summed by rows; the rows' sums are float64.
+    This is the mean of k over pairs of different images of `a`, plus the same for `b`, minus twice
+    the mean of k over pairs of one image of each. Kernel values and row sums are float32; the sum
+    over rows is float64.
     """
     n, m = len(a), len(b)
-    # The kernel's division by d.
+    # Scale by 1/√d each, so that the inner product is x·y/d.
     a, b = (x.astype(np.float32) / np.float32(np.sqrt(x.shape[1])) for x in (a, b))
     within_a = fold_pairs(_add_others, _zeros, a, a, block=block).sum(dtype=np.float64) / (
         n * (n - 1)
@@ -92,7 +102,7 @@ def _zeros(rows: int) -> Array:
 
 
 def _kernel(products: Array) -> Array:
-    """(p + 1)³ − 1: a constant cancels between the three means, and without it there is less to round."""
+    """Returns (p + 1)³ − 1; the constant cancels in MMD², and leaving it out rounds less."""
     return products * (products * (products + 3) + 3)
 
 

@@ -1,4 +1,7 @@
-"""All pairs of two sets of features, in blocks on the device: memory grows with one block, not with the number of pairs."""
+"""Reduces over all pairs of two sets of features, one block of pairs at a time.
+
+Device memory holds one block, however many pairs there are.
+"""
 
 from __future__ import annotations
 
@@ -11,9 +14,10 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float
 
-BLOCK = 2048
+BLOCK = 2048  # rows and columns per block
 
-# (state, products (rows, columns), row norms² (rows,), column norms² (columns,), row numbers, column numbers, column extras) -> state
+# (state, products (rows, columns), row norms² (rows,), column norms² (columns,), row numbers,
+#  column numbers, column extras) -> state
 Fold = Callable[[Array, Array, Array, Array, Array, Array, Array], Array]
 
 
@@ -26,15 +30,16 @@ def fold_pairs(
     extra: Float[np.ndarray, ' m'] | None = None,
     block: int = BLOCK,
 ) -> np.ndarray:
-    """One result for each row from its inner products with all columns, float32.
+    """Reduces each row's inner products with all columns (float32) to one result per row.
 
-    The last blocks are padded; padded columns have number −1, which `fold` must leave out.
+    The last blocks are padded; padded columns have number −1, which `fold` must ignore.
 
     Args:
-      fold: takes a block of columns into the state of a block of rows; a pure function of a module, as it is compiled once.
-      initial: the state of so many rows.
-      extra: a number for each column, given to `fold`.
-      block: rows and columns at a time; the result does not depend on it but for rounding.
+      fold: updates the state of a block of rows with a block of columns; a module-level pure
+        function, because it is a static argument of a compiled one.
+      initial: number of rows -> their initial state.
+      extra: one number per column, passed to `fold`.
+      block: rows and columns per block; affects rounding only.
     """
     n, m = len(rows), len(columns)
     high, wide = min(block, n), min(block, m)
@@ -75,7 +80,7 @@ def _scan(
 
 
 def _padded(values: np.ndarray, block: int, fill: int) -> np.ndarray:
-    """Blocks of equal length (blocks, block, ...), the last one filled up."""
+    """Splits `values` into blocks (blocks, block, ...), the last one padded with `fill`."""
     count = -(-len(values) // block)
     out = np.full((count * block, *values.shape[1:]), fill, values.dtype)
     out[: len(values)] = values

@@ -1,6 +1,8 @@
-"""Improved precision and recall (Kynkäänniemi et al. 2019, arXiv 1904.06991): is a sample near the data, and the data near a sample?
+"""Improved precision and recall (Kynkäänniemi et al. 2019, arXiv 1904.06991).
 
-The manifold of a set of features is the union of balls around them, each of the radius to its k-th nearest neighbour (equation 1).
+Precision asks if samples lie near the data; recall asks if the data lie near samples. The manifold
+of a set of features is the union of balls around them; each radius is the distance to the k-th
+nearest neighbour (equation 1).
 """
 
 from __future__ import annotations
@@ -18,22 +20,29 @@ from jaxunet.runtime.errors import UserError
 
 NEIGHBOURS = 3
 
-Activation = Float[np.ndarray, 'n d']
+Features = Float[np.ndarray, 'n d']
 
 
 def precision_recall(
-    samples: Activation, reference: Activation, *, k: int = NEIGHBOURS, block: int = BLOCK
+    samples: Features, reference: Features, *, k: int = NEIGHBOURS, block: int = BLOCK
 ) -> tuple[float, float]:
-    """(share of the samples inside the reference's manifold, share of the reference inside the samples' manifold).
+    """Returns (precision, recall), each 0 to 1.
 
-    Squared distances in float32, of features centred on the reference's mean, as |x|² + |y|² − 2 x·y.
+    Precision is the share of samples inside the reference's manifold; recall is the share of the
+    reference inside the samples' manifold. Distances are |x|² + |y|² − 2 x·y in float32, of
+    features centred on the reference's mean.
+
+    Args:
+      k: the neighbour that sets a ball's radius.
+      block: see `fold_pairs`.
 
     Raises:
-      UserError: a set with no more than k images.
+      UserError: a set with k images or fewer.
     """
     if min(len(samples), len(reference)) <= k:
         raise UserError(
-            f'precision, recall (k={k}): need more than {k} images on each side, found {len(samples)} and {len(reference)}'
+            f'precision, recall (k={k}): need more than {k} images on each side, '
+            f'found {len(samples)} and {len(reference)}'
         )
     centre = reference.mean(axis=0, dtype=np.float64)[None]
     samples, reference = ((x - centre).astype(np.float32) for x in (samples, reference))
@@ -42,15 +51,20 @@ def precision_recall(
     return float(precision.mean()), float(recall.mean())
 
 
-def squared_radii(features: Activation, k: int, *, block: int = BLOCK) -> Float[np.ndarray, ' n']:
-    """Squared distance of every feature to its k-th nearest among the others."""
+def squared_radii(features: Features, k: int, *, block: int = BLOCK) -> Float[np.ndarray, ' n']:
+    """Returns the squared distance of every feature to its k-th nearest neighbour, (n,)."""
     return fold_pairs(_nearest, _far(k), features, features, block=block)[:, -1]
 
 
 def covered(
-    points: Activation, centres: Activation, radii: Float[np.ndarray, ' m'], *, block: int = BLOCK
+    points: Features, centres: Features, radii: Float[np.ndarray, ' m'], *, block: int = BLOCK
 ) -> np.ndarray:
-    """Whether each point lies in one of the balls, bool (n,)."""
+    """Returns True for each point that lies in at least one ball, bool (n,).
+
+    Args:
+      centres: (m, d).
+      radii: squared radii of the balls, (m,).
+    """
     return fold_pairs(_inside, _nowhere, points, centres, extra=radii, block=block)
 
 
@@ -60,7 +74,7 @@ def _squared(products: Array, row_norms: Array, column_norms: Array) -> Array:
 
 @functools.cache
 def _far(k: int) -> Callable[[int], Array]:
-    """State of `_nearest`: k distances. One function for each k, so that it is compiled once."""
+    """Initial state of `_nearest`: k distances. Cached, so that each k compiles once."""
     return lambda rows: jnp.full((rows, k), jnp.inf, jnp.float32)
 
 
@@ -73,7 +87,7 @@ def _nearest(
     numbers: Array,
     _extra: Array,
 ) -> Array:
-    """The k smallest distances to others, ascending."""
+    """Keeps the k smallest distances to other features, ascending."""
     other = (numbers >= 0)[None] & (places[:, None] != numbers[None])
     distances = jnp.where(other, _squared(products, row_norms, column_norms), jnp.inf)
     return -lax.top_k(-jnp.concatenate([state, distances], axis=1), state.shape[1])[0]

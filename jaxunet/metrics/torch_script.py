@@ -1,7 +1,8 @@
-"""The tensors of a TorchScript archive (`torch.jit.save`), read without torch and without executing any of the code it holds.
+"""Reads the tensors of a TorchScript archive (`torch.jit.save`), without torch or executing code.
 
-A zip archive of `NAME/data.pkl`, `NAME/data/<key>` and `NAME/constants.pkl`; the code beside them is never looked at. The pickle builds
-objects of classes under `__torch__`, one a module, whose attributes are tensors, modules, and constants that nothing here needs.
+The zip archive holds `NAME/data.pkl`, `NAME/data/<key>` and `NAME/constants.pkl`; its code is never
+read. The pickle builds one object per module, of a class under `__torch__`. Its attributes are
+tensors, modules and constants; the constants are ignored.
 Source: PyTorch, `torch/csrc/jit/serialization/export_module.cpp` and `pickler.cpp`.
 """
 
@@ -16,21 +17,24 @@ import numpy as np
 from jaxunet.runtime.errors import UserError
 from jaxunet.weights.torch_pickle import ITEM_SIZES, OPCODES, Refused, TensorView
 
-MAX_PICKLE = 64 * 2**20
-MAX_DEPTH = 32  # modules within modules
-ADVICE = "it was not written by torch.jit.save, or is damaged; give a state dict or an .npz of pytorch-fid's tensors"
+MAX_PICKLE = 64 * 2**20  # bytes
+MAX_DEPTH = 32  # nesting of modules
+ADVICE = (
+    'it was not written by torch.jit.save, or is damaged; '
+    "give a state dict or an .npz of pytorch-fid's tensors"
+)
 
 
 class _Named(str):
-    """A class of the archive, or one of the functions that build typed lists: known by its name alone."""
+    """A class of the archive, or a function that builds a typed list: only its name is kept."""
 
 
-class _Module(dict[str, Any]):
-    """The attributes of an object of the archive."""
+class _Module(dict[str, object]):
+    """The attributes of one object of the archive."""
 
 
 def is_torch_script(file: BinaryIO) -> bool:
-    """Whether a file, which is left at its start, is an archive of torch.jit.save."""
+    """Returns True if a file is an archive of torch.jit.save; leaves it at its start."""
     try:
         with zipfile.ZipFile(file) as archive:
             names = {name.partition('/')[2] for name in archive.namelist()}
@@ -42,10 +46,15 @@ def is_torch_script(file: BinaryIO) -> bool:
 
 
 def read_torch_script(path: str, file: BinaryIO) -> dict[str, np.ndarray]:
-    """All tensors by their dotted names, as the module's `state_dict()` has them (and buffers that it leaves out), as float32.
+    """Returns all tensors by the dotted names of the module's `state_dict()`, as float32.
+
+    Buffers that `state_dict()` leaves out are included.
+
+    Args:
+      path: the file's name, for messages.
 
     Raises:
-      UserError: not such a file, damaged, or with data that a module has no need of.
+      UserError: another kind of file, a damaged one, or one with data that a module does not need.
     """
     size = file.seek(0, 2)
     try:
@@ -59,13 +68,11 @@ def read_torch_script(path: str, file: BinaryIO) -> dict[str, np.ndarray]:
             )
             views: dict[str, TensorView] = {}
             _collect(path, module, '', views, MAX_DEPTH)
-            if (
-                sum(
-                    int(np.prod(v.shape, dtype=np.float64)) * ITEM_SIZES[v.storage.dtype]
-                    for v in views.values()
-                )
-                > 4 * size
-            ):
+            total = sum(
+                int(np.prod(v.shape, dtype=np.float64)) * ITEM_SIZES[v.storage.dtype]
+                for v in views.values()
+            )
+            if total > 4 * size:
                 raise UserError(f'{path}: the tensors are much larger than the file; {ADVICE}')
             return {
                 name: _tensor(path, archive, entries, view, order) for name, view in views.items()
@@ -82,7 +89,8 @@ def _stored(
     info = entries[name]
     if info.compress_type != zipfile.ZIP_STORED or info.file_size > limit:
         raise UserError(
-            f'{path}: entry {name}: expected at most {limit:,} bytes, not compressed, found {info.file_size:,}; {ADVICE}'
+            f'{path}: entry {name}: expected at most {limit:,} bytes, not compressed, '
+            f'found {info.file_size:,}; {ADVICE}'
         )
     return archive.read(info)
 
@@ -99,7 +107,8 @@ def _tensor(
     data = _stored(path, archive, entries, f'data/{view.storage.key}', wanted)
     if len(data) != wanted or kind == 'bf16':
         raise UserError(
-            f'{path}: entry data/{view.storage.key}: expected {wanted:,} bytes of plain numbers, found {len(data):,} of {kind}'
+            f'{path}: entry data/{view.storage.key}: expected {wanted:,} bytes of plain numbers, '
+            f'found {len(data):,} of {kind}'
         )
     values = np.frombuffer(data, order + kind)
     strides = tuple(step * values.itemsize for step in view.stride)
@@ -146,7 +155,8 @@ def _load(path: str, data: bytes) -> _Module:
         RecursionError,
     ) as error:
         raise UserError(
-            f'{path}: data.pkl, byte {position}: damaged ({type(error).__name__}: {error}); {ADVICE}'
+            f'{path}: data.pkl, byte {position}: damaged ({type(error).__name__}: {error}); '
+            f'{ADVICE}'
         ) from None
     if not isinstance(module, _Module):
         raise UserError(
@@ -156,13 +166,13 @@ def _load(path: str, data: bytes) -> _Module:
 
 
 def _step(name: str, argument: Any, stack: list[Any], memo: dict[int, Any]) -> None:
-    """One opcode: those of a state dict, and what objects of the archive's own classes need."""
+    """Executes one opcode: those of a state dict, and those that build the archive's objects."""
     if name == 'GLOBAL' and str(argument).startswith(('__torch__', 'torch.jit._pickle ')):
         stack.append(_Named(argument))
     elif name == 'NEWOBJ':
         arguments, kind = stack.pop(), stack.pop()
         if not isinstance(kind, _Named) or arguments != ():
-            raise Refused(f'an object of a class that is not in the archive; {ADVICE}')
+            raise Refused(f'found an object of a class that is not in the archive; {ADVICE}')
         stack.append(_Module())
     elif name == 'BUILD' and isinstance(stack[-2], _Module):
         attributes = stack.pop()
@@ -175,4 +185,4 @@ def _step(name: str, argument: Any, stack: list[Any], memo: dict[int, Any]) -> N
     elif name in OPCODES:
         OPCODES[name](stack, memo, argument)
     else:
-        raise Refused(f'opcode {name} is not allowed, as a module has no need of it')
+        raise Refused(f'opcode {name} is not allowed: a module does not need it')

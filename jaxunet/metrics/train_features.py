@@ -1,16 +1,20 @@
-"""Trains the feature network that stands in for Inception, a small classifier of the reference's classes, and writes its file.
+"""Trains a small classifier of the reference's classes, a feature network in place of Inception.
 
-    python -m jaxunet.metrics.train_features --reference cifar10_train.tar.xz --test cifar10_test.tar.xz --output cifar10_features.npz
-    python -m jaxunet.evaluate --samples samples/ --reference cifar10_train.tar.xz --features cifar10_features.npz
+    python -m jaxunet.metrics.train_features --reference train.tar.xz --test test.tar.xz \\
+        --output features.npz
+    python -m jaxunet.evaluate --samples samples/ --reference train.tar.xz --features features.npz
 
-CIFAR-10: some minutes on one GPU. What is measured with it is labelled by the file, and is no FID: compare numbers of one file only.
+CIFAR-10 takes a few minutes on one GPU. Results name the file of features; they are not FIDs, and
+only results of the same file can be compared.
 """
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import jax
 import numpy as np
@@ -18,83 +22,86 @@ from absl import flags
 
 from jaxunet.config import cli
 from jaxunet.metrics.classifier import to_arrays
-from jaxunet.metrics.classifier_training import Recipe, train
+from jaxunet.metrics.classifier_recipe import Recipe
+from jaxunet.metrics.classifier_training import Trained, train
 from jaxunet.metrics.features import CLASSIFIER, KIND
 from jaxunet.metrics.labelled_images import Images, fingerprint, load, split
 from jaxunet.runtime import download
 from jaxunet.runtime.errors import UserError
 
 REFERENCE = flags.DEFINE_string(
-    'reference', None, 'Images with classes: what data.path may be, at one size.', required=True
+    'reference', None, 'Images with classes, as for data.path, all of one size.', required=True
 )
 TEST = flags.DEFINE_string(
     'test',
     None,
-    'Images of the same classes to tell the accuracy on; default: a tenth of the reference, held out.',
+    'Test images of the same classes; default: a tenth of the reference, held out.',
 )
 OUTPUT = flags.DEFINE_string('output', None, 'The file to write, .npz.', required=True)
 EPOCHS = flags.DEFINE_integer(
     'epochs', None, f'Passes over the images; default: {Recipe.epochs}.', lower_bound=1
 )
 SECONDS = flags.DEFINE_float(
-    'seconds', None, 'Instead of --epochs: as many as fit in this time.', lower_bound=0.1
+    'seconds',
+    None,
+    'Train for as many epochs as fit in this time, instead of --epochs.',
+    lower_bound=0.1,
 )
 BATCH_SIZE = flags.DEFINE_integer(
-    'batch_size', Recipe.batch_size, 'Images of a step.', lower_bound=2
+    'batch_size', Recipe.batch_size, 'Images per step.', lower_bound=2
 )
 CHANNELS = flags.DEFINE_integer(
     'channels',
     96,
-    'Of the first convolution; the stages have up to 8 times as many.',
+    'Channels of the first convolution; the stages have up to 8 times as many.',
     lower_bound=1,
 )
 LEARNING_RATE = flags.DEFINE_float(
-    'learning_rate', Recipe.learning_rate, 'Peak, for batches of 512.', lower_bound=1e-6
+    'learning_rate',
+    Recipe.learning_rate,
+    'Peak learning rate for batches of 512.',
+    lower_bound=1e-6,
 )
 FLIP = flags.DEFINE_bool(
-    'flip', True, 'Mirror images at random; switch it off where left and right make a difference.'
+    'flip', True, 'Mirror images at random; switch it off if left and right differ in meaning.'
 )
 CUTOUT = flags.DEFINE_float(
     'cutout',
     Recipe.cutout,
-    "Side of the blank square, as a share of the images' side; DeVries and Taylor (arXiv 1708.04552) take 0.5 for CIFAR-10.",
+    "Side of the blank square, as a share of the images' side; DeVries and Taylor "
+    '(arXiv 1708.04552) use 0.5 for CIFAR-10.',
     lower_bound=0,
     upper_bound=1,
 )
 CUTMIX = flags.DEFINE_float(
     'cutmix',
     Recipe.cutmix,
-    "Probability that a batch's images get a rectangle of one another, and that share of the class (Yun et al., arXiv 1905.04899).",
+    'Probability that the images of a batch get a rectangle of another image and its share of '
+    'the target (Yun et al., arXiv 1905.04899).',
     lower_bound=0,
     upper_bound=1,
 )
 SEED = flags.DEFINE_integer(
     'seed',
     0,
-    'Of the initial weights, the order of the images, and the augmentation.',
+    'Seed of the initial weights, the order of the images and the augmentation.',
     lower_bound=0,
 )
 
 
 def main(argv: Sequence[str]) -> None:
+    """Trains the classifier that the flags describe and writes its file.
+
+    Raises:
+      UserError: a wrong flag, path or image, or a loss that is not finite.
+    """
     if EPOCHS.value is not None and SECONDS.value is not None:
         raise UserError('--epochs, --seconds: give one of them')
     target = Path(OUTPUT.value).expanduser()
     if target.suffix.lower() != '.npz' or target.is_dir():
         raise UserError(f'--output: expected a name that ends in .npz, found {OUTPUT.value!r}')
     cli.enable_compilation_cache()
-    reference, names = load('--reference', REFERENCE.value)
-    if TEST.value:
-        held, other = load('--test', TEST.value)
-        if other != names or held.images.shape[1:] != reference.images.shape[1:]:
-            raise UserError(
-                f'--test: expected classes {", ".join(names)} at {_size(reference)} as in {REFERENCE.value}, '
-                f'found {", ".join(other)} at {_size(held)}'
-            )
-        train_set, test_set, tested = reference, held, TEST.value
-    else:
-        train_set, test_set = split(reference, SEED.value)
-        tested = f'a tenth of {REFERENCE.value}, held out'
+    data = _load()
     recipe = Recipe(
         epochs=EPOCHS.value or Recipe.epochs,
         seconds=SECONDS.value or 0.0,
@@ -105,14 +112,58 @@ def main(argv: Sequence[str]) -> None:
         cutmix=CUTMIX.value,
         seed=SEED.value,
     )
-    done = train(train_set, test_set, CHANNELS.value, recipe, lambda line: print(line, flush=True))
-    told = {
+    done = train(
+        data.train, data.test, CHANNELS.value, recipe, functools.partial(print, flush=True)
+    )
+    training = _description(data, done, recipe)
+    arrays = to_arrays(
+        done.architecture, done.params, done.statistics, done.feature_scale, training
+    )
+    save(target, {KIND: np.array(CLASSIFIER), **arrays})
+    print(
+        f'test accuracy {done.accuracy:.4f} on {len(data.test.images)} images ({data.tested}); '
+        f'{done.epochs} epochs in {done.seconds:.1f} s'
+    )
+    if recipe.flip:
+        print(
+            f'with the scores of an image and its mirror image added: {done.mirrored_accuracy:.4f}'
+        )
+    name = f'{CLASSIFIER}-{download.digest(target, "sha256")[:8]}'
+    print(f'{target}: features {name}, for python -m jaxunet.evaluate --features {target}')
+
+
+class _Data(NamedTuple):
+    reference: Images  # all images of --reference
+    train: Images
+    test: Images
+    tested: str  # what the test images are, for reports
+    classes: tuple[str, ...]
+
+
+def _load() -> _Data:
+    """Loads --reference and --test; without --test, holds out a tenth of the reference."""
+    reference, names = load('--reference', REFERENCE.value)
+    if not TEST.value:
+        tested = f'a tenth of {REFERENCE.value}, held out'
+        return _Data(reference, *split(reference, SEED.value), tested, names)
+    held, other = load('--test', TEST.value)
+    if other != names or held.images.shape[1:] != reference.images.shape[1:]:
+        raise UserError(
+            f'--test: expected classes {", ".join(names)} at {_size(reference)} as in '
+            f'{REFERENCE.value}, found {", ".join(other)} at {_size(held)}'
+        )
+    return _Data(reference, reference, held, TEST.value, names)
+
+
+def _description(data: _Data, done: Trained, recipe: Recipe) -> dict[str, object]:
+    """Returns how the classifier was trained, for its file."""
+    return {
         'reference': REFERENCE.value,
-        'reference_sha256': fingerprint(reference),
-        'classes': list(names),
-        'images': len(train_set.images),
-        'test': tested,
-        'test_images': len(test_set.images),
+        'reference_sha256': fingerprint(data.reference),
+        'classes': list(data.classes),
+        'images': len(data.train.images),
+        'test': data.tested,
+        'test_images': len(data.test.images),
         'test_accuracy': done.accuracy,
         **({'test_accuracy_mirrored': done.mirrored_accuracy} if recipe.flip else {}),
         'epochs': done.epochs,
@@ -122,37 +173,25 @@ def main(argv: Sequence[str]) -> None:
         'device': jax.devices()[0].device_kind,
         'seed': SEED.value,
     }
-    save(
-        target,
-        {
-            KIND: np.array(CLASSIFIER),
-            **to_arrays(done.architecture, done.params, done.statistics, done.feature_scale, told),
-        },
-    )
-    print(
-        f'test accuracy {done.accuracy:.4f} on {len(test_set.images)} images ({tested}); {done.epochs} epochs in {done.seconds:.1f} s'
-    )
-    if recipe.flip:
-        print(
-            f'with the scores of an image and its mirror image added: {done.mirrored_accuracy:.4f}'
-        )
-    print(
-        f'{target}: features {CLASSIFIER}-{download.digest(target, "sha256")[:8]}, for python -m jaxunet.evaluate --features {target}'
-    )
 
 
 def save(target: Path, arrays: dict[str, np.ndarray]) -> None:
-    """Writes the file whole or not at all. Raises UserError if it cannot be written."""
+    """Writes an .npz, whole or not at all.
+
+    Raises:
+      UserError: the file cannot be written.
+    """
     partial = target.with_name(f'.{target.name}.{os.getpid()}.partial')
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         with partial.open('wb') as file:
-            # Entries by their names' order, so that the file depends on its contents alone.
+            # Sorted entries make the file a function of its contents.
             np.savez(file, **dict(sorted(arrays.items())))  # type: ignore[arg-type]
         os.replace(partial, target)
     except OSError as error:
         raise UserError(
-            f'--output: {target}: cannot be written: {error.strerror or error}; check the folder and the free space'
+            f'--output: {target}: cannot be written: {error.strerror or error}; '
+            'check the folder and the free space'
         ) from None
     finally:
         partial.unlink(missing_ok=True)

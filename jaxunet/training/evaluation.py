@@ -13,16 +13,10 @@ from jaxtyping import Int, UInt8
 from jaxunet.config import Config
 from jaxunet.data.pixels import Batch
 from jaxunet.data.source import ArraySource, Source
-from jaxunet.metrics.evaluation import (
-    WITHOUT_REFERENCE,
-    Result,
-    Side,
-    check_metrics,
-    compute,
-    image_side,
-    open_side,
-)
+from jaxunet.metrics.evaluation import Result, check_metrics, compute
 from jaxunet.metrics.features import FeatureNetwork, load_features
+from jaxunet.metrics.sides import image_side, open_side
+from jaxunet.metrics.table import Side, with_reference
 from jaxunet.model.unet import Params
 from jaxunet.runtime.errors import UserError
 from jaxunet.runtime.progress import progress_bar
@@ -51,7 +45,7 @@ def evaluation_network(config: Config) -> FeatureNetwork:
     network = load_features(e.features)
     check_metrics(e.metrics, network, 'evaluation.metrics')
     network.check_size((config.image_shape[0], config.image_shape[1]))
-    compared = [metric for metric in e.metrics if metric not in WITHOUT_REFERENCE]
+    compared = with_reference(e.metrics)
     if compared and e.reference:
         with open_side(
             e.reference, compared, network, 'evaluation.reference', batch_size=FEATURE_BATCH
@@ -151,7 +145,7 @@ class Evaluator:
     def compare(self, images: UInt8[np.ndarray, 'n height width channels']) -> list[Result]:
         """The metrics of these samples."""
         e = self.config.evaluation
-        compared = [metric for metric in e.metrics if metric not in WITHOUT_REFERENCE]
+        compared = with_reference(e.metrics)
         if compared and self._reference is None:
             self._reference = self._open_reference(compared)
         shape = self.config.image_shape

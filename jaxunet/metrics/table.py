@@ -1,0 +1,162 @@
+"""The table of metrics: what each one needs, how it is computed, and the name of its result."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Literal, NamedTuple
+
+import numpy as np
+from jaxtyping import Float
+
+from jaxunet.metrics.features import FeatureNetwork
+from jaxunet.metrics.frechet import Statistics, frechet_distance
+from jaxunet.metrics.inception_score import SPLITS, inception_score
+from jaxunet.metrics.kernel_distance import SUBSET_SIZE, SUBSETS, kernel_distance
+from jaxunet.metrics.precision_recall import NEIGHBOURS, precision_recall
+
+CLASSIFY_BATCH = 1024  # feature vectors per call of the network's last layer
+
+Protocol = dict[str, object]
+
+
+@dataclass(frozen=True)
+class Side:
+    """The samples or the reference, reduced to what the metrics need.
+
+    Fields:
+      name: path of the images or statistics.
+      count: number of images; None if a file of statistics does not state it.
+      size: 'HEIGHTxWIDTH' of the images, for reports.
+      statistics: mean and covariance of the features; set if a requested metric needs them.
+      features: float32 (count, dimension); set if a requested metric needs them.
+    """
+
+    name: str
+    count: int | None
+    size: str
+    statistics: Statistics | None = None
+    features: Float[np.ndarray, 'n d'] | None = None
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """Everything a metric may use. `reference` is None if no requested metric needs one."""
+
+    network: FeatureNetwork
+    samples: Side
+    reference: Side | None
+    seed: int = 0
+    kid_subsets: int = SUBSETS
+    kid_subset_size: int = SUBSET_SIZE
+
+    @cached_property
+    def precision_recall(self) -> tuple[float, float]:
+        """Precision and recall, computed once for both metrics."""
+        return precision_recall(*self.features())
+
+    def features(self) -> tuple[Float[np.ndarray, 'n d'], Float[np.ndarray, 'm d']]:
+        """Returns the features of the samples and of the reference."""
+        assert self.reference is not None
+        assert self.samples.features is not None
+        assert self.reference.features is not None
+        return self.samples.features, self.reference.features
+
+    def statistics(self) -> tuple[Statistics, Statistics]:
+        """Returns the statistics of the samples and of the reference."""
+        assert self.reference is not None
+        assert self.samples.statistics is not None
+        assert self.reference.statistics is not None
+        return self.samples.statistics, self.reference.statistics
+
+
+class Value(NamedTuple):
+    """A metric's value, its spread where it has one, and the settings that produced it."""
+
+    value: float
+    std: float | None = None
+    settings: Protocol = {}  # noqa: RUF012  # never written to
+
+
+@dataclass(frozen=True)
+class Metric:
+    """One metric.
+
+    Fields:
+      compute: Inputs -> Value.
+      needs: the field of `Side` that it reads.
+      needs_reference: compares the samples with real images.
+      needs_inception: uses Inception's class scores, so no other feature network will do.
+      general_label: name of its results with features other than Inception's; '' = the same name.
+    """
+
+    compute: Callable[[Inputs], Value]
+    needs: Literal['statistics', 'features']
+    needs_reference: bool = True
+    needs_inception: bool = False
+    general_label: str = field(default='', kw_only=True)
+
+
+def _fid(inputs: Inputs) -> Value:
+    return Value(frechet_distance(*inputs.statistics()))
+
+
+def _kid(inputs: Inputs) -> Value:
+    samples, reference = inputs.features()
+    kid = kernel_distance(
+        samples,
+        reference,
+        subsets=inputs.kid_subsets,
+        subset_size=inputs.kid_subset_size,
+        seed=inputs.seed,
+    )
+    settings: Protocol = {'subsets': 'none', 'subset_size': 'all'}
+    if inputs.kid_subsets:
+        settings = {'subsets': kid.subsets, 'subset_size': kid.subset_size}
+    return Value(kid.value, kid.std, settings)
+
+
+def _precision(inputs: Inputs) -> Value:
+    return Value(inputs.precision_recall[0], settings={'k': NEIGHBOURS})
+
+
+def _recall(inputs: Inputs) -> Value:
+    return Value(inputs.precision_recall[1], settings={'k': NEIGHBOURS})
+
+
+def _inception_score(inputs: Inputs) -> Value:
+    classify, features = inputs.network.classify, inputs.samples.features
+    assert classify is not None
+    assert features is not None
+    starts = range(0, len(features), CLASSIFY_BATCH)
+    scores = [np.asarray(classify(features[i : i + CLASSIFY_BATCH])) for i in starts]
+    value, std = inception_score(np.concatenate(scores), seed=inputs.seed)
+    return Value(value, std, {'parts': SPLITS, 'logits': 'without bias'})
+
+
+# The names are those of jaxunet.config.relations.METRICS, in the same order.
+TABLE = {
+    'fid': Metric(_fid, 'statistics', general_label='frechet_distance'),
+    'kid': Metric(_kid, 'features', general_label='kernel_distance'),
+    'precision': Metric(_precision, 'features'),
+    'recall': Metric(_recall, 'features'),
+    'inception_score': Metric(
+        _inception_score, 'features', needs_reference=False, needs_inception=True
+    ),
+}
+
+
+def with_reference(metrics: Iterable[str]) -> list[str]:
+    """Returns the metrics that compare the samples with a reference."""
+    return [metric for metric in metrics if TABLE[metric].needs_reference]
+
+
+def needing(need: Literal['statistics', 'features'], metrics: Iterable[str]) -> list[str]:
+    """Returns the metrics that read this field of `Side`."""
+    return [metric for metric in metrics if TABLE[metric].needs == need]
+
+
+def general_label(metric: str) -> str:
+    """Returns a metric's name with features other than Inception's, which give no FID or KID."""
+    return TABLE[metric].general_label or metric if metric in TABLE else metric
