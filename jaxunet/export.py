@@ -1,8 +1,10 @@
 """Writes a model's weights for other programs.
 
-    python -m jaxunet.export --checkpoint PATH --output model.bin [--ema RATE|none] [--with_optimizer]
+    python -m jaxunet.export --checkpoint PATH --output model.bin \\
+        [--ema RATE|none] [--with_optimizer]
 
-.bin is read by unet.cu's generate.py and train_unet; .pt and .safetensors have guided-diffusion's names.
+unet.cu's generate.py and train_unet read the .bin; .pt and .safetensors use guided-diffusion's
+names.
 """
 
 from __future__ import annotations
@@ -29,7 +31,7 @@ OUTPUT = flags.DEFINE_string(
 EMA = flags.DEFINE_string(
     'ema',
     '',
-    "Rate of the average to use; default: the run's first; none = the parameters without averaging.",
+    "Rate of the EMA weights to write; default: the run's first; none = weights without averaging.",
 )
 WITH_OPTIMIZER = flags.DEFINE_bool(
     'with_optimizer', False, "Also write Adam's moments, to continue training; implies --ema=none."
@@ -37,18 +39,25 @@ WITH_OPTIMIZER = flags.DEFINE_bool(
 NEW_ATTENTION_ORDER = flags.DEFINE_bool(
     'new_attention_order',
     None,
-    "guided-diffusion's use_new_attention_order of a .pt or .safetensors that does not say; default: false, as there.",
+    "guided-diffusion's use_new_attention_order, for a .pt or .safetensors that does not state it; "
+    'default: false.',
 )
 CONFIG_FILE = cli.define_optional_config(
-    'Config whose model the weight file holds, where the file does not say.'
+    "Config of the weight file's model, if the file does not state it."
 )
 
 
 def main(argv: Sequence[str]) -> None:
+    """Writes the weights that the flags name.
+
+    Raises:
+      UserError: a wrong flag or file, or a model that the format cannot hold.
+    """
     with_optimizer = WITH_OPTIMIZER.value
     if with_optimizer and EMA.value not in ('', 'none'):
         raise UserError(
-            f'--ema: {EMA.value} with --with_optimizer; the moments belong to the parameters without averaging, use --ema=none'
+            f'--ema: {EMA.value} with --with_optimizer; the moments belong to the weights without '
+            'averaging, use --ema=none'
         )
     is_run = pathlib.Path(CHECKPOINT.value).is_dir()
     given = resolve(CONFIG_FILE.value) if CONFIG_FILE.value is not None else None
@@ -63,9 +72,8 @@ def main(argv: Sequence[str]) -> None:
     moments = model.moments if with_optimizer else None
     write_weights(OUTPUT.value, model.params, model.config, moments, class_names=model.class_names)
     size = pathlib.Path(OUTPUT.value).stat().st_size
-    print(
-        f'{model.note} -> {OUTPUT.value} ({size / 2**20:.1f} MiB{", with optimizer moments" if with_optimizer else ""})'
-    )
+    with_moments = ', with optimizer moments' if with_optimizer else ''
+    print(f'{model.note} -> {OUTPUT.value} ({size / 2**20:.1f} MiB{with_moments})')
 
 
 if __name__ == '__main__':

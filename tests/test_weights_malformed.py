@@ -140,7 +140,7 @@ def test_bin_takes_no_hints(tmp_path: pathlib.Path, good_bin: bytes) -> None:
     refuse(
         tmp_path / 'a.bin',
         good_bin,
-        'num_heads, new_attention_order: a .bin of unet.cu tells',
+        'num_heads, new_attention_order: a .bin of unet.cu states',
         num_heads=4,
         new_attention_order=True,
     )
@@ -261,7 +261,7 @@ GOOD_PICKLE = dump({'w': (2, 2)})
         (one_tensor(10**15, 0, (2,), (1,)), 'expected 4,000,000,000,000,000 bytes in entry data/0, found 16'),
         (one_tensor(-4, 0, (2,), (1,)), 'size of 0 or more'),
         (one_tensor(4, 0, (2,), (1,), b'ComplexFloatStorage'), 'global "torch.ComplexFloatStorage" is not allowed'),
-        (one_tensor(4, 0, (2,), (1,)), "time_embed.0.weight is missing: this is no UNet with guided-diffusion's names"),
+        (one_tensor(4, 0, (2,), (1,)), "time_embed.0.weight is missing: this is not a UNet with guided-diffusion's names"),
     ],
 )  # fmt: skip
 def test_pt_structure(tmp_path: pathlib.Path, data: bytes, message: str) -> None:

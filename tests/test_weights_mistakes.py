@@ -62,7 +62,7 @@ STATE_CASES: list[tuple[Callable[[], dict[str, np.ndarray]], str]] = [
     (lambda: replaced('input_blocks.0.0.weight', np.zeros((32, 3, 3))), 'input_blocks.0.0.weight: expected 4 axes'),
     (lambda: spoiled('out.2.weight', 17, np.nan), 'out.2.weight, flat index 17 .*byte .* is nan'),
     (lambda: spoiled('middle_block.1.qkv.bias', 3, np.inf), 'middle_block.1.qkv.bias, flat index 3 .*byte .* is inf'),
-    (lambda: {f'model.{name}': value for name, value in state().items()}, r"no UNet with guided-diffusion's names \(found \d+ tensors"),
+    (lambda: {f'model.{name}': value for name, value in state().items()}, r"not a UNet with guided-diffusion's names \(found \d+ tensors"),
     (lambda: {'optimizer.mu.out.2.bias': state()['out.2.bias'], **state()}, r'\(moments\): .*time_embed.0.weight: missing'),
 ]  # fmt: skip
 
@@ -114,7 +114,7 @@ def one_entry(**changes: Any) -> dict[str, Any]:
         ),
         (with_header(one_entry(), bytes(16)), 'time_embed.0.weight is missing'),
         (with_header({}, b''), 'time_embed.0.weight is missing'),
-        (archive({'a': b'x'}), 'it is truncated or no safetensors file'),
+        (archive({'a': b'x'}), 'it is truncated or not a safetensors file'),
     ],
 )
 def test_safetensors_structure(tmp_path: pathlib.Path, data: bytes, message: str) -> None:

@@ -1,4 +1,4 @@
-"""Weights in and out: unet.cu `.bin`, guided-diffusion `.pt` and `.safetensors` <-> our parameter tree."""
+"""Reads and writes weights: unet.cu's `.bin`, guided-diffusion's `.pt`, and `.safetensors`."""
 
 from jaxunet.weights.files import EXTENSIONS, Weights, read_weights, write_weights
 from jaxunet.weights.names import check_tree

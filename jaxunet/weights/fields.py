@@ -1,25 +1,33 @@
-"""Which fields of a config decide what a set of weights computes; the others (dropout, initialisation, ...) only matter in training."""
+"""The fields of a config that determine what a set of weights computes.
+
+The others (dropout, initialisation, ...) only matter in training.
+"""
 
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
 
 from jaxunet.config import Config
 from jaxunet.weights.names import attention_levels
 
+Fields = dict[str, object]  # field name -> value
+
 TRAINING_ONLY = ('dropout', 'label_dropout', 'init', 'zero_init', 'remat')
 
 
-def network_fields(config: Config) -> dict[str, Any]:
-    """Field name -> value of all that the network's function depends on, without options that have no effect beside others."""
+def network_fields(config: Config) -> Fields:
+    """Returns the fields that the network's function depends on.
+
+    Options without effect, such as the resampling of a single level, are left out.
+    """
     m = config.model
-    fields = {
+    fields: Fields = {
         f'model.{f.name}': getattr(m, f.name)
         for f in dataclasses.fields(m)
         if f.name not in TRAINING_ONLY
     }
-    del fields['model.attention_resolutions']  # sides in pixels: levels are what the weights know
+    # Weights know levels, not sides in pixels.
+    del fields['model.attention_resolutions']
     fields['model.attention_resolutions (as levels, 0 = full resolution)'] = attention_levels(
         config
     )
@@ -34,8 +42,8 @@ def network_fields(config: Config) -> dict[str, Any]:
     return fields | {'diffusion.learn_sigma': config.diffusion.learn_sigma}
 
 
-def diffusion_fields(config: Config) -> dict[str, Any]:
-    """Field name -> value of what a sampler must know besides the network."""
+def diffusion_fields(config: Config) -> Fields:
+    """Returns the fields that a sampler needs besides the network."""
     d = config.diffusion
     return {
         'diffusion.steps': d.steps,
@@ -44,8 +52,11 @@ def diffusion_fields(config: Config) -> dict[str, Any]:
     }
 
 
-def differences(expected: dict[str, Any], found: dict[str, Any]) -> list[str]:
-    """`field: expected a, found b` for every field that differs; one that is in one of them only has no effect in the other."""
+def differences(expected: Fields, found: Fields) -> list[str]:
+    """Returns `field: expected a, found b` for every field of both that differs.
+
+    A field of only one of them has no effect in the other.
+    """
     return [
         f'{name}: expected {a!r}, found {found[name]!r}'
         for name, a in expected.items()

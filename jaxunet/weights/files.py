@@ -1,4 +1,4 @@
-"""Weight files by their extension: unet.cu's `.bin`, guided-diffusion's `.pt`, and `.safetensors`."""
+"""Reads and writes weight files by their extension: `.bin`, `.pt` and `.safetensors`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pathlib
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, BinaryIO
+from typing import BinaryIO, NamedTuple, TypedDict
 
 import numpy as np
 from absl import logging
@@ -18,27 +18,42 @@ from jaxunet.config import Config, resolve, to_dict
 from jaxunet.runtime.errors import UserError, near_misses
 from jaxunet.weights import guided_diffusion, unetcu
 from jaxunet.weights.fields import differences, network_fields
-from jaxunet.weights.names import Shape, check_tree
+from jaxunet.weights.names import Shape, Tree, check_tree
 from jaxunet.weights.safetensors_file import SafetensorsFile, write_safetensors
 from jaxunet.weights.torch_file import TorchFile, write_torch
 
 EXTENSIONS = ('.bin', '.pt', '.safetensors')
-METADATA = 'jaxunet_config'  # key of our metadata: the config as JSON, and these fields more:
+METADATA = 'jaxunet_config'  # key of our metadata: the config as JSON, plus these two fields
 ORDER, CLASSES = 'new_attention_order', 'class_names'
-MOMENTS = ('optimizer.mu.', 'optimizer.nu.')  # before the names of AdamW's moments in .safetensors
-Tree = dict[str, Any]
+MOMENTS = ('optimizer.mu.', 'optimizer.nu.')  # prefixes of AdamW's moments in .safetensors
+
+
+class Hints(TypedDict, total=False):
+    """Fields of a model that the shapes of its tensors do not show."""
+
+    image_size: tuple[int, ...]
+    num_heads: int
+    num_head_channels: int
+
+
+class _OwnMetadata(NamedTuple):
+    """Our writer's metadata; empty in the files of other programs."""
+
+    config: Config | None = None
+    new_order: bool | None = None
+    class_names: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
 class Weights:
-    """What a weight file holds.
+    """The contents of a weight file.
 
     Fields:
       params: our parameter tree, float32 numpy arrays.
-      config: the model's; from the file's metadata or header, inferred from its shapes, or the one given.
-      moments: Adam's first and second, trees like `params`, where the file has them.
-      note: for people: the kind of file, its size, and what had to be assumed.
-      class_names: of the labels 0, 1, ..., where the file has them.
+      config: the model's config: the one given, the file's, or inferred from its shapes.
+      moments: Adam's first and second moments, trees like `params`; None if the file has none.
+      note: kind of file, number of parameters and assumptions, for reports.
+      class_names: names of the labels 0, 1, ...; empty if the file has none.
     """
 
     params: Tree
@@ -57,35 +72,37 @@ def read_weights(
     num_head_channels: int | None = None,
     new_attention_order: bool | None = None,
 ) -> Weights:
-    """Reads a weight file. Nothing in it is executed, and its sizes are checked before anything is allocated.
+    """Reads a weight file.
+
+    Nothing in it is executed, and its sizes are checked before anything is allocated.
 
     Args:
-      config: the model that the weights must belong to; None: as the file says or shows.
-      image_size, num_heads, num_head_channels: of a .pt or .safetensors without our metadata, whose shapes do not show them.
-      new_attention_order: guided-diffusion's option `use_new_attention_order` of such a file; None: False, its default.
+      config: the model that the weights must belong to; None = the file's own.
+      image_size, num_heads, num_head_channels: the model's, for a .pt or .safetensors without our
+        metadata, as its shapes do not show them.
+      new_attention_order: guided-diffusion's option `use_new_attention_order` of such a file;
+        None = False, its default.
 
     Raises:
-      UserError: unknown extension, no such file, damaged or hostile contents, numbers that are not finite, or another network.
+      UserError: unknown extension, no such file, damaged or malicious contents, numbers that are
+        not finite, or another network.
     """
     extension = _extension(path)
-    given = {
-        'image_size': image_size,
-        'num_heads': num_heads,
-        'num_head_channels': num_head_channels,
-    }
-    hints = {name: value for name, value in given.items() if value is not None}
+    hints = Hints()
+    if image_size is not None:
+        hints['image_size'] = image_size
+    if num_heads is not None:
+        hints['num_heads'] = num_heads
+    if num_head_channels is not None:
+        hints['num_head_channels'] = num_head_channels
     try:
         with open(path, 'rb') as file:
             if extension == '.bin':
-                if hints or new_attention_order is not None:
-                    named = ', '.join(
-                        [
-                            *hints,
-                            *(['new_attention_order'] if new_attention_order is not None else []),
-                        ]
-                    )
+                order = [] if new_attention_order is None else ['new_attention_order']
+                if named := ', '.join([*hints, *order]):
                     raise UserError(
-                        f'{path}: {named}: a .bin of unet.cu tells its whole architecture; leave this out'
+                        f'{path}: {named}: a .bin of unet.cu states its whole architecture; '
+                        'leave this out'
                     )
                 return _from_bin(unetcu.read(str(path), file, config))
             if extension == '.pt':
@@ -108,7 +125,8 @@ def _extension(path: str | os.PathLike[str]) -> str:
         known = ', '.join(EXTENSIONS)
         found = repr(extension) if extension else 'none'
         raise UserError(
-            f'{path}: extension: expected one of {known}, found {found}{near_misses(extension, EXTENSIONS)}'
+            f'{path}: extension: expected one of {known}, found {found}'
+            f'{near_misses(extension, EXTENSIONS)}'
         )
     return extension
 
@@ -116,35 +134,19 @@ def _extension(path: str | os.PathLike[str]) -> str:
 def _read_state(
     state: TorchFile | SafetensorsFile,
     config: Config | None,
-    hints: dict[str, Any],
+    hints: Hints,
     new_order: bool | None,
 ) -> Weights:
-    path, shapes, metadata = state.path, dict(state.shapes), state.metadata
+    path, shapes = state.path, dict(state.shapes)
     moment_shapes = [_take(shapes, prefix) for prefix in MOMENTS]
-    own, own_order, class_names = _own_metadata(path, metadata)
-    if own is not None:
-        guided_diffusion.check_against_shapes(own, shapes, f'{path}: metadata {METADATA}')
-    known = config or own
-    if known is not None and hints:
-        raise UserError(
-            f'{path}: {", ".join(hints)}: the config of this file is known; leave this out'
-        )
-    if (
-        config is not None
-        and own is not None
-        and (problems := differences(network_fields(config), network_fields(own)))
-    ):
-        raise UserError(
-            f'{path}: not the network of the config:\n' + '\n'.join(f'  {p}' for p in problems)
-        )
-    assumed: list[str] = []
+    own = _own_metadata(path, state.metadata)
+    if own.config is not None:
+        guided_diffusion.check_against_shapes(own.config, shapes, f'{path}: metadata {METADATA}')
+    _check_given(path, config, hints, new_order, own)
+    known, assumed = config or own.config, list[str]()
     if known is None:
         known, assumed = guided_diffusion.infer_config(shapes, path, **hints)
-    if new_order is not None and own_order is not None and new_order != own_order:
-        raise UserError(
-            f'{path}: new_attention_order: the file says {own_order}, {new_order} was asked for; leave this out'
-        )
-    new = own_order if own_order is not None else new_order
+    new = own.new_order if own.new_order is not None else new_order
     if new is None:
         new = False
         assumed.append('use_new_attention_order=False')
@@ -162,9 +164,29 @@ def _read_state(
     if assumed:
         note += f'; assumed {", ".join(assumed)}'
         logging.warning(
-            '%s does not tell everything about its model; assumed: %s', path, ', '.join(assumed)
+            '%s does not state everything about its model; assumed: %s', path, ', '.join(assumed)
         )
-    return Weights(_tree(state.read, known, new, ''), known, moments, note, class_names)
+    return Weights(_tree(state.read, known, new, ''), known, moments, note, own.class_names)
+
+
+def _check_given(
+    path: str, config: Config | None, hints: Hints, new_order: bool | None, own: _OwnMetadata
+) -> None:
+    """Checks what the caller gave against what the file states."""
+    if (config or own.config) is not None and hints:
+        raise UserError(
+            f'{path}: {", ".join(hints)}: the config of this file is known; leave this out'
+        )
+    if config is not None and own.config is not None:
+        problems = differences(network_fields(config), network_fields(own.config))
+        if problems:
+            lines = '\n'.join(f'  {p}' for p in problems)
+            raise UserError(f'{path}: not the network of the config:\n{lines}')
+    if new_order is not None and own.new_order is not None and new_order != own.new_order:
+        raise UserError(
+            f'{path}: new_attention_order: the file says {own.new_order}, '
+            f'{new_order} was asked for; leave this out'
+        )
 
 
 def _tree(read: Callable[[str], np.ndarray], config: Config, new_order: bool, prefix: str) -> Tree:
@@ -174,7 +196,7 @@ def _tree(read: Callable[[str], np.ndarray], config: Config, new_order: bool, pr
 
 
 def _take(shapes: dict[str, Shape], prefix: str) -> dict[str, Shape]:
-    """Removes the tensors of a prefix from `shapes` and gives them, without it."""
+    """Removes the tensors with a prefix from `shapes` and returns them without the prefix."""
     return {
         name.removeprefix(prefix): shapes.pop(name)
         for name in list(shapes)
@@ -182,12 +204,9 @@ def _take(shapes: dict[str, Shape], prefix: str) -> dict[str, Shape]:
     }
 
 
-def _own_metadata(
-    path: str, metadata: dict[str, str]
-) -> tuple[Config | None, bool | None, tuple[str, ...]]:
-    """The config, the attention order and the names of the classes that our writer stored; None, None, () in other files."""
+def _own_metadata(path: str, metadata: dict[str, str]) -> _OwnMetadata:
     if METADATA not in metadata:
-        return None, None, ()
+        return _OwnMetadata()
     try:
         values = json.loads(metadata[METADATA])
         order = values.pop(ORDER) if isinstance(values, dict) and ORDER in values else None
@@ -195,15 +214,13 @@ def _own_metadata(
             raise UserError(f'{ORDER}: expected true or false, found {order!r}')
         names = values.pop(CLASSES, [])
         config = resolve(values)
-        if (
-            not isinstance(names, list)
-            or not all(isinstance(name, str) for name in names)
-            or len(names) > config.model.num_classes
-        ):
+        most = config.model.num_classes
+        strings = isinstance(names, list) and all(isinstance(name, str) for name in names)
+        if not strings or len(names) > most:
             raise UserError(
-                f'{CLASSES}: expected the names of at most {config.model.num_classes} classes, found {str(names)[:80]}'
+                f'{CLASSES}: expected the names of at most {most} classes, found {str(names)[:80]}'
             )
-        return config, order, tuple(names)
+        return _OwnMetadata(config, order, tuple(names))
     except (UserError, ValueError, OverflowError, RecursionError) as error:
         raise UserError(f'{path}: metadata {METADATA}: {error}') from None
 
@@ -212,7 +229,8 @@ def _check_second_moments(source: str, tree: Tree) -> None:
     for name, leaf in guided_diffusion.flatten(tree).items():
         if (leaf < 0).any():
             raise UserError(
-                f'{source}: second moment of {"/".join(name)}: found {leaf.min()}, expected 0 or more (means of squares)'
+                f'{source}: second moment of {"/".join(name)}: found {leaf.min()}, '
+                'expected 0 or more (means of squares)'
             )
 
 
@@ -225,30 +243,24 @@ def write_weights(
     new_attention_order: bool = False,
     class_names: Sequence[str] = (),
 ) -> None:
-    """Writes a weight file, whole or not at all: into a temporary file beside `path`, which then takes its name.
+    """Writes a weight file, whole or not at all; creates its folder.
 
     Args:
-      moments: Adam's first and second, for .bin and .safetensors.
-      new_attention_order: order of qkv's rows in .pt and .safetensors; False is guided-diffusion's default.
-      class_names: of the labels 0, 1, ..., which .pt and .safetensors keep.
+      path: its extension names the format.
+      params: our parameter tree, float32.
+      config: the config of its network.
+      moments: Adam's first and second moments, for .bin and .safetensors.
+      new_attention_order: order of qkv's rows in .pt and .safetensors; False is
+        guided-diffusion's default.
+      class_names: names of the labels 0, 1, ..., for .pt and .safetensors.
 
     Raises:
-      UserError: unknown extension, a tree that is not the config's network or not finite, a network that the format cannot
-        express (the message lists the fields), or a folder that cannot be written.
+      UserError: unknown extension, a tree that is not finite or not the config's network, a
+        network that the format cannot express (the message lists the fields), or a file that
+        cannot be written.
     """
     extension = _extension(path)
-    if extension == '.bin':
-        if new_attention_order:
-            raise UserError(
-                f'{path}: new_attention_order: unet.cu has one order only; leave this out'
-            )
-        unetcu.header_of(config, has_adamw=moments is not None)
-    if extension == '.pt':
-        guided_diffusion.check_expressible(config)
-        if moments is not None:
-            raise UserError(
-                f'{path}: a .pt of guided-diffusion holds no optimizer moments; write .safetensors or .bin'
-            )
+    _check_expressible(path, extension, config, moments is not None, new_attention_order)
     check_tree(params, config)
     if moments is not None:
         check_tree(moments[0], config, 'first moments')
@@ -265,7 +277,7 @@ def write_weights(
                 tree, config, new_attention_order=new_attention_order
             )
             state |= {prefix + name: value for name, value in values.items()}
-        # One key only: the safetensors library writes several in random order.
+        # A single key, because the safetensors library writes several in random order.
         fields = {ORDER: new_attention_order} | (
             {CLASSES: list(class_names)} if class_names else {}
         )
@@ -276,9 +288,32 @@ def write_weights(
             write_safetensors(file.name, state, metadata)
 
 
+def _check_expressible(
+    path: str | os.PathLike[str],
+    extension: str,
+    config: Config,
+    has_moments: bool,
+    new_attention_order: bool,
+) -> None:
+    """Checks that the format can hold this model."""
+    if extension == '.bin':
+        if new_attention_order:
+            raise UserError(
+                f'{path}: new_attention_order: unet.cu has one order only; leave this out'
+            )
+        unetcu.header_of(config, has_adamw=has_moments)
+    if extension == '.pt':
+        guided_diffusion.check_expressible(config)
+        if has_moments:
+            raise UserError(
+                f'{path}: a .pt of guided-diffusion holds no optimizer moments; '
+                'write .safetensors or .bin'
+            )
+
+
 @contextlib.contextmanager
 def _replacing(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
-    """A file that takes the name `path` when all of it is on the disk; after an error nothing of it is left. Its folder is made."""
+    """Opens a temporary file that takes the name `path` once it is written; an error removes it."""
     target = pathlib.Path(path)
     temporary = ''
     try:
@@ -290,11 +325,10 @@ def _replacing(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
             yield file  # type: ignore[misc]
             file.flush()
             os.fsync(file.fileno())
+        # Temporary files are private; give this one the usual permissions.
         umask = os.umask(0)
         os.umask(umask)
-        os.chmod(
-            temporary, 0o666 & ~umask
-        )  # temporary files are private; this one is the user's like any other
+        os.chmod(temporary, 0o666 & ~umask)
         os.replace(temporary, target)
     except BaseException as error:
         if temporary:

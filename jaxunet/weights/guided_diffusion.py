@@ -1,14 +1,14 @@
-"""guided-diffusion's state dict (ADM UNet): its names, the architecture that its shapes show, and the order of qkv's rows.
+"""guided-diffusion's state dict (ADM UNet): names, inferred architecture, order of qkv's rows.
 
-Source: openai/guided-diffusion, `guided_diffusion/unet.py` (module names, attention orders) and `script_util.py` (options);
-Dhariwal & Nichol 2021, arXiv 2105.05233.
+Source: openai/guided-diffusion, `guided_diffusion/unet.py` (module names, attention orders) and
+`script_util.py` (options); Dhariwal & Nichol 2021, arXiv 2105.05233.
 """
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -20,6 +20,7 @@ from jaxunet.weights.names import (
     BlockNames,
     Entry,
     Shape,
+    Tree,
     check_shapes,
     entries,
     flatten,
@@ -40,9 +41,9 @@ NAMES = BlockNames(
     },
     attention={'norm': 'norm', 'qkv': 'qkv', 'proj': 'proj_out'},
 )
-USUAL_HEAD_WIDTH = 64
-USUAL_IMAGE_SIZE = 64
-# Options of ours that guided-diffusion's network lacks, with what it has instead.
+USUAL_HEAD_WIDTH = 64  # assumed channels of a head
+USUAL_IMAGE_SIZE = 64  # assumed image side, pixels
+# Our options that guided-diffusion lacks, with its fixed values.
 FIXED = {
     'model.time_embedding': 'adm',
     'model.max_period': 10000,
@@ -53,7 +54,13 @@ FIXED = {
 
 
 class Inferred(NamedTuple):
-    """What names and shapes show: fields of the model, levels with attention, whether a variance is predicted."""
+    """The architecture that names and shapes show.
+
+    Fields:
+      fields: fields of `model`.
+      attention_levels: levels with attention, 0 = full resolution.
+      learn_sigma: the network also predicts a variance.
+    """
 
     fields: dict[str, Any]
     attention_levels: tuple[int, ...]
@@ -61,69 +68,70 @@ class Inferred(NamedTuple):
 
 
 def table(config: Config) -> list[Entry]:
-    """The tensors of guided-diffusion's state dict in its order: path in our tree, its name, shape."""
+    """Returns the tensors of guided-diffusion's state dict, in its order."""
     return entries(config, NAMES)
 
 
+class _Shapes:
+    """The shapes of a state dict by name, with checked look-ups."""
+
+    def __init__(self, shapes: Mapping[str, Shape], source: str) -> None:
+        self.by_name, self.source = shapes, source
+
+    def __len__(self) -> int:
+        return len(self.by_name)
+
+    def get(self, name: str, rank: int) -> Shape:
+        """Returns a tensor's shape. Raises UserError: it is missing or has another rank."""
+        if name not in self.by_name:
+            some = ', '.join(list(self.by_name)[:3])
+            raise UserError(
+                f"{self.source}: {name} is missing: this is not a UNet with guided-diffusion's "
+                f'names (found {len(self)} tensors: {some}, ...)'
+            )
+        shape = self.by_name[name]
+        if len(shape) != rank:
+            raise UserError(f'{self.source}: {name}: expected {rank} axes, found shape {shape}')
+        return shape
+
+    def ends(self, layer: str) -> list[int]:
+        """Returns the output blocks whose second or third module has this layer."""
+        return [
+            i
+            for i in range(len(self))
+            for j in (1, 2)
+            if f'output_blocks.{i}.{j}.{layer}.weight' in self.by_name
+        ]
+
+
 def infer_model_config(shapes: Mapping[str, Shape], source: str) -> Inferred:
-    """The architecture that a state dict's names and shapes show. Heads, the order of qkv and the image size cannot be seen.
+    """Infers the architecture from a state dict's names and shapes.
+
+    They do not show the heads, the order of qkv and the image size.
+
+    Args:
+      source: begins every message.
 
     Raises:
-      UserError: a tensor that tells is missing or has an impossible shape.
+      UserError: a required tensor is missing or has an impossible shape.
     """
-
-    def shape(name: str, rank: int) -> Shape:
-        if name not in shapes:
-            some = ', '.join(list(shapes)[:3])
-            raise UserError(
-                f"{source}: {name} is missing: this is no UNet with guided-diffusion's names (found {len(shapes)} tensors: {some}, ...)"
-            )
-        if len(shapes[name]) != rank:
-            raise UserError(f'{source}: {name}: expected {rank} axes, found shape {shapes[name]}')
-        return shapes[name]
-
-    width, base = shape('time_embed.0.weight', 2)
+    found = _Shapes(shapes, source)
+    width, base = found.get('time_embed.0.weight', 2)
     if width != 4 * base:
         raise UserError(
             f'{source}: time_embed.0.weight: expected shape (4 base, base), found {(width, base)}'
         )
-    image_channels = shape('input_blocks.0.0.weight', 4)[1]
-    learned = {}  # kind of resampling on the way up -> output blocks that end with it
-    for kind, layer in (('conv_resample', 'conv'), ('resblock_updown', 'in_layers.0')):
-        learned[kind] = [
-            i
-            for i in range(len(shapes))
-            for j in (1, 2)
-            if f'output_blocks.{i}.{j}.{layer}.weight' in shapes
-        ]
-    present = {
-        int(match[1])
-        for name in shapes
-        if (match := re.match(r'input_blocks\.([0-9]{1,9})\.', name))
+    image_channels = found.get('input_blocks.0.0.weight', 4)[1]
+    # Kind of resampling -> output blocks that end with it.
+    upsampling = {
+        'conv_resample': found.ends('conv'),
+        'resblock_updown': found.ends('in_layers.0'),
     }
-    inputs = 1 + max(present)
-    if inputs > len(shapes):
-        raise UserError(
-            f'{source}: input_blocks.{inputs - 1}: more blocks than the file has tensors ({len(shapes)})'
-        )
-    gaps = [i for i in range(1, inputs) if i not in present]
-    # The way up resamples first after num_res_blocks + 1 blocks; where that leaves no trace, the way down has a gap there.
-    blocks = min(
-        [
-            *learned['conv_resample'],
-            *learned['resblock_updown'],
-            *(gap - 1 for gap in gaps),
-            inputs - 1,
-        ]
-    )
-    levels, rest = divmod(inputs, blocks + 1)
-    if blocks < 1 or rest:
-        raise UserError(
-            f'{source}: {inputs} input_blocks do not make whole levels of {blocks} residual blocks and one resampling'
-        )
+    blocks, levels = _blocks_and_levels(found, [i for ends in upsampling.values() for i in ends])
     firsts = [1 + level * (blocks + 1) for level in range(levels)]
-    channels = [shape(f'input_blocks.{i}.0.in_layers.2.weight', 4)[0] for i in firsts]
-    out, inner = shape('out.2.weight', 4)[0], shape('input_blocks.1.0.emb_layers.1.weight', 2)[0]
+    channels = [found.get(f'input_blocks.{i}.0.in_layers.2.weight', 4)[0] for i in firsts]
+    out = found.get('out.2.weight', 4)[0]
+    inner = found.get('input_blocks.1.0.emb_layers.1.weight', 2)[0]
     if out not in (image_channels, 2 * image_channels):
         expected = (
             f'{image_channels} output channels, or {2 * image_channels} with a learned variance'
@@ -134,10 +142,10 @@ def infer_model_config(shapes: Mapping[str, Shape], source: str) -> Inferred:
         'base_channels': base,
         'channel_mult': tuple(_multiplier(c, base) for c in channels),
         'num_res_blocks': blocks,
-        'conv_resample': bool(learned['conv_resample']),
-        'resblock_updown': bool(learned['resblock_updown']),
+        'conv_resample': bool(upsampling['conv_resample']),
+        'resblock_updown': bool(upsampling['resblock_updown']),
         'scale_shift_norm': inner == 2 * channels[0],
-        'num_classes': shape('label_emb.weight', 2)[0] if 'label_emb.weight' in shapes else 0,
+        'num_classes': found.get('label_emb.weight', 2)[0] if 'label_emb.weight' in shapes else 0,
         'label_dropout': 0.0,
         'num_head_channels': 0,
     }
@@ -147,7 +155,38 @@ def infer_model_config(shapes: Mapping[str, Shape], source: str) -> Inferred:
     return Inferred(fields, attention, out == 2 * image_channels)
 
 
+def _blocks_and_levels(found: _Shapes, upsampled: list[int]) -> tuple[int, int]:
+    """Returns the residual blocks per level, and the number of levels.
+
+    Args:
+      upsampled: output blocks that end with an upsampling that has parameters.
+    """
+    present = {
+        int(match[1])
+        for name in found.by_name
+        if (match := re.match(r'input_blocks\.([0-9]{1,9})\.', name))
+    }
+    inputs = 1 + max(present)
+    if inputs > len(found):
+        raise UserError(
+            f'{found.source}: input_blocks.{inputs - 1}: more blocks than the file has tensors '
+            f'({len(found)})'
+        )
+    # The output blocks resample first after num_res_blocks + 1 blocks. A resampling without
+    # parameters shows only as a gap in the input blocks.
+    gaps = [i - 1 for i in range(1, inputs) if i not in present]
+    blocks = min([*upsampled, *gaps, inputs - 1])
+    levels, rest = divmod(inputs, blocks + 1)
+    if blocks < 1 or rest:
+        raise UserError(
+            f'{found.source}: {inputs} input_blocks do not make whole levels of {blocks} '
+            'residual blocks and one resampling'
+        )
+    return blocks, levels
+
+
 def _multiplier(channels: int, base: int) -> float:
+    """Returns a multiplier with int(multiplier · base) == channels."""
     if channels % base == 0:
         return channels // base
     mult = channels / base
@@ -162,10 +201,14 @@ def infer_config(
     num_heads: int | None = None,
     num_head_channels: int | None = None,
 ) -> tuple[Config, list[str]]:
-    """The config of a state dict, and what had to be assumed since shapes do not show it.
+    """Returns the config of a state dict, and the assumptions behind it.
+
+    Args:
+      source: begins every message.
+      image_size, num_heads, num_head_channels: hints, as shapes do not show them; None = assume.
 
     Raises:
-      UserError: no such network, or hints that do not fit it.
+      UserError: another network, or hints that do not fit it.
     """
     model, attention, learn_sigma = infer_model_config(shapes, source)
     assumed = []
@@ -186,21 +229,22 @@ def infer_config(
         model=model,
         diffusion={'learn_sigma': learn_sigma},
         data={'image_size': tuple(image_size)},
-        train={'sample_every': 0},  # there are no grids of images with any number of channels
+        train={'sample_every': 0},  # sample grids need 1 or 3 channels
     )
     try:
         config = resolve(to_dict(config))
         parameter_shapes(config)
     except UserError as error:
-        said = f'\n(assumed, as the shapes do not show it: {", ".join(assumed)}; give the config of the model instead)'
         raise UserError(
-            f'{source}: the shapes do not make a network that can be run: {error}{said}'
+            f'{source}: the shapes do not make a network that can be run: {error}\n'
+            f'(assumed, as the shapes do not show it: {", ".join(assumed)}; '
+            'give the config of the model instead)'
         ) from None
     return config, assumed
 
 
 def check_against_shapes(config: Config, shapes: Mapping[str, Shape], source: str) -> None:
-    """Checks a config that a file brings against its shapes, before a network of whatever size it asks for is built.
+    """Checks a file's config against its shapes, before a network of that size is built.
 
     Raises:
       UserError: it describes another network, or none.
@@ -209,7 +253,7 @@ def check_against_shapes(config: Config, shapes: Mapping[str, Shape], source: st
     names = ('image_channels', 'base_channels', 'num_res_blocks', 'num_classes', 'channel_mult')
     expected = {f'model.{name}': inferred[name] for name in names}
     found = {f'model.{name}': getattr(m, name) for name in names}
-    # The same widths may be written as other fractions.
+    # Different fractions may give the same widths.
     if (
         len(m.channel_mult) == len(inferred['channel_mult'])
         and m.base_channels == inferred['base_channels']
@@ -230,7 +274,11 @@ def check_against_shapes(config: Config, shapes: Mapping[str, Shape], source: st
 
 
 def check_expressible(config: Config) -> None:
-    """Raises `UserError` listing the fields for which guided-diffusion has no option, so that it would compute something else."""
+    """Checks that guided-diffusion can run this model.
+
+    Raises:
+      UserError: it lacks an option; the message lists the fields.
+    """
     m = config.model
     values = {name: getattr(m, name.removeprefix('model.')) for name in FIXED}
     if not m.conv_resample or m.resblock_updown:
@@ -245,23 +293,32 @@ def check_expressible(config: Config) -> None:
     if problems:
         lines = '\n'.join(f'  {p}' for p in problems)
         raise UserError(
-            f'guided-diffusion has no such model, so it would misread this .pt; write .safetensors instead:\n{lines}'
+            'guided-diffusion has no such model, so it would misread this .pt; '
+            f'write .safetensors instead:\n{lines}'
         )
 
 
 def check_names(shapes: Mapping[str, Shape], config: Config, source: str) -> None:
-    """Raises `UserError` naming the tensors that differ from those that the network of the config has."""
+    """Checks the names and shapes of a state dict against the config's network.
+
+    Raises:
+      UserError: tensors differ; the message names them.
+    """
     expected = {entry.name: entry.shape for entry in table(config)}
     check_shapes(
         shapes, expected, source, "expected guided-diffusion's names and shapes for this model"
     )
 
 
-def to_tree(read: Any, config: Config, *, new_attention_order: bool) -> dict[str, Any]:
-    """Our parameter tree from `read(name)`, which gives a tensor of the state dict.
+def to_tree(
+    read: Callable[[str], np.ndarray], config: Config, *, new_attention_order: bool
+) -> Tree:
+    """Builds our parameter tree from a state dict.
 
     Args:
-      new_attention_order: True: qkv's rows are all q, all k, all v; False: q, k, v of the first head, then of the second, ...
+      read: name -> tensor of the state dict.
+      new_attention_order: True if qkv's rows are all q, all k, all v; False if they are q, k, v of
+        the first head, then of the second, ...
     """
     leaves = {}
     for entry in table(config):
@@ -273,9 +330,9 @@ def to_tree(read: Any, config: Config, *, new_attention_order: bool) -> dict[str
 
 
 def from_tree(
-    params: Mapping[str, Any], config: Config, *, new_attention_order: bool
+    params: Mapping[str, object], config: Config, *, new_attention_order: bool
 ) -> dict[str, np.ndarray]:
-    """The state dict of our parameter tree; the inverse of `to_tree`."""
+    """Returns the state dict of our parameter tree; the inverse of `to_tree`."""
     leaves = flatten(params)
     state = {}
     for entry in table(config):
@@ -287,5 +344,5 @@ def from_tree(
 
 
 def _swap(value: np.ndarray, first: int, second: int) -> np.ndarray:
-    """Rows (first, second, width) as (second, first, width)."""
+    """Reorders rows (first, second, width) as (second, first, width)."""
     return value.reshape(first, second, -1, *value.shape[1:]).swapaxes(0, 1).reshape(value.shape)

@@ -1,7 +1,8 @@
-"""Our parameter tree beside a torch state dict: which tensor of the file is which leaf, and how its axes are ordered.
+"""Maps our parameter tree to a torch state dict: names and axes of each tensor.
 
-guided-diffusion and unet.cu build the same sequence of modules (`input_blocks.i.j`, `middle_block.j`, `output_blocks.i.j`); only the
-names inside a block differ. So the walk is here, once, and each format brings its own `BlockNames`.
+guided-diffusion and unet.cu build the same sequence of modules (`input_blocks.i.j`,
+`middle_block.j`, `output_blocks.i.j`); only the names inside a block differ. This module walks the
+sequence for both, and each format brings its own `BlockNames`.
 """
 
 from __future__ import annotations
@@ -22,21 +23,30 @@ from jaxunet.runtime.errors import UserError
 
 Path = tuple[str, ...]
 Shape = tuple[int, ...]
-SHOWN = 5  # how many problems an error message lists
-# Axes of length 1 that torch appends where we have a matrix: a 1x1 convolution, and 1-D convolutions over the pixels.
+Tree = dict[str, Any]  # nested dicts of arrays
+Leaves = dict[Path, Any]  # the arrays of a tree by path
+SHOWN = 5  # problems that an error message lists
+# Axes of length 1 that torch appends to our matrices: of a 1×1 convolution, and of 1-D
+# convolutions over the pixels.
 UNIT_AXES = {'shortcut': 2, 'qkv': 1, 'proj': 1}
 LEAVES = {'kernel': 'weight', 'scale': 'weight', 'embedding': 'weight', 'bias': 'bias'}
 
 
 class BlockNames(NamedTuple):
-    """What a format calls the layers of a residual block and of an attention block; the order is the file's order."""
+    """A format's names for the layers of a residual and an attention block, in its order."""
 
     res_block: Mapping[str, str]
     attention: Mapping[str, str]
 
 
 class Entry(NamedTuple):
-    """One tensor: its path in our tree, its name and shape in the file, and the heads that a qkv projection feeds (else 0)."""
+    """One tensor.
+
+    Fields:
+      path: its path in our tree.
+      name, shape: its name and shape in the file.
+      heads: the heads of a qkv projection, 0 for other tensors.
+    """
 
     path: Path
     name: str
@@ -45,7 +55,7 @@ class Entry(NamedTuple):
 
 
 def attention_levels(config: Config) -> tuple[int, ...]:
-    """Levels (0 = full resolution) whose residual blocks are followed by attention."""
+    """Returns the levels with attention after each residual block, 0 = full resolution."""
     side = min(config.image_shape[:2])
     return tuple(
         level
@@ -56,7 +66,7 @@ def attention_levels(config: Config) -> tuple[int, ...]:
 
 @functools.lru_cache(maxsize=16)
 def parameter_shapes(config: Config) -> Mapping[Path, Shape]:
-    """Path and shape of every parameter that the UNet of a config has. Nothing is allocated; the image's size does not matter.
+    """Returns path and shape of every parameter of a config's UNet, without allocating it.
 
     Raises:
       UserError: the config describes no network (a head width that does not divide the channels).
@@ -65,16 +75,16 @@ def parameter_shapes(config: Config) -> Mapping[Path, Shape]:
     image = jax.ShapeDtypeStruct((1, factor, factor, config.model.image_channels), jnp.float32)
     labels = jax.ShapeDtypeStruct((1,), jnp.int32) if config.model.num_classes else None
     init = build_unet(config, XLA).init
-    with jax.enable_x64(False):  # parameters are float32 where a caller has enabled float64, too
+    with jax.enable_x64(False):  # float32 even where a caller enabled float64
         tree = jax.eval_shape(
             init, jax.random.key(0), image, jax.ShapeDtypeStruct((1,), jnp.int32), labels
         )['params']
     return {path: tuple(leaf.shape) for path, leaf in flatten(tree).items()}
 
 
-def flatten(tree: Mapping[str, Any], prefix: Path = ()) -> dict[Path, Any]:
-    """The leaves of a nested dict by their paths."""
-    leaves: dict[Path, Any] = {}
+def flatten(tree: Mapping[str, object], prefix: Path = ()) -> Leaves:
+    """Returns the leaves of a nested dict by path."""
+    leaves: Leaves = {}
     for key, value in tree.items():
         leaves |= (
             flatten(value, (*prefix, key))
@@ -84,9 +94,9 @@ def flatten(tree: Mapping[str, Any], prefix: Path = ()) -> dict[Path, Any]:
     return leaves
 
 
-def unflatten(leaves: Mapping[Path, Any]) -> dict[str, Any]:
-    """The nested dict of `flatten`."""
-    tree: dict[str, Any] = {}
+def unflatten(leaves: Mapping[Path, object]) -> Tree:
+    """Builds the nested dict; the inverse of `flatten`."""
+    tree: Tree = {}
     for path, value in leaves.items():
         node = tree
         for key in path[:-1]:
@@ -96,7 +106,10 @@ def unflatten(leaves: Mapping[Path, Any]) -> dict[str, Any]:
 
 
 def _modules(config: Config) -> Iterator[tuple[str, str, str]]:
-    """(our name, the file's prefix, kind) of every module in the file's order; ones without parameters are passed over later."""
+    """Yields (our name, the file's prefix, kind) of every module in the file's order.
+
+    Modules without parameters are included; `entries` skips them.
+    """
     m, levels, last = config.model, attention_levels(config), len(config.model.channel_mult) - 1
     resample = 'res_block' if m.resblock_updown else 'layer'
     yield 'time_embed_0', 'time_embed.0', 'layer'
@@ -139,7 +152,7 @@ def _modules(config: Config) -> Iterator[tuple[str, str, str]]:
 
 
 def entries(config: Config, names: BlockNames) -> list[Entry]:
-    """The table of a config: every parameter, in the order of the file."""
+    """Returns every parameter of a config's UNet, in the order of the file."""
     shapes = parameter_shapes(config)
     table = []
     for module, prefix, kind in _modules(config):
@@ -170,14 +183,14 @@ def _file_shape(path: Path, shape: Shape) -> Shape:
 
 
 def to_file(entry: Entry, value: np.ndarray) -> np.ndarray:
-    """A leaf of our tree with the file's axes: convolutions HWIO -> OIHW, linear (in, out) -> (out, in)."""
+    """Converts a leaf to the file's axes: convolutions to OIHW, linear layers to (out, in)."""
     if entry.path[-1] == 'kernel':
         value = np.moveaxis(value, (-1, -2), (0, 1)).reshape(entry.shape)
     return np.ascontiguousarray(value, np.float32)
 
 
 def from_file(entry: Entry, value: np.ndarray) -> np.ndarray:
-    """The inverse of `to_file`."""
+    """Converts a tensor of the file to a leaf of our tree; the inverse of `to_file`."""
     if entry.path[-1] == 'kernel':
         units = UNIT_AXES.get(entry.path[-2], 0)
         value = np.moveaxis(value.reshape(value.shape[: value.ndim - units]), (0, 1), (-1, -2))
@@ -185,21 +198,38 @@ def from_file(entry: Entry, value: np.ndarray) -> np.ndarray:
 
 
 def check_finite(value: np.ndarray, source: str, where: Callable[[int], str]) -> None:
-    """Raises `UserError` on the first NaN or infinity; `where(flat index)` says where in the file it stands."""
+    """Checks that all values are finite.
+
+    Args:
+      source: begins the message.
+      where: flat index -> its place in the file, for the message.
+
+    Raises:
+      UserError: a NaN or infinity.
+    """
     finite = np.isfinite(value).ravel()
     if not finite.all():
         index = int(np.argmin(finite))
         found = value.ravel()[index]
         raise UserError(
-            f'{source}: {where(index)} is {found}, expected finite numbers; {np.count_nonzero(~finite)} of {finite.size} values of '
-            'this tensor are not finite, so the weights are damaged or training had diverged'
+            f'{source}: {where(index)} is {found}, expected finite numbers; '
+            f'{np.count_nonzero(~finite)} of {finite.size} values of this tensor are not finite, '
+            'so the weights are damaged or training had diverged'
         )
 
 
 def check_shapes(
     found: Mapping[str, Shape], expected: Mapping[str, Shape], source: str, advice: str
 ) -> None:
-    """Raises `UserError` that names the tensors that are missing, unexpected, or of another shape."""
+    """Checks the names and shapes of tensors.
+
+    Args:
+      source: begins the message.
+      advice: what was expected, for the message.
+
+    Raises:
+      UserError: tensors that are missing, unexpected or of another shape; the message names them.
+    """
     problems = [
         f'{name}: missing, expected shape {expected[name]}'
         for name in expected
@@ -222,11 +252,14 @@ def check_shapes(
         )
 
 
-def check_tree(params: Mapping[str, Any], config: Config, source: str = 'parameters') -> None:
-    """Checks a parameter tree against the network of a config: every leaf there, none besides, shapes, float32, all finite.
+def check_tree(params: Mapping[str, object], config: Config, source: str = 'parameters') -> None:
+    """Checks a parameter tree against a config's network: leaves, shapes, float32, all finite.
+
+    Args:
+      source: begins every message.
 
     Raises:
-      UserError: naming the first leaves that are wrong.
+      UserError: the tree differs; the message names the first wrong leaves.
     """
     leaves = {'/'.join(path): leaf for path, leaf in flatten(params).items()}
     expected = {'/'.join(path): shape for path, shape in parameter_shapes(config).items()}
@@ -244,5 +277,5 @@ def check_tree(params: Mapping[str, Any], config: Config, source: str = 'paramet
 
 
 def count(table: list[Entry]) -> int:
-    """How many numbers a table's tensors hold."""
+    """Returns the number of elements of all tensors of a table."""
     return sum(math.prod(entry.shape) for entry in table)

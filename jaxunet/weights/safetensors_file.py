@@ -1,11 +1,11 @@
-"""`.safetensors` through the safetensors library, with the checks and messages of the other formats."""
+"""Reads and writes `.safetensors` with the safetensors library, and our checks and messages."""
 
 from __future__ import annotations
 
 import json
 import os
 from collections.abc import Mapping
-from typing import Any, BinaryIO
+from typing import BinaryIO, TypedDict
 
 import numpy as np
 import safetensors
@@ -14,6 +14,7 @@ import safetensors.numpy
 from jaxunet.runtime.errors import UserError
 from jaxunet.weights.names import check_finite
 
+# Type in the header -> numpy type.
 DTYPES = {
     'F64': '<f8',
     'F32': '<f4',
@@ -25,34 +26,53 @@ DTYPES = {
     'I8': '<i1',
     'U8': '<u1',
 }
-LENGTH = 8  # bytes that say how long the JSON header is
+LENGTH = 8  # bytes of the JSON header's length
+
+
+class _TensorEntry(TypedDict):
+    dtype: str
+    shape: list[int]
+    data_offsets: tuple[int, int]  # bytes after the header
 
 
 class SafetensorsFile:
-    """The tensors of a file: shapes and metadata at once, tensors when asked for.
+    """The tensors of a file: shapes and metadata at once, tensors on demand.
+
+    Args:
+      path: the file's name, for messages, and for the library to open.
+      file: the open file.
+
+    Attributes:
+      shapes: name -> shape.
+      metadata: the texts stored beside the tensors.
 
     Raises:
-      UserError: from any method: not such a file, damaged, or of a type that is no number; naming field and byte.
+      UserError: another kind of file, a damaged one, or tensors that are not numbers; the message
+        names field and byte. Methods raise it too.
     """
 
     def __init__(self, path: str, file: BinaryIO) -> None:
         self.path, self._file = path, file
-        self._start, header = _check(path, file)
-        self.metadata: dict[str, str] = header.pop('__metadata__', {})
-        self._entries = header
-        for name, entry in header.items():
+        self._start, self.metadata, self._entries = _check(path, file)
+        for name, entry in self._entries.items():
             if entry['dtype'] not in DTYPES:
                 raise UserError(
-                    f'{path}: {name}: dtype: expected one of {", ".join(DTYPES)}, found {entry["dtype"]}'
+                    f'{path}: {name}: dtype: expected one of {", ".join(DTYPES)}, '
+                    f'found {entry["dtype"]}'
                 )
             if 0 in entry['shape']:
                 raise UserError(
-                    f'{path}: {name}: expected a tensor with elements, found shape {tuple(entry["shape"])}'
+                    f'{path}: {name}: expected a tensor with elements, '
+                    f'found shape {tuple(entry["shape"])}'
                 )
-        self.shapes = {name: tuple(entry['shape']) for name, entry in header.items()}
+        self.shapes = {name: tuple(entry['shape']) for name, entry in self._entries.items()}
 
     def read(self, name: str) -> np.ndarray:
-        """One tensor as float32; all its numbers are finite."""
+        """Returns one tensor as float32.
+
+        Raises:
+          UserError: a number that is not finite.
+        """
         entry = self._entries[name]
         begin, end = entry['data_offsets']
         self._file.seek(self._start + begin)
@@ -64,20 +84,24 @@ class SafetensorsFile:
         size = np.dtype(DTYPES[entry['dtype']]).itemsize
 
         def where(index: int) -> str:
-            return f'{name}, flat index {index} (byte {self._start + begin + size * index:,}), as float32'
+            byte = self._start + begin + size * index
+            return f'{name}, flat index {index} (byte {byte:,}), as float32'
 
         check_finite(result, self.path, where)
         return result
 
 
-def _check(path: str, file: BinaryIO) -> tuple[int, dict[str, Any]]:
-    """Where the tensors start, and the header, which the library has found valid and to fit the file exactly."""
+def _check(path: str, file: BinaryIO) -> tuple[int, dict[str, str], dict[str, _TensorEntry]]:
+    """Returns the tensors' first byte, the metadata and the tensors' entries.
+
+    The library has checked that the header is valid and fits the file exactly.
+    """
     size = os.fstat(file.fileno()).st_size
     length = int.from_bytes(file.read(LENGTH), 'little')
     if size < LENGTH or length > size - LENGTH:
         raise UserError(
-            f'{path}: bytes 0 to 7 (length of the header): found {length:,}, but the file has {size:,} bytes; '
-            'it is truncated or no safetensors file'
+            f'{path}: bytes 0 to 7 (length of the header): found {length:,}, but the file has '
+            f'{size:,} bytes; it is truncated or not a safetensors file'
         )
     try:
         with safetensors.safe_open(path, framework='numpy'):
@@ -86,16 +110,21 @@ def _check(path: str, file: BinaryIO) -> tuple[int, dict[str, Any]]:
     except (safetensors.SafetensorError, ValueError, RecursionError, OSError) as error:
         end = LENGTH + length
         raise UserError(
-            f'{path}: the header (bytes 8 to {end:,}) does not describe the {size - end:,} bytes that follow it: {error}'
+            f'{path}: the header (bytes 8 to {end:,}) does not describe the {size - end:,} bytes '
+            f'that follow it: {error}'
         ) from None
-    return LENGTH + length, header
+    return LENGTH + length, header.pop('__metadata__', {}), header
 
 
 def write_safetensors(
     path: str, state: Mapping[str, np.ndarray], metadata: Mapping[str, str]
 ) -> None:
-    """Writes float32 tensors with metadata over the file at `path`."""
+    """Writes float32 tensors and metadata to the file at `path`, replacing its contents.
+
+    Raises:
+      OSError: it cannot be written.
+    """
     try:
         safetensors.numpy.save_file(dict(state), path, dict(metadata))
-    except safetensors.SafetensorError as error:  # its way of saying that the disk is full
+    except safetensors.SafetensorError as error:  # the library's error for a full disk
         raise OSError(str(error)) from None

@@ -1,7 +1,8 @@
-"""PyTorch's zip files of tensors (`torch.save`), read and written without torch; reading never executes what the file holds.
+"""Reads and writes PyTorch's zip files of tensors (`torch.save`) without torch.
 
-Source: PyTorch, `torch/serialization.py`: an archive of stored (never compressed) entries `<name>/data.pkl`, `<name>/data/<key>`,
-`<name>/byteorder`, `<name>/version`; entries under `<name>/extra/` are ours and torch passes over them.
+Reading executes nothing in the file. The archive holds uncompressed entries `<name>/data.pkl`,
+`<name>/data/<key>`, `<name>/byteorder` and `<name>/version`; torch ignores our entries under
+`<name>/extra/`. Source: PyTorch, `torch/serialization.py`.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import math
 import zipfile
 from collections.abc import Mapping
 from types import TracebackType
-from typing import Any, BinaryIO
+from typing import BinaryIO
 
 import numpy as np
 
@@ -19,18 +20,31 @@ from jaxunet.weights.names import check_finite
 from jaxunet.weights.torch_pickle import ITEM_SIZES, STATE_DICT, TensorView, dump, load
 
 MAX_PICKLE = 64 * 2**20  # bytes; a state dict of a thousand tensors needs 0.1 MB
-MAX_EXTRA = 2**20
-# Together the tensors may be at most this many times what the file stores: views of shared storage are fine, bombs are not.
+MAX_EXTRA = 2**20  # bytes of one entry under extra/
+# Most elements of all tensors per stored element: allows views of shared storage, refuses bombs.
 MAX_EXPANSION = 4
-NESTED = ('state_dict', 'model', 'model_state_dict')
-RESAVE = 'load it with torch and save it again: torch.save(torch.load(path, weights_only=True), new_path), with torch 1.6 or later'
+NESTED = ('state_dict', 'model', 'model_state_dict')  # keys of a state dict inside a dict
+RESAVE = (
+    'load it with torch and save it again: '
+    'torch.save(torch.load(path, weights_only=True), new_path), with torch 1.6 or later'
+)
 
 
 class TorchFile:
-    """A state dict in a torch file: shapes and metadata at once, tensors when asked for. Use as a context manager.
+    """A state dict in a torch file: shapes and metadata at once, tensors on demand.
+
+    Use it as a context manager.
+
+    Args:
+      path: the file's name, for messages.
+      file: the open file.
+
+    Attributes:
+      shapes: name -> shape.
 
     Raises:
-      UserError: from any method: not such a file, damaged, or holding more than tensors; naming entry, field and byte.
+      UserError: another kind of file, a damaged one, or one that holds more than tensors; the
+        message names entry, field and byte. Methods raise it too.
     """
 
     def __init__(self, path: str, file: BinaryIO) -> None:
@@ -64,7 +78,7 @@ class TorchFile:
 
     @property
     def metadata(self) -> dict[str, str]:
-        """What our writer stored beside the tensors."""
+        """Texts that our writer stored beside the tensors, by name."""
         names = [name for name in self._entries if name.startswith('extra/')]
         return {
             name.removeprefix('extra/'): self._read(name, MAX_EXTRA).decode('utf-8', 'replace')
@@ -72,7 +86,11 @@ class TorchFile:
         }
 
     def read(self, name: str) -> np.ndarray:
-        """One tensor as float32; all its numbers are finite."""
+        """Returns one tensor as float32.
+
+        Raises:
+          UserError: a damaged entry, or a number that is not finite.
+        """
         view = self._views[name]
         values = self._storage(view)
         strides = tuple(step * values.itemsize for step in view.stride)
@@ -88,7 +106,8 @@ class TorchFile:
                 int(i) * step for i, step in zip(at, view.stride, strict=True)
             )
             byte = element * ITEM_SIZES[view.storage.dtype]
-            return f'{name}, flat index {index} (byte {byte:,} of entry data/{view.storage.key}), as float32'
+            entry = f'data/{view.storage.key}'
+            return f'{name}, flat index {index} (byte {byte:,} of entry {entry}), as float32'
 
         check_finite(result, self.path, where)
         return result
@@ -98,11 +117,13 @@ class TorchFile:
         file.seek(0)
         if start[:2] == b'\x80\x02' or start == b'././':
             raise UserError(
-                f"{self.path}: byte 0: this is PyTorch's old format (a bare pickle), which can run code when loaded; {RESAVE}"
+                f"{self.path}: byte 0: this is PyTorch's old format (a bare pickle), "
+                f'which can run code when loaded; {RESAVE}'
             )
         if start != b'PK\x03\x04':
             raise UserError(
-                f'{self.path}: byte 0: expected a zip archive (PK\\x03\\x04) as torch.save writes it, found {start!r}'
+                f'{self.path}: byte 0: expected a zip archive (PK\\x03\\x04) as torch.save writes '
+                f'it, found {start!r}'
             )
         try:
             return zipfile.ZipFile(file)
@@ -114,7 +135,8 @@ class TorchFile:
             UnicodeError,
         ) as error:
             raise UserError(
-                f'{self.path}: the archive is truncated or damaged: its directory, at the end of the file, fails ({error})'
+                f'{self.path}: the archive is truncated or damaged: '
+                f'its directory, at the end of the file, fails ({error})'
             ) from None
 
     def _check_entries(self, file: BinaryIO) -> dict[str, zipfile.ZipInfo]:
@@ -123,28 +145,30 @@ class TorchFile:
         roots = {info.filename.partition('/')[0] for info in infos}
         names = [info.filename.partition('/')[2] for info in infos]
         if len(set(names)) != len(names):
-            raise UserError(
-                f'{self.path}: the archive has two entries of one name: {next(n for n in names if names.count(n) > 1)}'
-            )
+            twice = next(n for n in names if names.count(n) > 1)
+            raise UserError(f'{self.path}: the archive has two entries of one name: {twice}')
         if 'constants.pkl' in names:
             raise UserError(
                 f'{self.path}: this is a TorchScript archive, which holds code; {STATE_DICT}'
             )
         if len(roots) != 1 or 'data.pkl' not in names:
             raise UserError(
-                f'{self.path}: entry data.pkl is missing; this zip archive was not written by torch.save'
+                f'{self.path}: entry data.pkl is missing; '
+                'this zip archive was not written by torch.save'
             )
         for name, info in zip(names, infos, strict=True):
             if info.compress_type != zipfile.ZIP_STORED or info.file_size != info.compress_size:
                 sizes = f'{info.compress_size:,} -> {info.file_size:,} bytes'
                 raise UserError(
-                    f'{self.path}: entry {name} is compressed ({sizes}), which torch.save never does'
+                    f'{self.path}: entry {name} is compressed ({sizes}), '
+                    'which torch.save never does'
                 )
             if info.flag_bits & 0x1:
                 raise UserError(f'{self.path}: entry {name} is encrypted')
         if (total := sum(info.file_size for info in infos)) > size:
             raise UserError(
-                f'{self.path}: the entries claim {total:,} bytes, but the file has {size:,}; it is damaged or made to overwhelm'
+                f'{self.path}: the entries claim {total:,} bytes, but the file has {size:,}; '
+                'it is damaged or malicious'
             )
         return dict(zip(names, infos, strict=True))
 
@@ -152,7 +176,8 @@ class TorchFile:
         info = self._entries[name]
         if info.file_size > limit:
             raise UserError(
-                f'{self.path}: entry {name} has {info.file_size:,} bytes, expected at most {limit:,}'
+                f'{self.path}: entry {name} has {info.file_size:,} bytes, '
+                f'expected at most {limit:,}'
             )
         try:
             return self._archive.read(info)
@@ -168,7 +193,7 @@ class TorchFile:
                 f'{self.path}: entry {name} (byte {info.header_offset:,}) is damaged: {error}'
             ) from None
 
-    def _state_dict(self, tree: Any) -> dict[str, TensorView]:
+    def _state_dict(self, tree: object) -> dict[str, TensorView]:
         if type(tree) is dict:
             for key in NESTED:
                 if type(tree.get(key)) is dict:
@@ -176,7 +201,8 @@ class TorchFile:
                     break
         if type(tree) is not dict or not tree:
             raise UserError(
-                f'{self.path}: expected a dict of tensors (a state dict), found {_kind(tree)}; {STATE_DICT}'
+                f'{self.path}: expected a dict of tensors (a state dict), found {_kind(tree)}; '
+                f'{STATE_DICT}'
             )
         for name, view in tree.items():
             if type(name) is not str or type(view) is not TensorView:
@@ -185,12 +211,13 @@ class TorchFile:
                 )
             if 0 in view.shape:
                 raise UserError(
-                    f'{self.path}: {name}: expected a tensor with elements, found shape {view.shape}'
+                    f'{self.path}: {name}: expected a tensor with elements, '
+                    f'found shape {view.shape}'
                 )
         return tree
 
     def _check_sizes(self) -> None:
-        """Every storage has the bytes that the pickle says, and the tensors are not much more than the storages."""
+        """Checks every storage's bytes, and that the tensors do not far exceed the storages."""
         for name, view in self._views.items():
             entry = f'data/{view.storage.key}'
             needed = view.storage.size * ITEM_SIZES[view.storage.dtype]
@@ -198,20 +225,22 @@ class TorchFile:
                 raise UserError(f'{self.path}: {name}: its entry {entry} is missing')
             if (found := self._entries[entry].file_size) != needed:
                 raise UserError(
-                    f'{self.path}: {name}: expected {needed:,} bytes in entry {entry}, found {found:,}'
+                    f'{self.path}: {name}: expected {needed:,} bytes in entry {entry}, '
+                    f'found {found:,}'
                 )
             if (elements := math.prod(view.shape)) > view.storage.size:
                 raise UserError(
-                    f'{self.path}: {name}: shape {view.shape} has {elements:,} elements, but only {view.storage.size:,} are stored'
+                    f'{self.path}: {name}: shape {view.shape} has {elements:,} elements, '
+                    f'but only {view.storage.size:,} are stored'
                 )
         stored = sum(
             {view.storage.key: view.storage.size for view in self._views.values()}.values()
         )
-        if (
-            total := sum(math.prod(view.shape) for view in self._views.values())
-        ) > MAX_EXPANSION * stored:
+        total = sum(math.prod(view.shape) for view in self._views.values())
+        if total > MAX_EXPANSION * stored:
             raise UserError(
-                f'{self.path}: the tensors have {total:,} elements, but only {stored:,} are stored; it is damaged or made to overwhelm'
+                f'{self.path}: the tensors have {total:,} elements, but only {stored:,} are '
+                'stored; it is damaged or malicious'
             )
 
     def _storage(self, view: TensorView) -> np.ndarray:
@@ -228,22 +257,21 @@ class TorchFile:
         return self._cached[1]
 
 
-def _kind(value: Any) -> str:
-    return (
-        'an empty dict'
-        if value == {}
-        else f'a {type(value).__name__}'
-        if value is not None
-        else 'nothing'
-    )
+def _kind(value: object) -> str:
+    if value is None:
+        return 'nothing'
+    return 'an empty dict' if value == {} else f'a {type(value).__name__}'
 
 
 def write_torch(
     file: BinaryIO, state: Mapping[str, np.ndarray], metadata: Mapping[str, str]
 ) -> None:
-    """Writes a state dict of float32 tensors, which `torch.load(weights_only=True)` reads.
+    """Writes a state dict of float32 tensors that `torch.load(weights_only=True)` reads.
 
-    The file depends on its contents alone: no times, no names of machines.
+    Equal contents give equal files: no times, no names of machines.
+
+    Args:
+      metadata: texts by name, stored under `extra/`.
     """
     with zipfile.ZipFile(file, 'w', zipfile.ZIP_STORED) as archive:
         archive.writestr(

@@ -1,9 +1,11 @@
-"""The pickle inside a torch file, read without Python's unpickler and written without torch.
+"""Reads the pickle in a torch file without Python's unpickler, and writes it without torch.
 
-A state dict needs about forty of pickle's opcodes and a handful of globals. The interpreter here knows those and nothing else: it
-never imports, calls or looks up anything that the file names, and says at which byte it stopped.
+A state dict needs about forty of pickle's opcodes and a few globals. The interpreter here knows
+only those: it never imports, calls or looks up anything that the file names, and its errors name
+the byte.
 
-Source: PyTorch, `torch/serialization.py` and `torch/_utils.py` (format of `torch.save`, version 3); Python, `pickletools`.
+Source: PyTorch, `torch/serialization.py` and `torch/_utils.py` (format of `torch.save`, version 3);
+Python, `pickletools`.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ from typing import Any
 
 from jaxunet.runtime.errors import UserError
 
+# torch's storage type -> numpy type; 'bf16' has none.
 DTYPES = {
     'FloatStorage': 'f4',
     'DoubleStorage': 'f8',
@@ -31,10 +34,13 @@ ITEM_SIZES = {name: 2 if name == 'bf16' else int(name[1:]) for name in DTYPES.va
 STATE_DICT = 'save only the tensors: torch.save(model.state_dict(), path)'
 MAX_DIMENSIONS = 8
 
+Stack = list[Any]
+Memo = dict[int, Any]  # number -> object that later opcodes refer to
+
 
 @dataclass(frozen=True)
 class Storage:
-    """A run of `size` numbers in the archive's entry `data/<key>`."""
+    """`size` numbers of type `dtype` (see DTYPES) in the archive's entry `data/<key>`."""
 
     dtype: str
     key: str
@@ -43,7 +49,7 @@ class Storage:
 
 @dataclass(frozen=True)
 class TensorView:
-    """A tensor as offset, shape and strides (counted in elements) into a storage; all inside it."""
+    """A tensor inside a storage; offset and strides count elements."""
 
     storage: Storage
     offset: int
@@ -65,17 +71,21 @@ MARK = _Mark()
 
 
 class Refused(Exception):
-    """What is wrong with one opcode; the caller adds where."""
+    """An opcode that is not accepted; the caller adds where it is."""
 
 
-def load(data: bytes, source: str) -> Any:
-    """The object of a pickle: dicts, lists, tuples, text, numbers and `TensorView`s.
+def load(data: bytes, source: str) -> object:
+    """Returns a pickle's object, of dicts, lists, tuples, text, numbers and `TensorView`s.
+
+    Args:
+      source: begins every message.
 
     Raises:
-      UserError: an opcode or global that a state dict has no need of, or a damaged pickle; naming it and its byte.
+      UserError: a damaged pickle, or an opcode or global that a state dict does not need; the
+        message names it and its byte.
     """
-    stack: list[Any] = []
-    memo: dict[int, Any] = {}
+    stack: Stack = []
+    memo: Memo = {}
     position = 0
     try:
         for opcode, argument, at in pickletools.genops(data):
@@ -87,7 +97,8 @@ def load(data: bytes, source: str) -> Any:
             step = OPCODES.get(opcode.name)
             if step is None:
                 raise Refused(
-                    f'opcode {opcode.name} is not allowed, as a state dict has no need of it; {STATE_DICT}'
+                    f'opcode {opcode.name} is not allowed: a state dict does not need it; '
+                    f'{STATE_DICT}'
                 )
             step(stack, memo, argument)
     except Refused as error:
@@ -102,13 +113,14 @@ def load(data: bytes, source: str) -> Any:
         RecursionError,
     ) as error:
         raise UserError(
-            f'{source}, byte {position}: the pickle is damaged or truncated ({type(error).__name__}: {error})'
+            f'{source}, byte {position}: the pickle is damaged or truncated '
+            f'({type(error).__name__}: {error})'
         ) from None
     raise UserError(f'{source}, byte {len(data)}: the pickle is truncated: it has no STOP')
 
 
-def _popped_to_mark(stack: list[Any]) -> list[Any]:
-    items: list[Any] = []
+def _popped_to_mark(stack: Stack) -> Stack:
+    items: Stack = []
     while True:
         item = stack.pop()
         if item is MARK:
@@ -116,11 +128,11 @@ def _popped_to_mark(stack: list[Any]) -> list[Any]:
         items.append(item)
 
 
-def _update(target: Any, items: list[Any]) -> None:
+def _update(target: object, items: Stack) -> None:
     if type(target) is not dict or len(items) % 2:
         raise Refused('items are set on something that is not a dict')
     for key, value in zip(items[::2], items[1::2], strict=True):
-        # Only plain keys: hashing a deeply nested tuple can take for ever.
+        # Only plain keys, because hashing a deeply nested tuple can take forever.
         if type(key) not in (str, int):
             raise Refused(
                 f'expected text or a number as the key of a dict, found {type(key).__name__}'
@@ -130,39 +142,41 @@ def _update(target: Any, items: list[Any]) -> None:
         target[key] = value
 
 
-def _on_marked(change: Callable[[Any, list[Any]], None], stack: list[Any]) -> None:
+def _on_marked(change: Callable[[Any, Stack], None], stack: Stack) -> None:
+    """Applies `change` to the object below the last mark, with the items above it."""
     items = _popped_to_mark(stack)
     change(stack[-1], items)
 
 
-def _extend(target: Any, items: list[Any]) -> None:
+def _extend(target: object, items: Stack) -> None:
     if type(target) is not list:
         raise Refused('an item is appended to something that is not a list')
     target.extend(items)
 
 
-def _find(name: Any) -> _Global:
+def _find(name: object) -> _Global:
     module, _, attribute = str(name).rpartition(' ')
     if f'{module}.{attribute}' in CALLS or (module == 'torch' and attribute in DTYPES):
         return _Global(f'{module}.{attribute}')
     raise Refused(
-        f'the global "{module}.{attribute}" is not allowed: such a file could run code when it is loaded; {STATE_DICT}'
+        f'the global "{module}.{attribute}" is not allowed: such a file could run code when it is '
+        f'loaded; {STATE_DICT}'
     )
 
 
-def _find_on_stack(stack: list[Any]) -> _Global:
+def _find_on_stack(stack: Stack) -> _Global:
     attribute, module = stack.pop(), stack.pop()
     if type(attribute) is not str or type(module) is not str:
         raise Refused('the name of a global is not text')
     return _find(f'{module} {attribute}')
 
 
-def _persistent(value: Any) -> Storage:
+def _persistent(value: object) -> Storage:
     if type(value) is not tuple or len(value) != 5 or value[0] != 'storage':
         raise Refused('expected a reference to a storage: ("storage", type, key, location, size)')
     kind, key, size = value[1], value[2], value[4]
     if type(kind) is not _Global or not kind.name.endswith('Storage'):
-        raise Refused('the type of a storage is none that is known')
+        raise Refused('unknown type of storage')
     if type(key) is not str or type(size) is not int or size < 0:
         raise Refused(
             f'expected a storage with a name and a size of 0 or more, found {key!r} and {size!r}'
@@ -170,21 +184,21 @@ def _persistent(value: Any) -> Storage:
     return Storage(DTYPES[kind.name.removeprefix('torch.')], key, size)
 
 
-def _call(function: Any, arguments: Any) -> Any:
+def _call(function: object, arguments: object) -> object:
     if type(function) is not _Global or function.name not in CALLS or type(arguments) is not tuple:
         raise Refused('something is called that is not a function of the format')
     return CALLS[function.name](*arguments)
 
 
-def _ordered_dict(items: Any = ()) -> dict[Any, Any]:
-    result: dict[Any, Any] = {}
+def _ordered_dict(items: Iterable[Iterable[object]] = ()) -> dict[object, object]:
+    result: dict[object, object] = {}
     for pair in items:
         _update(result, list(pair))
     return result
 
 
 def _rebuild_tensor(
-    storage: Any, offset: Any, shape: Any, stride: Any, *_ignored: Any
+    storage: Any, offset: Any, shape: Any, stride: Any, *_ignored: object
 ) -> TensorView:
     numbers = (offset, *shape, *stride)
     if (
@@ -201,32 +215,34 @@ def _rebuild_tensor(
     last = offset + sum((n - 1) * step for n, step in zip(shape, stride, strict=True))
     if 0 not in shape and last >= storage.size:
         raise Refused(
-            f'tensor with offset {offset}, shape {shape} and stride {stride} ends at element {last} of a storage of {storage.size} elements'
+            f'tensor with offset {offset}, shape {shape} and stride {stride} ends at element '
+            f'{last} of a storage of {storage.size} elements'
         )
     return TensorView(storage, offset, shape, stride)
 
 
-def _rebuild_parameter(data: Any, *_ignored: Any) -> Any:
+def _rebuild_parameter(data: object, *_ignored: object) -> TensorView:
     if type(data) is not TensorView:
         raise Refused('expected a tensor in a parameter')
     return data
 
 
-CALLS: dict[str, Callable[..., Any]] = {
+CALLS: dict[str, Callable[..., object]] = {
     'collections.OrderedDict': _ordered_dict,
     'torch._utils._rebuild_tensor_v2': _rebuild_tensor,
     'torch._utils._rebuild_parameter': _rebuild_parameter,
 }
 
 
-def _build(stack: list[Any]) -> None:
-    # torch hangs the versions of the modules (`_metadata`) on a state dict; nothing here needs them.
+def _build(stack: Stack) -> None:
+    # torch adds the modules' versions (`_metadata`) to a state dict; they are not needed.
     stack.pop()
     if type(stack[-1]) is not dict:
         raise Refused('attributes are set on something that is not a dict')
 
 
-Step = Callable[[list[Any], dict[int, Any], Any], Any]
+# (stack, memo, argument of the opcode) -> ignored
+Step = Callable[[Stack, Memo, Any], object]
 PUSH: Step = lambda stack, memo, value: stack.append(value)  # noqa: E731
 STORE: Step = lambda stack, memo, key: memo.__setitem__(key, stack[-1])  # noqa: E731
 FETCH: Step = lambda stack, memo, key: stack.append(memo[key])  # noqa: E731
@@ -270,7 +286,11 @@ OPCODES: dict[str, Step] = {
 
 
 def dump(shapes: Mapping[str, tuple[int, ...]]) -> bytes:
-    """The pickle of a state dict of contiguous float32 tensors; the i-th has its own storage `data/<i>`."""
+    """Returns the pickle of a state dict of contiguous float32 tensors.
+
+    Args:
+      shapes: name -> shape; the i-th tensor's storage is `data/<i>`.
+    """
     parts = [b'\x80\x02ccollections\nOrderedDict\n)R(']
     for key, (name, shape) in enumerate(shapes.items()):
         stride, size = [], 1

@@ -1,13 +1,14 @@
-"""unet.cu's model file (`.bin`): an int32[256] header, the parameters, optionally AdamW's moments and cuRAND states.
+"""Reads and writes unet.cu's model file (`.bin`), little-endian throughout.
 
-Source: clu0/unet.cu (`train_unet.py`, `generate.py`, `train_unet.cu`). Little-endian throughout.
+It holds an int32[256] header, the parameters, and optionally AdamW's moments and cuRAND states.
+Source: clu0/unet.cu (`train_unet.py`, `generate.py`, `train_unet.cu`).
 """
 
 from __future__ import annotations
 
 import math
 import os
-from typing import Any, BinaryIO, NamedTuple
+from typing import BinaryIO, NamedTuple
 
 import numpy as np
 
@@ -17,6 +18,7 @@ from jaxunet.weights.fields import differences, diffusion_fields, network_fields
 from jaxunet.weights.names import (
     BlockNames,
     Entry,
+    Tree,
     check_finite,
     count,
     entries,
@@ -27,17 +29,13 @@ from jaxunet.weights.names import (
 )
 
 MAGIC = 12345678
-DATA_MAGIC = 20240620  # of unet.cu's files of images
+DATA_MAGIC = 20240620  # of unet.cu's data files
 HEADER = 1024  # bytes
 RNG_STATE = 48  # bytes of one cuRAND XORWOW state
-MULT, RES_BLOCKS, HEAD_WIDTH, GROUPS, ATTENTION_LEVELS = (
-    (1, 2, 3, 4),
-    2,
-    32,
-    32,
-    (2, 3),
-)  # constants of its code
-FACTOR = 2 ** (len(MULT) - 1)
+# Constants of unet.cu's code.
+MULT, ATTENTION_LEVELS = (1, 2, 3, 4), (2, 3)
+RES_BLOCKS, HEAD_WIDTH, GROUPS = 2, 32, 32
+FACTOR = 2 ** (len(MULT) - 1)  # divides both sides of an image
 NAMES = BlockNames(
     res_block={
         'norm_1': 'gn1',
@@ -49,11 +47,10 @@ NAMES = BlockNames(
     },
     attention={'norm': 'gn', 'qkv': 'qkv', 'proj': 'proj'},
 )
-Tree = dict[str, Any]
 
 
 class Header(NamedTuple):
-    """The words of the header that mean something, in order."""
+    """The used words of the header, in order."""
 
     magic: int
     batch: int
@@ -68,6 +65,8 @@ class Header(NamedTuple):
 
 
 class Contents(NamedTuple):
+    """The contents of a model file; `jaxunet.weights.Weights` describes the fields."""
+
     config: Config
     params: Tree
     moments: tuple[Tree, Tree] | None
@@ -75,12 +74,16 @@ class Contents(NamedTuple):
 
 
 def table(config: Config) -> list[Entry]:
-    """The tensors of unet.cu's file in their order: path in our tree, unet.cu's name, shape."""
+    """Returns the tensors of unet.cu's file, in its order."""
     return entries(config, NAMES)
 
 
 def config_of(header: Header) -> Config:
-    """The config that a header describes: unet.cu's network, and the training that goes with it."""
+    """Returns the config that a header describes: unet.cu's network and training options.
+
+    Raises:
+      UserError: the header makes no valid config.
+    """
     side = min(header.height, header.width)
     config = Config().replace(
         model={
@@ -102,13 +105,16 @@ def config_of(header: Header) -> Config:
             'schedule': 'constant',
             'clip_norm': 0.0,
         },
-        train={'sample_every': 0},  # there are no grids of images with any number of channels
+        train={'sample_every': 0},  # sample grids need 1 or 3 channels
     )
     return resolve(to_dict(config))
 
 
 def header_of(config: Config, *, has_adamw: bool) -> Header:
-    """The header of a config's file.
+    """Returns the header of a config's file.
+
+    Args:
+      has_adamw: the file holds AdamW's moments.
 
     Raises:
       UserError: unet.cu has no such network; the message lists the fields.
@@ -116,9 +122,17 @@ def header_of(config: Config, *, has_adamw: bool) -> Header:
     height, width, channels = config.image_shape
     m = config.model
     header = Header(
-        MAGIC, config.data.batch_size, channels, m.base_channels, channels * (1 + config.diffusion.learn_sigma), height, width,
-        m.max_period, int(has_adamw), 0,
-    )  # fmt: skip
+        magic=MAGIC,
+        batch=config.data.batch_size,
+        channels_in=channels,
+        channels_model=m.base_channels,
+        channels_out=channels * (1 + config.diffusion.learn_sigma),
+        height=height,
+        width=width,
+        max_period=m.max_period,
+        has_adamw=int(has_adamw),
+        has_rng=0,
+    )
     problems = _problems(header)
     if not problems:
         theirs = config_of(header)
@@ -129,13 +143,14 @@ def header_of(config: Config, *, has_adamw: bool) -> Header:
     if problems:
         lines = '\n'.join(f'  {p}' for p in problems)
         raise UserError(
-            f'unet.cu has no such model, so a .bin cannot hold it; write .safetensors instead. What unet.cu needs:\n{lines}'
+            'unet.cu has no such model, so a .bin cannot hold it; write .safetensors instead. '
+            f'What unet.cu needs:\n{lines}'
         )
     return header
 
 
 def _problems(header: Header) -> list[str]:
-    """What is impossible in a header, as `field: expected, found`."""
+    """Returns the impossible fields of a header, as `field: expected, found`."""
     problems = []
     for name, value in header._asdict().items():
         if (
@@ -149,12 +164,13 @@ def _problems(header: Header) -> list[str]:
             problems.append(f'{_label(name)}: expected 0 or 1, found {value}')
     if header.channels_model % GROUPS:
         problems.append(
-            f'{_label("channels_model")}: expected a multiple of {GROUPS}, found {header.channels_model}'
+            f'{_label("channels_model")}: expected a multiple of {GROUPS}, '
+            f'found {header.channels_model}'
         )
     if header.channels_out not in (header.channels_in, 2 * header.channels_in):
         problems.append(
-            f'{_label("channels_out")}: expected {header.channels_in}, or {2 * header.channels_in} with a learned variance, '
-            f'found {header.channels_out}'
+            f'{_label("channels_out")}: expected {header.channels_in}, or '
+            f'{2 * header.channels_in} with a learned variance, found {header.channels_out}'
         )
     return problems
 
@@ -165,69 +181,38 @@ def _label(name: str) -> str:
 
 
 def read(path: str, file: BinaryIO, config: Config | None = None) -> Contents:
-    """Reads a model file. All sizes are compared with the file's length before anything is allocated.
+    """Reads a model file; compares all sizes with its length before it allocates anything.
 
     Args:
-      path: for messages.
-      config: the network that the caller wants; its other fields (data, training) are kept, and the file's batch size and image
-        size may differ. None: everything from the header, and unet.cu's constants.
+      path: the file's name, for messages.
+      config: the expected network. Its other fields (data, training) are kept, and its batch size
+        and image size may differ from the file's. None = the header's fields and unet.cu's
+        constants.
 
     Raises:
-      UserError: not such a file, impossible header fields, another length than the header asks for, numbers that are not finite,
-        negative second moments, or another network than `config`; naming field and byte.
+      UserError: another kind of file, impossible header fields, a wrong length, numbers that are
+        not finite, negative second moments, or another network than `config`; the message names
+        field and byte.
     """
     size = os.fstat(file.fileno()).st_size
     header = _read_header(path, file, size)
-    # A lower bound, from the time embedding and the outer convolutions: nothing bigger than the file is described any further.
-    base = header.channels_model
-    least = 4 * (16 * base * base + 9 * base * (header.channels_in + header.channels_out))
-    if least > size:
-        label = _label('channels_model' if 64 * base * base > size else 'channels_in')
-        raise UserError(
-            f'{path}: {label}: {base} channels, {header.channels_in} in and {header.channels_out} out, need more than {least:,} bytes, '
-            f'but the file has {size:,}; it is truncated or damaged'
-        )
+    _check_least_size(path, header, size)
     try:
         theirs = config_of(header)
     except UserError as error:
         raise UserError(
             f'{path}: the header does not make a network that can be run: {error}'
         ) from None
-    if config is not None and (
-        problems := differences(network_fields(config), network_fields(theirs))
-    ):
-        raise UserError(
-            f'{path}: not the network of the config:\n' + '\n'.join(f'  {p}' for p in problems)
-        )
+    if config is not None:
+        problems = differences(network_fields(config), network_fields(theirs))
+        if problems:
+            lines = '\n'.join(f'  {p}' for p in problems)
+            raise UserError(f'{path}: not the network of the config:\n{lines}')
 
     rows = table(theirs)
     total = count(rows)
     sections = ['parameters'] + ['first moments', 'second moments'] * header.has_adamw
-    rng = (
-        header.batch
-        * header.channels_in
-        * header.height
-        * header.width
-        * RNG_STATE
-        * header.has_rng
-    )
-    needed = HEADER + 4 * total * len(sections) + rng
-    if size != needed:
-        parts = ' + '.join(
-            [
-                f'{HEADER:,} header',
-                *(f'{4 * total:,} {name}' for name in sections),
-                *([f'{rng:,} random states'] if rng else []),
-            ]
-        )
-        state = (
-            f'truncated at byte {size:,}'
-            if size < needed
-            else f'{size - needed:,} bytes too long, from byte {needed:,} on'
-        )
-        raise UserError(
-            f'{path}: expected {needed:,} bytes ({parts}) as its header says, found {size:,}: {state}'
-        )
+    _check_size(path, header, total, sections, size)
     trees = []
     for i, name in enumerate(sections):
         values = np.frombuffer(file.read(4 * total), '<f4')
@@ -237,24 +222,63 @@ def read(path: str, file: BinaryIO, config: Config | None = None) -> Contents:
     note = f'unet.cu model, {total:,} parameters'
     note += ', with AdamW moments' if header.has_adamw else ''
     note += ', random states skipped' if header.has_rng else ''
-    return Contents(
-        config or theirs, trees[0], (trees[1], trees[2]) if header.has_adamw else None, note
+    moments = (trees[1], trees[2]) if header.has_adamw else None
+    return Contents(config or theirs, trees[0], moments, note)
+
+
+def _check_least_size(path: str, header: Header, size: int) -> None:
+    """Refuses a header whose network is larger than the file, before its shapes are computed.
+
+    The time embedding and the outer convolutions give a lower bound.
+    """
+    base = header.channels_model
+    least = 4 * (16 * base * base + 9 * base * (header.channels_in + header.channels_out))
+    if least > size:
+        label = _label('channels_model' if 64 * base * base > size else 'channels_in')
+        raise UserError(
+            f'{path}: {label}: {base} channels, {header.channels_in} in and '
+            f'{header.channels_out} out, need more than {least:,} bytes, but the file has '
+            f'{size:,}; it is truncated or damaged'
+        )
+
+
+def _check_size(path: str, header: Header, total: int, sections: list[str], size: int) -> None:
+    """Checks the file's length against its header, for `total` parameters."""
+    pixels = header.batch * header.channels_in * header.height * header.width
+    rng = pixels * RNG_STATE * header.has_rng
+    needed = HEADER + 4 * total * len(sections) + rng
+    if size == needed:
+        return
+    parts = [f'{HEADER:,} header', *(f'{4 * total:,} {name}' for name in sections)]
+    if rng:
+        parts.append(f'{rng:,} random states')
+    state = (
+        f'truncated at byte {size:,}'
+        if size < needed
+        else f'{size - needed:,} bytes too long, from byte {needed:,} on'
+    )
+    raise UserError(
+        f'{path}: expected {needed:,} bytes ({" + ".join(parts)}) as its header says, '
+        f'found {size:,}: {state}'
     )
 
 
 def _read_header(path: str, file: BinaryIO, size: int) -> Header:
     if size < HEADER:
         raise UserError(
-            f'{path}: expected a header of {HEADER} bytes, found a file of {size} bytes; it is truncated or no unet.cu file'
+            f'{path}: expected a header of {HEADER} bytes, found a file of {size} bytes; '
+            'it is truncated or not a unet.cu file'
         )
     header = Header(*np.frombuffer(file.read(HEADER), '<i4')[: len(Header._fields)].tolist())
     if header.magic == DATA_MAGIC:
         raise UserError(
-            f'{path}: this is a file of images (magic {DATA_MAGIC} at byte 0), not of weights (magic {MAGIC}); give it as data.path'
+            f'{path}: this is a file of images (magic {DATA_MAGIC} at byte 0), not of weights '
+            f'(magic {MAGIC}); give it as data.path'
         )
     if header.magic != MAGIC:
         raise UserError(
-            f'{path}: {_label("magic")}: expected {MAGIC}, found {header.magic}; this is no model file of unet.cu '
+            f'{path}: {_label("magic")}: expected {MAGIC}, found {header.magic}; '
+            'this is not a model file of unet.cu '
             '(for PyTorch or safetensors files use the extension .pt or .safetensors)'
         )
     if problems := _problems(header):
@@ -263,6 +287,7 @@ def _read_header(path: str, file: BinaryIO, size: int) -> Header:
 
 
 def _split(path: str, rows: list[Entry], values: np.ndarray, section: str, byte: int) -> Tree:
+    """Splits a section of the file, which starts at `byte`, into our parameter tree."""
     leaves, start = {}, 0
     for row in rows:
         flat = values[start : start + math.prod(row.shape)]
@@ -275,7 +300,8 @@ def _split(path: str, rows: list[Entry], values: np.ndarray, section: str, byte:
         if section == 'second moments' and (flat < 0).any():
             index = int(np.argmax(flat < 0))
             raise UserError(
-                f'{path}: {where(index)} is {flat[index]}, expected 0 or more: second moments are means of squares'
+                f'{path}: {where(index)} is {flat[index]}, expected 0 or more: '
+                'second moments are means of squares'
             )
         leaves[row.path] = from_file(row, flat.reshape(row.shape))
         start += flat.size
