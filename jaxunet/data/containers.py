@@ -71,7 +71,7 @@ def path_order(name: str) -> tuple[str, ...]:
 
 
 class Folder(Container):
-    """All files below a folder; links are followed."""
+    """The files below a folder, at any depth; links are followed."""
 
     def __init__(self, path: Path) -> None:
         super().__init__(path)
@@ -100,13 +100,16 @@ class Folder(Container):
                     )
 
     def describe(self, i: int) -> str:
+        """Returns the path of file `i`."""
         return printable(str(self.path / self.names[i]))
 
     def start(self, i: int) -> tuple[bytes, int]:
+        """Reads the first bytes of file `i`; see `Container.start`."""
         with self._open(i) as file:
             return self._content(i, file, MAGIC_BYTES), os.fstat(file.fileno()).st_size
 
     def read(self, i: int) -> bytes:
+        """Reads file `i`; see `Container.read`."""
         with self._open(i) as file:
             size = os.fstat(file.fileno()).st_size
             if size > MAX_FILE_BYTES:
@@ -220,6 +223,7 @@ class ZipArchive(Archive):
         return at + 30 + name + extra
 
     def start(self, i: int) -> tuple[bytes, int]:
+        """Decompresses the first bytes of member `i`; see `Container.start`."""
         size = int(self._sizes[i, 1])
         if self._methods[i] == BZIP2:
             return self.read(i)[:MAGIC_BYTES], size  # bzip2 decompresses whole blocks
@@ -227,6 +231,7 @@ class ZipArchive(Archive):
         return self._inflate(i, data, MAGIC_BYTES), size
 
     def read(self, i: int) -> bytes:
+        """Decompresses member `i` and checks its size and CRC; see `Container.read`."""
         packed, size, crc = (int(v) for v in self._sizes[i])
         if max(size, packed) > MAX_FILE_BYTES:
             raise BadImage(

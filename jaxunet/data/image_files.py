@@ -67,12 +67,14 @@ class ImageFiles(Source):
         self.labels, self.class_names, self.unlabelled_by = found
 
     def load(self, indices: Int[np.ndarray, ' rows']) -> Batch:
+        """Decodes the images at these indices; see `Source.load`."""
         out = np.empty((len(indices), *self.image_shape), np.uint8)
         for row, index in enumerate(indices):
             out[row] = self._one(int(self._files[index]))
         return out
 
     def stored_size(self, index: int) -> tuple[int, int]:
+        """Reads the size from the image file; see `Source.stored_size`."""
         i = int(self._files[index])
         return size_of(self._container.read(i), self._container.describe(i))
 

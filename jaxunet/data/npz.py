@@ -68,10 +68,12 @@ class NpzSource(Source):
         self.labels, self.class_names = _check_labels(path, shape[0], labels, names)
 
     def load(self, indices: Int[np.ndarray, ' rows']) -> Batch:
+        """Reads the images at these indices; see `Source.load`."""
         images = self._images[indices]
         return fit(images[..., None] if self._grey else images, self.image_shape, self.name)
 
     def stored_size(self, index: int) -> tuple[int, int]:
+        """Returns the size that the array gives to all images."""
         return self._images.shape[1], self._images.shape[2]
 
 

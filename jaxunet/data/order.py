@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import functools
 import math
-from typing import Any
+from types import ModuleType
 
 import jax
 import jax.numpy as jnp
@@ -55,7 +55,7 @@ def permuted(i: U32, epoch: U32, n: int, seed: int) -> U32:
     """
     if not 1 <= n <= MAX_IMAGES:
         raise ValueError(f'n: expected 1 to {MAX_IMAGES} images, found {n}')
-    xp: Any = jnp if isinstance(i, jax.Array) or isinstance(epoch, jax.Array) else np
+    xp: ModuleType = jnp if isinstance(i, jax.Array) or isinstance(epoch, jax.Array) else np
     a, b = factors(n)
     key = epoch * np.uint32(0x9E3779B9) + np.uint32(_seed_word(seed))
     keys = [
@@ -97,7 +97,7 @@ def batch_indices(
     if not 1 <= batch_size <= MAX_IMAGES:
         raise ValueError(f'batch_size: expected 1 to {MAX_IMAGES}, found {batch_size}')
     traced = isinstance(step, jax.Array)
-    xp: Any = jnp if traced else np
+    xp: ModuleType = jnp if traced else np
     # One-dimensional, because numpy warns when scalars wrap.
     start = xp.reshape(xp.asarray(step).astype(np.uint32), (1,))
     epoch, first = _divide_product(start, batch_size, n, xp)
@@ -106,7 +106,7 @@ def batch_indices(
     return index.astype(np.int32)
 
 
-def _divide_product(x: U32, factor: int, n: int, xp: Any) -> tuple[U32, U32]:
+def _divide_product(x: U32, factor: int, n: int, xp: ModuleType) -> tuple[U32, U32]:
     """Returns divmod(x · factor, n), the quotient modulo 2^32; the product may need 63 bits."""
     common = math.gcd(factor, n)
     factor, n = factor // common, n // common

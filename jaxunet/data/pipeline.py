@@ -16,7 +16,6 @@ from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from multiprocessing.connection import wait
-from typing import Any
 
 import grain
 import jax
@@ -116,7 +115,9 @@ class Stream(Iterator[Rows]):
       pool: its worker processes, if any.
     """
 
-    def __init__(self, batches: Any, pool: ProcessPoolExecutor | None) -> None:
+    def __init__(
+        self, batches: grain.DatasetIterator | None, pool: ProcessPoolExecutor | None
+    ) -> None:
         self._batches, self._pool = batches, pool
 
     def __next__(self) -> Rows:

@@ -93,9 +93,11 @@ class ArraySource(Source):
         self._images = images
 
     def load(self, indices: Int[np.ndarray, ' rows']) -> Batch:
+        """Converts the images at these indices; see `Source.load`."""
         return fit(self._images[indices], self.image_shape, self.name)
 
     def stored_size(self, index: int) -> tuple[int, int]:
+        """Returns the size of the arrays in memory."""
         return self._images.shape[1], self._images.shape[2]
 
 
@@ -178,7 +180,9 @@ class Selection(Source):
         self.labels, self.class_names = labels[self._rows], classes
 
     def load(self, indices: Int[np.ndarray, ' rows']) -> Batch:
+        """Loads these images of the selection; see `Source.load`."""
         return self._source.load(self._rows[indices])
 
     def stored_size(self, index: int) -> tuple[int, int]:
+        """Returns the size of an image of the selection; see `Source.stored_size`."""
         return self._source.stored_size(int(self._rows[index]))

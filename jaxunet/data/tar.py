@@ -235,10 +235,12 @@ class TarArchive(Archive):
         self._spans = np.array(spans, np.int64).reshape(-1, 2)
 
     def start(self, i: int) -> tuple[bytes, int]:
+        """Reads the first bytes of member `i`; see `Container.start`."""
         offset, size = (int(v) for v in self._spans[i])
         return self._bytes(offset, min(size, MAGIC_BYTES)), size
 
     def read(self, i: int) -> bytes:
+        """Reads member `i`; see `Container.read`."""
         offset, size = (int(v) for v in self._spans[i])
         if size > MAX_FILE_BYTES:
             raise BadImage(

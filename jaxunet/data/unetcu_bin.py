@@ -44,6 +44,11 @@ class BinSource(Source):
         self.load(np.unique([0, n - 1]))
 
     def load(self, indices: Int[np.ndarray, ' rows']) -> Batch:
+        """Reads the images at these indices; see `Source.load`.
+
+        Raises:
+          UserError: values that are not 8-bit pixels.
+        """
         values = self._values[indices]
         with np.errstate(all='ignore'):
             pixels = (values + np.float32(1)) * np.float32(127.5)
@@ -60,6 +65,7 @@ class BinSource(Source):
         )
 
     def stored_size(self, index: int) -> tuple[int, int]:
+        """Returns the size that the header gives to all images."""
         return self._values.shape[2], self._values.shape[3]
 
     def _bad_value(self, image: int, place: tuple[int, ...], value: float) -> UserError:

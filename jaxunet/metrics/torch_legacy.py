@@ -15,7 +15,15 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from jaxunet.runtime.errors import UserError
-from jaxunet.weights.torch_pickle import ITEM_SIZES, OPCODES, STATE_DICT, Refused, TensorView
+from jaxunet.weights.torch_pickle import (
+    ITEM_SIZES,
+    OPCODES,
+    STATE_DICT,
+    Memo,
+    Refused,
+    Stack,
+    TensorView,
+)
 
 MAGIC = 0x1950A86A20F9469CFC6C
 PROTOCOL = 1001
@@ -105,8 +113,8 @@ def _state_dict(path: str, tree: object) -> dict[str, TensorView]:
 def _pickles(path: str, file: BinaryIO) -> Iterator[Any]:
     """Yields the objects of consecutive pickles."""
     while True:
-        stack: list[Any] = []
-        memo: dict[int, Any] = {}
+        stack: Stack = []
+        memo: Memo = {}
         position = begin = file.tell()
         try:
             for opcode, argument, at in pickletools.genops(file):
@@ -140,7 +148,7 @@ def _pickles(path: str, file: BinaryIO) -> Iterator[Any]:
         yield value
 
 
-def _plain_storage(stack: list[Any]) -> None:
+def _plain_storage(stack: Stack) -> None:
     """Drops the sixth part of a storage reference, which must be None.
 
     It named a view of another storage; torch has not written one since 0.4.

@@ -10,12 +10,12 @@ from __future__ import annotations
 
 import pickletools
 import zipfile
-from typing import Any, BinaryIO
+from typing import BinaryIO
 
 import numpy as np
 
 from jaxunet.runtime.errors import UserError
-from jaxunet.weights.torch_pickle import ITEM_SIZES, OPCODES, Refused, TensorView
+from jaxunet.weights.torch_pickle import ITEM_SIZES, OPCODES, Memo, Refused, Stack, TensorView
 
 MAX_PICKLE = 64 * 2**20  # bytes
 MAX_DEPTH = 32  # nesting of modules
@@ -133,8 +133,8 @@ def _collect(
 
 
 def _load(path: str, data: bytes) -> _Module:
-    stack: list[Any] = []
-    memo: dict[int, Any] = {}
+    stack: Stack = []
+    memo: Memo = {}
     position = 0
     try:
         for opcode, argument, at in pickletools.genops(data):
@@ -165,7 +165,7 @@ def _load(path: str, data: bytes) -> _Module:
     return module
 
 
-def _step(name: str, argument: Any, stack: list[Any], memo: dict[int, Any]) -> None:
+def _step(name: str, argument: object, stack: Stack, memo: Memo) -> None:
     """Executes one opcode: those of a state dict, and those that build the archive's objects."""
     if name == 'GLOBAL' and str(argument).startswith(('__torch__', 'torch.jit._pickle ')):
         stack.append(_Named(argument))
