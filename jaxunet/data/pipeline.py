@@ -128,7 +128,7 @@ class Stream(Iterator[Rows]):
         except BrokenProcessPool:
             self.close()
             raise UserError(
-                'data.num_workers: a worker process died (killed for want of memory?); '
+                'data.num_workers: a worker process died (was it out of memory?); '
                 'use fewer workers, or 0, which decodes in threads'
             ) from None
         except BaseException:  # exhausted, a corrupt image or Ctrl-C: no batch follows

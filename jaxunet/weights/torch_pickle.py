@@ -138,7 +138,7 @@ def _update(target: object, items: Stack) -> None:
                 f'expected text or a number as the key of a dict, found {type(key).__name__}'
             )
         if key in target:
-            raise Refused(f'the key {key!r} is there twice')
+            raise Refused(f'the key {key!r} occurs twice')
         target[key] = value
 
 
@@ -186,7 +186,7 @@ def _persistent(value: object) -> Storage:
 
 def _call(function: object, arguments: object) -> object:
     if type(function) is not _Global or function.name not in CALLS or type(arguments) is not tuple:
-        raise Refused('something is called that is not a function of the format')
+        raise Refused('found a call of something that is not a function of the format')
     return CALLS[function.name](*arguments)
 
 
