@@ -21,9 +21,7 @@ from ml_collections.config_flags.tuple_parser import TupleParser
 
 from jaxunet.config import default_config, schema
 from jaxunet.runtime.download import cache_dir
-from jaxunet.runtime.errors import UserError, near_misses
-
-USER_ERROR = 2
+from jaxunet.runtime.errors import USER_ERROR, UserError, near_misses
 
 
 def run(main: Callable[[Sequence[str]], int | None]) -> None:

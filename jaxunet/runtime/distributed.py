@@ -25,7 +25,7 @@ import numpy as np
 from absl import logging
 from jax.experimental import multihost_utils
 
-from jaxunet.runtime.errors import UserError
+from jaxunet.runtime.errors import USER_ERROR, UserError
 
 CLUSTERS = ('auto', 'none', 'slurm', 'ompi', 'mpi4py')
 SLURM_VARIABLES = (
@@ -39,7 +39,7 @@ OPEN_MPI = 'OMPI_MCA_orte_hnp_uri'  # up to version 4; JAX finds the host of mpi
 # When process 0 ends, JAX aborts the others; those that stop for the same reason say so themselves if they get this long.
 LAST_WORDS_SECONDS = 3.0
 FINISH_SECONDS = 3600  # the others wait at the end while process 0 writes the last checkpoint
-USER_ERROR, ERROR = 2, 1
+ERROR = 1  # exit code after any exception that is not a UserError
 
 
 @dataclass(frozen=True)

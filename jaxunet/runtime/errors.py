@@ -5,6 +5,8 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable, Sequence
 
+USER_ERROR = 2  # exit code of a command that ends with a UserError
+
 
 class UserError(Exception):
     """A mistake in a flag, a config, a data file or a weight file.
