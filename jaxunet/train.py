@@ -22,11 +22,11 @@ from jaxunet.checkpoint import store as checkpoint
 from jaxunet.checkpoint.load import load_initial
 from jaxunet.config import Config, cli, resolve, to_dict
 from jaxunet.data.classes import check_classes
-from jaxunet.data.sources import open_source
+from jaxunet.data.sources import open_images
 from jaxunet.model import cost as estimate
 from jaxunet.ops.backends import load_ops
 from jaxunet.runtime import distributed
-from jaxunet.runtime.errors import UserError
+from jaxunet.runtime.errors import USER_ERROR, UserError
 from jaxunet.training.background import Background
 from jaxunet.training.loop import train
 from jaxunet.training.parallel import Parallel
@@ -86,7 +86,7 @@ def main(argv: Sequence[str]) -> None:
             if not compiling():
                 raise
             print(f'error: {error}', file=sys.stderr, flush=True)
-            code = cli.USER_ERROR
+            code = USER_ERROR
     if compiling():
         distributed.end(
             code
@@ -103,10 +103,7 @@ def run(config: Config) -> None:
     cli.enable_compilation_cache()
     load_ops(config.backend, config.precision)  # both fail before anything is read or written
     Parallel(config)
-    height, width, channels = config.image_shape
-    source = open_source(
-        config.data.path, image_shape=(height, width, channels), classes=config.data.classes
-    )
+    source = open_images(config)
     check_classes(config, source)
     workdir = (
         pathlib.Path(WORKDIR.value) if WORKDIR.value else pathlib.Path('runs') / default_name()
@@ -133,7 +130,7 @@ def run(config: Config) -> None:
         # In one piece and on a line of its own: threads of the storage library may be printing tracebacks at this moment.
         sys.stderr.flush()
         os.write(2, f'\nerror: {error}\n'.encode())
-        distributed.end(cli.USER_ERROR)
+        distributed.end(USER_ERROR)
 
 
 def default_name() -> str:

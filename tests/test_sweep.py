@@ -462,7 +462,7 @@ def test_the_clock_covers_the_timed_steps_alone(max_seconds, expected):
 def test_the_eager_step_sees_the_batches_that_training_sees():
     config = tiny_config(parallel={'devices': 1})
     parallel = measure.Parallel(config)
-    source = measure.open_source('digits:', image_shape=(8, 8, 1))
+    source = measure.open_images(config)
     resident = measure._first_data(parallel, source, config, 'device')
     calls = []
     step = measure.eager(lambda state, batch: (calls.append(state.step), ({}, batch))[1], config)

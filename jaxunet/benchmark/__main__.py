@@ -30,7 +30,7 @@ from jaxunet.benchmark.run import run
 from jaxunet.benchmark.table import markdown
 from jaxunet.benchmark.timing import MIN_STEPS, TURN_SECONDS
 from jaxunet.config import cli
-from jaxunet.data.sources import open_source
+from jaxunet.data.sources import open_images
 from jaxunet.ops.backends import load_ops
 from jaxunet.runtime import rows
 
@@ -87,12 +87,7 @@ def main(argv: Sequence[str]) -> int:
         os.environ.setdefault('XLA_PYTHON_CLIENT_PREALLOCATE', 'false')
     # A program from the cache would show no compile time.
     jax.config.update('jax_enable_compilation_cache', False)
-    c = plan.config
-    source = (
-        synthetic_source(c)
-        if SYNTHETIC.value
-        else open_source(c.data.path, image_shape=c.image_shape, classes=c.data.classes)
-    )
+    source = synthetic_source(plan.config) if SYNTHETIC.value else open_images(plan.config)
     measured = []
     for row in run(plan, source, shlex.join(['python', '-m', 'jaxunet.benchmark', *sys.argv[1:]])):
         rows.append(OUTPUT.value, row)

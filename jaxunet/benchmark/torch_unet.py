@@ -22,16 +22,12 @@ def build_torch_unet(config: Config, *, new_attention_order: bool = False) -> UN
     Its weights are PyTorch's own; `jaxunet.weights.guided_diffusion.from_tree` converts ours to a
     state dict.
     """
-    m, (height, width, channels) = config.model, config.image_shape
+    channels = config.model.image_channels
     return UNet(
-        m,
+        config.model,
         in_channels=channels,
         out_channels=channels * (2 if config.diffusion.learn_sigma else 1),
-        attention_levels=tuple(
-            i
-            for i in range(len(m.channel_mult))
-            if min(height, width) >> i in m.attention_resolutions
-        ),
+        attention_levels=config.attention_levels,
         new_attention_order=new_attention_order,
     )
 

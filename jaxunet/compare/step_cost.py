@@ -16,9 +16,9 @@ from jaxunet.benchmark import timing
 from jaxunet.benchmark.jax_side import JaxSide
 from jaxunet.checkpoint.state import fresh_state
 from jaxunet.config import Config, cli, resolve
-from jaxunet.data.sources import open_source
+from jaxunet.data.sources import open_images
 from jaxunet.runtime import rows
-from jaxunet.runtime.errors import UserError
+from jaxunet.runtime.errors import USER_ERROR, UserError
 
 ROUNDS = 11
 STEPS = 8  # of a turn, at least
@@ -33,10 +33,7 @@ def measure(
       steps: of a turn; default: `steps_of_a_turn`, so that each turn has its share of the policies' measurements.
     """
     first = next(iter(configs.values()))
-    height, width, channels = first.image_shape
-    source = open_source(
-        first.data.path, image_shape=(height, width, channels), classes=first.data.classes
-    )
+    source = open_images(first)
     sides, units = {}, []
     for name, config in configs.items():
         # Random weights in the last layers too: a network of zeros takes a GPU less power.
@@ -86,7 +83,7 @@ def main() -> None:
         print(json.dumps(measure({name: resolve(values) for name, values in configs.items()})))
     except UserError as error:
         print(f'error: {error}', file=sys.stderr, flush=True)
-        sys.exit(cli.USER_ERROR)
+        sys.exit(USER_ERROR)
 
 
 if __name__ == '__main__':

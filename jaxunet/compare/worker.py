@@ -25,10 +25,10 @@ import numpy as np
 
 from jaxunet.checkpoint.store import state_template
 from jaxunet.config import Config, cli, resolve
-from jaxunet.data.sources import Source, open_source
+from jaxunet.data.sources import Source, open_images
 from jaxunet.model.unet import Params
 from jaxunet.runtime import rows
-from jaxunet.runtime.errors import UserError
+from jaxunet.runtime.errors import USER_ERROR, UserError
 from jaxunet.training.clock import Milestones
 from jaxunet.training.evaluation import Evaluator
 from jaxunet.training.loop import train
@@ -78,10 +78,7 @@ def run(folder: pathlib.Path) -> None:
     """
     task = read_task(folder)
     config = resolve(task.config)
-    height, width, channels = config.image_shape
-    source = open_source(
-        config.data.path, image_shape=(height, width, channels), classes=config.data.classes
-    )
+    source = open_images(config)
     paths = [folder / SNAPSHOTS / f'{i}.npz' for i in range(len(task.seconds))]
     if not all(path.exists() for path in paths) and missing(task, folder):
         _train(task, config, source, folder, paths)
@@ -169,7 +166,7 @@ def main() -> None:
         run(pathlib.Path(sys.argv[1]))
     except UserError as error:
         print(f'error: {error}', file=sys.stderr, flush=True)
-        sys.exit(cli.USER_ERROR)
+        sys.exit(USER_ERROR)
 
 
 if __name__ == '__main__':

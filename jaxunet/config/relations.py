@@ -133,7 +133,7 @@ def check_relations(config: Config) -> list[str]:
         )
     for level, mult in enumerate(m.channel_mult):
         channels = int(mult * m.base_channels)
-        attends = sides[level] in m.attention_resolutions or level == len(sides) - 1
+        attends = level in config.attention_levels or level == len(sides) - 1
         name, size = (
             ('num_heads', m.num_heads)
             if m.num_heads

@@ -205,6 +205,13 @@ class Config:
         size = self.data.image_size
         return size[0], size[-1], self.model.image_channels
 
+    @property
+    def attention_levels(self) -> tuple[int, ...]:
+        """Levels (0 = full resolution) whose residual blocks are followed by attention."""
+        side = min(self.image_shape[:2])
+        levels = range(len(self.model.channel_mult))
+        return tuple(level for level in levels if side >> level in self.model.attention_resolutions)
+
     def replace(self, **changes: Any) -> Config:
         """A copy with fields changed; a section takes a dict of its changed fields: `c.replace(train={'steps': 9})`."""
         return dataclasses.replace(

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
+from jaxunet.config import Config
 from jaxunet.data import cifar10
 from jaxunet.data.containers import Folder, ZipArchive
 from jaxunet.data.image_files import ImageFiles, decode_tar_stream
@@ -17,13 +18,24 @@ from jaxunet.data.tar import TarArchive, compression
 from jaxunet.data.unetcu_bin import BinSource
 from jaxunet.runtime.errors import UserError, near_misses
 
-__all__ = ['Source', 'is_compressed_tar', 'open_source', 'open_unpacked_tar']
+__all__ = ['Source', 'is_compressed_tar', 'open_images', 'open_source', 'open_unpacked_tar']
 
 DIGITS = Path(__file__).with_name('digits.npz')
 EMBEDDED = ('digits:', 'cifar10:')
 TAR = ('.tar', '.tar.gz', '.tgz', '.tar.xz', '.txz')
 FORMS = 'a folder of images, .zip, .tar, .tar.gz, .tar.xz, .npz, unet.cu .bin, digits: or cifar10:'
 WEIGHTS = ('.pt', '.pth', '.safetensors', '.ckpt')
+
+
+def open_images(config: Config) -> Source:
+    """Opens the images of `config.data` in the shape and with the classes that the config names.
+
+    Raises:
+      UserError: as `open_source`.
+    """
+    return open_source(
+        config.data.path, image_shape=config.image_shape, classes=config.data.classes
+    )
 
 
 def open_source(path: str, *, image_shape: Shape, classes: tuple[str, ...] = ()) -> Source:

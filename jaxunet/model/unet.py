@@ -37,13 +37,9 @@ INITIALIZERS: dict[str, Initializer] = {
 
 def build_unet(config: Config, ops: Ops) -> UNet:
     """The UNet that a config describes, computing in `config.precision` on the given ops."""
-    side = min(config.image_shape[:2])
-    levels = range(len(config.model.channel_mult))
     return UNet(
         model=config.model,
-        attention_levels=tuple(
-            level for level in levels if side >> level in config.model.attention_resolutions
-        ),
+        attention_levels=config.attention_levels,
         out_channels=config.model.image_channels * (2 if config.diffusion.learn_sigma else 1),
         ops=ops,
         dtype=jnp.dtype(config.precision),

@@ -31,7 +31,7 @@ from absl import flags
 
 from jaxunet.config import Config, cli, resolve, to_dict
 from jaxunet.data.source import Source
-from jaxunet.data.sources import open_source
+from jaxunet.data.sources import open_images
 from jaxunet.ops.backends import describe, load_ops
 from jaxunet.profile import report
 from jaxunet.profile.capture import Capture, capture
@@ -85,10 +85,7 @@ def main(argv: Sequence[str]) -> None:
         output.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise UserError(f'--output: {output} cannot be made: {error.strerror or error}') from None
-    height, width, channels = config.image_shape
-    source = open_source(
-        config.data.path, image_shape=(height, width, channels), classes=config.data.classes
-    )
+    source = open_images(config)
     cli.enable_compilation_cache()
 
     profiles = []

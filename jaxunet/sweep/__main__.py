@@ -29,7 +29,7 @@ from typing import Any
 from absl import flags
 
 from jaxunet.config import Config, cli, resolve
-from jaxunet.data.sources import open_source
+from jaxunet.data.sources import open_images
 from jaxunet.runtime.errors import UserError
 from jaxunet.sweep import folder, report, runner
 from jaxunet.sweep.points import Point, expand, merge, parse_axes
@@ -154,13 +154,10 @@ def check_data(points: Sequence[Point]) -> None:
         if point.problem:
             continue
         config: Config = point.config
-        height, width, channels = config.image_shape
-        one = (config.data.path, (height, width, channels), config.data.classes)
-        if one not in seen:
-            seen.add(one)
-            open_source(
-                config.data.path, image_shape=(height, width, channels), classes=config.data.classes
-            )
+        images = (config.data.path, config.image_shape, config.data.classes)
+        if images not in seen:
+            seen.add(images)
+            open_images(config)
 
 
 if __name__ == '__main__':

@@ -33,7 +33,7 @@ from jaxunet.checkpoint.state import TrainState, fresh_state, make_optimizer
 from jaxunet.config import Config, cli, resolve
 from jaxunet.data import pipeline
 from jaxunet.data.order import batch_indices
-from jaxunet.data.sources import Source, open_source
+from jaxunet.data.sources import Source, open_images
 from jaxunet.data.threads import THREADS
 from jaxunet.diffusion.process import make_diffusion
 from jaxunet.model.unet import build_unet
@@ -70,7 +70,7 @@ def measure(task: Task) -> dict[str, Any]:
     parallel = Parallel(config)
     model = build_unet(config, load_ops(config.backend, config.precision))
     logging.info('%s', describe(config.backend, config.precision))
-    source = open_source(config.data.path, image_shape=_shape(config), classes=config.data.classes)
+    source = open_images(config)
     cache = pipeline.choose_cache(config, source)
     if (
         WORKERS in task.varied
@@ -220,11 +220,6 @@ def statistics(ends: list[float], batch: int, unit: int = 1) -> dict[str, Any]:
         'images_per_s': float(np.median(rates)),
         'images_per_s_range': [min(rates), max(rates)],
     }
-
-
-def _shape(config: Config) -> tuple[int, int, int]:
-    height, width, channels = config.image_shape
-    return height, width, channels
 
 
 def _first_data(parallel: Parallel, source: Source, config: Config, cache: str) -> Data:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import dataclasses
 
 from jaxunet.config import Config
-from jaxunet.weights.names import attention_levels
 
 Fields = dict[str, object]  # field name -> value
 
@@ -28,9 +27,7 @@ def network_fields(config: Config) -> Fields:
     }
     # Weights know levels, not sides in pixels.
     del fields['model.attention_resolutions']
-    fields['model.attention_resolutions (as levels, 0 = full resolution)'] = attention_levels(
-        config
-    )
+    fields['model.attention_resolutions (as levels, 0 = full resolution)'] = config.attention_levels
     fields['model.channel_mult'] = tuple(float(mult) for mult in m.channel_mult)
     if m.resblock_updown or len(m.channel_mult) == 1:
         del fields['model.conv_resample']

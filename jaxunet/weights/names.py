@@ -54,16 +54,6 @@ class Entry(NamedTuple):
     heads: int
 
 
-def attention_levels(config: Config) -> tuple[int, ...]:
-    """Returns the levels with attention after each residual block, 0 = full resolution."""
-    side = min(config.image_shape[:2])
-    return tuple(
-        level
-        for level in range(len(config.model.channel_mult))
-        if side >> level in config.model.attention_resolutions
-    )
-
-
 @functools.lru_cache(maxsize=16)
 def parameter_shapes(config: Config) -> Mapping[Path, Shape]:
     """Returns path and shape of every parameter of a config's UNet, without allocating it.
@@ -110,7 +100,7 @@ def _modules(config: Config) -> Iterator[tuple[str, str, str]]:
 
     Modules without parameters are included; `entries` skips them.
     """
-    m, levels, last = config.model, attention_levels(config), len(config.model.channel_mult) - 1
+    m, levels, last = config.model, config.attention_levels, len(config.model.channel_mult) - 1
     resample = 'res_block' if m.resblock_updown else 'layer'
     yield 'time_embed_0', 'time_embed.0', 'layer'
     yield 'time_embed_1', 'time_embed.2', 'layer'
