@@ -29,11 +29,11 @@ from jaxunet.ops.backends import ops_of
 from jaxunet.runtime.errors import UserError
 from jaxunet.training import loop
 from jaxunet.training.calls import steps_of_call
+from jaxunet.training.ema import ema_decay
 from jaxunet.training.logs import read_metrics
 from jaxunet.training.loop import train
 from jaxunet.training.parallel import Parallel
 from jaxunet.training.step import make_train_step
-from jaxunet.training.update import ema_decay
 
 
 @pytest.fixture(scope='module')

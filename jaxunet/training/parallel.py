@@ -27,7 +27,8 @@ from jaxunet.config import Config
 from jaxunet.data.order import batch_indices
 from jaxunet.runtime import compiled_cache
 from jaxunet.runtime.errors import UserError
-from jaxunet.training.step import Batch, Metrics, TrainStep
+from jaxunet.training.batch import Batch
+from jaxunet.training.step import Metrics, TrainStep
 from jaxunet.training.step_fields import relevant
 
 AXIS = 'data'

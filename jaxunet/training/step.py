@@ -1,106 +1,93 @@
-"""The training step: one pure function from state and data to state and metrics."""
+"""The training step: a pure function from state and batch to new state and metrics.
+
+A step minimises mean(w(t_i) c_i loss_i). The weight w comes from `loss.weighting`; the timesteps t
+and their factors c come from `timesteps.sampler`. The states of both are updated with the losses of
+the whole batch, gathered from all devices, and are therefore the same on every device.
+
+`jaxunet.profile` recognises the phases of a step by its named scopes: data, forward (its
+derivative counts as backward), backward, all_reduce, optimizer and ema.
+"""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
-from typing import Any, NamedTuple
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
-from jaxtyping import Array, Float, Int, Key, UInt8
+from jaxtyping import Array, Float, Int, Key
 
 from jaxunet.checkpoint.state import TrainState, learning_rate_schedule
 from jaxunet.config import Config
-from jaxunet.diffusion.process import Diffusion, per_sample_loss, q_sample
+from jaxunet.diffusion.process import Diffusion, per_sample_loss
 from jaxunet.diffusion.timestep_policy import Event
-from jaxunet.diffusion.timesteps import Draw, TimestepSampler, make_sampler
-from jaxunet.diffusion.weighting import make_weighting
+from jaxunet.diffusion.timesteps import TimestepSampler, make_sampler
+from jaxunet.diffusion.weighting import Weighting, make_weighting
 from jaxunet.model.unet import Params, UNet
 from jaxunet.ops.backends import fused_update
-from jaxunet.training.update import make_update
+from jaxunet.training.batch import Batch, Keys, clean_images, noise_batch, split_keys
+from jaxunet.training.update import Update, make_update
 
-Batch = dict[
-    str, Array
-]  # image uint8 (b, H, W, C); label int32 (b,), -1 = none; row int32 (b,), place in the global batch
-Metrics = dict[str, Array]  # float32 and int32 scalars
+Scalar = Float[Array, '']
+Metrics = dict[str, Array]  # float32 and int32 scalars by name
 TrainStep = Callable[[TrainState, Batch], tuple[TrainState, Metrics]]
+Narrow = Callable[[list[Array]], Sequence[Array]]
 
 
-def normalise(
-    image: UInt8[Array, 'batch height width channels'],
-) -> Float[Array, 'batch height width channels']:
-    """uint8 pixels to [-1, 1]."""
-    return image.astype(jnp.float32) / 127.5 - 1
+@dataclass(frozen=True)
+class StepParts:
+    """The parts of a training step: everything its functions share that is fixed while tracing.
+
+    Attributes:
+      weighting: the loss weighting, w(t).
+      sampler: the timestep sampler.
+      schedule: learning rate by number of updates.
+      update: what is done with the gradients.
+      narrow: casts weights to 16 bits in one kernel; None leaves the casts to the layers.
+      axis_name: axis of the devices under `jax.pmap` or `jax.shard_map`; None without them.
+    """
+
+    config: Config
+    model: UNet
+    diffusion: Diffusion
+    weighting: Weighting
+    sampler: TimestepSampler
+    schedule: optax.Schedule
+    update: Update
+    narrow: Narrow | None
+    axis_name: str | None
+
+    @property
+    def uniform(self) -> bool:
+        """All timesteps are drawn alike and weighted alike, so nothing learns from the losses."""
+        c = self.config
+        return c.loss.weighting == 'uniform' and c.timesteps.sampler == 'uniform'
 
 
-class Keys(NamedTuple):
-    """What the samples of a batch draw from: sample i from its own keys alone, however the batch is split."""
-
-    flip: Key[Array, ' batch']
-    t: Key[Array, ' batch']
-    noise: Key[Array, ' batch']
-    label: Key[Array, ' batch']
-    dropout: Key[Array, ' batch']
-
-
-def split_keys(step_key: Key[Array, ''], row: Int[Array, ' batch'], paired: bool) -> Keys:
-    """Keys by place in the global batch; `paired` rows 2j and 2j + 1 share the one of the timestep."""
-
-    def split(row: Array) -> Array:
-        keys = jax.vmap(lambda r: jax.random.fold_in(step_key, r))(row)
-        return jax.vmap(lambda k: jax.random.split(k, 5), out_axes=1)(keys)
-
-    keys = Keys(*split(row))
-    return keys._replace(t=split(row - row % 2)[1]) if paired else keys
-
-
-def clean_images(
-    config: Config, keys: Keys, batch: Batch
-) -> Float[Array, 'batch height width channels']:
-    """x0: normalised and augmented."""
-    x0 = normalise(batch['image'])
-    if config.data.augment == 'flip':
-        flip = jax.vmap(jax.random.bernoulli)(keys.flip)
-        x0 = jnp.where(flip[:, None, None, None], x0[:, :, ::-1, :], x0)
-    return x0
-
-
-def noise_batch(
-    config: Config,
-    diffusion: Diffusion,
-    sampler: TimestepSampler,
-    timesteps: Any,
-    keys: Keys,
-    batch: Batch,
-) -> tuple[Array, Array, Draw, Array, Array | None, Array | None]:
-    """x0, xt, the timesteps that the sampler draws in its state `timesteps`, noise, labels and dropout keys of a batch."""
-    x0 = clean_images(config, keys, batch)
-    draw = sampler.draw(timesteps, keys.t, batch['row'], x0)
-    noise = jax.vmap(lambda k: jax.random.normal(k, x0.shape[1:], jnp.float32))(keys.noise)
-    labels = None
-    if config.model.num_classes:
-        dropped = jax.vmap(lambda k: jax.random.bernoulli(k, config.model.label_dropout))(
-            keys.label
-        )
-        labels = jnp.where(dropped, -1, batch['label'])
-    return (
-        x0,
-        q_sample(diffusion, x0, draw.t, noise),
-        draw,
-        noise,
-        labels,
-        keys.dropout if config.model.dropout else None,
-    )
-
-
-class Losses(NamedTuple):
-    """What samplers and weightings learn from, by sample."""
+class SampleLosses(NamedTuple):
+    """Losses by sample, from which timestep samplers and loss weightings learn."""
 
     t: Int[Array, ' batch']
     loss: Float[Array, ' batch']
-    importance: Float[Array, ' batch']
+    importance: Float[Array, ' batch']  # 1/(T p_t)
+
+
+class Gradients(NamedTuple):
+    """Gradients of one batch.
+
+    Attributes:
+      grads: the gradients, times the loss scale.
+      loss: the mean loss that is minimised.
+      samples: the losses by sample; None if nothing learns from them.
+    """
+
+    grads: Params
+    loss: Scalar
+    samples: SampleLosses | None
 
 
 def make_train_step(
@@ -113,177 +100,233 @@ def make_train_step(
 ) -> TrainStep:
     """Builds `train_step(state, batch) -> (state, metrics)`.
 
-    The batch is this device's share of the global batch under `jax.pmap` or `jax.shard_map` with `axis_name`, or without it the whole
-    batch; losses and gradients are means over the global batch either way. With `optimizer.accumulate_steps` > 1 it is worked through in
-    that many micro-batches. A step whose gradients are not finite changes nothing but the counters and the loss scale.
+    With `axis_name` the batch is this device's share of the global batch, under `jax.pmap` or
+    `jax.shard_map`; without it, the whole batch. Losses and gradients are means over the global
+    batch either way. With `optimizer.accumulate_steps` > 1 the batch is split into that many
+    micro-batches. A step whose gradients are not finite changes only the counters and the loss
+    scale.
 
-    It minimises mean(w(t_i) c_i loss_i), w from `loss.weighting`, t and its factor c from `timesteps.sampler`. Their states follow the
-    losses of the whole batch, gathered from all devices, and so are the same on each.
-
-    The metrics' loss is comparable between methods: the mean loss under uniform t without w, estimated as Σ r_i loss_i / Σ r_i with the
-    importance weights r_i = 1/(T p_t). (Dividing by Σ r_i rather than the batch size biases it by O(1/batch), but keeps it within the
-    range of the losses where p_t is small.) With uniform t and weights it is the mean, and what is minimised.
-
-    Its parts have named scopes, from which `jaxunet.profiling` tells the phases: data, forward (and by it backward), all_reduce, optimizer.
-
-    Metrics: loss (mean since the last logged step), step_loss, grad_norm (before clipping), learning_rate, loss_scale, bad_steps,
-    skipped.
+    Metrics: loss (mean since the last logged step), step_loss, grad_norm (before clipping),
+    learning_rate, loss_scale, bad_steps, skipped.
     """
-    schedule, update = learning_rate_schedule(config), make_update(config, optimizer)
-    micro_batches, batch_size = config.optimizer.accumulate_steps, config.data.batch_size
-    weighting, sampler = make_weighting(config.loss, diffusion), make_sampler(config, diffusion)
     fused = fused_update(config.backend, config.precision)
-    narrow = (lambda arrays: fused.narrow(arrays, config.precision)) if fused else None
-    plain = config.loss.weighting == 'uniform' and config.timesteps.sampler == 'uniform'
+    parts = StepParts(
+        config=config,
+        model=model,
+        diffusion=diffusion,
+        weighting=make_weighting(config.loss, diffusion),
+        sampler=make_sampler(config, diffusion),
+        schedule=learning_rate_schedule(config),
+        update=make_update(config, optimizer),
+        narrow=(lambda arrays: fused.narrow(arrays, config.precision)) if fused else None,
+        axis_name=axis_name,
+    )
+    return functools.partial(train_step, parts)
 
-    def loss_fn(
-        params: Params, states: tuple[Any, Any], keys: Keys, batch: Batch, scale: Array
-    ) -> tuple[Array, tuple[Array, Losses | None]]:
-        with jax.named_scope('data'):
-            x0, xt, draw, noise, labels, dropout_keys = noise_batch(
-                config, diffusion, sampler, states[1], keys, batch
+
+def train_step(parts: StepParts, state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
+    """Runs one training step; see `make_train_step`."""
+    with jax.named_scope('data'):
+        step_key = jax.random.fold_in(jax.random.wrap_key_data(state.rng), state.step)
+        keys = split_keys(step_key, batch['row'], parts.sampler.paired)
+    grads, minimised, samples = gradients(parts, state, keys, batch)
+    if parts.axis_name is not None:
+        with jax.named_scope('all_reduce'):
+            grads = jax.lax.psum(grads, parts.axis_name)
+            minimised = jax.lax.pmean(minimised, parts.axis_name)
+            samples = jax.tree.map(
+                lambda x: jax.lax.all_gather(x, parts.axis_name, tiled=True), samples
             )
-        with jax.named_scope('forward'):
-            output = model.predict(params, xt, draw.t, labels, dropout_keys)
-            losses = per_sample_loss(diffusion, output, x0, xt, draw.t, noise)
-            if plain:
-                loss = jnp.mean(losses)
-                return loss * scale, (loss, None)
-            loss = jnp.mean(losses * weighting.table(states[0])[draw.t] * draw.weight)
-            return loss * scale, (loss, Losses(draw.t, losses, draw.importance))
+    with jax.named_scope('optimizer'):
+        loss = minimised if samples is None else comparable_loss(samples)
+        new_state, metrics = apply_gradients(parts, state, grads, loss, minimised)
+    if samples is not None:
+        key = jax.random.fold_in(step_key, parts.config.data.batch_size)
+        new_state = learn_from_losses(parts, state, new_state, samples, keys, batch, key)
+    return new_state, metrics
 
-    def wide(grads: Params) -> Params:
+
+def comparable_loss(samples: SampleLosses) -> Scalar:
+    """Estimates the mean loss under uniform t, which is comparable between methods.
+
+    The estimate is Σ r_i loss_i / Σ r_i with the importance weights r_i = 1/(T p_t). Dividing by
+    Σ r_i rather than by the batch size biases it by O(1/batch), but keeps it within the range of
+    the losses where p_t is small.
+    """
+    return jnp.sum(samples.loss * samples.importance) / jnp.sum(samples.importance)
+
+
+def loss_fn(
+    parts: StepParts, params: Params, state: TrainState, keys: Keys, batch: Batch, scale: Scalar
+) -> tuple[Scalar, tuple[Scalar, SampleLosses | None]]:
+    """Returns the loss to differentiate, which is multiplied by `scale`, and (loss, samples)."""
+    with jax.named_scope('data'):
+        x0, xt, draw, noise, labels, dropout_keys = noise_batch(
+            parts.config, parts.diffusion, parts.sampler, state.timesteps, keys, batch
+        )
+    with jax.named_scope('forward'):
+        output = parts.model.predict(params, xt, draw.t, labels, dropout_keys)
+        losses = per_sample_loss(parts.diffusion, output, x0, xt, draw.t, noise)
+        if parts.uniform:
+            loss = jnp.mean(losses)
+            return loss * scale, (loss, None)
+        loss = jnp.mean(losses * parts.weighting.table(state.weighting)[draw.t] * draw.weight)
+        return loss * scale, (loss, SampleLosses(draw.t, losses, draw.importance))
+
+
+def gradients(parts: StepParts, state: TrainState, keys: Keys, batch: Batch) -> Gradients:
+    """Returns this device's share of the gradients, and the losses of its rows.
+
+    The sum of the shares over the devices is the gradient of the whole batch. Gradients have the
+    types of the weights that the network was called with: 16 bits where `narrow` cast the weights
+    and nothing remains to be summed, else float32.
+    """
+    scale = state.loss_scale.scale
+    devices = 1 if parts.axis_name is None else jax.lax.axis_size(parts.axis_name)
+    if devices > 1:
+        # Makes the sum over devices a mean: dividing each gradient would be a kernel of its own.
+        scale = scale / devices
+    with jax.named_scope('forward'):
+        params = state.params
+        if parts.narrow:
+            params = parts.model.narrowed(params, parts.narrow)
+
+    def one(keys: Keys, batch: Batch) -> Gradients:
+        differentiate = jax.grad(loss_fn, argnums=1, has_aux=True)
+        grads, (loss, samples) = differentiate(parts, params, state, keys, batch, scale)
+        return Gradients(grads, loss, samples)
+
+    if parts.config.optimizer.accumulate_steps > 1:
+        return accumulate(parts.config.optimizer.accumulate_steps, one, state.params, keys, batch)
+    found = one(keys, batch)
+    # Casting one by one lets the first gradient be summed over the devices while others are still
+    # computed. On a single device the update reads 16-bit gradients as they are.
+    return found._replace(grads=widen(found.grads)) if devices > 1 else found
+
+
+def accumulate(
+    count: int,
+    gradients_of: Callable[[Keys, Batch], Gradients],
+    params: Params,
+    keys: Keys,
+    batch: Batch,
+) -> Gradients:
+    """Returns the mean float32 gradients of `count` micro-batches, computed one after another.
+
+    Micro-batch i consists of rows i, i + count, i + 2 count, ... of the batch.
+    """
+
+    def split(x: Array) -> Array:
+        return jnp.swapaxes(x.reshape(-1, count, *x.shape[1:]), 0, 1)
+
+    def add(
+        total: tuple[Params, Scalar], micro: tuple[Keys, Batch]
+    ) -> tuple[tuple[Params, Scalar], SampleLosses | None]:
+        found = gradients_of(*micro)
         with jax.named_scope('backward'):
-            return jax.tree.map(lambda g: g.astype(jnp.float32), grads)
+            return jax.tree.map(jnp.add, total, (widen(found.grads), found.loss)), found.samples
 
-    def gradients(
-        state: TrainState, keys: Keys, batch: Batch
-    ) -> tuple[Params, Array, Losses | None]:
-        """This device's share of the gradients, which add up to those of the whole batch; the mean loss of its rows.
+    zeros = (jax.tree.map(jnp.zeros_like, params), jnp.zeros((), jnp.float32))
+    total, samples = jax.lax.scan(add, zeros, jax.tree.map(split, (keys, batch)))
+    with jax.named_scope('backward'):
+        grads, loss = jax.tree.map(lambda x: x / count, total)
+    samples = jax.tree.map(lambda x: jnp.swapaxes(x, 0, 1).reshape(-1), samples)
+    return Gradients(grads, loss, samples)
 
-        They have the types of the weights that the network was called with: 16 bits where those were narrowed and nothing is to be summed.
-        """
-        value_and_grad = jax.grad(loss_fn, has_aux=True)
-        scale, states = state.loss_scale.scale, (state.weighting, state.timesteps)
-        devices = 1 if axis_name is None else jax.lax.axis_size(axis_name)
-        if (
-            devices > 1
-        ):  # so that the sum over devices is the mean: a division of each gradient is a kernel of its own
-            scale = scale / devices
-        with jax.named_scope('forward'):
-            params = model.narrowed(state.params, narrow) if narrow else state.params
-        if micro_batches == 1:
-            grads, (loss, losses) = value_and_grad(params, states, keys, batch, scale)
-            # One by one, so that the first can be summed over the devices while others are still computed; the update widens by itself.
-            return wide(grads) if devices > 1 else grads, loss, losses
 
-        def split(x: Array) -> Array:
-            return jnp.swapaxes(x.reshape(-1, micro_batches, *x.shape[1:]), 0, 1)
+def widen(grads: Params) -> Params:
+    """Casts gradients to float32."""
+    with jax.named_scope('backward'):
+        return jax.tree.map(lambda g: g.astype(jnp.float32), grads)
 
-        def add(
-            total: tuple[Params, Array], micro: tuple[Keys, Batch]
-        ) -> tuple[tuple[Params, Array], Losses | None]:
-            grads, (loss, losses) = value_and_grad(params, states, *micro, scale)
-            with jax.named_scope('backward'):
-                return jax.tree.map(jnp.add, total, (wide(grads), loss)), losses
 
-        start = (jax.tree.map(jnp.zeros_like, state.params), jnp.zeros((), jnp.float32))
-        total, losses = jax.lax.scan(add, start, jax.tree.map(split, (keys, batch)))
-        with jax.named_scope('backward'):
-            grads, loss = jax.tree.map(lambda x: x / micro_batches, total)
-        return grads, loss, jax.tree.map(lambda x: jnp.swapaxes(x, 0, 1).reshape(-1), losses)
+def apply_gradients(
+    parts: StepParts, state: TrainState, grads: Params, loss: Scalar, minimised: Scalar
+) -> tuple[TrainState, Metrics]:
+    """Updates weights, averages and counters, and computes the metrics.
 
-    def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
-        with jax.named_scope('data'):
-            step_key = jax.random.fold_in(jax.random.wrap_key_data(state.rng), state.step)
-            keys = split_keys(step_key, batch['row'], sampler.paired)
-        grads, loss, losses = gradients(state, keys, batch)
-        if axis_name is not None:
-            with jax.named_scope('all_reduce'):
-                grads, loss = jax.lax.psum(grads, axis_name), jax.lax.pmean(loss, axis_name)
-                losses = jax.tree.map(
-                    lambda x: jax.lax.all_gather(x, axis_name, tiled=True), losses
-                )
-        with jax.named_scope('optimizer'):
-            minimised = loss
-            if losses is not None:
-                loss = jnp.sum(losses.loss * losses.importance) / jnp.sum(losses.importance)
-            new_state, metrics = apply_gradients(state, grads, loss, minimised)
-        if losses is None:
-            return new_state, metrics
-        return follow(
-            state, new_state, losses, keys, batch, jax.random.fold_in(step_key, batch_size)
-        ), metrics
+    Args:
+      grads: summed over the devices, times the loss scale.
+      loss: the loss to log.
+      minimised: the loss that the gradients belong to.
+    """
+    config = parts.config
+    updated = parts.update(state, grads, loss, minimised)
+    finite = updated.finite
+    earlier_updates = state.step - state.skipped
+    skipped = state.skipped + jnp.where(finite, 0, 1)
+    bad_steps = jnp.where(finite, 0, state.bad_steps + 1)
+    loss_sum = state.loss_sum + jnp.where(finite, loss, 0.0)
+    loss_count = state.loss_count + jnp.where(finite, 1, 0)
+    metrics = {
+        'loss': loss_sum / jnp.maximum(loss_count, 1).astype(jnp.float32),
+        'step_loss': loss,
+        'grad_norm': updated.grad_norm,
+        'learning_rate': jnp.asarray(parts.schedule(earlier_updates), jnp.float32),
+        'loss_scale': state.loss_scale.scale,
+        'bad_steps': bad_steps,
+        'skipped': skipped,
+    }
+    logged = (state.step + 1) % config.train.log_every == 0
+    new_state = dataclasses.replace(
+        state,
+        step=state.step + 1,
+        params=updated.params,
+        ema=updated.ema,
+        opt_state=updated.opt_state,
+        loss_scale=state.loss_scale.update(finite, config.precision == 'float16'),
+        bad_steps=bad_steps,
+        skipped=skipped,
+        loss_sum=jnp.where(logged, 0.0, loss_sum),
+        loss_count=jnp.where(logged, 0, loss_count),
+    )
+    return new_state, metrics
 
-    def follow(
-        state: TrainState,
-        new_state: TrainState,
-        losses: Losses,
-        keys: Keys,
-        batch: Batch,
-        key: Array,
-    ) -> TrainState:
-        """The states of sampler and weighting after this step; a skipped step leaves them as they are."""
-        weight = weighting.table(state.weighting)[losses.t]
-        timesteps = sampler.update(state.timesteps, losses.t, losses.loss, weight)
-        if sampler.measure is not None:
-            event = Event(
-                step=state.step,
-                key=key,
-                keys=keys.t,
-                row=batch['row'],
-                x0=clean_images(config, keys, batch),
-                labels=batch['label'] if config.model.num_classes else None,
-                before=state.params,
-                after=new_state.params,
-                predict=model.predict,
-                axis_name=axis_name,
-                devices=batch_size // batch['row'].shape[0],
-                chunk=batch['row'].shape[0] // micro_batches,
-            )
-            timesteps = sampler.measure(timesteps, event)
-        now = (
-            weighting.update(state.weighting, losses.t, losses.loss, losses.importance),
-            timesteps,
+
+def learn_from_losses(
+    parts: StepParts,
+    state: TrainState,
+    new_state: TrainState,
+    samples: SampleLosses,
+    keys: Keys,
+    batch: Batch,
+    key: Key[Array, ''],
+) -> TrainState:
+    """Updates the states of the loss weighting and the timestep sampler in `new_state`.
+
+    A skipped step leaves both as they were in `state`.
+
+    Args:
+      samples: the losses of the global batch.
+      keys: of this device's share `batch`.
+      key: for further draws of the sampler; the same on all devices.
+    """
+    config, weighting, sampler = parts.config, parts.weighting, parts.sampler
+    weight = weighting.table(state.weighting)[samples.t]
+    timesteps = sampler.update(state.timesteps, samples.t, samples.loss, weight)
+    if sampler.measure is not None:
+        local_rows = batch['row'].shape[0]
+        event = Event(
+            step=state.step,
+            key=key,
+            keys=keys.t,
+            row=batch['row'],
+            x0=clean_images(config, keys, batch),
+            labels=batch['label'] if config.model.num_classes else None,
+            before=state.params,
+            after=new_state.params,
+            predict=parts.model.predict,
+            axis_name=parts.axis_name,
+            devices=config.data.batch_size // local_rows,
+            chunk=local_rows // config.optimizer.accumulate_steps,
         )
-        kept = new_state.skipped == state.skipped
-        now = jax.tree.map(
-            lambda new, old: jnp.where(kept, new, old), now, (state.weighting, state.timesteps)
-        )
-        return dataclasses.replace(new_state, weighting=now[0], timesteps=now[1])
-
-    def apply_gradients(
-        state: TrainState, grads: Params, loss: Array, minimised: Array
-    ) -> tuple[TrainState, Metrics]:
-        updated = update(state, grads, loss, minimised)
-        finite = updated.finite
-        taken = state.step - state.skipped  # updates before this one
-        skipped = state.skipped + jnp.where(finite, 0, 1)
-        bad_steps = jnp.where(finite, 0, state.bad_steps + 1)
-        loss_sum = state.loss_sum + jnp.where(finite, loss, 0.0)
-        loss_count = state.loss_count + jnp.where(finite, 1, 0)
-        metrics = {
-            'loss': loss_sum / jnp.maximum(loss_count, 1).astype(jnp.float32),
-            'step_loss': loss,
-            'grad_norm': updated.grad_norm,
-            'learning_rate': jnp.asarray(schedule(taken), jnp.float32),
-            'loss_scale': state.loss_scale.scale,
-            'bad_steps': bad_steps,
-            'skipped': skipped,
-        }
-        logged = (state.step + 1) % config.train.log_every == 0
-        new_state = dataclasses.replace(
-            state,
-            step=state.step + 1,
-            params=updated.params,
-            ema=updated.ema,
-            opt_state=updated.opt_state,
-            loss_scale=state.loss_scale.update(finite, config.precision == 'float16'),
-            bad_steps=bad_steps,
-            skipped=skipped,
-            loss_sum=jnp.where(logged, 0.0, loss_sum),
-            loss_count=jnp.where(logged, 0, loss_count),
-        )
-        return new_state, metrics
-
-    return train_step
+        timesteps = sampler.measure(timesteps, event)
+    updated = (
+        weighting.update(state.weighting, samples.t, samples.loss, samples.importance),
+        timesteps,
+    )
+    taken = new_state.skipped == state.skipped
+    updated = jax.tree.map(
+        lambda new, old: jnp.where(taken, new, old), updated, (state.weighting, state.timesteps)
+    )
+    return dataclasses.replace(new_state, weighting=updated[0], timesteps=updated[1])

@@ -1,14 +1,18 @@
-"""What a step does with its gradients: norm, clipping, AdamW and the averages of the weights; by optax, or in two fused kernels."""
+"""What a step does with its gradients: norm, clipping, AdamW and the averages of the weights.
+
+There are two implementations on the same optimizer state: optax, compiled by XLA, and the fused
+kernels of a backend that has the op `adamw`.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
 import optax
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float
 
 from jaxunet.checkpoint.state import TrainState, learning_rate_schedule
 from jaxunet.config import Config
@@ -16,31 +20,39 @@ from jaxunet.model.unet import Params
 from jaxunet.ops.adamw.operands import Rule
 from jaxunet.ops.backends import fused_update
 from jaxunet.ops.vocabulary import FusedUpdate
+from jaxunet.training.ema import ema_decay, update_ema
+
+Tree = TypeVar('Tree')
+Scalar = Float[Array, '']
 
 
 class Updated(NamedTuple):
-    """What the gradients changed; where they are not finite, nothing."""
+    """The result of an update. If `finite` is false, the first three are those of the old state.
+
+    Attributes:
+      grad_norm: global norm of the gradients, before clipping.
+      finite: the gradients and both losses are finite.
+    """
 
     params: Params
     opt_state: optax.OptState
     ema: dict[str, Params]
-    grad_norm: Float[Array, '']  # before clipping
-    finite: Bool[Array, '']  # the gradients and losses
+    grad_norm: Scalar
+    finite: Bool[Array, '']
 
 
-Update = Callable[
-    [TrainState, Params, Array, Array], Updated
-]  # of the state, its gradients times the loss scale, and two losses
+# Takes the state, its gradients times the loss scale, the logged loss and the minimised loss.
+Update = Callable[[TrainState, Params, Scalar, Scalar], Updated]
 
 
 def make_update(config: Config, optimizer: optax.GradientTransformation) -> Update:
-    """The update of `config.backend`: optax's, or one fused over all parameters on the same state."""
+    """Returns the update of `config.backend`: a fused one if the backend has it, else optax's."""
     kernels = fused_update(config.backend, config.precision)
-    return _fused(config, kernels) if kernels else _by_optax(config, optimizer)
+    return _fused_update(config, kernels) if kernels else _optax_update(config, optimizer)
 
 
-def _by_optax(config: Config, optimizer: optax.GradientTransformation) -> Update:
-    def update(state: TrainState, grads: Params, loss: Array, minimised: Array) -> Updated:
+def _optax_update(config: Config, optimizer: optax.GradientTransformation) -> Update:
+    def update(state: TrainState, grads: Params, loss: Scalar, minimised: Scalar) -> Updated:
         grads = jax.tree.map(lambda g: g / state.loss_scale.scale, grads)
         grad_norm = optax.tree.norm(grads)
         finite = _all_finite(grad_norm, loss, minimised)
@@ -57,13 +69,13 @@ def _by_optax(config: Config, optimizer: optax.GradientTransformation) -> Update
                 )
             }
 
-        def keep(new: Any, old: Any) -> Any:
+        def if_finite(new: Tree, old: Tree) -> Tree:
             return jax.tree.map(lambda a, b: jnp.where(finite, a, b), new, old)
 
         return Updated(
-            keep(params, state.params),
-            keep(opt_state, state.opt_state),
-            keep(ema, state.ema),
+            if_finite(params, state.params),
+            if_finite(opt_state, state.opt_state),
+            if_finite(ema, state.ema),
             grad_norm,
             finite,
         )
@@ -71,12 +83,12 @@ def _by_optax(config: Config, optimizer: optax.GradientTransformation) -> Update
     return update
 
 
-def _fused(config: Config, kernels: FusedUpdate) -> Update:
+def _fused_update(config: Config, kernels: FusedUpdate) -> Update:
     o = config.optimizer
     rule = Rule(o.betas[0], o.betas[1], o.eps, o.weight_decay)
     schedule = learning_rate_schedule(config)
 
-    def update(state: TrainState, grads: Params, loss: Array, minimised: Array) -> Updated:
+    def update(state: TrainState, grads: Params, loss: Scalar, minimised: Scalar) -> Updated:
         adam, empty, scheduled = state.opt_state
         grad_norm = jnp.sqrt(kernels.sum_of_squares(grads)) / state.loss_scale.scale
         finite = _all_finite(grad_norm, loss, minimised)
@@ -108,26 +120,15 @@ def _fused(config: Config, kernels: FusedUpdate) -> Update:
     return update
 
 
-def _all_finite(grad_norm: Array, loss: Array, minimised: Array) -> Bool[Array, '']:
+def _all_finite(grad_norm: Scalar, loss: Scalar, minimised: Scalar) -> Bool[Array, '']:
     return jnp.isfinite(grad_norm) & jnp.isfinite(loss) & jnp.isfinite(minimised)
 
 
-def _clip_factor(config: Config, grad_norm: Array) -> Float[Array, '']:
+def _clip_factor(config: Config, grad_norm: Scalar) -> Scalar:
     return jnp.minimum(1.0, config.optimizer.clip_norm / jnp.maximum(grad_norm, 1e-12))
 
 
-def _decays(config: Config, state: TrainState) -> list[Float[Array, '']]:
-    """Of every average, after the updates so far."""
-    taken = state.step - state.skipped
-    return [ema_decay(float(rate), taken, config.ema.warmup) for rate in state.ema]
-
-
-def ema_decay(rate: float, taken: Int[Array, ''], warmup: bool) -> Float[Array, '']:
-    """`rate`, or with warm-up min(rate, (1 + n) / (10 + n)) after n updates (as ddpm-torch)."""
-    n = taken.astype(jnp.float32)
-    return jnp.minimum(rate, (1 + n) / (10 + n)) if warmup else jnp.asarray(rate, jnp.float32)
-
-
-def update_ema(ema: Params, params: Params, decay: Float[Array, '']) -> Params:
-    """decay · ema + (1 - decay) · params."""
-    return jax.tree.map(lambda e, p: e + (1 - decay) * (p - e), ema, params)
+def _decays(config: Config, state: TrainState) -> list[Scalar]:
+    """Returns the decay of each average at this update."""
+    updates = state.step - state.skipped
+    return [ema_decay(float(rate), updates, config.ema.warmup) for rate in state.ema]

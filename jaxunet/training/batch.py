@@ -1,0 +1,106 @@
+"""One batch of the training step: its images, and everything that is drawn at random for it.
+
+Sample i draws from its own keys, which depend on the step and on its row in the global batch alone.
+The draws are therefore the same however the batch is split over devices and micro-batches.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int, Key, UInt8
+
+from jaxunet.config import Config
+from jaxunet.diffusion.process import Diffusion, q_sample
+from jaxunet.diffusion.timesteps import Draw, State, TimestepSampler
+
+# image: uint8 (batch, height, width, channels); label: int32 (batch,), -1 for none;
+# row: int32 (batch,), each sample's row in the global batch.
+Batch = dict[str, Array]
+Images = Float[Array, 'batch height width channels']
+
+
+class Keys(NamedTuple):
+    """Random keys of the samples of a batch, one field for each thing that is drawn."""
+
+    flip: Key[Array, ' batch']
+    t: Key[Array, ' batch']
+    noise: Key[Array, ' batch']
+    label: Key[Array, ' batch']
+    dropout: Key[Array, ' batch']
+
+
+class NoisyBatch(NamedTuple):
+    """The inputs of the network for one batch, and what its loss compares the output with.
+
+    Attributes:
+      x0: clean images in [-1, 1].
+      xt: the images at timestep t of the forward process.
+      draw: the timesteps and their importance weights.
+      noise: the Gaussian noise in `xt`.
+      labels: class labels, -1 where dropped; None for an unconditional model.
+      dropout_keys: one key per sample; None for a model without dropout.
+    """
+
+    x0: Images
+    xt: Images
+    draw: Draw
+    noise: Images
+    labels: Int[Array, ' batch'] | None
+    dropout_keys: Key[Array, ' batch'] | None
+
+
+def normalise(
+    image: UInt8[Array, 'batch height width channels'],
+) -> Float[Array, 'batch height width channels']:
+    """Maps uint8 pixels to float32 in [-1, 1]."""
+    return image.astype(jnp.float32) / 127.5 - 1
+
+
+def split_keys(step_key: Key[Array, ''], row: Int[Array, ' batch'], paired: bool) -> Keys:
+    """Returns the keys of the samples in these rows of the global batch.
+
+    Args:
+      paired: rows 2j and 2j + 1 share the key that draws the timestep.
+    """
+
+    def split(row: Array) -> Array:
+        keys = jax.vmap(lambda r: jax.random.fold_in(step_key, r))(row)
+        return jax.vmap(lambda k: jax.random.split(k, 5), out_axes=1)(keys)
+
+    keys = Keys(*split(row))
+    return keys._replace(t=split(row - row % 2)[1]) if paired else keys
+
+
+def clean_images(config: Config, keys: Keys, batch: Batch) -> Images:
+    """Returns x0: the batch's images, normalised and augmented."""
+    x0 = normalise(batch['image'])
+    if config.data.augment == 'flip':
+        flip = jax.vmap(jax.random.bernoulli)(keys.flip)
+        x0 = jnp.where(flip[:, None, None, None], x0[:, :, ::-1, :], x0)
+    return x0
+
+
+def noise_batch(
+    config: Config,
+    diffusion: Diffusion,
+    sampler: TimestepSampler,
+    sampler_state: State,
+    keys: Keys,
+    batch: Batch,
+) -> NoisyBatch:
+    """Draws timesteps, noise and dropped labels, and runs the forward process on the images."""
+    x0 = clean_images(config, keys, batch)
+    draw = sampler.draw(sampler_state, keys.t, batch['row'], x0)
+    noise = jax.vmap(lambda k: jax.random.normal(k, x0.shape[1:], jnp.float32))(keys.noise)
+    labels = None
+    if config.model.num_classes:
+        dropped = jax.vmap(lambda k: jax.random.bernoulli(k, config.model.label_dropout))(
+            keys.label
+        )
+        labels = jnp.where(dropped, -1, batch['label'])
+    xt = q_sample(diffusion, x0, draw.t, noise)
+    dropout_keys = keys.dropout if config.model.dropout else None
+    return NoisyBatch(x0, xt, draw, noise, labels, dropout_keys)
