@@ -110,7 +110,7 @@ def test_signals_save_and_exit_0(number, tmp_path, cache):
     out, err = process.communicate(timeout=30)
     assert process.returncode == 0, err
     assert time.time() - sent < 10
-    assert 'the same command goes on from there' in out + err
+    assert 'the same command resumes from there' in out + err
     assert 'Traceback' not in err
     restored = checkpoint.read(tmp_path)
     assert int(restored.state.step) >= last_step(tmp_path) - 1 >= 6

@@ -18,6 +18,7 @@ from PIL import Image
 from settings import QUICK
 from tiny import flags, tiny_config
 
+from jaxunet.checkpoint.state import fresh_state
 from jaxunet.config import Config, resolve
 from jaxunet.runtime import subprocesses as processes
 from jaxunet.runtime.errors import UserError
@@ -440,13 +441,12 @@ def test_the_clock_covers_the_timed_steps_alone(max_seconds, expected):
 
     dispatched = []
 
-    def step(state, data):
+    def call(data):
         dispatched.append(data)
-        return state, {'step_loss': [1.0, Loss(0.5)]}
+        return {'step_loss': [1.0, Loss(0.5)]}
 
     ends, loss = measure.run(
-        step,
-        np.zeros(1),
+        call,
         lambda: len(dispatched),
         lambda m: m,
         3,
@@ -461,20 +461,27 @@ def test_the_clock_covers_the_timed_steps_alone(max_seconds, expected):
 
 def test_the_eager_step_sees_the_batches_that_training_sees():
     config = tiny_config(parallel={'devices': 1})
-    parallel = measure.Parallel(config)
     source = measure.open_images(config)
-    resident = measure._first_data(parallel, source, config, 'device')
+    resident, streaming = (
+        measure.Session(config.replace(data={'cache': cache}), source)
+        for cache in ('device', 'stream')
+    )
     calls = []
     step = measure.eager(lambda state, batch: (calls.append(state.step), ({}, batch))[1], config)
-    with measure._feed(parallel, source, config, None, 3) as feed:
+    resident.load(fresh_state(config))
+    with streaming:
+        streaming.load(fresh_state(config))
+        streaming.open_stream(end=3)
         for number in range(3):
-            streamed = feed()
+            streamed = streaming.next_data()
             state = unittest.mock.Mock(step=jax.numpy.asarray(number, 'int32'))
-            for data in (resident, streamed):
+            for data in (resident.next_data(), streamed):
                 _, batch = step(state, data)
                 np.testing.assert_array_equal(batch['image'], streamed['image'])
                 np.testing.assert_array_equal(batch['label'], streamed['label'])
                 np.testing.assert_array_equal(batch['row'], np.arange(8))
+        with pytest.raises(StopIteration):
+            streaming.next_data()
     assert len(calls) == 6  # Python runs it every time: nothing is compiled as a whole
 
 

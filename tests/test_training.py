@@ -28,11 +28,11 @@ from jaxunet.model.unet import build_unet
 from jaxunet.ops.backends import ops_of
 from jaxunet.runtime.errors import UserError
 from jaxunet.training import loop
-from jaxunet.training.calls import steps_of_call
 from jaxunet.training.ema import ema_decay
 from jaxunet.training.logs import read_metrics
 from jaxunet.training.loop import train
 from jaxunet.training.parallel import Parallel
+from jaxunet.training.session import choose_steps_per_call
 from jaxunet.training.step import make_train_step
 
 
@@ -196,11 +196,11 @@ def test_the_loop_counts_every_step_of_a_call(tmp_path, source, caplog):
     assert [row[0] for row in rows[1]] == [6, 12]
     assert [
         record.getMessage() for record in caplog.records if 'on a CPU' in record.getMessage()
-    ] == ['train.steps_per_call: XLA runs a loop of 3 steps slowly on a CPU; 1 is quicker there']
+    ] == ['train.steps_per_call: XLA runs a loop of 3 steps slowly on a CPU; 1 is faster there']
     np.testing.assert_allclose(rows[1], rows[0], rtol=1e-4)
     with pytest.raises(
         UserError,
-        match=r'train.steps_per_call: 8 does not divide the step to go on from, 12; set it to 0, 1, or',
+        match=r'train.steps_per_call: 8 does not divide 12, the step to resume from; set it to 0, to 1 or',
     ):
         train(config.replace(train={'steps': 24, 'steps_per_call': 8}), tmp_path / '1', source)
     with pytest.raises(
@@ -213,21 +213,23 @@ def test_the_loop_counts_every_step_of_a_call(tmp_path, source, caplog):
 def test_as_many_steps_of_a_call_as_suit():
     counts = {'steps': 400, 'log_every': 100, 'sample_every': 0, 'checkpoint_every': 200}
     config = tiny_config(train={'steps_per_call': 0, **counts})
-    assert steps_of_call(config, resident=True, platform='gpu') == 20
-    assert steps_of_call(config, resident=True, platform='gpu', start=30) == 10
+    assert choose_steps_per_call(config, resident=True, platform='gpu') == 20
+    assert choose_steps_per_call(config, resident=True, platform='gpu', start=30) == 10
     assert (
-        steps_of_call(
+        choose_steps_per_call(
             config.replace(train={'checkpoint_every': 199}), resident=True, platform='gpu'
         )
         == 1
     )
     assert (
-        steps_of_call(config, resident=False, platform='gpu')
-        == steps_of_call(config, resident=True, platform='cpu')
+        choose_steps_per_call(config, resident=False, platform='gpu')
+        == choose_steps_per_call(config, resident=True, platform='cpu')
         == 1
     )
     assert (
-        steps_of_call(config.replace(train={'steps_per_call': 4}), resident=True, platform='cpu')
+        choose_steps_per_call(
+            config.replace(train={'steps_per_call': 4}), resident=True, platform='cpu'
+        )
         == 4
     )
 
@@ -314,7 +316,7 @@ def test_a_workdir_that_cannot_be_locked_is_told(tmp_path, monkeypatch):
         lambda *_: (_ for _ in ()).throw(OSError(95, 'Operation not supported')),
     )
     monkeypatch.setattr(loop.logging, 'warning', lambda text, *values: told.append(text % values))
-    with loop._alone(tmp_path):
+    with loop._locked(tmp_path):
         assert told == [
             f'--workdir: {tmp_path} cannot be locked (Operation not supported): nothing keeps a second run out of it'
         ]

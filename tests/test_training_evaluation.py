@@ -162,7 +162,7 @@ def test_clock():
     clock.pause()
     now[0] = 20.0
     assert clock.seconds == 5
-    clock.go_on()
+    clock.resume()
     now[0] = 21.0
     assert clock.lap(9) == (4, 4)
     now[0] = 21.5

@@ -1,10 +1,10 @@
-"""jaxunet's own side of a comparison: the network and the training step that `jaxunet.train` runs, on one device."""
+"""jaxunet's side of a comparison: the network and the training step of `jaxunet.train`, on one device."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -14,22 +14,20 @@ from jaxtyping import Array, Float
 from jaxunet.benchmark.cases import Prepared
 from jaxunet.benchmark.timing import Run
 from jaxunet.benchmark.traffic import bytes_moved
-from jaxunet.checkpoint.state import TrainState, make_optimizer
+from jaxunet.checkpoint.state import TrainState
 from jaxunet.config import Config
-from jaxunet.data import pipeline
 from jaxunet.data.source import ArraySource, Source, no_labels
 from jaxunet.diffusion.process import Diffusion, make_diffusion, per_sample_loss, q_sample
 from jaxunet.model.unet import Params, UNet, build_unet
 from jaxunet.ops.backends import describe, load_ops
-from jaxunet.training.calls import steps_of_call
-from jaxunet.training.parallel import Parallel
-from jaxunet.training.step import make_train_step
+from jaxunet.training.session import Session
 
 SYNTHETIC_IMAGES = 4096
+Result = TypeVar('Result')
 
 
 def synthetic_source(config: Config) -> Source:
-    """Random pixels (and labels): as good as any images where only time is measured."""
+    """Returns random images and labels, which serve where only time is measured."""
     rng = np.random.default_rng(config.seed)
     images = rng.integers(0, 256, (SYNTHETIC_IMAGES, *config.image_shape), np.uint8)
     classes = config.model.num_classes
@@ -44,15 +42,15 @@ def synthetic_source(config: Config) -> Source:
 
 
 class JaxSide:
-    """One backend at one batch size and precision.
+    """The network and the training step of one backend at one batch size and precision.
 
     Args:
       config: from `cases.benchmark_config`, with the backend, precision and batch size of the case.
       source: the images.
-      state: numpy training state (`jaxunet.training.loop.fresh_state`) of the same model.
+      state: numpy training state of the same model (`jaxunet.checkpoint.state.fresh_state`).
 
     Raises:
-      UserError: the backend is not there.
+      UserError: the backend is missing.
     """
 
     def __init__(self, config: Config, source: Source, state: TrainState) -> None:
@@ -69,45 +67,27 @@ class JaxSide:
         return self._step() if direction == 'step' else self._model(direction)
 
     def _step(self) -> Prepared:
-        config = self.config
-        parallel = Parallel(config)
-        batches: pipeline.Stream | None = None
-        if pipeline.choose_cache(config, self.source) == 'device':
-            images, labels = pipeline.load_all(self.source, progress=False)
-            data = parallel.replicate({'images': images, 'labels': labels})
-        else:
-            batches = pipeline.stream(self.source, config, 0, parallel.local_rows)
-            data = parallel.put_batch(next(batches))
-        held: dict[str, Any] = {'state': parallel.replicate(self.start), 'data': data}
-        del data
-        optimizer, diffusion = make_optimizer(config), make_diffusion(config.diffusion)
-        unit = steps_of_call(
-            config, resident=batches is None, platform=parallel.devices[0].platform
-        )
-
-        def build() -> Any:
-            def make(axis: str | None) -> Any:
-                return make_train_step(config, self.model, diffusion, optimizer, axis_name=axis)
-
-            return parallel.compile(make, held['state'], held['data'], steps=unit)
-
-        compiled, lower_s, compile_s = timed_compile(build)
+        session = Session(self.config, self.source)
+        session.load(self.start)
+        session.open_stream()
+        compiled, lower_s, compile_s = timed_compile(session.compile)
+        unit = session.steps_per_call
+        held = [session]  # emptied by `close`, which frees the state and the images
 
         def run(steps: int) -> None:
+            (session,) = held
             metrics = None
             for _ in range(steps // unit):
-                if batches is not None:
-                    held['data'] = parallel.put_batch(next(batches))
-                held['state'], metrics = compiled(held['state'], held['data'])
-            jax.block_until_ready((held['state'], metrics))
+                metrics = session.call(session.next_data())
+            jax.block_until_ready((session.state, metrics))
 
         def close() -> None:
+            for session in held:
+                session.close()
             held.clear()
-            if batches is not None:
-                batches.close()
 
         return self._prepared(compiled, run, lower_s, compile_s, close, unit)._replace(
-            concurrent=parallel.concurrent
+            concurrent=session.parallel.concurrent
         )
 
     def _model(self, direction: str) -> Prepared:
@@ -132,19 +112,21 @@ class JaxSide:
 
     def _prepared(
         self,
-        compiled: Any,
+        compiled: jax.stages.Compiled,
         run: Run,
         lower_s: float,
         compile_s: float,
         close: Callable[[], None],
         unit: int = 1,
     ) -> Prepared:
+        program = compiled.as_text()
+        assert program is not None
         run(unit)
         return Prepared(
             run,
             lower_s,
             compile_s,
-            bytes_moved(compiled.as_text()) // unit,
+            bytes_moved(program) // unit,
             peak_bytes(compiled),
             self.notes,
             close,
@@ -155,7 +137,7 @@ class JaxSide:
 def model_loss(
     model: UNet, diffusion: Diffusion, params: Params, inputs: dict[str, Array]
 ) -> Float[Array, '']:
-    """The mean training loss of `random_inputs`: forward process, network and error."""
+    """Returns the mean training loss of `random_inputs`: forward process, network and error."""
     x0, t, noise = inputs['x0'], inputs['t'], inputs['noise']
     xt = q_sample(diffusion, x0, t, noise)
     output = model.predict(params, xt, t, inputs.get('labels'), inputs.get('dropout_keys'))
@@ -163,8 +145,11 @@ def model_loss(
 
 
 def random_inputs(config: Config) -> dict[str, Array]:
-    """What a training step draws for one batch: x0 and noise (batch, height, width, channels), t (batch,); labels and dropout_keys
-    (batch,) if the model has them."""
+    """Draws the inputs of a training step for one batch.
+
+    They are x0 and noise (batch, height, width, channels), t (batch,), and labels and dropout_keys
+    (batch,) if the model has them.
+    """
     size = config.data.batch_size
     shape = (size, *config.image_shape)
 
@@ -185,8 +170,12 @@ def random_inputs(config: Config) -> dict[str, Array]:
     return draw(jax.random.key(config.seed))
 
 
-def timed_compile(build: Callable[[], Any]) -> tuple[Any, float, float]:
-    """What `build` lowers and compiles, seconds of tracing and lowering, and seconds of compiling, as JAX reports them."""
+def timed_compile(build: Callable[[], Result]) -> tuple[Result, float, float]:
+    """Calls `build`, which lowers and compiles, and times it.
+
+    Returns its result, the seconds of tracing and lowering, and the seconds of compiling, as JAX
+    reports them.
+    """
     compiling: list[float] = []
 
     def listen(event: str, duration_secs: float, **_: str | int) -> None:
@@ -203,9 +192,13 @@ def timed_compile(build: Callable[[], Any]) -> tuple[Any, float, float]:
     return compiled, total - sum(compiling), sum(compiling)
 
 
-def peak_bytes(compiled: Any) -> int:
-    """Device memory that one call needs: arguments, results that do not take their place, and temporaries."""
+def peak_bytes(compiled: jax.stages.Compiled) -> int:
+    """Returns the bytes of device memory of one call.
+
+    They are its arguments, the results that do not take the place of arguments, and temporaries.
+    """
     m = compiled.memory_analysis()
+    assert m is not None
     return (
         m.argument_size_in_bytes
         + m.output_size_in_bytes

@@ -1,4 +1,4 @@
-"""Runs a config's training steps as `jaxunet.train` does, and traces some of them once they run steadily."""
+"""Runs a config's training steps as `jaxunet.train` does, and traces some once they run steadily."""
 
 from __future__ import annotations
 
@@ -6,43 +6,38 @@ import collections
 import pathlib
 import time
 from dataclasses import dataclass
-from typing import Any
 
 import jax
 
 from jaxunet.benchmark.timing import garbage_set_aside
-from jaxunet.checkpoint.state import fresh_state, make_optimizer
+from jaxunet.checkpoint.state import fresh_state
 from jaxunet.config import Config
-from jaxunet.data import pipeline
-from jaxunet.data.sources import Source
-from jaxunet.diffusion.process import make_diffusion
-from jaxunet.model.unet import build_unet
-from jaxunet.ops.backends import load_ops
+from jaxunet.data.source import Source
 from jaxunet.profile.events import Trace, read_trace
 from jaxunet.profile.hlo import read_hlo
 from jaxunet.runtime.errors import UserError
-from jaxunet.training.loop import IN_FLIGHT
-from jaxunet.training.parallel import Parallel
-from jaxunet.training.step import make_train_step
+from jaxunet.training.session import IN_FLIGHT, Session
+from jaxunet.training.step import Metrics
 
-HOST_STEP, HOST_DATA, HOST_DISPATCH, HOST_WAIT = (
-    'step',
-    'step: data',
-    'step: dispatch',
-    'step: wait for the device',
-)
-TIMED = 3  # how many times more steps are timed without the tracer than are traced
+# Names of the host's parts of a step in the trace.
+HOST_STEP = 'step'
+HOST_DATA = 'step: data'
+HOST_DISPATCH = 'step: dispatch'
+HOST_WAIT = 'step: wait for the device'
+TIMED_PER_TRACED = 3  # steps timed without the tracer for each traced step
 
 
 @dataclass(frozen=True)
 class Capture:
     """A traced run.
 
-    Fields:
-      steps: how many were traced.
-      step_ms: wall-clock time of a step without the tracer. traced_step_ms: the same with it.
-      compile_s: seconds that compiling took.
-      trace_file: the Chrome trace (gzip JSON) as jax wrote it; xplane_file: the same as protocol buffer, for XProf and TensorBoard.
+    Attributes:
+      steps: number of traced steps.
+      step_ms: wall-clock milliseconds per step without the tracer.
+      traced_step_ms: the same with the tracer.
+      compile_s: seconds of compiling.
+      trace_file: the Chrome trace (gzip JSON) as JAX wrote it.
+      xplane_file: the same trace as protocol buffer, for XProf and TensorBoard.
     """
 
     trace: Trace
@@ -55,65 +50,68 @@ class Capture:
 
 
 class Steps:
-    """The training step of a config, compiled, with its state and data: input, optimizer and averages included.
+    """The compiled training step of a config with its state and data, run one by one.
+
+    Attributes:
+      compile_s: seconds of compiling.
 
     Raises:
-      UserError: the backend is not there, the data or batch do not fit, or several steps are one call.
+      UserError: the backend is missing, the data or batch do not fit, or `train.steps_per_call` is
+        larger than 1.
     """
 
     def __init__(self, config: Config, source: Source) -> None:
         if config.train.steps_per_call > 1:
             raise UserError(
-                f'train.steps_per_call: a profile is of steps one by one, found {config.train.steps_per_call}; set it to 0 or 1'
+                'train.steps_per_call: a profile is of steps one by one, found '
+                f'{config.train.steps_per_call}; set it to 0 or 1'
             )
-        load_ops(config.backend, config.precision)
-        # No end, however short the run. Last layers that start at zero would take a GPU less power than those of a trained network.
-        config = config.replace(model={'zero_init': False}, train={'steps': 10**9})
-        self.parallel = Parallel(config)
-        self._state = self.parallel.replicate(fresh_state(config))
-        self._batches: pipeline.Stream | None = None
-        if pipeline.choose_cache(config, source) == 'device':
-            images, labels = pipeline.load_all(source, progress=False)
-            self._data = self.parallel.replicate({'images': images, 'labels': labels})
-        else:
-            self._batches = pipeline.stream(source, config, 0, self.parallel.local_rows)
-            self._data = self.parallel.put_batch(next(self._batches))
-        model = build_unet(config, load_ops(config.backend, config.precision))
-        diffusion, optimizer = make_diffusion(config.diffusion), make_optimizer(config)
-        began = time.perf_counter()
-        self._compiled: Any = self.parallel.compile(
-            lambda axis: make_train_step(config, model, diffusion, optimizer, axis_name=axis),
-            self._state,
-            self._data,
+        # Last layers that start at zero would take a GPU less power than those of a trained
+        # network. The profile must not run out of steps, however short the run is. steps_per_call
+        # is fixed, as 0 may choose more than 1.
+        config = config.replace(
+            model={'zero_init': False}, train={'steps': 10**9, 'steps_per_call': 1}
         )
+        self._session = Session(config, source)
+        self._session.load(fresh_state(config))
+        self._session.open_stream()
+        began = time.perf_counter()
+        self._compiled = self._session.compile()
         self.compile_s = time.perf_counter() - began
 
     def hlo_text(self) -> str:
-        """The compiled program."""
-        return self._compiled.as_text()
+        """Returns the compiled program."""
+        text = self._compiled.as_text()
+        assert text is not None
+        return text
 
     def run(self, count: int) -> float:
-        """Does `count` steps, at most `IN_FLIGHT` of them queued, and waits for them; returns seconds a step."""
-        queue: collections.deque[Any] = collections.deque()
+        """Runs `count` steps with at most `IN_FLIGHT` queued, and waits for all of them.
+
+        Returns the seconds per step.
+        """
+        session = self._session
+        data = session.data
+        queue: collections.deque[Metrics] = collections.deque()
         began = time.perf_counter()
         for number in range(count):
             with jax.profiler.StepTraceAnnotation(HOST_STEP, step_num=number):
-                if self._batches is not None:
+                if not session.resident:
                     with jax.profiler.TraceAnnotation(HOST_DATA):
-                        self._data = self.parallel.put_batch(next(self._batches))
+                        data = session.next_data()
                 with jax.profiler.TraceAnnotation(HOST_DISPATCH):
-                    self._state, metrics = self._compiled(self._state, self._data)
-                queue.append(self.parallel.local(metrics))
+                    metrics = session.call(data)
+                queue.append(session.parallel.local(metrics))
                 if len(queue) > IN_FLIGHT:
                     with jax.profiler.TraceAnnotation(HOST_WAIT):
                         int(queue.popleft()['bad_steps'])
         with jax.profiler.TraceAnnotation(HOST_WAIT):
-            jax.block_until_ready(self._state)
+            jax.block_until_ready(session.state)
         return (time.perf_counter() - began) / count
 
     def close(self) -> None:
-        if self._batches is not None:
-            self._batches.close()
+        """Ends the threads and processes that read images."""
+        self._session.close()
 
     def __enter__(self) -> Steps:
         return self
@@ -125,7 +123,10 @@ class Steps:
 def capture(
     config: Config, source: Source, folder: pathlib.Path, *, steps: int = 5, warmup: int = 5
 ) -> Capture:
-    """Compiles, warms up, times and then traces `steps` training steps; the trace's files go to `folder`.
+    """Compiles the training step, warms up, times it, and then traces `steps` steps.
+
+    Args:
+      folder: gets the files of the trace.
 
     Raises:
       UserError: as `Steps`, or the tracer saw nothing of the device.
@@ -133,11 +134,10 @@ def capture(
     with Steps(config, source) as run:
         run.run(warmup)
         options = jax.profiler.ProfileOptions()
-        options.python_tracer_level = (
-            0  # each Python call would be an event, and slow the host down
-        )
+        # Otherwise each Python call would be an event, which slows the host down.
+        options.python_tracer_level = 0
         with garbage_set_aside():
-            step_s = run.run(TIMED * steps)
+            step_s = run.run(TIMED_PER_TRACED * steps)
             with jax.profiler.trace(str(folder), profiler_options=options):
                 traced_s = run.run(steps)
         text = run.hlo_text()
@@ -149,17 +149,22 @@ def capture(
 
 
 def check(trace: Trace, path: pathlib.Path) -> None:
-    """Raises UserError if the trace shows nothing of JAX's device."""
+    """Checks that the trace shows JAX's device.
+
+    Raises:
+      UserError: it does not.
+    """
     platform = jax.default_backend()
     if not trace.ops or (platform == 'gpu' and trace.platform != 'gpu'):
         raise UserError(
-            f'{path}: the trace has no operations of the {platform} device; on NVIDIA GPUs the profiler needs CUPTI (installed with '
-            'jax[cuda12] or jax[cuda13]) and the permission to use it (NVreg_RestrictProfilingToAdminUsers=0, or root)'
+            f'{path}: the trace has no operations of the {platform} device; on NVIDIA GPUs the '
+            'profiler needs CUPTI (installed with jax[cuda12] or jax[cuda13]) and permission to '
+            'use it (NVreg_RestrictProfilingToAdminUsers=0, or root)'
         )
 
 
 def newest(folder: pathlib.Path, pattern: str) -> pathlib.Path:
-    """The last file of that name anywhere in the folder, where each trace has a folder of its own.
+    """Returns the newest file whose name matches, at any depth: each trace has its own folder.
 
     Raises:
       UserError: there is none.

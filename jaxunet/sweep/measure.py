@@ -1,15 +1,15 @@
-"""One point of a sweep, measured in this process with the pieces that training uses.
+"""Measures one point of a sweep in this process, with the session that training uses.
 
-    python -m jaxunet.sweep.measure TASK     # JSON with the fields of `Task`; prints one JSON row, and all else to stderr
-    python -m jaxunet.sweep.measure probe    # what this machine is, likewise
+    python -m jaxunet.sweep.measure TASK     # JSON with the fields of `Task`; prints one JSON row
+    python -m jaxunet.sweep.measure probe    # prints what this machine is, as a JSON row
 
-`python -m jaxunet.sweep` starts it; each log in OUTPUT/logs begins with the command that repeats its point by hand.
+Everything else goes to stderr. `python -m jaxunet.sweep` starts these processes; each log in
+OUTPUT/logs begins with the command that repeats its point by hand.
 """
 
 from __future__ import annotations
 
 import collections
-import contextlib
 import itertools
 import json
 import math
@@ -19,8 +19,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -29,117 +28,116 @@ from absl import logging
 
 from jaxunet.benchmark.jax_side import timed_compile
 from jaxunet.benchmark.timing import garbage_set_aside
-from jaxunet.checkpoint.state import TrainState, fresh_state, make_optimizer
+from jaxunet.checkpoint.state import TrainState, fresh_state
 from jaxunet.config import Config, cli, resolve
-from jaxunet.data import pipeline
 from jaxunet.data.order import batch_indices
-from jaxunet.data.sources import Source, open_images
+from jaxunet.data.sources import open_images
 from jaxunet.data.threads import THREADS
-from jaxunet.diffusion.process import make_diffusion
-from jaxunet.model.unet import build_unet
-from jaxunet.ops.backends import describe, load_ops
 from jaxunet.runtime.errors import UserError
-from jaxunet.runtime.rows import provenance
+from jaxunet.runtime.rows import Row, provenance
 from jaxunet.runtime.subprocesses import OUT_OF_MEMORY
 from jaxunet.sweep.points import WORKERS
 from jaxunet.sweep.runner import ERROR, OK, Task
-from jaxunet.training.calls import steps_of_call
-from jaxunet.training.loop import IN_FLIGHT
-from jaxunet.training.parallel import CompiledStep, Data, Parallel
-from jaxunet.training.step import Metrics, TrainStep, make_train_step
+from jaxunet.training.parallel import CompiledStep, Data
+from jaxunet.training.session import IN_FLIGHT, Session
+from jaxunet.training.step import Metrics, TrainStep
 
-WINDOWS = 5  # of the timed steps; the median of their rates is the point's, so that one hiccup of the machine does not show
-MIN_CALLS = 5  # are timed whatever the time limit
+# The timed steps are split into this many windows. The point's rate is the median of theirs, so
+# that one hiccup of the machine does not show.
+WINDOWS = 5
+MIN_CALLS = 5  # timed whatever the time limit
 
 
-def measure(task: Task) -> dict[str, Any]:
-    """Compiles and runs the training step of a config, from random weights in the last layers too.
+def measure(task: Task) -> Row:
+    """Compiles and runs the training step of a config.
 
-    (Those start at zero in training, and a network of zeros takes a GPU less power than a trained one, so it clocks higher.)
+    The last layers start with random weights. In training they start at zero, but a network of
+    zeros takes a GPU less power than a trained one, so its clock would be higher.
 
-    Returns a row: `lower_s` and `compile_s` (`compile_cached`: all of it was kept from before; with jit off these are the rest
-    of the first step, and the compiling of all the little programs in it), `steps` timed after `warmup` others, `step_ms`:
-    `median` and `quartiles`, `images_per_s` (median over `WINDOWS` equal parts of the timed steps) and `images_per_s_range`, `peak_bytes`
-    of the fullest device, or where the backend does not count them (`peak_source`) of this process; `loss` of the last step.
+    Returns a row with
+      lower_s, compile_s: seconds. With jit off, the rest of the first step, and the compiling of
+        all the little programs in it.
+      compile_cached: all programs came from a cache.
+      data_cache: device or stream.
+      steps_per_call: optimizer steps per call of the compiled program.
+      steps: steps timed, after `warmup` others.
+      step_ms: `median` and `quartiles` of the milliseconds per step.
+      images_per_s, images_per_s_range: median and range over `WINDOWS`.
+      peak_bytes: of the fullest device; of this process where the backend does not count its
+        memory (`peak_source`).
+      loss: of the last step; None if it is not finite.
 
     Raises:
       UserError: the config does not fit the data or the machine.
     """
     config = resolve(task.config)
     cli.enable_compilation_cache()
-    parallel = Parallel(config)
-    model = build_unet(config, load_ops(config.backend, config.precision))
-    logging.info('%s', describe(config.backend, config.precision))
-    source = open_images(config)
-    cache = pipeline.choose_cache(config, source)
-    if (
-        WORKERS in task.varied
-        and config.data.num_workers
-        and (cache == 'device' or source.in_memory)
-    ):
-        where = 'device memory' if cache == 'device' else 'memory, decoded'
-        raise UserError(
-            f'{WORKERS}: {config.data.num_workers} workers have nothing to do, as {config.data.path} lies in {where}'
-        )
-    state = parallel.replicate(fresh_state(config.replace(model={'zero_init': False})))
-    data = _first_data(parallel, source, config, cache)
-
-    def make_step(axis: str | None) -> TrainStep:
-        return make_train_step(
-            config, model, make_diffusion(config.diffusion), make_optimizer(config), axis_name=axis
-        )
-
-    programs = Programs()
-    unit = 1
-    if task.jit:
-        unit = steps_of_call(
-            config, resident=cache == 'device', platform=parallel.devices[0].platform
-        )
-        step, lower_s, compile_s = timed_compile(
-            lambda: parallel.compile(make_step, state, data, steps=unit, keep=True)
-        )
-    else:
-        # Thousands of programs, each too quick to be kept by itself; another attempt need not make them again.
-        jax.config.update('jax_persistent_cache_min_compile_time_secs', 0.0)
-        step = eager(make_step(None), config)
-        _, lower_s, compile_s = timed_compile(lambda: jax.block_until_ready(step(state, data)[1]))
-    row = {
-        'lower_s': lower_s,
-        'compile_s': compile_s,
-        'compile_cached': programs.cached,
-        'data_cache': cache,
-        'steps_per_call': unit,
-    }
-    if task.compile_only:
-        return row
-    warmup = task.warmup if cache == 'device' else max(task.warmup, _read_ahead(config))
-    with _feed(
-        parallel,
-        source,
-        config,
-        data if cache == 'device' else None,
-        warmup + task.steps + IN_FLIGHT,
-    ) as feed:
-        calls = -(-warmup // unit), -(-task.steps // unit)
+    with Session(config, open_images(config)) as session:
+        _check_workers(task, session)
+        session.load(fresh_state(config.replace(model={'zero_init': False})))
+        row = _compile(session, jit=task.jit)
+        if task.compile_only:
+            return row
+        unit = session.steps_per_call
+        warmup = task.warmup if session.resident else max(task.warmup, _read_ahead(config))
+        session.open_stream(end=warmup + task.steps + IN_FLIGHT)
+        warmup_calls, timed_calls = -(-warmup // unit), -(-task.steps // unit)
         ends, loss = run(
-            step,
-            state,
-            feed,
-            parallel.local,
-            *calls,
+            session.call,
+            session.next_data,
+            session.parallel.local,
+            warmup_calls,
+            timed_calls,
             task.max_seconds,
             in_flight=max(IN_FLIGHT // unit, 1),
         )
-    return (
-        row
-        | statistics(ends, config.data.batch_size, unit)
-        | {'warmup': calls[0] * unit, 'loss': loss}
-        | _peak(parallel)
-    )
+        return (
+            row
+            | statistics(ends, config.data.batch_size, unit)
+            | {'warmup': warmup_calls * unit, 'loss': loss}
+            | _peak(session.parallel.devices)
+        )
+
+
+def _check_workers(task: Task, session: Session) -> None:
+    """Raises UserError if the sweep varies the number of workers and these have nothing to do."""
+    data = session.config.data
+    if (
+        WORKERS in task.varied
+        and data.num_workers
+        and (session.resident or session.source.in_memory)
+    ):
+        where = 'device memory' if session.resident else 'memory, decoded'
+        raise UserError(
+            f'{WORKERS}: {data.num_workers} workers have nothing to do, as {data.path} lies in '
+            f'{where}'
+        )
+
+
+def _compile(session: Session, *, jit: bool) -> Row:
+    """Makes the session's step ready, and returns how long that took."""
+    programs = Programs()
+    if jit:
+        _, lower_s, compile_s = timed_compile(lambda: session.compile(cache=True))
+    else:
+        # Thousands of programs, each compiled too fast to be kept by default. Keeping them spares
+        # another attempt their compilation.
+        jax.config.update('jax_persistent_cache_min_compile_time_secs', 0.0)
+        step = eager(session.make_step(None), session.config)
+        state, data = session.state, session.data
+        _, lower_s, compile_s = timed_compile(lambda: jax.block_until_ready(step(state, data)[1]))
+        session.step, session.steps_per_call = step, 1
+    return {
+        'lower_s': lower_s,
+        'compile_s': compile_s,
+        'compile_cached': programs.cached,
+        'data_cache': 'device' if session.resident else 'stream',
+        'steps_per_call': session.steps_per_call,
+    }
 
 
 class Programs:
-    """Counts programs that are made ready from now on, and those of them that came from the compilation cache."""
+    """Counts the programs made ready from now on, and how many came from the compilation cache."""
 
     def __init__(self) -> None:
         self.made = self.hits = 0
@@ -154,12 +152,18 @@ class Programs:
 
     @property
     def cached(self) -> bool:
-        """Whether all of them did. None is made where the whole step is a kept one (`jaxunet.runtime.compiled_cache`)."""
+        """True if all of them came from it.
+
+        If the step itself comes from `jaxunet.runtime.compiled_cache`, no program is made at all.
+        """
         return self.hits == self.made
 
 
 def eager(step: TrainStep, config: Config) -> CompiledStep:
-    """The training step as Python calls it, on one device: every JAX operation is a program of its own, as without `jax.jit`."""
+    """Returns the training step without `jax.jit`, on one device.
+
+    Every JAX operation is then a program of its own.
+    """
 
     def whole(state: TrainState, data: Data) -> tuple[TrainState, Metrics]:
         size = config.data.batch_size
@@ -175,28 +179,34 @@ def eager(step: TrainStep, config: Config) -> CompiledStep:
 
 
 def run(
-    step: CompiledStep,
-    state: TrainState,
-    feed: Callable[[], Data],
-    local: Callable[[Any], Any],
+    call: Callable[[Data], Metrics],
+    next_data: Callable[[], Data],
+    local: Callable[[Metrics], Metrics],
     warmup: int,
-    steps: int,
+    calls: int,
     max_seconds: float,
     in_flight: int = IN_FLIGHT,
     clock: Callable[[], float] = time.perf_counter,
 ) -> tuple[list[float], float | None]:
-    """Calls of the compiled step as the training loop does them, up to `in_flight` queued.
+    """Calls the step as the training loop does, with up to `in_flight` calls queued.
 
-    Returns the times at which the last warm-up call and every timed call were done, and the loss of the last step (None: not finite).
-    Calls follow the timed ones, so that these end in a full queue too.
+    Further calls follow the timed ones, so that these end with a full queue too.
+
+    Args:
+      call, next_data: as those of `Session`.
+      local: returns the metrics of one device.
+      warmup: calls before the timed ones.
+      calls: calls to time; fewer if they take more than `max_seconds`, but at least `MIN_CALLS`.
+
+    Returns the times at which the last warm-up call and each timed call were done, and the loss of
+    the last step (None if it is not finite).
     """
     queue: collections.deque[Metrics] = collections.deque()
     ends: list[float] = []
     loss = math.nan
     with garbage_set_aside():
-        for i in range(warmup + steps + in_flight):
-            state, metrics = step(state, feed())
-            queue.append(local(metrics))
+        for i in range(warmup + calls + in_flight):
+            queue.append(local(call(next_data())))
             if len(queue) <= in_flight:
                 continue
             loss = float(np.atleast_1d(queue.popleft()['step_loss'])[-1])  # waits for the call
@@ -204,12 +214,18 @@ def run(
                 ends.append(clock())
                 if len(ends) > MIN_CALLS and ends[-1] - ends[0] > max_seconds:
                     break
-        jax.block_until_ready(state)
+        jax.block_until_ready(list(queue))
     return ends, loss if math.isfinite(loss) else None
 
 
-def statistics(ends: list[float], batch: int, unit: int = 1) -> dict[str, Any]:
-    """Of calls of `unit` steps that ended at these times, the first of which only starts the clock."""
+def statistics(ends: list[float], batch: int, unit: int = 1) -> Row:
+    """Returns the step times and rates of calls that ended at these times.
+
+    Args:
+      ends: the first one only starts the clock.
+      batch: images per step.
+      unit: steps per call.
+    """
     times = np.diff(ends) * 1e3 / unit
     low, median, high = (float(v) for v in np.percentile(times, (25, 50, 75)))
     bounds = np.linspace(0, len(times), min(WINDOWS, len(times)) + 1).astype(int)
@@ -222,51 +238,28 @@ def statistics(ends: list[float], batch: int, unit: int = 1) -> dict[str, Any]:
     }
 
 
-def _first_data(parallel: Parallel, source: Source, config: Config, cache: str) -> Data:
-    """What the step is compiled for: the resident set, or a batch of zeros."""
-    if cache == 'device':
-        images, labels = pipeline.load_all(source, progress=False)
-        return parallel.replicate({'images': images, 'labels': labels})
-    size = config.data.batch_size
-    return parallel.put_batch(
-        {
-            'image': np.zeros((size, *config.image_shape), np.uint8),
-            'label': np.zeros(size, np.int32),
-        }
-    )
-
-
 def _read_ahead(config: Config) -> int:
-    """Steps after which a stream is in its stride: twice its threads are read ahead, and started as many at a time."""
+    """Returns the steps after which a stream runs steadily.
+
+    Twice as many batches as it has threads are read ahead, and as many start at the same time.
+    """
     return 2 * max(THREADS, config.data.num_workers + 2)
 
 
-@contextlib.contextmanager
-def _feed(
-    parallel: Parallel, source: Source, config: Config, resident: Data | None, steps: int
-) -> Iterator[Callable[[], Data]]:
-    """What gives each of so many steps its data."""
-    if resident is not None:
-        yield lambda: resident
-        return
-    config = config.replace(train={'steps': steps})
-    with pipeline.stream(source, config, 0, parallel.local_rows) as batches:
-        yield lambda: parallel.put_batch(next(batches))
-
-
-def _peak(parallel: Parallel) -> dict[str, Any]:
-    stats = [(device.memory_stats() or {}).get('peak_bytes_in_use') for device in parallel.devices]
+def _peak(devices: Sequence[jax.Device]) -> Row:
+    """Returns the peak memory of the fullest device, or of this process where none counts it."""
+    stats = [(device.memory_stats() or {}).get('peak_bytes_in_use') for device in devices]
     if all(stats):
         return {'peak_bytes': max(int(s) for s in stats if s), 'peak_source': 'device'}
-    unit = 1 if sys.platform == 'darwin' else 1024
+    unit = 1 if sys.platform == 'darwin' else 1024  # of ru_maxrss, in bytes
     return {
         'peak_bytes': resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit,
         'peak_source': 'process',
     }
 
 
-def outcome(task: Task) -> dict[str, Any]:
-    """`measure` with its failures as rows: `status`, and the `reason` if it is not ok."""
+def outcome(task: Task) -> Row:
+    """Measures a point; a failure becomes a row with `status` and `reason`."""
     try:
         return {'status': OK, **measure(task)}
     except UserError as error:
@@ -283,7 +276,7 @@ def outcome(task: Task) -> dict[str, Any]:
 
 
 def _watch_parent() -> None:
-    """A point must not go on timing, and disturb others, when the sweep that wants it is gone."""
+    """Ends this process when the sweep that started it is gone, so that it disturbs no other."""
     parent = os.getppid()
 
     def watch() -> None:
@@ -295,12 +288,13 @@ def _watch_parent() -> None:
 
 
 def main(argument: str) -> None:
+    """Prints the row of a task, or of the probe, and ends the process."""
     answer = os.fdopen(os.dup(1), 'w')
-    os.dup2(2, 1)  # what libraries print is no part of the answer
+    os.dup2(2, 1)  # keeps what libraries print out of the answer
     _watch_parent()
     logging.set_verbosity(logging.INFO)
     if argument == 'probe':
-        row: dict[str, Any] = {
+        row: Row = {
             'platform': jax.default_backend(),
             'devices': len(jax.devices()),
             'provenance': provenance(),
@@ -310,7 +304,7 @@ def main(argument: str) -> None:
     print(json.dumps(row), file=answer, flush=True)
     answer.close()
     sys.stderr.flush()
-    os._exit(0)  # the answer is out: no thread of a library may hold the next point up
+    os._exit(0)  # no thread of a library may delay the next point
 
 
 if __name__ == '__main__':

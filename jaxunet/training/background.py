@@ -1,36 +1,46 @@
-"""A function beside the training loop."""
+"""Runs a function beside the training loop."""
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from typing import Any
+from typing import Generic, TypeVar
+
+Result = TypeVar('Result')
+WAIT_SECONDS = 0.1  # between two looks at whether the caller still waits
 
 
-class Background:
-    """Runs a function in a daemon thread: a process that stops need not wait for what it compiles."""
+class Background(Generic[Result]):
+    """Runs a function in a daemon thread, so that a process can end without waiting for it.
 
-    NAME = 'background compilation'
+    Args:
+      function: called at once, in the thread.
+    """
 
-    def __init__(self, function: Callable[[], Any]) -> None:
-        self._outcome: list[Any] = []
-        self._error: list[BaseException] = []
+    NAME = 'background compilation'  # of the thread
+
+    def __init__(self, function: Callable[[], Result]) -> None:
+        self._results: list[Result] = []
+        self._errors: list[BaseException] = []
 
         def call() -> None:
             try:
-                self._outcome.append(function())
-            except BaseException as error:  # raised again where the result is wanted
-                self._error.append(error)
+                self._results.append(function())
+            except BaseException as error:  # raised again by `result`
+                self._errors.append(error)
 
         self._thread = threading.Thread(target=call, name=self.NAME, daemon=True)
         self._thread.start()
 
-    def result(self, keep_waiting: Callable[[], bool]) -> Any:
-        """What the function returned or raised; None if `keep_waiting` turns false before it is done."""
+    def result(self, keep_waiting: Callable[[], bool]) -> Result | None:
+        """Waits for the function and returns its result; None if `keep_waiting` returns False first.
+
+        Raises whatever the function raised.
+        """
         while self._thread.is_alive():
             if not keep_waiting():
                 return None
-            self._thread.join(0.1)
-        if self._error:
-            raise self._error[0]
-        return self._outcome[0]
+            self._thread.join(WAIT_SECONDS)
+        if self._errors:
+            raise self._errors[0]
+        return self._results[0]

@@ -1,4 +1,4 @@
-"""Wall-clock of training alone, and what is to be done when it reaches certain times."""
+"""Measures training time, and defines what happens when it reaches certain times."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from jaxunet.model.unet import Params
 
 
 class Clock:
-    """Time of the steps alone: compiling, and what is done between `pause` and `go_on`, do not count.
+    """Measures the time of training steps; compiling and everything while paused do not count.
 
     Args:
-      step: the run goes on from.
-      seconds: that earlier processes of the run have trained, from its checkpoint.
-      now: tells the time.
+      step: the step that the run starts from.
+      seconds: training time of the run so far, from its checkpoint.
+      now: returns the current time in seconds.
     """
 
     def __init__(
@@ -27,33 +27,35 @@ class Clock:
 
     @property
     def seconds(self) -> float:
-        """Of training, in all."""
-        return self._before + (
-            self._now() - self._running_since if self._running_since is not None else 0.0
-        )
+        """Training time of the run, that of earlier processes included."""
+        if self._running_since is None:
+            return self._before
+        return self._before + self._now() - self._running_since
 
     def lap(self, step: int) -> tuple[float, int]:
-        """Seconds and steps since the lap before."""
+        """Returns the seconds and steps since the last lap."""
         seconds = self.seconds
         lap = seconds - self._lap_from, step - self._step
         self._lap_from, self._step = seconds, step
         return lap
 
     def pause(self) -> None:
+        """Stops the clock."""
         self._before, self._running_since = self.seconds, None
 
-    def go_on(self) -> None:
+    def resume(self) -> None:
+        """Starts the clock again."""
         self._running_since = self._now()
 
 
 @dataclass(frozen=True)
 class Milestones:
-    """Times of training at which a run, of one process, is looked at; it ends after the last.
+    """Training times at which a run of one process is inspected; it ends after the last.
 
-    Fields:
-      seconds: ascending.
-      reached: is given the step, the seconds of training, and the first average of the weights, on this process's first device; the
-        clock stands still meanwhile.
+    Attributes:
+      seconds: the times, ascending.
+      reached: called with the step, the training time in seconds, and the first average of the
+        weights, on this process's first device. The clock is paused meanwhile.
     """
 
     seconds: tuple[float, ...]

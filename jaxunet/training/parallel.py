@@ -1,10 +1,13 @@
-"""Data parallelism, two ways: `jit` of a `shard_map` over a device mesh, or `pmap`; both keep the state replicated and split the batch.
+"""Data parallelism: where the arrays of a run live, and how its step is compiled.
 
-The batch is split by hand rather than by XLA's partitioner, which cannot look into hand-written kernels. Both compile `step(state, data)`,
-where `data` is either a streamed batch or the whole dataset, resident on every device, from which the step gathers its own rows.
+There are two modes: `jit` of a `shard_map` over a device mesh, and `pmap`. Both replicate the state
+and split the batch. The batch is split by hand rather than by XLA's partitioner, which cannot look
+into hand-written kernels. Both compile `step(state, data)`, where `data` is either a streamed batch
+or the whole dataset, resident on every device, from which the step gathers its own rows.
 
-The gradients' all-reduce overlaps the backward pass: `psum` makes one operation of each gradient, which waits for nothing but that, and
-on GPUs `OVERLAP` lets XLA run them beside the backward pass, several combined into one transfer, but not all into one.
+The all-reduce of the gradients overlaps the backward pass. `psum` makes one operation of each
+gradient, which waits for that gradient alone. On several GPUs the options `OVERLAP` let XLA run
+these operations beside the backward pass, and combine some of them, but not all, into one transfer.
 """
 
 from __future__ import annotations
@@ -14,13 +17,14 @@ import functools
 import gc
 import os
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jaxtyping import Array
 
 from jaxunet.checkpoint.state import TrainState
 from jaxunet.config import Config
@@ -31,28 +35,37 @@ from jaxunet.training.batch import Batch
 from jaxunet.training.step import Metrics, TrainStep
 from jaxunet.training.step_fields import relevant
 
-AXIS = 'data'
+# The arrays that a compiled step is called with, by name: images and labels of the whole dataset
+# (`RESIDENT`), or image and label of one streamed batch; and STOP in runs of several processes.
+Data = dict[str, Any]
+RESIDENT = ('images', 'labels')
 STOP = 'stop'
-# XLA's options, of which one that XLA_FLAGS sets is left to it. For several GPUs:
-OVERLAP: dict[str, str | bool] = {
+AXIS = 'data'  # of the device mesh
+CompiledStep = Callable[[TrainState, Data], tuple[TrainState, Metrics]]
+Tree = TypeVar('Tree')  # a pytree of arrays
+
+# Compiler options of XLA. An option that XLA_FLAGS sets is not overridden.
+Options = dict[str, str | bool]
+# For several GPUs.
+OVERLAP: Options = {
     # Orders operations so that transfers have something to run beside.
     'xla_gpu_enable_latency_hiding_scheduler': True,
-    # Gradients are combined up to so many bytes. Large transfers use the links better, but the last can only start when all is computed.
+    # Bytes up to which gradients are combined. Larger transfers use the links better, but the last
+    # one can only start when all of its gradients are computed.
     'xla_gpu_all_reduce_combine_threshold_bytes': str(16 * 2**20),
 }
-# For one GPU: kernels of a CUDA graph that do not wait for each other, such as both gradients of a layer, run at once. XLA then has what
-# they write share less memory.
-CONCURRENT: dict[str, str | bool] = {'xla_gpu_command_buffer_scheduling_mode': 'CONCURRENT'}
-Data = dict[
-    str, Any
-]  # images + labels (resident), or image + label (one streamed batch); stop, in runs of several processes
-RESIDENT = ('images', 'labels')
-CompiledStep = Callable[[TrainState, Data], tuple[TrainState, Metrics]]
+# For one GPU: kernels of a CUDA graph that do not depend on each other, such as those of a layer's
+# two gradients, run at once. XLA can then share less memory between their results.
+CONCURRENT: Options = {'xla_gpu_command_buffer_scheduling_mode': 'CONCURRENT'}
 
 
 @contextlib.contextmanager
-def _collecting_no_garbage() -> Iterator[None]:
-    """Tracing and lowering make millions of objects that stay; going through them again and again takes a fifth of the time."""
+def _garbage_collection_off() -> Iterator[None]:
+    """Turns garbage collection off for tracing and lowering.
+
+    They create millions of objects that stay, and scanning these repeatedly takes a fifth of the
+    time.
+    """
     enabled = gc.isenabled()
     gc.disable()
     try:
@@ -63,13 +76,20 @@ def _collecting_no_garbage() -> Iterator[None]:
 
 
 class Parallel:
-    """Where a run's arrays live and how its step is compiled.
+    """The devices of a run: places arrays on them and compiles steps for them.
 
     Args:
-      config: `parallel.mode` and `parallel.devices`, of all processes; `data.batch_size` must divide among the devices.
+      config: `parallel.mode`, `parallel.devices` and `data.batch_size` are read. Devices are
+        counted over all processes, and the batch must divide evenly among them.
+
+    Attributes:
+      devices: of all processes.
+      local_devices: of this process.
+      pmap: the mode is pmap, else jit. Arrays then have an axis of devices in front.
 
     Raises:
-      UserError: more devices than there are, a batch that does not divide, or `parallel.concurrent_kernels` without a GPU or on several.
+      UserError: there are fewer devices than asked for, the batch does not divide, or
+        `parallel.concurrent_kernels` is set without a GPU or on several.
     """
 
     def __init__(self, config: Config) -> None:
@@ -78,27 +98,32 @@ class Parallel:
         count = config.parallel.devices or len(available)
         if count > len(available):
             raise UserError(
-                f'parallel.devices: {count} asked for, but this machine has {len(available)} ({available[0].platform})'
+                f'parallel.devices: {count} asked for, but this machine has {len(available)} '
+                f'({available[0].platform})'
             )
         if jax.process_count() > 1 and count != len(available):
             raise UserError(
-                f'parallel.devices: several processes use all their {len(available)} devices; leave it at 0, found {count}'
+                f'parallel.devices: several processes use all their {len(available)} devices; '
+                f'leave it at 0, found {count}'
             )
         if len(available) != jax.process_count() * jax.local_device_count():
             raise UserError(
-                f'each process must have as many devices as the others: found {jax.local_device_count()} of {len(available)} on process '
-                f'{jax.process_index()} of {jax.process_count()}; limit them with CUDA_VISIBLE_DEVICES'
+                'each process must have as many devices as the others: found '
+                f'{jax.local_device_count()} of {len(available)} on process {jax.process_index()} '
+                f'of {jax.process_count()}; limit them with CUDA_VISIBLE_DEVICES'
             )
         micro = config.data.batch_size // config.optimizer.accumulate_steps
         if micro % count:
             raise UserError(
-                f'data.batch_size: {config.data.batch_size} in optimizer.accumulate_steps={config.optimizer.accumulate_steps} parts '
-                f'gives {micro} images, which do not divide among {count} devices'
+                f'data.batch_size: {config.data.batch_size} in optimizer.accumulate_steps='
+                f'{config.optimizer.accumulate_steps} parts gives {micro} images, which do not '
+                f'divide among {count} devices'
             )
         self.devices = available[:count]
         if config.parallel.concurrent_kernels and (count > 1 or available[0].platform != 'gpu'):
             raise UserError(
-                f'parallel.concurrent_kernels: needs one GPU, found {count} x {available[0].platform}; set it to False'
+                f'parallel.concurrent_kernels: needs one GPU, found {count} x '
+                f'{available[0].platform}; set it to False'
             )
         self.local_devices = [d for d in self.devices if d.process_index == jax.process_index()]
         self.mesh = Mesh(np.array(self.devices), (AXIS,))
@@ -109,16 +134,16 @@ class Parallel:
 
     @property
     def local_rows(self) -> slice:
-        """The rows of each global batch that this process loads."""
+        """Rows of each global batch that this process loads."""
         share = self.config.data.batch_size // jax.process_count()
         return slice(jax.process_index() * share, (jax.process_index() + 1) * share)
 
-    def replicate(self, tree: Any) -> Any:
-        """Host or device arrays, copied to every device."""
+    def replicate(self, tree: Tree) -> Tree:
+        """Copies host or device arrays to every device."""
 
-        def put(x: Any) -> jax.Array:
+        def put(x: np.ndarray | Array) -> Array:
             value = np.asarray(x)
-            if self.pmap:  # with an axis of devices in front
+            if self.pmap:
                 return jax.make_array_from_callback(
                     (len(self.devices), *value.shape), self._split, lambda _: value[None]
                 )
@@ -128,12 +153,12 @@ class Parallel:
 
         return jax.tree.map(put, tree)
 
-    def fetch(self, tree: Any) -> Any:
-        """Replicated arrays, as numpy on this host."""
+    def fetch(self, tree: Tree) -> Tree:
+        """Returns replicated arrays as numpy arrays."""
         return jax.tree.map(np.asarray, jax.device_get(self.local(tree)))
 
-    def local(self, tree: Any) -> Any:
-        """Replicated arrays, as arrays of this process's first device."""
+    def local(self, tree: Tree) -> Tree:
+        """Returns replicated arrays as arrays of this process's first device, without a copy."""
         return jax.tree.map(
             lambda x: (
                 x.addressable_shards[0].data[0] if self.pmap else x.addressable_shards[0].data
@@ -142,18 +167,21 @@ class Parallel:
         )
 
     def put_batch(self, batch: dict[str, np.ndarray]) -> Data:
-        """This process's rows of a streamed batch, split over its devices."""
+        """Splits this process's rows of a streamed batch over its devices."""
         if self.pmap:
             n = len(self.local_devices)
             batch = {k: v.reshape(n, len(v) // n, *v.shape[1:]) for k, v in batch.items()}
         return {k: jax.make_array_from_process_local_data(self._split, v) for k, v in batch.items()}
 
     def with_stop(self, data: Data, stop: bool) -> Data:
-        """The data of one step, and whether this process was asked to stop: `metrics[STOP]` of the step tells each process if any was."""
+        """Adds to a step's data that this process was, or was not, asked to stop.
+
+        `metrics[STOP]` of the step is then nonzero on every process if any of them was asked.
+        """
         return {**data, STOP: self._stop[stop]}
 
     @functools.cached_property
-    def _stop(self) -> dict[bool, Any]:
+    def _stop(self) -> dict[bool, Array]:
         return {
             stop: self.put_batch({STOP: np.full(len(self.local_devices), stop, np.int32)})[STOP]
             for stop in (False, True)
@@ -166,25 +194,28 @@ class Parallel:
         data: Data,
         *,
         steps: int = 1,
-        keep: bool = False,
-    ) -> CompiledStep:
+        cache: bool = False,
+    ) -> jax.stages.Compiled:
         """Compiles the step for these arguments ahead of time; the state is donated.
 
         Args:
-          steps: that a call runs, on resident data; where there are several, the metrics have an axis of them in front.
-          keep: take it from `compiled_cache.folder()`, or put it there, if the step is made from nothing but the config. That is done on
-            GPUs, where hand-written kernels take long to lower, by a process alone.
+          make_step: returns the step for an axis name; see `make_train_step`.
+          steps: steps per call, on resident data. If there are several, the metrics have an axis
+            of steps in front.
+          cache: look the step up in `compiled_cache.folder()`, and keep it there. Only for a step
+            that is made from nothing but the config. Ignored unless a single process runs on GPUs,
+            where lowering the hand-written kernels takes long.
 
         Raises:
-          ValueError: several steps of a call, and data of one batch.
+          ValueError: several steps per call on one streamed batch.
         """
 
         def build() -> jax.stages.Compiled:
-            with _collecting_no_garbage():
+            with _garbage_collection_off():
                 lowered = self.lower(make_step, state, data, steps)
             return lowered.compile(compiler_options=self.compiler_options)
 
-        if not keep or jax.process_count() > 1 or self.devices[0].platform != 'gpu':
+        if not cache or jax.process_count() > 1 or self.devices[0].platform != 'gpu':
             return build()
         return compiled_cache.compiled(
             build,
@@ -195,26 +226,21 @@ class Parallel:
         )
 
     @property
-    def compiler_options(self) -> dict[str, str | bool]:
-        """`OVERLAP` on several GPUs, `CONCURRENT` on one if asked for."""
+    def compiler_options(self) -> Options:
+        """`OVERLAP` on several GPUs, `CONCURRENT` on one if the config asks for it."""
         if self.devices[0].platform != 'gpu':
             return {}
-        options = (
-            OVERLAP
-            if len(self.devices) > 1
-            else CONCURRENT
-            if self.config.parallel.concurrent_kernels
-            else {}
-        )
-        return {
-            name: value
-            for name, value in options.items()
-            if name not in os.environ.get('XLA_FLAGS', '')
-        }
+        options: Options = {}
+        if len(self.devices) > 1:
+            options = OVERLAP
+        elif self.config.parallel.concurrent_kernels:
+            options = CONCURRENT
+        flags = os.environ.get('XLA_FLAGS', '')
+        return {name: value for name, value in options.items() if name not in flags}
 
     @property
     def concurrent(self) -> bool:
-        """Whether `compiler_options` have kernels run at once."""
+        """True if `compiler_options` let independent kernels run at once."""
         return CONCURRENT.items() <= self.compiler_options.items()
 
     def lower(
@@ -224,7 +250,7 @@ class Parallel:
         data: Data,
         steps: int = 1,
     ) -> jax.stages.Lowered:
-        """The step for these arguments, or several of them, not compiled yet."""
+        """Lowers the step, or a loop of `steps` steps, for these arguments; see `compile`."""
         if steps > 1 and 'image' in data:
             raise ValueError(f'{steps} steps in one call need the whole dataset; this is one batch')
         step = make_step(AXIS)
@@ -242,13 +268,14 @@ class Parallel:
 
         if self.pmap:
             mapped = jax.pmap(whole, axis_name=AXIS, devices=self.devices, donate_argnums=0)
-            # What is called and lowered takes the part of this process, what is compiled takes the arrays of all.
+            # Lowering takes this process's part of the arrays; the compiled step takes all of them.
             part = multihost_utils.global_array_to_host_local_array(
                 (state, data), self.mesh, PartitionSpec(AXIS)
             )
             return mapped.lower(*part)
         whole_array, split = PartitionSpec(), PartitionSpec(AXIS)
-        # The step reduces over the axis itself (pmean), as it must under pmap; nothing is left for shard_map to check or insert.
+        # The step reduces over the axis itself, as it must under pmap, so shard_map has nothing to
+        # check or insert.
         mapped = jax.shard_map(
             whole,
             mesh=self.mesh,
@@ -262,7 +289,7 @@ class Parallel:
         return jax.jit(mapped, donate_argnums=0).lower(state, data)
 
     def _rows(self, state: TrainState, data: Data) -> Batch:
-        """This device's share of this step's batch, with every row's place in the global batch."""
+        """Returns this device's share of the batch, with each sample's row in the global batch."""
         size = self.config.data.batch_size
         share = size // len(self.devices)
         row = jax.lax.axis_index(AXIS).astype(jnp.int32) * share + jnp.arange(

@@ -1,0 +1,147 @@
+"""What a run writes besides its checkpoints: logs, sample grids and metrics of its samples."""
+
+from __future__ import annotations
+
+import pathlib
+from collections.abc import Callable, Sequence
+
+import jax
+import numpy as np
+from tqdm import tqdm
+
+from jaxunet.checkpoint.store import state_template
+from jaxunet.config import Config
+from jaxunet.data.images import grid, save_png
+from jaxunet.model.unet import Params
+from jaxunet.sampling.generator import Generator
+from jaxunet.sampling.sampler import SamplerConfig
+from jaxunet.training.background import Background
+from jaxunet.training.evaluation import Evaluator, evaluation_table
+from jaxunet.training.logs import Logs
+from jaxunet.training.step import Metrics
+
+MAX_COLUMNS = 20  # of a sample grid with one column per class
+
+
+class Outputs:
+    """The outputs of a run, all written by process 0.
+
+    Args:
+      start: the step that the run starts from; later rows of its log files are dropped.
+      devices: of this process; the first one draws the sample grids.
+      evaluator: computes the metrics of samples; None if `train.evaluate_every` is 0.
+      bar: the progress bar, above which messages are printed.
+      keep_on: returns False once the run was asked to stop, which ends sampling early.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        workdir: pathlib.Path,
+        start: int,
+        *,
+        devices: Sequence[jax.Device],
+        evaluator: Evaluator | None,
+        bar: tqdm,
+        keep_on: Callable[[], bool],
+    ) -> None:
+        self._config, self._workdir, self._bar, self._keep_on = config, workdir, bar, keep_on
+        self._device = devices[0]
+        self._logs = Logs(workdir, start)
+        self._evaluator = evaluator
+        self._table = evaluation_table(workdir, start) if evaluator else None
+        self._generator: Background[Generator] | None = None
+
+    def __enter__(self) -> Outputs:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._logs.close()
+
+    def start_compiling(self) -> None:
+        """Compiles the sampler of the grids in a thread, beside the first training steps."""
+        if self._config.train.sample_every:
+            self._generator = Background(self._compile_generator)
+
+    def log(
+        self, step: int, metrics: Metrics, seconds_per_step: float, training_seconds: float
+    ) -> None:
+        """Writes the metrics of one step to the log files and the progress bar."""
+        rate = self._config.data.batch_size / seconds_per_step
+        loss = float(metrics['loss'])
+        self._logs.row(
+            {
+                'step': step,
+                'loss': loss,
+                'learning_rate': float(metrics['learning_rate']),
+                'grad_norm': float(metrics['grad_norm']),
+                'images_per_second': rate,
+                'step_ms': seconds_per_step * 1e3,
+                'loss_scale': float(metrics['loss_scale']),
+                'skipped_steps': int(metrics['skipped']),
+                'training_seconds': training_seconds,
+            }
+        )
+        self._bar.set_postfix_str(
+            f'loss={loss:.4f}, {rate:.0f} images/s, {seconds_per_step * 1e3:.1f} ms/step',
+            refresh=False,
+        )
+
+    def sample(self, step: int, params: Params) -> None:
+        """Draws a grid of samples and saves it; draws nothing more once asked to stop."""
+        assert self._generator is not None
+        generator = self._generator.result(self._keep_on)
+        if generator is None:
+            return
+        count, classes = self._config.train.sample_count, self._config.model.num_classes
+        indices = np.arange(count)
+        images = generator(
+            generator.put(params),
+            seed=self._config.seed,
+            indices=indices,
+            labels=(indices % classes).astype(np.int32) if classes else None,
+            progress=lambda _: self._keep_on(),
+        )
+        if images is None:
+            return
+        picture = grid(images, classes if 1 < classes <= MAX_COLUMNS else None)
+        path = self._workdir / 'samples' / f'step_{step:07d}.png'
+        save_png(path, picture)
+        self._logs.image(step, picture)
+        self._bar.write(f'step {step}: samples in {path}')
+
+    def evaluate(self, step: int, params: Params, training_seconds: float) -> None:
+        """Writes the metrics of new samples; writes nothing once asked to stop."""
+        assert self._evaluator is not None
+        assert self._table is not None
+        results = self._evaluator.measure(params, self._keep_on)
+        if results is None:
+            return
+        rows = [self._evaluator.row(result, step, training_seconds) for result in results]
+        self._table.add(rows)
+        for result in results:
+            self._logs.scalar(f'evaluation/{result.label}', result.value, step)
+        values = ', '.join(f'{r.label} {r.value:.5g}' for r in results)
+        row = next((row for row in rows if row['reference']), rows[0])
+        against = f', against {row["reference"]}' if row['reference'] else ''
+        self._bar.write(
+            f'step {step}, {training_seconds:.1f} s of training: {values} ({row["num_samples"]} '
+            f'samples by {row["sampler"]}, {row["evaluations"]} evaluations each{against}; '
+            f'more in {self._table.path})'
+        )
+
+    def _compile_generator(self) -> Generator:
+        t = self._config.train
+        # One device is enough for a grid, and spares pmap's replicas a second layout.
+        generator = Generator(
+            self._config,
+            SamplerConfig(name='ddim', steps=t.sample_steps),
+            batch_size=t.sample_count,
+            devices=[self._device],
+        )
+        shapes = jax.tree.map(
+            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=generator._replicated),
+            state_template(self._config).params,
+        )
+        generator.compile(shapes)
+        return generator

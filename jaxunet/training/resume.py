@@ -1,0 +1,73 @@
+"""Where a run starts: from its newest checkpoint, from given weights, or from fresh ones."""
+
+from __future__ import annotations
+
+import dataclasses
+import pathlib
+from dataclasses import dataclass
+
+import jax
+from absl import logging
+
+from jaxunet.checkpoint import store as checkpoint
+from jaxunet.checkpoint.state import TrainState, fresh_state, start_loss_scale, start_methods
+from jaxunet.config import Config
+from jaxunet.data.classes import keep_classes
+
+
+@dataclass(frozen=True)
+class StartingPoint:
+    """The state that a run starts from.
+
+    Attributes:
+      state: numpy arrays.
+      seconds: training time of the run so far.
+      class_names: names of the labels 0, 1, ...; empty for an unconditional model.
+    """
+
+    state: TrainState
+    seconds: float
+    class_names: tuple[str, ...]
+
+
+def starting_point(
+    config: Config,
+    workdir: pathlib.Path,
+    checkpoints: checkpoint.Checkpoints,
+    class_names: tuple[str, ...],
+    initial: TrainState | None,
+) -> StartingPoint:
+    """Returns the newest checkpoint of the run, else `initial`, else a fresh state.
+
+    Args:
+      class_names: of the images.
+
+    Raises:
+      UserError: the config or the classes do not fit the checkpoint, or none can be read.
+    """
+    names = class_names if config.model.num_classes else ()
+    restored = checkpoints.restore()
+    if restored is None:
+        return StartingPoint(fresh_state(config) if initial is None else initial, 0.0, names)
+    changes = checkpoint.check_resumable(restored.config, config, workdir)
+    names = keep_classes(restored.class_names, names, config, workdir)
+    logging.info(
+        'resuming %s at step %d%s',
+        workdir,
+        int(restored.state.step),
+        '; changed: ' + ', '.join(changes) if changes else '',
+    )
+    return StartingPoint(_adapted(restored, config), restored.seconds, names)
+
+
+def _adapted(restored: checkpoint.Restored, config: Config) -> TrainState:
+    """Resets the parts of the state whose meaning depends on a field that the config changes."""
+    state = restored.state
+    if restored.config.precision != config.precision:
+        state = dataclasses.replace(state, loss_scale=jax.device_get(start_loss_scale(config)))
+    weighting, timesteps = jax.device_get(jax.jit(lambda: start_methods(config))())
+    if restored.config.loss != config.loss:
+        state = dataclasses.replace(state, weighting=weighting)
+    if restored.config.timesteps != config.timesteps:
+        state = dataclasses.replace(state, timesteps=timesteps)
+    return state

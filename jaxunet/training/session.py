@@ -1,0 +1,221 @@
+"""A training session: from a config and its images to a compiled step, its state and its feed.
+
+    with Session(config, source) as session:
+        session.load(fresh_state(config))
+        session.open_stream()
+        session.compile()
+        metrics = session.call(session.next_data())
+
+The training loop, sweeps, profiles and benchmarks all run their steps this way, so that what is
+measured is what trains.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+
+import jax
+import numpy as np
+from absl import logging
+
+from jaxunet.checkpoint.state import TrainState, make_optimizer
+from jaxunet.config import Config
+from jaxunet.config.relations import STEP_COUNTS
+from jaxunet.data import pipeline
+from jaxunet.data.source import Source
+from jaxunet.diffusion.process import make_diffusion
+from jaxunet.model.unet import build_unet
+from jaxunet.ops.backends import describe, load_ops
+from jaxunet.runtime.errors import UserError
+from jaxunet.training.parallel import CompiledStep, Data, Parallel
+from jaxunet.training.step import Metrics, TrainStep, make_train_step
+
+IN_FLIGHT = 8  # steps to queue before reading the metrics of the oldest, so the device never waits
+# More steps per call would save little more host time, and a signal waits for all of them.
+MAX_STEPS_PER_CALL = 20
+
+
+class Session:
+    """The training step of a config with everything it runs on.
+
+    Attributes:
+      parallel: the devices.
+      resident: the images are kept in device memory, else they are streamed.
+      steps_per_call: optimizer steps per call of `step`; known after `load`.
+      state: the training state on the devices, after `load`; `call` replaces it.
+      data: the images that `step` is called with, after `load`. Before the first streamed batch,
+        a batch of zeros.
+      step: the compiled step, after `compile`.
+
+    Raises:
+      UserError: the config does not fit the devices or the images, or its backend is missing.
+    """
+
+    parallel: Parallel
+    resident: bool
+    steps_per_call: int
+    state: TrainState
+    data: Data
+    step: CompiledStep
+
+    def __init__(self, config: Config, source: Source) -> None:
+        self.config, self.source = config, source
+        self.parallel = Parallel(config)
+        self._model = build_unet(config, load_ops(config.backend, config.precision))
+        logging.info('%s', describe(config.backend, config.precision))
+        self._diffusion = make_diffusion(config.diffusion)
+        self._optimizer = make_optimizer(config)
+        self.resident = pipeline.choose_cache(config, source) == 'device'
+        self._first_step = 0
+        self._stream: pipeline.Stream | None = None
+
+    def __enter__(self) -> Session:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def load(self, state: TrainState, *, progress: bool = False) -> None:
+        """Puts a numpy state on the devices, and the images too if they are resident.
+
+        Args:
+          progress: show a progress bar while images are decoded.
+
+        Raises:
+          UserError: `train.steps_per_call` does not fit the step of `state`, or an image is corrupt.
+        """
+        self._first_step = int(state.step)
+        self.steps_per_call = choose_steps_per_call(
+            self.config,
+            resident=self.resident,
+            platform=self.parallel.devices[0].platform,
+            start=self._first_step,
+        )
+        self.state = self.parallel.replicate(state)
+        if self.resident:
+            images, labels = pipeline.load_all(self.source, progress=progress)
+            self.data = self.parallel.replicate({'images': images, 'labels': labels})
+            return
+        rows = self.config.data.batch_size // jax.process_count()
+        zeros = {
+            'image': np.zeros((rows, *self.config.image_shape), np.uint8),
+            'label': np.zeros(rows, np.int32),
+        }
+        self.data = self.parallel.put_batch(zeros)
+
+    def open_stream(self, end: int | None = None) -> None:
+        """Starts reading batches ahead, from the step of the loaded state; not if `resident`.
+
+        Args:
+          end: the step before which the stream ends; default: `train.steps`.
+        """
+        if self.resident:
+            return
+        config = self.config if end is None else self.config.replace(train={'steps': end})
+        self._stream = pipeline.stream(
+            self.source, config, self._first_step, self.parallel.local_rows
+        )
+
+    def make_step(self, axis_name: str | None) -> TrainStep:
+        """Returns the training step, not compiled; `axis_name` as in `make_train_step`."""
+        return make_train_step(
+            self.config, self._model, self._diffusion, self._optimizer, axis_name=axis_name
+        )
+
+    def compile(self, *, cache: bool = False) -> jax.stages.Compiled:
+        """Compiles `step` for the loaded state and data.
+
+        Args:
+          cache: look it up in `jaxunet.runtime.compiled_cache` first, and keep it there.
+        """
+        compiled = self.parallel.compile(
+            self.make_step,
+            self.state,
+            self._with_stop(self.data, False),
+            steps=self.steps_per_call,
+            cache=cache,
+        )
+        self.step = compiled
+        return compiled
+
+    def next_data(self) -> Data:
+        """Returns the data of the next call: the resident images, or the next streamed batch.
+
+        Raises:
+          UserError: an image of the stream is corrupt.
+        """
+        if self._stream is not None:
+            self.data = self.parallel.put_batch(next(self._stream))
+        return self.data
+
+    def call(self, data: Data, *, stop: bool = False) -> Metrics:
+        """Runs the next `steps_per_call` steps; returns before they are done.
+
+        Args:
+          data: from `next_data`.
+          stop: this process was asked to stop. In a run of several processes the metric `STOP`
+            then tells all of them.
+
+        Returns the steps' metrics on all devices; `parallel.local` gives those of one.
+        """
+        self.state, metrics = self.step(self.state, self._with_stop(data, stop))
+        return metrics
+
+    def close(self) -> None:
+        """Waits for the steps in flight, and ends the stream's threads and processes."""
+        if hasattr(self, 'state'):
+            # The process would crash if it ended during a step. A step that failed has already
+            # raised its error where its result was read.
+            with contextlib.suppress(Exception):
+                jax.block_until_ready(self.state)
+        if self._stream is not None:
+            self._stream.close()
+
+    def _with_stop(self, data: Data, stop: bool) -> Data:
+        return data if jax.process_count() == 1 else self.parallel.with_stop(data, stop)
+
+
+def choose_steps_per_call(config: Config, *, resident: bool, platform: str, start: int = 0) -> int:
+    """Returns `train.steps_per_call`, or chooses a number and logs it where that is 0.
+
+    On a GPU with resident images the choice is the largest number up to `MAX_STEPS_PER_CALL` that
+    divides `start` and all step counts of the config. Elsewhere it is 1: XLA runs loops of steps
+    slowly on a CPU, and streamed images come one batch at a time.
+
+    Args:
+      resident: the images are kept in device memory.
+      platform: of the devices, such as gpu or cpu.
+      start: the step to resume from.
+
+    Raises:
+      UserError: `train.steps_per_call` does not divide `start`.
+    """
+    asked = config.train.steps_per_call
+    if asked and start % asked:
+        raise UserError(
+            f'train.steps_per_call: {asked} does not divide {start}, the step to resume from; '
+            'set it to 0, to 1 or to a divisor'
+        )
+    if asked > 1 and platform == 'cpu':
+        logging.warning(
+            'train.steps_per_call: XLA runs a loop of %d steps slowly on a CPU; 1 is faster there',
+            asked,
+        )
+    if asked:
+        return asked
+    if platform != 'gpu' or not resident:
+        return 1
+    common = math.gcd(start, *(getattr(config.train, name) for name in STEP_COUNTS))
+    chosen = max(n for n in range(1, MAX_STEPS_PER_CALL + 1) if common % n == 0)
+    if chosen > 1:
+        logging.info('train.steps_per_call=0: chose %d', chosen)
+    else:
+        logging.warning(
+            'train.steps_per_call=0: chose 1, as no larger number up to %d divides train.%s and '
+            'step %d, from which the run resumes',
+            MAX_STEPS_PER_CALL,
+            ', '.join(STEP_COUNTS),
+            start,
+        )
+    return chosen
