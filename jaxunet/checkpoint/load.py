@@ -1,4 +1,8 @@
-"""A model from any path: a workdir, one checkpoint, or a weight file of unet.cu, guided-diffusion or our own."""
+"""Loads a model from any path.
+
+The path is a workdir, one checkpoint in it, or a weight file of unet.cu, guided-diffusion or this
+project.
+"""
 
 from __future__ import annotations
 
@@ -19,13 +23,20 @@ from jaxunet.weights import check_tree, read_weights
 
 @dataclass(frozen=True)
 class Model:
-    """Parameters and the config they belong to."""
+    """Weights and the config they belong to.
+
+    Attributes:
+      params: float32 numpy arrays.
+      moments: Adam's moments; None if the source has none.
+      note: describes which weights these are.
+      class_names: names of the labels 0, 1, ...; empty if the source has none.
+    """
 
     config: Config
-    params: Params  # float32, numpy
-    moments: tuple[Params, Params] | None  # Adam's, where the source has them
-    note: str  # which weights these are
-    class_names: tuple[str, ...] = ()  # of the labels 0, 1, ..., where the source has them
+    params: Params
+    moments: tuple[Params, Params] | None
+    note: str
+    class_names: tuple[str, ...] = ()
 
 
 def load_model(
@@ -38,16 +49,20 @@ def load_model(
     """Reads a model.
 
     Args:
-      ema: rate of the average to take from a run ('' = its first, 'none' = the parameters themselves); a weight file has one set.
-      config: the architecture of a weight file that does not tell; default: what the file says or shows.
-      new_attention_order: guided-diffusion's `use_new_attention_order` of a weight file that does not tell; default: False, as there.
+      ema: rate of the average to take from a run; '' takes its first, 'none' the weights without
+        averaging. A weight file has one set of weights.
+      config: architecture of a weight file that does not describe it; default: what the file says,
+        or what its shapes show.
+      new_attention_order: guided-diffusion's `use_new_attention_order`, for a weight file that does
+        not say; default: False, as in guided-diffusion.
 
     Raises:
-      UserError: nothing readable there, or options that do not apply to it.
+      UserError: nothing there can be read, or an option does not apply to it.
     """
     if not pathlib.Path(path).exists():
         raise UserError(
-            f'{path}: no such file or folder; expected a workdir, a checkpoint in one, or a .bin, .pt or .safetensors file'
+            f'{path}: no such file or folder; expected a workdir, a checkpoint in one, or a .bin, '
+            '.pt or .safetensors file'
         )
     if pathlib.Path(path).is_dir():
         if config is not None:
@@ -56,16 +71,7 @@ def load_model(
             raise UserError(
                 f'{path}: a checkpoint has one attention order; leave --new_attention_order out'
             )
-        restored = checkpoint.read(path)
-        params, note = checkpoint.pick_weights(restored.state, restored.config, ema)
-        moments = get_moments(restored.state.opt_state)
-        return Model(
-            restored.config,
-            params,
-            moments,
-            f'{path}, step {int(restored.state.step)}, {note}',
-            restored.class_names,
-        )
+        return _from_checkpoint(path, ema)
     if ema:
         raise UserError(f'--ema: {path} holds one set of weights; leave the flag out')
     weights = read_weights(path, config, new_attention_order=new_attention_order)
@@ -78,11 +84,23 @@ def load_model(
     )
 
 
+def _from_checkpoint(path: str, ema: str) -> Model:
+    restored = checkpoint.read(path)
+    params, note = checkpoint.pick_weights(restored.state, restored.config, ema)
+    return Model(
+        restored.config,
+        params,
+        get_moments(restored.state.opt_state),
+        f'{path}, step {int(restored.state.step)}, {note}',
+        restored.class_names,
+    )
+
+
 def load_initial(config: Config) -> TrainState | None:
-    """The state that `config.init_from` asks for, at step 0; None if it is empty.
+    """Returns a state at step 0 with the weights of `config.init_from`; None if that is empty.
 
     Raises:
-      UserError: the weights do not fit the config's model.
+      UserError: there are no weights there, or they do not fit the model of the config.
     """
     if not config.init_from:
         return None
@@ -90,6 +108,6 @@ def load_initial(config: Config) -> TrainState | None:
     model = load_model(config.init_from, config=None if path.is_dir() else config)
     check_tree(model.params, config)
     logging.info('starting from %s', model.note)
-    # A run's averaged weights start a new run: their moments belong to other values.
+    # Of a run, the averaged weights are taken. Its moments belong to the weights it trained.
     moments = None if path.is_dir() else model.moments
     return initial_state(config, jax.tree.map(np.asarray, model.params), moments)

@@ -1,11 +1,11 @@
-"""What a training run carries from step to step, and the optimizer that changes it."""
+"""The training state, which is what a checkpoint holds, and the optimizer that changes it."""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 import flax.struct
 import jax
@@ -20,51 +20,85 @@ from jaxunet.diffusion.weighting import make_weighting
 from jaxunet.model.unet import Params, UNet, build_unet, init_params
 from jaxunet.ops.backends import load_ops
 
+Arguments = ParamSpec('Arguments')
+Result = TypeVar('Result')
+
 LOSS_SCALE_START = 2.0**15
-LOSS_SCALE_GROWTH_STEPS = 2000
-# Adam's step count for moments that come without one (unet.cu's files): large enough that no bias correction is left.
+LOSS_SCALE_MAX = 2.0**24
+LOSS_SCALE_GROWTH_STEPS = 2000  # finite steps after which the loss scale doubles
+# Adam's update count for moments that come without one, as in unet.cu's files: so large that the
+# bias correction is 1.
 CONVERGED_COUNT = 1_000_000
 
 
 class LossScale(NamedTuple):
-    """Dynamic loss scaling for float16 (Micikevicius et al. 2018, arXiv 1710.03740, section 3.2): halved on overflow, doubled after
-    `LOSS_SCALE_GROWTH_STEPS` finite steps; stays at 1 for other types."""
+    """Dynamic loss scaling for float16; the scale stays at 1 for other compute types.
+
+    The scale is halved on overflow and doubled after `LOSS_SCALE_GROWTH_STEPS` finite steps.
+    Source: Micikevicius et al. 2018, arXiv 1710.03740, section 3.2.
+
+    Attributes:
+      scale: factor on the loss.
+      finite_steps: finite steps since the scale last changed.
+    """
 
     scale: Float[Array, '']
     finite_steps: Int[Array, '']
 
     def update(self, finite: Array, dynamic: bool) -> LossScale:
+        """Returns the loss scale after a step.
+
+        Args:
+          finite: the step's gradients were finite.
+          dynamic: the compute type is float16.
+        """
         if not dynamic:
             return self
         grown = self.finite_steps + 1 >= LOSS_SCALE_GROWTH_STEPS
-        larger = jnp.where(grown, jnp.minimum(self.scale * 2, 2.0**24), self.scale)
+        larger = jnp.where(grown, jnp.minimum(self.scale * 2, LOSS_SCALE_MAX), self.scale)
         scale = jnp.where(finite, larger, jnp.maximum(self.scale / 2, 1.0))
         return LossScale(scale, jnp.where(finite & ~grown, self.finite_steps + 1, 0))
 
 
 @flax.struct.dataclass
 class TrainState:
-    """Everything a checkpoint needs to continue bit for bit. The data position is `step`: batches are a function of (seed, step)."""
+    """Everything that is needed to continue a run bit for bit.
 
-    step: Int[Array, '']  # batches consumed, skipped ones included
-    params: Params  # float32
-    ema: dict[str, Params]  # by rate
+    The position in the data is `step`: batches are a function of (seed, step).
+
+    Attributes:
+      step: batches consumed, those of skipped steps included.
+      params: weights, float32.
+      ema: averages of the weights by rate.
+      opt_state: state of `make_optimizer`.
+      loss_scale: factor on the loss for float16.
+      rng: key data from which each step derives its randomness.
+      bad_steps: number of steps that were not finite, in a row up to now.
+      skipped: number of steps that were not finite, in all.
+      loss_sum, loss_count: sum and number of the finite losses since the last logged step.
+      weighting: state of `loss.weighting`; () if it has none.
+      timesteps: state of `timesteps.sampler`; () if it has none.
+    """
+
+    step: Int[Array, '']
+    params: Params
+    ema: dict[str, Params]
     opt_state: optax.OptState
     loss_scale: LossScale
-    rng: UInt32[Array, '2']  # key data from which every step derives its randomness
-    bad_steps: Int[Array, '']  # non-finite steps in a row
-    skipped: Int[Array, '']  # non-finite steps in all
-    loss_sum: Float[Array, '']  # over the finite steps since the last logged one
+    rng: UInt32[Array, '2']
+    bad_steps: Int[Array, '']
+    skipped: Int[Array, '']
+    loss_sum: Float[Array, '']
     loss_count: Int[Array, '']
-    weighting: Any = ()  # of `loss.weighting`; () if it has no state
-    timesteps: Any = ()  # of `timesteps.sampler`; likewise
+    weighting: Any = ()
+    timesteps: Any = ()
 
 
-def _lenient(function: Callable[..., Any]) -> Callable[..., Any]:
-    """optax mixes integers and floats freely, which our strict promotion rules would refuse."""
+def _lenient(function: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
+    """Lets a function of optax mix integers and floats, which strict promotion would refuse."""
 
     @functools.wraps(function)
-    def call(*args: Any, **kwargs: Any) -> Any:
+    def call(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
         with jax.numpy_dtype_promotion('standard'), jax.numpy_rank_promotion('allow'):
             return function(*args, **kwargs)
 
@@ -72,7 +106,11 @@ def _lenient(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def learning_rate_schedule(config: Config) -> optax.Schedule:
-    """Linear warm-up to `optimizer.learning_rate`, then constant, or a cosine or linear fall to 0 at `train.steps`."""
+    """Returns the learning rate by number of updates.
+
+    It rises linearly to `optimizer.learning_rate` over `optimizer.warmup_steps`. After that it is
+    constant, or falls to 0 at `train.steps` as a cosine or a line (`optimizer.schedule`).
+    """
     o = config.optimizer
     rest = max(config.train.steps - o.warmup_steps, 1)
     after = {
@@ -82,7 +120,7 @@ def learning_rate_schedule(config: Config) -> optax.Schedule:
     }[o.schedule]
     if o.warmup_steps == 0:
         return _lenient(after)
-    # The first step already moves: (n + 1) / warmup_steps of the rate at step n.
+    # Step n has (n + 1) / warmup_steps of the rate, so that the first step already moves.
     warmup = optax.linear_schedule(
         o.learning_rate / o.warmup_steps, o.learning_rate, max(o.warmup_steps - 1, 1)
     )
@@ -90,10 +128,13 @@ def learning_rate_schedule(config: Config) -> optax.Schedule:
 
 
 def make_optimizer(config: Config) -> optax.GradientTransformation:
-    """Adam or AdamW (Loshchilov & Hutter 2019, arXiv 1711.05101). Clipping is in the step, which needs the norm anyway."""
+    """Returns Adam or AdamW (Loshchilov & Hutter 2019, arXiv 1711.05101).
+
+    Gradients are clipped before, by the training step, which computes their norm anyway.
+    """
     o = config.optimizer
     schedule = learning_rate_schedule(config)
-    # AdamW without decay is Adam: one state for both.
+    # AdamW without decay is Adam, so both have the same state.
     adam = optax.adamw(
         schedule, b1=o.betas[0], b2=o.betas[1], eps=o.eps, weight_decay=o.weight_decay
     )
@@ -101,7 +142,7 @@ def make_optimizer(config: Config) -> optax.GradientTransformation:
 
 
 def init_state(config: Config, model: UNet, optimizer: optax.GradientTransformation) -> TrainState:
-    """The state before step 0, a function of `config.seed` (jit or eval_shape it)."""
+    """Returns the state before step 0, a pure function of `config.seed`; to be traced by JAX."""
     init_key, run_key = jax.random.split(jax.random.key(config.seed))
     return start_state(
         config, optimizer, init_params(model, config, init_key), jax.random.key_data(run_key)
@@ -109,6 +150,7 @@ def init_state(config: Config, model: UNet, optimizer: optax.GradientTransformat
 
 
 def start_loss_scale(config: Config) -> LossScale:
+    """Returns the loss scale before step 0."""
     scale = LOSS_SCALE_START if config.precision == 'float16' else 1.0
     return LossScale(jnp.asarray(scale, jnp.float32), jnp.zeros((), jnp.int32))
 
@@ -116,6 +158,7 @@ def start_loss_scale(config: Config) -> LossScale:
 def start_state(
     config: Config, optimizer: optax.GradientTransformation, params: Params, rng: Array
 ) -> TrainState:
+    """Returns the state before step 0 with these weights and this key data."""
     zero = jnp.zeros((), jnp.int32)
     weighting, timesteps = start_methods(config)
     return TrainState(
@@ -135,36 +178,40 @@ def start_state(
 
 
 def start_methods(config: Config) -> tuple[Any, Any]:
-    """The states of the loss weighting and of the timestep sampler before step 0."""
+    """Returns the states of the loss weighting and of the timestep sampler before step 0."""
     diffusion = make_diffusion(config.diffusion)
     return make_weighting(config.loss, diffusion).init(), make_sampler(config, diffusion).init()
 
 
-def _is_adam(node: Any) -> bool:
+def _is_adam(node: object) -> bool:
     return isinstance(node, optax.ScaleByAdamState)
 
 
 def get_moments(opt_state: optax.OptState) -> tuple[Params, Params]:
-    """Adam's first and second moments, shaped as the parameters."""
+    """Returns Adam's first and second moments, shaped like the parameters."""
     (adam,) = (node for node in jax.tree.leaves(opt_state, is_leaf=_is_adam) if _is_adam(node))
     return adam.mu, adam.nu
 
 
 def set_moments(opt_state: optax.OptState, mu: Params, nu: Params) -> optax.OptState:
-    """The optimizer state with moments from elsewhere; their unknown step count is taken as large (no bias correction left)."""
+    """Returns the optimizer state with moments from elsewhere.
 
-    def replace(node: Any) -> Any:
-        return (
-            node._replace(mu=mu, nu=nu, count=jnp.asarray(CONVERGED_COUNT, jnp.int32))
-            if _is_adam(node)
-            else node
-        )
+    Their number of updates is not known and is set to `CONVERGED_COUNT`.
+    """
+
+    def replace(node: object) -> object:
+        if not isinstance(node, optax.ScaleByAdamState):
+            return node
+        return node._replace(mu=mu, nu=nu, count=jnp.asarray(CONVERGED_COUNT, jnp.int32))
 
     return jax.tree.map(replace, opt_state, is_leaf=_is_adam)
 
 
 def fresh_state(config: Config) -> TrainState:
-    """The numpy state before step 0, from `config.seed`; drawn on the CPU where JAX has it, so the same on every machine."""
+    """Returns the state before step 0 as numpy arrays, drawn from `config.seed`.
+
+    It is drawn on the CPU where JAX has one, so that it is the same on every machine.
+    """
     model = build_unet(config, load_ops('xla'))
 
     def draw() -> TrainState:
@@ -172,16 +219,18 @@ def fresh_state(config: Config) -> TrainState:
 
     try:
         cpu = jax.local_devices(backend='cpu')[0]
-    except RuntimeError:  # JAX_PLATFORMS leaves the CPU out
+    except RuntimeError:  # JAX_PLATFORMS excludes the CPU
         return jax.device_get(jax.jit(draw)())
-    # It runs once: optimising its many random draws would take ten times as long as running them.
+    # It runs once, and optimising its many random draws takes ten times as long as running them.
     quick = {'xla_backend_optimization_level': 0}
     with jax.default_device(cpu):
         return jax.device_get(jax.jit(draw, compiler_options=quick)())
 
 
-def initial_state(config: Config, params: Any, moments: tuple[Any, Any] | None) -> TrainState:
-    """A state at step 0 with weights, and Adam moments if there are any, from elsewhere."""
+def initial_state(
+    config: Config, params: Params, moments: tuple[Params, Params] | None
+) -> TrainState:
+    """Returns a numpy state at step 0 with weights, and Adam's moments if given, from elsewhere."""
     optimizer = make_optimizer(config)
     rng = jax.random.key_data(jax.random.split(jax.random.key(config.seed))[1])
     state = start_state(config, optimizer, jax.tree.map(jnp.asarray, params), rng)

@@ -1,13 +1,15 @@
-"""Checkpoints: orbax, asynchronous, checked; and what wins when several things could be restored.
+"""Writes, reads and checks the checkpoints of a workdir.
 
-A run that starts takes the first of these that exists:
-  1. the newest checkpoint of its workdir whose files are complete and whose checksum holds;
-  2. the one before it, and so on; each damaged one is reported and moved to `WORKDIR/damaged`, never deleted;
-  3. `config.init_from`: weights (and Adam moments, where the file has them) of another run or project;
-  4. fresh parameters from `config.seed`.
-A workdir that has checkpoints of which none can be read is an error, not a fresh start.
+Orbax writes them in the background to `WORKDIR/checkpoints/STEP`, each with a checksum. A
+checkpoint holds plain arrays of one replica, so that it can be restored on any number of devices
+and in either parallel mode.
 
-A checkpoint holds plain arrays of one replica, so that it restores on any number of devices and in either parallel mode.
+A run starts from the first of these that exists:
+  1. the newest checkpoint of its workdir that is complete and has the right checksum; damaged ones
+     are reported and moved to `WORKDIR/damaged`, never deleted;
+  2. `config.init_from`: weights, and Adam's moments where there are any, of another run or project;
+  3. fresh weights from `config.seed`.
+A workdir in which no checkpoint can be read is an error, not a fresh start.
 """
 
 from __future__ import annotations
@@ -16,7 +18,6 @@ import dataclasses
 import pathlib
 import zlib
 from dataclasses import dataclass
-from typing import Any
 
 import jax
 import numpy as np
@@ -31,30 +32,40 @@ from jaxunet.runtime.errors import UserError
 from jaxunet.weights.names import parameter_shapes
 
 FOLDER = 'checkpoints'
-# A resumed run may differ from the checkpoint in anything but these: they give its arrays their shape or meaning.
-FIXED = ('model.', 'diffusion.', 'ema.rates', 'optimizer.name')
-FREE_IN_MODEL = ('model.dropout', 'model.label_dropout', 'model.remat')
+# Prefixes of the fields that give the arrays of a checkpoint their shape or meaning. A run that
+# resumes may change any other field, and those model fields that matter in training alone.
+FIXED_FIELDS = ('model.', 'diffusion.', 'ema.rates', 'optimizer.name')
+FREE_MODEL_FIELDS = ('model.dropout', 'model.label_dropout', 'model.remat')
+MAX_REASON = 400  # characters of a library's error message that are shown
 
 
 @dataclass(frozen=True)
 class Restored:
-    state: TrainState  # numpy arrays
-    config: Config  # as saved
-    seconds: float  # wall-clock of training so far, without compiling, sampling and saving
-    class_names: tuple[
-        str, ...
-    ]  # of the labels 0, 1, ...; empty if the model is unconditional, or the version kept none
+    """The content of a checkpoint.
+
+    Attributes:
+      state: numpy arrays.
+      config: the config that the run was saved with.
+      seconds: training time so far, without compiling, sampling and saving.
+      class_names: names of the labels 0, 1, ...; empty for an unconditional model, and in
+        checkpoints of versions that stored none.
+    """
+
+    state: TrainState
+    config: Config
+    seconds: float
+    class_names: tuple[str, ...]
 
 
 def state_template(config: Config) -> TrainState:
-    """Shapes and types of the state of a config, without allocating it."""
-    # The backend changes no parameter, and the machine that reads may not have the one that wrote.
+    """Returns the shapes and types of the state of a config, without allocating it."""
+    # Parameters do not depend on the backend, and this machine may lack the one of the config.
     model = build_unet(config, load_ops('xla'))
     return jax.eval_shape(lambda: init_state(config, model, make_optimizer(config)))
 
 
-def checksum(tree: Any) -> int:
-    """CRC-32 over all leaves, in tree order."""
+def checksum(tree: object) -> int:
+    """Returns the CRC-32 of the bytes of all leaves, in tree order."""
     crc = 0
     for leaf in jax.tree.leaves(tree):
         crc = zlib.crc32(np.ascontiguousarray(leaf).reshape(-1).view(np.uint8).data, crc)
@@ -62,15 +73,20 @@ def checksum(tree: Any) -> int:
 
 
 class Checkpoints:
-    """The checkpoints of one workdir."""
+    """The checkpoints of one workdir.
+
+    Args:
+      keep: number of checkpoints to keep; older ones are deleted.
+      read_only: never change anything on disk.
+    """
 
     def __init__(self, workdir: pathlib.Path, *, keep: int, read_only: bool = False) -> None:
         self.workdir, self.read_only = workdir, read_only
         self.folder = (workdir / FOLDER).resolve()
         if not read_only:
             self._set_aside_unfinished()
-        # Each process reads on its own and process 0 alone writes: orbax shall not wait for processes that have nothing to write, as they
-        # would wait for ever for one whose disk is full.
+        # Each process reads on its own, and process 0 alone writes. If orbax coordinated them, the
+        # others would wait forever for a process whose disk is full.
         me = jax.process_index()
         alone = ocp.options.MultiprocessingOptions(
             primary_host=me, active_processes={me}, barrier_sync_key_prefix=f'process{me}'
@@ -79,7 +95,7 @@ class Checkpoints:
             max_to_keep=None if read_only else keep,
             enable_async_checkpointing=not read_only,
             read_only=read_only,
-            create=False,  # orbax creates folders for all processes together only
+            create=False,  # orbax only creates folders for all processes together
             multiprocessing_options=alone,
         )
         if not read_only:
@@ -96,11 +112,15 @@ class Checkpoints:
         seconds: float,
         class_names: tuple[str, ...] = (),
     ) -> str:
-        """Starts writing `state` (numpy) in the background; process 0 alone may call this.
+        """Starts writing a checkpoint in the background; only process 0 may call this.
 
         A write that fails leaves the earlier checkpoints as they are.
 
-        Returns: what went wrong with the write before this one, or ''.
+        Args:
+          state: numpy arrays.
+          seconds: training time so far.
+
+        Returns what went wrong with the previous write, or ''.
 
         Raises:
           CheckpointWriteError: this write could not start.
@@ -129,7 +149,11 @@ class Checkpoints:
         return earlier
 
     def wait(self) -> None:
-        """Until everything is on disk. Raises `CheckpointWriteError` if it could not be written."""
+        """Waits until everything is on disk.
+
+        Raises:
+          CheckpointWriteError: something could not be written.
+        """
         try:
             self.manager.wait_until_finished()
             self.manager.check_for_errors()
@@ -137,7 +161,13 @@ class Checkpoints:
             raise CheckpointWriteError(self._write_failure(error)) from error
 
     def restore(self, step: int | None = None) -> Restored | None:
-        """The newest readable checkpoint, or the one of `step`; None if there is none at all."""
+        """Returns the newest readable checkpoint, or that of `step`; None if there is none at all.
+
+        Damaged checkpoints that are newer are set aside, unless `read_only`.
+
+        Raises:
+          UserError: there are checkpoints, but none can be read, or one is of another version.
+        """
         steps = sorted(self.manager.all_steps(), reverse=True) if step is None else [step]
         problems = []
         for candidate in steps:
@@ -160,68 +190,42 @@ class Checkpoints:
         return None
 
     def latest(self) -> int | None:
+        """Returns the step of the newest checkpoint, or None."""
         return self.manager.latest_step()
 
     def close(self) -> None:
+        """Waits for a write in progress and releases orbax's threads."""
         self.manager.close()
 
     def _read(self, step: int) -> Restored:
+        """Reads one checkpoint, and raises any exception if it is damaged."""
         folder = self.folder / str(step)
         meta = self.manager.restore(step, args=ocp.args.Composite(meta=ocp.args.JsonRestore())).meta
         config = resolve(meta['config'])
         whole = state_template(config)
-        # Earlier versions had no states of weightings and samplers; their runs used none.
+        # A version without `timesteps` in its config had no states of weightings and samplers.
         fields = [
             f.name
             for f in dataclasses.fields(whole)
             if 'timesteps' in meta['config'] or f.name not in ('weighting', 'timesteps')
         ]
         template = {name: getattr(whole, name) for name in fields}
-        self._check_states(folder, config, template)
+        _check_method_states(folder, config, template)
         as_numpy = jax.tree.map(lambda _: ocp.RestoreArgs(restore_type=np.ndarray), template)
         restore = ocp.args.PyTreeRestore(template, restore_args=as_numpy)
         state = TrainState(
             **self.manager.restore(step, args=ocp.args.Composite(state=restore)).state
         )
-        for (path, got), want in zip(
-            jax.tree.leaves_with_path(state), jax.tree.leaves(whole), strict=True
-        ):
-            if got.shape != want.shape or got.dtype != want.dtype:
-                raise ValueError(
-                    f'{jax.tree_util.keystr(path)}: expected {want.dtype}{want.shape}, found {got.dtype}{got.shape}'
-                )
+        _check_arrays(state, whole)
         found = checksum(state)
         if found != meta['checksum']:
             raise ValueError(
                 f'checksum: expected {meta["checksum"]:08x}, found {found:08x} in {folder}'
             )
-        return Restored(
-            state, config, meta['seconds'], tuple(meta.get('class_names', ()))
-        )  # earlier versions kept no names
-
-    def _check_states(self, folder: pathlib.Path, config: Config, template: dict[str, Any]) -> None:
-        """Raises UserError: the state of the weighting or the sampler is that of another version, and the checkpoint not a damaged one."""
-        saved = ocp.PyTreeCheckpointHandler().metadata(folder / 'state').tree
-        methods = {
-            'weighting': f'loss.weighting={config.loss.weighting}',
-            'timesteps': f'timesteps.sampler={config.timesteps.sampler}',
-        }
-        for name, method in methods.items():
-            there, here = (
-                [
-                    jax.tree_util.keystr(path, simple=True, separator='.')
-                    for path, _ in jax.tree.leaves_with_path(tree.get(name))
-                ]
-                for tree in (saved, template)
-            )
-            if sorted(there) != sorted(here):
-                raise UserError(
-                    f'{folder}: was written by another version of jaxunet, whose state of {method} holds {", ".join(there) or "nothing"}; '
-                    f"this one's holds {', '.join(here) or 'nothing'}. Go on with the version that wrote it, or choose another --workdir."
-                )
+        return Restored(state, config, meta['seconds'], tuple(meta.get('class_names', ())))
 
     def _set_aside_unfinished(self) -> None:
-        """Moves away what a killed run left half-written: folders that orbax never committed."""
+        """Moves away half-written checkpoints of a killed run, which orbax never committed."""
         if not self.folder.is_dir() or jax.process_index() != 0:
             return
         committed = ocp.utils.checkpoint_steps(self.folder)
@@ -235,6 +239,7 @@ class Checkpoints:
                 self._set_aside(entry)
 
     def _set_aside(self, entry: pathlib.Path) -> None:
+        """Moves a checkpoint to `WORKDIR/damaged`, under a name that is free there."""
         if jax.process_index() != 0:
             return
         target = self.workdir / 'damaged' / entry.name
@@ -246,7 +251,10 @@ class Checkpoints:
         entry.rename(target)
 
     def _write_failure(self, error: Exception) -> str:
-        return f'a checkpoint could not be written to {self.folder}: {_first_line(error)}; the last good one is step {self._last_good()}'
+        return (
+            f'a checkpoint could not be written to {self.folder}: {_first_line(error)}; the last '
+            f'good one is step {self._last_good()}'
+        )
 
     def _last_good(self) -> int | None:
         steps = ocp.utils.checkpoint_steps(self.folder) if self.folder.is_dir() else []
@@ -254,19 +262,65 @@ class Checkpoints:
 
 
 class CheckpointWriteError(UserError):
-    """The disk did not take a checkpoint (full, read-only, gone)."""
+    """A checkpoint could not be written: the disk is full, read-only or gone."""
 
 
-def _first_line(error: Exception) -> str:
-    return f'{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ""}'[
-        :400
+def _check_arrays(state: TrainState, expected: TrainState) -> None:
+    """Raises ValueError if an array has another shape or type than in the template."""
+    for (path, got), want in zip(
+        jax.tree.leaves_with_path(state), jax.tree.leaves(expected), strict=True
+    ):
+        if got.shape != want.shape or got.dtype != want.dtype:
+            raise ValueError(
+                f'{jax.tree_util.keystr(path)}: expected {want.dtype}{want.shape}, '
+                f'found {got.dtype}{got.shape}'
+            )
+
+
+def _check_method_states(folder: pathlib.Path, config: Config, template: dict[str, object]) -> None:
+    """Checks that the stored states of the weighting and the sampler have the expected leaves.
+
+    Raises:
+      UserError: they do not. The checkpoint is then one of another version, not a damaged one.
+    """
+    saved = ocp.PyTreeCheckpointHandler().metadata(folder / 'state').tree
+    methods = {
+        'weighting': f'loss.weighting={config.loss.weighting}',
+        'timesteps': f'timesteps.sampler={config.timesteps.sampler}',
+    }
+    for name, method in methods.items():
+        found, expected = _leaf_names(saved.get(name)), _leaf_names(template.get(name))
+        if sorted(found) != sorted(expected):
+            raise UserError(
+                f'{folder}: was written by another version of jaxunet, whose state of {method} '
+                f"holds {', '.join(found) or 'nothing'}; this one's holds "
+                f'{", ".join(expected) or "nothing"}. Go on with the version that wrote it, or '
+                'choose another --workdir.'
+            )
+
+
+def _leaf_names(tree: object) -> list[str]:
+    return [
+        jax.tree_util.keystr(path, simple=True, separator='.')
+        for path, _ in jax.tree.leaves_with_path(tree)
     ]
 
 
+def _first_line(error: Exception) -> str:
+    text = str(error).strip()
+    return f'{type(error).__name__}: {text.splitlines()[0] if text else ""}'[:MAX_REASON]
+
+
 def check_resumable(saved: Config, now: Config, workdir: pathlib.Path) -> list[str]:
-    """What differs between the saved config and this command's, if the run may go on; otherwise `UserError`."""
+    """Returns the differences between the saved config and this command's, a line each.
+
+    Raises:
+      UserError: a field differs that a run cannot change.
+    """
     changes = diff(saved, now)
-    fixed = [c for c in changes if c.startswith(FIXED) and not c.startswith(FREE_IN_MODEL)]
+    fixed = [
+        c for c in changes if c.startswith(FIXED_FIELDS) and not c.startswith(FREE_MODEL_FIELDS)
+    ]
     if fixed:
         fits = parameter_shapes(saved) == parameter_shapes(now)
         advice = (
@@ -283,12 +337,15 @@ def check_resumable(saved: Config, now: Config, workdir: pathlib.Path) -> list[s
 
 
 def exists(workdir: pathlib.Path) -> bool:
-    """Whether a run of this workdir has a checkpoint to go on from, readable or not."""
+    """Returns True if the workdir has a checkpoint to resume from, readable or not."""
     return any(entry.name.isdigit() for entry in (workdir / FOLDER).glob('*'))
 
 
 def find(path: str | pathlib.Path) -> tuple[pathlib.Path, int | None] | None:
-    """(workdir, step) if `path` is a workdir (step None: its newest) or one checkpoint in it; None if it is neither."""
+    """Returns (workdir, step) of a path, with step None for a workdir, which means its newest.
+
+    Returns None if the path is neither a workdir nor one checkpoint in it.
+    """
     path = pathlib.Path(path)
     if (path / FOLDER).is_dir():
         return path, None
@@ -300,7 +357,9 @@ def find(path: str | pathlib.Path) -> tuple[pathlib.Path, int | None] | None:
 
 
 def read(path: str | pathlib.Path) -> Restored:
-    """The newest readable checkpoint of a workdir, or the named one. Changes nothing on disk.
+    """Reads the newest readable checkpoint of a workdir, or one named checkpoint.
+
+    Changes nothing on disk.
 
     Raises:
       UserError: there is none, or none can be read.
@@ -320,7 +379,10 @@ def read(path: str | pathlib.Path) -> Restored:
 
 
 def pick_weights(state: TrainState, config: Config, ema: str) -> tuple[Params, str]:
-    """The parameters to use, and their name: `ema` = a rate of the run, '' = its first rate, 'none' = without averaging.
+    """Returns the weights to use, and a note that names them.
+
+    Args:
+      ema: a rate of the run, '' for its first rate, or 'none' for the weights without averaging.
 
     Raises:
       UserError: the run keeps no such rate.
