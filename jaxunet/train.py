@@ -1,9 +1,10 @@
 """Trains a diffusion UNet.
 
-    python -m jaxunet.train --config configs/elephants64.py [--config.section.field=value ...] [--workdir DIR]
+    python -m jaxunet.train --config configs/elephants64.py [--config.section.field=value ...]
+                            [--workdir DIR]
 
-Running the same command again resumes. SIGTERM and SIGINT save and exit with 0. `WORKDIR` gets checkpoints/, metrics.csv,
-tensorboard/ and samples/.
+The same command resumes a run. SIGTERM and SIGINT save and exit with 0. `WORKDIR` gets
+checkpoints/, metrics.csv, tensorboard/, samples/ and evaluation.csv.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ CONFIG = cli.define_config()
 WORKDIR = flags.DEFINE_string(
     'workdir',
     None,
-    'Where checkpoints, logs and samples go; default: runs/NAME for configs/NAME.py.',
+    'Folder for checkpoints, logs and samples; default: runs/NAME for configs/NAME.py.',
 )
 DRY_RUN = flags.DEFINE_bool(
     'dry_run',
@@ -46,26 +47,30 @@ CLUSTER = flags.DEFINE_enum(
     'cluster',
     'auto',
     distributed.CLUSTERS,
-    'Who started the processes of a run over several: slurm (srun), ompi (mpirun of Open MPI 4), mpi4py (any mpirun; needs mpi4py), auto '
-    '(whichever of them left its environment variables), or none, which trains in one process whatever those say.',
+    'Launcher of a run of several processes: slurm (srun), ompi (mpirun of Open MPI 4), mpi4py '
+    '(any mpirun; needs mpi4py), auto (the one whose environment variables are set), or none, '
+    'which trains in one process and ignores these variables.',
 )
 COORDINATOR = flags.DEFINE_string(
-    'coordinator', None, 'HOST:PORT of process 0, to start by hand; with the next two flags.'
+    'coordinator',
+    None,
+    'HOST:PORT of process 0, for processes started by hand; with the next two flags.',
 )
 PROCESSES = flags.DEFINE_integer('num_processes', None, 'Number of processes of the run.')
 PROCESS = flags.DEFINE_integer('process_id', None, 'Number of this process, from 0.')
 WAIT = flags.DEFINE_integer(
-    'wait_seconds', 300, 'How long to wait for the other processes to start.', lower_bound=1
+    'wait_seconds', 300, 'Seconds to wait for the other processes to start.', lower_bound=1
 )
 HEARTBEAT = flags.DEFINE_integer(
     'heartbeat_seconds',
     30,
-    'A process that gave no sign for so long is taken for dead, and the others end.',
+    'Seconds without a sign of life after which a process counts as dead and the others end.',
     lower_bound=2,
 )
 
 
 def main(argv: Sequence[str]) -> None:
+    """Joins the processes of the run, trains, and exits."""
     config = resolve(CONFIG.value)
     if DRY_RUN.value:
         dry_run(config)
@@ -88,20 +93,20 @@ def main(argv: Sequence[str]) -> None:
             print(f'error: {error}', file=sys.stderr, flush=True)
             code = USER_ERROR
     if compiling():
-        distributed.end(
-            code
-        )  # everything is saved; the compiler's thread would hold the exit up, or crash in it
+        # Everything is saved. The compiling thread would delay the exit, or crash during it.
+        distributed.end(code)
 
 
 def compiling() -> bool:
-    """Whether the thread that compiles the sampler still runs."""
+    """Returns True while the thread that compiles the sampler runs."""
     return any(thread.name == Background.NAME for thread in threading.enumerate())
 
 
 def run(config: Config) -> None:
-    """Trains, in this process's part of the run."""
+    """Trains, as this process's part of the run."""
     cli.enable_compilation_cache()
-    load_ops(config.backend, config.precision)  # both fail before anything is read or written
+    # A missing backend or device is an error before anything is read or written.
+    load_ops(config.backend, config.precision)
     Parallel(config)
     source = open_images(config)
     check_classes(config, source)
@@ -124,17 +129,18 @@ def run(config: Config) -> None:
     if jax.process_index() == 0:
         print(f'{len(source)} images from {config.data.path}; workdir {workdir}', flush=True)
     try:
-        # A run that goes on no longer needs the file that it started from.
+        # A resumed run no longer needs the weights that it started from.
         train(config, workdir, source, None if checkpoint.exists(workdir) else load_initial(config))
     except checkpoint.CheckpointWriteError as error:
-        # In one piece and on a line of its own: threads of the storage library may be printing tracebacks at this moment.
+        # Written in one piece and on a line of its own, as threads of the storage library may be
+        # printing tracebacks at this moment.
         sys.stderr.flush()
         os.write(2, f'\nerror: {error}\n'.encode())
         distributed.end(USER_ERROR)
 
 
 def default_name() -> str:
-    """`NAME` of `--config configs/NAME.py`; `digits` without one."""
+    """Returns `NAME` of `--config configs/NAME.py`; `digits` without a config file."""
     given = [a for a in sys.argv[1:] if a.startswith('--config=')] or [
         sys.argv[i + 1] for i, a in enumerate(sys.argv[1:-1], 1) if a == '--config'
     ]
@@ -144,7 +150,7 @@ def default_name() -> str:
 
 
 def fields(config: Config) -> dict[str, object]:
-    """Every field of a config by its dotted name."""
+    """Returns every field of a config by its dotted name."""
     flat: dict[str, object] = {}
     for name, value in to_dict(config).items():
         flat |= (
@@ -156,13 +162,14 @@ def fields(config: Config) -> dict[str, object]:
 
 
 def checkpoint_names(workdir: pathlib.Path) -> list[str]:
+    """Returns the names of the checkpoints in a workdir, which are their steps."""
     return sorted(
         entry.name for entry in (workdir / checkpoint.FOLDER).glob('*') if entry.name.isdigit()
     )
 
 
 def dry_run(config: Config) -> None:
-    """Prints what a run would be. Allocates no arrays."""
+    """Prints the resolved config and the cost estimate of a run, without allocating arrays."""
     print(pprint.pformat(to_dict(config), sort_dicts=False, width=100))
     print(estimate.summary(config))
 

@@ -107,7 +107,7 @@ def test_a_kept_step_is_loaded_and_gives_the_same(mode, devices, cache):
 
 def test_a_step_is_kept_under_all_that_it_is_made_from():
     """A field that is left out of the digest is one that no module of the step reads."""
-    named = {name: None for name in step_fields.APART} | step_fields.APART_FIELDS
+    named = {name: None for name in step_fields.OUTSIDE} | step_fields.OUTSIDE_FIELDS
     raw = to_dict(Config())
     for section, fields in named.items():
         assert section in raw

@@ -1,4 +1,4 @@
-"""jaxunet's side of a comparison: the network and the training step of `jaxunet.train`, on one device."""
+"""jaxunet's side of a comparison: its network and its training step, on one device."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Runs a config's training steps as `jaxunet.train` does, and traces some once they run steadily."""
+"""Runs training steps as `jaxunet.train` does, and traces some once they run steadily."""
 
 from __future__ import annotations
 

@@ -1,8 +1,12 @@
-"""Compiled training steps, kept on disk, so that the next start of the same run neither traces, lowers nor compiles.
+"""Keeps compiled training steps on disk, so that the next start of a run need not compile.
 
-JAX's compilation cache is looked up with the lowered program, and tracing and lowering a UNet of hand-written kernels alone takes longer
-than a user likes to wait. A step is kept beside that cache, under a digest of all that it is made from; what does not fit exactly is
-made anew. As with JAX's cache, who can write to the folder can run code here: it is the user's own.
+JAX's compilation cache is looked up with the lowered program, and tracing and lowering a UNet of
+hand-written kernels takes long by itself. This cache is looked up with a digest of everything that
+the step is made from, so that a hit skips tracing and lowering too. Whatever does not match exactly
+is compiled again.
+
+As with JAX's cache, whoever can write to the folder can run code in this process, so it belongs to
+the user alone.
 """
 
 from __future__ import annotations
@@ -13,8 +17,7 @@ import os
 import pathlib
 import tempfile
 import time
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
 
 import flax
 import jax
@@ -25,12 +28,11 @@ from jax.experimental import serialize_executable
 
 from jaxunet.runtime import fingerprint
 
-KEPT = 24  # files; the least recently used go first
-Step = Callable[..., Any]
+KEPT = 24  # files; the least recently used are removed first
 
 
 def folder() -> pathlib.Path | None:
-    """Where steps are kept: beside the programs of JAX's compilation cache; None if that is off."""
+    """Returns the folder of the steps, inside JAX's compilation cache; None if that is off."""
     settings = jax.config.values
     directory = settings['jax_compilation_cache_dir']
     return (
@@ -41,12 +43,19 @@ def folder() -> pathlib.Path | None:
 
 
 def key(
-    made_of: dict[str, Any], arguments: Any, devices: Sequence[jax.Device], options: dict[str, Any]
+    fields: Mapping[str, object],
+    arguments: tuple[object, object],
+    devices: Sequence[jax.Device],
+    options: Mapping[str, object],
 ) -> str:
-    """The digest of what a step is made from: the fields of its config, arguments' shapes and shardings, devices, versions, settings, and this code.
+    """Returns the digest of everything that a step is made from.
+
+    That is also the versions of the libraries, the settings of JAX and XLA, and this source code.
 
     Args:
-      options: what else it was made with: the compiler's options, the steps of a call.
+      fields: the fields of the config that the step depends on.
+      arguments: (state, data), whose shapes, types and shardings count.
+      options: the compiler's options and the steps per call.
     """
     leaves, tree = jax.tree.flatten(arguments)
     client = devices[0].client
@@ -54,7 +63,7 @@ def key(
         name: str(value) for name, value in jax.config.values.items() if 'cache' not in name
     }
     made_from = [
-        made_of,
+        fields,
         [[str(x.shape), str(x.dtype), str(x.sharding), x.weak_type] for x in leaves],
         str(tree),
         [[d.id, d.device_kind, str(getattr(d, 'compute_capability', ''))] for d in devices],
@@ -81,9 +90,13 @@ def key(
 
 
 def load(
-    path: pathlib.Path, arguments: tuple[Any, Any], devices: Sequence[jax.Device]
+    path: pathlib.Path, arguments: tuple[object, object], devices: Sequence[jax.Device]
 ) -> jax.stages.Compiled | None:
-    """The step kept in a file, for arguments (state, data); it returns a state and metrics. None if there is none, or a damaged one."""
+    """Loads a step from a file; None if there is no such file or it is damaged.
+
+    Args:
+      arguments: (state, data). The step returns a state and metrics.
+    """
     if not path.exists():
         return None
     began = time.perf_counter()
@@ -96,9 +109,9 @@ def load(
             payload, in_tree, out_tree, devices[0].client, devices
         )
         path.touch()
-    except Exception as error:  # whatever a damaged file leads to
+    except Exception as error:  # a damaged file can lead to any
         logging.warning(
-            '%s: cannot be loaded (%s: %s); compiling anew',
+            '%s: cannot be loaded (%s: %s); compiling again',
             path,
             type(error).__name__,
             str(error).split('\n')[0],
@@ -112,7 +125,10 @@ def load(
 
 
 def save(path: pathlib.Path, step: jax.stages.Compiled) -> None:
-    """Keeps a step whose result is (state, metrics by name). What cannot be kept costs a warning."""
+    """Writes a step whose result is (state, metrics by name); warns if that is not possible.
+
+    A file holds the names of the metrics as a line of JSON, then the serialized executable.
+    """
     try:
         payload, _, out_tree = serialize_executable.serialize(step)
         _, metrics = jax.tree.unflatten(out_tree, range(out_tree.num_leaves))
@@ -124,7 +140,7 @@ def save(path: pathlib.Path, step: jax.stages.Compiled) -> None:
         os.replace(file.name, path)
         for old in sorted(path.parent.glob('*.step'), key=lambda p: p.stat().st_mtime)[:-KEPT]:
             old.unlink(missing_ok=True)
-    except Exception as error:  # a full disk, or an executable that this backend cannot serialize
+    except Exception as error:  # such as a full disk, or an executable that cannot be serialized
         logging.warning(
             '%s: the compiled step cannot be kept (%s: %s)',
             path,
@@ -135,16 +151,21 @@ def save(path: pathlib.Path, step: jax.stages.Compiled) -> None:
 
 def compiled(
     build: Callable[[], jax.stages.Compiled],
-    made_of: dict[str, Any],
-    arguments: tuple[Any, Any],
+    fields: Mapping[str, object],
+    arguments: tuple[object, object],
     devices: Sequence[jax.Device],
-    options: dict[str, Any],
+    options: Mapping[str, object],
 ) -> jax.stages.Compiled:
-    """The step that `build` compiles for (state, data), from the folder if it is there, else built and put there."""
+    """Returns the step from the folder, or else compiles it and keeps it there.
+
+    Args:
+      build: compiles the step for the arguments (state, data).
+      fields, options: as for `key`.
+    """
     directory = folder()
     if directory is None:
         return build()
-    path = directory / f'{key(made_of, arguments, devices, options)}.step'
+    path = directory / f'{key(fields, arguments, devices, options)}.step'
     step = load(path, arguments, devices)
     if step is None:
         step = build()

@@ -1,1 +1,1 @@
-"""Training: state, one pure step, data parallelism, and the loop around them."""
+"""Trains a model: one pure step, data parallelism, and the loop around them."""

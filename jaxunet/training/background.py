@@ -33,7 +33,7 @@ class Background(Generic[Result]):
         self._thread.start()
 
     def result(self, keep_waiting: Callable[[], bool]) -> Result | None:
-        """Waits for the function and returns its result; None if `keep_waiting` returns False first.
+        """Waits for the result of the function; returns None if `keep_waiting` returns False first.
 
         Raises whatever the function raised.
         """

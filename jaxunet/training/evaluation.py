@@ -1,10 +1,12 @@
-"""Metrics of a model under way: samples of its averaged weights, compared with real images, as `config.evaluation` says."""
+"""Evaluates a model in training: draws samples and compares them with real images.
+
+The fields of `config.evaluation` say how. A line per metric goes to `WORKDIR/evaluation.csv`.
+"""
 
 from __future__ import annotations
 
 import pathlib
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import jax
 import numpy as np
@@ -20,26 +22,40 @@ from jaxunet.metrics.table import Side, with_reference
 from jaxunet.model.unet import Params
 from jaxunet.runtime.errors import UserError
 from jaxunet.runtime.progress import progress_bar
+from jaxunet.runtime.rows import Row
 from jaxunet.sampling.generator import Generator
 from jaxunet.sampling.sampler import SamplerConfig
 from jaxunet.training.logs import StepTable, read_rows
 
-FEATURE_BATCH = 256
+FEATURE_BATCH = 256  # images whose features are computed at a time
 FILE = 'evaluation.csv'
-# fmt: off
 COLUMNS = (
-    'step', 'training_seconds', 'metric', 'value', 'std', 'num_samples', 'sampler', 'evaluations', 'reference', 'num_reference', 'features',
-    'resize', 'settings', 'seed',
+    'step',
+    'training_seconds',
+    'metric',
+    'value',
+    'std',
+    'num_samples',
+    'sampler',
+    'evaluations',
+    'reference',
+    'num_reference',
+    'features',
+    'resize',
+    'settings',
+    'seed',
 )
-# fmt: on
-SETTINGS = ('subsets', 'subset_size', 'k', 'parts')  # of single metrics, in the column of that name
+SETTINGS = ('subsets', 'subset_size', 'k', 'parts')  # options of single metrics, for that column
 
 
 def evaluation_network(config: Config) -> FeatureNetwork:
-    """The features of `config.evaluation`, after a look at all that measuring needs, which comes when hours of training are over.
+    """Loads the features of `config.evaluation` and checks everything that an evaluation needs.
+
+    Mistakes are found before training starts rather than hours later.
 
     Raises:
-      UserError: features that cannot be loaded or take images of another size, metrics that they do not allow, or no such reference.
+      UserError: the features cannot be loaded, take images of another size or do not allow the
+        metrics, or the reference cannot be opened.
     """
     e = config.evaluation
     network = load_features(e.features)
@@ -50,56 +66,66 @@ def evaluation_network(config: Config) -> FeatureNetwork:
         with open_side(
             e.reference, compared, network, 'evaluation.reference', batch_size=FEATURE_BATCH
         ):
-            pass  # its features are computed when they are asked for
+            pass  # only opened: its features are computed when they are needed
     return network
 
 
 class Colour(Source):
-    """The images of a source with three colours; grey ones have the same three times."""
+    """The images of a source with three channels; grey images are repeated.
+
+    Raises:
+      UserError: the images have neither 1 nor 3 channels.
+    """
 
     def __init__(self, source: Source) -> None:
         height, width, channels = source.image_shape
         if channels not in (1, 3):
             raise UserError(
-                f'evaluation: {source.name}: expected images of 1 or 3 channels to compare, found {channels}'
+                f'evaluation: {source.name}: expected images of 1 or 3 channels to compare, '
+                f'found {channels}'
             )
         self._source, self.name, self.image_shape = source, source.name, (height, width, 3)
-        self.labels, self.class_names, self.in_memory = (
-            source.labels,
-            source.class_names,
-            source.in_memory,
-        )
+        self.labels, self.class_names = source.labels, source.class_names
+        self.in_memory = source.in_memory
 
     def load(self, indices: Int[np.ndarray, ' rows']) -> Batch:
+        """Returns the images at these places, uint8 (rows, height, width, 3)."""
         return colour(self._source.load(indices))
 
 
 def colour(
     images: UInt8[np.ndarray, 'n height width channels'],
 ) -> UInt8[np.ndarray, 'n height width 3']:
+    """Repeats the channel of grey images three times; leaves colour images as they are."""
     return np.repeat(images, 3, axis=3) if images.shape[3] == 1 else images
 
 
 class Evaluator:
-    """Draws samples and measures them. Sample i is the same function of the weights every time: numbers differ by the weights alone.
+    """Draws samples and computes their metrics.
+
+    Sample i is the same function of the weights every time, so results differ by the weights alone.
 
     Args:
-      source: the training images, which are the reference unless `evaluation.reference` names another.
-      devices: of this process; all of them sample, the first computes features.
+      source: the training images: the reference, unless `evaluation.reference` names another.
+      devices: of this process; all of them draw samples, the first computes features.
 
     Raises:
-      UserError: features that cannot be loaded, metrics that they do not allow, or sampler options that the model has not.
+      UserError: the features cannot be loaded or do not allow the metrics, or the model does not
+        support an option of the sampler.
     """
 
     def __init__(self, config: Config, source: Source, devices: Sequence[jax.Device]) -> None:
         e = config.evaluation
         self.config, self.source = config, source
         self.network = evaluation_network(config)
-        options: dict[str, Any] = {
-            option: getattr(e, option) or None
-            for option in ('steps', 'variance', 'eta', 'skip_schedule')
-        }
-        sampler = SamplerConfig(name=e.sampler, guidance_scale=e.guidance_scale, **options)
+        sampler = SamplerConfig(
+            name=e.sampler,
+            steps=e.steps or None,
+            variance=e.variance or None,
+            eta=e.eta or None,
+            skip_schedule=e.skip_schedule or None,
+            guidance_scale=e.guidance_scale,
+        )
         self.generator = Generator(
             config, sampler, batch_size=min(e.batch_size, e.samples), devices=devices
         )
@@ -108,10 +134,11 @@ class Evaluator:
     def measure(
         self, params: Params, keep_on: Callable[[], bool] = lambda: True
     ) -> list[Result] | None:
-        """The metrics of `evaluation.metrics`, in their order; None if `keep_on` turns false on the way.
+        """Draws samples and returns their metrics, in the order of `evaluation.metrics`.
 
         Args:
-          params: on any devices, or numpy.
+          params: weights, on any devices or numpy.
+          keep_on: sampling ends, with the result None, once this returns False.
         """
         samples = self.sample(params, keep_on)
         return None if samples is None else self.compare(samples)
@@ -119,7 +146,7 @@ class Evaluator:
     def sample(
         self, params: Params, keep_on: Callable[[], bool] = lambda: True
     ) -> UInt8[np.ndarray, 'n height width channels'] | None:
-        """`evaluation.samples` images; a conditional model's of every class in turn."""
+        """Draws `evaluation.samples` images, from all classes in turn; arguments as `measure`."""
         e, classes = self.config.evaluation, self.config.model.num_classes
         placed = self.generator.put(params)
         images = []
@@ -143,7 +170,7 @@ class Evaluator:
         return np.concatenate(images)
 
     def compare(self, images: UInt8[np.ndarray, 'n height width channels']) -> list[Result]:
-        """The metrics of these samples."""
+        """Returns the metrics of these samples."""
         e = self.config.evaluation
         compared = with_reference(e.metrics)
         if compared and self._reference is None:
@@ -164,8 +191,12 @@ class Evaluator:
             self.source.name, Colour(self.source), metrics, self.network, batch_size=FEATURE_BATCH
         )
 
-    def row(self, result: Result, step: int, seconds: float) -> dict[str, Any]:
-        """A line of evaluation.csv."""
+    def row(self, result: Result, step: int, seconds: float) -> Row:
+        """Returns the line of evaluation.csv for a result.
+
+        Args:
+          seconds: training time so far.
+        """
         protocol = result.protocol | {
             'sampler': self._sampler(),
             'evaluations': self.generator.sampler.evaluations,
@@ -173,40 +204,35 @@ class Evaluator:
         protocol['settings'] = ' '.join(
             f'{name}={protocol[name]}' for name in SETTINGS if name in protocol
         )
-        known = {
+        values = protocol | {
             'step': step,
             'training_seconds': seconds,
             'metric': result.label,
             'value': result.value,
             'std': result.std,
         }
-        return {name: known.get(name, protocol.get(name)) for name in COLUMNS}
+        return {name: values.get(name) for name in COLUMNS}
 
     def _sampler(self) -> str:
+        """Returns the name of the sampler with the options that are not its defaults."""
         e = self.config.evaluation
-        name = (
-            f'{e.sampler} {self.generator.sampler.config.variance}'
-            if e.sampler == 'ddpm'
-            else e.sampler
-        )
-        usual = {'eta': 0, 'skip_schedule': '', 'guidance_scale': 1}
-        return ' '.join(
-            [
-                name,
-                *(
-                    f'{option}={getattr(e, option)}'
-                    for option, value in usual.items()
-                    if getattr(e, option) != value
-                ),
-            ]
-        )
+        words = [e.sampler]
+        if e.sampler == 'ddpm':
+            words.append(str(self.generator.sampler.config.variance))
+        defaults = {'eta': 0, 'skip_schedule': '', 'guidance_scale': 1}
+        words += [
+            f'{option}={getattr(e, option)}'
+            for option, default in defaults.items()
+            if getattr(e, option) != default
+        ]
+        return ' '.join(words)
 
 
 def evaluation_table(workdir: pathlib.Path, start_step: int) -> StepTable:
-    """`WORKDIR/evaluation.csv`: a line a metric, of steps up to `start_step` at first."""
+    """Opens `WORKDIR/evaluation.csv` and drops the lines of steps after `start_step`."""
     return StepTable(workdir / FILE, COLUMNS, start_step)
 
 
 def read_evaluations(workdir: pathlib.Path) -> list[dict[str, str]]:
-    """The lines of evaluation.csv."""
+    """Reads the lines of `WORKDIR/evaluation.csv`."""
     return read_rows(workdir / FILE, COLUMNS)

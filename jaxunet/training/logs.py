@@ -1,12 +1,11 @@
-"""What a run tells: metrics.csv, TensorBoard, and the progress bar."""
+"""Writes the logs of a run: metrics.csv and TensorBoard."""
 
 from __future__ import annotations
 
 import csv
 import os
 import pathlib
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 from absl import logging
@@ -26,9 +25,11 @@ COLUMNS = (
 
 
 class Logs:
-    """Appends to `WORKDIR/metrics.csv` and `WORKDIR/tensorboard`; rows of `start_step` and before stay, later ones are dropped.
+    """Appends to `WORKDIR/metrics.csv` and `WORKDIR/tensorboard`.
 
-    A run that was killed after its last checkpoint has logged steps that it will do again.
+    Args:
+      start_step: the step that the run starts from. Rows of later steps are dropped: a run that was
+        killed after its last checkpoint has logged steps that it will run again.
     """
 
     def __init__(self, workdir: pathlib.Path, start_step: int) -> None:
@@ -37,29 +38,30 @@ class Logs:
             str(workdir / 'tensorboard'), purge_step=start_step + 1 if start_step else None
         )
 
-    def row(self, values: dict[str, Any]) -> None:
-        """One logged step: a value for each of `COLUMNS`."""
+    def row(self, values: Mapping[str, float]) -> None:
+        """Adds one logged step, with a value for each of `COLUMNS`."""
         self._table.add([values])
         for name, value in values.items():
             if name != 'step':
                 self._board.add_scalar(f'train/{name}', value, values['step'])
 
     def scalar(self, name: str, value: float, step: int) -> None:
-        """A curve of TensorBoard alone."""
+        """Adds a point to a curve of TensorBoard."""
         self._board.add_scalar(name, value, step)
 
     def image(self, step: int, picture: np.ndarray) -> None:
-        """A sample grid, uint8 (height, width, 1 or 3)."""
+        """Adds a sample grid to TensorBoard: uint8 (height, width, 1 or 3)."""
         self._board.add_image(
             'samples', np.broadcast_to(picture, (*picture.shape[:2], 3)), step, dataformats='HWC'
         )
 
     def close(self) -> None:
+        """Writes what is buffered."""
         self._board.close()
 
 
 class StepTable:
-    """A CSV file of rows that have a step; those of `start_step` and before stay, later ones are dropped."""
+    """A CSV file of rows that have a step; rows after `start_step` are dropped on opening."""
 
     def __init__(self, path: pathlib.Path, columns: tuple[str, ...], start_step: int) -> None:
         self.path, self._columns = path, columns
@@ -75,8 +77,8 @@ class StepTable:
             writer.writerows(rows)
         os.replace(temporary, path)
 
-    def add(self, rows: Sequence[dict[str, Any]]) -> None:
-        """In one write, so that a process that dies leaves whole lines."""
+    def add(self, rows: Sequence[Mapping[str, object]]) -> None:
+        """Appends rows in one write, so that a process that dies leaves whole lines."""
         with self.path.open('a', newline='') as file:
             csv.DictWriter(file, self._columns).writerows(
                 {
@@ -88,7 +90,10 @@ class StepTable:
 
 
 def read_rows(path: pathlib.Path, columns: tuple[str, ...]) -> list[dict[str, str]]:
-    """The rows of a `StepTable`, columns that an older version had not empty; a last row that a kill cut short is left out."""
+    """Reads the rows of a `StepTable`.
+
+    Columns that an older version did not have are empty. Rows that were cut short are left out.
+    """
     with path.open(newline='') as file:
         rows = list(csv.DictReader(file))
     whole = [
@@ -98,7 +103,7 @@ def read_rows(path: pathlib.Path, columns: tuple[str, ...]) -> list[dict[str, st
     ]
     if len(whole) < len(rows):
         logging.warning(
-            '%s: %d rows that are cut short or not of this version were dropped',
+            '%s: dropped %d rows that are cut short or of another version',
             path,
             len(rows) - len(whole),
         )
@@ -106,5 +111,5 @@ def read_rows(path: pathlib.Path, columns: tuple[str, ...]) -> list[dict[str, st
 
 
 def read_metrics(path: pathlib.Path) -> list[dict[str, str]]:
-    """The rows of a metrics.csv."""
+    """Reads the rows of a metrics.csv."""
     return read_rows(path, COLUMNS)

@@ -1,4 +1,4 @@
-"""SIGTERM and SIGINT: finish the step, save, exit 0."""
+"""Turns SIGTERM and SIGINT into a request: finish the step, save, exit with 0."""
 
 from __future__ import annotations
 
@@ -6,29 +6,37 @@ import os
 import signal
 import sys
 import threading
+from collections.abc import Callable
 from types import FrameType
-from typing import Any
 
 from jaxunet.runtime.distributed import end
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
+_Handler = Callable[[int, FrameType | None], object] | int | None  # as `signal.signal` returns it
 
 
 class Preemption:
-    """`requested` turns true when the process is asked to stop; the loop looks at it between steps. A second SIGINT aborts.
+    """Catches the signals while its block runs. A second SIGINT raises KeyboardInterrupt.
 
-    Python runs a signal handler only between bytecodes, and compiling a step can keep it away from them for a minute. So while
-    `nothing_to_save` is true, a thread that the C-level handler wakes ends the process at once.
+    Python runs signal handlers only between bytecodes, and compiling a step can delay them by a
+    minute. While `nothing_to_save` is true, a thread therefore ends the process at once; Python's C
+    handler wakes it.
+
+    Attributes:
+      requested: the process was asked to stop; the training loop reads it between steps.
+      nothing_to_save: no step has been trained since the start; the training loop clears it.
     """
 
     def __init__(self) -> None:
         self.requested = False
         self.nothing_to_save = True
-        self._previous: dict[int, Any] = {}
+        self._previous: dict[signal.Signals, _Handler] = {}
 
     def __enter__(self) -> Preemption:
         if threading.current_thread() is not threading.main_thread():
-            return self  # signals belong to the main thread; an embedding program keeps its own
+            return (
+                self  # only the main thread may set handlers; the embedding program keeps its own
+            )
         self._reader, self._writer = os.pipe()
         os.set_blocking(self._writer, False)
         signal.set_wakeup_fd(self._writer, warn_on_full_buffer=False)
@@ -52,7 +60,8 @@ class Preemption:
         while data := os.read(self._reader, 1):
             if self.nothing_to_save and data[0] in SIGNALS:
                 print(
-                    f'\n{signal.Signals(data[0]).name}: stopped before anything new was trained; nothing to save.',
+                    f'\n{signal.Signals(data[0]).name}: stopped before anything new was trained; '
+                    'nothing to save.',
                     file=sys.stderr,
                     flush=True,
                 )

@@ -83,7 +83,8 @@ class Session:
           progress: show a progress bar while images are decoded.
 
         Raises:
-          UserError: `train.steps_per_call` does not fit the step of `state`, or an image is corrupt.
+          UserError: `train.steps_per_call` does not fit the step of `state`, or an image is
+            corrupt.
         """
         self._first_step = int(state.step)
         self.steps_per_call = choose_steps_per_call(

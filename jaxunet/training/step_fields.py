@@ -1,4 +1,7 @@
-"""The fields of a config that the compiled step depends on: the others may change without compiling it again."""
+"""Names the fields of a config that the compiled step does not depend on.
+
+They may change without compiling the step again.
+"""
 
 from __future__ import annotations
 
@@ -6,9 +9,10 @@ from typing import Any
 
 from jaxunet.config import Config, to_dict
 
-# Sections and fields of the config that no step is made from: they say what is done around it.
-APART = ('init_from', 'evaluation')
-APART_FIELDS = {
+# Top-level fields and sections, and fields of other sections, that describe what happens around a
+# step and do not enter it.
+OUTSIDE = ('init_from', 'evaluation')
+OUTSIDE_FIELDS = {
     'data': ('path', 'num_workers', 'cache', 'classes'),
     'train': (
         'steps_per_call',
@@ -24,9 +28,9 @@ APART_FIELDS = {
 
 
 def relevant(config: Config) -> dict[str, Any]:
-    """The fields of the config that the step is made from."""
-    raw = {name: value for name, value in to_dict(config).items() if name not in APART}
+    """Returns the fields of a config that the compiled step depends on, as nested dicts."""
+    raw = {name: value for name, value in to_dict(config).items() if name not in OUTSIDE}
     return raw | {
         section: {k: v for k, v in raw[section].items() if k not in fields}
-        for section, fields in APART_FIELDS.items()
+        for section, fields in OUTSIDE_FIELDS.items()
     }
