@@ -22,6 +22,7 @@ from jaxunet.checkpoint.state import (
 )
 from jaxunet.checkpoint.store import read
 from jaxunet.data import pipeline
+from jaxunet.data.order import batch_indices
 from jaxunet.data.sources import open_source
 from jaxunet.diffusion.process import make_diffusion
 from jaxunet.model.unet import build_unet
@@ -32,7 +33,7 @@ from jaxunet.training.ema import ema_decay
 from jaxunet.training.logs import read_metrics
 from jaxunet.training.loop import train
 from jaxunet.training.parallel import Parallel
-from jaxunet.training.session import choose_steps_per_call
+from jaxunet.training.session import Session, choose_steps_per_call
 from jaxunet.training.step import make_train_step
 
 
@@ -232,6 +233,22 @@ def test_as_many_steps_of_a_call_as_suit():
         )
         == 4
     )
+
+
+def test_a_session_streams_from_the_step_of_its_state(source):
+    config = tiny_config(data={'cache': 'stream'}, parallel={'devices': 1})
+    state = dataclasses.replace(fresh_state(config), step=np.int32(2))
+    with Session(config, source) as session:
+        session.load(state)
+        assert not np.any(session.data['image'])
+        session.open_stream(end=4)
+        for step in (2, 3):
+            rows = np.asarray(batch_indices(step, config.data.batch_size, len(source), config.seed))
+            batch = session.next_data()
+            np.testing.assert_array_equal(batch['image'], source.load(rows))
+            np.testing.assert_array_equal(batch['label'], source.labels[rows])
+        with pytest.raises(StopIteration):
+            session.next_data()
 
 
 def test_a_bad_step_changes_only_the_counters(source):
