@@ -257,7 +257,7 @@ MISTAKES = [
     (['jaxunet.train', '--config.init_from=nowhere.bin'], 'nowhere.bin: no such file or folder'),
     (
         ['jaxunet.train', '--config.data.image_size=8', '--config.data.image_size=16'],
-        '--config.data.image_size: is there twice',
+        '--config.data.image_size: given twice',
     ),
     (
         ['jaxunet.train', '--config.seed=4294967296'],

@@ -48,7 +48,7 @@ WRONG = [
         {'backend': 'pallas+adamw=pallas'},
         r'backend: adamw: expected one of xla, cuda, found .pallas.',
     ),
-    ({'backend': 'cuda+attention=xla+attention=xla'}, r'backend: attention is there twice'),
+    ({'backend': 'cuda+attention=xla+attention=xla'}, r'backend: attention is given twice'),
     (
         {'backend': 'xls'},
         r'backend: expected one of auto, xla, pallas, cuda, found .xls.; did you mean "xla"',

@@ -1,4 +1,4 @@
-"""Checks of a config: names, types, values, and what must hold between fields."""
+"""Checks a config: field names, types, values and the relations between fields."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import math
 import types
 import typing
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 from ml_collections import ConfigDict
 
@@ -16,7 +16,9 @@ from jaxunet.config.schema import OPS, PRECISIONS, Config, to_dict
 from jaxunet.runtime.errors import UserError, near_misses
 from jaxunet.runtime.plugins import backend_names, load_backend
 
-SHIPPED = ('pallas', 'cuda')  # the kernel backends of this repository
+T = TypeVar('T')
+
+SHIPPED = ('pallas', 'cuda')  # kernel backends in this repository
 CHOICES = {
     'precision': PRECISIONS,
     'parallel.mode': ('jit', 'pmap'),
@@ -35,45 +37,93 @@ CHOICES = {
     'optimizer.name': ('adamw', 'adam'),
     'optimizer.schedule': ('constant', 'cosine', 'linear'),
 }
-# fmt: off
-POSITIVE = [
-    'model.image_channels', 'model.base_channels', 'model.channel_mult', 'model.num_res_blocks', 'model.max_period', 'model.norm_groups',
-    'model.norm_eps', 'diffusion.steps', 'loss.min_snr_gamma', 'loss.soft_min_snr_sigma', 'loss.p2_k', 'loss.uncertainty_features',
-    'loss.uncertainty_learning_rate', 'timesteps.history', 'timesteps.speed_k', 'timesteps.policy_every', 'timesteps.policy_probes',
-    'timesteps.policy_memory', 'timesteps.policy_learning_rate', 'timesteps.adaptive_bins', 'timesteps.adaptive_memory',
-    'data.image_size', 'data.batch_size', 'optimizer.learning_rate', 'optimizer.eps', 'optimizer.accumulate_steps', 'train.steps',
-    'train.log_every', 'train.checkpoint_every', 'train.keep', 'train.sample_count', 'train.sample_steps', 'train.max_bad_steps',
-    'evaluation.samples', 'evaluation.batch_size',
-]
-NOT_NEGATIVE = [
-    'seed', 'parallel.devices', 'model.num_heads', 'model.num_heads_upsample', 'model.num_head_channels', 'model.num_classes',
-    'diffusion.vlb_weight', 'loss.p2_gamma', 'timesteps.policy_entropy', 'data.num_workers', 'optimizer.weight_decay',
-    'optimizer.warmup_steps', 'optimizer.clip_norm', 'train.steps_per_call', 'train.sample_every', 'train.evaluate_every',
-    'evaluation.steps', 'evaluation.guidance_scale',
-]
-# fmt: on
-FRACTION = (
+# Ranges of numbers. Each element of a tuple field must lie in the range.
+POSITIVE = (
+    'model.image_channels',
+    'model.base_channels',
+    'model.channel_mult',
+    'model.num_res_blocks',
+    'model.max_period',
+    'model.norm_groups',
+    'model.norm_eps',
+    'diffusion.steps',
+    'loss.min_snr_gamma',
+    'loss.soft_min_snr_sigma',
+    'loss.p2_k',
+    'loss.uncertainty_features',
+    'loss.uncertainty_learning_rate',
+    'timesteps.history',
+    'timesteps.speed_k',
+    'timesteps.policy_every',
+    'timesteps.policy_probes',
+    'timesteps.policy_memory',
+    'timesteps.policy_learning_rate',
+    'timesteps.adaptive_bins',
+    'timesteps.adaptive_memory',
+    'data.image_size',
+    'data.batch_size',
+    'optimizer.learning_rate',
+    'optimizer.eps',
+    'optimizer.accumulate_steps',
+    'train.steps',
+    'train.log_every',
+    'train.checkpoint_every',
+    'train.keep',
+    'train.sample_count',
+    'train.sample_steps',
+    'train.max_bad_steps',
+    'evaluation.samples',
+    'evaluation.batch_size',
+)
+NOT_NEGATIVE = (
+    'seed',
+    'parallel.devices',
+    'model.num_heads',
+    'model.num_heads_upsample',
+    'model.num_head_channels',
+    'model.num_classes',
+    'diffusion.vlb_weight',
+    'loss.p2_gamma',
+    'timesteps.policy_entropy',
+    'data.num_workers',
+    'optimizer.weight_decay',
+    'optimizer.warmup_steps',
+    'optimizer.clip_norm',
+    'train.steps_per_call',
+    'train.sample_every',
+    'train.evaluate_every',
+    'evaluation.steps',
+    'evaluation.guidance_scale',
+)
+FRACTION = (  # [0, 1)
     'model.dropout',
     'model.label_dropout',
     'optimizer.betas',
     'ema.rates',
     'timesteps.history_uniform',
-)  # in [0, 1)  # in [0, 1)
-UNIT = (
+)
+UNIT = (  # [0, 1]
     'loss.speed_lambda',
     'loss.speed_tau',
     'timesteps.speed_tau',
     'timesteps.adaptive_uniform',
     'timesteps.adaptive_correction',
     'evaluation.eta',
-)  # [0, 1]  # [0, 1]
+)
 
 
 def split_backend(text: str, field: str = 'backend') -> tuple[str, dict[str, str]]:
-    """The backend that a text names, and the ops that it gives to other ones: `pallas+adamw=cuda` is pallas, but AdamW on the CUDA kernels.
+    """Returns the backend that `text` names, and the ops that it assigns to other backends.
+
+    For example, `pallas+adamw=cuda` gives `('pallas', {'adamw': 'cuda'})`.
+
+    Args:
+      text: BACKEND or BACKEND+OP=BACKEND+...
+      field: the config field or flag named in errors.
 
     Raises:
-      UserError: a backend that is not installed or does not load, an unknown op, an op twice, or a backend without kernels for it.
+      UserError: a backend that is not installed or does not load, an unknown op, an op given
+        twice, or a backend without a kernel for the op.
     """
     base, *parts = text.split('+')
     bases = ('auto', 'xla', *backend_names())
@@ -86,11 +136,13 @@ def split_backend(text: str, field: str = 'backend') -> tuple[str, dict[str, str
         op, _, name = part.partition('=')
         if op not in OPS:
             raise UserError(
-                f'{field}: expected {base}+OP=BACKEND with one of {", ".join(OPS)}, found {part!r}{near_misses(op, OPS)}'
+                f'{field}: expected {base}+OP=BACKEND with one of {", ".join(OPS)}, '
+                f'found {part!r}{near_misses(op, OPS)}'
             )
         if name not in bases[1:]:
             raise UserError(
-                f'{field}: {op}: expected one of {", ".join(bases[1:])}, found {name!r}{_hint(name, bases[1:])}'
+                f'{field}: {op}: expected one of {", ".join(bases[1:])}, '
+                f'found {name!r}{_hint(name, bases[1:])}'
             )
         if name != 'xla' and op not in load_backend(name).ops:
             allowed = [
@@ -99,25 +151,37 @@ def split_backend(text: str, field: str = 'backend') -> tuple[str, dict[str, str
             ]
             raise UserError(f'{field}: {op}: expected one of {", ".join(allowed)}, found {name!r}')
         if op in changed:
-            raise UserError(f'{field}: {op} is there twice in {text!r}')
+            raise UserError(f'{field}: {op} is given twice in {text!r}; give it once')
         changed[op] = name
     return base, changed
 
 
 def _hint(name: str, known: Sequence[str]) -> str:
-    """What to do about an unknown backend: ours are missing where jaxunet was never installed, only put on the path."""
+    """Returns advice about an unknown backend.
+
+    Entry points exist only once jaxunet is installed; with it merely on the path, even its own
+    backends are unknown.
+    """
     if name in SHIPPED:
-        return f'; {name} comes with jaxunet, which is not installed here: run "pip install -e ." in its folder'
+        return (
+            f'; {name} comes with jaxunet, which is not installed here: '
+            'run "pip install -e ." in its folder'
+        )
     return near_misses(name, known)
 
 
 def resolve(values: ConfigDict | dict[str, Any]) -> Config:
-    """Checks names, types and values. Raises `UserError` listing everything that is wrong, before anything is allocated."""
+    """Checks field names, types and values, and returns the frozen config.
+
+    Raises:
+      UserError: the config is invalid; the message lists every problem, one a line.
+    """
     problems: list[str] = []
     raw = values.to_dict() if isinstance(values, ConfigDict) else values
     if not isinstance(raw, dict):
         raise UserError(
-            f'the config: expected the ConfigDict of default_config() with fields changed, found {raw!r}'
+            'the config: expected the ConfigDict of default_config() with fields changed, '
+            f'found {raw!r}'
         )
     config = _build(Config, raw, '', problems)
     if not problems:
@@ -127,14 +191,16 @@ def resolve(values: ConfigDict | dict[str, Any]) -> Config:
     return config
 
 
-def _build(cls: type, values: Any, prefix: str, problems: list[str]) -> Any:
+def _build(section: type[T], values: object, prefix: str, problems: list[str]) -> T:
+    """Returns the dataclass `section` with `values`, and appends what is wrong to `problems`."""
     if not isinstance(values, dict):
         problems.append(
-            f'{prefix.rstrip(".")}: expected a section with the fields of {cls.__name__}, found {values!r}'
+            f'{prefix.rstrip(".")}: expected a section with the fields of {section.__name__}, '
+            f'found {values!r}'
         )
-        return cls()
-    hints = typing.get_type_hints(cls)
-    known = {f.name for f in dataclasses.fields(cls)}
+        return section()
+    hints = typing.get_type_hints(section)
+    known = set(hints)
     for name in sorted(set(values) - known):
         problems.append(f'{prefix}{name}: unknown field{near_misses(name, known)}')
     built = {}
@@ -144,24 +210,26 @@ def _build(cls: type, values: Any, prefix: str, problems: list[str]) -> Any:
             built[name] = _build(typing.cast(type, hint), values[name], path + '.', problems)
         else:
             built[name] = _coerce(values[name], hint, path, problems)
-    return cls(**built)
+    return section(**built)
 
 
-def _coerce(value: Any, hint: Any, path: str, problems: list[str]) -> Any:
-    """The value as its field's type: ints pass as floats, and as strings in tuples, lists (from JSON) as tuples; else it is a problem."""
+def _coerce(value: object, hint: Any, path: str, problems: list[str]) -> object:
+    """Returns the value as the type of its field; appends to `problems` where it does not fit.
+
+    Lists (from JSON) become tuples. An int is accepted for a float, and for a string in a tuple.
+    """
     if isinstance(hint, types.GenericAlias):
         if not isinstance(value, list | tuple):
             problems.append(f'{path}: expected a tuple, found {value!r}; write ({value!r},)')
             return ()
         if hint.__args__[0] is str:
-            value = [
-                str(v) if type(v) is int else v for v in value
-            ]  # classes=7,1 of a command line are names
+            # --config.data.classes=7,1 on a command line means the names '7' and '1'.
+            value = [str(v) if type(v) is int else v for v in value]
         return tuple(
             _coerce(v, hint.__args__[0], f'{path}[{i}]', problems) for i, v in enumerate(value)
         )
     if hint is float and type(value) is int:
-        # Multipliers such as channel_mult=(1, 2) stay integers: they print and compare as written.
+        # Not converted: multipliers such as channel_mult=(1, 2) print and compare as written.
         return value
     if type(value) is not hint:
         problems.append(
@@ -171,13 +239,15 @@ def _coerce(value: Any, hint: Any, path: str, problems: list[str]) -> Any:
 
 
 def _check_values(config: Config) -> list[str]:
+    """Returns one line per problem of a single value, or else per problem between fields."""
     flat = {
         f'{section}.{name}' if section else name: value
         for section, fields in _sections(config).items()
         for name, value in fields.items()
     }
     problems = [
-        f'{path}: expected one of {", ".join(allowed)}, found {flat[path]!r}{near_misses(str(flat[path]), allowed)}'
+        f'{path}: expected one of {", ".join(allowed)}, '
+        f'found {flat[path]!r}{near_misses(str(flat[path]), allowed)}'
         for path, allowed in CHOICES.items()
         if flat[path] not in allowed
     ]
@@ -202,6 +272,7 @@ def _check_values(config: Config) -> list[str]:
 
 
 def _sections(config: Config) -> dict[str, dict[str, Any]]:
+    """Returns the fields by section; the top-level fields are those of the section ''."""
     values = to_dict(config)
     return {'': {k: v for k, v in values.items() if not isinstance(v, dict)}} | {
         k: v for k, v in values.items() if isinstance(v, dict)
@@ -209,7 +280,7 @@ def _sections(config: Config) -> dict[str, dict[str, Any]]:
 
 
 def diff(old: Config, new: Config) -> list[str]:
-    """`section.field: old -> new` for every field that differs."""
+    """Returns a line `section.field: old -> new` for every field that differs."""
     a, b = _sections(old), _sections(new)
     return [
         f'{section + "." if section else ""}{name}: {a[section][name]!r} -> {b[section][name]!r}'

@@ -1,4 +1,4 @@
-"""What every command line shares: flags in, `UserError` out as one line, exit codes, and the compilation cache."""
+"""Shared by all commands: flags, one-line errors, exit codes and the compilation cache."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pathlib
 import re
 import sys
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NoReturn
 
 import jax
@@ -25,25 +25,36 @@ from jaxunet.runtime.errors import USER_ERROR, UserError, near_misses
 
 
 def run(main: Callable[[Sequence[str]], int | None]) -> None:
-    """Parses flags and runs `main`. A `UserError` prints as `error: ...` and exits with 2, without a traceback."""
+    """Parses the flags and runs `main`.
+
+    A `UserError` is printed as `error: ...` without a traceback, and the exit code is `USER_ERROR`.
+    """
     logging.set_verbosity(logging.INFO)
     handler = logging.get_absl_handler()
-    handler.addFilter(_of_interest)
+    handler.addFilter(_is_shown)
     handler.setFormatter(std_logging.Formatter('%(message)s'))
     try:
-        app.run(_quiet(main), flags_parser=_parse)
+        app.run(_without_traceback(main), flags_parser=_parse)
     except UserError as error:
         _fail(error)
 
 
-def _of_interest(record: std_logging.LogRecord) -> bool:
-    """What jaxunet says, and warnings of the libraries below it; but orbax's failures come back as exceptions that we report."""
-    return (
-        record.levelno >= std_logging.WARNING and 'orbax' not in record.pathname
-    ) or pathlib.Path(__file__).parents[1] in pathlib.Path(record.pathname).parents
+def _is_shown(record: std_logging.LogRecord) -> bool:
+    """Passes jaxunet's own messages, and warnings of other libraries except orbax.
+
+    Orbax's failures also arrive as exceptions, which the commands report.
+    """
+    package = pathlib.Path(__file__).parents[1]
+    if package in pathlib.Path(record.pathname).parents:
+        return True
+    return record.levelno >= std_logging.WARNING and 'orbax' not in record.pathname
 
 
-def _quiet(main: Callable[[Sequence[str]], int | None]) -> Callable[[Sequence[str]], int | None]:
+def _without_traceback(
+    main: Callable[[Sequence[str]], int | None],
+) -> Callable[[Sequence[str]], int | None]:
+    """Wraps `main` so that a `UserError` or a stray argument ends in one line."""
+
     def wrapped(argv: Sequence[str]) -> int | None:
         try:
             if len(argv) > 1:
@@ -69,7 +80,7 @@ def _parse(argv: Sequence[str]) -> list[str]:
 
 
 def _config_error(error: Exception) -> str:
-    """A config file is the user's program: its error, and where it happened."""
+    """Returns the message for an exception that a config file raised, with file and line."""
     frames = [
         f
         for f in traceback.extract_tb(error.__traceback__)
@@ -80,77 +91,86 @@ def _config_error(error: Exception) -> str:
 
 
 def _check_overrides(argv: Sequence[str]) -> None:
-    """Fields that `--config.a.b=...` names must exist; ml_collections says less when they do not."""
+    """Checks the config files and the fields that the command line names.
+
+    ml_collections reports the same mistakes, but with less detail.
+
+    Raises:
+      UserError: `--config=FILE` names no Python file, or `--config.a.b=...` an unknown field, a
+        section, or a tuple field that was set before.
+    """
     sections = {'': default_config().to_dict()}
     sections |= {name: fields for name, fields in sections[''].items() if isinstance(fields, dict)}
-    known = [
-        f'{section}.{name}'.lstrip('.') for section, fields in sections.items() for name in fields
-    ]
-    tuples = {
-        f'{section}.{name}'.lstrip('.')
+    values = {
+        f'{section}.{name}'.lstrip('.'): value
         for section, fields in sections.items()
-        for name in fields
-        if isinstance(fields[name], tuple)
+        for name, value in fields.items()
     }
     seen = set[str]()
     for argument, following in itertools.pairwise([*argv[1:], '']):
-        named = (
-            argument.removeprefix('--config=')
-            if argument.startswith('--config=')
-            else following
-            if argument == '--config'
-            else ''
-        )
-        if named:
-            _check_file(named)
+        file = following if argument == '--config' else ''
+        if argument.startswith('--config='):
+            file = argument.removeprefix('--config=')
+        if file:
+            _check_file(file)
         match = re.match(r'--(?:no)?config\.([^=]+)', argument)
-        if match and match[1] not in known:
-            name = match[1].split('.')[-1]
-            elsewhere = [f for f in known if f.split('.')[-1] == name] or difflib.get_close_matches(
-                match[1], known, n=3
-            )
-            hint = f'; did you mean {" or ".join(elsewhere)}?' if elsewhere else ''
-            raise UserError(f'--config.{match[1]}: unknown field{hint}')
-        if match and match[1] in seen & tuples:
+        if match is None:
+            continue
+        field = match[1]
+        if field not in values:
+            raise UserError(f'--config.{field}: unknown field{_similar_fields(field, values)}')
+        if field in seen and isinstance(values[field], tuple):
             raise UserError(
-                f'--config.{match[1]}: is there twice, which would join its values; give it once, with commas: 32,64'
+                f'--config.{field}: given twice, which would join the values; '
+                'give it once, with commas: 32,64'
             )
-        seen |= {match[1]} if match else set()
-        if match and match[1] in sections:
+        if field in sections:
+            example = next(iter(sections[field]))
             raise UserError(
-                f'--config.{match[1]}: is a section; set one of its fields, e.g. --config.{match[1]}.{next(iter(sections[match[1]]))}=...'
+                f'--config.{field}: is a section; '
+                f'set one of its fields, e.g. --config.{field}.{example}=...'
             )
+        seen.add(field)
+
+
+def _similar_fields(field: str, known: Iterable[str]) -> str:
+    """Returns '; did you mean ...?' with fields of the same name elsewhere, or similar ones."""
+    name = field.rsplit('.', maxsplit=1)[-1]
+    similar = [f for f in known if f.rsplit('.', maxsplit=1)[-1] == name]
+    similar = similar or difflib.get_close_matches(field, known, n=3)
+    return f'; did you mean {" or ".join(similar)}?' if similar else ''
 
 
 def _check_file(named: str) -> None:
+    """Raises `UserError` unless `named` (FILE or FILE:ARGUMENT) is a text file."""
     path = pathlib.Path(named.split(':', maxsplit=1)[0])
     if not path.is_file():
-        raise UserError(
-            f'--config: no file {path}{near_misses(path.name, [p.name for p in path.parent.glob("*.py")])}'
-        )
+        neighbours = [p.name for p in path.parent.glob('*.py')]
+        raise UserError(f'--config: no file {path}{near_misses(path.name, neighbours)}')
     with path.open('rb') as file:
         if b'\0' in file.read(4096):
             raise UserError(
-                f'--config: expected a Python file with get_config(), found {path}, which is no Python file'
+                f'--config: expected a Python file with get_config(), found {path}, '
+                'which is no Python file'
             )
 
 
 class _ConfigFile(flags.ArgumentParser):
-    """ml_collections' reader of config files, for mistakes of which it says little."""
+    """ml_collections' reader of config files, with clearer errors."""
 
-    def __init__(self, reader: Any) -> None:
+    def __init__(self, reader: flags.ArgumentParser) -> None:
         self.reader = reader
 
-    def parse(self, named: str) -> Any:
+    def parse(self, named: str) -> ConfigDict | dict[str, Any]:
         _check_file(named)
         found = self.reader.parse(named)
         if not isinstance(found, ConfigDict | dict):
-            getattr(
-                found, 'model', None
-            )  # raises what kept ml_collections from reading the file, if that is what it gave
+            # Where the file could not be read, ml_collections returns an object that raises the
+            # reason on any access.
+            getattr(found, 'model', None)
             raise UserError(
-                f'--config: {named}: get_config() must return the ConfigDict of jaxunet.config.default_config() with fields changed, '
-                f'found {found!r}'
+                f'--config: {named}: get_config() must return the ConfigDict of '
+                f'jaxunet.config.default_config() with fields changed, found {found!r}'
             )
         return found
 
@@ -159,9 +179,9 @@ class _ConfigFile(flags.ArgumentParser):
 
 
 class _Tuples(TupleParser):
-    """Tuples as ml_collections reads them, and words between commas, `fid,kid`, which it takes for one."""
+    """Parses tuples as ml_collections does, and also unquoted words: `fid,kid` is two strings."""
 
-    def parse(self, argument: Any) -> tuple[Any, ...]:
+    def parse(self, argument: object) -> tuple[object, ...]:
         if (
             isinstance(argument, str)
             and ',' in argument
@@ -183,9 +203,16 @@ def _fail(error: UserError) -> NoReturn:
 
 
 def define_config() -> Any:
-    """The `--config FILE` flag with `--config.section.field=value` overrides; without a file, the defaults of `jaxunet.config`."""
+    """Defines `--config FILE`, with overrides `--config.section.field=value`.
+
+    Without a file, the values are the defaults of `jaxunet.config`.
+
+    Returns:
+      absl's flag holder; its `value` is a locked `ConfigDict`.
+    """
     try:
-        # ml_collections applies overrides of a default file while the flag is being defined.
+        # Checked here because ml_collections applies overrides of the default file while it
+        # defines the flag.
         _check_overrides(sys.argv)
         help_text = (
             'Config file (Python, with get_config()); without one, the defaults, which train on the '
@@ -202,27 +229,31 @@ def define_config() -> Any:
 
 
 def config_name() -> str:
-    """Returns `NAME` of `--config configs/NAME.py`; `digits` without one."""
+    """Returns `NAME` of `--config configs/NAME.py`, or `digits` without a file."""
     path = config_flags.get_config_filename(flags.FLAGS['config'])
     return 'digits' if path == schema.__file__ else pathlib.Path(path.split(':')[0]).stem
 
 
 def define_optional_config(help_text: str) -> Any:
-    """A `--config FILE` flag that is None unless given."""
+    """Defines `--config FILE` with value None unless given; returns absl's flag holder."""
     return _with_own_reader(
         config_flags.DEFINE_config_file('config', None, help_text, lock_config=True)
     )
 
 
 def _with_own_reader(holder: Any) -> Any:
+    """Makes the flag read its file with `_ConfigFile`."""
     flag = flags.FLAGS[holder.name]
     flag.parser = _ConfigFile(flag.parser)
     return holder
 
 
 def enable_compilation_cache() -> None:
-    """Keeps compiled programs between runs, in JAX_COMPILATION_CACHE_DIR or under `cache_dir()`: those that took half a second, or
-    JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS."""
+    """Keeps compiled programs between runs, in JAX_COMPILATION_CACHE_DIR or under `cache_dir()`.
+
+    Programs that compile faster than JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS (default 0.5 s) are
+    not kept.
+    """
     folder = os.environ.get('JAX_COMPILATION_CACHE_DIR') or str(cache_dir() / 'xla')
     jax.config.update('jax_compilation_cache_dir', folder)
     if 'JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS' not in os.environ:
@@ -231,5 +262,8 @@ def enable_compilation_cache() -> None:
 
 
 def interrupted(error: BaseException) -> bool:
-    """Whether Ctrl-C raised it: where it meets C code, that can make a SystemError of it."""
+    """Returns True if Ctrl-C caused the error.
+
+    Ctrl-C inside C code can surface as a SystemError whose cause is the KeyboardInterrupt.
+    """
     return isinstance(error, KeyboardInterrupt) or isinstance(error.__cause__, KeyboardInterrupt)

@@ -1,151 +1,177 @@
-"""What must hold between the fields of a config."""
+"""Checks that involve several fields of a config."""
 
 from __future__ import annotations
+
+from collections.abc import Iterator
 
 from jaxunet.config.schema import Config
 from jaxunet.runtime.errors import near_misses
 
-# Of `train`; several steps of a call divide them.
+# Fields of `train` that must be multiples of `train.steps_per_call`.
 STEP_COUNTS = ('steps', 'log_every', 'sample_every', 'evaluate_every', 'checkpoint_every')
 METRICS = ('fid', 'kid', 'precision', 'recall', 'inception_score')
 
 
 def check_relations(config: Config) -> list[str]:
-    """What is wrong between fields, a line each."""
-    m, d, o = config.model, config.data, config.optimizer
-    problems = []
+    """Returns one line per problem between fields whose own values are valid.
 
-    def require(holds: bool, problem: str) -> None:
-        if not holds:
-            problems.append(problem)
+    The UNet's shape is checked only if all other checks pass, because it relies on them.
+    """
+    sections = (_model, _diffusion, _data, _optimizer, _ema, _train, _evaluation)
+    problems = [problem for check in sections for problem in check(config)]
+    return problems or list(_unet_shape(config))
 
-    require(len(m.channel_mult) > 0, 'model.channel_mult: expected at least one level, found ()')
-    require(
-        len(d.image_size) in (1, 2),
-        f'data.image_size: expected (side,) or (height, width), found {d.image_size}',
-    )
-    require(len(o.betas) == 2, f'optimizer.betas: expected two numbers, found {o.betas}')
-    require(
-        len(config.ema.rates) > 0,
-        'ema.rates: expected at least one rate, found (); (0.0,) keeps a copy of the weights',
-    )
-    require(
-        len(set(config.ema.rates)) == len(config.ema.rates),
-        f'ema.rates: expected distinct rates, found {config.ema.rates}',
-    )
-    require(
-        (m.num_heads > 0) != (m.num_head_channels > 0),
-        f'model.num_heads, model.num_head_channels: set exactly one (the other 0), found {m.num_heads} and {m.num_head_channels}',
-    )
-    require(
-        m.num_heads_upsample == 0 or m.num_heads > 0,
-        f'model.num_heads_upsample: {m.num_heads_upsample} needs model.num_heads; with model.num_head_channels it has no meaning',
-    )
-    require(
-        m.label_dropout == 0 or m.num_classes > 0,
-        f'model.label_dropout: {m.label_dropout} needs model.num_classes > 0',
-    )
-    require(
-        d.batch_size % o.accumulate_steps == 0,
-        f'data.batch_size: {d.batch_size} is not a multiple of optimizer.accumulate_steps ({o.accumulate_steps})',
-    )
-    require(
-        len(d.classes) <= m.num_classes or m.num_classes == 0,
-        f'data.classes: {len(d.classes)} names for model.num_classes={m.num_classes}',
-    )
-    require(
-        o.name != 'adam' or o.weight_decay == 0,
-        f'optimizer.weight_decay: {o.weight_decay} has no effect with optimizer.name=adam; use adamw',
-    )
-    require(
-        config.diffusion.schedule != 'linear' or config.diffusion.steps > 20,
-        f'diffusion.steps: the linear schedule needs more than 20, found {config.diffusion.steps}; or use diffusion.schedule=cosine',
-    )
-    for name in ('adaptive_bins', 'policy_probes'):
-        count = getattr(config.timesteps, name)
-        require(
-            config.timesteps.sampler != name.split('_', maxsplit=1)[0]
-            or count <= config.diffusion.steps,
-            f'timesteps.{name}: {count} is more than diffusion.steps ({config.diffusion.steps})',
+
+def _model(config: Config) -> Iterator[str]:
+    m = config.model
+    if not m.channel_mult:
+        yield 'model.channel_mult: expected at least one level, found ()'
+    if (m.num_heads > 0) == (m.num_head_channels > 0):
+        yield (
+            'model.num_heads, model.num_head_channels: set exactly one (the other 0), '
+            f'found {m.num_heads} and {m.num_head_channels}'
         )
-    t = config.train
-    require(
-        t.sample_every == 0 or t.sample_steps <= config.diffusion.steps,
-        f'train.sample_steps: {t.sample_steps} is more than diffusion.steps ({config.diffusion.steps})',
-    )
-    require(
-        t.sample_every == 0 or m.image_channels in (1, 3),
-        f'model.image_channels: sample grids show 1 or 3, found {m.image_channels}; set train.sample_every=0',
-    )
+    if m.num_heads_upsample and not m.num_heads:
+        yield (
+            f'model.num_heads_upsample: {m.num_heads_upsample} needs model.num_heads; '
+            'it has no meaning with model.num_head_channels'
+        )
+    if m.label_dropout and not m.num_classes:
+        yield f'model.label_dropout: {m.label_dropout} needs model.num_classes > 0'
+
+
+def _diffusion(config: Config) -> Iterator[str]:
+    steps = config.diffusion.steps
+    if config.diffusion.schedule == 'linear' and steps <= 20:
+        yield (
+            f'diffusion.steps: the linear schedule needs more than 20, found {steps}; '
+            'or use diffusion.schedule=cosine'
+        )
+    for name in ('adaptive_bins', 'policy_probes'):
+        sampler = name.split('_', maxsplit=1)[0]
+        count = getattr(config.timesteps, name)
+        if config.timesteps.sampler == sampler and count > steps:
+            yield f'timesteps.{name}: {count} is more than diffusion.steps ({steps})'
+
+
+def _data(config: Config) -> Iterator[str]:
+    d, classes = config.data, config.model.num_classes
+    accumulate_steps = config.optimizer.accumulate_steps
+    if len(d.image_size) not in (1, 2):
+        yield f'data.image_size: expected (side,) or (height, width), found {d.image_size}'
+    if d.batch_size % accumulate_steps:
+        yield (
+            f'data.batch_size: {d.batch_size} is not a multiple of optimizer.accumulate_steps '
+            f'({accumulate_steps})'
+        )
+    if classes and len(d.classes) > classes:
+        yield f'data.classes: {len(d.classes)} names for model.num_classes={classes}'
+
+
+def _optimizer(config: Config) -> Iterator[str]:
+    o = config.optimizer
+    if len(o.betas) != 2:
+        yield f'optimizer.betas: expected two numbers, found {o.betas}'
+    if o.name == 'adam' and o.weight_decay:
+        yield (
+            f'optimizer.weight_decay: {o.weight_decay} has no effect with optimizer.name=adam; '
+            'use adamw'
+        )
+
+
+def _ema(config: Config) -> Iterator[str]:
+    rates = config.ema.rates
+    if not rates:
+        yield 'ema.rates: expected at least one rate, found (); (0.0,) keeps a copy of the weights'
+    if len(set(rates)) < len(rates):
+        yield f'ema.rates: expected distinct rates, found {rates}'
+
+
+def _train(config: Config) -> Iterator[str]:
+    t, steps, channels = config.train, config.diffusion.steps, config.model.image_channels
+    if t.sample_every and t.sample_steps > steps:
+        yield f'train.sample_steps: {t.sample_steps} is more than diffusion.steps ({steps})'
+    if t.sample_every and channels not in (1, 3):
+        yield (
+            f'model.image_channels: sample grids show 1 or 3, found {channels}; '
+            'set train.sample_every=0'
+        )
     for name in STEP_COUNTS if t.steps_per_call else ():
         count = getattr(t, name)
-        require(
-            count % t.steps_per_call == 0,
-            f'train.{name}: {count} is not a multiple of train.steps_per_call ({t.steps_per_call})',
-        )
-    e = config.evaluation
+        if count % t.steps_per_call:
+            yield (
+                f'train.{name}: {count} is not a multiple of train.steps_per_call '
+                f'({t.steps_per_call})'
+            )
+
+
+def _evaluation(config: Config) -> Iterator[str]:
+    e, m = config.evaluation, config.model
+    evaluates = config.train.evaluate_every > 0
     for name in e.metrics:
-        require(
-            name in METRICS,
-            f'evaluation.metrics: expected some of {", ".join(METRICS)}, found {name!r}{near_misses(name, METRICS)}',
+        if name not in METRICS:
+            yield (
+                f'evaluation.metrics: expected some of {", ".join(METRICS)}, '
+                f'found {name!r}{near_misses(name, METRICS)}'
+            )
+    if not e.metrics or len(set(e.metrics)) < len(e.metrics):
+        found = ', '.join(e.metrics) or 'none'
+        yield f'evaluation.metrics: expected one or more, each once, found {found}'
+    if evaluates and e.steps > config.diffusion.steps:
+        yield (
+            f'evaluation.steps: {e.steps} is more than diffusion.steps ({config.diffusion.steps})'
         )
-    require(
-        len(set(e.metrics)) == len(e.metrics) > 0,
-        f'evaluation.metrics: expected one or more, each once, found {", ".join(e.metrics) or "none"}',
-    )
-    require(
-        t.evaluate_every == 0 or e.steps <= config.diffusion.steps,
-        f'evaluation.steps: {e.steps} is more than diffusion.steps ({config.diffusion.steps})',
-    )
-    require(
-        not e.variance or e.sampler == 'ddpm',
-        f'evaluation.variance: {e.variance} needs evaluation.sampler=ddpm, found {e.sampler}',
-    )
-    require(
-        e.eta == 0 or e.sampler == 'ddim',
-        f'evaluation.eta: {e.eta} needs evaluation.sampler=ddim, found {e.sampler}',
-    )
-    require(
-        e.guidance_scale == 1 or (m.num_classes > 0 and m.label_dropout > 0),
-        f'evaluation.guidance_scale: {e.guidance_scale} needs a model with classes, and without: model.label_dropout > 0',
-    )
-    require(
-        e.variance != 'learned' or config.diffusion.learn_sigma,
-        'evaluation.variance: learned needs diffusion.learn_sigma',
-    )
-    require(
-        t.evaluate_every == 0 or m.image_channels in (1, 3),
-        f'model.image_channels: evaluation compares images of 1 or 3, found {m.image_channels}; set train.evaluate_every=0',
-    )
-    if problems:
-        return problems
+    if e.variance and e.sampler != 'ddpm':
+        yield (
+            f'evaluation.variance: {e.variance} needs evaluation.sampler=ddpm, found {e.sampler}'
+        )
+    if e.variance == 'learned' and not config.diffusion.learn_sigma:
+        yield 'evaluation.variance: learned needs diffusion.learn_sigma'
+    if e.eta and e.sampler != 'ddim':
+        yield f'evaluation.eta: {e.eta} needs evaluation.sampler=ddim, found {e.sampler}'
+    if e.guidance_scale != 1 and not (m.num_classes and m.label_dropout):
+        yield (
+            f'evaluation.guidance_scale: {e.guidance_scale} needs a model with classes that was '
+            'also trained without labels; set model.label_dropout > 0'
+        )
+    if evaluates and m.image_channels not in (1, 3):
+        yield (
+            'model.image_channels: evaluation compares images of 1 or 3, '
+            f'found {m.image_channels}; set train.evaluate_every=0'
+        )
+
+
+def _unet_shape(config: Config) -> Iterator[str]:
+    """Checks that the image divides by the levels, and the channels by heads and norm groups."""
+    m = config.model
     height, width, _ = config.image_shape
-    factor = 2 ** (len(m.channel_mult) - 1)
-    require(
-        height % factor == 0 and width % factor == 0,
-        f'data.image_size: {height}x{width} must be divisible by {factor}, as model.channel_mult has {len(m.channel_mult)} levels',
-    )
-    sides = [min(height, width) >> level for level in range(len(m.channel_mult))]
-    for resolution in m.attention_resolutions:
-        require(
-            resolution in sides,
-            f'model.attention_resolutions: {resolution} is none of the levels, whose shorter sides are {sides}',
+    levels = len(m.channel_mult)
+    factor = 2 ** (levels - 1)
+    if height % factor or width % factor:
+        yield (
+            f'data.image_size: {height}x{width} must be divisible by {factor}, '
+            f'as model.channel_mult has {levels} levels'
         )
+    sides = [min(height, width) >> level for level in range(levels)]
+    for resolution in m.attention_resolutions:
+        if resolution not in sides:
+            yield (
+                f'model.attention_resolutions: {resolution} is none of the levels, '
+                f'whose shorter sides are {sides}'
+            )
+    head_field = 'num_heads' if m.num_heads else 'num_head_channels'
+    head_value = m.num_heads or m.num_head_channels
     for level, mult in enumerate(m.channel_mult):
         channels = int(mult * m.base_channels)
-        attends = level in config.attention_levels or level == len(sides) - 1
-        name, size = (
-            ('num_heads', m.num_heads)
-            if m.num_heads
-            else ('num_head_channels', m.num_head_channels)
-        )
-        require(
-            not attends or channels % size == 0,
-            f'model.{name}: {size} does not divide the {channels} channels of level {level}',
-        )
-        require(
-            channels > 0 and channels % m.norm_groups == 0,
-            f'model.channel_mult: {mult} x base_channels {m.base_channels} = {channels} channels, '
-            f'not a multiple of model.norm_groups ({m.norm_groups})',
-        )
-    return problems
+        # The middle block attends at the lowest level in any case.
+        attends = level in config.attention_levels or level == levels - 1
+        if attends and channels % head_value:
+            yield (
+                f'model.{head_field}: {head_value} does not divide the {channels} channels '
+                f'of level {level}'
+            )
+        if channels <= 0 or channels % m.norm_groups:
+            yield (
+                f'model.channel_mult: {mult} x base_channels {m.base_channels} = {channels} '
+                f'channels, not a multiple of model.norm_groups ({m.norm_groups})'
+            )
