@@ -1,1 +1,1 @@
-"""The diffusion process, and how timesteps are drawn and losses weighted."""
+"""The diffusion process, the sampling of training timesteps and the weighting of losses."""

@@ -1,10 +1,10 @@
 """The diffusion process: noise schedules, forward process, prediction targets, posteriors, losses.
 
-Time steps are t = 0..T−1, where t = 0 is the least noisy: the papers' step t is t + 1 here. Tables are computed in float64 and stored in
-float32; all arithmetic on images is float32.
+Timesteps are t = 0..T−1, where t = 0 is the least noisy; step t of the papers is t − 1 here. Tables
+are computed in float64 and stored in float32; all arithmetic on images is float32.
 
-Sources: DDPM, Ho et al. 2020, arXiv 2006.11239; IDDPM, Nichol & Dhariwal 2021, arXiv 2102.09672 (openai/guided-diffusion);
-v-prediction, Salimans & Ho 2022, arXiv 2202.00512.
+Sources: DDPM, Ho et al. 2020, arXiv 2006.11239; IDDPM, Nichol & Dhariwal 2021, arXiv 2102.09672
+(openai/guided-diffusion); v-prediction, Salimans & Ho 2022, arXiv 2202.00512.
 """
 
 from __future__ import annotations
@@ -22,9 +22,8 @@ from jaxunet.config import CHOICES, DiffusionConfig
 from jaxunet.runtime.errors import UserError, near_misses
 
 Images = Float32[Array, 'batch height width channels']
-Output = Float[
-    Array, 'batch height width outputs'
-]  # outputs = channels, or 2 · channels with a learned variance
+# outputs = channels, or 2 · channels with a learned variance.
+Output = Float[Array, 'batch height width outputs']
 PerSample = Float32[Array, ' batch']
 Steps = Int[Array, ' batch']
 Table = Float32[np.ndarray, ' steps']
@@ -34,13 +33,13 @@ Table = Float32[np.ndarray, ' steps']
 class Diffusion:
     """The constants of one diffusion process of T steps; made by `make_diffusion` or `respace`.
 
-    The tables are read-only NumPy arrays of shape (T,): jitted functions close over them, and XLA sees constants.
-    Two instances are equal only if they are the same object, so that one can also be a static argument.
+    The tables are read-only NumPy arrays of shape (T,). Jitted functions close over them, so that
+    XLA sees constants. Instances are compared by identity and can be static arguments.
     """
 
     prediction: str  # what the network outputs: epsilon | x0 | v
-    learn_sigma: bool  # it also outputs the variance, as C more channels
-    vlb_weight: float
+    learn_sigma: bool  # the network also outputs the variance, as C more channels
+    vlb_weight: float  # weight of the variational bound in the hybrid loss
     betas: Float64[np.ndarray, ' steps']  # β
     alphas_cumprod: Float64[np.ndarray, ' steps']  # ᾱ
     signal: Table  # √ᾱ
@@ -48,21 +47,26 @@ class Diffusion:
     inverse_signal: Table  # 1/√ᾱ
     noise_to_signal: Table  # √(1/ᾱ − 1)
     posterior_x0: Table  # DDPM eq. 7: the posterior mean's factor on x_0
-    posterior_xt: Table  # and the one on x_t
+    posterior_xt: Table  # the posterior mean's factor on x_t
     posterior_log_variance: Table  # log β̃, clipped at t = 0
     log_betas: Table  # log β
 
     @property
     def steps(self) -> int:
-        """T."""
+        """T, the number of timesteps."""
         return len(self.betas)
 
 
 def make_betas(schedule: str, steps: int) -> Float64[np.ndarray, ' steps']:
-    """β of `linear` (DDPM section 4, 1e-4 to 0.02, scaled by 1000/T as in guided-diffusion) or `cosine` (IDDPM eq. 17, at most 0.999).
+    """Returns the β of every timestep, shape (T,).
+
+    Args:
+      schedule: `linear` (DDPM section 4: 1e-4 to 0.02, scaled by 1000/T as in guided-diffusion) or
+        `cosine` (IDDPM eq. 17, at most 0.999).
+      steps: T.
 
     Raises:
-      UserError: an unknown schedule, or fewer steps than it can have.
+      UserError: an unknown schedule, or fewer steps than the schedule needs.
     """
     if steps < 1:
         raise UserError(f'diffusion.steps: expected 1 or more, found {steps}')
@@ -70,33 +74,34 @@ def make_betas(schedule: str, steps: int) -> Float64[np.ndarray, ' steps']:
         scale = 1000 / steps
         if scale * 0.02 >= 1:
             raise UserError(
-                f'diffusion.steps: the linear schedule needs more than 20 steps, found {steps} (its last beta, 0.02 * 1000 / steps, must '
-                'stay below 1); use more steps or diffusion.schedule=cosine'
+                f'diffusion.steps: the linear schedule needs more than 20 steps, found {steps} '
+                '(its last beta, 0.02 * 1000 / steps, must stay below 1); '
+                'use more steps or diffusion.schedule=cosine'
             )
         return np.linspace(scale * 1e-4, scale * 0.02, steps, dtype=np.float64)
     if schedule == 'cosine':
         offset = 0.008
-        f = (
-            np.cos(
-                (np.arange(steps + 1, dtype=np.float64) / steps + offset)
-                / (1 + offset)
-                * (math.pi / 2)
-            )
-            ** 2
-        )
+        time = np.arange(steps + 1, dtype=np.float64) / steps
+        f = np.cos((time + offset) / (1 + offset) * (math.pi / 2)) ** 2
         return np.minimum(1 - f[1:] / f[:-1], 0.999)
     allowed = CHOICES['diffusion.schedule']
     raise UserError(
-        f'diffusion.schedule: expected one of {", ".join(allowed)}, found {schedule!r}{near_misses(schedule, allowed)}'
+        f'diffusion.schedule: expected one of {", ".join(allowed)}, '
+        f'found {schedule!r}{near_misses(schedule, allowed)}'
     )
 
 
 def make_diffusion(config: DiffusionConfig) -> Diffusion:
-    """The process that `config.diffusion` describes. Raises `UserError` for a schedule or prediction that does not exist."""
+    """Returns the process that `config.diffusion` describes.
+
+    Raises:
+      UserError: an unknown schedule or prediction, or too few steps.
+    """
     allowed, found = CHOICES['diffusion.prediction'], config.prediction
     if found not in allowed:
         raise UserError(
-            f'diffusion.prediction: expected one of {", ".join(allowed)}, found {found!r}{near_misses(found, allowed)}'
+            f'diffusion.prediction: expected one of {", ".join(allowed)}, '
+            f'found {found!r}{near_misses(found, allowed)}'
         )
     alphas_cumprod = np.cumprod(1 - make_betas(config.schedule, config.steps))
     return _from_alphas_cumprod(
@@ -105,7 +110,10 @@ def make_diffusion(config: DiffusionConfig) -> Diffusion:
 
 
 def respace(diffusion: Diffusion, timesteps: Int[np.ndarray, ' subset']) -> Diffusion:
-    """The process that visits only `timesteps` (ascending) and has the same ᾱ there: β_i = 1 − ᾱ_{t_i}/ᾱ_{t_{i−1}} (IDDPM eq. 19)."""
+    """Returns the process that visits only `timesteps` (ascending), with the same ᾱ at each.
+
+    β_i = 1 − ᾱ_{t_i} / ᾱ_{t_{i−1}} (IDDPM eq. 19).
+    """
     return _from_alphas_cumprod(
         diffusion.alphas_cumprod[timesteps],
         diffusion.prediction,
@@ -120,7 +128,8 @@ def _from_alphas_cumprod(
     previous = np.append(1.0, alphas_cumprod[:-1])
     betas = 1 - alphas_cumprod / previous
     posterior_variance = betas * (1 - previous) / (1 - alphas_cumprod)
-    # β̃ is 0 at t = 0, where the posterior is a point: IDDPM's code takes the next step's value there. A single step has only its β.
+    # β̃ is 0 at t = 0, where the posterior is a point; IDDPM's code uses the value of t = 1 there. A
+    # process of one step has only its β.
     posterior_variance[0] = posterior_variance[1] if len(betas) > 1 else betas[0]
 
     def table(values: np.ndarray) -> np.ndarray:
@@ -148,16 +157,20 @@ def _from_alphas_cumprod(
 
 
 def _at(table: np.ndarray, t: Steps) -> Float32[Array, 'batch 1 1 1']:
+    """Returns the table's value at each sample's t, broadcastable to images."""
     return jnp.asarray(table)[t][:, None, None, None]
 
 
 def q_sample(diffusion: Diffusion, x0: Images, t: Steps, noise: Images) -> Images:
-    """x_t = √ᾱ_t x_0 + √(1 − ᾱ_t) ε, the forward process in one go (DDPM eq. 4)."""
+    """Returns x_t = √ᾱ_t x_0 + √(1 − ᾱ_t) ε, the forward process from x_0 to x_t (DDPM eq. 4)."""
     return _at(diffusion.signal, t) * x0 + _at(diffusion.noise, t) * noise
 
 
 def prediction_target(diffusion: Diffusion, x0: Images, t: Steps, noise: Images) -> Images:
-    """What the network should output: ε (DDPM eq. 14), x_0, or v = √ᾱ ε − √(1 − ᾱ) x_0 (Salimans & Ho, section 4)."""
+    """Returns the network's regression target, which depends on `diffusion.prediction`.
+
+    ε (DDPM eq. 14), x_0, or v = √ᾱ ε − √(1 − ᾱ) x_0 (Salimans & Ho section 4).
+    """
     if diffusion.prediction == 'epsilon':
         return noise
     if diffusion.prediction == 'x0':
@@ -168,12 +181,18 @@ def prediction_target(diffusion: Diffusion, x0: Images, t: Steps, noise: Images)
 def split_output(
     diffusion: Diffusion, output: Output, channels: int
 ) -> tuple[Images, Images | None]:
-    """The network's output as float32: (prediction, variance values), the latter None without a learned variance."""
+    """Splits the network's output into float32 (prediction, variance values).
+
+    The variance values are None without a learned variance.
+
+    Raises:
+      ValueError: the output does not have the expected number of channels.
+    """
     expected = channels * (2 if diffusion.learn_sigma else 1)
     if output.shape[-1] != expected:
         raise ValueError(
-            f'network output: expected {expected} channels for {channels} image channels with learn_sigma={diffusion.learn_sigma}, '
-            f'found {output.shape[-1]}'
+            f'network output: expected {expected} channels for {channels} image channels with '
+            f'learn_sigma={diffusion.learn_sigma}, found {output.shape[-1]}'
         )
     output = output.astype(jnp.float32)
     return output[..., :channels], output[..., channels:] if diffusion.learn_sigma else None
@@ -182,7 +201,10 @@ def split_output(
 def predict_x0_and_noise(
     diffusion: Diffusion, prediction: Images, xt: Images, t: Steps
 ) -> tuple[Images, Images]:
-    """(x_0, ε) from the network's prediction: DDPM eq. 15 for ε, Salimans & Ho appendix D for v."""
+    """Returns (x_0, ε) for the network's prediction at x_t.
+
+    DDPM eq. 15 for a network that predicts ε, Salimans & Ho appendix D for v.
+    """
     if diffusion.prediction == 'epsilon':
         return _at(diffusion.inverse_signal, t) * xt - _at(
             diffusion.noise_to_signal, t
@@ -194,23 +216,28 @@ def predict_x0_and_noise(
 
 
 def noise_from_x0(diffusion: Diffusion, x0: Images, xt: Images, t: Steps) -> Images:
-    """The ε that leads from x_0 to x_t (DDPM eq. 4, solved for ε)."""
+    """Returns the ε that leads from x_0 to x_t (DDPM eq. 4, solved for ε)."""
     return (xt - _at(diffusion.signal, t) * x0) / _at(diffusion.noise, t)
 
 
 def posterior(
     diffusion: Diffusion, x0: Images, xt: Images, t: Steps
 ) -> tuple[Images, Float32[Array, 'batch 1 1 1']]:
-    """Mean and log variance of q(x_{t−1} | x_t, x_0) (DDPM eq. 6–7).
+    """Returns the mean and log variance of q(x_{t−1} | x_t, x_0) (DDPM eq. 6–7).
 
-    The variance is 0 at t = 0; its logarithm is clipped to the value at t = 1 there, as in guided-diffusion.
+    The variance is 0 at t = 0; its logarithm is clipped to the value at t = 1, as in
+    guided-diffusion.
     """
     mean = _at(diffusion.posterior_x0, t) * x0 + _at(diffusion.posterior_xt, t) * xt
     return mean, _at(diffusion.posterior_log_variance, t)
 
 
 def learned_log_variance(diffusion: Diffusion, values: Images, t: Steps) -> Images:
-    """w log β + (1 − w) log β̃ (IDDPM eq. 15), w = (values + 1)/2 as guided-diffusion's networks mean it."""
+    """Returns the learned log variance w log β + (1 − w) log β̃ (IDDPM eq. 15).
+
+    Args:
+      values: the network's variance channels; w = (values + 1)/2 as in guided-diffusion.
+    """
     weight = (values + 1) / 2
     return weight * _at(diffusion.log_betas, t) + (1 - weight) * _at(
         diffusion.posterior_log_variance, t
@@ -218,7 +245,7 @@ def learned_log_variance(diffusion: Diffusion, values: Images, t: Steps) -> Imag
 
 
 def gaussian_kl(mean1: Array, log_variance1: Array, mean2: Array, log_variance2: Array) -> Array:
-    """KL(N(mean1, variance1) ‖ N(mean2, variance2)), elementwise, in nats."""
+    """Returns KL(N(mean1, variance1) ‖ N(mean2, variance2)), elementwise, in nats."""
     return 0.5 * (
         log_variance2
         - log_variance1
@@ -229,15 +256,18 @@ def gaussian_kl(mean1: Array, log_variance1: Array, mean2: Array, log_variance2:
 
 
 def discretized_gaussian_nll(x0: Images, mean: Images, log_variance: Images) -> Images:
-    """−log p(x_0) in nats, elementwise: the Gaussian's mass in the bin of each of 256 pixel values (DDPM eq. 13).
+    """Returns −log p(x_0), elementwise, in nats (DDPM eq. 13).
 
-    `x0` lies on the grid k/127.5 − 1; the outermost bins reach to infinity. Unlike guided-diffusion, which approximates the normal
-    distribution function by a tanh, this one is exact; the mass is bounded below by 1e-12 as there.
+    p(x_0) is the Gaussian's mass in the bin of the pixel value, one of 256; `x0` lies on the grid
+    k/127.5 − 1, and the outermost bins extend to infinity. The normal distribution function is
+    exact, where guided-diffusion approximates it by a tanh. The mass is bounded below by 1e-12, as
+    in guided-diffusion.
     """
     inverse_std = jnp.exp(-0.5 * log_variance)
     lower = jnp.where(x0 < -0.999, -jnp.inf, (x0 - mean - 1 / 255) * inverse_std)
     upper = jnp.where(x0 > 0.999, jnp.inf, (x0 - mean + 1 / 255) * inverse_std)
-    # The mass of [a, b] is that of [−b, −a]: the side of small values of the distribution function is the accurate one.
+    # [a, b] and [−b, −a] have the same mass, and the distribution function is more accurate where
+    # its values are small.
     mirror = lower + upper > 0
     lower, upper = jnp.where(mirror, -upper, lower), jnp.where(mirror, -lower, upper)
     return -jnp.log(jnp.maximum(ndtr(upper) - ndtr(lower), 1e-12))
@@ -246,10 +276,14 @@ def discretized_gaussian_nll(x0: Images, mean: Images, log_variance: Images) -> 
 def variational_bound(
     diffusion: Diffusion, output: Output, x0: Images, xt: Images, t: Steps
 ) -> PerSample:
-    """The term of the variational bound that belongs to step t, in bits per dimension (mean over height, width, channels).
+    """Returns the variational bound's term of step t, in bits per dimension.
 
-    L_{t−1} = KL(q(x_{t−1} | x_t, x_0) ‖ p(x_{t−1} | x_t)) (DDPM eq. 5), at t = 0 the decoder's −log p(x_0 | x_1) (eq. 13), with the
-    learned variance. The prediction is not clipped.
+    L_{t−1} = KL(q(x_{t−1} | x_t, x_0) ‖ p(x_{t−1} | x_t)) (DDPM eq. 5), and at t = 0 the decoder's
+    −log p(x_0 | x_1) (eq. 13), both with the learned variance and averaged over height, width and
+    channels. The prediction is not clipped.
+
+    Raises:
+      ValueError: the network has no learned variance.
     """
     prediction, values = split_output(diffusion, output, x0.shape[-1])
     if values is None:
@@ -270,10 +304,12 @@ def variational_bound(
 def per_sample_loss(
     diffusion: Diffusion, output: Output, x0: Images, xt: Images, t: Steps, noise: Images
 ) -> PerSample:
-    """Mean squared error of the prediction (DDPM eq. 14); with a learned variance, IDDPM's hybrid loss (eq. 16).
+    """Returns the loss of each sample, float32 of shape (batch,).
 
-    The hybrid loss adds vlb_weight · T · L_vlb(t), with L_vlb in bits per dimension and no gradient to the prediction:
-    vlb_weight = 1e-3 is guided-diffusion's RESCALED_MSE loss.
+    The mean squared error of the prediction (DDPM eq. 14), or IDDPM's hybrid loss (eq. 16) with a
+    learned variance. The hybrid loss adds vlb_weight · T · L_vlb(t), with L_vlb in bits per
+    dimension and without a gradient to the prediction; vlb_weight = 1e-3 equals guided-diffusion's
+    RESCALED_MSE loss.
     """
     prediction, values = split_output(diffusion, output, x0.shape[-1])
     error = jnp.square(prediction - prediction_target(diffusion, x0, t, noise))

@@ -1,20 +1,25 @@
-"""The published adaptive sampler: a policy network that proposes timesteps, rewarded by what the optimizer steps achieve.
+"""The timestep sampler `policy`: a network proposes timesteps and is rewarded by training progress.
 
-Kim et al., Adaptive Non-Uniform Timestep Sampling for Diffusion Model Training, CVPR 2025, arXiv 2411.09998
-(ku-dmlab/Adaptive-Timestep-Sampler). For an image x the network gives a, b > 0, and
+Kim et al., Adaptive Non-Uniform Timestep Sampling for Diffusion Model Training, CVPR 2025, arXiv
+2411.09998 (ku-dmlab/Adaptive-Timestep-Sampler). For an image x the network gives a, b > 0, and
     u ~ Beta(a, b),    t = round(u (T − 1)).
-Every `policy_every` steps the drop that the optimizer step caused in the terms of the variational bound,
+Every `policy_every` steps, the drop in the terms of the variational bound that the optimizer step
+caused,
     Δ_t(x) = L_t(x; θ_before) − L_t(x; θ_after),
-is measured for all t on one image, and for a few timesteps S on the whole batch. S are those `policy_probes` timesteps whose Δ_t
-correlate best with Σ_t Δ_t over the last `policy_memory` measurements (univariate F-test, monotone in the correlation squared).
-REINFORCE then ascends mean(log π(u | x) R(x)) with R(x) = Σ_{t∈S} Δ_t(x) + η H(π(· | x)). The loss itself has no importance weight.
+is measured at all t for one image, and at a few probe timesteps S for the whole batch. S are the
+`policy_probes` timesteps whose Δ_t correlate best with Σ_t Δ_t over the last `policy_memory`
+measurements (the univariate F-test is monotone in the squared correlation). REINFORCE then ascends
+mean(log π(u | x) R(x)) with R(x) = Σ_{t∈S} Δ_t(x) + η H(π(· | x)). The loss has no importance
+weight.
 
-Cost: the policy network at every step, and each `policy_every` steps 2 (T + |S| batch) forward passes: with the published settings (T =
-1000, batch 128, 40 steps, 3 probes) 0.54 forward passes more an image, that is about a sixth of a training step of three.
+Cost: the policy network at every step, and 2 (T + |S| batch) forward passes of the UNet every
+`policy_every` steps. With the published settings (T = 1000, batch 128, 40 steps, 3 probes) this is
+0.54 forward passes per image, about a sixth of a training step.
 
-Differences from that code: S is chosen from three measurements on, not two; both measurements of a drop use the same noise (it draws
-afresh, which only adds variance), and dropout is off in them; Δ is that of the fixed variance β, or of the learned one where the network
-has it; and the entropy bonus is differentiated, where that code multiplies it into the score-function estimate.
+Differences from the authors' code: S is chosen from the third measurement on instead of the second;
+both measurements of a drop use the same noise (fresh noise only adds variance) and no dropout; Δ
+uses the fixed variance β, or the learned variance where the network has one; the entropy bonus is
+differentiated, where their code multiplies it into the score-function estimate.
 """
 
 from __future__ import annotations
@@ -41,53 +46,57 @@ from jaxunet.diffusion.process import (
     split_output,
 )
 
-Params = Any
+Params = Any  # pytree of parameters, of the UNet or of the policy network
 PerSample = Float[Array, ' batch']
 Steps = Int[Array, ' batch']
 Images = Float[Array, 'batch height width channels']
-Predict = Callable[
-    [Params, Images, Steps, Array | None], Array
-]  # the network: parameters, x_t, t, labels
-CLIP_NORM = 1.0
-PROPOSALS = 8  # for a gamma variate
+# The UNet: (parameters, x_t, t, labels) -> output.
+Predict = Callable[[Params, Images, Steps, Array | None], Array]
+CLIP_NORM = 1.0  # maximum global norm of the policy's gradient
+PROPOSALS = 8  # candidates per gamma variate
 
 
 class Policy(NamedTuple):
-    params: Params
+    """State of the sampler."""
+
+    params: Params  # of the policy network
     optimizer: optax.OptState
-    deltas: Float[Array, 'memory steps']  # the last measurements, in a ring
-    measured: Int[Array, '']  # how many so far
+    deltas: Float[Array, 'memory steps']  # last measurements of Δ, a ring buffer
+    measured: Int[Array, '']  # number of measurements so far
     probes: Int[Array, ' probes']  # S
 
 
 class Event(NamedTuple):
-    """One training step, as `measure` sees it; arrays are this device's share."""
+    """One optimizer step, the input of `measure_policy`. Arrays are this device's shard."""
 
-    step: Int[Array, '']  # before it
+    step: Int[Array, '']  # number of steps before this one
     key: Key[Array, '']  # the same on all devices
-    keys: Key[Array, ' batch']  # those that drew the timesteps
-    row: Int[Array, ' batch']  # places in the global batch
-    x0: Images
+    keys: Key[Array, ' batch']  # keys that drew the timesteps
+    row: Int[Array, ' batch']  # positions in the global batch
+    x0: Images  # clean images
     labels: Array | None
-    before: Params
-    after: Params
+    before: Params  # the UNet's parameters before the step
+    after: Params  # and after it
     predict: Predict
-    axis_name: str | None
+    axis_name: str | None  # mapped axis over the devices; None on one device
     devices: int
-    chunk: int  # images that fit into one forward pass
+    chunk: int  # images per forward pass
 
 
 Measure = Callable[[Any, Event], Any]
 
 
 class Actor(nn.Module):
-    """Three times 3×3 convolution, ReLU and 2×2 max pooling (32, 64, 128 channels), two hidden layers of 256: (a, b) of each image.
+    """The policy network, from images to (a, b) of Beta(a, b), each of shape (batch,).
 
-    The last layer starts at zero with bias 0.5, so that at first all images share Beta(0.974, 0.974), which is nearly uniform.
+    Three blocks of 3×3 convolution, ReLU and 2×2 max pooling (32, 64, 128 channels), then two
+    hidden layers of 256. The output layer starts at zero with bias 0.5, so that every image starts
+    with Beta(0.974, 0.974), which is nearly uniform.
     """
 
     @nn.compact
     def __call__(self, x: Images) -> tuple[PerSample, PerSample]:
+        """Returns a and b of each image."""
         for channels in (32, 64, 128):
             x = nn.relu(nn.Conv(channels, (3, 3))(x))
             window = (min(2, x.shape[1]), min(2, x.shape[2]))
@@ -106,7 +115,7 @@ ACTOR = Actor()
 
 
 def propose(params: Params, x0: Images) -> tuple[PerSample, PerSample]:
-    """(a, b) of each image."""
+    """Returns a and b of each image."""
     return cast(tuple[Array, Array], ACTOR.apply({'params': params}, x0))
 
 
@@ -117,7 +126,7 @@ def _optimizer(config: Config) -> optax.GradientTransformation:
 
 
 def init_policy(config: Config) -> Policy:
-    """A fresh policy, drawn from `config.seed`; S starts as the first timesteps."""
+    """Returns a new policy, drawn from `config.seed`; S starts as the first timesteps."""
     c, steps = config.timesteps, config.diffusion.steps
     key = jax.random.fold_in(jax.random.key(config.seed), 1)
     params = ACTOR.init(key, jnp.zeros((1, *config.image_shape), jnp.float32))['params']
@@ -133,7 +142,14 @@ def init_policy(config: Config) -> Policy:
 def draw_from_policy(
     params: Params, keys: Key[Array, ' batch'], x0: Images, *, steps: int
 ) -> tuple[PerSample, Steps, PerSample]:
-    """u, t and 1/(T P(t)) of each image, where P(t) is the mass of the u that round to t."""
+    """Returns u, t and 1/(T P(t)) of each image, where P(t) is the mass of all u that round to t.
+
+    Args:
+      params: parameters of the policy network.
+      keys: one key per image.
+      x0: clean images.
+      steps: T.
+    """
     a, b = propose(params, x0)
     u = jnp.clip(jax.vmap(_draw_beta)(keys, a, b), 1e-6, 1 - 1e-6)
     t = jnp.round(u * (steps - 1)).astype(jnp.int32)
@@ -141,16 +157,18 @@ def draw_from_policy(
 
 
 def _draw_beta(key: Key[Array, ''], a: Array, b: Array) -> Array:
-    """Of Beta(a, b), as the quotient of two gamma variates. jax.random.beta loops until it accepts; see `_log_gamma`."""
+    """Draws from Beta(a, b) by two gamma variates; see `_log_gamma` for why not jax.random.beta."""
     first, second = jax.random.split(key)
     return jax.nn.sigmoid(_log_gamma(first, a) - _log_gamma(second, b))
 
 
 def _log_gamma(key: Key[Array, ''], a: Array) -> Array:
-    """ln of a draw from Gamma(a, 1): Marsaglia and Tsang (2000) for a + 1, times U^(1/a).
+    """Returns ln of a draw from Gamma(a, 1): Marsaglia & Tsang (2000) for a + 1, times U^(1/a).
 
-    Proposals are made all at once, as each turn of a loop costs a GPU some launches and a word from its host. One is accepted with
-    probability 0.95 or more; that none is, 4e-11 at most, gives the first.
+    jax.random.beta loops until it accepts a proposal, and each iteration costs a GPU several kernel
+    launches and a synchronization with the host. All proposals are made at once here. Each is
+    accepted with probability 0.95 or more; if none is (probability at most 4e-11), the first is
+    used.
     """
     normal, uniform, boost = jax.random.split(key, 3)
     d = a + 1 - 1 / 3
@@ -169,34 +187,37 @@ def _log_gamma(key: Key[Array, ''], a: Array) -> Array:
 
 
 def beta_mass(t: Steps, a: PerSample, b: PerSample, steps: int) -> PerSample:
-    """The mass under Beta(a, b) of the u that round to t.
+    """Returns the mass under Beta(a, b) of all u that round to t.
 
-    The factor of the density that is steep at the nearer end is integrated, the other one taken in the middle: within 1% for a, b up to
-    50 and 1000 steps, where the incomplete beta function would be another loop.
+    The density's factor that is steep at the nearer end is integrated; the other factor is
+    evaluated at the middle of the interval. The relative error is below 1% for a, b up to 50 and
+    1000 steps. The exact incomplete beta function would need a loop.
     """
     far = 2 * t > steps - 1
-    place = jnp.where(far, steps - 1 - t, t).astype(jnp.float32)  # from the nearer end
+    place = jnp.where(far, steps - 1 - t, t).astype(jnp.float32)  # distance from the nearer end
     near_power, far_power = jnp.where(far, b, a), jnp.where(far, a, b)
     lower, upper = jnp.maximum(place - 0.5, 0) / (steps - 1), (place + 0.5) / (steps - 1)
     log_rest = (far_power - 1) * jnp.log1p(-(lower + upper) / 2) - betaln(a, b)
-    share = -jnp.expm1(
-        near_power * jnp.log1p(-(upper - lower) / upper)
-    )  # of the integral from the end to `upper`
+    # The fraction of the integral from the end to `upper` that lies above `lower`.
+    share = -jnp.expm1(near_power * jnp.log1p(-(upper - lower) / upper))
     return jnp.exp(log_rest + near_power * jnp.log(upper)) * share / near_power
 
 
 def log_density(u: PerSample, a: PerSample, b: PerSample) -> PerSample:
-    """ln of the density of Beta(a, b) at u."""
+    """Returns ln of the density of Beta(a, b) at u."""
     return (a - 1) * jnp.log(u) + (b - 1) * jnp.log1p(-u) - betaln(a, b)
 
 
 def entropy(a: PerSample, b: PerSample) -> PerSample:
-    """The differential entropy of Beta(a, b), in nats."""
+    """Returns the differential entropy of Beta(a, b) in nats."""
     return betaln(a, b) - (a - 1) * digamma(a) - (b - 1) * digamma(b) + (a + b - 2) * digamma(a + b)
 
 
 def bound_terms(diffusion: Diffusion, output: Array, x0: Images, xt: Images, t: Steps) -> PerSample:
-    """KL(q(x_{t−1} | x_t, x_0) ‖ p(x_{t−1} | x_t)) in bits per dimension (DDPM eq. 5), p with variance β_t or the learned one."""
+    """Returns KL(q(x_{t−1} | x_t, x_0) ‖ p(x_{t−1} | x_t)) in bits per dimension (DDPM eq. 5).
+
+    p has the learned variance if the network has one, else β_t.
+    """
     prediction, values = split_output(diffusion, output, x0.shape[-1])
     true_mean, true_log_variance = posterior(diffusion, x0, xt, t)
     mean, _ = posterior(diffusion, predict_x0_and_noise(diffusion, prediction, xt, t)[0], xt, t)
@@ -212,7 +233,13 @@ def bound_terms(diffusion: Diffusion, output: Array, x0: Images, xt: Images, t: 
 def select_probes(
     deltas: Float[Array, 'memory steps'], count: Int[Array, ''], probes: int
 ) -> Int[Array, ' probes']:
-    """The timesteps whose Δ_t correlate best (in magnitude) with Σ_t Δ_t over the measurements made."""
+    """Returns the timesteps whose Δ_t correlate best, in magnitude, with Σ_t Δ_t.
+
+    Args:
+      deltas: ring buffer of measurements.
+      count: number of measurements made; rows beyond it are ignored.
+      probes: number of timesteps to return.
+    """
     valid = (jnp.arange(deltas.shape[0]) < count).astype(jnp.float32)[:, None]
     number = jnp.sum(valid)
 
@@ -235,7 +262,14 @@ def reinforce(
     reward: PerSample,
     axis_name: str | None,
 ) -> Policy:
-    """One step of Adam up the gradient of mean(log π(u | x) reward + η H(π(· | x))), for the u that `keys` drew."""
+    """Takes one Adam step that increases mean(log π(u | x) reward + η H(π(· | x))).
+
+    Args:
+      keys: keys that drew the timesteps; they give the same u again.
+      x0: this device's clean images.
+      reward: Σ_{t∈S} Δ_t of each image.
+      axis_name: mapped axis over which gradients are averaged; None on one device.
+    """
     u = draw_from_policy(policy.params, keys, x0, steps=config.diffusion.steps)[0]
 
     def objective(params: Params) -> Array:
@@ -247,74 +281,84 @@ def reinforce(
     gradient = jax.grad(objective)(policy.params)
     if axis_name is not None:
         gradient = jax.lax.pmean(gradient, axis_name)
-    with (
-        jax.numpy_dtype_promotion('standard'),
-        jax.numpy_rank_promotion('allow'),
-    ):  # optax mixes types freely
+    # Optax relies on implicit promotion.
+    with jax.numpy_dtype_promotion('standard'), jax.numpy_rank_promotion('allow'):
         updates, moments = _optimizer(config).update(gradient, policy.optimizer)
     return policy._replace(params=optax.apply_updates(policy.params, updates), optimizer=moments)
 
 
 def measure_policy(config: Config, diffusion: Diffusion, policy: Policy, event: Event) -> Policy:
-    """After an optimizer step: every `policy_every`-th one is measured and rewards the policy."""
+    """Measures every `policy_every`-th optimizer step and updates the policy by its reward."""
     due = event.step % config.timesteps.policy_every == 0
     return jax.lax.cond(due, lambda p: _measure(config, diffusion, p, event), lambda p: p, policy)
 
 
 def _measure(config: Config, diffusion: Diffusion, policy: Policy, event: Event) -> Policy:
-    steps, shape = diffusion.steps, event.x0.shape[1:]
     noise_key, row_key = jax.random.split(event.key)
-
-    def total(x: Array) -> Array:
-        return x if event.axis_name is None else jax.lax.psum(x, event.axis_name)
-
-    def drop(x0: Images, labels: Array | None, t: Steps, keys: Array) -> PerSample:
-        noise = jax.vmap(lambda k: jax.random.normal(k, shape, jnp.float32))(keys)
-        xt = q_sample(diffusion, x0, t, noise)
-        before, after = (
-            bound_terms(diffusion, event.predict(params, xt, t, labels), x0, xt, t)
-            for params in (event.before, event.after)
-        )
-        return before - after
-
-    # All timesteps of one image, a share on each device.
-    mine = event.row == jax.random.randint(row_key, (), 0, config.data.batch_size)
-    image = total(jnp.sum(jnp.where(mine[:, None, None, None], event.x0, 0.0), axis=0))
-    label = None if event.labels is None else total(jnp.sum(jnp.where(mine, event.labels, 0)))
-    chunk = event.chunk
-    share = math.ceil(steps / event.devices / chunk) * chunk
-    place = (
-        0
-        if event.axis_name is None
-        else jax.lax.axis_index(event.axis_name).astype(jnp.int32) * share
-    )
-    t = jnp.minimum(place + jnp.arange(share, dtype=jnp.int32), steps - 1)
-
-    def part(t: Steps) -> PerSample:
-        images = jnp.broadcast_to(image[None], (chunk, *shape))
-        labels = None if label is None else jnp.full(chunk, label)
-        return drop(images, labels, t, jax.vmap(lambda i: jax.random.fold_in(noise_key, i))(t))
-
-    delta = jax.lax.map(part, t.reshape(-1, chunk)).reshape(share)
-    if event.axis_name is not None:
-        delta = jax.lax.all_gather(delta, event.axis_name, tiled=True)
-    delta = delta[:steps]
-
-    # The probes on all images.
-    def probe(t: Array) -> PerSample:
-        def some(index: Array) -> PerSample:
-            labels = None if event.labels is None else event.labels[index]
-            keys = jax.vmap(lambda k: jax.random.fold_in(k, t))(event.keys[index])
-            return drop(event.x0[index], labels, jnp.full(chunk, t), keys)
-
-        return jax.lax.map(some, jnp.arange(event.row.shape[0]).reshape(-1, chunk)).reshape(-1)
-
-    reward = jnp.sum(jax.lax.map(probe, policy.probes), axis=0)
+    delta = _image_drops(config, diffusion, event, noise_key, row_key)
+    reward = _probe_drops(diffusion, policy.probes, event)
     policy = reinforce(config, policy, event.keys, event.x0, reward, event.axis_name)
     deltas = policy.deltas.at[policy.measured % policy.deltas.shape[0]].set(delta)
     count = policy.measured + 1
-    # Any two points lie on a line: from two measurements all timesteps would correlate perfectly, and rounding would choose.
+    # Two points always lie on a line: with two measurements, every timestep would correlate
+    # perfectly and rounding would decide.
     probes = jnp.where(
         count > 2, select_probes(deltas, count, policy.probes.shape[0]), policy.probes
     )
     return policy._replace(deltas=deltas, measured=count, probes=probes)
+
+
+def _drop(
+    diffusion: Diffusion, event: Event, x0: Images, labels: Array | None, t: Steps, keys: Array
+) -> PerSample:
+    """Returns Δ_t of each image, with the same noise before and after the optimizer step."""
+    noise = jax.vmap(lambda k: jax.random.normal(k, x0.shape[1:], jnp.float32))(keys)
+    xt = q_sample(diffusion, x0, t, noise)
+    before, after = (
+        bound_terms(diffusion, event.predict(params, xt, t, labels), x0, xt, t)
+        for params in (event.before, event.after)
+    )
+    return before - after
+
+
+def _image_drops(
+    config: Config, diffusion: Diffusion, event: Event, noise_key: Array, row_key: Array
+) -> Float[Array, ' steps']:
+    """Returns Δ_t of one image of the global batch at all t; each device computes a share of t."""
+    steps, chunk, axis = diffusion.steps, event.chunk, event.axis_name
+
+    def total(x: Array) -> Array:
+        return x if axis is None else jax.lax.psum(x, axis)
+
+    mine = event.row == jax.random.randint(row_key, (), 0, config.data.batch_size)
+    image = total(jnp.sum(jnp.where(mine[:, None, None, None], event.x0, 0.0), axis=0))
+    label = None if event.labels is None else total(jnp.sum(jnp.where(mine, event.labels, 0)))
+    share = math.ceil(steps / event.devices / chunk) * chunk
+    place = 0 if axis is None else jax.lax.axis_index(axis).astype(jnp.int32) * share
+    t = jnp.minimum(place + jnp.arange(share, dtype=jnp.int32), steps - 1)
+
+    def part(t: Steps) -> PerSample:
+        images = jnp.broadcast_to(image[None], (chunk, *image.shape))
+        labels = None if label is None else jnp.full(chunk, label)
+        keys = jax.vmap(lambda i: jax.random.fold_in(noise_key, i))(t)
+        return _drop(diffusion, event, images, labels, t, keys)
+
+    delta = jax.lax.map(part, t.reshape(-1, chunk)).reshape(share)
+    if axis is not None:
+        delta = jax.lax.all_gather(delta, axis, tiled=True)
+    return delta[:steps]
+
+
+def _probe_drops(diffusion: Diffusion, probes: Int[Array, ' probes'], event: Event) -> PerSample:
+    """Returns Σ_{t∈S} Δ_t of each of this device's images."""
+
+    def probe(t: Array) -> PerSample:
+        def some(index: Array) -> PerSample:
+            labels = None if event.labels is None else event.labels[index]
+            keys = jax.vmap(lambda k: jax.random.fold_in(k, t))(event.keys[index])
+            return _drop(diffusion, event, event.x0[index], labels, jnp.full(event.chunk, t), keys)
+
+        rows = jnp.arange(event.row.shape[0]).reshape(-1, event.chunk)
+        return jax.lax.map(some, rows).reshape(-1)
+
+    return jnp.sum(jax.lax.map(probe, probes), axis=0)

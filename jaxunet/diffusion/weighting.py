@@ -1,21 +1,30 @@
-"""Loss weightings: how much the loss of each timestep counts. Each is a table over the timesteps, fixed or a function of a small state.
+"""Loss weightings: the weight w(t) of each timestep's loss.
 
-A training step minimises mean_i(w(t_i) · loss_i). Weightings that are defined by the signal-to-noise ratio, SNR_t = ᾱ_t / (1 − ᾱ_t),
-are meant for the squared error of one quantity; they follow the network's prediction through
-    ‖ε − ε̂‖² = SNR ‖x_0 − x̂_0‖² = ᾱ ‖v − v̂‖²,
-so that min_snr, soft_min_snr and p2 pose the same problem whatever the network predicts:
+A weighting is a table over the timesteps, either fixed or a function of a small state. A training
+step minimises mean_i(w(t_i) · loss_i).
 
     uniform       1
-    min_snr       min(SNR, γ) / SNR of ε; x_0: min(SNR, γ), v: min(SNR, γ) / (SNR + 1)    Hang et al. 2023, arXiv 2303.09556
-    soft_min_snr  1 / (1 + σ_d² SNR) of ε; x_0: 1 / (σ² + σ_d²), a smooth min(SNR, 1/σ_d²)   crowsonkb/k-diffusion
-    p2            1 / (k + SNR)^γ of ε                                                     Choi et al. 2022, arXiv 2204.00227
-    speed         the slope of 1 − ᾱ scaled to [1 − λ, λ] for t < τ, then 1                Wang et al. 2024, arXiv 2405.17403
-    uncertainty   e^(−u(t)), with u learned                                                Karras et al. 2024, EDM2, arXiv 2312.02696
+    min_snr       min(SNR, γ) / SNR for ε                        Hang et al. 2023, arXiv 2303.09556
+                  min(SNR, γ) for x_0
+                  min(SNR, γ) / (SNR + 1) for v
+    soft_min_snr  1 / (1 + σ_d² SNR) for ε                       crowsonkb/k-diffusion
+                  1 / (σ² + σ_d²) for x_0, a smooth min(SNR, 1/σ_d²)
+    p2            1 / (k + SNR)^γ for ε                          Choi et al. 2022, arXiv 2204.00227
+    speed         slope of 1 − ᾱ, scaled to [1 − λ, λ], t < τ    Wang et al. 2024, arXiv 2405.17403
+                  1 for t ≥ τ
+    uncertainty   e^(−u(t)) with a learned u                    Karras et al. 2024, arXiv 2312.02696
 
-k-diffusion states its weight, (σ σ_d)² / (σ² + σ_d²)², for the output of EDM's preconditioned network; divided by c_out² that is
-1 / (σ² + σ_d²) of the denoised image, with σ² = 1/SNR.
+SNR_t = ᾱ_t / (1 − ᾱ_t) is the signal-to-noise ratio, and σ² = 1/SNR. Weightings that are functions
+of the SNR apply to the squared error of one quantity. They are converted to the network's
+prediction by
+    ‖ε − ε̂‖² = SNR ‖x_0 − x̂_0‖² = ᾱ ‖v − v̂‖²,
+so that min_snr, soft_min_snr and p2 define the same problem for every prediction.
 
-`speed` and `uncertainty` multiply the network's own loss. With a learned variance all of them multiply the whole hybrid loss.
+k-diffusion states its weight as (σ σ_d)² / (σ² + σ_d²)² for the output of EDM's preconditioned
+network; dividing by c_out² gives 1 / (σ² + σ_d²) for the denoised image.
+
+`speed` and `uncertainty` multiply the network's own loss. With a learned variance, every weighting
+multiplies the whole hybrid loss.
 """
 
 from __future__ import annotations
@@ -40,24 +49,33 @@ State = Any  # () for a fixed table
 
 
 class Weighting(NamedTuple):
-    """Pure functions of a state that lives on the device."""
+    """Pure functions of a state on the device.
+
+    Fields:
+      init: returns the initial state.
+      table: returns the weight of each timestep, float32 of shape (T,).
+      update: returns the next state from the state and the timesteps, losses and 1/(T p_t) of the
+        global batch, each of shape (batch,).
+    """
 
     init: Callable[[], State]
-    table: Callable[[State], Table]  # the weight of each timestep, float32
-    update: Callable[
-        [State, Steps, PerSample, PerSample], State
-    ]  # from timesteps, losses and 1/(T p_t) of the global batch
+    table: Callable[[State], Table]
+    update: Callable[[State, Steps, PerSample, PerSample], State]
 
 
 class Uncertainty(NamedTuple):
-    """What `uncertainty` learns: u(t) = Σ_j weights_j φ_j(t)."""
+    """State of `uncertainty`: the coefficients of u(t) = Σ_j weights_j φ_j(t)."""
 
     weights: Float[Array, ' features']
     optimizer: optax.OptState
 
 
 def make_weighting(config: LossConfig, diffusion: Diffusion) -> Weighting:
-    """The weighting that `config.loss` names. Raises `UserError` for one that does not exist."""
+    """Returns the weighting that `config.weighting` names.
+
+    Raises:
+      UserError: an unknown weighting.
+    """
     if config.weighting == 'uncertainty':
         return _uncertainty(config, diffusion)
     table = fixed_table(config, diffusion).astype(np.float32)
@@ -67,7 +85,11 @@ def make_weighting(config: LossConfig, diffusion: Diffusion) -> Weighting:
 
 
 def fixed_table(config: LossConfig, diffusion: Diffusion) -> Float64[np.ndarray, ' steps']:
-    """The weights of a weighting without a state; the module's docstring has the equations."""
+    """Returns w(t) of a weighting without a state; equations in the module's docstring.
+
+    Raises:
+      UserError: an unknown weighting.
+    """
     alphas = diffusion.alphas_cumprod
     snr = alphas / (1 - alphas)
     if config.weighting == 'uniform':
@@ -75,32 +97,35 @@ def fixed_table(config: LossConfig, diffusion: Diffusion) -> Float64[np.ndarray,
     if config.weighting == 'speed':
         return speed_table(alphas, config.speed_lambda, config.speed_tau)
     if config.weighting == 'min_snr':
-        of_noise = np.where(
-            snr > 0, np.minimum(snr, config.min_snr_gamma) / np.where(snr > 0, snr, 1), 1.0
-        )
+        clipped = np.minimum(snr, config.min_snr_gamma)
+        noise_weight = np.where(snr > 0, clipped / np.where(snr > 0, snr, 1), 1.0)
     elif config.weighting == 'soft_min_snr':
-        of_noise = 1 / (1 + config.soft_min_snr_sigma**2 * snr)
+        noise_weight = 1 / (1 + config.soft_min_snr_sigma**2 * snr)
     elif config.weighting == 'p2':
-        of_noise = (config.p2_k + snr) ** -config.p2_gamma
+        noise_weight = (config.p2_k + snr) ** -config.p2_gamma
     else:
         allowed, found = CHOICES['loss.weighting'], config.weighting
         raise UserError(
-            f'loss.weighting: expected one of {", ".join(allowed)}, found {found!r}{near_misses(found, allowed)}'
+            f'loss.weighting: expected one of {", ".join(allowed)}, '
+            f'found {found!r}{near_misses(found, allowed)}'
         )
-    return of_noise * {'epsilon': 1.0, 'x0': snr, 'v': alphas}[diffusion.prediction]
+    return noise_weight * {'epsilon': 1.0, 'x0': snr, 'v': alphas}[diffusion.prediction]
 
 
 def speed_table(
     alphas_cumprod: np.ndarray, upper: float, tau: float
 ) -> Float64[np.ndarray, ' steps']:
-    """SpeeD's change-aware weights: `upper` is λ, `tau` is τ/T."""
+    """Returns SpeeD's change-aware weights; `upper` is λ and `tau` is τ/T."""
     slope = np.gradient(1 - alphas_cumprod)
     scaled = (1 - upper) + (2 * upper - 1) * (slope - slope.min()) / (slope.max() - slope.min())
     return np.where(np.arange(len(slope)) < tau * len(slope), scaled, 1.0)
 
 
 def noise_level_features(diffusion: Diffusion, count: int) -> Float32[np.ndarray, 'steps features']:
-    """EDM2's Fourier features √2 cos(2π(f_j c + φ_j)) of c = ln(σ)/4, with fixed f ~ N(0, 1) and φ ~ U(0, 1)."""
+    """Returns EDM2's Fourier features √2 cos(2π(f_j c + φ_j)) of the noise level c = ln(σ)/4.
+
+    f ~ N(0, 1) and φ ~ U(0, 1) are fixed.
+    """
     alphas = diffusion.alphas_cumprod
     level = np.log((1 - alphas) / alphas) / 8
     rng = np.random.default_rng(0)
@@ -111,11 +136,13 @@ def noise_level_features(diffusion: Diffusion, count: int) -> Float32[np.ndarray
 
 
 def _uncertainty(config: LossConfig, diffusion: Diffusion) -> Weighting:
-    """EDM2 eq. 14–15 (multi-task uncertainty, Kendall et al. 2018): minimise E[e^(−u(t)) loss + u(t)] over the network and u.
+    """Minimises E[e^(−u(t)) loss + u(t)] over the network and u (EDM2 eq. 14–15).
 
-    At its minimum u(t) = ln E[loss | t], so that every timestep contributes the same. u is linear in fixed Fourier features of the noise
-    level. Its gradient needs no second pass through the network: with g_i = 1 − e^(−u(t_i)) loss_i it is mean_i(g_i φ(t_i)), from the
-    losses that are there already, times 1/(T p_t) if timesteps are not drawn uniformly. Adam takes the steps. u starts at 0 (uniform).
+    This is the multi-task uncertainty of Kendall et al. 2018. At the minimum u(t) = ln E[loss | t],
+    so every timestep contributes equally. u is linear in fixed Fourier features φ of the noise
+    level and starts at 0 (uniform weights). Its gradient is mean_i(g_i φ(t_i)) with
+    g_i = 1 − e^(−u(t_i)) loss_i, which needs no second pass through the network; each term is
+    multiplied by 1/(T p_t) if timesteps are not drawn uniformly. Adam takes the steps.
     """
     features = noise_level_features(diffusion, config.uncertainty_features)
     optimizer = optax.adam(config.uncertainty_learning_rate)
@@ -130,10 +157,8 @@ def _uncertainty(config: LossConfig, diffusion: Diffusion) -> Weighting:
     def update(state: Uncertainty, t: Steps, loss: PerSample, importance: PerSample) -> Uncertainty:
         residual = (1 - table(state)[t] * loss) * importance / jnp.sum(importance)
         gradient = jnp.matmul(residual, jnp.asarray(features)[t], precision='highest')
-        with (
-            jax.numpy_dtype_promotion('standard'),
-            jax.numpy_rank_promotion('allow'),
-        ):  # optax mixes types freely
+        # Optax relies on implicit promotion.
+        with jax.numpy_dtype_promotion('standard'), jax.numpy_rank_promotion('allow'):
             steps, moments = optimizer.update(gradient, state.optimizer)
         return Uncertainty(state.weights + steps, moments)
 
