@@ -1,11 +1,14 @@
 """Draws images from a trained model.
 
-    python -m jaxunet.sample --checkpoint PATH --num_samples 64 --sampler ddim --steps 50 --output samples.png
+    python -m jaxunet.sample --checkpoint PATH --num_samples 64 --sampler ddim --steps 50 \\
+        --output samples.png
 
-PATH is a workdir, one checkpoint in it, or a .bin (unet.cu), .pt (guided-diffusion) or .safetensors file.
+PATH is a workdir, one checkpoint in it, or a .bin (unet.cu), .pt (guided-diffusion) or .safetensors
+file.
 
-Finished batches are kept in `samples.png.partial` until all are there: an interrupted command goes on when it is given again, also with
-another batch size, more samples, or other devices. Several processes (the flags of `jaxunet.train`) share the work.
+Finished batches are kept in `samples.png.partial` until the output is complete. An interrupted
+command resumes when it is run again, also with another batch size, more samples or other devices.
+Several processes, started as for `jaxunet.train`, share the work.
 """
 
 from __future__ import annotations
@@ -14,13 +17,12 @@ import dataclasses
 import sys
 import time
 from collections.abc import Sequence
-from typing import Any
 
 import jax
 import numpy as np
 from absl import flags, logging
 
-from jaxunet.checkpoint.load import load_model
+from jaxunet.checkpoint.load import Model, load_model
 from jaxunet.checkpoint.store import checksum
 from jaxunet.config import PRECISIONS, Config, cli, resolve, split_backend
 from jaxunet.data.classes import label_of
@@ -30,106 +32,115 @@ from jaxunet.runtime import distributed
 from jaxunet.runtime.errors import UserError
 from jaxunet.runtime.progress import progress_bar
 from jaxunet.sampling.generator import Generator
+from jaxunet.sampling.options import SAMPLERS, VARIANCES, SamplerConfig
 from jaxunet.sampling.partial_output import Parts
-from jaxunet.sampling.sampler import SAMPLERS, VARIANCES, SamplerConfig
 from jaxunet.sampling.solvers import SKIP_SCHEDULES
 
 CHECKPOINT = flags.DEFINE_string(
     'checkpoint', None, 'Workdir, checkpoint, or .bin, .pt or .safetensors file.', required=True
 )
-NUM_SAMPLES = flags.DEFINE_integer('num_samples', 16, 'How many images.', lower_bound=1)
+NUM_SAMPLES = flags.DEFINE_integer('num_samples', 16, 'Number of images.', lower_bound=1)
 SAMPLER = flags.DEFINE_enum(
     'sampler',
     'ddpm',
     SAMPLERS,
-    'ddpm: ancestral sampling; ddim: fewer steps will do; dpmpp_2m: DPM-Solver++(2M), fewer still; heun: second order, as in EDM, with two '
-    'evaluations of the network a step.',
+    'ddpm: ancestral sampling; ddim: needs fewer steps; dpmpp_2m: DPM-Solver++(2M), needs still '
+    "fewer; heun: EDM's second-order sampler, with two evaluations of the network per step.",
 )
 STEPS = flags.DEFINE_integer(
     'steps',
     None,
-    'Sampling steps; default: 50 with ddim, 20 with dpmpp_2m and heun, else all that the model was trained with.',
+    'Sampling steps; default: 50 with ddim, 20 with dpmpp_2m and heun, else every timestep of the '
+    'model.',
     lower_bound=1,
 )
-ETA = flags.DEFINE_float('eta', None, 'ddim: noise, from 0 (none, default) to 1 (as ddpm).')
+ETA = flags.DEFINE_float(
+    'eta', None, 'ddim: amount of noise, from 0 (none, default) to 1 (as ddpm).'
+)
 SKIP_SCHEDULE = flags.DEFINE_enum(
     'skip_schedule',
     None,
     SKIP_SCHEDULES,
-    'Which steps are kept when some are skipped; default: linear, with dpmpp_2m log_snr, with heun karras.',
+    'Spacing of the timesteps where some are skipped; default: log_snr with dpmpp_2m, karras with '
+    'heun, else linear.',
 )
 RESPACING = flags.DEFINE_string(
     'respacing',
     None,
-    "Instead of --steps: guided-diffusion's timestep_respacing, such as 250, 10,20,30 (of equal sections) or ddim50.",
+    "Instead of --steps: guided-diffusion's timestep_respacing, such as 250, 10,20,30 (steps from "
+    'equal sections) or ddim50.',
 )
 VARIANCE = flags.DEFINE_enum(
     'variance',
     None,
     VARIANCES,
-    'ddpm: variance of each step; default learned if the model has it, else fixed_small.',
+    'ddpm: variance of each step; default: learned if the model has it, else fixed_small.',
 )
 CHURN = flags.DEFINE_float(
-    'churn', None, "heun: EDM's S_churn, fresh noise before the steps; default 0, none."
+    'churn', None, "heun: EDM's S_churn, fresh noise before each step; default: 0 (none)."
 )
 CHURN_RANGE = flags.DEFINE_list(
     'churn_range',
     None,
-    "heun: EDM's S_tmin,S_tmax, the noise levels where --churn acts, such as 0.05,50.",
+    "heun: EDM's S_tmin,S_tmax, the range of noise levels where --churn acts, such as 0.05,50.",
 )
 CLIP = flags.DEFINE_bool('clip', True, 'Clip the predicted image to [-1, 1] at every step.')
 CLASS_LABELS = flags.DEFINE_list(
     'class_labels',
     None,
-    'Labels, repeated as often as needed, e.g. 3 or 0,1,2, or names of classes if the checkpoint has them; default: every class in turn.',
+    'Labels, repeated as often as needed, such as 3 or 0,1,2, or class names if the checkpoint has '
+    'them; default: every class in turn.',
 )
 GUIDANCE_SCALE = flags.DEFINE_float(
     'guidance_scale',
     1.0,
-    'Classifier-free guidance: 1 = plain conditional, more = closer to the class.',
+    'Classifier-free guidance: 1 = plain conditional; larger values follow the class more closely.',
 )
 SEED = flags.DEFINE_integer(
-    'seed', 0, 'Same seed, same images, whatever the batch size.', lower_bound=0
+    'seed', 0, 'Seed of the images; they do not depend on the batch size.', lower_bound=0
 )
 BATCH_SIZE = flags.DEFINE_integer(
     'batch_size', 64, 'Images drawn at a time, over all devices.', lower_bound=1
 )
-DEVICES = flags.DEFINE_integer('devices', 0, 'How many devices to use; 0 = all.', lower_bound=0)
+DEVICES = flags.DEFINE_integer('devices', 0, 'Number of local devices; 0 = all.', lower_bound=0)
 OUTPUT = flags.DEFINE_string(
-    'output', 'samples.png', 'X.png: one grid; X.npz: arrays; a folder: one PNG an image.'
+    'output', 'samples.png', 'X.png: one grid; X.npz: arrays; a folder: one PNG per image.'
 )
 EMA = flags.DEFINE_string(
     'ema',
     '',
-    "Rate of the average to use; default: the run's first; none = the parameters without averaging.",
+    "Rate of the weight average to use; default: the run's first; none = the weights themselves.",
 )
 NEW_ATTENTION_ORDER = flags.DEFINE_bool(
     'new_attention_order',
     None,
-    "guided-diffusion's use_new_attention_order of a .pt or .safetensors that does not say; default: false, as there.",
+    "guided-diffusion's use_new_attention_order, for a .pt or .safetensors file that does not "
+    'record it; default: false, as in guided-diffusion.',
 )
 CONFIG_FILE = cli.define_optional_config(
-    'Config whose model the weight file holds, where the file does not say.'
+    'Config of the model in the weight file, for files that do not record it.'
 )
 CLUSTER = flags.DEFINE_enum(
     'cluster',
     'auto',
     distributed.CLUSTERS,
-    'Who started the processes, if there are several: see python -m jaxunet.train --help.',
+    'Launcher of several processes; see python -m jaxunet.train --help.',
 )
 COORDINATOR = flags.DEFINE_string(
     'coordinator',
     None,
-    'HOST:PORT of process 0, to start several by hand; with the next two flags.',
+    'HOST:PORT of process 0, to start several processes by hand; needs --num_processes and '
+    '--process_id.',
 )
 PROCESSES = flags.DEFINE_integer(
-    'num_processes', None, 'Number of processes, which share the samples and must share the folder.'
+    'num_processes', None, 'Number of processes; they divide the samples and must share the folder.'
 )
-PROCESS = flags.DEFINE_integer('process_id', None, 'Number of this process, from 0.')
+PROCESS = flags.DEFINE_integer('process_id', None, 'Index of this process, from 0.')
 BACKEND = flags.DEFINE_string(
     'backend',
     None,
-    "As config.backend: auto, xla, pallas, cuda, or such as pallas+attention=cuda; default: the run's.",
+    'As config.backend: auto, xla, pallas, cuda, or a combination such as pallas+attention=cuda; '
+    "default: the run's.",
 )
 PRECISION = flags.DEFINE_enum(
     'precision', None, PRECISIONS, "Default: the run's; float32 for weight files."
@@ -138,23 +149,23 @@ PRECISION = flags.DEFINE_enum(
 
 DEFAULT_STEPS = {'ddim': 50, 'dpmpp_2m': 20, 'heun': 20}
 INTERRUPTED = 130  # exit code of shells after Ctrl-C
-POLL_SECONDS = 0.5
+POLL_SECONDS = 0.5  # between two checks for the other processes' samples
 
 
 def main(argv: Sequence[str]) -> None:
+    """Runs the command; after Ctrl-C it exits with `INTERRUPTED` and keeps finished batches."""
     check_output(OUTPUT.value)
     if BACKEND.value is not None:
         split_backend(BACKEND.value, '--backend')
-    with distributed.joined(
-        distributed.Start(CLUSTER.value, COORDINATOR.value, PROCESSES.value, PROCESS.value)
-    ):
+    start = distributed.Start(CLUSTER.value, COORDINATOR.value, PROCESSES.value, PROCESS.value)
+    with distributed.joined(start):
         try:
             run()
         except (KeyboardInterrupt, SystemError) as error:
             if not cli.interrupted(error):
                 raise
             print(
-                '\ninterrupted; the same command goes on with what is left',
+                '\ninterrupted; the same command resumes with the remaining samples',
                 file=sys.stderr,
                 flush=True,
             )
@@ -162,72 +173,83 @@ def main(argv: Sequence[str]) -> None:
 
 
 def run() -> None:
-    """Draws and saves, in this process's part of the run."""
+    """Draws this process's share of the samples; process 0 also saves the images."""
     cli.enable_compilation_cache()
-    given = resolve(CONFIG_FILE.value) if CONFIG_FILE.value is not None else None
-    model = load_model(
-        CHECKPOINT.value, ema=EMA.value, config=given, new_attention_order=NEW_ATTENTION_ORDER.value
-    )
-    config = model.config.replace(
-        **{
-            k: v
-            for k, v in {'backend': BACKEND.value, 'precision': PRECISION.value}.items()
-            if v is not None
-        }
-    )
+    model, config = load()
     count = NUM_SAMPLES.value
     chosen = chosen_classes(config, model.class_names)
     labels = class_labels(config, chosen, count)
-    if GUIDANCE_SCALE.value != 1 and config.model.num_classes and config.model.label_dropout == 0:
-        raise UserError(
-            '--guidance_scale: the model was trained with every label (model.label_dropout=0) and cannot be guided; leave it at 1'
-        )
-    sampler = sampler_config(config)
+    check_guidance(config)
     generator = Generator(
-        config, sampler, batch_size=min(BATCH_SIZE.value, count), devices=devices()
+        config, sampler_config(config), batch_size=min(BATCH_SIZE.value, count), devices=devices()
     )
     parts = Parts(OUTPUT.value, identity(config, model.params, generator, chosen))
+    resume(parts)
     rank, processes = jax.process_index(), jax.process_count()
-    if processes > 1:
-        if rank == 0:
-            parts.create()
-        distributed.agree(parts.identity | {'num_samples': count, 'output': OUTPUT.value})
-        distributed.agree(
-            {
-                f'{parts.folder}, which the processes must share': parts.finished()
-                if parts.exists()
-                else 'not there'
-            }
-        )
-    elif parts.finished():
-        logging.info('going on with %s', parts.folder)
     if rank == 0:
         evaluations, kind = generator.sampler.evaluations, jax.devices()[0].device_kind
         steps = '1 evaluation' if evaluations == 1 else f'{evaluations} evaluations'
         print(
-            f'{model.note}; {sampler.name}, {steps} of the network, {len(devices())} x {kind}',
+            f'{model.note}; {SAMPLER.value}, {steps} of the network, {len(devices())} x {kind}',
             flush=True,
         )
 
     params = generator.put(model.params)
-    draw(
-        generator, params, parts, labels, count * rank // processes, count * (rank + 1) // processes
-    )
+    first, end = count * rank // processes, count * (rank + 1) // processes
+    draw(generator, params, parts, labels, first, end)
     if rank > 0:
-        return  # process 0 has the last word
+        return
     while (images := finished_images(parts, count)) is None:
-        draw(generator, params, parts, labels, 0, count)  # what was damaged
-    classes = config.model.num_classes
-    columns = (
-        classes if labels is not None and CLASS_LABELS.value is None and 1 < classes <= 20 else None
-    )
-    save_images(OUTPUT.value, images, labels, columns=columns)
+        draw(generator, params, parts, labels, 0, count)  # replaces damaged batches
+    save_images(OUTPUT.value, images, labels, columns=grid_columns(config))
     parts.remove()
     print(f'{count} images in {OUTPUT.value}')
 
 
+def load() -> tuple[Model, Config]:
+    """Loads the weights; returns them with the config that the flags change."""
+    given = resolve(CONFIG_FILE.value) if CONFIG_FILE.value is not None else None
+    model = load_model(
+        CHECKPOINT.value, ema=EMA.value, config=given, new_attention_order=NEW_ATTENTION_ORDER.value
+    )
+    changes = {'backend': BACKEND.value, 'precision': PRECISION.value}
+    return model, model.config.replace(**{k: v for k, v in changes.items() if v is not None})
+
+
+def check_guidance(config: Config) -> None:
+    """Raises `UserError` if --guidance_scale needs an unconditional model that was not trained."""
+    if GUIDANCE_SCALE.value != 1 and config.model.num_classes and config.model.label_dropout == 0:
+        raise UserError(
+            '--guidance_scale: the model was trained with every label (model.label_dropout=0) '
+            'and cannot be guided; leave it at 1'
+        )
+
+
+def resume(parts: Parts) -> None:
+    """Checks that all processes draw the same samples and see the same finished batches."""
+    if jax.process_count() == 1:
+        if parts.finished():
+            logging.info('resuming from %s', parts.folder)
+        return
+    if jax.process_index() == 0:
+        parts.create()
+    distributed.agree(parts.identity | {'num_samples': NUM_SAMPLES.value, 'output': OUTPUT.value})
+    found = parts.finished() if parts.exists() else 'not there'
+    distributed.agree({f'{parts.folder}, which the processes must share': found})
+
+
+def grid_columns(config: Config) -> int | None:
+    """Returns one column per class if the samples show every class in turn; None = automatic."""
+    classes = config.model.num_classes
+    return classes if CLASS_LABELS.value is None and 1 < classes <= 20 else None
+
+
 def sampler_config(config: Config) -> SamplerConfig:
-    """The sampler that the flags describe."""
+    """Returns the sampling options that the flags describe.
+
+    Raises:
+      UserError: --churn_range is not two numbers.
+    """
     steps = STEPS.value
     if steps is None and RESPACING.value is None:
         steps = min(
@@ -239,7 +261,8 @@ def sampler_config(config: Config) -> SamplerConfig:
             low, high = map(float, CHURN_RANGE.value)
         except ValueError:
             raise UserError(
-                f'--churn_range: expected two numbers such as 0.05,50, found {",".join(CHURN_RANGE.value)!r}'
+                '--churn_range: expected two numbers such as 0.05,50, '
+                f'found {",".join(CHURN_RANGE.value)!r}'
             ) from None
         churn_range = low, high
     return SamplerConfig(
@@ -258,8 +281,11 @@ def sampler_config(config: Config) -> SamplerConfig:
 
 def identity(
     config: Config, params: Params, generator: Generator, chosen: list[int]
-) -> dict[str, Any]:
-    """What decides the pixels of sample i; how many there are, batches and devices do not."""
+) -> dict[str, object]:
+    """Returns everything that determines the pixels of sample i.
+
+    The number of samples, the batch size and the devices do not.
+    """
     sections = {
         'model': dataclasses.asdict(config.model),
         'diffusion': dataclasses.asdict(config.diffusion),
@@ -288,7 +314,16 @@ def draw(
     first: int,
     end: int,
 ) -> None:
-    """Draws what is missing of the samples first..end−1, and stores each batch."""
+    """Draws the missing samples of first..end−1 and stores each batch.
+
+    Args:
+      params: parameters from `generator.put`.
+      parts: the finished samples.
+      labels: class of every sample, or None for an unconditional model.
+
+    Raises:
+      UserError: a batch cannot be stored.
+    """
     ranges = parts.missing(first, end, generator.batch_size)
     with progress_bar(
         total=end - first,
@@ -312,23 +347,29 @@ def draw(
                 labels=None if labels is None else labels[indices],
                 progress=progress,
             )
-            assert batch is not None  # progress never stops it
+            assert batch is not None  # because `progress` always returns True
             try:
                 parts.save(start, batch)
             except UserError as error:
                 raise UserError(
-                    f'{error}\nThe same command goes on after the {len(parts.finished())} batches stored before.'
+                    f'{error}\nThe same command resumes after the {len(parts.finished())} batches '
+                    'stored before.'
                 ) from error
 
 
 def finished_images(parts: Parts, count: int) -> np.ndarray | None:
-    """All samples, when the other processes have drawn theirs; None if some turn out to be damaged."""
+    """Waits for the other processes and returns all samples; None if some files are damaged."""
     while jax.process_count() > 1 and parts.missing(0, count, count):
-        time.sleep(POLL_SECONDS)  # should one of them be lost, JAX ends this one
+        time.sleep(POLL_SECONDS)  # if another process is lost, JAX ends this one
     return parts.load(count)
 
 
 def devices() -> list[jax.Device]:
+    """Returns the devices that --devices asks for.
+
+    Raises:
+      UserError: this machine has fewer.
+    """
     if DEVICES.value > jax.local_device_count():
         raise UserError(
             f'--devices: {DEVICES.value} asked for, but this machine has {jax.local_device_count()}'
@@ -337,10 +378,10 @@ def devices() -> list[jax.Device]:
 
 
 def chosen_classes(config: Config, names: tuple[str, ...]) -> list[int]:
-    """The labels that --class_labels gives by number or name; empty without the flag.
+    """Returns the labels that --class_labels gives by number or name; empty without the flag.
 
     Raises:
-      UserError: labels for an unconditional model, or a label that is no class.
+      UserError: labels for an unconditional model, or an unknown class.
     """
     given = CLASS_LABELS.value
     if config.model.num_classes == 0 and given is not None:
@@ -351,7 +392,10 @@ def chosen_classes(config: Config, names: tuple[str, ...]) -> list[int]:
 
 
 def class_labels(config: Config, chosen: list[int], count: int) -> np.ndarray | None:
-    """int32 (count,), the chosen classes or all of them in turn; None for an unconditional model."""
+    """Returns the class of every sample: the chosen classes, or all, in turn.
+
+    int32 of shape (count,); None for an unconditional model.
+    """
     classes = config.model.num_classes
     return np.resize(np.array(chosen or range(classes), np.int32), count) if classes else None
 

@@ -177,7 +177,7 @@ def test_a_killed_command_goes_on(weights, tmp_path):
     np.savez(folder / '000000-000002.npz', images=255 - images)
     # Ctrl-C this time.
     process = begin(weights, tmp_path / 'many', **options)
-    assert 'interrupted; the same command goes on' in interrupt(
+    assert 'interrupted; the same command resumes' in interrupt(
         process, folder, signal.SIGINT, batches=len(before) + 1
     )
     assert process.returncode == 130
@@ -258,5 +258,5 @@ def test_a_failed_write_is_an_error_without_a_traceback_and_what_was_drawn_stays
         'cannot be written: File too large; check the folder, its permissions and the free space'
         in error
     )
-    assert f'The same command goes on after the {kept} batches stored before.' in error
+    assert f'The same command resumes after the {kept} batches stored before.' in error
     assert len(list((tmp_path / 'x.npz.partial').glob('0*.npz'))) == kept

@@ -13,6 +13,7 @@ from jaxunet.config import DiffusionConfig
 from jaxunet.diffusion import process as d
 from jaxunet.runtime.errors import UserError
 from jaxunet.sampling import sampler as s
+from jaxunet.sampling.options import VARIANCES
 from jaxunet.sampling.solvers import timestep_subset
 
 PREDICTIONS = ('epsilon', 'x0', 'v')
@@ -147,7 +148,7 @@ def test_two_point_data(prediction, options):
         {'name': 'ddim', 'eta': 1.0},
         {'name': 'dpmpp_2m'},
         {'name': 'heun', 'churn': 1.0},
-        *({'name': 'ddpm', 'variance': v} for v in s.VARIANCES),
+        *({'name': 'ddpm', 'variance': v} for v in VARIANCES),
     ],
     ids=str,
 )

@@ -13,6 +13,7 @@ from jaxunet.diffusion import process as d
 from jaxunet.runtime.errors import UserError
 from jaxunet.sampling import sampler as s
 from jaxunet.sampling import solvers
+from jaxunet.sampling.options import DEFAULT_SKIP_SCHEDULES, SAMPLERS
 
 EVERY = (0.0, math.inf)
 MEMORY = {'dpmpp_2m': 'x0', 'heun': 'noise'}
@@ -93,7 +94,7 @@ def test_order_of_convergence_on_a_curved_flow(name):
 def test_second_order_beats_ddim_at_the_same_cost_and_spacing(name, steps, evaluations):
     a = alphas()
     x = np.linspace(-2, 2, 10)
-    spacing = s.DEFAULT_SKIP_SCHEDULES[name]
+    spacing = DEFAULT_SKIP_SCHEDULES[name]
 
     def flow(name, steps):
         rows = table(name, a, solvers.timestep_subset(a, steps, spacing))
@@ -173,7 +174,7 @@ def test_images_are_those_of_the_written_out_algorithms(name, steps, prediction,
     # The number of evaluations of the network is what the sampler promises.
     assert len(seen) == sampler.evaluations == (2 * steps - 1 if name == 'heun' else steps)
     assert sorted(seen, reverse=True) == list(sampler.timesteps)
-    timesteps = solvers.timestep_subset(a, steps, s.DEFAULT_SKIP_SCHEDULES[name])[::-1]
+    timesteps = solvers.timestep_subset(a, steps, DEFAULT_SKIP_SCHEDULES[name])[::-1]
     written = written_heun if name == 'heun' else written_dpm
     expected = written(
         a, timesteps, predict, np.asarray(s.initial_noise(keys, (4, 4, 3)), np.float64)
@@ -377,7 +378,7 @@ def test_respacing_of_sections():
     ]
     np.testing.assert_array_equal(subset, expected)
     process = d.make_diffusion(DiffusionConfig(prediction='x0', learn_sigma=True))
-    for name in s.SAMPLERS:
+    for name in SAMPLERS:
         sampler = s.make_sampler(s.SamplerConfig(name, respacing='10,20,30'), process)
         assert len(set(sampler.timesteps)) == 60
         images = s.sample(

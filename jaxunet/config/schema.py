@@ -1,6 +1,6 @@
 """The configuration of a run: one dataclass per section, one field per option.
 
-The defaults are the run of `configs/digits.py`. A config file's `get_config()` starts from
+The defaults train a small model on the embedded digits. A config file's `get_config()` starts from
 `default_config()`, sets fields and returns the `ConfigDict`; `jaxunet.config.resolve` checks it and
 returns the frozen `Config` that the rest of the project reads.
 """

@@ -1,1 +1,1 @@
-"""Samplers and the programs that draw images with them."""
+"""Samplers, and the compiled program that draws images with them."""

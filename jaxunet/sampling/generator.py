@@ -1,10 +1,9 @@
-"""Images from parameters: batches of samples on any number of devices, compiled once."""
+"""Draws batches of images from parameters, on any number of devices, with one compiled program."""
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -15,10 +14,10 @@ from jaxtyping import Array, Int, UInt8
 from jaxunet.config import Config
 from jaxunet.data.images import to_uint8
 from jaxunet.diffusion.process import make_diffusion
-from jaxunet.model.unet import Params, build_unet
+from jaxunet.model.unet import Params, UNet, build_unet
 from jaxunet.ops.backends import load_ops
+from jaxunet.sampling.options import SamplerConfig
 from jaxunet.sampling.sampler import (
-    SamplerConfig,
     State,
     guided,
     initial_state,
@@ -27,20 +26,24 @@ from jaxunet.sampling.sampler import (
     sample_keys,
 )
 
-SEGMENTS = 20  # calls of the sampling loop a batch: progress, and a chance to stop, after each
+SEGMENTS = 20  # compiled calls per batch; progress is reported after each
 
 
 class Generator:
     """Draws samples of the model that `config` describes.
 
-    Sample i of a seed depends on (seed, i, its label) alone, not on the batch size or the devices (up to the rounding of other
-    kernels).
+    Sample i depends only on (seed, i, its label), not on the batch size or the number of devices,
+    up to the rounding of kernels for other batch sizes.
 
     Args:
-      batch_size: samples drawn at a time, over all devices; rounded up to a multiple of them.
+      config: the model, its diffusion process, backend and precision.
+      sampler: the sampling options.
+      batch_size: samples drawn at a time, over all devices; rounded up to a multiple of their
+        number.
+      devices: local devices that share each batch.
 
     Raises:
-      UserError: options that the sampler or the model does not have.
+      UserError: options that the sampler or the model does not support.
     """
 
     def __init__(
@@ -61,6 +64,15 @@ class Generator:
         self._replicated = NamedSharding(mesh, PartitionSpec())
         self._split = NamedSharding(mesh, PartitionSpec('data'))
         model = build_unet(config, load_ops(config.backend, config.precision))
+        self._segment = self._jit_segment(model, mesh)
+        self._initial = jax.jit(
+            lambda keys: initial_state(keys, self.image_shape, self.sampler),
+            out_shardings=self._split,
+        )
+        self._compiled: jax.stages.Compiled | None = None
+
+    def _jit_segment(self, model: UNet, mesh: Mesh) -> jax.stages.Wrapped:
+        """Returns the program that runs a range of evaluations on every device's samples."""
 
         def segment(
             params: Params, state: State, keys: Array, labels: Array, start: Array, stop: Array
@@ -77,25 +89,24 @@ class Generator:
                 stop=stop,
             )
 
-        # Split by hand: XLA's partitioner cannot look into hand-written kernels.
+        # shard_map instead of automatic partitioning: XLA cannot partition hand-written kernels.
         whole, split = PartitionSpec(), PartitionSpec('data')
         in_specs = (whole, split, split, split, whole, whole)
         mapped = jax.shard_map(
             segment, mesh=mesh, in_specs=in_specs, out_specs=split, check_vma=False
         )
-        self._segment = jax.jit(mapped, donate_argnums=1)
-        self._initial = jax.jit(
-            lambda keys: initial_state(keys, self.image_shape, self.sampler),
-            out_shardings=self._split,
-        )
-        self._compiled: Any = None
+        return jax.jit(mapped, donate_argnums=1)
 
     def put(self, params: Params) -> Params:
-        """The parameters on this generator's devices."""
+        """Returns the parameters, replicated on this generator's devices."""
         return jax.device_put(params, self._replicated)
 
     def compile(self, params: Params) -> None:
-        """Compiles the sampling loop ahead of its first use; `params` come from `put` (their shapes suffice)."""
+        """Compiles the sampling loop ahead of its first use.
+
+        Args:
+          params: parameters from `put`, or their shapes.
+        """
         keys, labels = self._inputs(
             0, np.arange(self.batch_size), np.full(self.batch_size, -1, np.int32)
         )
@@ -113,18 +124,28 @@ class Generator:
         labels: Int[np.ndarray, ' samples'] | None = None,
         progress: Callable[[float], bool] = lambda _: True,
     ) -> UInt8[np.ndarray, 'samples height width channels'] | None:
-        """The samples with these numbers, at most `batch_size` of them.
+        """Draws the samples with the given indices.
 
         Args:
-          params: from `put`.
-          labels: classes, -1 = unconditional; None = all unconditional.
-          progress: called with the share of the batch that is done; returning False stops, and the result is None.
+          params: parameters from `put`.
+          seed: seed of all samples, 0 to 2³² − 1.
+          indices: sample numbers, at most `batch_size` of them.
+          labels: class of each sample, −1 = unconditional; None = all unconditional.
+          progress: called with the completed fraction of the batch; returning False stops.
+
+        Returns:
+          uint8 images of shape (samples, height, width, channels), or None if `progress` stopped.
+
+        Raises:
+          ValueError: more indices than `batch_size`.
+          UserError: a seed out of range.
         """
         count = len(indices)
         if count > self.batch_size:
             raise ValueError(f'{count} samples do not fit in a batch of {self.batch_size}')
         if self._compiled is None:
             self.compile(params)
+            assert self._compiled is not None
         pad = (0, self.batch_size - count)
         labels = np.full(count, -1, np.int32) if labels is None else labels.astype(np.int32)
         keys, padded_labels = self._inputs(seed, np.pad(indices, pad), np.pad(labels, pad))

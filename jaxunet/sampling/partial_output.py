@@ -1,7 +1,8 @@
-"""Samples on the disk while a command draws them, so that the same command goes on where an earlier one was interrupted.
+"""Stores finished samples on disk, so that an interrupted command can resume.
 
-Beside the output `X` the folder `X.partial` holds `run.json`, which says what the samples are, and a `FIRST-END.npz` for every finished
-batch: samples FIRST..END−1. Every file appears under its name only when it is complete. Several processes may write to one folder.
+While a command draws the output `X`, the folder `X.partial` holds `run.json`, which identifies the
+samples, and one file `FIRST-END.npz` per finished batch with samples FIRST..END−1. A file gets its
+name only when it is complete. Several processes may write to one folder.
 """
 
 from __future__ import annotations
@@ -14,7 +15,6 @@ import uuid
 import zipfile
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from absl import logging
@@ -30,33 +30,38 @@ class Parts:
     """The finished samples of one output.
 
     Args:
-      output: where the images go in the end.
-      identity: what decides the pixels of sample i (weights, sampler, seed, ...), as JSON values.
+      output: final path of the images.
+      identity: everything that determines the pixels of sample i (weights, sampler, seed, ...), as
+        JSON values.
 
     Raises:
       UserError: `X.partial` holds samples of another identity, or something else.
     """
 
-    def __init__(self, output: str | os.PathLike[str], identity: Mapping[str, Any]) -> None:
+    def __init__(self, output: str | os.PathLike[str], identity: Mapping[str, object]) -> None:
         path = Path(output).resolve()
         self.folder = path.with_name(f'{path.name}.partial')
         self.identity = json.loads(json.dumps(dict(identity)))
         self._check()
 
     def _check(self) -> None:
-        advice = 'repeat the command that it belongs to, remove it to start anew, or choose another --output'
+        """Raises `UserError` if the folder exists and belongs to other samples."""
+        advice = (
+            'repeat the command that wrote it, remove it to start over, or choose another --output'
+        )
         if not self.folder.exists():
             return
         try:
             found = json.loads((self.folder / IDENTITY).read_text(encoding='utf-8'))
         except FileNotFoundError:
-            # A process that was killed between making the folder and describing it leaves at most what it was writing then.
+            # A process killed before it wrote run.json leaves at most incomplete files.
             if self.folder.is_dir() and all(
                 p.name.endswith('.partial') for p in self.folder.iterdir()
             ):
                 return
             raise UserError(
-                f'{self.folder}: expected the samples of an interrupted run, found no {IDENTITY} in it; {advice}'
+                f'{self.folder}: expected the samples of an interrupted run, '
+                f'found no {IDENTITY} in it; {advice}'
             ) from None
         except (OSError, ValueError) as error:
             raise UserError(
@@ -64,7 +69,8 @@ class Parts:
             ) from error
         if not isinstance(found, dict):
             raise UserError(
-                f'{self.folder / IDENTITY}: expected an object, found {type(found).__name__}; {advice}'
+                f'{self.folder / IDENTITY}: expected an object, '
+                f'found {type(found).__name__}; {advice}'
             )
         names = sorted(found.keys() | self.identity.keys())
         changed = [
@@ -78,7 +84,7 @@ class Parts:
             )
 
     def finished(self) -> list[tuple[int, int]]:
-        """(first, end) of every part, ascending."""
+        """Returns (first, end) of every stored batch, ascending."""
         names = [p.name for p in self.folder.iterdir()] if self.folder.is_dir() else []
         return sorted(
             (int(match[1]), int(match[2]))
@@ -87,7 +93,11 @@ class Parts:
         )
 
     def missing(self, first: int, end: int, size: int) -> list[tuple[int, int]]:
-        """What is left of first..end−1, in ranges of at most `size`, ascending."""
+        """Returns the missing samples of first..end−1 as ranges (start, stop), ascending.
+
+        Args:
+          size: maximum length of a range.
+        """
         ranges = []
         for part_first, part_end in [*self.finished(), (end, end)]:
             stop = min(part_first, end)
@@ -96,16 +106,24 @@ class Parts:
         return ranges
 
     def save(self, first: int, images: UInt8[np.ndarray, 'samples height width channels']) -> None:
-        """Stores the samples first, first + 1, ... Raises `UserError` if the disk does not take them."""
+        """Stores the samples first, first + 1, ...
+
+        Raises:
+          UserError: the file cannot be written.
+        """
         self.create()
         save_images(self._path(first, first + len(images)), images)
 
     def exists(self) -> bool:
-        """Whether the folder is there, and says what it holds."""
+        """Returns True if the folder exists and is identified by `run.json`."""
         return (self.folder / IDENTITY).is_file()
 
     def create(self) -> None:
-        """Makes the folder unless it is there. Raises `UserError` if that fails."""
+        """Creates the folder with its `run.json` unless it exists.
+
+        Raises:
+          UserError: the folder cannot be written.
+        """
         if self.exists():
             return
         partial = self.folder / f'{IDENTITY}.{uuid.uuid4().hex}.partial'
@@ -116,14 +134,18 @@ class Parts:
         except OSError as error:
             reason = error.strerror or error
             raise UserError(
-                f'{self.folder}: cannot be written: {reason}; check the folder, its permissions and the free space'
+                f'{self.folder}: cannot be written: {reason}; '
+                'check the folder, its permissions and the free space'
             ) from error
 
     def _path(self, first: int, end: int) -> Path:
         return self.folder / f'{first:06d}-{end:06d}.npz'
 
     def load(self, count: int) -> UInt8[np.ndarray, 'samples height width channels'] | None:
-        """Samples 0..count−1, or None if some are missing. A part that cannot be read is removed, and so is missing."""
+        """Returns samples 0..count−1, or None if some are missing.
+
+        A batch that cannot be read is removed with a warning and counts as missing.
+        """
         images = None
         done = 0
         for first, end in self.finished():
@@ -154,5 +176,5 @@ class Parts:
         return None
 
     def remove(self) -> None:
-        """Deletes the folder: its samples are in the output."""
+        """Deletes the folder, after its samples were written to the output."""
         shutil.rmtree(self.folder, ignore_errors=True)

@@ -1,15 +1,20 @@
-"""The arithmetic of the samplers: which time steps they visit, and the coefficients of every evaluation of the network, in float64.
+"""The arithmetic of the samplers, in float64: timesteps visited and coefficients per evaluation.
 
-An evaluation at (x, t) gives x_0 and ε, with which every sampler here moves on by one linear rule,
+An evaluation of the network at (x, t) gives x_0 and ε. Every sampler then updates x by one linear
+rule,
 
     x ← state · x + x0 · x_0 + noise · ε + memory · M + draw · z,    z ~ N(0, 1),
 
-where M is what the evaluation before has left: nothing, x_0 (DPM-Solver++) or ε (Heun). A sampler is its table of these factors.
-ᾱ, α = √ᾱ, √(1 − ᾱ) and the noise-to-signal ratio σ = √((1 − ᾱ)/ᾱ) are those of the step that an evaluation starts from; a prime marks
-those of the step it leads to. After the least noisy step comes the image itself, where ᾱ' = 1 and σ' = 0.
+where M is a result of the previous evaluation: x_0 (DPM-Solver++), ε (Heun) or nothing. A sampler
+is its table of these factors.
 
-Sources: DDPM, Ho et al. 2020, arXiv 2006.11239; DDIM, Song et al. 2021, arXiv 2010.02502; respacing, Nichol & Dhariwal 2021, arXiv
-2102.09672 (openai/guided-diffusion); DPM-Solver++, Lu et al. 2022, arXiv 2211.01095; EDM, Karras et al. 2022, arXiv 2206.00364.
+ᾱ, α = √ᾱ, √(1 − ᾱ) and the noise-to-signal ratio σ = √((1 − ᾱ)/ᾱ) belong to the timestep at which
+an evaluation starts; a prime marks those of the timestep to which it leads. The last step leads to
+the image itself, where ᾱ' = 1 and σ' = 0.
+
+Sources: DDPM, Ho et al. 2020, arXiv 2006.11239; DDIM, Song et al. 2021, arXiv 2010.02502;
+respacing, Nichol & Dhariwal 2021, arXiv 2102.09672 (openai/guided-diffusion); DPM-Solver++, Lu et
+al. 2022, arXiv 2211.01095; EDM, Karras et al. 2022, arXiv 2206.00364.
 """
 
 from __future__ import annotations
@@ -22,11 +27,14 @@ from jaxtyping import Float64, Int, Int32, Integer
 from jaxunet.runtime.errors import UserError, near_misses
 
 SKIP_SCHEDULES = ('linear', 'quadratic', 'log_snr', 'karras')
-RHO = 7  # EDM eq. 5
-# Where the strides in σ begin: EDM's table 1, and λ = −5.1, where the cosine schedule of DPM-Solver's code is cut. Beyond lies next to
-# nothing of the image; the cosine schedule's σ goes to 20,000, and most of a few steps would be spent there.
+RHO = 7  # ρ of EDM eq. 5
+# Highest σ of the schedules in σ: EDM's table 1, and λ = −5.1, at which DPM-Solver's code truncates
+# the cosine schedule. Noisier timesteps contain almost nothing of the image, but the cosine
+# schedule's σ reaches 20,000 and would take most of a small number of steps.
 HIGHEST = {'karras': 80.0, 'log_snr': float(np.exp(5.1))}
-FEW_STEPS = 15  # below it, DPM-Solver++ does not extrapolate on the step to the lowest noise level (Lu et al., section 6 and code)
+# With fewer steps, DPM-Solver++ does not extrapolate on the step to the lowest noise level
+# (Lu et al. section 6 and code).
+FEW_STEPS = 15
 
 Alphas = Float64[np.ndarray, ' steps']
 Subset = Int32[np.ndarray, ' subset']
@@ -34,9 +42,9 @@ Subset = Int32[np.ndarray, ' subset']
 
 @dataclass(frozen=True, eq=False)
 class Coefficients:
-    """One row an evaluation, in the order of execution: the noisiest first. Shapes (evaluations,)."""
+    """One row per evaluation of the network, in order of execution (noisiest first)."""
 
-    timesteps: Int32[np.ndarray, ' evaluations']  # t of each evaluation, as the network knows it
+    timesteps: Int32[np.ndarray, ' evaluations']  # t, the network's input
     state: Float64[np.ndarray, ' evaluations']
     x0: Float64[np.ndarray, ' evaluations']
     noise: Float64[np.ndarray, ' evaluations']
@@ -55,9 +63,12 @@ def _coefficients(
 
 
 def ancestral(alphas_cumprod: Alphas, timesteps: Subset, *, large: bool) -> Coefficients:
-    """DDPM on `timesteps` (ascending): the posterior's mean (eq. 7) and the variance β̃, or β if `large` (section 3.2).
+    """Returns DDPM's coefficients: the posterior's mean (eq. 7) and variance (section 3.2).
 
-    The last evaluation, where β̃ = 0, adds no noise with either.
+    Args:
+      alphas_cumprod: ᾱ of the model's T timesteps.
+      timesteps: timesteps visited, ascending.
+      large: use the variance β instead of β̃. The last evaluation adds no noise in either case.
     """
     alphas, previous = _from_to(alphas_cumprod, timesteps)
     betas = 1 - alphas / previous
@@ -71,7 +82,13 @@ def ancestral(alphas_cumprod: Alphas, timesteps: Subset, *, large: bool) -> Coef
 
 
 def ddim(alphas_cumprod: Alphas, timesteps: Subset, *, eta: float) -> Coefficients:
-    """DDIM (eq. 12) with the variance η² β̃ (eq. 16) on `timesteps` (ascending)."""
+    """Returns DDIM's coefficients (eq. 12) with the variance η² β̃ (eq. 16).
+
+    Args:
+      alphas_cumprod: ᾱ of the model's T timesteps.
+      timesteps: timesteps visited, ascending.
+      eta: η; 0 is deterministic.
+    """
     alphas, previous = _from_to(alphas_cumprod, timesteps)
     variance = eta**2 * (1 - alphas / previous) * (1 - previous) / (1 - alphas)
     return _coefficients(
@@ -83,11 +100,16 @@ def ddim(alphas_cumprod: Alphas, timesteps: Subset, *, eta: float) -> Coefficien
 
 
 def dpm_solver_2m(alphas_cumprod: Alphas, timesteps: Subset) -> Coefficients:
-    """DPM-Solver++(2M) (Lu et al., algorithm 2) on `timesteps` (ascending). Memory: x_0 of the evaluation before.
+    """Returns the coefficients of DPM-Solver++(2M) (Lu et al. algorithm 2).
 
-    With λ = −log σ, h = λ' − λ and r = h_before / h it is x' = √(1−ᾱ')/√(1−ᾱ) x + α' (1 − e^−h) D, D = (1 + 1/2r) x_0 − 1/2r M.
-    First order (D = x_0) where there is no evaluation before, on the step to the image, where h is infinite and x' = x_0, and with
-    fewer than 15 steps also on the one to the lowest noise level.
+    With λ = −log σ, h = λ' − λ, r = h_previous / h and M the previous evaluation's x_0,
+        x' = √(1−ᾱ')/√(1−ᾱ) x + α' (1 − e^−h) D,    D = (1 + 1/2r) x_0 − 1/2r M.
+    Three steps are first order (D = x_0): the first; the last, which leads to the image (h is
+    infinite and x' = x_0); and, with fewer than 15 steps, the one to the lowest noise level.
+
+    Args:
+      alphas_cumprod: ᾱ of the model's T timesteps.
+      timesteps: timesteps visited, ascending.
     """
     alphas, previous = _from_to(alphas_cumprod, timesteps)
     log_snr = -np.log(noise_to_signal(alphas))  # λ, ascending
@@ -112,17 +134,22 @@ def heun(
     churn: float = 0.0,
     churn_range: tuple[float, float],
 ) -> Coefficients:
-    """EDM's second-order sampler (algorithms 1 and 2) on `timesteps` (ascending): 2S − 1 evaluations. Memory: ε of the one before.
+    """Returns the coefficients of EDM's second-order sampler (algorithms 1 and 2).
 
-    In x̂ = x/α the probability flow is dx̂/dσ = ε. Euler's step to σ' is x' = α' x_0 + √(1−ᾱ') ε; the evaluation there corrects it by
-    α' (σ' − σ)/2 · (ε' − ε). The step to the image has no correction (σ' = 0).
+    S steps take 2S − 1 evaluations. In x̂ = x/α the probability flow is dx̂/dσ = ε. An Euler step
+    to σ' gives x' = α' x_0 + √(1−ᾱ') ε. The evaluation at x' gives ε' and corrects x' by
+    α' (σ' − σ)/2 · (ε' − ε). The step to the image (σ' = 0) has no correction.
 
     Args:
-      churn: EDM's S_churn. Before a step from σ within `churn_range` (S_tmin, S_tmax) fresh noise raises σ by the factor
-        1 + min(S_churn/S, √2 − 1), or to the nearest noise level that the model knows; S_noise is 1.
+      alphas_cumprod: ᾱ of the model's T timesteps.
+      timesteps: timesteps visited, ascending.
+      churn: EDM's S_churn. Before a step that starts at a σ within `churn_range`, fresh noise
+        raises σ by the factor 1 + min(S_churn/S, √2 − 1), rounded to the nearest noise level of
+        the model. S_noise is 1.
+      churn_range: EDM's (S_tmin, S_tmax).
     """
     sigmas = noise_to_signal(alphas_cumprod)
-    start = timesteps[::-1].astype(np.int64)  # t of every step
+    start = timesteps[::-1].astype(np.int64)  # t at the start of every step
     raised = _raised(sigmas, start, min(churn / len(start), np.sqrt(2) - 1), churn_range)
     alphas, hat = np.sqrt(alphas_cumprod[start]), np.sqrt(alphas_cumprod[raised])
     evaluations = 2 * len(start) - 1
@@ -132,14 +159,14 @@ def heun(
     x0[::2] = np.append(alphas[1:], 1)
     noise[::2] = np.sqrt(1 - x0[::2] ** 2)
     correction = alphas[1:] * (sigmas[start[1:]] - sigmas[raised[:-1]]) / 2
-    scale = hat[1:] / alphas[1:]  # of x when its noise is raised for the step that follows
+    scale = hat[1:] / alphas[1:]  # scales x when the next step raises its noise
     state[1::2], noise[1::2], memory[1::2] = scale, scale * correction, -scale * correction
     draw[1::2] = hat[1:] * np.sqrt(sigmas[raised[1:]] ** 2 - sigmas[start[1:]] ** 2)
     return _coefficients(t, state=state, x0=x0, noise=noise, memory=memory, draw=draw)
 
 
 def _from_to(alphas_cumprod: Alphas, timesteps: Subset) -> tuple[Alphas, Alphas]:
-    """(ᾱ, ᾱ') of every step, the noisiest first."""
+    """Returns ᾱ and ᾱ' of every step, the noisiest first."""
     alphas = alphas_cumprod[timesteps]
     return alphas[::-1], np.append(1.0, alphas[:-1])[::-1]
 
@@ -147,7 +174,10 @@ def _from_to(alphas_cumprod: Alphas, timesteps: Subset) -> tuple[Alphas, Alphas]
 def _raised(
     sigmas: Alphas, timesteps: np.ndarray, factor: float, churn_range: tuple[float, float]
 ) -> np.ndarray:
-    """The time steps whose σ is nearest to (1 + factor) σ, never less noisy ones. The first step starts from noise alone: unchanged."""
+    """Returns the timesteps whose σ is nearest to (1 + factor) σ, and no less noisy than before.
+
+    The first step starts from pure noise and is unchanged, as are steps outside `churn_range`.
+    """
     wanted = np.log(sigmas[timesteps]) + np.log1p(factor)
     nearest = np.rint(np.interp(wanted, np.log(sigmas), np.arange(len(sigmas)))).astype(np.int64)
     within = (sigmas[timesteps] >= churn_range[0]) & (sigmas[timesteps] <= churn_range[1])
@@ -156,17 +186,22 @@ def _raised(
 
 
 def noise_to_signal(alphas_cumprod: Alphas) -> Alphas:
-    """σ = √((1 − ᾱ)/ᾱ), EDM's noise level; λ = −log σ is half the log-SNR."""
+    """Returns σ = √((1 − ᾱ)/ᾱ), EDM's noise level; λ = −log σ is half the log-SNR."""
     return np.sqrt((1 - alphas_cumprod) / alphas_cumprod)
 
 
 def timestep_subset(alphas_cumprod: Alphas, steps: int, skip_schedule: str) -> Subset:
-    """`steps` different time steps of 0..T−1, ascending, the last one T − 1 (and the first one 0 if there are two or more).
+    """Returns `steps` distinct timesteps of 0..T−1, ascending.
 
-    With `log_snr` and `karras` the last one is the noisiest whose σ is at most 164 or 80, if there are enough below it.
+    The first is 0 (if there are two or more) and the last T − 1. With `log_snr` and `karras` the
+    last is the noisiest with σ at most 164 or 80, if enough timesteps lie below it.
 
-    Each has a uniform stride, as far as different integers allow, of: t (`linear`, IDDPM section 4), √t (`quadratic`, DDIM appendix
-    D.2), log σ (`log_snr`, Lu et al. section 6), σ^(1/7) (`karras`, EDM eq. 5).
+    Args:
+      alphas_cumprod: ᾱ of the model's T timesteps.
+      steps: number of timesteps.
+      skip_schedule: the quantity with a uniform stride, as far as distinct integers allow:
+        `linear`: t (IDDPM section 4); `quadratic`: √t (DDIM appendix D.2); `log_snr`: log σ (Lu et
+        al. section 6); `karras`: σ^(1/7) (EDM eq. 5).
 
     Raises:
       UserError: `steps` outside 1..T, or an unknown schedule.
@@ -177,14 +212,15 @@ def timestep_subset(alphas_cumprod: Alphas, steps: int, skip_schedule: str) -> S
         raise UserError(f'skip_schedule: expected one of {allowed}, found {skip_schedule!r}{hint}')
     if not 1 <= steps <= total:
         raise UserError(
-            f'steps: expected 1 to {total}, the number of steps that the model was trained with, found {steps}'
+            f'steps: expected 1 to {total}, the number of steps that the model was trained with, '
+            f'found {steps}'
         )
     if steps == 1:
-        return np.array([total - 1], np.int32)  # from noise alone to the image
+        return np.array([total - 1], np.int32)  # from pure noise to the image
     index = np.arange(steps, dtype=np.int64)
     if skip_schedule in ('linear', 'quadratic'):
         power = 1 if skip_schedule == 'linear' else 2
-        # Halves round to even, as in guided-diffusion, whose subsets the linear ones are.
+        # Rounds halves to even, so that `linear` gives the subsets of guided-diffusion.
         wanted = np.rint(index**power * (total - 1) / (steps - 1) ** power).astype(np.int64)
     else:
         sigmas = noise_to_signal(alphas_cumprod)
@@ -195,19 +231,24 @@ def timestep_subset(alphas_cumprod: Alphas, steps: int, skip_schedule: str) -> S
         wanted = np.rint(
             np.interp(np.linspace(level[0], level[-1], steps), level, np.arange(total))
         ).astype(np.int64)
-    # The nearest strictly increasing sequence from above, then pushed down as far as the end requires.
+    # Makes the sequence strictly increasing by moving values up, then down where the end requires.
     increasing = np.maximum.accumulate(wanted - index) + index
     return np.minimum(increasing, total - steps + index).astype(np.int32)
 
 
 def respaced_timesteps(alphas_cumprod: Alphas, respacing: str) -> Subset:
-    """guided-diffusion's `timestep_respacing`, ascending: the subset that its `space_timesteps` makes.
+    """Returns the timesteps of guided-diffusion's `timestep_respacing`, ascending.
 
-    'A,B,...' cuts 0..T−1 into equal sections and takes A, B, ... steps of uniform stride from them, from a section's first step to its
-    last (one step: the first). 'ddimN' takes every k-th step from 0, for the smallest whole k that gives N of them.
+    The subset is that of its `space_timesteps`.
+
+    Args:
+      alphas_cumprod: ᾱ of the model's T timesteps.
+      respacing: 'A,B,...' divides 0..T−1 into equal sections and takes A, B, ... timesteps from
+        them, with uniform stride from a section's first timestep to its last (a single timestep is
+        the first). 'ddimN' takes every k-th timestep from 0, with the smallest k that gives N.
 
     Raises:
-      UserError: text of another form, more steps than a section has, or no such k.
+      UserError: text of another form, more timesteps than a section has, or no such k.
     """
     total = len(alphas_cumprod)
     number = respacing.removeprefix('ddim')
@@ -216,12 +257,14 @@ def respaced_timesteps(alphas_cumprod: Alphas, respacing: str) -> Subset:
             if len(range(0, total, stride)) == int(number):
                 return np.arange(0, total, stride, dtype=np.int32)
         raise UserError(
-            f'respacing: no whole stride takes {number} of {total} steps, found {respacing!r}; use steps, which takes any number'
+            f'respacing: no whole stride takes {number} of {total} steps, found {respacing!r}; '
+            'use steps, which takes any number'
         )
     counts = respacing.split(',')
     if not all(count.strip().isdecimal() and int(count) > 0 for count in counts):
         raise UserError(
-            f"respacing: expected numbers of steps such as '250' or '10,20,30', or 'ddim50', found {respacing!r}"
+            "respacing: expected numbers of steps such as '250' or '10,20,30', or 'ddim50', "
+            f'found {respacing!r}'
         )
     sections: list[Integer[np.ndarray, ' section']] = []
     for section, count in zip(
@@ -229,7 +272,8 @@ def respaced_timesteps(alphas_cumprod: Alphas, respacing: str) -> Subset:
     ):
         if count > len(section):
             raise UserError(
-                f'respacing: {count} steps from a section of {len(section)} ({total} steps in {len(counts)}), found {respacing!r}'
+                f'respacing: {count} steps from a section of {len(section)} '
+                f'({total} steps in {len(counts)} sections), found {respacing!r}'
             )
         picked = timestep_subset(alphas_cumprod[section], count, 'linear') if count > 1 else [0]
         sections.append(section[picked])

@@ -1,0 +1,148 @@
+"""The options of a sampling run: their defaults and the combinations that make sense."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from dataclasses import dataclass
+
+from jaxunet.diffusion.process import Diffusion
+from jaxunet.runtime.errors import UserError, near_misses
+
+SAMPLERS = ('ddpm', 'ddim', 'dpmpp_2m', 'heun')
+VARIANCES = ('fixed_small', 'fixed_large', 'learned')
+DEFAULT_SKIP_SCHEDULES = {
+    'ddpm': 'linear',
+    'ddim': 'linear',
+    'dpmpp_2m': 'log_snr',
+    'heun': 'karras',
+}
+# Options that only one sampler has.
+OWNERS = {'eta': 'ddim', 'variance': 'ddpm', 'churn': 'heun', 'churn_range': 'heun'}
+
+
+@dataclass(frozen=True)
+class SamplerConfig:
+    """The options of a sampling run.
+
+    None stands for the default of the chosen sampler. Setting an option that the sampler does not
+    have is an error.
+    """
+
+    # ddpm: ancestral sampling | ddim | dpmpp_2m: DPM-Solver++(2M) | heun: EDM's second-order
+    # sampler, with 2 · steps − 1 evaluations of the network.
+    name: str = 'ddpm'
+    steps: int | None = None  # None: every timestep of the model
+    # ddim only, in [0, 1]: 0 is deterministic (default), 1 adds as much noise as ddpm with
+    # fixed_small.
+    eta: float | None = None
+    # Quantity with a uniform stride where steps are skipped: t (linear) | √t (quadratic) |
+    # log σ (log_snr) | σ^(1/7) (karras). Defaults: linear for ddpm and ddim, log_snr for dpmpp_2m,
+    # karras for heun.
+    skip_schedule: str | None = None
+    # ddpm only: fixed_small | fixed_large | learned; default learned if the model has it, else
+    # fixed_small.
+    variance: str | None = None
+    # Classifier-free guidance: 0 unconditional, 1 conditional; larger values exaggerate the class.
+    guidance_scale: float = 1.0
+    clip: bool = True  # clip the predicted x_0 to [−1, 1]
+    churn: float | None = None  # heun only: EDM's S_churn, 0 or more; 0 is deterministic (default)
+    # heun only: EDM's S_tmin and S_tmax, the range of σ with churn; default all.
+    churn_range: tuple[float, float] | None = None
+    # guided-diffusion's timestep_respacing, such as '250', '10,20,30' or 'ddim50'; replaces steps
+    # and skip_schedule.
+    respacing: str | None = None
+
+
+def resolve_options(config: SamplerConfig, diffusion: Diffusion, num_classes: int) -> SamplerConfig:
+    """Checks the options against the model and fills in the defaults.
+
+    Args:
+      num_classes: number of classes of the model; 0 = unconditional.
+
+    Raises:
+      UserError: an invalid value, or an option that this sampler or model does not support.
+    """
+    _check_sampler(config, diffusion)
+    _check_churn(config)
+    _check_guidance(config.guidance_scale, num_classes)
+    for option in ('steps', 'skip_schedule'):
+        value = getattr(config, option)
+        if config.respacing is not None and value is not None:
+            raise UserError(
+                f'respacing: {config.respacing!r} already determines the steps, '
+                f'found {option}={value} beside it; leave one of them out'
+            )
+    name = config.name
+    default_variance = 'learned' if diffusion.learn_sigma else 'fixed_small'
+    respaced = config.respacing is not None
+    steps = diffusion.steps if config.steps is None else config.steps
+    schedule = config.skip_schedule or DEFAULT_SKIP_SCHEDULES[name]
+    return dataclasses.replace(
+        config,
+        steps=None if respaced else steps,
+        skip_schedule=None if respaced else schedule,
+        eta=(config.eta or 0.0) if name == 'ddim' else None,
+        variance=(config.variance or default_variance) if name == 'ddpm' else None,
+        churn=(config.churn or 0.0) if name == 'heun' else None,
+    )
+
+
+def _check_sampler(config: SamplerConfig, diffusion: Diffusion) -> None:
+    """Checks the sampler's name, the options that belong to other samplers, eta and variance."""
+    name, eta, variance = config.name, config.eta, config.variance
+    if name not in SAMPLERS:
+        raise UserError(
+            f'sampler: expected one of {", ".join(SAMPLERS)}, '
+            f'found {name!r}{near_misses(name, SAMPLERS)}'
+        )
+    for option, owner in OWNERS.items():
+        value = getattr(config, option)
+        if value is not None and name != owner:
+            raise UserError(
+                f'{option}: only sampler={owner} has it, '
+                f'found {option}={value} with sampler={name}; '
+                f'leave {option} out, or use sampler={owner}'
+            )
+    if eta is not None and not 0 <= eta <= 1:
+        raise UserError(
+            f'eta: expected 0 (deterministic) to 1 (as much noise as ddpm), found {eta}'
+        )
+    if variance is not None and variance not in VARIANCES:
+        raise UserError(
+            f'variance: expected one of {", ".join(VARIANCES)}, '
+            f'found {variance!r}{near_misses(variance, VARIANCES)}'
+        )
+    if variance == 'learned' and not diffusion.learn_sigma:
+        raise UserError(
+            'variance: learned needs a model with diffusion.learn_sigma=True, '
+            'which this one does not have; use fixed_small or fixed_large'
+        )
+
+
+def _check_churn(config: SamplerConfig) -> None:
+    churn = config.churn
+    if churn is not None and not (math.isfinite(churn) and churn >= 0):
+        raise UserError(f'churn: expected 0 (deterministic) or more, found {churn}')
+    if config.churn_range is None:
+        return
+    low, high = config.churn_range
+    if not 0 <= low < high:
+        raise UserError(
+            f'churn_range: expected two noise levels, 0 <= lowest < highest, found {low}, {high}'
+        )
+    if not churn:
+        raise UserError(
+            f'churn_range: {low}, {high} has no meaning without churn; '
+            'set churn to more than 0, or leave churn_range out'
+        )
+
+
+def _check_guidance(scale: float, num_classes: int) -> None:
+    if not (math.isfinite(scale) and scale >= 0):
+        raise UserError(f'guidance_scale: expected 0 or more, found {scale}')
+    if scale != 1 and num_classes == 0:
+        raise UserError(
+            f'guidance_scale: {scale} needs a class-conditional model, '
+            'this one has model.num_classes=0; leave it at 1'
+        )
