@@ -352,7 +352,7 @@ def test_tasks_of_node():
         (lambda: join(Start(coordinator='a:1', processes=2)), '--process_id: missing'),
         (
             lambda: join(Start('slurm', 'a:1', 2, 0)),
-            '--coordinator: start by hand, or by --cluster=slurm, not both',
+            '--coordinator: starts processes by hand, found --cluster=slurm beside it',
         ),
         (
             lambda: check_by_hand('localhost', 2, 0),

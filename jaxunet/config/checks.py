@@ -203,7 +203,7 @@ def _build(section: type[T], values: object, prefix: str, problems: list[str]) -
     known = set(hints)
     for name in sorted(set(values) - known):
         problems.append(f'{prefix}{name}: unknown field{near_misses(name, known)}')
-    built = {}
+    built: dict[str, Any] = {}
     for name in sorted(set(values) & known):
         hint, path = hints[name], prefix + name
         if dataclasses.is_dataclass(hint):

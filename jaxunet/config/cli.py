@@ -215,8 +215,8 @@ def define_config() -> Any:
         # defines the flag.
         _check_overrides(sys.argv)
         help_text = (
-            'Config file (Python, with get_config()); without one, the defaults, which train on the '
-            'embedded digits.'
+            'Config file (Python, with get_config()); without one, the defaults, which train on '
+            'the embedded digits.'
         )
         holder = config_flags.DEFINE_config_file(
             'config', schema.__file__, help_text, lock_config=True

@@ -1,8 +1,9 @@
-"""Size and cost of a configured model, from shapes alone."""
+"""Parameter count, FLOPs and memory of a configured model, from shapes alone."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -11,12 +12,12 @@ import jax.numpy as jnp
 import optax
 
 from jaxunet.config import Config
-from jaxunet.model.unet import build_unet, init_params
+from jaxunet.model.unet import Params, build_unet, init_params
 from jaxunet.ops.backends import load_ops
 
 
-def tree_bytes(tree: Any) -> int:
-    """Bytes of all arrays (or shapes) of a tree."""
+def tree_bytes(tree: object) -> int:
+    """Returns the bytes of all numeric arrays, or of their shapes, in a pytree."""
     return sum(
         math.prod(x.shape) * jnp.dtype(x.dtype).itemsize
         for x in jax.tree.leaves(tree)
@@ -25,11 +26,15 @@ def tree_bytes(tree: Any) -> int:
 
 
 def parameter_count(config: Config) -> int:
+    """Returns the number of scalar parameters of the UNet."""
     return sum(math.prod(x.shape) for x in jax.tree.leaves(_params(config)))
 
 
 def forward_flops(config: Config) -> float:
-    """Floating-point operations of the convolutions and matrix products of one image's forward pass (a multiply-add is two)."""
+    """Returns the floating-point operations of one image's forward pass.
+
+    Counts convolutions and matrix products; a multiply-add counts as two operations.
+    """
     params, loss = _loss(config, batch=1)
     return float(_product_flops(jax.make_jaxpr(loss)(params).jaxpr))
 
@@ -55,9 +60,11 @@ def _product_flops(jaxpr: Any) -> int:
 
 
 def memory(config: Config) -> dict[str, int]:
-    """Bytes on one device: parameters, averages, optimizer, gradients, and what the backward pass keeps of the forward pass.
+    """Returns the estimated bytes per device by purpose.
 
-    The last is counted before the compiler fuses, recomputes or reuses anything, so it is an upper estimate.
+    The keys are parameters, averages, optimizer, gradients and activations. Activations are all
+    values that the backward pass needs from the forward pass. This is an upper estimate, because
+    the compiler may fuse, recompute or reuse them.
     """
     params = _params(config)
     size = tree_bytes(params)
@@ -75,28 +82,30 @@ def memory(config: Config) -> dict[str, int]:
 
 
 def summary(config: Config) -> str:
-    """Lines for people."""
+    """Returns the parameter count, FLOPs and memory as readable lines."""
     forward = forward_flops(config) / 1e9
     parts = memory(config)
     gib = ', '.join(f'{name} {value / 2**30:.2f}' for name, value in parts.items())
     return (
         f'parameters: {parameter_count(config):,}\n'
-        f'GFLOPs per image: {forward:.2f} forward, about {3 * forward:.2f} a training step\n'
+        f'GFLOPs per image: {forward:.2f} forward, about {3 * forward:.2f} per training step\n'
         f'memory per device, GiB: {sum(parts.values()) / 2**30:.2f} estimated ({gib})'
     )
 
 
-def _params(config: Config) -> Any:
+def _params(config: Config) -> Params:
+    """Returns the shapes of the UNet's parameters."""
     return jax.eval_shape(
         lambda: init_params(build_unet(config, load_ops('xla')), config, jax.random.key(0))
     )
 
 
-def _loss(config: Config, batch: int) -> tuple[Any, Any]:
+def _loss(config: Config, batch: int) -> tuple[Params, Callable[[Params], jax.Array]]:
+    """Returns the parameters' shapes, and a loss of one forward pass as their function."""
     model = build_unet(config, load_ops('xla'))
     labels = jnp.zeros((batch,), jnp.int32) if config.model.num_classes else None
 
-    def loss(params: Any) -> jax.Array:
+    def loss(params: Params) -> jax.Array:
         x = jnp.zeros((batch, *config.image_shape), jnp.float32)
         return jnp.mean(
             jax.lax.square(model.predict(params, x, jnp.zeros((batch,), jnp.int32), labels))

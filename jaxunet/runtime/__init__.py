@@ -1,1 +1,1 @@
-"""What every room stands on: errors, processes, devices, clocks, files."""
+"""Services that every other package uses: errors, processes, devices, timing, files."""

@@ -1,8 +1,8 @@
-"""Runs over several processes or hosts: how they find each other, what they must agree on, and how all end when one is lost.
+"""Runs over several processes or hosts: start, agreement, and termination when one is lost.
 
-A process that dies without a word is noticed by JAX's coordination service, which runs in process 0: at once if it was process 0 itself,
-else when its heartbeats have been missing for `heartbeat_seconds`. JAX then aborts the others from a thread of its own, whatever they
-wait for.
+JAX's coordination service runs in process 0 and notices a process that dies: immediately if it is
+process 0, otherwise when its heartbeats have been missing for `heartbeat_seconds`. JAX then aborts
+the other processes from a thread of its own, whatever they wait for.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import subprocess
 import sys
 import time
 import traceback
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -28,17 +28,18 @@ from jax.experimental import multihost_utils
 from jaxunet.runtime.errors import USER_ERROR, UserError
 
 CLUSTERS = ('auto', 'none', 'slurm', 'ompi', 'mpi4py')
-SLURM_VARIABLES = (
+SLURM_VARIABLES = (  # set by srun and read by JAX
     'SLURM_JOB_ID',
     'SLURM_STEP_NODELIST',
     'SLURM_NTASKS',
     'SLURM_PROCID',
     'SLURM_LOCALID',
-)  # what srun sets and JAX reads
-OPEN_MPI = 'OMPI_MCA_orte_hnp_uri'  # up to version 4; JAX finds the host of mpirun in it
-# When process 0 ends, JAX aborts the others; those that stop for the same reason say so themselves if they get this long.
+)
+OPEN_MPI = 'OMPI_MCA_orte_hnp_uri'  # Open MPI up to version 4; JAX reads the host of mpirun from it
+# Process 0 waits this long before it exits with an error, because its exit makes JAX abort the
+# others: processes that fail for the same reason can report it themselves.
 LAST_WORDS_SECONDS = 3.0
-FINISH_SECONDS = 3600  # the others wait at the end while process 0 writes the last checkpoint
+FINISH_SECONDS = 3600  # time for process 0 to write the last checkpoint while the others wait
 ERROR = 1  # exit code after any exception that is not a UserError
 
 
@@ -46,14 +47,15 @@ ERROR = 1  # exit code after any exception that is not a UserError
 class Start:
     """How this process was started.
 
-    Args:
-      cluster: who says how many processes there are: one of `CLUSTERS`. auto: the three fields below if given, else the launcher that
-        left its environment variables (mpirun, srun), else nobody: a run of one process. none: nobody.
-      coordinator: HOST:PORT of process 0; with the next two, a start by hand.
-      processes: how many there are.
-      process: number of this one.
-      wait_seconds: how long to wait for the others to start.
-      heartbeat_seconds: a process that gave no sign for so long is taken for dead.
+    Fields:
+      cluster: launcher of the processes, one of `CLUSTERS`. auto: by hand if the next three fields
+        are given, else the launcher whose environment variables are set (mpirun, srun), else a run
+        of one process. none: a run of one process.
+      coordinator: HOST:PORT of process 0, for a start by hand.
+      processes: number of processes, for a start by hand.
+      process: index of this process, for a start by hand.
+      wait_seconds: maximum time to wait for the other processes to start.
+      heartbeat_seconds: a process without a sign of life for this long counts as dead.
     """
 
     cluster: str = 'auto'
@@ -66,13 +68,14 @@ class Start:
 
 @contextlib.contextmanager
 def joined(start: Start) -> Iterator[None]:
-    """Makes this process part of its run for as long as the block lasts; does nothing for a run of one process.
+    """Connects this process to the others of its run for the duration of the block.
 
-    With several, an error of the block ends the process here, with its message and exit code 2 (`UserError`) or 1, instead of waiting
-    for the others, which may hang in a collective operation. At the end of the block each waits for all.
+    Does nothing for a run of one process. With several, every process waits for all at the end of
+    the block. An error in the block prints its message and exits with `USER_ERROR` or `ERROR`,
+    without waiting for the others, which may hang in a collective operation.
 
     Raises:
-      UserError: the processes cannot find each other, or what the flags say makes no sense.
+      UserError: the processes cannot find each other, or the flags are inconsistent.
     """
     if not join(start):
         yield
@@ -80,17 +83,24 @@ def joined(start: Start) -> Iterator[None]:
     try:
         yield
         jax.distributed.shutdown()  # waits for the others
-        _Epitaph.dismiss()
+        _AbortMessage.disarm()
     except BaseException as error:
         if isinstance(error, UserError):
             print(f'error: {error}', file=sys.stderr)
             end(USER_ERROR)
-        traceback.print_exc()  # collective operations fail in many ways when another process has died
+        # Collective operations fail in many ways when another process has died.
+        traceback.print_exc()
         end(ERROR, explained=False)
 
 
 def join(start: Start) -> bool:
-    """Whether this is a run of several processes; if so, all of them are connected on return. Call before anything asks JAX for devices."""
+    """Connects all processes of the run; returns True if there are several.
+
+    Call it before anything asks JAX for devices.
+
+    Raises:
+      UserError: the processes cannot find each other, or the flags are inconsistent.
+    """
     by_hand = {
         'coordinator': start.coordinator,
         'num_processes': start.processes,
@@ -98,69 +108,80 @@ def join(start: Start) -> bool:
     }
     given = [name for name, value in by_hand.items() if value is not None]
     if given and start.cluster != 'auto':
-        raise UserError(f'--{given[0]}: start by hand, or by --cluster={start.cluster}, not both')
+        raise UserError(
+            f'--{given[0]}: starts processes by hand, found --cluster={start.cluster} beside it; '
+            'leave one of them out'
+        )
     missing = [name for name, value in by_hand.items() if value is None]
     if given and missing:
         raise UserError(
-            f'--{missing[0]}: missing; a start by hand needs --coordinator, --num_processes and --process_id'
+            f'--{missing[0]}: missing; a start by hand needs --coordinator, --num_processes and '
+            '--process_id'
         )
     if given:
         check_by_hand(str(start.coordinator), int(start.processes or 0), int(start.process or 0))
         _connect(start, 'by hand', cluster_detection_method='deactivate')
         return True
-    method = (
-        detect(os.environ)
-        if start.cluster == 'auto'
-        else ''
-        if start.cluster == 'none'
-        else start.cluster
-    )
+    methods = {'auto': detect(os.environ), 'none': ''}
+    method = methods.get(start.cluster, start.cluster)
     if not method:
         return False
     finalize = check_launcher(method, os.environ, asked=start.cluster != 'auto')
     devices: list[int] | None = (
         None if 'JAX_LOCAL_DEVICE_IDS' in os.environ or not all_devices(method, os.environ) else []
     )
-    # An empty list restricts nothing; None gives each process of a host the one device of its number.
+    # [] gives this process all devices that it sees; None gives it the one with its local index.
     _connect(start, method, cluster_detection_method=method, local_device_ids=devices)
     finalize()
     return True
 
 
 def check_by_hand(coordinator: str, processes: int, process: int) -> None:
-    """Raises UserError unless the flags of a start by hand make sense."""
+    """Raises `UserError` unless the flags of a start by hand are valid."""
     host, _, port = coordinator.rpartition(':')
     if not host or not port.isdigit() or not 0 < int(port) < 2**16:
         raise UserError(
-            f'--coordinator: expected HOST:PORT of process 0, such as node1:12345, found {coordinator!r}'
+            '--coordinator: expected HOST:PORT of process 0, such as node1:12345, '
+            f'found {coordinator!r}'
         )
     if processes < 1:
         raise UserError(f'--num_processes: expected 1 or more, found {processes}')
     if not 0 <= process < processes:
         raise UserError(
-            f'--process_id: expected 0 to {processes - 1} for --num_processes={processes}, found {process}'
+            f'--process_id: expected 0 to {processes - 1} for --num_processes={processes}, '
+            f'found {process}'
         )
 
 
 def detect(environ: Mapping[str, str]) -> str:
-    """The launcher of several processes that left these variables: 'ompi', 'mpi4py' (any other mpirun), 'slurm', or '' if none did.
+    """Returns the launcher that set the environment variables of a run of several processes.
 
-    mpirun goes first: inside a SLURM job its processes inherit SLURM's variables, which then count mpirun's own helpers.
+    'ompi' (Open MPI 4), 'mpi4py' (any other mpirun), 'slurm', or '' for none. mpirun takes
+    precedence: inside a SLURM job its processes inherit SLURM's variables, which then count
+    mpirun's helper processes.
     """
     if _number(environ, 'OMPI_COMM_WORLD_SIZE') > 1:
         return 'ompi' if OPEN_MPI in environ else 'mpi4py'
     if _number(environ, 'PMI_SIZE') > 1 and 'MPI_LOCALNRANKS' in environ:  # MPICH, Intel MPI
         return 'mpi4py'
-    # A shell of the job, or its batch script, has the job's variables, but is not one of several tasks.
+    # A shell or batch script of the job also has its variables, but is not one of several tasks.
     tasks = _number(environ, 'SLURM_STEP_NUM_TASKS') or _number(environ, 'SLURM_NTASKS')
     return 'slurm' if tasks > 1 and all(name in environ for name in SLURM_VARIABLES) else ''
 
 
-def check_launcher(method: str, environ: Mapping[str, str], *, asked: bool) -> Any:
-    """Raises UserError unless this process was started so that `method` works. Returns what to call once all are connected.
+def check_launcher(method: str, environ: Mapping[str, str], *, asked: bool) -> Callable[[], object]:
+    """Checks that this process was started by the launcher `method`.
 
     Args:
-      asked: whether the user named the method (otherwise it was detected).
+      method: one of 'slurm', 'ompi' and 'mpi4py'.
+      environ: the environment variables.
+      asked: True if the user named the method, False if it was detected.
+
+    Returns:
+      A function to call once all processes are connected.
+
+    Raises:
+      UserError: the launcher's variables or library are missing.
     """
     flag = (
         f'--cluster={method}'
@@ -171,11 +192,13 @@ def check_launcher(method: str, environ: Mapping[str, str], *, asked: bool) -> A
         missing = [name for name in SLURM_VARIABLES if name not in environ]
         if missing:
             raise UserError(
-                f'{flag}: {missing[0]} is not set; start the processes with srun, inside a SLURM job'
+                f'{flag}: {missing[0]} is not set; '
+                'start the processes with srun, inside a SLURM job'
             )
     if method == 'ompi' and OPEN_MPI not in environ:
         raise UserError(
-            f'{flag}: {OPEN_MPI} is not set; start the processes with mpirun of Open MPI 4. Newer versions and other MPIs: --cluster=mpi4py'
+            f'{flag}: {OPEN_MPI} is not set; start the processes with mpirun of Open MPI 4. '
+            'Newer versions and other MPIs: --cluster=mpi4py'
         )
     if method != 'mpi4py':
         return lambda: None
@@ -183,21 +206,23 @@ def check_launcher(method: str, environ: Mapping[str, str], *, asked: bool) -> A
         mpi = importlib.import_module('mpi4py.MPI')
     except ImportError as error:
         raise UserError(
-            f'{flag}: {error}; pip install "jaxunet[mpi]", which uses the MPI library of this machine'
+            f'{flag}: {error}; pip install "jaxunet[mpi]", which uses the MPI library of this '
+            'machine'
         ) from None
     if mpi.COMM_WORLD.Get_size() == 1:
         raise UserError(
-            f'{flag}: MPI counts one process; start them with mpirun -n N, the one of the MPI that mpi4py uses: '
-            f'{mpi.Get_library_version().splitlines()[0].rstrip(chr(0))}'
+            f'{flag}: MPI counts one process; start them with mpirun -n N of the MPI library that '
+            f'mpi4py uses: {mpi.Get_library_version().splitlines()[0].rstrip(chr(0))}'
         )
-    # JAX wants only to know who is there. What MPI started and did not end, mpirun would call a failure.
+    # JAX uses MPI only to find the processes. mpirun reports a failure if MPI is not finalized.
     return mpi.Finalize
 
 
 def all_devices(method: str, environ: Mapping[str, str]) -> bool:
-    """Whether a process takes all GPUs that it sees: it is alone on its host, or its launcher gave it its own.
+    """Returns True if the process may use all GPUs that it sees.
 
-    Otherwise each process of a host takes one, the one of its number there.
+    It may if it is alone on its host, or if its launcher gave each process its own GPUs. Otherwise
+    each process of a host uses the GPU with its local index.
     """
     here = 1
     if method == 'slurm':
@@ -216,7 +241,15 @@ def all_devices(method: str, environ: Mapping[str, str]) -> bool:
 
 
 def tasks_of_node(counts: str, node: int) -> int:
-    """SLURM's tasks on a node, from its list of counts: `2(x3),1` is 2, 2, 2, 1."""
+    """Returns the number of SLURM tasks on a node.
+
+    Args:
+      counts: SLURM's list of tasks per node; `2(x3),1` means 2, 2, 2, 1.
+      node: index of the node.
+
+    Raises:
+      UserError: `counts` has another form.
+    """
     expanded = []
     for part in counts.split(','):
         match = re.fullmatch(r'(\d+)(?:\(x(\d+)\))?', part.strip())
@@ -237,11 +270,12 @@ def _connect(start: Start, how: str, **arguments: Any) -> None:
     logging.info(
         'started %s; waiting for the other processes, up to %d s ...', how, start.wait_seconds
     )
-    lonely = (
-        f'the processes did not find each other in {start.wait_seconds} s (--wait_seconds). Each needs the address of process 0, which '
-        'must be reachable, the same number of processes, and a number of its own.'
+    not_found = (
+        f'the processes did not find each other in {start.wait_seconds} s (--wait_seconds). '
+        'Each needs the address of process 0, which must be reachable, the same number of '
+        'processes, and its own index.'
     )
-    _Epitaph.write(lonely)
+    _AbortMessage.arm(not_found)
     try:
         jax.distributed.initialize(
             start.coordinator,
@@ -253,22 +287,25 @@ def _connect(start: Start, how: str, **arguments: Any) -> None:
             **arguments,
         )
     except (RuntimeError, ValueError) as error:  # JaxRuntimeError is a RuntimeError
-        _Epitaph.dismiss()
-        raise UserError(f'{lonely}\n{error}') from None
-    _Epitaph.dismiss()
+        _AbortMessage.disarm()
+        raise UserError(f'{not_found}\n{error}') from None
+    _AbortMessage.disarm()
     me = f'process {jax.process_index()} of {jax.process_count()}'
-    _Epitaph.write(
-        f'{me} ended before its time: it was killed, or another process of the run died or cannot be reached any more (see above, and what '
-        'the others printed). The same command on all processes, or on fewer, resumes from the last checkpoint.'
+    _AbortMessage.arm(
+        f'{me} ended before its time: it was killed, or another process of the run died or cannot '
+        'be reached any more (see above, and the output of the others). The same command on all '
+        'processes, or on fewer, resumes from the last checkpoint.'
     )
     logging.info('%s, started %s', me, how)
 
 
 def agree(values: Mapping[str, object]) -> None:
-    """Checks that all processes of the run have the same values; all must call this alike.
+    """Checks that all processes of the run have the same values.
+
+    A collective operation: every process must call it.
 
     Raises:
-      UserError: on every process, if one differs from process 0; names what differs.
+      UserError: on every process, if a value of one differs from that of process 0.
     """
     if jax.process_count() == 1:
         return
@@ -281,7 +318,8 @@ def agree(values: Mapping[str, object]) -> None:
         ]
         if names:
             lines = [
-                f'{n}: {texts[0].get(n, "not there")} on process 0, {other.get(n, "not there")} on process {number}'
+                f'{n}: {texts[0].get(n, "not there")} on process 0, '
+                f'{other.get(n, "not there")} on process {number}'
                 for n in names
             ]
             raise UserError(
@@ -292,7 +330,7 @@ def agree(values: Mapping[str, object]) -> None:
 
 
 def _gather(value: dict[str, str]) -> list[dict[str, str]]:
-    """This value of each process."""
+    """Returns the value of every process, by process index."""
     data = np.frombuffer(json.dumps(value).encode(), np.uint8)
     sizes = np.asarray(multihost_utils.process_allgather(np.array([data.size], np.int32))).reshape(
         -1
@@ -304,35 +342,44 @@ def _gather(value: dict[str, str]) -> list[dict[str, str]]:
 
 
 def end(code: int, *, explained: bool = True) -> NoReturn:
-    """Exits without waiting for threads of libraries or for the other processes, which this ends unless they are done.
+    """Exits at once, without waiting for threads of libraries or for the other processes.
+
+    JAX aborts the other processes unless they are done.
 
     Args:
-      explained: whether the user has been told why.
+      code: the exit code.
+      explained: True if the reason was printed; otherwise the message of `_AbortMessage` follows.
     """
     sys.stdout.flush()
     sys.stderr.flush()
     if explained:
-        _Epitaph.dismiss()
+        _AbortMessage.disarm()
     if jax.distributed.is_initialized() and jax.process_index() == 0:
         time.sleep(LAST_WORDS_SECONDS)
     os._exit(code)
 
 
-class _Epitaph:
-    """What to say when this process is killed or aborted, and Python has no say any more: a shell that waits for that says it."""
+class _AbortMessage:
+    """An error message for the case that this process is killed or aborted.
+
+    Python cannot print anything then, so a child shell waits for the end of this process and prints
+    the message.
+    """
 
     _shell: subprocess.Popen[bytes] | None = None
 
     @classmethod
-    def write(cls, text: str) -> None:
-        # In a session of its own, as signals to the whole group of processes shall not reach it.
+    def arm(cls, text: str) -> None:
+        """Starts the shell."""
+        # In its own session, so that signals to the process group do not reach it.
         command = ['/bin/sh', '-c', 'read -r word || printf "%s\\n" "$0" >&2', f'\nerror: {text}']
         cls._shell = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, start_new_session=True
         )
 
     @classmethod
-    def dismiss(cls) -> None:
+    def disarm(cls) -> None:
+        """Ends the shell without a message."""
         shell, cls._shell = cls._shell, None
         if shell is not None:
             with contextlib.suppress(BrokenPipeError):

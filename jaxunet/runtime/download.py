@@ -1,4 +1,4 @@
-"""Files that come from the network: checked by their checksum, kept in the cache folder, whole or not there at all."""
+"""Downloads into the cache folder, verified by checksum; a file appears only when complete."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ TIMEOUT = 60  # seconds without an answer
 
 
 def cache_dir() -> Path:
-    """$XDG_CACHE_HOME/jaxunet or ~/.cache/jaxunet."""
+    """Returns $XDG_CACHE_HOME/jaxunet or ~/.cache/jaxunet."""
     return Path(os.environ.get('XDG_CACHE_HOME') or Path.home() / '.cache') / 'jaxunet'
 
 
 def digest(path: Path, algorithm: str) -> str:
-    """The checksum of a file as hexadecimal digits; `algorithm` as hashlib names it."""
+    """Returns the checksum of a file as hexadecimal digits; `algorithm` is a name of hashlib."""
     with path.open('rb') as file:
         return hashlib.file_digest(
             file, lambda: hashlib.new(algorithm, usedforsecurity=False)
@@ -41,27 +41,32 @@ def cached(
     instead: str,
     replace_damaged: bool = False,
 ) -> Path:
-    """The file `name` of the cache folder, fetched from `url` if it is not there yet.
+    """Returns the path of the file `name` in the cache folder; downloads it if it is missing.
 
     Args:
-      checksum: digits that the file's must begin with: all of them, or as many as are published.
-      asked_by: the option that wants the file, which begins the message where it cannot be had.
-      instead: what a user without a network can do, after "fetch URL elsewhere and".
-      replace_damaged: whether a damaged file in the cache is fetched again, with a warning, rather than reported.
+      url: address of the file.
+      name: file name in the cache folder.
+      algorithm: checksum algorithm, a name of hashlib.
+      checksum: hexadecimal digits, all of them or the published prefix.
+      asked_by: the option that needs the file; error messages begin with it.
+      instead: advice for a user without a network, to follow "fetch URL elsewhere and".
+      replace_damaged: download a damaged file again, with a warning, instead of raising.
 
     Raises:
-      UserError: no connection, no space, or other bytes than expected.
+      UserError: no connection, no space, or a wrong checksum.
     """
     target = cache_dir() / name
     help_text = f'fetch {url} elsewhere and {instead}'
-    expected = f'{checksum}{"" if len(checksum) == 2 * hashlib.new(algorithm, usedforsecurity=False).digest_size else "..."}'
+    digits = 2 * hashlib.new(algorithm, usedforsecurity=False).digest_size
+    expected = checksum if len(checksum) == digits else f'{checksum}...'
     label = {'md5': 'MD5', 'sha256': 'SHA-256'}.get(algorithm, algorithm)
     if target.is_file():
         if digest(target, algorithm).startswith(checksum):
             return target
         if not replace_damaged:
             raise UserError(
-                f'{target}: its {label} is not {expected}; it is damaged: remove it, and it is downloaded again'
+                f'{target}: its {label} is not {expected}; '
+                'it is damaged: remove it, and it is downloaded again'
             )
         logging.warning(
             '%s is damaged (its %s is not %s); downloading it again', target, label, expected
@@ -72,7 +77,8 @@ def cached(
         _fetch(url, partial, name)
         if not (found := digest(partial, algorithm)).startswith(checksum):
             raise UserError(
-                f'{url}: {label} {found}, expected {expected}; the download was damaged, try again, or {help_text}'
+                f'{url}: {label} {found}, expected {expected}; '
+                f'the download was damaged, try again, or {help_text}'
             )
         os.replace(partial, target)
     except (
@@ -82,12 +88,14 @@ def cached(
         ConnectionError,
     ) as error:
         raise UserError(
-            f'{asked_by}: cannot download {url}: {getattr(error, "reason", None) or error}; {help_text}'
+            f'{asked_by}: cannot download {url}: {getattr(error, "reason", None) or error}; '
+            f'{help_text}'
         ) from None
     except OSError as error:
         reason = error.strerror or error
         raise UserError(
-            f'{target}: cannot be written: {reason}; check the folder and the free space, or {help_text}'
+            f'{target}: cannot be written: {reason}; '
+            f'check the folder and the free space, or {help_text}'
         ) from None
     finally:
         with contextlib.suppress(OSError):

@@ -1,4 +1,4 @@
-"""What a result or a compiled program of this code depends on, as digests."""
+"""A digest of the source code, on which results and compiled programs depend."""
 
 from __future__ import annotations
 
@@ -13,7 +13,10 @@ SUFFIXES = ('.py', '.so', '.cu', '.cuh', '.cc', '.h', '.json', '.jsonl')
 
 @functools.cache
 def sources() -> str:
-    """Of all files of this project's packages, as they were when first asked."""
+    """Returns the SHA-256 of all source files of the project's packages, as hexadecimal digits.
+
+    Computed once per process.
+    """
     digest = hashlib.sha256()
     for package in PACKAGES:
         for path in sorted(p for p in (ROOT / package).rglob('*') if p.suffix in SUFFIXES):

@@ -1,4 +1,4 @@
-"""Kernel backends: the interface of one, and how the installed ones are found.
+"""Kernel backends: their interface, and the discovery of installed ones.
 
 A backend is a Python entry point of the group `jaxunet.backends` that names a `Backend`:
 
@@ -17,7 +17,7 @@ from typing import Any
 from jaxunet.runtime.errors import UserError
 
 BACKEND_GROUP = 'jaxunet.backends'
-API = 1  # raised whenever a signature of `jaxunet.ops.vocabulary` changes
+API = 1  # incremented whenever a signature in `jaxunet.ops.vocabulary` changes
 
 
 @dataclass(frozen=True)
@@ -25,10 +25,10 @@ class Backend:
     """A set of kernels.
 
     Fields:
-      name: as the config names it.
-      title: as tables call its kernels, such as 'CUDA kernels'.
-      api: the version of the vocabulary that it implements: `API` of the jaxunet that it was written for.
-      ops: implementations by op of `jaxunet.config.OPS`; the others run on XLA.
+      name: name in the config.
+      title: name of its kernels in tables, such as 'CUDA kernels'.
+      api: version of the vocabulary that it implements, `API` of the jaxunet it was written for.
+      ops: implementations by op name of `jaxunet.config.OPS`; the other ops run on XLA.
       unavailable: returns what this machine lacks to run the kernels, or None if they run here.
     """
 
@@ -41,7 +41,7 @@ class Backend:
 
 @functools.cache
 def backend_entry_points() -> tuple[importlib.metadata.EntryPoint, ...]:
-    """The entry points of all installed kernel backends, one a name, ours first."""
+    """Returns the entry points of all installed kernel backends, one per name, ours first."""
     found = importlib.metadata.entry_points(group=BACKEND_GROUP)
     unique = {point.name: point for point in found}
     return tuple(
@@ -56,22 +56,24 @@ def backend_entry_points() -> tuple[importlib.metadata.EntryPoint, ...]:
 
 
 def backend_names() -> tuple[str, ...]:
-    """The names of all installed kernel backends."""
+    """Returns the names of all installed kernel backends."""
     return tuple(point.name for point in backend_entry_points())
 
 
 @functools.cache
 def load_backend(name: str) -> Backend:
-    """The installed backend of that name.
+    """Returns the installed backend of that name.
 
     Raises:
-      UserError: it is not installed, does not import, is no `Backend`, or was written for another version of jaxunet.
+      UserError: the backend is not installed, does not import, is no `Backend`, or was written for
+        another version of jaxunet.
     """
     found = [point for point in backend_entry_points() if point.name == name]
     if not found:
         known = ', '.join(backend_names()) or 'none'
         raise UserError(
-            f'backend={name}: not installed (installed: {known}); install jaxunet with "pip install -e ." '
+            f'backend={name}: not installed (installed: {known}); '
+            'install jaxunet with "pip install -e ." '
             f'or the package that has the entry point {name!r} of {BACKEND_GROUP}'
         )
     (point, *_) = found
@@ -79,16 +81,18 @@ def load_backend(name: str) -> Backend:
         backend = point.load()
     except Exception as error:
         raise UserError(
-            f'backend={name}: {point.value} of {_package(point)} cannot be imported: {type(error).__name__}: {error}'
+            f'backend={name}: {point.value} of {_package(point)} cannot be imported: '
+            f'{type(error).__name__}: {error}'
         ) from error
     if not isinstance(backend, Backend):
         raise UserError(
-            f'backend={name}: {point.value} of {_package(point)}: expected a jaxunet.runtime.plugins.Backend, found {backend!r}'
+            f'backend={name}: {point.value} of {_package(point)}: '
+            f'expected a jaxunet.runtime.plugins.Backend, found {backend!r}'
         )
     if backend.api != API:
         raise UserError(
-            f'backend={name}: {_package(point)} implements version {backend.api} of the kernel interface, this jaxunet version {API}; '
-            f'install versions of both that fit'
+            f'backend={name}: {_package(point)} implements version {backend.api} of the kernel '
+            f'interface, this jaxunet version {API}; install matching versions of both'
         )
     return backend
 

@@ -7,16 +7,18 @@ from typing import Any
 
 from tqdm import tqdm
 
-LOG_SECONDS = 30.0  # between two states of a bar where nobody watches it move
+LOG_SECONDS = 30.0  # between two lines of a bar in a log file
 
 
 def progress_bar(**options: Any) -> tqdm:
-    """tqdm's bar; where stderr is no terminal, such as a cluster's log file, it is drawn every 30 s instead of ten times a second.
+    """Returns a tqdm bar that prints every 30 s where stderr is not a terminal.
+
+    On a terminal it is redrawn ten times a second.
 
     Args:
-      options: tqdm's.
+      options: keyword arguments of tqdm.
     """
     if not sys.stderr.isatty():
-        # Above `maxinterval` tqdm's monitor draws it anyway.
+        # Both, because tqdm's monitor redraws a bar that is older than `maxinterval`.
         options = {'mininterval': LOG_SECONDS, 'maxinterval': LOG_SECONDS} | options
     return tqdm(dynamic_ncols=True, **options)

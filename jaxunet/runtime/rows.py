@@ -1,4 +1,4 @@
-"""Measurements as JSON lines: one object a row, each with where it comes from; files are appended to and never rewritten."""
+"""Measurements as JSON lines: one object per row, with its provenance; files only grow."""
 
 from __future__ import annotations
 
@@ -21,9 +21,11 @@ PACKAGES = ('jax', 'jaxlib', 'flax', 'torch')
 
 
 def provenance() -> Row:
-    """What a row says of its origin: `git` (sha, with -dirty), `device`, `devices` (their number), `driver` and `versions`.
+    """Returns the fields that describe a row's origin. Initializes JAX's devices.
 
-    `git` is null outside a checkout, unless JAXUNET_GIT_SHA names it; `driver` is null without an NVIDIA GPU. Starts JAX.
+    `git`: the commit, with -dirty if files differ from it; JAXUNET_GIT_SHA overrides it, and it is
+    null outside a checkout. `device`: the kind of device. `devices`: their number. `driver`:
+    version of the NVIDIA driver, null without one. `versions`: those of Python and `PACKAGES`.
     """
     devices = jax.devices()
     return {
@@ -36,20 +38,20 @@ def provenance() -> Row:
 
 
 def git_sha() -> str | None:
-    """The commit of this checkout, with -dirty if files differ from it; None outside one."""
+    """Returns the commit of this checkout, with -dirty if files differ; None outside a checkout."""
     return _output(
         'git', '-C', str(ROOT), 'describe', '--always', '--dirty', '--abbrev=7', '--exclude=*'
     )
 
 
 def driver() -> str | None:
-    """Version of the NVIDIA driver; None without one."""
+    """Returns the version of the NVIDIA driver; None without one."""
     lines = _output('nvidia-smi', '--query-gpu=driver_version', '--format=csv,noheader')
     return lines.splitlines()[0] if lines else None
 
 
 def versions() -> dict[str, str]:
-    """Of Python and of those `PACKAGES` that are installed."""
+    """Returns the versions of Python and of the installed ones of `PACKAGES`."""
     found = {'python': platform.python_version()}
     for name in PACKAGES:
         try:
@@ -60,11 +62,13 @@ def versions() -> dict[str, str]:
 
 
 def append(path: str | os.PathLike[str], row: Row) -> None:
-    """Adds one line to the file, which need not exist; in one write, so that a process that dies leaves whole lines.
+    """Appends the row as one line; creates the file and its folder if necessary.
+
+    The line is written at once, so that a process that dies leaves no partial line.
 
     Raises:
       UserError: the file cannot be written.
-      ValueError: the row is not JSON (NaN and infinities are not).
+      ValueError: the row is not valid JSON (NaN and infinities are not).
     """
     line = json.dumps(row, allow_nan=False) + '\n'
     try:
@@ -76,7 +80,7 @@ def append(path: str | os.PathLike[str], row: Row) -> None:
 
 
 def read(path: str | os.PathLike[str]) -> list[Row]:
-    """All rows of a file, oldest first; empty lines are skipped.
+    """Returns all rows of a file, oldest first; empty lines are skipped.
 
     Raises:
       UserError: the file cannot be read, or a line is not a JSON object.
@@ -95,14 +99,15 @@ def read(path: str | os.PathLike[str]) -> list[Row]:
             row = None
         if not isinstance(row, dict):
             raise UserError(
-                f'{path}, line {number}: expected a JSON object, found {line[:60]!r}; remove the line'
+                f'{path}, line {number}: expected a JSON object, found {line[:60]!r}; '
+                'remove the line'
             )
         rows.append(row)
     return rows
 
 
 def _output(program: str, *arguments: str) -> str | None:
-    """What a program prints, stripped; None if it is missing or fails."""
+    """Returns the program's output, stripped; None if the program is missing or fails."""
     if shutil.which(program) is None:
         return None
     try:

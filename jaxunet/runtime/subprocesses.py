@@ -1,4 +1,8 @@
-"""Processes of measurements: each in a session of its own, its failure a sentence, beside others on GPUs of its own."""
+"""Runs measurements in subprocesses, several at a time on different GPUs.
+
+Each process runs in its own session, so that it can be killed together with its children. Its
+failure is reported as a status and a reason.
+"""
 
 from __future__ import annotations
 
@@ -13,26 +17,31 @@ import subprocess
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import IO, Any
 
-TIMEOUT, CRASH, OUT_OF_MEMORY = 'timeout', 'crash', 'out of memory'  # how a process fails
-LAST_WORDS = 300  # characters of a crashed process's log that are told
+TIMEOUT, CRASH, OUT_OF_MEMORY = 'timeout', 'crash', 'out of memory'  # statuses of a failure
+LAST_WORDS = 300  # characters of a crashed process's last log line to report
 Row = dict[str, Any]
 
 
 @dataclass
 class Answer:
-    """What a process said, or why it said nothing."""
+    """The result of a process.
+
+    Fields:
+      row: the JSON object that it printed; None if it failed or prints none.
+      failure: status and reason; empty strings if it succeeded.
+    """
 
     row: Row | None
-    failure: tuple[str, str] = ('', '')  # status and reason
+    failure: tuple[str, str] = ('', '')
 
 
 class Stopped(Exception):
-    """The processes of `pool` were ended: what this one would have said is nobody's result."""
+    """Raised in place of a result after the processes of `pool` were killed."""
 
 
-_starting = threading.Lock()  # held from before a process starts until it is among the running ones
+_starting = threading.Lock()  # held from before a process starts until it is in _running
 _running: set[subprocess.Popen[str]] = set()
 _stopped = False
 
@@ -45,7 +54,18 @@ def answer(
     *,
     json_output: bool = True,
 ) -> Answer:
-    """Runs a command whose last line of output is a JSON object (or which need not say anything)."""
+    """Runs a command and returns the JSON object in its last line of output.
+
+    Args:
+      command: program and arguments.
+      env: the environment variables.
+      timeout: seconds until the process is killed.
+      log: file for the command line and stderr; None keeps stderr only for a failure's reason.
+      json_output: False for a command that prints no row.
+
+    Raises:
+      Stopped: the processes of `pool` were killed.
+    """
     with _log_file(log, command) as stderr, _started(command, env, stderr) as process:
         try:
             out, err = process.communicate(timeout=timeout)
@@ -59,20 +79,21 @@ def answer(
         row = json.loads(out.splitlines()[-1])
         if isinstance(row, dict) and process.returncode == 0:
             return Answer(row)
-    said = log.read_text(errors='replace').partition('\n')[2] if log else err  # after the command
-    return Answer(None, _failure(process.returncode, said))
+    # The first line of the log is the command.
+    stderr_text = log.read_text(errors='replace').partition('\n')[2] if log else err
+    return Answer(None, _failure(process.returncode, stderr_text))
 
 
 @contextlib.contextmanager
 def _started(
-    command: list[str], env: dict[str, str], stderr: Any
+    command: list[str], env: dict[str, str], stderr: int | IO[str]
 ) -> Iterator[subprocess.Popen[str]]:
-    """The process, which does not outlive the block."""
+    """Starts the process and kills it at the end of the block."""
     with contextlib.ExitStack() as ends:
-        with _signals_later(), _starting:
+        with _signals_deferred(), _starting:
             if _stopped:
                 raise Stopped
-            # A session of its own, so that its worker processes can be ended with it.
+            # In its own session, so that its children can be killed with it.
             process = subprocess.Popen(
                 command,
                 env=env,
@@ -94,27 +115,31 @@ def _end(process: subprocess.Popen[str]) -> None:
 
 
 @contextlib.contextmanager
-def _signals_later() -> Iterator[None]:
-    """Ctrl-C and SIGTERM wait until the block is over, as a Popen that is interrupted while it starts forgets its process."""
+def _signals_deferred() -> Iterator[None]:
+    """Defers Ctrl-C and SIGTERM to the end of the block.
+
+    A Popen that is interrupted while it starts loses track of its process.
+    """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    came: list[int] = []
+    received: list[int] = []
     handlers = {
-        which: signal.signal(which, lambda number, _: came.append(number))
-        for which in (signal.SIGINT, signal.SIGTERM)
+        number: signal.signal(number, lambda number, _: received.append(number))
+        for number in (signal.SIGINT, signal.SIGTERM)
     }
     try:
         yield
     finally:
-        for which, handler in handlers.items():
-            signal.signal(which, handler)
-        for number in came:
-            signal.raise_signal(number)
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+        for late in received:
+            signal.raise_signal(late)
 
 
 @contextlib.contextmanager
-def _log_file(log: pathlib.Path | None, command: list[str]) -> Iterator[Any]:
+def _log_file(log: pathlib.Path | None, command: list[str]) -> Iterator[int | IO[str]]:
+    """Gives the destination of stderr: the log file, after the command line, or a pipe."""
     if log is None:
         yield subprocess.PIPE
         return
@@ -125,28 +150,31 @@ def _log_file(log: pathlib.Path | None, command: list[str]) -> Iterator[Any]:
 
 
 def _failure(code: int, log: str) -> tuple[str, str]:
-    """Status and reason of a process that ended without an answer."""
+    """Returns the status and reason of a process that ended without a result."""
     lines = [line.strip() for line in log.splitlines() if line.strip()]
-    words = lines[-1][-LAST_WORDS:] if lines else 'no output'
+    last_line = lines[-1][-LAST_WORDS:] if lines else 'no output'
     if code == -signal.SIGKILL:
         return (
             OUT_OF_MEMORY,
-            'killed by the system (SIGKILL), as it does when the memory of this machine is full',
+            "killed by the system (SIGKILL), probably because this machine's memory is full",
         )
     if code < 0:
-        return CRASH, f'ended by {signal.Signals(-code).name}: {words}'
-    return CRASH, f'exit code {code}: {words}'
+        return CRASH, f'ended by {signal.Signals(-code).name}: {last_line}'
+    return CRASH, f'exit code {code}: {last_line}'
 
 
 def _kill(process: subprocess.Popen[str]) -> None:
-    """The process and all that it started, if it still runs."""
+    """Kills the process and its children if it still runs."""
     if process.poll() is None:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
 
 
 def _cores(parts: int) -> list[set[int]]:
-    """The cores that this process may use in equal parts; empty ones if there are too few, or where Linux's affinity is not known."""
+    """Divides this process's CPU cores into equal parts.
+
+    The parts are empty if there are fewer cores than parts, or on systems without CPU affinity.
+    """
     found = sorted(os.sched_getaffinity(0)) if hasattr(os, 'sched_getaffinity') else []
     size = len(found) // parts
     return [set(found[i * size : (i + 1) * size]) for i in range(parts)]
@@ -155,17 +183,23 @@ def _cores(parts: int) -> list[set[int]]:
 def share(
     todo: Sequence[tuple[int, int]], gpus: Sequence[str], work: Callable[[int, Sequence[str]], None]
 ) -> None:
-    """Runs `work(i, its GPUs)` for every (i, how many it needs), the first that fits into the free ones, until all are done.
+    """Runs `work(i, its GPUs)` for every task on free GPUs, until all are done.
 
-    Processes that `work` starts run on their GPUs' share of the CPU cores: each would make threads for all of them otherwise, which take
-    each other's time, and what is measured beside others would depend on them.
+    Whenever GPUs are free, the first waiting task that fits starts. Processes that `work` starts
+    are restricted to their GPUs' share of the CPU cores. Otherwise each would start threads for all
+    cores, and measurements would depend on the other processes.
+
+    Args:
+      todo: tasks as (i, number of GPUs).
+      gpus: names of the GPUs.
+      work: runs a task in a thread of its own.
     """
     cores = _cores(len(gpus))
 
     def pinned(i: int, mine: Sequence[str]) -> None:
         own = set[int]().union(*(cores[gpus.index(gpu)] for gpu in mine))
         if own:
-            os.sched_setaffinity(0, own)  # of this thread, which its processes inherit
+            os.sched_setaffinity(0, own)  # of this thread; its processes inherit it
         work(i, mine)
 
     waiting, free, running = list(todo), list(gpus), set[concurrent.futures.Future[None]]()
@@ -189,16 +223,23 @@ def share(
 
 
 class _Threads(concurrent.futures.ThreadPoolExecutor):
-    """Signals wait until a thread has started, as an executor that is interrupted then does not wait for it."""
+    """An executor that defers signals while it starts a thread.
+
+    If it is interrupted then, it does not wait for the thread.
+    """
 
     def submit(self, *args: Any, **kwargs: Any) -> concurrent.futures.Future[Any]:
-        with _signals_later():
+        with _signals_deferred():
             return super().submit(*args, **kwargs)
 
 
 @contextlib.contextmanager
 def pool(size: int) -> Iterator[concurrent.futures.ThreadPoolExecutor]:
-    """Threads that wait for processes. An exception, such as Ctrl-C's, ends the processes, and no other starts."""
+    """Gives an executor of `size` threads, which run processes with `answer`.
+
+    An exception in the block, such as KeyboardInterrupt, kills the processes and prevents others
+    from starting.
+    """
     global _stopped  # noqa: PLW0603
     try:
         with _Threads(size) as threads:
