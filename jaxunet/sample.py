@@ -250,11 +250,9 @@ def sampler_config(config: Config) -> SamplerConfig:
     Raises:
       UserError: --churn_range is not two numbers.
     """
-    steps = STEPS.value
+    steps, model_steps = STEPS.value, config.diffusion.steps
     if steps is None and RESPACING.value is None:
-        steps = min(
-            DEFAULT_STEPS.get(SAMPLER.value, config.diffusion.steps), config.diffusion.steps
-        )
+        steps = min(DEFAULT_STEPS.get(SAMPLER.value, model_steps), model_steps)
     churn_range = None
     if CHURN_RANGE.value is not None:
         try:

@@ -162,6 +162,11 @@ class _ConfigFile(flags.ArgumentParser):
         self.reader = reader
 
     def parse(self, named: str) -> ConfigDict | dict[str, Any]:
+        """Returns the config that the file's get_config() returns.
+
+        Raises:
+          UserError: no such file, not a Python file, or get_config() returns something else.
+        """
         _check_file(named)
         found = self.reader.parse(named)
         if not isinstance(found, ConfigDict | dict):
@@ -175,6 +180,7 @@ class _ConfigFile(flags.ArgumentParser):
         return found
 
     def flag_type(self) -> str:
+        """Returns the name of the flag's type in --helpfull."""
         return 'config file'
 
 
@@ -182,6 +188,7 @@ class _Tuples(TupleParser):
     """Parses tuples as ml_collections does, and also unquoted words: `fid,kid` is two strings."""
 
     def parse(self, argument: object) -> tuple[object, ...]:
+        """Returns the tuple that `argument` stands for."""
         if (
             isinstance(argument, str)
             and ',' in argument
@@ -202,7 +209,7 @@ def _fail(error: UserError) -> NoReturn:
     sys.exit(USER_ERROR)
 
 
-def define_config() -> Any:
+def define_config() -> flags.FlagHolder:
     """Defines `--config FILE`, with overrides `--config.section.field=value`.
 
     Without a file, the values are the defaults of `jaxunet.config`.
@@ -234,14 +241,14 @@ def config_name() -> str:
     return 'digits' if path == schema.__file__ else pathlib.Path(path.split(':')[0]).stem
 
 
-def define_optional_config(help_text: str) -> Any:
+def define_optional_config(help_text: str) -> flags.FlagHolder:
     """Defines `--config FILE` with value None unless given; returns absl's flag holder."""
     return _with_own_reader(
         config_flags.DEFINE_config_file('config', None, help_text, lock_config=True)
     )
 
 
-def _with_own_reader(holder: Any) -> Any:
+def _with_own_reader(holder: flags.FlagHolder) -> flags.FlagHolder:
     """Makes the flag read its file with `_ConfigFile`."""
     flag = flags.FLAGS[holder.name]
     flag.parser = _ConfigFile(flag.parser)

@@ -16,7 +16,7 @@ from ml_collections import ConfigDict
 
 @dataclass(frozen=True)
 class ParallelConfig:
-    """How training is spread over devices."""
+    """The distribution of training over devices."""
 
     mode: str = 'jit'  # jit: one program over a device mesh | pmap: one program per device
     devices: int = 0  # number of devices; 0 = all

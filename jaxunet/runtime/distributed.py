@@ -45,7 +45,7 @@ ERROR = 1  # exit code after any exception that is not a UserError
 
 @dataclass(frozen=True)
 class Start:
-    """How this process was started.
+    """The launcher of this process and the time limits for the others.
 
     Fields:
       cluster: launcher of the processes, one of `CLUSTERS`. auto: by hand if the next three fields

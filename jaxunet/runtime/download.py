@@ -71,16 +71,13 @@ def cached(
         logging.warning(
             '%s is damaged (its %s is not %s); downloading it again', target, label, expected
         )
-    partial = target.with_name(f'.{name}.{os.getpid()}.partial')
     try:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        _fetch(url, partial, name)
-        if not (found := digest(partial, algorithm)).startswith(checksum):
-            raise UserError(
-                f'{url}: {label} {found}, expected {expected}; '
-                f'the download was damaged, try again, or {help_text}'
-            )
-        os.replace(partial, target)
+        _download(url, target, algorithm=algorithm, checksum=checksum)
+    except _WrongChecksum as error:
+        raise UserError(
+            f'{url}: {label} {error}, expected {expected}; '
+            f'the download was damaged, try again, or {help_text}'
+        ) from None
     except (
         urllib.error.URLError,
         http.client.HTTPException,
@@ -97,13 +94,29 @@ def cached(
             f'{target}: cannot be written: {reason}; '
             f'check the folder and the free space, or {help_text}'
         ) from None
-    finally:
-        with contextlib.suppress(OSError):
-            partial.unlink()
     return target
 
 
+class _WrongChecksum(Exception):
+    """The checksum of a downloaded file that is not the expected one."""
+
+
+def _download(url: str, target: Path, *, algorithm: str, checksum: str) -> None:
+    """Downloads to a temporary file, and renames it to `target` if its checksum is right."""
+    partial = target.with_name(f'.{target.name}.{os.getpid()}.partial')
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        _fetch(url, partial, target.name)
+        if not (found := digest(partial, algorithm)).startswith(checksum):
+            raise _WrongChecksum(found)
+        os.replace(partial, target)
+    finally:
+        with contextlib.suppress(OSError):
+            partial.unlink()
+
+
 def _fetch(url: str, target: Path, name: str) -> None:
+    """Writes the response to `target`, with a progress bar titled `name`."""
     request = urllib.request.Request(url, headers={'User-Agent': 'jaxunet'})
     with urllib.request.urlopen(request, timeout=TIMEOUT) as response, target.open('wb') as file:
         total = int(response.headers.get('Content-Length') or 0) or None
