@@ -199,7 +199,7 @@ def test_files_that_give_no_config(tmp_path):
         (
             'photos.npz',
             'PK\0',
-            r'expected a Python file with get_config\(\), found .*photos.npz, which is no Python file',
+            r'expected a Python file with get_config\(\), found .*photos.npz, which is not a Python file',
         ),
     ):
         (tmp_path / name).write_text(text)

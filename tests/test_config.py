@@ -66,7 +66,7 @@ WRONG = [
     ({'model': {'base_channels': 20}}, r'20 channels, not a multiple of model.norm_groups \(32\)'),
     (
         {'model': {'attention_resolutions': (5,)}},
-        r'model.attention_resolutions: 5 is none of the levels, whose shorter sides are \[8, 4\]',
+        r'model.attention_resolutions: expected some of \[8, 4\], .* found 5',
     ),
     ({'model': {'num_heads': 4}}, r'model.num_heads, model.num_head_channels: set exactly one'),
     ({'model': {'num_heads_upsample': 4}}, r'model.num_heads_upsample: 4 needs model.num_heads'),

@@ -151,7 +151,7 @@ def _check_file(named: str) -> None:
         if b'\0' in file.read(4096):
             raise UserError(
                 f'--config: expected a Python file with get_config(), found {path}, '
-                'which is no Python file'
+                'which is not a Python file'
             )
 
 

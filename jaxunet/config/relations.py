@@ -156,8 +156,8 @@ def _unet_shape(config: Config) -> Iterator[str]:
     for resolution in m.attention_resolutions:
         if resolution not in sides:
             yield (
-                f'model.attention_resolutions: {resolution} is none of the levels, '
-                f'whose shorter sides are {sides}'
+                f'model.attention_resolutions: expected some of {sides}, the shorter sides of the '
+                f'levels, found {resolution}'
             )
     head_field = 'num_heads' if m.num_heads else 'num_head_channels'
     head_value = m.num_heads or m.num_head_channels

@@ -20,7 +20,7 @@ class ParallelConfig:
 
     mode: str = 'jit'  # jit: one program over a device mesh | pmap: one program per device
     devices: int = 0  # number of devices; 0 = all
-    # Lets independent kernels of one GPU overlap; needs more memory.
+    # On one GPU, lets independent kernels overlap; needs more memory.
     concurrent_kernels: bool = False
 
 

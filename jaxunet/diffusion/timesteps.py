@@ -196,10 +196,8 @@ def speed_tables(
     """
     t = np.arange(diffusion.steps)
     p = np.where(t < config.speed_tau * diffusion.steps, config.speed_k, 1.0)
-    middle = (
-        int(np.argmax(np.gradient(np.sqrt(1 - diffusion.alphas_cumprod)) < 0.1 / diffusion.steps))
-        + 1
-    )
+    slope = np.gradient(np.sqrt(1 - diffusion.alphas_cumprod))
+    middle = int(np.argmax(slope < 0.1 / diffusion.steps)) + 1
     return p / p.sum(), np.where(t < middle, middle - t, t - middle)
 
 
