@@ -10,6 +10,7 @@ import pytest
 import scipy.stats
 
 from jaxunet.config import DiffusionConfig
+from jaxunet.diffusion import objectives
 from jaxunet.diffusion import process as d
 from jaxunet.runtime.errors import UserError
 
@@ -181,7 +182,7 @@ def test_predictions_convert_back_and_forth(prediction, schedule):
     x0, noise = batch(1, count=50)
     t = jnp.asarray(np.linspace(0, 900, 50).astype(np.int32))
     xt = d.q_sample(diffusion, x0, t, noise)
-    target = d.prediction_target(diffusion, x0, t, noise)
+    target = objectives.prediction_target(diffusion, x0, t, noise)
     got_x0, got_noise = d.predict_x0_and_noise(diffusion, target, xt, t)
     # Rounding of x_t in float32 grows by 1/√ᾱ on the way to x_0 and by 1/√(1 − ᾱ) on the way to ε.
     for got, expected, amplification in (
@@ -195,7 +196,7 @@ def test_predictions_convert_back_and_forth(prediction, schedule):
     got_x0, got_noise = d.predict_x0_and_noise(diffusion, output, xt, t)
     np.testing.assert_allclose(d.q_sample(diffusion, got_x0, t, got_noise), xt, atol=2e-5)
     np.testing.assert_allclose(
-        d.prediction_target(diffusion, got_x0, t, got_noise), output, atol=2e-5
+        objectives.prediction_target(diffusion, got_x0, t, got_noise), output, atol=2e-5
     )
     np.testing.assert_allclose(
         d.noise_from_x0(diffusion, got_x0, xt, t)[5:], got_noise[5:], atol=2e-4
@@ -205,7 +206,7 @@ def test_predictions_convert_back_and_forth(prediction, schedule):
 def test_v_interpolates_between_noise_and_image():
     diffusion = d.make_diffusion(DiffusionConfig(prediction='v', schedule='cosine'))
     x0, noise = batch(2, count=2)
-    v = d.prediction_target(diffusion, x0, jnp.array([0, 999], jnp.int32), noise)
+    v = objectives.prediction_target(diffusion, x0, jnp.array([0, 999], jnp.int32), noise)
     np.testing.assert_allclose(v[0], noise[0], atol=0.05)
     np.testing.assert_allclose(v[1], -x0[1], atol=1e-3)
 
@@ -216,9 +217,9 @@ def test_loss_is_the_mean_squared_error_of_the_target(prediction):
     x0, noise = batch(3)
     t = steps_of(diffusion)
     xt = d.q_sample(diffusion, x0, t, noise)
-    target = d.prediction_target(diffusion, x0, t, noise)
+    target = objectives.prediction_target(diffusion, x0, t, noise)
     offset = jnp.asarray([0.0, 0.5, 1.0, 2.0], jnp.float32)
-    loss = jax.jit(lambda o: d.per_sample_loss(diffusion, o, x0, xt, t, noise))(
+    loss = jax.jit(lambda o: objectives.per_sample_loss(diffusion, o, x0, xt, t, noise))(
         target + offset[:, None, None, None]
     )
     assert loss.dtype == jnp.float32
@@ -231,10 +232,10 @@ def test_loss_is_float32_for_a_bfloat16_network():
     t = steps_of(diffusion)
     xt = d.q_sample(diffusion, x0, t, noise)
     output = jnp.concatenate([noise, jnp.zeros_like(noise)], axis=-1).astype(jnp.bfloat16)
-    loss = d.per_sample_loss(diffusion, output, x0, xt, t, noise)
+    loss = objectives.per_sample_loss(diffusion, output, x0, xt, t, noise)
     assert loss.dtype == jnp.float32
     np.testing.assert_array_equal(
-        loss, d.per_sample_loss(diffusion, output.astype(jnp.float32), x0, xt, t, noise)
+        loss, objectives.per_sample_loss(diffusion, output.astype(jnp.float32), x0, xt, t, noise)
     )
 
 
@@ -245,7 +246,7 @@ def test_wrong_number_of_output_channels_is_an_error(learn_sigma, channels, expe
     diffusion = d.make_diffusion(DiffusionConfig(learn_sigma=learn_sigma))
     x0, noise = batch(5)
     with pytest.raises(ValueError, match=f'expected {expected} channels .* found {channels}'):
-        d.per_sample_loss(
+        objectives.per_sample_loss(
             diffusion,
             jnp.zeros((*SHAPE[:3], channels), jnp.float32),
             x0,
@@ -305,11 +306,11 @@ def test_variational_bound_against_float64(schedule):
     t = jnp.asarray(steps)
     xt = d.q_sample(diffusion, x0, t, noise)
     output = jnp.concatenate([noise + 0.3, jnp.asarray(values)], axis=-1)
-    got = d.variational_bound(diffusion, output, x0, xt, t)
+    got = objectives.variational_bound(diffusion, output, x0, xt, t)
     expected = exact_bound(config, 0.3, values, np.asarray(x0), np.asarray(noise), steps)
     np.testing.assert_allclose(got, expected, rtol=2e-3)
     # The hybrid loss with the default weight 1e-3 has guided-diffusion's T / 1000 in front of it.
-    loss = d.per_sample_loss(diffusion, output, x0, xt, t, noise)
+    loss = objectives.per_sample_loss(diffusion, output, x0, xt, t, noise)
     np.testing.assert_allclose(loss, 0.3**2 + 200 / 1000 * expected, rtol=2e-3)
 
 
@@ -321,7 +322,7 @@ def test_bound_is_zero_for_the_true_posterior():
     xt = d.q_sample(diffusion, x0, t, noise)
 
     def bound(value):
-        return d.variational_bound(
+        return objectives.variational_bound(
             diffusion, jnp.concatenate([noise, jnp.full_like(noise, value)], axis=-1), x0, xt, t
         )
 
@@ -334,7 +335,7 @@ def test_decoder_is_a_distribution_over_pixel_values():
     pixels = np.arange(256, dtype=np.float32) / np.float32(127.5) - 1
     for mean, std in ((0.1, 0.02), (-1.3, 0.3), (0.9, 1.0), (1.0, 0.001)):
         x0 = jnp.asarray(pixels).reshape(1, 16, 16, 1)
-        nll = d.discretized_gaussian_nll(
+        nll = objectives.discretized_gaussian_nll(
             x0, jnp.full_like(x0, mean), jnp.full_like(x0, 2 * math.log(std))
         )
         assert float(jnp.exp(-nll).sum()) == pytest.approx(1, abs=1e-5)
@@ -350,7 +351,7 @@ def test_decoder_is_accurate_in_both_tails(side):
         np.diff(scipy.stats.norm.cdf([-distance - 1 / 25.5, -distance + 1 / 25.5]), axis=0)[0]
     )
     images = jnp.full((5, 1, 1, 1), x0)
-    got = d.discretized_gaussian_nll(
+    got = objectives.discretized_gaussian_nll(
         images, jnp.asarray(mean).reshape(5, 1, 1, 1), jnp.full_like(images, 2 * math.log(std))
     )
     np.testing.assert_allclose(got.ravel(), exact, rtol=1e-5)
@@ -369,11 +370,15 @@ def test_hybrid_loss_gradient_leaves_the_prediction_alone(prediction):
     t = jnp.asarray([0, 0, 1, 3, 500, 999], jnp.int32)
     xt = d.q_sample(diffusion, x0, t, noise)
     output = jax.random.normal(jax.random.key(1), (*x0.shape[:3], 2), jnp.float32)
-    gradient = jax.grad(lambda o: d.per_sample_loss(diffusion, o, x0, xt, t, noise).sum())(output)
-    only_error = jax.grad(lambda o: d.per_sample_loss(plain, o, x0, xt, t, noise).sum())(
+    gradient = jax.grad(lambda o: objectives.per_sample_loss(diffusion, o, x0, xt, t, noise).sum())(
+        output
+    )
+    only_error = jax.grad(lambda o: objectives.per_sample_loss(plain, o, x0, xt, t, noise).sum())(
         output[..., :1]
     )
-    only_bound = jax.grad(lambda o: d.variational_bound(diffusion, o, x0, xt, t).sum())(output)
+    only_bound = jax.grad(lambda o: objectives.variational_bound(diffusion, o, x0, xt, t).sum())(
+        output
+    )
     assert np.isfinite(gradient).all()
     np.testing.assert_array_equal(gradient[..., :1], only_error)
     np.testing.assert_allclose(
@@ -388,7 +393,7 @@ def test_variational_bound_needs_a_learned_variance():
     diffusion = d.make_diffusion(DiffusionConfig())
     x0, noise = batch(10)
     with pytest.raises(ValueError, match='learned variance'):
-        d.variational_bound(diffusion, noise, x0, x0, steps_of(diffusion))
+        objectives.variational_bound(diffusion, noise, x0, x0, steps_of(diffusion))
 
 
 def test_learned_variance_ends_at_beta_and_posterior():

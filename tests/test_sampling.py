@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from jaxunet.config import DiffusionConfig
+from jaxunet.diffusion import objectives
 from jaxunet.diffusion import process as d
 from jaxunet.runtime.errors import UserError
 from jaxunet.sampling import sampler as s
@@ -30,7 +31,9 @@ def denoiser(diffusion, mean_x0, values=None):
 
     def denoise(x, t):
         x0 = mean_x0(x, alphas[t][:, None, None, None])
-        output = d.prediction_target(diffusion, x0, t, d.noise_from_x0(diffusion, x0, x, t))
+        output = objectives.prediction_target(
+            diffusion, x0, t, d.noise_from_x0(diffusion, x0, x, t)
+        )
         if values is None:
             return output
         return jnp.concatenate(

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from jaxunet.config import DiffusionConfig
+from jaxunet.diffusion import objectives
 from jaxunet.diffusion import process as d
 from jaxunet.runtime.errors import UserError
 from jaxunet.sampling import sampler as s
@@ -161,7 +162,7 @@ def test_images_are_those_of_the_written_out_algorithms(name, steps, prediction,
         jax.debug.callback(lambda t: seen.append(int(t)), t[0])
         alpha = jnp.asarray(a.astype(np.float32))[t][:, None, None, None]
         x0 = 1.5 * jnp.tanh(x * jnp.sqrt(alpha))
-        output = d.prediction_target(process, x0, t, d.noise_from_x0(process, x0, x, t))
+        output = objectives.prediction_target(process, x0, t, d.noise_from_x0(process, x0, x, t))
         return jnp.concatenate([output, 100 * output], axis=-1) if learn_sigma else output
 
     def predict(x, t):

@@ -17,7 +17,8 @@ from jaxunet.benchmark.traffic import bytes_moved
 from jaxunet.checkpoint.state import TrainState
 from jaxunet.config import Config
 from jaxunet.data.source import ArraySource, Source, no_labels
-from jaxunet.diffusion.process import Diffusion, make_diffusion, per_sample_loss, q_sample
+from jaxunet.diffusion.objectives import per_sample_loss
+from jaxunet.diffusion.process import Diffusion, make_diffusion, q_sample
 from jaxunet.model.unet import Params, UNet, build_unet
 from jaxunet.ops.backends import describe, load_ops
 from jaxunet.training.session import Session

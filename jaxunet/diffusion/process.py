@@ -1,4 +1,4 @@
-"""The diffusion process: noise schedules, forward process, prediction targets, posteriors, losses.
+"""The diffusion process: noise schedules, forward process, predictions and posteriors.
 
 Timesteps are t = 0..T−1, where t = 0 is the least noisy; step t of the papers is t − 1 here. Tables
 are computed in float64 and stored in float32; all arithmetic on images is float32.
@@ -12,10 +12,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.scipy.special import ndtr
 from jaxtyping import Array, Float, Float32, Float64, Int
 
 from jaxunet.config import CHOICES, DiffusionConfig
@@ -24,7 +22,6 @@ from jaxunet.runtime.errors import UserError, near_misses
 Images = Float32[Array, 'batch height width channels']
 # outputs = channels, or 2 · channels with a learned variance.
 Output = Float[Array, 'batch height width outputs']
-PerSample = Float32[Array, ' batch']
 Steps = Int[Array, ' batch']
 Table = Float32[np.ndarray, ' steps']
 
@@ -156,26 +153,14 @@ def _from_alphas_cumprod(
     )
 
 
-def _at(table: np.ndarray, t: Steps) -> Float32[Array, 'batch 1 1 1']:
-    """Returns the table's value at each sample's t, broadcastable to images."""
+def at_timestep(table: np.ndarray, t: Steps) -> Float32[Array, 'batch 1 1 1']:
+    """Returns the table's value at the t of each sample, broadcastable to images."""
     return jnp.asarray(table)[t][:, None, None, None]
 
 
 def q_sample(diffusion: Diffusion, x0: Images, t: Steps, noise: Images) -> Images:
     """Returns x_t = √ᾱ_t x_0 + √(1 − ᾱ_t) ε, the forward process from x_0 to x_t (DDPM eq. 4)."""
-    return _at(diffusion.signal, t) * x0 + _at(diffusion.noise, t) * noise
-
-
-def prediction_target(diffusion: Diffusion, x0: Images, t: Steps, noise: Images) -> Images:
-    """Returns the network's regression target, which depends on `diffusion.prediction`.
-
-    ε (DDPM eq. 14), x_0, or v = √ᾱ ε − √(1 − ᾱ) x_0 (Salimans & Ho section 4).
-    """
-    if diffusion.prediction == 'epsilon':
-        return noise
-    if diffusion.prediction == 'x0':
-        return x0
-    return _at(diffusion.signal, t) * noise - _at(diffusion.noise, t) * x0
+    return at_timestep(diffusion.signal, t) * x0 + at_timestep(diffusion.noise, t) * noise
 
 
 def split_output(
@@ -206,18 +191,17 @@ def predict_x0_and_noise(
     DDPM eq. 15 for a network that predicts ε, Salimans & Ho appendix D for v.
     """
     if diffusion.prediction == 'epsilon':
-        return _at(diffusion.inverse_signal, t) * xt - _at(
-            diffusion.noise_to_signal, t
-        ) * prediction, prediction
+        scaled = at_timestep(diffusion.inverse_signal, t) * xt
+        return scaled - at_timestep(diffusion.noise_to_signal, t) * prediction, prediction
     if diffusion.prediction == 'x0':
         return prediction, noise_from_x0(diffusion, prediction, xt, t)
-    signal, noise = _at(diffusion.signal, t), _at(diffusion.noise, t)
+    signal, noise = at_timestep(diffusion.signal, t), at_timestep(diffusion.noise, t)
     return signal * xt - noise * prediction, noise * xt + signal * prediction
 
 
 def noise_from_x0(diffusion: Diffusion, x0: Images, xt: Images, t: Steps) -> Images:
     """Returns the ε that leads from x_0 to x_t (DDPM eq. 4, solved for ε)."""
-    return (xt - _at(diffusion.signal, t) * x0) / _at(diffusion.noise, t)
+    return (xt - at_timestep(diffusion.signal, t) * x0) / at_timestep(diffusion.noise, t)
 
 
 def posterior(
@@ -228,8 +212,8 @@ def posterior(
     The variance is 0 at t = 0; its logarithm is clipped to the value at t = 1, as in
     guided-diffusion.
     """
-    mean = _at(diffusion.posterior_x0, t) * x0 + _at(diffusion.posterior_xt, t) * xt
-    return mean, _at(diffusion.posterior_log_variance, t)
+    mean = at_timestep(diffusion.posterior_x0, t) * x0 + at_timestep(diffusion.posterior_xt, t) * xt
+    return mean, at_timestep(diffusion.posterior_log_variance, t)
 
 
 def learned_log_variance(diffusion: Diffusion, values: Images, t: Steps) -> Images:
@@ -239,84 +223,6 @@ def learned_log_variance(diffusion: Diffusion, values: Images, t: Steps) -> Imag
       values: the network's variance channels; w = (values + 1)/2 as in guided-diffusion.
     """
     weight = (values + 1) / 2
-    return weight * _at(diffusion.log_betas, t) + (1 - weight) * _at(
-        diffusion.posterior_log_variance, t
-    )
-
-
-def gaussian_kl(mean1: Array, log_variance1: Array, mean2: Array, log_variance2: Array) -> Array:
-    """Returns KL(N(mean1, variance1) ‖ N(mean2, variance2)), elementwise, in nats."""
-    return 0.5 * (
-        log_variance2
-        - log_variance1
-        - 1
-        + jnp.exp(log_variance1 - log_variance2)
-        + jnp.square(mean1 - mean2) * jnp.exp(-log_variance2)
-    )
-
-
-def discretized_gaussian_nll(x0: Images, mean: Images, log_variance: Images) -> Images:
-    """Returns −log p(x_0), elementwise, in nats (DDPM eq. 13).
-
-    p(x_0) is the Gaussian's mass in the bin of the pixel value, one of 256; `x0` lies on the grid
-    k/127.5 − 1, and the outermost bins extend to infinity. The normal distribution function is
-    exact, where guided-diffusion approximates it by a tanh. The mass is bounded below by 1e-12, as
-    in guided-diffusion.
-    """
-    inverse_std = jnp.exp(-0.5 * log_variance)
-    lower = jnp.where(x0 < -0.999, -jnp.inf, (x0 - mean - 1 / 255) * inverse_std)
-    upper = jnp.where(x0 > 0.999, jnp.inf, (x0 - mean + 1 / 255) * inverse_std)
-    # [a, b] and [−b, −a] have the same mass, and the distribution function is more accurate where
-    # its values are small.
-    mirror = lower + upper > 0
-    lower, upper = jnp.where(mirror, -upper, lower), jnp.where(mirror, -lower, upper)
-    return -jnp.log(jnp.maximum(ndtr(upper) - ndtr(lower), 1e-12))
-
-
-def variational_bound(
-    diffusion: Diffusion, output: Output, x0: Images, xt: Images, t: Steps
-) -> PerSample:
-    """Returns the variational bound's term of step t, in bits per dimension.
-
-    L_{t−1} = KL(q(x_{t−1} | x_t, x_0) ‖ p(x_{t−1} | x_t)) (DDPM eq. 5), and at t = 0 the decoder's
-    −log p(x_0 | x_1) (eq. 13), both with the learned variance and averaged over height, width and
-    channels. The prediction is not clipped.
-
-    Raises:
-      ValueError: the network has no learned variance.
-    """
-    prediction, values = split_output(diffusion, output, x0.shape[-1])
-    if values is None:
-        raise ValueError(
-            'variational_bound needs a network with a learned variance (diffusion.learn_sigma=True)'
-        )
-    true_mean, true_log_variance = posterior(diffusion, x0, xt, t)
-    mean, _ = posterior(diffusion, predict_x0_and_noise(diffusion, prediction, xt, t)[0], xt, t)
-    log_variance = learned_log_variance(diffusion, values, t)
-    nats = jnp.where(
-        (t == 0)[:, None, None, None],
-        discretized_gaussian_nll(x0, mean, log_variance),
-        gaussian_kl(true_mean, true_log_variance, mean, log_variance),
-    )
-    return jnp.mean(nats, axis=(1, 2, 3)) / math.log(2)
-
-
-def per_sample_loss(
-    diffusion: Diffusion, output: Output, x0: Images, xt: Images, t: Steps, noise: Images
-) -> PerSample:
-    """Returns the loss of each sample, float32 of shape (batch,).
-
-    The mean squared error of the prediction (DDPM eq. 14), or IDDPM's hybrid loss (eq. 16) with a
-    learned variance. The hybrid loss adds vlb_weight · T · L_vlb(t), with L_vlb in bits per
-    dimension and without a gradient to the prediction; vlb_weight = 1e-3 equals guided-diffusion's
-    RESCALED_MSE loss.
-    """
-    prediction, values = split_output(diffusion, output, x0.shape[-1])
-    error = jnp.square(prediction - prediction_target(diffusion, x0, t, noise))
-    loss = jnp.mean(error, axis=(1, 2, 3))
-    if values is None:
-        return loss
-    frozen = jnp.concatenate([jax.lax.stop_gradient(prediction), values], axis=-1)
-    return loss + diffusion.vlb_weight * diffusion.steps * variational_bound(
-        diffusion, frozen, x0, xt, t
-    )
+    upper = weight * at_timestep(diffusion.log_betas, t)
+    lower = (1 - weight) * at_timestep(diffusion.posterior_log_variance, t)
+    return upper + lower

@@ -36,9 +36,9 @@ from jax.scipy.special import betaln, digamma
 from jaxtyping import Array, Float, Int, Key
 
 from jaxunet.config import Config
+from jaxunet.diffusion.objectives import gaussian_kl
 from jaxunet.diffusion.process import (
     Diffusion,
-    gaussian_kl,
     learned_log_variance,
     posterior,
     predict_x0_and_noise,

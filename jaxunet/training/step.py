@@ -23,7 +23,8 @@ from jaxtyping import Array, Float, Int, Key
 
 from jaxunet.checkpoint.state import TrainState, learning_rate_schedule
 from jaxunet.config import Config
-from jaxunet.diffusion.process import Diffusion, per_sample_loss
+from jaxunet.diffusion.objectives import per_sample_loss
+from jaxunet.diffusion.process import Diffusion
 from jaxunet.diffusion.timestep_policy import Event
 from jaxunet.diffusion.timesteps import TimestepSampler, make_sampler
 from jaxunet.diffusion.weighting import Weighting, make_weighting

@@ -1,0 +1,117 @@
+"""Training objectives of a diffusion model: regression targets, the variational bound, losses.
+
+Sources: those of `jaxunet.diffusion.process`.
+"""
+
+from __future__ import annotations
+
+import math
+
+import jax
+import jax.numpy as jnp
+from jax.scipy.special import ndtr
+from jaxtyping import Array, Float32
+
+from jaxunet.diffusion.process import (
+    Diffusion,
+    Images,
+    Output,
+    Steps,
+    at_timestep,
+    learned_log_variance,
+    posterior,
+    predict_x0_and_noise,
+    split_output,
+)
+
+PerSample = Float32[Array, ' batch']
+
+
+def prediction_target(diffusion: Diffusion, x0: Images, t: Steps, noise: Images) -> Images:
+    """Returns the network's regression target, which depends on `diffusion.prediction`.
+
+    ε (DDPM eq. 14), x_0, or v = √ᾱ ε − √(1 − ᾱ) x_0 (Salimans & Ho section 4).
+    """
+    if diffusion.prediction == 'epsilon':
+        return noise
+    if diffusion.prediction == 'x0':
+        return x0
+    return at_timestep(diffusion.signal, t) * noise - at_timestep(diffusion.noise, t) * x0
+
+
+def gaussian_kl(mean1: Array, log_variance1: Array, mean2: Array, log_variance2: Array) -> Array:
+    """Returns KL(N(mean1, variance1) ‖ N(mean2, variance2)), elementwise, in nats."""
+    return 0.5 * (
+        log_variance2
+        - log_variance1
+        - 1
+        + jnp.exp(log_variance1 - log_variance2)
+        + jnp.square(mean1 - mean2) * jnp.exp(-log_variance2)
+    )
+
+
+def discretized_gaussian_nll(x0: Images, mean: Images, log_variance: Images) -> Images:
+    """Returns −log p(x_0), elementwise, in nats (DDPM eq. 13).
+
+    p(x_0) is the Gaussian's mass in the bin of the pixel value, one of 256; `x0` lies on the grid
+    k/127.5 − 1, and the outermost bins extend to infinity. The normal distribution function is
+    exact, where guided-diffusion approximates it by a tanh. The mass is bounded below by 1e-12, as
+    in guided-diffusion.
+    """
+    inverse_std = jnp.exp(-0.5 * log_variance)
+    lower = jnp.where(x0 < -0.999, -jnp.inf, (x0 - mean - 1 / 255) * inverse_std)
+    upper = jnp.where(x0 > 0.999, jnp.inf, (x0 - mean + 1 / 255) * inverse_std)
+    # [a, b] and [−b, −a] have the same mass, and the distribution function is more accurate where
+    # its values are small.
+    mirror = lower + upper > 0
+    lower, upper = jnp.where(mirror, -upper, lower), jnp.where(mirror, -lower, upper)
+    return -jnp.log(jnp.maximum(ndtr(upper) - ndtr(lower), 1e-12))
+
+
+def variational_bound(
+    diffusion: Diffusion, output: Output, x0: Images, xt: Images, t: Steps
+) -> PerSample:
+    """Returns the variational bound's term of step t, in bits per dimension.
+
+    L_{t−1} = KL(q(x_{t−1} | x_t, x_0) ‖ p(x_{t−1} | x_t)) (DDPM eq. 5), and at t = 0 the decoder's
+    −log p(x_0 | x_1) (eq. 13), both with the learned variance and averaged over height, width and
+    channels. The prediction is not clipped.
+
+    Raises:
+      ValueError: the network has no learned variance.
+    """
+    prediction, values = split_output(diffusion, output, x0.shape[-1])
+    if values is None:
+        raise ValueError(
+            'variational_bound needs a network with a learned variance (diffusion.learn_sigma=True)'
+        )
+    true_mean, true_log_variance = posterior(diffusion, x0, xt, t)
+    mean, _ = posterior(diffusion, predict_x0_and_noise(diffusion, prediction, xt, t)[0], xt, t)
+    log_variance = learned_log_variance(diffusion, values, t)
+    nats = jnp.where(
+        (t == 0)[:, None, None, None],
+        discretized_gaussian_nll(x0, mean, log_variance),
+        gaussian_kl(true_mean, true_log_variance, mean, log_variance),
+    )
+    return jnp.mean(nats, axis=(1, 2, 3)) / math.log(2)
+
+
+def per_sample_loss(
+    diffusion: Diffusion, output: Output, x0: Images, xt: Images, t: Steps, noise: Images
+) -> PerSample:
+    """Returns the loss of each sample, float32 of shape (batch,).
+
+    The mean squared error of the prediction (DDPM eq. 14), or IDDPM's hybrid loss (eq. 16) with a
+    learned variance. The hybrid loss adds vlb_weight · T · L_vlb(t), with L_vlb in bits per
+    dimension and without a gradient to the prediction; vlb_weight = 1e-3 equals guided-diffusion's
+    RESCALED_MSE loss.
+    """
+    prediction, values = split_output(diffusion, output, x0.shape[-1])
+    error = jnp.square(prediction - prediction_target(diffusion, x0, t, noise))
+    loss = jnp.mean(error, axis=(1, 2, 3))
+    if values is None:
+        return loss
+    frozen = jnp.concatenate([jax.lax.stop_gradient(prediction), values], axis=-1)
+    return loss + diffusion.vlb_weight * diffusion.steps * variational_bound(
+        diffusion, frozen, x0, xt, t
+    )
