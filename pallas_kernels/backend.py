@@ -1,10 +1,14 @@
-"""The pallas backend, as jaxunet finds it by its entry point; its kernels suit this process's device."""
+"""The pallas backend, as jaxunet finds it by its entry point.
+
+Its kernels suit the device of this process: Mosaic GPU on Hopper where a shape suits it, Triton
+elsewhere, and interpreted Triton in tests on a CPU.
+"""
 
 from __future__ import annotations
 
 from jaxtyping import Array, Float
 
-from jaxunet.ops.activation import Activation, passing
+from jaxunet.ops.activation import Activation
 from jaxunet.runtime import device
 from jaxunet.runtime.plugins import Backend
 from pallas_kernels.attention import vjp as attention_kernels
@@ -35,7 +39,7 @@ def attention(
 
 
 def unavailable() -> str | None:
-    """What this machine lacks to run the kernels, or None if they run."""
+    """Says what this machine lacks to run the kernels; None if they run."""
     try:
         device.target()
     except device.UnsupportedDeviceError as error:
@@ -49,8 +53,8 @@ BACKEND = Backend(
     api=1,
     ops={
         'conv3x3': conv3x3,
-        'norm_silu_conv3x3': passing(norm_silu_conv3x3),
-        'group_norm': passing(group_norm),
+        'norm_silu_conv3x3': norm_silu_conv3x3,
+        'group_norm': group_norm,
         'attention': attention,
     },
     unavailable=unavailable,

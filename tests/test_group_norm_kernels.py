@@ -10,10 +10,10 @@ import pytest
 from jax.sharding import AbstractDevice, AbstractMesh
 from parity import assert_parity, draw
 
-from jaxunet.ops.activation import Activation, at_least_float32, channel_moments
+from jaxunet.ops.activation import Activation, at_least_float32
 from jaxunet.ops.group_norm import reference
 from jaxunet.ops.group_norm.cases import ELEPHANTS64
-from pallas_kernels.group_norm import apply, backward, statistics, vjp
+from pallas_kernels.group_norm import backward, forward, statistics, vjp
 from pallas_kernels.group_norm.tiles import Tile, fit
 
 # JAX says at every lowering that it will drop its Triton backend some day.
@@ -35,7 +35,7 @@ SHAPES = [(2, 7, 5, 12), (1, 8, 8, 16), (2, 3, 3, 5)]
 def test_moments(shape, dtype, mean, tile):
     assert_parity(
         lambda x: statistics.moments(x, tile=tile, interpret=True),
-        channel_moments,
+        reference.channel_moments,
         {'x': (draw(shape, dtype, offset=mean), dtype)},
         gradients=False,
     )
@@ -54,25 +54,6 @@ def test_channel_sums(shape, tile, dtype):
     )
 
 
-@pytest.mark.parametrize(
-    ('tile', 'silu'), [(TILES[0], True), (TILES[1], False), (TILES[2], True)], ids=str
-)
-def test_apply_reads_parts_in_place(tile, silu):
-    def plain(x, y, a, b):
-        joined = (
-            jnp.concatenate([x, y], axis=-1).astype(at_least_float32(x.dtype)) * a[:, None, None, :]
-            + b[:, None, None, :]
-        )
-        return (jax.nn.silu(joined) if silu else joined).astype(x.dtype)
-
-    parts = {
-        name: (draw((2, 5, 4, c), 'bfloat16'), 'bfloat16') for name, c in (('x', 6), ('y', 11))
-    }
-    affine = {name: (draw((2, 17), 'float32'), 'float32') for name in 'ab'}
-    kernel = lambda x, y, a, b: apply.apply([x, y], a, b, silu=silu, tile=tile, interpret=True)  # noqa: E731
-    assert_parity(kernel, plain, parts | affine, gradients=False)
-
-
 @pytest.mark.parametrize('batch_of_scale', [1, 3])
 def test_affine_from_the_moments_of_two_parts(batch_of_scale):
     known = {
@@ -84,8 +65,8 @@ def test_affine_from_the_moments_of_two_parts(batch_of_scale):
     }
 
     def plain(x, y, scale, offset):
-        parts = tuple(jnp.zeros((3, 1, 1, m.shape[1]), m.dtype) for m in (x, y))
-        a, b = reference.group_affine(Activation(parts, (x, y)), scale, offset, groups=5, eps=1e-5)
+        moments = jnp.concatenate([x, y], axis=1)
+        a, b = reference.group_affine(moments, scale, offset, groups=5, eps=1e-5)
         return a, b, a / scale
 
     def kernel(x, y, scale, offset):
@@ -120,9 +101,7 @@ def test_two_launches_each_way_and_the_recomputed_activation(channels, groups, t
 
     def plain(x, y, dy, scale, offset):
         def op(x, y, scale, offset):
-            return reference.group_norm(
-                Activation((x, y), (None, None)), scale, offset, groups=groups, silu=silu
-            )
+            return reference.group_norm(Activation((x, y)), scale, offset, groups=groups, silu=silu)
 
         out, pull = jax.vjp(op, x, y, scale, offset)
         return out, out, pull(dy)
@@ -130,7 +109,9 @@ def test_two_launches_each_way_and_the_recomputed_activation(channels, groups, t
     def kernel(x, y, dy, scale, offset):
         statistic = [statistics.moments(part, tile=tile, interpret=True) for part in (x, y)]
         options = {'groups': groups, 'silu': silu, 'tile': tile, 'interpret': True}
-        out, mean, inverse = apply.normalise((x, y), statistic, scale, offset, eps=1e-5, **options)
+        out, mean, inverse = forward.normalise(
+            (x, y), statistic, scale, offset, eps=1e-5, **options
+        )
         known = ((x, y), dy, scale, offset, mean, inverse)
         sums, active = backward.gradient_sums(
             *known, silu=silu, activation=True, tile=tile, interpret=True
@@ -165,15 +146,8 @@ def example(batch=2, channels=(8, 4)):
     return parts, *(jnp.asarray(draw((1, sum(channels)), 'float32'), jnp.float32) for _ in range(2))
 
 
-def norm(op, parts, scale, offset, moments=None, **options):
-    return op(
-        Activation(parts, moments or (None,) * len(parts)),
-        scale,
-        offset,
-        groups=4,
-        silu=True,
-        **options,
-    )
+def norm(op, parts, scale, offset, **options):
+    return op(Activation(parts), scale, offset, groups=4, silu=True, **options)
 
 
 def kernel_norm(*args):
@@ -219,32 +193,14 @@ def test_under_scan():
 
     def gradients(op):
         def run(x, y, scale, offset):
-            body = lambda x, s: (x + op((x, y), scale * s, offset)[..., :8], None)  # noqa: E731
+            def body(x, s):
+                return x + op((x, y), scale * s, offset)[..., :8], None
+
             return jnp.sum(jnp.sin(jax.lax.scan(body, x, jnp.array([0.5, 1.5]))[0]))
 
         return jax.jit(jax.grad(run, (0, 1, 2, 3)))(x, y, scale, offset)
 
     same(gradients(kernel_norm), gradients(reference_norm))
-
-
-@pytest.mark.parametrize('known', [(True, True), (False, True)])
-def test_moments_of_producers_are_used(known):
-    """Values follow the moments that are given; the gradient of a part is the whole one, as when its moments were computed here."""
-    parts, scale, offset = example()
-    moments = tuple(channel_moments(p) if k else None for p, k in zip(parts, known, strict=True))
-    wrong = tuple(m if m is None else 2 * m for m in moments)
-    same(kernel_norm(parts, scale, offset, wrong), reference_norm(parts, scale, offset, wrong))
-
-    def gradients(op, given):
-        def run(parts, scale, offset):
-            made = tuple(
-                channel_moments(p) if k else None for p, k in zip(parts, given, strict=True)
-            )
-            return loss(op, parts, scale, offset, made)
-
-        return jax.grad(run, (0, 1, 2))(parts, scale, offset)
-
-    same(gradients(kernel_norm, known), gradients(reference_norm, (False, False)))
 
 
 def test_float64_stays_float64():
@@ -276,17 +232,13 @@ def test_float64_stays_float64():
             {'parts': (jnp.zeros((2, 4, 4, 12), jnp.int32),)},
             'x: int32; use bfloat16, float16 or float32',
         ),
-        (
-            {'moments': (jnp.zeros((2, 8, 1)), None)},
-            r'x.moments\[0\]: shape \[2, 8, 1\]; expected \[2, 8, 2\]',
-        ),
         ({'groups': 5}, '12 channels are not a multiple of 5 groups'),
     ],
 )
 def test_says_what_is_wrong(change, message):
     parts, scale, offset = example()
-    good = {'parts': parts, 'scale': scale, 'offset': offset, 'moments': None, 'groups': 4} | change
-    x = Activation(good['parts'], good['moments'] or (None,) * len(good['parts']))
+    good = {'parts': parts, 'scale': scale, 'offset': offset, 'groups': 4} | change
+    x = Activation(good['parts'])
     with pytest.raises(ValueError, match=message):
         vjp.group_norm(x, good['scale'], good['offset'], groups=good['groups'], interpret=True)
 
@@ -311,7 +263,9 @@ def shapes_of(case, batch, dtype):
 
 def both_ways(case):
     def run(parts, scale, offset, dy):
-        op = lambda p, s, o: vjp.group_norm(Activation(p, (None,) * len(p)), s, o, silu=case.silu)  # noqa: E731
+        def op(parts, scale, offset):
+            return vjp.group_norm(Activation(parts), scale, offset, silu=case.silu)
+
         y, pull = jax.vjp(op, parts, scale, offset)
         return y, pull(dy)
 
@@ -334,20 +288,6 @@ def test_a_large_image_is_shared_by_programs():
     case = ELEPHANTS64[0]._replace(height=256, width=256)
     expected = {'moments': 1, 'normalise': 1, 'gradient_sums': 1, 'gradient': 1}
     assert kernels_in(both_ways(case), *shapes_of(case, 1, jnp.float32)) == expected
-
-
-def test_launches_with_known_moments():
-    case = ELEPHANTS64[2]
-    parts, scale, offset, _ = shapes_of(case, 32, jnp.bfloat16)
-    moments = tuple(jax.ShapeDtypeStruct((32, c, 2), jnp.float32) for c in case.parts)
-    found = kernels_in(
-        lambda p, m, s, o: vjp.group_norm(Activation(p, m), s, o, silu=True),
-        parts,
-        moments,
-        scale,
-        offset,
-    )
-    assert found == {'normalise': 1}
 
 
 @pytest.mark.parametrize(

@@ -36,7 +36,8 @@ class Calls:
             kernel = next((a for a in arguments if a.ndim == 4), None)
             parts = x.parts if isinstance(x, Activation) else (x,)
             shape = (*parts[0].shape[:-1], sum(p.shape[-1] for p in parts))
-            self.seen.append((name, shape, len(parts), 0 if kernel is None else kernel.shape[-1]))
+            features = 0 if kernel is None else kernel.shape[-1]
+            self.seen.append((name.removesuffix('_and_input'), shape, len(parts), features))
             return op(x, *arguments, **options)
 
         return call

@@ -1,6 +1,7 @@
 """The references, which are also the xla backend, against other implementations, in float64."""
 
 import inspect
+import typing
 
 import flax.linen as nn
 import jax
@@ -10,9 +11,10 @@ import pytest
 
 from jaxunet.ops import backends as seam
 from jaxunet.ops import vocabulary
-from jaxunet.ops.activation import Activation, channel_moments
+from jaxunet.ops.activation import Activation
 from jaxunet.runtime import device
 from jaxunet.runtime.errors import UserError
+from jaxunet.runtime.plugins import load_backend
 
 OPS = seam.load_ops('xla')
 
@@ -44,18 +46,14 @@ def test_group_norm_is_flax_group_norm():
     )
 
 
-def test_group_norm_of_parts_and_of_known_moments_is_that_of_the_whole():
+def test_group_norm_of_parts_is_that_of_the_whole():
     x, scale, offset = draw(2, 4, 4, 48), draw(2, 48, seed=1), draw(2, 48, seed=2)
     a, b = x[..., :20], x[..., 20:]  # the cut goes through a group
-    joined = Activation.of(a, channel_moments(a)).join(Activation.of(b))
+    joined = Activation.of(a).join(Activation.of(b))
     want = OPS.group_norm(Activation.of(x), scale, offset, groups=8)
     np.testing.assert_allclose(
         OPS.group_norm(joined, scale, offset, groups=8), want, rtol=1e-9, atol=1e-9
     )
-    wrong = Activation(
-        (a, b), (2 * channel_moments(a), None)
-    )  # given moments are used, not recomputed
-    assert not np.allclose(OPS.group_norm(wrong, scale, offset, groups=8), want)
 
 
 def test_group_norm_survives_a_large_mean_in_float32():
@@ -137,20 +135,28 @@ def test_results_have_the_type_of_their_input(dtype):
     assert OPS.linear(x, draw(32, 4), bias, residual=x[..., :4]).dtype == dtype
 
 
-def test_seam_signatures_and_errors():
-    for name, op in [
-        item
-        for backend in ('xla', 'pallas', 'cuda')
-        for item in seam.ops_of(backend)._asdict().items()
-    ]:
-        protocol = getattr(
-            vocabulary,
-            {'norm_silu_conv3x3': 'NormSiluConv3x3', 'group_norm': 'GroupNorm'}.get(
-                name, name.capitalize()
-            ),
-        )
-        wanted = list(inspect.signature(protocol.__call__).parameters)[1:]
-        assert list(inspect.signature(op).parameters) == wanted
+@pytest.mark.parametrize('backend', ['xla', 'pallas', 'cuda'])
+def test_backends_implement_the_signatures_of_the_vocabulary(backend):
+    ops = seam.REFERENCES if backend == 'xla' else load_backend(backend).ops
+    for name, protocol in typing.get_type_hints(vocabulary.Ops).items():
+        if name in ops:
+            wanted = list(inspect.signature(protocol.__call__).parameters)[1:]
+            assert list(inspect.signature(ops[name]).parameters) == wanted, name
+
+
+def test_the_variants_return_the_result_and_copies_of_the_input():
+    x, one, kernel = Activation.of(draw(2, 4, 4, 8)), jnp.ones((1, 8)), draw(3, 3, 8, 8)
+    pairs = [
+        (OPS.group_norm, OPS.group_norm_and_input, (one, one)),
+        (OPS.norm_silu_conv3x3, OPS.norm_silu_conv3x3_and_input, (one, one, kernel, one)),
+    ]
+    for plain, variant, operands in pairs:
+        found = variant(x, *operands, groups=4, copies=2)
+        jax.tree.map(np.testing.assert_array_equal, found.result, plain(x, *operands, groups=4))
+        assert found.copies == (x, x)
+
+
+def test_an_unknown_backend_is_named():
     with pytest.raises(UserError, match='expected one of auto, xla, pallas, cuda'):
         seam.load_ops('tpu')
 
@@ -206,7 +212,8 @@ def test_backends_mix_op_by_op(monkeypatch):
             seam.choose('pallas+adamw=cuda')
         monkeypatch.setattr(seam, '_unavailable', lambda name: None)
         mixed = seam.load_ops('auto+attention=cuda+group_norm=xla')
-        assert mixed == cuda._replace(group_norm=seam.XLA.group_norm)
+        xla = {name: getattr(seam.XLA, name) for name in ('group_norm', 'group_norm_and_input')}
+        assert mixed == cuda._replace(**xla)
         assert seam.choose('pallas+adamw=cuda')['adamw'] == 'cuda'
         assert seam.load_ops('pallas+linear=cuda') == pallas._replace(linear=cuda.linear)
         assert seam.load_ops('cuda+linear=xla') == cuda._replace(linear=seam.XLA.linear)

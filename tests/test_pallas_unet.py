@@ -7,7 +7,7 @@ import pytest
 from tiny import tiny_config
 
 from jaxunet.model.unet import build_unet
-from jaxunet.ops.activation import Activation, channel_moments
+from jaxunet.ops.activation import Activation
 from jaxunet.ops.backends import load_ops
 from jaxunet.runtime.device import Target, use
 
@@ -68,7 +68,7 @@ def test_loss_and_gradients_are_those_of_xla(model):
 
 def conv(x, kernel, parts=1):
     one, zero = jnp.ones((1, x.shape[-1]), x.dtype), jnp.zeros((1, kernel.shape[-1]), x.dtype)
-    split = Activation(tuple(jnp.split(x, parts, axis=-1)), (None,) * parts)
+    split = Activation(tuple(jnp.split(x, parts, axis=-1)))
     y = (
         load_ops('pallas')
         .norm_silu_conv3x3(split, one, one, kernel, zero, residual=split, groups=2)
@@ -113,33 +113,3 @@ def test_scan_over_micro_batches_is_a_loop():
     np.testing.assert_allclose(
         total, sum(jax.grad(conv, argnums=1)(part, kernel, 2) for part in x), rtol=1e-5, atol=1e-5
     )
-
-
-def test_moments_of_a_producer_are_used_and_cost_no_gradient():
-    x, kernel = arrays()
-    one, zero = jnp.ones((1, 8)), jnp.zeros((1, 8))
-
-    def energy(x, factor):
-        features = Activation.of(x, factor * channel_moments(x))
-        return jnp.sum(
-            jnp.sin(
-                load_ops('pallas')
-                .norm_silu_conv3x3(features, one, one, kernel, zero, groups=2)
-                .value
-            )
-        )
-
-    def plain(x):
-        return jnp.sum(
-            jnp.sin(
-                load_ops('xla')
-                .norm_silu_conv3x3(Activation.of(x), one, one, kernel, zero, groups=2)
-                .value
-            )
-        )
-
-    got, gradient = jax.value_and_grad(energy)(x[0], 1.0)
-    want, want_gradient = jax.value_and_grad(plain)(x[0])
-    np.testing.assert_allclose(got, want, rtol=1e-5)
-    np.testing.assert_allclose(gradient, want_gradient, atol=1e-4)
-    assert abs(float(energy(x[0], 4.0) - want)) > 1e-2

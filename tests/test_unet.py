@@ -11,7 +11,8 @@ from tiny import tiny_config
 
 from jaxunet.config import resolve
 from jaxunet.model.cost import forward_flops, memory, parameter_count
-from jaxunet.model.unet import build_unet, init_params, timestep_embedding
+from jaxunet.model.embeddings import timestep_embedding
+from jaxunet.model.unet import build_unet, init_params
 from jaxunet.ops.backends import load_ops
 from jaxunet.runtime.errors import UserError
 

@@ -8,8 +8,8 @@ from xla_ffi import unavailable
 from xla_ffi.adamw.narrow import narrow
 from xla_ffi.adamw.update import adamw, sum_of_squares
 from xla_ffi.attention.vjp import attention
-from xla_ffi.conv3x3.vjp import conv3x3, norm_silu_conv3x3
-from xla_ffi.group_norm.vjp import group_norm
+from xla_ffi.conv3x3.vjp import conv3x3, norm_silu_conv3x3, norm_silu_conv3x3_and_input
+from xla_ffi.group_norm.vjp import group_norm, group_norm_and_input
 from xla_ffi.linear.vjp import linear
 
 BACKEND = Backend(
@@ -19,7 +19,9 @@ BACKEND = Backend(
     ops={
         'conv3x3': conv3x3,
         'norm_silu_conv3x3': norm_silu_conv3x3,
+        'norm_silu_conv3x3_and_input': norm_silu_conv3x3_and_input,
         'group_norm': group_norm,
+        'group_norm_and_input': group_norm_and_input,
         'attention': attention,
         'linear': linear,
         'adamw': FusedUpdate(sum_of_squares, adamw, narrow),

@@ -1,41 +1,81 @@
-"""Chooses the backend of every op: xla, the references, or an installed kernel backend.
+"""Chooses a backend for every op: `xla`, the references, or an installed kernel backend.
 
-`load_ops(backend)` returns an `Ops`; the UNet receives it as a field and never asks which backend it has.
+How does `auto` choose? Once per process, op by op, from the device and the precision; it times
+nothing at run time. `_auto` holds the whole table:
+
+    Hopper (compute capability 9.0), bfloat16 or float16    cuda; attention from pallas
+    Hopper, float32                                         pallas; adamw from cuda
+    every other device                                      xla
+
+An op whose backend is not installed or does not run on this machine falls to the other kernel
+backend, then to xla; the log says when the CUDA kernels are left out. `describe` gives the line that
+a run logs. A config overrides single ops: `backend=auto+attention=cuda`.
+
+`load_ops(backend)` returns an `Ops`. The UNet receives it as a field and never asks which backend it
+has. Kernel backends are Python entry points; `jaxunet.runtime.plugins` finds them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from absl import logging
 
 from jaxunet.config import OPS, split_backend
-from jaxunet.ops.activation import passing
+from jaxunet.ops.activation import Activation
 from jaxunet.ops.attention.reference import attention
-from jaxunet.ops.conv3x3 import reference as conv3x3_reference
+from jaxunet.ops.conv3x3.reference import conv3x3, norm_silu_conv3x3
 from jaxunet.ops.group_norm.reference import group_norm
 from jaxunet.ops.linear.reference import linear
-from jaxunet.ops.vocabulary import FusedUpdate, Ops
+from jaxunet.ops.vocabulary import FusedUpdate, Ops, WithInput, check_copies
 from jaxunet.runtime import device
 from jaxunet.runtime.errors import UserError
 from jaxunet.runtime.plugins import Backend, backend_names, load_backend
 
-XLA = Ops(
-    conv3x3=conv3x3_reference.conv3x3,
-    norm_silu_conv3x3=passing(conv3x3_reference.norm_silu_conv3x3),
-    group_norm=passing(group_norm),
-    attention=attention,
-    linear=linear,
-)
+# The plain op that a variant belongs to: a config gives both to the same backend.
+AND_INPUT = {
+    'norm_silu_conv3x3_and_input': 'norm_silu_conv3x3',
+    'group_norm_and_input': 'group_norm',
+}
+REFERENCES: Mapping[str, Callable[..., Any]] = {
+    'conv3x3': conv3x3,
+    'norm_silu_conv3x3': norm_silu_conv3x3,
+    'group_norm': group_norm,
+    'attention': attention,
+    'linear': linear,
+}
+
+
+@functools.cache
+def and_input(op: Callable[..., Any]) -> Callable[..., WithInput[Any]]:
+    """Composes the `..._and_input` variant of an op from the plain op.
+
+    XLA adds the gradients of the copies, as it does for any array with several readers.
+    """
+
+    def call(x: Activation, *operands: Any, copies: int = 1, **options: Any) -> WithInput[Any]:
+        check_copies(op.__name__, copies)
+        return WithInput(op(x, *operands, **options), (x,) * copies)
+
+    return call
+
+
+def _implementation(name: str, ops: Mapping[str, Callable[..., Any]]) -> Callable[..., Any]:
+    """The op or variant among those of one backend; a missing variant is composed."""
+    return ops[name] if name in ops else and_input(ops[AND_INPUT[name]])
+
+
+XLA = Ops(**{name: _implementation(name, REFERENCES) for name in Ops._fields})
 
 
 def choose(backend: str, precision: str = 'bfloat16') -> dict[str, str]:
-    """The backend of every op of `jaxunet.config.OPS` on this machine. `auto` takes, op by op, what was measured to be the fastest on its device.
+    """Returns the backend of every op of `jaxunet.config.OPS` on this machine.
 
     Args:
       backend: as `Config.backend`, such as pallas or pallas+adamw=cuda.
-      precision: as `Config.precision`; it matters to `auto` alone.
+      precision: as `Config.precision`; only `auto` uses it.
 
     Raises:
       UserError: a backend is unknown, or this version or machine does not have it.
@@ -48,7 +88,9 @@ def choose(backend: str, precision: str = 'bfloat16') -> dict[str, str]:
 
 
 def named(backend: str, precision: str = 'bfloat16') -> dict[str, str]:
-    """The backend of every op, whether or not this machine runs it.
+    """Returns the backend of every op, even if this machine cannot run it.
+
+    An op that the backend does not implement gets xla.
 
     Raises:
       UserError: as `jaxunet.config.split_backend`.
@@ -62,50 +104,57 @@ def named(backend: str, precision: str = 'bfloat16') -> dict[str, str]:
 
 
 def load_ops(backend: str, precision: str = 'bfloat16') -> Ops:
-    """The ops that `choose` takes. Raises UserError as it does."""
+    """Returns the ops of a backend that runs on this machine.
+
+    Raises:
+      UserError: as `choose`.
+    """
     choose(backend, precision)
     return ops_of(backend, precision)
 
 
 def ops_of(backend: str, precision: str = 'bfloat16') -> Ops:
-    """The ops of a backend, whether or not this machine runs them. Raises UserError as `named` does."""
+    """Returns the ops of a backend, even if this machine cannot run them.
+
+    Raises:
+      UserError: as `named`.
+    """
     chosen = named(backend, precision)
-    return Ops(
-        **{
-            op: getattr(XLA, op) if chosen[op] == 'xla' else load_backend(chosen[op]).ops[op]
-            for op in Ops._fields
-        }
-    )
+
+    def implementation(name: str) -> Callable[..., Any]:
+        owner = chosen[AND_INPUT.get(name, name)]
+        if owner == 'xla':
+            return getattr(XLA, name)
+        return _implementation(name, load_backend(owner).ops)
+
+    return Ops(**{name: implementation(name) for name in Ops._fields})
 
 
 def fused_update(backend: str, precision: str = 'bfloat16') -> FusedUpdate | None:
-    """The kernels for what is done to all weights at once: AdamW, the gradients' norm, averages, 16-bit copies.
-
-    None where optax and XLA do it.
-    """
+    """Returns the kernels of the op `adamw`; None if optax and XLA do its work."""
     name = named(backend, precision)['adamw']
     return None if name == 'xla' else load_backend(name).ops['adamw']
 
 
 def describe(backend: str, precision: str = 'bfloat16') -> str:
-    """One line for a log: the backend that each op got; AdamW's is optax, compiled by XLA, or a kernel backend."""
+    """Returns one line for a log: the backend of each op. `adamw=xla` is optax, compiled by XLA."""
     return 'ops: ' + ', '.join(f'{op}={name}' for op, name in choose(backend, precision).items())
 
 
-def implementations(op: str, backends: Sequence[Backend]) -> dict[str, Any]:
-    """The op on XLA and on those backends that have kernels for it, by name."""
+def implementations(op: str, backends: Sequence[Backend]) -> dict[str, Callable[..., Any]]:
+    """Returns the implementations of an op by backend: xla, and those backends that have it."""
     return {'xla': getattr(XLA, op)} | {
         backend.name: backend.ops[op] for backend in backends if op in backend.ops
     }
 
 
 def installed() -> list[Backend]:
-    """Every installed kernel backend."""
+    """Returns every installed kernel backend."""
     return [load_backend(name) for name in backend_names()]
 
 
 def runnable() -> list[Backend]:
-    """The installed kernel backends whose kernels run on this machine."""
+    """Returns the installed kernel backends whose kernels run on this machine."""
     return [backend for backend in installed() if backend.unavailable() is None]
 
 
@@ -118,7 +167,7 @@ def _advice(name: str) -> str:
 
 
 def _unavailable(name: str) -> str | None:
-    """What this installation or machine lacks to run a backend, or None if it runs."""
+    """Says why a backend does not run here; None if it runs."""
     if name == 'xla':
         return None
     if name not in backend_names():
@@ -127,10 +176,11 @@ def _unavailable(name: str) -> str | None:
 
 
 def _auto(precision: str) -> dict[str, str]:
-    """The fastest backend of every op as measured by whole steps on an H200 (docs/results).
+    """The table of this module's docstring.
 
-    In 16 bits that is cuda, with Pallas's attention; in float32 Pallas, with CUDA's AdamW. Other GPUs take XLA: nothing has been
-    measured there.
+    It follows whole training steps timed on an H200 (docs/results): kernels that win alone can lose
+    in a step. Devices without such measurements take XLA. To refit it, run `python -m
+    jaxunet.benchmark` for each candidate on the new device.
     """
     family = _device_family()
     if family in (device.Target.HOPPER, device.Target.TRITON) and (missing := _unavailable('cuda')):
@@ -148,7 +198,7 @@ def _auto(precision: str) -> dict[str, str]:
 
 
 def _device_family() -> device.Target | None:
-    """The kernels that this machine's device runs, None if none."""
+    """The family of kernels that this machine's device runs; None if it runs none."""
     try:
         return device.target()
     except device.UnsupportedDeviceError:

@@ -1,19 +1,40 @@
-"""The vocabulary of the UNet: one signature an op, shared by all backends."""
+"""The vocabulary of the UNet: one signature and one return type an op, shared by all backends.
+
+The ops are the fusions worth having, not the layers of the network. `Ops` holds one implementation
+of each. The module of an op's reference documents its arguments.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Generic, NamedTuple, Protocol, TypeVar
 
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from jaxunet.ops.activation import Activation
-from jaxunet.ops.adamw.operands import Moved
+from jaxunet.ops.adamw.operands import AdamW, Tree
+
+Result = TypeVar('Result')
+MAX_COPIES = 2  # other readers of x that a residual block has: its shortcut and a skip connection
+
+
+class WithInput(NamedTuple, Generic[Result]):
+    """A result, and copies of the op's input x for the other readers of x.
+
+    The copies are x itself; nothing is written. Other readers of x use these copies, so a fused op
+    receives their gradients and can add them inside its own backward kernel.
+    """
+
+    result: Result
+    copies: tuple[Activation, ...]
 
 
 class Conv3x3(Protocol):
-    """conv(x, kernel) + shift [+ residual · shortcut]; see `jaxunet.ops.conv3x3.reference.conv3x3`."""
+    """conv(x, kernel) + shift [+ residual · shortcut].
+
+    See `jaxunet.ops.conv3x3.reference.conv3x3`.
+    """
 
     def __call__(
         self,
@@ -27,9 +48,9 @@ class Conv3x3(Protocol):
 
 
 class NormSiluConv3x3(Protocol):
-    """conv3x3(SiLU(GroupNorm(x))) with the same epilogue; see `jaxunet.ops.conv3x3.reference.norm_silu_conv3x3`.
+    """conv3x3(SiLU(GroupNorm(x))) + shift [+ residual · shortcut].
 
-    Returns: Activation; (Activation, x, ...) if it passes x on, as `jaxunet.ops.activation.passing` has it.
+    See `jaxunet.ops.conv3x3.reference.norm_silu_conv3x3`.
     """
 
     def __call__(
@@ -44,14 +65,32 @@ class NormSiluConv3x3(Protocol):
         shortcut: Float[Array, 'residual_channels features'] | None = None,
         groups: int = 32,
         eps: float = 1e-5,
-        passing: int = 0,
-    ) -> Any: ...
+    ) -> Activation: ...
+
+
+class NormSiluConv3x3AndInput(Protocol):
+    """`NormSiluConv3x3` that also returns `copies` copies of x, 1 to `MAX_COPIES`."""
+
+    def __call__(
+        self,
+        x: Activation,
+        scale: Float[Array, '#batch channels'],
+        offset: Float[Array, '#batch channels'],
+        kernel: Float[Array, '3 3 channels features'],
+        shift: Float[Array, '#batch features'],
+        *,
+        residual: Activation | None = None,
+        shortcut: Float[Array, 'residual_channels features'] | None = None,
+        groups: int = 32,
+        eps: float = 1e-5,
+        copies: int = 1,
+    ) -> WithInput[Activation]: ...
 
 
 class GroupNorm(Protocol):
-    """GroupNorm [+ SiLU]; see `jaxunet.ops.group_norm.reference.group_norm`.
+    """GroupNorm [+ SiLU]. Returns one array, because its readers take arrays.
 
-    Returns: an array of x's shape; (array, x, ...) if it passes x on, as `jaxunet.ops.activation.passing` has it.
+    See `jaxunet.ops.group_norm.reference.group_norm`.
     """
 
     def __call__(
@@ -63,12 +102,27 @@ class GroupNorm(Protocol):
         groups: int = 32,
         eps: float = 1e-5,
         silu: bool = False,
-        passing: int = 0,
-    ) -> Any: ...
+    ) -> Float[Array, 'batch height width channels']: ...
+
+
+class GroupNormAndInput(Protocol):
+    """`GroupNorm` that also returns `copies` copies of x, 1 to `MAX_COPIES`."""
+
+    def __call__(
+        self,
+        x: Activation,
+        scale: Float[Array, '#batch channels'],
+        offset: Float[Array, '#batch channels'],
+        *,
+        groups: int = 32,
+        eps: float = 1e-5,
+        silu: bool = False,
+        copies: int = 1,
+    ) -> WithInput[Array]: ...
 
 
 class Attention(Protocol):
-    """Multi-head attention on packed qkv; see `jaxunet.ops.attention.reference.attention`."""
+    """Multi-head attention on packed qkv. See `jaxunet.ops.attention.reference.attention`."""
 
     def __call__(
         self, qkv: Float[Array, 'batch tokens packed'], *, num_heads: int
@@ -76,7 +130,7 @@ class Attention(Protocol):
 
 
 class Linear(Protocol):
-    """x · kernel + bias [+ residual] at every pixel; see `jaxunet.ops.linear.reference.linear`."""
+    """x · kernel + bias [+ residual] at every pixel. See `jaxunet.ops.linear.reference.linear`."""
 
     def __call__(
         self,
@@ -89,24 +143,41 @@ class Linear(Protocol):
 
 
 class Ops(NamedTuple):
-    """The ops that a UNet is built from."""
+    """The ops that a UNet is built from.
+
+    A backend implements some of them under these names. The two `..._and_input` are optional: for a
+    backend that has only the plain op, `jaxunet.ops.backends` composes them.
+    """
 
     conv3x3: Conv3x3
     norm_silu_conv3x3: NormSiluConv3x3
+    norm_silu_conv3x3_and_input: NormSiluConv3x3AndInput
     group_norm: GroupNorm
+    group_norm_and_input: GroupNormAndInput
     attention: Attention
     linear: Linear
 
 
 class FusedUpdate(NamedTuple):
-    """What a training step does to all weights at once, fused over them: the op `adamw`.
+    """The parts of a training step that touch all weights at once: the op `adamw`.
 
     Fields:
-      sum_of_squares: of all elements of a tree of gradients, a float32 scalar.
-      adamw: one step of AdamW and of the averages of the weights; arguments as `jaxunet.ops.adamw.operands` documents.
-      narrow: float32 arrays as 16-bit ones, rounded to nearest even.
+      sum_of_squares: sum over all elements of a tree of gradients, a float32 scalar.
+      adamw: one step of AdamW and of the averages of the weights.
+      narrow: converts float32 arrays to a 16-bit type, rounding to nearest even.
     """
 
-    sum_of_squares: Callable[[Any], Float[Array, '']]
-    adamw: Callable[..., Moved]
+    sum_of_squares: Callable[[Tree], Float[Array, '']]
+    adamw: AdamW
     narrow: Callable[[Sequence[Array], DTypeLike], tuple[Array, ...]]
+
+
+def check_copies(op: str, copies: int) -> int:
+    """Returns `copies`.
+
+    Raises:
+      ValueError: it is not 1 to `MAX_COPIES`.
+    """
+    if not 1 <= copies <= MAX_COPIES:
+        raise ValueError(f'{op}_and_input: copies={copies}; expected 1 to {MAX_COPIES}')
+    return copies

@@ -1,23 +1,24 @@
 """The convolution ops on the kernels, with their gradients.
 
-Between forward and backward only raw convolution outputs are kept: the activation silu(norm(x)) is computed again for the weight gradient.
+Between forward and backward only raw convolution outputs are kept: the backward pass recomputes the
+activation silu(norm(x)) for the weight gradient.
 """
 
 from __future__ import annotations
 
 import functools
-from typing import Any, cast
+from typing import NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from jaxunet.ops.activation import Activation
-from jaxunet.ops.conv3x3.operands import Added, Parts, check_operands, needed, outline
+from jaxunet.ops.conv3x3.operands import Added, Parts, checked_residual, kept_for_backward, outline
 from jaxunet.runtime import device
 from pallas_kernels.conv3x3 import dispatch
 from pallas_kernels.group_norm import backward as norm_gradient
-from pallas_kernels.group_norm.apply import normalise
+from pallas_kernels.group_norm.forward import normalise
 from pallas_kernels.group_norm.statistics import affine, channel_sums, moments
 
 
@@ -29,14 +30,15 @@ def conv3x3(
     residual: Activation | None = None,
     shortcut: Float[Array, 'residual_channels features'] | None = None,
 ) -> Activation:
-    """conv(x, kernel) + shift [+ residual, or residual · shortcut]: `reference.conv3x3` on kernels.
+    """conv(x, kernel) + shift [+ residual, or residual · shortcut].
 
-    Products accumulate in float32, whose operands are tf32 or split into bfloat16 pairs when x is float32.
+    See `jaxunet.ops.conv3x3.reference.conv3x3`. Products accumulate in float32. For float32 x, the
+    operands of the products are tf32 or pairs of bfloat16.
 
     Raises:
       ValueError: shapes or types that do not fit each other, or a shortcut without a residual.
     """
-    added = check_operands(x, kernel, shift, residual, shortcut)
+    added = checked_residual(x, kernel, shift, residual, shortcut)
     return Activation.of(_conv(x.parts, kernel, shift, added))
 
 
@@ -52,15 +54,21 @@ def norm_silu_conv3x3(
     groups: int = 32,
     eps: float = 1e-5,
 ) -> Activation:
-    """conv3x3(SiLU(norm(x) · scale + offset)) + shift [+ residual]: `reference.norm_silu_conv3x3` on kernels.
+    """conv3x3(SiLU(norm(x) · scale + offset)) + shift [+ residual].
 
-    A producer's moments are taken as a function of its part: the gradient of the part is the whole one, that of the moments is zero.
+    See `jaxunet.ops.conv3x3.reference.norm_silu_conv3x3`.
 
     Raises:
-      ValueError: shapes or types that do not fit each other, a shortcut without a residual, or channels not a multiple of `groups`.
+      ValueError: shapes or types that do not fit each other, a shortcut without a residual, or
+        channels not a multiple of `groups`.
     """
-    added = check_operands(x, kernel, shift, residual, shortcut)
+    added = checked_residual(x, kernel, shift, residual, shortcut)
     return Activation.of(_norm_conv(x, scale, offset, kernel, shift, added, groups, eps))
+
+
+# What the backward pass of the plain convolution reads: the input, the kernel, the outline of the
+# shift, and what `kept_for_backward` keeps of the residual.
+ConvSaved = tuple[Parts, Array, Array, Added | tuple[()] | None]
 
 
 @jax.custom_vjp
@@ -70,25 +78,21 @@ def _conv(parts: Parts, kernel: Array, shift: Array, added: Added | None) -> Arr
 
 def _conv_forward(
     parts: Parts, kernel: Array, shift: Array, added: Added | None
-) -> tuple[Array, Any]:
-    return dispatch.forward(parts, kernel, shift, added), (
-        parts,
-        kernel,
-        outline(shift),
-        needed(added),
-    )
+) -> tuple[Array, ConvSaved]:
+    saved = (parts, kernel, outline(shift), kept_for_backward(added))
+    return dispatch.forward(parts, kernel, shift, added), saved
 
 
-def _conv_backward(saved: Any, dy: Array) -> tuple[Any, ...]:
+def _conv_backward(saved: ConvSaved, dy: Array) -> tuple[Parts, Array, Array, Added | None]:
     parts, kernel, shift, added = saved
     dx = dispatch.input_gradient(dy, kernel, tuple(p.shape[-1] for p in parts))
     return dx, *_parameter_gradients(parts, kernel, shift, added, dy)
 
 
 def _parameter_gradients(
-    parts: Parts, kernel: Array, shift: Array, added: Any, dy: Array
-) -> tuple[Any, ...]:
-    """Gradients of kernel, shift and what was added, given the convolution's input."""
+    parts: Parts, kernel: Array, shift: Array, added: Added | tuple[()] | None, dy: Array
+) -> tuple[Array, Array, Added | None]:
+    """Returns the gradients of kernel, shift and residual, given the convolution's input."""
     dkernel = dispatch.weight_gradient(parts, dy).astype(kernel.dtype)
     return (
         dkernel,
@@ -98,13 +102,32 @@ def _parameter_gradients(
 
 
 def added_gradient(added: Added | tuple[()] | None, dy: Array) -> Added | None:
-    """The gradient of what was added, from what `needed` kept of it."""
+    """Returns the gradient of the residual, from what `kept_for_backward` kept of it."""
     if added is None:
         return None
     if not isinstance(added, Added):
         return Added((dy,), None)
     _, pull = jax.vjp(dispatch.project, added)
     return cast(Added, pull(dy)[0])
+
+
+class _NormSaved(NamedTuple):
+    """What the backward pass of `_norm_conv` reads.
+
+    Fields:
+      shift: its `outline`.
+      added: what `kept_for_backward` keeps of the residual.
+      mean, inverse: of each group, for every sample and channel.
+    """
+
+    x: Activation
+    scale: Array
+    offset: Array
+    kernel: Array
+    shift: Array
+    added: Added | tuple[()] | None
+    mean: Array
+    inverse: Array
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(6, 7))
@@ -130,28 +153,26 @@ def _norm_conv_forward(
     added: Added | None,
     groups: int,
     eps: float,
-) -> tuple[Array, Any]:
+) -> tuple[Array, _NormSaved]:
     interpret = device.interpreted()
     if dispatch.fuses_activation(x.parts, kernel):
-        found = [
-            moments(p, interpret=interpret) if m is None else m
-            for p, m in zip(x.parts, x.moments, strict=True)
-        ]
+        found = [moments(part, interpret=interpret) for part in x.parts]
         a, b, mean, inverse = affine(
             found, scale, offset, groups=groups, eps=eps, interpret=interpret
         )
         y = dispatch.forward(x.parts, kernel, shift, added, (a, b))
     else:
-        given = [m for m in x.moments if m is not None]
-        known = given if len(given) == len(x.parts) else None
         active, mean, inverse = normalise(
-            x.parts, known, scale, offset, groups=groups, eps=eps, silu=True, interpret=interpret
+            x.parts, None, scale, offset, groups=groups, eps=eps, silu=True, interpret=interpret
         )
         y = dispatch.forward((active,), kernel, shift, added)
-    return y, (x, scale, offset, kernel, outline(shift), needed(added), mean, inverse)
+    kept = kept_for_backward(added)
+    return y, _NormSaved(x, scale, offset, kernel, outline(shift), kept, mean, inverse)
 
 
-def _norm_conv_backward(groups: int, eps: float, saved: Any, dy: Array) -> tuple[Any, ...]:
+def _norm_conv_backward(
+    groups: int, eps: float, saved: _NormSaved, dy: Array
+) -> tuple[Activation, Array, Array, Array, Array, Added | None]:
     del eps
     x, scale, offset, kernel, shift, added, mean, inverse = saved
     interpret = device.interpreted()
@@ -165,17 +186,14 @@ def _norm_conv_backward(groups: int, eps: float, saved: Any, dy: Array) -> tuple
         x.parts, dactive, *norm, groups=groups, silu=True, sums=sums, interpret=interpret
     )
     of_norm = norm_gradient.parameter_gradients(sums, scale, offset)
-    return (
-        Activation(dx, x.zero_moments),
-        *of_norm,
-        *_parameter_gradients((active,), kernel, shift, added, dy),
-    )
+    others = _parameter_gradients((active,), kernel, shift, added, dy)
+    return Activation(dx), *of_norm, *others
 
 
 def fold(
     per_sample: Float[Array, 'batch channels'], like: Float[Array, '#batch _']
 ) -> Float[Array, '#batch channels']:
-    """A per-sample gradient, summed over the batch where the parameter is shared."""
+    """Returns a per-sample gradient, summed over the batch if the parameter is shared."""
     value = (
         per_sample
         if like.shape[0] == per_sample.shape[0]

@@ -34,7 +34,7 @@ def moments(
 ) -> Float[Array, 'batch channels 2']:
     """Mean and mean squared deviation over the pixels of each sample and channel, in at least float32; x is read once.
 
-    Same result as `jaxunet.ops.activation.channel_moments`, without cancellation in any type (Chan, Golub & LeVeque 1979).
+    Same result as `jaxunet.ops.group_norm.reference.channel_moments`, without cancellation in any type (Chan, Golub & LeVeque 1979).
     """
     batch, height, width, channels = x.shape
     return _moments(

@@ -121,8 +121,7 @@ def choose_tile(
     rules = {
         'forward': lambda: _slab_tile(batch, pixels, channels, group),
         'backward': lambda: _slab_tile(batch, pixels, channels, group),
-        'normalise': lambda: _apply_tile(pixels),
-        'apply': lambda: _apply_tile(pixels),
+        'normalise': lambda: _normalise_tile(pixels),
         'moments': lambda: _reduction_tile(pixels),
         'channel_sums': lambda: _reduction_tile(pixels),
         'gradient_sums': lambda: _sums_tile(pixels),
@@ -137,7 +136,7 @@ def choose_tile(
     )
 
 
-def _apply_tile(pixels: int) -> Tile:
+def _normalise_tile(pixels: int) -> Tile:
     """The tile of the kernels that read one tensor and write one."""
     if pixels <= 256:
         return Tile(channels=32, rows=16, unroll=4, warps=8)

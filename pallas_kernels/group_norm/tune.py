@@ -29,7 +29,7 @@ from jaxunet.ops.activation import Activation
 from jaxunet.ops.group_norm import reference
 from jaxunet.runtime import gpu_time as timing
 from pallas_kernels import tile_table
-from pallas_kernels.group_norm import apply, backward, statistics, vjp
+from pallas_kernels.group_norm import backward, forward, statistics, vjp
 from pallas_kernels.group_norm.tiles import Tile, choose_tile, shape_class
 
 ELEPHANTS64 = (
@@ -82,9 +82,7 @@ def function(kernel: str, tile: Tile | None) -> Callable[..., Any]:
 
     def both(op: Any, parts: Any, dy: Any, scale: Any, offset: Any) -> Any:
         y, pull = jax.vjp(
-            lambda *a: op(
-                Activation(a[0], (None,) * len(a[0])), a[1], a[2], groups=GROUPS, eps=EPS, silu=True
-            ),
+            lambda *a: op(Activation(a[0]), a[1], a[2], groups=GROUPS, eps=EPS, silu=True),
             parts,
             scale,
             offset,
@@ -94,14 +92,11 @@ def function(kernel: str, tile: Tile | None) -> Callable[..., Any]:
     table: dict[str, Callable[..., Any]] = {
         'both': lambda p, m, dy, s, o, mean, inv, sums: both(vjp.group_norm, p, dy, s, o),
         'both_xla': lambda p, m, dy, s, o, mean, inv, sums: both(reference.group_norm, p, dy, s, o),
-        'forward': lambda p, m, dy, s, o, mean, inv, sums: apply.normalise(
+        'forward': lambda p, m, dy, s, o, mean, inv, sums: forward.normalise(
             p, None, s, o, groups=GROUPS, eps=EPS, silu=True, tile=tile
         ),
-        'normalise': lambda p, m, dy, s, o, mean, inv, sums: apply.normalise(
+        'normalise': lambda p, m, dy, s, o, mean, inv, sums: forward.normalise(
             p, m, s, o, groups=GROUPS, eps=EPS, silu=True, tile=tile
-        ),
-        'apply': lambda p, m, dy, s, o, mean, inv, sums: apply.apply(
-            p, mean, inv, silu=True, tile=tile
         ),
         'moments': lambda p, m, dy, s, o, mean, inv, sums: statistics.moments(dy, tile=tile),
         'channel_sums': lambda p, m, dy, s, o, mean, inv, sums: statistics.channel_sums(
@@ -126,7 +121,6 @@ def function(kernel: str, tile: Tile | None) -> Callable[..., Any]:
 PASSES = {
     'forward': 2,
     'normalise': 2,
-    'apply': 2,
     'moments': 1,
     'channel_sums': 1,
     'backward': 3,

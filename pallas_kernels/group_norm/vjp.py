@@ -1,17 +1,20 @@
-"""The op: GroupNorm, optionally followed by SiLU, on the kernels, with its gradient."""
+"""GroupNorm, optionally followed by SiLU, on the kernels, with its gradient.
+
+Forward and backward take one launch each where `owns_pixels` holds, else two that share the pixels
+of a sample: a reduction over them, then the kernel that writes.
+"""
 
 from __future__ import annotations
 
 import functools
-from typing import Any
 
 import jax
 from jaxtyping import Array, Float
 
 from jaxunet.ops.activation import Activation
 from jaxunet.ops.group_norm.operands import check_operands
-from pallas_kernels.group_norm.apply import normalise
 from pallas_kernels.group_norm.backward import gradient, gradient_sums, parameter_gradients
+from pallas_kernels.group_norm.forward import normalise
 from pallas_kernels.group_norm.statistics import moments
 
 
@@ -25,15 +28,20 @@ def group_norm(
     silu: bool = False,
     interpret: bool = False,
 ) -> Float[Array, 'batch height width channels']:
-    """act(norm(x) · scale + offset), act = SiLU or identity: `reference.group_norm` on kernels (Wu & He 2018, arXiv 1803.08494).
+    """act(norm(x) · scale + offset), act = SiLU or identity.
 
-    A producer's moments are taken as a function of its part: the gradient of the part is the whole one, that of the moments is zero.
+    See `jaxunet.ops.group_norm.reference.group_norm`. Wu & He 2018, arXiv 1803.08494.
 
     Raises:
-      ValueError: shapes or types that do not fit each other, or channels that are not a multiple of `groups`.
+      ValueError: shapes or types that do not fit each other, or channels that are not a multiple of
+        `groups`.
     """
     check_operands(x, scale, offset)
     return _group_norm(x, scale, offset, groups, eps, silu, interpret)
+
+
+# What the backward pass reads: x, scale, offset, and the groups' mean and inverse deviation.
+Saved = tuple[Activation, Array, Array, Array, Array]
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4, 5, 6))
@@ -45,18 +53,12 @@ def _group_norm(
 
 def _forward(
     x: Activation, scale: Array, offset: Array, groups: int, eps: float, silu: bool, interpret: bool
-) -> tuple[Array, Any]:
-    known = x.moments
+) -> tuple[Array, Saved]:
     first = x.parts[0]
     batch, height, width, _ = first.shape
     found: tuple[Array, ...] | None = None
-    if any(m is not None for m in known) or not owns_pixels(
-        batch * x.channels * first.dtype.itemsize, height * width
-    ):
-        found = tuple(
-            moments(p, interpret=interpret) if m is None else m
-            for p, m in zip(x.parts, known, strict=True)
-        )
+    if not owns_pixels(batch * x.channels * first.dtype.itemsize, height * width):
+        found = tuple(moments(part, interpret=interpret) for part in x.parts)
     y, mean, inverse = normalise(
         x.parts, found, scale, offset, groups=groups, eps=eps, silu=silu, interpret=interpret
     )
@@ -64,7 +66,7 @@ def _forward(
 
 
 def _backward(
-    groups: int, eps: float, silu: bool, interpret: bool, saved: Any, dy: Array
+    groups: int, eps: float, silu: bool, interpret: bool, saved: Saved, dy: Array
 ) -> tuple[Activation, Array, Array]:
     x, scale, offset, mean, inverse = saved
     batch, height, width, channels = dy.shape
@@ -85,14 +87,16 @@ def _backward(
         sums=sums,
         interpret=interpret,
     )
-    return Activation(dx, x.zero_moments), *parameter_gradients(sums, scale, offset)
+    return Activation(dx), *parameter_gradients(sums, scale, offset)
 
 
 def owns_pixels(bytes_per_pixel: int, pixels: int) -> bool:
-    """Whether one launch, whose programs walk twice over all pixels of their groups, beats two that share the pixels of a sample.
+    """Whether one launch is faster than two.
 
-    It does where the second walk finds the tensor in registers or cache: small images, or images of which the batch stays in an H200's
-    50 MB cache. A long walk by few programs is slow too.
+    In one launch a program walks twice over all pixels of its groups. That is faster where the
+    second walk finds the tensor in registers or in the L2 cache, and the walk is short. The limits
+    are pixels, and bytes of the whole batch: about half of an H200's 50 MB of L2, which x and y
+    share. To refit, time `both` of `pallas_kernels.group_norm.tune` on either side.
     """
     return pixels <= 256 or (pixels <= 4096 and bytes_per_pixel * pixels <= 24e6)
 

@@ -29,17 +29,15 @@ def inputs(case: Case, dtype: str, batch: int):
     }
 
 
-def op(module, case: Case, **options):
-    """The op of a module as a function of named arrays; with options of a norm's, all that it returns."""
+def op(module, case: Case, copies: int = 0):
+    """Returns the op of a module as a function of named arrays.
+
+    With `copies` it is the variant that also returns so many copies of x.
+    """
 
     def call(**arrays):
-        x = Activation(
-            tuple(arrays[f'x{i}'] for i in range(len(case.parts))), (None,) * len(case.parts)
-        )
-        residual = Activation(
-            tuple(arrays[f'residual{i}'] for i in range(len(case.residual))),
-            (None,) * len(case.residual),
-        )
+        x = Activation(tuple(arrays[f'x{i}'] for i in range(len(case.parts))))
+        residual = Activation(tuple(arrays[f'residual{i}'] for i in range(len(case.residual))))
         around = {
             'residual': residual if case.residual else None,
             'shortcut': arrays.get('shortcut'),
@@ -47,9 +45,10 @@ def op(module, case: Case, **options):
         if not case.norm:
             return module.conv3x3(x, arrays['kernel'], arrays['shift'], **around).value
         affine = (arrays['scale'], arrays['offset'])
-        found = module.norm_silu_conv3x3(
-            x, *affine, arrays['kernel'], arrays['shift'], groups=case.groups, **around, **options
-        )
-        return found if options else found.value
+        operands = (x, *affine, arrays['kernel'], arrays['shift'])
+        options = {'groups': case.groups, **around}
+        if copies:
+            return module.norm_silu_conv3x3_and_input(*operands, copies=copies, **options)
+        return module.norm_silu_conv3x3(*operands, **options).value
 
     return call

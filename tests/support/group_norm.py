@@ -21,12 +21,10 @@ def inputs(case: Case, dtype: str, batch: int):
 
 
 def op(group_norm, case: Case, **options):
-    """The op as a function of named arrays."""
+    """Returns the op as a function of named arrays."""
 
     def call(**arrays):
-        x = Activation(
-            tuple(arrays[f'x{i}'] for i in range(len(case.parts))), (None,) * len(case.parts)
-        )
+        x = Activation(tuple(arrays[f'x{i}'] for i in range(len(case.parts))))
         return group_norm(
             x, arrays['scale'], arrays['offset'], groups=case.groups, silu=case.silu, **options
         )

@@ -1,20 +1,22 @@
-"""Many float32 arrays in 16 bits, in one launch: a UNet narrows the weights of some 100 layers in every step."""
+"""Converts many float32 arrays to 16 bits in one launch, instead of one launch a layer."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import DTypeLike
 from jaxtyping import Array
 
 NARROW = (jnp.dtype('bfloat16'), jnp.dtype('float16'))
 
 
-def narrow(arrays: Sequence[Array], dtype: Any) -> tuple[Array, ...]:
-    """float32 arrays of any shapes as bfloat16 or float16, rounded to nearest even as `astype` does; not differentiated.
+def narrow(arrays: Sequence[Array], dtype: DTypeLike) -> tuple[Array, ...]:
+    """Converts float32 arrays of any shapes to bfloat16 or float16, rounding to nearest even.
+
+    Same values as `astype`. Not differentiable.
 
     Raises:
       ValueError: another dtype, no arrays, or an array that is not float32.

@@ -1,28 +1,32 @@
-"""AdamW over all parameters in one launch, in place, with the averages of the weights; and the gradients' norm in another."""
+"""AdamW over all parameters in one launch, and the gradients' sum of squares in another.
+
+Both handlers take a list of tensors (`tensors` of each kind), so that a UNet's several hundred
+parameters need one launch instead of one each. AdamW updates its operands in place where XLA may.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
-from jaxunet.ops.adamw.operands import Moved, Rule, Tree
+from jaxunet.ops.adamw.operands import AdamWResult, Rule, Tree, gradient_leaves, state_leaves
 
-CHUNK = 1 << 14  # elements that a block sums
-GRADIENTS = ('float32', 'bfloat16', 'float16')
+CHUNK = 1 << 14  # elements that one block sums; the handler receives it as an attribute
 
 
 def sum_of_squares(tree: Tree) -> Float[Array, '']:
-    """Of all elements of a tree of float32, bfloat16 and float16 arrays, in float32 and the same order in every run.
+    """Sums the squares of all elements of a tree of float32, bfloat16 and float16 arrays.
+
+    In float32. Each block sums one chunk and XLA sums the chunks, in the same order in every run.
 
     Raises:
-      ValueError: an array of another type, or none.
+      ValueError: an array of another type, or no arrays.
     """
-    leaves = _leaves('gradients', tree, GRADIENTS)
+    leaves = gradient_leaves(tree)
     chunks = sum(-(-leaf.size // CHUNK) for leaf in leaves)
     shape = jax.ShapeDtypeStruct((chunks,), jnp.float32)
     call = jax.ffi.ffi_call('jaxunet_sum_of_squares', shape)
@@ -42,70 +46,38 @@ def adamw(
     learning_rate: Array,
     corrections: tuple[Array, Array],
     follow: Sequence[Array],
-) -> Moved:
-    """One step of AdamW as `optax.adamw` takes it, and of averages of the weights after it; nothing changes unless `take`.
-
-    Args:
-      gradients: a tree of float32 arrays, or of bfloat16 or float16 ones where narrowed weights were trained.
-      params, mu, nu, averages: trees of float32 arrays of the same shapes, updated in place where XLA may.
-      take: whether to step, a scalar.
-      factor: of the gradients, before anything else.
-      corrections: of the bias of mu and nu, 1 − b₁ᵗ and 1 − b₂ᵗ.
-      follow: for every average, how much of the way to the new parameters it goes.
+) -> AdamWResult:
+    """One step of AdamW, then of the averages; see `jaxunet.ops.adamw.operands.AdamW`.
 
     Raises:
-      ValueError: trees that differ, or an array of another type.
+      ValueError: the trees differ in shapes, or an array has another type.
     """
-    kinds = [
-        _leaves('params', params),
-        _leaves('mu', mu),
-        _leaves('nu', nu),
-        *(_leaves('averages', tree) for tree in averages),
-    ]
-    leaves = _leaves('gradients', gradients, GRADIENTS)
-    for name, found in zip(
-        ('params', 'mu', 'nu', *['averages'] * len(averages)), kinds, strict=True
-    ):
-        if [leaf.shape for leaf in found] != [leaf.shape for leaf in leaves]:
-            raise ValueError(f'adamw: {name}: shapes differ from those of the gradients')
+    leaves = gradient_leaves(gradients)
+    flat = [leaf for tree in state_leaves(leaves, params, mu, nu, averages) for leaf in tree]
     scalars = jnp.stack(
         [jnp.asarray(s, jnp.float32) for s in (take, factor, learning_rate, *corrections, *follow)]
     )
-    flat = [leaf for kind in kinds for leaf in kind]
-    first = 1 + len(leaves)
+    first = 1 + len(leaves)  # operands: the scalars, the gradients, then what is updated in place
     call = jax.ffi.ffi_call(
         'jaxunet_adamw',
         [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in flat],
         input_output_aliases={first + i: i for i in range(len(flat))},
     )
-    constants = {
-        'b1': rule.b1,
-        'b2': rule.b2,
-        'rest1': 1 - rule.b1,
-        'rest2': 1 - rule.b2,
-        'eps': rule.eps,
-        'decay': rule.weight_decay,
-    }
-    attributes: dict[str, Any] = {name: np.float32(value) for name, value in constants.items()}
     new = call(
         scalars,
         *leaves,
         *flat,
         averages=np.int64(len(averages)),
         tensors=np.int64(len(leaves)),
-        **attributes,
+        b1=np.float32(rule.b1),
+        b2=np.float32(rule.b2),
+        rest1=np.float32(1 - rule.b1),
+        rest2=np.float32(1 - rule.b2),
+        eps=np.float32(rule.eps),
+        decay=np.float32(rule.weight_decay),
     )
     each = [
         jax.tree.unflatten(jax.tree.structure(tree), new[i * len(leaves) : (i + 1) * len(leaves)])
         for i, tree in enumerate((params, mu, nu, *averages))
     ]
-    return Moved(each[0], each[1], each[2], tuple(each[3:]))
-
-
-def _leaves(name: str, tree: Tree, types: Sequence[str] = ('float32',)) -> list[Array]:
-    leaves = jax.tree.leaves(tree)
-    if not leaves:
-        raise ValueError(f'adamw: {name}: no arrays')
-    if other := [leaf.dtype for leaf in leaves if leaf.dtype not in types]:
-        raise ValueError(f'adamw: {name}: expected {" or ".join(types)}, found {other[0]}')
-    return leaves
+    return AdamWResult(each[0], each[1], each[2], tuple(each[3:]))

@@ -1,13 +1,15 @@
 """The convolution ops on the FFI handlers, with their gradients.
 
-Between forward and backward only raw convolution outputs are kept: the activation silu(norm(x)) is computed again by the weight gradient.
+Between forward and backward only raw convolution outputs are kept: the weight gradient recomputes
+the activation silu(norm(x)). `FUSED_PIXELS` decides where the norm is applied: inside the
+convolution, or by a kernel of its own before it.
 """
 
 from __future__ import annotations
 
 import functools
 import math
-from typing import Any
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -15,17 +17,28 @@ import numpy as np
 from jaxtyping import Array, Float
 
 from jaxunet.ops.activation import Activation
-from jaxunet.ops.conv3x3.operands import Added, Affine, Parts, check_operands, needed, outline
-from xla_ffi.group_norm.vjp import checked, gradient, normalise, statistics, with_passed
+from jaxunet.ops.conv3x3.operands import (
+    Added,
+    Affine,
+    Parts,
+    checked_residual,
+    kept_for_backward,
+    outline,
+)
+from jaxunet.ops.vocabulary import WithInput, check_copies
+from xla_ffi.group_norm.vjp import Copies, gradient, normalise, statistics
 
-# Floats of the weight gradient's workspace: blocks that share the pixels write their sums there, of the kernel and, for each sample, of
-# the shift. On a GPU of 132 multiprocessors, each of which sums 9 · 64 · 64 entries, more would not be used; a kernel that finds less
-# shares the pixels less.
+# Float32 elements of the weight gradient's split-K workspace. Blocks that share the pixels write
+# their partial sums there: 9 taps of 64 input channels by 64 features each, on the 132
+# multiprocessors of an H100 or H200. A kernel that finds less splits the pixels less. To refit for
+# another GPU, replace 132 by its number of multiprocessors.
 PARTIAL_SUMS = 132 * 9 * 64 * 64
-PARTIAL_SHIFTS = 512
+PARTIAL_SHIFTS = 512  # rows of partial sums of the shift, besides two rows a sample
 
-# From so many pixels on, the convolutions apply GroupNorm and SiLU themselves: a tile is activated once for its nine taps, beside the
-# tensor cores. In smaller images the kernel's best tiles have no room for that, and the activation is a kernel of little traffic.
+# Pixels of an image from which the convolutions apply GroupNorm and SiLU themselves: a tile is
+# activated once for its nine taps, beside the tensor cores. In smaller images the fastest tiles have
+# no room for that, and a separate activation kernel moves few bytes. To refit, time both sides of
+# `_fuses_activation` with `python -m jaxunet.benchmark.kernels`.
 FUSED_PIXELS = 1024
 
 
@@ -37,12 +50,14 @@ def conv3x3(
     residual: Activation | None = None,
     shortcut: Float[Array, 'residual_channels features'] | None = None,
 ) -> Activation:
-    """conv(x, kernel) + shift [+ residual, or residual · shortcut]: `reference.conv3x3` on kernels.
+    """conv(x, kernel) + shift [+ residual, or residual · shortcut].
+
+    See `jaxunet.ops.conv3x3.reference.conv3x3`.
 
     Raises:
       ValueError: shapes or types that do not fit each other, or a shortcut without a residual.
     """
-    added = check_operands(x, kernel, shift, residual, shortcut)
+    added = checked_residual(x, kernel, shift, residual, shortcut)
     return Activation.of(_conv(x.parts, kernel, shift, added))
 
 
@@ -57,27 +72,49 @@ def norm_silu_conv3x3(
     shortcut: Float[Array, 'residual_channels features'] | None = None,
     groups: int = 32,
     eps: float = 1e-5,
-    passing: int = 0,
-) -> Any:
-    """conv3x3(SiLU(norm(x) · scale + offset)) + shift [+ residual]: `reference.norm_silu_conv3x3` on kernels.
+) -> Activation:
+    """conv3x3(SiLU(norm(x) · scale + offset)) + shift [+ residual].
 
-    A producer's moments are taken as a function of its part: the gradient of the part is the whole one, that of the moments is zero.
-
-    Args:
-      passing: also return x so many times, as `xla_ffi.group_norm.vjp.group_norm` does.
+    See `jaxunet.ops.conv3x3.reference.norm_silu_conv3x3`.
 
     Raises:
-      ValueError: shapes or types that do not fit each other, a shortcut without a residual, or channels not a multiple of `groups`.
+      ValueError: shapes or types that do not fit each other, a shortcut without a residual, or
+        channels not a multiple of `groups`.
     """
-    added = check_operands(x, kernel, shift, residual, shortcut)
-    y, passed = _norm_conv(
-        x, scale, offset, kernel, shift, added, groups, eps, checked(passing, 'norm_silu_conv3x3')
-    )
-    return with_passed(Activation.of(y), passed, x)
+    added = checked_residual(x, kernel, shift, residual, shortcut)
+    y, _ = _norm_conv(x, scale, offset, kernel, shift, added, groups, eps, 0)
+    return Activation.of(y)
+
+
+def norm_silu_conv3x3_and_input(
+    x: Activation,
+    scale: Float[Array, '#batch channels'],
+    offset: Float[Array, '#batch channels'],
+    kernel: Float[Array, '3 3 channels features'],
+    shift: Float[Array, '#batch features'],
+    *,
+    residual: Activation | None = None,
+    shortcut: Float[Array, 'residual_channels features'] | None = None,
+    groups: int = 32,
+    eps: float = 1e-5,
+    copies: int = 1,
+) -> WithInput[Activation]:
+    """`norm_silu_conv3x3` and copies of x for its other readers.
+
+    The norm's backward kernel adds the gradients of the copies, as
+    `xla_ffi.group_norm.vjp.group_norm_and_input`.
+
+    Raises:
+      ValueError: as `norm_silu_conv3x3`, or `copies` is not 1 to `MAX_COPIES`.
+    """
+    added = checked_residual(x, kernel, shift, residual, shortcut)
+    check_copies('norm_silu_conv3x3', copies)
+    y, passed = _norm_conv(x, scale, offset, kernel, shift, added, groups, eps, copies)
+    return WithInput(Activation.of(y), tuple(Activation(parts) for parts in passed))
 
 
 def _tiled(parts: Parts) -> bool:
-    """Whether the kernels that read an input tile once for its nine taps take these channels and this type."""
+    """Whether the kernels that read an input tile once for its nine taps take these parts."""
     return parts[0].dtype != jnp.float32 and all(part.shape[3] % 8 == 0 for part in parts)
 
 
@@ -90,7 +127,13 @@ def _convolve(
     *,
     flipped: bool = False,
 ) -> Array:
-    """conv(act(x), kernel) + shift + added; `flipped`: with kernel[::-1, ::-1], its input and output channels exchanged."""
+    """conv(act(x), kernel) + shift + added.
+
+    Args:
+      affine: act(x) = SiLU(a · x + b); None: act is the identity.
+      flipped: convolve with kernel[::-1, ::-1], its input and output channels exchanged, which is
+        the input gradient.
+    """
     first, features = parts[0], kernel.shape[2 if flipped else 3]
     extra, shortcut = (added.parts, added.shortcut) if added is not None else ((), None)
     matrix = () if shortcut is None else (shortcut.astype(first.dtype),)
@@ -113,7 +156,7 @@ def _convolve(
 
 
 def _input_gradient(dy: Array, kernel: Array, widths: tuple[int, ...]) -> Parts:
-    """The gradient by each part of the convolution's input."""
+    """Returns the gradient of each part of the convolution's input."""
     ends = np.cumsum(widths)
     slices = (kernel[:, :, end - width : end] for end, width in zip(ends, widths, strict=True))
     return tuple(
@@ -123,38 +166,50 @@ def _input_gradient(dy: Array, kernel: Array, widths: tuple[int, ...]) -> Parts:
 
 
 def _shortcut_gradient(dy: Array, shortcut: Array, projected: Parts) -> Parts:
-    """The gradient by each part of what a shortcut projects: dy times the shortcut, transposed."""
+    """Returns the gradient of each part that a shortcut projects: dy · shortcutᵀ."""
     shapes = [jax.ShapeDtypeStruct(part.shape, part.dtype) for part in projected]
     call = jax.ffi.ffi_call('jaxunet_conv3x3_shortcut_gradient', shapes, vmap_method='sequential')
     return tuple(call(dy, shortcut.astype(dy.dtype), residuals=np.int64(len(projected))))
+
+
+class _ParameterGradients(NamedTuple):
+    """The gradients of a convolution's parameters and residual.
+
+    Fields:
+      norm: those of the norm's scale and offset; () unless asked for.
+    """
+
+    norm: tuple[Array, ...]
+    kernel: Array
+    shift: Array
+    added: Added | None
 
 
 def _parameter_gradients(
     parts: Parts,
     kernel: Array,
     shift: Array,
-    added: Any,
+    added: Added | tuple[()] | None,
     dy: Array,
     affine: Affine | None,
     sums: Array | None = None,
-) -> tuple[Any, ...]:
-    """Gradients of kernel, shift and what was added, given what `needed` kept of that.
+) -> _ParameterGradients:
+    """Returns the gradients of kernel, shift and residual, and of the norm's parameters.
 
-    Before them, given `sums` of a norm's gradient: those of its scale and offset, which this one's last launch adds over the samples.
+    Args:
+      parts: the convolution's input; before GroupNorm and SiLU if `affine` is given.
+      shift: its `outline`.
+      added: what `kept_for_backward` kept of the residual.
+      sums: (batch, 2, channels) of the norm's `gradient`; the last launch adds them over the samples.
     """
-    projects = isinstance(added, Added)
-    projected, shortcuts = (added.parts, [added.shortcut]) if projects else ((), [])
-    batch, features = dy.shape[0], dy.shape[3]
-    pixels, weights = math.prod(dy.shape[:3]), sum(math.prod(w.shape) for w in (kernel, *shortcuts))
-    # At least the gradients themselves, which are float32 until all sums are there.
-    workspace = (
-        max(min(weights * -(-pixels // 64), PARTIAL_SUMS), weights)
-        + (2 * batch + PARTIAL_SHIFTS) * features
-    )
-    # The kernels write the types that they can write: that of the parameters if it is float32 or that of x.
-    wanted = [
+    projected: Parts = ()
+    shortcuts: list[Array] = []
+    if isinstance(added, Added) and added.shortcut is not None:
+        projected, shortcuts = added.parts, [added.shortcut]
+    # The kernels write float32 or x's type; XLA converts to any other type of the parameters.
+    wanted: list[tuple[tuple[int, ...], jnp.dtype]] = [
         (kernel.shape, kernel.dtype),
-        ((shift.shape[0], features), shift.dtype),
+        ((shift.shape[0], dy.shape[3]), shift.dtype),
         *((w.shape, w.dtype) for w in shortcuts),
     ]
     norm = () if sums is None else (sums,)
@@ -163,7 +218,8 @@ def _parameter_gradients(
         jax.ShapeDtypeStruct(shape, t if t in (jnp.float32, dy.dtype) else jnp.float32)
         for shape, t in wanted
     ]
-    shapes += [jax.ShapeDtypeStruct((workspace,), jnp.float32)]
+    weights = sum(math.prod(w.shape) for w in (kernel, *shortcuts))
+    shapes += [jax.ShapeDtypeStruct((_workspace(dy, weights),), jnp.float32)]
     call = jax.ffi.ffi_call('jaxunet_conv3x3_weight_gradient', shapes, vmap_method='sequential')
     counts = {'parts': np.int64(len(parts)), 'residuals': np.int64(len(projected))}
     flags = {'activation': affine is not None, 'norm': sums is not None}
@@ -171,15 +227,28 @@ def _parameter_gradients(
     dkernel, dshift, *others = (
         gradient.astype(t) for gradient, (_, t) in zip(found[:-1], wanted, strict=True)
     )
-    of_shortcut, of_norm = others[: len(shortcuts)], others[len(shortcuts) :]
-    if projects:
-        return (
-            *of_norm,
-            dkernel,
-            dshift,
-            Added(_shortcut_gradient(dy, added.shortcut, projected), *of_shortcut),
-        )
-    return *of_norm, dkernel, dshift, None if added is None else Added((dy,), None)
+    of_shortcut, of_norm = others[: len(shortcuts)], tuple(others[len(shortcuts) :])
+    if shortcuts:
+        of_added = Added(_shortcut_gradient(dy, shortcuts[0], projected), *of_shortcut)
+        return _ParameterGradients(of_norm, dkernel, dshift, of_added)
+    of_residual = None if added is None else Added((dy,), None)
+    return _ParameterGradients(of_norm, dkernel, dshift, of_residual)
+
+
+def _workspace(dy: Array, weights: int) -> int:
+    """Float32 elements of the split-K workspace for so many weights.
+
+    At least the gradients themselves, which stay float32 until the split-K reduce has finished. 64
+    pixels are the smallest share of a block.
+    """
+    pixels = math.prod(dy.shape[:3])
+    partial_sums = max(min(weights * -(-pixels // 64), PARTIAL_SUMS), weights)
+    return partial_sums + (2 * dy.shape[0] + PARTIAL_SHIFTS) * dy.shape[3]
+
+
+# What the backward pass of the plain convolution reads: the input, the kernel, the outline of the
+# shift, and what `kept_for_backward` keeps of the residual.
+ConvSaved = tuple[Parts, Array, Array, Added | tuple[()] | None]
 
 
 @jax.custom_vjp
@@ -189,19 +258,45 @@ def _conv(parts: Parts, kernel: Array, shift: Array, added: Added | None) -> Arr
 
 def _conv_forward(
     parts: Parts, kernel: Array, shift: Array, added: Added | None
-) -> tuple[Array, Any]:
-    return _conv(parts, kernel, shift, added), (parts, kernel, outline(shift), needed(added))
+) -> tuple[Array, ConvSaved]:
+    saved = (parts, kernel, outline(shift), kept_for_backward(added))
+    return _conv(parts, kernel, shift, added), saved
 
 
-def _conv_backward(saved: Any, dy: Array) -> tuple[Any, ...]:
+def _conv_backward(saved: ConvSaved, dy: Array) -> tuple[Parts, Array, Array, Added | None]:
     parts, kernel, shift, added = saved
     dx = _input_gradient(dy, kernel, tuple(p.shape[3] for p in parts))
-    return dx, *_parameter_gradients(parts, kernel, shift, added, dy, None)
+    _, dkernel, dshift, dadded = _parameter_gradients(parts, kernel, shift, added, dy, None)
+    return dx, dkernel, dshift, dadded
 
 
 def _fuses_activation(parts: Parts) -> bool:
-    """Whether the convolution activates its input: the kernels for other channels and float32 would do it once for each tap."""
+    """Whether the convolution applies GroupNorm and SiLU to its input.
+
+    Only the kernels that read a tile once for its nine taps: others would apply them once a tap.
+    """
     return _tiled(parts) and parts[0].shape[1] * parts[0].shape[2] >= FUSED_PIXELS
+
+
+class _NormSaved(NamedTuple):
+    """What the backward pass of `_norm_conv` reads.
+
+    Fields:
+      shift: its `outline`.
+      added: what `kept_for_backward` keeps of the residual.
+      mean, inverse: of each group, for every sample and channel.
+      affine: given if the convolution applied the norm itself; its weight gradient then does too.
+    """
+
+    x: Activation
+    scale: Array
+    offset: Array
+    kernel: Array
+    shift: Array
+    added: Added | tuple[()] | None
+    mean: Array
+    inverse: Array
+    affine: Affine | None
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(6, 7, 8))
@@ -214,9 +309,9 @@ def _norm_conv(
     added: Added | None,
     groups: int,
     eps: float,
-    passing: int,
-) -> Any:
-    return _norm_conv_forward(x, scale, offset, kernel, shift, added, groups, eps, passing)[0]
+    copies: int,
+) -> tuple[Array, Copies]:
+    return _norm_conv_forward(x, scale, offset, kernel, shift, added, groups, eps, copies)[0]
 
 
 def _norm_conv_forward(
@@ -228,55 +323,56 @@ def _norm_conv_forward(
     added: Added | None,
     groups: int,
     eps: float,
-    passing: int,
-) -> tuple[Any, Any]:
+    copies: int,
+) -> tuple[tuple[Array, Copies], _NormSaved]:
+    affine: Affine | None = None
     if _fuses_activation(x.parts):
-        norm = statistics(x, scale, offset, groups=groups, eps=eps)
-        mean, inverse, affine = norm.mean, norm.inverse, (norm.a, norm.b)
+        a, b, mean, inverse = statistics(x, scale, offset, groups=groups, eps=eps)
+        affine = (a, b)
         y = _convolve(x.parts, kernel, shift, added, affine)
     else:
-        active, (*_, mean, inverse) = normalise(x, scale, offset, groups, eps, True)
-        y, affine = _convolve((active,), kernel, shift, added, None), None
-    return (y, (x.parts,) * passing), (
-        x,
-        scale,
-        offset,
-        kernel,
-        outline(shift),
-        needed(added),
-        mean,
-        inverse,
-        affine,
+        active, mean, inverse = normalise(x, scale, offset, groups=groups, eps=eps, silu=True)
+        y = _convolve((active,), kernel, shift, added, None)
+    kept = kept_for_backward(added)
+    return (y, (x.parts,) * copies), _NormSaved(
+        x, scale, offset, kernel, outline(shift), kept, mean, inverse, affine
     )
 
 
 def _norm_conv_backward(
-    groups: int, eps: float, passing: int, saved: Any, given: Any
-) -> tuple[Any, ...]:
-    del eps, passing
+    groups: int, eps: float, copies: int, saved: _NormSaved, given: tuple[Array, Copies]
+) -> tuple[Activation, Array, Array, Array, Array, Added | None]:
+    del eps, copies
     (dy, passed), (x, scale, offset, kernel, shift, added, mean, inverse, affine) = given, saved
     (dactive,) = _input_gradient(dy, kernel, (x.channels,))
-    # What the forward pass did not keep, the weight gradient applies again, or this launch writes again. Where samples share scale and
-    # offset, their sums are added with the weight gradient's.
+    # With `affine`, the weight gradient applies the norm again; without, this launch writes the
+    # activation again. Where samples share scale and offset, the weight gradient's last launch adds
+    # their sums over the samples.
     shared = scale.shape[0] == offset.shape[0] == 1
-    options: dict[str, Any] = {
-        'groups': groups,
-        'silu': True,
-        'activation': affine is None,
-        'added': passed,
-        'samples': not shared,
-    }
-    found = gradient(x.parts, dactive, scale, offset, mean, inverse, **options)
-    parts = x.parts if found.active is None else (found.active,)
-    others = _parameter_gradients(
-        parts, kernel, shift, added, dy, affine, found.sums if shared else None
+    found = gradient(
+        x.parts,
+        dactive,
+        scale,
+        offset,
+        mean,
+        inverse,
+        groups=groups,
+        silu=True,
+        activation=affine is None,
+        added=passed,
+        samples=not shared,
     )
-    of_scale, of_offset, *rest = others if shared else (found.scale, found.offset, *others)
+    parts = x.parts if found.active is None else (found.active,)
+    sums = found.sums if shared else None
+    others = _parameter_gradients(parts, kernel, shift, added, dy, affine, sums)
+    of_scale, of_offset = others.norm if shared else found.norm
     return (
-        Activation(found.dx, x.zero_moments),
+        Activation(found.dx),
         of_scale.astype(scale.dtype),
         of_offset.astype(offset.dtype),
-        *rest,
+        others.kernel,
+        others.shift,
+        others.added,
     )
 
 

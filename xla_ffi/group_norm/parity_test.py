@@ -6,7 +6,8 @@ import pytest
 from parity import DTYPES, assert_parity, assert_runs_are_identical
 from support.group_norm import inputs, op
 
-from jaxunet.ops.activation import Activation, passing
+from jaxunet.ops.activation import Activation
+from jaxunet.ops.backends import XLA
 from jaxunet.ops.group_norm import reference
 from jaxunet.ops.group_norm.cases import AWKWARD, CASES, ELEPHANTS64, Case
 from xla_ffi.group_norm import vjp
@@ -35,20 +36,20 @@ def test_every_case(case, dtype):
     check(case, dtype, 3)
 
 
-def check_passing(case: Case, dtype: str, times: int):
-    """The gradients that x has besides, of random cotangents, are added to its own."""
+def check_copies(case: Case, dtype: str, copies: int):
+    """The gradients of the copies, random cotangents, are added to x's own."""
     ops = (
-        op(group_norm, case, passing=times)
-        for group_norm in (vjp.group_norm, passing(reference.group_norm))
+        op(group_norm, case, copies=copies)
+        for group_norm in (vjp.group_norm_and_input, XLA.group_norm_and_input)
     )
     assert_parity(*ops, inputs(case, dtype, case.batch or 3))
 
 
-@pytest.mark.parametrize('times', [1, 2])
+@pytest.mark.parametrize('copies', [1, 2])
 @pytest.mark.parametrize('dtype', DTYPES)
 @pytest.mark.parametrize('case', [AWKWARD[2], AWKWARD[3]], ids=lambda c: c.name)
-def test_gradients_of_other_readers_are_added(case, dtype, times):
-    check_passing(case, dtype, times)
+def test_gradients_of_other_readers_are_added(case, dtype, copies):
+    check_copies(case, dtype, copies)
 
 
 FLOWS = (  # large enough, and enough of them, to take two kernels
@@ -71,11 +72,11 @@ def test_large_images(case, dtype):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize('times', [1, 2])
+@pytest.mark.parametrize('copies', [1, 2])
 @pytest.mark.parametrize('dtype', [*DTYPES, 'float16'])
 @pytest.mark.parametrize('case', [*FLOWS[:4], LONG, *CASES[::3]], ids=lambda c: c.name)
-def test_gradients_of_other_readers_are_added_by_every_kernel(case, dtype, times):
-    check_passing(case, dtype, times)
+def test_gradients_of_other_readers_are_added_by_every_kernel(case, dtype, copies):
+    check_copies(case, dtype, copies)
 
 
 @pytest.mark.gpu
@@ -93,7 +94,7 @@ def test_the_backward_pass_writes_the_activation_again(case):
         for name, (value, dtype) in inputs(case, 'float32', case.batch or 2).items()
     }
     parts = tuple(value for name, value in drawn.items() if name.startswith('x'))
-    x, scale, offset = Activation(parts, (None,) * len(parts)), drawn['scale'], drawn['offset']
+    x, scale, offset = Activation(parts), drawn['scale'], drawn['offset']
     y = vjp.group_norm(x, scale, offset, groups=case.groups, silu=case.silu)
     norm = vjp.statistics(x, scale, offset, groups=case.groups, eps=1e-5)
     options = {'groups': case.groups, 'silu': case.silu}
@@ -104,16 +105,17 @@ def test_the_backward_pass_writes_the_activation_again(case):
     plain = vjp.gradient(parts, jnp.ones_like(y), scale, offset, norm.mean, norm.inverse, **options)
     assert plain.active is None
     for a, b in zip(
-        (*found.dx, found.scale, found.offset), (*plain.dx, plain.scale, plain.offset), strict=True
+        (*found.dx, *found.norm), (*plain.dx, *plain.norm), strict=True
     ):
         np.testing.assert_array_equal(a, b)
 
 
-def test_x_is_passed_on_at_most_twice():
-    x, row = Activation.of(jnp.ones((1, 2, 2, 8)), jnp.ones((1, 8, 2))), jnp.ones((1, 8))
-    assert [
-        again.moments[0] is x.moments[0]
-        for again in vjp.group_norm(x, row, row, groups=4, passing=2)[1:]
-    ] == [True, True]
-    with pytest.raises(ValueError, match='group_norm: passing=3; expected 0 to 2'):
-        vjp.group_norm(x, row, row, groups=4, passing=3)
+def test_there_are_at_most_two_copies():
+    x, row = Activation.of(jnp.ones((1, 2, 2, 8))), jnp.ones((1, 8))
+    for variant in (vjp.group_norm_and_input, XLA.group_norm_and_input):
+        assert len(variant(x, row, row, groups=4, copies=2).copies) == 2
+        for copies in (0, 3):
+            with pytest.raises(
+                ValueError, match=f'group_norm_and_input: copies={copies}; expected 1 to 2'
+            ):
+                variant(x, row, row, groups=4, copies=copies)

@@ -1,20 +1,26 @@
-"""The linear layer on the FFI handlers, the convolution's kernels without their taps (`xla_ffi/conv3x3`); its input gradient is XLA's."""
+"""The linear layer on the FFI handlers: the convolution's implicit GEMM with a single tap.
+
+The kernels are those of `xla_ffi/conv3x3`. The input gradient is a product of two plain matrices,
+for which XLA's GEMM is faster than an implicit GEMM, so XLA computes it.
+"""
 
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from jaxunet.ops.conv3x3.operands import outline
+from jaxunet.ops.linear.operands import check_kernel_operands
 
-# Floats of the weight gradient's workspace: blocks that share the pixels write their sums there, each of at most six chunks of 64 input
-# channels by 64 features. On a GPU of 132 multiprocessors more would not be used; a kernel that finds less shares the pixels less.
+# Float32 elements of the weight gradient's split-K workspace. Blocks that share the pixels write
+# their partial sums there: at most six chunks of 64 input channels by 64 features each, on the 132
+# multiprocessors of an H100 or H200. A kernel that finds less splits the pixels less. To refit for
+# another GPU, replace 132 by its number of multiprocessors.
 PARTIAL_SUMS = 132 * 6 * 64 * 64
-PARTIAL_BIASES = 512
+PARTIAL_BIASES = 512  # rows of partial sums of the bias, a row a block
 
 
 def linear(
@@ -24,33 +30,14 @@ def linear(
     *,
     residual: Float[Array, 'batch height width features'] | None = None,
 ) -> Float[Array, 'batch height width features']:
-    """x · kernel + bias [+ residual]: `jaxunet.ops.linear.reference.linear` on kernels.
+    """x · kernel + bias [+ residual]; see `jaxunet.ops.linear.reference.linear`.
 
-    Products accumulate in float32, to which bias and residual are added before the sum is rounded.
+    Products accumulate in float32; the epilogue adds bias and residual before it rounds.
 
     Raises:
       ValueError: shapes or types that do not fit each other.
     """
-    if x.ndim != 4 or not x.shape[3]:
-        raise ValueError(
-            f'linear: x: shape {list(x.shape)}; expected [batch, height, width, channels]'
-        )
-    if x.dtype not in (jnp.float32, jnp.float16, jnp.bfloat16):
-        raise ValueError(f'linear: x: {x.dtype}; expected bfloat16, float16 or float32')
-    if kernel.ndim != 2 or kernel.shape[0] != x.shape[3]:
-        raise ValueError(
-            f'linear: kernel: shape {list(kernel.shape)}; expected [{x.shape[3]}, features]'
-        )
-    features = kernel.shape[1]
-    if bias.shape != (1, features):
-        raise ValueError(f'linear: bias: shape {list(bias.shape)}; expected [1, {features}]')
-    if residual is not None and (
-        residual.shape != (*x.shape[:3], features) or residual.dtype != x.dtype
-    ):
-        expected = f'{x.dtype}{[*x.shape[:3], features]}'
-        raise ValueError(
-            f'linear: residual is {residual.dtype}{list(residual.shape)}; expected {expected}'
-        )
+    check_kernel_operands(x, kernel, bias, residual)
     return _linear(x, kernel, bias, residual)
 
 
@@ -64,21 +51,25 @@ def _linear(x: Array, kernel: Array, bias: Array, residual: Array | None) -> Arr
     )
 
 
-def _forward(x: Array, kernel: Array, bias: Array, residual: Array | None) -> tuple[Array, Any]:
+# What the backward pass reads: x, kernel, the outline of the bias, and whether there is a residual.
+Saved = tuple[Array, Array, Array, bool]
+
+
+def _forward(x: Array, kernel: Array, bias: Array, residual: Array | None) -> tuple[Array, Saved]:
     return _linear(x, kernel, bias, residual), (x, kernel, outline(bias), residual is not None)
 
 
-def _backward(saved: Any, dy: Array) -> tuple[Any, ...]:
+def _backward(saved: Saved, dy: Array) -> tuple[Array, Array, Array, Array | None]:
     x, kernel, bias, adds = saved
-    # XLA's product of two plain matrices was ahead of this design without its taps in all eight cases on an H200, 1.3 to 1.9 times.
     dx = jax.lax.dot_general(dy, kernel.astype(dy.dtype), (((3,), (1,)), ((), ())))
     pixels, weights, features = math.prod(x.shape[:3]), math.prod(kernel.shape), kernel.shape[1]
-    # At least the gradients themselves, which are float32 until all sums are there.
+    # At least the gradients themselves, which stay float32 until the split-K reduce has finished.
+    # 64 pixels are the smallest share of a block.
     workspace = (
         max(min(weights * -(-pixels // 64), PARTIAL_SUMS), weights)
         + (x.shape[0] + PARTIAL_BIASES) * features
     )
-    # The kernels write the types that they can write: that of the parameters if it is float32 or that of x.
+    # The kernels write float32 or x's type; XLA converts to any other type of the parameters.
     wanted = [(kernel.shape, kernel.dtype), ((1, features), bias.dtype)]
     shapes = [
         jax.ShapeDtypeStruct(shape, t if t in (jnp.float32, x.dtype) else jnp.float32)

@@ -123,4 +123,4 @@ def _fused(
 
 
 def _features(parts: tuple[Any, ...]) -> Activation:
-    return Activation(parts, (None,) * len(parts))
+    return Activation(parts)

@@ -39,7 +39,7 @@ def measurements(
 def _side(case: Case, op: Callable[..., Any]) -> Callable[[dict[str, Any]], Any]:
     def call(i: dict[str, Any]) -> Any:
         return op(
-            Activation(i['x'], (None,) * len(case.parts)),
+            Activation(i['x']),
             i['scale'],
             i['offset'],
             groups=case.groups,

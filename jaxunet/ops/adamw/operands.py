@@ -1,14 +1,22 @@
-"""The operands of a fused AdamW step: what a backend's `FusedUpdate.adamw` takes and returns."""
+"""The fused AdamW step: its operands, its result, and the checks that every backend makes.
+
+Loshchilov & Hutter 2019, arXiv 1711.05101, algorithm 2; as `optax.adamw`.
+"""
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import Any, NamedTuple, Protocol
 
-Tree = Any
+import jax
+from jaxtyping import Array
+
+Tree = Any  # a pytree of arrays
+GRADIENT_TYPES = ('float32', 'bfloat16', 'float16')
 
 
 class Rule(NamedTuple):
-    """AdamW's constants (Loshchilov & Hutter 2019, arXiv 1711.05101, algorithm 2)."""
+    """The constants of AdamW."""
 
     b1: float
     b2: float
@@ -16,10 +24,78 @@ class Rule(NamedTuple):
     weight_decay: float
 
 
-class Moved(NamedTuple):
-    """What a step changes: trees of float32 arrays, each shaped as its argument."""
+class AdamWResult(NamedTuple):
+    """The updated trees: float32 arrays, each shaped as its argument."""
 
     params: Tree
     mu: Tree
     nu: Tree
     averages: tuple[Tree, ...]
+
+
+class AdamW(Protocol):
+    """One step of AdamW, then of the averages of the weights. Changes nothing unless `take`.
+
+    Args:
+      gradients: a tree of float32 arrays, or of 16-bit ones when narrowed weights were trained.
+      params, mu, nu, averages: trees of float32 arrays of the same shapes. XLA may reuse their
+        buffers for the results.
+      take: whether to step, a bool scalar.
+      factor: scales the gradients before anything else.
+      corrections: the bias corrections 1 − b₁ᵗ and 1 − b₂ᵗ of mu and nu.
+      follow: for each average e, the share f of the way to the new parameters p: e += f · (p − e).
+
+    Raises:
+      ValueError: the trees differ in shapes, or an array has another type.
+    """
+
+    def __call__(
+        self,
+        rule: Rule,
+        gradients: Tree,
+        params: Tree,
+        mu: Tree,
+        nu: Tree,
+        averages: Sequence[Tree],
+        *,
+        take: Array,
+        factor: Array,
+        learning_rate: Array,
+        corrections: tuple[Array, Array],
+        follow: Sequence[Array],
+    ) -> AdamWResult: ...
+
+
+def gradient_leaves(gradients: Tree) -> list[Array]:
+    """Returns the arrays of a tree of gradients.
+
+    Raises:
+      ValueError: there are none, or one is not of `GRADIENT_TYPES`.
+    """
+    return _leaves('gradients', gradients, GRADIENT_TYPES)
+
+
+def state_leaves(
+    gradients: Sequence[Array], params: Tree, mu: Tree, nu: Tree, averages: Sequence[Tree]
+) -> list[list[Array]]:
+    """Returns the arrays of params, mu, nu and of each average, one list a tree.
+
+    Raises:
+      ValueError: a tree has an array that is not float32, or other shapes than the gradients.
+    """
+    trees = [('params', params), ('mu', mu), ('nu', nu), *(('averages', a) for a in averages)]
+    leaves = [_leaves(name, tree, ('float32',)) for name, tree in trees]
+    shapes = [gradient.shape for gradient in gradients]
+    for (name, _), found in zip(trees, leaves, strict=True):
+        if [leaf.shape for leaf in found] != shapes:
+            raise ValueError(f'adamw: {name}: shapes differ from those of the gradients')
+    return leaves
+
+
+def _leaves(name: str, tree: Tree, types: Sequence[str]) -> list[Array]:
+    leaves: list[Array] = jax.tree.leaves(tree)
+    if not leaves:
+        raise ValueError(f'adamw: {name}: no arrays')
+    if other := [leaf.dtype for leaf in leaves if leaf.dtype not in types]:
+        raise ValueError(f'adamw: {name}: expected {" or ".join(types)}, found {other[0]}')
+    return leaves

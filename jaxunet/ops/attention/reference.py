@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from jaxunet.ops.activation import at_least_float32
+from jaxunet.ops.attention.operands import head_width
 
 
 def attention(
@@ -17,12 +18,16 @@ def attention(
 ) -> Float[Array, 'batch tokens channels']:
     """softmax(q·kᵀ/√d)·v for each head of width d = packed / (3 · num_heads).
 
-    `packed` holds all of q, then all of k, then all of v, each head-major. Softmax in at least float32; the result has qkv's dtype.
+    Softmax is in at least float32; the result has qkv's dtype.
+
+    Args:
+      qkv: all of q, then all of k, then all of v, each head-major.
+
+    Raises:
+      ValueError: the heads do not divide the packed channels.
     """
-    batch, tokens, packed = qkv.shape
-    width, rest = divmod(packed, 3 * num_heads)
-    if rest:
-        raise ValueError(f'attention: {packed} packed channels are not 3 x {num_heads} heads')
+    batch, tokens, _ = qkv.shape
+    width = head_width(qkv, num_heads)
     wide = at_least_float32(qkv.dtype)
     q, k, v = jnp.moveaxis(qkv.reshape(batch, tokens, 3, num_heads, width), 2, 0)
     logits = jnp.einsum('bqhd,bkhd->bhqk', q, k, preferred_element_type=wide) * jnp.asarray(

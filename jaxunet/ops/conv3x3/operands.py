@@ -1,4 +1,4 @@
-"""The operands of the convolution ops as kernels take them, and the checks that every backend makes."""
+"""The operands of the convolution ops as kernels take them, and the checks of every backend."""
 
 from __future__ import annotations
 
@@ -10,11 +10,12 @@ from jaxunet.ops.activation import Activation
 
 Image = Float[Array, 'batch height width _']
 Parts = tuple[Image, ...]
+# a and b of SiLU(a · x + b): GroupNorm and SiLU, applied to a tile while it is in shared memory.
 Affine = tuple[Float[Array, 'batch channels'], Float[Array, 'batch channels']]
 
 
 class Added(NamedTuple):
-    """What is added to a convolution: one part as it is, or several through a 1×1 convolution."""
+    """The residual that the epilogue adds: one part as it is, or several through a 1×1 shortcut."""
 
     parts: Parts
     shortcut: Float[Array, 'residual_channels features'] | None
@@ -22,16 +23,20 @@ class Added(NamedTuple):
 
 def check_operands(
     x: Activation, kernel: Array, shift: Array, residual: Activation | None, shortcut: Array | None
-) -> Added | None:
-    """What the convolution's last step adds, once everything fits; ValueError where it does not."""
+) -> None:
+    """Checks that the operands of a convolution op fit each other.
+
+    Raises:
+      ValueError: shapes or types do not fit, or a shortcut has no residual; names the operand.
+    """
     batch, height, width, _ = x.parts[0].shape
     others = () if residual is None else residual.parts
     for name, parts in (('x', x.parts), ('residual', others)):
         for i, part in enumerate(parts):
             if part.shape[:3] != (batch, height, width) or part.dtype != x.dtype:
-                expected = f'{x.dtype}[{batch}, {height}, {width}, channels]'
                 raise ValueError(
-                    f'conv3x3: {name}.parts[{i}] is {part.dtype}{list(part.shape)}; expected {expected}'
+                    f'conv3x3: {name}.parts[{i}] is {part.dtype}{list(part.shape)}; '
+                    f'expected {x.dtype}[{batch}, {height}, {width}, channels]'
                 )
     if kernel.ndim != 4 or kernel.shape[:3] != (3, 3, x.channels):
         raise ValueError(
@@ -45,25 +50,46 @@ def check_operands(
     if residual is None:
         if shortcut is not None:
             raise ValueError('conv3x3: a shortcut needs a residual to be applied to')
-        return None
-    if shortcut is None:
+    elif shortcut is None:
         if residual.channels != features:
             raise ValueError(
-                f'conv3x3: residual: {residual.channels} channels; expected {features}, or a shortcut'
+                f'conv3x3: residual: {residual.channels} channels; expected {features}, '
+                f'or a shortcut'
             )
-        return Added((residual.value,), None)
-    if shortcut.shape != (residual.channels, features):
+    elif shortcut.shape != (residual.channels, features):
         raise ValueError(
-            f'conv3x3: shortcut: shape {list(shortcut.shape)}; expected [{residual.channels}, {features}]'
+            f'conv3x3: shortcut: shape {list(shortcut.shape)}; '
+            f'expected [{residual.channels}, {features}]'
         )
+
+
+def checked_residual(
+    x: Activation, kernel: Array, shift: Array, residual: Activation | None, shortcut: Array | None
+) -> Added | None:
+    """Checks the operands and returns the residual as kernels take it.
+
+    Raises:
+      ValueError: as `check_operands`.
+    """
+    check_operands(x, kernel, shift, residual, shortcut)
+    if residual is None:
+        return None
+    if shortcut is None:
+        return Added((residual.value,), None)
     return Added(residual.parts, shortcut)
 
 
-def needed(added: Added | None) -> Added | tuple[()] | None:
-    """What the gradient of the addition needs: nothing of a plain residual, whose gradient is dy."""
+def kept_for_backward(added: Added | None) -> Added | tuple[()] | None:
+    """Returns what the gradient of the addition reads.
+
+    That is nothing, (), for a residual without a shortcut: its gradient is dy.
+    """
     return () if added is not None and added.shortcut is None else added
 
 
 def outline(parameter: Array) -> Array:
-    """An empty array that remembers a parameter's first axis and type: shape (rows, 0)."""
+    """Returns an empty array with a parameter's first axis and type: shape (rows, 0).
+
+    The backward pass reads shape and type from it without keeping the values.
+    """
     return parameter[:, :0]

@@ -1,4 +1,4 @@
-"""3×3 convolution (NHWC, stride 1, zero padding 1) and its fusion with what surrounds it in a residual block.
+"""3×3 convolution (NHWC, stride 1, zero padding 1), and its fusion with GroupNorm and SiLU.
 
 The plain composition: the oracle of every kernel, and the xla backend.
 """
@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from jaxunet.ops.activation import Activation, at_least_float32
+from jaxunet.ops.conv3x3.operands import check_operands
 from jaxunet.ops.group_norm.reference import group_norm
 
 
@@ -23,10 +24,17 @@ def conv3x3(
 ) -> Activation:
     """conv(x, kernel) + shift [+ residual, or residual · shortcut].
 
-    `shift` of shape (1, F) is a bias, of shape (B, F) a bias and time shift per sample. `shortcut` is a 1×1 convolution for a
-    residual whose channels differ. The products accumulate in float32; sums around them are in at least float32; the result has
-    x's dtype.
+    Products accumulate in float32, sums around them are in at least float32; the result has x's
+    dtype.
+
+    Args:
+      shift: (1, features) is a bias; (batch, features) is a bias plus a time shift per sample.
+      shortcut: a 1×1 convolution, for a residual whose channels differ from `features`.
+
+    Raises:
+      ValueError: shapes or types do not fit, or a shortcut has no residual.
     """
+    check_operands(x, kernel, shift, residual, shortcut)
     value = x.value
     wide = at_least_float32(value.dtype)
     y = jax.lax.conv_general_dilated(
@@ -42,8 +50,6 @@ def conv3x3(
         if shortcut is not None:
             r = jnp.einsum('bhwc,cf->bhwf', r, shortcut.astype(r.dtype))
         y = y + r.astype(wide)
-    elif shortcut is not None:
-        raise ValueError('conv3x3: a shortcut needs a residual to be applied to')
     return Activation.of(y.astype(value.dtype))
 
 
@@ -59,9 +65,10 @@ def norm_silu_conv3x3(
     groups: int = 32,
     eps: float = 1e-5,
 ) -> Activation:
-    """conv3x3(SiLU(norm(x) · scale + offset)) + shift [+ residual]: half a residual block as one op.
+    """conv3x3(SiLU(norm(x) · scale + offset)) + shift [+ residual]: half a residual block.
 
-    The convolution's zero padding is applied after the activation.
+    The convolution's zero padding is applied after the activation. Arguments and errors as
+    `conv3x3` and `jaxunet.ops.group_norm.reference.group_norm`.
     """
     active = group_norm(x, scale, offset, groups=groups, eps=eps, silu=True)
     return conv3x3(Activation.of(active), kernel, shift, residual=residual, shortcut=shortcut)

@@ -9,26 +9,26 @@ from jaxunet.ops.activation import Activation
 
 
 def check_operands(x: Activation, scale: Array, offset: Array) -> None:
-    """Raises ValueError where shapes or types do not fit each other."""
+    """Checks that x, scale and offset fit each other.
+
+    Raises:
+      ValueError: shapes or types do not fit; the message names the operand.
+    """
     if not x.parts:
         raise ValueError('group_norm: x: no parts; give at least one array')
     first = x.parts[0]
     if not jnp.issubdtype(first.dtype, jnp.floating):
         raise ValueError(f'group_norm: x: {first.dtype}; use bfloat16, float16 or float32')
-    for i, (part, known) in enumerate(zip(x.parts, x.moments, strict=True)):
+    for i, part in enumerate(x.parts):
         if part.ndim != 4 or part.shape[:3] != first.shape[:3]:
-            found, expected = list(part.shape), list(first.shape[:3])
             raise ValueError(
-                f'group_norm: x.parts[{i}]: shape {found}, but x.parts[0] has {expected}; parts may differ in channels only'
+                f'group_norm: x.parts[{i}]: shape {list(part.shape)}, but x.parts[0] has '
+                f'{list(first.shape[:3])}; parts may differ in channels only'
             )
         if part.dtype != first.dtype:
             raise ValueError(
-                f'group_norm: x.parts[{i}]: {part.dtype}, but x.parts[0] is {first.dtype}; convert one of them'
-            )
-        expected = [part.shape[0], part.shape[3], 2]
-        if known is not None and list(known.shape) != expected:
-            raise ValueError(
-                f'group_norm: x.moments[{i}]: shape {list(known.shape)}; expected {expected}'
+                f'group_norm: x.parts[{i}]: {part.dtype}, but x.parts[0] is {first.dtype}; '
+                f'convert one of them'
             )
     shared, own = [1, x.channels], [first.shape[0], x.channels]
     for name, value in (('scale', scale), ('offset', offset)):
@@ -39,10 +39,10 @@ def check_operands(x: Activation, scale: Array, offset: Array) -> None:
 
 
 def group_size(channels: int, groups: int) -> int:
-    """Channels of a group.
+    """Returns the channels of a group.
 
     Raises:
-      ValueError: they do not divide.
+      ValueError: `groups` does not divide the channels.
     """
     if groups < 1 or channels % groups:
         raise ValueError(f'group_norm: {channels} channels are not a multiple of {groups} groups')

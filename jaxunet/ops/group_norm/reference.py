@@ -1,7 +1,7 @@
-"""GroupNorm, optionally followed by SiLU: the plain composition, which is the oracle and the xla backend.
+"""GroupNorm, optionally followed by SiLU: the plain composition, oracle and xla backend.
 
-Wu & He 2018, arXiv 1803.08494. Statistics are kept per channel and combined into groups, so that a producer's moments serve any
-grouping, across a channel concatenation too.
+Wu & He 2018, arXiv 1803.08494. Statistics are found per channel, then combined into groups: a group
+may lie across the parts of a concatenation.
 """
 
 from __future__ import annotations
@@ -10,56 +10,58 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from jaxunet.ops.activation import Activation, channel_moments
+from jaxunet.ops.activation import Activation, at_least_float32
+from jaxunet.ops.group_norm.operands import check_operands, group_size
+
+
+def channel_moments(
+    x: Float[Array, 'batch height width channels'],
+) -> Float[Array, 'batch channels 2']:
+    """Returns mean and mean squared deviation over the pixels of each sample and channel.
+
+    In at least float32, in two passes, so that a large mean does not cancel the variance away.
+    bfloat16 needs only one pass, E[x²] − E[x]²: its squares are exact in float32, and a mean large
+    enough to cancel would have rounded the deviations away when x was stored.
+    """
+    wide = x.astype(at_least_float32(x.dtype))
+    mean = jnp.mean(wide, axis=(1, 2))
+    if x.dtype == jnp.bfloat16:
+        deviation = jnp.maximum(
+            jnp.mean(jax.lax.square(wide), axis=(1, 2)) - jax.lax.square(mean), 0
+        )
+    else:
+        deviation = jnp.mean(jax.lax.square(wide - mean[:, None, None, :]), axis=(1, 2))
+    return jnp.stack([mean, deviation], axis=-1)
 
 
 def group_affine(
-    x: Activation,
-    scale: Float[Array, '#batch channels'],
-    offset: Float[Array, '#batch channels'],
-    *,
-    groups: int,
-    eps: float,
-) -> tuple[Float[Array, 'batch channels'], Float[Array, 'batch channels']]:
-    """The normalisation as one multiply and one add per (sample, channel): norm(x) · scale + offset = x · a + b; returns a, b."""
-    known = [
-        channel_moments(p) if m is None else m for p, m in zip(x.parts, x.moments, strict=True)
-    ]
-    moments = known[0] if len(known) == 1 else jnp.concatenate(known, axis=1)
-    return combine(moments, scale, offset, groups=groups, eps=eps)[:2]
-
-
-def combine(
     moments: Float[Array, 'batch channels 2'],
     scale: Float[Array, '#batch channels'],
     offset: Float[Array, '#batch channels'],
     *,
     groups: int,
     eps: float,
-) -> tuple[
-    Float[Array, 'batch channels'],
-    Float[Array, 'batch channels'],
-    Float[Array, 'batch channels'],
-    Float[Array, 'batch channels'],
-]:
-    """Of every (sample, channel): a and b of `group_affine`, and its group's mean and inverse deviation.
+) -> tuple[Float[Array, 'batch channels'], Float[Array, 'batch channels']]:
+    """Returns a and b such that norm(x) · scale + offset = a · x + b, per sample and channel.
 
     A group's variance is the mean of its channels' variances plus the variance of their means.
 
+    Args:
+      moments: of x, as `channel_moments` returns them.
+
     Raises:
-      ValueError: channels that are not a multiple of `groups`.
+      ValueError: `groups` does not divide the channels.
     """
     batch, channels, _ = moments.shape
-    if channels % groups:
-        raise ValueError(f'group_norm: {channels} channels are not a multiple of {groups} groups')
-    mean, variance = jnp.moveaxis(moments.reshape(batch, groups, channels // groups, 2), -1, 0)
+    size = group_size(channels, groups)
+    mean, variance = jnp.moveaxis(moments.reshape(batch, groups, size, 2), -1, 0)
     group_mean = jnp.mean(mean, axis=-1, keepdims=True)
     group_variance = jnp.mean(variance + jax.lax.square(mean - group_mean), axis=-1, keepdims=True)
     inverse = jax.lax.rsqrt(group_variance + eps)
     spread = jnp.broadcast_to(inverse, mean.shape).reshape(batch, channels)
     centre = jnp.broadcast_to(group_mean, mean.shape).reshape(batch, channels)
     a = scale.astype(spread.dtype) * spread
-    return a, offset.astype(spread.dtype) - centre * a, centre, spread
+    return a, offset.astype(spread.dtype) - centre * a
 
 
 def group_norm(
@@ -71,11 +73,21 @@ def group_norm(
     eps: float = 1e-5,
     silu: bool = False,
 ) -> Float[Array, 'batch height width channels']:
-    """act(norm(x) · scale + offset), act = SiLU or identity; per-sample scale and offset carry a scale-shift norm.
+    """act(norm(x) · scale + offset), act = SiLU or identity.
 
-    Statistics and arithmetic in at least float32, result in x's dtype.
+    Statistics and arithmetic are in at least float32; the result has x's dtype.
+
+    Args:
+      scale, offset: one row for all samples, or one a sample (a scale-shift norm).
+      eps: added to the variance.
+
+    Raises:
+      ValueError: shapes or types do not fit, or `groups` does not divide the channels.
     """
-    a, b = group_affine(x, scale, offset, groups=groups, eps=eps)
+    check_operands(x, scale, offset)
+    found = [channel_moments(part) for part in x.parts]
+    moments = found[0] if len(found) == 1 else jnp.concatenate(found, axis=1)
+    a, b = group_affine(moments, scale, offset, groups=groups, eps=eps)
     value = x.value
     y = value.astype(a.dtype) * a[:, None, None, :] + b[:, None, None, :]
     return (jax.nn.silu(y) if silu else y).astype(value.dtype)

@@ -1,6 +1,6 @@
-"""A linear layer at every pixel, a 1×1 convolution (NHWC), and its fusion with the addition that ends an attention block.
+"""A linear layer at every pixel, a 1×1 convolution (NHWC), plus the residual of an attention block.
 
-The plain composition: the oracle of the kernels, and what the xla and the pallas backend run.
+The plain composition: the oracle of the kernels, and the xla backend.
 """
 
 from __future__ import annotations
@@ -8,6 +8,8 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
+
+from jaxunet.ops.linear.operands import check_operands
 
 
 def linear(
@@ -17,7 +19,12 @@ def linear(
     *,
     residual: Float[Array, 'batch height width features'] | None = None,
 ) -> Float[Array, 'batch height width features']:
-    """x · kernel + bias [+ residual], all in x's dtype."""
+    """x · kernel + bias [+ residual], all in x's dtype.
+
+    Raises:
+      ValueError: shapes or types do not fit.
+    """
+    check_operands(x, kernel, bias, residual)
     y = jax.lax.dot_general(x, kernel.astype(x.dtype), (((3,), (0,)), ((), ()))) + jnp.reshape(
         bias, (1, 1, 1, -1)
     ).astype(x.dtype)

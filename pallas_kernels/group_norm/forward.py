@@ -24,58 +24,6 @@ from pallas_kernels.group_norm.blocks import (
 from pallas_kernels.group_norm.tiles import Grid, Tile, choose_tile, fit
 
 
-def _apply_kernel(*refs: Ref, grid: Grid, silu: bool) -> None:
-    parts, (a, b, y) = refs[: len(grid.parts)], refs[len(grid.parts) :]
-    program = Program(grid)
-    factor, shift = (
-        program.load_channels(a, program.sample)[None, :],
-        program.load_channels(b, program.sample)[None, :],
-    )
-
-    def write(step: Array | int, _: None) -> None:
-        z = [v.astype(a.dtype) * factor + shift for v in program.load(parts, step)]
-        program.store([y], step, [v * sigmoid(v, grid) for v in z] if silu else z)
-
-    loop(grid.steps, write, None)
-
-
-def apply(
-    parts: Sequence[Float[Array, 'batch height width _']],
-    a: Float[Array, 'batch channels'],
-    b: Float[Array, 'batch channels'],
-    *,
-    silu: bool,
-    tile: Tile | None = None,
-    interpret: bool = False,
-) -> Float[Array, 'batch height width channels']:
-    """act(a · x + b) of the channel concatenation x of the parts, which is not built; act = SiLU or identity. In x's dtype."""
-    batch, height, width, _ = parts[0].shape
-    tile = tile or choose_tile(
-        'apply', parts[0].dtype, batch, height * width, sum(p.shape[-1] for p in parts)
-    )
-    return _apply(parts, a, b, silu, tile, interpret)
-
-
-@functools.partial(
-    jax.jit, static_argnums=(3, 4, 5)
-)  # so that equal calls share one trace and one lowering, here and below
-def _apply(
-    parts: Sequence[Array], a: Array, b: Array, silu: bool, tile: Tile, interpret: bool
-) -> Array:
-    batch, height, width, _ = parts[0].shape
-    sizes = tuple(p.shape[-1] for p in parts)
-    grid = fit(tile, sizes, height * width, 1, streamed=True, interpret=interpret)
-    y = pl.pallas_call(
-        functools.partial(_apply_kernel, grid=grid, silu=silu),
-        grid=(grid.blocks, batch, grid.splits),
-        out_shape=jax.ShapeDtypeStruct((batch, height * width, sum(sizes)), parts[0].dtype),
-        compiler_params=plgpu.CompilerParams(num_warps=tile.warps),
-        interpret=interpret,
-        name='jaxunet_group_norm_apply',
-    )(*(p.reshape(batch, height * width, -1) for p in parts), a, b)
-    return y.reshape(batch, height, width, -1)
-
-
 def _normalise_kernel(*refs: Ref, grid: Grid, eps: float, silu: bool, known: bool) -> None:
     count = len(grid.parts)
     parts, moments, (scale, offset, y, centre, inverse) = refs[:count], refs[count:-5], refs[-5:]

@@ -1,0 +1,285 @@
+"""The blocks of the UNet: residual block, attention block, resampling, and their parameters.
+
+Activations are NHWC `Activation` in the compute dtype; parameters are float32. Every operation that
+is worth a kernel comes from `ops`, so parameter trees are identical across backends.
+
+Sources: Ho et al. 2020, arXiv 2006.11239, appendix B; Dhariwal & Nichol 2021, arXiv 2105.05233
+(openai/guided-diffusion).
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable
+from typing import TypedDict
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Key
+
+from jaxunet.config import ModelConfig
+from jaxunet.ops.activation import Activation, at_least_float32
+from jaxunet.ops.vocabulary import Ops, WithInput
+from jaxunet.runtime.errors import UserError
+
+Initializer = Callable[..., Array]
+INITIALIZERS: dict[str, Initializer] = {
+    # PyTorch's default for convolutions and linear layers: uniform within 1/sqrt(fan_in).
+    'torch': nn.initializers.variance_scaling(1 / 3, 'fan_in', 'uniform'),
+    'ddpm': nn.initializers.variance_scaling(1.0, 'fan_avg', 'uniform'),
+}
+
+
+class NormOptions(TypedDict):
+    """The keyword arguments that every norm of a network shares."""
+
+    groups: int
+    eps: float
+
+
+class Affine(nn.Module):
+    """Scale and offset of a GroupNorm, float32, each of shape (1, channels)."""
+
+    channels: int
+
+    @nn.compact
+    def __call__(self) -> tuple[Float[Array, '1 channels'], Float[Array, '1 channels']]:
+        """Returns the scale and the offset."""
+        scale = self.param('scale', nn.initializers.ones, (self.channels,))
+        bias = self.param('bias', nn.initializers.zeros, (self.channels,))
+        return scale[None, :], bias[None, :]
+
+
+class Kernel(nn.Module):
+    """Weights and bias of a convolution or linear layer whose arithmetic is done by an op."""
+
+    shape: tuple[int, ...]
+    dtype: jnp.dtype
+    kernel_init: Initializer
+
+    @nn.compact
+    def __call__(self) -> tuple[Array, Float[Array, '1 features']]:
+        """Returns the kernel (*spatial, in, out) in `dtype`, and the bias (1, out) in float32."""
+        kernel = self.param('kernel', self.kernel_init, self.shape)
+        bias = self.param('bias', nn.initializers.zeros, (self.shape[-1],))
+        return kernel.astype(self.dtype), bias[None, :]
+
+
+def dropout(
+    x: Float[Array, 'batch *rest'], keys: Key[Array, ' batch'], rate: float, path: tuple[str, ...]
+) -> Float[Array, 'batch *rest']:
+    """Zeroes a share `rate` of x and scales the rest by 1 / (1 - rate).
+
+    Each sample draws from its own key, so the result does not depend on how a batch is split over
+    devices.
+
+    Args:
+      path: the names of the module and its parents; each module draws other numbers.
+    """
+    keys = jax.vmap(lambda key: jax.random.fold_in(key, zlib.crc32('/'.join(path).encode())))(keys)
+    keep = jax.vmap(lambda key: jax.random.bernoulli(key, 1 - rate, x.shape[1:]))(keys)
+    return jnp.where(keep, x * jnp.asarray(1 / (1 - rate), x.dtype), jnp.zeros((), x.dtype))
+
+
+def average_pool(
+    x: Float[Array, 'batch height width channels'],
+) -> Float[Array, 'batch height/2 width/2 channels']:
+    """Averages blocks of 2×2 pixels, in float32."""
+    batch, height, width, channels = x.shape
+    wide = at_least_float32(x.dtype)
+    blocks = x.reshape(batch, height // 2, 2, width // 2, 2, channels)
+    return jnp.mean(blocks, axis=(2, 4), dtype=wide).astype(x.dtype)
+
+
+def nearest(
+    x: Float[Array, 'batch height width channels'],
+) -> Float[Array, 'batch 2*height 2*width channels']:
+    """Repeats every pixel twice in both directions."""
+    batch, height, width, channels = x.shape
+    doubled = jnp.broadcast_to(x[:, :, None, :, None, :], (batch, height, 2, width, 2, channels))
+    return doubled.reshape(batch, 2 * height, 2 * width, channels)
+
+
+class Block(nn.Module):
+    """The fields and helpers that every block of the UNet shares.
+
+    Fields:
+      dtype: the compute type.
+    """
+
+    model: ModelConfig
+    ops: Ops
+    dtype: jnp.dtype
+
+    def kernel(
+        self, name: str, *shape: int, zero: bool = False
+    ) -> tuple[Array, Float[Array, '1 features']]:
+        """Returns kernel and bias of a layer; `zero` starts at zero if the config says so."""
+        init = (
+            nn.initializers.zeros
+            if zero and self.model.zero_init
+            else INITIALIZERS[self.model.init]
+        )
+        return Kernel(shape, self.dtype, init, name=name)()
+
+    def dense(self, name: str, features: int, *, dtype: jnp.dtype | None = None) -> nn.Dense:
+        """Returns a linear layer on vectors, such as the embeddings."""
+        return nn.Dense(
+            features,
+            dtype=dtype or self.dtype,
+            kernel_init=INITIALIZERS[self.model.init],
+            name=name,
+        )
+
+    @property
+    def norm(self) -> NormOptions:
+        """The options of every norm."""
+        return {'groups': self.model.norm_groups, 'eps': self.model.norm_eps}
+
+
+class ResBlock(Block):
+    """Residual block with an embedding.
+
+    GroupNorm → SiLU → conv3×3 → embedding → GroupNorm → SiLU → dropout → conv3×3, plus the input
+    (through a 1×1 convolution if the channels change).
+
+    Fields:
+      features: channels of the result.
+      resample: 'down' or 'up' changes the resolution after the first activation, and of the input.
+      skip: also return a copy of x for a skip connection; not with `resample`. The first op adds
+        its gradient to those of x.
+    """
+
+    features: int = 0
+    resample: str = ''
+    skip: bool = False
+
+    @nn.compact
+    def __call__(
+        self,
+        x: Activation,
+        embedding: Float[Array, 'batch width'],
+        dropout_keys: Key[Array, ' batch'] | None,
+        embedded: Float[Array, 'batch projected'] | None = None,
+    ) -> WithInput[Activation]:
+        """Returns the block's result, and with `skip` one copy of x.
+
+        Args:
+          embedding: of time and class.
+          dropout_keys: one key a sample; None = no dropout.
+          embedded: this block's projection of the embedding, if the network has computed those of
+            all blocks at once.
+        """
+        channels, features = x.channels, self.features
+        scale_1, offset_1 = Affine(channels, name='norm_1')()
+        kernel_1, shift_1 = self.kernel('conv_1', 3, 3, channels, features)
+        scale_2, offset_2 = Affine(features, name='norm_2')()
+        kernel_2, shift_2 = self.kernel('conv_2', 3, 3, features, features, zero=True)
+        shift_norm = self.model.scale_shift_norm
+        if embedded is None:
+            embedded = self.dense('embed', 2 * features if shift_norm else features)(
+                jax.nn.silu(embedding)
+            )
+        embedded = embedded.astype(jnp.float32)
+        if shift_norm:
+            scale, offset = jnp.split(embedded, 2, axis=-1)
+            scale_2, offset_2 = scale_2 * (1 + scale), offset_2 * (1 + scale) + offset
+        else:
+            shift_1 = shift_1 + embedded
+
+        skip: tuple[Activation, ...] = ()
+        if self.resample:
+            change = average_pool if self.resample == 'down' else nearest
+            active = change(self.ops.group_norm(x, scale_1, offset_1, silu=True, **self.norm))
+            h = self.ops.conv3x3(Activation.of(active), kernel_1, shift_1)
+            x = Activation.of(change(x.value))
+        else:
+            h, (x, *others) = self.ops.norm_silu_conv3x3_and_input(
+                x, scale_1, offset_1, kernel_1, shift_1, copies=1 + self.skip, **self.norm
+            )
+            skip = tuple(others)
+
+        shortcut = None
+        if channels != features:
+            shortcut, bias = self.kernel('shortcut', channels, features)
+            shift_2 = shift_2 + bias
+        if dropout_keys is not None and self.model.dropout > 0:
+            active = self.ops.group_norm(h, scale_2, offset_2, silu=True, **self.norm)
+            active = dropout(active, dropout_keys, self.model.dropout, self.path)
+            y = self.ops.conv3x3(
+                Activation.of(active), kernel_2, shift_2, residual=x, shortcut=shortcut
+            )
+        else:
+            y = self.ops.norm_silu_conv3x3(
+                h, scale_2, offset_2, kernel_2, shift_2, residual=x, shortcut=shortcut, **self.norm
+            )
+        return WithInput(y, skip)
+
+
+class AttentionBlock(Block):
+    """GroupNorm → qkv → attention over all pixels → projection, plus the input.
+
+    Fields:
+      num_heads: 0 = as many as `model.num_head_channels` gives.
+    """
+
+    num_heads: int = 0
+
+    @nn.compact
+    def __call__(self, x: Activation) -> Activation:
+        """Returns an activation of x's shape.
+
+        Raises:
+          UserError: the heads do not divide the channels.
+        """
+        channels, (batch, height, width) = x.channels, x.parts[0].shape[:3]
+        heads = self._heads(channels)
+        scale, offset = Affine(channels, name='norm')()
+        normed, (x,) = self.ops.group_norm_and_input(x, scale, offset, **self.norm)
+        qkv = self.ops.linear(normed, *self.kernel('qkv', channels, 3 * channels))
+        y = self.ops.attention(qkv.reshape(batch, height * width, 3 * channels), num_heads=heads)
+        return Activation.of(
+            self.ops.linear(
+                y.reshape(normed.shape),
+                *self.kernel('proj', channels, channels, zero=True),
+                residual=x.value,
+            )
+        )
+
+    def _heads(self, channels: int) -> int:
+        per_head = self.model.num_head_channels
+        heads = self.num_heads or channels // per_head
+        if heads == 0 or channels % heads or (not self.num_heads and channels % per_head):
+            field = f'num_heads={heads}' if self.num_heads else f'num_head_channels={per_head}'
+            raise UserError(
+                f'model.{field}: does not divide the {channels} channels of {"/".join(self.path)}'
+            )
+        return heads
+
+
+class Resample(Block):
+    """A learned convolution that halves (`down`) or doubles (`up`) the resolution.
+
+    `up` repeats the pixels first; `down` has stride 2.
+    """
+
+    direction: str = 'down'
+
+    @nn.compact
+    def __call__(self, x: Activation) -> Activation:
+        """Returns an activation of x's channels."""
+        value = x.value
+        channels = value.shape[-1]
+        # Parameters sit directly under this module's name: {kernel, bias}.
+        kernel = self.param(
+            'kernel', INITIALIZERS[self.model.init], (3, 3, channels, channels)
+        ).astype(self.dtype)
+        bias = self.param('bias', nn.initializers.zeros, (channels,))[None, :]
+        if self.direction == 'up':
+            return self.ops.conv3x3(Activation.of(nearest(value)), kernel, bias)
+        pad = (1, 1) if self.model.downsample_padding == 'symmetric' else (0, 1)
+        y = jax.lax.conv_general_dilated(
+            value, kernel, (2, 2), (pad, pad), dimension_numbers=('NHWC', 'HWIO', 'NHWC')
+        )
+        return Activation.of(y + bias[:, None, None, :].astype(y.dtype))

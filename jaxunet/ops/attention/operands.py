@@ -1,0 +1,40 @@
+"""The checks of attention's operands: those of every backend, and those of the kernels."""
+
+from __future__ import annotations
+
+from jaxtyping import Array, Float
+
+DTYPES = ('bfloat16', 'float16', 'float32')
+MAX_HEAD_WIDTH = 256  # channels; the kernels hold a tile of whole rows of a head in shared memory
+
+
+def head_width(qkv: Float[Array, 'batch tokens packed'], num_heads: int) -> int:
+    """Returns the channels of a head, packed / (3 · num_heads).
+
+    Raises:
+      ValueError: the heads do not divide the packed channels.
+    """
+    packed = qkv.shape[-1]
+    if num_heads < 1 or not packed or packed % (3 * num_heads):
+        raise ValueError(f'attention: {packed} packed channels are not 3 x {num_heads} heads')
+    return packed // (3 * num_heads)
+
+
+def check_kernel_operands(qkv: Float[Array, 'batch tokens packed'], num_heads: int) -> int:
+    """Returns the channels of a head, for a backend's kernels.
+
+    Raises:
+      ValueError: as `head_width`, or the kernels do not take this width or type.
+    """
+    width = head_width(qkv, num_heads)
+    if width > MAX_HEAD_WIDTH:
+        raise ValueError(
+            f'attention: heads of width {width}: the kernels take widths up to {MAX_HEAD_WIDTH}; '
+            f'use more heads, or the xla backend'
+        )
+    if qkv.dtype not in DTYPES:
+        raise ValueError(
+            f'attention: qkv of {qkv.dtype}: the kernels take {", ".join(DTYPES)}; cast it, '
+            f'or use the xla backend'
+        )
+    return width
