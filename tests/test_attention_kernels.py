@@ -12,6 +12,7 @@ from jax.sharding import AbstractDevice, AbstractMesh
 from parity import assert_parity_in_some_draw, draw
 
 from jaxunet.ops.attention import reference
+from jaxunet.ops.attention.operands import DTYPES
 from pallas_kernels.attention import triton
 from pallas_kernels.attention.tiles import (
     KERNELS,
@@ -71,7 +72,7 @@ def same(found, expected):
     )
 
 
-@pytest.mark.parametrize('dtype', triton.DTYPES)
+@pytest.mark.parametrize('dtype', DTYPES)
 @pytest.mark.parametrize('one_kernel', [True, False], ids=['one_kernel', 'two_kernels'])
 def test_types(dtype, one_kernel):
     check(2, 64, 2, 32, dtype, small(64, one_kernel=one_kernel))
@@ -85,7 +86,7 @@ def test_tokens_that_fill_no_block(tokens, dtype, one_kernel):
     check(1, tokens, 2, 16, dtype, small(tokens, one_kernel=one_kernel))
 
 
-@pytest.mark.parametrize('dtype', triton.DTYPES)
+@pytest.mark.parametrize('dtype', DTYPES)
 @pytest.mark.parametrize(('tokens', 'width'), [(40, 32), (33, 256)])
 def test_dk_and_dv_of_two_programs(tokens, width, dtype):
     check(2, tokens, 1, width, dtype, Tiles(SMALL[0], (SMALL[1][0], Tile(32, 16, 4, split=2))))
@@ -121,12 +122,12 @@ def large(tokens, width):
     return np.round(draw((1, tokens, 3 * width), 'bfloat16', scale=10))
 
 
-@pytest.mark.parametrize('dtype', triton.DTYPES)
+@pytest.mark.parametrize('dtype', DTYPES)
 def test_large_logits(dtype):
     check(1, 40, 1, 16, dtype, small(40), values=large(40, 16), gradients=False)
 
 
-@pytest.mark.parametrize('dtype', triton.DTYPES)
+@pytest.mark.parametrize('dtype', DTYPES)
 @pytest.mark.parametrize(
     'backward',
     [Tile(16, 64, 4), (Tile(16, 64, 4), Tile(32, 16, 4)), SMALL[1]],
@@ -244,7 +245,7 @@ WORKLOADS = [
 ]
 
 
-@pytest.mark.parametrize('dtype', triton.DTYPES)
+@pytest.mark.parametrize('dtype', DTYPES)
 @pytest.mark.parametrize(('tokens', 'heads', 'width'), WORKLOADS, ids=str)
 def test_lowers_for_a_gpu(tokens, heads, width, dtype):
     """Forward is one kernel, backward one or two, and nothing is transposed between them."""
@@ -278,7 +279,7 @@ def test_lowers_for_a_gpu_under_vmap():
     ) == dict.fromkeys([triton.FORWARD, triton.BACKWARD_DQ, triton.BACKWARD_DKV], 1)
 
 
-@pytest.mark.parametrize('dtype', triton.DTYPES)
+@pytest.mark.parametrize('dtype', DTYPES)
 @pytest.mark.parametrize('kernel', KERNELS)
 @pytest.mark.parametrize(
     ('tokens', 'width'),

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from pallas_kernels.conv3x3.hopper_plan import Plan, plan
 from pallas_kernels.conv3x3.schedule import (
     CHUNK,
     HALO_COLUMNS,
@@ -19,9 +20,7 @@ from pallas_kernels.conv3x3.schedule import (
     SHARED_BYTES,
     STRIP_COLUMNS,
     TAPS,
-    Plan,
     Tile,
-    plan,
     tap_offset,
 )
 

@@ -8,7 +8,7 @@ from parity import DTYPES, assert_parity, draw
 
 from jaxunet.ops.activation import at_least_float32
 from jaxunet.ops.conv3x3.cases import CASES
-from pallas_kernels.conv3x3 import triton, triton_weight_gradient
+from pallas_kernels.conv3x3 import triton, triton_blocks, triton_weight_gradient
 
 # JAX says at every lowering that it will drop its Triton backend some day.
 pytestmark = pytest.mark.filterwarnings(
@@ -129,7 +129,7 @@ def test_default_tiles_fit_the_least_shared_memory(itemsize):
                 <= 99 * 1024
             ), case
             g = triton_weight_gradient.default_tile(*arguments)
-            thin = triton.folds(case.features) or all(triton.folds(c) for c in case.parts)
+            thin = triton_blocks.folds(case.features) or all(triton_blocks.folds(c) for c in case.parts)
             columns = g.block_channels * (1 if thin else g.taps) + g.block_features
             assert g.num_stages * g.block_pixels * columns * itemsize <= 99 * 1024, case
 

@@ -1,4 +1,4 @@
-"""How the Triton attention kernels cut their work: tiles, the candidates for tuning, and the choice."""
+"""Tiles of the Triton attention kernels: fields, choice, and candidates for tuning."""
 
 from __future__ import annotations
 
@@ -17,11 +17,18 @@ ANY = 1 << 30
 
 @dataclasses.dataclass(frozen=True, order=True)
 class Tile:
-    """One kernel's tile: query rows and key rows held at a time, warps a program, and stages of the load pipeline.
+    """The tile of one kernel.
 
-    `queries` and `keys` are powers of two, at least 16 (the tensor cores' smallest tile). In the one-kernel `backward` a program holds
-    all the keys of a head, so there `keys` is at least the number of tokens. With a `split` of 2, two programs of `backward_dkv` share
-    a block of keys: one computes dk, the other dv. Both compute the logits, but wide heads leave registers for one result only.
+    Fields:
+      queries, keys: rows that a program holds at a time; powers of two, at least 16 (the tensor
+        cores' smallest tile). The one-kernel `backward` holds all keys of a head.
+      warps: of a program.
+      stages: depth of the load pipeline.
+      split: 2 = two programs of `backward_dkv` share a block of keys, one for dk and one for dv.
+        Both compute the logits, but wide heads leave registers for one result only.
+
+    Raises:
+      ValueError: a field is out of its range.
     """
 
     queries: int
@@ -48,14 +55,19 @@ class Tile:
 
 @dataclasses.dataclass(frozen=True)
 class Tiles:
-    """The tiles of one call. `backward` is one kernel's tile, or those of the two kernels (dq, dk and dv)."""
+    """The tiles of one call.
+
+    Fields:
+      backward: the tile of the one-kernel backward, or those of the two kernels (dq; dk and dv).
+    """
 
     forward: Tile
     backward: Tile | tuple[Tile, Tile]
 
 
-# For heads up to this width and up to so many tokens, where the device's table has no tile: what was fastest on an H200 in bfloat16 at
-# batch 32, at tokens x width of 64x32, 256x32, 256x64, 1024x64, 1024x128 and 256x256; other sizes and types take their neighbour's.
+# (widest head, most tokens, tile), for sizes that the device's table lacks. They are the fastest on
+# an H200 in bfloat16 at batch 32, at tokens × width of 64×32, 256×32, 256×64, 1024×64, 1024×128 and
+# 256×256; other sizes take the next larger entry. To refit, run `pallas_kernels.attention.tune`.
 NEIGHBOURS: dict[str, tuple[tuple[int, int, Tile], ...]] = {
     'forward': (
         (32, 64, Tile(64, 64, 4)),
@@ -82,12 +94,15 @@ NEIGHBOURS: dict[str, tuple[tuple[int, int, Tile], ...]] = {
 
 
 def power_of_two(n: int) -> int:
-    """The smallest power of two that is at least n and 16."""
+    """Returns the smallest power of two that is at least n and 16."""
     return max(16, 1 << (n - 1).bit_length())
 
 
 def shared_memory() -> int:
-    """Bytes of shared memory that a program may have on this process's default device; Hopper's where that is not a GPU."""
+    """Returns the bytes of shared memory that a program may use on this process's device.
+
+    Without a GPU, those of Hopper.
+    """
     capability = str(getattr(jax.devices()[0], 'compute_capability', '9.0'))
     return {'8.0': 163, '8.7': 163, '9.0': 227, '10.0': 227, '10.3': 227}.get(capability, 99) * 1024
 
@@ -102,7 +117,10 @@ def _held_and_streamed(kernel: str, tile: Tile) -> tuple[int, int]:
 
 
 def _shared_bytes(kernel: str, tile: Tile, width: int, dtype: DTypeLike) -> int:
-    """An estimate from above of the shared memory that the compiler takes; float32 products are done with three parts."""
+    """Returns an upper bound of the shared memory that the compiler allocates, in bytes.
+
+    A float32 product is three products of parts, which triple the operands.
+    """
     held, streamed = _held_and_streamed(kernel, tile)
     size = jnp.dtype(dtype).itemsize
     operands = (
@@ -113,7 +131,7 @@ def _shared_bytes(kernel: str, tile: Tile, width: int, dtype: DTypeLike) -> int:
 
 
 def _fit(kernel: str, tile: Tile, tokens: int, width: int, dtype: DTypeLike, shared: int) -> Tile:
-    """The tile with no more rows than there are, and fewer stages or rows until it fits the shared memory."""
+    """Cuts a tile to the tokens there are, then its stages or rows until it fits `shared` bytes."""
     most = power_of_two(tokens)
     tile = dataclasses.replace(
         tile,
@@ -134,16 +152,20 @@ def _fit(kernel: str, tile: Tile, tokens: int, width: int, dtype: DTypeLike, sha
 
 
 def shape_class(tokens: int, width: int) -> str:
-    """What the table of tiles calls this size: both rounded up to powers of two."""
+    """Returns the name of this size in the table of tiles; both are rounded up to powers of two."""
     return f'{power_of_two(tokens)} tokens, {power_of_two(width)} wide'
 
 
 def default_tile(
     kernel: str, tokens: int, width: int, dtype: DTypeLike, *, shared: int | None = None
 ) -> Tile:
-    """The tile for one of KERNELS, made to fit `shared` bytes of shared memory (those of this process's device if None).
+    """Returns the tile of one of KERNELS: the device's measured one, else that of `NEIGHBOURS`.
 
-    It is the device's measured one, or else that of the nearest size measured on an H200.
+    Args:
+      shared: bytes of shared memory that it has to fit; None = those of this process's device.
+
+    Raises:
+      ValueError: `kernel` is not one of KERNELS.
     """
     if kernel not in KERNELS:
         raise ValueError(f'attention: kernel {kernel!r}: expected one of {", ".join(KERNELS)}')
@@ -157,7 +179,11 @@ def default_tile(
 
 
 def default_tiles(tokens: int, width: int, dtype: DTypeLike, *, shared: int | None = None) -> Tiles:
-    """The tiles of a call. Backward takes one kernel or two: what is faster by the device's table, else one for up to 64 tokens."""
+    """Returns the tiles of a call; arguments as `default_tile`.
+
+    Backward takes one kernel or two, whichever is faster in the device's table. Sizes that are not
+    in it take one kernel up to 64 tokens, if all keys of a head fit.
+    """
     forward, one, dq, dkv = (
         default_tile(name, tokens, width, dtype, shared=shared) for name in KERNELS
     )
@@ -174,7 +200,14 @@ def default_tiles(tokens: int, width: int, dtype: DTypeLike, *, shared: int | No
 
 
 def candidates(kernel: str, tokens: int, width: int, dtype: DTypeLike) -> list[Tile]:
-    """Tiles worth timing for one of KERNELS at this size: those whose accumulators and operands have a chance to fit a Hopper SM."""
+    """Returns the tiles worth timing for one of KERNELS at this size.
+
+    Those whose accumulators fit the registers, and whose operands fit the shared memory, of a
+    Hopper multiprocessor.
+
+    Raises:
+      ValueError: `kernel` is not one of KERNELS.
+    """
     if kernel not in KERNELS:
         raise ValueError(f'attention: kernel {kernel!r}: expected one of {", ".join(KERNELS)}')
     padded, width = power_of_two(tokens), power_of_two(width)

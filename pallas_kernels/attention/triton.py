@@ -1,17 +1,29 @@
-"""Multi-head self-attention on the packed qkv projection, Pallas through Triton (compute capability 8.0 and later).
+"""Multi-head self-attention on the packed qkv projection: Triton kernels (sm_80 and later).
 
-FlashAttention: Dao et al. 2022, arXiv 2205.14135, algorithms 1 and 4; Dao 2023, arXiv 2307.08691, §3.1. Exponents are base two, and the
-scale 1/√d is applied to the float32 logits. Only the log-sum-exp of each row is kept for the backward pass, which recomputes the weights;
-it is kept as its two terms, the largest logit q·k and log₂ Σ 2^(logit − largest), as their sum would lose digits where logits are large.
+FlashAttention: Dao et al. 2022, arXiv 2205.14135, algorithms 1 and 4; Dao 2023, arXiv 2307.08691,
+§3.1.
 
-Arrays keep the projection's layout, (batch, tokens, 3, heads, width): every kernel reads q, k and v where they are, and writes dq, dk and
-dv where the projection's gradient wants them. Each result is written by one program, so results are identical from run to run.
+Forward: a program owns a block of queries of one head (grid: query blocks × heads × batch). It
+walks over blocks of keys, keeps the largest logit and the sum of weights of each row so far, and
+rescales its float32 accumulator when the largest logit grows. Triton pipelines the loads of K and V
+over `stages` steps.
+
+Backward recomputes the weights from the saved log-sum-exp of each row. Short sequences take one
+kernel: a program holds all keys of a head and walks over blocks of queries. Longer ones take two:
+one whose programs own queries and write dq, one whose programs own keys and write dk and dv.
+
+Exponents have base two, and the scale 1/√d is applied to the float32 logits. The log-sum-exp is
+kept as its two terms, the largest logit q·k and log₂ Σ 2^(logit − largest): their sum would lose
+digits where logits are large.
+
+Arrays keep the projection's layout, (batch, tokens, 3, heads, width): every kernel reads q, k and v
+where they are, and writes dq, dk and dv where the projection's gradient wants them. Each result is
+written by one program, so results are identical from run to run.
 """
 
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -24,105 +36,36 @@ from jax.experimental.pallas import triton as plgpu
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
+from jaxunet.ops.attention.operands import check_kernel_operands
 from pallas_kernels.attention.tiles import Tile, power_of_two
+from pallas_kernels.attention.triton_head import (
+    COLUMNS,
+    PLAIN,
+    ROWS,
+    TOP,
+    TOTAL,
+    Head,
+    Index,
+    K,
+    Q,
+    Ref,
+    V,
+)
 
 FORWARD = 'jaxunet_attention_forward'
 BACKWARD = 'jaxunet_attention_backward'
 BACKWARD_DQ = 'jaxunet_attention_backward_dq'
 BACKWARD_DKV = 'jaxunet_attention_backward_dkv'
-DTYPES = ('bfloat16', 'float16', 'float32')
-Q, K, V = (
-    np.int32(slot) for slot in range(3)
-)  # NumPy's, as the interpreter cannot index with a plain int
-TOP, TOTAL = (np.int32(slot) for slot in range(2))
-ROWS, COLUMNS = (
-    ((1,), (1,)),
-    ((0,), (0,)),
-)  # contract both operands' columns (a·bᵀ), or both operands' rows (aᵀ·b)
-PLAIN = ((1,), (0,))  # a·b
-
-
-class _Head:
-    """The arithmetic that all kernels share: what is padding, how rows are read and written, how the logits are scaled."""
-
-    def __init__(self, tokens: int, width: int, dtype: Any, interpret: bool):
-        self.tokens, self.width, self.padded_width = tokens, width, power_of_two(width)
-        self.dtype = dtype
-        self.scale = width**-0.5
-        self.scale2 = self.scale * math.log2(math.e)
-        # Single tf32 products would lose float32's accuracy; three of them keep it. bfloat16 products are exact in float32.
-        self.precision: Any = lax.Precision.DEFAULT
-        if dtype == jnp.float32:
-            self.precision = (
-                lax.Precision.HIGHEST if interpret else lax.DotAlgorithmPreset.TF32_TF32_F32_X3
-            )
-
-    def dot(self, a: Array, b: Array, contract: Any) -> Array:
-        return lax.dot_general(
-            a, b, (contract, ((), ())), precision=self.precision, preferred_element_type=jnp.float32
-        )
-
-    def valid(self, start: Any, rows: int) -> Array | None:
-        """Which of these rows are tokens; None where all are, which costs nothing."""
-        return start + lax.iota(jnp.int32, rows) < self.tokens if self.tokens % rows else None
-
-    def mask(self, start: Any, rows: int) -> Array | None:
-        valid = self.valid(start, rows)
-        mask = (
-            None if valid is None else lax.broadcast_in_dim(valid, (rows, self.padded_width), (0,))
-        )
-        if self.width != self.padded_width:
-            columns = lax.broadcasted_iota(jnp.int32, (rows, self.padded_width), 1) < self.width
-            mask = columns if mask is None else mask & columns
-        return mask
-
-    def read(self, ref: Any, start: Any, rows: int, *slot: np.int32) -> Array:
-        """Rows of a head, zero beyond its tokens and its width."""
-        mask = self.mask(start, rows)
-        part = ref.at[(pl.ds(start, rows), *slot, slice(None))]
-        return plgpu.load(part) if mask is None else plgpu.load(part, mask=mask, other=0.0)
-
-    def read_row(
-        self, ref: Any, start: Any, rows: int, *slot: np.int32, other: float = 0.0
-    ) -> Array:
-        """One number a row: a term of the log-sum-exp, or delta."""
-        mask = self.valid(start, rows)
-        part = ref.at[(*slot, pl.ds(start, rows))]
-        return plgpu.load(part) if mask is None else plgpu.load(part, mask=mask, other=other)
-
-    def read_norm(self, ref: Any, start: Any, rows: int) -> tuple[Array, Array]:
-        """Both terms of the log-sum-exp; ∞ where the query is padding, so that its weights are zero."""
-        return self.read_row(ref, start, rows, TOP), self.read_row(
-            ref, start, rows, TOTAL, other=math.inf
-        )
-
-    def write(self, ref: Any, start: Any, value: Array, *slot: np.int32) -> None:
-        rows = value.shape[0]
-        plgpu.store(
-            ref.at[(pl.ds(start, rows), *slot, slice(None))],
-            value.astype(ref.dtype),
-            mask=self.mask(start, rows),
-        )
-
-    def write_row(self, ref: Any, start: Any, value: Array, *slot: np.int32) -> None:
-        rows = value.shape[0]
-        plgpu.store(ref.at[(*slot, pl.ds(start, rows))], value, mask=self.valid(start, rows))
-
-    def loop(self, block: int, body: Callable[[Any, Any], Any], carry: Any) -> Any:
-        """body(first row, carry) over all blocks of rows."""
-        steps = pl.cdiv(self.tokens, block)
-        if steps == 1:
-            return body(0, carry)
-        return lax.fori_loop(0, steps, lambda i, c: body(i * block, c), carry)
 
 
 def _forward_kernel(
-    qkv_ref: Any, out_ref: Any, norm_ref: Any, *exact_ref: Any, head: _Head, tile: Tile
+    qkv_ref: Ref, out_ref: Ref, norm_ref: Ref, *exact_ref: Ref, head: Head, tile: Tile
 ) -> None:
+    """Computes the outputs of a block of queries, and their log-sum-exp."""
     start = pl.program_id(0) * tile.queries
     q = head.read(qkv_ref, start, tile.queries, Q)
 
-    def step(first: Any, carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
+    def step(first: Index, carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
         out, top, total = carry
         logits = head.dot(q, head.read(qkv_ref, first, tile.keys, K), ROWS)
         valid = head.valid(first, tile.keys)
@@ -152,38 +95,42 @@ def _forward_kernel(
     head.write_row(norm_ref, start, jnp.log2(total), TOTAL)
 
 
-def _weights(head: _Head, logits: Array, norm: tuple[Array, Array], keys: Array | None) -> Array:
-    """The softmax again, from the logits and the log-sum-exp; zero where the key or the query is padding."""
+def _weights(head: Head, logits: Array, norm: tuple[Array, Array], keys: Array | None) -> Array:
+    """Recomputes the softmax from the logits and the log-sum-exp; zero for padding.
+
+    Args:
+      keys: the mask of the keys that exist, broadcastable to the logits; None: all do.
+    """
     top, total = norm
     weights = jnp.exp2((logits - top) * head.scale2 - total)
     return weights if keys is None else jnp.where(keys, weights, 0.0)
 
 
 def _dq_kernel(
-    qkv_ref: Any,
-    out_ref: Any,
-    grad_ref: Any,
-    norm_ref: Any,
-    dqkv_ref: Any,
-    delta_ref: Any,
+    qkv_ref: Ref,
+    out_ref: Ref,
+    grad_ref: Ref,
+    norm_ref: Ref,
+    dqkv_ref: Ref,
+    delta_ref: Ref,
     *,
-    head: _Head,
+    head: Head,
     tile: Tile,
 ) -> None:
-    """dq of a block of queries, and delta = Σ p·dp of each of its rows for the other kernel."""
+    """Computes dq of a block of queries, and delta = Σ p·dp of each row for the other kernel."""
     start = pl.program_id(0) * tile.queries
     q = head.read(qkv_ref, start, tile.queries, Q)
     grad = head.read(grad_ref, start, tile.queries)
     top, total = head.read_norm(norm_ref, start, tile.queries)
-    # Σ p·dp = Σ dO·O. Summing p·dp itself spares the rounding of O, which matters where one key has nearly all the weight, but
-    # takes all keys at once.
+    # Σ p·dp = Σ dO·O. Summing p·dp itself avoids the rounding of O, which matters where one key has
+    # nearly all the weight, but needs all keys at once.
     delta = None
     if head.tokens > tile.keys:
         out = head.read(out_ref, start, tile.queries)
         delta = jnp.sum(out.astype(jnp.float32) * grad.astype(jnp.float32), axis=1)
         head.write_row(delta_ref, start, delta)
 
-    def step(first: Any, dq: Array) -> Array:
+    def step(first: Index, dq: Array) -> Array:
         k = head.read(qkv_ref, first, tile.keys, K)
         keys = head.valid(first, tile.keys)
         weights = _weights(
@@ -203,17 +150,20 @@ def _dq_kernel(
 
 
 def _dkv_kernel(
-    qkv_ref: Any,
-    grad_ref: Any,
-    norm_ref: Any,
-    delta_ref: Any,
-    _: Any,
-    dqkv_ref: Any,
+    qkv_ref: Ref,
+    grad_ref: Ref,
+    norm_ref: Ref,
+    delta_ref: Ref,
+    _: Ref,
+    dqkv_ref: Ref,
     *,
-    head: _Head,
+    head: Head,
     tile: Tile,
 ) -> None:
-    """dk and dv of a block of keys, or one of them; the logits are computed transposed, so that the weights enter products as they are."""
+    """Computes dk and dv of a block of keys, or with `tile.split` = 2 one of them.
+
+    The logits are computed transposed, so that the weights enter the products as they are.
+    """
     program = pl.program_id(0)
     start = (program if tile.split == 1 else lax.div(program, 2)) * tile.keys
 
@@ -222,7 +172,7 @@ def _dkv_kernel(
         v = head.read(qkv_ref, start, tile.keys, V) if K in slots else None
         keys = head.valid(start, tile.keys)
 
-        def step(first: Any, sums: dict[str, Array]) -> dict[str, Array]:
+        def step(first: Index, sums: dict[str, Array]) -> dict[str, Array]:
             q = head.read(qkv_ref, first, tile.queries, Q)
             grad = head.read(grad_ref, first, tile.queries)
             top, total = head.read_norm(norm_ref, first, tile.queries)
@@ -260,13 +210,13 @@ def _dkv_kernel(
 
 
 def _backward_kernel(
-    qkv_ref: Any, grad_ref: Any, norm_ref: Any, dqkv_ref: Any, *, head: _Head, tile: Tile
+    qkv_ref: Ref, grad_ref: Ref, norm_ref: Ref, dqkv_ref: Ref, *, head: Head, tile: Tile
 ) -> None:
-    """dq, dk and dv of one head whose keys and values one program holds."""
+    """Computes dq, dk and dv of one head; the program holds all its keys and values."""
     k, v = (head.read(qkv_ref, 0, tile.keys, slot) for slot in (K, V))
     keys = head.valid(0, tile.keys)
 
-    def step(first: Any, carry: tuple[Array, Array]) -> tuple[Array, Array]:
+    def step(first: Index, carry: tuple[Array, Array]) -> tuple[Array, Array]:
         dk, dv = carry
         q = head.read(qkv_ref, first, tile.queries, Q)
         grad = head.read(grad_ref, first, tile.queries)
@@ -290,35 +240,17 @@ def _backward_kernel(
     head.write(dqkv_ref, 0, dv, V)
 
 
-def head_width(qkv: Array, num_heads: int) -> int:
-    """The width of a head of these packed channels.
-
-    Raises:
-      ValueError: the heads do not divide the channels, or the kernels do not take their width or type.
-    """
-    packed = qkv.shape[-1]
-    width, rest = divmod(packed, 3 * num_heads) if num_heads > 0 else (0, 0)
-    if rest or not width:
-        raise ValueError(f'attention: {packed} packed channels are not 3 x {num_heads} heads')
-    if width > 256:
-        raise ValueError(
-            f'attention: heads of width {width}: the kernels take widths up to 256; use more heads, or the xla backend'
-        )
-    if qkv.dtype not in DTYPES:
-        raise ValueError(
-            f'attention: qkv of {qkv.dtype}: the kernels take {", ".join(DTYPES)}; cast it, or use the xla backend'
-        )
-    return width
-
-
 def _unpack(qkv: Array, num_heads: int) -> tuple[Array, int]:
-    """qkv as (batch, tokens, 3, heads, width), the same bytes; and the width."""
-    width = head_width(qkv, num_heads)
+    """Returns qkv as (batch, tokens, 3, heads, width), the same bytes; and the width."""
+    width = check_kernel_operands(qkv, num_heads)
     return qkv.reshape(*qkv.shape[:2], 3, num_heads, width), width
 
 
 def _specs(rows: int, width: int) -> tuple[pl.BlockSpec, pl.BlockSpec, pl.BlockSpec, pl.BlockSpec]:
-    """Blocks that show a program its head whole: of the packed arrays, the outputs, the log-sum-exp and delta."""
+    """Returns the blocks that show a program its whole head, padded to `rows` rows.
+
+    In this order: of the packed arrays, the outputs, the log-sum-exp, and delta.
+    """
     width = power_of_two(width)
     packed = pl.BlockSpec((None, rows, 3, None, width), lambda i, h, b: (b, 0, 0, h, 0))
     single = pl.BlockSpec((None, rows, None, width), lambda i, h, b: (b, 0, h, 0))
@@ -328,7 +260,12 @@ def _specs(rows: int, width: int) -> tuple[pl.BlockSpec, pl.BlockSpec, pl.BlockS
 
 
 def _call(
-    kernel: Any, name: str, grid: tuple[int, ...], tile: Tile, interpret: bool, **kwargs: Any
+    kernel: Callable[..., None],
+    name: str,
+    grid: tuple[int, ...],
+    tile: Tile,
+    interpret: bool,
+    **kwargs: Any,
 ) -> Callable[..., Any]:
     params = plgpu.CompilerParams(num_warps=tile.warps, num_stages=tile.stages)
     return pl.pallas_call(
@@ -336,9 +273,8 @@ def _call(
     )
 
 
-@functools.partial(
-    jax.jit, static_argnames=('num_heads', 'tile', 'exact', 'interpret')
-)  # equal calls share one trace and one lowering
+# Jitted, so that equal calls share one trace and one lowering.
+@functools.partial(jax.jit, static_argnames=('num_heads', 'tile', 'exact', 'interpret'))
 def forward(
     qkv: Float[Array, 'batch tokens packed'],
     num_heads: int,
@@ -351,13 +287,16 @@ def forward(
     Float[Array, 'batch heads 2 tokens'],
     Float[Array, 'batch tokens channels'],
 ]:
-    """The heads' outputs; of each row of logits the log-sum-exp, base two, in float32, as two terms; the outputs for `backward`.
+    """Runs the forward kernel.
 
     Args:
-      exact: the outputs for `backward` are float32, see `wants_exact`; otherwise they are the outputs.
+      exact: return the outputs for `backward` in float32, see `wants_exact`.
+
+    Returns: the heads' outputs; the two terms of the log-sum-exp of each row of logits, base two,
+      float32; the outputs for `backward`, which without `exact` are the outputs.
 
     Raises:
-      ValueError: channels that the heads do not divide, heads wider than 256, or a type not in DTYPES.
+      ValueError: channels that the heads do not divide, heads wider than 256, or another type.
     """
     parts, width = _unpack(qkv, num_heads)
     batch, tokens, *_ = parts.shape
@@ -372,7 +311,7 @@ def forward(
     ]
     out, norm, *kept = _call(
         functools.partial(
-            _forward_kernel, head=_Head(tokens, width, qkv.dtype, interpret), tile=tile
+            _forward_kernel, head=Head(tokens, width, qkv.dtype, interpret), tile=tile
         ),
         FORWARD,
         (blocks, num_heads, batch),
@@ -387,7 +326,11 @@ def forward(
 
 
 def wants_exact(tile: Tile | tuple[Tile, Tile], tokens: int, dtype: DTypeLike) -> bool:
-    """Whether the backward pass takes Σ p·dp from the outputs, whose rounding to 16 bits shows where one key has most weight."""
+    """Whether `backward` needs the outputs in float32.
+
+    It does where it takes Σ p·dp from 16-bit outputs: their rounding is large beside the result
+    where one key has most of the weight.
+    """
     return not isinstance(tile, Tile) and tile[0].keys < tokens and jnp.dtype(dtype) != jnp.float32
 
 
@@ -401,17 +344,26 @@ def backward(
     *,
     interpret: bool = False,
 ) -> Float[Array, 'batch tokens packed']:
-    """The gradient of qkv from that of the output, and what `forward` kept; `tile` is one kernel's, or those of the two (dq, dk and dv)."""
+    """Returns the gradient of qkv, given that of the output.
+
+    Args:
+      out, norm: what `forward` returned for `backward`.
+      tile: one kernel's tile, or those of two kernels (dq; dk and dv).
+
+    Raises:
+      ValueError: as `forward`, or a one-kernel tile that does not hold all keys.
+    """
     num_heads = norm.shape[1]
     parts, width = _unpack(qkv, num_heads)
     batch, tokens, *_ = parts.shape
-    head = _Head(tokens, width, qkv.dtype, interpret)
+    head = Head(tokens, width, qkv.dtype, interpret)
     out, grad = (x.reshape(batch, tokens, num_heads, width) for x in (out, grad))
     dqkv = jax.ShapeDtypeStruct(parts.shape, qkv.dtype)
     if isinstance(tile, Tile):
         if tile.keys < tokens:
             raise ValueError(
-                f'attention: tile keys={tile.keys}: the one-kernel backward holds all {tokens} tokens'
+                f'attention: tile keys={tile.keys}: '
+                f'the one-kernel backward holds all {tokens} tokens'
             )
         packed, single, norm_spec, _ = _specs(
             max(tile.keys, pl.cdiv(tokens, tile.queries) * tile.queries), width
@@ -440,7 +392,7 @@ def backward(
         out_specs=[packed, delta_spec],
         out_shape=[dqkv, jax.ShapeDtypeStruct((batch, num_heads, tokens), jnp.float32)],
     )(parts, out, grad, norm)
-    # The second kernel writes its two thirds into the same array.
+    # The second kernel writes its two thirds (dk, dv) into the same array.
     return _call(
         functools.partial(_dkv_kernel, head=head, tile=second),
         BACKWARD_DKV,

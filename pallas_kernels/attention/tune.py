@@ -1,11 +1,12 @@
 """Times the attention kernels' tiles on this machine's GPU, and the op beside XLA's.
 
-    python -m pallas_kernels.attention.tune [--batch 32] [--shapes 256:6:32,64:8:32] [--kernels both,forward] [--seconds 60] [--write]
+    python -m pallas_kernels.attention.tune [--batch 32] [--shapes 256:6:32,64:8:32]
+        [--kernels both,forward] [--seconds 60] [--write]
 
-`--write` puts the fastest tiles into the device's table of tiles (`tile_table.update`).
-
-A shape is tokens:heads:width[:batch]. `both` is the op on the chosen tiles, forward alone and with its gradient, beside the plain op.
-Times are sums of GPU kernel time per call from a profiler trace, so they leave out what starting a kernel costs. One JSON line a result.
+A shape is tokens:heads:width[:batch]. `both` is the op on the chosen tiles, forward alone and with
+its gradient, beside the reference. Times are sums of GPU kernel time per call from a profiler
+trace, without launch overhead. Prints one JSON line a result. `--write` puts the fastest tiles into
+the device's table (`tile_table.update`).
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ from pallas_kernels.attention.tiles import (
 from pallas_kernels.attention.vjp import attention
 
 SHAPES = '256:6:32,64:8:32,256:1:256,1024:4:64,256:8:64,4096:8:64:4,1024:8:128'
-SETS = 2  # inputs that a program runs through
+SETS = 2  # sets of inputs that a program runs through
 Shape = tuple[int, int, int, int]  # batch, tokens, heads, width
 Job = tuple[Shape, str, Any]  # shape, what, tile
 
@@ -48,7 +49,7 @@ Job = tuple[Shape, str, Any]  # shape, what, tile
 def inputs(
     shape: Shape, dtype: jnp.dtype
 ) -> tuple[list[Array], list[Array], list[tuple[Array, Array, Array]]]:
-    """Sets of qkv, of the output's gradient, and of what the forward kernel returns."""
+    """Returns sets of qkv, of the output's gradient, and of what the forward kernel returns."""
     batch, tokens, heads, width = shape
     keys = jax.random.split(jax.random.key(0), 2 * SETS)
     qkv = [
@@ -62,7 +63,7 @@ def inputs(
 
 
 def build(job: Job) -> Callable[..., Any]:
-    """A function of the inputs that runs one kernel, or the op, on every set."""
+    """Returns a function of the inputs that runs one kernel, or the op, on every set."""
     (_, _, heads, _), what, tile = job
     side, _, direction = what.partition('_')
     if side in ('ours', 'xla'):
@@ -85,7 +86,7 @@ def build(job: Job) -> Callable[..., Any]:
 
 
 def jobs_for(shape: Shape, kernels: list[str], dtype: jnp.dtype) -> list[Job]:
-    """Everything asked for of a shape; the two backward kernels are timed in pairs."""
+    """Returns all that is asked for of a shape; the two backward kernels are timed in pairs."""
     _, tokens, _, width = shape
     jobs: list[Job] = []
     if 'both' in kernels:
@@ -121,11 +122,12 @@ Timed = dict[tile_table.Key, dict[Tile, float]]
 
 
 def keyed(kernel: str, shape: Shape, dtype: jnp.dtype) -> tile_table.Key:
+    """Returns the key of a kernel and shape in the table of tiles."""
     return tile_table.Key(f'attention/{kernel}', dtype.name, shape_class(shape[1], shape[3]))
 
 
 def chosen_tiles(shape: Shape, dtype: jnp.dtype) -> dict[tile_table.Key, Tile]:
-    """The tile of each kernel that the op takes now."""
+    """Returns the tile of each kernel that the op takes now."""
     return {
         keyed(kernel, shape, dtype): default_tile(kernel, shape[1], shape[3], dtype)
         for kernel in KERNELS
@@ -135,7 +137,10 @@ def chosen_tiles(shape: Shape, dtype: jnp.dtype) -> dict[tile_table.Key, Tile]:
 def report(
     shape: Shape, dtype: jnp.dtype, results: list[tuple[str, Any, dict[str, float]]], top: int
 ) -> Timed:
-    """Prints the op beside XLA's, then the fastest tiles of each kernel. Returns the times of all tiles."""
+    """Prints the op beside XLA's, then the fastest tiles of each kernel.
+
+    Returns: the times of all tiles, in microseconds.
+    """
     batch, tokens, heads, width = shape
     row = {
         'device': jax.devices()[0].device_kind,
@@ -182,7 +187,7 @@ def report(
             ),
             flush=True,
         )
-    # Of the tiles that were timed in several pairs, the last here is the fastest.
+    # A tile that was timed in several pairs keeps the last of its times here, the shortest.
     return {
         keyed(kernel, shape, dtype): {tile: us for us, tile in sorted(rows, reverse=True)}
         for kernel, rows in timed.items()
@@ -190,6 +195,7 @@ def report(
 
 
 def main() -> None:
+    """Runs the command."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -210,7 +216,7 @@ def main() -> None:
         tokens, heads, width, *batch = map(int, text.split(':'))
         shapes.append((batch[0] if batch else args.batch, tokens, heads, width))
     arrays = {shape: inputs(shape, dtype) for shape in shapes}
-    # In turn over the shapes, so that all have had their share when time is up; the op itself first.
+    # Shapes take turns, so that each has had its share when time is up; the op itself comes first.
     queues = [jobs_for(shape, args.kernels.split(','), dtype) for shape in shapes]
     jobs = [queue[i] for i in range(max(map(len, queues))) for queue in queues if i < len(queue)]
 

@@ -7,6 +7,7 @@ import functools
 import jax
 from jaxtyping import Array, Float
 
+from jaxunet.ops.attention.operands import check_kernel_operands
 from pallas_kernels.attention import triton
 from pallas_kernels.attention.tiles import Tiles, default_tiles
 
@@ -18,21 +19,22 @@ def attention(
     interpret: bool = False,
     tiles: Tiles | None = None,
 ) -> Float[Array, 'batch tokens channels']:
-    """softmax(q·kᵀ/√d)·v for each head of width d = packed / (3 · num_heads), as `jaxunet.ops.attention.reference.attention`.
+    """softmax(q·kᵀ/√d)·v for each head; see `jaxunet.ops.attention.reference.attention`.
 
-    `packed` holds all of q, then all of k, then all of v, each head-major; the result holds the heads' outputs, in qkv's type.
-    Logits, softmax and sums in float32. Differentiable once in reverse mode; the backward pass recomputes the weights from the saved
-    log-sum-exp, in qkv's memory layout throughout. Dao et al. 2022, arXiv 2205.14135; Dao 2023, arXiv 2307.08691.
+    Logits, softmax and sums are in float32. Differentiable once in reverse mode; the backward pass
+    recomputes the weights from the saved log-sum-exp. `pallas_kernels.attention.triton` explains
+    the algorithm.
 
     Args:
-      qkv: bfloat16, float16 or float32; any number of tokens; heads of width 1 to 256 (powers of two from 16 on run without padding).
+      qkv: bfloat16, float16 or float32; any number of tokens; heads of width 1 to 256. Widths that
+        are powers of two from 16 on run without padding.
       interpret: run the kernels on a CPU, slowly, for tests.
-      tiles: how the work is cut, for tuning; the measured choice unless given.
+      tiles: how the work is tiled, for tuning; None takes `default_tiles`.
 
     Raises:
       ValueError: channels that the heads do not divide, heads wider than 256, or another type.
     """
-    width = triton.head_width(qkv, num_heads)
+    width = check_kernel_operands(qkv, num_heads)
     return _attention(
         qkv, num_heads, interpret, tiles or default_tiles(qkv.shape[1], width, qkv.dtype)
     )

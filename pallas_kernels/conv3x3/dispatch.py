@@ -1,4 +1,7 @@
-"""Which kernel convolves a shape on this device, and how it behaves under `jax.vmap`."""
+"""Chooses the kernel of a convolution for this device and shape, and defines it under `jax.vmap`.
+
+Hopper's kernel where it supports the shape, else Triton's, which takes every shape.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,10 @@ from pallas_kernels.conv3x3 import hopper, hopper_weight_gradient, triton, trito
 
 
 def project(added: Added) -> Float[Array, 'batch height width features']:
-    """The 1×1 convolution, in the type of the parts: a product a part, as their concatenation would have to be written and read."""
+    """Returns the 1×1 convolution of a residual, in the type of its parts.
+
+    One product a part: a concatenation of the parts would have to be written and read.
+    """
     assert added.shortcut is not None
     products, start = [], 0
     for part in added.parts:
@@ -36,14 +42,19 @@ def forward(
     added: Added | None = None,
     affine: Affine | None = None,
 ) -> Float[Array, 'batch height width features']:
-    """conv3x3(act(x)) + shift + added, with act(x) = SiLU(a · x + b) for an affine (a, b); x joins `parts` along channels."""
+    """Returns conv3x3(act(x)) + shift + added.
+
+    Args:
+      parts: x, joined along channels.
+      affine: (a, b): act(x) = SiLU(a · x + b); None: act is the identity.
+    """
     return _forward(parts, kernel.astype(parts[0].dtype), shift.astype(jnp.float32), added, affine)
 
 
 def weight_gradient(
     parts: Parts, dy: Float[Array, 'batch height width features']
 ) -> Float[Array, '3 3 channels features']:
-    """The gradient of conv3x3(x, kernel) · dy by the kernel, float32; x joins `parts` along channels."""
+    """Returns the gradient of conv3x3(x, kernel) · dy by the kernel, float32; x joins `parts`."""
     return _weight_gradient(parts, dy)
 
 
@@ -52,7 +63,13 @@ def input_gradient(
     kernel: Float[Array, '3 3 channels features'],
     widths: tuple[int, ...],
 ) -> Parts:
-    """The gradient of conv3x3(x, kernel) · dy by each part of x, given their channels: convolutions with the flipped kernel."""
+    """Returns the gradient of conv3x3(x, kernel) · dy by each part of x.
+
+    These are convolutions with the flipped kernel.
+
+    Args:
+      widths: channels of the parts.
+    """
     parts, start = [], 0
     for width in widths:
         part = kernel[:, :, start : start + width].astype(dy.dtype)
@@ -62,10 +79,11 @@ def input_gradient(
 
 
 def fuses_activation(parts: Parts, kernel: Float[Array, '3 3 channels features']) -> bool:
-    """Whether GroupNorm and SiLU are cheaper inside the convolution than as a kernel before it.
+    """Whether GroupNorm and SiLU are faster inside the convolution than as a kernel before it.
 
-    Measured on an H200: Hopper's kernel activates a tile once for its nine taps, which pays from 32×32 pixels on. The Triton kernel
-    activates a pixel once for each tap: it pays with so few output channels that reading the input is what takes the time.
+    Hopper's kernel activates a tile once for its nine taps, which is faster from 32×32 pixels on.
+    The Triton kernel fuses only where it reads x once, with at most 16 output channels. To refit,
+    time `norm_silu_conv3x3` with `python -m jaxunet.benchmark.kernels` on both sides of the limits.
     """
     if device.target() is device.Target.HOPPER and hopper.supports(parts, kernel) is None:
         return parts[0].shape[1] * parts[0].shape[2] >= 1024
@@ -80,7 +98,11 @@ def _convolve(
     added: Added | None,
     affine: Affine | None,
 ) -> Float[Array, 'batch height width features']:
-    """One convolution on this device; `flipped`: with kernel[::-1, ::-1], its input and output channels exchanged."""
+    """Runs one convolution on this device.
+
+    Args:
+      flipped: convolve with kernel[::-1, ::-1], its input and output channels exchanged.
+    """
     target = device.target()
     if target is device.Target.HOPPER:
         residual, shortcut = (None, None) if added is None else (added.parts, added.shortcut)
@@ -113,7 +135,10 @@ def _convolve(
 
 
 def _batched(convolve: Callable[..., Array]) -> Callable[..., Array]:
-    """The convolution under `jax.vmap`: the mapped axis joins the batch; with mapped weights, one call after the other."""
+    """Returns the convolution with a rule for `jax.vmap`.
+
+    The mapped axis joins the batch. With mapped weights the calls run one after the other.
+    """
     call = jax.custom_batching.custom_vmap(convolve)
 
     @call.def_vmap
@@ -132,9 +157,8 @@ def _batched(convolve: Callable[..., Array]) -> Callable[..., Array]:
 
         def merge(x: Array, is_mapped: bool) -> Array:
             whole = spread(x, is_mapped)
-            whole = jnp.broadcast_to(
-                whole, (size, batch, *whole.shape[2:])
-            )  # a shared shift has a batch of 1
+            # A shared shift has a batch of 1.
+            whole = jnp.broadcast_to(whole, (size, batch, *whole.shape[2:]))
             return whole.reshape(size * batch, *whole.shape[2:])
 
         parts, shift, affine = jax.tree.map(
@@ -155,8 +179,8 @@ _input_gradient = _batched(functools.partial(_convolve, True))
 @jax.custom_batching.sequential_vmap
 def _weight_gradient(parts: Parts, dy: Any) -> Any:
     target, pixels = device.target(), math.prod(dy.shape[:3])
-    # Sums over few pixels are where XLA computes float32 in full, rather than as tf32: Triton's three tf32 products keep up with that,
-    # Hopper's three bfloat16 products do not.
+    # Over few pixels XLA computes float32 in full rather than as tf32. Triton's three tf32 products
+    # are as accurate as that; Hopper's three bfloat16 products are not.
     exact = dy.dtype == jnp.float32 and pixels < 2048
     if (
         target is device.Target.HOPPER

@@ -1,6 +1,6 @@
-"""The forward 3×3 convolution on Hopper (sm_90): what it supports, its tiles, and the arrays its kernel wants.
+"""The forward 3×3 convolution on Hopper (sm_90): supported shapes, tiles, the kernel's operands.
 
-The kernel itself is `hopper_kernel`, imported when first used, as it needs Pallas Mosaic GPU.
+`hopper_kernel` is the kernel and explains its pipeline.
 """
 
 from __future__ import annotations
@@ -16,15 +16,16 @@ from jax import lax
 from jaxtyping import Array, Float
 
 from pallas_kernels import tile_table
-from pallas_kernels.conv3x3 import hopper_tiles
-from pallas_kernels.conv3x3.schedule import CHUNK, TAPS, Plan, Tile, ceil_div, plan
+from pallas_kernels.conv3x3 import hopper_kernel, hopper_tiles
+from pallas_kernels.conv3x3.hopper_plan import Plan, plan
+from pallas_kernels.conv3x3.schedule import CHUNK, TAPS, Tile, ceil_div
 
 Shaped = Any  # anything with a shape and a dtype
 Image = Float[Array, 'batch height width _']
 
 
 def flip(kernel: Float[Array, '3 3 channels features']) -> Float[Array, '3 3 features channels']:
-    """The kernel whose convolution is the input gradient of `kernel`'s."""
+    """Returns the kernel whose convolution is the input gradient of `kernel`'s."""
     return jnp.swapaxes(kernel[::-1, ::-1], 2, 3)
 
 
@@ -39,7 +40,7 @@ def supports(
     tile: Tile | None = None,
     out_dtype: Any = None,
 ) -> str | None:
-    """None where `forward` computes these shapes and dtypes, else what stands against it. Reads `.shape` and `.dtype` alone."""
+    """Returns None if `forward` computes these operands, else why not; reads shapes and dtypes."""
     shape, dtype = parts[0].shape, jnp.dtype(parts[0].dtype)
     channels, features = _channels(parts), kernel.shape[-2 if flipped else -1]
     total = sum(channels)
@@ -57,19 +58,31 @@ def supports(
         return f'kernel: expected {expected} in {dtype}, found {kernel.shape} in {kernel.dtype}'
     # A tensor map's rows must be whole 16 bytes; a float32 is read as its bfloat16 terms.
     if any(c % 8 for c in (*channels, *_channels(others), features)):
-        return f'channels: expected multiples of 8, found {channels} and {_channels(others)} -> {features}'
+        return (
+            f'channels: expected multiples of 8, found {channels} and {_channels(others)} '
+            f'-> {features}'
+        )
     if 0 in (*shape, total, features):
         return f'x: found an empty array, {shape} -> {features} channels'
     if shortcut is None and others and _channels(others) != (features,):
-        return f'residual: expected one array of {features} channels without a shortcut, found {_channels(others)}'
+        return (
+            f'residual: expected one array of {features} channels without a shortcut, '
+            f'found {_channels(others)}'
+        )
     if shortcut is not None and (
         shortcut.shape != (sum(_channels(others)), features) or shortcut.dtype != dtype
     ):
-        return f'shortcut: expected {(sum(_channels(others)), features)} in {dtype}, found {shortcut.shape} in {shortcut.dtype}'
+        return (
+            f'shortcut: expected {(sum(_channels(others)), features)} in {dtype}, '
+            f'found {shortcut.shape} in {shortcut.dtype}'
+        )
     if affine is not None and any(
         a.shape != (shape[0], total) or a.dtype != jnp.float32 for a in affine
     ):
-        return f'affine: expected two float32 {(shape[0], total)}, found {[(a.shape, str(a.dtype)) for a in affine]}'
+        return (
+            f'affine: expected two float32 {(shape[0], total)}, '
+            f'found {[(a.shape, str(a.dtype)) for a in affine]}'
+        )
     if out_dtype is not None and jnp.dtype(out_dtype) not in (dtype, jnp.float32):
         return f'out_dtype: expected {dtype} or float32, found {jnp.dtype(out_dtype)}'
     if tile is None:
@@ -90,7 +103,7 @@ def candidates(
     out_dtype: Any = None,
     limit: int = 12,
 ) -> list[Tile]:
-    """At most `limit` tiles worth measuring for these shapes and dtypes, best guess first."""
+    """Returns at most `limit` tiles worth timing for these operands, best guess first."""
     features, others = kernel.shape[-2 if flipped else -1], _parts(residual)
     return hopper_tiles.candidates(
         lambda tile: _plan(parts, features, others, shortcut, affine, flipped, tile, out_dtype),
@@ -99,7 +112,7 @@ def candidates(
 
 
 def default_tile(parts: Sequence[Shaped], kernel: Shaped, **options: Any) -> Tile:
-    """The tile of shapes that were never tuned: the first of `candidates`, which takes the same arguments."""
+    """Returns the tile for shapes in no table: the first of `candidates`; same arguments."""
     return candidates(parts, kernel, **options, limit=1)[0]
 
 
@@ -113,17 +126,18 @@ def shape_class(
     flipped: bool = False,
     out_dtype: Any = None,
 ) -> str:
-    """What the table of tiles calls these shapes."""
+    """Returns the name of these operands in the table of tiles."""
     channels, others = ('+'.join(map(str, _channels(x))) for x in (parts, _parts(residual)))
     added = f', {others} added' if shortcut is None else f', {others} projected'
     end = '' if out_dtype is None or out_dtype == parts[0].dtype else f', to {jnp.dtype(out_dtype)}'
     options = (', activated' if affine is not None else '') + (', flipped' if flipped else '')
     image = 'x'.join(map(str, parts[0].shape[:-1]))
-    return f'{image}, {channels} to {kernel.shape[-2 if flipped else -1]}{added if others else ""}{options}{end}'
+    features = kernel.shape[-2 if flipped else -1]
+    return f'{image}, {channels} to {features}{added if others else ""}{options}{end}'
 
 
 def choose_tile(parts: Sequence[Shaped], kernel: Shaped, **options: Any) -> Tile:
-    """The device's measured tile of these shapes, else `default_tile`; same arguments."""
+    """Returns the device's measured tile of these operands, else `default_tile`; same arguments."""
     tile = tile_table.measured(
         Tile, 'conv3x3/hopper', parts[0].dtype, shape_class(parts, kernel, **options)
     )
@@ -142,23 +156,25 @@ def forward(
     tile: Tile | None = None,
     out_dtype: Any = None,
 ) -> Float[Array, 'batch height width features']:
-    """conv3x3(act(x)) + shift + residual [· shortcut]: NHWC, stride 1, zero padding 1 after the activation.
+    """conv3x3(act(x)) + shift + residual [· shortcut]: NHWC, stride 1, zero padding 1 after act.
+
+    Products accumulate in float32, and sums are rounded once. float32 operands multiply as three
+    bfloat16 products (about 16 bits).
 
     Args:
-      parts: x, in parts that are concatenated along channels; none is copied. bfloat16, float16 or float32.
+      parts: x, joined along channels; each part is read where it is. bfloat16, float16 or float32.
       kernel: of x's dtype, (3, 3, C, F); flipped: (3, 3, F, C).
-      shift: float32, a bias (1, F) or a bias and time shift per sample (B, F).
-      residual: of x's dtype; in parts where a shortcut projects it.
+      shift: float32; a bias (1, F), or a bias plus a time shift per sample (B, F).
+      residual: of x's dtype; several parts if a shortcut projects it.
       shortcut: a 1×1 convolution of the residual, of x's dtype.
-      affine: float32 (a, b): act(x) = SiLU(a · x + b), rounded to x's dtype. Without it, act(x) = x.
-      flipped: convolve with `flip(kernel)`, read where it lies: the input gradient of the convolution with `kernel`.
-      tile: tuning options; None takes `choose_tile`.
-      out_dtype: x's dtype if None; or float32.
-
-    Products accumulate in float32 and sums end in one rounding. float32 multiplies as three bfloat16 products (about 16 bits).
+      affine: float32 (a, b): act(x) = SiLU(a · x + b), rounded to x's dtype; None: act(x) = x.
+      flipped: convolve with `flip(kernel)`, read where it lies: the input gradient of the
+        convolution with `kernel`.
+      tile: None takes `choose_tile`.
+      out_dtype: None = x's dtype; or float32.
 
     Raises:
-      ValueError: `supports` says why not.
+      ValueError: `supports` refuses the operands; the message says why.
     """
     parts, others = tuple(parts), _parts(residual)
     reason = supports(
@@ -197,9 +213,8 @@ def forward(
     )
 
 
-@functools.partial(
-    jax.jit, static_argnames=('flipped', 'tile', 'out_dtype')
-)  # so that equal calls share one trace and one lowering
+# Jitted, so that equal calls share one trace and one lowering.
+@functools.partial(jax.jit, static_argnames=('flipped', 'tile', 'out_dtype'))
 def _forward(
     parts: tuple[Array, ...],
     kernel: Array,
@@ -214,7 +229,7 @@ def _forward(
 ) -> Array:
     dtype, features = parts[0].dtype, kernel.shape[-2 if flipped else -1]
     if affine is not None and dtype == jnp.float32:
-        # The terms of a float32 must be taken after the activation.
+        # The bfloat16 terms of a float32 must be taken after the activation.
         parts, affine = _activated(parts, affine), None
     p = _plan(parts, features, others, shortcut, affine, flipped, tile, out_dtype)
 
@@ -239,8 +254,6 @@ def _forward(
     activation = [] if affine is None else [_padded(vector, _channels(parts)) for vector in affine]
     images = [x.reshape(*x.shape[:2], 1, *x.shape[2:]) for x in inputs]
 
-    from pallas_kernels.conv3x3 import hopper_kernel  # noqa: PLC0415
-
     y = hopper_kernel.call(
         p, _silu if activation else None, out_dtype, [*images, *matrices, shift, *activation]
     )
@@ -248,7 +261,7 @@ def _forward(
 
 
 def _parts(residual: Any) -> tuple[Any, ...]:
-    """A residual as a tuple of arrays, none, one or several."""
+    """Returns a residual as a tuple of arrays: none, one or several."""
     if residual is None:
         return ()
     return tuple(residual) if isinstance(residual, Sequence) else (residual,)
@@ -283,7 +296,10 @@ def _plan(
 
 
 def _terms(x: Float[Array, '*shape'], count: int) -> list[Float[Array, '*shape']]:
-    """bfloat16 terms whose sum approximates x to 8 bits a term. The rounding is explicit, as XLA may drop a pair of casts."""
+    """Returns bfloat16 terms whose sum approximates x to 8 bits a term.
+
+    The rounding is explicit, because XLA may drop a pair of casts.
+    """
     out = []
     for _ in range(count):
         head = lax.reduce_precision(x, 8, 7)
@@ -293,7 +309,7 @@ def _terms(x: Float[Array, '*shape'], count: int) -> list[Float[Array, '*shape']
 
 
 def _halves(parts: Sequence[Image]) -> list[Image]:
-    """The high halves of all parts, then the low ones."""
+    """Returns the high halves of all parts, then the low ones."""
     pairs = [_terms(part, 2) for part in parts]
     return [high for high, _ in pairs] + [low for _, low in pairs]
 
@@ -304,7 +320,12 @@ def _weights(
     wanted_first: bool,
     split: bool,
 ) -> Array:
-    """Weights in the order the kernel reads: as they lie, or with output channels first; split: for the high, high and low halves of x."""
+    """Returns the weights in the order that the kernel reads.
+
+    Args:
+      outputs_first, wanted_first: output channels precede input channels, now and for the kernel.
+      split: concatenate them for the high, high and low halves of x.
+    """
     if wanted_first and not outputs_first:
         matrices = jnp.swapaxes(matrices, 1, 2)
     if not split:
@@ -314,7 +335,7 @@ def _weights(
 
 
 def _activated(parts: tuple[Image, ...], affine: tuple[Array, Array]) -> tuple[Image, ...]:
-    """SiLU(a · x + b) in XLA."""
+    """Returns SiLU(a · x + b) of each part, computed by XLA."""
     ends = list(itertools.accumulate(_channels(parts)))
     a, b = (vector[:, None, None, :] for vector in affine)
     return tuple(
@@ -324,7 +345,7 @@ def _activated(parts: tuple[Image, ...], affine: tuple[Array, Array]) -> tuple[I
 
 
 def _silu(x: Any) -> Any:
-    """x · sigmoid(x) = h + h · tanh(h) with h = x / 2: one instruction of the special-function unit."""
+    """Returns x · sigmoid(x) = h + h · tanh(h), h = x / 2: one special-function instruction."""
     half = x * 0.5
     return half + half * jnp.tanh(half)
 
@@ -332,7 +353,7 @@ def _silu(x: Any) -> Any:
 def _padded(
     vector: Float[Array, 'batch channels'], widths: Sequence[int]
 ) -> Float[Array, 'batch _']:
-    """Zeros after each part, up to whole chunks."""
+    """Appends zeros to each part, up to whole chunks."""
     if not any(width % CHUNK for width in widths):
         return vector
     ends = itertools.accumulate(widths)

@@ -1,28 +1,32 @@
-"""Which tiles are worth trying for a shape on Hopper, best guess first."""
+"""Tiles of the Hopper convolution that are worth timing for a shape, and a model of their time."""
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator
 
+from pallas_kernels.conv3x3.hopper_plan import Plan
 from pallas_kernels.conv3x3.schedule import (
     CHUNK,
     HALO_COLUMNS,
     MULTIPROCESSORS,
     TAPS,
-    Plan,
     Tile,
     ceil_div,
 )
 
 
 def cycles(p: Plan) -> float:
-    """Estimated cycles of the longest-running program, and of the copy of weights where the kernel cannot read them as they lie.
+    """Estimates the cycles of the longest-running program.
 
-    A wgmma of 64 × n outputs and K = 16 takes n / 2 cycles on the tensor cores and about 16 + n / 4 to read its operands from shared
-    memory. The factors are a fit to 155 measurements on an H200 (batch 32, 64² to 8² pixels, 64 to 512 channels): 7% rms, and the tile
-    it prefers is within 0.4% of the best measured one on average. The rate of activation, about 2.8 values a cycle, is measured for one
-    warpgroup and assumed for two.
+    Includes the copy of the weights, if the kernel cannot read them as they lie. A wgmma of 64 × n
+    outputs and K = 16 takes n / 2 cycles on the tensor cores, and about 16 + n / 4 to read its
+    operands from shared memory. The other factors are in cycles, fitted to times on an H200 (batch
+    32, 64² to 8² pixels, 64 to 512 channels; 7% rms): 0.89 is the share of the tensor cores' peak
+    that the mainloop reaches, 1.15 scales the reads of shared memory, 2.8 is the values that an
+    activator processes a cycle, 500 is the overhead of a residual's step, 440 and 1270 are an
+    epilogue's, and 2500 is the copy of the weights. To refit, time `candidates` with
+    `pallas_kernels.conv3x3.tune_hopper` and fit these factors to the rows.
     """
     s, tile = p.schedule, p.schedule.tile
     rows, columns = (tile.features, s.pixels) if tile.transposed else (s.pixels, tile.features)
@@ -49,11 +53,13 @@ def _grid(features: int, height: int, activators: tuple[int, ...]) -> Iterator[T
 
 
 def candidates(plan_of: Callable[[Tile], Plan], limit: int) -> list[Tile]:
-    """Tiles that fit, by estimated time: of each geometry the resident weights, the deepest ring of 3 taps a slot, and the deepest of 1.
+    """Returns tiles that fit, by estimated time.
+
+    Of each geometry: resident weights, the deepest ring of 3 taps a slot, and the deepest of 1 tap.
 
     Args:
-      plan_of: the plan that a tile gives.
-      limit: how many tiles to return at most.
+      plan_of: returns the plan of a tile.
+      limit: the most tiles to return.
     """
     s = plan_of(Tile(8, 64, 1)).schedule
     found: dict[tuple[object, ...], Tile] = {}

@@ -1,6 +1,6 @@
-"""Views of shared memory that Pallas Mosaic GPU has no public spelling for: the one place that touches JAX's private modules.
+"""Views of shared memory for which Pallas Mosaic GPU has no public spelling.
 
-Tested with JAX 0.10.2 and 0.11.2.
+The one file that uses JAX's private modules; it works with JAX 0.10.2 and 0.11.2.
 """
 
 from __future__ import annotations
@@ -20,14 +20,18 @@ LOAD_INDEX = (
 
 
 def matrix(ref: Any) -> Any:
-    """(r, 1, 8, c) swizzled rows as the (8r, c) matrix that wgmma and register stores expect.
+    """Returns swizzled rows (r, 1, 8, c) as the matrix (8r, c) that wgmma and stores expect.
 
-    Publicly, a matrix view must start at a whole 8-row tile. Here the rows of one tile may start anywhere and tiles may lie any
-    stride apart, which is how nine taps read one haloed strip: wgmma's descriptor holds exactly a start and a stride.
+    Publicly, a matrix view must start at a whole 8-row tile. Here the rows of one tile may start
+    anywhere, and tiles may lie any stride apart. That is how nine taps read one haloed strip:
+    wgmma's descriptor holds exactly a start and a stride.
     """
     return TransformedRef(ref.ref, (*ref.transforms, UntilingTransform((8, ref.shape[-1]))))
 
 
 def load(ref: Any, layout: Any) -> Any:
-    """The values of a reference in registers. JAX 0.10 requires an index apart from the reference, 0.11 deprecates it."""
+    """Loads a reference into registers.
+
+    JAX 0.10 requires an index apart from the reference; 0.11 deprecates it.
+    """
     return plgpu.load(ref, *LOAD_INDEX, layout=layout, optimized=False)

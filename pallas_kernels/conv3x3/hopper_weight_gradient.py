@@ -1,35 +1,41 @@
-"""Weight gradient of the 3×3 convolution on Hopper (sm_90), in Pallas Mosaic GPU.
+"""Weight gradient of the 3×3 convolution on Hopper (sm_90): a split-K GEMM over the pixels.
 
     dW[i, j, c, f] = Σ_{b,h,w} x[b, h+i-1, w+j-1, c] · dy[b, h, w, f]
 
-is nine matrix products whose long dimension is the pixels. A thread block (CTA) owns 64 input × 64 output channels, all nine taps
-(147 KB of float32, in registers), and a share of the pixels:
+is nine matrix products whose K is the pixels. A CTA owns 64 input × 64 output channels, all nine
+taps (147 KB of float32 accumulators, in registers), and a share of the pixels.
 
-- A producer warpgroup copies strips of 8 × `rows` pixels by TMA into a ring in shared memory: dy, and x with one pixel of halo. Reads
-  outside the image give zeros, so padding and images that the strips do not divide need nothing else.
-- In shared memory a pixel is one row of 128 bytes (64 channels, 128-byte swizzle). Both operands of wgmma are read "transposed": channels
-  are contiguous and the pixels are K.
-- Three consumer warpgroups each own a row of taps. Tap (i, j) is the haloed x at a shifted address: eight pixels of an image row are one
-  8-row atom and the next image row follows 10 rows later. As the stride between two 64-channel columns of the right operand is free as
-  well, it is set to one pixel: one wgmma of 64 × 192 multiplies dy by the three taps of a row at once.
-- With `taps` = 3 a CTA owns one row of taps, a tap in each consumer warpgroup, and x comes without the rows of halo. It loads more, but
-  as there are three times as many tiles, it needs a third of the splits to fill the GPU: for small images, whose partial sums weigh most.
-- The pixels are divided over `splits` CTAs whose partial sums are added by XLA in a fixed order: no atomics, the same bits in every run.
-  These sums, 19 MB from 132 CTAs, are what remains to be saved at small batches. Adding them through distributed shared memory in
-  clusters of 2 to 8 CTAs was slower than through L2.
+Warpgroups: three consumers, then one producer. `full` and `empty` have one barrier a stage.
 
-float32 operands are split into two bfloat16 (x = high + low); three of the four products are kept (bf16x3). Each is right to about 2⁻¹⁷:
-far better than TF32, which XLA takes for most float32 convolutions, but not float32.
+- The producer copies strips of 8 × `rows` pixels by TMA into a ring of `stages` stages: dy, and x
+  with one pixel of halo. It waits on `empty`; the TMA arrives on `full`. Reads outside the image
+  give zeros, so padding, and images that the strips do not divide, need nothing else.
+- A consumer waits on `full`, multiplies, and arrives on `empty`. Each consumer owns a row of taps.
+- In shared memory a pixel is one row of 128 bytes (64 channels, 128-byte swizzle). wgmma reads both
+  operands "transposed": channels are contiguous and the pixels are K. Tap (i, j) is the haloed x at
+  a shifted address: eight pixels of an image row are one 8-row atom, and the next image row follows
+  10 rows later. The stride between two 64-channel columns of the right operand is free as well. It
+  is set to one pixel, so that one wgmma of 64 × 192 multiplies dy by the three taps of a row at
+  once.
+- With `taps` = 3 a CTA owns one row of taps, one tap a consumer, and x comes without the rows of
+  halo. It loads more, but there are three times as many tiles, so it needs a third of the splits to
+  fill the GPU. That suits small images, where the partial sums weigh most.
+- Split-K: the pixels are divided over `splits` CTAs. XLA adds their partial sums in a fixed order:
+  no atomics, the same bits in every run. A reduce through distributed shared memory would be slower
+  than this one, which goes through L2.
+
+float32 operands are split into two bfloat16 (x = high + low); three of the four products are kept
+(bf16x3). Each is right to about 2⁻¹⁷: far better than TF32, which XLA takes for most float32
+convolutions, but not float32.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import itertools
 import math
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -40,151 +46,25 @@ from jaxtyping import Array, Float
 
 from pallas_kernels import tile_table
 from pallas_kernels.conv3x3 import hopper_weight_gradient_inline as inline
+from pallas_kernels.conv3x3.hopper_weight_gradient_plan import (
+    BLOCK,
+    STRIP,
+    TAP_ROWS,
+    Index,
+    Plan,
+    ShapeDtype,
+    Tile,
+)
+from pallas_kernels.conv3x3.schedule import MULTIPROCESSORS, SHARED_BYTES
 
 NAME = 'jaxunet_conv3x3_weight_gradient'
-
-BLOCK = 64  # channels of a tile, input and output: M of wgmma, and 128 bytes of 16-bit numbers
-STRIP = 8  # pixels across a strip: the rows of a swizzle atom
-TAP_ROWS = 3
-PROCESSORS = 132  # streaming multiprocessors of an H100 or H200; a CTA takes one of them whole
-SHARED_BYTES = 227 * 1024
-SHARED_RESERVED = 1024  # barriers
-SPLIT_PRODUCTS = (
-    (0, 0),
-    (0, 1),
-    (1, 0),
-)  # halves of x and dy whose products count, for float32 operands
-
-
-class ShapeDtype(Protocol):
-    """An array, or what is known of one while tracing."""
-
-    @property
-    def shape(self) -> tuple[int, ...]: ...
-    @property
-    def dtype(self) -> Any: ...
-
-
-@dataclasses.dataclass(frozen=True)
-class Tile:
-    """How the work is cut.
-
-    rows: image rows of a strip, a multiple of 8.
-    stages: strips in flight.
-    splits: CTAs that share the pixels of one output tile; each writes 147 KB of partial sums, or with 3 taps 49 KB.
-    taps: of a CTA: 9, or 3 for one row of them.
-    """
-
-    rows: int
-    stages: int
-    splits: int
-    taps: int = 9
-
-
-@dataclasses.dataclass(frozen=True)
-class Plan:
-    """The index arithmetic of one call; methods take Python ints or traced int32."""
-
-    tile: Tile
-    batch: int
-    height: int
-    width: int
-    widths: tuple[int, ...]  # channels of each part
-    features: int
-    halves: int  # 2 for float32 operands: high and low bfloat16
-
-    @classmethod
-    def of(cls, parts: Sequence[ShapeDtype], dy: ShapeDtype, tile: Tile) -> Plan:
-        batch, height, width, features = dy.shape
-        halves = 2 if dy.dtype == jnp.float32 else 1
-        return cls(
-            tile, batch, height, width, tuple(part.shape[-1] for part in parts), features, halves
-        )
-
-    @property
-    def products(self) -> tuple[tuple[int, int], ...]:
-        return SPLIT_PRODUCTS if self.halves == 2 else SPLIT_PRODUCTS[:1]
-
-    @property
-    def tap_groups(self) -> int:
-        """CTAs that share the taps of one output tile."""
-        return 9 // self.tile.taps
-
-    @property
-    def tiles(self) -> int:
-        return sum(self.widths) // BLOCK * (self.features // BLOCK) * self.tap_groups
-
-    @property
-    def strips_down(self) -> int:
-        return -(-self.height // self.tile.rows)
-
-    @property
-    def strips_across(self) -> int:
-        return -(-self.width // STRIP)
-
-    @property
-    def strips(self) -> int:
-        return self.batch * self.strips_down * self.strips_across
-
-    @property
-    def x_rows(self) -> int:
-        """Image rows of x that a strip needs."""
-        return self.tile.rows + (2 if self.tap_groups == 1 else 0)
-
-    @property
-    def box_rows(self) -> int:
-        """Image rows of a ring slot of x, so many that slots begin at multiples of 1024 bytes."""
-        return -(-self.x_rows // 4) * 4
-
-    @property
-    def shared_bytes(self) -> int:
-        pixels = self.box_rows * (STRIP + 2) + self.tile.rows * STRIP
-        return self.tile.stages * self.halves * pixels * BLOCK * 2
-
-    def share(self, split: Any) -> tuple[Any, Any]:
-        """First strip of a split, and how many it has; sizes differ by at most one."""
-        size, longer = divmod(self.strips, self.tile.splits)
-
-        def first(split: Any) -> Any:
-            return split * size + (
-                min(split, longer) if isinstance(split, int) else lax.min(split, jnp.int32(longer))
-            )
-
-        return first(split), first(split + 1) - first(split)
-
-    def strip_origin(self, strip: Any) -> tuple[Any, Any, Any]:
-        """Sample, image row and column of a strip's first pixel of dy; x's box begins one pixel up and left of it."""
-        sample, rest = _divmod(strip, self.strips_down * self.strips_across)
-        down, across = _divmod(rest, self.strips_across)
-        return sample, down * self.tile.rows, across * STRIP
-
-    def cta(self, index: Any) -> tuple[Any, Any, Any, Any]:
-        """Split, first input and output channel, and row of taps of a CTA (0 if it has all). Neighbours share pixels, so L2 has them."""
-        split, tile = _divmod(index, self.tiles)
-        block, tap_row = _divmod(tile, self.tap_groups)
-        x_block, dy_block = _divmod(block, self.features // BLOCK)
-        return split, x_block * BLOCK, dy_block * BLOCK, tap_row
-
-    def first_row(self, row: Any, tap_row: Any) -> Any:
-        """First image row of x's box, given that of dy's."""
-        return row - 1 + tap_row
-
-    def of_warpgroup(self, warpgroup: Any, tap_row: Any) -> tuple[Any, Any, Any]:
-        """Row and column in x's box at which a consumer warpgroup's taps begin, and the first of its taps."""
-        if self.tap_groups == 1:
-            return warpgroup, 0 * warpgroup, 3 * warpgroup
-        return 0 * warpgroup, warpgroup, 3 * tap_row + warpgroup
-
-
-def _divmod(a: Any, b: int) -> tuple[Any, Any]:
-    """Of numbers that are not negative (what `//` adds for negative ones costs instructions)."""
-    if isinstance(a, int):
-        return divmod(a, b)
-    return lax.div(a, jnp.int32(b)), lax.rem(a, jnp.int32(b))
+SHARED_RESERVED = 1024  # bytes, for barriers
+PRODUCER_REGISTERS = 32  # a thread
+CONSUMER_REGISTERS = 160  # a thread: 96 accumulators, and addresses
 
 
 def supports(parts: Sequence[ShapeDtype], dy: ShapeDtype, tile: Tile | None = None) -> str | None:
-    """None where `weight_gradient` can run, else the reason why not, from shapes and dtypes alone (the device is not looked at)."""
+    """Returns None if `weight_gradient` can run, else why not. Reads shapes and dtypes alone."""
     if not parts:
         return 'parts: expected at least one array, found none'
     if len(dy.shape) != 4:
@@ -193,7 +73,10 @@ def supports(parts: Sequence[ShapeDtype], dy: ShapeDtype, tile: Tile | None = No
         return f'dy: expected bfloat16, float16 or float32, found {dy.dtype}'
     for i, part in enumerate(parts):
         if part.shape[:-1] != dy.shape[:-1]:
-            return f'parts[{i}]: expected batch, height and width of dy {dy.shape[:-1]}, found {part.shape[:-1]}'
+            return (
+                f'parts[{i}]: expected batch, height and width of dy {dy.shape[:-1]}, '
+                f'found {part.shape[:-1]}'
+            )
         if part.dtype != dy.dtype:
             return f'parts[{i}]: expected the dtype of dy, {dy.dtype}, found {part.dtype}'
         if part.shape[-1] % BLOCK or not part.shape[-1]:
@@ -211,7 +94,10 @@ def supports(parts: Sequence[ShapeDtype], dy: ShapeDtype, tile: Tile | None = No
         return f'tile.rows: expected a multiple of 8 from 8 to 248, found {tile.rows}'
     if tile.stages < 1 or plan.shared_bytes > SHARED_BYTES - SHARED_RESERVED:
         limit = SHARED_BYTES - SHARED_RESERVED
-        return f'tile.stages={tile.stages}: expected at least 1, and at most {limit} bytes of ring, found {plan.shared_bytes}'
+        return (
+            f'tile.stages={tile.stages}: expected at least 1, and at most {limit} bytes of ring, '
+            f'found {plan.shared_bytes}'
+        )
     if tile.taps not in (3, 9):
         return f'tile.taps: expected 3 or 9, found {tile.taps}'
     if not 1 <= tile.splits <= plan.strips:
@@ -220,37 +106,40 @@ def supports(parts: Sequence[ShapeDtype], dy: ShapeDtype, tile: Tile | None = No
 
 
 def default_tile(parts: Sequence[ShapeDtype], dy: ShapeDtype) -> Tile:
-    """The tile that a rough model of the time prefers, for shapes that nobody tuned."""
+    """Returns the tile for shapes that are in no table: the best by a rough model of the time."""
     stages = 4 if dy.dtype == jnp.float32 else 8
     plan = Plan.of(parts, dy, Tile(8, stages, 1))
 
     def microseconds(splits: int) -> float:
-        # Measured on an H200: 0.7 to multiply a strip, 5 to start a CTA and to store its sums, 0.03 to add them to the others'.
+        # Microseconds on an H200: 0.7 to multiply a strip, 5 to start a CTA and store its sums,
+        # 0.03 to add a CTA's sums to the others'. To refit, time `candidates` with `tune_hopper`.
         ctas = plan.tiles * splits
-        waves = -(-ctas // PROCESSORS)
+        waves = -(-ctas // MULTIPROCESSORS)
         strips = -(-plan.strips // splits) * len(plan.products)
         return waves * (0.7 * strips + 5) + (0.03 * ctas if splits > 1 else 0)
 
-    return Tile(8, stages, min(range(1, min(plan.strips, PROCESSORS) + 1), key=microseconds))
+    return Tile(8, stages, min(range(1, min(plan.strips, MULTIPROCESSORS) + 1), key=microseconds))
 
 
 def shape_class(parts: Sequence[ShapeDtype], dy: ShapeDtype) -> str:
-    """What the table of tiles calls these shapes."""
-    return f'{"x".join(map(str, dy.shape[:-1]))}, {"+".join(str(part.shape[-1]) for part in parts)} to {dy.shape[-1]}'
+    """Returns the name of these shapes in the table of tiles."""
+    image = 'x'.join(map(str, dy.shape[:-1]))
+    channels = '+'.join(str(part.shape[-1]) for part in parts)
+    return f'{image}, {channels} to {dy.shape[-1]}'
 
 
 def choose_tile(parts: Sequence[ShapeDtype], dy: ShapeDtype) -> Tile:
-    """The device's measured tile of these shapes, else `default_tile`."""
+    """Returns the device's measured tile of these shapes, else `default_tile`."""
     return tile_table.measured(
         Tile, 'conv3x3/hopper_weight_gradient', dy.dtype, shape_class(parts, dy)
     ) or default_tile(parts, dy)
 
 
 def candidates(parts: Sequence[ShapeDtype], dy: ShapeDtype) -> list[Tile]:
-    """Tiles worth measuring for these shapes, the default first."""
+    """Returns the tiles worth timing for these shapes, the default first."""
     first = default_tile(parts, dy)
     found = [first]
-    full = PROCESSORS // Plan.of(parts, dy, first).tiles
+    full = MULTIPROCESSORS // Plan.of(parts, dy, first).tiles
     every = [*itertools.product((8, 16), (first.splits, first.splits // 2, full, 2 * full), (9,))]
     every += itertools.product((8, 16), {full // 3, -(-full // 3)}, (3,))
     for rows, splits, taps in every:
@@ -268,9 +157,13 @@ def weight_gradient(
     *,
     tile: Tile | None = None,
 ) -> Float[Array, '3 3 channels features']:
-    """dW[i, j, c, f] = Σ_{b,h,w} x[b, h+i-1, w+j-1, c] · dy[b, h, w, f], float32, where x is `parts` joined along channels.
+    """Returns the gradient of Σ conv3x3(x, kernel) · dy by the kernel (HWIO), float32.
 
-    `parts` are read where they are. The same inputs give the same bits.
+    The same inputs give the same bits.
+
+    Args:
+      parts: x, joined along channels; each part is read where it is.
+      tile: None = `choose_tile`.
 
     Raises:
       ValueError: shapes, dtypes or a tile that `supports` refuses.
@@ -281,9 +174,8 @@ def weight_gradient(
     return _weight_gradient(parts, dy, tile)
 
 
-@functools.partial(
-    jax.jit, static_argnums=2
-)  # so that equal calls share one trace and one lowering
+# Jitted, so that equal calls share one trace and one lowering.
+@functools.partial(jax.jit, static_argnums=2)
 def _weight_gradient(parts: tuple[Array, ...], dy: Array, tile: Tile) -> Array:
     plan = Plan.of(parts, dy, tile)
     if plan.halves == 2:
@@ -301,8 +193,8 @@ def _require(refusal: str | None) -> None:
 def split_float32(
     x: Float[Array, 'batch height width channels'],
 ) -> Float[Array, '2*batch height width channels']:
-    """High and low bfloat16 of x, one after the other along the batch."""
-    # reduce_precision, as XLA may drop a conversion to bfloat16 and back, and with it the low half.
+    """Returns the high and low bfloat16 halves of x, one after the other along the batch."""
+    # reduce_precision, because XLA may drop a conversion to bfloat16 and back, and so the low half.
     high = lax.reduce_precision(x, exponent_bits=8, mantissa_bits=7)
     return jnp.concatenate([high.astype(jnp.bfloat16), (x - high).astype(jnp.bfloat16)])
 
@@ -312,9 +204,11 @@ def _partial_sums(
     parts: Sequence[Float[Array, 'batch height width _']],
     dy: Float[Array, 'batch height width features'],
 ) -> Float[Array, 'splits 9 channels features']:
+    """Runs the kernel; returns the sums of every split."""
     tile = plan.tile
     shape = (tile.splits, 9, sum(plan.widths), plan.features)
 
+    # One body: the roles share the ring, the barriers and the CTA's place in the grid.
     def body(*refs: Any) -> None:
         x_refs, (dy_ref, out_ref, x_ring, dy_ring, full, empty) = (
             refs[: len(parts)],
@@ -324,7 +218,7 @@ def _partial_sums(
         first, count = plan.share(split)
         warpgroup = lax.axis_index('warpgroup')
 
-        def load(step: Any, slot: Any) -> None:
+        def load(step: Index, slot: Index) -> None:
             sample, row, column = plan.strip_origin(first + step)
             for half in range(plan.halves):
                 image = sample + half * plan.batch
@@ -341,7 +235,10 @@ def _partial_sums(
 
                     @pl.when((x_channel >= start) & (x_channel < end))
                     def _(
-                        x_ref: Any = x_ref, start: int = start, half: int = half, image: Any = image
+                        x_ref: Any = x_ref,
+                        start: int = start,
+                        half: int = half,
+                        image: Index = image,
                     ) -> None:
                         plgpu.copy_gmem_to_smem(
                             x_ref.at[
@@ -356,10 +253,10 @@ def _partial_sums(
 
         @pl.when(warpgroup == TAP_ROWS)
         def _produce() -> None:
-            plgpu.set_max_registers(32, action='decrease')
+            plgpu.set_max_registers(PRODUCER_REGISTERS, action='decrease')
 
             @pl.loop(0, count)
-            def _(step: Any) -> None:
+            def _(step: Index) -> None:
                 slot = lax.rem(step, jnp.int32(tile.stages))
 
                 @pl.when(step >= tile.stages)
@@ -370,12 +267,12 @@ def _partial_sums(
 
         @pl.when(warpgroup < TAP_ROWS)
         def _consume() -> None:
-            plgpu.set_max_registers(160, action='increase')
+            plgpu.set_max_registers(CONSUMER_REGISTERS, action='increase')
             taps = tile.taps // TAP_ROWS
             multiply = inline.multiply_taps(tile.rows, STRIP + 2, BLOCK, taps, plan.products)
             box_row, box_column, first_tap = plan.of_warpgroup(warpgroup, tap_row)
 
-            def step(i: Any, total: Any) -> Any:
+            def step(i: Index, total: Array) -> Array:
                 slot = lax.rem(i, jnp.int32(tile.stages))
                 plgpu.barrier_wait(full.at[slot])
                 total = multiply(box_row, box_column, x_ring.at[slot], dy_ring.at[slot], total)

@@ -1,6 +1,7 @@
-"""Two steps of the Hopper weight gradient that Pallas has no words for, in the Mosaic dialect below it.
+"""Two steps of the Hopper weight gradient that Pallas cannot express, in its Mosaic dialect.
 
-`jax.experimental.mosaic.gpu` and `jaxlib.mlir` promise no stability: all that this package takes from them for the weight gradient is here.
+`jax.experimental.mosaic.gpu` and `jaxlib.mlir` promise no stability, so all uses of them for the
+weight gradient are in this file.
 """
 
 from __future__ import annotations
@@ -15,7 +16,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, nvvm
 
-# wgmma's accumulator, one float32 a register: as pairs (plgpu.Layout.WGMMA) they would be taken apart before every wgmma.
+# The layout of wgmma's accumulator, one float32 a register. Pairs (plgpu.Layout.WGMMA) would be
+# taken apart before every wgmma.
 ACCUMULATOR = plgpu.Layout.TILED(
     plgpu.Tiling(((64, 8), (16, 8), (8, 8), (2,), (1,))),
     warp_dims=(-8,),
@@ -26,9 +28,13 @@ SWIZZLE = plgpu.SwizzleTransform(128)
 
 
 def tap_strides(columns: int, block: int) -> list[int]:
-    """Strides of x in a slot of pixels of `block` channels, `columns` to an image row, seen as (image row, tap, 8 pixels, channel).
+    """Returns the strides of x in a stage, seen as (image row, tap, 8 pixels, channel).
 
-    The next tap begins one pixel further on, and so overlaps with the one before.
+    The next tap begins one pixel further on, so taps overlap.
+
+    Args:
+      columns: pixels of an image row in the stage.
+      block: channels of a pixel.
     """
     return [columns * block, block, block, 1]
 
@@ -36,11 +42,15 @@ def tap_strides(columns: int, block: int) -> list[int]:
 def multiply_taps(
     rows: int, columns: int, block: int, taps: int, products: Sequence[tuple[int, int]]
 ) -> Callable[..., Any]:
-    """A function of (row, column, x slot, dy slot, accumulator) that adds dyᵀ · [x, x one pixel on, …] to the accumulator, `taps` of them.
+    """Returns a function of (row, column, x stage, dy stage, accumulator) for one strip.
 
-    x is read from that row and column of its slot on. The slot has shape (halves, ≥ rows + row, columns, block), that of dy
-    (halves, rows, 8, block), both 128-byte swizzled; the accumulator (block, taps · block). `products` lists the pairs (half of x, half
-    of dy). The products are done when it returns.
+    It adds dyᵀ · [x, x one pixel on, …], `taps` of them, to the accumulator (block, taps · block),
+    and waits for the products. x is read from that row and column of its stage on. The stage of x
+    has shape (halves, ≥ rows + row, columns, block), that of dy (halves, rows, 8, block), both
+    128-byte swizzled.
+
+    Args:
+      products: pairs (half of x, half of dy) to multiply.
     """
 
     @plgpu.inline_mgpu(
@@ -81,5 +91,8 @@ def multiply_taps(
 
 @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), ACCUMULATOR))
 def store_transposed(_: Any, target: Any, value: Any) -> None:
-    """Writes valueᵀ to device memory: eight lanes hold eight neighbours of a row of it, a whole sector of 32 bytes."""
+    """Writes valueᵀ to device memory.
+
+    Eight lanes hold eight neighbours of a row of it, a whole sector of 32 bytes.
+    """
     value.store_untiled(mgpu.memref_transpose(target, (1, 0)), optimized=False)

@@ -1,4 +1,7 @@
-"""What the portable convolution kernels share: masked blocks, taps as shifts of the pixel index, dots, tile checks."""
+"""What the portable convolution kernels share: masked tiles, taps, dots, launches, checks of tiles.
+
+Masks may be None, which stands for all true and costs nothing.
+"""
 
 from __future__ import annotations
 
@@ -13,12 +16,13 @@ from jax.typing import DTypeLike
 from jaxtyping import Array
 
 DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16)
-SMALLEST_DOT = 16
-"""The least extent of each axis of a dot; an axis with fewer channels is joined with the nine taps."""
+SMALLEST_DOT = 16  # least extent of each axis of a dot; fewer channels share an axis with the taps
 TAPS = 9
+Ref = Any  # a Pallas reference, which has no public type
 
 
 def check_block(field: str, value: int) -> None:
+    """Raises ValueError unless a tile's block is a power of two ≥ 16."""
     if value < SMALLEST_DOT or value & (value - 1):
         raise ValueError(
             f'Tile.{field}={value}: Triton needs a power of two of at least {SMALLEST_DOT}'
@@ -26,6 +30,7 @@ def check_block(field: str, value: int) -> None:
 
 
 def check_launch(num_warps: int, num_stages: int) -> None:
+    """Raises ValueError unless Triton takes these warps and stages."""
     if num_warps not in {1, 2, 4, 8, 16}:
         raise ValueError(f'Tile.num_warps={num_warps}: use 1, 2, 4, 8 or 16')
     if num_stages < 1:
@@ -33,12 +38,17 @@ def check_launch(num_warps: int, num_stages: int) -> None:
 
 
 def shape_class(channels: Sequence[int], features: int, pixels: int) -> str:
-    """What the table of tiles calls a convolution of parts of `channels` channels → `features`; pixels are batch · height · width."""
+    """Returns the name of a convolution's shape in the table of tiles.
+
+    Args:
+      channels: of each part.
+      pixels: batch · height · width.
+    """
     return f'{pixels} pixels, {"+".join(map(str, channels))} to {features}'
 
 
 def dot_size(n: int) -> int:
-    """The least power of two ≥ n that a dot takes."""
+    """Returns the least power of two ≥ n that a dot takes."""
     return max(SMALLEST_DOT, pl.next_power_of_2(n))
 
 
@@ -48,7 +58,7 @@ def folds(channels: int) -> bool:
 
 
 def split_pixel(pixel: Array, height: int, width: int) -> tuple[Array, Array, Array]:
-    """(sample, row, column) of a pixel counted over the whole batch."""
+    """Returns sample, row and column of a pixel that is counted over the whole batch."""
     return (
         jax.lax.div(pixel, height * width),
         jax.lax.rem(jax.lax.div(pixel, width), height),
@@ -57,24 +67,24 @@ def split_pixel(pixel: Array, height: int, width: int) -> tuple[Array, Array, Ar
 
 
 def tap_offset(tap: Array | int) -> tuple[Any, Any]:
-    """(rows, columns) from an output pixel to the input pixel that tap 0..8 reads."""
+    """Returns the rows and columns from an output pixel to the input pixel that tap 0..8 reads."""
     if isinstance(tap, int):
         return tap // 3 - 1, tap % 3 - 1
     return jax.lax.div(tap, 3) - 1, jax.lax.rem(tap, 3) - 1
 
 
 def inside(row: Array, column: Array, height: int, width: int) -> Array:
-    """Mask of the pixels that are in the image."""
+    """Returns the mask of the pixels that are in the image."""
     return (row >= 0) & (row < height) & (column >= 0) & (column < width)
 
 
 def below(index: Array, size: int, reach: int) -> Array | None:
-    """Mask of index < size, or None where `reach`, the indices' exclusive upper bound, makes it needless."""
+    """Returns the mask index < size; None if size holds `reach`, an exclusive bound of index."""
     return None if reach <= size else index < size
 
 
 def every(*masks: Array | None) -> Array | None:
-    """The masks' conjunction; None stands for all true, which costs nothing."""
+    """Returns the conjunction of masks."""
     found = None
     for mask in masks:
         if mask is not None:
@@ -83,22 +93,23 @@ def every(*masks: Array | None) -> Array | None:
 
 
 def as_column(mask: Array | None) -> Array | None:
+    """Returns the mask (n,) as (n, 1)."""
     return None if mask is None else mask[:, None]
 
 
-def load(ref: Any, rows: Array, columns: Array, mask: Array | None) -> Array:
-    """ref[rows, columns], zero where masked out."""
+def load(ref: Ref, rows: Array, columns: Array, mask: Array | None) -> Array:
+    """Loads ref[rows, columns], zero where masked out."""
     return plgpu.load(ref.at[rows, columns], mask=mask, other=None if mask is None else 0.0)
 
 
 def affine_silu(x: Array, a: Array, b: Array) -> Array:
-    """SiLU(a · x + b) in float32."""
+    """Returns SiLU(a · x + b) in float32."""
     y = a * x.astype(jnp.float32) + b
     return y / (1.0 + jnp.exp(-y))
 
 
 def activated(parts: Sequence[Array], affine: tuple[Array, Array]) -> tuple[Array, ...]:
-    """`affine_silu` of each part, in its own type; a and b have the channels of all parts."""
+    """Returns SiLU(a · x + b) of each part, in its type; a and b have the channels of all parts."""
     ends = [sum(part.shape[-1] for part in parts[: i + 1]) for i in range(len(parts))]
     found = []
     for part, end in zip(parts, ends, strict=True):
@@ -110,9 +121,10 @@ def activated(parts: Sequence[Array], affine: tuple[Array, Array]) -> tuple[Arra
 
 
 def dot(a: Array, b: Array, contract: tuple[int, int], interpret: bool) -> Array:
-    """The product of two blocks over one axis of each, in float32.
+    """Multiplies two tiles over one axis of each, in float32.
 
-    Products of 16-bit numbers are exact in float32. One TF32 product would not keep float32's accuracy; three do.
+    Products of 16-bit numbers are exact in float32. One TF32 product would not keep float32's
+    accuracy; three do.
     """
     precision = (
         None if a.dtype != jnp.float32 or interpret else jax.lax.DotAlgorithmPreset.TF32_TF32_F32_X3
@@ -124,7 +136,14 @@ def dot(a: Array, b: Array, contract: tuple[int, int], interpret: bool) -> Array
 
 
 class Launch(NamedTuple):
-    """How many programs a kernel has, of how many warps, with loads how many steps ahead."""
+    """How a kernel is launched.
+
+    Fields:
+      programs: size of the grid.
+      num_warps: warps of a program.
+      num_stages: depth of its load pipeline.
+      interpret: run on the CPU, for tests.
+    """
 
     programs: int
     num_warps: int
@@ -134,18 +153,18 @@ class Launch(NamedTuple):
 
 def call(
     name: str,
-    body: Callable[[Sequence[Any]], None],
+    body: Callable[[Sequence[Ref]], None],
     operands: Sequence[Array],
     shape: tuple[int, ...],
     dtype: DTypeLike,
     launch: Launch,
 ) -> Array:
-    """Runs `body` on the references of operands and result in each program; it sees them whole."""
+    """Runs `body` in each program, on the whole references of operands and result."""
 
-    def kernel(*refs: Any) -> None:
+    def kernel(*refs: Ref) -> None:
         body(refs)
 
-    # The GPU kernel is called what the Python function is.
+    # The GPU kernel takes the name of the Python function.
     kernel.__name__ = kernel.__qualname__ = name
     return pl.pallas_call(
         kernel,

@@ -1,8 +1,13 @@
-"""The portable weight gradient of the 3×3 convolution: a GEMM whose K axis is the pixels, split over programs; takes every shape.
+"""The portable weight gradient of the 3×3 convolution: a split-K GEMM over the pixels.
 
-dW[i, j, c, f] = Σ x[b, h + i − 1, w + j − 1, c] · dy[b, h, w, f]. Each split writes its float32 partial sums, which are added in a fixed
-order afterwards: no atomics, so results are the same from run to run. Where x or dy has fewer channels than the tensor cores take at
-once, the nine taps are folded into that axis of the output, and the other operand is read once instead of nine times.
+    dW[i, j, c, f] = Σ x[b, h + i − 1, w + j − 1, c] · dy[b, h, w, f]
+
+In Pallas through Triton; it takes every shape. A program computes `block_channels` ×
+`block_features` weights of `taps` taps, over one split of the pixels; Triton pipelines its loads
+over `num_stages` steps. Each split writes its float32 partial sums, and XLA adds them in a fixed
+order: no atomics, so results are the same from run to run. If x or dy has fewer channels than the
+tensor cores take at once, the nine taps share that axis of the output, and the other operand is
+read once instead of nine times.
 """
 
 from __future__ import annotations
@@ -23,6 +28,7 @@ from pallas_kernels.conv3x3.triton_blocks import (
     DTYPES,
     TAPS,
     Launch,
+    Ref,
     below,
     call,
     check_block,
@@ -39,18 +45,25 @@ from pallas_kernels.conv3x3.triton_blocks import (
 )
 
 NAME = 'jaxunet_conv3x3_triton_weight_gradient'
+Shaped = Any  # anything with a shape and a dtype
 
 
 @dataclasses.dataclass(frozen=True)
 class Tile:
-    """How the work is cut; every block is a power of two ≥ 16.
+    """The tile of one program; every block is a power of two ≥ 16.
 
     Fields:
-      block_channels, block_features: the part of a tap's gradient that one program computes; an axis folded with the taps stays whole.
+      block_channels, block_features: the part of a tap's gradient that one program computes; an
+        axis that is shared with the taps stays whole.
       block_pixels: K of one dot.
-      taps: taps of one program, 1, 3 or 9, where they are not folded; more share the reads of dy and need more registers.
-      programs: how many programs to aim at; the splits of the pixels follow from it.
-      num_warps, num_stages: warps of a program, depth of its load pipeline.
+      taps: taps of one program, 1, 3 or 9, if they share no axis. More taps share the reads of dy
+        and need more registers.
+      programs: the number of programs to aim at, which gives the splits of the pixels.
+      num_warps: warps of a program.
+      num_stages: depth of its load pipeline.
+
+    Raises:
+      ValueError: a field is out of its range.
     """
 
     block_channels: int = 64
@@ -72,10 +85,16 @@ class Tile:
 
 
 def default_tile(channels: Sequence[int], features: int, pixels: int, itemsize: int) -> Tile:
-    """A tile for parts of `channels` channels → `features`, over `pixels` = batch · height · width.
+    """Returns the tile for shapes that are in no table.
 
-    The fastest on an H200 among those that need at most the 99 KiB of shared memory a program has on sm_89. `itemsize` is the bytes of
-    an element: the three products of a float32 dot leave no registers for a deeper pipeline.
+    These are the fastest on an H200 among the tiles that fit the 99 KiB of shared memory of a
+    program on sm_89. To refit, run `pallas_kernels.conv3x3.tune_triton`.
+
+    Args:
+      channels: of each part.
+      pixels: batch · height · width.
+      itemsize: bytes of an element. The three products of a float32 dot leave no registers for a
+        deeper pipeline.
     """
     if folds(features) or all(folds(c) for c in channels):
         return Tile(64, 64, 64, 9, 528, 4, 1) if itemsize == 4 else Tile(64, 64, 128, 9, 264, 4, 2)
@@ -89,7 +108,7 @@ def default_tile(channels: Sequence[int], features: int, pixels: int, itemsize: 
 
 
 def candidates(channels: Sequence[int], features: int, pixels: int, itemsize: int) -> list[Tile]:
-    """Tiles worth timing for this shape, `itemsize` being the bytes of an element."""
+    """Returns the tiles worth timing for a shape; arguments as `default_tile`."""
     del pixels
     found = []
     if folds(features) or all(folds(c) for c in channels):
@@ -134,12 +153,15 @@ def candidates(channels: Sequence[int], features: int, pixels: int, itemsize: in
     return found
 
 
-def supports(parts: Sequence[Any], dy: Any) -> str | None:
-    """None if `weight_gradient` takes these operands (anything with a shape and dtype), else what is wrong and what to do."""
+def supports(parts: Sequence[Shaped], dy: Shaped) -> str | None:
+    """Returns None if `weight_gradient` takes these operands, else what is wrong and what to do."""
     if not parts:
         return 'parts: none given; pass at least one array (batch, height, width, channels)'
     if dy.ndim != 4 or 0 in dy.shape or dy.dtype not in DTYPES:
-        return f'dy: {dy.dtype}{list(dy.shape)}; pass a non-empty NHWC array of float32, bfloat16 or float16'
+        return (
+            f'dy: {dy.dtype}{list(dy.shape)}; '
+            f'pass a non-empty NHWC array of float32, bfloat16 or float16'
+        )
     for i, part in enumerate(parts):
         if (
             part.ndim != 4
@@ -155,7 +177,12 @@ def supports(parts: Sequence[Any], dy: Any) -> str | None:
 
 
 class _Part(NamedTuple):
-    """Where one part's gradient lies: its first channel, its channels, and the units (programs of one split) that compute it."""
+    """The gradient of one part, and the units (programs of one split) that compute it.
+
+    Fields:
+      offset: its first channel among those of all parts.
+      block: channels of a unit, or taps and channels if they share the axis.
+    """
 
     offset: int
     channels: int
@@ -181,7 +208,7 @@ class _Problem:
 
     @property
     def fold_features(self) -> bool:
-        """Fold the taps with dy's channels: where those are few, and x's are not."""
+        """Whether the taps share an axis with dy's channels: those are few, and x's are not."""
         return folds(self.features) and not any(folds(c) for c in self.channels)
 
     @property
@@ -214,7 +241,7 @@ class _Problem:
 
     @property
     def steps(self) -> int:
-        """Blocks of pixels that one split adds up."""
+        """Tiles of pixels that one split adds up."""
         return pl.cdiv(
             pl.cdiv(self.pixels, self.tile.block_pixels), pl.cdiv(self.tile.programs, self.units)
         )
@@ -224,10 +251,11 @@ class _Problem:
         return pl.cdiv(self.pixels, self.steps * self.tile.block_pixels)
 
 
+# One function: its three variants share the axes, the masks and the loop.
 def _unit(
-    p: _Problem, part: _Part, x: Any, dy: Any, output: Any, unit: Array, split: Array
+    p: _Problem, part: _Part, x: Ref, dy: Ref, output: Ref, unit: Array, split: Array
 ) -> None:
-    """The partial gradient of one block of channels × features for `part.taps` taps, over one split of the pixels."""
+    """Computes one tile of channels × features of `part.taps` taps, over one split."""
     total = sum(p.channels)
     depth = p.tile.block_pixels
     groups = TAPS // part.taps
@@ -235,7 +263,7 @@ def _unit(
     f_block, c_block = jax.lax.rem(unit, p.feature_blocks), jax.lax.div(unit, p.feature_blocks)
     fold_channels = folds(part.channels)
 
-    # Along an axis of the output: its index in the tensor, the tap (where the axis is folded), and the mask.
+    # Of each axis of the output: the index in the tensor, the tap (if they share it), and the mask.
     n = f_block * p.block_features + jnp.arange(p.block_features, dtype=jnp.int32)[None, :]
     m = c_block * part.block + jnp.arange(part.block, dtype=jnp.int32)[None, :]
     if p.fold_features:
@@ -250,7 +278,7 @@ def _unit(
         m_ok, channel = below(m, part.channels, part.block * pl.cdiv(part.channels, part.block)), m
 
     def gather(
-        ref: Any,
+        ref: Ref,
         pixel: Array,
         row: Array,
         column: Array,
@@ -259,7 +287,7 @@ def _unit(
         index: Array,
         ok: Array | None,
     ) -> Array:
-        """Block (pixels, axis) whose axis runs over taps and channels together."""
+        """Loads a tile (pixels, axis) whose axis runs over taps and channels together."""
         rows, columns = tap_offset(taps)
         rows, columns = sign * rows, sign * columns
         there = inside(row[:, None] + rows, column[:, None] + columns, p.height, p.width)
@@ -310,13 +338,13 @@ def _unit(
             for index in (first + part.offset + target, feature)
         )
         if stored is not None:
-            # What is masked out must not share an address with what is not: the interpreter would write both.
+            # Masked-out elements need addresses of their own: the interpreter would write them too.
             rows = jnp.where(stored, rows, p.splits * TAPS * total)
         plgpu.store(output.at[rows, columns], value, mask=stored)
 
 
-def _body(p: _Problem, refs: Sequence[Any]) -> None:
-    """One program. refs: parts (pixels, Ci)…, dy (pixels, F), output (splits · 9 · C, F)."""
+def _body(p: _Problem, refs: Sequence[Ref]) -> None:
+    """Runs one program. `refs`: parts (pixels, Ci)…, dy (pixels, F), output (splits · 9 · C, F)."""
     *parts, dy, output = refs
     program = pl.program_id(0)
     unit, split = jax.lax.rem(program, p.units), jax.lax.div(program, p.units)
@@ -326,7 +354,7 @@ def _body(p: _Problem, refs: Sequence[Any]) -> None:
         else:
 
             @pl.when((unit >= part.first_unit) & (unit < part.first_unit + part.units))
-            def _(x: Any = x, part: _Part = part) -> None:
+            def _(x: Ref = x, part: _Part = part) -> None:
                 _unit(p, part, x, dy, output, unit - part.first_unit, split)
 
 
@@ -337,16 +365,16 @@ def weight_gradient(
     tile: Tile | None = None,
     interpret: bool = False,
 ) -> Float[Array, '3 3 channels features']:
-    """The gradient of Σ conv3x3(x, kernel) · dy with respect to the kernel (HWIO), float32.
+    """Returns the gradient of Σ conv3x3(x, kernel) · dy by the kernel (HWIO), float32.
 
     Args:
-      parts: what the convolution's input x joined along channels, each read where it is; one dtype of float32, bfloat16, float16.
-      dy: the gradient of its output, of x's dtype.
+      parts: x, joined along channels; each part is read where it is. float32, bfloat16 or float16.
+      dy: of x's dtype.
       tile: None = the device's measured tile, else `default_tile`.
       interpret: run on the CPU, for tests.
 
     Raises:
-      ValueError: see `supports`.
+      ValueError: `supports` refuses the operands.
     """
     problem = supports(parts, dy)
     if problem is not None:
@@ -361,9 +389,8 @@ def weight_gradient(
     return _launch(parts, dy, tile, interpret)
 
 
-@functools.partial(
-    jax.jit, static_argnums=(2, 3)
-)  # so that equal calls share one trace and one lowering
+# Jitted, so that equal calls share one trace and one lowering.
+@functools.partial(jax.jit, static_argnums=(2, 3))
 def _launch(parts: tuple[Array, ...], dy: Array, tile: Tile, interpret: bool) -> Array:
     batch, height, width, features = dy.shape
     channels = tuple(part.shape[-1] for part in parts)

@@ -1,12 +1,17 @@
-"""Times the tiles of the Hopper convolution on this machine's GPU: the chosen tile beside the others of `candidates`.
+"""Times tiles of the Hopper convolution on this machine's GPU: the chosen one beside `candidates`.
 
-    python -m pallas_kernels.conv3x3.tune_hopper [--batch 32] [--directions forward,input] [--cases 64x64] [--seconds 60] [--write]
+    python -m pallas_kernels.conv3x3.tune_hopper [--batch 32] [--directions forward,input]
+        [--cases 64x64] [--seconds 60] [--write]
 
-`forward`, `input` (the gradient by the input) and `weight` (by the weights) are plain convolutions, `fused` is the convolution of the op
-`norm_silu_conv3x3` with its addition, and its activation where that is fused, without the statistics. One JSON line a shape: µs of the
-tile that is chosen now and of the fastest, GPU time of all kernels of a call, so that sums of partial results and copies of weights count;
-then how far the choices are from the fastest. `--write` puts the fastest into the device's table of tiles (`tile_table.update`). What
-`hopper_tiles.cycles` and `hopper_weight_gradient.default_tile` estimate for other shapes is to be fitted to this.
+Directions: `forward`, `input` (the gradient by the input) and `weight` (by the weights) are plain
+convolutions. `fused` is the convolution of the op `norm_silu_conv3x3` with its residual, and with
+its activation where that is fused, but without the statistics.
+
+Prints one JSON line a shape: µs of the tile that is chosen now and of the fastest tiles. These are
+GPU times of all kernels of a call, so sums of partial results and copies of weights count. Then it
+prints how far the choices are from the fastest. `--write` puts the fastest into the device's table
+(`tile_table.update`). Fit `hopper_tiles.cycles` and `hopper_weight_gradient.default_tile`, which
+estimate the times of other shapes, to these rows.
 """
 
 from __future__ import annotations
@@ -37,7 +42,13 @@ THREADS, ROUNDS = 16, 8
 
 
 class Shape(NamedTuple):
-    """One direction of a case: its inputs, its tiles, the chosen one first, what runs it with one of them, and its key in the table."""
+    """One direction of a case.
+
+    Fields:
+      tiles: to time, the chosen one first.
+      run: computes the direction with a tile and the inputs.
+      key: in the table of tiles.
+    """
 
     case: str
     direction: str
@@ -49,7 +60,7 @@ class Shape(NamedTuple):
 
 
 def shape(case: Case, direction: str, batch: int, dtype: str, limit: int) -> Shape | None:
-    """None where the Hopper kernel does not support the shape."""
+    """Returns a direction of a case; None if the Hopper kernel does not support the shape."""
     array, image = (
         functools.partial(jax.ShapeDtypeStruct, dtype=dtype),
         (batch, case.height, case.width),
@@ -120,7 +131,10 @@ def shape(case: Case, direction: str, batch: int, dtype: str, limit: int) -> Sha
 def shapes(
     directions: Sequence[str], pattern: str, batch: int, dtype: str, limit: int
 ) -> list[Shape]:
-    """All shapes of these directions in our networks; plain convolutions once for each height, width and channels."""
+    """Returns all shapes of these directions in our networks.
+
+    Plain convolutions occur once for each height, width and channels.
+    """
     cases = ELEPHANTS64 + CIFAR10
     plain = dict.fromkeys(
         Case(c.height, c.width, (c.channels,), c.features, norm=False) for c in cases
@@ -136,6 +150,7 @@ def shapes(
 
 
 def main() -> None:
+    """Runs the command."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -161,7 +176,8 @@ def main() -> None:
     directions = args.directions.split(',')
     if unknown := set(directions) - set(DIRECTIONS):
         parser.error(
-            f'--directions: expected some of {", ".join(DIRECTIONS)}, found {", ".join(sorted(unknown))}'
+            f'--directions: expected some of {", ".join(DIRECTIONS)}, '
+            f'found {", ".join(sorted(unknown))}'
         )
     found = shapes(directions, args.cases, args.batch, args.dtype, args.limit)
     queues = [[(s, tile) for tile in s.tiles] for s in found]
@@ -231,7 +247,8 @@ def main() -> None:
     for direction, found_shares in shares.items():
         mean, worst = statistics.geometric_mean(found_shares), max(found_shares)
         print(
-            f'{direction}: chosen over best {mean:.3f} (geometric mean), {worst:.3f} (most), {len(found_shares)} shapes'
+            f'{direction}: chosen over best {mean:.3f} (geometric mean), {worst:.3f} (most), '
+            f'{len(found_shares)} shapes'
         )
     if args.write:
         every = {s.key: {tile: us for us, tile in results[s.case, s.direction]} for s in found}

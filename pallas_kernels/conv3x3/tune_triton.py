@@ -1,10 +1,11 @@
-"""Times the tiles of the portable convolution on this machine's GPU, beside XLA.
+"""Times tiles of the portable convolution on this machine's GPU, beside XLA.
 
-    python -m pallas_kernels.conv3x3.tune_triton [--dtype bfloat16] [--batch 32] [--shapes 64:64-64] [--directions forward] [--write]
+    python -m pallas_kernels.conv3x3.tune_triton [--dtype bfloat16] [--batch 32] [--shapes 64:64-64]
+        [--directions forward] [--write]
 
-`--write` puts the fastest tiles into the device's table of tiles (`tile_table.update`); `default_tile` is what other shapes get.
-
-Times are sums of GPU kernel time per call from a profiler trace, so they leave out what starting a kernel costs; medians over the calls.
+Times are sums of GPU kernel time per call from a profiler trace, without launch overhead; medians
+over the calls. `--write` puts the fastest tiles into the device's table (`tile_table.update`);
+other shapes take `default_tile`.
 """
 
 from __future__ import annotations
@@ -24,12 +25,14 @@ from absl import app, flags
 
 from jaxunet.runtime import gpu_time as timing
 from pallas_kernels import tile_table
-from pallas_kernels.conv3x3 import triton, triton_weight_gradient
+from pallas_kernels.conv3x3 import triton, triton_tiles, triton_weight_gradient
 from pallas_kernels.conv3x3.triton_blocks import shape_class
 
 ELEPHANTS64 = (
-    '64:3-64,64:64-64,64:128-64,64:192-64,64:64-3,32:64-128,32:128-128,32:192-128,32:256-128,32:320-128,16:128-192,16:192-192,'
-    '16:320-192,16:384-192,16:448-192,8:192-256,8:256-256,8:448-256,8:512-256'
+    '64:3-64,64:64-64,64:128-64,64:192-64,64:64-3,'
+    '32:64-128,32:128-128,32:192-128,32:256-128,32:320-128,'
+    '16:128-192,16:192-192,16:320-192,16:384-192,16:448-192,'
+    '8:192-256,8:256-256,8:448-256,8:512-256'
 )
 CALLS = 8
 DTYPE = flags.DEFINE_string('dtype', 'bfloat16', 'Type of x, kernel and gradients.')
@@ -50,9 +53,8 @@ WRITE = flags.DEFINE_bool(
     False,
     "Update the device's table of tiles with the directions forward, input and weight.",
 )
-ALLOWED = (
-    0.05  # difference from XLA, in the largest number: beyond it a tile computes something else
-)
+# Largest difference from XLA, as a share of the largest value; a tile beyond it is not written.
+ALLOWED = 0.05
 
 
 class Shape(NamedTuple):
@@ -64,16 +66,20 @@ class Shape(NamedTuple):
 
     @classmethod
     def parse(cls, text: str) -> Shape:
+        """Reads side:channels-features, with the channels of several parts joined by +."""
         side, rest = text.split(':')
         channels, features = rest.split('-')
         return cls(int(side), tuple(map(int, channels.split('+'))), int(features))
 
     @property
     def total(self) -> int:
+        """Channels of all parts."""
         return sum(self.channels)
 
 
 class Operands(NamedTuple):
+    """The arrays of one shape; a and b are those of the activation SiLU(a · x + b)."""
+
     parts: tuple[jax.Array, ...]
     kernel: jax.Array
     dy: jax.Array
@@ -82,10 +88,12 @@ class Operands(NamedTuple):
 
     @property
     def x(self) -> jax.Array:
+        """The parts as one array."""
         return self.parts[0] if len(self.parts) == 1 else jnp.concatenate(self.parts, axis=-1)
 
     @classmethod
     def draw(cls, shape: Shape, dtype: jnp.dtype, seed: int) -> Operands:
+        """Returns random operands of unit variance; the kernel keeps that of x."""
         generator = np.random.default_rng(seed)
 
         def normal(*size: int, dtype: jnp.dtype = dtype, scale: float = 1.0) -> jax.Array:
@@ -101,13 +109,14 @@ class Operands(NamedTuple):
 
 
 def lax_conv(x: jax.Array, kernel: jax.Array) -> jax.Array:
+    """Returns XLA's 3×3 convolution."""
     return jax.lax.conv_general_dilated(
         x, kernel, (1, 1), ((1, 1), (1, 1)), dimension_numbers=('NHWC', 'HWIO', 'NHWC')
     )
 
 
 def plain(direction: str, o: Operands) -> jax.Array:
-    """What XLA does."""
+    """Computes a direction with XLA."""
     if direction == 'forward':
         return lax_conv(o.x, o.kernel)
     if direction == 'fused':
@@ -121,6 +130,7 @@ def plain(direction: str, o: Operands) -> jax.Array:
 
 
 def ours(direction: str, tile: Any, o: Operands) -> jax.Array:
+    """Computes a direction with the kernels."""
     if direction == 'weight':
         return triton_weight_gradient.weight_gradient(o.parts, o.dy, tile=tile)
     if direction == 'input':
@@ -135,7 +145,7 @@ def ours(direction: str, tile: Any, o: Operands) -> jax.Array:
 
 
 def sizes(direction: str, shape: Shape) -> tuple[tuple[int, ...], int, int]:
-    """Channels of the parts, features and pixels of what the kernel of a direction computes."""
+    """Returns the channels of the parts, the features and the pixels of a direction's kernel."""
     channels, features = (
         ((shape.features,), shape.total)
         if direction == 'input'
@@ -145,13 +155,14 @@ def sizes(direction: str, shape: Shape) -> tuple[tuple[int, ...], int, int]:
 
 
 def key_of(direction: str, shape: Shape) -> tile_table.Key:
+    """Returns the key of a direction and shape in the table of tiles."""
     kernel = 'conv3x3/triton_weight_gradient' if direction == 'weight' else 'conv3x3/triton'
     return tile_table.Key(kernel, DTYPE.value, shape_class(*sizes(direction, shape)))
 
 
 def tiles(direction: str, shape: Shape, itemsize: int) -> list[Any]:
-    """The tile that is chosen now, then the others."""
-    module: Any = triton_weight_gradient if direction == 'weight' else triton
+    """Returns the tile that is chosen now, then the others to time."""
+    module: Any = triton_weight_gradient if direction == 'weight' else triton_tiles
     arguments = *sizes(direction, shape), itemsize
     chosen = tile_table.measured(module.Tile, *key_of(direction, shape)) or module.default_tile(
         *arguments
@@ -169,6 +180,7 @@ class Run(NamedTuple):
     sets: list[Operands]
 
     def compile(self) -> Any:
+        """Returns the compiled program; None, with a printed line, if it does not compile."""
         f = (
             functools.partial(plain, self.direction)
             if self.tile is None
@@ -178,13 +190,15 @@ class Run(NamedTuple):
             return timing.named(self.name, f).lower(self.sets[0]).compile()
         except Exception as error:  # one tile that does not compile must not end the sweep
             print(
-                f'{self.shape} {self.direction} {self.tile}: {type(error).__name__}: {str(error)[:200]}',
+                f'{self.shape} {self.direction} {self.tile}: '
+                f'{type(error).__name__}: {str(error)[:200]}',
                 flush=True,
             )
             return None
 
 
 def main(argv: Sequence[str]) -> None:
+    """Runs the command."""
     if argv[1:]:
         raise app.UsageError(f'unexpected arguments: {argv[1:]}')
     dtype = jnp.dtype(DTYPE.value)
@@ -198,7 +212,7 @@ def main(argv: Sequence[str]) -> None:
             chosen[key_of(direction, shape)] = found_tiles[0]
             for tile in [None, *found_tiles]:
                 runs.append(Run(text, direction, tile, f'function_{len(runs)}', sets))
-    # XLA picks its convolution by timing, so those compile alone.
+    # XLA picks its convolution by timing, so its programs compile one at a time.
     compiled = {run.name: run.compile() for run in runs if run.tile is None}
     with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
         rest = [run for run in runs if run.tile is not None]

@@ -1,0 +1,109 @@
+"""What the steps of the Hopper convolution read: inputs, their channels, and weights."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from pallas_kernels.conv3x3.schedule import CHUNK, Schedule, Tile, ceil_div
+
+
+@dataclasses.dataclass(frozen=True)
+class Source:
+    """The consecutive chunks that one input array contributes.
+
+    Fields:
+      array: index of the kernel's input.
+      first: its first step.
+      steps: the number of its steps.
+      weight: where its channels start in the weights' last dimension.
+      follows_tile: its channels start at the tile's output channels (a residual without shortcut).
+    """
+
+    array: int
+    first: int
+    steps: int
+    weight: int
+    follows_tile: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """A schedule and what its steps read.
+
+    Fields:
+      sources: inputs of the nine-tap steps.
+      extras: inputs of the residual's steps.
+      arrays: the number of inputs: the parts (split: their high, then their low halves), then those
+        of the residual in the same way (split and without shortcut: its three terms).
+      outputs_first: weights lie as (taps, output channels, input channels), not (taps, input
+        channels, output channels).
+      flipped: the last tap comes first.
+    """
+
+    schedule: Schedule
+    sources: tuple[Source, ...]
+    extras: tuple[Source, ...]
+    arrays: int
+    outputs_first: bool
+    flipped: bool
+
+
+def plan(
+    image: tuple[int, int, int],
+    channels: tuple[int, ...],
+    features: int,
+    tile: Tile,
+    *,
+    residual: tuple[int, ...] = (),
+    shortcut: bool = False,
+    split: bool = False,
+    flipped: bool = False,
+    activated: bool = False,
+    itemsize: int = 2,
+) -> Plan:
+    """Returns the steps of conv3x3 for inputs whose parts have these channels.
+
+    Args:
+      image: batch, height, width.
+      residual: channels of the parts that a shortcut projects, or of one array of `features`
+        channels, which the identity copies. It is added as the centre tap of its own chunks.
+      split: float32 as bfloat16 terms, x = high + low: high · high + high · low + low · high, with
+        the weights in the order high, low, high. Three terms hold a residual exactly.
+      flipped: compute the input gradient of the convolution with this kernel.
+      activated: apply SiLU(a · x + b) to the parts.
+      itemsize: bytes of an output value.
+    """
+    step = arrays = 0
+
+    def products(widths: tuple[int, ...]) -> list[Source]:
+        nonlocal step, arrays
+        out, weight = [], 0
+        for half in (0, 0, 1) if split else (0,):
+            for i, width in enumerate(widths):
+                out.append(
+                    Source(arrays + half * len(widths) + i, step, ceil_div(width, CHUNK), weight)
+                )
+                step, weight = step + out[-1].steps, weight + width
+        arrays += len(widths) * (2 if split else 1)
+        return out
+
+    sources = products(channels)
+    chunks = step
+    extras = products(residual) if shortcut else []
+    if residual and not shortcut:
+        for _ in range(3 if split else 1):
+            extras.append(
+                Source(arrays, step, ceil_div(tile.features, CHUNK), 0, follows_tile=True)
+            )
+            step, arrays = step + extras[-1].steps, arrays + 1
+    schedule = Schedule(*image, chunks, step - chunks, features, itemsize, tile, activated)
+    # wgmma reads a matrix either way, but boxes of (input, output) channels are whole 64s of both.
+    whole = features % 64 == 0 and tile.features % 64 == 0
+    return Plan(
+        schedule,
+        tuple(sources),
+        tuple(extras),
+        arrays,
+        outputs_first=flipped or not whole,
+        flipped=flipped,
+    )
