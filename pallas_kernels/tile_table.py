@@ -1,9 +1,11 @@
-"""Measured tiles: `tiles/<device>.jsonl`, a line for a kernel, a type and a shape, which the tuning programs write.
+"""Measured tiles: `tiles/<device>.jsonl`, one line for a kernel, a type and a shape.
 
-    {"kernel": "attention/forward", "dtype": "bfloat16", "shape": "256 tokens, 32 wide", "tile": {"queries": 128, ...}, "us": 10.2}
+    {"kernel": "attention/forward", "dtype": "bfloat16", "shape": "256 tokens, 32 wide",
+     "tile": {"queries": 128, ...}, "us": 10.2}
 
-`us` is the GPU time of one call where that was measured. Each kernel names its shape classes, and has a rule or a model of the time that
-gives a tile to shapes, types and devices that are in no table.
+The tuning programs write the lines. `us` is the GPU time of one call, in microseconds, or null
+where it was not measured. Each kernel names its shape classes. It has a rule or a model of the time
+that gives a tile for shapes, types and devices that are in no table.
 """
 
 from __future__ import annotations
@@ -23,12 +25,14 @@ from jax.typing import DTypeLike
 from jaxunet.runtime import device
 
 FOLDER = pathlib.Path(__file__).parent / 'tiles'
-FASTER = 0.97  # a tile replaces the one in the table if it takes at most this share of its time: less is within what runs differ by
+# A tile replaces the one in the table if it takes at most this share of its time. Smaller gains are
+# within the noise between runs.
+FASTER = 0.97
 T = TypeVar('T')
 
 
 class Key(NamedTuple):
-    """What a line is about."""
+    """The kernel, type and shape class of a line."""
 
     kernel: str
     dtype: str
@@ -36,23 +40,23 @@ class Key(NamedTuple):
 
 
 class Entry(NamedTuple):
-    """The fields of a tile, and the microseconds of a call with it, None where not measured."""
+    """The fields of a tile, and the microseconds of a call with it; None if not measured."""
 
     tile: dict[str, int]
     us: float | None
 
 
 def path(kind: str) -> pathlib.Path:
-    """Where the tiles of a kind of device are, whether or not there are any."""
+    """Returns the file for the tiles of a kind of device; it may not exist."""
     return FOLDER / f'{re.sub(r"[^a-z0-9]+", "_", kind.lower()).strip("_")}.jsonl'
 
 
 @functools.cache
 def load(kind: str) -> Mapping[Key, Entry]:
-    """The table of a kind of device; empty if it has none, which is logged.
+    """Returns the table of a kind of device; empty, with a line in the log, if it has none.
 
     Raises:
-      ValueError: a line that is not an entry, or the second one of a key.
+      ValueError: a line is not an entry, or its key occurs twice.
     """
     file = path(kind)
     if not file.exists():
@@ -70,7 +74,8 @@ def load(kind: str) -> Mapping[Key, Entry]:
             )
         except (KeyError, TypeError, ValueError) as error:
             raise ValueError(
-                f'{file}:{number}: expected kernel, dtype, shape, tile and us, found {line[:80]!r} ({error}); correct the line'
+                f'{file}:{number}: expected kernel, dtype, shape, tile and us, '
+                f'found {line[:80]!r} ({error}); correct the line'
             ) from None
         if key in found:
             raise ValueError(f'{file}:{number}: {key} is there twice; remove one of the lines')
@@ -83,25 +88,29 @@ def _entry(kernel: str, dtype: DTypeLike, shape: str) -> Entry | None:
 
 
 def measured(make: type[T], kernel: str, dtype: DTypeLike, shape: str) -> T | None:
-    """The tile, made by `make`, that the table of this process's device has for a kernel, a type and a shape class; None if it has none."""
+    """Returns the tile in the table of this process's device, built by `make`, or None."""
     entry = _entry(kernel, dtype, shape)
     return None if entry is None else make(**entry.tile)
 
 
 def time(kernel: str, dtype: DTypeLike, shape: str) -> float | None:
-    """The microseconds of the tile that `measured` gives; None if it gives none, or its time is not known."""
+    """Returns the microseconds of the tile that `measured` returns; None if they are not known."""
     entry = _entry(kernel, dtype, shape)
     return None if entry is None else entry.us
 
 
 def update(kind: str, timed: Mapping[Key, Mapping[Any, float]], chosen: Mapping[Key, Any]) -> str:
-    """Puts tiles into a device's table: the fastest, if it takes at most `FASTER` of the time of the one that is chosen now, else that one.
+    """Puts tiles into a device's table.
+
+    For each key: the fastest, if it takes at most `FASTER` of the time of the tile that is chosen
+    now, else that one.
 
     Args:
       timed: microseconds of each tile, a dataclass, that was timed for a key.
-      chosen: the tile that the kernels take now for a key. A key of which it was not timed is left as it is.
+      chosen: the tile that the kernels take now for a key. A key whose chosen tile was not timed
+        stays as it is.
 
-    Returns: a sentence that says what changed.
+    Returns: a sentence about what changed.
     """
     table = dict(load(kind))
     changed = written = 0
@@ -116,7 +125,7 @@ def update(kind: str, timed: Mapping[Key, Mapping[Any, float]], chosen: Mapping[
 
 
 def save(kind: str, table: Mapping[Key, Entry]) -> None:
-    """Writes a device's table, in the order of its keys."""
+    """Writes a device's table, sorted by key."""
     lines = [
         json.dumps({**key._asdict(), **entry._asdict()})
         for key, entry in sorted(table.items(), key=lambda item: natural(item[0]))
@@ -127,7 +136,7 @@ def save(kind: str, table: Mapping[Key, Entry]) -> None:
 
 
 def natural(key: Key) -> list[tuple[str, int]]:
-    """Numbers in the order of their values."""
+    """Returns a key for sorting that orders numbers by value."""
     return [
         (text, int(number or 0)) for text, number in re.findall(r'([^0-9]*)([0-9]*)', ' '.join(key))
     ]

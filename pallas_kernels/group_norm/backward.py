@@ -1,8 +1,16 @@
-"""Kernels of the gradient: the two sums over pixels, and the gradient of the input, apart or in one launch.
+"""The gradient kernels of GroupNorm: the two sums over pixels, and dx, in two launches or in one.
 
-With x̂ = (x − mean) · inverse, z = scale · x̂ + offset, y = act(z) and dz = dy · act'(z), for every (sample, channel):
-s₁ = Σ dz and s₂ = Σ dz · x̂ over the pixels, which are the gradients of offset and scale, and with N elements in a group
-dx = inverse · (scale · dz − (Σ_group scale · s₁ + x̂ · Σ_group scale · s₂) / N).
+With x̂ = (x − mean) · inverse, z = scale · x̂ + offset, y = act(z) and dz = dy · act'(z), the
+gradients of offset and scale of every sample and channel are sums over the pixels,
+
+    s₁ = Σ dz    and    s₂ = Σ dz · x̂,
+
+and with N elements in a group
+
+    dx = inverse · (scale · dz − (Σ_group scale · s₁ + x̂ · Σ_group scale · s₂) / N).
+
+In one launch, a program owns whole groups of a sample: it walks over their pixels for the sums,
+then backwards over them for dx. In two launches, several programs share the pixels of a sample.
 """
 
 from __future__ import annotations
@@ -23,7 +31,7 @@ from pallas_kernels.group_norm.tiles import Grid, Tile, choose_tile, fit
 
 
 class _Derivative:
-    """dz and x̂ of a register tile, from x and dy."""
+    """Computes dz, x̂ and act(z) of a register tile, from x and dy."""
 
     def __init__(self, program: Program, refs: Sequence[Ref], silu: bool) -> None:
         scale, offset, mean, inverse = refs
@@ -43,11 +51,12 @@ class _Derivative:
         )
 
     def load_scale(self, lanes: Lanes) -> Array:
+        """Loads the scale of these lanes."""
         sample = self.program.sample if self.scale_ref.shape[0] > 1 else 0
         return self.program.load_channels(self.scale_ref, sample, dtype=self.wide, lanes=lanes)
 
     def __call__(self, x: Array, dy: Array) -> tuple[Array, Array, Array]:
-        """dz, x̂ and act(z)."""
+        """Returns dz, x̂ and act(z)."""
         normed = scaled(x, self.mean, self.inverse)
         dz = dy.astype(self.wide)
         z = normed * self.scale[None, :] + self.offset[None, :]
@@ -106,12 +115,13 @@ def gradient_sums(
     tile: Tile | None = None,
     interpret: bool = False,
 ) -> tuple[Float[Array, 'batch 2 channels'], Float[Array, 'batch height width channels'] | None]:
-    """s₁ = Σ dz and s₂ = Σ dz · x̂ over the pixels of each sample and channel (this module's formulas), reading x and dy once.
+    """Returns s₁ and s₂ of this module's formulas, from one read of x and dy.
 
     Args:
-      dy: gradient of the activated output; with silu=False of the normalised one, as for a caller that has dz.
-      mean, inverse: as `normalise` or `affine` gives them.
-      activation: also write act(z) again, in x's dtype (a convolution's weight gradient reads it), from the same read.
+      dy: gradient of the activated output; with silu=False, of the normalised one.
+      mean, inverse: as `normalise` or `affine` returns them.
+      activation: also write act(z) again, in x's dtype (a convolution's weight gradient reads it),
+        from the same read.
 
     Returns: the sums, at least float32, and the activation or None.
     """
@@ -131,9 +141,8 @@ def gradient_sums(
     )
 
 
-@functools.partial(
-    jax.jit, static_argnames=('silu', 'activation', 'tile', 'interpret')
-)  # equal calls share one trace and one lowering
+# Jitted, so that equal calls share one trace and one lowering; below too.
+@functools.partial(jax.jit, static_argnames=('silu', 'activation', 'tile', 'interpret'))
 def _gradient_sums(
     parts: Sequence[Array],
     dy: Array,
@@ -176,7 +185,7 @@ def _gradient_kernel(*refs: Ref, grid: Grid, silu: bool, known: bool) -> None:
 
     if known:
         if grid.steps == 1:
-            keep('x', parts, 0)  # Before the small loads below, so that nobody waits twice.
+            keep('x', parts, 0)  # before the small loads below, so that both latencies overlap
             keep('dy', [dy], 0)
         s1, s2 = (
             program.load_channels(sums, program.sample, i, lanes=program.window) for i in (0, 1)
@@ -222,10 +231,10 @@ def gradient(
     tile: Tile | None = None,
     interpret: bool = False,
 ) -> tuple[tuple[Float[Array, 'batch height width _'], ...], Float[Array, 'batch 2 channels']]:
-    """The gradient of every part (in x's dtype) and the sums s₁, s₂, in one launch.
+    """Returns the gradient of every part (in x's dtype) and the sums s₁ and s₂, in one launch.
 
-    With `sums` (from `gradient_sums` or a convolution's epilogue): one read of x and dy. Without: a program owns whole groups of a sample
-    and reads them twice, the second time from registers where they fit, else from the caches.
+    With `sums` it reads x and dy once. Without, a program owns whole groups of a sample and reads
+    them twice, the second time from registers if they fit, else from the caches.
 
     Raises:
       ValueError: the channels are not a multiple of `groups`.
@@ -285,9 +294,8 @@ def _gradient(
         *((sums,) if sums is not None else ()),
     )
     dx = out if sums is not None else out[1:]
-    return tuple(d.reshape(p.shape) for d, p in zip(dx, parts, strict=True)), out[
-        0
-    ] if sums is None else sums
+    found = out[0] if sums is None else sums
+    return tuple(d.reshape(p.shape) for d, p in zip(dx, parts, strict=True)), found
 
 
 def parameter_gradients(
@@ -295,10 +303,12 @@ def parameter_gradients(
     scale: Float[Array, '#batch channels'],
     offset: Float[Array, '#batch channels'],
 ) -> tuple[Float[Array, '#batch channels'], Float[Array, '#batch channels']]:
-    """The gradients of scale and offset, in their shapes and types: s₂ and s₁, of each sample or, where shared, of all samples together."""
-    total = jnp.sum(
-        sums, axis=0, keepdims=True
-    )  # one reduction for both; not computed where neither is shared
+    """Returns the gradients of scale and offset, in their shapes and types.
+
+    These are s₂ and s₁ of each sample, summed over the samples that share a parameter.
+    """
+    # One reduction for both; XLA drops it if neither is shared.
+    total = jnp.sum(sums, axis=0, keepdims=True)
 
     def of(parameter: Array, number: int) -> Array:
         found = sums if parameter.shape[0] == sums.shape[0] else total

@@ -1,20 +1,26 @@
-"""What the kernels share: addresses, masked loads and stores of a channel concatenation, and reductions over groups."""
+"""What the GroupNorm kernels share: masked loads and stores of parts, and reductions over groups.
+
+A register tile has rows (pixels) × lanes (channels). Masks may be None, which stands for all true.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
+from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
 from pallas_kernels.group_norm.tiles import Grid
 
-Ref = Any
-# −log₂(e) · z, 2 to that power, plus one, reciprocal.
+Ref = Any  # a Pallas reference, which has no public type
+Step = Any  # an int or a traced int32
+State = TypeVar('State')
+# 1 / (1 + 2^(−log₂(e) · z)); 0fBFB8AA3B is −log₂(e), 0f3F800000 is 1.
 SIGMOID = """{
   .reg .f32 t;
   mul.f32 t, $1, 0fBFB8AA3B;
@@ -25,19 +31,21 @@ SIGMOID = """{
 
 
 class Lanes(NamedTuple):
-    """Channels of the concatenation, and which of them there are (None: all)."""
+    """Channels of the concatenation, and the mask of those that exist (None: all)."""
 
     columns: Int[Array, ' lanes']
     valid: Bool[Array, ' lanes'] | None
 
 
 class Program:
-    """One program's place in the grid (channel block, sample, pixel split), and its loads and stores.
+    """One program's place in the grid, and its loads and stores.
+
+    The grid is channel blocks × samples × pixel splits.
 
     Fields:
       own: the channels that it reads and writes.
-      window: the channels of all groups that those belong to; `own`, where programs own whole groups.
-      exact: whether means are worth a second look for their last bits, as those of float32 numbers far from zero are.
+      window: the channels of all groups that those belong to; `own` if programs own whole groups.
+      exact: refine means by a second pass over registers, which float32 numbers far from zero need.
     """
 
     def __init__(self, grid: Grid, *, exact: bool = False) -> None:
@@ -57,6 +65,7 @@ class Program:
             self.window = Lanes(columns, columns < grid.total)
 
     def rows(self, step: Int[Array, ''] | int, tile: int) -> Int[Array, ' rows']:
+        """Returns the pixels of a register tile."""
         return (
             self.first_row
             + step * self.grid.stride
@@ -65,10 +74,14 @@ class Program:
         )
 
     def row_mask(self, step: Int[Array, ''] | int, tile: int) -> Bool[Array, ' rows'] | None:
+        """Returns the mask of the pixels of a register tile that exist."""
         return self.rows(step, tile) < self.grid.pixels if self.grid.ragged_rows else None
 
     def pieces(self, arrays: int, lanes: Lanes) -> list[Lanes]:
-        """For each array: the lanes' columns in it, and which lanes belong to it. One array has all channels."""
+        """Returns for each array the lanes' columns in it, and the mask of the lanes that it has.
+
+        A single array has all channels.
+        """
         if arrays == 1:
             return [lanes]
         found = []
@@ -77,7 +90,8 @@ class Program:
             local = lanes.columns - start
             inside = (local >= 0) & (local < size)
             inside = inside if lanes.valid is None else inside & lanes.valid
-            # The interpreter gathers, and would let a negative index wrap; the GPU never forms a masked address.
+            # The interpreter gathers, so a negative index would wrap; a GPU never reads where
+            # masked.
             found.append(
                 Lanes(jnp.where(inside, local, size) if self.grid.interpret else local, inside)
             )
@@ -87,7 +101,11 @@ class Program:
     def load(
         self, refs: Sequence[Ref], step: Int[Array, ''] | int, **policy: Any
     ) -> list[Float[Array, 'rows lanes']]:
-        """The register tiles of a step, in storage type, from the parts or from one array of all channels; zero outside."""
+        """Loads the register tiles of a step in storage type; zero outside.
+
+        Args:
+          refs: the parts, or one array of all channels.
+        """
         return [self._load_tile(refs, step, tile, policy) for tile in range(self.grid.unroll)]
 
     def _load_tile(
@@ -97,7 +115,7 @@ class Program:
         value = None
         for ref, (columns, inside) in zip(refs, self.pieces(len(refs), self.own), strict=True):
             mask = both(below, inside, self.grid)
-            # What earlier parts gave fills the lanes that this part has not, so that joining them costs no instruction of its own.
+            # Earlier parts fill the lanes that this part lacks, so joining costs no instruction.
             other = None if mask is None else 0.0 if value is None else value
             value = plgpu.load(
                 ref.at[self.sample, rows[:, None], columns[None, :]],
@@ -128,9 +146,9 @@ class Program:
                 )
 
     def load_channels(
-        self, ref: Ref, *index: Any, dtype: Any = None, lanes: Lanes | None = None
+        self, ref: Ref, *index: Any, dtype: DTypeLike | None = None, lanes: Lanes | None = None
     ) -> Float[Array, ' lanes']:
-        """ref[*index, channel] of every lane; zero where there is no channel."""
+        """Loads ref[*index, channel] of every lane; zero where there is no channel."""
         columns, valid = lanes or self.own
         value = plgpu.load(
             ref.at[(*index, columns)], mask=valid, other=None if valid is None else 0.0
@@ -140,7 +158,11 @@ class Program:
     def load_moments(
         self, refs: Sequence[Ref]
     ) -> tuple[Float[Array, ' window'], Float[Array, ' window']]:
-        """Mean and mean squared deviation of every channel of the window, from the parts' moments (batch, channels, 2)."""
+        """Loads mean and mean squared deviation of every channel of the window.
+
+        Args:
+          refs: the parts' moments (batch, channels, 2).
+        """
         found: list[Array] = []
         for which in (0, 1):
             value = None
@@ -154,6 +176,7 @@ class Program:
         return found[0], found[1]
 
     def store_channels(self, ref: Ref, value: Float[Array, ' lanes'], *index: Any) -> None:
+        """Stores one number a lane to ref[*index, channel]."""
         plgpu.store(
             ref.at[(*index, self.own.columns)], value.astype(ref.dtype), mask=self.own.valid
         )
@@ -161,7 +184,11 @@ class Program:
     def group_sum(
         self, value: Float[Array, ' window'] | Float[Array, 'lanes window']
     ) -> Float[Array, ' lanes']:
-        """Sum over the channels of each lane's group; of `value`, where it has a row for each lane, that row."""
+        """Returns the sum over the channels of each lane's group.
+
+        Args:
+          value: of the window's channels; with a row for each lane, that row is summed.
+        """
         grid = self.grid
         if grid.group == 1:
             return value
@@ -180,7 +207,7 @@ class Program:
 def both(
     below: Bool[Array, ' rows'] | None, inside: Bool[Array, ' lanes'] | None, grid: Grid
 ) -> Bool[Array, 'rows lanes'] | None:
-    """Rows below the end and lanes with a channel, as one mask; None where every element is meant."""
+    """Returns the mask of rows and lanes together."""
     shape = (grid.rows, grid.lanes)
     if below is None:
         return None if inside is None else jnp.broadcast_to(inside[None, :], shape)
@@ -189,9 +216,12 @@ def both(
 
 
 def loop(
-    steps: int, body: Callable[[Any, Any], Any], state: Any, *, backwards: bool = False
-) -> Any:
-    """body(step, state) for every step; a single step is not a loop, so that what it loaded can stay in registers."""
+    steps: int, body: Callable[[Step, State], State], state: State, *, backwards: bool = False
+) -> State:
+    """Runs body(step, state) for every step.
+
+    A single step is not a loop, so that what it loads can stay in registers.
+    """
     if steps == 1:
         return body(0, state)
     last = steps - 1
@@ -204,18 +234,19 @@ def loop(
 
 
 def moments_of(
-    program: Program, tiles: Callable[[Any], Sequence[Array]], dtype: Any
+    program: Program, tiles: Callable[[Step], Sequence[Array]], dtype: DTypeLike
 ) -> tuple[Array, Array, Array | float]:
-    """Mean and sum of squared deviations over this program's pixels, per lane, and the number of pixels.
+    """Returns mean, sum of squared deviations, and count of this program's pixels, for each lane.
 
-    Every (row, lane) of the register tile keeps a mean and a sum of squared deviations of its own pixels; a step's tiles are reduced
-    by two passes in registers and joined to them by Chan, Golub & LeVeque 1979 (STAN-CS-79-773, eq. 2.1); in the end so are the rows.
-    Nothing is ever squared before its mean is subtracted, so a large mean costs nothing.
+    Every (row, lane) of the register tile keeps a mean and a sum of squared deviations of its own
+    pixels. A step's tiles are reduced by two passes in registers, then joined to them by Chan,
+    Golub & LeVeque 1979 (STAN-CS-79-773, eq. 2.1); the rows are joined at the end. Nothing is
+    squared before its mean is subtracted, so a large mean loses no accuracy.
     """
     grid = program.grid
     shape = (grid.rows, grid.lanes)
 
-    def step_moments(step: Any) -> tuple[Array, Array, Array | float]:
+    def step_moments(step: Step) -> tuple[Array, Array, Array | float]:
         values = [v.astype(dtype) for v in tiles(step)]
         masks = [program.row_mask(step, t) for t in range(grid.unroll)]
         if not grid.ragged_rows:
@@ -235,7 +266,7 @@ def moments_of(
             deviation = deviation + jnp.where(m[:, None], jax.lax.square(v - mean), 0.0)
         return mean, deviation, count
 
-    def join(step: Any, state: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
+    def join(step: Step, state: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
         mean, deviation, seen = state
         step_mean, step_deviation, count = step_moments(step)
         total = seen + count
@@ -278,7 +309,11 @@ def moments_of(
 def group_statistics(
     program: Program, mean: Array, deviation: Array, eps: float
 ) -> tuple[Array, Array]:
-    """Group mean and 1/sqrt(group variance + eps) of every lane, from the mean and mean squared deviation of the window's channels."""
+    """Returns group mean and 1 / sqrt(group variance + eps) of every lane.
+
+    Args:
+      mean, deviation: mean and mean squared deviation of the window's channels.
+    """
     share = 1.0 / program.grid.group
 
     def apart(centre: Array) -> Array:
@@ -294,7 +329,11 @@ def group_statistics(
 
 
 def sigmoid(z: Array, grid: Grid) -> Array:
-    """1 / (1 + exp(−z)); on a GPU in four instructions, two of them in the special-function unit (relative error about 2⁻²²)."""
+    """Returns 1 / (1 + exp(−z)).
+
+    On a GPU in four instructions, two of them in the special-function unit; the relative error is
+    about 2⁻²².
+    """
     if grid.interpret or z.dtype != jnp.float32:
         return 1.0 / (1.0 + jnp.exp(-z))
     (value,) = plgpu.elementwise_inline_asm(
@@ -308,9 +347,10 @@ def sigmoid(z: Array, grid: Grid) -> Array:
 
 
 def scaled(x: Array, centre: Array, factor: Array, shift: Array | None = None) -> Array:
-    """(x − centre) · factor + shift for every lane, at factor's precision.
+    """Returns (x − centre) · factor + shift for every lane, in factor's type.
 
-    16-bit numbers hold at most a few hundred deviations in their mean, so one multiply-add loses nothing; float32 subtracts first.
+    The mean of 16-bit numbers is at most a few hundred deviations, so one multiply-add loses
+    nothing; float32 subtracts first.
     """
     if x.dtype.itemsize < 4:
         constant = -centre * factor if shift is None else shift - centre * factor

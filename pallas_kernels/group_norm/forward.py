@@ -1,4 +1,9 @@
-"""Kernels that write the normalised activation: from given coefficients, or with the statistics in the same launch."""
+"""The forward kernels of GroupNorm, which write act(norm(x) · scale + offset).
+
+`forward` finds the statistics itself: a program owns whole groups of a sample and walks over their
+pixels twice, first for the statistics, then backwards to write. `normalise` has the parts' moments
+and walks once, so several programs share the pixels of a sample.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +43,7 @@ def _normalise_kernel(*refs: Ref, grid: Grid, eps: float, silu: bool, known: boo
 
     if known:
         if grid.steps == 1:
-            read(0)  # Before the small loads below, so that nobody waits twice.
+            read(0)  # before the small loads below, so that both latencies overlap
         mean, deviation = program.load_moments(moments)
     else:
         mean, total, pixels = moments_of(program, read, wide)
@@ -56,7 +61,7 @@ def _normalise_kernel(*refs: Ref, grid: Grid, eps: float, silu: bool, known: boo
         z = [scaled(v, mean, factor, shift) for v in tiles]
         program.store([y], step, [v * sigmoid(v, grid) for v in z] if silu else z)
 
-    # What was read last is nearest: the second walk goes backwards.
+    # What was read last is in the nearest cache, so the second walk goes backwards.
     loop(grid.steps, write, None, backwards=True)
 
 
@@ -76,12 +81,16 @@ def normalise(
     Float[Array, 'batch channels'],
     Float[Array, 'batch channels'],
 ]:
-    """act(norm(x) · scale + offset) of the channel concatenation x of the parts, in one launch.
+    """Returns act(norm(x) · scale + offset) and the statistics, in one launch.
 
-    With the parts' moments: one read and one write. Without: a program owns whole groups of a sample and reads them twice, the second
-    time from registers where they fit, else from the caches, which hold what the running programs own.
+    Args:
+      parts: x, joined along channels; no concatenation is built.
+      moments: of the parts, as `statistics.moments` returns them. With them the kernel reads x
+        once. Without, it reads x twice, the second time from registers if they fit, else from the
+        caches.
 
-    Returns: the activation in x's dtype; the group's mean and 1/sqrt(variance + eps) for each (sample, channel), at least float32.
+    Returns: the activation in x's dtype; the group's mean and 1 / sqrt(variance + eps) of each
+      sample and channel, at least float32.
 
     Raises:
       ValueError: the channels are not a multiple of `groups`.
@@ -104,6 +113,7 @@ def normalise(
     )
 
 
+# Jitted, so that equal calls share one trace and one lowering.
 @functools.partial(jax.jit, static_argnames=('group', 'eps', 'silu', 'tile', 'interpret'))
 def _normalise(
     parts: Sequence[Array],

@@ -1,4 +1,7 @@
-"""The GroupNorm kernels against the float64 oracle: interpreted on a CPU (awkward cases), compiled on a GPU (all cases)."""
+"""The GroupNorm kernels against the float64 oracle.
+
+A CPU interprets the awkward cases; a GPU runs all cases.
+"""
 
 import jax
 import jax.numpy as jnp

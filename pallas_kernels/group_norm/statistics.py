@@ -1,4 +1,7 @@
-"""Kernels that reduce over pixels: moments and plain sums of every (sample, channel); and the tiny one from moments to a · x + b."""
+"""The reductions of GroupNorm over pixels, and the kernel from moments to a and b of a · x + b.
+
+Programs that share the pixels of a sample write partial results, which XLA joins.
+"""
 
 from __future__ import annotations
 
@@ -32,9 +35,11 @@ def moments(
     tile: Tile | None = None,
     interpret: bool = False,
 ) -> Float[Array, 'batch channels 2']:
-    """Mean and mean squared deviation over the pixels of each sample and channel, in at least float32; x is read once.
+    """Returns mean and mean squared deviation over the pixels of each sample and channel.
 
-    Same result as `jaxunet.ops.group_norm.reference.channel_moments`, without cancellation in any type (Chan, Golub & LeVeque 1979).
+    In at least float32, from one read of x. Same result as
+    `jaxunet.ops.group_norm.reference.channel_moments`, without cancellation in any type (Chan,
+    Golub & LeVeque 1979).
     """
     batch, height, width, channels = x.shape
     return _moments(
@@ -42,9 +47,8 @@ def moments(
     )
 
 
-@functools.partial(
-    jax.jit, static_argnums=(1, 2)
-)  # so that equal calls share one trace and one lowering, here and below
+# Jitted, so that equal calls share one trace and one lowering; below too.
+@functools.partial(jax.jit, static_argnums=(1, 2))
 def _moments(x: Array, tile: Tile, interpret: bool) -> Array:
     batch, height, width, channels = x.shape
     grid = fit(tile, (channels,), height * width, 1, streamed=True, interpret=interpret)
@@ -85,7 +89,10 @@ def channel_sums(
     tile: Tile | None = None,
     interpret: bool = False,
 ) -> Float[Array, 'batch channels']:
-    """Sum over the pixels of each sample and channel, in at least float32: the gradient of a bias or per-sample shift."""
+    """Returns the sum over the pixels of each sample and channel, in at least float32.
+
+    This is the gradient of a bias or of a shift per sample.
+    """
     batch, height, width, channels = x.shape
     return _channel_sums(
         x, tile or choose_tile('channel_sums', x.dtype, batch, height * width, channels), interpret
@@ -138,9 +145,13 @@ def affine(
     Float[Array, 'batch channels'],
     Float[Array, 'batch channels'],
 ]:
-    """From the parts' moments: a, b of norm(x) · scale + offset = a · x + b, and the group's mean and inverse deviation, in one launch.
+    """Returns a, b, mean and inverse deviation of each sample and channel, in one launch.
 
-    Same a and b as `reference.group_affine`.
+    norm(x) · scale + offset = a · x + b; mean and inverse deviation are the group's. Same a and b
+    as `jaxunet.ops.group_norm.reference.group_affine`.
+
+    Args:
+      known: the moments of each part.
 
     Raises:
       ValueError: the channels are not a multiple of `groups`.

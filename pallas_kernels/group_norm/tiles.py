@@ -1,4 +1,8 @@
-"""How the work is cut: a program owns some channels of one sample (whole groups of them) and walks over that sample's pixels."""
+"""Tiles of the GroupNorm kernels, and the grid that a tile gives for a tensor.
+
+A program owns some channels of one sample and walks over that sample's pixels. The channels are
+whole groups, unless the statistics are known.
+"""
 
 from __future__ import annotations
 
@@ -12,14 +16,16 @@ from pallas_kernels import tile_table
 
 @dataclasses.dataclass(frozen=True, order=True)
 class Tile:
-    """What a program reads at a time.
+    """The tile of one kernel.
 
     Fields:
-      channels: wished channels of a program; rounded to whole groups and, where possible, to 16-byte loads.
+      channels: channels of a program, before rounding to whole groups and, where possible, to
+        16-byte loads.
       rows: pixels of one register tile (a power of two).
       unroll: register tiles that are loaded before the first is used.
       warps: warps of a program.
-      splits: programs that share the pixels of a sample (only one in the kernels that find their statistics themselves).
+      splits: programs that share the pixels of a sample; kernels that find their statistics
+        themselves have only one.
     """
 
     channels: int = 32
@@ -31,7 +37,7 @@ class Tile:
 
 @dataclasses.dataclass(frozen=True)
 class Grid:
-    """A tile fitted to a tensor; static, so that it can be closed over by a kernel.
+    """A tile fitted to a tensor; static, so that a kernel can close over it.
 
     Fields:
       parts: channels of each part of the concatenation.
@@ -42,7 +48,7 @@ class Grid:
       rows, unroll: see `Tile`.
       steps: times that a program advances by rows · unroll pixels.
       splits: programs along the pixels.
-      interpret: whether the kernel runs in Pallas' interpreter.
+      interpret: the kernel runs in Pallas' interpreter.
     """
 
     parts: tuple[int, ...]
@@ -73,7 +79,7 @@ class Grid:
 
     @property
     def window(self) -> int:
-        """A power of two that holds the channels of all groups of which a program has any."""
+        """Power of two that holds the channels of all groups that a program touches."""
         return (
             self.lanes
             if self.whole_groups
@@ -102,21 +108,28 @@ class Grid:
 
 
 def power_of_two(n: int) -> int:
-    """The least power of two that is at least n."""
+    """Returns the least power of two that is at least n."""
     return 1 << max(0, n - 1).bit_length()
 
 
 def shape_class(batch: int, pixels: int, channels: int) -> str:
-    """What the table of tiles calls tensors of this size: the batch is rounded up to a power of two."""
+    """Returns the name of a size in the table of tiles; rounds the batch up to a power of two."""
     return f'{power_of_two(batch)} samples, {pixels} pixels, {channels} channels'
 
 
 def choose_tile(
     kernel: str, dtype: DTypeLike, batch: int, pixels: int, channels: int, group: int = 1
 ) -> Tile:
-    """The tile of a kernel, named without its prefix jaxunet_group_norm_: the device's measured one, or else what its rule says.
+    """Returns the tile of a kernel: the device's measured one, else that of its rule.
 
-    The rules are fitted to an H200 in bfloat16. The sums of a gradient are `gradient_sums_activation` where the activation is written too.
+    The rules below are fitted to times on an H200 in bfloat16. To refit, run
+    `pallas_kernels.group_norm.tune`.
+
+    Args:
+      kernel: its name without the prefix jaxunet_group_norm_; `gradient_sums_activation` is
+        `gradient_sums` when it writes the activation too.
+      pixels: height · width.
+      group: channels of a group.
     """
     rules = {
         'forward': lambda: _slab_tile(batch, pixels, channels, group),
@@ -137,7 +150,7 @@ def choose_tile(
 
 
 def _normalise_tile(pixels: int) -> Tile:
-    """The tile of the kernels that read one tensor and write one."""
+    """The rule for a kernel that reads one tensor and writes one."""
     if pixels <= 256:
         return Tile(channels=32, rows=16, unroll=4, warps=8)
     if pixels <= 1024:
@@ -146,10 +159,11 @@ def _normalise_tile(pixels: int) -> Tile:
 
 
 def _slab_tile(batch: int, pixels: int, channels: int, group: int) -> Tile:
-    """The tile of the kernels that own all pixels of some groups."""
+    """The rule for kernels whose programs own all pixels of some groups."""
     wished = 64 if pixels <= 256 else 32 if pixels <= 1024 else 16
+    # At least 90 programs, about two thirds of an H200's 132 multiprocessors.
     while wished > 16 and batch * channels < 90 * wished:
-        wished //= 2  # fewer programs than multiprocessors
+        wished //= 2
     if pixels <= 256:
         return Tile(
             channels=wished,
@@ -167,7 +181,7 @@ def _slab_tile(batch: int, pixels: int, channels: int, group: int) -> Tile:
 
 
 def _reduction_tile(pixels: int) -> Tile:
-    """The tile of the kernels that read one tensor and reduce it."""
+    """The rule for kernels that read one tensor and reduce it."""
     if pixels <= 256:
         return Tile(channels=64, rows=16, unroll=4, warps=8)
     if pixels <= 1024:
@@ -176,7 +190,7 @@ def _reduction_tile(pixels: int) -> Tile:
 
 
 def _gradient_tile(batch: int, pixels: int) -> Tile:
-    """The tile of `gradient` with known sums."""
+    """The rule for `gradient` with known sums."""
     if pixels <= 256:
         return Tile(channels=32, rows=32, unroll=4, warps=8)
     if pixels <= 1024:
@@ -187,7 +201,7 @@ def _gradient_tile(batch: int, pixels: int) -> Tile:
 
 
 def _sums_tile(pixels: int) -> Tile:
-    """The tile of `gradient_sums`."""
+    """The rule for `gradient_sums`."""
     if pixels <= 256:
         return Tile(channels=64, rows=8, unroll=4, warps=8)
     if pixels <= 1024:
@@ -198,12 +212,15 @@ def _sums_tile(pixels: int) -> Tile:
 def fit(
     tile: Tile, parts: tuple[int, ...], pixels: int, group: int, *, streamed: bool, interpret: bool
 ) -> Grid:
-    """The tile on a tensor of these parts and pixels, whose groups have `group` channels (1: channels are independent).
+    """Fits a tile to a tensor.
 
-    Eight channels (16 bytes of a 16-bit type) are one load, so a program's channels are a multiple of eight where groups allow.
+    Eight channels (16 bytes of a 16-bit type) are one load, so a program's channels are a multiple
+    of eight where groups allow.
 
     Args:
-      streamed: the statistics are known, so programs may share the pixels of a sample, and the channels of a group.
+      group: channels of a group; 1: channels are independent.
+      streamed: the statistics are known, so programs may share the pixels of a sample, and the
+        channels of a group.
     """
     total = sum(parts)
     aligned = all(part % 8 == 0 for part in parts)
@@ -215,7 +232,7 @@ def fit(
             unit = group
     channels = min(max(unit, tile.channels // unit * unit), -(-total // unit) * unit)
     if total % channels and total % unit == 0:
-        # Equal programs rather than a small last one.
+        # Programs of equal size, rather than a small last one.
         count = -(-total // channels)
         channels = -(-(total // unit) // count) * unit
     rows = min(power_of_two(tile.rows), power_of_two(pixels))

@@ -1,12 +1,13 @@
 """Times the GroupNorm kernels' tiles on this machine's GPU, beside XLA.
 
-    python -m pallas_kernels.group_norm.tune [--batch 32] [--shapes 64:64,64:64+64] [--kernels forward,backward] [--seconds 60] [--write]
+    python -m pallas_kernels.group_norm.tune [--batch 32] [--shapes 64:64,64:64+64]
+        [--kernels forward,backward] [--seconds 60] [--write]
 
-`--write` puts the fastest tiles into the device's table of tiles (`tile_table.update`). A shape is side:channels; channels of several parts
-are joined by +. `both` is the whole op, forward and backward, on the chosen tiles and on XLA.
-
-Times are sums of GPU kernel time per call from a profiler trace, so they leave out what starting a kernel costs. Calls are shuffled so that
-no call finds its inputs in the cache because its neighbour left them there.
+A shape is side:channels, with the channels of several parts joined by +. `both` is the whole op,
+forward and backward, on the chosen tiles and on XLA. Times are sums of GPU kernel time per call
+from a profiler trace, without launch overhead. Calls are shuffled, so that none finds its inputs in
+the cache because its neighbour left them there. `--write` puts the fastest tiles into the device's
+table (`tile_table.update`).
 """
 
 from __future__ import annotations
@@ -33,15 +34,15 @@ from pallas_kernels.group_norm import backward, forward, statistics, vjp
 from pallas_kernels.group_norm.tiles import Tile, choose_tile, shape_class
 
 ELEPHANTS64 = (
-    '64:64,64:64+64,64:128+64,32:64,32:128,32:128+64,32:128+128,32:192+128,16:128,16:192,16:192+128,16:192+192,16:256+192,'
-    '8:192,8:256,8:256+192,8:256+256'
+    '64:64,64:64+64,64:128+64,32:64,32:128,32:128+64,32:128+128,32:192+128,'
+    '16:128,16:192,16:192+128,16:192+192,16:256+192,8:192,8:256,8:256+192,8:256+256'
 )
 CALLS = 6
 GROUPS, EPS = 32, 1e-5
 
 
 def slab_candidates(pixels: int) -> list[Tile]:
-    """Tiles of the kernels that own all pixels of some groups."""
+    """Returns tiles for kernels whose programs own all pixels of some groups."""
     found = set()
     for lanes, elements, unroll, warps in itertools.product(
         (16, 32, 64), (4096, 8192, 16384, 32768), (1, 2, 4), (4, 8, 16)
@@ -54,7 +55,7 @@ def slab_candidates(pixels: int) -> list[Tile]:
 
 
 def stream_candidates(pixels: int) -> list[Tile]:
-    """Tiles of the kernels that share a sample's pixels."""
+    """Returns tiles for kernels whose programs share a sample's pixels."""
     found = set()
     for lanes, elements, unroll, warps, steps in itertools.product(
         (32, 64, 128), (2048, 4096, 8192), (1, 2, 4), (4, 8), (1, 2, 4, 8)
@@ -66,6 +67,7 @@ def stream_candidates(pixels: int) -> list[Tile]:
 
 
 def candidates(kernel: str, pixels: int) -> list[Tile | None]:
+    """Returns the tiles to time; [None] for the whole op, which takes the chosen ones."""
     if kernel.startswith('both'):
         return [None]
     return [
@@ -78,7 +80,7 @@ def candidates(kernel: str, pixels: int) -> list[Tile | None]:
 
 
 def function(kernel: str, tile: Tile | None) -> Callable[..., Any]:
-    """The kernel as a function of parts, their moments, dy, scale, offset, mean, inverse, sums."""
+    """Returns a kernel as a function of parts, moments, dy, scale, offset, mean, inverse, sums."""
 
     def both(op: Any, parts: Any, dy: Any, scale: Any, offset: Any) -> Any:
         y, pull = jax.vjp(
@@ -118,6 +120,7 @@ def function(kernel: str, tile: Tile | None) -> Callable[..., Any]:
     return table[kernel]
 
 
+# Tensors that a kernel reads or writes, for the rate in GB/s.
 PASSES = {
     'forward': 2,
     'normalise': 2,
@@ -131,6 +134,7 @@ PASSES['gradient_sums_activation'] = 3
 
 
 def main() -> None:
+    """Runs the command."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
