@@ -14,9 +14,9 @@ def timestep_embedding(
     """Returns sinusoids of t · max_period^(-i/n), i < width // 2; an odd width ends with a zero.
 
     Args:
-      order: `adm` is cosines then sines, n = width // 2 (guided-diffusion, unet.cu). `ddpm` is sines
-        then cosines, n = width // 2 - 1, so that the last frequency is 1 / max_period (Ho et al.
-        2020, arXiv 2006.11239).
+      order: `adm` is cosines then sines, n = width // 2 (guided-diffusion, unet.cu). `ddpm` is
+        sines then cosines, n = width // 2 - 1, so that the last frequency is 1 / max_period (Ho et
+        al. 2020, arXiv 2006.11239).
     """
     half = width // 2
     last = half if order == 'adm' else max(half - 1, 1)

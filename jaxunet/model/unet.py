@@ -77,7 +77,8 @@ class UNet(Block):
     """Predicts noise, image or velocity from a noisy image and its timestep.
 
     Fields:
-      attention_levels: levels (0 = full resolution) whose residual blocks are followed by attention.
+      attention_levels: levels (0 = full resolution) whose residual blocks are followed by
+        attention.
       out_channels: channels of the prediction; twice the image's if it includes a variance.
     """
 
@@ -97,8 +98,8 @@ class UNet(Block):
         Args:
           x: noisy images.
           t: timesteps in [0, T).
-          labels: class labels, -1 = dropped (classifier-free guidance, arXiv 2207.12598); None = all
-            dropped.
+          labels: class labels, -1 = dropped (classifier-free guidance, arXiv 2207.12598); None =
+            all dropped.
           dropout_keys: one key a sample; None = no dropout (evaluation).
 
         Raises:
@@ -177,7 +178,7 @@ class UNet(Block):
     def _embed(
         self, t: Int[Array, ' batch'], labels: Int[Array, ' batch'] | None
     ) -> Float[Array, 'batch width']:
-        """Returns the time (and class) embedding, float32: it is small, and every block reads it."""
+        """Returns the time (and class) embedding, in float32: small, and read by every block."""
         m = self.model
         width = 4 * m.base_channels
         waves = timestep_embedding(

@@ -10,14 +10,15 @@ from jaxtyping import Array, Float
 
 
 def at_least_float32(dtype: DTypeLike) -> jnp.dtype:
-    """Returns the type for statistics, softmax and sums: float64 for float64 input, else float32."""
+    """Returns the type for statistics, softmax and sums: float64 for float64, else float32."""
     return jnp.dtype(jnp.float64 if jnp.dtype(dtype) == jnp.float64 else jnp.float32)
 
 
 class Activation(NamedTuple):
     """An NHWC activation: one or more parts, concatenated along channels.
 
-    A skip connection joins two parts. A kernel reads both where they are, without a concatenated copy.
+    A skip connection joins two parts. A kernel reads both where they are, without a concatenated
+    copy.
     """
 
     parts: tuple[Float[Array, 'batch height width _'], ...]

@@ -8,11 +8,11 @@ nothing at run time. `_auto` holds the whole table:
     every other device                                      xla
 
 An op whose backend is not installed or does not run on this machine falls to the other kernel
-backend, then to xla; the log says when the CUDA kernels are left out. `describe` gives the line that
-a run logs. A config overrides single ops: `backend=auto+attention=cuda`.
+backend, then to xla; the log says when the CUDA kernels are left out. `describe` gives the line
+that a run logs. A config overrides single ops: `backend=auto+attention=cuda`.
 
-`load_ops(backend)` returns an `Ops`. The UNet receives it as a field and never asks which backend it
-has. Kernel backends are Python entry points; `jaxunet.runtime.plugins` finds them.
+`load_ops(backend)` returns an `Ops`. The UNet receives it as a field and never asks which backend
+it has. Kernel backends are Python entry points; `jaxunet.runtime.plugins` finds them.
 """
 
 from __future__ import annotations

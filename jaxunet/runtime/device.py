@@ -1,4 +1,4 @@
-"""Which kernels a device runs: the one place that looks at the compute capability."""
+"""The family of kernels that a device runs: the one place that reads the compute capability."""
 
 from __future__ import annotations
 
@@ -12,13 +12,16 @@ import jax
 class Target(enum.Enum):
     """A family of kernels."""
 
-    HOPPER = 'hopper'  # compute capability 9.0: Mosaic GPU (TMA, wgmma) where a shape suits it, Triton elsewhere
-    TRITON = 'triton'  # 8.0 and later: Triton
-    INTERPRET = 'interpret'  # the Triton kernels, interpreted: correct and slow, for tests on a CPU
+    # Compute capability 9.0: Mosaic GPU (TMA, wgmma) where a shape suits it, Triton elsewhere.
+    HOPPER = 'hopper'
+    # Compute capability 8.0 and later: Triton.
+    TRITON = 'triton'
+    # The Triton kernels, interpreted: correct and slow, for tests on a CPU.
+    INTERPRET = 'interpret'
 
 
 class UnsupportedDeviceError(ValueError):
-    """This machine's device runs none of the kernels."""
+    """Raised when this machine's device runs none of the kernels."""
 
 
 _forced: list[tuple[Target, str | None]] = []
@@ -26,7 +29,13 @@ _forced: list[tuple[Target, str | None]] = []
 
 @contextlib.contextmanager
 def use(target: Target, kind: str = 'NVIDIA H200') -> Iterator[None]:
-    """Kernels traced and lowered inside are of this family whatever the device: for tests, and to lower for a GPU `kind` without one."""
+    """Forces the family of the kernels that are traced and lowered inside.
+
+    For tests, and to lower for a GPU on a machine without one.
+
+    Args:
+      kind: the GPU to lower for.
+    """
     here = target is Target.INTERPRET or jax.default_backend() == 'gpu'
     _forced.append((target, None if here else kind))
     try:
@@ -43,7 +52,7 @@ def use(target: Target, kind: str = 'NVIDIA H200') -> Iterator[None]:
 
 
 def target() -> Target:
-    """The family that this process's default device runs.
+    """Returns the family that this process's default device runs.
 
     Raises:
       UnsupportedDeviceError: it is not an NVIDIA GPU of compute capability 8.0 or later.
@@ -53,7 +62,8 @@ def target() -> Target:
     device = jax.devices()[0]
     if device.platform != 'gpu':
         raise UnsupportedDeviceError(
-            f'Pallas kernels need an NVIDIA GPU of compute capability 8.0 or later; found {device.platform}'
+            f'Pallas kernels need an NVIDIA GPU of compute capability 8.0 or later; '
+            f'found {device.platform}'
         )
     capability = getattr(device, 'compute_capability', '')
     try:
@@ -64,13 +74,14 @@ def target() -> Target:
         ) from None
     if major < 8:
         raise UnsupportedDeviceError(
-            f'Pallas kernels need compute capability 8.0 or later; {device.device_kind} has {capability}'
+            f'Pallas kernels need compute capability 8.0 or later; '
+            f'{device.device_kind} has {capability}'
         )
     return Target.HOPPER if major == 9 else Target.TRITON
 
 
 def kind() -> str:
-    """What the device that kernels are traced for is called, like 'NVIDIA H200'."""
+    """Returns the name of the device that kernels are traced for, such as 'NVIDIA H200'."""
     lowered_for = _forced[-1][1] if _forced else None
     return jax.devices()[0].device_kind if lowered_for is None else lowered_for
 

@@ -1,7 +1,7 @@
-"""What a call costs the GPU: the time of its kernels, from a profiler trace, so that starting them from Python costs nothing.
+"""GPU time of compiled programs: the time of their kernels in a profiler trace, without launches.
 
-Programs are told apart by the name of their compiled module, whether XLA launches their kernels one by one or as CUDA graphs. Every
-round calls all of them in a new order: sides that are compared share the drift of the clocks, and none finds its inputs in the cache
+Programs are told apart by the name of their compiled module. Every round calls all of them in a new
+order: sides that are compared share the drift of the clocks, and none finds its inputs in the cache
 because its neighbour left them there.
 """
 
@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 import jax
 
-# Without CUDA graphs, whose extra kernels and gaps are not the op's.
+# No CUDA graphs: their extra kernels and gaps are not the op's.
 COMPILER_OPTIONS = {'xla_gpu_enable_command_buffer': ''}
 
 
@@ -27,8 +27,9 @@ class Times(NamedTuple):
     """GPU time of one program, microseconds.
 
     Fields:
-      kernels: of one call, by kernel: the median over its launches, times how many there are in a call.
-      calls: of each call, all kernels together; empty where the trace lost some, so that calls cannot be told apart.
+      kernels: time in one call by kernel: the median over its launches, times its launches a call.
+      calls: time of each call, all kernels together; empty if the trace lost some, so that calls
+        cannot be told apart.
     """
 
     kernels: dict[str, float]
@@ -36,7 +37,7 @@ class Times(NamedTuple):
 
     @property
     def us(self) -> float:
-        """Median of the calls; of the kernels where calls cannot be told apart."""
+        """Median of the calls; the sum of the kernels if calls cannot be told apart."""
         return statistics.median(self.calls) if self.calls else sum(self.kernels.values())
 
     @property
@@ -51,7 +52,7 @@ class Times(NamedTuple):
 
 
 def named(name: str, function: Callable[..., Any]) -> Any:
-    """`jax.jit(function)`, to be timed under this name, which is the function's from now on: give every program one of its own."""
+    """Returns `jax.jit(function)` under a name to time it by; every program needs its own name."""
 
     def call(*arguments: Any) -> Any:
         return function(*arguments)
@@ -62,7 +63,7 @@ def named(name: str, function: Callable[..., Any]) -> Any:
 
 @functools.cache
 def _compiler_options() -> dict[str, str] | None:
-    """`COMPILER_OPTIONS` where there is a GPU and its compiler knows them."""
+    """Returns `COMPILER_OPTIONS` if there is a GPU whose compiler knows them."""
     if jax.default_backend() != 'gpu':
         return None
     try:
@@ -78,12 +79,14 @@ def _compiler_options() -> dict[str, str] | None:
 def trace_times(
     programs: Mapping[str, Callable[[int], Any]], *, rounds: int = 8
 ) -> dict[str, Times]:
-    """GPU time of each program, by its name; one whose kernels do not appear in the trace is left out.
+    """Returns the GPU time of each program, by name.
+
+    A program whose kernels do not appear in the trace is left out.
 
     Args:
-      programs: what runs a program compiled from `named(name, ...)`, given the number of the call (to choose among sets of inputs).
-        All have run before, so that their first call, which the trace leaves out, compiles nothing.
-      rounds: calls of each that are timed.
+      programs: functions that run a program compiled from `named(name, ...)`, given the number of
+        the call (to choose among sets of inputs). Each is called once before the trace begins.
+      rounds: calls of each program that are timed.
     """
     for program in programs.values():
         jax.block_until_ready(program(0))
@@ -103,7 +106,7 @@ def trace_times(
 def read_times(
     profile: jax.profiler.ProfileData, names: Iterable[str], calls: int
 ) -> dict[str, Times]:
-    """What a trace says of the programs of these names, each called `calls` times; see `trace_times`."""
+    """Reads the times of programs, each called `calls` times, from a trace; see `trace_times`."""
     found: dict[str, list[tuple[float, float, str]]] = {name: [] for name in names}
     streams = [
         line
@@ -112,9 +115,8 @@ def read_times(
         for line in plane.lines
     ]
     with warnings.catch_warnings():
-        warnings.simplefilter(
-            'ignore', DeprecationWarning
-        )  # of the iterator's type, by Python 3.13
+        # Python 3.13 warns about the type of the iterator.
+        warnings.simplefilter('ignore', DeprecationWarning)
         for event in (
             event for line in streams if line.name.startswith('Stream') for event in line.events
         ):

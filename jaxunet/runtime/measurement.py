@@ -1,4 +1,4 @@
-"""What the benchmark of a kernel consists of: the sides compared, their inputs and how much work they do."""
+"""The measurement of a kernel: the sides to compare, their inputs and the work they do."""
 
 from __future__ import annotations
 
@@ -10,18 +10,19 @@ import jax
 import numpy as np
 from jaxtyping import PyTree
 
-SETS = 2  # of inputs, which calls take in turn
-WEIGHTS = ('kernel', 'shortcut')  # inputs that are scaled to keep the size of what they multiply
+SETS = 2  # sets of inputs, which calls take in turn
+WEIGHTS = ('kernel', 'shortcut')  # inputs that are scaled, so that products keep the input's size
 
 
 class Measurement(NamedTuple):
     """One direction of one op in one case.
 
     Fields:
-      op, case, direction, batch: what the row is called.
-      sides: functions of the inputs that compute the same: `xla`, the reference, and kernels by the name of their backend.
+      op, case, direction, batch: the name of the row.
+      sides: functions of the inputs that compute the same: `xla`, the reference, and kernels by the
+        name of their backend.
       inputs: shapes and types by name.
-      flops: of the products, multiplications and additions; None where there are none to speak of.
+      flops: multiplications and additions of the products; None if they do not matter.
     """
 
     op: str
@@ -34,10 +35,11 @@ class Measurement(NamedTuple):
 
     @property
     def name(self) -> str:
+        """The measurement's name in messages."""
         return f'{self.op} {self.direction}, {self.case}, batch {self.batch}'
 
     def bytes_needed(self) -> int:
-        """Of inputs read once and outputs written once: no implementation moves fewer."""
+        """Returns the bytes of reading inputs once and writing outputs once, the least possible."""
         outputs = jax.eval_shape(self.sides['xla'], self.inputs)
         return sum(
             math.prod(a.shape) * a.dtype.itemsize for a in jax.tree.leaves((self.inputs, outputs))
@@ -47,7 +49,14 @@ class Measurement(NamedTuple):
 def with_gradients(
     function: Callable[[Any], Any], fixed: tuple[str, ...] = ()
 ) -> Callable[[Any], Any]:
-    """The value of a function of named inputs, and its gradients by all but `fixed`, where the input `dy` is that of the value."""
+    """Returns a function of named inputs that computes a function's value and gradients.
+
+    Args:
+      function: of named inputs without `dy`.
+      fixed: inputs without gradients.
+
+    Returns: a function whose input `dy` is the gradient of the value.
+    """
 
     def both(inputs: dict[str, Any]) -> Any:
         free = {name: value for name, value in inputs.items() if name not in (*fixed, 'dy')}
@@ -58,18 +67,24 @@ def with_gradients(
 
 
 class Inputs:
-    """Random arrays for measurements. Those that agree in name, shape and type are one array, in each of the sets."""
+    """Random arrays for measurements.
+
+    Within a set, inputs that agree in name, shape and type are one array.
+    """
 
     def __init__(self, seed: int = 0) -> None:
         self._generator = np.random.default_rng(seed)
-        # Larger arrays repeat these: no kernel notices, and drawing would take longer than the benchmark.
+        # Larger arrays repeat these: kernels take the same time, and drawing takes long.
         self._pools = {
             np.dtype(np.float32): self._generator.standard_normal(4_000_037, dtype=np.float32)
         }
         self._arrays: dict[tuple[Any, ...], jax.Array] = {}
 
     def of(self, measurement: Measurement, number: int) -> dict[str, PyTree[jax.Array]]:
-        """Set `number` of the inputs of a measurement: standard normal, weights divided by the root of what they sum over."""
+        """Returns set `number` of a measurement's inputs: standard normal values.
+
+        Weights are divided by the square root of the number of products that a sum has.
+        """
 
         def draw(path: tuple[Any, ...], like: jax.ShapeDtypeStruct) -> jax.Array:
             key = jax.tree_util.keystr(path), like.shape, like.dtype, number % SETS
@@ -90,5 +105,5 @@ class Inputs:
         return np.resize(values, like.shape)
 
     def clear(self) -> None:
-        """Gives the memory back."""
+        """Frees the arrays."""
         self._arrays.clear()

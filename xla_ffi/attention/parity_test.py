@@ -1,4 +1,7 @@
-"""The attention handlers against the float64 oracle: those of the CPU (awkward cases), those of the GPU (all cases)."""
+"""The attention handlers against the float64 oracle.
+
+The CPU's handlers run the awkward cases; the GPU's run all cases.
+"""
 
 import jax
 import jax.numpy as jnp

@@ -1,4 +1,7 @@
-"""The convolution handlers against the float64 oracle: those of the CPU (awkward cases), those of the GPU (all cases)."""
+"""The convolution handlers against the float64 oracle.
+
+The CPU's handlers run the awkward cases; the GPU's run all cases.
+"""
 
 import jax.numpy as jnp
 import numpy as np
@@ -11,8 +14,9 @@ from jaxunet.ops.conv3x3 import reference
 from jaxunet.ops.conv3x3.cases import AWKWARD, CASES, Case
 from xla_ffi.conv3x3 import vjp
 
-# Shortcuts of several parts: that begin at whole tiles of 64 channels (one launch writes their gradients) and that do not; of more
-# channels than one block of the weight gradient sums; of a convolution that is otherwise for the kernels of few channels and features.
+# Shortcuts of several parts: that begin at whole tiles of 64 channels (one launch writes their
+# gradients) and that do not; of more channels than one block of the weight gradient sums; of a
+# convolution that is otherwise for the kernels of few channels and features.
 SHORTCUTS = (
     Case(8, 12, (64,), 64, (128, 64, 40), batch=3),
     Case(6, 9, (16,), 24, (72, 8, 40), groups=4, batch=2),
@@ -22,9 +26,9 @@ SHORTCUTS = (
     Case(3, 4, (5,), 7, (3, 2, 4, 1), norm=False, batch=2),
 )
 
-# Images of four rows, of which the weight gradient sums two samples at a time, or four of 4 × 4: numbers of them that these do not divide,
-# two strips across, and channels that whole tiles hold or do not; and more samples of one strip than a block sums, whose sums of dy
-# several blocks share.
+# Images of four rows, of which the weight gradient sums two samples at a time, or four of 4 × 4:
+# numbers of them that these do not divide, two strips across, and channels that whole tiles hold or
+# do not; and more samples of one strip than a block sums, whose sums of dy several blocks share.
 SMALL = (
     Case(4, 4, (64, 64), 128, batch=7, per_sample=True),
     Case(4, 4, (64, 72), 72, (40, 64), norm=False, batch=3, per_sample=True),
@@ -33,8 +37,9 @@ SMALL = (
 )
 
 
-# Images of 4 × 4 in so large a batch, and of so many features or, for the gradients, channels, that Hopper's kernel packs four samples in
-# a strip (19: three of them in the last) or eight (59, likewise); parts of channels that are no whole chunks.
+# Images of 4 × 4 in so large a batch, and of so many features or, for the gradients, channels, that
+# Hopper's kernel packs four samples in a strip (19: three of them in the last) or eight (59,
+# likewise); parts of channels that are no whole chunks.
 PACKED = (
     Case(4, 4, (40, 64), 520, (520,), norm=False, batch=19, per_sample=True),
     Case(4, 4, (40, 64), 520, (16, 72), norm=False, batch=59, per_sample=True),
@@ -45,7 +50,11 @@ PACKED = (
 
 
 def check(case: Case, dtype: str, batch: int):
-    """In some draw: through the norm of a small group, a single element's rounding to 16 bits can be the largest error of a gradient."""
+    """Checks parity in some draw.
+
+    Through the norm of a small group, the rounding of a single element to 16 bits can be the
+    largest error of a gradient.
+    """
     assert_parity_in_some_draw(
         op(vjp, case), op(reference, case), lambda: inputs(case, dtype, case.batch or batch)
     )
@@ -81,7 +90,7 @@ def test_gradients_of_other_readers_are_added(case, dtype, copies):
 
 @pytest.mark.parametrize('rows', [('scale',), ('offset',), ('scale', 'offset')], ids='+'.join)
 def test_samples_with_scale_or_offset_of_their_own(rows):
-    """Their gradients are the norm's own; those of rows that all samples share come from the weight gradient."""
+    """Their gradients come from the norm; those of shared rows come from the weight gradient."""
     case, batch = AWKWARD[1], 3
 
     def drawn():

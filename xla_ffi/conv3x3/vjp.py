@@ -36,9 +36,9 @@ PARTIAL_SUMS = 132 * 9 * 64 * 64
 PARTIAL_SHIFTS = 512  # rows of partial sums of the shift, besides two rows a sample
 
 # Pixels of an image from which the convolutions apply GroupNorm and SiLU themselves: a tile is
-# activated once for its nine taps, beside the tensor cores. In smaller images the fastest tiles have
-# no room for that, and a separate activation kernel moves few bytes. To refit, time both sides of
-# `_fuses_activation` with `python -m jaxunet.benchmark.kernels`.
+# activated once for its nine taps, beside the tensor cores. In smaller images the fastest tiles
+# have no room for that, and a separate activation kernel moves few bytes. To refit, time both sides
+# of `_fuses_activation` with `python -m jaxunet.benchmark.kernels`.
 FUSED_PIXELS = 1024
 
 
@@ -200,7 +200,8 @@ def _parameter_gradients(
       parts: the convolution's input; before GroupNorm and SiLU if `affine` is given.
       shift: its `outline`.
       added: what `kept_for_backward` kept of the residual.
-      sums: (batch, 2, channels) of the norm's `gradient`; the last launch adds them over the samples.
+      sums: (batch, 2, channels) of the norm's `gradient`; the last launch adds them over the
+        samples.
     """
     projected: Parts = ()
     shortcuts: list[Array] = []

@@ -1,4 +1,7 @@
-"""The GroupNorm handlers against the float64 oracle: those of the CPU (awkward cases), those of the GPU (all cases)."""
+"""The GroupNorm handlers against the float64 oracle.
+
+The CPU's handlers run the awkward cases; the GPU's run all cases.
+"""
 
 import jax.numpy as jnp
 import numpy as np
@@ -104,9 +107,7 @@ def test_the_backward_pass_writes_the_activation_again(case):
     np.testing.assert_allclose(found.active, y, rtol=0, atol=4e-7 * float(jnp.max(jnp.abs(y))))
     plain = vjp.gradient(parts, jnp.ones_like(y), scale, offset, norm.mean, norm.inverse, **options)
     assert plain.active is None
-    for a, b in zip(
-        (*found.dx, *found.norm), (*plain.dx, *plain.norm), strict=True
-    ):
+    for a, b in zip((*found.dx, *found.norm), (*plain.dx, *plain.norm), strict=True):
         np.testing.assert_array_equal(a, b)
 
 

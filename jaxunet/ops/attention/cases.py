@@ -1,4 +1,7 @@
-"""Named attentions: what our configs run, and the awkward ones. Tests, benchmarks and tuning share them."""
+"""Named attentions: those of our configs, and awkward ones.
+
+Tests, benchmarks and tuning share them.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,12 @@ from typing import NamedTuple
 
 
 class Case(NamedTuple):
-    """Self-attention over `tokens` pixels; batch 0 = any, chosen by the benchmark."""
+    """Self-attention over `tokens` pixels.
+
+    Fields:
+      width: channels of a head.
+      batch: 0 = chosen by the test or benchmark.
+    """
 
     tokens: int
     heads: int
@@ -15,10 +23,12 @@ class Case(NamedTuple):
 
     @property
     def name(self) -> str:
-        return f'{self.tokens}_tokens_{self.heads}x{self.width}{f"_b{self.batch}" if self.batch else ""}'
+        """The case's name in tests and tables."""
+        batch = f'_b{self.batch}' if self.batch else ''
+        return f'{self.tokens}_tokens_{self.heads}x{self.width}{batch}'
 
     def flops(self, batch: int) -> int:
-        """Multiplications and additions of the two products, forward."""
+        """Returns the multiplications and additions of the two products, forward."""
         return 4 * batch * self.heads * self.tokens**2 * self.width
 
 

@@ -1,4 +1,7 @@
-"""Named convolutions: what our configs run, and the awkward ones. Tests, benchmarks and tuning share them."""
+"""Named convolutions: those of our configs, and awkward ones.
+
+Tests, benchmarks and tuning share them.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,8 @@ class Case(NamedTuple):
 
     Fields:
       parts: channels of the input, several where it is a skip connection read in place.
-      residual: channels of what is added to the result; a shortcut projects them when they differ from `features`. () = nothing.
+      residual: channels of what is added to the result; a shortcut projects them when they differ
+        from `features`. () = nothing.
       norm: GroupNorm and SiLU come before the convolution.
       batch: 0 = any, chosen by the benchmark.
     """
@@ -23,21 +27,23 @@ class Case(NamedTuple):
     norm: bool = True
     groups: int = 32
     batch: int = 0
-    per_sample: bool = False  # shift of shape (batch, features) rather than (1, features)
+    per_sample: bool = False
 
     @property
     def channels(self) -> int:
+        """Channels of the input."""
         return sum(self.parts)
 
     @property
     def name(self) -> str:
+        """The case's name in tests and tables."""
         parts, norm = '+'.join(map(str, self.parts)), 'norm_' if self.norm else ''
         residual = f'_res{"+".join(map(str, self.residual))}' if self.residual else ''
         batch = f'_b{self.batch}' if self.batch else ''
         return f'{norm}{self.height}x{self.width}_{parts}to{self.features}{residual}{batch}'
 
     def flops(self, batch: int) -> int:
-        """Multiplications and additions of the convolution."""
+        """Returns the multiplications and additions of the convolution."""
         return 2 * 9 * batch * self.height * self.width * self.channels * self.features
 
 

@@ -1,4 +1,7 @@
-"""Named normalisations: what our configs run, and the awkward ones. Tests, benchmarks and tuning share them."""
+"""Named normalisations: those of our configs, and awkward ones.
+
+Tests, benchmarks and tuning share them.
+"""
 
 from __future__ import annotations
 
@@ -6,11 +9,12 @@ from typing import NamedTuple
 
 
 class Case(NamedTuple):
-    """GroupNorm of an image whose channels are the concatenation of `parts`; batch 0 = any, chosen by the test or benchmark.
+    """GroupNorm of an image whose channels are the concatenation of `parts`.
 
     Fields:
-      silu: whether SiLU follows.
-      per_sample: whether every sample has its own scale and offset (a scale-shift norm).
+      silu: SiLU follows.
+      per_sample: every sample has its own scale and offset (a scale-shift norm).
+      batch: 0 = chosen by the test or benchmark.
       mean: of the input; a large one cancels the variance away in a careless kernel.
     """
 
@@ -25,10 +29,12 @@ class Case(NamedTuple):
 
     @property
     def channels(self) -> int:
+        """Channels of the input."""
         return sum(self.parts)
 
     @property
     def name(self) -> str:
+        """The case's name in tests and tables."""
         flags = [f'g{self.groups}'] if self.groups != 32 else []
         flags += (
             ['plain'] * (not self.silu)

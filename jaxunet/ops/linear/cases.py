@@ -1,4 +1,4 @@
-"""Named linear layers: what our configs run, and the awkward ones."""
+"""Named linear layers: those of our configs, and awkward ones."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 
 class Case(NamedTuple):
-    """One call of the op; batch 0 = any."""
+    """One call of the op; batch 0 = chosen by the test or benchmark."""
 
     height: int
     width: int
@@ -17,12 +17,13 @@ class Case(NamedTuple):
 
     @property
     def name(self) -> str:
+        """The case's name in tests and tables."""
         residual, batch = '_res' if self.residual else '', f'_b{self.batch}' if self.batch else ''
         return f'{self.height}x{self.width}_{self.channels}to{self.features}{residual}{batch}'
 
 
 def _attention(side: int, channels: int) -> tuple[Case, Case]:
-    """The layers around an attention."""
+    """Returns the layers around an attention."""
     return Case(side, side, channels, 3 * channels), Case(
         side, side, channels, channels, residual=True
     )
@@ -30,7 +31,8 @@ def _attention(side: int, channels: int) -> tuple[Case, Case]:
 
 ELEPHANTS64 = (*_attention(16, 192), *_attention(8, 256))
 CIFAR10 = (*_attention(16, 256), *_attention(4, 256))
-# Pixels that are no whole strips of 8 × 8 (of 8 × 16), or not even whole rows of 8; channels that are not in eights; one pixel.
+# Pixels that are no whole strips of 8 × 8 (of 8 × 16), or not even whole rows of 8; channels that
+# are not in eights; one pixel.
 AWKWARD = (
     Case(5, 7, 24, 40, residual=True, batch=3),
     Case(4, 6, 72, 136, residual=True, batch=5),
