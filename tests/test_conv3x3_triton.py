@@ -129,7 +129,9 @@ def test_default_tiles_fit_the_least_shared_memory(itemsize):
                 <= 99 * 1024
             ), case
             g = triton_weight_gradient.default_tile(*arguments)
-            thin = triton_blocks.folds(case.features) or all(triton_blocks.folds(c) for c in case.parts)
+            thin = triton_blocks.folds(case.features) or all(
+                triton_blocks.folds(c) for c in case.parts
+            )
             columns = g.block_channels * (1 if thin else g.taps) + g.block_features
             assert g.num_stages * g.block_pixels * columns * itemsize <= 99 * 1024, case
 

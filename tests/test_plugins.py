@@ -25,6 +25,17 @@ TOY = """
 """
 
 
+PLAIN_NORM = """
+    import jax.numpy as jnp
+    from jaxunet.runtime.plugins import Backend
+
+    def zeros(x, scale, offset, *, groups=32, eps=1e-5, silu=False):
+        return jnp.zeros_like(x.value)
+
+    BACKEND = Backend(name='toy', title='toy kernels', api={api}, ops={{'group_norm': zeros}}, unavailable=lambda: {missing!r})
+"""
+
+
 @pytest.fixture
 def install(tmp_path, monkeypatch):
     """Puts a package with an entry point on the path, as pip would."""
@@ -71,6 +82,14 @@ def test_a_third_party_backend_is_used(install):
         UserError, match=r"backend: attention: expected one of xla, pallas, cuda, found 'toy'"
     ):
         backends.choose('xla+attention=toy')
+
+
+def test_a_backend_with_a_plain_op_gets_its_variant(install):
+    install(PLAIN_NORM)
+    x, row = Activation.of(jnp.ones((1, 1, 1, 2))), jnp.ones((1, 2))
+    found = backends.load_ops('toy').group_norm_and_input(x, row, row, groups=1, copies=2)
+    np.testing.assert_array_equal(found.result, np.zeros((1, 1, 1, 2)))
+    assert found.copies == (x, x)
 
 
 @pytest.mark.parametrize(

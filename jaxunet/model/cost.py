@@ -10,13 +10,14 @@ import jax
 import jax.extend
 import jax.numpy as jnp
 import optax
+from jaxtyping import PyTree
 
 from jaxunet.config import Config
 from jaxunet.model.unet import Params, build_unet, init_params
 from jaxunet.ops.backends import load_ops
 
 
-def tree_bytes(tree: object) -> int:
+def tree_bytes(tree: PyTree) -> int:
     """Returns the bytes of all numeric arrays, or of their shapes, in a pytree."""
     return sum(
         math.prod(x.shape) * jnp.dtype(x.dtype).itemsize

@@ -37,7 +37,7 @@ from jaxunet.ops.vocabulary import Ops, WithInput
 from jaxunet.runtime.errors import UserError
 
 Params = Any  # the nested dict of the UNet's float32 arrays
-TIME_EMBEDDING = 'time_embed_'  # layers that compute in float32 whatever the precision
+TIME_EMBEDDING = 'time_embed_'  # layers that always compute in float32
 
 
 def build_unet(config: Config, ops: Ops) -> UNet:
@@ -117,7 +117,7 @@ class UNet(Block):
         attention = functools.partial(remat(AttentionBlock), **fields)
         channels = [int(mult * m.base_channels) for mult in m.channel_mult]
 
-        def res(name: str, x: Activation, **options: Any) -> Any:
+        def res(name: str, x: Activation, **options: Any) -> WithInput[Activation]:
             return res_block(name=name, **options)(
                 x, embedding, dropout_keys, projections.get(name)
             )
@@ -269,7 +269,7 @@ def _down(
 def _up(
     unet: UNet, layers: _Layers, h: Activation, channels: list[int], skips: list[Activation]
 ) -> Activation:
-    """Applies the up levels, each block of which joins the last unread skip connection."""
+    """Applies the up levels; each block joins the last unread skip connection."""
     m = unet.model
     for level, features in reversed(list(enumerate(channels))):
         for i in range(m.num_res_blocks + 1):

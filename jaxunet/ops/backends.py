@@ -1,15 +1,16 @@
 """Chooses a backend for every op: `xla`, the references, or an installed kernel backend.
 
-How does `auto` choose? Once per process, op by op, from the device and the precision; it times
-nothing at run time. `_auto` holds the whole table:
+How does `auto` choose? Op by op, from the device and the precision alone; it times nothing at run
+time. `_auto` holds the whole table:
 
     Hopper (compute capability 9.0), bfloat16 or float16    cuda; attention from pallas
     Hopper, float32                                         pallas; adamw from cuda
     every other device                                      xla
 
-An op whose backend is not installed or does not run on this machine falls to the other kernel
-backend, then to xla; the log says when the CUDA kernels are left out. `describe` gives the line
-that a run logs. A config overrides single ops: `backend=auto+attention=cuda`.
+If the CUDA kernels do not run on a Hopper GPU, every op comes from pallas, and the log says so. If
+pallas is missing, its ops come from cuda in 16 bits and from xla in float32. An op that its backend
+does not implement runs on xla: pallas has no linear and no adamw. `describe` returns the line that
+a run logs. A config overrides single ops: `backend=auto+attention=cuda`.
 
 `load_ops(backend)` returns an `Ops`. The UNet receives it as a field and never asks which backend
 it has. Kernel backends are Python entry points; `jaxunet.runtime.plugins` finds them.

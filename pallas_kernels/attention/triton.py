@@ -24,20 +24,17 @@ written by one program, so results are identical from run to run.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import triton as plgpu
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from jaxunet.ops.attention.operands import check_kernel_operands
-from pallas_kernels.attention.tiles import Tile, power_of_two
+from pallas_kernels.attention.tiles import Tile
 from pallas_kernels.attention.triton_head import (
     COLUMNS,
     PLAIN,
@@ -50,6 +47,8 @@ from pallas_kernels.attention.triton_head import (
     Q,
     Ref,
     V,
+    head_blocks,
+    launch,
 )
 
 FORWARD = 'jaxunet_attention_forward'
@@ -246,33 +245,6 @@ def _unpack(qkv: Array, num_heads: int) -> tuple[Array, int]:
     return qkv.reshape(*qkv.shape[:2], 3, num_heads, width), width
 
 
-def _specs(rows: int, width: int) -> tuple[pl.BlockSpec, pl.BlockSpec, pl.BlockSpec, pl.BlockSpec]:
-    """Returns the blocks that show a program its whole head, padded to `rows` rows.
-
-    In this order: of the packed arrays, the outputs, the log-sum-exp, and delta.
-    """
-    width = power_of_two(width)
-    packed = pl.BlockSpec((None, rows, 3, None, width), lambda i, h, b: (b, 0, 0, h, 0))
-    single = pl.BlockSpec((None, rows, None, width), lambda i, h, b: (b, 0, h, 0))
-    norm = pl.BlockSpec((None, None, 2, rows), lambda i, h, b: (b, h, 0, 0))
-    delta = pl.BlockSpec((None, None, rows), lambda i, h, b: (b, h, 0))
-    return packed, single, norm, delta
-
-
-def _call(
-    kernel: Callable[..., None],
-    name: str,
-    grid: tuple[int, ...],
-    tile: Tile,
-    interpret: bool,
-    **kwargs: Any,
-) -> Callable[..., Any]:
-    params = plgpu.CompilerParams(num_warps=tile.warps, num_stages=tile.stages)
-    return pl.pallas_call(
-        kernel, name=name, grid=grid, interpret=interpret, compiler_params=params, **kwargs
-    )
-
-
 # Jitted, so that equal calls share one trace and one lowering.
 @functools.partial(jax.jit, static_argnames=('num_heads', 'tile', 'exact', 'interpret'))
 def forward(
@@ -301,7 +273,7 @@ def forward(
     parts, width = _unpack(qkv, num_heads)
     batch, tokens, *_ = parts.shape
     blocks = pl.cdiv(tokens, tile.queries)
-    packed, single, norm_spec, _ = _specs(
+    packed, single, norm_spec, _ = head_blocks(
         max(blocks * tile.queries, pl.cdiv(tokens, tile.keys) * tile.keys), width
     )
     shape = (batch, tokens, num_heads, width)
@@ -309,7 +281,7 @@ def forward(
         jax.ShapeDtypeStruct(shape, qkv.dtype),
         jax.ShapeDtypeStruct((batch, num_heads, 2, tokens), jnp.float32),
     ]
-    out, norm, *kept = _call(
+    out, norm, *kept = launch(
         functools.partial(
             _forward_kernel, head=Head(tokens, width, qkv.dtype, interpret), tile=tile
         ),
@@ -326,7 +298,7 @@ def forward(
 
 
 def wants_exact(tile: Tile | tuple[Tile, Tile], tokens: int, dtype: DTypeLike) -> bool:
-    """Whether `backward` needs the outputs in float32.
+    """Returns whether `backward` needs the outputs in float32.
 
     It does where it takes Σ p·dp from 16-bit outputs: their rounding is large beside the result
     where one key has most of the weight.
@@ -365,10 +337,10 @@ def backward(
                 f'attention: tile keys={tile.keys}: '
                 f'the one-kernel backward holds all {tokens} tokens'
             )
-        packed, single, norm_spec, _ = _specs(
+        packed, single, norm_spec, _ = head_blocks(
             max(tile.keys, pl.cdiv(tokens, tile.queries) * tile.queries), width
         )
-        return _call(
+        return launch(
             functools.partial(_backward_kernel, head=head, tile=tile),
             BACKWARD,
             (1, num_heads, batch),
@@ -381,8 +353,8 @@ def backward(
 
     first, second = tile
     rows = max(pl.cdiv(tokens, n) * n for t in tile for n in (t.queries, t.keys))
-    packed, single, norm_spec, delta_spec = _specs(rows, width)
-    with_dq, delta = _call(
+    packed, single, norm_spec, delta_spec = head_blocks(rows, width)
+    with_dq, delta = launch(
         functools.partial(_dq_kernel, head=head, tile=first),
         BACKWARD_DQ,
         (pl.cdiv(tokens, first.queries), num_heads, batch),
@@ -393,7 +365,7 @@ def backward(
         out_shape=[dqkv, jax.ShapeDtypeStruct((batch, num_heads, tokens), jnp.float32)],
     )(parts, out, grad, norm)
     # The second kernel writes its two thirds (dk, dv) into the same array.
-    return _call(
+    return launch(
         functools.partial(_dkv_kernel, head=head, tile=second),
         BACKWARD_DKV,
         (pl.cdiv(tokens, second.keys) * second.split, num_heads, batch),

@@ -1,4 +1,4 @@
-"""What the Triton attention kernels share: one head's loads, stores, masks and products."""
+"""Shared by the Triton attention kernels: loads, stores, masks and products of a head, launches."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from jax.experimental.pallas import triton as plgpu
 from jax.typing import DTypeLike
 from jaxtyping import Array
 
-from pallas_kernels.attention.tiles import power_of_two
+from pallas_kernels.attention.tiles import Tile, power_of_two
 
 Ref = Any  # a Pallas reference, which has no public type
 Index = Any  # an int or a traced int32
@@ -113,3 +113,33 @@ class Head:
         if steps == 1:
             return body(0, carry)
         return lax.fori_loop(0, steps, lambda i, c: body(i * block, c), carry)
+
+
+def head_blocks(
+    rows: int, width: int
+) -> tuple[pl.BlockSpec, pl.BlockSpec, pl.BlockSpec, pl.BlockSpec]:
+    """Returns the blocks that show a program its whole head, padded to `rows` rows.
+
+    In this order: of the packed arrays, the outputs, the log-sum-exp, and delta.
+    """
+    width = power_of_two(width)
+    packed = pl.BlockSpec((None, rows, 3, None, width), lambda i, h, b: (b, 0, 0, h, 0))
+    single = pl.BlockSpec((None, rows, None, width), lambda i, h, b: (b, 0, h, 0))
+    norm = pl.BlockSpec((None, None, 2, rows), lambda i, h, b: (b, h, 0, 0))
+    delta = pl.BlockSpec((None, None, rows), lambda i, h, b: (b, h, 0))
+    return packed, single, norm, delta
+
+
+def launch(
+    kernel: Callable[..., None],
+    name: str,
+    grid: tuple[int, ...],
+    tile: Tile,
+    interpret: bool,
+    **kwargs: Any,
+) -> Callable[..., Any]:
+    """Returns the call of a kernel on a grid; `kwargs` are those of `pallas_call`."""
+    params = plgpu.CompilerParams(num_warps=tile.warps, num_stages=tile.stages)
+    return pl.pallas_call(
+        kernel, name=name, grid=grid, interpret=interpret, compiler_params=params, **kwargs
+    )

@@ -18,6 +18,12 @@ from jaxunet.ops.conv3x3.operands import Added, Affine, Parts
 from jaxunet.runtime import device
 from pallas_kernels.conv3x3 import hopper, hopper_weight_gradient, triton, triton_weight_gradient
 
+# Pixels of an image from which Hopper's kernel, and output channels up to which Triton's, apply
+# GroupNorm and SiLU themselves. To refit, time `norm_silu_conv3x3` on both sides of the limits with
+# `python -m jaxunet.benchmark.kernels`.
+FUSED_PIXELS = 1024
+FUSED_FEATURES = 16
+
 
 def project(added: Added) -> Float[Array, 'batch height width features']:
     """Returns the 1×1 convolution of a residual, in the type of its parts.
@@ -79,15 +85,14 @@ def input_gradient(
 
 
 def fuses_activation(parts: Parts, kernel: Float[Array, '3 3 channels features']) -> bool:
-    """Whether GroupNorm and SiLU are faster inside the convolution than as a kernel before it.
+    """Returns whether GroupNorm and SiLU are faster inside the convolution than before it.
 
-    Hopper's kernel activates a tile once for its nine taps, which is faster from 32×32 pixels on.
-    The Triton kernel fuses only where it reads x once, with at most 16 output channels. To refit,
-    time `norm_silu_conv3x3` with `python -m jaxunet.benchmark.kernels` on both sides of the limits.
+    Hopper's kernel activates a tile once for its nine taps, which is faster in large images.
+    Triton's kernel fuses with few output channels, where reading x takes most of its time.
     """
     if device.target() is device.Target.HOPPER and hopper.supports(parts, kernel) is None:
-        return parts[0].shape[1] * parts[0].shape[2] >= 1024
-    return kernel.shape[3] <= 16
+        return parts[0].shape[1] * parts[0].shape[2] >= FUSED_PIXELS
+    return kernel.shape[3] <= FUSED_FEATURES
 
 
 def _convolve(

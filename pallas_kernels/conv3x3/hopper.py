@@ -13,6 +13,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from pallas_kernels import tile_table
@@ -38,7 +39,7 @@ def supports(
     affine: tuple[Shaped, Shaped] | None = None,
     flipped: bool = False,
     tile: Tile | None = None,
-    out_dtype: Any = None,
+    out_dtype: DTypeLike | None = None,
 ) -> str | None:
     """Returns None if `forward` computes these operands, else why not; reads shapes and dtypes."""
     shape, dtype = parts[0].shape, jnp.dtype(parts[0].dtype)
@@ -100,7 +101,7 @@ def candidates(
     shortcut: Shaped | None = None,
     affine: tuple[Shaped, Shaped] | None = None,
     flipped: bool = False,
-    out_dtype: Any = None,
+    out_dtype: DTypeLike | None = None,
     limit: int = 12,
 ) -> list[Tile]:
     """Returns at most `limit` tiles worth timing for these operands, best guess first."""
@@ -124,7 +125,7 @@ def shape_class(
     shortcut: Shaped | None = None,
     affine: tuple[Shaped, Shaped] | None = None,
     flipped: bool = False,
-    out_dtype: Any = None,
+    out_dtype: DTypeLike | None = None,
 ) -> str:
     """Returns the name of these operands in the table of tiles."""
     channels, others = ('+'.join(map(str, _channels(x))) for x in (parts, _parts(residual)))
@@ -154,7 +155,7 @@ def forward(
     affine: tuple[Float[Array, 'batch channels'], Float[Array, 'batch channels']] | None = None,
     flipped: bool = False,
     tile: Tile | None = None,
-    out_dtype: Any = None,
+    out_dtype: DTypeLike | None = None,
 ) -> Float[Array, 'batch height width features']:
     """conv3x3(act(x)) + shift + residual [· shortcut]: NHWC, stride 1, zero padding 1 after act.
 
@@ -260,7 +261,7 @@ def _forward(
     return y.reshape(*y.shape[:2], *y.shape[3:])
 
 
-def _parts(residual: Any) -> tuple[Any, ...]:
+def _parts(residual: Shaped | Sequence[Shaped] | None) -> tuple[Shaped, ...]:
     """Returns a residual as a tuple of arrays: none, one or several."""
     if residual is None:
         return ()
@@ -279,7 +280,7 @@ def _plan(
     affine: tuple[Shaped, Shaped] | None,
     flipped: bool,
     tile: Tile,
-    out_dtype: Any,
+    out_dtype: DTypeLike | None,
 ) -> Plan:
     return plan(
         parts[0].shape[:-1],
@@ -344,7 +345,7 @@ def _activated(parts: tuple[Image, ...], affine: tuple[Array, Array]) -> tuple[I
     )
 
 
-def _silu(x: Any) -> Any:
+def _silu(x: Array) -> Array:
     """Returns x · sigmoid(x) = h + h · tanh(h), h = x / 2: one special-function instruction."""
     half = x * 0.5
     return half + half * jnp.tanh(half)

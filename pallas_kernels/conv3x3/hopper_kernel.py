@@ -62,6 +62,7 @@ from pallas_kernels.conv3x3.schedule import (
 NAME = 'jaxunet_conv3x3_forward'
 
 
+# Long, because its closures share the program's barriers and slots.
 def consume(program: Program, me: Index) -> None:
     """Runs a consumer: computes and stores one strip of every tile."""
     p, s, tile = program.plan, program.plan.schedule, program.plan.schedule.tile

@@ -1,4 +1,4 @@
-"""What the steps of the Hopper convolution read: inputs, their channels, and weights."""
+"""The inputs, channels and weights that the steps of the Hopper convolution read."""
 
 from __future__ import annotations
 

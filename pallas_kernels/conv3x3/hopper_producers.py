@@ -7,16 +7,16 @@ from __future__ import annotations
 
 import functools
 import operator
-from typing import Any
 
 import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
+from jaxtyping import Array
 
 from pallas_kernels.conv3x3 import hopper_views as views
 from pallas_kernels.conv3x3.hopper_plan import Source
-from pallas_kernels.conv3x3.hopper_program import Index, Program, Ref, SiluOf, loop
+from pallas_kernels.conv3x3.hopper_program import Index, Program, Ref, SiluOf, Slice, loop
 from pallas_kernels.conv3x3.schedule import (
     CHUNK,
     HALO_COLUMNS,
@@ -29,13 +29,14 @@ PIECE = 16  # pixels that a warpgroup activates at once
 BATCH = 4  # pieces in registers at once
 
 
+# Long, because its closures share the program's barriers and slots.
 def produce(program: Program) -> None:
     """Runs the producer: loads strips and weights by TMA, as slots become empty."""
     p, s, tile = program.plan, program.plan.schedule, program.plan.schedule.tile
     plgpu.set_max_registers(LOADING_REGISTERS, action='decrease')
 
     def load_blocks(
-        matrices: Ref, taps: Any, feature: Index, channel: Index, first: Index, barrier: Ref
+        matrices: Ref, taps: Slice, feature: Index, channel: Index, first: Index, barrier: Ref
     ) -> None:
         features, channels, blocks = (
             pl.ds(feature, tile.features),
@@ -51,7 +52,9 @@ def produce(program: Program) -> None:
             box = matrices.at[taps, channels, features]
         plgpu.copy_gmem_to_smem(box, blocks, barrier)
 
-    def load_ring(number: Index, matrices: Ref, taps: Any, feature: Index, channel: Index) -> None:
+    def load_ring(
+        number: Index, matrices: Ref, taps: Slice, feature: Index, channel: Index
+    ) -> None:
         use, slot = s.ring(number)
 
         @pl.when(use > 0)
@@ -137,6 +140,7 @@ def produce(program: Program) -> None:
     program.each_tile(load_tile)
 
 
+# Long, because its closures share the program's barriers and slots.
 def activate(program: Program, me: Index, activation: SiluOf) -> None:
     """Runs an activator: applies the activation to its share of each strip, in place, once.
 
@@ -150,10 +154,10 @@ def activate(program: Program, me: Index, activation: SiluOf) -> None:
     every = ceil_div((tile.rows + 2) * HALO_COLUMNS, PIECE)
     pieces = ceil_div(every, tile.activators)
 
-    def spread(vector: Any, dimension: int) -> Any:
+    def spread(vector: Array, dimension: int) -> Array:
         return plgpu.layout_cast(lax.broadcast_in_dim(vector, (PIECE, CHUNK), (dimension,)), layout)
 
-    def load_row(ref: Ref) -> Any:
+    def load_row(ref: Ref) -> Array:
         return spread(views.load(ref, layout.reduce(0)), 1)
 
     def activate_tile(i: Index, first_strip: Index, _feature: Index) -> None:

@@ -1,4 +1,4 @@
-"""What the warpgroups of the Hopper convolution share: references, barriers, loops."""
+"""Shared by the warpgroups of the Hopper convolution: references, barriers, loops."""
 
 from __future__ import annotations
 
@@ -7,12 +7,14 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from jax import lax
+from jaxtyping import Array
 
 from pallas_kernels.conv3x3.hopper_plan import Plan
 
 Ref = Any  # a reference to device or shared memory, or barriers; Pallas has no public type for them
 Index = Any  # an int or a traced int32
-SiluOf = Callable[[Any], Any]  # the activation of a float32 array
+Slice = Any  # the result of `pl.ds`
+SiluOf = Callable[[Array], Array]  # the activation of a float32 array
 
 
 @dataclasses.dataclass(frozen=True)

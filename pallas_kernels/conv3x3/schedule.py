@@ -153,12 +153,12 @@ class Schedule:
 
     @property
     def resident(self) -> bool:
-        """Whether all weights stay in shared memory."""
+        """True if all weights stay in shared memory."""
         return self.tile.ring == 0
 
     @property
     def ping_pong(self) -> bool:
-        """Whether two consumers take turns step by step.
+        """True if two consumers take turns step by step.
 
         The epilogue of one then overlaps the products of the other. Not with a weight ring: it
         could wait for the consumer without the turn to free a slot.

@@ -1,4 +1,4 @@
-"""What the portable convolution kernels share: masked tiles, taps, dots, launches, checks of tiles.
+"""Shared by the portable convolution kernels: masked tiles, taps, dots, launches, checks.
 
 Masks may be None, which stands for all true and costs nothing.
 """
@@ -53,7 +53,7 @@ def dot_size(n: int) -> int:
 
 
 def folds(channels: int) -> bool:
-    """Whether so few channels share one axis with the nine taps."""
+    """Returns whether so few channels share one axis with the nine taps."""
     return channels < SMALLEST_DOT
 
 
@@ -66,7 +66,7 @@ def split_pixel(pixel: Array, height: int, width: int) -> tuple[Array, Array, Ar
     )
 
 
-def tap_offset(tap: Array | int) -> tuple[Any, Any]:
+def tap_offset(tap: Array | int) -> tuple[Array | int, Array | int]:
     """Returns the rows and columns from an output pixel to the input pixel that tap 0..8 reads."""
     if isinstance(tap, int):
         return tap // 3 - 1, tap % 3 - 1
@@ -136,7 +136,7 @@ def dot(a: Array, b: Array, contract: tuple[int, int], interpret: bool) -> Array
 
 
 class Launch(NamedTuple):
-    """How a kernel is launched.
+    """The launch of a kernel.
 
     Fields:
       programs: size of the grid.

@@ -1,7 +1,7 @@
 """The programs of the portable convolution; `pallas_kernels.conv3x3.triton` explains them.
 
-A program sees its operands whole, as matrices: the parts of x (pixels, channels), the kernel (9 ·
-C, F) and the result (pixels, F). It computes addresses and masks itself.
+A program sees its operands whole, as matrices: the parts of x (pixels, channels), the kernel (taps
+· channels, features) and the result (pixels, features). It computes addresses and masks itself.
 """
 
 from __future__ import annotations

@@ -41,7 +41,7 @@ class Tile:
 
 
 def gathers(channels: Sequence[int], features: int) -> bool:
-    """Whether one kernel forms products of all taps and another adds them up."""
+    """Returns whether one kernel forms products of all taps and another adds them up."""
     return folds(features) and not all(folds(c) for c in channels)
 
 

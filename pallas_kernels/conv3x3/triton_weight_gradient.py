@@ -31,8 +31,6 @@ from pallas_kernels.conv3x3.triton_blocks import (
     Ref,
     below,
     call,
-    check_block,
-    check_launch,
     dot,
     dot_size,
     every,
@@ -43,114 +41,10 @@ from pallas_kernels.conv3x3.triton_blocks import (
     split_pixel,
     tap_offset,
 )
+from pallas_kernels.conv3x3.triton_weight_gradient_tiles import Tile, default_tile
 
 NAME = 'jaxunet_conv3x3_triton_weight_gradient'
 Shaped = Any  # anything with a shape and a dtype
-
-
-@dataclasses.dataclass(frozen=True)
-class Tile:
-    """The tile of one program; every block is a power of two ≥ 16.
-
-    Fields:
-      block_channels, block_features: the part of a tap's gradient that one program computes; an
-        axis that is shared with the taps stays whole.
-      block_pixels: K of one dot.
-      taps: taps of one program, 1, 3 or 9, if they share no axis. More taps share the reads of dy
-        and need more registers.
-      programs: the number of programs to aim at, which gives the splits of the pixels.
-      num_warps: warps of a program.
-      num_stages: depth of its load pipeline.
-
-    Raises:
-      ValueError: a field is out of its range.
-    """
-
-    block_channels: int = 64
-    block_features: int = 64
-    block_pixels: int = 64
-    taps: int = 3
-    programs: int = 264
-    num_warps: int = 4
-    num_stages: int = 3
-
-    def __post_init__(self) -> None:
-        for field in ('block_channels', 'block_features', 'block_pixels'):
-            check_block(field, getattr(self, field))
-        if self.taps not in {1, 3, 9}:
-            raise ValueError(f'Tile.taps={self.taps}: use 1, 3 or 9')
-        if self.programs < 1:
-            raise ValueError(f'Tile.programs={self.programs}: use at least 1')
-        check_launch(self.num_warps, self.num_stages)
-
-
-def default_tile(channels: Sequence[int], features: int, pixels: int, itemsize: int) -> Tile:
-    """Returns the tile for shapes that are in no table.
-
-    These are the fastest on an H200 among the tiles that fit the 99 KiB of shared memory of a
-    program on sm_89. To refit, run `pallas_kernels.conv3x3.tune_triton`.
-
-    Args:
-      channels: of each part.
-      pixels: batch · height · width.
-      itemsize: bytes of an element. The three products of a float32 dot leave no registers for a
-        deeper pipeline.
-    """
-    if folds(features) or all(folds(c) for c in channels):
-        return Tile(64, 64, 64, 9, 528, 4, 1) if itemsize == 4 else Tile(64, 64, 128, 9, 264, 4, 2)
-    if itemsize == 4:
-        return Tile(64, 64, 64, 3, 264, 4, 1)
-    if pixels >= 64 * 1024:
-        return Tile(64, 64, 64, 3, 264 if sum(channels) <= 64 else 528, 4, 3)
-    if pixels >= 16 * 1024 and max(channels) >= 128 and features >= 128:
-        return Tile(128, 128, 64, 1, 264, 8, 3)
-    return Tile(64, 64, 64, 1, 264, 4, 3)
-
-
-def candidates(channels: Sequence[int], features: int, pixels: int, itemsize: int) -> list[Tile]:
-    """Returns the tiles worth timing for a shape; arguments as `default_tile`."""
-    del pixels
-    found = []
-    if folds(features) or all(folds(c) for c in channels):
-        for block_pixels in (64, 128, 256):
-            for programs in (264, 528):
-                for num_stages in (1, 2, 3):
-                    found.append(Tile(64, 64, block_pixels, 9, programs, 4, num_stages))
-        return found
-    for block_channels, block_features, taps, num_warps in (
-        (64, 64, 1, 4),
-        (64, 64, 3, 4),
-        (64, 64, 9, 8),
-        (64, 128, 1, 4),
-        (64, 128, 3, 8),
-        (128, 64, 1, 4),
-        (128, 128, 1, 8),
-        (128, 256, 1, 8),
-    ):
-        if max(channels) * 2 <= block_channels or features * 2 <= block_features:
-            continue
-        for block_pixels in (64, 128):
-            for programs in (132, 264, 528):
-                for num_stages in (1,) if itemsize == 4 else (3,):
-                    if (
-                        num_stages
-                        * block_pixels
-                        * (block_channels * taps + block_features)
-                        * itemsize
-                        <= 220 * 1024
-                    ):
-                        found.append(
-                            Tile(
-                                block_channels,
-                                block_features,
-                                block_pixels,
-                                taps,
-                                programs,
-                                num_warps,
-                                num_stages,
-                            )
-                        )
-    return found
 
 
 def supports(parts: Sequence[Shaped], dy: Shaped) -> str | None:
@@ -208,7 +102,7 @@ class _Problem:
 
     @property
     def fold_features(self) -> bool:
-        """Whether the taps share an axis with dy's channels: those are few, and x's are not."""
+        """True if the taps share an axis with dy's channels: those are few, and x's are not."""
         return folds(self.features) and not any(folds(c) for c in self.channels)
 
     @property

@@ -26,7 +26,7 @@ import json
 import re
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, cast
 
 import jax
@@ -37,6 +37,8 @@ from jaxunet.runtime.measurement import Inputs, Measurement
 from pallas_kernels import tile_table
 from pallas_kernels.conv3x3 import dispatch, hopper, hopper_weight_gradient
 
+AnyTile = Any  # a tile of the convolution or of the weight gradient
+Operands = dict[str, Any]  # arrays or their shapes, by name
 DIRECTIONS = ('forward', 'input', 'fused', 'weight')
 THREADS, ROUNDS = 16, 8
 
@@ -52,11 +54,14 @@ class Shape(NamedTuple):
 
     case: str
     direction: str
-    inputs: dict[str, Any]
+    inputs: Operands
     flops: int
-    tiles: list[Any]
-    run: Callable[[Any, dict[str, Any]], Any]
+    tiles: list[AnyTile]
+    run: Callable[[AnyTile, Operands], jax.Array]
     key: tile_table.Key
+
+
+Job = tuple[Shape, AnyTile]  # and one of its tiles
 
 
 def shape(case: Case, direction: str, batch: int, dtype: str, limit: int) -> Shape | None:
@@ -70,13 +75,13 @@ def shape(case: Case, direction: str, batch: int, dtype: str, limit: int) -> Sha
     if direction == 'weight':
         if hopper_weight_gradient.supports(parts, dy):
             return None
-        chosen: Any = hopper_weight_gradient.choose_tile(parts, dy)
-        tiles: list[Any] = [
+        chosen: AnyTile = hopper_weight_gradient.choose_tile(parts, dy)
+        tiles: list[AnyTile] = [
             *dict.fromkeys([chosen, *hopper_weight_gradient.candidates(parts, dy)])
         ][:limit]
-        inputs: dict[str, Any] = {'x': parts, 'dy': dy}
+        inputs: Operands = {'x': parts, 'dy': dy}
 
-        def run(tile: Any, i: dict[str, Any]) -> Any:
+        def run(tile: AnyTile, i: Operands) -> jax.Array:
             return hopper_weight_gradient.weight_gradient(i['x'], i['dy'], tile=tile)
 
         key = tile_table.Key(
@@ -96,7 +101,7 @@ def shape(case: Case, direction: str, batch: int, dtype: str, limit: int) -> Sha
             inputs['residual'] = tuple(array((*image, c)) for c in case.residual)
         if case.residual and case.residual != (case.features,):
             inputs['shortcut'] = array((sum(case.residual), case.features))
-    options: dict[str, Any] = {
+    options: Operands = {
         name: inputs[name] for name in ('affine', 'residual', 'shortcut') if name in inputs
     }
     flipped = direction == 'input'
@@ -112,7 +117,7 @@ def shape(case: Case, direction: str, batch: int, dtype: str, limit: int) -> Sha
         )
     ][:limit]
 
-    def convolve(tile: Any, i: dict[str, Any]) -> Any:
+    def convolve(tile: AnyTile, i: Operands) -> jax.Array:
         return hopper.forward(
             i['x'],
             i['kernel'],
@@ -149,8 +154,8 @@ def shapes(
     return [s for c, d in wanted if (s := shape(c, d, batch, dtype, limit)) is not None]
 
 
-def main() -> None:
-    """Runs the command."""
+def arguments() -> argparse.Namespace:
+    """Parses the command line."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -172,27 +177,26 @@ def main() -> None:
     )
     parser.add_argument('--write', action='store_true', help="update the device's table of tiles")
     args = parser.parse_args()
-    stop = time.monotonic() + args.seconds
-    directions = args.directions.split(',')
-    if unknown := set(directions) - set(DIRECTIONS):
+    args.directions = args.directions.split(',')
+    if unknown := set(args.directions) - set(DIRECTIONS):
         parser.error(
             f'--directions: expected some of {", ".join(DIRECTIONS)}, '
             f'found {", ".join(sorted(unknown))}'
         )
-    found = shapes(directions, args.cases, args.batch, args.dtype, args.limit)
-    queues = [[(s, tile) for tile in s.tiles] for s in found]
-    jobs = [job for row in itertools.zip_longest(*queues) for job in row if job is not None]
+    return args
+
+
+def compile_jobs(jobs: Sequence[Job], seconds: float) -> dict[int, Any]:
+    """Returns the compiled programs by the number of their job, without those late or failed."""
+    stop = time.monotonic() + seconds
 
     def compiled(number: int) -> Any:
         s, tile = jobs[number]
         if time.monotonic() > stop:
             return None
         try:
-            return (
-                timing.named(f'job{number}', functools.partial(s.run, tile))
-                .lower(s.inputs)
-                .compile()
-            )
+            program = timing.named(f'job{number}', functools.partial(s.run, tile))
+            return program.lower(s.inputs).compile()
         except Exception as error:  # one tile that does not compile must not end the sweep
             print(
                 f'{s.case} {s.direction} {tile}: {type(error).__name__}: {str(error)[:200]}',
@@ -201,42 +205,33 @@ def main() -> None:
             return None
 
     with concurrent.futures.ThreadPoolExecutor(THREADS) as pool:
-        programs = {
-            number: p
-            for number, p in enumerate(pool.map(compiled, range(len(jobs))))
-            if p is not None
-        }
+        found = enumerate(pool.map(compiled, range(len(jobs))))
+        programs = {number: program for number, program in found if program is not None}
     print(f'compiled {len(programs)} of {len(jobs)}', flush=True)
-    arrays = Inputs()
+    return programs
 
-    def caller(number: int) -> Callable[[int], Any]:
-        s, _ = jobs[number]
-        like = Measurement('conv3x3', s.case, s.direction, args.batch, {}, s.inputs, s.flops)
-        return lambda call: programs[number](arrays.of(like, call))
 
-    times = timing.trace_times(
-        {f'job{number}': caller(number) for number in programs}, rounds=ROUNDS
-    )
-    results: dict[tuple[str, str], list[tuple[float, Any]]] = collections.defaultdict(list)
-    for name, seen in times.items():
-        s, tile = jobs[int(name.removeprefix('job'))]
-        results[s.case, s.direction].append((seen.us, tile))
+def report(
+    found: Sequence[Shape],
+    results: Mapping[tuple[str, str], list[tuple[float, AnyTile]]],
+    about: dict[str, object],
+    top: int,
+) -> None:
+    """Prints a row for each shape, then how far the choices are from the fastest tiles.
+
+    Args:
+      results: (microseconds, tile) by case and direction.
+      about: the first fields of every row.
+    """
     shares: dict[str, list[float]] = collections.defaultdict(list)
     for s in found:
         timed = sorted(results[s.case, s.direction], key=lambda row: row[0])
         chosen = next((us for us, tile in timed if tile == s.tiles[0]), None)
-        row: dict[str, Any] = {
-            'device': jax.devices()[0].device_kind,
-            'dtype': args.dtype,
-            'batch': args.batch,
-        }
-        row |= {
+        row: dict[str, object] = about | {
             'case': s.case,
             'direction': s.direction,
             'chosen': [None if chosen is None else round(chosen, 1), _short(s.tiles[0])],
-        }
-        row |= {
-            'best': [[round(us, 1), _short(tile)] for us, tile in timed[: args.top]],
+            'best': [[round(us, 1), _short(tile)] for us, tile in timed[:top]],
             'tried': len(timed),
         }
         if chosen is not None:
@@ -250,16 +245,37 @@ def main() -> None:
             f'{direction}: chosen over best {mean:.3f} (geometric mean), {worst:.3f} (most), '
             f'{len(found_shares)} shapes'
         )
+
+
+def main() -> None:
+    """Runs the command."""
+    args = arguments()
+    found = shapes(args.directions, args.cases, args.batch, args.dtype, args.limit)
+    queues = [[(s, tile) for tile in s.tiles] for s in found]
+    jobs = [job for row in itertools.zip_longest(*queues) for job in row if job is not None]
+    programs = compile_jobs(jobs, args.seconds)
+    arrays = Inputs()
+
+    def caller(number: int) -> Callable[[int], Any]:
+        s, _ = jobs[number]
+        like = Measurement('conv3x3', s.case, s.direction, args.batch, {}, s.inputs, s.flops)
+        return lambda call: programs[number](arrays.of(like, call))
+
+    times = timing.trace_times(
+        {f'job{number}': caller(number) for number in programs}, rounds=ROUNDS
+    )
+    results: dict[tuple[str, str], list[tuple[float, AnyTile]]] = collections.defaultdict(list)
+    for name, seen in times.items():
+        s, tile = jobs[int(name.removeprefix('job'))]
+        results[s.case, s.direction].append((seen.us, tile))
+    kind = jax.devices()[0].device_kind
+    report(found, results, {'device': kind, 'dtype': args.dtype, 'batch': args.batch}, args.top)
     if args.write:
         every = {s.key: {tile: us for us, tile in results[s.case, s.direction]} for s in found}
-        print(
-            tile_table.update(
-                jax.devices()[0].device_kind, every, {s.key: s.tiles[0] for s in found}
-            )
-        )
+        print(tile_table.update(kind, every, {s.key: s.tiles[0] for s in found}))
 
 
-def _short(tile: Any) -> dict[str, Any]:
+def _short(tile: AnyTile) -> dict[str, int]:
     return dataclasses.asdict(tile)
 
 

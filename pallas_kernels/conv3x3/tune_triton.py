@@ -25,7 +25,12 @@ from absl import app, flags
 
 from jaxunet.runtime import gpu_time as timing
 from pallas_kernels import tile_table
-from pallas_kernels.conv3x3 import triton, triton_tiles, triton_weight_gradient
+from pallas_kernels.conv3x3 import (
+    triton,
+    triton_tiles,
+    triton_weight_gradient,
+    triton_weight_gradient_tiles,
+)
 from pallas_kernels.conv3x3.triton_blocks import shape_class
 
 ELEPHANTS64 = (
@@ -162,7 +167,7 @@ def key_of(direction: str, shape: Shape) -> tile_table.Key:
 
 def tiles(direction: str, shape: Shape, itemsize: int) -> list[Any]:
     """Returns the tile that is chosen now, then the others to time."""
-    module: Any = triton_weight_gradient if direction == 'weight' else triton_tiles
+    module: Any = triton_weight_gradient_tiles if direction == 'weight' else triton_tiles
     arguments = *sizes(direction, shape), itemsize
     chosen = tile_table.measured(module.Tile, *key_of(direction, shape)) or module.default_tile(
         *arguments

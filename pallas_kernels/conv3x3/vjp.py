@@ -66,7 +66,7 @@ def norm_silu_conv3x3(
     return Activation.of(_norm_conv(x, scale, offset, kernel, shift, added, groups, eps))
 
 
-# What the backward pass of the plain convolution reads: the input, the kernel, the outline of the
+# Saved for the backward pass of the plain convolution: the input, the kernel, the outline of the
 # shift, and what `kept_for_backward` keeps of the residual.
 ConvSaved = tuple[Parts, Array, Array, Added | tuple[()] | None]
 
@@ -112,7 +112,7 @@ def added_gradient(added: Added | tuple[()] | None, dy: Array) -> Added | None:
 
 
 class _NormSaved(NamedTuple):
-    """What the backward pass of `_norm_conv` reads.
+    """The arrays saved for the backward pass of `_norm_conv`.
 
     Fields:
       shift: its `outline`.

@@ -1,4 +1,4 @@
-"""What the GroupNorm kernels share: masked loads and stores of parts, and reductions over groups.
+"""Shared by the GroupNorm kernels: masked loads and stores of parts, and reductions over groups.
 
 A register tile has rows (pixels) × lanes (channels). Masks may be None, which stands for all true.
 """
@@ -233,6 +233,7 @@ def loop(
     )
 
 
+# Long, because each step exists twice: with and without masked rows.
 def moments_of(
     program: Program, tiles: Callable[[Step], Sequence[Array]], dtype: DTypeLike
 ) -> tuple[Array, Array, Array | float]:

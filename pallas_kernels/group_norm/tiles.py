@@ -74,7 +74,7 @@ class Grid:
 
     @property
     def whole_groups(self) -> bool:
-        """Whether a program's channels are whole groups."""
+        """True if a program's channels are whole groups."""
         return self.channels % self.group == 0
 
     @property
@@ -93,16 +93,16 @@ class Grid:
 
     @property
     def ragged_rows(self) -> bool:
-        """Whether some step reaches past the last pixel."""
+        """True if some step reaches past the last pixel."""
         return self.splits * self.steps * self.stride != self.pixels
 
     @property
     def ragged_lanes(self) -> bool:
-        """Whether some lane has no channel."""
+        """True if some lane has no channel."""
         return self.lanes != self.channels or self.total % self.channels != 0
 
     def split_pixels(self) -> tuple[int, ...]:
-        """Pixels that each split owns."""
+        """Returns the pixels of each split."""
         share = self.steps * self.stride
         return tuple(max(0, min(share, self.pixels - i * share)) for i in range(self.splits))
 

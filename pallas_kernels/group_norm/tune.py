@@ -20,8 +20,8 @@ import json
 import os
 import random
 import time
-from collections.abc import Callable
-from typing import Any, cast
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -133,8 +133,36 @@ PASSES = {
 PASSES['gradient_sums_activation'] = 3
 
 
-def main() -> None:
-    """Runs the command."""
+class Timing(NamedTuple):
+    """The microseconds of a call, in all and by kernel; without a tile, of the whole op."""
+
+    us: float
+    tile: Tile | None
+    kernels: dict[str, float]
+
+
+Job = tuple[str, str, Tile | None]  # shape, kernel, tile
+
+
+def parse(shape: str) -> tuple[int, tuple[int, ...]]:
+    """Returns side and channels of the parts of side:channels."""
+    side, channels = shape.split(':')
+    return int(side), tuple(int(c) for c in channels.split('+'))
+
+
+def draw(shape: str, batch: int, dtype: jnp.dtype, keys: Iterator[jax.Array]) -> tuple[Any, ...]:
+    """Returns random operands of a shape, in the order that `function` takes them."""
+    side, channels = parse(shape)
+    total = sum(channels)
+    parts = tuple(jax.random.normal(next(keys), (batch, side, side, c), dtype) for c in channels)
+    moments = tuple(jnp.ones((batch, c, 2)) for c in channels)
+    small = [jax.random.normal(next(keys), (n, total)) for n in (1, 1, batch, batch)]
+    dy = jax.random.normal(next(keys), (batch, side, side, total), dtype)
+    return parts, moments, dy, *small, jax.random.normal(next(keys), (batch, 2, total))
+
+
+def arguments() -> argparse.Namespace:
+    """Parses the command line."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -152,48 +180,18 @@ def main() -> None:
         '--top', type=int, default=4, help='tiles printed for each shape and kernel'
     )
     parser.add_argument('--write', action='store_true', help="update the device's table of tiles")
-    args = parser.parse_args()
-    start = time.monotonic()
-    dtype = jnp.dtype(args.dtype)
-    key = iter(jax.random.split(jax.random.key(0), 10_000))
-    queues, inputs = [], cast(dict[str, Any], {})
-    keys: dict[tuple[str, str], tile_table.Key] = {}
-    chosen: dict[tile_table.Key, Tile] = {}
-    for shape in args.shapes.split(','):
-        side, channels = (
-            int(shape.split(':')[0]),
-            tuple(int(c) for c in shape.split(':')[1].split('+')),
-        )
-        total = sum(channels)
-        parts = tuple(
-            jax.random.normal(next(key), (args.batch, side, side, c), dtype) for c in channels
-        )
-        moments = tuple(jnp.ones((args.batch, c, 2)) for c in channels)
-        small = [jax.random.normal(next(key), (n, total)) for n in (1, 1, args.batch, args.batch)]
-        dy = jax.random.normal(next(key), (args.batch, side, side, total), dtype)
-        inputs[shape] = (
-            parts,
-            moments,
-            dy,
-            *small,
-            jax.random.normal(next(key), (args.batch, 2, total)),
-        )
-        for kernel in args.kernels.split(','):
-            tiles = candidates(kernel, side * side)
-            random.Random(0).shuffle(tiles)
-            if not kernel.startswith('both'):
-                sizes = args.batch, side * side, total
-                keys[shape, kernel] = key_of = tile_table.Key(
-                    f'group_norm/{kernel}', dtype.name, shape_class(*sizes)
-                )
-                chosen[key_of] = choose_tile(kernel, dtype, *sizes, total // GROUPS)
-                tiles = [*dict.fromkeys([chosen[key_of], *tiles])]
-            queues.append([(shape, kernel, tile) for tile in tiles])
-    jobs = [job for row in itertools.zip_longest(*queues) for job in row if job is not None]
+    return parser.parse_args()
 
-    def build(numbered: tuple[int, Any]) -> Any:
+
+def compile_jobs(
+    jobs: Sequence[Job], inputs: Mapping[str, tuple[Any, ...]], seconds: float
+) -> dict[str, Any]:
+    """Returns the compiled programs, j0, j1, …, by name, without those that are late or fail."""
+    start = time.monotonic()
+
+    def build(numbered: tuple[int, Job]) -> Any:
         i, (shape, kernel, tile) = numbered
-        if time.monotonic() - start > args.seconds:
+        if time.monotonic() - start > seconds:
             return None
         try:
             return timing.named(f'j{i}', function(kernel, tile)).lower(*inputs[shape]).compile()
@@ -206,65 +204,90 @@ def main() -> None:
         print(message)
     good = {f'j{i}': b for i, b in enumerate(built) if b is not None and not isinstance(b, str)}
     print(f'compiled {len(good)} of {len(jobs)} in {time.monotonic() - start:.0f} s', flush=True)
+    return good
+
+
+def report(
+    kernel: str, rows: Sequence[Timing], default: float, xla: float, tensor: float, top: int
+) -> dict[str, Any]:
+    """Returns the part of a printed row that depends on the kernel.
+
+    Args:
+      default: microseconds of the tile that is chosen now.
+      xla: microseconds of the op on XLA; only `both` uses it.
+      tensor: megabytes of one tensor.
+      top: fastest tiles to list.
+    """
+    by_kernel = {
+        name.removeprefix('jaxunet_group_norm_'): round(us, 1)
+        for name, us in rows[0].kernels.items()
+    }
+    if kernel == 'both':
+        return {
+            'xla': round(xla, 1),
+            'ratio': round(xla / default, 2),
+            'gbs': round(5 * tensor / default * 1e3),
+            'kernels': by_kernel,
+        }
+    if kernel == 'both_xla':
+        return {'kernels': by_kernel}
+    timed = sorted((row.us, row.tile) for row in rows if row.tile is not None)
+    best = timed[:top] if len(rows) > 1 else []
+    return {
+        'gbs': round(PASSES[kernel] * tensor / default * 1e3),
+        'best': [[round(us, 1), *vars(tile).values()] for us, tile in best],
+        'tried': len(rows),
+    }
+
+
+def main() -> None:
+    """Runs the command."""
+    args = arguments()
+    dtype = jnp.dtype(args.dtype)
+    random_keys = iter(jax.random.split(jax.random.key(0), 10_000))
+    queues: list[list[Job]] = []
+    inputs: dict[str, tuple[Any, ...]] = {}
+    keys: dict[tuple[str, str], tile_table.Key] = {}
+    chosen: dict[tile_table.Key, Tile] = {}
+    for shape in args.shapes.split(','):
+        side, channels = parse(shape)
+        inputs[shape] = draw(shape, args.batch, dtype, random_keys)
+        for kernel in args.kernels.split(','):
+            tiles = candidates(kernel, side * side)
+            random.Random(0).shuffle(tiles)
+            if not kernel.startswith('both'):
+                sizes = args.batch, side * side, sum(channels)
+                keys[shape, kernel] = key = tile_table.Key(
+                    f'group_norm/{kernel}', dtype.name, shape_class(*sizes)
+                )
+                chosen[key] = choose_tile(kernel, dtype, *sizes, sum(channels) // GROUPS)
+                tiles = [*dict.fromkeys([chosen[key], *tiles])]
+            queues.append([(shape, kernel, tile) for tile in tiles])
+    jobs = [job for row in itertools.zip_longest(*queues) for job in row if job is not None]
+    good = compile_jobs(jobs, inputs, args.seconds)
 
     def caller(name: str) -> Callable[[int], Any]:
         return lambda _: good[name](*inputs[jobs[int(name[1:])][0]])
 
     times = timing.trace_times({name: caller(name) for name in good}, rounds=CALLS)
-
-    results: dict[tuple[str, str], list[tuple[float, Tile | None, dict[str, float]]]] = (
-        collections.defaultdict(list)
-    )
+    results: dict[tuple[str, str], list[Timing]] = collections.defaultdict(list)
     for name, found in times.items():
         shape, kernel, tile = jobs[int(name[1:])]
-        results[shape, kernel].append((sum(found.kernels.values()), tile, found.kernels))
+        results[shape, kernel].append(Timing(sum(found.kernels.values()), tile, found.kernels))
     for (shape, kernel), rows in sorted(
         results.items(), key=lambda item: (item[0][1], args.shapes.find(item[0][0]))
     ):
         first = chosen[keys[shape, kernel]] if (shape, kernel) in keys else None
-        default = next((us for us, tile, _ in rows if tile == first), float('nan'))
-        megabytes = (
-            args.batch
-            * int(shape.split(':')[0]) ** 2
-            * inputs[shape][2].shape[-1]
-            * dtype.itemsize
-            / 1e6
-        )
-        row: dict[str, Any] = {
-            'kernel': kernel,
-            'shape': shape,
-            'batch': args.batch,
-            'us': round(default, 1),
-        }
-        if kernel == 'both':
-            xla = results[shape, 'both_xla'][0][0]
-            row |= {
-                'xla': round(xla, 1),
-                'ratio': round(xla / default, 2),
-                'gbs': round(5 * megabytes / default * 1e3),
-            }
-            row['kernels'] = {
-                k.removeprefix('jaxunet_group_norm_'): round(us, 1) for k, us in rows[0][2].items()
-            }
-        elif kernel == 'both_xla':
-            row['kernels'] = {k: round(us, 1) for k, us in rows[0][2].items()}
-        else:
-            best = (
-                sorted((us, tile) for us, tile, _ in rows if tile is not None)[: args.top]
-                if len(rows) > 1
-                else []
-            )
-            row['gbs'] = round(PASSES[kernel] * megabytes / default * 1e3)
-            row['best'] = [
-                [round(us, 1), *[v for v in vars(tile).values()]]
-                for us, tile in best
-                if tile is not None
-            ]
-            row['tried'] = len(rows)
+        default = next((row.us for row in rows if row.tile == first), float('nan'))
+        plain = results.get((shape, 'both_xla'))
+        xla = plain[0].us if plain else float('nan')
+        tensor = inputs[shape][2].size * dtype.itemsize / 1e6
+        row = {'kernel': kernel, 'shape': shape, 'batch': args.batch, 'us': round(default, 1)}
+        row |= report(kernel, rows, default, xla, tensor, args.top)
         print(json.dumps(row), flush=True)
     if args.write:
         timed = {
-            keys[job]: {tile: us for us, tile, _ in rows}
+            keys[job]: {row.tile: row.us for row in rows}
             for job, rows in results.items()
             if job in keys
         }

@@ -40,7 +40,7 @@ def group_norm(
     return _group_norm(x, scale, offset, groups, eps, silu, interpret)
 
 
-# What the backward pass reads: x, scale, offset, and the groups' mean and inverse deviation.
+# Saved for the backward pass: x, scale, offset, and the groups' mean and inverse deviation.
 Saved = tuple[Activation, Array, Array, Array, Array]
 
 
@@ -91,7 +91,7 @@ def _backward(
 
 
 def owns_pixels(bytes_per_pixel: int, pixels: int) -> bool:
-    """Whether one launch is faster than two.
+    """Returns whether one launch is faster than two.
 
     In one launch a program walks twice over all pixels of its groups. That is faster where the
     second walk finds the tensor in registers or in the L2 cache, and the walk is short. The limits

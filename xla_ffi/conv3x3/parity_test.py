@@ -14,9 +14,9 @@ from jaxunet.ops.conv3x3 import reference
 from jaxunet.ops.conv3x3.cases import AWKWARD, CASES, Case
 from xla_ffi.conv3x3 import vjp
 
-# Shortcuts of several parts: that begin at whole tiles of 64 channels (one launch writes their
-# gradients) and that do not; of more channels than one block of the weight gradient sums; of a
-# convolution that is otherwise for the kernels of few channels and features.
+# Shortcuts of several parts. Parts begin at whole tiles of 64 channels, so that one launch writes
+# their gradients, or they do not. One shortcut has more channels than a block of the weight
+# gradient sums; others belong to convolutions that take the kernels of few channels and features.
 SHORTCUTS = (
     Case(8, 12, (64,), 64, (128, 64, 40), batch=3),
     Case(6, 9, (16,), 24, (72, 8, 40), groups=4, batch=2),
@@ -26,9 +26,10 @@ SHORTCUTS = (
     Case(3, 4, (5,), 7, (3, 2, 4, 1), norm=False, batch=2),
 )
 
-# Images of four rows, of which the weight gradient sums two samples at a time, or four of 4 × 4:
-# numbers of them that these do not divide, two strips across, and channels that whole tiles hold or
-# do not; and more samples of one strip than a block sums, whose sums of dy several blocks share.
+# Images of four rows. The weight gradient sums two samples of them at a time, or four of 4 × 4;
+# these batches are no multiples of that. There are two strips across, channels that fill whole
+# tiles and channels that do not, and more samples of one strip than a block sums, so that several
+# blocks share the sums of dy.
 SMALL = (
     Case(4, 4, (64, 64), 128, batch=7, per_sample=True),
     Case(4, 4, (64, 72), 72, (40, 64), norm=False, batch=3, per_sample=True),
@@ -37,9 +38,9 @@ SMALL = (
 )
 
 
-# Images of 4 × 4 in so large a batch, and of so many features or, for the gradients, channels, that
-# Hopper's kernel packs four samples in a strip (19: three of them in the last) or eight (59,
-# likewise); parts of channels that are no whole chunks.
+# Images of 4 × 4 with so many samples, and features or channels, that Hopper's kernel packs four
+# samples in a strip (19: the last strip has three) or eight (59: likewise). Some parts are no whole
+# chunks.
 PACKED = (
     Case(4, 4, (40, 64), 520, (520,), norm=False, batch=19, per_sample=True),
     Case(4, 4, (40, 64), 520, (16, 72), norm=False, batch=59, per_sample=True),

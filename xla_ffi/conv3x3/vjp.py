@@ -114,7 +114,7 @@ def norm_silu_conv3x3_and_input(
 
 
 def _tiled(parts: Parts) -> bool:
-    """Whether the kernels that read an input tile once for its nine taps take these parts."""
+    """Returns whether the kernels that read a tile once for its nine taps take these parts."""
     return parts[0].dtype != jnp.float32 and all(part.shape[3] % 8 == 0 for part in parts)
 
 
@@ -247,7 +247,7 @@ def _workspace(dy: Array, weights: int) -> int:
     return partial_sums + (2 * dy.shape[0] + PARTIAL_SHIFTS) * dy.shape[3]
 
 
-# What the backward pass of the plain convolution reads: the input, the kernel, the outline of the
+# Saved for the backward pass of the plain convolution: the input, the kernel, the outline of the
 # shift, and what `kept_for_backward` keeps of the residual.
 ConvSaved = tuple[Parts, Array, Array, Added | tuple[()] | None]
 
@@ -272,7 +272,7 @@ def _conv_backward(saved: ConvSaved, dy: Array) -> tuple[Parts, Array, Array, Ad
 
 
 def _fuses_activation(parts: Parts) -> bool:
-    """Whether the convolution applies GroupNorm and SiLU to its input.
+    """Returns whether the convolution applies GroupNorm and SiLU to its input.
 
     Only the kernels that read a tile once for its nine taps: others would apply them once a tap.
     """
@@ -280,7 +280,7 @@ def _fuses_activation(parts: Parts) -> bool:
 
 
 class _NormSaved(NamedTuple):
-    """What the backward pass of `_norm_conv` reads.
+    """The arrays saved for the backward pass of `_norm_conv`.
 
     Fields:
       shift: its `outline`.

@@ -170,7 +170,7 @@ def gradient(
     return Gradient(tuple(arrays[: len(parts)]), sums, norm, arrays[-1] if activation else None)
 
 
-# What the backward pass reads: x, scale, offset, and the groups' mean and inverse deviation.
+# Saved for the backward pass: x, scale, offset, and the groups' mean and inverse deviation.
 Saved = tuple[Activation, Array, Array, Array, Array]
 
 

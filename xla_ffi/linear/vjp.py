@@ -51,7 +51,7 @@ def _linear(x: Array, kernel: Array, bias: Array, residual: Array | None) -> Arr
     )
 
 
-# What the backward pass reads: x, kernel, the outline of the bias, and whether there is a residual.
+# Saved for the backward pass: x, kernel, the outline of the bias, and whether there is a residual.
 Saved = tuple[Array, Array, Array, bool]
 
 
