@@ -2,8 +2,13 @@
 
     python -m jaxunet.train --config configs/elephants64.py --config.data.path=elephants64.zip
 
-The architecture is unet.cu's to the letter, so `python -m jaxunet.export --output model.bin` is read by its scripts.
-What differs from its training: bfloat16, last layers start at zero, an average of the weights, gradient clipping, horizontal flips.
+Hardware: one GPU. Time: 40,000 steps took 9 minutes on an H200 with backend=xla; a step of
+backend=auto takes half the time (docs/results.md). Result: recognisable elephants, from 500
+photographs.
+
+The architecture is unet.cu's to the letter: its scripts read what `python -m jaxunet.export` writes
+to a .bin. The training differs: bfloat16, last layers that start at zero, averaged weights, gradient
+clipping, horizontal flips.
 """
 
 from ml_collections import ConfigDict
@@ -38,7 +43,7 @@ def get_config() -> ConfigDict:
     config.ema.rates = (0.9995,)
 
     config.train.steps = 40_000
-    config.train.steps_per_call = 0  # as many as suit: a GPU's host may be slower than its steps
+    config.train.steps_per_call = 0  # up to 20: a GPU's host may be slower than its steps
     config.train.log_every = 100
     config.train.sample_every = 5000
     config.train.sample_count = 64

@@ -1,11 +1,14 @@
-"""ADM's ImageNet 64×64 run (Dhariwal & Nichol 2021, arXiv 2105.05233; openai/guided-diffusion): class-conditional, learned variance.
+"""guided-diffusion's ImageNet 64×64 run: class-conditional, learned variance, 296 M parameters.
 
     python -m jaxunet.train --config configs/imagenet64.py --config.data.path=/data/imagenet64
 
-The images lie in one sub-folder a class. 296 M parameters: several 80 GB GPUs, or a smaller batch. Weights of the published
-64x64_diffusion.pt fit this config:
+The images lie in one sub-folder a class. The weights of the published 64x64_diffusion.pt fit:
 
-    python -m jaxunet.sample --checkpoint 64x64_diffusion.pt --config configs/imagenet64.py --new_attention_order
+    python -m jaxunet.sample --checkpoint 64x64_diffusion.pt --config configs/imagenet64.py \\
+      --new_attention_order
+
+Hardware: several 80 GB GPUs, or a smaller batch. Time and result: the full run has not been done.
+Source: ADM, Dhariwal & Nichol 2021, arXiv 2105.05233; openai/guided-diffusion.
 """
 
 from ml_collections import ConfigDict
