@@ -1,0 +1,256 @@
+"""The tables of README and docs, made from the committed measurements in docs/results."""
+
+from __future__ import annotations
+
+import csv
+import json
+import pathlib
+import re
+import statistics
+from collections.abc import Callable, Iterable, Sequence
+
+from jaxunet.benchmark import table as benchmark_table
+from jaxunet.benchmark.kernels import table as kernel_table
+from jaxunet.runtime import rows
+from jaxunet.runtime.rows import Row
+
+ROOT = pathlib.Path(__file__).parents[2]
+RESULTS = ROOT / 'docs/results'
+CACHES = ('empty', 'compilation cache alone', 'kept step')  # what an earlier start left
+SPANS = ((1, 500), (501, 1000), (1001, 1500), (1501, 2000))  # of the loss curves' steps
+# The sides of the README's table, by their name in the rows.
+SIDES = {
+    'pytorch-eager': 'PyTorch, eager',
+    'pytorch-compiled': 'PyTorch, `torch.compile`',
+    'pytorch-best': 'PyTorch, `torch.compile`, whole step in one CUDA graph',
+    'xla': 'jaxunet `backend=xla` (plain JAX)',
+    'pallas': 'jaxunet `backend=pallas`',
+    'cuda': 'jaxunet `backend=cuda`',
+    'cuda+attention=pallas': 'jaxunet `backend=auto` (CUDA kernels, attention in Pallas)',
+}
+BATCHES = (32, 256)
+SLOW = 0.9
+# What a kernel of a profiled step is for: the first pattern found in "NAME PHASE" decides.
+CLASSES = (
+    ('weight gradients', r'weight_gradient'),
+    ('sums of split weight gradients', r'ordered_sums|split_k_reduce'),
+    ('GroupNorm forward and statistics', r'group_norm\S* forward'),
+    ('GroupNorm backward', r'group_norm\S* backward'),
+    ('attention', r'attention|flash'),
+    ('convolutions and linear layers, forward', r'jaxunet_cuda_\S* forward'),
+    ('convolutions and linear layers, input gradients', r'jaxunet_cuda_\S* backward'),
+    ('AdamW, gradient norm, averages, 16-bit copies', r'adamw|narrow|squares| optimizer'),
+    ("XLA's kernels and copies", r''),
+)
+
+
+def read_lines(path: str) -> list[Row]:
+    """The rows of a JSON-lines file under docs/results."""
+    return [json.loads(line) for line in (RESULTS / path).read_text().splitlines()]
+
+
+def markdown(head: Sequence[str], body: Iterable[Sequence[str]]) -> str:
+    """A Markdown table."""
+    lines = [head, ['---'] * len(head), *body]
+    return '\n'.join(f'| {" | ".join(cells)} |' for cells in lines)
+
+
+def step_summary() -> str:
+    """Milliseconds of a training step of elephants64 by side, and what was measured how.
+
+    Of each side and batch the newest row that ran several steps a call, else the newest; rows with
+    concurrent kernels are left out, which is an option with a price.
+    """
+    chosen: dict[tuple[str, int], Row] = {}
+    for row in read_lines('step/rows.jsonl'):
+        if (
+            (row['config'], row['direction'], row['error']) == ('elephants64', 'step', None)
+            and not row.get('concurrent_kernels', False)
+            and (row['backend'] in SIDES)
+        ):
+            key = row['backend'], row['batch_size']
+            known = chosen.get(key, row)
+            if row.get('steps_per_call', 1) >= known.get('steps_per_call', 1):
+                chosen[key] = row
+    body = []
+    for side, shown in SIDES.items():
+        found = [chosen[side, batch] for batch in BATCHES]
+        times = [f'{row["median_ms"]:.1f} ms' for row in found]
+        rate, memory = found[-1]['images_per_second'], found[-1]['peak_bytes'] / 2**30
+        body.append([shown, *times, f'{rate:,.0f}', f'{memory:.1f} GiB'])
+    used = list(chosen.values())
+    at_once = max(row.get('steps_per_call', 1) for row in used)
+    versions = {name: used[-1]['versions'][name] for name in ('jax', 'torch')}
+    together = [
+        str(batch)
+        for batch in BATCHES
+        if any(row.get('steps_per_call', 1) > 1 for (_, b), row in chosen.items() if b == batch)
+    ]
+    commits = ', '.join(dict.fromkeys(str(row['git']) for row in used))
+    head = [
+        'a whole training step',
+        *(f'batch {batch}' for batch in BATCHES),
+        f'images/s at {BATCHES[-1]}',
+        f'memory at {BATCHES[-1]}',
+    ]
+    return (
+        f'{markdown(head, body)}\n\n'
+        f'{used[-1]["device"]}, bfloat16, medians; jax {versions["jax"]}, torch {versions["torch"]}; '
+        f'commits {commits}.\njaxunet ran {at_once} steps a call at batch {", ".join(together)}.'
+    )
+
+
+def steps() -> str:
+    """Every side of every whole-step benchmark."""
+    return benchmark_table.markdown(rows.read(RESULTS / 'step/rows.jsonl'))
+
+
+def kernels() -> str:
+    """XLA's time over the kernels', by op, direction and batch."""
+    return kernel_table.summary(rows.read(RESULTS / 'kernels/rows.jsonl'))
+
+
+def slow_kernels() -> str:
+    """The cases where XLA needs less than `SLOW` of a kernel's time, the slowest first."""
+    found = [
+        row
+        for row in kernel_table.by_backend(rows.read(RESULTS / 'kernels/rows.jsonl'))
+        if row['ratio'] < SLOW
+    ]
+    return markdown(
+        ('op', 'direction', 'batch', 'case', 'backend', 'µs', "XLA's µs", 'ratio', 'commit'),
+        (
+            (
+                row['op'],
+                row['direction'],
+                str(row['batch']),
+                row['case'],
+                row['backend'],
+                f'{row["us"]:.1f}',
+                f'{row["us_xla"]:.1f}',
+                f'{row["ratio"]:.2f}',
+                str(row['git']),
+            )
+            for row in sorted(found, key=lambda row: row['ratio'])
+        ),
+    )
+
+
+def training_runs() -> str:
+    """The complete training runs of elephants64."""
+    head = (
+        'commit',
+        'device',
+        'precision, batch',
+        'step ms, median (quartiles)',
+        'steps',
+        'training s',
+        'final loss',
+    )
+    return markdown(
+        head,
+        (
+            (
+                row['git'],
+                row['device'],
+                f'{row["precision"]}, {row["batch"]}',
+                '{:.2f} ({:.2f} to {:.2f})'.format(row['median_ms'], *row['quartiles_ms']),
+                f'{row["steps"]:,}',
+                f'{row["training_seconds"]:.0f}',
+                str(row['final_loss']),
+            )
+            for row in read_lines('elephants64/rows.jsonl')
+        ),
+    )
+
+
+def starts() -> str:
+    """Seconds from the command to the loss of the first step."""
+    found = read_lines('start/rows.jsonl')
+    seconds = {
+        (row['backend'], row['cache']): ' and '.join(f'{s:.1f}' for s in row['seconds'])
+        for row in found
+    }
+    return markdown(
+        ('backend', *CACHES),
+        (
+            (backend, *(f'{seconds[backend, cache]} s' for cache in CACHES))
+            for backend in dict.fromkeys(row['backend'] for row in found)
+        ),
+    )
+
+
+def curves() -> str:
+    """Mean losses over spans of steps; each row of the file is a mean over 50 steps."""
+    with (RESULTS / 'elephants64/curves.csv').open() as file:
+        found = list(csv.DictReader(file))
+
+    def mean(name: str, first: int, last: int) -> str:
+        losses = (float(r[name]) for r in found if first <= int(r['step']) <= last)
+        return f'{statistics.mean(losses):.5f}'
+
+    return markdown(
+        ('steps', *(f'{a:,} to {b:,}' for a, b in SPANS)),
+        ((name, *(mean(name, a, b) for a, b in SPANS)) for name in found[0] if name != 'step'),
+    )
+
+
+def where_the_time_goes() -> str:
+    """GPU milliseconds of a step of elephants64 by what its kernels are for."""
+    sums: dict[str, list[float]] = {name: [0.0, 0.0, 0.0] for name, _ in CLASSES}
+    for i, batch in enumerate(BATCHES):
+        with (RESULTS / f'study/step_auto_{batch}/auto.csv').open() as file:
+            kernels = [row for row in csv.DictReader(file) if row['side'] == 'device']
+        for row in kernels:
+            text = f'{row["operation"]} {row["phase"]}'
+            name = next(name for name, pattern in CLASSES if re.search(pattern, text))
+            sums[name][i] += float(row['ms'])
+            if i == 0:
+                sums[name][2] += float(row['count'])
+    sums['sum'] = [sum(column) for column in zip(*sums.values(), strict=True)]
+    (profile,) = read_lines('study/step_auto_32/profile.jsonl')
+    body = (
+        (name, f'{launches:.0f}', f'{small:.2f}', f'{large:.2f}')
+        for name, (small, large, launches) in sums.items()
+    )
+    head = ('kernels', 'launches', *(f'ms, batch {batch}' for batch in BATCHES))
+    return (
+        f'{markdown(head, body)}\n\n'
+        f'{profile["device"]}, jax {profile["versions"]["jax"]}, driver {profile["driver"]}, '
+        f'commit {profile["git"]}; {profile["ops"]}.'
+    )
+
+
+def methods() -> str:
+    """The comparison of training methods; the page's text names the features."""
+    return re.sub(r'\[features=[^]]+\] at the end', '', _report('methods', '| method |'))
+
+
+def study(name: str) -> Callable[[], str]:
+    """The table of all points of a sweep, from its report."""
+    return lambda: _report(f'study/{name}', '## Points')
+
+
+def _report(folder: str, start: str) -> str:
+    """The first table of docs/results/FOLDER/report.md at or after the text `start`."""
+    text = (RESULTS / folder / 'report.md').read_text()
+    found = re.search(r'^\|.*(?:\n\|.*)+', text[text.index(start) :], re.MULTILINE)
+    assert found is not None, f'docs/results/{folder}/report.md: no table after {start!r}'
+    return found[0]
+
+
+TABLES: dict[str, Callable[[], str]] = {
+    'step_summary': step_summary,
+    'steps': steps,
+    'kernels': kernels,
+    'slow_kernels': slow_kernels,
+    'training_runs': training_runs,
+    'starts': starts,
+    'curves': curves,
+    'where_the_time_goes': where_the_time_goes,
+    'methods': methods,
+    'devices_batch': study('devices_batch'),
+    'amp': study('amp'),
+    'loader_workers': study('loader_workers'),
+    'compiled': study('compiled'),
+}

@@ -1,0 +1,180 @@
+"""README and docs are true: tables match the rows, and links, files, commands and fields exist.
+
+A table stands between `<!-- table: NAME -->` and `<!-- end -->`. To rewrite all tables and the
+picture of the layers from the rows and from pyproject.toml:
+
+    python tests/test_docs.py --write
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import pathlib
+import re
+import sys
+from collections.abc import Iterator
+
+import pytest
+from support.doc_tables import TABLES
+from support.layers_picture import PICTURE, layers_picture
+
+from jaxunet.config import Config
+from jaxunet.runtime.plugins import BACKEND_GROUP
+
+ROOT = pathlib.Path(__file__).parents[1]
+PAGES = sorted([*ROOT.glob('*.md'), *(ROOT / 'docs').glob('*.md')])
+NAMES = [str(page.relative_to(ROOT)) for page in PAGES]
+MARKED = re.compile(r'(<!-- table: (\w+) -->\n)(.*?)(<!-- end -->)', re.DOTALL)
+README_LINES = 150
+HISTORY = 'CHANGELOG.md'  # it names what is gone, too
+TOP = r'(?:configs|docs|jaxunet|pallas_kernels|xla_ffi|tests|\.ci)'
+PLACEHOLDER = re.compile(r'(?<![a-z])[A-Z]{2,}(?![a-z])')  # such as OP in xla_ffi/OP/vjp.py
+SECTIONS = {field.name for field in dataclasses.fields(Config)}
+SUFFIXES = ('csv', 'py')  # of files named like a section
+
+
+def marked(text: str) -> dict[str, str]:
+    """The tables of a page by name."""
+    return {match[2]: match[3] for match in MARKED.finditer(text)}
+
+
+def spans(text: str) -> list[str]:
+    """What is in backticks on one line, outside code blocks."""
+    return re.findall(r'`([^`\n]+)`', re.sub(r'^```.*?^```', '', text, flags=re.S | re.M))
+
+
+def commands(text: str) -> Iterator[tuple[str, str]]:
+    """Every `python -m MODULE FLAGS` of a page: the module and the rest of its line."""
+    joined = re.sub(r'\\\n\s*', ' ', text)
+    for match in re.finditer(r'python -m ((?:jaxunet|pallas_kernels)[\w.]*)([^\n`#]*)', joined):
+        yield match[1], match[2]
+
+
+def module_file(module: str) -> pathlib.Path | None:
+    """The file that `python -m` runs, None if there is none."""
+    path = ROOT / module.replace('.', '/')
+    files = (path.with_suffix('.py'), path / '__main__.py')
+    return next((file for file in files if file.is_file()), None)
+
+
+def is_field(path: str) -> bool:
+    """Whether `section.field`, or a field outside sections, is in the config."""
+    place: object = Config()
+    for name in path.split('.'):
+        if not hasattr(place, name):
+            return False
+        place = getattr(place, name)
+    return True
+
+
+@pytest.mark.parametrize('page', PAGES, ids=NAMES)
+def test_tables_match_the_rows(page):
+    for name, found in marked(page.read_text()).items():
+        expected = TABLES[name]() + '\n'
+        assert found == expected, (
+            f'{page.name}, table {name}: run python tests/test_docs.py --write, or paste\n{expected}'
+        )
+
+
+def test_every_table_is_shown_once():
+    shown = [name for page in PAGES for name in marked(page.read_text())]
+    assert sorted(shown) == sorted(TABLES)
+
+
+def test_the_picture_shows_the_layers_of_pyproject():
+    assert PICTURE.read_text() == layers_picture(), 'run python tests/test_docs.py --write'
+
+
+def test_readme_is_short():
+    assert len((ROOT / 'README.md').read_text().splitlines()) <= README_LINES
+
+
+@pytest.mark.parametrize('page', PAGES, ids=NAMES)
+def test_lines_of_prose_are_short(page):
+    lines = MARKED.sub('', page.read_text()).splitlines()
+    long = [line for line in lines if len(line) > 100 and not line.startswith(('|', '!['))]
+    assert not long, f'{page.name}: wrap at 100 characters: {long}'
+
+
+@pytest.mark.parametrize('page', PAGES, ids=NAMES)
+def test_links_exist(page):
+    text = page.read_text()
+    links = re.findall(r'\]\(([^)\s]+)\)', text) + re.findall(r'src="([^"]+)"', text)
+    for link in links:
+        if re.match(r'https?:|mailto:', link):
+            continue
+        path, _, anchor = link.partition('#')
+        file = page.parent / path if path else page
+        assert file.exists(), f'{page.name}: no file {link}'
+        if anchor:
+            headings = re.findall(r'^#+ (.*)$', file.read_text(), re.MULTILINE)
+            anchors = [re.sub(r'[^\w\- ]', '', h.lower()).replace(' ', '-') for h in headings]
+            assert anchor in anchors, f'{page.name}: no heading {link}'
+
+
+@pytest.mark.parametrize('page', PAGES, ids=NAMES)
+def test_named_files_exist(page):
+    for span in spans(page.read_text()):
+        if re.fullmatch(rf'{TOP}/[\w./*-]+', span) and not PLACEHOLDER.search(span):
+            assert list(ROOT.glob(span.rstrip('/'))), f'{page.name}: no file {span}'
+
+
+@pytest.mark.parametrize('page', PAGES, ids=NAMES)
+def test_named_modules_and_their_members_exist(page):
+    for span in spans(page.read_text()):
+        dotted = re.fullmatch(r'(?:jaxunet|pallas_kernels|xla_ffi)(?:\.\w+)+', span)
+        if not dotted or span == BACKEND_GROUP:
+            continue
+        parts = span.split('.')
+        depth = next(
+            n
+            for n in range(len(parts), 0, -1)
+            if (path := ROOT.joinpath(*parts[:n])).is_dir() or path.with_suffix('.py').is_file()
+        )
+        path = ROOT.joinpath(*parts[:depth])
+        file = path / '__init__.py' if path.is_dir() else path.with_suffix('.py')
+        for member in parts[depth:]:
+            assert re.search(rf'\b{member}\b', file.read_text()), f'{page.name}: no {span}'
+
+
+@pytest.mark.parametrize(
+    'page', [p for p in PAGES if p.name != HISTORY], ids=lambda page: page.name
+)
+def test_commands_and_their_flags_exist(page):
+    shared = (ROOT / 'jaxunet/config/cli.py').read_text()
+    for module, rest in commands(page.read_text()):
+        file = module_file(module)
+        assert file is not None, f'{page.name}: no command python -m {module}'
+        source = file.read_text() + shared
+        for flag in re.findall(r'(?<=\s)--([\w.]+)', rest):
+            if flag.startswith('config.'):
+                assert is_field(flag.removeprefix('config.')), f'{page.name}: no field {flag}'
+            elif flag not in ('config', 'help'):
+                name = rf"""DEFINE_\w+\(\s*['"](?:{flag}|{flag.removeprefix('no')})['"]"""
+                other = rf"""add_argument\(\s*['"]--{flag}['"]"""
+                assert re.search(f'{name}|{other}', source), f'{page.name}: no --{flag} of {module}'
+
+
+@pytest.mark.parametrize('page', PAGES, ids=NAMES)
+def test_named_config_fields_exist(page):
+    for span in spans(page.read_text()):
+        match = re.fullmatch(r'(?:--config\.)?(\w+)\.(\w+)(?:=.*)?', span)
+        if match and match[1] in SECTIONS and match[2] not in SUFFIXES:
+            assert is_field(f'{match[1]}.{match[2]}'), f'{page.name}: no field {span}'
+
+
+def write() -> None:
+    """Puts the tables into the pages, and writes the picture."""
+    PICTURE.write_text(layers_picture())
+    for page in PAGES:
+        text = page.read_text()
+        new = MARKED.sub(lambda match: f'{match[1]}{TABLES[match[2]]()}\n{match[4]}', text)
+        if new != text:
+            page.write_text(new)
+            print(f'{page.relative_to(ROOT)}: tables rewritten')
+
+
+if __name__ == '__main__':
+    if sys.argv[1:] != ['--write']:
+        sys.exit('usage: python tests/test_docs.py --write')
+    write()
