@@ -7,8 +7,8 @@ backend=auto takes half the time (docs/results.md). Result: recognisable elephan
 photographs.
 
 The architecture is unet.cu's to the letter: its scripts read what `python -m jaxunet.export` writes
-to a .bin. The training differs: bfloat16, last layers that start at zero, averaged weights, gradient
-clipping, horizontal flips.
+to a .bin. The training differs: bfloat16, last layers that start at zero, averaged weights,
+gradient clipping, horizontal flips.
 """
 
 from ml_collections import ConfigDict

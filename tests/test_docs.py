@@ -22,7 +22,9 @@ from jaxunet.config import Config
 from jaxunet.runtime.plugins import BACKEND_GROUP
 
 ROOT = pathlib.Path(__file__).parents[1]
-PAGES = sorted([*ROOT.glob('*.md'), *(ROOT / 'docs').glob('*.md')])
+PAGES = sorted(
+    [*ROOT.glob('*.md'), *(ROOT / 'docs').glob('*.md'), ROOT / 'docs/results/README.md']
+)
 NAMES = [str(page.relative_to(ROOT)) for page in PAGES]
 MARKED = re.compile(r'(<!-- table: (\w+) -->\n)(.*?)(<!-- end -->)', re.DOTALL)
 README_LINES = 150
