@@ -22,9 +22,7 @@ from jaxunet.config import Config
 from jaxunet.runtime.plugins import BACKEND_GROUP
 
 ROOT = pathlib.Path(__file__).parents[1]
-PAGES = sorted(
-    [*ROOT.glob('*.md'), *(ROOT / 'docs').glob('*.md'), ROOT / 'docs/results/README.md']
-)
+PAGES = sorted([*ROOT.glob('*.md'), *(ROOT / 'docs').glob('*.md'), ROOT / 'docs/results/README.md'])
 NAMES = [str(page.relative_to(ROOT)) for page in PAGES]
 MARKED = re.compile(r'(<!-- table: (\w+) -->\n)(.*?)(<!-- end -->)', re.DOTALL)
 README_LINES = 150
@@ -85,6 +83,22 @@ def test_every_table_is_shown_once():
 
 def test_the_picture_shows_the_layers_of_pyproject():
     assert PICTURE.read_text() == layers_picture(), 'run python tests/test_docs.py --write'
+
+
+def test_questions_lead_from_the_readme_through_a_page_to_a_file():
+    """Each row under "Where is ...?" links pages that README links too, and that name its files."""
+    readme = (ROOT / 'README.md').read_text()
+    text = (ROOT / 'CONTRIBUTING.md').read_text()
+    rows = re.findall(r'^\|(.+\?) \|(.+)\|(.+)\|$', text[text.index('## Where is') :], re.MULTILINE)
+    assert len(rows) >= 10
+    for question, links, answers in rows:
+        pages = [link.partition('#')[0] for link in re.findall(r'\]\(([^)]+)\)', links)]
+        told = text[: text.index('## Where is')] if '' in pages else ''
+        for page in filter(None, pages):
+            assert page == 'README.md' or f']({page})' in readme, f'README does not link {page}'
+            told += (ROOT / page).read_text()
+        for file in spans(answers):
+            assert file in told, f'{question.strip()} {links.strip()}: no page names {file}'
 
 
 def test_readme_is_short():
