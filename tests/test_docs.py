@@ -39,8 +39,10 @@ def marked(text: str) -> dict[str, str]:
 
 
 def spans(text: str) -> list[str]:
-    """What is in backticks on one line, outside code blocks."""
-    return re.findall(r'`([^`\n]+)`', re.sub(r'^```.*?^```', '', text, flags=re.S | re.M))
+    """What is in backticks on one line, and the words of `text` blocks."""
+    prose = re.sub(r'^```.*?^```', '', text, flags=re.DOTALL | re.MULTILINE)
+    blocks = re.findall(r'^```text$(.*?)^```', text, re.DOTALL | re.MULTILINE)
+    return re.findall(r'`([^`\n]+)`', prose) + ' '.join(blocks).split()
 
 
 def commands(text: str) -> Iterator[tuple[str, str]]:
