@@ -60,7 +60,7 @@ def module_file(module: str) -> pathlib.Path | None:
 
 
 def is_field(path: str) -> bool:
-    """Whether `section.field`, or a field outside sections, is in the config."""
+    """Returns True if the config has `section.field`, or the field outside sections."""
     place: object = Config()
     for name in path.split('.'):
         if not hasattr(place, name):
@@ -74,7 +74,8 @@ def test_tables_match_the_rows(page):
     for name, found in marked(page.read_text()).items():
         expected = TABLES[name]() + '\n'
         assert found == expected, (
-            f'{page.name}, table {name}: run python tests/test_docs.py --write, or paste\n{expected}'
+            f'{page.name}, table {name}: run python tests/test_docs.py --write, '
+            f'or paste\n{expected}'
         )
 
 

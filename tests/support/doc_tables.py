@@ -95,8 +95,9 @@ def step_summary() -> str:
     ]
     return (
         f'{markdown(head, body)}\n\n'
-        f'{used[-1]["device"]}, bfloat16, medians; jax {versions["jax"]}, torch {versions["torch"]}; '
-        f'commits {commits}.\njaxunet ran {at_once} steps a call at batch {", ".join(together)}.'
+        f'{used[-1]["device"]}, bfloat16, medians; jax {versions["jax"]}, '
+        f'torch {versions["torch"]}; commits {commits}.\n'
+        f'jaxunet ran {at_once} steps a call at batch {", ".join(together)}.'
     )
 
 
