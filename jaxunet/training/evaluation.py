@@ -24,7 +24,7 @@ from jaxunet.runtime.errors import UserError
 from jaxunet.runtime.progress import progress_bar
 from jaxunet.runtime.rows import Row
 from jaxunet.sampling.generator import Generator
-from jaxunet.sampling.sampler import SamplerConfig
+from jaxunet.sampling.options import SamplerConfig
 from jaxunet.training.logs import StepTable, read_rows
 
 FEATURE_BATCH = 256  # images whose features are computed at a time

@@ -14,7 +14,7 @@ from jaxunet.config import Config
 from jaxunet.data.images import grid, save_png
 from jaxunet.model.unet import Params
 from jaxunet.sampling.generator import Generator
-from jaxunet.sampling.sampler import SamplerConfig
+from jaxunet.sampling.options import SamplerConfig
 from jaxunet.training.background import Background
 from jaxunet.training.evaluation import Evaluator, evaluation_table
 from jaxunet.training.logs import Logs
