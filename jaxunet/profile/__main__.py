@@ -1,22 +1,31 @@
-"""Profiles steady training steps: where the time of a step goes, on the device and on the host.
+"""Profiles steady training steps: shows where their time goes on the device and the host.
 
-    python -m jaxunet.profile --config configs/elephants64.py [--config.section.field=value ...] [--steps 5] [--top 10]
-    python -m jaxunet.profile --config configs/elephants64.py --backends xla,pallas        # the operations side by side
-    python -m jaxunet.profile --config configs/elephants64.py --compare before/xla.csv     # beside an earlier profile
+    # One backend, five steps, with overrides of the config:
+    python -m jaxunet.profile --config configs/elephants64.py [--config.section.field=value ...] \
+      [--steps 5] [--top 10]
+    # The operations of two backends side by side:
+    python -m jaxunet.profile --config configs/elephants64.py --backends xla,pallas
+    # The operations beside those of an earlier profile:
+    python -m jaxunet.profile --config configs/elephants64.py --compare before/xla.csv
 
-Steps are those of `jaxunet.train`: input, forward, backward, optimizer and averages; sampling and checkpoints are left out. Prints, per
-backend, the device time by phase, the operations that took the longest (with time, share, count and the backend that wrote the kernel),
-kernel launches a step, the device's idle share and how much of the gradient all-reduce other work hides. `OUTPUT` gets
+The steps are those of `jaxunet.train`: input, forward, backward, optimizer and averages, without
+sampling and checkpoints. For each backend the command prints the device time by phase, the longest
+operations (time, share, count, backend of the kernel), the kernel launches per step, the idle
+share of the device, and how much of the gradient all-reduce overlaps with other work. It writes to
+`OUTPUT`:
 
-  BACKEND.csv             every operation of device and host
-  BACKEND.trace.json.gz   a Chrome trace with the phases as tracks: open it in ui.perfetto.dev or chrome://tracing
-  BACKEND.xplane.pb       the same for XProf and TensorBoard
+  BACKEND.csv             every operation of the device and the host
+  BACKEND.trace.json.gz   a Chrome trace with the phases as tracks, for ui.perfetto.dev or
+                          chrome://tracing
+  BACKEND.xplane.pb       the same trace for XProf and TensorBoard
   profile.png             bar charts (needs the extra `plots`)
-  profile.jsonl           one more line a backend: commit, device, versions, config, and the numbers above
+  profile.jsonl           one appended line per backend: commit, device, versions, config, numbers
 
-An operation made of several (a fusion) counts for the phase and module of its result. A GPU's kernels are counted one by one also where
-one call launches a whole CUDA graph of them; the trace then names the graph only, and a kernel's place is found from the program's schedule
-(`jaxunet.profile.align`). With XLA_FLAGS=--xla_gpu_enable_command_buffer= there are no graphs: exact places, but more time on the host.
+A fusion counts towards the phase and module of its result. Kernels are counted one by one, even
+when one call launches a whole CUDA graph. The trace then names only the graph, and
+`jaxunet.profile.align` finds the instruction of each kernel from the schedule of the program.
+XLA_FLAGS=--xla_gpu_enable_command_buffer= turns graphs off: places are then exact, but the host
+takes more time.
 """
 
 from __future__ import annotations
@@ -44,32 +53,33 @@ from jaxunet.training.parallel import Parallel
 CONFIG = cli.define_config()
 STEPS = flags.DEFINE_integer('steps', 5, 'Training steps to trace.', lower_bound=1)
 WARMUP = flags.DEFINE_integer(
-    'warmup', 5, 'Steps before, so that what is traced runs steadily.', lower_bound=1
+    'warmup', 5, 'Steps before the trace, so that it shows a steady state.', lower_bound=1
 )
 TOP = flags.DEFINE_integer(
-    'top', 10, 'How many operations of device and host to print and draw.', lower_bound=1
+    'top', 10, 'Operations of device and host to print and draw.', lower_bound=1
 )
 BACKENDS = flags.DEFINE_list(
     'backends',
     [],
-    "Backends to profile one after the other, e.g. xla,pallas; default: the config's.",
+    "Backends to profile in turn, e.g. xla,pallas; default: the config's.",
 )
 COMPARE = flags.DEFINE_string(
     'compare',
     None,
-    'A CSV of an earlier profile, whose device operations are printed beside the new ones.',
+    'CSV of an earlier profile; its device operations are printed beside the new ones.',
 )
-OUTPUT = flags.DEFINE_string('output', 'profile', 'Folder for the files.')
+OUTPUT = flags.DEFINE_string('output', 'profile', 'Folder that the files are written to.')
 PLOT = flags.DEFINE_bool('plot', True, 'Draw profile.png.')
 
 
 def main(argv: Sequence[str]) -> None:
+    """Profiles every backend of the flags, and prints and draws the comparison."""
     config = resolve(CONFIG.value)
     names = BACKENDS.value or [config.backend]
     configs = [
         (name, resolve(to_dict(config.replace(backend=name)))) for name in dict.fromkeys(names)
     ]
-    # All that can be wrong is found before anything runs.
+    # Find every mistake before anything runs.
     if PLOT.value:
         report.check_plots()
     tables = (
@@ -104,7 +114,11 @@ def main(argv: Sequence[str]) -> None:
 
 
 def profile(name: str, config: Config, source: Source, output: pathlib.Path) -> Summary:
-    """Profiles one backend, prints what came out and writes its files, which are named after it.
+    """Profiles one backend, prints its profile and writes its files to `output`.
+
+    Args:
+      name: the backend as the flags name it; the files are called after it.
+      config: its resolved config.
 
     Raises:
       UserError: the backend, data or profiler does not work, or a file cannot be written.
@@ -139,7 +153,7 @@ def profile(name: str, config: Config, source: Source, output: pathlib.Path) -> 
 
 
 def row(name: str, config: Config, captured: Capture, summary: Summary) -> rows.Row:
-    """The JSON line of a profile."""
+    """Returns the row of a profile in profile.jsonl."""
     numbers = {
         k: v for k, v in dataclasses.asdict(summary).items() if k not in ('rows', 'idle_share')
     }

@@ -1,8 +1,9 @@
-"""Which instruction each kernel of a GPU belongs to, where the trace does not tell.
+"""Finds the instruction of each GPU kernel when the trace does not name it.
 
-XLA records most kernels into CUDA graphs (command buffers), and a trace names only the graph. But kernels run in the order of the
-program's schedule, a fusion's kernel is called like the fusion (or like an identical one, whose kernel it shares), and what libraries
-launch lies between them: so kernels and schedule are aligned as two texts are.
+XLA records most kernels into CUDA graphs (command buffers), and a trace names only the graph. But
+kernels run in the order of the program's schedule, and a fusion's kernel has the name of the
+fusion (or of an identical fusion, which shares its kernel). Kernels of libraries lie between them.
+So kernels and schedule can be aligned like two versions of a text.
 """
 
 from __future__ import annotations
@@ -18,30 +19,35 @@ COPY_NAMES = ('memcpy', 'memset')
 
 
 def is_copy(kernel: str) -> bool:
-    """Whether a device event is a copy or fill, by its name; CUDA graphs copy by kernels called `memcpy...`."""
+    """Returns True for the name of a copy or fill; CUDA graphs copy by kernels `memcpy...`."""
     return kernel.lower().startswith(COPY_NAMES)
 
 
 def stem(name: str) -> str:
-    """A name without the numbers that the compiler appends; those of the project's own kernels, `jaxunet_...`, may have a meaning."""
+    """Returns a name without the numbers that the compiler appends.
+
+    Numbers within the names of our own kernels, `jaxunet_...`, may have a meaning and stay.
+    """
     return name.partition('.')[0] if name.startswith('jaxunet_') else _NUMBERS.sub('', name) or name
 
 
 def align(kernels: Sequence[str], schedule: Sequence[str], libraries: Sequence[bool]) -> list[str]:
-    """The instruction of each kernel.
+    """Returns the instruction of each kernel.
+
+    A graph may run independent parts in another order than the schedule. Those kernels are matched
+    by name alone, in order.
 
     Args:
-      kernels: names of one run's kernels and copies, in order.
-      schedule: the instructions that do work, in order (`Program.schedule`); each has one kernel, or several if a library does it.
-      libraries: for each instruction of the schedule, whether a library does it.
-
-    Graphs may run independent parts in another order than the schedule's: those are matched by name alone, in order.
+      kernels: names of the kernels and copies of one run, in order.
+      schedule: the instructions that do work, in order (`Program.schedule`); each has one kernel,
+        or several if a library runs it.
+      libraries: for each instruction of the schedule, True if a library runs it.
     """
     if not schedule:
         return [''] * len(kernels)
     shared = {stem(name) for name in kernels} & {stem(name) for name in schedule}
     seen = [stem(k) if stem(k) in shared else _COPY if is_copy(k) else _LIBRARY for k in kernels]
-    # A fusion whose name no kernel has is a copy.
+    # A fusion without a kernel of its name was compiled to a copy.
     planned = [
         stem(s) if stem(s) in shared else _LIBRARY if lib else _COPY
         for s, lib in zip(schedule, libraries, strict=True)
@@ -59,7 +65,8 @@ def align(kernels: Sequence[str], schedule: Sequence[str], libraries: Sequence[b
     for k, token in enumerate(seen):
         if found[k] is None and left[token]:
             found[k] = left[token].popleft()
-    # What remains are more kernels of a library's call: the next one's, as its main kernel often comes last, else the one's before.
+    # The rest are further kernels of library calls: of the next call, whose main kernel often
+    # comes last, or of the one before.
     following: int | None = None
     for k in reversed(range(len(kernels))):
         if found[k] is not None:

@@ -1,4 +1,4 @@
-"""A profiler trace (.xplane.pb) as plain rows: operations of the devices, and what the host's threads did."""
+"""Reads a profiler trace (.xplane.pb): the operations of the devices and the events of the host."""
 
 from __future__ import annotations
 
@@ -7,9 +7,8 @@ import re
 import warnings
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
 
-from jax.profiler import ProfileData
+from jax.profiler import ProfileData, ProfileEvent
 
 from jaxunet.profile.align import align, is_copy, stem
 from jaxunet.profile.hlo import Program
@@ -24,28 +23,38 @@ from jaxunet.profile.phases import (
 )
 
 _GPU = re.compile(r'/device:GPU:(\d+)')
-# Of the tracer itself, and of XLA's CPU executor around the operations.
+# Events of the tracer itself, and of XLA's CPU executor around the operations.
 _NOISE = ('end: ', 'ThreadpoolListener::', 'ThunkExecutor::', '<UNKNOWN>', 'BUFFER_FLUSH')
-# Their bodies' operations are rows of their own.
+# Instructions whose bodies have events of their own.
 _CONTAINER = re.compile(r'(while|conditional|call)(\.\d+)?$')
 
 KERNEL, COPY, COLLECTIVE = 'kernel', 'copy', 'collective'
+Stat = str | bytes | int | float
+Ends = Mapping[tuple[str, Stat], float]  # (name, id) -> time of its `end: NAME` event
 
 
 @dataclass(frozen=True, slots=True)
 class DeviceOp:
-    """One operation on a device: a kernel or copy of a GPU's stream, or on the CPU an HLO instruction on one of XLA's threads.
+    """One operation of a device.
+
+    On a GPU it is a kernel or copy of a stream; on the CPU, an HLO instruction on one of XLA's
+    threads.
 
     Fields:
-      name: of the kernel (GPU) or instruction (CPU).
-      operation: what it counts as: its name without the compiler's numbers, what a library was asked for (`cudnn-conv-bw-filter`), or a
-        kernel of the project (`jaxunet_...`).
-      hlo: the instruction that it is part of; '' for what no compiled program asked for.
+      name: name of the kernel (GPU) or instruction (CPU).
+      operation: the name that it is counted under: `name` without the compiler's numbers, the
+        instruction that a library runs (`cudnn-conv-bw-filter`), or one of our kernels
+        (`jaxunet_...`).
+      hlo: the instruction that it is part of; '' outside compiled programs.
       path: its scopes (`jaxunet.profile.hlo`).
       kind: `kernel`, `copy` or `collective`.
-      start, duration: nanoseconds; all rows of a trace share one clock.
-      device, line: number of the device, name of the stream or thread.
-      graph: whether it was launched as part of a CUDA graph.
+      phase: one of `phases.PHASES`.
+      backend: xla, pallas or cuda.
+      start: nanoseconds; all events of a trace share one clock.
+      duration: nanoseconds.
+      device: number of the device.
+      line: name of the stream or thread.
+      graph: True if it was launched as part of a CUDA graph.
     """
 
     name: str
@@ -63,12 +72,13 @@ class DeviceOp:
 
     @property
     def end(self) -> float:
+        """End of the operation in nanoseconds."""
         return self.start + self.duration
 
 
 @dataclass(frozen=True, slots=True)
 class HostEvent:
-    """A stretch of one host thread, nanoseconds; `own` is its duration without the events within it."""
+    """An event of one host thread, in nanoseconds; `own` excludes the events nested in it."""
 
     name: str
     thread: str
@@ -79,7 +89,13 @@ class HostEvent:
 
 @dataclass(frozen=True)
 class Trace:
-    """What a trace shows. `platform` says what the device operations are: `gpu`, or `cpu` if XLA's threads of the host."""
+    """The contents of a trace.
+
+    Fields:
+      platform: `gpu`, or `cpu` if the device operations ran on XLA's threads of the host.
+      ops: operations of the devices.
+      host: events of the host's threads, without device operations.
+    """
 
     platform: str
     ops: list[DeviceOp]
@@ -88,28 +104,28 @@ class Trace:
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """An event of a trace as it stands there; nanoseconds."""
+    """An event as it stands in the trace file, in nanoseconds."""
 
     name: str
     start: float
     duration: float
-    stats: dict[str, Any]
+    stats: Mapping[str, Stat]
 
 
 Lines = Iterable[tuple[str, list[Event]]]  # name and events of each stream or thread
 
 
 def read_trace(path: pathlib.Path, program: Program, steps: int) -> Trace:
-    """Reads a trace as `jax.profiler` writes it.
+    """Reads a trace that `jax.profiler` wrote.
 
     Args:
-      program: what was traced (`read_hlo`), for the scopes of its operations.
-      steps: how often it ran.
+      path: the .xplane.pb file.
+      program: the traced program (`read_hlo`), which tells the scopes of the operations.
+      steps: how often the program ran.
     """
     with warnings.catch_warnings():
-        warnings.simplefilter(
-            'ignore', DeprecationWarning
-        )  # of the reader's own classes, under Python 3.13
+        # The reader's own classes warn under Python 3.13.
+        warnings.simplefilter('ignore', DeprecationWarning)
         planes = [
             (
                 plane.name,
@@ -120,12 +136,12 @@ def read_trace(path: pathlib.Path, program: Program, steps: int) -> Trace:
     return build_trace(planes, program, steps)
 
 
-def _event(event: Any) -> Event:
+def _event(event: ProfileEvent) -> Event:
     return Event(event.name, event.start_ns, event.duration_ns, dict(event.stats))
 
 
 def build_trace(planes: Iterable[tuple[str, Lines]], program: Program, steps: int) -> Trace:
-    """`read_trace` on planes already read: (name, [(line's name, events)])."""
+    """Builds the trace from planes: (name of the plane, [(name of the line, its events)])."""
     gpu: list[DeviceOp] = []
     cpu: list[DeviceOp] = []
     host: list[HostEvent] = []
@@ -134,7 +150,7 @@ def build_trace(planes: Iterable[tuple[str, Lines]], program: Program, steps: in
         if device := _GPU.search(name):
             gpu += _gpu_ops(int(device[1]), lines, program, steps)
         elif name == '/host:CPU':
-            ends = {
+            ends: Ends = {
                 (e.name[5:], e.stats['_c']): e.start
                 for _, events in lines
                 for e in events
@@ -147,67 +163,57 @@ def build_trace(planes: Iterable[tuple[str, Lines]], program: Program, steps: in
 
 
 def _gpu_ops(device: int, lines: Lines, program: Program, steps: int) -> list[DeviceOp]:
-    # Lines that are no streams repeat the same time, by module or step.
+    # Lines other than streams repeat the same time by module or step.
     order = sorted(
         ((line, e) for line, events in lines if line.startswith('Stream') for e in events),
         key=lambda pair: pair[1].start,
     )
-    own = [
-        e
-        for _, e in order
-        if e.stats.get('hlo_module') == program.name and not is_collective(e.name)
-    ]
-    told_of = {e.stats.get('hlo_op') for e in own} & program.instructions.keys()
-    hidden = [e for e in own if e.stats.get('hlo_op') not in told_of]
-    aligned: dict[int, str] = {}
-    if hidden and len(hidden) % steps == 0:
-        schedule = [
-            name
-            for name in program.schedule
-            if name not in told_of and not is_collective(program.instructions[name].opcode)
-        ]
-        libraries = [program.instructions[name].opcode == 'custom-call' for name in schedule]
-        found: dict[tuple[str, ...], list[str]] = {}  # every step is the same, as a rule
-        count = len(hidden) // steps
-        for first in range(0, len(hidden), count):
-            events = hidden[first : first + count]
-            kernels = tuple(e.name for e in events)
-            found[kernels] = found.get(kernels) or align(kernels, schedule, libraries)
-            aligned |= {id(e): name for e, name in zip(events, found[kernels], strict=True)}
+    aligned = _aligned([e for _, e in order], program, steps)
     ops = []
     for line, e in order:
-        told = str(e.stats.get('hlo_op', ''))
-        ops.append(
-            _device_op(
-                e,
-                e.duration,
-                device,
-                line,
-                told if told in program.instructions else aligned.get(id(e), told),
-                program,
-            )
-        )
+        named = str(e.stats.get('hlo_op', ''))
+        hlo = named if named in program.instructions else aligned.get(id(e), named)
+        ops.append(_device_op(e, e.duration, device, line, hlo, program))
     return ops
 
 
-def _cpu_ops(
-    line: str, events: list[Event], ends: Mapping[Any, float], program: Program
-) -> list[DeviceOp]:
+def _aligned(events: Iterable[Event], program: Program, steps: int) -> dict[int, str]:
+    """Returns the instructions of the program's kernels that the trace does not name, by `id`.
+
+    It is empty if the steps do not have equally many such kernels: a guess would be wrong.
+    """
+    own = [
+        e for e in events if e.stats.get('hlo_module') == program.name and not is_collective(e.name)
+    ]
+    named = {e.stats.get('hlo_op') for e in own} & program.instructions.keys()
+    hidden = [e for e in own if e.stats.get('hlo_op') not in named]
+    if not hidden or len(hidden) % steps:
+        return {}
+    schedule = [
+        name
+        for name in program.schedule
+        if name not in named and not is_collective(program.instructions[name].opcode)
+    ]
+    libraries = [program.instructions[name].opcode == 'custom-call' for name in schedule]
+    aligned: dict[int, str] = {}
+    found: dict[tuple[str, ...], list[str]] = {}  # steps are usually the same
+    count = len(hidden) // steps
+    for first in range(0, len(hidden), count):
+        step = hidden[first : first + count]
+        kernels = tuple(e.name for e in step)
+        found[kernels] = found.get(kernels) or align(kernels, schedule, libraries)
+        aligned |= {id(e): name for e, name in zip(step, found[kernels], strict=True)}
+    return aligned
+
+
+def _cpu_ops(line: str, events: list[Event], ends: Ends, program: Program) -> list[DeviceOp]:
     ops = []
     for e in events:
         if 'hlo_op' in e.stats and not _CONTAINER.match(e.name):
-            # Some are only started by their event, and go on in other threads until `end: NAME`.
-            end = max(e.start + e.duration, ends.get((e.name, e.stats.get('_p')), 0.0))
-            ops.append(
-                _device_op(
-                    e,
-                    end - e.start,
-                    int(e.stats.get('device_ordinal', 0)),
-                    line,
-                    str(e.stats['hlo_op']),
-                    program,
-                )
-            )
+            # The event may only start the operation; other threads run it until `end: NAME`.
+            end = max(e.start + e.duration, ends.get((e.name, e.stats.get('_p', '')), 0.0))
+            device = int(e.stats.get('device_ordinal', 0))
+            ops.append(_device_op(e, end - e.start, device, line, str(e.stats['hlo_op']), program))
     return ops
 
 
@@ -221,7 +227,7 @@ def _device_op(
         kind, phase = COLLECTIVE, ALL_REDUCE
     else:
         kind = COPY if is_copy(e.name) else KERNEL
-        # What no program asked for is a batch on its way to the device, or metrics on their way back.
+        # A copy outside programs moves a batch to the device, or metrics back.
         phase = phase_of(path) if module or kind == KERNEL else DATA
     backend = backend_of(e.name, hlo)
     operation = stem(e.name)
@@ -246,7 +252,7 @@ def _device_op(
 
 
 def _host_events(line: str, events: list[Event]) -> list[HostEvent]:
-    """The events of one thread but the device's, each with its own time."""
+    """Returns the events of one thread with their own times, without device operations."""
     order = sorted(
         (e for e in events if e.duration > 0 and not e.name.startswith(_NOISE)),
         key=lambda e: (e.start, -e.duration),

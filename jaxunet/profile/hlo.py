@@ -1,23 +1,24 @@
-"""The compiled program's text: what it launches in which order, and which scope of the Python code each instruction came from."""
+"""Reads the text of a compiled program: what it launches, in which order, from which scopes."""
 
 from __future__ import annotations
 
 import collections
 import re
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 
 from jaxunet.profile.phases import OTHER, PHASES, phase_of
 
 _MODULE = re.compile(r'HloModule ([^\s,]+)')
 _COMPUTATION = re.compile(r'^(ENTRY )?%?([\w.\-]+) (?:\(.*)?\{')
-# `%name = shape opcode(operands), attributes`: no shape, not even a tuple's, has a word right before a parenthesis.
+# `%name = shape opcode(operands), attributes`: no shape has a word right before a parenthesis.
 _INSTRUCTION = re.compile(r'^\s+(?:ROOT )?%?([\w.\-]+) = .*? ([a-z][a-z0-9\-]*)\(([^)]*)\)')
 _OPERAND = re.compile(r'%([\w.\-]+)')
 _OP_NAME = re.compile(r'op_name="([^"]*)"')
 _FUSED = re.compile(r'calls=%?([\w.\-]+)')
 _RUN = {'while': re.compile(r'body=%?([\w.\-]+)'), 'call': re.compile(r'to_apply=%?([\w.\-]+)')}
 _TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
+# Opcodes that do no work.
 _NOTHING = (
     'parameter',
     'constant',
@@ -27,7 +28,7 @@ _NOTHING = (
     'after-all',
     'partition-id',
     'replica-id',
-)  # no work
+)
 
 
 @dataclass(frozen=True)
@@ -36,7 +37,8 @@ class Instruction:
 
     Fields:
       opcode: as XLA prints it, e.g. `fusion`, `all-reduce-start`.
-      path: scopes and primitive, e.g. `jit(whole)/transpose(jvp(forward))/UNet/middle_res_0/mul`; '' if there is none to be found.
+      path: scopes and primitive, e.g. `jit(whole)/transpose(jvp(forward))/UNet/middle_res_0/mul`;
+        '' if there is none.
     """
 
     opcode: str
@@ -48,8 +50,10 @@ class Program:
     """A compiled program.
 
     Fields:
-      name: of the module. instructions: by name, of all computations.
-      schedule: names of the instructions that do work, in the order in which they run; a loop's body as often as it does.
+      name: name of the HLO module.
+      instructions: the instructions of all computations, by name.
+      schedule: names of the instructions that do work, in the order in which they run; the body of
+        a loop is repeated for every trip.
     """
 
     name: str
@@ -59,81 +63,99 @@ class Program:
 
 @dataclass
 class _Computation:
-    """Lines of one computation: (instruction, computation that it runs, how often)."""
+    """One computation: (instruction, computation that it runs, how often), and its scope paths."""
 
-    steps: list[tuple[str, str, int]]
-    paths: collections.Counter[str]
+    steps: list[tuple[str, str, int]] = field(default_factory=list)
+    paths: collections.Counter[str] = field(default_factory=collections.Counter)
+
+
+@dataclass
+class _Module:
+    """The parsed lines of a module; names are those of instructions unless said otherwise.
+
+    Fields:
+      paths: scope paths that tell a phase; other paths are argument names or the compiler's own.
+      operands: in the order of the text, in which operands come before their users.
+      fused: fusion -> the computation that it calls.
+      computations: by the name of the computation; `entry` is the one that the program runs.
+    """
+
+    opcodes: dict[str, str] = field(default_factory=dict)
+    paths: dict[str, str] = field(default_factory=dict)
+    operands: dict[str, list[str]] = field(default_factory=dict)
+    fused: dict[str, str] = field(default_factory=dict)
+    computations: collections.defaultdict[str, _Computation] = field(
+        default_factory=lambda: collections.defaultdict(_Computation)
+    )
+    entry: str = ''
 
 
 def read_hlo(text: str) -> Program:
-    """Reads `compiled.as_text()`.
+    """Reads the text of an optimised HLO module (`compiled.as_text()`).
 
-    Where the compiler lost the scope, or made the instruction up (copies, broadcasts, many fusions), it runs when its operands are there:
-    the path is that of the latest phase in the fusion (the commonest there), else of the operand of the latest phase, else of the user of
-    the earliest.
+    The compiler loses the scopes of some instructions and adds others (copies, broadcasts, many
+    fusions). Such an instruction runs once its operands are there, so it gets the path of the
+    latest phase within the fusion (the most frequent such path), else of the operand of the latest
+    phase, else of the user of the earliest phase.
     """
-    opcodes: dict[str, str] = {}
-    paths: dict[
-        str, str
-    ] = {}  # those that tell a phase; others are argument names, or what the compiler left
-    operands: dict[str, list[str]] = {}
-    fused: dict[str, str] = {}
-    computations: dict[str, _Computation] = collections.defaultdict(
-        lambda: _Computation([], collections.Counter())
-    )
-    here = entry = ''
+    module = _parse(text)
+    paths = _completed_paths(module)
+    header = _MODULE.match(text)
+    instructions = {
+        name: Instruction(opcode, paths.get(name, '')) for name, opcode in module.opcodes.items()
+    }
+    return Program(header[1] if header else '', instructions, list(_schedule(module, module.entry)))
+
+
+def _parse(text: str) -> _Module:
+    module = _Module()
+    here = ''
     for line in text.splitlines():
         found = _INSTRUCTION.match(line)
         if found is None:
             if header := _COMPUTATION.match(line):
                 here = header[2]
-                entry = here if header[1] else entry
+                module.entry = here if header[1] else module.entry
             continue
         name, opcode = found[1], found[2]
-        opcodes[name], operands[name] = opcode, _OPERAND.findall(found[3])
+        module.opcodes[name], module.operands[name] = opcode, _OPERAND.findall(found[3])
+        computation = module.computations[here]
         path = _OP_NAME.search(line)
         if path and phase_of(path[1]) != OTHER:
-            paths[name] = path[1]
-            computations[here].paths[path[1]] += 1
+            module.paths[name] = path[1]
+            computation.paths[path[1]] += 1
         if opcode == 'fusion' and (calls := _FUSED.search(line)):
-            fused[name] = calls[1]
+            module.fused[name] = calls[1]
         runs = _RUN[opcode].search(line) if opcode in _RUN else None
         trips = _TRIPS.search(line)
-        computations[here].steps.append(
-            (name, runs[1] if runs else '', int(trips[1]) if trips else 1)
-        )
-    for name, body in fused.items():
-        if name not in paths and (inside := computations[body].paths):
+        computation.steps.append((name, runs[1] if runs else '', int(trips[1]) if trips else 1))
+    return module
+
+
+def _completed_paths(module: _Module) -> Mapping[str, str]:
+    """Returns the paths of the module, completed as `read_hlo` says."""
+    paths = dict(module.paths)
+    for name, body in module.fused.items():
+        if name not in paths and (inside := module.computations[body].paths):
             paths[name] = max(inside, key=lambda path: (_order(path), inside[path]))
     users: dict[str, list[str]] = collections.defaultdict(list)
-    for (
-        name,
-        sources,
-    ) in operands.items():  # in the order of the text, operands come before their users
+    for name, sources in module.operands.items():
         if name not in paths and (near := [paths[source] for source in sources if source in paths]):
             paths[name] = max(near, key=_order)
         for source in sources:
             users[source].append(name)
-    for name in reversed(operands):
+    for name in reversed(module.operands):
         if name not in paths and (near := [paths[user] for user in users[name] if user in paths]):
             paths[name] = min(near, key=_order)
-    module = _MODULE.match(text)
-    instructions = {
-        name: Instruction(opcode, paths.get(name, '')) for name, opcode in opcodes.items()
-    }
-    return Program(
-        module[1] if module else '', instructions, list(_schedule(entry, computations, opcodes))
-    )
+    return paths
 
 
-def _schedule(
-    name: str, computations: dict[str, _Computation], opcodes: dict[str, str]
-) -> Iterator[str]:
-    for instruction, runs, trips in computations[name].steps:
+def _schedule(module: _Module, computation: str) -> Iterator[str]:
+    for instruction, runs, trips in module.computations[computation].steps:
         if runs:
             for _ in range(trips):
-                yield from _schedule(runs, computations, opcodes)
-        elif opcodes[instruction] not in _NOTHING:
+                yield from _schedule(module, runs)
+        elif module.opcodes[instruction] not in _NOTHING:
             yield instruction
 
 

@@ -1,4 +1,4 @@
-"""Arithmetic on sets of time intervals, each an array (n, 2) of starts and ends."""
+"""Arithmetic on sets of time intervals: arrays (n, 2) of starts and ends."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ Intervals = Float[np.ndarray, 'n 2']
 
 
 def union(spans: Intervals) -> Intervals:
-    """The same points in time as disjoint intervals, in order; empty ones are dropped."""
+    """Returns disjoint intervals, in order, that cover the same time; empty ones are dropped."""
     spans = spans[spans[:, 1] > spans[:, 0]]
     if len(spans) == 0:
         return spans
@@ -21,12 +21,12 @@ def union(spans: Intervals) -> Intervals:
 
 
 def length(spans: Intervals) -> float:
-    """Time covered by any of the intervals, in their unit."""
+    """Returns the time that the intervals cover together, in their unit."""
     joined = union(spans)
     return float(np.sum(joined[:, 1] - joined[:, 0]))
 
 
 def overlap(a: Intervals, b: Intervals) -> float:
-    """Time covered by both an interval of `a` and one of `b`."""
+    """Returns the time covered by both an interval of `a` and one of `b`."""
     # |A ∩ B| = |A| + |B| - |A ∪ B|
     return length(a) + length(b) - length(np.concatenate([a, b]))

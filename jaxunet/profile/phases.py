@@ -1,4 +1,4 @@
-"""What an operation is for and whose kernel it is, from its names: phases of the training step, kernel backends, collectives."""
+"""Classifies operations by their names: phase of the training step, backend, collective."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _COLLECTIVES = (
 _OWN = re.compile(r'jaxunet_\w+')
 _CUDA_KERNEL = re.compile(r'jaxunet::cuda::(?:\(anonymous namespace\)::|\w+::)*(\w+)[<(]')
 _SCOPE = re.compile(r'[^/();]+')
-# What JAX's transformations and loops put between the names of modules.
+# Scopes that JAX's transformations and loops insert between the names of modules.
 _BETWEEN = (
     'shard_map',
     'pmap',
@@ -44,10 +44,12 @@ _BETWEEN = (
 
 @functools.cache
 def phase_of(path: str) -> str:
-    """The phase of an operation, one of `PHASES`, from its scope path; collectives are told by their name (`is_collective`).
+    """Returns the phase of an operation, one of `PHASES`, from its scope path.
 
-    The training step (`jaxunet.training.step`) names its scopes data, forward, backward, optimizer; the gradient of what ran in a scope
-    has it wrapped in `transpose(...)` by JAX, as in `jit(whole)/transpose(jvp(forward))/UNet/middle_res_0/dot_general`.
+    The training step (`jaxunet.training.step`) names its scopes data, forward, backward and
+    optimizer. JAX wraps the scope of a gradient in `transpose(...)`, as in
+    `jit(whole)/transpose(jvp(forward))/UNet/middle_res_0/dot_general`. Collectives are recognised
+    by their name instead (`is_collective`).
     """
     scopes = set(_SCOPE.findall(path))
     if OPTIMIZER in scopes:
@@ -62,9 +64,13 @@ def phase_of(path: str) -> str:
 
 
 def own_name(*names: str) -> str:
-    """The stable name, `jaxunet_...`, of a kernel of the project within its kernel or instruction name; '' for others.
+    """Returns the stable name `jaxunet_...` of one of our kernels; '' for any other kernel.
 
-    A kernel of the CUDA library, `jaxunet::cuda::...::NAME<...>(...)`, is called `jaxunet_cuda_NAME`, whatever its template arguments.
+    A kernel of the CUDA library, `jaxunet::cuda::...::NAME<...>(...)`, is called
+    `jaxunet_cuda_NAME`, whatever its template arguments.
+
+    Args:
+      names: names of the kernel and of its instruction.
     """
     if library := next((match for name in names if (match := _CUDA_KERNEL.search(name))), None):
         return f'jaxunet_{CUDA}_{library[1]}'
@@ -73,27 +79,29 @@ def own_name(*names: str) -> str:
 
 
 def backend_of(*names: str) -> str:
-    """The backend (xla, pallas or cuda) that wrote a kernel, from its kernel and instruction names.
+    """Returns the backend of a kernel, xla, pallas or cuda, from its kernel and instruction names.
 
-    `own_name` is `jaxunet_cuda_...` for kernels of the CUDA library; other `jaxunet_...` are Pallas's.
+    Kernels whose `own_name` is `jaxunet_cuda_...` are from the CUDA library; other `jaxunet_...`
+    kernels are from Pallas.
     """
     own = own_name(*names)
     return CUDA if own.startswith(f'jaxunet_{CUDA}_') else PALLAS if own else XLA
 
 
 def is_collective(*names: str) -> bool:
-    """Whether devices talk to each other in it, by its opcode, instruction or kernel name."""
+    """Returns True if an opcode, instruction or kernel name is that of a collective."""
     return any(name.lower().startswith(_COLLECTIVES) for name in names)
 
 
 def module_of(path: str) -> str:
-    """The part of a scope path that names the place in the model, e.g. `UNet/up_0_res_1`; '' outside modules.
+    """Returns the module of the model in a scope path, e.g. `UNet/up_0_res_1`; '' outside modules.
 
-    Left out are the last component, which is the primitive, functions (`jit(...)`, `UNet._embed`) and JAX's transformations.
+    It leaves out the primitive (the last component), functions (`jit(...)`, `UNet._embed`) and
+    JAX's transformations.
     """
     parts = path.partition(';')[0].split('/')[:-1]
     scopes = [i for i, part in enumerate(parts) if not set(PHASES).isdisjoint(_SCOPE.findall(part))]
-    # Recomputed blocks name their scope, and the modules in it, a second time.
+    # Recomputed blocks repeat their scope and its modules; the last occurrence counts.
     return '/'.join(
         part
         for part in parts[scopes[-1] + 1 if scopes else 0 :]

@@ -1,4 +1,4 @@
-"""A profile for people and for files: text, CSV and bar chart."""
+"""Shows profiles as text, CSV files and bar charts."""
 
 from __future__ import annotations
 
@@ -20,37 +20,23 @@ COLOURS = dict(
     zip(PHASES, ('#7f7f7f', '#1f77b4', '#ff7f0e', '#d62728', '#2ca02c', '#bcbd22'), strict=True)
 )
 Table = Sequence[Sequence[str]]
+Axes = Any  # matplotlib.axes.Axes: matplotlib is optional
 
 
 def text(label: str, summary: Summary, *, step_ms: float, traced_step_ms: float, top: int) -> str:
-    """One profile: its numbers, phases, and its `top` device and host operations."""
-    unit = 'kernel launches' if summary.platform == 'gpu' else 'HLO operations'
-    lines = [
-        f'{label}: {step_ms:.2f} ms a step, device busy {summary.busy_ms:.2f} ms of it, idle {untraced_idle(summary, step_ms):.1%}; '
-        f'{summary.launches:.0f} {unit} and {summary.copies:.0f} copies a step',
-        f'while traced: {traced_step_ms:.2f} ms a step, idle {summary.idle_share:.1%}',
-    ]
-    if summary.devices > 1:
-        lines.append(f'a mean over {summary.devices} devices')
-    if summary.in_graphs:
-        lines.append(
-            f'{summary.in_graphs:.0f} of these in {summary.graph_launches:.0f} launches of CUDA graphs'
-        )
-    if summary.platform == 'cpu':
-        lines.append("device = CPU: operations on XLA's threads of the host, whose times add up")
-    if summary.overlapped_share is not None:
-        lines.append(
-            f'collectives: {summary.collective_ms:.3f} ms a step, {summary.overlapped_share:.1%} of it while the device computes'
-        )
+    """Returns one profile as text: its numbers, its phases, its `top` device and host operations.
+
+    Args:
+      label: name of the profile.
+      summary: numbers of the trace.
+      step_ms: milliseconds per step without the tracer.
+      traced_step_ms: milliseconds per step with the tracer.
+      top: operations to show for each side.
+    """
     total = sum(summary.phase_ms.values()) or 1.0
-    lines += [
-        '',
-        *align(
-            [
-                ('phase', 'device ms', 'share'),
-                *((p, f'{ms:.3f}', f'{ms / total:.1%}') for p, ms in summary.phase_ms.items()),
-            ]
-        ),
+    phases = [
+        ('phase', 'device ms', 'share'),
+        *((p, f'{ms:.3f}', f'{ms / total:.1%}') for p, ms in summary.phase_ms.items()),
     ]
     device = [('device operation', 'phase', 'backend', 'a step', 'ms', 'share', 'mostly in')]
     device += [
@@ -70,16 +56,51 @@ def text(label: str, summary: Summary, *, step_ms: float, traced_step_ms: float,
         (shorten(r.operation, 60), f'{r.count:.4g}', f'{r.ms:.3f}', f'{r.share:.1%}')
         for r in summary.side(HOST)[:top]
     ]
-    return '\n'.join([*lines, '', *align(device), '', *align(host)])
+    head = _headline(label, summary, step_ms, traced_step_ms)
+    return '\n'.join([*head, '', *align(phases), '', *align(device), '', *align(host)])
+
+
+def _headline(label: str, summary: Summary, step_ms: float, traced_step_ms: float) -> list[str]:
+    """Returns the sentences above the tables."""
+    unit = 'kernel launches' if summary.platform == 'gpu' else 'HLO operations'
+    lines = [
+        f'{label}: {step_ms:.2f} ms a step, device busy {summary.busy_ms:.2f} ms of it, '
+        f'idle {untraced_idle(summary, step_ms):.1%}; '
+        f'{summary.launches:.0f} {unit} and {summary.copies:.0f} copies a step',
+        f'while traced: {traced_step_ms:.2f} ms a step, idle {summary.idle_share:.1%}',
+    ]
+    if summary.devices > 1:
+        lines.append(f'a mean over {summary.devices} devices')
+    if summary.in_graphs:
+        launches = f'{summary.graph_launches:.0f} launches of CUDA graphs'
+        lines.append(f'{summary.in_graphs:.0f} of these in {launches}')
+    if summary.platform == 'cpu':
+        lines.append("device = CPU: operations on XLA's threads of the host; their times add up")
+    if summary.overlapped_share is not None:
+        lines.append(
+            f'collectives: {summary.collective_ms:.3f} ms a step, '
+            f'{summary.overlapped_share:.1%} of it while the device computes'
+        )
+    return lines
 
 
 def untraced_idle(summary: Summary, step_ms: float) -> float:
-    """The device's idle share without the tracer, which slows the host down: what its operations leave of the step's time."""
+    """Returns the idle share of the device without the tracer, which slows the host down.
+
+    It is the part of an untraced step (`step_ms`) in which no operation runs.
+    """
     return max(0.0, 1 - summary.busy_ms / step_ms)
 
 
 def side_by_side(columns: Sequence[tuple[str, Sequence[Row]]], top: int) -> str:
-    """The `top` device operations of several profiles beside each other, each under its label, busy time and launches a step."""
+    """Returns the `top` device operations of several profiles, one column of text for each.
+
+    Above each column stand its label, the time of its operations and its launches per step.
+
+    Args:
+      columns: (label, rows) of each profile.
+      top: operations to show.
+    """
     blocks = []
     for label, rows in columns:
         device = [r for r in rows if r.side == DEVICE]
@@ -103,7 +124,7 @@ def side_by_side(columns: Sequence[tuple[str, Sequence[Row]]], top: int) -> str:
 
 
 def align(rows: Table) -> list[str]:
-    """Rows as lines of equal length: text to the left, numbers to the right."""
+    """Returns the rows as lines of equal length: text left-aligned, numbers right-aligned."""
     widths = [max(len(cell) for cell in column) for column in zip(*rows, strict=True)]
     numeric = [all(cell[:1].isdigit() for cell in column[1:]) for column in zip(*rows, strict=True)]
     return [
@@ -115,14 +136,14 @@ def align(rows: Table) -> list[str]:
 
 
 def shorten(name: str, width: int) -> str:
-    """At most `width` characters; the middle goes, as kernels differ at their ends."""
-    return (
-        name if len(name) <= width else f'{name[: width // 2 - 1]}…{name[-(width - width // 2) :]}'
-    )
+    """Cuts a name to `width` characters, in the middle: kernels often differ at their ends."""
+    if len(name) <= width:
+        return name
+    return f'{name[: width // 2 - 1]}…{name[-(width - width // 2) :]}'
 
 
 def write_csv(path: pathlib.Path, rows: Sequence[Row]) -> None:
-    """All rows, with their names as header. Raises `OSError`."""
+    """Writes all rows under a header of their field names. Raises OSError."""
     with path.open('w', newline='', encoding='utf-8') as file:
         writer = csv.DictWriter(file, COLUMNS)
         writer.writeheader()
@@ -130,10 +151,10 @@ def write_csv(path: pathlib.Path, rows: Sequence[Row]) -> None:
 
 
 def read_csv(path: pathlib.Path) -> list[Row]:
-    """What `write_csv` wrote.
+    """Reads a file of `write_csv`.
 
     Raises:
-      UserError: the file cannot be read, or is no such CSV.
+      UserError: the file cannot be read, or is not such a CSV.
     """
     types = typing.get_type_hints(Row)
     try:
@@ -142,7 +163,8 @@ def read_csv(path: pathlib.Path) -> list[Row]:
             if tuple(reader.fieldnames or ()) != COLUMNS:
                 expected = ', '.join(COLUMNS)
                 raise UserError(
-                    f'{path}: expected the columns {expected}, found {reader.fieldnames}; give a CSV of jaxunet.profile'
+                    f'{path}: expected the columns {expected}, found {reader.fieldnames}; give a '
+                    'CSV of jaxunet.profile'
                 )
             return [
                 Row(**{name: types[name](value) for name, value in row.items()}) for row in reader
@@ -157,12 +179,13 @@ def check_plots() -> None:
     """Raises UserError unless charts can be drawn."""
     if importlib.util.find_spec('matplotlib') is None:
         raise UserError(
-            '--plot: needs matplotlib, which is not installed; pip install "jaxunet[plots]", or pass --noplot'
+            '--plot: needs matplotlib, which is not installed; pip install "jaxunet[plots]", or '
+            'pass --noplot'
         )
 
 
 class Chart(NamedTuple):
-    """What a picture shows of a profile; times are milliseconds a step."""
+    """The numbers of a profile that `plot` draws; times are milliseconds per step."""
 
     label: str
     busy_ms: float
@@ -172,43 +195,48 @@ class Chart(NamedTuple):
 
 
 def plot(path: pathlib.Path, charts: Sequence[Chart], top: int) -> None:
-    """A PNG: per profile, a bar of its phases over the bars of its `top` device operations.
+    """Draws a PNG: for each profile, a bar of its phases above bars of its `top` operations.
 
     Raises:
       UserError: matplotlib is missing.
     """
     check_plots()
-    from matplotlib.figure import Figure  # an extra  # noqa: PLC0415
+    from matplotlib.figure import Figure  # noqa: PLC0415
     from matplotlib.patches import Patch  # noqa: PLC0415
 
     figure = Figure(figsize=(10 * len(charts), 2.2 + 0.34 * top), layout='constrained')
-    axes: Any = figure.subplots(
+    axes = figure.subplots(
         2, len(charts), squeeze=False, sharex='row', height_ratios=(1, max(top, 3))
     )
     for chart, phases, bars in zip(charts, *axes, strict=True):
-        phases.set_title(
-            f'{chart.label}: device busy {chart.busy_ms:.2f} ms, {chart.launches:.0f} launches a step'
-        )
-        left = 0.0
-        for phase, ms in chart.phase_ms.items():
-            phases.barh(['phases'], [ms], left=[left], color=COLOURS[phase])
-            left += ms
-        rows = [row for row in chart.rows if row.side == DEVICE][:top]
-        names = [f'{shorten(row.operation, 44)}  ×{row.count:.3g}' for row in rows]
-        bars.barh(
-            range(len(rows)), [row.ms for row in rows], color=[COLOURS[row.phase] for row in rows]
-        )
-        bars.set_yticks(range(len(rows)), names)
-        for place, row in enumerate(rows):
-            bars.annotate(
-                f' {row.share:.1%} {row.backend}', (row.ms, place), va='center', fontsize='small'
-            )
-        bars.invert_yaxis()
-        bars.margins(x=0.18)
-        bars.set_xlabel('device time a step, ms')
+        _draw(chart, phases, bars, top)
     figure.legend(
         handles=[Patch(color=colour, label=phase) for phase, colour in COLOURS.items()],
         loc='outside lower center',
         ncols=6,
     )
     figure.savefig(path, dpi=110)
+
+
+def _draw(chart: Chart, phases: Axes, bars: Axes, top: int) -> None:
+    """Draws one profile on two axes: its phases, and its `top` device operations."""
+    phases.set_title(
+        f'{chart.label}: device busy {chart.busy_ms:.2f} ms, {chart.launches:.0f} launches a step'
+    )
+    left = 0.0
+    for phase, ms in chart.phase_ms.items():
+        phases.barh(['phases'], [ms], left=[left], color=COLOURS[phase])
+        left += ms
+    rows = [row for row in chart.rows if row.side == DEVICE][:top]
+    names = [f'{shorten(row.operation, 44)}  ×{row.count:.3g}' for row in rows]
+    bars.barh(
+        range(len(rows)), [row.ms for row in rows], color=[COLOURS[row.phase] for row in rows]
+    )
+    bars.set_yticks(range(len(rows)), names)
+    for place, row in enumerate(rows):
+        bars.annotate(
+            f' {row.share:.1%} {row.backend}', (row.ms, place), va='center', fontsize='small'
+        )
+    bars.invert_yaxis()
+    bars.margins(x=0.18)
+    bars.set_xlabel('device time a step, ms')

@@ -1,4 +1,8 @@
-"""What a trace amounts to, per training step and device: time by phase and operation, launches, idle share, overlap of collectives."""
+"""Sums a trace up per training step and device.
+
+The numbers are the time by phase and operation, launches, the idle share and the overlap of
+collectives.
+"""
 
 from __future__ import annotations
 
@@ -15,21 +19,27 @@ from jaxunet.profile.events import COLLECTIVE, COPY, DeviceOp, HostEvent, Trace
 from jaxunet.profile.intervals import Intervals
 from jaxunet.profile.phases import PHASES, module_of
 
-_HOST_NUMBERS = re.compile(r'^\[\d+\] | \(\w+:\d+\)$')  # of the device, of a graph
+_HOST_NUMBERS = re.compile(r'^\[\d+\] | \(\w+:\d+\)$')  # numbers of the device and of a graph
 GRAPH_LAUNCH = 'cuGraphLaunch'
 DEVICE, HOST = 'device', 'host'
 
 
 @dataclass(frozen=True)
 class Row:
-    """Operations of one kind, name, phase and backend, taken together.
+    """All operations of one kind, name, phase and backend.
 
     Fields:
-      side: `device` or `host`. kind: of the device's, `kernel`, `copy` or `collective`; '' on the host.
-      operation: see `DeviceOp`; on the host the name, without numbers.
-      phase, backend: of `PHASES`, and xla, pallas or cuda; '' on the host.
-      count: how many a step. ms: their time a step. share: of the device's busy time, or of all time that host threads were traced.
-      place: the module, and kernel: the full name of the kernel, that most of the time was spent for; '' on the host.
+      side: `device` or `host`.
+      kind: `kernel`, `copy` or `collective`; '' on the host.
+      operation: see `DeviceOp`; on the host, the event's name without numbers.
+      phase: one of `PHASES`; '' on the host.
+      backend: xla, pallas or cuda; '' on the host.
+      count: operations per step.
+      ms: milliseconds per step.
+      share: part of the time of all operations of the device, or of all traced time of host
+        threads.
+      place: the module of the model that most of the time was spent for; '' on the host.
+      kernel: the full name of the kernel that took most of the time; '' on the host.
     """
 
     side: str
@@ -46,15 +56,25 @@ class Row:
 
 @dataclass(frozen=True)
 class Summary:
-    """A trace in numbers, each per step and (but for `devices`) a mean over the devices.
+    """The numbers of a trace, per step and as means over the devices.
 
     Fields:
-      window_ms: from the first operation to the end of the last. busy_ms: of which any operation ran. idle_share: 1 - busy / window.
-      launches: kernels, collectives included. copies: copies and fills.
-      graph_launches: launches of CUDA graphs. in_graphs: kernels and copies that these consist of.
-      phase_ms: time of the operations by phase, in the order of `PHASES`; operations that run at once count each.
-      collective_ms: time in collectives. overlapped_share: of which other operations ran; None without collectives.
-      rows: by falling time, the device's before the host's.
+      platform: `gpu` or `cpu`.
+      devices: number of devices.
+      steps: number of traced steps.
+      window_ms: time from the first operation to the end of the last.
+      busy_ms: time in which any operation ran.
+      idle_share: 1 - busy / window.
+      launches: kernels, including collectives.
+      copies: copies and fills.
+      graph_launches: launches of CUDA graphs.
+      in_graphs: kernels and copies within these graphs.
+      phase_ms: time of the operations by phase, in the order of `PHASES`; simultaneous operations
+        all count.
+      collective_ms: time in collectives.
+      overlapped_share: part of `collective_ms` in which other operations ran; None without
+        collectives.
+      rows: longest first, the device before the host.
     """
 
     platform: str
@@ -73,16 +93,18 @@ class Summary:
     rows: list[Row]
 
     def side(self, side: str) -> list[Row]:
+        """Returns the rows of `DEVICE` or `HOST`."""
         return [row for row in self.rows if row.side == side]
 
 
 def summarise(trace: Trace, steps: int) -> Summary:
-    """Takes a trace of `steps` steps together. The trace must have device operations."""
+    """Sums up a trace of `steps` steps, which must have device operations."""
     by_device: dict[int, list[DeviceOp]] = collections.defaultdict(list)
     for op in trace.ops:
         by_device[op.device].append(op)
     devices = len(by_device)
-    each = 1e-6 / (steps * devices)  # from nanoseconds of all to milliseconds a step and device
+    # From nanoseconds of the whole trace to milliseconds per step and device.
+    each = 1e-6 / (steps * devices)
     windows = [
         max(op.end for op in ops) - min(op.start for op in ops) for ops in by_device.values()
     ]
@@ -115,12 +137,17 @@ def summarise(trace: Trace, steps: int) -> Summary:
 
 
 def spans(ops: Iterable[DeviceOp]) -> Intervals:
-    """Starts and ends, (n, 2)."""
+    """Returns the starts and ends of the operations in nanoseconds, (n, 2)."""
     return np.array([(op.start, op.end) for op in ops], np.float64).reshape(-1, 2)
 
 
 def device_rows(ops: Sequence[DeviceOp], divisor: int) -> list[Row]:
-    """The operations by name, phase and backend, longest first; counts and times are divided by `divisor`."""
+    """Returns the operations by kind, name, phase and backend, longest first.
+
+    Args:
+      ops: operations of all devices.
+      divisor: number that counts and times are divided by (steps × devices).
+    """
     groups: dict[tuple[str, str, str, str], list[DeviceOp]] = collections.defaultdict(list)
     for op in ops:
         groups[op.kind, op.operation, op.phase, op.backend].append(op)
@@ -128,29 +155,30 @@ def device_rows(ops: Sequence[DeviceOp], divisor: int) -> list[Row]:
     rows = []
     for (kind, name, phase, backend), members in groups.items():
         time = sum(op.duration for op in members)
-        place, kernel = (
-            _longest((module_of(op.path), op.duration) for op in members),
-            _longest((op.name, op.duration) for op in members),
-        )
         rows.append(
             Row(
-                DEVICE,
-                kind,
-                name,
-                phase,
-                backend,
-                len(members) / divisor,
-                time * 1e-6 / divisor,
-                time / total,
-                place,
-                kernel,
+                side=DEVICE,
+                kind=kind,
+                operation=name,
+                phase=phase,
+                backend=backend,
+                count=len(members) / divisor,
+                ms=time * 1e-6 / divisor,
+                share=time / total,
+                place=_longest((module_of(op.path), op.duration) for op in members),
+                kernel=_longest((op.name, op.duration) for op in members),
             )
         )
     return sorted(rows, key=lambda row: -row.ms)
 
 
 def host_rows(events: Sequence[HostEvent], divisor: int) -> list[Row]:
-    """What the host's threads did, by name, longest own time first."""
+    """Returns the events of the host's threads by name, longest own time first.
+
+    Args:
+      events: events of all threads.
+      divisor: number that counts and times are divided by (steps).
+    """
     groups: dict[str, list[HostEvent]] = collections.defaultdict(list)
     for event in events:
         groups[stem(_HOST_NUMBERS.sub('', event.name))].append(event)
@@ -160,23 +188,23 @@ def host_rows(events: Sequence[HostEvent], divisor: int) -> list[Row]:
         own = sum(event.own for event in members)
         rows.append(
             Row(
-                HOST,
-                '',
-                name,
-                '',
-                '',
-                len(members) / divisor,
-                own * 1e-6 / divisor,
-                own / total,
-                '',
-                '',
+                side=HOST,
+                kind='',
+                operation=name,
+                phase='',
+                backend='',
+                count=len(members) / divisor,
+                ms=own * 1e-6 / divisor,
+                share=own / total,
+                place='',
+                kernel='',
             )
         )
     return sorted(rows, key=lambda row: -row.ms)
 
 
 def _longest(durations: Iterable[tuple[str, float]]) -> str:
-    """The name with the most time."""
+    """Returns the name with the most time."""
     total: dict[str, float] = collections.defaultdict(float)
     for name, duration in durations:
         total[name] += duration
