@@ -20,12 +20,14 @@ from tiny import flags, tiny_config
 
 from jaxunet.checkpoint.state import fresh_state
 from jaxunet.config import Config, resolve
+from jaxunet.profile.report import check_plots
 from jaxunet.runtime import subprocesses as processes
 from jaxunet.runtime.errors import UserError
 from jaxunet.sweep import measure, report, runner
 from jaxunet.sweep.folder import config_arguments, load, save
 from jaxunet.sweep.points import Axis, Machine, expand, merge, parse_axes, show
 from jaxunet.sweep.presets import PRESETS
+from jaxunet.sweep.results import Sweep, geometric_mean, worth
 from jaxunet.sweep.runner import Options
 
 ORIGIN = {
@@ -550,11 +552,11 @@ def made_up():
             None if (precision, n) == ('float32', 4) else speed[precision] * 100 * n**0.5
         ),
     )
-    return report.Sweep(axes, rows, 0, ['a note'], '--config configs/x.py', 'Made up')
+    return Sweep(axes, rows, 0, ['a note'], '--config configs/x.py', 'Made up')
 
 
 def test_what_an_option_is_worth():
-    found = {(w.axis.name, w.value): w for w in report.worth(made_up())}
+    found = {(w.axis.name, w.value): w for w in worth(made_up())}
     assert found['precision', 'bfloat16'].ratios == pytest.approx(
         [3, 3]
     )  # the pair with 4 devices is incomplete
@@ -562,7 +564,7 @@ def test_what_an_option_is_worth():
     assert found['parallel.devices', 4].ratios == pytest.approx([2])
     assert found['parallel.devices', 4].efficiency == pytest.approx(0.5)
     assert found['precision', 'bfloat16'].efficiency is None
-    assert report.geometric_mean([1, 4]) == pytest.approx(2)
+    assert geometric_mean([1, 4]) == pytest.approx(2)
 
 
 def test_report_csv_and_plots(tmp_path):
@@ -603,9 +605,7 @@ def test_report_csv_and_plots(tmp_path):
 
 def test_a_sweep_without_any_result_has_a_report(tmp_path):
     axes = parse_axes(['precision=float32,bfloat16'])
-    sweep = report.Sweep(
-        axes, rows_of(axes, lambda precision: None)[:1], 1, [], '--config x', 'None'
-    )
+    sweep = Sweep(axes, rows_of(axes, lambda precision: None)[:1], 1, [], '--config x', 'None')
     report.write(sweep, tmp_path, plot=True)
     text = (tmp_path / 'report.md').read_text()
     assert 'No point ran to its end' in text
@@ -615,9 +615,9 @@ def test_a_sweep_without_any_result_has_a_report(tmp_path):
 
 def test_without_matplotlib(monkeypatch):
     monkeypatch.setitem(sys.modules, 'matplotlib', None)
-    monkeypatch.setattr(report.importlib.util, 'find_spec', lambda name: None)
+    monkeypatch.setattr('importlib.util.find_spec', lambda name: None)
     with pytest.raises(UserError, match=r'needs matplotlib.*jaxunet\[plots\].*--noplot'):
-        report.check_plots()
+        check_plots()
 
 
 def test_a_folder_without_a_sweep(tmp_path):

@@ -15,9 +15,9 @@ import numpy as np
 from jaxunet.compare.runner import COSTS, Spec
 from jaxunet.compare.worker import finished
 from jaxunet.metrics.table import general_label
+from jaxunet.profile.report import check_plots
 from jaxunet.runtime import rows
 from jaxunet.runtime.errors import UserError
-from jaxunet.sweep.report import check_plots
 
 __all__ = ['check_plots', 'markdown', 'write']
 

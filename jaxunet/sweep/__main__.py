@@ -1,19 +1,25 @@
-"""Measures the training step over a grid of configs, and tells what each option is worth.
+"""Measures the training step over a grid of configs and reports what each option is worth.
 
-    python -m jaxunet.sweep --config configs/elephants64.py --vary precision=float32,bfloat16 --vary data.batch_size=32,64,128
-    python -m jaxunet.sweep --config configs/elephants64.py --preset devices_batch [--vary parallel.devices=1,2]
+    python -m jaxunet.sweep --config configs/elephants64.py --vary precision=float32,bfloat16 \
+      --vary data.batch_size=32,64,128
+    python -m jaxunet.sweep --config configs/elephants64.py --preset devices_batch \
+      [--vary parallel.devices=1,2]
     python -m jaxunet.sweep --output runs/sweep --plot_only
 
-`--vary` takes any field of the config, and `jit=on,off` and `batch_per_device=32,64` besides. Every point runs in a process of its own:
-one that crashes, hangs (--timeout) or runs out of memory is a row with its reason. Steps are those of `jaxunet.train`, input included,
-sampling and checkpoints left out. Compiling is told apart; set JAX_ENABLE_COMPILATION_CACHE=false to compile anew. On a machine without
-GPU, a point of several devices gets them from XLA's --xla_force_host_platform_device_count, on the same cores.
+`--vary` takes any field of the config, and also `jit=on,off` and `batch_per_device=32,64`. Every
+point runs in its own process: one that crashes, hangs (--timeout) or runs out of memory becomes a
+row with the reason. The steps are those of `jaxunet.train`, input included, without sampling and
+checkpoints. Compile time is a column of its own; JAX_ENABLE_COMPILATION_CACHE=false compiles
+everything again. Without a GPU, XLA's --xla_force_host_platform_device_count emulates several
+devices on the same cores.
 
-The same command again goes on where it was, and measures nothing twice. `OUTPUT` gets
+The same command resumes an interrupted sweep and measures nothing twice. It writes to `OUTPUT`:
 
-  results.jsonl   one line a point: numbers, config, commit, device, versions
-  results.csv, AXIS.png, report.md      the table, a plot an axis (needs the extra `plots`; operations.png of profiles), and the report
-  logs/           what each point's process printed, after the command that repeats it
+  results.jsonl   one line per point: numbers, config, commit, device, versions
+  results.csv     the same as a table
+  AXIS.png        one plot per axis, or operations.png for profiles (needs the extra `plots`)
+  report.md       the report
+  logs/           the output of each point's process, below the command that repeats it
 """
 
 from __future__ import annotations
@@ -24,12 +30,12 @@ import shlex
 import signal
 import sys
 from collections.abc import Sequence
-from typing import Any
 
 from absl import flags
 
 from jaxunet.config import Config, cli, resolve
 from jaxunet.data.sources import open_images
+from jaxunet.profile.report import check_plots
 from jaxunet.runtime.errors import UserError
 from jaxunet.sweep import folder, report, runner
 from jaxunet.sweep.points import Point, expand, merge, parse_axes
@@ -37,62 +43,63 @@ from jaxunet.sweep.presets import PRESETS
 
 CONFIG = cli.define_config()
 VARY = flags.DEFINE_multi_string(
-    'vary', [], 'NAME=VALUE,VALUE,...: an axis of the grid; the first value is the baseline.'
+    'vary', [], 'An axis of the grid, NAME=VALUE,VALUE,...; the first value is the baseline.'
 )
 PRESET = flags.DEFINE_enum(
-    'preset', None, list(PRESETS), 'A ready sweep; --vary replaces its axes, or adds some.'
+    'preset', None, list(PRESETS), 'A predefined sweep; --vary replaces its axes or adds new ones.'
 )
 OUTPUT = flags.DEFINE_string(
-    'output', None, 'Folder for results and report; default: runs/sweep, or runs/sweep_PRESET.'
+    'output', None, 'Folder of results and report; default: runs/sweep, or runs/sweep_PRESET.'
 )
 STEPS = flags.DEFINE_integer(
     'steps',
     None,
-    'Steps to time at every point; default: 100, or what the preset says.',
+    "Timed steps of each point; default: the preset's, or 100.",
     lower_bound=1,
 )
 WARMUP = flags.DEFINE_integer(
-    'warmup', None, 'Steps before them; default: 10, or what the preset says.', lower_bound=1
+    'warmup', None, "Steps before the timed ones; default: the preset's, or 10.", lower_bound=1
 )
 MAX_SECONDS = flags.DEFINE_float(
     'max_seconds',
     60.0,
-    'End the timed steps of a point after this (5 calls of the compiled step at least).',
+    'Time limit of the timed steps of a point; at least 5 calls of the compiled step are timed.',
     lower_bound=0.0,
 )
 TIMEOUT = flags.DEFINE_float(
-    'timeout', 900.0, 'Seconds after which the process of a point is ended.', lower_bound=0.1
+    'timeout', 900.0, 'Seconds after which the process of a point is killed.', lower_bound=0.1
 )
-RETRY_FAILED = flags.DEFINE_bool('retry_failed', False, 'Run points again that failed before.')
+RETRY_FAILED = flags.DEFINE_bool('retry_failed', False, 'Run failed points again.')
 COMPILE_JOBS = flags.DEFINE_integer(
     'compile_jobs',
     0,
-    'First compile all points into the compilation cache, so many at a time; their compile times then show as cached. On a GPU the '
-    'compiler picks kernels by timing them, which neighbours disturb: leave it at 0 for numbers to rely on.',
+    'Compile all points into the compilation cache first, this many at a time; their compile times '
+    'then show as cached. On a GPU the compiler chooses kernels by timing them, and simultaneous '
+    'compilations disturb these timings: leave this at 0 for reliable numbers.',
     lower_bound=0,
 )
 SIDE_BY_SIDE = flags.DEFINE_bool(
     'side_by_side',
     False,
-    'Points of fewer GPUs than the machine has run beside each other, each on GPUs of its own. They share the host: leave it out '
-    'where that is what you measure, as for data.num_workers.',
+    'Run points that need only some of the GPUs at the same time, each on its own GPUs. They share '
+    'the host: do not use this to measure the host, as with data.num_workers.',
 )
 PLOT_ONLY = flags.DEFINE_bool(
-    'plot_only', False, 'Write the report of what OUTPUT holds, without running anything.'
+    'plot_only', False, 'Write the report of the results in OUTPUT without running anything.'
 )
 PLOT = flags.DEFINE_bool('plot', True, 'Draw the plots.')
 
 
 def main(argv: Sequence[str]) -> None:
+    """Runs the sweep of the flags (not with `--plot_only`), and writes and prints its report."""
     directory = pathlib.Path(
         OUTPUT.value or f'runs/sweep{"_" + PRESET.value if PRESET.value else ""}'
     )
     if PLOT.value:
-        report.check_plots()
+        check_plots()
     if not PLOT_ONLY.value:
-        signal.signal(
-            signal.SIGTERM, signal.default_int_handler
-        )  # a point must not outlive the sweep
+        # A point must not outlive the sweep.
+        signal.signal(signal.SIGTERM, signal.default_int_handler)
         try:
             measure(directory)
         except KeyboardInterrupt:
@@ -105,7 +112,11 @@ def main(argv: Sequence[str]) -> None:
 
 
 def measure(directory: pathlib.Path) -> None:
-    """Runs the grid that the flags describe."""
+    """Runs the grid of the flags and writes its results to the folder.
+
+    Raises:
+      UserError: a flag, the config or the data is wrong.
+    """
     config = resolve(CONFIG.value)
     preset = PRESETS[PRESET.value] if PRESET.value else None
     axes = merge(parse_axes(preset.axes if preset else ()), parse_axes(VARY.value))
@@ -121,16 +132,8 @@ def measure(directory: pathlib.Path) -> None:
     )
     machine = runner.probe()
     points, notes = expand(config, axes, machine)
-    if options.tool == runner.PROFILE and not all(point.jit for point in points):
-        raise UserError(
-            f'--vary jit: --preset {PRESET.value} traces compiled steps, so off has no meaning; leave jit out'
-        )
-    if options.tool == runner.PROFILE and any(
-        not p.problem and resolve(p.raw).train.steps_per_call > 1 for p in points
-    ):
-        raise UserError(
-            f'train.steps_per_call: --preset {PRESET.value} traces steps one by one; set it to 0 or 1'
-        )
+    if options.tool == runner.PROFILE:
+        check_profiled(points)
     check_data(points)
     for note in notes:
         print(f'note: {note}')
@@ -147,9 +150,27 @@ def measure(directory: pathlib.Path) -> None:
     runner.run(points, directory, options, machine, say=lambda line: print(line, flush=True))
 
 
+def check_profiled(points: Sequence[Point]) -> None:
+    """Raises UserError if a point runs steps that `jaxunet.profile` cannot trace."""
+    if not all(point.jit for point in points):
+        raise UserError(
+            f'--vary jit: --preset {PRESET.value} traces compiled steps, so jit=off has no '
+            'meaning; leave jit out'
+        )
+    if any(not p.problem and resolve(p.raw).train.steps_per_call > 1 for p in points):
+        raise UserError(
+            f'train.steps_per_call: --preset {PRESET.value} traces steps one by one; set it to 0 '
+            'or 1'
+        )
+
+
 def check_data(points: Sequence[Point]) -> None:
-    """Opens the images of every point that can run, so that a wrong path is told before the first."""
-    seen: set[tuple[Any, ...]] = set()
+    """Opens the images of every point that can run, to find a wrong path before the first run.
+
+    Raises:
+      UserError: the data of a point cannot be read.
+    """
+    seen: set[tuple[object, ...]] = set()
     for point in points:
         if point.problem:
             continue

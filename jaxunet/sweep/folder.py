@@ -1,4 +1,4 @@
-"""A sweep's folder: `sweep.json` says what the grid is, `results.jsonl` what is known of its points."""
+"""The folder of a sweep: `sweep.json` holds the grid, `results.jsonl` the results of its points."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from typing import Any
 from jaxunet.runtime.errors import UserError
 from jaxunet.sweep import runner
 from jaxunet.sweep.points import Axis
-from jaxunet.sweep.report import Sweep
+from jaxunet.sweep.results import Sweep
 
 
 def config_arguments(arguments: Sequence[str]) -> list[str]:
-    """`--config FILE` and the overrides, of a command line."""
+    """Returns `--config FILE` and the config overrides among the arguments of a command line."""
     found: list[str] = []
     for i, argument in enumerate(arguments):
         if argument == '--config' and i + 1 < len(arguments):
@@ -25,7 +25,15 @@ def config_arguments(arguments: Sequence[str]) -> list[str]:
 
 
 def save(directory: pathlib.Path, spec: dict[str, Any]) -> None:
-    """Keeps what a sweep is, for `load`. Raises `UserError` if it cannot be written."""
+    """Writes the description of a sweep, which `load` reads.
+
+    Args:
+      directory: folder of the sweep; created if needed.
+      spec: `title`, `command`, `axes` (name and values), `keys` of the points, `notes`.
+
+    Raises:
+      UserError: the file cannot be written.
+    """
     try:
         directory.mkdir(parents=True, exist_ok=True)
         (directory / 'sweep.json').write_text(json.dumps(spec, indent=1) + '\n', encoding='utf-8')
@@ -36,15 +44,16 @@ def save(directory: pathlib.Path, spec: dict[str, Any]) -> None:
 
 
 def load(directory: pathlib.Path) -> Sweep:
-    """The last sweep of a folder, with what is done of it.
+    """Returns the last sweep of a folder with the results so far.
 
     Raises:
-      UserError: the folder holds none.
+      UserError: the folder holds no sweep, or sweep.json is damaged.
     """
     path = directory / 'sweep.json'
     if not path.is_file():
         raise UserError(
-            f'--output: {directory} holds no sweep (no sweep.json); give the folder of one, or run without --plot_only'
+            f'--output: {directory} holds no sweep (no sweep.json); give the folder of a sweep, or '
+            'run without --plot_only'
         )
     try:
         spec = json.loads(path.read_text(encoding='utf-8'))
@@ -52,7 +61,8 @@ def load(directory: pathlib.Path) -> Sweep:
         keys, notes, command, title = (spec[name] for name in ('keys', 'notes', 'command', 'title'))
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise UserError(
-            f'{path}: damaged ({error!r}); run the sweep again without --plot_only, which keeps its results'
+            f'{path}: damaged ({error!r}); run the sweep again without --plot_only: its results '
+            'are kept'
         ) from None
     known = runner.results(directory)
     done = [known[key] for key in keys if key in known]

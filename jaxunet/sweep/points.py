@@ -1,4 +1,7 @@
-"""The grid of a sweep: `--vary NAME=VALUE,VALUE,...` to axes, axes to points, and what is wrong with them before anything runs."""
+"""The grid of a sweep: parses `--vary NAME=VALUE,VALUE,...` to axes and expands axes to points.
+
+Mistakes, and points that cannot run, are found here, before anything runs.
+"""
 
 from __future__ import annotations
 
@@ -15,10 +18,9 @@ from jaxunet.runtime.errors import UserError, near_misses
 
 JIT = 'jit'
 BATCH_PER_DEVICE = 'batch_per_device'
-OWN_AXES = {
-    JIT: 'on | off: the step as one compiled program, or called from Python, an operation at a time',
-    BATCH_PER_DEVICE: 'sets data.batch_size to this many images times the devices',
-}
+# jit: the step runs as one compiled program (on) or operation by operation from Python (off).
+# batch_per_device: images per device; sets data.batch_size to this times the devices.
+OWN_AXES = (JIT, BATCH_PER_DEVICE)
 DEVICES, BATCH, WORKERS, CACHE = (
     'parallel.devices',
     'data.batch_size',
@@ -29,67 +31,87 @@ DEVICES, BATCH, WORKERS, CACHE = (
 
 @dataclass(frozen=True)
 class Axis:
-    """What a sweep varies: a config field by its path, or one of `OWN_AXES`; values in the order given, the first is the baseline."""
+    """One thing that a sweep varies.
+
+    Fields:
+      name: path of a config field, or one of `OWN_AXES`.
+      values: in the order given; the first is the baseline.
+    """
 
     name: str
-    values: tuple[Any, ...]
+    values: tuple[object, ...]
 
     @property
     def title(self) -> str:
-        """Short, for tables."""
+        """Last part of the name, for plots."""
         return self.name.split('.')[-1]
 
 
 @dataclass(frozen=True)
 class Machine:
-    """What there is to run on."""
+    """The machine that the points run on.
 
-    platform: str  # cpu, gpu, ...
-    devices: int  # how many JAX sees
-    provenance: dict[str, Any] = field(default_factory=dict)  # of every row that is measured here
+    Fields:
+      platform: cpu, gpu, ...
+      devices: number of devices that JAX sees.
+      provenance: origin of every row that is measured here (`runtime.rows.provenance`).
+    """
+
+    platform: str
+    devices: int
+    provenance: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class Point:
-    """One cell of the grid."""
+    """One cell of the grid.
 
-    values: dict[str, Any]  # axis to value, in the order of the axes
-    raw: dict[str, Any]  # the config as nested dicts
+    Fields:
+      values: axis -> value, in the order of the axes.
+      raw: the config as nested dicts.
+      jit: True if the step is compiled as one program.
+      problem: why the point cannot run; '' if it can.
+    """
+
+    values: dict[str, object]
+    raw: dict[str, Any]
     jit: bool = True
-    problem: str = ''  # why it cannot run; empty = it can
+    problem: str = ''
 
     @property
     def config(self) -> Config:
+        """The resolved config. Raises UserError if it is not valid."""
         return resolve(self.raw)
 
     @property
     def label(self) -> str:
+        """The values in one line, e.g. `precision=float32 devices=2`."""
         return ' '.join(
             f'{name.split(".")[-1]}={show(value)}' for name, value in self.values.items()
         )
 
 
-def show(value: Any) -> str:
-    """A value as one types it in `--vary`."""
-    return (
-        f'({",".join(map(str, value))}{"," if len(value) == 1 else ""})'
-        if isinstance(value, list | tuple)
-        else str(value)
-    )
+def show(value: object) -> str:
+    """Returns a value as a user types it after `--vary`."""
+    if isinstance(value, list | tuple):
+        return f'({",".join(map(str, value))}{"," if len(value) == 1 else ""})'
+    return str(value)
 
 
 def parse_axes(texts: Iterable[str]) -> list[Axis]:
-    """`NAME=VALUE,VALUE,...`, one axis a text.
+    """Parses axes, one `NAME=VALUE,VALUE,...` each.
 
     Raises:
-      UserError: an unknown field, a value that is not of the field's type, a value or an axis given twice.
+      UserError: an unknown field, a value of another type than the field's, or a value or axis
+        given twice.
     """
     axes: list[Axis] = []
     for text in texts:
         name, equals, values = text.partition('=')
         if not equals or not values:
             raise UserError(
-                f'--vary {text}: expected NAME=VALUE,VALUE,..., e.g. --vary precision=float32,bfloat16'
+                f'--vary {text}: expected NAME=VALUE,VALUE,..., e.g. --vary '
+                'precision=float32,bfloat16'
             )
         axes.append(make_axis(name.strip(), [v.strip() for v in _split(values)]))
         if name.strip() in [axis.name for axis in axes[:-1]]:
@@ -98,7 +120,11 @@ def parse_axes(texts: Iterable[str]) -> list[Axis]:
 
 
 def make_axis(name: str, texts: Sequence[str]) -> Axis:
-    """An axis from its values as text."""
+    """Returns the axis `name` with its values parsed from text.
+
+    Raises:
+      UserError: an unknown field, a value of another type than the field's, or a value given twice.
+    """
     kind = _kind(name)
     values = tuple(_parse(name, kind, text) for text in texts)
     for i, value in enumerate(values):
@@ -108,13 +134,13 @@ def make_axis(name: str, texts: Sequence[str]) -> Axis:
 
 
 def merge(preset: Sequence[Axis], given: Sequence[Axis]) -> list[Axis]:
-    """The preset's axes with those values that were given, then the other axes."""
+    """Returns the axes of a preset, with given values in place of its own, then the other axes."""
     named = {axis.name: axis for axis in given}
     return [named.pop(axis.name, axis) for axis in preset] + list(named.values())
 
 
 def _split(values: str) -> list[str]:
-    """At the commas that are outside of parentheses."""
+    """Splits at the commas outside parentheses."""
     parts, depth = [''], 0
     for character in values:
         depth += {'(': 1, ')': -1}.get(character, 0)
@@ -125,9 +151,9 @@ def _split(values: str) -> list[str]:
     return parts
 
 
-def _fields(cls: type, prefix: str = '') -> dict[str, Any]:
-    """Path to type of every field."""
-    found: dict[str, Any] = {}
+def _fields(cls: type, prefix: str = '') -> dict[str, object]:
+    """Returns path -> type of every field."""
+    found: dict[str, object] = {}
     for name, hint in typing.get_type_hints(cls).items():
         if dataclasses.is_dataclass(hint):
             found |= _fields(typing.cast(type, hint), f'{name}.')
@@ -136,7 +162,8 @@ def _fields(cls: type, prefix: str = '') -> dict[str, Any]:
     return found
 
 
-def _kind(name: str) -> Any:
+def _kind(name: str) -> object:
+    """Returns the type of an axis' values, or `JIT`. Raises UserError if there is no such field."""
     if name == JIT:
         return JIT
     if name == BATCH_PER_DEVICE:
@@ -146,9 +173,8 @@ def _kind(name: str) -> Any:
         return known[name]
     sections = {path.split('.')[0] for path in known if '.' in path}
     if name in sections:
-        raise UserError(
-            f'--vary {name}: is a section; vary one of its fields, e.g. {next(p for p in known if p.startswith(name + "."))}'
-        )
+        example = next(path for path in known if path.startswith(f'{name}.'))
+        raise UserError(f'--vary {name}: is a section; vary one of its fields, e.g. {example}')
     last = name.rsplit('.', 1)[-1]
     same = [path for path in known if path.split('.')[-1] == last]
     hint = (
@@ -160,40 +186,44 @@ def _kind(name: str) -> Any:
     )
 
 
-def _parse(name: str, kind: Any, text: str) -> Any:
-    switches = (
-        {'on': True, 'off': False}
-        if kind == JIT
-        else {'true': True, 'false': False}
-        if kind is bool
-        else {}
-    )
-    try:
-        if kind == JIT:
-            switches[text]
+def _parse(name: str, kind: object, text: str) -> object:
+    """Returns the value of type `kind` (`_kind`) that the text says, or raises UserError."""
+    if kind is str:
+        return text
+    if kind == JIT:
+        expected = 'on or off'
+        if text in ('on', 'off'):
             return text
-        if kind is bool:
-            return switches[text.lower()]
-        if kind is str:
-            return text
-        value = ast.literal_eval(text)
-        if kind in (int, float):
+    elif kind is bool:
+        expected = 'true or false'
+        if text.lower() in ('true', 'false'):
+            return text.lower() == 'true'
+    else:
+        try:
+            value = ast.literal_eval(text)
+        except (ValueError, SyntaxError):
+            value = None
+        if kind is int or kind is float:
+            expected = 'int' if kind is int else 'float'
             if type(value) is kind or (kind is float and type(value) is int):
                 return value
-        elif isinstance(value, tuple):
-            return value  # the config checks its elements
-    except (KeyError, ValueError, SyntaxError):
-        pass
-    expected = ' or '.join(switches) or (
-        kind.__name__ if kind in (int, float) else 'a tuple such as (1,2) or (8,)'
-    )
+        else:
+            expected = 'a tuple such as (1,2) or (8,)'
+            if isinstance(value, tuple):
+                return value  # the config checks its elements
     raise UserError(f'--vary {name}: expected {expected}, found {text!r}')
 
 
 def expand(base: Config, axes: Sequence[Axis], machine: Machine) -> tuple[list[Point], list[str]]:
-    """All points of the grid, the first axis slowest, and notes on what was changed or left out.
+    """Returns all points of the grid, and notes on what was changed or left out.
 
-    A point that cannot run carries its `problem`, and the others run. But a value with which no point can run is a mistake.
+    The first axis varies slowest. A point that cannot run keeps its `problem`, and the others run.
+    A value with which no point can run is an error.
+
+    Args:
+      base: the config that the axes change.
+      axes: at least one.
+      machine: where the points will run.
 
     Raises:
       UserError: no axes, axes that contradict each other, or a value that no point can have.
@@ -225,7 +255,8 @@ def expand(base: Config, axes: Sequence[Axis], machine: Machine) -> tuple[list[P
             those = [p for p in points if p.values[axis.name] == value]
             if not those:
                 raise UserError(
-                    f'--vary {axis.name}: {show(value)} has no effect, as {CACHE}=device; set --config.{CACHE}=stream'
+                    f'--vary {axis.name}: {show(value)} has no effect, as {CACHE}=device; set '
+                    f'--config.{CACHE}=stream'
                 )
             if all(p.problem for p in those):
                 raise UserError(
@@ -234,27 +265,28 @@ def expand(base: Config, axes: Sequence[Axis], machine: Machine) -> tuple[list[P
     return points, notes
 
 
-def _point(base: Config, values: dict[str, Any], machine: Machine) -> Point:
+def _point(base: Config, values: dict[str, object], machine: Machine) -> Point:
     raw = to_dict(base)
     for name, value in values.items():
         if name not in OWN_AXES:
             _set(raw, name, value)
     devices = raw['parallel']['devices'] or machine.devices
-    if BATCH_PER_DEVICE in values:
-        _set(raw, BATCH, values[BATCH_PER_DEVICE] * devices)
+    per_device = values.get(BATCH_PER_DEVICE)
+    if isinstance(per_device, int):
+        _set(raw, BATCH, per_device * devices)
     if raw['data']['cache'] == 'device' and WORKERS in values:
-        _set(raw, WORKERS, 0)  # so that points which would do the same are the same
+        _set(raw, WORKERS, 0)  # makes points equal that differ in idle workers only
     jit = values.get(JIT, 'on') == 'on'
     return Point(values, raw, jit, _problem(raw, jit, devices, machine))
 
 
-def _set(raw: dict[str, Any], path: str, value: Any) -> None:
+def _set(raw: dict[str, Any], path: str, value: object) -> None:
     *section, name = path.split('.')
     (raw[section[0]] if section else raw)[name] = value
 
 
 def _problem(raw: dict[str, Any], jit: bool, devices: int, machine: Machine) -> str:
-    """Why a point cannot run, as far as that can be told without running it."""
+    """Returns why a point cannot run, as far as that is known before it runs; '' if it can."""
     try:
         config = resolve(raw)
     except UserError as error:
@@ -267,7 +299,14 @@ def _problem(raw: dict[str, Any], jit: bool, devices: int, machine: Machine) -> 
     if config.parallel.concurrent_kernels and (not jit or devices > 1 or machine.platform != 'gpu'):
         return f'parallel.concurrent_kernels: needs one GPU and {JIT}=on; set it to False'
     if not jit and config.train.steps_per_call > 1:
-        return f'{JIT}=off: runs steps one by one, found train.steps_per_call={config.train.steps_per_call}; set it to 0 or 1'
+        found = config.train.steps_per_call
+        return (
+            f'{JIT}=off: runs steps one by one, found train.steps_per_call={found}; '
+            'set it to 0 or 1'
+        )
     if not jit and (devices > 1 or config.parallel.mode == 'pmap'):
-        return f'{JIT}=off: runs on one device, without pmap, which always compiles; set --config.parallel.devices=1'
+        return (
+            f'{JIT}=off: runs on one device, without pmap, which always compiles; set '
+            '--config.parallel.devices=1'
+        )
     return ''

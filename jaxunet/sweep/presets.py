@@ -1,4 +1,7 @@
-"""Ready sweeps: the experiments of a performance study, for any config. `--vary` of the same field replaces a preset's values."""
+"""Predefined sweeps: the experiments of a performance study, for any config.
+
+`--vary` of the same field replaces the values of a preset.
+"""
 
 from __future__ import annotations
 
@@ -8,11 +11,19 @@ from jaxunet.sweep.runner import PROFILE, STEP
 
 
 class Preset(NamedTuple):
-    """An experiment."""
+    """One experiment.
+
+    Fields:
+      question: the question that it answers, for the title of the report.
+      axes: as texts of `--vary`.
+      tool: `STEP` times the steps of each point, `PROFILE` traces them.
+      steps: timed or traced steps of each point.
+      warmup: steps before them.
+    """
 
     question: str
-    axes: tuple[str, ...]  # as after --vary
-    tool: str = STEP  # what a point does
+    axes: tuple[str, ...]
+    tool: str = STEP
     steps: int = 100
     warmup: int = 10
 

@@ -1,7 +1,8 @@
-"""Runs the points of a sweep, each in a process of its own, and keeps what they gave.
+"""Runs the points of a sweep, each in its own process, and keeps their results.
 
-`OUTPUT/results.jsonl` gets a row a point as soon as it is done, under a key of everything that its numbers depend on: the resolved
-config, the measuring options, the versions, the device and the code. The same command again runs what is missing.
+`OUTPUT/results.jsonl` gets one row per point as soon as the point is done. The row has a key made
+from everything that its numbers depend on: the resolved config, the options of the measurement,
+the versions, the device and the code. The same command runs only the missing points.
 """
 
 from __future__ import annotations
@@ -27,18 +28,28 @@ from jaxunet.runtime.subprocesses import Row
 from jaxunet.sweep.points import Machine, Point
 
 MEASURE = 'jaxunet.sweep.measure'
-OK, ERROR, IMPOSSIBLE = 'ok', 'error', 'impossible'  # besides how a process fails
-STEP, PROFILE = (
-    'step',
-    'profile',
-)  # what a point does: time training steps, or trace them with jaxunet.profile
+# Status of a point; `runtime.subprocesses` adds the ways in which a process fails.
+OK, ERROR, IMPOSSIBLE = 'ok', 'error', 'impossible'
+# Tool of a point: time training steps, or trace them with jaxunet.profile.
+STEP, PROFILE = 'step', 'profile'
 PROBE_SECONDS = 300.0
 Say = Callable[[str], None]
 
 
 @dataclass(frozen=True)
 class Options:
-    """How every point is measured, and what is done about those that failed before."""
+    """How every point is measured.
+
+    Fields:
+      steps: timed or traced steps.
+      warmup: steps before them.
+      max_seconds: time limit of the timed steps.
+      timeout: seconds after which the process of a point is killed.
+      compile_jobs: points to compile ahead at the same time; 0: none.
+      retry_failed: run points again that failed before.
+      tool: `STEP` or `PROFILE`.
+      side_by_side: points that need only some of the GPUs share the machine.
+    """
 
     steps: int = 100
     warmup: int = 10
@@ -47,30 +58,40 @@ class Options:
     compile_jobs: int = 0
     retry_failed: bool = False
     tool: str = STEP
-    side_by_side: bool = False  # points that need fewer GPUs than there are share the machine
+    side_by_side: bool = False
 
 
 @dataclass(frozen=True)
 class Task:
-    """What the process of a point is told (`jaxunet.sweep.measure`)."""
+    """The input of a point's process (`jaxunet.sweep.measure`).
+
+    Fields:
+      config: the config as nested dicts.
+      jit: compile the step as one program.
+      varied: names of the sweep's axes.
+      steps: steps to time.
+      warmup: steps before them; a stream of batches runs at least as many as it reads ahead.
+      max_seconds: time limit of the timed steps, a few of which always run.
+      compile_only: fill the compilation cache and measure nothing.
+    """
 
     config: dict[str, Any]
     jit: bool
-    varied: list[str]  # the axes of the sweep
-    steps: int  # to time
-    warmup: int  # before them; a stream of batches takes at least as many as it reads ahead
-    max_seconds: float  # the timed steps end after this, a few at least are done
-    compile_only: bool = False  # fill the compilation cache, and measure nothing else
+    varied: list[str]
+    steps: int
+    warmup: int
+    max_seconds: float
+    compile_only: bool = False
 
 
 def results(directory: pathlib.Path) -> dict[str, Row]:
-    """The latest row of every key in a sweep's folder."""
+    """Returns the latest row of every key in the folder of a sweep."""
     path = directory / 'results.jsonl'
     return {row['key']: row for row in rows.read(path) if 'key' in row} if path.exists() else {}
 
 
 def key(point: Point, options: Options, machine: Machine) -> str:
-    """What a result is kept under: equal for two points whose numbers must be the same thing."""
+    """Returns the key of a result: equal for points whose numbers measure the same thing."""
     origin = machine.provenance
     same = {
         'config': point.raw,
@@ -84,14 +105,20 @@ def key(point: Point, options: Options, machine: Machine) -> str:
 
 
 def code(git: str | None) -> str:
-    """The commit; where files differ from it, or without one, a fingerprint of the sources."""
+    """Returns the commit, or a fingerprint of the sources if there is none or files differ."""
     if git and not git.endswith('-dirty'):
         return git
     return fingerprint.sources()
 
 
 def probe() -> Machine:
-    """This machine, as JAX sees it in a process of its own: the sweep itself must not hold any device."""
+    """Returns this machine as JAX sees it, asked in another process.
+
+    The process of the sweep must not hold a device itself.
+
+    Raises:
+      UserError: JAX does not start.
+    """
     answer = processes.answer(
         [sys.executable, '-m', MEASURE, 'probe'], dict(os.environ), PROBE_SECONDS, None
     )
@@ -107,7 +134,21 @@ def run(
     machine: Machine,
     say: Say = print,
 ) -> None:
-    """Measures the points that have no row yet: one after the other, so that they do not disturb each other, or on GPUs of their own."""
+    """Measures the points that have no row yet and appends their rows to results.jsonl.
+
+    They run one after the other so that they do not disturb each other, or at the same time on
+    separate GPUs (`options.side_by_side`).
+
+    Args:
+      points: all points of the grid.
+      directory: folder of the sweep.
+      options: how they are measured.
+      machine: from `probe`.
+      say: prints one line of progress.
+
+    Raises:
+      UserError: `options.side_by_side` without a GPU.
+    """
     known = results(directory)
     keys = [key(point, options, machine) for point in points]
     todo = [
@@ -120,39 +161,21 @@ def run(
             known[k]['status'] not in (OK, IMPOSSIBLE) for i, k in enumerate(keys) if i not in todo
         )
         hint = f' ({failed} of them failed; --retry_failed runs those again)' if failed else ''
-        say(
-            f'{len(points) - len(todo)} of {len(points)} points are done{hint}: {directory / "results.jsonl"}'
-        )
-    able = [i for i in todo if not points[i].problem]
+        done = f'{len(points) - len(todo)} of {len(points)} points are done{hint}'
+        say(f'{done}: {directory / "results.jsonl"}')
     if options.compile_jobs:
-        _compile([points[i] for i in able if points[i].jit], options, machine, directory, say)
+        able = [points[i] for i in todo if points[i].jit and not points[i].problem]
+        _compile(able, options, machine, directory, say)
     writing = threading.Lock()
 
     def work(i: int, gpus: Sequence[str]) -> None:
-        point = points[i]
-        began = time.perf_counter()
-        if point.problem:
-            row: Row = {'status': IMPOSSIBLE, 'reason': point.problem}
-        else:
-            say(f'[{i + 1}/{len(points)}] {point.label} ...')
-            row = _measure(point, keys[i], options, machine, directory, gpus)
-        row |= {
-            'seconds': round(time.perf_counter() - began, 1),
-            'point': point.values,
-            'batch': point.raw['data']['batch_size'],
-        }
-        row = {
-            'case': 'sweep',
-            'key': keys[i],
-            **row,
-            'config': point.raw,
-            'jit': point.jit,
-            'side_by_side': bool(gpus),
-            **machine.provenance,
-        }
+        label = f'[{i + 1}/{len(points)}] {points[i].label}'
+        if not points[i].problem:
+            say(f'{label} ...')
+        row = _row(points[i], keys[i], options, machine, directory, gpus)
         with writing:
             rows.append(directory / 'results.jsonl', row)
-            say(f'[{i + 1}/{len(points)}] {point.label}: {summary(row)}')
+            say(f'{label}: {summary(row)}')
 
     if options.side_by_side:
         processes.share(
@@ -164,36 +187,42 @@ def run(
 
 
 def needed_gpus(point: Point, machine: Machine) -> int:
-    """GPUs that a point keeps busy; 0: it does not run."""
+    """Returns the number of GPUs that a point uses; 0 if it cannot run."""
     if point.problem:
         return 0
     return (point.raw['parallel']['devices'] or machine.devices) if point.jit else 1
 
 
 def gpu_names(machine: Machine) -> list[str]:
-    """This machine's GPUs, as CUDA_VISIBLE_DEVICES names them.
+    """Returns the GPUs of this machine, as CUDA_VISIBLE_DEVICES names them.
 
     Raises:
       UserError: there is none.
     """
     if machine.platform != 'gpu':
         raise UserError(
-            '--side_by_side: gives each point GPUs of its own, but this machine has none; leave it out'
+            '--side_by_side: gives each point GPUs of its own, but this machine has none; leave '
+            'it out'
         )
     named = os.environ.get('CUDA_VISIBLE_DEVICES')
     return named.split(',') if named else [str(i) for i in range(machine.devices)]
 
 
 def summary(row: Row) -> str:
-    """A row in one line."""
+    """Returns the result of a row in one line."""
     if row['status'] != OK:
         return f'{row["status"]}: {row["reason"]}'
     if 'profile' in row:
-        return f'{row["step_ms"]["median"]:.2f} ms a step, device idle {row["idle_share"]:.1%}, {row["launches"]:.0f} launches a step'
+        return (
+            f'{row["step_ms"]["median"]:.2f} ms a step, device idle {row["idle_share"]:.1%}, '
+            f'{row["launches"]:.0f} launches a step'
+        )
     low, high = row['step_ms']['quartiles']
+    cached = ' (cached)' if row['compile_cached'] else ''
     return (
-        f'{row["images_per_s"]:.1f} images/s, {row["step_ms"]["median"]:.2f} ms ({low:.2f} to {high:.2f}), '
-        f'compiled in {row["compile_s"]:.1f} s{" (cached)" if row["compile_cached"] else ""}, {row["peak_bytes"] / 2**30:.2f} GiB'
+        f'{row["images_per_s"]:.1f} images/s, '
+        f'{row["step_ms"]["median"]:.2f} ms ({low:.2f} to {high:.2f}), '
+        f'compiled in {row["compile_s"]:.1f} s{cached}, {row["peak_bytes"] / 2**30:.2f} GiB'
     )
 
 
@@ -211,7 +240,15 @@ def _command(point: Point, options: Options, *, compile_only: bool = False) -> l
 
 
 def environment(point: Point, machine: Machine, gpus: Sequence[str] = ()) -> dict[str, str]:
-    """Of a point's process: a machine with CPUs only plays as many devices as the point asks for, on the same cores."""
+    """Returns the environment variables of a point's process.
+
+    Without a GPU, XLA emulates as many devices as the point asks for on the same cores.
+
+    Args:
+      point: the point.
+      machine: from `probe`.
+      gpus: GPUs of the point, as CUDA_VISIBLE_DEVICES names them; empty: all.
+    """
     env = dict(os.environ)
     if gpus:
         env['CUDA_VISIBLE_DEVICES'] = ','.join(gpus)
@@ -221,6 +258,34 @@ def environment(point: Point, machine: Machine, gpus: Sequence[str] = ()) -> dic
             f'{env.get("XLA_FLAGS", "")} --xla_force_host_platform_device_count={wanted}'.strip()
         )
     return env
+
+
+def _row(
+    point: Point,
+    name: str,
+    options: Options,
+    machine: Machine,
+    directory: pathlib.Path,
+    gpus: Sequence[str],
+) -> Row:
+    """Measures a point if it can run, and returns its row of results.jsonl; `name` is its key."""
+    began = time.perf_counter()
+    if point.problem:
+        found: Row = {'status': IMPOSSIBLE, 'reason': point.problem}
+    else:
+        found = _measure(point, name, options, machine, directory, gpus)
+    return {
+        'case': 'sweep',
+        'key': name,
+        **found,
+        'seconds': round(time.perf_counter() - began, 1),
+        'point': point.values,
+        'batch': point.raw['data']['batch_size'],
+        'config': point.raw,
+        'jit': point.jit,
+        'side_by_side': bool(gpus),
+        **machine.provenance,
+    }
 
 
 def _measure(
@@ -251,9 +316,9 @@ def _profile(
     directory: pathlib.Path,
     log: pathlib.Path,
 ) -> processes.Answer:
-    """A trace of the point's steps; the files of `jaxunet.profile` are in OUTPUT/profiles/KEY."""
+    """Traces the steps of a point; `jaxunet.profile` writes its files to OUTPUT/profiles/KEY."""
     folder = directory / 'profiles' / name
-    shutil.rmtree(folder, ignore_errors=True)  # of an attempt that failed
+    shutil.rmtree(folder, ignore_errors=True)  # left by a failed attempt
     folder.mkdir(parents=True)
     (folder / 'config.py').write_text(config_file(point))
     command = [
@@ -263,29 +328,24 @@ def _profile(
         f'--config={folder / "config.py"}',
         f'--output={folder}',
         '--noplot',
+        f'--steps={options.steps}',
+        f'--warmup={options.warmup}',
     ]
-    answer = processes.answer(
-        [*command, f'--steps={options.steps}', f'--warmup={options.warmup}'],
-        env,
-        options.timeout,
-        log,
-        json_output=False,
-    )
+    answer = processes.answer(command, env, options.timeout, log, json_output=False)
     if answer.failure[0]:
         return answer
     found = rows.read(folder / 'profile.jsonl')[-1]
-    rate = point.raw['data']['batch_size'] / found['step_ms'] * 1e3
-    numbers = {name: found[name] for name in ('phase_ms', 'busy_ms', 'idle_share', 'launches')}
-    timed = {
-        'images_per_s': rate,
+    table = next(path for path in folder.glob('*.csv'))
+    row = {
+        'status': OK,
+        'images_per_s': point.raw['data']['batch_size'] / found['step_ms'] * 1e3,
         'step_ms': {'median': found['step_ms']},
         'compile_s': found['compile_s'],
         'ops': found['ops'],
+        **{key: found[key] for key in ('phase_ms', 'busy_ms', 'idle_share', 'launches')},
+        'profile': str(table.relative_to(directory)),
     }
-    table = next(path for path in folder.glob('*.csv'))
-    return processes.Answer(
-        {'status': OK, **timed, **numbers, 'profile': str(table.relative_to(directory))}
-    )
+    return processes.Answer(row)
 
 
 CONFIG_FILE = """\"\"\"Point of a sweep: {label}.\"\"\"
@@ -300,7 +360,7 @@ def get_config():
 
 
 def config_file(point: Point) -> str:
-    """A point as a config file, for `--config`: what differs from the defaults."""
+    """Returns a point as the text of a config file: the fields that differ from the defaults."""
     default = to_dict(Config())
     changed = []
     for name, value in point.raw.items():
@@ -319,13 +379,16 @@ def config_file(point: Point) -> str:
 def _compile(
     points: Sequence[Point], options: Options, machine: Machine, directory: pathlib.Path, say: Say
 ) -> None:
-    """Fills the compilation cache, several points at a time. What fails here fails again, and is told, when it is measured."""
+    """Fills the compilation cache, several points at a time.
+
+    A failure is not reported here: it occurs again when the point is measured.
+    """
     say(f'compiling {len(points)} points, {options.compile_jobs} at a time ...')
     began = time.perf_counter()
 
     def work(number: int) -> None:
         point = points[number]
-        # They share the device, so none may take all of its memory at once.
+        # The processes share the device, so none may allocate all of its memory at once.
         env = environment(point, machine) | {'XLA_PYTHON_CLIENT_PREALLOCATE': 'false'}
         processes.answer(
             _command(point, options, compile_only=True),

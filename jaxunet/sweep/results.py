@@ -1,0 +1,102 @@
+"""The results of a sweep: its rows, the best point, and what each option is worth."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from jaxunet.runtime.subprocesses import Row
+from jaxunet.sweep.points import DEVICES, Axis, show
+from jaxunet.sweep.runner import OK
+
+
+@dataclass(frozen=True)
+class Sweep:
+    """A sweep with its results so far.
+
+    Fields:
+      axes: the axes of the grid.
+      rows: results in the order of the grid, without points that have not run yet.
+      missing: number of points that have not run yet.
+      notes: what was changed or left out (`points.expand`).
+      command: `--config ...` and the overrides that all points share.
+      title: title of the report.
+    """
+
+    axes: list[Axis]
+    rows: list[Row]
+    missing: int
+    notes: list[str]
+    command: str
+    title: str
+
+    @property
+    def done(self) -> list[Row]:
+        """The rows that have numbers."""
+        return [row for row in self.rows if row['status'] == OK]
+
+    @property
+    def best(self) -> Row | None:
+        """The row with the most images per second; None without any."""
+        return max(self.done, key=lambda row: row['images_per_s'], default=None)
+
+
+@dataclass(frozen=True)
+class Worth:
+    """An option compared with the first value of its axis, all else equal.
+
+    Fields:
+      axis: the axis.
+      value: the option, one of its values.
+      ratios: ratios of images/s, one for each setting of the other axes in which both ran.
+      memory: ratios of peak memory.
+    """
+
+    axis: Axis
+    value: object
+    ratios: list[float]
+    memory: list[float]
+
+    @property
+    def ratio(self) -> float:
+        """Geometric mean of the ratios; NaN without any."""
+        return geometric_mean(self.ratios)
+
+    @property
+    def efficiency(self) -> float | None:
+        """The ratio divided by that of the devices; None for other axes."""
+        first, devices = self.axis.values[0], self.value
+        if self.axis.name != DEVICES or not isinstance(first, int) or not isinstance(devices, int):
+            return None
+        return self.ratio * first / devices if first and devices else None
+
+
+def geometric_mean(values: Sequence[float]) -> float:
+    """Returns the geometric mean; NaN without values."""
+    return math.exp(sum(map(math.log, values)) / len(values)) if values else math.nan
+
+
+def worth(sweep: Sweep) -> list[Worth]:
+    """Returns the worth of every value of every axis except the first ones."""
+    found = []
+    by_point = {_cell(row, sweep.axes): row for row in sweep.done}
+    for place, axis in enumerate(sweep.axes):
+        for value in axis.values[1:]:
+            pairs = []
+            for cell, row in by_point.items():
+                first = by_point.get((*cell[:place], show(axis.values[0]), *cell[place + 1 :]))
+                if cell[place] == show(value) and first is not None:
+                    pairs.append((row, first))
+            rates = [a['images_per_s'] / b['images_per_s'] for a, b in pairs]
+            memory = [
+                a['peak_bytes'] / b['peak_bytes']
+                for a, b in pairs
+                if a.get('peak_bytes') and b.get('peak_bytes')
+            ]
+            found.append(Worth(axis, value, rates, memory))
+    return found
+
+
+def _cell(row: Row, axes: Sequence[Axis]) -> tuple[str, ...]:
+    return tuple(show(row['point'][axis.name]) for axis in axes)
