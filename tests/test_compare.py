@@ -14,7 +14,7 @@ import pytest
 from settings import QUICK
 from tiny import TINY, flags, tiny_config
 
-from jaxunet.compare import report, runner, step_cost, worker
+from jaxunet.compare import report, results, runner, step_cost, worker
 from jaxunet.compare.methods import METHODS, Method, parse_counts, parse_methods, parse_seconds
 from jaxunet.config import Config, resolve, to_dict
 from jaxunet.metrics.classifier import Architecture, init, to_arrays
@@ -226,7 +226,7 @@ def test_every_method_fits_every_config():
 @pytest.mark.parametrize(
     ('text', 'message'),
     [
-        ('min_snt', '\'min_snt\' is none of uniform, .*did you mean "min_snr"'),
+        ('min_snt', '\'min_snt\' is not one of uniform, .*did you mean "min_snr"'),
         ('a b:loss.p2_k=1.0', 'expected NAME or NAME:field=value'),
         ('p2:p2_k', "expected NAME or NAME:field=value.field=value, found 'p2_k'"),
         ('p2:loss.p2_q=1', r'--methods p2: loss\.p2_q: unknown field'),
@@ -238,7 +238,7 @@ def test_every_method_fits_every_config():
 def test_methods_that_are_none(text, message):
     with pytest.raises(UserError, match=message):
         parse_methods(['uniform', text])
-    with pytest.raises(UserError, match='uniform is there twice'):
+    with pytest.raises(UserError, match='uniform is given twice'):
         parse_methods(['uniform', 'uniform'])
     with pytest.raises(
         UserError,
@@ -314,11 +314,13 @@ def test_a_comparison_of_before_numbers_were_by_method(tmp_path):
 def test_time_to_a_quality():
     seconds = np.array([10.0, 20.0, 30.0])
     falling = np.array([50.0, 30.0, 20.0])
-    assert report.time_to(40, seconds, falling, higher=False) == 15
-    assert report.time_to(20, seconds, falling, higher=False) == 30
-    assert report.time_to(60, seconds, falling, higher=False) == 10
-    assert report.time_to(19, seconds, falling, higher=False) == np.inf
-    assert report.time_to(0.5, seconds, np.array([0.1, 0.3, 0.7]), higher=True) == pytest.approx(25)
+    assert results.time_to(40, seconds, falling, higher=False) == 15
+    assert results.time_to(20, seconds, falling, higher=False) == 30
+    assert results.time_to(60, seconds, falling, higher=False) == 10
+    assert results.time_to(19, seconds, falling, higher=False) == np.inf
+    assert results.time_to(0.5, seconds, np.array([0.1, 0.3, 0.7]), higher=True) == pytest.approx(
+        25
+    )
 
 
 def rows_of(
@@ -389,8 +391,8 @@ def test_the_table_is_computed_from_the_rows(tmp_path):
         ''.join(cut.read_text().splitlines(keepends=True)[::2])
     )  # without the second milestone
     assert '| p2 | 1 | 10 | 15 | 2.00 |' in report.markdown(spec, tmp_path, {})
-    seconds, values = report.mean_curve(
-        report.curves(spec, report.collect(spec, tmp_path), 'fid')['uniform']
+    seconds, values = results.mean_curve(
+        results.curves(spec, results.collect(spec, tmp_path), 'fid')['uniform']
     )
     np.testing.assert_array_equal([seconds, values], [[10, 30], [60, 30]])
     (tmp_path / runner.COSTS).write_text(
@@ -437,14 +439,14 @@ def test_runs_that_were_measured_in_different_ways_do_not_compare(tmp_path, fiel
     )
     rows_of(tmp_path, 'uniform', 0, [60])
     rows_of(tmp_path, 'p2', 0, [50])
-    report.collect(spec, tmp_path)
+    results.collect(spec, tmp_path)
     path = tmp_path / 'runs' / 'p2_seed0' / worker.ROWS
     path.write_text(json.dumps(json.loads(path.read_text()) | {field: 7}) + '\n')
     with pytest.raises(
         UserError,
         match=rf'measured with different {field} do not compare: .* \(uniform_seed0\), 7 \(p2_seed0\)',
     ):
-        report.collect(spec, tmp_path)
+        results.collect(spec, tmp_path)
 
 
 def test_step_costs_take_turns():

@@ -1,18 +1,18 @@
-"""Training methods by name: each is a few fields of the config."""
+"""Training methods by name: each sets a few fields of the config."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from jaxunet.config import Config, resolve, to_dict
 from jaxunet.runtime.errors import UserError, near_misses
 from jaxunet.sweep.points import make_axis
 
 BASELINE = 'uniform'
-# name -> fields; what `jaxunet.diffusion.weighting`, `jaxunet.diffusion.timesteps` and `jaxunet.diffusion.timestep_policy` explain.
+# name -> fields; `weighting`, `timesteps` and `timestep_policy` of jaxunet.diffusion explain them.
 METHODS: dict[str, dict[str, str]] = {
     BASELINE: {'loss.weighting': 'uniform', 'timesteps.sampler': 'uniform'},
     'min_snr': {'loss.weighting': 'min_snr', 'timesteps.sampler': 'uniform'},
@@ -26,7 +26,7 @@ METHODS: dict[str, dict[str, str]] = {
 }
 Number = TypeVar('Number', int, float)
 FORM = 'NAME or NAME:field=value+field=value'
-# A comparison sets these itself.
+# Fields, and sections ending in a dot, that are the same for all methods.
 OWN = (
     'seed',
     'init_from',
@@ -41,13 +41,17 @@ OWN = (
 
 @dataclass(frozen=True)
 class Method:
-    """A name, and the config fields that it sets."""
+    """A training method: `fields` maps the paths of config fields to the values that it sets."""
 
     name: str
-    fields: dict[str, Any]
+    fields: Mapping[str, object]
 
     def apply(self, config: Config) -> Config:
-        """Raises UserError: values that do not fit the config."""
+        """Returns the config with the fields of the method.
+
+        Raises:
+          UserError: a value does not fit the config.
+        """
         values = to_dict(config)
         for path, value in self.fields.items():
             *section, last = path.split('.')
@@ -59,49 +63,72 @@ class Method:
 
 
 def parse_methods(texts: Sequence[str]) -> list[Method]:
-    """`NAME` of `METHODS`, or `NAME:field=value+field=value`: those fields besides its own; any new name starts from the baseline.
+    """Parses the methods of `--methods`.
+
+    Each text is a name of `METHODS`, or `NAME:field=value+field=value`. The latter adds fields to
+    those of the known name; a new name starts from the fields of the baseline.
 
     Raises:
-      UserError: an unknown name without fields, one twice, or a field or value that the config has not.
+      UserError: no methods, an unknown name without fields, a name given twice, a field that all
+        methods share, or a field or value that the config does not have.
     """
     methods: list[Method] = []
     for text in texts:
         name, colon, given = text.partition(':')
         if not name or not name.replace('_', '').replace('-', '').isalnum():
             raise UserError(
-                f'--methods: expected {FORM}, with names of letters, digits, _ and -, found {text!r}'
+                f'--methods: expected {FORM}, with names of letters, digits, _ and -, found '
+                f'{text!r}'
             )
         if name not in METHODS and not colon:
             raise UserError(
-                f'--methods: {name!r} is none of {", ".join(METHODS)}{near_misses(name, METHODS)}; to name your own, write {FORM}'
+                f'--methods: {name!r} is not one of {", ".join(METHODS)}'
+                f'{near_misses(name, METHODS)}; to define your own, write {FORM}'
             )
         if name in [method.name for method in methods]:
             raise UserError(
-                f'--methods: {name} is there twice; give one of them another name, as in {FORM}'
+                f'--methods: {name} is given twice; give one of them another name, as in {FORM}'
             )
-        fields: dict[str, Any] = dict(METHODS.get(name, METHODS[BASELINE]))
+        fields: dict[str, object] = dict(METHODS.get(name, METHODS[BASELINE]))
         for assignment in given.split('+') if colon else []:
-            field, equals, value = assignment.partition('=')
-            if not equals:
-                raise UserError(f'--methods {name}: expected {FORM}, found {assignment!r}')
-            if field in OWN or field.startswith(tuple(own for own in OWN if own.endswith('.'))):
-                raise UserError(
-                    f'--methods {name}: {field} must be the same for all methods; set --config.{field}=... instead'
-                )
-            try:
-                fields[field] = make_axis(field, [value]).values[0]
-            except UserError as error:
-                raise UserError(str(error).replace('--vary', f'--methods {name}:')) from None
+            field, value = _parse_field(name, assignment)
+            fields[field] = value
         methods.append(Method(name, fields))
     if not methods:
         raise UserError(f'--methods: expected some of {", ".join(METHODS)}, found none')
     return methods
 
 
+def _parse_field(name: str, assignment: str) -> tuple[str, object]:
+    """Returns path and value of one `field=value` of the method `name`."""
+    field, equals, value = assignment.partition('=')
+    if not equals:
+        raise UserError(f'--methods {name}: expected {FORM}, found {assignment!r}')
+    if field in OWN or field.startswith(tuple(own for own in OWN if own.endswith('.'))):
+        raise UserError(
+            f'--methods {name}: {field} must be the same for all methods; set '
+            f'--config.{field}=... instead'
+        )
+    try:
+        return field, make_axis(field, [value]).values[0]
+    except UserError as error:
+        raise UserError(str(error).replace('--vary', f'--methods {name}:')) from None
+
+
 def parse_counts(
     flag: str, texts: Sequence[str], names: Sequence[str], default: int
 ) -> dict[str, int]:
-    """Of each method, from `COUNT` for all and `NAME=COUNT`. Raises UserError: no counts, or a method that is not compared."""
+    """Parses counts by method: `COUNT` holds for all methods, `NAME=COUNT` for one.
+
+    Args:
+      flag: name of the flag, for error messages.
+      texts: values of the flag.
+      names: names of all methods.
+      default: count of methods without one.
+
+    Raises:
+      UserError: a text that is no positive count, an unknown method, or two counts for one method.
+    """
 
     def read(text: str) -> int:
         return int(text) if text.isascii() and text.isdigit() else 0
@@ -112,7 +139,18 @@ def parse_counts(
 def parse_seconds(
     flag: str, texts: Sequence[str], names: Sequence[str], default: float
 ) -> dict[str, float]:
-    """Of each method, from `SECONDS` for all and `NAME=SECONDS`. Raises UserError: no times, or a method that is not compared."""
+    """Parses seconds by method: `SECONDS` holds for all methods, `NAME=SECONDS` for one.
+
+    Args:
+      flag: name of the flag, for error messages.
+      texts: values of the flag.
+      names: names of all methods.
+      default: seconds of methods without a number.
+
+    Raises:
+      UserError: a text that is no positive number, an unknown method, or two numbers for one
+        method.
+    """
 
     def read(text: str) -> float:
         try:
@@ -131,18 +169,20 @@ def _by_method(
     default: Number,
     read: Callable[[str], Number],
 ) -> dict[str, Number]:
-    """`read` gives 0 for what is no number above 0."""
-    told: dict[str, Number] = {}
+    """Parses numbers by method; `read` returns 0 for a text that is no positive number."""
+    numbers: dict[str, Number] = {}
     for text in texts:
         name, equals, given = text.rpartition('=')
         number = read(given)
         if number <= 0 or (equals and name not in names):
             raise UserError(
-                f'{flag}: expected {what} or NAME={what}, with names of {", ".join(names)}, found {text!r}'
+                f'{flag}: expected {what} or NAME={what}, with names of {", ".join(names)}, '
+                f'found {text!r}'
             )
-        if name in told:
+        if name in numbers:
             raise UserError(
-                f'{flag}: there are two numbers for {name or "all methods"}, {told[name]:g} and {number:g}; leave one of them out'
+                f'{flag}: there are two numbers for {name or "all methods"}, {numbers[name]:g} and '
+                f'{number:g}; leave one of them out'
             )
-        told[name] = number
-    return dict.fromkeys(names, told.pop('', default)) | told
+        numbers[name] = number
+    return dict.fromkeys(names, numbers.pop('', default)) | numbers

@@ -1,4 +1,7 @@
-"""Runs a comparison: a process a run, several beside each other on devices of their own, and what is done is not done again."""
+"""Runs a comparison: each run in its own process, several at the same time on separate devices.
+
+Finished runs are not repeated.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,7 @@ import os
 import pathlib
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -26,29 +29,46 @@ Say = Callable[[str], None]
 
 @dataclass(frozen=True)
 class Spec:
-    """What a comparison is: kept in its folder for the report.
+    """A comparison, as its folder keeps it for the report (compare.json).
 
     Fields:
-      config: with the methods' fields as the baseline has them.
-      methods: name -> fields; the first is the baseline.
-      seconds, seeds, evaluations: by method: of training, each run; runs, of the seeds 0, 1, ...; milestones, at equal distances up to
-        `seconds`.
+      command: the command line.
+      config: the config of all runs, before the fields of the methods are set.
+      methods: name -> fields; the first method is the baseline.
+      seconds: method -> seconds of training of each run.
+      seeds: method -> number of runs, with the seeds 0, 1, ...
+      evaluations: method -> number of milestones, equally spaced up to `seconds`.
     """
 
     command: str
     config: dict[str, Any]
-    methods: dict[str, dict[str, Any]]
+    methods: Mapping[str, Mapping[str, object]]
     seconds: dict[str, float]
     seeds: dict[str, int]
     evaluations: dict[str, int]
 
+    @property
+    def baseline(self) -> str:
+        """Name of the first method."""
+        return next(iter(self.methods))
+
+    @property
+    def metrics(self) -> Sequence[str]:
+        """Names of the metrics; the first decides how fast a method is."""
+        return self.config['evaluation']['metrics']
+
     def milestones(self, method: str) -> list[float]:
+        """Returns the seconds of training at which the runs of a method are measured."""
         count = self.evaluations[method]
         return [self.seconds[method] * (i + 1) / count for i in range(count)]
 
 
 def base_config(config: Config) -> Config:
-    """What all runs share: time ends them, so nothing may depend on the number of steps, and nothing else takes time."""
+    """Returns the config that all runs share.
+
+    Time ends a run, so nothing depends on the number of steps: the learning rate is constant.
+    Sampling, evaluation and checkpoints during training are off.
+    """
     together = max(config.train.steps_per_call, 1)
     forever = FOREVER // together * together
     quiet = {'steps': forever, 'checkpoint_every': forever, 'sample_every': 0, 'evaluate_every': 0}
@@ -56,10 +76,12 @@ def base_config(config: Config) -> Config:
 
 
 def tasks(spec: Spec, config: Config) -> list[Task]:
-    """All runs, those of the most seconds first, so that what is short fills up the devices; of these the first seed of every method, ...
+    """Returns all runs, the longest first, so that short ones fill up the devices at the end.
+
+    Among equally long runs, the first seed of every method comes first.
 
     Raises:
-      UserError: fields that do not fit the config.
+      UserError: the fields of a method do not fit the config.
     """
     found = []
     for seed in range(max(spec.seeds.values())):
@@ -71,24 +93,39 @@ def tasks(spec: Spec, config: Config) -> list[Task]:
 
 
 def check_features(todo: Sequence[Task], directory: pathlib.Path, features: str) -> None:
-    """Raises UserError: a run of the folder was measured with other features than the ones of this name, and would not compare."""
+    """Checks that finished runs were measured with the same features.
+
+    Args:
+      todo: all runs.
+      directory: folder of the comparison.
+      features: name of the features network, with a digest of its weights.
+
+    Raises:
+      UserError: a run was measured with other features, so the runs would not compare.
+    """
     for task in todo:
         folder = directory / 'runs' / task.folder
         for row in finished(folder):
             if row['features'] != features:
                 raise UserError(
-                    f'{folder}: was measured with features {row["features"]}, while --config.evaluation.features has {features} now; '
-                    'choose another --output, or remove it'
+                    f'{folder}: was measured with features {row["features"]}, while '
+                    f'--config.evaluation.features has {features} now; choose another --output, '
+                    'or remove it'
                 )
 
 
 def run(
     todo: Sequence[Task], directory: pathlib.Path, devices: Sequence[str], timeout: float, say: Say
 ) -> dict[str, str]:
-    """Runs what is not done; returns why runs failed, by their folder.
+    """Does the runs that are not done; returns the reasons of failed runs, by folder of the run.
 
     Args:
-      devices: one run at a time on each: GPUs as CUDA_VISIBLE_DEVICES names them; ('',) = one after the other on what JAX finds.
+      todo: all runs (`tasks`).
+      directory: folder of the comparison.
+      devices: GPUs as CUDA_VISIBLE_DEVICES names them, for one run at a time each; ('',): one run
+        after the other on the devices that JAX finds.
+      timeout: seconds after which the process of a run is killed.
+      say: prints one line of progress.
 
     Raises:
       UserError: the folder holds other runs of these names.
@@ -129,17 +166,19 @@ def run(
 
 
 def _prepare(task: Task, folder: pathlib.Path) -> None:
+    """Saves the task, or checks that the folder holds the same one."""
     if (folder / TASK).exists():
         if asdict(read_task(folder)) != json.loads(json.dumps(asdict(task))):
             raise UserError(
-                f'{folder}: holds a run with another config or other times; choose another --output, or remove it'
+                f'{folder}: holds a run with another config or other times; choose another '
+                '--output, or remove it'
             )
         return
     save_task(task, folder)
 
 
 def summary(task: Task, folder: pathlib.Path) -> str:
-    """The last milestone of a run in a line."""
+    """Returns the results of a run's last milestone in one line."""
     last = [row for row in finished(folder) if row['milestone'] == len(task.seconds) - 1]
     return f'step {last[-1]["step"]}, ' + ', '.join(
         f'{row["metric"]} {row["value"]:.5g}' for row in last
@@ -149,7 +188,22 @@ def summary(task: Task, folder: pathlib.Path) -> str:
 def measure_step_costs(
     spec: Spec, config: Config, directory: pathlib.Path, device: str, timeout: float, say: Say
 ) -> str:
-    """Times the steps of all methods in one process; returns why that failed, or ''."""
+    """Times the steps of all methods in one process and appends a row to step_cost.jsonl.
+
+    Args:
+      spec: the comparison.
+      config: from `base_config`.
+      directory: folder of the comparison.
+      device: GPU as CUDA_VISIBLE_DEVICES names it; '': the first that JAX finds.
+      timeout: seconds after which the process is killed.
+      say: prints one line of progress.
+
+    Returns:
+      The reason of a failure, or ''.
+
+    Raises:
+      UserError: the fields of a method do not fit the config.
+    """
     configs = {
         name: to_dict(Method(name, fields).apply(config.replace(parallel={'devices': 1})))
         for name, fields in spec.methods.items()
@@ -170,29 +224,36 @@ def measure_step_costs(
 
 
 def save(spec: Spec, directory: pathlib.Path) -> None:
+    """Writes the comparison to compare.json in its folder, which is created if needed."""
     directory.mkdir(parents=True, exist_ok=True)
     (directory / SPEC).write_text(json.dumps(asdict(spec), indent=1), encoding='utf-8')
 
 
 def save_failures(failures: dict[str, str], directory: pathlib.Path) -> None:
+    """Writes the reasons of failed runs to failures.json."""
     (directory / FAILURES).write_text(json.dumps(failures, indent=1), encoding='utf-8')
 
 
 def load_failures(directory: pathlib.Path) -> dict[str, str]:
-    """Of the last command that ran."""
+    """Returns the failures of the last command that ran, by folder of the run."""
     path = directory / FAILURES
     return json.loads(path.read_text(encoding='utf-8')) if path.exists() else {}
 
 
 def load(directory: pathlib.Path) -> Spec:
-    """Raises UserError: no comparison there."""
+    """Reads the comparison of a folder.
+
+    Raises:
+      UserError: the folder holds none.
+    """
     try:
         values = json.loads((directory / SPEC).read_text(encoding='utf-8'))
-        for field in ('seconds', 'evaluations'):  # once one number for all methods
+        for field in ('seconds', 'evaluations'):  # older files have one number for all methods
             if not isinstance(values[field], dict):
                 values[field] = dict.fromkeys(values['methods'], values[field])
         return Spec(**values)
     except (OSError, ValueError, TypeError, KeyError) as error:
         raise UserError(
-            f'{directory / SPEC}: cannot be read: {error}; --output names the folder of a comparison'
+            f'{directory / SPEC}: cannot be read: {error}; --output names the folder of a '
+            'comparison'
         ) from None

@@ -1,6 +1,9 @@
-"""What a step of each method costs: all in this process on one device, turn by turn, so that a machine's drift meets all alike.
+"""Times a training step of each method in one process on one device.
 
-python -m jaxunet.compare.step_cost CONFIGS.json      # name -> config; prints one JSON row, and all else to stderr
+The methods take turns, so that a drift of the machine affects all of them alike.
+
+    # CONFIGS.json maps names to configs. Prints one JSON row; everything else goes to stderr.
+    python -m jaxunet.compare.step_cost CONFIGS.json
 """
 
 from __future__ import annotations
@@ -10,7 +13,6 @@ import math
 import pathlib
 import sys
 from collections.abc import Iterable
-from typing import Any
 
 from jaxunet.benchmark import timing
 from jaxunet.benchmark.jax_side import JaxSide
@@ -21,22 +23,29 @@ from jaxunet.runtime import rows
 from jaxunet.runtime.errors import USER_ERROR, UserError
 
 ROUNDS = 11
-STEPS = 8  # of a turn, at least
+STEPS = 8  # least number of steps of a turn
 
 
-def measure(
-    configs: dict[str, Config], steps: int | None = None, rounds: int = ROUNDS
-) -> dict[str, Any]:
-    """Milliseconds a step of each, and the ratio to the first: medians over rounds with quartiles.
+def measure(configs: dict[str, Config], steps: int | None = None, rounds: int = ROUNDS) -> rows.Row:
+    """Times the steps of all methods.
 
     Args:
-      steps: of a turn; default: `steps_of_a_turn`, so that each turn has its share of the policies' measurements.
+      configs: name of the method -> its config; ratios are to the first.
+      steps: steps of a turn; default: `steps_of_a_turn`.
+      rounds: turns of each method.
+
+    Returns:
+      A row. `costs` has, for each method, `ms` (milliseconds per step), `ratio` (to the first
+      method) and `quartiles` of the ratio; they are medians and quartiles over rounds.
+
+    Raises:
+      UserError: the data or a config does not fit, or a step failed.
     """
     first = next(iter(configs.values()))
     source = open_images(first)
     sides, units = {}, []
     for name, config in configs.items():
-        # Random weights in the last layers too: a network of zeros takes a GPU less power.
+        # No last layers of zeros: they would make a GPU draw less power than a trained network.
         prepared = JaxSide(
             config, source, fresh_state(config.replace(model={'zero_init': False}))
         ).prepare('step')
@@ -69,7 +78,12 @@ def measure(
 
 
 def steps_of_a_turn(configs: Iterable[Config], units: Iterable[int]) -> int:
-    """At least `STEPS`, and a multiple of every policy's `policy_every` and of `units`, what each runs in one call."""
+    """Returns the steps of a turn: at least `STEPS`, in whole calls and policy updates.
+
+    Args:
+      configs: the configs; a turn is a multiple of every `timesteps.policy_every` of a policy.
+      units: steps of one compiled call of each method; a turn is a multiple of all of them.
+    """
     least = math.lcm(
         *units, *(c.timesteps.policy_every for c in configs if c.timesteps.sampler == 'policy')
     )
@@ -77,6 +91,7 @@ def steps_of_a_turn(configs: Iterable[Config], units: Iterable[int]) -> int:
 
 
 def main() -> None:
+    """Times the methods of the file on the command line and prints the row."""
     cli.enable_compilation_cache()
     try:
         configs = json.loads(pathlib.Path(sys.argv[1]).read_text(encoding='utf-8'))

@@ -1,9 +1,10 @@
-"""One run of a comparison in this process: trains to every milestone, keeps the averaged weights of each, then samples and measures them.
+"""Does one run of a comparison: trains, keeps the averaged weights of every milestone, measures.
 
     python -m jaxunet.compare.worker FOLDER       # FOLDER/task.json has the fields of `Task`
 
-`python -m jaxunet.compare` starts it. The folder gets a line of rows.jsonl for each metric of each milestone. Training that was cut off
-starts anew, as its clock would not be comparable; weights that are kept are not trained again, nor is a milestone measured twice.
+`python -m jaxunet.compare` starts it. The folder gets one line of rows.jsonl for each metric of
+each milestone. Interrupted training starts again, because its clock would not be comparable. Once
+all weights are saved, the run is not trained again; no milestone is measured twice.
 """
 
 from __future__ import annotations
@@ -38,7 +39,14 @@ TASK, ROWS, SNAPSHOTS = 'task.json', 'rows.jsonl', 'snapshots'
 
 @dataclass(frozen=True)
 class Task:
-    """What a run is: its config, and the seconds of training at which it is measured."""
+    """The input of a run.
+
+    Fields:
+      method: name of the method.
+      seed: seed of the run.
+      config: the config as nested dicts.
+      seconds: milestones: seconds of training at which the run is measured, increasing.
+    """
 
     method: str
     seed: int
@@ -47,31 +55,34 @@ class Task:
 
     @property
     def label(self) -> str:
+        """Name of the run in messages."""
         return f'{self.method}, seed {self.seed}'
 
     @property
     def folder(self) -> str:
+        """Name of the run's folder."""
         return f'{self.method}_seed{self.seed}'
 
 
 def read_task(folder: pathlib.Path) -> Task:
+    """Reads the task of a run's folder."""
     return Task(**json.loads((folder / TASK).read_text(encoding='utf-8')))
 
 
 def finished(folder: pathlib.Path) -> list[rows.Row]:
-    """The rows of a run so far."""
+    """Returns the rows of a run so far."""
     return rows.read(folder / ROWS) if (folder / ROWS).exists() else []
 
 
 def missing(task: Task, folder: pathlib.Path) -> list[int]:
-    """The milestones without all their rows. A row is of the weights that are kept, so one with others is none."""
+    """Returns the milestones that lack a row of any metric."""
     metrics = resolve(task.config).evaluation.metrics
     done = {(row['milestone'], row['name']) for row in finished(folder)}
     return [i for i in range(len(task.seconds)) if any((i, name) not in done for name in metrics)]
 
 
 def run(folder: pathlib.Path) -> None:
-    """Does what is left of the run.
+    """Does the rest of the run in a folder with a task.
 
     Raises:
       UserError: the config does not fit the data or the machine, or training diverged.
@@ -92,7 +103,7 @@ def run(folder: pathlib.Path) -> None:
         params, step, seconds = load_snapshot(paths[i], template)
         began = time.perf_counter()
         results = evaluator.measure(params)
-        assert results is not None  # nothing asks it to stop
+        assert results is not None  # only a requested stop gives None
         for name, result in zip(config.evaluation.metrics, results, strict=True):
             where = {'milestone': i, 'method': task.method, 'seed': task.seed, 'name': name}
             rows.append(folder / ROWS, {**where, **evaluator.row(result, step, seconds), **origin})
@@ -103,7 +114,10 @@ def run(folder: pathlib.Path) -> None:
 
 
 def most_telling(count: int) -> list[int]:
-    """The order of milestones by what their curve would miss most without them: the last, then each time the middle of the widest gap."""
+    """Returns the milestones in the order in which they tell most about the curve.
+
+    The last milestone comes first, then always the middle of the widest gap.
+    """
     order = [count - 1]
     while len(order) < count:
         ends = sorted([-1, *order])
@@ -117,7 +131,7 @@ def _train(
 ) -> None:
     for stale in (folder / 'training', folder / SNAPSHOTS):
         shutil.rmtree(stale, ignore_errors=True)
-    (folder / ROWS).unlink(missing_ok=True)  # of weights that are no longer there
+    (folder / ROWS).unlink(missing_ok=True)  # these rows belong to the removed weights
     reached: list[float] = []
 
     def keep(step: int, seconds: float, params: Params) -> None:
@@ -128,22 +142,39 @@ def _train(
     train(config, folder / 'training', source, milestones=Milestones(tuple(task.seconds), keep))
     if len(reached) < len(task.seconds):
         raise UserError(
-            f'{task.label}: stopped after {len(reached)} of {len(task.seconds)} milestones; the same command starts it anew'
+            f'{task.label}: stopped after {len(reached)} of {len(task.seconds)} milestones; the '
+            'same command starts it again'
         )
 
 
 def save_snapshot(path: pathlib.Path, params: Params, step: int, seconds: float) -> None:
-    """The weights' arrays in tree order; whole or not at all."""
+    """Writes weights as arrays in tree order; the file is complete or absent.
+
+    Args:
+      path: the .npz file; its folder is created if needed.
+      params: the averaged weights.
+      step: training steps so far.
+      seconds: seconds of training so far.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_suffix('.partial')
     with partial.open('wb') as file:
-        arrays = {f'{i}': np.asarray(leaf) for i, leaf in enumerate(jax.tree.leaves(params))}
-        np.savez(file, step=np.int64(step), seconds=np.float64(seconds), **arrays)  # type: ignore[arg-type]
+        arrays = {'step': np.asarray(step, np.int64), 'seconds': np.asarray(seconds, np.float64)}
+        arrays |= {f'{i}': np.asarray(leaf) for i, leaf in enumerate(jax.tree.leaves(params))}
+        np.savez(file, **arrays)  # type: ignore[arg-type]
     os.replace(partial, path)
 
 
 def load_snapshot(path: pathlib.Path, template: Params) -> tuple[Params, int, float]:
-    """(weights as numpy, step, seconds of training)."""
+    """Returns the weights (numpy), the step and the seconds of training of a snapshot.
+
+    Args:
+      path: file of `save_snapshot`.
+      template: weights with the expected tree and shapes.
+
+    Raises:
+      UserError: the shapes are those of another model.
+    """
     leaves, tree = jax.tree.flatten(template)
     with np.load(path) as arrays:
         found = [arrays[f'{i}'] for i in range(len(leaves))]
@@ -154,6 +185,7 @@ def load_snapshot(path: pathlib.Path, template: Params) -> tuple[Params, int, fl
 
 
 def save_task(task: Task, folder: pathlib.Path) -> None:
+    """Writes the task to the run's folder, which is created if needed."""
     folder.mkdir(parents=True, exist_ok=True)
     partial = folder / f'{TASK}.partial'
     partial.write_text(json.dumps(dataclasses.asdict(task), indent=1), encoding='utf-8')
@@ -161,6 +193,7 @@ def save_task(task: Task, folder: pathlib.Path) -> None:
 
 
 def main() -> None:
+    """Does the run of the folder on the command line."""
     cli.enable_compilation_cache()
     try:
         run(pathlib.Path(sys.argv[1]))
