@@ -24,6 +24,7 @@ from jaxunet.profile.report import check_plots
 from jaxunet.runtime import subprocesses as processes
 from jaxunet.runtime.errors import UserError
 from jaxunet.sweep import measure, report, runner
+from jaxunet.sweep.config_file import config_file
 from jaxunet.sweep.folder import config_arguments, load, save
 from jaxunet.sweep.points import Axis, Machine, expand, merge, parse_axes, show
 from jaxunet.sweep.presets import PRESETS
@@ -222,10 +223,10 @@ def test_vary_replaces_the_axes_of_a_preset():
 def test_a_point_as_a_config_file(tmp_path):
     (point,), _ = grid('model.channel_mult=(1,)', machine=CPU)
     namespace: dict = {}
-    exec(runner.config_file(point), namespace)
+    exec(config_file(point), namespace)
     assert resolve(namespace['get_config']()) == point.config
     (same,), _ = expand(Config(), [Axis('seed', (0,))], CPU)
-    exec(runner.config_file(same), namespace)
+    exec(config_file(same), namespace)
     assert resolve(namespace['get_config']()) == Config()
 
 

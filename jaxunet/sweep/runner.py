@@ -20,11 +20,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from jaxunet.config import Config, to_dict
 from jaxunet.runtime import fingerprint, rows
 from jaxunet.runtime import subprocesses as processes
 from jaxunet.runtime.errors import UserError
 from jaxunet.runtime.subprocesses import Row
+from jaxunet.sweep.config_file import config_file
 from jaxunet.sweep.points import Machine, Point
 
 MEASURE = 'jaxunet.sweep.measure'
@@ -38,7 +38,7 @@ Say = Callable[[str], None]
 
 @dataclass(frozen=True)
 class Options:
-    """How every point is measured.
+    """Options of the measurement, for every point.
 
     Fields:
       steps: timed or traced steps.
@@ -346,34 +346,6 @@ def _profile(
         'profile': str(table.relative_to(directory)),
     }
     return processes.Answer(row)
-
-
-CONFIG_FILE = """\"\"\"Point of a sweep: {label}.\"\"\"
-
-from jaxunet.config import default_config
-
-
-def get_config():
-    config = default_config()
-{changes}    return config
-"""
-
-
-def config_file(point: Point) -> str:
-    """Returns a point as the text of a config file: the fields that differ from the defaults."""
-    default = to_dict(Config())
-    changed = []
-    for name, value in point.raw.items():
-        if isinstance(value, dict):
-            changed += [
-                (f'{name}.{field}', v) for field, v in value.items() if v != default[name][field]
-            ]
-        elif value != default[name]:
-            changed.append((name, value))
-    return CONFIG_FILE.format(
-        label=point.label,
-        changes=''.join(f'    config.{path} = {value!r}\n' for path, value in changed),
-    )
 
 
 def _compile(
