@@ -1,6 +1,7 @@
 """The profiler: arithmetic on made-up traces, tables and files, and the command line."""
 
 import csv
+import dataclasses
 import gzip
 import itertools
 import json
@@ -22,7 +23,7 @@ from jaxunet.profile.capture import HOST_DATA, HOST_WAIT, capture, check
 from jaxunet.profile.chrome import phase_spans, write_trace
 from jaxunet.profile.events import COLLECTIVE, COPY, KERNEL, Event, build_trace
 from jaxunet.profile.phases import ALL_REDUCE, BACKWARD, DATA, FORWARD, OPTIMIZER, OTHER, PHASES
-from jaxunet.profile.summary import DEVICE, HOST, Row, summarise
+from jaxunet.profile.summary import DEVICE, HOST, summarise
 from jaxunet.runtime.errors import UserError
 
 
@@ -100,7 +101,7 @@ def test_summary(devices):
         {DATA: 1, FORWARD: 10, BACKWARD: 20, ALL_REDUCE: 20, OPTIMIZER: 6, OTHER: 0}
     )
     [first, *_] = s.side(DEVICE)
-    assert first == Row(
+    assert dataclasses.astuple(first) == (
         DEVICE,
         KERNEL,
         'jaxunet_conv3x3_dx',

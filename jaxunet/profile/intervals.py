@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from jaxtyping import Float
 
-Intervals = Float[np.ndarray, 'n 2']
+Intervals = Float[np.ndarray, '_ 2']
 
 
 def union(spans: Intervals) -> Intervals:

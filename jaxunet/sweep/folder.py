@@ -64,6 +64,6 @@ def load(directory: pathlib.Path) -> Sweep:
             f'{path}: damaged ({error!r}); run the sweep again without --plot_only: its results '
             'are kept'
         ) from None
-    known = runner.results(directory)
+    known = runner.latest_rows(directory)
     done = [known[key] for key in keys if key in known]
     return Sweep(axes, done, len(keys) - len(done), notes, command, title)

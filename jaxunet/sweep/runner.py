@@ -84,7 +84,7 @@ class Task:
     compile_only: bool = False
 
 
-def results(directory: pathlib.Path) -> dict[str, Row]:
+def latest_rows(directory: pathlib.Path) -> dict[str, Row]:
     """Returns the latest row of every key in the folder of a sweep."""
     path = directory / 'results.jsonl'
     return {row['key']: row for row in rows.read(path) if 'key' in row} if path.exists() else {}
@@ -149,7 +149,7 @@ def run(
     Raises:
       UserError: `options.side_by_side` without a GPU.
     """
-    known = results(directory)
+    known = latest_rows(directory)
     keys = [key(point, options, machine) for point in points]
     todo = [
         i
