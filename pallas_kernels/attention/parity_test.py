@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from parity import DTYPES, assert_parity_in_some_draw, draw, kernel_target
+from support.parity import DTYPES, assert_parity_in_some_draw, draw, kernel_target
 
 from jaxunet.ops.attention import reference
 from jaxunet.ops.attention.cases import AWKWARD, CASES, Case

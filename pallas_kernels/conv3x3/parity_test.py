@@ -6,8 +6,8 @@ A CPU interprets the awkward cases; a GPU runs all cases.
 import jax
 import jax.numpy as jnp
 import pytest
-from parity import DTYPES, assert_parity, kernel_target
 from support.conv3x3 import inputs, op
+from support.parity import DTYPES, assert_parity, kernel_target
 
 from jaxunet.ops.conv3x3 import reference
 from jaxunet.ops.conv3x3.cases import AWKWARD, CASES, Case

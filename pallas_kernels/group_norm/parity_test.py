@@ -7,8 +7,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from parity import DTYPES, assert_parity
 from support.group_norm import inputs, op
+from support.parity import DTYPES, assert_parity
 
 from jaxunet.ops.group_norm import reference
 from jaxunet.ops.group_norm.cases import AWKWARD, CASES, ELEPHANTS64, Case

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from parity import draw
-
 from jaxunet.ops.activation import Activation
 from jaxunet.ops.conv3x3.cases import Case
+from support.parity import draw
 
 
 def inputs(case: Case, dtype: str, batch: int):

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from parity import DTYPES, assert_parity, assert_runs_are_identical, draw
+from support.parity import DTYPES, assert_parity, assert_runs_are_identical, draw
 
 from jaxunet.ops.attention import reference
 from jaxunet.ops.attention.cases import AWKWARD, CASES, Case

@@ -8,7 +8,7 @@ digests are equal.
     python xla_ffi/build_tools/machine_code.py _cuda.so
         prints one line a kernel: architecture, digest, name
     python xla_ffi/build_tools/machine_code.py _cuda.so --write FILE
-        writes the record that tests/test_machine_code.py compares
+        writes the record that xla_ffi/test_machine_code.py compares
     python xla_ffi/build_tools/machine_code.py _cuda.so --compare FILE
         prints what differs from a record; exits with 1 if anything does
 

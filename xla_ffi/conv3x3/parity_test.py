@@ -6,8 +6,8 @@ The CPU's handlers run the awkward cases; the GPU's run all cases.
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from parity import DTYPES, assert_parity_in_some_draw, assert_runs_are_identical
 from support.conv3x3 import inputs, op
+from support.parity import DTYPES, assert_parity_in_some_draw, assert_runs_are_identical
 
 from jaxunet.ops.backends import XLA
 from jaxunet.ops.conv3x3 import reference

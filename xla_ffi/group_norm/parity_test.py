@@ -6,8 +6,8 @@ The CPU's handlers run the awkward cases; the GPU's run all cases.
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from parity import DTYPES, assert_parity, assert_runs_are_identical
 from support.group_norm import inputs, op
+from support.parity import DTYPES, assert_parity, assert_runs_are_identical
 
 from jaxunet.ops.activation import Activation
 from jaxunet.ops.backends import XLA

@@ -5,7 +5,7 @@ The CPU's handlers run the awkward cases; the GPU's run all cases.
 
 import jax.numpy as jnp
 import pytest
-from parity import DTYPES, assert_parity, assert_runs_are_identical, draw
+from support.parity import DTYPES, assert_parity, assert_runs_are_identical, draw
 
 from jaxunet.ops.linear import reference
 from jaxunet.ops.linear.cases import AWKWARD, CASES, ELEPHANTS64, Case

@@ -1,0 +1,69 @@
+"""Settings of every test: strict JAX, four forced CPU devices, warnings as errors (pyproject.toml)."""
+
+import os
+import pathlib
+import signal
+
+from support.settings import QUICK
+
+ROOT = pathlib.Path(__file__).resolve().parent
+
+# Before jax starts: four CPU devices for the data-parallel tests.
+os.environ['XLA_FLAGS'] = (
+    f'{os.environ.get("XLA_FLAGS", "")} --xla_force_host_platform_device_count=4 {QUICK}'
+)
+
+# Many tests, and the commands that they start, compile the same tiny programs.
+os.environ['JAX_COMPILATION_CACHE_DIR'] = str(ROOT / '.pytest_cache' / 'xla')
+os.environ['JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS'] = '0.1'
+
+# A shell's background jobs ignore Ctrl-C, and so would every process of a test that sends it.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
+import jax  # noqa: E402
+import pytest  # noqa: E402
+
+import xla_ffi  # noqa: E402
+
+jax.config.update('jax_numpy_dtype_promotion', 'strict')
+jax.config.update('jax_numpy_rank_promotion', 'raise')
+
+KERNELS = ROOT / 'xla_ffi'
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        # A parity test calls the handlers; other tests beside the kernels say so themselves.
+        if item.path.is_relative_to(KERNELS) and item.path.name == 'parity_test.py':
+            item.add_marker('extension')
+    marked = [item for item in items if item.get_closest_marker('gpu')]
+    if marked and jax.default_backend() != 'gpu':
+        for item in marked:
+            item.add_marker(pytest.mark.skip(reason='needs an NVIDIA GPU'))
+
+
+@pytest.hookimpl(tryfirst=True)  # before fixtures that call handlers
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Skips a test marked `extension` where the module is missing, or fails it if CI sets so."""
+    for mark in item.iter_markers('extension'):
+        name = mark.args[0] if mark.args else '_cpu'
+        if getattr(xla_ffi, name) is None:
+            how = (
+                'JAXUNET_CUDA=cpu pip install -e .'
+                if name == '_cpu'
+                else 'JAXUNET_CUDA=1 pip install -e .'
+            )
+            reason = f'the extension xla_ffi.{name} is not built; build it with: {how}'
+            if os.environ.get('JAXUNET_REQUIRE_EXTENSION') == '1':
+                pytest.fail(f'{reason} (JAXUNET_REQUIRE_EXTENSION=1)', pytrace=False)
+            pytest.skip(reason)
+
+
+@pytest.fixture(scope='session')
+def shared_dir() -> pathlib.Path:
+    """Real images and golden values that not every machine has."""
+    path = ROOT.parent / 'shared'
+    if not (path / 'data').is_dir():
+        pytest.skip(f'{path} is missing: this test needs its real data')
+    return path

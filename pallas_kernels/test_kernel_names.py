@@ -1,0 +1,175 @@
+"""The UNet of elephants64 with backend=pallas runs on our kernels and nothing else: none falls back silently."""
+
+from __future__ import annotations
+
+import collections
+import importlib.util
+import pathlib
+import re
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+from support import kernel_names
+
+from jaxunet import config
+from jaxunet.model.unet import build_unet
+from jaxunet.ops.activation import Activation
+from jaxunet.ops.backends import XLA, Ops, ops_of
+from jaxunet.runtime import device
+
+BATCH = 2
+CONFIG = pathlib.Path(__file__).parents[1] / 'configs' / 'elephants64.py'
+PALLAS = ops_of('pallas')
+
+
+class Calls:
+    """Ops that note what they are called with: `(op, image or sequence shape, parts of x, features)`."""
+
+    def __init__(self, ops: Ops) -> None:
+        self.seen: list[tuple[str, tuple[int, ...], int, int]] = []
+        self.ops = Ops(*(self._noting(name, op) for name, op in ops._asdict().items()))
+
+    def _noting(self, name: str, op: Any) -> Any:
+        def call(x: Any, *arguments: Any, **options: Any) -> Any:
+            kernel = next((a for a in arguments if a.ndim == 4), None)
+            parts = x.parts if isinstance(x, Activation) else (x,)
+            shape = (*parts[0].shape[:-1], sum(p.shape[-1] for p in parts))
+            features = 0 if kernel is None else kernel.shape[-1]
+            self.seen.append((name.removesuffix('_and_input'), shape, len(parts), features))
+            return op(x, *arguments, **options)
+
+        return call
+
+
+@pytest.fixture(scope='module')
+def lowered() -> tuple[list[tuple[str, tuple[int, ...], int, int]], collections.Counter[str]]:
+    """The op calls of a forward pass, and the kernels of the loss with its gradient, lowered for an H200."""
+    spec = importlib.util.spec_from_file_location('elephants64', CONFIG)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    resolved = config.resolve(module.get_config())
+    x, t = (
+        jax.ShapeDtypeStruct((BATCH, *resolved.image_shape), 'float32'),
+        jax.ShapeDtypeStruct((BATCH,), 'int32'),
+    )
+    parameters = jax.eval_shape(
+        lambda x, t: build_unet(resolved, XLA).init(jax.random.key(0), x, t)['params'], x, t
+    )
+    calls = Calls(PALLAS)
+    model = build_unet(resolved, calls.ops)
+
+    def loss(parameters: Any, x: Any, t: Any) -> Any:
+        return jnp.mean(jnp.square(model.predict(parameters, x, t)))
+
+    with device.use(device.Target.HOPPER):
+        program = (
+            jax.jit(jax.value_and_grad(loss))
+            .trace(parameters, x, t)
+            .lower(lowering_platforms=('cuda',))
+        )
+    return calls.seen, kernel_names.count(program)
+
+
+def test_every_op_runs_on_its_kernels(lowered: Any) -> None:
+    calls, kernels = lowered
+    convs = [c for c in calls if 'conv3x3' in c[0]]
+    # Three channels, of the image or of the prediction, go to the Triton kernels: a tensor map's rows must be whole 16 bytes.
+    images = [c for c in convs if c[1][-1] == 3 or c[3] == 3]
+    hopper = [c for c in convs if c not in images]
+    assert (len(convs), len(images), len(hopper)) == (46, 2, 44)
+    fused = [c for c in convs if c[0] == 'norm_silu_conv3x3']
+    # Large images are activated inside the convolution, so those have their statistics taken by kernels of their own.
+    inside = [c for c in fused if c[1][1] * c[1][2] >= 1024]
+    attention = [c for c in calls if c[0] == 'attention']
+    short = [
+        c for c in attention if c[1][1] <= 64
+    ]  # one kernel goes backward through these, two through others
+    norms = [c for c in calls if c[0] == 'group_norm']
+    assert (len(fused), len(inside), len(attention), len(short), len(norms)) == (45, 21, 11, 6, 11)
+    assert (
+        kernels
+        == {
+            'jaxunet_conv3x3_forward': 2 * len(hopper),  # forward, and the input gradient
+            'jaxunet_conv3x3_weight_gradient': len(hopper),
+            'jaxunet_conv3x3_triton_forward': 3,  # as above, but for the gradient by the image, which nothing asks for
+            'jaxunet_conv3x3_triton_products': 1,  # the last convolution, forward: products first, then the sums over taps
+            'jaxunet_conv3x3_triton_weight_gradient': len(images),
+            'jaxunet_group_norm_channel_sums': len(convs),  # the gradient of bias or shift
+            'jaxunet_group_norm_moments': sum(parts for _, _, parts, _ in inside),
+            'jaxunet_group_norm_affine': len(inside),
+            'jaxunet_group_norm_forward': len(fused) - len(inside) + len(norms),
+            'jaxunet_group_norm_backward': len(norms),
+            'jaxunet_group_norm_gradient_sums': len(fused),
+            'jaxunet_group_norm_gradient': len(fused),
+            'jaxunet_attention_forward': len(attention),
+            'jaxunet_attention_backward': len(short),
+            'jaxunet_attention_backward_dq': len(attention) - len(short),
+            'jaxunet_attention_backward_dkv': len(attention) - len(short),
+        }
+    )
+
+
+def test_a_fallback_would_be_seen() -> None:
+    """What the test above counts when a convolution is XLA's: the counter itself can fail."""
+    x, kernel = (
+        jax.ShapeDtypeStruct((1, 8, 8, 64), 'bfloat16'),
+        jax.ShapeDtypeStruct((3, 3, 64, 64), 'bfloat16'),
+    )
+    shift = jax.ShapeDtypeStruct((1, 64), 'float32')
+
+    def twice(op: Any) -> Any:
+        step = jax.jit(lambda x, kernel, shift: op(Activation.of(x), kernel, shift).value)
+        return lambda x, kernel, shift: step(step(x, kernel, shift), kernel, shift)
+
+    def counted(function: Any) -> collections.Counter[str]:
+        with device.use(device.Target.HOPPER):
+            return kernel_names.count(
+                jax.jit(function).trace(x, kernel, shift).lower(lowering_platforms=('cuda',))
+            )
+
+    assert counted(twice(XLA.conv3x3)) == {'convolution': 2}
+    assert counted(twice(PALLAS.conv3x3)) == {'jaxunet_conv3x3_forward': 2}
+    down = {
+        'window_strides': (2, 2),
+        'padding': 'SAME',
+        'dimension_numbers': ('NHWC', 'HWIO', 'NHWC'),
+    }
+    assert counted(lambda x, kernel, shift: jax.lax.conv_general_dilated(x, kernel, **down)) == {}
+
+
+def test_equal_calls_share_one_lowering() -> None:
+    """A network calls a kernel with the same shapes many times; tracing and lowering each call would take most of a start's time."""
+
+    def network(x: Any, kernel: Any, vector: Any, packed: Any) -> Any:
+        for _ in range(3):
+            x = PALLAS.norm_silu_conv3x3(Activation.of(x), vector, vector, kernel, vector).value
+            x = PALLAS.conv3x3(Activation.of(x), kernel, vector).value
+            x = PALLAS.group_norm(Activation.of(x), vector, vector, silu=True)
+            packed = jnp.tile(PALLAS.attention(packed, num_heads=2), 3)
+        return jnp.sum(x.astype(jnp.float32)) + jnp.sum(packed.astype(jnp.float32))
+
+    def gradient() -> Any:
+        # Made here, so that `device.use` makes most for the GPU: JAX traces again for arguments from elsewhere.
+        shapes = (
+            ((2, 16, 16, 64), 'bfloat16'),
+            ((3, 3, 64, 64), 'float32'),
+            ((1, 64), 'float32'),
+            ((2, 64, 192), 'bfloat16'),
+        )
+        return jax.grad(network, argnums=(0, 1, 2, 3))(*(jnp.zeros(*shape) for shape in shapes))
+
+    with device.use(device.Target.HOPPER):
+        program = jax.jit(gradient).trace().lower(lowering_platforms=('cuda',))
+    launches = kernel_names.count(program)
+    assert (
+        launches['jaxunet_conv3x3_forward'] == 12
+    )  # forward and input gradient, of two convolutions, three times
+    assert min(launches.values()) == 3
+    written = re.findall(r'custom_call @\S*(mosaic|triton)', program.as_text())
+    # Not quite one for each name: the input gradient is a kernel apart, and without a GPU the first and last calls get other types.
+    assert len(launches) < len(written) <= len(launches) + 3
+    assert 3 * len(written) < sum(launches.values())

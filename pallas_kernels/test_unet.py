@@ -1,0 +1,115 @@
+"""The UNet on the kernels, interpreted on a CPU: the same network as on XLA, under every transformation that training uses."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from support.tiny import tiny_config
+
+from jaxunet.model.unet import build_unet
+from jaxunet.ops.activation import Activation
+from jaxunet.ops.backends import load_ops
+from jaxunet.runtime.device import Target, use
+
+
+@pytest.fixture(autouse=True)
+def _interpreted():
+    with use(Target.INTERPRET):
+        yield
+
+
+def example(**model):
+    fields = {
+        'channel_mult': (1, 2),
+        'attention_resolutions': (4,),
+        'num_classes': 0,
+        'label_dropout': 0.0,
+        'zero_init': False,
+    } | model
+    config = tiny_config(model=fields)
+    x = jnp.asarray(np.random.default_rng(0).standard_normal((2, *config.image_shape)), jnp.float32)
+    t = jnp.asarray([3, 30], jnp.int32)
+    networks = {name: build_unet(config, load_ops(name)) for name in ('xla', 'pallas')}
+    params = networks['xla'].init(jax.random.key(0), x, t)['params']
+    return networks, params, x, t
+
+
+def loss(network, params, x, t):
+    return jnp.mean(jax.lax.square(network.predict(params, x, t) - x))
+
+
+def assert_close(got, want):
+    """Trees of float32, up to sums in another order."""
+    for path, leaf in jax.tree_util.tree_leaves_with_path(want):
+        other = dict(jax.tree_util.tree_leaves_with_path(got))[path]
+        np.testing.assert_allclose(
+            other, leaf, rtol=2e-4, atol=2e-5 * float(jnp.abs(leaf).max() + 1e-3), err_msg=str(path)
+        )
+
+
+@pytest.mark.parametrize(
+    'model',
+    [
+        {},
+        {'resblock_updown': True, 'scale_shift_norm': True},
+        {'remat': True, 'channel_mult': (1,), 'attention_resolutions': ()},
+    ],
+    ids=['plain', 'adm', 'remat'],
+)
+def test_loss_and_gradients_are_those_of_xla(model):
+    networks, params, x, t = example(**model)
+    (want, want_gradients), (got, gradients) = (
+        jax.jit(jax.value_and_grad(lambda p, n=networks[name]: loss(n, p, x, t)))(params)
+        for name in ('xla', 'pallas')
+    )
+    np.testing.assert_allclose(got, want, rtol=1e-5)
+    assert_close(gradients, want_gradients)
+
+
+def conv(x, kernel, parts=1):
+    one, zero = jnp.ones((1, x.shape[-1]), x.dtype), jnp.zeros((1, kernel.shape[-1]), x.dtype)
+    split = Activation(tuple(jnp.split(x, parts, axis=-1)))
+    y = (
+        load_ops('pallas')
+        .norm_silu_conv3x3(split, one, one, kernel, zero, residual=split, groups=2)
+        .value
+    )
+    return jnp.sum(jnp.sin(y))
+
+
+def arrays():
+    generator = np.random.default_rng(1)
+    return (
+        jnp.asarray(generator.standard_normal(shape), jnp.float32)
+        for shape in ((3, 2, 4, 4, 8), (3, 3, 8, 8))
+    )
+
+
+@pytest.mark.parametrize('over', ['batch', 'kernel', 'both'])
+def test_vmap_is_a_loop(over):
+    x, kernel = arrays()
+    kernels = jnp.stack([kernel, 2 * kernel, -kernel])
+    axes = {'batch': (0, None), 'kernel': (None, 0), 'both': (0, 0)}[over]
+    arguments = (x if over != 'kernel' else x[0], kernels if over != 'batch' else kernel)
+    got = jax.jit(jax.vmap(jax.value_and_grad(conv, argnums=(0, 1)), in_axes=axes))(*arguments)
+    at = [
+        (x[i] if over != 'kernel' else x[0], kernels[i] if over != 'batch' else kernel)
+        for i in range(3)
+    ]
+    want = jax.tree.map(
+        lambda *leaves: jnp.stack(leaves),
+        *(jax.value_and_grad(conv, argnums=(0, 1))(*a) for a in at),
+    )
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=2e-4), got, want)
+
+
+def test_scan_over_micro_batches_is_a_loop():
+    x, kernel = arrays()
+    total, _ = jax.lax.scan(
+        lambda total, part: (total + jax.grad(conv, argnums=1)(part, kernel, 2), None),
+        jnp.zeros_like(kernel),
+        x,
+    )
+    np.testing.assert_allclose(
+        total, sum(jax.grad(conv, argnums=1)(part, kernel, 2) for part in x), rtol=1e-5, atol=1e-5
+    )

@@ -1,0 +1,308 @@
+"""Command lines as a user types them: the whole way from images to images, and mistakes without tracebacks."""
+
+import io
+import itertools
+import json
+import os
+import shutil
+import sys
+
+import numpy as np
+import pytest
+from ml_collections.config_flags.config_flags import ConfigFileFlagParser
+from PIL import Image
+from support.commands import call
+from support.tiny import flags
+
+from jaxunet.checkpoint import store as checkpoint
+from jaxunet.checkpoint.load import load_model
+from jaxunet.config.cli import _ConfigFile, _Tuples
+from jaxunet.runtime.errors import UserError
+from jaxunet.runtime.progress import LOG_SECONDS, progress_bar
+from jaxunet.training.logs import read_metrics
+
+SMALL = [*flags(), '--config.model.num_classes=10', '--config.model.label_dropout=0.1']
+
+
+@pytest.fixture(scope='module')
+def run(tmp_path_factory):
+    """A tiny run on the embedded digits."""
+    workdir = tmp_path_factory.mktemp('runs') / 'tiny'
+    out = call('jaxunet.train', *SMALL, '--config.train.sample_every=6', f'--workdir={workdir}')
+    assert '1797 images from digits:' in out
+    return workdir
+
+
+@pytest.mark.parametrize('terminal', [True, False])
+def test_a_log_file_gets_few_states_of_a_progress_bar(monkeypatch, terminal):
+    stderr = io.StringIO()
+    stderr.isatty = lambda: terminal
+    monkeypatch.setattr(sys, 'stderr', stderr)
+    now = itertools.count(step=0.2)  # seconds: of 1,000 steps 200
+    with progress_bar(total=1000) as bar:
+        bar._time = now.__next__
+        bar.start_t = bar.last_print_t = 0.0
+        for _ in range(1000):
+            bar.update()
+    states = stderr.getvalue().count('\r')
+    assert (
+        states > 500
+        if terminal
+        else 1000 * 0.2 / LOG_SECONDS - 2 < states < 1000 * 0.2 / LOG_SECONDS + 4
+    )
+
+
+def test_train_writes_what_it_promises(run):
+    assert {p.name for p in run.iterdir()} == {
+        '.lock',
+        'checkpoints',
+        'metrics.csv',
+        'samples',
+        'tensorboard',
+    }
+    assert [int(row['step']) for row in read_metrics(run / 'metrics.csv')] == [1, 2, 3, 4, 5, 6]
+    with Image.open(run / 'samples' / 'step_0000006.png') as picture:
+        assert picture.mode == 'L'
+
+
+def sample(source, output, *extra, **options):
+    call(
+        'jaxunet.sample',
+        f'--checkpoint={source}',
+        f'--output={output}',
+        '--num_samples=6',
+        '--steps=4',
+        *extra,
+        **options,
+    )
+    with np.load(output) as arrays:
+        return arrays['images'], arrays.get('labels')
+
+
+def test_same_seed_same_images_whatever_the_batch_and_the_devices(run, tmp_path):
+    images, labels = sample(run, tmp_path / 'a.npz')
+    assert images.shape == (6, 8, 8, 1)
+    assert list(labels) == [0, 1, 2, 3, 4, 5]
+    for name, extra, options in (
+        ('b', ['--batch_size=4'], {}),
+        ('c', ['--batch_size=3'], {'devices': 4}),
+    ):
+        again, _ = sample(run, tmp_path / f'{name}.npz', *extra, **options)
+        assert np.abs(again.astype(int) - images).max() <= 1  # float rounding of other batch shapes
+    named = shutil.copytree(run, tmp_path / 'named')
+    for path in named.glob('checkpoints/*/meta/metadata'):
+        meta = json.loads(path.read_text())
+        assert meta['class_names'] == list('0123456789')
+        path.write_text(json.dumps(meta | {'class_names': [*'012', 'three', *'456789']}))
+    other, labels = sample(named, tmp_path / 'd.npz', '--seed=1', '--class_labels=three,7')
+    assert list(labels) == [3, 7, 3, 7, 3, 7]
+    assert np.abs(other.astype(int) - images).mean() > 1
+
+
+def test_sampler_options_change_images(run, tmp_path):
+    seen = []
+    for i, extra in enumerate(
+        (
+            [],
+            ['--variance=fixed_large'],
+            ['--sampler=ddim'],
+            ['--sampler=ddim', '--eta=0.5'],
+            ['--sampler=ddim', '--skip_schedule=quadratic'],
+            ['--guidance_scale=4'],
+            ['--ema=none'],
+        )
+    ):
+        seen.append(sample(run, tmp_path / f'{i}.npz', *extra)[0])
+    # The weights are nearly those of the start, whose output is zero: guidance and averaging show least.
+    assert len({images.tobytes() for images in seen}) >= 5
+
+
+@pytest.mark.parametrize('extension', ['safetensors'])
+def test_export_round_trip_and_init_from(extension, run, tmp_path):
+    path = tmp_path / f'model.{extension}'
+    assert 'the average with rate 0.995' in call(
+        'jaxunet.export', f'--checkpoint={run}', f'--output={path}'
+    )
+    state = checkpoint.read(run).state
+    loaded = load_model(str(path))
+    assert checkpoint.checksum(loaded.params) == checkpoint.checksum(state.ema['0.995'])
+    assert loaded.class_names == checkpoint.read(run).class_names == tuple('0123456789')
+    a, _ = sample(run, tmp_path / 'a.npz')
+    b, _ = sample(path, tmp_path / 'b.npz')
+    assert np.abs(a.astype(int) - b).max() <= 1
+    workdir = tmp_path / 'more'
+    call(
+        'jaxunet.train',
+        *SMALL,
+        f'--config.init_from={path}',
+        '--config.train.steps=2',
+        '--config.optimizer.learning_rate=1e-12',
+        f'--workdir={workdir}',
+    )
+    started = checkpoint.read(workdir).state
+    path.unlink()  # resuming does not need it
+    call(
+        'jaxunet.train',
+        *SMALL,
+        f'--config.init_from={path}',
+        '--config.train.steps=3',
+        f'--workdir={workdir}',
+    )
+    np.testing.assert_allclose(
+        started.params['conv_in']['kernel'], loaded.params['conv_in']['kernel'], atol=1e-9
+    )
+
+
+@pytest.mark.parametrize(
+    ('text', 'found'),
+    [
+        ('fid,kid', ('fid', 'kid')),
+        ('big cow, bull,', ('big cow', 'bull')),
+        ('cow', ('cow',)),
+        ("('a,b', 'c')", ('a,b', 'c')),
+        ("'a,b'", ('a,b',)),
+        ('32,64', (32, 64)),
+    ],
+)
+def test_tuples(text, found):
+    assert _Tuples().parse(text) == found
+
+
+@pytest.mark.filterwarnings('ignore::DeprecationWarning')  # of ml_collections' way to load a module
+def test_files_that_give_no_config(tmp_path):
+    reader = _ConfigFile(ConfigFileFlagParser('config'))
+    for name, text, message in (
+        (
+            'three.py',
+            'def get_config():\n  return 3',
+            r'three.py: get_config\(\) must return the ConfigDict of .*, found 3',
+        ),
+        ('none.py', 'def get_config():\n  pass', 'found None'),
+        (
+            'photos.npz',
+            'PK\0',
+            r'expected a Python file with get_config\(\), found .*photos.npz, which is not a Python file',
+        ),
+    ):
+        (tmp_path / name).write_text(text)
+        with pytest.raises(UserError, match=message):
+            reader.parse(str(tmp_path / name))
+    with pytest.raises(UserError, match=r'no file .*nne.py; did you mean "none.py"'):
+        reader.parse(str(tmp_path / 'nne.py'))
+
+
+def test_dry_run(tmp_path):
+    out = call(
+        'jaxunet.train',
+        '--dry_run',
+        f'--config={os.path.dirname(__file__)}/../../configs/elephants64.py',
+        '--config.evaluation.metrics=fid,kid',
+    )
+    assert "'metrics': ('fid', 'kid')" in out
+    assert "'base_channels': 64" in out
+    assert 'parameters: 20,494,211' in out
+    assert 'GFLOPs per image: 12' in out or 'GFLOPs per image: 13' in out
+    assert 'memory per device, GiB' in out
+
+
+MISTAKES = [
+    (
+        ['jaxunet.train', '--config.model.base_chanels=3'],
+        '--config.model.base_chanels: unknown field; did you mean model.base_channels',
+    ),
+    (['jaxunet.train', '--config.learning_rate=3'], 'did you mean optimizer.learning_rate'),
+    (
+        ['jaxunet.train', '--config.train.steps=many'],
+        "--config.train.steps=many: invalid literal for int() with base 10: 'many'",
+    ),
+    (['jaxunet.train', '--config.model=3'], '--config.model: is a section; set one of its fields'),
+    (['jaxunet.train', '--config=nowhere.py'], 'nowhere.py'),
+    (['jaxunet.train', '--wrkdir=x'], "Unknown command line flag 'wrkdir'. Did you mean: workdir"),
+    (['jaxunet.train', 'configs/digits.py'], "unexpected argument 'configs/digits.py'"),
+    (
+        ['jaxunet.train', '--config.backend=cuda'],
+        'or use backend=pallas on an NVIDIA GPU, or xla, which runs everywhere',
+    ),
+    (['jaxunet.train', '--config.data.path=nowhere'], 'nowhere'),
+    (
+        ['jaxunet.train', '--config.data.batch_size=0'],
+        'data.batch_size: expected more than 0, found 0',
+    ),
+    (
+        ['jaxunet.train', '--config.parallel.devices=99'],
+        'parallel.devices: 99 asked for, but this machine has 1',
+    ),
+    (
+        ['jaxunet.train', '--config.model.num_classes=3'],
+        'model.num_classes: 3, but digits: has 10 classes',
+    ),
+    (['jaxunet.train', '--config.init_from=nowhere.bin'], 'nowhere.bin: no such file or folder'),
+    (
+        ['jaxunet.train', '--config.data.image_size=8', '--config.data.image_size=16'],
+        '--config.data.image_size: given twice',
+    ),
+    (
+        ['jaxunet.train', '--config.seed=4294967296'],
+        'seed: expected 0 to 4294967295, found 4294967296',
+    ),
+    (['jaxunet.train', '--coordinator=localhost:1'], '--num_processes: missing'),
+    (['jaxunet.sample'], 'Flag --checkpoint must have a value other than None'),
+    (['jaxunet.sample', '--checkpoint=nowhere'], 'nowhere: no such file or folder'),
+    (['jaxunet.sample', '--checkpoint=RUN', '--output=x.gif'], 'expected a name that ends in .png'),
+    (
+        ['jaxunet.sample', '--checkpoint=RUN', '--sampler=dimm'],
+        'value should be one of <ddpm|ddim|dpmpp_2m|heun>',
+    ),
+    (
+        ['jaxunet.sample', '--checkpoint=RUN', '--backend=xls'],
+        '--backend: expected one of auto, xla, pallas, cuda, found \'xls\'; did you mean "xla"',
+    ),
+    (['jaxunet.sample', '--checkpoint=RUN', '--num_samples=0'], 'num_samples'),
+    (['jaxunet.sample', '--checkpoint=RUN', '--eta=0.3'], 'eta: only sampler=ddim has it'),
+    (['jaxunet.sample', '--checkpoint=RUN', '--sampler=ddim', '--eta=2'], 'eta: expected 0'),
+    (['jaxunet.sample', '--checkpoint=RUN', '--steps=41'], 'steps'),
+    (
+        ['jaxunet.sample', '--checkpoint=RUN', '--class_labels=10'],
+        '--class_labels: expected whole numbers from 0 to 9, found',
+    ),
+    (
+        ['jaxunet.sample', '--checkpoint=RUN', '--guidance_scale=-1'],
+        'guidance_scale: expected 0 or more',
+    ),
+    (
+        ['jaxunet.sample', '--checkpoint=RUN', '--variance=learned'],
+        'variance: learned needs a model with diffusion.learn_sigma',
+    ),
+    (
+        ['jaxunet.sample', '--checkpoint=RUN', '--new_attention_order'],
+        'leave --new_attention_order out',
+    ),
+    (['jaxunet.sample', '--checkpoint=RUN', '--ema=0.5'], '--ema: expected one of 0.995 or none'),
+    (
+        ['jaxunet.sample', '--checkpoint=RUN', '--devices=3'],
+        '--devices: 3 asked for, but this machine has 1',
+    ),
+    (['jaxunet.sample', '--checkpoint=RUN/checkpoints/5'], 'no such file or folder'),
+    (['jaxunet.export', '--checkpoint=RUN', '--output=m.onnx'], 'm.onnx'),
+    (
+        ['jaxunet.export', '--checkpoint=RUN', '--output=m.pt', '--config=/bin/sh'],
+        '--config: expected a Python file with get_config()',
+    ),
+    (['jaxunet.export', '--checkpoint=RUN', '--output=m.bin'], 'channels_model'),
+    (
+        ['jaxunet.export', '--checkpoint=RUN', '--output=m.bin', '--with_optimizer', '--ema=0.995'],
+        '--ema: 0.995 with --with_optimizer',
+    ),
+    (['jaxunet.prepare_data', '--input=nowhere', '--output=x.npz', '--image_size=8'], 'nowhere'),
+]
+
+
+@pytest.mark.parametrize(
+    ('arguments', 'message'), MISTAKES, ids=[' '.join(a)[8:] for a, _ in MISTAKES]
+)
+def test_mistakes_have_one_line_and_exit_2(arguments, message, run, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv('PYTHONPATH', os.path.join(os.path.dirname(__file__), '..', '..'))
+    error = call(*[a.replace('RUN', str(run)) for a in arguments], code=2)
+    assert message in error
+    assert not list(tmp_path.iterdir())  # nothing was allocated, nothing is left behind

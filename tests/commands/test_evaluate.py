@@ -1,0 +1,253 @@
+"""`python -m jaxunet.evaluate` as a user types it, and every form that samples and references may have."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+
+import jax
+import numpy as np
+import pytest
+from support.data_files import encoded, put
+from support.inception_case import random_state
+from support.settings import QUICK
+
+from jaxunet.data.images import save_images
+from jaxunet.metrics.classifier import Architecture, init, to_arrays
+from jaxunet.metrics.features import CLASSIFIER, KIND
+from jaxunet.metrics.image_sets import open_images
+from jaxunet.runtime.errors import UserError
+
+
+def pixels(n: int, seed: int, shape: tuple[int, ...] = (16, 16, 3)) -> np.ndarray:
+    return np.random.default_rng(seed).integers(0, 256, (n, *shape), dtype=np.uint8)
+
+
+def loaded(path, **options) -> np.ndarray:
+    with open_images(str(path), **options) as source:
+        return source.load(np.arange(len(source)))
+
+
+@pytest.mark.parametrize('form', ['folder', 'zip', 'tar', 'tar.xz'])
+def test_image_files_at_their_own_size(form, tmp_path):
+    images = pixels(5, 0, (9, 14, 3))
+    path = put(tmp_path, {f'all/{i}.png': encoded(image) for i, image in enumerate(images)}, form)
+    np.testing.assert_array_equal(loaded(path), images)
+
+
+def test_grey_files_become_rgb(tmp_path):
+    grey = pixels(1, 0, (9, 14))[0]
+    path = put(tmp_path, {'a.png': encoded(grey)}, 'folder')
+    np.testing.assert_array_equal(loaded(path)[0], np.repeat(grey[..., None], 3, axis=2))
+
+
+@pytest.mark.parametrize('form', ['folder', 'tar.xz'])
+def test_images_of_several_sizes_are_refused(form, tmp_path):
+    files = {'a.png': encoded(pixels(1, 0)[0]), 'b.png': encoded(pixels(1, 0, (16, 20, 3))[0])}
+    with pytest.raises(
+        UserError, match=r'b\.png: expected 16x16 pixels .*, found 16x20; bring all to one size'
+    ):
+        loaded(put(tmp_path, files, form))
+
+
+def test_arrays_at_their_own_size(tmp_path):
+    images = pixels(4, 0, (6, 10, 3))
+    for name in ('images', 'arr_0'):
+        for save in (np.savez, np.savez_compressed):
+            save(tmp_path / 'x.npz', **{name: images})
+            np.testing.assert_array_equal(loaded(tmp_path / 'x.npz'), images)
+    np.savez(tmp_path / 'grey.npz', images=images[..., 0])
+    np.testing.assert_array_equal(
+        loaded(tmp_path / 'grey.npz'), np.repeat(images[..., :1], 3, axis=3)
+    )
+    assert loaded('digits:').shape == (1797, 8, 8, 3)
+
+
+@pytest.mark.parametrize('shape', [(8, 8, 1), (16, 24, 3), (40, 32, 3)])
+@pytest.mark.parametrize('n', [1, 6, 7])
+def test_grids_come_back(n, shape, tmp_path):
+    images = pixels(n, 0, shape)
+    save_images(tmp_path / 'g.png', images)
+    found = loaded(tmp_path / 'g.png', grid_size=shape[:2])
+    np.testing.assert_array_equal(found, np.repeat(images, 3 // shape[2], axis=3))
+
+
+def test_grids_that_are_none(tmp_path):
+    save_images(tmp_path / 'g.png', pixels(6, 0))
+    for size in ((16, 17), (8, 8), (15, 15)):
+        with pytest.raises(UserError, match='expected a grid of'):
+            loaded(tmp_path / 'g.png', grid_size=size)
+    (tmp_path / 'photo.png').write_bytes(
+        encoded(pixels(1, 0, (102, 102, 3))[0])
+    )  # the size of a grid of 2 by 2, without its gaps
+    with pytest.raises(UserError, match='expected a grid of 16x16 images'):
+        loaded(tmp_path / 'photo.png', grid_size=(16, 16))
+    with pytest.raises(UserError, match='give --image_size'):
+        loaded(tmp_path / 'g.png')
+
+
+def test_paths_that_are_none(tmp_path):
+    (tmp_path / 'empty').mkdir()
+    with pytest.raises(UserError, match='no images'):
+        loaded(tmp_path / 'empty')
+    with pytest.raises(UserError, match='no such file or folder'):
+        loaded(tmp_path / 'nowhere')
+    np.savez(tmp_path / 'x.npz', pictures=pixels(2, 0))
+    with pytest.raises(UserError, match='no array "images"'):
+        loaded(tmp_path / 'x.npz')
+
+
+def run(*arguments, code=0, cache):
+    environment = os.environ | {
+        'XLA_FLAGS': QUICK,
+        'JAX_PLATFORMS': 'cpu',
+        'JAX_COMPILATION_CACHE_DIR': str(cache),
+    }
+    command = [sys.executable, '-m', 'jaxunet.evaluate', *arguments]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == code, done.stderr
+    assert 'Traceback' not in done.stderr
+    return done.stdout if code == 0 else done.stderr
+
+
+@pytest.fixture(scope='module')
+def weights(tmp_path_factory):
+    path = tmp_path_factory.mktemp('weights') / 'inception.npz'
+    np.savez(path, **random_state())
+    return path
+
+
+def test_from_images_to_results(weights, tmp_path):
+    save_images(tmp_path / 'samples.png', pixels(10, 0))
+    real = put(
+        tmp_path, {f'{i}.png': encoded(image) for i, image in enumerate(pixels(4, 1))}, 'zip'
+    )
+    out = run(
+        f'--samples={tmp_path}/samples.png',
+        f'--reference={real}',
+        '--metrics=fid,kid,precision,recall,inception_score',
+        f'--features={weights}',
+        '--batch_size=4',
+        '--seed=5',
+        f'--write_statistics={tmp_path}/real.npz',
+        f'--output={tmp_path}/out/metrics.jsonl',
+        cache=tmp_path / 'cache',
+    )
+    rows = [
+        json.loads(line) for line in (tmp_path / 'out' / 'metrics.jsonl').read_text().splitlines()
+    ]
+    assert [row['metric'] for row in rows] == [
+        'fid',
+        'kid',
+        'precision',
+        'recall',
+        'inception_score',
+    ]
+    assert [line.split(':')[0] for line in out.splitlines()] == [row['metric'] for row in rows]
+    for row in rows:
+        assert (row['num_samples'], row['sample_size'], row['seed']) == (10, '16x16', 5)
+        assert row['features'].startswith('inception-')
+        assert (
+            "bilinear to 299x299, no antialiasing; not the file of pytorch-fid's weights"
+            in row['resize']
+        )
+        assert row['metric'] == 'inception_score' or (row['num_reference'], row['reference']) == (
+            4,
+            str(real),
+        )
+    # The statistics serve in place of the images, and the results of another run are added: of the same images, 0.
+    run(
+        f'--samples={real}',
+        f'--reference={tmp_path}/real.npz',
+        f'--features={weights}',
+        '--batch_size=4',
+        f'--output={tmp_path}/out/metrics.jsonl',
+        cache=tmp_path / 'cache',
+    )
+    again = json.loads((tmp_path / 'out' / 'metrics.jsonl').read_text().splitlines()[5])
+    assert again['num_reference'] == again['num_samples'] == 4
+    assert again['value'] < 1e-6 * rows[0]['value']
+
+
+MISTAKES = [
+    (
+        ['--samples=S', '--metrics=fdi'],
+        '--metrics: expected some of fid, kid, precision, recall, inception_score, found \'fdi\'; did you mean "fid"',
+    ),
+    (['--samples=S', '--metrics=kid'], '--reference: missing; needed by kid'),
+    (
+        ['--samples=S', '--reference=S', '--features=nowhere.npz'],
+        '--features: expected inception or a file that ends in .pth',
+    ),
+    (
+        ['--samples=S', '--reference=S', '--features=S'],
+        "expected the 472 tensors of FID's Inception-v3",
+    ),
+    (
+        ['--samples=S', '--reference=S', '--image_size=8x8'],
+        '--image_size: expected SIDE or HEIGHT,WIDTH',
+    ),
+    (
+        ['--samples=S', '--reference=S', '--write_statistics=x.txt'],
+        '--write_statistics: expected a name that ends in .npz',
+    ),
+    (['--samples=S', '--reference=S', '--output=/proc'], '--output: /proc: cannot be written'),
+    (['--samples=S', '--reference=S', '--batch_size=0'], 'flag --batch_size=0'),
+    # Of the reference B the last image is corrupt, which shows when its features are computed: the samples' mistakes come before that.
+    (['--samples=nothere', '--reference=B', '--features=F'], 'nothere: no such file or folder'),
+    (
+        ['--samples=S', '--reference=B', '--features=F', '--num_samples=5'],
+        '--num_samples: 5 asked for, but',
+    ),
+    (['--samples=S', '--reference=B', '--features=F'], '1.png: cannot be decoded'),
+]
+# One process for all: most of its time goes into starting.
+SCRIPT = """
+import json, sys
+from absl import flags
+from jaxunet import evaluate
+from jaxunet.runtime.errors import UserError
+found = []
+for arguments in json.loads(sys.argv[1]):
+    for name in ('samples', *(flag.name for flag in flags.FLAGS.get_key_flags_for_module(evaluate))):
+        flags.FLAGS[name].unparse()
+    try:
+        flags.FLAGS(['evaluate', *arguments])
+        evaluate.main(['evaluate'])
+        found.append('')
+    except (UserError, flags.Error) as error:
+        found.append(str(error))
+print(json.dumps(found))
+"""
+
+
+def test_mistakes(tmp_path):
+    samples = tmp_path / 's.npz'
+    np.savez(samples, images=pixels(4, 0))
+    good = encoded(pixels(1, 0)[0])
+    bad = put(tmp_path, {'0.png': good, '1.png': good[:100]}, 'zip')
+    architecture, features = (
+        Architecture(16, 16, 2, 5, (0.5, 0.5, 0.5), (0.25, 0.25, 0.25)),
+        tmp_path / 'f.npz',
+    )
+    network = to_arrays(
+        architecture, *init(architecture, jax.random.key(0)), np.ones(sum(architecture.stages)), {}
+    )
+    np.savez(features, **network, **{KIND: np.array(CLASSIFIER)})
+    files = {'=S': f'={samples}', '=B': f'={bad}', '=F': f'={features}'}
+    asked = [[a[:-2] + files.get(a[-2:], a[-2:]) for a in arguments] for arguments, _ in MISTAKES]
+    environment = os.environ | {'JAX_PLATFORMS': 'cpu', 'XDG_CACHE_HOME': str(tmp_path / 'cache')}
+    done = subprocess.run(
+        [sys.executable, '-c', SCRIPT, json.dumps(asked)],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    for (_, message), found in zip(MISTAKES, json.loads(done.stdout.splitlines()[-1]), strict=True):
+        assert message in found
+    assert '--samples must have a value' in run(code=2, cache=tmp_path / 'cache')
+    assert {p.name for p in tmp_path.iterdir()} <= {'s.npz', 'f.npz', 'images.zip', 'cache'}

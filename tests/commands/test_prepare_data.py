@@ -1,0 +1,306 @@
+"""`python -m jaxunet.prepare_data`: what it writes, what it leaves out, and what it refuses."""
+
+from __future__ import annotations
+
+import os
+import pathlib
+import subprocess
+import sys
+import zipfile
+
+import numpy as np
+import pytest
+from PIL import Image
+from support.data_files import encoded, everything, put, random_pixels, write_folder
+
+from jaxunet import prepare_data
+from jaxunet.data.sources import open_source
+from jaxunet.runtime.errors import UserError
+
+ROOT = pathlib.Path(prepare_data.__file__).resolve().parents[1]
+
+
+def run(
+    *flags: str, cwd: pathlib.Path, limit: int | None = None
+) -> subprocess.CompletedProcess[str]:
+    """The command line in a process of its own, that may write files of at most `limit` KiB (as on a full disk)."""
+    limited = [] if limit is None else ['bash', '-c', f'ulimit -f {limit}; exec "$@"', 'bash']
+    return subprocess.run(
+        [*limited, sys.executable, '-m', 'jaxunet.prepare_data', *flags],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        cwd=cwd,
+        env={
+            **os.environ,
+            'PYTHONPATH': str(ROOT),
+            'JAX_PLATFORMS': 'cpu',
+            'PYTHONDONTWRITEBYTECODE': '1',
+        },
+        check=False,
+    )
+
+
+def unetcu_bytes(folder: pathlib.Path) -> bytes:
+    """What unet.cu's prepare_data.py writes for 64×64 images, by its description."""
+
+    def files(path: pathlib.Path) -> list[pathlib.Path]:
+        found = []
+        for name in sorted(os.listdir(path)):
+            if (path / name).is_dir():
+                found += files(path / name)
+            elif name.rpartition('.')[2].lower() in ('jpg', 'jpeg', 'png', 'gif'):
+                found.append(path / name)
+        return found
+
+    listed = files(folder)
+    header = np.zeros(256, np.int32)
+    header[:5] = 20240620, len(listed), 3, 64, 64
+    data = header.tobytes()
+    for file in listed:
+        with Image.open(file) as image:
+            data += (
+                (np.array(image.convert('RGB')).astype(np.float32) / 127.5 - 1)
+                .transpose(2, 0, 1)
+                .astype('float32')
+                .tobytes()
+            )
+    return data
+
+
+def test_bin_is_unetcus(tmp_path, capsys):
+    """Sorting that plain string order would get wrong, every mode, every value of a byte, files that are no images."""
+    ramp = np.arange(64 * 64, dtype=np.int64).astype(np.uint8).reshape(64, 64)
+    rgb = Image.fromarray(random_pixels(0, (64, 64, 3)))
+    images = {
+        'b/2.png': rgb,
+        'b.png': Image.fromarray(ramp),
+        'b-c/1.jpg': rgb,
+        'b/10.JPEG': rgb.convert('L'),
+        'a/deep/er/x.gif': rgb.convert('P'),
+        'Z.png': Image.fromarray(random_pixels(1, (64, 64, 4))),
+    }
+    kinds = {'jpg': 'JPEG', 'JPEG': 'JPEG', 'gif': 'GIF', 'png': 'PNG'}
+    folder = write_folder(
+        tmp_path / 'set',
+        {name: encoded(image, kinds[name.rpartition('.')[2]]) for name, image in images.items()},
+    )
+    (folder / 'readme.txt').write_text('words')
+    prepare_data.prepare(str(folder), str(tmp_path / 'out.bin'), (64, 64, 3))
+    assert (tmp_path / 'out.bin').read_bytes() == unetcu_bytes(folder)
+    assert (
+        capsys.readouterr().out
+        == f'left out readme.txt: not an image\n{tmp_path}/out.bin: 6 images of 64x64x3; 1 files left out\n'
+    )
+
+
+def test_real_bin_is_unetcus(tmp_path, shared_dir):
+    path = shared_dir / 'data' / 'elephants64.zip'
+    done = run('--input', str(path), '--output', 'deep/out.bin', '--image_size', '64', cwd=tmp_path)
+    assert (done.returncode, done.stdout) == (
+        0,
+        'deep/out.bin: 500 images of 64x64x3; 0 files left out\n',
+    )
+    assert '500/500' in done.stderr  # the progress bar
+    with zipfile.ZipFile(path) as archive:
+        archive.extractall(tmp_path / 'set')
+    assert (tmp_path / 'deep' / 'out.bin').read_bytes() == unetcu_bytes(tmp_path / 'set')
+
+
+@pytest.mark.parametrize('form', ['folder', 'deflated.zip', 'tar', 'tar.gz', 'tar.xz'])
+def test_npz_keeps_labels_and_names(tmp_path, form):
+    names = [f'{name}/{i}.png' for name in ('cat', 'dog', 'owl') for i in range(3)]
+    files = {name: encoded(random_pixels(i, (20, 30, 3))) for i, name in enumerate(names)}
+    path = put(tmp_path, files, form)
+    prepare_data.prepare(str(path), str(tmp_path / 'out.npz'), (10, 12, 3), classes=('owl', 'cat'))
+    with np.load(tmp_path / 'out.npz', allow_pickle=False) as arrays:
+        assert arrays['images'].shape == (6, 10, 12, 3)
+        assert arrays['images'].dtype == np.uint8
+        assert arrays['labels'].tolist() == [1, 1, 1, 0, 0, 0]
+        assert arrays['class_names'].tolist() == ['owl', 'cat']
+        direct = open_source(str(path), image_shape=(10, 12, 3), classes=('owl', 'cat'))
+        np.testing.assert_array_equal(arrays['images'], everything(direct))
+    again = open_source(str(tmp_path / 'out.npz'), image_shape=(10, 12, 3), classes=('cat',))
+    np.testing.assert_array_equal(everything(again), everything(direct)[:3])
+    assert {p.name for p in tmp_path.iterdir()} == {path.name, 'out.npz'}
+
+
+@pytest.mark.parametrize('form', ['folder', 'zip', 'tar.gz'])
+@pytest.mark.parametrize('suffix', ['bin', 'npz'])
+def test_bad_files_are_left_out_by_name_or_refused(tmp_path, form, suffix, capsys):
+    good = {f'{i}.png': random_pixels(i, (8, 8, 3)) for i in range(4)}
+    files = {name: encoded(pixels) for name, pixels in good.items()}
+    files |= {'1b.png': files['1.png'][:100], '2b.txt': b'words', '3b.png': b''}
+    path = put(tmp_path, files, form)
+    output = tmp_path / f'out.{suffix}'
+    with pytest.raises(
+        UserError, match=r'--strict: \d files are corrupt or not images; nothing was written:\n'
+    ):
+        prepare_data.prepare(str(path), str(output), (8, 8, 3), strict=True)
+    assert [p.name for p in tmp_path.iterdir()] == [path.name]
+    prepare_data.prepare(str(path), str(output), (8, 8, 3))
+    told = capsys.readouterr().out
+    for name, reason in (
+        ('1b.png', 'cannot be decoded'),
+        ('2b.txt', 'not an image'),
+        ('3b.png', 'empty file'),
+    ):
+        assert any(
+            line.startswith('left out') and f'{name}: {reason}' in line
+            for line in told.splitlines()
+        ), told
+    assert '4 images of 8x8x3; 3 files left out' in told
+    source = open_source(str(output), image_shape=(8, 8, 3))
+    np.testing.assert_array_equal(everything(source), np.stack(list(good.values())))
+    (path.parent / 'strict').mkdir()
+    for name in ('2b.txt', '3b.png'):
+        files.pop(name)
+    with pytest.raises(UserError, match=r'--strict: 1 files .*\n.*1b.png: cannot be decoded'):
+        prepare_data.prepare(
+            str(put(path.parent / 'strict', files, form)), str(output), (8, 8, 3), strict=True
+        )
+
+
+def test_it_tells_what_was_enlarged(tmp_path, capsys):
+    turned = Image.Exif()
+    turned[0x0112] = 6  # shown as 8 high and 16 wide
+    shapes = {'a': (8, 16, 3), 'b': (16, 16, 3), 'c': (9, 12, 3), 'd': (40, 11, 3), 'e': (8, 12, 3)}
+    files = {f'{name}.png': encoded(random_pixels(0, shape)) for name, shape in shapes.items()}
+    files['turned.jpg'] = encoded(random_pixels(0, (16, 8, 3)), 'JPEG', exif=turned.tobytes())
+    prepare_data.prepare(str(put(tmp_path, files, 'zip')), str(tmp_path / 'a.npz'), (8, 12, 3))
+    assert 'note: 1 of 6 images are smaller than 8x12 and were enlarged' in capsys.readouterr().out
+    for source, output, size in (
+        (tmp_path / 'a.npz', 'b.bin', 12),
+        (tmp_path / 'b.bin', 'c.bin', 13),
+        (tmp_path / 'c.bin', 'd.npz', 13),
+    ):
+        prepare_data.prepare(str(source), str(tmp_path / output), (size, size, 3))
+        told = capsys.readouterr().out
+        assert (
+            f'note: 6 of 6 images are smaller than {size}x{size} and were enlarged' in told
+        ) == (output != 'd.npz')
+    prepare_data.prepare('digits:', str(tmp_path / 'e.npz'), (16, 16, 1), classes=('7',))
+    assert 'note: 179 of 179 images are smaller' in capsys.readouterr().out
+
+
+def test_only_corrupt_images(tmp_path):
+    folder = write_folder(tmp_path / 'set', {'a.png': encoded(random_pixels(0))[:100]})
+    for suffix in ('bin', 'npz'):
+        with pytest.raises(
+            UserError, match=r'all 1 images are corrupt, such as .*a.png \(cannot be decoded'
+        ):
+            prepare_data.prepare(str(folder), str(tmp_path / f'out.{suffix}'), (8, 8, 3))
+    assert [p.name for p in tmp_path.iterdir()] == ['set']
+
+
+@pytest.mark.parametrize('form', ['folder', 'tar.gz'])
+def test_an_image_beside_class_folders_costs_the_labels_aloud(tmp_path, form, capsys):
+    files = {
+        name: encoded(random_pixels(0)) for name in ('t/bull/1.png', 't/cow/2.png', 't/loose.png')
+    }
+    path = put(
+        tmp_path,
+        {name.removeprefix('t/' if form == 'folder' else ''): data for name, data in files.items()},
+        form,
+    )
+    prepare_data.prepare(str(path), str(tmp_path / 'out.npz'), (8, 8, 3))
+    assert (
+        'loose.png lies beside the sub-folders bull, cow; for labels, move such images'
+        in capsys.readouterr().out
+    )
+    with np.load(tmp_path / 'out.npz') as arrays:
+        assert list(arrays) == ['images']
+
+
+def test_between_formats(tmp_path, capsys):
+    prepare_data.prepare('digits:', str(tmp_path / 'a.bin'), (8, 8, 1), classes=('7', '1'))
+    assert (
+        'note: .bin has no place for labels; write an .npz to keep the 2 classes'
+        in capsys.readouterr().out
+    )
+    prepare_data.prepare(str(tmp_path / 'a.bin'), str(tmp_path / 'b.npz'), (8, 8, 1))
+    digits = open_source('digits:', image_shape=(8, 8, 1), classes=('7', '1'))
+    with np.load(tmp_path / 'b.npz') as arrays:
+        np.testing.assert_array_equal(arrays['images'], everything(digits))
+        assert list(arrays) == ['images']
+
+
+@pytest.mark.parametrize('output', ['out.bin', 'out.npz'])
+def test_a_full_disk_leaves_the_old_file(tmp_path, output):
+    (tmp_path / output).write_bytes(b'old')
+    done = run(
+        '--input',
+        'digits:',
+        '--output',
+        output,
+        '--image_size',
+        '32',
+        '--channels',
+        '1',
+        cwd=tmp_path,
+        limit=100,
+    )
+    assert done.returncode == 2
+    assert (
+        f'error: {output}: cannot be written: File too large; check the folder, its permissions and the free space'
+        in done.stderr
+    )
+    assert 'Traceback' not in done.stderr
+    assert [(p.name, p.read_bytes()) for p in tmp_path.iterdir()] == [(output, b'old')]
+
+
+@pytest.mark.parametrize(
+    ('output', 'size', 'match'),
+    [
+        (
+            'out.bim',
+            '8',
+            r'--output: expected a name that ends in .bin \(unet.cu\) or .npz, found "out.bim"; did you mean ".bin"\?',
+        ),
+        ('out', '8', r'found "out"'),
+        ('', '8', r'found ""'),
+        (
+            'out.bin',
+            '0',
+            r"--image_size: expected SIDE or HEIGHT,WIDTH, each 1 to 65536, such as 64 or 48,64; found '0'",
+        ),
+        ('out.bin', '8x8', r"found '8x8'"),
+        ('out.bin', '8,8,8', r"found '8,8,8'"),
+        ('out.bin', '-8', r"found '-8'"),
+        ('out.bin', '²', r"found '²'"),
+        ('out.bin', None, r'found None'),
+        ('sub.npz', '8', r'sub.npz is a folder; name a file'),
+        ('file/out.bin', '8', r'cannot be written: (File exists|Not a directory)'),
+    ],
+)
+def test_mistakes(tmp_path, monkeypatch, output, size, match):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / 'sub.npz').mkdir()
+    (tmp_path / 'file').write_bytes(b'')
+    with pytest.raises(UserError, match=match):
+        prepare_data.prepare('digits:', output, (*prepare_data.parse_size(size), 1))
+    assert sorted(p.name for p in tmp_path.iterdir()) == ['file', 'sub.npz']
+
+
+def test_the_input_is_not_overwritten(tmp_path):
+    prepare_data.prepare('digits:', str(tmp_path / 'a.npz'), (8, 8, 1))
+    with pytest.raises(UserError, match=r'a.npz is the input; choose another name'):
+        prepare_data.prepare(str(tmp_path / 'a.npz'), str(tmp_path / 'a.npz'), (4, 4, 1))
+
+
+def test_command_line_errors_are_one_line(tmp_path):
+    for flags, message in (
+        ((), 'error: --input: missing'),
+        (
+            ('--input', 'digits:', '--image_size', '8', '--output', 'x.bin', '--channels', '0'),
+            'error: --channels: expected 1 (grey) or 3',
+        ),
+        (
+            ('--input', 'nowhere', '--image_size', '8', '--output', 'x.bin'),
+            'error: nowhere: no such file or folder',
+        ),
+    ):
+        done = run(*flags, cwd=tmp_path)
+        assert done.returncode == 2
+        assert done.stderr.startswith(message)
+        assert 'Traceback' not in done.stderr

@@ -1,0 +1,204 @@
+"""Config: defaults are valid, mistakes are all named, files and flags agree with the schema."""
+
+import dataclasses
+import json
+import re
+
+import pytest
+from support.configs import CONFIGS, load
+
+from jaxunet.config import CHOICES, Config, default_config, diff, resolve, to_dict
+from jaxunet.runtime.errors import UserError
+
+
+@pytest.mark.parametrize('path', CONFIGS, ids=lambda p: p.stem)
+def test_config_files_resolve(path):
+    config = resolve(load(path))
+    assert f'--config configs/{path.name}' in path.read_text()  # its docstring gives the command
+    assert resolve(json.loads(json.dumps(to_dict(config)))) == config  # as checkpoints store it
+
+
+def test_default_config_has_the_defaults_of_the_schema():
+    assert resolve(default_config()) == Config()
+
+
+WRONG = [
+    ({'seeed': 1}, r'seeed: unknown field; did you mean "seed"'),
+    (
+        {'model': {'base_chanels': 1}},
+        r'model.base_chanels: unknown field; did you mean "base_channels"',
+    ),
+    ({'model': 3}, r'model: expected a section .* found 3'),
+    ({'seed': 'a'}, r"seed: expected int, found 'a' \(str\)"),
+    ({'seed': -1}, r'seed: expected 0 or more, found -1'),
+    ({'seed': True}, r'seed: expected int, found True'),
+    (
+        {'backend': 'pallas+adam=cuda'},
+        r'backend: expected pallas\+OP=BACKEND with one of conv3x3, .*, adamw, found .adam=cuda.; did you mean "adamw"',
+    ),
+    (
+        {'backend': 'pallas+adamw=pallas'},
+        r'backend: adamw: expected one of xla, cuda, found .pallas.',
+    ),
+    ({'backend': 'cuda+attention=xla+attention=xla'}, r'backend: attention is given twice'),
+    (
+        {'backend': 'xls'},
+        r'backend: expected one of auto, xla, pallas, cuda, found .xls.; did you mean "xla"',
+    ),
+    ({'precision': 'bf16'}, r'precision: expected one of float32, bfloat16, float16'),
+    ({'parallel': {'mode': 'ddp'}}, r'parallel.mode: expected one of jit, pmap'),
+    ({'parallel': {'devices': -2}}, r'parallel.devices: expected 0 or more'),
+    ({'model': {'channel_mult': ()}}, r'model.channel_mult: expected at least one level'),
+    (
+        {'model': {'channel_mult': 2}},
+        r'model.channel_mult: expected a tuple, found 2; write \(2,\)',
+    ),
+    ({'model': {'channel_mult': (1, 'x')}}, r"model.channel_mult\[1\]: expected float, found 'x'"),
+    ({'model': {'channel_mult': (1, -1)}}, r'model.channel_mult: expected more than 0, found -1'),
+    ({'model': {'base_channels': 20}}, r'20 channels, not a multiple of model.norm_groups \(32\)'),
+    (
+        {'model': {'attention_resolutions': (5,)}},
+        r'model.attention_resolutions: expected some of \[8, 4\], .* found 5',
+    ),
+    ({'model': {'num_heads': 4}}, r'model.num_heads, model.num_head_channels: set exactly one'),
+    ({'model': {'num_heads_upsample': 4}}, r'model.num_heads_upsample: 4 needs model.num_heads'),
+    (
+        {'model': {'num_head_channels': 48}},
+        r'model.num_head_channels: 48 does not divide the 64 channels of level 1',
+    ),
+    ({'model': {'dropout': 1.0}}, r'model.dropout: expected at least 0 and less than 1, found 1.0'),
+    ({'model': {'num_classes': 0}}, r'model.label_dropout: 0.1 needs model.num_classes > 0'),
+    ({'model': {'norm_eps': float('nan')}}, r'model.norm_eps: expected more than 0, found nan'),
+    ({'model': {'conv_resample': 1}}, r'model.conv_resample: expected bool, found 1'),
+    (
+        {'evaluation': {'metrics': ('fdi',)}},
+        r'evaluation.metrics: expected some of fid, .*, found .fdi.; did you mean "fid"',
+    ),
+    (
+        {'evaluation': {'metrics': ()}},
+        r'evaluation.metrics: expected one or more, each once, found none',
+    ),
+    (
+        {'evaluation': {'metrics': ('fid', 'fid')}},
+        r'evaluation.metrics: expected one or more, each once, found fid, fid',
+    ),
+    (
+        {'train': {'evaluate_every': 1}, 'evaluation': {'steps': 1001}},
+        r'evaluation.steps: 1001 is more than diffusion.steps \(1000\)',
+    ),
+    (
+        {'evaluation': {'variance': 'fixed_large'}},
+        r'evaluation.variance: fixed_large needs evaluation.sampler=ddpm, found ddim',
+    ),
+    (
+        {'evaluation': {'sampler': 'ddpm', 'eta': 0.5}},
+        r'evaluation.eta: 0.5 needs evaluation.sampler=ddim, found ddpm',
+    ),
+    (
+        {'model': {'num_classes': 0, 'label_dropout': 0.0}, 'evaluation': {'guidance_scale': 4.0}},
+        r'evaluation.guidance_scale: 4.0 needs a model with classes',
+    ),
+    ({'evaluation': {'skip_schedule': 'cosine'}}, r'evaluation.skip_schedule: expected one of '),
+    (
+        {'evaluation': {'sampler': 'dpm'}},
+        r'evaluation.sampler: expected one of ddpm, ddim, dpmpp_2m, heun',
+    ),
+    ({'train': {'evaluate_every': -1}}, r'train.evaluate_every: expected 0 or more'),
+    ({'diffusion': {'schedule': 'cosin'}}, r'did you mean "cosine"'),
+    ({'diffusion': {'steps': 0}}, r'diffusion.steps: expected more than 0'),
+    (
+        {'data': {'image_size': (9,)}},
+        r'data.image_size: 9x9 must be divisible by 2, as model.channel_mult has 2 levels',
+    ),
+    (
+        {'data': {'image_size': (8, 8, 3)}},
+        r'data.image_size: expected \(side,\) or \(height, width\)',
+    ),
+    ({'data': {'image_size': 8}}, r'data.image_size: expected a tuple, found 8; write \(8,\)'),
+    ({'data': {'batch_size': 0}}, r'data.batch_size: expected more than 0'),
+    (
+        {'data': {'classes': tuple('abcdefghijk')}},
+        r'data.classes: 11 names for model.num_classes=10',
+    ),
+    ({'optimizer': {'betas': (0.9,)}}, r'optimizer.betas: expected two numbers'),
+    (
+        {'optimizer': {'accumulate_steps': 3}},
+        r'data.batch_size: 64 is not a multiple of optimizer.accumulate_steps \(3\)',
+    ),
+    (
+        {'train': {'steps_per_call': 8}},
+        r'train.log_every: 25 is not a multiple of train.steps_per_call \(8\)',
+    ),
+    (
+        {'optimizer': {'name': 'adam', 'weight_decay': 0.1}},
+        r'optimizer.weight_decay: 0.1 has no effect with optimizer.name=adam',
+    ),
+    (
+        {'optimizer': {'learning_rate': float('inf')}},
+        r'optimizer.learning_rate: expected more than 0, found inf',
+    ),
+    ({'ema': {'rates': ()}}, r'ema.rates: expected at least one rate'),
+    ({'ema': {'rates': (0.9, 0.9)}}, r'ema.rates: expected distinct rates'),
+    ({'train': {'keep': 0}}, r'train.keep: expected more than 0'),
+    (
+        {'diffusion': {'steps': 20}},
+        r'diffusion.steps: the linear schedule needs more than 20, found 20',
+    ),
+    (
+        {'diffusion': {'steps': 10, 'schedule': 'cosine'}, 'train': {'sample_steps': 50}},
+        r'train.sample_steps: 50 is more than diffusion.steps \(10\)',
+    ),
+    (
+        {'model': {'image_channels': 2}},
+        r'model.image_channels: sample grids show 1 or 3, found 2; set train.sample_every=0',
+    ),
+]
+
+
+@pytest.mark.parametrize(
+    ('values', 'message'), WRONG, ids=[re.sub(r'\W+', '-', str(v)) for v, _ in WRONG]
+)
+def test_mistakes_are_named(values, message):
+    merged = to_dict(Config())
+    for name, value in values.items():
+        merged[name] = merged[name] | value if isinstance(value, dict) else value
+    with pytest.raises(UserError, match=message):
+        resolve(merged)
+
+
+def test_all_mistakes_at_once():
+    with pytest.raises(UserError) as error:
+        resolve({'seed': 'x', 'model': {'dropout': 'y'}, 'nope': 1})
+    assert len(str(error.value).splitlines()) == 4
+
+
+def test_what_is_no_config():
+    for value in (3, None):
+        with pytest.raises(
+            UserError, match=f'the config: expected the ConfigDict .*found {value}$'
+        ):
+            resolve(value)
+
+
+def test_names_that_are_numbers():
+    assert resolve({'data': {'classes': [7, '1']}}).data.classes == ('7', '1')
+
+
+def test_every_choice_names_a_field():
+    flat = {
+        f'{s.name}.{f.name}'
+        for s in dataclasses.fields(Config)
+        if dataclasses.is_dataclass(s.default_factory)
+        for f in dataclasses.fields(s.default_factory)
+    }
+    assert set(CHOICES) <= flat | {f.name for f in dataclasses.fields(Config)}
+
+
+def test_locked_config_file_names_near_misses():
+    with pytest.raises(AttributeError, match='base_channels'):
+        default_config().model.base_channel = 3
+
+
+def test_diff():
+    old, new = Config(), Config().replace(train={'steps': 9}, seed=4)
+    assert diff(old, new) == ['seed: 0 -> 4', f'train.steps: {old.train.steps} -> 9']

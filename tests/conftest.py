@@ -1,1 +1,0 @@
-from settings import *  # noqa: F403

@@ -1,0 +1,77 @@
+"""CIFAR-10: the official pickled batches, the download, and class folders in their place."""
+
+from __future__ import annotations
+
+import pickle
+import warnings
+
+import numpy as np
+import pytest
+from support.data_files import (
+    everything,
+    official_files,
+    python2_batch,
+    random_pixels,
+    write_folder,
+    write_tar,
+)
+
+from jaxunet.data import cifar10
+from jaxunet.data.sources import open_source
+from jaxunet.runtime.download import digest
+from jaxunet.runtime.errors import UserError
+
+
+def test_the_handmade_batch_is_a_pickle_that_numpy_reads():
+    pixels = random_pixels(1, (2, 32, 32, 3))
+    with warnings.catch_warnings():
+        warnings.simplefilter('ignore')  # numpy's, of its module's old name
+        content = pickle.loads(python2_batch(pixels, [3, 4]), encoding='bytes')
+    np.testing.assert_array_equal(
+        content[b'data'].reshape(-1, 3, 32, 32), pixels.transpose(0, 3, 1, 2)
+    )
+    assert content[b'labels'] == [3, 4]
+
+
+@pytest.mark.parametrize('form', ['folder', 'folder inside', 'tar.gz'])
+def test_official_cifar10_from_a_local_copy(tmp_path, form):
+    files = official_files()
+    path = (
+        write_tar(tmp_path / 'cifar-10-python.tar.gz', files, 'gz')
+        if form == 'tar.gz'
+        else write_folder(tmp_path, files)
+    )
+    path = path / 'cifar-10-batches-py' if form == 'folder' else path
+    source = open_source(f'cifar10:{path}', image_shape=(32, 32, 3))
+    np.testing.assert_array_equal(
+        everything(source), np.concatenate([random_pixels(i, (4, 32, 32, 3)) for i in range(1, 6)])
+    )
+    assert source.labels.tolist() == [(i + j) % 10 for i in range(1, 6) for j in range(4)]
+    assert source.class_names[0] == 'airplane'
+    ships = open_source(f'cifar10:{path}', image_shape=(16, 16, 1), classes=('ship',))
+    assert everything(ships).shape == (1, 16, 16, 1)
+
+
+def test_download_is_checked_cached_and_atomic(tmp_path, monkeypatch):
+    archive = write_tar(tmp_path / 'made.tar.gz', official_files(), 'gz')
+    monkeypatch.setenv('XDG_CACHE_HOME', str(tmp_path / 'cache'))
+    monkeypatch.setattr(cifar10, 'URL', archive.as_uri())
+    with pytest.raises(UserError, match=r'MD5 \w+, expected c58f30108f718f92721af3b95e74349a'):
+        open_source('cifar10:', image_shape=(32, 32, 3))
+    assert list((tmp_path / 'cache' / 'jaxunet').iterdir()) == []
+    monkeypatch.setattr(cifar10, 'MD5', digest(archive, 'md5'))
+    assert len(open_source('cifar10:', image_shape=(32, 32, 3))) == 20
+    archive.unlink()  # the second time needs no network
+    assert len(open_source('cifar10:', image_shape=(32, 32, 3))) == 20
+    (tmp_path / 'cache' / 'jaxunet' / cifar10.ARCHIVE).write_bytes(b'damaged')
+    with pytest.raises(
+        UserError, match=r'cannot download .*data.path=cifar10:/path/to/cifar-10-python.tar.gz'
+    ):
+        open_source('cifar10:', image_shape=(32, 32, 3))
+
+
+def test_class_folders_as_cifar10(shared_dir):
+    path = shared_dir / 'data' / 'cifar10_test.tar.xz'
+    source = open_source(f'cifar10:{path}', image_shape=(32, 32, 3))
+    assert np.bincount(source.labels).tolist() == [1000] * 10
+    assert source.class_names == cifar10.CLASSES

@@ -1,0 +1,145 @@
+"""What labels mean: checked before training, kept by checkpoints, known by name when sampling."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+from support.tiny import tiny_config
+
+from jaxunet.checkpoint import store as checkpoint
+from jaxunet.checkpoint.load import load_model
+from jaxunet.checkpoint.state import fresh_state
+from jaxunet.data import classes
+from jaxunet.data.source import ArraySource
+from jaxunet.runtime.errors import UserError
+from jaxunet.training.loop import train
+
+
+def conditional(steps=6, number=2):
+    return tiny_config(
+        model={'num_classes': number, 'label_dropout': 0.1},
+        data={'path': 'herd'},
+        train={'steps': steps},
+    )
+
+
+def herd(*names):
+    rng = np.random.default_rng(0)
+    labels = np.arange(16) % len(names) if names else None
+    return ArraySource(
+        'herd', rng.integers(0, 256, (16, 8, 8, 1), np.uint8), (8, 8, 1), labels, names
+    )
+
+
+@pytest.fixture(scope='module')
+def run(tmp_path_factory):
+    """A finished run; training it again makes no step."""
+    workdir = tmp_path_factory.mktemp('run')
+    train(conditional(), workdir, herd('bull', 'cow'))
+    return workdir
+
+
+def test_a_run_keeps_the_names_of_its_classes(run):
+    assert checkpoint.read(run).class_names == load_model(str(run)).class_names == ('bull', 'cow')
+    assert train(conditional(), run, herd('bull', 'cow')) == 6
+
+
+@pytest.mark.parametrize(
+    ('names', 'message'),
+    [
+        (
+            ('cow', 'bull'),
+            r'holds a run with other classes; label 0 would be cow instead of bull:\n'
+            r'  labels 0, 1, ... of the run: bull, cow\n  labels 0, 1, ... of herd: cow, bull\n'
+            r'Give it the same names in the same order, here with --config.data.classes="\(\'bull\', \'cow\'\)", choose another --workdir',
+        ),
+        (
+            ('bull', 'calf'),
+            r'label 1 would be calf instead of cow:\n(.*\n)*.*in the same order, choose another .*--config.init_from=',
+        ),
+    ],
+)
+def test_other_classes_are_refused(run, names, message):
+    with pytest.raises(UserError, match=message):
+        train(conditional(), run, herd(*names))
+
+
+def test_a_checkpoint_without_names_goes_on_and_gets_them(tmp_path):
+    """Earlier versions kept none."""
+    config = conditional()
+    checkpoints = checkpoint.Checkpoints(tmp_path, keep=3)
+    checkpoints.save(6, fresh_state(config).replace(step=np.int32(6)), config, 0.0)
+    checkpoints.wait()
+    checkpoints.close()
+    meta = tmp_path / 'checkpoints' / '6' / 'meta' / 'metadata'
+    saved = json.loads(meta.read_text())
+    assert saved.pop('class_names') == []
+    meta.write_text(json.dumps(saved))
+    assert checkpoint.read(tmp_path).class_names == ()
+    assert train(conditional(steps=7), tmp_path, herd('cow', 'bull')) == 7
+    assert checkpoint.read(tmp_path).class_names == ('cow', 'bull')
+
+
+def test_names_that_change_no_label_may_come_and_go(tmp_path):
+    def kept(saved, now, number=3):
+        return classes.keep_classes(saved, now, conditional(number=number), tmp_path)
+
+    assert (
+        kept(('bull', 'cow'), ('bull', 'cow', 'yak'))
+        == kept(('bull', 'cow', 'yak'), ('bull',))
+        == ('bull', 'cow', 'yak')
+    )
+    unconditional = tiny_config(model={'num_classes': 0, 'label_dropout': 0.0})
+    assert classes.keep_classes((), ('bull', 'cow'), unconditional, tmp_path) == ()
+
+
+def test_classes_and_the_table_of_the_model(monkeypatch):
+    told = []
+    monkeypatch.setattr(
+        classes.logging, 'warning', lambda text, *values: told.append(text % values)
+    )
+    source = herd('bull', 'cow')
+    classes.check_classes(conditional(number=2), source)
+    assert not told
+    classes.check_classes(conditional(number=3), source)
+    classes.check_classes(conditional(number=10), source)
+    assert (
+        'model.num_classes: 3, but herd has 2 classes (bull, cow): label 2 has no images and will not be trained'
+        in told[0]
+    )
+    assert (
+        'labels 2 to 9 have no images and will not be trained; for a new run, set it to 2'
+        in told[1]
+    )
+    with pytest.raises(UserError, match=r'model.num_classes: 2, but herd has 3 classes; raise it'):
+        classes.check_classes(conditional(number=2), herd('bull', 'cow', 'yak'))
+    source = herd()
+    with pytest.raises(
+        UserError, match=r'herd has no class labels; set it to 0, or use class sub-folders'
+    ):
+        classes.check_classes(conditional(), source)
+    source.unlabelled_by = 'x.png lies beside the sub-folders bull, cow'
+    with pytest.raises(
+        UserError,
+        match=r'no class labels, as x.png lies beside the sub-folders bull, cow; move such images into a class',
+    ):
+        classes.check_classes(conditional(), source)
+
+
+def test_labels_by_number_or_name():
+    names = ('bull', 'cow')
+    assert [classes.label_of(given, 3, names) for given in ('0', 'cow', 'bull', '2')] == [
+        0,
+        1,
+        0,
+        2,
+    ]
+    with pytest.raises(
+        UserError,
+        match=r"whole numbers from 0 to 2 or names \(0 bull, 1 cow\), found 'cwo'; did you mean \"cow\"\?",
+    ):
+        classes.label_of('cwo', 3, names)
+    with pytest.raises(UserError, match=r"whole numbers from 0 to 2, found 'cow'"):
+        classes.label_of('cow', 3, ())

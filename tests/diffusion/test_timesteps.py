@@ -1,0 +1,584 @@
+"""Timestep samplers: their distributions, unbiasedness, convergence on constructed problems, devices, checkpoints."""
+
+import dataclasses
+import functools
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from scipy import stats
+from support.bench import Bench
+from support.tiny import tiny_config
+
+from jaxunet.checkpoint import state as state_module
+from jaxunet.checkpoint import store as checkpoint
+from jaxunet.config import Config, DiffusionConfig, TimestepsConfig, resolve, to_dict
+from jaxunet.data.sources import open_source
+from jaxunet.diffusion import timestep_policy as policy
+from jaxunet.diffusion.process import make_diffusion, q_sample
+from jaxunet.diffusion.timesteps import (
+    Draw,
+    GradientNorms,
+    LossHistory,
+    TimestepSampler,
+    gradient_norm_probabilities,
+    inverse_cdf,
+    make_sampler,
+    second_moment_probabilities,
+    speed_tables,
+)
+from jaxunet.diffusion.weighting import make_weighting
+from jaxunet.runtime.errors import UserError
+from jaxunet.training import step as step_module
+from jaxunet.training.logs import read_metrics
+from jaxunet.training.loop import train
+
+STEPS = 40
+METHODS = [
+    ('loss_second_moment', 'min_snr'),
+    ('speed', 'speed'),
+    ('adaptive', 'uncertainty'),
+    ('policy', 'p2'),
+]
+
+
+def sampler_of(name, steps=STEPS, **fields):
+    config = Config().replace(diffusion={'steps': steps}, timesteps={'sampler': name, **fields})
+    return make_sampler(config, make_diffusion(config.diffusion))
+
+
+def draws(sampler, state, count=20_000):
+    keys = jax.random.split(jax.random.key(1), count)
+    if sampler.paired:
+        keys = jnp.repeat(keys[::2], 2)
+    return jax.jit(sampler.draw)(
+        state, keys, jnp.arange(count, dtype=jnp.int32), jnp.zeros((count, 1, 1, 1), jnp.float32)
+    )
+
+
+def assert_distribution(t, p):
+    """Chi-square on fixed seeds: a wrong distribution is far beyond one in a thousand at 20,000 draws."""
+    observed = np.bincount(t, minlength=len(p))
+    assert observed[p == 0].sum() == 0
+    assert stats.chisquare(observed[p > 0], len(t) * p[p > 0] / p.sum()).pvalue > 1e-3
+
+
+def test_inverse_cdf_is_exact():
+    p = jnp.asarray([0.25, 0.0, 0.5, 0.25])
+    u = jnp.asarray([0.0, 0.2499, 0.25, 0.5, 0.7499, 0.75, 0.99999])
+    np.testing.assert_array_equal(inverse_cdf(p, u), [0, 0, 2, 2, 2, 3, 3])
+    np.testing.assert_array_equal(inverse_cdf(3 * p, u), inverse_cdf(p, u))
+
+
+def test_uniform():
+    sampler = sampler_of('uniform')
+    got = draws(sampler, sampler.init())
+    assert_distribution(np.asarray(got.t), np.full(STEPS, 1 / STEPS))
+    assert (np.asarray(got.importance) == 1).all()
+
+
+def test_speed():
+    config, diffusion = TimestepsConfig(), make_diffusion(DiffusionConfig())
+    p, dual = speed_tables(config, diffusion)
+    np.testing.assert_allclose(p[[0, 699, 700, 999]], np.array([5, 5, 1, 1]) / (1000 + 700 * 4))
+    np.testing.assert_array_equal(dual[[0, 1, 641, 642, 999]], [642, 641, 1, 0, 357])
+    p, dual = speed_tables(config, make_diffusion(DiffusionConfig(steps=STEPS)))
+    sampler = sampler_of('speed')
+    got = draws(sampler, ())
+    t = np.asarray(got.t)
+    assert_distribution(t[::2], p)
+    np.testing.assert_array_equal(t[1::2], dual[t[::2]])
+    assert (np.asarray(got.weight) == 1).all()
+
+
+def history_of(moments, length=10):
+    return LossHistory(
+        jnp.asarray(np.repeat(moments[:, None], length, 1), jnp.float32),
+        jnp.full(len(moments), length, jnp.int32),
+    )
+
+
+def norms_of(norm):
+    """Averages that have seen much."""
+    return GradientNorms(
+        jnp.ones(len(norm), jnp.float32), jnp.asarray(np.square(norm), jnp.float32)
+    )
+
+
+@pytest.mark.parametrize('name', ['loss_second_moment', 'adaptive', 'speed'])
+def test_importance_makes_the_mean_that_of_uniform_timesteps(name):
+    sampler = sampler_of(name, adaptive_bins=8)
+    config = TimestepsConfig(adaptive_bins=8)
+    state = {
+        'loss_second_moment': history_of(np.linspace(0.1, 2, STEPS)),
+        'adaptive': norms_of(np.linspace(0.1, 2, 8)),
+        'speed': (),
+    }[name]
+    got = draws(sampler, state)
+    value = jnp.square(got.t.astype(jnp.float32))
+    exact = np.mean(np.arange(STEPS) ** 2.0)
+    assert np.ptp(np.asarray(got.importance)) > 0.5
+    assert float(jnp.mean(value * got.importance)) == pytest.approx(exact, rel=0.03)
+    if name != 'speed':
+        np.testing.assert_array_equal(got.weight, got.importance)
+    assert_distribution(
+        np.asarray(got.t),
+        {
+            'loss_second_moment': lambda: np.asarray(
+                second_moment_probabilities(state, 0.001), np.float64
+            ),
+            'adaptive': lambda: np.asarray(
+                gradient_norm_probabilities(state, config, STEPS), np.float64
+            ),
+            'speed': lambda: (
+                1
+                / (
+                    STEPS
+                    * np.asarray(
+                        [got.importance[np.argmax(got.t == t)] for t in range(STEPS)], np.float64
+                    )
+                )
+                * np.isin(np.arange(STEPS), got.t)
+            ),
+        }[name](),
+    )
+
+
+def test_loss_second_moment_keeps_the_last_losses_of_each_timestep():
+    sampler = sampler_of('loss_second_moment', steps=30, history=3)
+    rng, state, expected = np.random.default_rng(0), sampler.init(), [[] for _ in range(30)]
+    update = jax.jit(sampler.update)
+    for number in range(12):
+        t, loss = rng.integers(0, 30, 16), rng.random(16)
+        t[:7] = 4  # more than the history holds
+        t[8:12] = (4 * number + np.arange(4)) % 30
+        state = update(
+            state, jnp.asarray(t, jnp.int32), jnp.asarray(loss, jnp.float32), jnp.full(16, 2.0)
+        )
+        for i, v in zip(t, loss, strict=True):
+            expected[i].append(2 * v)
+    np.testing.assert_array_equal(state.counts, [len(e) for e in expected])
+    for got, want in zip(np.asarray(state.losses), expected, strict=True):
+        filled = np.sort(want[-3:])
+        np.testing.assert_allclose(np.sort(got)[3 - len(filled) :], filled, rtol=1e-6)
+
+
+def test_loss_second_moment_converges_to_the_known_moments():
+    sampler = sampler_of('loss_second_moment', history=10)
+    scale = jnp.asarray(np.geomspace(1, 0.05, STEPS), jnp.float32)
+
+    def step(state, key):
+        keys = jax.random.split(key, 64)
+        got = sampler.draw(state, keys, jnp.arange(64), jnp.zeros((64, 1, 1, 1)))
+        return sampler.update(
+            state, got.t, scale[got.t], jnp.ones(64)
+        ), second_moment_probabilities(state, 0.001)
+
+    state, path = jax.lax.scan(step, sampler.init(), jax.random.split(jax.random.key(0), 100))
+    np.testing.assert_allclose(
+        path[2], 1 / STEPS, rtol=1e-6
+    )  # uniform until all histories are full
+    np.testing.assert_allclose(
+        second_moment_probabilities(state, 0.001),
+        0.999 * scale / scale.sum() + 0.001 / STEPS,
+        rtol=1e-4,
+    )
+
+
+def follow_gradients(second_moment, weight, count, **fields):
+    """A constructed problem: losses of mean `second_moment` at each timestep, exponentially distributed, of constant weights."""
+    sampler = sampler_of('adaptive', adaptive_bins=STEPS, **fields)
+    config = TimestepsConfig(adaptive_bins=STEPS, **fields)
+    second_moment, weight = (jnp.asarray(x, jnp.float32) for x in (second_moment, weight))
+
+    def step(state, key):
+        keys = jax.random.split(key, 65)
+        t = sampler.draw(state, keys[:64], jnp.arange(64), jnp.zeros((64, 1, 1, 1))).t
+        state = sampler.update(
+            state, t, second_moment[t] * jax.random.exponential(keys[64], (64,)), weight[t]
+        )
+        return state, gradient_norm_probabilities(state, config, STEPS)
+
+    return np.asarray(
+        jax.lax.scan(step, sampler.init(), jax.random.split(jax.random.key(3), count))[1]
+    )
+
+
+def variance(p, second_moment, weight):
+    """Of w_t/(T p_t) r at t ~ p, with r of mean 0 and mean square `second_moment`."""
+    return np.sum(np.square(weight) * second_moment / p) / STEPS**2
+
+
+MOMENTS, WEIGHTS = np.geomspace(1, 1e-3, STEPS), 1 / (1 + np.geomspace(100, 1e-3, STEPS))
+
+
+def test_adaptive_converges_to_the_least_variance():
+    path = follow_gradients(MOMENTS, WEIGHTS, 3000)
+    np.testing.assert_allclose(path.sum(1), 1, rtol=1e-5)
+    norm = WEIGHTS * np.sqrt(MOMENTS)
+    best = norm / norm.sum()
+    np.testing.assert_allclose(path[1000:].mean(0), 0.95 * best + 0.05 / STEPS, rtol=0.05)
+    reached, least, uniform = (
+        variance(p, MOMENTS, WEIGHTS)
+        for p in (path[-1].astype(np.float64), best, np.full(STEPS, 1 / STEPS))
+    )
+    assert least < reached < 1.05 * least
+    assert uniform > 1.25 * least
+
+
+def test_adaptive_is_uniform_until_all_bins_were_visited_and_bounds_its_factor():
+    path = follow_gradients(
+        np.where(np.arange(STEPS) < 2, 1.0, 0.0), np.ones(STEPS), 200, adaptive_uniform=0.2
+    )
+    np.testing.assert_allclose(path[0], 1 / STEPS, rtol=1e-6)
+    np.testing.assert_allclose(path[-1, 2:], 0.2 / STEPS, rtol=1e-3)
+    assert path[-1, :2].sum() == pytest.approx(0.8 + 2 * 0.2 / STEPS, rel=1e-3)
+    still = follow_gradients(np.zeros(STEPS), np.ones(STEPS), 50)
+    np.testing.assert_allclose(still, 1 / STEPS, rtol=1e-6)
+
+
+@pytest.mark.parametrize('bins', [1, 2, 8, STEPS])
+def test_adaptive_goes_in_straight_lines_without_a_loop(bins):
+    """Between the logarithms at the bins' centres; level beyond the first and the last."""
+    state = norms_of(np.random.default_rng(bins).uniform(0.1, 3, bins))
+    config = TimestepsConfig(adaptive_bins=bins)
+    centres = (np.arange(bins) + 0.5) * STEPS / bins - 0.5
+    norm = np.exp(
+        np.interp(np.arange(STEPS), centres, np.log(np.asarray(state.square, np.float64)) / 2)
+    )
+    wanted = 0.95 * norm / norm.sum() + 0.05 / STEPS
+    np.testing.assert_allclose(gradient_norm_probabilities(state, config, STEPS), wanted, rtol=1e-5)
+    # A loop's body is a launch or more each time on a GPU: ten of them cost a hundredth of a step.
+    program = str(
+        jax.make_jaxpr(lambda state: gradient_norm_probabilities(state, config, STEPS))(state)
+    )
+    assert not any(loop in program for loop in ('while', 'scan', 'sort['))
+
+
+def test_adaptive_correction_is_a_power_of_the_importance():
+    state = norms_of(np.linspace(0.1, 2, 8))
+    whole, half, none = (
+        draws(sampler_of('adaptive', adaptive_bins=8, adaptive_correction=c), state, 100)
+        for c in (1.0, 0.5, 0.0)
+    )
+    np.testing.assert_array_equal(half.t, whole.t)
+    np.testing.assert_allclose(half.weight, np.sqrt(whole.importance), rtol=1e-6)
+    assert np.ptp(np.asarray(half.weight)) > 0.1
+    assert (np.asarray(none.weight) == 1).all()
+
+
+def test_adaptive_follows_losses_that_change():
+    sampler, config = (
+        sampler_of('adaptive', adaptive_bins=8, adaptive_memory=40.0),
+        TimestepsConfig(adaptive_bins=8),
+    )
+    state = norms_of(np.ones(8))
+    rng = np.random.default_rng(0)
+    loss = np.where(np.arange(STEPS) < 20, 4.0, 1.0)
+    for _ in range(60):
+        t = rng.integers(0, STEPS, 64)
+        state = sampler.update(
+            state, jnp.asarray(t, jnp.int32), jnp.asarray(loss[t], jnp.float32), jnp.full(64, 3.0)
+        )
+    p = np.asarray(gradient_norm_probabilities(state, config, STEPS))
+    assert p[0] / p[-1] == pytest.approx((0.95 * 2 / 1.5 + 0.05) / (0.95 / 1.5 + 0.05), rel=0.02)
+    assert (np.diff(p) <= 1e-7).all()  # straight lines between the bins
+
+
+def test_policy_draws_its_beta_distribution():
+    config = tiny_config(timesteps={'sampler': 'policy'})
+    state = policy.init_policy(config)
+    keys = jax.random.split(jax.random.key(0), 5000)
+    x0 = jax.random.normal(jax.random.key(1), (5000, 8, 8, 1))
+    u, t, importance = policy.draw_from_policy(state.params, keys, x0, steps=STEPS)
+    start = float(jax.nn.softplus(0.5))
+    assert stats.kstest(np.asarray(u), stats.beta(start, start).cdf).pvalue > 1e-3
+    edges = np.clip((np.arange(STEPS + 1) - 0.5) / (STEPS - 1), 0, 1)
+    mass = np.diff(stats.beta(start, start).cdf(edges))
+    assert_distribution(np.asarray(t), mass)
+    np.testing.assert_allclose(importance, 1 / (STEPS * mass[np.asarray(t)]), rtol=1e-3)
+    # A loop in the draw would have the host follow it in every step.
+    program = str(
+        jax.make_jaxpr(functools.partial(policy.draw_from_policy, steps=STEPS))(
+            state.params, keys, x0
+        )
+    )
+    assert not any(loop in program for loop in ('while', 'scan'))
+    a, b = jnp.asarray([0.7, 3.0]), jnp.asarray([2.0, 1.5])
+    np.testing.assert_allclose(
+        policy.entropy(a, b), stats.beta(a, b).entropy(), rtol=1e-4, atol=1e-5
+    )
+    np.testing.assert_allclose(
+        policy.log_density(jnp.asarray([0.2, 0.9]), a, b),
+        stats.beta(a, b).logpdf([0.2, 0.9]),
+        rtol=1e-4,
+    )
+
+
+@pytest.mark.parametrize(
+    ('a', 'b'), [(0.3, 0.5), (0.974, 0.974), (1.0, 4.0), (30.0, 2.0), (50.0, 50.0)]
+)
+def test_policy_draws_any_beta_distribution(a, b, monkeypatch):
+    count, steps = 5_000, 1000
+    monkeypatch.setattr(
+        policy, 'propose', lambda params, x0: (jnp.full(count, a), jnp.full(count, b))
+    )
+    keys = jax.random.split(jax.random.key(7), count)
+    u, t, importance = policy.draw_from_policy({}, keys, jnp.zeros((count, 1, 1, 1)), steps=steps)
+    exact = stats.beta(a, b)
+    assert stats.kstest(np.asarray(u, np.float64), exact.cdf).pvalue > 1e-3
+    np.testing.assert_array_equal(t, np.round(np.asarray(u) * (steps - 1)))
+    every = np.arange(steps)
+    mass = np.diff(exact.cdf(np.clip((np.arange(steps + 1) - 0.5) / (steps - 1), 0, 1)))
+    found = np.asarray(
+        policy.beta_mass(jnp.asarray(every), jnp.full(steps, a), jnp.full(steps, b), steps)
+    )
+    likely = mass > 1e-6
+    np.testing.assert_allclose(found[likely], mass[likely], rtol=0.01)
+    assert found.sum() == pytest.approx(1, rel=1e-3)
+    np.testing.assert_allclose(
+        importance, 1 / (steps * np.maximum(found[np.asarray(t)], 1e-6)), rtol=1e-5
+    )
+
+
+def test_policy_moves_to_what_is_rewarded():
+    config = tiny_config(timesteps={'sampler': 'policy', 'policy_learning_rate': 3e-3})
+    x0 = jax.random.normal(jax.random.key(1), (64, 4, 4, 1))
+
+    @jax.jit
+    def step(state, key):
+        keys = jax.random.split(key, 64)
+        u = policy.draw_from_policy(state.params, keys, x0, steps=STEPS)[0]
+        return policy.reinforce(config, state, keys, x0, 0.1 - jnp.square(u - 0.2), None), jnp.mean(
+            u
+        )
+
+    _, path = jax.lax.scan(
+        step, policy.init_policy(config), jax.random.split(jax.random.key(0), 100)
+    )
+    assert 0.4 < float(path[0]) < 0.6
+    assert 0.05 < float(path[-20:].mean()) < 0.33
+
+
+def test_policy_probes_are_the_best_correlated_timesteps():
+    rng = np.random.default_rng(0)
+    deltas = rng.normal(size=(6, STEPS)) * 0.1
+    common = rng.normal(size=6) * 5
+    deltas[:, [7, 21, 33]] += common[:, None]
+    deltas[5] = 1e3  # not measured yet
+    probes = policy.select_probes(jnp.asarray(deltas, jnp.float32), jnp.asarray(5), 3)
+    assert sorted(np.asarray(probes).tolist()) == [7, 21, 33]
+
+
+def test_policy_bound_terms_are_ddpms_weighted_error():
+    """With variance β: L_t = β²/(2 β α (1 − ᾱ)) ‖ε − ε̂‖² plus what does not depend on the network (DDPM eq. 12)."""
+    diffusion = make_diffusion(DiffusionConfig(steps=STEPS))
+    t = jnp.arange(1, STEPS)
+    keys = jax.random.split(jax.random.key(0), 3)
+    x0, noise, error = (jax.random.normal(k, (STEPS - 1, 4, 4, 1)) for k in keys)
+    xt = q_sample(diffusion, x0, t, noise)
+    terms = functools.partial(policy.bound_terms, diffusion, x0=x0, xt=xt, t=t)
+    got = terms(output=noise + error) - terms(output=noise)
+    b = diffusion.betas[1:]
+    want = (
+        b
+        / (2 * (1 - b) * (1 - diffusion.alphas_cumprod[1:]))
+        * np.mean(np.square(error), axis=(1, 2, 3))
+        / np.log(2)
+    )
+    np.testing.assert_allclose(got, want, rtol=1e-3, atol=1e-5)
+
+
+@pytest.fixture(scope='module')
+def source():
+    return open_source('digits:', image_shape=(8, 8, 1))
+
+
+def method(sampler, weighting, **changes):
+    fields = {
+        'sampler': sampler,
+        'policy_every': 2,
+        'adaptive_bins': 8,
+        'adaptive_memory': 20.0,
+        'history': 1,
+    }
+    return tiny_config(timesteps=fields, loss={'weighting': weighting}, **changes)
+
+
+JIT = {'parallel': {'mode': 'jit', 'devices': 4}}
+PMAP = {'parallel': {'mode': 'pmap', 'devices': 2}, 'optimizer': {'accumulate_steps': 2}}
+
+
+@pytest.mark.parametrize(
+    ('sampler', 'weighting', 'spread'),
+    [(*m, s) for m, s in zip(METHODS, (JIT, PMAP, PMAP, JIT), strict=True)],
+)
+def test_losses_and_states_do_not_depend_on_the_devices(sampler, weighting, spread, source):
+    benches = [
+        Bench(method(sampler, weighting, parallel={'devices': 1}), source),
+        Bench(method(sampler, weighting).replace(**spread), source),
+    ]
+    one, several = ([bench.losses(4), bench.parallel.fetch(bench.state)] for bench in benches)
+    np.testing.assert_allclose(several[0], one[0], rtol=1e-4)
+    names = ('weighting', 'timesteps')
+    for got, want in zip(
+        *(jax.tree.leaves([getattr(side[1], n) for n in names]) for side in (several, one)),
+        strict=True,
+    ):
+        np.testing.assert_allclose(got, want, rtol=2e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize('spread', [{'parallel': {'devices': 1}}, PMAP], ids=str)
+def test_a_step_hands_the_sampler_what_it_drew_and_its_loss_weights(spread, source, monkeypatch):
+    rows = 8
+
+    def draw(state, keys, row, x0):
+        del state, keys, x0
+        return Draw(5 * row, jnp.ones(row.shape), jnp.full(row.shape, 0.5))
+
+    sampler = TimestepSampler(
+        lambda: jnp.zeros((3, rows)),
+        draw,
+        lambda state, t, loss, weight: jnp.stack([t.astype(float), loss, weight]),
+    )
+    for module in (state_module, step_module):
+        monkeypatch.setattr(module, 'make_sampler', lambda *_: sampler)
+    bench = Bench(method('uniform', 'p2', data={'batch_size': rows}).replace(**spread), source)
+    bench.losses(1)
+    t, loss, weight = np.asarray(bench.parallel.fetch(bench.state).timesteps)
+    np.testing.assert_array_equal(t, 5 * np.arange(rows))
+    diffusion = make_diffusion(bench.config.diffusion)
+    np.testing.assert_allclose(
+        weight, make_weighting(bench.config.loss, diffusion).table(())[t.astype(int)], rtol=1e-6
+    )
+    assert len(set(weight)) == rows
+    assert np.all(loss > 0)
+
+
+@pytest.mark.parametrize(('sampler', 'weighting'), METHODS)
+def test_a_resumed_run_is_bit_for_bit_the_uninterrupted_one(sampler, weighting, tmp_path, source):
+    def part(name, steps):
+        config = method(
+            sampler, weighting, optimizer={'schedule': 'constant'}, train={'steps': steps}
+        )
+        train(config, tmp_path / name, source)
+        return checkpoint.read(tmp_path / name).state
+
+    whole = part('whole', 8)
+    half = part('halves', 4)
+    resumed = part('halves', 8)
+    assert checkpoint.checksum(resumed) == checkpoint.checksum(whole)
+    stateful = jax.tree.leaves((half.weighting, half.timesteps))
+    if sampler != 'speed':
+        assert any(
+            not np.array_equal(a, b)
+            for a, b in zip(
+                stateful, jax.tree.leaves((resumed.weighting, resumed.timesteps)), strict=True
+            )
+        )
+    rows = [read_metrics(tmp_path / name / 'metrics.csv') for name in ('whole', 'halves')]
+    assert [r['loss'] for r in rows[0]] == [r['loss'] for r in rows[1]]
+
+
+def test_a_checkpoint_without_the_states_loads_and_another_method_starts_anew(tmp_path, source):
+    """Earlier versions saved neither the states nor their config."""
+    config = tiny_config()
+    train(config, tmp_path, source)
+    state = checkpoint.read(tmp_path).state
+    assert (state.weighting, state.timesteps) == ((), ())
+    old = {
+        f.name: getattr(state, f.name)
+        for f in dataclasses.fields(state)
+        if f.name not in ('weighting', 'timesteps')
+    }
+    values = {
+        name: fields
+        for name, fields in to_dict(config).items()
+        if name not in ('loss', 'timesteps')
+    }
+    checkpoints = checkpoint.Checkpoints(tmp_path / 'old', keep=3)
+    checkpoints.save(6, old, config, 0.0)
+    checkpoints.wait()
+    checkpoints.close()
+    meta = tmp_path / 'old' / 'checkpoints' / '6' / 'meta' / 'metadata'
+    saved = json.loads(meta.read_text())
+    saved |= {
+        'config': values,
+        'checksum': checkpoint.checksum(state),
+    }  # leaves in the order of the dataclass
+    meta.write_text(json.dumps(saved))
+    again = checkpoint.read(tmp_path / 'old')
+    assert checkpoint.checksum(again.state) == checkpoint.checksum(state)
+    train(method('adaptive', 'uncertainty', train={'steps': 8}), tmp_path / 'old', source)
+    now = checkpoint.read(tmp_path / 'old').state
+    assert now.step == 8
+    assert now.timesteps.weight.max() > 0
+    assert int(jax.tree.leaves(now.weighting.optimizer)[0]) == 2
+
+
+@pytest.mark.parametrize(
+    ('field', 'method_of'),
+    [('timesteps', 'timesteps.sampler=adaptive'), ('weighting', 'loss.weighting=uncertainty')],
+)
+def test_a_state_of_another_version_is_no_damage(tmp_path, source, field, method_of):
+    config = method('adaptive', 'uncertainty')
+    other = checkpoint.state_template(config).replace(**{field: {'fast': np.ones(3, np.float32)}})
+    state = jax.tree.map(
+        lambda x: np.zeros(x.shape, x.dtype) if jax.dtypes.issubdtype(x.dtype, np.number) else x,
+        other,
+    )
+    checkpoints = checkpoint.Checkpoints(tmp_path, keep=3)
+    checkpoints.save(6, state, config, 0.0)
+    checkpoints.wait()
+    checkpoints.close()
+    with pytest.raises(
+        UserError,
+        match=f'another version of jaxunet, whose state of {method_of} holds fast; this one',
+    ):
+        train(config.replace(train={'steps': 8}), tmp_path, source)
+    assert [p.name for p in (tmp_path / 'checkpoints').iterdir()] == ['6']
+    assert not (tmp_path / 'damaged').exists()
+
+
+def test_a_bad_step_leaves_the_states(source):
+    bench = Bench(
+        method(
+            'adaptive',
+            'uncertainty',
+            parallel={'devices': 1},
+            optimizer={'learning_rate': 1e30, 'clip_norm': 0.0},
+        ),
+        source,
+    )
+    bench.losses(4)
+    state = bench.parallel.fetch(bench.state)
+    assert state.skipped > 0
+    assert all(
+        np.isfinite(leaf).all() for leaf in jax.tree.leaves((state.weighting, state.timesteps))
+    )
+
+
+@pytest.mark.parametrize(
+    ('fields', 'message'),
+    [
+        ({'sampler': 'adaptiv'}, r'timesteps.sampler: expected one of .*; did you mean "adaptive"'),
+        (
+            {'sampler': 'adaptive', 'adaptive_bins': 2000},
+            r'timesteps.adaptive_bins: 2000 is more than diffusion.steps \(1000\)',
+        ),
+        (
+            {'sampler': 'policy', 'policy_probes': 2000},
+            r'timesteps.policy_probes: 2000 is more than diffusion.steps \(1000\)',
+        ),
+        (
+            {'adaptive_correction': 2.0},
+            r'timesteps.adaptive_correction: expected 0 to 1, found 2.0',
+        ),
+        ({'policy_every': 0}, r'timesteps.policy_every: expected more than 0, found 0'),
+    ],
+)
+def test_mistakes(fields, message):
+    with pytest.raises(UserError, match=message):
+        resolve(to_dict(Config().replace(timesteps=fields)))

@@ -1,0 +1,266 @@
+"""FID's Inception beside pytorch-fid's: against numbers that it computed, and, where it is installed, against itself."""
+
+from __future__ import annotations
+
+import pathlib
+import struct
+
+import jax
+import numpy as np
+import pytest
+from support.inception_case import COLUMNS, GOLDEN, images, of_pytorch_fid, random_state, summary
+
+from jaxunet.metrics import features, inception, inception_weights
+from jaxunet.metrics.inception_weights import from_state, read_parameters
+from jaxunet.metrics.torch_legacy import MAGIC, read_legacy
+from jaxunet.runtime import download
+from jaxunet.runtime.errors import UserError
+from jaxunet.weights.torch_file import write_torch
+from jaxunet.weights.torch_pickle import dump
+
+TOLERANCE = 1e-4  # of a layer's largest value
+
+
+@pytest.fixture(scope='module')
+def state() -> dict[str, np.ndarray]:
+    return random_state()
+
+
+@pytest.fixture(scope='module')
+def computed(state) -> dict[str, np.ndarray]:
+    """Every layer's output by name, and `features` and `logits`."""
+
+    def everything(params: inception.Parameters, pixels: jax.Array) -> dict[str, jax.Array]:
+        outputs: dict[str, jax.Array] = {}
+        pooled = inception.pool3(params, inception.prepare(pixels), outputs.__setitem__)
+        return {**outputs, 'features': pooled, 'logits': inception.logits(params, pooled)}
+
+    params = from_state(state, 'random')
+    return {
+        name: np.asarray(value) for name, value in jax.jit(everything)(params, images()).items()
+    }
+
+
+def test_every_layer_against_golden_numbers(computed):
+    with np.load(GOLDEN) as golden:
+        assert set(golden) == set(computed)
+        assert len(golden) == 94 + 11 + 2 + 2  # convolutions, blocks, pools, results
+        for name, expected in golden.items():
+            found = (
+                computed[name][:, : COLUMNS[name]] if name in COLUMNS else summary(computed[name])
+            )
+            np.testing.assert_allclose(
+                found, expected, rtol=0, atol=TOLERANCE * np.abs(expected).max(), err_msg=name
+            )
+
+
+def test_every_layer_against_pytorch_fid(state, computed):
+    pytest.importorskip('torch')
+    try:
+        import pytorch_fid.inception  # noqa: F401, PLC0415
+    except (
+        ImportError,
+        RuntimeError,
+    ) as error:  # torchvision raises the second when it was built for another torch
+        pytest.skip(f'pytorch_fid: {error}')
+    outputs = of_pytorch_fid(state)
+    assert set(outputs) == set(computed)
+    for name, expected in outputs.items():
+        np.testing.assert_allclose(
+            computed[name], expected, rtol=0, atol=TOLERANCE * np.abs(expected).max(), err_msg=name
+        )
+
+
+def test_resizing_is_torchs():
+    """Half-pixel centres, edges clamped, no antialiasing; both ways."""
+    for size in ((8, 13), (400, 299), (350, 500)):
+        pixels = np.random.default_rng(0).integers(0, 256, (1, *size, 3), dtype=np.uint8)
+        expected = pixels.astype(np.float64) / 255
+        for axis, n in enumerate(size, start=1):
+            at = np.clip((np.arange(299) + 0.5) * n / 299 - 0.5, 0, n - 1)
+            low = np.floor(at).astype(int)
+            high = np.minimum(low + 1, n - 1)
+            share = (at - low).reshape([-1 if i == axis else 1 for i in range(4)])
+            expected = expected.take(low, axis) * (1 - share) + expected.take(high, axis) * share
+        np.testing.assert_allclose(
+            inception.prepare(pixels), 2 * expected - 1, atol=2e-4 if max(size) > 299 else 2e-5
+        )
+
+
+def legacy(tensors: dict[str, np.ndarray], **changes: bytes) -> bytes:
+    """What torch.save wrote before version 1.6, opcode by opcode."""
+
+    def text(value: str) -> bytes:
+        return b'X' + struct.pack('<I', len(value)) + value.encode()
+
+    def number(value: int) -> bytes:
+        return b'J' + struct.pack('<i', value)
+
+    sizes = (
+        b'}('
+        + b''.join(
+            text(name) + number(size) for name, size in (('short', 2), ('int', 4), ('long', 4))
+        )
+        + b'u'
+    )
+    parts = {
+        'magic': b'\x80\x02\x8a\x0a' + MAGIC.to_bytes(10, 'little') + b'.',
+        'protocol': b'\x80\x02' + number(1001) + b'.',
+        'machine': b'\x80\x02}('
+        + text('protocol_version')
+        + number(1001)
+        + text('little_endian')
+        + b'\x88'
+        + text('type_sizes')
+        + sizes
+        + b'u.',
+        # A reference to a storage has one part more than in the new format.
+        'state': dump({name: value.shape for name, value in tensors.items()}).replace(
+            b'tQ', b'NtQ'
+        ),
+        'keys': b'\x80\x02](' + b''.join(text(str(i)) for i in range(len(tensors))) + b'e.',
+        'data': b''.join(
+            struct.pack('<q', value.size) + value.astype('<f4').tobytes()
+            for value in tensors.values()
+        ),
+    }
+    return b''.join((parts | changes).values())
+
+
+SMALL = {'a.weight': np.arange(6, dtype=np.float32).reshape(2, 3), 'b': np.array([1.5], np.float32)}
+
+
+def read_bytes(data: bytes, path: pathlib.Path) -> dict[str, np.ndarray]:
+    path.write_bytes(data)
+    with path.open('rb') as file:
+        return read_legacy('old.pth', file)
+
+
+def test_old_torch_files(tmp_path):
+    found = read_bytes(legacy(SMALL), tmp_path / 'old.pth')
+    assert list(found) == list(SMALL)
+    for name, value in SMALL.items():
+        np.testing.assert_array_equal(found[name], value)
+
+
+@pytest.mark.parametrize(
+    ('data', 'message'),
+    [
+        (legacy(SMALL)[:-1], 'truncated'),
+        (legacy(SMALL)[:200], 'damaged or truncated'),
+        (legacy(SMALL, magic=b'\x80\x02K\x01.'), 'does not start as one'),
+        (legacy(SMALL, keys=b'\x80\x02].'), 'the list of storages is not that of the tensors'),
+        (legacy(SMALL, state=b'\x80\x02}.'), 'expected a dict of tensors'),
+        (legacy(SMALL, state=b'\x80\x02cos\nsystem\nX\x02\x00\x00\x00ls\x85R.'), 'could run code'),
+        (
+            legacy(SMALL, machine=b'\x80\x02}X\x0d\x00\x00\x00little_endian\x89s.'),
+            'little_endian: expected True, found False',
+        ),
+        (legacy(SMALL, state=dump({'a': (6,), 'b': (1,)})), 'not a view of another'),
+    ],
+)
+def test_old_torch_files_that_are_damaged_or_hostile(data, message, tmp_path):
+    with pytest.raises(UserError, match=message):
+        read_bytes(data, tmp_path / 'old.pth')
+
+
+def test_old_torch_files_of_torch_itself(tmp_path):
+    torch = pytest.importorskip('torch')
+    tensors = {name: torch.from_numpy(value) for name, value in SMALL.items()} | {
+        'view': torch.arange(12.0).reshape(3, 4).T[1:]
+    }
+    torch.save(tensors, tmp_path / 'old.pth', _use_new_zipfile_serialization=False)
+    with (tmp_path / 'old.pth').open('rb') as file:
+        found = read_legacy('old.pth', file)
+    for name, value in tensors.items():
+        np.testing.assert_array_equal(found[name], value.numpy())
+
+
+def test_weights_as_npz_and_as_torch_file(state, tmp_path):
+    expected = from_state(state, 'random')
+    np.savez(tmp_path / 'w.npz', **state, **{'Conv2d_1a_3x3.bn.num_batches_tracked': np.array(7)})
+    with (tmp_path / 'w.pth').open('wb') as file:
+        write_torch(file, state, {})
+    for name in ('w.npz', 'w.pth'):
+        found = read_parameters(tmp_path / name)
+        assert found.keys() == expected.keys()
+        for key in (
+            'Conv2d_1a_3x3.conv.weight',
+            'Mixed_7c.branch_pool.bn.running_var',
+            'fc.weight',
+        ):
+            np.testing.assert_array_equal(found[key], expected[key])
+
+
+def test_weights_of_another_network(state, tmp_path):
+    with pytest.raises(UserError, match=r'1 are missing \(fc\.bias\) and 1 unknown \(fc\.offset\)'):
+        from_state(
+            {('fc.offset' if name == 'fc.bias' else name): value for name, value in state.items()},
+            'w',
+        )
+    with pytest.raises(
+        UserError, match=r'w: fc\.weight: expected shape \(1008, 2048\), found \(1000, 2048\)'
+    ):
+        from_state(state | {'fc.weight': np.zeros((1000, 2048), np.float32)}, 'w')
+    with pytest.raises(UserError, match=r'fc\.bias: expected finite numbers'):
+        from_state(state | {'fc.bias': np.full(1008, np.nan, np.float32)}, 'w')
+    with pytest.raises(UserError, match='variances of 0 or more, found -1'):
+        from_state(state | {'Conv2d_1a_3x3.bn.running_var': np.full(32, -1, np.float32)}, 'w')
+    (tmp_path / 'w.npz').write_bytes(b'nothing')
+    with pytest.raises(UserError, match=r'not a readable \.npz file'):
+        read_parameters(tmp_path / 'w.npz')
+    with pytest.raises(
+        UserError, match=r"ends in \.pth, \.pt, \.npz, \.safetensors, found '\.bin'"
+    ):
+        read_parameters(tmp_path / 'w.bin')
+
+
+def test_download_is_kept_and_checked(tmp_path, monkeypatch):
+    monkeypatch.setenv('XDG_CACHE_HOME', str(tmp_path))
+    source = tmp_path / 'source'
+    source.write_bytes(b'weights')
+    monkeypatch.setattr(inception_weights, 'URL', source.as_uri())
+    with pytest.raises(UserError, match=r'SHA-256 \w+, expected 6726825d\.\.\.;'):
+        inception_weights.find_or_download()
+    folder = download.cache_dir()
+    assert list(folder.iterdir()) == []
+    monkeypatch.setattr(inception_weights, 'SHA256_PREFIX', download.digest(source, 'sha256')[:8])
+    target = inception_weights.find_or_download()
+    assert target.read_bytes() == b'weights'
+    source.unlink()
+    assert inception_weights.find_or_download() == target  # from the cache
+    target.write_bytes(b'damaged')
+    with pytest.raises(UserError, match='damaged: remove it'):
+        inception_weights.find_or_download()
+
+
+def test_without_a_network_connection_the_message_tells_what_to_do(tmp_path, monkeypatch):
+    monkeypatch.setenv('XDG_CACHE_HOME', str(tmp_path))
+    monkeypatch.setattr(inception_weights, 'URL', 'http://127.0.0.1:9/weights.pth')
+    with pytest.raises(
+        UserError,
+        match=r'--features=inception: cannot download .*refused.* give its path \(--features /path/to/pt_inception',
+    ):
+        features.load_features('inception')
+
+
+def test_feature_files(tmp_path, monkeypatch):
+    path = tmp_path / 'tiny.npz'
+    np.savez(path, jaxunet_features=np.array('tiny'), weights=np.ones((2, 3)))
+    with pytest.raises(UserError, match=r"jaxunet_features: expected .*found 'tiny'"):
+        features.load_features(str(path))
+
+    def reader(
+        path: pathlib.Path, arrays: dict[str, np.ndarray], digest: str
+    ) -> features.FeatureNetwork:
+        assert arrays.keys() == {'weights'}
+        return features.FeatureNetwork(
+            f'tiny-{digest[:8]}', 3, lambda pixels: jax.numpy.ones((len(pixels), 3)), False, 'none'
+        )
+
+    monkeypatch.setitem(features.READERS, 'tiny', reader)
+    assert features.load_features(str(path)).name == f'tiny-{download.digest(path, "sha256")[:8]}'
+    with pytest.raises(UserError, match=r'found no file .*tinny\.npz.*did you mean "tiny\.npz"'):
+        features.load_features(str(tmp_path / 'tinny.npz'))
+    with pytest.raises(UserError, match='did you mean "inception"'):
+        features.load_features('inceptoin')

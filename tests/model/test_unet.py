@@ -1,0 +1,216 @@
+"""The UNet: sizes of published networks, every option, and what must not depend on how a batch is cut."""
+
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from support.configs import CONFIGS, load
+from support.tiny import tiny_config
+
+from jaxunet.config import resolve
+from jaxunet.model.cost import forward_flops, memory, parameter_count
+from jaxunet.model.embeddings import timestep_embedding
+from jaxunet.model.unet import build_unet, init_params
+from jaxunet.ops.backends import load_ops
+from jaxunet.runtime.errors import UserError
+
+PUBLISHED = {
+    'elephants64': 20_494_211,  # unet.cu
+    'cifar10': 35_746_307,  # DDPM, Ho et al. 2020 (35.7 M)
+    'imagenet64': 295_904_454,  # ADM's 64×64 network (published as 296 M; the exact count is also that of benchmarking/torch_unet.py)
+}
+
+
+@pytest.mark.parametrize('name', PUBLISHED)
+def test_parameter_counts_of_published_networks(name):
+    path = next(p for p in CONFIGS if p.stem == name)
+    assert parameter_count(resolve(load(path))) == PUBLISHED[name]
+
+
+OPTIONS = {
+    'plain': {},
+    'conv_resample': {'conv_resample': True},
+    'ddpm': {
+        'conv_resample': True,
+        'downsample_padding': 'same',
+        'time_embedding': 'ddpm',
+        'init': 'ddpm',
+        'norm_eps': 1e-6,
+    },
+    'updown': {'resblock_updown': True, 'scale_shift_norm': True},
+    'heads': {'num_heads': 2, 'num_heads_upsample': 4, 'num_head_channels': 0},
+    'dropout': {'dropout': 0.3},
+    'remat': {'remat': True, 'dropout': 0.3},
+    'nonzero': {'zero_init': False},
+}
+
+
+def build(options=(), learn_sigma=False, **data):
+    base = {'channel_mult': (1, 1.5), 'attention_resolutions': (4,), 'num_head_channels': 4}
+    config = tiny_config(
+        model=base | dict(options),
+        diffusion={'learn_sigma': learn_sigma},
+        data={'image_size': (12, 8)} | data,
+    )
+    model = build_unet(config, load_ops('xla'))
+    return config, model
+
+
+def randomised(model, config):
+    """Parameters without zeros, so that every path shows."""
+    shapes = jax.eval_shape(lambda: init_params(model, config, jax.random.key(0)))
+    draw = np.random.default_rng(0)
+    return jax.tree.map(
+        lambda s: jnp.asarray(
+            draw.standard_normal(s.shape) / math.sqrt(max(s.size // s.shape[-1], 1)), jnp.float32
+        ),
+        shapes,
+    )
+
+
+def predict(model, *args):
+    return jax.jit(model.predict)(*args)
+
+
+def inputs(config, batch=4):
+    x = jax.random.normal(jax.random.key(1), (batch, *config.image_shape), jnp.float32)
+    return (
+        x,
+        jnp.arange(batch) * 5,
+        jnp.arange(batch) - 1,
+        jax.random.split(jax.random.key(2), batch),
+    )
+
+
+@pytest.mark.parametrize('name', OPTIONS)
+def test_options_run_and_use_every_parameter(name):
+    config, model = build(OPTIONS[name], learn_sigma=name == 'updown')
+    params, (x, t, labels, keys) = randomised(model, config), inputs(config)
+
+    def energy(params):
+        output = model.predict(params, x, t, labels, keys)
+        assert output.shape == (4, 12, 8, 2 if name == 'updown' else 1)
+        assert output.dtype == jnp.float32
+        return jnp.mean(jnp.square(output))
+
+    gradients = jax.jit(jax.grad(energy))(params)
+    for path, gradient in jax.tree.leaves_with_path(gradients):
+        where = jax.tree_util.keystr(path)
+        norm = float(jnp.linalg.norm(gradient.reshape(-1)))
+        assert math.isfinite(norm), where
+        assert norm > 0, where
+
+
+def test_zero_init_predicts_zero_and_options_change_the_output():
+    config, model = build()
+    x, t, labels, _ = inputs(config)
+    fresh = jax.jit(lambda: init_params(model, config, jax.random.key(0)))()
+    assert not np.any(predict(model, fresh, x, t, labels))
+    params = randomised(model, config)
+    base = predict(model, params, x, t, labels)
+    for options in (
+        {'time_embedding': 'ddpm'},
+        {'max_period': 100},
+        {'norm_eps': 0.1},
+        {'num_head_channels': 2},
+        {'norm_groups': 2},
+    ):
+        other = predict(build(options)[1], params, x, t, labels)
+        assert float(jnp.abs(other - base).max()) > 1e-4, options
+    padding = [
+        build({'conv_resample': True, 'downsample_padding': p})[1] for p in ('symmetric', 'same')
+    ]
+    params = randomised(padding[0], config)
+    assert (
+        float(
+            jnp.abs(
+                predict(padding[0], params, x, t, labels)
+                - predict(padding[1], params, x, t, labels)
+            ).max()
+        )
+        > 1e-3
+    )
+
+
+def test_samples_do_not_see_each_other():
+    """Also with dropout: sample i draws from its own key, so a batch may be cut anywhere."""
+    config, model = build({'dropout': 0.3})
+    params, (x, t, labels, keys) = randomised(model, config), inputs(config)
+    run = jax.jit(model.predict)
+    whole = run(params, x, t, labels, keys)
+    parts = [
+        run(params, x[i : i + 2], t[i : i + 2], labels[i : i + 2], keys[i : i + 2]) for i in (0, 2)
+    ]
+    np.testing.assert_allclose(np.concatenate(parts), whole, rtol=1e-5, atol=1e-5)
+    assert (
+        float(jnp.abs(whole - run(params, x, t, labels, None)).max()) > 1e-2
+    )  # without keys, no dropout
+
+
+def test_remat_changes_memory_not_values():
+    config, model = build({'dropout': 0.3})
+    again = build({'dropout': 0.3, 'remat': True})[1]
+    params, args = randomised(model, config), inputs(config)
+    loss = [
+        jax.jit(jax.value_and_grad(lambda p, m=m: jnp.mean(jnp.square(m.predict(p, *args)))))(
+            params
+        )
+        for m in (model, again)
+    ]
+    for a, b in zip(*map(jax.tree.leaves, loss), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6)
+    assert (
+        memory(config.replace(model={'remat': True}))['activations']
+        < 0.5 * memory(config)['activations']
+    )
+
+
+def test_labels():
+    config, model = build()
+    params, (x, t, _, _) = randomised(model, config), inputs(config)
+    dropped = predict(model, params, x, t, jnp.full(4, -1))
+    np.testing.assert_array_equal(dropped, predict(model, params, x, t, None))
+    assert float(jnp.abs(dropped - predict(model, params, x, t, jnp.full(4, 3))).max()) > 1e-3
+    with pytest.raises(UserError, match='the model is unconditional'):
+        build({'num_classes': 0, 'label_dropout': 0.0})[1].predict(
+            params, x, t, jnp.zeros(4, jnp.int32)
+        )
+
+
+def test_low_precision_is_close_to_float32():
+    config, model = build()
+    params, (x, t, labels, _) = randomised(model, config), inputs(config)
+    want = predict(model, params, x, t, labels)
+    for precision, tolerance in (('bfloat16', 0.1), ('float16', 0.02)):
+        got = predict(
+            build_unet(config.replace(precision=precision), load_ops('xla')), params, x, t, labels
+        )
+        error = float(jnp.linalg.norm(got - want) / jnp.linalg.norm(want))
+        assert 1e-5 < error < tolerance
+
+
+def test_timestep_embedding():
+    t = jnp.array([0, 3, 977])
+    adm = timestep_embedding(t, 64, max_period=1000)
+    angles = np.array([0, 3, 977])[:, None] * np.exp(-math.log(1000) * np.arange(32) / 32)
+    np.testing.assert_allclose(adm, np.concatenate([np.cos(angles), np.sin(angles)], 1), atol=2e-4)
+    angles = np.array([0, 3, 977])[:, None] * np.exp(-math.log(10000) * np.arange(32) / 31)
+    ddpm = timestep_embedding(t, 65, order='ddpm')
+    np.testing.assert_allclose(
+        ddpm, np.concatenate([np.sin(angles), np.cos(angles), np.zeros((3, 1))], 1), atol=2e-4
+    )
+
+
+def test_flops_of_one_convolution_dominate_as_they_should():
+    config = tiny_config(
+        model={'base_channels': 64, 'num_res_blocks': 1, 'norm_groups': 32},
+        data={'image_size': (16,)},
+    )
+    convolutions = (
+        2 * 9 * 16 * 16 * 64 * (64 * 8 + 128 * 2 + 2)
+    )  # down, middle (2), up (2 blocks, joined inputs), in and out
+    shortcuts = 2 * 16 * 16 * 128 * 64 * 2
+    attention = 2 * 256 * 64 * 64 * 4 + 2 * 2 * 256 * 256 * 64
+    assert 0.99 < (convolutions + shortcuts + attention) / forward_flops(config) < 1.01

@@ -1,0 +1,161 @@
+"""Kept training steps: loaded without building, same results, and made anew whenever something they depend on differs."""
+
+import logging
+import pathlib
+import re
+
+import jax
+import numpy as np
+import pytest
+from jax.experimental.compilation_cache import compilation_cache
+from support.tiny import tiny_config
+
+from jaxunet.checkpoint.state import fresh_state, make_optimizer
+from jaxunet.config import Config, to_dict
+from jaxunet.data import pipeline
+from jaxunet.data.sources import open_source
+from jaxunet.diffusion.process import make_diffusion
+from jaxunet.model.unet import build_unet
+from jaxunet.ops.backends import load_ops
+from jaxunet.runtime import compiled_cache as executables
+from jaxunet.training import step_fields
+from jaxunet.training.parallel import Parallel
+from jaxunet.training.step import make_train_step
+
+ROOT = pathlib.Path(__file__).parents[2]
+STEP = (  # the modules whose code is traced
+    'model/unet.py',
+    'diffusion/process.py',
+    'diffusion/weighting.py',
+    'diffusion/timesteps.py',
+    'diffusion/timestep_policy.py',
+    'data/order.py',
+    'training/batch.py',
+    'training/step.py',
+    'training/ema.py',
+    'training/update.py',
+    'checkpoint/state.py',
+    'training/parallel.py',
+)
+
+
+class Maker:
+    """Builds steps, counts them, and asks for kept ones."""
+
+    def __init__(self, config):
+        self.config, self.parallel, self.built = config, Parallel(config), 0
+        images, labels = pipeline.load_all(
+            open_source('digits:', image_shape=(8, 8, 1)), progress=False
+        )
+        self.data = self.parallel.replicate({'images': images, 'labels': labels})
+        self.model, self.optimizer = build_unet(config, load_ops('xla')), make_optimizer(config)
+        self.state = fresh_state(config)
+
+    def build(self):
+        self.built += 1
+        c = self.config
+        make = lambda axis: make_train_step(  # noqa: E731
+            c, self.model, make_diffusion(c.diffusion), self.optimizer, axis_name=axis
+        )
+        return self.parallel.lower(make, self.parallel.replicate(self.state), self.data).compile()
+
+    def get(self, **changes):
+        config = self.config.replace(**changes)
+        return executables.compiled(
+            self.build,
+            step_fields.relevant(config),
+            (self.parallel.replicate(self.state), self.data),
+            self.parallel.devices,
+            {},
+        )
+
+    def losses(self, step):
+        state, out = self.parallel.replicate(self.state), []
+        for _ in range(3):
+            state, metrics = step(state, self.data)
+            out.append(float(self.parallel.local(metrics)['step_loss']))
+        return out, self.parallel.fetch(state)
+
+
+@pytest.fixture
+def cache(tmp_path, monkeypatch):
+    # A program from JAX's own cache cannot be kept again on a CPU: its functions are lost.
+    before = jax.config.jax_enable_compilation_cache
+    jax.config.update('jax_enable_compilation_cache', False)
+    compilation_cache.reset_cache()
+    monkeypatch.setattr(executables, 'folder', lambda: tmp_path / 'steps')
+    yield tmp_path / 'steps'
+    jax.config.update('jax_enable_compilation_cache', before)
+    compilation_cache.reset_cache()
+
+
+@pytest.mark.parametrize(('mode', 'devices'), [('jit', 1), ('jit', 2), ('pmap', 2)])
+def test_a_kept_step_is_loaded_and_gives_the_same(mode, devices, cache):
+    maker = Maker(tiny_config(parallel={'mode': mode, 'devices': devices}))
+    losses, state = maker.losses(maker.get())
+    (file,) = cache.glob('*.step')
+    again, other = maker.losses(maker.get())
+    assert maker.built == 1
+    assert losses == again
+    assert jax.tree.structure(state) == jax.tree.structure(other)
+    for a, b in zip(jax.tree.leaves(state), jax.tree.leaves(other), strict=True):
+        np.testing.assert_array_equal(a, b)
+    maker.get(optimizer={'learning_rate': 0.5})
+    assert file.exists()
+    assert (maker.built, len(list(cache.glob('*.step')))) == (2, 2)
+
+
+def test_a_step_is_kept_under_all_that_it_is_made_from():
+    """A field that is left out of the digest is one that no module of the step reads."""
+    named = {name: None for name in step_fields.OUTSIDE} | step_fields.OUTSIDE_FIELDS
+    raw = to_dict(Config())
+    for section, fields in named.items():
+        assert section in raw
+        for field in fields or [section]:
+            assert fields is None or field in raw[section]
+            reads = re.compile(rf'\b{section}\.{field}\b' if fields else rf'\bconfig\.{section}\b')
+            for module in STEP:
+                assert not reads.search((ROOT / 'jaxunet' / module).read_text()), (
+                    module,
+                    section,
+                    field,
+                )
+    kept = step_fields.relevant(Config())
+    assert kept['train'].keys() == {'steps', 'log_every'}
+    assert kept['optimizer'] == raw['optimizer']
+
+
+def test_a_damaged_file_costs_a_warning_and_is_replaced(cache, caplog):
+    maker = Maker(tiny_config(parallel={'devices': 1}))
+    expected, _ = maker.losses(maker.get())
+    (file,) = cache.glob('*.step')
+    whole = file.read_bytes()
+    file.write_bytes(whole[: len(whole) // 3])
+    with caplog.at_level(logging.WARNING):
+        losses, _ = maker.losses(maker.get())
+    assert 'cannot be loaded' in caplog.text
+    assert maker.built == 2
+    assert losses == expected
+    assert len(file.read_bytes()) > len(whole) // 2
+
+
+def test_the_least_recently_used_files_go(cache, monkeypatch):
+    monkeypatch.setattr(executables, 'KEPT', 2)
+    maker = Maker(tiny_config(parallel={'devices': 1}))
+    step = maker.build()
+    for name in 'abc':
+        executables.save(cache / f'{name}.step', step)
+    assert sorted(p.name for p in cache.iterdir()) == ['b.step', 'c.step']
+
+
+def test_the_folder_is_that_of_the_compilation_cache(tmp_path):
+    before = jax.config.jax_compilation_cache_dir, jax.config.jax_enable_compilation_cache
+    try:
+        jax.config.update('jax_compilation_cache_dir', str(tmp_path))
+        jax.config.update('jax_enable_compilation_cache', True)
+        assert executables.folder() == tmp_path / 'jaxunet_steps'
+        jax.config.update('jax_enable_compilation_cache', False)
+        assert executables.folder() is None
+    finally:
+        jax.config.update('jax_compilation_cache_dir', before[0])
+        jax.config.update('jax_enable_compilation_cache', before[1])

@@ -1,0 +1,417 @@
+"""Runs of several processes: every way to start them, the losses of one process, and what happens when one is lost."""
+
+import shutil
+import signal
+import subprocess
+import sys
+import time
+
+import jax
+import numpy as np
+import pytest
+from support.commands import NO_LAUNCHER, free_port
+from support.settings import QUICK
+from support.tiny import flags, tiny_config
+
+from jaxunet.checkpoint import store as checkpoint
+from jaxunet.checkpoint.state import fresh_state, make_optimizer
+from jaxunet.data.sources import open_source
+from jaxunet.diffusion.process import make_diffusion
+from jaxunet.model.unet import build_unet
+from jaxunet.ops.backends import load_ops
+from jaxunet.runtime import distributed
+from jaxunet.runtime.distributed import (
+    Start,
+    all_devices,
+    check_by_hand,
+    check_launcher,
+    detect,
+    join,
+    tasks_of_node,
+)
+from jaxunet.runtime.errors import UserError
+from jaxunet.training.logs import read_metrics
+from jaxunet.training.loop import train
+from jaxunet.training.parallel import CONCURRENT, OVERLAP, Parallel
+from jaxunet.training.step import make_train_step
+
+ENDLESS = '--config.train.steps=100000'
+TRAIN = [sys.executable, '-m', 'jaxunet.train', *flags(), '--config.optimizer.schedule=constant']
+ENVIRONMENT = NO_LAUNCHER | {
+    'XLA_FLAGS': f'{QUICK} --xla_force_host_platform_device_count=2',
+    'JAX_PLATFORMS': 'cpu',
+}
+CONSTANT = {
+    'schedule': 'constant'
+}  # so that runs of any length are the same program, compiled once
+
+
+def by_hand(port, rank):
+    return [f'--coordinator=localhost:{port}', '--num_processes=2', f'--process_id={rank}'], {}
+
+
+def slurm(port, rank):
+    """What srun -n 2 sets; JAX derives the port from the job's number, unless told."""
+    step = {
+        'SLURM_JOB_ID': '7',
+        'SLURM_STEP_NODELIST': 'localhost',
+        'SLURM_NTASKS': '2',
+        'SLURM_STEP_NUM_TASKS': '2',
+    }
+    task = {
+        'SLURM_PROCID': str(rank),
+        'SLURM_LOCALID': str(rank),
+        'SLURM_NODEID': '0',
+        'SLURM_STEP_TASKS_PER_NODE': '2',
+    }
+    return [], step | task | {'JAX_COORDINATOR_PORT': str(port)}
+
+
+def open_mpi(port, rank):
+    """What mpirun -n 2 of Open MPI 4 sets, inside a SLURM job."""
+    world = {
+        'OMPI_MCA_orte_hnp_uri': '1531576320.0;tcp://127.0.0.1,10.148.0.1:34911',
+        'OMPI_COMM_WORLD_SIZE': '2',
+    }
+    own = {
+        'OMPI_COMM_WORLD_RANK': str(rank),
+        'OMPI_COMM_WORLD_LOCAL_RANK': str(rank),
+        'OMPI_COMM_WORLD_LOCAL_SIZE': '2',
+    }
+    return [], slurm(port, 0)[1] | {'SLURM_NTASKS': '1', 'SLURM_STEP_NUM_TASKS': '1'} | world | own
+
+
+def start(workdir, *arguments, launcher=by_hand, only=None, command=TRAIN):
+    """Two processes of two devices each; `only`: arguments of the second alone."""
+    port = free_port()
+    processes = []
+    for rank in range(2):
+        extra, variables = launcher(port, rank)
+        arguments_here = [f'--workdir={workdir}', *arguments, *extra, *(only or []) * rank]
+        environment = ENVIRONMENT | variables
+        processes.append(
+            subprocess.Popen(
+                [*command, *arguments_here],
+                env=environment,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+            )
+        )
+    return processes
+
+
+def finish(processes, seconds=100):
+    """What they printed to stderr."""
+    try:
+        return [process.communicate(timeout=seconds)[1] for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+
+
+def last_step(workdir):
+    path = workdir / 'metrics.csv'
+    return max((int(row['step']) for row in read_metrics(path)), default=0) if path.exists() else 0
+
+
+def wait_for_step(processes, workdir, step):
+    deadline = time.time() + 100
+    while last_step(workdir) < step:
+        assert all(process.poll() is None for process in processes), finish(processes)
+        assert time.time() < deadline
+        time.sleep(0.02)
+
+
+def losses(workdir):
+    return [float(row['loss']) for row in read_metrics(workdir / 'metrics.csv')]
+
+
+@pytest.fixture
+def source():
+    return open_source('digits:', image_shape=(8, 8, 1))
+
+
+def one_process(workdir, source, devices, steps):
+    """Trains, or goes on, here; returns the losses of all steps."""
+    train(
+        tiny_config(parallel={'devices': devices}, optimizer=CONSTANT, train={'steps': steps}),
+        workdir,
+        source,
+    )
+    return losses(workdir)
+
+
+@pytest.mark.parametrize(
+    ('mode', 'data_cache', 'launcher'), [('jit', 'stream', slurm), ('pmap', 'device', open_mpi)]
+)
+def test_two_processes_train_as_one_and_resume_on_one(mode, data_cache, launcher, tmp_path, source):
+    processes = start(
+        tmp_path / 'two',
+        f'--config.parallel.mode={mode}',
+        f'--config.data.cache={data_cache}',
+        '--config.train.steps=4',
+        launcher=launcher,
+    )
+    errors = finish(processes)
+    assert [process.returncode for process in processes] == [0, 0], errors
+    for rank, error in enumerate(errors):
+        assert f'process {rank} of 2, started {"slurm" if launcher is slurm else "ompi"}' in error
+        assert 'ended before its time' not in error
+    assert sorted(p.name for p in (tmp_path / 'two' / 'checkpoints').iterdir()) == ['2', '4']
+    one = one_process(tmp_path / 'one', source, devices=1, steps=6)
+    np.testing.assert_allclose(losses(tmp_path / 'two'), one[:4], rtol=1e-4)
+    np.testing.assert_allclose(
+        one_process(tmp_path / 'two', source, devices=2, steps=6), one, rtol=1e-4
+    )
+
+
+@pytest.mark.parametrize('victim', [0, 1])
+def test_a_killed_process_ends_the_others_and_the_run_resumes_on_fewer_devices(
+    victim, tmp_path, source
+):
+    processes = start(tmp_path, ENDLESS, '--heartbeat_seconds=4')
+    wait_for_step(processes, tmp_path, 6)
+    processes[victim].kill()
+    killed = time.time()
+    errors = finish(processes, seconds=60)
+    assert time.time() - killed < 20  # 4 s, and what a busy machine takes
+    assert processes[victim].returncode == -signal.SIGKILL
+    survivor = processes[1 - victim]
+    assert survivor.returncode not in (0, None)
+    lines = [line for line in errors[1 - victim].splitlines() if line.startswith('error: ')]
+    assert lines[-1].startswith(f'error: process {1 - victim} of 2 ended before its time')
+    assert 'resumes from the last checkpoint' in lines[-1]
+    saved = int(checkpoint.read(tmp_path).state.step)
+    assert saved >= 4
+    if victim == 0:
+        return
+    assert len(one_process(tmp_path, source, devices=2, steps=saved + 2)) == saved + 2
+
+
+def test_a_signal_to_one_process_saves_the_same_step_on_all(tmp_path):
+    """At the end of a call, of two steps here."""
+    together = ['--config.train.steps_per_call=2', '--config.train.log_every=2']
+    processes = start(tmp_path, ENDLESS, '--config.train.checkpoint_every=100000', *together)
+    wait_for_step(processes, tmp_path, 3)
+    processes[1].send_signal(signal.SIGTERM)
+    errors = finish(processes, seconds=60)
+    assert [process.returncode for process in processes] == [0, 0], errors
+    (saved,) = (int(p.name) for p in (tmp_path / 'checkpoints').iterdir())
+    assert saved == last_step(tmp_path) == int(checkpoint.read(tmp_path).state.step)
+    assert saved % 2 == 0
+
+
+def test_a_full_disk_of_the_process_that_writes_ends_all(tmp_path):
+    """No file of process 0 may grow beyond a few bytes."""
+    limited = (
+        'import os, resource, runpy, sys; sys.argv = sys.argv[1:]; "--process_id=0" in sys.argv and '
+        'resource.setrlimit(resource.RLIMIT_FSIZE, (40_000, 40_000)); runpy.run_module("jaxunet.train", run_name="__main__")'
+    )
+    processes = start(
+        tmp_path, '--config.train.steps=2', command=[sys.executable, '-c', limited, *TRAIN[2:]]
+    )
+    errors = finish(processes)
+    assert processes[0].returncode == distributed.USER_ERROR
+    assert 'error: a checkpoint could not be written to' in errors[0]
+    assert processes[1].returncode not in (0, None)
+    assert 'error: process 1 of 2 ended before its time' in errors[1]
+
+
+def test_processes_that_differ_are_told_what_differs(tmp_path):
+    processes = start(tmp_path, only=['--config.data.batch_size=16', '--config.seed=3'])
+    for process, error in zip(processes, finish(processes), strict=True):
+        assert process.returncode == distributed.USER_ERROR
+        assert (
+            'data.batch_size: 8 on process 0, 16 on process 1\n  seed: 0 on process 0, 3 on process 1'
+            in error
+        )
+        assert 'Traceback' not in error
+    assert not (tmp_path / 'checkpoints').exists()
+
+
+def test_too_few_processes_are_an_error(tmp_path):
+    first, second = start(
+        tmp_path,
+        '--num_processes=3',
+        '--wait_seconds=2',
+        launcher=lambda port, rank: (by_hand(port, rank)[0][::2], {}),
+    )
+    for process, error in zip((first, second), finish([first, second]), strict=True):
+        assert process.returncode not in (0, None)
+        assert error.splitlines()[-1].startswith(
+            'error: the processes did not find each other in 2 s'
+        )
+
+
+@pytest.mark.skipif(shutil.which('mpirun') is None, reason='needs mpirun')
+@pytest.mark.parametrize('method', ['auto', 'mpi4py'])
+def test_mpirun(method, tmp_path, source):
+    if method == 'mpi4py':
+        pytest.importorskip('mpi4py')
+    environment = ENVIRONMENT | {
+        'OMPI_ALLOW_RUN_AS_ROOT': '1',
+        'OMPI_ALLOW_RUN_AS_ROOT_CONFIRM': '1',
+        'JAX_COORDINATOR_PORT': str(free_port()),
+    }
+    done = subprocess.run(
+        [
+            'mpirun',
+            '--oversubscribe',
+            '-n',
+            '2',
+            *TRAIN,
+            '--config.train.steps=4',
+            f'--cluster={method}',
+            f'--workdir={tmp_path / "two"}',
+        ],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=100,
+    )
+    assert done.returncode == 0, done.stderr
+    assert 'process 1 of 2, started ' in done.stderr
+    np.testing.assert_allclose(
+        losses(tmp_path / 'two'),
+        one_process(tmp_path / 'one', source, devices=4, steps=4),
+        rtol=1e-4,
+    )
+
+
+ALONE = {
+    'SLURM_JOB_ID': '7',
+    'SLURM_NTASKS': '2',
+    'SLURM_PROCID': '0',
+    'SLURM_LOCALID': '0',
+}  # a batch script of two tasks
+
+
+@pytest.mark.parametrize(
+    ('environ', 'method'),
+    [
+        ({}, ''),
+        (slurm(1, 1)[1], 'slurm'),
+        (ALONE, ''),
+        (
+            ALONE | {'SLURM_STEP_NODELIST': 'n1', 'SLURM_STEP_NUM_TASKS': '1'},
+            '',
+        ),  # an interactive step
+        (open_mpi(1, 1)[1], 'ompi'),
+        ({'OMPI_COMM_WORLD_SIZE': '2'}, 'mpi4py'),  # Open MPI 5
+        ({'OMPI_COMM_WORLD_SIZE': '1', 'OMPI_MCA_orte_hnp_uri': 'x'}, ''),
+        ({'PMI_SIZE': '2', 'PMI_RANK': '1', 'MPI_LOCALNRANKS': '2'} | ALONE, 'mpi4py'),  # MPICH
+        (slurm(1, 1)[1] | {'PMI_SIZE': '2', 'PMI_RANK': '1'}, 'slurm'),  # srun --mpi=pmi2
+    ],
+)
+def test_detection(environ, method):
+    assert detect(environ) == method
+
+
+@pytest.mark.parametrize(
+    ('method', 'environ', 'everything'),
+    [
+        ('slurm', slurm(1, 1)[1], False),
+        ('slurm', slurm(1, 1)[1] | {'SLURM_STEP_TASKS_PER_NODE': '1(x2)'}, True),
+        (
+            'slurm',
+            slurm(1, 1)[1] | {'SLURM_STEP_TASKS_PER_NODE': '2(x3),1', 'SLURM_NODEID': '3'},
+            True,
+        ),
+        ('slurm', slurm(1, 1)[1] | {'SLURM_GPUS_PER_TASK': '1'}, True),
+        ('slurm', slurm(1, 1)[1] | {'CUDA_VISIBLE_DEVICES': '1'}, True),
+        ('slurm', slurm(1, 1)[1] | {'CUDA_VISIBLE_DEVICES': '0,1'}, False),
+        ('ompi', open_mpi(1, 1)[1], False),
+        ('ompi', open_mpi(1, 1)[1] | {'OMPI_COMM_WORLD_LOCAL_SIZE': '1'}, True),
+    ],
+)
+def test_which_gpus_a_process_takes(method, environ, everything):
+    assert all_devices(method, environ) is everything
+
+
+def test_tasks_of_node():
+    assert [tasks_of_node('2(x3),1', node) for node in range(4)] == [2, 2, 2, 1]
+
+
+@pytest.mark.parametrize(
+    ('wrong', 'message'),
+    [
+        (lambda: join(Start(coordinator='a:1', processes=2)), '--process_id: missing'),
+        (
+            lambda: join(Start('slurm', 'a:1', 2, 0)),
+            '--coordinator: starts processes by hand, found --cluster=slurm beside it',
+        ),
+        (
+            lambda: check_by_hand('localhost', 2, 0),
+            "--coordinator: expected HOST:PORT of process 0, such as node1:12345, found 'localhost'",
+        ),
+        (lambda: check_by_hand('a:70000', 2, 0), '--coordinator: expected HOST:PORT'),
+        (lambda: check_by_hand('a:1', 0, 0), '--num_processes: expected 1 or more, found 0'),
+        (
+            lambda: check_by_hand('a:1', 2, 2),
+            '--process_id: expected 0 to 1 for --num_processes=2, found 2',
+        ),
+        (
+            lambda: check_launcher('slurm', {}, asked=True),
+            '--cluster=slurm: SLURM_JOB_ID is not set; start the processes with srun',
+        ),
+        (
+            lambda: check_launcher('ompi', {}, asked=True),
+            '--cluster=ompi: OMPI_MCA_orte_hnp_uri is not set; start the processes with mpirun',
+        ),
+        (
+            lambda: tasks_of_node('two', 0),
+            "SLURM_STEP_TASKS_PER_NODE: expected a list like 2(x3),1, found 'two'",
+        ),
+    ],
+)
+def test_mistakes(wrong, message):
+    with pytest.raises(UserError) as caught:
+        wrong()
+    assert message in str(caught.value)
+
+
+def test_mpi4py_is_asked_for_where_it_is_missing(monkeypatch):
+    monkeypatch.setitem(sys.modules, 'mpi4py.MPI', None)
+    with pytest.raises(
+        UserError,
+        match=r'mpirun started this process, which needs --cluster=mpi4py: .*pip install "jaxunet\[mpi\]"',
+    ):
+        check_launcher('mpi4py', {}, asked=False)
+
+
+@pytest.mark.parametrize('mode', ['jit', 'pmap'])
+def test_each_gradient_is_reduced_on_its_own(mode):
+    """So that XLA can start with those that are there, beside the rest of the backward pass."""
+    config = tiny_config(parallel={'mode': mode})
+    parallel = Parallel(config)
+    state = parallel.replicate(fresh_state(config))
+    batch = {'image': np.zeros((8, 8, 8, 1), np.uint8), 'label': np.zeros(8, np.int32)}
+    model, optimizer = build_unet(config, load_ops('xla')), make_optimizer(config)
+    lowered = parallel.lower(
+        lambda axis: make_train_step(
+            config, model, make_diffusion(config.diffusion), optimizer, axis_name=axis
+        ),
+        state,
+        parallel.put_batch(batch),
+    )
+    reductions = [line for line in lowered.as_text().splitlines() if 'stablehlo.all_reduce' in line]
+    assert len(reductions) == len(jax.tree.leaves(state.params)) + 1  # and the loss
+    assert not any(
+        ':' in line.split('=')[0] for line in reductions
+    )  # %7:2 = ... would reduce two at once
+
+
+def test_xla_knows_the_options_of_overlap():
+    """Options for GPUs are parsed, and refused if unknown, on any device."""
+    for name, value in (OVERLAP | CONCURRENT).items():
+        assert int(jax.jit(lambda x: x + 1, compiler_options={name: value})(1)) == 2
+    with pytest.raises(Exception, match='No such compile option'):
+        jax.jit(lambda x: x + 1, compiler_options={'xla_gpu_overlap': True})(1)
+    assert not Parallel(tiny_config()).compiler_options  # on a CPU
+    with pytest.raises(
+        UserError,
+        match=r'parallel.concurrent_kernels: needs one GPU, found \d+ x cpu; set it to False',
+    ):
+        Parallel(tiny_config(parallel={'concurrent_kernels': True}))

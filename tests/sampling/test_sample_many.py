@@ -1,0 +1,262 @@
+"""Thousands of samples in one command: what an interrupted one keeps, what goes on, and what is refused."""
+
+import json
+import signal
+import subprocess
+import sys
+import time
+
+import jax
+import numpy as np
+import pytest
+from PIL import Image
+from support.commands import NO_LAUNCHER, free_port
+from support.settings import QUICK
+from support.tiny import tiny_config
+
+from jaxunet.checkpoint.state import fresh_state
+from jaxunet.config import cli
+from jaxunet.runtime.errors import UserError
+from jaxunet.sampling.partial_output import Parts
+from jaxunet.weights import write_weights
+
+IDENTITY = {'seed': 0, 'sampler.name': 'ddpm', 'image_shape': (2, 2, 1)}
+
+
+def pictures(first, end):
+    return np.arange(first, end, dtype=np.uint8)[:, None, None, None] * np.ones(
+        (1, 2, 2, 1), np.uint8
+    )
+
+
+@pytest.fixture
+def parts(tmp_path):
+    return Parts(tmp_path / 'x.npz', IDENTITY)
+
+
+def test_parts_remember_what_is_done(parts, tmp_path):
+    assert parts.missing(0, 10, 4) == [(0, 4), (4, 8), (8, 10)]
+    assert parts.load(1) is None
+    assert not list(tmp_path.iterdir())  # asking makes no folder
+    parts.save(4, pictures(4, 6))
+    assert parts.folder == tmp_path / 'x.npz.partial'
+    assert parts.missing(0, 10, 3) == [(0, 3), (3, 4), (6, 9), (9, 10)]
+    assert parts.missing(5, 8, 3) == [(6, 8)]
+    assert parts.missing(4, 6, 3) == []
+    assert parts.load(6) is None
+    for first, end in ((0, 4), (6, 9)):
+        parts.save(first, pictures(first, end))
+    again = Parts(tmp_path / 'x.npz', IDENTITY)
+    assert again.missing(0, 12, 5) == [(9, 12)]
+    np.testing.assert_array_equal(again.load(7), pictures(0, 7))
+    np.testing.assert_array_equal(again.load(9), pictures(0, 9))
+    again.remove()
+    assert not list(tmp_path.iterdir())
+
+
+def test_half_written_and_damaged_parts_do_not_count(parts):
+    parts.save(0, pictures(0, 4))
+    parts.save(4, pictures(4, 8))
+    (parts.folder / '.000008-000012.npz.77.partial').write_bytes(b'PK')
+    assert parts.missing(0, 12, 4) == [(8, 12)]
+    path = parts.folder / '000004-000008.npz'
+    path.write_bytes(path.read_bytes()[:-30])
+    assert parts.load(8) is None
+    assert parts.missing(0, 8, 8) == [(4, 8)]
+    np.savez(path, images=pictures(4, 7))  # fewer than the name says
+    assert parts.load(8) is None
+    assert parts.missing(0, 8, 8) == [(4, 8)]
+    parts.save(4, pictures(4, 8))
+    np.testing.assert_array_equal(parts.load(8), pictures(0, 8))
+
+
+def test_samples_of_another_run_are_refused_and_named(parts, tmp_path):
+    parts.save(0, pictures(0, 4))
+    with pytest.raises(
+        UserError,
+        match=r'x\.npz\.partial: holds the samples of another run \(sampler.name: ddpm there, ddim now; seed: 0',
+    ):
+        Parts(tmp_path / 'x.npz', IDENTITY | {'seed': 1, 'sampler.name': 'ddim'})
+    assert parts.finished() == [(0, 4)]
+    (parts.folder / 'run.json').write_text('[1]')
+    with pytest.raises(UserError, match=r'run\.json: expected an object, found list; repeat'):
+        Parts(tmp_path / 'x.npz', IDENTITY)
+    (parts.folder / 'run.json').write_text('{')
+    with pytest.raises(UserError, match=r'run\.json: cannot be read'):
+        Parts(tmp_path / 'x.npz', IDENTITY)
+    (parts.folder / 'run.json').unlink()
+    with pytest.raises(
+        UserError, match=r'expected the samples of an interrupted run, found no run\.json'
+    ):
+        Parts(tmp_path / 'x.npz', IDENTITY)
+    parts.remove()
+    parts.folder.mkdir()
+    (parts.folder / 'run.json.0.partial').write_text('{')  # killed while describing the folder
+    Parts(tmp_path / 'x.npz', IDENTITY).save(0, pictures(0, 4))
+    parts.remove()
+    parts.folder.write_text('a file')
+    with pytest.raises(UserError, match=r'run\.json: cannot be read: .*Not a directory'):
+        Parts(tmp_path / 'x.npz', IDENTITY)
+
+
+ENVIRONMENT = NO_LAUNCHER | {'JAX_PLATFORMS': 'cpu'}
+
+
+@pytest.fixture(scope='module')
+def weights(tmp_path_factory):
+    """A model whose every image differs."""
+    config = tiny_config(model={'num_classes': 10, 'label_dropout': 0.1})
+    params = jax.tree.map(np.asarray, fresh_state(config).params)
+    rng = np.random.default_rng(0)
+    params = jax.tree.map(
+        lambda p: (p + 0.02 * rng.standard_normal(p.shape)).astype(np.float32), params
+    )
+    path = tmp_path_factory.mktemp('weights') / 'model.safetensors'
+    write_weights(str(path), params, config, None)
+    return path
+
+
+def begin(weights, output, *extra, count=20, batch=4, devices=1, sampler='ddpm', prefix=()):
+    command = [
+        sys.executable,
+        '-m',
+        'jaxunet.sample',
+        f'--checkpoint={weights}',
+        f'--output={output}',
+        f'--num_samples={count}',
+    ]
+    command = [*prefix, *command, f'--batch_size={batch}', f'--sampler={sampler}', *extra]
+    environment = ENVIRONMENT | {
+        'XLA_FLAGS': f'{QUICK} --xla_force_host_platform_device_count={devices}'
+    }
+    environment |= {'JAX_ENABLE_COMPILATION_CACHE': 'false'} if prefix else {}
+    return subprocess.Popen(
+        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+
+
+def finish(process, code=0):
+    out, err = process.communicate(timeout=400)
+    assert process.returncode == code, err
+    assert 'Traceback' not in err
+    return out if code == 0 else err
+
+
+def interrupt(process, folder, how, batches=2):
+    """Sends the signal once so many batches are stored."""
+    for _ in range(10000):
+        if len(list(folder.glob('*.npz'))) >= batches:
+            break
+        assert process.poll() is None, process.stderr.read()
+        time.sleep(0.02)
+    process.send_signal(how)
+    _, err = process.communicate(timeout=60)
+    return err
+
+
+def test_an_interruption_of_c_code_is_one():
+    with pytest.raises(SystemError) as raised:
+        raise SystemError('returned a result with an exception set') from KeyboardInterrupt()
+    assert cli.interrupted(raised.value)
+    assert cli.interrupted(KeyboardInterrupt())
+    assert not cli.interrupted(SystemError('unknown opcode'))
+
+
+def test_a_killed_command_goes_on(weights, tmp_path):
+    """With another batch size, on more devices, without drawing again what was finished; and the images are those of one go."""
+    options = {'count': 600, 'batch': 2, 'sampler': 'dpmpp_2m'}
+    folder = tmp_path / 'many.partial'
+    interrupt(begin(weights, tmp_path / 'many', **options), folder, signal.SIGKILL)
+    assert not (tmp_path / 'many').exists()
+    before = Parts(tmp_path / 'many', json.loads((folder / 'run.json').read_text())).finished()
+    assert 2 <= len(before) < 300
+    # A mark on a finished batch shows that it is kept.
+    with np.load(folder / '000000-000002.npz') as arrays:
+        images = arrays['images']
+    first = images.copy()
+    np.savez(folder / '000000-000002.npz', images=255 - images)
+    # Ctrl-C this time.
+    process = begin(weights, tmp_path / 'many', **options)
+    assert 'interrupted; the same command resumes' in interrupt(
+        process, folder, signal.SIGINT, batches=len(before) + 1
+    )
+    assert process.returncode == 130
+    # Another seed does not mix with these.
+    error = finish(begin(weights, tmp_path / 'many', '--seed=1', **options), code=2)
+    assert 'seed: 0 there, 1 now' in error
+    out = finish(begin(weights, tmp_path / 'many', **options | {'batch': 31}, devices=3))
+    assert '600 images in' in out
+    assert not folder.exists()
+    names = sorted(p.name for p in (tmp_path / 'many').iterdir())
+    assert names == [f'{i:06d}_class{i % 10}.png' for i in range(600)]
+    got = np.stack([np.asarray(Image.open(tmp_path / 'many' / name)) for name in names])[..., None]
+    np.testing.assert_array_equal(got[:2], 255 - first)
+    got[:2] = first
+    finish(begin(weights, tmp_path / 'once.npz', **options | {'batch': 64}))
+    assert not (tmp_path / 'once.npz.partial').exists()
+    with np.load(tmp_path / 'once.npz') as arrays:
+        assert (
+            np.abs(arrays['images'].astype(int) - got).max() <= 1
+        )  # float rounding of other batch shapes
+        np.testing.assert_array_equal(arrays['labels'], np.arange(600) % 10)
+        assert len(np.unique(arrays['images'].reshape(600, -1), axis=0)) == 600
+
+
+@pytest.mark.parametrize(
+    ('sampler', 'extra', 'evaluations'),
+    [('heun', ['--steps=3', '--churn=2'], 5), ('ddpm', ['--respacing=3,2'], 5)],
+)
+def test_options_reach_the_sampler(sampler, extra, evaluations, weights, tmp_path):
+    out = finish(begin(weights, tmp_path / 'x.npz', *extra, sampler=sampler, count=3))
+    assert f'{sampler}, {evaluations} evaluations of the network' in out
+
+
+@pytest.mark.parametrize(
+    ('extra', 'message'),
+    [
+        (['--churn=1'], 'churn: only sampler=heun has it'),
+        (
+            ['--sampler=heun', '--churn=1', '--churn_range=1'],
+            '--churn_range: expected two numbers such as 0.05,50',
+        ),
+        (['--respacing=3', '--steps=4'], 'respacing: '),
+        (['--respacing=ddim3x'], 'respacing: expected numbers of steps'),
+    ],
+)
+def test_mistakes(extra, message, weights, tmp_path):
+    assert message in finish(begin(weights, tmp_path / 'x.npz', *extra), code=2)
+    assert not list(tmp_path.iterdir())
+
+
+def test_two_processes_share_the_work(weights, tmp_path):
+    options = {'count': 10, 'batch': 2, 'sampler': 'dpmpp_2m', 'devices': 2}
+    port = free_port()
+    by_hand = [
+        [f'--coordinator=localhost:{port}', '--num_processes=2', f'--process_id={rank}']
+        for rank in range(2)
+    ]
+    processes = [begin(weights, tmp_path / 'two.npz', *flags, **options) for flags in by_hand]
+    out = [finish(process) for process in processes]
+    assert '10 images in' in out[0]
+    assert 'images in' not in out[1]  # process 0 has the last word
+    assert [p.name for p in tmp_path.iterdir()] == ['two.npz']
+    finish(begin(weights, tmp_path / 'one.npz', **options))
+    with np.load(tmp_path / 'two.npz') as two, np.load(tmp_path / 'one.npz') as one:
+        assert np.abs(two['images'].astype(int) - one['images']).max() <= 1
+
+
+def test_a_failed_write_is_an_error_without_a_traceback_and_what_was_drawn_stays(weights, tmp_path):
+    """Files may grow to 3,000 bytes: enough for the description and a small batch, too little for one of 64 images."""
+    options = {'batch': 64, 'sampler': 'dpmpp_2m'}
+    limit = ['/bin/sh', '-c', 'ulimit -f 6; exec "$@"', 'sh']
+    before = begin(weights, tmp_path / 'x.npz', count=200, **options | {'batch': 2})
+    interrupt(before, tmp_path / 'x.npz.partial', signal.SIGKILL)
+    kept = len(list((tmp_path / 'x.npz.partial').glob('0*.npz')))
+    process = begin(weights, tmp_path / 'x.npz', count=200, prefix=limit, **options)
+    error = finish(process, code=2)
+    assert (
+        'cannot be written: File too large; check the folder, its permissions and the free space'
+        in error
+    )
+    assert f'The same command resumes after the {kept} batches stored before.' in error
+    assert len(list((tmp_path / 'x.npz.partial').glob('0*.npz'))) == kept

@@ -1,0 +1,37 @@
+"""A compiled training step for tests that look at its losses and its state."""
+
+from jaxunet.checkpoint.state import fresh_state, make_optimizer
+from jaxunet.data import pipeline
+from jaxunet.diffusion.process import make_diffusion
+from jaxunet.model.unet import build_unet
+from jaxunet.ops.backends import ops_of
+from jaxunet.training.parallel import Parallel
+from jaxunet.training.step import make_train_step
+
+
+class Bench:
+    """A compiled step with its state and the resident digits."""
+
+    def __init__(self, config, source):
+        self.config, self.parallel = config, Parallel(config)
+        self.optimizer, model = (
+            make_optimizer(config),
+            build_unet(config, ops_of('cuda' if config.backend == 'cuda' else 'xla')),
+        )
+        self.state = self.parallel.replicate(fresh_state(config))
+        images, labels = pipeline.load_all(source, progress=False)
+        self.resident = self.parallel.replicate({'images': images, 'labels': labels})
+        self.make = lambda axis: make_train_step(
+            config, model, make_diffusion(config.diffusion), self.optimizer, axis_name=axis
+        )
+
+    def losses(self, count=3, batches=None):
+        data = self.resident if batches is None else self.parallel.put_batch(batches[0])
+        step = self.parallel.compile(self.make, self.state, data)
+        out = []
+        for i in range(count):
+            data = self.resident if batches is None else self.parallel.put_batch(batches[i])
+            self.state, metrics = step(self.state, data)
+            metrics = self.parallel.local(metrics)
+            out += [float(metrics['step_loss']), float(metrics['grad_norm'])]
+        return out

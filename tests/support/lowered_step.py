@@ -1,0 +1,205 @@
+"""Digests of the lowered training step, to show that a change of the code changes no program.
+
+    python tests/support/lowered_step.py                       # compares all of them with tests/fixtures/lowered_step.json
+    python tests/support/lowered_step.py --write               # records them
+    python tests/support/lowered_step.py small pallas [FILE]   # prints one, and keeps the text behind it in FILE
+
+The step is lowered for an H200 on any machine. The text that is hashed has no locations, and names no Python module or function:
+functions are numbered in the order of their calls. The kernels of Pallas, which lie in the program as MLIR bytecode, are treated alike.
+The CUDA kernels count by name and attributes; their machine code has digests of its own.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import pathlib
+import re
+import runpy
+import subprocess
+import sys
+from typing import Any
+
+import jax
+from jax._src.interpreters.mlir import make_ir_context
+from jax._src.lib import triton
+from jaxlib.mlir import ir
+
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+RECORDED = ROOT / 'tests' / 'fixtures' / 'lowered_step.json'
+CONFIGS, BACKENDS = ('small', 'elephants64'), ('xla', 'pallas', 'cuda')
+SMALL = {
+    'precision': 'bfloat16',
+    'model': {'base_channels': 64, 'channel_mult': (1, 2), 'attention_resolutions': (8,)},
+    'data': {'image_size': (16,), 'batch_size': 4},
+}
+BYTECODE = b'ML\xefR'
+NOT_THE_PROGRAM = ('jax.result_info', 'jax.arg_info')  # attributes that name parts of pytrees
+
+
+def lower(name: str, backend: str) -> jax.stages.Lowered:
+    """The training step of a config with the kernels of a backend. All that is imported from the project is here."""
+    from jaxunet.checkpoint.state import make_optimizer  # noqa: PLC0415
+    from jaxunet.checkpoint.store import state_template  # noqa: PLC0415
+    from jaxunet.config import Config, resolve, to_dict  # noqa: PLC0415
+    from jaxunet.diffusion.process import make_diffusion  # noqa: PLC0415
+    from jaxunet.model.unet import build_unet  # noqa: PLC0415
+    from jaxunet.ops.backends import ops_of  # noqa: PLC0415
+    from jaxunet.runtime import device  # noqa: PLC0415
+    from jaxunet.training.step import make_train_step  # noqa: PLC0415
+
+    if name == 'small':
+        config = resolve(to_dict(Config().replace(**SMALL)))
+    else:
+        config = resolve(runpy.run_path(str(ROOT / 'configs' / f'{name}.py'))['get_config']())
+    config = config.replace(backend=backend)
+    step = make_train_step(
+        config,
+        build_unet(config, ops_of(backend)),
+        make_diffusion(config.diffusion),
+        make_optimizer(config),
+    )
+    size = config.data.batch_size
+    batch = {
+        'image': jax.ShapeDtypeStruct((size, *config.image_shape), 'uint8'),
+        'label': jax.ShapeDtypeStruct((size,), 'int32'),
+        'row': jax.ShapeDtypeStruct((size,), 'int32'),
+    }
+    with device.use(device.Target.HOPPER):
+        return (
+            jax.jit(step, donate_argnums=0)
+            .trace(state_template(config), batch)
+            .lower(lowering_platforms=('cuda',))
+        )
+
+
+def text(lowered: jax.stages.Lowered) -> str:
+    """The program without locations and names from Python's sources, and with a digest in place of every kernel in bytecode."""
+    module = lowered.compiler_ir('stablehlo')
+    with module.context:
+        module = module.operation.clone()
+        functions = {
+            op.operation.attributes['sym_name'].value: op.operation
+            for op in _children(module)
+            if op.name == 'func.func'
+        }
+        order = ['main']
+        for name in order:  # grows while it is walked
+            for op in _descendants(functions[name]):
+                _clean(op)
+                if (
+                    op.name == 'func.call'
+                    and (callee := op.attributes['callee'].value) not in order
+                ):
+                    order.append(callee)
+        others = [
+            op.get_asm(enable_debug_info=False)
+            for op in _children(module)
+            if op.name != 'func.func'
+        ]
+        numbers = {name: f'@function_{i}' for i, name in enumerate(order)}
+        names = re.compile(r'@(?:"([^"]+)"|([\w.$-]+))')
+
+        def renamed(match: re.Match[str]) -> str:
+            return numbers.get(match[1] or match[2], match[0])
+
+        return (
+            '\n'.join(
+                [
+                    *others,
+                    *(
+                        names.sub(renamed, functions[name].get_asm(enable_debug_info=False))
+                        for name in order
+                    ),
+                ]
+            )
+            + '\n'
+        )
+
+
+def _children(op: Any) -> list[Any]:
+    return [
+        child.operation
+        for region in op.regions
+        for block in region.blocks
+        for child in block.operations
+    ]
+
+
+def _descendants(op: Any) -> list[Any]:
+    """An operation and all inside it, in the order of the text."""
+    return [op, *(inner for child in _children(op) for inner in _descendants(child))]
+
+
+def _clean(op: Any) -> None:
+    """Removes the names of pytrees from a function, and replaces the kernel of a custom call by its digest."""
+    for attribute in ('arg_attrs', 'res_attrs'):
+        if op.name == 'func.func' and attribute in op.attributes:
+            kept = [
+                ir.DictAttr.get(
+                    {a.name: a.attr for a in ir.DictAttr(one) if a.name not in NOT_THE_PROGRAM}
+                )
+                for one in ir.ArrayAttr(op.attributes[attribute])
+            ]
+            op.attributes[attribute] = ir.ArrayAttr.get(kept)
+    if op.name == 'stablehlo.custom_call' and 'mhlo.backend_config' in op.attributes:
+        config = {a.name: a.attr for a in ir.DictAttr(op.attributes['mhlo.backend_config'])}
+        config.pop('kernel_hash', None)  # of the bytecode with its locations
+        for key, value in config.items():
+            if isinstance(value, ir.StringAttr) and value.value_bytes.startswith(BYTECODE):
+                config[key] = ir.StringAttr.get(_kernel_digest(value.value_bytes))
+        op.attributes['mhlo.backend_config'] = ir.DictAttr.get(config)
+
+
+def _kernel_digest(bytecode: bytes) -> str:
+    """Of a kernel's text without locations."""
+    context = make_ir_context()
+    context.allow_unregistered_dialects = True
+    triton.dialect.register_dialect(context)
+    with context:
+        found = ir.Module.parse(bytecode).operation.get_asm(enable_debug_info=False)
+    if '.py"' in found:
+        raise ValueError(
+            f'a kernel still names a Python file: {found[max(found.index(".py") - 200, 0) :][:400]}'
+        )
+    return hashlib.sha256(found.encode()).hexdigest()
+
+
+def digest(name: str, backend: str) -> str:
+    """In a process of its own, so that nothing traced before is shared."""
+    environment = {k: v for k, v in os.environ.items() if not k.startswith(('JAX_', 'XLA_'))}
+    environment |= {'PYTHONPATH': str(ROOT), 'JAX_PLATFORMS': 'cpu'}
+    command = [sys.executable, __file__, name, backend]
+    done = subprocess.run(
+        command, env=environment, cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    if done.returncode:
+        raise RuntimeError(f'{name}, {backend}: cannot be lowered:\n{done.stderr}')
+    return done.stdout.strip()
+
+
+def main(arguments: list[str]) -> int:
+    if arguments not in ([], ['--write']):
+        found = text(lower(*arguments[:2]))
+        for path in arguments[2:]:
+            pathlib.Path(path).write_text(found, encoding='utf-8')
+        print(hashlib.sha256(found.encode()).hexdigest())
+        return 0
+    found = {f'{name} {backend}': digest(name, backend) for name in CONFIGS for backend in BACKENDS}
+    if arguments:
+        RECORDED.write_text(
+            json.dumps({'jax': jax.__version__, 'digests': found}, indent=1) + '\n',
+            encoding='utf-8',
+        )
+        return 0
+    recorded = json.loads(RECORDED.read_text(encoding='utf-8'))
+    for key, value in found.items():
+        print(f'{key}: {"equal" if value == recorded["digests"][key] else "DIFFERENT"}')
+    if recorded['jax'] != jax.__version__:
+        print(f'recorded with jax {recorded["jax"]}, compared with {jax.__version__}')
+    return int(found != recorded['digests'])
+
+
+if __name__ == '__main__':
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,82 @@
+"""The assertion that judges kernels: what it must let pass, and what it must not."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from support.parity import assert_parity, assert_parity_in_some_draw, draw
+
+
+def product(x, y):
+    return jnp.einsum('ij,jk->ik', x, y)
+
+
+def inputs(dtype):
+    return {'x': (draw((16, 32), dtype), dtype), 'y': (draw((32, 8), dtype), dtype)}
+
+
+@pytest.mark.parametrize('dtype', ['float32', 'bfloat16'])
+def test_the_plain_op_passes_against_itself(dtype):
+    shares = assert_parity(product, product, inputs(dtype))
+    assert set(shares) == {'output', 'gradient of x', 'gradient of y'}
+    assert max(shares.values()) <= 0.5
+
+
+def narrower(x, y):
+    return product(x.astype(jnp.bfloat16), y.astype(jnp.bfloat16)).astype(x.dtype)
+
+
+def biased(x, y):
+    return product(x, y) * jnp.asarray(1 + 2**-5, x.dtype)
+
+
+def unwritten(x, y):
+    return product(x, y).at[3, 3].set(jnp.nan)
+
+
+@jax.custom_vjp
+def wrong_gradient(x, y):
+    return product(x, y)
+
+
+wrong_gradient.defvjp(
+    lambda x, y: (product(x, y), (x, y)),
+    lambda saved, g: (jnp.einsum('ik,jk->ij', g, saved[1]), jnp.zeros_like(saved[1])),
+)
+
+
+def rough(x, y):
+    return (x.astype(jnp.float32) @ y.astype(jnp.float32)).astype(jnp.float32)
+
+
+@pytest.mark.parametrize(
+    ('wrong', 'message'),
+    [
+        (narrower, 'output'),
+        (biased, 'output'),
+        (unwritten, 'nan'),
+        (wrong_gradient, 'gradient of y'),
+    ],
+)
+def test_wrong_kernels_fail(wrong, message):
+    with pytest.raises(AssertionError, match=message):
+        assert_parity(wrong, product, inputs('float32'))
+    with pytest.raises(AssertionError, match=message):
+        assert_parity_in_some_draw(wrong, product, lambda: inputs('float32'))
+
+
+def test_another_type_fails():
+    with pytest.raises(AssertionError, match='expected bfloat16, found float32'):
+        assert_parity(rough, product, inputs('bfloat16'), gradients=False)
+
+
+def test_a_small_bias_shows_in_bfloat16():
+    with pytest.raises(AssertionError, match='output'):
+        assert_parity(
+            biased,
+            product,
+            {
+                'x': (draw((4, 1), 'bfloat16'), 'bfloat16'),
+                'y': (draw((1, 4), 'bfloat16'), 'bfloat16'),
+            },
+        )

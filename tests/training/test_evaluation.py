@@ -1,0 +1,241 @@
+"""Metrics during training, and the clock that counts training alone."""
+
+from __future__ import annotations
+
+import time
+
+import jax
+import numpy as np
+import pytest
+from support.tiny import tiny_config
+
+from jaxunet.checkpoint.state import fresh_state
+from jaxunet.checkpoint.store import read
+from jaxunet.data.sources import open_source
+from jaxunet.metrics.classifier import Architecture, init, to_arrays
+from jaxunet.metrics.evaluation import Result
+from jaxunet.runtime.errors import UserError
+from jaxunet.training.clock import Clock, Milestones
+from jaxunet.training.evaluation import Evaluator, evaluation_table, read_evaluations
+from jaxunet.training.logs import read_metrics
+from jaxunet.training.loop import train
+from jaxunet.training.parallel import Parallel
+
+
+@pytest.fixture(scope='module')
+def source():
+    return open_source('digits:', image_shape=(8, 8, 1))
+
+
+@pytest.fixture(scope='module')
+def features(tmp_path_factory):
+    """A file of features that nobody trained."""
+    architecture = Architecture(8, 8, 2, 10, (0.5, 0.5, 0.5), (0.5, 0.5, 0.5))
+    params, statistics = init(architecture, jax.random.key(0))
+    path = tmp_path_factory.mktemp('features') / 'random.npz'
+    arrays = to_arrays(
+        architecture, params, statistics, np.ones(4), {'reference': 'nothing', 'test_accuracy': 0.1}
+    )
+    np.savez(path, jaxunet_features=np.array('classifier'), **arrays)
+    return path
+
+
+def config_of(features, **changes):
+    evaluation = {
+        'samples': 10,
+        'batch_size': 4,
+        'steps': 2,
+        'metrics': ('fid', 'precision'),
+        'features': str(features),
+    }
+    return tiny_config(train={'evaluate_every': 3, 'log_every': 2}, evaluation=evaluation).replace(
+        **changes
+    )
+
+
+def test_samples_are_drawn_as_the_config_says(features, source):
+    options = {'eta': 0.5, 'skip_schedule': 'quadratic', 'guidance_scale': 3.0}
+    plain = config_of(features, model={'num_classes': 10, 'zero_init': False})
+    params = fresh_state(plain).params
+    images = []
+    for config, told in (
+        (plain, 'ddim'),
+        (
+            plain.replace(evaluation=options),
+            'ddim eta=0.5 skip_schedule=quadratic guidance_scale=3.0',
+        ),
+    ):
+        evaluator = Evaluator(config, source, jax.local_devices()[:1])
+        images.append(evaluator.sample(params))
+        assert evaluator.row(Result('precision', 0.5, None, {}), 3, 1.0)['sampler'] == told
+    assert (images[0] != images[1]).mean() > 0.1
+
+
+@pytest.mark.parametrize('mode', ['jit', 'pmap'])
+def test_a_run_is_evaluated_on_the_way(mode, features, source, tmp_path):
+    config = config_of(features, parallel={'mode': mode, 'devices': 4})
+    assert train(config, tmp_path, source) == 6
+    rows = read_evaluations(tmp_path)
+    assert [(row['step'], row['metric'].split('[')[0]) for row in rows] == [
+        (step, metric) for step in ('3', '6') for metric in ('frechet_distance', 'precision')
+    ]
+    for row in rows:
+        assert '[features=classifier-' in row['metric']
+        assert (row['num_samples'], row['sampler'], row['evaluations'], row['reference']) == (
+            '10',
+            'ddim',
+            '2',
+            'digits:',
+        )
+        assert (row['num_reference'], row['resize'].split(';')[0]) == ('1797', 'none')
+    assert [row['settings'] for row in rows] == ['', 'k=3'] * 2
+    # The weights changed, and the last numbers are those of the average in the checkpoint, on any devices.
+    assert rows[0]['value'] != rows[2]['value']
+    again = Evaluator(config, source, jax.local_devices()[:1]).measure(
+        read(tmp_path).state.ema['0.995']
+    )
+    assert [result.value for result in again] == pytest.approx(
+        [float(row['value']) for row in rows[2:]], rel=0.01, abs=0.11
+    )
+    assert float(rows[2]['training_seconds']) == pytest.approx(
+        float(read_metrics(tmp_path / 'metrics.csv')[-1]['training_seconds']), abs=0.05
+    )
+
+
+def test_evaluating_takes_no_time_of_training(features, source, tmp_path, monkeypatch):
+    """Nor does a restart: its clock goes on."""
+    measure = Evaluator.measure
+
+    def slowly(self, *arguments):
+        time.sleep(1.0)
+        return measure(self, *arguments)
+
+    monkeypatch.setattr(Evaluator, 'measure', slowly)
+    parallel = {'devices': 1}
+    began = time.perf_counter()
+    train(config_of(features, parallel=parallel), tmp_path, source)
+    seconds = read(tmp_path).seconds
+    assert 0 < seconds < time.perf_counter() - began - 2
+    longer = config_of(
+        features, parallel=parallel, train={'evaluate_every': 3, 'log_every': 4, 'steps': 10}
+    )
+    began = time.perf_counter()
+    train(longer, tmp_path, source)
+    assert 0 < read(tmp_path).seconds - seconds < time.perf_counter() - began - 2
+    rows = read_evaluations(tmp_path)
+    assert [row['step'] for row in rows[::2]] == ['3', '6', '9', '10']
+    times = [float(row['training_seconds']) for row in rows]
+    assert sorted(times) == times
+    assert times[-1] == pytest.approx(read(tmp_path).seconds, abs=1e-6)
+
+
+def test_milestones_end_a_run(features, source, tmp_path):
+    """They come at their times, in order, with the average of the weights; nothing is saved."""
+    seen = []
+
+    def reached(step, seconds, params):
+        seen.append((step, seconds, params))
+        time.sleep(0.3)
+
+    config = config_of(
+        features,
+        parallel={'devices': 2},
+        train={'steps': 10**6, 'evaluate_every': 0, 'sample_every': 0},
+    )
+    step = train(config, tmp_path, source, milestones=Milestones((0.1, 0.2, 0.3), reached))
+    assert [s for s, _, _ in seen] == sorted({s for s, _, _ in seen})
+    assert step == seen[-1][0]
+    assert all(
+        0 <= seconds - wanted < 3
+        for (_, seconds, _), wanted in zip(seen, (0.1, 0.2, 0.3), strict=True)
+    )
+    kernels = [params['conv_in']['kernel'] for _, _, params in seen]
+    assert not np.array_equal(kernels[0], kernels[2])
+    assert not list((tmp_path / 'checkpoints').iterdir())
+
+
+def test_clock():
+    now = [10.0]
+    clock = Clock(5, 2.0, lambda: now[0])
+    now[0] = 13.0
+    assert clock.seconds == 5
+    clock.pause()
+    now[0] = 20.0
+    assert clock.seconds == 5
+    clock.resume()
+    now[0] = 21.0
+    assert clock.lap(9) == (4, 4)
+    now[0] = 21.5
+    assert clock.lap(10) == (0.5, 1)
+    assert clock.seconds == 6.5
+
+
+def test_a_statistics_file_or_other_images_as_the_reference(features, source, tmp_path):
+    config = config_of(features, parallel={'devices': 1})
+    state = Parallel(config).local_devices
+    images = source.load(np.arange(50))
+    np.savez(tmp_path / 'few.npz', images=np.repeat(images, 3, axis=3))
+    evaluator = Evaluator(
+        config.replace(evaluation={'reference': str(tmp_path / 'few.npz')}), source, state
+    )
+    same, other = evaluator.compare(images), evaluator.compare(255 - images)
+    assert same[0].value < 1e-3 * other[0].value
+    assert same[1].value == 1
+    assert same[0].protocol['num_reference'] == 50
+
+
+def test_mistakes_are_told_before_training(features, source, tmp_path):
+    """Not when the first samples are drawn."""
+    for changes, message in (
+        ({'evaluation': {'reference': str(tmp_path / 'nothere')}}, 'nothere: no such file'),
+        (
+            {'data': {'image_size': (16,)}},
+            r'classifier-\w+ compares images of 8x8 pixels, found 16x16',
+        ),
+    ):
+        config = config_of(features, parallel={'devices': 1}).replace(**changes)
+        shape = config.image_shape
+        with pytest.raises(UserError, match=message):
+            train(config, tmp_path / 'run', open_source('digits:', image_shape=shape))
+        assert not (tmp_path / 'run' / 'metrics.csv').exists()
+
+
+def test_an_error_on_the_way_takes_no_step_with_it(features, source, tmp_path, monkeypatch):
+    def fail(*_):
+        raise UserError('no room')
+
+    monkeypatch.setattr(Evaluator, 'measure', fail)
+    with pytest.raises(UserError, match='no room'):
+        train(config_of(features, parallel={'devices': 1}), tmp_path, source)
+    assert int(read(tmp_path).state.step) == 3  # its checkpoints are at 2, 4 and 6
+
+
+def test_a_line_that_was_cut_short(tmp_path, features, source):
+    config = config_of(features, parallel={'devices': 1})
+    evaluator = Evaluator(config, source, jax.local_devices()[:1])
+    results = evaluator.compare(source.load(np.arange(20)))
+    log = evaluation_table(tmp_path, 0)
+    for step in (3, 6):
+        log.add([evaluator.row(result, step, 1.5) for result in results])
+    text = log.path.read_text()
+    log.path.write_text(text[: text.rindex(',digits:')])
+    assert [row['step'] for row in read_evaluations(tmp_path)] == ['3', '3', '6']
+    evaluation_table(tmp_path, 3)
+    assert [row['step'] for row in read_evaluations(tmp_path)] == ['3', '3']
+
+
+@pytest.mark.parametrize(
+    ('changes', 'message'),
+    [
+        (
+            {'metrics': ('fid', 'inception_score')},
+            'evaluation.metrics: inception_score needs the features inception, found classifier-',
+        ),
+        ({'features': '/nowhere.npz'}, 'found no file'),
+        ({'sampler': 'ddpm', 'variance': 'learned'}, 'variance: learned needs a model with'),
+    ],
+)
+def test_mistakes_come_before_training(changes, message, features, source, tmp_path):
+    with pytest.raises(UserError, match=message):
+        train(config_of(features).replace(evaluation=changes), tmp_path, source)
+    assert not (tmp_path / 'evaluation.csv').exists()

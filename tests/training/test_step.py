@@ -1,0 +1,412 @@
+"""The step: the same losses however the batch is spread, skipped bad steps, averages, schedules, and a loop that learns."""
+
+import dataclasses
+import math
+import re
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from support.bench import Bench
+from support.tiny import tiny_config
+
+from jaxunet.checkpoint.state import (
+    LossScale,
+    get_moments,
+    learning_rate_schedule,
+    set_moments,
+)
+from jaxunet.checkpoint.store import read
+from jaxunet.data import pipeline
+from jaxunet.data.order import batch_indices
+from jaxunet.data.sources import open_source
+from jaxunet.runtime.errors import UserError
+from jaxunet.training import loop
+from jaxunet.training.ema import ema_decay
+from jaxunet.training.logs import read_metrics
+from jaxunet.training.loop import train
+from jaxunet.training.parallel import Parallel
+from jaxunet.training.session import Session, choose_steps_per_call
+from jaxunet.training.step import make_train_step
+
+
+@pytest.fixture(scope='module')
+def source():
+    return open_source('digits:', image_shape=(8, 8, 1))
+
+
+NOISY = {'model': {'dropout': 0.2}, 'data': {'augment': 'flip'}}
+
+
+@pytest.fixture(scope='module')
+def one_device(source):
+    return Bench(tiny_config(**NOISY, parallel={'devices': 1}), source).losses()
+
+
+@pytest.mark.parametrize(
+    'changes',
+    [
+        {'parallel': {'mode': 'jit', 'devices': 4}},
+        {'parallel': {'mode': 'pmap', 'devices': 4}},
+        {'parallel': {'mode': 'pmap', 'devices': 2}, 'optimizer': {'accumulate_steps': 4}},
+        {'parallel': {'mode': 'jit', 'devices': 2}, 'optimizer': {'accumulate_steps': 2}},
+        {'parallel': {'devices': 1}, 'optimizer': {'accumulate_steps': 8}},
+    ],
+    ids=str,
+)
+def test_losses_do_not_depend_on_how_a_batch_is_spread(changes, source, one_device):
+    got = Bench(tiny_config(**NOISY).replace(**changes), source).losses()
+    np.testing.assert_allclose(got, one_device, rtol=1e-4)
+    assert len(set(one_device)) == len(one_device)
+
+
+@pytest.mark.extension
+@pytest.mark.parametrize('mode', ['jit', 'pmap'])
+def test_the_cuda_backend_trains_alike(mode, source, one_device):
+    """Its ops and its update, on the handlers of this machine's device."""
+    config = tiny_config(**NOISY, backend='cuda', parallel={'mode': mode, 'devices': 2})
+    np.testing.assert_allclose(Bench(config, source).losses(), one_device, rtol=1e-4)
+
+
+@pytest.mark.extension
+@pytest.mark.parametrize(
+    'changes', [{'parallel': {'devices': 2}}, {'optimizer': {'accumulate_steps': 2}}], ids=str
+)
+def test_gradients_of_narrowed_weights_add_up(changes, source):
+    """The update of one device and batch takes them in 16 bits, a sum over devices or micro-batches in 32."""
+    config = tiny_config(backend='cuda', precision='bfloat16', parallel={'devices': 1})
+    one, several = (Bench(c, source).losses() for c in (config, config.replace(**changes)))
+    np.testing.assert_allclose(several, one, rtol=0.02)
+
+
+@pytest.mark.extension
+@pytest.mark.parametrize(
+    ('changes', 'narrow'),
+    [
+        ({}, True),
+        ({'parallel': {'devices': 2}}, False),
+        ({'optimizer': {'accumulate_steps': 2}}, False),
+    ],
+    ids=str,
+)
+def test_the_update_takes_narrow_gradients_and_sums_are_wide(changes, narrow, source):
+    bench = Bench(
+        tiny_config(backend='cuda', precision='bfloat16', parallel={'devices': 1}).replace(
+            **changes
+        ),
+        source,
+    )
+    program = bench.parallel.lower(bench.make, bench.state, bench.resident).as_text()
+    (update,) = (line for line in program.splitlines() if '@jaxunet_adamw(' in line)
+    assert ('bf16' in update) == narrow
+    sums = re.findall(r'stablehlo.all_reduce.*?\}\) : \((.*?)\)', program, re.DOTALL)
+    assert sums
+    assert (
+        any('bf16' in operands for operands in sums) == narrow
+    )  # over a single device they are none
+
+
+@pytest.mark.parametrize('mode', ['jit', 'pmap'])
+def test_streamed_batches_give_the_losses_of_the_resident_dataset(mode, source, one_device):
+    config = tiny_config(**NOISY, parallel={'mode': mode, 'devices': 4})
+    bench = Bench(config, source)
+    stream = pipeline.stream(source, config, 0, bench.parallel.local_rows)
+    batches = [next(stream) for _ in range(3)]
+    stream.close()
+    np.testing.assert_allclose(bench.losses(batches=batches), one_device, rtol=1e-4)
+
+
+@pytest.mark.parametrize('mode', ['jit', 'pmap'])
+def test_steps_of_one_call_are_those_of_several(mode, source):
+    singly = Bench(tiny_config(parallel={'mode': mode, 'devices': 2}, **NOISY), source)
+    at_once = Bench(singly.config, source)
+    four = at_once.parallel.compile(at_once.make, at_once.state, at_once.resident, steps=4)
+    losses = singly.losses(count=4)
+    at_once.state, metrics = four(at_once.state, at_once.resident)
+    metrics = at_once.parallel.fetch(metrics)
+    assert {value.shape for value in metrics.values()} == {(4,)}
+    np.testing.assert_allclose(
+        np.stack([metrics['step_loss'], metrics['grad_norm']], axis=1).ravel(), losses, rtol=1e-5
+    )
+    one, other = (jax.tree.leaves(bench.parallel.fetch(bench.state)) for bench in (singly, at_once))
+    assert (
+        max(
+            float(np.abs(np.float64(a) - np.float64(b)).max())
+            for a, b in zip(one, other, strict=True)
+        )
+        < 1e-5
+    )
+    batch = at_once.parallel.put_batch(
+        {'image': np.zeros((8, 8, 8, 1), np.uint8), 'label': np.zeros(8, np.int32)}
+    )
+    with pytest.raises(ValueError, match='4 steps in one call need the whole dataset'):
+        at_once.parallel.lower(at_once.make, at_once.state, batch, steps=4)
+
+
+def test_the_loop_counts_every_step_of_a_call(tmp_path, source, caplog):
+    every = {'log_every': 6, 'checkpoint_every': 6, 'sample_every': 0}
+    rows = []
+    for steps in (1, 3):
+        config = tiny_config(
+            parallel={'devices': 1}, train={'steps': 12, 'steps_per_call': steps, **every}
+        )
+        workdir = tmp_path / str(steps)
+        assert train(config, workdir, source) == 12
+        rows.append(
+            [
+                (int(row['step']), float(row['loss']), float(row['grad_norm']))
+                for row in read_metrics(workdir / 'metrics.csv')
+            ]
+        )
+        assert sorted(path.name for path in (workdir / 'checkpoints').iterdir()) == ['12', '6']
+    assert [row[0] for row in rows[1]] == [6, 12]
+    assert [
+        record.getMessage() for record in caplog.records if 'on a CPU' in record.getMessage()
+    ] == ['train.steps_per_call: XLA runs a loop of 3 steps slowly on a CPU; 1 is faster there']
+    np.testing.assert_allclose(rows[1], rows[0], rtol=1e-4)
+    with pytest.raises(
+        UserError,
+        match=r'train.steps_per_call: 8 does not divide 12, the step to resume from; set it to 0, to 1 or',
+    ):
+        train(config.replace(train={'steps': 24, 'steps_per_call': 8}), tmp_path / '1', source)
+    with pytest.raises(
+        UserError,
+        match=r'train.steps_per_call: 3 steps in one call need the images in device memory, but those of digits: ',
+    ):
+        train(config.replace(data={'cache': 'stream'}), tmp_path / 'stream', source)
+
+
+def test_as_many_steps_of_a_call_as_suit():
+    counts = {'steps': 400, 'log_every': 100, 'sample_every': 0, 'checkpoint_every': 200}
+    config = tiny_config(train={'steps_per_call': 0, **counts})
+    assert choose_steps_per_call(config, resident=True, platform='gpu') == 20
+    assert choose_steps_per_call(config, resident=True, platform='gpu', start=30) == 10
+    assert (
+        choose_steps_per_call(
+            config.replace(train={'checkpoint_every': 199}), resident=True, platform='gpu'
+        )
+        == 1
+    )
+    assert (
+        choose_steps_per_call(config, resident=False, platform='gpu')
+        == choose_steps_per_call(config, resident=True, platform='cpu')
+        == 1
+    )
+    assert (
+        choose_steps_per_call(
+            config.replace(train={'steps_per_call': 4}), resident=True, platform='cpu'
+        )
+        == 4
+    )
+
+
+def test_a_session_streams_from_the_step_of_its_state(source):
+    config = tiny_config(data={'cache': 'stream'}, parallel={'devices': 1})
+    state = dataclasses.replace(fresh_state(config), step=np.int32(2))
+    with Session(config, source) as session:
+        session.load(state)
+        assert not np.any(session.data['image'])
+        session.open_stream(end=4)
+        for step in (2, 3):
+            rows = np.asarray(batch_indices(step, config.data.batch_size, len(source), config.seed))
+            batch = session.next_data()
+            np.testing.assert_array_equal(batch['image'], source.load(rows))
+            np.testing.assert_array_equal(batch['label'], source.labels[rows])
+        with pytest.raises(StopIteration):
+            session.next_data()
+
+
+def test_a_bad_step_changes_only_the_counters(source):
+    bench = Bench(tiny_config(parallel={'devices': 1}, precision='float16'), source)
+    host = bench.parallel.fetch(bench.state)
+    overflowing = dataclasses.replace(host, loss_scale=LossScale(np.float32(np.inf), np.int32(0)))
+    bench.state = bench.parallel.replicate(overflowing)
+    bench.losses(count=1)
+    after = bench.parallel.fetch(bench.state)
+    for name in ('params', 'ema', 'opt_state'):
+        assert all(
+            np.array_equal(a, b)
+            for a, b in zip(
+                *(jax.tree.leaves(getattr(s, name)) for s in (host, after)), strict=True
+            )
+        ), name
+    assert (after.step, after.skipped, after.bad_steps, after.loss_count) == (1, 1, 1, 0)
+
+
+def test_loss_scale_halves_doubles_and_stays_off():
+    scale = LossScale(jnp.float32(1024), jnp.int32(1999))
+    assert [float(v) for v in scale.update(jnp.array(True), True)] == [2048, 0]
+    assert [float(v) for v in scale.update(jnp.array(False), True)] == [512, 0]
+    assert scale.update(jnp.array(False), False) is scale
+    assert (
+        float(LossScale(jnp.float32(1024), jnp.int32(5)).update(jnp.array(True), True).finite_steps)
+        == 6
+    )
+
+
+@pytest.mark.parametrize('steps', [1, 10])
+def test_training_stops_after_too_many_bad_steps(steps, tmp_path, source):
+    often = {'steps_per_call': steps, 'log_every': 10, 'checkpoint_every': 10}
+    optimizer = {'learning_rate': 1e30, 'clip_norm': 0.0, 'warmup_steps': 0}
+    config = tiny_config(optimizer=optimizer, train={'steps': 60, 'max_bad_steps': 3, **often})
+    with pytest.raises(
+        UserError,
+        match=r'[3-9] steps in a row had a loss or gradient that is not finite \(train.max_bad_steps=3\); lower',
+    ):
+        train(config, tmp_path, source)
+
+
+def test_a_corrupt_image_takes_no_step_with_it(tmp_path, source, monkeypatch):
+    stream = pipeline.stream
+
+    def broken(*arguments):
+        for number, batch in enumerate(stream(*arguments)):
+            if number == 5:
+                raise UserError('cat.png: cannot be read')
+            yield batch
+
+    monkeypatch.setattr(pipeline, 'stream', broken)
+    config = tiny_config(
+        data={'cache': 'stream'}, parallel={'devices': 1}, train={'checkpoint_every': 100}
+    )
+    with pytest.raises(UserError, match=r'cat\.png'):
+        train(config, tmp_path, source)
+    assert int(read(tmp_path).state.step) == 5
+
+
+def test_one_run_at_a_time_in_a_workdir(tmp_path, source):
+    (tmp_path / 'file').touch()
+    with pytest.raises(UserError, match='file: cannot be made: File exists'):
+        train(tiny_config(), tmp_path / 'file', source)
+    program = "import fcntl, sys; f = open(sys.argv[1], 'w'); fcntl.lockf(f, fcntl.LOCK_EX); print('held', flush=True); sys.stdin.read()"
+    command = [sys.executable, '-c', program, str(tmp_path / '.lock')]
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as other:
+        assert other.stdout.readline() == 'held\n'
+        with pytest.raises(UserError, match=f'another run is training in {tmp_path}'):
+            train(tiny_config(), tmp_path, source)
+        other.stdin.close()
+    assert not (tmp_path / 'checkpoints').exists()
+
+
+def test_a_workdir_that_cannot_be_locked_is_told(tmp_path, monkeypatch):
+    told = []
+    monkeypatch.setattr(
+        loop.fcntl,
+        'lockf',
+        lambda *_: (_ for _ in ()).throw(OSError(95, 'Operation not supported')),
+    )
+    monkeypatch.setattr(loop.logging, 'warning', lambda text, *values: told.append(text % values))
+    with loop._locked(tmp_path):
+        assert told == [
+            f'--workdir: {tmp_path} cannot be locked (Operation not supported): nothing keeps a second run out of it'
+        ]
+
+
+def test_ema_is_the_recurrence(source):
+    config = tiny_config(ema={'rates': (0.9, 0.0)}, parallel={'devices': 1})
+    bench = Bench(config, source)
+    weights = [bench.parallel.fetch(bench.state).params]
+    for _ in range(3):
+        bench.losses(count=1)
+        weights.append(bench.parallel.fetch(bench.state).params)
+    expected = weights[0]
+    for n, new in enumerate(weights[1:]):
+        decay = min(0.9, (1 + n) / (10 + n))
+        expected = jax.tree.map(lambda e, p, d=decay: d * e + (1 - d) * p, expected, new)
+    state = bench.parallel.fetch(bench.state)
+    for want, got in zip(jax.tree.leaves(expected), jax.tree.leaves(state.ema['0.9']), strict=True):
+        np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-6)
+    for want, got in zip(
+        jax.tree.leaves(state.params), jax.tree.leaves(state.ema['0.0']), strict=True
+    ):
+        np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-7)
+    assert float(ema_decay(0.9, jnp.int32(0), False)) == pytest.approx(0.9)
+
+
+@pytest.mark.parametrize(
+    ('schedule', 'end'), [('constant', 1e-3), ('cosine', 0.0), ('linear', 0.0)]
+)
+def test_learning_rate(schedule, end):
+    rate = learning_rate_schedule(
+        tiny_config(optimizer={'schedule': schedule, 'warmup_steps': 10}, train={'steps': 110})
+    )
+    np.testing.assert_allclose(
+        [rate(0), rate(4), rate(9), rate(10), rate(110)],
+        [1e-4, 5e-4, 1e-3, 1e-3, end],
+        rtol=1e-5,
+        atol=1e-9,
+    )
+    if schedule != 'constant':
+        assert rate(60) == pytest.approx(5e-4, rel=1e-4)
+
+
+def test_clipping_and_moments(source):
+    """Adam's first moment after one step is 0.1 times the clipped gradient."""
+    bench = Bench(tiny_config(optimizer={'clip_norm': 0.01}, parallel={'devices': 1}), source)
+    _, norm = bench.losses(count=1)
+    mu, nu = get_moments(bench.parallel.fetch(bench.state).opt_state)
+    assert norm > 0.1
+    assert math.sqrt(sum(float((m**2).sum()) for m in jax.tree.leaves(mu))) == pytest.approx(
+        0.1 * 0.01, rel=1e-3
+    )
+    replaced = set_moments(bench.parallel.fetch(bench.state).opt_state, nu, mu)
+    assert get_moments(replaced)[0] is nu
+
+
+def test_weight_decay_pulls_weights_down(source):
+    norms = []
+    for decay in (0.0, 100.0):
+        bench = Bench(
+            tiny_config(optimizer={'weight_decay': decay}, parallel={'devices': 1}), source
+        )
+        bench.losses()
+        norms.append(
+            float(np.linalg.norm(bench.parallel.fetch(bench.state).params['conv_in']['kernel']))
+        )
+    assert norms[1] < 0.9 * norms[0]
+
+
+@pytest.mark.parametrize('precision', ['float32', 'bfloat16', 'float16'])
+def test_the_loop_learns_and_logs(precision, tmp_path, source):
+    config = tiny_config(
+        precision=precision,
+        data={'batch_size': 32},
+        optimizer={'learning_rate': 5e-3},
+        train={'steps': 120, 'log_every': 40, 'sample_every': 120, 'checkpoint_every': 120},
+    )
+    assert train(config, tmp_path, source) == 120
+    rows = read_metrics(tmp_path / 'metrics.csv')
+    assert [int(row['step']) for row in rows] == [40, 80, 120]
+    assert float(rows[-1]['loss']) < 0.8 * float(rows[0]['loss'])
+    assert float(rows[-1]['training_seconds']) > 0
+    assert (float(rows[0]['loss_scale']) > 1) == (precision == 'float16')
+    assert (tmp_path / 'samples' / 'step_0000120.png').stat().st_size > 100
+    assert list((tmp_path / 'tensorboard').iterdir())
+    assert (
+        train(config, tmp_path, source) == 120
+    )  # done already: nothing is trained or logged again
+    assert read_metrics(tmp_path / 'metrics.csv') == rows
+
+
+@pytest.mark.parametrize(
+    ('changes', 'message'),
+    [
+        ({'parallel': {'devices': 5}}, r'parallel.devices: 5 asked for, but this machine has 4'),
+        (
+            {'data': {'batch_size': 6}},
+            r'data.batch_size: 6 .* gives 6 images, which do not divide among 4 devices',
+        ),
+        (
+            {'optimizer': {'accumulate_steps': 4}},
+            r'gives 2 images, which do not divide among 4 devices',
+        ),
+    ],
+)
+def test_batches_that_do_not_divide(changes, message):
+    with pytest.raises(UserError, match=message):
+        Parallel(tiny_config(parallel={'devices': 4}).replace(**changes))

@@ -1,0 +1,273 @@
+"""Weight files whose tensors, metadata, path or caller are wrong: every one gives a `UserError` that says what and where."""
+
+from __future__ import annotations
+
+import json
+import os
+import pathlib
+import struct
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+from support.weight_cases import (
+    SMALL,
+    UNETCU_SMALL,
+    archive,
+    make,
+    random_params,
+    refuse,
+    safetensors_bytes,
+    state,
+    torch_bytes,
+    with_header,
+)
+
+from jaxunet.config import to_dict
+from jaxunet.runtime.errors import UserError
+from jaxunet.weights import read_weights, write_weights
+from jaxunet.weights.files import METADATA
+
+# --- names and shapes, in both formats ----------------------------------------------------------------------------------------------
+
+
+def without(name: str) -> dict[str, np.ndarray]:
+    return {key: value for key, value in state().items() if key != name}
+
+
+def replaced(name: str, value: Any) -> dict[str, np.ndarray]:
+    return {**state(), name: np.asarray(value, np.float32)}
+
+
+def spoiled(name: str, index: int, value: float) -> dict[str, np.ndarray]:
+    copy = state()[name].copy()
+    copy.flat[index] = value
+    return {**state(), name: copy}
+
+
+STATE_CASES: list[tuple[Callable[[], dict[str, np.ndarray]], str]] = [
+    (lambda: without('out.2.bias'), r'out.2.bias: missing, expected shape \(3,\)'),
+    (lambda: without('time_embed.0.weight'), 'time_embed.0.weight is missing'),
+    (lambda: without('input_blocks.0.0.weight'), 'input_blocks.0.0.weight is missing'),
+    (lambda: without('out.2.weight'), 'out.2.weight is missing'),
+    (lambda: without('middle_block.1.qkv.bias'), 'middle_block.1.qkv.bias: missing'),
+    (lambda: replaced('extra.weight', [1.0]), r'extra.weight: unexpected, shape \(1,\)'),
+    (lambda: replaced('output_blocks.9.0.in_layers.0.weight', [1.0]), 'output_blocks.9.0.in_layers.0.weight: unexpected'),
+    (lambda: replaced('input_blocks.77777777.0.op.weight', [1.0]), 'input_blocks.77777777: more blocks than the file has tensors'),
+    (lambda: replaced('out.2.bias', np.zeros(4)), r'out.2.bias: expected shape \(3,\), found \(4,\)'),
+    (lambda: replaced('out.2.weight', np.zeros((5, 32, 3, 3))), 'out.2.weight: expected 3 output channels, or 6 .* found 5'),
+    (lambda: replaced('time_embed.0.weight', np.zeros((100, 32))), r'time_embed.0.weight: expected shape \(4 base, base\)'),
+    (lambda: replaced('time_embed.0.weight', np.zeros(32)), r'time_embed.0.weight: expected 2 axes, found shape \(32,\)'),
+    (lambda: replaced('input_blocks.0.0.weight', np.zeros((32, 3, 3))), 'input_blocks.0.0.weight: expected 4 axes'),
+    (lambda: spoiled('out.2.weight', 17, np.nan), 'out.2.weight, flat index 17 .*byte .* is nan'),
+    (lambda: spoiled('middle_block.1.qkv.bias', 3, np.inf), 'middle_block.1.qkv.bias, flat index 3 .*byte .* is inf'),
+    (lambda: {f'model.{name}': value for name, value in state().items()}, r"not a UNet with guided-diffusion's names \(found \d+ tensors"),
+    (lambda: {'optimizer.mu.out.2.bias': state()['out.2.bias'], **state()}, r'\(moments\): .*time_embed.0.weight: missing'),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize('extension', ['pt', 'safetensors'])
+@pytest.mark.parametrize('case', range(len(STATE_CASES)))
+def test_state_dicts(tmp_path: pathlib.Path, extension: str, case: int) -> None:
+    make_state, message = STATE_CASES[case]
+    tensors = make_state()
+    data = torch_bytes(tensors) if extension == 'pt' else safetensors_bytes(tensors)
+    refuse(
+        tmp_path / f'a.{extension}', data, f'(?s){message}', num_head_channels=32, image_size=(16,)
+    )
+
+
+# --- .safetensors -----------------------------------------------------------------------------------------------------------------
+
+
+def one_entry(**changes: Any) -> dict[str, Any]:
+    return {'w': {'dtype': 'F32', 'shape': [2, 2], 'data_offsets': [0, 16]} | changes}
+
+
+@pytest.mark.parametrize(
+    ('data', 'message'),
+    [
+        (b'', 'bytes 0 to 7 .length of the header.: found 0, but the file has 0 bytes'),
+        (b'abc', 'but the file has 3 bytes'),
+        (
+            struct.pack('<Q', 2**63) + b'{}',
+            'found 9,223,372,036,854,775,808, but the file has 10 bytes',
+        ),
+        (struct.pack('<Q', 100) + b'{}', 'found 100, but the file has 10 bytes; it is truncated'),
+        (with_header(b'not json', b''), r'the header \(bytes 8 to 16\) does not describe'),
+        (with_header(b'[' * 50000, b''), 'does not describe'),
+        (with_header(one_entry(), bytes(15)), 'does not describe the 15 bytes that follow it'),
+        (with_header(one_entry(), bytes(17)), 'does not describe the 17 bytes that follow it'),
+        (with_header(one_entry(shape=[2, 3]), bytes(16)), 'does not describe'),
+        (with_header(one_entry(shape=[2**62, 2**62]), bytes(16)), 'does not describe'),
+        (with_header(one_entry(data_offsets=[4, 20]), bytes(20)), 'does not describe'),
+        (with_header(one_entry(data_offsets=[16, 0]), bytes(16)), 'does not describe'),
+        (with_header(one_entry(dtype='F31'), bytes(16)), 'does not describe'),
+        (
+            with_header(one_entry(dtype='BOOL', data_offsets=[0, 4]), bytes(4)),
+            'w: dtype: expected one of .*, found BOOL',
+        ),
+        (
+            with_header(one_entry(shape=[0, 2**40], data_offsets=[0, 0]), b''),
+            'w: expected a tensor with elements',
+        ),
+        (with_header(one_entry(), bytes(16)), 'time_embed.0.weight is missing'),
+        (with_header({}, b''), 'time_embed.0.weight is missing'),
+        (archive({'a': b'x'}), 'it is truncated or not a safetensors file'),
+    ],
+)
+def test_safetensors_structure(tmp_path: pathlib.Path, data: bytes, message: str) -> None:
+    refuse(tmp_path / 'a.safetensors', data, message)
+
+
+def good_metadata(**changes: Any) -> dict[str, Any]:
+    values = to_dict(SMALL) | {'new_attention_order': False}
+    values['model'] = values['model'] | changes.pop('model', {})
+    return values | changes
+
+
+@pytest.mark.parametrize('extension', ['pt', 'safetensors'])
+@pytest.mark.parametrize(
+    ('text', 'message'),
+    [
+        ('{', 'metadata jaxunet_config'),
+        ('[]', 'metadata jaxunet_config: new_attention_order: expected true or false, found None'),
+        ('{}', 'new_attention_order: expected true or false, found None'),
+        ('[' * 100_000, 'metadata jaxunet_config'),
+        (json.dumps(good_metadata(new_attention_order='no')), "new_attention_order: expected true or false, found 'no'"),
+        (json.dumps(good_metadata(class_names=['cat'])), r"class_names: expected the names of at most 0 classes, found \['cat'\]"),
+        (json.dumps(good_metadata(class_names=3)), 'class_names: expected the names of at most 0 classes, found 3'),
+        (json.dumps(good_metadata(bogus=1)), 'bogus: unknown field'),
+        (json.dumps(good_metadata(model={'base_channels': 'x'})), 'model.base_channels: expected int'),
+        (json.dumps(good_metadata(model={'base_channels': 64})), 'model.base_channels: expected 32, found 64'),
+        (json.dumps(good_metadata(model={'base_channels': 2**40})), 'model.base_channels: expected 32, found 1099511627776'),
+        (json.dumps(good_metadata(model={'num_res_blocks': 10**9})), 'model.num_res_blocks: expected 1, found 1000000000'),
+        (json.dumps(good_metadata(model={'channel_mult': [float('inf')]})), 'metadata jaxunet_config'),
+        (json.dumps(good_metadata(model={'num_classes': 10})), 'model.num_classes: expected 0, found 10'),
+        (json.dumps(good_metadata(model={'num_head_channels': 24})), 'model.num_head_channels: 24 does not divide'),
+        (json.dumps(good_metadata(model={'scale_shift_norm': True})), r'emb_layers.1.weight: expected shape \(64, 128\)'),
+    ],
+)  # fmt: skip
+def test_metadata(tmp_path: pathlib.Path, extension: str, text: str, message: str) -> None:
+    build = torch_bytes if extension == 'pt' else safetensors_bytes
+    refuse(tmp_path / f'a.{extension}', build(state(), {METADATA: text}), message)
+
+
+# --- the path, the caller, the disk -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ('name', 'message'),
+    [
+        (
+            'a.pth',
+            r"extension: expected one of .bin, .pt, .safetensors, found '.pth'; did you mean \".pt\"",
+        ),
+        ('a.safetensor', r'did you mean ".safetensors"'),
+        ('a.npz', "found '.npz'"),
+        ('a', 'found none'),
+        ('missing.pt', 'no such file'),
+        ('missing.bin', 'no such file'),
+        ('folder.bin', 'cannot be read: Is a directory'),
+        ('folder.safetensors', 'cannot be read: Is a directory'),
+    ],
+)
+def test_paths(tmp_path: pathlib.Path, name: str, message: str) -> None:
+    (tmp_path / 'folder.bin').mkdir()
+    (tmp_path / 'folder.safetensors').mkdir()
+    with pytest.raises(UserError, match=message):
+        read_weights(tmp_path / name)
+
+
+@pytest.mark.parametrize(
+    ('options', 'message'),
+    [
+        ({'image_size': (16,)}, 'image_size: the config of this file is known; leave this out'),
+        (
+            {'num_heads': 2, 'num_head_channels': 0},
+            'num_heads, num_head_channels: the config of this file is known',
+        ),
+        (
+            {'new_attention_order': True},
+            'new_attention_order: the file says False, True was asked for',
+        ),
+        (
+            {'config': SMALL.replace(model={'norm_eps': 1e-6})},
+            r'model.norm_eps: expected 1e-06, found 1e-05',
+        ),
+        (
+            {'config': make(channel_mult=(1, 2))},
+            r'model.channel_mult: expected \(1.0, 2.0\), found \(1.0,\)',
+        ),
+        (
+            {'config': SMALL.replace(diffusion={'learn_sigma': True})},
+            'diffusion.learn_sigma: expected True, found False',
+        ),
+    ],
+)
+def test_callers_mistakes(tmp_path: pathlib.Path, options: dict[str, Any], message: str) -> None:
+    write_weights(tmp_path / 'a.safetensors', random_params(SMALL), SMALL)
+    with pytest.raises(UserError, match=message):
+        read_weights(tmp_path / 'a.safetensors', **options)
+
+
+def test_heads_that_do_not_fit(tmp_path: pathlib.Path) -> None:
+    """32 channels cannot have the usual head width of 64: the message says what was assumed."""
+    refuse(
+        tmp_path / 'a.pt',
+        torch_bytes(state()),
+        r'(?s)num_head_channels: 64 does not divide.*assumed',
+    )
+    refuse(tmp_path / 'a.pt', torch_bytes(state()), r'num_heads: 5 does not divide', num_heads=5)
+
+
+@pytest.mark.parametrize('extension', ['bin', 'pt', 'safetensors'])
+def test_a_failed_write_leaves_the_old_file(
+    tmp_path: pathlib.Path, extension: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A disk that is full, here at the very end, costs nothing but the new file."""
+    config = UNETCU_SMALL if extension == 'bin' else SMALL
+    path = tmp_path / f'a.{extension}'
+    path.write_bytes(b'the old one')
+
+    def full(descriptor: int) -> None:
+        raise OSError(28, 'No space left on device')
+
+    monkeypatch.setattr(os, 'fsync', full)
+    with pytest.raises(UserError, match='cannot be written: No space left on device'):
+        write_weights(path, random_params(config), config)
+    assert [file.name for file in tmp_path.iterdir()] == [path.name]
+    assert path.read_bytes() == b'the old one'
+
+
+def test_an_interrupted_write_leaves_nothing(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupt(descriptor: int) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(os, 'fsync', interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        write_weights(tmp_path / 'a.pt', random_params(SMALL), SMALL)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ('path', 'changes', 'message'),
+    [
+        ('/dev/null/a.pt', {}, 'cannot be written: File exists'),
+        ('a.pth', {}, 'did you mean ".pt"'),
+        ('a.pt', {'moments': ({}, {})}, 'holds no optimizer moments'),
+        ('a.safetensors', {'moments': ({}, {})}, r'(?s)first moments: .*missing'),
+        ('a.bin', {'new_attention_order': True}, 'unet.cu has one order only'),
+        ('a.safetensors', {'params': {}}, r'(?s)parameters: .*missing'),
+    ],
+)
+def test_writing_mistakes(
+    tmp_path: pathlib.Path, path: str, changes: dict[str, Any], message: str
+) -> None:
+    arguments = {'params': random_params(SMALL)} | changes
+    with pytest.raises(UserError, match=message):
+        write_weights(tmp_path / path, config=SMALL, **arguments)
+    assert list(tmp_path.iterdir()) == []

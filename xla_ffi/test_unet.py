@@ -1,0 +1,116 @@
+"""The UNet with backend=cuda: what a training step of elephants64 leaves to XLA's products; that a small one is that of XLA."""
+
+from __future__ import annotations
+
+import collections
+import pathlib
+import re
+import runpy
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from support import kernel_names
+from support.tiny import tiny_config
+
+from jaxunet import config
+from jaxunet.model.unet import build_unet
+from jaxunet.ops.backends import XLA, ops_of
+
+BATCH = 2
+CONFIG = pathlib.Path(__file__).parents[1] / 'configs' / 'elephants64.py'
+
+pytestmark = pytest.mark.extension
+
+
+def products(operation: Any, found: collections.Counter[str]) -> collections.Counter[str]:
+    """How often the program multiplies matrices, by the layer whose scope it is in: its name without numbers."""
+    for region in operation.regions:
+        for block in region.blocks:
+            for child in block.operations:
+                if child.operation.name == 'stablehlo.dot_general':
+                    scope = str(child.operation.location).split('"')[1].split('/')
+                    found[scope[-2].rstrip('0123456789')] += 1
+                products(child.operation, found)
+    return found
+
+
+def test_xla_multiplies_for_embeddings_and_input_gradients_of_linear_layers_and_adds_at_halvings() -> (
+    None
+):
+    resolved = config.resolve(runpy.run_path(str(CONFIG))['get_config']())
+    x, t = (
+        jax.ShapeDtypeStruct((BATCH, *resolved.image_shape), 'float32'),
+        jax.ShapeDtypeStruct((BATCH,), 'int32'),
+    )
+    parameters = jax.eval_shape(
+        lambda x, t: build_unet(resolved, XLA).init(jax.random.key(0), x, t)['params'], x, t
+    )
+    shortcuts = sum('shortcut' in block for block in parameters.values())
+    blocks = sum('conv_1' in block for block in parameters.values())
+    attentions = sum('qkv' in block for block in parameters.values())
+    model = build_unet(resolved, ops_of('cuda'))
+
+    def loss(parameters: Any, x: Any, t: Any) -> Any:
+        return jnp.mean(jnp.square(model.predict(parameters, x, t)))
+
+    lowered = jax.jit(jax.value_and_grad(loss)).lower(parameters, x, t)
+    kernels = kernel_names.count(lowered)
+    assert (shortcuts, blocks, attentions) == (15, 22, 11)
+    assert kernels['jaxunet_linear'] == kernels['jaxunet_linear_weight_gradient'] == 2 * attentions
+    assert kernels['jaxunet_conv3x3_shortcut_gradient'] == shortcuts
+    assert (
+        kernels['jaxunet_conv3x3_weight_gradient'] == 2 * blocks + 2
+    )  # with those of the first and the last convolution
+    found = products(lowered.compiler_ir('stablehlo').operation, collections.Counter())
+    linear = [found.pop(name) for name in list(found) if 'attention' in name]
+    assert sum(linear) == 2 * attentions, linear
+    # Forward, by the input and by the weights; the time itself needs no gradient. Those of all blocks are one.
+    assert found == {'embed': 3, 'time_embed_': 5}, found
+    # The gradients of scale and offset are added by the weight gradient of the convolution that the norm is before, if one is.
+    text = lowered.as_text()
+    fused = 2 * blocks + 1
+    assert len(re.findall('jaxunet_conv3x3_weight_gradient.*?norm = true', text)) == fused
+    samples = collections.Counter(
+        re.findall(r'jaxunet_group_norm_gradient.*?samples = (\w+)', text)
+    )
+    assert samples == {'false': fused, 'true': attentions}
+    # A norm's gradient takes those of a residual and of a skip connection with it. XLA adds where the image is halved next.
+    halved = len(resolved.model.channel_mult) - 1
+    added = collections.Counter(re.findall(r'jaxunet_group_norm_gradient.*?added = (\d)', text))
+    down = resolved.model.num_res_blocks * (halved + 1) + 1  # with the first in the middle
+    assert added == {'2': down, '1': blocks - down + attentions, '0': blocks + 1}
+    assert len(re.findall(rf'stablehlo.add .*: tensor<{BATCH}x\d+x\d+x\d+xbf16>', text)) == halved
+
+
+def test_a_small_unet_is_that_of_xla() -> None:
+    """Prediction and gradients in float32, on the CPU handlers: with shortcuts, and with attention whose last layer is not zero."""
+    small = {'channel_mult': (1, 2), 'attention_resolutions': (8, 4), 'zero_init': False}
+    resolved = tiny_config(model=small)
+    cpu = jax.local_devices(backend='cpu')[0]
+    with jax.default_device(cpu):
+        x = jax.random.normal(jax.random.key(1), (2, *resolved.image_shape))
+        t, labels = jnp.array([3, 30]), jnp.array([1, 2])
+        parameters = jax.jit(build_unet(resolved, XLA).init)(jax.random.key(0), x, t, labels)[
+            'params'
+        ]
+        assert parameters['middle_attention']['qkv']['kernel'].shape == (16, 48)
+        assert parameters['middle_attention']['proj']['bias'].shape == (16,)
+
+        def pull(ops: Any) -> Any:
+            model = build_unet(resolved, ops)
+            return jax.jit(
+                jax.value_and_grad(lambda p: jnp.sum(jnp.sin(model.predict(p, x, t, labels))))
+            )(parameters)
+
+        value, gradients = pull(ops_of('cuda'))
+        exact, wanted = pull(XLA)
+    np.testing.assert_allclose(value, exact, rtol=1e-4)
+    largest = max(float(jnp.max(jnp.abs(leaf))) for leaf in jax.tree.leaves(wanted))
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-5 * largest),
+        gradients,
+        wanted,
+    )
