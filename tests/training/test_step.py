@@ -15,6 +15,7 @@ from support.tiny import tiny_config
 
 from jaxunet.checkpoint.state import (
     LossScale,
+    fresh_state,
     get_moments,
     learning_rate_schedule,
     set_moments,
@@ -30,7 +31,6 @@ from jaxunet.training.logs import read_metrics
 from jaxunet.training.loop import train
 from jaxunet.training.parallel import Parallel
 from jaxunet.training.session import Session, choose_steps_per_call
-from jaxunet.training.step import make_train_step
 
 
 @pytest.fixture(scope='module')

@@ -3,7 +3,7 @@
 A table stands between `<!-- table: NAME -->` and `<!-- end -->`. To rewrite all tables and the
 picture of the layers from the rows and from pyproject.toml:
 
-    python tests/test_docs.py --write
+    python tests/docs/test_docs.py --write
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from support.layers_picture import PICTURE, layers_picture
 from jaxunet.config import Config
 from jaxunet.runtime.plugins import BACKEND_GROUP
 
-ROOT = pathlib.Path(__file__).parents[1]
+ROOT = pathlib.Path(__file__).parents[2]
 PAGES = sorted([*ROOT.glob('*.md'), *(ROOT / 'docs').glob('*.md'), ROOT / 'docs/results/README.md'])
 NAMES = [str(page.relative_to(ROOT)) for page in PAGES]
 MARKED = re.compile(r'(<!-- table: (\w+) -->\n)(.*?)(<!-- end -->)', re.DOTALL)
@@ -74,7 +74,7 @@ def test_tables_match_the_rows(page):
     for name, found in marked(page.read_text()).items():
         expected = TABLES[name]() + '\n'
         assert found == expected, (
-            f'{page.name}, table {name}: run python tests/test_docs.py --write, '
+            f'{page.name}, table {name}: run python tests/docs/test_docs.py --write, '
             f'or paste\n{expected}'
         )
 
@@ -85,7 +85,7 @@ def test_every_table_is_shown_once():
 
 
 def test_the_picture_shows_the_layers_of_pyproject():
-    assert PICTURE.read_text() == layers_picture(), 'run python tests/test_docs.py --write'
+    assert PICTURE.read_text() == layers_picture(), 'run python tests/docs/test_docs.py --write'
 
 
 def test_questions_lead_from_the_readme_through_a_page_to_a_file():
@@ -195,5 +195,5 @@ def write() -> None:
 
 if __name__ == '__main__':
     if sys.argv[1:] != ['--write']:
-        sys.exit('usage: python tests/test_docs.py --write')
+        sys.exit('usage: python tests/docs/test_docs.py --write')
     write()
