@@ -1,8 +1,12 @@
 """Settings of every test: strict JAX, four forced CPU devices, warnings as errors (pyproject.toml)."""
 
+import ctypes
+import gc
 import os
 import pathlib
 import signal
+import sys
+from collections.abc import Iterator
 
 from support.settings import QUICK
 
@@ -67,3 +71,29 @@ def shared_dir() -> pathlib.Path:
     if not (path / 'data').is_dir():
         pytest.skip(f'{path} is missing: this test needs its real data')
     return path
+
+
+STATM = pathlib.Path('/proc/self/statm')
+BEFORE_CLEARING = 1 << 30  # bytes of a worker; a single test adds up to 0.5 GiB
+GROWTH = 1 << 28  # bytes more than what clearing left, so that it is not repeated in vain
+_left = 0
+
+
+def _resident() -> int:
+    """Returns the bytes of memory that this process occupies, or 0 where there is no /proc."""
+    if not STATM.exists():
+        return 0
+    return int(STATM.read_text().split()[1]) * os.sysconf('SC_PAGE_SIZE')
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_teardown() -> Iterator[None]:
+    """Drops compiled programs once they fill a worker's memory; the cache on disk keeps them."""
+    global _left  # noqa: PLW0603
+    yield
+    if _resident() > max(BEFORE_CLEARING, _left + GROWTH):
+        jax.clear_caches()
+        gc.collect()
+        if sys.platform == 'linux':
+            getattr(ctypes.CDLL(None), 'malloc_trim', lambda _: 0)(0)  # glibc keeps what is freed
+        _left = _resident()
