@@ -1,4 +1,4 @@
-"""Settings of every test: strict JAX, four forced CPU devices, warnings as errors (pyproject.toml)."""
+"""Settings of every test: strict JAX, four forced CPU devices, bounded memory."""
 
 import ctypes
 import gc

@@ -1,4 +1,6 @@
-"""The UNet of elephants64 with backend=pallas runs on our kernels and nothing else: none falls back silently."""
+"""The UNet of elephants64 with backend=pallas runs on our kernels and nothing else: none falls back
+silently.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,9 @@ PALLAS = ops_of('pallas')
 
 
 class Calls:
-    """Ops that note what they are called with: `(op, image or sequence shape, parts of x, features)`."""
+    """Ops that note what they are called with: `(op, image or sequence shape, parts of x,
+    features)`.
+    """
 
     def __init__(self, ops: Ops) -> None:
         self.seen: list[tuple[str, tuple[int, ...], int, int]] = []
@@ -45,7 +49,9 @@ class Calls:
 
 @pytest.fixture(scope='module')
 def lowered() -> tuple[list[tuple[str, tuple[int, ...], int, int]], collections.Counter[str]]:
-    """The op calls of a forward pass, and the kernels of the loss with its gradient, lowered for an H200."""
+    """The op calls of a forward pass, and the kernels of the loss with its gradient, lowered for an
+    H200.
+    """
     spec = importlib.util.spec_from_file_location('elephants64', CONFIG)
     assert spec is not None
     assert spec.loader is not None
@@ -77,12 +83,14 @@ def lowered() -> tuple[list[tuple[str, tuple[int, ...], int, int]], collections.
 def test_every_op_runs_on_its_kernels(lowered: Any) -> None:
     calls, kernels = lowered
     convs = [c for c in calls if 'conv3x3' in c[0]]
-    # Three channels, of the image or of the prediction, go to the Triton kernels: a tensor map's rows must be whole 16 bytes.
+    # Three channels, of the image or of the prediction, go to the Triton kernels: a tensor map's
+    # rows must be whole 16 bytes.
     images = [c for c in convs if c[1][-1] == 3 or c[3] == 3]
     hopper = [c for c in convs if c not in images]
     assert (len(convs), len(images), len(hopper)) == (46, 2, 44)
     fused = [c for c in convs if c[0] == 'norm_silu_conv3x3']
-    # Large images are activated inside the convolution, so those have their statistics taken by kernels of their own.
+    # Large images are activated inside the convolution, so those have their statistics taken by
+    # kernels of their own.
     inside = [c for c in fused if c[1][1] * c[1][2] >= 1024]
     attention = [c for c in calls if c[0] == 'attention']
     short = [
@@ -90,27 +98,26 @@ def test_every_op_runs_on_its_kernels(lowered: Any) -> None:
     ]  # one kernel goes backward through these, two through others
     norms = [c for c in calls if c[0] == 'group_norm']
     assert (len(fused), len(inside), len(attention), len(short), len(norms)) == (45, 21, 11, 6, 11)
-    assert (
-        kernels
-        == {
-            'jaxunet_conv3x3_forward': 2 * len(hopper),  # forward, and the input gradient
-            'jaxunet_conv3x3_weight_gradient': len(hopper),
-            'jaxunet_conv3x3_triton_forward': 3,  # as above, but for the gradient by the image, which nothing asks for
-            'jaxunet_conv3x3_triton_products': 1,  # the last convolution, forward: products first, then the sums over taps
-            'jaxunet_conv3x3_triton_weight_gradient': len(images),
-            'jaxunet_group_norm_channel_sums': len(convs),  # the gradient of bias or shift
-            'jaxunet_group_norm_moments': sum(parts for _, _, parts, _ in inside),
-            'jaxunet_group_norm_affine': len(inside),
-            'jaxunet_group_norm_forward': len(fused) - len(inside) + len(norms),
-            'jaxunet_group_norm_backward': len(norms),
-            'jaxunet_group_norm_gradient_sums': len(fused),
-            'jaxunet_group_norm_gradient': len(fused),
-            'jaxunet_attention_forward': len(attention),
-            'jaxunet_attention_backward': len(short),
-            'jaxunet_attention_backward_dq': len(attention) - len(short),
-            'jaxunet_attention_backward_dkv': len(attention) - len(short),
-        }
-    )
+    assert kernels == {
+        'jaxunet_conv3x3_forward': 2 * len(hopper),  # forward, and the input gradient
+        'jaxunet_conv3x3_weight_gradient': len(hopper),
+        # as above, but for the gradient by the image, which nothing asks for
+        'jaxunet_conv3x3_triton_forward': 3,
+        # the last convolution, forward: products first, then the sums over taps
+        'jaxunet_conv3x3_triton_products': 1,
+        'jaxunet_conv3x3_triton_weight_gradient': len(images),
+        'jaxunet_group_norm_channel_sums': len(convs),  # the gradient of bias or shift
+        'jaxunet_group_norm_moments': sum(parts for _, _, parts, _ in inside),
+        'jaxunet_group_norm_affine': len(inside),
+        'jaxunet_group_norm_forward': len(fused) - len(inside) + len(norms),
+        'jaxunet_group_norm_backward': len(norms),
+        'jaxunet_group_norm_gradient_sums': len(fused),
+        'jaxunet_group_norm_gradient': len(fused),
+        'jaxunet_attention_forward': len(attention),
+        'jaxunet_attention_backward': len(short),
+        'jaxunet_attention_backward_dq': len(attention) - len(short),
+        'jaxunet_attention_backward_dkv': len(attention) - len(short),
+    }
 
 
 def test_a_fallback_would_be_seen() -> None:
@@ -142,7 +149,9 @@ def test_a_fallback_would_be_seen() -> None:
 
 
 def test_equal_calls_share_one_lowering() -> None:
-    """A network calls a kernel with the same shapes many times; tracing and lowering each call would take most of a start's time."""
+    """A network calls a kernel with the same shapes many times; tracing and lowering each call
+    would take most of a start's time.
+    """
 
     def network(x: Any, kernel: Any, vector: Any, packed: Any) -> Any:
         for _ in range(3):
@@ -153,7 +162,8 @@ def test_equal_calls_share_one_lowering() -> None:
         return jnp.sum(x.astype(jnp.float32)) + jnp.sum(packed.astype(jnp.float32))
 
     def gradient() -> Any:
-        # Made here, so that `device.use` makes most for the GPU: JAX traces again for arguments from elsewhere.
+        # Made here, so that `device.use` makes most for the GPU: JAX traces again for arguments
+        # from elsewhere.
         shapes = (
             ((2, 16, 16, 64), 'bfloat16'),
             ((3, 3, 64, 64), 'float32'),
@@ -170,6 +180,7 @@ def test_equal_calls_share_one_lowering() -> None:
     )  # forward and input gradient, of two convolutions, three times
     assert min(launches.values()) == 3
     written = re.findall(r'custom_call @\S*(mosaic|triton)', program.as_text())
-    # Not quite one for each name: the input gradient is a kernel apart, and without a GPU the first and last calls get other types.
+    # Not quite one for each name: the input gradient is a kernel apart, and without a GPU the first
+    # and last calls get other types.
     assert len(launches) < len(written) <= len(launches) + 3
     assert 3 * len(written) < sum(launches.values())

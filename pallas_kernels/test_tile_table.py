@@ -1,4 +1,6 @@
-"""The tables of measured tiles: what is in them is chosen and valid, what is not gets a default, and tuning updates them."""
+"""The tables of measured tiles: what is in them is chosen and valid, what is not gets a default,
+and tuning updates them.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +38,9 @@ def numbers(text: str) -> tuple[int, ...]:
 
 
 def chosen(key: Key) -> tuple[Any, str]:
-    """The tile that the kernels take for the shapes that a key describes, and the key's shape again."""
+    """The tile that the kernels take for the shapes that a key describes, and the key's shape
+    again.
+    """
     array = lambda *shape, dtype=key.dtype: jax.ShapeDtypeStruct(shape, dtype)  # noqa: E731
     op, _, kernel = key.kernel.partition('/')
     if op == 'attention':
@@ -114,7 +118,8 @@ def test_another_device_takes_defaults(caplog: pytest.LogCaptureFixture) -> None
         default = group_norm.choose_tile('gradient', 'bfloat16', 32, 1024, 64, 2)
         assert group_norm.choose_tile('gradient', 'float32', 32, 1024, 64, 2) == default
     assert [record.message for record in caplog.records] == [
-        f'no measured tiles for {kind} (nvidia_a100_sxm4_80gb.jsonl): kernels take their default tiles'
+        f'no measured tiles for {kind} (nvidia_a100_sxm4_80gb.jsonl): kernels take their default '
+        'tiles'
     ]
     with device.use(device.Target.HOPPER, 'NVIDIA H200'):
         assert group_norm.choose_tile('gradient', 'bfloat16', 32, 1024, 64, 2) != default
@@ -123,7 +128,9 @@ def test_another_device_takes_defaults(caplog: pytest.LogCaptureFixture) -> None
 
 
 def test_update(folder: pathlib.Path) -> None:
-    """A tile that is clearly faster takes the place of the one that is chosen now; another does not, nor one timed without that."""
+    """A tile that is clearly faster takes the place of the one that is chosen now; another does
+    not, nor one timed without that.
+    """
     kind, tile = 'Some GPU', group_norm.Tile
     default, fast, even, other = tile(), tile(channels=64), tile(channels=128), tile(rows=16)
     keys = [

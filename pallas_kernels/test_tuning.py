@@ -1,4 +1,6 @@
-"""The tuning programs, with times made up: what they time, print and write into a device's table of tiles."""
+"""The tuning programs, with times made up: what they time, print and write into a device's table of
+tiles.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,9 @@ from pallas_kernels.group_norm import tune as group_norm
 
 @pytest.fixture
 def table(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Of this process's device; compiled programs do nothing, and the later one was compiled, the faster it is."""
+    """Of this process's device; compiled programs do nothing, and the later one was compiled, the
+    faster it is.
+    """
 
     def named(name: str, function: Any) -> Any:
         compiled = types.SimpleNamespace(compile=lambda: lambda *arguments: jnp.ones(1))

@@ -1,4 +1,6 @@
-"""The UNet on the kernels, interpreted on a CPU: the same network as on XLA, under every transformation that training uses."""
+"""The UNet on the kernels, interpreted on a CPU: the same network as on XLA, under every
+transformation that training uses.
+"""
 
 import jax
 import jax.numpy as jnp

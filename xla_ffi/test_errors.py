@@ -243,7 +243,8 @@ def spoil(call: Call, draw: random.Random) -> Call:
     mistake = draw.choice(
         ['type', 'size', 'rank', 'missing', 'more', 'attribute', 'lost', 'unknown']
     )
-    # The image of which only statistics are wanted may have any height and width, what is summed any shape.
+    # The image of which only statistics are wanted may have any height and width, what is summed
+    # any shape.
     free = mistake in ('size', 'rank') and any(
         name in call.target for name in ('statistics', 'sum_of_squares')
     )

@@ -91,7 +91,8 @@ def test_nothing_is_missing(monkeypatch):
     assert ops.load_ops('cuda') == ops.ops_of('cuda')
     assert (
         ops.describe('cuda')
-        == 'ops: conv3x3=cuda, norm_silu_conv3x3=cuda, group_norm=cuda, attention=cuda, linear=cuda, adamw=cuda'
+        == 'ops: conv3x3=cuda, norm_silu_conv3x3=cuda, group_norm=cuda, attention=cuda, '
+        'linear=cuda, adamw=cuda'
     )
 
 

@@ -1,4 +1,6 @@
-"""The UNet with backend=cuda: what a training step of elephants64 leaves to XLA's products; that a small one is that of XLA."""
+"""The UNet with backend=cuda: what a training step of elephants64 leaves to XLA's products; that a
+small one is that of XLA.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,9 @@ pytestmark = pytest.mark.extension
 
 
 def products(operation: Any, found: collections.Counter[str]) -> collections.Counter[str]:
-    """How often the program multiplies matrices, by the layer whose scope it is in: its name without numbers."""
+    """How often the program multiplies matrices, by the layer whose scope it is in: its name
+    without numbers.
+    """
     for region in operation.regions:
         for block in region.blocks:
             for child in block.operations:
@@ -37,9 +41,7 @@ def products(operation: Any, found: collections.Counter[str]) -> collections.Cou
     return found
 
 
-def test_xla_multiplies_for_embeddings_and_input_gradients_of_linear_layers_and_adds_at_halvings() -> (
-    None
-):
+def test_what_is_left_to_xla() -> None:
     resolved = config.resolve(runpy.run_path(str(CONFIG))['get_config']())
     x, t = (
         jax.ShapeDtypeStruct((BATCH, *resolved.image_shape), 'float32'),
@@ -67,9 +69,11 @@ def test_xla_multiplies_for_embeddings_and_input_gradients_of_linear_layers_and_
     found = products(lowered.compiler_ir('stablehlo').operation, collections.Counter())
     linear = [found.pop(name) for name in list(found) if 'attention' in name]
     assert sum(linear) == 2 * attentions, linear
-    # Forward, by the input and by the weights; the time itself needs no gradient. Those of all blocks are one.
+    # Forward, by the input and by the weights; the time itself needs no gradient. Those of all
+    # blocks are one.
     assert found == {'embed': 3, 'time_embed_': 5}, found
-    # The gradients of scale and offset are added by the weight gradient of the convolution that the norm is before, if one is.
+    # The gradients of scale and offset are added by the weight gradient of the convolution that the
+    # norm is before, if one is.
     text = lowered.as_text()
     fused = 2 * blocks + 1
     assert len(re.findall('jaxunet_conv3x3_weight_gradient.*?norm = true', text)) == fused
@@ -77,7 +81,8 @@ def test_xla_multiplies_for_embeddings_and_input_gradients_of_linear_layers_and_
         re.findall(r'jaxunet_group_norm_gradient.*?samples = (\w+)', text)
     )
     assert samples == {'false': fused, 'true': attentions}
-    # A norm's gradient takes those of a residual and of a skip connection with it. XLA adds where the image is halved next.
+    # A norm's gradient takes those of a residual and of a skip connection with it. XLA adds where
+    # the image is halved next.
     halved = len(resolved.model.channel_mult) - 1
     added = collections.Counter(re.findall(r'jaxunet_group_norm_gradient.*?added = (\d)', text))
     down = resolved.model.num_res_blocks * (halved + 1) + 1  # with the first in the middle
@@ -86,7 +91,9 @@ def test_xla_multiplies_for_embeddings_and_input_gradients_of_linear_layers_and_
 
 
 def test_a_small_unet_is_that_of_xla() -> None:
-    """Prediction and gradients in float32, on the CPU handlers: with shortcuts, and with attention whose last layer is not zero."""
+    """Prediction and gradients in float32, on the CPU handlers: with shortcuts, and with attention
+    whose last layer is not zero.
+    """
     small = {'channel_mult': (1, 2), 'attention_resolutions': (8, 4), 'zero_init': False}
     resolved = tiny_config(model=small)
     cpu = jax.local_devices(backend='cpu')[0]

@@ -1,4 +1,6 @@
-"""The attention kernels, interpreted against the float64 oracle and lowered for a GPU: values, gradients, transformations, mistakes."""
+"""The attention kernels, interpreted against the float64 oracle and lowered for a GPU: values,
+gradients, transformations, mistakes.
+"""
 
 import collections
 import functools
@@ -118,7 +120,9 @@ def test_default_tiles_of_the_unet(tokens, heads, width):
 
 
 def large(tokens, width):
-    """Whole numbers, so that the logits are exact in every type; some hundreds, so that their exponentials overflow."""
+    """Whole numbers, so that the logits are exact in every type; some hundreds, so that their
+    exponentials overflow.
+    """
     return np.round(draw((1, tokens, 3 * width), 'bfloat16', scale=10))
 
 
@@ -134,7 +138,9 @@ def test_large_logits(dtype):
     ids=['one_kernel', 'two_kernels', 'many_blocks'],
 )
 def test_gradients_of_large_logits(backward, dtype):
-    """Finite, and as exact as the type at the scale of what is summed: where one key has all weight, the sums cancel to almost nothing."""
+    """Finite, and as exact as the type at the scale of what is summed: where one key has all
+    weight, the sums cancel to almost nothing.
+    """
     values = large(40, 16)
     op = functools.partial(attention, num_heads=1, interpret=True, tiles=Tiles(SMALL[0], backward))
     found = np.asarray(
@@ -153,7 +159,9 @@ def test_gradients_of_large_logits(backward, dtype):
 
 @pytest.mark.parametrize('one_kernel', [True, False], ids=['one_kernel', 'two_kernels'])
 def test_very_negative_logits_and_padding(one_kernel):
-    """Every logit far below zero, where padded keys (of logit zero) would take over: weights must stay uniform."""
+    """Every logit far below zero, where padded keys (of logit zero) would take over: weights must
+    stay uniform.
+    """
     q, v = np.ones((1, 20, 16)), draw((1, 20, 16), 'float32')
     qkv = jnp.asarray(np.concatenate([30 * q, -30 * q, v], axis=-1), jnp.float32)
     tiles = small(20, one_kernel=one_kernel)
@@ -220,7 +228,9 @@ def test_identical_from_run_to_run():
 
 
 def kernels_in(function, *shapes):
-    """How often each kernel is called in the program for an H200, and in what layouts data moves outside of them."""
+    """How often each kernel is called in the program for an H200, and in what layouts data moves
+    outside of them.
+    """
     device = AbstractDevice('NVIDIA H200', 132, 'gpu')
     unchecked = [jax.export.DisabledSafetyCheck.custom_call('__gpu$xla.gpu.triton')]
     with jax.sharding.use_abstract_mesh(AbstractMesh((), (), abstract_device=device)):

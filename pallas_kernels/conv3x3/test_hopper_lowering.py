@@ -1,4 +1,6 @@
-"""The Hopper convolution lowers for CUDA on any machine, under its name, once a call; what it does not support it says."""
+"""The Hopper convolution lowers for CUDA on any machine, under its name, once a call; what it does
+not support it says.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""The Hopper weight gradient: its index arithmetic against NumPy, its lowering for CUDA, what it refuses, and on a GPU its values."""
+"""The Hopper weight gradient: its index arithmetic against NumPy, its lowering for CUDA, what it
+refuses, and on a GPU its values.
+"""
 
 from __future__ import annotations
 
@@ -267,8 +269,9 @@ def test_says_what_is_wrong(
         jax.eval_shape(functools.partial(weight_gradient, tile=tile), parts, dy)
 
 
-# Without 'one split' in float32: for so few pixels cuDNN takes an algorithm in full float32, where it takes TF32 otherwise. The products
-# of bfloat16 pairs lie between the two: here their error was 5 times what this rule allows; in the other cases it is within it.
+# Without 'one split' in float32: for so few pixels cuDNN takes an algorithm in full float32, where
+# it takes TF32 otherwise. The products of bfloat16 pairs lie between the two: here their error was
+# 5 times what this rule allows; in the other cases it is within it.
 PARITY = [
     (name, dtype)
     for name in CALLS

@@ -1,4 +1,6 @@
-"""The Hopper convolution's schedule, run as plain Python: what its boxes hold against NumPy, and its rings against deadlock."""
+"""The Hopper convolution's schedule, run as plain Python: what its boxes hold against NumPy, and
+its rings against deadlock.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,8 @@ from pallas_kernels.conv3x3.schedule import (
 )
 
 RESIDENT = Tile(rows=16, features=64, groups=2, slots=2, taps=9, ring=0, transposed=True)
-# Batch, height, width; channels of the parts; output channels; channels of the residual, projected unless they are the outputs'; tile.
+# Batch, height, width; channels of the parts; output channels; channels of the residual, projected
+# unless they are the outputs'; tile.
 SHAPES = {
     'even': ((2, 16, 16), (64,), 64, (), Tile(8, 64)),
     'resident': ((3, 32, 8), (64,), 64, (64,), RESIDENT),
@@ -64,7 +67,10 @@ def store(y: np.ndarray, starts: tuple[int, ...], box: np.ndarray) -> None:
 def scheduled(
     p: Plan, arrays: list[np.ndarray], weights: np.ndarray, shortcut: np.ndarray | None
 ) -> np.ndarray:
-    """What the kernel computes, box by box. `weights` and `shortcut` have shape (taps, features, channels)."""
+    """What the kernel computes, box by box.
+
+    `weights` and `shortcut` have shape (taps, features, channels).
+    """
     s, tile = p.schedule, p.schedule.tile
     identity = np.eye(tile.features, -(-tile.features // CHUNK) * CHUNK)[None]
     y = np.full((s.batch, s.height, s.width, s.features), np.nan)
@@ -165,7 +171,9 @@ def test_boxes_add_up_to_the_convolution(name: str, split: bool) -> None:
 
 @dataclasses.dataclass
 class Barriers:
-    """Phases of mbarriers: a thread that waits for the k-th time proceeds when the k-th phase is complete."""
+    """Phases of mbarriers: a thread that waits for the k-th time proceeds when the k-th phase is
+    complete.
+    """
 
     arrivals: dict[str, int]
     arrived: collections.Counter = dataclasses.field(default_factory=collections.Counter)
@@ -190,7 +198,9 @@ Event = tuple[str, str, int] | tuple[str, Callable[[], None]]
 def threads(
     p: Plan, program: int, activates: bool, check: Callable[[str, object, object], None]
 ) -> dict[str, Iterator[Event]]:
-    """The order of waits and arrivals in `hopper_kernel`, with `check(ring slot, expected content)` where it is read."""
+    """The order of waits and arrivals in `hopper_kernel`, with `check(ring slot, expected content)`
+    where it is read.
+    """
     s, tile = p.schedule, p.schedule.tile
     content: dict[object, object] = {}
 

@@ -1,4 +1,4 @@
-"""The portable convolution kernels: interpreted against the float64 oracle, and lowered for CUDA."""
+"""The portable convolution kernels: interpreted against the float64 oracle; lowered for CUDA."""
 
 import jax
 import jax.numpy as jnp
@@ -104,7 +104,9 @@ def test_float16(name):
     [(16, (2, 4, 4, (16,), 16)), (64, (3, 4, 4, (16,), 16)), (16, (1, 5, 5, (16,), 16))],
 )
 def test_samples_of_a_block(block_pixels, shape):
-    """A block within one sample, over several samples, and past the end of the only one: each pixel takes its own sample's numbers."""
+    """A block within one sample, over several samples, and past the end of the only one: each pixel
+    takes its own sample's numbers.
+    """
     tile = triton.Tile(block_pixels=block_pixels, block_features=16, block_channels=16)
     check_forward(shape, 'float32', tile=tile, shifts=shape[0], affine=True)
 

@@ -1,4 +1,6 @@
-"""The pieces of the GroupNorm kernels, interpreted; the op under JAX's transformations; and which kernels a GPU would run."""
+"""The pieces of the GroupNorm kernels, interpreted; the op under JAX's transformations; and which
+kernels a GPU would run.
+"""
 
 import re
 
@@ -21,7 +23,8 @@ pytestmark = pytest.mark.filterwarnings(
     'ignore:The Pallas Triton backend is deprecated:DeprecationWarning'
 )
 
-# One step that covers all pixels; several steps; several programs that share the pixels, with a last one that has fewer.
+# One step that covers all pixels; several steps; several programs that share the pixels, with a
+# last one that has fewer.
 TILES = [Tile(8, 64, 1), Tile(16, 4, 2), Tile(8, 4, 1, splits=3)]
 SHAPES = [(2, 7, 5, 12), (1, 8, 8, 16), (2, 3, 3, 5)]
 
@@ -85,7 +88,8 @@ def test_affine_from_the_moments_of_two_parts(batch_of_scale):
     ('channels', 'groups'), [((4, 8), 3), ((8, 16), 4), ((16, 24), 4)], ids=str
 )
 def test_two_launches_each_way_and_the_recomputed_activation(channels, groups, tile, silu):
-    """What a fused convolution calls: the sums and the activation from one read, then the gradient from the sums.
+    """What a fused convolution calls: the sums and the activation from one read, then the gradient
+    from the sums.
 
     Groups of 6 and 10 channels lie across the programs' 8 or 16.
     """
@@ -124,7 +128,7 @@ def test_two_launches_each_way_and_the_recomputed_activation(channels, groups, t
 
 @pytest.mark.parametrize('shared', [(True, True), (True, False), (False, False)], ids=str)
 def test_gradients_of_parameters(shared):
-    """Summed over the samples where a parameter is shared, in its own type; one reduction for both."""
+    """Sums over samples where a parameter is shared, in its own type; one reduction for both."""
     sums = jnp.asarray(np.arange(24).reshape(3, 2, 4), jnp.float32)
     scale, offset = (
         jnp.zeros((1 if s else 3, 4), dtype)

@@ -1,4 +1,6 @@
-"""`python -m jaxunet.benchmark`: its sides compute what they say, its arithmetic is right, and nothing that fails is lost."""
+"""`python -m jaxunet.benchmark`: its sides compute what they say, its arithmetic is right, and
+nothing that fails is lost.
+"""
 
 from __future__ import annotations
 
@@ -44,13 +46,13 @@ from jaxunet.runtime import rows
 from jaxunet.runtime.errors import UserError
 
 FIELDS = {
-    'kind', 'time', 'git', 'device', 'devices', 'driver', 'versions', 'command', 'config', 'images', 'precision',
-    'batch_size', 'rounds', 'steps_per_round', 'matmul_flops', 'copy_bytes_per_s', 'forward_flops', 'backend', 'direction', 'reference',
+    'kind', 'time', 'git', 'device', 'devices', 'driver', 'versions', 'command', 'config', 'images', 'precision',  # noqa: E501
+    'batch_size', 'rounds', 'steps_per_round', 'matmul_flops', 'copy_bytes_per_s', 'forward_flops', 'backend', 'direction', 'reference',  # noqa: E501
     'error',
 }  # fmt: skip
 MEASURED = {
-    'median_ms', 'quartiles_ms', 'ratio', 'ratio_quartiles', 'images_per_second', 'mfu', 'bytes_moved', 'bandwidth_share', 'peak_bytes',
-    'lower_s', 'compile_s', 'steps_per_call', 'concurrent_kernels', 'ops', 'bytes_source', 'peak_source',
+    'median_ms', 'quartiles_ms', 'ratio', 'ratio_quartiles', 'images_per_second', 'mfu', 'bytes_moved', 'bandwidth_share', 'peak_bytes',  # noqa: E501
+    'lower_s', 'compile_s', 'steps_per_call', 'concurrent_kernels', 'ops', 'bytes_source', 'peak_source',  # noqa: E501
 }  # fmt: skip
 
 
@@ -64,7 +66,9 @@ def plan(config: Config | None = None, **changes: Any) -> Any:
 
 
 def test_command_line(tmp_path: pathlib.Path) -> None:
-    """Rows of every direction, shares that follow from them, a table that is printed again from the file."""
+    """Rows of every direction, shares that follow from them, a table that is printed again from the
+    file.
+    """
     output = tmp_path / 'rows.jsonl'
     options = ['--backends=xla', '--batch_sizes=4', '--rounds=3', '--steps=2', f'--output={output}']
     printed = call('jaxunet.benchmark', *flags(), *options)
@@ -102,7 +106,9 @@ def test_command_line(tmp_path: pathlib.Path) -> None:
 def test_a_side_that_cannot_run_is_a_row(
     tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also one that fails while it is timed; the others go on, and ratios are to the first even where the second is gone."""
+    """Also one that fails while it is timed; the others go on, and ratios are to the first even
+    where the second is gone.
+    """
 
     def fake(name: str, *_: Any) -> Any:
         if name == 'missing':
@@ -230,7 +236,9 @@ def test_peers_need_torch(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_sides_take_turns() -> None:
-    """Forwards and backwards; each turn is timed alone, and a ratio is of one round, so a drift cancels."""
+    """Forwards and backwards; each turn is timed alone, and a ratio is of one round, so a drift
+    cancels.
+    """
     assert turns(['a', 'b', 'c'], 3) == [['a', 'b', 'c'], ['c', 'b', 'a'], ['a', 'b', 'c']]
     now, speed, done = [0.0], {'a': 1.0, 'b': 2.0}, []
 
@@ -298,7 +306,9 @@ def test_nobody_is_timed_for_the_length_of_a_turn_that_is_given(
 
 
 def test_no_garbage_is_collected_in_a_turn() -> None:
-    """What was there before is not gone through again, and is given back to the collector at the end."""
+    """What was there before is not gone through again, and is given back to the collector at the
+    end.
+    """
     kept, counted = [[] for _ in range(1000)], []
     interleave({'a': lambda steps: counted.append(gc.get_freeze_count())}, rounds=1, steps=1)
     assert counted[0] >= len(kept)
@@ -364,7 +374,8 @@ def test_table_shows_the_latest_row_of_a_case() -> None:
         ]
     )
     assert text.splitlines()[0].startswith(
-        'GPU; jax 1; driver 5; commit abc. Measured rates of the device: float32 matrix product 1 TFLOP/s'
+        'GPU; jax 1; driver 5; commit abc. Measured rates of the device: float32 matrix product '
+        '1 TFLOP/s'
     )
     assert (
         text.splitlines()[-1]
@@ -390,7 +401,9 @@ def test_table_shows_the_latest_row_of_a_case() -> None:
 
 
 def test_a_table_of_several_runs_tells_them_apart() -> None:
-    """The sides of a case stand together, each with its commit, as its ratio is to another side of that commit."""
+    """The sides of a case stand together, each with its commit, as its ratio is to another side of
+    that commit.
+    """
     row = {name: None for name in FIELDS | MEASURED} | {
         'kind': 'benchmark',
         'versions': {},
@@ -476,15 +489,17 @@ ENTRY %main (t: (s32[], bf16[1000]), a: f32[100], b: f32[10], i: s32[]) -> f32[1
   %a = f32[100]{0} parameter(1)
   %b = f32[10]{0} parameter(2)
   %i = s32[] parameter(3)
-  %w = (s32[], bf16[1000]{0}) while(%t), condition=%cond, body=%body, backend_config={"known_trip_count":{"n":"7"}}
-  %g = (f32[10]{0}, u8[999999]{0}) custom-call(%b, %b), custom_call_target="__cublas$gemm"
-  ROOT %r = f32[100]{0} call(%a, %b, %i), to_apply=%inner
+  %w = (s32[], bf16[1000]{0}) while(%t), condition=%cond, body=%body,
+  backend_config={"known_trip_count":{"n":"7"}} %g = (f32[10]{0}, u8[999999]{0}) custom-call(%b,
+  %b), custom_call_target="__cublas$gemm" ROOT %r = f32[100]{0} call(%a, %b, %i), to_apply=%inner
 }
 """
 
 
 def test_bytes_moved_by_loops_calls_and_custom_kernels() -> None:
-    """Seven times a kernel of 2000 bytes in and out; a library call without its scratch space; an update in place of 40 bytes."""
+    """Seven times a kernel of 2000 bytes in and out; a library call without its scratch space; an
+    update in place of 40 bytes.
+    """
     assert bytes_moved(LOOP) == 7 * 4000 + 3 * 40 + (2 * 40 + 4)
     with pytest.raises(ValueError, match='ENTRY'):
         bytes_moved('HloModule m')
@@ -513,7 +528,7 @@ def test_rates_are_those_of_this_device() -> None:
 PEER_CONFIGS = {
     'elephants64': {},
     'cifar10': {
-        'time_embedding': 'ddpm', 'conv_resample': True, 'downsample_padding': 'same', 'norm_eps': 1e-6, 'num_heads': 1,
+        'time_embedding': 'ddpm', 'conv_resample': True, 'downsample_padding': 'same', 'norm_eps': 1e-6, 'num_heads': 1,  # noqa: E501
         'num_head_channels': 0, 'init': 'ddpm',
     },
     'classes': {'num_classes': 5, 'scale_shift_norm': True, 'resblock_updown': True},

@@ -1,4 +1,6 @@
-"""The benchmark of the kernels: what it reads from a trace, the rows and tables it makes of it, and that every case can be built."""
+"""The benchmark of the kernels: what it reads from a trace, the rows and tables it makes of it, and
+that every case can be built.
+"""
 
 from __future__ import annotations
 
@@ -49,7 +51,8 @@ def profile(
     )
     text += 'stat_metadata { key: 1 value { id: 1 name: "hlo_module" } }\n'
     body = ''.join(
-        f'events {{ metadata_id: {names.index(kernel) + 1} offset_ps: {int(start * 1e6)} duration_ps: {int(us * 1e6)} '
+        f'events {{ metadata_id: {names.index(kernel) + 1} offset_ps: {int(start * 1e6)} '
+        f'duration_ps: {int(us * 1e6)} '
         + (f'stats {{ metadata_id: 1 str_value: "{module}" }}' if module else '')
         + ' }\n'
         for module, kernel, start, us in events
@@ -147,7 +150,9 @@ def measured(
 
 
 def test_rows() -> None:
-    """The numbers follow from the times; a side that fails, or computes something else, is a row that says so and harms no other."""
+    """The numbers follow from the times; a side that fails, or computes something else, is a row
+    that says so and harms no other.
+    """
     good, broken, wrong, nan = measured(
         toy('good'),
         toy('broken', fails),
@@ -223,7 +228,9 @@ def test_groups(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_lowering_elsewhere() -> None:
-    """A side that another process lowered is what runs; where that fails it lowers here, and nothing is waited for in vain."""
+    """A side that another process lowered is what runs; where that fails it lowers here, and
+    nothing is waited for in vain.
+    """
     pytest.importorskip('flatbuffers')  # jax.export needs it to serialize
     m = toy('apart')
 
@@ -444,7 +451,9 @@ def test_tables(tmp_path: pathlib.Path) -> None:
 
 
 def test_committed_rows_make_a_table_of_each_backend() -> None:
-    """And with the CUDA kernels' columns left out, one of Pallas's alone, which have no linear layer."""
+    """And with the CUDA kernels' columns left out, one of Pallas's alone, which have no linear
+    layer.
+    """
     committed = rows.read(ROOT / 'docs/results/kernels/rows.jsonl')
     three = kernel_table.summary(committed)
     both = [row for row in committed if 'us_pallas' in row]
@@ -502,7 +511,9 @@ def test_without_a_gpu() -> None:
 
 
 def test_tuning_covers_the_convolutions() -> None:
-    """Every plain convolution of 64 channels or more has tiles in all directions, the chosen first, and the tile is what runs."""
+    """Every plain convolution of 64 channels or more has tiles in all directions, the chosen first,
+    and the tile is what runs.
+    """
     with device.use(device.Target.HOPPER):
         found = tune_hopper.shapes(tune_hopper.DIRECTIONS, '', 2, 'bfloat16', 3)
     plain = {(s.case, s.direction) for s in found if s.direction != 'fused'}

@@ -217,7 +217,9 @@ def test_keep(run):
 
 
 def test_other_device_counts_and_modes(tmp_path, source):
-    """The checkpoint of 4 devices under jit goes on with 2 under pmap, then with 1: the losses are those of 4 all along."""
+    """The checkpoint of 4 devices under jit goes on with 2 under pmap, then with 1: the losses are
+    those of 4 all along.
+    """
 
     def part(workdir, steps, **parallel):
         train(
@@ -249,7 +251,8 @@ def test_changing_the_precision_resets_the_loss_scale(run, source):
 def test_another_model_in_the_workdir_is_refused(run, source):
     with pytest.raises(
         UserError,
-        match=r'holds a run with another config:\n  model.base_channels: 8 -> 16\nChoose another --workdir; its weights',
+        match=r'holds a run with another config:\n  model.base_channels: 8 -> 16\nChoose another '
+        r'--workdir; its weights',
     ):
         train(tiny_config(model={'base_channels': 16}), run, source)
     with pytest.raises(
@@ -285,19 +288,23 @@ def test_a_disk_that_has_room_again_gets_the_next_checkpoint(tmp_path):
 
 
 def test_a_full_disk_leaves_the_last_good_checkpoint(tmp_path, cache):
-    """No file may grow beyond a few bytes after step 10: writing fails as on a full disk; training goes on, tells, and fails at the end."""
+    """No file may grow beyond a few bytes after step 10: writing fails as on a full disk; training
+    goes on, tells, and fails at the end.
+    """
     subprocess.run(
         command(tmp_path, steps=10), env=environment(cache), check=True, capture_output=True
     )
     limited = (
-        'import resource, runpy, sys; resource.setrlimit(resource.RLIMIT_FSIZE, (40_000, 40_000)); '
+        'import resource, runpy, sys; resource.setrlimit(resource.RLIMIT_FSIZE, (40_000, '
+        '40_000)); '
         'sys.argv = sys.argv[1:]; runpy.run_module("jaxunet.train", run_name="__main__")'
     )
     full = command(tmp_path, steps=20)
     full[1:3] = ['-c', limited, 'train']
     done = subprocess.run(full, env=environment(cache), check=False, capture_output=True, text=True)
     assert done.returncode == 2, done.stderr
-    # Threads of the storage library may still be talking while the error is printed, so it need not come last.
+    # Threads of the storage library may still be talking while the error is printed, so it need not
+    # come last.
     (error,) = (line for line in done.stderr.splitlines() if line.startswith('error: '))
     assert error.startswith('error: a checkpoint could not be written to')
     assert 'the last good one is step 10' in error

@@ -1,4 +1,6 @@
-"""Command lines as a user types them: the whole way from images to images, and mistakes without tracebacks."""
+"""Command lines as a user types them: the whole way from images to images, and mistakes without
+tracebacks.
+"""
 
 import io
 import itertools
@@ -113,7 +115,8 @@ def test_sampler_options_change_images(run, tmp_path):
         )
     ):
         seen.append(sample(run, tmp_path / f'{i}.npz', *extra)[0])
-    # The weights are nearly those of the start, whose output is zero: guidance and averaging show least.
+    # The weights are nearly those of the start, whose output is zero: guidance and averaging show
+    # least.
     assert len({images.tobytes() for images in seen}) >= 5
 
 
@@ -181,7 +184,8 @@ def test_files_that_give_no_config(tmp_path):
         (
             'photos.npz',
             'PK\0',
-            r'expected a Python file with get_config\(\), found .*photos.npz, which is not a Python file',
+            r'expected a Python file with get_config\(\), found .*photos.npz, which is not a '
+            r'Python file',
         ),
     ):
         (tmp_path / name).write_text(text)

@@ -1,4 +1,6 @@
-"""`python -m jaxunet.evaluate` as a user types it, and every form that samples and references may have."""
+"""`python -m jaxunet.evaluate` as a user types it, and every form that samples and references may
+have.
+"""
 
 from __future__ import annotations
 
@@ -157,7 +159,8 @@ def test_from_images_to_results(weights, tmp_path):
             4,
             str(real),
         )
-    # The statistics serve in place of the images, and the results of another run are added: of the same images, 0.
+    # The statistics serve in place of the images, and the results of another run are added: of the
+    # same images, 0.
     run(
         f'--samples={real}',
         f'--reference={tmp_path}/real.npz',
@@ -174,7 +177,8 @@ def test_from_images_to_results(weights, tmp_path):
 MISTAKES = [
     (
         ['--samples=S', '--metrics=fdi'],
-        '--metrics: expected some of fid, kid, precision, recall, inception_score, found \'fdi\'; did you mean "fid"',
+        '--metrics: expected some of fid, kid, precision, recall, inception_score, found '
+        '\'fdi\'; did you mean "fid"',
     ),
     (['--samples=S', '--metrics=kid'], '--reference: missing; needed by kid'),
     (
@@ -195,7 +199,8 @@ MISTAKES = [
     ),
     (['--samples=S', '--reference=S', '--output=/proc'], '--output: /proc: cannot be written'),
     (['--samples=S', '--reference=S', '--batch_size=0'], 'flag --batch_size=0'),
-    # Of the reference B the last image is corrupt, which shows when its features are computed: the samples' mistakes come before that.
+    # Of the reference B the last image is corrupt, which shows when its features are computed: the
+    # samples' mistakes come before that.
     (['--samples=nothere', '--reference=B', '--features=F'], 'nothere: no such file or folder'),
     (
         ['--samples=S', '--reference=B', '--features=F', '--num_samples=5'],
@@ -211,7 +216,8 @@ from jaxunet import evaluate
 from jaxunet.runtime.errors import UserError
 found = []
 for arguments in json.loads(sys.argv[1]):
-    for name in ('samples', *(flag.name for flag in flags.FLAGS.get_key_flags_for_module(evaluate))):
+    for name in ('samples', *(flag.name for flag in
+    flags.FLAGS.get_key_flags_for_module(evaluate))):
         flags.FLAGS[name].unparse()
     try:
         flags.FLAGS(['evaluate', *arguments])

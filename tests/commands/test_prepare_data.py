@@ -23,7 +23,9 @@ ROOT = pathlib.Path(prepare_data.__file__).resolve().parents[1]
 def run(
     *flags: str, cwd: pathlib.Path, limit: int | None = None
 ) -> subprocess.CompletedProcess[str]:
-    """The command line in a process of its own, that may write files of at most `limit` KiB (as on a full disk)."""
+    """The command line in a process of its own, that may write files of at most `limit` KiB (as on
+    a full disk).
+    """
     limited = [] if limit is None else ['bash', '-c', f'ulimit -f {limit}; exec "$@"', 'bash']
     return subprocess.run(
         [*limited, sys.executable, '-m', 'jaxunet.prepare_data', *flags],
@@ -69,7 +71,9 @@ def unetcu_bytes(folder: pathlib.Path) -> bytes:
 
 
 def test_bin_is_unetcus(tmp_path, capsys):
-    """Sorting that plain string order would get wrong, every mode, every value of a byte, files that are no images."""
+    """Sorting that plain string order would get wrong, every mode, every value of a byte, files
+    that are no images.
+    """
     ramp = np.arange(64 * 64, dtype=np.int64).astype(np.uint8).reshape(64, 64)
     rgb = Image.fromarray(random_pixels(0, (64, 64, 3)))
     images = {
@@ -90,7 +94,8 @@ def test_bin_is_unetcus(tmp_path, capsys):
     assert (tmp_path / 'out.bin').read_bytes() == unetcu_bytes(folder)
     assert (
         capsys.readouterr().out
-        == f'left out readme.txt: not an image\n{tmp_path}/out.bin: 6 images of 64x64x3; 1 files left out\n'
+        == f'left out readme.txt: not an image\n{tmp_path}/out.bin: 6 images of 64x64x3; 1 files '
+        'left out\n'
     )
 
 
@@ -242,8 +247,8 @@ def test_a_full_disk_leaves_the_old_file(tmp_path, output):
     )
     assert done.returncode == 2
     assert (
-        f'error: {output}: cannot be written: File too large; check the folder, its permissions and the free space'
-        in done.stderr
+        f'error: {output}: cannot be written: File too large; check the folder, its permissions '
+        'and the free space' in done.stderr
     )
     assert 'Traceback' not in done.stderr
     assert [(p.name, p.read_bytes()) for p in tmp_path.iterdir()] == [(output, b'old')]
@@ -255,14 +260,16 @@ def test_a_full_disk_leaves_the_old_file(tmp_path, output):
         (
             'out.bim',
             '8',
-            r'--output: expected a name that ends in .bin \(unet.cu\) or .npz, found "out.bim"; did you mean ".bin"\?',
+            r'--output: expected a name that ends in .bin \(unet.cu\) or .npz, found "out.bim"; '
+            r'did you mean ".bin"\?',
         ),
         ('out', '8', r'found "out"'),
         ('', '8', r'found ""'),
         (
             'out.bin',
             '0',
-            r"--image_size: expected SIDE or HEIGHT,WIDTH, each 1 to 65536, such as 64 or 48,64; found '0'",
+            r'--image_size: expected SIDE or HEIGHT,WIDTH, each 1 to 65536, such as 64 or 48,64; '
+            r"found '0'",
         ),
         ('out.bin', '8x8', r"found '8x8'"),
         ('out.bin', '8,8,8', r"found '8,8,8'"),

@@ -1,7 +1,9 @@
-"""What commit e54d28d wrote is read, continued and sampled as that commit did it, by the public commands alone.
+"""What commit e54d28d wrote is read, continued and sampled as that commit did it, by the public
+commands alone.
 
-`tests/fixtures/e54d28d/make.py` wrote the files and what is expected of them; `commands.json` there has the flags. The numbers come from
-the same programs, but another processor may round otherwise: hence the tolerances.
+`tests/fixtures/e54d28d/make.py` wrote the files and what is expected of them; `commands.json` there
+has the flags. The numbers come from the same programs, but another processor may round otherwise:
+hence the tolerances.
 """
 
 from __future__ import annotations
@@ -29,8 +31,8 @@ FLAGS = json.loads((FIXTURES / 'commands.json').read_text())
 SAVED, RESUMED = FLAGS['steps']['saved'], FLAGS['steps']['resumed']
 RUNS = list(FLAGS['runs'])
 COMMIT = 'e54d28d'
-# Second moments below it are of gradients that are 0 but for rounding, such as those of the keys' bias, which changes no softmax. Adam
-# makes whole steps of them, which differ between processors.
+# Second moments below it are of gradients that are 0 but for rounding, such as those of the keys'
+# bias, which changes no softmax. Adam makes whole steps of them, which differ between processors.
 ROUNDING = 1e-16
 
 
@@ -295,7 +297,9 @@ def test_a_sweep_is_reported_again(tmp_path):
 
 
 def test_a_sweep_is_complete(tmp_path):
-    """Its rows belong to a machine and to versions, so the same command knows them again only where these are the same."""
+    """Its rows belong to a machine and to versions, so the same command knows them again only where
+    these are the same.
+    """
     folder = copied('sweep', tmp_path)
     before = contents(folder)
     row = json.loads((folder / 'results.jsonl').read_text().splitlines()[0])

@@ -1,4 +1,6 @@
-"""`python -m jaxunet.compare`: methods, runs of equal time in processes of their own, and the report."""
+"""`python -m jaxunet.compare`: methods, runs of equal time in processes of their own, and the
+report.
+"""
 
 from __future__ import annotations
 
@@ -100,7 +102,10 @@ def test_a_comparison_from_end_to_end(compared):
     text = (output / 'report.md').read_text()
     assert text in out
     assert '| uniform | 2 |' in text
-    protocol = "12 samples by ddim with 2 evaluations of the network, compared with digits: (1797 images); recall: k=3; by the run's seed; "
+    protocol = (
+        '12 samples by ddim with 2 evaluations of the network, compared with digits: '
+        "(1797 images); recall: k=3; by the run's seed; "
+    )
     assert f'{protocol}features classifier-' in text
     assert f'Runs on cpu; jax {jax.__version__}; commit ' in text
     assert 'Failed: broken_seed0: crash' in text
@@ -109,7 +114,9 @@ def test_a_comparison_from_end_to_end(compared):
 
 
 def test_runs_of_a_seed_start_alike(compared):
-    """From the same weights, with the same batches and noise: equal methods have equal losses, another seed has others."""
+    """From the same weights, with the same batches and noise: equal methods have equal losses,
+    another seed has others.
+    """
     output, _ = compared
     losses = [
         [row['loss'] for row in read_metrics(output / 'runs' / name / 'training' / 'metrics.csv')]
@@ -130,7 +137,7 @@ def test_milestones_are_measured_in_the_order_of_what_their_curve_would_miss():
 
 
 def test_the_same_command_goes_on(compared, features):
-    """Nothing is trained again whose weights are kept, and nothing measured again whose rows are."""
+    """Weights that are kept are not trained again; rows that are kept are not measured again."""
     output, _ = compared
     before = {p: p.stat().st_mtime_ns for p in output.rglob('snapshots/*.npz')}
     assert len(before) == 6
@@ -151,7 +158,8 @@ def test_the_same_command_goes_on(compared, features):
     assert 'holds a run with another config' in call(
         features, output, *ARGUMENTS, '--config.data.batch_size=16', code=2
     )
-    # A file of the same name with other weights: told before anything is trained or measured with it.
+    # A file of the same name with other weights: told before anything is trained or measured with
+    # it.
     with np.load(features) as arrays:
         others = dict(arrays)
     try:
@@ -167,7 +175,9 @@ def test_the_same_command_goes_on(compared, features):
 
 
 def test_without_training_the_record_stays(compared):
-    """Even of other methods, and without features; step costs, here of before, come into the report."""
+    """Even of other methods, and without features; step costs, here of before, come into the
+    report.
+    """
     output, _ = compared
     kept = {name: (output / name).read_text() for name in (runner.SPEC, 'compare.csv')}
     failures = runner.load_failures(output)
@@ -363,7 +373,9 @@ def rows_of(
 
 
 def test_the_table_is_computed_from_the_rows(tmp_path):
-    """The faster method comes to the mean of the baseline's final values, 30, halfway between its first two points."""
+    """The faster method comes to the mean of the baseline's final values, 30, halfway between its
+    first two points.
+    """
     methods = {'uniform': METHODS['uniform'], 'p2': METHODS['p2'], 'speed': METHODS['speed']}
     config = resolve(to_dict(Config().replace(**TINY)))
     spec = spec_of(config, methods, 30.0, {'uniform': 2, 'p2': 1, 'speed': 1}, 3)
@@ -413,7 +425,9 @@ def test_the_table_is_computed_from_the_rows(tmp_path):
 
 
 def test_runs_of_other_lengths(tmp_path):
-    """A shorter one is told beside the baseline of its time, halfway between two of its points; its own curve ends there."""
+    """A shorter one is told beside the baseline of its time, halfway between two of its points; its
+    own curve ends there.
+    """
     methods = {'uniform': METHODS['uniform'], 'p2': METHODS['p2'], 'speed': METHODS['speed']}
     seconds, seeds = {'uniform': 30.0, 'p2': 15.0, 'speed': 20.0}, dict.fromkeys(methods, 1)
     config = to_dict(resolve(to_dict(Config().replace(**TINY))))
@@ -444,7 +458,8 @@ def test_runs_that_were_measured_in_different_ways_do_not_compare(tmp_path, fiel
     path.write_text(json.dumps(json.loads(path.read_text()) | {field: 7}) + '\n')
     with pytest.raises(
         UserError,
-        match=rf'measured with different {field} do not compare: .* \(uniform_seed0\), 7 \(p2_seed0\)',
+        match=rf'measured with different {field} do not compare: .* \(uniform_seed0\), 7 '
+        r'\(p2_seed0\)',
     ):
         results.collect(spec, tmp_path)
 

@@ -34,7 +34,8 @@ WRONG = [
     ({'seed': True}, r'seed: expected int, found True'),
     (
         {'backend': 'pallas+adam=cuda'},
-        r'backend: expected pallas\+OP=BACKEND with one of conv3x3, .*, adamw, found .adam=cuda.; did you mean "adamw"',
+        r'backend: expected pallas\+OP=BACKEND with one of conv3x3, .*, adamw, found '
+        r'.adam=cuda.; did you mean "adamw"',
     ),
     (
         {'backend': 'pallas+adamw=pallas'},

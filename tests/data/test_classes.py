@@ -53,11 +53,13 @@ def test_a_run_keeps_the_names_of_its_classes(run):
             ('cow', 'bull'),
             r'holds a run with other classes; label 0 would be cow instead of bull:\n'
             r'  labels 0, 1, ... of the run: bull, cow\n  labels 0, 1, ... of herd: cow, bull\n'
-            r'Give it the same names in the same order, here with --config.data.classes="\(\'bull\', \'cow\'\)", choose another --workdir',
+            r'Give it the same names in the same order, here with '
+            r'--config.data.classes="\(\'bull\', \'cow\'\)", choose another --workdir',
         ),
         (
             ('bull', 'calf'),
-            r'label 1 would be calf instead of cow:\n(.*\n)*.*in the same order, choose another .*--config.init_from=',
+            r'label 1 would be calf instead of cow:\n(.*\n)*.*in the same order, choose another '
+            r'.*--config.init_from=',
         ),
     ],
 )
@@ -106,8 +108,8 @@ def test_classes_and_the_table_of_the_model(monkeypatch):
     classes.check_classes(conditional(number=3), source)
     classes.check_classes(conditional(number=10), source)
     assert (
-        'model.num_classes: 3, but herd has 2 classes (bull, cow): label 2 has no images and will not be trained'
-        in told[0]
+        'model.num_classes: 3, but herd has 2 classes (bull, cow): label 2 has no images and '
+        'will not be trained' in told[0]
     )
     assert (
         'labels 2 to 9 have no images and will not be trained; for a new run, set it to 2'
@@ -123,7 +125,8 @@ def test_classes_and_the_table_of_the_model(monkeypatch):
     source.unlabelled_by = 'x.png lies beside the sub-folders bull, cow'
     with pytest.raises(
         UserError,
-        match=r'no class labels, as x.png lies beside the sub-folders bull, cow; move such images into a class',
+        match=r'no class labels, as x.png lies beside the sub-folders bull, cow; move such '
+        r'images into a class',
     ):
         classes.check_classes(conditional(), source)
 
@@ -138,7 +141,8 @@ def test_labels_by_number_or_name():
     ]
     with pytest.raises(
         UserError,
-        match=r"whole numbers from 0 to 2 or names \(0 bull, 1 cow\), found 'cwo'; did you mean \"cow\"\?",
+        match=r"whole numbers from 0 to 2 or names \(0 bull, 1 cow\), found 'cwo'; did you mean "
+        r'\"cow\"\?',
     ):
         classes.label_of('cwo', 3, names)
     with pytest.raises(UserError, match=r"whole numbers from 0 to 2, found 'cow'"):

@@ -1,4 +1,6 @@
-"""Damaged, wrong and hostile data files: each gives a UserError that says what is wrong where, and what to do."""
+"""Damaged, wrong and hostile data files: each gives a UserError that says what is wrong where, and
+what to do.
+"""
 
 from __future__ import annotations
 
@@ -101,7 +103,8 @@ def test_sets_without_an_image(tmp_path, form):
     path = put(tmp_path, {'a.txt': b'words', 'b.png': b'', 'c.jpg': b'GIF'}, form)
     fails(
         path,
-        r'no images .* found 3 other files: a.txt \(not an image\), b.png \(empty file\), c.jpg \(not an image\)',
+        r'no images .* found 3 other files: a.txt \(not an image\), b.png \(empty file\), c.jpg '
+        r'\(not an image\)',
     )
 
 
@@ -225,7 +228,8 @@ def test_a_compressed_tar_that_does_not_fit(tmp_path, monkeypatch):
     path = write_tar(tmp_path / 'x.tar.gz', {f'{i}.png': PNG for i in range(5)}, 'gz')
     fails(
         path,
-        r'4 images or more, which take over .* GiB of memory at 16x16x3.*python -m jaxunet.prepare_data --input .*x.tar.gz',
+        r'4 images or more, which take over .* GiB of memory at 16x16x3.*python -m '
+        r'jaxunet.prepare_data --input .*x.tar.gz',
     )
 
 
@@ -381,7 +385,8 @@ BINS: dict[str, tuple[dict[int, int], int, str]] = {
     'model file': (
         {0: 12345678},
         0,
-        r'magic \(byte 0\): 12345678, so this is a unet.cu model file \(weights\), expected a data file',
+        r'magic \(byte 0\): 12345678, so this is a unet.cu model file \(weights\), expected a '
+        r'data file',
     ),
     'magic': ({0: 7}, 0, r'magic \(byte 0\): expected 20240620 .*found 7'),
     'no images': ({1: 0}, 0, r'n_images \(byte 4\): expected 1 to 2147483647, found 0'),
@@ -531,7 +536,8 @@ def test_cifar10_without_its_prefix(tmp_path):
     path = write_tar(tmp_path / 'cifar-10-python.tar.gz', official_files(), 'gz')
     fails(
         path,
-        rf'holds CIFAR-10\'s official batches, not image files; write data.path as "cifar10:{path}"',
+        r'holds CIFAR-10\'s official batches, not image files; write data.path as '
+        rf'"cifar10:{path}"',
         shape=(32, 32, 3),
     )
 

@@ -116,7 +116,9 @@ def test_digits_are_the_real_ones():
 
 @pytest.mark.parametrize('form', FORMS)
 def test_forms_agree(tmp_path, form, monkeypatch):
-    """Order, labels and pixels are the same in a folder and in every archive; other files are counted and named."""
+    """Order, labels and pixels are the same in a folder and in every archive; other files are
+    counted and named.
+    """
     warnings = []
     monkeypatch.setattr(
         image_files.logging, 'warning', lambda text, *values: warnings.append(text % values)

@@ -52,7 +52,8 @@ def test_cosine_schedule_known_values():
     alphas_cumprod = np.cumprod(1 - betas)
     for t in (0, 1, 250, 499, 900, 998):
         assert alphas_cumprod[t] == pytest.approx(f(t + 1) / f(0), rel=1e-9)
-    # Halfway the two differ as IDDPM's figure 5 shows: cosine keeps half the variance, linear almost nothing.
+    # Halfway the two differ as IDDPM's figure 5 shows: cosine keeps half the variance, linear
+    # almost nothing.
     assert alphas_cumprod[499] == pytest.approx(0.494, abs=1e-3)
     assert np.cumprod(1 - d.make_betas('linear', 1000))[499] == pytest.approx(0.0786, abs=1e-3)
 
@@ -62,7 +63,8 @@ def test_cosine_schedule_known_values():
     [
         (
             {'schedule': 'cosin'},
-            r'diffusion.schedule: expected one of linear, cosine, found \'cosin\'; did you mean "cosine"',
+            r'diffusion.schedule: expected one of linear, cosine, found \'cosin\'; did you mean '
+            r'"cosine"',
         ),
         (
             {'prediction': 'eps'},
@@ -95,7 +97,9 @@ def test_tables_are_finite(schedule, steps):
 
 @pytest.mark.parametrize('schedule', ['linear', 'cosine'])
 def test_closed_form_is_the_iterated_step(schedule):
-    """Mean and variance of x_t, one step q(x_t | x_{t−1}) after the other (DDPM eq. 2), are those of q_sample."""
+    """Mean and variance of x_t, one step q(x_t | x_{t−1}) after the other (DDPM eq. 2), are those
+    of q_sample.
+    """
     config = DiffusionConfig(schedule=schedule, steps=100)
     diffusion = d.make_diffusion(config)
     x0 = jnp.ones((100, 1, 1, 1), jnp.float32)
@@ -114,13 +118,16 @@ def test_closed_form_is_the_iterated_step(schedule):
 
 @pytest.mark.parametrize('schedule', ['linear', 'cosine'])
 def test_posterior_is_the_product_of_two_gaussians(schedule):
-    """q(x_{t−1} | x_t, x_0) ∝ q(x_t | x_{t−1}) q(x_{t−1} | x_0), multiplied on a fine grid of x_{t−1} and normalised numerically."""
+    """q(x_{t−1} | x_t, x_0) ∝ q(x_t | x_{t−1}) q(x_{t−1} | x_0), multiplied on a fine grid of
+    x_{t−1} and normalised numerically.
+    """
     diffusion = d.make_diffusion(DiffusionConfig(schedule=schedule, steps=100))
     betas = d.make_betas(schedule, 100)
     alphas = np.cumprod(1 - betas)
     x0, xt = 0.4, -0.3
     for t in (1, 2, 37, 98):
-        # The grid spans 12 standard deviations of the narrower factor's reach on both sides of each factor's centre.
+        # The grid spans 12 standard deviations of the narrower factor's reach on both sides of each
+        # factor's centre.
         centre1, std1 = xt / math.sqrt(1 - betas[t]), math.sqrt(betas[t] / (1 - betas[t]))
         centre2, std2 = math.sqrt(alphas[t - 1]) * x0, math.sqrt(1 - alphas[t - 1])
         grid = np.linspace(
@@ -257,7 +264,9 @@ def test_wrong_number_of_output_channels_is_an_error(learn_sigma, channels, expe
 
 
 def exact_bound(config, prediction_error, values, x0, noise, steps):
-    """L_{t−1} in bits per dimension from the betas, in float64; the network's ε is off by `prediction_error`."""
+    """L_{t−1} in bits per dimension from the betas, in float64; the network's ε is off by
+    `prediction_error`.
+    """
     betas = d.make_betas(config.schedule, config.steps)
     alphas = np.cumprod(1 - betas)
     terms = []
@@ -359,7 +368,9 @@ def test_decoder_is_accurate_in_both_tails(side):
 
 @pytest.mark.parametrize('prediction', PREDICTIONS)
 def test_hybrid_loss_gradient_leaves_the_prediction_alone(prediction):
-    """The prediction's gradient is that of the mean squared error alone; the variance's is that of the bound alone, finite everywhere."""
+    """The prediction's gradient is that of the mean squared error alone; the variance's is that of
+    the bound alone, finite everywhere.
+    """
     config = DiffusionConfig(prediction=prediction, learn_sigma=True)
     diffusion, plain = (
         d.make_diffusion(config),
@@ -384,7 +395,8 @@ def test_hybrid_loss_gradient_leaves_the_prediction_alone(prediction):
     np.testing.assert_allclose(
         gradient[..., 1:], only_bound[..., 1:] * diffusion.vlb_weight * 1000, rtol=1e-5, atol=1e-12
     )
-    # Without the stop the bound would reach the prediction, and it does reach the variance: the two checks above are not of zeros.
+    # Without the stop the bound would reach the prediction, and it does reach the variance: the two
+    # checks above are not of zeros.
     assert np.abs(only_bound[2:, ..., :1]).max() > 0
     assert (np.abs(gradient[2:, ..., 1:]).max(axis=(1, 2, 3)) > 0).all()
 

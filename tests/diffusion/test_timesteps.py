@@ -1,4 +1,6 @@
-"""Timestep samplers: their distributions, unbiasedness, convergence on constructed problems, devices, checkpoints."""
+"""Timestep samplers: their distributions, unbiasedness, convergence on constructed problems,
+devices, checkpoints.
+"""
 
 import dataclasses
 import functools
@@ -59,7 +61,9 @@ def draws(sampler, state, count=20_000):
 
 
 def assert_distribution(t, p):
-    """Chi-square on fixed seeds: a wrong distribution is far beyond one in a thousand at 20,000 draws."""
+    """Chi-square on fixed seeds: a wrong distribution is far beyond one in a thousand at 20,000
+    draws.
+    """
     observed = np.bincount(t, minlength=len(p))
     assert observed[p == 0].sum() == 0
     assert stats.chisquare(observed[p > 0], len(t) * p[p > 0] / p.sum()).pvalue > 1e-3
@@ -188,7 +192,9 @@ def test_loss_second_moment_converges_to_the_known_moments():
 
 
 def follow_gradients(second_moment, weight, count, **fields):
-    """A constructed problem: losses of mean `second_moment` at each timestep, exponentially distributed, of constant weights."""
+    """A constructed problem: losses of mean `second_moment` at each timestep, exponentially
+    distributed, of constant weights.
+    """
     sampler = sampler_of('adaptive', adaptive_bins=STEPS, **fields)
     config = TimestepsConfig(adaptive_bins=STEPS, **fields)
     second_moment, weight = (jnp.asarray(x, jnp.float32) for x in (second_moment, weight))
@@ -373,7 +379,9 @@ def test_policy_probes_are_the_best_correlated_timesteps():
 
 
 def test_policy_bound_terms_are_ddpms_weighted_error():
-    """With variance β: L_t = β²/(2 β α (1 − ᾱ)) ‖ε − ε̂‖² plus what does not depend on the network (DDPM eq. 12)."""
+    """With variance β: L_t = β²/(2 β α (1 − ᾱ)) ‖ε − ε̂‖² plus what does not depend on the network
+    (DDPM eq. 12).
+    """
     diffusion = make_diffusion(DiffusionConfig(steps=STEPS))
     t = jnp.arange(1, STEPS)
     keys = jax.random.split(jax.random.key(0), 3)

@@ -1,4 +1,6 @@
-"""Loss weightings: their equations, the same problem for every prediction, and the learned one's convergence."""
+"""Loss weightings: their equations, the same problem for every prediction, and the learned one's
+convergence.
+"""
 
 import jax
 import jax.numpy as jnp
@@ -38,7 +40,8 @@ def test_p2_and_soft_min_snr():
     np.testing.assert_allclose(
         table(weighting='p2', p2_gamma=0.5, p2_k=2.0), 1 / np.sqrt(2 + SNR), rtol=1e-6
     )
-    # σ² = 1/SNR: on x_0 the weight is 1/(σ² + σ_d²), which is between min(SNR, γ)/2 and min(SNR, γ), γ = 1/σ_d².
+    # σ² = 1/SNR: on x_0 the weight is 1/(σ² + σ_d²), which is between min(SNR, γ)/2 and min(SNR,
+    # γ), γ = 1/σ_d².
     soft = table(weighting='soft_min_snr', soft_min_snr_sigma=0.5)
     np.testing.assert_allclose(soft * SNR, 1 / (1 / SNR + 0.25), rtol=1e-5)
     hard = table(weighting='min_snr', min_snr_gamma=4.0)

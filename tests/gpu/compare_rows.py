@@ -1,4 +1,5 @@
-"""Prints the step times that `steps.sh` wrote: each turn of both checkouts, and the ratio of their medians.
+"""Prints the step times that `steps.sh` wrote: each turn of both checkouts, and the ratio of their
+medians.
 
 python3 tests/gpu/compare_rows.py FOLDER
 """

@@ -17,7 +17,8 @@ from xla_ffi import unavailable
 
 pytestmark = pytest.mark.gpu
 OPS = load_ops('xla')
-# Relative error of a whole op: a few roundings of its type (float32 goes through tf32 in convolutions and products).
+# Relative error of a whole op: a few roundings of its type (float32 goes through tf32 in
+# convolutions and products).
 TOLERANCE = {'float32': 2e-3, 'bfloat16': 2e-2, 'float16': 3e-3}
 
 

@@ -1,4 +1,4 @@
-"""Metrics on features: known Gaussians, brute force in float64, and what must not change a result."""
+"""Metrics on features: known Gaussians, brute force in float64, and invariances."""
 
 from __future__ import annotations
 
@@ -188,7 +188,7 @@ def test_kernel_distance_by_subsets():
 
 
 def test_kernel_distance_is_unbiased():
-    """Of two halves of one distribution it is 0 on average; the biased estimate would be far above."""
+    """Two halves of one distribution give 0 on average; the biased estimate is far above."""
     random = np.random.default_rng(6)
     values = [squared_mmd(*random.normal(size=(2, 24, 8)).astype(np.float32)) for _ in range(60)]
     assert abs(np.mean(values)) < 4 * np.std(values) / np.sqrt(60)
@@ -242,7 +242,9 @@ def test_a_copy_has_full_precision_and_recall_and_a_distant_set_none():
 
 
 def test_memory_is_that_of_a_block():
-    """50,000 × 50,000 distances are 10 GB; no array of the program has more than a block of them and the features."""
+    """50,000 × 50,000 distances are 10 GB; no array of the program has more than a block of them
+    and the features.
+    """
     n, block, d = 50_000, 1000, 4
     rows = jax.ShapeDtypeStruct((block, d), jnp.float32)
     tiles = jax.ShapeDtypeStruct((n // block, block, d), jnp.float32)

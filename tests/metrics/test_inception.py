@@ -1,4 +1,6 @@
-"""FID's Inception beside pytorch-fid's: against numbers that it computed, and, where it is installed, against itself."""
+"""FID's Inception beside pytorch-fid's: against numbers that it computed, and, where it is
+installed, against itself.
+"""
 
 from __future__ import annotations
 
@@ -239,7 +241,8 @@ def test_without_a_network_connection_the_message_tells_what_to_do(tmp_path, mon
     monkeypatch.setattr(inception_weights, 'URL', 'http://127.0.0.1:9/weights.pth')
     with pytest.raises(
         UserError,
-        match=r'--features=inception: cannot download .*refused.* give its path \(--features /path/to/pt_inception',
+        match=r'--features=inception: cannot download .*refused.* give its path \(--features '
+        r'/path/to/pt_inception',
     ):
         features.load_features('inception')
 

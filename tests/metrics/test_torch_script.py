@@ -1,4 +1,6 @@
-"""TorchScript archives, read without torch: torch's own, Inception's weights in one, and those that are damaged or hostile."""
+"""TorchScript archives, read without torch: torch's own, Inception's weights in one, and those that
+are damaged or hostile.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""The feature network that the project trains: it learns, its file comes back, and evaluate labels what it measures."""
+"""The feature network that the project trains: it learns, its file comes back, and evaluate labels
+what it measures.
+"""
 
 from __future__ import annotations
 
@@ -63,8 +65,8 @@ def test_it_learns_and_says_so(trained):
     assert told['test_accuracy'] > 0.8  # chance is 0.1
     assert (told['cutout'], told['cutmix']) == (0.3, 0.2)
     assert (
-        f'test accuracy {told["test_accuracy"]:.4f} on 179 images (a tenth of digits:, held out); 6 epochs'
-        in out
+        f'test accuracy {told["test_accuracy"]:.4f} on 179 images (a tenth of digits:, held '
+        'out); 6 epochs' in out
     )
     source = open_source('digits:', image_shape=(8, 8, 3))
     assert told['reference_sha256'] == fingerprint(
@@ -154,7 +156,9 @@ def test_damaged_files(change, message, trained, tmp_path):
 
 
 def test_shapes_of_larger_images():
-    """CIFAR-10's: three stages, two of them with a branch; batch statistics and stored ones agree where they are the same."""
+    """CIFAR-10's: three stages, two of them with a branch; batch statistics and stored ones agree
+    where they are the same.
+    """
     architecture = Architecture(32, 32, 2, 5, (0.5, 0.5, 0.5), (0.25, 0.25, 0.25))
     assert architecture.stages == [4, 8, 16]
     assert [name for name in architecture.convolutions if '.' in name] == [

@@ -1,4 +1,6 @@
-"""The UNet: sizes of published networks, every option, and what must not depend on how a batch is cut."""
+"""The UNet: sizes of published networks, every option, and what must not depend on how a batch is
+cut.
+"""
 
 import math
 
@@ -19,7 +21,9 @@ from jaxunet.runtime.errors import UserError
 PUBLISHED = {
     'elephants64': 20_494_211,  # unet.cu
     'cifar10': 35_746_307,  # DDPM, Ho et al. 2020 (35.7 M)
-    'imagenet64': 295_904_454,  # ADM's 64×64 network (published as 296 M; the exact count is also that of benchmarking/torch_unet.py)
+    # ADM's 64×64 network (published as 296 M; the exact count is also that of
+    # benchmarking/torch_unet.py)
+    'imagenet64': 295_904_454,
 }
 
 

@@ -1,4 +1,6 @@
-"""Backends of other packages: found by their entry point, used, and refused with a clear error when they do not fit."""
+"""Backends of other packages: found by their entry point, used, and refused with a clear error when
+they do not fit.
+"""
 
 import sys
 import textwrap
@@ -21,7 +23,8 @@ TOY = """
     def three_times(x, kernel, bias, *, residual=None):
         return 3 * linear(x, kernel, bias, residual=residual)
 
-    BACKEND = Backend(name='toy', title='toy kernels', api={api}, ops={{'linear': three_times}}, unavailable=lambda: {missing!r})
+    BACKEND = Backend(name='toy', title='toy kernels', api={api}, ops={{'linear': three_times}},
+    unavailable=lambda: {missing!r})
 """
 
 
@@ -32,7 +35,8 @@ PLAIN_NORM = """
     def zeros(x, scale, offset, *, groups=32, eps=1e-5, silu=False):
         return jnp.zeros_like(x.value)
 
-    BACKEND = Backend(name='toy', title='toy kernels', api={api}, ops={{'group_norm': zeros}}, unavailable=lambda: {missing!r})
+    BACKEND = Backend(name='toy', title='toy kernels', api={api}, ops={{'group_norm': zeros}},
+    unavailable=lambda: {missing!r})
 """
 
 
@@ -97,7 +101,8 @@ def test_a_backend_with_a_plain_op_gets_its_variant(install):
     [
         (
             {'api': 7},
-            f'backend=toy: toy 1.2 implements version 7 of the kernel interface, this jaxunet version {plugins.API}; install',
+            'backend=toy: toy 1.2 implements version 7 of the kernel interface, this jaxunet '
+            f'version {plugins.API}; install',
         ),
         (
             {'missing': 'no toy device'},
@@ -127,6 +132,7 @@ def test_a_backend_that_is_not_installed(monkeypatch):
     monkeypatch.setattr('jaxunet.config.checks.backend_names', lambda: ())
     with pytest.raises(
         UserError,
-        match=r"found 'cuda'; cuda comes with jaxunet, which is not installed here: run .pip install -e",
+        match=r"found 'cuda'; cuda comes with jaxunet, which is not installed here: run .pip "
+        r'install -e',
     ):
         backends.load_ops('cuda')

@@ -174,12 +174,19 @@ def test_a_machine_without_a_gpu():
         seam.load_ops('cuda')
     assert (
         seam.describe('auto')
-        == 'ops: conv3x3=xla, norm_silu_conv3x3=xla, group_norm=xla, attention=xla, linear=xla, adamw=xla'
+        == 'ops: conv3x3=xla, norm_silu_conv3x3=xla, group_norm=xla, attention=xla, linear=xla, '
+        'adamw=xla'
     )
 
 
-PALLAS = 'ops: conv3x3=pallas, norm_silu_conv3x3=pallas, group_norm=pallas, attention=pallas, linear=xla, adamw='
-MIXED = 'ops: conv3x3=cuda, norm_silu_conv3x3=cuda, group_norm=cuda, attention=pallas, linear=cuda, adamw=cuda'
+PALLAS = (
+    'ops: conv3x3=pallas, norm_silu_conv3x3=pallas, group_norm=pallas, attention=pallas, '
+    'linear=xla, adamw='
+)
+MIXED = (
+    'ops: conv3x3=cuda, norm_silu_conv3x3=cuda, group_norm=cuda, attention=pallas, '
+    'linear=cuda, adamw=cuda'
+)
 
 
 @pytest.mark.parametrize(
@@ -202,7 +209,9 @@ def test_auto_takes_what_was_measured(target, missing, precision, auto, monkeypa
 
 
 def test_backends_mix_op_by_op(monkeypatch):
-    """Each op comes from the backend that it was given, and what is missing is said under the name that was asked for."""
+    """Each op comes from the backend that it was given, and what is missing is said under the name
+    that was asked for.
+    """
     cuda, pallas = seam.ops_of('cuda'), seam.ops_of('pallas')
     with device.use(device.Target.HOPPER):
         monkeypatch.setattr(

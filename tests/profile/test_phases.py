@@ -1,4 +1,6 @@
-"""The profiler knows what operations are for: phases of real programs, and kernels that hide in CUDA graphs."""
+"""The profiler knows what operations are for: phases of real programs, and kernels that hide in
+CUDA graphs.
+"""
 
 import pytest
 from support.tiny import tiny_config
@@ -76,7 +78,8 @@ def test_every_operation_of_a_real_step_has_its_phase(changes, devices):
     assert len(unknown) < 0.02 * len(phases), unknown
     everything = program.instructions.values()
     convolutions = [phase_of(i.path) for i in everything if i.opcode == 'convolution']
-    # Conv in, five blocks of two, conv out. Each has two gradients, but the first one's input needs none; recomputing adds to these.
+    # Conv in, five blocks of two, conv out. Each has two gradients, but the first one's input needs
+    # none; recomputing adds to these.
     forward, backward = convolutions.count(FORWARD), convolutions.count(BACKWARD)
     assert forward == 12
     assert backward == 23 if not config.model.remat else backward > 23
@@ -125,7 +128,7 @@ ENTRY %main.4 (x: f32[2]) -> f32[2] {
 
 
 def test_module_of_paths():
-    inner = 'UNet.predict/UNet/jvp(forward)/UNet.predict/UNet/checkpoint/rematted_computation/middle_res_0'
+    inner = 'UNet.predict/UNet/jvp(forward)/UNet.predict/UNet/checkpoint/rematted_computation/middle_res_0'  # noqa: E501
     assert (
         module_of(f'jit(whole)/while/body/eval_jaxpr/transpose(jvp(forward))/{inner}/embed/add')
         == 'UNet/middle_res_0/embed'
@@ -143,8 +146,14 @@ def test_module_of_paths():
 def test_names_tell_backends():
     assert backend_of('jaxunet_conv3x3_forward', 'custom-call.3') == 'pallas'
     assert backend_of('kernel', 'jaxunet_conv3x3_forward.3') == 'pallas'
-    norm = 'void jaxunet::cuda::(anonymous namespace)::group_norm_backward<__nv_bfloat16, 8>(jaxunet::cuda::(anonymous namespace)::Backward)'
-    conv = 'void jaxunet::cuda::forward::hopper_forward_kernel<__half, jaxunet::cuda::TileTraits<16, 64> >(jaxunet::cuda::forward::Parameters)'
+    norm = (
+        'void jaxunet::cuda::(anonymous namespace)::group_norm_backward<__nv_bfloat16, '
+        '8>(jaxunet::cuda::(anonymous namespace)::Backward)'
+    )
+    conv = (
+        'void jaxunet::cuda::forward::hopper_forward_kernel<__half, '
+        'jaxunet::cuda::TileTraits<16, 64> >(jaxunet::cuda::forward::Parameters)'
+    )
     assert backend_of(norm, 'ffi_call.3') == backend_of(conv, 'ffi_call.3') == 'cuda'
     assert backend_of('sm90_xmma_fprop', 'cudnn-conv.1') == 'xla'
     assert own_name(norm, 'ffi_call.3') == 'jaxunet_cuda_group_norm_backward'
@@ -175,7 +184,9 @@ def test_stems():
 
 
 def test_kernels_of_cuda_graphs_find_their_instructions():
-    """The trace names the graph only; the third conv's kernels come with a fill, and identical fusions share a kernel."""
+    """The trace names the graph only; the third conv's kernels come with a fill, and identical
+    fusions share a kernel.
+    """
     schedule = {
         'fusion.1': Instruction('fusion', 'jit(f)/data/add'),
         'copy.1': Instruction('copy', 'jit(f)/forward/copy'),
@@ -296,8 +307,9 @@ def test_schedule_runs_loops():
 
 ENTRY %main (x: (s32[])) -> (s32[]) {
   %x = (s32[]) parameter(0)
-  %while.1 = (s32[]) while(%x), condition=%cond.2, body=%body.2, backend_config={"known_trip_count":{"n":"3"}}
-  ROOT %call.1 = (s32[]) call(%while.1), to_apply=%body.2
+  %while.1 = (s32[]) while(%x), condition=%cond.2, body=%body.2,
+  backend_config={"known_trip_count":{"n":"3"}} ROOT %call.1 = (s32[]) call(%while.1),
+  to_apply=%body.2
 }
 """
     )

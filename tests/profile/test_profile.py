@@ -216,8 +216,8 @@ def test_tables():
     s = summarise(gpu_trace(), 1)
     text = report.text('xla', s, step_ms=0.050, traced_step_ms=1.75, top=2)
     assert (
-        '0.05 ms a step, device busy 0.05 ms of it, idle 6.0%; 4 kernel launches and 1 copies a step'
-        in text
+        '0.05 ms a step, device busy 0.05 ms of it, idle 6.0%; 4 kernel launches and 1 copies a '
+        'step' in text
     )
     assert 'while traced: 1.75 ms a step, idle 7.8%' in text
     assert 'collectives: 0.020 ms a step, 50.0% of it while the device computes' in text

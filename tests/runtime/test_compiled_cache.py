@@ -1,4 +1,6 @@
-"""Kept training steps: loaded without building, same results, and made anew whenever something they depend on differs."""
+"""Kept training steps: loaded without building, same results, and made anew whenever something they
+depend on differs.
+"""
 
 import logging
 import pathlib

@@ -1,4 +1,6 @@
-"""Runs of several processes: every way to start them, the losses of one process, and what happens when one is lost."""
+"""Runs of several processes: every way to start them, the losses of one process, and what happens
+when one is lost.
+"""
 
 import shutil
 import signal
@@ -205,8 +207,10 @@ def test_a_signal_to_one_process_saves_the_same_step_on_all(tmp_path):
 def test_a_full_disk_of_the_process_that_writes_ends_all(tmp_path):
     """No file of process 0 may grow beyond a few bytes."""
     limited = (
-        'import os, resource, runpy, sys; sys.argv = sys.argv[1:]; "--process_id=0" in sys.argv and '
-        'resource.setrlimit(resource.RLIMIT_FSIZE, (40_000, 40_000)); runpy.run_module("jaxunet.train", run_name="__main__")'
+        'import os, resource, runpy, sys; sys.argv = sys.argv[1:]; "--process_id=0" in sys.argv '
+        'and '
+        'resource.setrlimit(resource.RLIMIT_FSIZE, (40_000, 40_000)); '
+        'runpy.run_module("jaxunet.train", run_name="__main__")'
     )
     processes = start(
         tmp_path, '--config.train.steps=2', command=[sys.executable, '-c', limited, *TRAIN[2:]]
@@ -223,8 +227,8 @@ def test_processes_that_differ_are_told_what_differs(tmp_path):
     for process, error in zip(processes, finish(processes), strict=True):
         assert process.returncode == distributed.USER_ERROR
         assert (
-            'data.batch_size: 8 on process 0, 16 on process 1\n  seed: 0 on process 0, 3 on process 1'
-            in error
+            'data.batch_size: 8 on process 0, 16 on process 1\n  seed: 0 on process 0, 3 on '
+            'process 1' in error
         )
         assert 'Traceback' not in error
     assert not (tmp_path / 'checkpoints').exists()
@@ -344,7 +348,8 @@ def test_tasks_of_node():
         ),
         (
             lambda: check_by_hand('localhost', 2, 0),
-            "--coordinator: expected HOST:PORT of process 0, such as node1:12345, found 'localhost'",
+            '--coordinator: expected HOST:PORT of process 0, such as node1:12345, found '
+            "'localhost'",
         ),
         (lambda: check_by_hand('a:70000', 2, 0), '--coordinator: expected HOST:PORT'),
         (lambda: check_by_hand('a:1', 0, 0), '--num_processes: expected 1 or more, found 0'),
@@ -376,7 +381,8 @@ def test_mpi4py_is_asked_for_where_it_is_missing(monkeypatch):
     monkeypatch.setitem(sys.modules, 'mpi4py.MPI', None)
     with pytest.raises(
         UserError,
-        match=r'mpirun started this process, which needs --cluster=mpi4py: .*pip install "jaxunet\[mpi\]"',
+        match=r'mpirun started this process, which needs --cluster=mpi4py: .*pip install '
+        r'"jaxunet\[mpi\]"',
     ):
         check_launcher('mpi4py', {}, asked=False)
 

@@ -46,7 +46,7 @@ def test_a_signal_while_a_process_starts_ends_it(started, monkeypatch):
 
 
 def test_an_interrupted_pool_ends_its_processes_and_starts_no_other(started):
-    """What they would have said is no result: a killed process is not one that ran out of memory."""
+    """A killed process gives no result, and is not taken for one that ran out of memory."""
     results = []
 
     def work(number, _):

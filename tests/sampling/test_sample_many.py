@@ -1,4 +1,6 @@
-"""Thousands of samples in one command: what an interrupted one keeps, what goes on, and what is refused."""
+"""Thousands of samples in one command: what an interrupted one keeps, what goes on, and what is
+refused.
+"""
 
 import json
 import signal
@@ -74,7 +76,8 @@ def test_samples_of_another_run_are_refused_and_named(parts, tmp_path):
     parts.save(0, pictures(0, 4))
     with pytest.raises(
         UserError,
-        match=r'x\.npz\.partial: holds the samples of another run \(sampler.name: ddpm there, ddim now; seed: 0',
+        match=r'x\.npz\.partial: holds the samples of another run \(sampler.name: ddpm there, '
+        r'ddim now; seed: 0',
     ):
         Parts(tmp_path / 'x.npz', IDENTITY | {'seed': 1, 'sampler.name': 'ddim'})
     assert parts.finished() == [(0, 4)]
@@ -163,7 +166,9 @@ def test_an_interruption_of_c_code_is_one():
 
 
 def test_a_killed_command_goes_on(weights, tmp_path):
-    """With another batch size, on more devices, without drawing again what was finished; and the images are those of one go."""
+    """With another batch size, on more devices, without drawing again what was finished; and the
+    images are those of one go.
+    """
     options = {'count': 600, 'batch': 2, 'sampler': 'dpmpp_2m'}
     folder = tmp_path / 'many.partial'
     interrupt(begin(weights, tmp_path / 'many', **options), folder, signal.SIGKILL)
@@ -246,7 +251,9 @@ def test_two_processes_share_the_work(weights, tmp_path):
 
 
 def test_a_failed_write_is_an_error_without_a_traceback_and_what_was_drawn_stays(weights, tmp_path):
-    """Files may grow to 3,000 bytes: enough for the description and a small batch, too little for one of 64 images."""
+    """Files may grow to 3,000 bytes: enough for the description and a small batch, too little for
+    one of 64 images.
+    """
     options = {'batch': 64, 'sampler': 'dpmpp_2m'}
     limit = ['/bin/sh', '-c', 'ulimit -f 6; exec "$@"', 'sh']
     before = begin(weights, tmp_path / 'x.npz', count=200, **options | {'batch': 2})

@@ -26,7 +26,7 @@ def process(**fields):
 
 
 def denoiser(diffusion, mean_x0, values=None):
-    """A network that knows E[x_0 | x_t] = mean_x0(x_t, ᾱ_t), and its variance values by time step."""
+    """A network that knows E[x_0 | x_t] = mean_x0(x_t, ᾱ_t), and variance values by time step."""
     alphas = jnp.asarray(diffusion.alphas_cumprod.astype(np.float32))
 
     def denoise(x, t):
@@ -87,12 +87,15 @@ def test_gaussian_data(prediction, options, steps):
     config = s.SamplerConfig(steps=steps, clip=False, **options)
     pixels = draw(config, diffusion, denoiser(diffusion, gaussian(0.3, 0.04)))
     assert pixels.mean() == pytest.approx(0.3, abs=5 * 0.2 / 128)
-    # Beyond chance: with T steps the fixed variances are off by O(1/T), and the start N(0, 1) is not exactly x_T.
+    # Beyond chance: with T steps the fixed variances are off by O(1/T), and the start N(0, 1) is
+    # not exactly x_T.
     assert pixels.var() == pytest.approx(0.04, rel=0.08)
 
 
 def test_learned_variance_is_exact_with_few_steps():
-    """With the true reverse variance β̃ + c² Var[x_0 | x_t] ten steps give the data's variance, which the fixed ones miss widely."""
+    """With the true reverse variance β̃ + c² Var[x_0 | x_t] ten steps give the data's variance,
+    which the fixed ones miss widely.
+    """
     diffusion = process(learn_sigma=True)
     data_variance = 0.04
     timesteps = timestep_subset(diffusion.alphas_cumprod, 10, 'quadratic')
@@ -132,14 +135,17 @@ def test_learned_variance_is_exact_with_few_steps():
     ids=str,
 )
 def test_two_point_data(prediction, options):
-    """Pixels that are 0.8 with probability 0.7, else -0.8, end there in this proportion, x_0 being clipped."""
+    """Pixels that are 0.8 with probability 0.7, else -0.8, end there in this proportion, x_0 being
+    clipped.
+    """
     diffusion = process(prediction=prediction, schedule='cosine', steps=200)
 
     def mean_x0(x, alpha):
         return 0.8 * jnp.tanh(jnp.sqrt(alpha) * 0.8 * x / (1 - alpha) + 0.5 * math.log(0.7 / 0.3))
 
     pixels = draw(s.SamplerConfig(steps=100, **options), diffusion, denoiser(diffusion, mean_x0))
-    # The cosine schedule's first β, where nothing is left to decide, is 1e-4 or so: all but the last stragglers have arrived.
+    # The cosine schedule's first β, where nothing is left to decide, is 1e-4 or so: all but the
+    # last stragglers have arrived.
     assert (np.abs(np.abs(pixels) - 0.8) < 0.05).mean() > 0.99
     assert (pixels > 0).mean() == pytest.approx(0.7, abs=0.025)
 
@@ -186,7 +192,9 @@ def test_ddim_with_eta_1_is_ddpm_step_by_step(prediction, clip):
 
 
 def test_ancestral_step_is_the_papers():
-    """One step of each variance on a respaced process, from DDPM eq. 6–7 in float64 and the noise that the keys stand for."""
+    """One step of each variance on a respaced process, from DDPM eq. 6–7 in float64 and the noise
+    that the keys stand for.
+    """
     diffusion = process(learn_sigma=True)
     timesteps = timestep_subset(diffusion.alphas_cumprod, 7, 'linear')
     alphas = diffusion.alphas_cumprod[timesteps]
@@ -245,7 +253,9 @@ def test_deterministic_ddim_step_is_the_papers():
 
 @pytest.mark.parametrize('eta', [0.2, 0.5, 1.0])
 def test_stochastic_ddim_step_is_the_papers(eta):
-    """DDIM eq. 12 with σ of eq. 16 in float64; the noise is what ddpm's step adds with the same keys."""
+    """DDIM eq. 12 with σ of eq. 16 in float64; the noise is what ddpm's step adds with the same
+    keys.
+    """
     diffusion = process(prediction='x0')
     ddim = s.make_sampler(s.SamplerConfig('ddim', steps=20, eta=eta), diffusion)
     ddpm = s.make_sampler(s.SamplerConfig('ddpm', steps=20), diffusion)
@@ -330,7 +340,9 @@ def test_noise_is_fresh_at_every_step_and_for_every_sample():
     ids=str,
 )
 def test_stretches_equal_one_run(options):
-    """One compiled function with traced bounds, called for uneven stretches, gives what the scan gives."""
+    """One compiled function with traced bounds, called for uneven stretches, gives what the scan
+    gives.
+    """
     sampler = s.make_sampler(s.SamplerConfig(steps=11, **options), process())
     keys = s.sample_keys(2, range(3))
     traces = []
@@ -434,7 +446,8 @@ def test_guidance_of_any_prediction_guides_epsilon(prediction):
     [
         (
             {'name': 'dpm'},
-            r'sampler: expected one of ddpm, ddim, dpmpp_2m, heun, found \'dpm\'; did you mean "ddpm"',
+            r'sampler: expected one of ddpm, ddim, dpmpp_2m, heun, found \'dpm\'; did you mean '
+            r'"ddpm"',
         ),
         ({'steps': 0}, r'steps: expected 1 to 1000, .* found 0'),
         ({'steps': 1001}, r'steps: expected 1 to 1000, .* found 1001'),

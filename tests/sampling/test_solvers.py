@@ -1,4 +1,6 @@
-"""The samplers' coefficients, against formulas written out, exact solutions of the probability flow, and their orders of convergence."""
+"""The samplers' coefficients, against formulas written out, exact solutions of the probability
+flow, and their orders of convergence.
+"""
 
 import itertools
 import math
@@ -61,7 +63,9 @@ def two_gaussians(x, alpha):
 @pytest.mark.parametrize('spacing', ['log_snr', 'karras'])
 @pytest.mark.parametrize(('name', 'order'), [('ddim', 1), ('dpmpp_2m', 2), ('heun', 2)])
 def test_order_of_convergence_on_the_exact_flow_of_gaussian_data(name, order, spacing):
-    """x_t / √(ᾱ_t v + 1 − ᾱ_t) is constant along the flow; the error at t = 0 falls with the order of the sampler."""
+    """x_t / √(ᾱ_t v + 1 − ᾱ_t) is constant along the flow; the error at t = 0 falls with the order
+    of the sampler.
+    """
     a = alphas(200_000)  # noise levels so dense that rounding to them does not show
     variance = 0.25
     std = np.sqrt(a * variance + 1 - a)
@@ -110,7 +114,10 @@ def test_second_order_beats_ddim_at_the_same_cost_and_spacing(name, steps, evalu
 
 
 def written_dpm(a, timesteps, predict, x):
-    """Lu et al., algorithm 2, in the paper's letters; timesteps descending. The last step is to the image."""
+    """Lu et al., algorithm 2, in the paper's letters; timesteps descending.
+
+    The last step is to the image.
+    """
     alpha, sigma = np.sqrt(a[timesteps]), np.sqrt(1 - a[timesteps])
     lam = np.log(alpha / sigma)
     few = len(timesteps) < 15
@@ -152,7 +159,9 @@ def written_heun(a, timesteps, predict, x):
     [('dpmpp_2m', 9), ('dpmpp_2m', 16), ('heun', 6), ('heun', 1), ('dpmpp_2m', 1)],
 )
 def test_images_are_those_of_the_written_out_algorithms(name, steps, prediction, learn_sigma, clip):
-    """Through the network interface: every prediction, with variance channels to be ignored, clipped and not."""
+    """Through the network interface: every prediction, with variance channels to be ignored,
+    clipped and not.
+    """
     process = d.make_diffusion(DiffusionConfig(prediction=prediction, learn_sigma=learn_sigma))
     a = process.alphas_cumprod
     sampler = s.make_sampler(s.SamplerConfig(name, steps=steps, clip=clip), process)
@@ -180,7 +189,8 @@ def test_images_are_those_of_the_written_out_algorithms(name, steps, prediction,
     expected = written(
         a, timesteps, predict, np.asarray(s.initial_noise(keys, (4, 4, 3)), np.float64)
     )
-    # ε from x_0 at the lowest noise level, σ = 0.01, multiplies float32 rounding by 100; at the highest, x_0 from ε by 157.
+    # ε from x_0 at the lowest noise level, σ = 0.01, multiplies float32 rounding by 100; at the
+    # highest, x_0 from ε by 157.
     np.testing.assert_allclose(images, expected, atol=2e-3 if prediction == 'epsilon' else 3e-4)
 
 
@@ -197,7 +207,9 @@ def test_heun_evaluates_where_it_should():
 
 
 def test_churn_raises_the_noise_by_what_it_draws():
-    """EDM algorithm 2, lines 4–6: on the corrected x, whose noise is σ, the raised one is σ̂ and the signal as before."""
+    """EDM algorithm 2, lines 4–6: on the corrected x, whose noise is σ, the raised one is σ̂ and
+    the signal as before.
+    """
     a = alphas()
     sigmas = solvers.noise_to_signal(a)
     timesteps = solvers.timestep_subset(a, 20, 'karras')
@@ -253,7 +265,9 @@ def test_guidance(name):
 
 
 def spread(rows, memory, a, leak, variance):
-    """Standard deviation of what a sampler makes of N(0, variance), exactly, if ε is predicted too small by the share `leak`."""
+    """Standard deviation of what a sampler makes of N(0, variance), exactly, if ε is predicted too
+    small by the share `leak`.
+    """
     covariance = np.diag([1.0, 0.0])  # of x and the memory
     for k, t in enumerate(rows.timesteps):
         signal, noise = math.sqrt(a[t]), math.sqrt(1 - a[t])
@@ -272,8 +286,9 @@ def spread(rows, memory, a, leak, variance):
 
 
 def test_ddim_keeps_what_a_leaky_network_leaves_and_ddpm_forgets_it():
-    """With the exact denoiser no sampler adds noise: neither has left any at the end. If the network removes a share δ too little of the
-    noise at every level, the deterministic flow multiplies its share by (σ_T/σ)^δ, however many steps it takes, while fresh noise keeps
+    """With the exact denoiser no sampler adds noise: neither has left any at the end. If the
+    network removes a share δ too little of the noise at every level, the deterministic flow
+    multiplies its share by (σ_T/σ)^δ, however many steps it takes, while fresh noise keeps
     ddpm's at 1 + O(δ): why images of a network early in its training are grainier with ddim."""
     a = alphas()
     every = solvers.timestep_subset(a, 1000, 'linear')

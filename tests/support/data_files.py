@@ -1,4 +1,4 @@
-"""Image sets for tests: random pixels, encoded and packed in every form that `data.path` may have."""
+"""Image sets for tests: random pixels in every form that `data.path` accepts."""
 
 from __future__ import annotations
 

@@ -1,6 +1,8 @@
-"""Weights and images by which two implementations of FID's Inception are compared, the same on every machine.
+"""Weights and images by which two implementations of FID's Inception are compared, the same on
+every machine.
 
-python tests/inception_case.py      # writes the golden numbers anew; needs torch and pytorch_fid beside the package
+python tests/inception_case.py      # writes the golden numbers anew; needs torch and pytorch_fid
+beside the package
 """
 
 from __future__ import annotations
@@ -40,14 +42,19 @@ def images() -> np.ndarray:
 
 
 def summary(activations: np.ndarray) -> np.ndarray:
-    """Six numbers of a (2, height, width, channels) activation: mean, deviation, largest, and three of the values."""
+    """Six numbers of a (2, height, width, channels) activation: mean, deviation, largest, and three
+    of the values.
+    """
     flat = activations.astype(np.float64).reshape(-1)
     return np.array([flat.mean(), flat.std(), flat.max(), *flat[[0, len(flat) // 3, -1]]])
 
 
 def of_pytorch_fid(state: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """What pytorch-fid's network of these weights makes of `images`: every layer's output by name, NHWC, `features` and `logits`."""
-    import pytorch_fid.inception as theirs  # in none of the extras: its torch is larger than all the rest  # noqa: PLC0415
+    """What pytorch-fid's network of these weights makes of `images`: every layer's output by name,
+    NHWC, `features` and `logits`.
+    """
+    # in none of the extras: its torch is larger than all the rest
+    import pytorch_fid.inception as theirs  # noqa: PLC0415
     import torch  # noqa: PLC0415
 
     counters = {

@@ -12,9 +12,11 @@ NAME = re.compile(
 
 
 def count(lowered: jax.stages.Lowered) -> collections.Counter[str]:
-    """How often a call of the program launches each of our kernels; and its stride-1 3×3 convolutions as 'convolution'.
+    """How often a call of the program launches each of our kernels; and its stride-1 3×3
+    convolutions as 'convolution'.
 
-    A function that is called from several places counts as often as it is called. Other custom calls count under their target.
+    A function that is called from several places counts as often as it is called. Other custom
+    calls count under their target.
     """
     functions = {
         f.operation.attributes['sym_name'].value: f.operation

@@ -1,12 +1,14 @@
 """Digests of the lowered training step, to show that a change of the code changes no program.
 
-    python tests/support/lowered_step.py                       # compares all of them with tests/fixtures/lowered_step.json
-    python tests/support/lowered_step.py --write               # records them
-    python tests/support/lowered_step.py small pallas [FILE]   # prints one, and keeps the text behind it in FILE
+    python tests/support/lowered_step.py                       # compares all of them with
+    tests/fixtures/lowered_step.json python tests/support/lowered_step.py --write               #
+    records them python tests/support/lowered_step.py small pallas [FILE]   # prints one, and keeps
+    the text behind it in FILE
 
-The step is lowered for an H200 on any machine. The text that is hashed has no locations, and names no Python module or function:
-functions are numbered in the order of their calls. The kernels of Pallas, which lie in the program as MLIR bytecode, are treated alike.
-The CUDA kernels count by name and attributes; their machine code has digests of its own.
+The step is lowered for an H200 on any machine. The text that is hashed has no locations, and names
+no Python module or function: functions are numbered in the order of their calls. The kernels of
+Pallas, which lie in the program as MLIR bytecode, are treated alike. The CUDA kernels count by name
+and attributes; their machine code has digests of its own.
 """
 
 from __future__ import annotations
@@ -39,7 +41,10 @@ NOT_THE_PROGRAM = ('jax.result_info', 'jax.arg_info')  # attributes that name pa
 
 
 def lower(name: str, backend: str) -> jax.stages.Lowered:
-    """The training step of a config with the kernels of a backend. All that is imported from the project is here."""
+    """The training step of a config with the kernels of a backend.
+
+    All that is imported from the project is here.
+    """
     from jaxunet.checkpoint.state import make_optimizer  # noqa: PLC0415
     from jaxunet.checkpoint.store import state_template  # noqa: PLC0415
     from jaxunet.config import Config, resolve, to_dict  # noqa: PLC0415
@@ -75,7 +80,9 @@ def lower(name: str, backend: str) -> jax.stages.Lowered:
 
 
 def text(lowered: jax.stages.Lowered) -> str:
-    """The program without locations and names from Python's sources, and with a digest in place of every kernel in bytecode."""
+    """The program without locations and names from Python's sources, and with a digest in place of
+    every kernel in bytecode.
+    """
     module = lowered.compiler_ir('stablehlo')
     with module.context:
         module = module.operation.clone()
@@ -133,7 +140,9 @@ def _descendants(op: Any) -> list[Any]:
 
 
 def _clean(op: Any) -> None:
-    """Removes the names of pytrees from a function, and replaces the kernel of a custom call by its digest."""
+    """Removes the names of pytrees from a function, and replaces the kernel of a custom call by its
+    digest.
+    """
     for attribute in ('arg_attrs', 'res_attrs'):
         if op.name == 'func.func' and attribute in op.attributes:
             kept = [

@@ -1,6 +1,8 @@
-"""The one tolerance for kernels: a kernel may err at most twice as much as XLA's own op does in the same type.
+"""The one tolerance for kernels: a kernel may err at most twice as much as XLA's own op does in the
+same type.
 
-Both are held against the reference in float64 on the CPU, on inputs that every type represents exactly.
+Both are held against the reference in float64 on the CPU, on inputs that every type represents
+exactly.
 """
 
 from __future__ import annotations
@@ -32,16 +34,19 @@ def draw(
 def assert_parity(
     kernel: Op, reference: Op, inputs: dict[str, tuple[np.ndarray, str]], *, gradients: bool = True
 ) -> dict[str, float]:
-    """Values, and the gradient of every input under a random cotangent, of `kernel` against `reference`.
+    """Values, and the gradient of every input under a random cotangent, of `kernel` against
+    `reference`.
 
     Args:
       kernel, reference: functions of keyword arrays, with the same results.
-      inputs: name -> (float64 values, type in which the op receives them). The float64 oracle gets them all in float64.
+      inputs: name -> (float64 values, type in which the op receives them). The float64 oracle gets
+      them all in float64.
 
     Returns: for each output and gradient, its error as a share of what is allowed.
 
     Raises:
-      AssertionError: an error above 2 × that of the plain op + 4 · eps_f32 · max|exact|, a NaN, or another shape or type.
+      AssertionError: an error above 2 × that of the plain op + 4 · eps_f32 · max|exact|, a NaN, or
+      another shape or type.
     """
     device = jax.devices()[0]
     typed = {
@@ -58,7 +63,8 @@ def assert_parity(
             out, pull = jax.vjp(lambda a: op(**a), arguments)
             return out, pull(cotangent)[0]
 
-        # Without leave to keep more precision than the types say, which would make "the same type" mean nothing for the plain op.
+        # Without leave to keep more precision than the types say, which would make "the same type"
+        # mean nothing for the plain op.
         out, pulled = jax.jit(both, compiler_options={'xla_allow_excess_precision': False})(
             arguments, cotangent
         )
@@ -112,8 +118,9 @@ def assert_parity_in_some_draw(
 ) -> None:
     """`assert_parity` on fresh inputs, up to three times.
 
-    Where a few elements carry the largest error, as in softmax rows that one key dominates, that error is itself a draw, for kernel and
-    plain op alike, and 2 × between two such draws happens by chance. A kernel that is less accurate than allowed fails every time.
+    Where a few elements carry the largest error, as in softmax rows that one key dominates, that
+    error is itself a draw, for kernel and plain op alike, and 2 × between two such draws happens by
+    chance. A kernel that is less accurate than allowed fails every time.
     """
     for last in (False, False, True):
         try:
@@ -154,7 +161,9 @@ def _share(got: np.ndarray, plain: np.ndarray, exact: np.ndarray) -> float:
 
 
 def _poison(results: dict[str, Any]) -> None:
-    """Leaves NaN in the memory that the next results are likely to get, so that what a kernel does not write shows."""
+    """Leaves NaN in the memory that the next results are likely to get, so that what a kernel does
+    not write shows.
+    """
     filled = [
         jnp.full(leaf.shape, jnp.nan, leaf.dtype) for leaf in results.values() for _ in range(2)
     ]

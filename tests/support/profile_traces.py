@@ -15,7 +15,9 @@ PROGRAM = Program('jit_whole', INSTRUCTIONS, list(INSTRUCTIONS))
 
 
 def gpu_events(shift=0.0):
-    """One step, microseconds: 0-10 forward, 10-30 backward, all-reduce 20-40 beside it, idle until 44, 44-50 optimizer, 50-51 copy."""
+    """One step, microseconds: 0-10 forward, 10-30 backward, all-reduce 20-40 beside it, idle until
+    44, 44-50 optimizer, 50-51 copy.
+    """
     compute = [
         ('sm90_xmma_fprop', 0, 10, 'conv.1'),
         ('jaxunet_conv3x3_dx', 10, 20, 'jaxunet_conv3x3_dx.2'),

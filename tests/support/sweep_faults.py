@@ -1,4 +1,6 @@
-"""Stands in for `jaxunet.sweep.measure` in tests of the runner: does what the point's batch size says, without JAX."""
+"""Stands in for `jaxunet.sweep.measure` in tests of the runner: does what the point's batch size
+says, without JAX.
+"""
 
 import json
 import os

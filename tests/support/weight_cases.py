@@ -1,4 +1,6 @@
-"""Small configs, deterministic weights and files made by hand, which the tests of weight files share."""
+"""Small configs, deterministic weights and files made by hand, which the tests of weight files
+share.
+"""
 
 from __future__ import annotations
 
@@ -62,7 +64,9 @@ ADM = {
 
 
 def random_params(config: Config, seed: int = 0) -> dict[str, Any]:
-    """Numbers of every leaf, so that no two leaves or places are alike; signs mixed, about the size of trained weights."""
+    """Numbers of every leaf, so that no two leaves or places are alike; signs mixed, about the size
+    of trained weights.
+    """
     leaves = {}
     for path, shape in parameter_shapes(config).items():
         rng = np.random.default_rng(zlib.crc32(f'{seed}/{"/".join(path)}'.encode()))

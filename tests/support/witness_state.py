@@ -1,4 +1,6 @@
-"""Checkpoints as orbax reads them, without the project's own code, and a summary of them that is small enough to keep."""
+"""Checkpoints as orbax reads them, without the project's own code, and a summary of them that is
+small enough to keep.
+"""
 
 from __future__ import annotations
 

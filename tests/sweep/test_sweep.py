@@ -1,4 +1,6 @@
-"""Sweeps: the grid, the processes and their failures, the cache, the report; and the real thing from the command line."""
+"""Sweeps: the grid, the processes and their failures, the cache, the report; and the real thing
+from the command line.
+"""
 
 import csv
 import dataclasses
@@ -136,7 +138,8 @@ def test_an_axis_given_twice():
         ),
         (
             ['jit=on,off', 'train.steps_per_call=2', 'train.log_every=2', 'parallel.devices=1'],
-            'no point with off can run: jit=off: runs steps one by one, found train.steps_per_call=2; set it to 0 or 1',
+            'no point with off can run: jit=off: runs steps one by one, found '
+            'train.steps_per_call=2; set it to 0 or 1',
         ),
         (
             ['parallel.concurrent_kernels=False,True'],
@@ -312,7 +315,8 @@ def test_done_points_are_not_run_again_and_failed_ones_when_asked(faults, tmp_pa
     sweep, said = go(tmp_path, *axes)
     assert faults() == ['8 time', '16 time']
     assert said == [
-        f'3 of 3 points are done (1 of them failed; --retry_failed runs those again): {tmp_path / "results.jsonl"}'
+        '3 of 3 points are done (1 of them failed; --retry_failed runs those again): '
+        f'{tmp_path / "results.jsonl"}'
     ]
     _, said = go(tmp_path, *axes, retry_failed=True)
     assert [line for line in said if 'crash' in line] == [
@@ -433,7 +437,9 @@ def test_statistics_of_steps():
 
 @pytest.mark.parametrize(('max_seconds', 'expected'), [(1e9, 12), (0.0, measure.MIN_CALLS)])
 def test_the_clock_covers_the_timed_steps_alone(max_seconds, expected):
-    """Every step takes a second of a fake clock that moves when a result is waited for; the warm-up takes ten."""
+    """Every step takes a second of a fake clock that moves when a result is waited for; the warm-up
+    takes ten.
+    """
     now, waited = [0.0], [0]
 
     class Loss(float):
@@ -582,10 +588,13 @@ def test_report_csv_and_plots(tmp_path):
             assert len(np.unique(np.asarray(picture.convert('RGB')).reshape(-1, 3), axis=0)) > 10
     text = paths[-1].read_text()
     assert (
-        '**precision=bfloat16, parallel.devices=4**: 600.0 images/s, 13.33 ms a step, 6.00× the slowest.'
-        in text
+        '**precision=bfloat16, parallel.devices=4**: 600.0 images/s, 13.33 ms a step, 6.00× the '
+        'slowest.' in text
     )
-    best = 'python -m jaxunet.train --config configs/x.py --config.precision=bfloat16 --config.parallel.devices=4'
+    best = (
+        'python -m jaxunet.train --config configs/x.py --config.precision=bfloat16 '
+        '--config.parallel.devices=4'
+    )
     assert best in text
     assert '| precision=bfloat16 | float32 | ×3 | ×3 to ×3 | 2 | ×1 |  |' in text
     assert '| parallel.devices=4 | 1 | ×2 | ×2 to ×2 | 1 | ×1 | 50.0% |' in text
@@ -664,7 +673,9 @@ def sweep(directory, *arguments, code=0):
 
 
 def test_from_the_command_line(tmp_path):
-    """Two numbers of devices by two inputs, one of which has nothing to do for the workers; then again, retried, and plotted."""
+    """Two numbers of devices by two inputs, one of which has nothing to do for the workers; then
+    again, retried, and plotted.
+    """
     given = [
         *flags(),
         '--config.data.batch_size=6',

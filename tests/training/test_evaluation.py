@@ -89,7 +89,8 @@ def test_a_run_is_evaluated_on_the_way(mode, features, source, tmp_path):
         )
         assert (row['num_reference'], row['resize'].split(';')[0]) == ('1797', 'none')
     assert [row['settings'] for row in rows] == ['', 'k=3'] * 2
-    # The weights changed, and the last numbers are those of the average in the checkpoint, on any devices.
+    # The weights changed, and the last numbers are those of the average in the checkpoint, on any
+    # devices.
     assert rows[0]['value'] != rows[2]['value']
     again = Evaluator(config, source, jax.local_devices()[:1]).measure(
         read(tmp_path).state.ema['0.995']

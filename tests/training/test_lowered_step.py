@@ -15,7 +15,8 @@ RECORDED = json.loads(lowered_step.RECORDED.read_text(encoding='utf-8'))
 def test_the_program_is_the_recorded_one(key: str) -> None:
     if jax.__version__ != RECORDED['jax']:
         pytest.skip(
-            f'the digests are of programs that jax {RECORDED["jax"]} lowers, here is {jax.__version__}'
+            f'the digests are of programs that jax {RECORDED["jax"]} lowers, here is '
+            f'{jax.__version__}'
         )
     name, backend = key.split()
     found = lowered_step.digest(name, backend)

@@ -1,4 +1,6 @@
-"""The step: the same losses however the batch is spread, skipped bad steps, averages, schedules, and a loop that learns."""
+"""The step: the same losses however the batch is spread, skipped bad steps, averages, schedules,
+and a loop that learns.
+"""
 
 import dataclasses
 import math
@@ -76,7 +78,9 @@ def test_the_cuda_backend_trains_alike(mode, source, one_device):
     'changes', [{'parallel': {'devices': 2}}, {'optimizer': {'accumulate_steps': 2}}], ids=str
 )
 def test_gradients_of_narrowed_weights_add_up(changes, source):
-    """The update of one device and batch takes them in 16 bits, a sum over devices or micro-batches in 32."""
+    """The update of one device and batch takes them in 16 bits, a sum over devices or micro-batches
+    in 32.
+    """
     config = tiny_config(backend='cuda', precision='bfloat16', parallel={'devices': 1})
     one, several = (Bench(c, source).losses() for c in (config, config.replace(**changes)))
     np.testing.assert_allclose(several, one, rtol=0.02)
@@ -169,12 +173,14 @@ def test_the_loop_counts_every_step_of_a_call(tmp_path, source, caplog):
     np.testing.assert_allclose(rows[1], rows[0], rtol=1e-4)
     with pytest.raises(
         UserError,
-        match=r'train.steps_per_call: 8 does not divide 12, the step to resume from; set it to 0, to 1 or',
+        match=r'train.steps_per_call: 8 does not divide 12, the step to resume from; set it to '
+        r'0, to 1 or',
     ):
         train(config.replace(train={'steps': 24, 'steps_per_call': 8}), tmp_path / '1', source)
     with pytest.raises(
         UserError,
-        match=r'train.steps_per_call: 3 steps in one call need the images in device memory, but those of digits: ',
+        match=r'train.steps_per_call: 3 steps in one call need the images in device memory, but '
+        r'those of digits: ',
     ):
         train(config.replace(data={'cache': 'stream'}), tmp_path / 'stream', source)
 
@@ -254,7 +260,8 @@ def test_training_stops_after_too_many_bad_steps(steps, tmp_path, source):
     config = tiny_config(optimizer=optimizer, train={'steps': 60, 'max_bad_steps': 3, **often})
     with pytest.raises(
         UserError,
-        match=r'[3-9] steps in a row had a loss or gradient that is not finite \(train.max_bad_steps=3\); lower',
+        match=r'[3-9] steps in a row had a loss or gradient that is not finite '
+        r'\(train.max_bad_steps=3\); lower',
     ):
         train(config, tmp_path, source)
 
@@ -281,7 +288,10 @@ def test_one_run_at_a_time_in_a_workdir(tmp_path, source):
     (tmp_path / 'file').touch()
     with pytest.raises(UserError, match='file: cannot be made: File exists'):
         train(tiny_config(), tmp_path / 'file', source)
-    program = "import fcntl, sys; f = open(sys.argv[1], 'w'); fcntl.lockf(f, fcntl.LOCK_EX); print('held', flush=True); sys.stdin.read()"
+    program = (
+        "import fcntl, sys; f = open(sys.argv[1], 'w'); fcntl.lockf(f, fcntl.LOCK_EX); "
+        "print('held', flush=True); sys.stdin.read()"
+    )
     command = [sys.executable, '-c', program, str(tmp_path / '.lock')]
     with subprocess.Popen(
         command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
@@ -303,7 +313,8 @@ def test_a_workdir_that_cannot_be_locked_is_told(tmp_path, monkeypatch):
     monkeypatch.setattr(loop.logging, 'warning', lambda text, *values: told.append(text % values))
     with loop._locked(tmp_path):
         assert told == [
-            f'--workdir: {tmp_path} cannot be locked (Operation not supported): nothing keeps a second run out of it'
+            f'--workdir: {tmp_path} cannot be locked (Operation not supported): nothing keeps a '
+            'second run out of it'
         ]
 
 

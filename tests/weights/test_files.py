@@ -65,7 +65,9 @@ def test_bin_round_trip_is_bit_exact(tmp_path: pathlib.Path, with_moments: bool)
 
 
 def test_bin_layout(tmp_path: pathlib.Path) -> None:
-    """Where unet.cu expects numbers: convolutions OIHW, linear layers (out, in), in the order of its list."""
+    """Where unet.cu expects numbers: convolutions OIHW, linear layers (out, in), in the order of
+    its list.
+    """
     params = random_params(UNETCU_SMALL)
     write_weights(tmp_path / 'a.bin', params, UNETCU_SMALL)
     values = np.fromfile(tmp_path / 'a.bin', '<f4', offset=1024)
@@ -254,7 +256,9 @@ def test_same_weights_same_bytes(tmp_path: pathlib.Path) -> None:
 
 
 def test_torch_save_fixture() -> None:
-    """A file that torch 2.13 wrote: views, shared storage, every number type, a parameter, nested under state_dict."""
+    """A file that torch 2.13 wrote: views, shared storage, every number type, a parameter, nested
+    under state_dict.
+    """
     with open(FIXTURES / 'torch_save.pt', 'rb') as file, TorchFile('fixture', file) as state:
         w = np.arange(12, dtype=np.float32).reshape(3, 4) / 8
         flat = np.arange(10, dtype=np.float32) - 3

@@ -1,9 +1,12 @@
-"""What unet.cu's own PyTorch model computes on weights given by a formula, read back from a .bin file.
+"""What unet.cu's own PyTorch model computes on weights given by a formula, read back from a .bin
+file.
 
-The golden numbers were computed in float32, and most of a gradient cancels in this network: against float64 arithmetic they are off
-by up to 1.2e-4 of a tensor's gradient norm (three tensors at 64x64 by more than 1e-4), and gradients that are exactly zero hold
-rounding noise. So the network is held to 1.25e-4 on every tensor in float64, where the difference is the golden numbers' own; and in
-float32, whose rounding is as large again, to 1e-4 on nine tensors out of ten and 1e-3 on all. Output and loss: 1e-4 in both.
+The golden numbers were computed in float32, and most of a gradient cancels in this network: against
+float64 arithmetic they are off by up to 1.2e-4 of a tensor's gradient norm (three tensors at 64x64
+by more than 1e-4), and gradients that are exactly zero hold rounding noise. So the network is held
+to 1.25e-4 on every tensor in float64, where the difference is the golden numbers' own; and in
+float32, whose rounding is as large again, to 1e-4 on nine tensors out of ten and 1e-3 on all.
+Output and loss: 1e-4 in both.
 """
 
 from __future__ import annotations
@@ -30,7 +33,9 @@ NOISE = 1e-8  # of the largest gradient norm: what float32 may leave of a gradie
 
 
 def formula_weights(config: Config) -> dict[str, Any]:
-    """Parameter k of unet.cu's order, flat index i, fan-in f: sin(0.7i + k)/√f, 1 + 0.1·sin for norms, 0.1·sin for biases."""
+    """Parameter k of unet.cu's order, flat index i, fan-in f: sin(0.7i + k)/√f, 1 + 0.1·sin for
+    norms, 0.1·sin for biases.
+    """
     leaves = {}
     for k, entry in enumerate(table(config)):
         wave = np.sin(0.7 * np.arange(np.prod(entry.shape), dtype=np.float64) + k)
@@ -47,7 +52,9 @@ def formula_weights(config: Config) -> dict[str, Any]:
 def run(
     path: pathlib.Path, golden: Any, channels: int, side: int
 ) -> tuple[np.ndarray, np.ndarray, list[np.ndarray]]:
-    """Checks the output and the loss; gives the errors of the gradient norms and first values, relative to 1e-4, and the gradients."""
+    """Checks the output and the loss; gives the errors of the gradient norms and first values,
+    relative to 1e-4, and the gradients.
+    """
     tag = f'c{channels}_h{side}'
     config = config_of(Header(MAGIC, 2, 3, channels, 3, side, side, 1000, 0, 0))
     write_weights(path / 'formula.bin', formula_weights(config), config)
@@ -102,7 +109,8 @@ def check(path: pathlib.Path, golden: Any, channels: int, side: int, precision: 
     with jax.enable_x64(precision == 'float64'):
         norm_errors, first_errors, gradients = run(path, golden, channels, side)
     assert all(np.isfinite(g).all() for g in gradients)
-    # (largest error, share of the tensors within 1e-4); single values carry more rounding than norms.
+    # (largest error, share of the tensors within 1e-4); single values carry more rounding than
+    # norms.
     norm_limit, first_limit, share = (1.25, 2, 0.98) if precision == 'float64' else (10, 20, 0.9)
     for errors, limit in ((norm_errors, norm_limit), (first_errors, first_limit)):
         assert errors.max() < limit, f'tensor {errors.argmax()}'

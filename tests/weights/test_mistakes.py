@@ -1,4 +1,6 @@
-"""Weight files whose tensors, metadata, path or caller are wrong: every one gives a `UserError` that says what and where."""
+"""Weight files whose tensors, metadata, path or caller are wrong: every one gives a `UserError`
+that says what and where.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,8 @@ from jaxunet.runtime.errors import UserError
 from jaxunet.weights import read_weights, write_weights
 from jaxunet.weights.files import METADATA
 
-# --- names and shapes, in both formats ----------------------------------------------------------------------------------------------
+# --- names and shapes, in both formats
+# ----------------------------------------------------------------------------------------------
 
 
 def without(name: str) -> dict[str, np.ndarray]:
@@ -53,17 +56,31 @@ STATE_CASES: list[tuple[Callable[[], dict[str, np.ndarray]], str]] = [
     (lambda: without('out.2.weight'), 'out.2.weight is missing'),
     (lambda: without('middle_block.1.qkv.bias'), 'middle_block.1.qkv.bias: missing'),
     (lambda: replaced('extra.weight', [1.0]), r'extra.weight: unexpected, shape \(1,\)'),
-    (lambda: replaced('output_blocks.9.0.in_layers.0.weight', [1.0]), 'output_blocks.9.0.in_layers.0.weight: unexpected'),
-    (lambda: replaced('input_blocks.77777777.0.op.weight', [1.0]), 'input_blocks.77777777: more blocks than the file has tensors'),
-    (lambda: replaced('out.2.bias', np.zeros(4)), r'out.2.bias: expected shape \(3,\), found \(4,\)'),
-    (lambda: replaced('out.2.weight', np.zeros((5, 32, 3, 3))), 'out.2.weight: expected 3 output channels, or 6 .* found 5'),
-    (lambda: replaced('time_embed.0.weight', np.zeros((100, 32))), r'time_embed.0.weight: expected shape \(4 base, base\)'),
-    (lambda: replaced('time_embed.0.weight', np.zeros(32)), r'time_embed.0.weight: expected 2 axes, found shape \(32,\)'),
-    (lambda: replaced('input_blocks.0.0.weight', np.zeros((32, 3, 3))), 'input_blocks.0.0.weight: expected 4 axes'),
+    (lambda: replaced('output_blocks.9.0.in_layers.0.weight', [1.0]), 'output_blocks.9.0.in_layers.0.weight: '  # noqa: E501
+                                                                      'unexpected'),
+    (lambda: replaced('input_blocks.77777777.0.op.weight', [1.0]), 'input_blocks.77777777: more '
+                                                                   'blocks than the file has '
+                                                                   'tensors'),
+    (lambda: replaced('out.2.bias', np.zeros(4)), r'out.2.bias: expected shape \(3,\), found '
+                                                  r'\(4,\)'),
+    (lambda: replaced('out.2.weight', np.zeros((5, 32, 3, 3))), 'out.2.weight: expected 3 output '
+                                                                'channels, or 6 .* found 5'),
+    (lambda: replaced('time_embed.0.weight', np.zeros((100, 32))), r'time_embed.0.weight: '
+                                                                   r'expected shape \(4 base, '
+                                                                   r'base\)'),
+    (lambda: replaced('time_embed.0.weight', np.zeros(32)), r'time_embed.0.weight: expected 2 '
+                                                            r'axes, found shape \(32,\)'),
+    (lambda: replaced('input_blocks.0.0.weight', np.zeros((32, 3, 3))), 'input_blocks.0.0.weight: '
+                                                                        'expected 4 axes'),
     (lambda: spoiled('out.2.weight', 17, np.nan), 'out.2.weight, flat index 17 .*byte .* is nan'),
-    (lambda: spoiled('middle_block.1.qkv.bias', 3, np.inf), 'middle_block.1.qkv.bias, flat index 3 .*byte .* is inf'),
-    (lambda: {f'model.{name}': value for name, value in state().items()}, r"not a UNet with guided-diffusion's names \(found \d+ tensors"),
-    (lambda: {'optimizer.mu.out.2.bias': state()['out.2.bias'], **state()}, r'\(moments\): .*time_embed.0.weight: missing'),
+    (lambda: spoiled('middle_block.1.qkv.bias', 3, np.inf), 'middle_block.1.qkv.bias, flat index '
+                                                            '3 .*byte .* is inf'),
+    (lambda: {f'model.{name}': value for name, value in state().items()}, r"not a UNet with "
+                                                                          r"guided-diffusion's names "  # noqa: E501
+                                                                          r"\(found \d+ tensors"),
+    (lambda: {'optimizer.mu.out.2.bias': state()['out.2.bias'], **state()}, r'\(moments\): '
+                                                                            r'.*time_embed.0.weight: '  # noqa: E501
+                                                                            r'missing'),
 ]  # fmt: skip
 
 
@@ -78,7 +95,8 @@ def test_state_dicts(tmp_path: pathlib.Path, extension: str, case: int) -> None:
     )
 
 
-# --- .safetensors -----------------------------------------------------------------------------------------------------------------
+# --- .safetensors
+# -----------------------------------------------------------------------------------------------------------------  # noqa: E501
 
 
 def one_entry(**changes: Any) -> dict[str, Any]:
@@ -135,18 +153,30 @@ def good_metadata(**changes: Any) -> dict[str, Any]:
         ('[]', 'metadata jaxunet_config: new_attention_order: expected true or false, found None'),
         ('{}', 'new_attention_order: expected true or false, found None'),
         ('[' * 100_000, 'metadata jaxunet_config'),
-        (json.dumps(good_metadata(new_attention_order='no')), "new_attention_order: expected true or false, found 'no'"),
-        (json.dumps(good_metadata(class_names=['cat'])), r"class_names: expected the names of at most 0 classes, found \['cat'\]"),
-        (json.dumps(good_metadata(class_names=3)), 'class_names: expected the names of at most 0 classes, found 3'),
+        (json.dumps(good_metadata(new_attention_order='no')), "new_attention_order: expected "
+                                                              "true or false, found 'no'"),
+        (json.dumps(good_metadata(class_names=['cat'])), r"class_names: expected the names of at "
+                                                         r"most 0 classes, found \['cat'\]"),
+        (json.dumps(good_metadata(class_names=3)), 'class_names: expected the names of at most 0 '
+                                                   'classes, found 3'),
         (json.dumps(good_metadata(bogus=1)), 'bogus: unknown field'),
-        (json.dumps(good_metadata(model={'base_channels': 'x'})), 'model.base_channels: expected int'),
-        (json.dumps(good_metadata(model={'base_channels': 64})), 'model.base_channels: expected 32, found 64'),
-        (json.dumps(good_metadata(model={'base_channels': 2**40})), 'model.base_channels: expected 32, found 1099511627776'),
-        (json.dumps(good_metadata(model={'num_res_blocks': 10**9})), 'model.num_res_blocks: expected 1, found 1000000000'),
-        (json.dumps(good_metadata(model={'channel_mult': [float('inf')]})), 'metadata jaxunet_config'),
-        (json.dumps(good_metadata(model={'num_classes': 10})), 'model.num_classes: expected 0, found 10'),
-        (json.dumps(good_metadata(model={'num_head_channels': 24})), 'model.num_head_channels: 24 does not divide'),
-        (json.dumps(good_metadata(model={'scale_shift_norm': True})), r'emb_layers.1.weight: expected shape \(64, 128\)'),
+        (json.dumps(good_metadata(model={'base_channels': 'x'})), 'model.base_channels: expected '
+                                                                  'int'),
+        (json.dumps(good_metadata(model={'base_channels': 64})), 'model.base_channels: expected '
+                                                                 '32, found 64'),
+        (json.dumps(good_metadata(model={'base_channels': 2**40})), 'model.base_channels: '
+                                                                    'expected 32, found '
+                                                                    '1099511627776'),
+        (json.dumps(good_metadata(model={'num_res_blocks': 10**9})), 'model.num_res_blocks: '
+                                                                     'expected 1, found 1000000000'),  # noqa: E501
+        (json.dumps(good_metadata(model={'channel_mult': [float('inf')]})), 'metadata '
+                                                                            'jaxunet_config'),
+        (json.dumps(good_metadata(model={'num_classes': 10})), 'model.num_classes: expected 0, '
+                                                               'found 10'),
+        (json.dumps(good_metadata(model={'num_head_channels': 24})), 'model.num_head_channels: '
+                                                                     '24 does not divide'),
+        (json.dumps(good_metadata(model={'scale_shift_norm': True})), r'emb_layers.1.weight: '
+                                                                      r'expected shape \(64, 128\)'),  # noqa: E501
     ],
 )  # fmt: skip
 def test_metadata(tmp_path: pathlib.Path, extension: str, text: str, message: str) -> None:
@@ -154,7 +184,7 @@ def test_metadata(tmp_path: pathlib.Path, extension: str, text: str, message: st
     refuse(tmp_path / f'a.{extension}', build(state(), {METADATA: text}), message)
 
 
-# --- the path, the caller, the disk -----------------------------------------------------------------------------------------------
+# --- the path, the caller, the disk -----------------------------------------------------------------------------------------------  # noqa: E501
 
 
 @pytest.mark.parametrize(
@@ -162,7 +192,8 @@ def test_metadata(tmp_path: pathlib.Path, extension: str, text: str, message: st
     [
         (
             'a.pth',
-            r"extension: expected one of .bin, .pt, .safetensors, found '.pth'; did you mean \".pt\"",
+            r"extension: expected one of .bin, .pt, .safetensors, found '.pth'; did you mean "
+            r'\".pt\"',
         ),
         ('a.safetensor', r'did you mean ".safetensors"'),
         ('a.npz', "found '.npz'"),

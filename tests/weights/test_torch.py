@@ -1,4 +1,6 @@
-"""PyTorch and our files: the same networks compute the same, torch reads what we write, we read what torch writes."""
+"""PyTorch and our files: the same networks compute the same, torch reads what we write, we read
+what torch writes.
+"""
 
 from __future__ import annotations
 
@@ -64,7 +66,9 @@ def our_output(params: Any, config: Config) -> np.ndarray:
 @pytest.mark.parametrize('new_order', [False, True])
 @pytest.mark.parametrize('name', ADM)
 def test_torch_network_in_our_hands(tmp_path: pathlib.Path, name: str, new_order: bool) -> None:
-    """torch's state dict, saved by torch, read by us: the same outputs, whatever the options and the order of qkv."""
+    """torch's state dict, saved by torch, read by us: the same outputs, whatever the options and
+    the order of qkv.
+    """
     config = ADM[name]
     model = peer(config, new_order)
     torch.manual_seed(0)
@@ -80,7 +84,7 @@ def test_torch_network_in_our_hands(tmp_path: pathlib.Path, name: str, new_order
 @pytest.mark.parametrize('new_order', [False, True])
 @pytest.mark.parametrize('name', ['resblock_updown', 'classes_and_sigma', 'num_heads'])
 def test_our_network_in_torch_hands(tmp_path: pathlib.Path, name: str, new_order: bool) -> None:
-    """Our .pt loads with `weights_only=True` into torch's network, strictly, and computes the same."""
+    """Our .pt loads strictly into torch's network (`weights_only=True`) and computes the same."""
     config, params = ADM[name], random_params(ADM[name])
     write_weights(tmp_path / 'a.pt', params, config, new_attention_order=new_order)
     model = peer(config, new_order)
@@ -92,7 +96,9 @@ def test_our_network_in_torch_hands(tmp_path: pathlib.Path, name: str, new_order
 
 
 def test_the_order_of_qkv_matters(tmp_path: pathlib.Path) -> None:
-    """Read in the wrong order, a file gives other outputs: the tests above could not pass by chance."""
+    """Read in the wrong order, a file gives other outputs: the tests above could not pass by
+    chance.
+    """
     config = make(attention_resolutions=(16, 8), num_head_channels=16)
     write_weights(tmp_path / 'a.pt', random_params(config), config, new_attention_order=False)
     model = peer(config, True)
@@ -103,7 +109,9 @@ def test_the_order_of_qkv_matters(tmp_path: pathlib.Path) -> None:
 
 @pytest.mark.parametrize('dtype', ['float16', 'bfloat16', 'float64'])
 def test_types_and_nesting(tmp_path: pathlib.Path, dtype: str) -> None:
-    """Half-precision and double files, nested under a key, with parameters and views of one flat buffer."""
+    """Half-precision and double files, nested under a key, with parameters and views of one flat
+    buffer.
+    """
     config = ADM['one_level']
     state = peer(config, False).state_dict()
     flat = torch.cat([value.flatten() for value in state.values()]).to(getattr(torch, dtype))

@@ -18,7 +18,9 @@ pytestmark = pytest.mark.extension
 
 
 def states(backend, steps, scale=1.0, spoil=-1, narrowed=False, **changes):
-    """The state after a few updates with given gradients, and the last norm; optax gets those of `narrowed` kernels widened."""
+    """The state after a few updates with given gradients, and the last norm; optax gets those of
+    `narrowed` kernels widened.
+    """
     config = tiny_config(
         backend=backend,
         optimizer={'weight_decay': 0.1, 'warmup_steps': 3, **changes},
@@ -99,7 +101,9 @@ def test_a_norm_that_is_not_finite_changes_nothing():
     ids=str,
 )
 def test_weights_narrowed_at_once_are_those_narrowed_one_by_one(options):
-    """Bit for bit, predictions and gradients; were a weight narrowed that should not be, or not narrowed, they would differ or say so."""
+    """Bit for bit, predictions and gradients; were a weight narrowed that should not be, or not
+    narrowed, they would differ or say so.
+    """
     config = tiny_config(
         precision='bfloat16', model={'zero_init': False, **options}, data={'classes': ('a', 'b')}
     )

@@ -1,4 +1,6 @@
-"""How the GPU's kernels cut a normalisation: everything is covered, nothing asks for more than a multiprocessor has."""
+"""How the GPU's kernels cut a normalisation: everything is covered, nothing asks for more than a
+multiprocessor has.
+"""
 
 import itertools
 import math
