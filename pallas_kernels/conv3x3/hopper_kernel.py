@@ -63,7 +63,7 @@ NAME = 'jaxunet_conv3x3_forward'
 
 
 # Long, because its closures share the program's barriers and slots.
-def consume(program: Program, me: Index) -> None:
+def consume(program: Program, me: Index) -> None:  # noqa: PLR0915
     """Runs a consumer: computes and stores one strip of every tile."""
     p, s, tile = program.plan, program.plan.schedule, program.plan.schedule.tile
     plgpu.set_max_registers(s.computing_registers, action='increase')

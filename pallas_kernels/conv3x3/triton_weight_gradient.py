@@ -146,7 +146,7 @@ class _Problem:
 
 
 # One function: its three variants share the axes, the masks and the loop.
-def _unit(
+def _unit(  # noqa: PLR0915
     p: _Problem, part: _Part, x: Ref, dy: Ref, output: Ref, unit: Array, split: Array
 ) -> None:
     """Computes one tile of channels × features of `part.taps` taps, over one split."""
