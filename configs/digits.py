@@ -4,7 +4,8 @@
 
 Hardware: any; written for 2 CPU cores. Expected: about 1 minute there; clear digits in
 runs/digits/samples, a column a class. Without --config, commands train on the same images with the
-defaults of jaxunet/config/schema.py, which predict noise on the linear schedule and need more steps.
+defaults of jaxunet/config/schema.py, which predict noise on the linear schedule and need more
+steps.
 """
 
 from ml_collections import ConfigDict

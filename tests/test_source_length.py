@@ -10,8 +10,8 @@ LONG_FILES = {
     'jaxunet/sample.py': 'its flags take a third of it',
     'jaxunet/sweep/report.py': 'one table, whose cells are formatted together',
 }
-# Functions that may be longer. All but the last are kernel bodies, whose closures share the barriers
-# and references of one program.
+# Functions that may be longer. All but the last are kernel bodies, whose closures share the
+# barriers and references of one program.
 LONG_FUNCTIONS = {
     'pallas_kernels/conv3x3/hopper_kernel.py': {'consume', 'call'},
     'pallas_kernels/conv3x3/hopper_producers.py': {'produce', 'activate'},

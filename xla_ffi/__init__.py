@@ -1,4 +1,4 @@
-"""The hand-written CUDA kernels as XLA FFI custom calls, and CPU handlers with the same checks and results.
+"""The CUDA kernels as XLA FFI custom calls, and CPU handlers with the same checks and results.
 
 Importing registers the handlers of the two extension modules, `_cpu` and `_cuda`, where they are
 built. Both import on any machine.
@@ -55,13 +55,22 @@ def unavailable() -> str | None:
             if major in _DRIVERS
             else f'CUDA {major}.0 or later'
         )
-        return f'the kernels were built with CUDA {major} and need an NVIDIA driver of {version}; found {found}'
+        return (
+            f'the kernels were built with CUDA {major} and need an NVIDIA driver of {version}; '
+            f'found {found}'
+        )
     device = jax.devices()[0]
     if device.platform != 'gpu':
-        return f'JAX runs on {device.platform}; install jax[cuda12] or jax[cuda13] on a machine with an NVIDIA GPU'
+        return (
+            f'JAX runs on {device.platform}; install jax[cuda12] or jax[cuda13] on a machine with '
+            'an NVIDIA GPU'
+        )
     capability = str(getattr(device, 'compute_capability', '0'))
     if int(capability.split('.', maxsplit=1)[0]) < 8:
-        return f'the kernels need compute capability 8.0 or later; {device.device_kind} has {capability}'
+        return (
+            f'the kernels need compute capability 8.0 or later; {device.device_kind} has '
+            f'{capability}'
+        )
     if not _runs_on(_cuda.architectures, capability):
         found = f'{device.device_kind} has compute capability {capability}'
         return f'the kernels are built for {_cuda.architectures}; {found}; {_how_to_build()}'

@@ -1,4 +1,4 @@
-"""Measures the rates of the device that a step's arithmetic and memory traffic are compared with."""
+"""Measures the device's rates, to compare a step's arithmetic and memory traffic with."""
 
 from __future__ import annotations
 

@@ -27,9 +27,8 @@ from jaxunet.weights.guided_diffusion import from_tree
 EAGER, COMPILED, BEST = PYTORCH
 WARM_UP = 3  # calls before capture or measurement, as PyTorch's notes on CUDA graphs advise
 
-Inputs = tuple[
-    torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None
-]  # x0, t, noise, labels
+# x0, t, noise, labels.
+Inputs = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]
 
 
 class TorchSide:

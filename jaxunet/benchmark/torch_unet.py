@@ -1,7 +1,8 @@
 """The same UNet in plain PyTorch, with guided-diffusion's parameter names.
 
 It is the peer of `jaxunet.model.unet` in parity tests and benchmarks.
-Source of names and architecture: openai/guided-diffusion; Dhariwal & Nichol 2021, arXiv 2105.05233; Ho et al. 2020, arXiv 2006.11239.
+Source of names and architecture: openai/guided-diffusion; Dhariwal & Nichol 2021,
+arXiv 2105.05233; Ho et al. 2020, arXiv 2006.11239.
 PyTorch is optional (`pip install "jaxunet[peers]"`): only peer benchmarks and tests import this.
 """
 
@@ -35,7 +36,11 @@ def build_torch_unet(config: Config, *, new_attention_order: bool = False) -> UN
 def timestep_embedding(
     t: torch.Tensor, width: int, max_period: int = 10000, order: str = 'adm'
 ) -> torch.Tensor:
-    """Returns sinusoids of t, cosines first (`adm`) or sines first (`ddpm`): (batch,) -> (batch, width)."""
+    """Returns sinusoids of t: (batch,) -> (batch, width).
+
+    The cosines come first (`adm`) or the sines (`ddpm`), as in
+    `jaxunet.model.embeddings.timestep_embedding`.
+    """
     half = width // 2
     last = half if order == 'adm' else max(half - 1, 1)
     frequencies = torch.exp(
@@ -128,7 +133,10 @@ class ResBlock(nn.Module):
 
 
 class AttentionBlock(nn.Module):
-    """Self-attention over all pixels. `new_order`: qkv's channels are all q, all k, all v; else q, k, v of each head in turn."""
+    """Self-attention over all pixels.
+
+    `new_order`: qkv's channels are all q, all k, all v; else q, k, v of each head in turn.
+    """
 
     def __init__(self, m: ModelConfig, channels: int, heads: int, new_order: bool) -> None:
         super().__init__()
@@ -138,7 +146,8 @@ class AttentionBlock(nn.Module):
         self.proj_out = nn.Conv1d(channels, channels, 1)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        # Pixels before channels: PyTorch's fused attention takes heads whose channels are contiguous, and nothing else.
+        # Pixels before channels: PyTorch's fused attention takes only heads whose channels are
+        # contiguous.
         batch, channels, height, width = x.shape
         tokens = self.norm(x).flatten(2).transpose(1, 2)
         qkv = F.linear(tokens, self.qkv.weight[:, :, 0], self.qkv.bias)
@@ -164,7 +173,10 @@ class Block(nn.Sequential):
 
 
 class UNet(nn.Module):
-    """The network on NCHW images; `attention_levels` are counted from full resolution. A label of -1 is a dropped one."""
+    """The network on NCHW images.
+
+    `attention_levels` are counted from full resolution. A label of -1 is a dropped one.
+    """
 
     def __init__(
         self,

@@ -15,8 +15,9 @@ from typing import NamedTuple
 # Bits of the types whose names do not say it.
 BITS = {'pred': 8, 'token': 0, 'bf16': 16, 'c64': 64, 'c128': 128}
 FREE = {
-    'parameter', 'constant', 'tuple', 'get-tuple-element', 'bitcast', 'after-all', 'partition-id', 'replica-id', 'opt-barrier',
-    'async-done', 'async-update', 'copy-done', 'all-reduce-done', 'all-gather-done',
+    'parameter', 'constant', 'tuple', 'get-tuple-element', 'bitcast', 'after-all', 'partition-id',
+    'replica-id', 'opt-barrier', 'async-done', 'async-update', 'copy-done', 'all-reduce-done',
+    'all-gather-done',
 }  # fmt: skip
 SLICES = {'dynamic-slice', 'gather'}
 LIBRARIES = ('__cublas', '__cudnn')  # custom calls that return (value, scratch space)
@@ -145,7 +146,10 @@ def _called(i: Instruction, attribute: str) -> list[str]:
 
 
 def _fusion(body: list[Instruction], sizes: list[int], result: int) -> int:
-    """Returns the bytes of a fusion: sliced operands count their slices, in-place updates the update."""
+    """Returns the bytes of a fusion.
+
+    Sliced operands count their slices, in-place updates the update.
+    """
     parameters = {i.name: int(re.match(r'\d+', i.rest)[0]) for i in body if i.opcode == 'parameter'}  # type: ignore[index]
     shapes = {i.name: i.shape for i in body}
     read = list(sizes)

@@ -29,6 +29,7 @@ class Backend:
       title: name of its kernels in tables, such as 'CUDA kernels'.
       api: version of the vocabulary that it implements, `API` of the jaxunet it was written for.
       ops: implementations by op name of `jaxunet.config.OPS`; the other ops run on XLA.
+        Variants `..._and_input` are optional; a missing one is composed from its op.
       unavailable: returns what this machine lacks to run the kernels, or None if they run here.
     """
 

@@ -212,9 +212,8 @@ def candidates(kernel: str, tokens: int, width: int, dtype: DTypeLike) -> list[T
         raise ValueError(f'attention: kernel {kernel!r}: expected one of {", ".join(KERNELS)}')
     padded, width = power_of_two(tokens), power_of_two(width)
     rows = [n for n in (32, 64, 128) if n <= padded] or [padded]
-    wide = (
-        [*rows, 256] if padded == 256 and kernel in ('forward', 'backward_dq') else rows
-    )  # all keys at once
+    # Blocks of 256 hold all keys at once.
+    wide = [*rows, 256] if padded == 256 and kernel in ('forward', 'backward_dq') else rows
     found = []
     splits = (1, 2) if kernel == 'backward_dkv' and width >= 128 else (1,)
     every = itertools.product(

@@ -147,9 +147,8 @@ def test_mistakes_are_named():
 
 
 @pytest.mark.parametrize('dtype', ['bfloat16', 'float16'])
-@pytest.mark.parametrize(
-    'more', [3, pytest.param(1000, marks=pytest.mark.gpu)]
-)  # than one launch takes
+# 1000: more arrays than one launch takes.
+@pytest.mark.parametrize('more', [3, pytest.param(1000, marks=pytest.mark.gpu)])
 def test_narrow_as_astype(more, dtype):
     (arrays,) = trees(1, sizes=(*SIZES, *[(9,)] * more))
     arrays[4] = arrays[4].at[0, 0, 0, :3].set(jnp.asarray([jnp.inf, -jnp.inf, 1e30]))

@@ -62,9 +62,8 @@ FLOWS = (  # large enough, and enough of them, to take two kernels
     Case(22, 21, (256, 192), batch=15, per_sample=True),
     Case(48, 45, (96,), batch=16, mean=1000.0),
 )
-LONG = Case(
-    61, 41, (128, 64), groups=1, batch=2
-)  # more pixels than the shared memory of a cluster holds
+# More pixels than the shared memory of a cluster holds.
+LONG = Case(61, 41, (128, 64), groups=1, batch=2)
 
 
 @pytest.mark.gpu

@@ -69,9 +69,8 @@ def main(argv: Sequence[str]) -> int:
             logging.info('without the %s: %s', backend.title, missing)
     # A program from the cache would show no compile time.
     jax.config.update('jax_enable_compilation_cache', False)
-    sys.setswitchinterval(
-        0.05
-    )  # lowering is Python: threads that take turns too often slow one another
+    # Lowering is Python: threads that take turns too often slow one another.
+    sys.setswitchinterval(0.05)
     origin = {
         'kind': 'kernel',
         'time': datetime.datetime.now(datetime.UTC).isoformat(timespec='seconds'),

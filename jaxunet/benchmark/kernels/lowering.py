@@ -8,7 +8,8 @@ import multiprocessing
 import os
 import time
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from types import ModuleType
+from typing import NamedTuple
 
 import jax
 
@@ -17,12 +18,13 @@ from jaxunet.runtime import device
 from jaxunet.runtime.measurement import Measurement
 from jaxunet.runtime.plugins import load_backend
 
-KINDS: dict[str, Any] = {
+# Cheapest first.
+KINDS: dict[str, ModuleType] = {
     'linear': linear,
     'attention': attention,
     'group_norm': group_norm,
     'conv3x3': conv3x3,
-}  # cheapest first
+}
 CUSTOM_CALLS = ('mosaic_gpu_v2', '__gpu$xla.gpu.triton')
 
 
@@ -74,9 +76,8 @@ def start(
 ) -> dict[tuple[str, str], concurrent.futures.Future[Lowered]]:
     """Starts lowering the Pallas sides of measurements; returns futures by measurement and side."""
     found = {}
-    with contextlib.suppress(
-        concurrent.futures.BrokenExecutor
-    ):  # the rest is lowered in this process
+    # The rest is lowered in this process.
+    with contextlib.suppress(concurrent.futures.BrokenExecutor):
         for m in (m for m in wanted if 'pallas' in m.sides):
             found[m.name, 'pallas'] = workers.submit(lower, m.name, m.batch, dtype, device_kind)
     return found

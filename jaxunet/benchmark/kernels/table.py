@@ -12,14 +12,8 @@ from jaxunet.runtime.rows import Row
 
 # Backends in rows. The first has plain field names (ratio, tflops, gbps); the others a suffix.
 KERNELS = {'pallas': 'Pallas kernels', 'cuda': 'CUDA kernels'}
-NEEDED = (
-    'device',
-    'op',
-    'case',
-    'direction',
-    'batch',
-    'dtype',
-)  # a later row that agrees in these replaces an earlier one
+# A later row that agrees in these replaces an earlier one.
+NEEDED = ('device', 'op', 'case', 'direction', 'batch', 'dtype')
 
 
 def latest(found: Iterable[Row]) -> list[Row]:
