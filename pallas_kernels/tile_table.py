@@ -17,18 +17,22 @@ import logging
 import pathlib
 import re
 from collections.abc import Mapping
-from typing import Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from jaxunet.runtime import device
 
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
 FOLDER = pathlib.Path(__file__).parent / 'tiles'
 # A tile replaces the one in the table if it takes at most this share of its time. Smaller gains are
 # within the noise between runs.
 FASTER = 0.97
 T = TypeVar('T')
+Tile = TypeVar('Tile', bound='DataclassInstance')
 
 
 class Key(NamedTuple):
@@ -99,7 +103,7 @@ def time(kernel: str, dtype: DTypeLike, shape: str) -> float | None:
     return None if entry is None else entry.us
 
 
-def update(kind: str, timed: Mapping[Key, Mapping[Any, float]], chosen: Mapping[Key, Any]) -> str:
+def update(kind: str, timed: Mapping[Key, Mapping[Tile, float]], chosen: Mapping[Key, Tile]) -> str:
     """Puts tiles into a device's table.
 
     For each key: the fastest, if it takes at most `FASTER` of the time of the tile that is chosen

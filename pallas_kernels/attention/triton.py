@@ -42,14 +42,13 @@ from pallas_kernels.attention.triton_head import (
     TOP,
     TOTAL,
     Head,
-    Index,
     K,
     Q,
-    Ref,
     V,
     head_blocks,
     launch,
 )
+from pallas_kernels.types import Index, Ref
 
 FORWARD = 'jaxunet_attention_forward'
 BACKWARD = 'jaxunet_attention_backward'

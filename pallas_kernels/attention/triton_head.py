@@ -15,9 +15,8 @@ from jax.typing import DTypeLike
 from jaxtyping import Array
 
 from pallas_kernels.attention.tiles import Tile, power_of_two
+from pallas_kernels.types import Index, Ref
 
-Ref = Any  # a Pallas reference, which has no public type
-Index = Any  # an int or a traced int32
 Axes = tuple[tuple[int], tuple[int]]  # the axes that a product contracts
 Carry = TypeVar('Carry')
 

@@ -20,11 +20,10 @@ import json
 import random
 import time
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array
+from jaxtyping import Array, PyTree
 
 from jaxunet.ops.attention import reference
 from jaxunet.runtime import gpu_time as timing
@@ -43,7 +42,8 @@ from pallas_kernels.attention.vjp import attention
 SHAPES = '256:6:32,64:8:32,256:1:256,1024:4:64,256:8:64,4096:8:64:4,1024:8:128'
 SETS = 2  # sets of inputs that a program runs through
 Shape = tuple[int, int, int, int]  # batch, tokens, heads, width
-Job = tuple[Shape, str, Any]  # shape, what, tile
+Tiles = Tile | tuple[Tile, Tile] | None  # of one kernel, of both backward ones, or of the op
+Job = tuple[Shape, str, Tiles]  # shape, what, tiles
 
 
 def inputs(
@@ -62,7 +62,7 @@ def inputs(
     return qkv, grad, [forward(x) for x in qkv]
 
 
-def build(job: Job) -> Callable[..., Any]:
+def build(job: Job) -> Callable[..., PyTree]:
     """Returns a function of the inputs that runs one kernel, or the op, on every set."""
     (_, _, heads, _), what, tile = job
     side, _, direction = what.partition('_')
@@ -73,12 +73,13 @@ def build(job: Job) -> Callable[..., Any]:
         if direction == 'forward':
             return lambda qkv, grad, kept: [op(x) for x in qkv]
 
-        def both(x: Array, g: Array) -> tuple[Array, Any]:
+        def both(x: Array, g: Array) -> tuple[Array, PyTree]:
             out, pull = jax.vjp(op, x)
             return out, pull(g)
 
         return lambda qkv, grad, kept: [both(x, g) for x, g in zip(qkv, grad, strict=True)]
-    if what == 'forward':
+    assert tile is not None
+    if isinstance(tile, Tile) and what == 'forward':
         return lambda qkv, grad, kept: [triton.forward(x, heads, tile) for x in qkv]
     return lambda qkv, grad, kept: [
         triton.backward(x, k[2], k[1], g, tile) for x, k, g in zip(qkv, kept, grad, strict=True)
@@ -135,7 +136,7 @@ def chosen_tiles(shape: Shape, dtype: jnp.dtype) -> dict[tile_table.Key, Tile]:
 
 
 def report(
-    shape: Shape, dtype: jnp.dtype, results: list[tuple[str, Any, dict[str, float]]], top: int
+    shape: Shape, dtype: jnp.dtype, results: list[tuple[str, Tiles, dict[str, float]]], top: int
 ) -> Timed:
     """Prints the op beside XLA's, then the fastest tiles of each kernel.
 
@@ -220,7 +221,7 @@ def main() -> None:
     queues = [jobs_for(shape, args.kernels.split(','), dtype) for shape in shapes]
     jobs = [queue[i] for i in range(max(map(len, queues))) for queue in queues if i < len(queue)]
 
-    def compiled(number: int) -> Callable[[int], Any] | str | None:
+    def compiled(number: int) -> Callable[[int], PyTree] | str | None:
         shape, what, tile = jobs[number]
         if time.monotonic() - start > args.seconds:
             return None
@@ -236,7 +237,7 @@ def main() -> None:
         built = list(pool.map(compiled, range(len(jobs))))
     for message in [b for b in built if isinstance(b, str)][:5]:
         print(message)
-    good: dict[str, Callable[[int], Any]] = {
+    good: dict[str, Callable[[int], PyTree]] = {
         f'job{i}': b for i, b in enumerate(built) if b is not None and not isinstance(b, str)
     }
     print(f'compiled {len(good)} of {len(jobs)} in {time.monotonic() - start:.0f} s', flush=True)

@@ -7,16 +7,16 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, PyTree
 
 from jaxunet.ops.conv3x3.operands import Added, Affine, Parts
 from jaxunet.runtime import device
 from pallas_kernels.conv3x3 import hopper, hopper_weight_gradient, triton, triton_weight_gradient
+from pallas_kernels.types import Shaped
 
 # Pixels of an image from which Hopper's kernel, and output channels up to which Triton's, apply
 # GroupNorm and SiLU themselves. To refit, time `norm_silu_conv3x3` on both sides of the limits with
@@ -84,7 +84,7 @@ def input_gradient(
     return tuple(parts)
 
 
-def fuses_activation(parts: Parts, kernel: Float[Array, '3 3 channels features']) -> bool:
+def fuses_activation(parts: Sequence[Shaped], kernel: Shaped) -> bool:
     """Returns whether GroupNorm and SiLU are faster inside the convolution than before it.
 
     Hopper's kernel activates a tile once for its nine taps, which is faster in large images.
@@ -148,7 +148,13 @@ def _batched(convolve: Callable[..., Array]) -> Callable[..., Array]:
 
     @call.def_vmap
     def rule(
-        size: int, mapped: Any, parts: Parts, kernel: Any, shift: Any, added: Any, affine: Any
+        size: int,
+        mapped: PyTree[bool],
+        parts: Parts,
+        kernel: Array,
+        shift: Array,
+        added: Added | None,
+        affine: Affine | None,
     ) -> tuple[Array, bool]:
         def spread(x: Array, is_mapped: bool) -> Array:
             return x if is_mapped else jnp.broadcast_to(x, (size, *x.shape))
@@ -182,7 +188,7 @@ _input_gradient = _batched(functools.partial(_convolve, True))
 
 
 @jax.custom_batching.sequential_vmap
-def _weight_gradient(parts: Parts, dy: Any) -> Any:
+def _weight_gradient(parts: Parts, dy: Array) -> Array:
     target, pixels = device.target(), math.prod(dy.shape[:3])
     # Over few pixels XLA computes float32 in full rather than as tf32. Triton's three tf32 products
     # are as accurate as that; Hopper's three bfloat16 products are not.

@@ -20,8 +20,8 @@ from pallas_kernels import tile_table
 from pallas_kernels.conv3x3 import hopper_kernel, hopper_tiles
 from pallas_kernels.conv3x3.hopper_plan import Plan, plan
 from pallas_kernels.conv3x3.schedule import CHUNK, TAPS, Tile, ceil_div
+from pallas_kernels.types import Shaped
 
-Shaped = Any  # anything with a shape and a dtype
 Image = Float[Array, 'batch height width _']
 
 
@@ -282,8 +282,9 @@ def _plan(
     tile: Tile,
     out_dtype: DTypeLike | None,
 ) -> Plan:
+    batch, height, width, _ = parts[0].shape
     return plan(
-        parts[0].shape[:-1],
+        (batch, height, width),
         _channels(parts),
         features,
         tile,

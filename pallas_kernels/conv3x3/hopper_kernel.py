@@ -50,7 +50,7 @@ from jaxtyping import Array
 from pallas_kernels.conv3x3 import hopper_views as views
 from pallas_kernels.conv3x3.hopper_plan import Plan
 from pallas_kernels.conv3x3.hopper_producers import activate, produce
-from pallas_kernels.conv3x3.hopper_program import Index, Program, Ref, SiluOf, loop
+from pallas_kernels.conv3x3.hopper_program import Program, SiluOf, loop
 from pallas_kernels.conv3x3.schedule import (
     CHUNK,
     HALO_COLUMNS,
@@ -58,6 +58,7 @@ from pallas_kernels.conv3x3.schedule import (
     TAPS,
     tap_offset,
 )
+from pallas_kernels.types import Index, Ref
 
 NAME = 'jaxunet_conv3x3_forward'
 

@@ -16,7 +16,7 @@ from jaxtyping import Array
 
 from pallas_kernels.conv3x3 import hopper_views as views
 from pallas_kernels.conv3x3.hopper_plan import Source
-from pallas_kernels.conv3x3.hopper_program import Index, Program, Ref, SiluOf, Slice, loop
+from pallas_kernels.conv3x3.hopper_program import Program, SiluOf, loop
 from pallas_kernels.conv3x3.schedule import (
     CHUNK,
     HALO_COLUMNS,
@@ -24,6 +24,7 @@ from pallas_kernels.conv3x3.schedule import (
     TAPS,
     ceil_div,
 )
+from pallas_kernels.types import Index, Ref, Slice
 
 PIECE = 16  # pixels that a warpgroup activates at once
 BATCH = 4  # pieces in registers at once

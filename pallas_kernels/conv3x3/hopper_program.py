@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any
 
 from jax import lax
 from jaxtyping import Array
 
 from pallas_kernels.conv3x3.hopper_plan import Plan
+from pallas_kernels.types import Index, Ref
 
-Ref = Any  # a reference to device or shared memory, or barriers; Pallas has no public type for them
-Index = Any  # an int or a traced int32
-Slice = Any  # the result of `pl.ds`
 SiluOf = Callable[[Array], Array]  # the activation of a float32 array
 
 

@@ -6,11 +6,17 @@ The one file that uses JAX's private modules; it works with JAX 0.10.2 and 0.11.
 from __future__ import annotations
 
 import inspect
-from typing import Any
+from typing import TYPE_CHECKING
 
 import jax.experimental.pallas.mosaic_gpu as plgpu
 from jax._src.pallas.mosaic_gpu.core import UntilingTransform
 from jax._src.state.types import TransformedRef
+from jaxtyping import Array
+
+from pallas_kernels.types import Ref
+
+if TYPE_CHECKING:
+    from jax._src.pallas.mosaic_gpu.core import SomeLayout
 
 LOAD_INDEX = (
     ((),)
@@ -19,7 +25,7 @@ LOAD_INDEX = (
 )
 
 
-def matrix(ref: Any) -> Any:
+def matrix(ref: Ref) -> Ref:
     """Returns swizzled rows (r, 1, 8, c) as the matrix (8r, c) that wgmma and stores expect.
 
     Publicly, a matrix view must start at a whole 8-row tile. Here the rows of one tile may start
@@ -29,7 +35,7 @@ def matrix(ref: Any) -> Any:
     return TransformedRef(ref.ref, (*ref.transforms, UntilingTransform((8, ref.shape[-1]))))
 
 
-def load(ref: Any, layout: Any) -> Any:
+def load(ref: Ref, layout: SomeLayout) -> Array:
     """Loads a reference into registers.
 
     JAX 0.10 requires an index apart from the reference; 0.11 deprecates it.

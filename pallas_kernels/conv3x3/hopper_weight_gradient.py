@@ -35,7 +35,6 @@ import functools
 import itertools
 import math
 from collections.abc import Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -50,12 +49,11 @@ from pallas_kernels.conv3x3.hopper_weight_gradient_plan import (
     BLOCK,
     STRIP,
     TAP_ROWS,
-    Index,
     Plan,
-    ShapeDtype,
     Tile,
 )
 from pallas_kernels.conv3x3.schedule import MULTIPROCESSORS, SHARED_BYTES
+from pallas_kernels.types import Index, Ref, Shaped
 
 NAME = 'jaxunet_conv3x3_weight_gradient'
 SHARED_RESERVED = 1024  # bytes, for barriers
@@ -63,7 +61,7 @@ PRODUCER_REGISTERS = 32  # a thread
 CONSUMER_REGISTERS = 160  # a thread: 96 accumulators, and addresses
 
 
-def supports(parts: Sequence[ShapeDtype], dy: ShapeDtype, tile: Tile | None = None) -> str | None:
+def supports(parts: Sequence[Shaped], dy: Shaped, tile: Tile | None = None) -> str | None:
     """Returns None if `weight_gradient` can run, else why not. Reads shapes and dtypes alone."""
     if not parts:
         return 'parts: expected at least one array, found none'
@@ -105,7 +103,7 @@ def supports(parts: Sequence[ShapeDtype], dy: ShapeDtype, tile: Tile | None = No
     return None
 
 
-def default_tile(parts: Sequence[ShapeDtype], dy: ShapeDtype) -> Tile:
+def default_tile(parts: Sequence[Shaped], dy: Shaped) -> Tile:
     """Returns the tile for shapes that are in no table: the best by a rough model of the time."""
     stages = 4 if dy.dtype == jnp.float32 else 8
     plan = Plan.of(parts, dy, Tile(8, stages, 1))
@@ -121,21 +119,21 @@ def default_tile(parts: Sequence[ShapeDtype], dy: ShapeDtype) -> Tile:
     return Tile(8, stages, min(range(1, min(plan.strips, MULTIPROCESSORS) + 1), key=microseconds))
 
 
-def shape_class(parts: Sequence[ShapeDtype], dy: ShapeDtype) -> str:
+def shape_class(parts: Sequence[Shaped], dy: Shaped) -> str:
     """Returns the name of these shapes in the table of tiles."""
     image = 'x'.join(map(str, dy.shape[:-1]))
     channels = '+'.join(str(part.shape[-1]) for part in parts)
     return f'{image}, {channels} to {dy.shape[-1]}'
 
 
-def choose_tile(parts: Sequence[ShapeDtype], dy: ShapeDtype) -> Tile:
+def choose_tile(parts: Sequence[Shaped], dy: Shaped) -> Tile:
     """Returns the device's measured tile of these shapes, else `default_tile`."""
     return tile_table.measured(
         Tile, 'conv3x3/hopper_weight_gradient', dy.dtype, shape_class(parts, dy)
     ) or default_tile(parts, dy)
 
 
-def candidates(parts: Sequence[ShapeDtype], dy: ShapeDtype) -> list[Tile]:
+def candidates(parts: Sequence[Shaped], dy: Shaped) -> list[Tile]:
     """Returns the tiles worth timing for these shapes, the default first."""
     first = default_tile(parts, dy)
     found = [first]
@@ -209,7 +207,7 @@ def _partial_sums(
     shape = (tile.splits, 9, sum(plan.widths), plan.features)
 
     # One body: the roles share the ring, the barriers and the CTA's place in the grid.
-    def body(*refs: Any) -> None:
+    def body(*refs: Ref) -> None:
         x_refs, (dy_ref, out_ref, x_ring, dy_ring, full, empty) = (
             refs[: len(parts)],
             refs[len(parts) :],
@@ -235,7 +233,7 @@ def _partial_sums(
 
                     @pl.when((x_channel >= start) & (x_channel < end))
                     def _(
-                        x_ref: Any = x_ref,
+                        x_ref: Ref = x_ref,
                         start: int = start,
                         half: int = half,
                         image: Index = image,

@@ -7,7 +7,6 @@ weight gradient are in this file.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import jax.numpy as jnp
 from jax.experimental.mosaic import gpu as mgpu
@@ -15,6 +14,7 @@ from jax.experimental.mosaic.gpu import utils
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, nvvm
+from jaxtyping import Array
 
 # The layout of wgmma's accumulator, one float32 a register. Pairs (plgpu.Layout.WGMMA) would be
 # taken apart before every wgmma.
@@ -24,6 +24,7 @@ ACCUMULATOR = plgpu.Layout.TILED(
     lane_dims=(-4, -3),
     vector_dim=-1,
 )
+Registers = mgpu.FragmentedArray  # an array in the registers of a warpgroup
 SWIZZLE = plgpu.SwizzleTransform(128)
 
 
@@ -41,7 +42,7 @@ def tap_strides(columns: int, block: int) -> list[int]:
 
 def multiply_taps(
     rows: int, columns: int, block: int, taps: int, products: Sequence[tuple[int, int]]
-) -> Callable[..., Any]:
+) -> Callable[..., Array]:
     """Returns a function of (row, column, x stage, dy stage, accumulator) for one strip.
 
     It adds dyᵀ · [x, x one pixel on, …], `taps` of them, to the accumulator (block, taps · block),
@@ -62,7 +63,9 @@ def multiply_taps(
         ),
         return_type=plgpu.ShapeDtypeStruct((block, taps * block), jnp.float32, layout=ACCUMULATOR),
     )
-    def step(_: Any, row: Any, column: Any, x: Any, dy: Any, total: Any) -> Any:
+    def step(
+        _: object, row: Registers, column: Registers, x: ir.Value, dy: ir.Value, total: Registers
+    ) -> Registers:
         x_type = ir.MemRefType(x.type)
         # K tiles of 8 pixels, N tiles of a tap. They overlap, which slices cannot express.
         strides = ir.StridedLayoutAttr.get(0, tap_strides(columns, block))
@@ -90,7 +93,7 @@ def multiply_taps(
 
 
 @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), ACCUMULATOR))
-def store_transposed(_: Any, target: Any, value: Any) -> None:
+def store_transposed(_: object, target: ir.Value, value: Registers) -> None:
     """Writes valueᵀ to device memory.
 
     Eight lanes hold eight neighbours of a row of it, a whole sector of 32 bytes.

@@ -7,31 +7,17 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any, Protocol
 
 import jax.numpy as jnp
 from jax import lax
+
+from pallas_kernels.types import Index, Shaped
 
 BLOCK = 64  # channels of a tile, input and output: wgmma's M, and 128 bytes of 16-bit numbers
 STRIP = 8  # pixels across a strip: the rows of a swizzle atom
 TAP_ROWS = 3  # rows of taps, and consumer warpgroups
 # Pairs of halves (of x, of dy) whose products count for float32 operands; (low, low) is left out.
 SPLIT_PRODUCTS = ((0, 0), (0, 1), (1, 0))
-Index = Any  # an int or a traced int32
-
-
-class ShapeDtype(Protocol):
-    """An array, or an abstract one."""
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """The extents of the axes."""
-        ...
-
-    @property
-    def dtype(self) -> Any:
-        """The type of the elements."""
-        ...
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,7 +56,7 @@ class Plan:
     halves: int
 
     @classmethod
-    def of(cls, parts: Sequence[ShapeDtype], dy: ShapeDtype, tile: Tile) -> Plan:
+    def of(cls, parts: Sequence[Shaped], dy: Shaped, tile: Tile) -> Plan:
         """Returns the plan of a call for operands of these shapes."""
         batch, height, width, features = dy.shape
         halves = 2 if dy.dtype == jnp.float32 else 1

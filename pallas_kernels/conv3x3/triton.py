@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -45,10 +44,10 @@ from pallas_kernels.conv3x3.triton_kernel import (
     sum_program,
 )
 from pallas_kernels.conv3x3.triton_tiles import Tile, default_tile, gathers
+from pallas_kernels.types import Shaped
 
 NAME = 'jaxunet_conv3x3_triton_forward'
 PRODUCTS_NAME = 'jaxunet_conv3x3_triton_products'
-Shaped = Any  # anything with a shape and a dtype
 
 
 def supports(parts: Sequence[Shaped], kernel: Shaped) -> str | None:
@@ -58,7 +57,7 @@ def supports(parts: Sequence[Shaped], kernel: Shaped) -> str | None:
     first = parts[0]
     for i, part in enumerate(parts):
         if (
-            part.ndim != 4
+            len(part.shape) != 4
             or part.shape[:3] != first.shape[:3]
             or part.dtype != first.dtype
             or 0 in part.shape
@@ -71,7 +70,7 @@ def supports(parts: Sequence[Shaped], kernel: Shaped) -> str | None:
     if first.dtype not in DTYPES:
         return f'parts: dtype {first.dtype}; use float32, bfloat16 or float16'
     channels = sum(part.shape[-1] for part in parts)
-    if kernel.ndim != 4 or kernel.shape[:3] != (3, 3, channels) or kernel.shape[3] == 0:
+    if len(kernel.shape) != 4 or kernel.shape[:3] != (3, 3, channels) or kernel.shape[3] == 0:
         return (
             f'kernel: shape {list(kernel.shape)}; expected [3, 3, {channels}, features], '
             f'{channels} being the channels of all parts'

@@ -6,7 +6,7 @@ Masks may be None, which stands for all true and costs nothing.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -15,10 +15,11 @@ from jax.experimental.pallas import triton as plgpu
 from jax.typing import DTypeLike
 from jaxtyping import Array
 
+from pallas_kernels.types import Ref
+
 DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16)
 SMALLEST_DOT = 16  # least extent of each axis of a dot; fewer channels share an axis with the taps
 TAPS = 9
-Ref = Any  # a Pallas reference, which has no public type
 
 
 def check_block(field: str, value: int) -> None:

@@ -15,7 +15,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -42,23 +42,23 @@ from pallas_kernels.conv3x3.triton_blocks import (
     tap_offset,
 )
 from pallas_kernels.conv3x3.triton_weight_gradient_tiles import Tile, default_tile
+from pallas_kernels.types import Shaped
 
 NAME = 'jaxunet_conv3x3_triton_weight_gradient'
-Shaped = Any  # anything with a shape and a dtype
 
 
 def supports(parts: Sequence[Shaped], dy: Shaped) -> str | None:
     """Returns None if `weight_gradient` takes these operands, else what is wrong and what to do."""
     if not parts:
         return 'parts: none given; pass at least one array (batch, height, width, channels)'
-    if dy.ndim != 4 or 0 in dy.shape or dy.dtype not in DTYPES:
+    if len(dy.shape) != 4 or 0 in dy.shape or dy.dtype not in DTYPES:
         return (
             f'dy: {dy.dtype}{list(dy.shape)}; '
             f'pass a non-empty NHWC array of float32, bfloat16 or float16'
         )
     for i, part in enumerate(parts):
         if (
-            part.ndim != 4
+            len(part.shape) != 4
             or part.shape[:3] != dy.shape[:3]
             or part.dtype != dy.dtype
             or 0 in part.shape

@@ -27,18 +27,20 @@ import re
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple, cast
+from typing import NamedTuple
 
 import jax
+from jaxtyping import PyTree
 
 from jaxunet.ops.conv3x3.cases import CIFAR10, ELEPHANTS64, Case
 from jaxunet.runtime import gpu_time as timing
 from jaxunet.runtime.measurement import Inputs, Measurement
 from pallas_kernels import tile_table
 from pallas_kernels.conv3x3 import dispatch, hopper, hopper_weight_gradient
+from pallas_kernels.conv3x3.schedule import Tile
 
-AnyTile = Any  # a tile of the convolution or of the weight gradient
-Operands = dict[str, Any]  # arrays or their shapes, by name
+AnyTile = Tile | hopper_weight_gradient.Tile
+Operands = dict[str, PyTree]  # arrays or their shapes, by name
 DIRECTIONS = ('forward', 'input', 'fused', 'weight')
 THREADS, ROUNDS = 16, 8
 
@@ -75,13 +77,13 @@ def shape(case: Case, direction: str, batch: int, dtype: str, limit: int) -> Sha
     if direction == 'weight':
         if hopper_weight_gradient.supports(parts, dy):
             return None
-        chosen: AnyTile = hopper_weight_gradient.choose_tile(parts, dy)
-        tiles: list[AnyTile] = [
-            *dict.fromkeys([chosen, *hopper_weight_gradient.candidates(parts, dy)])
-        ][:limit]
+        every = hopper_weight_gradient.candidates(parts, dy)
+        every = [hopper_weight_gradient.choose_tile(parts, dy), *every]
+        tiles = list[AnyTile](dict.fromkeys(every))[:limit]
         inputs: Operands = {'x': parts, 'dy': dy}
 
         def run(tile: AnyTile, i: Operands) -> jax.Array:
+            assert isinstance(tile, hopper_weight_gradient.Tile)
             return hopper_weight_gradient.weight_gradient(i['x'], i['dy'], tile=tile)
 
         key = tile_table.Key(
@@ -93,7 +95,7 @@ def shape(case: Case, direction: str, batch: int, dtype: str, limit: int) -> Sha
     )
     inputs = {'x': (dy,) if direction == 'input' else parts, 'kernel': kernel, 'shift': bias}
     if direction == 'fused':
-        if dispatch.fuses_activation(cast(Any, parts), cast(Any, kernel)):
+        if dispatch.fuses_activation(parts, kernel):
             inputs['affine'] = (jax.ShapeDtypeStruct((batch, case.channels), 'float32'),) * 2
         else:
             inputs['x'] = (array((*image, case.channels)),)
@@ -108,16 +110,11 @@ def shape(case: Case, direction: str, batch: int, dtype: str, limit: int) -> Sha
     if hopper.supports(inputs['x'], kernel, flipped=flipped, **options):
         return None
     chosen = hopper.choose_tile(inputs['x'], kernel, flipped=flipped, **options)
-    tiles = [
-        *dict.fromkeys(
-            [
-                chosen,
-                *hopper.candidates(inputs['x'], kernel, flipped=flipped, limit=limit, **options),
-            ]
-        )
-    ][:limit]
+    others = hopper.candidates(inputs['x'], kernel, flipped=flipped, limit=limit, **options)
+    tiles = list[AnyTile](dict.fromkeys([chosen, *others]))[:limit]
 
     def convolve(tile: AnyTile, i: Operands) -> jax.Array:
+        assert isinstance(tile, Tile)
         return hopper.forward(
             i['x'],
             i['kernel'],
@@ -186,11 +183,11 @@ def arguments() -> argparse.Namespace:
     return args
 
 
-def compile_jobs(jobs: Sequence[Job], seconds: float) -> dict[int, Any]:
+def compile_jobs(jobs: Sequence[Job], seconds: float) -> dict[int, jax.stages.Compiled]:
     """Returns the compiled programs by the number of their job, without those late or failed."""
     stop = time.monotonic() + seconds
 
-    def compiled(number: int) -> Any:
+    def compiled(number: int) -> jax.stages.Compiled | None:
         s, tile = jobs[number]
         if time.monotonic() > stop:
             return None
@@ -256,7 +253,7 @@ def main() -> None:
     programs = compile_jobs(jobs, args.seconds)
     arrays = Inputs()
 
-    def caller(number: int) -> Callable[[int], Any]:
+    def caller(number: int) -> Callable[[int], PyTree]:
         s, _ = jobs[number]
         like = Measurement('conv3x3', s.case, s.direction, args.batch, {}, s.inputs, s.flops)
         return lambda call: programs[number](arrays.of(like, call))

@@ -16,7 +16,8 @@ import functools
 import json
 import os
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from types import ModuleType
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -40,6 +41,7 @@ ELEPHANTS64 = (
     '8:192-256,8:256-256,8:448-256,8:512-256'
 )
 CALLS = 8
+AnyTile = triton_tiles.Tile | triton_weight_gradient_tiles.Tile
 DTYPE = flags.DEFINE_string('dtype', 'bfloat16', 'Type of x, kernel and gradients.')
 BATCH = flags.DEFINE_integer('batch', 32, 'Images.')
 SHAPES = flags.DEFINE_list(
@@ -134,9 +136,9 @@ def plain(direction: str, o: Operands) -> jax.Array:
     return jax.vjp(lambda k: lax_conv(o.x, k), o.kernel)[1](o.dy)[0]
 
 
-def ours(direction: str, tile: Any, o: Operands) -> jax.Array:
+def ours(direction: str, tile: AnyTile, o: Operands) -> jax.Array:
     """Computes a direction with the kernels."""
-    if direction == 'weight':
+    if isinstance(tile, triton_weight_gradient_tiles.Tile):
         return triton_weight_gradient.weight_gradient(o.parts, o.dy, tile=tile)
     if direction == 'input':
         flipped = o.kernel[::-1, ::-1].swapaxes(2, 3)
@@ -165,9 +167,9 @@ def key_of(direction: str, shape: Shape) -> tile_table.Key:
     return tile_table.Key(kernel, DTYPE.value, shape_class(*sizes(direction, shape)))
 
 
-def tiles(direction: str, shape: Shape, itemsize: int) -> list[Any]:
+def tiles(direction: str, shape: Shape, itemsize: int) -> list[AnyTile]:
     """Returns the tile that is chosen now, then the others to time."""
-    module: Any = triton_weight_gradient_tiles if direction == 'weight' else triton_tiles
+    module: ModuleType = triton_weight_gradient_tiles if direction == 'weight' else triton_tiles
     arguments = *sizes(direction, shape), itemsize
     chosen = tile_table.measured(module.Tile, *key_of(direction, shape)) or module.default_tile(
         *arguments
@@ -180,11 +182,11 @@ class Run(NamedTuple):
 
     shape: str
     direction: str
-    tile: Any
+    tile: AnyTile | None
     name: str
     sets: list[Operands]
 
-    def compile(self) -> Any:
+    def compile(self) -> jax.stages.Compiled | None:
         """Returns the compiled program; None, with a printed line, if it does not compile."""
         f = (
             functools.partial(plain, self.direction)
@@ -208,7 +210,7 @@ def main(argv: Sequence[str]) -> None:
         raise app.UsageError(f'unexpected arguments: {argv[1:]}')
     dtype = jnp.dtype(DTYPE.value)
     runs: list[Run] = []
-    chosen: dict[tile_table.Key, Any] = {}
+    chosen: dict[tile_table.Key, AnyTile] = {}
     for text in SHAPES.value:
         shape = Shape.parse(text)
         sets = [Operands.draw(shape, dtype, seed) for seed in range(2)]
@@ -223,10 +225,12 @@ def main(argv: Sequence[str]) -> None:
         rest = [run for run in runs if run.tile is not None]
         compiled |= dict(zip((run.name for run in rest), pool.map(Run.compile, rest), strict=True))
 
-    def caller(run: Run) -> Callable[[int], jax.Array]:
-        return lambda i: compiled[run.name](run.sets[i % len(run.sets)])
+    programs = {name: program for name, program in compiled.items() if program is not None}
 
-    runs = [run for run in runs if compiled[run.name] is not None]
+    def caller(run: Run) -> Callable[[int], jax.Array]:
+        return lambda i: programs[run.name](run.sets[i % len(run.sets)])
+
+    runs = [run for run in runs if run.name in programs]
     calls = {run.name: caller(run) for run in runs}
     times = {name: found.us for name, found in timing.trace_times(calls, rounds=CALLS).items()}
     base, expected, results = {}, {}, collections.defaultdict(list)
@@ -256,7 +260,7 @@ def main(argv: Sequence[str]) -> None:
             }
             print(json.dumps(row | {'tile': list(vars(tile).values())}), flush=True)
     if WRITE.value:
-        timed: dict[tile_table.Key, dict[Any, float]] = collections.defaultdict(dict)
+        timed: dict[tile_table.Key, dict[AnyTile, float]] = collections.defaultdict(dict)
         for (text, direction), found in results.items():
             if direction != 'fused':  # takes the tile of `forward`
                 timed[key_of(direction, Shape.parse(text))] |= {

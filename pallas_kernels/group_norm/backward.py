@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -28,6 +27,7 @@ from jaxtyping import Array, Float
 from jaxunet.ops.group_norm.operands import group_size
 from pallas_kernels.group_norm.blocks import Lanes, Program, Ref, loop, scaled, sigmoid
 from pallas_kernels.group_norm.tiles import Grid, Tile, choose_tile, fit
+from pallas_kernels.types import Index
 
 
 class _Derivative:
@@ -70,7 +70,7 @@ class _Derivative:
 def _sums(
     program: Program,
     derivative: _Derivative,
-    read: Sequence[Callable[[Any], Sequence[Array]]],
+    read: Sequence[Callable[[Index], Sequence[Array]]],
     active: Ref | None = None,
 ) -> tuple[Array, Array]:
     grid, (load_x, load_dy) = program.grid, read

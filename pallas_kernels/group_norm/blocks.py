@@ -6,7 +6,7 @@ A register tile has rows (pixels) × lanes (channels). Masks may be None, which 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, TypeVar
+from typing import NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -16,9 +16,8 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
 from pallas_kernels.group_norm.tiles import Grid
+from pallas_kernels.types import Index, Ref
 
-Ref = Any  # a Pallas reference, which has no public type
-Step = Any  # an int or a traced int32
 State = TypeVar('State')
 # 1 / (1 + 2^(−log₂(e) · z)); 0fBFB8AA3B is −log₂(e), 0f3F800000 is 1.
 SIGMOID = """{
@@ -99,17 +98,17 @@ class Program:
         return found
 
     def load(
-        self, refs: Sequence[Ref], step: Int[Array, ''] | int, **policy: Any
+        self, refs: Sequence[Ref], step: Int[Array, ''] | int
     ) -> list[Float[Array, 'rows lanes']]:
         """Loads the register tiles of a step in storage type; zero outside.
 
         Args:
           refs: the parts, or one array of all channels.
         """
-        return [self._load_tile(refs, step, tile, policy) for tile in range(self.grid.unroll)]
+        return [self._load_tile(refs, step, tile) for tile in range(self.grid.unroll)]
 
     def _load_tile(
-        self, refs: Sequence[Ref], step: Int[Array, ''] | int, tile: int, policy: dict[str, Any]
+        self, refs: Sequence[Ref], step: Int[Array, ''] | int, tile: int
     ) -> Float[Array, 'rows lanes']:
         rows, below = self.rows(step, tile), self.row_mask(step, tile)
         value = None
@@ -121,7 +120,6 @@ class Program:
                 ref.at[self.sample, rows[:, None], columns[None, :]],
                 mask=mask,
                 other=other,
-                **policy,
             )
         assert value is not None
         return value
@@ -131,7 +129,6 @@ class Program:
         refs: Sequence[Ref],
         step: Int[Array, ''] | int,
         values: Sequence[Float[Array, 'rows lanes']],
-        **policy: Any,
     ) -> None:
         """Writes the register tiles of a step, each lane to the part that has its channel."""
         for tile, value in enumerate(values):
@@ -142,11 +139,10 @@ class Program:
                     ref.at[self.sample, rows[:, None], columns[None, :]],
                     value.astype(ref.dtype),
                     mask=mask,
-                    **policy,
                 )
 
     def load_channels(
-        self, ref: Ref, *index: Any, dtype: DTypeLike | None = None, lanes: Lanes | None = None
+        self, ref: Ref, *index: Index, dtype: DTypeLike | None = None, lanes: Lanes | None = None
     ) -> Float[Array, ' lanes']:
         """Loads ref[*index, channel] of every lane; zero where there is no channel."""
         columns, valid = lanes or self.own
@@ -175,7 +171,7 @@ class Program:
             found.append(value)
         return found[0], found[1]
 
-    def store_channels(self, ref: Ref, value: Float[Array, ' lanes'], *index: Any) -> None:
+    def store_channels(self, ref: Ref, value: Float[Array, ' lanes'], *index: Index) -> None:
         """Stores one number a lane to ref[*index, channel]."""
         plgpu.store(
             ref.at[(*index, self.own.columns)], value.astype(ref.dtype), mask=self.own.valid
@@ -216,7 +212,7 @@ def both(
 
 
 def loop(
-    steps: int, body: Callable[[Step, State], State], state: State, *, backwards: bool = False
+    steps: int, body: Callable[[Index, State], State], state: State, *, backwards: bool = False
 ) -> State:
     """Runs body(step, state) for every step.
 
@@ -235,7 +231,7 @@ def loop(
 
 # Long, because each step exists twice: with and without masked rows.
 def moments_of(
-    program: Program, tiles: Callable[[Step], Sequence[Array]], dtype: DTypeLike
+    program: Program, tiles: Callable[[Index], Sequence[Array]], dtype: DTypeLike
 ) -> tuple[Array, Array, Array | float]:
     """Returns mean, sum of squared deviations, and count of this program's pixels, for each lane.
 
@@ -247,7 +243,7 @@ def moments_of(
     grid = program.grid
     shape = (grid.rows, grid.lanes)
 
-    def step_moments(step: Step) -> tuple[Array, Array, Array | float]:
+    def step_moments(step: Index) -> tuple[Array, Array, Array | float]:
         values = [v.astype(dtype) for v in tiles(step)]
         masks = [program.row_mask(step, t) for t in range(grid.unroll)]
         if not grid.ragged_rows:
@@ -267,7 +263,7 @@ def moments_of(
             deviation = deviation + jnp.where(m[:, None], jax.lax.square(v - mean), 0.0)
         return mean, deviation, count
 
-    def join(step: Step, state: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
+    def join(step: Index, state: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
         mean, deviation, seen = state
         step_mean, step_deviation, count = step_moments(step)
         total = seen + count

@@ -21,10 +21,11 @@ import os
 import random
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import Array, PyTree
 
 from jaxunet.ops.activation import Activation
 from jaxunet.ops.group_norm import reference
@@ -79,10 +80,16 @@ def candidates(kernel: str, pixels: int) -> list[Tile | None]:
     ]
 
 
-def function(kernel: str, tile: Tile | None) -> Callable[..., Any]:
+def function(kernel: str, tile: Tile | None) -> Callable[..., PyTree]:
     """Returns a kernel as a function of parts, moments, dy, scale, offset, mean, inverse, sums."""
 
-    def both(op: Any, parts: Any, dy: Any, scale: Any, offset: Any) -> Any:
+    def both(
+        op: Callable[..., Array],
+        parts: tuple[Array, ...],
+        dy: Array,
+        scale: Array,
+        offset: Array,
+    ) -> PyTree:
         y, pull = jax.vjp(
             lambda *a: op(Activation(a[0]), a[1], a[2], groups=GROUPS, eps=EPS, silu=True),
             parts,
@@ -91,7 +98,7 @@ def function(kernel: str, tile: Tile | None) -> Callable[..., Any]:
         )
         return y, pull(dy)
 
-    table: dict[str, Callable[..., Any]] = {
+    table: dict[str, Callable[..., PyTree]] = {
         'both': lambda p, m, dy, s, o, mean, inv, sums: both(vjp.group_norm, p, dy, s, o),
         'both_xla': lambda p, m, dy, s, o, mean, inv, sums: both(reference.group_norm, p, dy, s, o),
         'forward': lambda p, m, dy, s, o, mean, inv, sums: forward.normalise(
@@ -142,6 +149,7 @@ class Timing(NamedTuple):
 
 
 Job = tuple[str, str, Tile | None]  # shape, kernel, tile
+Operands = tuple[PyTree, ...]  # the arguments of the functions that `function` returns
 
 
 def parse(shape: str) -> tuple[int, tuple[int, ...]]:
@@ -150,7 +158,7 @@ def parse(shape: str) -> tuple[int, tuple[int, ...]]:
     return int(side), tuple(int(c) for c in channels.split('+'))
 
 
-def draw(shape: str, batch: int, dtype: jnp.dtype, keys: Iterator[jax.Array]) -> tuple[Any, ...]:
+def draw(shape: str, batch: int, dtype: jnp.dtype, keys: Iterator[jax.Array]) -> Operands:
     """Returns random operands of a shape, in the order that `function` takes them."""
     side, channels = parse(shape)
     total = sum(channels)
@@ -184,12 +192,12 @@ def arguments() -> argparse.Namespace:
 
 
 def compile_jobs(
-    jobs: Sequence[Job], inputs: Mapping[str, tuple[Any, ...]], seconds: float
-) -> dict[str, Any]:
+    jobs: Sequence[Job], inputs: Mapping[str, Operands], seconds: float
+) -> dict[str, jax.stages.Compiled]:
     """Returns the compiled programs, j0, j1, …, by name, without those that are late or fail."""
     start = time.monotonic()
 
-    def build(numbered: tuple[int, Job]) -> Any:
+    def build(numbered: tuple[int, Job]) -> jax.stages.Compiled | str | None:
         i, (shape, kernel, tile) = numbered
         if time.monotonic() - start > seconds:
             return None
@@ -209,7 +217,7 @@ def compile_jobs(
 
 def report(
     kernel: str, rows: Sequence[Timing], default: float, xla: float, tensor: float, top: int
-) -> dict[str, Any]:
+) -> dict[str, object]:
     """Returns the part of a printed row that depends on the kernel.
 
     Args:
@@ -246,7 +254,7 @@ def main() -> None:
     dtype = jnp.dtype(args.dtype)
     random_keys = iter(jax.random.split(jax.random.key(0), 10_000))
     queues: list[list[Job]] = []
-    inputs: dict[str, tuple[Any, ...]] = {}
+    inputs: dict[str, Operands] = {}
     keys: dict[tuple[str, str], tile_table.Key] = {}
     chosen: dict[tile_table.Key, Tile] = {}
     for shape in args.shapes.split(','):
@@ -266,7 +274,7 @@ def main() -> None:
     jobs = [job for row in itertools.zip_longest(*queues) for job in row if job is not None]
     good = compile_jobs(jobs, inputs, args.seconds)
 
-    def caller(name: str) -> Callable[[int], Any]:
+    def caller(name: str) -> Callable[[int], PyTree]:
         return lambda _: good[name](*inputs[jobs[int(name[1:])][0]])
 
     times = timing.trace_times({name: caller(name) for name in good}, rounds=CALLS)
@@ -287,7 +295,7 @@ def main() -> None:
         print(json.dumps(row), flush=True)
     if args.write:
         timed = {
-            keys[job]: {row.tile: row.us for row in rows}
+            keys[job]: {row.tile: row.us for row in rows if row.tile is not None}
             for job, rows in results.items()
             if job in keys
         }

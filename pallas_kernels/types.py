@@ -1,0 +1,25 @@
+"""Types that the kernels share."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+from jax.typing import DTypeLike
+
+Ref = Any  # a reference to device or shared memory, or barriers; Pallas has no public type for them
+Index = Any  # an int or a traced int32
+Slice = Any  # the result of `pl.ds`
+
+
+class Shaped(Protocol):
+    """An array, or an abstract one."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The extents of the axes."""
+        ...
+
+    @property
+    def dtype(self) -> DTypeLike:
+        """The type of the elements."""
+        ...
