@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import importlib
 import pathlib
-from typing import Any
+from types import ModuleType
 
 import jax
 
 _DRIVERS = {12: '525', 13: '580'}  # the first NVIDIA driver of a major CUDA version
 
 
-def _register(module: str, platform: str) -> tuple[Any, str]:
+def _register(module: str, platform: str) -> tuple[ModuleType | None, str]:
     """Returns the extension module, its handlers registered, or None and the reason."""
     try:
         extension = importlib.import_module(f'xla_ffi.{module}')

@@ -10,7 +10,7 @@ import gc
 import logging
 import traceback
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import ParamSpec, TypeVar
 
 from jaxunet.benchmark.cases import PYTORCH, Plan, Prepared, Side
 from jaxunet.benchmark.device import Rates, measure_rates
@@ -23,6 +23,8 @@ from jaxunet.model import cost as estimate
 from jaxunet.runtime.errors import UserError
 from jaxunet.runtime.rows import Row, provenance
 
+Arguments = ParamSpec('Arguments')
+Result = TypeVar('Result')
 # Arithmetic in forward passes: the backward pass has two products for each of the forward pass.
 PASSES = {'forward': 1, 'forward+backward': 3, 'step': 3}
 
@@ -108,9 +110,9 @@ def _case(
                 'steps_per_round': steps,
             }
             outcome = p if isinstance(p, Exception) else times[name]
-            if isinstance(p, Exception) or isinstance(outcome, Exception):
+            if isinstance(outcome, Exception):
                 yield row | {'error': describe_error(outcome)}
-            else:
+            elif isinstance(p, Prepared):
                 yield row | measured(
                     p, outcome, first if isinstance(first, list) else None, row, rates
                 )
@@ -156,7 +158,7 @@ def measured(
     }
 
 
-def describe_error(error: Any) -> str:
+def describe_error(error: BaseException) -> str:
     """Returns the message of a UserError; otherwise type and text, and logs the traceback."""
     if isinstance(error, UserError):
         return str(error)
@@ -169,10 +171,12 @@ def say(line: str) -> None:
     logging.getLogger('absl').info('%s', line)
 
 
-def _try(function: Callable[..., Any], *arguments: Any) -> Any:
+def _try(
+    function: Callable[Arguments, Result], *arguments: Arguments.args, **options: Arguments.kwargs
+) -> Result | Exception:
     """Returns the result, or the exception that was raised."""
     try:
-        return function(*arguments)
+        return function(*arguments, **options)
     except Exception as error:
         return error
 

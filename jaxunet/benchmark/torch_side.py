@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Iterable
-from typing import Any
 
 import jax
 import numpy as np
@@ -157,8 +156,8 @@ class TorchSide:
         return loss
 
     def _ready(
-        self, call: Callable[[], Any], *, whole: bool
-    ) -> tuple[Callable[[], Any], int | None]:
+        self, call: Callable[[], object], *, whole: bool
+    ) -> tuple[Callable[[], object], int | None]:
         """Returns the warmed-up (for `best`, captured) call and its peak device memory in bytes."""
         if not self.gpu:
             call()

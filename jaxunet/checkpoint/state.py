@@ -5,13 +5,13 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple, ParamSpec, TypeVar
+from typing import NamedTuple, ParamSpec, TypeVar
 
 import flax.struct
 import jax
 import jax.numpy as jnp
 import optax
-from jaxtyping import Array, Float, Int, UInt32
+from jaxtyping import Array, Float, Int, PyTree, UInt32
 
 from jaxunet.config import Config
 from jaxunet.diffusion.process import make_diffusion
@@ -90,8 +90,8 @@ class TrainState:
     skipped: Int[Array, '']
     loss_sum: Float[Array, '']
     loss_count: Int[Array, '']
-    weighting: Any = ()
-    timesteps: Any = ()
+    weighting: PyTree = ()
+    timesteps: PyTree = ()
 
 
 def _lenient(function: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
@@ -177,7 +177,7 @@ def start_state(
     )
 
 
-def start_methods(config: Config) -> tuple[Any, Any]:
+def start_methods(config: Config) -> tuple[PyTree, PyTree]:
     """Returns the states of the loss weighting and of the timestep sampler before step 0."""
     diffusion = make_diffusion(config.diffusion)
     return make_weighting(config.loss, diffusion).init(), make_sampler(config, diffusion).init()

@@ -7,12 +7,12 @@ import math
 import types
 import typing
 from collections.abc import Sequence
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from ml_collections import ConfigDict
 
 from jaxunet.config.relations import check_relations
-from jaxunet.config.schema import OPS, PRECISIONS, Config, to_dict
+from jaxunet.config.schema import OPS, PRECISIONS, Config, Fields, to_dict
 from jaxunet.runtime.errors import UserError, near_misses
 from jaxunet.runtime.plugins import backend_names, load_backend
 
@@ -170,7 +170,7 @@ def _hint(name: str, known: Sequence[str]) -> str:
     return near_misses(name, known)
 
 
-def resolve(values: ConfigDict | dict[str, Any]) -> Config:
+def resolve(values: ConfigDict | Fields) -> Config:
     """Checks field names, types and values, and returns the frozen config.
 
     Raises:
@@ -203,7 +203,7 @@ def _build(section: type[T], values: object, prefix: str, problems: list[str]) -
     known = set(hints)
     for name in sorted(set(values) - known):
         problems.append(f'{prefix}{name}: unknown field{near_misses(name, known)}')
-    built: dict[str, Any] = {}
+    built: Fields = {}
     for name in sorted(set(values) & known):
         hint, path = hints[name], prefix + name
         if dataclasses.is_dataclass(hint):
@@ -213,7 +213,9 @@ def _build(section: type[T], values: object, prefix: str, problems: list[str]) -
     return section(**built)
 
 
-def _coerce(value: object, hint: Any, path: str, problems: list[str]) -> object:
+def _coerce(
+    value: object, hint: type | types.GenericAlias, path: str, problems: list[str]
+) -> object:
     """Returns the value as the type of its field; appends to `problems` where it does not fit.
 
     Lists (from JSON) become tuples. An int is accepted for a float, and for a string in a tuple.
@@ -271,7 +273,7 @@ def _check_values(config: Config) -> list[str]:
     return problems or check_relations(config)
 
 
-def _sections(config: Config) -> dict[str, dict[str, Any]]:
+def _sections(config: Config) -> dict[str, Fields]:
     """Returns the fields by section; the top-level fields are those of the section ''."""
     values = to_dict(config)
     return {'': {k: v for k, v in values.items() if not isinstance(v, dict)}} | {

@@ -12,7 +12,7 @@ import re
 import sys
 import traceback
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import jax
 from absl import app, flags, logging
@@ -20,6 +20,7 @@ from ml_collections import ConfigDict, config_flags
 from ml_collections.config_flags.tuple_parser import TupleParser
 
 from jaxunet.config import default_config, schema
+from jaxunet.config.schema import Fields
 from jaxunet.runtime.download import cache_dir
 from jaxunet.runtime.errors import USER_ERROR, UserError, near_misses
 
@@ -161,7 +162,7 @@ class _ConfigFile(flags.ArgumentParser):
     def __init__(self, reader: flags.ArgumentParser) -> None:
         self.reader = reader
 
-    def parse(self, named: str) -> ConfigDict | dict[str, Any]:
+    def parse(self, named: str) -> ConfigDict | Fields:
         """Returns the config that the file's get_config() returns.
 
         Raises:

@@ -246,6 +246,7 @@ class Config:
 # The ops of `jaxunet.ops.vocabulary` that a kernel backend may implement. `adamw` updates all
 # weights at once.
 OPS = ('conv3x3', 'norm_silu_conv3x3', 'group_norm', 'attention', 'linear', 'adamw')
+Fields = dict[str, Any]  # values by the name of their field; a section is a dict of its own
 PRECISIONS = ('float32', 'bfloat16', 'float16')
 
 
@@ -261,6 +262,6 @@ def default_config() -> ConfigDict:
 get_config = default_config
 
 
-def to_dict(config: Config) -> dict[str, Any]:
+def to_dict(config: Config) -> Fields:
     """Returns the config as nested dicts, the form that checkpoints store as JSON."""
     return dataclasses.asdict(config)

@@ -26,14 +26,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any, NamedTuple, cast
+from typing import NamedTuple, TypeAlias, cast
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import optax
 from jax.scipy.special import betaln, digamma
-from jaxtyping import Array, Float, Int, Key
+from jaxtyping import Array, Float, Int, Key, PyTree
 
 from jaxunet.config import Config
 from jaxunet.diffusion.objectives import gaussian_kl
@@ -46,7 +46,7 @@ from jaxunet.diffusion.process import (
     split_output,
 )
 
-Params = Any  # pytree of parameters, of the UNet or of the policy network
+Params: TypeAlias = PyTree  # of parameters, of the UNet or of the policy network
 PerSample = Float[Array, ' batch']
 Steps = Int[Array, ' batch']
 Images = Float[Array, 'batch height width channels']
@@ -83,7 +83,7 @@ class Event(NamedTuple):
     chunk: int  # images per forward pass
 
 
-Measure = Callable[[Any, Event], Any]
+Measure = Callable[[PyTree, Event], PyTree]
 
 
 class Actor(nn.Module):

@@ -24,12 +24,12 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Float64, Int, Key
+from jaxtyping import Array, Float, Float64, Int, Key, PyTree
 
 from jaxunet.config import CHOICES, Config, TimestepsConfig
 from jaxunet.diffusion.process import Diffusion
@@ -39,7 +39,7 @@ from jaxunet.runtime.errors import UserError, near_misses
 Steps = Int[Array, ' batch']
 PerSample = Float[Array, ' batch']
 Probabilities = Float[Array, ' steps']
-State = Any  # () for a fixed distribution
+State: TypeAlias = PyTree  # () for a fixed distribution
 
 
 class Draw(NamedTuple):

@@ -30,13 +30,13 @@ multiplies the whole hybrid loss.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jaxtyping import Array, Float, Float32, Float64, Int
+from jaxtyping import Array, Float, Float32, Float64, Int, PyTree
 
 from jaxunet.config import CHOICES, LossConfig
 from jaxunet.diffusion.process import Diffusion
@@ -45,7 +45,7 @@ from jaxunet.runtime.errors import UserError, near_misses
 Table = Float[Array, ' steps']
 Steps = Int[Array, ' batch']
 PerSample = Float[Array, ' batch']
-State = Any  # () for a fixed table
+State: TypeAlias = PyTree  # () for a fixed table
 
 
 class Weighting(NamedTuple):

@@ -14,12 +14,12 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, cast
+from typing import NamedTuple, TypeAlias, cast
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int, Key
+from jaxtyping import Array, Float, Int, Key, PyTree
 
 from jaxunet.config import Config
 from jaxunet.model.blocks import (
@@ -36,7 +36,7 @@ from jaxunet.ops.activation import Activation
 from jaxunet.ops.vocabulary import Ops, WithInput
 from jaxunet.runtime.errors import UserError
 
-Params = Any  # the nested dict of the UNet's float32 arrays
+Params: TypeAlias = PyTree  # the nested dict of the UNet's float32 arrays
 TIME_EMBEDDING = 'time_embed_'  # layers that always compute in float32
 
 
@@ -117,7 +117,7 @@ class UNet(Block):
         attention = functools.partial(remat(AttentionBlock), **fields)
         channels = [int(mult * m.base_channels) for mult in m.channel_mult]
 
-        def res(name: str, x: Activation, **options: Any) -> WithInput[Activation]:
+        def res(name: str, x: Activation, **options: int | bool | str) -> WithInput[Activation]:
             return res_block(name=name, **options)(
                 x, embedding, dropout_keys, projections.get(name)
             )

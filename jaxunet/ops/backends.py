@@ -23,6 +23,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from absl import logging
+from jaxtyping import Array
 
 from jaxunet.config import OPS, split_backend
 from jaxunet.ops.activation import Activation
@@ -35,12 +36,13 @@ from jaxunet.runtime import device
 from jaxunet.runtime.errors import UserError
 from jaxunet.runtime.plugins import Backend, backend_names, load_backend
 
+Op = Callable[..., Any]  # a field of `Ops`, each of which has its own signature
 # The plain op that a variant belongs to: a config gives both to the same backend.
 AND_INPUT = {
     'norm_silu_conv3x3_and_input': 'norm_silu_conv3x3',
     'group_norm_and_input': 'group_norm',
 }
-REFERENCES: Mapping[str, Callable[..., Any]] = {
+REFERENCES: Mapping[str, Op] = {
     'conv3x3': conv3x3,
     'norm_silu_conv3x3': norm_silu_conv3x3,
     'group_norm': group_norm,
@@ -50,20 +52,22 @@ REFERENCES: Mapping[str, Callable[..., Any]] = {
 
 
 @functools.cache
-def and_input(op: Callable[..., Any]) -> Callable[..., WithInput[Any]]:
+def and_input(op: Op) -> Callable[..., WithInput[Activation | Array]]:
     """Composes the `..._and_input` variant of an op from the plain op.
 
     XLA adds the gradients of the copies, as it does for any array with several readers.
     """
 
-    def call(x: Activation, *operands: Any, copies: int = 1, **options: Any) -> WithInput[Any]:
+    def call(
+        x: Activation, *operands: object, copies: int = 1, **options: object
+    ) -> WithInput[Activation | Array]:
         check_copies(op.__name__, copies)
         return WithInput(op(x, *operands, **options), (x,) * copies)
 
     return call
 
 
-def _implementation(name: str, ops: Mapping[str, Callable[..., Any]]) -> Callable[..., Any]:
+def _implementation(name: str, ops: Mapping[str, Op]) -> Op:
     """The op or variant among those of one backend; a missing variant is composed."""
     return ops[name] if name in ops else and_input(ops[AND_INPUT[name]])
 
@@ -122,7 +126,7 @@ def ops_of(backend: str, precision: str = 'bfloat16') -> Ops:
     """
     chosen = named(backend, precision)
 
-    def implementation(name: str) -> Callable[..., Any]:
+    def implementation(name: str) -> Op:
         owner = chosen[AND_INPUT.get(name, name)]
         if owner == 'xla':
             return getattr(XLA, name)
@@ -142,7 +146,7 @@ def describe(backend: str, precision: str = 'bfloat16') -> str:
     return 'ops: ' + ', '.join(f'{op}={name}' for op, name in choose(backend, precision).items())
 
 
-def implementations(op: str, backends: Sequence[Backend]) -> dict[str, Callable[..., Any]]:
+def implementations(op: str, backends: Sequence[Backend]) -> dict[str, Op]:
     """Returns the implementations of an op by backend: xla, and those backends that have it."""
     return {'xla': getattr(XLA, op)} | {
         backend.name: backend.ops[op] for backend in backends if op in backend.ops

@@ -15,7 +15,7 @@ import statistics
 import tempfile
 import warnings
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 
@@ -51,10 +51,10 @@ class Times(NamedTuple):
         return low, high
 
 
-def named(name: str, function: Callable[..., Any]) -> Any:
+def named(name: str, function: Callable[..., object]) -> jax.stages.Wrapped:
     """Returns `jax.jit(function)` under a name to time it by; every program needs its own name."""
 
-    def call(*arguments: Any) -> Any:
+    def call(*arguments: object) -> object:
         return function(*arguments)
 
     call.__name__ = call.__qualname__ = name
@@ -77,7 +77,7 @@ def _compiler_options() -> dict[str, str] | None:
 
 
 def trace_times(
-    programs: Mapping[str, Callable[[int], Any]], *, rounds: int = 8
+    programs: Mapping[str, Callable[[int], object]], *, rounds: int = 8
 ) -> dict[str, Times]:
     """Returns the GPU time of each program, by name.
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import numpy as np
@@ -12,6 +12,8 @@ from jaxtyping import PyTree
 
 SETS = 2  # sets of inputs, which calls take in turn
 WEIGHTS = ('kernel', 'shortcut')  # inputs that are scaled, so that products keep the input's size
+Arrays = dict[str, PyTree]  # arrays, or trees of them, by name
+Side = Callable[[Arrays], PyTree]
 
 
 class Measurement(NamedTuple):
@@ -29,7 +31,7 @@ class Measurement(NamedTuple):
     case: str
     direction: str
     batch: int
-    sides: Mapping[str, Callable[[Any], Any]]
+    sides: Mapping[str, Side]
     inputs: dict[str, PyTree[jax.ShapeDtypeStruct]]
     flops: int | None
 
@@ -46,9 +48,7 @@ class Measurement(NamedTuple):
         )
 
 
-def with_gradients(
-    function: Callable[[Any], Any], fixed: tuple[str, ...] = ()
-) -> Callable[[Any], Any]:
+def with_gradients(function: Side, fixed: tuple[str, ...] = ()) -> Side:
     """Returns a function of named inputs that computes a function's value and gradients.
 
     Args:
@@ -58,7 +58,7 @@ def with_gradients(
     Returns: a function whose input `dy` is the gradient of the value.
     """
 
-    def both(inputs: dict[str, Any]) -> Any:
+    def both(inputs: Arrays) -> PyTree:
         free = {name: value for name, value in inputs.items() if name not in (*fixed, 'dy')}
         y, pull = jax.vjp(lambda arguments: function(inputs | arguments), free)
         return y, pull(inputs['dy'])
@@ -78,7 +78,7 @@ class Inputs:
         self._pools = {
             np.dtype(np.float32): self._generator.standard_normal(4_000_037, dtype=np.float32)
         }
-        self._arrays: dict[tuple[Any, ...], jax.Array] = {}
+        self._arrays: dict[tuple[object, ...], jax.Array] = {}
 
     def of(self, measurement: Measurement, number: int) -> dict[str, PyTree[jax.Array]]:
         """Returns set `number` of a measurement's inputs: standard normal values.
@@ -86,7 +86,7 @@ class Inputs:
         Weights are divided by the square root of the number of products that a sum has.
         """
 
-        def draw(path: tuple[Any, ...], like: jax.ShapeDtypeStruct) -> jax.Array:
+        def draw(path: tuple[jax.tree_util.DictKey, ...], like: jax.ShapeDtypeStruct) -> jax.Array:
             key = jax.tree_util.keystr(path), like.shape, like.dtype, number % SETS
             if key not in self._arrays:
                 self._arrays[key] = jax.device_put(self._draw(like, weights=path[0].key in WEIGHTS))

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import sys
-from typing import Any
 
 from tqdm import tqdm
 
 LOG_SECONDS = 30.0  # between two lines of a bar in a log file
 
 
-def progress_bar(**options: Any) -> tqdm:
+def progress_bar(**options: object) -> tqdm:
     """Returns a tqdm bar that prints every 30 s where stderr is not a terminal.
 
     On a terminal it is redrawn ten times a second.

@@ -5,9 +5,8 @@ They may change without compiling the step again.
 
 from __future__ import annotations
 
-from typing import Any
-
 from jaxunet.config import Config, to_dict
+from jaxunet.config.schema import Fields
 
 # Top-level fields and sections, and fields of other sections, that describe what happens around a
 # step and do not enter it.
@@ -27,7 +26,7 @@ OUTSIDE_FIELDS = {
 }
 
 
-def relevant(config: Config) -> dict[str, Any]:
+def relevant(config: Config) -> Fields:
     """Returns the fields of a config that the compiled step depends on, as nested dicts."""
     raw = {name: value for name, value in to_dict(config).items() if name not in OUTSIDE}
     return raw | {

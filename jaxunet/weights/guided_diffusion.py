@@ -9,11 +9,12 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
 from jaxunet.config import Config, resolve, to_dict
+from jaxunet.config.schema import Fields
 from jaxunet.runtime.errors import UserError
 from jaxunet.weights.fields import differences
 from jaxunet.weights.names import (
@@ -62,7 +63,7 @@ class Inferred(NamedTuple):
       learn_sigma: the network also predicts a variance.
     """
 
-    fields: dict[str, Any]
+    fields: Fields
     attention_levels: tuple[int, ...]
     learn_sigma: bool
 

@@ -10,11 +10,12 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import PyTree
 
 from jaxunet.config import Config
 from jaxunet.model.unet import build_unet
@@ -23,8 +24,8 @@ from jaxunet.runtime.errors import UserError
 
 Path = tuple[str, ...]
 Shape = tuple[int, ...]
-Tree = dict[str, Any]  # nested dicts of arrays
-Leaves = dict[Path, Any]  # the arrays of a tree by path
+Tree = dict[str, PyTree]  # nested dicts of arrays
+Leaves = dict[Path, PyTree]  # the arrays of a tree by path
 SHOWN = 5  # problems that an error message lists
 # Axes of length 1 that torch appends to our matrices: of a 1×1 convolution, and of 1-D
 # convolutions over the pixels.

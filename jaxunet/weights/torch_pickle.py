@@ -35,7 +35,7 @@ STATE_DICT = 'save only the tensors: torch.save(model.state_dict(), path)'
 MAX_DIMENSIONS = 8
 
 Stack = list[Any]
-Memo = dict[int, Any]  # number -> object that later opcodes refer to
+Memo = dict[int, object]  # number -> object that later opcodes refer to
 
 
 @dataclass(frozen=True)
@@ -142,7 +142,7 @@ def _update(target: object, items: Stack) -> None:
         target[key] = value
 
 
-def _on_marked(change: Callable[[Any, Stack], None], stack: Stack) -> None:
+def _on_marked(change: Callable[[object, Stack], None], stack: Stack) -> None:
     """Applies `change` to the object below the last mark, with the items above it."""
     items = _popped_to_mark(stack)
     change(stack[-1], items)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 import shutil
 import sys
-from typing import Any
 
 import nvcc
 import plan
@@ -115,7 +114,7 @@ def _requires(decided: plan.Plan) -> list[str]:
     return [*HEADERS, *([TOOLKIT] if wanted else [])]
 
 
-def _settings(config_settings: plan.Settings, decided: plan.Plan) -> dict[str, Any]:
+def _settings(config_settings: plan.Settings, decided: plan.Plan) -> dict[str, str | list[str]]:
     """Returns the user's settings for scikit-build-core, and what the plan adds to them."""
     given = config_settings or {}
     if decided.part is plan.Part.NOTHING:
@@ -123,7 +122,7 @@ def _settings(config_settings: plan.Settings, decided: plan.Plan) -> dict[str, A
     return {**given, 'cmake.define.JAXUNET_CUDA': 'ON' if decided.part is plan.Part.CUDA else 'OFF'}
 
 
-def _start(config_settings: plan.Settings, install: str) -> dict[str, Any]:
+def _start(config_settings: plan.Settings, install: str) -> dict[str, str | list[str]]:
     """Says what the build compiles. Returns its settings."""
     decided = _decide(config_settings, install)
     print(decided.line(install), flush=True)

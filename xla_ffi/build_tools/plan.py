@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 import os
 import sys
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import architectures
 import gpus
@@ -14,7 +14,7 @@ VARIABLE = 'JAXUNET_CUDA'
 OFF = ('0', 'off', 'false', 'no')
 ON = ('1', 'on', 'true', 'yes')
 
-Settings = dict[str, Any] | None
+Settings = dict[str, str | list[str]] | None
 
 
 class Part(enum.Enum):

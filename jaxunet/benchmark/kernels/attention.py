@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
 
 import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from jaxunet.ops.attention.cases import CIFAR10, ELEPHANTS64
-from jaxunet.ops.backends import implementations
-from jaxunet.runtime.measurement import Measurement, with_gradients
+from jaxunet.ops.backends import Op, implementations
+from jaxunet.runtime.measurement import Measurement, Side, with_gradients
 from jaxunet.runtime.plugins import Backend
 
 CASES = ELEPHANTS64 + CIFAR10
@@ -41,6 +40,6 @@ def measurements(
         )
 
 
-def _side(heads: int, op: Callable[..., Any]) -> Callable[[dict[str, Any]], Any]:
+def _side(heads: int, op: Op) -> Side:
     attention = functools.partial(op, num_heads=heads)
     return lambda i: attention(i['qkv'])

@@ -6,22 +6,21 @@ and with all gradients.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
 
 import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
+from jaxtyping import PyTree
 
 from jaxunet.ops.activation import Activation
-from jaxunet.ops.backends import implementations
+from jaxunet.ops.backends import Op, implementations
 from jaxunet.ops.conv3x3.cases import CIFAR10, ELEPHANTS64, Case
-from jaxunet.runtime.measurement import Measurement, with_gradients
+from jaxunet.runtime.measurement import Arrays, Measurement, Side, with_gradients
 from jaxunet.runtime.plugins import Backend
 
 CASES = ELEPHANTS64 + CIFAR10
 IMAGE_CHANNELS = 3
-Named = dict[str, Any]
 
 
 def measurements(
@@ -54,8 +53,8 @@ def _plain(
     )
 
     # A linear function may be differentiated at zeros: only their shape reaches the program.
-    def side(op: Any) -> tuple[Callable[[Named], Any], ...]:
-        def convolve(x: Any, kernel: Any) -> Any:
+    def side(op: Op) -> tuple[Side, ...]:
+        def convolve(x: jax.Array, kernel: jax.Array) -> jax.Array:
             return op(Activation.of(x), kernel, jnp.zeros(shift.shape, shift.dtype)).value
 
         return (
@@ -69,7 +68,7 @@ def _plain(
         )
 
     sides = {name: side(op) for name, op in implementations('conv3x3', backends).items()}
-    directions: dict[str, Named] = {
+    directions: dict[str, Arrays] = {
         'forward': {'x': x, 'kernel': kernel, 'shift': shift},
         'input_gradient': {'dy': dy, 'kernel': kernel},
         'weight_gradient': {'x': x, 'dy': dy},
@@ -86,7 +85,7 @@ def _fused(
 ) -> Iterator[Measurement]:
     array, wide = jax.ShapeDtypeStruct, jnp.float32
     image = batch, case.height, case.width
-    inputs: Named = {
+    inputs: Arrays = {
         'x': tuple(array((*image, c), dtype) for c in case.parts),
         'scale': array((1, case.channels), wide),
         'offset': array((1, case.channels), wide),
@@ -101,8 +100,8 @@ def _fused(
         inputs['shortcut'] = array((sum(case.residual), case.features), dtype)
         flops += 2 * batch * case.height * case.width * sum(case.residual) * case.features
 
-    def side(op: Any) -> Callable[[Named], Any]:
-        def call(i: Named) -> Any:
+    def side(op: Op) -> Side:
+        def call(i: Arrays) -> PyTree:
             residual = _features(i['residual']) if case.residual else None
             options = {'residual': residual, 'shortcut': i.get('shortcut'), 'groups': case.groups}
             return op(
@@ -122,5 +121,5 @@ def _fused(
     )
 
 
-def _features(parts: tuple[Any, ...]) -> Activation:
+def _features(parts: tuple[jax.Array, ...]) -> Activation:
     return Activation(parts)

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
 
 import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
+from jaxtyping import PyTree
 
 from jaxunet.ops.activation import Activation
-from jaxunet.ops.backends import implementations
+from jaxunet.ops.backends import Op, implementations
 from jaxunet.ops.group_norm.cases import CIFAR10, ELEPHANTS64, Case
-from jaxunet.runtime.measurement import Measurement, with_gradients
+from jaxunet.runtime.measurement import Arrays, Measurement, Side, with_gradients
 from jaxunet.runtime.plugins import Backend
 
 CASES = tuple(dict.fromkeys(ELEPHANTS64 + CIFAR10))
@@ -26,7 +26,7 @@ def measurements(
         image, rows = (batch, case.height, case.width), batch if case.per_sample else 1
         affine = jax.ShapeDtypeStruct((rows, case.channels), jnp.float32)
         parts = tuple(jax.ShapeDtypeStruct((*image, c), dtype) for c in case.parts)
-        inputs: dict[str, Any] = {'x': parts, 'scale': affine, 'offset': affine}
+        inputs: Arrays = {'x': parts, 'scale': affine, 'offset': affine}
         sides = {
             name: _side(case, op) for name, op in implementations('group_norm', backends).items()
         }
@@ -36,8 +36,8 @@ def measurements(
         yield Measurement('group_norm', case.name, 'forward+backward', batch, both, inputs, None)
 
 
-def _side(case: Case, op: Callable[..., Any]) -> Callable[[dict[str, Any]], Any]:
-    def call(i: dict[str, Any]) -> Any:
+def _side(case: Case, op: Op) -> Side:
+    def call(i: Arrays) -> PyTree:
         return op(
             Activation(i['x']),
             i['scale'],

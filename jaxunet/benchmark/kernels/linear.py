@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
 
 import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from jaxunet.ops.backends import implementations
+from jaxunet.ops.backends import Op, implementations
 from jaxunet.ops.linear.cases import CIFAR10, ELEPHANTS64
-from jaxunet.runtime.measurement import Measurement, with_gradients
+from jaxunet.runtime.measurement import Arrays, Measurement, Side, with_gradients
 from jaxunet.runtime.plugins import Backend
 
 CASES = ELEPHANTS64 + CIFAR10
@@ -27,7 +26,7 @@ def measurements(
     for case in CASES:
         image = batch, case.height, case.width
         y = array((*image, case.features), dtype)
-        inputs: dict[str, Any] = {
+        inputs: Arrays = {
             'x': array((*image, case.channels), dtype),
             'kernel': array((case.channels, case.features), dtype),
         }
@@ -43,5 +42,5 @@ def measurements(
         )
 
 
-def _side(op: Callable[..., Any]) -> Callable[[dict[str, Any]], Any]:
+def _side(op: Op) -> Side:
     return lambda i: op(i['x'], i['kernel'], i['bias'], residual=i.get('residual'))

@@ -7,18 +7,19 @@ import functools
 import re
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import numpy as np
 from absl import logging
+from jaxtyping import PyTree
 
 from jaxunet.benchmark.kernels import lowering
 from jaxunet.benchmark.kernels import table as kernel_table
 from jaxunet.benchmark.kernels.lowering import KINDS
 from jaxunet.runtime import gpu_time as timing
 from jaxunet.runtime.errors import UserError, near_misses
-from jaxunet.runtime.measurement import Inputs, Measurement
+from jaxunet.runtime.measurement import Inputs, Measurement, Side
 from jaxunet.runtime.plugins import Backend
 from jaxunet.runtime.rows import Row
 
@@ -46,7 +47,7 @@ class Built(NamedTuple):
       temp_bytes: temporary device memory of the program.
     """
 
-    run: Callable[..., Any]
+    run: Side
     lower_s: float
     compile_s: float
     temp_bytes: int
@@ -130,7 +131,7 @@ def measure(
         group = {f'measurement{start + i}': m for i, m in enumerate(wanted[start : start + GROUP])}
         built = build(group, stop, elsewhere or {})
         began = time.monotonic()
-        programs: dict[str, Callable[[int], Any]] = {}
+        programs: dict[str, Callable[[int], PyTree]] = {}
         differences: dict[str, float] = {}
         for name, m in group.items():
             if m.batch != batch:
@@ -171,7 +172,7 @@ def measure(
                 )
 
 
-def _call(run: Callable[..., Any], inputs: Inputs, m: Measurement, number: int) -> Any:
+def _call(run: Side, inputs: Inputs, m: Measurement, number: int) -> PyTree:
     return run(inputs.of(m, number))
 
 
@@ -210,17 +211,19 @@ def build(
         )
 
 
-def compiled(name: str, function: Callable[[Any], Any], m: Measurement) -> Built:
+def compiled(name: str, function: Side, m: Measurement) -> Built:
     """Compiles a function of the inputs of a measurement, to be timed under this name."""
     began = time.thread_time()
     lowered = timing.named(name, function).lower(m.inputs)
     lower_s, began = time.thread_time() - began, time.perf_counter()
     program = lowered.compile()
     compile_s = time.perf_counter() - began
-    return Built(program, lower_s, compile_s, program.memory_analysis().temp_size_in_bytes)
+    usage = program.memory_analysis()
+    assert usage is not None
+    return Built(program, lower_s, compile_s, usage.temp_size_in_bytes)
 
 
-def difference(first: Any, second: Any) -> float:
+def difference(first: PyTree, second: PyTree) -> float:
     """Returns the largest difference of two results, relative to the largest element of its array.
 
     NaN counts as infinite.

@@ -5,7 +5,6 @@ from __future__ import annotations
 import collections
 import statistics
 from collections.abc import Iterable, Sequence
-from typing import Any
 
 from jaxunet.runtime.errors import UserError
 from jaxunet.runtime.rows import Row
@@ -22,7 +21,7 @@ def latest(found: Iterable[Row]) -> list[Row]:
     Raises:
       UserError: there is none, or one lacks a field.
     """
-    newest: dict[tuple[Any, ...], Row] = {}
+    newest: dict[tuple[object, ...], Row] = {}
     for row in found:
         if row.get('kind') != 'kernel' or row.get('error') is not None:
             continue
@@ -67,7 +66,7 @@ def summary(found: Iterable[Row]) -> str:
 
     One table for each device and backend, one line for each op, direction and batch size.
     """
-    devices: dict[tuple[str, str], dict[tuple[Any, ...], list[Row]]] = collections.defaultdict(
+    devices: dict[tuple[str, str], dict[tuple[object, ...], list[Row]]] = collections.defaultdict(
         lambda: collections.defaultdict(list)
     )
     for row in by_backend(found):
@@ -136,5 +135,5 @@ def _cells(row: Row | None) -> tuple[str, ...]:
     return f'{row["us"]:.1f}', rate, f'{row["gbps"]:.0f}', f'{row["ratio"]:.2f}'
 
 
-def _table(head: Sequence[str], body: Iterable[Sequence[Any]]) -> list[str]:
+def _table(head: Sequence[str], body: Iterable[Sequence[object]]) -> list[str]:
     return [f'| {" | ".join(map(str, cells))} |' for cells in (head, ['---'] * len(head), *body)]

@@ -6,12 +6,12 @@ Loshchilov & Hutter 2019, arXiv 1711.05101, algorithm 2; as `optax.adamw`.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol, TypeAlias
 
 import jax
-from jaxtyping import Array
+from jaxtyping import Array, PyTree
 
-Tree = Any  # a pytree of arrays
+Tree: TypeAlias = PyTree  # of arrays
 GRADIENT_TYPES = ('float32', 'bfloat16', 'float16')
 
 
