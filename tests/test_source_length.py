@@ -8,24 +8,22 @@ FILE_LINES, FUNCTION_LINES = 400, 70
 # Files that may be longer, and why.
 LONG_FILES = {
     'jaxunet/sample.py': 'its flags take a third of it',
-    'jaxunet/sweep/report.py': 'one table, whose cells are formatted together',
 }
-# Functions that may be longer. All but the last are kernel bodies, whose closures share the
-# barriers and references of one program.
+# Functions that may be longer: kernel bodies, whose closures share the barriers and references of
+# one program.
 LONG_FUNCTIONS = {
     'pallas_kernels/conv3x3/hopper_kernel.py': {'consume', 'call'},
     'pallas_kernels/conv3x3/hopper_producers.py': {'produce', 'activate'},
     'pallas_kernels/conv3x3/hopper_weight_gradient.py': {'_partial_sums', 'body'},
     'pallas_kernels/conv3x3/triton_weight_gradient.py': {'_unit'},
     'pallas_kernels/group_norm/blocks.py': {'moments_of'},
-    'jaxunet/compare/report.py': {'markdown'},
 }
 
 
 def sources():
     for package in ('jaxunet', 'pallas_kernels', 'xla_ffi'):
         for path in sorted((ROOT / package).rglob('*.py')):
-            if path.name != 'parity_test.py':
+            if not path.match('test_*.py') and path.name not in ('parity_test.py', 'conftest.py'):
                 yield str(path.relative_to(ROOT)), path.read_text(encoding='utf-8')
 
 
