@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from jax.typing import DTypeLike
 
@@ -11,6 +11,7 @@ Index = Any  # an int or a traced int32
 Slice = Any  # the result of `pl.ds`
 
 
+@runtime_checkable
 class Shaped(Protocol):
     """An array, or an abstract one."""
 

@@ -86,7 +86,9 @@ class Inputs:
         Weights are divided by the square root of the number of products that a sum has.
         """
 
-        def draw(path: tuple[jax.tree_util.DictKey, ...], like: jax.ShapeDtypeStruct) -> jax.Array:
+        def draw(
+            path: tuple[jax.tree_util.DictKey, *tuple[object, ...]], like: jax.ShapeDtypeStruct
+        ) -> jax.Array:
             key = jax.tree_util.keystr(path), like.shape, like.dtype, number % SETS
             if key not in self._arrays:
                 self._arrays[key] = jax.device_put(self._draw(like, weights=path[0].key in WEIGHTS))
