@@ -489,9 +489,10 @@ ENTRY %main (t: (s32[], bf16[1000]), a: f32[100], b: f32[10], i: s32[]) -> f32[1
   %a = f32[100]{0} parameter(1)
   %b = f32[10]{0} parameter(2)
   %i = s32[] parameter(3)
-  %w = (s32[], bf16[1000]{0}) while(%t), condition=%cond, body=%body,
-  backend_config={"known_trip_count":{"n":"7"}} %g = (f32[10]{0}, u8[999999]{0}) custom-call(%b,
-  %b), custom_call_target="__cublas$gemm" ROOT %r = f32[100]{0} call(%a, %b, %i), to_apply=%inner
+  %w = (s32[], bf16[1000]{0}) while(%t), condition=%cond, body=%body, \
+backend_config={"known_trip_count":{"n":"7"}}
+  %g = (f32[10]{0}, u8[999999]{0}) custom-call(%b, %b), custom_call_target="__cublas$gemm"
+  ROOT %r = f32[100]{0} call(%a, %b, %i), to_apply=%inner
 }
 """
 

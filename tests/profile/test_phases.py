@@ -307,9 +307,9 @@ def test_schedule_runs_loops():
 
 ENTRY %main (x: (s32[])) -> (s32[]) {
   %x = (s32[]) parameter(0)
-  %while.1 = (s32[]) while(%x), condition=%cond.2, body=%body.2,
-  backend_config={"known_trip_count":{"n":"3"}} ROOT %call.1 = (s32[]) call(%while.1),
-  to_apply=%body.2
+  %while.1 = (s32[]) while(%x), condition=%cond.2, body=%body.2, \
+backend_config={"known_trip_count":{"n":"3"}}
+  ROOT %call.1 = (s32[]) call(%while.1), to_apply=%body.2
 }
 """
     )
