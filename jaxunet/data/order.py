@@ -26,6 +26,7 @@ SMALL, SMALL_ROUNDS = 256, 12  # sets below SMALL images need more rounds to mix
 MAX_IMAGES = 2**31 - 1
 
 U32 = UInt32[Array, '*shape'] | UInt32[np.ndarray, '*shape']
+Broadcast = UInt32[Array, '*#shape'] | UInt32[np.ndarray, '*#shape']
 
 
 @functools.lru_cache(maxsize=128)
@@ -41,7 +42,7 @@ def factors(n: int) -> tuple[int, int]:
     return int(a[best]), int(b[best])
 
 
-def permuted(i: U32, epoch: U32, n: int, seed: int) -> U32:
+def permuted(i: U32, epoch: Broadcast, n: int, seed: int) -> U32:
     """Returns the image at place i of an epoch: a bijection of [0, n) for each epoch and seed.
 
     Args:
@@ -132,7 +133,7 @@ def _divide_product(x: U32, factor: int, n: int, xp: ModuleType) -> tuple[U32, U
     return quotient + whole * np.uint32(factor), remainder * np.uint32(common)
 
 
-def _network(x: U32, keys: list[U32], a: int, b: int) -> U32:
+def _network(x: U32, keys: list[Broadcast], a: int, b: int) -> U32:
     """Feistel network, a bijection of [0, a · b): a keyed hash of one half shifts the other."""
     left, right = x % np.uint32(a), x // np.uint32(a)
     for r, key in enumerate(keys):

@@ -200,7 +200,9 @@ def _resize(image: Image.Image, height: int, width: int) -> Image.Image:
     )
 
 
-def fit(images: Batch, shape: Shape, name: str) -> Batch:
+def fit(
+    images: Batch, shape: Shape, name: str
+) -> UInt8[np.ndarray, 'images new_height new_width new_channels']:
     """Converts and resizes arrays of images like image files.
 
     Channels other than grey and RGB are resized one by one.

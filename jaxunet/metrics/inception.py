@@ -14,6 +14,7 @@ from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, UInt8
 
@@ -39,7 +40,9 @@ def features(
     return pool3(params, prepare(images))
 
 
-def prepare(images: UInt8[Array, 'images height width 3']) -> Float[Array, 'images 299 299 3']:
+def prepare(
+    images: UInt8[Array, 'images height width 3'] | UInt8[np.ndarray, 'images height width 3'],
+) -> Float[Array, 'images 299 299 3']:
     """Scales pixels to [−1, 1] and resizes them to 299×299.
 
     Resizing is bilinear with half-pixel centres and no antialiasing (torch's

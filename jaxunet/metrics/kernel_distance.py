@@ -40,7 +40,7 @@ class KernelDistance:
 
 def kernel_distance(
     a: Features,
-    b: Features,
+    b: Float[np.ndarray, 'm d'],
     *,
     subsets: int = SUBSETS,
     subset_size: int = SUBSET_SIZE,
@@ -77,7 +77,7 @@ def kernel_distance(
     return KernelDistance(float(np.mean(values)), float(np.std(values)), subsets, size)
 
 
-def squared_mmd(a: Features, b: Features, *, block: int = BLOCK) -> float:
+def squared_mmd(a: Features, b: Float[np.ndarray, 'm d'], *, block: int = BLOCK) -> float:
     """Returns the unbiased MMD², which may be below 0.
 
     This is the mean of k over pairs of different images of `a`, plus the same for `b`, minus twice

@@ -24,7 +24,11 @@ Features = Float[np.ndarray, 'n d']
 
 
 def precision_recall(
-    samples: Features, reference: Features, *, k: int = NEIGHBOURS, block: int = BLOCK
+    samples: Features,
+    reference: Float[np.ndarray, 'm d'],
+    *,
+    k: int = NEIGHBOURS,
+    block: int = BLOCK,
 ) -> tuple[float, float]:
     """Returns (precision, recall), each 0 to 1.
 
@@ -57,7 +61,11 @@ def squared_radii(features: Features, k: int, *, block: int = BLOCK) -> Float[np
 
 
 def covered(
-    points: Features, centres: Features, radii: Float[np.ndarray, ' m'], *, block: int = BLOCK
+    points: Features,
+    centres: Float[np.ndarray, 'm d'],
+    radii: Float[np.ndarray, ' m'],
+    *,
+    block: int = BLOCK,
 ) -> np.ndarray:
     """Returns True for each point that lies in at least one ball, bool (n,).
 

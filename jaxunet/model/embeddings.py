@@ -5,11 +5,11 @@ from __future__ import annotations
 import math
 
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Real
 
 
 def timestep_embedding(
-    t: Float[Array, ' batch'], width: int, *, max_period: int = 10000, order: str = 'adm'
+    t: Real[Array, ' batch'], width: int, *, max_period: int = 10000, order: str = 'adm'
 ) -> Float[Array, 'batch width']:
     """Returns sinusoids of t · max_period^(-i/n), i < width // 2; an odd width ends with a zero.
 

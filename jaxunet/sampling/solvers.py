@@ -38,6 +38,7 @@ FEW_STEPS = 15
 
 Alphas = Float64[np.ndarray, ' steps']
 Subset = Int32[np.ndarray, ' subset']
+Picked = Float64[np.ndarray, ' subset']  # the values at a Subset
 
 
 @dataclass(frozen=True, eq=False)
@@ -165,7 +166,7 @@ def heun(
     return _coefficients(t, state=state, x0=x0, noise=noise, memory=memory, draw=draw)
 
 
-def _from_to(alphas_cumprod: Alphas, timesteps: Subset) -> tuple[Alphas, Alphas]:
+def _from_to(alphas_cumprod: Alphas, timesteps: Subset) -> tuple[Picked, Picked]:
     """Returns ᾱ and ᾱ' of every step, the noisiest first."""
     alphas = alphas_cumprod[timesteps]
     return alphas[::-1], np.append(1.0, alphas[:-1])[::-1]

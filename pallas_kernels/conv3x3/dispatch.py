@@ -150,11 +150,11 @@ def _batched(convolve: Callable[..., Array]) -> Callable[..., Array]:
     def rule(
         size: int,
         mapped: PyTree[bool],
-        parts: Parts,
+        parts: tuple[Array, ...],
         kernel: Array,
         shift: Array,
         added: Added | None,
-        affine: Affine | None,
+        affine: tuple[Array, Array] | None,
     ) -> tuple[Array, bool]:
         def spread(x: Array, is_mapped: bool) -> Array:
             return x if is_mapped else jnp.broadcast_to(x, (size, *x.shape))

@@ -147,7 +147,7 @@ def choose_tile(parts: Sequence[Shaped], kernel: Shaped, **options: Any) -> Tile
 
 def forward(
     parts: tuple[Image, ...],
-    kernel: Float[Array, '3 3 channels features'] | Float[Array, '3 3 features channels'],
+    kernel: Float[Array, '3 3 _ _'],
     shift: Float[Array, '#batch features'],
     *,
     residual: Image | tuple[Image, ...] | None = None,

@@ -70,7 +70,7 @@ def run(
     t = jnp.asarray([3, 977], jnp.int32)
 
     def loss_and_out(params: Any) -> tuple[jax.Array, jax.Array]:
-        out = unet.apply({'params': params}, x, t)
+        out = unet.apply({'params': params}, jnp.asarray(x), t)
         return jnp.mean(jnp.square(out - y)), out
 
     (loss, out), grads = jax.jit(jax.value_and_grad(loss_and_out, has_aux=True))(

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from jaxtyping import Array, Float
+from jaxtyping import Array, Shaped
 
 DTYPES = ('bfloat16', 'float16', 'float32')
 MAX_HEAD_WIDTH = 256  # channels; the kernels hold a tile of whole rows of a head in shared memory
 
 
-def head_width(qkv: Float[Array, 'batch tokens packed'], num_heads: int) -> int:
+def head_width(qkv: Shaped[Array, 'batch tokens packed'], num_heads: int) -> int:
     """Returns the channels of a head, packed / (3 · num_heads).
 
     Raises:
