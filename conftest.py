@@ -8,6 +8,7 @@ import signal
 import sys
 from collections.abc import Iterator
 
+from support import annotations
 from support.settings import QUICK
 
 ROOT = pathlib.Path(__file__).resolve().parent
@@ -27,6 +28,8 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 
 import jax  # noqa: E402
 import pytest  # noqa: E402
+
+annotations.install(ROOT)  # before the packages are imported
 
 import xla_ffi  # noqa: E402
 

@@ -1,0 +1,51 @@
+"""Checks the array annotations of the packages at run time: jaxtyping's shapes by beartype."""
+
+from __future__ import annotations
+
+import pathlib
+import re
+from typing import Any, get_origin
+
+import beartype
+import jaxtyping
+
+PACKAGES = ('jaxunet', 'pallas_kernels', 'xla_ffi')
+# Functions without an array among their annotations are left to mypy: tests pass wrong configs.
+ARRAY = re.compile(r'\b(Bool|Complex|Float|Inexact|Int|Integer|Key|Num|Real|Shaped|UInt)\d*\[')
+# JAX puts shapes and shardings in place of the arrays of this tree.
+PLACEHOLDERS = {'jaxunet.checkpoint.state.TrainState.__init__'}
+_CONF = beartype.BeartypeConf(is_pep484_tower=True)  # an int is a float, as for mypy
+
+
+def check(signature: Any, **options: Any) -> Any:
+    """Returns a function that checks its arguments, if one of them is an array of a known shape.
+
+    Args:
+      signature: a function with the signature of one in the packages, made by jaxtyping. It calls
+        one before the call, whose result is Any, and one after it, which also gets the result.
+        Only the second is checked, so that a function's own error about a wrong array is raised.
+    """
+    annotations = getattr(signature, '__annotations__', {})
+    if annotations.get('return') is Any or _name(signature) in PLACEHOLDERS:
+        return signature
+    for name, annotation in annotations.items():
+        if hasattr(get_origin(annotation), '_fields'):
+            annotations[name] = tuple  # beartype 0.23 knows no NamedTuple with type parameters
+    if any(ARRAY.search(str(annotation)) for annotation in annotations.values()):
+        return beartype.beartype(signature, conf=_CONF, **options)
+    return signature
+
+
+def install(root: pathlib.Path) -> None:
+    """Checks all modules under `root` that are imported from now on, except for tests."""
+    modules = [
+        '.'.join(path.relative_to(root).with_suffix('').parts)
+        for package in PACKAGES
+        for path in sorted((root / package).rglob('*.py'))
+        if not path.name.startswith(('test_', 'parity_test', '__init__'))
+    ]
+    jaxtyping.install_import_hook(modules, 'support.annotations.check')
+
+
+def _name(function: Any) -> str:
+    return f'{function.__module__}.{function.__qualname__}'
