@@ -56,7 +56,10 @@ def augment(x: Maps, key: Array, recipe: Recipe) -> Maps:
 
 
 def mix(
-    x: Maps, target: Float[Array, 'images classes'], key: Array, probability: float
+    x: Maps,
+    target: Float[Array, 'images classes'],
+    key: Array,
+    probability: float | Float[Array, ''],
 ) -> tuple[Maps, Float[Array, 'images classes']]:
     """Applies CutMix (Yun et al. 2019, arXiv 1905.04899, α = 1) with this probability.
 

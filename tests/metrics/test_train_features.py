@@ -275,7 +275,10 @@ def test_an_epoch_as_one_program_is_the_same(monkeypatch):
     scores = sum(
         np.asarray(
             apply(
-                whole.architecture, whole.params, normalise(whole.architecture, x), whole.statistics
+                whole.architecture,
+                whole.params,
+                normalise(whole.architecture, jnp.asarray(x)),
+                whole.statistics,
             )[0]
         )
         for x in (few.images, few.images[:, :, ::-1])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from jaxtyping import Array, Shaped
+from jaxtyping import Array, Float, Shaped
 
 DTYPES = ('bfloat16', 'float16', 'float32')
 MAX_HEAD_WIDTH = 256  # channels; the kernels hold a tile of whole rows of a head in shared memory
