@@ -32,7 +32,10 @@ def check(signature: Any, **options: Any) -> Any:
         if hasattr(get_origin(annotation), '_fields'):
             annotations[name] = tuple  # beartype 0.23 knows no NamedTuple with type parameters
     if any(ARRAY.search(str(annotation)) for annotation in annotations.values()):
-        return beartype.beartype(signature, conf=_CONF, **options)
+        try:
+            return beartype.beartype(signature, conf=_CONF, **options)
+        except beartype.roar.BeartypeDecorHintPepUnsupportedException:
+            return signature  # generic named tuples, on Python 3.12 and later
     return signature
 
 
