@@ -17,6 +17,7 @@ from jaxunet.config import default_config
 
 
 def get_config() -> ConfigDict:
+    """Returns the config of this run; the command line can change any field."""
     config = default_config()
     config.precision = 'bfloat16'
 

@@ -14,6 +14,7 @@ from jaxunet.config import default_config
 
 
 def get_config() -> ConfigDict:
+    """Returns the config of this run; the command line can change any field."""
     config = default_config()
 
     # Images of 8×8 need few channels: 166 thousand parameters.

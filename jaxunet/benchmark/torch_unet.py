@@ -55,6 +55,7 @@ class GroupNorm32(nn.GroupNorm):
     """GroupNorm in float32, whatever the compute type."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Applies the module to NCHW activations."""
         return super().forward(x.float()).to(x.dtype)
 
 
@@ -74,6 +75,7 @@ class Downsample(nn.Module):
         )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Applies the module to NCHW activations."""
         return self.op(F.pad(x, (0, 1, 0, 1)) if self.pad else x)
 
 
@@ -85,6 +87,7 @@ class Upsample(nn.Module):
         self.conv = nn.Conv2d(channels, channels, 3, padding=1) if learned else nn.Identity()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Applies the module to NCHW activations."""
         return self.conv(F.interpolate(x, scale_factor=2, mode='nearest'))
 
 
@@ -121,6 +124,7 @@ class ResBlock(nn.Module):
         self.change = changes[resample]
 
     def forward(self, x: torch.Tensor, embedding: torch.Tensor) -> torch.Tensor:
+        """Applies the module to NCHW activations."""
         norm, activation, conv = self.in_layers
         h = conv(self.change(activation(norm(x))))
         shift = self.emb_layers(embedding)[:, :, None, None].to(h.dtype)
@@ -146,6 +150,7 @@ class AttentionBlock(nn.Module):
         self.proj_out = nn.Conv1d(channels, channels, 1)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Applies the module to NCHW activations."""
         # Pixels before channels: PyTorch's fused attention takes only heads whose channels are
         # contiguous.
         batch, channels, height, width = x.shape
@@ -167,6 +172,7 @@ class Block(nn.Sequential):
     """Modules in turn; residual blocks also get the embedding."""
 
     def forward(self, x: torch.Tensor, embedding: torch.Tensor) -> torch.Tensor:
+        """Applies the module to NCHW activations."""
         for module in self:
             x = module(x, embedding) if isinstance(module, ResBlock) else module(x)
         return x
@@ -246,6 +252,7 @@ class UNet(nn.Module):
     def forward(
         self, x: torch.Tensor, t: torch.Tensor, labels: torch.Tensor | None = None
     ) -> torch.Tensor:
+        """Applies the module to NCHW activations."""
         m = self.model
         embedding = self.time_embed(
             timestep_embedding(t, m.base_channels, m.max_period, m.time_embedding).to(x.dtype)

@@ -68,6 +68,8 @@ PYBIND11_MODULE(_cuda, module) {
   module.def("registrations", &jaxunet::registrations, "Target name -> handler capsule.");
   module.def("driver_version", &jaxunet::driver_version,
              "The CUDA version that the driver supports, as 13000 for 13.0; 0 without one.");
-  module.attr("needed_driver") = jaxunet::kNeededDriver;  // the lowest version these handlers run with
-  module.attr("architectures") = JAXUNET_ARCHITECTURES;   // as CMake names them, joined by commas
+  // The lowest version of the driver that these handlers run with.
+  module.attr("needed_driver") = jaxunet::kNeededDriver;
+  // As CMake names them, joined by commas.
+  module.attr("architectures") = JAXUNET_ARCHITECTURES;
 }

@@ -38,6 +38,8 @@ DIGITS = 12  # hexadecimal; two of a few hundred kernels share one with a probab
 
 
 class Kernel(NamedTuple):
+    """One kernel: its architecture, the digest of its instructions, and its mangled name."""
+
     architecture: str
     digest: str
     name: str
@@ -123,6 +125,7 @@ def differences(found: list[Kernel], recorded: dict[str, list[str]]) -> list[str
 
 
 def main() -> int:
+    """Prints or compares digests; returns the exit status."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

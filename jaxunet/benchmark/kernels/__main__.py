@@ -56,6 +56,7 @@ TABLE = flags.DEFINE_string('table', None, 'Print the tables of this file of row
 
 
 def main(argv: Sequence[str]) -> int:
+    """Runs the measurements or prints the tables of `--table`; returns the exit status."""
     if TABLE.value is not None:
         print(kernel_table.tables(rows.read(TABLE.value)))
         return 0
