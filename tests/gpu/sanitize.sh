@@ -7,14 +7,12 @@ cd "$(dirname "$0")/../.."
 export PYTHONPATH=.${PYTHONPATH:+:$PYTHONPATH} XLA_PYTHON_CLIENT_MEM_FRACTION=0.03
 export XLA_FLAGS="--xla_gpu_autotune_level=0 ${XLA_FLAGS:-}"
 status=0
-for tool in "${@:-memcheck racecheck}"; do
-  for tool in $tool; do
-    compute-sanitizer --tool "$tool" --error-exitcode 9 --print-limit 5 --target-processes all \
-      --kernel-name-exclude kernel_substring=xla \
-      python3 -m pytest -q -n 0 -p no:benchmark -p no:cacheprovider xla_ffi -k 'awkward and not float32' 2>&1 | tail -8
-    code=${PIPESTATUS[0]}
-    echo "$tool: exit status $code"
-    [ "$code" -eq 0 ] || status=1
-  done
+for tool in ${*:-memcheck racecheck}; do
+  compute-sanitizer --tool "$tool" --error-exitcode 9 --print-limit 5 --target-processes all \
+    --kernel-name-exclude kernel_substring=xla \
+    python3 -m pytest -q -n 0 -p no:benchmark -p no:cacheprovider xla_ffi -k 'awkward and not float32' 2>&1 | tail -8
+  code=${PIPESTATUS[0]}
+  echo "$tool: exit status $code"
+  [ "$code" -eq 0 ] || status=1
 done
 exit $status

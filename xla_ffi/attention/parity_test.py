@@ -7,12 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from support.parity import (
-    DTYPES,
-    assert_parity_in_some_draw,
-    assert_runs_are_identical,
-    draw,
-)
+from support.parity import DTYPES, assert_parity, assert_runs_are_identical, draw
 
 from jaxunet.ops.attention import reference
 from jaxunet.ops.attention.cases import AWKWARD, CASES, Case
@@ -20,11 +15,15 @@ from xla_ffi import backend
 
 
 def check(case: Case, dtype: str, batch: int):
-    shape = (case.batch or batch, case.tokens, 3 * case.heads * case.width)
-    assert_parity_in_some_draw(
+    assert_parity(
         lambda qkv: backend.attention(qkv, num_heads=case.heads),
         lambda qkv: reference.attention(qkv, num_heads=case.heads),
-        lambda: {'qkv': (draw(shape, dtype), dtype)},
+        {
+            'qkv': (
+                draw((case.batch or batch, case.tokens, 3 * case.heads * case.width), dtype),
+                dtype,
+            )
+        },
     )
 
 
