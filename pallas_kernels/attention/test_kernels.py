@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import AbstractDevice, AbstractMesh
-from support.parity import assert_parity_in_some_draw, draw
+from support.parity import assert_parity, draw
 
 from jaxunet.ops.attention import reference
 from jaxunet.ops.attention.operands import DTYPES
@@ -47,15 +47,8 @@ def check(batch, tokens, heads, width, dtype, tiles=None, *, values=None, gradie
     def plain(qkv):
         return reference.attention(qkv, num_heads=heads)
 
-    def inputs():
-        return {
-            'qkv': (
-                draw((batch, tokens, 3 * heads * width), dtype) if values is None else values,
-                dtype,
-            )
-        }
-
-    assert_parity_in_some_draw(kernel, plain, inputs, gradients=gradients)
+    qkv = draw((batch, tokens, 3 * heads * width), dtype) if values is None else values
+    assert_parity(kernel, plain, {'qkv': (qkv, dtype)}, gradients=gradients)
 
 
 def example(*shape, dtype='float32'):

@@ -1,0 +1,80 @@
+"""A function on the CPU with the matrix products of an NVIDIA GPU: float32 operands as TF32.
+
+XLA rounds them so by default on GPUs from Ampere on, except where its autotuner takes an algorithm
+that does not. Here every product is rounded, whatever the machine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+from jax import lax
+from jax.extend import core
+
+PRODUCTS = ('dot_general', 'conv_general_dilated')
+# Primitives that stand for the function that they hold, and the parameter that holds it.
+INLINED = {
+    'jit': 'jaxpr',
+    'pjit': 'jaxpr',
+    'closed_call': 'call_jaxpr',
+    'custom_jvp_call': 'call_jaxpr',
+    'custom_vjp_call': 'call_jaxpr',
+    'remat2': 'jaxpr',
+    'checkpoint': 'jaxpr',
+}
+
+
+def with_gradients(
+    op: Callable[..., Any], arguments: dict[str, Any], cotangent: Any, *, gradients: bool
+) -> tuple[Any, dict[str, Any] | None]:
+    """Returns the results of `op(**arguments)` and, if asked, its gradients by the arguments."""
+    if not gradients:
+        return op(**arguments), None
+    out, pull = jax.vjp(lambda a: op(**a), arguments)
+    return out, pull(cotangent)[0]
+
+
+def with_tf32_products(
+    op: Callable[..., Any], *, gradients: bool
+) -> Callable[[dict[str, Any], Any], tuple[Any, Any]]:
+    """Returns `with_gradients` of `op`, its float32 products, forward and backward, as TF32."""
+
+    def both(arguments: dict[str, Any], cotangent: Any) -> tuple[Any, Any]:
+        def plain(arguments: dict[str, Any], cotangent: Any) -> tuple[Any, Any]:
+            return with_gradients(op, arguments, cotangent, gradients=gradients)
+
+        closed, shape = jax.make_jaxpr(plain, return_shape=True)(arguments, cotangent)
+        leaves = jax.tree.leaves((arguments, cotangent))
+        results = _evaluate(closed.jaxpr, closed.consts, leaves)
+        return jax.tree.unflatten(jax.tree.structure(shape), results)
+
+    return both
+
+
+def _tf32(x: Any) -> Any:
+    return lax.reduce_precision(x, exponent_bits=8, mantissa_bits=10) if x.dtype == 'float32' else x
+
+
+def _evaluate(jaxpr: core.Jaxpr, consts: Sequence[Any], arguments: Sequence[Any]) -> list[Any]:
+    known = dict(zip(jaxpr.constvars, consts, strict=True))
+    known |= dict(zip(jaxpr.invars, arguments, strict=True))
+
+    def value(atom: Any) -> Any:
+        return atom.val if isinstance(atom, core.Literal) else known[atom]
+
+    for equation in jaxpr.eqns:
+        name, inputs = equation.primitive.name, [value(v) for v in equation.invars]
+        if name in INLINED:
+            inner = equation.params[INLINED[name]]
+            closed = inner if isinstance(inner, core.ClosedJaxpr) else core.ClosedJaxpr(inner, ())
+            found = _evaluate(closed.jaxpr, closed.consts, inputs)
+        elif equation.params.keys() & {'jaxpr', 'call_jaxpr', 'body_jaxpr', 'branches'}:
+            raise NotImplementedError(f'products inside {name}: expected one of {list(INLINED)}')
+        else:
+            inputs = [_tf32(x) for x in inputs] if name in PRODUCTS else inputs
+            results = equation.primitive.bind(*inputs, **equation.params)
+            found = results if equation.primitive.multiple_results else [results]
+        known |= dict(zip(equation.outvars, found, strict=True))
+    return [value(v) for v in jaxpr.outvars]
