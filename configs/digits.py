@@ -24,7 +24,7 @@ def get_config() -> ConfigDict:
     model.norm_groups = 8
 
     # Predicting v on the cosine schedule gives clear images in fewer steps than predicting noise.
-    config.diffusion.prediction = 'v'
+    config.diffusion.objective = 'v'
     config.diffusion.schedule = 'cosine'
 
     config.data.batch_size = 32

@@ -24,9 +24,10 @@ from absl import flags, logging
 
 from jaxunet.checkpoint.load import Model, load_model
 from jaxunet.checkpoint.store import checksum
-from jaxunet.config import PRECISIONS, Config, cli, resolve, split_backend
+from jaxunet.config import PRECISIONS, Config, DiffusionConfig, cli, resolve, split_backend
 from jaxunet.data.classes import label_of
 from jaxunet.data.images import check_output, save_images
+from jaxunet.diffusion.levels import CONTINUOUS
 from jaxunet.model.unet import Params
 from jaxunet.runtime import distributed
 from jaxunet.runtime.errors import UserError
@@ -42,16 +43,17 @@ CHECKPOINT = flags.DEFINE_string(
 NUM_SAMPLES = flags.DEFINE_integer('num_samples', 16, 'Number of images.', lower_bound=1)
 SAMPLER = flags.DEFINE_enum(
     'sampler',
-    'ddpm',
+    None,
     SAMPLERS,
     'ddpm: ancestral sampling; ddim: needs fewer steps; dpmpp_2m: DPM-Solver++(2M), needs still '
-    "fewer; heun: EDM's second-order sampler, with two evaluations of the network per step.",
+    "fewer; heun: EDM's second-order sampler, with two evaluations of the network per step. "
+    "Default: that of the model's objective (dpmpp_2m for v and edm, heun for flow, else ddpm).",
 )
 STEPS = flags.DEFINE_integer(
     'steps',
     None,
-    'Sampling steps; default: 50 with ddim, 20 with dpmpp_2m and heun, else every timestep of the '
-    'model.',
+    'Sampling steps; default: 50 with ddim, 20 with dpmpp_2m and heun; with ddpm every timestep of '
+    'the model, or 250 where its objective has none (edm, flow).',
     lower_bound=1,
 )
 ETA = flags.DEFINE_float(
@@ -190,7 +192,8 @@ def run() -> None:
         evaluations, kind = generator.sampler.evaluations, jax.devices()[0].device_kind
         steps = '1 evaluation' if evaluations == 1 else f'{evaluations} evaluations'
         print(
-            f'{model.note}; {SAMPLER.value}, {steps} of the network, {len(devices())} x {kind}',
+            f'{model.note}; {generator.sampler.config.name}, {steps} of the network, '
+            f'{len(devices())} x {kind}',
             flush=True,
         )
 
@@ -251,7 +254,8 @@ def sampler_config(config: Config) -> SamplerConfig:
       UserError: --churn_range is not two numbers.
     """
     steps, model_steps = STEPS.value, config.diffusion.steps
-    if steps is None and RESPACING.value is None:
+    continuous = config.diffusion.objective in CONTINUOUS
+    if steps is None and RESPACING.value is None and SAMPLER.value is not None and not continuous:
         steps = min(DEFAULT_STEPS.get(SAMPLER.value, model_steps), model_steps)
     churn_range = None
     if CHURN_RANGE.value is not None:
@@ -277,6 +281,23 @@ def sampler_config(config: Config) -> SamplerConfig:
     )
 
 
+def process_fields(diffusion: DiffusionConfig) -> dict[str, object]:
+    """Returns what of the diffusion process determines samples.
+
+    Models with timesteps keep the names that interrupted samples of earlier versions recorded.
+    """
+    d = diffusion
+    if d.objective in CONTINUOUS:
+        return {'objective': d.objective, 'edm_sigma_data': d.edm_sigma_data}
+    return {
+        'steps': d.steps,
+        'schedule': d.schedule,
+        'prediction': d.objective,
+        'learn_sigma': d.learn_sigma,
+        'vlb_weight': d.vlb_weight,
+    }
+
+
 def identity(
     config: Config, params: Params, generator: Generator, chosen: list[int]
 ) -> dict[str, object]:
@@ -286,7 +307,7 @@ def identity(
     """
     sections = {
         'model': dataclasses.asdict(config.model),
-        'diffusion': dataclasses.asdict(config.diffusion),
+        'diffusion': process_fields(config.diffusion),
         'sampler': dataclasses.asdict(generator.sampler.config),
     }
     labels = ','.join(map(str, chosen)) or 'every class in turn'

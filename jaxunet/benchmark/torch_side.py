@@ -18,6 +18,7 @@ from jaxunet.benchmark.torch_unet import build_torch_unet
 from jaxunet.config import Config
 from jaxunet.data import pipeline
 from jaxunet.data.source import Source
+from jaxunet.diffusion.levels import CONTINUOUS
 from jaxunet.diffusion.process import make_diffusion
 from jaxunet.model.unet import Params
 from jaxunet.runtime.errors import UserError
@@ -218,7 +219,7 @@ def make_loss(
     config: Config, model: torch.nn.Module, signal: torch.Tensor, sigma: torch.Tensor
 ) -> Callable[..., torch.Tensor]:
     """Returns `loss(x0, t, noise, labels)`: the mean squared error of the prediction."""
-    dtype, prediction = getattr(torch, config.precision), config.diffusion.prediction
+    dtype, prediction = getattr(torch, config.precision), config.diffusion.objective
 
     def loss(
         x0: torch.Tensor, t: torch.Tensor, noise: torch.Tensor, labels: torch.Tensor | None
@@ -253,6 +254,10 @@ def check(config: Config, mode: str, source: Source) -> None:
         raise UserError(
             'runs float32 and bfloat16, found precision=float16, whose loss scaling the peer '
             'does not have'
+        )
+    if config.diffusion.objective in CONTINUOUS:
+        raise UserError(
+            f'trains epsilon, x0 and v, found diffusion.objective={config.diffusion.objective}'
         )
     if config.diffusion.learn_sigma:
         raise UserError('trains the squared error alone, found diffusion.learn_sigma=True')

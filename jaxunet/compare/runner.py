@@ -16,7 +16,7 @@ from typing import Any
 
 from jaxunet.compare.methods import Method
 from jaxunet.compare.worker import TASK, Task, finished, missing, read_task, save_task
-from jaxunet.config import Config, to_dict
+from jaxunet.config import Config, identity, to_dict
 from jaxunet.runtime import rows
 from jaxunet.runtime import subprocesses as processes
 from jaxunet.runtime.errors import UserError
@@ -168,13 +168,18 @@ def run(
 def _prepare(task: Task, folder: pathlib.Path) -> None:
     """Saves the task, or checks that the folder holds the same one."""
     if (folder / TASK).exists():
-        if asdict(read_task(folder)) != json.loads(json.dumps(asdict(task))):
+        if _identity(read_task(folder)) != _identity(task):
             raise UserError(
                 f'{folder}: holds a run with another config or other times; choose another '
                 '--output, or remove it'
             )
         return
     save_task(task, folder)
+
+
+def _identity(task: Task) -> Any:
+    """Returns what tells a task from others, as JSON stores it."""
+    return json.loads(json.dumps(asdict(task) | {'config': identity(task.config)}))
 
 
 def summary(task: Task, folder: pathlib.Path) -> str:

@@ -17,6 +17,7 @@ from jaxunet.config.schema import (
     TrainConfig,
     default_config,
     get_config,
+    identity,
     to_dict,
 )
 
@@ -38,6 +39,7 @@ __all__ = [
     'default_config',
     'diff',
     'get_config',
+    'identity',
     'resolve',
     'split_backend',
     'to_dict',

@@ -12,7 +12,7 @@ from typing import TypeVar
 from ml_collections import ConfigDict
 
 from jaxunet.config.relations import check_relations
-from jaxunet.config.schema import OPS, PRECISIONS, Config, Fields, to_dict
+from jaxunet.config.schema import OPS, PRECISIONS, RENAMED, Config, Fields, to_dict
 from jaxunet.runtime.errors import UserError, near_misses
 from jaxunet.runtime.plugins import backend_names, load_backend
 
@@ -26,7 +26,7 @@ CHOICES = {
     'model.time_embedding': ('adm', 'ddpm'),
     'model.init': ('torch', 'ddpm'),
     'diffusion.schedule': ('linear', 'cosine'),
-    'diffusion.prediction': ('epsilon', 'x0', 'v'),
+    'diffusion.objective': ('epsilon', 'x0', 'v', 'edm', 'flow'),
     'loss.weighting': ('uniform', 'min_snr', 'soft_min_snr', 'p2', 'speed', 'uncertainty'),
     'timesteps.sampler': ('uniform', 'loss_second_moment', 'speed', 'policy', 'adaptive'),
     'evaluation.sampler': ('ddpm', 'ddim', 'dpmpp_2m', 'heun'),
@@ -47,6 +47,9 @@ POSITIVE = (
     'model.norm_groups',
     'model.norm_eps',
     'diffusion.steps',
+    'diffusion.edm_std',
+    'diffusion.edm_sigma_data',
+    'diffusion.flow_std',
     'loss.min_snr_gamma',
     'loss.soft_min_snr_sigma',
     'loss.p2_k',
@@ -201,6 +204,10 @@ def _build(section: type[T], values: object, prefix: str, problems: list[str]) -
         return section()
     hints = typing.get_type_hints(section)
     known = set(hints)
+    values = {
+        RENAMED.get(prefix + str(k), prefix + str(k)).removeprefix(prefix): v
+        for k, v in values.items()
+    }
     for name in sorted(set(values) - known):
         problems.append(f'{prefix}{name}: unknown field{near_misses(name, known)}')
     built: Fields = {}

@@ -20,7 +20,7 @@ from ml_collections import ConfigDict, config_flags
 from ml_collections.config_flags.tuple_parser import TupleParser
 
 from jaxunet.config import default_config, schema
-from jaxunet.config.schema import Fields
+from jaxunet.config.schema import RENAMED, Fields
 from jaxunet.runtime.download import cache_dir
 from jaxunet.runtime.errors import USER_ERROR, UserError, near_misses
 
@@ -88,7 +88,13 @@ def _config_error(error: Exception) -> str:
         if f.name == 'get_config' and f.filename != schema.__file__
     ]
     where = f' ({frames[-1].filename}, line {frames[-1].lineno})' if frames else ''
-    return f'--config: {type(error).__name__}: {error}{where}'
+    renamed = [
+        f'; {old} is now {new}'
+        for old, new in RENAMED.items()
+        if isinstance(error, AttributeError)
+        and f'"{old.rsplit(".", maxsplit=1)[-1]}"' in str(error)
+    ]
+    return f'--config: {type(error).__name__}: {error}{"".join(renamed)}{where}'
 
 
 def _check_overrides(argv: Sequence[str]) -> None:
@@ -132,6 +138,19 @@ def _check_overrides(argv: Sequence[str]) -> None:
                 f'set one of its fields, e.g. --config.{field}.{example}=...'
             )
         seen.add(field)
+
+
+def _with_new_names(argv: Sequence[str]) -> list[str]:
+    """Returns the command line with the fields that have another name now under that name."""
+
+    def renamed(argument: str) -> str:
+        field, equals, value = argument.removeprefix('--config.').partition('=')
+        if not argument.startswith('--config.') or field not in RENAMED:
+            return argument
+        logging.warning('--config.%s is now --config.%s', field, RENAMED[field])
+        return f'--config.{RENAMED[field]}{equals}{value}'
+
+    return [renamed(argument) for argument in argv]
 
 
 def _similar_fields(field: str, known: Iterable[str]) -> str:
@@ -221,6 +240,7 @@ def define_config() -> flags.FlagHolder:
     try:
         # Checked here because ml_collections applies overrides of the default file while it
         # defines the flag.
+        sys.argv[:] = _with_new_names(sys.argv)
         _check_overrides(sys.argv)
         help_text = (
             'Config file (Python, with get_config()); without one, the defaults, which train on '

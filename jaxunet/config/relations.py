@@ -42,7 +42,9 @@ def _model(config: Config) -> Iterator[str]:
 
 def _diffusion(config: Config) -> Iterator[str]:
     steps = config.diffusion.steps
-    if config.diffusion.schedule == 'linear' and steps <= 20:
+    if config.diffusion.objective in ('edm', 'flow'):
+        yield from _continuous(config)
+    elif config.diffusion.schedule == 'linear' and steps <= 20:
         yield (
             f'diffusion.steps: the linear schedule needs more than 20, found {steps}; '
             'or use diffusion.schedule=cosine'
@@ -52,6 +54,37 @@ def _diffusion(config: Config) -> Iterator[str]:
         count = getattr(config.timesteps, name)
         if config.timesteps.sampler == sampler and count > steps:
             yield f'timesteps.{name}: {count} is more than diffusion.steps ({steps})'
+
+
+def _continuous(config: Config) -> Iterator[str]:
+    """Checks what only objectives with timesteps have: a schedule, a variance, a bound."""
+    d, e = config.diffusion, config.evaluation
+    if d.schedule != 'linear':
+        yield (
+            f'diffusion.schedule: {d.schedule} belongs to the objectives epsilon, x0 and v; '
+            f'{d.objective} has continuous noise levels, set by diffusion.{d.objective}_mean and '
+            f'{d.objective}_std; leave schedule out'
+        )
+    if d.learn_sigma:
+        yield (
+            f'diffusion.learn_sigma: needs the timesteps of epsilon, x0 or v; {d.objective} has no '
+            'step whose variance could be learned'
+        )
+    if config.timesteps.sampler in ('speed', 'policy'):
+        yield (
+            f'timesteps.sampler: {config.timesteps.sampler} is defined by the timesteps of '
+            f'epsilon, x0 and v; with {d.objective} use uniform, loss_second_moment or adaptive'
+        )
+    if config.loss.weighting == 'speed':
+        yield (
+            'loss.weighting: speed is defined by the timesteps of epsilon, x0 and v; with '
+            f'{d.objective} use uniform, min_snr, soft_min_snr, p2 or uncertainty'
+        )
+    if d.objective == 'edm' and e.skip_schedule in ('linear', 'quadratic'):
+        yield (
+            f'evaluation.skip_schedule: {e.skip_schedule} spaces timesteps, which edm does not '
+            'have; use karras or log_snr'
+        )
 
 
 def _data(config: Config) -> Iterator[str]:
@@ -89,7 +122,8 @@ def _ema(config: Config) -> Iterator[str]:
 
 def _train(config: Config) -> Iterator[str]:
     t, steps, channels = config.train, config.diffusion.steps, config.model.image_channels
-    if t.sample_every and t.sample_steps > steps:
+    continuous = config.diffusion.objective in ('edm', 'flow')
+    if t.sample_every and t.sample_steps > steps and not continuous:
         yield f'train.sample_steps: {t.sample_steps} is more than diffusion.steps ({steps})'
     if t.sample_every and channels not in (1, 3):
         yield (
@@ -117,7 +151,8 @@ def _evaluation(config: Config) -> Iterator[str]:
     if not e.metrics or len(set(e.metrics)) < len(e.metrics):
         found = ', '.join(e.metrics) or 'none'
         yield f'evaluation.metrics: expected one or more, each once, found {found}'
-    if evaluates and e.steps > config.diffusion.steps:
+    continuous = config.diffusion.objective in ('edm', 'flow')
+    if evaluates and e.steps > config.diffusion.steps and not continuous:
         yield (
             f'evaluation.steps: {e.steps} is more than diffusion.steps ({config.diffusion.steps})'
         )

@@ -61,11 +61,21 @@ class ModelConfig:
 
 @dataclass(frozen=True)
 class DiffusionConfig:
-    """The diffusion process and what the network predicts; see `jaxunet.diffusion.process`."""
+    """The diffusion process and what the network predicts.
 
-    steps: int = 1000  # T, the number of noise levels
-    schedule: str = 'linear'  # linear (DDPM) | cosine (IDDPM)
-    prediction: str = 'epsilon'  # epsilon | x0 | v
+    See `jaxunet.diffusion.process`, and `jaxunet.diffusion.levels` for edm and flow.
+    """
+
+    # epsilon | x0 | v, at the timesteps of `schedule`; edm | flow, at continuous noise levels.
+    objective: str = 'epsilon'
+    # T: number of timesteps; of slices of equal probability for edm and flow.
+    steps: int = 1000
+    schedule: str = 'linear'  # epsilon, x0 and v: linear (DDPM) | cosine (IDDPM)
+    edm_mean: float = -1.2  # edm: mean and standard deviation of ln(σ) in training
+    edm_std: float = 1.2
+    edm_sigma_data: float = 0.5  # edm: standard deviation of the pixels, about [-1, 1]
+    flow_mean: float = 0.0  # flow: mean and standard deviation of logit(t) in training
+    flow_std: float = 1.0
     learn_sigma: bool = False  # the network also predicts the variance; hybrid loss of IDDPM
     vlb_weight: float = 1e-3  # weight of the variational bound in the hybrid loss
 
@@ -246,6 +256,16 @@ class Config:
 # The ops of `jaxunet.ops.vocabulary` that a kernel backend may implement. `adamw` updates all
 # weights at once.
 OPS = ('conv3x3', 'norm_silu_conv3x3', 'group_norm', 'attention', 'linear', 'adamw')
+# Earlier names of fields, still read from checkpoints and .safetensors files: old -> new.
+RENAMED = {'diffusion.prediction': 'diffusion.objective'}
+# Fields added after version 0.1.0; see `identity`.
+ADDED = (
+    'diffusion.edm_mean',
+    'diffusion.edm_std',
+    'diffusion.edm_sigma_data',
+    'diffusion.flow_mean',
+    'diffusion.flow_std',
+)
 Fields = dict[str, Any]  # values by the name of their field; a section is a dict of its own
 PRECISIONS = ('float32', 'bfloat16', 'float16')
 
@@ -265,3 +285,28 @@ get_config = default_config
 def to_dict(config: Config) -> Fields:
     """Returns the config as nested dicts, the form that checkpoints store as JSON."""
     return dataclasses.asdict(config)
+
+
+def identity(values: Fields) -> Fields:
+    """Returns what tells a config from others, in the form of version 0.1.0.
+
+    Fields have their earlier names, and later ones are left out where they have their defaults, so
+    that results of earlier versions are recognised as those of the same config.
+
+    Args:
+      values: a config as nested dicts, of any version.
+    """
+    earlier = {new: old.rsplit('.', maxsplit=1)[-1] for old, new in RENAMED.items()}
+    defaults = to_dict(Config())
+
+    def section(name: str, fields: Fields) -> Fields:
+        return {
+            earlier.get(f'{name}.{field}', field): value
+            for field, value in fields.items()
+            if f'{name}.{field}' not in ADDED or value != defaults[name][field]
+        }
+
+    return {
+        name: section(name, value) if isinstance(value, dict) else value
+        for name, value in values.items()
+    }

@@ -10,33 +10,40 @@ import math
 import jax
 import jax.numpy as jnp
 from jax.scipy.special import ndtr
-from jaxtyping import Array, Float32
+from jaxtyping import Array, Float
 
 from jaxunet.diffusion.process import (
     Diffusion,
     Images,
     Output,
     Steps,
-    at_timestep,
+    Times,
     learned_log_variance,
+    noise_at,
     posterior,
     predict_x0_and_noise,
+    signal_at,
     split_output,
+    target_factors,
 )
 
-PerSample = Float32[Array, ' batch']
+PerSample = Float[Array, ' batch']
 
 
-def prediction_target(diffusion: Diffusion, x0: Images, t: Steps, noise: Images) -> Images:
-    """Returns the network's regression target, which depends on `diffusion.prediction`.
+def prediction_target(diffusion: Diffusion, x0: Images, time: Times, noise: Images) -> Images:
+    """Returns the network's regression target, which depends on `diffusion.objective`.
 
-    ε (DDPM eq. 14), x_0, or v = √ᾱ ε − √(1 − ᾱ) x_0 (Salimans & Ho section 4).
+    ε (DDPM eq. 14), x_0, v = √ᾱ ε − √(1 − ᾱ) x_0 (Salimans & Ho section 4), or what the table of
+    `jaxunet.diffusion.process` gives for edm and flow.
     """
-    if diffusion.prediction == 'epsilon':
+    if diffusion.objective == 'epsilon':
         return noise
-    if diffusion.prediction == 'x0':
+    if diffusion.objective == 'x0':
         return x0
-    return at_timestep(diffusion.signal, t) * noise - at_timestep(diffusion.noise, t) * x0
+    if diffusion.objective == 'v':
+        return signal_at(diffusion, time) * noise - noise_at(diffusion, time) * x0
+    a, b = target_factors(diffusion, time)
+    return a * x0 + b * noise
 
 
 def gaussian_kl(mean1: Array, log_variance1: Array, mean2: Array, log_variance2: Array) -> Array:
@@ -97,21 +104,23 @@ def variational_bound(
 
 
 def per_sample_loss(
-    diffusion: Diffusion, output: Output, x0: Images, xt: Images, t: Steps, noise: Images
+    diffusion: Diffusion, output: Output, x0: Images, xt: Images, time: Times, noise: Images
 ) -> PerSample:
     """Returns the loss of each sample, float32 of shape (batch,).
 
-    The mean squared error of the prediction (DDPM eq. 14), or IDDPM's hybrid loss (eq. 16) with a
+    The mean squared error of the prediction: DDPM eq. 14 for ε; EDM eq. 8 with its weighting λ =
+    1/c_out², under which the error of F counts once; flow matching's regression of ε − x_0. Or
+    IDDPM's hybrid loss (eq. 16) with a
     learned variance. The hybrid loss adds vlb_weight · T · L_vlb(t), with L_vlb in bits per
     dimension and without a gradient to the prediction; vlb_weight = 1e-3 equals guided-diffusion's
     RESCALED_MSE loss.
     """
     prediction, values = split_output(diffusion, output, x0.shape[-1])
-    error = jnp.square(prediction - prediction_target(diffusion, x0, t, noise))
+    error = jnp.square(prediction - prediction_target(diffusion, x0, time, noise))
     loss = jnp.mean(error, axis=(1, 2, 3))
     if values is None:
         return loss
     frozen = jnp.concatenate([jax.lax.stop_gradient(prediction), values], axis=-1)
     return loss + diffusion.vlb_weight * diffusion.steps * variational_bound(
-        diffusion, frozen, x0, xt, t
+        diffusion, frozen, x0, xt, time
     )

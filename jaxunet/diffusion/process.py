@@ -1,10 +1,26 @@
 """The diffusion process: noise schedules, forward process, predictions and posteriors.
 
 Timesteps are t = 0..T−1, where t = 0 is the least noisy; step t of the papers is t − 1 here. Tables
-are computed in float64 and stored in float32; all arithmetic on images is float32.
+are computed in float64 and stored in float32.
+
+The *time* of a noise level is what the network's time embedding reads: the timestep t, or a real
+number for the objectives edm and flow (`jaxunet.diffusion.levels`). Functions of a time take
+either. Images are x_t = √ᾱ x_0 + √(1 − ᾱ) ε for every objective. The objectives differ in what the
+network sees and in what it predicts:
+
+    objective   network's input             network's prediction
+    epsilon     x_t                         ε
+    x0          x_t                         x_0
+    v           x_t                         √ᾱ ε − √(1 − ᾱ) x_0
+    edm         x_t / √(1 − ᾱ + ᾱ σ_d²)     (√(1 − ᾱ)/σ_d x_0 − √ᾱ σ_d ε) / √(1 − ᾱ + ᾱ σ_d²)
+    flow        x_t / (√ᾱ + √(1 − ᾱ))       ε − x_0
+
+The line of edm is c_in and the output F of EDM's preconditioned network (table 1) in these
+coordinates; that of flow's input is (1 − t) x_0 + t ε.
 
 Sources: DDPM, Ho et al. 2020, arXiv 2006.11239; IDDPM, Nichol & Dhariwal 2021, arXiv 2102.09672
-(openai/guided-diffusion); v-prediction, Salimans & Ho 2022, arXiv 2202.00512.
+(openai/guided-diffusion); v-prediction, Salimans & Ho 2022, arXiv 2202.00512; those of
+`jaxunet.diffusion.levels`.
 """
 
 from __future__ import annotations
@@ -12,17 +28,21 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Float32, Float64, Int
+from jaxtyping import Array, Float, Float32, Float64, Int, Key, Real
 
 from jaxunet.config import CHOICES, DiffusionConfig
+from jaxunet.diffusion.levels import CONTINUOUS, middle_times, signal_and_noise, time_of_quantile
 from jaxunet.runtime.errors import UserError, near_misses
 
-Images = Float32[Array, 'batch height width channels']
+Images = Float[Array, 'batch height width channels']
 # outputs = channels, or 2 · channels with a learned variance.
 Output = Float[Array, 'batch height width outputs']
 Steps = Int[Array, ' batch']
+Times = Real[Array, ' batch']  # timesteps, or real times
+Factor = Float[Array, 'batch 1 1 1']  # broadcasts to images
 Table = Float32[np.ndarray, ' steps']
 
 
@@ -34,9 +54,7 @@ class Diffusion:
     XLA sees constants. Instances are compared by identity and can be static arguments.
     """
 
-    prediction: str  # what the network outputs: epsilon | x0 | v
-    learn_sigma: bool  # the network also outputs the variance, as C more channels
-    vlb_weight: float  # weight of the variational bound in the hybrid loss
+    config: DiffusionConfig
     betas: Float64[np.ndarray, ' steps']  # β
     alphas_cumprod: Float64[np.ndarray, ' steps']  # ᾱ
     signal: Table  # √ᾱ
@@ -47,6 +65,26 @@ class Diffusion:
     posterior_xt: Table  # the posterior mean's factor on x_t
     posterior_log_variance: Table  # log β̃, clipped at t = 0
     log_betas: Table  # log β
+
+    @property
+    def objective(self) -> str:
+        """What the network outputs: epsilon, x0, v, edm or flow."""
+        return self.config.objective
+
+    @property
+    def continuous(self) -> bool:
+        """Noise levels are continuous; the tables are those at the middle of each slice."""
+        return self.config.objective in CONTINUOUS
+
+    @property
+    def learn_sigma(self) -> bool:
+        """The network also outputs the variance, as C more channels."""
+        return self.config.learn_sigma
+
+    @property
+    def vlb_weight(self) -> float:
+        """Weight of the variational bound in the hybrid loss."""
+        return self.config.vlb_weight
 
     @property
     def steps(self) -> int:
@@ -92,18 +130,18 @@ def make_diffusion(config: DiffusionConfig) -> Diffusion:
     """Returns the process that `config.diffusion` describes.
 
     Raises:
-      UserError: an unknown schedule or prediction, or too few steps.
+      UserError: an unknown schedule or objective, or too few steps.
     """
-    allowed, found = CHOICES['diffusion.prediction'], config.prediction
+    allowed, found = CHOICES['diffusion.objective'], config.objective
     if found not in allowed:
         raise UserError(
-            f'diffusion.prediction: expected one of {", ".join(allowed)}, '
+            f'diffusion.objective: expected one of {", ".join(allowed)}, '
             f'found {found!r}{near_misses(found, allowed)}'
         )
-    alphas_cumprod = np.cumprod(1 - make_betas(config.schedule, config.steps))
-    return _from_alphas_cumprod(
-        alphas_cumprod, config.prediction, config.learn_sigma, config.vlb_weight
-    )
+    if found in CONTINUOUS:
+        signal, _ = signal_and_noise(config, middle_times(config))
+        return _from_alphas_cumprod(signal**2, config)
+    return _from_alphas_cumprod(np.cumprod(1 - make_betas(config.schedule, config.steps)), config)
 
 
 def respace(diffusion: Diffusion, timesteps: Int[np.ndarray, ' subset']) -> Diffusion:
@@ -111,17 +149,10 @@ def respace(diffusion: Diffusion, timesteps: Int[np.ndarray, ' subset']) -> Diff
 
     β_i = 1 − ᾱ_{t_i} / ᾱ_{t_{i−1}} (IDDPM eq. 19).
     """
-    return _from_alphas_cumprod(
-        diffusion.alphas_cumprod[timesteps],
-        diffusion.prediction,
-        diffusion.learn_sigma,
-        diffusion.vlb_weight,
-    )
+    return _from_alphas_cumprod(diffusion.alphas_cumprod[timesteps], diffusion.config)
 
 
-def _from_alphas_cumprod(
-    alphas_cumprod: np.ndarray, prediction: str, learn_sigma: bool, vlb_weight: float
-) -> Diffusion:
+def _from_alphas_cumprod(alphas_cumprod: np.ndarray, config: DiffusionConfig) -> Diffusion:
     previous = np.append(1.0, alphas_cumprod[:-1])
     betas = 1 - alphas_cumprod / previous
     posterior_variance = betas * (1 - previous) / (1 - alphas_cumprod)
@@ -137,9 +168,7 @@ def _from_alphas_cumprod(
     betas.flags.writeable = False
     alphas_cumprod.flags.writeable = False
     return Diffusion(
-        prediction=prediction,
-        learn_sigma=learn_sigma,
-        vlb_weight=vlb_weight,
+        config=config,
         betas=betas,
         alphas_cumprod=alphas_cumprod,
         signal=table(np.sqrt(alphas_cumprod)),
@@ -158,15 +187,68 @@ def at_timestep(table: np.ndarray, t: Steps) -> Float32[Array, 'batch 1 1 1']:
     return jnp.asarray(table)[t][:, None, None, None]
 
 
-def q_sample(diffusion: Diffusion, x0: Images, t: Steps, noise: Images) -> Images:
+def signal_at(diffusion: Diffusion, time: Times) -> Factor:
+    """Returns √ᾱ at the time of each sample."""
+    if diffusion.continuous:
+        return signal_and_noise(diffusion.config, time)[0][:, None, None, None]
+    return at_timestep(diffusion.signal, time)
+
+
+def noise_at(diffusion: Diffusion, time: Times) -> Factor:
+    """Returns √(1 − ᾱ) at the time of each sample."""
+    if diffusion.continuous:
+        return signal_and_noise(diffusion.config, time)[1][:, None, None, None]
+    return at_timestep(diffusion.noise, time)
+
+
+def q_sample(diffusion: Diffusion, x0: Images, time: Times, noise: Images) -> Images:
     """Returns x_t = √ᾱ_t x_0 + √(1 − ᾱ_t) ε, the forward process from x_0 to x_t (DDPM eq. 4)."""
-    return at_timestep(diffusion.signal, t) * x0 + at_timestep(diffusion.noise, t) * noise
+    return signal_at(diffusion, time) * x0 + noise_at(diffusion, time) * noise
+
+
+def draw_times(diffusion: Diffusion, t: Steps, keys: Key[Array, ' batch']) -> Times:
+    """Returns the times of training samples: t itself, or a time drawn within slice t.
+
+    Args:
+      keys: one per sample; only continuous objectives draw from them.
+    """
+    if not diffusion.continuous:
+        return t
+    within = jax.vmap(lambda key: jax.random.uniform(jax.random.fold_in(key, 1)))(keys)
+    return time_of_quantile(diffusion.config, (t.astype(jnp.float32) + within) / diffusion.steps)
+
+
+def middle_time(diffusion: Diffusion, t: Steps) -> Times:
+    """Returns the times of timesteps: t itself, or the middle of slice t."""
+    if not diffusion.continuous:
+        return t
+    return jnp.asarray(middle_times(diffusion.config), jnp.float32)[t]
+
+
+def network_input(diffusion: Diffusion, xt: Images, time: Times) -> Images:
+    """Returns what the network sees of x_t; see the module's table."""
+    if diffusion.objective == 'edm':
+        return xt / _edm_length(diffusion, time)
+    if diffusion.objective == 'flow':
+        return xt / (signal_at(diffusion, time) + noise_at(diffusion, time))
+    return xt
+
+
+def _edm_length(diffusion: Diffusion, time: Times) -> Factor:
+    """Returns √(1 − ᾱ + ᾱ σ_d²), the standard deviation of x_t for pixels of that of the data."""
+    data = diffusion.config.edm_sigma_data
+    return jnp.sqrt(noise_at(diffusion, time) ** 2 + (data * signal_at(diffusion, time)) ** 2)
+
+
+def at_least_float32(x: Array) -> Array:
+    """Returns 16-bit numbers as float32, others as they are."""
+    return x.astype(jnp.float32) if x.dtype.itemsize < 4 else x
 
 
 def split_output(
     diffusion: Diffusion, output: Output, channels: int
 ) -> tuple[Images, Images | None]:
-    """Splits the network's output into float32 (prediction, variance values).
+    """Splits the network's output into (prediction, variance values), at least float32.
 
     The variance values are None without a learned variance.
 
@@ -179,29 +261,53 @@ def split_output(
             f'network output: expected {expected} channels for {channels} image channels with '
             f'learn_sigma={diffusion.learn_sigma}, found {output.shape[-1]}'
         )
-    output = output.astype(jnp.float32)
+    output = at_least_float32(output)
     return output[..., :channels], output[..., channels:] if diffusion.learn_sigma else None
 
 
+def target_factors(diffusion: Diffusion, time: Times) -> tuple[Factor, Factor]:
+    """Returns (a, b) of the prediction a x_0 + b ε of a continuous objective.
+
+    Raises:
+      ValueError: another objective.
+    """
+    if diffusion.objective == 'edm':
+        data, length = diffusion.config.edm_sigma_data, _edm_length(diffusion, time)
+        signal, noise = signal_at(diffusion, time), noise_at(diffusion, time)
+        return noise / (data * length), -data * signal / length
+    if diffusion.objective == 'flow':
+        one = jnp.ones_like(signal_at(diffusion, time))
+        return -one, one
+    raise ValueError(f'{diffusion.objective} is not an objective with continuous noise levels')
+
+
 def predict_x0_and_noise(
-    diffusion: Diffusion, prediction: Images, xt: Images, t: Steps
+    diffusion: Diffusion, prediction: Images, xt: Images, time: Times
 ) -> tuple[Images, Images]:
     """Returns (x_0, ε) for the network's prediction at x_t.
 
-    DDPM eq. 15 for a network that predicts ε, Salimans & Ho appendix D for v.
+    DDPM eq. 15 for a network that predicts ε, Salimans & Ho appendix D for v. For edm and flow the
+    solution of x_t = √ᾱ x_0 + √(1 − ᾱ) ε and prediction = a x_0 + b ε.
     """
-    if diffusion.prediction == 'epsilon':
-        scaled = at_timestep(diffusion.inverse_signal, t) * xt
-        return scaled - at_timestep(diffusion.noise_to_signal, t) * prediction, prediction
-    if diffusion.prediction == 'x0':
-        return prediction, noise_from_x0(diffusion, prediction, xt, t)
-    signal, noise = at_timestep(diffusion.signal, t), at_timestep(diffusion.noise, t)
-    return signal * xt - noise * prediction, noise * xt + signal * prediction
+    if diffusion.objective == 'epsilon':
+        scaled = at_timestep(diffusion.inverse_signal, time) * xt
+        return scaled - at_timestep(diffusion.noise_to_signal, time) * prediction, prediction
+    if diffusion.objective == 'x0':
+        return prediction, noise_from_x0(diffusion, prediction, xt, time)
+    signal, noise = signal_at(diffusion, time), noise_at(diffusion, time)
+    if diffusion.objective == 'v':
+        return signal * xt - noise * prediction, noise * xt + signal * prediction
+    a, b = target_factors(diffusion, time)
+    determinant = signal * b - noise * a
+    return (
+        (b * xt - noise * prediction) / determinant,
+        (signal * prediction - a * xt) / determinant,
+    )
 
 
-def noise_from_x0(diffusion: Diffusion, x0: Images, xt: Images, t: Steps) -> Images:
+def noise_from_x0(diffusion: Diffusion, x0: Images, xt: Images, time: Times) -> Images:
     """Returns the ε that leads from x_0 to x_t (DDPM eq. 4, solved for ε)."""
-    return (xt - at_timestep(diffusion.signal, t) * x0) / at_timestep(diffusion.noise, t)
+    return (xt - signal_at(diffusion, time) * x0) / noise_at(diffusion, time)
 
 
 def posterior(

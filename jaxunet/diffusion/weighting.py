@@ -17,11 +17,15 @@ step minimises mean_i(w(t_i) · loss_i).
 SNR_t = ᾱ_t / (1 − ᾱ_t) is the signal-to-noise ratio, and σ² = 1/SNR. Weightings that are functions
 of the SNR apply to the squared error of one quantity. They are converted to the network's
 prediction by
-    ‖ε − ε̂‖² = SNR ‖x_0 − x̂_0‖² = ᾱ ‖v − v̂‖²,
+    ‖ε − ε̂‖² = SNR ‖x_0 − x̂_0‖² = ᾱ ‖v − v̂‖²
+             = σ_d²/(σ² + σ_d²) ‖F − F̂‖² (edm) = (1 − t)² ‖u − û‖² (flow),
 so that min_snr, soft_min_snr and p2 define the same problem for every prediction.
 
 k-diffusion states its weight as (σ σ_d)² / (σ² + σ_d²)² for the output of EDM's preconditioned
 network; dividing by c_out² gives 1 / (σ² + σ_d²) for the denoised image.
+
+For edm and flow a timestep is a slice of noise levels (`jaxunet.diffusion.levels`), whose weight is
+that of its middle.
 
 `speed` and `uncertainty` multiply the network's own loss. With a learned variance, every weighting
 multiplies the whole hybrid loss.
@@ -109,7 +113,15 @@ def fixed_table(config: LossConfig, diffusion: Diffusion) -> Float64[np.ndarray,
             f'loss.weighting: expected one of {", ".join(allowed)}, '
             f'found {found!r}{near_misses(found, allowed)}'
         )
-    return noise_weight * {'epsilon': 1.0, 'x0': snr, 'v': alphas}[diffusion.prediction]
+    variance, data = (1 - alphas) / alphas, diffusion.config.edm_sigma_data**2  # σ², σ_d²
+    factors = {
+        'epsilon': 1.0,
+        'x0': snr,
+        'v': alphas,
+        'edm': data / (variance + data),
+        'flow': 1 / (1 + np.sqrt(variance)) ** 2,
+    }
+    return noise_weight * factors[diffusion.objective]
 
 
 def speed_table(

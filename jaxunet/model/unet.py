@@ -19,7 +19,7 @@ from typing import NamedTuple, TypeAlias, cast
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int, Key, PyTree
+from jaxtyping import Array, Float, Int, Key, PyTree, Real
 
 from jaxunet.config import Config
 from jaxunet.model.blocks import (
@@ -89,7 +89,7 @@ class UNet(Block):
     def __call__(
         self,
         x: Float[Array, 'batch height width channels'],
-        t: Int[Array, ' batch'],
+        t: Real[Array, ' batch'],
         labels: Int[Array, ' batch'] | None = None,
         dropout_keys: Key[Array, ' batch'] | None = None,
     ) -> Float[Array, 'batch height width out_channels']:
@@ -97,7 +97,7 @@ class UNet(Block):
 
         Args:
           x: noisy images.
-          t: timesteps in [0, T).
+          t: timesteps in [0, T), or real times on a like scale.
           labels: class labels, -1 = dropped (classifier-free guidance, arXiv 2207.12598); None =
             all dropped.
           dropout_keys: one key a sample; None = no dropout (evaluation).
@@ -146,7 +146,7 @@ class UNet(Block):
         self,
         params: Params,
         x: Float[Array, 'batch height width channels'],
-        t: Int[Array, ' batch'],
+        t: Real[Array, ' batch'],
         labels: Int[Array, ' batch'] | None = None,
         dropout_keys: Key[Array, ' batch'] | None = None,
     ) -> Float[Array, 'batch height width out_channels']:
@@ -176,7 +176,7 @@ class UNet(Block):
         return jax.tree.unflatten(structure, leaves)
 
     def _embed(
-        self, t: Int[Array, ' batch'], labels: Int[Array, ' batch'] | None
+        self, t: Real[Array, ' batch'], labels: Int[Array, ' batch'] | None
     ) -> Float[Array, 'batch width']:
         """Returns the time (and class) embedding, in float32: small, and read by every block."""
         m = self.model

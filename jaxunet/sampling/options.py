@@ -6,6 +6,7 @@ import dataclasses
 import math
 from dataclasses import dataclass
 
+from jaxunet.diffusion.levels import SPACINGS
 from jaxunet.diffusion.process import Diffusion
 from jaxunet.runtime.errors import UserError, near_misses
 
@@ -17,6 +18,16 @@ DEFAULT_SKIP_SCHEDULES = {
     'dpmpp_2m': 'log_snr',
     'heun': 'karras',
 }
+# The sampler, and its steps (None = every timestep), of a model by its objective.
+OBJECTIVE_DEFAULTS: dict[str, tuple[str, int | None]] = {
+    'epsilon': ('ddpm', None),
+    'x0': ('ddpm', None),
+    'v': ('dpmpp_2m', 20),
+    'edm': ('dpmpp_2m', 20),
+    'flow': ('heun', 20),
+}
+# Steps of an objective without timesteps. Its spacing is karras, or t for flow, but dpmpp_2m's own.
+CONTINUOUS_STEPS = {'ddpm': 250, 'ddim': 50, 'dpmpp_2m': 20, 'heun': 20}
 # Options that only one sampler has.
 OWNERS = {'eta': 'ddim', 'variance': 'ddpm', 'churn': 'heun', 'churn_range': 'heun'}
 
@@ -30,15 +41,17 @@ class SamplerConfig:
     """
 
     # ddpm: ancestral sampling | ddim | dpmpp_2m: DPM-Solver++(2M) | heun: EDM's second-order
-    # sampler, with 2 · steps − 1 evaluations of the network.
-    name: str = 'ddpm'
-    steps: int | None = None  # None: every timestep of the model
+    # sampler, with 2 · steps − 1 evaluations of the network. None: that of the model's objective
+    # (OBJECTIVE_DEFAULTS), with its number of steps.
+    name: str | None = None
+    # None: every timestep of the model, or CONTINUOUS_STEPS for edm and flow.
+    steps: int | None = None
     # ddim only, in [0, 1]: 0 is deterministic (default), 1 adds as much noise as ddpm with
     # fixed_small.
     eta: float | None = None
     # Quantity with a uniform stride where steps are skipped: t (linear) | √t (quadratic) |
     # log σ (log_snr) | σ^(1/7) (karras). Defaults: linear for ddpm and ddim, log_snr for dpmpp_2m,
-    # karras for heun.
+    # karras for heun; edm: karras, or log_snr for dpmpp_2m; flow: linear, or log_snr likewise.
     skip_schedule: str | None = None
     # ddpm only: fixed_small | fixed_large | learned; default learned if the model has it, else
     # fixed_small.
@@ -63,7 +76,15 @@ def resolve_options(config: SamplerConfig, diffusion: Diffusion, num_classes: in
     Raises:
       UserError: an invalid value, or an option that this sampler or model does not support.
     """
-    _check_sampler(config, diffusion)
+    if config.name is None:
+        default, few = OBJECTIVE_DEFAULTS[diffusion.objective]
+        config = dataclasses.replace(config, name=default)
+        if config.steps is None and config.respacing is None and few is not None:
+            few = few if diffusion.continuous else min(few, diffusion.steps)
+            config = dataclasses.replace(config, steps=few)
+    name = config.name
+    assert name is not None
+    _check_sampler(config, name, diffusion)
     _check_churn(config)
     _check_guidance(config.guidance_scale, num_classes)
     for option in ('steps', 'skip_schedule'):
@@ -73,7 +94,8 @@ def resolve_options(config: SamplerConfig, diffusion: Diffusion, num_classes: in
                 f'respacing: {config.respacing!r} already determines the steps, '
                 f'found {option}={value} beside it; leave one of them out'
             )
-    name = config.name
+    if diffusion.continuous:
+        config = _continuous(config, name, diffusion)
     default_variance = 'learned' if diffusion.learn_sigma else 'fixed_small'
     respaced = config.respacing is not None
     steps = diffusion.steps if config.steps is None else config.steps
@@ -88,9 +110,30 @@ def resolve_options(config: SamplerConfig, diffusion: Diffusion, num_classes: in
     )
 
 
-def _check_sampler(config: SamplerConfig, diffusion: Diffusion) -> None:
+def _continuous(config: SamplerConfig, name: str, diffusion: Diffusion) -> SamplerConfig:
+    """Fills in the steps and the spacing of an objective without timesteps."""
+    if config.respacing is not None:
+        raise UserError(
+            f'respacing: {config.respacing!r} picks timesteps, which a model with '
+            f'diffusion.objective={diffusion.objective} does not have; use steps'
+        )
+    if config.churn and diffusion.objective == 'flow':
+        raise UserError(
+            "churn: flow's heun steps in t and is deterministic; "
+            'leave churn out, or use sampler=ddpm for noise at every step'
+        )
+    allowed = SPACINGS[diffusion.objective]
+    schedule = DEFAULT_SKIP_SCHEDULES['dpmpp_2m'] if name == 'dpmpp_2m' else allowed[0]
+    return dataclasses.replace(
+        config,
+        steps=CONTINUOUS_STEPS[name] if config.steps is None else config.steps,
+        skip_schedule=config.skip_schedule or schedule,
+    )
+
+
+def _check_sampler(config: SamplerConfig, name: str, diffusion: Diffusion) -> None:
     """Checks the sampler's name, the options that belong to other samplers, eta and variance."""
-    name, eta, variance = config.name, config.eta, config.variance
+    eta, variance = config.eta, config.variance
     if name not in SAMPLERS:
         raise UserError(
             f'sampler: expected one of {", ".join(SAMPLERS)}, '

@@ -22,14 +22,17 @@ from typing import Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Int, Int32, Key
+from jaxtyping import Array, Int, Int32, Key, Real
 
+from jaxunet.diffusion.levels import spaced_levels, time_of_sigma
 from jaxunet.diffusion.process import (
     Diffusion,
     Images,
     Output,
-    Steps,
+    Times,
+    at_least_float32,
     learned_log_variance,
+    network_input,
     noise_from_x0,
     predict_x0_and_noise,
     respace,
@@ -38,18 +41,23 @@ from jaxunet.diffusion.process import (
 from jaxunet.runtime.errors import UserError
 from jaxunet.sampling.options import SamplerConfig, resolve_options
 from jaxunet.sampling.solvers import (
+    Alphas,
     Coefficients,
+    Subset,
     ancestral,
+    churn_factor,
     ddim,
     dpm_solver_2m,
     heun,
+    heun_in_t,
     respaced_timesteps,
     timestep_subset,
 )
 
-Denoiser = Callable[[Images, Steps], Output]  # (x_t, t) -> the network's output
-# (x_t, t, labels) -> the network's output; label −1 = unconditional.
-LabelledDenoiser = Callable[[Images, Steps, Int[Array, ' batch']], Output]
+Denoiser = Callable[[Images, Times], Output]  # (network's input, time) -> the network's output
+# (network's input, time, labels) -> the network's output; label −1 = unconditional.
+LabelledDenoiser = Callable[[Images, Times, Int[Array, ' batch']], Output]
+Memory = Literal['', 'x0', 'noise', 'velocity']
 Keys = Key[Array, ' batch']
 
 EVERY_LEVEL = (0.0, math.inf)  # churn_range without limits
@@ -63,25 +71,32 @@ class Sampler:
       config: the options with defaults filled in; None for options that this sampler does not have.
       diffusion: the model's process.
       coefficients: one row per evaluation of the network.
-      memory: result that an evaluation passes to the next one; '' = none.
+      times: what the network's time embedding reads at each evaluation.
+      initial: standard deviation of the noise that sampling starts from.
+      memory: result that an evaluation passes to the next one; '' = none, velocity = ε − x_0.
       spaced: the process on the visited timesteps, for its learned variance; None if not used.
     """
 
     config: SamplerConfig
     diffusion: Diffusion
     coefficients: Coefficients
-    memory: Literal['', 'x0', 'noise']
+    times: Real[np.ndarray, ' evaluations']
+    initial: float
+    memory: Memory
     spaced: Diffusion | None
 
     @property
     def timesteps(self) -> Int32[np.ndarray, ' evaluations']:
-        """Timestep of each evaluation of the network, the noisiest first."""
+        """Timestep of each evaluation of the network, the noisiest first.
+
+        For an objective without timesteps, the number of its noise level among those visited.
+        """
         return self.coefficients.timesteps
 
     @property
     def evaluations(self) -> int:
         """Number of evaluations of the network per sample; guidance doubles their batch."""
-        return len(self.timesteps)
+        return len(self.times)
 
 
 class State(NamedTuple):
@@ -103,6 +118,8 @@ def make_sampler(config: SamplerConfig, diffusion: Diffusion, *, num_classes: in
       UserError: an invalid value, or an option that this sampler or model does not support.
     """
     config = resolve_options(config, diffusion, num_classes)
+    if diffusion.continuous:
+        return _continuous_sampler(config, diffusion)
     alphas = diffusion.alphas_cumprod
     if config.respacing is not None:
         timesteps = respaced_timesteps(alphas, config.respacing)
@@ -110,7 +127,46 @@ def make_sampler(config: SamplerConfig, diffusion: Diffusion, *, num_classes: in
         assert config.steps is not None
         assert config.skip_schedule is not None
         timesteps = timestep_subset(alphas, config.steps, config.skip_schedule)
-    memory: Literal['', 'x0', 'noise'] = ''
+    coefficients, memory = _solve(config, alphas, timesteps)
+    spaced = (
+        respace(diffusion, timesteps)
+        if config.name == 'ddpm' and config.variance == 'learned'
+        else None
+    )
+    return Sampler(config, diffusion, coefficients, coefficients.timesteps, 1.0, memory, spaced)
+
+
+def _continuous_sampler(config: SamplerConfig, diffusion: Diffusion) -> Sampler:
+    """Returns the sampler of an objective without timesteps: it visits levels of its own."""
+    assert config.steps is not None
+    assert config.skip_schedule is not None
+    sigmas = spaced_levels(diffusion.config, config.steps, config.skip_schedule)
+    table = sigmas
+    if config.churn:
+        # The levels to which churn raises the noise, for `heun` to find.
+        table = np.union1d(sigmas, sigmas * (1 + churn_factor(config.churn, config.steps)))
+    alphas = 1 / (1 + table**2)
+    visited = np.searchsorted(table, sigmas).astype(np.int32)
+    memory: Memory = 'velocity'
+    if config.name == 'heun' and diffusion.objective == 'flow':
+        coefficients = heun_in_t(alphas, visited)
+    else:
+        coefficients, memory = _solve(config, alphas, visited)
+    times = time_of_sigma(diffusion.config, table)[coefficients.timesteps]
+    return Sampler(
+        config,
+        diffusion,
+        coefficients,
+        times,
+        float(np.sqrt(1 - alphas[visited[-1]])),
+        memory,
+        None,
+    )
+
+
+def _solve(config: SamplerConfig, alphas: Alphas, timesteps: Subset) -> tuple[Coefficients, Memory]:
+    """Returns the coefficients of the chosen solver, and what its evaluations pass on."""
+    memory: Memory = ''
     if config.name == 'ddpm':
         coefficients = ancestral(alphas, timesteps, large=config.variance == 'fixed_large')
     elif config.name == 'ddim':
@@ -124,12 +180,7 @@ def make_sampler(config: SamplerConfig, diffusion: Diffusion, *, num_classes: in
             alphas, timesteps, churn=config.churn, churn_range=config.churn_range or EVERY_LEVEL
         )
         memory = 'noise'
-    spaced = (
-        respace(diffusion, timesteps)
-        if config.name == 'ddpm' and config.variance == 'learned'
-        else None
-    )
-    return Sampler(config, diffusion, coefficients, memory, spaced)
+    return coefficients, memory
 
 
 def guided(denoise: LabelledDenoiser, labels: Int[Array, ' batch'], scale: float) -> Denoiser:
@@ -150,7 +201,7 @@ def guided(denoise: LabelledDenoiser, labels: Int[Array, ' batch'], scale: float
     if scale == 0:
         return lambda x, t: denoise(x, t, dropped)
 
-    def denoise_both(x: Images, t: Steps) -> Output:
+    def denoise_both(x: Images, t: Times) -> Output:
         # The two halves of a sample are adjacent, so that a batch split over devices stays in
         # place.
         output = denoise(
@@ -158,7 +209,7 @@ def guided(denoise: LabelledDenoiser, labels: Int[Array, ' batch'], scale: float
             jnp.repeat(t, 2),
             jnp.stack([labels, dropped], axis=1).reshape(-1),
         )
-        output = output.astype(jnp.float32).reshape(len(x), 2, *output.shape[1:])
+        output = at_least_float32(output).reshape(len(x), 2, *output.shape[1:])
         conditional, unconditional = output[:, 0], output[:, 1]
         channels = x.shape[-1]
         mixed = unconditional[..., :channels] + scale * (
@@ -194,8 +245,9 @@ def _noise(keys: Keys, draw: int | Int[Array, ''], image_shape: tuple[int, ...])
 
 
 def initial_state(keys: Keys, image_shape: tuple[int, int, int], sampler: Sampler) -> State:
-    """Returns the state before the first evaluation: `initial_noise` and zeros as memory."""
+    """Returns the state before the first evaluation: scaled `initial_noise`, zeros as memory."""
     x = initial_noise(keys, image_shape)
+    x = x if sampler.initial == 1 else sampler.initial * x
     return State(x, jnp.zeros_like(x) if sampler.memory else None)
 
 
@@ -205,8 +257,9 @@ def _step(
     """Evaluates the network for the k-th time and applies the rule of the solver."""
     config, diffusion, table = sampler.config, sampler.diffusion, sampler.coefficients
     x = state.x
-    t = jnp.full(x.shape[:1], jnp.asarray(table.timesteps)[k], jnp.int32)
-    output = denoise(x, t)
+    kind = x.dtype if diffusion.continuous else jnp.int32
+    t = jnp.full(x.shape[:1], jnp.asarray(sampler.times, kind)[k], kind)
+    output = denoise(network_input(diffusion, x, t), t)
     prediction, values = split_output(diffusion, output, x.shape[-1])
     x0, noise = predict_x0_and_noise(diffusion, prediction, x, t)
     if config.clip:
@@ -216,7 +269,7 @@ def _step(
     def times(factors: np.ndarray, images: Images | None) -> list[Images]:
         """Returns [factor · images], or [] if all factors are 0, which is known at trace time."""
         return (
-            [jnp.asarray(factors.astype(np.float32))[k] * images]
+            [jnp.asarray(factors.astype(x.dtype))[k] * images]
             if images is not None and factors.any()
             else []
         )
@@ -236,9 +289,13 @@ def _step(
         ]
     elif table.draw.any():
         terms += times(table.draw, _noise(keys, k + 1, x.shape[1:]))
-    return State(
-        functools.reduce(operator.add, terms), {'': None, 'x0': x0, 'noise': noise}[sampler.memory]
-    )
+    memory = {
+        '': lambda: None,
+        'x0': lambda: x0,
+        'noise': lambda: noise,
+        'velocity': lambda: noise - x0,
+    }[sampler.memory]()
+    return State(functools.reduce(operator.add, terms), memory)
 
 
 def run(

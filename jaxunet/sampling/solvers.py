@@ -5,8 +5,9 @@ rule,
 
     x ← state · x + x0 · x_0 + noise · ε + memory · M + draw · z,    z ~ N(0, 1),
 
-where M is a result of the previous evaluation: x_0 (DPM-Solver++), ε (Heun) or nothing. A sampler
-is its table of these factors.
+where M is a result of the previous evaluation: x_0 (DPM-Solver++), ε (Heun), ε − x_0 (Heun in t) or
+nothing. A sampler is its table of these factors. Objectives without timesteps pass the ᾱ of the
+levels that they visit as a table, and the places in it as timesteps.
 
 ᾱ, α = √ᾱ, √(1 − ᾱ) and the noise-to-signal ratio σ = √((1 − ᾱ)/ᾱ) belong to the timestep at which
 an evaluation starts; a prime marks those of the timestep to which it leads. The last step leads to
@@ -151,7 +152,7 @@ def heun(
     """
     sigmas = noise_to_signal(alphas_cumprod)
     start = timesteps[::-1].astype(np.int64)  # t at the start of every step
-    raised = _raised(sigmas, start, min(churn / len(start), np.sqrt(2) - 1), churn_range)
+    raised = _raised(sigmas, start, churn_factor(churn, len(start)), churn_range)
     alphas, hat = np.sqrt(alphas_cumprod[start]), np.sqrt(alphas_cumprod[raised])
     evaluations = 2 * len(start) - 1
     t = np.empty(evaluations, np.int64)
@@ -164,6 +165,35 @@ def heun(
     state[1::2], noise[1::2], memory[1::2] = scale, scale * correction, -scale * correction
     draw[1::2] = hat[1:] * np.sqrt(sigmas[raised[1:]] ** 2 - sigmas[start[1:]] ** 2)
     return _coefficients(t, state=state, x0=x0, noise=noise, memory=memory, draw=draw)
+
+
+def churn_factor(churn: float, steps: int) -> float:
+    """Returns the relative rise of σ before a step: min(S_churn/S, √2 − 1) (EDM algorithm 2)."""
+    return min(churn / steps, float(np.sqrt(2)) - 1)
+
+
+def heun_in_t(alphas_cumprod: Alphas, timesteps: Subset) -> Coefficients:
+    """Returns the coefficients of Heun's method in the t of rectified flow, t = σ/(1 + σ).
+
+    S steps take 2S − 1 evaluations. In x̂ = (1 − t) x_0 + t ε = x/c, c = √ᾱ + √(1−ᾱ), the
+    probability flow is dx̂/dt = ε − x_0. An Euler step to t' gives x' = α' x_0 + √(1−ᾱ') ε. The
+    evaluation at x' gives the velocity there and corrects x' by c' (t' − t)/2 · (its change). The
+    step to the image (t' = 0) has no correction. Unlike σ, t is finite for pure noise.
+
+    Args:
+      alphas_cumprod: ᾱ of the levels.
+      timesteps: levels visited, ascending.
+    """
+    start = timesteps[::-1].astype(np.int64)
+    alpha, noise_level = np.sqrt(alphas_cumprod[start]), np.sqrt(1 - alphas_cumprod[start])
+    t = noise_level / (alpha + noise_level)
+    numbers = np.repeat(start, 2)[1:]
+    state, x0, noise, memory = np.zeros((4, len(numbers)))
+    x0[::2], noise[::2] = np.append(alpha[1:], 1), np.append(noise_level[1:], 0)
+    correction = (alpha[1:] + noise_level[1:]) * np.diff(t) / 2
+    state[1::2], noise[1::2], x0[1::2] = 1, correction, -correction
+    memory[1::2] = -correction
+    return _coefficients(numbers, state=state, x0=x0, noise=noise, memory=memory)
 
 
 def _from_to(alphas_cumprod: Alphas, timesteps: Subset) -> tuple[Picked, Picked]:
@@ -188,7 +218,8 @@ def _raised(
 
 def noise_to_signal(alphas_cumprod: Alphas) -> Alphas:
     """Returns σ = √((1 − ᾱ)/ᾱ), EDM's noise level; λ = −log σ is half the log-SNR."""
-    return np.sqrt((1 - alphas_cumprod) / alphas_cumprod)
+    with np.errstate(divide='ignore'):
+        return np.sqrt((1 - alphas_cumprod) / alphas_cumprod)
 
 
 def timestep_subset(alphas_cumprod: Alphas, steps: int, skip_schedule: str) -> Subset:

@@ -20,6 +20,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from jaxunet.config import identity
 from jaxunet.runtime import fingerprint, rows
 from jaxunet.runtime import subprocesses as processes
 from jaxunet.runtime.errors import UserError
@@ -94,7 +95,7 @@ def key(point: Point, options: Options, machine: Machine) -> str:
     """Returns the key of a result: equal for points whose numbers measure the same thing."""
     origin = machine.provenance
     same = {
-        'config': point.raw,
+        'config': identity(point.raw),
         'jit': point.jit,
         'measuring': [options.tool, options.steps, options.warmup, options.max_seconds],
         'device': [machine.platform, machine.devices, origin.get('device'), origin.get('driver')],

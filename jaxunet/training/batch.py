@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Key, UInt8
 
 from jaxunet.config import Config
-from jaxunet.diffusion.process import Diffusion, q_sample
+from jaxunet.diffusion.process import Diffusion, Times, draw_times, network_input, q_sample
 from jaxunet.diffusion.timesteps import Draw, State, TimestepSampler
 
 # image: uint8 (batch, height, width, channels); label: int32 (batch,), -1 for none;
@@ -38,7 +38,9 @@ class NoisyBatch(NamedTuple):
     Attributes:
       x0: clean images in [-1, 1].
       xt: the images at timestep t of the forward process.
+      seen: what the network sees of them.
       draw: the timesteps and their importance weights.
+      time: what the network's time embedding reads: the timesteps, or times drawn within them.
       noise: the Gaussian noise in `xt`.
       labels: class labels, -1 where dropped; None for an unconditional model.
       dropout_keys: one key per sample; None for a model without dropout.
@@ -46,7 +48,9 @@ class NoisyBatch(NamedTuple):
 
     x0: Images
     xt: Images
+    seen: Images
     draw: Draw
+    time: Times
     noise: Images
     labels: Int[Array, ' batch'] | None
     dropout_keys: Key[Array, ' batch'] | None
@@ -101,6 +105,8 @@ def noise_batch(
             keys.label
         )
         labels = jnp.where(dropped, -1, batch['label'])
-    xt = q_sample(diffusion, x0, draw.t, noise)
+    time = draw_times(diffusion, draw.t, keys.t)
+    xt = q_sample(diffusion, x0, time, noise)
     dropout_keys = keys.dropout if config.model.dropout else None
-    return NoisyBatch(x0, xt, draw, noise, labels, dropout_keys)
+    seen = network_input(diffusion, xt, time)
+    return NoisyBatch(x0, xt, seen, draw, time, noise, labels, dropout_keys)

@@ -162,12 +162,17 @@ def loss_fn(
 ) -> tuple[Scalar, tuple[Scalar, SampleLosses | None]]:
     """Returns the loss to differentiate, which is multiplied by `scale`, and (loss, samples)."""
     with jax.named_scope('data'):
-        x0, xt, draw, noise, labels, dropout_keys = noise_batch(
+        noisy = noise_batch(
             parts.config, parts.diffusion, parts.sampler, state.timesteps, keys, batch
         )
+        draw = noisy.draw
     with jax.named_scope('forward'):
-        output = parts.model.predict(params, xt, draw.t, labels, dropout_keys)
-        losses = per_sample_loss(parts.diffusion, output, x0, xt, draw.t, noise)
+        output = parts.model.predict(
+            params, noisy.seen, noisy.time, noisy.labels, noisy.dropout_keys
+        )
+        losses = per_sample_loss(
+            parts.diffusion, output, noisy.x0, noisy.xt, noisy.time, noisy.noise
+        )
         if parts.uniform:
             loss = jnp.mean(losses)
             return loss * scale, (loss, None)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 
 from jaxunet.config import Config
+from jaxunet.diffusion.levels import CONTINUOUS
 
 Fields = dict[str, object]  # field name -> value
 
@@ -42,11 +43,12 @@ def network_fields(config: Config) -> Fields:
 def diffusion_fields(config: Config) -> Fields:
     """Returns the fields that a sampler needs besides the network."""
     d = config.diffusion
-    return {
-        'diffusion.steps': d.steps,
-        'diffusion.schedule': d.schedule,
-        'diffusion.prediction': d.prediction,
-    }
+    fields: Fields = {'diffusion.objective': d.objective}
+    if d.objective not in CONTINUOUS:
+        return fields | {'diffusion.steps': d.steps, 'diffusion.schedule': d.schedule}
+    if d.objective == 'edm':
+        fields['diffusion.edm_sigma_data'] = d.edm_sigma_data
+    return fields
 
 
 def differences(expected: Fields, found: Fields) -> list[str]:

@@ -289,8 +289,10 @@ def check_expressible(config: Config) -> None:
         for name, value in values.items()
         if value != FIXED[name]
     ]
-    if config.diffusion.prediction == 'v':
-        problems.append("diffusion.prediction: expected 'epsilon' or 'x0', found 'v'")
+    if config.diffusion.objective not in ('epsilon', 'x0'):
+        problems.append(
+            f"diffusion.objective: expected 'epsilon' or 'x0', found {config.diffusion.objective!r}"
+        )
     if problems:
         lines = '\n'.join(f'  {p}' for p in problems)
         raise UserError(

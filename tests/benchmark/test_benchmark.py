@@ -546,7 +546,7 @@ def peer_config(name: str, prediction: str = 'epsilon') -> Config:
     }
     return tiny_config(
         model=base | PEER_CONFIGS[name],
-        diffusion={'prediction': prediction},
+        diffusion={'objective': prediction},
         data={'batch_size': 4},
     )
 

@@ -67,8 +67,8 @@ def test_cosine_schedule_known_values():
             r'"cosine"',
         ),
         (
-            {'prediction': 'eps'},
-            r'diffusion.prediction: expected one of epsilon, x0, v, found \'eps\'',
+            {'objective': 'eps'},
+            r'diffusion.objective: expected one of epsilon, x0, v, edm, flow, found \'eps\'',
         ),
         ({'steps': 20}, r'diffusion.steps: the linear schedule needs more than 20 steps, found 20'),
         ({'steps': 0, 'schedule': 'cosine'}, r'diffusion.steps: expected 1 or more, found 0'),
@@ -163,10 +163,10 @@ def test_posterior_at_the_first_step():
 
 
 def test_respacing_keeps_alphas_and_is_exact_over_the_skipped_steps():
-    diffusion = d.make_diffusion(DiffusionConfig(prediction='v', learn_sigma=True, vlb_weight=0.5))
+    diffusion = d.make_diffusion(DiffusionConfig(objective='v', learn_sigma=True, vlb_weight=0.5))
     timesteps = np.array([0, 10, 400, 999])
     spaced = d.respace(diffusion, timesteps)
-    assert (spaced.prediction, spaced.learn_sigma, spaced.vlb_weight) == ('v', True, 0.5)
+    assert (spaced.objective, spaced.learn_sigma, spaced.vlb_weight) == ('v', True, 0.5)
     np.testing.assert_array_equal(spaced.signal, diffusion.signal[timesteps])
     np.testing.assert_allclose(
         np.cumprod(1 - spaced.betas), diffusion.alphas_cumprod[timesteps], rtol=1e-12
@@ -185,7 +185,7 @@ def test_respacing_keeps_alphas_and_is_exact_over_the_skipped_steps():
 @pytest.mark.parametrize('schedule', ['linear', 'cosine'])
 def test_predictions_convert_back_and_forth(prediction, schedule):
     """From the exact target, every prediction gives the x_0 and ε that made x_t."""
-    diffusion = d.make_diffusion(DiffusionConfig(prediction=prediction, schedule=schedule))
+    diffusion = d.make_diffusion(DiffusionConfig(objective=prediction, schedule=schedule))
     x0, noise = batch(1, count=50)
     t = jnp.asarray(np.linspace(0, 900, 50).astype(np.int32))
     xt = d.q_sample(diffusion, x0, t, noise)
@@ -211,7 +211,7 @@ def test_predictions_convert_back_and_forth(prediction, schedule):
 
 
 def test_v_interpolates_between_noise_and_image():
-    diffusion = d.make_diffusion(DiffusionConfig(prediction='v', schedule='cosine'))
+    diffusion = d.make_diffusion(DiffusionConfig(objective='v', schedule='cosine'))
     x0, noise = batch(2, count=2)
     v = objectives.prediction_target(diffusion, x0, jnp.array([0, 999], jnp.int32), noise)
     np.testing.assert_allclose(v[0], noise[0], atol=0.05)
@@ -220,7 +220,7 @@ def test_v_interpolates_between_noise_and_image():
 
 @pytest.mark.parametrize('prediction', PREDICTIONS)
 def test_loss_is_the_mean_squared_error_of_the_target(prediction):
-    diffusion = d.make_diffusion(DiffusionConfig(prediction=prediction))
+    diffusion = d.make_diffusion(DiffusionConfig(objective=prediction))
     x0, noise = batch(3)
     t = steps_of(diffusion)
     xt = d.q_sample(diffusion, x0, t, noise)
@@ -371,7 +371,7 @@ def test_hybrid_loss_gradient_leaves_the_prediction_alone(prediction):
     """The prediction's gradient is that of the mean squared error alone; the variance's is that of
     the bound alone, finite everywhere.
     """
-    config = DiffusionConfig(prediction=prediction, learn_sigma=True)
+    config = DiffusionConfig(objective=prediction, learn_sigma=True)
     diffusion, plain = (
         d.make_diffusion(config),
         d.make_diffusion(dataclasses.replace(config, learn_sigma=False)),

@@ -63,7 +63,7 @@ def test_speed():
 @pytest.mark.parametrize('prediction', ['x0', 'v'])
 def test_the_problem_does_not_depend_on_the_prediction(name, prediction):
     """An error δ of x_0 is √SNR δ of ε and δ/√(1 − ᾱ) of v: the weighted squares agree."""
-    other = make_diffusion(DiffusionConfig(prediction=prediction))
+    other = make_diffusion(DiffusionConfig(objective=prediction))
     of_noise, of_other = (fixed_table(LossConfig(weighting=name), d) for d in (LINEAR, other))
     square = 1.0 if prediction == 'x0' else 1 / (1 - LINEAR.alphas_cumprod)
     np.testing.assert_allclose(of_other * square, of_noise * SNR, rtol=1e-9)

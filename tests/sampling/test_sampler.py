@@ -83,7 +83,7 @@ def gaussian(mean, variance):
 )
 def test_gaussian_data(prediction, options, steps):
     """Mean and variance of 16,384 pixels, of which 1.1% of the variance is chance."""
-    diffusion = process(steps=500, prediction=prediction)
+    diffusion = process(steps=500, objective=prediction)
     config = s.SamplerConfig(steps=steps, clip=False, **options)
     pixels = draw(config, diffusion, denoiser(diffusion, gaussian(0.3, 0.04)))
     assert pixels.mean() == pytest.approx(0.3, abs=5 * 0.2 / 128)
@@ -138,7 +138,7 @@ def test_two_point_data(prediction, options):
     """Pixels that are 0.8 with probability 0.7, else -0.8, end there in this proportion, x_0 being
     clipped.
     """
-    diffusion = process(prediction=prediction, schedule='cosine', steps=200)
+    diffusion = process(objective=prediction, schedule='cosine', steps=200)
 
     def mean_x0(x, alpha):
         return 0.8 * jnp.tanh(jnp.sqrt(alpha) * 0.8 * x / (1 - alpha) + 0.5 * math.log(0.7 / 0.3))
@@ -162,7 +162,7 @@ def test_two_point_data(prediction, options):
     ids=str,
 )
 def test_the_last_step_returns_x0_without_noise_clipped_unless_told_otherwise(options):
-    diffusion = process(prediction='x0', learn_sigma=True)
+    diffusion = process(objective='x0', learn_sigma=True)
     for clip, expected in ((True, 1), (False, 5)):
         config = s.SamplerConfig(steps=3, clip=clip, **options)
         pixels = draw(
@@ -175,7 +175,7 @@ def test_the_last_step_returns_x0_without_noise_clipped_unless_told_otherwise(op
 @pytest.mark.parametrize('clip', [True, False])
 def test_ddim_with_eta_1_is_ddpm_step_by_step(prediction, clip):
     """On all steps and the same noise: DDIM section 4.1."""
-    diffusion = process(steps=50, prediction=prediction)
+    diffusion = process(steps=50, objective=prediction)
     ddpm = s.make_sampler(s.SamplerConfig('ddpm', variance='fixed_small', clip=clip), diffusion)
     ddim = s.make_sampler(s.SamplerConfig('ddim', eta=1.0, clip=clip), diffusion)
     keys = s.sample_keys(3, range(2))
@@ -237,7 +237,7 @@ def test_ancestral_step_is_the_papers():
 
 def test_deterministic_ddim_step_is_the_papers():
     """DDIM eq. 12 in float64, with ε made consistent with the clipped x_0."""
-    diffusion = process(prediction='v', schedule='cosine')
+    diffusion = process(objective='v', schedule='cosine')
     sampler = s.make_sampler(s.SamplerConfig('ddim', steps=20, eta=0.0), diffusion)
     keys = s.sample_keys(1, range(3))
     x = s.initial_noise(keys, SHAPE)
@@ -256,7 +256,7 @@ def test_stochastic_ddim_step_is_the_papers(eta):
     """DDIM eq. 12 with σ of eq. 16 in float64; the noise is what ddpm's step adds with the same
     keys.
     """
-    diffusion = process(prediction='x0')
+    diffusion = process(objective='x0')
     ddim = s.make_sampler(s.SamplerConfig('ddim', steps=20, eta=eta), diffusion)
     ddpm = s.make_sampler(s.SamplerConfig('ddpm', steps=20), diffusion)
     keys = s.sample_keys(1, range(3))
@@ -310,7 +310,7 @@ def test_same_images_whatever_the_batch_size_or_devices(options):
 
 
 def test_noise_is_fresh_at_every_step_and_for_every_sample():
-    diffusion = process(prediction='x0')
+    diffusion = process(objective='x0')
     sampler = s.make_sampler(s.SamplerConfig(steps=5), diffusion)
     keys = s.sample_keys(0, range(3))
     zero = s.State(jnp.zeros((3, 16, 16, 1), jnp.float32))
@@ -422,7 +422,7 @@ def test_guidance(channels):
 @pytest.mark.parametrize('prediction', PREDICTIONS)
 def test_guidance_of_any_prediction_guides_epsilon(prediction):
     """Guiding x0 or v is guiding the ε that it stands for."""
-    diffusion = process(prediction=prediction)
+    diffusion = process(objective=prediction)
     denoise, _ = labelled(3)
     labels = jnp.asarray([4, 0], jnp.int32)
     x = s.initial_noise(s.sample_keys(0, range(2)), SHAPE)
@@ -498,7 +498,7 @@ def test_wrong_options_are_named(options, message):
 
 def test_defaults_depend_on_sampler_and_model():
     assert s.make_sampler(s.SamplerConfig(), process()).config == s.SamplerConfig(
-        steps=1000, skip_schedule='linear', variance='fixed_small'
+        name='ddpm', steps=1000, skip_schedule='linear', variance='fixed_small'
     )
     heun = s.SamplerConfig('heun', steps=9, skip_schedule='karras', churn=0.0)
     assert s.make_sampler(s.SamplerConfig('heun', steps=9), process()).config == heun

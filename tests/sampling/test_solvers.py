@@ -162,7 +162,7 @@ def test_images_are_those_of_the_written_out_algorithms(name, steps, prediction,
     """Through the network interface: every prediction, with variance channels to be ignored,
     clipped and not.
     """
-    process = d.make_diffusion(DiffusionConfig(prediction=prediction, learn_sigma=learn_sigma))
+    process = d.make_diffusion(DiffusionConfig(objective=prediction, learn_sigma=learn_sigma))
     a = process.alphas_cumprod
     sampler = s.make_sampler(s.SamplerConfig(name, steps=steps, clip=clip), process)
     seen = []
@@ -241,7 +241,7 @@ def test_churn_raises_the_noise_by_what_it_draws():
 @pytest.mark.parametrize('name', ['dpmpp_2m', 'heun'])
 def test_guidance(name):
     """A guided run is the run of the guided denoiser, label by label."""
-    process = d.make_diffusion(DiffusionConfig(prediction='x0'))
+    process = d.make_diffusion(DiffusionConfig(objective='x0'))
     sampler = s.make_sampler(
         s.SamplerConfig(name, steps=5, guidance_scale=3.0, clip=False), process, num_classes=10
     )
@@ -393,7 +393,7 @@ def test_respacing_of_sections():
         *(200 + np.rint(np.arange(20) * 99 / 19)),
     ]
     np.testing.assert_array_equal(subset, expected)
-    process = d.make_diffusion(DiffusionConfig(prediction='x0', learn_sigma=True))
+    process = d.make_diffusion(DiffusionConfig(objective='x0', learn_sigma=True))
     for name in SAMPLERS:
         sampler = s.make_sampler(s.SamplerConfig(name, respacing='10,20,30'), process)
         assert len(set(sampler.timesteps)) == 60
