@@ -127,7 +127,8 @@ def run(config: Config) -> None:
         }
     )
     if jax.process_index() == 0:
-        print(f'{len(source)} images from {config.data.path}; workdir {workdir}', flush=True)
+        held = f' and {len(source.held_out)} held out' if source.held_out else ''
+        print(f'{len(source)} images{held} from {config.data.path}; workdir {workdir}', flush=True)
     try:
         # A resumed run no longer needs the weights that it started from.
         train(config, workdir, source, None if checkpoint.exists(workdir) else load_initial(config))

@@ -89,6 +89,7 @@ NOT_NEGATIVE = (
     'loss.p2_gamma',
     'timesteps.policy_entropy',
     'data.num_workers',
+    'data.holdout',
     'optimizer.weight_decay',
     'optimizer.warmup_steps',
     'optimizer.clip_norm',

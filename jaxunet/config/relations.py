@@ -97,6 +97,10 @@ def _data(config: Config) -> Iterator[str]:
             f'data.batch_size: {d.batch_size} is not a multiple of optimizer.accumulate_steps '
             f'({accumulate_steps})'
         )
+    if d.holdout >= 1 and d.holdout != round(d.holdout):
+        yield (
+            f'data.holdout: expected a whole number of images or a share below 1, found {d.holdout}'
+        )
     if classes and len(d.classes) > classes:
         yield f'data.classes: {len(d.classes)} names for model.num_classes={classes}'
 

@@ -134,6 +134,8 @@ class DataConfig:
     augment: str = 'none'  # none | flip (random horizontal flip)
     # Names of the classes to train on; they become labels 0, 1, ... in this order. () = all.
     classes: tuple[str, ...] = ()
+    # Images kept out of training, for the held-out loss: a number, or a share below 1. 0 = none.
+    holdout: float = 0.0
 
 
 @dataclass(frozen=True)

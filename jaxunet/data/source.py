@@ -29,6 +29,8 @@ class Source(abc.ABC):
         sub-folders.
       skipped: (name, reason) of the files that are not images.
       in_memory: this process holds the pixels, so that nothing is read or decoded.
+      held_out: images of the same set that `data.holdout` keeps out of training; None if it
+        keeps none out.
     """
 
     name: str
@@ -38,6 +40,7 @@ class Source(abc.ABC):
     unlabelled_by: str = ''
     skipped: tuple[tuple[str, str], ...] = ()
     in_memory: bool = False
+    held_out: Source | None = None
 
     def __len__(self) -> int:
         return len(self.labels)
@@ -141,7 +144,39 @@ class MappedArray:
         return np.asarray(self._array[rows])
 
 
-class Selection(Source):
+class Subset(Source):
+    """Some images of a source.
+
+    Args:
+      rows: their places in `source`, in the order of the subset.
+      labels: their labels; default: those of `source`.
+      class_names: names of the labels; default: those of `source`.
+    """
+
+    def __init__(
+        self,
+        source: Source,
+        rows: Int[np.ndarray, ' rows'],
+        labels: Int[np.ndarray, ' rows'] | None = None,
+        class_names: tuple[str, ...] | None = None,
+    ) -> None:
+        self._source, self._rows = source, rows
+        self.name, self.image_shape = source.name, source.image_shape
+        self.in_memory, self.skipped = source.in_memory, source.skipped
+        self.unlabelled_by = source.unlabelled_by
+        self.labels = source.labels[rows] if labels is None else labels
+        self.class_names = source.class_names if class_names is None else class_names
+
+    def load(self, indices: Int[np.ndarray, ' rows']) -> Batch:
+        """Loads these images of the subset; see `Source.load`."""
+        return self._source.load(self._rows[indices])
+
+    def stored_size(self, index: int) -> tuple[int, int]:
+        """Returns the size of an image of the subset; see `Source.stored_size`."""
+        return self._source.stored_size(int(self._rows[index]))
+
+
+class Selection(Subset):
     """The images of a source that belong to some of its classes.
 
     Args:
@@ -172,17 +207,7 @@ class Selection(Source):
         for new, name in enumerate(classes):
             table[source.class_names.index(name)] = new
         labels = table[source.labels]
-        self._source, self._rows = source, np.flatnonzero(labels >= 0)
-        if len(self._rows) == 0:
+        rows = np.flatnonzero(labels >= 0)
+        if len(rows) == 0:
             raise UserError(f'data.classes: {source.name} has no images of {", ".join(classes)}')
-        self.name, self.image_shape = source.name, source.image_shape
-        self.in_memory, self.skipped = source.in_memory, source.skipped
-        self.labels, self.class_names = labels[self._rows], classes
-
-    def load(self, indices: Int[np.ndarray, ' rows']) -> Batch:
-        """Loads these images of the selection; see `Source.load`."""
-        return self._source.load(self._rows[indices])
-
-    def stored_size(self, index: int) -> tuple[int, int]:
-        """Returns the size of an image of the selection; see `Source.stored_size`."""
-        return self._source.stored_size(int(self._rows[index]))
+        super().__init__(source, rows, labels[rows], classes)

@@ -10,6 +10,7 @@ import numpy as np
 from jaxunet.config import Config
 from jaxunet.data import cifar10
 from jaxunet.data.containers import Folder, ZipArchive
+from jaxunet.data.holdout import hold_out
 from jaxunet.data.image_files import ImageFiles, decode_tar_stream
 from jaxunet.data.npz import NpzSource
 from jaxunet.data.pixels import MAGIC_BYTES, Shape, why_not_image
@@ -28,14 +29,17 @@ WEIGHTS = ('.pt', '.pth', '.safetensors', '.ckpt')
 
 
 def open_images(config: Config) -> Source:
-    """Opens the images of `config.data` in the shape and with the classes that the config names.
+    """Opens the training images of `config.data` in the shape and with the classes that it names.
+
+    Those that `data.holdout` keeps out of training are their `held_out`.
 
     Raises:
-      UserError: as `open_source`.
+      UserError: as `open_source`, or `data.holdout` leaves no image to train on.
     """
-    return open_source(
+    source = open_source(
         config.data.path, image_shape=config.image_shape, classes=config.data.classes
     )
+    return hold_out(source, config.data.holdout)
 
 
 def open_source(path: str, *, image_shape: Shape, classes: tuple[str, ...] = ()) -> Source:

@@ -12,7 +12,7 @@ from jaxunet.config.schema import Fields
 # step and do not enter it.
 OUTSIDE = ('init_from', 'evaluation')
 OUTSIDE_FIELDS = {
-    'data': ('path', 'num_workers', 'cache', 'classes'),
+    'data': ('path', 'num_workers', 'cache', 'classes', 'holdout'),
     'train': (
         'steps_per_call',
         'sample_every',

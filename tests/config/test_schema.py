@@ -47,6 +47,11 @@ WRONG = [
         r'backend: expected one of auto, xla, pallas, cuda, found .xls.; did you mean "xla"',
     ),
     ({'precision': 'bf16'}, r'precision: expected one of float32, bfloat16, float16'),
+    ({'data': {'holdout': -3}}, r'data.holdout: expected 0 or more, found -3'),
+    (
+        {'data': {'holdout': 2.5}},
+        r'data.holdout: expected a whole number of images or a share below 1, found 2.5',
+    ),
     ({'parallel': {'mode': 'ddp'}}, r'parallel.mode: expected one of jit, pmap'),
     ({'parallel': {'devices': -2}}, r'parallel.devices: expected 0 or more'),
     ({'model': {'channel_mult': ()}}, r'model.channel_mult: expected at least one level'),
