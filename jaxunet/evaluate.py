@@ -5,6 +5,10 @@
 Each side is anything that `data.path` accepts, with all its images of one size; the samples may
 also be a .png grid of `jaxunet.sample`. For `fid`, either side may be an .npz of statistics
 (mu, sigma) in pytorch-fid's format. Every result states how it was computed.
+
+    python -m jaxunet.evaluate --samples samples/ --reference photos.zip --nearest pairs.png
+
+tells which samples repeat a training image, and shows each beside its nearest ones.
 """
 
 from __future__ import annotations
@@ -20,10 +24,11 @@ from absl import flags
 from jaxunet.config import cli
 from jaxunet.config.relations import METRICS
 from jaxunet.metrics.evaluation import Result, check_metrics, compute
-from jaxunet.metrics.features import load_features
+from jaxunet.metrics.features import FeatureNetwork, load_features
 from jaxunet.metrics.frechet import save_statistics
 from jaxunet.metrics.image_sets import Size
 from jaxunet.metrics.kernel_distance import SUBSET_SIZE, SUBSETS
+from jaxunet.metrics.nearest import compare, write
 from jaxunet.metrics.sides import open_side
 from jaxunet.metrics.table import with_reference
 from jaxunet.runtime.errors import UserError
@@ -40,7 +45,9 @@ REFERENCE = flags.DEFINE_string(
     'The real images, or an .npz of statistics; needed by all metrics but inception_score.',
 )
 METRIC_NAMES = flags.DEFINE_list(
-    'metrics', ['fid'], f'Metrics to compute, some of {", ".join(METRICS)}.'
+    'metrics',
+    ['fid'],
+    f'Metrics to compute, some of {", ".join(METRICS)}; with --nearest only those given.',
 )
 FEATURES = flags.DEFINE_string(
     'features',
@@ -76,6 +83,13 @@ WRITE_STATISTICS = flags.DEFINE_string(
     None,
     "fid: write the reference's statistics to this .npz, for a later --reference.",
 )
+NEAREST = flags.DEFINE_string(
+    'nearest',
+    None,
+    'Find the nearest image of --reference, the training images, for each sample; write a picture '
+    'of the closest pairs to this .png and a table of all beside it, and print the share of '
+    'copies.',
+)
 OUTPUT = flags.DEFINE_string(
     'output', None, 'Append the results to this file, one JSON object per line.'
 )
@@ -89,11 +103,15 @@ def main(argv: Sequence[str]) -> None:
     Raises:
       UserError: a wrong flag, path or image.
     """
-    metrics = METRIC_NAMES.value
-    check_metrics(metrics)
+    metrics = METRIC_NAMES.value if METRIC_NAMES.present or not NEAREST.value else []
+    if metrics or not NEAREST.value:
+        check_metrics(metrics)
     compared = with_reference(metrics)
-    if compared and not REFERENCE.value:
-        raise UserError(f'--reference: missing; needed by {", ".join(compared)}')
+    needed = [*compared, *(['--nearest'] if NEAREST.value else [])]
+    if needed and not REFERENCE.value:
+        raise UserError(f'--reference: missing; needed by {", ".join(needed)}')
+    if NEAREST.value and not NEAREST.value.lower().endswith('.png'):
+        raise UserError(f'--nearest: expected a name that ends in .png, found {NEAREST.value!r}')
     statistics = WRITE_STATISTICS.value
     if statistics and ('fid' not in metrics or not statistics.lower().endswith('.npz')):
         raise UserError(
@@ -101,19 +119,45 @@ def main(argv: Sequence[str]) -> None:
             f'found {statistics!r}'
         )
     size = _image_size()
-    if OUTPUT.value:
-        _check_writable(Path(OUTPUT.value).expanduser())
+    for flag in (OUTPUT, NEAREST):
+        if flag.value:
+            _check_writable(flag.name, Path(flag.value).expanduser())
     cli.enable_compilation_cache()
-    results = _measure(metrics, compared, size)
+    network = load_features(FEATURES.value)
+    results = _measure(metrics, compared, network, size) if metrics else []
     for result in results:
         print(result.line(), flush=True)
+    if NEAREST.value and REFERENCE.value:
+        results += _find_nearest(REFERENCE.value, NEAREST.value, network, size)
     if OUTPUT.value:
         _append(OUTPUT.value, [json.dumps(result.row()) for result in results])
 
 
-def _measure(metrics: Sequence[str], compared: Sequence[str], size: Size | None) -> list[Result]:
+def _find_nearest(
+    reference: str, output: str, network: FeatureNetwork, size: Size | None
+) -> list[Result]:
+    """Writes the picture and the table of --nearest, and prints the shares of copies."""
+    comparison = compare(
+        SAMPLES.value,
+        reference,
+        network,
+        grid_size=size,
+        count=NUM_SAMPLES.value,
+        seed=SEED.value,
+        batch_size=BATCH_SIZE.value,
+    )
+    for result in comparison.results:
+        print(result.line(), flush=True)
+    picture = Path(output).expanduser()
+    table = write(picture, comparison)
+    print(f'the closest pairs are in {picture}, all of them in {table}', flush=True)
+    return comparison.results
+
+
+def _measure(
+    metrics: Sequence[str], compared: Sequence[str], network: FeatureNetwork, size: Size | None
+) -> list[Result]:
     """Computes `metrics`; `compared` are those that need the reference."""
-    network = load_features(FEATURES.value)
     check_metrics(metrics, network)
     options = {'batch_size': BATCH_SIZE.value, 'seed': SEED.value}
     with contextlib.ExitStack() as stack:
@@ -163,7 +207,7 @@ def _image_size() -> Size | None:
     return int(parts[0]), int(parts[-1])
 
 
-def _check_writable(target: Path) -> None:
+def _check_writable(flag: str, target: Path) -> None:
     """Fails before the work rather than after it; creates nothing."""
     folder = target.parent
     while not folder.exists():
@@ -174,7 +218,7 @@ def _check_writable(target: Path) -> None:
         or not os.access(target if target.exists() else folder, os.W_OK)
     ):
         raise UserError(
-            f'--output: {target}: cannot be written; check the name and the permissions'
+            f'--{flag}: {target}: cannot be written; check the name and the permissions'
         )
 
 

@@ -9,7 +9,7 @@ from jaxunet.runtime.errors import near_misses
 
 # Fields of `train` that must be multiples of `train.steps_per_call`.
 STEP_COUNTS = ('steps', 'log_every', 'sample_every', 'evaluate_every', 'checkpoint_every')
-METRICS = ('fid', 'kid', 'precision', 'recall', 'inception_score')
+METRICS = ('fid', 'kid', 'precision', 'recall', 'copies', 'inception_score')
 
 
 def check_relations(config: Config) -> list[str]:

@@ -99,7 +99,7 @@ def compute(
     for metric in metrics:
         entry = TABLE[metric]
         found = entry.compute(inputs)
-        protocol = _protocol(network, samples, reference if entry.needs_reference else None, seed)
+        protocol = protocol_of(network, samples, reference if entry.needs_reference else None, seed)
         label = result_label(metric, network)
         results.append(Result(label, found.value, found.std, protocol | found.settings))
     return results
@@ -112,9 +112,10 @@ def result_label(metric: str, network: FeatureNetwork) -> str:
     return f'{general_label(metric)}[features={network.name}]'
 
 
-def _protocol(
+def protocol_of(
     network: FeatureNetwork, samples: Side, reference: Side | None, seed: int
 ) -> Protocol:
+    """Returns what a result states about the images, the features and the seed behind it."""
     protocol: Protocol = {
         'samples': samples.name,
         'num_samples': samples.count or 'unknown',

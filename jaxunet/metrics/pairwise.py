@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -16,20 +17,22 @@ from jaxtyping import Array, Float
 
 BLOCK = 2048  # rows and columns per block
 
+# The results of a block of rows so far: an array with an axis of rows in front, or a tuple of them.
+State = Any
 # (state, products (rows, columns), row norms² (rows,), column norms² (columns,), row numbers,
 #  column numbers, column extras) -> state
-Fold = Callable[[Array, Array, Array, Array, Array, Array, Array], Array]
+Fold = Callable[[State, Array, Array, Array, Array, Array, Array], State]
 
 
 def fold_pairs(
     fold: Fold,
-    initial: Callable[[int], Array],
+    initial: Callable[[int], State],
     rows: Float[np.ndarray, 'n d'],
     columns: Float[np.ndarray, 'm d'],
     *,
     extra: Float[np.ndarray, ' m'] | None = None,
     block: int = BLOCK,
-) -> np.ndarray:
+) -> State:
     """Reduces each row's inner products with all columns (float32) to one result per row.
 
     The last blocks are padded; padded columns have number −1, which `fold` must ignore.
@@ -37,7 +40,7 @@ def fold_pairs(
     Args:
       fold: updates the state of a block of rows with a block of columns; a module-level pure
         function, because it is a static argument of a compiled one.
-      initial: number of rows -> their initial state.
+      initial: number of rows -> their initial state; hashable, for the same reason.
       extra: one number per column, passed to `fold`.
       block: rows and columns per block; affects rounding only.
     """
@@ -54,22 +57,22 @@ def fold_pairs(
         _padded(np.arange(n, dtype=np.int32), high, -1),
     )
     results = [_scan(fold, initial, tall[i], places[i], *on_device) for i in range(len(tall))]
-    return np.concatenate([np.asarray(result) for result in results])[:n]
+    return jax.tree.map(lambda *parts: np.concatenate(jax.device_get(parts))[:n], *results)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def _scan(
     fold: Fold,
-    initial: Callable[[int], Array],
+    initial: Callable[[int], State],
     rows: Array,
     places: Array,
     tiles: Array,
     numbers: Array,
     extras: Array,
-) -> Array:
+) -> State:
     row_norms = (rows * rows).sum(1)
 
-    def step(state: Array, tile: tuple[Array, Array, Array]) -> tuple[Array, None]:
+    def step(state: State, tile: tuple[Array, Array, Array]) -> tuple[State, None]:
         columns, number, extra = tile
         products = jnp.matmul(rows, columns.T, precision=lax.Precision.HIGHEST)
         return fold(

@@ -96,7 +96,7 @@ def open_side(
         yield lambda: side, None
         return
     with open_images(path, grid_size=grid_size) as source:
-        _check_count(count, source, path)
+        check_count(count, source, path)
         compute_side = functools.partial(
             image_side,
             path,
@@ -131,8 +131,8 @@ def image_side(
       UserError: fewer images than `count`, fewer than a metric needs, corrupt images, features
         that are not finite, or more features than `MAX_FEATURES` bytes.
     """
-    _check_count(count, source, name)
-    rows = _rows(len(source), count, seed)
+    check_count(count, source, name)
+    rows = drawn_rows(len(source), count, seed)
     keep, fit = bool(needing('features', metrics)), bool(needing('statistics', metrics))
     if keep and (size := 4 * network.dimension * len(rows)) > MAX_FEATURES:
         raise UserError(
@@ -170,12 +170,18 @@ def image_side(
     return Side(name, len(rows), size_text, statistics, features if keep else None)
 
 
-def _check_count(count: int | None, source: Source, name: str) -> None:
+def check_count(count: int | None, source: Source, name: str) -> None:
+    """Checks that a source has `count` images to draw.
+
+    Raises:
+      UserError: it has fewer.
+    """
     if count is not None and count > len(source):
         raise UserError(f'--num_samples: {count} asked for, but {name} has {len(source)} images')
 
 
-def _rows(total: int, count: int | None, seed: int) -> Int[np.ndarray, ' rows']:
+def drawn_rows(total: int, count: int | None, seed: int) -> Int[np.ndarray, ' rows']:
+    """Returns `count` of the numbers below `total`, ascending, drawn by `seed`; None = all."""
     if count is None or count >= total:
         return np.arange(total)
     return np.sort(np.random.default_rng(seed).choice(total, count, replace=False))

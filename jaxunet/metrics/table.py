@@ -10,6 +10,7 @@ from typing import Literal, NamedTuple
 import numpy as np
 from jaxtyping import Float
 
+from jaxunet.metrics.copies import NEIGHBOUR, THRESHOLD, find_copies
 from jaxunet.metrics.features import FeatureNetwork
 from jaxunet.metrics.frechet import Statistics, frechet_distance
 from jaxunet.metrics.inception_score import SPLITS, inception_score
@@ -125,6 +126,18 @@ def _recall(inputs: Inputs) -> Value:
     return Value(inputs.precision_recall[1], settings={'k': NEIGHBOURS})
 
 
+def _copies(inputs: Inputs) -> Value:
+    copies = find_copies(*inputs.features(), seed=inputs.seed)
+    return Value(
+        copies.share,
+        settings={
+            'threshold': f'{THRESHOLD:.4f}',
+            'k': NEIGHBOUR,
+            'of_training_images': copies.baseline,
+        },
+    )
+
+
 def _inception_score(inputs: Inputs) -> Value:
     classify, features = inputs.network.classify, inputs.samples.features
     assert classify is not None
@@ -141,6 +154,7 @@ TABLE = {
     'kid': Metric(_kid, 'features', general_label='kernel_distance'),
     'precision': Metric(_precision, 'features'),
     'recall': Metric(_recall, 'features'),
+    'copies': Metric(_copies, 'features'),
     'inception_score': Metric(
         _inception_score, 'features', needs_reference=False, needs_inception=True
     ),

@@ -45,7 +45,13 @@ COLUMNS = (
     'settings',
     'seed',
 )
-SETTINGS = ('subsets', 'subset_size', 'k', 'parts')  # options of single metrics, for that column
+SETTINGS = (
+    'subsets',
+    'subset_size',
+    'k',
+    'parts',
+    'of_training_images',
+)  # options of single metrics, for that column
 
 
 def evaluation_network(config: Config) -> FeatureNetwork:

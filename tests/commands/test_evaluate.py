@@ -174,10 +174,46 @@ def test_from_images_to_results(weights, tmp_path):
     assert again['value'] < 1e-6 * rows[0]['value']
 
 
+def write_classifier(path):
+    """Writes features for 16×16 images that compile at once."""
+    architecture = Architecture(16, 16, 2, 5, (0.5, 0.5, 0.5), (0.25, 0.25, 0.25))
+    network = to_arrays(
+        architecture, *init(architecture, jax.random.key(0)), np.ones(sum(architecture.stages)), {}
+    )
+    np.savez(path, **network, **{KIND: np.array(CLASSIFIER)})
+
+
+def test_nearest_training_images(tmp_path):
+    write_classifier(tmp_path / 'f.npz')
+    training = pixels(8, 1)
+    np.savez(tmp_path / 'training.npz', images=training)
+    np.savez(tmp_path / 'samples.npz', images=np.concatenate([pixels(3, 0), training[4:5]]))
+    out = run(
+        f'--samples={tmp_path}/samples.npz',
+        f'--reference={tmp_path}/training.npz',
+        f'--features={tmp_path}/f.npz',
+        f'--nearest={tmp_path}/out/pairs.png',
+        f'--output={tmp_path}/metrics.jsonl',
+        '--batch_size=8',
+        cache=tmp_path / 'cache',
+    ).splitlines()
+    rows = [json.loads(line) for line in (tmp_path / 'metrics.jsonl').read_text().splitlines()]
+    assert [line.split(': ')[0] for line in out[:3]] == [row['metric'] for row in rows]
+    assert [row['metric'].split('=')[0] for row in rows] == [
+        'copies[pixels]',
+        'copies[features',
+        'copies[pixels or features',
+    ]
+    assert rows[0]['value'] == 0.25
+    assert rows[0]['of_training_images'] == 0
+    assert out[3].startswith(f'the closest pairs are in {tmp_path}/out/pairs.png, all of them in ')
+    assert {p.name for p in (tmp_path / 'out').iterdir()} == {'pairs.png', 'pairs.csv'}
+
+
 MISTAKES = [
     (
         ['--samples=S', '--metrics=fdi'],
-        '--metrics: expected some of fid, kid, precision, recall, inception_score, found '
+        '--metrics: expected some of fid, kid, precision, recall, copies, inception_score, found '
         '\'fdi\'; did you mean "fid"',
     ),
     (['--samples=S', '--metrics=kid'], '--reference: missing; needed by kid'),
@@ -199,6 +235,19 @@ MISTAKES = [
     ),
     (['--samples=S', '--reference=S', '--output=/proc'], '--output: /proc: cannot be written'),
     (['--samples=S', '--reference=S', '--batch_size=0'], 'flag --batch_size=0'),
+    (['--samples=S', '--nearest=x.png'], '--reference: missing; needed by --nearest'),
+    (
+        ['--samples=S', '--reference=S', '--nearest=x.jpg'],
+        "--nearest: expected a name that ends in .png, found 'x.jpg'",
+    ),
+    (
+        ['--samples=S', '--reference=S', '--nearest=/proc/version/y.png'],
+        '--nearest: /proc/version/y.png: cannot be written',
+    ),
+    (
+        ['--samples=S', '--reference=S', '--features=F', '--nearest=x.png'],
+        'copies: need 5 training images or more, found 4',
+    ),
     # Of the reference B the last image is corrupt, which shows when its features are computed: the
     # samples' mistakes come before that.
     (['--samples=nothere', '--reference=B', '--features=F'], 'nothere: no such file or folder'),
@@ -234,14 +283,8 @@ def test_mistakes(tmp_path):
     np.savez(samples, images=pixels(4, 0))
     good = encoded(pixels(1, 0)[0])
     bad = put(tmp_path, {'0.png': good, '1.png': good[:100]}, 'zip')
-    architecture, features = (
-        Architecture(16, 16, 2, 5, (0.5, 0.5, 0.5), (0.25, 0.25, 0.25)),
-        tmp_path / 'f.npz',
-    )
-    network = to_arrays(
-        architecture, *init(architecture, jax.random.key(0)), np.ones(sum(architecture.stages)), {}
-    )
-    np.savez(features, **network, **{KIND: np.array(CLASSIFIER)})
+    features = tmp_path / 'f.npz'
+    write_classifier(features)
     files = {'=S': f'={samples}', '=B': f'={bad}', '=F': f'={features}'}
     asked = [[a[:-2] + files.get(a[-2:], a[-2:]) for a in arguments] for arguments, _ in MISTAKES]
     environment = os.environ | {'JAX_PLATFORMS': 'cpu', 'XDG_CACHE_HOME': str(tmp_path / 'cache')}

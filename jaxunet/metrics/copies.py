@@ -1,0 +1,233 @@
+"""Tells samples that repeat a training image from samples that are new.
+
+A sample x is a copy of its nearest training image y if
+
+    ratio(x) = d(x, y) / s(y) < 1/3,
+
+where s(y) is the distance from y to its third nearest other training image: x lies far nearer to y
+than training images lie to each other. This is the ratio test of Yoon et al. 2023, "Diffusion
+Probabilistic Models Generalize when They Fail to Memorize", with their threshold; Gu et al. 2023
+(arXiv 2310.02664) count the same way. They divide by the distance from x to its second nearest
+training image, which is small where the set holds y twice, so that such copies are missed. s(y)
+misses them only where it holds y four times.
+
+The test needs no choice of scale, as s(y) is in the units of d. It is calibrated on the training
+images themselves: `Copies.baseline` is the share of them that the same test finds to be copies of
+the others. It is 0 unless the set repeats images.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jaxtyping import Array, Bool, Float, Int, Real
+
+from jaxunet.metrics.pairwise import BLOCK, fold_pairs
+from jaxunet.runtime.errors import UserError
+
+THRESHOLD = 1 / 3
+NEIGHBOUR = 3  # s(y) is the distance to this neighbour
+CHUNK_BYTES = 2**29  # of float32 vectors of training images on the device at a time
+
+# float32 features, or uint8 pixels, which are divided by 255.
+Vectors = Real[np.ndarray, 'n d']
+Training = Real[np.ndarray, 'm d']
+Mirror = Callable[[np.ndarray], np.ndarray]
+
+
+class Neighbours(NamedTuple):
+    """The nearest training images of some vectors, ascending by distance.
+
+    Fields:
+      image: their numbers.
+      distance: Euclidean.
+      mirrored: the image is nearer when one of the two is mirrored.
+    """
+
+    image: Int[np.ndarray, 'n k']
+    distance: Float[np.ndarray, 'n k']
+    mirrored: Bool[np.ndarray, 'n k']
+
+
+class Copies(NamedTuple):
+    """The result of the test for each sample.
+
+    Fields:
+      nearest: the nearest training image of each sample; k = 1.
+      ratio: d(x, y) / s(y); 0 where d is 0.
+      baseline: the share of training images that are copies of other training images.
+    """
+
+    nearest: Neighbours
+    ratio: Float[np.ndarray, ' n']
+    baseline: float
+
+    @property
+    def found(self) -> Bool[np.ndarray, ' n']:
+        """True for each sample that is a copy."""
+        return self.ratio < THRESHOLD
+
+    @property
+    def share(self) -> float:
+        """The share of samples that are copies."""
+        return float(self.found.mean())
+
+
+def find_copies(
+    samples: Vectors,
+    training: Training,
+    *,
+    mirror: Mirror | None = None,
+    seed: int = 0,
+    block: int = BLOCK,
+) -> Copies:
+    """Finds the samples that are copies of training images.
+
+    Args:
+      mirror: returns the vectors of the mirrored images. A copy may then be mirrored.
+      seed: draws the training images of the baseline, as many as there are samples.
+      block: see `fold_pairs`.
+
+    Raises:
+      UserError: too few training images.
+    """
+    if len(training) < NEIGHBOUR + 2:
+        raise UserError(
+            f'copies: need {NEIGHBOUR + 2} training images or more, found {len(training)}'
+        )
+    found = nearest(samples, training, 1, mirror=mirror, block=block)
+    nobody = np.full(len(samples), -1)
+    ratio = _ratio(found.distance[:, 0], found.image[:, 0], nobody, training, mirror, block)
+    count = min(len(samples), len(training))
+    some = np.random.default_rng(seed).choice(len(training), count, replace=False)
+    other = _without(nearest(training[some], training, 2, mirror=mirror, block=block), some)
+    baseline = _ratio(other.distance[:, 0], other.image[:, 0], some, training, mirror, block)
+    return Copies(found, ratio, float((baseline < THRESHOLD).mean()))
+
+
+def nearest(
+    queries: Vectors,
+    training: Training,
+    k: int,
+    *,
+    mirror: Mirror | None = None,
+    block: int = BLOCK,
+) -> Neighbours:
+    """Returns the k nearest training images of each query, each image once.
+
+    They are found by float32 products on the device; their distances are then computed in float64
+    as sums of squared differences, so that equal images have the distance 0.
+
+    Args:
+      mirror: also compares the mirrored queries; an image counts with the smaller distance.
+    """
+    variants = [queries] if mirror is None else [queries, mirror(queries)]
+    indices = [_candidates(variant, training, k, block) for variant in variants]
+    index = np.concatenate(indices, axis=1)
+    distance = np.concatenate(
+        [_distances(v, training, i) for v, i in zip(variants, indices, strict=True)], axis=1
+    )
+    mirrored = np.repeat([False, True][: len(variants)], [i.shape[1] for i in indices])
+    mirrored = np.broadcast_to(mirrored, index.shape)
+    order = np.argsort(distance, axis=1, kind='stable')
+    index, distance, mirrored = (
+        np.take_along_axis(x, order, 1) for x in (index, distance, mirrored)
+    )
+    # An image that was found both plain and mirrored stays where it is nearer.
+    earlier = np.tril(np.ones((index.shape[1],) * 2, bool), -1)
+    again = ((index[:, :, None] == index[:, None]) & earlier).any(2)
+    order = np.argsort(again, axis=1, kind='stable')[:, : min(k, len(training))]
+    return Neighbours(*(np.take_along_axis(x, order, 1) for x in (index, distance, mirrored)))
+
+
+def _ratio(
+    distance: Float[np.ndarray, ' n'],
+    image: Int[np.ndarray, ' n'],
+    query: Int[np.ndarray, ' n'],
+    training: Training,
+    mirror: Mirror | None,
+    block: int,
+) -> Float[np.ndarray, ' n']:
+    """Returns d(x, y) / s(y).
+
+    Args:
+      distance: d(x, y).
+      image: the number of y.
+      query: the number of x where it is a training image itself, which s(y) leaves out; else −1.
+    """
+    rows, inverse = np.unique(image, return_inverse=True)
+    around = nearest(training[rows], training, NEIGHBOUR + 2, mirror=mirror, block=block)
+    around = Neighbours(*(x[inverse] for x in around))
+    spacing = _without(_without(around, image), query).distance[:, NEIGHBOUR - 1]
+    return np.where(distance == 0, 0.0, distance / np.maximum(spacing, np.finfo(float).tiny))
+
+
+def _without(found: Neighbours, image: Int[np.ndarray, ' n']) -> Neighbours:
+    """Drops one neighbour of each query: this image, or the farthest if it is not among them."""
+    absent = ~(found.image == image[:, None]).any(1)
+    drop = found.image == image[:, None]
+    drop[absent, -1] = True
+    n, k = drop.shape
+    return Neighbours(*(x[~drop].reshape(n, k - 1) for x in found))
+
+
+def _candidates(
+    queries: Vectors, training: Training, k: int, block: int
+) -> Int[np.ndarray, 'n candidates']:
+    """Returns the numbers of the k nearest training images by float32 distances."""
+    rows = max(CHUNK_BYTES // (4 * training.shape[1]), k)
+    # Products of centred vectors lose less to rounding.
+    centre = np.float32(127.5) if training.dtype == np.uint8 else training.mean(axis=0)
+    floats = queries - centre
+    best, numbers = [], []
+    for first in range(0, len(training), rows):
+        chunk = training[first : first + rows] - centre
+        squared, index = fold_pairs(_keep, _far(min(k, len(chunk))), floats, chunk, block=block)
+        best.append(squared)
+        numbers.append(index.astype(np.int64) + first)
+    order = np.argsort(np.concatenate(best, axis=1), axis=1, kind='stable')[:, :k]
+    return np.take_along_axis(np.concatenate(numbers, axis=1), order, 1)
+
+
+def _distances(
+    queries: Vectors, training: Training, index: Int[np.ndarray, 'n k']
+) -> Float[np.ndarray, 'n k']:
+    distance = np.empty(index.shape, np.float64)
+    scale = 255 if queries.dtype == np.uint8 else 1
+    for row, query in enumerate(queries):
+        difference = training[index[row]].astype(np.float64) - query.astype(np.float64)
+        distance[row] = np.sqrt(np.square(difference).sum(1)) / scale
+    return distance
+
+
+@functools.cache
+def _far(k: int) -> Callable[[int], tuple[Array, Array]]:
+    """Initial state of `_keep`: k neighbours. Cached, so that each k compiles once."""
+
+    def initial(rows: int) -> tuple[Array, Array]:
+        return jnp.full((rows, k), jnp.inf, jnp.float32), jnp.zeros((rows, k), jnp.int32)
+
+    return initial
+
+
+def _keep(
+    state: tuple[Array, Array],
+    products: Array,
+    row_norms: Array,
+    column_norms: Array,
+    places: Array,
+    numbers: Array,
+    _extra: Array,
+) -> tuple[Array, Array]:
+    """Keeps the k smallest squared distances, ascending, and the numbers of their columns."""
+    squared = row_norms[:, None] + column_norms[None] - 2 * products
+    squared = jnp.where((numbers >= 0)[None], squared, jnp.inf)
+    best, index = state
+    best, place = lax.top_k(-jnp.concatenate([best, squared], axis=1), best.shape[1])
+    index = jnp.concatenate([index, jnp.broadcast_to(numbers[None], squared.shape)], axis=1)
+    return -best, jnp.take_along_axis(index, place, axis=1)
