@@ -322,6 +322,8 @@ def check_resumable(saved: Config, now: Config, workdir: pathlib.Path) -> list[s
     fixed = [
         c for c in changes if c.startswith(FIXED_FIELDS) and not c.startswith(FREE_MODEL_FIELDS)
     ]
+    if saved.augmentation_inputs != now.augmentation_inputs:
+        fixed += [c for c in changes if c.startswith('data.augment:')]
     if fixed:
         fits = parameter_shapes(saved) == parameter_shapes(now)
         advice = (

@@ -33,7 +33,7 @@ CHOICES = {
     'evaluation.variance': ('', 'fixed_small', 'fixed_large', 'learned'),
     'evaluation.skip_schedule': ('', 'linear', 'quadratic', 'log_snr', 'karras'),
     'data.cache': ('auto', 'device', 'stream'),
-    'data.augment': ('none', 'flip'),
+    'data.augment': ('none', 'flip', 'edm'),
     'optimizer.name': ('adamw', 'adam'),
     'optimizer.schedule': ('constant', 'cosine', 'linear'),
 }
@@ -113,6 +113,7 @@ UNIT = (  # [0, 1]
     'timesteps.adaptive_uniform',
     'timesteps.adaptive_correction',
     'evaluation.eta',
+    'data.augment_probability',
 )
 
 

@@ -13,6 +13,8 @@ from typing import Any
 
 from ml_collections import ConfigDict
 
+AUGMENTATION_INPUTS = 9  # numbers that describe how data.augment=edm changed an image
+
 
 @dataclass(frozen=True)
 class ParallelConfig:
@@ -131,7 +133,10 @@ class DataConfig:
     # device: all images as uint8 in device memory | stream: decode on demand | auto: device if the
     # images fit.
     cache: str = 'auto'
-    augment: str = 'none'  # none | flip (random horizontal flip)
+    # none | flip: random horizontal flip | edm: random geometry that samples do not show, as the
+    # network is told of it (`jaxunet.training.augmentation`).
+    augment: str = 'none'
+    augment_probability: float = 0.12  # edm: of each transformation but mirroring, which is 1/2
     # Names of the classes to train on; they become labels 0, 1, ... in this order. () = all.
     classes: tuple[str, ...] = ()
     # Images kept out of training, for the held-out loss: a number, or a share below 1. 0 = none.
@@ -233,6 +238,11 @@ class Config:
         """(height, width, channels) of the model's images."""
         size = self.data.image_size
         return size[0], size[-1], self.model.image_channels
+
+    @property
+    def augmentation_inputs(self) -> int:
+        """The numbers by which the network is told how an image was augmented; 0 = it is not."""
+        return AUGMENTATION_INPUTS if self.data.augment == 'edm' else 0
 
     @property
     def attention_levels(self) -> tuple[int, ...]:

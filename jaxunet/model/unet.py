@@ -38,6 +38,7 @@ from jaxunet.runtime.errors import UserError
 
 Params: TypeAlias = PyTree  # the nested dict of the UNet's float32 arrays
 TIME_EMBEDDING = 'time_embed_'  # layers that always compute in float32
+AUGMENTATION = f'{TIME_EMBEDDING}augmentation'  # the layer of `augmentation_inputs`
 
 
 def build_unet(config: Config, ops: Ops) -> UNet:
@@ -48,6 +49,7 @@ def build_unet(config: Config, ops: Ops) -> UNet:
         out_channels=config.model.image_channels * (2 if config.diffusion.learn_sigma else 1),
         ops=ops,
         dtype=jnp.dtype(config.precision),
+        augmentation_inputs=config.augmentation_inputs,
     )
 
 
@@ -80,10 +82,14 @@ class UNet(Block):
       attention_levels: levels (0 = full resolution) whose residual blocks are followed by
         attention.
       out_channels: channels of the prediction; twice the image's if it includes a variance.
+      augmentation_inputs: numbers by which the network is told how an image was augmented; 0 = it
+        is not told. They are added to the time's sinusoids through a linear layer without bias, so
+        that zeros have no effect (EDM, arXiv 2206.00364, appendix F.2).
     """
 
     attention_levels: tuple[int, ...] = ()
     out_channels: int = 3
+    augmentation_inputs: int = 0
 
     @nn.compact
     def __call__(
@@ -92,6 +98,7 @@ class UNet(Block):
         t: Real[Array, ' batch'],
         labels: Int[Array, ' batch'] | None = None,
         dropout_keys: Key[Array, ' batch'] | None = None,
+        augmentation: Float[Array, 'batch inputs'] | None = None,
     ) -> Float[Array, 'batch height width out_channels']:
         """Returns the float32 prediction.
 
@@ -101,13 +108,15 @@ class UNet(Block):
           labels: class labels, -1 = dropped (classifier-free guidance, arXiv 2207.12598); None =
             all dropped.
           dropout_keys: one key a sample; None = no dropout (evaluation).
+          augmentation: how the images were augmented, `augmentation_inputs` numbers each; None =
+            not at all (sampling), which is the same as zeros.
 
         Raises:
           UserError: labels for an unconditional model, or a head width that does not divide the
             channels.
         """
         m = self.model
-        embedding = self._embed(t, labels)
+        embedding = self._embed(t, labels, augmentation)
         remat = nn.remat if m.remat else lambda block: block
         fields = {'model': m, 'ops': self.ops, 'dtype': self.dtype}
         res_block, projections = (
@@ -149,9 +158,10 @@ class UNet(Block):
         t: Real[Array, ' batch'],
         labels: Int[Array, ' batch'] | None = None,
         dropout_keys: Key[Array, ' batch'] | None = None,
+        augmentation: Float[Array, 'batch inputs'] | None = None,
     ) -> Float[Array, 'batch height width out_channels']:
         """Calls the network with the parameters as an argument; see `__call__`."""
-        return cast(Array, self.apply({'params': params}, x, t, labels, dropout_keys))
+        return cast(Array, self.apply({'params': params}, x, t, labels, dropout_keys, augmentation))
 
     def narrowed(self, params: Params, narrow: Callable[[list[Array]], Sequence[Array]]) -> Params:
         """Returns the parameters for `predict` with all kernels in `dtype`, converted together.
@@ -176,7 +186,10 @@ class UNet(Block):
         return jax.tree.unflatten(structure, leaves)
 
     def _embed(
-        self, t: Real[Array, ' batch'], labels: Int[Array, ' batch'] | None
+        self,
+        t: Real[Array, ' batch'],
+        labels: Int[Array, ' batch'] | None,
+        augmentation: Float[Array, 'batch inputs'] | None,
     ) -> Float[Array, 'batch width']:
         """Returns the time (and class) embedding, in float32: small, and read by every block."""
         m = self.model
@@ -185,6 +198,17 @@ class UNet(Block):
             t, m.base_channels, max_period=m.max_period, order=m.time_embedding
         )
         float32 = jnp.dtype(jnp.float32)
+        if self.augmentation_inputs and self.is_initializing():
+            augmentation = jnp.zeros((t.shape[0], self.augmentation_inputs), float32)
+        if augmentation is not None:
+            told = nn.Dense(
+                m.base_channels,
+                use_bias=False,
+                dtype=float32,
+                kernel_init=nn.initializers.zeros,
+                name=AUGMENTATION,
+            )
+            waves = waves + told(augmentation)
         embedding = self.dense(f'{TIME_EMBEDDING}0', width, dtype=float32)(waves)
         embedding = self.dense(f'{TIME_EMBEDDING}1', width, dtype=float32)(jax.nn.silu(embedding))
         if m.num_classes == 0:

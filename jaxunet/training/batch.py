@@ -15,6 +15,7 @@ from jaxtyping import Array, Float, Int, Key, UInt8
 from jaxunet.config import Config
 from jaxunet.diffusion.process import Diffusion, Times, draw_times, network_input, q_sample
 from jaxunet.diffusion.timesteps import Draw, State, TimestepSampler
+from jaxunet.training.augmentation import augment
 
 # image: uint8 (batch, height, width, channels); label: int32 (batch,), -1 for none;
 # row: int32 (batch,), each sample's row in the global batch.
@@ -25,7 +26,7 @@ Images = Float[Array, 'batch height width channels']
 class Keys(NamedTuple):
     """Random keys of the samples of a batch, one field for each thing that is drawn."""
 
-    flip: Key[Array, ' batch']
+    flip: Key[Array, ' batch']  # and the other augmentation
     t: Key[Array, ' batch']
     noise: Key[Array, ' batch']
     label: Key[Array, ' batch']
@@ -44,6 +45,7 @@ class NoisyBatch(NamedTuple):
       noise: the Gaussian noise in `xt`.
       labels: class labels, -1 where dropped; None for an unconditional model.
       dropout_keys: one key per sample; None for a model without dropout.
+      augmentation: what the network is told of `data.augment=edm`; None without it.
     """
 
     x0: Images
@@ -54,6 +56,7 @@ class NoisyBatch(NamedTuple):
     noise: Images
     labels: Int[Array, ' batch'] | None
     dropout_keys: Key[Array, ' batch'] | None
+    augmentation: Float[Array, 'batch inputs'] | None
 
 
 def normalise(
@@ -79,7 +82,7 @@ def split_keys(step_key: Key[Array, ''], row: Int[Array, ' batch'], paired: bool
 
 
 def clean_images(config: Config, keys: Keys, batch: Batch) -> Images:
-    """Returns x0: the batch's images, normalised and augmented."""
+    """Returns x0: the batch's images, normalised and, with `data.augment=flip`, flipped."""
     x0 = normalise(batch['image'])
     if config.data.augment == 'flip':
         flip = jax.vmap(jax.random.bernoulli)(keys.flip)
@@ -96,7 +99,9 @@ def noise_batch(
     batch: Batch,
 ) -> NoisyBatch:
     """Draws timesteps, noise and dropped labels, and runs the forward process on the images."""
-    x0 = clean_images(config, keys, batch)
+    x0, augmentation = clean_images(config, keys, batch), None
+    if config.data.augment == 'edm':
+        x0, augmentation = augment(x0, keys.flip, config.data.augment_probability)
     draw = sampler.draw(sampler_state, keys.t, batch['row'], x0)
     noise = jax.vmap(lambda k: jax.random.normal(k, x0.shape[1:], jnp.float32))(keys.noise)
     labels = None
@@ -109,4 +114,4 @@ def noise_batch(
     xt = q_sample(diffusion, x0, time, noise)
     dropout_keys = keys.dropout if config.model.dropout else None
     seen = network_input(diffusion, xt, time)
-    return NoisyBatch(x0, xt, seen, draw, time, noise, labels, dropout_keys)
+    return NoisyBatch(x0, xt, seen, draw, time, noise, labels, dropout_keys, augmentation)

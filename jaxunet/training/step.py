@@ -168,7 +168,12 @@ def loss_fn(
         draw = noisy.draw
     with jax.named_scope('forward'):
         output = parts.model.predict(
-            params, noisy.seen, noisy.time, noisy.labels, noisy.dropout_keys
+            params,
+            noisy.seen,
+            noisy.time,
+            noisy.labels,
+            noisy.dropout_keys,
+            noisy.augmentation,
         )
         losses = per_sample_loss(
             parts.diffusion, output, noisy.x0, noisy.xt, noisy.time, noisy.noise

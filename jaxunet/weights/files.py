@@ -18,7 +18,7 @@ from jaxunet.config import Config, resolve, to_dict
 from jaxunet.runtime.errors import UserError, near_misses
 from jaxunet.weights import guided_diffusion, unetcu
 from jaxunet.weights.fields import differences, network_fields
-from jaxunet.weights.names import Shape, Tree, check_tree
+from jaxunet.weights.names import Shape, Tree, check_tree, without_augmentation
 from jaxunet.weights.safetensors_file import SafetensorsFile, write_safetensors
 from jaxunet.weights.torch_file import TorchFile, write_torch
 
@@ -245,6 +245,8 @@ def write_weights(
 ) -> None:
     """Writes a weight file, whole or not at all; creates its folder.
 
+    A .bin and a .pt leave out the layer of `data.augment=edm`, which has no effect in sampling.
+
     Args:
       path: its extension names the format.
       params: our parameter tree, float32.
@@ -266,6 +268,14 @@ def write_weights(
         check_tree(moments[0], config, 'first moments')
         check_tree(moments[1], config, 'second moments')
         _check_second_moments('parameters', moments[1])
+    if extension != '.safetensors' and config.augmentation_inputs:
+        config, (params, *rest) = without_augmentation(config, params, *(moments or ()))
+        moments = (rest[0], rest[1]) if rest else None
+        logging.info(
+            '%s: without the layer that tells the network of data.augment=edm, for which the '
+            'format has no place; samples stay the same, as its input is 0 when sampling',
+            path,
+        )
 
     with _replacing(path) as file:
         if extension == '.bin':

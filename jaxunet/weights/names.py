@@ -18,7 +18,7 @@ import numpy as np
 from jaxtyping import PyTree
 
 from jaxunet.config import Config
-from jaxunet.model.unet import build_unet
+from jaxunet.model.unet import AUGMENTATION, build_unet
 from jaxunet.ops.backends import XLA
 from jaxunet.runtime.errors import UserError
 
@@ -105,6 +105,7 @@ def _modules(config: Config) -> Iterator[tuple[str, str, str]]:
     resample = 'res_block' if m.resblock_updown else 'layer'
     yield 'time_embed_0', 'time_embed.0', 'layer'
     yield 'time_embed_1', 'time_embed.2', 'layer'
+    yield AUGMENTATION, 'augment_embed', 'layer'  # a name of ours
     yield 'label_embed', 'label_emb', 'layer'
     yield 'conv_in', 'input_blocks.0.0', 'layer'
     index = 1
@@ -241,6 +242,15 @@ def check_shapes(
             + '\n'.join(f'  {p}' for p in problems[:SHOWN])
             + more
         )
+
+
+def without_augmentation(config: Config, *trees: Tree) -> tuple[Config, list[Tree]]:
+    """Returns a config and trees without the layer that tells the network of `data.augment=edm`.
+
+    The network is the same for images that are not augmented, as the layer has no bias.
+    """
+    rest = [{k: v for k, v in tree.items() if k != AUGMENTATION} for tree in trees]
+    return config.replace(data={'augment': 'none'}) if config.augmentation_inputs else config, rest
 
 
 def check_tree(params: Mapping[str, object], config: Config, source: str = 'parameters') -> None:

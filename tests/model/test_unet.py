@@ -218,3 +218,33 @@ def test_flops_of_one_convolution_dominate_as_they_should():
     shortcuts = 2 * 16 * 16 * 128 * 64 * 2
     attention = 2 * 256 * 64 * 64 * 4 + 2 * 2 * 256 * 256 * 64
     assert 0.99 < (convolutions + shortcuts + attention) / forward_flops(config) < 1.01
+
+
+def test_augmentation_is_told_without_a_bias():
+    """Zeros and nothing are the same, numbers are not; and all parameters have a gradient."""
+    config, model = build(augment='edm')
+    params, (x, t, labels, _) = randomised(model, config), inputs(config)
+    told = jax.random.normal(jax.random.key(5), (4, 9), jnp.float32)
+    assert params['time_embed_augmentation'].keys() == {'kernel'}
+    plain, zeros, numbers = (
+        predict(model, params, x, t, labels, None, a) for a in (None, jnp.zeros((4, 9)), told)
+    )
+    np.testing.assert_allclose(plain, zeros, rtol=1e-6, atol=1e-6)
+    assert float(jnp.abs(plain - numbers).max()) > 1e-3
+    _, without = build()
+    rest = {name: layer for name, layer in params.items() if name != 'time_embed_augmentation'}
+    np.testing.assert_array_equal(predict(without, rest, x, t, labels), plain)
+
+    def energy(params):
+        return jnp.mean(jnp.square(model.predict(params, x, t, labels, None, told)))
+
+    gradient = jax.jit(jax.grad(energy))(params)['time_embed_augmentation']['kernel']
+    assert float(jnp.linalg.norm(gradient)) > 0
+
+
+def test_augmentation_starts_at_zero():
+    config, model = build(augment='edm')
+    fresh = jax.jit(lambda: init_params(model, config, jax.random.key(0)))()
+    kernel = fresh['time_embed_augmentation']['kernel']
+    assert kernel.shape == (9, config.model.base_channels)
+    assert not np.any(kernel)

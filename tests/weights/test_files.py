@@ -246,6 +246,32 @@ def test_pt_refuses_what_guided_diffusion_lacks(
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.parametrize('extension', ['bin', 'pt', 'safetensors'])
+def test_the_augmentation_layer(tmp_path: pathlib.Path, extension: str) -> None:
+    """.safetensors holds it; the other formats are those of the network without it."""
+    plain = ADM['pool'] if extension == 'pt' else UNETCU_SMALL
+    told = plain.replace(data={'augment': 'edm'})
+    params = random_params(told)
+    assert params['time_embed_augmentation']['kernel'].shape == (9, 32)
+    moments = None if extension == 'pt' else moments_of(told)
+    path = tmp_path / f'a.{extension}'
+    write_weights(path, params, told, moments)
+    weights = read_weights(path)
+    if extension == 'safetensors':
+        assert weights.config == told
+        assert weights.moments is not None
+        assert_same(weights.params, params)
+        assert_same(weights.moments[0], moments_of(told)[0])
+        return
+    del params['time_embed_augmentation']
+    assert_same(weights.params, params)
+    assert weights.config.augmentation_inputs == 0
+    for tree in moments or ():
+        del tree['time_embed_augmentation']
+    write_weights(tmp_path / f'b.{extension}', params, plain, moments)
+    assert path.read_bytes() == (tmp_path / f'b.{extension}').read_bytes()
+
+
 def test_same_weights_same_bytes(tmp_path: pathlib.Path) -> None:
     params = random_params(ADM['pool'])
     for extension in ('pt', 'safetensors'):
