@@ -96,6 +96,7 @@ NOT_NEGATIVE = (
     'train.steps_per_call',
     'train.sample_every',
     'train.evaluate_every',
+    'train.holdout_every',
     'evaluation.steps',
     'evaluation.guidance_scale',
 )

@@ -8,7 +8,14 @@ from jaxunet.config.schema import Config
 from jaxunet.runtime.errors import near_misses
 
 # Fields of `train` that must be multiples of `train.steps_per_call`.
-STEP_COUNTS = ('steps', 'log_every', 'sample_every', 'evaluate_every', 'checkpoint_every')
+STEP_COUNTS = (
+    'steps',
+    'log_every',
+    'sample_every',
+    'evaluate_every',
+    'holdout_every',
+    'checkpoint_every',
+)
 METRICS = ('fid', 'kid', 'precision', 'recall', 'copies', 'inception_score')
 
 
@@ -133,6 +140,16 @@ def _train(config: Config) -> Iterator[str]:
         yield (
             f'model.image_channels: sample grids show 1 or 3, found {channels}; '
             'set train.sample_every=0'
+        )
+    if t.holdout_every and not config.data.holdout:
+        yield (
+            f'train.holdout_every: {t.holdout_every} needs images held out of training; '
+            'set data.holdout'
+        )
+    if t.holdout_every % t.log_every:
+        yield (
+            f'train.holdout_every: {t.holdout_every} is not a multiple of train.log_every '
+            f'({t.log_every})'
         )
     for name in STEP_COUNTS if t.steps_per_call else ():
         count = getattr(t, name)

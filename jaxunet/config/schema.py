@@ -181,6 +181,9 @@ class TrainConfig:
     sample_steps: int = 50  # DDIM steps per sample grid
     # Steps between evaluations (see `evaluation`); also evaluates after the last step. 0 = never.
     evaluate_every: int = 0
+    # Steps between measurements of the loss on the images of data.holdout, beside that on as many
+    # training images. 0 = never.
+    holdout_every: int = 0
     checkpoint_every: int = 400
     keep: int = 3  # number of checkpoints kept
     max_bad_steps: int = 20  # stop after this many non-finite steps in a row

@@ -11,6 +11,8 @@ import numpy as np
 from absl import logging
 from tensorboardX import SummaryWriter
 
+from jaxunet.training import held_out
+
 COLUMNS = (
     'step',
     'loss',
@@ -21,6 +23,7 @@ COLUMNS = (
     'loss_scale',
     'skipped_steps',
     'training_seconds',
+    *held_out.COLUMNS,
 )
 
 
@@ -39,11 +42,12 @@ class Logs:
         )
 
     def row(self, values: Mapping[str, float]) -> None:
-        """Adds one logged step, with a value for each of `COLUMNS`."""
+        """Adds one logged step, with a value for each of `COLUMNS`; the held-out ones may lack."""
         self._table.add([values])
         for name, value in values.items():
             if name != 'step':
-                self._board.add_scalar(f'train/{name}', value, values['step'])
+                group = 'held_out' if name in held_out.COLUMNS else 'train'
+                self._board.add_scalar(f'{group}/{name}', value, values['step'])
 
     def scalar(self, name: str, value: float, step: int) -> None:
         """Adds a point to a curve of TensorBoard."""

@@ -29,6 +29,7 @@ from jaxunet.runtime.errors import UserError
 from jaxunet.runtime.progress import progress_bar
 from jaxunet.training.clock import Clock, Milestones
 from jaxunet.training.evaluation import Evaluator
+from jaxunet.training.held_out import HeldOutLoss
 from jaxunet.training.outputs import Outputs
 from jaxunet.training.parallel import STOP
 from jaxunet.training.preemption import Preemption
@@ -132,6 +133,11 @@ class _Loop:
             if config.train.evaluate_every and self.main
             else None
         )
+        self.held_out = (
+            HeldOutLoss(config, source, self.session.parallel.local_devices)
+            if config.train.holdout_every and self.main
+            else None
+        )
         self.checkpoints = checkpoint.Checkpoints(workdir, keep=config.train.keep)
         self.outputs: Outputs | None = None
         self.queue: collections.deque[tuple[int, Metrics]] = collections.deque()
@@ -181,6 +187,7 @@ class _Loop:
             self.step,
             devices=self.session.parallel.local_devices,
             evaluator=self.evaluator,
+            held_out=self.held_out,
             bar=self.bar,
             keep_on=lambda: not self.preemption.requested,
         )
@@ -228,12 +235,17 @@ class _Loop:
         """
         t = self.config.train
         save, sample = self._due(t.checkpoint_every), self._due(t.sample_every)
-        evaluate = self._due(t.evaluate_every)
+        evaluate, held_out = self._due(t.evaluate_every), self._due(t.holdout_every)
         milestone = bool(self.milestones_left) and self.clock.seconds >= self.milestones_left[0]
-        if not (save or sample or evaluate or milestone):
+        if not (save or sample or evaluate or held_out or milestone):
             return True
-        self._read_metrics()
+        self._read_metrics(leave=1)
+        jax.block_until_ready(self.queue[-1][1])
         self.clock.pause()
+        if held_out and self.outputs:
+            with self._save_on_error():
+                self.outputs.measure_held_out(self.step, self._averaged_weights())
+        self._read_metrics()  # logs this step, with its held-out loss
         if save and not self.milestones:
             self._save()
         if self.outputs:

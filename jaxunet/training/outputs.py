@@ -17,7 +17,8 @@ from jaxunet.sampling.generator import Generator
 from jaxunet.sampling.options import SamplerConfig
 from jaxunet.training.background import Background
 from jaxunet.training.evaluation import Evaluator, evaluation_table
-from jaxunet.training.logs import Logs
+from jaxunet.training.held_out import HeldOutLoss, Losses, Turn
+from jaxunet.training.logs import Logs, read_metrics
 from jaxunet.training.step import Metrics
 
 MAX_COLUMNS = 20  # of a sample grid with one column per class
@@ -30,6 +31,7 @@ class Outputs:
       start: the step that the run starts from; later rows of its log files are dropped.
       devices: of this process; the first one draws the sample grids.
       evaluator: computes the metrics of samples; None if `train.evaluate_every` is 0.
+      held_out: measures the held-out loss; None if `train.holdout_every` is 0.
       bar: the progress bar, above which messages are printed.
       keep_on: returns False once the run was asked to stop, which ends sampling early.
     """
@@ -42,6 +44,7 @@ class Outputs:
         *,
         devices: Sequence[jax.Device],
         evaluator: Evaluator | None,
+        held_out: HeldOutLoss | None,
         bar: tqdm,
         keep_on: Callable[[], bool],
     ) -> None:
@@ -51,6 +54,12 @@ class Outputs:
         self._evaluator = evaluator
         self._table = evaluation_table(workdir, start) if evaluator else None
         self._generator: Background[Generator] | None = None
+        self._held_out, self._turn = held_out, Turn()
+        for row in read_metrics(workdir / 'metrics.csv'):
+            if earlier := Losses.of_row(row):
+                self._turn.add(earlier)
+        self._held_out_loss: Background[HeldOutLoss] | None = None
+        self._measured: dict[int, Losses] = {}  # by step, until the step is logged
 
     def __enter__(self) -> Outputs:
         return self
@@ -59,9 +68,11 @@ class Outputs:
         self._logs.close()
 
     def start_compiling(self) -> None:
-        """Compiles the sampler of the grids in a thread, beside the first training steps."""
+        """Compiles what runs between steps in threads, beside the first training steps."""
         if self._config.train.sample_every:
             self._generator = Background(self._compile_generator)
+        if self._held_out:
+            self._held_out_loss = Background(self._held_out.compile)
 
     def log(
         self, step: int, metrics: Metrics, seconds_per_step: float, training_seconds: float
@@ -69,6 +80,7 @@ class Outputs:
         """Writes the metrics of one step to the log files and the progress bar."""
         rate = self._config.data.batch_size / seconds_per_step
         loss = float(metrics['loss'])
+        held_out = self._measured.pop(step, None)
         self._logs.row(
             {
                 'step': step,
@@ -80,12 +92,22 @@ class Outputs:
                 'loss_scale': float(metrics['loss_scale']),
                 'skipped_steps': int(metrics['skipped']),
                 'training_seconds': training_seconds,
+                **(held_out.columns() if held_out else {}),
             }
         )
+        if held_out and (turned := self._turn.add(held_out)):
+            self._bar.write(f'step {step}: {turned}')
         self._bar.set_postfix_str(
             f'loss={loss:.4f}, {rate:.0f} images/s, {seconds_per_step * 1e3:.1f} ms/step',
             refresh=False,
         )
+
+    def measure_held_out(self, step: int, params: Params) -> None:
+        """Measures the held-out loss for the log of this step; not once asked to stop."""
+        assert self._held_out_loss is not None
+        held_out = self._held_out_loss.result(self._keep_on)
+        if held_out is not None:
+            self._measured[step] = held_out.measure(params)
 
     def sample(self, step: int, params: Params) -> None:
         """Draws a grid of samples and saves it; draws nothing more once asked to stop."""

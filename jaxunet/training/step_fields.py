@@ -19,6 +19,7 @@ OUTSIDE_FIELDS = {
         'sample_count',
         'sample_steps',
         'evaluate_every',
+        'holdout_every',
         'checkpoint_every',
         'keep',
         'max_bad_steps',

@@ -47,6 +47,14 @@ WRONG = [
         r'backend: expected one of auto, xla, pallas, cuda, found .xls.; did you mean "xla"',
     ),
     ({'precision': 'bf16'}, r'precision: expected one of float32, bfloat16, float16'),
+    (
+        {'train': {'holdout_every': 50}},
+        r'train.holdout_every: 50 needs images held out of training; set data.holdout',
+    ),
+    (
+        {'data': {'holdout': 9}, 'train': {'holdout_every': 30}},
+        r'train.holdout_every: 30 is not a multiple of train.log_every \(25\)',
+    ),
     ({'data': {'holdout': -3}}, r'data.holdout: expected 0 or more, found -3'),
     (
         {'data': {'holdout': 2.5}},

@@ -1,0 +1,181 @@
+"""The held-out loss: its values, its log, and the sentence when it turns."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from support.tiny import tiny_config
+
+from jaxunet.checkpoint import store as checkpoint
+from jaxunet.checkpoint.state import fresh_state
+from jaxunet.data.holdout import hold_out
+from jaxunet.data.source import ArraySource
+from jaxunet.data.sources import open_images, open_source
+from jaxunet.diffusion.objectives import per_sample_loss
+from jaxunet.diffusion.process import make_diffusion, middle_time, network_input, q_sample
+from jaxunet.model.unet import build_unet
+from jaxunet.ops.backends import load_ops
+from jaxunet.training.held_out import BANDS, COLUMNS, SEED, HeldOutLoss, Losses, Turn
+from jaxunet.training.logs import read_metrics
+from jaxunet.training.loop import train
+
+
+def randomised(config):
+    """Weights without zeros: a fresh network predicts zero for every image."""
+    draw = np.random.default_rng(0)
+    return jax.tree.map(
+        lambda x: (x + 0.1 * draw.standard_normal(x.shape)).astype(np.float32),
+        fresh_state(config).params,
+    )
+
+
+@pytest.fixture(scope='module')
+def digits():
+    source = open_source('digits:', image_shape=(8, 8, 1))
+    some = ArraySource(
+        'some', source.load(np.arange(30)), (8, 8, 1), source.labels[:30], source.class_names
+    )
+    return hold_out(some, 11)
+
+
+@pytest.mark.parametrize('objective', ['epsilon', 'edm'])
+def test_values(objective, digits):
+    """One image, noise level and noise after the other; on one device and on two."""
+    config = tiny_config(diffusion={'objective': objective})
+    params = jax.tree.map(jnp.asarray, randomised(config))
+    found = HeldOutLoss(config, digits, jax.local_devices()[:1]).measure(params)
+    again = HeldOutLoss(config, digits, jax.local_devices()[:2]).measure(params)
+    np.testing.assert_allclose(found, again, rtol=1e-5)
+    diffusion, model = make_diffusion(config.diffusion), build_unet(config, load_ops('xla'))
+
+    @jax.jit
+    def loss(image, label, t, number):
+        x0 = image[None].astype(jnp.float32) / 127.5 - 1
+        key = jax.random.fold_in(jax.random.key(SEED), number)
+        noise = jax.random.normal(key, x0.shape[1:], jnp.float32)[None]
+        time = middle_time(diffusion, t[None])
+        xt = q_sample(diffusion, x0, time, noise)
+        output = model.predict(params, network_input(diffusion, xt, time), time, label[None])
+        return per_sample_loss(diffusion, output, x0, xt, time, noise)[0]
+
+    for bands, source in zip(found, (digits.held_out, digits), strict=True):
+        assert bands.shape == (BANDS,)
+        rows = np.arange(11) * len(source) // 11
+        images, labels = source.load(rows), source.labels[rows]
+        for band in range(BANDS):
+            t = [int((band + (i + 0.5) / 11) * 40 / BANDS) for i in range(11)]
+            assert band * 10 <= min(t) <= max(t) < (band + 1) * 10
+            losses = [
+                loss(images[i], labels[i], np.int32(t[i]), np.int32(BANDS * i + band))
+                for i in range(11)
+            ]
+            np.testing.assert_allclose(bands[band], np.mean(losses), rtol=1e-4)
+
+
+def test_the_same_images_have_the_same_loss(digits):
+    """What differs between the two losses are the images, not the noise."""
+    config = tiny_config()
+    twice = ArraySource('twice', digits.load(np.arange(8)), (8, 8, 1), digits.labels[:8])
+    twice.held_out = ArraySource('twice', digits.load(np.arange(8)), (8, 8, 1), digits.labels[:8])
+    losses = HeldOutLoss(config, twice, jax.local_devices()[:1]).measure(randomised(config))
+    np.testing.assert_array_equal(losses.held_out, losses.seen)
+
+
+def test_nothing_held_out(digits):
+    with pytest.raises(ValueError, match='holds no images out'):
+        HeldOutLoss(tiny_config(), digits.held_out, jax.local_devices()[:1])
+
+
+def run(workdir, steps, **changes):
+    config = tiny_config(
+        data={'holdout': 1777, 'batch_size': 8},
+        optimizer={'learning_rate': 3e-3, 'schedule': 'constant', 'warmup_steps': 1},
+        ema={'rates': (0.9,)},
+        train={
+            'steps': steps,
+            'log_every': 5,
+            'holdout_every': 10,
+            'checkpoint_every': 20,
+        },
+        **changes,
+    )
+    train(config, workdir, open_images(config))
+    return read_metrics(workdir / 'metrics.csv')
+
+
+def test_a_run_logs_it(tmp_path):
+    """Beside the training loss, every `train.holdout_every` steps; a resumed run goes on alike."""
+    whole = run(tmp_path / 'whole', 40)
+    assert [int(row['step']) for row in whole] == list(range(5, 45, 5))
+    for row in whole:
+        measured = [bool(row[column]) for column in COLUMNS]
+        assert measured == [int(row['step']) % 10 == 0] * len(COLUMNS)
+    rows = [row for row in whole if row['held_out_loss']]
+    values = np.array([[float(row[column]) for column in COLUMNS] for row in rows])
+    np.testing.assert_allclose(values[:, 0], values[:, 1 : 1 + BANDS].mean(axis=1), rtol=1e-6)
+    assert (np.diff(values[:, 0]) < 0).all()  # it learns
+    assert values[-1, 0] > values[-1, 1 + BANDS]  # of 20 images, those it knows
+    assert list((tmp_path / 'whole' / 'tensorboard').iterdir())
+    run(tmp_path / 'parts', 20)
+    parts = run(tmp_path / 'parts', 40)
+    assert [[row[c] for c in ('step', *COLUMNS)] for row in parts] == [
+        [row[c] for c in ('step', *COLUMNS)] for row in whole
+    ]
+
+
+def test_measuring_changes_no_step(tmp_path):
+    run(tmp_path / 'with', 10)
+    config = checkpoint.read(tmp_path / 'with').config.replace(train={'holdout_every': 0})
+    train(config, tmp_path / 'without', open_images(config))
+    states = [checkpoint.read(tmp_path / name).state for name in ('with', 'without')]
+    assert checkpoint.checksum(states[0]) == checkpoint.checksum(states[1])
+    assert not any(row['held_out_loss'] for row in read_metrics(tmp_path / 'without/metrics.csv'))
+
+
+def losses(held_out, seen):
+    return Losses(np.full(BANDS, held_out), np.full(BANDS, seen))
+
+
+SENTENCE = 'held-out loss has risen for 3 logs: the model begins to repeat its training images'
+
+
+@pytest.mark.parametrize(
+    ('held_out', 'seen', 'said'),
+    [
+        ([5, 4, 4.1, 4.2, 4.3], [5, 4, 3, 2, 1], ['', '', '', '', SENTENCE]),
+        ([5, 4, 3, 2, 1], [5, 4, 3, 2, 1], [''] * 5),
+        ([5, 4, 4.1, 4.05, 4.2, 4.3], [6, 5, 4, 3, 2, 1], [''] * 6),  # not in a row
+        ([4, 4.1, 4.2, 4.3], [1, 1.1, 1.2, 1.3], [''] * 4),  # all get worse: no copying
+        ([4, 4.001, 4.002, 4.003], [4, 3, 2, 1], [''] * 4),  # by too little
+        (
+            [1, 2, 3, 4, 5, 6, 7],
+            [7, 6, 5, 4, 3, 2, 1],
+            ['', '', '', SENTENCE, '', '', SENTENCE.replace('3', '6')],
+        ),
+    ],
+)
+def test_the_sentence(held_out, seen, said):
+    turn = Turn()
+    assert [turn.add(losses(h, s)) for h, s in zip(held_out, seen, strict=True)] == said
+
+
+def test_every_noise_level_counts_alike():
+    """The bands with little loss rise by a third; the one with most of it falls a little."""
+    turn = Turn()
+    found = ''
+    for i in range(4):
+        bands = np.array([1 - 0.01 * i, *(0.01 * 1.1**i for _ in range(3))])
+        found = turn.add(Losses(bands, np.full(BANDS, 1.0 / (i + 1))))
+    assert found == SENTENCE
+
+
+def test_a_row_gives_its_losses_back():
+    measured = Losses(np.array([0.4, 0.3, 0.2, 0.1]), np.array([0.3, 0.25, 0.15, 0.05]))
+    columns = measured.columns()
+    assert tuple(columns) == COLUMNS
+    assert columns['held_out_loss'] == pytest.approx(0.25)
+    found = Losses.of_row({name: f'{value:.9g}' for name, value in columns.items()})
+    np.testing.assert_allclose(found, measured)
+    assert Losses.of_row(dict.fromkeys(COLUMNS, '')) is None
