@@ -14,7 +14,7 @@ from jaxunet.config import Config
 from jaxunet.data.images import grid, save_png
 from jaxunet.model.unet import Params
 from jaxunet.sampling.generator import Generator
-from jaxunet.sampling.options import SamplerConfig
+from jaxunet.sampling.options import OBJECTIVE_DEFAULTS, SamplerConfig
 from jaxunet.training.background import Background
 from jaxunet.training.evaluation import Evaluator, evaluation_table
 from jaxunet.training.held_out import HeldOutLoss, Losses, Turn
@@ -22,6 +22,7 @@ from jaxunet.training.logs import Logs, read_metrics
 from jaxunet.training.step import Metrics
 
 MAX_COLUMNS = 20  # of a sample grid with one column per class
+DDIM_STEPS = 50  # of a sample grid
 
 
 class Outputs:
@@ -157,7 +158,7 @@ class Outputs:
         # One device is enough for a grid, and spares pmap's replicas a second layout.
         generator = Generator(
             self._config,
-            SamplerConfig(name='ddim', steps=t.sample_steps),
+            grid_sampler(self._config),
             batch_size=t.sample_count,
             devices=[self._device],
         )
@@ -167,3 +168,15 @@ class Outputs:
         )
         generator.compile(shapes)
         return generator
+
+
+def grid_sampler(config: Config) -> SamplerConfig:
+    """Returns the sampler of the grids: that of the model's objective, in `train.sample_steps`.
+
+    Where that visits every timestep, DDIM takes its place. 0 steps stand for the sampler's own
+    number of them.
+    """
+    steps = config.train.sample_steps
+    if OBJECTIVE_DEFAULTS[config.diffusion.objective][1] is None:
+        return SamplerConfig(name='ddim', steps=steps or min(DDIM_STEPS, config.diffusion.steps))
+    return SamplerConfig(steps=steps or None)
