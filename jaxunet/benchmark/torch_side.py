@@ -263,6 +263,8 @@ def check(config: Config, mode: str, source: Source) -> None:
         raise UserError('trains the squared error alone, found diffusion.learn_sigma=True')
     if config.data.augment == 'edm':
         raise UserError('augments by flips alone, found data.augment=edm')
+    if config.ema.widths:
+        raise UserError('keeps exponential averages alone, found ema.widths; set it to ()')
     if pipeline.choose_cache(config, source) != 'device':
         raise UserError(
             'keeps its images on the device, found a config that streams them; set '

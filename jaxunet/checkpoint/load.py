@@ -14,6 +14,7 @@ import numpy as np
 from absl import logging
 
 from jaxunet.checkpoint import store as checkpoint
+from jaxunet.checkpoint.averages import pick_weights
 from jaxunet.checkpoint.state import TrainState, get_moments, initial_state
 from jaxunet.config import Config
 from jaxunet.model.unet import Params
@@ -49,8 +50,8 @@ def load_model(
     """Reads a model.
 
     Args:
-      ema: rate of the average to take from a run; '' takes its first, 'none' the weights without
-        averaging. A weight file has one set of weights.
+      ema: rate or width of the average to take from a run; '' takes its first rate, 'none' the
+        weights without averaging (`averages.pick_weights`). A weight file has one set of weights.
       config: architecture of a weight file that does not describe it; default: what the file says,
         or what its shapes show.
       new_attention_order: guided-diffusion's `use_new_attention_order`, for a weight file that does
@@ -86,7 +87,9 @@ def load_model(
 
 def _from_checkpoint(path: str, ema: str) -> Model:
     restored = checkpoint.read(path)
-    params, note = checkpoint.pick_weights(restored.state, restored.config, ema)
+    found = checkpoint.find(path)
+    assert found is not None  # as there is a checkpoint
+    params, note = pick_weights(restored, found[0], ema)
     return Model(
         restored.config,
         params,

@@ -69,7 +69,7 @@ class TrainState:
     Attributes:
       step: batches consumed, those of skipped steps included.
       params: weights, float32.
-      ema: averages of the weights by rate.
+      ema: averages of the weights, by rate and by `EmaConfig.width_names`.
       opt_state: state of `make_optimizer`.
       loss_scale: factor on the loss for float16.
       rng: key data from which each step derives its randomness.
@@ -164,7 +164,10 @@ def start_state(
     return TrainState(
         step=zero,
         params=params,
-        ema={str(rate): jax.tree.map(jnp.copy, params) for rate in config.ema.rates},
+        ema={
+            name: jax.tree.map(jnp.copy, params)
+            for name in (*map(str, config.ema.rates), *config.ema.width_names)
+        },
         opt_state=optimizer.init(params),
         loss_scale=start_loss_scale(config),
         rng=rng,

@@ -26,7 +26,7 @@ from absl import logging
 
 from jaxunet.checkpoint.state import TrainState, init_state, make_optimizer
 from jaxunet.config import Config, diff, resolve, to_dict
-from jaxunet.model.unet import Params, build_unet
+from jaxunet.model.unet import build_unet
 from jaxunet.ops.backends import load_ops
 from jaxunet.runtime.errors import UserError
 from jaxunet.weights.names import parameter_shapes
@@ -35,7 +35,14 @@ FOLDER = 'checkpoints'
 # Prefixes of the fields that give the arrays of a checkpoint their shape or meaning, and of the
 # choice of the images that a run has never trained on. A run that resumes may change any other
 # field, and those model fields that matter in training alone.
-FIXED_FIELDS = ('model.', 'diffusion.', 'ema.rates', 'optimizer.name', 'data.holdout')
+FIXED_FIELDS = (
+    'model.',
+    'diffusion.',
+    'ema.rates',
+    'ema.widths',
+    'optimizer.name',
+    'data.holdout',
+)
 FREE_MODEL_FIELDS = ('model.dropout', 'model.label_dropout', 'model.remat')
 MAX_REASON = 400  # characters of a library's error message that are shown
 
@@ -379,21 +386,3 @@ def read(path: str | pathlib.Path) -> Restored:
     if restored is None:
         raise UserError(f'{workdir / FOLDER}: no finished checkpoint in it yet')
     return restored
-
-
-def pick_weights(state: TrainState, config: Config, ema: str) -> tuple[Params, str]:
-    """Returns the weights to use, and a note that names them.
-
-    Args:
-      ema: a rate of the run, '' for its first rate, or 'none' for the weights without averaging.
-
-    Raises:
-      UserError: the run keeps no such rate.
-    """
-    if ema == 'none':
-        return state.params, 'the parameters without averaging'
-    rates = [str(rate) for rate in config.ema.rates]
-    rate = str(float(ema)) if ema.replace('.', '', 1).isdigit() else ema or rates[0]
-    if rate not in state.ema:
-        raise UserError(f'--ema: expected one of {", ".join(rates)} or none, found {ema!r}')
-    return state.ema[rate], f'the average with rate {rate}'

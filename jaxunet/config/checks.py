@@ -55,6 +55,7 @@ POSITIVE = (
     'loss.p2_k',
     'loss.uncertainty_features',
     'loss.uncertainty_learning_rate',
+    'ema.widths',
     'timesteps.history',
     'timesteps.speed_k',
     'timesteps.policy_every',
@@ -97,6 +98,7 @@ NOT_NEGATIVE = (
     'train.sample_steps',
     'train.evaluate_every',
     'train.holdout_every',
+    'ema.snapshot_every',
     'evaluation.steps',
     'evaluation.guidance_scale',
 )

@@ -2,21 +2,30 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterator
 
 from jaxunet.config.schema import Config
 from jaxunet.runtime.errors import near_misses
 
-# Fields of `train` that must be multiples of `train.steps_per_call`.
+# Fields that must be multiples of `train.steps_per_call`.
 STEP_COUNTS = (
-    'steps',
-    'log_every',
-    'sample_every',
-    'evaluate_every',
-    'holdout_every',
-    'checkpoint_every',
+    'train.steps',
+    'train.log_every',
+    'train.sample_every',
+    'train.evaluate_every',
+    'train.holdout_every',
+    'train.checkpoint_every',
+    'ema.snapshot_every',
 )
+# The widest power function that averages have: the plain mean over the run.
+MAX_WIDTH = 12**-0.5
 METRICS = ('fid', 'kid', 'precision', 'recall', 'copies', 'inception_score')
+
+
+def step_counts(config: Config) -> dict[str, int]:
+    """Returns the values of the fields `STEP_COUNTS`; 0 where a thing is never done."""
+    return {name: operator.attrgetter(name)(config) for name in STEP_COUNTS}
 
 
 def check_relations(config: Config) -> list[str]:
@@ -129,6 +138,20 @@ def _ema(config: Config) -> Iterator[str]:
         yield 'ema.rates: expected at least one rate, found (); (0.0,) keeps a copy of the weights'
     if len(set(rates)) < len(rates):
         yield f'ema.rates: expected distinct rates, found {rates}'
+    widths = config.ema.widths
+    if len(set(widths)) < len(widths):
+        yield f'ema.widths: expected distinct widths, found {widths}'
+    for width in widths:
+        if width >= MAX_WIDTH:
+            yield f'ema.widths: expected less than {MAX_WIDTH:.4f} (1/√12), found {width}'
+    for rate in rates if widths else ():
+        if 0 < rate < MAX_WIDTH:
+            yield (
+                f'ema.rates: {rate} could be mistaken for a width by --ema; beside ema.widths, '
+                f'use rates above {MAX_WIDTH:.4f}'
+            )
+    if config.ema.snapshot_every and not widths:
+        yield f'ema.snapshot_every: {config.ema.snapshot_every} needs ema.widths'
 
 
 def _train(config: Config) -> Iterator[str]:
@@ -151,12 +174,10 @@ def _train(config: Config) -> Iterator[str]:
             f'train.holdout_every: {t.holdout_every} is not a multiple of train.log_every '
             f'({t.log_every})'
         )
-    for name in STEP_COUNTS if t.steps_per_call else ():
-        count = getattr(t, name)
+    for name, count in step_counts(config).items() if t.steps_per_call else ():
         if count % t.steps_per_call:
             yield (
-                f'train.{name}: {count} is not a multiple of train.steps_per_call '
-                f'({t.steps_per_call})'
+                f'{name}: {count} is not a multiple of train.steps_per_call ({t.steps_per_call})'
             )
 
 

@@ -161,10 +161,19 @@ class OptimizerConfig:
 
 @dataclass(frozen=True)
 class EmaConfig:
-    """Exponential moving averages of the weights."""
+    """Moving averages of the weights: exponential ones, and power functions of the time."""
 
     rates: tuple[float, ...] = (0.995,)  # one average per rate; sampling uses the first
     warmup: bool = True  # decay = min(rate, (1 + n) / (10 + n)) after n steps
+    # Widths (sigma_rel) of power-function averages, such as (0.05, 0.10). A run with any keeps
+    # snapshots of them, from which an average of another width can be had after training.
+    widths: tuple[float, ...] = ()
+    snapshot_every: int = 0  # optimizer steps between snapshots; 0 = 32 over train.steps
+
+    @property
+    def width_names(self) -> dict[str, float]:
+        """The power-function averages: width by the name that it has in the training state."""
+        return {f'width_{width}': width for width in self.widths}
 
 
 @dataclass(frozen=True)

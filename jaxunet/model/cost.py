@@ -75,7 +75,7 @@ def memory(config: Config) -> dict[str, int]:
     residuals = jax.eval_shape(lambda p: jax.vjp(loss, p)[1], shapes)
     return {
         'parameters': size,
-        'averages': size * len(config.ema.rates),
+        'averages': size * (len(config.ema.rates) + len(config.ema.widths)),
         'optimizer': tree_bytes(jax.eval_shape(optax.adam(1e-3).init, params)),
         'gradients': size,
         'activations': max(tree_bytes(residuals) - size, 0),

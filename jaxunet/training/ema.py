@@ -1,4 +1,4 @@
-"""Exponential moving averages of the weights."""
+"""Moving averages of the weights: exponential ones and power functions of the time."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from jaxunet.checkpoint.power_average import exponent
 from jaxunet.model.unet import Params
 
 
@@ -21,3 +22,21 @@ def ema_decay(rate: float, updates: Int[Array, ''], warmup: bool) -> Float[Array
 def update_ema(ema: Params, params: Params, decay: Float[Array, '']) -> Params:
     """Returns decay · ema + (1 - decay) · params."""
     return jax.tree.map(lambda e, p: e + (1 - decay) * (p - e), ema, params)
+
+
+def power_share(width: float, updates: Int[Array, '']) -> Float[Array, '']:
+    """Returns the share 1 − β of the new weights in a power-function average.
+
+    β = (1 − 1/t)^(γ+1) at update t; see `jaxunet.checkpoint.power_average`. In float32, 1 − β
+    itself would lose its digits at large t.
+
+    Args:
+      updates: number of updates before this one, t − 1.
+    """
+    t = updates.astype(jnp.float32) + 1
+    return -jnp.expm1((exponent(width) + 1) * jnp.log1p(-1 / t))
+
+
+def update_power_average(average: Params, params: Params, share: Float[Array, '']) -> Params:
+    """Returns average + share · (params - average)."""
+    return jax.tree.map(lambda a, p: a + share * (p - a), average, params)

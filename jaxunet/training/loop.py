@@ -20,6 +20,7 @@ from absl import logging
 from tqdm import tqdm
 
 from jaxunet.checkpoint import store as checkpoint
+from jaxunet.checkpoint.snapshots import SnapshotWriter, spacing
 from jaxunet.checkpoint.state import TrainState
 from jaxunet.config import Config
 from jaxunet.data.source import Source
@@ -139,6 +140,8 @@ class _Loop:
             else None
         )
         self.checkpoints = checkpoint.Checkpoints(workdir, keep=config.train.keep)
+        self.snapshots: SnapshotWriter | None = None
+        self.snapshot_every = 0
         self.outputs: Outputs | None = None
         self.queue: collections.deque[tuple[int, Metrics]] = collections.deque()
         self.stop = False
@@ -166,6 +169,10 @@ class _Loop:
             del begin  # its state is a second copy of all weights, in this machine's memory
             session.open_stream()
             agree({'the steps per call': session.steps_per_call})
+            if self.main and self.config.ema.widths and not self.milestones:
+                self.snapshot_every = spacing(self.config, session.steps_per_call)
+                self.snapshots = SnapshotWriter(self.workdir, self.config, self.step)
+                stack.callback(self.snapshots.close)
             self.bar = stack.enter_context(
                 progress_bar(total=total, initial=self.step, unit='step', disable=not self.main)
             )
@@ -236,12 +243,15 @@ class _Loop:
         t = self.config.train
         save, sample = self._due(t.checkpoint_every), self._due(t.sample_every)
         evaluate, held_out = self._due(t.evaluate_every), self._due(t.holdout_every)
+        snapshot = self.snapshot_every > 0 and self.step % self.snapshot_every == 0
         milestone = bool(self.milestones_left) and self.clock.seconds >= self.milestones_left[0]
-        if not (save or sample or evaluate or held_out or milestone):
+        if not (save or sample or evaluate or held_out or milestone or snapshot):
             return True
         self._read_metrics(leave=1)
         jax.block_until_ready(self.queue[-1][1])
         self.clock.pause()
+        if snapshot:
+            self._take_snapshot()
         if held_out and self.outputs:
             with self._save_on_error():
                 self.outputs.measure_held_out(self.step, self._averaged_weights())
@@ -316,8 +326,24 @@ class _Loop:
         if self.checkpoints.latest() != self.step:
             self._save()
 
+    def _take_snapshot(self) -> None:
+        """Starts writing a snapshot of the power-function averages."""
+        assert self.snapshots is not None
+        state = self.session.state
+        averages = {name: state.ema[name] for name in self.config.ema.width_names}
+        skipped, averages = self.session.parallel.fetch((state.skipped, averages))
+        self._warn(self.snapshots.write(self.step, self.step - int(skipped), averages))
+
+    def _wait_for_snapshots(self) -> None:
+        if self.snapshots is not None:
+            self._warn(self.snapshots.wait())
+
+    def _warn(self, warning: str) -> None:
+        if warning:
+            self.bar.write(f'warning: {warning}')
+
     def _save(self) -> None:
-        """Starts writing a checkpoint, on process 0.
+        """Starts writing a checkpoint, on process 0, once the snapshots before it are on disk.
 
         A failed write is reported, and the next checkpoint tries again. Only if the last one fails
         does the run end with an error.
@@ -325,6 +351,7 @@ class _Loop:
         if not self.main:
             return
         self.failed_save = ''
+        self._wait_for_snapshots()
         try:
             warning = self.checkpoints.save(
                 self.step,
@@ -335,10 +362,10 @@ class _Loop:
             )
         except checkpoint.CheckpointWriteError as error:
             warning = self.failed_save = str(error)
-        if warning:
-            self.bar.write(f'warning: {warning}')
+        self._warn(warning)
 
     def _finish_saving(self) -> None:
+        self._wait_for_snapshots()
         try:
             self.checkpoints.wait()
         except checkpoint.CheckpointWriteError as error:

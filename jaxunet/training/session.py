@@ -21,7 +21,7 @@ from absl import logging
 
 from jaxunet.checkpoint.state import TrainState, make_optimizer
 from jaxunet.config import Config
-from jaxunet.config.relations import STEP_COUNTS
+from jaxunet.config.relations import step_counts
 from jaxunet.data import pipeline
 from jaxunet.data.source import Source
 from jaxunet.diffusion.process import make_diffusion
@@ -207,16 +207,17 @@ def choose_steps_per_call(config: Config, *, resident: bool, platform: str, star
         return asked
     if platform != 'gpu' or not resident:
         return 1
-    common = math.gcd(start, *(getattr(config.train, name) for name in STEP_COUNTS))
+    counts = step_counts(config)
+    common = math.gcd(start, *counts.values())
     chosen = max(n for n in range(1, MAX_STEPS_PER_CALL + 1) if common % n == 0)
     if chosen > 1:
         logging.info('train.steps_per_call=0: chose %d', chosen)
     else:
         logging.warning(
-            'train.steps_per_call=0: chose 1, as no larger number up to %d divides train.%s and '
+            'train.steps_per_call=0: chose 1, as no larger number up to %d divides %s and '
             'step %d, from which the run resumes',
             MAX_STEPS_PER_CALL,
-            ', '.join(STEP_COUNTS),
+            ', '.join(name for name, count in counts.items() if count),
             start,
         )
     return chosen

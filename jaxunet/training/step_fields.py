@@ -12,6 +12,7 @@ from jaxunet.config.schema import Fields
 # step and do not enter it.
 OUTSIDE = ('init_from', 'evaluation')
 OUTSIDE_FIELDS = {
+    'ema': ('snapshot_every',),
     'data': ('path', 'num_workers', 'cache', 'classes', 'holdout'),
     'train': (
         'steps_per_call',

@@ -20,7 +20,7 @@ from jaxunet.model.unet import Params
 from jaxunet.ops.adamw.operands import Rule
 from jaxunet.ops.backends import fused_update
 from jaxunet.ops.vocabulary import FusedUpdate
-from jaxunet.training.ema import ema_decay, update_ema
+from jaxunet.training.ema import ema_decay, power_share, update_ema, update_power_average
 
 Tree = TypeVar('Tree')
 Scalar = Float[Array, '']
@@ -62,11 +62,11 @@ def _optax_update(config: Config, optimizer: optax.GradientTransformation) -> Up
         updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
         params = optax.apply_updates(state.params, updates)
         with jax.named_scope('ema'):
-            ema = {
-                rate: update_ema(tree, params, decay)
-                for (rate, tree), decay in zip(
-                    state.ema.items(), _decays(config, state), strict=True
-                )
+            decays, shares = _decays(config, state), _power_shares(config, state)
+            ema = {rate: update_ema(state.ema[rate], params, d) for rate, d in decays.items()}
+            ema |= {
+                name: update_power_average(state.ema[name], params, share)
+                for name, share in shares.items()
             }
 
         def if_finite(new: Tree, old: Tree) -> Tree:
@@ -90,6 +90,7 @@ def _fused_update(config: Config, kernels: FusedUpdate) -> Update:
 
     def update(state: TrainState, grads: Params, loss: Scalar, minimised: Scalar) -> Updated:
         adam, empty, scheduled = state.opt_state
+        names = tuple(state.ema)
         grad_norm = jnp.sqrt(kernels.sum_of_squares(grads)) / state.loss_scale.scale
         finite = _all_finite(grad_norm, loss, minimised)
         count = optax.safe_increment(adam.count)
@@ -100,7 +101,7 @@ def _fused_update(config: Config, kernels: FusedUpdate) -> Update:
             state.params,
             adam.mu,
             adam.nu,
-            tuple(state.ema.values()),
+            tuple(state.ema[name] for name in names),
             take=finite,
             factor=factor / state.loss_scale.scale,
             learning_rate=jnp.asarray(schedule(scheduled.count), jnp.float32),
@@ -108,13 +109,13 @@ def _fused_update(config: Config, kernels: FusedUpdate) -> Update:
                 1 - jnp.power(o.betas[0], count.astype(jnp.float32)),
                 1 - jnp.power(o.betas[1], count.astype(jnp.float32)),
             ),
-            follow=[1 - decay for decay in _decays(config, state)],
+            follow=_shares(config, state),
         )
         adam = adam._replace(count=jnp.where(finite, count, adam.count), mu=moved.mu, nu=moved.nu)
         scheduled = scheduled._replace(
             count=jnp.where(finite, optax.safe_increment(scheduled.count), scheduled.count)
         )
-        ema = dict(zip(state.ema, moved.averages, strict=True))
+        ema = dict(zip(names, moved.averages, strict=True))
         return Updated(moved.params, (adam, empty, scheduled), ema, grad_norm, finite)
 
     return update
@@ -128,7 +129,24 @@ def _clip_factor(config: Config, grad_norm: Scalar) -> Scalar:
     return jnp.minimum(1.0, config.optimizer.clip_norm / jnp.maximum(grad_norm, 1e-12))
 
 
-def _decays(config: Config, state: TrainState) -> list[Scalar]:
-    """Returns the decay of each average at this update."""
-    updates = state.step - state.skipped
-    return [ema_decay(float(rate), updates, config.ema.warmup) for rate in state.ema]
+def _decays(config: Config, state: TrainState) -> dict[str, Scalar]:
+    """Returns the decay of each exponential average at this update."""
+    updates, powers = state.step - state.skipped, config.ema.width_names
+    return {
+        rate: ema_decay(float(rate), updates, config.ema.warmup)
+        for rate in state.ema
+        if rate not in powers
+    }
+
+
+def _power_shares(config: Config, state: TrainState) -> dict[str, Scalar]:
+    """Returns the share of the new weights in each power-function average at this update."""
+    updates, powers = state.step - state.skipped, config.ema.width_names
+    return {name: power_share(powers[name], updates) for name in state.ema if name in powers}
+
+
+def _shares(config: Config, state: TrainState) -> list[Scalar]:
+    """Returns the share of the new weights in each average, in the order of `state.ema`."""
+    shares = {rate: 1 - decay for rate, decay in _decays(config, state).items()}
+    shares |= _power_shares(config, state)
+    return [shares[name] for name in state.ema]

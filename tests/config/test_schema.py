@@ -153,6 +153,21 @@ WRONG = [
     ),
     ({'ema': {'rates': ()}}, r'ema.rates: expected at least one rate'),
     ({'ema': {'rates': (0.9, 0.9)}}, r'ema.rates: expected distinct rates'),
+    ({'ema': {'widths': (0.05, 0.05)}}, r'ema.widths: expected distinct widths'),
+    ({'ema': {'widths': (0.29,)}}, r'ema.widths: expected less than 0.2887'),
+    ({'ema': {'widths': (0.0,)}}, r'ema.widths: expected more than 0, found 0.0'),
+    (
+        {'ema': {'rates': (0.2,), 'widths': (0.05,)}},
+        r'ema.rates: 0.2 could be mistaken for a width by --ema',
+    ),
+    ({'ema': {'snapshot_every': 5}}, r'ema.snapshot_every: 5 needs ema.widths'),
+    (
+        {
+            'ema': {'widths': (0.1,), 'snapshot_every': 30},
+            'train': {'steps_per_call': 25, 'checkpoint_every': 400},
+        },
+        r'ema.snapshot_every: 30 is not a multiple of train.steps_per_call \(25\)',
+    ),
     ({'train': {'keep': 0}}, r'train.keep: expected more than 0'),
     (
         {'diffusion': {'steps': 20}},

@@ -24,7 +24,7 @@ def states(backend, steps, scale=1.0, spoil=-1, narrowed=False, **changes):
     config = tiny_config(
         backend=backend,
         optimizer={'weight_decay': 0.1, 'warmup_steps': 3, **changes},
-        ema={'rates': (0.9, 0.99)},
+        ema={'rates': (0.9, 0.99), 'widths': (0.05, 0.1)},
     )
     optimizer = make_optimizer(config)
     state = jax.jit(lambda: init_state(config, build_unet(config, load_ops('xla')), optimizer))()

@@ -1,0 +1,179 @@
+"""Picks the weights of a checkpoint: an average that the run kept, one of any width, or none."""
+
+from __future__ import annotations
+
+import pathlib
+from collections.abc import Sequence
+
+import jax
+import numpy as np
+
+from jaxunet.checkpoint.power_average import (
+    ROUNDING,
+    TOLERANCE,
+    Profiles,
+    allowed_widths,
+    combine,
+    exponent,
+)
+from jaxunet.checkpoint.snapshots import FOLDER, Snapshot, find_snapshots
+from jaxunet.checkpoint.store import Restored
+from jaxunet.config.relations import MAX_WIDTH
+from jaxunet.model.unet import Params
+from jaxunet.runtime.errors import UserError
+
+
+def pick_weights(restored: Restored, workdir: pathlib.Path, ema: str) -> tuple[Params, str]:
+    """Returns the weights to use, and a note that names them.
+
+    Args:
+      workdir: of the run, whose snapshots give widths that the checkpoint does not hold.
+      ema: a rate of the run, a width (see `weights_of_widths`), '' for the run's first rate, or
+        'none' for the weights without averaging. A number that is a rate of the run means the rate.
+
+    Raises:
+      UserError: the run does not have that average.
+    """
+    if ema == 'none':
+        return restored.state.params, 'the parameters without averaging'
+    rates = [str(rate) for rate in restored.config.ema.rates]
+    number = _number(ema)
+    rate = ema or rates[0] if number is None else str(number)
+    if rate in rates:
+        return restored.state.ema[rate], f'the average with rate {rate}'
+    expected = f'one of {", ".join(rates)} or none'
+    if number is None or not 0 < number < MAX_WIDTH:
+        if restored.config.ema.widths:
+            expected = f'{", ".join(rates)} (a rate), a width below {MAX_WIDTH:.4f}, or none'
+        raise UserError(f'--ema: expected {expected}, found {ema!r}')
+    if not restored.config.ema.widths:
+        raise UserError(
+            f'--ema: expected {expected}, found {ema!r}; widths need a run with ema.widths, such '
+            'as (0.05, 0.10), which this one was not'
+        )
+    ((params, note),) = weights_of_widths(restored, workdir, [number])
+    return params, note
+
+
+def weights_of_widths(
+    restored: Restored, workdir: pathlib.Path, widths: Sequence[float]
+) -> list[tuple[Params, str]]:
+    """Returns the power-function averages of these widths at the checkpoint, each with a note.
+
+    A width of `ema.widths` is that of the checkpoint itself. Others are combined from it and from
+    the snapshots up to its step; see `jaxunet.checkpoint.power_average`.
+
+    Raises:
+      UserError: a snapshot is damaged, or they do not allow a width.
+    """
+    state, names = restored.state, restored.config.ema.width_names
+    at_hand = {width: state.ema[name] for name, width in names.items()}
+    missing = [width for width in widths if width not in at_hand]
+    combined = _combined(restored, workdir, at_hand, missing) if missing else {}
+    return [
+        combined[width]
+        if width in combined
+        else (at_hand[width], f'the average of width {width}, as trained')
+        for width in widths
+    ]
+
+
+def _combined(
+    restored: Restored,
+    workdir: pathlib.Path,
+    at_hand: dict[float, Params],
+    widths: Sequence[float],
+) -> dict[float, tuple[Params, str]]:
+    """Returns averages that the checkpoint does not hold, by width, and their notes.
+
+    Args:
+      at_hand: the averages of the checkpoint by width, in float32.
+    """
+    state = restored.state
+    step, updates = int(state.step), int(state.step) - int(state.skipped)
+    snapshots = find_snapshots(workdir, step)
+    if not snapshots or not updates:
+        raise UserError(
+            f'--ema: {widths[0]} needs snapshots, but {workdir / FOLDER} has none up to step '
+            f'{step}; without them only the widths {_listed(at_hand)} can be taken'
+        )
+    kept, rounding = _profiles(snapshots, updates, at_hand)
+    found = combine(kept, rounding, updates, widths)
+    for width, combination in zip(widths, found, strict=True):
+        if not combination.error <= TOLERANCE:
+            ranges = ' and '.join(
+                f'{low} to {high}' if low < high else f'{low}'
+                for low, high in allowed_widths(kept, rounding, updates)
+            )
+            raise UserError(
+                f'--ema: the {len(snapshots)} snapshots up to step {step} do not allow width '
+                f'{width}, whose error would be {combination.error:.1e}; expected '
+                f'{ranges or _listed(at_hand)}'
+            )
+    coefficients = np.stack([combination.coefficients for combination in found])
+    sums = _sum(snapshots, at_hand, coefficients)
+    structure = jax.tree.structure(state.params)
+    return {
+        width: (
+            jax.tree.unflatten(structure, leaves),
+            f'the average of width {width}, from {len(snapshots)} snapshots '
+            f'(predicted error {combination.error:.1e})',
+        )
+        for width, leaves, combination in zip(widths, sums, found, strict=True)
+    }
+
+
+def _profiles(
+    snapshots: Sequence[Snapshot], updates: int, at_hand: dict[float, Params]
+) -> tuple[Profiles, np.ndarray]:
+    """Returns the averages that `_sum` adds, in its order, and their rounding errors."""
+    rows = [
+        (snapshot.updates, exponent(width), ROUNDING[snapshot.dtype])
+        for snapshot in snapshots
+        for width in snapshot.widths
+    ]
+    rows += [(updates, exponent(width), ROUNDING['float32']) for width in at_hand]
+    times, exponents, rounding = np.array(rows, np.float64).T
+    return Profiles(times, exponents), rounding
+
+
+def _sum(
+    snapshots: Sequence[Snapshot], at_hand: dict[float, Params], coefficients: np.ndarray
+) -> list[list[np.ndarray]]:
+    """Returns the leaves of Σ xᵢ θ̂ᵢ for each row x of `coefficients`.
+
+    Reads one snapshot at a time.
+    """
+    column = 0
+    totals: list[list[np.ndarray]] = [
+        [np.zeros(leaf.shape, np.float32) for leaf in jax.tree.leaves(next(iter(at_hand.values())))]
+        for _ in coefficients
+    ]
+
+    def add(leaves: Sequence[np.ndarray], source: str) -> None:
+        nonlocal column
+        if [leaf.shape for leaf in leaves] != [total.shape for total in totals[0]]:
+            raise UserError(f'{source}: holds the weights of another model than the checkpoint')
+        for total, x in zip(totals, coefficients[:, column], strict=True):
+            for i, leaf in enumerate(leaves):
+                total[i] += np.float32(x) * leaf
+        column += 1
+
+    for snapshot in snapshots:
+        arrays = snapshot.read()
+        for width in snapshot.widths:
+            add(arrays[width], str(snapshot.path))
+    for tree in at_hand.values():
+        add(jax.tree.leaves(tree), 'the checkpoint')
+    return totals
+
+
+def _number(text: str) -> float | None:
+    try:
+        return float(text)
+    except ValueError:
+        return None
+
+
+def _listed(at_hand: dict[float, Params]) -> str:
+    return ', '.join(map(str, at_hand))

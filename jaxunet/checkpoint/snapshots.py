@@ -1,0 +1,190 @@
+"""Snapshots of the power-function averages of a run, for averages of other widths afterwards.
+
+A run with `ema.widths` writes `WORKDIR/snapshots/STEP.safetensors` every `ema.snapshot_every` steps
+and keeps all of them. A snapshot holds its averages in float16, half the size of float32: rounding
+them costs 1e-4 to 4e-4 of the weights' norm (see `power_average.combine`), below the 1e-3 that is
+allowed. Averages beyond float16's range stay in float32.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import pathlib
+from collections.abc import Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+
+import jax
+import numpy as np
+import safetensors
+import safetensors.numpy
+
+from jaxunet.checkpoint.power_average import ROUNDING
+from jaxunet.checkpoint.store import checksum
+from jaxunet.config import Config
+from jaxunet.model.unet import Params
+from jaxunet.runtime.errors import UserError
+
+FOLDER = 'snapshots'
+SUFFIX = '.safetensors'
+METADATA = 'snapshot'  # one entry, as the library writes several in any order
+COUNT = 32  # snapshots over a run if `ema.snapshot_every` is 0
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """A snapshot on disk.
+
+    Attributes:
+      step: batches consumed by the run.
+      updates: updates of the weights, which are fewer where steps were skipped.
+      dtype: type of the stored arrays, float16 or float32.
+      checksum: CRC-32 of the arrays, in the order of their names.
+    """
+
+    path: pathlib.Path
+    step: int
+    updates: int
+    widths: tuple[float, ...]
+    dtype: str
+    checksum: int
+
+    def read(self) -> dict[float, list[np.ndarray]]:
+        """Returns the arrays of each average, in tree order, in the type they are stored in.
+
+        Raises:
+          UserError: the file is damaged.
+        """
+        try:
+            arrays = safetensors.numpy.load_file(self.path)
+        except (OSError, ValueError, safetensors.SafetensorError) as error:
+            raise _damaged(self.path, str(error)) from None
+        found = checksum([arrays[name] for name in sorted(arrays)])
+        if found != self.checksum:
+            raise _damaged(self.path, f'checksum: expected {self.checksum:08x}, found {found:08x}')
+        count = len(arrays) // len(self.widths)
+        return {width: [arrays[_name(width, i)] for i in range(count)] for width in self.widths}
+
+
+def spacing(config: Config, steps_per_call: int) -> int:
+    """Returns the steps between snapshots, a multiple of `steps_per_call`; 0 without widths."""
+    if not config.ema.widths:
+        return 0
+    chosen = config.ema.snapshot_every or -(-config.train.steps // COUNT)
+    return -(-chosen // steps_per_call) * steps_per_call
+
+
+def find_snapshots(workdir: pathlib.Path, end: int) -> list[Snapshot]:
+    """Returns the snapshots of a run up to step `end`, oldest first, without those of no update.
+
+    Raises:
+      UserError: a file is damaged.
+    """
+    found = [_header(path) for path in _files(workdir) if int(path.stem) <= end]
+    return sorted((s for s in found if s.updates), key=lambda snapshot: snapshot.step)
+
+
+class SnapshotWriter:
+    """Writes the snapshots of a run, each in a thread beside the training steps.
+
+    Args:
+      start: the step that the run starts from. Later snapshots are deleted: a run that was killed
+        after its last checkpoint has taken steps that it will take again.
+    """
+
+    def __init__(self, workdir: pathlib.Path, config: Config, start: int) -> None:
+        self.folder, self._names = workdir / FOLDER, config.ema.width_names
+        self._pool = ThreadPoolExecutor(1, 'snapshots')
+        self._pending: Future[None] | None = None
+        for path in _files(workdir):
+            if int(path.stem) > start:
+                path.unlink()
+
+    def write(self, step: int, updates: int, averages: Mapping[str, Params]) -> str:
+        """Starts to write a snapshot, after the one before it is written.
+
+        Args:
+          averages: numpy arrays by the names in `EmaConfig.width_names`.
+
+        Returns what went wrong with the one before, or ''.
+        """
+        earlier = self.wait()
+        trees = {width: averages[name] for name, width in self._names.items()}
+        self._pending = self._pool.submit(self._write, step, updates, trees)
+        return earlier
+
+    def wait(self) -> str:
+        """Waits until everything is on disk; returns what went wrong, or ''."""
+        if self._pending is None:
+            return ''
+        pending, self._pending = self._pending, None
+        try:
+            pending.result()
+        except (OSError, safetensors.SafetensorError) as error:
+            return (
+                f'a snapshot of the averages could not be written to {self.folder}: {error}; '
+                'averages of other widths will be less exact'
+            )
+        return ''
+
+    def close(self) -> None:
+        """Waits for a write in progress and ends the thread."""
+        self._pool.shutdown()
+
+    def _write(self, step: int, updates: int, trees: Mapping[float, Params]) -> None:
+        arrays = {
+            _name(width, i): np.asarray(leaf)
+            for width, tree in trees.items()
+            for i, leaf in enumerate(jax.tree.leaves(tree))
+        }
+        limit = float(np.finfo(np.float16).max)
+        fits = all(np.abs(leaf).max() <= limit for leaf in arrays.values())
+        dtype = 'float16' if fits else 'float32'
+        arrays = {name: np.ascontiguousarray(leaf, dtype) for name, leaf in arrays.items()}
+        metadata = {
+            'updates': updates,
+            'widths': list(trees),
+            'dtype': dtype,
+            'checksum': checksum([arrays[name] for name in sorted(arrays)]),
+        }
+        self.folder.mkdir(exist_ok=True)
+        path = self.folder / f'{step}{SUFFIX}'
+        temporary = path.with_suffix('.tmp')
+        try:
+            safetensors.numpy.save_file(arrays, temporary, {METADATA: json.dumps(metadata)})
+            with temporary.open('rb') as file:
+                os.fsync(file.fileno())
+            temporary.replace(path)
+        finally:
+            temporary.unlink(missing_ok=True)
+
+
+def _files(workdir: pathlib.Path) -> Iterator[pathlib.Path]:
+    return (path for path in (workdir / FOLDER).glob(f'*{SUFFIX}') if path.stem.isdigit())
+
+
+def _name(width: float, index: int) -> str:
+    return f'{width}/{index}'
+
+
+def _header(path: pathlib.Path) -> Snapshot:
+    try:
+        with safetensors.safe_open(path, framework='numpy') as file:
+            metadata = json.loads((file.metadata() or {})[METADATA])
+        if metadata['dtype'] not in ROUNDING:
+            raise ValueError(f'dtype {metadata["dtype"]}')
+        return Snapshot(
+            path,
+            int(path.stem),
+            int(metadata['updates']),
+            tuple(map(float, metadata['widths'])),
+            metadata['dtype'],
+            int(metadata['checksum']),
+        )
+    except (OSError, ValueError, TypeError, KeyError, safetensors.SafetensorError) as error:
+        raise _damaged(path, f'{type(error).__name__}: {error}') from None
+
+
+def _damaged(path: pathlib.Path, reason: str) -> UserError:
+    return UserError(f'{path}: damaged snapshot ({reason}); move it away to go without it')

@@ -1,0 +1,212 @@
+"""Averages of any width from the snapshots of a run."""
+
+from __future__ import annotations
+
+import pathlib
+import shutil
+
+import jax
+import numpy as np
+import pytest
+from support.tiny import tiny_config
+
+from jaxunet.checkpoint.load import load_model
+from jaxunet.checkpoint.snapshots import SnapshotWriter, find_snapshots, spacing
+from jaxunet.checkpoint.state import fresh_state
+from jaxunet.checkpoint.store import Checkpoints, checksum, read
+from jaxunet.config import Config
+from jaxunet.data.sources import open_source
+from jaxunet.model.unet import Params
+from jaxunet.runtime.errors import UserError
+from jaxunet.training.loop import train
+
+STEPS = 96
+OTHERS = (0.03, 0.075, 0.15, 0.25)  # widths averaged directly in a second run
+
+
+def config_of(widths: tuple[float, ...], **train: int) -> Config:
+    return tiny_config(
+        ema={'widths': widths},
+        optimizer={'learning_rate': 3e-3, 'schedule': 'constant'},
+        train={'steps': STEPS, 'checkpoint_every': 32, 'log_every': 32} | train,
+        parallel={'devices': 1},
+    )
+
+
+@pytest.fixture(scope='module')
+def source():
+    return open_source('digits:', image_shape=(8, 8, 1))
+
+
+@pytest.fixture(scope='module')
+def finished(source, tmp_path_factory) -> pathlib.Path:
+    workdir = tmp_path_factory.mktemp('run')
+    assert train(config_of((0.05, 0.10)), workdir, source) == STEPS
+    return workdir
+
+
+@pytest.fixture
+def run(finished, tmp_path) -> pathlib.Path:
+    return pathlib.Path(shutil.copytree(finished, tmp_path / 'run'))
+
+
+@pytest.fixture(scope='module')
+def direct(source, tmp_path_factory) -> pathlib.Path:
+    """A run with the same weights and averages of other widths, each updated at every step."""
+    workdir = tmp_path_factory.mktemp('direct')
+    train(config_of(OTHERS), workdir, source)
+    return workdir
+
+
+def flat(tree: Params) -> np.ndarray:
+    return np.concatenate([np.ravel(leaf) for leaf in jax.tree.leaves(tree)]).astype(np.float64)
+
+
+def error(found: Params, wanted: Params) -> float:
+    return float(np.linalg.norm(flat(found) - flat(wanted)) / np.linalg.norm(flat(wanted)))
+
+
+def snapshot_files(workdir: pathlib.Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in (workdir / 'snapshots').iterdir()}
+
+
+def test_a_run_keeps_32_snapshots_in_16_bits(finished) -> None:
+    found = find_snapshots(finished, STEPS)
+    assert [(s.step, s.updates) for s in found] == [(3 * i, 3 * i) for i in range(1, 33)]
+    assert {(s.widths, s.dtype) for s in found} == {((0.05, 0.1), 'float16')}
+    state = read(finished).state
+    parameters = len(flat(state.params))
+    assert found[-1].path.stat().st_size < 2 * 2 * parameters + 20_000
+    last = found[-1].read()
+    for name, width in (('width_0.05', 0.05), ('width_0.1', 0.1)):
+        for got, wanted in zip(last[width], jax.tree.leaves(state.ema[name]), strict=True):
+            np.testing.assert_array_equal(got, wanted.astype(np.float16))
+
+
+def test_any_width_is_the_directly_averaged_one(finished, direct) -> None:
+    state, averages = read(finished).state, read(direct).state.ema
+    for width in OTHERS:
+        model = load_model(str(finished), ema=str(width))
+        wanted = averages[f'width_{width}']
+        assert error(model.params, wanted) <= 1e-3
+        # The averages differ by far more than that.
+        assert min(error(state.ema[name], wanted) for name in ('width_0.05', 'width_0.1')) > 5e-3
+        assert f'the average of width {width}, from 32 snapshots' in model.note
+    kept = load_model(str(finished), ema='0.10')
+    assert checksum(kept.params) == checksum(state.ema['width_0.1'])
+    assert kept.note.endswith('the average of width 0.1, as trained')
+
+
+def test_an_average_is_of_the_checkpoint_that_is_named(finished, direct) -> None:
+    """Later snapshots play no part."""
+    model = load_model(str(finished / 'checkpoints' / '64'), ema='0.075')
+    wanted = read(direct / 'checkpoints' / '64').state.ema['width_0.075']
+    assert error(model.params, wanted) <= 1e-3
+    assert 'from 21 snapshots' in model.note
+
+
+def test_a_resumed_run_has_the_snapshots_of_an_uninterrupted_one(run, source) -> None:
+    wanted = snapshot_files(run)
+    for step in (64, 96):
+        shutil.rmtree(run / 'checkpoints' / str(step))
+    for stale in ('65', '66'):  # beside and in place of one that is written again
+        (run / 'snapshots' / f'{stale}.safetensors').write_bytes(b'of steps that are taken again')
+    assert train(config_of((0.05, 0.10)), run, source) == STEPS
+    assert snapshot_files(run) == wanted
+
+
+def test_skipped_steps_do_not_count_as_updates(tmp_path) -> None:
+    config = config_of((0.05,))
+    writer = SnapshotWriter(tmp_path, config, start=0)
+    tree = {'a': np.array([1.0, 1e5], np.float32)}
+    assert writer.write(3, 0, {'width_0.05': tree}) == ''
+    assert writer.write(6, 2, {'width_0.05': tree}) == ''
+    assert writer.wait() == ''
+    writer.close()
+    (found,) = find_snapshots(tmp_path, 9)
+    assert (found.step, found.updates) == (6, 2)
+    assert found.dtype == 'float32'  # 1e5 is beyond float16
+    np.testing.assert_array_equal(found.read()[0.05][0], tree['a'])
+
+
+def test_a_snapshot_that_cannot_be_written_is_told(tmp_path) -> None:
+    (tmp_path / 'snapshots').write_text('a file is in the way')
+    writer = SnapshotWriter(tmp_path, config_of((0.05,)), start=0)
+    writer.write(3, 3, {'width_0.05': {'a': np.ones(2, np.float32)}})
+    warning = writer.wait()
+    writer.close()
+    assert 'could not be written' in warning
+    assert 'less exact' in warning
+
+
+def test_spacing() -> None:
+    assert spacing(config_of((0.05,), steps=1000), 1) == 32
+    assert spacing(config_of((0.05,), steps=1000), 20) == 40
+    assert spacing(config_of((0.05,)).replace(ema={'snapshot_every': 50}), 10) == 50
+    assert spacing(config_of(()), 1) == 0
+
+
+@pytest.mark.parametrize(
+    ('ema', 'message'),
+    [
+        (
+            '0.01',
+            r'the 32 snapshots up to step 96 do not allow width 0.01, .* 0.02\d to 0.2',
+        ),
+        ('0.28', r'do not allow width 0.28'),
+        ('0.3', r'expected 0.995 \(a rate\), a width below 0.2887, or none, found .0.3.'),
+        ('0.9', r'found .0.9.'),
+        ('nan', r'found .nan.'),
+        ('wide', r'found .wide.'),
+    ],
+)
+def test_averages_that_the_run_does_not_have(ema: str, message: str, finished) -> None:
+    with pytest.raises(UserError, match=r'^--ema: .*' + message):
+        load_model(str(finished), ema=ema)
+
+
+def test_a_run_with_few_or_no_snapshots(run) -> None:
+    files = sorted((run / 'snapshots').iterdir(), key=lambda path: int(path.stem))
+    for path in files[:-1]:
+        path.unlink()
+    with pytest.raises(UserError, match=r'the 1 snapshots? up to .* expected .*0\.05.* and '):
+        load_model(str(run), ema='0.07')
+    files[-1].unlink()
+    with pytest.raises(UserError, match=r'has none up to step 96; .* only the widths 0.05, 0.1'):
+        load_model(str(run), ema='0.07')
+    assert load_model(str(run), ema='0.05').note.endswith('as trained')
+
+
+def damage_payload(path: pathlib.Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[-9] ^= 0xFF
+    path.write_bytes(data)
+
+
+def truncate(path: pathlib.Path) -> None:
+    path.write_bytes(path.read_bytes()[:-100])
+
+
+def garble(path: pathlib.Path) -> None:
+    path.write_bytes(b'not a snapshot')
+
+
+@pytest.mark.parametrize('damage', [damage_payload, truncate, garble])
+def test_a_damaged_snapshot_is_named(damage, run) -> None:
+    path = run / 'snapshots' / '48.safetensors'
+    damage(path)
+    with pytest.raises(UserError, match=r'48\.safetensors: damaged snapshot .*move it away'):
+        load_model(str(run), ema='0.07')
+    path.unlink()
+    assert 'from 31 snapshots' in load_model(str(run), ema='0.07').note
+
+
+def test_runs_without_widths_say_so(tmp_path, source) -> None:
+    config = config_of(())
+    checkpoints = Checkpoints(tmp_path, keep=1)
+    checkpoints.save(0, fresh_state(config), config, 0.0)
+    checkpoints.close()
+    with pytest.raises(UserError, match=r'0.995 or none, found .0.10.; widths need a run with'):
+        load_model(str(tmp_path), ema='0.10')
+    with pytest.raises(UserError, match=r'ema.widths: .* -> '):
+        train(config_of((0.05,), steps=4), tmp_path, source)
