@@ -24,6 +24,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 from absl import logging
 
+from jaxunet.checkpoint.keeping import Scores, preservation_policy
 from jaxunet.checkpoint.state import TrainState, init_state, make_optimizer
 from jaxunet.config import Config, diff, resolve, to_dict
 from jaxunet.model.unet import build_unet
@@ -84,11 +85,23 @@ class Checkpoints:
     """The checkpoints of one workdir.
 
     Args:
-      keep: number of checkpoints to keep; older ones are deleted.
+      keep: number of newest checkpoints to keep; see also `preservation_policy`.
+      keep_every: also keep those at multiples of this many steps; 0 = none.
+      keep_best: also keep this many with the best scores.
+      scores: returns the scores of steps, of which larger ones are better.
       read_only: never change anything on disk.
     """
 
-    def __init__(self, workdir: pathlib.Path, *, keep: int, read_only: bool = False) -> None:
+    def __init__(
+        self,
+        workdir: pathlib.Path,
+        *,
+        keep: int,
+        keep_every: int = 0,
+        keep_best: int = 0,
+        scores: Scores = dict,
+        read_only: bool = False,
+    ) -> None:
         self.workdir, self.read_only = workdir, read_only
         self.folder = (workdir / FOLDER).resolve()
         if not read_only:
@@ -100,7 +113,9 @@ class Checkpoints:
             primary_host=me, active_processes={me}, barrier_sync_key_prefix=f'process{me}'
         )
         options = ocp.CheckpointManagerOptions(
-            max_to_keep=None if read_only else keep,
+            preservation_policy=(
+                None if read_only else preservation_policy(keep, keep_every, keep_best, scores)
+            ),
             enable_async_checkpointing=not read_only,
             read_only=read_only,
             create=False,  # orbax only creates folders for all processes together

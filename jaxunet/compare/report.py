@@ -13,11 +13,11 @@ import numpy as np
 
 from jaxunet.compare.results import Curve, collect, curves, mean_curve, step_costs, time_to
 from jaxunet.compare.runner import Spec
+from jaxunet.config.relations import HIGHER_IS_BETTER
 from jaxunet.metrics.table import general_label
 from jaxunet.profile.report import check_plots
 from jaxunet.runtime import rows
 
-HIGHER_IS_BETTER = ('precision', 'recall', 'inception_score')
 COLUMNS = (
     'method',
     'seed',

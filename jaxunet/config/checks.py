@@ -98,6 +98,8 @@ NOT_NEGATIVE = (
     'train.sample_steps',
     'train.evaluate_every',
     'train.holdout_every',
+    'train.keep_every',
+    'train.keep_best',
     'ema.snapshot_every',
     'evaluation.steps',
     'evaluation.guidance_scale',

@@ -21,6 +21,7 @@ STEP_COUNTS = (
 # The widest power function that averages have: the plain mean over the run.
 MAX_WIDTH = 12**-0.5
 METRICS = ('fid', 'kid', 'precision', 'recall', 'copies', 'inception_score')
+HIGHER_IS_BETTER = ('precision', 'recall', 'inception_score')
 
 
 def step_counts(config: Config) -> dict[str, int]:
@@ -179,6 +180,17 @@ def _train(config: Config) -> Iterator[str]:
             yield (
                 f'{name}: {count} is not a multiple of train.steps_per_call ({t.steps_per_call})'
             )
+    if t.keep_every % t.checkpoint_every:
+        yield (
+            f'train.keep_every: {t.keep_every} is not a multiple of train.checkpoint_every '
+            f'({t.checkpoint_every})'
+        )
+    if t.keep_best and (t.evaluate_every == 0 or t.evaluate_every % t.checkpoint_every):
+        yield (
+            'train.keep_best: needs a checkpoint at every evaluation: set train.evaluate_every to '
+            f'a multiple of train.checkpoint_every ({t.checkpoint_every}), '
+            f'found {t.evaluate_every}'
+        )
 
 
 def _evaluation(config: Config) -> Iterator[str]:

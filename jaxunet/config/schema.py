@@ -196,7 +196,11 @@ class TrainConfig:
     # training images. 0 = never.
     holdout_every: int = 0
     checkpoint_every: int = 400
-    keep: int = 3  # number of checkpoints kept
+    # Checkpoints kept: the last `keep`, those at multiples of `keep_every` steps (0 = none), and
+    # the `keep_best` with the best values of the first of evaluation.metrics.
+    keep: int = 3
+    keep_every: int = 0
+    keep_best: int = 0
     max_bad_steps: int = 20  # stop after this many non-finite steps in a row
 
 

@@ -5,6 +5,7 @@ The fields of `config.evaluation` say how. A line per metric goes to `WORKDIR/ev
 
 from __future__ import annotations
 
+import math
 import pathlib
 from collections.abc import Callable, Sequence
 
@@ -13,9 +14,10 @@ import numpy as np
 from jaxtyping import Int, UInt8
 
 from jaxunet.config import Config
+from jaxunet.config.relations import HIGHER_IS_BETTER
 from jaxunet.data.pixels import Batch
 from jaxunet.data.source import ArraySource, Source
-from jaxunet.metrics.evaluation import Result, check_metrics, compute
+from jaxunet.metrics.evaluation import Result, check_metrics, compute, result_label
 from jaxunet.metrics.features import FeatureNetwork, load_features
 from jaxunet.metrics.sides import image_side, open_side
 from jaxunet.metrics.table import Side, with_reference
@@ -196,6 +198,23 @@ class Evaluator:
         return image_side(
             self.source.name, Colour(self.source), metrics, self.network, batch_size=FEATURE_BATCH
         )
+
+    def scores_of(self, workdir: pathlib.Path) -> Callable[[], dict[int, float]]:
+        """Returns a function that reads a run's scores by step from its evaluation.csv.
+
+        A score is the value of the first of `evaluation.metrics`, negative if smaller is better.
+        """
+        metric = self.config.evaluation.metrics[0]
+        label, sign = result_label(metric, self.network), 1 if metric in HIGHER_IS_BETTER else -1
+
+        def scores() -> dict[int, float]:
+            if not (workdir / FILE).exists():
+                return {}
+            rows = [row for row in read_evaluations(workdir) if row['metric'] == label]
+            found = {int(row['step']): sign * float(row['value']) for row in rows}
+            return {step: score for step, score in found.items() if math.isfinite(score)}
+
+        return scores
 
     def row(self, result: Result, step: int, seconds: float) -> Row:
         """Returns the line of evaluation.csv for a result.

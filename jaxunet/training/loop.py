@@ -139,7 +139,14 @@ class _Loop:
             if config.train.holdout_every and self.main
             else None
         )
-        self.checkpoints = checkpoint.Checkpoints(workdir, keep=config.train.keep)
+        t = config.train
+        self.checkpoints = checkpoint.Checkpoints(
+            workdir,
+            keep=t.keep,
+            keep_every=t.keep_every,
+            keep_best=t.keep_best,
+            scores=self.evaluator.scores_of(workdir) if self.evaluator else dict,
+        )
         self.snapshots: SnapshotWriter | None = None
         self.snapshot_every = 0
         self.outputs: Outputs | None = None

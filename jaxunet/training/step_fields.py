@@ -23,6 +23,8 @@ OUTSIDE_FIELDS = {
         'holdout_every',
         'checkpoint_every',
         'keep',
+        'keep_every',
+        'keep_best',
         'max_bad_steps',
     ),
 }

@@ -168,6 +168,15 @@ WRONG = [
         },
         r'ema.snapshot_every: 30 is not a multiple of train.steps_per_call \(25\)',
     ),
+    (
+        {'train': {'keep_every': 401}},
+        r'train.keep_every: 401 is not a multiple of .* \(400\)',
+    ),
+    ({'train': {'keep_best': 1}}, r'train.keep_best: needs a checkpoint at every evaluation'),
+    (
+        {'train': {'keep_best': 1, 'evaluate_every': 600}},
+        r'train.keep_best: needs .* a multiple of train.checkpoint_every \(400\), found 600',
+    ),
     ({'train': {'keep': 0}}, r'train.keep: expected more than 0'),
     (
         {'diffusion': {'steps': 20}},

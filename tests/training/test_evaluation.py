@@ -10,10 +10,10 @@ import pytest
 from support.tiny import tiny_config
 
 from jaxunet.checkpoint.state import fresh_state
-from jaxunet.checkpoint.store import read
+from jaxunet.checkpoint.store import checksum, read
 from jaxunet.data.sources import open_source
 from jaxunet.metrics.classifier import Architecture, init, to_arrays
-from jaxunet.metrics.evaluation import Result
+from jaxunet.metrics.evaluation import Result, result_label
 from jaxunet.runtime.errors import UserError
 from jaxunet.training.clock import Clock, Milestones
 from jaxunet.training.evaluation import Evaluator, evaluation_table, read_evaluations
@@ -101,6 +101,26 @@ def test_a_run_is_evaluated_on_the_way(mode, features, source, tmp_path):
     assert float(rows[2]['training_seconds']) == pytest.approx(
         float(read_metrics(tmp_path / 'metrics.csv')[-1]['training_seconds']), abs=0.05
     )
+
+
+def test_the_best_checkpoint_stays(features, source, tmp_path, monkeypatch):
+    """And what is evaluated is the average of the first rate."""
+    values, evaluated = iter((5.0, 1.0, 3.0)), []
+
+    def measure(self, params, *_):
+        evaluated.append(checksum(jax.device_get(params)))
+        label = result_label(self.config.evaluation.metrics[0], self.network)
+        return [
+            Result(label, next(values), None, {'num_samples': 10, 'reference': ''}),
+            Result('precision[features=others]', 9.0, None, {}),
+        ]
+
+    monkeypatch.setattr(Evaluator, 'measure', measure)
+    schedule = {'evaluate_every': 2, 'checkpoint_every': 2, 'keep': 1, 'keep_best': 1, 'steps': 6}
+    config = config_of(features, parallel={'devices': 1}, train=schedule)
+    train(config.replace(ema={'rates': (0.9, 0.5)}), tmp_path, source)
+    assert sorted(path.name for path in (tmp_path / 'checkpoints').iterdir()) == ['4', '6']
+    assert evaluated[-1] == checksum(read(tmp_path).state.ema['0.9'])
 
 
 def test_evaluating_takes_no_time_of_training(features, source, tmp_path, monkeypatch):
