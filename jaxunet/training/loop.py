@@ -380,4 +380,5 @@ class _Loop:
 
     def _averaged_weights(self) -> Params:
         """Returns the average that sampling uses, on this process's first device."""
-        return self.session.parallel.local(next(iter(self.session.state.ema.values())))
+        rate = str(self.config.ema.rates[0])
+        return self.session.parallel.local(self.session.state.ema[rate])
