@@ -9,6 +9,10 @@ also be a .png grid of `jaxunet.sample`. For `fid`, either side may be an .npz o
     python -m jaxunet.evaluate --samples samples/ --reference photos.zip --nearest pairs.png
 
 tells which samples repeat a training image, and shows each beside its nearest ones.
+    python -m jaxunet.evaluate --checkpoint runs/photos --ema 0.03,0.05,0.10,0.15 --plot widths.png
+
+draws the samples itself, with each of these averages of the weights, as the section `evaluation` of
+the run's config says.
 """
 
 from __future__ import annotations
@@ -21,7 +25,7 @@ from pathlib import Path
 
 from absl import flags
 
-from jaxunet.config import cli
+from jaxunet.config import cli, split_backend
 from jaxunet.config.relations import METRICS
 from jaxunet.metrics.evaluation import Result, check_metrics, compute
 from jaxunet.metrics.features import FeatureNetwork, load_features
@@ -32,12 +36,12 @@ from jaxunet.metrics.nearest import compare, write
 from jaxunet.metrics.sides import open_side
 from jaxunet.metrics.table import with_reference
 from jaxunet.runtime.errors import UserError
+from jaxunet.training.average_sweep import check_plot, measure_averages, plot
 
 SAMPLES = flags.DEFINE_string(
     'samples',
     None,
     'A folder, archive or .npz of images, a .png grid, or an .npz of statistics.',
-    required=True,
 )
 REFERENCE = flags.DEFINE_string(
     'reference',
@@ -94,7 +98,30 @@ OUTPUT = flags.DEFINE_string(
     'output', None, 'Append the results to this file, one JSON object per line.'
 )
 
+CHECKPOINT = flags.DEFINE_string(
+    'checkpoint',
+    None,
+    'Instead of --samples: a workdir or a checkpoint to draw them from, as the section evaluation '
+    'of its config says; --metrics, --features, --reference, --num_samples and --seed replace the '
+    "run's fields where they are given.",
+)
+EMA = flags.DEFINE_list(
+    'ema',
+    None,
+    'With --checkpoint: the averages to evaluate, each as --ema of jaxunet.sample, such as '
+    "0.03,0.05,0.10,none; default: the run's first rate.",
+)
+PLOT = flags.DEFINE_string(
+    'plot', None, 'With --checkpoint: draw the metrics over the widths of --ema to this .png.'
+)
+BACKEND = flags.DEFINE_string(
+    'backend', None, "With --checkpoint: as config.backend; default: the run's."
+)
+
 MAX_SIDE = 2**16
+# Flags that only one of --samples and --checkpoint has.
+OF_SAMPLES = ('batch_size', 'image_size', 'kid_subsets', 'kid_subset_size', 'write_statistics')
+OF_CHECKPOINTS = ('ema', 'plot', 'backend')
 
 
 def main(argv: Sequence[str]) -> None:
@@ -103,6 +130,10 @@ def main(argv: Sequence[str]) -> None:
     Raises:
       UserError: a wrong flag, path or image.
     """
+    _check_sources()
+    if CHECKPOINT.value:
+        _evaluate_checkpoint(CHECKPOINT.value)
+        return
     metrics = METRIC_NAMES.value if METRIC_NAMES.present or not NEAREST.value else []
     if metrics or not NEAREST.value:
         check_metrics(metrics)
@@ -154,10 +185,58 @@ def _find_nearest(
     return comparison.results
 
 
+def _check_sources() -> None:
+    """Checks that --samples or --checkpoint is given, and no flag that only the other one has."""
+    if bool(SAMPLES.value) == bool(CHECKPOINT.value):
+        found = 'both' if SAMPLES.value else 'none'
+        raise UserError(f'--samples, --checkpoint: expected one of them, found {found}')
+    given, other = ('samples', 'checkpoint') if SAMPLES.value else ('checkpoint', 'samples')
+    for name in OF_CHECKPOINTS if SAMPLES.value else OF_SAMPLES:
+        if flags.FLAGS[name].present:
+            raise UserError(f'--{name}: only --{other} has it; leave it out with --{given}')
+
+
+def _evaluate_checkpoint(path: str) -> None:
+    """Measures the averages of --ema, prints and appends their results, and draws --plot."""
+    if METRIC_NAMES.present:
+        check_metrics(METRIC_NAMES.value)
+    for flag in (OUTPUT, PLOT):
+        if flag.value:
+            _check_writable(flag.name, Path(flag.value).expanduser())
+    if PLOT.value:
+        check_plot(PLOT.value, EMA.value or [])
+    if BACKEND.value is not None:
+        split_backend(BACKEND.value, '--backend')
+    replaced: dict[str, flags.FlagHolder] = {
+        'metrics': METRIC_NAMES,
+        'features': FEATURES,
+        'reference': REFERENCE,
+        'samples': NUM_SAMPLES,
+    }
+    changes = {'seed': SEED, 'backend': BACKEND}
+    cli.enable_compilation_cache()
+    measured = []
+    for found in measure_averages(
+        path,
+        EMA.value or [''],
+        evaluation={name: flag.value for name, flag in replaced.items() if flag.present},
+        changes={name: flag.value for name, flag in changes.items() if flag.present},
+    ):
+        measured.append(found)
+        print(found.note, flush=True)
+        for result in found.results:
+            print(f'  {result.line()}', flush=True)
+        if OUTPUT.value:
+            _append(OUTPUT.value, [json.dumps(row) for row in found.rows])
+    if PLOT.value:
+        plot(measured, Path(PLOT.value).expanduser())
+
+
 def _measure(
     metrics: Sequence[str], compared: Sequence[str], network: FeatureNetwork, size: Size | None
 ) -> list[Result]:
     """Computes `metrics`; `compared` are those that need the reference."""
+    assert SAMPLES.value is not None
     check_metrics(metrics, network)
     options = {'batch_size': BATCH_SIZE.value, 'seed': SEED.value}
     with contextlib.ExitStack() as stack:

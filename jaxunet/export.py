@@ -1,7 +1,7 @@
 """Writes a model's weights for other programs.
 
     python -m jaxunet.export --checkpoint PATH --output model.bin \\
-        [--ema RATE|none] [--with_optimizer]
+        [--ema RATE|WIDTH|none] [--with_optimizer]
 
 unet.cu's generate.py and train_unet read the .bin; .pt and .safetensors use guided-diffusion's
 names.
@@ -31,7 +31,8 @@ OUTPUT = flags.DEFINE_string(
 EMA = flags.DEFINE_string(
     'ema',
     '',
-    "Rate of the EMA weights to write; default: the run's first; none = weights without averaging.",
+    'Average of the weights to write: a rate of the run, or a width such as 0.10, which needs the '
+    "run's snapshots (ema.widths); default: the run's first rate; none = the weights themselves.",
 )
 WITH_OPTIMIZER = flags.DEFINE_bool(
     'with_optimizer', False, "Also write Adam's moments, to continue training; implies --ema=none."

@@ -111,7 +111,8 @@ OUTPUT = flags.DEFINE_string(
 EMA = flags.DEFINE_string(
     'ema',
     '',
-    "Rate of the weight average to use; default: the run's first; none = the weights themselves.",
+    'Average of the weights to use: a rate of the run, or a width such as 0.10, which needs the '
+    "run's snapshots (ema.widths); default: the run's first rate; none = the weights themselves.",
 )
 NEW_ATTENTION_ORDER = flags.DEFINE_bool(
     'new_attention_order',

@@ -18,44 +18,69 @@ from jaxunet.checkpoint.power_average import (
 )
 from jaxunet.checkpoint.snapshots import FOLDER, Snapshot, find_snapshots
 from jaxunet.checkpoint.store import Restored
+from jaxunet.config import Config
 from jaxunet.config.relations import MAX_WIDTH
 from jaxunet.model.unet import Params
 from jaxunet.runtime.errors import UserError
 
 
 def pick_weights(restored: Restored, workdir: pathlib.Path, ema: str) -> tuple[Params, str]:
-    """Returns the weights to use, and a note that names them.
+    """Returns the weights to use, and a note that names them; see `pick_several`."""
+    return pick_several(restored, workdir, [ema])[0]
+
+
+def pick_several(
+    restored: Restored, workdir: pathlib.Path, averages: Sequence[str]
+) -> list[tuple[Params, str]]:
+    """Returns several sets of weights of a checkpoint, each with a note that names it.
 
     Args:
       workdir: of the run, whose snapshots give widths that the checkpoint does not hold.
-      ema: a rate of the run, a width (see `weights_of_widths`), '' for the run's first rate, or
-        'none' for the weights without averaging. A number that is a rate of the run means the rate.
+      averages: each is a rate of the run, a width, '' for the run's first rate, or 'none' for the
+        weights without averaging. A number that is a rate of the run means the rate.
 
     Raises:
-      UserError: the run does not have that average.
+      UserError: the run does not have an average.
     """
-    if ema == 'none':
-        return restored.state.params, 'the parameters without averaging'
-    rates = [str(rate) for rate in restored.config.ema.rates]
+    widths = [width_of(restored.config, ema) for ema in averages]
+    wanted = list(dict.fromkeys(width for width in widths if width is not None))
+    by_width = dict(zip(wanted, _weights_of_widths(restored, workdir, wanted), strict=True))
+    found = []
+    for ema, width in zip(averages, widths, strict=True):
+        if width is not None:
+            found.append(by_width[width])
+        elif ema == 'none':
+            found.append((restored.state.params, 'the parameters without averaging'))
+        else:
+            rate = str(float(ema)) if ema else str(restored.config.ema.rates[0])
+            found.append((restored.state.ema[rate], f'the average with rate {rate}'))
+    return found
+
+
+def width_of(config: Config, ema: str) -> float | None:
+    """Returns the width that `ema` means, or None if it means 'none' or a rate of the run.
+
+    Raises:
+      UserError: it is neither.
+    """
+    rates = [str(rate) for rate in config.ema.rates]
     number = _number(ema)
-    rate = ema or rates[0] if number is None else str(number)
-    if rate in rates:
-        return restored.state.ema[rate], f'the average with rate {rate}'
+    if ema in ('', 'none') or str(number) in rates:
+        return None
     expected = f'one of {", ".join(rates)} or none'
     if number is None or not 0 < number < MAX_WIDTH:
-        if restored.config.ema.widths:
+        if config.ema.widths:
             expected = f'{", ".join(rates)} (a rate), a width below {MAX_WIDTH:.4f}, or none'
         raise UserError(f'--ema: expected {expected}, found {ema!r}')
-    if not restored.config.ema.widths:
+    if not config.ema.widths:
         raise UserError(
             f'--ema: expected {expected}, found {ema!r}; widths need a run with ema.widths, such '
             'as (0.05, 0.10), which this one was not'
         )
-    ((params, note),) = weights_of_widths(restored, workdir, [number])
-    return params, note
+    return number
 
 
-def weights_of_widths(
+def _weights_of_widths(
     restored: Restored, workdir: pathlib.Path, widths: Sequence[float]
 ) -> list[tuple[Params, str]]:
     """Returns the power-function averages of these widths at the checkpoint, each with a note.

@@ -29,7 +29,6 @@ from jaxunet.runtime.errors import UserError
 FOLDER = 'snapshots'
 SUFFIX = '.safetensors'
 METADATA = 'snapshot'  # one entry, as the library writes several in any order
-COUNT = 32  # snapshots over a run if `ema.snapshot_every` is 0
 
 
 @dataclass(frozen=True)
@@ -69,10 +68,7 @@ class Snapshot:
 
 def spacing(config: Config, steps_per_call: int) -> int:
     """Returns the steps between snapshots, a multiple of `steps_per_call`; 0 without widths."""
-    if not config.ema.widths:
-        return 0
-    chosen = config.ema.snapshot_every or -(-config.train.steps // COUNT)
-    return -(-chosen // steps_per_call) * steps_per_call
+    return -(-config.snapshot_every // steps_per_call) * steps_per_call
 
 
 def find_snapshots(workdir: pathlib.Path, end: int) -> list[Snapshot]:

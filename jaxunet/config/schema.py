@@ -269,6 +269,13 @@ class Config:
         levels = range(len(self.model.channel_mult))
         return tuple(level for level in levels if side >> level in self.model.attention_resolutions)
 
+    @property
+    def snapshot_every(self) -> int:
+        """Optimizer steps between snapshots of the averages; 0 without `ema.widths`."""
+        if not self.ema.widths:
+            return 0
+        return self.ema.snapshot_every or -(-self.train.steps // SNAPSHOTS)
+
     def replace(self, **changes: Any) -> Config:
         """Returns a copy with fields changed.
 
@@ -295,7 +302,12 @@ ADDED = (
     'diffusion.edm_sigma_data',
     'diffusion.flow_mean',
     'diffusion.flow_std',
+    'ema.widths',
+    'ema.snapshot_every',
+    'train.keep_every',
+    'train.keep_best',
 )
+SNAPSHOTS = 32  # over a run if `ema.snapshot_every` is 0
 Fields = dict[str, Any]  # values by the name of their field; a section is a dict of its own
 PRECISIONS = ('float32', 'bfloat16', 'float16')
 
@@ -329,11 +341,15 @@ def identity(values: Fields) -> Fields:
     earlier = {new: old.rsplit('.', maxsplit=1)[-1] for old, new in RENAMED.items()}
     defaults = to_dict(Config())
 
+    def is_default(path: str, value: object) -> bool:
+        name, field = path.split('.')
+        return defaults[name][field] == (tuple(value) if isinstance(value, list) else value)
+
     def section(name: str, fields: Fields) -> Fields:
         return {
             earlier.get(f'{name}.{field}', field): value
             for field, value in fields.items()
-            if f'{name}.{field}' not in ADDED or value != defaults[name][field]
+            if f'{name}.{field}' not in ADDED or not is_default(f'{name}.{field}', value)
         }
 
     return {

@@ -91,7 +91,17 @@ def summary(config: Config) -> str:
         f'parameters: {parameter_count(config):,}\n'
         f'GFLOPs per image: {forward:.2f} forward, about {3 * forward:.2f} per training step\n'
         f'memory per device, GiB: {sum(parts.values()) / 2**30:.2f} estimated ({gib})'
+        + _snapshots(config)
     )
+
+
+def _snapshots(config: Config) -> str:
+    """Returns a line about the snapshots of power-function averages; '' if the run keeps none."""
+    if not config.snapshot_every:
+        return ''
+    count = config.train.steps // config.snapshot_every
+    size = 2 * parameter_count(config) * len(config.ema.widths)
+    return f'\nsnapshots on disk: {count} of {size / 2**20:.1f} MiB, {count * size / 2**30:.2f} GiB'
 
 
 def _params(config: Config) -> Params:

@@ -114,7 +114,8 @@ class Evaluator:
     Sample i is the same function of the weights every time, so results differ by the weights alone.
 
     Args:
-      source: the training images: the reference, unless `evaluation.reference` names another.
+      source: the training images: the reference, unless `evaluation.reference` names another; None
+        is then enough.
       devices: of this process; all of them draw samples, the first computes features.
 
     Raises:
@@ -122,7 +123,9 @@ class Evaluator:
         support an option of the sampler.
     """
 
-    def __init__(self, config: Config, source: Source, devices: Sequence[jax.Device]) -> None:
+    def __init__(
+        self, config: Config, source: Source | None, devices: Sequence[jax.Device]
+    ) -> None:
         e = config.evaluation
         self.config, self.source = config, source
         self.network = evaluation_network(config)
@@ -195,6 +198,7 @@ class Evaluator:
                 path, metrics, self.network, 'evaluation.reference', batch_size=FEATURE_BATCH
             ) as (side, _):
                 return side()
+        assert self.source is not None
         return image_side(
             self.source.name, Colour(self.source), metrics, self.network, batch_size=FEATURE_BATCH
         )

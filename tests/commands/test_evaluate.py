@@ -218,6 +218,19 @@ MISTAKES = [
     ),
     (['--samples=S', '--metrics=kid'], '--reference: missing; needed by kid'),
     (
+        ['--samples=S', '--checkpoint=S'],
+        '--samples, --checkpoint: expected one of them, found both',
+    ),
+    (
+        ['--samples=S', '--reference=B', '--ema=0.1'],
+        '--ema: only --checkpoint has it; leave it out',
+    ),
+    (['--checkpoint=S', '--image_size=8'], '--image_size: only --samples has it; leave it out'),
+    (['--checkpoint=S', '--ema=0.1', '--plot=w.png'], '--plot: needs several averages to compare'),
+    (['--checkpoint=S', '--ema=0.1,0.2', '--plot=w.pdf'], '--plot: expected a name that ends in'),
+    (['--checkpoint=S', '--ema=0.1,0.1'], '--ema: 0.1 is given twice'),
+    (['--checkpoint=S'], 'neither a workdir with checkpoints/ nor a checkpoint in one'),
+    (
         ['--samples=S', '--reference=S', '--features=nowhere.npz'],
         '--features: expected inception or a file that ends in .pth',
     ),
@@ -298,5 +311,7 @@ def test_mistakes(tmp_path):
     assert done.returncode == 0, done.stderr
     for (_, message), found in zip(MISTAKES, json.loads(done.stdout.splitlines()[-1]), strict=True):
         assert message in found
-    assert '--samples must have a value' in run(code=2, cache=tmp_path / 'cache')
+    assert '--samples, --checkpoint: expected one of them, found none' in run(
+        code=2, cache=tmp_path / 'cache'
+    )
     assert {p.name for p in tmp_path.iterdir()} <= {'s.npz', 'f.npz', 'images.zip', 'cache'}

@@ -1,0 +1,138 @@
+"""Measures several averages of a run's weights: draws samples with each and computes their metrics.
+
+The section `evaluation` of the run's config says how, unless an option replaces a field of it.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import pathlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import jax
+
+from jaxunet.checkpoint import store as checkpoint
+from jaxunet.checkpoint.averages import pick_several, width_of
+from jaxunet.config import resolve, to_dict
+from jaxunet.config.schema import Fields
+from jaxunet.data.sources import open_images
+from jaxunet.metrics.evaluation import Result
+from jaxunet.runtime.errors import UserError
+from jaxunet.runtime.rows import Row
+from jaxunet.training.evaluation import Evaluator
+
+
+@dataclass(frozen=True)
+class Measured:
+    """The metrics of one average.
+
+    Attributes:
+      ema: the average as it was asked for, or the run's first rate.
+      width: of a power-function average; None for rates and weights without averaging.
+      note: names the weights.
+      rows: one for each result, with everything that it depends on.
+    """
+
+    ema: str
+    width: float | None
+    note: str
+    results: list[Result]
+    rows: list[Row]
+
+
+def measure_averages(
+    path: str, averages: Sequence[str], *, evaluation: Mapping[str, object], changes: Fields
+) -> Iterator[Measured]:
+    """Yields the metrics of each average, as soon as they are computed.
+
+    Args:
+      path: a workdir or one checkpoint in it.
+      averages: as `--ema` of `jaxunet.sample`, each once.
+      evaluation: fields of `evaluation` that replace those of the run.
+      changes: other fields of the config that replace those of the run, such as its backend.
+
+    Raises:
+      UserError: there is no checkpoint, the run does not have an average, or the samples cannot be
+        drawn or compared.
+    """
+    for ema in averages:
+        if averages.count(ema) > 1:
+            raise UserError(f'--ema: {ema or "the default"} is given twice; give it once')
+    restored = checkpoint.read(path)
+    found = checkpoint.find(path)
+    assert found is not None  # as there is a checkpoint
+    fields = to_dict(restored.config) | changes
+    config = resolve(fields | {'evaluation': fields['evaluation'] | dict(evaluation)})
+    weights = pick_several(restored, found[0], averages)
+    source = None if config.evaluation.reference else open_images(config)
+    evaluator = Evaluator(config, source, jax.local_devices())
+    first_rate = str(config.ema.rates[0])
+    step, seconds = int(restored.state.step), restored.seconds
+    for ema, (params, note) in zip(averages, weights, strict=True):
+        results = evaluator.measure(params)
+        assert results is not None  # as nothing stops it
+        width = width_of(config, ema)
+        named: Row = {
+            'checkpoint': path,
+            'ema': ema or first_rate,
+            'width': width,
+            'weights': note,
+        }
+        rows = [named | evaluator.row(result, step, seconds) for result in results]
+        yield Measured(ema or first_rate, width, note, results, rows)
+
+
+def check_plot(path: str, averages: Sequence[str]) -> None:
+    """Checks that `plot` can draw, before the samples are drawn.
+
+    Raises:
+      UserError: it cannot.
+    """
+    if not path.lower().endswith('.png'):
+        raise UserError(f'--plot: expected a name that ends in .png, found {path!r}')
+    if len(averages) < 2:
+        raise UserError('--plot: needs several averages to compare, such as --ema=0.05,0.10,0.15')
+    if importlib.util.find_spec('matplotlib') is None:
+        raise UserError(
+            '--plot: needs matplotlib, which is not installed; pip install "jaxunet[plots]", or '
+            'leave the flag out'
+        )
+
+
+def plot(measured: Sequence[Measured], path: pathlib.Path) -> None:
+    """Draws each metric over the width; other averages are horizontal lines.
+
+    Raises:
+      UserError: the file cannot be written.
+    """
+    from matplotlib.figure import Figure  # noqa: PLC0415
+
+    labels = [result.label for result in measured[0].results]
+    figure = Figure(figsize=(1 + 5 * len(labels), 4.2), layout='constrained')
+    panels = figure.subplots(1, len(labels), squeeze=False)[0]
+    swept = sorted((m for m in measured if m.width is not None), key=lambda m: m.width or 0.0)
+    others = [m for m in measured if m.width is None]
+    for i, (panel, label) in enumerate(zip(panels, labels, strict=True)):
+        panel.errorbar(
+            [m.width for m in swept],
+            [m.results[i].value for m in swept],
+            yerr=[m.results[i].std or 0.0 for m in swept],
+            marker='o',
+            capsize=3,
+            label='power function',
+        )
+        for other, style in zip(others, ('--', ':', '-.') * len(others), strict=False):
+            text = 'without averaging' if other.ema == 'none' else f'rate {other.ema}'
+            panel.axhline(other.results[i].value, color='grey', linestyle=style, label=text)
+        panel.set_xlabel('width of the average (sigma_rel)')
+        panel.set_ylabel(label)
+        panel.grid(alpha=0.3)
+        panel.set_axisbelow(True)
+        if others:
+            panel.legend(fontsize='small')
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        figure.savefig(path, dpi=110)
+    except (OSError, ValueError) as error:
+        raise UserError(f'--plot: {path}: cannot be written: {error}') from None

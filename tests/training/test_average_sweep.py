@@ -1,0 +1,101 @@
+"""Averages of several widths against a metric."""
+
+from __future__ import annotations
+
+import json
+import os
+import pathlib
+import subprocess
+import sys
+
+import jax
+import numpy as np
+import pytest
+from PIL import Image
+from support.settings import QUICK
+from support.tiny import tiny_config
+
+from jaxunet.checkpoint.load import load_model
+from jaxunet.data.sources import open_source
+from jaxunet.metrics.classifier import Architecture, init, to_arrays
+from jaxunet.runtime.errors import UserError
+from jaxunet.training.average_sweep import measure_averages
+from jaxunet.training.evaluation import Evaluator
+from jaxunet.training.loop import train
+
+FIELDS = {'samples': 10, 'batch_size': 10, 'steps': 2}
+
+
+@pytest.fixture(scope='module')
+def source():
+    return open_source('digits:', image_shape=(8, 8, 1))
+
+
+@pytest.fixture(scope='module')
+def features(tmp_path_factory) -> pathlib.Path:
+    """A file of features that nobody trained."""
+    architecture = Architecture(8, 8, 2, 10, (0.5, 0.5, 0.5), (0.5, 0.5, 0.5))
+    params, statistics = init(architecture, jax.random.key(0))
+    path = tmp_path_factory.mktemp('features') / 'random.npz'
+    arrays = to_arrays(architecture, params, statistics, np.ones(4), {'reference': 'nothing'})
+    np.savez(path, jaxunet_features=np.array('classifier'), **arrays)
+    return path
+
+
+@pytest.fixture(scope='module')
+def run(source, tmp_path_factory) -> pathlib.Path:
+    workdir = tmp_path_factory.mktemp('run')
+    config = tiny_config(
+        ema={'widths': (0.05, 0.10)},
+        train={'steps': 32, 'checkpoint_every': 32, 'log_every': 32},
+        evaluation=FIELDS,
+        parallel={'devices': 1},
+    )
+    train(config, workdir, source)
+    return workdir
+
+
+def test_a_sweep_writes_rows_and_a_plot(run, features, source, tmp_path) -> None:
+    rows_path, plot_path = tmp_path / 'rows.jsonl', tmp_path / 'widths.png'
+    command = [
+        sys.executable, '-m', 'jaxunet.evaluate', f'--checkpoint={run}', f'--features={features}',
+        '--ema=0.05,0.15,none', '--metrics=fid,precision', '--num_samples=12', '--seed=3',
+        f'--output={rows_path}', f'--plot={plot_path}',
+    ]  # fmt: skip
+    environment = os.environ | {'XLA_FLAGS': QUICK, 'JAX_PLATFORMS': 'cpu'}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert 'the average of width 0.15, from 32 snapshots' in done.stdout
+    rows = [json.loads(line) for line in rows_path.read_text().splitlines()]
+    assert [(r['ema'], r['width'], r['metric'].split('[')[0]) for r in rows] == [
+        (ema, width, metric)
+        for ema, width in (('0.05', 0.05), ('0.15', 0.15), ('none', None))
+        for metric in ('frechet_distance', 'precision')
+    ]
+    assert {(r['step'], r['num_samples'], r['sampler'], r['seed']) for r in rows} == {
+        (32, 12, 'ddim', 3)
+    }
+    assert len({r['value'] for r in rows[::2]}) == 3
+    # The same samples, drawn and compared by hand.
+    model = load_model(str(run), ema='0.15')
+    config = model.config.replace(
+        seed=3,
+        evaluation={'samples': 12, 'metrics': ('fid', 'precision'), 'features': str(features)},
+    )
+    by_hand = Evaluator(config, source, jax.local_devices()[:1]).measure(model.params)
+    assert rows[2]['value'] == pytest.approx(by_hand[0].value, rel=0.01)
+    assert rows[2]['metric'] == by_hand[0].label
+    width, height = Image.open(plot_path).size
+    assert width > 2 * height  # two panels
+
+
+def test_mistakes_are_told_before_samples_are_drawn(run) -> None:
+    def measure(*averages: str, **evaluation: object) -> None:
+        next(measure_averages(str(run), averages, evaluation=evaluation, changes={}))
+
+    with pytest.raises(UserError, match=r'--ema: 0.1 is given twice'):
+        measure('0.1', '0.2', '0.1')
+    with pytest.raises(UserError, match=r'do not allow width 0.001'):
+        measure('0.1', '0.001')
+    with pytest.raises(UserError, match=r'evaluation.metrics: expected some of'):
+        measure('0.1', metrics=('speed',))
