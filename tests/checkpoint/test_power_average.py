@@ -123,6 +123,19 @@ def test_a_kept_average_is_taken_as_it_is(walk: np.ndarray) -> None:
     np.testing.assert_allclose(found.coefficients, wanted, atol=1e-6)
 
 
+@pytest.mark.parametrize(
+    ('count', 'low', 'high'),
+    [(8, 0.044, 0.143), (16, 0.033, 0.241), (32, 0.024, 0.271), (64, 0.020, 0.286)],
+)
+def test_the_ranges_in_the_documentation(count: int, low: float, high: float) -> None:
+    times = np.repeat(np.arange(1, count + 1) * 40000 // count, 2).astype(np.float64)
+    times, exponents = np.append(times, [40000] * 2), np.array([exponent(w) for w in KEPT])
+    rounding = np.full(len(times), ROUNDING['float16'])
+    rounding[-2:] = ROUNDING['float32']
+    kept = Profiles(times, np.tile(exponents, count + 1))
+    assert allowed_widths(kept, rounding, 40000) == [(low, high)]
+
+
 def test_few_snapshots_allow_few_widths(walk: np.ndarray) -> None:
     ranges = [allowed_widths(*kept_averages(walk, n, 'float16')[:2], UPDATES) for n in (1, 8, 16)]
     assert all(any(low <= w <= high for low, high in ranges[0]) for w in KEPT)

@@ -7,7 +7,7 @@ import re
 import pytest
 from support.configs import CONFIGS, load
 
-from jaxunet.config import CHOICES, Config, default_config, diff, resolve, to_dict
+from jaxunet.config import CHOICES, Config, default_config, diff, identity, resolve, to_dict
 from jaxunet.runtime.errors import UserError
 
 
@@ -16,6 +16,14 @@ def test_config_files_resolve(path):
     config = resolve(load(path))
     assert f'--config configs/{path.name}' in path.read_text()  # its docstring gives the command
     assert resolve(json.loads(json.dumps(to_dict(config)))) == config  # as checkpoints store it
+
+
+def test_fields_added_later_with_their_defaults_identify_nothing():
+    stored = json.loads(json.dumps(to_dict(Config())))
+    assert identity(to_dict(Config()))['ema'] == {'rates': (0.995,), 'warmup': True}
+    assert identity(stored)['ema'] == {'rates': [0.995], 'warmup': True}
+    wide = Config().replace(ema={'widths': (0.05,)})
+    assert identity(to_dict(wide))['ema']['widths'] == (0.05,)
 
 
 def test_default_config_has_the_defaults_of_the_schema():
