@@ -120,7 +120,14 @@ BACKEND = flags.DEFINE_string(
 
 MAX_SIDE = 2**16
 # Flags that only one of --samples and --checkpoint has.
-OF_SAMPLES = ('batch_size', 'image_size', 'kid_subsets', 'kid_subset_size', 'write_statistics')
+OF_SAMPLES = (
+    'nearest',
+    'batch_size',
+    'image_size',
+    'kid_subsets',
+    'kid_subset_size',
+    'write_statistics',
+)
 OF_CHECKPOINTS = ('ema', 'plot', 'backend')
 
 

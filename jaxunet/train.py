@@ -131,7 +131,9 @@ def run(config: Config) -> None:
         print(f'{len(source)} images{held} from {config.data.path}; workdir {workdir}', flush=True)
     try:
         # A resumed run no longer needs the weights that it started from.
-        train(config, workdir, source, None if checkpoint.exists(workdir) else load_initial(config))
+        resumes = checkpoint.exists(workdir)
+        initial = None if resumes else load_initial(config, source.class_names)
+        train(config, workdir, source, initial)
     except checkpoint.CheckpointWriteError as error:
         # Written in one piece and on a line of its own, as threads of the storage library may be
         # printing tracebacks at this moment.

@@ -7,6 +7,7 @@ project.
 from __future__ import annotations
 
 import pathlib
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import jax
@@ -15,6 +16,7 @@ from absl import logging
 
 from jaxunet.checkpoint import store as checkpoint
 from jaxunet.checkpoint.averages import pick_weights
+from jaxunet.checkpoint.fine_tune import Side, fit
 from jaxunet.checkpoint.state import TrainState, get_moments, initial_state
 from jaxunet.config import Config
 from jaxunet.model.unet import Params
@@ -46,6 +48,7 @@ def load_model(
     ema: str = '',
     config: Config | None = None,
     new_attention_order: bool | None = None,
+    like: Config | None = None,
 ) -> Model:
     """Reads a model.
 
@@ -56,6 +59,8 @@ def load_model(
         or what its shapes show.
       new_attention_order: guided-diffusion's `use_new_attention_order`, for a weight file that does
         not say; default: False, as in guided-diffusion.
+      like: the config of a run that is to start from the weights, instead of `config`, for what a
+        weight file does not state about its own model.
 
     Raises:
       UserError: nothing there can be read, or an option does not apply to it.
@@ -75,7 +80,7 @@ def load_model(
         return _from_checkpoint(path, ema)
     if ema:
         raise UserError(f'--ema: {path} holds one set of weights; leave the flag out')
-    weights = read_weights(path, config, new_attention_order=new_attention_order)
+    weights = read_weights(path, config, new_attention_order=new_attention_order, like=like)
     return Model(
         weights.config,
         weights.params,
@@ -99,18 +104,36 @@ def _from_checkpoint(path: str, ema: str) -> Model:
     )
 
 
-def load_initial(config: Config) -> TrainState | None:
+def load_initial(config: Config, class_names: Sequence[str] = ()) -> TrainState | None:
     """Returns a state at step 0 with the weights of `config.init_from`; None if that is empty.
 
+    Logs what is kept, what starts fresh and what changes its meaning.
+
+    Args:
+      class_names: names of the labels 0, 1, ... of the run; empty if they are not known.
+
     Raises:
-      UserError: there are no weights there, or they do not fit the model of the config.
+      UserError: there are no weights there, or the config's network cannot start from them.
     """
     if not config.init_from:
         return None
-    path = pathlib.Path(config.init_from)
-    model = load_model(config.init_from, config=None if path.is_dir() else config)
-    check_tree(model.params, config)
-    logging.info('starting from %s', model.note)
+    model = load_model(config.init_from, like=config)
+    fitted = fit(
+        model.params,
+        Side(model.config, model.class_names),
+        Side(config, class_names),
+        config.init_from,
+    )
+    check_tree(fitted.params, config)
     # Of a run, the averaged weights are taken. Its moments belong to the weights it trained.
-    moments = None if path.is_dir() else model.moments
-    return initial_state(config, jax.tree.map(np.asarray, model.params), moments)
+    has_moments = model.moments is not None and not pathlib.Path(config.init_from).is_dir()
+    moments = model.moments if has_moments and fitted.complete else None
+    report = list(fitted.report)
+    if has_moments:
+        report.append(
+            "kept: Adam's moments"
+            if fitted.complete
+            else "left out: Adam's moments, as not all weights are kept"
+        )
+    logging.info('starting from %s:\n  %s', model.note, '\n  '.join(report))
+    return initial_state(config, jax.tree.map(np.asarray, fitted.params), moments)

@@ -30,7 +30,7 @@ from jaxunet.config import Config, diff, resolve, to_dict
 from jaxunet.model.unet import build_unet
 from jaxunet.ops.backends import load_ops
 from jaxunet.runtime.errors import UserError
-from jaxunet.weights.names import parameter_shapes
+from jaxunet.weights.fields import needed_fields
 
 FOLDER = 'checkpoints'
 # Prefixes of the fields that give the arrays of a checkpoint their shape or meaning, and of the
@@ -347,10 +347,9 @@ def check_resumable(saved: Config, now: Config, workdir: pathlib.Path) -> list[s
     if saved.augmentation_inputs != now.augmentation_inputs:
         fixed += [c for c in changes if c.startswith('data.augment:')]
     if fixed:
-        fits = parameter_shapes(saved) == parameter_shapes(now)
         advice = (
             f', or start from its weights with --config.init_from={workdir}'
-            if fits
+            if not needed_fields(saved, now)
             else '; its weights do not fit this model'
         )
         raise UserError(

@@ -239,7 +239,9 @@ class Config:
     # pallas+adamw=cuda (see `split_backend`).
     backend: str = 'auto'
     precision: str = 'float32'  # compute type: float32 | bfloat16 | float16 (dynamic loss scaling)
-    init_from: str = ''  # initial weights: workdir, checkpoint, .bin, .pt or .safetensors
+    # Initial weights: workdir, checkpoint, .bin, .pt or .safetensors. Other classes, image size and
+    # channels are possible (see `jaxunet.checkpoint.fine_tune`).
+    init_from: str = ''
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     model: ModelConfig = field(default_factory=ModelConfig)
     diffusion: DiffusionConfig = field(default_factory=DiffusionConfig)

@@ -9,10 +9,16 @@ import dataclasses
 
 from jaxunet.config import Config
 from jaxunet.diffusion.levels import CONTINUOUS
+from jaxunet.runtime.errors import UserError
 
 Fields = dict[str, object]  # field name -> value
 
 TRAINING_ONLY = ('dropout', 'label_dropout', 'init', 'zero_init', 'remat')
+# Fields of the label table and of the first and last convolution. A run that starts from other
+# weights may change them: these layers start fresh, and the rest of the network does not depend on
+# them.
+REPLACEABLE = ('model.num_classes', 'model.image_channels', 'diffusion.learn_sigma')
+LEVELS = 'model.attention_resolutions (as levels, 0 = full resolution)'
 
 
 def network_fields(config: Config) -> Fields:
@@ -28,7 +34,7 @@ def network_fields(config: Config) -> Fields:
     }
     # Weights know levels, not sides in pixels.
     del fields['model.attention_resolutions']
-    fields['model.attention_resolutions (as levels, 0 = full resolution)'] = config.attention_levels
+    fields[LEVELS] = config.attention_levels
     fields['model.channel_mult'] = tuple(float(mult) for mult in m.channel_mult)
     if m.resblock_updown or len(m.channel_mult) == 1:
         del fields['model.conv_resample']
@@ -61,3 +67,41 @@ def differences(expected: Fields, found: Fields) -> list[str]:
         for name, a in expected.items()
         if name in found and found[name] != a
     ]
+
+
+def needed_fields(theirs: Config, ours: Config) -> list[str]:
+    """Returns what `ours` must set so that a run of it can start from weights of `theirs`.
+
+    Each line is `field=value (now value)`. Empty if the networks differ at most in image size and
+    in the `REPLACEABLE` fields.
+    """
+    expected, found = network_fields(theirs), network_fields(ours)
+    lines = []
+    for name in expected.keys() & found.keys() - set(REPLACEABLE):
+        if expected[name] == found[name]:
+            continue
+        field = name.split(' ')[0].removeprefix('model.')
+        value = getattr(theirs.model, field)
+        if name == LEVELS:  # named by the shorter side of their feature maps, in pixels
+            side = min(ours.image_shape[:2])
+            value = tuple(side >> level for level in theirs.attention_levels)
+        lines.append(f'model.{field}={value} (now {getattr(ours.model, field)})')
+    return sorted(lines)
+
+
+def check_reusable(theirs: Config, ours: Config, source: str) -> None:
+    """Checks that a run of `ours` can start from weights of `theirs`.
+
+    Args:
+      source: begins the message.
+
+    Raises:
+      UserError: the networks differ by more than image size and the `REPLACEABLE` fields. The
+        message lists the fields to set.
+    """
+    if needed := needed_fields(theirs, ours):
+        raise UserError(
+            f'{source}: cannot start this run: only classes, image size, image channels and the '
+            'learned variance may differ from its network. To start from it, set\n  '
+            + '\n  '.join(needed)
+        )

@@ -71,6 +71,7 @@ def read_weights(
     num_heads: int | None = None,
     num_head_channels: int | None = None,
     new_attention_order: bool | None = None,
+    like: Config | None = None,
 ) -> Weights:
     """Reads a weight file.
 
@@ -78,6 +79,8 @@ def read_weights(
 
     Args:
       config: the model that the weights must belong to; None = the file's own.
+      like: the config of a run that is to start from the weights, instead of `config`. The file's
+        own model may differ from it; what a file does not state about its model is taken from it.
       image_size, num_heads, num_head_channels: the model's, for a .pt or .safetensors without our
         metadata, as its shapes do not show them.
       new_attention_order: guided-diffusion's option `use_new_attention_order` of such a file;
@@ -107,8 +110,9 @@ def read_weights(
                 return _from_bin(unetcu.read(str(path), file, config))
             if extension == '.pt':
                 with TorchFile(str(path), file) as state:
-                    return _read_state(state, config, hints, new_attention_order)
-            return _read_state(SafetensorsFile(str(path), file), config, hints, new_attention_order)
+                    return _read_state(state, config, hints, new_attention_order, like)
+            tensors = SafetensorsFile(str(path), file)
+            return _read_state(tensors, config, hints, new_attention_order, like)
     except FileNotFoundError:
         raise UserError(f'{path}: no such file') from None
     except OSError as error:
@@ -136,6 +140,7 @@ def _read_state(
     config: Config | None,
     hints: Hints,
     new_order: bool | None,
+    like: Config | None,
 ) -> Weights:
     path, shapes = state.path, dict(state.shapes)
     moment_shapes = [_take(shapes, prefix) for prefix in MOMENTS]
@@ -144,7 +149,11 @@ def _read_state(
         guided_diffusion.check_against_shapes(own.config, shapes, f'{path}: metadata {METADATA}')
     _check_given(path, config, hints, new_order, own)
     known, assumed = config or own.config, list[str]()
-    if known is None:
+    if known is None and like is not None:
+        known = guided_diffusion.config_like(shapes, path, like)
+        objective = known.diffusion.objective
+        assumed += ["the config's attention heads", f'diffusion.objective={objective}']
+    elif known is None:
         known, assumed = guided_diffusion.infer_config(shapes, path, **hints)
     new = own.new_order if own.new_order is not None else new_order
     if new is None:

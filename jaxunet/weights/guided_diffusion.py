@@ -16,7 +16,7 @@ import numpy as np
 from jaxunet.config import Config, resolve, to_dict
 from jaxunet.config.schema import Fields
 from jaxunet.runtime.errors import UserError
-from jaxunet.weights.fields import differences
+from jaxunet.weights.fields import check_reusable, differences
 from jaxunet.weights.names import (
     BlockNames,
     Entry,
@@ -42,8 +42,10 @@ NAMES = BlockNames(
     },
     attention={'norm': 'norm', 'qkv': 'qkv', 'proj': 'proj_out'},
 )
+HIDDEN = ('num_head_channels', 'label_dropout')  # `Inferred.fields` that are no inference
 USUAL_HEAD_WIDTH = 64  # assumed channels of a head
 USUAL_IMAGE_SIZE = 64  # assumed image side, pixels
+OBJECTIVES = ('epsilon', 'x0')  # that guided-diffusion has; the first is usual
 # Our options that guided-diffusion lacks, with its fixed values.
 FIXED = {
     'model.time_embedding': 'adm',
@@ -244,6 +246,33 @@ def infer_config(
     return config, assumed
 
 
+def config_like(shapes: Mapping[str, Shape], source: str, like: Config) -> Config:
+    """Returns the config of a state dict, with `like`'s values for what the shapes do not show.
+
+    Its objective is one that guided-diffusion has.
+
+    Args:
+      source: begins every message.
+
+    Raises:
+      UserError: another kind of file, or a network from which a run of `like` cannot start.
+    """
+    inferred = infer_model_config(shapes, source)
+    fields = {k: v for k, v in inferred.fields.items() if k not in HIDDEN}
+    side = min(like.image_shape[:2])
+    base, mult = fields['base_channels'], like.model.channel_mult
+    if [int(m * base) for m in mult] == [int(m * base) for m in fields['channel_mult']]:
+        fields['channel_mult'] = mult  # other fractions of the same widths
+    if inferred.attention_levels != like.attention_levels:
+        fields['attention_resolutions'] = tuple(side >> n for n in inferred.attention_levels)
+    diffusion: Fields = {'learn_sigma': inferred.learn_sigma}
+    if like.diffusion.objective not in OBJECTIVES:
+        diffusion['objective'] = OBJECTIVES[0]
+    config = like.replace(model=fields, diffusion=diffusion)
+    check_reusable(config, like, source)
+    return config
+
+
 def check_against_shapes(config: Config, shapes: Mapping[str, Shape], source: str) -> None:
     """Checks a file's config against its shapes, before a network of that size is built.
 
@@ -289,7 +318,7 @@ def check_expressible(config: Config) -> None:
         for name, value in values.items()
         if value != FIXED[name]
     ]
-    if config.diffusion.objective not in ('epsilon', 'x0'):
+    if config.diffusion.objective not in OBJECTIVES:
         problems.append(
             f"diffusion.objective: expected 'epsilon' or 'x0', found {config.diffusion.objective!r}"
         )

@@ -1,0 +1,236 @@
+"""Fits the weights of one model to the network of another config, to start a run from them.
+
+The networks may differ in classes, image size, image channels and the learned variance. The layers
+that depend on these start fresh, drawn from `config.seed`, and everything else is kept. No weight
+depends on the image size. `fit` lists all of it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import numpy as np
+
+from jaxunet.checkpoint.state import fresh_state
+from jaxunet.config import Config
+from jaxunet.diffusion.levels import CONTINUOUS
+from jaxunet.model.unet import Params
+from jaxunet.runtime.errors import listed
+from jaxunet.weights.fields import check_reusable, diffusion_fields
+from jaxunet.weights.names import Path, flatten, parameter_shapes, unflatten
+
+LABELS: Path = ('label_embed', 'embedding')
+CONV_IN, CONV_OUT = 'conv_in', 'conv_out'
+
+
+@dataclass(frozen=True)
+class Fitted:
+    """Weights that fit a config's network.
+
+    Attributes:
+      params: float32 numpy arrays.
+      complete: they are exactly those of the other model.
+      report: one line for each layer that is not simply kept, and for each change of meaning.
+    """
+
+    params: Params
+    complete: bool
+    report: tuple[str, ...]
+
+
+class Side(NamedTuple):
+    """A model whose weights are given, or a run that is to start from them.
+
+    Fields:
+      class_names: names of the labels 0, 1, ...; empty if they are not known.
+    """
+
+    config: Config
+    class_names: Sequence[str]
+
+
+def fit(params: Params, there: Side, here: Side, source: str) -> Fitted:
+    """Fits weights to the network of a run.
+
+    Args:
+      params: the weights of `there`, float32 numpy arrays.
+      source: where they come from, for messages.
+
+    Raises:
+      UserError: the networks differ by more than the module's docstring says. The message lists
+        the config fields to set.
+    """
+    check_reusable(there.config, here.config, source)
+    given = flatten(params)
+    work = _Work(dict(given), there.config, here.config)
+    work.first_convolution()
+    work.last_convolution()
+    work.labels(_real(there.class_names), _real(here.class_names))
+    kept = sum(leaf.size for leaf in work.leaves.values()) - work.fresh_count
+    total = sum(math.prod(shape) for shape in parameter_shapes(here.config).values())
+    report = (
+        f'kept: {kept:,} of {total:,} parameters',
+        *work.report,
+        *_meanings(there.config, here.config),
+    )
+    complete = given.keys() == work.leaves.keys() and all(
+        work.leaves[path] is leaf for path, leaf in given.items()
+    )
+    return Fitted(unflatten(work.leaves), complete, report)
+
+
+@dataclass
+class _Work:
+    """The leaves on their way from one network to the other.
+
+    Attributes:
+      leaves: by path; those of `theirs` at first.
+      report: a line for each layer that is not simply kept.
+      fresh_count: parameters drawn anew so far.
+    """
+
+    leaves: dict[Path, np.ndarray]
+    theirs: Config
+    ours: Config
+    report: list[str] = field(default_factory=list)
+    fresh_count: int = 0
+    _fresh: dict[Path, np.ndarray] = field(default_factory=dict)
+
+    def fresh(self, path: Path) -> np.ndarray:
+        """Returns a copy of a leaf of a fresh network."""
+        if not self._fresh:
+            self._fresh = flatten(fresh_state(self.ours).params)
+        return np.array(self._fresh[path])
+
+    def start_fresh(self, layer: str) -> None:
+        """Replaces a convolution by a fresh one."""
+        for leaf in ('kernel', 'bias'):
+            self.leaves[layer, leaf] = self.fresh((layer, leaf))
+            self.fresh_count += self.leaves[layer, leaf].size
+
+    def first_convolution(self) -> None:
+        """Handles another number of image channels at the input."""
+        there, here = self.theirs.model.image_channels, self.ours.model.image_channels
+        if there != here:
+            self.start_fresh(CONV_IN)
+            self.report.append(
+                f'fresh: {CONV_IN}, the first convolution: {there} image channels there, '
+                f'{here} here'
+            )
+
+    def last_convolution(self) -> None:
+        """Handles another number of outputs: of image channels, or of the learned variance."""
+        there, here = self.theirs.model.image_channels, self.ours.model.image_channels
+        if there != here:
+            self.start_fresh(CONV_OUT)
+            self.report.append(
+                f'fresh: {CONV_OUT}, the last convolution: {there} image channels there, '
+                f'{here} here'
+            )
+            return
+        had, has = self.theirs.diffusion.learn_sigma, self.ours.diffusion.learn_sigma
+        if had == has:
+            return
+        for leaf in ('kernel', 'bias'):
+            value = self.leaves[CONV_OUT, leaf]
+            if has:
+                wider = self.fresh((CONV_OUT, leaf))
+                wider[..., :here] = value
+                self.fresh_count += wider.size - value.size
+            self.leaves[CONV_OUT, leaf] = wider if has else np.array(value[..., :here])
+        self.report.append(
+            f'fresh: the outputs of {CONV_OUT} for the variance (diffusion.learn_sigma); those for '
+            'the image are kept'
+            if has
+            else f'left out: the outputs of {CONV_OUT} for the variance (diffusion.learn_sigma)'
+        )
+
+    def labels(self, their_names: Sequence[str], our_names: Sequence[str]) -> None:
+        """Handles other classes.
+
+        Rows are matched by name if both sides have names. Without names, a table of the same
+        number of classes is kept.
+        """
+        there, here = self.theirs.model.num_classes, self.ours.model.num_classes
+        table = self.leaves.pop(LABELS, None)
+        if here == 0:
+            if table is not None:
+                self.report.append(
+                    f'left out: the label table: {there} classes there, model.num_classes=0 here'
+                )
+            return
+        if table is None:
+            self._fresh_labels('unconditional there')
+            return
+        if their_names and our_names:
+            self._named_labels(table, their_names, our_names)
+        elif there == here:
+            self.leaves[LABELS] = table
+            self.report.append('label table: kept by number, without names for both sides')
+        else:
+            self._fresh_labels(f'{there} classes there, without names for both sides')
+
+    def _fresh_labels(self, reason: str) -> None:
+        self.leaves[LABELS] = self.fresh(LABELS)
+        self.fresh_count += self.leaves[LABELS].size
+        here = self.ours.model.num_classes
+        self.report.append(f'fresh: the label table: {reason}, {here} classes here')
+
+    def _named_labels(
+        self, table: np.ndarray, their_names: Sequence[str], our_names: Sequence[str]
+    ) -> None:
+        """Keeps the rows of classes with the same name, in the order of `our_names`."""
+        here = self.ours.model.num_classes
+        rows = [their_names.index(name) if name in their_names else -1 for name in our_names]
+        rows += [-1] * (here - len(our_names))
+        if rows == list(range(len(table))):
+            self.leaves[LABELS] = table
+            return
+        kept = [name for name in our_names if name in their_names]
+        ours = np.array(rows) >= 0
+        result = np.empty((here, table.shape[1]), np.float32)
+        result[ours] = table[np.array(rows)[ours]]
+        if not ours.all():
+            result[~ours] = self.fresh(LABELS)[~ours]
+        self.leaves[LABELS] = result
+        self.fresh_count += result[~ours].size
+        new = [name for name in our_names if name not in their_names]
+        new += [f'label {i}' for i in range(len(our_names), here)]
+        parts = [f'kept by name: {listed(kept)}'] if kept else []
+        parts += [f'fresh: {listed(new)}'] if new else []
+        if gone := [name for name in their_names if name not in our_names]:
+            parts.append(f'left out: {listed(gone)}')
+        self.report.append(f'label table: {"; ".join(parts)}')
+
+
+def _real(names: Sequence[str]) -> Sequence[str]:
+    """Returns the names, or none if they only number the classes."""
+    return () if all(name == str(i) for i, name in enumerate(names)) else names
+
+
+def _meanings(theirs: Config, ours: Config) -> list[str]:
+    """Returns what the kept weights meant there and mean here."""
+    lines = []
+    if theirs.image_shape[:2] != ours.image_shape[:2]:
+        there, here = ('x'.join(map(str, c.image_shape[:2])) for c in (theirs, ours))
+        lines.append(f'image size: {there} pixels there, {here} here; no weights depend on it')
+    our_fields = diffusion_fields(ours)
+    levels = 'timesteps stand for other noise levels'
+    consequences = {
+        'diffusion.steps': levels,
+        'diffusion.schedule': levels,
+        'diffusion.objective': 'the output of the last layer means something else',
+        'diffusion.edm_sigma_data': 'input and output have other scales',
+    }
+    for name, value in diffusion_fields(theirs).items():
+        if name in our_fields and our_fields[name] != value:
+            lines.append(
+                f'changed: {name}: {value} there, {our_fields[name]} here; {consequences[name]}'
+            )
+    continuous = [c.diffusion.objective in CONTINUOUS for c in (theirs, ours)]
+    if continuous[0] != continuous[1]:
+        lines.append('changed: the time that the network reads stands for other noise levels')
+    return lines
