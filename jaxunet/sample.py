@@ -3,6 +3,11 @@
     python -m jaxunet.sample --checkpoint PATH --num_samples 64 --sampler ddim --steps 50 \\
         --output samples.png
 
+or from a picture, or in a part of it:
+
+    python -m jaxunet.sample --checkpoint PATH --init_image photo.png --strength 0.6
+    python -m jaxunet.sample --checkpoint PATH --init_image photo.png --mask mask.png
+
 PATH is a workdir, one checkpoint in it, or a .bin (unet.cu), .pt (guided-diffusion) or .safetensors
 file.
 
@@ -27,6 +32,7 @@ from jaxunet.checkpoint.store import checksum
 from jaxunet.config import PRECISIONS, Config, DiffusionConfig, cli, resolve, split_backend
 from jaxunet.data.classes import label_of
 from jaxunet.data.images import check_output, save_images
+from jaxunet.data.picture import read_mask, read_picture
 from jaxunet.diffusion.levels import CONTINUOUS
 from jaxunet.model.unet import Params
 from jaxunet.runtime import distributed
@@ -35,6 +41,9 @@ from jaxunet.runtime.progress import progress_bar
 from jaxunet.sampling.generator import Generator
 from jaxunet.sampling.options import SAMPLERS, VARIANCES, SamplerConfig
 from jaxunet.sampling.partial_output import Parts
+from jaxunet.sampling.picture import RESAMPLE as RESAMPLE_DEFAULT
+from jaxunet.sampling.picture import STRENGTH as STRENGTH_DEFAULT
+from jaxunet.sampling.picture import Picture
 from jaxunet.sampling.solvers import SKIP_SCHEDULES
 
 CHECKPOINT = flags.DEFINE_string(
@@ -98,6 +107,33 @@ GUIDANCE_SCALE = flags.DEFINE_float(
     1.0,
     'Classifier-free guidance: 1 = plain conditional; larger values follow the class more closely.',
 )
+INIT_IMAGE = flags.DEFINE_string(
+    'init_image',
+    None,
+    "Start from this picture (SDEdit). It is resized and cropped to the model's size.",
+)
+STRENGTH = flags.DEFINE_float(
+    'strength',
+    None,
+    'With --init_image: amount of noise to start from, above 0 (the picture) to 1 (only noise); '
+    f'default: {STRENGTH_DEFAULT}, or 1 with --mask.',
+)
+MASK = flags.DEFINE_string(
+    'mask',
+    None,
+    'With --init_image: an image of its size; white is redrawn, black kept as it is (RePaint).',
+)
+RESAMPLE = flags.DEFINE_integer(
+    'resample',
+    None,
+    'With --mask: how often each stretch of steps is done, so that what is redrawn fits what is '
+    f'kept; costs as many times the evaluations; 1 = once; default: {RESAMPLE_DEFAULT}.',
+)
+JUMP_LENGTH = flags.DEFINE_integer(
+    'jump_length',
+    None,
+    'With --mask: steps of a stretch that is repeated; default: a twentieth of the steps.',
+)
 SEED = flags.DEFINE_integer(
     'seed', 0, 'Seed of the images; they do not depend on the batch size.', lower_bound=0
 )
@@ -158,6 +194,7 @@ POLL_SECONDS = 0.5  # between two checks for the other processes' samples
 def main(argv: Sequence[str]) -> None:
     """Runs the command; after Ctrl-C it exits with `INTERRUPTED` and keeps finished batches."""
     check_output(OUTPUT.value)
+    check_picture_flags()
     if BACKEND.value is not None:
         split_backend(BACKEND.value, '--backend')
     start = distributed.Start(CLUSTER.value, COORDINATOR.value, PROCESSES.value, PROCESS.value)
@@ -184,7 +221,11 @@ def run() -> None:
     labels = class_labels(config, chosen, count)
     check_guidance(config)
     generator = Generator(
-        config, sampler_config(config), batch_size=min(BATCH_SIZE.value, count), devices=devices()
+        config,
+        sampler_config(config),
+        batch_size=min(BATCH_SIZE.value, count),
+        devices=devices(),
+        picture=picture(config),
     )
     parts = Parts(OUTPUT.value, identity(config, model.params, generator, chosen))
     resume(parts)
@@ -282,6 +323,38 @@ def sampler_config(config: Config) -> SamplerConfig:
     )
 
 
+def check_picture_flags() -> None:
+    """Raises `UserError` if a flag of --init_image or --mask is given without it."""
+    for owner, needy in (
+        (INIT_IMAGE, (STRENGTH, MASK, RESAMPLE, JUMP_LENGTH)),
+        (MASK, (RESAMPLE, JUMP_LENGTH)),
+    ):
+        for flag in needy:
+            if owner.value is None and flag.value is not None:
+                raise UserError(
+                    f'--{flag.name}: needs --{owner.name}, which is not given; '
+                    f'add it or leave --{flag.name} out'
+                )
+
+
+def picture(config: Config) -> Picture | None:
+    """Returns the picture that the flags name; None without --init_image.
+
+    Raises:
+      UserError: a file that cannot be read or does not fit the model.
+    """
+    if INIT_IMAGE.value is None:
+        return None
+    shape = config.image_shape
+    return Picture(
+        read_picture(INIT_IMAGE.value, shape),
+        None if MASK.value is None else read_mask(MASK.value, INIT_IMAGE.value, shape),
+        STRENGTH.value,
+        RESAMPLE.value,
+        JUMP_LENGTH.value,
+    )
+
+
 def process_fields(diffusion: DiffusionConfig) -> dict[str, object]:
     """Returns what of the diffusion process determines samples.
 
@@ -313,6 +386,7 @@ def identity(
     }
     labels = ','.join(map(str, chosen)) or 'every class in turn'
     return {
+        **(generator.schedule.identity if generator.schedule else {}),
         'weights': f'{checksum(params):08x}',
         'image_shape': config.image_shape,
         'precision': config.precision,

@@ -17,6 +17,14 @@ from jaxunet.diffusion.process import make_diffusion
 from jaxunet.model.unet import Params, UNet, build_unet
 from jaxunet.ops.backends import load_ops
 from jaxunet.sampling.options import SamplerConfig
+from jaxunet.sampling.picture import (
+    Canvas,
+    Picture,
+    Schedule,
+    after_evaluation,
+    make_schedule,
+    start_state,
+)
 from jaxunet.sampling.sampler import (
     State,
     guided,
@@ -41,6 +49,11 @@ class Generator:
       batch_size: samples drawn at a time, over all devices; rounded up to a multiple of their
         number.
       devices: local devices that share each batch.
+      picture: a picture to start from; None = start from noise.
+
+    Attributes:
+      sampler: the evaluations in order of execution.
+      schedule: what happens to the picture between them; None without one.
 
     Raises:
       UserError: options that the sampler or the model does not support.
@@ -53,11 +66,16 @@ class Generator:
         *,
         batch_size: int,
         devices: Sequence[jax.Device],
+        picture: Picture | None = None,
     ) -> None:
         self.image_shape = config.image_shape
         self.sampler = make_sampler(
             sampler, make_diffusion(config.diffusion), num_classes=config.model.num_classes
         )
+        self.schedule: Schedule | None = None
+        if picture is not None:
+            self.schedule = make_schedule(self.sampler, picture)
+            self.sampler = self.schedule.sampler
         self.batch_size = -(-batch_size // len(devices)) * len(devices)
         self.conditional = config.model.num_classes > 0
         mesh = Mesh(np.array(devices), ('data',))
@@ -65,9 +83,10 @@ class Generator:
         self._split = NamedSharding(mesh, PartitionSpec('data'))
         model = build_unet(config, load_ops(config.backend, config.precision))
         self._segment = self._jit_segment(model, mesh)
-        self._initial = jax.jit(
-            lambda keys: initial_state(keys, self.image_shape, self.sampler),
-            out_shardings=self._split,
+        self._initial = jax.jit(self._initial_state, out_shardings=self._split)
+        # Not a constant of the program, which would then be compiled anew for every picture.
+        self._canvas = (
+            None if picture is None else jax.device_put(Canvas.of(picture), self._replicated)
         )
         self._compiled: jax.stages.Compiled | None = None
 
@@ -75,10 +94,21 @@ class Generator:
         """Returns the program that runs a range of evaluations on every device's samples."""
 
         def segment(
-            params: Params, state: State, keys: Array, labels: Array, start: Array, stop: Array
+            params: Params,
+            state: State,
+            keys: Array,
+            labels: Array,
+            start: Array,
+            stop: Array,
+            canvas: Canvas | None,
         ) -> State:
             def denoise(x: Array, t: Array, labels: Array | None) -> Array:
                 return model.predict(params, x, t, labels if self.conditional else None)
+
+            def after(x: Array, k: Array) -> Array:
+                assert self.schedule is not None
+                assert canvas is not None
+                return after_evaluation(x, keys, self.schedule, canvas, k)
 
             return run(
                 guided(denoise, labels, self.sampler.config.guidance_scale),
@@ -87,11 +117,12 @@ class Generator:
                 self.sampler,
                 start=start,
                 stop=stop,
+                after=None if canvas is None else after,
             )
 
         # shard_map instead of automatic partitioning: XLA cannot partition hand-written kernels.
         whole, split = PartitionSpec(), PartitionSpec('data')
-        in_specs = (whole, split, split, split, whole, whole)
+        in_specs = (whole, split, split, split, whole, whole, whole)
         mapped = jax.shard_map(
             segment, mesh=mesh, in_specs=in_specs, out_specs=split, check_vma=False
         )
@@ -112,7 +143,7 @@ class Generator:
         )
         bound = jax.device_put(np.int32(0), self._replicated)
         self._compiled = self._segment.lower(
-            params, self._initial(keys), keys, labels, bound, bound
+            params, self._initial(keys, self._canvas), keys, labels, bound, bound, self._canvas
         ).compile()
 
     def __call__(
@@ -149,17 +180,22 @@ class Generator:
         pad = (0, self.batch_size - count)
         labels = np.full(count, -1, np.int32) if labels is None else labels.astype(np.int32)
         keys, padded_labels = self._inputs(seed, np.pad(indices, pad), np.pad(labels, pad))
-        state = self._initial(keys)
+        state = self._initial(keys, self._canvas)
         steps = self.sampler.evaluations
         bounds = np.linspace(0, steps, min(SEGMENTS, steps) + 1).astype(np.int32)
         for start, stop in itertools.pairwise(bounds):
-            state = self._compiled(
-                params, state, keys, padded_labels, *jax.device_put((start, stop), self._replicated)
-            )
+            limits = jax.device_put((start, stop), self._replicated)
+            state = self._compiled(params, state, keys, padded_labels, *limits, self._canvas)
             state.x.block_until_ready()
             if not progress(stop / steps):
                 return None
         return to_uint8(state.x)[:count]
+
+    def _initial_state(self, keys: Array, canvas: Canvas | None) -> State:
+        if canvas is None:
+            return initial_state(keys, self.image_shape, self.sampler)
+        assert self.schedule is not None
+        return start_state(keys, self.schedule, canvas)
 
     def _inputs(self, seed: int, indices: np.ndarray, labels: np.ndarray) -> tuple[Array, Array]:
         keys = sample_keys(seed, indices)

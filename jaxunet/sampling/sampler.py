@@ -59,6 +59,7 @@ Denoiser = Callable[[Images, Times], Output]  # (network's input, time) -> the n
 LabelledDenoiser = Callable[[Images, Times, Int[Array, ' batch']], Output]
 Memory = Literal['', 'x0', 'noise', 'velocity']
 Keys = Key[Array, ' batch']
+After = Callable[[Images, Int[Array, '']], Images]  # (samples, evaluation just made) -> samples
 
 EVERY_LEVEL = (0.0, math.inf)  # churn_range without limits
 
@@ -282,7 +283,9 @@ def _step(
     ]
     if sampler.spaced is not None:
         assert values is not None
-        index = sampler.evaluations - 1 - k
+        # The place of the timestep among those visited; evaluations may repeat.
+        places = np.searchsorted(np.unique(table.timesteps), table.timesteps)
+        index = jnp.asarray(places, jnp.int32)[k]
         log_variance = learned_log_variance(sampler.spaced, values, jnp.full_like(t, index))
         terms += [
             jnp.where(index == 0, 0, jnp.exp(0.5 * log_variance)) * _noise(keys, k + 1, x.shape[1:])
@@ -306,6 +309,7 @@ def run(
     *,
     start: int | Int[Array, ''] = 0,
     stop: int | Int[Array, ''] | None = None,
+    after: After | None = None,
 ) -> State:
     """Runs evaluations start..stop−1 as one loop, whose bounds may be traced.
 
@@ -320,6 +324,7 @@ def run(
       sampler: the constants.
       start: first evaluation.
       stop: end of the range; None = all evaluations.
+      after: changes the samples after each evaluation; None = nothing does.
 
     Raises:
       ValueError: bounds outside 0..E.
@@ -332,9 +337,12 @@ def run(
     ):
         raise ValueError(f'evaluations {start}..{stop} are not within 0..{sampler.evaluations}')
     bounds = jnp.asarray(start, jnp.int32), jnp.asarray(stop, jnp.int32)
-    return jax.lax.fori_loop(
-        *bounds, lambda k, state: _step(denoise, state, keys, sampler, k), state
-    )
+
+    def body(k: Int[Array, ''], state: State) -> State:
+        state = _step(denoise, state, keys, sampler, k)
+        return state if after is None else state._replace(x=after(state.x, k))
+
+    return jax.lax.fori_loop(*bounds, body, state)
 
 
 def sample(

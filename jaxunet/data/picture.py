@@ -1,0 +1,116 @@
+"""Reads one picture, and a mask for it, as the pixels of a model."""
+
+from __future__ import annotations
+
+import io
+import os
+import pathlib
+
+import numpy as np
+from jaxtyping import Bool
+from PIL import Image
+
+from jaxunet.data.pixels import (
+    MAGIC_BYTES,
+    MODES,
+    BadImage,
+    Pixels,
+    Shape,
+    decode,
+    size_of,
+    why_not_image,
+)
+from jaxunet.runtime.errors import UserError
+
+Redraw = Bool[np.ndarray, 'height width']
+
+GREY_MODES = ('1', 'L', 'LA', 'La', 'I', 'F')  # of Pillow; also I;16, I;16B, ...
+WHITE = 128  # least grey value of a mask that means redraw
+
+
+def read_picture(path: str | os.PathLike[str], shape: Shape) -> Pixels:
+    """Returns a picture at a model's size, resized and cropped as training images are.
+
+    Args:
+      shape: (height, width, channels) of the model.
+
+    Raises:
+      UserError: the file cannot be read as an image, or has other channels than the model.
+    """
+    channels = shape[2]
+    if channels not in MODES:
+        raise UserError(
+            f'{path}: a picture has 1 channel (grey) or 3 (RGB), but the model has {channels} '
+            '(model.image_channels)'
+        )
+    data = _read(path)
+    try:
+        found = _channels(data, path)
+        if channels not in found:
+            raise UserError(
+                f'{path}: expected {_named(channels)} as the model has (model.image_channels), '
+                f'found {_named(found[0])}; convert the picture first'
+            )
+        return decode(data, str(path), shape)
+    except BadImage as error:
+        raise UserError(f'{path}: {error.reason}') from None
+
+
+def read_mask(
+    path: str | os.PathLike[str], picture: str | os.PathLike[str], shape: Shape
+) -> Redraw:
+    """Returns which pixels of a picture a mask redraws: those where it is white, 128 or more.
+
+    The mask is resized and cropped as the picture is.
+
+    Args:
+      picture: the picture's file, whose size the mask must have.
+      shape: (height, width, channels) of the model.
+
+    Raises:
+      UserError: a file cannot be read as an image, the mask has another size than the picture, or
+        redraws nothing.
+    """
+    data = _read(path)
+    try:
+        size, expected = size_of(data, str(path)), size_of(_read(picture), str(picture))
+        if size != expected:
+            raise UserError(
+                f'{path}: expected a mask of the size of {picture}, {expected[1]}x{expected[0]} '
+                f'pixels, found {size[1]}x{size[0]}'
+            )
+        redraw = decode(data, str(path), (*shape[:2], 1))[..., 0] >= WHITE
+    except BadImage as error:
+        raise UserError(f'{error.name}: {error.reason}') from None
+    if not redraw.any():
+        raise UserError(
+            f'{path}: nothing to redraw: the mask has no white at {shape[1]}x{shape[0]} pixels; '
+            'white is redrawn, black is kept'
+        )
+    return redraw
+
+
+def _read(path: str | os.PathLike[str]) -> bytes:
+    try:
+        data = pathlib.Path(path).read_bytes()
+    except OSError as error:
+        raise UserError(f'{path}: cannot be read: {error.strerror or error}') from None
+    if reason := why_not_image(data[:MAGIC_BYTES], len(data)):
+        raise UserError(f'{path}: {reason}; expected a PNG, JPEG or other image file')
+    return data
+
+
+def _channels(data: bytes, path: str | os.PathLike[str]) -> tuple[int, ...]:
+    """Returns the channels that an image file stands for; a palette may be grey or RGB."""
+    try:
+        with Image.open(io.BytesIO(data)) as image:
+            mode = image.mode
+    except Exception as error:  # Pillow raises nearly everything on damaged files
+        raise BadImage(str(path), f'cannot be decoded: {type(error).__name__}') from None
+    if mode.startswith('P'):
+        return 3, 1
+    return (1,) if mode in GREY_MODES or mode.startswith('I;') else (3,)
+
+
+def _named(channels: int) -> str:
+    return f'{channels} channel (grey)' if channels == 1 else f'{channels} channels (RGB)'

@@ -1,0 +1,291 @@
+"""Samples that start from a picture (SDEdit) or keep a part of it (RePaint), with any sampler.
+
+Every objective has x = √ᾱ x_0 + √(1 − ᾱ) ε, and both methods need nothing else:
+
+- SDEdit starts from the picture at a noise level below pure noise. The *strength* s of a level is
+  its angle, √ᾱ = cos(s π/2) and √(1 − ᾱ) = sin(s π/2), so that a strength means the same amount of
+  noise for every objective, schedule and sampler. 1 is pure noise.
+- RePaint replaces the known pixels by the picture at the present noise level after every
+  evaluation, with fresh noise. What is redrawn harmonizes with them better if stretches of steps
+  are repeated: the sampler jumps back to a higher noise level, x ← √(ᾱ'/ᾱ) x + √(1 − ᾱ'/ᾱ) z, and
+  goes on from there.
+
+Sources: SDEdit, Meng et al. 2021, arXiv 2108.01073; RePaint, Lugmayr et al. 2022, arXiv 2201.09865,
+algorithm 1 and appendix.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Float, Float64, Int
+
+from jaxunet.data.picture import Redraw
+from jaxunet.data.pixels import Pixels
+from jaxunet.diffusion.levels import signal_and_noise
+from jaxunet.diffusion.process import Images
+from jaxunet.runtime.errors import UserError
+from jaxunet.sampling.sampler import Keys, Sampler, State, initial_noise, initial_state
+from jaxunet.sampling.solvers import Coefficients
+
+Levels = Float64[np.ndarray, ' rows']  # by row of a sampler's table
+Rows = Int[np.ndarray, ' executed']  # rows in order of execution
+Executed = Float64[np.ndarray, ' executed']
+
+STRENGTH = 0.6  # default without a mask
+RESAMPLE = 5  # default with a mask
+JUMPS = 20  # stretches into which the steps are divided by default
+JUMP, KNOWN = 2**31, 2**31 + 1  # streams of noise, beside the numbers of evaluations
+
+
+@dataclass(frozen=True, eq=False)
+class Picture:
+    """A picture to start from.
+
+    Fields:
+      pixels: at the model's size.
+      redraw: pixels to redraw; None = all of them, and none is kept as it is.
+      strength: how much noise to start from, above 0 and at most 1 (pure noise); None = `STRENGTH`,
+        or 1 with `redraw`.
+      resample: how often each stretch of steps is done, 1 = once; needs `redraw`; None = `RESAMPLE`
+        with it.
+      jump_length: steps of a stretch; None = a twentieth of the steps, at least 1.
+    """
+
+    pixels: Pixels
+    redraw: Redraw | None = None
+    strength: float | None = None
+    resample: int | None = None
+    jump_length: int | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class Schedule:
+    """A sampler's evaluations with what happens between them; made by `make_schedule`.
+
+    Fields:
+      picture: what is drawn from.
+      sampler: its evaluations in order of execution; repeated ones occur several times.
+      strength, resample, jump_length: those of `Picture` with defaults filled in.
+      signal, noise: √ᾱ and √(1 − ᾱ) at each evaluation, and those of the image, 1 and 0.
+      draws: number of the known pixels' noise, likewise.
+      scale, raised: the jump x ← scale · x + raised · z after each evaluation; 1 and 0 for none.
+    """
+
+    picture: Picture
+    sampler: Sampler
+    strength: float
+    resample: int
+    jump_length: int
+    signal: Float64[np.ndarray, ' levels']
+    noise: Float64[np.ndarray, ' levels']
+    draws: Int[np.ndarray, ' levels']
+    scale: Executed
+    raised: Executed
+
+    @property
+    def identity(self) -> dict[str, object]:
+        """Everything that determines the samples, beside the sampler, as JSON values."""
+        found: dict[str, object] = {
+            'init_image': _digest(self.picture.pixels),
+            'strength': self.strength,
+        }
+        if self.picture.redraw is not None:
+            found |= {
+                'mask': _digest(self.picture.redraw),
+                'resample': self.resample,
+                'jump_length': self.jump_length,
+            }
+        return found
+
+
+def _digest(pixels: np.ndarray) -> str:
+    return hashlib.sha256(np.ascontiguousarray(pixels).tobytes()).hexdigest()[:16]
+
+
+def make_schedule(sampler: Sampler, picture: Picture) -> Schedule:
+    """Returns the evaluations that redraw a picture.
+
+    They begin at the noise level among the sampler's that is nearest to the strength.
+
+    Raises:
+      UserError: a strength or a number of repetitions out of range.
+    """
+    masked = picture.redraw is not None
+    strength = picture.strength
+    if strength is None:
+        strength = 1.0 if masked else STRENGTH
+    if not 0 < strength <= 1:
+        raise UserError(f'strength: expected more than 0 and at most 1, found {strength}')
+    signal, noise = _levels(sampler)
+    per_step = 2 if sampler.memory in ('noise', 'velocity') else 1  # evaluations of a Heun step
+    angles = np.arctan2(noise, signal)[::per_step] * 2 / np.pi
+    first = 0 if strength == 1 else int(np.argmin(np.abs(angles - strength)))
+    resample, jump = _repetitions(picture, len(angles) - first)
+    rows = _rows(first, angles, per_step, resample, jump)
+    scale, raised = _jumps(signal, noise, rows)
+    # Both evaluations of a Heun step see the known pixels with the same noise.
+    ends = (rows + 1) % per_step == 0
+    return Schedule(
+        picture,
+        _reordered(sampler, rows),
+        strength,
+        resample,
+        jump,
+        signal=np.append(signal[rows], 1.0),
+        noise=np.append(noise[rows], 0.0),
+        draws=np.cumsum(np.append(0, ends)),
+        scale=scale,
+        raised=raised,
+    )
+
+
+def _levels(sampler: Sampler) -> tuple[Levels, Levels]:
+    """Returns √ᾱ and √(1 − ᾱ) at each evaluation."""
+    if sampler.diffusion.continuous:
+        return signal_and_noise(sampler.diffusion.config, np.asarray(sampler.times, np.float64))
+    alphas = sampler.diffusion.alphas_cumprod[sampler.timesteps]
+    return np.sqrt(alphas), np.sqrt(1 - alphas)
+
+
+def _repetitions(picture: Picture, steps: int) -> tuple[int, int]:
+    """Returns `resample` and `jump_length`, checked or with their defaults, for this many steps."""
+    resample, jump = picture.resample, picture.jump_length
+    if picture.redraw is None:
+        for name, value in (('resample', resample), ('jump_length', jump)):
+            if value is not None:
+                raise UserError(f'{name}: {value} needs a mask; leave it out, or give one')
+        return 1, 1
+    if resample is not None and resample < 1:
+        raise UserError(f'resample: expected 1 (no repetition) or more, found {resample}')
+    if jump is not None and not 1 <= jump < max(steps, 2):
+        raise UserError(
+            f'jump_length: expected 1 to {max(steps - 1, 1)}, as {steps} steps start at this '
+            f'strength, found {jump}'
+        )
+    return RESAMPLE if resample is None else resample, jump or max(1, steps // JUMPS)
+
+
+def _rows(first: int, angles: Levels, per_step: int, resample: int, jump: int) -> Rows:
+    """Returns the rows of a sampler's table in the order in which they are run.
+
+    From every `jump`-th step, counted from the last, the sampler goes back by `jump` steps, until
+    the stretch was run `resample` times. With churn, the next steps may start at more noise than
+    one before them, to which no jump leads.
+
+    Args:
+      first: the first step.
+      angles: of the noise levels at which the steps start.
+      per_step: rows of a step; the last step has one.
+    """
+    total = len(angles)
+    left = {
+        step: resample - 1
+        for step in range(total - 1, first + jump - 1, -jump)
+        if angles[step - jump] >= angles[step]
+    }
+    rows, step = list[int](), first
+    while step < total:
+        rows += range(per_step * step, min(per_step * (step + 1), per_step * (total - 1) + 1))
+        step += 1
+        if left.get(step, 0) > 0:
+            left[step] -= 1
+            step -= jump
+    return np.array(rows)
+
+
+def _jumps(signal: Levels, noise: Levels, rows: Rows) -> tuple[Executed, Executed]:
+    """Returns the factors of x and of fresh noise after each row; 1 and 0 where none is a jump."""
+    scale, raised = np.ones(len(rows)), np.zeros(len(rows))
+    for k in np.flatnonzero(np.diff(rows) != 1):
+        arrived, next_row = rows[k] + 1, rows[k + 1]
+        scale[k] = signal[next_row] / signal[arrived]
+        raised[k] = np.sqrt(noise[next_row] ** 2 - (scale[k] * noise[arrived]) ** 2)
+    return scale, raised
+
+
+def _reordered(sampler: Sampler, rows: Rows) -> Sampler:
+    """Returns the sampler that runs these rows of its table.
+
+    A row that does not follow its predecessor has no memory of it. Its x_0 takes the memory's
+    place, which makes the step of DPM-Solver++ first order; steps of Heun begin without memory.
+    """
+    table = sampler.coefficients
+    columns = {field.name: getattr(table, field.name)[rows] for field in dataclasses.fields(table)}
+    forgets = np.diff(rows, prepend=-2) != 1
+    forgotten = np.where(forgets, columns['memory'], 0.0)
+    assert sampler.memory == 'x0' or not forgotten.any()
+    columns |= {'x0': columns['x0'] + forgotten, 'memory': columns['memory'] - forgotten}
+    return dataclasses.replace(
+        sampler, coefficients=Coefficients(**columns), times=sampler.times[rows]
+    )
+
+
+class Canvas(NamedTuple):
+    """A picture as arrays on a device.
+
+    Fields:
+      pixels: in [−1, 1].
+      redraw: 1 where pixels are redrawn; None = everywhere.
+    """
+
+    pixels: Float[Array, '1 height width channels']
+    redraw: Bool[Array, '1 height width 1'] | None
+
+    @classmethod
+    def of(cls, picture: Picture) -> Canvas:
+        """Returns the arrays of a picture, with pixels as in training."""
+        pixels = jnp.asarray(picture.pixels, jnp.float32)[None] / 127.5 - 1
+        redraw = picture.redraw
+        return cls(pixels, None if redraw is None else jnp.asarray(redraw)[None, :, :, None])
+
+
+def start_state(keys: Keys, schedule: Schedule, canvas: Canvas) -> State:
+    """Returns the state before the first evaluation."""
+    _, height, width, channels = canvas.pixels.shape
+    state = initial_state(keys, (height, width, channels), schedule.sampler)
+    if schedule.strength < 1:
+        noise = initial_noise(keys, (height, width, channels))
+        x = float(schedule.signal[0]) * canvas.pixels + float(schedule.noise[0]) * noise
+        state = state._replace(x=x)
+    return state._replace(x=_with_known(state.x, keys, schedule, canvas, jnp.asarray(0)))
+
+
+def after_evaluation(
+    x: Images, keys: Keys, schedule: Schedule, canvas: Canvas, k: Int[Array, '']
+) -> Images:
+    """Returns the samples before the evaluation that follows the k-th one."""
+    if schedule.raised.any():
+        scale, raised = (
+            jnp.asarray(factors, x.dtype)[k] for factors in (schedule.scale, schedule.raised)
+        )
+        x = scale * x + raised * _noise(keys, JUMP, k, x)
+    return _with_known(x, keys, schedule, canvas, k + 1)
+
+
+def _with_known(
+    x: Images, keys: Keys, schedule: Schedule, canvas: Canvas, level: Int[Array, '']
+) -> Images:
+    """Returns x with the known pixels replaced by the picture at a noise level."""
+    if canvas.redraw is None:
+        return x
+    signal, noise = (
+        jnp.asarray(table, x.dtype)[level] for table in (schedule.signal, schedule.noise)
+    )
+    fresh = _noise(keys, KNOWN, jnp.asarray(schedule.draws)[level], x)
+    return jnp.where(canvas.redraw, x, signal * canvas.pixels + noise * fresh)
+
+
+def _noise(keys: Keys, stream: int, draw: Int[Array, ''], like: Images) -> Images:
+    """Returns noise of the shape of `like` that no evaluation of the sampler uses."""
+    fold = jax.random.fold_in
+    _, height, width, channels = like.shape
+    return initial_noise(
+        jax.vmap(lambda key: fold(fold(key, stream), draw))(keys), (height, width, channels)
+    )
