@@ -146,6 +146,17 @@ class Generator:
             params, self._initial(keys, self._canvas), keys, labels, bound, bound, self._canvas
         ).compile()
 
+    def compile_for(self, template: Params) -> None:
+        """Compiles as `compile`, before there are parameters.
+
+        Args:
+          template: their shapes and types, as from `state_template`.
+        """
+        shapes = jax.tree.map(
+            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=self._replicated), template
+        )
+        self.compile(shapes)
+
     def __call__(
         self,
         params: Params,

@@ -1,0 +1,134 @@
+"""Training jobs of `jaxunet.compare.queue`: what is trained, for how long, and how it is measured.
+
+A job file is Python with a function `get_jobs(part, data)` that returns a list of `Job`, the most
+important first. `docs/results/recipes/jobs.py` is one.
+"""
+
+from __future__ import annotations
+
+import runpy
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from ml_collections import ConfigDict
+
+from jaxunet.compare.runner import base_config
+from jaxunet.config import Config, resolve
+from jaxunet.runtime.errors import UserError
+from jaxunet.sampling.options import SamplerConfig
+
+FORM = 'NAME:STEPS or NAME:STEPS:SKIP_SCHEDULE'
+
+
+@dataclass(frozen=True)
+class Job:
+    """A training run and its measurements.
+
+    Fields:
+      case: what is compared, such as an objective.
+      data: short name of the images.
+      config: path of a config file.
+      fields: fields of the config that the job sets, by dotted path.
+      seconds: seconds of training at which the averaged weights are measured, ascending.
+      samplers: `NAME:STEPS` or `NAME:STEPS:SKIP_SCHEDULE`, such as dpmpp_2m:20; each draws
+        `samples` images at each of these times.
+      references: real images, as data.path -> (their name in the rows, metrics to compute).
+      seed: seed of the run and of its samples.
+      samples: images that each sampler draws.
+      batch_size: images drawn at a time.
+      picture: images of the grid that is kept of the first sampler; 0 = none.
+    """
+
+    case: str
+    data: str
+    config: str
+    fields: Mapping[str, object]
+    seconds: tuple[float, ...]
+    samplers: tuple[str, ...]
+    references: Mapping[str, tuple[str, tuple[str, ...]]] = field(default_factory=dict)
+    seed: int = 0
+    samples: int = 2000
+    batch_size: int = 500
+    picture: int = 64
+
+    @property
+    def name(self) -> str:
+        """Name of the job, which its files and messages carry."""
+        return f'{self.data}_{self.case}_seed{self.seed}'
+
+    def load_config(self) -> Config:
+        """Returns the config of the run, which time alone ends (`base_config`).
+
+        Raises:
+          UserError: no such config file, or a field that does not fit.
+        """
+        values = _load(self.config, 'get_config')()
+        if not isinstance(values, ConfigDict):
+            raise UserError(f'{self.name}: {self.config}: get_config() must return a ConfigDict')
+        raw = values.to_dict()
+        for path, value in self.fields.items():
+            *section, last = path.split('.')
+            (raw.setdefault(section[0], {}) if section else raw)[last] = value
+        raw['seed'] = self.seed
+        try:
+            return base_config(resolve(raw).replace(parallel={'devices': 1}))
+        except UserError as error:
+            raise UserError(f'{self.name}: {error}') from None
+
+
+def read_jobs(named: str, data: str) -> list[Job]:
+    """Returns the jobs of a file, checked.
+
+    Args:
+      named: FILE or FILE:PART; `get_jobs` of the file gets the part, '' without one.
+      data: folder of the images, for `get_jobs`.
+
+    Raises:
+      UserError: no such file or part, jobs without a name of their own, or a value out of range.
+    """
+    path, _, part = named.partition(':')
+    jobs = _load(path, 'get_jobs')(part, data)
+    if not isinstance(jobs, list) or not jobs or not all(isinstance(job, Job) for job in jobs):
+        raise UserError(f'--jobs: {named}: expected get_jobs() to return jobs, found {jobs!r}')
+    names = [job.name for job in jobs]
+    for job in jobs:
+        if names.count(job.name) > 1:
+            raise UserError(f'--jobs: {named}: two jobs are called {job.name}; rename a case')
+        seconds = job.seconds
+        if not seconds or min(seconds) <= 0 or list(seconds) != sorted(set(seconds)):
+            raise UserError(
+                f'--jobs: {job.name}: seconds: expected ascending times, found {seconds}'
+            )
+        if not job.samplers or min(job.samples, job.batch_size) < 1:
+            raise UserError(
+                f'--jobs: {job.name}: expected at least one sampler, sample and image a batch'
+            )
+        for sampler in job.samplers:
+            parse_sampler(sampler)
+        job.load_config()
+    return jobs
+
+
+def parse_sampler(text: str) -> SamplerConfig:
+    """Returns the options that `NAME:STEPS` or `NAME:STEPS:SKIP_SCHEDULE` stands for.
+
+    Raises:
+      UserError: another form. Names are checked with the model that samples.
+    """
+    name, *rest = text.split(':')
+    if not 1 <= len(rest) <= 2 or not rest[0].isdigit() or int(rest[0]) < 1:
+        raise UserError(f'--jobs: samplers: expected {FORM}, found {text!r}')
+    return SamplerConfig(
+        name=name, steps=int(rest[0]), skip_schedule=rest[1] if len(rest) == 2 else None
+    )
+
+
+def _load(path: str, function: str) -> Callable[..., object]:
+    """Returns a function of a Python file."""
+    if not Path(path).is_file():
+        raise UserError(f'--jobs: no file {path}')
+    found = runpy.run_path(path).get(function)
+    if not callable(found):
+        raise UserError(f'--jobs: {path}: expected a Python file with {function}()')
+    return found

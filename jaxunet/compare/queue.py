@@ -1,0 +1,257 @@
+"""Trains and measures a list of jobs in one process, within a time limit.
+
+    python -m jaxunet.metrics.train_features --reference train.zip --test test.zip \
+      --output features.npz
+    python -m jaxunet.compare.queue --jobs docs/results/recipes/jobs.py:first --data photos/ \
+      --features features.npz --limit 1150 --output runs/recipes
+
+Made for a GPU that is there for minutes: the jobs run in their order, each compiles its samplers
+while it trains, and every row is written as soon as it is measured. The clock of a job counts only
+training steps, without compiling and measuring. A job keeps those of its times that fit into the
+rest of the limit. Checkpoints that are reached before the file of features exists are measured when
+it does. The same command leaves out jobs whose rows are all there; use one process a GPU, each with
+its own output.
+
+Output: rows.jsonl (a row for each checkpoint and sampler), pictures/ (unpicked samples),
+logs/JOB.csv (the metrics.csv of the run), and work/.
+"""
+
+from __future__ import annotations
+
+import gc
+import pathlib
+import shlex
+import shutil
+import sys
+import time
+from collections.abc import Sequence
+
+import jax
+import numpy as np
+from absl import flags
+
+from jaxunet.compare.jobs import Job, read_jobs
+from jaxunet.compare.measure import Checkpoint, Measurements
+from jaxunet.config import Config, cli
+from jaxunet.data.pipeline import load_all
+from jaxunet.data.source import ArraySource, Source
+from jaxunet.data.sources import open_images
+from jaxunet.model.unet import Params
+from jaxunet.runtime import rows
+from jaxunet.runtime.errors import UserError
+from jaxunet.training.clock import Milestones
+from jaxunet.training.loop import train
+
+JOBS = flags.DEFINE_string(
+    'jobs', None, 'FILE or FILE:PART; see jaxunet.compare.jobs.', required=True
+)
+DATA = flags.DEFINE_string('data', '.', 'Folder of the images, for the file of jobs.')
+FEATURES = flags.DEFINE_string(
+    'features',
+    '',
+    'File of the feature network, which may appear later; without it nothing is compared.',
+)
+LIMIT = flags.DEFINE_float(
+    'limit', 24 * 3600.0, 'Seconds from the start after which no training begins.', lower_bound=1
+)
+RESERVE = flags.DEFINE_float(
+    'reserve',
+    30.0,
+    'Seconds of the limit that a job leaves for compiling and measuring.',
+    lower_bound=0,
+)
+OUTPUT = flags.DEFINE_string('output', 'runs/queue', 'Folder of the results.')
+
+ROWS = 'rows.jsonl'
+POLL_SECONDS = 1.0  # between two looks for the file of features
+
+
+class Queue:
+    """Runs jobs and writes their results.
+
+    Args:
+      output: folder of the results.
+      measurements: draws samples and compares them.
+      limit, reserve: seconds, see the flags.
+      command: the command line, for the rows.
+      began: `time.perf_counter()` at the start of the command.
+    """
+
+    def __init__(
+        self,
+        output: pathlib.Path,
+        measurements: Measurements,
+        *,
+        limit: float,
+        reserve: float,
+        command: str,
+        began: float,
+    ) -> None:
+        self._output, self._measurements = output, measurements
+        self._limit, self._reserve, self._began = limit, reserve, began
+        self._origin = {'command': command, **rows.provenance()}
+        self._waiting: list[Checkpoint] = []
+        self._sources: dict[object, Source] = {}
+
+    @property
+    def left(self) -> float:
+        """Seconds until the limit."""
+        return self._limit - (time.perf_counter() - self._began)
+
+    def run(self, jobs: Sequence[Job]) -> list[str]:
+        """Runs the jobs that lack rows; returns why jobs failed or were left out."""
+        problems = []
+        for job in jobs:
+            seconds = tuple(s for s in job.seconds if s + self._reserve <= self.left)
+            if self._is_done(job):
+                self._say(f'{job.name}: is done already')
+            elif not seconds:
+                problems.append(f'{job.name}: left out, {self.left:.0f} s are left')
+                self._say(problems[-1])
+            else:
+                try:
+                    self._train(job, seconds)
+                except UserError as error:
+                    problems.append(f'{job.name}: {error}')
+                    self._say(problems[-1])
+        while self._waiting and self.left > 0 and not self._measurements.ready():
+            time.sleep(POLL_SECONDS)
+        self._measure_waiting()
+        problems += [
+            f'{c.job.name}: not measured at {c.seconds:g} s, as there are no features'
+            for c in self._waiting
+        ]
+        self._measurements.wait()  # a process that ends while it compiles may crash
+        return problems
+
+    def _is_done(self, job: Job) -> bool:
+        path = self._output / ROWS
+        found = rows.read(path) if path.exists() else []
+        names = ('data', 'case', 'seed', 'seconds', 'sampler')
+        measured = {tuple(row[name] for name in names) for row in found}
+        wanted = {
+            (job.data, job.case, job.seed, seconds, sampler)
+            for seconds in job.seconds
+            for sampler in job.samplers
+        }
+        return wanted <= measured
+
+    def _train(self, job: Job, seconds: tuple[float, ...]) -> None:
+        """Trains a job and measures its checkpoints, or keeps them until there are features."""
+        # Finished runs are garbage; `train` froze what was alive at its start.
+        gc.unfreeze()
+        gc.collect()
+        config = job.load_config()
+        source = self._source(config)
+        self._measurements.prepare(job, config)
+        workdir = self._output / 'work' / job.name
+        shutil.rmtree(workdir, ignore_errors=True)
+        reached: list[float] = []
+
+        def keep(step: int, trained: float, params: Params) -> None:
+            checkpoint = Checkpoint(job, config, seconds[len(reached)], trained, step, params)
+            reached.append(trained)
+            self._say(f'{job.name}: {trained:.1f} s of training, step {step}')
+            self._waiting.append(checkpoint)
+            self._measure_waiting()
+            if self._waiting:  # wait in the host's memory; training reuses the device's
+                self._waiting[-1] = _on_host(checkpoint)
+
+        self._say(f'{job.name}: training for {seconds[-1]:g} s')
+        try:
+            train(config, workdir, source, milestones=Milestones(seconds, keep))
+        finally:
+            self._keep_log(job, workdir)
+        if len(reached) < len(seconds):
+            raise KeyboardInterrupt  # the loop ends early only after a signal
+
+    def _measure_waiting(self) -> None:
+        """Measures all checkpoints that wait, if the features are there."""
+        while self._waiting and self._measurements.ready():
+            checkpoint, began = self._waiting[0], time.perf_counter()
+            for row in self._measurements.measure(checkpoint):
+                fields = {k: v for k, v in checkpoint.job.fields.items() if k != 'data.path'}
+                rows.append(self._output / ROWS, {**row, 'fields': fields, **self._origin})
+                self._say(summary(row))
+            self._waiting.pop(0)
+            self._say(f'measured in {time.perf_counter() - began:.1f} s')
+
+    def _source(self, config: Config) -> Source:
+        """Returns the images of a config, decoded once for all jobs that share them."""
+        key = (config.data.path, config.data.classes, config.image_shape)
+        if key not in self._sources:
+            source = open_images(config)
+            images, labels = load_all(source, progress=False)
+            self._sources[key] = ArraySource(
+                source.name,
+                np.asarray(images),
+                source.image_shape,
+                np.asarray(labels),
+                source.class_names,
+            )
+        return self._sources[key]
+
+    def _keep_log(self, job: Job, workdir: pathlib.Path) -> None:
+        log = self._output / 'logs' / f'{job.name}.csv'
+        log.parent.mkdir(parents=True, exist_ok=True)
+        if (workdir / 'metrics.csv').exists():
+            shutil.copyfile(workdir / 'metrics.csv', log)
+
+    def _say(self, line: str) -> None:
+        print(f'[{time.perf_counter() - self._began:.0f} s] {line}', flush=True)
+
+
+def summary(row: rows.Row) -> str:
+    """Returns a row in one line."""
+    values = ', '.join(
+        f'{name} {metric} {value:.4g}'
+        for name, metrics in row.get('values', {}).items()
+        for metric, value in metrics.items()
+    )
+    return (
+        f'{row["data"]} {row["case"]} seed {row["seed"]}, {row["seconds"]:g} s, {row["sampler"]}: '
+        f'{values or "nothing to compare"}; {row["seconds_per_sample"] * 1e3:.2f} ms a sample'
+    )
+
+
+def _on_host(checkpoint: Checkpoint) -> Checkpoint:
+    return Checkpoint(
+        checkpoint.job,
+        checkpoint.config,
+        checkpoint.seconds,
+        checkpoint.training_seconds,
+        checkpoint.step,
+        jax.device_get(checkpoint.params),
+    )
+
+
+def main(argv: Sequence[str]) -> int:
+    """Runs the jobs of the flags; returns 1 if some failed or were left out.
+
+    Raises:
+      UserError: the file of jobs is wrong.
+    """
+    began = time.perf_counter()
+    jobs = read_jobs(JOBS.value, DATA.value)
+    cli.enable_compilation_cache()
+    output = pathlib.Path(OUTPUT.value)
+    queue = Queue(
+        output,
+        Measurements(FEATURES.value, output / 'pictures'),
+        limit=LIMIT.value,
+        reserve=RESERVE.value,
+        command=shlex.join(['python', '-m', 'jaxunet.compare.queue', *sys.argv[1:]]),
+        began=began,
+    )
+    try:
+        problems = queue.run(jobs)
+    except KeyboardInterrupt:
+        print('\nstopped; the same command goes on from here', file=sys.stderr, flush=True)
+        return 130
+    for problem in problems:
+        print(problem, file=sys.stderr, flush=True)
+    return 1 if problems else 0
+
+
+if __name__ == '__main__':
+    cli.run(main)

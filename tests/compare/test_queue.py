@@ -1,0 +1,193 @@
+"""`python -m jaxunet.compare.queue`: jobs in turn in one process, within a time limit."""
+
+from __future__ import annotations
+
+import dataclasses
+import pathlib
+import shutil
+import time
+import types
+
+import jax
+import numpy as np
+import pytest
+from PIL import Image
+
+from jaxunet.compare import queue as queue_module
+from jaxunet.compare.jobs import Job, parse_sampler, read_jobs
+from jaxunet.compare.measure import Measurements
+from jaxunet.compare.queue import Queue, summary
+from jaxunet.metrics.classifier import Architecture, init, to_arrays
+from jaxunet.runtime import rows
+from jaxunet.runtime.errors import UserError
+
+JOBS = pathlib.Path(__file__).parents[2] / 'docs/results/recipes/jobs.py'
+
+
+@pytest.fixture(scope='module')
+def features(tmp_path_factory):
+    """A file of features that nobody trained."""
+    architecture = Architecture(8, 8, 2, 10, (0.5, 0.5, 0.5), (0.5, 0.5, 0.5))
+    params, statistics = init(architecture, jax.random.key(0))
+    path = tmp_path_factory.mktemp('features') / 'random.npz'
+    arrays = to_arrays(
+        architecture, params, statistics, np.ones(4), {'reference': 'nothing', 'test_accuracy': 0.1}
+    )
+    np.savez(path, jaxunet_features=np.array('classifier'), **arrays)
+    return path
+
+
+@pytest.fixture(scope='module')
+def jobs():
+    """Two of the small jobs: one case with two seeds."""
+    first = [job for job in read_jobs(f'{JOBS}:tiny', '') if job.case == 'v-cosine']
+    assert [job.seed for job in first] == [0, 1]
+    return [dataclasses.replace(first[0], seconds=(0.05, 0.2)), first[1]]
+
+
+def make_queue(output, features, *, limit=600.0, reserve=0.0, elapsed=0.0):
+    began = time.perf_counter() - elapsed
+    return Queue(
+        output,
+        Measurements(str(features), output / 'pictures'),
+        limit=limit,
+        reserve=reserve,
+        command='the command',
+        began=began,
+    )
+
+
+@pytest.fixture(scope='module')
+def done(jobs, features, tmp_path_factory):
+    """A queue whose file of features appears only after the training of both jobs."""
+    output = tmp_path_factory.mktemp('queue')
+    late = output / 'features.npz'
+    waited = []
+
+    def appears(seconds):
+        waited.append(rows_of(output))
+        shutil.copyfile(features, late)
+
+    with pytest.MonkeyPatch.context() as patch:
+        clock = types.SimpleNamespace(perf_counter=time.perf_counter, sleep=appears)
+        patch.setattr(queue_module, 'time', clock)
+        seed1 = dataclasses.replace(jobs[1], seconds=(0.05,))
+        assert make_queue(output, late).run([jobs[0], seed1]) == []
+    assert waited == [[]], 'it measured before there were features, or waited twice'
+    return output, [jobs[0], seed1]
+
+
+def rows_of(output):
+    path = output / queue_module.ROWS
+    return rows.read(path) if path.exists() else []
+
+
+def test_a_row_for_each_checkpoint_and_sampler(done):
+    output, jobs = done
+    found = rows_of(output)
+    wanted = [
+        (job.seed, s, sampler) for job in jobs for s in job.seconds for sampler in job.samplers
+    ]
+    assert [(r['seed'], r['seconds'], r['sampler']) for r in found] == wanted
+    for row in found:
+        assert row['training_seconds'] >= row['seconds']
+        assert row['step'] > 0
+        assert row['num_samples'] == 20
+        assert row['seconds_per_sample'] > 0
+        assert row['references'] == {'train': 1797}
+        assert set(row['values']['train']) >= {'fid', 'kid', 'precision', 'recall'}
+        assert row['fields']['diffusion.schedule'] == 'cosine'
+        assert row['command'] == 'the command'
+        assert f'{row["seconds"]:g} s' in summary(row)
+    assert {r['evaluations'] for r in found} == {4, 2}
+
+
+def test_weights_of_another_time_give_other_values(done):
+    output, _ = done
+    values = [str(row['values']) for row in rows_of(output)]
+    assert len(set(values)) == len(values)
+
+
+def test_pictures_and_logs_are_kept(done):
+    output, jobs = done
+    for job in jobs:
+        assert (output / 'logs' / f'{job.name}.csv').read_text().startswith('step,')
+        for seconds in job.seconds:
+            with Image.open(output / 'pictures' / f'{job.name}_{seconds:g}s.png') as image:
+                assert image.width > 9 * 48, 'not a column a class'
+
+
+def test_the_same_command_repeats_nothing(done, features):
+    output, jobs = done
+    before = rows_of(output)
+    assert make_queue(output, features).run(jobs) == []
+    assert rows_of(output) == before
+
+
+def test_what_is_not_done_is_reported(jobs, tmp_path, monkeypatch):
+    """Jobs that fail, jobs and times beyond the limit, and features that never appear."""
+    late = 0.0
+
+    def sleep(seconds):
+        nonlocal late
+        late += 1000
+
+    clock = types.SimpleNamespace(perf_counter=lambda: time.perf_counter() + late, sleep=sleep)
+    monkeypatch.setattr(queue_module, 'time', clock)
+    nowhere = {**jobs[0].fields, 'data.path': str(tmp_path / 'nowhere.zip')}
+    failing = dataclasses.replace(jobs[0], case='failing', fields=nowhere)
+    never = dataclasses.replace(jobs[0], case='never', seconds=(500.0,))
+    cut = dataclasses.replace(jobs[0], seconds=(0.05, 500.0))
+    queue = make_queue(tmp_path, tmp_path / 'none.npz', limit=700, reserve=100, elapsed=300)
+    failed, left_out, unmeasured = queue.run([failing, never, cut])
+    assert failed.startswith('digits_failing_seed0: ')
+    assert 'no such file' in failed
+    assert left_out.startswith('digits_never_seed0: left out, ')
+    assert unmeasured == 'digits_v-cosine_seed0: not measured at 0.05 s, as there are no features'
+    assert rows_of(tmp_path) == []
+    assert late == 1000
+
+
+@pytest.mark.parametrize(
+    ('changes', 'message'),
+    [
+        ({'seconds': ()}, 'expected ascending times'),
+        ({'seconds': (2.0, 1.0)}, 'expected ascending times'),
+        ({'samplers': ()}, 'at least one sampler'),
+        ({'samplers': ('ddim',)}, 'expected NAME:STEPS'),
+        ({'samples': 0}, 'at least one sampler, sample'),
+        ({'config': 'nowhere.py'}, 'no file nowhere.py'),
+        ({'fields': {'diffusion.step': 5}}, 'diffusion.step: unknown field'),
+    ],
+)
+def test_a_wrong_job_is_one_line(jobs, tmp_path, changes, message):
+    job = dataclasses.replace(jobs[0], **changes)
+    path = tmp_path / 'jobs.py'
+    path.write_text(
+        f'from jaxunet.compare.jobs import Job\ndef get_jobs(part, data):\n    return [{job!r}]\n'
+    )
+    with pytest.raises(UserError, match=message):
+        read_jobs(str(path), '')
+
+
+def test_two_jobs_of_one_name_are_refused(jobs, tmp_path):
+    path = tmp_path / 'jobs.py'
+    path.write_text(
+        'from jaxunet.compare.jobs import Job\n'
+        f'def get_jobs(part, data):\n    return [{jobs[0]!r}] * 2\n'
+    )
+    with pytest.raises(UserError, match='two jobs are called digits_v-cosine_seed0'):
+        read_jobs(str(path), '')
+
+
+def test_the_committed_jobs_are_valid():
+    for part in 'ab':
+        found = read_jobs(f'{JOBS}:{part}', '/data')
+        assert all(isinstance(job, Job) for job in found)
+    with pytest.raises(UserError, match='one of a, b, tiny'):
+        read_jobs(f'{JOBS}:c', '')
+
+
+def test_a_sampler_may_name_its_spacing():
+    options = parse_sampler('heun:10:log_snr')
+    assert (options.name, options.steps, options.skip_schedule) == ('heun', 10, 'log_snr')
