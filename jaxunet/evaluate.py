@@ -175,6 +175,7 @@ def _find_nearest(
     reference: str, output: str, network: FeatureNetwork, size: Size | None
 ) -> list[Result]:
     """Writes the picture and the table of --nearest, and prints the shares of copies."""
+    assert SAMPLES.value is not None
     comparison = compare(
         SAMPLES.value,
         reference,

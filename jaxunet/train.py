@@ -21,7 +21,9 @@ from absl import flags
 
 from jaxunet.checkpoint import store as checkpoint
 from jaxunet.checkpoint.load import load_initial
-from jaxunet.config import Config, cli, resolve, to_dict
+from jaxunet.checkpoint.newest import newest_config
+from jaxunet.config import Config, cli, to_dict
+from jaxunet.data.automatic import complete
 from jaxunet.data.classes import check_classes
 from jaxunet.data.sources import open_images
 from jaxunet.model import cost as estimate
@@ -71,7 +73,7 @@ HEARTBEAT = flags.DEFINE_integer(
 
 def main(argv: Sequence[str]) -> None:
     """Joins the processes of the run, trains, and exits."""
-    config = resolve(CONFIG.value)
+    config = complete(CONFIG.value, newest_config(workdir()))
     if DRY_RUN.value:
         dry_run(config)
         return
@@ -110,17 +112,15 @@ def run(config: Config) -> None:
     Parallel(config)
     source = open_images(config)
     check_classes(config, source)
-    workdir = (
-        pathlib.Path(WORKDIR.value) if WORKDIR.value else pathlib.Path('runs') / default_name()
-    )
+    folder = workdir()
     distributed.agree(
         fields(config)
         | {
             'jax': jax.__version__,
             'devices': f'{jax.local_device_count()} x {jax.local_devices()[0].device_kind}',
-            'workdir': workdir,
+            'workdir': folder,
             'checkpoints in the workdir, which the processes must share': ', '.join(
-                checkpoint_names(workdir)
+                checkpoint_names(folder)
             )
             or 'none',
             f'images in {config.data.path}': len(source),
@@ -128,18 +128,23 @@ def run(config: Config) -> None:
     )
     if jax.process_index() == 0:
         held = f' and {len(source.held_out)} held out' if source.held_out else ''
-        print(f'{len(source)} images{held} from {config.data.path}; workdir {workdir}', flush=True)
+        print(f'{len(source)} images{held} from {config.data.path}; workdir {folder}', flush=True)
     try:
         # A resumed run no longer needs the weights that it started from.
-        resumes = checkpoint.exists(workdir)
+        resumes = checkpoint.exists(folder)
         initial = None if resumes else load_initial(config, source.class_names)
-        train(config, workdir, source, initial)
+        train(config, folder, source, initial)
     except checkpoint.CheckpointWriteError as error:
         # Written in one piece and on a line of its own, as threads of the storage library may be
         # printing tracebacks at this moment.
         sys.stderr.flush()
         os.write(2, f'\nerror: {error}\n'.encode())
         distributed.end(USER_ERROR)
+
+
+def workdir() -> pathlib.Path:
+    """Returns the folder of the run."""
+    return pathlib.Path(WORKDIR.value) if WORKDIR.value else pathlib.Path('runs') / default_name()
 
 
 def default_name() -> str:

@@ -23,13 +23,13 @@ from collections.abc import Sequence
 import jax
 from absl import flags
 
-from jaxunet import config
 from jaxunet.benchmark.cases import DIRECTIONS, Plan, make_plan
 from jaxunet.benchmark.jax_side import synthetic_source
 from jaxunet.benchmark.run import run
 from jaxunet.benchmark.table import markdown
 from jaxunet.benchmark.timing import MIN_STEPS, TURN_SECONDS
 from jaxunet.config import cli
+from jaxunet.data.automatic import complete
 from jaxunet.data.sources import open_images
 from jaxunet.ops.backends import load_ops
 from jaxunet.runtime import rows
@@ -68,7 +68,7 @@ def main(argv: Sequence[str]) -> int:
         return 0
     plan = make_plan(
         cli.config_name(),
-        config.resolve(CONFIG.value),
+        complete(CONFIG.value),
         backends=BACKENDS.value,
         peers=PEERS.value,
         precisions=PRECISIONS.value,

@@ -29,7 +29,8 @@ from absl import flags
 
 from jaxunet.compare import report, runner
 from jaxunet.compare.methods import METHODS, Method, parse_counts, parse_methods, parse_seconds
-from jaxunet.config import Config, cli, resolve, to_dict
+from jaxunet.config import Config, cli, to_dict
+from jaxunet.data.automatic import complete
 from jaxunet.profile.report import check_plots
 from jaxunet.training.evaluation import evaluation_network
 
@@ -109,7 +110,7 @@ def compare(directory: pathlib.Path) -> dict[str, str]:
     Raises:
       UserError: a flag, the config or the data is wrong, or the folder holds other runs.
     """
-    config = runner.base_config(resolve(CONFIG.value))
+    config = runner.base_config(complete(CONFIG.value))
     methods = parse_methods(METHOD_NAMES.value)
     jax.config.update('jax_platforms', 'cpu')  # the other devices belong to the runs
     # Find mistakes in the evaluation before anything runs.

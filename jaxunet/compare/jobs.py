@@ -14,7 +14,8 @@ from pathlib import Path
 from ml_collections import ConfigDict
 
 from jaxunet.compare.runner import base_config
-from jaxunet.config import Config, resolve
+from jaxunet.config import Config
+from jaxunet.data.automatic import complete
 from jaxunet.runtime.errors import UserError
 from jaxunet.sampling.options import SamplerConfig
 
@@ -61,7 +62,8 @@ class Job:
         """Returns the config of the run, which time alone ends (`base_config`).
 
         Raises:
-          UserError: no such config file, or a field that does not fit.
+          UserError: no such config file, a field that does not fit, or images that cannot be opened
+        where the config leaves fields open.
         """
         values = _load(self.config, 'get_config')()
         if not isinstance(values, ConfigDict):
@@ -72,7 +74,7 @@ class Job:
             (raw.setdefault(section[0], {}) if section else raw)[last] = value
         raw['seed'] = self.seed
         try:
-            return base_config(resolve(raw).replace(parallel={'devices': 1}))
+            return base_config(complete(raw).replace(parallel={'devices': 1}))
         except UserError as error:
             raise UserError(f'{self.name}: {error}') from None
 

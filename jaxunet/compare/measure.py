@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -60,6 +60,7 @@ class Measurements:
         self._network: FeatureNetwork | None = None
         self._references: dict[str, Side] = {}
         self._generators: dict[tuple[object, ...], Generator] = {}
+        self._new: list[tuple[Generator, Config]] = []
         self._compiling: list[Background[None]] = []
         self._device = jax.local_devices()[0]
 
@@ -68,23 +69,26 @@ class Measurements:
         return not self._path or Path(self._path).is_file()
 
     def prepare(self, job: Job, config: Config) -> None:
-        """Compiles the job's samplers in a thread, beside its first training steps.
+        """Makes the samplers of a job that no earlier job had; `compile` compiles them.
 
         Raises:
           UserError: a sampler that does not exist, or options that the model does not support.
         """
-        missing = [
-            self._generators.setdefault(key, self._generator(config, job, text))
-            for text in job.samplers
-            if (key := _key(config, job, text)) not in self._generators
-        ]
-        shapes = state_template(config).params
+        for text in job.samplers:
+            key = _key(config, job, text)
+            if key not in self._generators:
+                self._generators[key] = self._generator(config, job, text)
+                self._new.append((self._generators[key], config))
+
+    def compile(self) -> None:
+        """Compiles the samplers made since the last call, in a thread."""
+        new, self._new = self._new, []
 
         def compile_all() -> None:
-            for generator in missing:
-                generator.compile_for(shapes)
+            for generator, config in new:
+                generator.compile_for(state_template(config).params)
 
-        if missing:
+        if new:
             self._compiling.append(Background(compile_all))
 
     def wait(self) -> None:
@@ -92,15 +96,14 @@ class Measurements:
         while self._compiling:
             self._compiling.pop().result(lambda: True)
 
-    def measure(self, checkpoint: Checkpoint) -> list[rows.Row]:
-        """Returns a row for each sampler of the checkpoint's job; saves a grid of the first's.
+    def measure(self, checkpoint: Checkpoint) -> Iterator[rows.Row]:
+        """Yields a row for each sampler of the checkpoint's job; saves a grid of the first's.
 
         Raises:
-          UserError: the features or references do not fit the samples.
+          UserError: the weights give no images, or the features do not fit them.
         """
         self.wait()
         job, config = checkpoint.job, checkpoint.config
-        found = []
         for text in job.samplers:
             generator = self._generators[_key(config, job, text)]
             images, seconds = _draw(generator, checkpoint)
@@ -119,8 +122,7 @@ class Measurements:
                 'num_samples': len(images),
                 'seconds_per_sample': seconds / len(images),
             }
-            found.append(row | self._compare(job, images))
-        return found
+            yield row | self._compare(job, images)
 
     def _generator(self, config: Config, job: Job, sampler: str) -> Generator:
         return Generator(

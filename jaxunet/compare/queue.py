@@ -18,6 +18,7 @@ logs/JOB.csv (the metrics.csv of the run), and work/.
 
 from __future__ import annotations
 
+import dataclasses
 import gc
 import pathlib
 import shlex
@@ -63,6 +64,8 @@ RESERVE = flags.DEFINE_float(
 OUTPUT = flags.DEFINE_string('output', 'runs/queue', 'Folder of the results.')
 
 ROWS = 'rows.jsonl'
+# What ends one job and not the others: its own mistakes, and a GPU's memory that is too small.
+FAILURES = (UserError, jax.errors.JaxRuntimeError)
 POLL_SECONDS = 1.0  # between two looks for the file of features
 
 
@@ -91,6 +94,7 @@ class Queue:
         self._limit, self._reserve, self._began = limit, reserve, began
         self._origin = {'command': command, **rows.provenance()}
         self._waiting: list[Checkpoint] = []
+        self._problems: list[str] = []
         self._sources: dict[object, Source] = {}
 
     @property
@@ -100,29 +104,24 @@ class Queue:
 
     def run(self, jobs: Sequence[Job]) -> list[str]:
         """Runs the jobs that lack rows; returns why jobs failed or were left out."""
-        problems = []
         for job in jobs:
             seconds = tuple(s for s in job.seconds if s + self._reserve <= self.left)
             if self._is_done(job):
                 self._say(f'{job.name}: is done already')
             elif not seconds:
-                problems.append(f'{job.name}: left out, {self.left:.0f} s are left')
-                self._say(problems[-1])
+                self._fail(f'{job.name}: left out, {self.left:.0f} s are left')
             else:
                 try:
                     self._train(job, seconds)
-                except UserError as error:
-                    problems.append(f'{job.name}: {error}')
-                    self._say(problems[-1])
+                except FAILURES as error:
+                    self._fail(f'{job.name}: {error}')
         while self._waiting and self.left > 0 and not self._measurements.ready():
             time.sleep(POLL_SECONDS)
         self._measure_waiting()
-        problems += [
-            f'{c.job.name}: not measured at {c.seconds:g} s, as there are no features'
-            for c in self._waiting
-        ]
+        for c in self._waiting:
+            self._fail(f'{c.job.name}: not measured at {c.seconds:g} s, as there are no features')
         self._measurements.wait()  # a process that ends while it compiles may crash
-        return problems
+        return self._problems
 
     def _is_done(self, job: Job) -> bool:
         path = self._output / ROWS
@@ -147,48 +146,52 @@ class Queue:
         workdir = self._output / 'work' / job.name
         shutil.rmtree(workdir, ignore_errors=True)
         reached: list[float] = []
+        times = (0.0, *seconds)  # the first is reached by the first step, which is then compiled
 
         def keep(step: int, trained: float, params: Params) -> None:
-            checkpoint = Checkpoint(job, config, seconds[len(reached)], trained, step, params)
+            if not reached:
+                # Compiled at the same time, each would measure its kernels beside the other's.
+                self._measurements.compile()
+                reached.append(trained)
+                return
+            checkpoint = Checkpoint(job, config, times[len(reached)], trained, step, params)
             reached.append(trained)
             self._say(f'{job.name}: {trained:.1f} s of training, step {step}')
             self._waiting.append(checkpoint)
             self._measure_waiting()
-            if self._waiting:  # wait in the host's memory; training reuses the device's
-                self._waiting[-1] = _on_host(checkpoint)
+            if self._waiting:  # in the host's memory, as training goes on in the device's
+                params = jax.device_get(params)
+                self._waiting[-1] = dataclasses.replace(checkpoint, params=params)
 
         self._say(f'{job.name}: training for {seconds[-1]:g} s')
         try:
-            train(config, workdir, source, milestones=Milestones(seconds, keep))
+            train(config, workdir, source, milestones=Milestones(times, keep))
         finally:
             self._keep_log(job, workdir)
-        if len(reached) < len(seconds):
+        if len(reached) < len(times):
             raise KeyboardInterrupt  # the loop ends early only after a signal
 
     def _measure_waiting(self) -> None:
         """Measures all checkpoints that wait, if the features are there."""
         while self._waiting and self._measurements.ready():
-            checkpoint, began = self._waiting[0], time.perf_counter()
-            for row in self._measurements.measure(checkpoint):
-                fields = {k: v for k, v in checkpoint.job.fields.items() if k != 'data.path'}
-                rows.append(self._output / ROWS, {**row, 'fields': fields, **self._origin})
-                self._say(summary(row))
-            self._waiting.pop(0)
+            checkpoint, began = self._waiting.pop(0), time.perf_counter()
+            fields = {k: v for k, v in checkpoint.job.fields.items() if k != 'data.path'}
+            try:
+                for row in self._measurements.measure(checkpoint):
+                    rows.append(self._output / ROWS, {**row, 'fields': fields, **self._origin})
+                    self._say(summary(row))
+            except FAILURES as error:
+                self._fail(f'{checkpoint.job.name} at {checkpoint.seconds:g} s: {error}')
             self._say(f'measured in {time.perf_counter() - began:.1f} s')
 
     def _source(self, config: Config) -> Source:
         """Returns the images of a config, decoded once for all jobs that share them."""
-        key = (config.data.path, config.data.classes, config.image_shape)
+        key = (config.data.path, config.data.classes, config.image_shape, config.data.holdout)
         if key not in self._sources:
             source = open_images(config)
-            images, labels = load_all(source, progress=False)
-            self._sources[key] = ArraySource(
-                source.name,
-                np.asarray(images),
-                source.image_shape,
-                np.asarray(labels),
-                source.class_names,
-            )
+            self._sources[key] = _decoded(source)
+            if source.held_out is not None:
+                self._sources[key].held_out = _decoded(source.held_out)
         return self._sources[key]
 
     def _keep_log(self, job: Job, workdir: pathlib.Path) -> None:
@@ -196,6 +199,10 @@ class Queue:
         log.parent.mkdir(parents=True, exist_ok=True)
         if (workdir / 'metrics.csv').exists():
             shutil.copyfile(workdir / 'metrics.csv', log)
+
+    def _fail(self, problem: str) -> None:
+        self._problems.append(problem)
+        self._say(problem)
 
     def _say(self, line: str) -> None:
         print(f'[{time.perf_counter() - self._began:.0f} s] {line}', flush=True)
@@ -214,14 +221,10 @@ def summary(row: rows.Row) -> str:
     )
 
 
-def _on_host(checkpoint: Checkpoint) -> Checkpoint:
-    return Checkpoint(
-        checkpoint.job,
-        checkpoint.config,
-        checkpoint.seconds,
-        checkpoint.training_seconds,
-        checkpoint.step,
-        jax.device_get(checkpoint.params),
+def _decoded(source: Source) -> ArraySource:
+    images, labels = load_all(source, progress=False)
+    return ArraySource(
+        source.name, np.asarray(images), source.image_shape, np.asarray(labels), source.class_names
     )
 
 

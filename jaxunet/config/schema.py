@@ -1,8 +1,10 @@
 """The configuration of a run: one dataclass per section, one field per option.
 
-The defaults train a small model on the embedded digits. A config file's `get_config()` starts from
-`default_config()`, sets fields and returns the `ConfigDict`; `jaxunet.config.resolve` checks it and
-returns the frozen `Config` that the rest of the project reads.
+The defaults train a small model on the embedded digits. Fields marked "chosen" may be left open, by
+the value beside the word; `jaxunet.data.automatic` then chooses them from the images. A config
+file's `get_config()` starts from `default_config()`, sets fields and returns the `ConfigDict`;
+`jaxunet.config.resolve` checks it and returns the frozen `Config` that the rest of the project
+reads.
 """
 
 from __future__ import annotations
@@ -30,9 +32,9 @@ class ParallelConfig:
 class ModelConfig:
     """The UNet. Names follow guided-diffusion where it has the option; see `jaxunet.model.unet`."""
 
-    image_channels: int = 1
+    image_channels: int = 1  # 0 = chosen
     base_channels: int = 32
-    channel_mult: tuple[float, ...] = (1, 2)
+    channel_mult: tuple[float, ...] = (1, 2)  # () = chosen, with attention_resolutions
     num_res_blocks: int = 1
     # Levels with attention, each named by the shorter side of its feature maps in pixels.
     attention_resolutions: tuple[int, ...] = (4,)
@@ -127,8 +129,8 @@ class DataConfig:
 
     # Folder | .zip | .tar(.gz|.xz) | .npz | .bin | digits: | cifar10:[local copy].
     path: str = 'digits:'
-    image_size: tuple[int, ...] = (8,)  # (side,) or (height, width), in pixels
-    batch_size: int = 64  # images per optimizer step, over all devices
+    image_size: tuple[int, ...] = (8,)  # (side,) or (height, width), in pixels; () = chosen
+    batch_size: int = 64  # images per optimizer step, over all devices; 0 = chosen
     num_workers: int = 0  # worker processes that decode streamed images; 0 = threads
     # device: all images as uint8 in device memory | stream: decode on demand | auto: device if the
     # images fit.
@@ -148,7 +150,7 @@ class OptimizerConfig:
     """The optimizer and its learning-rate schedule."""
 
     name: str = 'adamw'  # adamw | adam
-    learning_rate: float = 1e-3
+    learning_rate: float = 1e-3  # 0 = chosen
     betas: tuple[float, ...] = (0.9, 0.999)
     eps: float = 1e-8
     weight_decay: float = 0.0
@@ -180,7 +182,7 @@ class EmaConfig:
 class TrainConfig:
     """The length of a run and what happens along it; `*_every` fields count optimizer steps."""
 
-    steps: int = 1200
+    steps: int = 1200  # 0 = chosen
     # Optimizer steps per compiled call; larger values reduce host overhead. The other counts must
     # be multiples of it. 0 = chosen automatically.
     steps_per_call: int = 1
@@ -312,6 +314,8 @@ ADDED = (
     'train.keep_every',
     'train.keep_best',
 )
+# Defaults that changed: what the new one stood for in version 0.1.0; see `identity`.
+CHANGED_DEFAULTS = {'train.sample_steps': (0, 50)}
 SNAPSHOTS = 32  # over a run if `ema.snapshot_every` is 0
 Fields = dict[str, Any]  # values by the name of their field; a section is a dict of its own
 PRECISIONS = ('float32', 'bfloat16', 'float16')
@@ -350,9 +354,13 @@ def identity(values: Fields) -> Fields:
         name, field = path.split('.')
         return defaults[name][field] == (tuple(value) if isinstance(value, list) else value)
 
+    def as_before(path: str, value: object) -> object:
+        now, then = CHANGED_DEFAULTS.get(path, (None, None))
+        return then if path in CHANGED_DEFAULTS and value == now else value
+
     def section(name: str, fields: Fields) -> Fields:
         return {
-            earlier.get(f'{name}.{field}', field): value
+            earlier.get(f'{name}.{field}', field): as_before(f'{name}.{field}', value)
             for field, value in fields.items()
             if f'{name}.{field}' not in ADDED or not is_default(f'{name}.{field}', value)
         }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
@@ -106,6 +107,17 @@ def decode_tar_stream(path: Path, image_shape: Shape) -> Source:
     source = ArraySource(str(path), images, image_shape, labels, class_names)
     source.skipped, source.unlabelled_by = tuple(skipped), unlabelled_by
     return source
+
+
+def tar_stream_sizes(path: Path, count: int) -> list[tuple[int, int]]:
+    """Returns (height, width) of the first images of a compressed tar, at most `count`.
+
+    Raises:
+      BadImage: one of them is corrupt.
+    """
+    with TarReader(path) as members:
+        files = _image_members(members, 1, (1, 1, 1), [], [])
+        return [size_of(data, name) for name, data in itertools.islice(files, count)]
 
 
 def _image_members(

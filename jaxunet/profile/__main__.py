@@ -39,6 +39,7 @@ from collections.abc import Sequence
 from absl import flags
 
 from jaxunet.config import Config, cli, resolve, to_dict
+from jaxunet.data.automatic import complete
 from jaxunet.data.source import Source
 from jaxunet.data.sources import open_images
 from jaxunet.ops.backends import describe, load_ops
@@ -74,7 +75,7 @@ PLOT = flags.DEFINE_bool('plot', True, 'Draw profile.png.')
 
 def main(argv: Sequence[str]) -> None:
     """Profiles every backend of the flags, and prints and draws the comparison."""
-    config = resolve(CONFIG.value)
+    config = complete(CONFIG.value)
     names = BACKENDS.value or [config.backend]
     configs = [
         (name, resolve(to_dict(config.replace(backend=name)))) for name in dict.fromkeys(names)

@@ -34,6 +34,7 @@ from collections.abc import Sequence
 from absl import flags
 
 from jaxunet.config import Config, cli, resolve
+from jaxunet.data.automatic import complete
 from jaxunet.data.sources import open_images
 from jaxunet.profile.report import check_plots
 from jaxunet.runtime.errors import UserError
@@ -117,7 +118,7 @@ def measure(directory: pathlib.Path) -> None:
     Raises:
       UserError: a flag, the config or the data is wrong.
     """
-    config = resolve(CONFIG.value)
+    config = complete(CONFIG.value)
     preset = PRESETS[PRESET.value] if PRESET.value else None
     axes = merge(parse_axes(preset.axes if preset else ()), parse_axes(VARY.value))
     options = runner.Options(

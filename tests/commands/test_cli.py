@@ -14,6 +14,7 @@ import pytest
 from ml_collections.config_flags.config_flags import ConfigFileFlagParser
 from PIL import Image
 from support.commands import call
+from support.data_files import encoded, put, random_pixels
 from support.tiny import flags
 
 from jaxunet.checkpoint import store as checkpoint
@@ -207,6 +208,17 @@ def test_dry_run(tmp_path):
     assert 'parameters: 20,494,211' in out
     assert 'GFLOPs per image: 12' in out or 'GFLOPs per image: 13' in out
     assert 'memory per device, GiB' in out
+
+
+def test_a_path_is_enough_for_images(tmp_path):
+    """configs/images.py, with the path as a word of its own, as the page shows it without `=`."""
+    files = {f'{i}.png': encoded(random_pixels(i, (20 + i, 30, 3))) for i in range(3)}
+    folder = put(tmp_path, files, 'folder')
+    config = f'--config={os.path.dirname(__file__)}/../../configs/images.py'
+    out = call('jaxunet.train', '--dry_run', config, '--config.data.path', str(folder))
+    assert "'image_size': (20,)" in out
+    assert "'steps': 4000" in out
+    assert 'parameters: ' in out
 
 
 MISTAKES = [

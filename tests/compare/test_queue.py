@@ -124,6 +124,23 @@ def test_the_same_command_repeats_nothing(done, features):
     assert rows_of(output) == before
 
 
+def test_weights_that_give_no_images_stop_nothing_else(jobs, features, tmp_path, monkeypatch):
+    """The first checkpoint's samples are NaN; the second one is measured."""
+    real, calls = Measurements.measure, []
+
+    def measure(self, checkpoint):
+        calls.append(checkpoint.seconds)
+        if len(calls) == 1:
+            raise UserError('images: 100% of the pixels are NaN')
+        yield from real(self, checkpoint)
+
+    monkeypatch.setattr(Measurements, 'measure', measure)
+    job = dataclasses.replace(jobs[0], seconds=(0.05, 0.2), samplers=('ddim:4',))
+    (problem,) = make_queue(tmp_path, features).run([job])
+    assert problem == ('digits_v-cosine_seed0 at 0.05 s: images: 100% of the pixels are NaN')
+    assert [row['seconds'] for row in rows_of(tmp_path)] == [0.2]
+
+
 def test_what_is_not_done_is_reported(jobs, tmp_path, monkeypatch):
     """Jobs that fail, jobs and times beyond the limit, and features that never appear."""
     late = 0.0

@@ -8,12 +8,15 @@ import pytest
 from support.configs import CONFIGS, load
 
 from jaxunet.config import CHOICES, Config, default_config, diff, identity, resolve, to_dict
+from jaxunet.data.automatic import complete
 from jaxunet.runtime.errors import UserError
 
 
 @pytest.mark.parametrize('path', CONFIGS, ids=lambda p: p.stem)
 def test_config_files_resolve(path):
-    config = resolve(load(path))
+    values = load(path)
+    values.data.path = values.data.path or 'digits:'
+    config = complete(values)
     assert f'--config configs/{path.name}' in path.read_text()  # its docstring gives the command
     assert resolve(json.loads(json.dumps(to_dict(config)))) == config  # as checkpoints store it
 

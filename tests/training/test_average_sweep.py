@@ -85,8 +85,8 @@ def test_a_sweep_writes_rows_and_a_plot(run, features, source, tmp_path) -> None
     by_hand = Evaluator(config, source, jax.local_devices()[:1]).measure(model.params)
     assert rows[2]['value'] == pytest.approx(by_hand[0].value, rel=0.01)
     assert rows[2]['metric'] == by_hand[0].label
-    width, height = Image.open(plot_path).size
-    assert width > 2 * height  # two panels
+    with Image.open(plot_path) as picture:
+        assert picture.width > 2 * picture.height  # two panels
 
 
 def test_mistakes_are_told_before_samples_are_drawn(run) -> None:

@@ -4,11 +4,16 @@
     docs/results/recipes/jobs.py:b      another: the other objectives, then second seeds
     docs/results/recipes/jobs.py:tiny   seconds on a CPU, on the embedded digits
 
-`--data` names the folder of objects64_train.zip, objects64_test.zip and elephants64.zip.
+`--data` names the folder of objects64_train.zip, objects64_test.zip and elephants64.zip. The
+features are those of a classifier of objects64:
+
+    python -m jaxunet.metrics.train_features --reference objects64_train.zip \\
+      --test objects64_test.zip --channels 48 --seconds 25 --output features.npz
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 
 from jaxunet.compare.jobs import Job
@@ -16,37 +21,46 @@ from jaxunet.runtime.errors import UserError
 
 CONFIG = 'configs/elephants64.py'  # its network, batch, learning rate and averages
 OBJECTIVES: dict[str, dict[str, object]] = {
-    'epsilon-linear': {'diffusion.prediction': 'epsilon', 'diffusion.schedule': 'linear'},
-    'epsilon-cosine': {'diffusion.prediction': 'epsilon', 'diffusion.schedule': 'cosine'},
-    'v-cosine': {'diffusion.prediction': 'v', 'diffusion.schedule': 'cosine'},
+    'epsilon-linear': {'diffusion.objective': 'epsilon', 'diffusion.schedule': 'linear'},
+    'epsilon-cosine': {'diffusion.objective': 'epsilon', 'diffusion.schedule': 'cosine'},
+    'v-cosine': {'diffusion.objective': 'v', 'diffusion.schedule': 'cosine'},
+    # The schedule is that of the objectives with timesteps; its default means none.
+    'edm': {'diffusion.objective': 'edm', 'diffusion.schedule': 'linear'},
+    'flow': {'diffusion.objective': 'flow', 'diffusion.schedule': 'linear'},
 }
+# Within 50 evaluations of the network, and within 20; heun takes 2 · steps - 1.
 SAMPLERS = ('ddim:50', 'heun:25', 'dpmpp_2m:20', 'heun:10')
-COMPARED = ('fid', 'kid', 'precision', 'recall')
+FEWER = ('heun:25', 'dpmpp_2m:20')
+COMPARED = ('fid', 'kid', 'precision', 'recall', 'copies')
 
 
 def objects(
-    case: str, data: str, seconds: tuple[float, ...], seed: int = 0, **fields: object
+    case: str,
+    data: str,
+    seconds: tuple[float, ...],
+    *,
+    seed: int = 0,
+    samplers: tuple[str, ...] = SAMPLERS,
+    fields: Mapping[str, object] | None = None,
+    name: str = '',
 ) -> Job:
     """Returns a job on 9,000 photographs of 20 classes.
 
     Args:
-      fields: further fields of the config, with __ for the dot.
+      case: an objective.
+      fields: further fields of the config; such a case has a `name` of its own.
     """
     train, test = Path(data) / 'objects64_train.zip', Path(data) / 'objects64_test.zip'
-    name = '_'.join([case, *(f'{k.split("__")[-1]}={v}' for k, v in fields.items())])
     return Job(
-        name,
+        name or case,
         'objects64',
         CONFIG,
-        {
-            'data.path': str(train),
-            **OBJECTIVES[case],
-            **{k.replace('__', '.'): v for k, v in fields.items()},
-        },
+        {'data.path': str(train), **OBJECTIVES[case], **(fields or {})},
         seconds,
-        SAMPLERS,
+        samplers,
         {str(train): ('train', COMPARED), str(test): ('test', ('kid',))},
         seed=seed,
+        picture=64 if seed == 0 and not name else 0,
     )
 
 
@@ -57,10 +71,16 @@ def elephants(case: str, data: str, seconds: tuple[float, ...]) -> Job:
         case,
         'elephants64',
         CONFIG,
-        {'data.path': path, **OBJECTIVES[case]},
+        {
+            'data.path': path,
+            **OBJECTIVES[case],
+            'data.holdout': 50,
+            'train.log_every': 500,
+            'train.holdout_every': 1000,
+        },
         seconds,
-        ('heun:25', 'dpmpp_2m:20'),
-        {path: ('train', ('kid', 'precision', 'recall'))},
+        FEWER,
+        {path: ('train', ('kid', 'precision', 'recall', 'copies'))},
         samples=500,
     )
 
@@ -79,6 +99,9 @@ def tiny(case: str, seed: int = 0) -> Job:
             'model.num_head_channels': 8,
             'model.norm_groups': 4,
             'data.batch_size': 8,
+            'data.holdout': 20,
+            'train.log_every': 5,
+            'train.holdout_every': 10,
         },
         (0.1, 0.3),
         ('ddim:4', 'dpmpp_2m:2'),
@@ -100,20 +123,32 @@ def get_jobs(part: str, data: str) -> list[Job]:
     Raises:
       UserError: another part.
     """
-    others = [case for case in OBJECTIVES if case != 'epsilon-linear']
-    animals = [case for case in OBJECTIVES if case != 'epsilon-cosine']
+    new = ('v-cosine', 'edm', 'flow', 'epsilon-cosine')
+    rates = [
+        objects(
+            'v-cosine',
+            data,
+            (60,),
+            samplers=FEWER,
+            fields={'optimizer.learning_rate': rate},
+            name=f'v-cosine-{rate:g}',
+        )
+        for rate in (2e-4, 4e-4)
+    ]
     parts = {
         'a': [
             objects('epsilon-linear', data, (60, 180, 600)),
-            *(elephants(case, data, (60, 180)) for case in animals),
+            *(elephants(case, data, (60, 180)) for case in ('v-cosine', 'edm', 'flow')),
+            elephants('epsilon-linear', data, (60, 180)),
         ],
         'b': [
-            *(objects(case, data, (60, 180)) for case in others),
-            *(objects(case, data, (60,), seed=1) for case in OBJECTIVES),
+            *(objects(case, data, (60, 180)) for case in new),
+            rates[0],
             *(
-                objects('v-cosine', data, (60,), optimizer__learning_rate=rate)
-                for rate in (2e-4, 4e-4)
+                objects(case, data, (60,), seed=1, samplers=FEWER)
+                for case in ('epsilon-linear', *new)
             ),
+            rates[1],
         ],
         'tiny': [*(tiny(case) for case in OBJECTIVES), tiny('v-cosine', seed=1)],
     }

@@ -1,0 +1,233 @@
+"""Chooses the fields that a config leaves open, such as configs/images.py, from its images.
+
+A field of `OPEN` is left open by the value that it has there, which is valid nowhere else.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+import statistics
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+from absl import logging
+from ml_collections import ConfigDict
+
+from jaxunet.config import Config, resolve, to_dict
+from jaxunet.config.schema import Fields
+from jaxunet.data.image_files import tar_stream_sizes
+from jaxunet.data.source import Source
+from jaxunet.data.sources import is_compressed_tar, open_source
+from jaxunet.runtime.errors import UserError
+
+OPEN: dict[str, object] = {
+    'data.image_size': (),
+    'model.image_channels': 0,
+    'model.channel_mult': (),
+    'data.batch_size': 0,
+    'optimizer.learning_rate': 0.0,
+    'train.steps': 0,
+}
+ATTENTION = 'model.attention_resolutions'  # chosen with model.channel_mult, unless it is set
+LARGEST = 128  # pixels a side up to which images that share one size keep it
+USUAL = 64  # pixels a side of the others, unless they are smaller
+SMALLEST = 8
+ATTENDED = 16  # attention at levels of at most this many pixels
+# Channels of the levels, from full resolution down, as multiples of model.base_channels.
+LADDERS = {1: (1,), 2: (1, 2), 3: (1, 2, 3), 4: (1, 2, 3, 4), 5: (1, 1, 2, 3, 4)}
+SIZES, PIXELS = 256, 16  # images whose sizes, and whose pixels, are looked at
+PROBE = 32  # pixels a side at which the pixels are looked at
+
+
+class Facts(NamedTuple):
+    """What the choices depend on.
+
+    Fields:
+      images: number of images.
+      sizes: (height, width) of some of them.
+      grey: none of them has colours.
+    """
+
+    images: int
+    sizes: list[tuple[int, int]]
+    grey: bool
+
+
+ANY = Facts(1000, [(64, 64)], False)  # for checking a config before its images are opened
+
+
+def complete(values: ConfigDict | Fields, known: Config | None = None) -> Config:
+    """Returns the config with the fields that it leaves open chosen from its images; logs them.
+
+    A config that leaves none open is resolved without opening its images.
+
+    Args:
+      values: as for `resolve`.
+      known: config of the run to resume, which chose already; None for a new one.
+
+    Raises:
+      UserError: the config is invalid, or the images cannot be opened or are too small.
+    """
+    raw = values.to_dict() if isinstance(values, ConfigDict) else values
+    left_open = [path for path, empty in OPEN.items() if _get(raw, path) == empty]
+    if not left_open:
+        return resolve(values)
+    if known is not None:
+        saved = to_dict(known)
+        paths = [*left_open, *([ATTENTION] if 'model.channel_mult' in left_open else [])]
+        return resolve(_with(raw, {path: _get(saved, path) for path in paths}))
+    draft = resolve(_with(raw, choose(raw, ANY)))  # finds other mistakes before anything is opened
+    facts = look(draft)
+    chosen = choose(raw, facts)
+    config = resolve(_with(raw, chosen))
+    _log(config, facts, chosen)
+    return config
+
+
+def look(config: Config) -> Facts:
+    """Returns the facts about the images of a config.
+
+    Raises:
+      UserError: they cannot be opened, or an image is corrupt.
+    """
+    d = config.data
+    source = open_source(
+        d.path, image_shape=(PROBE, PROBE, config.model.image_channels), classes=d.classes
+    )
+    rows = np.unique(np.linspace(0, len(source) - 1, SIZES).astype(int))
+    if is_compressed_tar(d.path):  # opening it has decoded all images to the shape of the probe
+        sizes = tar_stream_sizes(Path(d.path).expanduser(), SIZES)
+    else:
+        sizes = [source.stored_size(int(row)) for row in rows]
+    return Facts(len(source), sizes, _is_grey(source))
+
+
+def choose(raw: Fields, facts: Facts) -> dict[str, object]:
+    """Returns values for the fields that a config leaves open, by their paths.
+
+    Args:
+      raw: the config as nested dicts.
+      facts: about its images.
+
+    Raises:
+      UserError: the images are too small.
+    """
+    size = _get(raw, 'data.image_size') or _image_size(facts.sizes)
+    batch = _get(raw, 'data.batch_size')
+    if not (isinstance(size, tuple | list) and all(type(side) is int for side in size)):
+        size = (USUAL,)  # `resolve` reports the value of the config
+    height, width = size[0], size[-1]
+    levels = _levels(height, width)
+    if type(batch) is not int or batch < 1:
+        batch = _batch_size(height * width, facts.images)
+    choices: dict[str, object] = {
+        'data.image_size': tuple(size),
+        'model.image_channels': 1 if facts.grey else 3,
+        'model.channel_mult': LADDERS[levels],
+        'data.batch_size': batch,
+        'optimizer.learning_rate': _learning_rate(batch),
+        'train.steps': _steps(facts.images),
+    }
+    chosen = {path: v for path, v in choices.items() if _get(raw, path) == OPEN[path]}
+    if 'model.channel_mult' in chosen and not _get(raw, ATTENTION):
+        sides = [min(height, width) >> level for level in range(levels)]
+        chosen[ATTENTION] = tuple(side for side in sides if side <= ATTENDED)
+    return chosen
+
+
+def _image_size(sizes: list[tuple[int, int]]) -> tuple[int, ...]:
+    """Returns the size of images to train on, (side,) or (height, width).
+
+    Images of one size up to `LARGEST` pixels a side keep it; of others a square is cut, of the
+    median shorter side and at most `USUAL` pixels. Sides are multiples of 8, below 32 of 4.
+    """
+    if len(set(sizes)) == 1 and max(sizes[0]) <= LARGEST:
+        found = sizes[0]
+    else:
+        side = min(USUAL, int(statistics.median(min(size) for size in sizes)))
+        found = side, side
+    if min(found) < SMALLEST:
+        raise UserError(
+            f'data.path: the images have {found[0]}x{found[1]} pixels; expected {SMALLEST} a side '
+            'or more. Set data.image_size to enlarge them'
+        )
+    multiple = 8 if min(found) >= 32 else 4
+    height, width = (side // multiple * multiple for side in found)
+    return (height,) if height == width else (height, width)
+
+
+def _levels(height: int, width: int) -> int:
+    """Returns the number of levels: halved until the shorter side is 8, or 4 of small images."""
+    least = 8 if min(height, width) >= 32 else 4
+    levels = 1
+    while (
+        levels < max(LADDERS)
+        and height % 2**levels == width % 2**levels == 0
+        and min(height, width) >> levels >= least
+    ):
+        levels += 1
+    return levels
+
+
+def _batch_size(pixels: int, count: int) -> int:
+    usual = 32 if pixels > 32 * 32 else 128
+    return min(usual, 2 ** int(math.log2(count)))  # a power of 2, which devices divide
+
+
+def _learning_rate(batch: int) -> float:
+    """Returns 1e-4 for batches of 32, and more for larger ones by the square root of their size."""
+    return float(f'{1e-4 * math.sqrt(batch / 32):.1g}')
+
+
+def _steps(count: int) -> int:
+    """Returns 12,000 steps for 500 images; others by the square root of their number."""
+    thousands = round(12 * math.sqrt(count / 500))
+    return 1000 * min(max(thousands, 4), 200)
+
+
+def _is_grey(source: Source) -> bool:
+    rows = np.unique(np.linspace(0, len(source) - 1, PIXELS).astype(int))
+    pixels = source.load(rows)
+    return bool((pixels == pixels[..., :1]).all())
+
+
+def _log(config: Config, facts: Facts, chosen: dict[str, object]) -> None:
+    """Logs the choices, and when to stop."""
+    by_area = sorted(set(facts.sizes), key=math.prod)
+    ends = dict.fromkeys([by_area[0], by_area[-1]])
+    logging.info(
+        'chosen for %d images of %s pixels: %s',
+        facts.images,
+        ' to '.join(f'{height}x{width}' for height, width in ends),
+        ', '.join(f'{path}={_shown(value)}' for path, value in chosen.items()),
+    )
+    if 'train.steps' in chosen:
+        steps, batch = config.train.steps, config.data.batch_size
+        logging.info(
+            'the run ends after %s steps, which show each image about %d times; stop it earlier '
+            'when the pictures in samples/ please you (Ctrl-C saves), or set train.steps to more',
+            f'{steps:,}',
+            round(steps * batch / facts.images),
+        )
+
+
+def _shown(value: object) -> str:
+    return ','.join(map(str, value)) if isinstance(value, tuple) else str(value)
+
+
+def _get(raw: Fields, path: str) -> object:
+    """Returns a field by its path; None if the config lacks it, which `resolve` reports."""
+    section, name = path.split('.')
+    fields = raw.get(section)
+    return fields.get(name) if isinstance(fields, dict) else None
+
+
+def _with(raw: Fields, changes: dict[str, object]) -> Fields:
+    """Returns a copy of a config with fields changed, by their paths."""
+    changed = copy.deepcopy(raw)
+    for path, value in changes.items():
+        section, name = path.split('.')
+        changed[section][name] = value
+    return changed
