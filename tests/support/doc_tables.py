@@ -13,6 +13,7 @@ from jaxunet.benchmark import table as benchmark_table
 from jaxunet.benchmark.kernels import table as kernel_table
 from jaxunet.runtime import rows
 from jaxunet.runtime.rows import Row
+from support import recipe_tables
 
 ROOT = pathlib.Path(__file__).parents[2]
 RESULTS = ROOT / 'docs/results'
@@ -251,6 +252,10 @@ TABLES: dict[str, Callable[[], str]] = {
     'curves': curves,
     'where_the_time_goes': where_the_time_goes,
     'methods': methods,
+    'recipes': lambda: recipe_tables.objectives(recipe_tables.read()),
+    'recipes_sooner': lambda: recipe_tables.sooner(recipe_tables.read()),
+    'recipes_elephants': lambda: recipe_tables.elephants(recipe_tables.read()),
+    'recipes_pictures': recipe_tables.pictures,
     'devices_batch': study('devices_batch'),
     'amp': study('amp'),
     'loader_workers': study('loader_workers'),

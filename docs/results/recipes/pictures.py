@@ -1,0 +1,140 @@
+"""Draws the pictures of docs/results/recipes from the output folders of `jaxunet.compare.queue`.
+
+    python docs/results/recipes/pictures.py runs/recipes_a runs/recipes_b
+
+Writes beside this file, from those inputs that are there: rows.jsonl (the rows of all folders),
+quality.png (Fréchet distance against seconds), elephants.jpg (unpicked samples by objective and
+seconds) and overfitting.png (held-out loss and copies against seconds). The tables come from
+rows.jsonl: `python tests/docs/test_docs.py --write`.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+import pathlib
+import sys
+from collections.abc import Callable, Sequence
+
+import numpy as np
+from matplotlib.figure import Figure
+from PIL import Image, ImageDraw, ImageFont
+
+HERE = pathlib.Path(__file__).parent
+LIMIT = 50  # evaluations of the network a sample
+LABEL = 34  # pixels of a label's line
+HELD_OUT, SEEN = 'held_out_loss', 'seen_loss'  # columns of the logs
+
+Row = dict  # a JSON object of rows.jsonl
+
+
+def main(folders: Sequence[pathlib.Path]) -> None:
+    """Writes the rows and draws all pictures whose inputs are there."""
+    lines = [line for f in folders for line in (f / 'rows.jsonl').read_text().splitlines()]
+    (HERE / 'rows.jsonl').write_text('\n'.join(lines) + '\n')
+    found = [json.loads(line) for line in lines]
+    quality(found, HERE / 'quality.png')
+    samples(found, folders, HERE / 'elephants.jpg')
+    overfitting(found, folders, HERE / 'overfitting.png')
+
+
+def curve(
+    found: Sequence[Row], find: Callable[[Row], float]
+) -> tuple[list[float], list[float], list[float], list[float]]:
+    """Seconds, and the mean, lowest and highest of seeds, each seed with its best sampler."""
+    times = sorted({row['seconds'] for row in found})
+    mean, low, high = [], [], []
+    for time in times:
+        rows = [r for r in found if r['seconds'] == time and r['evaluations'] <= LIMIT]
+        seeds = {row['seed'] for row in rows}
+        values = [min(find(r) for r in rows if r['seed'] == seed) for seed in seeds]
+        mean.append(float(np.mean(values)))
+        low.append(min(values))
+        high.append(max(values))
+    return times, mean, low, high
+
+
+def quality(found: Sequence[Row], path: pathlib.Path) -> None:
+    """Fréchet distance of the best sampler against seconds of training; bands: range of seeds."""
+    mine = [row for row in found if row['data'] == 'objects64']
+    if not mine:
+        return
+    figure = Figure(figsize=(6.5, 4.4), layout='constrained')
+    panel = figure.subplots()
+    for case in dict.fromkeys(row['case'] for row in mine):
+        rows = [row for row in mine if row['case'] == case]
+        times, mean, low, high = curve(rows, lambda row: row['values']['train']['fid'])
+        (line,) = panel.plot(times, mean, marker='o', markersize=4, label=case)
+        panel.fill_between(times, low, high, color=line.get_color(), alpha=0.2, linewidth=0)
+    panel.set_xscale('log')
+    panel.set_yscale('log')
+    panel.set_xlabel('training, s')
+    panel.set_ylabel(f'Fréchet distance, at most {LIMIT} evaluations a sample')
+    panel.grid(alpha=0.3, which='both')
+    panel.legend(fontsize='small')
+    figure.savefig(path, dpi=110)
+
+
+def samples(
+    found: Sequence[Row], folders: Sequence[pathlib.Path], path: pathlib.Path, *, seed: int = 0
+) -> None:
+    """Grids of unpicked samples: a row an objective, a column a time."""
+    grids: dict[tuple[str, float], Image.Image] = {}
+    for row in found:
+        name = f'elephants64_{row["case"]}_seed{seed}_{row["seconds"]:g}s.png'
+        for folder in folders:
+            file = folder / 'pictures' / name
+            if row['data'] == 'elephants64' and file.exists():
+                with Image.open(file) as image:
+                    grids[row['case'], row['seconds']] = image.convert('RGB')
+    if not grids:
+        return
+    cases = list(dict.fromkeys(case for case, _ in grids))
+    times = sorted({seconds for _, seconds in grids})
+    width, height = next(iter(grids.values())).size
+    canvas = Image.new('RGB', (width * len(times), (height + LABEL) * len(cases)), 'white')
+    draw, font = ImageDraw.Draw(canvas), ImageFont.load_default(24)
+    for (case, seconds), image in grids.items():
+        left, top = times.index(seconds) * width, cases.index(case) * (height + LABEL)
+        draw.text((left + 6, top + 2), f'{case}, {seconds:g} s', fill='black', font=font)
+        canvas.paste(image, (left, top + LABEL))
+    canvas.save(path, quality=82)
+
+
+def overfitting(found: Sequence[Row], folders: Sequence[pathlib.Path], path: pathlib.Path) -> None:
+    """Held-out loss and share of copies of the elephants against seconds of training."""
+    logs = {
+        log.name.split('_')[1]: list(csv.DictReader(log.read_text().splitlines()))
+        for folder in folders
+        for log in sorted(folder.glob('logs/elephants64_*_seed0.csv'))
+    }
+    copies = [r for r in found if r['data'] == 'elephants64' and 'copies' in r['values']['train']]
+    if not copies or not any(HELD_OUT in row for log in logs.values() for row in log):
+        return
+    figure = Figure(figsize=(9, 4), layout='constrained')
+    losses, shares = figure.subplots(1, 2)
+    for case, log in logs.items():
+        points = [
+            (float(row['training_seconds']), float(row[HELD_OUT]) / float(row[SEEN]))
+            for row in log
+            if row[HELD_OUT]
+        ]
+        if points:
+            losses.plot(*zip(*points, strict=True), label=case)
+        rows = [row for row in copies if row['case'] == case]
+        if rows:
+            times, mean, *_ = curve(rows, lambda row: row['values']['train']['copies'])
+            shares.plot(times, mean, marker='o', markersize=4, label=case)
+    losses.set_ylabel('loss on held-out images / on training images')
+    shares.set_ylabel('share of samples that are copies')
+    for panel in (losses, shares):
+        panel.set_xlabel('training, s')
+        panel.grid(alpha=0.3)
+    shares.legend(fontsize='small')
+    figure.savefig(path, dpi=110)
+
+
+if __name__ == '__main__':
+    if not sys.argv[1:]:
+        sys.exit('usage: python docs/results/recipes/pictures.py FOLDER ...')
+    main([pathlib.Path(argument) for argument in sys.argv[1:]])
