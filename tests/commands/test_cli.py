@@ -241,8 +241,8 @@ MISTAKES = [
     ),
     (['jaxunet.train', '--config.data.path=nowhere'], 'nowhere'),
     (
-        ['jaxunet.train', '--config.data.batch_size=0'],
-        'data.batch_size: expected more than 0, found 0',
+        ['jaxunet.train', '--config.data.batch_size=-1'],
+        'data.batch_size: expected more than 0, found -1',
     ),
     (
         ['jaxunet.train', '--config.parallel.devices=99'],
