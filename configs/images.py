@@ -24,6 +24,7 @@ def get_config() -> ConfigDict:
     config.data.image_size = ()
     config.data.batch_size = 0
     config.data.augment = 'flip'
+    config.data.holdout = 0.05  # their loss shows when the model begins to repeat the others
 
     model = config.model
     model.image_channels = 0
@@ -49,4 +50,5 @@ def get_config() -> ConfigDict:
     config.train.sample_every = 1000
     config.train.sample_count = 64
     config.train.checkpoint_every = 1000
+    config.train.holdout_every = 500
     return config

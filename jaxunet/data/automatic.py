@@ -205,11 +205,13 @@ def _log(config: Config, facts: Facts, chosen: dict[str, object]) -> None:
     )
     if 'train.steps' in chosen:
         steps, batch = config.train.steps, config.data.batch_size
+        warned = ' or when the log says that the held-out loss rises,'
         logging.info(
-            'the run ends after %s steps, which show each image about %d times; stop it earlier '
-            'when the pictures in samples/ please you (Ctrl-C saves), or set train.steps to more',
+            'the run ends after %s steps, which show each image about %d times; stop it earlier, '
+            'with Ctrl-C, when the pictures in samples/ please you,%s or set train.steps to more',
             f'{steps:,}',
             round(steps * batch / facts.images),
+            warned if config.train.holdout_every else '',
         )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import dataclasses
 import pathlib
 import shutil
@@ -42,6 +43,8 @@ def jobs():
     """Two of the small jobs: one case with two seeds."""
     first = [job for job in read_jobs(f'{JOBS}:tiny', '') if job.case == 'v-cosine']
     assert [job.seed for job in first] == [0, 1]
+    held_out = {'data.holdout': 40.0, 'train.holdout_every': 1, 'train.log_every': 1}
+    first[0] = dataclasses.replace(first[0], fields={**first[0].fields, **held_out})
     return [dataclasses.replace(first[0], seconds=(0.05, 0.2)), first[1]]
 
 
@@ -115,6 +118,14 @@ def test_pictures_and_logs_are_kept(done):
         for seconds in job.seconds:
             with Image.open(output / 'pictures' / f'{job.name}_{seconds:g}s.png') as image:
                 assert image.width > 9 * 48, 'not a column a class'
+
+
+def test_the_log_has_the_loss_on_held_out_images(done):
+    output, jobs = done
+    log = output / 'logs' / f'{jobs[0].name}.csv'
+    losses = [row['held_out_loss'] for row in csv.DictReader(log.read_text().splitlines())]
+    assert losses
+    assert all(losses)
 
 
 def test_the_same_command_repeats_nothing(done, features):
