@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from ml_collections.config_flags.config_flags import ConfigFileFlagParser
 from PIL import Image
-from support.commands import call
+from support.commands import call, call_each
 from support.data_files import encoded, put, random_pixels
 from support.tiny import flags
 
@@ -103,19 +103,22 @@ def test_same_seed_same_images_whatever_the_batch_and_the_devices(run, tmp_path)
 
 
 def test_sampler_options_change_images(run, tmp_path):
+    options = (
+        [],
+        ['--variance=fixed_large'],
+        ['--sampler=ddim'],
+        ['--sampler=ddim', '--eta=0.5'],
+        ['--sampler=ddim', '--skip_schedule=quadratic'],
+        ['--guidance_scale=4'],
+        ['--ema=none'],
+    )
+    shared = [f'--checkpoint={run}', '--output=x.npz', '--num_samples=6', '--steps=4']
+    commands = [['jaxunet.sample', *shared, *extra] for extra in options]
     seen = []
-    for i, extra in enumerate(
-        (
-            [],
-            ['--variance=fixed_large'],
-            ['--sampler=ddim'],
-            ['--sampler=ddim', '--eta=0.5'],
-            ['--sampler=ddim', '--skip_schedule=quadratic'],
-            ['--guidance_scale=4'],
-            ['--ema=none'],
-        )
-    ):
-        seen.append(sample(run, tmp_path / f'{i}.npz', *extra)[0])
+    for number, (code, _, error) in enumerate(call_each(commands, tmp_path)):
+        assert code == 0, error
+        with np.load(tmp_path / str(number) / 'x.npz') as arrays:
+            seen.append(arrays['images'])
     # The weights are nearly those of the start, whose output is zero: guidance and averaging show
     # least.
     assert len({images.tobytes() for images in seen}) >= 5
@@ -313,12 +316,12 @@ MISTAKES = [
 ]
 
 
-@pytest.mark.parametrize(
-    ('arguments', 'message'), MISTAKES, ids=[' '.join(a)[8:] for a, _ in MISTAKES]
-)
-def test_mistakes_have_one_line_and_exit_2(arguments, message, run, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv('PYTHONPATH', os.path.join(os.path.dirname(__file__), '..', '..'))
-    error = call(*[a.replace('RUN', str(run)) for a in arguments], code=2)
-    assert message in error
-    assert not list(tmp_path.iterdir())  # nothing was allocated, nothing is left behind
+def test_mistakes_have_one_line_and_exit_2(run, tmp_path):
+    commands = [[a.replace('RUN', str(run)) for a in arguments] for arguments, _ in MISTAKES]
+    for number, (code, _, error) in enumerate(call_each(commands, tmp_path)):
+        arguments, message = MISTAKES[number]
+        assert code == 2, (arguments, error)
+        assert message in error, (arguments, error)
+        assert 'Traceback' not in error, (arguments, error)
+        # Nothing was allocated, nothing is left behind.
+        assert not list((tmp_path / str(number)).iterdir()), arguments
