@@ -1,5 +1,7 @@
 """A compiled training step for tests that look at its losses and its state."""
 
+import functools
+
 from jaxunet.checkpoint.state import fresh_state, make_optimizer
 from jaxunet.data import pipeline
 from jaxunet.diffusion.process import make_diffusion
@@ -25,12 +27,19 @@ class Bench:
             config, model, make_diffusion(config.diffusion), self.optimizer, axis_name=axis
         )
 
+    @functools.cached_property
+    def step(self):
+        """The step on the resident dataset."""
+        return self.parallel.compile(self.make, self.state, self.resident)
+
     def losses(self, count=3, batches=None):
-        data = self.resident if batches is None else self.parallel.put_batch(batches[0])
-        step = self.parallel.compile(self.make, self.state, data)
+        if batches is None:
+            step, each = self.step, [self.resident] * count
+        else:
+            each = [self.parallel.put_batch(batch) for batch in batches[:count]]
+            step = self.parallel.compile(self.make, self.state, each[0])
         out = []
-        for i in range(count):
-            data = self.resident if batches is None else self.parallel.put_batch(batches[i])
+        for data in each:
             self.state, metrics = step(self.state, data)
             metrics = self.parallel.local(metrics)
             out += [float(metrics['step_loss']), float(metrics['grad_norm'])]
