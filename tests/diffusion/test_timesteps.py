@@ -5,6 +5,7 @@ devices, checkpoints.
 import dataclasses
 import functools
 import json
+import shutil
 
 import jax
 import jax.numpy as jnp
@@ -297,7 +298,7 @@ def test_policy_draws_its_beta_distribution():
     config = tiny_config(timesteps={'sampler': 'policy'})
     state = policy.init_policy(config)
     keys = jax.random.split(jax.random.key(0), 5000)
-    x0 = jax.random.normal(jax.random.key(1), (5000, 8, 8, 1))
+    x0 = jax.random.normal(jax.random.key(1), (5000, 1, 1, 1))
     u, t, importance = policy.draw_from_policy(state.params, keys, x0, steps=STEPS)
     start = float(jax.nn.softplus(0.5))
     assert stats.kstest(np.asarray(u), stats.beta(start, start).cdf).pvalue > 1e-3
@@ -350,7 +351,7 @@ def test_policy_draws_any_beta_distribution(a, b, monkeypatch):
 
 
 def test_policy_moves_to_what_is_rewarded():
-    config = tiny_config(timesteps={'sampler': 'policy', 'policy_learning_rate': 3e-3})
+    config = tiny_config(timesteps={'sampler': 'policy', 'policy_learning_rate': 5e-3})
     x0 = jax.random.normal(jax.random.key(1), (64, 4, 4, 1))
 
     @jax.jit
@@ -361,11 +362,12 @@ def test_policy_moves_to_what_is_rewarded():
             u
         )
 
-    _, path = jax.lax.scan(
-        step, policy.init_policy(config), jax.random.split(jax.random.key(0), 100)
-    )
-    assert 0.4 < float(path[0]) < 0.6
-    assert 0.05 < float(path[-20:].mean()) < 0.33
+    state, path = policy.init_policy(config), []
+    for key in jax.random.split(jax.random.key(0), 60):  # a scan's convolutions are slow on a CPU
+        state, mean = step(state, key)
+        path.append(float(mean))
+    assert 0.4 < path[0] < 0.6
+    assert 0.05 < np.mean(path[-20:]) < 0.33
 
 
 def test_policy_probes_are_the_best_correlated_timesteps():
@@ -467,16 +469,15 @@ def test_a_step_hands_the_sampler_what_it_drew_and_its_loss_weights(spread, sour
 
 @pytest.mark.parametrize(('sampler', 'weighting'), METHODS)
 def test_a_resumed_run_is_bit_for_bit_the_uninterrupted_one(sampler, weighting, tmp_path, source):
-    def part(name, steps):
-        config = method(
-            sampler, weighting, optimizer={'schedule': 'constant'}, train={'steps': steps}
-        )
-        train(config, tmp_path / name, source)
-        return checkpoint.read(tmp_path / name).state
-
-    whole = part('whole', 8)
-    half = part('halves', 4)
-    resumed = part('halves', 8)
+    config = method(sampler, weighting, train={'steps': 8})
+    train(config, tmp_path / 'whole', source)
+    halves = shutil.copytree(tmp_path / 'whole', tmp_path / 'halves')
+    for step in (6, 8):  # as if it had ended before these were written
+        shutil.rmtree(halves / 'checkpoints' / str(step))
+    half = checkpoint.read(halves).state
+    assert half.step == 4
+    train(config, halves, source)
+    whole, resumed = (checkpoint.read(tmp_path / name).state for name in ('whole', 'halves'))
     assert checkpoint.checksum(resumed) == checkpoint.checksum(whole)
     stateful = jax.tree.leaves((half.weighting, half.timesteps))
     if sampler != 'speed':
