@@ -41,6 +41,9 @@ STEP = (  # the modules whose code is traced
 )
 
 
+COMPILED = {}  # steps by how they are spread
+
+
 class Maker:
     """Builds steps, counts them, and asks for kept ones."""
 
@@ -54,12 +57,18 @@ class Maker:
         self.state = fresh_state(config)
 
     def build(self):
+        """Compiles only the first step of each kind: the others stand for compiling again."""
         self.built += 1
         c = self.config
+        if c.parallel in COMPILED:
+            return COMPILED[c.parallel]
         make = lambda axis: make_train_step(  # noqa: E731
             c, self.model, make_diffusion(c.diffusion), self.optimizer, axis_name=axis
         )
-        return self.parallel.lower(make, self.parallel.replicate(self.state), self.data).compile()
+        COMPILED[c.parallel] = self.parallel.lower(
+            make, self.parallel.replicate(self.state), self.data
+        ).compile()
+        return COMPILED[c.parallel]
 
     def get(self, **changes):
         config = self.config.replace(**changes)
