@@ -385,6 +385,7 @@ def test_weight_decay_pulls_weights_down(source):
 def test_the_loop_learns_and_logs(precision, tmp_path, source):
     config = tiny_config(
         precision=precision,
+        parallel={'devices': 4 if precision == 'float32' else 1},
         data={'batch_size': 32},
         optimizer={'learning_rate': 5e-3},
         train={'steps': 120, 'log_every': 40, 'sample_every': 120, 'checkpoint_every': 120},
