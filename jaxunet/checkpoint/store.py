@@ -36,13 +36,8 @@ FOLDER = 'checkpoints'
 # Prefixes of the fields that give the arrays of a checkpoint their shape or meaning, and of the
 # choice of the images that a run has never trained on. A run that resumes may change any other
 # field, and those model fields that matter in training alone.
-FIXED_FIELDS = (
-    'model.',
-    'diffusion.',
-    'ema.rates',
-    'ema.widths',
-    'optimizer.name',
-    'data.holdout',
+FIXED_FIELDS = tuple(
+    ['model.', 'diffusion.', 'ema.rates', 'ema.widths', 'optimizer.name', 'data.holdout']
 )
 FREE_MODEL_FIELDS = ('model.dropout', 'model.label_dropout', 'model.remat')
 MAX_REASON = 400  # characters of a library's error message that are shown

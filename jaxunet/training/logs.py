@@ -23,8 +23,8 @@ COLUMNS = (
     'loss_scale',
     'skipped_steps',
     'training_seconds',
-    *held_out.COLUMNS,
 )
+ALL_COLUMNS = (*COLUMNS, *held_out.COLUMNS)
 
 
 class Logs:
@@ -33,16 +33,23 @@ class Logs:
     Args:
       start_step: the step that the run starts from. Rows of later steps are dropped: a run that was
         killed after its last checkpoint has logged steps that it will run again.
+      held_out_losses: the table has columns for them (`train.holdout_every`).
     """
 
-    def __init__(self, workdir: pathlib.Path, start_step: int) -> None:
-        self._table = StepTable(workdir / 'metrics.csv', COLUMNS, start_step)
+    def __init__(
+        self, workdir: pathlib.Path, start_step: int, *, held_out_losses: bool = False
+    ) -> None:
+        path = workdir / 'metrics.csv'
+        # A resumed run keeps the losses that it measured before, even if it measures no more.
+        known = path.exists() and held_out.COLUMNS[0] in _header(path)
+        columns = ALL_COLUMNS if held_out_losses or known else COLUMNS
+        self._table = StepTable(path, columns, start_step)
         self._board = SummaryWriter(
             str(workdir / 'tensorboard'), purge_step=start_step + 1 if start_step else None
         )
 
     def row(self, values: Mapping[str, float]) -> None:
-        """Adds one logged step, with a value for each of `COLUMNS`; the held-out ones may lack."""
+        """Adds one logged step, with a value for each column; the held-out ones may lack."""
         self._table.add([values])
         for name, value in values.items():
             if name != 'step':
@@ -62,6 +69,11 @@ class Logs:
     def close(self) -> None:
         """Writes what is buffered."""
         self._board.close()
+
+
+def _header(path: pathlib.Path) -> Sequence[str]:
+    with path.open(newline='') as file:
+        return csv.DictReader(file).fieldnames or ()
 
 
 class StepTable:
@@ -116,4 +128,4 @@ def read_rows(path: pathlib.Path, columns: tuple[str, ...]) -> list[dict[str, st
 
 def read_metrics(path: pathlib.Path) -> list[dict[str, str]]:
     """Reads the rows of a metrics.csv."""
-    return read_rows(path, COLUMNS)
+    return read_rows(path, ALL_COLUMNS)

@@ -51,7 +51,7 @@ class Outputs:
     ) -> None:
         self._config, self._workdir, self._bar, self._keep_on = config, workdir, bar, keep_on
         self._device = devices[0]
-        self._logs = Logs(workdir, start)
+        self._logs = Logs(workdir, start, held_out_losses=config.train.holdout_every > 0)
         self._evaluator = evaluator
         self._table = evaluation_table(workdir, start) if evaluator else None
         self._generator: Background[Generator] | None = None

@@ -14,10 +14,10 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from jaxunet.compare import queue as queue_module
+from jaxunet.compare import job_runner
+from jaxunet.compare.job_runner import Queue, summary
 from jaxunet.compare.jobs import Job, parse_sampler, read_jobs
 from jaxunet.compare.measure import Measurements
-from jaxunet.compare.queue import Queue, summary
 from jaxunet.metrics.classifier import Architecture, init, to_arrays
 from jaxunet.runtime import rows
 from jaxunet.runtime.errors import UserError
@@ -73,7 +73,7 @@ def done(jobs, features, tmp_path_factory):
 
     with pytest.MonkeyPatch.context() as patch:
         clock = types.SimpleNamespace(perf_counter=time.perf_counter, sleep=appears)
-        patch.setattr(queue_module, 'time', clock)
+        patch.setattr(job_runner, 'time', clock)
         seed1 = dataclasses.replace(jobs[1], seconds=(0.05,))
         assert make_queue(output, late).run([jobs[0], seed1]) == []
     assert waited == [[]], 'it measured before there were features, or waited twice'
@@ -81,7 +81,7 @@ def done(jobs, features, tmp_path_factory):
 
 
 def rows_of(output):
-    path = output / queue_module.ROWS
+    path = output / job_runner.ROWS
     return rows.read(path) if path.exists() else []
 
 
@@ -161,7 +161,7 @@ def test_what_is_not_done_is_reported(jobs, tmp_path, monkeypatch):
         late += 1000
 
     clock = types.SimpleNamespace(perf_counter=lambda: time.perf_counter() + late, sleep=sleep)
-    monkeypatch.setattr(queue_module, 'time', clock)
+    monkeypatch.setattr(job_runner, 'time', clock)
     nowhere = {**jobs[0].fields, 'data.path': str(tmp_path / 'nowhere.zip')}
     failing = dataclasses.replace(jobs[0], case='failing', fields=nowhere)
     never = dataclasses.replace(jobs[0], case='never', seconds=(500.0,))

@@ -1,0 +1,189 @@
+"""Runs training jobs in one process and writes their results; see `jaxunet.compare.queue`."""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+import pathlib
+import shutil
+import time
+from collections.abc import Sequence
+
+import jax
+import numpy as np
+
+from jaxunet.compare.jobs import Job
+from jaxunet.compare.measure import Checkpoint, Measurements
+from jaxunet.config import Config
+from jaxunet.data.pipeline import load_all
+from jaxunet.data.source import ArraySource, Source
+from jaxunet.data.sources import open_images
+from jaxunet.model.unet import Params
+from jaxunet.runtime import rows
+from jaxunet.runtime.errors import UserError
+from jaxunet.training.clock import Milestones
+from jaxunet.training.loop import train
+
+ROWS = 'rows.jsonl'
+# What ends one job and not the others: its own mistakes, and a GPU's memory that is too small.
+FAILURES = (UserError, jax.errors.JaxRuntimeError)
+POLL_SECONDS = 1.0  # between two looks for the file of features
+
+
+class Queue:
+    """Runs jobs and writes their results.
+
+    Args:
+      output: folder of the results.
+      measurements: draws samples and compares them.
+      limit, reserve: seconds, see the flags.
+      command: the command line, for the rows.
+      began: `time.perf_counter()` at the start of the command.
+    """
+
+    def __init__(
+        self,
+        output: pathlib.Path,
+        measurements: Measurements,
+        *,
+        limit: float,
+        reserve: float,
+        command: str,
+        began: float,
+    ) -> None:
+        self._output, self._measurements = output, measurements
+        self._limit, self._reserve, self._began = limit, reserve, began
+        self._origin = {'command': command, **rows.provenance()}
+        self._waiting: list[Checkpoint] = []
+        self._problems: list[str] = []
+        self._sources: dict[object, Source] = {}
+
+    @property
+    def left(self) -> float:
+        """Seconds until the limit."""
+        return self._limit - (time.perf_counter() - self._began)
+
+    def run(self, jobs: Sequence[Job]) -> list[str]:
+        """Runs the jobs that lack rows; returns why jobs failed or were left out."""
+        for job in jobs:
+            seconds = tuple(s for s in job.seconds if s + self._reserve <= self.left)
+            if self._is_done(job):
+                self._say(f'{job.name}: is done already')
+            elif not seconds:
+                self._fail(f'{job.name}: left out, {self.left:.0f} s are left')
+            else:
+                try:
+                    self._train(job, seconds)
+                except FAILURES as error:
+                    self._fail(f'{job.name}: {error}')
+        while self._waiting and self.left > 0 and not self._measurements.ready():
+            time.sleep(POLL_SECONDS)
+        self._measure_waiting()
+        for c in self._waiting:
+            self._fail(f'{c.job.name}: not measured at {c.seconds:g} s, as there are no features')
+        self._measurements.wait()  # a process that ends while it compiles may crash
+        return self._problems
+
+    def _is_done(self, job: Job) -> bool:
+        path = self._output / ROWS
+        found = rows.read(path) if path.exists() else []
+        names = ('data', 'case', 'seed', 'seconds', 'sampler')
+        measured = {tuple(row[name] for name in names) for row in found}
+        wanted = {
+            (job.data, job.case, job.seed, seconds, sampler)
+            for seconds in job.seconds
+            for sampler in job.samplers
+        }
+        return wanted <= measured
+
+    def _train(self, job: Job, seconds: tuple[float, ...]) -> None:
+        """Trains a job and measures its checkpoints, or keeps them until there are features."""
+        # Finished runs are garbage; `train` froze what was alive at its start.
+        gc.unfreeze()
+        gc.collect()
+        config = job.load_config()
+        source = self._source(config)
+        self._measurements.prepare(job, config)
+        workdir = self._output / 'work' / job.name
+        shutil.rmtree(workdir, ignore_errors=True)
+        reached: list[float] = []
+        times = (0.0, *seconds)  # the first is reached by the first step, which is then compiled
+
+        def keep(step: int, trained: float, params: Params) -> None:
+            if not reached:
+                # Compiled at the same time, each would measure its kernels beside the other's.
+                self._measurements.compile()
+                reached.append(trained)
+                return
+            checkpoint = Checkpoint(job, config, times[len(reached)], trained, step, params)
+            reached.append(trained)
+            self._say(f'{job.name}: {trained:.1f} s of training, step {step}')
+            self._waiting.append(checkpoint)
+            self._measure_waiting()
+            if self._waiting:  # in the host's memory, as training goes on in the device's
+                params = jax.device_get(params)
+                self._waiting[-1] = dataclasses.replace(checkpoint, params=params)
+
+        self._say(f'{job.name}: training for {seconds[-1]:g} s')
+        try:
+            train(config, workdir, source, milestones=Milestones(times, keep))
+        finally:
+            self._keep_log(job, workdir)
+        if len(reached) < len(times):
+            raise KeyboardInterrupt  # the loop ends early only after a signal
+
+    def _measure_waiting(self) -> None:
+        """Measures all checkpoints that wait, if the features are there."""
+        while self._waiting and self._measurements.ready():
+            checkpoint, began = self._waiting.pop(0), time.perf_counter()
+            fields = {k: v for k, v in checkpoint.job.fields.items() if k != 'data.path'}
+            try:
+                for row in self._measurements.measure(checkpoint):
+                    rows.append(self._output / ROWS, {**row, 'fields': fields, **self._origin})
+                    self._say(summary(row))
+            except FAILURES as error:
+                self._fail(f'{checkpoint.job.name} at {checkpoint.seconds:g} s: {error}')
+            self._say(f'measured in {time.perf_counter() - began:.1f} s')
+
+    def _source(self, config: Config) -> Source:
+        """Returns the images of a config, decoded once for all jobs that share them."""
+        key = (config.data.path, config.data.classes, config.image_shape, config.data.holdout)
+        if key not in self._sources:
+            source = open_images(config)
+            self._sources[key] = _decoded(source)
+            if source.held_out is not None:
+                self._sources[key].held_out = _decoded(source.held_out)
+        return self._sources[key]
+
+    def _keep_log(self, job: Job, workdir: pathlib.Path) -> None:
+        log = self._output / 'logs' / f'{job.name}.csv'
+        log.parent.mkdir(parents=True, exist_ok=True)
+        if (workdir / 'metrics.csv').exists():
+            shutil.copyfile(workdir / 'metrics.csv', log)
+
+    def _fail(self, problem: str) -> None:
+        self._problems.append(problem)
+        self._say(problem)
+
+    def _say(self, line: str) -> None:
+        print(f'[{time.perf_counter() - self._began:.0f} s] {line}', flush=True)
+
+
+def summary(row: rows.Row) -> str:
+    """Returns a row in one line."""
+    values = ', '.join(
+        f'{name} {metric} {value:.4g}'
+        for name, metrics in row.get('values', {}).items()
+        for metric, value in metrics.items()
+    )
+    return (
+        f'{row["data"]} {row["case"]} seed {row["seed"]}, {row["seconds"]:g} s, {row["sampler"]}: '
+        f'{values or "nothing to compare"}; {row["seconds_per_sample"] * 1e3:.2f} ms a sample'
+    )
+
+
+def _decoded(source: Source) -> ArraySource:
+    images, labels = load_all(source, progress=False)
+    return ArraySource(
+        source.name, np.asarray(images), source.image_shape, np.asarray(labels), source.class_names
+    )
