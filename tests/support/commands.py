@@ -34,6 +34,7 @@ def call(*arguments, code=0, devices=1):
         capture_output=True,
         text=True,
         check=False,
+        timeout=400,  # a command that should stop at a mistake could train for ever
     )
     assert done.returncode == code, done.stderr
     assert 'Traceback' not in done.stderr

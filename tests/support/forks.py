@@ -14,12 +14,15 @@ from __future__ import annotations
 import json
 import os
 import runpy
+import signal
 import sys
 
 # Imported for the forks. A thread would be lost, but only OpenBLAS starts one, and replaces it.
 import jaxunet.sampling.partial_output
 import jaxunet.sampling.sampler
 import jaxunet.training.loop  # noqa: F401
+
+SECONDS = 200  # of a command: one that should stop at a mistake could train for ever
 
 
 def main() -> None:
@@ -38,6 +41,7 @@ def become(request: dict) -> None:
         os.dup2(file, descriptor)
         os.close(file)
     os.chdir(request['folder'])
+    signal.alarm(SECONDS)
     sys.argv = request['arguments']
     runpy.run_module(sys.argv[0], run_name='__main__', alter_sys=True)
 
