@@ -114,6 +114,9 @@ def drawn(tmp_path_factory):
         Image.fromarray(np.full((60, 60, 3), r['seconds'], np.uint8)).save(path)
         log = 'training_seconds,held_out_loss,seen_loss\n1.0,0.5,0.5\n2.0,,\n3.0,0.25,0.2\n'
         (folder / 'logs' / f'elephants64_{r["case"]}_seed0.csv').write_text(log)
+    for r in ROWS:
+        path = folder / 'pictures' / f'objects64_{r["case"]}_seed0_{r["seconds"]:g}s.png'
+        Image.new('RGB', (120, 120)).save(path)
     script = runpy.run_path(str(PICTURES))
     output = tmp_path_factory.mktemp('drawn')
     script['main'].__globals__['HERE'] = output

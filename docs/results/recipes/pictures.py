@@ -3,9 +3,10 @@
     python docs/results/recipes/pictures.py runs/recipes_a runs/recipes_b
 
 Writes beside this file, from those inputs that are there: rows.jsonl (the rows of all folders),
-quality.png (Fréchet distance against seconds), elephants.jpg (unpicked samples by objective and
-seconds) and overfitting.png (held-out loss and copies against seconds). The tables come from
-rows.jsonl: `python tests/docs/test_docs.py --write`.
+quality.png (Fréchet distance against seconds), objects.jpg and elephants.jpg (unpicked samples by
+objective and seconds), images.jpg (64 samples of the objective of configs/images.py) and
+overfitting.png (held-out loss and copies against seconds). The tables come from rows.jsonl:
+`python tests/docs/test_docs.py --write`.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from PIL import Image, ImageDraw, ImageFont
 HERE = pathlib.Path(__file__).parent
 LIMIT = 50  # evaluations of the network a sample
 LABEL = 34  # pixels of a label's line
+RECIPE = 'flow'  # the objective of configs/images.py
 HELD_OUT, SEEN = 'held_out_loss', 'seen_loss'  # columns of the logs
 
 Row = dict  # a JSON object of rows.jsonl
@@ -34,7 +36,16 @@ def main(folders: Sequence[pathlib.Path]) -> None:
     (HERE / 'rows.jsonl').write_text('\n'.join(lines) + '\n')
     found = [json.loads(line) for line in lines]
     quality(found, HERE / 'quality.png')
-    samples(found, folders, HERE / 'elephants.jpg')
+    objects = grids(found, folders, 'objects64')
+    # Half of each grid: all five objectives stand on one page.
+    halves = {
+        key: image.crop((0, 0, image.width, image.height // 2)) for key, image in objects.items()
+    }
+    samples(halves, HERE / 'objects.jpg')
+    samples(grids(found, folders, 'elephants64'), HERE / 'elephants.jpg')
+    last = max((seconds for case, seconds in objects if case == RECIPE), default=None)
+    if last is not None:
+        objects[RECIPE, last].save(HERE / 'images.jpg', quality=85)
     overfitting(found, folders, HERE / 'overfitting.png')
 
 
@@ -75,18 +86,23 @@ def quality(found: Sequence[Row], path: pathlib.Path) -> None:
     figure.savefig(path, dpi=110)
 
 
-def samples(
-    found: Sequence[Row], folders: Sequence[pathlib.Path], path: pathlib.Path, *, seed: int = 0
-) -> None:
-    """Grids of unpicked samples: a row an objective, a column a time."""
-    grids: dict[tuple[str, float], Image.Image] = {}
+def grids(
+    found: Sequence[Row], folders: Sequence[pathlib.Path], data: str, *, seed: int = 0
+) -> dict[tuple[str, float], Image.Image]:
+    """Grids of unpicked samples by (objective, seconds)."""
+    images: dict[tuple[str, float], Image.Image] = {}
     for row in found:
-        name = f'elephants64_{row["case"]}_seed{seed}_{row["seconds"]:g}s.png'
+        name = f'{data}_{row["case"]}_seed{seed}_{row["seconds"]:g}s.png'
         for folder in folders:
             file = folder / 'pictures' / name
-            if row['data'] == 'elephants64' and file.exists():
+            if row['data'] == data and file.exists():
                 with Image.open(file) as image:
-                    grids[row['case'], row['seconds']] = image.convert('RGB')
+                    images[row['case'], row['seconds']] = image.convert('RGB')
+    return images
+
+
+def samples(grids: dict[tuple[str, float], Image.Image], path: pathlib.Path) -> None:
+    """Grids on one page: a row an objective, a column a time."""
     if not grids:
         return
     cases = list(dict.fromkeys(case for case, _ in grids))
