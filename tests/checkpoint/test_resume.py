@@ -31,7 +31,6 @@ def command(workdir, *extra, steps=STEPS):
         f'--config.train.steps={steps}',
         '--config.train.checkpoint_every=5',
         '--config.model.dropout=0.1',
-        '--config.optimizer.schedule=constant',
     ]
     return [
         sys.executable,
@@ -230,9 +229,7 @@ def test_other_device_counts_and_modes(tmp_path, source):
 
     def part(workdir, steps, **parallel):
         train(
-            tiny_config(
-                train={'steps': steps}, optimizer={'schedule': 'constant'}, parallel=parallel
-            ),
+            tiny_config(train={'steps': steps}, parallel=parallel),
             workdir,
             source,
         )

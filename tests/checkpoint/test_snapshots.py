@@ -27,7 +27,7 @@ OTHERS = (0.03, 0.075, 0.15, 0.25)  # widths averaged directly in a second run
 def config_of(widths: tuple[float, ...], **train: int) -> Config:
     return tiny_config(
         ema={'widths': widths},
-        optimizer={'learning_rate': 3e-3, 'schedule': 'constant'},
+        optimizer={'learning_rate': 3e-3},
         train={'steps': STEPS, 'checkpoint_every': 32, 'log_every': 32} | train,
         parallel={'devices': 1},
     )

@@ -38,14 +38,11 @@ from jaxunet.training.parallel import CONCURRENT, OVERLAP, Parallel
 from jaxunet.training.step import make_train_step
 
 ENDLESS = '--config.train.steps=100000'
-TRAIN = [sys.executable, '-m', 'jaxunet.train', *flags(), '--config.optimizer.schedule=constant']
+TRAIN = [sys.executable, '-m', 'jaxunet.train', *flags()]
 ENVIRONMENT = NO_LAUNCHER | {
     'XLA_FLAGS': f'{QUICK} --xla_force_host_platform_device_count=2',
     'JAX_PLATFORMS': 'cpu',
 }
-CONSTANT = {
-    'schedule': 'constant'
-}  # so that runs of any length are the same program, compiled once
 
 
 def by_hand(port, rank):
@@ -137,7 +134,7 @@ def source():
 def one_process(workdir, source, devices, steps):
     """Trains, or goes on, here; returns the losses of all steps."""
     train(
-        tiny_config(parallel={'devices': devices}, optimizer=CONSTANT, train={'steps': steps}),
+        tiny_config(parallel={'devices': devices}, train={'steps': steps}),
         workdir,
         source,
     )

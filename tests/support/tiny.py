@@ -17,7 +17,8 @@ TINY: dict[str, Any] = {
     },
     'diffusion': {'steps': 40},
     'data': {'batch_size': 8},
-    'optimizer': {'warmup_steps': 2},
+    # Constant, so that runs of any length are one program, which is compiled once.
+    'optimizer': {'warmup_steps': 2, 'schedule': 'constant'},
     'train': {
         'steps': 6,
         'log_every': 1,

@@ -91,7 +91,7 @@ def test_nothing_held_out(digits):
 def run(workdir, steps, **changes):
     config = tiny_config(
         data={'holdout': 1777, 'batch_size': 8},
-        optimizer={'learning_rate': 3e-3, 'schedule': 'constant', 'warmup_steps': 1},
+        optimizer={'learning_rate': 3e-3, 'warmup_steps': 1},
         ema={'rates': (0.9,)},
         train={
             'steps': steps,
