@@ -20,12 +20,16 @@ class Bench:
             make_optimizer(config),
             build_unet(config, ops_of('cuda' if config.backend == 'cuda' else 'xla')),
         )
-        self.state = self.parallel.replicate(fresh_state(config))
+        self.restart()
         images, labels = pipeline.load_all(source, progress=False)
         self.resident = self.parallel.replicate({'images': images, 'labels': labels})
         self.make = lambda axis: make_train_step(
             config, model, make_diffusion(config.diffusion), self.optimizer, axis_name=axis
         )
+
+    def restart(self):
+        """Sets the state to that of a new run."""
+        self.state = self.parallel.replicate(fresh_state(self.config))
 
     @functools.cached_property
     def step(self):

@@ -3,6 +3,7 @@ and a loop that learns.
 """
 
 import dataclasses
+import functools
 import math
 import re
 import subprocess
@@ -44,15 +45,45 @@ NOISY = {'model': {'dropout': 0.2}, 'data': {'augment': 'flip'}}
 
 
 @pytest.fixture(scope='module')
+def benches(source):
+    """Benches that tests share, by how they spread a noisy batch."""
+    return functools.cache(
+        lambda mode, devices: Bench(
+            tiny_config(**NOISY, parallel={'mode': mode, 'devices': devices}), source
+        )
+    )
+
+
+@pytest.fixture
+def bench_of(benches):
+    """Returns the bench of a mode and a number of devices, with the state of a new run."""
+
+    def get(mode, devices):
+        bench = benches(mode, devices)
+        bench.restart()
+        return bench
+
+    return get
+
+
+@pytest.fixture(scope='module')
 def one_device(source):
     return Bench(tiny_config(**NOISY, parallel={'devices': 1}), source).losses()
+
+
+def assert_losses(got, one_device):
+    np.testing.assert_allclose(got, one_device, rtol=1e-4)
+    assert len(set(one_device)) == len(one_device)
+
+
+@pytest.mark.parametrize('mode', ['jit', 'pmap'])
+def test_losses_do_not_depend_on_the_devices(mode, bench_of, one_device):
+    assert_losses(bench_of(mode, 4).losses(), one_device)
 
 
 @pytest.mark.parametrize(
     'changes',
     [
-        {'parallel': {'mode': 'jit', 'devices': 4}},
-        {'parallel': {'mode': 'pmap', 'devices': 4}},
         {'parallel': {'mode': 'pmap', 'devices': 2}, 'optimizer': {'accumulate_steps': 4}},
         {'parallel': {'mode': 'jit', 'devices': 2}, 'optimizer': {'accumulate_steps': 2}},
         {'parallel': {'devices': 1}, 'optimizer': {'accumulate_steps': 8}},
@@ -60,9 +91,7 @@ def one_device(source):
     ids=str,
 )
 def test_losses_do_not_depend_on_how_a_batch_is_spread(changes, source, one_device):
-    got = Bench(tiny_config(**NOISY).replace(**changes), source).losses()
-    np.testing.assert_allclose(got, one_device, rtol=1e-4)
-    assert len(set(one_device)) == len(one_device)
+    assert_losses(Bench(tiny_config(**NOISY).replace(**changes), source).losses(), one_device)
 
 
 @pytest.mark.extension
@@ -114,40 +143,35 @@ def test_the_update_takes_narrow_gradients_and_sums_are_wide(changes, narrow, so
 
 
 @pytest.mark.parametrize('mode', ['jit', 'pmap'])
-def test_streamed_batches_give_the_losses_of_the_resident_dataset(mode, source, one_device):
-    config = tiny_config(**NOISY, parallel={'mode': mode, 'devices': 4})
-    bench = Bench(config, source)
-    stream = pipeline.stream(source, config, 0, bench.parallel.local_rows)
+def test_streamed_batches_give_the_losses_of_the_resident_dataset(
+    mode, source, bench_of, one_device
+):
+    bench = bench_of(mode, 4)
+    stream = pipeline.stream(source, bench.config, 0, bench.parallel.local_rows)
     batches = [next(stream) for _ in range(3)]
     stream.close()
     np.testing.assert_allclose(bench.losses(batches=batches), one_device, rtol=1e-4)
 
 
 @pytest.mark.parametrize('mode', ['jit', 'pmap'])
-def test_steps_of_one_call_are_those_of_several(mode, source):
-    singly = Bench(tiny_config(parallel={'mode': mode, 'devices': 2}, **NOISY), source)
-    at_once = Bench(singly.config, source)
-    four = at_once.parallel.compile(at_once.make, at_once.state, at_once.resident, steps=4)
-    losses = singly.losses(count=4)
-    at_once.state, metrics = four(at_once.state, at_once.resident)
-    metrics = at_once.parallel.fetch(metrics)
+def test_steps_of_one_call_are_those_of_several(mode, bench_of):
+    bench = bench_of(mode, 4)
+    losses, singly = bench.losses(count=4), bench.parallel.fetch(bench.state)
+    bench.restart()
+    four = bench.parallel.compile(bench.make, bench.state, bench.resident, steps=4)
+    bench.state, metrics = four(bench.state, bench.resident)
+    metrics, at_once = bench.parallel.fetch(metrics), bench.parallel.fetch(bench.state)
     assert {value.shape for value in metrics.values()} == {(4,)}
     np.testing.assert_allclose(
         np.stack([metrics['step_loss'], metrics['grad_norm']], axis=1).ravel(), losses, rtol=1e-5
     )
-    one, other = (jax.tree.leaves(bench.parallel.fetch(bench.state)) for bench in (singly, at_once))
-    assert (
-        max(
-            float(np.abs(np.float64(a) - np.float64(b)).max())
-            for a, b in zip(one, other, strict=True)
-        )
-        < 1e-5
-    )
-    batch = at_once.parallel.put_batch(
+    for one, other in zip(*map(jax.tree.leaves, (singly, at_once)), strict=True):
+        np.testing.assert_allclose(np.float64(other), np.float64(one), rtol=0, atol=1e-5)
+    batch = bench.parallel.put_batch(
         {'image': np.zeros((8, 8, 8, 1), np.uint8), 'label': np.zeros(8, np.int32)}
     )
     with pytest.raises(ValueError, match='4 steps in one call need the whole dataset'):
-        at_once.parallel.lower(at_once.make, at_once.state, batch, steps=4)
+        bench.parallel.lower(bench.make, bench.state, batch, steps=4)
 
 
 def test_the_loop_counts_every_step_of_a_call(tmp_path, source, caplog):
