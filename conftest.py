@@ -96,6 +96,7 @@ def pytest_runtest_teardown() -> Iterator[None]:
     yield
     if _resident() > max(BEFORE_CLEARING, _left + GROWTH):
         jax.clear_caches()
+        gc.unfreeze()  # training loops freeze what is alive, compiled programs of tests among it
         gc.collect()
         if sys.platform == 'linux':
             getattr(ctypes.CDLL(None), 'malloc_trim', lambda _: 0)(0)  # glibc keeps what is freed

@@ -1,8 +1,8 @@
 """Fits the weights of one model to the network of another config, to start a run from them.
 
-The networks may differ in classes, image size, image channels and the learned variance. The layers
-that depend on these start fresh, drawn from `config.seed`, and everything else is kept. No weight
-depends on the image size. `fit` lists all of it.
+The networks may differ in classes, image size, image channels, the learned variance, and the layer
+of `data.augment=edm`. The layers that depend on these start fresh, drawn from `config.seed`, and
+everything else is kept. No weight depends on the image size. `fit` lists all of it.
 """
 
 from __future__ import annotations
@@ -17,12 +17,13 @@ import numpy as np
 from jaxunet.checkpoint.state import fresh_state
 from jaxunet.config import Config
 from jaxunet.diffusion.levels import CONTINUOUS
-from jaxunet.model.unet import Params
+from jaxunet.model.unet import AUGMENTATION, Params
 from jaxunet.runtime.errors import listed
 from jaxunet.weights.fields import check_reusable, diffusion_fields
 from jaxunet.weights.names import Path, flatten, parameter_shapes, unflatten
 
 LABELS: Path = ('label_embed', 'embedding')
+AUGMENTATION_LAYER: Path = (AUGMENTATION, 'kernel')
 CONV_IN, CONV_OUT = 'conv_in', 'conv_out'
 
 
@@ -69,6 +70,7 @@ def fit(params: Params, there: Side, here: Side, source: str) -> Fitted:
     work.first_convolution()
     work.last_convolution()
     work.labels(_real(there.class_names), _real(here.class_names))
+    work.augmentation()
     kept = sum(leaf.size for leaf in work.leaves.values()) - work.fresh_count
     total = sum(math.prod(shape) for shape in parameter_shapes(here.config).values())
     report = (
@@ -147,6 +149,19 @@ class _Work:
             if has
             else f'left out: the outputs of {CONV_OUT} for the variance (diffusion.learn_sigma)'
         )
+
+    def augmentation(self) -> None:
+        """Handles the layer of data.augment=edm, which only runs with it have."""
+        had, has = AUGMENTATION_LAYER in self.leaves, self.ours.augmentation_inputs > 0
+        if has and not had:
+            self.leaves[AUGMENTATION_LAYER] = self.fresh(AUGMENTATION_LAYER)
+            self.fresh_count += self.leaves[AUGMENTATION_LAYER].size
+            self.report.append(f'fresh: {AUGMENTATION}, the layer of data.augment=edm')
+        elif had and not has:
+            del self.leaves[AUGMENTATION_LAYER]
+            self.report.append(
+                f'left out: {AUGMENTATION}, the layer of data.augment=edm; samples do not need it'
+            )
 
     def labels(self, their_names: Sequence[str], our_names: Sequence[str]) -> None:
         """Handles other classes.

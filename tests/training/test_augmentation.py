@@ -11,6 +11,8 @@ from support.bench import Bench
 from support.tiny import tiny_config
 
 from jaxunet.checkpoint import store as checkpoint
+from jaxunet.checkpoint.fine_tune import Side, fit
+from jaxunet.checkpoint.state import fresh_state
 from jaxunet.config.schema import AUGMENTATION_INPUTS
 from jaxunet.data.sources import open_source
 from jaxunet.runtime.errors import UserError
@@ -173,7 +175,19 @@ def test_a_resumed_run_keeps_its_layer(tmp_path):
     plain, flip, edm = (tiny_config(data={'augment': name}) for name in ('none', 'flip', 'edm'))
     assert checkpoint.check_resumable(plain, flip, tmp_path)
     for saved, now in ((plain, edm), (edm, flip)):
-        with pytest.raises(UserError, match=r'(?s)data\.augment: .*its weights do not'):
+        with pytest.raises(UserError, match=r'(?s)data\.augment: .*or start from its weights'):
             checkpoint.check_resumable(saved, now, tmp_path)
     more = edm.replace(data={'augment_probability': 0.3})
     assert checkpoint.check_resumable(edm, more, tmp_path)
+
+
+def test_runs_with_and_without_the_layer_start_from_each_other():
+    plain, edm = (Side(tiny_config(data={'augment': name}), ()) for name in ('none', 'edm'))
+    params = jax.device_get(fresh_state(plain.config).params)
+    wider = fit(params, plain, edm, 'plain')
+    assert not wider.complete
+    assert 'fresh: time_embed_augmentation, the layer of data.augment=edm' in wider.report
+    assert not wider.params['time_embed_augmentation']['kernel'].any()
+    back = fit(wider.params, edm, plain, 'edm')
+    assert any(line.startswith('left out: time_embed_augmentation') for line in back.report)
+    jax.tree.map(np.testing.assert_array_equal, back.params, params)
