@@ -1,11 +1,8 @@
 """Settings of every test: strict JAX, four forced CPU devices, bounded memory."""
 
-import ctypes
-import gc
 import os
 import pathlib
 import signal
-import sys
 from collections.abc import Iterator
 
 from support import annotations
@@ -28,6 +25,7 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 
 import jax  # noqa: E402
 import pytest  # noqa: E402
+from support import memory  # noqa: E402
 
 annotations.install(ROOT)  # before the packages are imported
 
@@ -95,9 +93,5 @@ def pytest_runtest_teardown() -> Iterator[None]:
     global _left  # noqa: PLW0603
     yield
     if _resident() > max(BEFORE_CLEARING, _left + GROWTH):
-        jax.clear_caches()
-        gc.unfreeze()  # training loops freeze what is alive, compiled programs of tests among it
-        gc.collect()
-        if sys.platform == 'linux':
-            getattr(ctypes.CDLL(None), 'malloc_trim', lambda _: 0)(0)  # glibc keeps what is freed
+        memory.drop_compiled_programs()
         _left = _resident()

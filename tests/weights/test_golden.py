@@ -19,6 +19,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from support.memory import drop_compiled_programs
 
 from jaxunet.config import Config
 from jaxunet.model.unet import build_unet
@@ -30,6 +31,12 @@ from jaxunet.weights.unetcu import MAGIC, Header, config_of, table
 FIXTURES = pathlib.Path(__file__).parents[1] / 'fixtures'
 TOLERANCE = 1e-4
 NOISE = 1e-8  # of the largest gradient norm: what float32 may leave of a gradient that is zero
+
+
+@pytest.fixture(autouse=True, scope='module')
+def _room() -> None:
+    """Networks of 64 × 64 in float64 take more than a GiB."""
+    drop_compiled_programs()
 
 
 def formula_weights(config: Config) -> dict[str, Any]:
