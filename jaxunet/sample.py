@@ -33,7 +33,6 @@ from jaxunet.config import PRECISIONS, Config, DiffusionConfig, cli, resolve, sp
 from jaxunet.data.classes import label_of
 from jaxunet.data.images import check_output, save_images
 from jaxunet.data.picture import read_mask, read_picture
-from jaxunet.diffusion.levels import CONTINUOUS
 from jaxunet.model.unet import Params
 from jaxunet.runtime import distributed
 from jaxunet.runtime.errors import UserError
@@ -296,7 +295,7 @@ def sampler_config(config: Config) -> SamplerConfig:
       UserError: --churn_range is not two numbers.
     """
     steps, model_steps = STEPS.value, config.diffusion.steps
-    continuous = config.diffusion.objective in CONTINUOUS
+    continuous = config.diffusion.continuous
     if steps is None and RESPACING.value is None and SAMPLER.value is not None and not continuous:
         steps = min(DEFAULT_STEPS.get(SAMPLER.value, model_steps), model_steps)
     churn_range = None
@@ -361,7 +360,7 @@ def process_fields(diffusion: DiffusionConfig) -> dict[str, object]:
     Models with timesteps keep the names that interrupted samples of earlier versions recorded.
     """
     d = diffusion
-    if d.objective in CONTINUOUS:
+    if d.continuous:
         return {'objective': d.objective, 'edm_sigma_data': d.edm_sigma_data}
     return {
         'steps': d.steps,

@@ -18,7 +18,6 @@ from jaxunet.benchmark.torch_unet import build_torch_unet
 from jaxunet.config import Config
 from jaxunet.data import pipeline
 from jaxunet.data.source import Source
-from jaxunet.diffusion.levels import CONTINUOUS
 from jaxunet.diffusion.process import make_diffusion
 from jaxunet.model.unet import Params
 from jaxunet.runtime.errors import UserError
@@ -255,7 +254,7 @@ def check(config: Config, mode: str, source: Source) -> None:
             'runs float32 and bfloat16, found precision=float16, whose loss scaling the peer '
             'does not have'
         )
-    if config.diffusion.objective in CONTINUOUS:
+    if config.diffusion.continuous:
         raise UserError(
             f'trains epsilon, x0 and v, found diffusion.objective={config.diffusion.objective}'
         )

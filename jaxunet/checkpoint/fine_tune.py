@@ -16,7 +16,6 @@ import numpy as np
 
 from jaxunet.checkpoint.state import fresh_state
 from jaxunet.config import Config
-from jaxunet.diffusion.levels import CONTINUOUS
 from jaxunet.model.unet import AUGMENTATION, Params
 from jaxunet.runtime.errors import listed
 from jaxunet.weights.fields import check_reusable, diffusion_fields
@@ -67,8 +66,7 @@ def fit(params: Params, there: Side, here: Side, source: str) -> Fitted:
     check_reusable(there.config, here.config, source)
     given = flatten(params)
     work = _Work(dict(given), there.config, here.config)
-    work.first_convolution()
-    work.last_convolution()
+    work.convolutions()
     work.labels(_real(there.class_names), _real(here.class_names))
     work.augmentation()
     kept = sum(leaf.size for leaf in work.leaves.values()) - work.fresh_count
@@ -113,25 +111,16 @@ class _Work:
             self.leaves[layer, leaf] = self.fresh((layer, leaf))
             self.fresh_count += self.leaves[layer, leaf].size
 
-    def first_convolution(self) -> None:
-        """Handles another number of image channels at the input."""
+    def convolutions(self) -> None:
+        """Handles another number of image channels, and the outputs of the learned variance."""
         there, here = self.theirs.model.image_channels, self.ours.model.image_channels
         if there != here:
-            self.start_fresh(CONV_IN)
-            self.report.append(
-                f'fresh: {CONV_IN}, the first convolution: {there} image channels there, '
-                f'{here} here'
-            )
-
-    def last_convolution(self) -> None:
-        """Handles another number of outputs: of image channels, or of the learned variance."""
-        there, here = self.theirs.model.image_channels, self.ours.model.image_channels
-        if there != here:
-            self.start_fresh(CONV_OUT)
-            self.report.append(
-                f'fresh: {CONV_OUT}, the last convolution: {there} image channels there, '
-                f'{here} here'
-            )
+            for layer, which in ((CONV_IN, 'first'), (CONV_OUT, 'last')):
+                self.start_fresh(layer)
+                self.report.append(
+                    f'fresh: {layer}, the {which} convolution: {there} image channels there, '
+                    f'{here} here'
+                )
             return
         had, has = self.theirs.diffusion.learn_sigma, self.ours.diffusion.learn_sigma
         if had == has:
@@ -245,7 +234,6 @@ def _meanings(theirs: Config, ours: Config) -> list[str]:
             lines.append(
                 f'changed: {name}: {value} there, {our_fields[name]} here; {consequences[name]}'
             )
-    continuous = [c.diffusion.objective in CONTINUOUS for c in (theirs, ours)]
-    if continuous[0] != continuous[1]:
+    if theirs.diffusion.continuous != ours.diffusion.continuous:
         lines.append('changed: the time that the network reads stands for other noise levels')
     return lines

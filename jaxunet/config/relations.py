@@ -59,7 +59,7 @@ def _model(config: Config) -> Iterator[str]:
 
 def _diffusion(config: Config) -> Iterator[str]:
     steps = config.diffusion.steps
-    if config.diffusion.objective in ('edm', 'flow'):
+    if config.diffusion.continuous:
         yield from _continuous(config)
     elif config.diffusion.schedule == 'linear' and steps <= 20:
         yield (
@@ -157,8 +157,7 @@ def _ema(config: Config) -> Iterator[str]:
 
 def _train(config: Config) -> Iterator[str]:
     t, steps, channels = config.train, config.diffusion.steps, config.model.image_channels
-    continuous = config.diffusion.objective in ('edm', 'flow')
-    if t.sample_every and t.sample_steps > steps and not continuous:
+    if t.sample_every and t.sample_steps > steps and not config.diffusion.continuous:
         yield f'train.sample_steps: {t.sample_steps} is more than diffusion.steps ({steps})'
     if t.sample_every and channels not in (1, 3):
         yield (
@@ -205,8 +204,7 @@ def _evaluation(config: Config) -> Iterator[str]:
     if not e.metrics or len(set(e.metrics)) < len(e.metrics):
         found = ', '.join(e.metrics) or 'none'
         yield f'evaluation.metrics: expected one or more, each once, found {found}'
-    continuous = config.diffusion.objective in ('edm', 'flow')
-    if evaluates and e.steps > config.diffusion.steps and not continuous:
+    if evaluates and e.steps > config.diffusion.steps and not config.diffusion.continuous:
         yield (
             f'evaluation.steps: {e.steps} is more than diffusion.steps ({config.diffusion.steps})'
         )

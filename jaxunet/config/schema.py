@@ -83,6 +83,11 @@ class DiffusionConfig:
     learn_sigma: bool = False  # the network also predicts the variance; hybrid loss of IDDPM
     vlb_weight: float = 1e-3  # weight of the variational bound in the hybrid loss
 
+    @property
+    def continuous(self) -> bool:
+        """Whether noise levels are continuous: the objective has no timesteps."""
+        return self.objective in ('edm', 'flow')
+
 
 @dataclass(frozen=True)
 class LossConfig:

@@ -32,7 +32,6 @@ from jaxunet.runtime.errors import UserError, near_misses
 T = TypeVar('T', bound=Array | np.ndarray)
 Sigmas = Float64[np.ndarray, ' levels']
 
-CONTINUOUS = ('edm', 'flow')
 TIME_SCALE = 1000
 RHO = 7  # ρ of EDM eq. 5
 LOWEST, HIGHEST = 0.002, 80.0  # σ_min and σ_max of EDM table 1

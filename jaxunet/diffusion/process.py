@@ -34,7 +34,8 @@ import numpy as np
 from jaxtyping import Array, Float, Float32, Float64, Int, Key, Real
 
 from jaxunet.config import CHOICES, DiffusionConfig
-from jaxunet.diffusion.levels import CONTINUOUS, middle_times, signal_and_noise, time_of_quantile
+from jaxunet.diffusion.levels import middle_times, signal_and_noise, time_of_quantile
+from jaxunet.ops.activation import at_least_float32
 from jaxunet.runtime.errors import UserError, near_misses
 
 Images = Float[Array, 'batch height width channels']
@@ -74,7 +75,7 @@ class Diffusion:
     @property
     def continuous(self) -> bool:
         """Noise levels are continuous; the tables are those at the middle of each slice."""
-        return self.config.objective in CONTINUOUS
+        return self.config.continuous
 
     @property
     def learn_sigma(self) -> bool:
@@ -138,7 +139,7 @@ def make_diffusion(config: DiffusionConfig) -> Diffusion:
             f'diffusion.objective: expected one of {", ".join(allowed)}, '
             f'found {found!r}{near_misses(found, allowed)}'
         )
-    if found in CONTINUOUS:
+    if config.continuous:
         signal, _ = signal_and_noise(config, middle_times(config))
         return _from_alphas_cumprod(signal**2, config)
     return _from_alphas_cumprod(np.cumprod(1 - make_betas(config.schedule, config.steps)), config)
@@ -240,11 +241,6 @@ def _edm_length(diffusion: Diffusion, time: Times) -> Factor:
     return jnp.sqrt(noise_at(diffusion, time) ** 2 + (data * signal_at(diffusion, time)) ** 2)
 
 
-def at_least_float32(x: Array) -> Array:
-    """Returns 16-bit numbers as float32, others as they are."""
-    return x.astype(jnp.float32) if x.dtype.itemsize < 4 else x
-
-
 def split_output(
     diffusion: Diffusion, output: Output, channels: int
 ) -> tuple[Images, Images | None]:
@@ -261,7 +257,7 @@ def split_output(
             f'network output: expected {expected} channels for {channels} image channels with '
             f'learn_sigma={diffusion.learn_sigma}, found {output.shape[-1]}'
         )
-    output = at_least_float32(output)
+    output = output.astype(at_least_float32(output.dtype))
     return output[..., :channels], output[..., channels:] if diffusion.learn_sigma else None
 
 

@@ -30,7 +30,6 @@ from jaxunet.diffusion.process import (
     Images,
     Output,
     Times,
-    at_least_float32,
     learned_log_variance,
     network_input,
     noise_from_x0,
@@ -38,6 +37,7 @@ from jaxunet.diffusion.process import (
     respace,
     split_output,
 )
+from jaxunet.ops.activation import at_least_float32
 from jaxunet.runtime.errors import UserError
 from jaxunet.sampling.options import SamplerConfig, resolve_options
 from jaxunet.sampling.solvers import (
@@ -210,7 +210,8 @@ def guided(denoise: LabelledDenoiser, labels: Int[Array, ' batch'], scale: float
             jnp.repeat(t, 2),
             jnp.stack([labels, dropped], axis=1).reshape(-1),
         )
-        output = at_least_float32(output).reshape(len(x), 2, *output.shape[1:])
+        output = output.astype(at_least_float32(output.dtype))
+        output = output.reshape(len(x), 2, *output.shape[1:])
         conditional, unconditional = output[:, 0], output[:, 1]
         channels = x.shape[-1]
         mixed = unconditional[..., :channels] + scale * (

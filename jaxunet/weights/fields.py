@@ -8,7 +8,6 @@ from __future__ import annotations
 import dataclasses
 
 from jaxunet.config import Config
-from jaxunet.diffusion.levels import CONTINUOUS
 from jaxunet.runtime.errors import UserError
 
 Fields = dict[str, object]  # field name -> value
@@ -50,7 +49,7 @@ def diffusion_fields(config: Config) -> Fields:
     """Returns the fields that a sampler needs besides the network."""
     d = config.diffusion
     fields: Fields = {'diffusion.objective': d.objective}
-    if d.objective not in CONTINUOUS:
+    if not d.continuous:
         return fields | {'diffusion.steps': d.steps, 'diffusion.schedule': d.schedule}
     if d.objective == 'edm':
         fields['diffusion.edm_sigma_data'] = d.edm_sigma_data
