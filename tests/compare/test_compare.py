@@ -15,26 +15,18 @@ import numpy as np
 import pytest
 from support.settings import QUICK
 from support.tiny import TINY, flags, tiny_config
+from support.untrained_features import write_untrained
 
 from jaxunet.compare import report, results, runner, step_cost, worker
 from jaxunet.compare.methods import METHODS, Method, parse_counts, parse_methods, parse_seconds
 from jaxunet.config import Config, resolve, to_dict
-from jaxunet.metrics.classifier import Architecture, init, to_arrays
 from jaxunet.runtime.errors import UserError
 from jaxunet.training.logs import read_metrics
 
 
 @pytest.fixture(scope='module')
 def features(tmp_path_factory):
-    """A file of features that nobody trained."""
-    architecture = Architecture(8, 8, 2, 10, (0.5, 0.5, 0.5), (0.5, 0.5, 0.5))
-    params, statistics = init(architecture, jax.random.key(0))
-    path = tmp_path_factory.mktemp('features') / 'random.npz'
-    arrays = to_arrays(
-        architecture, params, statistics, np.ones(4), {'reference': 'nothing', 'test_accuracy': 0.1}
-    )
-    np.savez(path, jaxunet_features=np.array('classifier'), **arrays)
-    return path
+    return write_untrained(tmp_path_factory.mktemp('features'))
 
 
 def call(features, output, *arguments, code=0):

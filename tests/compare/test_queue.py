@@ -9,16 +9,14 @@ import shutil
 import time
 import types
 
-import jax
-import numpy as np
 import pytest
 from PIL import Image
+from support.untrained_features import write_untrained
 
 from jaxunet.compare import job_runner
 from jaxunet.compare.job_runner import Queue, summary
 from jaxunet.compare.jobs import Job, parse_sampler, read_jobs
 from jaxunet.compare.measure import Measurements
-from jaxunet.metrics.classifier import Architecture, init, to_arrays
 from jaxunet.runtime import rows
 from jaxunet.runtime.errors import UserError
 
@@ -27,15 +25,7 @@ JOBS = pathlib.Path(__file__).parents[2] / 'docs/results/recipes/jobs.py'
 
 @pytest.fixture(scope='module')
 def features(tmp_path_factory):
-    """A file of features that nobody trained."""
-    architecture = Architecture(8, 8, 2, 10, (0.5, 0.5, 0.5), (0.5, 0.5, 0.5))
-    params, statistics = init(architecture, jax.random.key(0))
-    path = tmp_path_factory.mktemp('features') / 'random.npz'
-    arrays = to_arrays(
-        architecture, params, statistics, np.ones(4), {'reference': 'nothing', 'test_accuracy': 0.1}
-    )
-    np.savez(path, jaxunet_features=np.array('classifier'), **arrays)
-    return path
+    return write_untrained(tmp_path_factory.mktemp('features'))
 
 
 @pytest.fixture(scope='module')

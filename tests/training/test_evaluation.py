@@ -8,11 +8,11 @@ import jax
 import numpy as np
 import pytest
 from support.tiny import tiny_config
+from support.untrained_features import write_untrained
 
 from jaxunet.checkpoint.state import fresh_state
 from jaxunet.checkpoint.store import checksum, read
 from jaxunet.data.sources import open_source
-from jaxunet.metrics.classifier import Architecture, init, to_arrays
 from jaxunet.metrics.evaluation import Result, result_label
 from jaxunet.runtime.errors import UserError
 from jaxunet.training.clock import Clock, Milestones
@@ -29,15 +29,7 @@ def source():
 
 @pytest.fixture(scope='module')
 def features(tmp_path_factory):
-    """A file of features that nobody trained."""
-    architecture = Architecture(8, 8, 2, 10, (0.5, 0.5, 0.5), (0.5, 0.5, 0.5))
-    params, statistics = init(architecture, jax.random.key(0))
-    path = tmp_path_factory.mktemp('features') / 'random.npz'
-    arrays = to_arrays(
-        architecture, params, statistics, np.ones(4), {'reference': 'nothing', 'test_accuracy': 0.1}
-    )
-    np.savez(path, jaxunet_features=np.array('classifier'), **arrays)
-    return path
+    return write_untrained(tmp_path_factory.mktemp('features'))
 
 
 def config_of(features, **changes):

@@ -1,0 +1,20 @@
+"""A file of features that nobody trained, for tests of what uses one."""
+
+import pathlib
+
+import jax
+import numpy as np
+
+from jaxunet.metrics.classifier import Architecture, init, to_arrays
+
+
+def write_untrained(folder: pathlib.Path) -> pathlib.Path:
+    """Writes the file of a classifier of 8×8 images with random weights; returns its path."""
+    architecture = Architecture(8, 8, 2, 10, (0.5, 0.5, 0.5), (0.5, 0.5, 0.5))
+    params, statistics = init(architecture, jax.random.key(0))
+    path = folder / 'random.npz'
+    arrays = to_arrays(
+        architecture, params, statistics, np.ones(4), {'reference': 'nothing', 'test_accuracy': 0.1}
+    )
+    np.savez(path, jaxunet_features=np.array('classifier'), **arrays)
+    return path
