@@ -30,15 +30,41 @@ FAILURES = (UserError, jax.errors.JaxRuntimeError)
 POLL_SECONDS = 1.0  # between two looks for the file of features
 
 
+@dataclasses.dataclass(frozen=True)
+class Limit:
+    """When training may begin.
+
+    Fields:
+      seconds, reserve, shared_by: see the flags.
+      began: `time.perf_counter()` at the start of the command.
+    """
+
+    seconds: float
+    reserve: float = 0.0
+    shared_by: int = 1
+    began: float = dataclasses.field(default_factory=time.perf_counter)
+
+    @property
+    def left(self) -> float:
+        """Seconds until the limit."""
+        return self.seconds - (time.perf_counter() - self.began)
+
+    def allows(self, seconds: float) -> bool:
+        """Returns True if so many seconds of training, and measuring, fit in what is left."""
+        return seconds * self.shared_by + self.reserve <= self.left
+
+
 class Queue:
     """Runs jobs and writes their results.
 
     Args:
       output: folder of the results.
       measurements: draws samples and compares them.
-      limit, reserve: seconds, see the flags.
+      limit: when training may begin.
       command: the command line, for the rows.
-      began: `time.perf_counter()` at the start of the command.
+      step_ms: milliseconds that a step counts; 0 = training time is measured.
+      known: rows.jsonl with times that are done; '' = none but those of `output`.
+      claims: folder in which processes mark the jobs that they take; '' = this one takes all.
     """
 
     def __init__(
@@ -46,37 +72,37 @@ class Queue:
         output: pathlib.Path,
         measurements: Measurements,
         *,
-        limit: float,
-        reserve: float,
+        limit: Limit,
         command: str,
-        began: float,
+        step_ms: float = 0.0,
+        known: str = '',
+        claims: str = '',
     ) -> None:
         self._output, self._measurements = output, measurements
-        self._limit, self._reserve, self._began = limit, reserve, began
-        self._origin = {'command': command, **rows.provenance()}
+        self._limit, self._step_ms = limit, step_ms
+        self._done = [output / ROWS, *([pathlib.Path(known)] if known else [])]
+        self._claims = pathlib.Path(claims) if claims else None
+        counted = {'step_ms': step_ms} if step_ms else {}
+        self._origin = {**counted, 'command': command, **rows.provenance()}
         self._waiting: list[Checkpoint] = []
         self._problems: list[str] = []
         self._sources: dict[object, Source] = {}
 
-    @property
-    def left(self) -> float:
-        """Seconds until the limit."""
-        return self._limit - (time.perf_counter() - self._began)
-
     def run(self, jobs: Sequence[Job]) -> list[str]:
         """Runs the jobs that lack rows; returns why jobs failed or were left out."""
         for job in jobs:
-            seconds = tuple(s for s in job.seconds if s + self._reserve <= self.left)
-            if self._is_done(job):
+            lacking = self._lacking(job)
+            seconds = tuple(s for s in lacking if self._limit.allows(s))
+            if not lacking:
                 self._say(f'{job.name}: is done already')
             elif not seconds:
-                self._fail(f'{job.name}: left out, {self.left:.0f} s are left')
-            else:
+                self._fail(f'{job.name}: left out, {self._limit.left:.0f} s are left')
+            elif self._claim(job):
                 try:
                     self._train(job, seconds)
                 except FAILURES as error:
                     self._fail(f'{job.name}: {error}')
-        while self._waiting and self.left > 0 and not self._measurements.ready():
+        while self._waiting and self._limit.left > 0 and not self._measurements.ready():
             time.sleep(POLL_SECONDS)
         self._measure_waiting()
         for c in self._waiting:
@@ -84,17 +110,27 @@ class Queue:
         self._measurements.wait()  # a process that ends while it compiles may crash
         return self._problems
 
-    def _is_done(self, job: Job) -> bool:
-        path = self._output / ROWS
-        found = rows.read(path) if path.exists() else []
+    def _lacking(self, job: Job) -> tuple[float, ...]:
+        """Returns the times of a job that lack a row of any of its samplers."""
+        found = [row for path in self._done if path.exists() for row in rows.read(path)]
         names = ('data', 'case', 'seed', 'seconds', 'sampler')
         measured = {tuple(row[name] for name in names) for row in found}
-        wanted = {
-            (job.data, job.case, job.seed, seconds, sampler)
+        return tuple(
+            seconds
             for seconds in job.seconds
-            for sampler in job.samplers
-        }
-        return wanted <= measured
+            if any((job.data, job.case, job.seed, seconds, s) not in measured for s in job.samplers)
+        )
+
+    def _claim(self, job: Job) -> bool:
+        """Returns True if no other process has taken this job, which is then this one's."""
+        if self._claims is None:
+            return True
+        self._claims.mkdir(parents=True, exist_ok=True)
+        try:
+            (self._claims / job.name).touch(exist_ok=False)
+        except FileExistsError:
+            return False
+        return True
 
     def _train(self, job: Job, seconds: tuple[float, ...]) -> None:
         """Trains a job and measures its checkpoints, or keeps them until there are features."""
@@ -124,9 +160,10 @@ class Queue:
                 params = jax.device_get(params)
                 self._waiting[-1] = dataclasses.replace(checkpoint, params=params)
 
+        milestones = Milestones(times, keep, self._step_ms / 1e3)
         self._say(f'{job.name}: training for {seconds[-1]:g} s')
         try:
-            train(config, workdir, source, milestones=Milestones(times, keep))
+            train(config, workdir, source, milestones=milestones)
         finally:
             self._keep_log(job, workdir)
         if len(reached) < len(times):
@@ -166,7 +203,7 @@ class Queue:
         self._say(problem)
 
     def _say(self, line: str) -> None:
-        print(f'[{time.perf_counter() - self._began:.0f} s] {line}', flush=True)
+        print(f'[{time.perf_counter() - self._limit.began:.0f} s] {line}', flush=True)
 
 
 def summary(row: rows.Row) -> str:

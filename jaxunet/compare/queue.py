@@ -7,10 +7,10 @@
 
 Made for a GPU that is there for minutes: the jobs run in their order, each compiles its samplers
 while it trains, and every row is written as soon as it is measured. The clock of a job counts only
-training steps, without compiling and measuring. A job keeps those of its times that fit into the
-rest of the limit. Checkpoints that are reached before the file of features exists are measured when
-it does. The same command leaves out jobs whose rows are all there; use one process a GPU, each with
-its own output.
+training steps, without compiling and measuring; processes that share a GPU count each step as
+`--step_ms`. A job keeps those of its times that fit into the rest of the limit. Checkpoints that
+are reached before the file of features exists are measured when it does. The same command leaves
+out times whose rows are there. Each process needs its own output; `--claims` deals the jobs out.
 
 Output: rows.jsonl (a row for each checkpoint and sampler), pictures/ (unpicked samples),
 logs/JOB.csv (the metrics.csv of the run), and work/.
@@ -26,10 +26,11 @@ from collections.abc import Sequence
 
 from absl import flags
 
-from jaxunet.compare.job_runner import Queue
+from jaxunet.compare.job_runner import Limit, Queue
 from jaxunet.compare.jobs import read_jobs
 from jaxunet.compare.measure import Measurements
 from jaxunet.config import cli
+from jaxunet.runtime.errors import UserError
 
 JOBS = flags.DEFINE_string(
     'jobs', None, 'FILE or FILE:PART; see jaxunet.compare.jobs.', required=True
@@ -49,6 +50,25 @@ RESERVE = flags.DEFINE_float(
     'Seconds of the limit that a job leaves for compiling and measuring.',
     lower_bound=0,
 )
+STEP_MS = flags.DEFINE_float(
+    'step_ms',
+    0.0,
+    'Milliseconds that a step counts, such as its time measured alone, so that processes can share '
+    'a GPU; 0 = measure training time.',
+    lower_bound=0,
+)
+SHARED_BY = flags.DEFINE_integer(
+    'shared_by',
+    1,
+    'Processes that share the GPU: a job is expected to take so many times its seconds.',
+    lower_bound=1,
+)
+KNOWN = flags.DEFINE_string(
+    'known', '', 'rows.jsonl of earlier queues with the same features: its times are left out.'
+)
+CLAIMS = flags.DEFINE_string(
+    'claims', '', 'Folder in which processes with the same jobs mark those that they take.'
+)
 OUTPUT = flags.DEFINE_string('output', 'runs/queue', 'Folder of the results.')
 
 
@@ -59,16 +79,24 @@ def main(argv: Sequence[str]) -> int:
       UserError: the file of jobs is wrong.
     """
     began = time.perf_counter()
+    if SHARED_BY.value > 1 and not STEP_MS.value:
+        raise UserError(
+            f'--shared_by: {SHARED_BY.value} processes slow each other down, so their training '
+            'time means nothing; give --step_ms too'
+        )
+    if KNOWN.value and not pathlib.Path(KNOWN.value).is_file():
+        raise UserError(f'--known: no file {KNOWN.value}')
     jobs = read_jobs(JOBS.value, DATA.value)
     cli.enable_compilation_cache()
     output = pathlib.Path(OUTPUT.value)
     queue = Queue(
         output,
         Measurements(FEATURES.value, output / 'pictures'),
-        limit=LIMIT.value,
-        reserve=RESERVE.value,
+        limit=Limit(LIMIT.value, RESERVE.value, SHARED_BY.value, began),
+        step_ms=STEP_MS.value,
+        known=KNOWN.value,
+        claims=CLAIMS.value,
         command=shlex.join(['python', '-m', 'jaxunet.compare.queue', *sys.argv[1:]]),
-        began=began,
     )
     try:
         problems = queue.run(jobs)

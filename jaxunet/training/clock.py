@@ -56,7 +56,10 @@ class Milestones:
       seconds: the times, ascending.
       reached: called with the step, the training time in seconds, and the first average of the
         weights, on this process's first device. The clock is paused meanwhile.
+      step_seconds: what a step counts, such as its time measured alone, for runs that share a
+        device. 0 = training time is measured.
     """
 
     seconds: tuple[float, ...]
     reached: Callable[[int, float, Params], None]
+    step_seconds: float = 0.0

@@ -251,7 +251,7 @@ class _Loop:
         save, sample = self._due(t.checkpoint_every), self._due(t.sample_every)
         evaluate, held_out = self._due(t.evaluate_every), self._due(t.holdout_every)
         snapshot = self.snapshot_every > 0 and self.step % self.snapshot_every == 0
-        milestone = bool(self.milestones_left) and self.clock.seconds >= self.milestones_left[0]
+        milestone = bool(self.milestones_left) and self._seconds() >= self.milestones_left[0]
         if not (save or sample or evaluate or held_out or milestone or snapshot):
             return True
         self._read_metrics(leave=1)
@@ -271,14 +271,20 @@ class _Loop:
                     self.outputs.sample(self.step, self._averaged_weights())
                 if evaluate:
                     weights = self._averaged_weights()
-                    self.outputs.evaluate(self.step, weights, self.clock.seconds)
+                    self.outputs.evaluate(self.step, weights, self._seconds())
         if milestone and self.milestones:
             self.milestones_left.pop(0)
-            self.milestones.reached(self.step, self.clock.seconds, self._averaged_weights())
+            self.milestones.reached(self.step, self._seconds(), self._averaged_weights())
             if not self.milestones_left:
                 return False
         self.clock.resume()
         return True
+
+    def _seconds(self, step: int | None = None) -> float:
+        """Returns the training time, as the milestones count it; `step` is the last by default."""
+        if self.milestones and self.milestones.step_seconds:
+            return self.milestones.step_seconds * (self.step if step is None else step)
+        return self.clock.seconds
 
     def _due(self, every: int) -> bool:
         """Returns True every so many steps and after the last step; never if `every` is 0."""
@@ -309,7 +315,7 @@ class _Loop:
                 elapsed, steps = self.clock.lap(step)
                 if self.outputs:
                     last = jax.tree.map(lambda x: np.atleast_1d(x)[-1], metrics)
-                    self.outputs.log(step, last, elapsed / steps, self.clock.seconds)
+                    self.outputs.log(step, last, elapsed / steps, self._seconds(step))
 
     @contextlib.contextmanager
     def _save_on_error(self) -> Iterator[None]:

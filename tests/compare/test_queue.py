@@ -14,7 +14,7 @@ from PIL import Image
 from support.untrained_features import write_untrained
 
 from jaxunet.compare import job_runner
-from jaxunet.compare.job_runner import Queue, summary
+from jaxunet.compare.job_runner import Limit, Queue, summary
 from jaxunet.compare.jobs import Job, parse_sampler, read_jobs
 from jaxunet.compare.measure import Measurements
 from jaxunet.runtime import rows
@@ -38,15 +38,14 @@ def jobs():
     return [dataclasses.replace(first[0], seconds=(0.05, 0.2)), first[1]]
 
 
-def make_queue(output, features, *, limit=600.0, reserve=0.0, elapsed=0.0):
+def make_queue(output, features, *, limit=600.0, reserve=0.0, elapsed=0.0, **options):
     began = time.perf_counter() - elapsed
     return Queue(
         output,
         Measurements(str(features), output / 'pictures'),
-        limit=limit,
-        reserve=reserve,
+        limit=Limit(limit, reserve, began=began),
         command='the command',
-        began=began,
+        **options,
     )
 
 
@@ -125,8 +124,23 @@ def test_the_same_command_repeats_nothing(done, features):
     assert rows_of(output) == before
 
 
+def test_times_of_known_rows_are_left_out(done, features, tmp_path):
+    """Nor does another process train for them that shares the claims."""
+    output, jobs = done
+    known = tmp_path / 'known.jsonl'
+    for row in rows_of(output):
+        if row['seconds'] == 0.05:
+            rows.append(known, row)
+    options = {'known': str(known), 'claims': str(tmp_path / 'claims')}
+    assert make_queue(tmp_path / 'a', features, **options).run(jobs) == []
+    measured = {(row['seed'], row['seconds']) for row in rows_of(tmp_path / 'a')}
+    assert measured == {(0, 0.2)}
+    assert make_queue(tmp_path / 'b', features, **options).run(jobs) == []
+    assert rows_of(tmp_path / 'b') == [], 'another process took the same job'
+
+
 def test_weights_that_give_no_images_stop_nothing_else(jobs, features, tmp_path, monkeypatch):
-    """The first checkpoint's samples are NaN; the second one is measured."""
+    """The first checkpoint's samples are NaN; the second is measured. A step counts 20 ms."""
     real, calls = Measurements.measure, []
 
     def measure(self, checkpoint):
@@ -137,9 +151,11 @@ def test_weights_that_give_no_images_stop_nothing_else(jobs, features, tmp_path,
 
     monkeypatch.setattr(Measurements, 'measure', measure)
     job = dataclasses.replace(jobs[0], seconds=(0.05, 0.2), samplers=('ddim:4',))
-    (problem,) = make_queue(tmp_path, features).run([job])
+    (problem,) = make_queue(tmp_path, features, step_ms=20.0).run([job])
     assert problem == ('digits_v-cosine_seed0 at 0.05 s: images: 100% of the pixels are NaN')
-    assert [row['seconds'] for row in rows_of(tmp_path)] == [0.2]
+    (row,) = rows_of(tmp_path)
+    assert row['seconds'] == 0.2
+    assert (row['step'], row['training_seconds'], row['step_ms']) == (10, pytest.approx(0.2), 20)
 
 
 def test_what_is_not_done_is_reported(jobs, tmp_path, monkeypatch):
@@ -199,11 +215,17 @@ def test_two_jobs_of_one_name_are_refused(jobs, tmp_path):
 
 
 def test_the_committed_jobs_are_valid():
-    for part in 'ab':
+    for part in ('objects', 'elephants', 'longer', 'rates'):
         found = read_jobs(f'{JOBS}:{part}', '/data')
         assert all(isinstance(job, Job) for job in found)
-    with pytest.raises(UserError, match='one of a, b, tiny'):
-        read_jobs(f'{JOBS}:c', '')
+    with pytest.raises(UserError, match='one of objects, elephants'):
+        read_jobs(f'{JOBS}:other', '')
+
+
+def test_processes_that_share_a_gpu():
+    assert Limit(600, 30, shared_by=1).allows(560)
+    assert not Limit(600, 30, shared_by=2).allows(300)
+    assert Limit(600, 30, shared_by=2).allows(280)
 
 
 def test_a_sampler_may_name_its_spacing():

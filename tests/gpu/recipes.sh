@@ -1,57 +1,70 @@
 #!/usr/bin/env bash
-# Runs the jobs of docs/results/recipes on two GPUs, in processes that go on when this command ends.
-#   tests/gpu/recipes.sh start DATA OUTPUT LIMIT   trains the features, then parts a and b, for LIMIT seconds in all
-#   tests/gpu/recipes.sh wait OUTPUT SECONDS       waits until both parts end, at most SECONDS; prints their rows
+# Runs jobs of docs/results/recipes, several processes a GPU, which go on when this command ends.
+#   tests/gpu/recipes.sh start DATA OUTPUT LIMIT STEP_MS GPU:CPUS ...   starts a process for each GPU named, bound to CPUS
+#   tests/gpu/recipes.sh wait OUTPUT SECONDS       waits until all end, at most SECONDS; prints their rows
 #   tests/gpu/recipes.sh pack OUTPUT TARGET        copies rows, logs and pictures to TARGET, in few files; at any time
 # Folders are relative to the checkout. DATA: the folder of objects64_train.zip, objects64_test.zip and elephants64.zip. Build the kernels before (tests/gpu/build.sh).
-# RECIPE_JOBS (default docs/results/recipes/jobs.py) names another file of jobs, RECIPE_FEATURES the flags of train_features.
+# LIMIT: seconds after which no training begins that would not end by then. STEP_MS: milliseconds of a step measured alone (python -m jaxunet.benchmark).
+# The features are trained first, by the first process, if OUTPUT/features.npz is missing.
+# RECIPE_JOBS (default docs/results/recipes/jobs.py:objects) names the jobs, RECIPE_KNOWN rows whose times are left out,
+# RECIPE_FEATURES the flags of train_features.
+# Example, two processes on each of two GPUs with 16 cores each: start data out 1200 5.8 0:0-7 1:16-23 0:8-15 1:24-31
 set -euo pipefail
 self=$(realpath "$0")
 cd "$(dirname "$self")/../.."
 export PYTHONPATH=.${PYTHONPATH:+:$PYTHONPATH} PYTHONUNBUFFERED=1
-jobs=${RECIPE_JOBS:-docs/results/recipes/jobs.py}
 
-part() { # PART DATA OUTPUT LIMIT: one GPU's process; part a trains the features first
-  local part=$1 data=$2 out=$3 limit=$4
+part() { # NUMBER PROCESSES-A-GPU DATA OUTPUT LIMIT STEP_MS
+  local part=$1 shared=$2 data=$3 out=$4 limit=$5 step_ms=$6
   trap "touch '$out/$part.done'" EXIT
-  if [ "$part" = a ] && [ ! -f "$out/features.npz" ]; then
+  export XLA_PYTHON_CLIENT_MEM_FRACTION=.$((88 / (shared + 1)))  # leaves a share for tests
+  if [ "$part" = 1 ] && [ ! -f "$out/features.npz" ]; then
     # shellcheck disable=SC2086
     python3 -m jaxunet.metrics.train_features --reference "$data/objects64_train.zip" --test "$data/objects64_test.zip" \
-      --output "$out/features.npz" ${RECIPE_FEATURES:---channels 48 --seconds 25}
+      --output "$out/features.npz" ${RECIPE_FEATURES:---channels 32 --epochs 200}
   fi
-  python3 -m jaxunet.compare.queue --jobs "$jobs:$part" --data "$data" --features "$out/features.npz" \
+  python3 -m jaxunet.compare.queue --jobs "${RECIPE_JOBS:-docs/results/recipes/jobs.py:objects}" --data "$data" \
+    --features "$out/features.npz" --known "${RECIPE_KNOWN:-}" --claims "$out/claims" --step_ms "$step_ms" --shared_by "$shared" \
     --limit $((limit - SECONDS)) --output "$out/$part" || echo "part $part: exit status $?"
 }
 
 case ${1:-} in
   start)
+    data=$2 limit=$4 step_ms=$5
     mkdir -p "$3"
-    out=$(realpath "$3") gpu=0
-    for name in a b; do
-      rm -f "$out/$name.done"
-      CUDA_VISIBLE_DEVICES=$gpu setsid nohup "$self" part "$name" "$2" "$out" "$4" >"$out/$name.log" 2>&1 </dev/null &
-      gpu=$((gpu + 1))
+    out=$(realpath "$3")
+    shift 5
+    rm -rf "$out"/*.done "$out/claims"
+    number=0
+    for place; do
+      number=$((number + 1))
+      gpu=${place%%:*}
+      shared=$(printf '%s\n' "$@" | grep -c "^$gpu:")
+      : >"$out/$number.log"
+      CUDA_VISIBLE_DEVICES=$gpu setsid nohup taskset -c "${place#*:}" "$self" part $number "$shared" "$data" "$out" "$limit" "$step_ms" \
+        >"$out/$number.log" 2>&1 </dev/null &
     done
     ;;
   part) part "${@:2}" ;;
   wait)
-    until [ -f "$2/a.done" ] && [ -f "$2/b.done" ] || [ $SECONDS -ge "$3" ]; do sleep 2; done
-    for name in a b; do
-      echo "== $name"
+    running() { for log in "$1"/*.log; do [ -f "${log%.log}.done" ] || return 0; done; return 1; }
+    while running "$2" && [ $SECONDS -lt "$3" ]; do sleep 2; done
+    for log in "$2"/*.log; do
+      echo "== $(basename "$log" .log)"
       # A progress bar may stand before a line.
-      tr '\r' '\n' <"$2/$name.log" | grep -oE '\[[0-9]+ s\] .*|^error.*|^test accuracy.*|^part .*' || tail -n 20 "$2/$name.log"
+      tr '\r' '\n' <"$log" | grep -oE '\[[0-9]+ s\] .*|^error.*|^test accuracy.*|^part .*' || tail -n 20 "$log"
     done
     ;;
   pack)
     mkdir -p "$3"
-    find "$2" -path '*/[ab]/rows.jsonl' -exec cat {} + >"$3/rows.jsonl"
-    for name in a b; do tr '\r' '\n' <"$2/$name.log" >"$3/$name.log"; done
+    find "$2" -path '*/[0-9]/rows.jsonl' -exec cat {} + >"$3/rows.jsonl"
+    for log in "$2"/*.log; do tr '\r' '\n' <"$log" >"$3/$(basename "$log")"; done
     [ ! -f "$2/features.npz" ] || cp "$2/features.npz" "$3/"
-    find "$2" \( -path '*/[ab]/logs/*' -o -path '*/[ab]/pictures/*' \) -type f -printf '%P\0' |
-      tar -C "$2" --null -T - --transform 's,^[ab]/,,' -cf "$3/pictures.tar"
+    find "$2" \( -path '*/[0-9]/logs/*' -o -path '*/[0-9]/pictures/*' \) -type f -printf '%P\0' |
+      tar -C "$2" --null -T - --transform 's,^[0-9]/,,' -cf "$3/pictures.tar"
     ;;
   *)
-    sed -n '2,7p' "$self" >&2
+    sed -n '2,12p' "$self" >&2
     exit 2
     ;;
 esac

@@ -1,14 +1,19 @@
 """The jobs behind docs/results/recipes, for `python -m jaxunet.compare.queue --jobs`.
 
-    docs/results/recipes/jobs.py:a      one GPU: epsilon-linear for ten minutes, then elephants
-    docs/results/recipes/jobs.py:b      another: the other objectives, then second seeds
-    docs/results/recipes/jobs.py:tiny   seconds on a CPU, on the embedded digits
+    docs/results/recipes/jobs.py:objects    9,000 photographs of 20 classes
+    docs/results/recipes/jobs.py:elephants  500 photographs of one animal
+    docs/results/recipes/jobs.py:longer     ten minutes, for the objectives that `objects` leaves
+    docs/results/recipes/jobs.py:rates      learning rates
+    docs/results/recipes/jobs.py:digits     configs/digits.py, with features trained on digits:
+    docs/results/recipes/jobs.py:tiny       seconds on a CPU, on the embedded digits
 
 `--data` names the folder of objects64_train.zip, objects64_test.zip and elephants64.zip. The
 features are those of a classifier of objects64:
 
     python -m jaxunet.metrics.train_features --reference objects64_train.zip \\
-      --test objects64_test.zip --channels 48 --seconds 25 --output features.npz
+      --test objects64_test.zip --channels 32 --epochs 200 --output features.npz
+
+docs/results/recipes/features.npz is that file; only rows of one file can be compared.
 """
 
 from __future__ import annotations
@@ -29,8 +34,8 @@ OBJECTIVES: dict[str, dict[str, object]] = {
     'flow': {'diffusion.objective': 'flow', 'diffusion.schedule': 'linear'},
 }
 # Within 50 evaluations of the network, and within 20; heun takes 2 · steps - 1.
-SAMPLERS = ('ddim:50', 'heun:25', 'dpmpp_2m:20')
-FEWER = ('heun:25', 'dpmpp_2m:20')
+SAMPLERS = ('heun:25', 'dpmpp_2m:20')
+STOCHASTIC = ('ddim:50', 'ddpm:50')  # the same steps without and with fresh noise
 COMPARED = ('fid', 'kid', 'precision', 'recall', 'copies')
 
 
@@ -79,9 +84,25 @@ def elephants(case: str, data: str, seconds: tuple[float, ...]) -> Job:
             'train.holdout_every': 1000,
         },
         seconds,
-        FEWER,
+        SAMPLERS,
         {path: ('train', ('kid', 'precision', 'recall', 'copies'))},
         samples=500,
+    )
+
+
+def digits(case: str, seed: int) -> Job:
+    """Returns a job on the embedded digits: a third of the run of configs/digits.py, and all."""
+    return Job(
+        case,
+        'digits',
+        'configs/digits.py',
+        OBJECTIVES[case],
+        (10, 30),
+        ('heun:20', 'heun:10', 'dpmpp_2m:20'),
+        {'digits:': ('train', COMPARED)},
+        seed=seed,
+        samples=1797,
+        picture=60,
     )
 
 
@@ -117,38 +138,36 @@ def get_jobs(part: str, data: str) -> list[Job]:
     """Returns the jobs of a part, the most important first.
 
     Args:
-      part: a, b or tiny.
+      part: one of those above.
       data: folder of the archives.
 
     Raises:
       UserError: another part.
     """
-    new = ('v-cosine', 'edm', 'flow', 'epsilon-cosine')
+    short, long = (60, 180), (60, 180, 600)
+    few = ('v-cosine', 'edm', 'epsilon-cosine')
+    first = [
+        objects('flow', data, long),
+        objects('epsilon-linear', data, long, samplers=(*SAMPLERS, *STOCHASTIC)),
+        *(objects(case, data, short) for case in few),
+        *(objects(case, data, short, seed=1) for case in ('flow', 'epsilon-linear', *few)),
+    ]
+    small = [elephants(case, data, (60, 180, 540)) for case in ('flow', *few, 'epsilon-linear')]
+    # The earlier times of these jobs are in the rows by then.
+    last = [
+        *(objects(case, data, long) for case in few),
+        *(objects(case, data, long, seed=1) for case in OBJECTIVES),
+    ]
     rates = [
-        objects(
-            'v-cosine',
-            data,
-            (60,),
-            samplers=FEWER,
-            fields={'optimizer.learning_rate': rate},
-            name=f'v-cosine-{rate:g}',
-        )
-        for rate in (2e-4, 4e-4)
+        objects('flow', data, (60,), fields={'optimizer.learning_rate': r}, name=f'flow-{r:g}')
+        for r in (2e-4, 4e-4)
     ]
     parts = {
-        'a': [
-            objects('epsilon-linear', data, (60, 180, 600)),
-            elephants('v-cosine', data, (60, 180)),
-            *(elephants(case, data, (60, 180)) for case in ('epsilon-linear', 'edm', 'flow')),
-        ],
-        'b': [
-            *(objects(case, data, (60, 180), samplers=FEWER) for case in new),
-            *(
-                objects(case, data, (60,), seed=1, samplers=FEWER)
-                for case in ('v-cosine', 'edm', 'flow', 'epsilon-linear', 'epsilon-cosine')
-            ),
-            *rates,
-        ],
+        'objects': first,
+        'elephants': small,
+        'longer': last,
+        'rates': rates,
+        'digits': [digits(case, seed) for seed in (0, 1) for case in ('v-cosine', 'edm', 'flow')],
         'tiny': [*(tiny(case) for case in OBJECTIVES), tiny('v-cosine', seed=1)],
     }
     if part not in parts:

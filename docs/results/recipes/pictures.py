@@ -1,12 +1,13 @@
-"""Draws the pictures of docs/results/recipes from the output folders of `jaxunet.compare.queue`.
+"""Adds output folders of `jaxunet.compare.queue` to this folder, and draws its pictures.
 
-    python docs/results/recipes/pictures.py runs/recipes_a runs/recipes_b
+    python docs/results/recipes/pictures.py runs/recipes/1 runs/recipes/2
 
-Writes beside this file, from those inputs that are there: rows.jsonl (the rows of all folders),
-quality.png (Fréchet distance against seconds), objects.jpg and elephants.jpg (unpicked samples by
-objective and seconds), images.jpg (64 samples of the objective of configs/images.py) and
-overfitting.png (held-out loss and copies against seconds). The tables come from rows.jsonl:
-`python tests/docs/test_docs.py --write`.
+Added are rows (rows.jsonl: a row replaces an earlier one of the same measurement; rows of other
+features are dropped), grids of unpicked samples (grids/) and logs of held-out losses (logs/). From
+them are drawn quality.png (Fréchet distance against seconds), objects.jpg and elephants.jpg
+(samples by objective and seconds), images.jpg (64 samples of the objective of configs/images.py)
+and overfitting.png (held-out loss and copies against seconds). Without folders it draws them again.
+The tables come from rows.jsonl: `python tests/docs/test_docs.py --write`.
 """
 
 from __future__ import annotations
@@ -25,28 +26,68 @@ HERE = pathlib.Path(__file__).parent
 LIMIT = 50  # evaluations of the network a sample
 LABEL = 34  # pixels of a label's line
 RECIPE = 'flow'  # the objective of configs/images.py
-HELD_OUT, SEEN = 'held_out_loss', 'seen_loss'  # columns of the logs
+CASES = ('epsilon-linear', 'epsilon-cosine', 'v-cosine', 'edm', 'flow')
+KEYS = ('data', 'case', 'seed', 'seconds', 'sampler')  # of a measurement
+HELD_OUT, SEEN = 'held_out_loss', 'seen_loss'
+COLUMNS = ('step', 'training_seconds', HELD_OUT, SEEN)  # of the logs
 
 Row = dict  # a JSON object of rows.jsonl
 
 
 def main(folders: Sequence[pathlib.Path]) -> None:
-    """Writes the rows and draws all pictures whose inputs are there."""
-    lines = [line for f in folders for line in (f / 'rows.jsonl').read_text().splitlines()]
-    (HERE / 'rows.jsonl').write_text('\n'.join(lines) + '\n')
-    found = [json.loads(line) for line in lines]
+    """Adds the folders' results, and draws all pictures whose inputs are there."""
+    found = add_rows(folders)
+    for folder in folders:
+        for picture in sorted(folder.glob('pictures/*.png')):
+            (HERE / 'grids').mkdir(exist_ok=True)
+            with Image.open(picture) as image:
+                image.convert('RGB').save(HERE / 'grids' / f'{picture.stem}.jpg', quality=80)
+        for log in sorted(folder.glob('logs/*.csv')):
+            keep_log(log, HERE / 'logs' / log.name)
     quality(found, HERE / 'quality.png')
-    objects = grids(found, folders, 'objects64')
+    objects = grids('objects64')
     # Half of each grid: all five objectives stand on one page.
     halves = {
         key: image.crop((0, 0, image.width, image.height // 2)) for key, image in objects.items()
     }
     samples(halves, HERE / 'objects.jpg')
-    samples(grids(found, folders, 'elephants64'), HERE / 'elephants.jpg')
+    samples(grids('elephants64'), HERE / 'elephants.jpg')
     last = max((seconds for case, seconds in objects if case == RECIPE), default=None)
     if last is not None:
         objects[RECIPE, last].save(HERE / 'images.jpg', quality=85)
-    overfitting(found, folders, HERE / 'overfitting.png')
+    overfitting(found, HERE / 'overfitting.png')
+
+
+def add_rows(folders: Sequence[pathlib.Path]) -> list[Row]:
+    """Adds the folders' rows to rows.jsonl; returns all, in the order of their cases."""
+    path = HERE / 'rows.jsonl'
+    files = [path, *(folder / 'rows.jsonl' for folder in folders)]
+    rows = [
+        json.loads(line)
+        for file in files
+        if file.exists()
+        for line in file.read_text().splitlines()
+    ]
+    found = {
+        tuple(row[key] for key in KEYS): row
+        for row in rows
+        if row.get('features') == rows[-1].get('features')
+    }
+    ordered = sorted(found.values(), key=lambda row: tuple(row[key] for key in KEYS))
+    path.write_text(''.join(f'{json.dumps(row, ensure_ascii=False)}\n' for row in ordered))
+    return ordered
+
+
+def keep_log(log: pathlib.Path, target: pathlib.Path) -> None:
+    """Copies the columns of held-out losses, if the run had any."""
+    rows = [row for row in csv.DictReader(log.read_text().splitlines()) if row.get(HELD_OUT)]
+    if not rows:
+        return
+    target.parent.mkdir(exist_ok=True)
+    with target.open('w', newline='') as file:
+        writer = csv.DictWriter(file, COLUMNS, extrasaction='ignore', lineterminator='\n')
+        writer.writeheader()
+        writer.writerows(rows)
 
 
 def curve(
@@ -86,19 +127,14 @@ def quality(found: Sequence[Row], path: pathlib.Path) -> None:
     figure.savefig(path, dpi=110)
 
 
-def grids(
-    found: Sequence[Row], folders: Sequence[pathlib.Path], data: str, *, seed: int = 0
-) -> dict[tuple[str, float], Image.Image]:
-    """Grids of unpicked samples by (objective, seconds)."""
+def grids(data: str, *, seed: int = 0) -> dict[tuple[str, float], Image.Image]:
+    """Grids of unpicked samples by (objective, seconds), in the order of CASES and of time."""
     images: dict[tuple[str, float], Image.Image] = {}
-    for row in found:
-        name = f'{data}_{row["case"]}_seed{seed}_{row["seconds"]:g}s.png'
-        for folder in folders:
-            file = folder / 'pictures' / name
-            if row['data'] == data and file.exists():
-                with Image.open(file) as image:
-                    images[row['case'], row['seconds']] = image.convert('RGB')
-    return images
+    for case in CASES:
+        for file in HERE.glob(f'grids/{data}_{case}_seed{seed}_*s.jpg'):
+            with Image.open(file) as image:
+                images[case, float(file.stem.rsplit('_', 1)[1][:-1])] = image.convert('RGB')
+    return dict(sorted(images.items(), key=lambda item: (CASES.index(item[0][0]), item[0][1])))
 
 
 def samples(grids: dict[tuple[str, float], Image.Image], path: pathlib.Path) -> None:
@@ -117,12 +153,11 @@ def samples(grids: dict[tuple[str, float], Image.Image], path: pathlib.Path) -> 
     canvas.save(path, quality=82)
 
 
-def overfitting(found: Sequence[Row], folders: Sequence[pathlib.Path], path: pathlib.Path) -> None:
+def overfitting(found: Sequence[Row], path: pathlib.Path) -> None:
     """Held-out loss and share of copies of the elephants against seconds of training."""
     logs = {
         log.name.split('_')[1]: list(csv.DictReader(log.read_text().splitlines()))
-        for folder in folders
-        for log in sorted(folder.glob('logs/elephants64_*_seed0.csv'))
+        for log in sorted(HERE.glob('logs/elephants64_*_seed0.csv'))
     }
     copies = [r for r in found if r['data'] == 'elephants64' and 'copies' in r['values']['train']]
     if not copies or not any(HELD_OUT in row for log in logs.values() for row in log):
@@ -151,6 +186,4 @@ def overfitting(found: Sequence[Row], folders: Sequence[pathlib.Path], path: pat
 
 
 if __name__ == '__main__':
-    if not sys.argv[1:]:
-        sys.exit('usage: python docs/results/recipes/pictures.py FOLDER ...')
     main([pathlib.Path(argument) for argument in sys.argv[1:]])
