@@ -1,8 +1,9 @@
 """The convolution ops on the FFI handlers, with their gradients.
 
-Between forward and backward only raw convolution outputs are kept: the weight gradient recomputes
-the activation silu(norm(x)). `FUSED_PIXELS` decides where the norm is applied: inside the
-convolution, or by a kernel of its own before it.
+Between forward and backward only raw convolution outputs are kept: the norm's gradient kernel
+writes the activation silu(norm(x)) again, for the weight gradient to read. `FUSED_PIXELS` decides
+where the forward pass applies the norm: inside the convolution, or by a kernel of its own before
+it.
 """
 
 from __future__ import annotations
@@ -35,8 +36,8 @@ from xla_ffi.group_norm.vjp import Copies, gradient, normalise, statistics
 PARTIAL_SUMS = 132 * 9 * 64 * 64
 PARTIAL_SHIFTS = 512  # rows of partial sums of the shift, besides two rows a sample
 
-# Pixels of an image from which the convolutions apply GroupNorm and SiLU themselves: a tile is
-# activated once for its nine taps, beside the tensor cores. In smaller images the fastest tiles
+# Pixels of an image from which the forward convolutions apply GroupNorm and SiLU themselves: a tile
+# is activated once for its nine taps, beside the tensor cores. In smaller images the fastest tiles
 # have no room for that, and a separate activation kernel moves few bytes. To refit, time both sides
 # of `_fuses_activation` with `python -m jaxunet.benchmark.kernels`.
 FUSED_PIXELS = 1024
@@ -286,7 +287,6 @@ class _NormSaved(NamedTuple):
       shift: its `outline`.
       added: what `kept_for_backward` keeps of the residual.
       mean, inverse: of each group, for every sample and channel.
-      affine: given if the convolution applied the norm itself; its weight gradient then does too.
     """
 
     x: Activation
@@ -297,7 +297,6 @@ class _NormSaved(NamedTuple):
     added: Added | tuple[()] | None
     mean: Array
     inverse: Array
-    affine: Affine | None
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(6, 7, 8))
@@ -326,17 +325,15 @@ def _norm_conv_forward(
     eps: float,
     copies: int,
 ) -> tuple[tuple[Array, Copies], _NormSaved]:
-    affine: Affine | None = None
     if _fuses_activation(x.parts):
         a, b, mean, inverse = statistics(x, scale, offset, groups=groups, eps=eps)
-        affine = (a, b)
-        y = _convolve(x.parts, kernel, shift, added, affine)
+        y = _convolve(x.parts, kernel, shift, added, (a, b))
     else:
         active, mean, inverse = normalise(x, scale, offset, groups=groups, eps=eps, silu=True)
         y = _convolve((active,), kernel, shift, added, None)
     kept = kept_for_backward(added)
     return (y, (x.parts,) * copies), _NormSaved(
-        x, scale, offset, kernel, outline(shift), kept, mean, inverse, affine
+        x, scale, offset, kernel, outline(shift), kept, mean, inverse
     )
 
 
@@ -344,11 +341,11 @@ def _norm_conv_backward(
     groups: int, eps: float, copies: int, saved: _NormSaved, given: tuple[Array, Copies]
 ) -> tuple[Activation, Array, Array, Array, Array, Added | None]:
     del eps, copies
-    (dy, passed), (x, scale, offset, kernel, shift, added, mean, inverse, affine) = given, saved
+    (dy, passed), (x, scale, offset, kernel, shift, added, mean, inverse) = given, saved
     (dactive,) = _input_gradient(dy, kernel, (x.channels,))
-    # With `affine`, the weight gradient applies the norm again; without, this launch writes the
-    # activation again. Where samples share scale and offset, the weight gradient's last launch adds
-    # their sums over the samples.
+    # This launch also writes the activation, for the weight gradient: activating the strips inside
+    # that kernel would halve its speed. Where samples share scale and offset, the weight gradient's
+    # last launch adds their sums over the samples.
     shared = scale.shape[0] == offset.shape[0] == 1
     found = gradient(
         x.parts,
@@ -359,13 +356,12 @@ def _norm_conv_backward(
         inverse,
         groups=groups,
         silu=True,
-        activation=affine is None,
+        activation=True,
         added=passed,
         samples=not shared,
     )
-    parts = x.parts if found.active is None else (found.active,)
     sums = found.sums if shared else None
-    others = _parameter_gradients(parts, kernel, shift, added, dy, affine, sums)
+    others = _parameter_gradients(found.active, kernel, shift, added, dy, None, sums)
     of_scale, of_offset = others.norm if shared else found.norm
     return (
         Activation(found.dx),

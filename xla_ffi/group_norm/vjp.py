@@ -113,13 +113,13 @@ class Gradient(NamedTuple):
       sums: the gradients of offset and scale of each sample: sums over its pixels.
       norm: the gradients of scale and offset, in their shapes: summed over the samples that share a
         row; () if not asked for.
-      active: the recomputed activation; None if not asked for.
+      active: the recomputed activation; () if not asked for.
     """
 
     dx: tuple[Array, ...]
     sums: Float[Array, 'batch 2 channels']
     norm: tuple[Float[Array, '#batch channels'], ...]
-    active: Array | None
+    active: tuple[Array, ...]
 
 
 def gradient(
@@ -167,7 +167,7 @@ def gradient(
     sums, *arrays = call(*parts, dy, *affine, *others, **counts, **flags)
     rows = (scale, offset) if samples else ()
     norm = tuple(arrays.pop(0).astype(row.dtype) for row in rows)
-    return Gradient(tuple(arrays[: len(parts)]), sums, norm, arrays[-1] if activation else None)
+    return Gradient(tuple(arrays[: len(parts)]), sums, norm, tuple(arrays[len(parts) :]))
 
 
 # Saved for the backward pass: x, scale, offset, and the groups' mean and inverse deviation.
