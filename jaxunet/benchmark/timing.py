@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
-import gc
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
+
+from jaxunet.runtime.garbage import garbage_set_aside
 
 Run = Callable[[int], None]  # runs that many steps and returns once the device has finished them
 # Seconds of one turn: long against the few milliseconds at its start in which the device waits.
@@ -59,17 +59,6 @@ def turn_steps(counts: Sequence[int], unit: int = 1) -> int:
     """
     steps = max(MIN_STEPS, min(max(counts), 4 * min(counts))) if counts else MIN_STEPS
     return math.ceil(steps / unit) * unit
-
-
-@contextlib.contextmanager
-def garbage_set_aside() -> Iterator[None]:
-    """Keeps the garbage collector from scanning existing objects, which would stall a turn."""
-    gc.collect()
-    gc.freeze()
-    try:
-        yield
-    finally:
-        gc.unfreeze()
 
 
 def interleave(

@@ -9,13 +9,13 @@ from dataclasses import dataclass
 
 import jax
 
-from jaxunet.benchmark.timing import garbage_set_aside
 from jaxunet.checkpoint.state import fresh_state
 from jaxunet.config import Config
 from jaxunet.data.source import Source
 from jaxunet.profile.events import Trace, read_trace
 from jaxunet.profile.hlo import read_hlo
 from jaxunet.runtime.errors import UserError
+from jaxunet.runtime.garbage import garbage_set_aside
 from jaxunet.training.session import IN_FLIGHT, Session
 from jaxunet.training.step import Metrics
 
@@ -36,6 +36,7 @@ class Capture:
       step_ms: wall-clock milliseconds per step without the tracer.
       traced_step_ms: the same with the tracer.
       compile_s: seconds of compiling.
+      hlo: the compiled program (`compiled.as_text()`).
       trace_file: the Chrome trace (gzip JSON) as JAX wrote it.
       xplane_file: the same trace as protocol buffer, for XProf and TensorBoard.
     """
@@ -45,6 +46,7 @@ class Capture:
     step_ms: float
     traced_step_ms: float
     compile_s: float
+    hlo: str
     trace_file: pathlib.Path
     xplane_file: pathlib.Path
 
@@ -145,7 +147,7 @@ def capture(
     xplane, trace_file = newest(folder, '*.xplane.pb'), newest(folder, '*.trace.json.gz')
     trace = read_trace(xplane, read_hlo(text), steps)
     check(trace, xplane)
-    return Capture(trace, steps, step_s * 1e3, traced_s * 1e3, compile_s, trace_file, xplane)
+    return Capture(trace, steps, step_s * 1e3, traced_s * 1e3, compile_s, text, trace_file, xplane)
 
 
 def check(trace: Trace, path: pathlib.Path) -> None:

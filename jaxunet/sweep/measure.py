@@ -27,13 +27,13 @@ import numpy as np
 from absl import logging
 
 from jaxunet.benchmark.jax_side import timed_compile
-from jaxunet.benchmark.timing import garbage_set_aside
 from jaxunet.checkpoint.state import TrainState, fresh_state
 from jaxunet.config import Config, cli, resolve
 from jaxunet.data.order import batch_indices
 from jaxunet.data.sources import open_images
 from jaxunet.data.threads import THREADS
 from jaxunet.runtime.errors import UserError
+from jaxunet.runtime.garbage import garbage_set_aside
 from jaxunet.runtime.rows import Row, provenance
 from jaxunet.runtime.subprocesses import OUT_OF_MEMORY
 from jaxunet.sweep.points import WORKERS
