@@ -8,7 +8,6 @@ operands that a kernel reads twice.
 
 from __future__ import annotations
 
-import functools
 import re
 from typing import NamedTuple
 
@@ -51,43 +50,75 @@ def bytes_moved(hlo: str) -> int:
     Raises:
       ValueError: the text has no entry computation.
     """
-    computations, entry = parse(hlo)
+    return Traffic(hlo).total()
 
-    @functools.cache
-    def total(name: str) -> int:
-        table = {i.name: i for i in computations[name]}
-        return sum(cost(i, table) for i in computations[name])
 
-    def cost(i: Instruction, table: dict[str, Instruction]) -> int:
+class Traffic:
+    """The bytes that each instruction of an optimised HLO module moves; see `bytes_moved`.
+
+    Attributes:
+      instructions: of all computations, by name.
+
+    Raises:
+      ValueError: the text has no entry computation.
+    """
+
+    def __init__(self, hlo: str) -> None:
+        self._computations, self._entry = parse(hlo)
+        self.instructions = {i.name: i for body in self._computations.values() for i in body}
+        self._totals: dict[str, int] = {}
+
+    def total(self, computation: str = '') -> int:
+        """Returns the bytes of one execution of a computation; '' is the entry."""
+        name = computation or self._entry
+        if name not in self._totals:
+            self._totals[name] = sum(self.of(i) for i in self._computations[name])
+        return self._totals[name]
+
+    def of(self, i: Instruction) -> int:
+        """Returns the bytes of one execution of an instruction."""
         if i.opcode in FREE:
             return 0
         if i.opcode == 'while':
             trips = re.search(r'known_trip_count[^0-9]*(\d+)', i.rest)
-            return (int(trips[1]) if trips else 1) * total(_called(i, 'body')[0])
+            return (int(trips[1]) if trips else 1) * self.total(_called(i, 'body')[0])
         if i.opcode == 'conditional':
             branches = _called(i, 'branch_computations') or _called(
                 i, 'true_computation'
             ) + _called(i, 'false_computation')
-            return max(total(name) for name in branches)
+            return max(self.total(name) for name in branches)
         if i.opcode in ('call', 'async-start'):
-            return sum(total(name) for name in _called(i, 'to_apply') + _called(i, 'calls'))
-        sizes = [shape_bytes(table[name].shape) if name in table else 0 for name in i.operands]
+            return sum(self.total(name) for name in _called(i, 'to_apply') + _called(i, 'calls'))
+        known = self.instructions
+        sizes = [shape_bytes(known[name].shape) if name in known else 0 for name in i.operands]
         if i.opcode == 'fusion':
-            return _fusion(computations[_called(i, 'calls')[0]], sizes, shape_bytes(i.shape))
+            return _fusion(self._computations[_called(i, 'calls')[0]], sizes, shape_bytes(i.shape))
         if i.opcode in SLICES:
             return 2 * shape_bytes(i.shape) + sum(sizes[1:])
         if i.opcode == 'dynamic-update-slice':
             return 2 * sizes[1]
         if i.opcode == 'copy-start':
             return 2 * sizes[0]
-        if i.opcode == 'custom-call' and any(
-            f'custom_call_target="{name}' in i.rest for name in LIBRARIES
-        ):
+        if i.opcode == 'custom-call' and target(i).startswith(LIBRARIES):
             arrays = ARRAY.findall(i.shape)
             return sum(sizes) + _array_bytes(*arrays[0])
         return sum(sizes) + shape_bytes(i.shape)
 
-    return total(entry)
+    def shapes(self, i: Instruction) -> list[tuple[int, ...]]:
+        """Returns the dimensions of the arrays that an instruction reads and writes."""
+        known = self.instructions
+        texts = [known[name].shape for name in i.operands if name in known] + [i.shape]
+        return [
+            tuple(int(size.strip('<=')) for size in dimensions.split(',') if size)
+            for text in texts
+            for _, dimensions in ARRAY.findall(text)
+        ]
+
+
+def target(i: Instruction) -> str:
+    """Returns the target of a custom call, such as `jaxunet_conv3x3`; '' without one."""
+    match = re.search(r'custom_call_target="([^"]*)"', i.rest)
+    return match[1] if match else ''
 
 
 def parse(hlo: str) -> tuple[dict[str, list[Instruction]], str]:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
 
 import jax
 import jax.extend
@@ -28,7 +28,7 @@ def tree_bytes(tree: PyTree) -> int:
 
 def parameter_count(config: Config) -> int:
     """Returns the number of scalar parameters of the UNet."""
-    return sum(math.prod(x.shape) for x in jax.tree.leaves(_params(config)))
+    return sum(math.prod(x.shape) for x in jax.tree.leaves(param_shapes(config)))
 
 
 def forward_flops(config: Config) -> float:
@@ -37,27 +37,46 @@ def forward_flops(config: Config) -> float:
     Counts convolutions and matrix products; a multiply-add counts as two operations.
     """
     params, loss = _loss(config, batch=1)
-    return float(_product_flops(jax.make_jaxpr(loss)(params).jaxpr))
+    return float(sum(p.flops for p in products(jax.make_jaxpr(loss)(params).jaxpr)))
 
 
-def _product_flops(jaxpr: Any) -> int:
-    total = 0
+class Product(NamedTuple):
+    """A convolution or matrix product of a program.
+
+    Fields:
+      flops: floating-point operations; a multiply-add counts as two.
+      operands, result: shapes and types.
+      convolution: a convolution, else a matrix product.
+    """
+
+    flops: int
+    operands: tuple[jax.ShapeDtypeStruct, ...]
+    result: jax.ShapeDtypeStruct
+    convolution: bool
+
+
+def products(jaxpr: Any) -> Iterator[Product]:
+    """Yields the convolutions and matrix products of a jaxpr and of those inside it."""
     for equation in jaxpr.eqns:
-        if equation.primitive.name == 'conv_general_dilated':
-            kernel = equation.invars[1].aval.shape
-            features = kernel[equation.params['dimension_numbers'].rhs_spec[0]]
-            total += 2 * math.prod(equation.outvars[0].aval.shape) * math.prod(kernel) // features
-        elif equation.primitive.name == 'dot_general':
-            (contracted, _), _ = equation.params['dimension_numbers']
-            shape = equation.invars[0].aval.shape
-            total += (
-                2
-                * math.prod(equation.outvars[0].aval.shape)
-                * math.prod(shape[i] for i in contracted)
-            )
+        name = equation.primitive.name
+        if name in ('conv_general_dilated', 'dot_general'):
+            operands = tuple(_outline(x.aval) for x in equation.invars)
+            result = _outline(equation.outvars[0].aval)
+            if name == 'dot_general':
+                (contracted, _), _ = equation.params['dimension_numbers']
+                depth = math.prod(operands[0].shape[i] for i in contracted)
+            else:
+                kernel = operands[1].shape
+                features = kernel[equation.params['dimension_numbers'].rhs_spec[0]]
+                depth = math.prod(kernel) // features
+            flops = 2 * math.prod(result.shape) * depth
+            yield Product(flops, operands, result, name == 'conv_general_dilated')
         for inner in jax.extend.core.jaxprs_in_params(equation.params):
-            total += _product_flops(inner)
-    return total
+            yield from products(inner)
+
+
+def _outline(aval: Any) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(aval.shape, aval.dtype)
 
 
 def memory(config: Config) -> dict[str, int]:
@@ -67,7 +86,7 @@ def memory(config: Config) -> dict[str, int]:
     values that the backward pass needs from the forward pass. This is an upper estimate, because
     the compiler may fuse, recompute or reuse them.
     """
-    params = _params(config)
+    params = param_shapes(config)
     size = tree_bytes(params)
     devices = config.parallel.devices or jax.device_count()
     share = max(config.data.batch_size // config.optimizer.accumulate_steps // devices, 1)
@@ -104,7 +123,7 @@ def _snapshots(config: Config) -> str:
     return f'\nsnapshots on disk: {count} of {size / 2**20:.1f} MiB, {count * size / 2**30:.2f} GiB'
 
 
-def _params(config: Config) -> Params:
+def param_shapes(config: Config) -> Params:
     """Returns the shapes of the UNet's parameters."""
     return jax.eval_shape(
         lambda: init_params(build_unet(config, load_ops('xla')), config, jax.random.key(0))
@@ -122,4 +141,4 @@ def _loss(config: Config, batch: int) -> tuple[Params, Callable[[Params], jax.Ar
             jax.lax.square(model.predict(params, x, jnp.zeros((batch,), jnp.int32), labels))
         )
 
-    return _params(config), loss
+    return param_shapes(config), loss
