@@ -6,7 +6,7 @@ A side is a backend of jaxunet or a peer (PyTorch). A case is a precision and a 
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple, Protocol
 
 from jaxunet.benchmark.timing import Run
@@ -114,11 +114,7 @@ def make_plan(
             f'--steps: {steps} is not a multiple of train.steps_per_call '
             f'({config.train.steps_per_call})'
         )
-    for size in batch_sizes:
-        if not size.isdecimal() or int(size) == 0:
-            raise UserError(
-                f'--batch_sizes: expected numbers of 1 or more separated by commas, found {size!r}'
-            )
+    sizes = parse_batch_sizes(batch_sizes or [str(config.data.batch_size)])
     if peers and importlib.util.find_spec('torch') is None:
         raise UserError(
             '--peers: PyTorch is not installed; pip install "jaxunet[peers]", or leave --peers out'
@@ -128,11 +124,26 @@ def make_plan(
         config=benchmark_config(config),
         sides=tuple(dict.fromkeys([*backends, *(mode for peer in peers for mode in PEERS[peer])])),
         precisions=tuple(dict.fromkeys(precisions or [config.precision])),
-        batch_sizes=tuple(dict.fromkeys(map(int, batch_sizes or [str(config.data.batch_size)]))),
+        batch_sizes=sizes,
         directions=tuple(d for d in DIRECTIONS if not directions or d in directions),
         rounds=rounds,
         steps=steps,
     )
+
+
+def parse_batch_sizes(found: Sequence[str]) -> tuple[int, ...]:
+    """Returns the numbers of the flag --batch_sizes, each once.
+
+    Raises:
+      UserError: there is none, or one is no number of 1 or more.
+    """
+    for size in found or ['none']:
+        if not size.isdecimal() or int(size) == 0:
+            shown = repr(size) if found else size
+            raise UserError(
+                f'--batch_sizes: expected numbers of 1 or more separated by commas, found {shown}'
+            )
+    return tuple(dict.fromkeys(map(int, found)))
 
 
 def benchmark_config(config: Config) -> Config:

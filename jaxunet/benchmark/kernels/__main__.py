@@ -3,6 +3,9 @@
     python -m jaxunet.benchmark.kernels [--ops conv3x3,attention] [--batch_sizes 32,256] \
       [--cases 64x64] [--seconds 120]
     python -m jaxunet.benchmark.kernels --table docs/results/kernels/rows.jsonl
+    python -m jaxunet.benchmark.kernels --roofline --config configs/elephants64.py \
+      [--config.section.field=value ...] [--batch_sizes 32,256]
+    python -m jaxunet.benchmark.kernels --roofline --table roofline.jsonl
 
 All sides compile in parallel, in the order of batch sizes, and are timed in one trace: GPU time of
 their kernels, median over calls in shuffled order. Each result is appended to `--output` as a JSON
@@ -12,6 +15,11 @@ a line that says why.
 
 On Hopper the Pallas kernels are lowered in processes of their own if the package flatbuffers is
 installed, which saves minutes.
+
+`--roofline` measures the kernels of whole training steps of a config instead: by class, and by
+level, their launches, FLOPs, bytes, the least time that these take at the device's measured rates
+(`jaxunet.benchmark.roofline.work`), the time of the kernels, and what is above. The classes with
+the most time above their floor come first. The rows go to `--output`, `roofline.jsonl` by default.
 """
 
 from __future__ import annotations
@@ -26,11 +34,15 @@ from collections.abc import Sequence
 import jax
 from absl import flags, logging
 
+from jaxunet.benchmark.cases import parse_batch_sizes
 from jaxunet.benchmark.kernels import lowering
 from jaxunet.benchmark.kernels import measure as kernels
 from jaxunet.benchmark.kernels import table as kernel_table
 from jaxunet.benchmark.kernels.lowering import KINDS
+from jaxunet.benchmark.roofline import run as roofline
+from jaxunet.benchmark.roofline import table as roofline_table
 from jaxunet.config import cli
+from jaxunet.data.automatic import complete
 from jaxunet.ops.backends import installed, runnable
 from jaxunet.runtime import device, rows
 from jaxunet.runtime.errors import UserError
@@ -51,15 +63,29 @@ CASES = flags.DEFINE_string(
 SECONDS = flags.DEFINE_float(
     'seconds', 120, 'Nothing is compiled after this; what is then missing is listed.', lower_bound=0
 )
-OUTPUT = flags.DEFINE_string('output', 'kernels.jsonl', 'File that rows are appended to.')
+OUTPUT = flags.DEFINE_string(
+    'output',
+    None,
+    'File that rows are appended to; default: kernels.jsonl, or roofline.jsonl with --roofline.',
+)
 TABLE = flags.DEFINE_string('table', None, 'Print the tables of this file of rows, and exit.')
+ROOFLINE = flags.DEFINE_bool(
+    'roofline', False, 'Measure the kernels of training steps of --config against their floors.'
+)
+CONFIG = cli.define_optional_config('With --roofline, the config whose steps are measured.')
+OF_OPS = ('ops', 'directions', 'cases', 'seconds')  # flags that a roofline has no use for
 
 
 def main(argv: Sequence[str]) -> int:
     """Runs the measurements or prints the tables of `--table`; returns the exit status."""
     if TABLE.value is not None:
-        print(kernel_table.tables(rows.read(TABLE.value)))
+        tables = roofline_table.markdown if ROOFLINE.value else kernel_table.tables
+        print(tables(rows.read(TABLE.value)))
         return 0
+    if ROOFLINE.value:
+        return measure_roofline()
+    if CONFIG.value is not None:
+        raise UserError('--config: only --roofline measures a config; add it, or leave it out')
     wanted = kernels.select(OPS.value, BATCH_SIZES.value, CASES.value, runnable(), DIRECTIONS.value)
     try:
         target = device.target()
@@ -96,7 +122,7 @@ def main(argv: Sequence[str]) -> int:
                 late.append(found)
                 continue
             row = origin | found
-            rows.append(OUTPUT.value, row)
+            rows.append(OUTPUT.value or 'kernels.jsonl', row)
             measured.append(row)
     finally:
         if pool:
@@ -114,6 +140,24 @@ def main(argv: Sequence[str]) -> int:
     for line in failed:
         print(f'error: {line}', file=sys.stderr)
     return 1 if failed else 0
+
+
+def measure_roofline() -> int:
+    """Measures the steps of `--config`, writes their rows and prints their tables."""
+    if CONFIG.value is None:
+        raise UserError('--roofline: needs --config FILE, such as configs/elephants64.py')
+    if given := [f'--{name}' for name in OF_OPS if flags.FLAGS[name].present]:
+        raise UserError(f'{given[0]}: chooses among single ops; not with --roofline')
+    sizes = parse_batch_sizes(BATCH_SIZES.value) if flags.FLAGS['batch_sizes'].present else ()
+    roofline.check_gpu()
+    cli.enable_compilation_cache()
+    command = shlex.join(['python', '-m', 'jaxunet.benchmark.kernels', *sys.argv[1:]])
+    measured = []
+    for row in roofline.run(cli.config_name(), complete(CONFIG.value), sizes, command):
+        rows.append(OUTPUT.value or 'roofline.jsonl', row)
+        measured.append(row)
+    print(roofline_table.markdown(measured))
+    return 0
 
 
 if __name__ == '__main__':

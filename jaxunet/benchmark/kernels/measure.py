@@ -14,6 +14,7 @@ import numpy as np
 from absl import logging
 from jaxtyping import PyTree
 
+from jaxunet.benchmark.cases import parse_batch_sizes
 from jaxunet.benchmark.kernels import lowering
 from jaxunet.benchmark.kernels import table as kernel_table
 from jaxunet.benchmark.kernels.lowering import KINDS
@@ -72,25 +73,17 @@ def select(
                 f'--ops: expected some of {", ".join(KINDS)}, found '
                 f'{name!r}{near_misses(name, tuple(KINDS))}'
             )
-    if not batch_sizes:
-        raise UserError(
-            '--batch_sizes: expected numbers of 1 or more separated by commas, found none'
-        )
-    for size in batch_sizes:
-        if not size.isdecimal() or int(size) == 0:
-            raise UserError(
-                f'--batch_sizes: expected numbers of 1 or more separated by commas, found {size!r}'
-            )
+    sizes = parse_batch_sizes(batch_sizes)
     try:
         pattern = re.compile(cases)
     except re.error as error:
         raise UserError(f'--cases: {cases!r} is not a regular expression: {error}') from None
     every = [
         m
-        for size in batch_sizes
+        for size in sizes
         for op, kind in KINDS.items()
         if not ops or op in ops
-        for m in kind.measurements(int(size), DTYPE, backends)
+        for m in kind.measurements(size, DTYPE, backends)
     ]
     if not every:
         raise UserError(

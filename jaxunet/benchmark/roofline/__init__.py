@@ -1,0 +1,1 @@
+"""The budget of a training step: each class of kernels beside the least time it could take."""

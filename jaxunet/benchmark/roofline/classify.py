@@ -1,0 +1,187 @@
+"""Finds the class of a kernel, and the level of its images, from its name and its instruction.
+
+One custom call launches several of our kernels: a split weight gradient and the sum of its parts,
+for instance. CUDA graphs hide which call launched which kernel, but kernels run in the order of
+the program's calls, so `place` finds the calls again.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from jaxunet.benchmark.roofline.work import (
+    ATTENTION_BACKWARD,
+    ATTENTION_FORWARD,
+    CONVOLUTIONS,
+    FEW,
+    FEW_CHANNELS,
+    FORWARD,
+    INPUT_GRADIENT,
+    LINEAR,
+    NORM_BACKWARD,
+    NORM_FORWARD,
+    REDUCTIONS,
+    REMAINING,
+    UPDATE,
+    WEIGHT_GRADIENT,
+)
+from jaxunet.benchmark.traffic import Instruction, target
+from jaxunet.profile.phases import BACKWARD, OPTIMIZER
+
+Shape = tuple[int, ...]
+# The class of one of our kernels or custom calls: the first pattern found in its name decides.
+NAMES = (
+    (re.compile(r'adamw|narrow|sum_of_squares'), UPDATE),
+    # Sums of split weight gradients, and of dy over the pixels for a bias.
+    (re.compile(r'split_k_reduce|[a-z]_sums_kernel|group_norm_channel_sums'), REDUCTIONS),
+    (re.compile(r'attention_backward|flash_(backward|delta)|backward_(query|key)_'), ATTENTION_BACKWARD),  # noqa: E501
+    (re.compile(r'attention_forward|flash_forward|cuda_forward_kernel'), ATTENTION_FORWARD),
+    (re.compile(r'group_norm_(gradient|backward|sums|dx|parameters)'), NORM_BACKWARD),
+    (re.compile(r'group_norm_'), NORM_FORWARD),
+    (re.compile(r'few_|triton_products'), FEW_CHANNELS),
+    (re.compile(r'linear'), LINEAR),
+    (re.compile(r'weight_gradient'), WEIGHT_GRADIENT),
+    (re.compile(r'dx|shortcut_gradient'), INPUT_GRADIENT),
+    (re.compile(r'conv3x3|(hopper|implicit_gemm)_forward'), FORWARD),
+)  # fmt: skip
+# The class of a custom call of a library: the first beginning of its target decides.
+LIBRARIES = (
+    ('__cudnn$convBackwardInput', INPUT_GRADIENT),
+    ('__cudnn$convBackwardFilter', WEIGHT_GRADIENT),
+    ('__cudnn$conv', FORWARD),
+    ('__cublas', LINEAR),
+)
+# The class of a library's kernel whose call is unknown, and of XLA's own matrix products.
+PRODUCTS = (
+    (re.compile(r'dgrad'), INPUT_GRADIENT),
+    (re.compile(r'wgrad'), WEIGHT_GRADIENT),
+    (re.compile(r'fprop'), FORWARD),
+    (re.compile(r'gemm|nvjet|cutlass'), LINEAR),
+)
+# Costs of `place`: of a kernel that its call cannot have launched, and of an unlikely boundary.
+IMPOSSIBLE, UNLIKELY = 1000, 1
+
+
+class Call(NamedTuple):
+    """A call of one of the CUDA library's handlers, which may launch several kernels.
+
+    Fields:
+      name: of its instruction.
+      kind: its class.
+      product: it is a convolution, of its input or of dy, or a linear layer: they share kernels.
+    """
+
+    name: str
+    kind: str
+    product: bool
+
+
+def kind_of_name(name: str) -> str | None:
+    """Returns the class of one of our kernels or custom calls from its name; None if unknown."""
+    return next((kind for pattern, kind in NAMES if pattern.search(name)), None)
+
+
+def handler_call(i: Instruction) -> Call | None:
+    """Returns an instruction as a call of a handler; None for any other."""
+    name = target(i)
+    if not name.startswith('jaxunet_'):
+        return None
+    kind = kind_of_name(name) or REMAINING
+    product = kind in (FORWARD, INPUT_GRADIENT, LINEAR) and 'weight_gradient' not in name
+    if kind == FORWARD and re.search(r'\bflipped\s*=\s*true', i.rest):
+        kind = INPUT_GRADIENT
+    return Call(i.name, kind, product)
+
+
+def kind_of_xla(i: Instruction | None, kernel: str, phase: str) -> str:
+    """Returns the class of a kernel that XLA wrote or that a library has.
+
+    Args:
+      i: its instruction; None if unknown.
+      phase: of `jaxunet.profile.phases`.
+    """
+    if phase == OPTIMIZER:
+        return UPDATE
+    if i is not None and i.opcode == 'custom-call':
+        for start, kind in LIBRARIES:
+            if target(i).startswith(start):
+                return kind
+    text = f'{kernel} {i.name} {i.rest}' if i is not None and i.opcode == 'fusion' else kernel
+    return next((kind for pattern, kind in PRODUCTS if pattern.search(text)), REMAINING)
+
+
+def kind_of_own(kernel: str, call: Call | None, phase: str) -> str | None:
+    """Returns the class of one of our kernels; None for a name that `NAMES` does not know.
+
+    Args:
+      call: the call that launched it; None for a Pallas kernel, or if it is unknown.
+      phase: of `jaxunet.profile.phases`.
+    """
+    kind = kind_of_name(kernel)
+    if call is not None and kind not in (None, REDUCTIONS):
+        return call.kind
+    # Without a call the pass is known from the phase alone.
+    return INPUT_GRADIENT if kind == FORWARD and phase == BACKWARD else kind
+
+
+def level_of(shapes: Sequence[Shape], levels: Collection[Shape]) -> Shape:
+    """Returns the largest level among shapes (batch, height, width, channels); () if there is none.
+
+    Args:
+      levels: (height, width) of the network's levels.
+    """
+    return max((shape[1:3] for shape in _images(shapes, levels)), default=())
+
+
+def narrowed(kind: str, shapes: Sequence[Shape], levels: Collection[Shape]) -> str:
+    """Returns the class, or that of few channels for convolutions with at most `FEW` on a side."""
+    few = any(shape[3] <= FEW for shape in _images(shapes, levels))
+    return FEW_CHANNELS if few and kind in CONVOLUTIONS else kind
+
+
+def _images(shapes: Sequence[Shape], levels: Collection[Shape]) -> list[Shape]:
+    return [shape for shape in shapes if len(shape) == 4 and shape[1:3] in levels]
+
+
+def place(kernels: Sequence[str], calls: Sequence[Call]) -> list[int | None]:
+    """Returns the index of the call that launched each kernel; None if none can have.
+
+    Every call launches one kernel or more, in the order of the calls. Among all ways to divide the
+    kernels, it takes that with the fewest impossible launches, then with the fewest unlikely ones:
+    a sum that begins a call, or a product that does not.
+
+    Args:
+      kernels: their names, in the order in which they ran.
+    """
+    if not calls or len(kernels) < len(calls):
+        return [None] * len(kernels)
+    rows = {name: row for row, name in enumerate(dict.fromkeys(kernels))}
+    costs = np.array([[0.0 if launches(c, k) else IMPOSSIBLE for c in calls] for k in rows])
+    here = np.full(len(calls), np.inf)
+    here[0] = costs[rows[kernels[0]], 0]
+    moved = np.zeros((len(kernels), len(calls)), bool)
+    for k, name in enumerate(kernels[1:], 1):
+        kind = kind_of_name(name)
+        stay = here + (UNLIKELY if kind in (FORWARD, WEIGHT_GRADIENT) else 0)
+        move = np.concatenate([[np.inf], here[:-1]]) + (UNLIKELY if kind == REDUCTIONS else 0)
+        moved[k] = move < stay
+        here = np.minimum(stay, move) + costs[rows[name]]
+    found: list[int | None] = []
+    call = len(calls) - 1
+    for k in reversed(range(len(kernels))):
+        found.append(call if costs[rows[kernels[k]], call] == 0 else None)
+        call -= int(moved[k, call])
+    return found[::-1]
+
+
+def launches(call: Call, kernel: str) -> bool:
+    """Returns whether a call can launch a kernel of this name."""
+    kind = kind_of_name(kernel)
+    weights = call.kind == WEIGHT_GRADIENT or (call.kind == LINEAR and not call.product)
+    if kind in (REDUCTIONS, WEIGHT_GRADIENT) or 'weight_gradient' in kernel:
+        return weights
+    return call.product if kind in (FORWARD, FEW_CHANNELS) else kind == call.kind

@@ -1,0 +1,313 @@
+"""The work of one training step, op by op: floating-point operations and bytes, from shapes alone.
+
+The network is called with ops that only note their shapes, so any config gives its own list. Each
+op of each pass is one `Work`, in one class of `KINDS`. For N images of H×W pixels, P = N·H·W pixels
+in all, e bytes an element of the compute type:
+
+| class | FLOPs | bytes |
+|---|---|---|
+| convolution forward, C to F channels | 2·9·P·C·F | e·(P·C + P·F + 9·C·F) |
+| ... with a residual of R channels | | e·P·R more |
+| ... and a shortcut R to F | 2·P·R·F more | e·R·F more |
+| convolution input gradient | as forward, without residual | the same |
+| ... of the shortcut, an op of its own | 2·P·R·F | e·(P·F + P·R + R·F) |
+| convolution weight gradient | as forward, with shortcut | e·(P·C + P·F + 9·C·F [+ P·R + R·F]) |
+| GroupNorm forward before a convolution | | e·P·C: x is read once, the convolution applies it |
+| GroupNorm forward alone | | 2·e·P·C: x is read, y is written |
+| GroupNorm backward | | e·P·C·(3 + n): x and dy are read, dx is written |
+| attention forward, h heads of d, T tokens | 4·N·h·T²·d | 4·e·N·T·h·d: qkv and the result |
+| attention backward | 2.5 times forward | 8·e·N·T·h·d: qkv, result, dy, dqkv |
+| linear, C to F, each of three products | 2·P·C·F | e·(P·C + P·F + C·F) |
+| AdamW | | see `_update` |
+
+n counts the gradients of the other readers of x, which the norm's backward pass adds: the residual
+or shortcut, and the skip connection. Attention's backward pass recomputes its weights
+(arXiv 2307.08691). Convolutions with a side of at most `FEW` channels are a class of their own.
+Linear layers on embeddings count with the linear ones.
+
+Not counted: scales, offsets, biases and statistics; what a remat config recomputes; arithmetic that
+is not a product; images and loss. Kernels that add up partial results need nothing in principle:
+their class has no work. What XLA's remaining kernels need depends on how XLA fuses them, so
+`jaxunet.benchmark.roofline.measured` reads it from the compiled program.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array
+
+from jaxunet.config import Config
+from jaxunet.model import cost
+from jaxunet.model.unet import TIME_EMBEDDING, build_unet
+from jaxunet.ops.activation import Activation
+from jaxunet.ops.vocabulary import Ops, WithInput
+
+KINDS = (
+    FORWARD,
+    INPUT_GRADIENT,
+    WEIGHT_GRADIENT,
+    REDUCTIONS,
+    NORM_FORWARD,
+    NORM_BACKWARD,
+    ATTENTION_FORWARD,
+    ATTENTION_BACKWARD,
+    LINEAR,
+    FEW_CHANNELS,
+    UPDATE,
+    REMAINING,
+) = (
+    'convolution forward',
+    'convolution input gradient',
+    'convolution weight gradient',
+    'split reductions',
+    'GroupNorm forward',
+    'GroupNorm backward',
+    'attention forward',
+    'attention backward',
+    'linear',
+    'convolutions with few channels',
+    'AdamW and 16-bit copies',
+    "XLA's remaining kernels",
+)
+CONVOLUTIONS = (FORWARD, INPUT_GRADIENT, WEIGHT_GRADIENT)
+# Classes that the report also shows by level.
+LEVELLED = (*CONVOLUTIONS, NORM_FORWARD, NORM_BACKWARD)
+FEW = 8  # channels of images, and at most of what the kernels for images take
+
+
+class Work(NamedTuple):
+    """One op of one pass.
+
+    Fields:
+      kind: one of `KINDS`.
+      level: height and width of its images; () where they do not matter.
+      flops: multiplications and additions of its products.
+      bytes: what it must read and write.
+    """
+
+    kind: str
+    level: tuple[int, ...]
+    flops: int
+    bytes: int
+
+
+def step_work(config: Config, xla: Collection[str] = ()) -> list[Work]:
+    """Returns the work of one training step of a config on one device.
+
+    Args:
+      xla: the ops, as in `jaxunet.config.OPS`, that XLA computes. It spreads its norms over fusions
+        that do other things too, so their work is among its remaining kernels and not in this list.
+        Its attention is matrix products, which count as linear; and it has no kernels of their own
+        for convolutions with few channels.
+    """
+    recorder = _Recorder(jnp.dtype(config.precision).itemsize, frozenset(xla))
+    model = build_unet(config.replace(model={'remat': False}), recorder.ops())
+    batch = config.data.batch_size
+    labels = jnp.zeros((batch,), jnp.int32) if config.model.num_classes else None
+
+    def predict(params: Any) -> Array:
+        x = jnp.zeros((batch, *config.image_shape), jnp.float32)
+        keys = jax.random.split(jax.random.key(0), batch) if config.model.dropout else None
+        return model.predict(params, x, jnp.zeros((batch,), jnp.int32), labels, keys)
+
+    params = cost.param_shapes(config)
+    for product in cost.products(jax.make_jaxpr(predict)(params).jaxpr):
+        recorder.product(product)
+    return [*recorder.work, _update(config, params)]
+
+
+def _update(config: Config, params: Any) -> Work:
+    """Returns the work of the gradient norm, AdamW, the averages and the 16-bit copies.
+
+    The norm has to be known before a gradient is used, so gradients are read twice. Weights, both
+    moments and every average are float32, read once and written once. Kernels and their gradients
+    have 16 bits where the network computes in 16; their copies are written beside the weights.
+    """
+    narrow = jnp.dtype(config.precision).itemsize
+    averages = len(config.ema.rates) + len(config.ema.widths)
+    moved = 0
+    for path, leaf in jax.tree_util.tree_leaves_with_path(params):
+        copied = path[-1].key == 'kernel' and not path[0].key.startswith(TIME_EMBEDDING)
+        gradient = narrow if copied else 4
+        copy = narrow if copied and narrow < 4 else 0
+        moved += math.prod(leaf.shape) * (2 * gradient + 2 * 4 * (3 + averages) + copy)
+    return Work(UPDATE, (), 0, moved)
+
+
+class _Recorder:
+    """Ops that note the work of their forward and backward passes, and return zeros.
+
+    Attributes:
+      work: what was noted.
+    """
+
+    def __init__(self, itemsize: int, xla: frozenset[str]) -> None:
+        self.work: list[Work] = []
+        self._itemsize, self._xla = itemsize, xla
+        self._first = True  # the first convolution reads the images, whose gradient nobody needs
+
+    def ops(self) -> Ops:
+        """Returns the ops."""
+        return Ops(
+            self.conv3x3,
+            self.norm_silu_conv3x3,
+            self.norm_silu_conv3x3_and_input,
+            self.group_norm,
+            self.group_norm_and_input,
+            self.attention,
+            self.linear,
+        )
+
+    def conv3x3(
+        self,
+        x: Activation,
+        kernel: Array,
+        shift: Array,
+        *,
+        residual: Activation | None = None,
+        shortcut: Array | None = None,
+    ) -> Activation:
+        """Notes a convolution."""
+        return self._conv('conv3x3', x, kernel, residual, shortcut)
+
+    def norm_silu_conv3x3(
+        self,
+        x: Activation,
+        scale: Array,
+        offset: Array,
+        kernel: Array,
+        shift: Array,
+        *,
+        residual: Activation | None = None,
+        shortcut: Array | None = None,
+        groups: int = 32,
+        eps: float = 1e-5,
+    ) -> Activation:
+        """Notes a norm whose result only the convolution reads, and the convolution."""
+        self._norm('norm_silu_conv3x3', x, written=False, copies=0)
+        return self._conv('norm_silu_conv3x3', x, kernel, residual, shortcut)
+
+    def norm_silu_conv3x3_and_input(
+        self,
+        x: Activation,
+        scale: Array,
+        offset: Array,
+        kernel: Array,
+        shift: Array,
+        *,
+        residual: Activation | None = None,
+        shortcut: Array | None = None,
+        groups: int = 32,
+        eps: float = 1e-5,
+        copies: int = 1,
+    ) -> WithInput[Activation]:
+        """Notes the same where x has other readers."""
+        self._norm('norm_silu_conv3x3', x, written=False, copies=copies)
+        y = self._conv('norm_silu_conv3x3', x, kernel, residual, shortcut)
+        return WithInput(y, (x,) * copies)
+
+    def group_norm(
+        self,
+        x: Activation,
+        scale: Array,
+        offset: Array,
+        *,
+        groups: int = 32,
+        eps: float = 1e-5,
+        silu: bool = False,
+    ) -> Array:
+        """Notes a norm."""
+        return self._norm('group_norm', x, written=True, copies=0)
+
+    def group_norm_and_input(
+        self,
+        x: Activation,
+        scale: Array,
+        offset: Array,
+        *,
+        groups: int = 32,
+        eps: float = 1e-5,
+        silu: bool = False,
+        copies: int = 1,
+    ) -> WithInput[Array]:
+        """Notes a norm where x has other readers."""
+        return WithInput(self._norm('group_norm', x, written=True, copies=copies), (x,) * copies)
+
+    def attention(self, qkv: Array, *, num_heads: int) -> Array:
+        """Notes an attention."""
+        batch, tokens, packed = qkv.shape
+        flops = 4 * batch * tokens**2 * packed // 3  # heads · width = packed / 3
+        elements = batch * tokens * packed // 3
+        apart = 'attention' not in self._xla
+        self._note(ATTENTION_FORWARD if apart else LINEAR, (), flops, 4 * elements)
+        self._note(ATTENTION_BACKWARD if apart else LINEAR, (), flops * 5 // 2, 8 * elements)
+        return jnp.zeros((batch, tokens, packed // 3), qkv.dtype)
+
+    def linear(
+        self, x: Array, kernel: Array, bias: Array, *, residual: Array | None = None
+    ) -> Array:
+        """Notes a linear layer."""
+        channels, features = kernel.shape
+        pixels = math.prod(x.shape[:3])
+        flops, elements = 2 * pixels * channels * features, x.size + pixels * features + kernel.size
+        added = 0 if residual is None else residual.size
+        self._note(LINEAR, (), flops, elements + added)
+        for _ in ('input gradient', 'weight gradient'):
+            self._note(LINEAR, (), flops, elements)
+        return jnp.zeros((*x.shape[:3], features), x.dtype)
+
+    def product(self, p: cost.Product) -> None:
+        """Notes a product outside of the ops, forward and backward.
+
+        Each of its gradients reads two of its three arrays and writes the third.
+        """
+        moved = sum(a.size * a.dtype.itemsize for a in (*p.operands, p.result))
+        level = max(p.operands[0].shape[1:3], p.result.shape[1:3]) if p.convolution else ()
+        for kind in CONVOLUTIONS if p.convolution else (LINEAR,) * 3:
+            self.work.append(Work(kind, level, p.flops, moved))
+
+    def _conv(
+        self,
+        op: str,
+        x: Activation,
+        kernel: Array,
+        residual: Activation | None,
+        shortcut: Array | None,
+    ) -> Activation:
+        image, (channels, features) = x.parts[0].shape[:3], kernel.shape[2:]
+        pixels, level = math.prod(image), image[1:]
+        added = 0 if residual is None else residual.channels
+        flops = 2 * 9 * pixels * channels * features
+        elements = pixels * (channels + features) + kernel.size
+        flops_1x1, elements_1x1 = 0, 0
+        if shortcut is not None:
+            flops_1x1 = 2 * pixels * shortcut.size
+            elements_1x1 = pixels * added + shortcut.size
+        read = elements_1x1 or pixels * added
+        sides = [part.shape[3] for part in (*x.parts, *(residual.parts if residual else ()))]
+        few = min(*sides, features) <= FEW and op not in self._xla
+        forward, backward, weights = (FEW_CHANNELS,) * 3 if few else CONVOLUTIONS
+        self._note(forward, level, flops + flops_1x1, elements + read)
+        if not self._first:
+            self._note(backward, level, flops, elements)
+        if shortcut is not None:
+            self._note(backward, level, flops_1x1, elements_1x1 + pixels * features)
+        self._note(weights, level, flops + flops_1x1, elements + elements_1x1)
+        self._first = False
+        return Activation.of(jnp.zeros((*image, features), x.dtype))
+
+    def _norm(self, op: str, x: Activation, *, written: bool, copies: int) -> Array:
+        image = x.parts[0].shape[:3]
+        elements, level = math.prod(image) * x.channels, image[1:]
+        if op not in self._xla:
+            self._note(NORM_FORWARD, level, 0, elements * (2 if written else 1))
+            self._note(NORM_BACKWARD, level, 0, elements * (3 + copies))
+        return jnp.zeros((*image, x.channels), x.dtype)
+
+    def _note(self, kind: str, level: tuple[int, ...], flops: int, elements: int) -> None:
+        self.work.append(Work(kind, level, flops, elements * self._itemsize))
