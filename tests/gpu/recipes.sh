@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Runs jobs of docs/results/recipes, several processes a GPU, which go on when this command ends.
-#   tests/gpu/recipes.sh start DATA OUTPUT LIMIT STEP_MS GPU:CPUS ...   starts a process for each GPU named, bound to CPUS
+#   tests/gpu/recipes.sh start DATA OUTPUT LIMIT STEP_MS GPU:CPUS ...   starts a process for each GPU named, bound to CPUS; again for more
 #   tests/gpu/recipes.sh wait OUTPUT SECONDS       waits until all end, at most SECONDS; prints their rows
 #   tests/gpu/recipes.sh pack OUTPUT TARGET        copies rows, logs and pictures to TARGET, in few files; at any time
 # Folders are relative to the checkout. DATA: the folder of objects64_train.zip, objects64_test.zip and elephants64.zip. Build the kernels before (tests/gpu/build.sh).
@@ -21,11 +21,19 @@ part() { # NUMBER PROCESSES-A-GPU DATA OUTPUT LIMIT STEP_MS
   if [ "$part" = 1 ] && [ ! -f "$out/features.npz" ]; then
     # shellcheck disable=SC2086
     python3 -m jaxunet.metrics.train_features --reference "$data/objects64_train.zip" --test "$data/objects64_test.zip" \
-      --output "$out/features.npz" ${RECIPE_FEATURES:---channels 32 --epochs 200}
+      --output "$out/features.npz" ${RECIPE_FEATURES:---channels 32 --seconds 25}
   fi
   python3 -m jaxunet.compare.queue --jobs "${RECIPE_JOBS:-docs/results/recipes/jobs.py:objects}" --data "$data" \
     --features "$out/features.npz" --known "${RECIPE_KNOWN:-}" --claims "$out/claims" --step_ms "$step_ms" --shared_by "$shared" \
     --limit $((limit - SECONDS)) --output "$out/$part" || echo "part $part: exit status $?"
+}
+
+running() { # OUTPUT: succeeds if a process has not ended
+  local log
+  for log in "$1"/*.log; do
+    [ ! -f "$log" ] || [ -f "${log%.log}.done" ] || return 0
+  done
+  return 1
 }
 
 case ${1:-} in
@@ -34,8 +42,8 @@ case ${1:-} in
     mkdir -p "$3"
     out=$(realpath "$3")
     shift 5
-    rm -rf "$out"/*.done "$out/claims"
-    number=0
+    running "$out" || rm -rf "$out"/*.done "$out"/*.log "$out/claims"
+    number=$(find "$out" -name '*.log' | wc -l)
     for place; do
       number=$((number + 1))
       gpu=${place%%:*}
@@ -47,7 +55,6 @@ case ${1:-} in
     ;;
   part) part "${@:2}" ;;
   wait)
-    running() { for log in "$1"/*.log; do [ -f "${log%.log}.done" ] || return 0; done; return 1; }
     while running "$2" && [ $SECONDS -lt "$3" ]; do sleep 2; done
     for log in "$2"/*.log; do
       echo "== $(basename "$log" .log)"

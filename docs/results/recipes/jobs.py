@@ -2,7 +2,6 @@
 
     docs/results/recipes/jobs.py:objects    9,000 photographs of 20 classes
     docs/results/recipes/jobs.py:elephants  500 photographs of one animal
-    docs/results/recipes/jobs.py:longer     ten minutes, for the objectives that `objects` leaves
     docs/results/recipes/jobs.py:rates      learning rates
     docs/results/recipes/jobs.py:digits     configs/digits.py, with features trained on digits:
     docs/results/recipes/jobs.py:tiny       seconds on a CPU, on the embedded digits
@@ -11,7 +10,7 @@
 features are those of a classifier of objects64:
 
     python -m jaxunet.metrics.train_features --reference objects64_train.zip \\
-      --test objects64_test.zip --channels 32 --epochs 200 --output features.npz
+      --test objects64_test.zip --channels 32 --seconds 25 --output features.npz
 
 docs/results/recipes/features.npz is that file; only rows of one file can be compared.
 """
@@ -42,10 +41,8 @@ COMPARED = ('fid', 'kid', 'precision', 'recall', 'copies')
 def objects(
     case: str,
     data: str,
-    seconds: tuple[float, ...],
     *,
     seed: int = 0,
-    samplers: tuple[str, ...] = SAMPLERS,
     fields: Mapping[str, object] | None = None,
     name: str = '',
 ) -> Job:
@@ -53,7 +50,7 @@ def objects(
 
     Args:
       case: an objective.
-      fields: further fields of the config; such a case has a `name` of its own.
+      fields: further fields of the config; such a case has a `name` of its own, and a minute.
     """
     train, test = Path(data) / 'objects64_train.zip', Path(data) / 'objects64_test.zip'
     return Job(
@@ -61,15 +58,15 @@ def objects(
         'objects64',
         CONFIG,
         {'data.path': str(train), **OBJECTIVES[case], **(fields or {})},
-        seconds,
-        samplers,
+        (60,) if name else (60, 180, 600),
+        (*SAMPLERS, *STOCHASTIC) if case == 'epsilon-linear' else SAMPLERS,
         {str(train): ('train', COMPARED), str(test): ('test', ('kid',))},
         seed=seed,
         picture=64 if seed == 0 and not name else 0,
     )
 
 
-def elephants(case: str, data: str, seconds: tuple[float, ...]) -> Job:
+def elephants(case: str, data: str) -> Job:
     """Returns a job on 500 photographs of one animal."""
     path = str(Path(data) / 'elephants64.zip')
     return Job(
@@ -83,7 +80,7 @@ def elephants(case: str, data: str, seconds: tuple[float, ...]) -> Job:
             'train.log_every': 500,
             'train.holdout_every': 1000,
         },
-        seconds,
+        (60, 180, 540),
         SAMPLERS,
         {path: ('train', ('kid', 'precision', 'recall', 'copies'))},
         samples=500,
@@ -144,29 +141,14 @@ def get_jobs(part: str, data: str) -> list[Job]:
     Raises:
       UserError: another part.
     """
-    short, long = (60, 180), (60, 180, 600)
-    few = ('v-cosine', 'edm', 'epsilon-cosine')
-    first = [
-        objects('flow', data, long),
-        objects('epsilon-linear', data, long, samplers=(*SAMPLERS, *STOCHASTIC)),
-        *(objects(case, data, short) for case in few),
-        *(objects(case, data, short, seed=1) for case in ('flow', 'epsilon-linear', *few)),
-    ]
-    small = [elephants(case, data, (60, 180, 540)) for case in ('flow', *few, 'epsilon-linear')]
-    # The earlier times of these jobs are in the rows by then.
-    last = [
-        *(objects(case, data, long) for case in few),
-        *(objects(case, data, long, seed=1) for case in OBJECTIVES),
-    ]
-    rates = [
-        objects('flow', data, (60,), fields={'optimizer.learning_rate': r}, name=f'flow-{r:g}')
-        for r in (2e-4, 4e-4)
-    ]
+    order = ('flow', 'epsilon-linear', 'v-cosine', 'edm', 'epsilon-cosine')
     parts = {
-        'objects': first,
-        'elephants': small,
-        'longer': last,
-        'rates': rates,
+        'objects': [objects(case, data, seed=seed) for seed in (0, 1) for case in order],
+        'elephants': [elephants(case, data) for case in order],
+        'rates': [
+            objects('flow', data, fields={'optimizer.learning_rate': r}, name=f'flow-{r:g}')
+            for r in (2e-4, 4e-4)
+        ],
         'digits': [digits(case, seed) for seed in (0, 1) for case in ('v-cosine', 'edm', 'flow')],
         'tiny': [*(tiny(case) for case in OBJECTIVES), tiny('v-cosine', seed=1)],
     }
