@@ -33,8 +33,7 @@ OBJECTIVES: dict[str, dict[str, object]] = {
     'flow': {'diffusion.objective': 'flow', 'diffusion.schedule': 'linear'},
 }
 # Within 50 evaluations of the network, and within 20; heun takes 2 · steps - 1.
-SAMPLERS = ('heun:25', 'dpmpp_2m:20')
-STOCHASTIC = ('ddim:50', 'ddpm:50')  # the same steps without and with fresh noise
+SAMPLERS = ('heun:25', 'dpmpp_2m:20', 'ddpm:50')
 COMPARED = ('fid', 'kid', 'precision', 'recall', 'copies')
 
 
@@ -59,7 +58,7 @@ def objects(
         CONFIG,
         {'data.path': str(train), **OBJECTIVES[case], **(fields or {})},
         (60,) if name else (60, 180, 600),
-        (*SAMPLERS, *STOCHASTIC) if case == 'epsilon-linear' else SAMPLERS,
+        SAMPLERS,
         {str(train): ('train', COMPARED), str(test): ('test', ('kid',))},
         seed=seed,
         picture=64 if seed == 0 and not name else 0,
