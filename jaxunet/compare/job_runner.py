@@ -176,6 +176,8 @@ class Queue:
             fields = {k: v for k, v in checkpoint.job.fields.items() if k != 'data.path'}
             try:
                 for row in self._measurements.measure(checkpoint):
+                    if self._step_ms:  # others may use the device
+                        del row['seconds_per_sample']
                     rows.append(self._output / ROWS, {**row, 'fields': fields, **self._origin})
                     self._say(summary(row))
             except FAILURES as error:
@@ -215,7 +217,7 @@ def summary(row: rows.Row) -> str:
     )
     return (
         f'{row["data"]} {row["case"]} seed {row["seed"]}, {row["seconds"]:g} s, {row["sampler"]}: '
-        f'{values or "nothing to compare"}; {row["seconds_per_sample"] * 1e3:.2f} ms a sample'
+        f'{values or "nothing to compare"}'
     )
 
 

@@ -156,6 +156,7 @@ def test_weights_that_give_no_images_stop_nothing_else(jobs, features, tmp_path,
     (row,) = rows_of(tmp_path)
     assert row['seconds'] == 0.2
     assert (row['step'], row['training_seconds'], row['step_ms']) == (10, pytest.approx(0.2), 20)
+    assert 'seconds_per_sample' not in row, 'others may use the device'
 
 
 def test_what_is_not_done_is_reported(jobs, tmp_path, monkeypatch):

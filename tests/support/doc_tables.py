@@ -253,6 +253,7 @@ TABLES: dict[str, Callable[[], str]] = {
     'where_the_time_goes': where_the_time_goes,
     'methods': methods,
     'recipes': lambda: recipe_tables.objectives(recipe_tables.read()),
+    'recipes_filling': lambda: recipe_tables.objectives(recipe_tables.read(name='filling.jsonl')),
     'recipes_sooner': lambda: recipe_tables.sooner(recipe_tables.read()),
     'recipes_elephants': lambda: recipe_tables.elephants(recipe_tables.read()),
     'recipes_pictures': recipe_tables.pictures,

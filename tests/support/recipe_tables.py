@@ -24,9 +24,9 @@ PICTURES = {
 Find = Callable[[Row], float]
 
 
-def read(folder: pathlib.Path = FOLDER) -> list[Row]:
+def read(folder: pathlib.Path = FOLDER, name: str = 'rows.jsonl') -> list[Row]:
     """The rows, of which a later one replaces an earlier one of the same checkpoint and sampler."""
-    path = folder / 'rows.jsonl'
+    path = folder / name
     lines = path.read_text().splitlines() if path.exists() else []
     found = {}
     for row in map(json.loads, lines):
@@ -100,7 +100,7 @@ def objectives(found: Sequence[Row]) -> str:
                         spread(rows, value('train', 'precision')),
                         spread(rows, value('train', 'recall')),
                         spread(rows, value('train', 'copies')),
-                        f'{1e3 * np.mean([row["seconds_per_sample"] for row in rows]):.2f}',
+                        ms_a_sample(rows),
                     )
                 )
     head = (
@@ -119,6 +119,12 @@ def objectives(found: Sequence[Row]) -> str:
         'ms a sample',
     )
     return with_origin(head, body, found, 'objects64')
+
+
+def ms_a_sample(rows: Sequence[Row]) -> str:
+    """Mean milliseconds a sample; empty where other processes shared the device."""
+    seconds = [row['seconds_per_sample'] for row in rows if 'seconds_per_sample' in row]
+    return f'{1e3 * np.mean(seconds):.2f}' if seconds else ''
 
 
 def sooner(found: Sequence[Row]) -> str:
