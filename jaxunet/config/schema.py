@@ -194,8 +194,8 @@ class TrainConfig:
     log_every: int = 25
     sample_every: int = 400  # 0 = never
     sample_count: int = 60  # images per sample grid
-    # Steps of the sampler per sample grid. 0 = 50 of DDIM for the objectives epsilon and x0, 20 of
-    # the objective's own sampler for the others.
+    # Steps of the objective's sampler per sample grid. 0 = its own number, or 50 of DDPM for the
+    # objectives epsilon and x0.
     sample_steps: int = 0
     # Steps between evaluations (see `evaluation`); also evaluates after the last step. 0 = never.
     evaluate_every: int = 0

@@ -22,7 +22,7 @@ from jaxunet.training.logs import Logs, read_metrics
 from jaxunet.training.step import Metrics
 
 MAX_COLUMNS = 20  # of a sample grid with one column per class
-DDIM_STEPS = 50  # of a sample grid
+DDPM_STEPS = 50  # of a sample grid
 
 
 class Outputs:
@@ -173,10 +173,10 @@ class Outputs:
 def grid_sampler(config: Config) -> SamplerConfig:
     """Returns the sampler of the grids: that of the model's objective, in `train.sample_steps`.
 
-    Where that visits every timestep, DDIM takes its place. 0 steps stand for the sampler's own
-    number of them.
+    0 steps stand for its own number of them, or DDPM_STEPS where that is every timestep. DDPM's
+    fresh noise also suits a model in its first minutes, which leaves noise behind (docs/sampling.md).
     """
-    steps = config.train.sample_steps
-    if OBJECTIVE_DEFAULTS[config.diffusion.objective][1] is None:
-        return SamplerConfig(name='ddim', steps=steps or min(DDIM_STEPS, config.diffusion.steps))
-    return SamplerConfig(steps=steps or None)
+    steps = config.train.sample_steps or None
+    if steps is None and OBJECTIVE_DEFAULTS[config.diffusion.objective][1] is None:
+        steps = min(DDPM_STEPS, config.diffusion.steps)
+    return SamplerConfig(steps=steps)

@@ -12,8 +12,8 @@ from jaxunet.training.outputs import grid_sampler
 
 # Objective -> sampler and its evaluations of the network for a grid.
 SAMPLERS = {
-    'epsilon': ('ddim', 50),
-    'x0': ('ddim', 50),
+    'epsilon': ('ddpm', 50),
+    'x0': ('ddpm', 50),
     'v': ('dpmpp_2m', 20),
     'edm': ('dpmpp_2m', 20),
     'flow': ('heun', 39),
