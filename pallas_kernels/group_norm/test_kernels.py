@@ -234,7 +234,7 @@ def test_float64_stays_float64():
         ),
         (
             {'parts': (jnp.zeros((2, 4, 4, 12), jnp.int32),)},
-            'x: int32; use bfloat16, float16 or float32',
+            'x: int32; expected bfloat16, float16 or float32',
         ),
         ({'groups': 5}, '12 channels are not a multiple of 5 groups'),
     ],

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from typing import NamedTuple, Protocol, TypeAlias
 
 import jax
+import jax.numpy as jnp
 from jaxtyping import Array, PyTree
 
 Tree: TypeAlias = PyTree  # of arrays
@@ -90,6 +91,22 @@ def state_leaves(
         if [leaf.shape for leaf in found] != shapes:
             raise ValueError(f'adamw: {name}: shapes differ from those of the gradients')
     return leaves
+
+
+def check_scalars(averages: Sequence[Tree], follow: Sequence[Array], **scalars: Array) -> None:
+    """Checks the numbers that all weights share.
+
+    Raises:
+      ValueError: an average has no share or a share no average, or a number is no scalar.
+    """
+    if len(averages) != len(follow):
+        raise ValueError(
+            f'adamw: follow: {len(follow)} shares for {len(averages)} averages; give one each'
+        )
+    named = [*scalars.items(), *((f'follow[{i}]', share) for i, share in enumerate(follow))]
+    for name, value in named:
+        if jnp.shape(value):
+            raise ValueError(f'adamw: {name}: shape {list(jnp.shape(value))}; expected a scalar')
 
 
 def _leaves(name: str, tree: Tree, types: Sequence[str]) -> list[Array]:

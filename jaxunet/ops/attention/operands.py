@@ -2,25 +2,32 @@
 
 from __future__ import annotations
 
-from jaxtyping import Array, Float, Shaped
+from jaxtyping import Array, Shaped
 
-DTYPES = ('bfloat16', 'float16', 'float32')
+from jaxunet.ops.checks import check_floating, check_kernel_type
+
 MAX_HEAD_WIDTH = 256  # channels; the kernels hold a tile of whole rows of a head in shared memory
 
 
-def head_width(qkv: Shaped[Array, 'batch tokens packed'], num_heads: int) -> int:
+def head_width(qkv: Shaped[Array, '...'], num_heads: int) -> int:
     """Returns the channels of a head, packed / (3 · num_heads).
 
     Raises:
-      ValueError: the heads do not divide the packed channels.
+      ValueError: qkv has another rank or no floating-point type, or the heads do not divide the
+        packed channels.
     """
+    if qkv.ndim != 3:
+        raise ValueError(
+            f'attention: qkv: shape {list(qkv.shape)}; expected [batch, tokens, packed]'
+        )
+    check_floating('attention', qkv=qkv)
     packed = qkv.shape[-1]
     if num_heads < 1 or not packed or packed % (3 * num_heads):
         raise ValueError(f'attention: {packed} packed channels are not 3 x {num_heads} heads')
     return packed // (3 * num_heads)
 
 
-def check_kernel_operands(qkv: Float[Array, 'batch tokens packed'], num_heads: int) -> int:
+def check_kernel_operands(qkv: Shaped[Array, '...'], num_heads: int) -> int:
     """Returns the channels of a head, for a backend's kernels.
 
     Raises:
@@ -32,9 +39,5 @@ def check_kernel_operands(qkv: Float[Array, 'batch tokens packed'], num_heads: i
             f'attention: heads of width {width}: the kernels take widths up to {MAX_HEAD_WIDTH}; '
             f'use more heads, or the xla backend'
         )
-    if qkv.dtype not in DTYPES:
-        raise ValueError(
-            f'attention: qkv of {qkv.dtype}: the kernels take {", ".join(DTYPES)}; cast it, '
-            f'or use the xla backend'
-        )
+    check_kernel_type('attention', 'qkv', qkv)
     return width

@@ -24,10 +24,10 @@ def attention(
       qkv: all of q, then all of k, then all of v, each head-major.
 
     Raises:
-      ValueError: the heads do not divide the packed channels.
+      ValueError: another rank or type, or the heads do not divide the packed channels.
     """
-    batch, tokens, _ = qkv.shape
     width = head_width(qkv, num_heads)
+    batch, tokens, _ = qkv.shape
     wide = at_least_float32(qkv.dtype)
     q, k, v = jnp.moveaxis(qkv.reshape(batch, tokens, 3, num_heads, width), 2, 0)
     logits = jnp.einsum('bqhd,bkhd->bhqk', q, k, preferred_element_type=wide) * jnp.asarray(

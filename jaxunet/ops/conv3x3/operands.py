@@ -7,6 +7,7 @@ from typing import NamedTuple
 from jaxtyping import Array, Float
 
 from jaxunet.ops.activation import Activation
+from jaxunet.ops.checks import check_floating, check_image, check_kernel_type
 
 Image = Float[Array, 'batch height width _']
 Parts = tuple[Image, ...]
@@ -29,16 +30,21 @@ def check_operands(
     Raises:
       ValueError: shapes or types do not fit, or a shortcut has no residual; names the operand.
     """
+    if not x.parts:
+        raise ValueError('conv3x3: x: no parts; give at least one array')
+    check_image('conv3x3', 'x', x.parts[0])
+    check_floating('conv3x3', x=x.parts[0], kernel=kernel, shift=shift, shortcut=shortcut)
     batch, height, width, _ = x.parts[0].shape
     others = () if residual is None else residual.parts
     for name, parts in (('x', x.parts), ('residual', others)):
         for i, part in enumerate(parts):
-            if part.shape[:3] != (batch, height, width) or part.dtype != x.dtype:
+            fits = part.ndim == 4 and part.shape[:3] == (batch, height, width) and part.shape[3]
+            if not fits or part.dtype != x.dtype:
                 raise ValueError(
                     f'conv3x3: {name}.parts[{i}] is {part.dtype}{list(part.shape)}; '
                     f'expected {x.dtype}[{batch}, {height}, {width}, channels]'
                 )
-    if kernel.ndim != 4 or kernel.shape[:3] != (3, 3, x.channels):
+    if kernel.ndim != 4 or kernel.shape[:3] != (3, 3, x.channels) or not kernel.shape[3]:
         raise ValueError(
             f'conv3x3: kernel: shape {list(kernel.shape)}; expected [3, 3, {x.channels}, features]'
         )
@@ -69,9 +75,10 @@ def checked_residual(
     """Checks the operands and returns the residual as kernels take it.
 
     Raises:
-      ValueError: as `check_operands`.
+      ValueError: as `check_operands`, or the kernels do not take x's type.
     """
     check_operands(x, kernel, shift, residual, shortcut)
+    check_kernel_type('conv3x3', 'x', x.parts[0])
     if residual is None:
         return None
     if shortcut is None:

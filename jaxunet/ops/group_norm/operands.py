@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import jax.numpy as jnp
 from jaxtyping import Array
 
 from jaxunet.ops.activation import Activation
+from jaxunet.ops.checks import check_floating, check_image, check_kernel_type
 
 
 def check_operands(x: Activation, scale: Array, offset: Array) -> None:
@@ -17,10 +17,10 @@ def check_operands(x: Activation, scale: Array, offset: Array) -> None:
     if not x.parts:
         raise ValueError('group_norm: x: no parts; give at least one array')
     first = x.parts[0]
-    if not jnp.issubdtype(first.dtype, jnp.floating):
-        raise ValueError(f'group_norm: x: {first.dtype}; use bfloat16, float16 or float32')
+    check_floating('group_norm', x=first, scale=scale, offset=offset)
     for i, part in enumerate(x.parts):
-        if part.ndim != 4 or part.shape[:3] != first.shape[:3]:
+        check_image('group_norm', f'x.parts[{i}]', part)
+        if part.shape[:3] != first.shape[:3]:
             raise ValueError(
                 f'group_norm: x.parts[{i}]: shape {list(part.shape)}, but x.parts[0] has '
                 f'{list(first.shape[:3])}; parts may differ in channels only'
@@ -36,6 +36,17 @@ def check_operands(x: Activation, scale: Array, offset: Array) -> None:
             raise ValueError(
                 f'group_norm: {name}: shape {list(value.shape)}; expected {shared} or {own}'
             )
+
+
+def check_kernel_operands(x: Activation, scale: Array, offset: Array, groups: int) -> None:
+    """Checks the operands for a backend's kernels.
+
+    Raises:
+      ValueError: as `check_operands` and `group_size`, or the kernels do not take x's type.
+    """
+    check_operands(x, scale, offset)
+    check_kernel_type('group_norm', 'x', x.parts[0])
+    group_size(x.channels, groups)
 
 
 def group_size(channels: int, groups: int) -> int:

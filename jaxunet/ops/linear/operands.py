@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from jaxtyping import Array
 
-DTYPES = ('bfloat16', 'float16', 'float32')
+from jaxunet.ops.checks import check_floating, check_image, check_kernel_type
 
 
 def check_operands(x: Array, kernel: Array, bias: Array, residual: Array | None) -> None:
@@ -13,10 +13,8 @@ def check_operands(x: Array, kernel: Array, bias: Array, residual: Array | None)
     Raises:
       ValueError: shapes or types do not fit; the message names the operand.
     """
-    if x.ndim != 4 or not x.shape[3]:
-        raise ValueError(
-            f'linear: x: shape {list(x.shape)}; expected [batch, height, width, channels]'
-        )
+    check_image('linear', 'x', x)
+    check_floating('linear', x=x, kernel=kernel, bias=bias)
     if kernel.ndim != 2 or kernel.shape[0] != x.shape[3]:
         raise ValueError(
             f'linear: kernel: shape {list(kernel.shape)}; expected [{x.shape[3]}, features]'
@@ -39,5 +37,4 @@ def check_kernel_operands(x: Array, kernel: Array, bias: Array, residual: Array 
       ValueError: as `check_operands`, or the kernels do not take x's type.
     """
     check_operands(x, kernel, bias, residual)
-    if x.dtype not in DTYPES:
-        raise ValueError(f'linear: x: {x.dtype}; expected bfloat16, float16 or float32')
+    check_kernel_type('linear', 'x', x)
