@@ -10,6 +10,7 @@ from jaxtyping import Array, Float
 from jaxunet.ops.attention.operands import check_kernel_operands
 from pallas_kernels.attention import triton
 from pallas_kernels.attention.tiles import Tiles, default_tiles
+from pallas_kernels.checks import check_shard_map
 
 
 def attention(
@@ -32,8 +33,10 @@ def attention(
       tiles: how the work is tiled, for tuning; None takes `default_tiles`.
 
     Raises:
-      ValueError: channels that the heads do not divide, heads wider than 256, or another type.
+      ValueError: channels that the heads do not divide, heads wider than 256, another type, or a
+        checked `shard_map`.
     """
+    check_shard_map('attention')
     width = check_kernel_operands(qkv, num_heads)
     return _attention(
         qkv, num_heads, interpret, tiles or default_tiles(qkv.shape[1], width, qkv.dtype)

@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, PyTree
+from jaxtyping import Array, Float
 
 from jaxunet.ops.conv3x3.operands import Added, Affine, Parts
+from jaxunet.ops.transformations import joins_batch
 from jaxunet.runtime import device
 from pallas_kernels.conv3x3 import hopper, hopper_weight_gradient, triton, triton_weight_gradient
 from pallas_kernels.types import Shaped
@@ -54,7 +55,9 @@ def forward(
       parts: x, joined along channels.
       affine: (a, b): act(x) = SiLU(a · x + b); None: act is the identity.
     """
-    return _forward(parts, kernel.astype(parts[0].dtype), shift.astype(jnp.float32), added, affine)
+    residual, shortcut = ((), None) if added is None else (added.parts, added.shortcut)
+    images = (parts, shift.astype(jnp.float32), residual, affine)
+    return _forward(images, (kernel.astype(parts[0].dtype), shortcut))
 
 
 def weight_gradient(
@@ -79,7 +82,8 @@ def input_gradient(
     parts, start = [], 0
     for width in widths:
         part = kernel[:, :, start : start + width].astype(dy.dtype)
-        parts.append(_input_gradient((dy,), part, jnp.zeros((1, width), jnp.float32), None, None))
+        images = ((dy,), jnp.zeros((1, width), jnp.float32), (), None)
+        parts.append(_input_gradient(images, (part, None)))
         start += width
     return tuple(parts)
 
@@ -95,26 +99,30 @@ def fuses_activation(parts: Sequence[Shaped], kernel: Shaped) -> bool:
     return kernel.shape[3] <= FUSED_FEATURES
 
 
-def _convolve(
-    flipped: bool,
-    parts: Parts,
-    kernel: Array,
-    shift: Array,
-    added: Added | None,
-    affine: Affine | None,
-) -> Float[Array, 'batch height width features']:
+# The batched operands of a convolution (parts, shift, residual, affine), and its weights (kernel,
+# shortcut), as `joins_batch` takes them.
+Images = tuple[Parts, Array, Parts, Affine | None]
+Weights = tuple[Array, Array | None]
+
+
+def _convolve(flipped: bool, images: Images, weights: Weights) -> Array:
     """Runs one convolution on this device.
 
     Args:
       flipped: convolve with kernel[::-1, ::-1], its input and output channels exchanged.
     """
+    (parts, shift, residual, affine), (kernel, shortcut) = images, weights
     target = device.target()
     if target is device.Target.HOPPER:
-        residual, shortcut = (None, None) if added is None else (added.parts, added.shortcut)
-        shortcut = None if shortcut is None else shortcut.astype(kernel.dtype)
+        matrix = None if shortcut is None else shortcut.astype(kernel.dtype)
         if (
             hopper.supports(
-                parts, kernel, residual=residual, shortcut=shortcut, affine=affine, flipped=flipped
+                parts,
+                kernel,
+                residual=residual or None,
+                shortcut=matrix,
+                affine=affine,
+                flipped=flipped,
             )
             is None
         ):
@@ -122,16 +130,17 @@ def _convolve(
                 parts,
                 kernel,
                 shift,
-                residual=residual,
-                shortcut=shortcut,
+                residual=residual or None,
+                shortcut=matrix,
                 affine=affine,
                 flipped=flipped,
             )
-    plain = None if added is None else added.parts[0] if added.shortcut is None else project(added)
-    matrix = hopper.flip(kernel) if flipped else kernel
+    plain = None
+    if residual:
+        plain = residual[0] if shortcut is None else project(Added(residual, shortcut))
     return triton.forward(
         parts,
-        matrix,
+        hopper.flip(kernel) if flipped else kernel,
         shift,
         residual=plain,
         affine=affine,
@@ -139,52 +148,8 @@ def _convolve(
     )
 
 
-def _batched(convolve: Callable[..., Array]) -> Callable[..., Array]:
-    """Returns the convolution with a rule for `jax.vmap`.
-
-    The mapped axis joins the batch. With mapped weights the calls run one after the other.
-    """
-    call = jax.custom_batching.custom_vmap(convolve)
-
-    @call.def_vmap
-    def rule(
-        size: int,
-        mapped: PyTree[bool],
-        parts: tuple[Array, ...],
-        kernel: Array,
-        shift: Array,
-        added: Added | None,
-        affine: tuple[Array, Array] | None,
-    ) -> tuple[Array, bool]:
-        def spread(x: Array, is_mapped: bool) -> Array:
-            return x if is_mapped else jnp.broadcast_to(x, (size, *x.shape))
-
-        arguments = (parts, kernel, shift, added, affine)
-        if mapped[1] or (added is not None and added.shortcut is not None and mapped[3].shortcut):
-            return jax.lax.map(
-                lambda a: call(*a), jax.tree.map(spread, arguments, tuple(mapped))
-            ), True
-        batch = parts[0].shape[1 if mapped[0][0] else 0]
-
-        def merge(x: Array, is_mapped: bool) -> Array:
-            whole = spread(x, is_mapped)
-            # A shared shift has a batch of 1.
-            whole = jnp.broadcast_to(whole, (size, batch, *whole.shape[2:]))
-            return whole.reshape(size * batch, *whole.shape[2:])
-
-        parts, shift, affine = jax.tree.map(
-            merge, (parts, shift, affine), (mapped[0], mapped[2], mapped[4])
-        )
-        if added is not None:
-            added = Added(jax.tree.map(merge, added.parts, mapped[3].parts), added.shortcut)
-        y = call(parts, kernel, shift, added, affine)
-        return y.reshape(size, batch, *y.shape[1:]), True
-
-    return call
-
-
-_forward = _batched(functools.partial(_convolve, False))
-_input_gradient = _batched(functools.partial(_convolve, True))
+_forward = joins_batch(functools.partial(_convolve, False))
+_input_gradient = joins_batch(functools.partial(_convolve, True))
 
 
 @jax.custom_batching.sequential_vmap

@@ -15,7 +15,9 @@ from jaxtyping import Array, Float
 
 from jaxunet.ops.activation import Activation
 from jaxunet.ops.conv3x3.operands import Added, Parts, checked_residual, kept_for_backward, outline
+from jaxunet.ops.group_norm.operands import check_kernel_operands as check_norm_operands
 from jaxunet.runtime import device
+from pallas_kernels.checks import check_shard_map
 from pallas_kernels.conv3x3 import dispatch
 from pallas_kernels.group_norm import backward as norm_gradient
 from pallas_kernels.group_norm.forward import normalise
@@ -36,8 +38,10 @@ def conv3x3(
     operands of the products are tf32 or pairs of bfloat16.
 
     Raises:
-      ValueError: shapes or types that do not fit each other, or a shortcut without a residual.
+      ValueError: shapes or types that do not fit each other, a shortcut without a residual, or a
+        checked `shard_map`.
     """
+    check_shard_map('conv3x3')
     added = checked_residual(x, kernel, shift, residual, shortcut)
     return Activation.of(_conv(x.parts, kernel, shift, added))
 
@@ -59,10 +63,12 @@ def norm_silu_conv3x3(
     See `jaxunet.ops.conv3x3.reference.norm_silu_conv3x3`.
 
     Raises:
-      ValueError: shapes or types that do not fit each other, a shortcut without a residual, or
-        channels not a multiple of `groups`.
+      ValueError: shapes or types that do not fit each other, a shortcut without a residual,
+        channels not a multiple of `groups`, or a checked `shard_map`.
     """
+    check_shard_map('norm_silu_conv3x3')
     added = checked_residual(x, kernel, shift, residual, shortcut)
+    check_norm_operands(x, scale, offset, groups)
     return Activation.of(_norm_conv(x, scale, offset, kernel, shift, added, groups, eps))
 
 

@@ -13,6 +13,7 @@ from jaxtyping import Array, Float
 
 from jaxunet.ops.activation import Activation
 from jaxunet.ops.group_norm.operands import check_operands
+from pallas_kernels.checks import check_shard_map
 from pallas_kernels.group_norm.backward import gradient, gradient_sums, parameter_gradients
 from pallas_kernels.group_norm.forward import normalise
 from pallas_kernels.group_norm.statistics import moments
@@ -33,9 +34,10 @@ def group_norm(
     See `jaxunet.ops.group_norm.reference.group_norm`. Wu & He 2018, arXiv 1803.08494.
 
     Raises:
-      ValueError: shapes or types that do not fit each other, or channels that are not a multiple of
-        `groups`.
+      ValueError: shapes or types that do not fit each other, channels that are not a multiple of
+        `groups`, or a checked `shard_map`.
     """
+    check_shard_map('group_norm')
     check_operands(x, scale, offset)
     return _group_norm(x, scale, offset, groups, eps, silu, interpret)
 

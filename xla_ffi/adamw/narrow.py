@@ -10,6 +10,8 @@ import numpy as np
 from jax.typing import DTypeLike
 from jaxtyping import Array
 
+from xla_ffi.call import ffi_call
+
 NARROW = (jnp.dtype('bfloat16'), jnp.dtype('float16'))
 
 
@@ -28,7 +30,7 @@ def narrow(arrays: Sequence[Array], dtype: DTypeLike) -> tuple[Array, ...]:
         raise ValueError('narrow: no arrays')
     if other := [array.dtype for array in arrays if array.dtype != jnp.float32]:
         raise ValueError(f'narrow: expected float32, found {other[0]}')
-    call = jax.ffi.ffi_call(
+    call = ffi_call(
         'jaxunet_narrow', [jax.ShapeDtypeStruct(array.shape, dtype) for array in arrays]
     )
     return tuple(call(*arrays, tensors=np.int64(len(arrays))))

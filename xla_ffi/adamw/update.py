@@ -13,7 +13,15 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
-from jaxunet.ops.adamw.operands import AdamWResult, Rule, Tree, gradient_leaves, state_leaves
+from jaxunet.ops.adamw.operands import (
+    AdamWResult,
+    Rule,
+    Tree,
+    check_scalars,
+    gradient_leaves,
+    state_leaves,
+)
+from xla_ffi.call import ffi_call
 
 CHUNK = 1 << 14  # elements that one block sums; the handler receives it as an attribute
 
@@ -29,7 +37,7 @@ def sum_of_squares(tree: Tree) -> Float[Array, '']:
     leaves = gradient_leaves(tree)
     chunks = sum(-(-leaf.size // CHUNK) for leaf in leaves)
     shape = jax.ShapeDtypeStruct((chunks,), jnp.float32)
-    call = jax.ffi.ffi_call('jaxunet_sum_of_squares', shape)
+    call = ffi_call('jaxunet_sum_of_squares', shape)
     return jnp.sum(call(*leaves, chunk=np.int64(CHUNK), tensors=np.int64(len(leaves))))
 
 
@@ -52,13 +60,21 @@ def adamw(
     Raises:
       ValueError: the trees differ in shapes, or an array has another type.
     """
+    check_scalars(
+        averages,
+        follow,
+        take=take,
+        factor=factor,
+        learning_rate=learning_rate,
+        **{f'corrections[{i}]': value for i, value in enumerate(corrections)},
+    )
     leaves = gradient_leaves(gradients)
     flat = [leaf for tree in state_leaves(leaves, params, mu, nu, averages) for leaf in tree]
     scalars = jnp.stack(
         [jnp.asarray(s, jnp.float32) for s in (take, factor, learning_rate, *corrections, *follow)]
     )
     first = 1 + len(leaves)  # operands: the scalars, the gradients, then what is updated in place
-    call = jax.ffi.ffi_call(
+    call = ffi_call(
         'jaxunet_adamw',
         [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in flat],
         input_output_aliases={first + i: i for i in range(len(flat))},

@@ -10,6 +10,7 @@ import numpy as np
 from jaxtyping import Array, Float
 
 from jaxunet.ops.attention.operands import check_kernel_operands
+from xla_ffi.call import ffi_call
 
 
 def attention(
@@ -41,16 +42,16 @@ def _forward(qkv: Array, heads: int) -> tuple[Array, tuple[Array, Array, Array]]
         jax.ShapeDtypeStruct((batch, tokens, packed // 3), qkv.dtype),
         jax.ShapeDtypeStruct((batch, heads, tokens), jnp.float32),
     ]
-    out, log_sum_exp = jax.ffi.ffi_call(
-        'jaxunet_attention_forward', shapes, vmap_method='broadcast_all'
-    )(qkv, heads=np.int64(heads))
+    out, log_sum_exp = ffi_call('jaxunet_attention_forward', shapes, vmap_method='broadcast_all')(
+        qkv, heads=np.int64(heads)
+    )
     return out, (qkv, out, log_sum_exp)
 
 
 def _backward(heads: int, kept: tuple[Array, Array, Array], grad: Array) -> tuple[Array]:
     qkv, out, log_sum_exp = kept
     shape = jax.ShapeDtypeStruct(qkv.shape, qkv.dtype)
-    call = jax.ffi.ffi_call('jaxunet_attention_backward', shape, vmap_method='broadcast_all')
+    call = ffi_call('jaxunet_attention_backward', shape, vmap_method='broadcast_all')
     return (call(qkv, out, log_sum_exp, grad, heads=np.int64(heads)),)
 
 

@@ -3,6 +3,7 @@
 The CPU's handlers run the awkward cases; the GPU's run all cases.
 """
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -113,6 +114,24 @@ def test_without_pixels_the_weight_gradient_is_zero_and_still_adds_the_sums_of_a
     ):
         np.testing.assert_array_equal(gradient, wanted)
     assert found.added is None
+
+
+def test_under_vmap_the_mapped_axis_joins_the_batch():
+    """Of an image large enough that the convolution applies the norm itself: one call a sample is
+    the same bit for bit.
+    """
+    case = Case(32, 32, (8,), 8, (16,), groups=2, batch=6)
+    arrays = {name: jnp.asarray(v, t) for name, (v, t) in inputs(case, 'bfloat16', 6).items()}
+    batched = {name: v.shape[0] == 6 for name, v in arrays.items()}
+    split = {n: v.reshape(3, 2, *v.shape[1:]) if batched[n] else v for n, v in arrays.items()}
+    call = op(vjp, case)
+    mapped = jax.vmap(
+        lambda a: call(**a), in_axes=({name: 0 if b else None for name, b in batched.items()},)
+    )
+    lowered = jax.jit(mapped).lower(split)
+    assert 'stablehlo.while' not in lowered.as_text()
+    got, want = lowered.compile()(split), jax.jit(lambda a: call(**a))(arrays)
+    np.testing.assert_array_equal(got.reshape(want.shape), want)
 
 
 @pytest.mark.gpu

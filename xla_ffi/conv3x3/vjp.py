@@ -26,7 +26,10 @@ from jaxunet.ops.conv3x3.operands import (
     kept_for_backward,
     outline,
 )
+from jaxunet.ops.group_norm.operands import check_kernel_operands as check_norm_operands
+from jaxunet.ops.transformations import joins_batch
 from jaxunet.ops.vocabulary import WithInput, check_copies
+from xla_ffi.call import ffi_call
 from xla_ffi.group_norm.vjp import Copies, gradient, normalise, statistics
 
 # Float32 elements of the weight gradient's split-K workspace. Blocks that share the pixels write
@@ -83,6 +86,7 @@ def norm_silu_conv3x3(
         channels not a multiple of `groups`.
     """
     added = checked_residual(x, kernel, shift, residual, shortcut)
+    check_norm_operands(x, scale, offset, groups)
     y, _ = _norm_conv(x, scale, offset, kernel, shift, added, groups, eps, 0)
     return Activation.of(y)
 
@@ -109,6 +113,7 @@ def norm_silu_conv3x3_and_input(
       ValueError: as `norm_silu_conv3x3`, or `copies` is not 1 to `MAX_COPIES`.
     """
     added = checked_residual(x, kernel, shift, residual, shortcut)
+    check_norm_operands(x, scale, offset, groups)
     check_copies('norm_silu_conv3x3', copies)
     y, passed = _norm_conv(x, scale, offset, kernel, shift, added, groups, eps, copies)
     return WithInput(Activation.of(y), tuple(Activation(parts) for parts in passed))
@@ -135,25 +140,26 @@ def _convolve(
       flipped: convolve with kernel[::-1, ::-1], its input and output channels exchanged, which is
         the input gradient.
     """
-    first, features = parts[0], kernel.shape[2 if flipped else 3]
+    dtype, features = parts[0].dtype, kernel.shape[2 if flipped else 3]
     extra, shortcut = (added.parts, added.shortcut) if added is not None else ((), None)
-    matrix = () if shortcut is None else (shortcut.astype(first.dtype),)
-    shape = jax.ShapeDtypeStruct((*first.shape[:3], features), first.dtype)
-    return jax.ffi.ffi_call('jaxunet_conv3x3', shape, vmap_method='sequential')(
-        *(
-            *parts,
-            kernel.astype(first.dtype),
-            shift.astype(jnp.float32),
-            *extra,
-            *matrix,
-            *(affine or ()),
-        ),
-        parts=np.int64(len(parts)),
-        residuals=np.int64(len(extra)),
-        flipped=flipped,
-        shortcut=shortcut is not None,
-        activation=affine is not None,
-    )
+
+    def run(
+        images: tuple[Parts, Array, Parts, Affine | tuple[()]], weights: tuple[Array, ...]
+    ) -> Array:
+        (parts, shift, extra, affine), (kernel, *matrix) = images, weights
+        shape = jax.ShapeDtypeStruct((*parts[0].shape[:3], features), dtype)
+        return ffi_call('jaxunet_conv3x3', shape)(
+            *(*parts, kernel, shift, *extra, *matrix, *affine),
+            parts=np.int64(len(parts)),
+            residuals=np.int64(len(extra)),
+            flipped=flipped,
+            shortcut=bool(matrix),
+            activation=bool(affine),
+        )
+
+    matrix = () if shortcut is None else (shortcut.astype(dtype),)
+    images = (parts, shift.astype(jnp.float32), extra, affine or ())
+    return joins_batch(run)(images, (kernel.astype(dtype), *matrix))
 
 
 def _input_gradient(dy: Array, kernel: Array, widths: tuple[int, ...]) -> Parts:
@@ -169,7 +175,7 @@ def _input_gradient(dy: Array, kernel: Array, widths: tuple[int, ...]) -> Parts:
 def _shortcut_gradient(dy: Array, shortcut: Array, projected: Parts) -> Parts:
     """Returns the gradient of each part that a shortcut projects: dy · shortcutᵀ."""
     shapes = [jax.ShapeDtypeStruct(part.shape, part.dtype) for part in projected]
-    call = jax.ffi.ffi_call('jaxunet_conv3x3_shortcut_gradient', shapes, vmap_method='sequential')
+    call = ffi_call('jaxunet_conv3x3_shortcut_gradient', shapes)
     return tuple(call(dy, shortcut.astype(dy.dtype), residuals=np.int64(len(projected))))
 
 
@@ -222,7 +228,7 @@ def _parameter_gradients(
     ]
     weights = sum(math.prod(w.shape) for w in (kernel, *shortcuts))
     shapes += [jax.ShapeDtypeStruct((_workspace(dy, weights),), jnp.float32)]
-    call = jax.ffi.ffi_call('jaxunet_conv3x3_weight_gradient', shapes, vmap_method='sequential')
+    call = ffi_call('jaxunet_conv3x3_weight_gradient', shapes)
     counts = {'parts': np.int64(len(parts)), 'residuals': np.int64(len(projected))}
     flags = {'activation': affine is not None, 'norm': sums is not None}
     found = call(*parts, dy, *(affine or ()), *projected, *norm, **counts, **flags)

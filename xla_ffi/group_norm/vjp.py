@@ -18,8 +18,10 @@ import numpy as np
 from jaxtyping import Array, Float
 
 from jaxunet.ops.activation import Activation
-from jaxunet.ops.group_norm.operands import check_operands, group_size
+from jaxunet.ops.group_norm.operands import check_kernel_operands
+from jaxunet.ops.transformations import joins_batch
 from jaxunet.ops.vocabulary import WithInput, check_copies
+from xla_ffi.call import ffi_call
 
 Copies = tuple[tuple[Array, ...], ...]  # the parts of every copy of x
 
@@ -54,7 +56,7 @@ def group_norm(
       ValueError: shapes or types that do not fit each other, or channels that are not a multiple of
         `groups`.
     """
-    check_operands(x, scale, offset)
+    check_kernel_operands(x, scale, offset, groups)
     return _group_norm(x, scale, offset, groups, eps, silu, 0)[0]
 
 
@@ -76,29 +78,22 @@ def group_norm_and_input(
     Raises:
       ValueError: as `group_norm`, or `copies` is not 1 to `MAX_COPIES`.
     """
-    check_operands(x, scale, offset)
+    check_kernel_operands(x, scale, offset, groups)
     check_copies('group_norm', copies)
     y, passed = _group_norm(x, scale, offset, groups, eps, silu, copies)
     return WithInput(y, tuple(Activation(parts) for parts in passed))
 
 
 def statistics(x: Activation, scale: Array, offset: Array, *, groups: int, eps: float) -> Norm:
-    """Returns the normalisation of x, from one read of x.
+    """Returns the normalisation of x, from one read of x."""
 
-    Raises:
-      ValueError: channels that are not a multiple of `groups`.
-    """
-    group_size(x.channels, groups)
-    shape = jax.ShapeDtypeStruct((x.parts[0].shape[0], x.channels), jnp.float32)
-    call = jax.ffi.ffi_call('jaxunet_group_norm_statistics', [shape] * 4, vmap_method='sequential')
-    return Norm(
-        *call(
-            *_operands(x, scale, offset),
-            parts=np.int64(len(x.parts)),
-            groups=np.int64(groups),
-            eps=np.float32(eps),
-        )
-    )
+    def run(operands: Sequence[Array], _: tuple[()]) -> list[Array]:
+        shape = jax.ShapeDtypeStruct((operands[0].shape[0], x.channels), jnp.float32)
+        counts = {'parts': np.int64(len(x.parts)), 'groups': np.int64(groups)}
+        call = ffi_call('jaxunet_group_norm_statistics', [shape] * 4)
+        return call(*operands, **counts, eps=np.float32(eps))
+
+    return Norm(*joins_batch(run)(_operands(x, scale, offset), ()))
 
 
 def _operands(x: Activation, scale: Array, offset: Array) -> tuple[Array, ...]:
@@ -155,7 +150,7 @@ def gradient(
     shapes += [jax.ShapeDtypeStruct(p.shape, p.dtype) for p in parts] + [
         jax.ShapeDtypeStruct(dy.shape, dy.dtype)
     ] * activation
-    call = jax.ffi.ffi_call('jaxunet_group_norm_gradient', shapes, vmap_method='sequential')
+    call = ffi_call('jaxunet_group_norm_gradient', shapes)
     affine = (scale.astype(jnp.float32), offset.astype(jnp.float32), mean, inverse)
     counts = {
         'parts': np.int64(len(parts)),
@@ -191,25 +186,17 @@ def _forward(
 def normalise(
     x: Activation, scale: Array, offset: Array, *, groups: int, eps: float, silu: bool
 ) -> tuple[Array, Array, Array]:
-    """Returns the result of `group_norm`, and each group's mean and inverse deviation.
+    """Returns the result of `group_norm`, and each group's mean and inverse deviation."""
 
-    Raises:
-      ValueError: channels that are not a multiple of `groups`.
-    """
-    group_size(x.channels, groups)
-    shape = jax.ShapeDtypeStruct((*x.parts[0].shape[:3], x.channels), x.dtype)
-    rows = jax.ShapeDtypeStruct((shape.shape[0], x.channels), jnp.float32)
-    call = jax.ffi.ffi_call(
-        'jaxunet_group_norm_forward', [shape, rows, rows], vmap_method='sequential'
-    )
-    y, mean, inverse = call(
-        *_operands(x, scale, offset),
-        parts=np.int64(len(x.parts)),
-        groups=np.int64(groups),
-        eps=np.float32(eps),
-        silu=silu,
-    )
-    return y, mean, inverse
+    def run(operands: Sequence[Array], _: tuple[()]) -> tuple[Array, Array, Array]:
+        shape = jax.ShapeDtypeStruct((*operands[0].shape[:3], x.channels), x.dtype)
+        rows = jax.ShapeDtypeStruct((shape.shape[0], x.channels), jnp.float32)
+        counts = {'parts': np.int64(len(x.parts)), 'groups': np.int64(groups)}
+        call = ffi_call('jaxunet_group_norm_forward', [shape, rows, rows])
+        y, mean, inverse = call(*operands, **counts, eps=np.float32(eps), silu=silu)
+        return y, mean, inverse
+
+    return joins_batch(run)(_operands(x, scale, offset), ())
 
 
 def _backward(

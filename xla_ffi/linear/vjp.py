@@ -14,6 +14,8 @@ from jaxtyping import Array, Float
 
 from jaxunet.ops.conv3x3.operands import outline
 from jaxunet.ops.linear.operands import check_kernel_operands
+from jaxunet.ops.transformations import joins_batch
+from xla_ffi.call import ffi_call
 
 # Float32 elements of the weight gradient's split-K workspace. Blocks that share the pixels write
 # their partial sums there: at most six chunks of 64 input channels by 64 features each, on the 132
@@ -43,12 +45,13 @@ def linear(
 
 @jax.custom_vjp
 def _linear(x: Array, kernel: Array, bias: Array, residual: Array | None) -> Array:
-    shape = jax.ShapeDtypeStruct((*x.shape[:3], kernel.shape[1]), x.dtype)
-    added = () if residual is None else (residual,)
-    call = jax.ffi.ffi_call('jaxunet_linear', shape, vmap_method='sequential')
-    return call(
-        x, kernel.astype(x.dtype), bias.astype(jnp.float32), *added, residual=residual is not None
-    )
+    def run(images: tuple[Array, ...], weights: tuple[Array, Array]) -> Array:
+        x, *added = images
+        shape = jax.ShapeDtypeStruct((*x.shape[:3], kernel.shape[1]), x.dtype)
+        return ffi_call('jaxunet_linear', shape)(x, *weights, *added, residual=bool(added))
+
+    images = (x,) if residual is None else (x, residual)
+    return joins_batch(run)(images, (kernel.astype(x.dtype), bias.astype(jnp.float32)))
 
 
 # Saved for the backward pass: x, kernel, the outline of the bias, and whether there is a residual.
@@ -76,9 +79,7 @@ def _backward(saved: Saved, dy: Array) -> tuple[Array, Array, Array, Array | Non
         for shape, t in wanted
     ]
     shapes += [jax.ShapeDtypeStruct((workspace,), jnp.float32)]
-    dkernel, dbias, _ = jax.ffi.ffi_call(
-        'jaxunet_linear_weight_gradient', shapes, vmap_method='sequential'
-    )(x, dy)
+    dkernel, dbias, _ = ffi_call('jaxunet_linear_weight_gradient', shapes)(x, dy)
     return dx, dkernel.astype(kernel.dtype), dbias.astype(bias.dtype), dy if adds else None
 
 

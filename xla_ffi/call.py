@@ -1,0 +1,27 @@
+"""Calls of the FFI handlers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+
+from jaxunet.ops.transformations import vary, varying_axes
+
+
+def ffi_call(
+    target: str, results: Any, *, vmap_method: str = 'sequential', **options: Any
+) -> Callable[..., Any]:
+    """Returns the call of `jax.ffi.ffi_call` with the same arguments, for a checked `shard_map`.
+
+    JAX takes the results of a custom call for the same on every device. Here they vary over the
+    mesh axes over which an operand varies.
+    """
+    call = jax.ffi.ffi_call(target, results, vmap_method=vmap_method, **options)
+
+    def run(*operands: Any, **attributes: Any) -> Any:
+        axes = varying_axes(operands)
+        return vary(call(*vary(operands, axes), **attributes), axes)
+
+    return run
