@@ -100,7 +100,7 @@ def right(number: int, draw: random.Random) -> Call:  # noqa: PLR0915 (a case pe
         )
 
     def weights() -> Call:
-        activation, norm = (draw.random() < 0.5 for _ in range(2))
+        norm = draw.random() < 0.5
         residual = [draw.randint(1, 4) for _ in range(draw.randint(0, 2))]
         workspace = (9 * channels + sum(residual) + batch) * features + draw.randint(0, 9)
         shapes = [
@@ -113,10 +113,9 @@ def right(number: int, draw: random.Random) -> Call:  # noqa: PLR0915 (a case pe
         attributes = {
             'parts': np.int64(len(parts)),
             'residuals': np.int64(len(residual)),
-            'activation': activation,
             'norm': norm,
         }
-        operands = [*images(parts), *images([features]), *rows(2 * activation), *images(residual)]
+        operands = [*images(parts), *images([features]), *images(residual)]
         operands += [((batch, 2, channels), jnp.float32)] * norm
         return Call('conv3x3_weight_gradient', operands, results, attributes)
 
@@ -160,10 +159,6 @@ def right(number: int, draw: random.Random) -> Call:  # noqa: PLR0915 (a case pe
 
     def norm_statistics() -> Call:
         return norm('group_norm_statistics', [], {})
-
-    def apply() -> Call:
-        attributes = {'parts': np.int64(len(parts)), 'silu': draw.random() < 0.5}
-        return Call('group_norm_apply', [*images(parts), *rows(2)], images([channels]), attributes)
 
     def gradient() -> Call:
         flags, added = (
@@ -228,7 +223,6 @@ def right(number: int, draw: random.Random) -> Call:  # noqa: PLR0915 (a case pe
         *convolutions,
         norm_forward,
         norm_statistics,
-        apply,
         gradient,
         sums,
         adamw,
@@ -370,12 +364,7 @@ def test_a_linear_layer_says_what_is_wrong(operands, results, attributes, messag
 def test_a_weight_gradient_says_how_much_workspace_it_needs():
     images = [((2, 3, 3, 4), jnp.float32), ((2, 3, 3, 5), jnp.float32)]
     results = [((3, 3, 4, 5), jnp.float32), ((1, 5), jnp.float32), ((189,), jnp.float32)]
-    attributes = {
-        'parts': np.int64(1),
-        'residuals': np.int64(0),
-        'activation': False,
-        'norm': False,
-    }
+    attributes = {'parts': np.int64(1), 'residuals': np.int64(0), 'norm': False}
     call = Call('jaxunet_conv3x3_weight_gradient', images, results, attributes)
     with pytest.raises(
         jax.errors.JaxRuntimeError, match='workspace: expected at least 190 numbers, found 189'
@@ -412,7 +401,7 @@ def test_a_weight_gradient_says_how_much_workspace_it_needs():
 def test_a_weight_gradient_says_which_sums_of_a_norm_do_not_fit(sums, rows, message):
     operands = [((2, 3, 3, 4), jnp.float32), ((2, 3, 3, 5), jnp.float32), *sums]
     results = [(shape, jnp.float32) for shape in [(3, 3, 4, 5), (1, 5), *rows, (190,)]]
-    attributes = {'parts': np.int64(1), 'residuals': np.int64(0), 'activation': False, 'norm': True}
+    attributes = {'parts': np.int64(1), 'residuals': np.int64(0), 'norm': True}
     with pytest.raises(jax.errors.JaxRuntimeError, match=message):
         Call('jaxunet_conv3x3_weight_gradient', operands, results, attributes)()
 

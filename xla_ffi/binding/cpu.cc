@@ -136,15 +136,15 @@ void split(const std::vector<float>& from, Type type, int64_t pixels, const Part
   }
 }
 
-void affine(Pool& pool, std::vector<float>& x, int64_t batch, int64_t channels, const Rows& a,
-            const Rows& b, bool silu) {
+void affine_silu(Pool& pool, std::vector<float>& x, int64_t batch, int64_t channels, const Rows& a,
+                 const Rows& b) {
   const int64_t pixels = x.empty() ? 0 : static_cast<int64_t>(x.size()) / (batch * channels);
   parallel(pool, batch * pixels, [&](int64_t pixel) {
     const int64_t sample = pixel / pixels;
     for (int64_t c = 0; c < channels; ++c) {
       float& value = x[pixel * channels + c];
       value = a.data[sample * a.stride + c] * value + b.data[sample * b.stride + c];
-      if (silu) value *= sigmoid(value);
+      value *= sigmoid(value);
     }
   });
 }

@@ -32,9 +32,9 @@ void split(const std::vector<float>& from, Type type, int64_t pixels, const Part
 
 inline float sigmoid(float x) { return 1 / (1 + std::exp(-x)); }
 
-// x = act(a · x + b) in place; x is (batch, pixels, channels), act is SiLU or the identity.
-void affine(Pool& pool, std::vector<float>& x, int64_t batch, int64_t channels, const Rows& a,
-            const Rows& b, bool silu);
+// x = SiLU(a · x + b) in place; x is (batch, pixels, channels).
+void affine_silu(Pool& pool, std::vector<float>& x, int64_t batch, int64_t channels, const Rows& a,
+                 const Rows& b);
 
 void sum_of_squares(const SumOfSquares& plan, Pool& pool);
 void adamw(const AdamW& plan, Pool& pool);
@@ -48,7 +48,6 @@ void linear(const Conv3x3& plan, Pool& pool);
 void linear_weight_gradient(const Conv3x3WeightGradient& plan, Pool& pool);
 void norm_forward(const NormForward& plan, Pool& pool);
 void norm_statistics(const NormStatistics& plan, Pool& pool);
-void norm_apply(const NormApply& plan, Pool& pool);
 void norm_gradient(const NormGradient& plan, Pool& pool);
 
 }  // namespace jaxunet::cpu

@@ -41,7 +41,6 @@ ffi::Error checked(const char* op, const ffi::RemainingArgs& operands,
   ENTRY(jaxunet_linear_weight_gradient, linear_weight_gradient)       \
   ENTRY(jaxunet_group_norm_forward, norm_forward)                     \
   ENTRY(jaxunet_group_norm_statistics, norm_statistics)               \
-  ENTRY(jaxunet_group_norm_apply, norm_apply)                         \
   ENTRY(jaxunet_group_norm_gradient, norm_gradient)
 
 inline pybind11::capsule capsule(XLA_FFI_Error* (*handler)(XLA_FFI_CallFrame*)) {

@@ -34,10 +34,9 @@ std::vector<float> shortcut_of(const Conv3x3& plan) {
 }
 
 // act(x); the padding is zero after the activation.
-template <class Plan>
-std::vector<float> input_of(const Plan& plan, Pool& pool) {
+std::vector<float> input_of(const Conv3x3& plan, Pool& pool) {
   auto x = join(plan.x, plan.type, plan.batch * plan.height * plan.width);
-  if (plan.a.data) affine(pool, x, plan.batch, plan.x.total, plan.a, plan.b, /*silu=*/true);
+  if (plan.a.data) affine_silu(pool, x, plan.batch, plan.x.total, plan.a, plan.b);
   return x;
 }
 
@@ -88,7 +87,7 @@ void conv3x3_shortcut_gradient(const Conv3x3& plan, Pool& pool) { conv3x3(plan, 
 
 void conv3x3_weight_gradient(const Conv3x3WeightGradient& plan, Pool& pool) {
   const int64_t channels = plan.x.total, features = plan.features, image = plan.height * plan.width;
-  const auto x = input_of(plan, pool),
+  const auto x = join(plan.x, plan.type, plan.batch * image),
              dy = widen(plan.dy, plan.type, plan.batch * image * features);
   std::vector<float> dkernel(9 * channels * features), dshift(plan.shifts * features);
   parallel(pool, 9 * channels, [&](int64_t unit) {

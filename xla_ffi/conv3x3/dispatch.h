@@ -21,8 +21,8 @@ constexpr bool in_eights(const Parts& parts) {
   return true;
 }
 
-constexpr bool few_channels(const Parts& x, int64_t features, bool activation) {
-  return x.count == 1 && x.total <= kFew && features % 8 == 0 && !activation;
+constexpr bool few_channels(const Parts& x, int64_t features) {
+  return x.count == 1 && x.total <= kFew && features % 8 == 0;
 }
 
 // Chunks of 64 channels; no chunk crosses from one part into the next.
@@ -40,7 +40,7 @@ constexpr Kernel forward_kernel(const Conv3x3& plan, bool hopper) {
   if (plan.type == Type::kFloat32) return Kernel::kImplicitGemm;  // wgmma has tf32, not float32
   const bool activation = plan.a.data != nullptr;
   if (plan.residual.count + plan.projected.count == 0) {
-    if (few_channels(plan.x, plan.features, activation)) return Kernel::kFewChannels;
+    if (few_channels(plan.x, plan.features) && !activation) return Kernel::kFewChannels;
     if (few_features(plan.x, plan.features)) return Kernel::kFewFeatures;
   }
   if (!hopper || !in_eights(plan.x) || !in_eights(plan.projected) || plan.features % 8)
@@ -62,7 +62,7 @@ constexpr bool in_one_launch(const Conv3x3& plan, bool hopper) {
 constexpr Kernel weight_gradient_kernel(const Conv3x3WeightGradient& plan, bool hopper) {
   if (plan.type == Type::kFloat32) return Kernel::kImplicitGemm;
   if (plan.projected.count == 0) {
-    if (few_channels(plan.x, plan.features, plan.a.data != nullptr)) return Kernel::kFewChannels;
+    if (few_channels(plan.x, plan.features)) return Kernel::kFewChannels;
     if (few_features(plan.x, plan.features)) return Kernel::kFewFeatures;
   }
   if (!hopper || !in_eights(plan.x) || !in_eights(plan.projected) || plan.features % 8)

@@ -105,7 +105,7 @@ def test_without_pixels_the_weight_gradient_is_zero_and_still_adds_the_sums_of_a
         jnp.arange(batch * 12.0).reshape(batch, 2, 6),
     )
     kernel, shift = jnp.ones((3, 3, 6, 7)), jnp.ones((1, 7))
-    found = vjp._parameter_gradients((x,), kernel, shift, None, dy, None, sums)
+    found = vjp._parameter_gradients((x,), kernel, shift, None, dy, sums)
     offset, scale = jnp.split(jnp.sum(sums, axis=0), 2)
     for gradient, wanted in zip(
         (*found.norm, found.kernel, found.shift),

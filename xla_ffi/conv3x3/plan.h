@@ -33,7 +33,7 @@ struct Result {
   Type type;
 };
 
-// dkernel[i, j] = sum over pixels of act(x) shifted by (i - 1, j - 1), times dy; dshortcut = the
+// dkernel[i, j] = sum over pixels of x shifted by (i - 1, j - 1), times dy; dshortcut = the
 // same of `projected`, not shifted; dshift = sums of dy over pixels. Either x or `projected` may be
 // empty.
 struct Conv3x3WeightGradient {
@@ -41,7 +41,6 @@ struct Conv3x3WeightGradient {
   int64_t batch, height, width, features;
   Parts x;
   const void* dy;
-  Rows a, b;
   Parts projected;
   Result dkernel;    // (3, 3, channels, features)
   Result dshift;     // (shifts, features)

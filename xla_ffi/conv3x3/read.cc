@@ -18,13 +18,6 @@ Array read_image(Reader& call, Plan& plan) {
   return first;
 }
 
-template <class Plan>
-void read_activation(Reader& call, Plan& plan) {
-  if (!call.flag("activation")) return;
-  plan.a = call.rows("a", plan.batch, plan.x.total);
-  plan.b = call.rows("b", plan.batch, plan.x.total);
-}
-
 }  // namespace
 
 Conv3x3 read_conv3x3(Reader& call) {
@@ -49,7 +42,10 @@ Conv3x3 read_conv3x3(Reader& call) {
     call.fail("residual: expected " + std::to_string(plan.features) +
               " channels or a shortcut, found " + std::to_string(plan.residual.total));
   }
-  read_activation(call, plan);
+  if (call.flag("activation")) {
+    plan.a = call.rows("a", plan.batch, plan.x.total);
+    plan.b = call.rows("b", plan.batch, plan.x.total);
+  }
   void* y =
       call.result("y", first.element, {plan.batch, plan.height, plan.width, plan.features}).data;
   plan.y = {1, {y}, {plan.features}, plan.features};
@@ -79,7 +75,6 @@ Conv3x3WeightGradient read_conv3x3_weight_gradient(Reader& call) {
   const Array dy = call.operand("dy", first.element, {plan.batch, plan.height, plan.width, kAny});
   plan.dy = dy.data;
   plan.features = dy.dims[3];
-  read_activation(call, plan);
   plan.projected = call.parts("residual", call.integer("residuals", 0, kMaxParts), first.element,
                               {plan.batch, plan.height, plan.width});
   plan.norm = call.flag("norm");

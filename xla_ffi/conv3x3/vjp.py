@@ -198,13 +198,12 @@ def _parameter_gradients(
     shift: Array,
     added: Added | tuple[()] | None,
     dy: Array,
-    affine: Affine | None,
     sums: Array | None = None,
 ) -> _ParameterGradients:
     """Returns the gradients of kernel, shift and residual, and of the norm's parameters.
 
     Args:
-      parts: the convolution's input; before GroupNorm and SiLU if `affine` is given.
+      parts: the convolution's input; that of `norm_silu_conv3x3` is the activation.
       shift: its `outline`.
       added: what `kept_for_backward` kept of the residual.
       sums: (batch, 2, channels) of the norm's `gradient`; the last launch adds them over the
@@ -230,8 +229,7 @@ def _parameter_gradients(
     shapes += [jax.ShapeDtypeStruct((_workspace(dy, weights),), jnp.float32)]
     call = ffi_call('jaxunet_conv3x3_weight_gradient', shapes)
     counts = {'parts': np.int64(len(parts)), 'residuals': np.int64(len(projected))}
-    flags = {'activation': affine is not None, 'norm': sums is not None}
-    found = call(*parts, dy, *(affine or ()), *projected, *norm, **counts, **flags)
+    found = call(*parts, dy, *projected, *norm, **counts, norm=sums is not None)
     dkernel, dshift, *others = (
         gradient.astype(t) for gradient, (_, t) in zip(found[:-1], wanted, strict=True)
     )
@@ -274,7 +272,7 @@ def _conv_forward(
 def _conv_backward(saved: ConvSaved, dy: Array) -> tuple[Parts, Array, Array, Added | None]:
     parts, kernel, shift, added = saved
     dx = _input_gradient(dy, kernel, tuple(p.shape[3] for p in parts))
-    _, dkernel, dshift, dadded = _parameter_gradients(parts, kernel, shift, added, dy, None)
+    _, dkernel, dshift, dadded = _parameter_gradients(parts, kernel, shift, added, dy)
     return dx, dkernel, dshift, dadded
 
 
@@ -367,7 +365,7 @@ def _norm_conv_backward(
         samples=not shared,
     )
     sums = found.sums if shared else None
-    others = _parameter_gradients(found.active, kernel, shift, added, dy, None, sums)
+    others = _parameter_gradients(found.active, kernel, shift, added, dy, sums)
     of_scale, of_offset = others.norm if shared else found.norm
     return (
         Activation(found.dx),

@@ -78,12 +78,6 @@ void norm_statistics(const NormStatistics& plan, Pool& pool) {
   });
 }
 
-void norm_apply(const NormApply& plan, Pool& pool) {
-  auto x = join(plan.x, plan.type, plan.batch * plan.pixels);
-  affine(pool, x, plan.batch, plan.x.total, plan.a, plan.b, plan.silu);
-  narrow(x, plan.type, plan.y);
-}
-
 namespace {
 
 // One group of a sample: both walks over its elements, the first to reduce, the second to write dx.

@@ -10,7 +10,6 @@ namespace jaxunet::cuda {
 
 cudaError_t norm_forward(const NormForward& plan, cudaStream_t stream);
 cudaError_t norm_statistics(const NormStatistics& plan, cudaStream_t stream);
-cudaError_t norm_apply(const NormApply& plan, cudaStream_t stream);
 cudaError_t norm_gradient(const NormGradient& plan, cudaStream_t stream);
 
 }  // namespace jaxunet::cuda

@@ -40,16 +40,6 @@ struct NormStatistics : NormInput {
   float *a, *b, *mean, *inverse;  // (batch, channels)
 };
 
-// y = act(a * x + b), from coefficients that are known already.
-struct NormApply {
-  Type type;
-  int64_t batch, pixels;
-  Parts x;
-  Rows a, b;  // (batch, channels)
-  bool silu;
-  void* y;  // (batch, pixels, channels), the type of x
-};
-
 // The backward pass. With dz = dy * act'(z):
 //   sums[sample] = (sum of dz, sum of dz * n) over the pixels, for each channel,
 //   dx = inverse * (scale * dz - (sum of scale * dz + n * sum of scale * dz * n) / N) + the tensors
@@ -76,7 +66,6 @@ struct NormGradient {
 // described above.
 NormForward read_norm_forward(Reader& call);
 NormStatistics read_norm_statistics(Reader& call);
-NormApply read_norm_apply(Reader& call);
 NormGradient read_norm_gradient(Reader& call);
 
 }  // namespace jaxunet

@@ -66,16 +66,6 @@ NormStatistics read_norm_statistics(Reader& call) {
   return plan;
 }
 
-NormApply read_norm_apply(Reader& call) {
-  NormApply plan{};
-  const Array x = read_image(call, plan);
-  plan.silu = call.flag("silu");
-  plan.a = call.rows("a", plan.batch, plan.x.total);
-  plan.b = call.rows("b", plan.batch, plan.x.total);
-  plan.y = call.result("y", x.element, x.dims).data;
-  return plan;
-}
-
 NormGradient read_norm_gradient(Reader& call) {
   NormGradient plan{};
   const Array x = read_image(call, plan);

@@ -25,16 +25,14 @@ constexpr Conv3x3 convolution(int64_t channels, int64_t features, bool flipped, 
   return plan;
 }
 
-constexpr Conv3x3WeightGradient weight_gradient(int64_t channels, int64_t features,
-                                                bool activation) {
-  const Conv3x3 forward = convolution(channels, features, false, activation, 0);
+constexpr Conv3x3WeightGradient weight_gradient(int64_t channels, int64_t features) {
+  const Conv3x3 forward = convolution(channels, features, false, false, 0);
   Conv3x3WeightGradient plan{};
   plan.type = forward.type;
   plan.batch = forward.batch;
   plan.height = plan.width = forward.width;
   plan.features = features;
   plan.x = forward.x;
-  plan.a = plan.b = forward.a;
   return plan;
 }
 
@@ -45,10 +43,10 @@ static_assert(forward_kernel(convolution(64, 3, true, false, 0), false) == Kerne
 static_assert(forward_kernel(convolution(3, 64, false, false, 64), true) == Kernel::kImplicitGemm);
 static_assert(forward_kernel(convolution(64, 64, false, true, 64), true) == Kernel::kHopper);
 static_assert(forward_kernel(convolution(64, 64, false, true, 64), false) == Kernel::kImplicitGemm);
-static_assert(weight_gradient_kernel(weight_gradient(3, 64, false), true) == Kernel::kFewChannels);
-static_assert(weight_gradient_kernel(weight_gradient(64, 3, true), true) == Kernel::kFewFeatures);
-static_assert(weight_gradient_kernel(weight_gradient(64, 64, true), true) == Kernel::kHopper);
-static_assert(weight_gradient_kernel(weight_gradient(20, 3, true), true) == Kernel::kImplicitGemm);
+static_assert(weight_gradient_kernel(weight_gradient(3, 64), true) == Kernel::kFewChannels);
+static_assert(weight_gradient_kernel(weight_gradient(64, 3), true) == Kernel::kFewFeatures);
+static_assert(weight_gradient_kernel(weight_gradient(64, 64), true) == Kernel::kHopper);
+static_assert(weight_gradient_kernel(weight_gradient(20, 3), true) == Kernel::kImplicitGemm);
 
 // 64 channels, projected to `first` + `second`: the gradient of what a shortcut projects.
 constexpr Conv3x3 projection(int64_t first, int64_t second) {
@@ -67,7 +65,7 @@ static_assert(in_one_launch(projection(64, 72), true) && !in_one_launch(projecti
 
 // A linear layer never takes the kernels for few channels or features.
 constexpr Conv3x3WeightGradient linear_weight_gradient(int64_t channels, int64_t features) {
-  Conv3x3WeightGradient plan = weight_gradient(0, features, false);
+  Conv3x3WeightGradient plan = weight_gradient(0, features);
   plan.x = {};
   plan.projected = {1, {}, {channels}, channels};
   return plan;

@@ -14,10 +14,10 @@ namespace {
 
 using namespace weight_gradient;
 
-template <class T, bool kActivated, bool kPacked>
+template <class T, bool kPacked>
 cudaError_t run(const Parameters& p, cudaStream_t stream) {
   constexpr int kBytes = Block<T, kPacked>::kBytes;
-  const auto kernel = hopper_weight_gradient_kernel<T, kActivated, kPacked>;
+  const auto kernel = hopper_weight_gradient_kernel<T, kPacked>;
   const cudaError_t error = allow_shared_memory(kernel, kBytes);
   const int blocks = p.kernel.blocks() + p.shortcut.blocks();
   return error == cudaSuccess ? launch(kernel, dim3(blocks), kThreads, kBytes, stream, p) : error;
@@ -25,8 +25,7 @@ cudaError_t run(const Parameters& p, cudaStream_t stream) {
 
 template <class T>
 cudaError_t run(const Parameters& p, cudaStream_t stream) {
-  if (p.samples == kPackedSamples) return run<T, false, true>(p, stream);
-  return p.a.data ? run<T, true, false>(p, stream) : run<T, false, false>(p, stream);
+  return p.samples == kPackedSamples ? run<T, true>(p, stream) : run<T, false>(p, stream);
 }
 
 int chunks_in(const Parts& parts) {
@@ -35,11 +34,9 @@ int chunks_in(const Parts& parts) {
   return static_cast<int>(count);
 }
 
-// Images of at most four rows would leave half of a strip empty, 4 × 4 images three quarters. An
-// activation, whose coefficients differ from sample to sample, keeps them apart: at so few pixels
-// it is a kernel of its own instead.
+// Images of at most four rows would leave half of a strip empty, 4 × 4 images three quarters.
 int samples_of_strip(const Conv3x3WeightGradient& plan) {
-  if (plan.height > kRows / kPairedSamples || plan.a.data) return 1;
+  if (plan.height > kRows / kPairedSamples) return 1;
   return kPackedStrip.fits(plan.height, plan.width) ? kPackedSamples : kPairedSamples;
 }
 
@@ -112,8 +109,6 @@ cudaError_t hopper_weight_gradient(const Conv3x3WeightGradient& plan, const Spli
   p.width = static_cast<int>(plan.width);
   p.strips_of_sample = FastDivmod(cut.strips_of_sample);
   p.strips_across = FastDivmod(ceil_div(plan.width, kStripColumns));
-  p.a = plan.a;
-  p.b = plan.b;
   p.partials = partials;
   p.accumulator_tiles = accumulator_tiles;
   p.shortcut_partials = shortcut_partials;

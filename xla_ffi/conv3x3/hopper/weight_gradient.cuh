@@ -1,6 +1,6 @@
 // Weight gradient of the 3×3 convolution on Hopper:
 //
-//   dW[i, j, c, f] = sum over pixels of act(x)[pixel shifted by (i - 1, j - 1), c] · dy[pixel, f]
+//   dW[i, j, c, f] = sum over pixels of x[pixel shifted by (i - 1, j - 1), c] · dy[pixel, f]
 //
 // A block owns 64 input × 64 output channels and all nine taps: 147 KB of float32 accumulators in
 // registers. K runs over pixels, of which the block has a share (split-K, split_k.h). Strips of 8 ×
@@ -28,8 +28,8 @@
 //     global memory             shared memory                    registers
 //
 //     x, dy,        --TMA--->   ring of 8 stages  ------------>  consumer 0, 1, 2 = warpgroup:
-//     projected                   |          ^                   wgmma; a row of taps each, or
-//                                 v          | activated x       two projected chunks each
+//     projected                   | dy                           wgmma; a row of taps each, or
+//                                 v                              two projected chunks each
 //       producer:               helpers: warps 1 to 3 of           |
 //       warpgroup 3, warp 0,    warpgroup 3 (96 threads)           |
 //       one thread                |                                v
@@ -41,24 +41,21 @@
 // first round.
 //
 //     barrier   waits                       arrives (arrivals)                parity waited for
-//     full[8]   helpers; consumers, unless  producer (1 + bytes of the boxes) 0, flips when the
-//               x is activated                                                ring wraps
-//     ready[8]  consumers, if x is          helpers (96)                      as full
-//               activated
+//     full[8]   consumers; helpers, if the  producer (1 + bytes of the boxes) 0, flips when the
+//               block sums dy                                                 ring wraps
 //     empty[8]  producer                    lane 0 of each warp of a consumer 1, flips when the
 //                                           that has work (4 for each); if    ring wraps
 //                                           the block sums dy, lane 0 of
 //                                           each helper warp (3)
 //
-// Consumers of the shortcut's gradient, which has no activation, always wait for full. A consumer
-// releases a stage one step late, after it has issued the next wgmmas. Named barrier 1, the 96
-// helpers: `scratch` has been written; `scratch` has been read.
+// A consumer releases a stage one step late, after it has issued the next wgmmas. Named barrier 1,
+// the 96 helpers: `scratch` has been written; `scratch` has been read.
 //
 // Shared memory, in this order; the ring begins at a multiple of 1024 bytes:
 //
 //     ring      kernel's gradient: 8 x kXBytes of haloed x, then 8 x kDyBytes of dy
 //               shortcut's gradient: 3 to 8 stages of (1 + chunks) x kDyBytes: dy, then the chunks
-//     barriers  kBarrierBytes: full, ready, empty
+//     barriers  kBarrierBytes: full, empty
 //     scratch   12 x 64 floats: sums of dy of the helpers
 #pragma once
 
@@ -71,12 +68,9 @@ namespace jaxunet::cuda::weight_gradient {
 
 // Registers of a thread once the warpgroups have shared out the 4 × 128 that each lane of a
 // multiprocessor has.
-template <bool kActivated>
-constexpr int kConsumerRegisters = kActivated ? 136 : 152;
-template <bool kActivated>
-constexpr int kHelperRegisters = kActivated ? 104 : 56;
+constexpr int kConsumerRegisters = 152, kHelperRegisters = 56;
 
-template <class T, bool kActivated, bool kPacked>
+template <class T, bool kPacked>
 __global__ void __launch_bounds__(kThreads, 1)
     hopper_weight_gradient_kernel(const __grid_constant__ Parameters parameters) {
 #ifdef JAXUNET_SM90A_PASS
@@ -89,14 +83,14 @@ __global__ void __launch_bounds__(kThreads, 1)
   __syncthreads();
   const int warpgroup = threadIdx.x / kWarpgroup;
   if (warpgroup < kConsumers) {
-    set_registers<kConsumerRegisters<kActivated>, true>();
+    set_registers<kConsumerRegisters, true>();
     if (block.chunks) {
       consume_projected(block, warpgroup);
     } else {
-      consume(block, warpgroup, kActivated ? block.ready : block.full);
+      consume(block, warpgroup);
     }
   } else {
-    set_registers<kHelperRegisters<kActivated>, false>();
+    set_registers<kHelperRegisters, false>();
     const int thread = threadIdx.x % kWarpgroup;
     if (thread == 0) {
       if (block.chunks) {
@@ -105,8 +99,7 @@ __global__ void __launch_bounds__(kThreads, 1)
         produce(block);
       }
     }
-    if (thread >= kWarpgroup - kHelpers && (block.sums_dy || (kActivated && !block.chunks)))
-      help<kActivated>(block);
+    if (thread >= kWarpgroup - kHelpers && block.sums_dy) help(block);
   }
 #else
   __trap();  // the host does not launch it (conv3x3/device.h)

@@ -47,7 +47,7 @@ struct Block {
 
   const Parameters& p;
   unsigned char *x, *dy;
-  Barrier *full, *ready, *empty;
+  Barrier *full, *empty;
   float* scratch;  // (kHelperPixels, 64)
   int split, tile, x_block, feature;
   int first, count;  // strips
@@ -59,8 +59,7 @@ struct Block {
     x = shared;
     dy = x + kStages * kXBytes;
     full = reinterpret_cast<Barrier*>(dy + kStages * kDyBytes);
-    ready = full + kStages;
-    empty = ready + kStages;
+    empty = full + kStages;
     scratch = reinterpret_cast<float*>(dy + kStages * kDyBytes + kBarrierBytes);
     // Neighbouring blocks share pixels, which L2 then serves.
     const int kernel_blocks = p.kernel.blocks(), index = static_cast<int>(blockIdx.x);
@@ -107,7 +106,6 @@ struct Block {
   __device__ void init_barriers() const {
     for (int i = 0; i < kStages; ++i) {
       full[i].init(1);
-      ready[i].init(kHelpers);
       // One for each warp of the consumers that have work, and for each helper warp that reads dy.
       empty[i].init(
           4 * (chunks ? (chunks + kChunksOfConsumer - 1) / kChunksOfConsumer : kConsumers) +

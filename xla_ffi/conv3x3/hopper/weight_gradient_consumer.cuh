@@ -62,9 +62,9 @@ __device__ inline void epilogue(const Block& block, int tap_row, const float (&a
   }
 }
 
-// A row of taps. `filled`: the barriers of stages that are ready to be multiplied.
+// A row of taps.
 template <class Block>
-__device__ inline void consume(const Block& block, int tap_row, Barrier* filled) {
+__device__ inline void consume(const Block& block, int tap_row) {
   using T = typename Block::T;
   const Parameters& p = block.p;
   const int lane = threadIdx.x % 32;
@@ -77,7 +77,7 @@ __device__ inline void consume(const Block& block, int tap_row, Barrier* filled)
   int held = -1;
   for (int i = 0; i < block.count; ++i) {
     const int stage = i % kStages;
-    filled[stage].wait(i / kStages % 2);
+    block.full[stage].wait(i / kStages % 2);
     const uint64_t left =
         smem_descriptor(shared_address(block.dy + stage * kDyBytes), 8 * kRowBytes);
     const uint64_t right =

@@ -1,8 +1,7 @@
-// The helpers of hopper_weight_gradient_kernel: three warps that activate x in place and sum dy,
-// beside the products.
+// The helpers of hopper_weight_gradient_kernel: three warps that sum dy, beside the products.
 #pragma once
 
-#include "conv3x3/hopper/activation.cuh"
+#include "common/types.cuh"
 #include "conv3x3/hopper/weight_gradient_block.cuh"
 
 namespace jaxunet::cuda::weight_gradient {
@@ -67,14 +66,10 @@ __device__ inline void store_shift(const Block& block, const float (&totals)[8],
   named_barrier_sync(1, kHelpers);
 }
 
-template <bool kActivated, class Block>
+template <class Block>
 __device__ inline void help(const Block& block) {
-  using T = typename Block::T;
   const Parameters& p = block.p;
-  const Place place(p.x, block.x_block);
-  const int thread = threadIdx.x % kWarpgroup - (kWarpgroup - kHelpers), eighth = thread % 8,
-            c = place.channel + eighth * 8;
-  Coefficients coefficients;
+  const int thread = threadIdx.x % kWarpgroup - (kWarpgroup - kHelpers);
   float totals[8];
   const unsigned char* pixels = block.chunks ? block.x : block.dy;
   const int bytes = block.chunks ? block.stage_bytes() : kDyBytes,
@@ -90,26 +85,14 @@ __device__ inline void help(const Block& block) {
         slot = 0;
         if (++turn == block.x_blocks) turn = 0;
       }
-      if constexpr (kActivated) {
-        coefficients =
-            Coefficients(p.a, p.b, at.sample, place.first + c, c < p.x.channels[place.part]);
-      }
 #pragma unroll
       for (int n = 0; n < 8; ++n) totals[n] = 0;
       of_sample = at.sample;
     }
     block.full[stage].wait(phase);
-    if constexpr (kActivated) {
-      activate_strip<T, kRows, kHelpers>(block.x + stage * Block::kXBytes, at, p.height, p.width,
-                                         thread, coefficients);
-      fence_async_proxy();
-      block.ready[stage].arrive();
-    }
-    if (block.sums_dy) {
-      if (turn == block.x_block) add_dy(block, totals, pixels + stage * bytes, thread);
-      __syncwarp();
-      if (thread % 32 == 0) block.empty[stage].arrive();
-    }
+    if (turn == block.x_block) add_dy(block, totals, pixels + stage * bytes, thread);
+    __syncwarp();
+    if (thread % 32 == 0) block.empty[stage].arrive();
     if (++stage == ring) {
       stage = 0;
       phase ^= 1;

@@ -49,7 +49,6 @@ struct Parameters {
   int shortcut_chunks, block_chunks;
   int height, width;
   FastDivmod strips_of_sample, strips_across;
-  Rows a, b;
   float *partials, *shortcut_partials;
   bool accumulator_tiles;  // `partials` are (splits, tiles) of accumulator_tile.h, else (splits, 3,
                            // 3, channels, features)

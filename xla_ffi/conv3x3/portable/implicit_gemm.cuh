@@ -23,7 +23,7 @@ struct Pixel {
 struct MatrixA {
   Channels x, projected;
   int pixels, height, width, columns;
-  Rows a, b;     // null data: no activation
+  Rows a, b;     // null data: no activation; a weight gradient has none
   bool vectors;  // eight columns are contiguous in memory
 
   __device__ Pixel pixel(int index) const {
@@ -55,7 +55,7 @@ struct MatrixA {
   }
 
   // Columns `column` to `column` + 7 of a pixel; zeros past the last pixel.
-  template <class T>
+  template <bool kActivated, class T>
   __device__ void load(int index, int column, Eight<T>& out) const {
     out.clear();
     if (index >= pixels) return;
@@ -65,15 +65,18 @@ struct MatrixA {
       const T* from = entry<T>(here, column, &channel);
       if (!from) return;
       out.load(from);
-      if (channel < 0 || !a.data) return;
+      if constexpr (kActivated) {
+        if (channel < 0 || !a.data) return;
 #pragma unroll
-      for (int i = 0; i < 8; ++i) out.at[i] = activated(out.at[i], here.sample, channel + i);
+        for (int i = 0; i < 8; ++i) out.at[i] = activated(out.at[i], here.sample, channel + i);
+      }
       return;
     }
 #pragma unroll
     for (int i = 0; i < 8; ++i) {
       const T* from = entry<T>(here, column + i, &channel);
-      if (from) out.at[i] = channel < 0 ? *from : activated(*from, here.sample, channel);
+      if (!from) continue;
+      out.at[i] = !kActivated || channel < 0 ? *from : activated(*from, here.sample, channel);
     }
   }
 };
@@ -151,8 +154,6 @@ MatrixA matrix_a(const Plan& plan) {
   a.width = static_cast<int>(plan.width);
   a.projected = channels_of(plan.projected);
   a.columns = 9 * a.x.total + a.projected.total;
-  a.a = plan.a;
-  a.b = plan.b;
   a.vectors = in_eights(a.x) && in_eights(a.projected);
   return a;
 }

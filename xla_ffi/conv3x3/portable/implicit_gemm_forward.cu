@@ -39,7 +39,7 @@ __global__ void __launch_bounds__(kThreads) implicit_gemm_forward_kernel(const F
 #pragma unroll
     for (int i = 0; i < kLoads; ++i) {
       const int n = thread + i * kThreads;
-      plan.a.load(first_pixel + n / 4, k + n % 4 * 8, next_a[i]);
+      plan.a.load<true>(first_pixel + n / 4, k + n % 4 * 8, next_a[i]);
       if constexpr (kFlipped) {
         plan.b.load_columns(k + n % 4 * 8, first_feature + n / 4, next_b[i]);
       } else {
@@ -96,6 +96,8 @@ cudaError_t forward(const Forward& plan, cudaStream_t stream) {
 
 cudaError_t implicit_gemm_forward(const Conv3x3& plan, cudaStream_t stream) {
   Forward all{matrix_a(plan), {}, channels_of(plan.residual), plan.shift, plan.y.data[0]};
+  all.a.a = plan.a;
+  all.a.b = plan.b;
   const int channels = static_cast<int>(plan.x.total), features = static_cast<int>(plan.features);
   all.b = {plan.kernel,
            plan.shortcut,

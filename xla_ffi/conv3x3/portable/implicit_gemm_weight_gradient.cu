@@ -55,7 +55,7 @@ __global__ void __launch_bounds__(kThreads)
 #pragma unroll
     for (int i = 0; i < kLoads; ++i) {
       const int n = thread + i * kThreads;
-      plan.a.load(pixel + n / 8, first_row + n % 8 * 8, next_a[i]);
+      plan.a.load<false>(pixel + n / 8, first_row + n % 8 * 8, next_a[i]);
       load_dy(pixel + n / 8, first_feature + n % 8 * 8, next_b[i]);
     }
   };

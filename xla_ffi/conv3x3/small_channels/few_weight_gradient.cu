@@ -13,7 +13,6 @@
 
 #include "common/launch.cuh"
 #include "common/warp_instructions.cuh"
-#include "conv3x3/activation.cuh"
 #include "conv3x3/kernels.h"
 #include "conv3x3/small_channels/common.cuh"
 
@@ -33,7 +32,6 @@ struct Gradient {
   int few, chunks, channels, features;
   Strips tiling;
   SplitK split_k;
-  Rows a, b;
   float* partials;
   ShiftPartials shift;
 };
@@ -125,18 +123,8 @@ struct Block {
       next_small[i] = there && i < plan.few ? small[i] : narrow<T>(0.0f);
   }
 
-  __device__ void store(Strip& to, int strip) {
+  __device__ void store(Strip& to) {
     const int eighth = threadIdx.x % 8;
-    if (!kSmallX && plan.a.data && chunk.channel + 8 * eighth < chunk.width) {
-      const auto at = plan.tiling.at(strip);
-      const Coefficients coefficients(plan.a, plan.b, at.sample, chunk.first + 8 * eighth, true);
-#pragma unroll
-      for (int i = 0; i < kLoads; ++i) {
-        const int pixel = threadIdx.x / 8 + i * (kThreads / 8);
-        coefficients.apply(next_large[i],
-                           plan.tiling.inside(at.row + pixel / 8, at.column + pixel % 8));
-      }
-    }
 #pragma unroll
     for (int i = 0; i < kLoads; ++i)
       next_large[i].store(
@@ -264,7 +252,7 @@ struct Block {
     int of_sample = -1;
     for (int i = 0; i < count; ++i) {
       Strip& strip = shared.strips[i % 2];
-      store(strip, first + i);
+      store(strip);
       // One barrier for each strip is enough: a thread stores to this half again after the next
       // one.
       __syncthreads();
@@ -325,8 +313,6 @@ cudaError_t few_weight_gradient(const Conv3x3WeightGradient& plan, const SplitK&
                      static_cast<int>(plan.features),
                      Strips(plan),
                      split_k,
-                     plan.a,
-                     plan.b,
                      partials,
                      shift};
   if (plan.type == Type::kFloat16)
