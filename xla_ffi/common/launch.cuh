@@ -6,6 +6,8 @@
 
 #include <type_traits>
 
+#include "common/shared_memory.h"
+
 // Defined while nvcc compiles device code for sm_90a, the only architecture with wgmma. In code for
 // any other architecture the kernels that need it trap; the host does not launch them there
 // (conv3x3/device.h).
@@ -30,12 +32,6 @@ cudaError_t launch(void (*kernel)(Parameters...), dim3 grid, int threads, int sh
 __device__ inline unsigned char* shared_memory() {
   extern __shared__ __align__(1024) unsigned char jaxunet_shared_memory[];
   return jaxunet_shared_memory;
-}
-
-// Permits more dynamic shared memory than 48 KB.
-template <class Kernel>
-cudaError_t allow_shared_memory(Kernel kernel, int bytes) {
-  return cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
 }
 
 }  // namespace jaxunet::cuda

@@ -7,6 +7,8 @@
 
 #include <cstdint>
 
+#include "common/shared_memory.h"
+
 namespace jaxunet::cuda {
 
 // Launches `kernel` with `smem_bytes` of dynamic shared memory. With `clusters`, the blocks of the
@@ -14,8 +16,7 @@ namespace jaxunet::cuda {
 template <class Plan>
 cudaError_t launch(void (*kernel)(Plan), dim3 grid, int threads, int64_t smem_bytes,
                    cudaStream_t stream, const Plan& plan, bool clusters = true) {
-  cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                           static_cast<int>(smem_bytes));
+  cudaError_t error = allow_shared_memory(kernel, static_cast<int>(smem_bytes));
   if (error != cudaSuccess) return error;
   cudaLaunchAttribute cluster{};
   cluster.id = cudaLaunchAttributeClusterDimension;

@@ -3,6 +3,9 @@
 The CPU's handlers run the awkward cases; the GPU's run all cases.
 """
 
+import concurrent.futures
+
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -86,6 +89,21 @@ def test_gradients_of_other_readers_are_added_by_every_kernel(case, dtype, copie
 @pytest.mark.parametrize('case', ELEPHANTS64[::4], ids=lambda c: c.name)
 def test_runs_are_identical(case, dtype):
     assert_runs_are_identical(op(vjp.group_norm, case), inputs(case, dtype, 32))
+
+
+@pytest.mark.gpu
+def test_threads_launch_one_kernel_with_different_shared_memory():
+    """A launch never finds a limit that another thread has set lower since."""
+
+    def run(side):
+        x = jax.random.normal(jax.random.key(side), (2, side, side, 64), jnp.bfloat16)
+        row = jnp.ones((1, 64))
+        op = jax.jit(lambda x: vjp.group_norm(Activation.of(x), row, row, groups=8))
+        first = op(x)
+        return all(bool(jnp.array_equal(op(x), first)) for _ in range(500))
+
+    with concurrent.futures.ThreadPoolExecutor() as threads:
+        assert all(threads.map(run, [4, 8, 16, 32] * 2))
 
 
 @pytest.mark.parametrize('case', AWKWARD[:4], ids=lambda c: c.name)
