@@ -95,7 +95,8 @@ __device__ void fold(float (&values)[N], const ThreadTile& tile, int lane_bits, 
 // kAdded: tensors that are added to dx.
 // One function on purpose: cut into functions, its phases get other registers in nvcc 13.0.
 template <class T, int V, int kAdded>
-__global__ void __launch_bounds__(512, 1) group_norm_backward(const __grid_constant__ Backward g) {
+__global__ void __launch_bounds__(kSmemResidentThreads, 1)
+    group_norm_backward(const __grid_constant__ Backward g) {
   const SmemResidentTiling& tiling = g.tiling;
   // Channels of the block, and the first of them.
   const int own = tiling.vectors * V, first = static_cast<int>(blockIdx.y) * own;

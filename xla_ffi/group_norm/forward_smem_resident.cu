@@ -38,7 +38,8 @@ struct Forward {
 
 // Scratch bytes of a channel: its moments in each row of warps; once those of its group, and five
 // floats.
-constexpr KernelNeeds kNeeds{1, 512, sizeof(float4), sizeof(float4) + 5 * sizeof(float)};
+constexpr KernelNeeds kNeeds{1, kSmemResidentThreads, sizeof(float4),
+                             sizeof(float4) + 5 * sizeof(float)};
 
 // Reduces a thread's pixels to the mean and m2 of each of its channels. Each chunk gets two passes
 // over shared memory, its mean and then its m2, and is merged with those before it.
@@ -135,7 +136,8 @@ __device__ void reduce_warp(const SmemResidentTiling& tiling, const ThreadTile& 
 
 // One function on purpose: cut into functions, its phases get other registers in nvcc 13.0.
 template <class T, int V>
-__global__ void __launch_bounds__(512, 2) group_norm_forward(const __grid_constant__ Forward f) {
+__global__ void __launch_bounds__(kSmemResidentThreads, 2)
+    group_norm_forward(const __grid_constant__ Forward f) {
   const SmemResidentTiling& tiling = f.tiling;
   // Channels of the block, and the first of them.
   const int own = tiling.vectors * V, first = static_cast<int>(blockIdx.y) * own;

@@ -45,6 +45,9 @@ struct KernelNeeds {
   int64_t row_scratch, scratch;  // scratch bytes of a channel: for each row of warps, and once
 };
 
+// Threads of a block at most: the kernels' launch bounds.
+constexpr int kSmemResidentThreads = 512;
+
 // Shared memory that a block aims at, in bytes: two blocks then fit the 227 KiB of a Hopper
 // multiprocessor.
 constexpr int64_t kBlockSmemBytes = 100 * 1024;
@@ -145,13 +148,12 @@ inline SmemResidentTiling smem_resident_tiling(const DeviceLimits& limits, const
 // Throws std::runtime_error where a block cannot hold one group: thousands of channels, more than
 // any layer normalises together.
 inline void check(const SmemResidentTiling& tiling, const DeviceLimits& limits) {
-  constexpr int kMaxThreads = 1024;  // of a block, on every device
   const int64_t bytes = tiling.stage_bytes + tiling.scratch_bytes;
-  if (tiling.threads <= kMaxThreads && bytes <= limits.smem_bytes) return;
+  if (tiling.threads <= kSmemResidentThreads && bytes <= limits.smem_bytes) return;
   throw std::runtime_error(
       "groups of " + std::to_string(tiling.group) + " channels need " +
       std::to_string(tiling.threads) + " threads and " + std::to_string(bytes) +
-      " bytes of shared memory a block, found " + std::to_string(kMaxThreads) + " and " +
+      " bytes of shared memory a block, found " + std::to_string(kSmemResidentThreads) + " and " +
       std::to_string(limits.smem_bytes) + "; use more groups, or backend=pallas or xla");
 }
 

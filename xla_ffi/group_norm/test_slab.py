@@ -101,6 +101,17 @@ def test_groups_beyond_a_block_are_an_error():
         slab(H200, 1, 16, 65536, 65536)
 
 
+def test_a_block_never_has_more_threads_than_the_kernels_are_compiled_for():
+    """An odd group is loaded one channel at a time, a thread each."""
+    for arrays in (0, 1, 2):
+        _, found = slab(H200, 1, 4, 511, 511, element=4, arrays=arrays)
+        assert found['threads'] == 512
+        with pytest.raises(
+            RuntimeError, match=r'groups of 513 channels need 544 threads and .* found 512 and'
+        ):
+            slab(H200, 1, 4, 513, 513, element=4, arrays=arrays)
+
+
 def flow(device, batch, pixels, channels, group, *, parts=(), element=2, least=192 * 1024):
     vector = 16 // element if all(part % (16 // element) == 0 for part in (*parts, channels)) else 1
     return vector, xla_ffi._cpu.group_norm_streaming(
