@@ -53,7 +53,24 @@ Array Reader::next_operand(const std::string& name) {
   }
   auto buffer = operands_.get<ffi::AnyBuffer>(operand_++);
   if (!buffer.has_value()) fail(name + ": " + buffer.error().message());
-  return describe(*buffer);
+  return aligned(name, *buffer);
+}
+
+Array Reader::aligned(const std::string& name, const ffi::AnyBuffer& buffer) const {
+  const uintptr_t past = reinterpret_cast<uintptr_t>(buffer.untyped_data()) % kAlignment;
+  if (past) {
+    fail(name + ": expected an address that is a multiple of " + std::to_string(kAlignment) +
+         ", found one " + std::to_string(past) + " bytes past; copy the array");
+  }
+  return describe(buffer);
+}
+
+void Reader::at_most(const std::string& name, const std::string& unit, int64_t found,
+                     int64_t most) const {
+  if (found > most) {
+    fail(name + ": expected at most " + std::to_string(most) + " " + unit + ", found " +
+         std::to_string(found));
+  }
 }
 
 void Reader::check(const std::string& name, const Array& found, ffi::DataType element,
@@ -84,7 +101,7 @@ Array Reader::next_result(const std::string& name) {
     fail(name + ": missing; the call has " + std::to_string(results_.size()) + " results");
   auto buffer = results_.get<ffi::AnyBuffer>(result_++);
   if (!buffer.has_value()) fail(name + ": " + buffer.error().message());
-  return describe(**buffer);
+  return aligned(name, **buffer);
 }
 
 Array Reader::result(const std::string& name, ffi::DataType element, const Dims& expected) {

@@ -24,6 +24,14 @@ using Dims = std::vector<int64_t>;
 
 constexpr int64_t kAny = -1;  // a dimension of any size
 
+// Pixels of an image, or of a batch of images, at most: the kernels count them as int, rounded up
+// to whole tiles.
+constexpr int64_t kMaxPixels = (int64_t{1} << 31) - 4096;
+
+// Operands and results begin at multiples of it, bytes: kernels load 16 bytes at once, and TMA
+// takes no other addresses.
+constexpr uintptr_t kAlignment = 16;
+
 struct Array {
   void* data;
   ffi::DataType element;
@@ -63,11 +71,15 @@ class Reader {
   // Checks that the call has no more operands, results and attributes.
   void finish();
 
+  // Checks that `name` has at most `most` of what `unit` names.
+  void at_most(const std::string& name, const std::string& unit, int64_t found, int64_t most) const;
+
   [[noreturn]] void fail(const std::string& message) const;
 
  private:
   Array next_operand(const std::string& name);
   Array next_result(const std::string& name);
+  Array aligned(const std::string& name, const ffi::AnyBuffer& buffer) const;
   template <class Next>
   Parts gather(const std::string& name, int64_t count, const Dims& leading, Next next);
   void check(const std::string& name, const Array& found, ffi::DataType element,

@@ -135,6 +135,15 @@ def test_under_vmap_the_mapped_axis_joins_the_batch():
 
 
 @pytest.mark.gpu
+def test_more_samples_than_a_grid_has_blocks_in_y():
+    """The sums of dy take several launches then; those of one pixel are dy itself."""
+    x, dy = (jax.random.normal(jax.random.key(seed), (2 * 65535 + 1, 1, 1, 8)) for seed in range(2))
+    kernel, shift = jnp.ones((3, 3, 8, 8)), jnp.ones((x.shape[0], 8))
+    found = vjp._parameter_gradients((x,), kernel, shift, None, dy)
+    np.testing.assert_array_equal(found.shift, dy[:, 0, 0])
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize('dtype', DTYPES)
 @pytest.mark.parametrize('case', CASES + SHORTCUTS + SMALL, ids=lambda c: c.name)
 def test_every_case(case, dtype):

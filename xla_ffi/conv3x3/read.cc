@@ -15,6 +15,7 @@ Array read_image(Reader& call, Plan& plan) {
   plan.batch = first.dims[0];
   plan.height = first.dims[1];
   plan.width = first.dims[2];
+  call.at_most("x", "pixels", pixels(plan), kMaxPixels);
   return first;
 }
 

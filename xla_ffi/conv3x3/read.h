@@ -6,6 +6,11 @@
 
 namespace jaxunet {
 
+template <class Plan>
+int64_t pixels(const Plan& plan) {
+  return plan.batch * plan.height * plan.width;
+}
+
 // An image in one array that a layer without taps reads: what a shortcut projects.
 template <class Plan>
 Array read_projected(Reader& call, const char* name, Plan& plan) {
@@ -15,6 +20,7 @@ Array read_projected(Reader& call, const char* name, Plan& plan) {
   plan.batch = image.dims[0];
   plan.height = image.dims[1];
   plan.width = image.dims[2];
+  call.at_most(name, "pixels", pixels(plan), kMaxPixels);
   return image;
 }
 
@@ -41,11 +47,6 @@ inline void read_workspace(Reader& call, Conv3x3WeightGradient& plan) {
 // kernels read no halo that they do not multiply, and small images fill whole strips.
 constexpr int64_t kRegroupedColumns = 8;  // a strip
 constexpr int64_t kRegroupedRows = 16;    // the tallest strip
-
-template <class Plan>
-int64_t pixels(const Plan& plan) {
-  return plan.batch * plan.height * plan.width;
-}
 
 // Regroups the pixels into images of `rows` × 8, or into one image if that leaves a remainder.
 template <class Plan>

@@ -2,6 +2,8 @@
 // results of all splits, added in a fixed order. Both are bound by memory: a thread has several
 // reads of 16 bytes in flight.
 
+#include <algorithm>
+
 #include "common/dispatch_dtype.cuh"
 #include "common/fast_divmod.h"
 #include "common/launch.cuh"
@@ -70,10 +72,18 @@ cudaError_t run_channel_sums(const Conv3x3WeightGradient& plan, int segments, fl
   const int image = static_cast<int>(plan.height * plan.width),
             features = static_cast<int>(plan.features);
   constexpr int kFeatures = kLanes * kWidth;
-  const dim3 grid((features + kFeatures - 1) / kFeatures, static_cast<unsigned>(plan.batch),
-                  segments);
-  return launch(channel_sums_kernel<T, kWidth>, grid, kThreads, 0, stream,
-                static_cast<const T*>(plan.dy), image, features, sums);
+  // More samples than a grid has in y take several launches; each sample is one segment then.
+  constexpr int64_t kMaxSamples = 65535;
+  if (plan.batch > kMaxSamples && segments > 1) return cudaErrorInvalidValue;
+  cudaError_t error = cudaSuccess;
+  for (int64_t first = 0; first < plan.batch && error == cudaSuccess; first += kMaxSamples) {
+    const dim3 grid((features + kFeatures - 1) / kFeatures,
+                    static_cast<unsigned>(std::min(plan.batch - first, kMaxSamples)), segments);
+    error = launch(channel_sums_kernel<T, kWidth>, grid, kThreads, 0, stream,
+                   static_cast<const T*>(plan.dy) + first * image * features, image, features,
+                   sums + first * features);
+  }
+  return error;
 }
 
 template <class T>

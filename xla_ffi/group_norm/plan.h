@@ -14,6 +14,8 @@ namespace jaxunet {
 
 class Reader;
 
+// Samples of a call, at most: a layer of the grid each.
+constexpr int64_t kMaxSamples = 65535;
 // Gradients of other readers of x that one call can add to dx, at most.
 constexpr int kMaxAdded = 2;
 

@@ -14,6 +14,8 @@ Array read_image(Reader& call, Plan& plan) {
   plan.type = kind(first.element);
   plan.batch = first.dims[0];
   plan.pixels = first.dims[1] * first.dims[2];
+  call.at_most("x", "samples", plan.batch, kMaxSamples);
+  call.at_most("x", "pixels of a sample", plan.pixels, kMaxPixels);
   first.dims[3] = plan.x.total;
   return first;
 }

@@ -1,0 +1,143 @@
+// Calls that no test in Python can make: images of more pixels than a machine has memory for, and
+// addresses that XLA never passes. Prints what the reader says about each, for
+// xla_ffi/test_reader.py.
+
+#include "binding/reader.h"
+
+#include <algorithm>
+#include <iostream>
+
+#include "conv3x3/plan.h"
+#include "group_norm/plan.h"
+#include "linear/plan.h"
+
+namespace jaxunet {
+namespace {
+
+// An operand or a result, which nothing reads: the address need not exist.
+struct Tensor {
+  XLA_FFI_DataType type;
+  Dims dims;
+  uintptr_t address = 4096;
+};
+
+Tensor bfloat16(Dims dims, uintptr_t address = 4096) {
+  return {XLA_FFI_DataType_BF16, std::move(dims), address};
+}
+Tensor float32(Dims dims, uintptr_t address = 4096) {
+  return {XLA_FFI_DataType_F32, std::move(dims), address};
+}
+
+struct Attribute {
+  std::string name;
+  XLA_FFI_DataType type;
+  int64_t integer;
+  float number;
+};
+
+Attribute integer(const char* name, int64_t value) {
+  return {name, XLA_FFI_DataType_S64, value, 0};
+}
+Attribute flag(const char* name, bool value) { return {name, XLA_FFI_DataType_PRED, value, 0}; }
+Attribute number(const char* name, float value) { return {name, XLA_FFI_DataType_F32, 0, value}; }
+
+// The arrays of a call in XLA's form.
+struct Buffers {
+  std::vector<XLA_FFI_Buffer> buffers;
+  std::vector<void*> addresses;
+
+  explicit Buffers(std::vector<Tensor>& tensors) {
+    for (Tensor& tensor : tensors) {
+      buffers.push_back({XLA_FFI_Buffer_STRUCT_SIZE, nullptr, tensor.type,
+                         reinterpret_cast<void*>(tensor.address),
+                         static_cast<int64_t>(tensor.dims.size()), tensor.dims.data()});
+    }
+    for (XLA_FFI_Buffer& buffer : buffers) addresses.push_back(&buffer);
+  }
+  int64_t size() const { return static_cast<int64_t>(buffers.size()); }
+};
+
+// Prints what `read` says about a call.
+template <class Read>
+void tell(const char* op, Read read, std::vector<Tensor> operands, std::vector<Tensor> results,
+          std::vector<Attribute> attributes) {
+  Buffers given(operands), wanted(results);
+  // XLA sorts them by name, and finds them by bisection.
+  std::sort(attributes.begin(), attributes.end(),
+            [](const Attribute& a, const Attribute& b) { return a.name < b.name; });
+  std::vector<XLA_FFI_ArgType> arg_types(operands.size(), XLA_FFI_ArgType_BUFFER);
+  std::vector<XLA_FFI_RetType> ret_types(results.size(), XLA_FFI_RetType_BUFFER);
+  const XLA_FFI_Args args{XLA_FFI_Args_STRUCT_SIZE, nullptr, given.size(), arg_types.data(),
+                          given.addresses.data()};
+  const XLA_FFI_Rets rets{XLA_FFI_Rets_STRUCT_SIZE, nullptr, wanted.size(), ret_types.data(),
+                          wanted.addresses.data()};
+  std::vector<XLA_FFI_Scalar> scalars;
+  std::vector<XLA_FFI_ByteSpan> spans;
+  for (Attribute& attribute : attributes) {
+    void* value = attribute.type == XLA_FFI_DataType_F32 ? static_cast<void*>(&attribute.number)
+                                                         : &attribute.integer;
+    scalars.push_back({attribute.type, value});
+    spans.push_back({attribute.name.data(), attribute.name.size()});
+  }
+  std::vector<XLA_FFI_ByteSpan*> names;
+  std::vector<void*> values;
+  for (size_t i = 0; i < attributes.size(); ++i) {
+    names.push_back(&spans[i]);
+    values.push_back(&scalars[i]);
+  }
+  std::vector<XLA_FFI_AttrType> attr_types(attributes.size(), XLA_FFI_AttrType_SCALAR);
+  const XLA_FFI_Attrs attrs{
+      XLA_FFI_Attrs_STRUCT_SIZE, nullptr,      static_cast<int64_t>(attributes.size()),
+      attr_types.data(),         names.data(), values.data()};
+  try {
+    Reader call(op, ffi::RemainingArgs(&args, 0), ffi::RemainingRets(&rets, 0),
+                ffi::Dictionary(&attrs));
+    read(call);
+    call.finish();
+    std::cout << op << ": read\n";
+  } catch (const Mistake& mistake) {
+    std::cout << mistake.what() << "\n";
+  }
+}
+
+void convolution(Dims image, uintptr_t x = 4096, uintptr_t y = 4096) {
+  Dims x_dims = image, y_dims = image;
+  x_dims.push_back(8);
+  y_dims.push_back(16);
+  tell("conv", read_conv3x3, {bfloat16(x_dims, x), bfloat16({3, 3, 8, 16}), float32({1, 16})},
+       {bfloat16(y_dims, y)},
+       {integer("parts", 1), flag("flipped", false), integer("residuals", 0),
+        flag("shortcut", false), flag("activation", false)});
+}
+
+void linear(Dims image) {
+  Dims x_dims = image, y_dims = image;
+  x_dims.push_back(8);
+  y_dims.push_back(16);
+  tell("linear", read_linear, {bfloat16(x_dims), bfloat16({8, 16}), float32({1, 16})},
+       {bfloat16(y_dims)}, {flag("residual", false)});
+}
+
+void norm(int64_t batch, int64_t height, int64_t width) {
+  const Tensor row = float32({1, 8}), rows = float32({batch, 8});
+  tell("norm", read_norm_statistics, {bfloat16({batch, height, width, 8}), row, row},
+       {rows, rows, rows, rows}, {integer("parts", 1), integer("groups", 2), number("eps", 1e-5f)});
+}
+
+void tell_all() {
+  convolution({2, 4, 4});
+  convolution({1, 65536, 32704});
+  convolution({2, 32768, 32768});
+  linear({1, 65536, 32704});
+  linear({32768, 65536, 1});
+  norm(65535, 1, 1);
+  norm(65536, 1, 1);
+  norm(1, 65536, 32768);
+  convolution({2, 4, 4}, 4096 + 8);
+  convolution({2, 4, 4}, 4096, 4096 + 2);
+}
+
+}  // namespace
+}  // namespace jaxunet
+
+int main() { jaxunet::tell_all(); }

@@ -1,0 +1,46 @@
+"""What the checks of a call say where no test in Python can make it: `reader_test.cc` does."""
+
+import os
+import pathlib
+import shutil
+import subprocess
+
+import jax.ffi
+import pytest
+
+XLA_FFI = pathlib.Path(__file__).parent
+SOURCES = (
+    'binding/reader_test.cc',
+    'binding/reader.cc',
+    'conv3x3/read.cc',
+    'group_norm/read.cc',
+    'linear/read.cc',
+)
+NAMES = (os.environ.get('CXX', ''), 'c++', 'g++', 'clang++')
+COMPILER = next((path for name in NAMES if name and (path := shutil.which(name))), '')
+
+# In the order of `tell_all`.
+WANTED = """\
+conv: read
+conv: read
+conv: x: expected at most 2147479552 pixels, found 2147483648
+linear: read
+linear: x: expected at most 2147479552 pixels, found 2147483648
+norm: read
+norm: x: expected at most 65535 samples, found 65536
+norm: x: expected at most 2147479552 pixels of a sample, found 2147483648
+conv: x[0]: expected an address that is a multiple of 16, found one 8 bytes past; copy the array
+conv: y: expected an address that is a multiple of 16, found one 2 bytes past; copy the array
+"""
+
+
+@pytest.mark.skipif(
+    not COMPILER, reason='no C++ compiler: none of CXX, c++, g++, clang++ is on PATH'
+)
+def test_what_the_reader_says(tmp_path: pathlib.Path) -> None:
+    program = tmp_path / 'reader_test'
+    command = [COMPILER, '-std=c++17', f'-I{XLA_FFI}', '-isystem', jax.ffi.include_dir()]
+    command += [*(str(XLA_FFI / source) for source in SOURCES), '-o', str(program)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert subprocess.run([program], capture_output=True, text=True, check=True).stdout == WANTED
