@@ -173,8 +173,8 @@ class Outputs:
 def grid_sampler(config: Config) -> SamplerConfig:
     """Returns the sampler of the grids: that of the model's objective, in `train.sample_steps`.
 
-    0 steps stand for its own number of them, or DDPM_STEPS where that is every timestep. DDPM's
-    fresh noise also suits a model in its first minutes, which leaves noise behind (docs/sampling.md).
+    0 steps stand for its own number of them, or DDPM_STEPS where that is every timestep. DDPM also
+    suits a model in its first minutes, which leaves noise behind (docs/sampling.md).
     """
     steps = config.train.sample_steps or None
     if steps is None and OBJECTIVE_DEFAULTS[config.diffusion.objective][1] is None:
