@@ -33,17 +33,6 @@ SAME_SIDE = {'cuda+attention=pallas': 'auto'}  # what auto chooses on an H200 in
 BATCHES = (32, 256)
 SLOW = 0.9
 # What a kernel of a profiled step is for: the first pattern found in "NAME PHASE" decides.
-CLASSES = (
-    ('weight gradients', r'weight_gradient'),
-    ('sums of split weight gradients', r'ordered_sums|split_k_reduce'),
-    ('GroupNorm forward and statistics', r'group_norm\S* forward'),
-    ('GroupNorm backward', r'group_norm\S* backward'),
-    ('attention', r'attention|flash'),
-    ('convolutions and linear layers, forward', r'jaxunet_cuda_\S* forward'),
-    ('convolutions and linear layers, input gradients', r'jaxunet_cuda_\S* backward'),
-    ('AdamW, gradient norm, averages, 16-bit copies', r'adamw|narrow|squares| optimizer'),
-    ("XLA's kernels and copies", r''),
-)
 
 
 def read_lines(path: str) -> list[Row]:
@@ -199,29 +188,35 @@ def curves() -> str:
 
 
 def where_the_time_goes() -> str:
-    """GPU milliseconds of a step of elephants64 by what its kernels are for."""
-    sums: dict[str, list[float]] = {name: [0.0, 0.0, 0.0] for name, _ in CLASSES}
-    for i, batch in enumerate(BATCHES):
-        with (RESULTS / f'study/step_auto_{batch}/auto.csv').open() as file:
-            kernels = [row for row in csv.DictReader(file) if row['side'] == 'device']
-        for row in kernels:
-            text = f'{row["operation"]} {row["phase"]}'
-            name = next(name for name, pattern in CLASSES if re.search(pattern, text))
-            sums[name][i] += float(row['ms'])
-            if i == 0:
-                sums[name][2] += float(row['count'])
-    sums['sum'] = [sum(column) for column in zip(*sums.values(), strict=True)]
-    (profile,) = read_lines('study/step_auto_32/profile.jsonl')
-    body = (
-        (name, f'{launches:.0f}', f'{small:.2f}', f'{large:.2f}')
-        for name, (small, large, launches) in sums.items()
+    """GPU milliseconds of a step of elephants64 by class of kernel, beside their floors."""
+    found = {(row['class'], row['batch_size']): row for row in totals('budget/rows.jsonl')}
+    small, large = BATCHES
+    names = sorted(
+        (name for name, batch in found if batch == large and name != 'step'),
+        key=lambda name: -found[name, large]['ms'],
     )
-    head = ('kernels', 'launches', *(f'ms, batch {batch}' for batch in BATCHES))
+    body = []
+    for name in [*names, 'step']:
+        cells = [f'{found[name, small]["launches"]:.0f}']
+        for batch in BATCHES:
+            row = found[name, batch]
+            cells += [f'{row["floor_ms"]:.2f}', f'{row["ms"]:.2f}']
+        body.append(['all kernels' if name == 'step' else name, *cells])
+    head = ['kernels', f'launches, batch {small}']
+    for batch in BATCHES:
+        head += [f'floor ms, batch {batch}', f'ms, batch {batch}']
+    row = found['step', large]
     return (
         f'{markdown(head, body)}\n\n'
-        f'{profile["device"]}, jax {profile["versions"]["jax"]}, driver {profile["driver"]}, '
-        f'commit {profile["git"]}; {profile["ops"]}.'
+        f'{row["device"]}, jax {row["versions"]["jax"]}, driver {row["driver"]}, commit '
+        f'{row["git"]}; {row["ops"]}; matrix product {row["matmul_flops"] / 1e12:.0f} TFLOP/s, '
+        f'copy {row["copy_bytes_per_s"] / 1e9:,.0f} GB/s.'
     )
+
+
+def totals(path: str) -> list[Row]:
+    """The rows of whole classes."""
+    return [row for row in read_lines(path) if row['level'] is None]
 
 
 def methods() -> str:
