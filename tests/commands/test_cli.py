@@ -31,7 +31,8 @@ SMALL = [*flags(), '--config.model.num_classes=10', '--config.model.label_dropou
 def run(tmp_path_factory):
     """A tiny run on the embedded digits."""
     workdir = tmp_path_factory.mktemp('runs') / 'tiny'
-    out = call('jaxunet.train', *SMALL, '--config.train.sample_every=6', f'--workdir={workdir}')
+    flags = ['--config.train.sample_every=6', f'--workdir={workdir}']
+    out = call('jaxunet.train', *SMALL, *flags, fresh=True)
     assert '1797 images from digits:' in out
     return workdir
 
@@ -83,7 +84,7 @@ def sample(source, output, *extra, **options):
 
 
 def test_same_seed_same_images_whatever_the_batch_and_the_devices(run, tmp_path):
-    images, labels = sample(run, tmp_path / 'a.npz')
+    images, labels = sample(run, tmp_path / 'a.npz', fresh=True)
     assert images.shape == (6, 8, 8, 1)
     assert list(labels) == [0, 1, 2, 3, 4, 5]
     for name, extra, options in (
@@ -128,7 +129,7 @@ def test_sampler_options_change_images(run, tmp_path):
 def test_export_round_trip_and_init_from(extension, run, tmp_path):
     path = tmp_path / f'model.{extension}'
     assert 'the average with rate 0.995' in call(
-        'jaxunet.export', f'--checkpoint={run}', f'--output={path}'
+        'jaxunet.export', f'--checkpoint={run}', f'--output={path}', fresh=True
     )
     state = checkpoint.read(run).state
     loaded = load_model(str(path))

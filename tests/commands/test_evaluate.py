@@ -12,9 +12,9 @@ import sys
 import jax
 import numpy as np
 import pytest
+from support.commands import call
 from support.data_files import encoded, put
 from support.inception_case import random_state
-from support.settings import QUICK
 
 from jaxunet.data.images import save_images
 from jaxunet.metrics.classifier import Architecture, init, to_arrays
@@ -101,17 +101,9 @@ def test_paths_that_are_none(tmp_path):
         loaded(tmp_path / 'x.npz')
 
 
-def run(*arguments, code=0, cache):
-    environment = os.environ | {
-        'XLA_FLAGS': QUICK,
-        'JAX_PLATFORMS': 'cpu',
-        'JAX_COMPILATION_CACHE_DIR': str(cache),
-    }
-    command = [sys.executable, '-m', 'jaxunet.evaluate', *arguments]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == code, done.stderr
-    assert 'Traceback' not in done.stderr
-    return done.stdout if code == 0 else done.stderr
+def run(*arguments, cache, **options):
+    variables = {'JAX_COMPILATION_CACHE_DIR': str(cache)}
+    return call('jaxunet.evaluate', *arguments, variables=variables, **options)
 
 
 @pytest.fixture(scope='module')
@@ -136,6 +128,7 @@ def test_from_images_to_results(weights, tmp_path):
         f'--write_statistics={tmp_path}/real.npz',
         f'--output={tmp_path}/out/metrics.jsonl',
         cache=tmp_path / 'cache',
+        fresh=True,
     )
     rows = [
         json.loads(line) for line in (tmp_path / 'out' / 'metrics.jsonl').read_text().splitlines()

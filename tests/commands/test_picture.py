@@ -1,16 +1,12 @@
 """`jaxunet.sample --init_image`: a picture is changed, or completed where its mask is white."""
 
-import os
-import subprocess
-import sys
 import time
 
 import jax
 import numpy as np
 import pytest
 from PIL import Image
-from support.commands import call
-from support.settings import QUICK
+from support.commands import Fork, call
 from support.tiny import tiny_config
 
 from jaxunet.checkpoint.state import fresh_state
@@ -74,17 +70,12 @@ def test_a_part_is_redrawn_and_an_interruption_resumes(folder, tmp_path):
     """And another picture does not continue what was begun."""
     options = ('mask=mask.png', '--batch_size=2', '--resample=2')
     output, partial = tmp_path / 'x.npz', tmp_path / 'x.npz.partial'
-    begun = subprocess.Popen(
-        [sys.executable, '-m', *command(folder, output, *options, count=3000)],
-        env=os.environ | {'JAX_PLATFORMS': 'cpu', 'XLA_FLAGS': QUICK},
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-    )
+    begun = Fork(command(folder, output, *options, count=3000))
     while not list(partial.glob('*.npz')):
         assert begun.poll() is None
         time.sleep(0.02)
     begun.kill()
-    begun.wait()
+    begun.communicate()
     first = images(next(iter(sorted(partial.glob('*.npz')))))
 
     refused = call(*command(folder, output, *options, image='other.png'), code=2)

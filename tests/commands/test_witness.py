@@ -12,18 +12,16 @@ import csv
 import importlib.metadata
 import json
 import lzma
-import os
 import pathlib
 import re
 import shutil
-import subprocess
 import sys
 
 import jax
 import numpy as np
 import pytest
 from support import witness_state
-from support.settings import QUICK
+from support.commands import Fork, environment
 
 from jaxunet.config import identity
 from jaxunet.weights import read_weights
@@ -42,22 +40,11 @@ ROUNDING = 1e-16
 
 def call(folder: pathlib.Path, command: str, *flags: str) -> str:
     """What `python -m jaxunet.COMMAND` prints; paths are relative to `folder`."""
-    environment = os.environ | {
-        'PYTHONPATH': str(ROOT),
-        'JAX_PLATFORMS': 'cpu',
-        'XLA_FLAGS': QUICK,
-        'JAXUNET_GIT_SHA': COMMIT,
-    }
-    done = subprocess.run(
-        [sys.executable, '-m', f'jaxunet.{command}', *flags],
-        cwd=folder,
-        env=environment,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout + done.stderr
+    variables = {'PYTHONPATH': str(ROOT), 'JAXUNET_GIT_SHA': COMMIT}
+    process = Fork([f'jaxunet.{command}', *flags], environment() | variables, folder)
+    out, error = process.communicate()
+    assert process.returncode == 0, out + error
+    return out + error
 
 
 def run_flags(name: str) -> list[str]:

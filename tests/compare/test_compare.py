@@ -6,14 +6,11 @@ from __future__ import annotations
 
 import csv
 import json
-import os
-import subprocess
-import sys
 
 import jax
 import numpy as np
 import pytest
-from support.settings import QUICK
+from support.commands import Fork
 from support.tiny import TINY, flags, tiny_config
 from support.untrained_features import write_untrained
 
@@ -42,15 +39,11 @@ def call(features, output, *arguments, code=0):
         '--evaluations=2',
         '--config.parallel.devices=1',
     ]
-    environment = os.environ | {
-        'XLA_FLAGS': QUICK,
-        'JAX_PLATFORMS': 'cpu',
-    }
-    command = [sys.executable, '-m', 'jaxunet.compare', *flags(), *own, *arguments]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == code, done.stdout + done.stderr
-    assert 'Traceback' not in done.stderr
-    return done.stdout if code in (0, 1) else done.stderr
+    process = Fork(['jaxunet.compare', *flags(), *own, *arguments])
+    out, error = process.communicate()
+    assert process.returncode == code, out + error
+    assert 'Traceback' not in error
+    return out if code in (0, 1) else error
 
 
 BROKEN = 'broken:optimizer.learning_rate=1e30+optimizer.clip_norm=0.0+optimizer.warmup_steps=0'

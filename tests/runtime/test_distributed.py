@@ -11,7 +11,7 @@ import time
 import jax
 import numpy as np
 import pytest
-from support.commands import NO_LAUNCHER, free_port
+from support.commands import NO_LAUNCHER, Fork, free_port
 from support.settings import QUICK
 from support.tiny import flags, tiny_config
 
@@ -38,7 +38,7 @@ from jaxunet.training.parallel import CONCURRENT, OVERLAP, Parallel
 from jaxunet.training.step import make_train_step
 
 ENDLESS = '--config.train.steps=100000'
-TRAIN = [sys.executable, '-m', 'jaxunet.train', *flags()]
+TRAIN = ['jaxunet.train', *flags()]
 ENVIRONMENT = NO_LAUNCHER | {
     'XLA_FLAGS': f'{QUICK} --xla_force_host_platform_device_count=2',
     'JAX_PLATFORMS': 'cpu',
@@ -80,22 +80,29 @@ def open_mpi(port, rank):
     return [], slurm(port, 0)[1] | {'SLURM_NTASKS': '1', 'SLURM_STEP_NUM_TASKS': '1'} | world | own
 
 
-def start(workdir, *arguments, launcher=by_hand, only=None, command=TRAIN):
-    """Two processes of two devices each; `only`: arguments of the second alone."""
+def start(workdir, *arguments, launcher=by_hand, only=None, python=()):
+    """Two processes of two devices each.
+
+    Args:
+      only: arguments of the second alone.
+      python: arguments of Python for processes that are no forks.
+    """
     port = free_port()
     processes = []
     for rank in range(2):
         extra, variables = launcher(port, rank)
-        arguments_here = [f'--workdir={workdir}', *arguments, *extra, *(only or []) * rank]
+        command = [*TRAIN, f'--workdir={workdir}', *arguments, *extra, *(only or []) * rank]
         environment = ENVIRONMENT | variables
         processes.append(
             subprocess.Popen(
-                [*command, *arguments_here],
+                [sys.executable, *python, *command],
                 env=environment,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
                 text=True,
             )
+            if python
+            else Fork(command, environment)
         )
     return processes
 
@@ -204,14 +211,12 @@ def test_a_signal_to_one_process_saves_the_same_step_on_all(tmp_path):
 def test_a_full_disk_of_the_process_that_writes_ends_all(tmp_path):
     """No file of process 0 may grow beyond a few bytes."""
     limited = (
-        'import os, resource, runpy, sys; sys.argv = sys.argv[1:]; "--process_id=0" in sys.argv '
+        'import resource, runpy, sys; sys.argv = sys.argv[1:]; "--process_id=0" in sys.argv '
         'and '
         'resource.setrlimit(resource.RLIMIT_FSIZE, (40_000, 40_000)); '
         'runpy.run_module("jaxunet.train", run_name="__main__")'
     )
-    processes = start(
-        tmp_path, '--config.train.steps=2', command=[sys.executable, '-c', limited, *TRAIN[2:]]
-    )
+    processes = start(tmp_path, '--config.train.steps=2', python=['-c', limited])
     errors = finish(processes)
     assert processes[0].returncode == distributed.USER_ERROR
     assert 'error: a checkpoint could not be written to' in errors[0]
@@ -261,6 +266,8 @@ def test_mpirun(method, tmp_path, source):
             '--oversubscribe',
             '-n',
             '2',
+            sys.executable,
+            '-m',
             *TRAIN,
             '--config.train.steps=4',
             f'--cluster={method}',

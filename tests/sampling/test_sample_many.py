@@ -12,7 +12,7 @@ import jax
 import numpy as np
 import pytest
 from PIL import Image
-from support.commands import NO_LAUNCHER, free_port
+from support.commands import NO_LAUNCHER, Fork, free_port
 from support.settings import QUICK
 from support.tiny import tiny_config
 
@@ -121,20 +121,25 @@ def weights(tmp_path_factory):
 
 def begin(weights, output, *extra, count=20, batch=4, devices=1, sampler='ddpm', prefix=()):
     command = [
-        sys.executable,
-        '-m',
         'jaxunet.sample',
         f'--checkpoint={weights}',
         f'--output={output}',
         f'--num_samples={count}',
+        f'--batch_size={batch}',
+        f'--sampler={sampler}',
+        *extra,
     ]
-    command = [*prefix, *command, f'--batch_size={batch}', f'--sampler={sampler}', *extra]
     environment = ENVIRONMENT | {
         'XLA_FLAGS': f'{QUICK} --xla_force_host_platform_device_count={devices}'
     }
-    environment |= {'JAX_ENABLE_COMPILATION_CACHE': 'false'} if prefix else {}
+    if not prefix:
+        return Fork(command, environment)
     return subprocess.Popen(
-        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        [*prefix, sys.executable, '-m', *command],
+        env=environment | {'JAX_ENABLE_COMPILATION_CACHE': 'false'},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
     )
 
 
@@ -150,7 +155,7 @@ def interrupt(process, folder, how, batches=2):
     for _ in range(10000):
         if len(list(folder.glob('*.npz'))) >= batches:
             break
-        assert process.poll() is None, process.stderr.read()
+        assert process.poll() is None, process.communicate()[1]
         time.sleep(0.02)
     process.send_signal(how)
     _, err = process.communicate(timeout=60)

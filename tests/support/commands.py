@@ -1,15 +1,25 @@
 """The commands of the project as processes of their own."""
 
+from __future__ import annotations
+
+import atexit
+import functools
+import itertools
 import json
 import os
 import pathlib
+import signal
 import socket
 import subprocess
 import sys
+import tempfile
+from collections.abc import Iterable, Mapping
+from typing import Any
 
 from support.settings import QUICK
 
 ROOT = pathlib.Path(__file__).parents[2]
+SECONDS = 400  # of a command: one that should stop at a mistake could train for ever
 # The environment of this process without what a cluster's launcher sets.
 NO_LAUNCHER = {
     name: value
@@ -18,7 +28,7 @@ NO_LAUNCHER = {
 }
 
 
-def environment(devices=1):
+def environment(devices: int = 1) -> dict[str, str]:
     """Returns the environment of a command on CPU devices."""
     return os.environ | {
         'XLA_FLAGS': f'{QUICK} --xla_force_host_platform_device_count={devices}',
@@ -26,23 +36,155 @@ def environment(devices=1):
     }
 
 
-def call(*arguments, code=0, devices=1):
-    """Runs `python -m ARGUMENTS` and returns its stdout, or its stderr where `code` is not 0."""
-    done = subprocess.run(
-        [sys.executable, '-m', *arguments],
-        env=environment(devices),
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=400,  # a command that should stop at a mistake could train for ever
+class Forks:
+    """The process of `forks.py`, and a folder for what its forks print."""
+
+    def __init__(self) -> None:
+        self._folder = tempfile.TemporaryDirectory()
+        self._numbers = itertools.count()
+        self._errors = self.file()
+        with self._errors.open('w') as errors:
+            self._process = subprocess.Popen(
+                [sys.executable, ROOT / 'tests' / 'support' / 'forks.py'],
+                env=environment() | {'PYTHONPATH': str(ROOT)},
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=errors,
+                text=True,
+            )
+
+    def file(self) -> pathlib.Path:
+        """Returns the path of a new, empty file."""
+        path = pathlib.Path(self._folder.name) / str(next(self._numbers))
+        path.touch()
+        return path
+
+    def ask(self, **request: Any) -> Any:
+        """Returns the answer to a request of `forks.py`."""
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        print(json.dumps(request), file=self._process.stdin, flush=True)
+        answer = self._process.stdout.readline()
+        assert answer, self._errors.read_text()
+        return json.loads(answer)
+
+    def close(self) -> None:
+        """Ends the process, but not the forks that still run."""
+        self._process.communicate()
+        self._folder.cleanup()
+
+
+@functools.cache
+def forks() -> Forks:
+    """Returns the forks of this process of pytest, which all its tests share."""
+    started = Forks()
+    atexit.register(started.close)
+    return started
+
+
+class Fork:
+    """`python -m ARGUMENTS`, by a process that has its imports already; used like a `Popen`.
+
+    Attributes:
+      pid: number of the process.
+      returncode: exit code, or None before the process was found to have ended.
+      stdout, stderr: files with what it has printed so far.
+    """
+
+    def __init__(
+        self,
+        arguments: Iterable[object],
+        env: Mapping[str, str] | None = None,
+        folder: pathlib.Path | None = None,
+    ) -> None:
+        """Starts the command.
+
+        Args:
+          env: default: `environment()`.
+          folder: where the command works; default: here.
+        """
+        self.stdout, self.stderr = forks().file(), forks().file()
+        self.returncode: int | None = None
+        self.pid = forks().ask(
+            start=[str(argument) for argument in arguments],
+            folder=str(folder or pathlib.Path.cwd()),
+            environment=dict(environment() if env is None else env),
+            stdout=str(self.stdout),
+            stderr=str(self.stderr),
+        )
+
+    def poll(self) -> int | None:
+        """Returns the exit code, or None while the process runs."""
+        if self.returncode is None:
+            self.returncode = forks().ask(wait=self.pid, seconds=0)
+        return self.returncode
+
+    def communicate(self, timeout: float = SECONDS) -> tuple[str, str]:
+        """Waits until the process ends; returns what it printed to stdout and stderr.
+
+        Raises:
+          subprocess.TimeoutExpired: it goes on for longer than `timeout` seconds.
+        """
+        if self.returncode is None:
+            self.returncode = forks().ask(wait=self.pid, seconds=timeout)
+        if self.returncode is None:
+            raise subprocess.TimeoutExpired(str(self.pid), timeout, stderr=self.stderr.read_bytes())
+        return self.stdout.read_text(), self.stderr.read_text()
+
+    def send_signal(self, number: int) -> None:
+        """Sends a signal to the process, unless it has ended."""
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        """Kills the process, unless it has ended."""
+        self.send_signal(signal.SIGKILL)
+
+
+def call(
+    *arguments: object,
+    code: int = 0,
+    devices: int = 1,
+    variables: Mapping[str, str] | None = None,
+    folder: pathlib.Path | None = None,
+    fresh: bool = False,
+) -> str:
+    """Runs a command.
+
+    Args:
+      arguments: those of `python -m`.
+      code: the exit code that it must have.
+      variables: more of its environment.
+      folder: where it works; default: here.
+      fresh: it imports what it needs, as for a user, instead of being a `Fork`.
+
+    Returns:
+      its stdout, or its stderr where `code` is not 0.
+    """
+    env = environment(devices) | (variables or {})
+    process = (
+        subprocess.Popen(
+            [sys.executable, '-m', *map(str, arguments)],
+            env=env,
+            cwd=folder,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        if fresh
+        else Fork(arguments, env, folder)
     )
-    assert done.returncode == code, done.stderr
-    assert 'Traceback' not in done.stderr
-    return done.stdout if code == 0 else done.stderr
+    try:
+        out, error = process.communicate(timeout=SECONDS)
+    finally:
+        process.kill()
+    assert process.returncode == code, out + error
+    assert 'Traceback' not in error
+    return out if code == 0 else error
 
 
 def call_each(commands, folder):
-    """Runs each of the commands by a process of its own, all of which share their imports.
+    """Runs each of the commands in a `Fork` and a folder of its own.
 
     Args:
       commands: lists of arguments of `python -m`.
@@ -51,25 +193,14 @@ def call_each(commands, folder):
     Returns:
       (exit code, stdout, stderr) of every command.
     """
-    requests = []
+    results = []
     for number, arguments in enumerate(commands):
-        files = {name: str(folder / f'{number}.{name}') for name in ('stdout', 'stderr')}
         here = folder / str(number)
         here.mkdir()
-        requests.append({'arguments': arguments, 'folder': str(here), **files})
-    done = subprocess.run(
-        [sys.executable, ROOT / 'tests' / 'support' / 'forks.py'],
-        env=environment() | {'PYTHONPATH': str(ROOT)},
-        input=json.dumps(requests),
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    return [
-        (code, *(pathlib.Path(request[name]).read_text() for name in ('stdout', 'stderr')))
-        for code, request in zip(json.loads(done.stdout), requests, strict=True)
-    ]
+        process = Fork(arguments, folder=here)
+        printed = process.communicate()
+        results.append((process.returncode, *printed))
+    return results
 
 
 def free_port():

@@ -1,48 +1,76 @@
-"""Runs commands one after another, each in a fork of a process that has imported what they need.
+"""Starts commands as forks of one process that has imported what they need.
 
 A command is then what `python -m` makes of it, with its own exit code, but without the second or
-two of imports.
+two of imports. `support.commands.Fork` asks for them:
 
-    python tests/support/forks.py < REQUESTS
+    python tests/support/forks.py
 
-REQUESTS is a JSON list of objects: `arguments` (the module's name first), the working `folder`, and
-the files `stdout` and `stderr`. Prints the exit codes as a JSON list.
+Every line of stdin is a request in JSON, and gets a line of JSON as the answer:
+  {"start": ARGUMENTS, "folder", "environment", "stdout", "stderr"}: the number of the process.
+    ARGUMENTS are those of `python -m`, and `folder` is where it works; the last two are files.
+  {"wait": PROCESS, "seconds"}: its exit code, or null if it goes on for longer.
 """
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import runpy
 import signal
 import sys
+import time
 
 # Imported for the forks. A thread would be lost, but only OpenBLAS starts one, and replaces it.
+import jaxunet.checkpoint.load
+import jaxunet.checkpoint.snapshots
+import jaxunet.config.cli
+import jaxunet.data.automatic
+import jaxunet.metrics.table
+import jaxunet.sampling.generator
 import jaxunet.sampling.partial_output
-import jaxunet.sampling.sampler
 import jaxunet.training.loop  # noqa: F401
 
-SECONDS = 200  # of a command: one that should stop at a mistake could train for ever
+SECONDS = 400  # of a command: one that should stop at a mistake could train for ever
 
 
 def main() -> None:
-    codes = []
-    for request in json.load(sys.stdin):
-        if not (process := os.fork()):
+    gc.collect()
+    gc.freeze()  # a fork would look through all that is imported when it ends, for half a second
+    while line := sys.stdin.readline():
+        request = json.loads(line)
+        if 'wait' in request:
+            answer = wait(request['wait'], request['seconds'])
+        elif not (answer := os.fork()):
             return become(request)
-        codes.append(os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]))
-    print(json.dumps(codes))
+        print(json.dumps(answer), flush=True)
+
+
+def wait(process: int, seconds: float) -> int | None:
+    """Returns the exit code of a fork, or None if it has not ended after so many seconds."""
+    end = time.monotonic() + seconds
+    while not (ended := os.waitpid(process, os.WNOHANG))[0]:
+        if time.monotonic() >= end:
+            return None
+        time.sleep(0.01)
+    return os.waitstatus_to_exitcode(ended[1])
 
 
 def become(request: dict) -> None:
     """Makes this process the command; it ends as Python does."""
-    for name, descriptor in (('stdout', 1), ('stderr', 2)):
-        file = os.open(request[name], os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    files = (os.devnull, request['stdout'], request['stderr'])
+    for descriptor, (path, flags) in enumerate(
+        zip(files, (os.O_RDONLY, *[os.O_WRONLY | os.O_APPEND] * 2), strict=True)
+    ):
+        file = os.open(path, flags)
         os.dup2(file, descriptor)
         os.close(file)
+    os.environ.clear()
+    os.environ.update(request['environment'])
     os.chdir(request['folder'])
+    sys.path[0] = request['folder']
     signal.alarm(SECONDS)
-    sys.argv = request['arguments']
+    sys.argv = request['start']
     runpy.run_module(sys.argv[0], run_name='__main__', alter_sys=True)
 
 

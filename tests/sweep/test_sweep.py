@@ -17,6 +17,7 @@ import jax
 import numpy as np
 import pytest
 from PIL import Image
+from support.commands import call
 from support.settings import QUICK
 from support.tiny import flags, tiny_config
 
@@ -660,16 +661,9 @@ def test_config_arguments():
 
 
 def sweep(directory, *arguments, code=0):
-    environment = os.environ | {
-        'XLA_FLAGS': QUICK,
-        'JAX_PLATFORMS': 'cpu',
-        'JAXUNET_GIT_SHA': 'abc1234',
-    }
-    command = [sys.executable, '-m', 'jaxunet.sweep', *arguments, f'--output={directory}']
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == code, done.stderr
-    assert 'Traceback' not in done.stderr
-    return done.stdout if code == 0 else done.stderr
+    variables = {'JAXUNET_GIT_SHA': 'abc1234'}
+    arguments = ['jaxunet.sweep', *arguments, f'--output={directory}']
+    return call(*arguments, code=code, variables=variables)
 
 
 def test_from_the_command_line(tmp_path):
