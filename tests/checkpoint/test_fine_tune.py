@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import pathlib
 
 import numpy as np
@@ -53,8 +54,13 @@ def changed(params, result: Fitted) -> set[tuple[str, ...]]:
     }
 
 
+@functools.cache
+def fresh_leaves(config: Config) -> dict[tuple[str, ...], np.ndarray]:
+    return flatten(fresh_state(config).params)
+
+
 def fresh(config: Config, path: tuple[str, ...]) -> np.ndarray:
-    return flatten(fresh_state(config).params)[path]
+    return fresh_leaves(config)[path]
 
 
 def test_the_same_network_keeps_everything(params):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pathlib
 
+import numpy as np
 import pytest
 from support.tiny import tiny_config
 
@@ -13,7 +14,9 @@ from jaxunet.checkpoint.store import Checkpoints
 
 @pytest.fixture(scope='module')
 def state():
-    return fresh_state(tiny_config())
+    """A state of few arrays, which is written at once."""
+    weights = {'kernel': np.ones(3, np.float32)}
+    return fresh_state(tiny_config()).replace(params=weights, ema={}, opt_state=())
 
 
 @pytest.mark.parametrize(

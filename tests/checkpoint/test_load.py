@@ -3,10 +3,11 @@
 import jax
 import numpy as np
 import pytest
+from support.weight_cases import random_params
 
 from jaxunet.checkpoint import store as checkpoint
 from jaxunet.checkpoint.load import load_initial, load_model
-from jaxunet.checkpoint.state import CONVERGED_COUNT, fresh_state, get_moments
+from jaxunet.checkpoint.state import CONVERGED_COUNT, get_moments
 from jaxunet.runtime.errors import UserError
 from jaxunet.weights import write_weights
 from jaxunet.weights.unetcu import MAGIC, Header, config_of
@@ -20,7 +21,7 @@ def config():
 
 @pytest.fixture(scope='module')
 def params(config):
-    return fresh_state(config).params
+    return random_params(config)
 
 
 def test_a_bin_with_moments_continues(config, params, tmp_path):
