@@ -1,6 +1,5 @@
 """Never losing work: kills, signals, damaged files, full disks, other device counts."""
 
-import os
 import pathlib
 import random
 import resource
@@ -12,7 +11,8 @@ import time
 
 import numpy as np
 import pytest
-from support.settings import QUICK
+from support.commands import Fork, call, environment
+from support.shared_steps import shared_steps
 from support.tiny import flags, tiny_config
 
 from jaxunet.checkpoint import store as checkpoint
@@ -22,19 +22,17 @@ from jaxunet.runtime.errors import UserError
 from jaxunet.training.logs import read_metrics
 from jaxunet.training.loop import train
 
-STEPS = 60
+STEPS = 40
 SLOW_STEPS = 100_000
 
 
 def command(workdir, *extra, steps=STEPS):
     override = [
         f'--config.train.steps={steps}',
-        '--config.train.checkpoint_every=5',
+        '--config.train.checkpoint_every=8',
         '--config.model.dropout=0.1',
     ]
     return [
-        sys.executable,
-        '-m',
         'jaxunet.train',
         f'--workdir={workdir}',
         *flags(),
@@ -43,14 +41,10 @@ def command(workdir, *extra, steps=STEPS):
     ]
 
 
-def environment(cache):
-    return os.environ | {'XDG_CACHE_HOME': str(cache), 'XLA_FLAGS': QUICK, 'JAX_PLATFORMS': 'cpu'}
-
-
-@pytest.fixture(scope='module')
-def cache(tmp_path_factory):
-    """One compilation cache for all runs of this file."""
-    return tmp_path_factory.mktemp('cache')
+@pytest.fixture(autouse=True, scope='module')
+def _shared_steps():
+    with shared_steps():
+        yield
 
 
 def losses(workdir):
@@ -70,24 +64,19 @@ def wait_for_step(process, workdir, step):
         time.sleep(0.01)
 
 
-def test_killed_three_times_gives_the_losses_of_an_uninterrupted_run(tmp_path, cache):
+def test_killed_three_times_gives_the_losses_of_an_uninterrupted_run(tmp_path):
     whole, killed = tmp_path / 'whole', tmp_path / 'killed'
-    subprocess.run(command(whole), env=environment(cache), check=True, capture_output=True)
-    for step in sorted(random.Random(0).sample(range(6, STEPS - 4), 3)):
-        process = subprocess.Popen(
-            command(killed),
-            env=environment(cache),
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.PIPE,
-        )
+    call(*command(whole))
+    for step in sorted(random.Random(0).sample(range(9, STEPS - 4), 3)):
+        process = Fork(command(killed))
         wait_for_step(process, killed, step)
         process.kill()
         process.communicate()
         assert last_step(killed) < STEPS
-    done = subprocess.run(
-        command(killed), env=environment(cache), check=True, capture_output=True, text=True
-    )
-    assert 'resuming' in done.stderr
+    done = Fork(command(killed))
+    _, err = done.communicate()
+    assert done.returncode == 0, err
+    assert 'resuming' in err
     assert losses(killed) == losses(whole)
     assert sorted(losses(whole)) == list(range(1, STEPS + 1))
     final = [checkpoint.read(w).state for w in (whole, killed)]
@@ -95,14 +84,8 @@ def test_killed_three_times_gives_the_losses_of_an_uninterrupted_run(tmp_path, c
 
 
 @pytest.mark.parametrize('number', [signal.SIGTERM, signal.SIGINT])
-def test_signals_save_and_exit_0(number, tmp_path, cache):
-    process = subprocess.Popen(
-        command(tmp_path, steps=SLOW_STEPS),
-        env=environment(cache),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+def test_signals_save_and_exit_0(number, tmp_path):
+    process = Fork(command(tmp_path, steps=SLOW_STEPS))
     wait_for_step(process, tmp_path, 7)
     process.send_signal(number)
     sent = time.time()
@@ -117,17 +100,11 @@ def test_signals_save_and_exit_0(number, tmp_path, cache):
 
 def test_a_signal_while_compiling_exits_0_at_once(tmp_path):
     """With an empty compilation cache; nothing is trained yet, so nothing is saved."""
-    process = subprocess.Popen(
-        command(tmp_path / 'run'),
-        env=environment(tmp_path),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    while (
-        'compiling' not in process.stderr.read(1) + os.read(process.stderr.fileno(), 4096).decode()
-    ):
+    empty = {'JAX_COMPILATION_CACHE_DIR': str(tmp_path / 'cache')}
+    process = Fork(command(tmp_path / 'run'), environment() | empty)
+    while 'compiling: ' not in process.stderr.read_text():
         assert process.poll() is None
+        time.sleep(0.01)
     process.send_signal(signal.SIGTERM)
     _, err = process.communicate(timeout=5)
     assert process.returncode == 0
@@ -222,7 +199,7 @@ def test_keep(run):
     assert sorted(p.name for p in (run / 'checkpoints').iterdir()) == ['2', '4', '6']
 
 
-def test_other_device_counts_and_modes(tmp_path, source):
+def test_other_device_counts_and_modes(finished, tmp_path, source):
     """The checkpoint of 4 devices under jit goes on with 2 under pmap, then with 1: the losses are
     those of 4 all along.
     """
@@ -235,9 +212,8 @@ def test_other_device_counts_and_modes(tmp_path, source):
         )
         return [float(loss) for loss in losses(workdir).values()]
 
-    want = part(tmp_path / 'whole', 10)
-    moved = tmp_path / 'moved'
-    part(moved, 6)
+    whole, moved = (shutil.copytree(finished, tmp_path / name) for name in ('whole', 'moved'))
+    want = part(whole, 10)
     part(moved, 8, mode='pmap', devices=2)
     got = part(moved, 10, devices=1)
     assert np.isfinite(got).all()
@@ -291,33 +267,24 @@ def test_a_disk_that_has_room_again_gets_the_next_checkpoint(tmp_path):
     assert checkpoint.read(tmp_path).state.params.keys() == state.params.keys()
 
 
-def test_a_full_disk_leaves_the_last_good_checkpoint(tmp_path, cache):
-    """No file may grow beyond a few bytes after step 10: writing fails as on a full disk; training
+def test_a_full_disk_leaves_the_last_good_checkpoint(run, source):
+    """No file may grow beyond a few bytes after step 6: writing fails as on a full disk; training
     goes on, tells, and fails at the end.
     """
-    subprocess.run(
-        command(tmp_path, steps=10), env=environment(cache), check=True, capture_output=True
-    )
     limited = (
         'import resource, runpy, sys; resource.setrlimit(resource.RLIMIT_FSIZE, (40_000, '
         '40_000)); '
         'sys.argv = sys.argv[1:]; runpy.run_module("jaxunet.train", run_name="__main__")'
     )
-    full = command(tmp_path, steps=20)
-    full[1:3] = ['-c', limited, 'train']
-    done = subprocess.run(full, env=environment(cache), check=False, capture_output=True, text=True)
+    train_on = ['jaxunet.train', f'--workdir={run}', *flags(), '--config.train.steps=12']
+    full = [sys.executable, '-c', limited, *train_on]
+    done = subprocess.run(full, env=environment(), check=False, capture_output=True, text=True)
     assert done.returncode == 2, done.stderr
     # Threads of the storage library may still be talking while the error is printed, so it need not
     # come last.
     (error,) = (line for line in done.stderr.splitlines() if line.startswith('error: '))
     assert error.startswith('error: a checkpoint could not be written to')
-    assert 'the last good one is step 10' in error
-    assert checkpoint.read(tmp_path).state.step == 10
-    done = subprocess.run(
-        command(tmp_path, steps=20),
-        env=environment(cache),
-        check=True,
-        capture_output=True,
-        text=True,
-    )
-    assert checkpoint.read(tmp_path).state.step == 20
+    assert 'the last good one is step 6' in error
+    assert checkpoint.read(run).state.step == 6
+    assert train(tiny_config(train={'steps': 12}), run, source) == 12
+    assert checkpoint.read(run).state.step == 12

@@ -8,6 +8,7 @@ import shutil
 import jax
 import numpy as np
 import pytest
+from support.shared_steps import shared_steps
 from support.tiny import tiny_config
 
 from jaxunet.checkpoint.load import load_model
@@ -31,6 +32,12 @@ def config_of(widths: tuple[float, ...], **train: int) -> Config:
         train={'steps': STEPS, 'checkpoint_every': 32, 'log_every': 32} | train,
         parallel={'devices': 1},
     )
+
+
+@pytest.fixture(autouse=True, scope='module')
+def _shared_steps():
+    with shared_steps():
+        yield
 
 
 @pytest.fixture(scope='module')

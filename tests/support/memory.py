@@ -6,9 +6,12 @@ import sys
 
 import jax
 
+STEPS: dict[str, jax.stages.Compiled] = {}  # those of `shared_steps`
+
 
 def drop_compiled_programs() -> None:
     """Frees compiled programs that no test holds; the cache on disk keeps them."""
+    STEPS.clear()
     jax.clear_caches()
     gc.unfreeze()  # training loops freeze what is alive, compiled programs of tests among it
     gc.collect()

@@ -1,0 +1,47 @@
+"""Lets the runs of a test process share their compiled training steps."""
+
+from __future__ import annotations
+
+import contextlib
+import unittest.mock
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+
+from jaxunet.runtime import compiled_cache
+from jaxunet.training.parallel import Parallel
+from jaxunet.training.step_fields import relevant
+from support.memory import STEPS
+
+
+@contextlib.contextmanager
+def shared_steps() -> Iterator[None]:
+    """Takes the steps of `jaxunet.training.loop.train` from `STEPS` and keeps them there.
+
+    They are found by what `compiled_cache` finds them by on GPUs. With a constant learning rate
+    the length of the run does not matter, either.
+    """
+    compile_step = Parallel.compile
+
+    def compile_once(
+        self: Parallel,
+        make_step: Any,
+        state: Any,
+        data: Any,
+        *,
+        cache: bool = False,
+        **options: Any,
+    ) -> jax.stages.Compiled:
+        if not cache:
+            return compile_step(self, make_step, state, data, **options)
+        fields = relevant(self.config)
+        if self.config.optimizer.schedule == 'constant':
+            fields['train'] = {k: v for k, v in fields['train'].items() if k != 'steps'}
+        key = compiled_cache.key(fields, (state, data), self.devices, options)
+        if key not in STEPS:
+            STEPS[key] = compile_step(self, make_step, state, data, **options)
+        return STEPS[key]
+
+    with unittest.mock.patch.object(Parallel, 'compile', compile_once):
+        yield
