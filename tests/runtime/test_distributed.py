@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from support.commands import NO_LAUNCHER, Fork, free_port
 from support.settings import QUICK
+from support.shared_steps import shared_steps
 from support.tiny import flags, tiny_config
 
 from jaxunet.checkpoint import store as checkpoint
@@ -133,9 +134,21 @@ def losses(workdir):
     return [float(row['loss']) for row in read_metrics(workdir / 'metrics.csv')]
 
 
-@pytest.fixture
+@pytest.fixture(autouse=True, scope='module')
+def _shared_steps():
+    with shared_steps():
+        yield
+
+
+@pytest.fixture(scope='module')
 def source():
     return open_source('digits:', image_shape=(8, 8, 1))
+
+
+@pytest.fixture(scope='module')
+def one(source, tmp_path_factory):
+    """The losses of six steps on one device."""
+    return one_process(tmp_path_factory.mktemp('one'), source, devices=1, steps=6)
 
 
 def one_process(workdir, source, devices, steps):
@@ -151,7 +164,9 @@ def one_process(workdir, source, devices, steps):
 @pytest.mark.parametrize(
     ('mode', 'data_cache', 'launcher'), [('jit', 'stream', slurm), ('pmap', 'device', open_mpi)]
 )
-def test_two_processes_train_as_one_and_resume_on_one(mode, data_cache, launcher, tmp_path, source):
+def test_two_processes_train_as_one_and_resume_on_one(
+    mode, data_cache, launcher, tmp_path, source, one
+):
     processes = start(
         tmp_path / 'two',
         f'--config.parallel.mode={mode}',
@@ -165,7 +180,6 @@ def test_two_processes_train_as_one_and_resume_on_one(mode, data_cache, launcher
         assert f'process {rank} of 2, started {"slurm" if launcher is slurm else "ompi"}' in error
         assert 'ended before its time' not in error
     assert sorted(p.name for p in (tmp_path / 'two' / 'checkpoints').iterdir()) == ['2', '4']
-    one = one_process(tmp_path / 'one', source, devices=1, steps=6)
     np.testing.assert_allclose(losses(tmp_path / 'two'), one[:4], rtol=1e-4)
     np.testing.assert_allclose(
         one_process(tmp_path / 'two', source, devices=2, steps=6), one, rtol=1e-4
