@@ -100,11 +100,7 @@ def text(lowered: jax.stages.Lowered) -> str:
                     and (callee := op.attributes['callee'].value) not in order
                 ):
                     order.append(callee)
-        others = [
-            op.get_asm(enable_debug_info=False)
-            for op in _children(module)
-            if op.name != 'func.func'
-        ]
+        others = [_assembly(op) for op in _children(module) if op.name != 'func.func']
         numbers = {name: f'@function_{i}' for i, name in enumerate(order)}
         names = re.compile(r'@(?:"([^"]+)"|([\w.$-]+))')
 
@@ -115,10 +111,7 @@ def text(lowered: jax.stages.Lowered) -> str:
             '\n'.join(
                 [
                     *others,
-                    *(
-                        names.sub(renamed, functions[name].get_asm(enable_debug_info=False))
-                        for name in order
-                    ),
+                    *(names.sub(renamed, _assembly(functions[name])) for name in order),
                 ]
             )
             + '\n'
@@ -132,6 +125,11 @@ def _children(op: Any) -> list[Any]:
         for block in region.blocks
         for child in block.operations
     ]
+
+
+def _assembly(op: Any) -> str:
+    # Not in the module's scope, which would be numbered anew for each of its functions.
+    return op.get_asm(enable_debug_info=False, use_local_scope=True)
 
 
 def _descendants(op: Any) -> list[Any]:
