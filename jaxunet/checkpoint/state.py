@@ -215,19 +215,23 @@ def fresh_state(config: Config) -> TrainState:
 
     It is drawn on the CPU where JAX has one, so that it is the same on every machine.
     """
-    model = build_unet(config, load_ops('xla'))
-
-    def draw() -> TrainState:
-        return init_state(config, model, make_optimizer(config))
-
     try:
         cpu = jax.local_devices(backend='cpu')[0]
     except RuntimeError:  # JAX_PLATFORMS excludes the CPU
-        return jax.device_get(jax.jit(draw)())
+        return jax.device_get(jax.jit(draw_state, static_argnums=0)(config))
     # It runs once, and optimising its many random draws takes ten times as long as running them.
     quick = {'xla_backend_optimization_level': 0}
     with jax.default_device(cpu):
-        return jax.device_get(jax.jit(draw, compiler_options=quick)())
+        return jax.device_get(jax.jit(draw_state, static_argnums=0, compiler_options=quick)(config))
+
+
+def draw_state(config: Config) -> TrainState:
+    """Draws the state before step 0 from `config.seed`; to be traced by JAX.
+
+    A module's function with a static argument, so that JAX traces and compiles it once a config.
+    """
+    # Parameters do not depend on the backend, and this machine may lack the one of the config.
+    return init_state(config, build_unet(config, load_ops('xla')), make_optimizer(config))
 
 
 def initial_state(

@@ -25,10 +25,8 @@ import orbax.checkpoint as ocp
 from absl import logging
 
 from jaxunet.checkpoint.keeping import Scores, preservation_policy
-from jaxunet.checkpoint.state import TrainState, init_state, make_optimizer
+from jaxunet.checkpoint.state import TrainState, draw_state
 from jaxunet.config import Config, diff, resolve, to_dict
-from jaxunet.model.unet import build_unet
-from jaxunet.ops.backends import load_ops
 from jaxunet.runtime.errors import UserError
 from jaxunet.weights.fields import needed_fields
 
@@ -63,9 +61,7 @@ class Restored:
 
 def state_template(config: Config) -> TrainState:
     """Returns the shapes and types of the state of a config, without allocating it."""
-    # Parameters do not depend on the backend, and this machine may lack the one of the config.
-    model = build_unet(config, load_ops('xla'))
-    return jax.eval_shape(lambda: init_state(config, model, make_optimizer(config)))
+    return jax.eval_shape(jax.jit(draw_state, static_argnums=0), config)
 
 
 def checksum(tree: object) -> int:
