@@ -74,6 +74,15 @@ def shared_dir() -> pathlib.Path:
     return path
 
 
+@pytest.fixture(scope='module')
+def shared_steps() -> Iterator[None]:
+    """Compiles the training step of runs with equal configs once."""
+    from support.shared_steps import shared_steps  # noqa: PLC0415 (most workers need no training)
+
+    with shared_steps():
+        yield
+
+
 STATM = pathlib.Path('/proc/self/statm')
 BEFORE_CLEARING = 1 << 30  # bytes of a worker; a single test adds up to 0.5 GiB
 GROWTH = 1 << 28  # bytes more than what clearing left, so that it is not repeated in vain

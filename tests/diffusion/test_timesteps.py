@@ -38,6 +38,8 @@ from jaxunet.training import step as step_module
 from jaxunet.training.logs import read_metrics
 from jaxunet.training.loop import train
 
+pytestmark = pytest.mark.usefixtures('shared_steps')
+
 STEPS = 40
 METHODS = [
     ('loss_second_moment', 'min_snr'),
@@ -419,16 +421,18 @@ def method(sampler, weighting, **changes):
 
 JIT = {'parallel': {'mode': 'jit', 'devices': 4}}
 PMAP = {'parallel': {'mode': 'pmap', 'devices': 2}, 'optimizer': {'accumulate_steps': 2}}
+SPREAD_METHODS = [(*m, s) for m, s in zip(METHODS, (JIT, PMAP, PMAP, JIT), strict=True)]
 
 
-@pytest.mark.parametrize(
-    ('sampler', 'weighting', 'spread'),
-    [(*m, s) for m, s in zip(METHODS, (JIT, PMAP, PMAP, JIT), strict=True)],
-)
+def spread_method(sampler, weighting, spread):
+    return method(sampler, weighting, train={'steps': 8}).replace(**spread)
+
+
+@pytest.mark.parametrize(('sampler', 'weighting', 'spread'), SPREAD_METHODS)
 def test_losses_and_states_do_not_depend_on_the_devices(sampler, weighting, spread, source):
     benches = [
         Bench(method(sampler, weighting, parallel={'devices': 1}), source),
-        Bench(method(sampler, weighting).replace(**spread), source),
+        Bench(spread_method(sampler, weighting, spread), source),
     ]
     one, several = ([bench.losses(4), bench.parallel.fetch(bench.state)] for bench in benches)
     np.testing.assert_allclose(several[0], one[0], rtol=1e-4)
@@ -440,36 +444,11 @@ def test_losses_and_states_do_not_depend_on_the_devices(sampler, weighting, spre
         np.testing.assert_allclose(got, want, rtol=2e-3, atol=1e-4)
 
 
-@pytest.mark.parametrize('spread', [{'parallel': {'devices': 1}}, PMAP], ids=str)
-def test_a_step_hands_the_sampler_what_it_drew_and_its_loss_weights(spread, source, monkeypatch):
-    rows = 8
-
-    def draw(state, keys, row, x0):
-        del state, keys, x0
-        return Draw(5 * row, jnp.ones(row.shape), jnp.full(row.shape, 0.5))
-
-    sampler = TimestepSampler(
-        lambda: jnp.zeros((3, rows)),
-        draw,
-        lambda state, t, loss, weight: jnp.stack([t.astype(float), loss, weight]),
-    )
-    for module in (state_module, step_module):
-        monkeypatch.setattr(module, 'make_sampler', lambda *_: sampler)
-    bench = Bench(method('uniform', 'p2', data={'batch_size': rows}).replace(**spread), source)
-    bench.losses(1)
-    t, loss, weight = np.asarray(bench.parallel.fetch(bench.state).timesteps)
-    np.testing.assert_array_equal(t, 5 * np.arange(rows))
-    diffusion = make_diffusion(bench.config.diffusion)
-    np.testing.assert_allclose(
-        weight, make_weighting(bench.config.loss, diffusion).table(())[t.astype(int)], rtol=1e-6
-    )
-    assert len(set(weight)) == rows
-    assert np.all(loss > 0)
-
-
-@pytest.mark.parametrize(('sampler', 'weighting'), METHODS)
-def test_a_resumed_run_is_bit_for_bit_the_uninterrupted_one(sampler, weighting, tmp_path, source):
-    config = method(sampler, weighting, train={'steps': 8})
+@pytest.mark.parametrize(('sampler', 'weighting', 'spread'), SPREAD_METHODS)
+def test_a_resumed_run_is_bit_for_bit_the_uninterrupted_one(
+    sampler, weighting, spread, tmp_path, source
+):
+    config = spread_method(sampler, weighting, spread)
     train(config, tmp_path / 'whole', source)
     halves = shutil.copytree(tmp_path / 'whole', tmp_path / 'halves')
     for step in (6, 8):  # as if it had ended before these were written
@@ -489,6 +468,34 @@ def test_a_resumed_run_is_bit_for_bit_the_uninterrupted_one(sampler, weighting, 
         )
     rows = [read_metrics(tmp_path / name / 'metrics.csv') for name in ('whole', 'halves')]
     assert [r['loss'] for r in rows[0]] == [r['loss'] for r in rows[1]]
+
+
+@pytest.mark.parametrize('spread', [{'parallel': {'devices': 1}}, PMAP], ids=str)
+def test_a_step_hands_the_sampler_what_it_drew_and_its_loss_weights(spread, source, monkeypatch):
+    rows = 8
+
+    def draw(state, keys, row, x0):
+        del state, keys, x0
+        return Draw(5 * row, jnp.ones(row.shape), jnp.full(row.shape, 0.5))
+
+    sampler = TimestepSampler(
+        lambda: jnp.zeros((3, rows)),
+        draw,
+        lambda state, t, loss, weight: jnp.stack([t.astype(float), loss, weight]),
+    )
+    for module in (state_module, step_module):
+        monkeypatch.setattr(module, 'make_sampler', lambda *_: sampler)
+    config = method('uniform', 'p2', data={'batch_size': rows}, seed=1).replace(**spread)
+    bench = Bench(config, source, shared=False)  # and JAX keeps its state by this seed
+    bench.losses(1)
+    t, loss, weight = np.asarray(bench.parallel.fetch(bench.state).timesteps)
+    np.testing.assert_array_equal(t, 5 * np.arange(rows))
+    diffusion = make_diffusion(bench.config.diffusion)
+    np.testing.assert_allclose(
+        weight, make_weighting(bench.config.loss, diffusion).table(())[t.astype(int)], rtol=1e-6
+    )
+    assert len(set(weight)) == rows
+    assert np.all(loss > 0)
 
 
 def test_a_checkpoint_without_the_states_loads_and_another_method_starts_anew(tmp_path, source):
@@ -520,7 +527,7 @@ def test_a_checkpoint_without_the_states_loads_and_another_method_starts_anew(tm
     meta.write_text(json.dumps(saved))
     again = checkpoint.read(tmp_path / 'old')
     assert checkpoint.checksum(again.state) == checkpoint.checksum(state)
-    train(method('adaptive', 'uncertainty', train={'steps': 8}), tmp_path / 'old', source)
+    train(spread_method('adaptive', 'uncertainty', PMAP), tmp_path / 'old', source)
     now = checkpoint.read(tmp_path / 'old').state
     assert now.step == 8
     assert now.timesteps.weight.max() > 0

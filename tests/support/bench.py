@@ -3,6 +3,7 @@
 import functools
 
 from jaxunet.checkpoint.state import fresh_state, make_optimizer
+from jaxunet.config.schema import OptimizerConfig, ParallelConfig, TrainConfig
 from jaxunet.data import pipeline
 from jaxunet.diffusion.process import make_diffusion
 from jaxunet.model.unet import build_unet
@@ -12,10 +13,15 @@ from jaxunet.training.step import make_train_step
 
 
 class Bench:
-    """A compiled step with its state and the resident digits."""
+    """A compiled step with its state and the resident digits.
 
-    def __init__(self, config, source):
-        self.config, self.parallel = config, Parallel(config)
+    Args:
+      shared: as in a run, so that `support.shared_steps` may return the step of another one. Not
+        for a test that replaces what a step is made from.
+    """
+
+    def __init__(self, config, source, *, shared=True):
+        self.config, self.parallel, self.shared = config, Parallel(config), shared
         self.optimizer, model = (
             make_optimizer(config),
             build_unet(config, ops_of('cuda' if config.backend == 'cuda' else 'xla')),
@@ -29,12 +35,28 @@ class Bench:
 
     def restart(self):
         """Sets the state to that of a new run."""
-        self.state = self.parallel.replicate(fresh_state(self.config))
+        # Without what does not enter the state: one program draws it for many benches.
+        config = self.config.replace(
+            backend='xla',
+            parallel=ParallelConfig(),
+            optimizer=OptimizerConfig(),
+            train=TrainConfig(),
+        )
+        self.state = self.parallel.replicate(fresh_state(config))
+
+    @functools.cached_property
+    def lowered(self):
+        """The step on the resident dataset, lowered and not compiled."""
+        return self.parallel.lower(self.make, self.state, self.resident)
 
     @functools.cached_property
     def step(self):
         """The step on the resident dataset."""
-        return self.parallel.compile(self.make, self.state, self.resident)
+        if 'lowered' in self.__dict__:
+            return self.lowered.compile(compiler_options=self.parallel.compiler_options)
+        return self.parallel.compile(
+            self.make, self.state, self.resident, steps=1, cache=self.shared
+        )
 
     def losses(self, count=3, batches=None):
         if batches is None:

@@ -21,6 +21,8 @@ from jaxunet.training.logs import read_metrics
 from jaxunet.training.loop import train
 from jaxunet.training.parallel import Parallel
 
+pytestmark = pytest.mark.usefixtures('shared_steps')
+
 
 @pytest.fixture(scope='module')
 def source():
@@ -65,7 +67,7 @@ def test_samples_are_drawn_as_the_config_says(features, source):
 
 @pytest.mark.parametrize('mode', ['jit', 'pmap'])
 def test_a_run_is_evaluated_on_the_way(mode, features, source, tmp_path):
-    config = config_of(features, parallel={'mode': mode, 'devices': 4})
+    config = config_of(features, parallel={'mode': mode, 'devices': 2})
     assert train(config, tmp_path, source) == 6
     rows = read_evaluations(tmp_path)
     assert [(row['step'], row['metric'].split('[')[0]) for row in rows] == [
@@ -124,14 +126,12 @@ def test_evaluating_takes_no_time_of_training(features, source, tmp_path, monkey
         return measure(self, *arguments)
 
     monkeypatch.setattr(Evaluator, 'measure', slowly)
-    parallel = {'devices': 1}
+    parallel = {'devices': 2}
     began = time.perf_counter()
     train(config_of(features, parallel=parallel), tmp_path, source)
     seconds = read(tmp_path).seconds
     assert 0 < seconds < time.perf_counter() - began - 2
-    longer = config_of(
-        features, parallel=parallel, train={'evaluate_every': 3, 'log_every': 4, 'steps': 10}
-    )
+    longer = config_of(features, parallel=parallel, train={'steps': 10})
     began = time.perf_counter()
     train(longer, tmp_path, source)
     assert 0 < read(tmp_path).seconds - seconds < time.perf_counter() - began - 2
@@ -140,6 +140,16 @@ def test_evaluating_takes_no_time_of_training(features, source, tmp_path, monkey
     times = [float(row['training_seconds']) for row in rows]
     assert sorted(times) == times
     assert times[-1] == pytest.approx(read(tmp_path).seconds, abs=1e-6)
+
+
+def test_an_error_on_the_way_takes_no_step_with_it(features, source, tmp_path, monkeypatch):
+    def fail(*_):
+        raise UserError('no room')
+
+    monkeypatch.setattr(Evaluator, 'measure', fail)
+    with pytest.raises(UserError, match='no room'):
+        train(config_of(features, parallel={'devices': 2}), tmp_path, source)
+    assert int(read(tmp_path).state.step) == 3  # its checkpoints are at 2, 4 and 6
 
 
 def test_milestones_end_a_run(features, source, tmp_path):
@@ -211,16 +221,6 @@ def test_mistakes_are_told_before_training(features, source, tmp_path):
         with pytest.raises(UserError, match=message):
             train(config, tmp_path / 'run', open_source('digits:', image_shape=shape))
         assert not (tmp_path / 'run' / 'metrics.csv').exists()
-
-
-def test_an_error_on_the_way_takes_no_step_with_it(features, source, tmp_path, monkeypatch):
-    def fail(*_):
-        raise UserError('no room')
-
-    monkeypatch.setattr(Evaluator, 'measure', fail)
-    with pytest.raises(UserError, match='no room'):
-        train(config_of(features, parallel={'devices': 1}), tmp_path, source)
-    assert int(read(tmp_path).state.step) == 3  # its checkpoints are at 2, 4 and 6
 
 
 def test_a_line_that_was_cut_short(tmp_path, features, source):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shutil
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -20,6 +22,8 @@ from jaxunet.ops.backends import load_ops
 from jaxunet.training.held_out import BANDS, COLUMNS, SEED, HeldOutLoss, Losses, Turn
 from jaxunet.training.logs import read_metrics
 from jaxunet.training.loop import train
+
+pytestmark = pytest.mark.usefixtures('shared_steps')
 
 
 def randomised(config):
@@ -88,50 +92,56 @@ def test_nothing_held_out(digits):
         HeldOutLoss(tiny_config(), digits.held_out, jax.local_devices()[:1])
 
 
-def run(workdir, steps, **changes):
-    config = tiny_config(
-        data={'holdout': 1777, 'batch_size': 8},
-        optimizer={'learning_rate': 3e-3, 'warmup_steps': 1},
-        ema={'rates': (0.9,)},
-        train={
-            'steps': steps,
-            'log_every': 5,
-            'holdout_every': 10,
-            'checkpoint_every': 20,
-        },
-        **changes,
+@pytest.fixture(scope='module')
+def whole(tmp_path_factory):
+    """The folder of a run of 40 steps."""
+    workdir = tmp_path_factory.mktemp('held_out') / 'whole'
+    train_in(
+        workdir,
+        tiny_config(
+            data={'holdout': 1777, 'batch_size': 8},
+            optimizer={'learning_rate': 3e-3, 'warmup_steps': 1},
+            ema={'rates': (0.9,)},
+            train={'steps': 40, 'log_every': 5, 'holdout_every': 10, 'checkpoint_every': 20},
+        ),
     )
+    return workdir
+
+
+def train_in(workdir, config):
     train(config, workdir, open_images(config))
-    return read_metrics(workdir / 'metrics.csv')
 
 
-def test_a_run_logs_it(tmp_path):
+def test_a_run_logs_it(whole, tmp_path):
     """Beside the training loss, every `train.holdout_every` steps; a resumed run goes on alike."""
-    whole = run(tmp_path / 'whole', 40)
-    assert [int(row['step']) for row in whole] == list(range(5, 45, 5))
-    for row in whole:
+    logged = read_metrics(whole / 'metrics.csv')
+    assert [int(row['step']) for row in logged] == list(range(5, 45, 5))
+    for row in logged:
         measured = [bool(row[column]) for column in COLUMNS]
         assert measured == [int(row['step']) % 10 == 0] * len(COLUMNS)
-    rows = [row for row in whole if row['held_out_loss']]
+    rows = [row for row in logged if row['held_out_loss']]
     values = np.array([[float(row[column]) for column in COLUMNS] for row in rows])
     np.testing.assert_allclose(values[:, 0], values[:, 1 : 1 + BANDS].mean(axis=1), rtol=1e-6)
     assert (np.diff(values[:, 0]) < 0).all()  # it learns
     assert values[-1, 0] > values[-1, 1 + BANDS]  # of 20 images, those it knows
-    assert list((tmp_path / 'whole' / 'tensorboard').iterdir())
-    run(tmp_path / 'parts', 20)
-    parts = run(tmp_path / 'parts', 40)
-    assert [[row[c] for c in ('step', *COLUMNS)] for row in parts] == [
-        [row[c] for c in ('step', *COLUMNS)] for row in whole
-    ]
+    assert list((whole / 'tensorboard').iterdir())
+    parts = shutil.copytree(whole, tmp_path / 'parts')
+    shutil.rmtree(parts / 'checkpoints' / '40')  # as if it had been killed before
+    config = checkpoint.read(parts).config
+    assert checkpoint.read(parts).state.step == 20
+    train_in(parts, config)
+    assert [
+        [row[c] for c in ('step', *COLUMNS)] for row in read_metrics(parts / 'metrics.csv')
+    ] == [[row[c] for c in ('step', *COLUMNS)] for row in logged]
 
 
-def test_measuring_changes_no_step(tmp_path):
-    run(tmp_path / 'with', 10)
-    config = checkpoint.read(tmp_path / 'with').config.replace(train={'holdout_every': 0})
-    train(config, tmp_path / 'without', open_images(config))
-    states = [checkpoint.read(tmp_path / name).state for name in ('with', 'without')]
-    assert checkpoint.checksum(states[0]) == checkpoint.checksum(states[1])
-    assert not any(row['held_out_loss'] for row in read_metrics(tmp_path / 'without/metrics.csv'))
+def test_measuring_changes_no_step(whole, tmp_path):
+    measured = checkpoint.read(whole)
+    train_in(tmp_path, measured.config.replace(train={'holdout_every': 0}))
+    assert checkpoint.checksum(checkpoint.read(tmp_path).state) == checkpoint.checksum(
+        measured.state
+    )
+    assert not any(row['held_out_loss'] for row in read_metrics(tmp_path / 'metrics.csv'))
 
 
 def losses(held_out, seen):

@@ -35,6 +35,8 @@ from jaxunet.training.loop import train
 from jaxunet.training.parallel import Parallel
 from jaxunet.training.session import Session, choose_steps_per_call
 
+pytestmark = pytest.mark.usefixtures('shared_steps')
+
 
 @pytest.fixture(scope='module')
 def source():
@@ -102,37 +104,24 @@ def test_the_cuda_backend_trains_alike(mode, source, one_device):
     np.testing.assert_allclose(Bench(config, source).losses(), one_device, rtol=1e-4)
 
 
-@pytest.mark.extension
-@pytest.mark.parametrize(
-    'changes', [{'parallel': {'devices': 2}}, {'optimizer': {'accumulate_steps': 2}}], ids=str
-)
-def test_gradients_of_narrowed_weights_add_up(changes, source):
-    """The update of one device and batch takes them in 16 bits, a sum over devices or micro-batches
-    in 32.
-    """
+@pytest.fixture(scope='module')
+def narrow_benches(source):
+    """Benches of bfloat16 on the CUDA backend, by how they spread a batch."""
     config = tiny_config(backend='cuda', precision='bfloat16', parallel={'devices': 1})
-    one, several = (Bench(c, source).losses() for c in (config, config.replace(**changes)))
-    np.testing.assert_allclose(several, one, rtol=0.02)
+    spreads = {
+        'one': {},
+        'devices': {'parallel': {'devices': 2}},
+        'micro_batches': {'optimizer': {'accumulate_steps': 2}},
+    }
+    return functools.cache(lambda spread: Bench(config.replace(**spreads[spread]), source))
 
 
 @pytest.mark.extension
 @pytest.mark.parametrize(
-    ('changes', 'narrow'),
-    [
-        ({}, True),
-        ({'parallel': {'devices': 2}}, False),
-        ({'optimizer': {'accumulate_steps': 2}}, False),
-    ],
-    ids=str,
+    ('spread', 'narrow'), [('one', True), ('devices', False), ('micro_batches', False)]
 )
-def test_the_update_takes_narrow_gradients_and_sums_are_wide(changes, narrow, source):
-    bench = Bench(
-        tiny_config(backend='cuda', precision='bfloat16', parallel={'devices': 1}).replace(
-            **changes
-        ),
-        source,
-    )
-    program = bench.parallel.lower(bench.make, bench.state, bench.resident).as_text()
+def test_the_update_takes_narrow_gradients_and_sums_are_wide(spread, narrow, narrow_benches):
+    program = narrow_benches(spread).lowered.as_text()
     (update,) = (line for line in program.splitlines() if '@jaxunet_adamw(' in line)
     assert ('bf16' in update) == narrow
     sums = re.findall(r'stablehlo.all_reduce.*?\}\) : \((.*?)\)', program, re.DOTALL)
@@ -140,6 +129,17 @@ def test_the_update_takes_narrow_gradients_and_sums_are_wide(changes, narrow, so
     assert (
         any('bf16' in operands for operands in sums) == narrow
     )  # over a single device they are none
+
+
+@pytest.mark.extension
+@pytest.mark.parametrize('spread', ['devices', 'micro_batches'])
+def test_gradients_of_narrowed_weights_add_up(spread, narrow_benches):
+    """The update of one device and batch takes them in 16 bits, a sum over devices or micro-batches
+    in 32.
+    """
+    one, several = (narrow_benches(name) for name in ('one', spread))
+    one.restart()
+    np.testing.assert_allclose(several.losses(), one.losses(), rtol=0.02)
 
 
 @pytest.mark.parametrize('mode', ['jit', 'pmap'])
@@ -174,13 +174,24 @@ def test_steps_of_one_call_are_those_of_several(mode, bench_of):
         bench.parallel.lower(bench.make, bench.state, batch, steps=4)
 
 
+def counted(steps_per_call):
+    """A config of two calls, or six, between logs."""
+    return tiny_config(
+        parallel={'devices': 1},
+        train={
+            'steps': 12,
+            'steps_per_call': steps_per_call,
+            'log_every': 6,
+            'checkpoint_every': 6,
+            'sample_every': 0,
+        },
+    )
+
+
 def test_the_loop_counts_every_step_of_a_call(tmp_path, source, caplog):
-    every = {'log_every': 6, 'checkpoint_every': 6, 'sample_every': 0}
     rows = []
     for steps in (1, 3):
-        config = tiny_config(
-            parallel={'devices': 1}, train={'steps': 12, 'steps_per_call': steps, **every}
-        )
+        config = counted(steps)
         workdir = tmp_path / str(steps)
         assert train(config, workdir, source) == 12
         rows.append(
@@ -207,6 +218,20 @@ def test_the_loop_counts_every_step_of_a_call(tmp_path, source, caplog):
         r'those of digits: ',
     ):
         train(config.replace(data={'cache': 'stream'}), tmp_path / 'stream', source)
+
+
+@pytest.mark.parametrize(('steps', 'bad'), [(1, 2), (3, 3)])
+def test_training_stops_after_too_many_bad_steps(steps, bad, tmp_path, source):
+    """A call's steps are read together, so that there can be more of them than are allowed."""
+    config = counted(steps).replace(train={'max_bad_steps': 2})
+    state = fresh_state(config)
+    broken = jax.tree.map(lambda x: np.full_like(x, np.nan), state.params)
+    with pytest.raises(
+        UserError,
+        match=rf'{bad} steps in a row had a loss or gradient that is not finite '
+        r'\(train.max_bad_steps=2\); lower',
+    ):
+        train(config, tmp_path, source, initial=dataclasses.replace(state, params=broken))
 
 
 def test_as_many_steps_of_a_call_as_suit():
@@ -249,8 +274,36 @@ def test_a_session_streams_from_the_step_of_its_state(source):
             session.next_data()
 
 
+def learning(precision):
+    """A config whose loss falls."""
+    return tiny_config(
+        precision=precision,
+        parallel={'devices': 4 if precision == 'float32' else 1},
+        data={'batch_size': 32},
+        optimizer={'learning_rate': 5e-3},
+        train={'steps': 120, 'log_every': 40, 'sample_every': 120, 'checkpoint_every': 120},
+    )
+
+
+@pytest.mark.parametrize('precision', ['float32', 'bfloat16', 'float16'])
+def test_the_loop_learns_and_logs(precision, tmp_path, source):
+    config = learning(precision)
+    assert train(config, tmp_path, source) == 120
+    rows = read_metrics(tmp_path / 'metrics.csv')
+    assert [int(row['step']) for row in rows] == [40, 80, 120]
+    assert float(rows[-1]['loss']) < 0.8 * float(rows[0]['loss'])
+    assert float(rows[-1]['training_seconds']) > 0
+    assert (float(rows[0]['loss_scale']) > 1) == (precision == 'float16')
+    assert (tmp_path / 'samples' / 'step_0000120.png').stat().st_size > 100
+    assert list((tmp_path / 'tensorboard').iterdir())
+    assert (
+        train(config, tmp_path, source) == 120
+    )  # done already: nothing is trained or logged again
+    assert read_metrics(tmp_path / 'metrics.csv') == rows
+
+
 def test_a_bad_step_changes_only_the_counters(source):
-    bench = Bench(tiny_config(parallel={'devices': 1}, precision='float16'), source)
+    bench = Bench(learning('float16'), source)
     host = bench.parallel.fetch(bench.state)
     overflowing = dataclasses.replace(host, loss_scale=LossScale(np.float32(np.inf), np.int32(0)))
     bench.state = bench.parallel.replicate(overflowing)
@@ -275,19 +328,6 @@ def test_loss_scale_halves_doubles_and_stays_off():
         float(LossScale(jnp.float32(1024), jnp.int32(5)).update(jnp.array(True), True).finite_steps)
         == 6
     )
-
-
-@pytest.mark.parametrize('steps', [1, 10])
-def test_training_stops_after_too_many_bad_steps(steps, tmp_path, source):
-    often = {'steps_per_call': steps, 'log_every': 10, 'checkpoint_every': 10}
-    optimizer = {'learning_rate': 1e30, 'clip_norm': 0.0, 'warmup_steps': 0}
-    config = tiny_config(optimizer=optimizer, train={'steps': 60, 'max_bad_steps': 3, **often})
-    with pytest.raises(
-        UserError,
-        match=r'[3-9] steps in a row had a loss or gradient that is not finite '
-        r'\(train.max_bad_steps=3\); lower',
-    ):
-        train(config, tmp_path, source)
 
 
 def test_a_corrupt_image_takes_no_step_with_it(tmp_path, source, monkeypatch):
@@ -342,9 +382,16 @@ def test_a_workdir_that_cannot_be_locked_is_told(tmp_path, monkeypatch):
         ]
 
 
+# One step, compiled once, for the tests of the update's parts, which do not touch one another.
+UPDATE = {
+    'ema': {'rates': (0.9, 0.0)},
+    'optimizer': {'clip_norm': 0.01, 'weight_decay': 100.0},
+    'parallel': {'devices': 1},
+}
+
+
 def test_ema_is_the_recurrence(source):
-    config = tiny_config(ema={'rates': (0.9, 0.0)}, parallel={'devices': 1})
-    bench = Bench(config, source)
+    bench = Bench(tiny_config(**UPDATE), source)
     weights = [bench.parallel.fetch(bench.state).params]
     for _ in range(3):
         bench.losses(count=1)
@@ -382,7 +429,7 @@ def test_learning_rate(schedule, end):
 
 def test_clipping_and_moments(source):
     """Adam's first moment after one step is 0.1 times the clipped gradient."""
-    bench = Bench(tiny_config(optimizer={'clip_norm': 0.01}, parallel={'devices': 1}), source)
+    bench = Bench(tiny_config(**UPDATE), source)
     _, norm = bench.losses(count=1)
     mu, nu = get_moments(bench.parallel.fetch(bench.state).opt_state)
     assert norm > 0.1
@@ -395,37 +442,13 @@ def test_clipping_and_moments(source):
 
 def test_weight_decay_pulls_weights_down(source):
     """By 100 times the learning rate: a tenth at each full step, far more than Adam moves them."""
-    config = tiny_config(optimizer={'weight_decay': 100.0}, parallel={'devices': 1})
-    bench = Bench(config, source)
+    bench = Bench(tiny_config(**UPDATE), source)
     before = bench.parallel.fetch(bench.state).params['conv_in']['kernel']
     bench.losses()
     after = bench.parallel.fetch(bench.state).params['conv_in']['kernel']
     assert np.linalg.norm(after) < 0.9 * np.linalg.norm(before)
     # The weights shrink where they are: Adam alone would take them elsewhere.
     assert np.vdot(after, before) > 0.99 * np.linalg.norm(after) * np.linalg.norm(before)
-
-
-@pytest.mark.parametrize('precision', ['float32', 'bfloat16', 'float16'])
-def test_the_loop_learns_and_logs(precision, tmp_path, source):
-    config = tiny_config(
-        precision=precision,
-        parallel={'devices': 4 if precision == 'float32' else 1},
-        data={'batch_size': 32},
-        optimizer={'learning_rate': 5e-3},
-        train={'steps': 120, 'log_every': 40, 'sample_every': 120, 'checkpoint_every': 120},
-    )
-    assert train(config, tmp_path, source) == 120
-    rows = read_metrics(tmp_path / 'metrics.csv')
-    assert [int(row['step']) for row in rows] == [40, 80, 120]
-    assert float(rows[-1]['loss']) < 0.8 * float(rows[0]['loss'])
-    assert float(rows[-1]['training_seconds']) > 0
-    assert (float(rows[0]['loss_scale']) > 1) == (precision == 'float16')
-    assert (tmp_path / 'samples' / 'step_0000120.png').stat().st_size > 100
-    assert list((tmp_path / 'tensorboard').iterdir())
-    assert (
-        train(config, tmp_path, source) == 120
-    )  # done already: nothing is trained or logged again
-    assert read_metrics(tmp_path / 'metrics.csv') == rows
 
 
 @pytest.mark.parametrize(
