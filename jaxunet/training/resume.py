@@ -10,6 +10,7 @@ import jax
 from absl import logging
 
 from jaxunet.checkpoint import store as checkpoint
+from jaxunet.checkpoint.resumable import check_resumable
 from jaxunet.checkpoint.state import TrainState, fresh_state, start_loss_scale, start_methods
 from jaxunet.config import Config
 from jaxunet.data.classes import keep_classes
@@ -49,7 +50,7 @@ def starting_point(
     restored = checkpoints.restore()
     if restored is None:
         return StartingPoint(fresh_state(config) if initial is None else initial, 0.0, names)
-    changes = checkpoint.check_resumable(restored.config, config, workdir)
+    changes = check_resumable(restored.config, config, workdir)
     names = keep_classes(restored.class_names, names, config, workdir)
     logging.info(
         'resuming %s at step %d%s',

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from support.tiny import tiny_config
 
-from jaxunet.checkpoint import store as checkpoint
+from jaxunet.checkpoint.resumable import check_resumable
 from jaxunet.data import pipeline
 from jaxunet.data.holdout import held_out_rows, hold_out
 from jaxunet.data.source import ArraySource
@@ -87,6 +87,6 @@ def test_held_out_images_reach_no_step():
 
 def test_a_resumed_run_keeps_its_held_out_images(tmp_path):
     saved = tiny_config(data={'holdout': 0.1})
-    assert checkpoint.check_resumable(saved, saved, tmp_path) == []
+    assert check_resumable(saved, saved, tmp_path) == []
     with pytest.raises(UserError, match=r'data\.holdout: 0\.1 -> 0\.2'):
-        checkpoint.check_resumable(saved, saved.replace(data={'holdout': 0.2}), tmp_path)
+        check_resumable(saved, saved.replace(data={'holdout': 0.2}), tmp_path)

@@ -10,8 +10,8 @@ from scipy import ndimage
 from support.bench import Bench
 from support.tiny import tiny_config
 
-from jaxunet.checkpoint import store as checkpoint
 from jaxunet.checkpoint.fine_tune import Side, fit
+from jaxunet.checkpoint.resumable import check_resumable
 from jaxunet.checkpoint.state import fresh_state
 from jaxunet.config.schema import AUGMENTATION_INPUTS
 from jaxunet.data.sources import open_source
@@ -173,12 +173,12 @@ def test_a_step_trains_on_augmented_images_however_the_batch_is_spread():
 
 def test_a_resumed_run_keeps_its_layer(tmp_path):
     plain, flip, edm = (tiny_config(data={'augment': name}) for name in ('none', 'flip', 'edm'))
-    assert checkpoint.check_resumable(plain, flip, tmp_path)
+    assert check_resumable(plain, flip, tmp_path)
     for saved, now in ((plain, edm), (edm, flip)):
         with pytest.raises(UserError, match=r'(?s)data\.augment: .*or start from its weights'):
-            checkpoint.check_resumable(saved, now, tmp_path)
+            check_resumable(saved, now, tmp_path)
     more = edm.replace(data={'augment_probability': 0.3})
-    assert checkpoint.check_resumable(edm, more, tmp_path)
+    assert check_resumable(edm, more, tmp_path)
 
 
 def test_runs_with_and_without_the_layer_start_from_each_other():

@@ -1,0 +1,48 @@
+"""Which fields of a config a run that resumes may change."""
+
+from __future__ import annotations
+
+import pathlib
+
+from jaxunet.config import Config, diff
+from jaxunet.runtime.errors import UserError
+from jaxunet.weights.fields import needed_fields
+
+# Prefixes of the fields that give the arrays of a checkpoint their shape or meaning, and of the
+# choice of the images that a run has never trained on. A run that resumes may change any other
+# field, and those model fields that matter in training alone.
+FIXED_FIELDS = (
+    'model.',
+    'diffusion.',
+    'ema.rates',
+    'ema.widths',
+    'optimizer.name',
+    'data.holdout',
+)
+FREE_MODEL_FIELDS = ('model.dropout', 'model.label_dropout', 'model.remat')
+
+
+def check_resumable(saved: Config, now: Config, workdir: pathlib.Path) -> list[str]:
+    """Returns the differences between the saved config and this command's, a line each.
+
+    Raises:
+      UserError: a field differs that a run cannot change.
+    """
+    changes = diff(saved, now)
+    fixed = [
+        c for c in changes if c.startswith(FIXED_FIELDS) and not c.startswith(FREE_MODEL_FIELDS)
+    ]
+    if saved.augmentation_inputs != now.augmentation_inputs:
+        fixed += [c for c in changes if c.startswith('data.augment:')]
+    if fixed:
+        advice = (
+            f', or start from its weights with --config.init_from={workdir}'
+            if not needed_fields(saved, now)
+            else '; its weights do not fit this model'
+        )
+        raise UserError(
+            f'{workdir} holds a run with another config:\n  '
+            + '\n  '.join(fixed)
+            + f'\nChoose another --workdir{advice}'
+        )
+    return changes
