@@ -7,9 +7,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from support.attention import plain
 from support.parity import DTYPES, assert_parity, draw, kernel_target
 
-from jaxunet.ops.attention import reference
 from jaxunet.ops.attention.cases import AWKWARD, CASES, Case
 from pallas_kernels import backend
 
@@ -19,7 +19,7 @@ def check(case: Case, dtype: str, batch: int):
     with kernel_target():
         assert_parity(
             lambda qkv: backend.attention(qkv, num_heads=case.heads),
-            lambda qkv: reference.attention(qkv, num_heads=case.heads),
+            plain(case.heads),
             {'qkv': (draw(shape, dtype), dtype)},
         )
 

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import AbstractDevice, AbstractMesh
+from support.attention import plain
 from support.parity import assert_parity, draw
 
 from jaxunet.ops.attention import reference
@@ -44,11 +45,8 @@ def check(batch, tokens, heads, width, dtype, tiles=None, *, values=None, gradie
     def kernel(qkv):
         return attention(qkv, num_heads=heads, interpret=True, tiles=tiles)
 
-    def plain(qkv):
-        return reference.attention(qkv, num_heads=heads)
-
     qkv = draw((batch, tokens, 3 * heads * width), dtype) if values is None else values
-    assert_parity(kernel, plain, {'qkv': (qkv, dtype)}, gradients=gradients)
+    assert_parity(kernel, plain(heads), {'qkv': (qkv, dtype)}, gradients=gradients)
 
 
 def example(*shape, dtype='float32'):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 from jaxunet.ops.activation import Activation
 from jaxunet.ops.conv3x3.cases import Case
 from support.parity import draw
@@ -28,6 +30,7 @@ def inputs(case: Case, dtype: str, batch: int):
     }
 
 
+@functools.cache  # so that equal references are known to be equal
 def op(module, case: Case, copies: int = 0):
     """Returns the op of a module as a function of named arrays.
 

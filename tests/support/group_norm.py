@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 from jaxunet.ops.activation import Activation
 from jaxunet.ops.group_norm.cases import Case
 from support.parity import draw
@@ -19,6 +21,7 @@ def inputs(case: Case, dtype: str, batch: int):
     }
 
 
+@functools.cache  # so that equal references are known to be equal
 def op(group_norm, case: Case, **options):
     """Returns the op as a function of named arrays."""
 

@@ -10,6 +10,7 @@ and over several draws of the inputs, so that no single lucky draw does.
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -34,9 +35,7 @@ def draw(
 ) -> np.ndarray:
     """Fresh normal numbers, float64, rounded so that `dtype` holds them exactly."""
     values = offset + scale * np.random.default_rng().standard_normal(shape)
-    return np.asarray(
-        jnp.asarray(values, jnp.float32).astype(dtype).astype(jnp.float32), np.float64
-    )
+    return _rounded(values, dtype).astype(np.float64)
 
 
 def assert_parity(
@@ -60,18 +59,14 @@ def assert_parity(
     typed = _as_types(inputs, device)
     shapes = jax.eval_shape(reference, **typed)
     cotangent = jax.tree.map(lambda s: draw(s.shape, str(s.dtype)), shapes)
-    oracle, plain = _Run(reference, gradients), _Run(reference, gradients)
-    if device.platform == 'gpu':
-        plain = _Run(with_tf32_products(reference, gradients=gradients), gradients=None)
+    oracle, plain = _runs(reference, gradients)
 
     def exact_and_plain(inputs: Inputs, cotangent: Any) -> tuple[Results, Results]:
         with jax.default_device(cpu):
             found = plain(_as_types(inputs, cpu), _typed_like(cotangent, shapes, cpu))
             with jax.enable_x64(True):
-                wide = {
-                    name: jnp.asarray(value, jnp.float64) for name, (value, _) in inputs.items()
-                }
-                exact = oracle(wide, jax.tree.map(lambda v: jnp.asarray(v, jnp.float64), cotangent))
+                wide = {name: value for name, (value, _) in inputs.items()}
+                exact = oracle(*jax.device_put((wide, cotangent), cpu))
         return exact, found
 
     exact, expected = exact_and_plain(inputs, cotangent)
@@ -124,19 +119,32 @@ class _Run:
         return {name: np.asarray(leaf) for name, leaf in named.items()}
 
 
+@functools.lru_cache(maxsize=8)
+def _runs(reference: Op, gradients: bool) -> tuple[_Run, _Run]:
+    """Returns the oracle and the plain op of a reference.
+
+    They are kept for the next types and the next kernel of the same function and the same shapes.
+    """
+    oracle = plain = _Run(reference, gradients)
+    if jax.devices()[0].platform == 'gpu':
+        plain = _Run(with_tf32_products(reference, gradients=gradients), gradients=None)
+    return oracle, plain
+
+
+def _rounded(values: np.ndarray, dtype: str) -> np.ndarray:
+    # By numpy: JAX would compile a program for every shape.
+    return np.asarray(values, np.float32).astype(jnp.dtype(dtype))
+
+
 def _as_types(inputs: Inputs, device: jax.Device) -> dict[str, jax.Array]:
     return {
-        name: jax.device_put(jnp.asarray(value, jnp.float32).astype(dtype), device)
+        name: jax.device_put(_rounded(value, dtype), device)
         for name, (value, dtype) in inputs.items()
     }
 
 
 def _typed_like(tree: Any, shapes: Any, device: jax.Device) -> Any:
-    return jax.tree.map(
-        lambda v, s: jax.device_put(jnp.asarray(v, jnp.float32).astype(s.dtype), device),
-        tree,
-        shapes,
-    )
+    return jax.tree.map(lambda v, s: jax.device_put(_rounded(v, s.dtype), device), tree, shapes)
 
 
 def _in_another_order(inputs: Inputs, cotangent: Any) -> tuple[Inputs, Any]:
@@ -190,7 +198,7 @@ def _poison(*trees: Any) -> None:
     not write shows.
     """
     filled = [
-        jnp.full(leaf.shape, jnp.nan, leaf.dtype)
+        jax.device_put(np.full(leaf.shape, np.nan, leaf.dtype), may_alias=False)
         for leaf in jax.tree.leaves(trees)
         if jnp.issubdtype(leaf.dtype, jnp.floating)
         for _ in range(2)

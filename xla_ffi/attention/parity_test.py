@@ -7,9 +7,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from support.attention import plain
 from support.parity import DTYPES, assert_parity, assert_runs_are_identical, draw
 
-from jaxunet.ops.attention import reference
 from jaxunet.ops.attention.cases import AWKWARD, CASES, Case
 from xla_ffi import backend
 
@@ -17,7 +17,7 @@ from xla_ffi import backend
 def check(case: Case, dtype: str, batch: int):
     assert_parity(
         lambda qkv: backend.attention(qkv, num_heads=case.heads),
-        lambda qkv: reference.attention(qkv, num_heads=case.heads),
+        plain(case.heads),
         {
             'qkv': (
                 draw((case.batch or batch, case.tokens, 3 * case.heads * case.width), dtype),
