@@ -175,22 +175,9 @@ class _Recorder:
         """Notes a convolution."""
         return self._conv('conv3x3', x, kernel, residual, shortcut)
 
-    def norm_silu_conv3x3(
-        self,
-        x: Activation,
-        scale: Array,
-        offset: Array,
-        kernel: Array,
-        shift: Array,
-        *,
-        residual: Activation | None = None,
-        shortcut: Array | None = None,
-        groups: int = 32,
-        eps: float = 1e-5,
-    ) -> Activation:
+    def norm_silu_conv3x3(self, *operands: Any, **options: Any) -> Activation:
         """Notes a norm whose result only the convolution reads, and the convolution."""
-        self._norm('norm_silu_conv3x3', x, written=False, copies=0)
-        return self._conv('norm_silu_conv3x3', x, kernel, residual, shortcut)
+        return self.norm_silu_conv3x3_and_input(*operands, copies=0, **options).result
 
     def norm_silu_conv3x3_and_input(
         self,
@@ -211,18 +198,9 @@ class _Recorder:
         y = self._conv('norm_silu_conv3x3', x, kernel, residual, shortcut)
         return WithInput(y, (x,) * copies)
 
-    def group_norm(
-        self,
-        x: Activation,
-        scale: Array,
-        offset: Array,
-        *,
-        groups: int = 32,
-        eps: float = 1e-5,
-        silu: bool = False,
-    ) -> Array:
+    def group_norm(self, *operands: Any, **options: Any) -> Array:
         """Notes a norm."""
-        return self._norm('group_norm', x, written=True, copies=0)
+        return self.group_norm_and_input(*operands, copies=0, **options).result
 
     def group_norm_and_input(
         self,
