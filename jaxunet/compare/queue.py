@@ -2,7 +2,7 @@
 
     python -m jaxunet.metrics.train_features --reference train.zip --test test.zip \
       --output features.npz
-    python -m jaxunet.compare.queue --jobs docs/results/recipes/jobs.py:first --data photos/ \
+    python -m jaxunet.compare.queue --jobs docs/results/recipes/jobs.py:objects --data photos/ \
       --features features.npz --limit 1150 --output runs/recipes
 
 Made for a GPU that is there for minutes: the jobs run in their order, each compiles its samplers

@@ -17,7 +17,8 @@ export PYTHONPATH=.${PYTHONPATH:+:$PYTHONPATH} PYTHONUNBUFFERED=1
 part() { # NUMBER PROCESSES-A-GPU DATA OUTPUT LIMIT STEP_MS
   local part=$1 shared=$2 data=$3 out=$4 limit=$5 step_ms=$6
   trap "touch '$out/$part.done'" EXIT
-  export XLA_PYTHON_CLIENT_MEM_FRACTION=.$((88 / (shared + 1)))  # leaves a share for tests
+  XLA_PYTHON_CLIENT_MEM_FRACTION=$(printf '.%02d' $((88 / (shared + 1))))  # leaves a share for tests
+  export XLA_PYTHON_CLIENT_MEM_FRACTION
   if [ "$part" = 1 ] && [ ! -f "$out/features.npz" ]; then
     # shellcheck disable=SC2086
     python3 -m jaxunet.metrics.train_features --reference "$data/objects64_train.zip" --test "$data/objects64_test.zip" \

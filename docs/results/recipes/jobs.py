@@ -3,11 +3,11 @@
     docs/results/recipes/jobs.py:objects    9,000 photographs of 20 classes
     docs/results/recipes/jobs.py:elephants  500 photographs of one animal
     docs/results/recipes/jobs.py:rates      learning rates
-    docs/results/recipes/jobs.py:digits     configs/digits.py, with features trained on digits:
+    docs/results/recipes/jobs.py:digits     images of configs/digits.py; needs features of digits
     docs/results/recipes/jobs.py:tiny       seconds on a CPU, on the embedded digits
 
-`--data` names the folder of objects64_train.zip, objects64_test.zip and elephants64.zip. The
-features are those of a classifier of objects64:
+`--data` names the folder of objects64_train.zip, objects64_test.zip and elephants64.zip. All parts
+but digits and tiny take the features of a classifier of objects64:
 
     python -m jaxunet.metrics.train_features --reference objects64_train.zip \\
       --test objects64_test.zip --channels 32 --seconds 25 --output features.npz
