@@ -4,7 +4,8 @@
 
 Each side is anything that `data.path` accepts, with all its images of one size; the samples may
 also be a .png grid of `jaxunet.sample`. For `fid`, either side may be an .npz of statistics
-(mu, sigma) in pytorch-fid's format. Every result states how it was computed.
+(mu, sigma) in pytorch-fid's format, or one of ADM's reference batches, whose statistics serve `fid`
+and `sfid` and whose images serve the others. Every result states how it was computed.
 
     python -m jaxunet.evaluate --samples samples/ --reference photos.zip --nearest pairs.png
 
@@ -56,7 +57,8 @@ METRIC_NAMES = flags.DEFINE_list(
 FEATURES = flags.DEFINE_string(
     'features',
     'inception',
-    "inception (downloads pytorch-fid's weights once), or a file of weights.",
+    "inception (downloads pytorch-fid's weights once), inception_tensorflow (the same, with images "
+    "prepared as by ADM's evaluator), or a file of weights.",
 )
 BATCH_SIZE = flags.DEFINE_integer(
     'batch_size', 64, 'Images per call of the feature network.', lower_bound=1
@@ -85,7 +87,8 @@ KID_SUBSET_SIZE = flags.DEFINE_integer(
 WRITE_STATISTICS = flags.DEFINE_string(
     'write_statistics',
     None,
-    "fid: write the reference's statistics to this .npz, for a later --reference.",
+    "fid: write the reference's statistics to this .npz, for a later --reference; with sfid in "
+    '--metrics also those.',
 )
 NEAREST = flags.DEFINE_string(
     'nearest',
@@ -268,7 +271,7 @@ def _measure(
         reference = reference_side() if reference_side else None
         samples = samples_side()
     if WRITE_STATISTICS.value and reference is not None and reference.statistics is not None:
-        save_statistics(WRITE_STATISTICS.value, reference.statistics)
+        save_statistics(WRITE_STATISTICS.value, reference.statistics, reference.spatial)
     return compute(
         metrics,
         network,

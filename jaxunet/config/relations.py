@@ -20,7 +20,7 @@ STEP_COUNTS = (
 )
 # The widest power function that averages have: the plain mean over the run.
 MAX_WIDTH = 12**-0.5
-METRICS = ('fid', 'kid', 'precision', 'recall', 'copies', 'inception_score')
+METRICS = ('fid', 'sfid', 'kid', 'precision', 'recall', 'copies', 'inception_score')
 HIGHER_IS_BETTER = ('precision', 'recall', 'inception_score')
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import zipfile
 import zlib
+from collections.abc import Collection
 from pathlib import Path
 
 import numpy as np
@@ -13,15 +14,18 @@ from jaxunet.runtime.errors import UserError
 DAMAGED = (zipfile.BadZipFile, zlib.error, EOFError, OSError, ValueError, KeyError)
 
 
-def read_arrays(path: Path) -> dict[str, np.ndarray]:
-    """Returns all arrays of an .npz by name.
+def read_arrays(path: Path, names: Collection[str] | None = None) -> dict[str, np.ndarray]:
+    """Returns arrays of an .npz by name.
+
+    Args:
+      names: those to read, as far as the file has them; None = all.
 
     Raises:
       UserError: no such file, or not a readable .npz of plain numbers.
     """
     try:
         with np.load(path, allow_pickle=False) as arrays:
-            return dict(arrays)
+            return {name: arrays[name] for name in arrays if names is None or name in names}
     except DAMAGED as error:
         raise _unreadable(path, error) from None
 

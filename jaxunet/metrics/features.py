@@ -27,6 +27,8 @@ from jaxunet.runtime import download
 from jaxunet.runtime.errors import UserError, near_misses
 from jaxunet.runtime.progress import progress_bar
 
+TENSORFLOW = 'inception_tensorflow'
+INCEPTION = ('inception', TENSORFLOW)  # names that are no files
 CLASSIFIER = 'classifier'
 KIND = 'jaxunet_features'  # array that names the entry of READERS for its file
 
@@ -44,6 +46,10 @@ class FeatureNetwork:
       resize: how images are resized before the network, for reports.
       classify: features -> class scores (n, classes); None if the network has no class scores.
       size: the one (height, width) that it accepts; None = any size, which it resizes.
+      extract_both: as `extract`, with the spatial features of sFID after the others; None if the
+        network has none.
+      spatial_dimension: number of the spatial features.
+      as_tensorflow: images are prepared as ADM's evaluator does.
     """
 
     name: str
@@ -53,6 +59,11 @@ class FeatureNetwork:
     resize: str
     classify: Callable[[Float[np.ndarray, 'n d']], Float[Array, 'n classes']] | None = None
     size: tuple[int, int] | None = None
+    extract_both: Callable[[UInt8[np.ndarray, 'n height width 3']], Float[Array, 'n both']] | None = (
+        None
+    )
+    spatial_dimension: int = 0
+    as_tensorflow: bool = False
 
     def check_size(self, found: tuple[int, int]) -> None:
         """Checks that the network accepts images of this (height, width).
@@ -72,18 +83,19 @@ def load_features(features: str) -> FeatureNetwork:
 
     Args:
       features: `inception` (pytorch-fid's weights from the cache folder, or downloaded into it),
-        or a file: Inception's weights as .pth, .pt, .npz or .safetensors, or an .npz whose array
+        `inception_tensorflow` (the same weights, with images prepared as by ADM's evaluator), or a
+        file: Inception's weights as .pth, .pt, .npz or .safetensors, or an .npz whose array
         `jaxunet_features` names another kind in `READERS`.
 
     Raises:
       UserError: no such file, no network connection, a file of another kind, or a damaged one.
     """
-    path = find_or_download() if features == 'inception' else Path(features).expanduser()
+    path = find_or_download() if features in INCEPTION else Path(features).expanduser()
     if not path.is_file():
         siblings = [p.name for p in path.parent.iterdir()] if path.parent.is_dir() else []
-        hint = near_misses(features, ['inception']) or near_misses(path.name, siblings)
+        hint = near_misses(features, INCEPTION) or near_misses(path.name, siblings)
         raise UserError(
-            f'--features: expected inception or a file that ends in {", ".join(SUFFIXES)}, '
+            f'--features: expected {" or ".join(INCEPTION)}, or a file that ends in {", ".join(SUFFIXES)}, '
             f'found no file {features!r}{hint}'
         )
     try:
@@ -101,29 +113,38 @@ def load_features(features: str) -> FeatureNetwork:
                 f'found {kind!r}{near_misses(kind, READERS)}'
             )
         return READERS[kind](path, arrays, digest)
-    return inception_network(read_parameters(path), digest)
+    return inception_network(read_parameters(path), digest, features == TENSORFLOW)
 
 
-def inception_network(params: inception.Parameters, digest: str) -> FeatureNetwork:
+def inception_network(
+    params: inception.Parameters, digest: str, as_tensorflow: bool = False
+) -> FeatureNetwork:
     """Returns FID's Inception-v3 with these parameters.
 
     Args:
       digest: SHA-256 of their file, hexadecimal.
+      as_tensorflow: resize and scale images as TensorFlow's graph does, not as pytorch-fid.
     """
     known = (
         "pytorch-fid's weights"
         if digest.startswith(SHA256_PREFIX)
         else f"not the file of pytorch-fid's weights, {SHA256_PREFIX}"
     )
-    extract = jax.jit(inception.features)
+    prepare = inception.prepare_as_tensorflow if as_tensorflow else inception.prepare
+    extract = jax.jit(lambda p, images: inception.pool3(p, prepare(images)))
+    extract_both = jax.jit(lambda p, images: inception.pool3_and_spatial(p, prepare(images)))
+    resize = "as TensorFlow 1's graph" if as_tensorflow else 'no antialiasing'
     classify = jax.jit(lambda p, x: inception.logits(p, x, bias=False))
     return FeatureNetwork(
-        name=f'inception-{digest[:8]}',
+        name=f'inception-{digest[:8]}{"-tensorflow" if as_tensorflow else ""}',
         dimension=inception.DIMENSION,
         extract=lambda images: extract(params, images),
         is_inception=True,
-        resize=f'bilinear to {inception.SIDE}x{inception.SIDE}, no antialiasing; {known}',
+        resize=f'bilinear to {inception.SIDE}x{inception.SIDE}, {resize}; {known}',
         classify=lambda features: classify(params, features),
+        extract_both=lambda images: extract_both(params, images),
+        spatial_dimension=inception.SPATIAL_DIMENSION,
+        as_tensorflow=as_tensorflow,
     )
 
 
@@ -179,6 +200,7 @@ def batches(
     batch_size: int,
     *,
     name: str = 'features',
+    spatial: bool = False,
 ) -> Iterator[Float[np.ndarray, 'n d']]:
     """Yields the features of the images at `rows` in order, float32 (up to batch_size, dimension).
 
@@ -187,10 +209,13 @@ def batches(
     Args:
       rows: image numbers in `source`.
       name: label of the progress bar.
+      spatial: append the spatial features, which the network must have.
 
     Raises:
       BadImage: a corrupt image.
     """
+    extract = network.extract_both if spatial else network.extract
+    assert extract is not None
     with progress_bar(total=len(rows), unit='image', desc=name) as bar:
         for images in _loaded(source, rows, batch_size):
             count = len(images)
@@ -200,7 +225,7 @@ def batches(
                 full = np.concatenate(
                     [images, np.zeros((batch_size - count, *images.shape[1:]), np.uint8)]
                 )
-            yield np.asarray(network.extract(full))[:count]
+            yield np.asarray(extract(full))[:count]
             bar.update(count)
 
 

@@ -1,7 +1,9 @@
 """Fréchet distance between Gaussians fitted to features, and files of their statistics.
 
 Source: Heusel et al. 2017 (arXiv 1706.08500). The file format is that of mseitzer/pytorch-fid:
-`.npz` with `mu` (d,) and `sigma` (d, d). All arithmetic is float64.
+`.npz` with `mu` (d,) and `sigma` (d, d). ADM's reference batches (openai/guided-diffusion,
+`evaluations/`) also have `mu_s` and `sigma_s`, of spatial features, and images as `arr_0`. All
+arithmetic is float64.
 """
 
 from __future__ import annotations
@@ -17,6 +19,9 @@ from jaxtyping import Float
 from jaxunet.metrics.arrays import array_names, read_arrays
 from jaxunet.runtime.errors import UserError
 
+POOLED = ('mu', 'sigma')
+SPATIAL = ('mu_s', 'sigma_s')
+IMAGES = ('images', 'arr_0')  # names that images may have beside statistics
 PROTOCOL = 'jaxunet_protocol'  # our extra entry: the origin of the numbers, as JSON
 
 Vector = Float[np.ndarray, ' d']
@@ -31,11 +36,13 @@ class Statistics:
       mu: float64 (d,).
       sigma: float64 (d, d), divided by n − 1.
       protocol: origin of the numbers, where known: images, count, size, features.
+      arrays: names of the arrays that they were read from; () = computed from images.
     """
 
     mu: Vector
     sigma: Matrix
     protocol: dict[str, object]
+    arrays: tuple[str, ...] = ()
 
 
 class Moments:
@@ -107,14 +114,20 @@ def _factor(sigma: Matrix) -> Float[np.ndarray, 'd rank']:
     return vectors[:, keep] * np.sqrt(values[keep])[None]
 
 
-def save_statistics(path: str | os.PathLike[str], statistics: Statistics) -> None:
+def save_statistics(
+    path: str | os.PathLike[str], statistics: Statistics, spatial: Statistics | None = None
+) -> None:
     """Writes an `.npz` that pytorch-fid can read, whole or not at all.
+
+    Args:
+      spatial: those of spatial features, as ADM's files have them beside the others.
 
     Raises:
       UserError: the file cannot be written.
     """
     target = Path(path)
     partial = target.with_name(f'.{target.name}.{os.getpid()}.partial')
+    more = dict(zip(SPATIAL, (spatial.mu, spatial.sigma), strict=True)) if spatial else {}
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         with partial.open('wb') as file:
@@ -123,6 +136,7 @@ def save_statistics(path: str | os.PathLike[str], statistics: Statistics) -> Non
                 mu=statistics.mu,
                 sigma=statistics.sigma,
                 jaxunet_protocol=np.array(json.dumps(statistics.protocol)),
+                **more,
             )
         os.replace(partial, target)
     except OSError as error:
@@ -140,27 +154,39 @@ def is_statistics(path: Path) -> bool:
     Raises:
       UserError: not a readable .npz.
     """
-    names = set(array_names(path))
-    return {'mu', 'sigma'} <= names and not names & {'images', 'arr_0'}
+    return has_statistics(path) and not set(array_names(path)) & set(IMAGES)
 
 
-def load_statistics(path: Path) -> Statistics:
-    """Reads statistics that this module, pytorch-fid or the original TensorFlow code wrote.
+def has_statistics(path: Path, names: tuple[str, str] = POOLED) -> bool:
+    """Returns True if an .npz holds statistics by these names, with or without images.
+
+    Raises:
+      UserError: not a readable .npz.
+    """
+    return set(names) <= set(array_names(path))
+
+
+def load_statistics(path: Path, names: tuple[str, str] = POOLED) -> Statistics:
+    """Reads statistics that this module, pytorch-fid, the original TensorFlow code or ADM wrote.
+
+    Args:
+      names: of the mean and the covariance in the file.
 
     Raises:
       UserError: arrays that are missing, of wrong shapes or not finite, or a sigma that is not a
         covariance.
     """
-    arrays = read_arrays(path)
-    if missing := [name for name in ('mu', 'sigma') if name not in arrays]:
+    arrays = read_arrays(path, (*names, PROTOCOL))
+    if missing := [name for name in names if name not in arrays]:
         raise UserError(
-            f'{path}: expected arrays mu and sigma, {missing[0]} is missing; '
-            f'found {", ".join(arrays)}'
+            f'{path}: expected arrays {" and ".join(names)}, {missing[0]} is missing; '
+            f'found {", ".join(array_names(path))}'
         )
-    mu, sigma = arrays['mu'].astype(np.float64), arrays['sigma'].astype(np.float64)
+    mu, sigma = (arrays[name].astype(np.float64) for name in names)
     if mu.ndim != 1 or sigma.shape != (len(mu), len(mu)):
         raise UserError(
-            f'{path}: expected mu (d,) and sigma (d, d), found {mu.shape} and {sigma.shape}'
+            f'{path}: expected {names[0]} (d,) and {names[1]} (d, d), '
+            f'found {mu.shape} and {sigma.shape}'
         )
     if not (np.isfinite(mu).all() and np.isfinite(sigma).all()):
         raise UserError(
@@ -169,7 +195,7 @@ def load_statistics(path: Path) -> Statistics:
     scale = float(np.abs(sigma).max())
     if np.abs(sigma - sigma.T).max() > 1e-6 * scale or np.diagonal(sigma).min() < -1e-6 * scale:
         raise UserError(
-            f'{path}: sigma: expected a covariance, '
+            f'{path}: {names[1]}: expected a covariance, '
             'found a matrix that is not symmetric or has negative variances'
         )
     try:
@@ -178,4 +204,4 @@ def load_statistics(path: Path) -> Statistics:
         raise UserError(
             f'{path}: {PROTOCOL}: expected JSON, found {str(arrays[PROTOCOL])[:40]!r}'
         ) from None
-    return Statistics(mu, sigma, protocol if isinstance(protocol, dict) else {})
+    return Statistics(mu, sigma, protocol if isinstance(protocol, dict) else {}, names)

@@ -2,7 +2,8 @@
 
 Sources: Szegedy et al. 2015 (arXiv 1512.00567); torchvision, `models/inception.py`, for the names;
 mseitzer/pytorch-fid, `inception.py`, for the differences between FID's network and torchvision's:
-average pools do not count the padding, and the last block (`Mixed_7c`) has a max pool.
+average pools do not count the padding, and the last block (`Mixed_7c`) has a max pool;
+openai/guided-diffusion (ADM), `evaluations/evaluator.py`, for the spatial features of sFID.
 
 Parameters are a flat dict by pytorch-fid's names, convolutions as HWIO
 (`jaxunet.metrics.inception_weights` converts them).
@@ -21,6 +22,10 @@ from jaxtyping import Array, Float, UInt8
 SIDE = 299  # pixels; every image is resized to SIDE×SIDE
 DIMENSION = 2048
 CLASSES = 1008
+# ADM's spatial features: the first channels of `mixed_6/conv` in TensorFlow's names, at 17×17.
+SPATIAL_LAYER = 'Mixed_6d.branch1x1'
+SPATIAL_CHANNELS = 7
+SPATIAL_DIMENSION = 17 * 17 * SPATIAL_CHANNELS
 EPSILON = 1e-3  # added to batch normalization's variance
 BATCH_NORM = ('weight', 'bias', 'running_mean', 'running_var')
 # TF32 products would change the features by 1e-3.
@@ -40,6 +45,20 @@ def features(
     return pool3(params, prepare(images))
 
 
+def pool3_and_spatial(
+    params: Parameters, x: Float[Array, 'images 299 299 3']
+) -> Float[Array, 'images 4071']:
+    """Returns the pool3 features of prepared images, and after them the 2,023 spatial ones.
+
+    The spatial features are 17×17×7 numbers in the order (height, width, channels), after batch
+    normalization and ReLU.
+    """
+    maps: dict[str, Array] = {}
+    pooled = pool3(params, x, maps.__setitem__)
+    spatial = maps[SPATIAL_LAYER][..., :SPATIAL_CHANNELS]
+    return jnp.concatenate([pooled, spatial.reshape(len(pooled), -1)], axis=1)
+
+
 def prepare(
     images: UInt8[Array, 'images height width 3'] | UInt8[np.ndarray, 'images height width 3'],
 ) -> Float[Array, 'images 299 299 3']:
@@ -53,6 +72,31 @@ def prepare(
         x, (x.shape[0], SIDE, SIDE, x.shape[3]), 'bilinear', antialias=False, precision=PRECISION
     )
     return 2 * resized - 1
+
+
+def prepare_as_tensorflow(
+    images: UInt8[Array, 'images height width 3'] | UInt8[np.ndarray, 'images height width 3'],
+) -> Float[Array, 'images 299 299 3']:
+    """Resizes pixels to 299×299 and scales them to (p − 128)/128, as TensorFlow's graph does.
+
+    Output pixel i lies at i · n/299 of the n input pixels, without the half pixel of `prepare`: the
+    `ResizeBilinear` of TensorFlow 1, which the evaluator of ADM runs.
+    """
+    x = images.astype(jnp.float32)
+    rows, columns = (_interpolation(n) for n in x.shape[1:3])
+    resized = jnp.einsum('ih,jw,nhwc->nijc', rows, columns, x, precision=PRECISION)
+    return (resized - 128) / 128
+
+
+def _interpolation(n: int) -> Float[np.ndarray, '299 n']:
+    """Returns the weights of n pixels in each of 299, as `prepare_as_tensorflow` resizes."""
+    place = np.arange(SIDE) * (n / SIDE)
+    low = np.floor(place).astype(int)
+    share = place - low
+    weights = np.zeros((SIDE, n), np.float32)
+    np.add.at(weights, (np.arange(SIDE), low), 1 - share)
+    np.add.at(weights, (np.arange(SIDE), np.minimum(low + 1, n - 1)), share)
+    return weights
 
 
 def pool3(params: Parameters, x: Maps, tap: Tap | None = None) -> Float[Array, 'images 2048']:

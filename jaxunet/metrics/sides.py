@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -13,12 +13,22 @@ from jaxtyping import Int
 
 from jaxunet.data.source import Source
 from jaxunet.metrics.features import FeatureNetwork, batches
-from jaxunet.metrics.frechet import Moments, is_statistics, load_statistics
+from jaxunet.metrics.frechet import (
+    POOLED,
+    SPATIAL,
+    Moments,
+    Statistics,
+    has_statistics,
+    is_statistics,
+    load_statistics,
+)
 from jaxunet.metrics.image_sets import Size, open_images
-from jaxunet.metrics.table import Side, needing
+from jaxunet.metrics.table import Need, Side, needing
 from jaxunet.runtime.errors import UserError
 
 MAX_FEATURES = 16 * 2**30  # bytes of features kept in host memory
+# Needs of metrics that a file can meet, with the names of its arrays.
+ARRAYS: dict[Need, tuple[str, str]] = {'statistics': POOLED, 'spatial': SPATIAL}
 
 
 def statistics_side(path: str, metrics: Sequence[str], network: FeatureNetwork, flag: str) -> Side:
@@ -28,33 +38,96 @@ def statistics_side(path: str, metrics: Sequence[str], network: FeatureNetwork, 
       flag: the option that named the file, for messages.
 
     Raises:
-      UserError: a metric other than fid is requested, or the statistics are of other features.
+      UserError: a metric that needs images is requested, or the statistics are missing or of other
+        features.
     """
     if others := needing('features', metrics):
         raise UserError(
-            f'{flag}: {path} holds statistics (mu, sigma), which serve fid only, '
+            f'{flag}: {path} holds statistics (mu, sigma), which serve fid and sfid only, '
             f'not {", ".join(others)}; give images'
         )
-    statistics = load_statistics(Path(path).expanduser())
-    if (found := len(statistics.mu)) != network.dimension:
+    file = Path(path).expanduser()
+    if needing('spatial', metrics) and not has_statistics(file, SPATIAL):
         raise UserError(
-            f'{flag}: {path}: expected statistics of {network.dimension} features '
-            f'({network.name}), found {found}'
+            f'{flag}: {path}: sfid needs the statistics {" and ".join(SPATIAL)} or images, '
+            'found neither; give images'
         )
-    made = statistics.protocol.get('features')
-    if made is not None and made != network.name:
-        raise UserError(
-            f'{flag}: {path}: expected statistics of features {network.name}, '
-            f'found those of {made}; make them again'
-        )
-    count = statistics.protocol.get('count')
-    origin = f' ({statistics.protocol["images"]})' if 'images' in statistics.protocol else ''
+    found = file_statistics(path, metrics, network, flag)
+    protocol = next(iter(found.values())).protocol
+    count = protocol.get('count')
+    origin = f' ({protocol["images"]})' if 'images' in protocol else ''
     return Side(
         path + origin,
         count if isinstance(count, int) else None,
-        str(statistics.protocol.get('size', 'unknown')),
-        statistics,
+        str(protocol.get('size', 'unknown')),
+        statistics=found.get('statistics'),
+        spatial=found.get('spatial'),
     )
+
+
+def file_statistics(
+    path: str, metrics: Collection[str], network: FeatureNetwork, flag: str
+) -> dict[Need, Statistics]:
+    """Reads what the metrics need and the file has of statistics, by the need that each meets.
+
+    Raises:
+      UserError: statistics of other features, or of another length than the network's.
+    """
+    file = Path(path).expanduser()
+    found: dict[Need, Statistics] = {}
+    made = None
+    for need, names in ARRAYS.items():
+        if not needing(need, metrics) or not has_statistics(file, names):
+            continue
+        statistics = found[need] = load_statistics(file, names)
+        expected = network.dimension if need == 'statistics' else network.spatial_dimension
+        if len(statistics.mu) != expected:
+            raise UserError(
+                f'{flag}: {path}: {names[0]}: expected statistics of {expected} features '
+                f'({network.name}), found {len(statistics.mu)}'
+            )
+        made = statistics.protocol.get('features')
+        if made is not None and made != network.name:
+            raise UserError(
+                f'{flag}: {path}: expected statistics of features {network.name}, '
+                f'found those of {made}; make them again'
+            )
+    if found and made is None and has_statistics(file, SPATIAL) and not network.as_tensorflow:
+        logging.warning(
+            "%s: %s: statistics of ADM's evaluator, which prepares images as TensorFlow does; "
+            '--features inception_tensorflow prepares the others alike',
+            flag,
+            path,
+        )
+    return found
+
+
+def beside_images(
+    path: str, metrics: Collection[str], network: FeatureNetwork, flag: str, count: int | None
+) -> dict[Need, Statistics]:
+    """Returns the statistics that a file with images gives to the metrics; see `file_statistics`.
+
+    They are those of Inception on all images. Logs what is used.
+
+    Args:
+      count: number of images asked for; None = all.
+    """
+    file = Path(path).expanduser()
+    if file.suffix.lower() != '.npz' or not file.is_file() or not has_statistics(file):
+        return {}
+    wanted = [name for need in ARRAYS for name in needing(need, metrics)]
+    if not wanted:
+        return {}
+    why = 'with --num_samples' if count is not None else f'for the features {network.name}'
+    if count is None and network.is_inception:
+        found = file_statistics(path, metrics, network, flag)
+        for need, names in ARRAYS.items():
+            used = ' and '.join(names) + ' of the file' if need in found else 'its images'
+            for metric in needing(need, metrics):
+                logging.info('%s: %s: %s uses %s', flag, path, metric, used)
+        return found
+    logging.info('%s: %s: %s use its images, %s', flag, path, ', '.join(wanted), why)
+    return {}
 
 
 @contextlib.contextmanager
@@ -74,7 +147,8 @@ def open_side(
     A wrong path fails here, before the features of another side take their time.
 
     Args:
-      path: images (see `open_images`) or an .npz of statistics.
+      path: images (see `open_images`), an .npz of statistics, or an .npz with both, whose
+        statistics serve fid and sfid.
       option: the option that gave the path, for messages.
       grid_size, count, seed, batch_size: see `open_images` and `image_side`.
 
@@ -106,6 +180,7 @@ def open_side(
             count=count,
             seed=seed,
             batch_size=batch_size,
+            given=beside_images(path, metrics, network, option, count),
         )
         yield compute_side, source.image_shape[:2]
 
@@ -119,6 +194,7 @@ def image_side(
     count: int | None = None,
     seed: int = 0,
     batch_size: int,
+    given: Mapping[Need, Statistics] | None = None,
 ) -> Side:
     """Computes a side from images.
 
@@ -126,6 +202,7 @@ def image_side(
       name: what messages and reports call the images.
       count: use this many images, drawn by `seed` without replacement; None = all.
       batch_size: images per call of the network.
+      given: statistics that need not be computed.
 
     Raises:
       UserError: fewer images than `count`, fewer than a metric needs, corrupt images, features
@@ -133,41 +210,53 @@ def image_side(
     """
     check_count(count, source, name)
     rows = drawn_rows(len(source), count, seed)
-    keep, fit = bool(needing('features', metrics)), bool(needing('statistics', metrics))
+    given = dict(given or {})
+    size_text = '{}x{}'.format(*source.image_shape[:2])
+    keep = bool(needing('features', metrics))
+    fit = [need for need in ARRAYS if needing(need, metrics) and need not in given]
+    if not keep and not fit:
+        return Side(name, len(rows), size_text, given.get('statistics'), None, given.get('spatial'))
     if keep and (size := 4 * network.dimension * len(rows)) > MAX_FEATURES:
         raise UserError(
             f'{name}: the features of {len(rows):,} images take {size / 2**30:.1f} GiB, more than '
             f'the {MAX_FEATURES / 2**30:g} accepted; ask for fid alone, which keeps none, or give '
             'fewer images'
         )
-    moments = Moments(network.dimension)
+    lengths = {'statistics': network.dimension, 'spatial': network.spatial_dimension}
+    moments = {need: Moments(lengths[need]) for need in fit}
     features = np.empty((len(rows) if keep else 0, network.dimension), np.float32)
     done = 0
-    for batch in batches(network, source, rows, batch_size, name=Path(name).name or name):
-        if not np.isfinite(batch).all():
+    label, spatial = Path(name).name or name, 'spatial' in fit
+    for both in batches(network, source, rows, batch_size, name=label, spatial=spatial):
+        if not np.isfinite(both).all():
             raise UserError(
-                f'{name}: the features of images {done} to {done + len(batch) - 1} '
+                f'{name}: the features of images {done} to {done + len(both) - 1} '
                 'are not finite; the network is damaged'
             )
+        batch = both[:, : network.dimension]
         if keep:
             features[done : done + len(batch)] = batch
-        if fit:
-            moments.add(batch)
+        for need in fit:
+            moments[need].add(batch if need == 'statistics' else both[:, network.dimension :])
         done += len(batch)
-    size_text = '{}x{}'.format(*source.image_shape[:2])
-    statistics = None
-    if fit:
-        if len(rows) <= network.dimension:
+    protocol = {'images': name, 'count': len(rows), 'size': size_text, 'features': network.name}
+    for need in fit:
+        if len(rows) <= lengths[need]:
             logging.warning(
                 '%s: %d images are few for a covariance of %d features: the distance is biased',
                 name,
                 len(rows),
-                network.dimension,
+                lengths[need],
             )
-        statistics = moments.statistics(
-            {'images': name, 'count': len(rows), 'size': size_text, 'features': network.name}
-        )
-    return Side(name, len(rows), size_text, statistics, features if keep else None)
+        given[need] = moments[need].statistics(protocol)
+    return Side(
+        name,
+        len(rows),
+        size_text,
+        given.get('statistics'),
+        features if keep else None,
+        given.get('spatial'),
+    )
 
 
 def check_count(count: int | None, source: Source, name: str) -> None:

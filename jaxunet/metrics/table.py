@@ -19,6 +19,8 @@ from jaxunet.metrics.precision_recall import NEIGHBOURS, precision_recall
 
 CLASSIFY_BATCH = 1024  # feature vectors per call of the network's last layer
 
+Need = Literal['statistics', 'spatial', 'features']  # fields of `Side` that metrics read
+
 Protocol = dict[str, object]
 
 
@@ -32,6 +34,7 @@ class Side:
       size: 'HEIGHTxWIDTH' of the images, for reports.
       statistics: mean and covariance of the features; set if a requested metric needs them.
       features: float32 (count, dimension); set if a requested metric needs them.
+      spatial: mean and covariance of the spatial features; set if a requested metric needs them.
     """
 
     name: str
@@ -39,6 +42,7 @@ class Side:
     size: str
     statistics: Statistics | None = None
     features: Float[np.ndarray, 'n d'] | None = None
+    spatial: Statistics | None = None
 
 
 @dataclass(frozen=True)
@@ -64,12 +68,23 @@ class Inputs:
         assert self.reference.features is not None
         return self.samples.features, self.reference.features
 
-    def statistics(self) -> tuple[Statistics, Statistics]:
-        """Returns the statistics of the samples and of the reference."""
+    def frechet_distance(self, need: Literal['statistics', 'spatial']) -> Value:
+        """Returns the Fréchet distance of statistics, and where those from files came from.
+
+        A file's statistics may be of other images than those beside them: ADM's reference batches
+        hold the statistics of whole data sets and some of their images.
+        """
+        found: list[Statistics] = []
+        settings: Protocol = {}
         assert self.reference is not None
-        assert self.samples.statistics is not None
-        assert self.reference.statistics is not None
-        return self.samples.statistics, self.reference.statistics
+        for name, side in (('samples', self.samples), ('reference', self.reference)):
+            statistics: Statistics | None = getattr(side, need)
+            assert statistics is not None
+            found.append(statistics)
+            if statistics.arrays:
+                settings[f'num_{name}'] = statistics.protocol.get('count', 'unknown')
+                settings[f'{name}_statistics'] = f'{" and ".join(statistics.arrays)} of the file'
+        return Value(frechet_distance(*found), settings=settings)
 
 
 class Value(NamedTuple):
@@ -88,19 +103,23 @@ class Metric:
       compute: Inputs -> Value.
       needs: the field of `Side` that it reads.
       needs_reference: compares the samples with real images.
-      needs_inception: uses Inception's class scores, so no other feature network will do.
+      needs_inception: defined by Inception's layers, so no other feature network will do.
       general_label: name of its results with features other than Inception's; '' = the same name.
     """
 
     compute: Callable[[Inputs], Value]
-    needs: Literal['statistics', 'features']
+    needs: Need
     needs_reference: bool = True
     needs_inception: bool = False
     general_label: str = field(default='', kw_only=True)
 
 
 def _fid(inputs: Inputs) -> Value:
-    return Value(frechet_distance(*inputs.statistics()))
+    return inputs.frechet_distance('statistics')
+
+
+def _sfid(inputs: Inputs) -> Value:
+    return inputs.frechet_distance('spatial')
 
 
 def _kid(inputs: Inputs) -> Value:
@@ -151,6 +170,7 @@ def _inception_score(inputs: Inputs) -> Value:
 # The names are those of jaxunet.config.relations.METRICS, in the same order.
 TABLE = {
     'fid': Metric(_fid, 'statistics', general_label='frechet_distance'),
+    'sfid': Metric(_sfid, 'spatial', needs_inception=True),
     'kid': Metric(_kid, 'features', general_label='kernel_distance'),
     'precision': Metric(_precision, 'features'),
     'recall': Metric(_recall, 'features'),
@@ -166,7 +186,7 @@ def with_reference(metrics: Iterable[str]) -> list[str]:
     return [metric for metric in metrics if TABLE[metric].needs_reference]
 
 
-def needing(need: Literal['statistics', 'features'], metrics: Iterable[str]) -> list[str]:
+def needing(need: Need, metrics: Iterable[str]) -> list[str]:
     """Returns the metrics that read this field of `Side`."""
     return [metric for metric in metrics if TABLE[metric].needs == need]
 

@@ -225,7 +225,7 @@ MISTAKES = [
     (['--checkpoint=S'], 'neither a workdir with checkpoints/ nor a checkpoint in one'),
     (
         ['--samples=S', '--reference=S', '--features=nowhere.npz'],
-        '--features: expected inception or a file that ends in .pth',
+        '--features: expected inception or inception_tensorflow, or a file that ends in .pth',
     ),
     (
         ['--samples=S', '--reference=S', '--features=S'],

@@ -431,7 +431,7 @@ def test_statistics_of_other_features_are_refused(tmp_path):
     save_statistics(path, b.statistics)
     side = sides_module.statistics_side(path, ['fid'], network, '--reference')
     assert (side.count, side.size) == (45, '8x8')
-    with pytest.raises(UserError, match='serve fid only, not kid'):
+    with pytest.raises(UserError, match='serve fid and sfid only, not kid'):
         sides_module.statistics_side(path, ['fid', 'kid'], network, '--reference')
     with pytest.raises(UserError, match='found those of tiny-1234'):
         sides_module.statistics_side(path, ['fid'], tiny_network(name='other'), '--reference')

@@ -89,6 +89,40 @@ def test_resizing_is_torchs():
         )
 
 
+def test_resizing_for_adm_is_that_of_tensorflow_1():
+    """Pixel i lies at i · n/299, edges clamped, no antialiasing; then (p − 128)/128."""
+    for size in ((8, 13), (299, 350)):
+        pixels = np.random.default_rng(0).integers(0, 256, (1, *size, 3), dtype=np.uint8)
+        expected = np.empty((1, 299, 299, 3))
+        for i in range(299):
+            y = i * size[0] / 299
+            top, bottom = int(y), min(int(y) + 1, size[0] - 1)
+            row = pixels[0, top] * (1 - (y - top)) + pixels[0, bottom] * (y - top)
+            x = np.arange(299) * size[1] / 299
+            left = x.astype(int)
+            right = np.minimum(left + 1, size[1] - 1)
+            share = (x - left)[:, None]
+            expected[0, i] = row[left] * (1 - share) + row[right] * share
+        found = inception.prepare_as_tensorflow(pixels)
+        np.testing.assert_allclose(found, (expected - 128) / 128, atol=1e-5)
+
+
+def test_spatial_features_are_adms(computed, monkeypatch):
+    """The first 7 channels of TensorFlow's mixed_6/conv, 17×17, in the order of NHWC."""
+
+    def replay(params, x, tap):
+        for name, value in computed.items():
+            tap(name, value)
+        return computed['features']
+
+    monkeypatch.setattr(inception, 'pool3', replay)
+    both = np.asarray(inception.pool3_and_spatial({}, np.zeros((2, 299, 299, 3), np.float32)))
+    assert both.shape == (2, inception.DIMENSION + inception.SPATIAL_DIMENSION) == (2, 2048 + 2023)
+    np.testing.assert_array_equal(both[:, :2048], computed['features'])
+    maps = both[:, 2048:].reshape(2, 17, 17, 7)
+    np.testing.assert_array_equal(maps, computed['Mixed_6d.branch1x1'][:, :, :, :7])
+
+
 def legacy(tensors: dict[str, np.ndarray], **changes: bytes) -> bytes:
     """What torch.save wrote before version 1.6, opcode by opcode."""
 
