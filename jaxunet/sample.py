@@ -33,12 +33,13 @@ from jaxunet.config import PRECISIONS, Config, DiffusionConfig, cli, resolve, sp
 from jaxunet.data.classes import label_of
 from jaxunet.data.images import check_output, save_images
 from jaxunet.data.picture import read_mask, read_picture
+from jaxunet.diffusion.process import make_diffusion
 from jaxunet.model.unet import Params
 from jaxunet.runtime import distributed
 from jaxunet.runtime.errors import UserError
 from jaxunet.runtime.progress import progress_bar
 from jaxunet.sampling.generator import Generator
-from jaxunet.sampling.options import SAMPLERS, VARIANCES, SamplerConfig
+from jaxunet.sampling.options import PEERS, SAMPLERS, VARIANCES, SamplerConfig, as_peer
 from jaxunet.sampling.partial_output import Parts
 from jaxunet.sampling.picture import RESAMPLE as RESAMPLE_DEFAULT
 from jaxunet.sampling.picture import STRENGTH as STRENGTH_DEFAULT
@@ -78,7 +79,23 @@ RESPACING = flags.DEFINE_string(
     'respacing',
     None,
     "Instead of --steps: guided-diffusion's timestep_respacing, such as 250, 10,20,30 (steps from "
-    'equal sections) or ddim50.',
+    "equal sections) or ddim50, or ddpm-torch's linear50 and quadratic50.",
+)
+TIMESTEPS = flags.DEFINE_list(
+    'timesteps', None, 'Instead of --steps: the timesteps to visit, such as 0,250,500,999.'
+)
+LIKE = flags.DEFINE_enum(
+    'like',
+    None,
+    PEERS,
+    "Sample as this repository's script where no flag says otherwise: with fixed_large if no "
+    'variance is learned, truncated pixels and every timestep; ddpm_torch: DDIM with its own subsets, '
+    'of 10 by default.',
+)
+TRUNCATE = flags.DEFINE_bool(
+    'truncate',
+    None,
+    'Cut pixels down to whole numbers, as guided-diffusion and ddpm-torch do; default: round.',
 )
 VARIANCE = flags.DEFINE_enum(
     'variance',
@@ -292,11 +309,13 @@ def sampler_config(config: Config) -> SamplerConfig:
     """Returns the sampling options that the flags describe.
 
     Raises:
-      UserError: --churn_range is not two numbers.
+      UserError: --churn_range is not two numbers, --timesteps are not whole numbers, or the model
+        does not suit --like.
     """
     steps, model_steps = STEPS.value, config.diffusion.steps
     continuous = config.diffusion.continuous
-    if steps is None and RESPACING.value is None and SAMPLER.value is not None and not continuous:
+    spaced = any(flag.value is not None for flag in (STEPS, RESPACING, TIMESTEPS, LIKE))
+    if not spaced and SAMPLER.value is not None and not continuous:
         steps = min(DEFAULT_STEPS.get(SAMPLER.value, model_steps), model_steps)
     churn_range = None
     if CHURN_RANGE.value is not None:
@@ -308,7 +327,15 @@ def sampler_config(config: Config) -> SamplerConfig:
                 f'found {",".join(CHURN_RANGE.value)!r}'
             ) from None
         churn_range = low, high
-    return SamplerConfig(
+    timesteps = None
+    if TIMESTEPS.value is not None:
+        if not all(t.strip().isdecimal() for t in TIMESTEPS.value):
+            raise UserError(
+                '--timesteps: expected whole numbers such as 0,250,500,999, '
+                f'found {",".join(TIMESTEPS.value)!r}'
+            )
+        timesteps = tuple(map(int, TIMESTEPS.value))
+    options = SamplerConfig(
         name=SAMPLER.value,
         steps=steps,
         eta=ETA.value,
@@ -319,7 +346,10 @@ def sampler_config(config: Config) -> SamplerConfig:
         churn=CHURN.value,
         churn_range=churn_range,
         respacing=RESPACING.value,
+        timesteps=timesteps,
+        truncate=TRUNCATE.value,
     )
+    return as_peer(options, LIKE.value, make_diffusion(config.diffusion)) if LIKE.value else options
 
 
 def check_picture_flags() -> None:

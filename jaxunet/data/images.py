@@ -27,8 +27,11 @@ Pixels = Shaped[np.ndarray, '...']
 Labels = Integer[np.ndarray, ' labels']
 
 
-def to_uint8(images: ArrayLike) -> UInt8[np.ndarray, '*shape']:
+def to_uint8(images: ArrayLike, *, truncate: bool = False) -> UInt8[np.ndarray, '*shape']:
     """Converts images in [−1, 1] to uint8: round((x + 1) · 127.5), clipped to 0..255.
+
+    Args:
+      truncate: cut the fraction off instead of rounding.
 
     Raises:
       UserError: there is a NaN.
@@ -39,7 +42,9 @@ def to_uint8(images: ArrayLike) -> UInt8[np.ndarray, '*shape']:
             f'images: {np.isnan(values).mean():.2%} of the pixels are NaN; '
             'the weights are damaged or training has diverged'
         )
-    return np.clip(np.rint((values + 1) * np.float32(127.5)), 0, 255).astype(np.uint8)
+    scaled = (values + 1) * np.float32(127.5)
+    whole = np.trunc(scaled) if truncate else np.rint(scaled)
+    return np.clip(whole, 0, 255).astype(np.uint8)
 
 
 def grid(

@@ -200,7 +200,7 @@ class Generator:
             state.x.block_until_ready()
             if not progress(stop / steps):
                 return None
-        return to_uint8(state.x)[:count]
+        return to_uint8(state.x, truncate=bool(self.sampler.config.truncate))[:count]
 
     def _initial_state(self, keys: Array, canvas: Canvas | None) -> State:
         if canvas is None:

@@ -28,6 +28,9 @@ OBJECTIVE_DEFAULTS: dict[str, tuple[str, int | None]] = {
 }
 # Steps of an objective without timesteps. Its spacing is karras, or t for flow, but dpmpp_2m's own.
 CONTINUOUS_STEPS = {'ddpm': 250, 'ddim': 50, 'dpmpp_2m': 20, 'heun': 20}
+# Repositories whose scripts' defaults `as_peer` gives.
+PEERS = ('guided_diffusion', 'ddpm_torch')
+DDPM_TORCH_STEPS = 10  # of its DDIM
 # Options that only one sampler has.
 OWNERS = {'eta': 'ddim', 'variance': 'ddpm', 'churn': 'heun', 'churn_range': 'heun'}
 
@@ -62,9 +65,42 @@ class SamplerConfig:
     churn: float | None = None  # heun only: EDM's S_churn, 0 or more; 0 is deterministic (default)
     # heun only: EDM's S_tmin and S_tmax, the range of σ with churn; default all.
     churn_range: tuple[float, float] | None = None
-    # guided-diffusion's timestep_respacing, such as '250', '10,20,30' or 'ddim50'; replaces steps
-    # and skip_schedule.
+    # guided-diffusion's timestep_respacing, such as '250', '10,20,30' or 'ddim50', or ddpm-torch's
+    # 'linear50' and 'quadratic50'; replaces steps and skip_schedule.
     respacing: str | None = None
+    # The timesteps to visit; replaces steps, skip_schedule and respacing.
+    timesteps: tuple[int, ...] | None = None
+    # Cut pixels down to whole numbers, as guided-diffusion and ddpm-torch do, instead of rounding.
+    truncate: bool | None = None
+
+
+def as_peer(config: SamplerConfig, peer: str, diffusion: Diffusion) -> SamplerConfig:
+    """Returns the options with the defaults of another repository where none are given.
+
+    Args:
+      peer: a name of `PEERS`.
+
+    Raises:
+      UserError: a sampler or an objective that these repositories do not have.
+    """
+    if diffusion.continuous:
+        raise UserError(
+            f'like: {peer} has no models with diffusion.objective={diffusion.objective}; '
+            'leave it out'
+        )
+    name = config.name or 'ddpm'
+    if name not in ('ddpm', 'ddim'):
+        raise UserError(f'like: {peer} has the samplers ddpm and ddim, found {name}; leave it out')
+    truncate = True if config.truncate is None else config.truncate
+    config = dataclasses.replace(config, name=name, truncate=truncate)
+    if name == 'ddpm' and not diffusion.learn_sigma and config.variance is None:
+        config = dataclasses.replace(config, variance='fixed_large')
+    spacing = config.skip_schedule or 'linear'
+    listed = config.respacing is not None or config.timesteps is not None
+    if peer == 'ddpm_torch' and name == 'ddim' and spacing in ('linear', 'quadratic') and not listed:
+        respacing = f'{spacing}{config.steps or DDPM_TORCH_STEPS}'
+        return dataclasses.replace(config, respacing=respacing, steps=None, skip_schedule=None)
+    return config
 
 
 def resolve_options(config: SamplerConfig, diffusion: Diffusion, num_classes: int) -> SamplerConfig:
@@ -79,7 +115,8 @@ def resolve_options(config: SamplerConfig, diffusion: Diffusion, num_classes: in
     if config.name is None:
         default, few = OBJECTIVE_DEFAULTS[diffusion.objective]
         config = dataclasses.replace(config, name=default)
-        if config.steps is None and config.respacing is None and few is not None:
+        free = config.steps is None and config.respacing is None and config.timesteps is None
+        if free and few is not None:
             few = few if diffusion.continuous else min(few, diffusion.steps)
             config = dataclasses.replace(config, steps=few)
     name = config.name
@@ -87,17 +124,11 @@ def resolve_options(config: SamplerConfig, diffusion: Diffusion, num_classes: in
     _check_sampler(config, name, diffusion)
     _check_churn(config)
     _check_guidance(config.guidance_scale, num_classes)
-    for option in ('steps', 'skip_schedule'):
-        value = getattr(config, option)
-        if config.respacing is not None and value is not None:
-            raise UserError(
-                f'respacing: {config.respacing!r} already determines the steps, '
-                f'found {option}={value} beside it; leave one of them out'
-            )
+    _check_one_spacing(config)
     if diffusion.continuous:
         config = _continuous(config, name, diffusion)
     default_variance = 'learned' if diffusion.learn_sigma else 'fixed_small'
-    respaced = config.respacing is not None
+    respaced = config.respacing is not None or config.timesteps is not None
     steps = diffusion.steps if config.steps is None else config.steps
     schedule = config.skip_schedule or DEFAULT_SKIP_SCHEDULES[name]
     return dataclasses.replace(
@@ -107,14 +138,35 @@ def resolve_options(config: SamplerConfig, diffusion: Diffusion, num_classes: in
         eta=(config.eta or 0.0) if name == 'ddim' else None,
         variance=(config.variance or default_variance) if name == 'ddpm' else None,
         churn=(config.churn or 0.0) if name == 'heun' else None,
+        truncate=config.truncate or None,
     )
+
+
+def _check_one_spacing(config: SamplerConfig) -> None:
+    """Checks that at most one of timesteps, respacing and (steps, skip_schedule) is given."""
+    found = {
+        'timesteps': None if config.timesteps is None else ','.join(map(str, config.timesteps)),
+        'respacing': config.respacing,
+    }
+    for first, others in (
+        ('timesteps', ('respacing', 'steps', 'skip_schedule')),
+        ('respacing', ('steps', 'skip_schedule')),
+    ):
+        for other in others if found[first] is not None else ():
+            if (value := getattr(config, other)) is not None:
+                raise UserError(
+                    f'{first}: {found[first]!r} already determines the steps, '
+                    f'found {other}={value} beside it; leave one of them out'
+                )
 
 
 def _continuous(config: SamplerConfig, name: str, diffusion: Diffusion) -> SamplerConfig:
     """Fills in the steps and the spacing of an objective without timesteps."""
-    if config.respacing is not None:
+    for option in ('timesteps', 'respacing'):
+        if (value := getattr(config, option)) is None:
+            continue
         raise UserError(
-            f'respacing: {config.respacing!r} picks timesteps, which a model with '
+            f'{option}: {value!r} picks timesteps, which a model with '
             f'diffusion.objective={diffusion.objective} does not have; use steps'
         )
     if config.churn and diffusion.objective == 'flow':

@@ -45,6 +45,7 @@ from jaxunet.sampling.solvers import (
     Coefficients,
     Subset,
     ancestral,
+    check_timesteps,
     churn_factor,
     ddim,
     dpm_solver_2m,
@@ -122,7 +123,9 @@ def make_sampler(config: SamplerConfig, diffusion: Diffusion, *, num_classes: in
     if diffusion.continuous:
         return _continuous_sampler(config, diffusion)
     alphas = diffusion.alphas_cumprod
-    if config.respacing is not None:
+    if config.timesteps is not None:
+        timesteps = check_timesteps(alphas, config.timesteps)
+    elif config.respacing is not None:
         timesteps = respaced_timesteps(alphas, config.respacing)
     else:
         assert config.steps is not None

@@ -14,12 +14,14 @@ an evaluation starts; a prime marks those of the timestep to which it leads. The
 the image itself, where ᾱ' = 1 and σ' = 0.
 
 Sources: DDPM, Ho et al. 2020, arXiv 2006.11239; DDIM, Song et al. 2021, arXiv 2010.02502;
-respacing, Nichol & Dhariwal 2021, arXiv 2102.09672 (openai/guided-diffusion); DPM-Solver++, Lu et
+respacing, Nichol & Dhariwal 2021, arXiv 2102.09672 (openai/guided-diffusion), and
+tqch/ddpm-torch; DPM-Solver++, Lu et
 al. 2022, arXiv 2211.01095; EDM, Karras et al. 2022, arXiv 2206.00364.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 
 import numpy as np
@@ -249,11 +251,11 @@ def timestep_subset(alphas_cumprod: Alphas, steps: int, skip_schedule: str) -> S
         )
     if steps == 1:
         return np.array([total - 1], np.int32)  # from pure noise to the image
+    if skip_schedule == 'linear':
+        return uniform_stride(total, steps)
     index = np.arange(steps, dtype=np.int64)
-    if skip_schedule in ('linear', 'quadratic'):
-        power = 1 if skip_schedule == 'linear' else 2
-        # Rounds halves to even, so that `linear` gives the subsets of guided-diffusion.
-        wanted = np.rint(index**power * (total - 1) / (steps - 1) ** power).astype(np.int64)
+    if skip_schedule == 'quadratic':
+        wanted = np.rint(index**2 * (total - 1) / (steps - 1) ** 2).astype(np.int64)
     else:
         sigmas = noise_to_signal(alphas_cumprod)
         total = max(int(np.searchsorted(sigmas, HIGHEST[skip_schedule], side='right')), steps)
@@ -268,21 +270,36 @@ def timestep_subset(alphas_cumprod: Alphas, steps: int, skip_schedule: str) -> S
     return np.minimum(increasing, total - steps + index).astype(np.int32)
 
 
-def respaced_timesteps(alphas_cumprod: Alphas, respacing: str) -> Subset:
-    """Returns the timesteps of guided-diffusion's `timestep_respacing`, ascending.
+def uniform_stride(total: int, steps: int) -> Subset:
+    """Returns `steps` of 0..total−1 with a uniform stride, the first of them 0; ascending.
 
-    The subset is that of its `space_timesteps`.
+    The stride is added up in float64 and the sums are rounded, halves to even. Multiples of the
+    stride would differ from guided-diffusion's `space_timesteps` where a sum lies near a half.
+    """
+    stride = (total - 1) / (steps - 1) if steps > 1 else 1.0
+    return np.rint(np.cumsum([0.0] + [stride] * (steps - 1))).astype(np.int32)
+
+
+def respaced_timesteps(alphas_cumprod: Alphas, respacing: str) -> Subset:
+    """Returns the timesteps that other repositories take from a process, ascending.
+
+    The subsets are those of `space_timesteps` in guided-diffusion, or, with 'linearN' and
+    'quadraticN', of `get_selection_schedule` in ddpm-torch and DDIM's own code.
 
     Args:
       alphas_cumprod: ᾱ of the model's T timesteps.
       respacing: 'A,B,...' divides 0..T−1 into equal sections and takes A, B, ... timesteps from
         them, with uniform stride from a section's first timestep to its last (a single timestep is
-        the first). 'ddimN' takes every k-th timestep from 0, with the smallest k that gives N.
+        the first). 'ddimN' takes every k-th timestep from 0, with the smallest k that gives N;
+        'linearN' every ⌊T/N⌋-th, which may be more than N; 'quadraticN' the squares of N numbers
+        with a uniform stride from 0 to √(0.8 T), rounded down, each once.
 
     Raises:
-      UserError: text of another form, more timesteps than a section has, or no such k.
+      UserError: text of another form, more timesteps than there are, or no such k.
     """
     total = len(alphas_cumprod)
+    if (found := _ddpm_torch_subset(total, respacing)) is not None:
+        return found
     number = respacing.removeprefix('ddim')
     if respacing != number and number.isdecimal():
         for stride in range(1, total + 1):
@@ -296,7 +313,7 @@ def respaced_timesteps(alphas_cumprod: Alphas, respacing: str) -> Subset:
     if not all(count.strip().isdecimal() and int(count) > 0 for count in counts):
         raise UserError(
             "respacing: expected numbers of steps such as '250' or '10,20,30', or 'ddim50', "
-            f'found {respacing!r}'
+            f"'linear50' or 'quadratic50', found {respacing!r}"
         )
     sections: list[Integer[np.ndarray, ' section']] = []
     for section, count in zip(
@@ -307,6 +324,42 @@ def respaced_timesteps(alphas_cumprod: Alphas, respacing: str) -> Subset:
                 f'respacing: {count} steps from a section of {len(section)} '
                 f'({total} steps in {len(counts)} sections), found {respacing!r}'
             )
-        picked = timestep_subset(alphas_cumprod[section], count, 'linear') if count > 1 else [0]
-        sections.append(section[picked])
+        sections.append(section[uniform_stride(len(section), count)])
     return np.concatenate(sections).astype(np.int32)
+
+
+def _ddpm_torch_subset(total: int, respacing: str) -> Subset | None:
+    """Returns the timesteps of 'linearN' and 'quadraticN'; None for other text."""
+    kind = respacing.rstrip('0123456789')
+    if kind not in ('linear', 'quadratic') or kind == respacing:
+        return None
+    count = int(respacing.removeprefix(kind))
+    if not 1 <= count <= total:
+        raise UserError(
+            f'respacing: expected {kind}N with N of 1 to {total}, the number of steps that the '
+            f'model was trained with, found {respacing!r}'
+        )
+    if kind == 'linear':
+        return np.arange(0, total, total // count, dtype=np.int32)
+    # A timestep that comes twice changes nothing the second time: the step leads to itself.
+    return np.unique((np.linspace(0, np.sqrt(0.8 * total), count) ** 2).astype(np.int32))
+
+
+def check_timesteps(alphas_cumprod: Alphas, timesteps: Sequence[int]) -> Subset:
+    """Returns these timesteps in ascending order.
+
+    Raises:
+      UserError: none, one given twice, or one outside 0..T−1.
+    """
+    total = len(alphas_cumprod)
+    if not timesteps:
+        raise UserError('timesteps: expected one or more, such as 0,20,40, found none')
+    for t in timesteps:
+        if not 0 <= t < total:
+            raise UserError(
+                f'timesteps: expected numbers from 0 (the image) to {total - 1}, as the model was '
+                f'trained with {total}, found {t}'
+            )
+        if timesteps.count(t) > 1:
+            raise UserError(f'timesteps: {t} is given twice; give it once')
+    return np.sort(np.array(timesteps, np.int32))

@@ -105,15 +105,15 @@ def test_same_seed_same_images_whatever_the_batch_and_the_devices(run, tmp_path)
 
 def test_sampler_options_change_images(run, tmp_path):
     options = (
-        [],
-        ['--variance=fixed_large'],
-        ['--sampler=ddim'],
-        ['--sampler=ddim', '--eta=0.5'],
-        ['--sampler=ddim', '--skip_schedule=quadratic'],
-        ['--guidance_scale=4'],
-        ['--ema=none'],
+        ['--steps=4'],
+        ['--like=guided_diffusion', '--timesteps=0,300,600,999'],
+        ['--steps=4', '--sampler=ddim'],
+        ['--steps=4', '--sampler=ddim', '--eta=0.5'],
+        ['--steps=4', '--sampler=ddim', '--skip_schedule=quadratic'],
+        ['--steps=4', '--guidance_scale=4'],
+        ['--steps=4', '--ema=none'],
     )
-    shared = [f'--checkpoint={run}', '--output=x.npz', '--num_samples=6', '--steps=4']
+    shared = [f'--checkpoint={run}', '--output=x.npz', '--num_samples=6']
     commands = [['jaxunet.sample', *shared, *extra] for extra in options]
     seen = []
     for number, (code, _, error) in enumerate(call_each(commands, tmp_path)):

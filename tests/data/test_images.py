@@ -39,6 +39,13 @@ def test_to_uint8_rounds_and_clips():
     assert im.to_uint8(jnp.ones((2, 3), jnp.bfloat16)).tolist() == [[255] * 3] * 2
 
 
+def test_to_uint8_truncates_as_guided_diffusion():
+    x = np.random.default_rng(0).uniform(-1.2, 1.2, 1000).astype(np.float32)
+    expected = ((x + 1) * np.float32(127.5)).clip(0, 255).astype(np.uint8)
+    np.testing.assert_array_equal(im.to_uint8(x, truncate=True), expected)
+    assert (im.to_uint8(x) != expected).any()
+
+
 def test_to_uint8_refuses_nan():
     with pytest.raises(UserError, match=r'25.00% of the pixels are NaN'):
         im.to_uint8(np.array([0, np.nan, 1, 1], np.float32))

@@ -14,7 +14,7 @@ from jaxunet.diffusion import objectives
 from jaxunet.diffusion import process as d
 from jaxunet.runtime.errors import UserError
 from jaxunet.sampling import sampler as s
-from jaxunet.sampling.options import VARIANCES
+from jaxunet.sampling.options import VARIANCES, as_peer
 from jaxunet.sampling.solvers import timestep_subset
 
 PREDICTIONS = ('epsilon', 'x0', 'v')
@@ -486,6 +486,14 @@ def test_guidance_of_any_prediction_guides_epsilon(prediction):
             {'skip_schedule': 'linear', 'respacing': '10'},
             r'respacing: .* found skip_schedule=linear beside it',
         ),
+        (
+            {'timesteps': (0, 5), 'steps': 2},
+            r"timesteps: '0,5' already determines the steps, found steps=2 beside it",
+        ),
+        ({'timesteps': (0, 5), 'respacing': '10'}, r'timesteps: .* found respacing=10 beside it'),
+        ({'timesteps': (0, 1000)}, r'timesteps: expected numbers from 0 .* to 999, .* found 1000'),
+        ({'timesteps': (0, 5, 0)}, r'timesteps: 0 is given twice'),
+        ({'timesteps': ()}, r'timesteps: expected one or more, such as 0,20,40, found none'),
         ({'guidance_scale': -1.0}, r'guidance_scale: expected 0 or more, found -1.0'),
         ({'guidance_scale': math.inf}, r'guidance_scale: expected 0 or more, found inf'),
         ({'guidance_scale': 2.0}, r'guidance_scale: 2.0 needs a class-conditional model'),
@@ -510,6 +518,54 @@ def test_defaults_depend_on_sampler_and_model():
         ).config.guidance_scale
         == 2.0
     )
+
+
+def test_timesteps_by_hand():
+    """A list of steps is a process of its own: the ᾱ of the visited timesteps, as in respacing."""
+    listed = s.make_sampler(s.SamplerConfig('ddim', timesteps=(999, 0, 500)), process())
+    assert listed.timesteps.tolist() == [999, 500, 0]
+    by_hand = s.make_sampler(s.SamplerConfig(timesteps=tuple(range(1000))), process())
+    every = s.make_sampler(s.SamplerConfig(), process())
+    for name in ('timesteps', 'state', 'x0', 'noise', 'memory', 'draw'):
+        found, expected = (getattr(x.coefficients, name) for x in (by_hand, every))
+        np.testing.assert_array_equal(found, expected)
+    assert by_hand.config.steps is by_hand.config.skip_schedule is None
+
+
+@pytest.mark.parametrize(
+    ('peer', 'given', 'learned', 'expected'),
+    [
+        ('guided_diffusion', {}, False, {'name': 'ddpm', 'variance': 'fixed_large', 'steps': 1000}),
+        ('guided_diffusion', {}, True, {'name': 'ddpm', 'variance': 'learned', 'steps': 1000}),
+        ('guided_diffusion', {'variance': 'fixed_small'}, False, {'variance': 'fixed_small'}),
+        ('guided_diffusion', {'name': 'ddim', 'steps': 25}, False, {'steps': 25, 'eta': 0.0}),
+        ('ddpm_torch', {}, False, {'variance': 'fixed_large', 'steps': 1000}),
+        ('ddpm_torch', {'name': 'ddim'}, False, {'respacing': 'linear10', 'steps': None}),
+        (
+            'ddpm_torch',
+            {'name': 'ddim', 'steps': 20, 'skip_schedule': 'quadratic'},
+            False,
+            {'respacing': 'quadratic20', 'skip_schedule': None},
+        ),
+        ('ddpm_torch', {'truncate': False}, False, {'truncate': None}),
+    ],
+)
+def test_defaults_of_other_repositories(peer, given, learned, expected):
+    diffusion = process(learn_sigma=learned)
+    config = as_peer(s.SamplerConfig(**given), peer, diffusion)
+    resolved = dataclasses.asdict(s.make_sampler(config, diffusion).config)
+    assert {name: resolved[name] for name in expected} == expected
+    if 'truncate' not in given:
+        assert resolved['truncate'] is True
+
+
+def test_defaults_that_other_repositories_do_not_have():
+    with pytest.raises(UserError, match='has the samplers ddpm and ddim, found heun'):
+        as_peer(s.SamplerConfig('heun'), 'guided_diffusion', process())
+    with pytest.raises(UserError, match=r'has no models with diffusion\.objective=flow'):
+        as_peer(s.SamplerConfig(), 'ddpm_torch', process(objective='flow'))
+    with pytest.raises(UserError, match=r'timesteps: \(0, 5\) picks timesteps, which a model with'):
+        s.make_sampler(s.SamplerConfig('ddim', timesteps=(0, 5)), process(objective='flow'))
 
 
 @pytest.mark.parametrize('seed', [-1, 2**32])

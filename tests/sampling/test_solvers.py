@@ -345,16 +345,63 @@ def test_subset_known_values():
     np.testing.assert_array_equal(
         solvers.timestep_subset(a[:10], 7, 'quadratic'), [0, 1, 2, 3, 4, 6, 9]
     )
-    for steps in (
-        25,
-        50,
-        100,
-        250,
-    ):  # guided-diffusion's respacing of one section adds up the stride
-        positions = itertools.accumulate([0.0] + [999 / (steps - 1)] * (steps - 1))
-        expected = [round(v) for v in positions]
-        np.testing.assert_array_equal(solvers.timestep_subset(a, steps, 'linear'), expected)
+
+
+def space_timesteps(total: int, counts: list[int]) -> list[int]:
+    """guided-diffusion's rule, step by step: the stride is added up, and the sums are rounded."""
+    size, extra = divmod(total, len(counts))
+    start, taken = 0, []
+    for i, count in enumerate(counts):
+        length = size + (i < extra)
+        stride = (length - 1) / (count - 1) if count > 1 else 1
+        place = 0.0
+        for _ in range(count):
+            taken.append(start + round(place))
+            place += stride
+        start += length
+    return sorted(set(taken))
+
+
+def test_respacing_by_one_number_is_guided_diffusions_for_every_count():
+    a = alphas()
+    for steps in range(1, 1001):
+        expected = space_timesteps(1000, [steps])
+        assert len(expected) == steps
         np.testing.assert_array_equal(solvers.respaced_timesteps(a, str(steps)), expected)
+        if steps > 1:  # one step of `--steps` starts from noise alone, one of `--respacing` does not
+            np.testing.assert_array_equal(solvers.timestep_subset(a, steps, 'linear'), expected)
+
+
+@pytest.mark.parametrize('respacing', ['43,27', '10,20,30', '1,2,1', '75,81,60,31'])
+def test_respacing_of_sections_is_guided_diffusions(respacing):
+    a = np.linspace(0.999, 1e-3, 4001)
+    counts = [int(count) for count in respacing.split(',')]
+    np.testing.assert_array_equal(
+        solvers.respaced_timesteps(a, respacing), space_timesteps(4001, counts)
+    )
+
+
+def test_subsets_of_ddpm_torch():
+    a = alphas()
+    # Its quadratic subset: (i/9 · √800)², which ends at 800.
+    quadratic = [int(800 * i * i / 81) for i in range(9)] + [800]
+    np.testing.assert_array_equal(solvers.respaced_timesteps(a, 'quadratic10'), quadratic)
+    many = solvers.respaced_timesteps(a, 'quadratic200')
+    assert set(many) == {int((i / 199 * math.sqrt(800)) ** 2) for i in range(200)}
+    np.testing.assert_array_equal(solvers.respaced_timesteps(a, 'linear10'), range(0, 1000, 100))
+    np.testing.assert_array_equal(solvers.respaced_timesteps(a, 'linear300'), range(0, 1000, 3))
+
+
+def test_a_step_to_the_same_timestep_changes_nothing():
+    """ddpm-torch takes a timestep twice where its squares round to one; here it comes once."""
+    a = alphas()
+    twice = solvers.ddim(a, np.array([0, 5, 5, 20]), eta=1.0)
+    once = solvers.ddim(a, np.array([0, 5, 20]), eta=1.0)
+    rows = [0, 2, 3]
+    for name in ('timesteps', 'x0', 'noise', 'draw'):
+        np.testing.assert_array_equal(getattr(twice, name)[rows], getattr(once, name))
+    signal, noise = math.sqrt(a[5]), math.sqrt(1 - a[5])
+    np.testing.assert_allclose([twice.x0[1], twice.noise[1], twice.draw[1]], [signal, noise, 0])
 
 
 @pytest.mark.parametrize('schedule', ['linear', 'cosine'])
@@ -416,6 +463,9 @@ def test_respacing_of_sections():
         ('ddim300', r'respacing: no whole stride takes 300 of 1000 steps'),
         ('1001', r'respacing: 1001 steps from a section of 1000'),
         ('400,10,10', r'respacing: 400 steps from a section of 334'),
+        ('linear0', r"respacing: expected linearN with N of 1 to 1000, .* found 'linear0'"),
+        ('quadratic1001', r"respacing: expected quadraticN with N of 1 to 1000, .* found"),
+        ('quadratic', r"respacing: expected numbers of steps such as .* found 'quadratic'"),
     ],
 )
 def test_wrong_respacing(respacing, message):
