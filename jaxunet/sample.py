@@ -89,8 +89,8 @@ LIKE = flags.DEFINE_enum(
     None,
     PEERS,
     "Sample as this repository's script where no flag says otherwise: with fixed_large if no "
-    'variance is learned, truncated pixels and every timestep; ddpm_torch: DDIM with its own subsets, '
-    'of 10 by default.',
+    'variance is learned, truncated pixels and every timestep; ddpm_torch: DDIM with its own '
+    'subsets, of 10 by default.',
 )
 TRUNCATE = flags.DEFINE_bool(
     'truncate',

@@ -34,6 +34,7 @@ CHOICES = {
     'evaluation.skip_schedule': ('', 'linear', 'quadratic', 'log_snr', 'karras'),
     'data.cache': ('auto', 'device', 'stream'),
     'data.augment': ('none', 'flip', 'edm'),
+    'data.crop': ('center', 'random'),
     'optimizer.name': ('adamw', 'adam'),
     'optimizer.schedule': ('constant', 'cosine', 'linear'),
 }
@@ -66,6 +67,7 @@ POSITIVE = (
     'timesteps.adaptive_memory',
     'data.image_size',
     'data.batch_size',
+    'data.crop_least',
     'optimizer.learning_rate',
     'optimizer.eps',
     'optimizer.accumulate_steps',
@@ -93,6 +95,7 @@ NOT_NEGATIVE = (
     'optimizer.weight_decay',
     'optimizer.warmup_steps',
     'optimizer.clip_norm',
+    'train.epochs',
     'train.steps_per_call',
     'train.sample_every',
     'train.sample_steps',
@@ -119,6 +122,7 @@ UNIT = (  # [0, 1]
     'timesteps.adaptive_correction',
     'evaluation.eta',
     'data.augment_probability',
+    'data.crop_least',
 )
 
 

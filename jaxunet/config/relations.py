@@ -18,6 +18,8 @@ STEP_COUNTS = (
     'train.checkpoint_every',
     'ema.snapshot_every',
 )
+# More steps per call would save little more host time, and a signal waits for all of them.
+MAX_STEPS_PER_CALL = 20
 # The widest power function that averages have: the plain mean over the run.
 MAX_WIDTH = 12**-0.5
 METRICS = ('fid', 'sfid', 'kid', 'precision', 'recall', 'copies', 'inception_score')
@@ -118,6 +120,11 @@ def _data(config: Config) -> Iterator[str]:
         yield (
             f'data.holdout: expected a whole number of images or a share below 1, found {d.holdout}'
         )
+    if d.crop == 'random' and d.cache == 'device':
+        yield (
+            'data.crop: random cuts images anew every epoch, but data.cache=device keeps each as '
+            'it was cut first; set data.cache=stream'
+        )
     if classes and len(d.classes) > classes:
         yield f'data.classes: {len(d.classes)} names for model.num_classes={classes}'
 
@@ -175,7 +182,7 @@ def _train(config: Config) -> Iterator[str]:
             f'({t.log_every})'
         )
     for name, count in step_counts(config).items() if t.steps_per_call else ():
-        if count % t.steps_per_call:
+        if count % t.steps_per_call and not (name == 'train.steps' and t.epochs):
             yield (
                 f'{name}: {count} is not a multiple of train.steps_per_call ({t.steps_per_call})'
             )

@@ -140,6 +140,10 @@ class DataConfig:
     # device: all images as uint8 in device memory | stream: decode on demand | auto: device if the
     # images fit.
     cache: str = 'auto'
+    # Where images of another aspect ratio or size are cut: center: the largest centred part |
+    # random: another part every epoch, as guided-diffusion's random_crop; streams the images.
+    crop: str = 'center'
+    crop_least: float = 0.8  # random: sides of the smallest part, as a share of the largest
     # none | flip: random horizontal flip | edm: random geometry that samples do not show, as the
     # network is told of it (`jaxunet.training.augmentation`).
     augment: str = 'none'
@@ -188,6 +192,8 @@ class TrainConfig:
     """The length of a run and what happens along it; `*_every` fields count optimizer steps."""
 
     steps: int = 1200  # 0 = chosen
+    # Passes over the training images, from which the steps follow; 0 = `steps` says how many.
+    epochs: float = 0.0
     # Optimizer steps per compiled call; larger values reduce host overhead. The other counts must
     # be multiples of it. 0 = chosen automatically.
     steps_per_call: int = 1
@@ -312,7 +318,10 @@ ADDED = (
     'diffusion.flow_mean',
     'diffusion.flow_std',
     'data.augment_probability',
+    'data.crop',
+    'data.crop_least',
     'data.holdout',
+    'train.epochs',
     'train.holdout_every',
     'ema.widths',
     'ema.snapshot_every',

@@ -16,10 +16,11 @@ from absl import logging
 from ml_collections import ConfigDict
 
 from jaxunet.config import Config, resolve, to_dict
+from jaxunet.config.relations import MAX_STEPS_PER_CALL, step_counts
 from jaxunet.config.schema import Fields
 from jaxunet.data.image_files import tar_stream_sizes
 from jaxunet.data.source import Source
-from jaxunet.data.sources import is_compressed_tar, open_source
+from jaxunet.data.sources import is_compressed_tar, open_images, open_source
 from jaxunet.runtime.errors import UserError
 
 OPEN: dict[str, object] = {
@@ -61,7 +62,8 @@ ANY = Facts(1000, [(64, 64)], False)  # for checking a config before its images 
 def complete(values: ConfigDict | Fields, known: Config | None = None) -> Config:
     """Returns the config with the fields that it leaves open chosen from its images; logs them.
 
-    A config that leaves none open is resolved without opening its images.
+    With `train.epochs`, the steps follow from the number of images. A config without it that leaves
+    no field open is resolved without opening its images.
 
     Args:
       values: as for `resolve`.
@@ -73,17 +75,49 @@ def complete(values: ConfigDict | Fields, known: Config | None = None) -> Config
     raw = values.to_dict() if isinstance(values, ConfigDict) else values
     left_open = [path for path, empty in OPEN.items() if _get(raw, path) == empty]
     if not left_open:
-        return resolve(values)
+        return _with_epochs(resolve(values))
     if known is not None:
         saved = to_dict(known)
         paths = [*left_open, *([ATTENTION] if 'model.channel_mult' in left_open else [])]
-        return resolve(_with(raw, {path: _get(saved, path) for path in paths}))
+        return _with_epochs(resolve(_with(raw, {path: _get(saved, path) for path in paths})))
     draft = resolve(_with(raw, choose(raw, ANY)))  # finds other mistakes before anything is opened
     facts = look(draft)
     chosen = choose(raw, facts)
-    config = resolve(_with(raw, chosen))
+    config = _with_epochs(resolve(_with(raw, chosen)))
+    if config.train.epochs:
+        chosen.pop('train.steps', None)
     _log(config, facts, chosen)
     return config
+
+
+def _with_epochs(config: Config) -> Config:
+    """Returns the config with the steps that `train.epochs` takes, if it is set."""
+    if not config.train.epochs:
+        return config
+    images = len(open_images(config))
+    config = resolve(to_dict(config.replace(train={'steps': epoch_steps(config, images)})))
+    logging.info(
+        'train.epochs=%g: %s steps of %d from %s images',
+        config.train.epochs,
+        f'{config.train.steps:,}',
+        config.data.batch_size,
+        f'{images:,}',
+    )
+    return config
+
+
+def epoch_steps(config: Config, images: int) -> int:
+    """Returns the least number of steps that show each of `images` images `train.epochs` times.
+
+    It is rounded up to a multiple of `train.steps_per_call`; where that is chosen, of the largest
+    number up to `MAX_STEPS_PER_CALL` that divides the other step counts.
+    """
+    steps = math.ceil(config.train.epochs * images / config.data.batch_size)
+    others = math.gcd(*(n for name, n in step_counts(config).items() if name != 'train.steps'))
+    calls = config.train.steps_per_call or max(
+        n for n in range(1, MAX_STEPS_PER_CALL + 1) if others % n == 0
+    )
+    return max(-(-steps // calls), 1) * calls
 
 
 def look(config: Config) -> Facts:

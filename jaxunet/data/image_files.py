@@ -16,9 +16,12 @@ from jaxunet.data.pixels import (
     MAGIC_BYTES,
     BadImage,
     Batch,
+    Crop,
+    Crops,
     Pixels,
     Shape,
     check_channels,
+    crop_of,
     decode,
     printable,
     size_of,
@@ -67,11 +70,11 @@ class ImageFiles(Source):
         found = find_classes([container.names[i] for i in images], strip_leading=strip_leading)
         self.labels, self.class_names, self.unlabelled_by = found
 
-    def load(self, indices: Int[np.ndarray, ' rows']) -> Batch:
+    def load(self, indices: Int[np.ndarray, ' rows'], crops: Crops | None = None) -> Batch:
         """Decodes the images at these indices; see `Source.load`."""
         out = np.empty((len(indices), *self.image_shape), np.uint8)
         for row, index in enumerate(indices):
-            out[row] = self._one(int(self._files[index]))
+            out[row] = self._one(int(self._files[index]), crop_of(crops, row))
         return out
 
     def stored_size(self, index: int) -> tuple[int, int]:
@@ -79,8 +82,9 @@ class ImageFiles(Source):
         i = int(self._files[index])
         return size_of(self._container.read(i), self._container.describe(i))
 
-    def _one(self, i: int) -> Pixels:
-        return decode(self._container.read(i), self._container.describe(i), self.image_shape)
+    def _one(self, i: int, crop: Crop) -> Pixels:
+        data, name = self._container.read(i), self._container.describe(i)
+        return decode(data, name, self.image_shape, crop)
 
 
 def decode_tar_stream(path: Path, image_shape: Shape) -> Source:

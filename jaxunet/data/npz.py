@@ -17,7 +17,7 @@ from typing import IO, Literal
 import numpy as np
 from jaxtyping import Int
 
-from jaxunet.data.pixels import Batch, Shape, check_fit, fit, one_line
+from jaxunet.data.pixels import Batch, Crops, Shape, check_fit, fit, one_line
 from jaxunet.data.source import MAX_MEMORY, MappedArray, Source, no_labels
 from jaxunet.runtime.errors import UserError, near_misses
 
@@ -67,10 +67,10 @@ class NpzSource(Source):
         check_fit((*shape[1:], 1) if self._grey else shape[1:], image_shape, str(path))
         self.labels, self.class_names = _check_labels(path, shape[0], labels, names)
 
-    def load(self, indices: Int[np.ndarray, ' rows']) -> Batch:
+    def load(self, indices: Int[np.ndarray, ' rows'], crops: Crops | None = None) -> Batch:
         """Reads the images at these indices; see `Source.load`."""
         images = self._images[indices]
-        return fit(images[..., None] if self._grey else images, self.image_shape, self.name)
+        return fit(images[..., None] if self._grey else images, self.image_shape, self.name, crops)
 
     def stored_size(self, index: int) -> tuple[int, int]:
         """Returns the size that the array gives to all images."""

@@ -25,7 +25,7 @@ from jaxtyping import Int32
 
 from jaxunet.config import Config
 from jaxunet.data.order import MAX_IMAGES, batch_indices
-from jaxunet.data.pixels import Batch
+from jaxunet.data.pixels import Batch, random_crops
 from jaxunet.data.source import Source
 from jaxunet.data.threads import THREADS, ordered_map
 from jaxunet.runtime.errors import UserError
@@ -34,6 +34,7 @@ from jaxunet.runtime.progress import progress_bar
 DEVICE_SHARE = 4  # cache=auto gives the set at most 1/4 of the device's memory
 DEVICE_BYTES = 2 * 2**30  # cache=auto's limit where the device does not report its memory
 GRACE_SECONDS = 5.0  # a worker process keeps working this long after SIGTERM
+CROPS = 0x63726F70  # tells the random numbers of crops from others of the seed
 CHUNK_BYTES = 2**22  # bytes of pixels that a thread of `load_all` decodes at a time
 
 Rows = dict[str, np.ndarray]
@@ -50,7 +51,12 @@ def choose_cache(config: Config, source: Source) -> str:
     Raises:
       UserError: streamed images with several steps in one call, which needs them on the device.
     """
-    choice = config.data.cache if config.data.cache != 'auto' else _fitting(source)
+    choice = config.data.cache
+    if choice == 'auto' and config.data.crop == 'random':
+        choice = 'stream'
+        logging.info('data.cache=auto: stream, as data.crop=random cuts images anew every epoch')
+    elif choice == 'auto':
+        choice = _fitting(source)
     if choice == 'stream' and config.train.steps_per_call > 1:
         raise UserError(
             f'train.steps_per_call: {config.train.steps_per_call} steps in one call need the '
@@ -175,7 +181,8 @@ def stream(source: Source, config: Config, start_step: int, local_rows: slice) -
             workers,
         )
         workers = 0
-    load = _LoadBatch(source, config.data.batch_size, config.seed, local_rows)
+    least = config.data.crop_least if config.data.crop == 'random' else None
+    load = _LoadBatch(source, config.data.batch_size, config.seed, local_rows, least)
     load_step: Callable[[int], Rows] = load
     pool = None
     if workers:
@@ -197,18 +204,30 @@ def stream(source: Source, config: Config, start_step: int, local_rows: slice) -
 
 @dataclass(frozen=True)
 class _LoadBatch:
-    """Step number -> its rows, in this process."""
+    """Step number -> its rows, in this process.
+
+    Fields:
+      rows: of the global batch.
+      crop_least: smallest random crop; None = no random crops.
+    """
 
     source: Source
     batch_size: int
     seed: int
     rows: slice
+    crop_least: float | None = None
 
     def __call__(self, step: int) -> Rows:
         indices = np.asarray(
             batch_indices(int(step), self.batch_size, len(self.source), self.seed)
         )[self.rows]
-        return {'image': self.source.load(indices), 'label': self.source.labels[indices]}
+        crops = None
+        if self.crop_least is not None:
+            # Of the whole batch, so that they do not depend on the number of processes.
+            random = np.random.default_rng((CROPS, self.seed, int(step)))
+            side = min(self.source.image_shape[:2])
+            crops = random_crops(random, self.batch_size, side, self.crop_least)[self.rows]
+        return {'image': self.source.load(indices, crops), 'label': self.source.labels[indices]}
 
 
 @dataclass(frozen=True)

@@ -4,16 +4,17 @@ Conversion: the first frame of an animation; EXIF orientation applied; palette, 
 through Pillow to RGB or grey; transparency dropped without compositing, as unet.cu and
 guided-diffusion do; 16-bit grey scaled by 1/257.
 Resizing: the largest centred crop of the target's aspect ratio, then an antialiased Lanczos filter.
-An image of the target's size keeps its pixels.
+An image of the target's size keeps its pixels, unless a smaller part of it is cut out.
 """
 
 from __future__ import annotations
 
 import io
+import math
 import warnings
 
 import numpy as np
-from jaxtyping import UInt8
+from jaxtyping import Float64, UInt8
 from PIL import Image, ImageOps
 
 from jaxunet.runtime.errors import UserError
@@ -21,6 +22,12 @@ from jaxunet.runtime.errors import UserError
 Shape = tuple[int, int, int]  # height, width, channels
 Pixels = UInt8[np.ndarray, 'height width channels']
 Batch = UInt8[np.ndarray, 'images height width channels']
+# Part of an image to keep: its sides as a share of the largest crop of the target's aspect ratio,
+# and its place from top to bottom and from left to right, 0 to 1.
+Crop = tuple[float, float, float]
+Crops = Float64[np.ndarray, 'images 3']
+
+CENTRE = (1.0, 0.5, 0.5)
 
 MODES = {1: 'L', 3: 'RGB'}
 MAX_PIXELS = 2**26  # of one image file; a larger one may be a decompression bomb
@@ -118,13 +125,14 @@ def check_channels(channels: int) -> None:
         )
 
 
-def decode(data: bytes, name: str, shape: Shape) -> Pixels:
+def decode(data: bytes, name: str, shape: Shape, crop: Crop = CENTRE) -> Pixels:
     """Decodes an image file.
 
     Args:
       data: the file's bytes.
       name: for the error.
       shape: (height, width, channels) to return; channels is 1 or 3.
+      crop: the part to keep.
 
     Raises:
       BadImage: corrupt, truncated, too large, or without an 8-bit meaning.
@@ -140,7 +148,7 @@ def decode(data: bytes, name: str, shape: Shape) -> Pixels:
             # Let a JPEG decoder halve the size as it decodes, down to twice the target's.
             image.draft(None, (2 * max(height, width), 2 * max(height, width)))
             upright = ImageOps.exif_transpose(image)
-            return _finish(_eight_bits(upright, MODES[channels]), shape)
+            return _finish(_eight_bits(upright, MODES[channels]), shape, crop)
     except (BadImage, MemoryError):
         raise
     except Exception as error:  # Pillow's plugins raise nearly everything on damaged files
@@ -183,17 +191,18 @@ def _eight_bits(image: Image.Image, mode: str) -> Image.Image:
     return image if image.mode == mode else image.convert(mode)
 
 
-def _finish(image: Image.Image, shape: Shape) -> Pixels:
+def _finish(image: Image.Image, shape: Shape, crop: Crop = CENTRE) -> Pixels:
     height, width, channels = shape
-    if image.size != (width, height):
-        image = _resize(image, height, width)
+    if image.size != (width, height) or crop[0] != 1:
+        image = _resize(image, height, width, crop)
     return np.asarray(image, np.uint8).reshape(height, width, channels)
 
 
-def _resize(image: Image.Image, height: int, width: int) -> Image.Image:
-    scale = max(width / image.width, height / image.height)
+def _resize(image: Image.Image, height: int, width: int, crop: Crop) -> Image.Image:
+    share, down, right = crop
+    scale = max(width / image.width, height / image.height) / share
     box_width, box_height = min(width / scale, image.width), min(height / scale, image.height)
-    left, top = (image.width - box_width) / 2, (image.height - box_height) / 2
+    left, top = (image.width - box_width) * right, (image.height - box_height) * down
     box = (left, top, min(left + box_width, image.width), min(top + box_height, image.height))
     return image.resize(
         (width, height), Image.Resampling.LANCZOS, box=box, reducing_gap=REDUCING_GAP
@@ -201,7 +210,7 @@ def _resize(image: Image.Image, height: int, width: int) -> Image.Image:
 
 
 def fit(
-    images: Batch, shape: Shape, name: str
+    images: Batch, shape: Shape, name: str, crops: Crops | None = None
 ) -> UInt8[np.ndarray, 'images new_height new_width new_channels']:
     """Converts and resizes arrays of images like image files.
 
@@ -210,26 +219,50 @@ def fit(
     Args:
       shape: (height, width, channels) to return.
       name: for the error.
+      crops: the part of each image to keep; None = the centre.
 
     Raises:
       UserError: the channels cannot be converted (`check_fit`).
     """
     height, width, channels = shape
     check_fit(images.shape[1:], shape, name)
-    if images.shape[1:] == shape:
+    if images.shape[1:] == shape and crops is None:
         return images
     found = images.shape[3]
     out = np.empty((len(images), *shape), np.uint8)
     for i, pixels in enumerate(images):
+        crop = crop_of(crops, i)
         if found in MODES and channels in MODES:
             image = Image.fromarray(pixels[..., 0] if found == 1 else pixels)
-            out[i] = _finish(image.convert(MODES[channels]), shape)
+            out[i] = _finish(image.convert(MODES[channels]), shape, crop)
         else:
             for c in range(channels):
                 out[i, ..., c : c + 1] = _finish(
-                    Image.fromarray(np.ascontiguousarray(pixels[..., c])), (height, width, 1)
+                    Image.fromarray(np.ascontiguousarray(pixels[..., c])), (height, width, 1), crop
                 )
     return out
+
+
+def crop_of(crops: Crops | None, row: int) -> Crop:
+    """Returns the part of an image to keep; the centre where there are no crops."""
+    if crops is None:
+        return CENTRE
+    share, down, right = crops[row].tolist()
+    return share, down, right
+
+
+def random_crops(random: np.random.Generator, count: int, side: int, least: float) -> Crops:
+    """Draws crops as guided-diffusion's `random_crop_arr`.
+
+    It resizes the shorter side of an image to a random whole number of pixels, from the target's
+    side to that side divided by `least`, and cuts the target out anywhere.
+
+    Args:
+      side: shorter side of the target, in pixels.
+      least: smallest crop, as a share of the largest, above 0 and at most 1.
+    """
+    resized = random.integers(side, math.ceil(side / least) + 1, count)
+    return np.stack([side / resized, *random.random((2, count))], axis=1)
 
 
 def check_fit(found: tuple[int, ...], shape: Shape, name: str) -> None:

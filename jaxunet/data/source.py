@@ -9,7 +9,7 @@ from typing import Literal
 import numpy as np
 from jaxtyping import Int
 
-from jaxunet.data.pixels import Batch, Shape, check_fit, fit
+from jaxunet.data.pixels import Batch, Crops, Shape, check_fit, fit
 from jaxunet.runtime.errors import UserError, listed, near_misses
 
 MAX_MEMORY = 8 * 2**30  # bytes of pixels that a source decodes into host memory
@@ -46,8 +46,11 @@ class Source(abc.ABC):
         return len(self.labels)
 
     @abc.abstractmethod
-    def load(self, indices: Int[np.ndarray, ' rows']) -> Batch:
+    def load(self, indices: Int[np.ndarray, ' rows'], crops: Crops | None = None) -> Batch:
         """Returns the images at these indices, uint8 (rows, height, width, channels).
+
+        Args:
+          crops: the part of each image to keep; None = the largest centred one.
 
         Raises:
           BadImage: one of them is corrupt.
@@ -95,9 +98,9 @@ class ArraySource(Source):
         self.class_names = class_names
         self._images = images
 
-    def load(self, indices: Int[np.ndarray, ' rows']) -> Batch:
+    def load(self, indices: Int[np.ndarray, ' rows'], crops: Crops | None = None) -> Batch:
         """Converts the images at these indices; see `Source.load`."""
-        return fit(self._images[indices], self.image_shape, self.name)
+        return fit(self._images[indices], self.image_shape, self.name, crops)
 
     def stored_size(self, index: int) -> tuple[int, int]:
         """Returns the size of the arrays in memory."""
@@ -167,9 +170,9 @@ class Subset(Source):
         self.labels = source.labels[rows] if labels is None else labels
         self.class_names = source.class_names if class_names is None else class_names
 
-    def load(self, indices: Int[np.ndarray, ' rows']) -> Batch:
+    def load(self, indices: Int[np.ndarray, ' rows'], crops: Crops | None = None) -> Batch:
         """Loads these images of the subset; see `Source.load`."""
-        return self._source.load(self._rows[indices])
+        return self._source.load(self._rows[indices], crops)
 
     def stored_size(self, index: int) -> tuple[int, int]:
         """Returns the size of an image of the subset; see `Source.stored_size`."""

@@ -34,8 +34,14 @@ def open_images(config: Config) -> Source:
     Those that `data.holdout` keeps out of training are their `held_out`.
 
     Raises:
-      UserError: as `open_source`, or `data.holdout` leaves no image to train on.
+      UserError: as `open_source`, `data.holdout` leaves no image to train on, or random crops of
+        images that are decoded only once.
     """
+    if config.data.crop == 'random' and is_compressed_tar(config.data.path):
+        raise UserError(
+            f'data.crop: random cuts images anew every epoch, but {config.data.path} is a '
+            'compressed tar, which is decoded once; unpack it, or use data.crop=center'
+        )
     source = open_source(
         config.data.path, image_shape=config.image_shape, classes=config.data.classes
     )

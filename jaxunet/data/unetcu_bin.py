@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 from jaxtyping import Float, Int
 
-from jaxunet.data.pixels import Batch, Pixels, Shape, check_fit, fit
+from jaxunet.data.pixels import Batch, Crops, Pixels, Shape, check_fit, fit
 from jaxunet.data.source import MappedArray, Source, no_labels
 from jaxunet.runtime.errors import UserError
 
@@ -43,7 +43,7 @@ class BinSource(Source):
         # A file in another scale or layout fails here, not in the middle of training.
         self.load(np.unique([0, n - 1]))
 
-    def load(self, indices: Int[np.ndarray, ' rows']) -> Batch:
+    def load(self, indices: Int[np.ndarray, ' rows'], crops: Crops | None = None) -> Batch:
         """Reads the images at these indices; see `Source.load`.
 
         Raises:
@@ -62,6 +62,7 @@ class BinSource(Source):
             np.ascontiguousarray(rounded.astype(np.uint8).transpose(0, 2, 3, 1)),
             self.image_shape,
             self.name,
+            crops,
         )
 
     def stored_size(self, index: int) -> tuple[int, int]:

@@ -59,9 +59,9 @@ class FeatureNetwork:
     resize: str
     classify: Callable[[Float[np.ndarray, 'n d']], Float[Array, 'n classes']] | None = None
     size: tuple[int, int] | None = None
-    extract_both: Callable[[UInt8[np.ndarray, 'n height width 3']], Float[Array, 'n both']] | None = (
-        None
-    )
+    extract_both: (
+        Callable[[UInt8[np.ndarray, 'n height width 3']], Float[Array, 'n both']] | None
+    ) = None
     spatial_dimension: int = 0
     as_tensorflow: bool = False
 
@@ -95,7 +95,8 @@ def load_features(features: str) -> FeatureNetwork:
         siblings = [p.name for p in path.parent.iterdir()] if path.parent.is_dir() else []
         hint = near_misses(features, INCEPTION) or near_misses(path.name, siblings)
         raise UserError(
-            f'--features: expected {" or ".join(INCEPTION)}, or a file that ends in {", ".join(SUFFIXES)}, '
+            f'--features: expected {" or ".join(INCEPTION)}, or a file that ends in '
+            f'{", ".join(SUFFIXES)}, '
             f'found no file {features!r}{hint}'
         )
     try:

@@ -18,7 +18,7 @@ from jaxunet.data import cifar10
 from jaxunet.data.containers import Container, Folder, ZipArchive
 from jaxunet.data.image_files import ImageFiles
 from jaxunet.data.images import ENLARGED, GAP, TINY
-from jaxunet.data.pixels import BadImage, Pixels, one_line, size_of, why_not_image
+from jaxunet.data.pixels import BadImage, Crop, Pixels, one_line, size_of, why_not_image
 from jaxunet.data.source import ArraySource, Source
 from jaxunet.data.sources import TAR, open_source
 from jaxunet.data.tar import TarArchive, compression, decompress
@@ -85,7 +85,7 @@ class SameSize(ImageFiles):
         height, width = _first_size(container)
         super().__init__(container, (height, width, 3), strip_leading=True)
 
-    def _one(self, i: int) -> Pixels:
+    def _one(self, i: int, crop: Crop) -> Pixels:
         data, name = self._container.read(i), self._container.describe(i)
         if (found := size_of(data, name)) != (wanted := self.image_shape[:2]):
             raise UserError(
@@ -93,7 +93,7 @@ class SameSize(ImageFiles):
                 f'image has, found {found[0]}x{found[1]}; bring all to one size: python -m '
                 f'jaxunet.prepare_data --input {self.name} --output images.npz --image_size ...'
             )
-        return super()._one(i)
+        return super()._one(i, crop)
 
 
 def read_grid(path: Path, size: Size) -> UInt8[np.ndarray, 'images height width 3']:

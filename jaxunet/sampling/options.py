@@ -97,7 +97,12 @@ def as_peer(config: SamplerConfig, peer: str, diffusion: Diffusion) -> SamplerCo
         config = dataclasses.replace(config, variance='fixed_large')
     spacing = config.skip_schedule or 'linear'
     listed = config.respacing is not None or config.timesteps is not None
-    if peer == 'ddpm_torch' and name == 'ddim' and spacing in ('linear', 'quadratic') and not listed:
+    if (
+        peer == 'ddpm_torch'
+        and name == 'ddim'
+        and spacing in ('linear', 'quadratic')
+        and not listed
+    ):
         respacing = f'{spacing}{config.steps or DDPM_TORCH_STEPS}'
         return dataclasses.replace(config, respacing=respacing, steps=None, skip_schedule=None)
     return config

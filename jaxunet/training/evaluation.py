@@ -15,7 +15,7 @@ from jaxtyping import Int, UInt8
 
 from jaxunet.config import Config
 from jaxunet.config.relations import HIGHER_IS_BETTER
-from jaxunet.data.pixels import Batch
+from jaxunet.data.pixels import Batch, Crops
 from jaxunet.data.source import ArraySource, Source
 from jaxunet.metrics.evaluation import Result, check_metrics, compute, result_label
 from jaxunet.metrics.features import FeatureNetwork, load_features
@@ -53,6 +53,7 @@ SETTINGS = (
     'k',
     'parts',
     'of_training_images',
+    'reference_statistics',
 )  # options of single metrics, for that column
 
 
@@ -96,9 +97,9 @@ class Colour(Source):
         self.labels, self.class_names = source.labels, source.class_names
         self.in_memory = source.in_memory
 
-    def load(self, indices: Int[np.ndarray, ' rows']) -> Batch:
+    def load(self, indices: Int[np.ndarray, ' rows'], crops: Crops | None = None) -> Batch:
         """Returns the images at these places, uint8 (rows, height, width, 3)."""
-        return colour(self._source.load(indices))
+        return colour(self._source.load(indices, crops))
 
 
 def colour(

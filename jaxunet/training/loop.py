@@ -165,9 +165,12 @@ class _Loop:
             self.step, self.class_names = int(begin.state.step), begin.class_names
             agree({'the step to resume from': self.step})
             if self.step >= total:
+                field, now = 'steps', f'{total}'
+                if self.config.train.epochs:
+                    field, now = 'epochs', f'{self.config.train.epochs:g}'
                 print(
                     f'{self.workdir} has already trained {self.step} steps. To go on, raise '
-                    f'--config.train.steps (now {total}); to start over, choose another --workdir.'
+                    f'--config.train.{field} (now {now}); to start over, choose another --workdir.'
                 )
                 return self.step
             session = stack.enter_context(self.session)

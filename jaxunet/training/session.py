@@ -21,7 +21,7 @@ from absl import logging
 
 from jaxunet.checkpoint.state import TrainState, make_optimizer
 from jaxunet.config import Config
-from jaxunet.config.relations import step_counts
+from jaxunet.config.relations import MAX_STEPS_PER_CALL, step_counts
 from jaxunet.data import pipeline
 from jaxunet.data.source import Source
 from jaxunet.diffusion.process import make_diffusion
@@ -32,8 +32,6 @@ from jaxunet.training.parallel import CompiledStep, Data, Parallel
 from jaxunet.training.step import Metrics, TrainStep, make_train_step
 
 IN_FLIGHT = 8  # steps to queue before reading the metrics of the oldest, so the device never waits
-# More steps per call would save little more host time, and a signal waits for all of them.
-MAX_STEPS_PER_CALL = 20
 
 
 class Session:

@@ -184,3 +184,39 @@ def test_a_missing_section_is_reported():
 
 def test_the_defaults_are_complete():
     assert complete({}) == Config()
+
+
+@pytest.mark.parametrize(
+    ('epochs', 'holdout', 'calls', 'steps'),
+    [
+        (3, 0, 1, 135),  # 3 · 1,797 images in batches of 40: 134.8
+        (2.5, 97, 1, 107),  # 2.5 · 1,700 / 40 = 106.25
+        (3, 0, 8, 136),  # in calls of 8 steps
+        (3, 0, 0, 140),  # calls of up to 20 steps, which divide the other counts
+        (0.001, 0, 1, 1),
+    ],
+)
+def test_epochs_become_steps(epochs, holdout, calls, steps, caplog):
+    caplog.set_level(logging.INFO)
+    values = to_dict(Config())
+    values['data'] |= {'batch_size': 40, 'holdout': float(holdout)}
+    counts = dict.fromkeys(('log_every', 'sample_every', 'checkpoint_every'), 400)
+    values['train'] |= {'epochs': float(epochs), 'steps_per_call': calls, **counts}
+    config = complete(values)
+    assert (config.train.epochs, config.train.steps) == (epochs, steps)
+    assert f'train.epochs={epochs:g}: {steps} steps of 40 from {1797 - holdout:,} im' in caplog.text
+    # A resumed run, whose config holds both, keeps its length, and takes another.
+    assert complete(to_dict(config)) == config
+    longer = to_dict(config.replace(train={'epochs': epochs * 4}))
+    least = 4 * epochs * (1797 - holdout) / 40
+    assert least <= complete(longer).train.steps < least + max(calls, 20) + 1
+
+
+def test_epochs_and_open_fields(tmp_path, caplog):
+    caplog.set_level(logging.INFO)
+    config = complete(config_for(photos(tmp_path, [(32, 32)] * 5), train__epochs=110.0))
+    assert config.train.steps == 120  # 110 · 4 images, as one is held out; in calls of 20
+    assert 'train.steps=' not in caplog.text
+    assert 'the run ends after' not in caplog.text
+    with pytest.raises(UserError, match=r'train.epochs: expected 0 or more, found -1'):
+        complete(config_for(tmp_path, train__epochs=-1.0))

@@ -112,11 +112,12 @@ def test_spatial_features_are_adms(computed, monkeypatch):
 
     def replay(params, x, tap):
         for name, value in computed.items():
-            tap(name, value)
-        return computed['features']
+            tap(name, jax.numpy.asarray(value))
+        return jax.numpy.asarray(computed['features'])
 
     monkeypatch.setattr(inception, 'pool3', replay)
-    both = np.asarray(inception.pool3_and_spatial({}, np.zeros((2, 299, 299, 3), np.float32)))
+    prepared = jax.numpy.zeros((2, 299, 299, 3))
+    both = np.asarray(inception.pool3_and_spatial({}, prepared))
     assert both.shape == (2, inception.DIMENSION + inception.SPATIAL_DIMENSION) == (2, 2048 + 2023)
     np.testing.assert_array_equal(both[:, :2048], computed['features'])
     maps = both[:, 2048:].reshape(2, 17, 17, 7)

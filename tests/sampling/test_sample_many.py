@@ -230,7 +230,10 @@ def test_options_reach_the_sampler(sampler, extra, evaluations, weights, tmp_pat
             '--churn_range: expected two numbers such as 0.05,50',
         ),
         (['--respacing=3', '--steps=4'], 'respacing: '),
-        (['--timesteps=0,half'], '--timesteps: expected whole numbers such as 0,250,500,999, found'),
+        (
+            ['--timesteps=0,half'],
+            '--timesteps: expected whole numbers such as 0,250,500,999, found',
+        ),
         (['--respacing=ddim3x'], 'respacing: expected numbers of steps'),
     ],
 )

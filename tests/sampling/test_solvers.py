@@ -368,7 +368,9 @@ def test_respacing_by_one_number_is_guided_diffusions_for_every_count():
         expected = space_timesteps(1000, [steps])
         assert len(expected) == steps
         np.testing.assert_array_equal(solvers.respaced_timesteps(a, str(steps)), expected)
-        if steps > 1:  # one step of `--steps` starts from noise alone, one of `--respacing` does not
+        if (
+            steps > 1
+        ):  # one step of `--steps` starts from noise alone, one of `--respacing` does not
             np.testing.assert_array_equal(solvers.timestep_subset(a, steps, 'linear'), expected)
 
 
@@ -395,8 +397,8 @@ def test_subsets_of_ddpm_torch():
 def test_a_step_to_the_same_timestep_changes_nothing():
     """ddpm-torch takes a timestep twice where its squares round to one; here it comes once."""
     a = alphas()
-    twice = solvers.ddim(a, np.array([0, 5, 5, 20]), eta=1.0)
-    once = solvers.ddim(a, np.array([0, 5, 20]), eta=1.0)
+    twice = solvers.ddim(a, np.array([0, 5, 5, 20], np.int32), eta=1.0)
+    once = solvers.ddim(a, np.array([0, 5, 20], np.int32), eta=1.0)
     rows = [0, 2, 3]
     for name in ('timesteps', 'x0', 'noise', 'draw'):
         np.testing.assert_array_equal(getattr(twice, name)[rows], getattr(once, name))
@@ -464,7 +466,7 @@ def test_respacing_of_sections():
         ('1001', r'respacing: 1001 steps from a section of 1000'),
         ('400,10,10', r'respacing: 400 steps from a section of 334'),
         ('linear0', r"respacing: expected linearN with N of 1 to 1000, .* found 'linear0'"),
-        ('quadratic1001', r"respacing: expected quadraticN with N of 1 to 1000, .* found"),
+        ('quadratic1001', r'respacing: expected quadraticN with N of 1 to 1000, .* found'),
         ('quadratic', r"respacing: expected numbers of steps such as .* found 'quadratic'"),
     ],
 )
