@@ -206,8 +206,8 @@ def test_nearest_training_images(tmp_path):
 MISTAKES = [
     (
         ['--samples=S', '--metrics=fdi'],
-        '--metrics: expected some of fid, sfid, kid, precision, recall, copies, inception_score, found '
-        '\'fdi\'; did you mean "fid"',
+        '--metrics: expected some of fid, sfid, kid, precision, recall, copies, inception_score, '
+        'found \'fdi\'; did you mean "fid"',
     ),
     (['--samples=S', '--metrics=kid'], '--reference: missing; needed by kid'),
     (
