@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
@@ -14,7 +15,17 @@ from jaxtyping import PyTree
 
 from jaxunet.config import Config
 from jaxunet.model.unet import Params, build_unet, init_params
-from jaxunet.ops.backends import load_ops
+from jaxunet.ops.backends import load_ops, named, ops_of
+from jaxunet.ops.vocabulary import Ops
+from jaxunet.runtime import device
+
+# The activations that a training step holds at most, as a multiple of those that its forward pass
+# keeps, by the backend of the op norm_silu_conv3x3: the largest of the latest rows of
+# docs/results/step/rows.jsonl, bfloat16 on an H200. XLA recomputes much of what the backward pass
+# reads; the kernels keep only what they must, and their backward pass writes more.
+HELD = {'xla': 0.42, 'pallas': 2.8, 'cuda': 2.1}
+# The same with `parallel.concurrent_kernels`.
+HELD_CONCURRENT = {'xla': 0.56, 'pallas': 5.0, 'cuda': 4.3}
 
 
 def tree_bytes(tree: PyTree) -> int:
@@ -36,7 +47,7 @@ def forward_flops(config: Config) -> float:
 
     Counts convolutions and matrix products; a multiply-add counts as two operations.
     """
-    params, loss = _loss(config, batch=1)
+    params, loss = _loss(config, batch=1, ops=load_ops('xla'))
     return float(sum(p.flops for p in products(jax.make_jaxpr(loss)(params).jaxpr)))
 
 
@@ -80,25 +91,43 @@ def _outline(aval: Any) -> jax.ShapeDtypeStruct:
 
 
 def memory(config: Config) -> dict[str, int]:
-    """Returns the estimated bytes per device by purpose.
+    """Returns the estimated bytes per device by purpose, with the config's backend.
 
-    The keys are parameters, averages, optimizer, gradients and activations. Activations are all
-    values that the backward pass needs from the forward pass. This is an upper estimate, because
-    the compiler may fuse, recompute or reuse them.
+    The keys are parameters, averages, optimizer, gradients and activations. Activations are those
+    that the forward pass keeps for the backward pass, as the ops of the backend do, times `HELD`;
+    an unmeasured backend takes the largest multiple.
     """
-    params = param_shapes(config)
-    size = tree_bytes(params)
     devices = config.parallel.devices or jax.device_count()
     share = max(config.data.batch_size // config.optimizer.accumulate_steps // devices, 1)
-    shapes, loss = _loss(config, batch=share)
-    residuals = jax.eval_shape(lambda p: jax.vjp(loss, p)[1], shapes)
+    # Chosen for this machine, before another may take its place.
+    ops = ops_of(config.backend, config.precision)
+    with _target():
+        params, loss = _loss(config, batch=share, ops=ops)
+        residuals = jax.eval_shape(lambda p: jax.vjp(loss, p)[1], params)
+    size = tree_bytes(params)
+    table = HELD_CONCURRENT if config.parallel.concurrent_kernels else HELD
+    held = table.get(_holder(config), max(table.values()))
     return {
         'parameters': size,
         'averages': size * (len(config.ema.rates) + len(config.ema.widths)),
         'optimizer': tree_bytes(jax.eval_shape(optax.adam(1e-3).init, params)),
         'gradients': size,
-        'activations': max(tree_bytes(residuals) - size, 0),
+        'activations': int(held * max(tree_bytes(residuals) - size, 0)),
     }
+
+
+def _holder(config: Config) -> str:
+    """Returns the backend whose ops keep most of the activations."""
+    return named(config.backend, config.precision)['norm_silu_conv3x3']
+
+
+def _target() -> contextlib.AbstractContextManager[None]:
+    """Lets kernels be traced on a machine that cannot run them, as for a Hopper GPU."""
+    try:
+        device.target()
+    except device.UnsupportedDeviceError:
+        return device.use(device.Target.HOPPER)
+    return contextlib.nullcontext()
 
 
 def summary(config: Config) -> str:
@@ -109,8 +138,8 @@ def summary(config: Config) -> str:
     return (
         f'parameters: {parameter_count(config):,}\n'
         f'GFLOPs per image: {forward:.2f} forward, about {3 * forward:.2f} per training step\n'
-        f'memory per device, GiB: {sum(parts.values()) / 2**30:.2f} estimated ({gib})'
-        + _snapshots(config)
+        f'memory per device, GiB: {sum(parts.values()) / 2**30:.2f} estimated '
+        f'with {_holder(config)} ({gib})' + _snapshots(config)
     )
 
 
@@ -130,15 +159,16 @@ def param_shapes(config: Config) -> Params:
     )
 
 
-def _loss(config: Config, batch: int) -> tuple[Params, Callable[[Params], jax.Array]]:
+def _loss(config: Config, batch: int, ops: Ops) -> tuple[Params, Callable[[Params], jax.Array]]:
     """Returns the parameters' shapes, and a loss of one forward pass as their function."""
-    model = build_unet(config, load_ops('xla'))
+    model = build_unet(config, ops)
     labels = jnp.zeros((batch,), jnp.int32) if config.model.num_classes else None
+    keys = jax.random.split(jax.random.key(0), batch) if config.model.dropout else None
 
     def loss(params: Params) -> jax.Array:
         x = jnp.zeros((batch, *config.image_shape), jnp.float32)
         return jnp.mean(
-            jax.lax.square(model.predict(params, x, jnp.zeros((batch,), jnp.int32), labels))
+            jax.lax.square(model.predict(params, x, jnp.zeros((batch,), jnp.int32), labels, keys))
         )
 
     return param_shapes(config), loss

@@ -2,7 +2,9 @@
 cut.
 """
 
+import json
 import math
+import pathlib
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +20,7 @@ from jaxunet.model.unet import build_unet, init_params
 from jaxunet.ops.backends import load_ops
 from jaxunet.runtime.errors import UserError
 
+STEP_ROWS = pathlib.Path(__file__).parents[2] / 'docs' / 'results' / 'step' / 'rows.jsonl'
 PUBLISHED = {
     'elephants64': 20_494_211,  # unet.cu
     'cifar10': 35_746_307,  # DDPM, Ho et al. 2020 (35.7 M)
@@ -169,6 +172,30 @@ def test_remat_changes_memory_not_values():
         memory(config.replace(model={'remat': True}))['activations']
         < 0.5 * memory(config)['activations']
     )
+
+
+def test_the_memory_estimate_covers_what_the_kernels_took():
+    rows = [
+        row
+        for row in map(json.loads, STEP_ROWS.read_text().splitlines())
+        if (row['config'], row['backend'], row['batch_size'], row['direction'])
+        == ('elephants64', 'cuda', 32, 'step')
+        and not row.get('concurrent_kernels')
+    ]
+    config = resolve(load(next(p for p in CONFIGS if p.stem == 'elephants64')))
+    config = config.replace(backend='cuda', data={'batch_size': 32}, parallel={'devices': 1})
+    estimate, taken = sum(memory(config).values()), max(rows, key=lambda r: r['time'])['peak_bytes']
+    assert taken <= estimate <= 1.25 * taken
+
+
+def test_the_memory_estimate_is_of_this_machine_and_of_concurrent_kernels():
+    found = {
+        (backend, on): memory(
+            tiny_config(backend=backend).replace(parallel={'concurrent_kernels': on})
+        )['activations']
+        for backend, on in (('xla', False), ('auto', False), ('auto', True))
+    }
+    assert found['auto', False] == found['xla', False] < found['auto', True]
 
 
 def test_labels():
