@@ -12,6 +12,7 @@ import json
 import os
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from jaxtyping import Float
@@ -127,7 +128,9 @@ def save_statistics(
     """
     target = Path(path)
     partial = target.with_name(f'.{target.name}.{os.getpid()}.partial')
-    more = dict(zip(SPATIAL, (spatial.mu, spatial.sigma), strict=True)) if spatial else {}
+    more: dict[str, Any] = {}
+    if spatial:
+        more = dict(zip(SPATIAL, (spatial.mu, spatial.sigma), strict=True))
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         with partial.open('wb') as file:
