@@ -241,13 +241,7 @@ def image_side(
         done += len(batch)
     protocol = {'images': name, 'count': len(rows), 'size': size_text, 'features': network.name}
     for need in fit:
-        if len(rows) <= lengths[need]:
-            logging.warning(
-                '%s: %d images are few for a covariance of %d features: the distance is biased',
-                name,
-                len(rows),
-                lengths[need],
-            )
+        _warn_of_few(name, len(rows), lengths[need])
         given[need] = moments[need].statistics(protocol)
     return Side(
         name,
@@ -257,6 +251,16 @@ def image_side(
         features if keep else None,
         given.get('spatial'),
     )
+
+
+def _warn_of_few(name: str, count: int, length: int) -> None:
+    if count <= length:
+        logging.warning(
+            '%s: %d images are few for a covariance of %d features: the distance is biased',
+            name,
+            count,
+            length,
+        )
 
 
 def check_count(count: int | None, source: Source, name: str) -> None:
