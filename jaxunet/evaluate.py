@@ -14,6 +14,10 @@ tells which samples repeat a training image, and shows each beside its nearest o
 
 draws the samples itself, with each of these averages of the weights, as the section `evaluation` of
 the run's config says.
+
+    python -m jaxunet.evaluate --checkpoint runs/cifar10 --metrics nll --reference test/
+
+bounds the likelihood of images under a model, in bits per dimension.
 """
 
 from __future__ import annotations
@@ -37,8 +41,11 @@ from jaxunet.metrics.nearest import compare, write
 from jaxunet.metrics.sides import open_side
 from jaxunet.metrics.table import with_reference
 from jaxunet.runtime.errors import UserError
+from jaxunet.sampling.options import VARIANCES
 from jaxunet.training.average_sweep import check_plot, measure_averages, plot
+from jaxunet.training.likelihood import LikelihoodOptions, measure_likelihood, save_terms
 
+NLL = 'nll'
 SAMPLES = flags.DEFINE_string(
     'samples',
     None,
@@ -52,7 +59,8 @@ REFERENCE = flags.DEFINE_string(
 METRIC_NAMES = flags.DEFINE_list(
     'metrics',
     ['fid'],
-    f'Metrics to compute, some of {", ".join(METRICS)}; with --nearest only those given.',
+    f'Metrics to compute, some of {", ".join(METRICS)}; with --nearest only those given. Or '
+    f'{NLL}, with --checkpoint: the variational bound in bits per dimension.',
 )
 FEATURES = flags.DEFINE_string(
     'features',
@@ -120,6 +128,17 @@ PLOT = flags.DEFINE_string(
 BACKEND = flags.DEFINE_string(
     'backend', None, "With --checkpoint: as config.backend; default: the run's."
 )
+VARIANCE = flags.DEFINE_enum(
+    'variance',
+    None,
+    VARIANCES,
+    'nll: variance of the model; default: learned if it has it, else fixed_small.',
+)
+RESPACING = flags.DEFINE_string(
+    'respacing', None, 'nll: fewer timesteps, as --respacing of jaxunet.sample; default: all.'
+)
+CLIP = flags.DEFINE_bool('clip', True, 'nll: clip the predicted image to [-1, 1].')
+TERMS = flags.DEFINE_string('terms', None, 'nll: write the terms of the bound to this .npz.')
 
 MAX_SIDE = 2**16
 # Flags that only one of --samples and --checkpoint has.
@@ -132,6 +151,8 @@ OF_SAMPLES = (
     'write_statistics',
 )
 OF_CHECKPOINTS = ('ema', 'plot', 'backend')
+OF_NLL = ('variance', 'respacing', 'clip', 'terms')
+NOT_OF_NLL = ('features', 'plot')
 
 
 def main(argv: Sequence[str]) -> None:
@@ -141,6 +162,10 @@ def main(argv: Sequence[str]) -> None:
       UserError: a wrong flag, path or image.
     """
     _check_sources()
+    if METRIC_NAMES.value == [NLL]:
+        assert CHECKPOINT.value is not None
+        _evaluate_likelihood(CHECKPOINT.value)
+        return
     if CHECKPOINT.value:
         _evaluate_checkpoint(CHECKPOINT.value)
         return
@@ -202,9 +227,51 @@ def _check_sources() -> None:
         found = 'both' if SAMPLES.value else 'none'
         raise UserError(f'--samples, --checkpoint: expected one of them, found {found}')
     given, other = ('samples', 'checkpoint') if SAMPLES.value else ('checkpoint', 'samples')
+    nll = NLL in METRIC_NAMES.value
+    if nll and (METRIC_NAMES.value != [NLL] or SAMPLES.value):
+        raise UserError(
+            f'--metrics: {NLL} needs a model, --checkpoint, and a command of its own; '
+            f'found {",".join(METRIC_NAMES.value)} with --{given}'
+        )
     for name in OF_CHECKPOINTS if SAMPLES.value else OF_SAMPLES:
-        if flags.FLAGS[name].present:
+        if flags.FLAGS[name].present and not (nll and name == BATCH_SIZE.name):
             raise UserError(f'--{name}: only --{other} has it; leave it out with --{given}')
+    for name in NOT_OF_NLL if nll else OF_NLL:
+        if flags.FLAGS[name].present:
+            kind = 'not with' if nll else 'only with'
+            raise UserError(f'--{name}: {kind} --metrics {NLL}; leave it out')
+
+
+def _evaluate_likelihood(path: str) -> None:
+    """Bounds the likelihood of --reference, prints the results, and writes --output and --terms."""
+    averages = EMA.value or ['']
+    for flag in (OUTPUT, TERMS):
+        if flag.value:
+            _check_writable(flag.name, Path(flag.value).expanduser())
+    if TERMS.value and (not TERMS.value.lower().endswith('.npz') or len(averages) > 1):
+        raise UserError(
+            '--terms: expected a name that ends in .npz, and at most one --ema, '
+            f'found {TERMS.value!r} and {len(averages)}'
+        )
+    if BACKEND.value is not None:
+        split_backend(BACKEND.value, '--backend')
+    options = LikelihoodOptions(
+        reference=REFERENCE.value or '',
+        num_samples=NUM_SAMPLES.value,
+        variance=VARIANCE.value,
+        respacing=RESPACING.value,
+        clip=CLIP.value,
+        batch_size=BATCH_SIZE.value,
+        seed=SEED.value,
+        backend=BACKEND.value,
+    )
+    cli.enable_compilation_cache()
+    for found in measure_likelihood(path, averages, options):
+        print(found.result.line(), flush=True)
+        if OUTPUT.value:
+            _append(OUTPUT.value, [json.dumps(found.result.row())])
+        if TERMS.value:
+            save_terms(Path(TERMS.value).expanduser(), found)
 
 
 def _evaluate_checkpoint(path: str) -> None:

@@ -9,16 +9,18 @@ import math
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.scipy.special import ndtr
 from jaxtyping import Array, Float
 
 from jaxunet.diffusion.process import (
     Diffusion,
+    Factor,
     Images,
     Output,
     Steps,
     Times,
-    learned_log_variance,
+    model_log_variance,
     noise_at,
     posterior,
     predict_x0_and_noise,
@@ -57,7 +59,7 @@ def gaussian_kl(mean1: Array, log_variance1: Array, mean2: Array, log_variance2:
     )
 
 
-def discretized_gaussian_nll(x0: Images, mean: Images, log_variance: Images) -> Images:
+def discretized_gaussian_nll(x0: Images, mean: Images, log_variance: Images | Factor) -> Images:
     """Returns −log p(x_0), elementwise, in nats (DDPM eq. 13).
 
     p(x_0) is the Gaussian's mass in the bin of the pixel value, one of 256; `x0` lies on the grid
@@ -76,31 +78,54 @@ def discretized_gaussian_nll(x0: Images, mean: Images, log_variance: Images) -> 
 
 
 def variational_bound(
-    diffusion: Diffusion, output: Output, x0: Images, xt: Images, t: Steps
+    diffusion: Diffusion,
+    output: Output,
+    x0: Images,
+    xt: Images,
+    t: Steps,
+    *,
+    variance: str = 'learned',
+    clip: bool = False,
 ) -> PerSample:
     """Returns the variational bound's term of step t, in bits per dimension.
 
     L_{t−1} = KL(q(x_{t−1} | x_t, x_0) ‖ p(x_{t−1} | x_t)) (DDPM eq. 5), and at t = 0 the decoder's
-    −log p(x_0 | x_1) (eq. 13), both with the learned variance and averaged over height, width and
-    channels. The prediction is not clipped.
+    −log p(x_0 | x_1) (eq. 13), both averaged over height, width and channels.
+
+    Args:
+      variance: of p: learned, fixed_small or fixed_large (`model_log_variance`).
+      clip: the predicted x_0 is clipped to [−1, 1].
 
     Raises:
-      ValueError: the network has no learned variance.
+      ValueError: the network has no learned variance to use.
     """
     prediction, values = split_output(diffusion, output, x0.shape[-1])
-    if values is None:
+    if variance == 'learned' and values is None:
         raise ValueError(
             'variational_bound needs a network with a learned variance (diffusion.learn_sigma=True)'
         )
     true_mean, true_log_variance = posterior(diffusion, x0, xt, t)
-    mean, _ = posterior(diffusion, predict_x0_and_noise(diffusion, prediction, xt, t)[0], xt, t)
-    log_variance = learned_log_variance(diffusion, values, t)
+    predicted = predict_x0_and_noise(diffusion, prediction, xt, t)[0]
+    mean, _ = posterior(diffusion, jnp.clip(predicted, -1, 1) if clip else predicted, xt, t)
+    log_variance = model_log_variance(diffusion, values, t, variance)
     nats = jnp.where(
         (t == 0)[:, None, None, None],
         discretized_gaussian_nll(x0, mean, log_variance),
         gaussian_kl(true_mean, true_log_variance, mean, log_variance),
     )
     return jnp.mean(nats, axis=(1, 2, 3)) / math.log(2)
+
+
+def prior_bound(diffusion: Diffusion, x0: Images) -> PerSample:
+    """Returns the variational bound's term L_T, in bits per dimension.
+
+    KL(q(x_T | x_0) ‖ N(0, 1)) (DDPM eq. 5), averaged over height, width and channels. It does not
+    depend on the network.
+    """
+    mean = diffusion.signal[-1] * x0
+    log_variance = jnp.asarray(np.log1p(-diffusion.alphas_cumprod[-1]), x0.dtype)
+    zero = jnp.zeros_like(mean)
+    return jnp.mean(gaussian_kl(mean, log_variance, zero, zero), axis=(1, 2, 3)) / math.log(2)
 
 
 def per_sample_loss(

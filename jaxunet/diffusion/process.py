@@ -328,3 +328,21 @@ def learned_log_variance(diffusion: Diffusion, values: Images, t: Steps) -> Imag
     upper = weight * at_timestep(diffusion.log_betas, t)
     lower = (1 - weight) * at_timestep(diffusion.posterior_log_variance, t)
     return upper + lower
+
+
+def model_log_variance(
+    diffusion: Diffusion, values: Images | None, t: Steps, variance: str
+) -> Images | Factor:
+    """Returns the log variance of p(x_{t−1} | x_t), broadcastable to images.
+
+    Args:
+      values: the network's variance channels; only `learned` reads them.
+      variance: learned | fixed_small: β̃ | fixed_large: β, but β̃ of t = 1 at t = 0, as in
+        guided-diffusion.
+    """
+    if variance == 'learned':
+        assert values is not None
+        return learned_log_variance(diffusion, values, t)
+    small = diffusion.posterior_log_variance
+    large = np.append(small[:1], diffusion.log_betas[1:])
+    return at_timestep({'fixed_small': small, 'fixed_large': large}[variance], t)

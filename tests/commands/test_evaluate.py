@@ -221,6 +221,11 @@ MISTAKES = [
     (['--checkpoint=S', '--image_size=8'], '--image_size: only --samples has it; leave it out'),
     (['--checkpoint=S', '--ema=0.1', '--plot=w.png'], '--plot: needs several averages to compare'),
     (['--checkpoint=S', '--ema=0.1,0.2', '--plot=w.pdf'], '--plot: expected a name that ends in'),
+    (['--samples=S', '--metrics=nll'], '--metrics: nll needs a model, --checkpoint, and a command'),
+    (['--checkpoint=S', '--metrics=fid,nll'], 'found fid,nll with --checkpoint'),
+    (['--checkpoint=S', '--terms=t.npz'], '--terms: only with --metrics nll'),
+    (['--checkpoint=S', '--metrics=nll', '--plot=p.png'], '--plot: not with --metrics nll'),
+    (['--checkpoint=S', '--metrics=nll', '--terms=t.csv'], '--terms: expected a name that'),
     (['--checkpoint=S', '--ema=0.1,0.1'], '--ema: 0.1 is given twice'),
     (['--checkpoint=S'], 'neither a workdir with checkpoints/ nor a checkpoint in one'),
     (
