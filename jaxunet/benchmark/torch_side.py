@@ -14,11 +14,11 @@ import numpy as np
 import torch
 
 from jaxunet.benchmark.cases import PYTORCH, Prepared
+from jaxunet.benchmark.torch_loss import make_loss
 from jaxunet.benchmark.torch_unet import build_torch_unet
 from jaxunet.config import Config
 from jaxunet.data import pipeline
 from jaxunet.data.source import Source
-from jaxunet.diffusion.process import make_diffusion
 from jaxunet.model.unet import Params
 from jaxunet.runtime.errors import UserError
 from jaxunet.weights.guided_diffusion import from_tree
@@ -81,8 +81,7 @@ class TorchSide:
             fused=self.best,
             capturable=self.best,
         )
-        diffusion = make_diffusion(config.diffusion)
-        loss = make_loss(config, self.model, put(diffusion.signal), put(diffusion.noise))
+        loss = make_loss(config, self.model, put)
         self.loss = loss if mode == EAGER else torch.compile(loss, dynamic=False, fullgraph=True)
 
     def prepare(self, direction: str) -> Prepared:
@@ -214,32 +213,6 @@ class TorchSide:
             torch.cuda.synchronize()
 
 
-def make_loss(
-    config: Config, model: torch.nn.Module, signal: torch.Tensor, sigma: torch.Tensor
-) -> Callable[..., torch.Tensor]:
-    """Returns `loss(x0, t, noise, labels)`: the mean squared error of the prediction."""
-    dtype, prediction = getattr(torch, config.precision), config.diffusion.objective
-
-    def loss(
-        x0: torch.Tensor, t: torch.Tensor, noise: torch.Tensor, labels: torch.Tensor | None
-    ) -> torch.Tensor:
-        a, b = signal[t][:, None, None, None], sigma[t][:, None, None, None]
-        # No weight cache: a graph must not refer to casts that are freed before its replay.
-        mixed = (
-            torch.autocast(x0.device.type, dtype, cache_enabled=False)
-            if dtype != torch.float32
-            else contextlib.nullcontext()
-        )
-        with mixed:
-            output = model(a * x0 + b * noise, t, labels)
-        target = (
-            noise if prediction == 'epsilon' else x0 if prediction == 'x0' else a * noise - b * x0
-        )
-        return torch.nn.functional.mse_loss(output.float(), target)
-
-    return loss
-
-
 def check(config: Config, mode: str, source: Source) -> None:
     """Raises UserError if the peer cannot run here or lacks what the config asks for."""
     on_gpu = jax.default_backend() == 'gpu'
@@ -258,8 +231,6 @@ def check(config: Config, mode: str, source: Source) -> None:
         raise UserError(
             f'trains epsilon, x0 and v, found diffusion.objective={config.diffusion.objective}'
         )
-    if config.diffusion.learn_sigma:
-        raise UserError('trains the squared error alone, found diffusion.learn_sigma=True')
     if config.data.augment == 'edm':
         raise UserError('augments by flips alone, found data.augment=edm')
     if config.ema.widths:

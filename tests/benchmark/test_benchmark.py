@@ -40,6 +40,7 @@ from jaxunet.benchmark.traffic import bytes_moved
 from jaxunet.checkpoint.state import fresh_state
 from jaxunet.config import Config
 from jaxunet.diffusion.process import make_diffusion
+from jaxunet.model import blocks
 from jaxunet.model.unet import build_unet
 from jaxunet.ops.backends import XLA, load_ops
 from jaxunet.runtime import rows
@@ -532,11 +533,11 @@ PEER_CONFIGS = {
         'time_embedding': 'ddpm', 'conv_resample': True, 'downsample_padding': 'same', 'norm_eps': 1e-6, 'num_heads': 1,  # noqa: E501
         'num_head_channels': 0, 'init': 'ddpm',
     },
-    'classes': {'num_classes': 5, 'scale_shift_norm': True, 'resblock_updown': True},
+    'imagenet64': {'num_classes': 5, 'scale_shift_norm': True, 'resblock_updown': True},
 }  # fmt: skip
 
 
-def peer_config(name: str, prediction: str = 'epsilon') -> Config:
+def peer_config(name: str, prediction: str = 'epsilon', *, learn_sigma: bool = False) -> Config:
     base = {
         'channel_mult': (1, 2),
         'attention_resolutions': (4,),
@@ -546,21 +547,28 @@ def peer_config(name: str, prediction: str = 'epsilon') -> Config:
     }
     return tiny_config(
         model=base | PEER_CONFIGS[name],
-        diffusion={'objective': prediction},
+        diffusion={'objective': prediction, 'learn_sigma': learn_sigma, 'vlb_weight': 0.02},
         data={'batch_size': 4},
     )
 
 
 @pytest.mark.parametrize(
-    ('name', 'prediction'), [('elephants64', 'epsilon'), ('cifar10', 'v'), ('classes', 'x0')]
+    ('name', 'prediction', 'learn_sigma'),
+    [
+        ('elephants64', 'epsilon', False),
+        ('cifar10', 'v', False),
+        ('imagenet64', 'epsilon', False),
+        ('imagenet64', 'x0', True),
+    ],
 )
-def test_peer_computes_the_same(name: str, prediction: str) -> None:
+def test_peer_computes_the_same(name: str, prediction: str, learn_sigma: bool) -> None:
     torch = pytest.importorskip('torch', reason='PyTorch is not installed')
     from jaxunet.benchmark.torch_side import TorchSide  # noqa: PLC0415
     from jaxunet.weights.guided_diffusion import from_tree  # noqa: PLC0415
 
-    config = peer_config(name, prediction)
+    config = peer_config(name, prediction, learn_sigma=learn_sigma)
     state, inputs = fresh_state(config), random_inputs(config)
+    inputs['t'] = inputs['t'].at[0].set(0)  # the decoder's term
     if 'labels' in inputs:
         inputs['labels'] = inputs['labels'].at[0].set(-1)
     model = build_unet(config, XLA)
@@ -581,6 +589,36 @@ def test_peer_computes_the_same(name: str, prediction: str) -> None:
         np.testing.assert_allclose(
             gradient, expected[key], atol=2e-4 * np.abs(expected[key]).max() + 1e-6, err_msg=key
         )
+
+
+def test_peer_drops_what_we_drop(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both networks with the same factors by channel in place of the random ones."""
+    torch = pytest.importorskip('torch', reason='PyTorch is not installed')
+    from jaxunet.benchmark.torch_side import TorchSide  # noqa: PLC0415
+
+    class Factors(torch.nn.Module):
+        def forward(self, x: Any) -> Any:
+            return x * torch.arange(x.shape[1])[:, None, None]
+
+    monkeypatch.setattr(
+        blocks,
+        'dropout',
+        lambda x, *_: x * jnp.arange(x.shape[-1], dtype=x.dtype).reshape(1, 1, 1, -1),
+    )
+    config = peer_config('imagenet64', learn_sigma=True).replace(model={'dropout': 0.1})
+    state, inputs = fresh_state(config), random_inputs(config)
+    model, diffusion = build_unet(config, XLA), make_diffusion(config.diffusion)
+    loss = jax.jit(lambda p: model_loss(model, diffusion, p, inputs))(state.params)
+    side = TorchSide(config, 'pytorch-eager', synthetic_source(config), state.params)
+    places = [n for n, m in side.model.named_modules() if isinstance(m, torch.nn.Dropout)]
+    assert places
+    for name in places:
+        side.model.set_submodule(name, Factors())
+    x0, t, noise, labels = (
+        torch.tensor(np.asarray(inputs[key])) for key in ('x0', 't', 'noise', 'labels')
+    )
+    found = side.loss(x0.permute(0, 3, 1, 2), t.long(), noise.permute(0, 3, 1, 2), labels.long())
+    np.testing.assert_allclose(found.item(), float(loss), rtol=1e-5)
 
 
 def test_peer_trains_what_we_train() -> None:
@@ -647,7 +685,7 @@ def test_peers_refuse_what_they_do_not_train() -> None:
 
     for changes, message in (
         ({'precision': 'float16'}, 'precision=float16'),
-        ({'diffusion': {'learn_sigma': True}}, 'learn_sigma'),
+        ({'diffusion': {'objective': 'flow'}}, 'trains epsilon, x0 and v'),
         ({'data': {'cache': 'stream'}}, 'data.cache=device'),
     ):
         config = tiny_config(**changes)
