@@ -4,6 +4,8 @@
       --vary data.batch_size=32,64,128
     python -m jaxunet.sweep --config configs/elephants64.py --preset devices_batch \
       [--vary parallel.devices=1,2]
+    python -m jaxunet.sweep --config configs/elephants64.py --preset study \
+      --config.parallel.devices=1
     python -m jaxunet.sweep --output runs/sweep --plot_only
 
 `--vary` takes any field of the config, and also `jit=on,off` and `batch_per_device=32,64`. Every
@@ -20,6 +22,9 @@ The same command resumes an interrupted sweep and measures nothing twice. It wri
   AXIS.png        one plot per axis, or operations.png for profiles (needs the extra `plots`)
   report.md       the report
   logs/           the output of each point's process, below the command that repeats it
+
+`--preset study` runs several presets in turn, each in a folder of OUTPUT, and writes one report of
+them all.
 """
 
 from __future__ import annotations
@@ -30,6 +35,7 @@ import shlex
 import signal
 import sys
 from collections.abc import Sequence
+from typing import Any
 
 from absl import flags
 
@@ -38,16 +44,20 @@ from jaxunet.data.automatic import complete
 from jaxunet.data.sources import open_images
 from jaxunet.profile.report import check_plots
 from jaxunet.runtime.errors import UserError
-from jaxunet.sweep import folder, report, runner
-from jaxunet.sweep.points import Point, expand, merge, parse_axes
-from jaxunet.sweep.presets import PRESETS
+from jaxunet.sweep import folder, report, runner, study
+from jaxunet.sweep.points import Axis, Machine, Point, expand, merge, parse_axes
+from jaxunet.sweep.presets import PRESETS, STUDY, STUDY_PARTS
 
 CONFIG = cli.define_config()
 VARY = flags.DEFINE_multi_string(
     'vary', [], 'An axis of the grid, NAME=VALUE,VALUE,...; the first value is the baseline.'
 )
 PRESET = flags.DEFINE_enum(
-    'preset', None, list(PRESETS), 'A predefined sweep; --vary replaces its axes or adds new ones.'
+    'preset',
+    None,
+    [*PRESETS, STUDY],
+    'A predefined sweep; --vary replaces its axes or adds new ones. study: several in one report, '
+    'where --vary replaces axes.',
 )
 OUTPUT = flags.DEFINE_string(
     'output', None, 'Folder of results and report; default: runs/sweep, or runs/sweep_PRESET.'
@@ -91,6 +101,23 @@ PLOT_ONLY = flags.DEFINE_bool(
 PLOT = flags.DEFINE_bool('plot', True, 'Draw the plots.')
 
 
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """One sweep, checked and ready to run.
+
+    Attributes:
+      directory: of its results.
+      points: of its grid.
+      options: how they are measured.
+      spec: its description, as `folder.save` takes it.
+    """
+
+    directory: pathlib.Path
+    points: list[Point]
+    options: runner.Options
+    spec: dict[str, Any]
+
+
 def main(argv: Sequence[str]) -> None:
     """Runs the sweep of the flags (not with `--plot_only`), and writes and prints its report."""
     directory = pathlib.Path(
@@ -106,21 +133,65 @@ def main(argv: Sequence[str]) -> None:
         except KeyboardInterrupt:
             print('\nstopped; the same command goes on from here', file=sys.stderr, flush=True)
             sys.exit(130)
-    sweep = folder.load(directory)
-    paths = report.write(sweep, directory, plot=PLOT.value)
-    text = report.markdown(sweep, [], directory)
+    if PRESET.value == STUDY:
+        text, paths = study.write(directory, STUDY_PARTS, plot=PLOT.value)
+    else:
+        sweep = folder.load(directory)
+        paths = report.write(sweep, directory, plot=PLOT.value)
+        text = report.markdown(sweep, [], directory)
     print(f'\n{text}\n{", ".join(map(str, paths))}', flush=True)
 
 
 def measure(directory: pathlib.Path) -> None:
-    """Runs the grid of the flags and writes its results to the folder.
+    """Runs the grids of the flags and writes their results to the folder.
 
     Raises:
       UserError: a flag, the config or the data is wrong.
     """
-    config = complete(CONFIG.value)
-    preset = PRESETS[PRESET.value] if PRESET.value else None
-    axes = merge(parse_axes(preset.axes if preset else ()), parse_axes(VARY.value))
+    given = parse_axes(VARY.value)
+    if PRESET.value == STUDY:
+        study.check_axes(given, STUDY_PARTS)
+    config, machine = complete(CONFIG.value), runner.probe()
+    if PRESET.value == STUDY:
+        plans = [plan(config, machine, given, part, directory / part) for part in STUDY_PARTS]
+    else:
+        plans = [plan(config, machine, given, PRESET.value, directory)]
+    for each in plans:
+        folder.save(each.directory, each.spec)
+        if len(plans) > 1:
+            print(f'\n{each.spec["title"]}', flush=True)
+        for note in each.spec['notes']:
+            print(f'note: {note}')
+        runner.run(
+            each.points,
+            each.directory,
+            each.options,
+            machine,
+            say=lambda line: print(line, flush=True),
+        )
+
+
+def plan(
+    config: Config,
+    machine: Machine,
+    given: Sequence[Axis],
+    name: str | None,
+    directory: pathlib.Path,
+) -> Plan:
+    """Returns one sweep of the flags.
+
+    Args:
+      given: the axes of --vary.
+      name: of the preset; None = --vary alone.
+
+    Raises:
+      UserError: an axis or the data is wrong.
+    """
+    preset = PRESETS[name] if name else None
+    usual = parse_axes(preset.axes if preset else ())
+    if PRESET.value == STUDY:
+        given = [axis for axis in given if axis.name in {one.name for one in usual}]
+    axes = merge(usual, given)
     options = runner.Options(
         steps=STEPS.value or (preset or runner.Options).steps,
         warmup=WARMUP.value or (preset or runner.Options).warmup,
@@ -131,15 +202,12 @@ def measure(directory: pathlib.Path) -> None:
         side_by_side=SIDE_BY_SIDE.value,
         tool=preset.tool if preset else runner.STEP,
     )
-    machine = runner.probe()
     points, notes = expand(config, axes, machine)
     if options.tool == runner.PROFILE:
         check_profiled(points)
     check_data(points)
-    for note in notes:
-        print(f'note: {note}')
     spec = {
-        'title': f'Sweep: {PRESET.value}. {preset.question}'
+        'title': f'Sweep: {name}. {preset.question}'
         if preset
         else 'Sweep of ' + ', '.join(axis.name for axis in axes),
         'command': shlex.join(folder.config_arguments(sys.argv[1:])),
@@ -147,8 +215,7 @@ def measure(directory: pathlib.Path) -> None:
         'keys': [runner.key(point, options, machine) for point in points],
         'notes': notes,
     }
-    folder.save(directory, spec)
-    runner.run(points, directory, options, machine, say=lambda line: print(line, flush=True))
+    return Plan(directory, points, options, spec)
 
 
 def check_profiled(points: Sequence[Point]) -> None:

@@ -1,6 +1,7 @@
 """Predefined sweeps: the experiments of a performance study, for any config.
 
-`--vary` of the same field replaces the values of a preset.
+`--vary` of the same field replaces the values of a preset. `STUDY` is several of them in one
+report.
 """
 
 from __future__ import annotations
@@ -44,7 +45,15 @@ PRESETS = {
         ('data.cache=stream,device', 'data.num_workers=0,2,4,8'),
         steps=200,
     ),
+    'devices_batch_workers': Preset(
+        'How many workers keep one device and two fed, at small and large batches?',
+        ('parallel.devices=1,2', 'batch_per_device=32,128', 'data.num_workers=0,2,4,8'),
+        steps=200,
+    ),
     'compiled': Preset(
         'What does compiling the step as one program give?', ('jit=on,off',), steps=50
     ),
 }
+
+STUDY = 'study'
+STUDY_PARTS = ('amp', 'compiled', 'devices_batch_workers', 'top_operations')

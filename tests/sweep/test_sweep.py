@@ -26,11 +26,11 @@ from jaxunet.config import Config, resolve
 from jaxunet.profile.report import check_plots
 from jaxunet.runtime import subprocesses as processes
 from jaxunet.runtime.errors import UserError
-from jaxunet.sweep import measure, report, runner
+from jaxunet.sweep import measure, report, runner, study
 from jaxunet.sweep.config_file import config_file
 from jaxunet.sweep.folder import config_arguments, load, save
 from jaxunet.sweep.points import Axis, Machine, expand, merge, parse_axes, show
-from jaxunet.sweep.presets import PRESETS
+from jaxunet.sweep.presets import PRESETS, STUDY, STUDY_PARTS
 from jaxunet.sweep.results import Sweep, geometric_mean, worth
 from jaxunet.sweep.runner import Options
 
@@ -614,6 +614,43 @@ def test_report_csv_and_plots(tmp_path):
     assert table[2]['images_per_s'] == ''
 
 
+def test_a_study_is_one_report_of_its_parts(monkeypatch, tmp_path):
+    sweep = made_up()
+    parts = {'amp': sweep, 'compiled': dataclasses.replace(sweep, rows=[], missing=6)}
+    monkeypatch.setattr(study.folder, 'load', lambda directory: parts[directory.name])
+    for part in parts:
+        (tmp_path / part).mkdir()
+    written, paths = study.write(tmp_path, tuple(parts), plot=False)
+    assert paths[-1] == tmp_path / 'report.md'
+    assert {'amp/report.md', 'compiled/results.csv'} <= {
+        str(path.relative_to(tmp_path)) for path in paths
+    }
+    text = paths[-1].read_text()
+    assert text == written
+    assert [line for line in text.splitlines() if line.startswith(('# ', '## '))] == [
+        '# Study',
+        *[f'## {part.title}' for part in parts.values()],
+    ]
+    assert '| amp | precision=bfloat16, parallel.devices=4 | 600.0 | ×6 |' in text
+    assert '| compiled | no point ran to its end | | |' in text
+    assert '([log](amp/logs/x.log))' in text
+    inside = (tmp_path / 'amp' / 'report.md').read_text()
+    assert '([log](logs/x.log))' in inside
+
+
+def test_an_axis_of_no_part_of_the_study_is_refused():
+    study.check_axes(parse_axes(['precision=float32,bfloat16', 'jit=on']), STUDY_PARTS)
+    with pytest.raises(UserError, match=r'--vary seed: no part of the study varies it.*precision'):
+        study.check_axes(parse_axes(['jit=on', 'seed=1,2']), STUDY_PARTS)
+
+
+def test_code_in_a_report_stays_as_it_is_in_a_study():
+    text = '# Title\n\n```\n# not [a](heading)\n```\n\n[here](a.png), [there](https://b)\n'
+    assert study.chapter(text, 'amp') == (
+        '## Title\n\n```\n# not [a](heading)\n```\n\n[here](amp/a.png), [there](https://b)\n'
+    )
+
+
 def test_a_sweep_without_any_result_has_a_report(tmp_path):
     axes = parse_axes(['precision=float32,bfloat16'])
     sweep = Sweep(axes, rows_of(axes, lambda precision: None)[:1], 1, [], '--config x', 'None')
@@ -755,7 +792,7 @@ def test_top_operations_from_the_command_line(tmp_path):
         (['--vary=jit=on', '--config.data.path=nowhere.zip'], 'error: nowhere.zip: no such file'),
         (
             ['--preset=ampp'],
-            'value should be one of <top_operations|devices_batch|amp|loader_workers|compiled>',
+            f'value should be one of <{"|".join([*PRESETS, STUDY])}>',
         ),
         (
             ['--preset=top_operations', '--vary=jit=on,off', '--config.parallel.devices=1'],

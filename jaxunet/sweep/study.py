@@ -1,0 +1,86 @@
+"""The report of a study: several predefined sweeps of one config, each in a folder of its own."""
+
+from __future__ import annotations
+
+import itertools
+import pathlib
+import re
+from collections.abc import Sequence
+
+from jaxunet.runtime.errors import UserError, near_misses
+from jaxunet.sweep import folder, report
+from jaxunet.sweep.points import Axis, parse_axes, show
+from jaxunet.sweep.presets import PRESETS
+from jaxunet.sweep.results import Sweep
+
+HEADING = re.compile('^#', re.MULTILINE)
+LINK = re.compile(r'\]\((?!https?:)')
+FENCE = '```\n'
+
+
+def check_axes(given: Sequence[Axis], parts: Sequence[str]) -> None:
+    """Checks that every axis of `--vary` is one of some part.
+
+    Raises:
+      UserError: one is of none, so that it would have no effect.
+    """
+    known = {axis.name for part in parts for axis in parse_axes(PRESETS[part].axes)}
+    for axis in given:
+        if axis.name not in known:
+            raise UserError(
+                f'--vary {axis.name}: no part of the study varies it'
+                f'{near_misses(axis.name, sorted(known))}; expected some of '
+                f'{", ".join(sorted(known))}, or a sweep of its own'
+            )
+
+
+def write(
+    directory: pathlib.Path, parts: Sequence[str], *, plot: bool
+) -> tuple[str, list[pathlib.Path]]:
+    """Writes the reports of the parts and report.md of all; returns its text and all paths.
+
+    Args:
+      directory: holds one folder a part.
+      parts: names of presets.
+      plot: draw the plots.
+
+    Raises:
+      UserError: a part has not been started, matplotlib is missing, or a file cannot be written.
+    """
+    sweeps = {part: folder.load(directory / part) for part in parts}
+    written = [report.write(sweep, directory / part, plot=plot) for part, sweep in sweeps.items()]
+    lines = ['# Study', '', *_overview(sweeps)]
+    chapters = [
+        chapter((directory / part / 'report.md').read_text(encoding='utf-8'), part)
+        for part in parts
+    ]
+    text = '\n'.join([*lines, *chapters])
+    path = directory / 'report.md'
+    try:
+        path.write_text(text, encoding='utf-8')
+    except OSError as error:
+        raise UserError(f'--output: {path} cannot be written: {error.strerror or error}') from None
+    return text, [*itertools.chain.from_iterable(written), path]
+
+
+def _overview(sweeps: dict[str, Sweep]) -> list[str]:
+    """Returns a table of the best point of every part."""
+    lines = ['| part | best | images/s | of the slowest |', '|---|---|---|---|']
+    for part, sweep in sweeps.items():
+        best = sweep.best
+        if best is None:
+            lines.append(f'| {part} | no point ran to its end | | |')
+            continue
+        chosen = ', '.join(f'{name}={show(value)}' for name, value in best['point'].items())
+        rate = best['images_per_s']
+        slowest = min(row['images_per_s'] for row in sweep.done)
+        lines.append(f'| {part} | {chosen} | {rate:,.1f} | ×{rate / slowest:.3g} |')
+    return [*lines, '']
+
+
+def chapter(text: str, part: str) -> str:
+    """Returns a part's report one level lower, with links that lead into its folder."""
+    # Every other piece is the inside of a code block.
+    pieces = text.split(FENCE)
+    pieces[::2] = [LINK.sub(f']({part}/', HEADING.sub('##', piece)) for piece in pieces[::2]]
+    return FENCE.join(pieces)
