@@ -368,6 +368,7 @@ def process_fields(diffusion: DiffusionConfig) -> dict[str, object]:
         'prediction': d.objective,
         'learn_sigma': d.learn_sigma,
         'vlb_weight': d.vlb_weight,
+        **({'rescale_timesteps': True} if d.rescale_timesteps else {}),
     }
 
 

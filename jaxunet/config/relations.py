@@ -66,6 +66,8 @@ def _diffusion(config: Config) -> Iterator[str]:
             f'diffusion.steps: the linear schedule needs more than 20, found {steps}; '
             'or use diffusion.schedule=cosine'
         )
+    if config.diffusion.kl_loss and not config.diffusion.learn_sigma:
+        yield 'diffusion.kl_loss: needs a learned variance; set diffusion.learn_sigma'
     for name in ('adaptive_bins', 'policy_probes'):
         sampler = name.split('_', maxsplit=1)[0]
         count = getattr(config.timesteps, name)
@@ -81,6 +83,11 @@ def _continuous(config: Config) -> Iterator[str]:
             f'diffusion.schedule: {d.schedule} belongs to the objectives epsilon, x0 and v; '
             f'{d.objective} has continuous noise levels, set by diffusion.{d.objective}_mean and '
             f'{d.objective}_std; leave schedule out'
+        )
+    if d.rescale_timesteps:
+        yield (
+            f'diffusion.rescale_timesteps: {d.objective} has no timesteps, and its times lie on '
+            'that scale; leave it out'
         )
     if d.learn_sigma:
         yield (

@@ -82,11 +82,20 @@ class DiffusionConfig:
     flow_std: float = 1.0
     learn_sigma: bool = False  # the network also predicts the variance; hybrid loss of IDDPM
     vlb_weight: float = 1e-3  # weight of the variational bound in the hybrid loss
+    # The network reads 1000 t/T instead of the timestep t (IDDPM's rescale_timesteps).
+    rescale_timesteps: bool = False
+    # With learn_sigma: trains the variational bound alone, T L_vlb (IDDPM's use_kl, L_vlb).
+    kl_loss: bool = False
 
     @property
     def continuous(self) -> bool:
         """Whether noise levels are continuous: the objective has no timesteps."""
         return self.objective in ('edm', 'flow')
+
+    @property
+    def time_scale(self) -> float:
+        """Factor from a timestep to the time that the network reads."""
+        return 1000 / self.steps if self.rescale_timesteps else 1.0
 
 
 @dataclass(frozen=True)
@@ -306,6 +315,8 @@ OPS = ('conv3x3', 'norm_silu_conv3x3', 'group_norm', 'attention', 'linear', 'ada
 RENAMED = {'diffusion.prediction': 'diffusion.objective'}
 # Fields added after version 0.1.0; see `identity`.
 ADDED = (
+    'diffusion.rescale_timesteps',
+    'diffusion.kl_loss',
     'diffusion.edm_mean',
     'diffusion.edm_std',
     'diffusion.edm_sigma_data',
@@ -356,8 +367,9 @@ def identity(values: Fields) -> Fields:
     defaults = to_dict(Config())
 
     def is_default(path: str, value: object) -> bool:
-        name, field = path.split('.')
-        return defaults[name][field] == (tuple(value) if isinstance(value, list) else value)
+        section, _, field = path.rpartition('.')
+        default = (defaults[section] if section else defaults)[field]
+        return bool(default == (tuple(value) if isinstance(value, list) else value))
 
     def as_before(path: str, value: object) -> object:
         now, then = CHANGED_DEFAULTS.get(path, (None, None))
@@ -373,4 +385,5 @@ def identity(values: Fields) -> Fields:
     return {
         name: section(name, value) if isinstance(value, dict) else value
         for name, value in values.items()
+        if name not in ADDED or not is_default(name, value)
     }

@@ -113,8 +113,11 @@ def per_sample_loss(
     IDDPM's hybrid loss (eq. 16) with a
     learned variance. The hybrid loss adds vlb_weight · T · L_vlb(t), with L_vlb in bits per
     dimension and without a gradient to the prediction; vlb_weight = 1e-3 equals guided-diffusion's
-    RESCALED_MSE loss.
+    RESCALED_MSE loss, and 1/T its MSE loss. With `kl_loss` the loss is T · L_vlb(t) alone, its
+    RESCALED_KL.
     """
+    if diffusion.config.kl_loss:
+        return diffusion.steps * variational_bound(diffusion, output, x0, xt, time)
     prediction, values = split_output(diffusion, output, x0.shape[-1])
     error = jnp.square(prediction - prediction_target(diffusion, x0, time, noise))
     loss = jnp.mean(error, axis=(1, 2, 3))
