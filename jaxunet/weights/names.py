@@ -18,7 +18,7 @@ import numpy as np
 from jaxtyping import PyTree
 
 from jaxunet.config import Config
-from jaxunet.model.unet import AUGMENTATION, build_unet
+from jaxunet.model.unet import AUGMENTATION, UNet, build_unet
 from jaxunet.ops.backends import XLA
 from jaxunet.runtime.errors import UserError
 
@@ -55,20 +55,25 @@ class Entry(NamedTuple):
     heads: int
 
 
-@functools.lru_cache(maxsize=16)
 def parameter_shapes(config: Config) -> Mapping[Path, Shape]:
     """Returns path and shape of every parameter of a config's UNet, without allocating it.
 
     Raises:
       UserError: the config describes no network (a head width that does not divide the channels).
     """
-    factor = 2 ** (len(config.model.channel_mult) - 1)
-    image = jax.ShapeDtypeStruct((1, factor, factor, config.model.image_channels), jnp.float32)
-    labels = jax.ShapeDtypeStruct((1,), jnp.int32) if config.model.num_classes else None
-    init = build_unet(config, XLA).init
+    return _parameter_shapes(build_unet(config, XLA).clone(time_scale=1.0, dtype=jnp.float32))
+
+
+@functools.lru_cache(maxsize=16)
+def _parameter_shapes(unet: UNet) -> Mapping[Path, Shape]:
+    """Returns the shapes of a network; cached, because tracing one takes a second."""
+    m = unet.model
+    factor = 2 ** (len(m.channel_mult) - 1)
+    image = jax.ShapeDtypeStruct((1, factor, factor, m.image_channels), jnp.float32)
+    labels = jax.ShapeDtypeStruct((1,), jnp.int32) if m.num_classes else None
     with jax.enable_x64(False):  # float32 even where a caller enabled float64
         tree = jax.eval_shape(
-            init, jax.random.key(0), image, jax.ShapeDtypeStruct((1,), jnp.int32), labels
+            unet.init, jax.random.key(0), image, jax.ShapeDtypeStruct((1,), jnp.int32), labels
         )['params']
     return {path: tuple(leaf.shape) for path, leaf in flatten(tree).items()}
 
