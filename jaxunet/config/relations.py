@@ -34,9 +34,14 @@ def check_relations(config: Config) -> list[str]:
 
     The UNet's shape is checked only if all other checks pass, because it relies on them.
     """
-    sections = (_model, _diffusion, _data, _optimizer, _ema, _train, _evaluation)
+    sections = (_start, _model, _diffusion, _data, _optimizer, _ema, _train, _evaluation)
     problems = [problem for check in sections for problem in check(config)]
     return problems or list(_unet_shape(config))
+
+
+def _start(config: Config) -> Iterator[str]:
+    if config.init_from_order and not config.init_from:
+        yield f'init_from_order: {config.init_from_order} needs init_from'
 
 
 def _model(config: Config) -> Iterator[str]:

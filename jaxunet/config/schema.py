@@ -258,6 +258,9 @@ class Config:
     # Initial weights: workdir, checkpoint, .bin, .pt or .safetensors. Other classes, image size and
     # channels are possible (see `jaxunet.checkpoint.fine_tune`).
     init_from: str = ''
+    # Order of the rows of attention in an init_from that does not state it, guided-diffusion's
+    # use_new_attention_order: legacy (False) | new (True); '' = the file states it.
+    init_from_order: str = ''
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     model: ModelConfig = field(default_factory=ModelConfig)
     diffusion: DiffusionConfig = field(default_factory=DiffusionConfig)
@@ -315,6 +318,7 @@ OPS = ('conv3x3', 'norm_silu_conv3x3', 'group_norm', 'attention', 'linear', 'ada
 RENAMED = {'diffusion.prediction': 'diffusion.objective'}
 # Fields added after version 0.1.0; see `identity`.
 ADDED = (
+    'init_from_order',
     'diffusion.rescale_timesteps',
     'diffusion.kl_loss',
     'diffusion.edm_mean',
