@@ -78,7 +78,9 @@ def load_model(
         )
     if pathlib.Path(path).is_dir():
         if config is not None:
-            raise UserError(f'{path}: a checkpoint holds its own config; leave --config out')
+            raise UserError(
+                f'{path}: a checkpoint holds its own config; leave --config and --preset out'
+            )
         given = ['new_attention_order'] * (new_attention_order is not None) + list(stated)
         if given:
             flags = ', '.join(f'--{name}' for name in given)

@@ -22,6 +22,13 @@ from jaxunet.weights.names import BlockNames, Entry, Shape, entries
 
 PROGRAM = 'guided-diffusion'
 IMAGE_CHANNELS, NUM_CLASSES = 3, 1000  # constants of its scripts
+CHANNEL_MULT = {  # by image size, where its flag of this name is empty
+    32: (1, 2, 2, 2),
+    64: (1, 2, 3, 4),
+    128: (1, 1, 2, 3, 4),
+    256: (1, 1, 2, 2, 4, 4),
+    512: (0.5, 1, 1, 2, 2, 4, 4),
+}
 NAMES = BlockNames(
     res_block={
         'norm_1': 'in_layers.0',
@@ -242,10 +249,12 @@ def flags(config: Config, *, new_attention_order: bool) -> str:
         'predict_xstart': d.objective == 'x0',
     }
     whole = all(mult == int(mult) for mult in m.channel_mult)
-    if not whole:
+    if not whole:  # the flag takes whole numbers
         del values['channel_mult']
     others = {
-        'channel_mult': m.channel_mult if not whole else None,
+        'channel_mult': m.channel_mult
+        if not whole and m.channel_mult != CHANNEL_MULT.get(height)
+        else None,
         'image width': width if width != height else None,
         'in_channels': channels if channels != IMAGE_CHANNELS else None,
         'NUM_CLASSES': m.num_classes if m.num_classes not in (0, NUM_CLASSES) else None,

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 from jaxunet.config import Config, resolve, to_dict
 from jaxunet.weights import ddpm_torch
+from jaxunet.weights.guided_diffusion import CHANNEL_MULT
 
 IDDPM_HEADS = {'num_heads': 4, 'num_head_channels': 0}
 ADM_MODEL = {
@@ -42,13 +43,6 @@ IDDPM_COSINE = {
     'schedule': 'cosine',
     'rescale_timesteps': True,
 }
-LEVELS = {
-    32: (1, 2, 2, 2),
-    64: (1, 2, 3, 4),
-    128: (1, 1, 2, 3, 4),
-    256: (1, 1, 2, 2, 4, 4),
-    512: (0.5, 1, 1, 2, 2, 4, 4),
-}
 
 
 class Preset(NamedTuple):
@@ -72,7 +66,7 @@ class Preset(NamedTuple):
         """Returns the config of the model."""
         common = {
             'image_channels': 3,
-            'channel_mult': LEVELS[self.size],
+            'channel_mult': CHANNEL_MULT[self.size],
             'num_classes': 0,
             'label_dropout': 0.0,
         }
