@@ -103,12 +103,12 @@ def fresh() -> Model:
     Raises:
       UserError: --config is missing, or a flag is given that has no effect.
     """
-    config = MODEL.given_config()
-    if config is None:
-        raise UserError('--init: needs --config, the network whose weights to write')
     unused = {'ema': EMA, 'with_optimizer': WITH_OPTIMIZER, 'preset': MODEL.preset} | MODEL.stated
     if named := [f'--{name}' for name, flag in unused.items() if flag.present]:
         raise UserError(f'{", ".join(named)}: no effect with --init; leave it out')
+    config = MODEL.given_config()
+    if config is None:
+        raise UserError('--init: needs --config, the network whose weights to write')
     params = jax.tree.map(np.asarray, fresh_state(config).params)
     return Model(config, params, None, f'fresh weights of seed {config.seed}')
 
