@@ -4,8 +4,7 @@
 
 The images lie in one sub-folder a class. The weights of the published 64x64_diffusion.pt fit:
 
-    python -m jaxunet.sample --checkpoint 64x64_diffusion.pt --config configs/imagenet64.py \\
-      --new_attention_order
+    python -m jaxunet.sample --checkpoint 64x64_diffusion.pt --preset adm_imagenet64
 
 Hardware: several 80 GB GPUs, or a smaller batch. Time and result: the full run has not been done.
 Source: ADM, Dhariwal & Nichol 2021, arXiv 2105.05233; openai/guided-diffusion.

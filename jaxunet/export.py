@@ -2,9 +2,11 @@
 
     python -m jaxunet.export --checkpoint PATH --output model.bin \\
         [--ema RATE|WIDTH|none] [--with_optimizer]
+    python -m jaxunet.export --init --config configs/elephants64.py --output model.bin
 
 unet.cu's generate.py and train_unet read the .bin; .pt and .safetensors use guided-diffusion's
-names.
+names, and a .pt with --names=unet.cu those of unet.cu's PyTorch network. --init writes fresh
+weights.
 """
 
 from __future__ import annotations
@@ -12,40 +14,43 @@ from __future__ import annotations
 import pathlib
 from collections.abc import Sequence
 
+import jax
+import numpy as np
 from absl import flags
 
-from jaxunet.checkpoint.load import load_model
-from jaxunet.config import cli, resolve
+from jaxunet.checkpoint import model_flags
+from jaxunet.checkpoint.load import Model, load_model
+from jaxunet.checkpoint.state import fresh_state
+from jaxunet.config import cli
 from jaxunet.runtime.errors import UserError
-from jaxunet.weights import write_weights
+from jaxunet.weights import PROGRAMS, unetcu, write_weights
+from jaxunet.weights.guided_diffusion import PROGRAM
+from jaxunet.weights.guided_diffusion import flags as reader_flags
 
 CHECKPOINT = flags.DEFINE_string(
-    'checkpoint', None, 'Workdir, checkpoint, or .bin, .pt or .safetensors file.', required=True
+    'checkpoint', None, 'Workdir, checkpoint, or .bin, .pt or .safetensors file.'
+)
+INIT = flags.DEFINE_bool(
+    'init', False, 'In place of --checkpoint: fresh weights of the network of --config.'
 )
 OUTPUT = flags.DEFINE_string(
     'output',
     None,
-    'File to write: .bin (unet.cu), .pt (guided-diffusion) or .safetensors.',
+    'File to write: .bin (unet.cu), .pt (guided-diffusion, or as --names says) or .safetensors.',
     required=True,
 )
+NAMES = flags.DEFINE_enum('names', None, PROGRAMS, f'Names in a .pt; default: {PROGRAM}.')
 EMA = flags.DEFINE_string(
     'ema',
     '',
     'Average of the weights to write: a rate of the run, or a width such as 0.10, which needs the '
-    "run's snapshots (ema.widths); default: the run's first rate; none = the weights themselves.",
+    "run's snapshots (ema.widths); default: the run's first rate, or the averages in a .pt; none = "
+    'the weights themselves.',
 )
 WITH_OPTIMIZER = flags.DEFINE_bool(
     'with_optimizer', False, "Also write Adam's moments, to continue training; implies --ema=none."
 )
-NEW_ATTENTION_ORDER = flags.DEFINE_bool(
-    'new_attention_order',
-    None,
-    "guided-diffusion's use_new_attention_order, for a .pt or .safetensors that does not state it; "
-    'default: false.',
-)
-CONFIG_FILE = cli.define_optional_config(
-    "Config of the weight file's model, if the file does not state it."
-)
+MODEL = model_flags.define("Config of the weight file's model, if the file does not state it.")
 
 
 def main(argv: Sequence[str]) -> None:
@@ -54,27 +59,75 @@ def main(argv: Sequence[str]) -> None:
     Raises:
       UserError: a wrong flag or file, or a model that the format cannot hold.
     """
-    with_optimizer = WITH_OPTIMIZER.value
-    if with_optimizer and EMA.value not in ('', 'none'):
+    if WITH_OPTIMIZER.value and EMA.value not in ('', 'none'):
         raise UserError(
             f'--ema: {EMA.value} with --with_optimizer; the moments belong to the weights without '
             'averaging, use --ema=none'
         )
-    is_run = pathlib.Path(CHECKPOINT.value).is_dir()
-    given = resolve(CONFIG_FILE.value) if CONFIG_FILE.value is not None else None
-    model = load_model(
-        CHECKPOINT.value,
-        ema='none' if with_optimizer and is_run else EMA.value,
-        config=given,
-        new_attention_order=NEW_ATTENTION_ORDER.value,
-    )
-    if with_optimizer and model.moments is None:
+    if INIT.value == bool(CHECKPOINT.value):
+        found = 'both' if INIT.value else 'none'
+        raise UserError(f'--checkpoint, --init: expected one of them, found {found}')
+    model = load(CHECKPOINT.value) if CHECKPOINT.value else fresh()
+    if WITH_OPTIMIZER.value and model.moments is None:
         raise UserError(f'--with_optimizer: {CHECKPOINT.value} holds no optimizer state')
-    moments = model.moments if with_optimizer else None
-    write_weights(OUTPUT.value, model.params, model.config, moments, class_names=model.class_names)
+    names, new_order = NAMES.value or PROGRAM, order(model)
+    write_weights(
+        OUTPUT.value,
+        model.params,
+        model.config,
+        model.moments if WITH_OPTIMIZER.value else None,
+        program=names,
+        new_attention_order=new_order,
+        class_names=model.class_names,
+    )
     size = pathlib.Path(OUTPUT.value).stat().st_size
-    with_moments = ', with optimizer moments' if with_optimizer else ''
+    with_moments = ', with optimizer moments' if WITH_OPTIMIZER.value else ''
     print(f'{model.note} -> {OUTPUT.value} ({size / 2**20:.1f} MiB{with_moments})')
+    if OUTPUT.value.lower().endswith('.pt') and names == PROGRAM:
+        given = reader_flags(model.config, new_attention_order=new_order)
+        print(f'{PROGRAM} reads it with {given}')
+
+
+def load(path: str) -> Model:
+    """Loads the weights of --checkpoint."""
+    given = MODEL.given()
+    ema = 'none' if WITH_OPTIMIZER.value and pathlib.Path(path).is_dir() else EMA.value
+    if has_no_order(path):
+        given['new_attention_order'] = None  # it is that of the file to write
+    return load_model(path, ema=ema, **given)
+
+
+def fresh() -> Model:
+    """Returns fresh weights of the network of --config.
+
+    Raises:
+      UserError: --config is missing, or a flag is given that has no effect.
+    """
+    unused = {'ema': EMA, 'with_optimizer': WITH_OPTIMIZER, 'preset': MODEL.preset} | MODEL.stated
+    if named := [f'--{name}' for name, flag in unused.items() if flag.present]:
+        raise UserError(f'{", ".join(named)}: no effect with --init; leave it out')
+    config = MODEL.given_config()
+    if config is None:
+        raise UserError('--init: needs --config, the network whose weights to write')
+    params = jax.tree.map(np.asarray, fresh_state(config).params)
+    return Model(config, params, None, f'fresh weights of seed {config.seed}')
+
+
+def has_no_order(path: str) -> bool:
+    """Returns whether these weights have no order of qkv's rows by themselves."""
+    return pathlib.Path(path).is_dir() or path.lower().endswith('.bin')
+
+
+def order(model: Model) -> bool:
+    """Returns the order of qkv's rows to write, as guided-diffusion's `use_new_attention_order`.
+
+    It is that of the weight file, or of --new_attention_order for weights without one; unet.cu has
+    one order, to which any file is converted.
+    """
+    if model.new_attention_order is None:
+        return bool(MODEL.order.value)
+    is_unetcu = OUTPUT.value.lower().endswith('.bin') or NAMES.value == unetcu.PROGRAM
+    return model.new_attention_order and not is_unetcu
 
 
 if __name__ == '__main__':

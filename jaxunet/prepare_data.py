@@ -35,7 +35,8 @@ from jaxunet.runtime.progress import progress_bar
 INPUT = flags.DEFINE_string(
     'input',
     None,
-    'Images, as for data.path: folder, .zip, .tar(.gz|.xz), .npz, .bin, digits:, cifar10:[PATH].',
+    'Images, as for data.path: folder, .zip, .tar(.gz|.xz), .npz, .bin(.gz), digits:, '
+    'cifar10:[PATH].',
 )
 OUTPUT = flags.DEFINE_string(
     'output', None, 'The file to write: NAME.bin (unet.cu) or NAME.npz (uint8, with labels).'

@@ -8,8 +8,8 @@ or from a picture, or in a part of it:
     python -m jaxunet.sample --checkpoint PATH --init_image photo.png --strength 0.6
     python -m jaxunet.sample --checkpoint PATH --init_image photo.png --mask mask.png
 
-PATH is a workdir, one checkpoint in it, or a .bin (unet.cu), .pt (guided-diffusion) or .safetensors
-file.
+PATH is a workdir, one checkpoint in it, or a .bin (unet.cu), .pt (guided-diffusion, unet.cu,
+ddpm-torch) or .safetensors file.
 
 Finished batches are kept in `samples.png.partial` until the output is complete. An interrupted
 command resumes when it is run again, also with another batch size, more samples or other devices.
@@ -27,9 +27,10 @@ import jax
 import numpy as np
 from absl import flags, logging
 
+from jaxunet.checkpoint import model_flags
 from jaxunet.checkpoint.load import Model, load_model
 from jaxunet.checkpoint.store import checksum
-from jaxunet.config import PRECISIONS, Config, DiffusionConfig, cli, resolve, split_backend
+from jaxunet.config import PRECISIONS, Config, DiffusionConfig, cli, split_backend
 from jaxunet.data.classes import label_of
 from jaxunet.data.images import check_output, save_images
 from jaxunet.data.picture import read_mask, read_picture
@@ -164,15 +165,10 @@ EMA = flags.DEFINE_string(
     'ema',
     '',
     'Average of the weights to use: a rate of the run, or a width such as 0.10, which needs the '
-    "run's snapshots (ema.widths); default: the run's first rate; none = the weights themselves.",
+    "run's snapshots (ema.widths); default: the run's first rate, or the averages in a .pt; none = "
+    'the weights themselves.',
 )
-NEW_ATTENTION_ORDER = flags.DEFINE_bool(
-    'new_attention_order',
-    None,
-    "guided-diffusion's use_new_attention_order, for a .pt or .safetensors file that does not "
-    'record it; default: false, as in guided-diffusion.',
-)
-CONFIG_FILE = cli.define_optional_config(
+MODEL = model_flags.define(
     'Config of the model in the weight file, for files that do not record it.'
 )
 CLUSTER = flags.DEFINE_enum(
@@ -269,10 +265,7 @@ def run() -> None:
 
 def load() -> tuple[Model, Config]:
     """Loads the weights; returns them with the config that the flags change."""
-    given = resolve(CONFIG_FILE.value) if CONFIG_FILE.value is not None else None
-    model = load_model(
-        CHECKPOINT.value, ema=EMA.value, config=given, new_attention_order=NEW_ATTENTION_ORDER.value
-    )
+    model = load_model(CHECKPOINT.value, ema=EMA.value, **MODEL.given())
     changes = {'backend': BACKEND.value, 'precision': PRECISION.value}
     return model, model.config.replace(**{k: v for k, v in changes.items() if v is not None})
 
@@ -398,6 +391,7 @@ def process_fields(diffusion: DiffusionConfig) -> dict[str, object]:
         'prediction': d.objective,
         'learn_sigma': d.learn_sigma,
         'vlb_weight': d.vlb_weight,
+        **({'rescale_timesteps': True} if d.rescale_timesteps else {}),
     }
 
 

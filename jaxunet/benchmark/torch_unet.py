@@ -30,6 +30,7 @@ def build_torch_unet(config: Config, *, new_attention_order: bool = False) -> UN
         out_channels=channels * (2 if config.diffusion.learn_sigma else 1),
         attention_levels=config.attention_levels,
         new_attention_order=new_attention_order,
+        time_scale=config.diffusion.time_scale,
     )
 
 
@@ -192,9 +193,10 @@ class UNet(nn.Module):
         out_channels: int,
         attention_levels: tuple[int, ...],
         new_attention_order: bool = False,
+        time_scale: float = 1.0,
     ) -> None:
         super().__init__()
-        self.model = m
+        self.model, self.time_scale = m, time_scale
         width = 4 * m.base_channels
         self.time_embed = nn.Sequential(
             nn.Linear(m.base_channels, width), nn.SiLU(), nn.Linear(width, width)
@@ -254,6 +256,8 @@ class UNet(nn.Module):
     ) -> torch.Tensor:
         """Applies the module to NCHW activations."""
         m = self.model
+        if self.time_scale != 1:
+            t = t.float() * self.time_scale
         embedding = self.time_embed(
             timestep_embedding(t, m.base_channels, m.max_period, m.time_embedding).to(x.dtype)
         )

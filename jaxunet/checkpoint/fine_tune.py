@@ -226,6 +226,7 @@ def _meanings(theirs: Config, ours: Config) -> list[str]:
     consequences = {
         'diffusion.steps': levels,
         'diffusion.schedule': levels,
+        'diffusion.rescale_timesteps': 'the network reads other times',
         'diffusion.objective': 'the output of the last layer means something else',
         'diffusion.edm_sigma_data': 'input and output have other scales',
     }

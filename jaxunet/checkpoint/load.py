@@ -9,6 +9,7 @@ from __future__ import annotations
 import pathlib
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Unpack
 
 import jax
 import numpy as np
@@ -21,7 +22,7 @@ from jaxunet.checkpoint.state import TrainState, get_moments, initial_state
 from jaxunet.config import Config
 from jaxunet.model.unet import Params
 from jaxunet.runtime.errors import UserError
-from jaxunet.weights import check_tree, read_weights
+from jaxunet.weights import Stated, check_tree, read_weights
 
 
 @dataclass(frozen=True)
@@ -33,6 +34,7 @@ class Model:
       moments: Adam's moments; None if the source has none.
       note: describes which weights these are.
       class_names: names of the labels 0, 1, ...; empty if the source has none.
+      new_attention_order: of a weight file, as in `jaxunet.weights.Weights`.
     """
 
     config: Config
@@ -40,6 +42,7 @@ class Model:
     moments: tuple[Params, Params] | None
     note: str
     class_names: tuple[str, ...] = ()
+    new_attention_order: bool | None = None
 
 
 def load_model(
@@ -49,21 +52,24 @@ def load_model(
     config: Config | None = None,
     new_attention_order: bool | None = None,
     like: Config | None = None,
+    **stated: Unpack[Stated],
 ) -> Model:
     """Reads a model.
 
     Args:
       ema: rate or width of the average to take from a run; '' takes its first rate, 'none' the
-        weights without averaging (`averages.pick_weights`). A weight file has one set of weights.
-      config: architecture of a weight file that does not describe it; default: what the file says,
-        or what its shapes show.
+        weights without averaging (`averages.pick_weights`). A weight file has one set of weights,
+        or, as a checkpoint of PyTorch, weights and averages.
+      config: architecture of a weight file that does not describe it; default: what the file says.
       new_attention_order: guided-diffusion's `use_new_attention_order`, for a weight file that does
-        not say; default: False, as in guided-diffusion.
+        not say.
       like: the config of a run that is to start from the weights, instead of `config`, for what a
         weight file does not state about its own model.
+      stated: what else such a file leaves open, without a config.
 
     Raises:
-      UserError: nothing there can be read, or an option does not apply to it.
+      UserError: nothing there can be read, something is neither there nor given, or an option does
+        not apply to it.
     """
     if not pathlib.Path(path).exists():
         raise UserError(
@@ -72,21 +78,24 @@ def load_model(
         )
     if pathlib.Path(path).is_dir():
         if config is not None:
-            raise UserError(f'{path}: a checkpoint holds its own config; leave --config out')
-        if new_attention_order is not None:
             raise UserError(
-                f'{path}: a checkpoint has one attention order; leave --new_attention_order out'
+                f'{path}: a checkpoint holds its own config; leave --config and --preset out'
             )
+        given = ['new_attention_order'] * (new_attention_order is not None) + list(stated)
+        if given:
+            flags = ', '.join(f'--{name}' for name in given)
+            raise UserError(f'{path}: a checkpoint states all about its model; leave {flags} out')
         return _from_checkpoint(path, ema)
-    if ema:
-        raise UserError(f'--ema: {path} holds one set of weights; leave the flag out')
-    weights = read_weights(path, config, new_attention_order=new_attention_order, like=like)
+    weights = read_weights(
+        path, config, ema=ema, new_attention_order=new_attention_order, like=like, **stated
+    )
     return Model(
         weights.config,
         weights.params,
         weights.moments,
         f'{path}: {weights.note}',
         weights.class_names,
+        weights.new_attention_order,
     )
 
 
@@ -117,7 +126,13 @@ def load_initial(config: Config, class_names: Sequence[str] = ()) -> TrainState 
     """
     if not config.init_from:
         return None
-    model = load_model(config.init_from, like=config)
+    order = {'': None, 'legacy': False, 'new': True}[config.init_from_order]
+    if order is not None and not config.init_from.lower().endswith(('.pt', '.safetensors')):
+        raise UserError(
+            f'init_from_order: {config.init_from} has one order; only a .pt or .safetensors may '
+            'need it; leave it out'
+        )
+    model = load_model(config.init_from, like=config, new_attention_order=order)
     fitted = fit(
         model.params,
         Side(model.config, model.class_names),

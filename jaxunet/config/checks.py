@@ -21,6 +21,7 @@ T = TypeVar('T')
 SHIPPED = ('pallas', 'cuda')  # kernel backends in this repository
 CHOICES = {
     'precision': PRECISIONS,
+    'init_from_order': ('', 'legacy', 'new'),
     'parallel.mode': ('jit', 'pmap'),
     'model.downsample_padding': ('symmetric', 'same'),
     'model.time_embedding': ('adm', 'ddpm'),

@@ -36,9 +36,14 @@ def check_relations(config: Config) -> list[str]:
 
     The UNet's shape is checked only if all other checks pass, because it relies on them.
     """
-    sections = (_model, _diffusion, _data, _optimizer, _ema, _train, _evaluation)
+    sections = (_start, _model, _diffusion, _data, _optimizer, _ema, _train, _evaluation)
     problems = [problem for check in sections for problem in check(config)]
     return problems or list(_unet_shape(config))
+
+
+def _start(config: Config) -> Iterator[str]:
+    if config.init_from_order and not config.init_from:
+        yield f'init_from_order: {config.init_from_order} needs init_from'
 
 
 def _model(config: Config) -> Iterator[str]:
@@ -68,6 +73,8 @@ def _diffusion(config: Config) -> Iterator[str]:
             f'diffusion.steps: the linear schedule needs more than 20, found {steps}; '
             'or use diffusion.schedule=cosine'
         )
+    if config.diffusion.kl_loss and not config.diffusion.learn_sigma:
+        yield 'diffusion.kl_loss: needs a learned variance; set diffusion.learn_sigma'
     for name in ('adaptive_bins', 'policy_probes'):
         sampler = name.split('_', maxsplit=1)[0]
         count = getattr(config.timesteps, name)
@@ -83,6 +90,11 @@ def _continuous(config: Config) -> Iterator[str]:
             f'diffusion.schedule: {d.schedule} belongs to the objectives epsilon, x0 and v; '
             f'{d.objective} has continuous noise levels, set by diffusion.{d.objective}_mean and '
             f'{d.objective}_std; leave schedule out'
+        )
+    if d.rescale_timesteps:
+        yield (
+            f'diffusion.rescale_timesteps: {d.objective} has no timesteps, and its times lie on '
+            'that scale; leave it out'
         )
     if d.learn_sigma:
         yield (

@@ -82,11 +82,20 @@ class DiffusionConfig:
     flow_std: float = 1.0
     learn_sigma: bool = False  # the network also predicts the variance; hybrid loss of IDDPM
     vlb_weight: float = 1e-3  # weight of the variational bound in the hybrid loss
+    # The network reads 1000 t/T instead of the timestep t (IDDPM's rescale_timesteps).
+    rescale_timesteps: bool = False
+    # With learn_sigma: trains the variational bound alone, T L_vlb (IDDPM's use_kl, L_vlb).
+    kl_loss: bool = False
 
     @property
     def continuous(self) -> bool:
         """Whether noise levels are continuous: the objective has no timesteps."""
         return self.objective in ('edm', 'flow')
+
+    @property
+    def time_scale(self) -> float:
+        """Factor from a timestep to the time that the network reads."""
+        return 1000 / self.steps if self.rescale_timesteps else 1.0
 
 
 @dataclass(frozen=True)
@@ -132,7 +141,7 @@ class TimestepsConfig:
 class DataConfig:
     """The training images and how they reach the device."""
 
-    # Folder | .zip | .tar(.gz|.xz) | .npz | .bin | digits: | cifar10:[local copy].
+    # Folder | .zip | .tar(.gz|.xz) | .npz | .bin(.gz) | digits: | cifar10:[local copy].
     path: str = 'digits:'
     image_size: tuple[int, ...] = (8,)  # (side,) or (height, width), in pixels; () = chosen
     batch_size: int = 64  # images per optimizer step, over all devices; 0 = chosen
@@ -255,6 +264,9 @@ class Config:
     # Initial weights: workdir, checkpoint, .bin, .pt or .safetensors. Other classes, image size and
     # channels are possible (see `jaxunet.checkpoint.fine_tune`).
     init_from: str = ''
+    # Order of the rows of attention in an init_from that does not state it, guided-diffusion's
+    # use_new_attention_order: legacy (False) | new (True); '' = the file states it.
+    init_from_order: str = ''
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     model: ModelConfig = field(default_factory=ModelConfig)
     diffusion: DiffusionConfig = field(default_factory=DiffusionConfig)
@@ -312,6 +324,9 @@ OPS = ('conv3x3', 'norm_silu_conv3x3', 'group_norm', 'attention', 'linear', 'ada
 RENAMED = {'diffusion.prediction': 'diffusion.objective'}
 # Fields added after version 0.1.0; see `identity`.
 ADDED = (
+    'init_from_order',
+    'diffusion.rescale_timesteps',
+    'diffusion.kl_loss',
     'diffusion.edm_mean',
     'diffusion.edm_std',
     'diffusion.edm_sigma_data',
@@ -365,8 +380,9 @@ def identity(values: Fields) -> Fields:
     defaults = to_dict(Config())
 
     def is_default(path: str, value: object) -> bool:
-        name, field = path.split('.')
-        return defaults[name][field] == (tuple(value) if isinstance(value, list) else value)
+        section, _, field = path.rpartition('.')
+        default = (defaults[section] if section else defaults)[field]
+        return bool(default == (tuple(value) if isinstance(value, list) else value))
 
     def as_before(path: str, value: object) -> object:
         now, then = CHANGED_DEFAULTS.get(path, (None, None))
@@ -382,4 +398,5 @@ def identity(values: Fields) -> Fields:
     return {
         name: section(name, value) if isinstance(value, dict) else value
         for name, value in values.items()
+        if name not in ADDED or not is_default(name, value)
     }

@@ -16,7 +16,7 @@ from jaxunet.data.npz import NpzSource
 from jaxunet.data.pixels import MAGIC_BYTES, Shape, why_not_image
 from jaxunet.data.source import ArraySource, Selection, Source
 from jaxunet.data.tar import TarArchive, compression
-from jaxunet.data.unetcu_bin import BinSource
+from jaxunet.data.unetcu_bin import BinSource, open_compressed
 from jaxunet.runtime.errors import UserError, near_misses
 
 __all__ = ['Source', 'is_compressed_tar', 'open_images', 'open_source', 'open_unpacked_tar']
@@ -24,7 +24,10 @@ __all__ = ['Source', 'is_compressed_tar', 'open_images', 'open_source', 'open_un
 DIGITS = Path(__file__).with_name('digits.npz')
 EMBEDDED = ('digits:', 'cifar10:')
 TAR = ('.tar', '.tar.gz', '.tgz', '.tar.xz', '.txz')
-FORMS = 'a folder of images, .zip, .tar, .tar.gz, .tar.xz, .npz, unet.cu .bin, digits: or cifar10:'
+FORMS = (
+    'a folder of images, .zip, .tar, .tar.gz, .tar.xz, .npz, unet.cu .bin or .bin.gz, digits: or '
+    'cifar10:'
+)
 WEIGHTS = ('.pt', '.pth', '.safetensors', '.ckpt')
 
 
@@ -53,9 +56,9 @@ def open_source(path: str, *, image_shape: Shape, classes: tuple[str, ...] = ())
 
     Args:
       path: a folder, .zip or .tar(.gz|.xz) of images, searched recursively in sorted depth-first
-        path order, with or without class sub-folders; an .npz of uint8 images; unet.cu's data .bin;
-        `digits:` (embedded); `cifar10:` (downloads the official archive); or `cifar10:PATH` (a copy
-        of it, its extracted folder, or images in class folders).
+        path order, with or without class sub-folders; an .npz of uint8 images; unet.cu's data .bin
+        or .bin.gz; `digits:` (embedded); `cifar10:` (downloads the official archive); or
+        `cifar10:PATH` (a copy of it, its extracted folder, or images in class folders).
       image_shape: (height, width, channels) that `load` returns; images are cropped, resized and
         converted (`jaxunet.data.pixels`).
       classes: keep only these, as labels 0, 1, ...; empty keeps all, sorted by name.
@@ -146,6 +149,8 @@ def _open_path(path: Path, shape: Shape) -> Source:
         )
     if name.endswith('.bin'):
         return BinSource(path, shape)
+    if name.endswith('.bin.gz'):
+        return open_compressed(path, shape)
     raise _unknown(path)
 
 

@@ -2,17 +2,21 @@
 
 An int32[256] header holds magic 20240620, n, channels, height, width and zeros. Then follow
 n · C · H · W float32, channel-first, as pixel / 127.5 − 1. Everything is little-endian.
+unet.cu's repository holds its own set as such a file compressed by gzip.
 """
 
 from __future__ import annotations
 
+import gzip
+import math
+import zlib
 from pathlib import Path
 
 import numpy as np
-from jaxtyping import Float, Int
+from jaxtyping import Float, Float32, Int
 
-from jaxunet.data.pixels import Batch, Crops, Pixels, Shape, check_fit, fit
-from jaxunet.data.source import MappedArray, Source, no_labels
+from jaxunet.data.pixels import Batch, Crops, Pixels, Shape, check_fit, fit, one_line
+from jaxunet.data.source import MAX_MEMORY, ArraySource, MappedArray, Source, no_labels
 from jaxunet.runtime.errors import UserError
 
 MAGIC = 20240620
@@ -21,6 +25,9 @@ HEADER_BYTES = 1024
 MAX_SIDE = 2**16
 FIELDS = {1: 'n_images', 2: 'channels', 3: 'height', 4: 'width'}  # index in the header -> name
 TOLERANCE = 1e-3  # largest distance of a value from a whole grey level
+CHUNK = 2**22  # values of a compressed file that are decoded at once
+
+Values = Float32[np.ndarray, 'images channels height width']
 
 
 class BinSource(Source):
@@ -49,34 +56,81 @@ class BinSource(Source):
         Raises:
           UserError: values that are not 8-bit pixels.
         """
-        values = self._values[indices]
-        with np.errstate(all='ignore'):
-            pixels = (values + np.float32(1)) * np.float32(127.5)
-            rounded = np.rint(pixels)
-            # NaN fails these comparisons.
-            good = (np.abs(pixels - rounded) <= TOLERANCE) & (rounded >= 0) & (rounded <= 255)
-        if not good.all():
-            row, *place = (int(i) for i in np.argwhere(~good)[0])
-            raise self._bad_value(int(indices[row]), tuple(place), float(values[(row, *place)]))
-        return fit(
-            np.ascontiguousarray(rounded.astype(np.uint8).transpose(0, 2, 3, 1)),
-            self.image_shape,
-            self.name,
-            crops,
-        )
+        pixels = to_pixels(self._values[indices], indices, self.name)
+        return fit(pixels, self.image_shape, self.name, crops)
 
     def stored_size(self, index: int) -> tuple[int, int]:
         """Returns the size that the header gives to all images."""
         return self._values.shape[2], self._values.shape[3]
 
-    def _bad_value(self, image: int, place: tuple[int, ...], value: float) -> UserError:
-        shape = self._values.shape
-        flat = int(np.ravel_multi_index((image, *place), shape))
-        return UserError(
-            f'{self.name}: image {image}, channel {place[0]}, row {place[1]}, column {place[2]} '
-            f'(byte {HEADER_BYTES + 4 * flat}): expected pixel / 127.5 - 1 of a pixel 0 to 255, '
-            f'found {value!r}; write the file again with `python -m jaxunet.prepare_data`'
+
+def open_compressed(path: Path, image_shape: Shape) -> Source:
+    """Decodes a data file compressed by gzip into memory, as uint8 pixels.
+
+    Args:
+      image_shape: (height, width, channels) that `load` returns.
+
+    Raises:
+      UserError: as `BinSource`, not a readable gzip file, or more than `MAX_MEMORY` bytes of
+        pixels.
+    """
+    with gzip.open(path, 'rb') as file:
+        try:
+            n, channels, height, width = parse_header(path, file.read(HEADER_BYTES))
+            shape = (channels, height, width)
+            check_fit((height, width, channels), image_shape, str(path))
+            if n * math.prod(shape) > MAX_MEMORY:
+                raise UserError(
+                    f'{path}: {n} images of {height}x{width}x{channels} exceed {MAX_MEMORY} bytes '
+                    'of memory; unpack it with gunzip and give the .bin'
+                )
+            images = np.empty((n, height, width, channels), np.uint8)
+            rows = max(CHUNK // math.prod(shape), 1)
+            for start in range(0, n, rows):
+                part = images[start : start + rows]
+                data = file.read(4 * part.size)
+                if len(data) < 4 * part.size:
+                    found = HEADER_BYTES + 4 * start * math.prod(shape) + len(data)
+                    raise _wrong_length(path, (n, *shape), found)
+                values = np.frombuffer(data, '<f4').reshape(len(part), *shape)
+                part[:] = to_pixels(values, np.arange(start, start + len(part)), str(path))
+            if file.read(1):
+                raise _wrong_length(path, (n, *shape), None)
+        except (EOFError, OSError, zlib.error) as error:
+            raise UserError(
+                f'{path}: not a readable .gz file: {one_line(error)}; it may be truncated, copy or '
+                'download it again'
+            ) from None
+    return ArraySource(str(path), images, image_shape)
+
+
+def to_pixels(values: Values, indices: Int[np.ndarray, ' images'], name: str) -> Batch:
+    """Converts values of a data file to uint8 pixels.
+
+    Args:
+      indices: their images' places in the file `name`, for the message.
+
+    Raises:
+      UserError: values that are not 8-bit pixels.
+    """
+    with np.errstate(all='ignore'):
+        pixels = (values + np.float32(1)) * np.float32(127.5)
+        rounded = np.rint(pixels)
+        # NaN fails these comparisons.
+        good = (np.abs(pixels - rounded) <= TOLERANCE) & (rounded >= 0) & (rounded <= 255)
+    if not good.all():
+        row, *place = (int(i) for i in np.argwhere(~good)[0])
+        image = int(indices[row])
+        flat = image * math.prod(values.shape[1:]) + int(
+            np.ravel_multi_index(tuple(place), values.shape[1:])
         )
+        raise UserError(
+            f'{name}: image {image}, channel {place[0]}, row {place[1]}, column {place[2]} '
+            f'(byte {HEADER_BYTES + 4 * flat}): expected pixel / 127.5 - 1 of a pixel 0 to 255, '
+            f'found {float(values[(row, *place)])!r}; write the file again with '
+            '`python -m jaxunet.prepare_data`'
+        )
+    return np.ascontiguousarray(rounded.astype(np.uint8).transpose(0, 2, 3, 1))
 
 
 def read_header(path: Path) -> tuple[int, int, int, int]:
@@ -88,6 +142,18 @@ def read_header(path: Path) -> tuple[int, int, int, int]:
     with path.open('rb') as file:
         raw = file.read(HEADER_BYTES)
         size = file.seek(0, 2)
+    sizes = parse_header(path, raw)
+    if size != HEADER_BYTES + math.prod(sizes) * 4:
+        raise _wrong_length(path, sizes, size)
+    return sizes
+
+
+def parse_header(path: Path, raw: bytes) -> tuple[int, int, int, int]:
+    """Returns (n, channels, height, width) from the first bytes of a data file.
+
+    Raises:
+      UserError: a wrong field, named with its byte, expected and found.
+    """
     if len(raw) >= 4:
         magic = int.from_bytes(raw[:4], 'little', signed=True)
         if magic == MODEL_MAGIC:
@@ -112,18 +178,27 @@ def read_header(path: Path) -> tuple[int, int, int, int]:
         if not 1 <= value <= most:
             raise UserError(f'{path}: {name} (byte {4 * i}): expected 1 to {most}, found {value}')
     n, channels, height, width = sizes
-    expected = HEADER_BYTES + n * channels * height * width * 4
-    if size != expected:
-        what = (
-            f'truncated at byte {size}'
-            if size < expected
-            else f'{size - expected} bytes too many from byte {expected}'
-        )
-        raise UserError(
-            f'{path}: payload: expected {expected} bytes for n_images={n}, channels={channels}, '
-            f'height={height}, width={width}, found {size}: {what}; copy or write it again'
-        )
     return n, channels, height, width
+
+
+def _wrong_length(path: Path, sizes: tuple[int, int, int, int], size: int | None) -> UserError:
+    """Returns the error of a file whose length contradicts its header.
+
+    Args:
+      size: its bytes; None = more than expected, of a compressed file.
+    """
+    n, channels, height, width = sizes
+    expected = HEADER_BYTES + math.prod(sizes) * 4
+    if size is None:
+        found, what = 'more', f'bytes too many from byte {expected}'
+    elif size < expected:
+        found, what = f'{size}', f'truncated at byte {size}'
+    else:
+        found, what = f'{size}', f'{size - expected} bytes too many from byte {expected}'
+    return UserError(
+        f'{path}: payload: expected {expected} bytes for n_images={n}, channels={channels}, '
+        f'height={height}, width={width}, found {found}: {what}; copy or write it again'
+    )
 
 
 def header_bytes(n: int, shape: Shape) -> bytes:

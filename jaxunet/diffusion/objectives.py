@@ -135,11 +135,13 @@ def per_sample_loss(
 
     The mean squared error of the prediction: DDPM eq. 14 for ε; EDM eq. 8 with its weighting λ =
     1/c_out², under which the error of F counts once; flow matching's regression of ε − x_0. Or
-    IDDPM's hybrid loss (eq. 16) with a
-    learned variance. The hybrid loss adds vlb_weight · T · L_vlb(t), with L_vlb in bits per
-    dimension and without a gradient to the prediction; vlb_weight = 1e-3 equals guided-diffusion's
-    RESCALED_MSE loss.
+    IDDPM's hybrid loss (eq. 16) with a learned variance, which adds vlb_weight · T · L_vlb(t), with
+    L_vlb in bits per dimension and without a gradient to the prediction; vlb_weight = 1e-3 equals
+    guided-diffusion's RESCALED_MSE loss, and 1/T its MSE loss. With `kl_loss` the loss is
+    T · L_vlb(t) alone, its RESCALED_KL.
     """
+    if diffusion.config.kl_loss:
+        return diffusion.steps * variational_bound(diffusion, output, x0, xt, time)
     prediction, values = split_output(diffusion, output, x0.shape[-1])
     error = jnp.square(prediction - prediction_target(diffusion, x0, time, noise))
     loss = jnp.mean(error, axis=(1, 2, 3))

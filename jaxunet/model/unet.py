@@ -50,6 +50,7 @@ def build_unet(config: Config, ops: Ops) -> UNet:
         ops=ops,
         dtype=jnp.dtype(config.precision),
         augmentation_inputs=config.augmentation_inputs,
+        time_scale=config.diffusion.time_scale,
     )
 
 
@@ -85,11 +86,13 @@ class UNet(Block):
       augmentation_inputs: numbers by which the network is told how an image was augmented; 0 = it
         is not told. They are added to the time's sinusoids through a linear layer without bias, so
         that zeros have no effect (EDM, arXiv 2206.00364, appendix F.2).
+      time_scale: factor on t before its embedding.
     """
 
     attention_levels: tuple[int, ...] = ()
     out_channels: int = 3
     augmentation_inputs: int = 0
+    time_scale: float = 1.0
 
     @nn.compact
     def __call__(
@@ -194,6 +197,8 @@ class UNet(Block):
         """Returns the time (and class) embedding, in float32: small, and read by every block."""
         m = self.model
         width = 4 * m.base_channels
+        if self.time_scale != 1:
+            t = t.astype(jnp.float32) * self.time_scale
         waves = timestep_embedding(
             t, m.base_channels, max_period=m.max_period, order=m.time_embedding
         )

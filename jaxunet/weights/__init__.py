@@ -1,6 +1,15 @@
-"""Reads and writes weights: unet.cu's `.bin`, guided-diffusion's `.pt`, and `.safetensors`."""
+"""Reads and writes weights: `.bin`, `.pt` and `.safetensors`, of this and of other programs."""
 
-from jaxunet.weights.files import EXTENSIONS, Weights, read_weights, write_weights
+from jaxunet.weights.files import EXTENSIONS, PROGRAMS, Weights, read_weights, write_weights
+from jaxunet.weights.inference import Stated
 from jaxunet.weights.names import check_tree
 
-__all__ = ['EXTENSIONS', 'Weights', 'check_tree', 'read_weights', 'write_weights']
+__all__ = [
+    'EXTENSIONS',
+    'PROGRAMS',
+    'Stated',
+    'Weights',
+    'check_tree',
+    'read_weights',
+    'write_weights',
+]

@@ -50,7 +50,11 @@ def diffusion_fields(config: Config) -> Fields:
     d = config.diffusion
     fields: Fields = {'diffusion.objective': d.objective}
     if not d.continuous:
-        return fields | {'diffusion.steps': d.steps, 'diffusion.schedule': d.schedule}
+        return fields | {
+            'diffusion.steps': d.steps,
+            'diffusion.schedule': d.schedule,
+            'diffusion.rescale_timesteps': d.time_scale != 1,
+        }
     if d.objective == 'edm':
         fields['diffusion.edm_sigma_data'] = d.edm_sigma_data
     return fields

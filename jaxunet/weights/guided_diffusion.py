@@ -1,4 +1,6 @@
-"""guided-diffusion's state dict (ADM UNet): names, inferred architecture, order of qkv's rows.
+"""guided-diffusion's state dict (ADM UNet): names, inferred architecture, flags of its scripts.
+
+improved-diffusion's networks have the same names, without some of the options.
 
 Source: openai/guided-diffusion, `guided_diffusion/unet.py` (module names, attention orders) and
 `script_util.py` (options); Dhariwal & Nichol 2021, arXiv 2105.05233.
@@ -8,29 +10,25 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Mapping
-from typing import NamedTuple
+from collections.abc import Mapping
 
 import numpy as np
 
-from jaxunet.config import Config, resolve, to_dict
-from jaxunet.config.schema import Fields
+from jaxunet.config import Config
 from jaxunet.runtime.errors import UserError
-from jaxunet.weights.fields import check_reusable, differences
-from jaxunet.weights.names import (
-    BlockNames,
-    Entry,
-    Shape,
-    Tree,
-    check_shapes,
-    entries,
-    flatten,
-    from_file,
-    parameter_shapes,
-    to_file,
-    unflatten,
-)
+from jaxunet.weights import names
+from jaxunet.weights.inference import OBJECTIVES, Inferred, Shapes
+from jaxunet.weights.names import BlockNames, Entry, Shape, entries
 
+PROGRAM = 'guided-diffusion'
+IMAGE_CHANNELS, NUM_CLASSES = 3, 1000  # constants of its scripts
+CHANNEL_MULT = {  # by image size, where its flag of this name is empty
+    32: (1, 2, 2, 2),
+    64: (1, 2, 3, 4),
+    128: (1, 1, 2, 3, 4),
+    256: (1, 1, 2, 2, 4, 4),
+    512: (0.5, 1, 1, 2, 2, 4, 4),
+}
 NAMES = BlockNames(
     res_block={
         'norm_1': 'in_layers.0',
@@ -42,10 +40,6 @@ NAMES = BlockNames(
     },
     attention={'norm': 'norm', 'qkv': 'qkv', 'proj': 'proj_out'},
 )
-HIDDEN = ('num_head_channels', 'label_dropout')  # `Inferred.fields` that are no inference
-USUAL_HEAD_WIDTH = 64  # assumed channels of a head
-USUAL_IMAGE_SIZE = 64  # assumed image side, pixels
-OBJECTIVES = ('epsilon', 'x0')  # that guided-diffusion has; the first is usual
 # Our options that guided-diffusion lacks, with its fixed values.
 FIXED = {
     'model.time_embedding': 'adm',
@@ -56,58 +50,12 @@ FIXED = {
 }
 
 
-class Inferred(NamedTuple):
-    """The architecture that names and shapes show.
-
-    Fields:
-      fields: fields of `model`.
-      attention_levels: levels with attention, 0 = full resolution.
-      learn_sigma: the network also predicts a variance.
-    """
-
-    fields: Fields
-    attention_levels: tuple[int, ...]
-    learn_sigma: bool
-
-
 def table(config: Config) -> list[Entry]:
     """Returns the tensors of guided-diffusion's state dict, in its order."""
     return entries(config, NAMES)
 
 
-class _Shapes:
-    """The shapes of a state dict by name, with checked look-ups."""
-
-    def __init__(self, shapes: Mapping[str, Shape], source: str) -> None:
-        self.by_name, self.source = shapes, source
-
-    def __len__(self) -> int:
-        return len(self.by_name)
-
-    def get(self, name: str, rank: int) -> Shape:
-        """Returns a tensor's shape. Raises UserError: it is missing or has another rank."""
-        if name not in self.by_name:
-            some = ', '.join(list(self.by_name)[:3])
-            raise UserError(
-                f"{self.source}: {name} is missing: this is not a UNet with guided-diffusion's "
-                f'names (found {len(self)} tensors: {some}, ...)'
-            )
-        shape = self.by_name[name]
-        if len(shape) != rank:
-            raise UserError(f'{self.source}: {name}: expected {rank} axes, found shape {shape}')
-        return shape
-
-    def ends(self, layer: str) -> list[int]:
-        """Returns the output blocks whose second or third module has this layer."""
-        return [
-            i
-            for i in range(len(self))
-            for j in (1, 2)
-            if f'output_blocks.{i}.{j}.{layer}.weight' in self.by_name
-        ]
-
-
-def infer_model_config(shapes: Mapping[str, Shape], source: str) -> Inferred:
+def infer(shapes: Mapping[str, Shape], source: str) -> Inferred:
     """Infers the architecture from a state dict's names and shapes.
 
     They do not show the heads, the order of qkv and the image size.
@@ -116,19 +64,17 @@ def infer_model_config(shapes: Mapping[str, Shape], source: str) -> Inferred:
       source: begins every message.
 
     Raises:
-      UserError: a required tensor is missing or has an impossible shape.
+      UserError: a required tensor is missing or has an impossible shape, or the network is a
+        classifier or one for super-resolution.
     """
-    found = _Shapes(shapes, source)
-    width, base = found.get('time_embed.0.weight', 2)
-    if width != 4 * base:
-        raise UserError(
-            f'{source}: time_embed.0.weight: expected shape (4 base, base), found {(width, base)}'
-        )
+    found = Shapes(shapes, source, PROGRAM)
+    base = found.base_channels('time_embed.0.weight')
     image_channels = found.get('input_blocks.0.0.weight', 4)[1]
+    _check_is_diffusion_model(found)
     # Kind of resampling -> output blocks that end with it.
     upsampling = {
-        'conv_resample': found.ends('conv'),
-        'resblock_updown': found.ends('in_layers.0'),
+        'conv_resample': _ends(found, 'conv'),
+        'resblock_updown': _ends(found, 'in_layers.0'),
     }
     blocks, levels = _blocks_and_levels(found, [i for ends in upsampling.values() for i in ends])
     firsts = [1 + level * (blocks + 1) for level in range(levels)]
@@ -136,11 +82,13 @@ def infer_model_config(shapes: Mapping[str, Shape], source: str) -> Inferred:
     out = found.get('out.2.weight', 4)[0]
     inner = found.get('input_blocks.1.0.emb_layers.1.weight', 2)[0]
     if out not in (image_channels, 2 * image_channels):
+        if 2 * out == image_channels:
+            raise _super_resolution(source, image_channels, out)
         expected = (
             f'{image_channels} output channels, or {2 * image_channels} with a learned variance'
         )
         raise UserError(f'{source}: out.2.weight: expected {expected}, found {out}')
-    fields = {
+    fields = {name.removeprefix('model.'): value for name, value in FIXED.items()} | {
         'image_channels': image_channels,
         'base_channels': base,
         'channel_mult': tuple(_multiplier(c, base) for c in channels),
@@ -149,16 +97,62 @@ def infer_model_config(shapes: Mapping[str, Shape], source: str) -> Inferred:
         'resblock_updown': bool(upsampling['resblock_updown']),
         'scale_shift_norm': inner == 2 * channels[0],
         'num_classes': found.get('label_emb.weight', 2)[0] if 'label_emb.weight' in shapes else 0,
-        'label_dropout': 0.0,
-        'num_head_channels': 0,
     }
     attention = tuple(
         level for level, i in enumerate(firsts) if f'input_blocks.{i}.1.qkv.weight' in shapes
     )
-    return Inferred(fields, attention, out == 2 * image_channels)
+    return Inferred(PROGRAM, fields, attention, out == 2 * image_channels, {})
 
 
-def _blocks_and_levels(found: _Shapes, upsampled: list[int]) -> tuple[int, int]:
+def check_not_super_resolution(inferred: Inferred, channels: int | None, source: str) -> None:
+    """Refuses a super-resolution network with a learned variance.
+
+    It has the shapes of a plain one of twice the image channels, which must therefore be expected.
+
+    Args:
+      channels: the image channels that are expected; None = not stated.
+
+    Raises:
+      UserError: it has 6 channels in and out, and 6 image channels are not expected.
+    """
+    doubled = 2 * IMAGE_CHANNELS
+    found = inferred.fields['image_channels']
+    if found == doubled and not inferred.learn_sigma and channels != doubled:
+        raise _super_resolution(source, doubled, doubled)
+
+
+def _super_resolution(source: str, channels_in: int, channels_out: int) -> UserError:
+    plain = f', or for a plain network of {channels_in} image channels give its --config'
+    return UserError(
+        f'{source}: this is a super-resolution network: its first convolution takes {channels_in} '
+        f'channels, half of them of a low-resolution picture, and its last one gives '
+        f'{channels_out}; such networks are not supported: give a network that draws from noise '
+        f'alone{plain if channels_in == channels_out else ""}'
+    )
+
+
+def _check_is_diffusion_model(found: Shapes) -> None:
+    """Raises UserError for guided-diffusion's noisy classifier, which has no way up."""
+    if not any(name.startswith('output_blocks.') for name in found.by_name):
+        raise UserError(
+            f'{found.source}: output_blocks is missing: this is a classifier of noisy images '
+            '(EncoderUNetModel), which draws nothing; give the diffusion model that it guides'
+            if any(name.startswith('middle_block.') for name in found.by_name)
+            else f'{found.source}: output_blocks is missing: this is not a whole UNet'
+        )
+
+
+def _ends(found: Shapes, layer: str) -> list[int]:
+    """Returns the output blocks whose second or third module has this layer."""
+    return [
+        i
+        for i in range(len(found))
+        for j in (1, 2)
+        if f'output_blocks.{i}.{j}.{layer}.weight' in found.by_name
+    ]
+
+
+def _blocks_and_levels(found: Shapes, upsampled: list[int]) -> tuple[int, int]:
     """Returns the residual blocks per level, and the number of levels.
 
     Args:
@@ -196,113 +190,6 @@ def _multiplier(channels: int, base: int) -> float:
     return mult if int(mult * base) == channels else math.nextafter(mult, math.inf)
 
 
-def infer_config(
-    shapes: Mapping[str, Shape],
-    source: str,
-    *,
-    image_size: tuple[int, ...] | None = None,
-    num_heads: int | None = None,
-    num_head_channels: int | None = None,
-) -> tuple[Config, list[str]]:
-    """Returns the config of a state dict, and the assumptions behind it.
-
-    Args:
-      source: begins every message.
-      image_size, num_heads, num_head_channels: hints, as shapes do not show them; None = assume.
-
-    Raises:
-      UserError: another network, or hints that do not fit it.
-    """
-    model, attention, learn_sigma = infer_model_config(shapes, source)
-    assumed = []
-    if num_heads is None and num_head_channels is None:
-        num_head_channels = USUAL_HEAD_WIDTH
-        assumed.append(f'model.num_head_channels={USUAL_HEAD_WIDTH}')
-    if image_size is None:
-        side = max(USUAL_IMAGE_SIZE, 2 ** (len(model['channel_mult']) - 1))
-        image_size = (side,)
-        assumed.append(f'data.image_size=({side},)')
-    assumed.append('diffusion.schedule=linear')
-    model |= {
-        'num_heads': num_heads or 0,
-        'num_head_channels': num_head_channels or 0,
-        'attention_resolutions': tuple(min(image_size) >> level for level in attention),
-    }
-    config = Config().replace(
-        model=model,
-        diffusion={'learn_sigma': learn_sigma},
-        data={'image_size': tuple(image_size)},
-        train={'sample_every': 0},  # sample grids need 1 or 3 channels
-    )
-    try:
-        config = resolve(to_dict(config))
-        parameter_shapes(config)
-    except UserError as error:
-        raise UserError(
-            f'{source}: the shapes do not make a network that can be run: {error}\n'
-            f'(assumed, as the shapes do not show it: {", ".join(assumed)}; '
-            'give the config of the model instead)'
-        ) from None
-    return config, assumed
-
-
-def config_like(shapes: Mapping[str, Shape], source: str, like: Config) -> Config:
-    """Returns the config of a state dict, with `like`'s values for what the shapes do not show.
-
-    Its objective is one that guided-diffusion has.
-
-    Args:
-      source: begins every message.
-
-    Raises:
-      UserError: another kind of file, or a network from which a run of `like` cannot start.
-    """
-    inferred = infer_model_config(shapes, source)
-    fields = {k: v for k, v in inferred.fields.items() if k not in HIDDEN}
-    side = min(like.image_shape[:2])
-    base, mult = fields['base_channels'], like.model.channel_mult
-    if [int(m * base) for m in mult] == [int(m * base) for m in fields['channel_mult']]:
-        fields['channel_mult'] = mult  # other fractions of the same widths
-    if inferred.attention_levels != like.attention_levels:
-        fields['attention_resolutions'] = tuple(side >> n for n in inferred.attention_levels)
-    diffusion: Fields = {'learn_sigma': inferred.learn_sigma}
-    if like.diffusion.objective not in OBJECTIVES:
-        diffusion['objective'] = OBJECTIVES[0]
-    config = like.replace(model=fields, diffusion=diffusion)
-    check_reusable(config, like, source)
-    return config
-
-
-def check_against_shapes(config: Config, shapes: Mapping[str, Shape], source: str) -> None:
-    """Checks a file's config against its shapes, before a network of that size is built.
-
-    Raises:
-      UserError: it describes another network, or none.
-    """
-    m, inferred = config.model, infer_model_config(shapes, source).fields
-    names = ('image_channels', 'base_channels', 'num_res_blocks', 'num_classes', 'channel_mult')
-    expected = {f'model.{name}': inferred[name] for name in names}
-    found = {f'model.{name}': getattr(m, name) for name in names}
-    # Different fractions may give the same widths.
-    if (
-        len(m.channel_mult) == len(inferred['channel_mult'])
-        and m.base_channels == inferred['base_channels']
-    ):
-        expected['model.channel_mult'] = [
-            int(mult * m.base_channels) for mult in inferred['channel_mult']
-        ]
-        found['model.channel_mult'] = [int(mult * m.base_channels) for mult in m.channel_mult]
-    if problems := differences(expected, found):
-        raise UserError(
-            f'{source}: not the network of the tensors beside it:\n'
-            + '\n'.join(f'  {p}' for p in problems)
-        )
-    try:
-        parameter_shapes(config)
-    except UserError as error:
-        raise UserError(f'{source}: {error}') from None
-
-
 def check_expressible(config: Config) -> None:
     """Checks that guided-diffusion can run this model.
 
@@ -330,51 +217,62 @@ def check_expressible(config: Config) -> None:
         )
 
 
-def check_names(shapes: Mapping[str, Shape], config: Config, source: str) -> None:
-    """Checks the names and shapes of a state dict against the config's network.
+def flags(config: Config, *, new_attention_order: bool) -> str:
+    """Returns the flags with which guided-diffusion's scripts read a .pt of this model.
 
-    Raises:
-      UserError: tensors differ; the message names them.
+    A file shows them to nobody, and improved-diffusion has other defaults, so all are given. What
+    has no flag follows after a semicolon.
     """
-    expected = {entry.name: entry.shape for entry in table(config)}
-    check_shapes(
-        shapes, expected, source, "expected guided-diffusion's names and shapes for this model"
+    m, d = config.model, config.diffusion
+    height, width, channels = config.image_shape
+    heads = (
+        {'num_heads': m.num_heads, 'num_heads_upsample': m.num_heads_upsample or -1}
+        if m.num_heads
+        else {'num_head_channels': m.num_head_channels}
     )
-
-
-def to_tree(
-    read: Callable[[str], np.ndarray], config: Config, *, new_attention_order: bool
-) -> Tree:
-    """Builds our parameter tree from a state dict.
-
-    Args:
-      read: name -> tensor of the state dict.
-      new_attention_order: True if qkv's rows are all q, all k, all v; False if they are q, k, v of
-        the first head, then of the second, ...
-    """
-    leaves = {}
-    for entry in table(config):
-        value = read(entry.name)
-        if entry.heads and not new_attention_order:
-            value = _swap(value, entry.heads, 3)
-        leaves[entry.path] = from_file(entry, value)
-    return unflatten(leaves)
+    values = {
+        'image_size': height,
+        'num_channels': m.base_channels,
+        'num_res_blocks': m.num_res_blocks,
+        'channel_mult': ','.join(map(str, m.channel_mult)),
+        # Side 1 stands for no level at all, as its scripts expect a number.
+        'attention_resolutions': ','.join(map(str, m.attention_resolutions)) or 1,
+        **heads,
+        'use_scale_shift_norm': m.scale_shift_norm,
+        'resblock_updown': m.resblock_updown,
+        'use_new_attention_order': new_attention_order,
+        'class_cond': m.num_classes > 0,
+        'learn_sigma': d.learn_sigma,
+        'diffusion_steps': d.steps,
+        'noise_schedule': d.schedule,
+        'rescale_timesteps': d.rescale_timesteps,
+        'predict_xstart': d.objective == 'x0',
+    }
+    whole = all(mult == int(mult) for mult in m.channel_mult)
+    if not whole:  # the flag takes whole numbers
+        del values['channel_mult']
+    others = {
+        'channel_mult': m.channel_mult
+        if not whole and m.channel_mult != CHANNEL_MULT.get(height)
+        else None,
+        'image width': width if width != height else None,
+        'in_channels': channels if channels != IMAGE_CHANNELS else None,
+        'NUM_CLASSES': m.num_classes if m.num_classes not in (0, NUM_CLASSES) else None,
+        'conv_resample': False
+        if len(m.channel_mult) > 1 and not (m.conv_resample or m.resblock_updown)
+        else None,
+    }
+    without = [f'{name}={value}' for name, value in others.items() if value is not None]
+    given = ' '.join(f'--{name} {value}' for name, value in values.items())
+    return given + (f'; in its code: {", ".join(without)}' if without else '')
 
 
 def from_tree(
     params: Mapping[str, object], config: Config, *, new_attention_order: bool
 ) -> dict[str, np.ndarray]:
-    """Returns the state dict of our parameter tree; the inverse of `to_tree`."""
-    leaves = flatten(params)
-    state = {}
-    for entry in table(config):
-        value = to_file(entry, np.asarray(leaves[entry.path]))
-        if entry.heads and not new_attention_order:
-            value = np.ascontiguousarray(_swap(value, 3, entry.heads))
-        state[entry.name] = value
-    return state
+    """Returns the state dict of our parameter tree.
 
-
-def _swap(value: np.ndarray, first: int, second: int) -> np.ndarray:
-    """Reorders rows (first, second, width) as (second, first, width)."""
-    return value.reshape(first, second, -1, *value.shape[1:]).swapaxes(0, 1).reshape(value.shape)
+    Args:
+      new_attention_order: order of qkv's rows, as guided-diffusion's `use_new_attention_order`.
+    """
+    return names.from_tree(params, table(config), interleaved=not new_attention_order)

@@ -2,7 +2,8 @@
 
 guided-diffusion and unet.cu build the same sequence of modules (`input_blocks.i.j`,
 `middle_block.j`, `output_blocks.i.j`); only the names inside a block differ. This module walks the
-sequence for both, and each format brings its own `BlockNames`.
+sequence for both, and each format brings its own `BlockNames`. ddpm-torch builds the same network
+of other modules (`jaxunet.weights.ddpm_torch`).
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import numpy as np
 from jaxtyping import PyTree
 
 from jaxunet.config import Config
-from jaxunet.model.unet import AUGMENTATION, build_unet
+from jaxunet.model.unet import AUGMENTATION, UNet, build_unet
 from jaxunet.ops.backends import XLA
 from jaxunet.runtime.errors import UserError
 
@@ -26,6 +27,7 @@ Path = tuple[str, ...]
 Shape = tuple[int, ...]
 Tree = dict[str, PyTree]  # nested dicts of arrays
 Leaves = dict[Path, PyTree]  # the arrays of a tree by path
+Module = tuple[str, str, str]  # our name, the file's prefix, kind: layer, res_block or attention
 SHOWN = 5  # problems that an error message lists
 # Axes of length 1 that torch appends to our matrices: of a 1×1 convolution, and of 1-D
 # convolutions over the pixels.
@@ -34,10 +36,15 @@ LEAVES = {'kernel': 'weight', 'scale': 'weight', 'embedding': 'weight', 'bias': 
 
 
 class BlockNames(NamedTuple):
-    """A format's names for the layers of a residual and an attention block, in its order."""
+    """A format's names for the layers of a residual and an attention block, in its order.
+
+    Fields:
+      unit_axes: axes of length 1 that it appends to our matrices, by our name of the layer.
+    """
 
     res_block: Mapping[str, str]
     attention: Mapping[str, str]
+    unit_axes: Mapping[str, int] = UNIT_AXES
 
 
 class Entry(NamedTuple):
@@ -55,20 +62,25 @@ class Entry(NamedTuple):
     heads: int
 
 
-@functools.lru_cache(maxsize=16)
 def parameter_shapes(config: Config) -> Mapping[Path, Shape]:
     """Returns path and shape of every parameter of a config's UNet, without allocating it.
 
     Raises:
       UserError: the config describes no network (a head width that does not divide the channels).
     """
-    factor = 2 ** (len(config.model.channel_mult) - 1)
-    image = jax.ShapeDtypeStruct((1, factor, factor, config.model.image_channels), jnp.float32)
-    labels = jax.ShapeDtypeStruct((1,), jnp.int32) if config.model.num_classes else None
-    init = build_unet(config, XLA).init
+    return _parameter_shapes(build_unet(config, XLA).clone(time_scale=1.0, dtype=jnp.float32))
+
+
+@functools.lru_cache(maxsize=16)
+def _parameter_shapes(unet: UNet) -> Mapping[Path, Shape]:
+    """Returns the shapes of a network; cached, because tracing one takes a second."""
+    m = unet.model
+    factor = 2 ** (len(m.channel_mult) - 1)
+    image = jax.ShapeDtypeStruct((1, factor, factor, m.image_channels), jnp.float32)
+    labels = jax.ShapeDtypeStruct((1,), jnp.int32) if m.num_classes else None
     with jax.enable_x64(False):  # float32 even where a caller enabled float64
         tree = jax.eval_shape(
-            init, jax.random.key(0), image, jax.ShapeDtypeStruct((1,), jnp.int32), labels
+            unet.init, jax.random.key(0), image, jax.ShapeDtypeStruct((1,), jnp.int32), labels
         )['params']
     return {path: tuple(leaf.shape) for path, leaf in flatten(tree).items()}
 
@@ -96,8 +108,8 @@ def unflatten(leaves: Mapping[Path, object]) -> Tree:
     return tree
 
 
-def _modules(config: Config) -> Iterator[tuple[str, str, str]]:
-    """Yields (our name, the file's prefix, kind) of every module in the file's order.
+def adm_modules(config: Config) -> Iterator[Module]:
+    """Yields the modules of guided-diffusion and unet.cu, in their order.
 
     Modules without parameters are included; `entries` skips them.
     """
@@ -143,11 +155,19 @@ def _modules(config: Config) -> Iterator[tuple[str, str, str]]:
     yield 'conv_out', 'out.2', 'layer'
 
 
-def entries(config: Config, names: BlockNames) -> list[Entry]:
-    """Returns every parameter of a config's UNet, in the order of the file."""
+def entries(
+    config: Config,
+    names: BlockNames,
+    modules: Callable[[Config], Iterator[Module]] = adm_modules,
+) -> list[Entry]:
+    """Returns every parameter of a config's UNet, in the order of the file.
+
+    Args:
+      modules: the modules of the program that wrote the file, as `adm_modules`.
+    """
     shapes = parameter_shapes(config)
     table = []
-    for module, prefix, kind in _modules(config):
+    for module, prefix, kind in modules(config):
         layers = {'': ''} if kind == 'layer' else getattr(names, kind)
         for ours, theirs in layers.items():
             for leaf, suffix in LEAVES.items():
@@ -155,7 +175,8 @@ def entries(config: Config, names: BlockNames) -> list[Entry]:
                 if path in shapes:
                     name = '.'.join(part for part in (prefix, theirs, suffix) if part)
                     heads = _heads(config, module, shapes[path][-1] // 3) if ours == 'qkv' else 0
-                    table.append(Entry(path, name, _file_shape(path, shapes[path]), heads))
+                    shape = _file_shape(path, shapes[path], names.unit_axes)
+                    table.append(Entry(path, name, shape, heads))
     assert {entry.path for entry in table} == set(shapes), (
         'the table of names does not cover the parameter tree'
     )
@@ -168,10 +189,10 @@ def _heads(config: Config, module: str, channels: int) -> int:
     return heads or channels // m.num_head_channels
 
 
-def _file_shape(path: Path, shape: Shape) -> Shape:
+def _file_shape(path: Path, shape: Shape, unit_axes: Mapping[str, int]) -> Shape:
     if path[-1] != 'kernel':
         return shape
-    return (*shape[::-1][:2], *shape[:-2], *(1,) * UNIT_AXES.get(path[-2], 0))
+    return (*shape[::-1][:2], *shape[:-2], *(1,) * unit_axes.get(path[-2], 0))
 
 
 def to_file(entry: Entry, value: np.ndarray) -> np.ndarray:
@@ -184,9 +205,49 @@ def to_file(entry: Entry, value: np.ndarray) -> np.ndarray:
 def from_file(entry: Entry, value: np.ndarray) -> np.ndarray:
     """Converts a tensor of the file to a leaf of our tree; the inverse of `to_file`."""
     if entry.path[-1] == 'kernel':
-        units = UNIT_AXES.get(entry.path[-2], 0)
-        value = np.moveaxis(value.reshape(value.shape[: value.ndim - units]), (0, 1), (-1, -2))
+        if entry.path[-2] in UNIT_AXES:
+            value = value.reshape(value.shape[:2])
+        value = np.moveaxis(value, (0, 1), (-1, -2))
     return np.ascontiguousarray(value, np.float32)
+
+
+def to_tree(
+    read: Callable[[str], np.ndarray], table: list[Entry], *, interleaved: bool = False
+) -> Tree:
+    """Builds our parameter tree from a state dict.
+
+    Args:
+      read: name -> tensor of the state dict.
+      table: the tensors of the state dict.
+      interleaved: qkv's rows are q, k, v of the first head, then of the second, ...; else all q,
+        all k, all v.
+    """
+    leaves = {}
+    for entry in table:
+        value = read(entry.name)
+        if entry.heads and interleaved:
+            value = _swap(value, entry.heads, 3)
+        leaves[entry.path] = from_file(entry, value)
+    return unflatten(leaves)
+
+
+def from_tree(
+    params: Mapping[str, object], table: list[Entry], *, interleaved: bool = False
+) -> dict[str, np.ndarray]:
+    """Returns the state dict of our parameter tree; the inverse of `to_tree`."""
+    leaves = flatten(params)
+    state = {}
+    for entry in table:
+        value = to_file(entry, np.asarray(leaves[entry.path]))
+        if entry.heads and interleaved:
+            value = np.ascontiguousarray(_swap(value, 3, entry.heads))
+        state[entry.name] = value
+    return state
+
+
+def _swap(value: np.ndarray, first: int, second: int) -> np.ndarray:
+    """Reorders rows (first, second, width) as (second, first, width)."""
+    return value.reshape(first, second, -1, *value.shape[1:]).swapaxes(0, 1).reshape(value.shape)
 
 
 def check_finite(value: np.ndarray, source: str, where: Callable[[int], str]) -> None:

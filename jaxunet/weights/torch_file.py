@@ -17,13 +17,13 @@ import numpy as np
 
 from jaxunet.runtime.errors import UserError
 from jaxunet.weights.names import check_finite
+from jaxunet.weights.nested import choose
 from jaxunet.weights.torch_pickle import ITEM_SIZES, STATE_DICT, TensorView, dump, load
 
 MAX_PICKLE = 64 * 2**20  # bytes; a state dict of a thousand tensors needs 0.1 MB
 MAX_EXTRA = 2**20  # bytes of one entry under extra/
 # Most elements of all tensors per stored element: allows views of shared storage, refuses bombs.
 MAX_EXPANSION = 4
-NESTED = ('state_dict', 'model', 'model_state_dict')  # keys of a state dict inside a dict
 RESAVE = (
     'load it with torch and save it again: '
     'torch.save(torch.load(path, weights_only=True), new_path), with torch 1.6 or later'
@@ -38,21 +38,23 @@ class TorchFile:
     Args:
       path: the file's name, for messages.
       file: the open file.
+      ema: which weights to take if it holds averages, too (`jaxunet.weights.nested.choose`).
 
     Attributes:
       shapes: name -> shape.
+      note: which weights these are, if there are several.
 
     Raises:
       UserError: another kind of file, a damaged one, or one that holds more than tensors; the
         message names entry, field and byte. Methods raise it too.
     """
 
-    def __init__(self, path: str, file: BinaryIO) -> None:
-        self.path = path
+    def __init__(self, path: str, file: BinaryIO, ema: str = '') -> None:
+        self.path, self.note = path, ''
         self._archive = self._open(file)
         self._entries = self._check_entries(file)
         tree = load(self._read('data.pkl', MAX_PICKLE), f'{path}: data.pkl')
-        self._views = self._state_dict(tree)
+        self._views = self._state_dict(tree, ema)
         self.shapes = {name: view.shape for name, view in self._views.items()}
         order = (
             self._read('byteorder', MAX_EXTRA).decode('latin-1').strip()
@@ -193,12 +195,9 @@ class TorchFile:
                 f'{self.path}: entry {name} (byte {info.header_offset:,}) is damaged: {error}'
             ) from None
 
-    def _state_dict(self, tree: object) -> dict[str, TensorView]:
+    def _state_dict(self, tree: object, ema: str) -> dict[str, TensorView]:
         if type(tree) is dict:
-            for key in NESTED:
-                if type(tree.get(key)) is dict:
-                    tree = tree[key]
-                    break
+            tree, self.note = choose(tree, ema, self.path)
         if type(tree) is not dict or not tree:
             raise UserError(
                 f'{self.path}: expected a dict of tensors (a state dict), found {_kind(tree)}; '

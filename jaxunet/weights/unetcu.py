@@ -1,23 +1,32 @@
-"""Reads and writes unet.cu's model file (`.bin`), little-endian throughout.
+"""Reads and writes unet.cu's model file (`.bin`), little-endian throughout, and knows its `.pt`.
 
-It holds an int32[256] header, the parameters, and optionally AdamW's moments and cuRAND states.
+A .bin holds an int32[256] header, the parameters, and optionally AdamW's moments and cuRAND states.
 Source: clu0/unet.cu (`train_unet.py`, `generate.py`, `train_unet.cu`).
 """
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import os
+from collections.abc import Mapping
 from typing import BinaryIO, NamedTuple
 
 import numpy as np
 
 from jaxunet.config import Config, resolve, to_dict
 from jaxunet.runtime.errors import UserError
-from jaxunet.weights.fields import differences, diffusion_fields, network_fields
+from jaxunet.weights.fields import (
+    TRAINING_ONLY,
+    differences,
+    diffusion_fields,
+    network_fields,
+)
+from jaxunet.weights.inference import Inferred, Shapes
 from jaxunet.weights.names import (
     BlockNames,
     Entry,
+    Shape,
     Tree,
     check_finite,
     count,
@@ -28,6 +37,7 @@ from jaxunet.weights.names import (
     unflatten,
 )
 
+PROGRAM = 'unet.cu'
 MAGIC = 12345678
 DATA_MAGIC = 20240620  # of unet.cu's data files
 HEADER = 1024  # bytes
@@ -35,6 +45,7 @@ RNG_STATE = 48  # bytes of one cuRAND XORWOW state
 # Constants of unet.cu's code.
 MULT, ATTENTION_LEVELS = (1, 2, 3, 4), (2, 3)
 RES_BLOCKS, HEAD_WIDTH, GROUPS = 2, 32, 32
+SIDE, MAX_PERIOD = 64, 1000
 FACTOR = 2 ** (len(MULT) - 1)  # divides both sides of an image
 NAMES = BlockNames(
     res_block={
@@ -108,6 +119,45 @@ def config_of(header: Header) -> Config:
         train={'sample_every': 0},  # sample grids need 1 or 3 channels
     )
     return resolve(to_dict(config))
+
+
+def infer(shapes: Mapping[str, Shape], source: str) -> Inferred:
+    """Infers the model of a state dict of unet.cu's PyTorch network, `model_100.pt` for example.
+
+    All but its channels are constants of unet.cu's code.
+
+    Args:
+      source: begins every message.
+
+    Raises:
+      UserError: a required tensor is missing, or unet.cu has no such network.
+    """
+    found = Shapes(shapes, source, PROGRAM)
+    header = Header(
+        magic=MAGIC,
+        batch=1,
+        channels_in=found.get('input_blocks.0.0.weight', 4)[1],
+        channels_model=found.base_channels('time_embed.0.weight'),
+        channels_out=found.get('out.2.weight', 4)[0],
+        height=SIDE,
+        width=SIDE,
+        max_period=MAX_PERIOD,
+        has_adamw=0,
+        has_rng=0,
+    )
+    try:
+        config = config_of(header)
+    except UserError as error:
+        raise UserError(f'{source}: unet.cu has no such network: {error}') from None
+    m, d = config.model, config.diffusion
+    fields = {f.name: getattr(m, f.name) for f in dataclasses.fields(m)}
+    for name in (*TRAINING_ONLY, 'attention_resolutions'):
+        del fields[name]
+    constants = {
+        name: getattr(d, name) for name in ('schedule', 'steps', 'rescale_timesteps', 'objective')
+    }
+    constants['image_size'] = (SIDE,)
+    return Inferred(PROGRAM, fields, ATTENTION_LEVELS, d.learn_sigma, constants)
 
 
 def header_of(config: Config, *, has_adamw: bool) -> Header:

@@ -199,10 +199,11 @@ def test_an_exported_pt_starts_other_images(own, params, tmp_path, caplog):
     if own:
         write_weights(path, params, there, class_names=ANIMALS)
     else:
-        state = guided_diffusion.from_tree(params, there, new_attention_order=False)
+        state = guided_diffusion.from_tree(params, there, new_attention_order=True)
         path.write_bytes(torch_bytes(state))
     here = there.replace(
         init_from=str(path),
+        init_from_order='' if own else 'new',
         model={'num_classes': 2, 'image_channels': 1, 'attention_resolutions': (16,)},
         diffusion={'learn_sigma': False, 'objective': 'v'},
         data={'image_size': (16,)},

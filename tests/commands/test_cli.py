@@ -314,6 +314,28 @@ MISTAKES = [
         ['jaxunet.export', '--checkpoint=RUN', '--output=m.bin', '--with_optimizer', '--ema=0.995'],
         '--ema: 0.995 with --with_optimizer',
     ),
+    (
+        ['jaxunet.export', '--output=m.bin'],
+        '--checkpoint, --init: expected one of them, found none',
+    ),
+    (['jaxunet.export', '--output=m.bin', '--init'], '--init: needs --config'),
+    (['jaxunet.export', '--output=m.bin', '--init', '--ema=none'], '--ema: no effect with --init'),
+    (
+        ['jaxunet.sample', '--checkpoint=RUN', '--num_heads=2', '--schedule=cosine'],
+        'a checkpoint states all about its model; leave --num_heads, --schedule out',
+    ),
+    (
+        ['jaxunet.sample', '--checkpoint=RUN', '--preset=adm_imagenet64', '--image_size=64'],
+        '--preset: adm_imagenet64 states all about the model, found --image_size beside it',
+    ),
+    (
+        ['jaxunet.sample', '--checkpoint=RUN', '--preset=adm_imagenet64'],
+        'holds its own config; leave --config and --preset out',
+    ),
+    (
+        ['jaxunet.export', '--checkpoint=RUN', '--output=m.pt', '--image_size=big'],
+        "--image_size: expected SIDE or HEIGHT,WIDTH, such as 64 or 48,64; found 'big'",
+    ),
     (['jaxunet.prepare_data', '--input=nowhere', '--output=x.npz', '--image_size=8'], 'nowhere'),
 ]
 

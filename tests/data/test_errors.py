@@ -28,7 +28,7 @@ from support.data_files import (
     write_zip,
 )
 
-from jaxunet.data import image_files, npz
+from jaxunet.data import image_files, npz, unetcu_bin
 from jaxunet.data.sources import open_source
 from jaxunet.runtime.errors import UserError
 
@@ -446,6 +446,42 @@ def test_bin_values(tmp_path, value):
         r'image 1, channel 2, row 3, column 1 \(byte 1396\): expected pixel / 127.5 - 1 .*found',
         shape=(4, 4, 3),
     )
+
+
+GZ_BINS: dict[str, tuple[dict[int, int], Callable[[bytes], bytes], str]] = {
+    'model file': ({0: 12345678}, gzip.compress, r'magic \(byte 0\): 12345678, so this is a'),
+    'cut before gzip': (
+        {},
+        lambda data: gzip.compress(data[:-4]),
+        r'payload: expected 1408 bytes .*found 1404: truncated at byte 1404',
+    ),
+    'cut after gzip': ({}, lambda data: gzip.compress(data)[:-9], 'not a readable .gz file: Compr'),
+    'no gzip': ({}, bytes, 'not a readable .gz file: Not a gzipped file'),
+    'too long': (
+        {},
+        lambda data: gzip.compress(data + b'1'),
+        r'payload: .*found more: bytes too many from byte 1408',
+    ),
+    'large': ({1: 2**31 - 1}, gzip.compress, '2147483647 images of 4x4x3 exceed 8589934592 bytes'),
+}
+
+
+@pytest.mark.parametrize('case', GZ_BINS)
+def test_compressed_bin(tmp_path, case):
+    changes, pack, match = GZ_BINS[case]
+    path = tmp_path / 'x.bin.gz'
+    path.write_bytes(pack(write_bin(tmp_path / 'x.bin', changes).read_bytes()))
+    fails(path, rf'x.bin.gz: {match}', shape=(4, 4, 3))
+
+
+def test_values_of_a_compressed_bin(tmp_path, monkeypatch):
+    """In the second part that is decoded."""
+    monkeypatch.setattr(unetcu_bin, 'CHUNK', 3 * 4 * 4)
+    values = np.full((2, 3, 4, 4), 1 / 255, np.float32)
+    values[1, 2, 3, 1] = 2
+    path = tmp_path / 'x.bin.gz'
+    path.write_bytes(gzip.compress(write_bin(tmp_path / 'x.bin', values=values).read_bytes()))
+    fails(path, r'image 1, channel 2, row 3, column 1 \(byte 1396\)', shape=(4, 4, 3))
 
 
 def test_bin_of_other_channels(tmp_path):

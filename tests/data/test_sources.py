@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import io
 import pathlib
 import pickle
@@ -21,7 +22,7 @@ from support.data_files import (
     write_zip,
 )
 
-from jaxunet.data import image_files
+from jaxunet.data import image_files, unetcu_bin
 from jaxunet.data.order import batch_indices, factors, permuted, shuffled_index
 from jaxunet.data.sources import open_source
 
@@ -295,17 +296,21 @@ def test_npz_of_other_shapes(tmp_path):
     )
 
 
-def test_bin(tmp_path):
+@pytest.mark.parametrize('name', ['x.bin', 'x.bin.gz'])
+def test_bin(tmp_path, monkeypatch, name):
+    monkeypatch.setattr(unetcu_bin, 'CHUNK', 2 * 8 * 12 * 3)  # values of two images
     images = random_pixels(0, (3, 8, 12, 3))
     header = np.zeros(256, '<i4')
     header[:5] = 20240620, 3, 3, 8, 12
     values = images.astype(np.float32).transpose(0, 3, 1, 2) / 127.5 - 1
-    (tmp_path / 'x.bin').write_bytes(header.tobytes() + values.astype('<f4').tobytes())
-    source = open_source(str(tmp_path / 'x.bin'), image_shape=(8, 12, 3))
+    data = header.tobytes() + values.astype('<f4').tobytes()
+    (tmp_path / name).write_bytes(gzip.compress(data) if name.endswith('.gz') else data)
+    source = open_source(str(tmp_path / name), image_shape=(8, 12, 3))
     np.testing.assert_array_equal(
         pickle.loads(pickle.dumps(source)).load(np.array([2, 1])), images[[2, 1]]
     )
     assert source.labels.tolist() == [-1] * 3
+    assert source.stored_size(0) == (8, 12)
 
 
 def test_real_photos(shared_dir):

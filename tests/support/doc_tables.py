@@ -13,6 +13,7 @@ from jaxunet.benchmark import table as benchmark_table
 from jaxunet.benchmark.kernels import table as kernel_table
 from jaxunet.runtime import rows
 from jaxunet.runtime.rows import Row
+from jaxunet.weights.presets import PRESETS
 from support import recipe_tables
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -237,6 +238,19 @@ def _report(folder: str, start: str) -> str:
     return found[0]
 
 
+def presets() -> str:
+    """The published models by preset, with their files."""
+    head = ('`--preset`', 'file', 'images', 'schedule', 'timesteps')
+    body = []
+    for name, preset in PRESETS.items():
+        d, classes = preset.config().diffusion, preset.model.get('num_classes', 0)
+        images = f'{preset.size}×{preset.size}' + (f', {classes:,} classes' if classes else '')
+        rescaled = ', rescaled' if d.rescale_timesteps else ''
+        files = ', '.join(f'`{file}`' for file in preset.files)
+        body.append((f'`{name}`', files, images, d.schedule, f'{d.steps:,}{rescaled}'))
+    return markdown(head, body)
+
+
 TABLES: dict[str, Callable[[], str]] = {
     'step_summary': step_summary,
     'steps': steps,
@@ -256,4 +270,5 @@ TABLES: dict[str, Callable[[], str]] = {
     'amp': study('amp'),
     'loader_workers': study('loader_workers'),
     'compiled': study('compiled'),
+    'presets': presets,
 }

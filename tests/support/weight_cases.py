@@ -8,6 +8,7 @@ import functools
 import io
 import json
 import pathlib
+import pickle
 import struct
 import zipfile
 import zlib
@@ -21,6 +22,7 @@ from jaxunet.runtime.errors import UserError
 from jaxunet.weights import guided_diffusion, read_weights
 from jaxunet.weights.names import parameter_shapes, unflatten
 from jaxunet.weights.torch_file import write_torch
+from jaxunet.weights.torch_pickle import dump
 from jaxunet.weights.unetcu import MAGIC, Header, config_of
 
 UNETCU_SMALL = config_of(Header(MAGIC, 2, 3, 32, 3, 16, 16, 1000, 0, 0))
@@ -63,6 +65,16 @@ ADM = {
 }
 
 
+# What a file of guided-diffusion leaves open about `make`'s models.
+STATED: dict[str, Any] = {
+    'num_head_channels': 32,
+    'image_size': (16,),
+    'schedule': 'linear',
+    'diffusion_steps': 1000,
+    'objective': 'epsilon',
+}
+
+
 def random_params(config: Config, seed: int = 0) -> dict[str, Any]:
     """Numbers of every leaf, so that no two leaves or places are alike; signs mixed, about the size
     of trained weights.
@@ -94,6 +106,31 @@ def refuse(path: pathlib.Path, data: bytes, message: str, **options: Any) -> Non
 def torch_bytes(tensors: dict[str, np.ndarray], metadata: dict[str, str] | None = None) -> bytes:
     file = io.BytesIO()
     write_torch(file, tensors, metadata or {})
+    return file.getvalue()
+
+
+def nested_torch_bytes(tree: dict[str, Any]) -> bytes:
+    """A file as torch.save writes it of dicts, lists, tuples, numbers, None and arrays."""
+    arrays: list[np.ndarray] = []
+
+    def pickled(value: Any) -> bytes:
+        if isinstance(value, np.ndarray):
+            arrays.append(value)
+            # The tensor of a state dict of one, without the dict around it.
+            data = dump({'': value.shape}).partition(b'X\0\0\0\0')[2].removesuffix(b'u.')
+            key, number = b'X\1\0\0\x000', str(len(arrays) - 1).encode()
+            return data.replace(key, b'X' + struct.pack('<I', len(number)) + number, 1)
+        if isinstance(value, dict):
+            items = (pickled(k) + pickled(v) for k, v in value.items())
+            return b'}(' + b''.join(items) + b'u'
+        return pickle.dumps(value, 2)[2:-1]
+
+    file = io.BytesIO()
+    data = {'data.pkl': b'\x80\x02' + pickled(tree) + b'.', 'version': b'3\n'}
+    data |= {f'data/{i}': array.tobytes() for i, array in enumerate(arrays)}
+    with zipfile.ZipFile(file, 'w') as target:
+        for name, content in data.items():
+            target.writestr(f'archive/{name}', content)
     return file.getvalue()
 
 

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import safetensors.numpy
-from support.weight_cases import ADM, UNETCU_SMALL, make, random_params
+from support.weight_cases import ADM, STATED, UNETCU_SMALL, make, random_params
 
 from jaxunet.config import Config
 from jaxunet.model.unet import build_unet
@@ -20,6 +20,7 @@ from jaxunet.ops.backends import XLA
 from jaxunet.runtime.errors import UserError
 from jaxunet.weights import check_tree, guided_diffusion, read_weights, unetcu, write_weights
 from jaxunet.weights.fields import network_fields
+from jaxunet.weights.inference import stated_config
 from jaxunet.weights.names import flatten, parameter_shapes, unflatten
 from jaxunet.weights.torch_file import TorchFile
 
@@ -161,40 +162,43 @@ def test_round_trip(tmp_path: pathlib.Path, name: str, extension: str, new_order
 
 @pytest.mark.parametrize('name', ADM)
 def test_inference_from_shapes(name: str) -> None:
-    """Without metadata: names and shapes show the architecture, given heads and image size."""
+    """Without metadata: names and shapes show the architecture; the rest is stated."""
     config = ADM[name]
     shapes = {entry.name: entry.shape for entry in guided_diffusion.table(config)}
-    inferred, assumed = guided_diffusion.infer_config(
-        shapes,
-        'file',
-        image_size=config.data.image_size,
-        num_heads=config.model.num_heads or None,
-        num_head_channels=config.model.num_head_channels or None,
-    )
+    heads = 'num_heads' if config.model.num_heads else 'num_head_channels'
+    stated = {
+        'image_size': config.data.image_size,
+        heads: getattr(config.model, heads),
+        'schedule': 'cosine',
+        'diffusion_steps': 4000,
+        'rescale_timesteps': True,
+        'objective': 'x0',
+    }
+    inferred, assumed = stated_config(guided_diffusion.infer(shapes, 'file'), 'file', stated)
     expected = network_fields(config)
     if name == 'num_heads':  # heads on the way up cannot be seen
         expected['model.num_heads_upsample'] = config.model.num_heads
     assert network_fields(inferred) == expected
-    assert assumed == ['diffusion.schedule=linear']
+    d = inferred.diffusion
+    assert (d.schedule, d.steps, d.rescale_timesteps, d.objective) == ('cosine', 4000, True, 'x0')
+    assert assumed == (['as many heads on the way up'] if name == 'num_heads' else [])
 
 
-def test_foreign_files_are_read_with_named_assumptions(tmp_path: pathlib.Path) -> None:
+def test_foreign_files_are_read_as_stated(tmp_path: pathlib.Path) -> None:
     config = make((64,), base_channels=64, attention_resolutions=(32,), num_head_channels=64)
     params = random_params(config)
     state = guided_diffusion.from_tree(params, config, new_attention_order=False)
     safetensors.numpy.save_file(state, tmp_path / 'a.safetensors')
-    weights = read_weights(tmp_path / 'a.safetensors')
+    stated = STATED | {'num_head_channels': 64, 'image_size': (64,)}
+    weights = read_weights(tmp_path / 'a.safetensors', new_attention_order=False, **stated)
     assert network_fields(weights.config) == network_fields(config)
     assert_same(weights.params, params)
-    for assumption in (
-        'num_head_channels=64',
-        'image_size=(64,)',
-        'use_new_attention_order=False',
-        'schedule=linear',
-    ):
-        assert assumption in weights.note
+    assert 'assumed' not in weights.note
+    del stated['num_head_channels']
     hinted = read_weights(
-        tmp_path / 'a.safetensors', image_size=(16, 32), num_heads=8, new_attention_order=True
+        tmp_path / 'a.safetensors',
+        new_attention_order=True,
+        **stated | {'image_size': (16, 32), 'num_heads': 8},
     )
     assert hinted.config.image_shape == (16, 32, 3)
     assert (hinted.config.model.num_heads, hinted.config.model.num_head_channels) == (8, 0)

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 from support.weight_cases import (
     SMALL,
+    STATED,
     UNETCU_SMALL,
     archive,
     make,
@@ -90,9 +91,7 @@ def test_state_dicts(tmp_path: pathlib.Path, extension: str, case: int) -> None:
     make_state, message = STATE_CASES[case]
     tensors = make_state()
     data = torch_bytes(tensors) if extension == 'pt' else safetensors_bytes(tensors)
-    refuse(
-        tmp_path / f'a.{extension}', data, f'(?s){message}', num_head_channels=32, image_size=(16,)
-    )
+    refuse(tmp_path / f'a.{extension}', data, f'(?s){message}', new_attention_order=False, **STATED)
 
 
 # --- .safetensors
@@ -244,13 +243,15 @@ def test_callers_mistakes(tmp_path: pathlib.Path, options: dict[str, Any], messa
 
 
 def test_heads_that_do_not_fit(tmp_path: pathlib.Path) -> None:
-    """32 channels cannot have the usual head width of 64: the message says what was assumed."""
+    stated = {name: value for name, value in STATED.items() if name != 'num_head_channels'}
     refuse(
         tmp_path / 'a.pt',
         torch_bytes(state()),
-        r'(?s)num_head_channels: 64 does not divide.*assumed',
+        r'num_heads: 5 does not divide',
+        num_heads=5,
+        new_attention_order=True,
+        **stated,
     )
-    refuse(tmp_path / 'a.pt', torch_bytes(state()), r'num_heads: 5 does not divide', num_heads=5)
 
 
 @pytest.mark.parametrize('extension', ['bin', 'pt', 'safetensors'])

@@ -1,0 +1,101 @@
+"""The flags of commands that say what a weight file of another program leaves open."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from absl import flags
+
+from jaxunet.config import CHOICES, Config, cli, resolve
+from jaxunet.runtime.errors import UserError
+from jaxunet.weights.inference import OBJECTIVES
+from jaxunet.weights.presets import PRESETS
+
+FILE = 'of the model in a .pt or .safetensors file that does not state it'
+
+
+class ModelFlags(NamedTuple):
+    """The flags, from `define`.
+
+    Fields:
+      config: the flag `--config`; its value is a `ConfigDict` or None.
+      preset: the flag `--preset`.
+      order: the flag `--new_attention_order`.
+      stated: the flags of `jaxunet.weights.Stated`, by name.
+    """
+
+    config: flags.FlagHolder
+    preset: flags.FlagHolder
+    order: flags.FlagHolder
+    stated: dict[str, flags.FlagHolder]
+
+    def given(self) -> dict[str, Any]:
+        """Returns the arguments of `load_model` that the flags stand for.
+
+        Raises:
+          UserError: flags that exclude each other, or a wrong config or image size.
+        """
+        stated = {name: flag.value for name, flag in self.stated.items() if flag.value is not None}
+        if 'image_size' in stated:
+            stated['image_size'] = _image_size(stated['image_size'])
+        order = self.order.value
+        if self.preset.value is None:
+            return stated | {'config': self.given_config(), 'new_attention_order': order}
+        others = [*(['config'] if self.config.value is not None else []), *stated]
+        others += ['new_attention_order'] if order is not None else []
+        if others:
+            names = ', '.join(f'--{name}' for name in others)
+            raise UserError(
+                f'--preset: {self.preset.value} states all about the model, found '
+                f'{names} beside it; leave one of them out'
+            )
+        preset = PRESETS[self.preset.value]
+        return {'config': preset.config(), 'new_attention_order': preset.new_attention_order}
+
+    def given_config(self) -> Config | None:
+        """Returns the config of `--config`; None without the flag."""
+        return resolve(self.config.value) if self.config.value is not None else None
+
+
+def define(config_help: str) -> ModelFlags:
+    """Defines the flags; for a command to call while it is imported."""
+    config = cli.define_optional_config(config_help)
+    preset = flags.DEFINE_enum(
+        'preset', None, sorted(PRESETS), 'A published model, by the name of its weight file.'
+    )
+    order = flags.DEFINE_bool(
+        'new_attention_order',
+        None,
+        f"guided-diffusion's use_new_attention_order, {FILE}; its scripts' default is false.",
+    )
+    stated = {
+        'image_size': flags.DEFINE_list('image_size', None, f'SIDE or HEIGHT,WIDTH, {FILE}.'),
+        'num_heads': flags.DEFINE_integer(
+            'num_heads', None, f'Heads per attention block, {FILE}.', lower_bound=1
+        ),
+        'num_head_channels': flags.DEFINE_integer(
+            'num_head_channels', None, f'Channels per head, {FILE}.', lower_bound=1
+        ),
+        'schedule': flags.DEFINE_enum(
+            'schedule', None, CHOICES['diffusion.schedule'], f'Noise schedule, {FILE}.'
+        ),
+        'diffusion_steps': flags.DEFINE_integer(
+            'diffusion_steps', None, f'Timesteps T, {FILE}.', lower_bound=1
+        ),
+        'rescale_timesteps': flags.DEFINE_bool(
+            'rescale_timesteps', None, f'The network reads 1000 t/T in place of t, {FILE}.'
+        ),
+        'objective': flags.DEFINE_enum(
+            'objective', None, OBJECTIVES, f'What the network predicts, {FILE}.'
+        ),
+    }
+    return ModelFlags(config, preset, order, stated)
+
+
+def _image_size(parts: list[str]) -> tuple[int, ...]:
+    if len(parts) not in (1, 2) or not all(p.isascii() and p.isdigit() and int(p) for p in parts):
+        raise UserError(
+            '--image_size: expected SIDE or HEIGHT,WIDTH, such as 64 or 48,64; '
+            f'found {",".join(parts)!r}'
+        )
+    return tuple(map(int, parts))

@@ -1,0 +1,245 @@
+"""The config of a weight file of another program: what its shapes show, what its reader states.
+
+Names and shapes of tensors show most of a network. They show neither how attention is divided into
+heads nor what the network was trained for: image size, noise schedule, number of timesteps, what it
+predicts. A wrong guess gives wrong pictures, so these must be stated.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import NamedTuple, TypedDict
+
+from jaxunet.config import Config, resolve, to_dict
+from jaxunet.config.schema import Fields
+from jaxunet.runtime.errors import UserError
+from jaxunet.weights.fields import check_reusable, differences
+from jaxunet.weights.names import Shape, parameter_shapes
+
+OBJECTIVES = ('epsilon', 'x0')  # of the other programs; the first is usual
+TIME_SCALE = 1000  # timesteps with which rescale_timesteps has no effect
+ORDER_FLAGS = '--new_attention_order or --nonew_attention_order'
+
+
+class Stated(TypedDict, total=False):
+    """What the reader of a file states about its model; flags of the same names."""
+
+    image_size: tuple[int, ...]
+    num_heads: int
+    num_head_channels: int
+    schedule: str
+    diffusion_steps: int
+    rescale_timesteps: bool
+    objective: str
+
+
+class Inferred(NamedTuple):
+    """A model, as far as the names and shapes of its tensors show it.
+
+    Fields:
+      program: whose names they are.
+      fields: fields of `model`; with `num_heads` and `num_head_channels` if the program has but
+        one choice.
+      attention_levels: levels with attention, 0 = full resolution.
+      learn_sigma: the network also predicts a variance.
+      constants: fields of `diffusion`, and `image_size`, that are constants of the program.
+    """
+
+    program: str
+    fields: Fields
+    attention_levels: tuple[int, ...]
+    learn_sigma: bool
+    constants: Fields
+
+
+class Shapes:
+    """The shapes of a state dict by name, with checked look-ups.
+
+    Args:
+      source: begins every message.
+      program: whose names are expected.
+    """
+
+    def __init__(self, shapes: Mapping[str, Shape], source: str, program: str) -> None:
+        self.by_name, self.source, self.program = shapes, source, program
+
+    def __len__(self) -> int:
+        return len(self.by_name)
+
+    def get(self, name: str, rank: int) -> Shape:
+        """Returns a tensor's shape. Raises UserError: it is missing or has another rank."""
+        if name not in self.by_name:
+            some = ', '.join(list(self.by_name)[:3])
+            raise UserError(
+                f"{self.source}: {name} is missing: this is not a UNet with {self.program}'s "
+                f'names (found {len(self)} tensors: {some}, ...)'
+            )
+        shape = self.by_name[name]
+        if len(shape) != rank:
+            raise UserError(f'{self.source}: {name}: expected {rank} axes, found shape {shape}')
+        return shape
+
+    def base_channels(self, name: str) -> int:
+        """Returns the base channels, from the weight of the first layer of the time embedding."""
+        width, base = self.get(name, 2)
+        if width != 4 * base:
+            raise UserError(
+                f'{self.source}: {name}: expected shape (4 base, base), found {(width, base)}'
+            )
+        return base
+
+
+def stated_config(
+    inferred: Inferred,
+    source: str,
+    stated: Stated,
+    *,
+    order_known: bool = True,
+    preset: str | None = None,
+) -> tuple[Config, list[str]]:
+    """Returns the config of a foreign file, and the assumptions behind it.
+
+    Args:
+      source: begins every message.
+      stated: what the shapes do not show.
+      order_known: the order of qkv's rows needs no statement, or has one.
+      preset: the published model whose file has this name; None = none has.
+
+    Raises:
+      UserError: something is not stated, or does not fit the shapes.
+    """
+    missing = list(_missing(inferred, stated))
+    if not order_known and stated.get('num_heads') != 1:
+        missing.append(ORDER_FLAGS)
+    if missing:
+        published = f'--preset={preset}' if preset else '--preset if it is a published one'
+        raise UserError(
+            f'{source}: a file of {inferred.program} does not say all about its model, and a guess '
+            f'could give wrong pictures: give {published}, --config, or {", ".join(missing)}'
+        )
+    _check_heads(inferred, source, stated)
+    constants = inferred.constants
+    size = tuple(stated.get('image_size', constants.get('image_size', ())))
+    model: Fields = {'num_heads': 0, 'num_head_channels': 0, 'label_dropout': 0.0}
+    model |= inferred.fields
+    model |= {k: v for k, v in stated.items() if k in ('num_heads', 'num_head_channels')}
+    model['attention_resolutions'] = tuple(
+        min(size) >> level for level in inferred.attention_levels
+    )
+    diffusion = {k: v for k, v in constants.items() if k != 'image_size'}
+    diffusion |= {
+        {'diffusion_steps': 'steps'}.get(k, k): v
+        for k, v in stated.items()
+        if k in ('schedule', 'diffusion_steps', 'rescale_timesteps', 'objective')
+    }
+    config = Config().replace(
+        model=model,
+        diffusion=diffusion | {'learn_sigma': inferred.learn_sigma},
+        data={'image_size': size},
+        train={'sample_every': 0},  # sample grids need 1 or 3 channels
+    )
+    try:
+        config = resolve(to_dict(config))
+        parameter_shapes(config)
+    except UserError as error:
+        raise UserError(
+            f'{source}: what was stated and the shapes do not make a network that can be run: '
+            f'{error}'
+        ) from None
+    # Not rescaling is what every config means that does not mention it.
+    assumed = [
+        f'{name}={value} as in {inferred.program}'
+        for name, value in constants.items()
+        if {'steps': 'diffusion_steps'}.get(name, name) not in stated
+        and name != 'rescale_timesteps'
+    ]
+    if stated.get('num_heads', 1) > 1:
+        assumed.append('as many heads on the way up')
+    return config, assumed
+
+
+def _check_heads(inferred: Inferred, source: str, stated: Stated) -> None:
+    """Raises UserError if other heads are stated than the only ones that the program has."""
+    known = inferred.fields
+    for name in ('num_heads', 'num_head_channels') if 'num_heads' in known else ():
+        if name in stated and stated[name] != known[name]:
+            owner = 'num_heads' if known['num_heads'] else 'num_head_channels'
+            raise UserError(
+                f'{source}: --{name}: {inferred.program} always has {owner}={known[owner]}; '
+                'leave this out'
+            )
+
+
+def _missing(inferred: Inferred, stated: Stated) -> Iterator[str]:
+    """Yields the flags for what is neither inferred nor stated."""
+    if 'num_heads' not in inferred.fields | stated and 'num_head_channels' not in stated:
+        yield '--num_heads or --num_head_channels'
+    for name, flag in (
+        ('image_size', 'image_size'),
+        ('schedule', 'schedule'),
+        ('steps', 'diffusion_steps'),
+        ('objective', 'objective'),
+    ):
+        if name not in inferred.constants and flag not in stated:
+            yield f'--{flag}'
+    steps = stated.get('diffusion_steps', inferred.constants.get('steps'))
+    known = 'rescale_timesteps' in stated or 'rescale_timesteps' in inferred.constants
+    if not known and steps != TIME_SCALE:
+        unless = '' if steps else f' (unless --diffusion_steps={TIME_SCALE})'
+        yield f'--rescale_timesteps or --norescale_timesteps{unless}'
+
+
+def config_like(inferred: Inferred, source: str, like: Config) -> Config:
+    """Returns the config of a state dict, with `like`'s values for what the shapes do not show.
+
+    Its objective is one that the other programs have.
+
+    Args:
+      source: begins every message.
+
+    Raises:
+      UserError: a network from which a run of `like` cannot start.
+    """
+    fields = dict(inferred.fields)
+    side = min(like.image_shape[:2])
+    base, mult = fields['base_channels'], like.model.channel_mult
+    if [int(m * base) for m in mult] == [int(m * base) for m in fields['channel_mult']]:
+        fields['channel_mult'] = mult  # other fractions of the same widths
+    if inferred.attention_levels != like.attention_levels:
+        fields['attention_resolutions'] = tuple(side >> n for n in inferred.attention_levels)
+    diffusion: Fields = {'learn_sigma': inferred.learn_sigma}
+    if like.diffusion.objective not in OBJECTIVES:
+        diffusion['objective'] = OBJECTIVES[0]
+    config = like.replace(model=fields, diffusion=diffusion)
+    check_reusable(config, like, source)
+    return config
+
+
+def check_against_shapes(config: Config, inferred: Inferred, source: str) -> None:
+    """Checks a file's config against its shapes, before a network of that size is built.
+
+    Raises:
+      UserError: it describes another network, or none.
+    """
+    m, fields = config.model, inferred.fields
+    names = ('image_channels', 'base_channels', 'num_res_blocks', 'num_classes', 'channel_mult')
+    expected = {f'model.{name}': fields[name] for name in names}
+    found = {f'model.{name}': getattr(m, name) for name in names}
+    # Different fractions may give the same widths.
+    if (
+        len(m.channel_mult) == len(fields['channel_mult'])
+        and m.base_channels == fields['base_channels']
+    ):
+        expected['model.channel_mult'] = [
+            int(mult * m.base_channels) for mult in fields['channel_mult']
+        ]
+        found['model.channel_mult'] = [int(mult * m.base_channels) for mult in m.channel_mult]
+    if problems := differences(expected, found):
+        raise UserError(
+            f'{source}: not the network of the tensors beside it:\n'
+            + '\n'.join(f'  {p}' for p in problems)
+        )
+    try:
+        parameter_shapes(config)
+    except UserError as error:
+        raise UserError(f'{source}: {error}') from None

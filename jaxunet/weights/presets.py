@@ -1,0 +1,169 @@
+"""Published models by name: the config of each, as its README's flags say.
+
+Sources: the README files of openai/guided-diffusion (22e0df8), openai/improved-diffusion (1bc7bbb)
+and tqch/ddpm-torch (b60eb8d) with its `configs/`.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from jaxunet.config import Config, resolve, to_dict
+from jaxunet.weights import ddpm_torch
+from jaxunet.weights.guided_diffusion import CHANNEL_MULT
+
+IDDPM_HEADS = {'num_heads': 4, 'num_head_channels': 0}
+ADM_MODEL = {
+    'base_channels': 256,
+    'num_res_blocks': 2,
+    'attention_resolutions': (32, 16, 8),
+    'num_head_channels': 64,
+    'resblock_updown': True,
+    'scale_shift_norm': True,
+}
+IDDPM_MODEL = {
+    'base_channels': 128,
+    'num_res_blocks': 3,
+    'attention_resolutions': (16, 8),
+    'conv_resample': True,
+    'scale_shift_norm': True,
+    **IDDPM_HEADS,
+}
+DDPM_MODEL = ddpm_torch.FIXED | {
+    'base_channels': 128,
+    'num_res_blocks': 2,
+    'conv_resample': True,
+    'init': 'ddpm',
+}
+IMAGENET = {'num_classes': 1000}
+ADM_LINEAR = {'learn_sigma': True}
+IDDPM_COSINE = {
+    'learn_sigma': True,
+    'steps': 4000,
+    'schedule': 'cosine',
+    'rescale_timesteps': True,
+}
+
+
+class Preset(NamedTuple):
+    """A published model.
+
+    Fields:
+      files: names of its weight files.
+      size: side of its images, in pixels.
+      model, diffusion: changed fields of these sections.
+      new_attention_order: guided-diffusion's `use_new_attention_order`; None if its program has one
+        order.
+    """
+
+    files: tuple[str, ...]
+    size: int
+    model: dict[str, Any]
+    diffusion: dict[str, Any]
+    new_attention_order: bool | None = False
+
+    def config(self) -> Config:
+        """Returns the config of the model."""
+        common = {
+            'image_channels': 3,
+            'channel_mult': CHANNEL_MULT[self.size],
+            'num_classes': 0,
+            'label_dropout': 0.0,
+        }
+        return resolve(
+            to_dict(
+                Config().replace(
+                    model=common | self.model,
+                    diffusion=self.diffusion,
+                    data={'image_size': (self.size,)},
+                )
+            )
+        )
+
+
+def _lsun(name: str, dropout: float = 0.1) -> Preset:
+    return Preset((f'lsun_{name}.pt',), 256, ADM_MODEL | {'dropout': dropout}, ADM_LINEAR)
+
+
+PRESETS = {
+    # guided-diffusion
+    'adm_imagenet64': Preset(
+        ('64x64_diffusion.pt',),
+        64,
+        ADM_MODEL | IMAGENET | {'base_channels': 192, 'num_res_blocks': 3, 'dropout': 0.1},
+        {'learn_sigma': True, 'schedule': 'cosine'},
+        new_attention_order=True,
+    ),
+    'adm_imagenet128': Preset(
+        ('128x128_diffusion.pt',), 128, ADM_MODEL | IMAGENET | IDDPM_HEADS, ADM_LINEAR
+    ),
+    'adm_imagenet256': Preset(('256x256_diffusion.pt',), 256, ADM_MODEL | IMAGENET, ADM_LINEAR),
+    'adm_imagenet256_uncond': Preset(('256x256_diffusion_uncond.pt',), 256, ADM_MODEL, ADM_LINEAR),
+    'adm_imagenet512': Preset(('512x512_diffusion.pt',), 512, ADM_MODEL | IMAGENET, ADM_LINEAR),
+    'adm_lsun_bedroom': _lsun('bedroom'),
+    'adm_lsun_cat': _lsun('cat'),
+    'adm_lsun_horse': _lsun('horse'),
+    'adm_lsun_horse_nodropout': _lsun('horse_nodropout', 0.0),
+    # improved-diffusion
+    'iddpm_imagenet64_cosine': Preset(
+        ('imagenet64_uncond_100M_1500K.pt',), 64, IDDPM_MODEL, IDDPM_COSINE
+    ),
+    'iddpm_imagenet64_vlb': Preset(
+        ('imagenet64_uncond_vlb_100M_1500K.pt',), 64, IDDPM_MODEL, IDDPM_COSINE | {'kl_loss': True}
+    ),
+    'iddpm_imagenet64_cond': Preset(
+        ('imagenet64_cond_270M_250K.pt',),
+        64,
+        IDDPM_MODEL | IMAGENET | {'base_channels': 192},
+        # Its variational bound counts fully (rescale_learned_sigmas False).
+        IDDPM_COSINE | {'rescale_timesteps': False, 'vlb_weight': 1 / 4000},
+    ),
+    'iddpm_cifar10_cosine': Preset(
+        ('cifar10_uncond_50M_500K.pt',), 32, IDDPM_MODEL | {'dropout': 0.3}, IDDPM_COSINE
+    ),
+    'iddpm_cifar10_vlb': Preset(
+        ('cifar10_uncond_vlb_50M_500K.pt',),
+        32,
+        IDDPM_MODEL | {'dropout': 0.3},
+        IDDPM_COSINE | {'kl_loss': True},
+    ),
+    'iddpm_lsun_bedroom': Preset(
+        ('lsun_uncond_100M_1200K_bs128.pt', 'lsun_uncond_100M_2400K_bs64.pt'),
+        256,
+        IDDPM_MODEL
+        | {
+            'num_res_blocks': 2,
+            'num_heads': 1,
+            'scale_shift_norm': False,
+            'attention_resolutions': (16,),
+        },
+        {'learn_sigma': True},
+    ),
+    # ddpm-torch
+    'ddpm_torch_cifar10': Preset(
+        ('cifar10_2040.pt',),
+        32,
+        DDPM_MODEL | {'attention_resolutions': (16,), 'dropout': 0.1},
+        {},
+        new_attention_order=None,
+    ),
+    'ddpm_torch_celeba': Preset(
+        ('celeba_600.pt',),
+        64,
+        DDPM_MODEL | {'channel_mult': (1, 2, 2, 2), 'attention_resolutions': (16,)},
+        {},
+        new_attention_order=None,
+    ),
+    'ddpm_torch_celebahq': Preset(
+        ('celebahq_1200.pt',),
+        256,
+        DDPM_MODEL | {'attention_resolutions': (16,)},
+        {},
+        new_attention_order=None,
+    ),
+}
+
+
+def preset_of(file: str) -> str | None:
+    """Returns the name of the preset whose weight file has this name; None if there is none."""
+    return next((name for name, preset in PRESETS.items() if file in preset.files), None)

@@ -1,0 +1,306 @@
+"""Reads a state dict of any program: whose names they are, its config, its tensors.
+
+guided-diffusion's names are also improved-diffusion's and our own; unet.cu and ddpm-torch have
+others. Prefixes that PyTorch's wrappers put in front of names are taken off.
+"""
+
+from __future__ import annotations
+
+import json
+import pathlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+from absl import logging
+
+from jaxunet.config import Config, resolve, to_dict
+from jaxunet.runtime.errors import UserError
+from jaxunet.weights import ddpm_torch, guided_diffusion, unetcu
+from jaxunet.weights.fields import differences, network_fields
+from jaxunet.weights.inference import (
+    ORDER_FLAGS,
+    Inferred,
+    Stated,
+    check_against_shapes,
+    config_like,
+    stated_config,
+)
+from jaxunet.weights.names import Entry, Shape, Tree, check_shapes, flatten, to_tree
+from jaxunet.weights.presets import preset_of
+from jaxunet.weights.safetensors_file import SafetensorsFile
+from jaxunet.weights.torch_file import TorchFile
+
+METADATA = 'jaxunet_config'  # key of our metadata: the config as JSON, plus these two fields
+ORDER, CLASSES = 'new_attention_order', 'class_names'
+MOMENTS = ('optimizer.mu.', 'optimizer.nu.')  # prefixes of AdamW's moments in .safetensors
+WRAPPERS = ('module.', '_orig_mod.')  # prefixes of DistributedDataParallel and torch.compile
+
+
+@dataclass(frozen=True)
+class Weights:
+    """The contents of a weight file.
+
+    Fields:
+      params: our parameter tree, float32 numpy arrays.
+      config: the model's config: the one given, the file's, or what was inferred and stated.
+      moments: Adam's first and second moments, trees like `params`; None if the file has none.
+      note: kind of file, number of parameters and assumptions, for reports.
+      class_names: names of the labels 0, 1, ...; empty if the file has none.
+      new_attention_order: order of qkv's rows in the file, as guided-diffusion's
+        `use_new_attention_order`; None if its program has one order, or with one head.
+    """
+
+    params: Tree
+    config: Config
+    moments: tuple[Tree, Tree] | None
+    note: str
+    class_names: tuple[str, ...] = ()
+    new_attention_order: bool | None = None
+
+
+class Reader(NamedTuple):
+    """What the caller of a reader gives.
+
+    Fields:
+      config: the model that the weights must belong to; None = the file's own.
+      stated: what the file leaves open, without a config.
+      new_order: guided-diffusion's `use_new_attention_order`; None = the file states it.
+      like: the config of a run that is to start from the weights, instead of `config`.
+    """
+
+    config: Config | None
+    stated: Stated
+    new_order: bool | None
+    like: Config | None
+
+
+class _Program(NamedTuple):
+    """A program with names of its own.
+
+    Fields:
+      infer: (shapes, source) -> the model that they show.
+      table: config -> the tensors.
+      orders: it has two orders of qkv's rows.
+    """
+
+    name: str
+    infer: Callable[[Mapping[str, Shape], str], Inferred]
+    table: Callable[[Config], list[Entry]]
+    orders: bool
+
+
+GUIDED_DIFFUSION = _Program(
+    guided_diffusion.PROGRAM, guided_diffusion.infer, guided_diffusion.table, orders=True
+)
+UNETCU = _Program(unetcu.PROGRAM, unetcu.infer, unetcu.table, orders=False)
+DDPM_TORCH = _Program(ddpm_torch.PROGRAM, ddpm_torch.infer, ddpm_torch.table, orders=False)
+
+
+class _OwnMetadata(NamedTuple):
+    """Our writer's metadata; empty in the files of other programs."""
+
+    config: Config | None = None
+    new_order: bool | None = None
+    class_names: tuple[str, ...] = ()
+
+
+def read_state(state: TorchFile | SafetensorsFile, given: Reader, kind: str = '') -> Weights:
+    """Returns the weights in a state dict.
+
+    Args:
+      kind: which weights of the file these are, for the note.
+
+    Raises:
+      UserError: another network than the one given, or something is neither in the file nor given.
+    """
+    path = state.path
+    names = _unwrapped(state.shapes, path)
+    shapes = {name: state.shapes[full] for name, full in names.items()}
+    moment_shapes = [_take(shapes, prefix) for prefix in MOMENTS]
+    program = _program(shapes)
+    inferred = program.infer(shapes, path)
+    own = _own_metadata(path, state.metadata)
+    if own.config is not None:
+        check_against_shapes(own.config, inferred, f'{path}: metadata {METADATA}')
+    _check_given(path, program, given, own)
+    config, assumed = _config(inferred, program, given, own, path)
+    table = program.table(config)
+    _check_names(shapes, table, program, path)
+    several = any(entry.heads > 1 for entry in table)
+    new_order = _order(path, program, given, own) if several else None
+
+    def read(name: str) -> np.ndarray:
+        return state.read(names[name])
+
+    interleaved = new_order is False
+    moments = None
+    total = sum(int(np.prod(shape)) for shape in shapes.values())
+    note = f'{program.name} names, {total:,} parameters'
+    if any(moment_shapes):
+        for moment in moment_shapes:
+            _check_names(moment, table, program, f'{path} (moments)')
+        mu, nu = (
+            to_tree(lambda name, prefix=prefix: read(prefix + name), table, interleaved=interleaved)  # type: ignore[misc]
+            for prefix in MOMENTS
+        )
+        check_second_moments(path, nu)
+        moments = mu, nu
+        note += ', with Adam moments'
+    note += f', {kind}' if kind else ''
+    if assumed:
+        note += f'; assumed {", ".join(assumed)}'
+        logging.warning(
+            '%s does not state everything about its model; assumed: %s', path, ', '.join(assumed)
+        )
+    params = to_tree(read, table, interleaved=interleaved)
+    # Our own metadata states an order for one head, too, where it has no effect.
+    order = new_order if own.new_order is None else own.new_order
+    return Weights(
+        params, config, moments, note, own.class_names, order if program.orders else None
+    )
+
+
+def _unwrapped(shapes: Mapping[str, Shape], path: str) -> dict[str, str]:
+    """Returns the full names of tensors by their names without the prefixes of wrappers."""
+    names: dict[str, str] = {}
+    for full in shapes:
+        name = full.replace('._orig_mod.', '.')  # a part of the network was compiled
+        while name.startswith(WRAPPERS):
+            name = name.partition('.')[2]
+        if name in names:
+            raise UserError(
+                f'{path}: {names[name]} and {full} are both {name} without the prefixes of DDP '
+                'and torch.compile; give a file with one of them'
+            )
+        names[name] = full
+    return names
+
+
+def _program(shapes: Mapping[str, Shape]) -> _Program:
+    """Returns the program whose names these are; guided-diffusion if it is unknown."""
+    if any(name.endswith(ddpm_torch.FIRST) for name in shapes):
+        return DDPM_TORCH
+    if f'input_blocks.1.0.{unetcu.NAMES.res_block["norm_1"]}.weight' in shapes:
+        return UNETCU
+    return GUIDED_DIFFUSION
+
+
+def _config(
+    inferred: Inferred, program: _Program, given: Reader, own: _OwnMetadata, path: str
+) -> tuple[Config, list[str]]:
+    """Returns the config of the file's model, and the assumptions behind it."""
+    known = given.config or own.config
+    if program is GUIDED_DIFFUSION:
+        expected = known or given.like
+        channels = expected.model.image_channels if expected is not None else None
+        guided_diffusion.check_not_super_resolution(inferred, channels, path)
+    assumed: list[str] = []
+    if known is None and given.like is not None:
+        known = config_like(inferred, path, given.like)
+        assumed = ["the config's attention heads"] if 'num_heads' not in inferred.fields else []
+        return known, [*assumed, f'diffusion.objective={known.diffusion.objective}']
+    if known is None:
+        order_known = given.new_order is not None or not program.orders
+        known, assumed = stated_config(
+            inferred,
+            path,
+            given.stated,
+            order_known=order_known,
+            preset=preset_of(pathlib.Path(path).name),
+        )
+    if program is DDPM_TORCH:
+        ddpm_torch.check_diffusion(known, path)
+    return known, assumed
+
+
+def _order(path: str, program: _Program, given: Reader, own: _OwnMetadata) -> bool | None:
+    """Returns the order of qkv's rows in a file of several heads; None if there is but one."""
+    if not program.orders:
+        return None
+    found = own.new_order if own.new_order is not None else given.new_order
+    if found is None:
+        what = f'give {ORDER_FLAGS}' if given.like is None else 'set init_from_order=new or legacy'
+        raise UserError(
+            f"{path}: does not state the order of its attention's rows, guided-diffusion's "
+            f'use_new_attention_order (False in its scripts unless it is set): {what}'
+        )
+    return found
+
+
+def _check_given(path: str, program: _Program, given: Reader, own: _OwnMetadata) -> None:
+    """Checks what the caller gave against what the file states."""
+    if (given.config or own.config) is not None and given.stated:
+        raise UserError(
+            f'{path}: {", ".join(given.stated)}: the config of this file is known; leave this out'
+        )
+    if given.config is not None and own.config is not None:
+        problems = differences(network_fields(given.config), network_fields(own.config))
+        if problems:
+            lines = '\n'.join(f'  {p}' for p in problems)
+            raise UserError(f'{path}: not the network of the config:\n{lines}')
+    new_order = given.new_order
+    if new_order is not None and not program.orders:
+        option = 'init_from_order' if given.like is not None else 'new_attention_order'
+        raise UserError(f'{path}: {option}: {program.name} has one order; leave this out')
+    if new_order is not None and own.new_order is not None and new_order != own.new_order:
+        raise UserError(
+            f'{path}: new_attention_order: the file says {own.new_order}, '
+            f'{new_order} was asked for; leave this out'
+        )
+
+
+def _check_names(
+    shapes: Mapping[str, Shape], table: list[Entry], program: _Program, source: str
+) -> None:
+    """Raises UserError if names or shapes are not those of the config's network."""
+    expected = {entry.name: entry.shape for entry in table}
+    advice = f"expected {program.name}'s names and shapes for this model"
+    check_shapes(shapes, expected, source, advice)
+
+
+def _take(shapes: dict[str, Shape], prefix: str) -> dict[str, Shape]:
+    """Removes the tensors with a prefix from `shapes` and returns them without the prefix."""
+    return {
+        name.removeprefix(prefix): shapes.pop(name)
+        for name in list(shapes)
+        if name.startswith(prefix)
+    }
+
+
+def own_metadata(config: Config, *, new_order: bool, class_names: tuple[str, ...]) -> str:
+    """Returns the text that our writer stores beside the tensors, for the key `METADATA`."""
+    names = {CLASSES: list(class_names)} if class_names else {}
+    return json.dumps(to_dict(config) | {ORDER: new_order} | names)
+
+
+def _own_metadata(path: str, metadata: dict[str, str]) -> _OwnMetadata:
+    if METADATA not in metadata:
+        return _OwnMetadata()
+    try:
+        values = json.loads(metadata[METADATA])
+        order = values.pop(ORDER) if isinstance(values, dict) and ORDER in values else None
+        if not isinstance(order, bool):
+            raise UserError(f'{ORDER}: expected true or false, found {order!r}')
+        names = values.pop(CLASSES, [])
+        config = resolve(values)
+        most = config.model.num_classes
+        strings = isinstance(names, list) and all(isinstance(name, str) for name in names)
+        if not strings or len(names) > most:
+            raise UserError(
+                f'{CLASSES}: expected the names of at most {most} classes, found {str(names)[:80]}'
+            )
+        return _OwnMetadata(config, order, tuple(names))
+    except (UserError, ValueError, OverflowError, RecursionError) as error:
+        raise UserError(f'{path}: metadata {METADATA}: {error}') from None
+
+
+def check_second_moments(source: str, tree: Tree) -> None:
+    """Raises UserError if a second moment is negative."""
+    for name, leaf in flatten(tree).items():
+        if (leaf < 0).any():
+            raise UserError(
+                f'{source}: second moment of {"/".join(name)}: found {leaf.min()}, '
+                'expected 0 or more (means of squares)'
+            )

@@ -1,0 +1,93 @@
+"""What the programs of published models say about them: flags of their READMEs, their configs."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+
+# Defaults of `create_model_and_diffusion` (script_util.py) that a README leaves out, and its
+# channel_mult by image_size.
+GUIDED = {
+    'num_heads': '4',
+    'num_heads_upsample': '-1',
+    'num_head_channels': '-1',
+    'attention_resolutions': '16,8',
+    'resblock_updown': 'False',
+    'use_scale_shift_norm': 'True',
+    'use_new_attention_order': 'False',
+    'class_cond': 'False',
+    'learn_sigma': 'False',
+    'diffusion_steps': '1000',
+    'noise_schedule': 'linear',
+    'rescale_timesteps': 'False',
+    'rescale_learned_sigmas': 'False',
+    'use_kl': 'False',
+    'predict_xstart': 'False',
+    'dropout': '0.0',
+}
+IMPROVED = GUIDED | {'rescale_timesteps': 'True', 'rescale_learned_sigmas': 'True'}
+CHANNEL_MULT = {
+    '32': '1,2,2,2',
+    '64': '1,2,3,4',
+    '128': '1,1,2,3,4',
+    '256': '1,1,2,2,4,4',
+}
+ADM256 = (
+    '--attention_resolutions 32,16,8 --class_cond False --diffusion_steps 1000 --image_size 256 '
+    '--learn_sigma True --noise_schedule linear --num_channels 256 --num_head_channels 64 '
+    '--num_res_blocks 2 --resblock_updown True --use_scale_shift_norm True'
+)
+LSUN = (
+    '--image_size 256 --num_channels 128 --num_res_blocks 2 --num_heads 1 --learn_sigma True '
+    '--use_scale_shift_norm False --attention_resolutions 16 --diffusion_steps 1000 '
+    '--noise_schedule linear --rescale_learned_sigmas False --rescale_timesteps False'
+)
+IDDPM64 = (
+    '--image_size 64 --num_channels 128 --num_res_blocks 3 --learn_sigma True '
+    '--diffusion_steps 4000 --noise_schedule cosine'
+)
+CIFAR = IDDPM64.replace('--image_size 64', '--image_size 32') + ' --dropout 0.3'
+# The README files of openai/guided-diffusion (22e0df8) and improved-diffusion (1bc7bbb).
+README = {
+    'adm_imagenet64': '--attention_resolutions 32,16,8 --class_cond True --diffusion_steps 1000 '
+    '--dropout 0.1 --image_size 64 --learn_sigma True --noise_schedule cosine --num_channels 192 '
+    '--num_head_channels 64 --num_res_blocks 3 --resblock_updown True '
+    '--use_new_attention_order True --use_scale_shift_norm True',
+    'adm_imagenet128': '--attention_resolutions 32,16,8 --class_cond True --diffusion_steps 1000 '
+    '--image_size 128 --learn_sigma True --noise_schedule linear --num_channels 256 --num_heads 4 '
+    '--num_res_blocks 2 --resblock_updown True --use_scale_shift_norm True',
+    'adm_imagenet256': ADM256 + ' --class_cond True',
+    'adm_imagenet256_uncond': ADM256,
+    'adm_imagenet512': ADM256 + ' --class_cond True --image_size 512',
+    'adm_lsun_bedroom': ADM256 + ' --dropout 0.1',
+    'adm_lsun_cat': ADM256 + ' --dropout 0.1',
+    'adm_lsun_horse': ADM256 + ' --dropout 0.1',
+    'adm_lsun_horse_nodropout': ADM256,
+    'iddpm_imagenet64_cosine': IDDPM64,
+    'iddpm_imagenet64_vlb': IDDPM64 + ' --use_kl True',
+    'iddpm_imagenet64_cond': IDDPM64
+    + ' --num_channels 192 --class_cond True --rescale_learned_sigmas False '
+    '--rescale_timesteps False',
+    'iddpm_cifar10_cosine': CIFAR,
+    'iddpm_cifar10_vlb': CIFAR + ' --use_kl True',
+    'iddpm_lsun_bedroom': LSUN,
+}
+# configs/ of tqch/ddpm-torch (b60eb8d): hid_channels, ch_multipliers, levels of apply_attn,
+# drop_rate, and the image size of the set.
+DDPM_TORCH = {
+    'ddpm_torch_cifar10': (128, (1, 2, 2, 2), (1,), 0.1, 32),
+    'ddpm_torch_celeba': (128, (1, 2, 2, 2), (2,), 0.0, 64),
+    'ddpm_torch_celebahq': (128, (1, 1, 2, 2, 4, 4), (4,), 0.0, 256),
+}
+
+
+def parsed(text: str) -> dict[str, str]:
+    """Returns the values of `--name value` flags by name."""
+    words = text.split()
+    return dict(zip((name.removeprefix('--') for name in words[::2]), words[1::2], strict=True))
+
+
+def digest(shapes: Mapping[str, tuple[int, ...]]) -> str:
+    """Returns a digest of the names and shapes of a state dict, whatever their order."""
+    return hashlib.sha256(json.dumps(sorted(shapes.items())).encode()).hexdigest()

@@ -1,0 +1,398 @@
+"""Weights of other programs: networks, samples and losses are those of their own code.
+
+`fixtures/peers_golden.npz` holds what that code computed, on weights of a formula; the files here
+are made of the same weights.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import pathlib
+import sys
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from support.weight_cases import (
+    UNETCU_SMALL,
+    nested_torch_bytes,
+    random_params,
+    torch_bytes,
+)
+
+from jaxunet.checkpoint.load import load_initial, load_model
+from jaxunet.config import Config, resolve, to_dict
+from jaxunet.diffusion.objectives import per_sample_loss
+from jaxunet.diffusion.process import make_diffusion, q_sample
+from jaxunet.model.unet import build_unet
+from jaxunet.ops.backends import XLA
+from jaxunet.runtime.errors import UserError
+from jaxunet.sampling.options import SamplerConfig
+from jaxunet.sampling.sampler import State, make_sampler, run, sample_keys
+from jaxunet.weights import ddpm_torch, guided_diffusion, read_weights, unetcu, write_weights
+from jaxunet.weights.fields import diffusion_fields, network_fields
+from jaxunet.weights.names import from_tree
+from jaxunet.weights.torch_file import TorchFile
+
+FIXTURES = pathlib.Path(__file__).parents[1] / 'fixtures'
+sys.path.insert(0, str(FIXTURES))
+from peers_golden import SIDE, STEPS, T, formula_state, images  # noqa: E402
+
+QUICK = {'xla_backend_optimization_level': 0}
+GOLDEN = np.load(FIXTURES / 'peers_golden.npz')
+PROCESS = {'image_size': (SIDE,), 'schedule': 'linear', 'diffusion_steps': 1000}
+LINEAR = PROCESS | {'objective': 'epsilon'}
+COSINE = LINEAR | {'schedule': 'cosine', 'diffusion_steps': STEPS, 'num_heads': 2}
+ADM = {
+    'image_channels': 3,
+    'base_channels': 32,
+    'channel_mult': (1, 2),
+    'num_res_blocks': 1,
+    'attention_resolutions': (8,),
+    'scale_shift_norm': True,
+    'num_classes': 0,
+    'label_dropout': 0.0,
+}
+
+
+def config(model: dict[str, Any], **diffusion: Any) -> Config:
+    return Config().replace(model=ADM | model, diffusion=diffusion, data={'image_size': (SIDE,)})
+
+
+GUIDED = config({'num_head_channels': 16, 'resblock_updown': True})
+IMPROVED = config(
+    {'num_heads': 2, 'num_head_channels': 0, 'conv_resample': True},
+    learn_sigma=True,
+    steps=STEPS,
+    schedule='cosine',
+    rescale_timesteps=True,
+)
+DDPM = config(ddpm_torch.FIXED | {'conv_resample': True, 'init': 'ddpm'})
+
+
+def state_of(table: list[Any]) -> dict[str, np.ndarray]:
+    """The formula's weights under the names of a program."""
+    return formula_state({entry.name: entry.shape for entry in table})
+
+
+def nhwc(name: str) -> np.ndarray:
+    return GOLDEN[name].transpose(0, 2, 3, 1)
+
+
+def pictures(scale: float) -> jax.Array:
+    return jnp.asarray(images(scale).transpose(0, 2, 3, 1))
+
+
+@functools.cache
+def network(model: Config) -> Any:
+    return jax.jit(build_unet(model, XLA).predict, compiler_options=QUICK)
+
+
+def output(weights: Any, t: tuple[int, ...] = T) -> np.ndarray:
+    return np.asarray(network(weights.config)(weights.params, pictures(0.37), jnp.array(t)))
+
+
+def close(found: np.ndarray, expected: np.ndarray, tolerance: float = 2e-5) -> None:
+    np.testing.assert_allclose(found, expected, rtol=0, atol=tolerance * np.abs(expected).max())
+
+
+@pytest.fixture
+def file(tmp_path: pathlib.Path) -> Any:
+    """Writes a state dict as torch does; returns its path."""
+
+    def write(state: dict[str, np.ndarray], name: str = 'a.pt') -> pathlib.Path:
+        (tmp_path / name).write_bytes(torch_bytes(state))
+        return tmp_path / name
+
+    return write
+
+
+@pytest.mark.parametrize('order', ['legacy', 'new'])
+def test_guided_diffusion(file: Any, order: str) -> None:
+    """Both orders of qkv's rows; written again, a file has the order that it had."""
+    path, new = file(state_of(guided_diffusion.table(GUIDED))), order == 'new'
+    weights = read_weights(path, new_attention_order=new, num_head_channels=16, **LINEAR)
+    assert weights.new_attention_order is new
+    close(output(weights), nhwc(f'guided_{order}'))
+
+
+def test_an_unstated_order_is_asked_for(file: Any) -> None:
+    path = file(state_of(guided_diffusion.table(GUIDED)))
+    with pytest.raises(UserError, match=r'--new_attention_order or --nonew_attention_order$'):
+        read_weights(path, num_head_channels=16, **LINEAR)
+    with pytest.raises(UserError, match=r'does not state the order .* --nonew_attention_order$'):
+        read_weights(path, GUIDED)
+    run = GUIDED.replace(init_from=str(path))
+    with pytest.raises(UserError, match=r'does not state the order .* set init_from_order=new or'):
+        load_initial(run)
+    with pytest.raises(UserError, match=r'init_from_order: .* has one order'):
+        load_initial(run.replace(init_from='model.bin', init_from_order='new'))
+    # With one head both orders are the same.
+    one = read_weights(path, num_heads=1, **LINEAR)
+    assert one.new_attention_order is None
+
+
+def test_what_a_file_leaves_open_is_asked_for(file: Any) -> None:
+    """In one line, with the published name if the file has one."""
+    path = file(state_of(guided_diffusion.table(GUIDED)), '64x64_diffusion.pt')
+    with pytest.raises(UserError) as error:
+        read_weights(path)
+    assert str(error.value) == (
+        f'{path}: a file of guided-diffusion does not say all about its model, and a guess could '
+        'give wrong pictures: give --preset=adm_imagenet64, --config, or --num_heads or '
+        '--num_head_channels, --image_size, --schedule, --diffusion_steps, --objective, '
+        '--rescale_timesteps or --norescale_timesteps (unless --diffusion_steps=1000), '
+        '--new_attention_order or --nonew_attention_order'
+    )
+    stated = LINEAR | {'num_heads': 2, 'diffusion_steps': 4000}
+    with pytest.raises(UserError, match='--config, or --rescale_timesteps or --norescale_times'):
+        read_weights(path, new_attention_order=False, **stated)
+
+
+@pytest.mark.parametrize('doubled', ['conv_in', 'variance'])
+def test_super_resolution_is_refused(file: Any, doubled: str) -> None:
+    model = GUIDED if doubled == 'conv_in' else IMPROVED
+    state = state_of(guided_diffusion.table(model))
+    state['input_blocks.0.0.weight'] = np.ones((32, 6, 3, 3), np.float32)
+    path = file(state)
+    for options in ({}, {'config': model}, {'like': model}):
+        with pytest.raises(UserError, match='is a super-resolution network: its first') as error:
+            read_weights(path, new_attention_order=False, **options)
+        assert '\n' not in str(error.value)
+
+
+def test_six_image_channels_are_read_with_a_config(file: Any) -> None:
+    six = GUIDED.replace(model={'image_channels': 6})
+    path = file(state_of(guided_diffusion.table(six)))
+    assert read_weights(path, six, new_attention_order=False).config == six
+    with pytest.raises(UserError, match='for a plain network of 6 image channels give its --conf'):
+        read_weights(path, new_attention_order=False, num_heads=2, **LINEAR)
+
+
+def test_a_classifier_is_refused(file: Any) -> None:
+    state = state_of(guided_diffusion.table(GUIDED))
+    path = file({k: v for k, v in state.items() if not k.startswith('output_blocks')})
+    with pytest.raises(UserError, match=r'classifier of noisy images .* draws nothing'):
+        read_weights(path, GUIDED, new_attention_order=False)
+
+
+# --- improved-diffusion: T = 4000, rescaled
+
+
+@pytest.fixture(scope='module')
+def improved(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    path = tmp_path_factory.mktemp('improved') / 'a.pt'
+    path.write_bytes(torch_bytes(state_of(guided_diffusion.table(IMPROVED))))
+    return {
+        rescale: read_weights(path, new_attention_order=False, rescale_timesteps=rescale, **COSINE)
+        for rescale in (False, True)
+    }
+
+
+def test_rescaled_timesteps(improved: Any) -> None:
+    assert improved[True].config.diffusion == IMPROVED.diffusion
+    steps = tuple(4 * t for t in T)
+    close(output(improved[True], steps), nhwc('improved_output'))
+    # The plain network at a real time is the same.
+    np.testing.assert_array_equal(output(improved[False]), output(improved[True], steps))
+
+
+def test_samples_of_rescaled_timesteps(improved: Any) -> None:
+    """Timesteps left out by respacing are rescaled by the T of training."""
+    weights = improved[True]
+    sampler = make_sampler(
+        SamplerConfig(name='ddim', respacing='ddim8'), make_diffusion(weights.config.diffusion)
+    )
+    predict, keys = build_unet(weights.config, XLA).predict, sample_keys(0, [0, 1])
+
+    def draw(params: Any, x: jax.Array) -> jax.Array:
+        return run(functools.partial(predict, params), State(x), keys, sampler).x
+
+    found = np.asarray(jax.jit(draw, compiler_options=QUICK)(weights.params, pictures(0.53)))
+    close(found, nhwc('improved_rescaled_ddim8'), 1e-4)
+    assert np.abs(found - nhwc('improved_plain_ddim8')).max() > 0.01
+
+
+@pytest.mark.parametrize(
+    ('kind', 'fields'),
+    [
+        ('mse', {'vlb_weight': 1 / STEPS}),
+        ('rescaled_mse', {}),
+        ('kl', {'kl_loss': True}),
+    ],
+)
+def test_losses(improved: Any, kind: str, fields: dict[str, Any]) -> None:
+    weights = improved[True]
+    diffusion = make_diffusion(IMPROVED.replace(diffusion=fields).diffusion)
+    x0, noise, t = pictures(0.37), pictures(0.71), 4 * jnp.array(T)
+    xt = q_sample(diffusion, x0, t, noise)
+    predicted = network(weights.config)(weights.params, xt, t)
+    found = per_sample_loss(diffusion, predicted, x0, xt, t, noise)
+    np.testing.assert_allclose(found, GOLDEN[f'improved_{kind}'], rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ('fields', 'message'),
+    [
+        ({'kl_loss': True}, 'diffusion.kl_loss: needs a learned variance'),
+        ({'objective': 'flow', 'rescale_timesteps': True}, 'diffusion.rescale_timesteps: flow has'),
+    ],
+)
+def test_fields_that_do_not_fit(fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        resolve(to_dict(Config().replace(diffusion=fields)))
+
+
+def test_a_bin_cannot_say_that_timesteps_are_rescaled(tmp_path: pathlib.Path) -> None:
+    config = UNETCU_SMALL.replace(diffusion={'steps': 500, 'rescale_timesteps': True})
+    with pytest.raises(
+        UserError, match=r'diffusion\.rescale_timesteps: expected False, found True'
+    ):
+        write_weights(tmp_path / 'a.bin', {}, config)
+
+
+# --- ddpm-torch
+
+
+def test_ddpm_torch(file: Any) -> None:
+    weights = read_weights(file(state_of(ddpm_torch.table(DDPM))), **LINEAR)
+    assert network_fields(weights.config) == network_fields(DDPM)
+    assert weights.new_attention_order is None
+    close(output(weights), nhwc('ddpm_torch'))
+
+
+def test_the_architecture_of_ddpm_torch_is_inferred(file: Any) -> None:
+    config = DDPM.replace(
+        model={
+            'conv_resample': False,
+            'channel_mult': (1, 2, 2),
+            'num_res_blocks': 2,
+            'attention_resolutions': (16, 4),
+        }
+    )
+    weights = read_weights(file(state_of(ddpm_torch.table(config))), **LINEAR)
+    assert network_fields(weights.config) == network_fields(config)
+
+
+@pytest.mark.parametrize(
+    ('change', 'options', 'message'),
+    [
+        ({}, {'num_heads': 4}, 'num_heads: ddpm-torch always has num_heads=1'),
+        ({}, {'schedule': 'cosine'}, 'schedule: expected linear for weights of ddpm-torch'),
+        ({}, {'diffusion_steps': 500}, 'diffusion_steps: expected 1000 for weights of ddpm-torch'),
+        ({'out_conv.2.weight': (6, 32, 3, 3)}, {}, 'learned variance .* is not supported'),
+        ({'out_conv.2.weight': (5, 32, 3, 3)}, {}, 'expected 3 output channels, found 5'),
+        ({'_model.a': (1,)}, {}, 'block_size above 1'),
+        ({'embed.0.weight': (128, 33)}, {}, r'expected shape \(4 base, base\), found \(128, 33\)'),
+        ({'extra.weight': (1,)}, {}, 'extra.weight: unexpected'),
+        ({'downsamples.level_9999.0.conv1.weight': (1,)}, {}, 'downsamples.level_2.0.conv1.weight'),
+    ],
+)
+def test_ddpm_torch_mistakes(
+    file: Any, change: dict[str, Any], options: dict[str, Any], message: str
+) -> None:
+    state = state_of(ddpm_torch.table(DDPM))
+    state |= {name: np.ones(shape, np.float32) for name, shape in change.items()}
+    with pytest.raises(UserError, match=message):
+        read_weights(file(state), **LINEAR | options)
+
+
+# --- unet.cu
+
+
+def unetcu_state() -> dict[str, np.ndarray]:
+    """The weights of a .bin, under the names that unet.cu's own code gives them."""
+    names = json.loads((FIXTURES / 'unetcu_parameters.json').read_text())
+    table = unetcu.table(UNETCU_SMALL)
+    assert [entry.name for entry in table] == [name for name, _ in names]
+    return from_tree(random_params(UNETCU_SMALL), table)
+
+
+def test_unetcu(file: Any, tmp_path: pathlib.Path) -> None:
+    """Its PyTorch network's file, plain and compiled, is the .bin's network."""
+    state = unetcu_state()
+    compiled = file({f'_orig_mod.{name}': value for name, value in state.items()}, 'compiled.pt')
+    write_weights(tmp_path / 'a.bin', random_params(UNETCU_SMALL), UNETCU_SMALL)
+    expected = read_weights(tmp_path / 'a.bin')
+    for path in (file(state), compiled):
+        weights = read_weights(path, image_size=(16,))
+        assert network_fields(weights.config) == network_fields(expected.config)
+        assert diffusion_fields(weights.config) == diffusion_fields(expected.config)
+        jax.tree.map(np.testing.assert_array_equal, weights.params, expected.params)
+        assert 'unet.cu names' in weights.note
+    assert read_weights(compiled).config.image_shape == (64, 64, 3)  # a constant of its code
+
+
+def test_unetcu_is_written(tmp_path: pathlib.Path) -> None:
+    params = random_params(UNETCU_SMALL)
+    write_weights(tmp_path / 'a.pt', params, UNETCU_SMALL, program='unet.cu')
+    with open(tmp_path / 'a.pt', 'rb') as file, TorchFile('a.pt', file) as state:
+        expected = unetcu_state()
+        assert list(state.shapes) == list(expected)
+        for name, value in expected.items():
+            np.testing.assert_array_equal(state.read(name), value)
+    again = read_weights(tmp_path / 'a.pt')
+    assert again.config == UNETCU_SMALL
+    jax.tree.map(np.testing.assert_array_equal, again.params, params)
+    for name, options, message in (
+        ('b.pt', {'new_attention_order': True}, 'unet.cu has one order only'),
+        ('b.safetensors', {}, 'only a .pt has the names of a program'),
+    ):
+        with pytest.raises(UserError, match=message):
+            write_weights(tmp_path / name, params, UNETCU_SMALL, program='unet.cu', **options)
+    with pytest.raises(UserError, match=r'(?s)unet\.cu has no such model.*num_res_blocks'):
+        write_weights(tmp_path / 'b.pt', {}, GUIDED, program='unet.cu')
+
+
+# --- what wrappers and trainers add
+
+
+@pytest.mark.parametrize('prefix', ['module.', '_orig_mod.', '_orig_mod.module.'])
+def test_prefixes_are_taken_off(file: Any, prefix: str) -> None:
+    state = state_of(guided_diffusion.table(GUIDED))
+    options = {'config': GUIDED, 'new_attention_order': False}
+    plain = read_weights(file(state), **options)
+    wrapped = {prefix + name: value for name, value in state.items()}
+    inner = 'middle_block.0._orig_mod.in_layers.0.weight'
+    wrapped[prefix + inner] = wrapped.pop(prefix + inner.replace('._orig_mod', ''))
+    found = read_weights(file(wrapped), **options)
+    jax.tree.map(np.testing.assert_array_equal, found.params, plain.params)
+    with pytest.raises(UserError, match=r'are both out\.2\.bias without the prefixes'):
+        read_weights(file(wrapped | {'out.2.bias': state['out.2.bias']}), **options)
+
+
+def test_weights_and_averages_of_a_checkpoint(tmp_path: pathlib.Path) -> None:
+    """ddpm-torch's: the averages unless --ema=none, and the note says which."""
+    table = ddpm_torch.table(DDPM)
+    params = {name: from_tree(random_params(DDPM, k), table) for k, name in enumerate(('w', 'a'))}
+    tree = {
+        'model': {f'module.{name}': value for name, value in params['w'].items()},
+        'optimizer': {'state': {0: {'step': 3.0}}, 'param_groups': [{'betas': (0.9, 0.999)}]},
+        'ema': {'decay': 0.9999, 'shadow': params['a'], 'num_updates': 7},
+        'scheduler': {'lr_lambdas': [None], 'verbose': False},
+        'epoch': 12,
+        'loss': 0.03,
+    }
+    path = tmp_path / 'a.pt'
+    path.write_bytes(nested_torch_bytes(tree))
+    for ema, k, note in (
+        ('', 1, "its averages 'ema' of rate 0.9999 (--ema=none takes 'model')"),
+        ('0.9999', 1, "its averages 'ema'"),
+        ('none', 0, "its weights 'model' (not the averages 'ema')"),
+    ):
+        model = load_model(str(path), ema=ema, **LINEAR)
+        assert note in model.note
+        jax.tree.map(np.testing.assert_array_equal, model.params, random_params(DDPM, k))
+    with pytest.raises(UserError, match=r"--ema: .*: expected 0\.9999 or none, found '0.99'"):
+        load_model(str(path), ema='0.99', **LINEAR)
+    del tree['ema']
+    path.write_bytes(nested_torch_bytes(tree))
+    with pytest.raises(UserError, match='holds one set of weights'):
+        load_model(str(path), ema='0.9999', **LINEAR)
+    # A run takes it up: what the file leaves open is the run's.
+    like = read_weights(path, like=DDPM)
+    assert like.config == DDPM
+    jax.tree.map(np.testing.assert_array_equal, like.params, random_params(DDPM, 0))

@@ -1,0 +1,145 @@
+"""Published models by name: a preset is what the flags in its program's README say."""
+
+from __future__ import annotations
+
+import pathlib
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from support import tiny
+from support.commands import call
+from support.published import CHANNEL_MULT, DDPM_TORCH, GUIDED, IMPROVED, README, digest, parsed
+from support.weight_cases import make, random_params, torch_bytes
+
+from configs.cifar10 import get_config
+from jaxunet.checkpoint.state import fresh_state
+from jaxunet.config import resolve
+from jaxunet.weights import ddpm_torch, guided_diffusion, read_weights
+from jaxunet.weights.presets import PRESETS, preset_of
+from jaxunet.weights.torch_file import TorchFile
+
+ROOT = pathlib.Path(__file__).parents[2]
+GOLDEN = np.load(ROOT / 'tests' / 'fixtures' / 'peers_golden.npz')
+GUIDED_SMALL = make((16,), num_heads=2, num_head_channels=0)
+
+
+def test_every_preset_has_its_source() -> None:
+    assert set(PRESETS) == set(README) | set(DDPM_TORCH)
+    files = [name for preset in PRESETS.values() for name in preset.files]
+    assert len(set(files)) == len(files)
+    assert preset_of('64x64_diffusion.pt') == 'adm_imagenet64'
+    assert preset_of('ema_0.9999_200000.pt') is None
+
+
+@pytest.mark.parametrize('name', README)
+def test_a_preset_has_the_flags_of_its_readme(name: str) -> None:
+    preset = PRESETS[name]
+    config = preset.config()
+    d, order = config.diffusion, bool(preset.new_attention_order)
+    ours = parsed(guided_diffusion.flags(config, new_attention_order=order))
+    # What our flags leave out: the other kind of heads, and training.
+    heads = {'num_heads': '4', 'num_heads_upsample': '-1', 'num_head_channels': '-1'}
+    ours = heads | ours | {'dropout': str(config.model.dropout), 'use_kl': str(d.kl_loss)}
+    defaults = IMPROVED if name.startswith('iddpm') else GUIDED
+    expected = defaults | parsed(README[name])
+    rescaled = expected.pop('rescale_learned_sigmas') == 'True'
+    if d.steps != 1000:  # at 1000 both are the same
+        assert d.vlb_weight == (1e-3 if rescaled else 1 / d.steps)
+    if 'channel_mult' in ours:  # fractions have no flag and follow from the size
+        expected['channel_mult'] = CHANNEL_MULT[expected['image_size']]
+    else:
+        assert config.model.channel_mult == (0.5, 1, 1, 2, 2, 4, 4)
+    assert ours == expected
+
+
+@pytest.mark.parametrize('name', DDPM_TORCH)
+def test_a_preset_has_the_config_of_ddpm_torch(name: str) -> None:
+    config = PRESETS[name].config()
+    m = config.model
+    found = (m.base_channels, m.channel_mult, config.attention_levels, m.dropout)
+    assert (*found, config.data.image_size[0]) == DDPM_TORCH[name]
+    process = (config.diffusion.schedule, config.diffusion.steps)
+    assert (m.num_res_blocks, *process) == (2, 'linear', 1000)
+
+
+@pytest.mark.parametrize(
+    ('name', 'table'),
+    [
+        ('iddpm_cifar10_cosine', guided_diffusion.table),
+        ('ddpm_torch_cifar10', ddpm_torch.table),
+    ],
+)
+def test_a_preset_has_the_tensors_of_its_program(name: str, table: Any) -> None:
+    """Names and shapes are those of the program's own network, at full size."""
+    entries = table(PRESETS[name].config())
+    assert digest({entry.name: entry.shape for entry in entries}) == GOLDEN[f'published_{name}']
+
+
+def test_the_cifar10_run_is_that_of_ddpm_torch() -> None:
+    """configs/cifar10.json of ddpm-torch, and the constants of its train.py."""
+    config = resolve(get_config())
+    assert config.model == PRESETS['ddpm_torch_cifar10'].config().model
+    o = config.optimizer
+    assert (o.learning_rate, o.warmup_steps, o.clip_norm, o.weight_decay) == (2e-4, 5000, 1, 0)
+    assert (o.schedule, o.betas, o.eps) == ('constant', (0.9, 0.999), 1e-8)
+    assert (config.data.batch_size, config.data.augment, config.ema.rates) == (
+        128,
+        'flip',
+        (0.9999,),
+    )
+
+
+# --- the commands
+
+
+@pytest.fixture(scope='module')
+def guided(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
+    """A file of guided-diffusion, in the new order."""
+    path = tmp_path_factory.mktemp('guided') / 'a.pt'
+    state = guided_diffusion.from_tree(
+        random_params(GUIDED_SMALL), GUIDED_SMALL, new_attention_order=True
+    )
+    path.write_bytes(torch_bytes(state))
+    return path
+
+
+def export(source: pathlib.Path, output: pathlib.Path, *flags: str) -> str:
+    return call('jaxunet.export', f'--checkpoint={source}', f'--output={output}', *flags)
+
+
+def test_export_keeps_the_order_of_a_file(guided: pathlib.Path, tmp_path: pathlib.Path) -> None:
+    """By way of flags in place of a config; the written files state all."""
+    path, params = tmp_path / 'b.pt', random_params(GUIDED_SMALL)
+    stated = ('--num_heads=2', '--image_size=16', '--schedule=linear', '--diffusion_steps=4000')
+    stated += ('--rescale_timesteps', '--objective=epsilon', '--new_attention_order')
+    out = export(guided, path, *stated)
+    assert f'{path} (' in out
+    assert 'guided-diffusion reads it with --image_size 16 ' in out
+    assert '--use_new_attention_order True' in out
+    assert '--rescale_timesteps True' in out
+    weights = read_weights(path)
+    assert weights.new_attention_order
+    assert weights.config.diffusion.time_scale == 0.25
+    jax.tree.map(np.testing.assert_array_equal, weights.params, params)
+    with (
+        open(path, 'rb') as a,
+        open(guided, 'rb') as b,
+        TorchFile('b.pt', a) as ours,
+        TorchFile('a.pt', b) as theirs,
+    ):
+        for name in theirs.shapes:
+            np.testing.assert_array_equal(ours.read(name), theirs.read(name))
+
+
+def test_fresh_weights(tmp_path: pathlib.Path) -> None:
+    """--init of a config, as unet.cu's --init_model_only."""
+    flags = [f'--config={ROOT / "configs" / "digits.py"}', *tiny.flags()]
+    path = tmp_path / 'a.safetensors'
+    out = call('jaxunet.export', '--init', f'--output={path}', *flags, '--config.seed=3')
+    assert out.startswith('fresh weights of seed 3 -> ')
+    weights = read_weights(path)
+    assert weights.config.seed == 3
+    expected = fresh_state(weights.config).params
+    jax.tree.map(np.testing.assert_array_equal, weights.params, expected)
