@@ -69,7 +69,7 @@ def main(argv: Sequence[str]) -> None:
         raise UserError(f'--checkpoint, --init: expected one of them, found {found}')
     model = load(CHECKPOINT.value) if CHECKPOINT.value else fresh()
     if WITH_OPTIMIZER.value and model.moments is None:
-        raise UserError(f'--with_optimizer: {CHECKPOINT.value} holds no optimizer state')
+        raise UserError(f'--with_optimizer: {CHECKPOINT.value} holds no moments of AdamW')
     names, new_order = NAMES.value or PROGRAM, order(model)
     write_weights(
         OUTPUT.value,

@@ -231,6 +231,13 @@ def check(config: Config, mode: str, source: Source) -> None:
         raise UserError(
             f'trains epsilon, x0 and v, found diffusion.objective={config.diffusion.objective}'
         )
+    if config.optimizer.name == 'muon':
+        raise UserError('trains with AdamW, found optimizer.name=muon')
+    if config.data.noise_candidates > 1:
+        raise UserError(
+            'trains with any noise, found '
+            f'data.noise_candidates={config.data.noise_candidates}; set it to 1'
+        )
     if config.data.augment == 'edm':
         raise UserError('augments by flips alone, found data.augment=edm')
     if config.ema.widths:

@@ -142,13 +142,14 @@ def load_initial(config: Config, class_names: Sequence[str] = ()) -> TrainState 
     check_tree(fitted.params, config)
     # Of a run, the averaged weights are taken. Its moments belong to the weights it trained.
     has_moments = model.moments is not None and not pathlib.Path(config.init_from).is_dir()
-    moments = model.moments if has_moments and fitted.complete else None
+    reason = '' if fitted.complete else 'not all weights are kept'
+    if config.optimizer.name == 'muon':
+        reason = 'optimizer.name=muon has other ones'
+    moments = model.moments if has_moments and not reason else None
     report = list(fitted.report)
     if has_moments:
         report.append(
-            "kept: Adam's moments"
-            if fitted.complete
-            else "left out: Adam's moments, as not all weights are kept"
+            f"left out: Adam's moments, as {reason}" if reason else "kept: Adam's moments"
         )
     logging.info('starting from %s:\n  %s', model.note, '\n  '.join(report))
     return initial_state(config, jax.tree.map(np.asarray, fitted.params), moments)

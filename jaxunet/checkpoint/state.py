@@ -29,6 +29,8 @@ LOSS_SCALE_GROWTH_STEPS = 2000  # finite steps after which the loss scale double
 # Adam's update count for moments that come without one, as in unet.cu's files: so large that the
 # bias correction is 1.
 CONVERGED_COUNT = 1_000_000
+BLOCKS = ('down_', 'middle_', 'up_')  # first names of the weights of residual and attention blocks
+MUON_RMS = 0.2  # root mean square of a step of Muon, in learning rates: that of AdamW
 
 
 class LossScale(NamedTuple):
@@ -128,17 +130,57 @@ def learning_rate_schedule(config: Config) -> optax.Schedule:
 
 
 def make_optimizer(config: Config) -> optax.GradientTransformation:
-    """Returns Adam or AdamW (Loshchilov & Hutter 2019, arXiv 1711.05101).
+    """Returns Adam or AdamW (Loshchilov & Hutter 2019, arXiv 1711.05101), or `muon`.
 
     Gradients are clipped before, by the training step, which computes their norm anyway.
     """
     o = config.optimizer
-    schedule = learning_rate_schedule(config)
-    # AdamW without decay is Adam, so both have the same state.
-    adam = optax.adamw(
-        schedule, b1=o.betas[0], b2=o.betas[1], eps=o.eps, weight_decay=o.weight_decay
+    if o.name == 'muon':
+        found = muon(config)
+    else:
+        # AdamW without decay is Adam, so both have the same state.
+        found = optax.adamw(
+            learning_rate_schedule(config),
+            b1=o.betas[0],
+            b2=o.betas[1],
+            eps=o.eps,
+            weight_decay=o.weight_decay,
+        )
+    return optax.GradientTransformation(found.init, _lenient(found.update))
+
+
+def muon(config: Config) -> optax.GradientTransformation:
+    """Returns Muon for the matrices and convolutions of the blocks, and AdamW for other weights.
+
+    A step of a matrix is its momentum with all singular values moved close to 1 (Jordan 2024,
+    kellerjordan.github.io/posts/muon). Its size is scaled to that of AdamW, so that both take the
+    same learning rate and decay (Liu et al. 2025, arXiv 2502.16982, section 2.2). A convolution is
+    a matrix of its taps and input channels by its output channels. The first and last layers, the
+    embeddings of time and labels, norms and biases take AdamW with Nesterov's momentum.
+    """
+    o = config.optimizer
+    return optax.contrib.muon(
+        learning_rate_schedule(config),
+        weight_decay=o.weight_decay,
+        adam_b1=o.betas[0],
+        adam_b2=o.betas[1],
+        adam_weight_decay=o.weight_decay,
+        eps=o.eps,
+        muon_weight_dimension_numbers=_matrices,
+        consistent_rms=MUON_RMS,
     )
-    return optax.GradientTransformation(adam.init, _lenient(adam.update))
+
+
+def _matrices(params: Params) -> PyTree:
+    """Returns the axes of the weights that Muon updates; None for those that AdamW does."""
+
+    def axes(path: tuple[jax.tree_util.DictKey, ...], leaf: Array) -> object:
+        if not path[0].key.startswith(BLOCKS) or leaf.ndim < 2:
+            return None
+        *inputs, output = range(leaf.ndim)
+        return optax.contrib.MuonDimensionNumbers(tuple(inputs), (output,))
+
+    return jax.tree_util.tree_map_with_path(axes, params)
 
 
 def init_state(config: Config, model: UNet, optimizer: optax.GradientTransformation) -> TrainState:
@@ -190,8 +232,13 @@ def _is_adam(node: object) -> bool:
     return isinstance(node, optax.ScaleByAdamState)
 
 
-def get_moments(opt_state: optax.OptState) -> tuple[Params, Params]:
-    """Returns Adam's first and second moments, shaped like the parameters."""
+def get_moments(opt_state: optax.OptState) -> tuple[Params, Params] | None:
+    """Returns Adam's first and second moments, shaped like the parameters.
+
+    None if another optimizer has the state.
+    """
+    if isinstance(opt_state, optax.transforms.PartitionState):  # Muon's
+        return None
     (adam,) = (node for node in jax.tree.leaves(opt_state, is_leaf=_is_adam) if _is_adam(node))
     return adam.mu, adam.nu
 

@@ -13,7 +13,7 @@ from jaxunet.sweep.points import make_axis
 
 BASELINE = 'uniform'
 # name -> fields; `weighting`, `timesteps` and `timestep_policy` of jaxunet.diffusion explain them.
-METHODS: dict[str, dict[str, str]] = {
+METHODS: dict[str, dict[str, object]] = {
     BASELINE: {'loss.weighting': 'uniform', 'timesteps.sampler': 'uniform'},
     'min_snr': {'loss.weighting': 'min_snr', 'timesteps.sampler': 'uniform'},
     'soft_min_snr': {'loss.weighting': 'soft_min_snr', 'timesteps.sampler': 'uniform'},
@@ -22,6 +22,16 @@ METHODS: dict[str, dict[str, str]] = {
     'uncertainty': {'loss.weighting': 'uncertainty', 'timesteps.sampler': 'uniform'},
     'loss_second_moment': {'loss.weighting': 'uniform', 'timesteps.sampler': 'loss_second_moment'},
     'policy': {'loss.weighting': 'uniform', 'timesteps.sampler': 'policy'},
+    'immiscible': {
+        'loss.weighting': 'uniform',
+        'timesteps.sampler': 'uniform',
+        'data.noise_candidates': 8,
+    },
+    'muon': {
+        'loss.weighting': 'uniform',
+        'timesteps.sampler': 'uniform',
+        'optimizer.name': 'muon',
+    },
     'adaptive': {'loss.weighting': 'min_snr', 'timesteps.sampler': 'adaptive'},
 }
 Number = TypeVar('Number', int, float)

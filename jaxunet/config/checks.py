@@ -36,7 +36,7 @@ CHOICES = {
     'data.cache': ('auto', 'device', 'stream'),
     'data.augment': ('none', 'flip', 'edm'),
     'data.crop': ('center', 'random'),
-    'optimizer.name': ('adamw', 'adam'),
+    'optimizer.name': ('adamw', 'adam', 'muon'),
     'optimizer.schedule': ('constant', 'cosine', 'linear'),
 }
 # Ranges of numbers. Each element of a tuple field must lie in the range.
@@ -69,6 +69,7 @@ POSITIVE = (
     'data.image_size',
     'data.batch_size',
     'data.crop_least',
+    'data.noise_candidates',
     'optimizer.learning_rate',
     'optimizer.eps',
     'optimizer.accumulate_steps',

@@ -157,6 +157,8 @@ class DataConfig:
     # network is told of it (`jaxunet.training.augmentation`).
     augment: str = 'none'
     augment_probability: float = 0.12  # edm: of each transformation but mirroring, which is 1/2
+    # Each image is trained with the nearest of so many noises (immiscible diffusion); 1 = with any.
+    noise_candidates: int = 1
     # Names of the classes to train on; they become labels 0, 1, ... in this order. () = all.
     classes: tuple[str, ...] = ()
     # Images kept out of training, for the held-out loss: a number, or a share below 1. 0 = none.
@@ -167,7 +169,9 @@ class DataConfig:
 class OptimizerConfig:
     """The optimizer and its learning-rate schedule."""
 
-    name: str = 'adamw'  # adamw | adam
+    # adamw | adam | muon: AdamW, and orthogonal steps for the matrices and convolutions of the
+    # blocks (`jaxunet.checkpoint.state.muon`).
+    name: str = 'adamw'
     learning_rate: float = 1e-3  # 0 = chosen
     betas: tuple[float, ...] = (0.9, 0.999)
     eps: float = 1e-8
@@ -336,6 +340,7 @@ ADDED = (
     'data.crop',
     'data.crop_least',
     'data.holdout',
+    'data.noise_candidates',
     'train.epochs',
     'train.holdout_every',
     'ema.widths',

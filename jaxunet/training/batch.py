@@ -90,6 +90,25 @@ def clean_images(config: Config, keys: Keys, batch: Batch) -> Images:
     return x0
 
 
+def draw_noise(keys: Key[Array, ' batch'], x0: Images, candidates: int) -> Images:
+    """Returns standard normal noise for each image, drawn from the image's key.
+
+    With several candidates an image gets the one at the smallest Euclidean distance (immiscible
+    diffusion by nearest neighbours: Li et al. 2025, arXiv 2505.18521, section 4). All of them are
+    in memory at once: `candidates` times the size of the batch in float32. The nearest one is also
+    a little smaller than others, by less the more pixels there are.
+    """
+    shape = x0.shape[1:]
+    if candidates == 1:
+        return jax.vmap(lambda key: jax.random.normal(key, shape, jnp.float32))(keys)
+
+    def nearest(key: Key[Array, ''], image: Array) -> Array:
+        noises = jax.random.normal(key, (candidates, *shape), jnp.float32)
+        return noises[jnp.argmin(jnp.sum(jnp.square(noises - image[None]), axis=(1, 2, 3)))]
+
+    return jax.vmap(nearest)(keys, x0)
+
+
 def noise_batch(
     config: Config,
     diffusion: Diffusion,
@@ -103,7 +122,7 @@ def noise_batch(
     if config.data.augment == 'edm':
         x0, augmentation = augment(x0, keys.flip, config.data.augment_probability)
     draw = sampler.draw(sampler_state, keys.t, batch['row'], x0)
-    noise = jax.vmap(lambda k: jax.random.normal(k, x0.shape[1:], jnp.float32))(keys.noise)
+    noise = draw_noise(keys.noise, x0, config.data.noise_candidates)
     labels = None
     if config.model.num_classes:
         dropped = jax.vmap(lambda k: jax.random.bernoulli(k, config.model.label_dropout))(

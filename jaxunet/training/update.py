@@ -1,7 +1,7 @@
 """What a step does with its gradients: norm, clipping, AdamW and the averages of the weights.
 
-There are two implementations on the same optimizer state: optax, compiled by XLA, and the fused
-kernels of a backend that has the op `adamw`.
+There are two implementations of AdamW on the same optimizer state: optax, compiled by XLA, and the
+fused kernels of a backend that has the op `adamw`. Muon is optax's on every backend.
 """
 
 from __future__ import annotations
@@ -48,12 +48,14 @@ Update = Callable[[TrainState, Params, Scalar, Scalar], Updated]
 def make_update(config: Config, optimizer: optax.GradientTransformation) -> Update:
     """Returns the update of `config.backend`: a fused one if the backend has it, else optax's."""
     kernels = fused_update(config.backend, config.precision)
+    if config.optimizer.name == 'muon':  # no backend has kernels for it
+        return _optax_update(config, optimizer)
     return _fused_update(config, kernels) if kernels else _optax_update(config, optimizer)
 
 
 def _optax_update(config: Config, optimizer: optax.GradientTransformation) -> Update:
     def update(state: TrainState, grads: Params, loss: Scalar, minimised: Scalar) -> Updated:
-        grads = jax.tree.map(lambda g: g / state.loss_scale.scale, grads)
+        grads = jax.tree.map(lambda g: g.astype(jnp.float32) / state.loss_scale.scale, grads)
         grad_norm = optax.tree.norm(grads)
         finite = _all_finite(grad_norm, loss, minimised)
         if config.optimizer.clip_norm:

@@ -39,7 +39,7 @@ class Bench:
         config = self.config.replace(
             backend='xla',
             parallel=ParallelConfig(),
-            optimizer=OptimizerConfig(),
+            optimizer=OptimizerConfig(name=self.config.optimizer.name),
             train=TrainConfig(),
         )
         self.state = self.parallel.replicate(fresh_state(config))
