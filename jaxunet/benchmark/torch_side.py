@@ -231,6 +231,9 @@ def check(config: Config, mode: str, source: Source) -> None:
         raise UserError(
             f'trains epsilon, x0 and v, found diffusion.objective={config.diffusion.objective}'
         )
+    for name in ('rescale_timesteps', 'kl_loss'):
+        if getattr(config.diffusion, name):
+            raise UserError(f'does not have diffusion.{name}; set it to False')
     if config.optimizer.name == 'muon':
         raise UserError('trains with AdamW, found optimizer.name=muon')
     if config.data.noise_candidates > 1:
