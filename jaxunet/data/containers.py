@@ -12,15 +12,16 @@ import stat
 import struct
 import threading
 import weakref
-import zipfile
 import zlib
 from pathlib import Path, PurePosixPath
 from typing import BinaryIO
 
 import numpy as np
+from absl import logging
 
 from jaxunet.data.pixels import MAGIC_BYTES, BadImage, one_line, printable
-from jaxunet.runtime.errors import UserError
+from jaxunet.runtime import archives
+from jaxunet.runtime.errors import UserError, listed
 
 MAX_FILE_BYTES = 2**30  # most bytes of one image file
 STORED, DEFLATED, BZIP2 = 0, 8, 12  # compression methods of .zip
@@ -75,29 +76,44 @@ class Folder(Container):
 
     def __init__(self, path: Path) -> None:
         super().__init__(path)
-        self._walk('', ())
-
-    def _walk(self, below: str, above: tuple[tuple[int, int], ...]) -> None:
-        folder = self.path / below
-        try:
-            info = folder.stat()
-            if (info.st_dev, info.st_ino) in above:
-                return  # a link to a folder above
-            entries = sorted(os.scandir(folder), key=lambda entry: entry.name)
-        except OSError as error:
-            raise UserError(
-                f'{folder}: the folder cannot be listed: {error.strerror}; check its permissions'
-            ) from None
-        for entry in entries:
-            name = f'{below}/{entry.name}' if below else entry.name
-            if entry.is_dir():
-                self._walk(name, (*above, (info.st_dev, info.st_ino)))
-            else:
+        # Links can lead to one folder by endlessly many paths, so each folder is read once.
+        seen = set[tuple[int, int]]()
+        again: list[str] = []
+        todo = ['']
+        while todo:
+            below = todo.pop()
+            folder = self.path / below
+            try:
+                info = folder.stat()
+                if (info.st_dev, info.st_ino) in seen:
+                    again.append(printable(str(folder)))
+                    continue
+                seen.add((info.st_dev, info.st_ino))
+                entries = sorted(os.scandir(folder), key=lambda entry: entry.name)
+            except OSError as error:
+                raise UserError(
+                    f'{folder}: the folder cannot be listed: {error.strerror}; '
+                    'check its permissions'
+                ) from None
+            inside = []
+            for entry in entries:
+                name = f'{below}/{entry.name}' if below else entry.name
+                if entry.is_dir():
+                    inside.append(name)
+                    continue
                 self.names.append(name)
                 if not entry.is_file():
                     self.unreadable[name] = (
                         'broken link' if entry.is_symlink() else 'not a regular file'
                     )
+            todo += reversed(inside)
+        if again:
+            logging.warning(
+                '%s: %d links lead to folders that are read already, and are left out: %s',
+                path,
+                len(again),
+                listed(again),
+            )
 
     def describe(self, i: int) -> str:
         """Returns the path of file `i`."""
@@ -179,25 +195,23 @@ class ZipArchive(Archive):
 
     def __init__(self, path: Path) -> None:
         super().__init__(path)
+
+        def damaged(error: object) -> UserError:
+            return UserError(
+                f'{path}: not a readable zip archive: {one_line(error)}; '
+                'it may be truncated, copy or download it again'
+            )
+
+        with archives.open_zip(path, damaged) as archive:
+            members = [m for m in archive.infolist() if not m.is_dir()]
+        archives.check_expanded(members, str(path), path.stat().st_size)
         try:
-            with zipfile.ZipFile(path) as archive:
-                members = [m for m in archive.infolist() if not m.is_dir()]
             self._headers = np.array([m.header_offset for m in members], np.int64)
             self._sizes = np.array(
                 [(m.compress_size, m.file_size, m.CRC) for m in members], np.int64
             ).reshape(-1, 3)
-        except (
-            zipfile.BadZipFile,
-            EOFError,
-            ValueError,
-            OverflowError,
-            struct.error,
-            NotImplementedError,
-        ) as error:
-            raise UserError(
-                f'{path}: not a readable zip archive: {one_line(error)}; '
-                'it may be truncated, copy or download it again'
-            ) from None
+        except OverflowError as error:
+            raise damaged(error) from None
         self.names = [m.filename for m in members]
         self._methods = np.array([m.compress_type for m in members], np.int32)
         for member in members:
