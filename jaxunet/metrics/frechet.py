@@ -14,10 +14,12 @@ from pathlib import Path
 import numpy as np
 from jaxtyping import Float
 
-from jaxunet.metrics.arrays import array_names, read_arrays
-from jaxunet.runtime.errors import UserError
+from jaxunet.metrics.arrays import array_names, read_arrays, text_of
+from jaxunet.runtime.errors import UserError, listed
+from jaxunet.runtime.untrusted import parse_json, shown
 
 PROTOCOL = 'jaxunet_protocol'  # our extra entry: the origin of the numbers, as JSON
+LARGEST = 1e100  # of the numbers in a file; their products must not overflow
 
 Vector = Float[np.ndarray, ' d']
 Matrix = Float[np.ndarray, 'd d']
@@ -151,31 +153,42 @@ def load_statistics(path: Path) -> Statistics:
       UserError: arrays that are missing, of wrong shapes or not finite, or a sigma that is not a
         covariance.
     """
-    arrays = read_arrays(path)
+    arrays = read_arrays(path, ('mu', 'sigma', PROTOCOL))
     if missing := [name for name in ('mu', 'sigma') if name not in arrays]:
         raise UserError(
             f'{path}: expected arrays mu and sigma, {missing[0]} is missing; '
-            f'found {", ".join(arrays)}'
+            f'found {listed(array_names(path)) or "none"}'
         )
-    mu, sigma = arrays['mu'].astype(np.float64), arrays['sigma'].astype(np.float64)
-    if mu.ndim != 1 or sigma.shape != (len(mu), len(mu)):
+    for name in ('mu', 'sigma'):
+        if arrays[name].dtype.kind not in 'iuf':
+            raise UserError(
+                f'{path}: {name}: expected numbers, found {arrays[name].dtype}; '
+                'make the statistics again'
+            )
+    with np.errstate(over='ignore'):
+        mu, sigma = arrays['mu'].astype(np.float64), arrays['sigma'].astype(np.float64)
+    if mu.ndim != 1 or not mu.size or sigma.shape != (len(mu), len(mu)):
         raise UserError(
-            f'{path}: expected mu (d,) and sigma (d, d), found {mu.shape} and {sigma.shape}'
+            f'{path}: expected mu (d,) and sigma (d, d) with d of 1 or more, '
+            f'found {shown(mu.shape)} and {shown(sigma.shape)}'
         )
     if not (np.isfinite(mu).all() and np.isfinite(sigma).all()):
         raise UserError(
             f'{path}: expected finite numbers, found NaN or infinity; make the statistics again'
         )
     scale = float(np.abs(sigma).max())
+    if (largest := max(scale, float(np.abs(mu).max()))) > LARGEST:
+        raise UserError(
+            f'{path}: expected numbers of at most {LARGEST:g}, found {largest:g}; '
+            'make the statistics again'
+        )
     if np.abs(sigma - sigma.T).max() > 1e-6 * scale or np.diagonal(sigma).min() < -1e-6 * scale:
         raise UserError(
             f'{path}: sigma: expected a covariance, '
             'found a matrix that is not symmetric or has negative variances'
         )
-    try:
-        protocol = json.loads(str(arrays[PROTOCOL])) if PROTOCOL in arrays else {}
-    except ValueError:
-        raise UserError(
-            f'{path}: {PROTOCOL}: expected JSON, found {str(arrays[PROTOCOL])[:40]!r}'
-        ) from None
-    return Statistics(mu, sigma, protocol if isinstance(protocol, dict) else {})
+    protocol: dict[str, object] = {}
+    if PROTOCOL in arrays:
+        text = text_of(path, PROTOCOL, arrays)
+        protocol = parse_json(text, f'{path}: {PROTOCOL}', advice='make the statistics again')
+    return Statistics(mu, sigma, protocol)
