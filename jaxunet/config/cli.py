@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import contextlib
 import difflib
 import gc
 import itertools
@@ -22,6 +23,7 @@ from ml_collections.config_flags.tuple_parser import TupleParser
 
 from jaxunet.config import default_config, schema
 from jaxunet.config.schema import RENAMED, Fields
+from jaxunet.runtime import ownership
 from jaxunet.runtime.download import cache_dir
 from jaxunet.runtime.errors import USER_ERROR, UserError, near_misses
 
@@ -282,9 +284,15 @@ def enable_compilation_cache() -> None:
     """Keeps compiled programs between runs, in JAX_COMPILATION_CACHE_DIR or under `cache_dir()`.
 
     Programs that compile faster than JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS (default 0.5 s) are
-    not kept.
+    not kept. Warns and keeps none if others can write to the folder (`jaxunet.runtime.ownership`).
     """
     folder = os.environ.get('JAX_COMPILATION_CACHE_DIR') or str(cache_dir() / 'xla')
+    if '://' not in folder:
+        with contextlib.suppress(OSError):  # JAX warns of a folder that cannot be written
+            pathlib.Path(folder).mkdir(mode=0o700, parents=True, exist_ok=True)
+        if not ownership.usable(folder):
+            jax.config.update('jax_enable_compilation_cache', False)
+            return
     jax.config.update('jax_compilation_cache_dir', folder)
     if 'JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS' not in os.environ:
         jax.config.update('jax_persistent_cache_min_compile_time_secs', 0.5)
