@@ -10,6 +10,7 @@ import json
 import math
 import os
 import pathlib
+import typing
 from collections.abc import Mapping
 from typing import Any, NoReturn
 
@@ -50,13 +51,21 @@ def shown(value: object) -> str:
     return f'a {type(value).__name__}'
 
 
-def parse_json(text: str | bytes, source: str, *, advice: str, kind: type = dict) -> Any:
-    """Returns the value of a JSON text: numbers are finite and have at most 64 bits.
+def plain(text: str) -> str:
+    """Returns a name for a message: as `shown`, without quotes."""
+    return shown(text).replace("'", '').replace('"', '')
+
+
+def parse_json(
+    text: str | bytes, source: str, *, advice: str, kind: type = dict, finite: bool = True
+) -> Any:
+    """Returns the value of a JSON text; its numbers have at most 64 bits.
 
     Args:
       source: begins the message.
       advice: ends it: what to do.
       kind: expected type.
+      finite: refuse NaN and infinities, which Python writes but JSON does not have.
 
     Raises:
       UserError: no JSON, another type, a number or text that JSON's standard does not have, or more
@@ -69,7 +78,11 @@ def parse_json(text: str | bytes, source: str, *, advice: str, kind: type = dict
             f'{advice}'
         )
     try:
-        value = json.loads(text, parse_float=_finite, parse_constant=_refuse_constant)
+        value = (
+            json.loads(text, parse_float=_finite, parse_constant=_refuse_constant)
+            if finite
+            else json.loads(text)
+        )
         _check(value)
     except RecursionError:
         reason = f'nested more than {MAX_DEPTH} deep'
@@ -102,7 +115,8 @@ def check_fields(
     """Checks that an object has fields of these types; others are allowed.
 
     Args:
-      fields: name -> dict, list, str, int, bool or NUMBER.
+      fields: name -> dict, list, str, int, bool, NUMBER or object, or a dict of the fields
+        inside it.
       source: begins the message.
       advice: ends it.
 
@@ -116,9 +130,12 @@ def check_fields(
                 f'{listed([shown(key) for key in values]) or "none"}; {advice}'
             )
         value = values[name]
-        if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
+        inside, kind = (kind, dict) if isinstance(kind, Mapping) else ({}, kind)  # noqa: PLW2901
+        if not isinstance(value, kind) or (isinstance(value, bool) and kind in (int, NUMBER)):
             wanted = KINDS[str(kind) if kind is NUMBER else kind.__name__]
             raise UserError(f'{source}: {name}: expected {wanted}, found {shown(value)}; {advice}')
+        if inside:
+            check_fields(typing.cast(dict, value), inside, f'{source}: {name}', advice=advice)
 
 
 def _finite(text: str) -> float:
