@@ -20,6 +20,7 @@ from jaxunet.data.pixels import Batch, Shape, check_fit, fit, one_line
 from jaxunet.data.source import MAX_MEMORY, MappedArray, Source, no_labels
 from jaxunet.runtime import archives
 from jaxunet.runtime.errors import UserError, listed, near_misses
+from jaxunet.runtime.untrusted import plain
 
 NAMES = {
     'images': ('images', 'arr_0'),
@@ -73,7 +74,7 @@ class NpzSource(Source):
 def _open_images(path: Path, archive: zipfile.ZipFile) -> np.ndarray | MappedArray:
     key = _find(path, archive, 'images')
     if key is None:
-        found = [name.removesuffix('.npy') for name in archive.namelist()]
+        found = [plain(name.removesuffix('.npy')) for name in archive.namelist()]
         hint = near_misses('images', found)
         raise UserError(
             f'{path}: no array "images" (or "arr_0"), found {listed(found) or "none"}{hint}; '

@@ -11,7 +11,7 @@ import numpy as np
 from jaxunet.data.pixels import one_line
 from jaxunet.runtime import archives
 from jaxunet.runtime.errors import UserError
-from jaxunet.runtime.untrusted import shown
+from jaxunet.runtime.untrusted import plain, shown
 
 
 def read_arrays(path: Path, names: Container[str] | None = None) -> dict[str, np.ndarray]:
@@ -44,7 +44,7 @@ def array_names(path: Path) -> list[str]:
       UserError: no such file, or not a readable .npz.
     """
     with _open(path) as archive:
-        return [name.removesuffix('.npy') for name in archive.namelist()]
+        return [plain(name.removesuffix('.npy')) for name in archive.namelist()]
 
 
 def text_of(path: Path, name: str, arrays: Mapping[str, np.ndarray]) -> str:

@@ -22,7 +22,7 @@ from typing import IO, NamedTuple
 import numpy as np
 
 from jaxunet.runtime.errors import UserError
-from jaxunet.runtime.untrusted import shown
+from jaxunet.runtime.untrusted import plain, shown
 
 LIMIT = 'JAXUNET_MAX_EXPANDED_GIB'  # environment variable
 ALWAYS = 2**28  # bytes to which any archive may expand
@@ -195,7 +195,7 @@ def npy_header(archive: zipfile.ZipFile, info: zipfile.ZipInfo) -> NpyHeader:
     Raises:
       ValueError: it is damaged; `ERRORS` has more.
     """
-    name = _array_name(info)
+    name = plain(info.filename.removesuffix('.npy'))
     with open_entry(archive, info) as file:
         start = io.BytesIO(file.read(NPY_START))
     version = np.lib.format.read_magic(start)
@@ -206,8 +206,8 @@ def npy_header(archive: zipfile.ZipFile, info: zipfile.ZipInfo) -> NpyHeader:
         read = np.lib.format.read_array_header_1_0
     try:
         shape, fortran, dtype = read(start)
-    except MemoryError:  # Python's parser, of deep nesting
-        raise ValueError(f'{name}: the header is nested too deep') from None
+    except Exception as error:  # numpy parses it as Python's source, which raises nearly everything
+        raise ValueError(f'{name}: the header is damaged ({type(error).__name__})') from None
     if any(not isinstance(side, int) or side < 0 for side in shape):
         raise ValueError(f'{name}: expected sizes of 0 or more, found shape {shown(shape)}')
     return NpyHeader(tuple(int(side) for side in shape), bool(fortran), dtype, start.tell())
@@ -221,7 +221,7 @@ def read_npy(archive: zipfile.ZipFile, info: zipfile.ZipInfo) -> np.ndarray:
     Raises:
       ValueError: damaged, or another type; `ERRORS` has more.
     """
-    name, header = _array_name(info), npy_header(archive, info)
+    name, header = plain(info.filename.removesuffix('.npy')), npy_header(archive, info)
     if header.dtype.kind not in 'biufcSU' or header.dtype.itemsize == 0:
         raise ValueError(f'{name}: expected numbers or text, found {header.dtype}')
     if len(header.shape) > 32 or header.bytes != info.file_size:
@@ -233,7 +233,3 @@ def read_npy(archive: zipfile.ZipFile, info: zipfile.ZipInfo) -> np.ndarray:
         data = bytearray(file.read(info.file_size))
     values = np.frombuffer(data, header.dtype, offset=header.size)
     return values.reshape(header.shape, order='F' if header.fortran else 'C')
-
-
-def _array_name(info: zipfile.ZipInfo) -> str:
-    return shown(info.filename.removesuffix('.npy'))[1:-1]

@@ -16,7 +16,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, BinaryIO
 
-from jaxunet.runtime.untrusted import shown
+from jaxunet.runtime.untrusted import plain, shown
 
 MAX_OPCODES = 2**21  # a state dict needs about 40 for a tensor
 MAX_ARGUMENTS = 16  # of a call
@@ -68,11 +68,9 @@ class PickleReader:
 
     def unknown_global(self, module: str, name: str) -> Refused:
         """Returns the error of a global that the format does not have."""
-        text = f'{module}.{name}'
-        text = text if len(text) <= 100 else f'{text[:100]}...'
         return Refused(
-            f'the global "{text}" is not allowed: such a file could run code when it is loaded; '
-            f'{self.advice}'
+            f'the global "{plain(f"{module}.{name}")}" is not allowed: such a file could run code '
+            f'when it is loaded; {self.advice}'
         )
 
     def call(self, function: object, arguments: tuple[object, ...]) -> object:
