@@ -326,6 +326,10 @@ MISTAKES = [
         '--devices: 3 asked for, but this machine has 1',
     ),
     (['jaxunet.sample', '--checkpoint=RUN/checkpoints/5'], 'no such file or folder'),
+    (
+        ['jaxunet.sample', '--checkpoint=RUN', '--num_samples=99999999999999'],
+        '--num_samples=99999999999999',
+    ),
     (['jaxunet.export', '--checkpoint=RUN', '--output=m.onnx'], 'm.onnx'),
     (
         ['jaxunet.export', '--checkpoint=RUN', '--output=m.pt', '--config=/bin/sh'],
