@@ -19,7 +19,9 @@ JSON = st.recursive(
     | st.booleans()
     | st.sampled_from([*EDGES, 2**70, 1e308, 'NaN', '\ud800', '', 'x' * 10**4, float('inf')])
     | st.text(LETTERS, max_size=5),
-    lambda inside: st.lists(inside, max_size=3) | st.dictionaries(st.text(LETTERS, max_size=3), inside),
+    lambda inside: (
+        st.lists(inside, max_size=3) | st.dictionaries(st.text(LETTERS, max_size=3), inside)
+    ),
     max_leaves=8,
 )
 

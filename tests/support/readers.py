@@ -19,16 +19,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
-from support.data_files import (
-    encoded,
-    everything,
-    official_files,
-    python2_batch,
-    random_pixels,
-    write_tar,
-)
-from support.tiny import tiny_config
-from support.weight_cases import SMALL, archive, random_params, state
 
 from jaxunet.compare import runner as compare_runner
 from jaxunet.compare import worker
@@ -50,6 +40,16 @@ from jaxunet.sweep import report as sweep_report
 from jaxunet.weights import read_weights
 from jaxunet.weights.torch_file import TorchFile
 from jaxunet.weights.torch_pickle import dump
+from support.data_files import (
+    encoded,
+    everything,
+    official_files,
+    python2_batch,
+    random_pixels,
+    write_tar,
+)
+from support.tiny import tiny_config
+from support.weight_cases import SMALL, archive, random_params, state
 
 FIXTURES = pathlib.Path(__file__).parents[1] / 'fixtures'
 Contents = dict[str, bytes]
