@@ -2,6 +2,8 @@
 the handler; never a crash.
 """
 
+import contextlib
+import functools
 import random
 
 import jax
@@ -19,25 +21,21 @@ def calls(draw):
     chance = random.Random(draw(st.integers(0, 2**32)))
     call = right(draw(st.integers(0, HANDLERS - 1)), chance)
     for mistake in draw(st.lists(st.sampled_from([*MISTAKES, 'empty']), min_size=1, max_size=3)):
-        if mistake == 'empty':
-            call = emptied(call, chance)
-        elif call.operands and call.results:
-            call = spoil(call, mistake, chance)
+        with contextlib.suppress(ValueError, IndexError):  # no array or size left to spoil
+            spoiled = emptied if mistake == 'empty' else functools.partial(spoil, mistake=mistake)
+            call = spoiled(call, draw=chance)
     return call
 
 
-def emptied(call, chance):
+def emptied(call, draw):
     """The call with a size of 0 in an operand or result."""
-    arrays = list(chance.choice([call.operands, call.results]))
-    at = chance.randrange(len(arrays) or 1)
-    if not arrays or not arrays[at][0]:
-        return call
-    shape = list(arrays[at][0])
-    shape[chance.randrange(len(shape))] = 0
-    changed = [*arrays[:at], (tuple(shape), arrays[at][1]), *arrays[at + 1 :]]
-    if arrays == call.operands:
-        return call._replace(operands=changed)
-    return call._replace(results=changed)
+    name = draw.choice(['operands', 'results'])
+    arrays = list(getattr(call, name))
+    at = draw.randrange(len(arrays))
+    shape, kind = list(arrays[at][0]), arrays[at][1]
+    shape[draw.randrange(len(shape))] = 0
+    arrays[at] = (tuple(shape), kind)
+    return call._replace(**{name: arrays})
 
 
 def test_wrong_calls():
