@@ -1,0 +1,51 @@
+"""Files that once hung a reader, filled the memory or ended in a traceback: each is refused in one
+message that says why, in bounded time and memory.
+"""
+
+import re
+
+import pytest
+from support.bounded import bounded, outcome
+from support.hostile_files import EXPANDING, HOSTILE
+from support.readers import READERS, read_images
+
+from jaxunet.runtime import archives
+
+pytestmark = pytest.mark.filterwarnings('ignore')
+
+
+@pytest.mark.parametrize('name', HOSTILE)
+def test_hostile_files(name, tmp_path):
+    reader, make, message = HOSTILE[name]
+    path = tmp_path / READERS[reader].file
+    path.write_bytes(make())
+    told = outcome(READERS[reader].read, path)
+    assert re.search(message, told), told
+    assert str(tmp_path) in told
+
+
+@pytest.mark.parametrize('name', EXPANDING)
+def test_archives_expand_to_a_limit(name, tmp_path, monkeypatch):
+    reader, make = EXPANDING[name]
+    path = tmp_path / READERS[reader].file
+    path.write_bytes(make())
+    monkeypatch.setattr(archives, 'ALWAYS', 2**20)
+    told = outcome(READERS[reader].read, path)
+    size = path.stat().st_size
+    assert f'{size:,} bytes that expand to ' in told
+    assert f'expected at most {max(2**20, 32 * size):,}; if you trust it, set ' in told
+    assert [entry.name for entry in tmp_path.iterdir()] == [path.name]
+    monkeypatch.setenv('JAXUNET_MAX_EXPANDED_GIB', '1')
+    assert 'expand to' not in outcome(READERS[reader].read, path)
+
+
+def test_links_that_form_a_graph_are_followed_once(tmp_path):
+    for level in range(30):
+        folder = tmp_path / str(level)
+        folder.mkdir()
+        for name in 'ab':
+            (folder / name).symlink_to(tmp_path / str(level + 1), target_is_directory=True)
+    (tmp_path / '30').mkdir()
+    (tmp_path / '30' / 'a.png').write_bytes(READERS['png'].pack(READERS['png'].parts()))
+    with bounded(seconds=2):
+        assert len(read_images(tmp_path)) == 1
