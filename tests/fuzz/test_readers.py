@@ -2,8 +2,8 @@
 memory, and writes nothing outside the folder.
 """
 
-import itertools
-import shutil
+import pathlib
+import tempfile
 
 import pytest
 from support.bounded import outcome
@@ -17,19 +17,17 @@ pytestmark = pytest.mark.filterwarnings('ignore')
 
 @pytest.mark.parametrize('name', READERS)
 def test_damaged_files(name, tmp_path):
-    reader, numbers = READERS[name], itertools.count()
+    reader = READERS[name]
     parts = reader.parts()
 
     def check(changes):
         # A folder of its own for each, because a reader may have mapped the file before.
-        folder = tmp_path / str(next(numbers))
-        folder.mkdir()
-        path = folder / reader.file
-        path.write_bytes(damage(parts, reader.pack, changes))
-        told = outcome(reader.read, path)
-        assert list(tmp_path.iterdir()) == [folder]
-        shutil.rmtree(folder)
+        with tempfile.TemporaryDirectory(dir=tmp_path) as folder:
+            path = pathlib.Path(folder, reader.file)
+            path.write_bytes(damage(parts, reader.pack, changes))
+            told = outcome(reader.read, path)
+            assert [str(entry) for entry in tmp_path.iterdir()] == [folder]
         return told
 
     assert check([]) == ''
-    fuzz(name, 7, damages(), check)
+    fuzz(name, reader.cases, damages(), check)

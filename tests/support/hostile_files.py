@@ -12,8 +12,17 @@ from collections.abc import Callable
 import numpy as np
 
 from support.data_files import encoded, python2_batch, random_pixels
-from support.readers import FIXTURES, classifier_parts, npz, sweep_parts, unzipped
-from support.weight_cases import archive, with_header
+from support.readers import (
+    FIXTURES,
+    classifier_parts,
+    npz,
+    profile_csv,
+    results,
+    sweep_parts,
+    unzipped,
+)
+from support.readers import lines as joined_lines
+from support.weight_cases import archive, safetensors_bytes, with_header
 
 DEEP = '[' * 100_000
 PIXELS = random_pixels(0, (2, 8, 8, 3))
@@ -221,6 +230,28 @@ HOSTILE: dict[str, Hostile] = {
             launches=1,
         ),
         "profile: expected a file in the sweep's folder",
+    ),
+    'profile row with a value more': (
+        'profile',
+        lambda: joined_lines(profile_csv()) + b',9',
+        'expected .* values, found more',
+    ),
+    'snapshot of infinitely many updates': (
+        'snapshot',
+        lambda: safetensors_bytes({'a': np.ones(1, '<f4')}, {'snapshot': '{"updates": 1e999}'}),
+        'damaged|the number 1e999 is out of range',
+    ),
+    'benchmark row without its time': (
+        'benchmark rows',
+        lambda: results('step/rows.jsonl')()['first'].replace(b'"median_ms"', b'"median"'),
+        'a benchmark row: expected a field median_ms',
+    ),
+    'kernel row whose time is text': (
+        'kernel rows',
+        lambda: json.dumps(
+            json.loads(results('kernels/rows.jsonl')()['first']) | {'us_xla': 'a'}
+        ).encode(),
+        "us_xla: expected a number, found 'a'",
     ),
 }
 # Reader, file: what expands to more than a limit of 4 MiB.

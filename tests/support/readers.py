@@ -14,12 +14,16 @@ import lzma
 import pathlib
 import pickle
 import tempfile
+import typing
 import zipfile
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
 
+from jaxunet.benchmark.kernels.table import tables as kernel_tables
+from jaxunet.benchmark.table import markdown
+from jaxunet.checkpoint import snapshots
 from jaxunet.compare import runner as compare_runner
 from jaxunet.compare import worker
 from jaxunet.config import to_dict
@@ -33,6 +37,7 @@ from jaxunet.metrics.image_sets import open_images, read_grid
 from jaxunet.metrics.torch_legacy import read_legacy
 from jaxunet.metrics.torch_script import read_torch_script
 from jaxunet.prepare_data import prepare
+from jaxunet.profile import report as profile_report
 from jaxunet.runtime import rows
 from jaxunet.sampling.partial_output import Parts
 from jaxunet.sweep import folder as sweep_folder
@@ -49,9 +54,10 @@ from support.data_files import (
     write_tar,
 )
 from support.tiny import tiny_config
-from support.weight_cases import SMALL, archive, random_params, state
+from support.weight_cases import SMALL, UNETCU_SMALL, archive, random_params, state
 
 FIXTURES = pathlib.Path(__file__).parents[1] / 'fixtures'
+RESULTS = FIXTURES.parents[1] / 'docs' / 'results'
 Contents = dict[str, bytes]
 
 
@@ -64,12 +70,14 @@ class Reader:
       parts: returns the contents of a valid file.
       pack: packs them.
       read: reads a file; raises UserError if it refuses it.
+      cases: damages in the suite.
     """
 
     file: str
     parts: Callable[[], Contents]
     pack: Callable[[Contents], bytes]
     read: Callable[[pathlib.Path], object]
+    cases: int = 7
 
 
 def alone(contents: Contents) -> bytes:
@@ -113,7 +121,8 @@ def weights(suffix: str) -> bytes:
 
     with tempfile.TemporaryDirectory() as folder:
         path = pathlib.Path(folder) / f'x{suffix}'
-        write_weights(path, random_params(SMALL), SMALL)
+        config = UNETCU_SMALL if suffix == '.bin' else SMALL
+        write_weights(path, random_params(config), config)
         return path.read_bytes()
 
 
@@ -283,7 +292,48 @@ def lines(contents: Contents) -> bytes:
     return b'\n'.join(contents.values())
 
 
+def snapshot_parts() -> Contents:
+    with tempfile.TemporaryDirectory() as folder:
+        config = tiny_config(ema={'widths': (0.05,), 'snapshot_every': 2})
+        writer = snapshots.SnapshotWriter(pathlib.Path(folder), config, 0)
+        writer.write(2, 2, {'width_0.05': {'a': np.arange(6, dtype=np.float32)}})
+        writer.wait()
+        writer.close()
+        return {'file': (pathlib.Path(folder) / 'snapshots' / '2.safetensors').read_bytes()}
+
+
+def read_snapshots(path: pathlib.Path) -> object:
+    target = path.parent / snapshots.FOLDER / path.name
+    target.parent.mkdir()
+    path.rename(target)
+    return [found.read() for found in snapshots.find_snapshots(path.parent, 10)]
+
+
+def results(path: str) -> Callable[[], Contents]:
+    """Returns the first and last row of committed measurements."""
+    measured = (RESULTS / path).read_bytes().splitlines()
+    return lambda: {'first': measured[0], 'last': measured[-1]}
+
+
+def profile_csv() -> Contents:
+    values = {'int': '3', 'float': '1.5', 'str': 'a'}
+    kinds = typing.get_type_hints(profile_report.Row)
+    row = ','.join(values[kinds[name].__name__] for name in profile_report.COLUMNS)
+    return {'head': ','.join(profile_report.COLUMNS).encode(), 'row': row.encode()}
+
+
 READERS = {
+    'unet.cu model': Reader(
+        'x.bin', lambda: {'file': weights('.bin')}, alone, read_weights, cases=2
+    ),
+    'snapshot': Reader('2.safetensors', snapshot_parts, alone, read_snapshots),
+    'benchmark rows': Reader(
+        'rows.jsonl', results('step/rows.jsonl'), lines, lambda p: markdown(rows.read(p))
+    ),
+    'kernel rows': Reader(
+        'rows.jsonl', results('kernels/rows.jsonl'), lines, lambda p: kernel_tables(rows.read(p))
+    ),
+    'profile': Reader('x.csv', profile_csv, lines, profile_report.read_csv),
     'zip': Reader('x.zip', lambda: MEMBERS, archive, read_images),
     'deflated zip': Reader('x.zip', lambda: MEMBERS, deflated, read_compared),
     'tar': Reader('x.tar', lambda: {'tar': plain_tar()}, alone, read_images),
