@@ -123,8 +123,9 @@ def _range(rows: list[Row], field: str, unit: float) -> str:
 
 def _together(row: Row) -> str:
     """Returns steps per call and concurrent kernels of a row, where they are not the default."""
-    steps = f', {row["steps_per_call"]} a call' if row.get('steps_per_call', 1) > 1 else ''
-    return steps + (', concurrent kernels' if row.get('concurrent_kernels', False) else '')
+    steps = row.get('steps_per_call') or 1
+    text = f', {steps} a call' if steps > 1 else ''
+    return text + (', concurrent kernels' if row.get('concurrent_kernels') else '')
 
 
 def _cells(row: Row) -> list[str]:

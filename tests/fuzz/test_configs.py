@@ -10,7 +10,7 @@ import jax
 import pytest
 from hypothesis import strategies as st
 from support.bounded import outcome
-from support.fuzzing import fuzz
+from support.fuzzing import STEPS, fuzz
 from support.memory import drop_compiled_programs
 from support.mutations import EDGES
 from support.tiny import tiny_config
@@ -21,7 +21,6 @@ from jaxunet.data.sources import open_source
 from jaxunet.runtime.errors import UserError
 from jaxunet.training.session import Session
 
-STEPS = 'JAXUNET_FUZZ_STEPS'
 FIELDS = [
     (section, field)
     for section, fields in to_dict(Config()).items()
@@ -81,7 +80,7 @@ def test_configs():
 
 
 @pytest.mark.skipif(STEPS not in os.environ, reason=f'{STEPS} steps are compiled: by hand')
-def test_accepted_configs_train(monkeypatch):
+def test_accepted_configs_train():
     def check(values):
         try:
             config = resolve(values)
@@ -99,5 +98,4 @@ def test_accepted_configs_train(monkeypatch):
             drop_compiled_programs()
         return ''
 
-    monkeypatch.setenv('JAXUNET_FUZZ_CASES', os.environ[STEPS])
-    fuzz('trained steps', 1, modest(), check)
+    fuzz('trained steps', int(os.environ[STEPS]), modest(), check)
