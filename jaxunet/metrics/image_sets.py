@@ -11,13 +11,12 @@ from pathlib import Path
 
 import numpy as np
 from jaxtyping import UInt8
-from PIL import Image
 
 from jaxunet.data import cifar10
 from jaxunet.data.containers import Container, Folder, ZipArchive
 from jaxunet.data.image_files import ImageFiles
 from jaxunet.data.images import ENLARGED, GAP, TINY
-from jaxunet.data.pixels import BadImage, Pixels, one_line, size_of, why_not_image
+from jaxunet.data.pixels import BadImage, Pixels, one_line, open_image, size_of, why_not_image
 from jaxunet.data.source import ArraySource, Source
 from jaxunet.data.sources import TAR, open_source
 from jaxunet.data.tar import TarArchive, compression, decompress
@@ -109,7 +108,7 @@ def read_grid(path: Path, size: Size) -> UInt8[np.ndarray, 'images height width 
     """
     height, width = size
     try:
-        with Image.open(path) as image:
+        with open_image(path) as image:
             canvas = np.asarray(image.convert('RGB'))
     except Exception as error:  # Pillow raises nearly everything on damaged files
         raise BadImage(str(path), f'cannot be decoded: {one_line(error)}') from None

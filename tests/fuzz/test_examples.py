@@ -5,9 +5,11 @@ message that says why, in bounded time and memory.
 import re
 
 import pytest
+from PIL import EpsImagePlugin
 from support.bounded import bounded, outcome
 from support.hostile_files import EXPANDING, HOSTILE
 from support.readers import READERS, read_images
+from support.weight_cases import archive
 
 from jaxunet.runtime import archives
 
@@ -49,3 +51,17 @@ def test_links_that_form_a_graph_are_followed_once(tmp_path):
     (tmp_path / '30' / 'a.png').write_bytes(READERS['png'].pack(READERS['png'].parts()))
     with bounded(seconds=2):
         assert len(read_images(tmp_path)) == 1
+
+
+@pytest.mark.parametrize('reader', ['png', 'mask', 'grid', 'zip'])
+def test_an_image_never_starts_a_program(reader, tmp_path, monkeypatch):
+    """A file that Pillow by itself would take for PostScript, and other programs for WebP."""
+    data = b'%!PS\n%%xWEBP\n%!PS-Adobe\n%%BoundingBox: 0 0 8 8\n%%EndComments\n\nshowpage\n'
+
+    def run(*_args, **_options):
+        pytest.fail('Ghostscript was started')
+
+    monkeypatch.setattr(EpsImagePlugin, 'Ghostscript', run)
+    path = tmp_path / READERS[reader].file
+    path.write_bytes(archive({'a.webp': data}) if reader == 'zip' else data)
+    assert outcome(READERS[reader].read, path)
