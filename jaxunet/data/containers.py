@@ -17,15 +17,19 @@ from pathlib import Path, PurePosixPath
 from typing import BinaryIO
 
 import numpy as np
-from absl import logging
 
 from jaxunet.data.pixels import MAGIC_BYTES, BadImage, one_line, printable
 from jaxunet.runtime import archives
-from jaxunet.runtime.errors import UserError, listed
+from jaxunet.runtime.errors import UserError
 
 MAX_FILE_BYTES = 2**30  # most bytes of one image file
+# Links can lead to one folder by endlessly many paths; most paths beyond the first of each.
+MAX_AGAIN = 10_000
 STORED, DEFLATED, BZIP2 = 0, 8, 12  # compression methods of .zip
 _OPENING = threading.Lock()
+
+
+Identity = tuple[int, int]  # device and number of a folder
 
 
 class Container(abc.ABC):
@@ -76,30 +80,35 @@ class Folder(Container):
 
     def __init__(self, path: Path) -> None:
         super().__init__(path)
-        # Links can lead to one folder by endlessly many paths, so each folder is read once.
-        seen = set[tuple[int, int]]()
-        again: list[str] = []
-        todo = ['']
+        seen = set[Identity]()
+        again = 0
+        todo: list[tuple[str, tuple[Identity, ...]]] = [('', ())]  # path, the folders above
         while todo:
-            below = todo.pop()
+            below, above = todo.pop()
             folder = self.path / below
             try:
                 info = folder.stat()
-                if (info.st_dev, info.st_ino) in seen:
-                    again.append(printable(str(folder)))
-                    continue
-                seen.add((info.st_dev, info.st_ino))
+                this = info.st_dev, info.st_ino
+                if this in above:
+                    continue  # a link to a folder above
                 entries = sorted(os.scandir(folder), key=lambda entry: entry.name)
             except OSError as error:
                 raise UserError(
                     f'{folder}: the folder cannot be listed: {error.strerror}; '
                     'check its permissions'
                 ) from None
+            again += this in seen
+            seen.add(this)
+            if again > MAX_AGAIN:
+                raise UserError(
+                    f'{path}: links lead to the same folders by more than {MAX_AGAIN:,} paths, '
+                    f'such as {printable(below)}; remove such links'
+                )
             inside = []
             for entry in entries:
                 name = f'{below}/{entry.name}' if below else entry.name
                 if entry.is_dir():
-                    inside.append(name)
+                    inside.append((name, (*above, this)))
                     continue
                 self.names.append(name)
                 if not entry.is_file():
@@ -107,13 +116,6 @@ class Folder(Container):
                         'broken link' if entry.is_symlink() else 'not a regular file'
                     )
             todo += reversed(inside)
-        if again:
-            logging.warning(
-                '%s: %d links lead to folders that are read already, and are left out: %s',
-                path,
-                len(again),
-                listed(again),
-            )
 
     def describe(self, i: int) -> str:
         """Returns the path of file `i`."""
