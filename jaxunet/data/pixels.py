@@ -54,7 +54,7 @@ MAGIC = (
 
 
 # What Pillow may decode. It has more formats: for EPS it would run Ghostscript.
-FORMATS = ('PNG', 'JPEG', 'GIF', 'BMP', 'PPM', 'WEBP', 'TIFF', 'JPEG2000')
+FORMATS: tuple[str, ...] = ('PNG', 'JPEG', 'GIF', 'BMP', 'PPM', 'WEBP', 'TIFF', 'JPEG2000')
 if importlib.util.find_spec('PIL.AvifImagePlugin') is not None:  # since Pillow 11.3
     FORMATS += ('AVIF',)
 
