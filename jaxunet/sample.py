@@ -19,6 +19,8 @@ Several processes, started as for `jaxunet.train`, share the work.
 from __future__ import annotations
 
 import dataclasses
+import math
+import os
 import sys
 import time
 from collections.abc import Sequence
@@ -50,7 +52,9 @@ from jaxunet.sampling.solvers import SKIP_SCHEDULES
 CHECKPOINT = flags.DEFINE_string(
     'checkpoint', None, 'Workdir, checkpoint, or .bin, .pt or .safetensors file.', required=True
 )
-NUM_SAMPLES = flags.DEFINE_integer('num_samples', 16, 'Number of images.', lower_bound=1)
+NUM_SAMPLES = flags.DEFINE_integer(
+    'num_samples', 16, 'Number of images.', lower_bound=1, upper_bound=10**9
+)
 SAMPLER = flags.DEFINE_enum(
     'sampler',
     None,
@@ -229,6 +233,7 @@ def run() -> None:
     cli.enable_compilation_cache()
     model, config = load()
     count = NUM_SAMPLES.value
+    check_memory(count, config)
     chosen = chosen_classes(config, model.class_names)
     labels = class_labels(config, chosen, count)
     check_guidance(config)
@@ -268,6 +273,18 @@ def load() -> tuple[Model, Config]:
     model = load_model(CHECKPOINT.value, ema=EMA.value, **MODEL.given())
     changes = {'backend': BACKEND.value, 'precision': PRECISION.value}
     return model, model.config.replace(**{k: v for k, v in changes.items() if v is not None})
+
+
+def check_memory(count: int, config: Config) -> None:
+    """Raises `UserError` if the samples exceed this machine's memory, where they are collected."""
+    needed = count * math.prod(config.image_shape)
+    memory = os.sysconf('SC_PHYS_PAGES') * os.sysconf('SC_PAGE_SIZE')
+    if needed > memory:
+        raise UserError(
+            f'--num_samples: {count} images of {"x".join(map(str, config.image_shape))} take '
+            f'{needed / 2**30:,.1f} GiB, more than the {memory / 2**30:,.1f} GiB of memory of this '
+            'machine; draw fewer at a time, with other seeds (--seed) and outputs'
+        )
 
 
 def check_guidance(config: Config) -> None:

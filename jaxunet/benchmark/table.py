@@ -6,6 +6,7 @@ from collections.abc import Iterable
 
 from jaxunet.runtime.errors import UserError
 from jaxunet.runtime.rows import Row
+from jaxunet.runtime.untrusted import NUMBER, check_fields, shown
 
 HEAD = [
     'config',
@@ -22,7 +23,22 @@ HEAD = [
 ]
 # A later row that agrees in these fields replaces an earlier one.
 SAME = ('device', 'config', 'precision', 'batch_size', 'direction', 'backend')
-NEEDED = (*SAME, 'git', 'driver', 'versions', 'matmul_flops', 'copy_bytes_per_s')
+ADVICE = 'remove its line, or measure again'
+NEEDED = {
+    **dict.fromkeys(SAME, str),
+    'batch_size': int,
+    'git': object,
+    'driver': object,
+    'versions': dict,
+    'matmul_flops': NUMBER,
+    'copy_bytes_per_s': NUMBER,
+}
+MEASURED = {
+    'quartiles_ms': list,
+    **dict.fromkeys(('median_ms', 'images_per_second', 'mfu', 'compile_s'), NUMBER),
+}
+OPTIONAL = ('ratio', 'bandwidth_share', 'peak_bytes')  # null where they do not apply
+LATER = {'steps_per_call': int, 'concurrent_kernels': bool}  # missing in older rows, or null
 
 
 def markdown(rows: Iterable[Row]) -> str:
@@ -35,11 +51,7 @@ def markdown(rows: Iterable[Row]) -> str:
     for row in rows:
         if row.get('kind') != 'benchmark':
             continue
-        missing = [name for name in NEEDED if name not in row]
-        if missing:
-            raise UserError(
-                f'a benchmark row has no field "{missing[0]}"; it was not written by this version'
-            )
+        _check(row)
         latest[(*(row[name] for name in SAME), _together(row))] = row
     if not latest:
         raise UserError('no benchmark rows; python -m jaxunet.benchmark writes them')
@@ -52,12 +64,30 @@ def markdown(rows: Iterable[Row]) -> str:
             )
         )
     }
-    shown = sorted(
+    sorted_rows = sorted(
         latest.values(), key=lambda row: order[row['config'], row['precision'], row['batch_size']]
     )
     return '\n\n'.join(
-        _table([row for row in shown if row['device'] == device]) for device in devices
+        _table([row for row in sorted_rows if row['device'] == device]) for device in devices
     )
+
+
+def _check(row: Row) -> None:
+    """Raises UserError if a row lacks a field, or has one of another type."""
+    fields = NEEDED | {name: kind for name, kind in LATER.items() if row.get(name) is not None}
+    if row.get('error') is not None:
+        fields |= {'error': str}
+    else:
+        fields |= MEASURED | {
+            name: NUMBER if row.get(name) is not None else object for name in OPTIONAL
+        }
+    check_fields(row, fields, 'a benchmark row', advice=ADVICE)
+    quartiles = row.get('quartiles_ms', [0, 0])
+    if row.get('error') is None and [type(v) in (int, float) for v in quartiles] != [True, True]:
+        raise UserError(
+            'a benchmark row: quartiles_ms: expected two numbers, '
+            f'found {shown(quartiles)}; {ADVICE}'
+        )
 
 
 def _table(rows: list[Row]) -> str:
@@ -87,14 +117,15 @@ def _caption(rows: list[Row], commits: list[str]) -> str:
 
 def _range(rows: list[Row], field: str, unit: float) -> str:
     """Returns the value of a field; with several runs, its smallest and largest value."""
-    shown = [f'{row[field] / unit:.4g}' for row in sorted(rows, key=lambda row: row[field])]
-    return shown[0] if shown[0] == shown[-1] else f'{shown[0]} to {shown[-1]}'
+    values = [f'{row[field] / unit:.4g}' for row in sorted(rows, key=lambda row: row[field])]
+    return values[0] if values[0] == values[-1] else f'{values[0]} to {values[-1]}'
 
 
 def _together(row: Row) -> str:
     """Returns steps per call and concurrent kernels of a row, where they are not the default."""
-    steps = f', {row["steps_per_call"]} a call' if row.get('steps_per_call', 1) > 1 else ''
-    return steps + (', concurrent kernels' if row.get('concurrent_kernels', False) else '')
+    steps = row.get('steps_per_call') or 1
+    text = f', {steps} a call' if steps > 1 else ''
+    return text + (', concurrent kernels' if row.get('concurrent_kernels') else '')
 
 
 def _cells(row: Row) -> list[str]:

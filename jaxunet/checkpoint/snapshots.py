@@ -25,10 +25,13 @@ from jaxunet.checkpoint.store import checksum
 from jaxunet.config import Config
 from jaxunet.model.unet import Params
 from jaxunet.runtime.errors import UserError
+from jaxunet.runtime.untrusted import check_fields, parse_json, shown
 
 FOLDER = 'snapshots'
 SUFFIX = '.safetensors'
 METADATA = 'snapshot'  # one entry, as the library writes several in any order
+FIELDS = {'updates': int, 'widths': list, 'dtype': str, 'checksum': int}
+ADVICE = 'move it away to go without it'
 
 
 @dataclass(frozen=True)
@@ -63,7 +66,10 @@ class Snapshot:
         if found != self.checksum:
             raise _damaged(self.path, f'checksum: expected {self.checksum:08x}, found {found:08x}')
         count = len(arrays) // len(self.widths)
-        return {width: [arrays[_name(width, i)] for i in range(count)] for width in self.widths}
+        names = {width: [_name(width, i) for i in range(count)] for width in self.widths}
+        if arrays.keys() != {name for those in names.values() for name in those}:
+            raise _damaged(self.path, f'widths {shown(self.widths)} have other arrays')
+        return {width: [arrays[name] for name in those] for width, those in names.items()}
 
 
 def spacing(config: Config, steps_per_call: int) -> int:
@@ -157,7 +163,7 @@ class SnapshotWriter:
 
 
 def _files(workdir: pathlib.Path) -> Iterator[pathlib.Path]:
-    return (path for path in (workdir / FOLDER).glob(f'*{SUFFIX}') if path.stem.isdigit())
+    return (path for path in (workdir / FOLDER).glob(f'*{SUFFIX}') if path.stem.isdecimal())
 
 
 def _name(width: float, index: int) -> str:
@@ -167,20 +173,25 @@ def _name(width: float, index: int) -> str:
 def _header(path: pathlib.Path) -> Snapshot:
     try:
         with safetensors.safe_open(path, framework='numpy') as file:
-            metadata = json.loads((file.metadata() or {})[METADATA])
-        if metadata['dtype'] not in ROUNDING:
-            raise ValueError(f'dtype {metadata["dtype"]}')
-        return Snapshot(
-            path,
-            int(path.stem),
-            int(metadata['updates']),
-            tuple(map(float, metadata['widths'])),
-            metadata['dtype'],
-            int(metadata['checksum']),
-        )
-    except (OSError, ValueError, TypeError, KeyError, safetensors.SafetensorError) as error:
+            text = (file.metadata() or {}).get(METADATA, '')
+    except (OSError, ValueError, safetensors.SafetensorError) as error:
         raise _damaged(path, f'{type(error).__name__}: {error}') from None
+    metadata = parse_json(text, f'{path}: {METADATA}', advice=ADVICE)
+    check_fields(metadata, FIELDS, f'{path}: {METADATA}', advice=ADVICE)
+    widths, dtype = metadata['widths'], metadata['dtype']
+    if dtype not in ROUNDING:
+        raise _damaged(path, f'dtype {shown(dtype)}')
+    if not widths or not all(type(width) in (int, float) for width in widths):
+        raise _damaged(path, f'widths {shown(widths)}')
+    return Snapshot(
+        path,
+        int(path.stem),
+        metadata['updates'],
+        tuple(map(float, widths)),
+        dtype,
+        metadata['checksum'],
+    )
 
 
 def _damaged(path: pathlib.Path, reason: str) -> UserError:
-    return UserError(f'{path}: damaged snapshot ({reason}); move it away to go without it')
+    return UserError(f'{path}: damaged snapshot ({reason}); {ADVICE}')

@@ -21,6 +21,7 @@ from jaxunet.data.sources import open_images
 from jaxunet.model.unet import Params
 from jaxunet.runtime import rows
 from jaxunet.runtime.errors import UserError
+from jaxunet.runtime.untrusted import NUMBER, check_fields
 from jaxunet.training.clock import Milestones
 from jaxunet.training.loop import train
 
@@ -112,7 +113,7 @@ class Queue:
 
     def _lacking(self, job: Job) -> tuple[float, ...]:
         """Returns the times of a job that lack a row of any of its samplers."""
-        found = [row for path in self._done if path.exists() for row in rows.read(path)]
+        found = [row for path in self._done if path.exists() for row in rows.read(path, _check_row)]
         names = ('data', 'case', 'seed', 'seconds', 'sampler')
         measured = {tuple(row[name] for name in names) for row in found}
         return tuple(
@@ -219,6 +220,11 @@ def summary(row: rows.Row) -> str:
         f'{row["data"]} {row["case"]} seed {row["seed"]}, {row["seconds"]:g} s, {row["sampler"]}: '
         f'{values or "nothing to compare"}'
     )
+
+
+def _check_row(row: rows.Row, source: str) -> None:
+    fields = {'data': str, 'case': str, 'seed': int, 'seconds': NUMBER, 'sampler': str}
+    check_fields(row, fields, source, advice='remove the line')
 
 
 def _decoded(source: Source) -> ArraySource:

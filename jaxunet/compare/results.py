@@ -11,9 +11,10 @@ import numpy as np
 from jaxtyping import Float
 
 from jaxunet.compare.runner import COSTS, Spec
-from jaxunet.compare.worker import finished
+from jaxunet.compare.worker import ROW_FIELDS, finished
 from jaxunet.runtime import rows
 from jaxunet.runtime.errors import UserError
+from jaxunet.runtime.untrusted import check_fields
 
 Values = Float[np.ndarray, ' milestones']
 
@@ -46,7 +47,7 @@ def collect(spec: Spec, directory: pathlib.Path) -> list[rows.Row]:
     found: dict[tuple[str, int, int, str], rows.Row] = {}
     for method, seeds in spec.seeds.items():
         for seed in range(seeds):
-            for row in finished(directory / 'runs' / f'{method}_seed{seed}'):
+            for row in finished(directory / 'runs' / f'{method}_seed{seed}', ROW_FIELDS):
                 found[method, seed, row['milestone'], row['name']] = row
     for field in ('features', 'reference', 'num_samples', 'sampler', 'evaluations'):
         if len(ways := {str(row[field]): row for row in found.values()}) > 1:
@@ -119,6 +120,17 @@ def time_to(target: float, seconds: Values, values: Values, *, higher: bool) -> 
 
 
 def step_costs(directory: pathlib.Path) -> rows.Row:
-    """Returns the latest row of step costs (`jaxunet.compare.step_cost`); {} without any."""
+    """Returns the latest row of step costs (`jaxunet.compare.step_cost`); {} without any.
+
+    Raises:
+      UserError: the file cannot be read, or a line is not such a row.
+    """
     path = directory / COSTS
-    return rows.read(path)[-1] if path.exists() else {}
+    if not path.exists():
+        return {}
+    fields = {'costs': dict, 'rounds': int, 'steps': int, 'batch': int, 'device': str}
+
+    def check(row: rows.Row, source: str) -> None:
+        check_fields(row, fields, source, advice='remove the line')
+
+    return (rows.read(path, check) or [{}])[-1]

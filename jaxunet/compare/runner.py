@@ -15,15 +15,27 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from jaxunet.compare.methods import Method
-from jaxunet.compare.worker import TASK, Task, finished, missing, read_task, save_task
+from jaxunet.compare.worker import ROW_FIELDS, TASK, Task, finished, missing, read_task, save_task
 from jaxunet.config import Config, identity, to_dict
 from jaxunet.runtime import rows
 from jaxunet.runtime import subprocesses as processes
-from jaxunet.runtime.errors import UserError
+from jaxunet.runtime.errors import UserError, listed
+from jaxunet.runtime.untrusted import NUMBER, check_fields, read_json, shown
 
 WORKER, STEP_COST = 'jaxunet.compare.worker', 'jaxunet.compare.step_cost'
 SPEC, COSTS, FAILURES = 'compare.json', 'step_cost.jsonl', 'failures.json'
 FOREVER = 10**9  # steps
+LARGEST = 10**9  # seconds, seeds and milestones in a compare.json
+SPEC_FIELDS = {
+    'command': str,
+    'config': {
+        'precision': str,
+        'data': {'batch_size': int, 'path': str},
+        'ema': {'rates': list},
+        'evaluation': {'samples': int, 'metrics': list},
+    },
+    'methods': dict,
+}
 Say = Callable[[str], None]
 
 
@@ -105,7 +117,7 @@ def check_features(todo: Sequence[Task], directory: pathlib.Path, features: str)
     """
     for task in todo:
         folder = directory / 'runs' / task.folder
-        for row in finished(folder):
+        for row in finished(folder, {'features': str}):
             if row['features'] != features:
                 raise UserError(
                     f'{folder}: was measured with features {row["features"]}, while '
@@ -184,7 +196,9 @@ def _identity(task: Task) -> Any:
 
 def summary(task: Task, folder: pathlib.Path) -> str:
     """Returns the results of a run's last milestone in one line."""
-    last = [row for row in finished(folder) if row['milestone'] == len(task.seconds) - 1]
+    last = [
+        row for row in finished(folder, ROW_FIELDS) if row['milestone'] == len(task.seconds) - 1
+    ]
     return f'step {last[-1]["step"]}, ' + ', '.join(
         f'{row["metric"]} {row["value"]:.5g}' for row in last
     )
@@ -242,7 +256,11 @@ def save_failures(failures: dict[str, str], directory: pathlib.Path) -> None:
 def load_failures(directory: pathlib.Path) -> dict[str, str]:
     """Returns the failures of the last command that ran, by folder of the run."""
     path = directory / FAILURES
-    return json.loads(path.read_text(encoding='utf-8')) if path.exists() else {}
+    if not path.exists():
+        return {}
+    found = read_json(path, advice='remove it')
+    check_fields(found, dict.fromkeys(found, str), str(path), advice='remove it')
+    return found
 
 
 def load(directory: pathlib.Path) -> Spec:
@@ -251,14 +269,26 @@ def load(directory: pathlib.Path) -> Spec:
     Raises:
       UserError: the folder holds none.
     """
-    try:
-        values = json.loads((directory / SPEC).read_text(encoding='utf-8'))
-        for field in ('seconds', 'evaluations'):  # older files have one number for all methods
-            if not isinstance(values[field], dict):
-                values[field] = dict.fromkeys(values['methods'], values[field])
-        return Spec(**values)
-    except (OSError, ValueError, TypeError, KeyError) as error:
+    path, advice = directory / SPEC, '--output names the folder of a comparison'
+    values = read_json(path, advice=advice)
+    check_fields(values, SPEC_FIELDS, str(path), advice=advice)
+    methods = values['methods']
+    check_fields(methods, dict.fromkeys(methods, dict), f'{path}: methods', advice=advice)
+    for field, kind in (('seconds', NUMBER), ('seeds', int), ('evaluations', int)):
+        if field not in values:
+            raise UserError(f'{path}: expected a field {field}, found none; {advice}')
+        if not isinstance(values[field], dict):  # older files have one number for all methods
+            values[field] = dict.fromkeys(methods, values[field])
+        check_fields(values[field], dict.fromkeys(methods, kind), f'{path}: {field}', advice=advice)
+        if not all(0 < values[field][method] <= LARGEST for method in methods):
+            raise UserError(f'{path}: {field}: expected 1 to {LARGEST} for each method; {advice}')
+    config = values['config']
+    if not (methods and config['ema']['rates']) or not all(
+        isinstance(name, str) for name in config['evaluation']['metrics'] or [None]
+    ):
         raise UserError(
-            f'{directory / SPEC}: cannot be read: {error}; --output names the folder of a '
-            'comparison'
-        ) from None
+            f'{path}: expected methods, evaluation.metrics and ema.rates, found one empty; {advice}'
+        )
+    if unknown := values.keys() - Spec.__dataclass_fields__.keys():
+        raise UserError(f'{path}: {listed(sorted(map(shown, unknown)))}: unknown field; {advice}')
+    return Spec(**values)

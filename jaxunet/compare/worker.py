@@ -17,7 +17,7 @@ import pathlib
 import shutil
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,14 +27,37 @@ import numpy as np
 from jaxunet.checkpoint.store import state_template
 from jaxunet.config import Config, cli, resolve
 from jaxunet.data.sources import Source, open_images
+from jaxunet.metrics.arrays import read_arrays
 from jaxunet.model.unet import Params
 from jaxunet.runtime import rows
 from jaxunet.runtime.errors import USER_ERROR, UserError
+from jaxunet.runtime.untrusted import NUMBER, check_fields, read_json
 from jaxunet.training.clock import Milestones
 from jaxunet.training.evaluation import Evaluator
 from jaxunet.training.loop import train
 
 TASK, ROWS, SNAPSHOTS = 'task.json', 'rows.jsonl', 'snapshots'
+TASK_FIELDS = {'method': str, 'seed': int, 'config': dict, 'seconds': list}
+MILESTONE_FIELDS = {'milestone': int, 'name': str}
+ROW_FIELDS = {  # what a report needs
+    **MILESTONE_FIELDS,
+    'method': str,
+    'seed': int,
+    'metric': str,
+    'value': NUMBER,
+    'step': int,
+    'training_seconds': NUMBER,
+    'features': object,
+    'resize': object,
+    'reference': object,
+    'num_samples': object,
+    'sampler': object,
+    'evaluations': object,
+    'device': str,
+    'driver': object,  # null without a GPU
+    'versions': {'jax': str},
+    'git': object,  # null outside a checkout
+}
 
 
 @dataclass(frozen=True)
@@ -65,13 +88,37 @@ class Task:
 
 
 def read_task(folder: pathlib.Path) -> Task:
-    """Reads the task of a run's folder."""
-    return Task(**json.loads((folder / TASK).read_text(encoding='utf-8')))
+    """Reads the task of a run's folder.
+
+    Raises:
+      UserError: the file is damaged.
+    """
+    path, advice = folder / TASK, f'remove {folder}, and the run starts again'
+    values = read_json(path, advice=advice)
+    check_fields(values, TASK_FIELDS, str(path), advice=advice)
+    if len(values) > len(TASK_FIELDS) or any(
+        type(s) not in (int, float) for s in values['seconds']
+    ):
+        raise UserError(f'{path}: expected {", ".join(TASK_FIELDS)} alone; {advice}')
+    return Task(**values)
 
 
-def finished(folder: pathlib.Path) -> list[rows.Row]:
-    """Returns the rows of a run so far."""
-    return rows.read(folder / ROWS) if (folder / ROWS).exists() else []
+def finished(
+    folder: pathlib.Path, fields: Mapping[str, object] = MILESTONE_FIELDS
+) -> list[rows.Row]:
+    """Returns the rows of a run so far.
+
+    Args:
+      fields: those that the caller needs; see `check_fields`.
+
+    Raises:
+      UserError: a line that lacks one of them.
+    """
+
+    def check(row: rows.Row, source: str) -> None:
+        check_fields(row, fields, source, advice='remove the line')
+
+    return rows.read(folder / ROWS, check) if (folder / ROWS).exists() else []
 
 
 def missing(task: Task, folder: pathlib.Path) -> list[int]:
@@ -176,9 +223,14 @@ def load_snapshot(path: pathlib.Path, template: Params) -> tuple[Params, int, fl
       UserError: the shapes are those of another model.
     """
     leaves, tree = jax.tree.flatten(template)
-    with np.load(path) as arrays:
-        found = [arrays[f'{i}'] for i in range(len(leaves))]
-        step, seconds = int(arrays['step']), float(arrays['seconds'])
+    arrays = read_arrays(path)
+    wanted = [*(f'{i}' for i in range(len(leaves))), 'step', 'seconds']
+    if missing := [name for name in wanted if name not in arrays]:
+        raise UserError(f'{path}: expected an array {missing[0]}, found none; remove the file')
+    *found, step_array, seconds_array = (arrays[name] for name in wanted)
+    if step_array.shape or seconds_array.shape or step_array.dtype.kind not in 'iu':
+        raise UserError(f'{path}: step: expected one whole number; remove the file')
+    step, seconds = int(step_array), float(seconds_array)
     if [x.shape for x in found] != [x.shape for x in leaves]:
         raise UserError(f'{path}: holds the weights of another model; remove {path.parent.parent}')
     return jax.tree.unflatten(tree, found), step, seconds

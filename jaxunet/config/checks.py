@@ -15,6 +15,7 @@ from jaxunet.config.relations import check_relations
 from jaxunet.config.schema import OPS, PRECISIONS, RENAMED, Config, Fields, to_dict
 from jaxunet.runtime.errors import UserError, near_misses
 from jaxunet.runtime.plugins import backend_names, load_backend
+from jaxunet.runtime.untrusted import shown
 
 T = TypeVar('T')
 
@@ -126,6 +127,7 @@ UNIT = (  # [0, 1]
     'data.augment_probability',
     'data.crop_least',
 )
+FLOAT32 = (2 - 2**-23) * 2.0**127  # the largest number
 
 
 def split_backend(text: str, field: str = 'backend') -> tuple[str, dict[str, str]]:
@@ -250,6 +252,9 @@ def _coerce(
         return tuple(
             _coerce(v, hint.__args__[0], f'{path}[{i}]', problems) for i, v in enumerate(value)
         )
+    if hint is float and isinstance(value, int | float) and not abs(value) <= FLOAT32:
+        problems.append(f'{path}: expected a finite number of float32, found {shown(value)}')
+        return value
     if hint is float and type(value) is int:
         # Not converted: multipliers such as channel_mult=(1, 2) print and compare as written.
         return value

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import contextlib
 import difflib
 import gc
 import itertools
@@ -22,6 +23,7 @@ from ml_collections.config_flags.tuple_parser import TupleParser
 
 from jaxunet.config import default_config, schema
 from jaxunet.config.schema import RENAMED, Fields
+from jaxunet.runtime import ownership
 from jaxunet.runtime.download import cache_dir
 from jaxunet.runtime.errors import USER_ERROR, UserError, near_misses
 
@@ -82,12 +84,12 @@ def _parse(argv: Sequence[str]) -> list[str]:
         raise UserError(_config_error(error)) from None
 
 
-def _config_error(error: Exception) -> str:
+def _config_error(error: BaseException) -> str:
     """Returns the message for an exception that a config file raised, with file and line."""
     frames = [
         f
         for f in traceback.extract_tb(error.__traceback__)
-        if f.name == 'get_config' and f.filename != schema.__file__
+        if f.name in ('get_config', '<module>') and f.filename != schema.__file__
     ]
     where = f' ({frames[-1].filename}, line {frames[-1].lineno})' if frames else ''
     renamed = [
@@ -96,7 +98,10 @@ def _config_error(error: Exception) -> str:
         if isinstance(error, AttributeError)
         and f'"{old.rsplit(".", maxsplit=1)[-1]}"' in str(error)
     ]
-    return f'--config: {type(error).__name__}: {error}{"".join(renamed)}{where}'
+    # ml_collections lists all fields of the section before its advice, which is enough.
+    text = re.sub(r'Other fields present: .*(\n|\\n)', '', str(error))
+    text = re.sub(r'\s*\n\s*', ' ', text)
+    return f'--config: {type(error).__name__}: {text}{"".join(renamed)}{where}'
 
 
 def _check_overrides(argv: Sequence[str]) -> None:
@@ -187,10 +192,18 @@ class _ConfigFile(flags.ArgumentParser):
         """Returns the config that the file's get_config() returns.
 
         Raises:
-          UserError: no such file, not a Python file, or get_config() returns something else.
+          UserError: no such file, not a Python file, one that raises an error, or get_config()
+            returns something else.
         """
         _check_file(named)
-        found = self.reader.parse(named)
+        try:
+            found = self.reader.parse(named)
+        except UserError:
+            raise
+        except Exception as error:
+            again = isinstance(error, TypeError | ValueError)
+            # ml_collections raises these again with a whole traceback as their message.
+            raise UserError(_config_error((again and error.__context__) or error)) from None
         if not isinstance(found, ConfigDict | dict):
             # Where the file could not be read, ml_collections returns an object that raises the
             # reason on any access.
@@ -282,9 +295,15 @@ def enable_compilation_cache() -> None:
     """Keeps compiled programs between runs, in JAX_COMPILATION_CACHE_DIR or under `cache_dir()`.
 
     Programs that compile faster than JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS (default 0.5 s) are
-    not kept.
+    not kept. Warns and keeps none if others can write to the folder (`jaxunet.runtime.ownership`).
     """
     folder = os.environ.get('JAX_COMPILATION_CACHE_DIR') or str(cache_dir() / 'xla')
+    if '://' not in folder:
+        with contextlib.suppress(OSError):  # JAX warns of a folder that cannot be written
+            pathlib.Path(folder).mkdir(mode=0o700, parents=True, exist_ok=True)
+        if not ownership.usable(folder):
+            jax.config.update('jax_enable_compilation_cache', False)
+            return
     jax.config.update('jax_compilation_cache_dir', folder)
     if 'JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS' not in os.environ:
         jax.config.update('jax_persistent_cache_min_compile_time_secs', 0.5)

@@ -1,14 +1,12 @@
 """Reads CIFAR-10's official archive, python version.
 
 Source: Krizhevsky 2009, "Learning Multiple Layers of Features from Tiny Images". The archive's
-batches are pickles. Reading them executes no code of theirs: the unpickler knows only the three
-stand-ins below, which store their arguments.
+batches are pickles. Reading them executes no code of theirs (`jaxunet.runtime.pickles`): the only
+names that they may use are the three below, and only for stand-ins that store their arguments.
 """
 
 from __future__ import annotations
 
-import io
-import pickle
 import re
 from pathlib import Path
 
@@ -18,7 +16,9 @@ from jaxunet.data.pixels import Shape, one_line
 from jaxunet.data.source import ArraySource, Source
 from jaxunet.data.tar import TarReader
 from jaxunet.runtime.download import cached
-from jaxunet.runtime.errors import UserError
+from jaxunet.runtime.errors import UserError, listed
+from jaxunet.runtime.pickles import Global, PickleReader, Refused
+from jaxunet.runtime.untrusted import shown
 
 URL = 'https://www.cs.toronto.edu/~kriz/cifar-10-python.tar.gz'
 MD5 = 'c58f30108f718f92721af3b95e74349a'
@@ -105,19 +105,19 @@ def read_batch(data: bytes, name: str) -> tuple[np.ndarray, np.ndarray]:
       UserError: another object than the official dict, or arrays of other shapes.
     """
     try:
-        content = _Reader(io.BytesIO(data), encoding='bytes').load()
-    except UserError as error:
-        raise UserError(f'{name}: {error}') from None
-    except Exception as error:  # a damaged pickle raises nearly everything
+        content = _Reader().load(data)
+    except Refused as error:
         raise UserError(
-            f'{name}: not a batch of CIFAR-10: {one_line(error)}; copy or download it again'
+            f'{name}: byte {error.byte}: not a batch of CIFAR-10: {one_line(error)}; '
+            'copy or download it again'
         ) from None
     if not isinstance(content, dict):
         raise UserError(f'{name}: expected a dict, found {type(content).__name__}')
     missing = [key for key in (b'data', b'labels') if key not in content]
     if missing:
         raise UserError(
-            f'{name}: no entry "{missing[0].decode()}", found {one_line(sorted(map(str, content)))}'
+            f'{name}: no entry "{missing[0].decode()}", '
+            f'found {listed([shown(key) for key in content])}'
         )
     labels = content[b'labels']
     if not isinstance(labels, list) or not all(
@@ -138,10 +138,15 @@ def _pixels(array: object, n: int, name: str) -> np.ndarray:
     if not isinstance(state, tuple) or len(state) != 5 or not isinstance(state[2], _Dtype):
         raise UserError(f'{name}: expected a numpy array, found {type(array).__name__}')
     _, shape, dtype, fortran, raw = state
-    if shape != (n, PIXELS) or dtype.name not in (b'u1', 'u1'):
+    if (
+        not isinstance(shape, tuple)
+        or [type(side) for side in shape] != [int, int]
+        or shape != (n, PIXELS)
+        or dtype.name not in (b'u1', 'u1')
+    ):
         raise UserError(
             f'{name}: expected u1 of shape ({n}, {PIXELS}), '
-            f'found {one_line(dtype.name)} of shape {one_line(shape)}'
+            f'found {shown(dtype.name)} of shape {shown(shape)}'
         )
     if not isinstance(raw, bytes) or len(raw) != n * PIXELS:
         found = len(raw) if isinstance(raw, bytes) else type(raw).__name__
@@ -154,46 +159,48 @@ class _Array:
 
     state: object = None
 
-    def __setstate__(self, state: object) -> None:
-        self.state = state
-
 
 class _Dtype:
     """Stands in for numpy.dtype while unpickling; its state is a byte order, which bytes lack."""
 
-    def __init__(self, name: object, *_: object) -> None:
+    def __init__(self, name: object) -> None:
         self.name = name
 
-    def __setstate__(self, state: object) -> None:
-        pass
 
+class _Reader(PickleReader):
+    """Knows the three names in these files, in numpy's old and new modules."""
 
-def _reconstruct(*_: object) -> _Array:
-    return _Array()
-
-
-class _Reader(pickle.Unpickler):
-    """Unpickler that knows only the three names in these files, in numpy's old and new modules."""
-
+    RECONSTRUCT, ARRAY, DTYPE = Global('_reconstruct'), Global('ndarray'), Global('dtype')
     KNOWN = {  # a constant  # noqa: RUF012
-        ('numpy.core.multiarray', '_reconstruct'): _reconstruct,
-        ('numpy._core.multiarray', '_reconstruct'): _reconstruct,
-        ('numpy', 'ndarray'): _Array,
-        ('numpy', 'dtype'): _Dtype,
+        ('numpy.core.multiarray', '_reconstruct'): RECONSTRUCT,
+        ('numpy._core.multiarray', '_reconstruct'): RECONSTRUCT,
+        ('numpy', 'ndarray'): ARRAY,
+        ('numpy', 'dtype'): DTYPE,
     }
 
-    def find_class(self, module: str, name: str) -> object:
-        """Returns the stand-in for a known name. Raises UserError for any other."""
+    def __init__(self) -> None:
+        super().__init__('a batch of CIFAR-10', 'the file is not safe and was not run')
+
+    def find(self, module: str, name: str) -> object:
+        """Returns the stand-in for a known name. Raises Refused for any other."""
         if (module, name) not in self.KNOWN:
-            raise UserError(
-                f'asks for {module}.{name}, which no batch of CIFAR-10 does; '
-                'the file is not safe and was not run'
-            )
+            raise self.unknown_global(module, name)
         return self.KNOWN[module, name]
 
-    def persistent_load(self, pid: object) -> object:
-        """Raises UserError: no batch refers to other files."""
-        raise UserError('refers to objects outside the file, which no batch of CIFAR-10 does')
+    def call(self, function: object, arguments: tuple[object, ...]) -> object:
+        """Returns an empty array, or a type by its name."""
+        if function is self.RECONSTRUCT:
+            return _Array()
+        if function is self.DTYPE and arguments:
+            return _Dtype(arguments[0])
+        return super().call(function, arguments)
+
+    def build(self, target: object, state: object) -> None:
+        """Stores the state of an array."""
+        if isinstance(target, _Array):
+            target.state = state
+        elif not isinstance(target, _Dtype):
+            super().build(target, state)
 
 
 def download() -> Path:

@@ -12,7 +12,6 @@ import stat
 import struct
 import threading
 import weakref
-import zipfile
 import zlib
 from pathlib import Path, PurePosixPath
 from typing import BinaryIO
@@ -20,11 +19,17 @@ from typing import BinaryIO
 import numpy as np
 
 from jaxunet.data.pixels import MAGIC_BYTES, BadImage, one_line, printable
+from jaxunet.runtime import archives
 from jaxunet.runtime.errors import UserError
 
 MAX_FILE_BYTES = 2**30  # most bytes of one image file
+# Links can lead to one folder by endlessly many paths; most paths beyond the first of each.
+MAX_AGAIN = 10_000
 STORED, DEFLATED, BZIP2 = 0, 8, 12  # compression methods of .zip
 _OPENING = threading.Lock()
+
+
+Identity = tuple[int, int]  # device and number of a folder
 
 
 class Container(abc.ABC):
@@ -75,29 +80,42 @@ class Folder(Container):
 
     def __init__(self, path: Path) -> None:
         super().__init__(path)
-        self._walk('', ())
-
-    def _walk(self, below: str, above: tuple[tuple[int, int], ...]) -> None:
-        folder = self.path / below
-        try:
-            info = folder.stat()
-            if (info.st_dev, info.st_ino) in above:
-                return  # a link to a folder above
-            entries = sorted(os.scandir(folder), key=lambda entry: entry.name)
-        except OSError as error:
-            raise UserError(
-                f'{folder}: the folder cannot be listed: {error.strerror}; check its permissions'
-            ) from None
-        for entry in entries:
-            name = f'{below}/{entry.name}' if below else entry.name
-            if entry.is_dir():
-                self._walk(name, (*above, (info.st_dev, info.st_ino)))
-            else:
+        seen = set[Identity]()
+        again = 0
+        todo: list[tuple[str, tuple[Identity, ...]]] = [('', ())]  # path, the folders above
+        while todo:
+            below, above = todo.pop()
+            folder = self.path / below
+            try:
+                info = folder.stat()
+                this = info.st_dev, info.st_ino
+                if this in above:
+                    continue  # a link to a folder above
+                entries = sorted(os.scandir(folder), key=lambda entry: entry.name)
+            except OSError as error:
+                raise UserError(
+                    f'{folder}: the folder cannot be listed: {error.strerror}; '
+                    'check its permissions'
+                ) from None
+            again += this in seen
+            seen.add(this)
+            if again > MAX_AGAIN:
+                raise UserError(
+                    f'{path}: links lead to the same folders by more than {MAX_AGAIN:,} paths, '
+                    f'such as {printable(below)}; remove such links'
+                )
+            inside = []
+            for entry in entries:
+                name = f'{below}/{entry.name}' if below else entry.name
+                if entry.is_dir():
+                    inside.append((name, (*above, this)))
+                    continue
                 self.names.append(name)
                 if not entry.is_file():
                     self.unreadable[name] = (
                         'broken link' if entry.is_symlink() else 'not a regular file'
                     )
+            todo += reversed(inside)
 
     def describe(self, i: int) -> str:
         """Returns the path of file `i`."""
@@ -179,25 +197,23 @@ class ZipArchive(Archive):
 
     def __init__(self, path: Path) -> None:
         super().__init__(path)
+
+        def damaged(error: object) -> UserError:
+            return UserError(
+                f'{path}: not a readable zip archive: {one_line(error)}; '
+                'it may be truncated, copy or download it again'
+            )
+
+        with archives.open_zip(path, damaged) as archive:
+            members = [m for m in archive.infolist() if not m.is_dir()]
+        archives.check_expanded(members, str(path), path.stat().st_size)
         try:
-            with zipfile.ZipFile(path) as archive:
-                members = [m for m in archive.infolist() if not m.is_dir()]
             self._headers = np.array([m.header_offset for m in members], np.int64)
             self._sizes = np.array(
                 [(m.compress_size, m.file_size, m.CRC) for m in members], np.int64
             ).reshape(-1, 3)
-        except (
-            zipfile.BadZipFile,
-            EOFError,
-            ValueError,
-            OverflowError,
-            struct.error,
-            NotImplementedError,
-        ) as error:
-            raise UserError(
-                f'{path}: not a readable zip archive: {one_line(error)}; '
-                'it may be truncated, copy or download it again'
-            ) from None
+        except OverflowError as error:
+            raise damaged(error) from None
         self.names = [m.filename for m in members]
         self._methods = np.array([m.compress_type for m in members], np.int32)
         for member in members:

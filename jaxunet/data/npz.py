@@ -10,33 +10,23 @@ from __future__ import annotations
 import math
 import struct
 import zipfile
-import zlib
 from pathlib import Path
-from typing import IO, Literal
+from typing import Literal
 
 import numpy as np
 from jaxtyping import Int
 
 from jaxunet.data.pixels import Batch, Crops, Shape, check_fit, fit, one_line
 from jaxunet.data.source import MAX_MEMORY, MappedArray, Source, no_labels
-from jaxunet.runtime.errors import UserError, near_misses
+from jaxunet.runtime import archives
+from jaxunet.runtime.errors import UserError, listed, near_misses
+from jaxunet.runtime.untrusted import plain
 
 NAMES = {
     'images': ('images', 'arr_0'),
     'labels': ('labels', 'arr_1'),
     'class_names': ('class_names',),
 }
-DAMAGED = (
-    zipfile.BadZipFile,
-    EOFError,
-    OSError,
-    ValueError,
-    ArithmeticError,
-    KeyError,
-    RuntimeError,
-    zlib.error,
-    struct.error,
-)
 
 
 class NpzSource(Source):
@@ -51,16 +41,20 @@ class NpzSource(Source):
 
     def __init__(self, path: Path, image_shape: Shape) -> None:
         self.name, self.image_shape = str(path), image_shape
+
+        def damaged(error: object) -> UserError:
+            return UserError(
+                f'{path}: not a readable .npz file: {one_line(error)}; '
+                'it may be truncated, copy or write it again'
+            )
+
         try:
-            with zipfile.ZipFile(path) as archive:
+            with archives.open_zip(path, damaged) as archive:
                 self._images = _open_images(path, archive)
                 labels = _read_small(path, archive, 'labels')
                 names = _read_small(path, archive, 'class_names')
-        except DAMAGED as error:
-            raise UserError(
-                f'{path}: not a readable .npz file: {one_line(error)}; '
-                'it may be truncated, copy or write it again'
-            ) from None
+        except (*archives.ERRORS, OSError) as error:
+            raise damaged(error) from None
         self.in_memory = not isinstance(self._images, MappedArray)
         shape = self._images.shape
         self._grey = len(shape) == 3
@@ -80,46 +74,45 @@ class NpzSource(Source):
 def _open_images(path: Path, archive: zipfile.ZipFile) -> np.ndarray | MappedArray:
     key = _find(path, archive, 'images')
     if key is None:
-        found = [name.removesuffix('.npy') for name in archive.namelist()]
+        found = [plain(name.removesuffix('.npy')) for name in archive.namelist()]
         hint = near_misses('images', found)
         raise UserError(
-            f'{path}: no array "images" (or "arr_0"), found {", ".join(found) or "none"}{hint}; '
+            f'{path}: no array "images" (or "arr_0"), found {listed(found) or "none"}{hint}; '
             'save them as images=...'
         )
     member = archive.getinfo(key)
-    with archive.open(member) as file:
-        shape, fortran, dtype, header = _read_header(path, key, file)
-        if dtype != np.uint8:
-            raise UserError(
-                f'{path}: {key[:-4]}: expected dtype uint8 (0 to 255), found {dtype}; '
-                'convert it before saving'
-            )
-        if len(shape) not in (3, 4):
-            raise UserError(
-                f'{path}: {key[:-4]}: expected shape (n, height, width, channels) '
-                f'or (n, height, width), found {shape}'
-            )
-        if math.prod(shape) == 0:
-            raise UserError(
-                f'{path}: {key[:-4]}: expected at least one image and one pixel, '
-                f'found shape {shape}'
-            )
-        if member.file_size != header + math.prod(shape):
-            raise UserError(
-                f'{path}: {key[:-4]}: shape {shape} takes {math.prod(shape)} bytes, '
-                f'found {member.file_size - header}; the file is damaged'
-            )
-        if member.compress_type == zipfile.ZIP_STORED:
-            order: Literal['C', 'F'] = 'F' if fortran else 'C'
-            return MappedArray(path, 'u1', shape, _data_offset(path, member) + header, order)
-        if member.file_size > MAX_MEMORY:
-            raise UserError(
-                f'{path}: {key[:-4]}: {member.file_size} bytes decompressed, more than the '
-                f'{MAX_MEMORY / 2**30:g} GiB accepted for a compressed array; '
-                'save it by np.savez, uncompressed, which is read from disk'
-            )
-        data = file.read()
-    return np.frombuffer(data, np.uint8).reshape(shape, order='F' if fortran else 'C')
+    header = archives.npy_header(archive, member)
+    shape, dtype = header.shape, header.dtype
+    if dtype != np.uint8:
+        raise UserError(
+            f'{path}: {key[:-4]}: expected dtype uint8 (0 to 255), found {dtype}; '
+            'convert it before saving'
+        )
+    if len(shape) not in (3, 4):
+        raise UserError(
+            f'{path}: {key[:-4]}: expected shape (n, height, width, channels) '
+            f'or (n, height, width), found {shape}'
+        )
+    if math.prod(shape) == 0:
+        raise UserError(
+            f'{path}: {key[:-4]}: expected at least one image and one pixel, found shape {shape}'
+        )
+    if member.file_size != header.bytes:
+        raise UserError(
+            f'{path}: {key[:-4]}: shape {shape} takes {math.prod(shape)} bytes, '
+            f'found {member.file_size - header.size}; the file is damaged'
+        )
+    if member.compress_type == zipfile.ZIP_STORED:
+        order: Literal['C', 'F'] = 'F' if header.fortran else 'C'
+        return MappedArray(path, 'u1', shape, _data_offset(path, member) + header.size, order)
+    if member.file_size > MAX_MEMORY:
+        raise UserError(
+            f'{path}: {key[:-4]}: {member.file_size} bytes decompressed, more than the '
+            f'{MAX_MEMORY / 2**30:g} GiB accepted for a compressed array; '
+            'save it by np.savez, uncompressed, which is read from disk'
+        )
+    archives.check_expanded([member], str(path), path.stat().st_size)
+    return archives.read_npy(archive, member)
 
 
 def _find(path: Path, archive: zipfile.ZipFile, what: str) -> str | None:
@@ -129,25 +122,6 @@ def _find(path: Path, archive: zipfile.ZipFile, what: str) -> str | None:
             f'{path}: expected one of {" and ".join(NAMES[what])}, found both; keep one'
         )
     return present[0] if present else None
-
-
-def _read_header(
-    path: Path, key: str, file: IO[bytes]
-) -> tuple[tuple[int, ...], bool, np.dtype, int]:
-    """Returns shape, Fortran order, dtype and header size in bytes of a .npy in the archive."""
-    version = np.lib.format.read_magic(file)
-    if version not in ((1, 0), (2, 0), (3, 0)):
-        raise UserError(f'{path}: {key[:-4]}: expected .npy format 1 to 3, found {version}')
-    if version == (1, 0):
-        shape, fortran, dtype = np.lib.format.read_array_header_1_0(file)
-    else:
-        shape, fortran, dtype = np.lib.format.read_array_header_2_0(file)
-    if any(side < 0 for side in shape):
-        raise UserError(
-            f'{path}: {key[:-4]}: expected sizes of 0 or more, found shape {shape}; '
-            'the file is damaged'
-        )
-    return tuple(int(side) for side in shape), fortran, dtype, file.tell()
 
 
 def _data_offset(path: Path, member: zipfile.ZipInfo) -> int:
@@ -171,23 +145,13 @@ def _read_small(path: Path, archive: zipfile.ZipFile, what: str) -> np.ndarray |
     if key is None:
         return None
     member = archive.getinfo(key)
-    with archive.open(member) as file:
-        shape, _, dtype, header = _read_header(path, key, file)
-        if dtype.hasobject:
-            raise UserError(
-                f'{path}: {key[:-4]}: expected plain numbers or strings, '
-                'found Python objects, which are never unpickled'
-            )
-        if (
-            member.file_size != header + math.prod(shape) * dtype.itemsize
-            or member.file_size > 2**31
-        ):
-            raise UserError(
-                f'{path}: {key[:-4]}: shape {shape} of {dtype} does not match its '
-                f'{member.file_size - header} bytes'
-            )
-    with archive.open(member) as file:
-        return np.lib.format.read_array(file, allow_pickle=False)
+    if archives.npy_header(archive, member).dtype.hasobject:
+        raise UserError(
+            f'{path}: {key[:-4]}: expected plain numbers or strings, '
+            'found Python objects, which are never unpickled'
+        )
+    archives.check_expanded([member], str(path), path.stat().st_size)
+    return archives.read_npy(archive, member)
 
 
 def _check_labels(

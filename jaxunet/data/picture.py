@@ -8,7 +8,6 @@ import pathlib
 
 import numpy as np
 from jaxtyping import Bool
-from PIL import Image
 
 from jaxunet.data.pixels import (
     MAGIC_BYTES,
@@ -17,6 +16,7 @@ from jaxunet.data.pixels import (
     Pixels,
     Shape,
     decode,
+    open_image,
     size_of,
     why_not_image,
 )
@@ -103,7 +103,7 @@ def _read(path: str | os.PathLike[str]) -> bytes:
 def _channels(data: bytes, path: str | os.PathLike[str]) -> tuple[int, ...]:
     """Returns the channels that an image file stands for; a palette may be grey or RGB."""
     try:
-        with Image.open(io.BytesIO(data)) as image:
+        with open_image(io.BytesIO(data)) as image:
             mode = image.mode
     except Exception as error:  # Pillow raises nearly everything on damaged files
         raise BadImage(str(path), f'cannot be decoded: {type(error).__name__}') from None

@@ -9,9 +9,12 @@ An image of the target's size keeps its pixels, unless a smaller part of it is c
 
 from __future__ import annotations
 
+import importlib.util
 import io
 import math
 import warnings
+from pathlib import Path
+from typing import IO
 
 import numpy as np
 from jaxtyping import Float64, UInt8
@@ -56,6 +59,11 @@ MAGIC = (
     ),  # PBM, PGM, PPM
 )
 
+
+# What Pillow may decode. It has more formats: for EPS it would run Ghostscript.
+FORMATS: tuple[str, ...] = ('PNG', 'JPEG', 'GIF', 'BMP', 'PPM', 'WEBP', 'TIFF', 'JPEG2000')
+if importlib.util.find_spec('PIL.AvifImagePlugin') is not None:  # since Pillow 11.3
+    FORMATS += ('AVIF',)
 
 # `decode` has its own limit, below the one of Pillow's warning.
 warnings.filterwarnings('ignore', category=Image.DecompressionBombWarning)
@@ -125,6 +133,15 @@ def check_channels(channels: int) -> None:
         )
 
 
+def open_image(file: str | Path | IO[bytes]) -> Image.Image:
+    """Opens an image file with Pillow, of the `FORMATS` alone.
+
+    Raises:
+      OSError: another format, or a damaged file; Pillow raises nearly everything else too.
+    """
+    return Image.open(file, formats=FORMATS)
+
+
 def decode(data: bytes, name: str, shape: Shape, crop: Crop = CENTRE) -> Pixels:
     """Decodes an image file.
 
@@ -139,7 +156,7 @@ def decode(data: bytes, name: str, shape: Shape, crop: Crop = CENTRE) -> Pixels:
     """
     height, width, channels = shape
     try:
-        with Image.open(io.BytesIO(data)) as image:
+        with open_image(io.BytesIO(data)) as image:
             if image.width * image.height > MAX_PIXELS:
                 raise BadImage(
                     name,
@@ -166,7 +183,7 @@ def size_of(data: bytes, name: str) -> tuple[int, int]:
       BadImage: corrupt or too large.
     """
     try:
-        with Image.open(io.BytesIO(data)) as image:
+        with open_image(io.BytesIO(data)) as image:
             width, height = image.size
             turned = image.getexif().get(ORIENTATION, 1) >= 5
     except Exception as error:  # Pillow raises nearly everything on damaged files

@@ -9,8 +9,8 @@ from __future__ import annotations
 import gzip
 import io
 import lzma
+import re
 import tarfile
-import zlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import IO, cast
@@ -19,21 +19,19 @@ import numpy as np
 
 from jaxunet.data.containers import MAX_FILE_BYTES, Archive
 from jaxunet.data.pixels import MAGIC_BYTES, BadImage, one_line, printable
+from jaxunet.runtime import archives
 from jaxunet.runtime.errors import UserError
 from jaxunet.runtime.progress import progress_bar
 
 OPENERS: dict[str, Callable[..., object]] = {'gz': gzip.open, 'xz': lzma.open, '': open}
 GZIP, XZ = b'\x1f\x8b', b'\xfd7zXZ\x00'
+MAX_HEADER = 2**18  # bytes that describe one member: long names, attributes, sparse maps
+MAX_SIZE = 2**62  # bytes of one member
+MAX_SHARED = 64  # attributes that a header gives to all members after it
+# tarfile's patterns take quadratic time over digits.
+DIGITS = re.compile(rb'[0-9]{256}')
 # What tarfile and the decompressors raise on a damaged archive.
-ERRORS = (
-    tarfile.TarError,
-    EOFError,
-    OSError,
-    zlib.error,
-    lzma.LZMAError,
-    ValueError,
-    OverflowError,
-)
+ERRORS = (*archives.ERRORS, tarfile.TarError, OSError)
 
 
 def compression(path: Path) -> str:
@@ -44,25 +42,33 @@ def compression(path: Path) -> str:
 
 
 def open_decompressed(path: Path) -> IO[bytes]:
-    """Opens a file for reading; its content is decompressed as it is read."""
-    return cast(IO[bytes], OPENERS[compression(path)](path, 'rb'))
+    """Opens a file for reading; its content is decompressed as it is read.
+
+    Reading raises UserError where the content exceeds `archives.expanded_limit`.
+    """
+    kind = compression(path)
+    file = cast(IO[bytes], OPENERS[kind](path, 'rb'))
+    if not kind:
+        return file
+    return cast(IO[bytes], archives.Expanding(file, str(path), path.stat().st_size))
 
 
 def decompress(path: Path, target: Path) -> None:
     """Decompresses a .tar.gz or .tar.xz into a plain tar, with a progress bar.
 
     Raises:
-      UserError: the archive is damaged.
+      UserError: the archive is damaged, or expands to more than `archives.expanded_limit`.
       OSError: `target` cannot be written.
     """
+    size = path.stat().st_size
     with (
         path.open('rb') as packed,
         target.open('wb') as plain,
-        progress_bar(total=path.stat().st_size, unit='B', unit_scale=True) as bar,
+        progress_bar(total=size, unit='B', unit_scale=True) as bar,
     ):
         bar.set_description(f'unpacking {path.name}')
         kind = compression(path)
-        unpacked = cast(IO[bytes], OPENERS[kind](packed, 'rb'))
+        unpacked = archives.Expanding(cast(IO[bytes], OPENERS[kind](packed, 'rb')), str(path), size)
         while True:
             try:
                 chunk = unpacked.read(2**22)
@@ -97,16 +103,20 @@ class TarReader:
         self._member: tarfile.TarInfo | None = None
         self._content: IO[bytes] | None = None
         self._left = 0
+        self._started = False
 
     def __enter__(self) -> TarReader:
         self._file = open_decompressed(self.path)
         self._stream = _Forward(self._file)
-        stream = cast(IO[bytes], self._stream) if self.compression else self._file
+        self._guard = _Guard(cast(IO[bytes], self._stream) if self.compression else self._file)
         try:
-            self._tar = tarfile.TarFile(fileobj=stream)
+            self._tar = tarfile.TarFile(fileobj=cast(IO[bytes], self._guard))
         except ERRORS as error:
             self._file.close()
             raise self._damaged(error) from None
+        except BaseException:
+            self._file.close()
+            raise
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -117,14 +127,35 @@ class TarReader:
 
     def __next__(self) -> tarfile.TarInfo:
         try:
-            member = self._tar.next()
+            # The constructor has read the first member, and `next` gives it once more.
+            before = self._tar.offset if self._started else -1
+            self._started = True
+            with self._guard:
+                member = self._tar.next()
             if member is None:
                 self._check_end()
-                raise StopIteration
+            else:
+                self._check_member(member, before)
         except ERRORS as error:
             raise self._damaged(error) from None
+        if member is None:
+            raise StopIteration
         self._tar.members.clear()  # type: ignore[attr-defined]  # tarfile would keep them all
         return member
+
+    def _check_member(self, member: tarfile.TarInfo, before: int) -> None:
+        """Checks that a member has a possible size, and that the next one lies behind it.
+
+        Args:
+          before: place of the member's header.
+        """
+        if not 0 <= member.size <= MAX_SIZE or self._tar.offset <= before:
+            raise tarfile.ReadError(
+                f'{printable(member.name[:100])} claims an impossible size of {member.size} bytes'
+            )
+        shared = self._tar.pax_headers
+        if len(shared) > MAX_SHARED or any(name.startswith('GNU.sparse') for name in shared):
+            raise tarfile.ReadError('a header gives too much to all members after it')
 
     def _check_end(self) -> None:
         """Checks that the archive ends with a block of zeros, or at the end of the file."""
@@ -161,6 +192,34 @@ class TarReader:
 
     def _damaged(self, error: object) -> UserError:
         return _damaged(self.shown, self.compression, error)
+
+
+class _Guard:
+    """The file that tarfile reads; as a context, it bounds what one header makes tarfile read."""
+
+    def __init__(self, file: IO[bytes]) -> None:
+        self._file = file
+        self.tell, self.seek = file.tell, file.seek
+        self._left: int | None = MAX_HEADER  # the constructor of TarFile reads a header
+
+    def __enter__(self) -> None:
+        self._left = MAX_HEADER
+
+    def __exit__(self, *_: object) -> None:
+        self._left = None
+
+    def read(self, size: int) -> bytes:
+        """Returns the next `size` bytes, or the rest. Raises tarfile.ReadError: too many."""
+        if size < 0 or (self._left is not None and size > self._left):
+            raise tarfile.ReadError(
+                f'a header of more than {MAX_HEADER} bytes, or of a negative size'
+            )
+        data = self._file.read(size)
+        if self._left is not None:
+            self._left -= max(size, 1)  # also at the end, where tarfile may read for ever
+            if DIGITS.search(data):
+                raise tarfile.ReadError('a header with an endless number')
+        return data
 
 
 class _Forward:

@@ -1,17 +1,17 @@
-"""Reads `.npz` files of plain numbers; nothing is unpickled."""
+"""Reads `.npz` files of numbers and text; nothing is unpickled."""
 
 from __future__ import annotations
 
 import zipfile
-import zlib
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from pathlib import Path
 
 import numpy as np
 
+from jaxunet.data.pixels import one_line
+from jaxunet.runtime import archives
 from jaxunet.runtime.errors import UserError
-
-DAMAGED = (zipfile.BadZipFile, zlib.error, EOFError, OSError, ValueError, KeyError)
+from jaxunet.runtime.untrusted import plain, shown
 
 
 def read_arrays(path: Path, names: Collection[str] | None = None) -> dict[str, np.ndarray]:
@@ -21,13 +21,20 @@ def read_arrays(path: Path, names: Collection[str] | None = None) -> dict[str, n
       names: those to read, as far as the file has them; None = all.
 
     Raises:
-      UserError: no such file, or not a readable .npz of plain numbers.
+      UserError: no such file, not a readable .npz of plain numbers, or one that expands to more
+        than `archives.expanded_limit`.
     """
-    try:
-        with np.load(path, allow_pickle=False) as arrays:
-            return {name: arrays[name] for name in arrays if names is None or name in names}
-    except DAMAGED as error:
-        raise _unreadable(path, error) from None
+    with _open(path) as archive:
+        infos = {
+            info.filename.removesuffix('.npy'): info
+            for info in archive.infolist()
+            if names is None or info.filename.removesuffix('.npy') in names
+        }
+        archives.check_expanded(infos.values(), str(path), path.stat().st_size)
+        try:
+            return {name: archives.read_npy(archive, info) for name, info in infos.items()}
+        except (*archives.ERRORS, OSError) as error:
+            raise _unreadable(path, error) from None
 
 
 def array_names(path: Path) -> list[str]:
@@ -36,14 +43,34 @@ def array_names(path: Path) -> list[str]:
     Raises:
       UserError: no such file, or not a readable .npz.
     """
+    with _open(path) as archive:
+        return [plain(name.removesuffix('.npy')) for name in archive.namelist()]
+
+
+def text_of(path: Path, name: str, arrays: Mapping[str, np.ndarray]) -> str:
+    """Returns the text in an array of one element.
+
+    Raises:
+      UserError: there is no such array, or it holds something else.
+    """
+    found = arrays.get(name)
+    if found is None or found.shape != () or found.dtype.kind != 'U':
+        kind = 'nothing' if found is None else f'{found.dtype} of shape {shown(found.shape)}'
+        raise UserError(f'{path}: {name}: expected one text, found {kind}; write the file again')
+    return str(found)
+
+
+def _open(path: Path) -> zipfile.ZipFile:
     try:
-        with zipfile.ZipFile(path) as archive:
-            return [name.removesuffix('.npy') for name in archive.namelist()]
-    except DAMAGED as error:
+        return archives.open_zip(path, lambda error: _unreadable(path, error))
+    except OSError as error:
         raise _unreadable(path, error) from None
 
 
-def _unreadable(path: Path, error: BaseException) -> UserError:
+def _unreadable(path: Path, error: object) -> UserError:
     if isinstance(error, FileNotFoundError):
         return UserError(f'{path}: no such file')
-    return UserError(f'{path}: not a readable .npz file of plain numbers: {error}')
+    return UserError(
+        f'{path}: not a readable .npz file of plain numbers: {one_line(error)}; '
+        'copy or write it again'
+    )

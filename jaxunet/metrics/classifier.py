@@ -26,6 +26,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, UInt8
 
 from jaxunet.runtime.errors import UserError
+from jaxunet.runtime.untrusted import check_fields, parse_json
 
 SMALLEST = 4  # least pixels of the last stage's shorter side
 MAX_STAGES = 4
@@ -36,6 +37,7 @@ LOGIT_SCALE = 0.125  # factor of the class scores
 # before it measures anything with them.
 DTYPES = {'kernel': np.float16, 'scale': np.float32, 'bias': np.float32}
 ARCHITECTURE, TRAINING = 'architecture', 'training'  # entries of the file, as JSON
+LARGEST = 2**14  # most pixels of a side, and most classes, in a file
 DAMAGED = 'the file is damaged: train the features again'
 
 Parameters = dict[str, dict[str, Array]]
@@ -280,34 +282,28 @@ def from_arrays(name: str, arrays: Mapping[str, np.ndarray]) -> Saved:
 
 
 def _json(name: str, arrays: Mapping[str, np.ndarray], entry: str) -> dict[str, Any]:
-    try:
-        found = json.loads(str(arrays[entry]))
-    except (KeyError, ValueError):
-        found = None
-    if not isinstance(found, dict):
-        raise UserError(f'{name}: {entry}: expected an object in JSON, found none; {DAMAGED}')
-    return found
+    if entry not in arrays or arrays[entry].dtype.kind != 'U' or arrays[entry].shape != ():
+        raise UserError(f'{name}: {entry}: expected a JSON object, found none; {DAMAGED}')
+    return parse_json(str(arrays[entry]), f'{name}: {entry}', advice=DAMAGED)
 
 
 def _architecture(name: str, arrays: Mapping[str, np.ndarray]) -> Architecture:
-    values = _json(name, arrays, ARCHITECTURE)
-    try:
-        whole = {k: int(values.pop(k)) for k in ('height', 'width', 'channels', 'classes')}
-        colours = {k: tuple(float(v) for v in values.pop(k)) for k in ('mean', 'deviation')}
-        if (
-            values
-            or min(whole.values()) < 1
-            or any(len(v) != 3 for v in colours.values())
-            or min(colours['deviation']) <= 0
+    values, source = _json(name, arrays, ARCHITECTURE), f'{name}: {ARCHITECTURE}'
+    whole = ('height', 'width', 'channels', 'classes')
+    kinds = dict.fromkeys(whole, int) | dict.fromkeys(('mean', 'deviation'), list)
+    check_fields(values, kinds, source, advice=DAMAGED)
+    if len(values) > len(kinds) or not all(1 <= values[k] <= LARGEST for k in whole):
+        raise UserError(
+            f'{source}: expected {", ".join(whole)} from 1 to {LARGEST}, and mean and deviation, '
+            f'found other fields or values; {DAMAGED}'
+        )
+    for field in ('mean', 'deviation'):
+        if len(values[field]) != 3 or any(
+            type(v) not in (int, float) or (field == 'deviation' and v <= 0) for v in values[field]
         ):
-            raise ValueError('values out of range')
-    except (KeyError, TypeError, ValueError) as error:
-        raise UserError(f'{name}: {ARCHITECTURE}: {error}; {DAMAGED}') from None
-    return Architecture(
-        whole['height'],
-        whole['width'],
-        whole['channels'],
-        whole['classes'],
-        colours['mean'],
-        colours['deviation'],
-    )
+            raise UserError(
+                f'{source}: {field}: expected three numbers, those of deviation above 0; {DAMAGED}'
+            )
+    mean, deviation = (tuple(map(float, values[k])) for k in ('mean', 'deviation'))
+    height, width, channels, classes = (values[k] for k in whole)
+    return Architecture(height, width, channels, classes, mean, deviation)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,9 +17,9 @@ from jaxunet.data.pixels import Batch, Pixels
 from jaxunet.data.source import Source
 from jaxunet.data.threads import ordered_map
 from jaxunet.metrics import classifier, inception
-from jaxunet.metrics.arrays import array_names, read_arrays
+from jaxunet.metrics.arrays import array_names, read_arrays, text_of
 from jaxunet.metrics.inception_weights import (
-    SHA256_PREFIX,
+    SHA256,
     SUFFIXES,
     find_or_download,
     read_parameters,
@@ -26,6 +27,7 @@ from jaxunet.metrics.inception_weights import (
 from jaxunet.runtime import download
 from jaxunet.runtime.errors import UserError, near_misses
 from jaxunet.runtime.progress import progress_bar
+from jaxunet.runtime.untrusted import shown
 
 TENSORFLOW = 'inception_tensorflow'
 INCEPTION = ('inception', TENSORFLOW)  # names that are no files
@@ -107,7 +109,8 @@ def load_features(features: str) -> FeatureNetwork:
         ) from None
     if path.suffix.lower() == '.npz' and KIND in array_names(path):
         arrays = read_arrays(path)
-        kind = str(arrays.pop(KIND))
+        kind = text_of(path, KIND, arrays)
+        del arrays[KIND]
         if kind not in READERS:
             raise UserError(
                 f'{path}: {KIND}: expected {" or ".join(READERS)}, '
@@ -128,8 +131,8 @@ def inception_network(
     """
     known = (
         "pytorch-fid's weights"
-        if digest.startswith(SHA256_PREFIX)
-        else f"not the file of pytorch-fid's weights, {SHA256_PREFIX}"
+        if digest == SHA256
+        else f"not the file of pytorch-fid's weights, {SHA256[:8]}"
     )
     prepare = inception.prepare_as_tensorflow if as_tensorflow else inception.prepare
     extract = jax.jit(lambda p, images: inception.pool3(p, prepare(images)))
@@ -171,7 +174,16 @@ def classifier_network(path: Path, arrays: dict[str, np.ndarray], digest: str) -
         return features * scale[None]
 
     reference = training.get('reference')
-    accuracy = training.get('test_accuracy', float('nan'))
+    accuracy = training.get('test_accuracy', math.nan)
+    for field, value, kinds in (
+        ('reference', reference, (str, type(None))),
+        ('test_accuracy', accuracy, (int, float)),
+    ):
+        if type(value) not in kinds:
+            raise UserError(
+                f'{path}: {classifier.TRAINING}: {field}: found {shown(value)}; '
+                f'{classifier.DAMAGED}'
+            )
     network = FeatureNetwork(
         name=f'{CLASSIFIER}-{digest[:8]}',
         dimension=len(scale),

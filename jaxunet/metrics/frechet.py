@@ -17,13 +17,15 @@ from typing import Any
 import numpy as np
 from jaxtyping import Float
 
-from jaxunet.metrics.arrays import array_names, read_arrays
-from jaxunet.runtime.errors import UserError
+from jaxunet.metrics.arrays import array_names, read_arrays, text_of
+from jaxunet.runtime.errors import UserError, listed
+from jaxunet.runtime.untrusted import parse_json, shown
 
 POOLED = ('mu', 'sigma')
 SPATIAL = ('mu_s', 'sigma_s')
 IMAGES = ('images', 'arr_0')  # names that images may have beside statistics
 PROTOCOL = 'jaxunet_protocol'  # our extra entry: the origin of the numbers, as JSON
+LARGEST = 1e100  # of the numbers in a file; their products must not overflow
 
 Vector = Float[np.ndarray, ' d']
 Matrix = Float[np.ndarray, 'd d']
@@ -183,28 +185,38 @@ def load_statistics(path: Path, names: tuple[str, str] = POOLED) -> Statistics:
     if missing := [name for name in names if name not in arrays]:
         raise UserError(
             f'{path}: expected arrays {" and ".join(names)}, {missing[0]} is missing; '
-            f'found {", ".join(array_names(path))}'
+            f'found {listed(array_names(path)) or "none"}'
         )
-    mu, sigma = (arrays[name].astype(np.float64) for name in names)
-    if mu.ndim != 1 or sigma.shape != (len(mu), len(mu)):
+    for name in names:
+        if arrays[name].dtype.kind not in 'iuf':
+            raise UserError(
+                f'{path}: {name}: expected numbers, found {arrays[name].dtype}; '
+                'make the statistics again'
+            )
+    with np.errstate(over='ignore'):
+        mu, sigma = (arrays[name].astype(np.float64) for name in names)
+    if mu.ndim != 1 or not mu.size or sigma.shape != (len(mu), len(mu)):
         raise UserError(
-            f'{path}: expected {names[0]} (d,) and {names[1]} (d, d), '
-            f'found {mu.shape} and {sigma.shape}'
+            f'{path}: expected {names[0]} (d,) and {names[1]} (d, d) with d of 1 or more, '
+            f'found {shown(mu.shape)} and {shown(sigma.shape)}'
         )
     if not (np.isfinite(mu).all() and np.isfinite(sigma).all()):
         raise UserError(
             f'{path}: expected finite numbers, found NaN or infinity; make the statistics again'
         )
     scale = float(np.abs(sigma).max())
+    if (largest := max(scale, float(np.abs(mu).max()))) > LARGEST:
+        raise UserError(
+            f'{path}: expected numbers of at most {LARGEST:g}, found {largest:g}; '
+            'make the statistics again'
+        )
     if np.abs(sigma - sigma.T).max() > 1e-6 * scale or np.diagonal(sigma).min() < -1e-6 * scale:
         raise UserError(
             f'{path}: {names[1]}: expected a covariance, '
             'found a matrix that is not symmetric or has negative variances'
         )
-    try:
-        protocol = json.loads(str(arrays[PROTOCOL])) if PROTOCOL in arrays else {}
-    except ValueError:
-        raise UserError(
-            f'{path}: {PROTOCOL}: expected JSON, found {str(arrays[PROTOCOL])[:40]!r}'
-        ) from None
-    return Statistics(mu, sigma, protocol if isinstance(protocol, dict) else {}, names)
+    protocol: dict[str, object] = {}
+    if PROTOCOL in arrays:
+        text = text_of(path, PROTOCOL, arrays)
+        protocol = parse_json(text, f'{path}: {PROTOCOL}', advice='make the statistics again')
+    return Statistics(mu, sigma, protocol, names)

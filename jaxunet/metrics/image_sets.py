@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import math
-import struct
 import tempfile
 import zipfile
 from collections.abc import Iterator
@@ -12,17 +11,25 @@ from pathlib import Path
 
 import numpy as np
 from jaxtyping import UInt8
-from PIL import Image
 
 from jaxunet.data import cifar10
 from jaxunet.data.containers import Container, Folder, ZipArchive
 from jaxunet.data.image_files import ImageFiles
 from jaxunet.data.images import ENLARGED, GAP, TINY
-from jaxunet.data.pixels import BadImage, Crop, Pixels, one_line, size_of, why_not_image
+from jaxunet.data.pixels import (
+    BadImage,
+    Crop,
+    Pixels,
+    one_line,
+    open_image,
+    size_of,
+    why_not_image,
+)
 from jaxunet.data.source import ArraySource, Source
 from jaxunet.data.sources import TAR, open_source
 from jaxunet.data.tar import TarArchive, compression, decompress
 from jaxunet.data.unetcu_bin import read_header
+from jaxunet.runtime import archives
 from jaxunet.runtime.errors import UserError
 
 Size = tuple[int, int]  # height, width
@@ -109,7 +116,7 @@ def read_grid(path: Path, size: Size) -> UInt8[np.ndarray, 'images height width 
     """
     height, width = size
     try:
-        with Image.open(path) as image:
+        with open_image(path) as image:
             canvas = np.asarray(image.convert('RGB'))
     except Exception as error:  # Pillow raises nearly everything on damaged files
         raise BadImage(str(path), f'cannot be decoded: {one_line(error)}') from None
@@ -160,24 +167,12 @@ def _first_size(container: Container) -> Size:
 
 def _array_shape(path: Path) -> tuple[int, int, int]:
     """Returns the image shape in an .npz or .bin; (1, 1, 3) if unreadable: opening reports why."""
-    with contextlib.suppress(
-        OSError, ValueError, EOFError, KeyError, zipfile.BadZipFile, struct.error
-    ):
+    with contextlib.suppress(*archives.ERRORS, OSError):
         if path.suffix.lower() == '.npz':
             with zipfile.ZipFile(path) as archive:
-                name = next(
-                    name
-                    for name in ('images.npy', 'arr_0.npy', '')
-                    if name in archive.namelist() or not name
-                )
-                with archive.open(name) as file:
-                    version = np.lib.format.read_magic(file)
-                    read = (
-                        np.lib.format.read_array_header_1_0
-                        if version == (1, 0)
-                        else np.lib.format.read_array_header_2_0
-                    )
-                    shape = read(file)[0]
+                names = set(archive.namelist())
+                name = next(n for n in ('images.npy', 'arr_0.npy', '') if n in names or not n)
+                shape = archives.npy_header(archive, archive.getinfo(name)).shape
             if len(shape) in (3, 4) and min(shape) > 0:
                 return int(shape[1]), int(shape[2]), 3
         elif path.suffix.lower() == '.bin' and path.is_file():

@@ -8,6 +8,7 @@ from pathlib import Path
 import jax.numpy as jnp
 import numpy as np
 
+from jaxunet.data.pixels import one_line
 from jaxunet.metrics.arrays import read_arrays
 from jaxunet.metrics.inception import Parameters, torch_shapes
 from jaxunet.metrics.torch_legacy import START, read_legacy
@@ -19,7 +20,9 @@ from jaxunet.weights.torch_file import TorchFile
 
 FILE = 'pt_inception-2015-12-05-6726825d.pth'
 URL = f'https://github.com/mseitzer/pytorch-fid/releases/download/fid_weights/{FILE}'
-SHA256_PREFIX = '6726825d'  # of the published file, part of its name
+# Of the published file: its name has the first eight digits. torch-fidelity's release v0.2.0 has
+# the same file (95,628,359 bytes, the same digits in its name), whose whole digest others print.
+SHA256 = '6726825d0af5f729cebd5821db510b11b1cfad8faad88a03f1befd49fb9129b2'
 SUFFIXES = ('.pth', '.pt', '.npz', '.safetensors')
 MAX_BYTES = 2**29  # far above the published file's 96 MB
 IGNORED = 'num_batches_tracked'  # torch's counter of training steps, in some files
@@ -57,7 +60,7 @@ def from_state(state: Mapping[str, np.ndarray], name: str) -> Parameters:
         raise UserError(
             f"{name}: expected the {len(shapes)} tensors of FID's Inception-v3 under pytorch-fid's "
             f'names ({FILE}); {len(missing)} are missing ({", ".join(missing[:3])}) and '
-            f'{len(extra)} unknown ({", ".join(extra[:3])})'
+            f'{len(extra)} unknown ({", ".join(map(one_line, extra[:3]))})'
         )
     params = {}
     for key, shape in shapes.items():
@@ -90,7 +93,7 @@ def find_or_download() -> Path:
         URL,
         FILE,
         algorithm='sha256',
-        checksum=SHA256_PREFIX,
+        checksum=SHA256,
         asked_by='--features=inception',
         instead=instead,
     )

@@ -8,17 +8,25 @@ Source: PyTorch, `torch/csrc/jit/serialization/export_module.cpp` and `pickler.c
 
 from __future__ import annotations
 
-import pickletools
 import zipfile
 from typing import BinaryIO
 
 import numpy as np
 
+from jaxunet.runtime import archives
 from jaxunet.runtime.errors import UserError
-from jaxunet.weights.torch_pickle import ITEM_SIZES, OPCODES, Memo, Refused, Stack, TensorView
+from jaxunet.runtime.pickles import Refused
+from jaxunet.runtime.untrusted import shown
+from jaxunet.weights.torch_pickle import (
+    MAX_NAME,
+    MAX_PICKLE,
+    TensorView,
+    TorchPickle,
+    check_views,
+)
 
-MAX_PICKLE = 64 * 2**20  # bytes
 MAX_DEPTH = 32  # nesting of modules
+MAX_ATTRIBUTES = 2**17  # of all modules; one that several modules share counts again
 ADVICE = (
     'it was not written by torch.jit.save, or is damaged; '
     "give a state dict or an .npz of pytorch-fid's tensors"
@@ -39,7 +47,7 @@ def is_torch_script(file: BinaryIO) -> bool:
         with zipfile.ZipFile(file) as archive:
             names = {name.partition('/')[2] for name in archive.namelist()}
         return {'data.pkl', 'constants.pkl'} <= names
-    except (zipfile.BadZipFile, OSError, ValueError):
+    except (*archives.ERRORS, OSError):
         return False
     finally:
         file.seek(0)
@@ -56,29 +64,28 @@ def read_torch_script(path: str, file: BinaryIO) -> dict[str, np.ndarray]:
     Raises:
       UserError: another kind of file, a damaged one, or one with data that a module does not need.
     """
-    size = file.seek(0, 2)
+
+    def damaged(error: object) -> UserError:
+        return UserError(f'{path}: {error}; {ADVICE}')
+
     try:
-        with zipfile.ZipFile(file) as archive:
+        with archives.open_zip(file, damaged) as archive:
             entries = {info.filename.partition('/')[2]: info for info in archive.infolist()}
             module = _load(path, _stored(path, archive, entries, 'data.pkl', MAX_PICKLE))
             order = (
                 '>'
-                if 'byteorder' in entries and archive.read(entries['byteorder']).strip() == b'big'
+                if 'byteorder' in entries
+                and _stored(path, archive, entries, 'byteorder', 16).strip() == b'big'
                 else '<'
             )
-            views: dict[str, TensorView] = {}
-            _collect(path, module, '', views, MAX_DEPTH)
-            total = sum(
-                int(np.prod(v.shape, dtype=np.float64)) * ITEM_SIZES[v.storage.dtype]
-                for v in views.values()
-            )
-            if total > 4 * size:
-                raise UserError(f'{path}: the tensors are much larger than the file; {ADVICE}')
+            found: dict[str, TensorView] = {}
+            _collect(path, module, '', found, MAX_DEPTH, [MAX_ATTRIBUTES])
+            views = check_views(found, path)
             return {
                 name: _tensor(path, archive, entries, view, order) for name, view in views.items()
             }
-    except (zipfile.BadZipFile, OSError, EOFError, ValueError, NotImplementedError) as error:
-        raise UserError(f'{path}: {error}; {ADVICE}') from None
+    except (*archives.ERRORS, OSError) as error:
+        raise damaged(error) from None
 
 
 def _stored(
@@ -102,62 +109,50 @@ def _tensor(
     view: TensorView,
     order: str,
 ) -> np.ndarray:
-    kind = view.storage.dtype
-    wanted = view.storage.size * ITEM_SIZES[kind]
+    kind, wanted = view.storage.dtype, view.storage.bytes
     data = _stored(path, archive, entries, f'data/{view.storage.key}', wanted)
     if len(data) != wanted or kind == 'bf16':
         raise UserError(
             f'{path}: entry data/{view.storage.key}: expected {wanted:,} bytes of plain numbers, '
             f'found {len(data):,} of {kind}'
         )
-    values = np.frombuffer(data, order + kind)
-    strides = tuple(step * values.itemsize for step in view.stride)
-    return np.ascontiguousarray(
-        np.lib.stride_tricks.as_strided(
-            values[view.offset :], view.shape, strides, writeable=False
-        ),
-        np.float32,
-    )
+    with np.errstate(over='ignore', invalid='ignore'):  # the reader of the weights refuses them
+        return np.ascontiguousarray(view.of(np.frombuffer(data, order + kind)), np.float32)
 
 
 def _collect(
-    path: str, module: _Module, prefix: str, views: dict[str, TensorView], depth: int
+    path: str,
+    module: _Module,
+    prefix: str,
+    views: dict[str, TensorView],
+    depth: int,
+    left: list[int],
 ) -> None:
+    """Adds the tensors of a module and of those in it to `views`.
+
+    Args:
+      left: attributes that may still be visited, as modules can share modules without end.
+    """
     if depth == 0:
-        raise UserError(f'{path}: {prefix}: modules more than {MAX_DEPTH} deep; {ADVICE}')
+        raise UserError(f'{path}: {shown(prefix)}: modules more than {MAX_DEPTH} deep; {ADVICE}')
     for name, value in module.items():
+        left[0] -= 1
+        if left[0] < 0 or len(prefix) + len(name) > MAX_NAME:
+            raise UserError(
+                f'{path}: {shown(prefix)}: expected at most {MAX_ATTRIBUTES:,} attributes with '
+                f'names of at most {MAX_NAME} characters, found more; {ADVICE}'
+            )
         if isinstance(value, TensorView):
             views[prefix + name] = value
         elif isinstance(value, _Module):
-            _collect(path, value, f'{prefix}{name}.', views, depth - 1)
+            _collect(path, value, f'{prefix}{name}.', views, depth - 1, left)
 
 
 def _load(path: str, data: bytes) -> _Module:
-    stack: Stack = []
-    memo: Memo = {}
-    position = 0
     try:
-        for opcode, argument, at in pickletools.genops(data):
-            position = at or 0
-            if opcode.name == 'STOP':
-                break
-            _step(opcode.name, argument, stack, memo)
-        (module,) = stack
+        module = _Script().load(data)
     except Refused as error:
-        raise UserError(f'{path}: data.pkl, byte {position}: {error}') from None
-    except (
-        IndexError,
-        KeyError,
-        TypeError,
-        ValueError,
-        OverflowError,
-        UnicodeError,
-        RecursionError,
-    ) as error:
-        raise UserError(
-            f'{path}: data.pkl, byte {position}: damaged ({type(error).__name__}: {error}); '
-            f'{ADVICE}'
-        ) from None
+        raise UserError(f'{path}: data.pkl, byte {error.byte}: {error}') from None
     if not isinstance(module, _Module):
         raise UserError(
             f'{path}: data.pkl: expected a module, found {type(module).__name__}; {ADVICE}'
@@ -165,24 +160,35 @@ def _load(path: str, data: bytes) -> _Module:
     return module
 
 
-def _step(name: str, argument: object, stack: Stack, memo: Memo) -> None:
-    """Executes one opcode: those of a state dict, and those that build the archive's objects."""
-    if name == 'GLOBAL' and str(argument).startswith(('__torch__', 'torch.jit._pickle ')):
-        stack.append(_Named(argument))
-    elif name == 'NEWOBJ':
-        arguments, kind = stack.pop(), stack.pop()
-        if not isinstance(kind, _Named) or arguments != ():
+class _Script(TorchPickle):
+    """Reads a state dict's pickles, and those that build the archive's objects."""
+
+    def __init__(self) -> None:
+        super().__init__('a module', ADVICE)
+
+    def find(self, module: str, name: str) -> object:
+        """Returns a class of the archive, or what `TorchPickle` knows."""
+        if module.startswith('__torch__') or module == 'torch.jit._pickle':
+            return _Named(name)
+        return super().find(module, name)
+
+    def create(self, kind: object) -> object:
+        """Returns a module without attributes."""
+        if not isinstance(kind, _Named):
             raise Refused(f'found an object of a class that is not in the archive; {ADVICE}')
-        stack.append(_Module())
-    elif name == 'BUILD' and isinstance(stack[-2], _Module):
-        attributes = stack.pop()
-        if type(attributes) is not dict or not all(type(key) is str for key in attributes):
-            raise Refused(f'expected the attributes of a module, found {type(attributes).__name__}')
-        stack[-1].update(attributes)
-    elif name == 'REDUCE' and isinstance(stack[-2], _Named):  # a typed list, which holds no weights
-        del stack[-2:]
-        stack.append(None)
-    elif name in OPCODES:
-        OPCODES[name](stack, memo, argument)
-    else:
-        raise Refused(f'opcode {name} is not allowed: a module does not need it')
+        return _Module()
+
+    def build(self, target: object, state: object) -> None:
+        """Sets a module's attributes, once."""
+        if not isinstance(target, _Module):
+            return super().build(target, state)
+        if type(state) is not dict or not all(type(key) is str for key in state):
+            raise Refused(f'expected the attributes of a module, found {type(state).__name__}')
+        if target:
+            raise Refused('expected the attributes of a module once, found them again')
+        target.update(state)
+        return None
+
+    def call(self, function: object, arguments: tuple[object, ...]) -> object:
+        """Returns None for a typed list, which holds no weights."""
+        return None if isinstance(function, _Named) else super().call(function, arguments)

@@ -166,12 +166,13 @@ def read_csv(path: pathlib.Path) -> list[Row]:
                     f'{path}: expected the columns {expected}, found {reader.fieldnames}; give a '
                     'CSV of jaxunet.profile'
                 )
-            return [
-                Row(**{name: types[name](value) for name, value in row.items()}) for row in reader
-            ]
+            rows = list(reader)
+        if any(None in row for row in rows):  # the key of what is beyond the columns
+            raise ValueError(f'expected {len(COLUMNS)} values, found more')
+        return [Row(**{name: types[name](value) for name, value in row.items()}) for row in rows]
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f'{path}: cannot be read: {error}') from None
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, csv.Error) as error:
         raise UserError(f'{path}: a row is damaged ({error}); profile again') from None
 
 

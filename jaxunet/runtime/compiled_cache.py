@@ -5,8 +5,8 @@ hand-written kernels takes long by itself. This cache is looked up with a digest
 the step is made from, so that a hit skips tracing and lowering too. Whatever does not match exactly
 is compiled again.
 
-As with JAX's cache, whoever can write to the folder can run code in this process, so it belongs to
-the user alone.
+As with JAX's cache, whoever can write to the folder can run code in this process. So it belongs to
+the user alone: a folder or file of another user, or that others can write to, is not used.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ import optax
 from absl import logging
 from jax.experimental import serialize_executable
 
-from jaxunet.runtime import fingerprint
+from jaxunet.runtime import fingerprint, ownership
 
 KEPT = 24  # files; the least recently used are removed first
 
@@ -101,7 +101,10 @@ def load(
         return None
     began = time.perf_counter()
     try:
-        header, _, payload = path.read_bytes().partition(b'\n')
+        with path.open('rb') as file:
+            if reason := ownership.why_unsafe(os.fstat(file.fileno())):
+                raise PermissionError(reason)
+            header, _, payload = file.read().partition(b'\n')
         metrics = dict.fromkeys(json.loads(header)['metrics'], 0)
         in_tree = jax.tree.structure((arguments, {}))
         out_tree = jax.tree.structure((arguments[0], metrics))
@@ -163,7 +166,7 @@ def compiled(
       fields, options: as for `key`.
     """
     directory = folder()
-    if directory is None:
+    if directory is None or not ownership.usable(directory):
         return build()
     path = directory / f'{key(fields, arguments, devices, options)}.step'
     step = load(path, arguments, devices)

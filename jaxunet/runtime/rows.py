@@ -9,11 +9,13 @@ import pathlib
 import platform
 import shutil
 import subprocess
+from collections.abc import Callable
 from typing import Any
 
 import jax
 
 from jaxunet.runtime.errors import UserError
+from jaxunet.runtime.untrusted import parse_json
 
 Row = dict[str, Any]
 ROOT = pathlib.Path(__file__).parents[2]
@@ -79,11 +81,17 @@ def append(path: str | os.PathLike[str], row: Row) -> None:
         raise UserError(f'{path}: cannot be written: {error.strerror or error}') from None
 
 
-def read(path: str | os.PathLike[str]) -> list[Row]:
+def read(
+    path: str | os.PathLike[str], check: Callable[[Row, str], object] | None = None
+) -> list[Row]:
     """Returns all rows of a file, oldest first; empty lines are skipped.
 
+    Args:
+      check: raises UserError for a row that lacks what the caller needs; its second argument names
+        the line.
+
     Raises:
-      UserError: the file cannot be read, or a line is not a JSON object.
+      UserError: the file cannot be read, a line is not a JSON object, or `check` refuses it.
     """
     try:
         lines = pathlib.Path(path).read_text(encoding='utf-8').splitlines()
@@ -93,15 +101,9 @@ def read(path: str | os.PathLike[str]) -> list[Row]:
     for number, line in enumerate(lines, 1):
         if not line.strip():
             continue
-        try:
-            row = json.loads(line)
-        except ValueError:
-            row = None
-        if not isinstance(row, dict):
-            raise UserError(
-                f'{path}, line {number}: expected a JSON object, found {line[:60]!r}; '
-                'remove the line'
-            )
+        row = parse_json(line, f'{path}, line {number}', advice='remove the line')
+        if check is not None:
+            check(row, f'{path}, line {number}')
         rows.append(row)
     return rows
 

@@ -12,7 +12,6 @@ import os
 import re
 import shutil
 import uuid
-import zipfile
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -21,7 +20,9 @@ from absl import logging
 from jaxtyping import UInt8
 
 from jaxunet.data.images import save_images
+from jaxunet.metrics.arrays import read_arrays
 from jaxunet.runtime.errors import UserError
+from jaxunet.runtime.untrusted import parse_json, plain, shown
 
 IDENTITY = 'run.json'
 
@@ -52,7 +53,7 @@ class Parts:
         if not self.folder.exists():
             return
         try:
-            found = json.loads((self.folder / IDENTITY).read_text(encoding='utf-8'))
+            text = (self.folder / IDENTITY).read_bytes()
         except FileNotFoundError:
             # A process killed before it wrote run.json leaves at most incomplete files.
             if self.folder.is_dir() and all(
@@ -63,24 +64,21 @@ class Parts:
                 f'{self.folder}: expected the samples of an interrupted run, '
                 f'found no {IDENTITY} in it; {advice}'
             ) from None
-        except (OSError, ValueError) as error:
+        except OSError as error:
             raise UserError(
-                f'{self.folder / IDENTITY}: cannot be read: {error}; {advice}'
-            ) from error
-        if not isinstance(found, dict):
-            raise UserError(
-                f'{self.folder / IDENTITY}: expected an object, '
-                f'found {type(found).__name__}; {advice}'
-            )
+                f'{self.folder / IDENTITY}: cannot be read: {error.strerror or error}; {advice}'
+            ) from None
+        found = parse_json(text, str(self.folder / IDENTITY), advice=advice, finite=False)
         names = sorted(found.keys() | self.identity.keys())
         changed = [
-            f'{n}: {found.get(n)} there, {self.identity.get(n)} now'
+            f'{plain(n)}: {shown(found.get(n))} there, {shown(self.identity.get(n))} now'
             for n in names
             if found.get(n) != self.identity.get(n)
         ]
         if changed:
             raise UserError(
-                f'{self.folder}: holds the samples of another run ({"; ".join(changed)}); {advice}'
+                f'{self.folder}: holds the samples of another run ({"; ".join(changed[:20])}); '
+                f'{advice}'
             )
 
     def finished(self) -> list[tuple[int, int]]:
@@ -164,12 +162,11 @@ class Parts:
     def _read(self, first: int, end: int) -> np.ndarray | None:
         path = self._path(first, end)
         try:
-            with path.open('rb') as file, np.load(file) as arrays:
-                part = arrays['images']
+            part = read_arrays(path, ('images',))['images']
             if part.dtype == np.uint8 and part.ndim == 4 and len(part) == end - first:
                 return part
             problem = f'{part.dtype} of shape {part.shape}'
-        except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile) as error:
+        except (UserError, OSError, KeyError) as error:
             problem = str(error)
         logging.warning('%s: damaged (%s); its samples are drawn again', path, problem)
         path.unlink(missing_ok=True)

@@ -8,9 +8,12 @@ from collections.abc import Sequence
 from typing import Any
 
 from jaxunet.runtime.errors import UserError
+from jaxunet.runtime.untrusted import check_fields, read_json, shown
 from jaxunet.sweep import runner
 from jaxunet.sweep.points import Axis
 from jaxunet.sweep.results import Sweep
+
+ADVICE = 'run the sweep again without --plot_only: its results are kept'
 
 
 def config_arguments(arguments: Sequence[str]) -> list[str]:
@@ -55,15 +58,26 @@ def load(directory: pathlib.Path) -> Sweep:
             f'--output: {directory} holds no sweep (no sweep.json); give the folder of a sweep, or '
             'run without --plot_only'
         )
-    try:
-        spec = json.loads(path.read_text(encoding='utf-8'))
-        axes = [Axis(axis['name'], tuple(axis['values'])) for axis in spec['axes']]
-        keys, notes, command, title = (spec[name] for name in ('keys', 'notes', 'command', 'title'))
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise UserError(
-            f'{path}: damaged ({error!r}); run the sweep again without --plot_only: its results '
-            'are kept'
-        ) from None
+    spec = read_json(path, advice=ADVICE)
+    fields = {'axes': list, 'keys': list, 'notes': list, 'command': str, 'title': str}
+    check_fields(spec, fields, str(path), advice=ADVICE)
+    axes = []
+    for axis in spec['axes']:
+        if not isinstance(axis, dict) or not axis.get('values'):
+            raise UserError(
+                f'{path}: axes: expected names with values, found {shown(axis)}; {ADVICE}'
+            )
+        check_fields(axis, {'name': str, 'values': list}, f'{path}: axes', advice=ADVICE)
+        axes.append(Axis(axis['name'], tuple(axis['values'])))
+    if not all(isinstance(text, str) for text in (*spec['keys'], *spec['notes'])):
+        raise UserError(f'{path}: expected keys and notes as texts, found others; {ADVICE}')
     known = runner.latest_rows(directory)
-    done = [known[key] for key in keys if key in known]
-    return Sweep(axes, done, len(keys) - len(done), notes, command, title)
+    done = [known[key] for key in spec['keys'] if key in known]
+    for row in done:
+        if {axis.name for axis in axes} - row['point'].keys():
+            raise UserError(
+                f'{directory / "results.jsonl"}: the row {shown(row["key"])} has no values of all '
+                f'axes of {path}; remove it, and run the sweep again'
+            )
+    missing = len(spec['keys']) - len(done)
+    return Sweep(axes, done, missing, spec['notes'], spec['command'], spec['title'])

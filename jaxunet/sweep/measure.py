@@ -37,7 +37,8 @@ from jaxunet.runtime.garbage import garbage_set_aside
 from jaxunet.runtime.rows import Row, provenance
 from jaxunet.runtime.subprocesses import OUT_OF_MEMORY
 from jaxunet.sweep.points import WORKERS
-from jaxunet.sweep.runner import ERROR, OK, Task
+from jaxunet.sweep.row import ERROR, OK
+from jaxunet.sweep.runner import Task
 from jaxunet.training.parallel import CompiledStep, Data
 from jaxunet.training.session import IN_FLIGHT, Session
 from jaxunet.training.step import Metrics, TrainStep

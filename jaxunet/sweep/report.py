@@ -17,7 +17,7 @@ from jaxunet.runtime.subprocesses import Row
 from jaxunet.sweep import plots
 from jaxunet.sweep.points import JIT, OWN_AXES, show
 from jaxunet.sweep.results import Sweep, Worth, geometric_mean, worth
-from jaxunet.sweep.runner import IMPOSSIBLE, OK
+from jaxunet.sweep.row import IMPOSSIBLE, OK
 
 COLUMNS = (
     'status',

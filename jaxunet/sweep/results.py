@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from jaxunet.runtime.subprocesses import Row
 from jaxunet.sweep.points import DEVICES, Axis, show
-from jaxunet.sweep.runner import OK
+from jaxunet.sweep.row import OK
 
 
 @dataclass(frozen=True)

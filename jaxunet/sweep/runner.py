@@ -27,10 +27,9 @@ from jaxunet.runtime.errors import UserError
 from jaxunet.runtime.subprocesses import Row
 from jaxunet.sweep.config_file import config_file
 from jaxunet.sweep.points import Machine, Point
+from jaxunet.sweep.row import IMPOSSIBLE, OK, check_row
 
 MEASURE = 'jaxunet.sweep.measure'
-# Status of a point; `runtime.subprocesses` adds the ways in which a process fails.
-OK, ERROR, IMPOSSIBLE = 'ok', 'error', 'impossible'
 # Tool of a point: time training steps, or trace them with jaxunet.profile.
 STEP, PROFILE = 'step', 'profile'
 PROBE_SECONDS = 300.0
@@ -86,9 +85,15 @@ class Task:
 
 
 def latest_rows(directory: pathlib.Path) -> dict[str, Row]:
-    """Returns the latest row of every key in the folder of a sweep."""
+    """Returns the latest row of every key in the folder of a sweep.
+
+    Raises:
+      UserError: a line that is not such a row.
+    """
     path = directory / 'results.jsonl'
-    return {row['key']: row for row in rows.read(path) if 'key' in row} if path.exists() else {}
+    if not path.exists():
+        return {}
+    return {row['key']: row for row in rows.read(path, check_row) if 'key' in row}
 
 
 def key(point: Point, options: Options, machine: Machine) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Mapping
 from typing import BinaryIO, TypedDict
@@ -11,7 +10,9 @@ import numpy as np
 import safetensors
 import safetensors.numpy
 
+from jaxunet.data.pixels import one_line
 from jaxunet.runtime.errors import UserError
+from jaxunet.runtime.untrusted import check_fields, parse_json
 from jaxunet.weights.names import check_finite
 
 # Type in the header -> numpy type.
@@ -26,6 +27,7 @@ DTYPES = {
     'I8': '<i1',
     'U8': '<u1',
 }
+RESAVE = 'write the file again with the safetensors library'
 LENGTH = 8  # bytes of the JSON header's length
 
 
@@ -76,7 +78,10 @@ class SafetensorsFile:
         entry = self._entries[name]
         begin, end = entry['data_offsets']
         self._file.seek(self._start + begin)
-        values = np.frombuffer(self._file.read(end - begin), DTYPES[entry['dtype']])
+        data = self._file.read(end - begin)
+        if len(data) != end - begin:
+            raise UserError(f'{self.path}: {name}: the file became shorter while it was read')
+        values = np.frombuffer(data, DTYPES[entry['dtype']])
         if entry['dtype'] == 'BF16':  # the upper half of a float32
             values = (values.astype(np.uint32) << np.uint32(16)).view(np.float32)
         with np.errstate(over='ignore'):
@@ -106,14 +111,16 @@ def _check(path: str, file: BinaryIO) -> tuple[int, dict[str, str], dict[str, _T
     try:
         with safetensors.safe_open(path, framework='numpy'):
             pass
-        header = json.loads(file.read(length))
-    except (safetensors.SafetensorError, ValueError, RecursionError, OSError) as error:
+    except (safetensors.SafetensorError, ValueError, OSError) as error:
         end = LENGTH + length
         raise UserError(
             f'{path}: the header (bytes 8 to {end:,}) does not describe the {size - end:,} bytes '
-            f'that follow it: {error}'
+            f'that follow it: {one_line(error)}'
         ) from None
-    return LENGTH + length, header.pop('__metadata__', {}), header
+    header = parse_json(file.read(length), f'{path}: the header', advice=RESAVE)
+    metadata = header.pop('__metadata__', None) or {}  # the library accepts null
+    check_fields(metadata, dict.fromkeys(metadata, str), f'{path}: __metadata__', advice=RESAVE)
+    return LENGTH + length, metadata, header
 
 
 def write_safetensors(

@@ -17,6 +17,7 @@ from absl import logging
 
 from jaxunet.config import Config, resolve, to_dict
 from jaxunet.runtime.errors import UserError
+from jaxunet.runtime.untrusted import parse_json, shown
 from jaxunet.weights import ddpm_torch, guided_diffusion, unetcu
 from jaxunet.weights.fields import differences, network_fields
 from jaxunet.weights.inference import (
@@ -278,22 +279,23 @@ def own_metadata(config: Config, *, new_order: bool, class_names: tuple[str, ...
 def _own_metadata(path: str, metadata: dict[str, str]) -> _OwnMetadata:
     if METADATA not in metadata:
         return _OwnMetadata()
+    source = f'{path}: metadata {METADATA}'
+    values = parse_json(metadata[METADATA], source, advice='export the model again')
     try:
-        values = json.loads(metadata[METADATA])
-        order = values.pop(ORDER) if isinstance(values, dict) and ORDER in values else None
+        order = values.pop(ORDER, None)
         if not isinstance(order, bool):
-            raise UserError(f'{ORDER}: expected true or false, found {order!r}')
+            raise UserError(f'{ORDER}: expected true or false, found {shown(order)}')
         names = values.pop(CLASSES, [])
         config = resolve(values)
         most = config.model.num_classes
         strings = isinstance(names, list) and all(isinstance(name, str) for name in names)
         if not strings or len(names) > most:
             raise UserError(
-                f'{CLASSES}: expected the names of at most {most} classes, found {str(names)[:80]}'
+                f'{CLASSES}: expected the names of at most {most} classes, found {shown(names)}'
             )
         return _OwnMetadata(config, order, tuple(names))
-    except (UserError, ValueError, OverflowError, RecursionError) as error:
-        raise UserError(f'{path}: metadata {METADATA}: {error}') from None
+    except (UserError, ValueError, OverflowError) as error:
+        raise UserError(f'{source}: {error}') from None
 
 
 def check_second_moments(source: str, tree: Tree) -> None:

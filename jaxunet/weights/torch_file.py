@@ -7,23 +7,30 @@ Reading executes nothing in the file. The archive holds uncompressed entries `<n
 
 from __future__ import annotations
 
-import math
 import zipfile
+from collections import Counter
 from collections.abc import Mapping
 from types import TracebackType
 from typing import BinaryIO
 
 import numpy as np
 
+from jaxunet.runtime import archives
 from jaxunet.runtime.errors import UserError
+from jaxunet.runtime.untrusted import shown
 from jaxunet.weights.names import check_finite
 from jaxunet.weights.nested import choose
-from jaxunet.weights.torch_pickle import ITEM_SIZES, STATE_DICT, TensorView, dump, load
+from jaxunet.weights.torch_pickle import (
+    ITEM_SIZES,
+    MAX_PICKLE,
+    STATE_DICT,
+    TensorView,
+    check_views,
+    dump,
+    load,
+)
 
-MAX_PICKLE = 64 * 2**20  # bytes; a state dict of a thousand tensors needs 0.1 MB
 MAX_EXTRA = 2**20  # bytes of one entry under extra/
-# Most elements of all tensors per stored element: allows views of shared storage, refuses bombs.
-MAX_EXPANSION = 4
 RESAVE = (
     'load it with torch and save it again: '
     'torch.save(torch.load(path, weights_only=True), new_path), with torch 1.6 or later'
@@ -65,7 +72,7 @@ class TorchFile:
             raise UserError(f'{path}: byteorder: expected little or big, found {order[:20]!r}')
         self._order = '<' if order == 'little' else '>'
         self._check_sizes()
-        self._cached: tuple[str, np.ndarray] = ('', np.zeros(0, np.float32))
+        self._cached: tuple[str | None, np.ndarray] = (None, np.zeros(0, np.float32))
 
     def __enter__(self) -> TorchFile:
         return self
@@ -94,13 +101,8 @@ class TorchFile:
           UserError: a damaged entry, or a number that is not finite.
         """
         view = self._views[name]
-        values = self._storage(view)
-        strides = tuple(step * values.itemsize for step in view.stride)
-        strided = np.lib.stride_tricks.as_strided(
-            values[view.offset :], view.shape, strides, writeable=False
-        )
-        with np.errstate(over='ignore'):
-            result = np.ascontiguousarray(strided, np.float32)
+        with np.errstate(over='ignore', invalid='ignore'):
+            result = np.ascontiguousarray(view.of(self._storage(view)), np.float32)
 
         def where(index: int) -> str:
             at = np.unravel_index(index, view.shape)
@@ -127,28 +129,23 @@ class TorchFile:
                 f'{self.path}: byte 0: expected a zip archive (PK\\x03\\x04) as torch.save writes '
                 f'it, found {start!r}'
             )
-        try:
-            return zipfile.ZipFile(file)
-        except (
-            zipfile.BadZipFile,
-            ValueError,
-            NotImplementedError,
-            OSError,
-            UnicodeError,
-        ) as error:
-            raise UserError(
+        return archives.open_zip(
+            file,
+            lambda error: UserError(
                 f'{self.path}: the archive is truncated or damaged: '
                 f'its directory, at the end of the file, fails ({error})'
-            ) from None
+            ),
+        )
 
     def _check_entries(self, file: BinaryIO) -> dict[str, zipfile.ZipInfo]:
         infos = self._archive.infolist()
         size = file.seek(0, 2)
         roots = {info.filename.partition('/')[0] for info in infos}
         names = [info.filename.partition('/')[2] for info in infos]
-        if len(set(names)) != len(names):
-            twice = next(n for n in names if names.count(n) > 1)
-            raise UserError(f'{self.path}: the archive has two entries of one name: {twice}')
+        if twice := [n for n, count in Counter(names).items() if count > 1]:
+            raise UserError(
+                f'{self.path}: the archive has two entries of one name: {shown(twice[0])}'
+            )
         if 'constants.pkl' in names:
             raise UserError(
                 f'{self.path}: this is a TorchScript archive, which holds code; {STATE_DICT}'
@@ -162,11 +159,11 @@ class TorchFile:
             if info.compress_type != zipfile.ZIP_STORED or info.file_size != info.compress_size:
                 sizes = f'{info.compress_size:,} -> {info.file_size:,} bytes'
                 raise UserError(
-                    f'{self.path}: entry {name} is compressed ({sizes}), '
+                    f'{self.path}: entry {shown(name)} is compressed ({sizes}), '
                     'which torch.save never does'
                 )
             if info.flag_bits & 0x1:
-                raise UserError(f'{self.path}: entry {name} is encrypted')
+                raise UserError(f'{self.path}: entry {shown(name)} is encrypted')
         if (total := sum(info.file_size for info in infos)) > size:
             raise UserError(
                 f'{self.path}: the entries claim {total:,} bytes, but the file has {size:,}; '
@@ -183,14 +180,7 @@ class TorchFile:
             )
         try:
             return self._archive.read(info)
-        except (
-            zipfile.BadZipFile,
-            EOFError,
-            OSError,
-            ValueError,
-            NotImplementedError,
-            RuntimeError,
-        ) as error:
+        except (*archives.ERRORS, OSError) as error:
             raise UserError(
                 f'{self.path}: entry {name} (byte {info.header_offset:,}) is damaged: {error}'
             ) from None
@@ -203,56 +193,31 @@ class TorchFile:
                 f'{self.path}: expected a dict of tensors (a state dict), found {_kind(tree)}; '
                 f'{STATE_DICT}'
             )
-        for name, view in tree.items():
-            if type(name) is not str or type(view) is not TensorView:
-                raise UserError(
-                    f'{self.path}: {name!r}: expected a tensor, found {_kind(view)}; {STATE_DICT}'
-                )
-            if 0 in view.shape:
-                raise UserError(
-                    f'{self.path}: {name}: expected a tensor with elements, '
-                    f'found shape {view.shape}'
-                )
-        return tree
+        return check_views(tree, self.path)
 
     def _check_sizes(self) -> None:
-        """Checks every storage's bytes, and that the tensors do not far exceed the storages."""
+        """Checks that every storage has its entry, of the right number of bytes."""
         for name, view in self._views.items():
             entry = f'data/{view.storage.key}'
-            needed = view.storage.size * ITEM_SIZES[view.storage.dtype]
             if entry not in self._entries:
                 raise UserError(f'{self.path}: {name}: its entry {entry} is missing')
-            if (found := self._entries[entry].file_size) != needed:
+            if (found := self._entries[entry].file_size) != view.storage.bytes:
                 raise UserError(
-                    f'{self.path}: {name}: expected {needed:,} bytes in entry {entry}, '
+                    f'{self.path}: {name}: expected {view.storage.bytes:,} bytes in entry {entry}, '
                     f'found {found:,}'
                 )
-            if (elements := math.prod(view.shape)) > view.storage.size:
-                raise UserError(
-                    f'{self.path}: {name}: shape {view.shape} has {elements:,} elements, '
-                    f'but only {view.storage.size:,} are stored'
-                )
-        stored = sum(
-            {view.storage.key: view.storage.size for view in self._views.values()}.values()
-        )
-        total = sum(math.prod(view.shape) for view in self._views.values())
-        if total > MAX_EXPANSION * stored:
-            raise UserError(
-                f'{self.path}: the tensors have {total:,} elements, but only {stored:,} are '
-                'stored; it is damaged or malicious'
-            )
 
     def _storage(self, view: TensorView) -> np.ndarray:
         key, dtype = view.storage.key, view.storage.dtype
-        if self._cached[0] != f'{key} {dtype}':
-            data = self._read(f'data/{key}', view.storage.size * ITEM_SIZES[dtype])
+        if self._cached[0] != key:
+            data = self._read(f'data/{key}', view.storage.bytes)
             if dtype == 'bf16':  # the upper half of a float32
                 values = (
                     np.frombuffer(data, self._order + 'u2').astype(np.uint32) << np.uint32(16)
                 ).view(np.float32)
             else:
                 values = np.frombuffer(data, self._order + dtype)
-            self._cached = (f'{key} {dtype}', values)
+            self._cached = (key, values)
         return self._cached[1]
 
 

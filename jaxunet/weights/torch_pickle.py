@@ -1,22 +1,24 @@
 """Reads the pickle in a torch file without Python's unpickler, and writes it without torch.
 
-A state dict needs about forty of pickle's opcodes and a few globals. The interpreter here knows
-only those: it never imports, calls or looks up anything that the file names, and its errors name
-the byte.
+Reading never imports, calls or looks up anything that the file names (`jaxunet.runtime.pickles`);
+errors name the byte.
 
-Source: PyTorch, `torch/serialization.py` and `torch/_utils.py` (format of `torch.save`, version 3);
-Python, `pickletools`.
+Source: PyTorch, `torch/serialization.py` and `torch/_utils.py` (format of `torch.save`, version 3).
 """
 
 from __future__ import annotations
 
-import pickletools
+import math
 import struct
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from jaxunet.runtime.errors import UserError
+from jaxunet.runtime.pickles import Global, PickleReader, Refused, update
+from jaxunet.runtime.untrusted import shown
 
 # torch's storage type -> numpy type; 'bf16' has none.
 DTYPES = {
@@ -32,10 +34,11 @@ DTYPES = {
 }
 ITEM_SIZES = {name: 2 if name == 'bf16' else int(name[1:]) for name in DTYPES.values()}
 STATE_DICT = 'save only the tensors: torch.save(model.state_dict(), path)'
+MAX_PICKLE = 16 * 2**20  # bytes; a state dict of a thousand tensors needs 0.1 MB
+MAX_NAME = 500  # characters of a tensor's name
 MAX_DIMENSIONS = 8
-
-Stack = list[Any]
-Memo = dict[int, object]  # number -> object that later opcodes refer to
+# Most elements of all tensors per stored element: allows views of shared storage, refuses bombs.
+MAX_EXPANSION = 4
 
 
 @dataclass(frozen=True)
@@ -45,6 +48,11 @@ class Storage:
     dtype: str
     key: str
     size: int
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of the numbers."""
+        return self.size * ITEM_SIZES[self.dtype]
 
 
 @dataclass(frozen=True)
@@ -56,22 +64,67 @@ class TensorView:
     shape: tuple[int, ...]
     stride: tuple[int, ...]
 
+    def of(self, values: np.ndarray) -> np.ndarray:
+        """Returns the tensor as a view of the storage's numbers.
 
-@dataclass(frozen=True)
-class _Global:
-    name: str
+        Raises:
+          ValueError: `values` are not the whole storage, in which the view was checked to lie.
+        """
+        if values.shape != (self.storage.size,):
+            raise ValueError(f'expected {self.storage.size:,} numbers, found {values.shape}')
+        # The step along a side of one element is never taken, and may exceed any size.
+        strides = tuple(
+            step * values.itemsize if n > 1 else values.itemsize
+            for n, step in zip(self.shape, self.stride, strict=True)
+        )
+        return np.lib.stride_tricks.as_strided(
+            values[self.offset :], self.shape, strides, writeable=False
+        )
 
 
-@dataclass(frozen=True)
-class _Mark:
-    pass
+class TorchPickle(PickleReader):
+    """Reads pickles of `torch.save`: dicts, lists, tuples, text, numbers and `TensorView`s."""
 
+    def __init__(self, format: str = 'a state dict', advice: str = STATE_DICT) -> None:
+        super().__init__(format, advice)
+        self._used: dict[int, object] = {}  # lists of items by id; keeps them alive
 
-MARK = _Mark()
+    def find(self, module: str, name: str) -> object:
+        """Returns a `Global` for a type of storage or a function that builds tensors."""
+        if f'{module}.{name}' in CALLS or (module == 'torch' and name in DTYPES):
+            return Global(f'{module}.{name}')
+        raise self.unknown_global(module, name)
 
+    def call(self, function: object, arguments: tuple[object, ...]) -> object:
+        """Returns an empty or filled dict, or a `TensorView`."""
+        if type(function) is not Global or function.name not in CALLS:
+            return super().call(function, arguments)
+        if function.name == ORDERED_DICT and arguments:
+            # A dict copies its items; the same list again and again would fill the memory.
+            if type(arguments[0]) is not list or id(arguments[0]) in self._used:
+                raise Refused('expected a list of items of its own for each dict')
+            self._used[id(arguments[0])] = arguments[0]
+        return CALLS[function.name](*arguments)
 
-class Refused(Exception):
-    """An opcode that is not accepted; the caller adds where it is."""
+    def build(self, target: object, state: object) -> None:
+        """Ignores the modules' versions (`_metadata`) that torch adds to a state dict."""
+        if type(target) is not dict:
+            raise Refused('attributes are set on something that is not a dict')
+
+    def persistent(self, reference: object) -> Storage:
+        """Returns the storage of ("storage", type, key, location, size)."""
+        if type(reference) is not tuple or len(reference) != 5 or reference[0] != 'storage':
+            raise Refused(
+                'expected a reference to a storage: ("storage", type, key, location, size)'
+            )
+        kind, key, size = reference[1], reference[2], reference[4]
+        if type(kind) is not Global or kind.name.removeprefix('torch.') not in DTYPES:
+            raise Refused('unknown type of storage')
+        if type(key) is not str or len(key) > MAX_NAME or type(size) is not int:
+            raise Refused(f'expected a storage with a name and a size, found {shown(reference)}')
+        if not 0 <= size < 2**62:
+            raise Refused(f'expected a storage with a size of 0 or more, found {shown(size)}')
+        return Storage(DTYPES[kind.name.removeprefix('torch.')], key, size)
 
 
 def load(data: bytes, source: str) -> object:
@@ -84,123 +137,77 @@ def load(data: bytes, source: str) -> object:
       UserError: a damaged pickle, or an opcode or global that a state dict does not need; the
         message names it and its byte.
     """
-    stack: Stack = []
-    memo: Memo = {}
-    position = 0
     try:
-        for opcode, argument, at in pickletools.genops(data):
-            position = at or 0
-            if opcode.name == 'STOP':
-                if len(stack) != 1:
-                    raise Refused(f'expected one object at the end, found {len(stack)}')
-                return stack[0]
-            step = OPCODES.get(opcode.name)
-            if step is None:
-                raise Refused(
-                    f'opcode {opcode.name} is not allowed: a state dict does not need it; '
-                    f'{STATE_DICT}'
-                )
-            step(stack, memo, argument)
+        return TorchPickle().load(data)
     except Refused as error:
-        raise UserError(f'{source}, byte {position}: {error}') from None
-    except (
-        IndexError,
-        KeyError,
-        TypeError,
-        ValueError,
-        OverflowError,
-        UnicodeError,
-        RecursionError,
-    ) as error:
-        raise UserError(
-            f'{source}, byte {position}: the pickle is damaged or truncated '
-            f'({type(error).__name__}: {error})'
-        ) from None
-    raise UserError(f'{source}, byte {len(data)}: the pickle is truncated: it has no STOP')
+        raise UserError(f'{source}, byte {error.byte}: {error}') from None
 
 
-def _popped_to_mark(stack: Stack) -> Stack:
-    items: Stack = []
-    while True:
-        item = stack.pop()
-        if item is MARK:
-            return items[::-1]
-        items.append(item)
+def check_views(views: Mapping[Any, object], source: str) -> dict[str, TensorView]:
+    """Checks that a dict holds only tensors with elements, and that a small file stays small.
 
+    Args:
+      source: begins every message.
 
-def _update(target: object, items: Stack) -> None:
-    if type(target) is not dict or len(items) % 2:
-        raise Refused('items are set on something that is not a dict')
-    for key, value in zip(items[::2], items[1::2], strict=True):
-        # Only plain keys, because hashing a deeply nested tuple can take forever.
-        if type(key) not in (str, int):
-            raise Refused(
-                f'expected text or a number as the key of a dict, found {type(key).__name__}'
+    Returns:
+      The dict.
+
+    Raises:
+      UserError: something else, a tensor larger than its storage, two sizes of one storage, or
+        tensors that far exceed the storages.
+    """
+    found: dict[str, TensorView] = {}
+    storages: dict[str, Storage] = {}
+    total = 0
+    for name, view in views.items():
+        if type(name) is str and (len(name) > MAX_NAME or not name.isprintable()):
+            raise UserError(
+                f'{source}: expected names of at most {MAX_NAME} printable characters, '
+                f'found {shown(name)}'
             )
-        if key in target:
-            raise Refused(f'the key {key!r} occurs twice')
-        target[key] = value
-
-
-def _on_marked(change: Callable[[object, Stack], None], stack: Stack) -> None:
-    """Applies `change` to the object below the last mark, with the items above it."""
-    items = _popped_to_mark(stack)
-    change(stack[-1], items)
-
-
-def _extend(target: object, items: Stack) -> None:
-    if type(target) is not list:
-        raise Refused('an item is appended to something that is not a list')
-    target.extend(items)
-
-
-def _find(name: object) -> _Global:
-    module, _, attribute = str(name).rpartition(' ')
-    if f'{module}.{attribute}' in CALLS or (module == 'torch' and attribute in DTYPES):
-        return _Global(f'{module}.{attribute}')
-    raise Refused(
-        f'the global "{module}.{attribute}" is not allowed: such a file could run code when it is '
-        f'loaded; {STATE_DICT}'
-    )
-
-
-def _find_on_stack(stack: Stack) -> _Global:
-    attribute, module = stack.pop(), stack.pop()
-    if type(attribute) is not str or type(module) is not str:
-        raise Refused('the name of a global is not text')
-    return _find(f'{module} {attribute}')
-
-
-def _persistent(value: object) -> Storage:
-    if type(value) is not tuple or len(value) != 5 or value[0] != 'storage':
-        raise Refused('expected a reference to a storage: ("storage", type, key, location, size)')
-    kind, key, size = value[1], value[2], value[4]
-    if type(kind) is not _Global or not kind.name.endswith('Storage'):
-        raise Refused('unknown type of storage')
-    if type(key) is not str or type(size) is not int or size < 0:
-        raise Refused(
-            f'expected a storage with a name and a size of 0 or more, found {key!r} and {size!r}'
+        if type(name) is not str or type(view) is not TensorView:
+            kind = 'nothing' if view is None else f'a {type(view).__name__}'
+            raise UserError(
+                f'{source}: {shown(name)}: expected a tensor, found {kind}; {STATE_DICT}'
+            )
+        elements, stored = math.prod(view.shape), view.storage
+        if not elements:
+            raise UserError(
+                f'{source}: {name}: expected a tensor with elements, found shape {view.shape}'
+            )
+        if elements > stored.size:
+            raise UserError(
+                f'{source}: {name}: shape {view.shape} has {elements:,} elements, '
+                f'but only {stored.size:,} are stored'
+            )
+        if storages.setdefault(stored.key, stored) != stored:
+            raise UserError(
+                f'{source}: {name}: storage {shown(stored.key)} has {stored.size:,} numbers of '
+                f'{stored.dtype} here and {storages[stored.key].size:,} of '
+                f'{storages[stored.key].dtype} before; the file is damaged or malicious'
+            )
+        found[name], total = view, total + elements
+    stored_numbers = sum(storage.size for storage in storages.values())
+    if total > MAX_EXPANSION * stored_numbers:
+        raise UserError(
+            f'{source}: the tensors have {total:,} elements, but only {stored_numbers:,} are '
+            'stored; it is damaged or malicious'
         )
-    return Storage(DTYPES[kind.name.removeprefix('torch.')], key, size)
+    return found
 
 
-def _call(function: object, arguments: object) -> object:
-    if type(function) is not _Global or function.name not in CALLS or type(arguments) is not tuple:
-        raise Refused('found a call of something that is not a function of the format')
-    return CALLS[function.name](*arguments)
-
-
-def _ordered_dict(items: Iterable[Iterable[object]] = ()) -> dict[object, object]:
+def _ordered_dict(items: Iterable[Any] = ()) -> dict[object, object]:
     result: dict[object, object] = {}
     for pair in items:
-        _update(result, list(pair))
+        if type(pair) not in (list, tuple) or len(pair) != 2:
+            raise Refused('expected pairs of a key and a value as the items of a dict')
+        update(result, list(pair))
     return result
 
 
 def _rebuild_tensor(
     storage: Any, offset: Any, shape: Any, stride: Any, *_ignored: object
 ) -> TensorView:
-    numbers = (offset, *shape, *stride)
     if (
         type(storage) is not Storage
         or type(shape) is not tuple
@@ -209,9 +216,12 @@ def _rebuild_tensor(
     ):
         raise Refused('expected a tensor as (storage, offset, shape, stride)')
     if len(shape) > MAX_DIMENSIONS or any(
-        type(n) is not int or not 0 <= n < 2**62 for n in numbers
+        type(n) is not int or not 0 <= n < 2**62 for n in (offset, *shape, *stride)
     ):
-        raise Refused(f'tensor with impossible offset {offset}, shape {shape} or stride {stride}')
+        raise Refused(
+            f'tensor with impossible offset {shown(offset)}, shape {shown(shape)} or stride '
+            f'{shown(stride)}'
+        )
     last = offset + sum((n - 1) * step for n, step in zip(shape, stride, strict=True))
     if 0 not in shape and last >= storage.size:
         raise Refused(
@@ -227,61 +237,11 @@ def _rebuild_parameter(data: object, *_ignored: object) -> TensorView:
     return data
 
 
-CALLS: dict[str, Callable[..., object]] = {
-    'collections.OrderedDict': _ordered_dict,
+ORDERED_DICT = 'collections.OrderedDict'
+CALLS: dict[str, Any] = {  # each checks its arguments
+    ORDERED_DICT: _ordered_dict,
     'torch._utils._rebuild_tensor_v2': _rebuild_tensor,
     'torch._utils._rebuild_parameter': _rebuild_parameter,
-}
-
-
-def _build(stack: Stack) -> None:
-    # torch adds the modules' versions (`_metadata`) to a state dict; they are not needed.
-    stack.pop()
-    if type(stack[-1]) is not dict:
-        raise Refused('attributes are set on something that is not a dict')
-
-
-# (stack, memo, argument of the opcode) -> ignored
-Step = Callable[[Stack, Memo, Any], object]
-PUSH: Step = lambda stack, memo, value: stack.append(value)  # noqa: E731
-STORE: Step = lambda stack, memo, key: memo.__setitem__(key, stack[-1])  # noqa: E731
-FETCH: Step = lambda stack, memo, key: stack.append(memo[key])  # noqa: E731
-SKIP: Step = lambda stack, memo, value: None  # noqa: E731
-
-
-def _tuple_of(n: int) -> Step:
-    return lambda stack, memo, value: stack.append(tuple(stack.pop() for _ in range(n))[::-1])
-
-
-OPCODES: dict[str, Step] = {
-    **dict.fromkeys(('PROTO', 'FRAME'), SKIP),
-    **dict.fromkeys(
-        ('BININT', 'BININT1', 'BININT2', 'LONG1', 'BINFLOAT', 'BINUNICODE', 'SHORT_BINUNICODE'),
-        PUSH,
-    ),
-    **dict.fromkeys(('BINPUT', 'LONG_BINPUT'), STORE),
-    **dict.fromkeys(('BINGET', 'LONG_BINGET'), FETCH),
-    'MEMOIZE': lambda stack, memo, value: memo.__setitem__(len(memo), stack[-1]),
-    'NONE': lambda stack, memo, value: stack.append(None),
-    'NEWTRUE': lambda stack, memo, value: stack.append(True),
-    'NEWFALSE': lambda stack, memo, value: stack.append(False),
-    'MARK': lambda stack, memo, value: stack.append(MARK),
-    'EMPTY_DICT': lambda stack, memo, value: stack.append({}),
-    'EMPTY_LIST': lambda stack, memo, value: stack.append([]),
-    'EMPTY_TUPLE': lambda stack, memo, value: stack.append(()),
-    'TUPLE1': _tuple_of(1),
-    'TUPLE2': _tuple_of(2),
-    'TUPLE3': _tuple_of(3),
-    'TUPLE': lambda stack, memo, value: stack.append(tuple(_popped_to_mark(stack))),
-    'SETITEM': lambda stack, memo, value: _update(stack[-3], [stack.pop(-2), stack.pop()]),
-    'SETITEMS': lambda stack, memo, value: _on_marked(_update, stack),
-    'APPEND': lambda stack, memo, value: _extend(stack[-2], [stack.pop()]),
-    'APPENDS': lambda stack, memo, value: _on_marked(_extend, stack),
-    'GLOBAL': lambda stack, memo, value: stack.append(_find(value)),
-    'STACK_GLOBAL': lambda stack, memo, value: stack.append(_find_on_stack(stack)),
-    'BINPERSID': lambda stack, memo, value: stack.append(_persistent(stack.pop())),
-    'REDUCE': lambda stack, memo, value: stack.append(_call(stack.pop(-2), stack.pop())),
-    'BUILD': lambda stack, memo, value: _build(stack),
 }
 
 

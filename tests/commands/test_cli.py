@@ -201,6 +201,29 @@ def test_files_that_give_no_config(tmp_path):
         reader.parse(str(tmp_path / 'nne.py'))
 
 
+@pytest.mark.filterwarnings('ignore::DeprecationWarning')  # of ml_collections' way to load a module
+@pytest.mark.parametrize(
+    ('lines', 'message'),
+    [
+        (
+            ['config.model.base_chanels = 3'],
+            r'AttributeError: .*Did you mean "base_channels".* \(.*mistake.py, line 4\)',
+        ),
+        (['return 1 / 0'], r'ZeroDivisionError: division by zero \(.*mistake.py, line 4\)'),
+        (["config.train.steps = 'many'"], r"TypeError: .*'steps'.*many.*mistake.py, line 4\)"),
+        (['x = ('], r'SyntaxError: .*mistake.py, line 4\)'),
+    ],
+)
+def test_a_mistake_in_a_config_file_is_one_line(lines, message, tmp_path):
+    path = tmp_path / 'mistake.py'
+    start = ['from jaxunet.config import default_config', 'def get_config():']
+    path.write_text('\n  '.join(['\n'.join(start), 'config = default_config()', *lines]))
+    with pytest.raises(UserError, match=f'^--config: {message}$') as caught:
+        _ConfigFile(ConfigFileFlagParser('config')).parse(str(path))
+    assert 'Traceback' not in str(caught.value)
+    assert len(str(caught.value).splitlines()) == 1
+
+
 def test_dry_run(tmp_path):
     out = call(
         'jaxunet.train',
@@ -304,6 +327,10 @@ MISTAKES = [
         '--devices: 3 asked for, but this machine has 1',
     ),
     (['jaxunet.sample', '--checkpoint=RUN/checkpoints/5'], 'no such file or folder'),
+    (
+        ['jaxunet.sample', '--checkpoint=RUN', '--num_samples=99999999999999'],
+        '--num_samples=99999999999999',
+    ),
     (['jaxunet.export', '--checkpoint=RUN', '--output=m.onnx'], 'm.onnx'),
     (
         ['jaxunet.export', '--checkpoint=RUN', '--output=m.pt', '--config=/bin/sh'],

@@ -43,6 +43,22 @@ WRONG = [
     ({'seed': 'a'}, r"seed: expected int, found 'a' \(str\)"),
     ({'seed': -1}, r'seed: expected 0 or more, found -1'),
     ({'seed': True}, r'seed: expected int, found True'),
+    *(
+        (
+            {'model': {'channel_mult': (1, number)}},
+            rf'model.channel_mult\[1\]: expected a finite number of float32, found {found}',
+        )
+        for number, found in (
+            (1e308, r'1e\+308'),
+            (float('nan'), 'nan'),
+            (-float('inf'), '-inf'),
+            (2**200, 'a number of 201 bits'),
+        )
+    ),
+    (
+        {'diffusion': {'edm_mean': float('nan')}},
+        'diffusion.edm_mean: expected a finite number of float32, found nan',
+    ),
     (
         {'backend': 'pallas+adam=cuda'},
         r'backend: expected pallas\+OP=BACKEND with one of conv3x3, .*, adamw, found '
@@ -93,7 +109,10 @@ WRONG = [
     ),
     ({'model': {'dropout': 1.0}}, r'model.dropout: expected at least 0 and less than 1, found 1.0'),
     ({'model': {'num_classes': 0}}, r'model.label_dropout: 0.1 needs model.num_classes > 0'),
-    ({'model': {'norm_eps': float('nan')}}, r'model.norm_eps: expected more than 0, found nan'),
+    (
+        {'model': {'norm_eps': float('nan')}},
+        r'model.norm_eps: expected a finite number of float32, found nan',
+    ),
     ({'model': {'conv_resample': 1}}, r'model.conv_resample: expected bool, found 1'),
     (
         {'evaluation': {'metrics': ('fdi',)}},
@@ -160,7 +179,7 @@ WRONG = [
     ),
     (
         {'optimizer': {'learning_rate': float('inf')}},
-        r'optimizer.learning_rate: expected more than 0, found inf',
+        r'optimizer.learning_rate: expected a finite number of float32, found inf',
     ),
     ({'ema': {'rates': ()}}, r'ema.rates: expected at least one rate'),
     ({'ema': {'rates': (0.9, 0.9)}}, r'ema.rates: expected distinct rates'),

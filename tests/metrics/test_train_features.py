@@ -139,9 +139,9 @@ def test_the_file_comes_back(trained):
             r'first\.kernel: expected finite float16',
         ),
         ({'first.bias': np.full(8, np.nan, np.float32)}, r'first\.bias: expected finite'),
-        ({'architecture': np.array('nothing')}, 'architecture: expected an object in JSON'),
-        ({'architecture': np.array('{"height": 8}')}, "architecture: 'width'"),
-        ({'training': None}, 'training: expected an object in JSON'),
+        ({'architecture': np.array('nothing')}, 'architecture: expected a JSON object'),
+        ({'architecture': np.array('{"height": 8}')}, 'architecture: expected a field width'),
+        ({'training': None}, 'training: expected a JSON object'),
     ],
 )
 def test_damaged_files(change, message, trained, tmp_path):

@@ -13,13 +13,14 @@ from jax.experimental.compilation_cache import compilation_cache
 from support.tiny import tiny_config
 
 from jaxunet.checkpoint.state import fresh_state, make_optimizer
-from jaxunet.config import Config, to_dict
+from jaxunet.config import Config, cli, to_dict
 from jaxunet.data import pipeline
 from jaxunet.data.sources import open_source
 from jaxunet.diffusion.process import make_diffusion
 from jaxunet.model.unet import build_unet
 from jaxunet.ops.backends import load_ops
 from jaxunet.runtime import compiled_cache as executables
+from jaxunet.runtime import ownership
 from jaxunet.training import step_fields
 from jaxunet.training.parallel import Parallel
 from jaxunet.training.step import make_train_step
@@ -170,3 +171,42 @@ def test_the_folder_is_that_of_the_compilation_cache(tmp_path):
     finally:
         jax.config.update('jax_compilation_cache_dir', before[0])
         jax.config.update('jax_enable_compilation_cache', before[1])
+
+
+def test_a_folder_that_others_can_write_to_is_not_used(cache, caplog):
+    cache.mkdir()
+    cache.chmod(0o777)
+    (cache / 'made_by_others').write_bytes(b'')
+    step = executables.compiled(lambda: 'built', {}, ({}, {}), [], {})
+    assert step == 'built'
+    assert [path.name for path in cache.iterdir()] == ['made_by_others']
+    assert 'neither read nor kept there, as others can write to it (mode 0777)' in caplog.text
+
+
+def test_a_file_that_others_can_write_to_is_not_read(cache, caplog):
+    cache.mkdir(mode=0o700)
+    file = cache / 'x.step'
+    file.write_bytes(b'{"metrics": []}\ncode')
+    file.chmod(0o620)
+    assert executables.load(file, ({}, {}), []) is None
+    assert 'cannot be loaded (PermissionError: others can write to it (mode 0620)' in caplog.text
+
+
+def test_a_cache_of_another_user_is_not_enabled(tmp_path, monkeypatch, caplog):
+    before = {
+        name: getattr(jax.config, name)
+        for name in ('jax_enable_compilation_cache', 'jax_compilation_cache_dir')
+    }
+    monkeypatch.setenv('JAX_COMPILATION_CACHE_DIR', str(tmp_path / 'new'))
+    try:
+        cli.enable_compilation_cache()
+        assert (tmp_path / 'new').stat().st_mode & 0o777 == 0o700
+        assert jax.config.jax_compilation_cache_dir == str(tmp_path / 'new')
+        monkeypatch.setattr(ownership.os, 'geteuid', lambda: 12345)
+        cli.enable_compilation_cache()
+        assert not jax.config.jax_enable_compilation_cache
+        assert 'it belongs to user' in caplog.text
+        assert 'not to 12345' in caplog.text
+    finally:
+        for name, value in before.items():
+            jax.config.update(name, value)

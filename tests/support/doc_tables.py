@@ -173,6 +173,32 @@ def starts() -> str:
     )
 
 
+def fuzz() -> str:
+    """Cases that the fuzzing by hand tried, by part; the newest row of each reader counts."""
+    newest = {row['case']: row for row in read_lines('fuzz/rows.jsonl')}
+    parts: dict[str, list[Row]] = {}
+    for case, row in newest.items():
+        part = case if case in ('configs', 'trained steps', 'handlers') else 'readers of files'
+        parts.setdefault(part, []).append(row)
+    body = [
+        [
+            f'{part} ({len(found)})' if len(found) > 1 else part,
+            *(f'{sum(row[name] for row in found):,}' for name in ('cases', 'refused', 'accepted')),
+            str(sum(bool(row['finding']) for row in found)),
+            f'{max(row["slowest_s"] for row in found):.2f}',
+        ]
+        for part, found in parts.items()
+    ]
+    row = next(iter(newest.values()))
+    commits = ', '.join(dict.fromkeys(str(row['git']) for row in newest.values()))
+    return (
+        f'{markdown(("part", "cases", "refused", "accepted", "faults", "slowest, s"), body)}\n\n'
+        f'On a CPU; Python {row["versions"]["python"]}, jax {row["versions"]["jax"]}, '
+        f'hypothesis {row["libraries"]["hypothesis"]}; commit {commits}. '
+        'Rows by reader: `docs/results/fuzz/rows.jsonl`.'
+    )
+
+
 def curves() -> str:
     """Mean losses over spans of steps; each row of the file is a mean over 50 steps."""
     with (RESULTS / 'elephants64/curves.csv').open() as file:
@@ -259,6 +285,7 @@ TABLES: dict[str, Callable[[], str]] = {
     'training_runs': training_runs,
     'starts': starts,
     'curves': curves,
+    'fuzz': fuzz,
     'where_the_time_goes': where_the_time_goes,
     'methods': methods,
     'recipes': lambda: recipe_tables.objectives(recipe_tables.read()),

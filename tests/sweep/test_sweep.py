@@ -672,7 +672,7 @@ def test_a_folder_without_a_sweep(tmp_path):
     with pytest.raises(UserError, match='holds no sweep'):
         load(tmp_path)
     (tmp_path / 'sweep.json').write_text('{"keys"')
-    with pytest.raises(UserError, match=r'sweep\.json: damaged'):
+    with pytest.raises(UserError, match=r'sweep\.json: expected a JSON object'):
         load(tmp_path)
 
 

@@ -149,7 +149,7 @@ def good_metadata(**changes: Any) -> dict[str, Any]:
     ('text', 'message'),
     [
         ('{', 'metadata jaxunet_config'),
-        ('[]', 'metadata jaxunet_config: new_attention_order: expected true or false, found None'),
+        ('[]', r'metadata jaxunet_config: expected a JSON object, found .* \(it is \[\]\)'),
         ('{}', 'new_attention_order: expected true or false, found None'),
         ('[' * 100_000, 'metadata jaxunet_config'),
         (json.dumps(good_metadata(new_attention_order='no')), "new_attention_order: expected "

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Sequence
 
 from jaxunet.runtime.errors import UserError
 from jaxunet.runtime.rows import Row
+from jaxunet.runtime.untrusted import NUMBER, check_fields
 
 # Backends in rows. The first has plain field names (ratio, tflops, gbps); the others a suffix.
 KERNELS = {'pallas': 'Pallas kernels', 'cuda': 'CUDA kernels'}
@@ -26,19 +27,23 @@ def latest(found: Iterable[Row]) -> list[Row]:
         if row.get('kind') != 'kernel' or row.get('error') is not None:
             continue
         sides = suffixes(row) or {next(iter(KERNELS)): ''}
-        numbers = [
-            name
-            for side, suffix in sides.items()
-            for name in (f'us_{side}', f'ratio{suffix}', f'tflops{suffix}', f'gbps{suffix}')
-        ]
-        missing = [
-            name for name in (*NEEDED, 'us_xla', *numbers, 'git', 'versions') if name not in row
-        ]
-        if missing:
-            raise UserError(
-                f'a row of kind kernel lacks {", ".join(missing)}: {str(row)[:100]}; remove its '
-                'line'
-            )
+        fields = dict.fromkeys(NEEDED, str) | {
+            'batch': int,
+            'us_xla': NUMBER,
+            'git': object,
+            'versions': dict,
+        }
+        for side, suffix in sides.items():
+            fields |= dict.fromkeys((f'us_{side}', f'ratio{suffix}', f'gbps{suffix}'), NUMBER)
+            rate = f'tflops{suffix}'  # null for ops without products
+            fields[rate] = object if row.get(rate) is None else NUMBER
+        check_fields(row, fields, 'a row of kind kernel', advice='remove its line')
+        for suffix in sides.values():
+            if not row[f'ratio{suffix}'] > 0:
+                raise UserError(
+                    f'a row of kind kernel: ratio{suffix}: expected more than 0, found '
+                    f'{row[f"ratio{suffix}"]}; remove its line'
+                )
         newest[tuple(row[name] for name in NEEDED)] = row
     if not newest:
         raise UserError('no measurements of kernels: expected rows of kind kernel without an error')

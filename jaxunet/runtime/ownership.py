@@ -1,0 +1,37 @@
+"""Tells whether others could have written a file or folder whose content runs as code."""
+
+from __future__ import annotations
+
+import os
+import stat
+
+from absl import logging
+
+
+def why_unsafe(info: os.stat_result) -> str:
+    """Returns why others could have changed a file or folder, or '' if they could not."""
+    if info.st_uid != os.geteuid():
+        return f'it belongs to user {info.st_uid}, not to {os.geteuid()}'
+    if info.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        return f'others can write to it (mode {stat.S_IMODE(info.st_mode):04o})'
+    return ''
+
+
+def usable(folder: str | os.PathLike[str]) -> bool:
+    """Returns whether a cache of programs may be used: it is the user's alone, or is not there.
+
+    Warns if it may not.
+    """
+    try:
+        reason = why_unsafe(os.stat(folder))
+    except OSError:  # not there, or no local folder
+        return True
+    if reason:
+        logging.warning(
+            '%s: compiled programs are neither read nor kept there, as %s, so others could run '
+            'code here; make it yours alone (chown, chmod 700), or set JAX_COMPILATION_CACHE_DIR '
+            'to another folder',
+            folder,
+            reason,
+        )
+    return not reason

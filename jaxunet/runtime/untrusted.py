@@ -1,0 +1,169 @@
+"""Reads JSON that may be damaged or hostile, and quotes in messages what files hold.
+
+The work is bounded: by the text's size, the nesting, and the digits of a number. A message shows a
+few characters of a value, because values of a pickle may share their parts and print without end.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import pathlib
+import typing
+from collections.abc import Mapping
+from typing import Any, NoReturn
+
+from jaxunet.runtime.errors import UserError, listed
+
+MAX_JSON = 64 * 2**20  # bytes of one text
+MAX_DEPTH = 32  # nesting of objects and lists
+LONGEST = 60  # characters of a value in a message
+FLAT = 8  # most elements of a tuple or list that a message shows
+NUMBER = int | float
+KINDS = {
+    'dict': 'a JSON object',
+    'list': 'a list',
+    'str': 'text',
+    'int': 'a whole number',
+    'bool': 'true or false',
+    'int | float': 'a number',
+}
+
+
+def shown(value: object) -> str:
+    """Returns a value for a message: short, and in time that does not depend on its size."""
+    if isinstance(value, str | bytes):
+        return repr(value[:LONGEST]) + '...' * (len(value) > LONGEST)
+    if isinstance(value, int) and value.bit_length() > 128:
+        return f'a number of {value.bit_length()} bits'
+    if value is None or isinstance(value, int | float):
+        return repr(value)
+    if isinstance(value, tuple | list) and len(value) <= FLAT:
+        inside = ', '.join(
+            shown(v) if v is None or isinstance(v, int | float | str | bytes) else type(v).__name__
+            for v in value
+        )
+        comma = ',' if len(value) == 1 else ''
+        return f'[{inside}]' if isinstance(value, list) else f'({inside}{comma})'
+    if isinstance(value, tuple | list | dict):
+        return f'a {type(value).__name__} of {len(value)}'
+    return f'a {type(value).__name__}'
+
+
+def plain(text: str) -> str:
+    """Returns a name for a message: as `shown`, without quotes."""
+    return shown(text).replace("'", '').replace('"', '')
+
+
+def parse_json(
+    text: str | bytes, source: str, *, advice: str, kind: type = dict, finite: bool = True
+) -> Any:
+    """Returns the value of a JSON text; its numbers have at most 64 bits.
+
+    Args:
+      source: begins the message.
+      advice: ends it: what to do.
+      kind: expected type.
+      finite: refuse NaN and infinities, which Python writes but JSON does not have.
+
+    Raises:
+      UserError: no JSON, another type, a number or text that JSON's standard does not have, or more
+        bytes or nesting than `MAX_JSON` and `MAX_DEPTH`.
+    """
+    wanted = KINDS[kind.__name__]
+    if len(text) > MAX_JSON:
+        raise UserError(
+            f'{source}: expected {wanted} of at most {MAX_JSON:,} bytes, found {len(text):,}; '
+            f'{advice}'
+        )
+    try:
+        value = (
+            json.loads(text, parse_float=_finite, parse_constant=_refuse_constant)
+            if finite
+            else json.loads(text)
+        )
+        _check(value)
+    except RecursionError:
+        reason = f'nested more than {MAX_DEPTH} deep'
+    except ValueError as error:  # JSONDecodeError and UnicodeError are kinds of it
+        reason = str(error)
+    else:
+        if isinstance(value, kind):
+            return value
+        reason = f'it is {shown(value)}'
+    raise UserError(f'{source}: expected {wanted}, found {shown(text)} ({reason}); {advice}')
+
+
+def read_json(path: str | os.PathLike[str], *, advice: str, kind: type = dict) -> Any:
+    """Returns the value of a JSON file; see `parse_json`.
+
+    Raises:
+      UserError: the file cannot be read, or `parse_json` refuses it.
+    """
+    try:
+        with pathlib.Path(path).open('rb') as file:
+            text = file.read(MAX_JSON + 1)
+    except OSError as error:
+        raise UserError(f'{path}: cannot be read: {error.strerror or error}; {advice}') from None
+    return parse_json(text, str(path), advice=advice, kind=kind)
+
+
+def check_fields(
+    values: Mapping[str, object], fields: Mapping[str, Any], source: str, *, advice: str
+) -> None:
+    """Checks that an object has fields of these types; others are allowed.
+
+    Args:
+      fields: name -> dict, list, str, int, bool, NUMBER or object, or a dict of the fields
+        inside it.
+      source: begins the message.
+      advice: ends it.
+
+    Raises:
+      UserError: a field is missing or of another type.
+    """
+    for name, kind in fields.items():
+        if name not in values:
+            raise UserError(
+                f'{source}: expected a field {name}, found '
+                f'{listed([shown(key) for key in values]) or "none"}; {advice}'
+            )
+        value = values[name]
+        inside, kind = (kind, dict) if isinstance(kind, Mapping) else ({}, kind)  # noqa: PLW2901
+        if not isinstance(value, kind) or (isinstance(value, bool) and kind in (int, NUMBER)):
+            wanted = KINDS[str(kind) if kind is NUMBER else kind.__name__]
+            raise UserError(f'{source}: {name}: expected {wanted}, found {shown(value)}; {advice}')
+        if inside:
+            check_fields(typing.cast(dict, value), inside, f'{source}: {name}', advice=advice)
+
+
+def _finite(text: str) -> float:
+    value = float(text)
+    if not math.isfinite(value):
+        raise ValueError(f'the number {text[:20]} is out of range')
+    return value
+
+
+def _refuse_constant(name: str) -> NoReturn:
+    raise ValueError(f'{name} is not a number of JSON')
+
+
+def _check(value: object) -> None:
+    """Raises RecursionError for deep nesting, ValueError for wide numbers and text without UTF-8.
+
+    Deep values would exhaust the stack of whatever walks over them later.
+    """
+    todo = [(value, 1)]
+    while todo:
+        value, depth = todo.pop()
+        if depth > MAX_DEPTH:
+            raise RecursionError
+        if isinstance(value, dict):
+            todo += [(part, depth + 1) for pair in value.items() for part in pair]
+        elif isinstance(value, list):
+            todo += [(part, depth + 1) for part in value]
+        elif isinstance(value, str) and not value.isascii():
+            value.encode()
+        elif isinstance(value, int) and value.bit_length() > 64:
+            raise ValueError(f'a number has {value.bit_length()} bits')

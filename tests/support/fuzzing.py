@@ -1,0 +1,84 @@
+"""How many cases the tests of `tests/fuzz` try, and the rows that a run by hand writes.
+
+JAXUNET_FUZZ_TIMES: how many times the suite's cases to try; failures are made smaller then.
+JAXUNET_FUZZ_SEED: a whole number; other numbers try other cases.
+JAXUNET_FUZZ_STEPS: how many configs to train a step with; the suite trains none.
+JAXUNET_FUZZ_ROWS: a file to which each test appends what it tried and found.
+"""
+
+from __future__ import annotations
+
+import collections
+import importlib.metadata
+import os
+import time
+from collections.abc import Callable
+from typing import Any
+
+import hypothesis
+from hypothesis import HealthCheck, Phase
+from hypothesis import strategies as st
+
+from jaxunet.runtime import rows
+
+LIBRARIES = ('hypothesis', 'numpy', 'pillow')
+TIMES, SEED, STEPS, ROWS = (f'JAXUNET_FUZZ_{name}' for name in ('TIMES', 'SEED', 'STEPS', 'ROWS'))
+
+
+def fuzz(
+    name: str,
+    cases: int,
+    strategy: st.SearchStrategy,
+    check: Callable[[Any], str],
+) -> None:
+    """Tries a check on drawn cases; appends a row if a run by hand asks for it.
+
+    Args:
+      name: what is tried, in the row.
+      cases: tried in the suite; always the same ones.
+      check: returns the message that refused a case, or ''; raises where it found a fault.
+    """
+    times, seed = (int(os.environ.get(name, default)) for name, default in ((TIMES, 1), (SEED, 0)))
+    told: collections.Counter[bool] = collections.Counter()
+    slowest, began = 0.0, time.process_time()
+
+    @hypothesis.seed(seed)
+    @hypothesis.settings(
+        max_examples=cases * times,
+        phases=(Phase.generate, Phase.shrink) if times > 1 else (Phase.generate,),
+        database=None,
+        deadline=None,  # `bounded` counts this process's time, not the clock's
+        print_blob=False,
+        suppress_health_check=list(HealthCheck),
+    )
+    @hypothesis.given(strategy)
+    def run(case: Any) -> None:
+        nonlocal slowest
+        start = time.process_time()
+        told[bool(check(case))] += 1
+        slowest = max(slowest, time.process_time() - start)
+
+    found = ''
+    try:
+        run()
+    except BaseException as error:
+        found = f'{type(error).__name__}: {error}'.split('\n')[0][:200]
+        raise
+    finally:
+        if path := os.environ.get(ROWS):
+            row: rows.Row = {
+                'kind': 'fuzz',
+                'case': name,
+                'cases': told.total(),
+                'refused': told[True],
+                'accepted': told[False],
+                'finding': found,
+                'slowest_s': round(slowest, 3),
+                'seconds': round(time.process_time() - began, 1),
+                'command': ' '.join(
+                    [f'{n}={os.environ[n]}' for n in (TIMES, SEED, STEPS) if n in os.environ]
+                    + [f'{ROWS}=rows.jsonl pytest tests/fuzz -n 0']
+                ),
+                'libraries': {lib: importlib.metadata.version(lib) for lib in LIBRARIES},
+            }
+            rows.append(path, row | rows.provenance())

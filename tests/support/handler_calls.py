@@ -1,0 +1,278 @@
+"""Right calls of every FFI handler, of random sizes, and the same calls with mistakes."""
+
+from __future__ import annotations
+
+import math
+import random
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import xla_ffi  # noqa: F401  # registers the handlers
+
+CPU = jax.local_devices(backend='cpu')[0]
+Shape = tuple[tuple[int, ...], Any]
+
+
+class Call(NamedTuple):
+    """One call of a handler, wrong or right."""
+
+    target: str
+    operands: list[Shape]
+    results: list[Shape]
+    attributes: dict[str, Any]
+    in_place: int = -1  # the operand whose place the first result takes, and so on
+
+    def __call__(self) -> Any:
+        shapes = [jax.ShapeDtypeStruct(*shape) for shape in self.results]
+        with jax.default_device(CPU):
+            operands = [jax.device_put(np.zeros(*shape), CPU) for shape in self.operands]
+            last = min(len(operands), self.in_place + len(shapes))
+            same = {
+                i: i - self.in_place
+                for i in range(self.in_place, last)
+                if self.operands[i] == self.results[i - self.in_place]
+            }
+            aliases = same if self.in_place >= 0 else None
+            return jax.block_until_ready(
+                jax.ffi.ffi_call(self.target, shapes, input_output_aliases=aliases)(
+                    *operands, **self.attributes
+                )
+            )
+
+
+def right(number: int, draw: random.Random) -> Call:  # noqa: PLR0915 (a case per handler)
+    """A call that fits, of random sizes; numbers one after another go through all handlers."""
+    kind = draw.choice([jnp.float32, jnp.float16, jnp.bfloat16])
+    batch, height, width, features = (draw.randint(1, 3) for _ in range(4))
+    parts = [draw.randint(1, 4) for _ in range(draw.randint(1, 3))]
+    channels, image = sum(parts), (batch, height, width)
+    heads, tokens, head = draw.randint(1, 3), draw.randint(1, 4), draw.randint(1, 4)
+
+    def images(sizes: list[int]) -> list[Shape]:
+        return [((*image, size), kind) for size in sizes]
+
+    def rows(count: int, size: int = channels) -> list[Shape]:
+        return [((draw.choice([1, batch]), size), jnp.float32) for _ in range(count)]
+
+    def forward() -> Call:
+        out = [((batch, tokens, heads * head), kind), ((batch, heads, tokens), jnp.float32)]
+        return Call(
+            'attention_forward',
+            [((batch, tokens, 3 * heads * head), kind)],
+            out,
+            {'heads': np.int64(heads)},
+        )
+
+    def backward() -> Call:
+        call = forward()
+        operands = [*call.operands, *call.results, call.results[0]]
+        return Call('attention_backward', operands, call.operands, call.attributes)
+
+    def conv() -> Call:
+        flipped, activation, shortcut = (draw.random() < 0.5 for _ in range(3))
+        residual = (
+            [draw.randint(1, 4) for _ in range(draw.randint(1, 2))]
+            if shortcut
+            else draw.choice([[], [features]])
+        )
+        operands = [
+            *images(parts),
+            ((3, 3, *((features, channels) if flipped else (channels, features))), kind),
+        ]
+        matrix = (features, sum(residual)) if flipped else (sum(residual), features)
+        operands += [*rows(1, features), *images(residual), *([(matrix, kind)] if shortcut else [])]
+        counts = {'parts': np.int64(len(parts)), 'residuals': np.int64(len(residual))}
+        flags = {'flipped': flipped, 'shortcut': shortcut, 'activation': activation}
+        return Call('conv3x3', operands + rows(2 * activation), images([features]), counts | flags)
+
+    def shortcut() -> Call:
+        operands = [*images([features]), ((channels, features), kind)]
+        return Call(
+            'conv3x3_shortcut_gradient',
+            operands,
+            images(parts),
+            {'residuals': np.int64(len(parts))},
+        )
+
+    def weights() -> Call:
+        norm = draw.random() < 0.5
+        residual = [draw.randint(1, 4) for _ in range(draw.randint(0, 2))]
+        workspace = (9 * channels + sum(residual) + batch) * features + draw.randint(0, 9)
+        shapes = [
+            (3, 3, channels, features),
+            (draw.choice([1, batch]), features),
+            *([(sum(residual), features)] if residual else []),
+        ]
+        results = [(shape, draw.choice([jnp.float32, kind])) for shape in shapes]
+        results += [((1, channels), jnp.float32)] * (2 * norm) + [((workspace,), jnp.float32)]
+        attributes = {
+            'parts': np.int64(len(parts)),
+            'residuals': np.int64(len(residual)),
+            'norm': norm,
+        }
+        operands = [*images(parts), *images([features]), *images(residual)]
+        operands += [((batch, 2, channels), jnp.float32)] * norm
+        return Call('conv3x3_weight_gradient', operands, results, attributes)
+
+    def linear() -> Call:
+        residual = draw.random() < 0.5
+        operands = [
+            *images([channels]),
+            ((channels, features), kind),
+            ((1, features), jnp.float32),
+            *images([features] * residual),
+        ]
+        return Call('linear', operands, images([features]), {'residual': residual})
+
+    def linear_weights() -> Call:
+        workspace = (channels + batch) * features + draw.randint(0, 9)
+        shapes = [(channels, features), (1, features)]
+        results = [
+            *((shape, draw.choice([jnp.float32, kind])) for shape in shapes),
+            ((workspace,), jnp.float32),
+        ]
+        return Call(
+            'linear_weight_gradient', [*images([channels]), *images([features])], results, {}
+        )
+
+    def norm(name: str, results: list[Shape], attributes: dict[str, Any]) -> Call:
+        every = {
+            'parts': np.int64(len(parts)),
+            'groups': np.int64(channels),
+            'eps': np.float32(1e-5),
+        } | attributes
+        per_channel: Shape = ((batch, channels), jnp.float32)
+        return Call(
+            name,
+            [*images(parts), *rows(2)],
+            [*results, *([per_channel] * (4 if not results else 2))],
+            every,
+        )
+
+    def norm_forward() -> Call:
+        return norm('group_norm_forward', images([channels]), {'silu': draw.random() < 0.5})
+
+    def norm_statistics() -> Call:
+        return norm('group_norm_statistics', [], {})
+
+    def gradient() -> Call:
+        flags, added = (
+            {name: draw.random() < 0.5 for name in ('silu', 'activation', 'samples')},
+            draw.randint(0, 2),
+        )
+        attributes = {
+            'parts': np.int64(len(parts)),
+            'groups': np.int64(channels),
+            'added': np.int64(added),
+        } | flags
+        affine = rows(4)
+        results = [((batch, 2, channels), jnp.float32), *affine[: 2 * flags['samples']]]
+        results += [*images(parts), *images([channels] * flags['activation'])]
+        return Call(
+            'group_norm_gradient',
+            [*images(parts), *images([channels]), *affine, *images(parts * added)],
+            results,
+            attributes,
+        )
+
+    def tensors() -> list[Shape]:
+        return [
+            (tuple(draw.randint(1, 5) for _ in range(draw.randint(1, 3))), jnp.float32)
+            for _ in range(draw.randint(1, 4))
+        ]
+
+    def gradients(of: list[Shape]) -> list[Shape]:
+        return [(shape, draw.choice([jnp.float32, jnp.float16, jnp.bfloat16])) for shape, _ in of]
+
+    def sums() -> Call:
+        found, chunk = gradients(tensors()), draw.randint(1, 9)
+        count = sum(-(-math.prod(shape) // chunk) for shape, _ in found)
+        return Call(
+            'sum_of_squares',
+            found,
+            [((count,), jnp.float32)],
+            {'chunk': np.int64(chunk), 'tensors': np.int64(len(found))},
+        )
+
+    def adamw() -> Call:
+        found, averages = tensors(), draw.randint(0, 2)
+        constants = {
+            name: np.float32(0.5) for name in ('b1', 'b2', 'rest1', 'rest2', 'eps', 'decay')
+        }
+        counts = {'averages': np.int64(averages), 'tensors': np.int64(len(found))}
+        operands = [((5 + averages,), jnp.float32), *gradients(found), *found * (3 + averages)]
+        return Call(
+            'adamw', operands, found * (3 + averages), constants | counts, in_place=1 + len(found)
+        )
+
+    def narrow() -> Call:
+        found, to = tensors(), draw.choice([jnp.float16, jnp.bfloat16])
+        return Call(
+            'narrow', found, [(shape, to) for shape, _ in found], {'tensors': np.int64(len(found))}
+        )
+
+    convolutions = [conv, shortcut, weights, linear, linear_weights]
+    ops = [
+        forward,
+        backward,
+        *convolutions,
+        norm_forward,
+        norm_statistics,
+        gradient,
+        sums,
+        adamw,
+        narrow,
+    ]
+    call = ops[number % len(ops)]()
+    return call._replace(target=f'jaxunet_{call.target}')
+
+
+MISTAKES = ['type', 'size', 'rank', 'missing', 'more', 'attribute', 'lost', 'unknown']
+
+
+def spoil(call: Call, mistake: str, draw: random.Random) -> Call:
+    """The call with one thing wrong."""
+    operands, results, attributes = list(call.operands), list(call.results), dict(call.attributes)
+    # The image of which only statistics are wanted may have any height and width, what is summed
+    # any shape.
+    free = mistake in ('size', 'rank') and any(
+        name in call.target for name in ('statistics', 'sum_of_squares')
+    )
+    arrays = results if free else draw.choice([operands, results])
+    # So has a weight gradient's workspace, its last result.
+    at = draw.randrange(
+        len(arrays) - (mistake == 'size' and arrays is results and 'weight_gradient' in call.target)
+    )
+    shape, kind = arrays[at]
+    name = draw.choice(sorted(attributes) or ['surplus'])
+    if mistake == 'type':
+        arrays[at] = (shape, draw.choice([jnp.int32, jnp.uint8, jnp.bool_, jnp.complex64]))
+    elif mistake == 'size':
+        changed = list(shape)
+        changed[draw.randrange(len(shape))] += 97  # more than any dimension could be
+        arrays[at] = (tuple(changed), kind)
+    elif mistake == 'rank':
+        arrays[at] = (draw.choice([(), shape[1:], (*shape, 1)]), kind)
+    elif mistake == 'missing' and len(arrays) > 1:
+        del arrays[at]
+    elif mistake == 'more':
+        arrays.append((shape, kind))
+    elif mistake == 'attribute':
+        attributes[name] = draw.choice(
+            [
+                np.int64(-1),
+                np.int64(0x7FFFFFFFFFFFFFFF),
+                np.int32(1),
+                np.float64(1),
+                'one',
+                np.ones(2, np.int64),
+            ]
+        )
+    elif mistake == 'lost' and attributes:
+        del attributes[name]
+    else:
+        attributes['surplus'] = np.int64(1)
+    return call._replace(operands=operands, results=results, attributes=attributes)

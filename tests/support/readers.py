@@ -1,0 +1,423 @@
+"""Every reader of files from strangers, with a small valid file in its parts.
+
+A part can be damaged before it is packed, so that checksums of the package do not hide the damage.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import gzip
+import io
+import json
+import lzma
+import pathlib
+import pickle
+import tempfile
+import typing
+import zipfile
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+
+from jaxunet.benchmark.kernels.table import tables as kernel_tables
+from jaxunet.benchmark.table import markdown
+from jaxunet.checkpoint import snapshots
+from jaxunet.compare import runner as compare_runner
+from jaxunet.compare import worker
+from jaxunet.config import to_dict
+from jaxunet.data import cifar10
+from jaxunet.data.picture import read_mask, read_picture
+from jaxunet.data.sources import open_source
+from jaxunet.metrics import classifier
+from jaxunet.metrics.arrays import read_arrays
+from jaxunet.metrics.frechet import is_statistics, load_statistics
+from jaxunet.metrics.image_sets import open_images, read_grid
+from jaxunet.metrics.torch_legacy import read_legacy
+from jaxunet.metrics.torch_script import read_torch_script
+from jaxunet.prepare_data import prepare
+from jaxunet.profile import report as profile_report
+from jaxunet.runtime import rows
+from jaxunet.sampling.partial_output import Parts
+from jaxunet.sweep import folder as sweep_folder
+from jaxunet.sweep import report as sweep_report
+from jaxunet.weights import read_weights
+from jaxunet.weights.torch_file import TorchFile
+from jaxunet.weights.torch_pickle import dump
+from support.data_files import (
+    encoded,
+    everything,
+    official_files,
+    python2_batch,
+    random_pixels,
+    write_tar,
+)
+from support.tiny import tiny_config
+from support.weight_cases import SMALL, UNETCU_SMALL, archive, random_params, state
+
+FIXTURES = pathlib.Path(__file__).parents[1] / 'fixtures'
+RESULTS = FIXTURES.parents[1] / 'docs' / 'results'
+Contents = dict[str, bytes]
+
+
+@dataclass(frozen=True)
+class Reader:
+    """A reader.
+
+    Fields:
+      file: the name of its file.
+      parts: returns the contents of a valid file.
+      pack: packs them.
+      read: reads a file; raises UserError if it refuses it.
+      cases: damages in the suite.
+    """
+
+    file: str
+    parts: Callable[[], Contents]
+    pack: Callable[[Contents], bytes]
+    read: Callable[[pathlib.Path], object]
+    cases: int = 7
+
+
+def alone(contents: Contents) -> bytes:
+    """Returns the one part of a file that has no package."""
+    (content,) = contents.values()
+    return content
+
+
+def deflated(contents: Contents) -> bytes:
+    return archive(contents, zipfile.ZIP_DEFLATED)
+
+
+def unzipped(path: pathlib.Path) -> Contents:
+    with zipfile.ZipFile(path) as file:
+        return {name: file.read(name) for name in file.namelist()}
+
+
+def npz(**arrays: object) -> Contents:
+    file = io.BytesIO()
+    np.savez(file, **arrays)
+    with zipfile.ZipFile(file) as saved:
+        return {name: saved.read(name) for name in saved.namelist()}
+
+
+@functools.cache
+def plain_tar() -> bytes:
+    with tempfile.TemporaryDirectory() as folder:
+        path = write_tar(
+            pathlib.Path(folder) / 'x.tar',
+            {
+                'cat/' + 'long' * 40 + '.png': encoded(random_pixels(0, (8, 8, 3))),
+                'dog/b.jpg': encoded(random_pixels(1, (8, 8, 3)), 'JPEG'),
+            },
+        )
+        return path.read_bytes()
+
+
+@functools.cache
+def weights(suffix: str) -> bytes:
+    from jaxunet.weights import write_weights  # noqa: PLC0415
+
+    with tempfile.TemporaryDirectory() as folder:
+        path = pathlib.Path(folder) / f'x{suffix}'
+        config = UNETCU_SMALL if suffix == '.bin' else SMALL
+        write_weights(path, random_params(config), config)
+        return path.read_bytes()
+
+
+@functools.cache
+def torch_parts() -> Contents:
+    tensors = {name: value for name, value in list(state().items())[-4:]}
+    parts = {'a/data.pkl': dump({name: value.shape for name, value in tensors.items()})}
+    for i, value in enumerate(tensors.values()):
+        parts[f'a/data/{i}'] = value.tobytes()
+    return parts | {'a/version': b'3\n', 'a/byteorder': b'little'}
+
+
+def legacy() -> Contents:
+    """A file as torch.save wrote it before 1.6: two tensors in one storage."""
+    tree = dump({'w': (2, 3)}).replace(b'J\x06\0\0\0tQ', b'J\x06\0\0\0NtQ')
+    assert b'NtQ' in tree
+    numbers = np.arange(6, dtype='<f4').tobytes()
+    head = [0x1950A86A20F9469CFC6C, 1001, {'little_endian': True, 'type_sizes': {'int': 4}}]
+    return {
+        'head': b''.join(pickle.dumps(x, 2) for x in head),
+        'tree': tree,
+        'keys': pickle.dumps(['0'], 2),
+        'numbers': (6).to_bytes(8, 'little') + numbers,
+    }
+
+
+def classifier_parts() -> Contents:
+    architecture = classifier.Architecture(4, 4, 2, 3, (0.5, 0.5, 0.5), (1.0, 1.0, 1.0))
+    arrays = {
+        name: np.ones(shape, classifier.DTYPES.get(name.rsplit('.', maxsplit=1)[-1], np.float32))
+        for name, shape in architecture.shapes.items()
+    }
+    texts = {
+        classifier.ARCHITECTURE: np.array(json.dumps(dataclasses.asdict(architecture))),
+        classifier.TRAINING: np.array('{"reference": "digits:"}'),
+    }
+    return npz(**texts, **arrays)
+
+
+def sweep_parts() -> Contents:
+    spec = {
+        'title': 't',
+        'command': '--config=x',
+        'axes': [{'name': 'jit', 'values': ['on', 'off']}],
+        'keys': ['a', 'b'],
+        'notes': [],
+    }
+    row = {'case': 'sweep', 'point': {'jit': 'on'}, 'batch': 4, 'device': 'cpu', 'devices': 1}
+    row |= {'versions': {'jax': '0'}, 'git': None, 'driver': None, 'seconds': 1.0}
+    ok = {'status': 'ok', 'images_per_s': 2.0, 'step_ms': {'median': 1.0, 'quartiles': [1, 2]}}
+    ok |= {'compile_s': 1.0, 'compile_cached': False, 'lower_s': 1.0, 'peak_bytes': 5}
+    failed = {'status': 'crash', 'reason': 'no', 'log': 'x'}
+    return {
+        'sweep.json': json.dumps(spec).encode(),
+        'a.json': json.dumps({'key': 'a', **row, **ok}).encode(),
+        'b.json': json.dumps({'key': 'b', **row, **failed}).encode(),
+    }
+
+
+def read_sweep(path: pathlib.Path) -> object:
+    spec, _, lines = path.read_bytes().partition(b'\n')
+    (path.parent / 'sweep.json').write_bytes(spec)
+    (path.parent / 'results.jsonl').write_bytes(lines)
+    sweep = sweep_folder.load(path.parent)
+    return sweep_report.markdown(sweep, [], path.parent)
+
+
+def compare_parts() -> Contents:
+    spec = {
+        'command': 'c',
+        'config': to_dict(tiny_config()),
+        'methods': {'uniform': {}, 'p2': {'loss.weighting': 'p2'}},
+        'seconds': {'uniform': 2.0, 'p2': 2.0},
+        'seeds': {'uniform': 1, 'p2': 1},
+        'evaluations': {'uniform': 2, 'p2': 2},
+    }
+    return {'compare.json': json.dumps(spec).encode()}
+
+
+def read_compare(path: pathlib.Path) -> object:
+    return compare_runner.load(path.parent)
+
+
+def read_task(path: pathlib.Path) -> object:
+    return worker.read_task(path.parent), worker.finished(path.parent)
+
+
+def read_with_file(read: Callable) -> Callable[[pathlib.Path], object]:
+    def run(path: pathlib.Path) -> object:
+        with path.open('rb') as file:
+            return read(str(path), file)
+
+    return run
+
+
+def read_torch(path: pathlib.Path) -> object:
+    with path.open('rb') as file, TorchFile(str(path), file) as opened:
+        return [opened.read(name) for name in opened.shapes], opened.metadata
+
+
+def read_images(path: pathlib.Path) -> object:
+    return everything(open_source(str(path), image_shape=(8, 8, 3)))
+
+
+def read_compared(path: pathlib.Path) -> object:
+    with open_images(str(path)) as source:
+        return everything(source)
+
+
+def read_prepared(path: pathlib.Path) -> object:
+    return prepare(str(path), str(path.parent / 'out.npz'), (4, 4, 3))
+
+
+def read_classifier(path: pathlib.Path) -> object:
+    return classifier.from_arrays(str(path), read_arrays(path))
+
+
+def read_statistics(path: pathlib.Path) -> object:
+    return is_statistics(path) and load_statistics(path)
+
+
+def read_parts(path: pathlib.Path) -> object:
+    folder = path.parent / 'x.png.partial'
+    folder.mkdir(exist_ok=True)
+    (folder / 'run.json').write_bytes(path.read_bytes())
+    return Parts(path.parent / 'x.png', {'a': 1, 'b': [1.5, 'x']})
+
+
+def read_finished(path: pathlib.Path) -> object:
+    folder = path.parent / 'y.png.partial'
+    folder.mkdir(exist_ok=True)
+    (folder / 'run.json').write_text('{}')
+    (folder / '000000-000002.npz').write_bytes(path.read_bytes())
+    return Parts(path.parent / 'y.png', {}).load(2)
+
+
+def pictures(kind: str) -> Callable[[], Contents]:
+    return lambda: {'picture': encoded(random_pixels(0, (12, 8, 3)), kind)}
+
+
+def grid_parts() -> Contents:
+    from jaxunet.data.images import grid  # noqa: PLC0415
+
+    return {'grid': encoded(grid(random_pixels(0, (4, 32, 32, 3))))}
+
+
+IMAGES = {'images': random_pixels(0, (3, 8, 8, 3)), 'labels': np.arange(3)}
+NAMED = IMAGES | {'class_names': np.array(['a', 'b', 'c'])}
+MEMBERS = {
+    'cat/a.png': encoded(random_pixels(0, (8, 8, 3))),
+    'dog/b.gif': encoded(random_pixels(1, (8, 8, 3)), 'GIF'),
+}
+
+
+def data_bin() -> Contents:
+    header = np.zeros(256, '<i4')
+    header[:5] = 20240620, 2, 3, 8, 8
+    pixels = np.full((2, 3, 8, 8), 1 / 255, '<f4')
+    return {'header': header.tobytes(), 'pixels': pixels.tobytes()}
+
+
+def joined(contents: Contents) -> bytes:
+    return b''.join(contents.values())
+
+
+def lines(contents: Contents) -> bytes:
+    return b'\n'.join(contents.values())
+
+
+def snapshot_parts() -> Contents:
+    with tempfile.TemporaryDirectory() as folder:
+        config = tiny_config(ema={'widths': (0.05,), 'snapshot_every': 2})
+        writer = snapshots.SnapshotWriter(pathlib.Path(folder), config, 0)
+        writer.write(2, 2, {'width_0.05': {'a': np.arange(6, dtype=np.float32)}})
+        writer.wait()
+        writer.close()
+        return {'file': (pathlib.Path(folder) / 'snapshots' / '2.safetensors').read_bytes()}
+
+
+def read_snapshots(path: pathlib.Path) -> object:
+    target = path.parent / snapshots.FOLDER / path.name
+    target.parent.mkdir()
+    path.rename(target)
+    return [found.read() for found in snapshots.find_snapshots(path.parent, 10)]
+
+
+def results(path: str) -> Callable[[], Contents]:
+    """Returns the first and last row of committed measurements."""
+    measured = (RESULTS / path).read_bytes().splitlines()
+    return lambda: {'first': measured[0], 'last': measured[-1]}
+
+
+def profile_csv() -> Contents:
+    values = {'int': '3', 'float': '1.5', 'str': 'a'}
+    kinds = typing.get_type_hints(profile_report.Row)
+    row = ','.join(values[kinds[name].__name__] for name in profile_report.COLUMNS)
+    return {'head': ','.join(profile_report.COLUMNS).encode(), 'row': row.encode()}
+
+
+READERS = {
+    'unet.cu model': Reader(
+        'x.bin', lambda: {'file': weights('.bin')}, alone, read_weights, cases=2
+    ),
+    'snapshot': Reader('2.safetensors', snapshot_parts, alone, read_snapshots),
+    'benchmark rows': Reader(
+        'rows.jsonl', results('step/rows.jsonl'), lines, lambda p: markdown(rows.read(p))
+    ),
+    'kernel rows': Reader(
+        'rows.jsonl', results('kernels/rows.jsonl'), lines, lambda p: kernel_tables(rows.read(p))
+    ),
+    'profile': Reader('x.csv', profile_csv, lines, profile_report.read_csv),
+    'zip': Reader('x.zip', lambda: MEMBERS, archive, read_images),
+    'deflated zip': Reader('x.zip', lambda: MEMBERS, deflated, read_compared),
+    'tar': Reader('x.tar', lambda: {'tar': plain_tar()}, alone, read_images),
+    'tar.gz': Reader(
+        'x.tar.gz', lambda: {'tar': plain_tar()}, lambda c: gzip.compress(alone(c), 1), read_images
+    ),
+    'tar.xz': Reader(
+        'x.tar.xz',
+        lambda: {'tar': plain_tar()},
+        lambda c: lzma.compress(alone(c), preset=0),
+        read_compared,
+    ),
+    'prepare_data': Reader(
+        'x.tgz', lambda: {'tar': plain_tar()}, lambda c: gzip.compress(alone(c), 1), read_prepared
+    ),
+    'npz': Reader('x.npz', lambda: npz(**NAMED), archive, read_images),
+    'compressed npz': Reader('x.npz', lambda: npz(**NAMED), deflated, read_images),
+    'compared npz': Reader('x.npz', lambda: npz(arr_0=IMAGES['images']), archive, read_compared),
+    'bin': Reader('x.bin', data_bin, joined, read_images),
+    'cifar10': Reader(
+        'data_batch_1',
+        lambda: {'batch': python2_batch(random_pixels(0, (2, 32, 32, 3)), [1, 2])},
+        alone,
+        lambda path: cifar10.read_batch(path.read_bytes(), str(path)),
+    ),
+    'cifar10 archive': Reader(
+        'x.tar.gz',
+        lambda: {'tar': plain_cifar()},
+        lambda c: gzip.compress(alone(c), 1),
+        lambda path: everything(open_source(f'cifar10:{path}', image_shape=(32, 32, 3))),
+    ),
+    'png': Reader('x.png', pictures('PNG'), alone, lambda p: read_picture(p, (8, 8, 3))),
+    'jpeg': Reader('x.jpg', pictures('JPEG'), alone, lambda p: read_picture(p, (8, 8, 3))),
+    'webp': Reader('x.webp', pictures('WEBP'), alone, lambda p: read_picture(p, (8, 8, 3))),
+    'tiff': Reader('x.tif', pictures('TIFF'), alone, lambda p: read_picture(p, (8, 8, 3))),
+    'mask': Reader('x.gif', pictures('GIF'), alone, lambda p: read_mask(p, p, (8, 8, 3))),
+    'grid': Reader('x.png', grid_parts, alone, lambda p: read_grid(p, (32, 32))),
+    'safetensors': Reader(
+        'x.safetensors', lambda: {'file': weights('.safetensors')}, alone, read_weights
+    ),
+    'pt': Reader('x.pt', lambda: unzipped_bytes(weights('.pt')), archive, read_weights),
+    'torch file': Reader('x.pt', torch_parts, archive, read_torch),
+    'torch script': Reader(
+        'x.pt',
+        lambda: unzipped(FIXTURES / 'torch_jit_save.pt'),
+        archive,
+        read_with_file(read_torch_script),
+    ),
+    'legacy torch': Reader('x.pth', legacy, joined, read_with_file(read_legacy)),
+    'statistics': Reader(
+        'x.npz',
+        lambda: npz(mu=np.zeros(3), sigma=np.eye(3), jaxunet_protocol=np.array('{"a": 1}')),
+        archive,
+        read_statistics,
+    ),
+    'classifier': Reader('x.npz', classifier_parts, archive, read_classifier),
+    'rows': Reader(
+        'rows.jsonl', lambda: {'a.json': b'{"a": [1, 2.5]}', 'b.json': b'{}'}, lines, rows.read
+    ),
+    'sweep': Reader('x', sweep_parts, lines, read_sweep),
+    'compare': Reader('compare.json', compare_parts, alone, read_compare),
+    'task': Reader(
+        'task.json',
+        lambda: {
+            'task.json': b'{"method": "a", "seed": 0, "config": {"a": 1}, "seconds": [1, 2.5]}'
+        },
+        alone,
+        read_task,
+    ),
+    'run.json': Reader(
+        'run.json', lambda: {'run.json': b'{"a": 1, "b": [1.5, "x"]}'}, alone, read_parts
+    ),
+    'finished samples': Reader(
+        'x.npz', lambda: npz(images=IMAGES['images'][:2]), archive, read_finished
+    ),
+}
+
+
+@functools.cache
+def plain_cifar() -> bytes:
+    with tempfile.TemporaryDirectory() as folder:
+        return write_tar(pathlib.Path(folder) / 'x.tar', official_files(1)).read_bytes()
+
+
+def unzipped_bytes(data: bytes) -> Contents:
+    with zipfile.ZipFile(io.BytesIO(data)) as file:
+        return {name: file.read(name) for name in file.namelist()}
