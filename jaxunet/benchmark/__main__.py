@@ -3,10 +3,14 @@
     python -m jaxunet.benchmark --config configs/elephants64.py --backends xla,auto \
       --batch_sizes 32,256 --peers pytorch
     python -m jaxunet.benchmark --table benchmark.jsonl
+    python -m jaxunet.benchmark --config configs/elephants64.py --synthetic --choose
 
 The sides take turns on one device, so that their ratios hold while its speed drifts. Each row is
 appended to `--output` as a JSON line, and a table is printed at the end. A side that cannot run
 gets a row with its error, and the exit status is 1.
+
+`--choose` finds the quickest backend of every op in whole training steps, and keeps it in a file
+that backend=auto follows on this kind of device, with these versions and this precision.
 
 PyTorch needs memory on the same GPU: with `--peers`, JAX allocates on demand
 (XLA_PYTHON_CLIENT_PREALLOCATE=false, unless that variable is set). Neither frees memory while a
@@ -23,6 +27,7 @@ from collections.abc import Sequence
 import jax
 from absl import flags
 
+from jaxunet.benchmark import choose
 from jaxunet.benchmark.cases import DIRECTIONS, Plan, make_plan
 from jaxunet.benchmark.jax_side import synthetic_source
 from jaxunet.benchmark.run import run
@@ -30,8 +35,10 @@ from jaxunet.benchmark.table import markdown
 from jaxunet.benchmark.timing import MIN_STEPS, TURN_SECONDS
 from jaxunet.config import cli
 from jaxunet.data.automatic import complete
+from jaxunet.data.source import Source
 from jaxunet.data.sources import open_images
-from jaxunet.ops.backends import load_ops
+from jaxunet.ops import choices
+from jaxunet.ops.backends import load_ops, runnable
 from jaxunet.runtime import rows
 
 CONFIG = cli.define_config()
@@ -58,6 +65,12 @@ SYNTHETIC = flags.DEFINE_bool(
 )
 OUTPUT = flags.DEFINE_string('output', 'benchmark.jsonl', 'File that rows are appended to.')
 TABLE = flags.DEFINE_string('table', None, 'Print the table of this file of rows, and exit.')
+CHOOSE = flags.DEFINE_bool(
+    'choose',
+    False,
+    'Find the quickest backend of every op on this machine, at the first batch size; backend=auto '
+    f'follows it. {choices.VARIABLE} names the file; default: choices.json in the cache folder.',
+)
 DRY_RUN = flags.DEFINE_bool('dry_run', False, 'Print the cases, and exit.')
 
 
@@ -80,6 +93,10 @@ def main(argv: Sequence[str]) -> int:
     if DRY_RUN.value:
         dry_run(plan)
         return 0
+    command = shlex.join(['python', '-m', 'jaxunet.benchmark', *sys.argv[1:]])
+    if CHOOSE.value:
+        keep_choices(plan, command)
+        return 0
     if len(plan.sides) == 1:
         # A missing backend is an error at once when there is nothing to compare it with.
         load_ops(plan.sides[0], plan.precisions[0])
@@ -87,9 +104,8 @@ def main(argv: Sequence[str]) -> int:
         os.environ.setdefault('XLA_PYTHON_CLIENT_PREALLOCATE', 'false')
     # A program from the cache would show no compile time.
     jax.config.update('jax_enable_compilation_cache', False)
-    source = synthetic_source(plan.config) if SYNTHETIC.value else open_images(plan.config)
     measured = []
-    for row in run(plan, source, shlex.join(['python', '-m', 'jaxunet.benchmark', *sys.argv[1:]])):
+    for row in run(plan, images(plan), command):
         rows.append(OUTPUT.value, row)
         measured.append(row)
     print(markdown(measured))
@@ -102,6 +118,26 @@ def main(argv: Sequence[str]) -> int:
             flush=True,
         )
     return 1 if failed else 0
+
+
+def images(plan: Plan) -> Source:
+    """Returns the images that the flags ask for."""
+    return synthetic_source(plan.config) if SYNTHETIC.value else open_images(plan.config)
+
+
+def keep_choices(plan: Plan, command: str) -> None:
+    """Measures this machine and writes the file that backend=auto follows."""
+    kind = jax.devices()[0].device_kind
+    if not runnable():
+        print(f'only xla runs on this machine ({kind}): nothing to choose')
+        return
+    for entry in choose.choose(plan, images(plan), command):
+        choices.write(choices.path(), entry)
+        ops = ', '.join(f'{op}={name}' for op, name in entry['ops'].items())
+        print(f'{kind}, {entry["precision"]}: {ops}')
+        for name, milliseconds in sorted(entry['measured'].items(), key=lambda item: item[1]):
+            print(f'  {milliseconds:8.2f} ms  {name}')
+        print(f'kept in {choices.path()}; backend=auto follows it')
 
 
 def dry_run(plan: Plan) -> None:
