@@ -172,6 +172,34 @@ def starts() -> str:
     )
 
 
+def matrix() -> str:
+    """Tests passed by version of JAX and part of the suite; the newest row of each counts."""
+    newest: dict[tuple[str, str], dict[str, Row]] = {}
+    for row in read_lines('matrix/rows.jsonl'):
+        by_part = newest.setdefault((row['versions']['jax'], row['versions']['python']), {})
+        by_part[row['part']] = row
+    parts = dict.fromkeys(part for by_part in newest.values() for part in by_part)
+
+    def cell(row: Row | None) -> str:
+        if row is None:
+            return 'not run'
+        counts = ((row[name], name) for name in ('passed', 'skipped', 'failed'))
+        return ', '.join(f'{count:,} {name}' for count, name in counts if count)
+
+    table = markdown(
+        ('jax', 'Python', *parts, 'commit'),
+        (
+            (
+                *versions,
+                *(cell(by_part.get(part)) for part in parts),
+                ', '.join(dict.fromkeys(str(row['git']) for row in by_part.values())),
+            )
+            for versions, by_part in newest.items()
+        ),
+    )
+    return f'{table}\n\nOn a CPU, by `python tests/matrix/run.py VERSION@PYTHON ...`.'
+
+
 def curves() -> str:
     """Mean losses over spans of steps; each row of the file is a mean over 50 steps."""
     with (RESULTS / 'elephants64/curves.csv').open() as file:
