@@ -40,6 +40,7 @@ from jaxunet.data.sources import open_images
 from jaxunet.ops import choices
 from jaxunet.ops.backends import load_ops, runnable
 from jaxunet.runtime import rows
+from jaxunet.runtime.errors import UserError
 
 CONFIG = cli.define_config()
 BACKENDS = flags.DEFINE_list(
@@ -68,8 +69,8 @@ TABLE = flags.DEFINE_string('table', None, 'Print the table of this file of rows
 CHOOSE = flags.DEFINE_bool(
     'choose',
     False,
-    'Find the quickest backend of every op on this machine, at the first batch size; backend=auto '
-    f'follows it. {choices.VARIABLE} names the file; default: choices.json in the cache folder.',
+    'Find the quickest backend of every op on this machine; backend=auto follows it. '
+    f'{choices.VARIABLE} names the file; default: choices.json in the cache folder.',
 )
 DRY_RUN = flags.DEFINE_bool('dry_run', False, 'Print the cases, and exit.')
 
@@ -90,12 +91,13 @@ def main(argv: Sequence[str]) -> int:
         rounds=ROUNDS.value,
         steps=STEPS.value,
     )
-    if DRY_RUN.value:
-        dry_run(plan)
-        return 0
     command = shlex.join(['python', '-m', 'jaxunet.benchmark', *sys.argv[1:]])
     if CHOOSE.value:
+        check_choose_flags()
         keep_choices(plan, command)
+        return 0
+    if DRY_RUN.value:
+        dry_run(plan)
         return 0
     if len(plan.sides) == 1:
         # A missing backend is an error at once when there is nothing to compare it with.
@@ -125,11 +127,33 @@ def images(plan: Plan) -> Source:
     return synthetic_source(plan.config) if SYNTHETIC.value else open_images(plan.config)
 
 
+def check_choose_flags() -> None:
+    """Raises `UserError` for a flag that --choose does not read."""
+    for flag in (BACKENDS, PEERS, DIRECTION, OUTPUT):
+        if flag.present:
+            raise UserError(
+                f'--{flag.name}: --choose times whole steps of every backend that runs here, and '
+                f'{choices.VARIABLE} names its file; leave --{flag.name} out'
+            )
+    if len(BATCH_SIZES.value) > 1:
+        raise UserError(
+            f'--batch_sizes: --choose measures one, found {",".join(BATCH_SIZES.value)}'
+        )
+
+
 def keep_choices(plan: Plan, command: str) -> None:
     """Measures this machine and writes the file that backend=auto follows."""
     kind = jax.devices()[0].device_kind
+    names = ', '.join(['xla', *(backend.name for backend in runnable())])
     if not runnable():
         print(f'only xla runs on this machine ({kind}): nothing to choose')
+        return
+    if DRY_RUN.value:
+        for precision in plan.precisions:
+            print(
+                f'{plan.name}, {precision}, batch {plan.batch_sizes[0]}, step: {names}, then the '
+                f'quickest with one op at a time from each other; {plan.rounds} rounds'
+            )
         return
     for entry in choose.choose(plan, images(plan), command):
         choices.write(choices.path(), entry)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import datetime
 import gc
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from jaxunet.benchmark.cases import Plan, Prepared
 from jaxunet.benchmark.run import describe_error, make_side, say
@@ -27,33 +27,29 @@ from jaxunet.runtime.rows import Row, git_sha
 Measure = Callable[[Sequence[str]], Mapping[str, Sequence[float]]]
 
 
-def choose(plan: Plan, source: Source, command: str) -> list[Row]:
-    """Measures every precision of the plan at its first batch size; returns the entries to keep.
+def choose(plan: Plan, source: Source, command: str) -> Iterator[Row]:
+    """Measures every precision of the plan at its batch size; yields the entries to keep.
 
     Raises:
       UserError: no backend ran a step.
     """
-    entries = []
     for precision in plan.precisions:
         batch = plan.batch_sizes[0]
         config = plan.config.replace(precision=precision, data={'batch_size': batch})
         best, times = quickest(step_timer(config, source, plan.rounds, plan.steps))
-        entries.append(
-            {
-                'device': device.kind(),
-                'precision': precision,
-                'versions': choices.versions(),
-                'ops': named(best),
-                'measured': times,
-                'config': plan.name,
-                'batch_size': batch,
-                'rounds': plan.rounds,
-                'time': datetime.datetime.now(datetime.UTC).isoformat(timespec='seconds'),
-                'git': git_sha(),
-                'command': command,
-            }
-        )
-    return entries
+        yield {
+            'device': device.kind(),
+            'precision': precision,
+            'versions': choices.versions(),
+            'ops': named(best),
+            'measured': times,
+            'config': plan.name,
+            'batch_size': batch,
+            'rounds': plan.rounds,
+            'time': datetime.datetime.now(datetime.UTC).isoformat(timespec='seconds'),
+            'git': git_sha(),
+            'command': command,
+        }
 
 
 def quickest(measure: Measure) -> tuple[str, dict[str, float]]:
@@ -112,6 +108,12 @@ def step_timer(config: Config, source: Source, rounds: int, steps: int | None) -
             for side in ready.values():
                 side.close()
             gc.collect()
-        return {name: times for name, times in found.items() if not isinstance(times, Exception)}
+        kept: dict[str, Sequence[float]] = {}
+        for name, times in found.items():
+            if isinstance(times, Exception):
+                say(f'{name}: {describe_error(times)}')
+            else:
+                kept[name] = times
+        return kept
 
     return measure

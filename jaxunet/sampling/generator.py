@@ -58,7 +58,7 @@ class Generator:
         number.
       devices: local devices that share each batch.
       picture: a picture to start from; None = start from noise.
-      samples: how many images are drawn in all, by all devices. With few of them backend=auto
+      samples: how many images are drawn in all, by all processes. With few of them backend=auto
         weighs the time to compile (`jaxunet.ops.short_jobs`). None = many.
 
     Attributes:
@@ -94,7 +94,7 @@ class Generator:
         self._split = NamedSharding(mesh, PartitionSpec('data'))
         warn_if_slow(config.backend, config.precision)
         if samples is not None:
-            config = self._for_job(config, samples / len(devices))
+            config = self._for_job(config, samples / (len(devices) * jax.process_count()))
         self._config, self._devices = config, list(devices)
         model = build_unet(config, load_ops(config.backend, config.precision))
         self._segment = self._jit_segment(model, mesh)

@@ -666,6 +666,12 @@ def test_choose_on_a_machine_without_kernels(tmp_path: pathlib.Path) -> None:
     assert not path.exists()
 
 
+@pytest.mark.parametrize('flag', ['--backends=xla', '--directions=step', '--batch_sizes=2,4'])
+def test_choose_refuses_what_it_does_not_read(flag: str) -> None:
+    error = call('jaxunet.benchmark', *flags(), '--choose', flag, code=2)
+    assert error.startswith(f'error: {flag.split("=", maxsplit=1)[0]}: --choose ')
+
+
 def test_choose_leaves_out_what_does_not_run(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also a side that fails while it is timed; what is ready is closed."""
     closed = []
