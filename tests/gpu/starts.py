@@ -7,7 +7,8 @@
 Every case runs its command twice with a cache folder of its own: cold, with nothing in it, then
 warm. Training stops at the first row of its metrics.csv. Sampling draws 256 images; its first
 picture is the first batch of 64 that it stores. Weights and images are random, of the size of
-configs/elephants64.py.
+configs/elephants64.py. The weights are a .bin file, and once each a .pt file, a .safetensors file
+and the workdir of a run in bfloat16.
 
 Most of a start is work of the host, so `--lanes` cases run at a time, each on its share of the CPU
 cores; the rows say how many. Cases begin in the order of `CASES` while less than `--seconds` have
@@ -46,14 +47,24 @@ IMAGES, BATCH, EVALUATIONS = 256, 64, 50
 POLL = 0.005  # seconds between two looks at what a command has written
 WEIGHTS = """
 import sys
+import pathlib
+import numpy as np
 from jaxunet.checkpoint.state import fresh_state
+from jaxunet.checkpoint.store import Checkpoints
 from jaxunet.config import resolve
 from jaxunet.model.cost import forward_flops
 from jaxunet.weights import write_weights
 sys.path.insert(0, 'configs')
 import elephants64
 config = resolve(elephants64.get_config()).replace(model={'zero_init': False})
-write_weights(sys.argv[1] + '/model.bin', fresh_state(config).params, config)
+folder, state = sys.argv[1], fresh_state(config)
+for suffix, period in (('bin', 1000), ('pt', 10000), ('safetensors', 1000)):
+    # A .pt file has no other period of the embedding.
+    same = config.replace(model={'max_period': period})
+    write_weights(f'{folder}/model.{suffix}', state.params, same)
+store = Checkpoints(pathlib.Path(folder) / 'workdir', keep=1)
+store.save(1, state.replace(step=np.int32(1)), config.replace(precision='bfloat16'), 0.0)
+store.close()
 print(forward_flops(config))
 """
 PROVENANCE = 'import json; from jaxunet.runtime import rows; print(json.dumps(rows.provenance()))'
@@ -65,6 +76,7 @@ class Case(NamedTuple):
     task: str  # train or sample
     precision: str
     backend: str | None
+    checkpoint: str = 'model.bin'  # what sampling reads
 
 
 CASES = (
@@ -80,14 +92,17 @@ CASES = (
     Case('sample', 'float32', None),
     Case('sample', 'bfloat16', None),
     Case('train', 'float32', None),
+    Case('sample', 'bfloat16', None, 'workdir'),
+    Case('sample', 'float32', None, 'model.pt'),
+    Case('sample', 'float32', None, 'model.safetensors'),
 )
 
 
 class Folders:
-    """Where a case works, and what all cases read."""
+    """The folder of all cases, with weights and images, and the folder of one case."""
 
     def __init__(self, shared: pathlib.Path, number: int) -> None:
-        self.weights, self.images = shared / 'model.bin', shared / 'images.npz'
+        self.shared, self.images = shared, shared / 'images.npz'
         self.own = shared / f'case{number}'
         self.own.mkdir()
 
@@ -104,11 +119,12 @@ def arguments(case: Case, folders: Folders, out: pathlib.Path) -> list[str]:
             f'--workdir={out}',
             *named,
         ]
-    # float32 is what a weight file gets by itself.
-    precision = [f'--precision={case.precision}'] if case.precision != 'float32' else []
+    # A weight file gets float32 by itself, and the workdir bfloat16.
+    given = 'bfloat16' if case.checkpoint == 'workdir' else 'float32'
+    precision = [f'--precision={case.precision}'] if case.precision != given else []
     return [
         'jaxunet.sample',
-        f'--checkpoint={folders.weights}',
+        f'--checkpoint={folders.shared / case.checkpoint}',
         f'--num_samples={IMAGES}',
         f'--batch_size={BATCH}',
         '--sampler=ddim',
@@ -220,13 +236,13 @@ def script(text: str, *arguments: str, **variables: str) -> str:
     return done.stdout
 
 
-def run(output: pathlib.Path, seconds: float, lanes: int) -> list[Row]:
+def run(cases: Sequence[Case], output: pathlib.Path, seconds: float, lanes: int) -> list[Row]:
     """Measures the cases and appends their rows to `output`; returns them."""
     began = time.monotonic()
     cores = sorted(os.sched_getaffinity(0))
     share = max(len(cores) // lanes, 1)
     todo: queue.SimpleQueue[tuple[int, Case]] = queue.SimpleQueue()
-    for item in enumerate(CASES):
+    for item in enumerate(cases):
         todo.put(item)
     found: list[Row] = []
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(lanes + 2) as pool:
@@ -274,8 +290,14 @@ def line(row: Row) -> str:
     """Returns one readable line of a row."""
     names = ('imported_s', 'first_s', 'ready_s', 'total_s', 'step_ms')
     values = ', '.join(f'{name} {row[name]}' for name in names if row[name] is not None)
-    shown = f'{row["task"]} {row["precision"]} {row["backend"] or "auto"}, cache {row["cache"]}'
+    shown = ' '.join([read_from(row), row['precision'], row['backend'] or 'auto'])
+    shown += f', cache {row["cache"]}'
     return ' | '.join([f'{shown}: {row["error"] or values}', *row['said']])
+
+
+def read_from(row: Row) -> str:
+    """Returns the task of a row, with what sampling reads."""
+    return row['task'] + (f' {row["checkpoint"]}' if row['task'] == 'sample' else '')
 
 
 def costs(found: Sequence[Row]) -> list[Row]:
@@ -307,7 +329,7 @@ def table(found: Sequence[Row]) -> str:
     """Returns a Markdown table: seconds to the first step or picture, cold and warm."""
     cases: dict[tuple[str, str, str], dict[str, Row]] = {}
     for row in found:
-        key = row['task'], row['precision'], row['backend'] or 'auto'
+        key = read_from(row), row['precision'], row['backend'] or 'auto'
         cases.setdefault(key, {})[row['cache']] = row
 
     def shown(row: Row | None, name: str) -> str:
@@ -329,16 +351,18 @@ def main() -> None:
     parser.add_argument('--lanes', type=int, default=3)
     parser.add_argument('--table', type=pathlib.Path, help='print the table of these rows, and end')
     parser.add_argument('--fit', type=pathlib.Path, help=f'write {COSTS.name} from these rows')
+    parser.add_argument(
+        '--auto', action='store_true', help='only cases that leave the backend to the command'
+    )
     options = parser.parse_args()
     if options.fit:
         COSTS.write_text(json.dumps({'rows': costs(rows.read(options.fit))}, indent=1) + '\n')
         return
-    found = (
-        rows.read(options.table)
-        if options.table
-        else run(options.output, options.seconds, options.lanes)
-    )
-    print(table(found))
+    if options.table:
+        print(table(rows.read(options.table)))
+        return
+    cases = [case for case in CASES if case.backend is None or not options.auto]
+    print(table(run(cases, options.output, options.seconds, options.lanes)))
 
 
 if __name__ == '__main__':

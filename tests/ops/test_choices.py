@@ -217,6 +217,7 @@ def test_costs_are_fitted_from_measured_starts():
     spec.loader.exec_module(starts)
     row = {
         'task': 'sample',
+        'checkpoint': 'model.bin',
         'precision': 'float32',
         'backend': 'cuda',
         'cache': 'empty',
@@ -233,4 +234,5 @@ def test_costs_are_fitted_from_measured_starts():
     assert fitted['start_s'] == 10.0
     assert fitted['teraflop_per_s'] == pytest.approx(64 * 50 * 1e10 / 1e12 / 2.0)
     assert {'family', 'precision', 'backend', 'device', 'git'} < set(fitted)
-    assert '| sample | float32 | cuda | 12.0 | 12.0 | - |' in starts.table([row, others[0]])
+    shown = starts.table([row, others[0]])
+    assert '| sample model.bin | float32 | cuda | 12.0 | 12.0 | - |' in shown
