@@ -40,6 +40,14 @@ jax.config.update('jax_numpy_rank_promotion', 'raise')
 KERNELS = ROOT / 'xla_ffi'
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        '--update-golden',
+        action='store_true',
+        help='record the lowered training steps anew instead of comparing them',
+    )
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         # A parity test calls the handlers; other tests beside the kernels say so themselves.
