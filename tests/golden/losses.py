@@ -6,9 +6,9 @@
 
 A case is a network, a backend and a precision; a run of it is 200 steps. Rounding differs between
 versions of XLA and between GPUs, and grows from step to step, so that losses of single steps say
-little after a while. What is compared are means over 20 steps: `distance` is the root mean square
-of their relative differences. The tolerance of a case is the distance to a run with another seed,
-recorded with it: a version that changes more than the seed does changes the method.
+little after a while; so `support.golden.distance` compares means over 20 steps. The tolerance of a
+case is the distance to a run with another seed, recorded with it: a version that changes more than
+the seed does changes the method.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import itertools
 import os
 import pathlib
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 ROOT = pathlib.Path(__file__).parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / 'tests')]
@@ -31,8 +31,8 @@ if __name__ == '__main__':
     # Both seeds of a case run one program.
     os.environ.setdefault('JAX_COMPILATION_CACHE_DIR', str(ROOT / '.pytest_cache' / 'xla'))
 
-import numpy as np  # noqa: E402
 from support.configs import load  # noqa: E402
+from support.golden import ROWS, distance, recorded  # noqa: E402
 from support.tiny import tiny_config  # noqa: E402
 
 from jaxunet.checkpoint.state import fresh_state  # noqa: E402
@@ -41,8 +41,7 @@ from jaxunet.data.sources import open_images  # noqa: E402
 from jaxunet.runtime import rows  # noqa: E402
 from jaxunet.training.session import Session  # noqa: E402
 
-ROWS = ROOT / 'docs/results/golden/rows.jsonl'
-STEPS, SPAN = 200, 20
+STEPS = 200
 SEEDS = (0, 1)  # the recorded run, and the one that gives the tolerance
 SMALL32 = {
     'model': {
@@ -84,21 +83,6 @@ def run(config: Config, steps: int) -> list[float]:
         for _ in range(steps):
             losses.append(session.call(session.next_data())['loss'])
         return [float(f'{float(loss):.6g}') for loss in losses]
-
-
-def distance(first: Sequence[float], second: Sequence[float]) -> float:
-    """Returns the root mean square of the relative differences between means over `SPAN` steps."""
-    means = [np.reshape(losses, (-1, SPAN)).mean(1) for losses in (first, second)]
-    return float(np.sqrt(np.mean((means[0] / means[1] - 1) ** 2)))
-
-
-def recorded() -> dict[tuple[str, str, str, str], rows.Row]:
-    """Returns the newest row by network, backend, precision and version of JAX."""
-    found = rows.read(ROWS) if ROWS.exists() else []
-    return {
-        (row['network'], row['backend'], row['precision'], row['versions']['jax']): row
-        for row in found
-    }
 
 
 def measure(network: str, backend: str, precision: str) -> rows.Row:

@@ -1,7 +1,7 @@
 """Runs the tests on several versions of JAX, each in a virtual environment of its own.
 
     python tests/matrix/run.py 0.10.2 0.11.2@python3.13 0.12.0.1@python3.13
-    JAXUNET_CUDA=cpu python tests/matrix/run.py 0.12.0.1@python3.13 --parts network,kernels
+    JAXUNET_CUDA=cpu python tests/matrix/run.py 0.12.0.1@python3.13 --parts network,pallas
 
 VERSION@PYTHON names the interpreter, default this one: JAX 0.11 needs Python 3.12 or later. An
 environment is made in `--venvs` if it is missing, by `pip install -e ".[test]" jax==VERSION`, so it
@@ -31,8 +31,9 @@ from jaxunet.runtime import rows  # noqa: E402
 
 PARTS = {
     'network': ('tests/ops', 'tests/model', 'tests/diffusion', 'tests/sampling'),
-    'kernels': ('pallas_kernels', 'xla_ffi'),
-    'training': ('tests/training', 'tests/checkpoint', 'tests/runtime'),
+    'pallas': ('pallas_kernels',),
+    'cuda': ('xla_ffi',),
+    'training': ('tests/training', 'tests/golden', 'tests/checkpoint', 'tests/runtime'),
     'files': ('tests/config', 'tests/data', 'tests/weights', 'tests/metrics'),
     'commands': (
         'tests/commands',

@@ -13,6 +13,7 @@ from jaxunet.benchmark import table as benchmark_table
 from jaxunet.benchmark.kernels import table as kernel_table
 from jaxunet.runtime import rows
 from jaxunet.runtime.rows import Row
+from support import golden as trajectories
 from support import recipe_tables
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -200,6 +201,29 @@ def matrix() -> str:
     return f'{table}\n\nOn a CPU, by `python tests/matrix/run.py VERSION@PYTHON ...`.'
 
 
+def golden() -> str:
+    """Losses of 200 steps by version of JAX, and their distance from those of the first one."""
+    first: dict[tuple[str, str], Row] = {}
+    lines = []
+    for (network, backend, precision, jax), row in trajectories.recorded().items():
+        base = first.setdefault((network, precision), row)
+        far = trajectories.distance(row['losses'], base['losses'])
+        last = row['losses'][-trajectories.SPAN :]
+        lines.append(
+            (
+                f'{network}, {precision}',
+                backend,
+                jax,
+                f'{statistics.mean(last):.5f}',
+                '-' if row is base else f'{far:.1e}',
+                f'{row["tolerance"]:.3f}',
+                str(row['git']),
+            )
+        )
+    head = ('run', 'backend', 'jax', 'loss, steps 181 to 200', 'distance', 'tolerance', 'commit')
+    return markdown(head, sorted(lines))
+
+
 def curves() -> str:
     """Mean losses over spans of steps; each row of the file is a mean over 50 steps."""
     with (RESULTS / 'elephants64/curves.csv').open() as file:
@@ -272,6 +296,8 @@ TABLES: dict[str, Callable[[], str]] = {
     'slow_kernels': slow_kernels,
     'training_runs': training_runs,
     'starts': starts,
+    'matrix': matrix,
+    'golden': golden,
     'curves': curves,
     'where_the_time_goes': where_the_time_goes,
     'methods': methods,
