@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable
-from typing import TypedDict, cast
+from typing import TypedDict
 
 import flax.linen as nn
 import jax
@@ -51,11 +51,11 @@ def parameter(
       ScopeParamShapeError: the parameter has another shape.
     """
     if not module.has_variable('params', name):
-        return cast(Array, module.param(name, init, shape))
-    value = module.get_variable('params', name)
+        return module.param(name, init, shape)
+    value: Array = module.get_variable('params', name)
     if value.shape != shape:
         raise ScopeParamShapeError(name, '/'.join(module.path), value.shape, shape)
-    return cast(Array, value)
+    return value
 
 
 class Affine(nn.Module):
