@@ -19,6 +19,9 @@ os.environ['XLA_FLAGS'] = (
 os.environ['JAX_COMPILATION_CACHE_DIR'] = str(ROOT / '.pytest_cache' / 'xla')
 os.environ['JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS'] = '0.1'
 
+# What was measured on this machine must not change what tests find.
+os.environ['JAXUNET_CHOICES'] = str(ROOT / '.pytest_cache' / 'choices.json')
+
 # A shell's background jobs ignore Ctrl-C, and so would every process of a test that sends it.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -35,6 +38,14 @@ jax.config.update('jax_numpy_dtype_promotion', 'strict')
 jax.config.update('jax_numpy_rank_promotion', 'raise')
 
 KERNELS = ROOT / 'xla_ffi'
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        '--update-golden',
+        action='store_true',
+        help='record the lowered training steps anew instead of comparing them',
+    )
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -243,6 +243,7 @@ def run() -> None:
         batch_size=min(BATCH_SIZE.value, count),
         devices=devices(),
         picture=picture(config),
+        samples=count,
     )
     parts = Parts(OUTPUT.value, identity(config, model.params, generator, chosen))
     resume(parts)

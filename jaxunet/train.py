@@ -27,7 +27,7 @@ from jaxunet.data.automatic import complete
 from jaxunet.data.classes import check_classes
 from jaxunet.data.sources import open_images
 from jaxunet.model import cost as estimate
-from jaxunet.ops.backends import load_ops
+from jaxunet.ops.backends import choose
 from jaxunet.runtime import distributed
 from jaxunet.runtime.errors import USER_ERROR, UserError
 from jaxunet.training.background import Background
@@ -108,7 +108,7 @@ def run(config: Config) -> None:
     """Trains, as this process's part of the run."""
     cli.enable_compilation_cache()
     # A missing backend or device is an error before anything is read or written.
-    load_ops(config.backend, config.precision)
+    ops = choose(config.backend, config.precision)
     Parallel(config)
     source = open_images(config)
     check_classes(config, source)
@@ -118,6 +118,7 @@ def run(config: Config) -> None:
         | {
             'jax': jax.__version__,
             'devices': f'{jax.local_device_count()} x {jax.local_devices()[0].device_kind}',
+            'backends': ', '.join(f'{op}={name}' for op, name in ops.items()),
             'workdir': folder,
             'checkpoints in the workdir, which the processes must share': ', '.join(
                 checkpoint_names(folder)

@@ -3,10 +3,14 @@
     python -m jaxunet.benchmark --config configs/elephants64.py --backends xla,auto \
       --batch_sizes 32,256 --peers pytorch
     python -m jaxunet.benchmark --table benchmark.jsonl
+    python -m jaxunet.benchmark --config configs/elephants64.py --synthetic --choose
 
 The sides take turns on one device, so that their ratios hold while its speed drifts. Each row is
 appended to `--output` as a JSON line, and a table is printed at the end. A side that cannot run
 gets a row with its error, and the exit status is 1.
+
+`--choose` finds the quickest backend of every op in whole training steps, and keeps it in a file
+that backend=auto follows on this kind of device, with these versions and this precision.
 
 PyTorch needs memory on the same GPU: with `--peers`, JAX allocates on demand
 (XLA_PYTHON_CLIENT_PREALLOCATE=false, unless that variable is set). Neither frees memory while a
@@ -23,6 +27,7 @@ from collections.abc import Sequence
 import jax
 from absl import flags
 
+from jaxunet.benchmark import choose
 from jaxunet.benchmark.cases import DIRECTIONS, Plan, make_plan
 from jaxunet.benchmark.jax_side import synthetic_source
 from jaxunet.benchmark.run import run
@@ -30,9 +35,12 @@ from jaxunet.benchmark.table import markdown
 from jaxunet.benchmark.timing import MIN_STEPS, TURN_SECONDS
 from jaxunet.config import cli
 from jaxunet.data.automatic import complete
+from jaxunet.data.source import Source
 from jaxunet.data.sources import open_images
-from jaxunet.ops.backends import load_ops
+from jaxunet.ops import choices
+from jaxunet.ops.backends import load_ops, runnable
 from jaxunet.runtime import rows
+from jaxunet.runtime.errors import UserError
 
 CONFIG = cli.define_config()
 BACKENDS = flags.DEFINE_list(
@@ -58,6 +66,12 @@ SYNTHETIC = flags.DEFINE_bool(
 )
 OUTPUT = flags.DEFINE_string('output', 'benchmark.jsonl', 'File that rows are appended to.')
 TABLE = flags.DEFINE_string('table', None, 'Print the table of this file of rows, and exit.')
+CHOOSE = flags.DEFINE_bool(
+    'choose',
+    False,
+    'Find the quickest backend of every op on this machine; backend=auto follows it. '
+    f'{choices.VARIABLE} names the file; default: choices.json in the cache folder.',
+)
 DRY_RUN = flags.DEFINE_bool('dry_run', False, 'Print the cases, and exit.')
 
 
@@ -77,6 +91,11 @@ def main(argv: Sequence[str]) -> int:
         rounds=ROUNDS.value,
         steps=STEPS.value,
     )
+    command = shlex.join(['python', '-m', 'jaxunet.benchmark', *sys.argv[1:]])
+    if CHOOSE.value:
+        check_choose_flags()
+        keep_choices(plan, command)
+        return 0
     if DRY_RUN.value:
         dry_run(plan)
         return 0
@@ -87,9 +106,8 @@ def main(argv: Sequence[str]) -> int:
         os.environ.setdefault('XLA_PYTHON_CLIENT_PREALLOCATE', 'false')
     # A program from the cache would show no compile time.
     jax.config.update('jax_enable_compilation_cache', False)
-    source = synthetic_source(plan.config) if SYNTHETIC.value else open_images(plan.config)
     measured = []
-    for row in run(plan, source, shlex.join(['python', '-m', 'jaxunet.benchmark', *sys.argv[1:]])):
+    for row in run(plan, images(plan), command):
         rows.append(OUTPUT.value, row)
         measured.append(row)
     print(markdown(measured))
@@ -102,6 +120,48 @@ def main(argv: Sequence[str]) -> int:
             flush=True,
         )
     return 1 if failed else 0
+
+
+def images(plan: Plan) -> Source:
+    """Returns the images that the flags ask for."""
+    return synthetic_source(plan.config) if SYNTHETIC.value else open_images(plan.config)
+
+
+def check_choose_flags() -> None:
+    """Raises `UserError` for a flag that --choose does not read."""
+    for flag in (BACKENDS, PEERS, DIRECTION, OUTPUT):
+        if flag.present:
+            raise UserError(
+                f'--{flag.name}: --choose times whole steps of every backend that runs here, and '
+                f'{choices.VARIABLE} names its file; leave --{flag.name} out'
+            )
+    if len(BATCH_SIZES.value) > 1:
+        raise UserError(
+            f'--batch_sizes: --choose measures one, found {",".join(BATCH_SIZES.value)}'
+        )
+
+
+def keep_choices(plan: Plan, command: str) -> None:
+    """Measures this machine and writes the file that backend=auto follows."""
+    kind = jax.devices()[0].device_kind
+    names = ', '.join(['xla', *(backend.name for backend in runnable())])
+    if not runnable():
+        print(f'only xla runs on this machine ({kind}): nothing to choose')
+        return
+    if DRY_RUN.value:
+        for precision in plan.precisions:
+            print(
+                f'{plan.name}, {precision}, batch {plan.batch_sizes[0]}, step: {names}, then the '
+                f'quickest with one op at a time from each other; {plan.rounds} rounds'
+            )
+        return
+    for entry in choose.choose(plan, images(plan), command):
+        choices.write(choices.path(), entry)
+        ops = ', '.join(f'{op}={name}' for op, name in entry['ops'].items())
+        print(f'{kind}, {entry["precision"]}: {ops}')
+        for name, milliseconds in sorted(entry['measured'].items(), key=lambda item: item[1]):
+            print(f'  {milliseconds:8.2f} ms  {name}')
+        print(f'kept in {choices.path()}; backend=auto follows it')
 
 
 def dry_run(plan: Plan) -> None:

@@ -16,6 +16,7 @@ from typing import TypedDict
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+from flax.errors import ScopeParamShapeError
 from jaxtyping import Array, Float, Key
 
 from jaxunet.config import ModelConfig
@@ -38,6 +39,25 @@ class NormOptions(TypedDict):
     eps: float
 
 
+def parameter(
+    module: nn.Module, name: str, init: Initializer, shape: tuple[int, ...]
+) -> Float[Array, '...']:
+    """Returns a parameter of a module, and creates it if the module is being initialized.
+
+    `nn.Module.param` compares the shape with what `init` would make, and traces `init` for that,
+    which is a fifth of the time to trace a network. Here the shape is known.
+
+    Raises:
+      ScopeParamShapeError: the parameter has another shape.
+    """
+    if not module.has_variable('params', name):
+        return module.param(name, init, shape)
+    value: Array = module.get_variable('params', name)
+    if value.shape != shape:
+        raise ScopeParamShapeError(name, '/'.join(module.path), value.shape, shape)
+    return value
+
+
 class Affine(nn.Module):
     """Scale and offset of a GroupNorm, float32, each of shape (1, channels)."""
 
@@ -46,8 +66,8 @@ class Affine(nn.Module):
     @nn.compact
     def __call__(self) -> tuple[Float[Array, '1 channels'], Float[Array, '1 channels']]:
         """Returns the scale and the offset."""
-        scale = self.param('scale', nn.initializers.ones, (self.channels,))
-        bias = self.param('bias', nn.initializers.zeros, (self.channels,))
+        scale = parameter(self, 'scale', nn.initializers.ones, (self.channels,))
+        bias = parameter(self, 'bias', nn.initializers.zeros, (self.channels,))
         return scale[None, :], bias[None, :]
 
 
@@ -61,8 +81,8 @@ class Kernel(nn.Module):
     @nn.compact
     def __call__(self) -> tuple[Array, Float[Array, '1 features']]:
         """Returns the kernel (*spatial, in, out) in `dtype`, and the bias (1, out) in float32."""
-        kernel = self.param('kernel', self.kernel_init, self.shape)
-        bias = self.param('bias', nn.initializers.zeros, (self.shape[-1],))
+        kernel = parameter(self, 'kernel', self.kernel_init, self.shape)
+        bias = parameter(self, 'bias', nn.initializers.zeros, (self.shape[-1],))
         return kernel.astype(self.dtype), bias[None, :]
 
 
@@ -272,10 +292,10 @@ class Resample(Block):
         value = x.value
         channels = value.shape[-1]
         # Parameters sit directly under this module's name: {kernel, bias}.
-        kernel = self.param(
-            'kernel', INITIALIZERS[self.model.init], (3, 3, channels, channels)
+        kernel = parameter(
+            self, 'kernel', INITIALIZERS[self.model.init], (3, 3, channels, channels)
         ).astype(self.dtype)
-        bias = self.param('bias', nn.initializers.zeros, (channels,))[None, :]
+        bias = parameter(self, 'bias', nn.initializers.zeros, (channels,))[None, :]
         if self.direction == 'up':
             return self.ops.conv3x3(Activation.of(nearest(value)), kernel, bias)
         pad = (1, 1) if self.model.downsample_padding == 'symmetric' else (0, 1)

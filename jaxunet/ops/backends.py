@@ -1,7 +1,8 @@
 """Chooses a backend for every op: `xla`, the references, or an installed kernel backend.
 
-How does `auto` choose? Op by op, from the device and the precision alone; it times nothing at run
-time. `_auto` holds the whole table:
+How does `auto` choose? Op by op, from the device and the precision; it times nothing at run time.
+If `python -m jaxunet.benchmark --choose` has measured this kind of device, it takes what was
+quickest then (`jaxunet.ops.choices`). Else `_auto` holds the whole table:
 
     Hopper (compute capability 9.0), bfloat16 or float16    cuda; attention from pallas
     Hopper, float32                                         pallas; adamw from cuda
@@ -10,7 +11,8 @@ time. `_auto` holds the whole table:
 If the CUDA kernels do not run on a Hopper GPU, every op comes from pallas, and the log says so. If
 pallas is missing, its ops come from cuda in 16 bits and from xla in float32. An op that its backend
 does not implement runs on xla: pallas has no linear and no adamw. `describe` returns the line that
-a run logs. A config overrides single ops: `backend=auto+attention=cuda`.
+a run logs. A config overrides single ops: `backend=auto+attention=cuda`. For a short sampling job
+`jaxunet.ops.short_jobs` weighs the time to compile.
 
 `load_ops(backend)` returns an `Ops`. The UNet receives it as a field and never asks which backend
 it has. Kernel backends are Python entry points; `jaxunet.runtime.plugins` finds them.
@@ -26,6 +28,7 @@ from absl import logging
 from jaxtyping import Array
 
 from jaxunet.config import OPS, split_backend
+from jaxunet.ops import choices
 from jaxunet.ops.activation import Activation
 from jaxunet.ops.attention.reference import attention
 from jaxunet.ops.conv3x3.reference import conv3x3, norm_silu_conv3x3
@@ -42,6 +45,7 @@ AND_INPUT = {
     'norm_silu_conv3x3_and_input': 'norm_silu_conv3x3',
     'group_norm_and_input': 'group_norm',
 }
+UNNAMED = 'auto'  # the backend of whoever names none
 REFERENCES: Mapping[str, Op] = {
     'conv3x3': conv3x3,
     'norm_silu_conv3x3': norm_silu_conv3x3,
@@ -75,15 +79,16 @@ def _implementation(name: str, ops: Mapping[str, Op]) -> Op:
 XLA = Ops(**{name: _implementation(name, REFERENCES) for name in Ops._fields})
 
 
-def choose(backend: str, precision: str = 'bfloat16') -> dict[str, str]:
+def choose(backend: str, precision: str | None = None) -> dict[str, str]:
     """Returns the backend of every op of `jaxunet.config.OPS` on this machine.
 
     Args:
       backend: as `Config.backend`, such as pallas or pallas+adamw=cuda.
-      precision: as `Config.precision`; only `auto` uses it.
+      precision: as `Config.precision`; only `auto` uses it, and needs it.
 
     Raises:
       UserError: a backend is unknown, or this version or machine does not have it.
+      TypeError: `auto` without a precision.
     """
     chosen = named(backend, precision)
     for name in dict.fromkeys(chosen.values()):
@@ -92,23 +97,26 @@ def choose(backend: str, precision: str = 'bfloat16') -> dict[str, str]:
     return chosen
 
 
-def named(backend: str, precision: str = 'bfloat16') -> dict[str, str]:
+def named(backend: str, precision: str | None = None) -> dict[str, str]:
     """Returns the backend of every op, even if this machine cannot run it.
 
     An op that the backend does not implement gets xla.
 
     Raises:
       UserError: as `jaxunet.config.split_backend`.
+      TypeError: as `choose`.
     """
     base, changed = split_backend(backend)
-    bases = _auto(precision) if base == 'auto' else dict.fromkeys(OPS, base)
+    if base == UNNAMED and precision is None:
+        raise TypeError(f'backend={backend} depends on the precision, which was not given')
+    bases = _auto(precision) if base == UNNAMED and precision else dict.fromkeys(OPS, base)
     return {
         op: name if name != 'xla' and op in load_backend(name).ops else 'xla'
         for op, name in bases.items()
     } | changed
 
 
-def load_ops(backend: str, precision: str = 'bfloat16') -> Ops:
+def load_ops(backend: str, precision: str | None = None) -> Ops:
     """Returns the ops of a backend that runs on this machine.
 
     Raises:
@@ -118,7 +126,7 @@ def load_ops(backend: str, precision: str = 'bfloat16') -> Ops:
     return ops_of(backend, precision)
 
 
-def ops_of(backend: str, precision: str = 'bfloat16') -> Ops:
+def ops_of(backend: str, precision: str | None = None) -> Ops:
     """Returns the ops of a backend, even if this machine cannot run them.
 
     Raises:
@@ -135,15 +143,34 @@ def ops_of(backend: str, precision: str = 'bfloat16') -> Ops:
     return Ops(**{name: implementation(name) for name in Ops._fields})
 
 
-def fused_update(backend: str, precision: str = 'bfloat16') -> FusedUpdate | None:
+def fused_update(backend: str, precision: str | None = None) -> FusedUpdate | None:
     """Returns the kernels of the op `adamw`; None if optax and XLA do its work."""
     name = named(backend, precision)['adamw']
     return None if name == 'xla' else load_backend(name).ops['adamw']
 
 
-def describe(backend: str, precision: str = 'bfloat16') -> str:
-    """Returns one line for a log: the backend of each op. `adamw=xla` is optax, compiled by XLA."""
-    return 'ops: ' + ', '.join(f'{op}={name}' for op, name in choose(backend, precision).items())
+def describe(backend: str, precision: str | None = None) -> str:
+    """Returns one line for a log: the backend of each op. `adamw=xla` is optax, compiled by XLA.
+
+    It says so if `auto` follows measurements of this machine.
+    """
+    line = 'ops: ' + ', '.join(f'{op}={name}' for op, name in choose(backend, precision).items())
+    follows = split_backend(backend)[0] == UNNAMED and precision and _measured(precision)
+    return f'{line} (measured here: {choices.path()})' if follows else line
+
+
+def warn_if_slow(backend: str, precision: str) -> None:
+    """Logs, once, if a backend is named whose float32 convolutions are slow on this GPU."""
+    if split_backend(backend)[0] == UNNAMED or precision != 'float32':
+        return
+    if device_family() is device.Target.HOPPER and named(backend)['conv3x3'] == 'cuda':
+        logging.log_first_n(
+            logging.WARNING,
+            'backend=%s: its float32 convolutions take several times as long on this GPU as those '
+            'of backend=auto; use auto, or precision=bfloat16',
+            1,
+            backend,
+        )
 
 
 def implementations(op: str, backends: Sequence[Backend]) -> dict[str, Op]:
@@ -180,29 +207,59 @@ def _unavailable(name: str) -> str | None:
     return load_backend(name).unavailable()
 
 
+def _missing(name: str) -> str | None:
+    """As `_unavailable`, also for a backend that does not import: `auto` goes on without it."""
+    try:
+        return _unavailable(name)
+    except UserError as error:
+        return str(error)
+
+
+def _measured(precision: str) -> dict[str, str] | None:
+    """Returns the choice that was measured for this kind of GPU, if all its backends run here."""
+    if device_family() not in (device.Target.HOPPER, device.Target.TRITON):
+        return None
+    found = choices.read(device.kind(), precision)
+    for op, name in (found or {}).items():
+        missing = _missing(name)
+        if missing is None and name != 'xla' and op not in load_backend(name).ops:
+            missing = f'the {name} backend has no {op}'
+        if missing:
+            choices.ignored_for(choices.path(), f'{op}={name}: {missing}')
+            return None
+    return found
+
+
 def _auto(precision: str) -> dict[str, str]:
-    """The table of this module's docstring.
+    """What was measured here, else the table of this module's docstring.
 
     It follows whole training steps timed on an H200 (docs/results): kernels that win alone can lose
     in a step. Devices without such measurements take XLA. To refit it, run `python -m
     jaxunet.benchmark` for each candidate on the new device.
     """
-    family = _device_family()
-    if family in (device.Target.HOPPER, device.Target.TRITON) and (missing := _unavailable('cuda')):
+    if found := _measured(precision):
+        return found
+    family = device_family()
+    if family in (device.Target.HOPPER, device.Target.TRITON) and (missing := _missing('cuda')):
         logging.log_first_n(
             logging.WARNING, 'backend=auto: the CUDA kernels are left out: %s', 1, missing
         )
     if family is not device.Target.HOPPER:
         return dict.fromkeys(OPS, 'xla')
-    pallas = 'xla' if _unavailable('pallas') else 'pallas'
-    if _unavailable('cuda'):
+    pallas = 'pallas'
+    if missing := _missing('pallas'):
+        pallas = 'xla'
+        logging.log_first_n(
+            logging.WARNING, 'backend=auto: the Pallas kernels are left out: %s', 1, missing
+        )
+    if _missing('cuda'):
         return dict.fromkeys(OPS, pallas)
     if precision == 'float32':
         return dict.fromkeys(OPS, pallas) | {'adamw': 'cuda'}
     return dict.fromkeys(OPS, 'cuda') | {'attention': 'cuda' if pallas == 'xla' else 'pallas'}
 
 
-def _device_family() -> device.Target | None:
+def device_family() -> device.Target | None:
     """The family of kernels that this machine's device runs; None if it runs none."""
     try:
         return device.target()

@@ -199,8 +199,8 @@ def adamw(
     rate = jnp.asarray(learning_rate, jnp.float32)
     check_scalars((), (), learning_rate=rate)
     state_leaves(gradient_leaves(gradients), params, state.mu, state.nu, ())
-    choose(backend)
-    kernels, rule = fused_update(backend), Rule(b1, b2, eps, weight_decay)
+    choose(backend, 'float32')
+    kernels, rule = fused_update(backend, 'float32'), Rule(b1, b2, eps, weight_decay)
     if kernels is None:
         return _optax_step(rule, gradients, state, params, rate)
     count = optax.safe_increment(state.count)

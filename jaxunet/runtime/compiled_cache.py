@@ -1,9 +1,9 @@
-"""Keeps compiled training steps on disk, so that the next start of a run need not compile.
+"""Keeps compiled training steps and samplers on disk, so that the next start need not compile.
 
 JAX's compilation cache is looked up with the lowered program, and tracing and lowering a UNet of
 hand-written kernels takes long by itself. This cache is looked up with a digest of everything that
-the step is made from, so that a hit skips tracing and lowering too. Whatever does not match exactly
-is compiled again.
+the program is made from, so that a hit skips tracing and lowering too. Whatever does not match
+exactly is compiled again.
 
 As with JAX's cache, whoever can write to the folder can run code in this process. So it belongs to
 the user alone: a folder or file of another user, or that others can write to, is not used.
@@ -29,10 +29,11 @@ from jax.experimental import serialize_executable
 from jaxunet.runtime import fingerprint, ownership
 
 KEPT = 24  # files; the least recently used are removed first
+SUFFIXES = ('.step', '.sampler')
 
 
 def folder() -> pathlib.Path | None:
-    """Returns the folder of the steps, inside JAX's compilation cache; None if that is off."""
+    """Returns the folder of the programs, inside JAX's compilation cache; None if that is off."""
     settings = jax.config.values
     directory = settings['jax_compilation_cache_dir']
     return (
@@ -42,19 +43,27 @@ def folder() -> pathlib.Path | None:
     )
 
 
+def pays(devices: Sequence[jax.Device]) -> bool:
+    """Returns whether programs are kept: in a single process on GPUs.
+
+    There lowering the hand-written kernels takes long.
+    """
+    return jax.process_count() == 1 and devices[0].platform == 'gpu'
+
+
 def key(
     fields: Mapping[str, object],
-    arguments: tuple[object, object],
+    arguments: tuple[object, ...],
     devices: Sequence[jax.Device],
     options: Mapping[str, object],
 ) -> str:
-    """Returns the digest of everything that a step is made from.
+    """Returns the digest of everything that a program is made from.
 
     That is also the versions of the libraries, the settings of JAX and XLA, and this source code.
 
     Args:
-      fields: the fields of the config that the step depends on.
-      arguments: (state, data), whose shapes, types and shardings count.
+      fields: what the program depends on beside them, such as fields of the config.
+      arguments: arrays, such as (state, data), whose shapes, types and shardings count.
       options: the compiler's options and the steps per call.
     """
     leaves, tree = jax.tree.flatten(arguments)
@@ -64,7 +73,10 @@ def key(
     }
     made_from = [
         fields,
-        [[str(x.shape), str(x.dtype), str(x.sharding), x.weak_type] for x in leaves],
+        [  # an array of keys has no weak type
+            [str(x.shape), str(x.dtype), str(x.sharding), getattr(x, 'weak_type', False)]
+            for x in leaves
+        ],
         str(tree),
         [[d.id, d.device_kind, str(getattr(d, 'compute_capability', ''))] for d in devices],
         [
@@ -90,12 +102,16 @@ def key(
 
 
 def load(
-    path: pathlib.Path, arguments: tuple[object, object], devices: Sequence[jax.Device]
+    path: pathlib.Path,
+    arguments: tuple[object, ...],
+    devices: Sequence[jax.Device],
+    result: object = None,
 ) -> jax.stages.Compiled | None:
-    """Loads a step from a file; None if there is no such file or it is damaged.
+    """Loads a program from a file; None if there is no such file or it is damaged.
 
     Args:
-      arguments: (state, data). The step returns a state and metrics.
+      arguments: such as (state, data).
+      result: as for `compiled`.
     """
     if not path.exists():
         return None
@@ -107,7 +123,7 @@ def load(
             header, _, payload = file.read().partition(b'\n')
         metrics = dict.fromkeys(json.loads(header)['metrics'], 0)
         in_tree = jax.tree.structure((arguments, {}))
-        out_tree = jax.tree.structure((arguments[0], metrics))
+        out_tree = jax.tree.structure((arguments[0], metrics) if result is None else result)
         step = serialize_executable.deserialize_and_load(
             payload, in_tree, out_tree, devices[0].client, devices
         )
@@ -122,31 +138,41 @@ def load(
         path.unlink(missing_ok=True)
         return None
     logging.info(
-        'the compiled step was loaded in %.1f s from %s', time.perf_counter() - began, path
+        'the compiled %s was loaded in %.1f s from %s',
+        path.suffix[1:],
+        time.perf_counter() - began,
+        path,
     )
     return step
 
 
-def save(path: pathlib.Path, step: jax.stages.Compiled) -> None:
-    """Writes a step whose result is (state, metrics by name); warns if that is not possible.
+def save(path: pathlib.Path, program: jax.stages.Compiled, result: object = None) -> None:
+    """Writes a program; warns if that is not possible.
 
-    A file holds the names of the metrics as a line of JSON, then the serialized executable.
+    A file holds the names of a step's metrics as a line of JSON, then the serialized executable.
+
+    Args:
+      result: as for `compiled`.
     """
     try:
-        payload, _, out_tree = serialize_executable.serialize(step)
-        _, metrics = jax.tree.unflatten(out_tree, range(out_tree.num_leaves))
+        payload, _, out_tree = serialize_executable.serialize(program)
+        metrics = {}
+        if result is None:
+            _, metrics = jax.tree.unflatten(out_tree, range(out_tree.num_leaves))
         if not all(isinstance(leaf, int) for leaf in metrics.values()):
             raise TypeError('metrics are not a flat dictionary')
         path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
             file.write(json.dumps({'metrics': sorted(metrics)}).encode() + b'\n' + payload)
         os.replace(file.name, path)
-        for old in sorted(path.parent.glob('*.step'), key=lambda p: p.stat().st_mtime)[:-KEPT]:
+        kept = [p for p in path.parent.iterdir() if p.suffix in SUFFIXES]
+        for old in sorted(kept, key=lambda p: p.stat().st_mtime)[:-KEPT]:
             old.unlink(missing_ok=True)
     except Exception as error:  # such as a full disk, or an executable that cannot be serialized
         logging.warning(
-            '%s: the compiled step cannot be kept (%s: %s)',
+            '%s: the compiled %s cannot be kept (%s: %s)',
             path,
+            path.suffix[1:],
             type(error).__name__,
             str(error).split('\n')[0],
         )
@@ -155,22 +181,26 @@ def save(path: pathlib.Path, step: jax.stages.Compiled) -> None:
 def compiled(
     build: Callable[[], jax.stages.Compiled],
     fields: Mapping[str, object],
-    arguments: tuple[object, object],
+    arguments: tuple[object, ...],
     devices: Sequence[jax.Device],
     options: Mapping[str, object],
+    result: object = None,
 ) -> jax.stages.Compiled:
-    """Returns the step from the folder, or else compiles it and keeps it there.
+    """Returns the program from the folder, or else compiles it and keeps it there.
 
     Args:
-      build: compiles the step for the arguments (state, data).
+      build: compiles the program for the arguments.
       fields, options: as for `key`.
+      result: any tree with the structure of a sampler's result. None for a step, which takes
+        (state, data) and returns (state, metrics by name).
     """
     directory = folder()
     if directory is None or not ownership.usable(directory):
         return build()
-    path = directory / f'{key(fields, arguments, devices, options)}.step'
-    step = load(path, arguments, devices)
-    if step is None:
-        step = build()
-        save(path, step)
-    return step
+    suffix = SUFFIXES[result is not None]
+    path = directory / f'{key(fields, arguments, devices, options)}{suffix}'
+    program = load(path, arguments, devices, result)
+    if program is None:
+        program = build()
+        save(path, program, result)
+    return program

@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
+import dataclasses
+import hashlib
 import itertools
+import time
 from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from absl import logging
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Int, UInt8
 
-from jaxunet.config import Config
+from jaxunet.config import Config, to_dict
 from jaxunet.data.images import to_uint8
 from jaxunet.diffusion.process import make_diffusion
+from jaxunet.model.cost import forward_flops
 from jaxunet.model.unet import Params, UNet, build_unet
-from jaxunet.ops.backends import load_ops
+from jaxunet.ops.backends import choose, describe, load_ops, warn_if_slow
+from jaxunet.ops.short_jobs import backend_for
+from jaxunet.runtime import compiled_cache
 from jaxunet.sampling.options import SamplerConfig
 from jaxunet.sampling.picture import (
     Canvas,
@@ -26,6 +33,7 @@ from jaxunet.sampling.picture import (
     start_state,
 )
 from jaxunet.sampling.sampler import (
+    Sampler,
     State,
     guided,
     initial_state,
@@ -50,6 +58,8 @@ class Generator:
         number.
       devices: local devices that share each batch.
       picture: a picture to start from; None = start from noise.
+      samples: how many images are drawn in all, by all processes. With few of them backend=auto
+        weighs the time to compile (`jaxunet.ops.short_jobs`). None = many.
 
     Attributes:
       sampler: the evaluations in order of execution.
@@ -67,6 +77,7 @@ class Generator:
         batch_size: int,
         devices: Sequence[jax.Device],
         picture: Picture | None = None,
+        samples: int | None = None,
     ) -> None:
         self.image_shape = config.image_shape
         self.sampler = make_sampler(
@@ -81,6 +92,10 @@ class Generator:
         mesh = Mesh(np.array(devices), ('data',))
         self._replicated = NamedSharding(mesh, PartitionSpec())
         self._split = NamedSharding(mesh, PartitionSpec('data'))
+        warn_if_slow(config.backend, config.precision)
+        if samples is not None:
+            config = self._for_job(config, samples / (len(devices) * jax.process_count()))
+        self._config, self._devices = config, list(devices)
         model = build_unet(config, load_ops(config.backend, config.precision))
         self._segment = self._jit_segment(model, mesh)
         self._initial = jax.jit(self._initial_state, out_shardings=self._split)
@@ -89,6 +104,17 @@ class Generator:
             None if picture is None else jax.device_put(Canvas.of(picture), self._replicated)
         )
         self._compiled: jax.stages.Compiled | None = None
+
+    def _for_job(self, config: Config, samples: float) -> Config:
+        """Returns the config with the backend for this many samples a device; logs it."""
+        evaluations = self.sampler.evaluations * (1 + (self.sampler.config.guidance_scale != 1))
+        backend = backend_for(
+            config.backend,
+            config.precision,
+            lambda: samples * evaluations * forward_flops(config) / 1e12,
+        )
+        logging.info('%s', describe(backend, config.precision))
+        return config.replace(backend=backend)
 
     def _jit_segment(self, model: UNet, mesh: Mesh) -> jax.stages.Wrapped:
         """Returns the program that runs a range of evaluations on every device's samples."""
@@ -142,9 +168,33 @@ class Generator:
             0, np.arange(self.batch_size), np.full(self.batch_size, -1, np.int32)
         )
         bound = jax.device_put(np.int32(0), self._replicated)
-        self._compiled = self._segment.lower(
-            params, self._initial(keys, self._canvas), keys, labels, bound, bound, self._canvas
-        ).compile()
+        state = self._initial(keys, self._canvas)
+        arguments = (params, state, keys, labels, bound, bound, self._canvas)
+
+        def build() -> jax.stages.Compiled:
+            return self._segment.lower(*arguments).compile()
+
+        began = time.perf_counter()
+        if compiled_cache.pays(self._devices):
+            self._compiled = compiled_cache.compiled(
+                build, self._fields(), arguments, self._devices, {}, result=state
+            )
+        else:
+            self._compiled = build()
+        logging.info('the sampler was ready after %.1f s', time.perf_counter() - began)
+
+    def _fields(self) -> dict[str, object]:
+        """Returns what the compiled sampler is made from, beside its arguments."""
+        constants, tree = jax.tree.flatten((_constants(self.sampler), _constants(self.schedule)))
+        digest = hashlib.sha256(str(tree).encode())
+        for value in constants:
+            digest.update(np.asarray(value).tobytes() if np.ndim(value) else repr(value).encode())
+        return {
+            'config': to_dict(self._config),
+            'ops': choose(self._config.backend, self._config.precision),
+            'sampler': dataclasses.asdict(self.sampler.config),
+            'constants': digest.hexdigest(),
+        }
 
     def compile_for(self, template: Params) -> None:
         """Compiles as `compile`, before there are parameters.
@@ -211,3 +261,21 @@ class Generator:
     def _inputs(self, seed: int, indices: np.ndarray, labels: np.ndarray) -> tuple[Array, Array]:
         keys = sample_keys(seed, indices)
         return jax.device_put(keys, self._split), jax.device_put(jnp.asarray(labels), self._split)
+
+
+def _constants(of: Sampler | Schedule | None) -> object:
+    """Returns what a sampler or a schedule makes constants of the program, as a tree.
+
+    A picture is none: the program takes it as an argument, and only whether it has a mask counts.
+    """
+    if of is None:
+        return None
+    fields = {field.name: getattr(of, field.name) for field in dataclasses.fields(of)}
+    if isinstance(of, Schedule):
+        fields |= {'sampler': None, 'picture': of.picture.redraw is None}
+    return {
+        name: dataclasses.asdict(value)
+        if dataclasses.is_dataclass(value) and not isinstance(value, type)
+        else value
+        for name, value in fields.items()
+    }

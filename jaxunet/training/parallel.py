@@ -29,6 +29,7 @@ from jaxtyping import Array
 from jaxunet.checkpoint.state import TrainState
 from jaxunet.config import Config
 from jaxunet.data.order import batch_indices
+from jaxunet.ops.backends import choose
 from jaxunet.runtime import compiled_cache
 from jaxunet.runtime.errors import UserError
 from jaxunet.training.batch import Batch
@@ -203,8 +204,7 @@ class Parallel:
           steps: steps per call, on resident data. If there are several, the metrics have an axis
             of steps in front.
           cache: look the step up in `compiled_cache.folder()`, and keep it there. Only for a step
-            that is made from nothing but the config. Ignored unless a single process runs on GPUs,
-            where lowering the hand-written kernels takes long.
+            that is made from nothing but the config. Ignored unless `compiled_cache.pays`.
 
         Raises:
           ValueError: several steps per call on one streamed batch.
@@ -215,11 +215,11 @@ class Parallel:
                 lowered = self.lower(make_step, state, data, steps)
             return lowered.compile(compiler_options=self.compiler_options)
 
-        if not cache or jax.process_count() > 1 or self.devices[0].platform != 'gpu':
+        if not cache or not compiled_cache.pays(self.devices):
             return build()
         return compiled_cache.compiled(
             build,
-            relevant(self.config),
+            relevant(self.config) | {'ops': choose(self.config.backend, self.config.precision)},
             (state, data),
             self.devices,
             {**self.compiler_options, 'steps': steps},

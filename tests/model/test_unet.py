@@ -10,10 +10,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax.errors import ScopeParamShapeError
 from support.configs import CONFIGS, load
 from support.tiny import tiny_config
 
 from jaxunet.config import resolve
+from jaxunet.model.blocks import Affine
 from jaxunet.model.cost import forward_flops, memory, parameter_count
 from jaxunet.model.embeddings import timestep_embedding
 from jaxunet.model.unet import build_unet, init_params
@@ -220,6 +222,13 @@ def test_low_precision_is_close_to_float32():
         )
         error = float(jnp.linalg.norm(got - want) / jnp.linalg.norm(want))
         assert 1e-5 < error < tolerance
+
+
+def test_a_parameter_of_another_shape_is_refused():
+    right, wrong = {'scale': jnp.ones(8), 'bias': jnp.ones(8)}, {'scale': jnp.ones(4)}
+    assert [x.shape for x in Affine(8).apply({'params': right})] == [(1, 8), (1, 8)]
+    with pytest.raises(ScopeParamShapeError, match='scale'):
+        Affine(8).apply({'params': right | wrong})
 
 
 def test_timestep_embedding():

@@ -173,7 +173,7 @@ def test_a_machine_without_a_gpu():
     ):
         seam.load_ops('cuda')
     assert (
-        seam.describe('auto')
+        seam.describe('auto', 'bfloat16')
         == 'ops: conv3x3=xla, norm_silu_conv3x3=xla, group_norm=xla, attention=xla, linear=xla, '
         'adamw=xla'
     )
@@ -220,7 +220,7 @@ def test_backends_mix_op_by_op(monkeypatch):
         with pytest.raises(UserError, match=r'backend=pallas\+adamw=cuda: no driver; or use'):
             seam.choose('pallas+adamw=cuda')
         monkeypatch.setattr(seam, '_unavailable', lambda name: None)
-        mixed = seam.load_ops('auto+attention=cuda+group_norm=xla')
+        mixed = seam.load_ops('auto+attention=cuda+group_norm=xla', 'bfloat16')
         xla = {name: getattr(seam.XLA, name) for name in ('group_norm', 'group_norm_and_input')}
         assert mixed == cuda._replace(**xla)
         assert seam.choose('pallas+adamw=cuda')['adamw'] == 'cuda'

@@ -1,7 +1,8 @@
-"""Kept training steps: loaded without building, same results, and made anew whenever something they
-depend on differs.
+"""Kept training steps and samplers: loaded without building, same results, and made anew whenever
+something they depend on differs.
 """
 
+import itertools
 import logging
 import pathlib
 import re
@@ -21,6 +22,9 @@ from jaxunet.model.unet import build_unet
 from jaxunet.ops.backends import load_ops
 from jaxunet.runtime import compiled_cache as executables
 from jaxunet.runtime import ownership
+from jaxunet.sampling.generator import Generator
+from jaxunet.sampling.options import SamplerConfig
+from jaxunet.sampling.picture import Picture
 from jaxunet.training import step_fields
 from jaxunet.training.parallel import Parallel
 from jaxunet.training.step import make_train_step
@@ -158,6 +162,51 @@ def test_the_least_recently_used_files_go(cache, monkeypatch):
     for name in 'abc':
         executables.save(cache / f'{name}.step', step)
     assert sorted(p.name for p in cache.iterdir()) == ['b.step', 'c.step']
+
+
+def generator(config, **changes):
+    options = {'name': 'ddim', 'steps': 2} | changes
+    picture = options.pop('picture', None)
+    return Generator(
+        config, SamplerConfig(**options), batch_size=2, devices=jax.devices()[:1], picture=picture
+    )
+
+
+def test_a_kept_sampler_is_loaded_and_draws_the_same(cache, monkeypatch):
+    monkeypatch.setattr(executables, 'pays', lambda devices: True)
+    config, indices = tiny_config(), np.arange(2)
+    first = generator(config)
+    params = first.put(fresh_state(config).params)
+    images = first(params, seed=3, indices=indices)
+    (file,) = cache.glob('*.sampler')
+    again = generator(config)
+    monkeypatch.setattr(again, '_segment', None)  # so that it cannot be compiled
+    np.testing.assert_array_equal(again(params, seed=3, indices=indices), images)
+    assert list(cache.iterdir()) == [file]
+
+
+def test_a_sampler_is_kept_under_all_that_it_is_made_from():
+    """Constants of its program are in the digest, but not the picture, which is an argument."""
+    config = tiny_config()
+    pixels = np.zeros(config.image_shape, np.uint8)
+    mask = np.ones(config.image_shape[:2], bool)
+    same = [generator(config, picture=Picture(pixels + i, strength=0.5)) for i in range(2)]
+    assert same[0]._fields() == same[1]._fields()
+    made = [
+        *same[:1],
+        generator(config),
+        generator(config, steps=3),
+        generator(config, eta=0.5),
+        generator(config, name='ddpm'),
+        generator(config, clip=False),
+        generator(config.replace(diffusion={'schedule': 'cosine'})),
+        generator(config, steps=10, picture=Picture(pixels, strength=0.9)),
+        generator(config, steps=10, picture=Picture(pixels, mask, strength=0.9)),
+    ]
+    found = [each._fields() for each in made]
+    assert all(a != b for a, b in itertools.combinations(found, 2))
+    constants = [fields['constants'] for fields in found]
+    assert len(set(constants)) == len(constants)
 
 
 def test_the_folder_is_that_of_the_compilation_cache(tmp_path):

@@ -14,6 +14,7 @@ from jaxunet.benchmark.kernels import table as kernel_table
 from jaxunet.runtime import rows
 from jaxunet.runtime.rows import Row
 from jaxunet.weights.presets import PRESETS
+from support import golden as trajectories
 from support import recipe_tables
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -199,6 +200,57 @@ def fuzz() -> str:
     )
 
 
+def matrix() -> str:
+    """Tests passed by version of JAX and part of the suite; the newest row of each counts."""
+    newest: dict[tuple[str, str], dict[str, Row]] = {}
+    for row in read_lines('matrix/rows.jsonl'):
+        by_part = newest.setdefault((row['versions']['jax'], row['versions']['python']), {})
+        by_part[row['part']] = row
+    parts = dict.fromkeys(part for by_part in newest.values() for part in by_part)
+
+    def cell(row: Row | None) -> str:
+        if row is None:
+            return 'not run'
+        counts = ((row[name], name) for name in ('passed', 'skipped', 'failed'))
+        return ', '.join(f'{count:,} {name}' for count, name in counts if count)
+
+    table = markdown(
+        ('jax', 'Python', *parts, 'commit'),
+        (
+            (
+                *versions,
+                *(cell(by_part.get(part)) for part in parts),
+                ', '.join(dict.fromkeys(str(row['git']) for row in by_part.values())),
+            )
+            for versions, by_part in newest.items()
+        ),
+    )
+    return f'{table}\n\nOn a CPU, by `python tests/matrix/run.py VERSION@PYTHON ...`.'
+
+
+def golden() -> str:
+    """Losses of 200 steps by version of JAX, and their distance from those of the first one."""
+    first: dict[tuple[str, str], Row] = {}
+    lines = []
+    for (network, backend, precision, jax), row in trajectories.recorded().items():
+        base = first.setdefault((network, precision), row)
+        far = trajectories.distance(row['losses'], base['losses'])
+        last = row['losses'][-trajectories.SPAN :]
+        lines.append(
+            (
+                f'{network}, {precision}',
+                backend,
+                jax,
+                f'{statistics.mean(last):.5f}',
+                '-' if row is base else f'{far:.1e}',
+                f'{row["tolerance"]:.3f}',
+                str(row['git']),
+            )
+        )
+    head = ('run', 'backend', 'jax', 'loss, steps 181 to 200', 'distance', 'tolerance', 'commit')
+    return markdown(head, sorted(lines))
+
+
 def curves() -> str:
     """Mean losses over spans of steps; each row of the file is a mean over 50 steps."""
     with (RESULTS / 'elephants64/curves.csv').open() as file:
@@ -284,6 +336,8 @@ TABLES: dict[str, Callable[[], str]] = {
     'slow_kernels': slow_kernels,
     'training_runs': training_runs,
     'starts': starts,
+    'matrix': matrix,
+    'golden': golden,
     'curves': curves,
     'fuzz': fuzz,
     'where_the_time_goes': where_the_time_goes,

@@ -1,9 +1,8 @@
-"""Digests of the lowered training step, to show that a change of the code changes no program.
+"""Digests and kernel launches of the lowered training step, to show what changes its program.
 
-    python tests/support/lowered_step.py                       # compares all of them with
-    tests/fixtures/lowered_step.json python tests/support/lowered_step.py --write               #
-    records them python tests/support/lowered_step.py small pallas [FILE]   # prints one, and keeps
-    the text behind it in FILE
+    python tests/support/lowered_step.py                       # compares all with `RECORDED`
+    python tests/support/lowered_step.py --write               # records all
+    python tests/support/lowered_step.py small pallas [FILE]   # prints one, and keeps its text
 
 The step is lowered for an H200 on any machine. The text that is hashed has no locations, and names
 no Python module or function: functions are numbered in the order of their calls. The kernels of
@@ -13,6 +12,7 @@ and attributes; their machine code has digests of its own.
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import json
 import os
@@ -21,7 +21,8 @@ import re
 import runpy
 import subprocess
 import sys
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
 import jax
 from jax._src.interpreters.mlir import make_ir_context
@@ -29,6 +30,10 @@ from jax._src.lib import triton
 from jaxlib.mlir import ir
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
+sys.path[:0] = [str(ROOT / 'tests')]
+
+from support import kernel_names  # noqa: E402
+
 RECORDED = ROOT / 'tests' / 'fixtures' / 'lowered_step.json'
 CONFIGS, BACKENDS = ('small', 'elephants64'), ('xla', 'pallas', 'cuda')
 SMALL = {
@@ -173,8 +178,15 @@ def _kernel_digest(bytecode: bytes) -> str:
     return hashlib.sha256(found.encode()).hexdigest()
 
 
-def digest(name: str, backend: str) -> str:
-    """In a process of its own, so that nothing traced before is shared."""
+class Program(NamedTuple):
+    """What is recorded of a program: the digest of its text, and launches by kernel."""
+
+    digest: str
+    launches: dict[str, int]
+
+
+def program(name: str, backend: str) -> Program:
+    """Lowers the step in a process of its own, so that nothing traced before is shared."""
     environment = {k: v for k, v in os.environ.items() if not k.startswith(('JAX_', 'XLA_'))}
     environment |= {'PYTHONPATH': str(ROOT), 'JAX_PLATFORMS': 'cpu'}
     command = [sys.executable, __file__, name, backend]
@@ -183,29 +195,58 @@ def digest(name: str, backend: str) -> str:
     )
     if done.returncode:
         raise RuntimeError(f'{name}, {backend}: cannot be lowered:\n{done.stderr}')
-    return done.stdout.strip()
+    return Program(*json.loads(done.stdout))
+
+
+def recorded() -> tuple[str, dict[str, Program]]:
+    """The version of JAX that lowered the recorded programs, and these by 'CONFIG BACKEND'."""
+    found = json.loads(RECORDED.read_text(encoding='utf-8'))
+    return found['jax'], {key: Program(**value) for key, value in found['programs'].items()}
+
+
+def record(programs: Mapping[str, Program]) -> None:
+    """Writes these programs in place of the recorded ones of the same names."""
+    with RECORDED.open('r+', encoding='utf-8') as file:
+        fcntl.flock(file, fcntl.LOCK_EX)  # several workers of a test run may come at once
+        merged = json.load(file)['programs']
+        merged |= {key: value._asdict() for key, value in programs.items()}
+        file.seek(0)
+        file.truncate()
+        json.dump({'jax': jax.__version__, 'programs': merged}, file, indent=1)
+        file.write('\n')
+
+
+def differences(old: Program, new: Program) -> str:
+    """Names the kernels that are launched more or less often; '' if none is."""
+    return ', '.join(
+        f'{name} {old.launches.get(name, 0)} -> {new.launches.get(name, 0)}'
+        for name in sorted(old.launches.keys() | new.launches.keys())
+        if old.launches.get(name, 0) != new.launches.get(name, 0)
+    )
 
 
 def main(arguments: list[str]) -> int:
     if arguments not in ([], ['--write']):
-        found = text(lower(*arguments[:2]))
+        lowered = lower(*arguments[:2])
+        found = text(lowered)
         for path in arguments[2:]:
             pathlib.Path(path).write_text(found, encoding='utf-8')
-        print(hashlib.sha256(found.encode()).hexdigest())
+        launches = dict(sorted(kernel_names.count(lowered).items()))
+        print(json.dumps([hashlib.sha256(found.encode()).hexdigest(), launches]))
         return 0
-    found = {f'{name} {backend}': digest(name, backend) for name in CONFIGS for backend in BACKENDS}
+    programs = {
+        f'{name} {backend}': program(name, backend) for name in CONFIGS for backend in BACKENDS
+    }
     if arguments:
-        RECORDED.write_text(
-            json.dumps({'jax': jax.__version__, 'digests': found}, indent=1) + '\n',
-            encoding='utf-8',
-        )
+        record(programs)
         return 0
-    recorded = json.loads(RECORDED.read_text(encoding='utf-8'))
-    for key, value in found.items():
-        print(f'{key}: {"equal" if value == recorded["digests"][key] else "DIFFERENT"}')
-    if recorded['jax'] != jax.__version__:
-        print(f'recorded with jax {recorded["jax"]}, compared with {jax.__version__}')
-    return int(found != recorded['digests'])
+    version, known = recorded()
+    for key, value in programs.items():
+        changed = differences(known[key], value) or 'the same launches'
+        print(f'{key}: {"equal" if value == known[key] else f"DIFFERENT, {changed}"}')
+    if version != jax.__version__:
+        print(f'recorded with jax {version}, compared with {jax.__version__}')
+    return int(programs != known)
 
 
 if __name__ == '__main__':

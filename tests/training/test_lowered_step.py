@@ -2,27 +2,29 @@
 
 from __future__ import annotations
 
-import json
-
 import jax
 import pytest
 from support import lowered_step
 
-RECORDED = json.loads(lowered_step.RECORDED.read_text(encoding='utf-8'))
+VERSION, RECORDED = lowered_step.recorded()
 
 
-@pytest.mark.parametrize('key', RECORDED['digests'])
-def test_the_program_is_the_recorded_one(key: str) -> None:
-    if jax.__version__ != RECORDED['jax']:
-        pytest.skip(
-            f'the digests are of programs that jax {RECORDED["jax"]} lowers, here is '
-            f'{jax.__version__}'
-        )
-    name, backend = key.split()
-    found = lowered_step.digest(name, backend)
-    assert found == RECORDED['digests'][key], (
-        f'{key}: the training step is another program. Keep both texts with '
+@pytest.mark.parametrize('key', RECORDED)
+def test_the_program_is_the_recorded_one(key: str, request: pytest.FixtureRequest) -> None:
+    update = request.config.getoption('--update-golden')
+    if jax.__version__ != VERSION:
+        reason = f'the programs are those that jax {VERSION} lowers, here is {jax.__version__}'
+        if update:
+            pytest.fail(f'{reason}: record all with "python tests/support/lowered_step.py --write"')
+        pytest.skip(reason)
+    found = lowered_step.program(*key.split())
+    if update:
+        lowered_step.record({key: found})
+        return
+    changed = lowered_step.differences(RECORDED[key], found) or 'as many launches of every kernel'
+    assert found == RECORDED[key], (
+        f'{key}: the training step is another program ({changed}). Keep both texts with '
         f'"python tests/support/lowered_step.py {key} FILE" and compare them; if it is meant to '
-        'change, record it with "python tests/support/lowered_step.py --write" and give the reason '
-        'in the commit'
+        'change, record it with "pytest --update-golden tests/training/test_lowered_step.py" and '
+        'give the reason in the commit'
     )

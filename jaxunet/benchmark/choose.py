@@ -1,0 +1,119 @@
+"""Finds the quickest backend of every op on this machine, by whole training steps of a config.
+
+Kernels that win alone can lose in a step, so only whole steps decide. First every backend is timed
+for all ops; then, from the quickest, every other backend of one op at a time. The sides of a
+comparison take turns. `jaxunet.ops.choices` keeps the result, which `backend=auto` follows.
+"""
+
+from __future__ import annotations
+
+import datetime
+import gc
+from collections.abc import Callable, Iterator, Mapping, Sequence
+
+from jaxunet.benchmark.cases import Plan, Prepared
+from jaxunet.benchmark.run import describe_error, make_side, say
+from jaxunet.benchmark.timing import TURN_SECONDS, interleave, steps_in, summarise, turn_steps
+from jaxunet.checkpoint.state import fresh_state
+from jaxunet.config import OPS, Config
+from jaxunet.data.source import Source
+from jaxunet.ops import choices
+from jaxunet.ops.backends import named, runnable
+from jaxunet.runtime import device
+from jaxunet.runtime.errors import UserError
+from jaxunet.runtime.rows import Row, git_sha
+
+# Returns the milliseconds a step of every backend, by round; one that does not run is left out.
+Measure = Callable[[Sequence[str]], Mapping[str, Sequence[float]]]
+
+
+def choose(plan: Plan, source: Source, command: str) -> Iterator[Row]:
+    """Measures every precision of the plan at its batch size; yields the entries to keep.
+
+    Raises:
+      UserError: no backend ran a step.
+    """
+    for precision in plan.precisions:
+        batch = plan.batch_sizes[0]
+        config = plan.config.replace(precision=precision, data={'batch_size': batch})
+        best, times = quickest(step_timer(config, source, plan.rounds, plan.steps))
+        yield {
+            'device': device.kind(),
+            'precision': precision,
+            'versions': choices.versions(),
+            'ops': named(best),
+            'measured': times,
+            'config': plan.name,
+            'batch_size': batch,
+            'rounds': plan.rounds,
+            'time': datetime.datetime.now(datetime.UTC).isoformat(timespec='seconds'),
+            'git': git_sha(),
+            'command': command,
+        }
+
+
+def quickest(measure: Measure) -> tuple[str, dict[str, float]]:
+    """Returns the quickest backend, as in `Config.backend`, and all medians in ms.
+
+    Raises:
+      UserError: no backend ran.
+    """
+    backends = ['xla', *(backend.name for backend in runnable())]
+    found = measure(backends)
+    if not found:
+        raise UserError('--choose: no backend ran a step; the lines above say why')
+    times = {name: summarise(found[name], None).median_ms for name in found}
+    best = min(times, key=lambda name: times[name])
+    owners = {backend.name: backend.ops for backend in runnable()}
+    for op in OPS:
+        others = [
+            f'{best}+{op}={name}'
+            for name in backends
+            if name != named(best)[op] and (name == 'xla' or op in owners[name])
+        ]
+        if not others:
+            continue
+        found = measure([best, *others])
+        if best not in found:
+            continue
+        ratios = {name: summarise(found[name], found[best]) for name in found if name != best}
+        # Quicker in three rounds of four, or noise decides.
+        better = {name: r.ratio for name, r in ratios.items() if r.ratio_quartiles[1] < 1}
+        times |= {name: timing.median_ms for name, timing in ratios.items()}
+        if better:
+            best = min(better, key=lambda name: better[name])
+    return best, times
+
+
+def step_timer(config: Config, source: Source, rounds: int, steps: int | None) -> Measure:
+    """Returns what times whole training steps of this config on several backends, in turns."""
+    state = fresh_state(config)
+
+    def measure(names: Sequence[str]) -> dict[str, Sequence[float]]:
+        ready: dict[str, Prepared] = {}
+        for name in names:
+            say(f'{config.precision}, batch {config.data.batch_size}: {name}')
+            try:
+                ready[name] = make_side(name, config, source, state).prepare('step')
+            except Exception as error:
+                say(f'{name}: {describe_error(error)}')
+        try:
+            unit = max((side.unit for side in ready.values()), default=1)
+            calls = {name: side.run for name, side in ready.items()}
+            count = steps or turn_steps(
+                [steps_in(TURN_SECONDS, call, unit) for call in calls.values()], unit
+            )
+            found = interleave(calls, rounds=rounds, steps=-(-count // unit) * unit)
+        finally:
+            for side in ready.values():
+                side.close()
+            gc.collect()
+        kept: dict[str, Sequence[float]] = {}
+        for name, times in found.items():
+            if isinstance(times, Exception):
+                say(f'{name}: {describe_error(times)}')
+            else:
+                kept[name] = times
+        return kept
+
+    return measure

@@ -1,0 +1,26 @@
+#!/usr/bin/env bash
+# Measures what backend=auto follows beside its table: starts and short jobs, and this machine's quickest backends.
+#   tests/gpu/starts.sh OUTPUT_FOLDER [SECONDS_OF_STARTS]
+# The checkout must be built (tests/gpu/build.sh). Writes to OUTPUT_FOLDER:
+#   commands.jsonl        training and sampling of every kind of checkpoint, cold and warm (tests/gpu/starts.py)
+#   sampling_costs.json   the costs by which auto chooses for short jobs, also in this checkout's jaxunet/ops/
+#   auto.jsonl            what leaves the backend to auto, again, now that it has these costs
+#   choices.json          the quickest backend of every op (jaxunet.benchmark --choose), with all times
+#   followed.jsonl        xla, what auto takes by its table, and what it takes by choices.json, in turns
+set -euo pipefail
+mkdir -p "$1"
+out=$(realpath "$1")
+cd "$(dirname "$0")/../.."
+export PYTHONPATH=.${PYTHONPATH:+:$PYTHONPATH}
+python3 tests/gpu/starts.py --output "$out/commands.jsonl" --seconds "${2:-300}"
+python3 tests/gpu/starts.py --fit "$out/commands.jsonl"
+cp jaxunet/ops/sampling_costs.json "$out"
+python3 tests/gpu/starts.py --auto --output "$out/auto.jsonl" --seconds "${2:-300}"
+JAXUNET_CHOICES=$out/choices.json python3 -m jaxunet.benchmark --config configs/elephants64.py --synthetic --choose \
+  --precisions bfloat16,float32 --rounds 6
+table=$(JAXUNET_CHOICES=$out/none.json python3 -c "
+from jaxunet.ops.backends import named
+ops = named('auto', 'bfloat16')
+print('+'.join(['xla', *(f'{op}={name}' for op, name in ops.items())]))")
+JAXUNET_CHOICES=$out/choices.json python3 -m jaxunet.benchmark --config configs/elephants64.py --synthetic \
+  --directions step --precisions bfloat16 --batch_sizes 32,256 --backends "xla,$table,auto" --output "$out/followed.jsonl"

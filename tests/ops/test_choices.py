@@ -1,0 +1,238 @@
+"""How `auto` follows measurements: a file that --choose wrote, and costs of short sampling jobs."""
+
+import importlib.util
+import json
+import logging
+import pathlib
+
+import pytest
+
+from jaxunet.benchmark import choose
+from jaxunet.config import OPS
+from jaxunet.ops import backends, choices, short_jobs
+from jaxunet.ops.short_jobs import Cost, backend_for
+from jaxunet.runtime import device
+from jaxunet.runtime.errors import UserError
+
+H200 = 'NVIDIA H200'
+OTHERS = dict.fromkeys(OPS, 'xla') | {'conv3x3': 'pallas', 'adamw': 'cuda'}
+
+
+@pytest.fixture
+def hopper(monkeypatch):
+    """A machine whose kernels all run."""
+    monkeypatch.setattr(backends, '_unavailable', lambda name: None)
+    choices._ignore.cache_clear()
+    with device.use(device.Target.HOPPER):
+        yield
+
+
+@pytest.fixture
+def file(tmp_path, monkeypatch):
+    path = tmp_path / 'folder' / 'choices.json'
+    monkeypatch.setenv(choices.VARIABLE, str(path))
+    return path
+
+
+def entry(**changes):
+    return {
+        'device': H200,
+        'precision': 'bfloat16',
+        'versions': choices.versions(),
+        'ops': OTHERS,
+        **changes,
+    }
+
+
+def test_auto_follows_what_was_measured_and_says_so(hopper, file):
+    usual = backends.choose('auto', 'bfloat16')
+    choices.write(file, entry())
+    choices.write(file, entry(precision='float16', ops=dict.fromkeys(OPS, 'xla')))
+    assert backends.choose('auto', 'bfloat16') == OTHERS
+    assert backends.describe('auto', 'bfloat16').endswith(f'adamw=cuda (measured here: {file})')
+    assert backends.choose('auto+linear=cuda', 'bfloat16') == OTHERS | {'linear': 'cuda'}
+    assert backends.choose('auto', 'float16') == dict.fromkeys(OPS, 'xla')
+    # Neither another precision, a backend that is named, nor another kind of GPU.
+    assert backends.choose('auto', 'float32') == dict.fromkeys(OPS, 'pallas') | {
+        'linear': 'xla',
+        'adamw': 'cuda',
+    }
+    assert backends.choose('cuda', 'bfloat16') == dict.fromkeys(OPS, 'cuda')
+    assert 'measured' not in backends.describe('cuda', 'bfloat16')
+    with device.use(device.Target.HOPPER, 'NVIDIA H100'):
+        assert backends.choose('auto', 'bfloat16') == usual
+    choices.write(file, entry(ops=usual))  # replaces
+    assert backends.choose('auto', 'bfloat16') == usual
+    assert len(json.loads(file.read_text())['choices']) == 2
+
+
+@pytest.mark.parametrize(
+    ('text', 'why'),
+    [
+        ('{"choices": [{"devi', 'is damaged'),
+        ('[1]', 'is damaged (expected an object with a list "choices")'),
+        (entry(versions={'jax': '0.1', 'jaxlib': '0.1'}), 'was measured with jax 0.1, jaxlib 0.1'),
+        (entry(versions=None), 'was measured with unknown versions'),
+        (entry(ops={'conv3x3': 'cuda'}), 'its ops are not conv3x3'),
+        (entry(ops=OTHERS | {'attention': 'gone'}), 'attention=gone: the gone backend is not'),
+        (entry(ops=OTHERS | {'linear': 'pallas'}), 'linear=pallas: the pallas backend has no'),
+    ],
+)
+def test_a_stale_or_damaged_file_is_ignored_with_one_line(
+    text, why, hopper, file, caplog, monkeypatch
+):
+    usual = backends.choose('auto', 'bfloat16')
+    known = backends.backend_names()
+    monkeypatch.setattr(
+        backends,
+        '_unavailable',
+        lambda name: None if name in ('xla', *known) else f'the {name} backend is not installed',
+    )
+    file.parent.mkdir()
+    file.write_text(text if isinstance(text, str) else json.dumps({'choices': [text]}))
+    with caplog.at_level(logging.WARNING):
+        assert [backends.choose('auto', 'bfloat16') for _ in range(3)] == [usual] * 3
+    (line,) = [m for m in caplog.messages if 'backend=auto ignores it' in m]
+    assert why in line
+    assert line.endswith('measure again with python -m jaxunet.benchmark --choose')
+
+
+def test_auto_goes_on_without_a_backend_that_does_not_import(monkeypatch, caplog):
+    def broken(name):
+        if name == 'pallas':
+            raise UserError('backend=pallas: cannot be imported')
+
+    monkeypatch.setattr(backends, '_unavailable', broken)
+    with device.use(device.Target.HOPPER), caplog.at_level(logging.WARNING):
+        assert backends.named('auto', 'bfloat16') == dict.fromkeys(OPS, 'cuda')
+        with pytest.raises(UserError, match='cannot be imported'):
+            backends.choose('pallas')
+    assert 'the Pallas kernels are left out: backend=pallas: cannot be imported' in caplog.text
+
+
+def test_auto_is_never_asked_without_the_precision(hopper):
+    """So that no command can take 16-bit kernels for a float32 network by leaving it out."""
+    for function in (backends.choose, backends.load_ops, backends.fused_update, backends.describe):
+        with pytest.raises(TypeError, match='backend=auto depends on the precision'):
+            function('auto')
+
+
+def test_a_named_backend_that_is_slow_in_float32_is_told_once(hopper, caplog):
+    with caplog.at_level(logging.WARNING):
+        for backend, precision in (
+            ('auto', 'float32'),
+            ('pallas', 'float32'),
+            ('cuda', 'bfloat16'),
+            ('cuda', 'float32'),
+            ('cuda', 'float32'),
+        ):
+            backends.warn_if_slow(backend, precision)
+    (line,) = [m for m in caplog.messages if 'several times as long' in m]
+    assert line.startswith('backend=cuda: its float32 convolutions')
+
+
+COSTS = {'pallas': Cost(100.0, 50.0), 'cuda': Cost(10.0, 10.0), 'gone': Cost(1.0, 100.0)}
+
+
+@pytest.mark.parametrize(
+    ('asked', 'precision', 'work', 'chosen'),
+    [
+        ('auto', 'float32', 40.0, 'cuda'),  # 10 + 4 s against 100 + 0.8 s
+        ('auto', 'float32', 1100.0, 'cuda'),  # 120 against 122
+        ('auto', 'float32', 1200.0, 'auto'),  # 130 against 124
+        ('auto', 'bfloat16', 40.0, 'auto'),  # nothing was measured
+        ('pallas', 'float32', 40.0, 'pallas'),  # named, so obeyed
+        ('auto+attention=xla', 'float32', 40.0, 'auto+attention=xla'),
+    ],
+)
+def test_a_short_job_takes_what_is_done_first(asked, precision, work, chosen, monkeypatch, caplog):
+    monkeypatch.setattr(backends, '_unavailable', lambda name: 'gone' if name == 'gone' else None)
+    monkeypatch.setattr(short_jobs, '_runs', lambda name, precision: name != 'gone')
+    monkeypatch.setattr(short_jobs, 'measured', lambda: {('hopper', 'float32'): COSTS})
+    with device.use(device.Target.HOPPER), caplog.at_level(logging.INFO):
+        assert backend_for(asked, precision, lambda: work) == chosen
+    said = [m for m in caplog.messages if 'this short job' in m]
+    assert len(said) == (chosen != asked)
+    if work == 40:
+        assert all('cuda for this short job, about 14 s with compiling' in m for m in said)
+        assert all('needs about 101 s' in m for m in said)
+
+
+def test_the_measured_costs_are_read():
+    """Rows of the file have what `backend_for` needs; on a CPU nothing is weighed."""
+    for costs in short_jobs.measured().values():
+        assert all(cost.start_s > 0 and cost.teraflop_per_s > 0 for cost in costs.values())
+        assert len(costs) > 1
+    assert backend_for('auto', 'float32', lambda: pytest.fail('on a CPU')) == 'auto'
+
+
+NOISE = {'cuda+group_norm=pallas': (0.97, 0.98, 1.03, 1.02)}  # not quicker in most rounds
+
+
+def timer(milliseconds, asked):
+    """Times steps by a table; what is not in it fails."""
+
+    def measure(names):
+        asked.append(list(names))
+        return {
+            name: [
+                milliseconds[name] * factor for factor in NOISE.get(name, (1.0, 1.01, 0.99, 1.0))
+            ]
+            for name in names
+            if name in milliseconds
+        }
+
+    return measure
+
+
+def test_choose_takes_the_quickest_backend_and_then_single_ops(hopper, monkeypatch):
+    monkeypatch.setattr(choose, 'runnable', backends.installed)
+    times = {
+        'xla': 12.0,
+        'pallas': 8.0,
+        'cuda': 6.0,
+        'cuda+attention=pallas': 5.5,
+        'cuda+group_norm=pallas': 5.99,
+        'cuda+attention=pallas+linear=xla': 9.0,
+        'cuda+attention=pallas+adamw=xla': 5.2,
+    }
+    asked = []
+    best, found = choose.quickest(timer(times, asked))
+    assert best == 'cuda+attention=pallas+adamw=xla'
+    assert asked[0] == ['xla', *(b.name for b in backends.installed())]
+    assert asked[1][0] == 'cuda'
+    assert {'cuda+conv3x3=xla', 'cuda+conv3x3=pallas'} == set(asked[1][1:])
+    assert asked[-1] == ['cuda+attention=pallas', best]
+    assert found['xla'] == pytest.approx(12.0)
+    assert set(found) == set(times)
+    with pytest.raises(UserError, match='no backend ran a step'):
+        choose.quickest(timer({}, []))
+
+
+def test_costs_are_fitted_from_measured_starts():
+    """The first picture's batch is taken off, and the others give the rate."""
+    path = pathlib.Path(__file__).parents[1] / 'gpu/starts.py'
+    spec = importlib.util.spec_from_file_location('starts', path)
+    starts = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(starts)
+    row = {
+        'task': 'sample',
+        'checkpoint': 'model.bin',
+        'precision': 'float32',
+        'backend': 'cuda',
+        'cache': 'empty',
+        'error': None,
+        'device': H200,
+        'git': 'abc',
+        'forward_flops': 1e10,
+        'first_s': 12.0,
+        'total_s': 12.0 + 3 * 2.0,  # three more batches
+        'step_ms': None,
+    }
+    others = [row | change for change in ({'cache': 'kept'}, {'backend': None}, {'error': 'x'})]
+    (fitted,) = starts.costs([row, *others])
+    assert fitted['start_s'] == 10.0
+    assert fitted['teraflop_per_s'] == pytest.approx(64 * 50 * 1e10 / 1e12 / 2.0)
+    assert {'family', 'precision', 'backend', 'device', 'git'} < set(fitted)
+    shown = starts.table([row, others[0]])
+    assert '| sample model.bin | float32 | cuda | 12.0 | 12.0 | - |' in shown
