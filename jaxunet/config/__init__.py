@@ -17,9 +17,9 @@ from jaxunet.config.schema import (
     TrainConfig,
     default_config,
     get_config,
-    identity,
     to_dict,
 )
+from jaxunet.config.versions import identity
 
 __all__ = [
     'CHOICES',

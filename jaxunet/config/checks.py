@@ -12,7 +12,8 @@ from typing import TypeVar
 from ml_collections import ConfigDict
 
 from jaxunet.config.relations import check_relations
-from jaxunet.config.schema import OPS, PRECISIONS, RENAMED, Config, Fields, to_dict
+from jaxunet.config.schema import OPS, PRECISIONS, Config, Fields, to_dict
+from jaxunet.config.versions import RENAMED
 from jaxunet.runtime.errors import UserError, near_misses
 from jaxunet.runtime.plugins import backend_names, load_backend
 from jaxunet.runtime.untrusted import shown

@@ -22,7 +22,8 @@ from ml_collections import ConfigDict, config_flags
 from ml_collections.config_flags.tuple_parser import TupleParser
 
 from jaxunet.config import default_config, schema
-from jaxunet.config.schema import RENAMED, Fields
+from jaxunet.config.schema import Fields
+from jaxunet.config.versions import RENAMED
 from jaxunet.runtime import ownership
 from jaxunet.runtime.download import cache_dir
 from jaxunet.runtime.errors import USER_ERROR, UserError, near_misses

@@ -1,0 +1,67 @@
+"""Earlier names and defaults of fields, and what tells a config from others across versions."""
+
+from __future__ import annotations
+
+from jaxunet.config.schema import Config, Fields, to_dict
+
+# Earlier names of fields, still read from checkpoints and .safetensors files: old -> new.
+RENAMED = {'diffusion.prediction': 'diffusion.objective'}
+# Fields added after version 0.1.0; see `identity`.
+ADDED = (
+    'init_from_order',
+    'diffusion.rescale_timesteps',
+    'diffusion.kl_loss',
+    'diffusion.edm_mean',
+    'diffusion.edm_std',
+    'diffusion.edm_sigma_data',
+    'diffusion.flow_mean',
+    'diffusion.flow_std',
+    'data.augment_probability',
+    'data.crop',
+    'data.crop_least',
+    'data.holdout',
+    'data.noise_candidates',
+    'train.epochs',
+    'train.holdout_every',
+    'ema.widths',
+    'ema.snapshot_every',
+    'train.keep_every',
+    'train.keep_best',
+)
+# Defaults that changed: what the new one stood for in version 0.1.0; see `identity`.
+CHANGED_DEFAULTS = {'train.sample_steps': (0, 50)}
+
+
+def identity(values: Fields) -> Fields:
+    """Returns what tells a config from others, in the form of version 0.1.0.
+
+    Fields have their earlier names, and later ones are left out where they have their defaults, so
+    that results of earlier versions are recognised as those of the same config.
+
+    Args:
+      values: a config as nested dicts, of any version.
+    """
+    earlier = {new: old.rsplit('.', maxsplit=1)[-1] for old, new in RENAMED.items()}
+    defaults = to_dict(Config())
+
+    def is_default(path: str, value: object) -> bool:
+        section, _, field = path.rpartition('.')
+        default = (defaults[section] if section else defaults)[field]
+        return bool(default == (tuple(value) if isinstance(value, list) else value))
+
+    def as_before(path: str, value: object) -> object:
+        now, then = CHANGED_DEFAULTS.get(path, (None, None))
+        return then if path in CHANGED_DEFAULTS and value == now else value
+
+    def section(name: str, fields: Fields) -> Fields:
+        return {
+            earlier.get(f'{name}.{field}', field): as_before(f'{name}.{field}', value)
+            for field, value in fields.items()
+            if f'{name}.{field}' not in ADDED or not is_default(f'{name}.{field}', value)
+        }
+
+    return {
+        name: section(name, value) if isinstance(value, dict) else value
+        for name, value in values.items()
+        if name not in ADDED or not is_default(name, value)
+    }
