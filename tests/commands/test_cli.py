@@ -97,6 +97,7 @@ def test_same_seed_same_images_whatever_the_batch_and_the_devices(run, tmp_path)
     for path in named.glob('checkpoints/*/meta/metadata'):
         meta = json.loads(path.read_text())
         assert meta['class_names'] == list('0123456789')
+        del meta['meta_checksum']
         path.write_text(json.dumps(meta | {'class_names': [*'012', 'three', *'456789']}))
     other, labels = sample(named, tmp_path / 'd.npz', '--seed=1', '--class_labels=three,7')
     assert list(labels) == [3, 7, 3, 7, 3, 7]
