@@ -29,6 +29,7 @@ from jaxunet.data.sources import open_images
 from jaxunet.model import cost as estimate
 from jaxunet.ops.backends import load_ops
 from jaxunet.runtime import distributed
+from jaxunet.runtime.attempts import let_printing_fail
 from jaxunet.runtime.errors import USER_ERROR, UserError
 from jaxunet.training.background import Background
 from jaxunet.training.loop import train
@@ -73,6 +74,7 @@ HEARTBEAT = flags.DEFINE_integer(
 
 def main(argv: Sequence[str]) -> None:
     """Joins the processes of the run, trains, and exits."""
+    let_printing_fail()  # a full disk may hold the log, too
     config = complete(CONFIG.value, newest_config(workdir()))
     if DRY_RUN.value:
         dry_run(config)

@@ -28,7 +28,7 @@ from jaxunet.data import pipeline
 from jaxunet.data.order import batch_indices
 from jaxunet.data.sources import open_source
 from jaxunet.runtime.errors import UserError
-from jaxunet.training import loop
+from jaxunet.training import workdir as lock
 from jaxunet.training.ema import ema_decay
 from jaxunet.training.logs import read_metrics
 from jaxunet.training.loop import train
@@ -370,12 +370,12 @@ def test_one_run_at_a_time_in_a_workdir(tmp_path, source):
 def test_a_workdir_that_cannot_be_locked_is_told(tmp_path, monkeypatch):
     told = []
     monkeypatch.setattr(
-        loop.fcntl,
+        lock.fcntl,
         'lockf',
         lambda *_: (_ for _ in ()).throw(OSError(95, 'Operation not supported')),
     )
-    monkeypatch.setattr(loop.logging, 'warning', lambda text, *values: told.append(text % values))
-    with loop._locked(tmp_path):
+    monkeypatch.setattr(lock.logging, 'warning', lambda text, *values: told.append(text % values))
+    with lock.opened(tmp_path):
         assert told == [
             f'--workdir: {tmp_path} cannot be locked (Operation not supported): nothing keeps a '
             'second run out of it'
