@@ -3,8 +3,9 @@
     python -m jaxunet.train --config configs/elephants64.py [--config.section.field=value ...]
                             [--workdir DIR]
 
-The same command resumes a run. SIGTERM and SIGINT save and exit with 0. `WORKDIR` gets
-checkpoints/, metrics.csv, tensorboard/, samples/ and evaluation.csv.
+The same command resumes a run. SIGTERM and SIGINT save and exit with 0; a second SIGINT exits with
+130 and saves nothing. `WORKDIR` gets checkpoints/, metrics.csv, tensorboard/, samples/ and
+evaluation.csv.
 """
 
 from __future__ import annotations

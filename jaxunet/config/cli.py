@@ -22,15 +22,19 @@ from ml_collections.config_flags.tuple_parser import TupleParser
 
 from jaxunet.config import default_config, schema
 from jaxunet.config.schema import RENAMED, Fields
+from jaxunet.runtime.distributed import end
 from jaxunet.runtime.download import cache_dir
 from jaxunet.runtime.errors import USER_ERROR, UserError, near_misses
+from jaxunet.runtime.interrupt import INTERRUPTED, raise_again
 
 
 def run(main: Callable[[Sequence[str]], int | None]) -> None:
     """Parses the flags and runs `main`.
 
     A `UserError` is printed as `error: ...` without a traceback, and the exit code is `USER_ERROR`.
+    After Ctrl-C it is `INTERRUPTED`, and nothing is printed but what `main` says.
     """
+    raise_again()
     gc.freeze()  # or Python's exit looks through all that was imported, for 0.4 s
     logging.set_verbosity(logging.INFO)
     handler = logging.get_absl_handler()
@@ -40,6 +44,11 @@ def run(main: Callable[[Sequence[str]], int | None]) -> None:
         app.run(_without_traceback(main), flags_parser=_parse)
     except UserError as error:
         _fail(error)
+    except (KeyboardInterrupt, SystemError) as error:
+        if not interrupted(error):
+            raise
+        # Threads that still compile would delay the exit of Python, or crash during it.
+        end(INTERRUPTED)
 
 
 def _is_shown(record: std_logging.LogRecord) -> bool:

@@ -26,6 +26,7 @@ from absl import logging
 from jax.experimental import multihost_utils
 
 from jaxunet.runtime.errors import USER_ERROR, UserError
+from jaxunet.runtime.interrupt import INTERRUPTED
 
 CLUSTERS = ('auto', 'none', 'slurm', 'ompi', 'mpi4py')
 SLURM_VARIABLES = (  # set by srun and read by JAX
@@ -88,6 +89,8 @@ def joined(start: Start) -> Iterator[None]:
         if isinstance(error, UserError):
             print(f'error: {error}', file=sys.stderr)
             end(USER_ERROR)
+        if isinstance(error, KeyboardInterrupt):
+            end(INTERRUPTED)
         # Collective operations fail in many ways when another process has died.
         traceback.print_exc()
         end(ERROR, explained=False)
