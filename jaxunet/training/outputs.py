@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import pathlib
 from collections.abc import Callable, Sequence
 
@@ -83,6 +84,9 @@ class Outputs:
         """Writes the metrics of one step to the log files and the progress bar."""
         rate = self._config.data.batch_size / seconds_per_step
         loss = float(metrics['loss'])
+        every = self._config.train.log_every
+        if int(metrics['bad_steps']) >= (step % every or every):
+            loss = math.nan  # all steps since the last log were skipped; the sum of none is 0
         held_out = self._measured.pop(step, None)
         self._logs.row(
             {

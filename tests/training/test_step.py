@@ -234,6 +234,19 @@ def test_training_stops_after_too_many_bad_steps(steps, bad, tmp_path, source):
         train(config, tmp_path, source, initial=dataclasses.replace(state, params=broken))
 
 
+def test_the_loss_of_steps_that_were_all_skipped(tmp_path, source):
+    """Is nan, not the 0 that their sum is; a log with one finite step has the loss of that."""
+    config = counted(1).replace(train={'steps': 6, 'log_every': 3})
+    state = fresh_state(config)
+    broken = jax.tree.map(lambda x: np.full_like(x, np.nan), state.params)
+    train(config, tmp_path / 'broken', source, dataclasses.replace(state, params=broken))
+    rows = read_metrics(tmp_path / 'broken' / 'metrics.csv')
+    assert [(row['loss'], row['skipped_steps']) for row in rows] == [('nan', '3'), ('nan', '6')]
+    two = dataclasses.replace(state, bad_steps=np.int32(2))  # and then finite ones
+    train(config, tmp_path / 'two', source, two)
+    assert all(float(r['loss']) > 0 for r in read_metrics(tmp_path / 'two' / 'metrics.csv'))
+
+
 def test_as_many_steps_of_a_call_as_suit():
     counts = {'steps': 400, 'log_every': 100, 'sample_every': 0, 'checkpoint_every': 200}
     config = tiny_config(train={'steps_per_call': 0, **counts})
