@@ -266,6 +266,14 @@ MISTAKES = [
         ['jaxunet.train', '--config.seed=4294967296'],
         'seed: expected 0 to 4294967295, found 4294967296',
     ),
+    (
+        ['jaxunet.train', '--dry_run', '--config.diffusion.steps=2147483648'],
+        'diffusion.steps: expected at most 1000000, found 2147483648',
+    ),
+    (
+        ['jaxunet.train', '--dry_run', '--config.model.num_res_blocks=1000000'],
+        'model.num_res_blocks: expected at most 64, found 1000000',
+    ),
     (['jaxunet.train', '--coordinator=localhost:1'], '--num_processes: missing'),
     (['jaxunet.sample'], 'Flag --checkpoint must have a value other than None'),
     (['jaxunet.sample', '--checkpoint=nowhere'], 'nowhere: no such file or folder'),
