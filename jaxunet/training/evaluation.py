@@ -271,3 +271,11 @@ def evaluation_table(workdir: pathlib.Path, start_step: int) -> StepTable:
 def read_evaluations(workdir: pathlib.Path) -> list[dict[str, str]]:
     """Reads the lines of `WORKDIR/evaluation.csv`."""
     return read_rows(workdir / FILE, COLUMNS, TEXTS)
+
+
+def is_evaluated(workdir: pathlib.Path, step: int) -> bool:
+    """Returns whether `WORKDIR/evaluation.csv` has lines of a step."""
+    try:
+        return any(int(row['step']) == step for row in read_evaluations(workdir))
+    except OSError:
+        return False

@@ -28,9 +28,9 @@ from jaxunet.runtime.distributed import agree
 from jaxunet.runtime.errors import UserError
 from jaxunet.runtime.progress import progress_bar
 from jaxunet.training.clock import Clock, Milestones
-from jaxunet.training.evaluation import Evaluator
+from jaxunet.training.evaluation import Evaluator, is_evaluated
 from jaxunet.training.held_out import HeldOutLoss
-from jaxunet.training.outputs import Outputs
+from jaxunet.training.outputs import Outputs, samples_path
 from jaxunet.training.parallel import STOP
 from jaxunet.training.preemption import Preemption
 from jaxunet.training.resume import starting_point
@@ -131,7 +131,8 @@ class _Loop:
             )
             self.step, self.class_names = int(begin.state.step), begin.class_names
             agree({'the step to resume from': self.step})
-            if self.step >= total:
+            alone = jax.process_count() == 1
+            if self.step >= total and not (alone and any(self._left_out())):
                 print(
                     f'{self.workdir} has already trained {self.step} steps. To go on, raise '
                     f'--config.train.steps (now {total}); to start over, choose another --workdir.'
@@ -158,6 +159,7 @@ class _Loop:
             self.clock = Clock(self.step, seconds)
             # Objects that exist now stay: collecting them again would stall the loop for 0.1 s.
             gc.freeze()
+            self._make_up()
             self._train()
         if self.failed_save:
             raise checkpoint.CheckpointWriteError(self.failed_save)
@@ -234,13 +236,7 @@ class _Loop:
         self._read_metrics()  # logs this step, with its held-out loss
         if save and not self.milestones:
             self._save()
-        if self.outputs:
-            with self._save_on_error():
-                if sample:
-                    self.outputs.sample(self.step, self._averaged_weights())
-                if evaluate:
-                    weights = self._averaged_weights()
-                    self.outputs.evaluate(self.step, weights, self._seconds())
+        self._show(sample=sample, evaluate=evaluate)
         if milestone and self.milestones:
             self.milestones_left.pop(0)
             self.milestones.reached(self.step, self._seconds(), self._averaged_weights())
@@ -248,6 +244,36 @@ class _Loop:
                 return False
         self.clock.resume()
         return True
+
+    def _show(self, *, sample: bool, evaluate: bool) -> None:
+        """Draws samples of this step and measures it."""
+        if not self.outputs:
+            return
+        with self._save_on_error():
+            if sample:
+                self.outputs.sample(self.step, self._averaged_weights())
+            if evaluate:
+                self.outputs.evaluate(self.step, self._averaged_weights(), self._seconds())
+
+    def _left_out(self) -> tuple[bool, bool]:
+        """Returns whether the samples and the metrics of a resumed step are due, but missing.
+
+        So they are if the process died between its checkpoint and them.
+        """
+        if not self.main or self.checkpoints.latest() != self.step:
+            return False, False
+        t = self.config.train
+        return (
+            self._due(t.sample_every) and not samples_path(self.workdir, self.step).exists(),
+            self._due(t.evaluate_every) and not is_evaluated(self.workdir, self.step),
+        )
+
+    def _make_up(self) -> None:
+        sample, evaluate = self._left_out()
+        if sample or evaluate:
+            self.clock.pause()
+            self._show(sample=sample, evaluate=evaluate)
+            self.clock.resume()
 
     def _seconds(self, step: int | None = None) -> float:
         """Returns the training time, as the milestones count it; `step` is the last by default."""

@@ -27,6 +27,11 @@ MAX_COLUMNS = 20  # of a sample grid with one column per class
 DDPM_STEPS = 50  # of a sample grid
 
 
+def samples_path(workdir: pathlib.Path, step: int) -> pathlib.Path:
+    """Returns the path of the grid of samples of a step."""
+    return workdir / 'samples' / f'step_{step:07d}.png'
+
+
 class Outputs:
     """The outputs of a run, all written by process 0.
 
@@ -134,7 +139,7 @@ class Outputs:
         if images is None:
             return
         picture = grid(images, classes if 1 < classes <= MAX_COLUMNS else None)
-        path = self._workdir / 'samples' / f'step_{step:07d}.png'
+        path = samples_path(self._workdir, step)
         with self._attempts.attempt('samples'):
             save_png(path, picture)
             self._bar.write(f'step {step}: samples in {path}')
