@@ -35,6 +35,7 @@ def run(main: Callable[[Sequence[str]], int | None]) -> None:
     After Ctrl-C it is `INTERRUPTED`, and nothing is printed but what `main` says.
     """
     raise_again()
+    sys.unraisablehook = _tell_of_unraisable
     gc.freeze()  # or Python's exit looks through all that was imported, for 0.4 s
     logging.set_verbosity(logging.INFO)
     handler = logging.get_absl_handler()
@@ -60,6 +61,16 @@ def _is_shown(record: std_logging.LogRecord) -> bool:
     if package in pathlib.Path(record.pathname).parents:
         return True
     return record.levelno >= std_logging.WARNING and 'orbax' not in record.pathname
+
+
+def _tell_of_unraisable(unraisable: sys.UnraisableHookArgs) -> None:
+    """Prints an exception that nobody can catch, but for those that follow from another.
+
+    When one of the writes or reads of a checkpoint fails, orbax closes the event loop that all the
+    others then call back to, each with a traceback. The first failure arrives as an exception.
+    """
+    if str(unraisable.exc_value) != 'Event loop is closed':
+        sys.__unraisablehook__(unraisable)
 
 
 def _without_traceback(
