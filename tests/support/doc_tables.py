@@ -13,7 +13,7 @@ from jaxunet.benchmark import table as benchmark_table
 from jaxunet.benchmark.kernels import table as kernel_table
 from jaxunet.runtime import rows
 from jaxunet.runtime.rows import Row
-from support import recipe_tables
+from support import fault_table, recipe_tables
 
 ROOT = pathlib.Path(__file__).parents[2]
 RESULTS = ROOT / 'docs/results'
@@ -245,6 +245,7 @@ TABLES: dict[str, Callable[[], str]] = {
     'training_runs': training_runs,
     'starts': starts,
     'curves': curves,
+    'faults': fault_table.table,
     'where_the_time_goes': where_the_time_goes,
     'methods': methods,
     'recipes': lambda: recipe_tables.objectives(recipe_tables.read()),
