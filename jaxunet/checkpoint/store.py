@@ -35,6 +35,8 @@ from jaxunet.runtime.attempts import quietly
 from jaxunet.runtime.errors import UserError
 
 FOLDER = 'checkpoints'
+# Time limit of a write: none. Orbax measures it by the wall clock, which may jump.
+WRITE_SECONDS = 5 * 10**9
 MAX_REASON = 400  # characters of a library's error message that are shown
 
 
@@ -105,6 +107,7 @@ class Checkpoints:
                 None if read_only else preservation_policy(keep, keep_every, keep_best, scores)
             ),
             enable_async_checkpointing=not read_only,
+            async_options=ocp.options.AsyncOptions(timeout_secs=WRITE_SECONDS),
             read_only=read_only,
             create=False,  # orbax only creates folders for all processes together
             multiprocessing_options=alone,
