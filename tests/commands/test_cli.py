@@ -274,6 +274,10 @@ MISTAKES = [
         ['jaxunet.train', '--dry_run', '--config.model.num_res_blocks=1000000'],
         'model.num_res_blocks: expected at most 64, found 1000000',
     ),
+    (
+        ['jaxunet.train', '--restarts=2', '--cluster=ompi'],
+        '--restarts: mpirun cannot start one of its processes again',
+    ),
     (['jaxunet.train', '--coordinator=localhost:1'], '--num_processes: missing'),
     (['jaxunet.sample'], 'Flag --checkpoint must have a value other than None'),
     (['jaxunet.sample', '--checkpoint=nowhere'], 'nowhere: no such file or folder'),
