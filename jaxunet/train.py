@@ -3,8 +3,9 @@
     python -m jaxunet.train --config configs/elephants64.py [--config.section.field=value ...]
                             [--workdir DIR]
 
-The same command resumes a run. SIGTERM and SIGINT save and exit with 0. `WORKDIR` gets
-checkpoints/, metrics.csv, tensorboard/, samples/ and evaluation.csv.
+The same command resumes a run. SIGTERM and SIGINT save and exit with 0; a second SIGINT exits with
+130 and saves nothing. `WORKDIR` gets checkpoints/, metrics.csv, tensorboard/, samples/ and
+evaluation.csv.
 """
 
 from __future__ import annotations
@@ -29,10 +30,12 @@ from jaxunet.data.sources import open_images
 from jaxunet.model import cost as estimate
 from jaxunet.ops.backends import choose
 from jaxunet.runtime import distributed
+from jaxunet.runtime.attempts import let_printing_fail
 from jaxunet.runtime.errors import USER_ERROR, UserError
 from jaxunet.training.background import Background
 from jaxunet.training.loop import train
 from jaxunet.training.parallel import Parallel
+from jaxunet.training.restarts import Supervisor
 
 CONFIG = cli.define_config()
 WORKDIR = flags.DEFINE_string(
@@ -69,14 +72,25 @@ HEARTBEAT = flags.DEFINE_integer(
     'Seconds without a sign of life after which a process counts as dead and the others end.',
     lower_bound=2,
 )
+RESTARTS = flags.DEFINE_integer(
+    'restarts',
+    0,
+    'Start the run again from its last checkpoint if its process dies of a signal, for want of '
+    'memory or of a device error, at most this often without a new checkpoint in between. In a '
+    'SLURM job, requeue the job instead.',
+    lower_bound=0,
+)
 
 
-def main(argv: Sequence[str]) -> None:
+def main(argv: Sequence[str]) -> int | None:
     """Joins the processes of the run, trains, and exits."""
+    let_printing_fail()  # a full disk may hold the log, too
+    if RESTARTS.value and not DRY_RUN.value:
+        return supervise()
     config = complete(CONFIG.value, newest_config(workdir()))
     if DRY_RUN.value:
         dry_run(config)
-        return
+        return None
     start = distributed.Start(
         CLUSTER.value,
         COORDINATOR.value,
@@ -97,6 +111,20 @@ def main(argv: Sequence[str]) -> None:
     if compiling():
         # Everything is saved. The compiling thread would delay the exit, or crash during it.
         distributed.end(code)
+    return None
+
+
+def supervise() -> int:
+    """Has this command run in another process, and again if it dies; returns its exit code."""
+    launcher = {'auto': distributed.detect(os.environ)}.get(CLUSTER.value, CLUSTER.value)
+    if launcher in ('ompi', 'mpi4py'):
+        raise UserError(
+            '--restarts: mpirun cannot start one of its processes again; leave it out, or start '
+            'the processes by srun or by hand'
+        )
+    command = [sys.executable, '-m', 'jaxunet.train', *sys.argv[1:], '--restarts=0']
+    main = not PROCESS.value and os.environ.get('SLURM_PROCID', '0') == '0'
+    return Supervisor(command, workdir(), RESTARTS.value, main=main).run()
 
 
 def compiling() -> bool:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import pathlib
 
+from jaxunet.checkpoint.meta import read_meta
 from jaxunet.checkpoint.store import FOLDER
 from jaxunet.config import Config, resolve
 from jaxunet.runtime.errors import UserError
@@ -19,8 +19,7 @@ def newest_config(workdir: pathlib.Path) -> Config | None:
     steps = [entry for entry in (workdir / FOLDER).glob('*') if entry.name.isdigit()]
     for folder in sorted(steps, key=lambda entry: -int(entry.name)):
         try:
-            meta = json.loads((folder / 'meta' / 'metadata').read_text(encoding='utf-8'))
-            return resolve(meta['config'])
-        except (OSError, ValueError, TypeError, KeyError, UserError):
+            return resolve(read_meta(folder)['config'])
+        except (OSError, ValueError, TypeError, KeyError, RecursionError, UserError):
             continue  # damaged; `Checkpoints.restore` reports it
     return None

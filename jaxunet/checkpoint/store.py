@@ -5,8 +5,8 @@ checkpoint holds plain arrays of one replica, so that it can be restored on any 
 and in either parallel mode.
 
 A run starts from the first of these that exists:
-  1. the newest checkpoint of its workdir that is complete and has the right checksum; damaged ones
-     are reported and moved to `WORKDIR/damaged`, never deleted;
+  1. the newest checkpoint of its workdir that is complete and has the right checksums; newer ones
+     that are damaged are reported and moved to `WORKDIR/damaged`, which keeps a few;
   2. `config.init_from`: weights, and Adam's moments where there are any, of another run or project;
   3. fresh weights from `config.seed`.
 A workdir in which no checkpoint can be read is an error, not a fresh start.
@@ -24,12 +24,19 @@ import numpy as np
 import orbax.checkpoint as ocp
 from absl import logging
 
+from jaxunet.checkpoint.content import OtherVersionError, check_arrays, check_method_states
+from jaxunet.checkpoint.damaged import FOLDER as DAMAGED
+from jaxunet.checkpoint.damaged import set_aside
 from jaxunet.checkpoint.keeping import Scores, preservation_policy
+from jaxunet.checkpoint.meta import check_seal, sealed
 from jaxunet.checkpoint.state import TrainState, draw_state
 from jaxunet.config import Config, resolve, to_dict
+from jaxunet.runtime.attempts import quietly
 from jaxunet.runtime.errors import UserError
 
 FOLDER = 'checkpoints'
+# Time limit of a write: none. Orbax measures it by the wall clock, which may jump.
+WRITE_SECONDS = 5 * 10**9
 MAX_REASON = 400  # characters of a library's error message that are shown
 
 
@@ -100,12 +107,18 @@ class Checkpoints:
                 None if read_only else preservation_policy(keep, keep_every, keep_best, scores)
             ),
             enable_async_checkpointing=not read_only,
+            async_options=ocp.options.AsyncOptions(timeout_secs=WRITE_SECONDS),
             read_only=read_only,
             create=False,  # orbax only creates folders for all processes together
             multiprocessing_options=alone,
         )
         if not read_only:
-            self.folder.mkdir(parents=True, exist_ok=True)
+            try:
+                self.folder.mkdir(parents=True, exist_ok=True)
+            except OSError as error:
+                raise UserError(
+                    f'--workdir: {self.folder}: cannot be made: {error.strerror or error}'
+                ) from None
         self.manager = ocp.CheckpointManager(
             self.folder, options=options, item_names=('state', 'meta')
         )
@@ -131,18 +144,21 @@ class Checkpoints:
         Raises:
           CheckpointWriteError: this write could not start.
         """
-        meta = {
-            'config': to_dict(config),
-            'checksum': checksum(state),
-            'seconds': seconds,
-            'class_names': list(class_names),
-        }
+        meta = sealed(
+            {
+                'config': to_dict(config),
+                'checksum': checksum(state),
+                'seconds': seconds,
+                'class_names': list(class_names),
+            }
+        )
         earlier = ''
         try:
             self.wait()
         except CheckpointWriteError as error:
             earlier = str(error)
         try:
+            self.folder.mkdir(parents=True, exist_ok=True)  # somebody may have removed it
             self.manager.save(
                 step,
                 args=ocp.args.Composite(
@@ -175,25 +191,41 @@ class Checkpoints:
           UserError: there are checkpoints, but none can be read, or one is of another version.
         """
         steps = sorted(self.manager.all_steps(), reverse=True) if step is None else [step]
-        problems = []
+        damaged: list[tuple[pathlib.Path, Exception]] = []
         for candidate in steps:
+            folder = self.folder / str(candidate)
             try:
-                return self._read(candidate)
-            except UserError:
-                raise
+                restored = self._read(candidate)
+            except OtherVersionError as error:
+                if error.certain:
+                    raise
+                damaged.append((folder, error))
             except Exception as error:
-                problems.append(f'{self.folder / str(candidate)}: {_first_line(error)}')
-                logging.warning('damaged checkpoint, trying the one before it: %s', problems[-1])
-                if not self.read_only and step is None:
-                    self._set_aside(self.folder / str(candidate))
-                    self.manager.reload()
-        if problems:
+                damaged.append((folder, error))
+            else:
+                self._skip(damaged, folder)
+                return restored
+        if damaged and isinstance(damaged[0][1], OtherVersionError):
+            raise damaged[0][1]
+        if damaged:
+            lines = [f'{folder}: {_first_line(error)}' for folder, error in damaged]
             raise UserError(
                 'no readable checkpoint:\n  '
-                + '\n  '.join(problems)
+                + '\n  '.join(lines)
                 + '\nTo start over, choose another --workdir.'
             )
         return None
+
+    def _skip(self, damaged: list[tuple[pathlib.Path, Exception]], good: pathlib.Path) -> None:
+        """Reports damaged checkpoints that are newer than a good one, and sets them aside."""
+        for folder, error in reversed(damaged):
+            logging.warning(
+                'damaged checkpoint %s: using %s instead (%s)', folder, good, _first_line(error)
+            )
+            if not self.read_only:
+                self._set_aside(folder)
+        if damaged and not self.read_only:
+            self.manager.reload()
 
     def latest(self) -> int | None:
         """Returns the step of the newest checkpoint, or None."""
@@ -207,7 +239,11 @@ class Checkpoints:
         """Reads one checkpoint, and raises any exception if it is damaged."""
         folder = self.folder / str(step)
         meta = self.manager.restore(step, args=ocp.args.Composite(meta=ocp.args.JsonRestore())).meta
-        config = resolve(meta['config'])
+        intact = check_seal(meta)
+        try:
+            config = resolve(meta['config'])
+        except UserError as error:
+            raise OtherVersionError(f'{folder}: {error}', certain=intact) from None
         whole = state_template(config)
         # A version without `timesteps` in its config had no states of weightings and samplers.
         fields = [
@@ -216,13 +252,13 @@ class Checkpoints:
             if 'timesteps' in meta['config'] or f.name not in ('weighting', 'timesteps')
         ]
         template = {name: getattr(whole, name) for name in fields}
-        _check_method_states(folder, config, template)
+        check_method_states(folder, config, template)
         as_numpy = jax.tree.map(lambda _: ocp.RestoreArgs(restore_type=np.ndarray), template)
         restore = ocp.args.PyTreeRestore(template, restore_args=as_numpy)
         state = TrainState(
             **self.manager.restore(step, args=ocp.args.Composite(state=restore)).state
         )
-        _check_arrays(state, whole)
+        check_arrays(state, whole)
         found = checksum(state)
         if found != meta['checksum']:
             raise ValueError(
@@ -240,21 +276,13 @@ class Checkpoints:
                 logging.warning(
                     'half-written checkpoint %s: ignored, moved to %s',
                     entry,
-                    self.workdir / 'damaged',
+                    self.workdir / DAMAGED,
                 )
                 self._set_aside(entry)
 
     def _set_aside(self, entry: pathlib.Path) -> None:
-        """Moves a checkpoint to `WORKDIR/damaged`, under a name that is free there."""
-        if jax.process_index() != 0:
-            return
-        target = self.workdir / 'damaged' / entry.name
-        target.parent.mkdir(exist_ok=True)
-        count = 1
-        while target.exists():
-            target = target.with_name(f'{entry.name}.{count}')
-            count += 1
-        entry.rename(target)
+        if jax.process_index() == 0:
+            set_aside(self.workdir, entry)
 
     def _write_failure(self, error: Exception) -> str:
         return (
@@ -269,47 +297,6 @@ class Checkpoints:
 
 class CheckpointWriteError(UserError):
     """A checkpoint could not be written: the disk is full, read-only or gone."""
-
-
-def _check_arrays(state: TrainState, expected: TrainState) -> None:
-    """Raises ValueError if an array has another shape or type than in the template."""
-    for (path, got), want in zip(
-        jax.tree.leaves_with_path(state), jax.tree.leaves(expected), strict=True
-    ):
-        if got.shape != want.shape or got.dtype != want.dtype:
-            raise ValueError(
-                f'{jax.tree_util.keystr(path)}: expected {want.dtype}{want.shape}, '
-                f'found {got.dtype}{got.shape}'
-            )
-
-
-def _check_method_states(folder: pathlib.Path, config: Config, template: dict[str, object]) -> None:
-    """Checks that the stored states of the weighting and the sampler have the expected leaves.
-
-    Raises:
-      UserError: they do not. The checkpoint is then one of another version, not a damaged one.
-    """
-    saved = ocp.PyTreeCheckpointHandler().metadata(folder / 'state').tree
-    methods = {
-        'weighting': f'loss.weighting={config.loss.weighting}',
-        'timesteps': f'timesteps.sampler={config.timesteps.sampler}',
-    }
-    for name, method in methods.items():
-        found, expected = _leaf_names(saved.get(name)), _leaf_names(template.get(name))
-        if sorted(found) != sorted(expected):
-            raise UserError(
-                f'{folder}: was written by another version of jaxunet, whose state of {method} '
-                f"holds {', '.join(found) or 'nothing'}; this one's holds "
-                f'{", ".join(expected) or "nothing"}. Go on with the version that wrote it, or '
-                'choose another --workdir.'
-            )
-
-
-def _leaf_names(tree: object) -> list[str]:
-    return [
-        jax.tree_util.keystr(path, simple=True, separator='.')
-        for path, _ in jax.tree.leaves_with_path(tree)
-    ]
 
 
 def _first_line(error: Exception) -> str:
@@ -353,7 +340,7 @@ def read(path: str | pathlib.Path) -> Restored:
     try:
         restored = checkpoints.restore(step)
     finally:
-        checkpoints.close()
+        quietly(str(workdir / FOLDER), checkpoints.close)
     if restored is None:
         raise UserError(f'{workdir / FOLDER}: no finished checkpoint in it yet')
     return restored

@@ -128,6 +128,26 @@ UNIT = (  # [0, 1]
     'data.augment_probability',
     'data.crop_least',
 )
+# The largest values of fields whose arrays, programs or processes grow with them: far beyond any
+# use, so that a slip of the keyboard is not an endless compilation.
+AT_MOST = {
+    'model.image_channels': 1024,
+    'model.base_channels': 2**16,
+    'model.channel_mult': 1024,
+    'model.num_res_blocks': 64,
+    'model.num_classes': 10**7,
+    'diffusion.steps': 10**6,
+    'loss.uncertainty_features': 2**16,
+    'timesteps.history': 10**4,
+    'timesteps.policy_memory': 10**6,
+    'data.image_size': 2**14,
+    'data.batch_size': 2**22,
+    'data.num_workers': 1024,
+    'train.keep': 10**6,
+    'train.sample_count': 2**16,
+    'evaluation.batch_size': 2**20,
+}
+INT32 = 2**31 - 1  # the largest integer of any field but `seed`
 FLOAT32 = (2 - 2**-23) * 2.0**127  # the largest number
 
 
@@ -294,6 +314,14 @@ def _check_values(config: Config) -> list[str]:
             problems += [
                 f'{path}: expected {expected}, found {v!r}' for v in many if not accepts(v)
             ]
+    for path, value in flat.items():
+        many = value if isinstance(value, tuple) else (value,)
+        limit = AT_MOST.get(path, INT32)
+        problems += [
+            f'{path}: expected at most {limit}, found {v}'
+            for v in many
+            if (isinstance(v, int) or path in AT_MOST) and v > limit and path != 'seed'
+        ]
     if not 0 <= config.seed < 2**32:
         problems.append(f'seed: expected 0 to {2**32 - 1}, found {config.seed}')
     return problems or check_relations(config)

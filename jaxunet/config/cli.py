@@ -25,15 +25,20 @@ from jaxunet.config import default_config, schema
 from jaxunet.config.schema import Fields
 from jaxunet.config.versions import RENAMED
 from jaxunet.runtime import ownership
+from jaxunet.runtime.distributed import end
 from jaxunet.runtime.download import cache_dir
 from jaxunet.runtime.errors import USER_ERROR, UserError, near_misses
+from jaxunet.runtime.interrupt import INTERRUPTED, raise_again
 
 
 def run(main: Callable[[Sequence[str]], int | None]) -> None:
     """Parses the flags and runs `main`.
 
     A `UserError` is printed as `error: ...` without a traceback, and the exit code is `USER_ERROR`.
+    After Ctrl-C it is `INTERRUPTED`, and nothing is printed but what `main` says.
     """
+    raise_again()
+    sys.unraisablehook = _tell_of_unraisable
     gc.freeze()  # or Python's exit looks through all that was imported, for 0.4 s
     logging.set_verbosity(logging.INFO)
     handler = logging.get_absl_handler()
@@ -43,6 +48,11 @@ def run(main: Callable[[Sequence[str]], int | None]) -> None:
         app.run(_without_traceback(main), flags_parser=_parse)
     except UserError as error:
         _fail(error)
+    except (KeyboardInterrupt, SystemError) as error:
+        if not interrupted(error):
+            raise
+        # Threads that still compile would delay the exit of Python, or crash during it.
+        end(INTERRUPTED)
 
 
 def _is_shown(record: std_logging.LogRecord) -> bool:
@@ -54,6 +64,16 @@ def _is_shown(record: std_logging.LogRecord) -> bool:
     if package in pathlib.Path(record.pathname).parents:
         return True
     return record.levelno >= std_logging.WARNING and 'orbax' not in record.pathname
+
+
+def _tell_of_unraisable(unraisable: sys.UnraisableHookArgs) -> None:
+    """Prints an exception that nobody can catch, but for those that follow from another.
+
+    When one of the writes or reads of a checkpoint fails, orbax closes the event loop that all the
+    others then call back to, each with a traceback. The first failure arrives as an exception.
+    """
+    if str(unraisable.exc_value) != 'Event loop is closed':
+        sys.__unraisablehook__(unraisable)
 
 
 def _without_traceback(

@@ -25,7 +25,9 @@ import numpy as np
 from absl import logging
 from jax.experimental import multihost_utils
 
+from jaxunet.runtime.by_hand import NOT_LISTENING, check_by_hand, listens_at
 from jaxunet.runtime.errors import USER_ERROR, UserError
+from jaxunet.runtime.interrupt import INTERRUPTED
 
 CLUSTERS = ('auto', 'none', 'slurm', 'ompi', 'mpi4py')
 SLURM_VARIABLES = (  # set by srun and read by JAX
@@ -88,6 +90,8 @@ def joined(start: Start) -> Iterator[None]:
         if isinstance(error, UserError):
             print(f'error: {error}', file=sys.stderr)
             end(USER_ERROR)
+        if isinstance(error, KeyboardInterrupt):
+            end(INTERRUPTED)
         # Collective operations fail in many ways when another process has died.
         traceback.print_exc()
         end(ERROR, explained=False)
@@ -120,7 +124,13 @@ def join(start: Start) -> bool:
         )
     if given:
         check_by_hand(str(start.coordinator), int(start.processes or 0), int(start.process or 0))
-        _connect(start, 'by hand', cluster_detection_method='deactivate')
+        address = listens_at(str(start.coordinator)) if start.process == 0 else None
+        _connect(
+            start,
+            'by hand',
+            cluster_detection_method='deactivate',
+            coordinator_bind_address=address,
+        )
         return True
     methods = {'auto': detect(os.environ), 'none': ''}
     method = methods.get(start.cluster, start.cluster)
@@ -134,23 +144,6 @@ def join(start: Start) -> bool:
     _connect(start, method, cluster_detection_method=method, local_device_ids=devices)
     finalize()
     return True
-
-
-def check_by_hand(coordinator: str, processes: int, process: int) -> None:
-    """Raises `UserError` unless the flags of a start by hand are valid."""
-    host, _, port = coordinator.rpartition(':')
-    if not host or not port.isdigit() or not 0 < int(port) < 2**16:
-        raise UserError(
-            '--coordinator: expected HOST:PORT of process 0, such as node1:12345, '
-            f'found {coordinator!r}'
-        )
-    if processes < 1:
-        raise UserError(f'--num_processes: expected 1 or more, found {processes}')
-    if not 0 <= process < processes:
-        raise UserError(
-            f'--process_id: expected 0 to {processes - 1} for --num_processes={processes}, '
-            f'found {process}'
-        )
 
 
 def detect(environ: Mapping[str, str]) -> str:
@@ -288,6 +281,8 @@ def _connect(start: Start, how: str, **arguments: Any) -> None:
         )
     except (RuntimeError, ValueError) as error:  # JaxRuntimeError is a RuntimeError
         _AbortMessage.disarm()
+        if 'RPC server' in str(error) and (address := arguments.get('coordinator_bind_address')):
+            raise UserError(NOT_LISTENING.format(address=address)) from None
         raise UserError(f'{not_found}\n{error}') from None
     _AbortMessage.disarm()
     me = f'process {jax.process_index()} of {jax.process_count()}'

@@ -7,6 +7,7 @@ name only when it is complete. Several processes may write to one folder.
 
 from __future__ import annotations
 
+import glob
 import json
 import os
 import re
@@ -173,5 +174,14 @@ class Parts:
         return None
 
     def remove(self) -> None:
-        """Deletes the folder, after its samples were written to the output."""
+        """Deletes the folder, after its samples were written to the output.
+
+        And what processes left that were killed while they wrote the output.
+        """
         shutil.rmtree(self.folder, ignore_errors=True)
+        output = glob.escape(self.folder.name.removesuffix('.partial'))
+        for left in self.folder.parent.glob(f'.{output}.*.partial'):
+            if left.is_dir():
+                shutil.rmtree(left, ignore_errors=True)
+            else:
+                left.unlink(missing_ok=True)

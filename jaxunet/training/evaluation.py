@@ -5,6 +5,7 @@ The fields of `config.evaluation` say how. A line per metric goes to `WORKDIR/ev
 
 from __future__ import annotations
 
+import contextlib
 import math
 import pathlib
 from collections.abc import Callable, Sequence
@@ -47,6 +48,8 @@ COLUMNS = (
     'settings',
     'seed',
 )
+NUMBERS = ('step', 'training_seconds', 'value')
+TEXTS = tuple(name for name in COLUMNS if name not in NUMBERS)  # or numbers, or empty
 SETTINGS = (
     'subsets',
     'subset_size',
@@ -212,12 +215,15 @@ class Evaluator:
         metric = self.config.evaluation.metrics[0]
         label, sign = result_label(metric, self.network), 1 if metric in HIGHER_IS_BETTER else -1
 
+        known: dict[int, float] = {}
+
         def scores() -> dict[int, float]:
-            if not (workdir / FILE).exists():
-                return {}
-            rows = [row for row in read_evaluations(workdir) if row['metric'] == label]
-            found = {int(row['step']): sign * float(row['value']) for row in rows}
-            return {step: score for step, score in found.items() if math.isfinite(score)}
+            # A file that cannot be read at the moment must not cost the best checkpoints.
+            with contextlib.suppress(OSError):
+                rows = [row for row in read_evaluations(workdir) if row['metric'] == label]
+                found = {int(row['step']): sign * float(row['value'] or math.nan) for row in rows}
+                known.update({step: x for step, x in found.items() if math.isfinite(x)})
+            return known
 
         return scores
 
@@ -260,9 +266,17 @@ class Evaluator:
 
 def evaluation_table(workdir: pathlib.Path, start_step: int) -> StepTable:
     """Opens `WORKDIR/evaluation.csv` and drops the lines of steps after `start_step`."""
-    return StepTable(workdir / FILE, COLUMNS, start_step)
+    return StepTable(workdir / FILE, COLUMNS, start_step, texts=TEXTS)
 
 
 def read_evaluations(workdir: pathlib.Path) -> list[dict[str, str]]:
     """Reads the lines of `WORKDIR/evaluation.csv`."""
-    return read_rows(workdir / FILE, COLUMNS)
+    return read_rows(workdir / FILE, COLUMNS, TEXTS)
+
+
+def is_evaluated(workdir: pathlib.Path, step: int) -> bool:
+    """Returns whether `WORKDIR/evaluation.csv` has lines of a step."""
+    try:
+        return any(int(row['step']) == step for row in read_evaluations(workdir))
+    except OSError:
+        return False

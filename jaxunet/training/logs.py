@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import csv
-import os
+import io
 import pathlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from typing import NamedTuple
 
 import numpy as np
 from absl import logging
-from tensorboardX import SummaryWriter
 
+from jaxunet.checkpoint.damaged import FOLDER as DAMAGED
+from jaxunet.checkpoint.damaged import set_aside
+from jaxunet.runtime.attempts import PatientFile
 from jaxunet.training import held_out
+from jaxunet.training.board import Board
 
+FILE = 'metrics.csv'
 COLUMNS = (
     'step',
     'loss',
@@ -25,105 +30,194 @@ COLUMNS = (
     'training_seconds',
 )
 ALL_COLUMNS = (*COLUMNS, *held_out.COLUMNS)
+MAX_DIGITS = 18  # of a step
 
 
 class Logs:
-    """Appends to `WORKDIR/metrics.csv` and `WORKDIR/tensorboard`.
+    """Appends to `WORKDIR/metrics.csv` and `WORKDIR/tensorboard`. Failing to is only a warning.
 
     Args:
       start_step: the step that the run starts from. Rows of later steps are dropped: a run that was
         killed after its last checkpoint has logged steps that it will run again.
       held_out_losses: the table has columns for them (`train.holdout_every`).
+
+    Attributes:
+      earlier: the rows of metrics.csv up to `start_step`.
     """
 
     def __init__(
         self, workdir: pathlib.Path, start_step: int, *, held_out_losses: bool = False
     ) -> None:
-        path = workdir / 'metrics.csv'
-        # A resumed run keeps the losses that it measured before, even if it measures no more.
-        known = path.exists() and held_out.COLUMNS[0] in _header(path)
-        columns = ALL_COLUMNS if held_out_losses or known else COLUMNS
-        self._table = StepTable(path, columns, start_step)
-        self._board = SummaryWriter(
-            str(workdir / 'tensorboard'), purge_step=start_step + 1 if start_step else None
+        self._table = StepTable(
+            workdir / FILE,
+            ALL_COLUMNS if held_out_losses else COLUMNS,
+            start_step,
+            optional=held_out.COLUMNS,
         )
+        self.earlier = self._table.earlier
+        self._board = Board(workdir / 'tensorboard', start_step)
 
     def row(self, values: Mapping[str, float]) -> None:
         """Adds one logged step, with a value for each column; the held-out ones may lack."""
         self._table.add([values])
-        for name, value in values.items():
-            if name != 'step':
-                group = 'held_out' if name in held_out.COLUMNS else 'train'
-                self._board.add_scalar(f'{group}/{name}', value, values['step'])
+        points = {
+            f'{"held_out" if name in held_out.COLUMNS else "train"}/{name}': value
+            for name, value in values.items()
+            if name != 'step'
+        }
+        self._board.scalars(points, int(values['step']))
 
-    def scalar(self, name: str, value: float, step: int) -> None:
-        """Adds a point to a curve of TensorBoard."""
-        self._board.add_scalar(name, value, step)
+    def scalars(self, values: Mapping[str, float], step: int) -> None:
+        """Adds a point to each of some curves of TensorBoard."""
+        self._board.scalars(values, step)
 
     def image(self, step: int, picture: np.ndarray) -> None:
         """Adds a sample grid to TensorBoard: uint8 (height, width, 1 or 3)."""
-        self._board.add_image(
-            'samples', np.broadcast_to(picture, (*picture.shape[:2], 3)), step, dataformats='HWC'
-        )
+        self._board.image('samples', picture, step)
 
     def close(self) -> None:
-        """Writes what is buffered."""
-        self._board.close()
-
-
-def _header(path: pathlib.Path) -> Sequence[str]:
-    with path.open(newline='') as file:
-        return csv.DictReader(file).fieldnames or ()
+        """Tries once more to write the rows that could not be written."""
+        self._table.close()
 
 
 class StepTable:
-    """A CSV file of rows that have a step; rows after `start_step` are dropped on opening."""
+    """A CSV file of rows that have a step. Failing to write it is only a warning.
 
-    def __init__(self, path: pathlib.Path, columns: tuple[str, ...], start_step: int) -> None:
-        self.path, self._columns = path, columns
-        rows = (
-            [row for row in read_rows(path, columns) if int(row['step']) <= start_step]
-            if path.exists()
-            else []
+    Opening drops the rows after `start_step`. A file with damaged rows is kept in
+    `WORKDIR/damaged`, and its other rows go on in a new one.
+
+    Args:
+      columns: of the table.
+      texts: those that are no numbers.
+      optional: columns that the table has besides if the file has them.
+
+    Attributes:
+      earlier: the rows up to `start_step`.
+    """
+
+    def __init__(
+        self,
+        path: pathlib.Path,
+        columns: Sequence[str],
+        start_step: int,
+        *,
+        texts: Collection[str] = (),
+        optional: Sequence[str] = (),
+    ) -> None:
+        self.path = path
+        try:
+            found = _read(path, (*columns, *optional), texts)
+        except FileNotFoundError:
+            found = _Found((), [], '')
+        except OSError as error:
+            found = _Found((), [], f'cannot be read ({error.strerror or error})')
+        has_optional = any(name in found.columns for name in optional)
+        self._columns = tuple(dict.fromkeys((*columns, *(optional if has_optional else ()))))
+        self.earlier = [row for row in found.rows if int(row['step']) <= start_step]
+        if found.problem:
+            logging.warning('%s: %s; it is moved to %s', path, found.problem, path.parent / DAMAGED)
+            set_aside(path.parent, path)
+        self._file = PatientFile(
+            path,
+            start=self._lines([], header=True),
+            content=self._lines(self.earlier, header=True),
         )
-        temporary = path.with_suffix('.tmp')
-        with temporary.open('w', newline='') as file:
-            writer = csv.DictWriter(file, columns)
-            writer.writeheader()
-            writer.writerows(rows)
-        os.replace(temporary, path)
+        self._file.write()
 
     def add(self, rows: Sequence[Mapping[str, object]]) -> None:
         """Appends rows in one write, so that a process that dies leaves whole lines."""
-        with self.path.open('a', newline='') as file:
-            csv.DictWriter(file, self._columns).writerows(
-                {
-                    name: f'{value:.9g}' if isinstance(value, float) else value
-                    for name, value in row.items()
-                }
-                for row in rows
-            )
+        self._file.write(self._lines(rows))
+
+    def close(self) -> None:
+        """Tries once more to write the rows that could not be written."""
+        self._file.write()
+
+    def _lines(self, rows: Sequence[Mapping[str, object]], *, header: bool = False) -> bytes:
+        text = io.StringIO(newline='')
+        writer = csv.DictWriter(text, self._columns, extrasaction='ignore')
+        if header:
+            writer.writeheader()
+        writer.writerows(
+            {
+                name: f'{value:.9g}' if isinstance(value, float) else value
+                for name, value in row.items()
+            }
+            for row in rows
+        )
+        return text.getvalue().encode()
 
 
-def read_rows(path: pathlib.Path, columns: tuple[str, ...]) -> list[dict[str, str]]:
+class _Found(NamedTuple):
+    """The content of a table.
+
+    Attributes:
+      columns: those of the file.
+      rows: those that can be read.
+      problem: what could not be read; empty if all could, but for a last row that was cut short.
+    """
+
+    columns: Sequence[str]
+    rows: list[dict[str, str]]
+    problem: str
+
+
+def _read(path: pathlib.Path, known: Sequence[str], texts: Collection[str]) -> _Found:
+    data = path.read_bytes()
+    head, *lines = data.decode('utf-8', 'replace').rstrip('\r\n').split('\n')
+    columns = _cells(head)
+    if not set(columns) <= set(known) or 'step' not in columns:
+        problem = f'has the columns {", ".join(columns)[:200]!r}' if data else ''
+        return _Found((), [], problem)
+    rows = [_row(columns, line, texts) for line in lines]
+    damaged = sum(row is None for row in rows)
+    if rows and rows[-1] is None and not data.endswith(b'\n'):
+        damaged -= 1  # cut short: the process was killed while it wrote
+    return _Found(
+        columns,
+        [dict.fromkeys(known, '') | row for row in rows if row],
+        f'{damaged} rows are damaged' if damaged else '',
+    )
+
+
+def _row(names: Sequence[str], line: str, texts: Collection[str]) -> dict[str, str] | None:
+    """Returns the cells of a line by column; None if it is damaged."""
+    cells = _cells(line)
+    if len(cells) != len(names) or '\ufffd' in line:
+        return None
+    row = dict(zip(names, cells, strict=True))
+    step = row['step']
+    if not (step.isascii() and step.isdigit() and len(step) <= MAX_DIGITS):
+        return None
+    return row if all(n in texts or _is_number(cell) for n, cell in row.items()) else None
+
+
+def _cells(line: str) -> list[str]:
+    try:
+        return next(csv.reader([line.rstrip('\r')]), [])
+    except csv.Error:
+        return []
+
+
+def _is_number(cell: str) -> bool:
+    try:
+        float(cell or 0)
+    except ValueError:
+        return False
+    return True
+
+
+def read_rows(
+    path: pathlib.Path, columns: Sequence[str], texts: Collection[str] = ()
+) -> list[dict[str, str]]:
     """Reads the rows of a `StepTable`.
 
-    Columns that an older version did not have are empty. Rows that were cut short are left out.
+    Columns that an older version did not have are empty. Rows that are damaged or were cut short
+    are left out; a file with other columns has none.
     """
-    with path.open(newline='') as file:
-        rows = list(csv.DictReader(file))
-    whole = [
-        row
-        for row in rows
-        if set(row) <= set(columns) and None not in row.values() and row.get('step', '').isdigit()
-    ]
-    if len(whole) < len(rows):
-        logging.warning(
-            '%s: dropped %d rows that are cut short or of another version',
-            path,
-            len(rows) - len(whole),
-        )
-    return [dict.fromkeys(columns, '') | row for row in whole]
+    found = _read(path, columns, texts)
+    if found.problem:
+        logging.warning('%s: %s', path, found.problem)
+    return found.rows
 
 
 def read_metrics(path: pathlib.Path) -> list[dict[str, str]]:

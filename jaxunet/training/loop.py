@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import collections
 import contextlib
-import fcntl
 import gc
 import pathlib
 import time
@@ -16,7 +15,6 @@ from collections.abc import Iterator
 
 import jax
 import numpy as np
-from absl import logging
 from tqdm import tqdm
 
 from jaxunet.checkpoint import store as checkpoint
@@ -25,18 +23,20 @@ from jaxunet.checkpoint.state import TrainState
 from jaxunet.config import Config
 from jaxunet.data.source import Source
 from jaxunet.model.unet import Params
+from jaxunet.runtime.attempts import quietly
 from jaxunet.runtime.distributed import agree
 from jaxunet.runtime.errors import UserError
 from jaxunet.runtime.progress import progress_bar
 from jaxunet.training.clock import Clock, Milestones
-from jaxunet.training.evaluation import Evaluator
+from jaxunet.training.evaluation import Evaluator, is_evaluated
 from jaxunet.training.held_out import HeldOutLoss
-from jaxunet.training.outputs import Outputs
+from jaxunet.training.outputs import Outputs, samples_path
 from jaxunet.training.parallel import STOP
 from jaxunet.training.preemption import Preemption
 from jaxunet.training.resume import starting_point
 from jaxunet.training.session import IN_FLIGHT, Session
 from jaxunet.training.step import Metrics
+from jaxunet.training.workdir import opened
 
 
 def train(
@@ -63,41 +63,8 @@ def train(
     """
     if milestones and jax.process_count() > 1:
         raise ValueError('milestones: the processes of a run would reach them at different steps')
-    try:
-        workdir.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UserError(
-            f'--workdir: {workdir}: cannot be made: {error.strerror or error}; choose another'
-        ) from None
-    with _locked(workdir), Preemption() as preemption:
+    with opened(workdir), Preemption() as preemption:
         return _Loop(config, workdir, source, preemption, milestones).run(initial)
-
-
-@contextlib.contextmanager
-def _locked(workdir: pathlib.Path) -> Iterator[None]:
-    """Locks the workdir for process 0 of this run; the lock ends with the process.
-
-    Raises:
-      UserError: another run holds the lock.
-    """
-    if jax.process_index() != 0:
-        yield
-        return
-    with (workdir / '.lock').open('w') as file:
-        try:
-            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except (BlockingIOError, PermissionError):
-            raise UserError(
-                f'--workdir: another run is training in {workdir}; wait until it ends, or choose '
-                'another folder'
-            ) from None
-        except OSError as error:  # a file system without locks
-            logging.warning(
-                '--workdir: %s cannot be locked (%s): nothing keeps a second run out of it',
-                workdir,
-                error.strerror or error,
-            )
-        yield
 
 
 class _Loop:
@@ -158,13 +125,14 @@ class _Loop:
         """Prepares the session and the outputs, trains, and returns the step reached."""
         total = self.config.train.steps
         with contextlib.ExitStack() as stack:
-            stack.callback(self.checkpoints.close)
+            stack.callback(quietly, 'checkpoints', self.checkpoints.close)
             begin = starting_point(
                 self.config, self.workdir, self.checkpoints, self.source.class_names, initial
             )
             self.step, self.class_names = int(begin.state.step), begin.class_names
             agree({'the step to resume from': self.step})
-            if self.step >= total:
+            alone = jax.process_count() == 1
+            if self.step >= total and not (alone and any(self._left_out())):
                 field, now = 'steps', f'{total}'
                 if self.config.train.epochs:
                     field, now = 'epochs', f'{self.config.train.epochs:g}'
@@ -173,7 +141,8 @@ class _Loop:
                     f'--config.train.{field} (now {now}); to start over, choose another --workdir.'
                 )
                 return self.step
-            session = stack.enter_context(self.session)
+            session = self.session
+            stack.callback(quietly, 'images', session.close)
             session.load(begin.state, progress=self.main)
             seconds = begin.seconds
             del begin  # its state is a second copy of all weights, in this machine's memory
@@ -182,16 +151,18 @@ class _Loop:
             if self.main and self.config.ema.widths and not self.milestones:
                 self.snapshot_every = spacing(self.config, session.steps_per_call)
                 self.snapshots = SnapshotWriter(self.workdir, self.config, self.step)
-                stack.callback(self.snapshots.close)
+                stack.callback(quietly, 'snapshots', self.snapshots.close)
             self.bar = stack.enter_context(
                 progress_bar(total=total, initial=self.step, unit='step', disable=not self.main)
             )
             if self.main:
-                self.outputs = stack.enter_context(self._open_outputs())
+                self.outputs = self._open_outputs()
+                stack.callback(quietly, 'logs', self.outputs.close)
             self._compile()
             self.clock = Clock(self.step, seconds)
             # Objects that exist now stay: collecting them again would stall the loop for 0.1 s.
             gc.freeze()
+            self._make_up()
             self._train()
         if self.failed_save:
             raise checkpoint.CheckpointWriteError(self.failed_save)
@@ -268,13 +239,7 @@ class _Loop:
         self._read_metrics()  # logs this step, with its held-out loss
         if save and not self.milestones:
             self._save()
-        if self.outputs:
-            with self._save_on_error():
-                if sample:
-                    self.outputs.sample(self.step, self._averaged_weights())
-                if evaluate:
-                    weights = self._averaged_weights()
-                    self.outputs.evaluate(self.step, weights, self._seconds())
+        self._show(sample=sample, evaluate=evaluate)
         if milestone and self.milestones:
             self.milestones_left.pop(0)
             self.milestones.reached(self.step, self._seconds(), self._averaged_weights())
@@ -282,6 +247,36 @@ class _Loop:
                 return False
         self.clock.resume()
         return True
+
+    def _show(self, *, sample: bool, evaluate: bool) -> None:
+        """Draws samples of this step and measures it."""
+        if not self.outputs:
+            return
+        with self._save_on_error():
+            if sample:
+                self.outputs.sample(self.step, self._averaged_weights())
+            if evaluate:
+                self.outputs.evaluate(self.step, self._averaged_weights(), self._seconds())
+
+    def _left_out(self) -> tuple[bool, bool]:
+        """Returns whether the samples and the metrics of a resumed step are due, but missing.
+
+        So they are if the process died between its checkpoint and them.
+        """
+        if not self.main or self.checkpoints.latest() != self.step:
+            return False, False
+        t = self.config.train
+        return (
+            self._due(t.sample_every) and not samples_path(self.workdir, self.step).exists(),
+            self._due(t.evaluate_every) and not is_evaluated(self.workdir, self.step),
+        )
+
+    def _make_up(self) -> None:
+        sample, evaluate = self._left_out()
+        if sample or evaluate:
+            self.clock.pause()
+            self._show(sample=sample, evaluate=evaluate)
+            self.clock.resume()
 
     def _seconds(self, step: int | None = None) -> float:
         """Returns the training time, as the milestones count it; `step` is the last by default."""
@@ -329,11 +324,14 @@ class _Loop:
         try:
             yield
         except UserError:
-            self._read_metrics()
-            if jax.process_count() == 1 and not self.milestones:
-                self._save_unsaved()
-                self._finish_saving()
+            quietly('saving what was trained', self._save_all)
             raise
+
+    def _save_all(self) -> None:
+        self._read_metrics()
+        if jax.process_count() == 1 and not self.milestones:
+            self._save_unsaved()
+            self._finish_saving()
 
     def _asked_to_stop(self) -> bool:
         return self.preemption.requested if jax.process_count() == 1 else self.stop

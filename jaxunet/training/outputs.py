@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import pathlib
 from collections.abc import Callable, Sequence
 
@@ -13,16 +14,22 @@ from jaxunet.checkpoint.store import state_template
 from jaxunet.config import Config
 from jaxunet.data.images import grid, save_png
 from jaxunet.model.unet import Params
+from jaxunet.runtime.attempts import Attempts
 from jaxunet.sampling.generator import Generator
 from jaxunet.sampling.options import OBJECTIVE_DEFAULTS, SamplerConfig
 from jaxunet.training.background import Background
 from jaxunet.training.evaluation import Evaluator, evaluation_table
 from jaxunet.training.held_out import HeldOutLoss, Losses, Turn
-from jaxunet.training.logs import Logs, read_metrics
+from jaxunet.training.logs import Logs
 from jaxunet.training.step import Metrics
 
 MAX_COLUMNS = 20  # of a sample grid with one column per class
 DDPM_STEPS = 50  # of a sample grid
+
+
+def samples_path(workdir: pathlib.Path, step: int) -> pathlib.Path:
+    """Returns the path of the grid of samples of a step."""
+    return workdir / 'samples' / f'step_{step:07d}.png'
 
 
 class Outputs:
@@ -56,17 +63,18 @@ class Outputs:
         self._table = evaluation_table(workdir, start) if evaluator else None
         self._generator: Background[Generator] | None = None
         self._held_out, self._turn = held_out, Turn()
-        for row in read_metrics(workdir / 'metrics.csv'):
+        for row in self._logs.earlier:
             if earlier := Losses.of_row(row):
                 self._turn.add(earlier)
         self._held_out_loss: Background[HeldOutLoss] | None = None
         self._measured: dict[int, Losses] = {}  # by step, until the step is logged
+        self._attempts = Attempts()
 
-    def __enter__(self) -> Outputs:
-        return self
-
-    def __exit__(self, *_: object) -> None:
+    def close(self) -> None:
+        """Tries once more to write the rows that a full disk refused."""
         self._logs.close()
+        if self._table:
+            self._table.close()
 
     def start_compiling(self) -> None:
         """Compiles what runs between steps in threads, beside the first training steps."""
@@ -81,6 +89,9 @@ class Outputs:
         """Writes the metrics of one step to the log files and the progress bar."""
         rate = self._config.data.batch_size / seconds_per_step
         loss = float(metrics['loss'])
+        every = self._config.train.log_every
+        if int(metrics['bad_steps']) >= (step % every or every):
+            loss = math.nan  # all steps since the last log were skipped; the sum of none is 0
         held_out = self._measured.pop(step, None)
         self._logs.row(
             {
@@ -128,10 +139,11 @@ class Outputs:
         if images is None:
             return
         picture = grid(images, classes if 1 < classes <= MAX_COLUMNS else None)
-        path = self._workdir / 'samples' / f'step_{step:07d}.png'
-        save_png(path, picture)
+        path = samples_path(self._workdir, step)
+        with self._attempts.attempt('samples'):
+            save_png(path, picture)
+            self._bar.write(f'step {step}: samples in {path}')
         self._logs.image(step, picture)
-        self._bar.write(f'step {step}: samples in {path}')
 
     def evaluate(self, step: int, params: Params, training_seconds: float) -> None:
         """Writes the metrics of new samples; writes nothing once asked to stop."""
@@ -142,8 +154,7 @@ class Outputs:
             return
         rows = [self._evaluator.row(result, step, training_seconds) for result in results]
         self._table.add(rows)
-        for result in results:
-            self._logs.scalar(f'evaluation/{result.label}', result.value, step)
+        self._logs.scalars({f'evaluation/{r.label}': r.value for r in results}, step)
         values = ', '.join(f'{r.label} {r.value:.5g}' for r in results)
         row = next((row for row in rows if row['reference']), rows[0])
         against = f', against {row["reference"]}' if row['reference'] else ''

@@ -10,17 +10,19 @@ from collections.abc import Callable
 from types import FrameType
 
 from jaxunet.runtime.distributed import end
+from jaxunet.runtime.interrupt import INTERRUPTED
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
 _Handler = Callable[[int, FrameType | None], object] | int | None  # as `signal.signal` returns it
 
 
 class Preemption:
-    """Catches the signals while its block runs. A second SIGINT raises KeyboardInterrupt.
+    """Catches the signals while its block runs. A SIGINT after another signal ends the process.
 
     Python runs signal handlers only between bytecodes, and compiling a step can delay them by a
-    minute. While `nothing_to_save` is true, a thread therefore ends the process at once; Python's C
-    handler wakes it.
+    minute. A thread therefore ends the process, at once, where it is not to finish its step: while
+    `nothing_to_save` is true, and at the second Ctrl-C. Python's C handler wakes it. An exception
+    in the main thread would surface anywhere, even inside a library that aborts then.
 
     Attributes:
       requested: the process was asked to stop; the training loop reads it between steps.
@@ -52,18 +54,23 @@ class Preemption:
             os.close(self._writer)  # ends the watching thread
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        if self.requested and number == signal.SIGINT:
-            raise KeyboardInterrupt
         self.requested = True
 
     def _watch(self) -> None:
+        asked = False
         while data := os.read(self._reader, 1):
-            if self.nothing_to_save and data[0] in SIGNALS:
-                print(
-                    f'\n{signal.Signals(data[0]).name}: stopped before anything new was trained; '
-                    'nothing to save.',
-                    file=sys.stderr,
-                    flush=True,
-                )
+            if data[0] not in SIGNALS:
+                continue
+            name = signal.Signals(data[0]).name
+            if self.nothing_to_save:
+                _say(f'{name}: stopped before anything new was trained; nothing to save.')
                 end(0)
+            if asked and data[0] == signal.SIGINT:
+                _say(f'{name} again: ended without saving; the last checkpoint is kept.')
+                end(INTERRUPTED)
+            asked = True
         os.close(self._reader)
+
+
+def _say(text: str) -> None:
+    print(f'\n{text}', file=sys.stderr, flush=True)

@@ -78,6 +78,7 @@ def test_a_checkpoint_without_names_goes_on_and_gets_them(tmp_path):
     meta = tmp_path / 'checkpoints' / '6' / 'meta' / 'metadata'
     saved = json.loads(meta.read_text())
     assert saved.pop('class_names') == []
+    del saved['meta_checksum']
     meta.write_text(json.dumps(saved))
     assert checkpoint.read(tmp_path).class_names == ()
     assert train(conditional(steps=7), tmp_path, herd('cow', 'bull')) == 7

@@ -4,6 +4,7 @@ when one is lost.
 
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -22,11 +23,12 @@ from jaxunet.data.sources import open_source
 from jaxunet.diffusion.process import make_diffusion
 from jaxunet.model.unet import build_unet
 from jaxunet.ops.backends import load_ops
+from jaxunet.runtime import by_hand as start_by_hand
 from jaxunet.runtime import distributed
+from jaxunet.runtime.by_hand import BIND_VARIABLE, check_by_hand, listens_at
 from jaxunet.runtime.distributed import (
     Start,
     all_devices,
-    check_by_hand,
     check_launcher,
     detect,
     join,
@@ -251,17 +253,54 @@ def test_processes_that_differ_are_told_what_differs(tmp_path):
 
 
 def test_too_few_processes_are_an_error(tmp_path):
+    ports = []
     first, second = start(
         tmp_path,
         '--num_processes=3',
         '--wait_seconds=2',
-        launcher=lambda port, rank: (by_hand(port, rank)[0][::2], {}),
+        launcher=lambda port, rank: (ports.append(port), by_hand(port, rank)[0][::2], {})[1:],
     )
+    while not listens('localhost', ports[0]):
+        assert first.poll() is None, first.stderr.read_text()
+    assert not listens('127.0.0.2', ports[0])  # as it would be on all interfaces
     for process, error in zip((first, second), finish([first, second]), strict=True):
         assert process.returncode not in (0, None)
         assert error.splitlines()[-1].startswith(
             'error: the processes did not find each other in 2 s'
         )
+
+
+def listens(host, port):
+    with socket.socket() as client:
+        return client.connect_ex((host, port)) == 0
+
+
+def test_an_address_that_process_0_cannot_listen_at():
+    arguments = ['--coordinator=192.0.2.1:1234', '--num_processes=2', '--process_id=0']
+    process = Fork([*TRAIN, *arguments], ENVIRONMENT)
+    error = process.communicate(timeout=60)[1]
+    assert process.returncode == distributed.USER_ERROR
+    assert 'error: process 0 cannot listen at 192.0.2.1:1234: another program does, or ' in error
+    assert 'Traceback' not in error
+
+
+@pytest.mark.parametrize(
+    ('host', 'address', 'warns'),
+    [
+        ('node1', '127.0.1.1', True),
+        ('node1', '10.0.0.1', False),
+        ('localhost', '127.0.0.1', False),
+        ('127.0.0.1', '127.0.0.1', False),
+        ('[::1]', '::1', False),
+    ],
+)
+def test_where_process_0_listens(host, address, warns, monkeypatch, caplog):
+    found = [(0, 0, 0, '', (address, 0))]
+    monkeypatch.setattr(start_by_hand.socket, 'getaddrinfo', lambda *_: found)
+    assert listens_at(f'{host}:1234') == f'{host}:1234'
+    assert ('which no other host can reach' in caplog.text) == warns
+    monkeypatch.setenv(BIND_VARIABLE, '0.0.0.0:99')
+    assert listens_at(f'{host}:1234') == '0.0.0.0:99'
 
 
 @pytest.mark.skipif(shutil.which('mpirun') is None, reason='needs mpirun')

@@ -96,7 +96,11 @@ def test_samples_of_another_run_are_refused_and_named(parts, tmp_path):
     parts.folder.mkdir()
     (parts.folder / 'run.json.0.partial').write_text('{')  # killed while describing the folder
     Parts(tmp_path / 'x.npz', IDENTITY).save(0, pictures(0, 4))
+    (tmp_path / '.x.npz.71.partial').touch()  # killed while writing the output, or a folder of it
+    (tmp_path / '.x.npz.72.partial').mkdir()
+    (tmp_path / '.y.npz.71.partial').touch()
     parts.remove()
+    assert [path.name for path in tmp_path.iterdir()] == ['.y.npz.71.partial']
     parts.folder.write_text('a file')
     with pytest.raises(UserError, match=r'run\.json: cannot be read: .*Not a directory'):
         Parts(tmp_path / 'x.npz', IDENTITY)

@@ -39,14 +39,14 @@ def environment(devices: int = 1) -> dict[str, str]:
 class Forks:
     """The process of `forks.py`, and a folder for what its forks print."""
 
-    def __init__(self) -> None:
+    def __init__(self, platform: str) -> None:
         self._folder = tempfile.TemporaryDirectory()
         self._numbers = itertools.count()
         self._errors = self.file()
         with self._errors.open('w') as errors:
             self._process = subprocess.Popen(
                 [sys.executable, ROOT / 'tests' / 'support' / 'forks.py'],
-                env=environment() | {'PYTHONPATH': str(ROOT)},
+                env=environment() | {'PYTHONPATH': str(ROOT), 'JAX_PLATFORMS': platform},
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=errors,
@@ -75,9 +75,13 @@ class Forks:
 
 
 @functools.cache
-def forks() -> Forks:
-    """Returns the forks of this process of pytest, which all its tests share."""
-    started = Forks()
+def forks(platform: str) -> Forks:
+    """Returns the forks of this process, which all that it starts on a platform share.
+
+    Args:
+      platform: JAX_PLATFORMS, which JAX reads while it is imported.
+    """
+    started = Forks(platform)
     atexit.register(started.close)
     return started
 
@@ -103,12 +107,14 @@ class Fork:
           env: default: `environment()`.
           folder: where the command works; default: here.
         """
-        self.stdout, self.stderr = forks().file(), forks().file()
+        env = dict(environment() if env is None else env)
+        self._forks = forks(env['JAX_PLATFORMS'])
+        self.stdout, self.stderr = self._forks.file(), self._forks.file()
         self.returncode: int | None = None
-        self.pid = forks().ask(
+        self.pid = self._forks.ask(
             start=[str(argument) for argument in arguments],
             folder=str(folder or pathlib.Path.cwd()),
-            environment=dict(environment() if env is None else env),
+            environment=env,
             stdout=str(self.stdout),
             stderr=str(self.stderr),
         )
@@ -116,7 +122,7 @@ class Fork:
     def poll(self) -> int | None:
         """Returns the exit code, or None while the process runs."""
         if self.returncode is None:
-            self.returncode = forks().ask(wait=self.pid, seconds=0)
+            self.returncode = self._forks.ask(wait=self.pid, seconds=0)
         return self.returncode
 
     def communicate(self, timeout: float = SECONDS) -> tuple[str, str]:
@@ -126,7 +132,7 @@ class Fork:
           subprocess.TimeoutExpired: it goes on for longer than `timeout` seconds.
         """
         if self.returncode is None:
-            self.returncode = forks().ask(wait=self.pid, seconds=timeout)
+            self.returncode = self._forks.ask(wait=self.pid, seconds=timeout)
         if self.returncode is None:
             raise subprocess.TimeoutExpired(str(self.pid), timeout, stderr=self.stderr.read_bytes())
         return self.stdout.read_text(), self.stderr.read_text()

@@ -14,8 +14,8 @@ from jaxunet.benchmark.kernels import table as kernel_table
 from jaxunet.runtime import rows
 from jaxunet.runtime.rows import Row
 from jaxunet.weights.presets import PRESETS
+from support import fault_table, recipe_tables
 from support import golden as trajectories
-from support import recipe_tables
 
 ROOT = pathlib.Path(__file__).parents[2]
 RESULTS = ROOT / 'docs/results'
@@ -340,6 +340,7 @@ TABLES: dict[str, Callable[[], str]] = {
     'golden': golden,
     'curves': curves,
     'fuzz': fuzz,
+    'faults': fault_table.table,
     'where_the_time_goes': where_the_time_goes,
     'methods': methods,
     'recipes': lambda: recipe_tables.objectives(recipe_tables.read()),

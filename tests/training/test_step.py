@@ -28,7 +28,7 @@ from jaxunet.data import pipeline
 from jaxunet.data.order import batch_indices
 from jaxunet.data.sources import open_source
 from jaxunet.runtime.errors import UserError
-from jaxunet.training import loop
+from jaxunet.training import workdir as lock
 from jaxunet.training.ema import ema_decay
 from jaxunet.training.logs import read_metrics
 from jaxunet.training.loop import train
@@ -234,6 +234,19 @@ def test_training_stops_after_too_many_bad_steps(steps, bad, tmp_path, source):
         train(config, tmp_path, source, initial=dataclasses.replace(state, params=broken))
 
 
+def test_the_loss_of_steps_that_were_all_skipped(tmp_path, source):
+    """Is nan, not the 0 that their sum is; a log with one finite step has the loss of that."""
+    config = counted(1).replace(train={'steps': 6, 'log_every': 3})
+    state = fresh_state(config)
+    broken = jax.tree.map(lambda x: np.full_like(x, np.nan), state.params)
+    train(config, tmp_path / 'broken', source, dataclasses.replace(state, params=broken))
+    rows = read_metrics(tmp_path / 'broken' / 'metrics.csv')
+    assert [(row['loss'], row['skipped_steps']) for row in rows] == [('nan', '3'), ('nan', '6')]
+    two = dataclasses.replace(state, bad_steps=np.int32(2))  # and then finite ones
+    train(config, tmp_path / 'two', source, two)
+    assert all(float(r['loss']) > 0 for r in read_metrics(tmp_path / 'two' / 'metrics.csv'))
+
+
 def test_as_many_steps_of_a_call_as_suit():
     counts = {'steps': 400, 'log_every': 100, 'sample_every': 0, 'checkpoint_every': 200}
     config = tiny_config(train={'steps_per_call': 0, **counts})
@@ -370,12 +383,12 @@ def test_one_run_at_a_time_in_a_workdir(tmp_path, source):
 def test_a_workdir_that_cannot_be_locked_is_told(tmp_path, monkeypatch):
     told = []
     monkeypatch.setattr(
-        loop.fcntl,
+        lock.fcntl,
         'lockf',
         lambda *_: (_ for _ in ()).throw(OSError(95, 'Operation not supported')),
     )
-    monkeypatch.setattr(loop.logging, 'warning', lambda text, *values: told.append(text % values))
-    with loop._locked(tmp_path):
+    monkeypatch.setattr(lock.logging, 'warning', lambda text, *values: told.append(text % values))
+    with lock.opened(tmp_path):
         assert told == [
             f'--workdir: {tmp_path} cannot be locked (Operation not supported): nothing keeps a '
             'second run out of it'

@@ -1,0 +1,66 @@
+"""Checks that the content of a checkpoint fits the config that it was saved with."""
+
+from __future__ import annotations
+
+import pathlib
+
+import jax
+import orbax.checkpoint as ocp
+
+from jaxunet.checkpoint.state import TrainState
+from jaxunet.config import Config
+from jaxunet.runtime.errors import UserError
+
+
+class OtherVersionError(UserError):
+    """A checkpoint does not fit this version of the code.
+
+    Attributes:
+      certain: what does not fit has a checksum. Otherwise the checkpoint may as well be damaged.
+    """
+
+    def __init__(self, message: str, *, certain: bool) -> None:
+        super().__init__(message)
+        self.certain = certain
+
+
+def check_arrays(state: TrainState, expected: TrainState) -> None:
+    """Raises ValueError if an array has another shape or type than in the template."""
+    for (path, got), want in zip(
+        jax.tree.leaves_with_path(state), jax.tree.leaves(expected), strict=True
+    ):
+        if got.shape != want.shape or got.dtype != want.dtype:
+            raise ValueError(
+                f'{jax.tree_util.keystr(path)}: expected {want.dtype}{want.shape}, '
+                f'found {got.dtype}{got.shape}'
+            )
+
+
+def check_method_states(folder: pathlib.Path, config: Config, template: dict[str, object]) -> None:
+    """Checks that the stored states of the weighting and the sampler have the expected leaves.
+
+    Raises:
+      OtherVersionError: they do not.
+    """
+    saved = ocp.PyTreeCheckpointHandler().metadata(folder / 'state').tree
+    methods = {
+        'weighting': f'loss.weighting={config.loss.weighting}',
+        'timesteps': f'timesteps.sampler={config.timesteps.sampler}',
+    }
+    for name, method in methods.items():
+        found, expected = _leaf_names(saved.get(name)), _leaf_names(template.get(name))
+        if sorted(found) != sorted(expected):
+            raise OtherVersionError(
+                f'{folder}: was written by another version of jaxunet, whose state of {method} '
+                f"holds {', '.join(found) or 'nothing'}; this one's holds "
+                f'{", ".join(expected) or "nothing"}. Go on with the version that wrote it, or '
+                'choose another --workdir.',
+                certain=False,
+            )
+
+
+def _leaf_names(tree: object) -> list[str]:
+    return [
+        jax.tree_util.keystr(path, simple=True, separator='.')
+        for path, _ in jax.tree.leaves_with_path(tree)
+    ]

@@ -1,0 +1,51 @@
+"""The metadata of a checkpoint: its config, and what else is no array, with a checksum.
+
+A flipped bit in a config would be another valid config as often as not.
+"""
+
+from __future__ import annotations
+
+import json
+import pathlib
+import zlib
+from collections.abc import Mapping
+from typing import Any
+
+CHECKSUM = 'meta_checksum'
+FILE = 'meta/metadata'  # in the folder of a checkpoint
+
+
+def sealed(meta: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the metadata with the CRC-32 of all that is in it."""
+    return {**meta, CHECKSUM: _checksum(meta)}
+
+
+def check_seal(meta: Mapping[str, Any]) -> bool:
+    """Checks the metadata; returns False if they have no checksum, as in earlier versions.
+
+    Raises:
+      ValueError: the checksum is another one.
+    """
+    if CHECKSUM not in meta:
+        return False
+    found = _checksum({name: value for name, value in meta.items() if name != CHECKSUM})
+    if found != meta[CHECKSUM]:
+        raise ValueError(f'checksum of {FILE}: expected {meta[CHECKSUM]}, found {found}')
+    return True
+
+
+def read_meta(folder: pathlib.Path) -> dict[str, Any]:
+    """Reads the metadata of a checkpoint, without orbax.
+
+    Raises:
+      OSError, ValueError, RecursionError: they cannot be read, or are damaged.
+    """
+    meta = json.loads((folder / FILE).read_text(encoding='utf-8'))
+    if not isinstance(meta, dict):
+        raise ValueError(f'{folder / FILE}: expected a JSON object')
+    check_seal(meta)
+    return meta
+
+
+def _checksum(meta: Mapping[str, Any]) -> int:
+    return zlib.crc32(json.dumps(meta, sort_keys=True).encode())

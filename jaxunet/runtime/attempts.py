@@ -1,0 +1,141 @@
+"""What a run writes and prints may fail for a while without ending it: a full or read-only disk."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pathlib
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any, TextIO
+
+from absl import logging
+
+from jaxunet.runtime.errors import UserError
+
+LIMIT = 1 << 24  # bytes of a file that are kept until they can be written
+
+
+class Attempts:
+    """Attempts that may fail: one warning a kind, until the kind works again."""
+
+    def __init__(self) -> None:
+        self._failing: set[str] = set()
+
+    @contextlib.contextmanager
+    def attempt(self, kind: str) -> Iterator[None]:
+        """Catches an error of the block that the disk can cause.
+
+        Args:
+          kind: what is written, at the beginning of the warning.
+        """
+        try:
+            yield
+        except (OSError, UserError) as error:
+            if kind not in self._failing:
+                self._failing.add(kind)
+                logging.warning(
+                    '%s: cannot be written (%s); the run goes on, and tries again', kind, error
+                )
+        else:
+            if kind in self._failing:
+                self._failing.remove(kind)
+                logging.info('%s: is written again', kind)
+
+
+class PatientFile:
+    """A file that only grows, and whose writes may fail for a while.
+
+    Data that cannot be written are kept, up to `LIMIT` bytes, and written with later ones. A write
+    that fails half-way is undone. The file may be removed meanwhile, with its folder.
+
+    Args:
+      start: what a new file begins with, such as the header of a table.
+      content: replaces what is in the file, `start` included; None appends to it.
+    """
+
+    def __init__(
+        self, path: pathlib.Path, *, start: bytes = b'', content: bytes | None = None
+    ) -> None:
+        self.path, self._start, self._content = path, start, content
+        self._pending = b''
+        self._attempts = Attempts()
+
+    def write(self, data: bytes = b'') -> None:
+        """Appends data and what earlier writes left."""
+        self._pending += data
+        if len(self._pending) > LIMIT:
+            self._pending = b''
+            logging.warning('%s: %d bytes that could not be written are lost', self.path, LIMIT)
+        with self._attempts.attempt(str(self.path)):
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            if self._content is None:
+                self._append()
+            else:
+                self._replace(self._content)
+            self._content, self._pending = None, b''
+
+    def _append(self) -> None:
+        with self.path.open('ab', buffering=0) as file:
+            size = file.tell()
+            try:
+                _write(file.fileno(), self._pending if size else self._start + self._pending)
+            except OSError:
+                with contextlib.suppress(OSError):
+                    file.truncate(size)
+                raise
+
+    def _replace(self, content: bytes) -> None:
+        temporary = self.path.with_name(f'{self.path.name}.tmp')
+        try:
+            with temporary.open('wb', buffering=0) as file:
+                _write(file.fileno(), content + self._pending)
+            os.replace(temporary, self.path)
+        except OSError:
+            with contextlib.suppress(OSError):
+                temporary.unlink()
+            raise
+
+
+def _write(descriptor: int, data: bytes) -> None:
+    """Writes all of the data; a full disk may take a part of it before it fails."""
+    view = memoryview(data)
+    while view:
+        view = view[os.write(descriptor, view) :]
+
+
+def quietly(what: str, close: Callable[[], object]) -> None:
+    """Calls `close` at the end of a block; its exception is a warning.
+
+    It would replace the error that ended the block.
+    """
+    try:
+        close()
+    except Exception as error:
+        logging.warning('%s: closing failed (%s: %s)', what, type(error).__name__, error)
+
+
+class _Unfailing:
+    """A text stream whose writes may fail, such as stdout in a file on a full disk."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    def write(self, text: str) -> int:
+        """Writes the text, or drops it."""
+        with contextlib.suppress(OSError):
+            self._stream.write(text)
+        return len(text)
+
+    def flush(self) -> None:
+        """Writes what is buffered, or keeps it."""
+        with contextlib.suppress(OSError):
+            self._stream.flush()
+
+
+def let_printing_fail() -> None:
+    """Makes printing to stdout and stderr never raise, for the rest of the process."""
+    sys.stdout, sys.stderr = (_Unfailing(stream) for stream in (sys.stdout, sys.stderr))

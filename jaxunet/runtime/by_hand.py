@@ -1,0 +1,61 @@
+"""Processes that are started by hand: their flags, and the address that process 0 listens at."""
+
+from __future__ import annotations
+
+import ipaddress
+import os
+import socket
+
+from absl import logging
+
+from jaxunet.runtime.errors import UserError
+
+BIND_VARIABLE = 'JAX_COORDINATOR_BIND_ADDRESS'  # read by JAX, too
+NOT_LISTENING = (
+    'process 0 cannot listen at {address}: another program does, or this is no address of its '
+    f'machine. Choose another --coordinator, or set {BIND_VARIABLE}=HOST:PORT.'
+)
+
+
+def check_by_hand(coordinator: str, processes: int, process: int) -> None:
+    """Raises `UserError` unless the flags of a start by hand are valid."""
+    host, _, port = coordinator.rpartition(':')
+    if not host or not port.isdigit() or not 0 < int(port) < 2**16:
+        raise UserError(
+            '--coordinator: expected HOST:PORT of process 0, such as node1:12345, '
+            f'found {coordinator!r}'
+        )
+    if processes < 1:
+        raise UserError(f'--num_processes: expected 1 or more, found {processes}')
+    if not 0 <= process < processes:
+        raise UserError(
+            f'--process_id: expected 0 to {processes - 1} for --num_processes={processes}, '
+            f'found {process}'
+        )
+
+
+def listens_at(coordinator: str) -> str:
+    """Returns HOST:PORT that process 0 listens at: `coordinator`, unless `BIND_VARIABLE` is set.
+
+    JAX's default is all interfaces of the machine. Warns of a name that other hosts know by another
+    address, as many systems give their own name to 127.0.1.1.
+    """
+    if chosen := os.environ.get(BIND_VARIABLE):
+        return chosen
+    host = coordinator.rpartition(':')[0].strip('[]')
+    try:
+        found = {str(info[4][0]) for info in socket.getaddrinfo(host, None)}
+    except OSError:
+        return coordinator  # JAX reports it
+    if host not in {*found, 'localhost'} and all(map(_is_loopback, found)):
+        logging.warning(
+            '--coordinator: %s is %s on this machine, which no other host can reach; name its '
+            'address if there are processes on others',
+            host,
+            ', '.join(sorted(found)),
+        )
+    return coordinator
+
+
+def _is_loopback(address: str) -> bool:
+    return ipaddress.ip_address(address.partition('%')[0]).is_loopback

@@ -1,0 +1,180 @@
+"""Starts a training run again whose process died: `--restarts` of `jaxunet.train`.
+
+The supervisor trains nothing and holds no device. It starts the same command as another process,
+which resumes from the last checkpoint, on all devices that JAX then finds. `WORKDIR/restarts.csv`
+gets a row for every restart.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import pathlib
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from types import FrameType
+
+from jaxunet.checkpoint.store import FOLDER
+from jaxunet.runtime.errors import USER_ERROR
+from jaxunet.runtime.interrupt import INTERRUPTED
+from jaxunet.training.logs import MAX_DIGITS, StepTable
+
+FILE = 'restarts.csv'
+COLUMNS = ('step', 'restart', 'reason', 'wait_seconds', 'time', 'job')
+TEXTS = ('reason', 'time', 'job')
+BY_ITSELF = (0, USER_ERROR, INTERRUPTED)  # exit codes after which another start would not help
+SIGNALS = (signal.SIGTERM, signal.SIGINT)
+FIRST_WAIT, LONGEST_WAIT = 5.0, 300.0  # seconds before a restart; each takes twice the last
+REQUEUE_SECONDS = 120.0  # for process 0 to requeue the job; srun may end all when one exits
+PR_SET_PDEATHSIG = 1  # of prctl, in linux/prctl.h
+
+
+class Supervisor:
+    """Runs a command, and again if it dies.
+
+    SIGTERM and SIGINT are passed on to the command, which is then not started again. In a SLURM job
+    the supervisor requeues the job instead of starting the command again.
+
+    Args:
+      command: program and arguments.
+      workdir: of the run.
+      restarts: how often to start again without a new checkpoint in between.
+      main: False for a process of a run whose process 0 does the requeueing and keeps the table.
+      first_wait: seconds before the first restart.
+    """
+
+    def __init__(
+        self,
+        command: Sequence[str],
+        workdir: pathlib.Path,
+        restarts: int,
+        *,
+        main: bool = True,
+        first_wait: float = FIRST_WAIT,
+        environ: Mapping[str, str] = os.environ,
+    ) -> None:
+        self.command, self.workdir, self.restarts = list(command), workdir, restarts
+        self.main, self.first_wait = main, first_wait
+        self.slurm_job = environ.get('SLURM_JOB_ID', '')
+        self.job = self.slurm_job or f'process {os.getpid()} since {int(time.time())}'
+        self._process: subprocess.Popen[bytes] | None = None
+        self._asked = threading.Event()
+        self._deaths: list[int] = []  # the last checkpoint at each death
+
+    def run(self) -> int:
+        """Returns the exit code of the command's last process; 128 + N after signal N."""
+        with self._signals_passed_on():
+            while True:
+                code = self._once()
+                if code in BY_ITSELF or self._asked.is_set():
+                    break
+                if not self._goes_on(code) or self._asked.is_set():
+                    break
+        return code if code >= 0 else 128 - code
+
+    def _once(self) -> int:
+        # In a session of its own, a Ctrl-C of the terminal reaches it once: through this process.
+        self._process = subprocess.Popen(
+            self.command,
+            start_new_session=True,
+            preexec_fn=_end_with_parent,  # noqa: PLW1509 (there are no threads here)
+        )
+        _say(f'process {self._process.pid} trains; it is started again if it dies (--restarts)')
+        if self._asked.is_set():  # between the check and the start
+            self._process.send_signal(signal.SIGTERM)
+        return self._process.wait()
+
+    def _goes_on(self, code: int) -> bool:
+        """Prepares another start after a death; returns False if there is to be none."""
+        step, reason = newest_step(self.workdir), describe(code)
+        if not self.main and self.slurm_job:
+            self._asked.wait(REQUEUE_SECONDS)
+            return False
+        table = self._table() if self.main else None
+        spent = self._deaths.count(step)
+        if self.slurm_job and table:  # an earlier supervisor of this job may have written rows
+            rows = [row for row in table.earlier if row['job'] == self.job]
+            spent = sum(int(row['step']) == step for row in rows)
+        where = f'{reason}; the last checkpoint is step {step}'
+        if spent >= self.restarts:
+            _say(f'error: {where}, after {spent} restarts without a new one: giving up')
+            return False
+        self._deaths.append(step)
+        wait = 0.0 if self.slurm_job else min(self.first_wait * 2**spent, LONGEST_WAIT)
+        if table:
+            now = time.strftime('%Y-%m-%dT%H:%M:%S')
+            values = (step, spent + 1, reason, wait, now, self.job)
+            table.add([dict(zip(COLUMNS, values, strict=True))])
+        if self.slurm_job:
+            _say(f'{where}; requeueing job {self.slurm_job}, {spent + 1} of {self.restarts}')
+            requeue(self.slurm_job)
+            return False
+        _say(f'{where}; starting again in {wait:g} s, {spent + 1} of {self.restarts}')
+        self._asked.wait(wait)
+        return True
+
+    def _table(self) -> StepTable:
+        self.workdir.mkdir(parents=True, exist_ok=True)
+        return StepTable(self.workdir / FILE, COLUMNS, 10**MAX_DIGITS, texts=TEXTS)
+
+    @contextlib.contextmanager
+    def _signals_passed_on(self) -> Iterator[None]:
+        def pass_on(number: int, frame: FrameType | None) -> None:
+            self._asked.set()
+            if self._process is not None and self._process.returncode is None:
+                self._process.send_signal(number)
+
+        before = {number: signal.signal(number, pass_on) for number in SIGNALS}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+
+def requeue(job: str) -> None:
+    """Has SLURM put the job back into its queue, which ends this process, too."""
+    program = shutil.which('scontrol')
+    if program is None:
+        _say('error: scontrol is not in PATH, so that the job cannot be requeued')
+        return
+    done = subprocess.run(
+        [program, 'requeue', job], capture_output=True, text=True, timeout=60, check=False
+    )
+    if done.returncode:
+        told = ' '.join((done.stdout + done.stderr).split())[:200]
+        _say(f'error: scontrol requeue {job}: {told}; submit the job with sbatch --requeue')
+
+
+def newest_step(workdir: pathlib.Path) -> int:
+    """Returns the step of the newest finished checkpoint; 0 if there is none."""
+    names = (path.name for path in (workdir / FOLDER).glob('*'))
+    return max((int(name) for name in names if name.isdigit()), default=0)
+
+
+def describe(code: int) -> str:
+    """Returns how a process ended that had this exit code."""
+    if code >= 0:
+        return f'the process ended with exit code {code}'
+    try:
+        name = signal.Signals(-code).name
+    except ValueError:
+        name = f'signal {-code}'
+    hint = ', as where memory runs out' if code == -signal.SIGKILL else ''
+    return f'the process was ended by {name}{hint}'
+
+
+def _end_with_parent() -> None:
+    """Has Linux send SIGTERM to this process when its parent ends, however that ends."""
+    if sys.platform == 'linux':
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)

@@ -1,0 +1,52 @@
+"""Makes the folder of a run, and keeps a second run out of it."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import pathlib
+from collections.abc import Iterator
+
+import jax
+from absl import logging
+
+from jaxunet.runtime.errors import UserError
+
+
+@contextlib.contextmanager
+def opened(workdir: pathlib.Path) -> Iterator[None]:
+    """Makes the workdir and locks it for process 0 of this run; the lock ends with the process.
+
+    Raises:
+      UserError: another run holds the lock, or the folder cannot be made or written.
+    """
+    try:
+        workdir.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(
+            f'--workdir: {workdir}: cannot be made: {error.strerror or error}; choose another'
+        ) from None
+    if jax.process_index() != 0:
+        yield
+        return
+    try:
+        file = (workdir / '.lock').open('w')
+    except OSError as error:
+        raise UserError(
+            f'--workdir: {workdir}: cannot be written: {error.strerror or error}; choose another'
+        ) from None
+    with file:
+        try:
+            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except (BlockingIOError, PermissionError):
+            raise UserError(
+                f'--workdir: another run is training in {workdir}; wait until it ends, or choose '
+                'another folder'
+            ) from None
+        except OSError as error:  # a file system without locks
+            logging.warning(
+                '--workdir: %s cannot be locked (%s): nothing keeps a second run out of it',
+                workdir,
+                error.strerror or error,
+            )
+        yield

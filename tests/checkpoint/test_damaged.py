@@ -1,0 +1,118 @@
+"""One flipped bit anywhere in a checkpoint: the one before it is used, or nothing is lost."""
+
+from __future__ import annotations
+
+import json
+import shutil
+
+import numpy as np
+import pytest
+from support.tiny import tiny_config
+
+from jaxunet.checkpoint import damaged
+from jaxunet.checkpoint import store as checkpoint
+from jaxunet.checkpoint.content import OtherVersionError
+from jaxunet.checkpoint.damaged import set_aside
+from jaxunet.checkpoint.newest import newest_config
+from jaxunet.checkpoint.state import fresh_state
+from jaxunet.runtime.errors import UserError
+
+NAMES = ('cow', 'bull')
+
+
+@pytest.fixture(scope='module')
+def saved(tmp_path_factory):
+    """A run with checkpoints of the steps 1 and 2."""
+    workdir, config = tmp_path_factory.mktemp('saved'), tiny_config()
+    state, checkpoints = fresh_state(config), checkpoint.Checkpoints(workdir, keep=3)
+    for step in (1, 2):
+        checkpoints.save(step, state.replace(step=np.int32(step)), config, 1.5, NAMES)
+    checkpoints.wait()
+    checkpoints.close()
+    return workdir
+
+
+@pytest.fixture
+def run(saved, tmp_path):
+    return shutil.copytree(saved, tmp_path / 'run')
+
+
+def restore(run):
+    checkpoints = checkpoint.Checkpoints(run, keep=3)
+    try:
+        return checkpoints.restore()
+    finally:
+        checkpoints.close()
+
+
+def replace(path, old, new):
+    before = path.read_bytes()
+    assert before.count(old) >= 1
+    assert len(old) == len(new)
+    path.write_bytes(before.replace(old, new, 1))
+
+
+@pytest.mark.filterwarnings('ignore::pytest.PytestUnraisableExceptionWarning')
+@pytest.mark.parametrize(
+    ('file', 'old', 'new'),
+    [
+        ('meta/metadata', b'attention_res', b'attentyon_res'),
+        ('meta/metadata', b'class_names', b'clasr_names'),
+        ('meta/metadata', b'"seconds": 1.5', b'"seconds": 0.5'),
+        ('meta/metadata', b'"seed": 0', b'"seed": 1'),
+        ('meta/metadata', b'"config"', b'"config\xff'),
+        ('state/_METADATA', b'"key": "params"', b'"key": "pqrams"'),
+        ('state/_METADATA', b'"key": "timesteps"', b'"key": "timesteqs"'),
+    ],
+)
+def test_the_checkpoint_before_a_damaged_one(file, old, new, run, caplog):
+    replace(run / 'checkpoints/2' / file, old, new)
+    restored = restore(run)
+    assert (restored.state.step, restored.seconds, restored.class_names) == (1, 1.5, NAMES)
+    assert newest_config(run) == restored.config == tiny_config()
+    (warning,) = [r.getMessage() for r in caplog.records if r.levelname == 'WARNING']
+    assert warning.startswith(f'damaged checkpoint {run}/checkpoints/2: using ')
+    assert [p.name for p in (run / 'damaged').iterdir()] == ['2']
+
+
+@pytest.mark.filterwarnings('ignore::pytest.PytestUnraisableExceptionWarning')
+def test_nothing_is_moved_if_no_checkpoint_can_be_read(run):
+    for step in (1, 2):
+        replace(run / f'checkpoints/{step}/meta/metadata', b'"seed": 0', b'"seed": 1')
+    with pytest.raises(UserError, match=r'no readable checkpoint:\n.*checksum of meta'):
+        restore(run)
+    assert not (run / 'damaged').exists()
+
+
+def test_metadata_of_earlier_versions_have_no_checksum(run):
+    for step in (1, 2):
+        path = run / f'checkpoints/{step}/meta/metadata'
+        meta = json.loads(path.read_text())
+        del meta['meta_checksum']
+        path.write_text(json.dumps(meta))
+    assert restore(run).state.step == 2
+    replace(path, b'attention_res', b'attentyon_res')
+    assert restore(run).state.step == 1
+
+
+def test_a_field_of_a_later_version_is_no_damage(run):
+    """Its checksum is right, so the run is not continued from an earlier step."""
+    path = run / 'checkpoints/2/meta/metadata'
+    meta = json.loads(path.read_text())
+    del meta['meta_checksum']
+    meta['config']['model']['depth'] = 3
+    path.write_text(json.dumps(checkpoint.sealed(meta)))
+    with pytest.raises(OtherVersionError, match=r'checkpoints/2: .*\n.*model.depth'):
+        restore(run)
+    assert not (run / 'damaged').exists()
+
+
+def test_damaged_checkpoints_are_bounded(tmp_path):
+    for step in range(10, 16):
+        folder = tmp_path / 'checkpoints' / str(step)
+        folder.mkdir(parents=True)
+        set_aside(tmp_path, folder)
+    (tmp_path / 'metrics.csv').write_text('?')
+    set_aside(tmp_path, tmp_path / 'metrics.csv')
+    names = sorted(p.name for p in (tmp_path / damaged.FOLDER).iterdir())
+    assert names == ['13', '14', '15', 'metrics.csv']

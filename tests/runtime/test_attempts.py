@@ -1,0 +1,122 @@
+"""Files and streams whose writes may fail for a while."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import resource
+import sys
+
+import pytest
+
+from jaxunet.runtime import attempts
+from jaxunet.runtime.attempts import Attempts, PatientFile, let_printing_fail, quietly
+
+
+class FullDisk:
+    """No file may grow beyond some bytes, which fails as on a full disk."""
+
+    def __init__(self, size):
+        self.size = size
+
+    def __enter__(self):
+        self.before = resource.getrlimit(resource.RLIMIT_FSIZE)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (self.size, self.before[1]))
+
+    def __exit__(self, *_):
+        resource.setrlimit(resource.RLIMIT_FSIZE, self.before)
+
+
+def test_what_a_full_disk_refused_is_written_later(tmp_path, caplog):
+    file = PatientFile(tmp_path / 'new' / 'a.csv', start=b'head\n')
+    file.write(b'one\n')
+    with FullDisk(12):
+        for _ in range(5):
+            file.write(b'two\n')
+        assert file.path.read_bytes() == b'head\none\n'  # not the three bytes that had room
+    assert caplog.text.count('cannot be written') == 1
+    file.write(b'three\n')
+    assert file.path.read_bytes() == b'head\none\n' + b'two\n' * 5 + b'three\n'
+    with FullDisk(0):
+        file.write(b'four\n')
+    assert caplog.text.count('cannot be written') == 2
+
+
+def test_new_content_that_a_full_disk_refused(tmp_path):
+    path = tmp_path / 'a.csv'
+    path.write_bytes(b'old')
+    file = PatientFile(path, content=b'new\n')
+    with FullDisk(2):
+        file.write()
+        file.write(b'one\n')
+    assert path.read_bytes() == b'old'
+    assert os.listdir(tmp_path) == ['a.csv']
+    file.write(b'two\n')
+    assert path.read_bytes() == b'new\none\ntwo\n'
+
+
+def test_a_file_that_somebody_removed_or_put_a_folder_in_place_of(tmp_path):
+    file = PatientFile(tmp_path / 'a.csv', start=b'head\n', content=b'head\none\n')
+    file.path.mkdir()
+    file.write(b'two\n')
+    file.path.rmdir()
+    file.write(b'three\n')
+    assert file.path.read_bytes() == b'head\none\ntwo\nthree\n'
+    file.path.unlink()
+    file.write(b'four\n')
+    assert file.path.read_bytes() == b'head\nfour\n'
+
+
+def test_memory_is_bounded(tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr(attempts, 'LIMIT', 10)
+    file = PatientFile(tmp_path / 'a')
+    file.path.mkdir()
+    for _ in range(4):
+        file.write(b'0123')
+    assert '10 bytes that could not be written are lost' in caplog.text
+    file.path.rmdir()
+    file.write(b'!')
+    assert file.path.read_bytes() == b'0123!'
+
+
+def test_one_warning_a_kind_until_it_works_again(caplog):
+    attempt = Attempts().attempt
+
+    def fail(kind):
+        with attempt(kind):
+            raise OSError(errno.ENOSPC, 'no space')
+
+    for kind in ('samples', 'samples', 'logs', 'samples'):
+        fail(kind)
+    assert [r.getMessage().split(':')[0] for r in caplog.records] == ['samples', 'logs']
+    with attempt('samples'):
+        pass
+    fail('samples')
+    assert caplog.text.count('samples: cannot be written') == 2
+    with pytest.raises(ZeroDivisionError), attempt('samples'):
+        raise ZeroDivisionError  # a mistake of the code
+
+
+def test_closing_never_replaces_the_first_error(caplog):
+    def run():
+        with contextlib.ExitStack() as stack:
+            stack.callback(quietly, 'logs', lambda: 1 // 0)
+            raise KeyError
+
+    with pytest.raises(KeyError):
+        run()
+    assert 'logs: closing failed (ZeroDivisionError' in caplog.text
+
+
+def test_printing_on_a_full_disk(tmp_path, monkeypatch):
+    with (tmp_path / 'log').open('w', buffering=1) as file:
+        monkeypatch.setattr(sys, 'stdout', file)
+        monkeypatch.setattr(sys, 'stderr', file)
+        let_printing_fail()
+        with FullDisk(3):
+            print('12345')
+            print('12345', file=sys.stderr, flush=True)
+            assert sys.stdout.fileno() == file.fileno()
+        print('again', flush=True)
+    assert (tmp_path / 'log').read_text().endswith('again\n')
