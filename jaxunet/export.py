@@ -51,6 +51,7 @@ WITH_OPTIMIZER = flags.DEFINE_bool(
     'with_optimizer', False, "Also write Adam's moments, to continue training; implies --ema=none."
 )
 MODEL = model_flags.define("Config of the weight file's model, if the file does not state it.")
+flags.adopt_module_key_flags(model_flags)  # so that --help lists them
 
 
 def main(argv: Sequence[str]) -> None:

@@ -1,0 +1,199 @@
+"""The flags of `jaxunet.sample` that say how an image is drawn, and what they stand for."""
+
+from __future__ import annotations
+
+from absl import flags
+
+from jaxunet.config import Config
+from jaxunet.data.picture import read_mask, read_picture
+from jaxunet.diffusion.process import make_diffusion
+from jaxunet.runtime.errors import UserError
+from jaxunet.sampling.options import PEERS, SAMPLERS, VARIANCES, SamplerConfig, as_peer
+from jaxunet.sampling.picture import RESAMPLE as RESAMPLE_DEFAULT
+from jaxunet.sampling.picture import STRENGTH as STRENGTH_DEFAULT
+from jaxunet.sampling.picture import Picture
+from jaxunet.sampling.solvers import SKIP_SCHEDULES
+
+SAMPLER = flags.DEFINE_enum(
+    'sampler',
+    None,
+    SAMPLERS,
+    'ddpm: ancestral sampling; ddim: needs fewer steps; dpmpp_2m: DPM-Solver++(2M), needs still '
+    "fewer; heun: EDM's second-order sampler, with two evaluations of the network per step. "
+    "Default: that of the model's objective (dpmpp_2m for v and edm, heun for flow, else ddpm).",
+)
+STEPS = flags.DEFINE_integer(
+    'steps',
+    None,
+    'Sampling steps; default: 50 with ddim, 20 with dpmpp_2m and heun; with ddpm every timestep of '
+    'the model, or 250 where its objective has none (edm, flow).',
+    lower_bound=1,
+)
+ETA = flags.DEFINE_float(
+    'eta', None, 'ddim: amount of noise, from 0 (none, default) to 1 (as ddpm).'
+)
+SKIP_SCHEDULE = flags.DEFINE_enum(
+    'skip_schedule',
+    None,
+    SKIP_SCHEDULES,
+    'Spacing of the timesteps where some are skipped; default: log_snr with dpmpp_2m, karras with '
+    'heun, else linear.',
+)
+RESPACING = flags.DEFINE_string(
+    'respacing',
+    None,
+    "Instead of --steps: guided-diffusion's timestep_respacing, such as 250, 10,20,30 (steps from "
+    "equal sections) or ddim50, or ddpm-torch's linear50 and quadratic50.",
+)
+TIMESTEPS = flags.DEFINE_list(
+    'timesteps', None, 'Instead of --steps: the timesteps to visit, such as 0,250,500,999.'
+)
+LIKE = flags.DEFINE_enum(
+    'like',
+    None,
+    PEERS,
+    "Sample as this repository's script where no flag says otherwise: with fixed_large if no "
+    'variance is learned, truncated pixels and every timestep; ddpm_torch: DDIM with its own '
+    'subsets, of 10 by default.',
+)
+TRUNCATE = flags.DEFINE_bool(
+    'truncate',
+    None,
+    'Cut pixels down to whole numbers, as guided-diffusion and ddpm-torch do; default: round.',
+)
+VARIANCE = flags.DEFINE_enum(
+    'variance',
+    None,
+    VARIANCES,
+    'ddpm: variance of each step; default: learned if the model has it, else fixed_small.',
+)
+CHURN = flags.DEFINE_float(
+    'churn', None, "heun: EDM's S_churn, fresh noise before each step; default: 0 (none)."
+)
+CHURN_RANGE = flags.DEFINE_list(
+    'churn_range',
+    None,
+    "heun: EDM's S_tmin,S_tmax, the range of noise levels where --churn acts, such as 0.05,50.",
+)
+CLIP = flags.DEFINE_bool('clip', True, 'Clip the predicted image to [-1, 1] at every step.')
+GUIDANCE_SCALE = flags.DEFINE_float(
+    'guidance_scale',
+    1.0,
+    'Classifier-free guidance: 1 = plain conditional; larger values follow the class more closely.',
+)
+INIT_IMAGE = flags.DEFINE_string(
+    'init_image',
+    None,
+    "Start from this picture (SDEdit). It is resized and cropped to the model's size.",
+)
+STRENGTH = flags.DEFINE_float(
+    'strength',
+    None,
+    'With --init_image: amount of noise to start from, above 0 (the picture) to 1 (only noise); '
+    f'default: {STRENGTH_DEFAULT}, or 1 with --mask.',
+)
+MASK = flags.DEFINE_string(
+    'mask',
+    None,
+    'With --init_image: an image of its size; white is redrawn, black kept as it is (RePaint).',
+)
+RESAMPLE = flags.DEFINE_integer(
+    'resample',
+    None,
+    'With --mask: how often each stretch of steps is done, so that what is redrawn fits what is '
+    f'kept; costs as many times the evaluations; 1 = once; default: {RESAMPLE_DEFAULT}.',
+)
+JUMP_LENGTH = flags.DEFINE_integer(
+    'jump_length',
+    None,
+    'With --mask: steps of a stretch that is repeated; default: a twentieth of the steps.',
+)
+DEFAULT_STEPS = {'ddim': 50, 'dpmpp_2m': 20, 'heun': 20}
+
+
+def sampler_config(config: Config) -> SamplerConfig:
+    """Returns the sampling options that the flags describe.
+
+    Raises:
+      UserError: --churn_range is not two numbers, --timesteps are not whole numbers, or the model
+        does not suit --like.
+    """
+    steps, model_steps = STEPS.value, config.diffusion.steps
+    continuous = config.diffusion.continuous
+    spaced = any(flag.value is not None for flag in (STEPS, RESPACING, TIMESTEPS, LIKE))
+    if not spaced and SAMPLER.value is not None and not continuous:
+        steps = min(DEFAULT_STEPS.get(SAMPLER.value, model_steps), model_steps)
+    churn_range = None
+    if CHURN_RANGE.value is not None:
+        try:
+            low, high = map(float, CHURN_RANGE.value)
+        except ValueError:
+            raise UserError(
+                '--churn_range: expected two numbers such as 0.05,50, '
+                f'found {",".join(CHURN_RANGE.value)!r}'
+            ) from None
+        churn_range = low, high
+    timesteps = None
+    if TIMESTEPS.value is not None:
+        if not all(t.strip().isdecimal() for t in TIMESTEPS.value):
+            raise UserError(
+                '--timesteps: expected whole numbers such as 0,250,500,999, '
+                f'found {",".join(TIMESTEPS.value)!r}'
+            )
+        timesteps = tuple(map(int, TIMESTEPS.value))
+    options = SamplerConfig(
+        name=SAMPLER.value,
+        steps=steps,
+        eta=ETA.value,
+        skip_schedule=SKIP_SCHEDULE.value,
+        variance=VARIANCE.value,
+        guidance_scale=GUIDANCE_SCALE.value,
+        clip=CLIP.value,
+        churn=CHURN.value,
+        churn_range=churn_range,
+        respacing=RESPACING.value,
+        timesteps=timesteps,
+        truncate=TRUNCATE.value,
+    )
+    return as_peer(options, LIKE.value, make_diffusion(config.diffusion)) if LIKE.value else options
+
+
+def check_picture_flags() -> None:
+    """Raises `UserError` if a flag of --init_image or --mask is given without it."""
+    for owner, needy in (
+        (INIT_IMAGE, (STRENGTH, MASK, RESAMPLE, JUMP_LENGTH)),
+        (MASK, (RESAMPLE, JUMP_LENGTH)),
+    ):
+        for flag in needy:
+            if owner.value is None and flag.value is not None:
+                raise UserError(
+                    f'--{flag.name}: needs --{owner.name}, which is not given; '
+                    f'add it or leave --{flag.name} out'
+                )
+
+
+def picture(config: Config) -> Picture | None:
+    """Returns the picture that the flags name; None without --init_image.
+
+    Raises:
+      UserError: a file that cannot be read or does not fit the model.
+    """
+    if INIT_IMAGE.value is None:
+        return None
+    shape = config.image_shape
+    return Picture(
+        read_picture(INIT_IMAGE.value, shape),
+        None if MASK.value is None else read_mask(MASK.value, INIT_IMAGE.value, shape),
+        STRENGTH.value,
+        RESAMPLE.value,
+        JUMP_LENGTH.value,
+    )
+
+
+def check_guidance(config: Config) -> None:
+    """Raises `UserError` if --guidance_scale needs an unconditional model that was not trained."""
+    if GUIDANCE_SCALE.value != 1 and config.model.num_classes and config.model.label_dropout == 0:
+        raise UserError(
+            '--guidance_scale: the model was trained with every label (model.label_dropout=0) '
+            'and cannot be guided; leave it at 1'
+        )
