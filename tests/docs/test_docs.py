@@ -3,7 +3,7 @@
 A table stands between `<!-- table: NAME -->` and `<!-- end -->`. To rewrite all tables and the
 picture of the layers from the rows and from pyproject.toml:
 
-    python tests/docs/test_docs.py --write
+    PYTHONPATH=tests python tests/docs/test_docs.py --write
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ PAGES = sorted([*ROOT.glob('*.md'), *(ROOT / 'docs').glob('*.md'), ROOT / 'docs/
 NAMES = [str(page.relative_to(ROOT)) for page in PAGES]
 MARKED = re.compile(r'(<!-- table: (\w+) -->\n)(.*?)(<!-- end -->)', re.DOTALL)
 README_LINES = 150
+WRITE = 'PYTHONPATH=tests python tests/docs/test_docs.py --write'
 HISTORY = 'CHANGELOG.md'  # it names what is gone, too
 TOP = r'(?:configs|docs|jaxunet|pallas_kernels|xla_ffi|tests|\.ci)'
 PLACEHOLDER = re.compile(r'(?<![a-z])[A-Z]{2,}(?![a-z])')  # such as OP in xla_ffi/OP/vjp.py
@@ -73,10 +74,7 @@ def is_field(path: str) -> bool:
 def test_tables_match_the_rows(page):
     for name, found in marked(page.read_text()).items():
         expected = TABLES[name]() + '\n'
-        assert found == expected, (
-            f'{page.name}, table {name}: run python tests/docs/test_docs.py --write, '
-            f'or paste\n{expected}'
-        )
+        assert found == expected, f'{page.name}, table {name}: run {WRITE}, or paste\n{expected}'
 
 
 def test_every_table_is_shown_once():
@@ -85,7 +83,7 @@ def test_every_table_is_shown_once():
 
 
 def test_the_picture_shows_the_layers_of_pyproject():
-    assert PICTURE.read_text() == layers_picture(), 'run python tests/docs/test_docs.py --write'
+    assert PICTURE.read_text() == layers_picture(), f'run {WRITE}'
 
 
 def test_questions_lead_from_the_readme_through_a_page_to_a_file():
@@ -197,5 +195,5 @@ def write() -> None:
 
 if __name__ == '__main__':
     if sys.argv[1:] != ['--write']:
-        sys.exit('usage: python tests/docs/test_docs.py --write')
+        sys.exit(f'usage: {WRITE}')
     write()

@@ -6,7 +6,7 @@
 VERSION@PYTHON names the interpreter, default this one: JAX 0.11 needs Python 3.12 or later. An
 environment is made in `--venvs` if it is missing, by `pip install -e ".[test]" jax==VERSION`, so it
 has what JAXUNET_CUDA says. `PARTS` are the parts of the suite, by default all. A row for each
-version and part is appended to `--output` as soon as it is measured; `python
+version and part is appended to `--output` as soon as it is measured; `PYTHONPATH=tests python
 tests/docs/test_docs.py --write` makes the table of docs/results.md from these rows. The exit status
 is 1 if a test failed.
 """

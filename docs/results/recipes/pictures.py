@@ -7,7 +7,7 @@ features are dropped), grids of unpicked samples (grids/) and logs of held-out l
 them are drawn quality.png (Fréchet distance against seconds), objects.jpg and elephants.jpg
 (samples by objective and seconds), images.jpg (64 samples of the objective of configs/images.py)
 and overfitting.png (held-out loss and copies against seconds). Without folders it draws them again.
-The tables come from rows.jsonl: `python tests/docs/test_docs.py --write`.
+The tables come from rows.jsonl: `PYTHONPATH=tests python tests/docs/test_docs.py --write`.
 """
 
 from __future__ import annotations
