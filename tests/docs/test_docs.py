@@ -163,8 +163,10 @@ def test_commands_and_their_flags_exist(page):
         file = module_file(module)
         assert file is not None, f'{page.name}: no command python -m {module}'
         source = file.read_text() + shared
-        if 'model_flags' in source:
-            source += (ROOT / 'jaxunet/checkpoint/model_flags.py').read_text()
+        for shared in ('checkpoint.model_flags', 'sampling.flags'):
+            package, name = shared.split('.')
+            if f'from jaxunet.{package} import {name}' in source:
+                source += (ROOT / f'jaxunet/{package}/{name}.py').read_text()
         for flag in re.findall(r'(?<=\s)--([\w.]+)', rest):
             if flag.startswith('config.'):
                 assert is_field(flag.removeprefix('config.')), f'{page.name}: no field {flag}'
