@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import optax
 from jaxtyping import Array, Float, Int, PyTree, UInt32
 
+from jaxunet.checkpoint.recent_norms import RecentNorms
 from jaxunet.config import Config
 from jaxunet.diffusion.process import make_diffusion
 from jaxunet.diffusion.timesteps import make_sampler
@@ -75,11 +76,12 @@ class TrainState:
       opt_state: state of `make_optimizer`.
       loss_scale: factor on the loss for float16.
       rng: key data from which each step derives its randomness.
-      bad_steps: number of steps that were not finite, in a row up to now.
-      skipped: number of steps that were not finite, in all.
-      loss_sum, loss_count: sum and number of the finite losses since the last logged step.
+      bad_steps: number of steps that were skipped, in a row up to now.
+      skipped: number of steps that were skipped, in all.
+      loss_sum, loss_count: sum and number of the losses of taken steps since the last logged step.
       weighting: state of `loss.weighting`; () if it has none.
       timesteps: state of `timesteps.sampler`; () if it has none.
+      recent_norms: what `train.spike_sigmas` compares with; () if it is 0.
     """
 
     step: Int[Array, '']
@@ -94,6 +96,7 @@ class TrainState:
     loss_count: Int[Array, '']
     weighting: PyTree = ()
     timesteps: PyTree = ()
+    recent_norms: RecentNorms | tuple[()] = ()
 
 
 def _lenient(function: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
@@ -219,7 +222,13 @@ def start_state(
         loss_count=zero,
         weighting=weighting,
         timesteps=timesteps,
+        recent_norms=start_norms(config),
     )
+
+
+def start_norms(config: Config) -> RecentNorms | tuple[()]:
+    """Returns the recent gradient norms before step 0; () without `train.spike_sigmas`."""
+    return RecentNorms.start() if config.train.spike_sigmas else ()
 
 
 def start_methods(config: Config) -> tuple[PyTree, PyTree]:

@@ -31,6 +31,7 @@ from jaxunet.checkpoint.keeping import Scores, preservation_policy
 from jaxunet.checkpoint.meta import check_seal, sealed
 from jaxunet.checkpoint.state import TrainState, draw_state
 from jaxunet.config import Config, resolve, to_dict
+from jaxunet.config.schema import Fields
 from jaxunet.runtime.attempts import quietly
 from jaxunet.runtime.errors import UserError
 
@@ -245,12 +246,7 @@ class Checkpoints:
         except UserError as error:
             raise OtherVersionError(f'{folder}: {error}', certain=intact) from None
         whole = state_template(config)
-        # A version without `timesteps` in its config had no states of weightings and samplers.
-        fields = [
-            f.name
-            for f in dataclasses.fields(whole)
-            if 'timesteps' in meta['config'] or f.name not in ('weighting', 'timesteps')
-        ]
+        fields = _stored_fields(whole, meta['config'])
         template = {name: getattr(whole, name) for name in fields}
         check_method_states(folder, config, template)
         as_numpy = jax.tree.map(lambda _: ocp.RestoreArgs(restore_type=np.ndarray), template)
@@ -297,6 +293,17 @@ class Checkpoints:
 
 class CheckpointWriteError(UserError):
     """A checkpoint could not be written: the disk is full, read-only or gone."""
+
+
+def _stored_fields(template: TrainState, config: Fields) -> list[str]:
+    """Returns the fields of the state that the version which wrote this config knew.
+
+    The other ones get their defaults.
+    """
+    missing = set() if 'timesteps' in config else {'weighting', 'timesteps'}
+    if 'spike_sigmas' not in config.get('train', {}):
+        missing.add('recent_norms')
+    return [f.name for f in dataclasses.fields(template) if f.name not in missing]
 
 
 def _first_line(error: Exception) -> str:

@@ -107,6 +107,7 @@ NOT_NEGATIVE = (
     'train.holdout_every',
     'train.keep_every',
     'train.keep_best',
+    'train.spike_sigmas',
     'ema.snapshot_every',
     'evaluation.steps',
     'evaluation.guidance_scale',

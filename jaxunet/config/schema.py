@@ -227,7 +227,10 @@ class TrainConfig:
     keep: int = 3
     keep_every: int = 0
     keep_best: int = 0
-    max_bad_steps: int = 20  # stop after this many non-finite steps in a row
+    max_bad_steps: int = 20  # stop after this many skipped steps in a row
+    # Skip a step whose gradient norm is more than this many standard deviations above the mean of
+    # the last 200 taken steps; never with fewer than 20 of them. 0 = off.
+    spike_sigmas: float = 0.0
 
 
 @dataclass(frozen=True)

@@ -29,7 +29,9 @@ COLUMNS = (
     'skipped_steps',
     'training_seconds',
 )
-ALL_COLUMNS = (*COLUMNS, *held_out.COLUMNS)
+SPIKES = ('spikes',)  # with train.spike_sigmas
+OPTIONAL = (*SPIKES, *held_out.COLUMNS)
+ALL_COLUMNS = (*COLUMNS, *OPTIONAL)
 MAX_DIGITS = 18  # of a step
 
 
@@ -39,26 +41,26 @@ class Logs:
     Args:
       start_step: the step that the run starts from. Rows of later steps are dropped: a run that was
         killed after its last checkpoint has logged steps that it will run again.
-      held_out_losses: the table has columns for them (`train.holdout_every`).
+      extra: those of the columns `OPTIONAL` that the rows of this run have.
 
     Attributes:
       earlier: the rows of metrics.csv up to `start_step`.
     """
 
     def __init__(
-        self, workdir: pathlib.Path, start_step: int, *, held_out_losses: bool = False
+        self, workdir: pathlib.Path, start_step: int, *, extra: Sequence[str] = ()
     ) -> None:
         self._table = StepTable(
             workdir / FILE,
-            ALL_COLUMNS if held_out_losses else COLUMNS,
+            (*COLUMNS, *extra),
             start_step,
-            optional=held_out.COLUMNS,
+            optional=OPTIONAL,
         )
         self.earlier = self._table.earlier
         self._board = Board(workdir / 'tensorboard', start_step)
 
     def row(self, values: Mapping[str, float]) -> None:
-        """Adds one logged step, with a value for each column; the held-out ones may lack."""
+        """Adds one logged step, with a value for each column; those of `OPTIONAL` may lack."""
         self._table.add([values])
         points = {
             f'{"held_out" if name in held_out.COLUMNS else "train"}/{name}': value
@@ -89,7 +91,7 @@ class StepTable:
     Args:
       columns: of the table.
       texts: those that are no numbers.
-      optional: columns that the table has besides if the file has them.
+      optional: columns each of which the table has besides if the file has it.
 
     Attributes:
       earlier: the rows up to `start_step`.
@@ -111,8 +113,8 @@ class StepTable:
             found = _Found((), [], '')
         except OSError as error:
             found = _Found((), [], f'cannot be read ({error.strerror or error})')
-        has_optional = any(name in found.columns for name in optional)
-        self._columns = tuple(dict.fromkeys((*columns, *(optional if has_optional else ()))))
+        kept = [name for name in optional if name in found.columns]
+        self._columns = tuple(dict.fromkeys((*columns, *kept)))
         self.earlier = [row for row in found.rows if int(row['step']) <= start_step]
         if found.problem:
             logging.warning('%s: %s; it is moved to %s', path, found.problem, path.parent / DAMAGED)

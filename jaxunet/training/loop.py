@@ -292,7 +292,7 @@ class _Loop:
         """Waits for the oldest calls in the queue until `leave` are left, and logs their metrics.
 
         Raises:
-          UserError: too many steps in a row were not finite.
+          UserError: too many steps in a row were skipped.
         """
         t = self.config.train
         while len(self.queue) > leave:
@@ -303,11 +303,15 @@ class _Loop:
             bad = int(np.atleast_1d(metrics['bad_steps']).max())  # waits for the steps
             self.bar.update(self.session.steps_per_call)
             if bad >= t.max_bad_steps:
+                spike, advice = '', ''
+                if t.spike_sigmas:
+                    spike = f', or a norm beyond train.spike_sigmas={t.spike_sigmas}'
+                    advice = 'raise train.spike_sigmas, '
                 raise UserError(
                     f'training stopped at step {step}: {bad} steps in a row had a loss or gradient '
-                    f'that is not finite (train.max_bad_steps={t.max_bad_steps}); lower '
-                    'optimizer.learning_rate, set optimizer.clip_norm, or use precision=bfloat16. '
-                    f'The last checkpoint is step {self.checkpoints.latest()}.'
+                    f'that is not finite{spike} (train.max_bad_steps={t.max_bad_steps}); {advice}'
+                    'lower optimizer.learning_rate, set optimizer.clip_norm, or use '
+                    f'precision=bfloat16. The last checkpoint is step {self.checkpoints.latest()}.'
                 )
             if step % t.log_every == 0 or step == t.steps:
                 elapsed, steps = self.clock.lap(step)

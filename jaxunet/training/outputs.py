@@ -19,8 +19,9 @@ from jaxunet.sampling.generator import Generator
 from jaxunet.sampling.options import OBJECTIVE_DEFAULTS, SamplerConfig
 from jaxunet.training.background import Background
 from jaxunet.training.evaluation import Evaluator, evaluation_table
+from jaxunet.training.held_out import COLUMNS as HELD_OUT_COLUMNS
 from jaxunet.training.held_out import HeldOutLoss, Losses, Turn
-from jaxunet.training.logs import Logs
+from jaxunet.training.logs import SPIKES, Logs
 from jaxunet.training.step import Metrics
 
 MAX_COLUMNS = 20  # of a sample grid with one column per class
@@ -58,7 +59,11 @@ class Outputs:
     ) -> None:
         self._config, self._workdir, self._bar, self._keep_on = config, workdir, bar, keep_on
         self._device = devices[0]
-        self._logs = Logs(workdir, start, held_out_losses=config.train.holdout_every > 0)
+        extra = (
+            *(SPIKES if config.train.spike_sigmas else ()),
+            *(HELD_OUT_COLUMNS if config.train.holdout_every else ()),
+        )
+        self._logs = Logs(workdir, start, extra=extra)
         self._evaluator = evaluator
         self._table = evaluation_table(workdir, start) if evaluator else None
         self._generator: Background[Generator] | None = None
@@ -104,6 +109,7 @@ class Outputs:
                 'loss_scale': float(metrics['loss_scale']),
                 'skipped_steps': int(metrics['skipped']),
                 'training_seconds': training_seconds,
+                **({'spikes': int(metrics['spikes'])} if 'spikes' in metrics else {}),
                 **(held_out.columns() if held_out else {}),
             }
         )

@@ -11,7 +11,13 @@ from absl import logging
 
 from jaxunet.checkpoint import store as checkpoint
 from jaxunet.checkpoint.resumable import check_resumable
-from jaxunet.checkpoint.state import TrainState, fresh_state, start_loss_scale, start_methods
+from jaxunet.checkpoint.state import (
+    TrainState,
+    fresh_state,
+    start_loss_scale,
+    start_methods,
+    start_norms,
+)
 from jaxunet.config import Config
 from jaxunet.data.classes import keep_classes
 
@@ -71,4 +77,6 @@ def _adapted(restored: checkpoint.Restored, config: Config) -> TrainState:
         state = dataclasses.replace(state, weighting=weighting)
     if restored.config.timesteps != config.timesteps:
         state = dataclasses.replace(state, timesteps=timesteps)
+    if bool(restored.config.train.spike_sigmas) != bool(config.train.spike_sigmas):
+        state = dataclasses.replace(state, recent_norms=jax.device_get(start_norms(config)))
     return state

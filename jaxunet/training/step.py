@@ -21,6 +21,7 @@ import jax.numpy as jnp
 import optax
 from jaxtyping import Array, Float, Int, Key
 
+from jaxunet.checkpoint.recent_norms import RecentNorms
 from jaxunet.checkpoint.state import TrainState, learning_rate_schedule
 from jaxunet.config import Config
 from jaxunet.diffusion.objectives import per_sample_loss
@@ -105,10 +106,10 @@ def make_train_step(
     `jax.shard_map`; without it, the whole batch. Losses and gradients are means over the global
     batch either way. With `optimizer.accumulate_steps` > 1 the batch is split into that many
     micro-batches. A step whose gradients are not finite changes only the counters and the loss
-    scale.
+    scale, and with `train.spike_sigmas` so does one whose gradient norm is a spike.
 
     Metrics: loss (mean since the last logged step), step_loss, grad_norm (before clipping),
-    learning_rate, loss_scale, bad_steps, skipped.
+    learning_rate, loss_scale, bad_steps, skipped, and spikes with `train.spike_sigmas`.
     """
     fused = fused_update(config.backend, config.precision)
     parts = StepParts(
@@ -263,12 +264,12 @@ def apply_gradients(
     """
     config = parts.config
     updated = parts.update(state, grads, loss, minimised)
-    finite = updated.finite
+    taken = updated.taken
     earlier_updates = state.step - state.skipped
-    skipped = state.skipped + jnp.where(finite, 0, 1)
-    bad_steps = jnp.where(finite, 0, state.bad_steps + 1)
-    loss_sum = state.loss_sum + jnp.where(finite, loss, 0.0)
-    loss_count = state.loss_count + jnp.where(finite, 1, 0)
+    skipped = state.skipped + jnp.where(taken, 0, 1)
+    bad_steps = jnp.where(taken, 0, state.bad_steps + 1)
+    loss_sum = state.loss_sum + jnp.where(taken, loss, 0.0)
+    loss_count = state.loss_count + jnp.where(taken, 1, 0)
     metrics = {
         'loss': loss_sum / jnp.maximum(loss_count, 1).astype(jnp.float32),
         'step_loss': loss,
@@ -278,6 +279,12 @@ def apply_gradients(
         'bad_steps': bad_steps,
         'skipped': skipped,
     }
+    recent_norms = state.recent_norms
+    if isinstance(recent_norms, RecentNorms):
+        recent_norms = recent_norms.after(
+            updated.grad_norm, taken=taken, spike=updated.finite & ~taken
+        )
+        metrics['spikes'] = recent_norms.spikes
     logged = (state.step + 1) % config.train.log_every == 0
     new_state = dataclasses.replace(
         state,
@@ -285,11 +292,12 @@ def apply_gradients(
         params=updated.params,
         ema=updated.ema,
         opt_state=updated.opt_state,
-        loss_scale=state.loss_scale.update(finite, config.precision == 'float16'),
+        loss_scale=state.loss_scale.update(updated.finite, config.precision == 'float16'),
         bad_steps=bad_steps,
         skipped=skipped,
         loss_sum=jnp.where(logged, 0.0, loss_sum),
         loss_count=jnp.where(logged, 0, loss_count),
+        recent_norms=recent_norms,
     )
     return new_state, metrics
 

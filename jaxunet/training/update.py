@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import optax
 from jaxtyping import Array, Bool, Float
 
+from jaxunet.checkpoint.recent_norms import RecentNorms
 from jaxunet.checkpoint.state import TrainState, learning_rate_schedule
 from jaxunet.config import Config
 from jaxunet.model.unet import Params
@@ -27,11 +28,12 @@ Scalar = Float[Array, '']
 
 
 class Updated(NamedTuple):
-    """The result of an update. If `finite` is false, the first three are those of the old state.
+    """The result of an update. If `taken` is false, the first three are those of the old state.
 
     Attributes:
       grad_norm: global norm of the gradients, before clipping.
       finite: the gradients and both losses are finite.
+      taken: they are finite, and the norm is no spike (`train.spike_sigmas`).
     """
 
     params: Params
@@ -39,6 +41,7 @@ class Updated(NamedTuple):
     ema: dict[str, Params]
     grad_norm: Scalar
     finite: Bool[Array, '']
+    taken: Bool[Array, '']
 
 
 # Takes the state, its gradients times the loss scale, the logged loss and the minimised loss.
@@ -58,6 +61,7 @@ def _optax_update(config: Config, optimizer: optax.GradientTransformation) -> Up
         grads = jax.tree.map(lambda g: g.astype(jnp.float32) / state.loss_scale.scale, grads)
         grad_norm = optax.tree.norm(grads)
         finite = _all_finite(grad_norm, loss, minimised)
+        taken = _taken(config, state, grad_norm, finite)
         if config.optimizer.clip_norm:
             factor = _clip_factor(config, grad_norm)
             grads = jax.tree.map(lambda g: g * factor, grads)
@@ -71,15 +75,16 @@ def _optax_update(config: Config, optimizer: optax.GradientTransformation) -> Up
                 for name, share in shares.items()
             }
 
-        def if_finite(new: Tree, old: Tree) -> Tree:
-            return jax.tree.map(lambda a, b: jnp.where(finite, a, b), new, old)
+        def if_taken(new: Tree, old: Tree) -> Tree:
+            return jax.tree.map(lambda a, b: jnp.where(taken, a, b), new, old)
 
         return Updated(
-            if_finite(params, state.params),
-            if_finite(opt_state, state.opt_state),
-            if_finite(ema, state.ema),
+            if_taken(params, state.params),
+            if_taken(opt_state, state.opt_state),
+            if_taken(ema, state.ema),
             grad_norm,
             finite,
+            taken,
         )
 
     return update
@@ -95,6 +100,7 @@ def _fused_update(config: Config, kernels: FusedUpdate) -> Update:
         names = tuple(state.ema)
         grad_norm = jnp.sqrt(kernels.sum_of_squares(grads)) / state.loss_scale.scale
         finite = _all_finite(grad_norm, loss, minimised)
+        taken = _taken(config, state, grad_norm, finite)
         count = optax.safe_increment(adam.count)
         factor = _clip_factor(config, grad_norm) if o.clip_norm else jnp.ones((), jnp.float32)
         moved = kernels.adamw(
@@ -104,7 +110,7 @@ def _fused_update(config: Config, kernels: FusedUpdate) -> Update:
             adam.mu,
             adam.nu,
             tuple(state.ema[name] for name in names),
-            take=finite,
+            take=taken,
             factor=factor / state.loss_scale.scale,
             learning_rate=jnp.asarray(schedule(scheduled.count), jnp.float32),
             corrections=(
@@ -113,18 +119,26 @@ def _fused_update(config: Config, kernels: FusedUpdate) -> Update:
             ),
             follow=_shares(config, state),
         )
-        adam = adam._replace(count=jnp.where(finite, count, adam.count), mu=moved.mu, nu=moved.nu)
+        adam = adam._replace(count=jnp.where(taken, count, adam.count), mu=moved.mu, nu=moved.nu)
         scheduled = scheduled._replace(
-            count=jnp.where(finite, optax.safe_increment(scheduled.count), scheduled.count)
+            count=jnp.where(taken, optax.safe_increment(scheduled.count), scheduled.count)
         )
         ema = dict(zip(names, moved.averages, strict=True))
-        return Updated(moved.params, (adam, empty, scheduled), ema, grad_norm, finite)
+        return Updated(moved.params, (adam, empty, scheduled), ema, grad_norm, finite, taken)
 
     return update
 
 
 def _all_finite(grad_norm: Scalar, loss: Scalar, minimised: Scalar) -> Bool[Array, '']:
     return jnp.isfinite(grad_norm) & jnp.isfinite(loss) & jnp.isfinite(minimised)
+
+
+def _taken(
+    config: Config, state: TrainState, grad_norm: Scalar, finite: Bool[Array, '']
+) -> Bool[Array, '']:
+    if isinstance(state.recent_norms, RecentNorms):
+        return finite & ~state.recent_norms.is_spike(grad_norm, config.train.spike_sigmas)
+    return finite
 
 
 def _clip_factor(config: Config, grad_norm: Scalar) -> Scalar:

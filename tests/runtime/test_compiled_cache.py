@@ -42,6 +42,7 @@ STEP = (  # the modules whose code is traced
     'training/ema.py',
     'training/update.py',
     'checkpoint/state.py',
+    'checkpoint/recent_norms.py',
     'training/parallel.py',
 )
 
@@ -137,7 +138,7 @@ def test_a_step_is_kept_under_all_that_it_is_made_from():
                     field,
                 )
     kept = step_fields.relevant(Config())
-    assert kept['train'].keys() == {'steps', 'log_every'}
+    assert kept['train'].keys() == {'steps', 'log_every', 'spike_sigmas'}
     assert kept['optimizer'] == raw['optimizer']
 
 

@@ -40,7 +40,7 @@ class Bench:
             backend='xla',
             parallel=ParallelConfig(),
             optimizer=OptimizerConfig(name=self.config.optimizer.name),
-            train=TrainConfig(),
+            train=TrainConfig(spike_sigmas=self.config.train.spike_sigmas),
         )
         self.state = self.parallel.replicate(fresh_state(config))
 
