@@ -51,12 +51,14 @@ class Restored:
       seconds: training time so far, without compiling, sampling and saving.
       class_names: names of the labels 0, 1, ...; empty for an unconditional model, and in
         checkpoints of versions that stored none.
+      rollbacks: how often the run has gone back to an earlier checkpoint.
     """
 
     state: TrainState
     config: Config
     seconds: float
     class_names: tuple[str, ...]
+    rollbacks: int = 0
 
 
 def state_template(config: Config) -> TrainState:
@@ -131,6 +133,7 @@ class Checkpoints:
         config: Config,
         seconds: float,
         class_names: tuple[str, ...] = (),
+        rollbacks: int = 0,
     ) -> str:
         """Starts writing a checkpoint in the background; only process 0 may call this.
 
@@ -151,6 +154,7 @@ class Checkpoints:
                 'checksum': checksum(state),
                 'seconds': seconds,
                 'class_names': list(class_names),
+                'rollbacks': rollbacks,
             }
         )
         earlier = ''
@@ -191,7 +195,7 @@ class Checkpoints:
         Raises:
           UserError: there are checkpoints, but none can be read, or one is of another version.
         """
-        steps = sorted(self.manager.all_steps(), reverse=True) if step is None else [step]
+        steps = self.steps() if step is None else [step]
         damaged: list[tuple[pathlib.Path, Exception]] = []
         for candidate in steps:
             folder = self.folder / str(candidate)
@@ -228,6 +232,17 @@ class Checkpoints:
         if damaged and not self.read_only:
             self.manager.reload()
 
+    def steps(self) -> list[int]:
+        """Returns the steps of all checkpoints, newest first."""
+        return sorted(self.manager.all_steps(), reverse=True)
+
+    def set_aside_after(self, step: int) -> None:
+        """Moves the checkpoints of later steps to `WORKDIR/damaged`."""
+        for later in self.steps():
+            if later > step:
+                self._set_aside(self.folder / str(later))
+        self.manager.reload()
+
     def latest(self) -> int | None:
         """Returns the step of the newest checkpoint, or None."""
         return self.manager.latest_step()
@@ -260,7 +275,13 @@ class Checkpoints:
             raise ValueError(
                 f'checksum: expected {meta["checksum"]:08x}, found {found:08x} in {folder}'
             )
-        return Restored(state, config, meta['seconds'], tuple(meta.get('class_names', ())))
+        return Restored(
+            state,
+            config,
+            meta['seconds'],
+            tuple(meta.get('class_names', ())),
+            meta.get('rollbacks', 0),
+        )
 
     def _set_aside_unfinished(self) -> None:
         """Moves away half-written checkpoints of a killed run, which orbax never committed."""

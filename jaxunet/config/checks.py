@@ -108,6 +108,7 @@ NOT_NEGATIVE = (
     'train.keep_every',
     'train.keep_best',
     'train.spike_sigmas',
+    'train.rollbacks',
     'ema.snapshot_every',
     'evaluation.steps',
     'evaluation.guidance_scale',

@@ -231,6 +231,8 @@ class TrainConfig:
     # Skip a step whose gradient norm is more than this many standard deviations above the mean of
     # the last 200 taken steps; never with fewer than 20 of them. 0 = off.
     spike_sigmas: float = 0.0
+    # Go back to the last good checkpoint after `max_bad_steps`, instead of stopping, this often.
+    rollbacks: int = 0
 
 
 @dataclass(frozen=True)

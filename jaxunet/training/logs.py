@@ -30,7 +30,8 @@ COLUMNS = (
     'training_seconds',
 )
 SPIKES = ('spikes',)  # with train.spike_sigmas
-OPTIONAL = (*SPIKES, *held_out.COLUMNS)
+ROLLBACKS = ('rollbacks',)  # with train.rollbacks
+OPTIONAL = (*SPIKES, *ROLLBACKS, *held_out.COLUMNS)
 ALL_COLUMNS = (*COLUMNS, *OPTIONAL)
 MAX_DIGITS = 18  # of a step
 

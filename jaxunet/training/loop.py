@@ -34,6 +34,7 @@ from jaxunet.training.outputs import Outputs, samples_path
 from jaxunet.training.parallel import STOP
 from jaxunet.training.preemption import Preemption
 from jaxunet.training.resume import starting_point
+from jaxunet.training.rollback import TooManySkippedError, with_rollbacks
 from jaxunet.training.session import IN_FLIGHT, Session
 from jaxunet.training.step import Metrics
 from jaxunet.training.workdir import opened
@@ -64,7 +65,12 @@ def train(
     if milestones and jax.process_count() > 1:
         raise ValueError('milestones: the processes of a run would reach them at different steps')
     with opened(workdir), Preemption() as preemption:
-        return _Loop(config, workdir, source, preemption, milestones).run(initial)
+        return with_rollbacks(
+            lambda failed: _Loop(config, workdir, source, preemption, milestones).run(
+                initial, failed
+            ),
+            limit=0 if milestones else config.train.rollbacks,
+        )
 
 
 class _Loop:
@@ -72,6 +78,7 @@ class _Loop:
 
     Attributes:
       step: the step reached by the calls made so far, which may still be running.
+      rollbacks: how often the run has gone back to an earlier checkpoint.
       queue: the calls whose metrics have not been read: (step after the call, metrics).
       stop: all processes of the run have seen that one of them was asked to stop.
       failed_save: why the last checkpoint could not be written; empty if it could.
@@ -79,6 +86,7 @@ class _Loop:
     """
 
     step: int
+    rollbacks: int
     clock: Clock
     class_names: tuple[str, ...]
     bar: tqdm
@@ -121,16 +129,20 @@ class _Loop:
         self.stop = False
         self.failed_save = ''
 
-    def run(self, initial: TrainState | None) -> int:
-        """Prepares the session and the outputs, trains, and returns the step reached."""
+    def run(self, initial: TrainState | None, failed: TooManySkippedError | None) -> int:
+        """Trains, and returns the step reached; `failed` as in `starting_point`."""
         total = self.config.train.steps
         with contextlib.ExitStack() as stack:
             stack.callback(quietly, 'checkpoints', self.checkpoints.close)
+            names = self.source.class_names
             begin = starting_point(
-                self.config, self.workdir, self.checkpoints, self.source.class_names, initial
+                self.config, self.workdir, self.checkpoints, names, initial, failed
             )
             self.step, self.class_names = int(begin.state.step), begin.class_names
+            self.rollbacks = begin.rollbacks
             agree({'the step to resume from': self.step})
+            if failed and self.main:
+                self.checkpoints.set_aside_after(self.step)
             alone = jax.process_count() == 1
             if self.step >= total and not (alone and any(self._left_out())):
                 field, now = 'steps', f'{total}'
@@ -173,6 +185,7 @@ class _Loop:
             self.config,
             self.workdir,
             self.step,
+            rollbacks=self.rollbacks,
             devices=self.session.parallel.local_devices,
             evaluator=self.evaluator,
             held_out=self.held_out,
@@ -292,7 +305,7 @@ class _Loop:
         """Waits for the oldest calls in the queue until `leave` are left, and logs their metrics.
 
         Raises:
-          UserError: too many steps in a row were skipped.
+          TooManySkippedError: too many steps in a row were skipped.
         """
         t = self.config.train
         while len(self.queue) > leave:
@@ -303,15 +316,8 @@ class _Loop:
             bad = int(np.atleast_1d(metrics['bad_steps']).max())  # waits for the steps
             self.bar.update(self.session.steps_per_call)
             if bad >= t.max_bad_steps:
-                spike, advice = '', ''
-                if t.spike_sigmas:
-                    spike = f', or a norm beyond train.spike_sigmas={t.spike_sigmas}'
-                    advice = 'raise train.spike_sigmas, '
-                raise UserError(
-                    f'training stopped at step {step}: {bad} steps in a row had a loss or gradient '
-                    f'that is not finite{spike} (train.max_bad_steps={t.max_bad_steps}); {advice}'
-                    'lower optimizer.learning_rate, set optimizer.clip_norm, or use '
-                    f'precision=bfloat16. The last checkpoint is step {self.checkpoints.latest()}.'
+                raise TooManySkippedError(
+                    self.config, step, bad, self.checkpoints.latest(), self.rollbacks
                 )
             if step % t.log_every == 0 or step == t.steps:
                 elapsed, steps = self.clock.lap(step)
@@ -377,6 +383,7 @@ class _Loop:
                 self.config,
                 self.clock.seconds,
                 self.class_names,
+                self.rollbacks,
             )
         except checkpoint.CheckpointWriteError as error:
             warning = self.failed_save = str(error)

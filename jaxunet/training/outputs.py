@@ -21,7 +21,7 @@ from jaxunet.training.background import Background
 from jaxunet.training.evaluation import Evaluator, evaluation_table
 from jaxunet.training.held_out import COLUMNS as HELD_OUT_COLUMNS
 from jaxunet.training.held_out import HeldOutLoss, Losses, Turn
-from jaxunet.training.logs import SPIKES, Logs
+from jaxunet.training.logs import ROLLBACKS, SPIKES, Logs
 from jaxunet.training.step import Metrics
 
 MAX_COLUMNS = 20  # of a sample grid with one column per class
@@ -38,6 +38,7 @@ class Outputs:
 
     Args:
       start: the step that the run starts from; later rows of its log files are dropped.
+      rollbacks: how often the run has gone back to an earlier checkpoint.
       devices: of this process; the first one draws the sample grids.
       evaluator: computes the metrics of samples; None if `train.evaluate_every` is 0.
       held_out: measures the held-out loss; None if `train.holdout_every` is 0.
@@ -51,6 +52,7 @@ class Outputs:
         workdir: pathlib.Path,
         start: int,
         *,
+        rollbacks: int,
         devices: Sequence[jax.Device],
         evaluator: Evaluator | None,
         held_out: HeldOutLoss | None,
@@ -61,8 +63,10 @@ class Outputs:
         self._device = devices[0]
         extra = (
             *(SPIKES if config.train.spike_sigmas else ()),
+            *(ROLLBACKS if config.train.rollbacks else ()),
             *(HELD_OUT_COLUMNS if config.train.holdout_every else ()),
         )
+        self._rollbacks = rollbacks
         self._logs = Logs(workdir, start, extra=extra)
         self._evaluator = evaluator
         self._table = evaluation_table(workdir, start) if evaluator else None
@@ -109,6 +113,7 @@ class Outputs:
                 'loss_scale': float(metrics['loss_scale']),
                 'skipped_steps': int(metrics['skipped']),
                 'training_seconds': training_seconds,
+                'rollbacks': self._rollbacks,
                 **({'spikes': int(metrics['spikes'])} if 'spikes' in metrics else {}),
                 **(held_out.columns() if held_out else {}),
             }

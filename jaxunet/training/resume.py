@@ -20,6 +20,7 @@ from jaxunet.checkpoint.state import (
 )
 from jaxunet.config import Config
 from jaxunet.data.classes import keep_classes
+from jaxunet.training.rollback import TooManySkippedError, last_good
 
 
 @dataclass(frozen=True)
@@ -30,11 +31,13 @@ class StartingPoint:
       state: numpy arrays.
       seconds: training time of the run so far.
       class_names: names of the labels 0, 1, ...; empty for an unconditional model.
+      rollbacks: how often the run has gone back to an earlier checkpoint.
     """
 
     state: TrainState
     seconds: float
     class_names: tuple[str, ...]
+    rollbacks: int = 0
 
 
 def starting_point(
@@ -43,17 +46,20 @@ def starting_point(
     checkpoints: checkpoint.Checkpoints,
     class_names: tuple[str, ...],
     initial: TrainState | None,
+    failed: TooManySkippedError | None = None,
 ) -> StartingPoint:
     """Returns the newest checkpoint of the run, else `initial`, else a fresh state.
 
     Args:
       class_names: of the images.
+      failed: why this run goes back to its last good checkpoint; None if it does not.
 
     Raises:
       UserError: the config or the classes do not fit the checkpoint, or none can be read.
+      TooManySkippedError: `failed`, if there is no good checkpoint.
     """
     names = class_names if config.model.num_classes else ()
-    restored = checkpoints.restore()
+    restored = last_good(checkpoints, failed) if failed else checkpoints.restore()
     if restored is None:
         return StartingPoint(fresh_state(config) if initial is None else initial, 0.0, names)
     changes = check_resumable(restored.config, config, workdir)
@@ -64,7 +70,7 @@ def starting_point(
         int(restored.state.step),
         '; changed: ' + ', '.join(changes) if changes else '',
     )
-    return StartingPoint(_adapted(restored, config), restored.seconds, names)
+    return StartingPoint(_adapted(restored, config), restored.seconds, names, restored.rollbacks)
 
 
 def _adapted(restored: checkpoint.Restored, config: Config) -> TrainState:

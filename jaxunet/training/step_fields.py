@@ -26,6 +26,7 @@ OUTSIDE_FIELDS = {
         'keep_every',
         'keep_best',
         'max_bad_steps',
+        'rollbacks',
     ),
 }
 

@@ -1,0 +1,101 @@
+"""Goes back to a good checkpoint after too many skipped steps in a row (`train.rollbacks`)."""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+from collections.abc import Callable
+
+import jax
+from absl import logging
+
+from jaxunet.checkpoint.store import Checkpoints, Restored
+from jaxunet.config import Config
+from jaxunet.runtime.distributed import agree
+from jaxunet.runtime.errors import UserError
+
+
+class TooManySkippedError(UserError):
+    """A run skipped `train.max_bad_steps` steps in a row.
+
+    Args:
+      step: the step reached.
+      bad: steps skipped in a row up to it.
+      latest: the step of the newest checkpoint.
+      rollbacks: how often the run has gone back so far.
+    """
+
+    def __init__(
+        self, config: Config, step: int, bad: int, latest: int | None, rollbacks: int
+    ) -> None:
+        t = config.train
+        spike, advice, back = '', '', ''
+        if t.spike_sigmas:
+            spike = f', or a norm beyond train.spike_sigmas={t.spike_sigmas}'
+            advice = 'raise train.spike_sigmas, '
+        if rollbacks:
+            back = f' Rollbacks before it: {rollbacks} (train.rollbacks={t.rollbacks}).'
+        super().__init__(
+            f'training stopped at step {step}: {bad} steps in a row had a loss or gradient '
+            f'that is not finite{spike} (train.max_bad_steps={t.max_bad_steps}); {advice}'
+            'lower optimizer.learning_rate, set optimizer.clip_norm, or use '
+            f'precision=bfloat16. The last checkpoint is step {latest}.{back}'
+        )
+        self.step, self.bad, self.rollbacks = step, bad, rollbacks
+
+
+def with_rollbacks(run: Callable[[TooManySkippedError | None], int], limit: int) -> int:
+    """Returns the result of `run`, which runs again, at most `limit` times, if it skips too much.
+
+    Args:
+      run: takes why it has to go back to its last good checkpoint; None the first time.
+
+    Raises:
+      TooManySkippedError: the last one.
+    """
+    failed: TooManySkippedError | None = None
+    while True:
+        # Process 0 has written its last checkpoint before any process looks for a good one.
+        agree({'rollbacks': failed.rollbacks if failed else 0})
+        try:
+            return run(failed)
+        except TooManySkippedError as error:
+            if error is failed or error.rollbacks >= limit:
+                raise
+            failed = error.with_traceback(None)
+        # Frees the old state, which would fill the devices; it was alive at `gc.freeze`.
+        gc.unfreeze()
+        gc.collect()
+
+
+def last_good(checkpoints: Checkpoints, failed: TooManySkippedError) -> Restored:
+    """Returns the newest checkpoint with no skipped step right before it, to go on from.
+
+    Its random key is folded with the number of rollbacks: the batches stay the same, and noise,
+    timesteps, dropout and augmentation are drawn anew.
+
+    Raises:
+      TooManySkippedError: `failed`, if there is no such checkpoint.
+    """
+    for step in checkpoints.steps():
+        try:
+            restored = checkpoints.restore(step)
+        except UserError as error:
+            logging.warning('%s', error)
+            continue
+        if restored is None or int(restored.state.bad_steps):
+            continue
+        count = failed.rollbacks + 1
+        logging.warning(
+            'step %d: %d steps in a row were skipped; going back to the checkpoint of step %d, '
+            'with other random numbers (rollback %d)',
+            failed.step,
+            failed.bad,
+            step,
+            count,
+        )
+        key = jax.random.fold_in(jax.random.wrap_key_data(restored.state.rng), count)
+        rng = jax.device_get(jax.random.key_data(key))
+        state = dataclasses.replace(restored.state, rng=rng)
+        return dataclasses.replace(restored, state=state, rollbacks=count)
+    raise failed
