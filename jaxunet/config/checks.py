@@ -109,6 +109,7 @@ NOT_NEGATIVE = (
     'train.keep_best',
     'train.spike_sigmas',
     'train.rollbacks',
+    'train.check_replicas_every',
     'ema.snapshot_every',
     'evaluation.steps',
     'evaluation.guidance_scale',

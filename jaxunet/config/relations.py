@@ -16,6 +16,7 @@ STEP_COUNTS = (
     'train.evaluate_every',
     'train.holdout_every',
     'train.checkpoint_every',
+    'train.check_replicas_every',
     'ema.snapshot_every',
 )
 # More steps per call would save little more host time, and a signal waits for all of them.

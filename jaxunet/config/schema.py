@@ -233,6 +233,9 @@ class TrainConfig:
     spike_sigmas: float = 0.0
     # Go back to the last good checkpoint after `max_bad_steps`, instead of stopping, this often.
     rollbacks: int = 0
+    # Steps between comparisons of weights and optimizer state over the devices, which must be
+    # equal; before every checkpoint, too. 0 = never.
+    check_replicas_every: int = 0
 
 
 @dataclass(frozen=True)

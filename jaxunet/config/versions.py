@@ -29,6 +29,7 @@ ADDED = (
     'train.keep_best',
     'train.spike_sigmas',
     'train.rollbacks',
+    'train.check_replicas_every',
 )
 # Defaults that changed: what the new one stood for in version 0.1.0; see `identity`.
 CHANGED_DEFAULTS = {'train.sample_steps': (0, 50)}

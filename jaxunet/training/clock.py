@@ -9,6 +9,11 @@ from dataclasses import dataclass
 from jaxunet.model.unet import Params
 
 
+def due(every: int, step: int, last: int) -> bool:
+    """Returns True every so many steps and after the last step; never if `every` is 0."""
+    return every > 0 and (step % every == 0 or step == last)
+
+
 class Clock:
     """Measures the time of training steps; compiling and everything while paused do not count.
 

@@ -27,12 +27,13 @@ from jaxunet.runtime.attempts import quietly
 from jaxunet.runtime.distributed import agree
 from jaxunet.runtime.errors import UserError
 from jaxunet.runtime.progress import progress_bar
-from jaxunet.training.clock import Clock, Milestones
-from jaxunet.training.evaluation import Evaluator, is_evaluated
+from jaxunet.training.clock import Clock, Milestones, due
+from jaxunet.training.evaluation import Evaluator
 from jaxunet.training.held_out import HeldOutLoss
-from jaxunet.training.outputs import Outputs, samples_path
+from jaxunet.training.outputs import Outputs, left_out
 from jaxunet.training.parallel import STOP
 from jaxunet.training.preemption import Preemption
+from jaxunet.training.replicas import Replicas
 from jaxunet.training.resume import starting_point
 from jaxunet.training.rollback import TooManySkippedError, with_rollbacks
 from jaxunet.training.session import IN_FLIGHT, Session
@@ -104,6 +105,7 @@ class _Loop:
         self.milestones_left = list(milestones.seconds) if milestones else []
         self.main = jax.process_index() == 0
         self.session = Session(config, source)
+        self.replicas = Replicas(config, self.session.parallel)
         self.evaluator = (
             Evaluator(config, source, self.session.parallel.local_devices)
             if config.train.evaluate_every and self.main
@@ -214,6 +216,7 @@ class _Loop:
                 return
         self._read_metrics()
         if self.step < self.config.train.steps:
+            self._check_replicas()
             self._save_unsaved()
             self.bar.write(f'stopped at step {self.step}; the same command resumes from there')
         self._finish_saving()
@@ -237,13 +240,16 @@ class _Loop:
         t = self.config.train
         save, sample = self._due(t.checkpoint_every), self._due(t.sample_every)
         evaluate, held_out = self._due(t.evaluate_every), self._due(t.holdout_every)
+        check = self._due(t.check_replicas_every)
         snapshot = self.snapshot_every > 0 and self.step % self.snapshot_every == 0
         milestone = bool(self.milestones_left) and self._seconds() >= self.milestones_left[0]
-        if not (save or sample or evaluate or held_out or milestone or snapshot):
+        if not (save or sample or evaluate or held_out or milestone or snapshot or check):
             return True
         self._read_metrics(leave=1)
         jax.block_until_ready(self.queue[-1][1])
         self.clock.pause()
+        if check or save:
+            self._check_replicas()
         if snapshot:
             self._take_snapshot()
         if held_out and self.outputs:
@@ -272,17 +278,9 @@ class _Loop:
                 self.outputs.evaluate(self.step, self._averaged_weights(), self._seconds())
 
     def _left_out(self) -> tuple[bool, bool]:
-        """Returns whether the samples and the metrics of a resumed step are due, but missing.
-
-        So they are if the process died between its checkpoint and them.
-        """
         if not self.main or self.checkpoints.latest() != self.step:
             return False, False
-        t = self.config.train
-        return (
-            self._due(t.sample_every) and not samples_path(self.workdir, self.step).exists(),
-            self._due(t.evaluate_every) and not is_evaluated(self.workdir, self.step),
-        )
+        return left_out(self.config, self.workdir, self.step)
 
     def _make_up(self) -> None:
         sample, evaluate = self._left_out()
@@ -298,8 +296,7 @@ class _Loop:
         return self.clock.seconds
 
     def _due(self, every: int) -> bool:
-        """Returns True every so many steps and after the last step; never if `every` is 0."""
-        return every > 0 and (self.step % every == 0 or self.step == self.config.train.steps)
+        return due(every, self.step, self.config.train.steps)
 
     def _read_metrics(self, leave: int = 0) -> None:
         """Waits for the oldest calls in the queue until `leave` are left, and logs their metrics.
@@ -340,11 +337,15 @@ class _Loop:
     def _save_all(self) -> None:
         self._read_metrics()
         if jax.process_count() == 1 and not self.milestones:
+            self._check_replicas()
             self._save_unsaved()
             self._finish_saving()
 
     def _asked_to_stop(self) -> bool:
         return self.preemption.requested if jax.process_count() == 1 else self.stop
+
+    def _check_replicas(self) -> None:
+        self.replicas.check(self.session.state, self.step, self.checkpoints.latest())
 
     def _save_unsaved(self) -> None:
         if self.checkpoints.latest() != self.step:

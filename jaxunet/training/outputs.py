@@ -18,7 +18,8 @@ from jaxunet.runtime.attempts import Attempts
 from jaxunet.sampling.generator import Generator
 from jaxunet.sampling.options import OBJECTIVE_DEFAULTS, SamplerConfig
 from jaxunet.training.background import Background
-from jaxunet.training.evaluation import Evaluator, evaluation_table
+from jaxunet.training.clock import due
+from jaxunet.training.evaluation import Evaluator, evaluation_table, is_evaluated
 from jaxunet.training.held_out import COLUMNS as HELD_OUT_COLUMNS
 from jaxunet.training.held_out import HeldOutLoss, Losses, Turn
 from jaxunet.training.logs import ROLLBACKS, SPIKES, Logs
@@ -31,6 +32,18 @@ DDPM_STEPS = 50  # of a sample grid
 def samples_path(workdir: pathlib.Path, step: int) -> pathlib.Path:
     """Returns the path of the grid of samples of a step."""
     return workdir / 'samples' / f'step_{step:07d}.png'
+
+
+def left_out(config: Config, workdir: pathlib.Path, step: int) -> tuple[bool, bool]:
+    """Returns whether the samples and the metrics of a resumed step are due, but missing.
+
+    So they are if the process died between its checkpoint and them.
+    """
+    t = config.train
+    return (
+        due(t.sample_every, step, t.steps) and not samples_path(workdir, step).exists(),
+        due(t.evaluate_every, step, t.steps) and not is_evaluated(workdir, step),
+    )
 
 
 class Outputs:

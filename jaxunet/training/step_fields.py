@@ -27,6 +27,7 @@ OUTSIDE_FIELDS = {
         'keep_best',
         'max_bad_steps',
         'rollbacks',
+        'check_replicas_every',
     ),
 }
 
