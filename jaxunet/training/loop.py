@@ -34,7 +34,7 @@ from jaxunet.training.outputs import Outputs, left_out
 from jaxunet.training.parallel import STOP
 from jaxunet.training.preemption import Preemption
 from jaxunet.training.replicas import Replicas
-from jaxunet.training.resume import starting_point
+from jaxunet.training.resume import how_to_go_on, starting_point
 from jaxunet.training.rollback import TooManySkippedError, with_rollbacks
 from jaxunet.training.session import IN_FLIGHT, Session
 from jaxunet.training.step import Metrics
@@ -147,13 +147,7 @@ class _Loop:
                 self.checkpoints.set_aside_after(self.step)
             alone = jax.process_count() == 1
             if self.step >= total and not (alone and any(self._left_out())):
-                field, now = 'steps', f'{total}'
-                if self.config.train.epochs:
-                    field, now = 'epochs', f'{self.config.train.epochs:g}'
-                print(
-                    f'{self.workdir} has already trained {self.step} steps. To go on, raise '
-                    f'--config.train.{field} (now {now}); to start over, choose another --workdir.'
-                )
+                print(how_to_go_on(self.config, self.workdir, self.step))
                 return self.step
             session = self.session
             stack.callback(quietly, 'images', session.close)

@@ -73,6 +73,17 @@ def starting_point(
     return StartingPoint(_adapted(restored, config), restored.seconds, names, restored.rollbacks)
 
 
+def how_to_go_on(config: Config, workdir: pathlib.Path, step: int) -> str:
+    """Returns what to tell the user of a run that has trained all of its steps."""
+    field, now = 'steps', f'{config.train.steps}'
+    if config.train.epochs:
+        field, now = 'epochs', f'{config.train.epochs:g}'
+    return (
+        f'{workdir} has already trained {step} steps. To go on, raise --config.train.{field} '
+        f'(now {now}); to start over, choose another --workdir.'
+    )
+
+
 def _adapted(restored: checkpoint.Restored, config: Config) -> TrainState:
     """Resets the parts of the state whose meaning depends on a field that the config changes."""
     state = restored.state
