@@ -57,5 +57,19 @@ def listens_at(coordinator: str) -> str:
     return coordinator
 
 
+def check_listens(address: str) -> None:
+    """Raises `UserError` if this process cannot listen at HOST:PORT, for which JAX may crash."""
+    host, _, port = address.rpartition(':')
+    try:
+        family, kind, protocol, _, where = socket.getaddrinfo(
+            host.strip('[]'), int(port), type=socket.SOCK_STREAM
+        )[0]
+        with socket.socket(family, kind, protocol) as server:
+            server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            server.bind(where)
+    except (OSError, ValueError):
+        raise UserError(NOT_LISTENING.format(address=address)) from None
+
+
 def _is_loopback(address: str) -> bool:
     return ipaddress.ip_address(address.partition('%')[0]).is_loopback

@@ -25,7 +25,7 @@ import numpy as np
 from absl import logging
 from jax.experimental import multihost_utils
 
-from jaxunet.runtime.by_hand import NOT_LISTENING, check_by_hand, listens_at
+from jaxunet.runtime.by_hand import check_by_hand, check_listens, listens_at
 from jaxunet.runtime.errors import USER_ERROR, UserError
 from jaxunet.runtime.interrupt import INTERRUPTED
 
@@ -125,6 +125,8 @@ def join(start: Start) -> bool:
     if given:
         check_by_hand(str(start.coordinator), int(start.processes or 0), int(start.process or 0))
         address = listens_at(str(start.coordinator)) if start.process == 0 else None
+        if address:
+            check_listens(address)
         _connect(
             start,
             'by hand',
@@ -281,8 +283,6 @@ def _connect(start: Start, how: str, **arguments: Any) -> None:
         )
     except (RuntimeError, ValueError) as error:  # JaxRuntimeError is a RuntimeError
         _AbortMessage.disarm()
-        if 'RPC server' in str(error) and (address := arguments.get('coordinator_bind_address')):
-            raise UserError(NOT_LISTENING.format(address=address)) from None
         raise UserError(f'{not_found}\n{error}') from None
     _AbortMessage.disarm()
     me = f'process {jax.process_index()} of {jax.process_count()}'

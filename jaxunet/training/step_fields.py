@@ -15,6 +15,7 @@ OUTSIDE_FIELDS = {
     'ema': ('snapshot_every',),
     'data': ('path', 'num_workers', 'cache', 'classes', 'holdout'),
     'train': (
+        'epochs',
         'steps_per_call',
         'sample_every',
         'sample_count',

@@ -182,7 +182,8 @@ class TorchFile:
             return self._archive.read(info)
         except (*archives.ERRORS, OSError) as error:
             raise UserError(
-                f'{self.path}: entry {name} (byte {info.header_offset:,}) is damaged: {error}'
+                f'{self.path}: entry {shown(name)} (byte {info.header_offset:,}) is damaged: '
+                f'{shown(str(error))}'
             ) from None
 
     def _state_dict(self, tree: object, ema: str) -> dict[str, TensorView]:

@@ -33,8 +33,14 @@ PARTS = {
     'network': ('tests/ops', 'tests/model', 'tests/diffusion', 'tests/sampling'),
     'pallas': ('pallas_kernels',),
     'cuda': ('xla_ffi',),
-    'training': ('tests/training', 'tests/golden', 'tests/checkpoint', 'tests/runtime'),
-    'files': ('tests/config', 'tests/data', 'tests/weights', 'tests/metrics'),
+    'training': (
+        'tests/training',
+        'tests/golden',
+        'tests/checkpoint',
+        'tests/runtime',
+        'tests/faults',
+    ),
+    'files': ('tests/config', 'tests/data', 'tests/weights', 'tests/metrics', 'tests/fuzz'),
     'commands': (
         'tests/commands',
         'tests/benchmark',

@@ -436,12 +436,8 @@ def test_respacing_of_sections():
     np.testing.assert_array_equal(solvers.respaced_timesteps(a, 'ddim250'), range(0, 1000, 4))
     np.testing.assert_array_equal(solvers.respaced_timesteps(a[:10], '2,1,3'), [0, 3, 4, 7, 8, 9])
     subset = solvers.respaced_timesteps(a[:300], '10,15,20')
-    expected = [
-        *np.rint(np.arange(10) * 99 / 9),
-        *(100 + np.rint(np.arange(15) * 99 / 14)),
-        *(200 + np.rint(np.arange(20) * 99 / 19)),
-    ]
-    np.testing.assert_array_equal(subset, expected)
+    np.testing.assert_array_equal(subset, space_timesteps(300, [10, 15, 20]))
+    assert subset[17] == 149  # seven strides of 99/14 add up to a little less than 49.5
     process = d.make_diffusion(DiffusionConfig(objective='x0', learn_sigma=True))
     for name in SAMPLERS:
         sampler = s.make_sampler(s.SamplerConfig(name, respacing='10,20,30'), process)

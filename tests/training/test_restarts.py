@@ -16,6 +16,9 @@ from jaxunet.training import restarts
 from jaxunet.training.logs import read_rows
 from jaxunet.training.restarts import Supervisor, describe, newest_step
 
+# A supervisor has no threads, but the process of these tests may have those of JAX.
+pytestmark = pytest.mark.filterwarnings('ignore:os.fork')
+
 
 def supervise(workdir, script, restarts=3, environ=None, **options):
     command = ['/bin/sh', '-c', script, 'sh', str(workdir)]

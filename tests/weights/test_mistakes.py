@@ -163,11 +163,12 @@ def good_metadata(**changes: Any) -> dict[str, Any]:
                                                                   'int'),
         (json.dumps(good_metadata(model={'base_channels': 64})), 'model.base_channels: expected '
                                                                  '32, found 64'),
+        (json.dumps(good_metadata(model={'base_channels': 2**16})), 'model.base_channels: '
+                                                                    'expected 32, found 65536'),
         (json.dumps(good_metadata(model={'base_channels': 2**40})), 'model.base_channels: '
-                                                                    'expected 32, found '
-                                                                    '1099511627776'),
+                                                                    'expected at most 65536'),
         (json.dumps(good_metadata(model={'num_res_blocks': 10**9})), 'model.num_res_blocks: '
-                                                                     'expected 1, found 1000000000'),  # noqa: E501
+                                                                     'expected at most 64'),
         (json.dumps(good_metadata(model={'channel_mult': [float('inf')]})), 'metadata '
                                                                             'jaxunet_config'),
         (json.dumps(good_metadata(model={'num_classes': 10})), 'model.num_classes: expected 0, '
