@@ -85,7 +85,7 @@ def test_samples_of_another_run_are_refused_and_named(parts, tmp_path):
     with pytest.raises(UserError, match=r'run\.json: expected a JSON object, found .*; repeat'):
         Parts(tmp_path / 'x.npz', IDENTITY)
     (parts.folder / 'run.json').write_text('{')
-    with pytest.raises(UserError, match=r'run\.json: cannot be read'):
+    with pytest.raises(UserError, match=r'run\.json: expected a JSON object'):
         Parts(tmp_path / 'x.npz', IDENTITY)
     (parts.folder / 'run.json').unlink()
     with pytest.raises(

@@ -27,7 +27,7 @@ Results = dict[str, np.ndarray]
 DTYPES = ('float32', 'bfloat16')
 # Draws from which the plain op's largest error is taken. The largest error of few elements varies
 # more from draw to draw than that of many.
-DRAWS, DRAWS_OF_MANY, MANY = 8, 2, 2**16
+DRAWS_OF_FEW, FEW, DRAWS, DRAWS_OF_MANY, MANY = 32, 2**10, 8, 2, 2**16
 
 
 def draw(
@@ -72,7 +72,8 @@ def assert_parity(
     exact, expected = exact_and_plain(inputs, cotangent)
     largest = _errors(expected, exact)
     elements = sum(value.size for value in exact.values())
-    for _ in range(1, DRAWS if elements < MANY else DRAWS_OF_MANY):
+    draws = DRAWS_OF_FEW if elements < FEW else DRAWS if elements < MANY else DRAWS_OF_MANY
+    for _ in range(1, draws):
         other_exact, other = exact_and_plain(*_in_another_order(inputs, cotangent))
         for name, error in _errors(other, other_exact).items():
             largest[name] = max(largest[name], error)
