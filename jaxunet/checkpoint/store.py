@@ -154,7 +154,7 @@ class Checkpoints:
                 'checksum': checksum(state),
                 'seconds': seconds,
                 'class_names': list(class_names),
-                'rollbacks': rollbacks,
+                **({'rollbacks': rollbacks} if rollbacks else {}),
             }
         )
         earlier = ''
