@@ -38,6 +38,7 @@ from jaxunet.data.images import check_output, save_images
 from jaxunet.model.unet import Params
 from jaxunet.runtime import distributed
 from jaxunet.runtime.errors import UserError
+from jaxunet.runtime.interrupt import INTERRUPTED
 from jaxunet.runtime.progress import progress_bar
 from jaxunet.sampling import flags as how
 from jaxunet.sampling.generator import Generator
@@ -103,8 +104,6 @@ PRECISION = flags.DEFINE_enum(
     'precision', None, PRECISIONS, "Default: the run's; float32 for weight files."
 )
 
-
-INTERRUPTED = 130  # exit code of shells after Ctrl-C
 POLL_SECONDS = 0.5  # between two checks for the other processes' samples
 
 

@@ -368,9 +368,8 @@ def test_respacing_by_one_number_is_guided_diffusions_for_every_count():
         expected = space_timesteps(1000, [steps])
         assert len(expected) == steps
         np.testing.assert_array_equal(solvers.respaced_timesteps(a, str(steps)), expected)
-        if (
-            steps > 1
-        ):  # one step of `--steps` starts from noise alone, one of `--respacing` does not
+        # One step of `--steps` starts from noise alone, one of `--respacing` does not.
+        if steps > 1:
             np.testing.assert_array_equal(solvers.timestep_subset(a, steps, 'linear'), expected)
 
 

@@ -327,7 +327,7 @@ def test_pt_damaged_byte(tmp_path: pathlib.Path) -> None:
     refuse(
         tmp_path / 'a.pt',
         bytes(data),
-        r'entry .data/0. \(byte [\d,]+\) is damaged: .*CRC',
+        r'entry \'data/0\' \(byte [\d,]+\) is damaged: .*CRC',
         config=SMALL,
     )
 
