@@ -14,11 +14,11 @@ that cannot be used is ignored, with one line that says why.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import os
 import pathlib
-import tempfile
 from collections.abc import Mapping
 
 import jax
@@ -89,13 +89,16 @@ def write(file: pathlib.Path, entry: Row) -> None:
         entries = {}
     entries[entry['device'], entry['precision']] = entry
     text = json.dumps({'choices': list(entries.values())}, indent=1) + '\n'
+    partial = file.with_name(f'.{file.name}.{os.getpid()}.partial')
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile('w', dir=file.parent, delete=False) as new:
-            new.write(text)
-        os.replace(new.name, file)
+        partial.write_text(text, encoding='utf-8')
+        os.replace(partial, file)
     except OSError as error:
         raise UserError(f'{file}: cannot be written: {error.strerror or error}') from None
+    finally:
+        with contextlib.suppress(OSError):  # it is gone, or could not be made
+            partial.unlink()
     _ignore.cache_clear()
 
 
