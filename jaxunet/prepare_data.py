@@ -31,6 +31,7 @@ from jaxunet.data.threads import ordered_map
 from jaxunet.data.unetcu_bin import header_bytes, to_values
 from jaxunet.runtime.errors import UserError, near_misses
 from jaxunet.runtime.progress import progress_bar
+from jaxunet.runtime.whole_files import written
 
 INPUT = flags.DEFINE_string(
     'input',
@@ -130,29 +131,20 @@ def prepare(
         and target.samefile(Path(path).expanduser())
     ):
         raise UserError(f'--output: {target} is the input; choose another name')
-    partial = target.with_name(f'.{target.name}.{os.getpid()}.partial')
     try:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        with _opened(path, image_shape, classes, target.parent) as source:
+        with (
+            written(target) as partial,
+            _opened(path, image_shape, classes, target.parent) as source,
+        ):
             if strict and source.skipped:
                 raise _strict(list(source.skipped))
             write = _write_bin if target.suffix == '.bin' else _write_npz
             counts = write(source, partial, strict)
-            os.replace(partial, target)
-            _report(target, source, counts)
-    except OSError as error:
-        reason = error.strerror or error
-        raise UserError(
-            f'{target}: cannot be written: {reason}; '
-            'check the folder, its permissions and the free space'
-        ) from None
+        _report(target, source, counts)
     except MemoryError:
         raise UserError(
             f'{target}: not enough memory to collect a .npz; write a .bin, which streams'
         ) from None
-    finally:
-        with contextlib.suppress(OSError):
-            partial.unlink()
 
 
 @contextlib.contextmanager

@@ -12,13 +12,13 @@ from pathlib import Path
 
 import numpy as np
 
-from jaxunet.data.pixels import Shape, one_line
+from jaxunet.data.pixels import Shape
 from jaxunet.data.source import ArraySource, Source
 from jaxunet.data.tar import TarReader
 from jaxunet.runtime.download import cached
 from jaxunet.runtime.errors import UserError, listed
 from jaxunet.runtime.pickles import Global, PickleReader, Refused
-from jaxunet.runtime.untrusted import shown
+from jaxunet.runtime.untrusted import one_line, shown
 
 URL = 'https://www.cs.toronto.edu/~kriz/cifar-10-python.tar.gz'
 MD5 = 'c58f30108f718f92721af3b95e74349a'

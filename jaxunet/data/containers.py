@@ -18,9 +18,10 @@ from typing import BinaryIO
 
 import numpy as np
 
-from jaxunet.data.pixels import MAGIC_BYTES, BadImage, one_line, printable
+from jaxunet.data.pixels import MAGIC_BYTES, BadImage
 from jaxunet.runtime import archives
 from jaxunet.runtime.errors import UserError
+from jaxunet.runtime.untrusted import one_line, printable
 
 MAX_FILE_BYTES = 2**30  # most bytes of one image file
 # Links can lead to one folder by endlessly many paths; most paths beyond the first of each.

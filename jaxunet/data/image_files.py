@@ -23,7 +23,6 @@ from jaxunet.data.pixels import (
     check_channels,
     crop_of,
     decode,
-    printable,
     size_of,
     why_not_image,
 )
@@ -31,6 +30,7 @@ from jaxunet.data.source import MAX_MEMORY, ArraySource, Source, no_labels
 from jaxunet.data.tar import TarReader
 from jaxunet.data.threads import ordered_map
 from jaxunet.runtime.errors import UserError, listed
+from jaxunet.runtime.untrusted import printable
 
 NAMED = 5  # skipped files that a message names
 

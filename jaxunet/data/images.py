@@ -5,10 +5,8 @@ Every file or folder takes its name only when it is complete.
 
 from __future__ import annotations
 
-import contextlib
 import math
 import os
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -17,6 +15,7 @@ from jaxtyping import ArrayLike, Integer, Shaped, UInt8
 from PIL import Image
 
 from jaxunet.runtime.errors import UserError
+from jaxunet.runtime.whole_files import written
 
 GAP = 2  # pixels between the images of a grid
 TINY = 32  # pixels; a grid enlarges images with a shorter side than this
@@ -190,20 +189,5 @@ def _png(array: np.ndarray) -> Image.Image:
 def _write(path: Path, write: Callable[[Path], None]) -> None:
     """Writes a file or folder under a temporary name beside `path`, then renames it."""
     path = path.resolve()
-    partial = path.with_name(f'.{path.name}.{os.getpid()}.partial')
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
+    with written(path) as partial:
         write(partial)
-        os.replace(partial, path)
-    except OSError as error:
-        reason = error.strerror or error
-        raise UserError(
-            f'{path}: cannot be written: {reason}; '
-            'check the folder, its permissions and the free space'
-        ) from error
-    finally:
-        if partial.is_dir():
-            shutil.rmtree(partial, ignore_errors=True)
-        else:
-            with contextlib.suppress(OSError):
-                partial.unlink()

@@ -16,11 +16,11 @@ from typing import Literal
 import numpy as np
 from jaxtyping import Int
 
-from jaxunet.data.pixels import Batch, Crops, Shape, check_fit, fit, one_line
+from jaxunet.data.pixels import Batch, Crops, Shape, check_fit, fit
 from jaxunet.data.source import MAX_MEMORY, MappedArray, Source, no_labels
 from jaxunet.runtime import archives
 from jaxunet.runtime.errors import UserError, listed, near_misses
-from jaxunet.runtime.untrusted import plain
+from jaxunet.runtime.untrusted import one_line, plain
 
 NAMES = {
     'images': ('images', 'arr_0'),

@@ -21,6 +21,7 @@ from jaxtyping import Float64, UInt8
 from PIL import Image, ImageOps
 
 from jaxunet.runtime.errors import UserError
+from jaxunet.runtime.untrusted import one_line
 
 Shape = tuple[int, int, int]  # height, width, channels
 Pixels = UInt8[np.ndarray, 'height width channels']
@@ -86,24 +87,6 @@ class BadImage(UserError):
             f'{self.name}: {self.reason}; remove the file, or convert the set with '
             '`python -m jaxunet.prepare_data`, which leaves it out'
         )
-
-
-def printable(name: str) -> str:
-    """Returns a file name, which may hold any bytes, as text for any terminal."""
-    return ''.join(
-        c
-        if c.isprintable()
-        else c.encode('utf-8', 'backslashreplace').decode()
-        if c != '\n'
-        else '\\n'
-        for c in name
-    )
-
-
-def one_line(error: object) -> str:
-    """Returns a library's error, which may quote the file at length, as one short line."""
-    text = printable(str(error)) or type(error).__name__
-    return text if len(text) <= 200 else text[:200] + '...'
 
 
 def why_not_image(start: bytes, size: int) -> str:

@@ -18,10 +18,11 @@ from typing import IO, cast
 import numpy as np
 
 from jaxunet.data.containers import MAX_FILE_BYTES, Archive
-from jaxunet.data.pixels import MAGIC_BYTES, BadImage, one_line, printable
+from jaxunet.data.pixels import MAGIC_BYTES, BadImage
 from jaxunet.runtime import archives
 from jaxunet.runtime.errors import UserError
 from jaxunet.runtime.progress import progress_bar
+from jaxunet.runtime.untrusted import one_line, printable
 
 OPENERS: dict[str, Callable[..., object]] = {'gz': gzip.open, 'xz': lzma.open, '': open}
 GZIP, XZ = b'\x1f\x8b', b'\xfd7zXZ\x00'

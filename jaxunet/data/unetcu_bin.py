@@ -15,9 +15,10 @@ from pathlib import Path
 import numpy as np
 from jaxtyping import Float, Float32, Int
 
-from jaxunet.data.pixels import Batch, Crops, Pixels, Shape, check_fit, fit, one_line
+from jaxunet.data.pixels import Batch, Crops, Pixels, Shape, check_fit, fit
 from jaxunet.data.source import MAX_MEMORY, ArraySource, MappedArray, Source, no_labels
 from jaxunet.runtime.errors import UserError
+from jaxunet.runtime.untrusted import one_line
 
 MAGIC = 20240620
 MODEL_MAGIC = 12345678  # of unet.cu's model files

@@ -8,10 +8,9 @@ from pathlib import Path
 
 import numpy as np
 
-from jaxunet.data.pixels import one_line
 from jaxunet.runtime import archives
 from jaxunet.runtime.errors import UserError
-from jaxunet.runtime.untrusted import plain, shown
+from jaxunet.runtime.untrusted import one_line, plain, shown
 
 
 def read_arrays(path: Path, names: Collection[str] | None = None) -> dict[str, np.ndarray]:

@@ -20,6 +20,7 @@ from jaxtyping import Float
 from jaxunet.metrics.arrays import array_names, read_arrays, text_of
 from jaxunet.runtime.errors import UserError, listed
 from jaxunet.runtime.untrusted import parse_json, shown
+from jaxunet.runtime.whole_files import written
 
 POOLED = ('mu', 'sigma')
 SPATIAL = ('mu_s', 'sigma_s')
@@ -128,29 +129,17 @@ def save_statistics(
     Raises:
       UserError: the file cannot be written.
     """
-    target = Path(path)
-    partial = target.with_name(f'.{target.name}.{os.getpid()}.partial')
     more: dict[str, Any] = {}
     if spatial:
         more = dict(zip(SPATIAL, (spatial.mu, spatial.sigma), strict=True))
-    try:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        with partial.open('wb') as file:
-            np.savez(
-                file,
-                mu=statistics.mu,
-                sigma=statistics.sigma,
-                jaxunet_protocol=np.array(json.dumps(statistics.protocol)),
-                **more,
-            )
-        os.replace(partial, target)
-    except OSError as error:
-        raise UserError(
-            f'{target}: cannot be written: {error.strerror or error}; '
-            'check the folder and the free space'
-        ) from None
-    finally:
-        partial.unlink(missing_ok=True)
+    with written(path) as partial, partial.open('wb') as file:
+        np.savez(
+            file,
+            mu=statistics.mu,
+            sigma=statistics.sigma,
+            jaxunet_protocol=np.array(json.dumps(statistics.protocol)),
+            **more,
+        )
 
 
 def is_statistics(path: Path) -> bool:

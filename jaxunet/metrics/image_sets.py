@@ -16,21 +16,14 @@ from jaxunet.data import cifar10
 from jaxunet.data.containers import Container, Folder, ZipArchive
 from jaxunet.data.image_files import ImageFiles
 from jaxunet.data.images import ENLARGED, GAP, TINY
-from jaxunet.data.pixels import (
-    BadImage,
-    Crop,
-    Pixels,
-    one_line,
-    open_image,
-    size_of,
-    why_not_image,
-)
+from jaxunet.data.pixels import BadImage, Crop, Pixels, open_image, size_of, why_not_image
 from jaxunet.data.source import ArraySource, Source
 from jaxunet.data.sources import TAR, open_source
 from jaxunet.data.tar import TarArchive, compression, decompress
 from jaxunet.data.unetcu_bin import read_header
 from jaxunet.runtime import archives
 from jaxunet.runtime.errors import UserError
+from jaxunet.runtime.untrusted import one_line
 
 Size = tuple[int, int]  # height, width
 

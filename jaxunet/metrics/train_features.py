@@ -11,7 +11,6 @@ only results of the same file can be compared.
 from __future__ import annotations
 
 import functools
-import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -28,6 +27,7 @@ from jaxunet.metrics.features import CLASSIFIER, KIND
 from jaxunet.metrics.labelled_images import Images, fingerprint, load, split
 from jaxunet.runtime import download
 from jaxunet.runtime.errors import UserError
+from jaxunet.runtime.whole_files import written
 
 REFERENCE = flags.DEFINE_string(
     'reference', None, 'Images with classes, as for data.path, all of one size.', required=True
@@ -181,20 +181,9 @@ def save(target: Path, arrays: dict[str, np.ndarray]) -> None:
     Raises:
       UserError: the file cannot be written.
     """
-    partial = target.with_name(f'.{target.name}.{os.getpid()}.partial')
-    try:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        with partial.open('wb') as file:
-            # Sorted entries make the file a function of its contents.
-            np.savez(file, **dict(sorted(arrays.items())))  # type: ignore[arg-type]
-        os.replace(partial, target)
-    except OSError as error:
-        raise UserError(
-            f'--output: {target}: cannot be written: {error.strerror or error}; '
-            'check the folder and the free space'
-        ) from None
-    finally:
-        partial.unlink(missing_ok=True)
+    with written(target, '--output') as partial, partial.open('wb') as file:
+        # Sorted entries make the file a function of its contents.
+        np.savez(file, **dict(sorted(arrays.items())))  # type: ignore[arg-type]
 
 
 def _size(images: Images) -> str:

@@ -14,7 +14,6 @@ that cannot be used is ignored, with one line that says why.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import json
 import os
@@ -28,8 +27,8 @@ from absl import logging
 import jaxunet
 from jaxunet.config import OPS
 from jaxunet.runtime.download import cache_dir
-from jaxunet.runtime.errors import UserError
 from jaxunet.runtime.rows import Row
+from jaxunet.runtime.whole_files import written
 
 VARIABLE = 'JAXUNET_CHOICES'
 COMMAND = 'python -m jaxunet.benchmark --choose'
@@ -89,16 +88,8 @@ def write(file: pathlib.Path, entry: Row) -> None:
         entries = {}
     entries[entry['device'], entry['precision']] = entry
     text = json.dumps({'choices': list(entries.values())}, indent=1) + '\n'
-    partial = file.with_name(f'.{file.name}.{os.getpid()}.partial')
-    try:
-        file.parent.mkdir(parents=True, exist_ok=True)
+    with written(file) as partial:
         partial.write_text(text, encoding='utf-8')
-        os.replace(partial, file)
-    except OSError as error:
-        raise UserError(f'{file}: cannot be written: {error.strerror or error}') from None
-    finally:
-        with contextlib.suppress(OSError):  # it is gone, or could not be made
-            partial.unlink()
     _ignore.cache_clear()
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import http.client
 import os
@@ -14,6 +13,7 @@ from absl import logging
 
 from jaxunet.runtime.errors import UserError
 from jaxunet.runtime.progress import progress_bar
+from jaxunet.runtime.whole_files import replacing
 
 TIMEOUT = 60  # seconds without an answer
 
@@ -103,16 +103,10 @@ class _WrongChecksum(Exception):
 
 def _download(url: str, target: Path, *, algorithm: str, checksum: str) -> None:
     """Downloads to a temporary file, and renames it to `target` if its checksum is right."""
-    partial = target.with_name(f'.{target.name}.{os.getpid()}.partial')
-    try:
-        target.parent.mkdir(parents=True, exist_ok=True)
+    with replacing(target) as partial:
         _fetch(url, partial, target.name)
         if not (found := digest(partial, algorithm)).startswith(checksum):
             raise _WrongChecksum(found)
-        os.replace(partial, target)
-    finally:
-        with contextlib.suppress(OSError):
-            partial.unlink()
 
 
 def _fetch(url: str, target: Path, name: str) -> None:

@@ -1,4 +1,4 @@
-"""Reads JSON that may be damaged or hostile, and quotes in messages what files hold.
+"""Reads JSON that may be damaged or hostile; quotes in messages what files and libraries say.
 
 The work is bounded: by the text's size, the nesting, and the digits of a number. A message shows a
 few characters of a value, because values of a pickle may share their parts and print without end.
@@ -56,6 +56,24 @@ def plain(text: str) -> str:
     return shown(text).replace("'", '').replace('"', '')
 
 
+def printable(name: str) -> str:
+    """Returns a file name, which may hold any bytes, as text for any terminal."""
+    return ''.join(
+        c
+        if c.isprintable()
+        else c.encode('utf-8', 'backslashreplace').decode()
+        if c != '\n'
+        else '\\n'
+        for c in name
+    )
+
+
+def one_line(error: object) -> str:
+    """Returns a library's error, which may quote the file at length, as one short line."""
+    text = printable(str(error)) or type(error).__name__
+    return text if len(text) <= 200 else text[:200] + '...'
+
+
 def parse_json(
     text: str | bytes, source: str, *, advice: str, kind: type = dict, finite: bool = True
 ) -> Any:
@@ -92,7 +110,8 @@ def parse_json(
         if isinstance(value, kind):
             return value
         reason = f'it is {shown(value)}'
-    raise UserError(f'{source}: expected {wanted}, found {shown(text)} ({reason}); {advice}')
+    found = shown(text if isinstance(text, str) else text.decode(errors='backslashreplace'))
+    raise UserError(f'{source}: expected {wanted}, found {found} ({reason}); {advice}')
 
 
 def read_json(path: str | os.PathLike[str], *, advice: str, kind: type = dict) -> Any:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import pathlib
-import tempfile
 from collections.abc import Iterator, Sequence
 from typing import BinaryIO, Unpack
 
@@ -13,6 +12,7 @@ from absl import logging
 
 from jaxunet.config import Config
 from jaxunet.runtime.errors import UserError, near_misses
+from jaxunet.runtime.whole_files import written
 from jaxunet.weights import guided_diffusion, unetcu
 from jaxunet.weights.inference import Stated
 from jaxunet.weights.names import Tree, check_tree, from_tree, without_augmentation
@@ -190,25 +190,7 @@ def _check_expressible(
 @contextlib.contextmanager
 def _replacing(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
     """Opens a temporary file that takes the name `path` once it is written; an error removes it."""
-    target = pathlib.Path(path)
-    temporary = ''
-    try:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile(
-            dir=target.parent, prefix=f'.{target.name}.', delete=False
-        ) as file:
-            temporary = file.name
-            yield file  # type: ignore[misc]
-            file.flush()
-            os.fsync(file.fileno())
-        # Temporary files are private; give this one the usual permissions.
-        umask = os.umask(0)
-        os.umask(umask)
-        os.chmod(temporary, 0o666 & ~umask)
-        os.replace(temporary, target)
-    except BaseException as error:
-        if temporary:
-            pathlib.Path(temporary).unlink(missing_ok=True)
-        if isinstance(error, OSError):
-            raise UserError(f'{path}: cannot be written: {error.strerror or error}') from None
-        raise
+    with written(path) as partial, partial.open('wb') as file:
+        yield file
+        file.flush()
+        os.fsync(file.fileno())

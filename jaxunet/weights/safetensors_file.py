@@ -10,9 +10,8 @@ import numpy as np
 import safetensors
 import safetensors.numpy
 
-from jaxunet.data.pixels import one_line
 from jaxunet.runtime.errors import UserError
-from jaxunet.runtime.untrusted import check_fields, parse_json
+from jaxunet.runtime.untrusted import check_fields, one_line, parse_json
 from jaxunet.weights.names import check_finite
 
 # Type in the header -> numpy type.

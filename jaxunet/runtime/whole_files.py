@@ -1,0 +1,55 @@
+"""Files that a command writes whole or not at all."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pathlib
+import shutil
+from collections.abc import Iterator
+
+from jaxunet.runtime.errors import UserError
+
+
+@contextlib.contextmanager
+def replacing(path: str | os.PathLike[str]) -> Iterator[pathlib.Path]:
+    """Yields a temporary path, which takes the name `path` when the block has ended.
+
+    The block writes a file or a folder there; an error removes it, and what had the name stays. The
+    folder of `path` is created.
+
+    Raises:
+      OSError: the folder cannot be created, or the name cannot be taken.
+    """
+    target = pathlib.Path(path)
+    partial = target.with_name(f'.{target.name}.{os.getpid()}.partial')
+    target.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        yield partial
+        os.replace(partial, target)
+    finally:
+        if partial.is_dir():
+            shutil.rmtree(partial, ignore_errors=True)
+        else:
+            with contextlib.suppress(OSError):
+                partial.unlink()
+
+
+@contextlib.contextmanager
+def written(path: str | os.PathLike[str], flag: str = '') -> Iterator[pathlib.Path]:
+    """Does as `replacing`, for a path that a user named.
+
+    Args:
+      flag: which flag named it; begins the message.
+
+    Raises:
+      UserError: the block or the renaming failed with an OSError, such as a full disk.
+    """
+    try:
+        with replacing(path) as partial:
+            yield partial
+    except OSError as error:
+        raise UserError(
+            f'{f"{flag}: " if flag else ""}{path}: cannot be written: {error.strerror or error}; '
+            'check the folder, its permissions and the free space'
+        ) from None
