@@ -24,8 +24,8 @@ class ParallelConfig:
 
     mode: str = 'jit'  # jit: one program over a device mesh | pmap: one program per device
     devices: int = 0  # number of devices; 0 = all
-    # On one GPU, lets independent kernels overlap; needs more memory.
-    concurrent_kernels: bool = False
+    # Lets independent kernels overlap where that was measured to help: `ops.backends.overlaps`.
+    concurrent_kernels: bool = True
 
 
 @dataclass(frozen=True)

@@ -32,7 +32,7 @@ ADDED = (
     'train.check_replicas_every',
 )
 # Defaults that changed: what the new one stood for in version 0.1.0; see `identity`.
-CHANGED_DEFAULTS = {'train.sample_steps': (0, 50)}
+CHANGED_DEFAULTS = {'parallel.concurrent_kernels': (True, False), 'train.sample_steps': (0, 50)}
 
 
 def identity(values: Fields) -> Fields:

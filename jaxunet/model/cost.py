@@ -15,7 +15,7 @@ from jaxtyping import PyTree
 
 from jaxunet.config import Config
 from jaxunet.model.unet import Params, build_unet, init_params
-from jaxunet.ops.backends import load_ops, named, ops_of
+from jaxunet.ops.backends import load_ops, named, ops_of, overlaps
 from jaxunet.ops.vocabulary import Ops
 from jaxunet.runtime import device
 
@@ -24,7 +24,7 @@ from jaxunet.runtime import device
 # docs/results/step/rows.jsonl, bfloat16 on an H200. XLA recomputes much of what the backward pass
 # reads; the kernels keep only what they must, and their backward pass writes more.
 HELD = {'xla': 0.42, 'pallas': 2.8, 'cuda': 2.1}
-# The same with `parallel.concurrent_kernels`.
+# The same where kernels overlap (`ops.backends.overlaps`).
 HELD_CONCURRENT = {'xla': 0.56, 'pallas': 5.0, 'cuda': 4.3}
 
 
@@ -105,7 +105,7 @@ def memory(config: Config) -> dict[str, int]:
         params, loss = _loss(config, batch=share, ops=ops)
         residuals = jax.eval_shape(lambda p: jax.vjp(loss, p)[1], params)
     size = tree_bytes(params)
-    table = HELD_CONCURRENT if config.parallel.concurrent_kernels else HELD
+    table = HELD_CONCURRENT if devices == 1 and overlaps(config) else HELD
     held = table.get(_holder(config), max(table.values()))
     return {
         'parameters': size,

@@ -27,7 +27,7 @@ from typing import Any
 from absl import logging
 from jaxtyping import Array
 
-from jaxunet.config import OPS, split_backend
+from jaxunet.config import OPS, Config, split_backend
 from jaxunet.ops import choices
 from jaxunet.ops.activation import Activation
 from jaxunet.ops.attention.reference import attention
@@ -45,6 +45,8 @@ AND_INPUT = {
     'norm_silu_conv3x3_and_input': 'norm_silu_conv3x3',
     'group_norm_and_input': 'group_norm',
 }
+# Pixels of a batch, of all channels, up to which kernels overlap; see `overlaps`.
+OVERLAP_PIXELS = 32 * 64 * 64
 UNNAMED = 'auto'  # the backend of whoever names none
 REFERENCES: Mapping[str, Op] = {
     'conv3x3': conv3x3,
@@ -114,6 +116,20 @@ def named(backend: str, precision: str | None = None) -> dict[str, str]:
         op: name if name != 'xla' and op in load_backend(name).ops else 'xla'
         for op, name in bases.items()
     } | changed
+
+
+def overlaps(config: Config) -> bool:
+    """Returns whether a step's independent kernels run faster at once, on one GPU.
+
+    Those of the CUDA convolutions do where each is too small to fill the GPU. Larger ones gain
+    nothing and need twice the memory; steps of other backends get slower (docs/results.md). To
+    refit `OVERLAP_PIXELS`, run `tests/gpu/overlap.sh`.
+    """
+    height, width, _ = config.image_shape
+    pixels = config.data.batch_size // config.optimizer.accumulate_steps * height * width
+    convolutions = named(config.backend, config.precision)['norm_silu_conv3x3']
+    allowed = config.parallel.concurrent_kernels and convolutions == 'cuda'
+    return allowed and pixels <= OVERLAP_PIXELS
 
 
 def load_ops(backend: str, precision: str | None = None) -> Ops:

@@ -296,8 +296,6 @@ def _problem(raw: dict[str, Any], jit: bool, devices: int, machine: Machine) -> 
     micro = config.data.batch_size // config.optimizer.accumulate_steps
     if micro % devices:
         return f'{BATCH}: {micro} images at a time do not divide among {devices} devices'
-    if config.parallel.concurrent_kernels and (not jit or devices > 1 or machine.platform != 'gpu'):
-        return f'parallel.concurrent_kernels: needs one GPU and {JIT}=on; set it to False'
     if not jit and config.train.steps_per_call > 1:
         found = config.train.steps_per_call
         return (

@@ -29,7 +29,7 @@ from jaxtyping import Array
 from jaxunet.checkpoint.state import TrainState
 from jaxunet.config import Config
 from jaxunet.data.order import batch_indices
-from jaxunet.ops.backends import choose
+from jaxunet.ops.backends import choose, overlaps
 from jaxunet.runtime import compiled_cache
 from jaxunet.runtime.errors import UserError
 from jaxunet.training.batch import Batch
@@ -89,8 +89,7 @@ class Parallel:
       pmap: the mode is pmap, else jit. Arrays then have an axis of devices in front.
 
     Raises:
-      UserError: there are fewer devices than asked for, the batch does not divide, or
-        `parallel.concurrent_kernels` is set without a GPU or on several.
+      UserError: there are fewer devices than asked for, or the batch does not divide.
     """
 
     def __init__(self, config: Config) -> None:
@@ -121,11 +120,6 @@ class Parallel:
                 f'divide among {count} devices'
             )
         self.devices = available[:count]
-        if config.parallel.concurrent_kernels and (count > 1 or available[0].platform != 'gpu'):
-            raise UserError(
-                f'parallel.concurrent_kernels: needs one GPU, found {count} x '
-                f'{available[0].platform}; set it to False'
-            )
         self.local_devices = [d for d in self.devices if d.process_index == jax.process_index()]
         self.mesh = Mesh(np.array(self.devices), (AXIS,))
         self.pmap = config.parallel.mode == 'pmap'
@@ -227,13 +221,13 @@ class Parallel:
 
     @property
     def compiler_options(self) -> Options:
-        """`OVERLAP` on several GPUs, `CONCURRENT` on one if the config asks for it."""
+        """`OVERLAP` on several GPUs, `CONCURRENT` on one where kernels overlap well."""
         if self.devices[0].platform != 'gpu':
             return {}
         options: Options = {}
         if len(self.devices) > 1:
             options = OVERLAP
-        elif self.config.parallel.concurrent_kernels:
+        elif overlaps(self.config):
             options = CONCURRENT
         flags = os.environ.get('XLA_FLAGS', '')
         return {name: value for name, value in options.items() if name not in flags}

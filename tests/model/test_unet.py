@@ -176,28 +176,27 @@ def test_remat_changes_memory_not_values():
     )
 
 
-def test_the_memory_estimate_covers_what_the_kernels_took():
+@pytest.mark.parametrize('overlap', [False, True])
+def test_the_memory_estimate_covers_what_the_kernels_took(overlap):
     rows = [
         row
         for row in map(json.loads, STEP_ROWS.read_text().splitlines())
         if (row['config'], row['backend'], row['batch_size'], row['direction'])
         == ('elephants64', 'cuda', 32, 'step')
-        and not row.get('concurrent_kernels')
+        and bool(row.get('concurrent_kernels')) == overlap
     ]
-    config = resolve(load(next(p for p in CONFIGS if p.stem == 'elephants64')))
-    config = config.replace(backend='cuda', data={'batch_size': 32}, parallel={'devices': 1})
+    config = resolve(load(next(p for p in CONFIGS if p.stem == 'elephants64'))).replace(
+        backend='cuda',
+        data={'batch_size': 32},
+        parallel={'devices': 1, 'concurrent_kernels': overlap},
+    )
     estimate, taken = sum(memory(config).values()), max(rows, key=lambda r: r['time'])['peak_bytes']
     assert taken <= estimate <= 1.25 * taken
 
 
-def test_the_memory_estimate_is_of_this_machine_and_of_concurrent_kernels():
-    found = {
-        (backend, on): memory(
-            tiny_config(backend=backend).replace(parallel={'concurrent_kernels': on})
-        )['activations']
-        for backend, on in (('xla', False), ('auto', False), ('auto', True))
-    }
-    assert found['auto', False] == found['xla', False] < found['auto', True]
+def test_the_memory_estimate_is_of_this_machine():
+    found = [memory(tiny_config(backend=name))['activations'] for name in ('xla', 'auto')]
+    assert found[0] == found[1]
 
 
 def test_labels():

@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 import time
+import types
 
 import jax
 import numpy as np
@@ -472,9 +473,25 @@ def test_xla_knows_the_options_of_overlap():
         assert int(jax.jit(lambda x: x + 1, compiler_options={name: value})(1)) == 2
     with pytest.raises(Exception, match='No such compile option'):
         jax.jit(lambda x: x + 1, compiler_options={'xla_gpu_overlap': True})(1)
-    assert not Parallel(tiny_config()).compiler_options  # on a CPU
-    with pytest.raises(
-        UserError,
-        match=r'parallel.concurrent_kernels: needs one GPU, found \d+ x cpu; set it to False',
-    ):
-        Parallel(tiny_config(parallel={'concurrent_kernels': True}))
+    assert not Parallel(tiny_config(backend='cuda')).compiler_options  # on a CPU
+
+
+@pytest.mark.parametrize(
+    ('backend', 'batch', 'parallel', 'found'),
+    [
+        ('cuda', 8, {}, CONCURRENT),
+        ('cuda+conv3x3=xla', 8, {}, CONCURRENT),
+        ('cuda', 8, {'concurrent_kernels': False}, {}),
+        ('cuda', 2**15, {}, {}),
+        ('xla', 8, {}, {}),
+        ('cuda', 8, {'devices': 2}, OVERLAP),
+    ],
+)
+def test_kernels_overlap_where_it_helps(monkeypatch, backend, batch, parallel, found):
+    parallel = {'devices': 1} | parallel
+    step = Parallel(tiny_config(backend=backend, data={'batch_size': batch}, parallel=parallel))
+    step.devices = [types.SimpleNamespace(platform='gpu')] * parallel['devices']
+    monkeypatch.delenv('XLA_FLAGS')
+    assert step.compiler_options == found
+    monkeypatch.setenv('XLA_FLAGS', ' '.join(f'--{name}=x' for name in found))
+    assert step.compiler_options == {}

@@ -143,10 +143,6 @@ def test_an_axis_given_twice():
             'train.steps_per_call=2; set it to 0 or 1',
         ),
         (
-            ['parallel.concurrent_kernels=False,True'],
-            'no point with True can run: parallel.concurrent_kernels: needs one GPU',
-        ),
-        (
             ['batch_per_device=4', 'data.batch_size=8'],
             'data.batch_size and batch_per_device set the same field',
         ),
