@@ -80,6 +80,7 @@ def lowered() -> tuple[list[tuple[str, tuple[int, ...], int, int]], collections.
     return calls.seen, kernel_names.count(program)
 
 
+@pytest.mark.long
 def test_every_op_runs_on_its_kernels(lowered: Any) -> None:
     calls, kernels = lowered
     convs = [c for c in calls if 'conv3x3' in c[0]]

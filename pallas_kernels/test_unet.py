@@ -49,6 +49,7 @@ def assert_close(got, want):
         )
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     'model',
     [

@@ -198,6 +198,7 @@ def test_samples_that_a_kill_left_out_are_drawn(run, source):
     }
 
 
+@pytest.mark.long
 def test_other_device_counts_and_modes(finished, tmp_path, source):
     """The checkpoint of 4 devices under jit goes on with 2 under pmap, then with 1: the losses are
     those of 4 all along.
@@ -220,6 +221,7 @@ def test_other_device_counts_and_modes(finished, tmp_path, source):
     np.testing.assert_allclose(got, want, rtol=1e-4)
 
 
+@pytest.mark.long
 def test_changing_the_precision_resets_the_loss_scale(run, source):
     train(tiny_config(**LONGER, precision='float16'), run, source)
     assert checkpoint.read(run).state.loss_scale.scale == LOSS_SCALE_START
@@ -266,6 +268,7 @@ def test_a_disk_that_has_room_again_gets_the_next_checkpoint(tmp_path):
     assert checkpoint.read(tmp_path).state.params.keys() == state.params.keys()
 
 
+@pytest.mark.long
 def test_a_full_disk_leaves_the_last_good_checkpoint(run, source):
     """No file may grow beyond a few bytes after step 6: writing fails as on a full disk; training
     goes on, tells, and fails at the end.

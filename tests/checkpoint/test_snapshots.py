@@ -77,6 +77,7 @@ def snapshot_files(workdir: pathlib.Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in (workdir / 'snapshots').iterdir()}
 
 
+@pytest.mark.long
 def test_a_run_keeps_32_snapshots_in_16_bits(finished) -> None:
     found = find_snapshots(finished, STEPS)
     assert [(s.step, s.updates) for s in found] == [(3 * i, 3 * i) for i in range(1, 33)]

@@ -449,6 +449,7 @@ def test_runs_that_were_measured_in_different_ways_do_not_compare(tmp_path, fiel
         results.collect(spec, tmp_path)
 
 
+@pytest.mark.long
 def test_step_costs_take_turns():
     configs = {
         name: Method(name, METHODS[name]).apply(tiny_config(parallel={'devices': 1}))

@@ -124,6 +124,7 @@ def test_the_same_command_repeats_nothing(done, features):
     assert rows_of(output) == before
 
 
+@pytest.mark.long
 def test_times_of_known_rows_are_left_out(done, features, tmp_path):
     """Nor does another process train for them that shares the claims."""
     output, jobs = done
@@ -139,6 +140,7 @@ def test_times_of_known_rows_are_left_out(done, features, tmp_path):
     assert rows_of(tmp_path / 'b') == [], 'another process took the same job'
 
 
+@pytest.mark.long
 def test_weights_that_give_no_images_stop_nothing_else(jobs, features, tmp_path, monkeypatch):
     """The first checkpoint's samples are NaN; the second is measured. A step counts 20 ms."""
     real, calls = Measurements.measure, []

@@ -68,6 +68,7 @@ def test_other_classes_are_refused(run, names, message):
         train(conditional(), run, herd(*names))
 
 
+@pytest.mark.long
 def test_a_checkpoint_without_names_goes_on_and_gets_them(tmp_path):
     """Earlier versions kept none."""
     config = conditional()

@@ -56,7 +56,7 @@ def test_every_small_size_is_a_bijection_after_few_extra_rounds():
         assert 0 <= a * b - n <= 12
 
 
-@pytest.mark.parametrize('n', [3, 10, 37, 60])
+@pytest.mark.parametrize('n', [3, *(pytest.param(n, marks=pytest.mark.long) for n in (10, 60)), 37])
 def test_places_and_neighbours_are_uniform(n):
     epochs = 4000
     orders = np.stack(

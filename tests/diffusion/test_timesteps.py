@@ -296,6 +296,7 @@ def test_adaptive_follows_losses_that_change():
     assert (np.diff(p) <= 1e-7).all()  # straight lines between the bins
 
 
+@pytest.mark.long
 def test_policy_draws_its_beta_distribution():
     config = tiny_config(timesteps={'sampler': 'policy'})
     state = policy.init_policy(config)
@@ -421,7 +422,10 @@ def method(sampler, weighting, **changes):
 
 JIT = {'parallel': {'mode': 'jit', 'devices': 4}}
 PMAP = {'parallel': {'mode': 'pmap', 'devices': 2}, 'optimizer': {'accumulate_steps': 2}}
-SPREAD_METHODS = [(*m, s) for m, s in zip(METHODS, (JIT, PMAP, PMAP, JIT), strict=True)]
+SPREAD_METHODS = [
+    pytest.param(*m, s, marks=() if m[0] == 'adaptive' else pytest.mark.long)
+    for m, s in zip(METHODS, (JIT, PMAP, PMAP, JIT), strict=True)
+]
 
 
 def spread_method(sampler, weighting, spread):
@@ -470,7 +474,9 @@ def test_a_resumed_run_is_bit_for_bit_the_uninterrupted_one(
     assert [r['loss'] for r in rows[0]] == [r['loss'] for r in rows[1]]
 
 
-@pytest.mark.parametrize('spread', [{'parallel': {'devices': 1}}, PMAP], ids=str)
+@pytest.mark.parametrize(
+    'spread', [{'parallel': {'devices': 1}}, pytest.param(PMAP, marks=pytest.mark.long)], ids=str
+)
 def test_a_step_hands_the_sampler_what_it_drew_and_its_loss_weights(spread, source, monkeypatch):
     rows = 8
 
@@ -498,6 +504,7 @@ def test_a_step_hands_the_sampler_what_it_drew_and_its_loss_weights(spread, sour
     assert np.all(loss > 0)
 
 
+@pytest.mark.long
 def test_a_checkpoint_without_the_states_loads_and_another_method_starts_anew(tmp_path, source):
     """Earlier versions saved neither the states nor their config."""
     config = tiny_config()
@@ -559,6 +566,7 @@ def test_a_state_of_another_version_is_no_damage(tmp_path, source, field, method
     assert not (tmp_path / 'damaged').exists()
 
 
+@pytest.mark.long
 def test_a_bad_step_leaves_the_states(source):
     bench = Bench(
         method(

@@ -109,7 +109,7 @@ def run(python: pathlib.Path, part: str, workers: str) -> rows.Row:
         text=True,
         check=True,
     )
-    arguments = ['-q', '-n', workers, *PARTS[part]]
+    arguments = ['-q', '-n', workers, '-m', '', *PARTS[part]]  # the long tests, too
     with tempfile.TemporaryDirectory() as folder:
         report = pathlib.Path(folder) / 'report.xml'
         began = time.perf_counter()

@@ -260,6 +260,7 @@ def test_epochs_that_fit(monkeypatch, seconds, first, others, epochs, timed):
     assert timed <= len(now[1:]) <= timed + 1
 
 
+@pytest.mark.long
 def test_an_epoch_as_one_program_is_the_same(monkeypatch):
     """As GPUs run it."""
     random = np.random.default_rng(0)

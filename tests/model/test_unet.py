@@ -93,7 +93,12 @@ def inputs(config, batch=4):
     )
 
 
-@pytest.mark.parametrize('name', OPTIONS)
+COVERED = ('plain', 'conv_resample', 'dropout')  # by the others
+
+
+@pytest.mark.parametrize(
+    'name', [pytest.param(n, marks=pytest.mark.long) if n in COVERED else n for n in OPTIONS]
+)
 def test_options_run_and_use_every_parameter(name):
     config, model = build(OPTIONS[name], learn_sigma=name == 'updown')
     params, (x, t, labels, keys) = randomised(model, config), inputs(config)
@@ -112,6 +117,7 @@ def test_options_run_and_use_every_parameter(name):
         assert norm > 0, where
 
 
+@pytest.mark.long
 def test_zero_init_predicts_zero_and_options_change_the_output():
     config, model = build()
     x, t, labels, _ = inputs(config)
@@ -158,6 +164,7 @@ def test_samples_do_not_see_each_other():
     )  # without keys, no dropout
 
 
+@pytest.mark.long
 def test_remat_changes_memory_not_values():
     config, model = build({'dropout': 0.3})
     again = build({'dropout': 0.3, 'remat': True})[1]
@@ -255,6 +262,7 @@ def test_flops_of_one_convolution_dominate_as_they_should():
     assert 0.99 < (convolutions + shortcuts + attention) / forward_flops(config) < 1.01
 
 
+@pytest.mark.long
 def test_augmentation_is_told_without_a_bias():
     """Zeros and nothing are the same, numbers are not; and all parameters have a gradient."""
     config, model = build(augment='edm')

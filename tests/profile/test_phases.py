@@ -57,13 +57,14 @@ def test_several_steps_of_a_call_have_no_profile():
     ('changes', 'devices'),
     [
         ({'parallel': {'mode': 'pmap', 'devices': 2}}, 2),
-        (
+        pytest.param(
             {
                 'optimizer': {'accumulate_steps': 2},
                 'model': {'remat': True},
                 'data': {'cache': 'stream', 'augment': 'flip'},
             },
             1,
+            marks=pytest.mark.long,
         ),
     ],
 )

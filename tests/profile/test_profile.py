@@ -257,6 +257,7 @@ def test_plot_without_matplotlib(monkeypatch, tmp_path):
 # The whole way
 
 
+@pytest.mark.long
 def test_capture_on_several_devices(tmp_path):
     config = tiny_config(parallel={'devices': 2}, data={'cache': 'stream'})
     captured = capture(config, digits(config), tmp_path, steps=2, warmup=1)

@@ -106,7 +106,9 @@ def cache(tmp_path, monkeypatch):
     compilation_cache.reset_cache()
 
 
-@pytest.mark.parametrize(('mode', 'devices'), [('jit', 1), ('jit', 2), ('pmap', 2)])
+@pytest.mark.parametrize(
+    ('mode', 'devices'), [('jit', 1), pytest.param('jit', 2, marks=pytest.mark.long), ('pmap', 2)]
+)
 def test_a_kept_step_is_loaded_and_gives_the_same(mode, devices, cache):
     maker = Maker(tiny_config(parallel={'mode': mode, 'devices': devices}))
     losses, state = maker.losses(maker.get())

@@ -225,6 +225,7 @@ def test_a_signal_to_one_process_saves_the_same_step_on_all(tmp_path):
     assert saved % 2 == 0
 
 
+@pytest.mark.long
 def test_a_full_disk_of_the_process_that_writes_ends_all(tmp_path):
     """No file of process 0 may grow beyond a few bytes."""
     limited = (

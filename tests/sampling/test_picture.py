@@ -157,10 +157,10 @@ def conditional():
         ('epsilon', {'name': 'ddpm', 'steps': 100}, 8),
         ('x0', {'name': 'ddim', 'steps': 50}, 16),
         ('v', {'name': 'dpmpp_2m', 'steps': 20}, 16),
-        ('edm', {'name': 'heun', 'steps': 20}, 16),
+        pytest.param('edm', {'name': 'heun', 'steps': 20}, 16, marks=pytest.mark.long),
         ('edm', {'name': 'heun', 'steps': 20, 'churn': 10.0}, 16),
         ('flow', {'name': 'heun', 'steps': 40}, 16),
-        ('flow', {'name': 'dpmpp_2m', 'steps': 20}, 16),
+        pytest.param('flow', {'name': 'dpmpp_2m', 'steps': 20}, 16, marks=pytest.mark.long),
     ],
 )
 def test_what_is_redrawn_follows_what_is_kept(objective, options, resample):

@@ -155,6 +155,7 @@ def test_one_gather_and_no_loop():
     assert 'scan' not in text
 
 
+@pytest.mark.long
 def test_a_step_trains_on_augmented_images_however_the_batch_is_spread():
     source = open_source('digits:', image_shape=(8, 8, 1))
     edm = {'data': {'augment': 'edm', 'augment_probability': 0.8}}

@@ -55,6 +55,7 @@ def run(source, tmp_path_factory) -> pathlib.Path:
     return workdir
 
 
+@pytest.mark.long
 def test_a_sweep_writes_rows_and_a_plot(run, features, source, tmp_path) -> None:
     rows_path, plot_path = tmp_path / 'rows.jsonl', tmp_path / 'widths.png'
     command = [

@@ -65,7 +65,7 @@ def test_samples_are_drawn_as_the_config_says(features, source):
     assert (images[0] != images[1]).mean() > 0.1
 
 
-@pytest.mark.parametrize('mode', ['jit', 'pmap'])
+@pytest.mark.parametrize('mode', ['jit', pytest.param('pmap', marks=pytest.mark.long)])
 def test_a_run_is_evaluated_on_the_way(mode, features, source, tmp_path):
     config = config_of(features, parallel={'mode': mode, 'devices': 2})
     assert train(config, tmp_path, source) == 6
@@ -117,6 +117,7 @@ def test_the_best_checkpoint_stays(features, source, tmp_path, monkeypatch):
     assert evaluated[-1] == checksum(read(tmp_path).state.ema['0.9'])
 
 
+@pytest.mark.long
 def test_evaluating_takes_no_time_of_training(features, source, tmp_path, monkeypatch):
     """Nor does a restart: its clock goes on."""
     measure = Evaluator.measure

@@ -9,7 +9,12 @@ from support import lowered_step
 VERSION, RECORDED = lowered_step.recorded()
 
 
-@pytest.mark.parametrize('key', RECORDED)
+LONG = ('elephants64 pallas',)
+
+
+@pytest.mark.parametrize(
+    'key', [pytest.param(k, marks=pytest.mark.long) if k in LONG else k for k in RECORDED]
+)
 def test_the_program_is_the_recorded_one(key: str, request: pytest.FixtureRequest) -> None:
     update = request.config.getoption('--update-golden')
     if jax.__version__ != VERSION:

@@ -19,7 +19,11 @@ def source():
 @pytest.mark.parametrize(
     ('objective', 'methods'),
     [
-        ('edm', {'loss': {'weighting': 'uncertainty'}, 'timesteps': {'sampler': 'adaptive'}}),
+        pytest.param(
+            'edm',
+            {'loss': {'weighting': 'uncertainty'}, 'timesteps': {'sampler': 'adaptive'}},
+            marks=pytest.mark.long,
+        ),
         ('flow', {'loss': {'weighting': 'min_snr'}}),
     ],
 )

@@ -78,7 +78,7 @@ def assert_losses(got, one_device):
     assert len(set(one_device)) == len(one_device)
 
 
-@pytest.mark.parametrize('mode', ['jit', 'pmap'])
+@pytest.mark.parametrize('mode', ['jit', pytest.param('pmap', marks=pytest.mark.long)])
 def test_losses_do_not_depend_on_the_devices(mode, bench_of, one_device):
     assert_losses(bench_of(mode, 4).losses(), one_device)
 
@@ -87,7 +87,10 @@ def test_losses_do_not_depend_on_the_devices(mode, bench_of, one_device):
     'changes',
     [
         {'parallel': {'mode': 'pmap', 'devices': 2}, 'optimizer': {'accumulate_steps': 4}},
-        {'parallel': {'mode': 'jit', 'devices': 2}, 'optimizer': {'accumulate_steps': 2}},
+        pytest.param(
+            {'parallel': {'mode': 'jit', 'devices': 2}, 'optimizer': {'accumulate_steps': 2}},
+            marks=pytest.mark.long,
+        ),
         {'parallel': {'devices': 1}, 'optimizer': {'accumulate_steps': 8}},
     ],
     ids=str,

@@ -124,13 +124,14 @@ def check(path: pathlib.Path, golden: Any, channels: int, side: int, precision: 
         assert np.mean(errors < 1) > share
 
 
-@pytest.mark.parametrize('precision', ['float32', 'float64'])
+@pytest.mark.parametrize('precision', [pytest.param('float32', marks=pytest.mark.long), 'float64'])
 def test_golden_small(tmp_path: pathlib.Path, precision: str) -> None:
     """The smallest case, from a copy that comes with the tests."""
     with np.load(FIXTURES / 'unetcu_golden_c32_h16.npz') as golden:
         check(tmp_path, golden, 32, 16, precision)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize('precision', ['float32', 'float64'])
 @pytest.mark.parametrize(('channels', 'side'), [(64, 64), (64, 32)])
 def test_golden(

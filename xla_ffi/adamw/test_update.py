@@ -60,10 +60,10 @@ def states(backend, steps, scale=1.0, spoil=-1, narrowed=False, **changes):
     'options',
     [
         {},
-        {'narrowed': True},
-        {'scale': 1024.0, 'clip_norm': 0.0},
+        pytest.param({'narrowed': True}, marks=pytest.mark.long),
+        pytest.param({'scale': 1024.0, 'clip_norm': 0.0}, marks=pytest.mark.long),
         {'spoil': 1},
-        {'schedule': 'cosine', 'clip_norm': 0.5},
+        pytest.param({'schedule': 'cosine', 'clip_norm': 0.5}, marks=pytest.mark.long),
     ],
     ids=str,
 )
@@ -97,7 +97,13 @@ def test_a_norm_that_is_not_finite_changes_nothing():
 
 @pytest.mark.parametrize(
     'options',
-    [{}, {'conv_resample': True, 'scale_shift_norm': True, 'time_embedding': 'ddpm'}],
+    [
+        {},
+        pytest.param(
+            {'conv_resample': True, 'scale_shift_norm': True, 'time_embedding': 'ddpm'},
+            marks=pytest.mark.long,
+        ),
+    ],
     ids=str,
 )
 def test_weights_narrowed_at_once_are_those_narrowed_one_by_one(options):
