@@ -1,0 +1,119 @@
+"""Trains for a long time and shows that nothing grows: memory, open files, threads, step time.
+
+    PYTHONPATH=.:tests python tests/soak/run.py --minutes 30 --output runs/soak -- \
+      --config=configs/elephants64.py --config.data.path=elephants64.zip \
+      --config.train.checkpoint_every=2000 --config.train.sample_every=2000
+
+What follows `--` are the flags of `jaxunet.train`; let the run evaluate, draw and save in turns.
+Writes samples.jsonl (a measurement every `--every` seconds), soak.png (with the extra `plots`) and
+appends a row to rows.jsonl. Ends with status 1 if a quantity grew by more than `--limit` of itself
+after `--settled` of the run, which is minute 3 of 30.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import os
+import pathlib
+import shlex
+import signal
+import subprocess
+import sys
+
+from soak.watch import Sample, growths, watch
+
+from jaxunet.runtime import rows
+from jaxunet.training.logs import read_metrics
+
+ROOT = pathlib.Path(__file__).parents[2]
+LABELS = {
+    'resident_mib': 'resident memory, MiB',
+    'gpu_mib': 'GPU memory, MiB',
+    'threads': 'threads',
+    'open_files': 'open files',
+    'step_ms': 'step, ms',
+}
+
+
+def main() -> int:
+    """Runs the command; returns its exit status."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument('--minutes', type=float, default=30.0)
+    parser.add_argument('--settled', type=float, default=0.1, help='share of the run')
+    parser.add_argument('--every', type=float, default=2.0, help='seconds')
+    parser.add_argument('--limit', type=float, default=0.02)
+    parser.add_argument('--output', type=pathlib.Path, required=True)
+    parser.add_argument('flags', nargs='+', metavar='-- FLAGS', help='of jaxunet.train')
+    options = parser.parse_args()
+    row = soak(options)
+    print(json.dumps(row, indent=1))
+    return int(bool(row['grown']) or row['exit_status'] != 0)
+
+
+def soak(options: argparse.Namespace) -> rows.Row:
+    """Trains, writes the measurements and returns the row."""
+    output: pathlib.Path = options.output
+    output.mkdir(parents=True, exist_ok=True)
+    command = ['-m', 'jaxunet.train', *options.flags, f'--workdir={output / "run"}']
+    process = subprocess.Popen(
+        [sys.executable, *command], env=os.environ | {'PYTHONPATH': str(ROOT)}
+    )
+    try:
+        samples = watch(
+            process,
+            60 * options.minutes,
+            options.every,
+            lambda: process.send_signal(signal.SIGTERM),
+        )
+    finally:
+        process.kill()
+    lines = [json.dumps(sample) + '\n' for sample in samples]
+    (output / 'samples.jsonl').write_text(''.join(lines))
+    metrics = [
+        {'seconds': float(row['training_seconds']), 'step_ms': float(row['step_ms'])}
+        for row in read_metrics(output / 'run/metrics.csv')
+    ]
+    found = growths(samples, options.settled) | growths(metrics, options.settled)
+    row: rows.Row = {
+        'kind': 'soak',
+        **rows.provenance(),
+        'command': shlex.join(['python', *command]),
+        'minutes': samples[-1]['seconds'] / 60,
+        'settled': options.settled,
+        'limit': options.limit,
+        'growth': found,
+        'grown': [name for name, share in found.items() if share > options.limit],
+        'exit_status': process.returncode,
+    }
+    rows.append(output / 'rows.jsonl', row)
+    plot(samples, metrics, output / 'soak.png')
+    return row
+
+
+def plot(samples: list[Sample], metrics: list[Sample], path: pathlib.Path) -> None:
+    """Draws the quantities over minutes, one above the other; nothing without matplotlib."""
+    if importlib.util.find_spec('matplotlib') is None:
+        print(f'{path}: not drawn, as matplotlib is missing (the extra `plots`)')
+        return
+    from matplotlib.figure import Figure  # noqa: PLC0415
+
+    curves = {
+        label: [(s['seconds'] / 60, s[name]) for s in table]
+        for table in (samples, metrics)
+        for name, label in LABELS.items()
+        if name in table[0]
+    }
+    figure = Figure(figsize=(7, 1.6 * len(curves)), layout='constrained')
+    axes = figure.subplots(len(curves), sharex=True)
+    for axis, (label, curve) in zip(axes, curves.items(), strict=True):
+        axis.plot(*zip(*curve, strict=True), linewidth=1)
+        axis.set_ylabel(label)
+        axis.set_ylim(bottom=0)
+    axes[-1].set_xlabel('minutes')
+    figure.savefig(path, dpi=120)
+
+
+if __name__ == '__main__':
+    sys.exit(main())

@@ -1,0 +1,65 @@
+"""A run of ten thousand small steps holds no more at its end than at its beginning."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+
+import pytest
+from soak import run, watch
+from support.tiny import flags
+from support.untrained_features import write_untrained
+
+from jaxunet.training.logs import read_metrics
+
+STEPS = 10_000
+
+
+def samples(values):
+    return [{'seconds': float(i), 'threads': value} for i, value in enumerate(values)]
+
+
+def test_what_grows_is_found():
+    flat = [10.0, 10.0, 12.0, 10.0, 10.0] * 10
+    assert watch.growths(samples(flat), 0.1) == {'threads': 0.0}
+    rising = watch.growths(samples([x + 0.02 * i for i, x in enumerate(flat)]), 0.1)
+    assert rising == {'threads': pytest.approx(0.08, abs=0.02)}
+    assert watch.growths(samples([50.0] * 5 + flat), 0.1) == {'threads': 0.0}  # before it settled
+
+
+def test_a_process_is_measured_with_its_children():
+    alone = watch.measure(1)
+    assert alone['threads'] >= 1
+    assert set(watch.family(1)) >= {1}
+
+
+@pytest.mark.long
+@pytest.mark.skipif(sys.platform != 'linux', reason='reads /proc')
+def test_ten_thousand_steps_hold_no_more_at_the_end(tmp_path, monkeypatch):
+    # glibc gives threads heaps of their own, which fill one after the other.
+    monkeypatch.setenv('MALLOC_ARENA_MAX', '2')
+    row = run.soak(
+        argparse.Namespace(
+            minutes=20.0,
+            settled=0.4,
+            every=0.5,
+            limit=0.02,
+            output=tmp_path,
+            flags=[
+                *flags(),
+                f'--config.train.steps={STEPS}',
+                '--config.train.log_every=100',
+                '--config.train.checkpoint_every=500',
+                '--config.train.sample_every=500',
+                '--config.train.evaluate_every=1000',
+                '--config.evaluation.samples=8',
+                '--config.evaluation.batch_size=4',
+                '--config.evaluation.steps=2',
+                '--config.evaluation.metrics=fid,precision',
+                f'--config.evaluation.features={write_untrained(tmp_path)}',
+            ],
+        )
+    )
+    assert row['exit_status'] == 0
+    assert read_metrics(tmp_path / 'run/metrics.csv')[-1]['step'] == str(STEPS)
+    assert set(row['grown']) <= {'step_ms'}, row['growth']  # other tests keep the CPU busy

@@ -1,0 +1,81 @@
+"""What a long run holds while it goes on, and whether it grows."""
+
+from __future__ import annotations
+
+import contextlib
+import pathlib
+import shutil
+import statistics
+import subprocess
+import time
+from collections.abc import Callable, Sequence
+
+Sample = dict[str, float]  # seconds since the start, and the quantities
+PROC = pathlib.Path('/proc')
+SHARE = 0.2  # of the samples after settling: those of the beginning are compared with the last
+
+
+def family(pid: int) -> list[int]:
+    """The process and its descendants."""
+    children: dict[int, list[int]] = {}
+    for stat in PROC.glob('[0-9]*/stat'):
+        with contextlib.suppress(OSError):  # ended meanwhile
+            # The name, in brackets, may have spaces.
+            parent = int(stat.read_text().rpartition(')')[2].split()[1])
+            children.setdefault(parent, []).append(int(stat.parent.name))
+    found = [pid]
+    for known in found:
+        found.extend(children.get(known, []))
+    return found
+
+
+def measure(pid: int) -> Sample:
+    """Resident MiB, threads and open files of a process and its descendants; GPU MiB if any."""
+    sample: Sample = {'resident_mib': 0.0, 'threads': 0.0, 'open_files': 0.0}
+    for member in family(pid):
+        with contextlib.suppress(OSError):
+            folder = PROC / str(member)
+            status = dict(
+                line.split(':', 1) for line in (folder / 'status').read_text().splitlines()
+            )
+            sample['open_files'] += len(list((folder / 'fd').iterdir()))
+            sample['resident_mib'] += int(status.get('VmRSS', '0 kB').split()[0]) / 1024
+            sample['threads'] += int(status['Threads'])
+    if shutil.which('nvidia-smi'):
+        printed = subprocess.run(
+            ['nvidia-smi', '--query-gpu=memory.used', '--format=csv,noheader,nounits'],
+            stdout=subprocess.PIPE,
+            text=True,
+            check=True,
+        ).stdout
+        sample['gpu_mib'] = float(sum(map(int, printed.split())))
+    return sample
+
+
+def watch(
+    process: subprocess.Popen[bytes], seconds: float, every: float, stop: Callable[[], None]
+) -> list[Sample]:
+    """Measures a process until it ends; after `seconds`, calls `stop` once."""
+    began, samples, stopped = time.monotonic(), [], False
+    while process.poll() is None:
+        passed = time.monotonic() - began
+        if not stopped:
+            samples.append({'seconds': passed, **measure(process.pid)})
+            if passed > seconds:
+                stop()
+                stopped = True
+        time.sleep(every)
+    return samples
+
+
+def growth(values: Sequence[float]) -> float:
+    """The median of the last values over that of the first, less 1."""
+    count = max(round(SHARE * len(values)), 1)
+    first, last = (statistics.median(part) for part in (values[:count], values[-count:]))
+    return last / first - 1 if first else float(last > 0)
+
+
+def growths(samples: Sequence[Sample], settled: float) -> dict[str, float]:
+    """The `growth` of every quantity once a share of the run, `settled`, is over."""
+    later = samples[round(settled * len(samples)) :]
+    return {name: growth([s[name] for s in later]) for name in later[0] if name != 'seconds'}
