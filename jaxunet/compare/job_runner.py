@@ -80,7 +80,7 @@ class Queue:
     ) -> None:
         self._output, self._measurements = output, measurements
         self._limit, self._step_ms = limit, step_ms or {}
-        self._measuring = 0.0  # longest seconds of measuring one checkpoint so far
+        self._measuring = 0.0  # seconds of the last checkpoint; the first one's compiles, too
         self._done = [output / ROWS, *([pathlib.Path(known)] if known else [])]
         self._claims = pathlib.Path(claims) if claims else None
         self._origin = {'command': command, **rows.provenance()}
@@ -189,9 +189,8 @@ class Queue:
                     self._say(summary(row))
             except FAILURES as error:
                 self._fail(f'{job.name} at {checkpoint.seconds:g} s: {error}')
-            took = time.perf_counter() - began
-            self._measuring = max(self._measuring, took)
-            self._say(f'measured in {took:.1f} s')
+            self._measuring = time.perf_counter() - began
+            self._say(f'measured in {self._measuring:.1f} s')
 
     def _source(self, config: Config) -> Source:
         """Returns the images of a config, decoded once for all jobs that share them."""

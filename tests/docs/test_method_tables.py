@@ -94,7 +94,7 @@ def test_differences_are_paired_by_seed(found):
     assert not statistics.paired(base, mine, find).ahead
     table = shown(tables.against_baseline(found))
     assert table['flow', FRECHET][0] == '**−19.67 ± 0.33, p 0.00029**'
-    assert table['flow', KERNEL][0] == '+10 ± 0, p 0'  # behind
+    assert table['flow', KERNEL][0] == '+0.01 ± 0, p 0'  # behind
     assert table['edm', FRECHET] == ['−50 (1)', '']  # one seed has no test
     assert ('uniform', FRECHET) not in table
     only = statistics.paired(mine[:1], base[1:], find)
@@ -133,14 +133,14 @@ def test_the_rest_is_shown_at_the_last_time(found):
     text = tables.at_the_end(found)
     line = shown(text)['flow', '0, 1, 2']
     assert line[:4] == ['heun 25', '0.15, 0.15, 0.15', '0.5 ± 0', '0.25 ± 0']
-    assert line[4:] == ['20 ± 0', '0.25 ± 0', '24,000', '10.00']
+    assert line[4:] == ['0.02 ± 0', '0.25 ± 0', '24,000', '10.00']
     assert 'features classifier-1; 7 runs, 25 minutes of training.' in text
 
 
 def test_cells_without_rows_are_listed(found):
     lines = tables.missing(found).splitlines()
-    assert lines[0] == '- `uniform`: ' + '; '.join(f'seed {s} at 120, 180 s' for s in (0, 1, 2))
-    assert '- `edm`: seed 0 at 120, 180, 240 s; seed 1; seed 2' in lines
+    assert lines[0] == '- `uniform`: ' + '; '.join(f'seed {s} at 120 s' for s in (0, 1, 2))
+    assert '- `edm`: seed 0 at 120, 240 s; seed 1; seed 2' in lines
     assert lines[-1].startswith('- all of `adaptive`, `v_cosine`, ')
     every = [
         row(job.case, seconds, job.seed, 1.0) for job in tables.wanted() for seconds in job.seconds

@@ -28,7 +28,7 @@ FOLDER = pathlib.Path(__file__).parents[2] / 'docs/results/methods'
 NOTHING = 'Nothing is measured yet.'
 DISTANCES = {
     'Fréchet distance': value('fid'),
-    'kernel distance · 10³': value('kid', factor=1e3),
+    'kernel distance': value('kid'),
 }
 PICTURE = 'seeds.png'
 
@@ -99,14 +99,14 @@ def at_the_end(found: Cells) -> str:
                     ', '.join(row['average'] for row in rows),
                     _mean(rows, value('precision')),
                     _mean(rows, value('recall')),
-                    _mean(rows, value('kid', 'test', factor=1e3)),
+                    _mean(rows, value('kid', 'test')),
                     _mean(rows, lambda row: row['losses']['held_out_loss']),
                     f'{sum(row["step"] for row in rows) / len(rows):,.0f}',
                     f'{rows[0]["step_ms"]:.2f}',
                 )
             )
     head = ('method', 'seeds', 'sampler', 'averages', 'precision', 'recall')
-    more = ('kernel distance to test images · 10³', 'held-out loss', 'steps', 'ms a step')
+    more = ('kernel distance to test images', 'held-out loss', 'steps', 'ms a step')
     return f'{_markdown((*head, *more), body)}\n\n{_origin(found)}'
 
 

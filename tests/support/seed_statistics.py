@@ -76,9 +76,9 @@ def read(paths: Iterable[pathlib.Path]) -> list[Row]:
     return list(found.values())
 
 
-def value(metric: str, reference: str = 'train', *, factor: float = 1.0) -> Find:
+def value(metric: str, reference: str = 'train') -> Find:
     """Reads a metric of a row; NaN where it was not measured."""
-    return lambda row: factor * row['values'].get(reference, {}).get(metric, math.nan)
+    return lambda row: row['values'].get(reference, {}).get(metric, math.nan)
 
 
 def cells(rows: Iterable[Row]) -> Cells:
