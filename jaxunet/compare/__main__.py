@@ -4,8 +4,9 @@
       --seconds 300 --seeds 2 --devices 0,1,2,3
     python -m jaxunet.compare --output runs/compare --plot_only
 
-A method is a name of `jaxunet.compare.methods` or your own, such as
-`mine:timesteps.sampler=adaptive+timesteps.adaptive_bins=64` (a known name keeps its other fields).
+A method is a name of `jaxunet.compare.methods`, several of them such as `flow+muon`, or your own,
+such as `mine:timesteps.sampler=adaptive+timesteps.adaptive_bins=64` (a known name keeps its other
+fields). `uniform` trains with uniform timesteps and weights, and with the config's objective.
 The first method is the baseline. Runs of one seed start from the same weights and see the same
 images in the same order. The learning rate is constant until the time is over. The clock counts
 only training steps, without compiling and measuring. At `--evaluations` times the averaged weights
@@ -28,7 +29,14 @@ import jax
 from absl import flags
 
 from jaxunet.compare import report, runner
-from jaxunet.compare.methods import METHODS, Method, parse_counts, parse_methods, parse_seconds
+from jaxunet.compare.methods import (
+    FORM,
+    METHODS,
+    Method,
+    parse_counts,
+    parse_methods,
+    parse_seconds,
+)
 from jaxunet.config import Config, cli, to_dict
 from jaxunet.data.automatic import complete
 from jaxunet.profile.report import check_plots
@@ -38,7 +46,7 @@ CONFIG = cli.define_config()
 METHOD_NAMES = flags.DEFINE_list(
     'methods',
     ['uniform', 'adaptive'],
-    f'Methods to compare: some of {", ".join(METHODS)}, or NAME:field=value+field=value.',
+    f'Methods to compare: some of {", ".join(METHODS)}, or as {FORM}.',
 )
 SECONDS = flags.DEFINE_list(
     'seconds',

@@ -7,16 +7,15 @@ import gc
 import pathlib
 import shutil
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import jax
-import numpy as np
 
 from jaxunet.compare.jobs import Job
 from jaxunet.compare.measure import Checkpoint, Measurements
 from jaxunet.config import Config
-from jaxunet.data.pipeline import load_all
-from jaxunet.data.source import ArraySource, Source
+from jaxunet.data.pipeline import decoded
+from jaxunet.data.source import Source
 from jaxunet.data.sources import open_images
 from jaxunet.model.unet import Params
 from jaxunet.runtime import rows
@@ -50,9 +49,9 @@ class Limit:
         """Seconds until the limit."""
         return self.seconds - (time.perf_counter() - self.began)
 
-    def allows(self, seconds: float) -> bool:
-        """Returns True if so many seconds of training, and measuring, fit in what is left."""
-        return seconds * self.shared_by + self.reserve <= self.left
+    def allows(self, seconds: float, measuring: float = 0.0) -> bool:
+        """Returns True if so many seconds of training, and of measuring, fit in what is left."""
+        return seconds * self.shared_by + measuring + self.reserve <= self.left
 
 
 class Queue:
@@ -63,7 +62,7 @@ class Queue:
       measurements: draws samples and compares them.
       limit: when training may begin.
       command: the command line, for the rows.
-      step_ms: milliseconds that a step counts; 0 = training time is measured.
+      step_ms: milliseconds that a step of each case counts; {} = training time is measured.
       known: rows.jsonl with times that are done; '' = none but those of `output`.
       claims: folder in which processes mark the jobs that they take; '' = this one takes all.
     """
@@ -75,16 +74,16 @@ class Queue:
         *,
         limit: Limit,
         command: str,
-        step_ms: float = 0.0,
+        step_ms: Mapping[str, float] | None = None,
         known: str = '',
         claims: str = '',
     ) -> None:
         self._output, self._measurements = output, measurements
-        self._limit, self._step_ms = limit, step_ms
+        self._limit, self._step_ms = limit, step_ms or {}
+        self._measuring = 0.0  # seconds of the last checkpoint; the first one's compiles, too
         self._done = [output / ROWS, *([pathlib.Path(known)] if known else [])]
         self._claims = pathlib.Path(claims) if claims else None
-        counted = {'step_ms': step_ms} if step_ms else {}
-        self._origin = {**counted, 'command': command, **rows.provenance()}
+        self._origin = {'command': command, **rows.provenance()}
         self._waiting: list[Checkpoint] = []
         self._problems: list[str] = []
         self._sources: dict[object, Source] = {}
@@ -93,7 +92,9 @@ class Queue:
         """Runs the jobs that lack rows; returns why jobs failed or were left out."""
         for job in jobs:
             lacking = self._lacking(job)
-            seconds = tuple(s for s in lacking if self._limit.allows(s))
+            seconds = tuple(
+                s for i, s in enumerate(lacking, 1) if self._limit.allows(s, i * self._measuring)
+            )
             if not lacking:
                 self._say(f'{job.name}: is done already')
             elif not seconds:
@@ -140,28 +141,30 @@ class Queue:
         gc.collect()
         config = job.load_config()
         source = self._source(config)
-        self._measurements.prepare(job, config)
+        self._measurements.prepare(job, config, source)
+        names = job.state_names(config)
         workdir = self._output / 'work' / job.name
         shutil.rmtree(workdir, ignore_errors=True)
         reached: list[float] = []
         times = (0.0, *seconds)  # the first is reached by the first step, which is then compiled
 
-        def keep(step: int, trained: float, params: Params) -> None:
+        def keep(step: int, trained: float, kept: dict[str, Params]) -> None:
             if not reached:
                 # Compiled at the same time, each would measure its kernels beside the other's.
                 self._measurements.compile()
                 reached.append(trained)
                 return
-            checkpoint = Checkpoint(job, config, times[len(reached)], trained, step, params)
+            averages = {average: kept[name] for average, name in names.items()}
+            checkpoint = Checkpoint(job, config, times[len(reached)], trained, step, averages)
             reached.append(trained)
             self._say(f'{job.name}: {trained:.1f} s of training, step {step}')
             self._waiting.append(checkpoint)
             self._measure_waiting()
             if self._waiting:  # in the host's memory, as training goes on in the device's
-                params = jax.device_get(params)
-                self._waiting[-1] = dataclasses.replace(checkpoint, params=params)
+                averages = jax.device_get(averages)
+                self._waiting[-1] = dataclasses.replace(checkpoint, averages=averages)
 
-        milestones = Milestones(times, keep, self._step_ms / 1e3)
+        milestones = Milestones(times, keep, self._step_ms.get(job.case, 0.0) / 1e3)
         self._say(f'{job.name}: training for {seconds[-1]:g} s')
         try:
             train(config, workdir, source, milestones=milestones)
@@ -174,25 +177,29 @@ class Queue:
         """Measures all checkpoints that wait, if the features are there."""
         while self._waiting and self._measurements.ready():
             checkpoint, began = self._waiting.pop(0), time.perf_counter()
-            fields = {k: v for k, v in checkpoint.job.fields.items() if k != 'data.path'}
+            job = checkpoint.job
+            about: rows.Row = {'fields': {k: v for k, v in job.fields.items() if k != 'data.path'}}
+            if self._step_ms:
+                about['step_ms'] = self._step_ms[job.case]
             try:
                 for row in self._measurements.measure(checkpoint):
                     if self._step_ms:  # others may use the device
                         del row['seconds_per_sample']
-                    rows.append(self._output / ROWS, {**row, 'fields': fields, **self._origin})
+                    rows.append(self._output / ROWS, {**row, **about, **self._origin})
                     self._say(summary(row))
             except FAILURES as error:
-                self._fail(f'{checkpoint.job.name} at {checkpoint.seconds:g} s: {error}')
-            self._say(f'measured in {time.perf_counter() - began:.1f} s')
+                self._fail(f'{job.name} at {checkpoint.seconds:g} s: {error}')
+            self._measuring = time.perf_counter() - began
+            self._say(f'measured in {self._measuring:.1f} s')
 
     def _source(self, config: Config) -> Source:
         """Returns the images of a config, decoded once for all jobs that share them."""
         key = (config.data.path, config.data.classes, config.image_shape, config.data.holdout)
         if key not in self._sources:
             source = open_images(config)
-            self._sources[key] = _decoded(source)
+            self._sources[key] = decoded(source)
             if source.held_out is not None:
-                self._sources[key].held_out = _decoded(source.held_out)
+                self._sources[key].held_out = decoded(source.held_out)
         return self._sources[key]
 
     def _keep_log(self, job: Job, workdir: pathlib.Path) -> None:
@@ -225,10 +232,3 @@ def summary(row: rows.Row) -> str:
 def _check_row(row: rows.Row, source: str) -> None:
     fields = {'data': str, 'case': str, 'seed': int, 'seconds': NUMBER, 'sampler': str}
     check_fields(row, fields, source, advice='remove the line')
-
-
-def _decoded(source: Source) -> ArraySource:
-    images, labels = load_all(source, progress=False)
-    return ArraySource(
-        source.name, np.asarray(images), source.image_shape, np.asarray(labels), source.class_names
-    )

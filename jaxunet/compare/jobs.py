@@ -39,6 +39,10 @@ class Job:
       samples: images that each sampler draws.
       batch_size: images drawn at a time.
       picture: images of the grid that is kept of the first sampler; 0 = none.
+      averages: rates and widths of the config, such as 0.9999 and 0.15. At each time the one is
+        measured whose samples by the first sampler have the smallest Fréchet distance to the first
+        reference with `fid`. () = the first rate.
+      choosing: samples that this choice draws with each average, apart from those measured.
     """
 
     case: str
@@ -52,6 +56,8 @@ class Job:
     samples: int = 2000
     batch_size: int = 500
     picture: int = 64
+    averages: tuple[str, ...] = ()
+    choosing: int = 2000
 
     @property
     def name(self) -> str:
@@ -77,6 +83,22 @@ class Job:
             return base_config(complete(raw).replace(parallel={'devices': 1}))
         except UserError as error:
             raise UserError(f'{self.name}: {error}') from None
+
+    def state_names(self, config: Config) -> dict[str, str]:
+        """Returns the averages to choose from with their names in the training state.
+
+        Raises:
+          UserError: the config does not keep one of them.
+        """
+        kept = {str(rate): str(rate) for rate in config.ema.rates}
+        kept |= {str(width): name for name, width in config.ema.width_names.items()}
+        wanted = self.averages or (next(iter(kept)),)
+        if unknown := [average for average in wanted if average not in kept]:
+            raise UserError(
+                f'--jobs: {self.name}: averages: expected some of {", ".join(kept)}, which the '
+                f'config keeps, found {unknown[0]!r}'
+            )
+        return {average: kept[average] for average in wanted}
 
 
 def read_jobs(named: str, data: str) -> list[Job]:
@@ -108,7 +130,15 @@ def read_jobs(named: str, data: str) -> list[Job]:
             )
         for sampler in job.samplers:
             parse_sampler(sampler)
-        job.load_config()
+        job.state_names(job.load_config())
+        if len(job.averages) > 1 and job.choosing < 1:
+            raise UserError(f'--jobs: {job.name}: choosing: expected samples, found {job.choosing}')
+        if len(job.averages) > 1 and not any(
+            'fid' in metrics for _, metrics in job.references.values()
+        ):
+            raise UserError(
+                f'--jobs: {job.name}: averages are chosen by fid; name it for a reference'
+            )
     return jobs
 
 

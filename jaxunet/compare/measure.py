@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,7 +16,7 @@ from jaxunet.checkpoint.store import state_template
 from jaxunet.compare.jobs import Job, parse_sampler
 from jaxunet.config import Config
 from jaxunet.data.images import grid, save_png
-from jaxunet.data.source import ArraySource
+from jaxunet.data.source import ArraySource, Source
 from jaxunet.metrics.evaluation import compute
 from jaxunet.metrics.features import FeatureNetwork, load_features
 from jaxunet.metrics.sides import image_side, open_side
@@ -25,18 +26,19 @@ from jaxunet.runtime import rows
 from jaxunet.sampling.generator import Generator
 from jaxunet.training.background import Background
 from jaxunet.training.evaluation import FEATURE_BATCH, colour
+from jaxunet.training.held_out import HeldOutLoss
 
 MAX_COLUMNS = 20  # of a grid with one column per class
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """Averaged weights at one of a job's times.
+    """The averages of the weights at one of a job's times.
 
     Fields:
       seconds: the time that the job names.
       training_seconds: training time that it took to the end of the step.
-      params: the averaged weights.
+      averages: averaged weights by `Job.averages`; the chosen one is measured.
     """
 
     job: Job
@@ -44,7 +46,7 @@ class Checkpoint:
     seconds: float
     training_seconds: float
     step: int
-    params: Params
+    averages: dict[str, Params]
 
 
 class Measurements:
@@ -60,7 +62,8 @@ class Measurements:
         self._network: FeatureNetwork | None = None
         self._references: dict[str, Side] = {}
         self._generators: dict[tuple[object, ...], Generator] = {}
-        self._new: list[tuple[Generator, Config]] = []
+        self._held_out: dict[tuple[object, ...], HeldOutLoss] = {}
+        self._new: list[Callable[[], object]] = []
         self._compiling: list[Background[None]] = []
         self._device = jax.local_devices()[0]
 
@@ -68,8 +71,11 @@ class Measurements:
         """Returns True if the features are there, or none are asked for."""
         return not self._path or Path(self._path).is_file()
 
-    def prepare(self, job: Job, config: Config) -> None:
-        """Makes the samplers of a job that no earlier job had; `compile` compiles them.
+    def prepare(self, job: Job, config: Config, source: Source) -> None:
+        """Makes the programs of a job that no earlier job had; `compile` compiles them.
+
+        Args:
+          source: the training images; those that it holds out are measured, too.
 
         Raises:
           UserError: a sampler that does not exist, or options that the model does not support.
@@ -77,22 +83,27 @@ class Measurements:
         for text in job.samplers:
             key = _key(config, job, text)
             if key not in self._generators:
-                self._generators[key] = self._generator(config, job, text)
-                self._new.append((self._generators[key], config))
+                generator = self._generators[key] = self._generator(config, job, text)
+                template = state_template(config).params
+                self._new.append(functools.partial(generator.compile_for, template))
+        key = _held_out_key(config)
+        if source.held_out is not None and key not in self._held_out:
+            self._held_out[key] = HeldOutLoss(config, source, [self._device])
+            self._new.append(self._held_out[key].compile)
 
     def compile(self) -> None:
-        """Compiles the samplers made since the last call, in a thread."""
+        """Compiles the programs made since the last call, in a thread."""
         new, self._new = self._new, []
 
         def compile_all() -> None:
-            for generator, config in new:
-                generator.compile_for(state_template(config).params)
+            for compile_one in new:
+                compile_one()
 
         if new:
             self._compiling.append(Background(compile_all))
 
     def wait(self) -> None:
-        """Waits until all samplers are compiled; raises the error of one that failed."""
+        """Waits until all programs are compiled; raises the error of one that failed."""
         while self._compiling:
             self._compiling.pop().result(lambda: True)
 
@@ -104,9 +115,13 @@ class Measurements:
         """
         self.wait()
         job, config = checkpoint.job, checkpoint.config
+        average, about = self._choose(checkpoint)
+        held_out = self._held_out.get(_held_out_key(config))
+        if held_out is not None:
+            about['losses'] = held_out.measure(checkpoint.averages[average]).columns()
         for text in job.samplers:
             generator = self._generators[_key(config, job, text)]
-            images, seconds = _draw(generator, checkpoint)
+            images, seconds = _draw(generator, checkpoint, average, range(job.samples))
             if text == job.samplers[0] and job.picture:
                 self._save_grid(checkpoint, images)
             row = {
@@ -122,7 +137,29 @@ class Measurements:
                 'num_samples': len(images),
                 'seconds_per_sample': seconds / len(images),
             }
-            yield row | self._compare(job, images)
+            yield row | about | self._compare(job, images)
+
+    def _choose(self, checkpoint: Checkpoint) -> tuple[str, dict[str, object]]:
+        """Returns the average to measure, and the distances that chose it, for the rows."""
+        job = checkpoint.job
+        averages = job.averages or tuple(checkpoint.averages)
+        if len(averages) == 1 or not self._path:
+            return averages[0], {}
+        generator = self._generators[_key(checkpoint.config, job, job.samplers[0])]
+        path, metrics = next(
+            (path, metrics) for path, (_, metrics) in job.references.items() if 'fid' in metrics
+        )
+        network = self._features()
+        reference = self._reference(path, metrics, network)
+        distances = {}
+        for average in averages:
+            others = range(job.samples, job.samples + job.choosing)
+            images, _ = _draw(generator, checkpoint, average, others)
+            side = _samples(images, ['fid'], network)
+            (found,) = compute(['fid'], network, side, reference, seed=job.seed)
+            distances[average] = found.value
+        best = min(averages, key=lambda average: distances[average])
+        return best, {'average': best, 'choosing': job.choosing, 'average_fid': distances}
 
     def _generator(self, config: Config, job: Job, sampler: str) -> Generator:
         return Generator(
@@ -138,13 +175,9 @@ class Measurements:
         """Returns the metrics of samples against each reference, and how they were computed."""
         if not self._path or not job.references:
             return {}
-        if self._network is None:
-            self._network = load_features(self._path)
-        network = self._network
+        network = self._features()
         metrics = sorted({name for _, names in job.references.values() for name in names})
-        rgb = colour(images)
-        source = ArraySource('samples', rgb, (rgb.shape[1], rgb.shape[2], rgb.shape[3]))
-        samples = image_side('samples', source, metrics, network, batch_size=FEATURE_BATCH)
+        samples = _samples(images, metrics, network)
         values: dict[str, dict[str, float]] = {}
         counts: dict[str, int | None] = {}
         for path, (name, wanted) in job.references.items():
@@ -154,6 +187,11 @@ class Measurements:
             values[name] = {m: r.value for m, r in zip(wanted, results, strict=True)}
             counts[name] = reference.count
         return {'values': values, 'references': counts, 'features': network.name}
+
+    def _features(self) -> FeatureNetwork:
+        if self._network is None:
+            self._network = load_features(self._path)
+        return self._network
 
     def _reference(self, path: str, metrics: Sequence[str], network: FeatureNetwork) -> Side:
         key = ' '.join([path, *metrics])
@@ -177,16 +215,33 @@ def _key(config: Config, job: Job, sampler: str) -> tuple[object, ...]:
     return (*network, config.backend, config.precision, sampler, batch)
 
 
+def _held_out_key(config: Config) -> tuple[object, ...]:
+    """Returns what the program and the images of a held-out loss depend on."""
+    network = (config.model, config.diffusion, config.backend, config.precision)
+    return (*network, config.data, config.optimizer.accumulate_steps)
+
+
+def _samples(
+    images: UInt8[np.ndarray, 'n height width channels'],
+    metrics: Sequence[str],
+    network: FeatureNetwork,
+) -> Side:
+    """Returns samples as the side of a comparison."""
+    rgb = colour(images)
+    source = ArraySource('samples', rgb, (rgb.shape[1], rgb.shape[2], rgb.shape[3]))
+    return image_side('samples', source, metrics, network, batch_size=FEATURE_BATCH)
+
+
 def _draw(
-    generator: Generator, checkpoint: Checkpoint
+    generator: Generator, checkpoint: Checkpoint, average: str, numbers: range
 ) -> tuple[UInt8[np.ndarray, 'n height width channels'], float]:
-    """Returns the samples of a checkpoint and the seconds that drawing them took."""
+    """Returns samples of these numbers, and the seconds that drawing them took."""
     job, classes = checkpoint.job, checkpoint.config.model.num_classes
-    params = generator.put(checkpoint.params)
+    params = generator.put(checkpoint.averages[average])
     jax.block_until_ready(params)
     began, images = time.perf_counter(), []
-    for first in range(0, job.samples, generator.batch_size):
-        indices = np.arange(first, min(first + generator.batch_size, job.samples))
+    for first in range(numbers.start, numbers.stop, generator.batch_size):
+        indices = np.arange(first, min(first + generator.batch_size, numbers.stop))
         labels = (indices % classes).astype(np.int32) if classes else None
         batch = generator(params, seed=job.seed, indices=indices, labels=labels)
         assert batch is not None  # only a stop gives None

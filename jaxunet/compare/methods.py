@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
@@ -12,30 +13,30 @@ from jaxunet.runtime.errors import UserError, near_misses
 from jaxunet.sweep.points import make_axis
 
 BASELINE = 'uniform'
-# name -> fields; `weighting`, `timesteps` and `timestep_policy` of jaxunet.diffusion explain them.
+# What a method has unless it sets the field. Other fields are those of the config.
+DEFAULTS: dict[str, object] = {'loss.weighting': 'uniform', 'timesteps.sampler': 'uniform'}
+# name -> the fields that make the method. `weighting`, `timesteps`, `timestep_policy` and `levels`
+# of jaxunet.diffusion explain them, and docs/training.md the rest.
 METHODS: dict[str, dict[str, object]] = {
-    BASELINE: {'loss.weighting': 'uniform', 'timesteps.sampler': 'uniform'},
-    'min_snr': {'loss.weighting': 'min_snr', 'timesteps.sampler': 'uniform'},
-    'soft_min_snr': {'loss.weighting': 'soft_min_snr', 'timesteps.sampler': 'uniform'},
-    'p2': {'loss.weighting': 'p2', 'timesteps.sampler': 'uniform'},
+    BASELINE: {},
+    'v_cosine': {'diffusion.objective': 'v', 'diffusion.schedule': 'cosine'},
+    # The schedule is that of the objectives with timesteps; its default means none.
+    'edm': {'diffusion.objective': 'edm', 'diffusion.schedule': 'linear'},
+    'flow': {'diffusion.objective': 'flow', 'diffusion.schedule': 'linear'},
+    'min_snr': {'loss.weighting': 'min_snr'},
+    'soft_min_snr': {'loss.weighting': 'soft_min_snr'},
+    'p2': {'loss.weighting': 'p2'},
     'speed': {'loss.weighting': 'speed', 'timesteps.sampler': 'speed'},
-    'uncertainty': {'loss.weighting': 'uncertainty', 'timesteps.sampler': 'uniform'},
-    'loss_second_moment': {'loss.weighting': 'uniform', 'timesteps.sampler': 'loss_second_moment'},
-    'policy': {'loss.weighting': 'uniform', 'timesteps.sampler': 'policy'},
-    'immiscible': {
-        'loss.weighting': 'uniform',
-        'timesteps.sampler': 'uniform',
-        'data.noise_candidates': 8,
-    },
-    'muon': {
-        'loss.weighting': 'uniform',
-        'timesteps.sampler': 'uniform',
-        'optimizer.name': 'muon',
-    },
+    'uncertainty': {'loss.weighting': 'uncertainty'},
+    'loss_second_moment': {'timesteps.sampler': 'loss_second_moment'},
+    'policy': {'timesteps.sampler': 'policy'},
+    'immiscible': {'data.noise_candidates': 8},
+    'muon': {'optimizer.name': 'muon'},
     'adaptive': {'loss.weighting': 'min_snr', 'timesteps.sampler': 'adaptive'},
+    'adaptive_uniform': {'timesteps.sampler': 'adaptive'},
 }
 Number = TypeVar('Number', int, float)
-FORM = 'NAME or NAME:field=value+field=value'
+FORM = 'NAME, NAME+NAME or NAME:field=value+field=value'
 # Fields, and sections ending in a dot, that are the same for all methods.
 OWN = (
     'seed',
@@ -75,31 +76,28 @@ class Method:
 def parse_methods(texts: Sequence[str]) -> list[Method]:
     """Parses the methods of `--methods`.
 
-    Each text is a name of `METHODS`, or `NAME:field=value+field=value`. The latter adds fields to
-    those of the known name; a new name starts from the fields of the baseline.
+    Each text is a name of `METHODS`, several names joined by +, or either of them with further
+    fields, `NAME:field=value+field=value`. A new name starts from the fields of the baseline.
 
     Raises:
-      UserError: no methods, an unknown name without fields, a name given twice, a field that all
-        methods share, or a field or value that the config does not have.
+      UserError: no methods, an unknown name without fields, a name given twice, names that do not
+        go together, a field that all methods share, or a field or value that the config does not
+        have.
     """
     methods: list[Method] = []
     for text in texts:
         name, colon, given = text.partition(':')
-        if not name or not name.replace('_', '').replace('-', '').isalnum():
+        if not name or not re.fullmatch(r'[\w-]+(\+[\w-]+)*', name):
             raise UserError(
                 f'--methods: expected {FORM}, with names of letters, digits, _ and -, found '
                 f'{text!r}'
-            )
-        if name not in METHODS and not colon:
-            raise UserError(
-                f'--methods: {name!r} is not one of {", ".join(METHODS)}'
-                f'{near_misses(name, METHODS)}; to define your own, write {FORM}'
             )
         if name in [method.name for method in methods]:
             raise UserError(
                 f'--methods: {name} is given twice; give one of them another name, as in {FORM}'
             )
-        fields: dict[str, object] = dict(METHODS.get(name, METHODS[BASELINE]))
+        known = name in METHODS or '+' in name or not colon
+        fields = named_fields(name) if known else dict(DEFAULTS)
         for assignment in given.split('+') if colon else []:
             field, value = _parse_field(name, assignment)
             fields[field] = value
@@ -107,6 +105,30 @@ def parse_methods(texts: Sequence[str]) -> list[Method]:
     if not methods:
         raise UserError(f'--methods: expected some of {", ".join(METHODS)}, found none')
     return methods
+
+
+def named_fields(name: str) -> dict[str, object]:
+    """Returns the fields of a method: a name of `METHODS`, or several that are joined by +.
+
+    Raises:
+      UserError: an unknown name, or two that set one field to different values.
+    """
+    found: dict[str, object] = {}
+    owner: dict[str, str] = {}
+    for part in name.split('+'):
+        if part not in METHODS:
+            raise UserError(
+                f'--methods: {part!r} is not one of {", ".join(METHODS)}'
+                f'{near_misses(part, METHODS)}; to define your own, write {FORM}'
+            )
+        for field, value in METHODS[part].items():
+            if found.get(field, value) != value:
+                raise UserError(
+                    f'--methods {name}: {owner[field]} and {part} do not go together: '
+                    f'{field} is {found[field]} in one and {value} in the other; leave one out'
+                )
+            found[field], owner[field] = value, part
+    return DEFAULTS | found
 
 
 def _parse_field(name: str, assignment: str) -> tuple[str, object]:

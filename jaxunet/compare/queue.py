@@ -8,9 +8,11 @@
 Made for a GPU that is there for minutes: the jobs run in their order, each compiles its samplers
 while it trains, and every row is written as soon as it is measured. The clock of a job counts only
 training steps, without compiling and measuring; processes that share a GPU count each step as
-`--step_ms`. A job keeps those of its times that fit into the rest of the limit. Checkpoints that
-are reached before the file of features exists are measured when it does. The same command leaves
-out times whose rows are there. Each process needs its own output; `--claims` deals the jobs out.
+`--step_ms`, its time measured alone. A job keeps those of its times that fit into the rest of the
+limit. Checkpoints that are reached before the file of features exists are measured when it does.
+The same command leaves out times whose rows are there. Each process needs its own output;
+`--claims` deals the jobs out. Where a job names several averages of the weights, each checkpoint
+is measured with the one that is best in a smaller draw.
 
 Output: rows.jsonl (a row for each checkpoint and sampler), pictures/ (unpicked samples),
 logs/JOB.csv (the metrics.csv of the run), and work/.
@@ -29,6 +31,7 @@ from absl import flags
 from jaxunet.compare.job_runner import Limit, Queue
 from jaxunet.compare.jobs import read_jobs
 from jaxunet.compare.measure import Measurements
+from jaxunet.compare.results import step_times
 from jaxunet.config import cli
 from jaxunet.runtime.errors import UserError
 
@@ -50,12 +53,12 @@ RESERVE = flags.DEFINE_float(
     'Seconds of the limit that a job leaves for compiling and measuring.',
     lower_bound=0,
 )
-STEP_MS = flags.DEFINE_float(
+STEP_MS = flags.DEFINE_string(
     'step_ms',
-    0.0,
+    '0',
     'Milliseconds that a step counts, such as its time measured alone, so that processes can share '
-    'a GPU; 0 = measure training time.',
-    lower_bound=0,
+    'a GPU: a number, or a file of rows of jaxunet.compare.step_cost, which has one for each case; '
+    '0 = measure training time.',
 )
 SHARED_BY = flags.DEFINE_integer(
     'shared_by',
@@ -79,21 +82,22 @@ def main(argv: Sequence[str]) -> int:
       UserError: the file of jobs is wrong.
     """
     began = time.perf_counter()
-    if SHARED_BY.value > 1 and not STEP_MS.value:
+    if KNOWN.value and not pathlib.Path(KNOWN.value).is_file():
+        raise UserError(f'--known: no file {KNOWN.value}')
+    jobs = read_jobs(JOBS.value, DATA.value)
+    step_ms = step_times(STEP_MS.value, [job.case for job in jobs])
+    if SHARED_BY.value > 1 and not step_ms:
         raise UserError(
             f'--shared_by: {SHARED_BY.value} processes slow each other down, so their training '
             'time means nothing; give --step_ms too'
         )
-    if KNOWN.value and not pathlib.Path(KNOWN.value).is_file():
-        raise UserError(f'--known: no file {KNOWN.value}')
-    jobs = read_jobs(JOBS.value, DATA.value)
     cli.enable_compilation_cache()
     output = pathlib.Path(OUTPUT.value)
     queue = Queue(
         output,
         Measurements(FEATURES.value, output / 'pictures'),
         limit=Limit(LIMIT.value, RESERVE.value, SHARED_BY.value, began),
-        step_ms=STEP_MS.value,
+        step_ms=step_ms,
         known=KNOWN.value,
         claims=CLAIMS.value,
         command=shlex.join(['python', '-m', 'jaxunet.compare.queue', *sys.argv[1:]]),

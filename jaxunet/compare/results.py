@@ -13,8 +13,8 @@ from jaxtyping import Float
 from jaxunet.compare.runner import COSTS, Spec
 from jaxunet.compare.worker import ROW_FIELDS, finished
 from jaxunet.runtime import rows
-from jaxunet.runtime.errors import UserError
-from jaxunet.runtime.untrusted import check_fields
+from jaxunet.runtime.errors import UserError, listed
+from jaxunet.runtime.untrusted import NUMBER, check_fields
 
 Values = Float[np.ndarray, ' milestones']
 
@@ -126,11 +126,70 @@ def step_costs(directory: pathlib.Path) -> rows.Row:
       UserError: the file cannot be read, or a line is not such a row.
     """
     path = directory / COSTS
-    if not path.exists():
-        return {}
+    return (_read_costs(path) or [{}])[-1] if path.exists() else {}
+
+
+def combined_costs(path: pathlib.Path) -> dict[str, rows.Row]:
+    """Returns the step cost of each case, from several rows of `jaxunet.compare.step_cost`.
+
+    All rows begin with the same case. Its milliseconds are those of the first row; those of the
+    others are their ratios to it, in the latest row that has them, times these milliseconds: what
+    is measured on another day is comparable, as the cases of a row took turns.
+
+    Returns:
+      case -> `ms`, `ratio` and `quartiles` of the ratio.
+
+    Raises:
+      UserError: the file cannot be read, has no rows, or rows that begin with different cases.
+    """
+    every = [row['costs'] for row in _read_costs(path)]
+    firsts = list(dict.fromkeys(next(iter(costs), '') for costs in every))
+    if len(firsts) != 1 or not firsts[0]:
+        raise UserError(
+            f'{path}: expected rows of jaxunet.compare.step_cost that begin with one case, found '
+            f'{" and ".join(firsts) or "none"}'
+        )
+    base = every[0][firsts[0]]['ms']
+    found: dict[str, rows.Row] = {}
+    for costs in every:
+        found |= {case: {**cost, 'ms': base * cost['ratio']} for case, cost in costs.items()}
+    return found
+
+
+def step_times(text: str, cases: Sequence[str]) -> dict[str, float]:
+    """Returns the milliseconds of a step of each case; {} if they are to be measured.
+
+    Args:
+      text: value of `--step_ms`, a number or a file of rows of `jaxunet.compare.step_cost`.
+      cases: those that need a number.
+
+    Raises:
+      UserError: neither a number nor such a file, or a case that the file lacks.
+    """
+    try:
+        ms = float(text)
+    except ValueError:
+        costs = combined_costs(pathlib.Path(text))
+        if lacking := [case for case in dict.fromkeys(cases) if case not in costs]:
+            raise UserError(
+                f'--step_ms: {text} has no steps of {listed(lacking)}; add them by '
+                'python -m jaxunet.compare.step_cost'
+            ) from None
+        return {case: costs[case]['ms'] for case in cases}
+    if not 0 <= ms < math.inf:
+        raise UserError(f'--step_ms: expected 0 or more milliseconds, or a file, found {text!r}')
+    return dict.fromkeys(cases, ms) if ms else {}
+
+
+def _read_costs(path: pathlib.Path) -> list[rows.Row]:
     fields = {'costs': dict, 'rounds': int, 'steps': int, 'batch': int, 'device': str}
+    cost = {'ms': NUMBER, 'ratio': NUMBER, 'quartiles': list}
 
     def check(row: rows.Row, source: str) -> None:
         check_fields(row, fields, source, advice='remove the line')
+        for case, found in row['costs'].items():
+            if not isinstance(found, dict):
+                raise UserError(f'{source}: {case}: expected a step cost; remove the line')
+            check_fields(found, cost, f'{source}: {case}', advice='remove the line')
 
-    return (rows.read(path, check) or [{}])[-1]
+    return rows.read(path, check)

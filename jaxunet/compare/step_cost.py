@@ -4,6 +4,8 @@ The methods take turns, so that a drift of the machine affects all of them alike
 
     # CONFIGS.json maps names to configs. Prints one JSON row; everything else goes to stderr.
     python -m jaxunet.compare.step_cost CONFIGS.json
+    # The cases of a file of jobs, for --step_ms of jaxunet.compare.queue. DATA as its --data.
+    python -m jaxunet.compare.step_cost JOBS.py:PART DATA >> step_ms.jsonl
 """
 
 from __future__ import annotations
@@ -17,7 +19,9 @@ from collections.abc import Iterable
 from jaxunet.benchmark import timing
 from jaxunet.benchmark.jax_side import JaxSide
 from jaxunet.checkpoint.state import fresh_state
+from jaxunet.compare.jobs import read_jobs
 from jaxunet.config import Config, cli, resolve
+from jaxunet.data.pipeline import decoded
 from jaxunet.data.sources import open_images
 from jaxunet.runtime import rows
 from jaxunet.runtime.errors import USER_ERROR, UserError
@@ -42,7 +46,7 @@ def measure(configs: dict[str, Config], steps: int | None = None, rounds: int = 
       UserError: the data or a config does not fit, or a step failed.
     """
     first = next(iter(configs.values()))
-    source = open_images(first)
+    source = decoded(open_images(first))
     sides, units = {}, []
     for name, config in configs.items():
         # No last layers of zeros: they would make a GPU draw less power than a trained network.
@@ -90,12 +94,31 @@ def steps_of_a_turn(configs: Iterable[Config], units: Iterable[int]) -> int:
     return least * -(-STEPS // least)
 
 
+def read_configs(named: str, data: str = '') -> dict[str, Config]:
+    """Returns the configs of CONFIGS.json, or of the cases of a file of jobs, by name.
+
+    Args:
+      named: the file, or FILE:PART of jobs.
+      data: folder of the images, for jobs.
+
+    Raises:
+      UserError: the file or a config is wrong.
+    """
+    if named.endswith('.json'):
+        configs = json.loads(pathlib.Path(named).read_text(encoding='utf-8'))
+        return {name: resolve(values) for name, values in configs.items()}
+    found: dict[str, Config] = {}
+    for job in read_jobs(named, data):
+        if job.case not in found:
+            found[job.case] = job.load_config()
+    return found
+
+
 def main() -> None:
     """Times the methods of the file on the command line and prints the row."""
     cli.enable_compilation_cache()
     try:
-        configs = json.loads(pathlib.Path(sys.argv[1]).read_text(encoding='utf-8'))
-        print(json.dumps(measure({name: resolve(values) for name, values in configs.items()})))
+        print(json.dumps(measure(read_configs(*sys.argv[1:3]))))
     except UserError as error:
         print(f'error: {error}', file=sys.stderr, flush=True)
         sys.exit(USER_ERROR)

@@ -180,9 +180,10 @@ def _train(
         shutil.rmtree(stale, ignore_errors=True)
     (folder / ROWS).unlink(missing_ok=True)  # these rows belong to the removed weights
     reached: list[float] = []
+    rate = str(config.ema.rates[0])
 
-    def keep(step: int, seconds: float, params: Params) -> None:
-        save_snapshot(paths[len(reached)], params, step, seconds)
+    def keep(step: int, seconds: float, averages: dict[str, Params]) -> None:
+        save_snapshot(paths[len(reached)], averages[rate], step, seconds)
         reached.append(seconds)
         print(f'{task.label}: {seconds:.1f} s of training, step {step}', flush=True)
 

@@ -26,7 +26,7 @@ from jaxtyping import Int32
 from jaxunet.config import Config
 from jaxunet.data.order import MAX_IMAGES, batch_indices
 from jaxunet.data.pixels import Batch, random_crops
-from jaxunet.data.source import Source
+from jaxunet.data.source import ArraySource, Source
 from jaxunet.data.threads import THREADS, ordered_map
 from jaxunet.runtime.errors import UserError
 from jaxunet.runtime.progress import progress_bar
@@ -109,6 +109,12 @@ def load_all(source: Source, progress: bool) -> tuple[Batch, Int32[np.ndarray, '
             'memory; set data.cache=stream'
         ) from None
     return images, source.labels
+
+
+def decoded(source: Source) -> ArraySource:
+    """Returns the images of a source in memory; raises as `load_all` does."""
+    images, labels = load_all(source, progress=False)
+    return ArraySource(source.name, images, source.image_shape, labels, source.class_names)
 
 
 class Stream(Iterator[Rows]):

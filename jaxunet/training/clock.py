@@ -59,12 +59,13 @@ class Milestones:
 
     Attributes:
       seconds: the times, ascending.
-      reached: called with the step, the training time in seconds, and the first average of the
-        weights, on this process's first device. The clock is paused meanwhile.
+      reached: called with the step, the training time in seconds, and the averages of the weights
+        by their names in the training state, on this process's first device. The clock is paused
+        meanwhile.
       step_seconds: what a step counts, such as its time measured alone, for runs that share a
         device. 0 = training time is measured.
     """
 
     seconds: tuple[float, ...]
-    reached: Callable[[int, float, Params], None]
+    reached: Callable[[int, float, dict[str, Params]], None]
     step_seconds: float = 0.0

@@ -255,7 +255,8 @@ class _Loop:
         self._show(sample=sample, evaluate=evaluate)
         if milestone and self.milestones:
             self.milestones_left.pop(0)
-            self.milestones.reached(self.step, self._seconds(), self._averaged_weights())
+            averages = self.session.parallel.local(self.session.state.ema)
+            self.milestones.reached(self.step, self._seconds(), averages)
             if not self.milestones_left:
                 return False
         self.clock.resume()

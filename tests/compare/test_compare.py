@@ -15,7 +15,14 @@ from support.tiny import TINY, flags, tiny_config
 from support.untrained_features import write_untrained
 
 from jaxunet.compare import report, results, runner, step_cost, worker
-from jaxunet.compare.methods import METHODS, Method, parse_counts, parse_methods, parse_seconds
+from jaxunet.compare.methods import (
+    METHODS,
+    Method,
+    named_fields,
+    parse_counts,
+    parse_methods,
+    parse_seconds,
+)
 from jaxunet.config import Config, resolve, to_dict
 from jaxunet.runtime.errors import UserError
 from jaxunet.training.logs import read_metrics
@@ -218,16 +225,37 @@ def test_every_method_fits_every_config():
     ]
 
 
+def test_methods_go_together():
+    flow = {'diffusion.objective': 'flow', 'diffusion.schedule': 'linear'}
+    (found, changed) = parse_methods(['flow+adaptive+min_snr', 'flow+muon:loss.weighting=p2'])
+    assert found.fields == {**flow, 'loss.weighting': 'min_snr', 'timesteps.sampler': 'adaptive'}
+    assert changed.fields == {
+        **flow,
+        'optimizer.name': 'muon',
+        'loss.weighting': 'p2',
+        'timesteps.sampler': 'uniform',
+    }
+    assert found.apply(Config()).diffusion.objective == 'flow'
+    with pytest.raises(UserError, match=r'--methods edm\+policy: .*\n.* policy is defined by the'):
+        parse_methods(['edm+policy'])[0].apply(Config())
+
+
 @pytest.mark.parametrize(
     ('text', 'message'),
     [
         ('min_snt', '\'min_snt\' is not one of uniform, .*did you mean "min_snr"'),
-        ('a b:loss.p2_k=1.0', 'expected NAME or NAME:field=value'),
-        ('p2:p2_k', "expected NAME or NAME:field=value.field=value, found 'p2_k'"),
+        ('a b:loss.p2_k=1.0', 'expected NAME, NAME.NAME or NAME:field=value'),
+        ('p2:p2_k', "NAME:field=value.field=value, found 'p2_k'"),
         ('p2:loss.p2_q=1', r'--methods p2: loss\.p2_q: unknown field'),
         ('p2:loss.p2_k=x', r"--methods p2: loss\.p2_k: expected float, found 'x'"),
         ('p2:train.steps=5', r'train\.steps must be the same for all methods'),
         ('p2:seed=5', 'seed must be the same for all methods'),
+        ('flow+', 'expected NAME, '),
+        ('flow+muom', '\'muom\' is not one of uniform, .*did you mean "muon"'),
+        (
+            'min_snr+muon+p2',
+            'min_snr and p2 do not go together: loss.weighting is min_snr in one and p2 in the',
+        ),
     ],
 )
 def test_methods_that_are_none(text, message):
@@ -274,7 +302,7 @@ def test_long_runs_go_first():
     spec = runner.Spec(
         'c',
         {},
-        {name: METHODS[name] for name in names},
+        {name: named_fields(name) for name in names},
         seconds={'uniform': 30.0, 'p2': 15.0, 'speed': 30.0, 'policy': 15.0},
         seeds={'uniform': 2, 'p2': 1, 'speed': 1, 'policy': 2},
         evaluations={'uniform': 3, 'p2': 1, 'speed': 2, 'policy': 1},
@@ -452,7 +480,7 @@ def test_runs_that_were_measured_in_different_ways_do_not_compare(tmp_path, fiel
 @pytest.mark.long
 def test_step_costs_take_turns():
     configs = {
-        name: Method(name, METHODS[name]).apply(tiny_config(parallel={'devices': 1}))
+        name: Method(name, named_fields(name)).apply(tiny_config(parallel={'devices': 1}))
         for name in ('uniform', 'policy')
     }
     configs['policy'] = configs['policy'].replace(timesteps={'policy_every': 3})

@@ -13,14 +13,16 @@ import pytest
 from PIL import Image
 from support.untrained_features import write_untrained
 
-from jaxunet.compare import job_runner
+from jaxunet.compare import job_runner, step_cost
 from jaxunet.compare.job_runner import Limit, Queue, summary
 from jaxunet.compare.jobs import Job, parse_sampler, read_jobs
 from jaxunet.compare.measure import Measurements
+from jaxunet.compare.results import step_times
 from jaxunet.runtime import rows
 from jaxunet.runtime.errors import UserError
 
-JOBS = pathlib.Path(__file__).parents[2] / 'docs/results/recipes/jobs.py'
+RESULTS = pathlib.Path(__file__).parents[2] / 'docs/results'
+JOBS, METHODS = RESULTS / 'recipes/jobs.py', RESULTS / 'methods/jobs.py'
 
 
 @pytest.fixture(scope='module')
@@ -30,12 +32,19 @@ def features(tmp_path_factory):
 
 @pytest.fixture(scope='module')
 def jobs():
-    """Two of the small jobs: one case with two seeds."""
-    first = [job for job in read_jobs(f'{JOBS}:tiny', '') if job.case == 'v-cosine']
+    """Two of the small jobs: one case with two seeds, of which only the first holds images out and
+    chooses an average.
+    """
+    first = [job for job in read_jobs(f'{METHODS}:tiny', '') if job.case == 'uniform']
     assert [job.seed for job in first] == [0, 1]
-    held_out = {'data.holdout': 40.0, 'train.holdout_every': 1, 'train.log_every': 1}
-    first[0] = dataclasses.replace(first[0], fields={**first[0].fields, **held_out})
-    return [dataclasses.replace(first[0], seconds=(0.05, 0.2)), first[1]]
+    often = {'train.holdout_every': 1, 'train.log_every': 1}
+    plain = {k: v for k, v in first[1].fields.items() if k != 'data.holdout'}
+    return [
+        dataclasses.replace(
+            first[0], fields={**first[0].fields, **often}, seconds=(0.05, 0.2), choosing=8
+        ),
+        dataclasses.replace(first[1], fields=plain, averages=()),
+    ]
 
 
 def make_queue(output, features, *, limit=600.0, reserve=0.0, elapsed=0.0, **options):
@@ -88,10 +97,33 @@ def test_a_row_for_each_checkpoint_and_sampler(done):
         assert row['seconds_per_sample'] > 0
         assert row['references'] == {'train': 1797}
         assert set(row['values']['train']) >= {'fid', 'kid', 'precision', 'recall'}
-        assert row['fields']['diffusion.schedule'] == 'cosine'
+        assert row['fields']['diffusion.schedule'] == 'linear'
         assert row['command'] == 'the command'
         assert f'{row["seconds"]:g} s' in summary(row)
-    assert {r['evaluations'] for r in found} == {4, 2}
+    assert {r['evaluations'] for r in found} == {3, 2}
+
+
+def test_the_average_with_the_smallest_distance_is_measured(done):
+    """It is chosen anew at each time, and every sampler has the same."""
+    output, _ = done
+    chosen = [row for row in rows_of(output) if row['seed'] == 0]
+    for row in chosen:
+        distances = row['average_fid']
+        assert list(distances) == ['0.995', '0.15']
+        assert row['average'] == min(distances, key=distances.get)
+        assert len(set(distances.values())) == 2
+        assert row['choosing'] == 8
+    assert [row['average_fid'] for row in chosen[::2]] == [
+        row['average_fid'] for row in chosen[1::2]
+    ]
+    assert 'average' not in rows_of(output)[-1], 'one average leaves no choice'
+
+
+def test_rows_have_the_loss_on_held_out_images(done):
+    output, _ = done
+    losses = [row['losses']['held_out_loss'] for row in rows_of(output) if row['seed'] == 0]
+    assert losses[0] == losses[1] != losses[2] == losses[3]
+    assert losses[0] > losses[2], 'it learns'
 
 
 def test_weights_of_another_time_give_other_values(done):
@@ -152,9 +184,9 @@ def test_weights_that_give_no_images_stop_nothing_else(jobs, features, tmp_path,
         yield from real(self, checkpoint)
 
     monkeypatch.setattr(Measurements, 'measure', measure)
-    job = dataclasses.replace(jobs[0], seconds=(0.05, 0.2), samplers=('ddim:4',))
-    (problem,) = make_queue(tmp_path, features, step_ms=20.0).run([job])
-    assert problem == ('digits_v-cosine_seed0 at 0.05 s: images: 100% of the pixels are NaN')
+    job = dataclasses.replace(jobs[1], seconds=(0.05, 0.2), samplers=('heun:2',))
+    (problem,) = make_queue(tmp_path, features, step_ms={'uniform': 20.0}).run([job])
+    assert problem == 'digits_uniform_seed1 at 0.05 s: images: 100% of the pixels are NaN'
     (row,) = rows_of(tmp_path)
     assert row['seconds'] == 0.2
     assert (row['step'], row['training_seconds'], row['step_ms']) == (10, pytest.approx(0.2), 20)
@@ -171,16 +203,16 @@ def test_what_is_not_done_is_reported(jobs, tmp_path, monkeypatch):
 
     clock = types.SimpleNamespace(perf_counter=lambda: time.perf_counter() + late, sleep=sleep)
     monkeypatch.setattr(job_runner, 'time', clock)
-    nowhere = {**jobs[0].fields, 'data.path': str(tmp_path / 'nowhere.zip')}
-    failing = dataclasses.replace(jobs[0], case='failing', fields=nowhere)
-    never = dataclasses.replace(jobs[0], case='never', seconds=(500.0,))
-    cut = dataclasses.replace(jobs[0], seconds=(0.05, 500.0))
+    nowhere = {**jobs[1].fields, 'data.path': str(tmp_path / 'nowhere.zip')}
+    failing = dataclasses.replace(jobs[1], case='failing', fields=nowhere)
+    never = dataclasses.replace(jobs[1], case='never', seconds=(500.0,))
+    cut = dataclasses.replace(jobs[1], seconds=(0.05, 500.0))
     queue = make_queue(tmp_path, tmp_path / 'none.npz', limit=700, reserve=100, elapsed=300)
     failed, left_out, unmeasured = queue.run([failing, never, cut])
-    assert failed.startswith('digits_failing_seed0: ')
+    assert failed.startswith('digits_failing_seed1: ')
     assert 'no such file' in failed
-    assert left_out.startswith('digits_never_seed0: left out, ')
-    assert unmeasured == 'digits_v-cosine_seed0: not measured at 0.05 s, as there are no features'
+    assert left_out.startswith('digits_never_seed1: left out, ')
+    assert unmeasured == 'digits_uniform_seed1: not measured at 0.05 s, as there are no features'
     assert rows_of(tmp_path) == []
     assert late == 1000
 
@@ -195,6 +227,9 @@ def test_what_is_not_done_is_reported(jobs, tmp_path, monkeypatch):
         ({'samples': 0}, 'at least one sampler, sample'),
         ({'config': 'nowhere.py'}, 'no file nowhere.py'),
         ({'fields': {'diffusion.step': 5}}, 'diffusion.step: unknown field'),
+        ({'averages': ('0.995', '0.2')}, "averages: expected some of 0.995, 0.15, which .* '0.2'"),
+        ({'references': {}}, 'averages are chosen by fid'),
+        ({'choosing': 0}, 'choosing: expected samples, found 0'),
     ],
 )
 def test_a_wrong_job_is_one_line(jobs, tmp_path, changes, message):
@@ -213,22 +248,74 @@ def test_two_jobs_of_one_name_are_refused(jobs, tmp_path):
         'from jaxunet.compare.jobs import Job\n'
         f'def get_jobs(part, data):\n    return [{jobs[0]!r}] * 2\n'
     )
-    with pytest.raises(UserError, match='two jobs are called digits_v-cosine_seed0'):
+    with pytest.raises(UserError, match='two jobs are called digits_uniform_seed0'):
         read_jobs(str(path), '')
 
 
 def test_the_committed_jobs_are_valid():
-    for part in ('objects', 'elephants', 'rates', 'digits'):
+    for part in ('objects', 'elephants', 'rates', 'digits', 'tiny'):
         found = read_jobs(f'{JOBS}:{part}', '/data')
         assert all(isinstance(job, Job) for job in found)
     with pytest.raises(UserError, match='one of objects, elephants'):
         read_jobs(f'{JOBS}:other', '')
 
 
+def test_the_jobs_of_the_methods():
+    found = read_jobs(f'{METHODS}:all', '/data')
+    cases = list(dict.fromkeys(job.case for job in found))
+    assert [job.case for job in found if job.seed == 1][:2] == cases[:2] == ['uniform', 'flow']
+    assert all([j.seed for j in found if j.case == case] == [0, 1, 2] for case in cases)
+    assert {len(job.samplers) for job in found} == {2}
+    costs = step_cost.read_configs(f'{METHODS}:costs', '/data')
+    assert sorted(costs) == sorted(cases)
+    assert next(iter(costs)) == 'uniform', 'the ratios are to the first'
+    assert costs['flow+muon'].optimizer.name == 'muon'
+    some = read_jobs(f'{METHODS}:uniform,flow+p2', '/data')
+    assert [(job.case, job.seed) for job in some[:3]] == [
+        ('uniform', 0),
+        ('flow+p2', 0),
+        ('uniform', 1),
+    ]
+    with pytest.raises(UserError, match="'fluw' is not one of"):
+        read_jobs(f'{METHODS}:fluw', '/data')
+
+
+def cost_row(**ratios):
+    costs = {case: {'ms': 4 * r, 'ratio': r, 'quartiles': [r, r]} for case, r in ratios.items()}
+    return {'costs': costs, 'rounds': 2, 'steps': 8, 'batch': 4, 'device': 'GPU'}
+
+
+def test_the_milliseconds_of_a_step_by_case(tmp_path):
+    """A later row counts by its ratios: another day, or another GPU, may be slower."""
+    path = tmp_path / 'step_ms.jsonl'
+    later = cost_row(uniform=1.0, flow=1.5)
+    for cost in later['costs'].values():
+        cost['ms'] *= 2
+    for row in (cost_row(uniform=1.0, flow=1.25, policy=2.0), later):
+        rows.append(path, row)
+    cases = ['uniform', 'flow', 'policy', 'flow']
+    assert step_times(str(path), cases) == {'uniform': 4.0, 'flow': 6.0, 'policy': 8.0}
+    assert step_times('5.5', cases[:2]) == {'uniform': 5.5, 'flow': 5.5}
+    assert step_times('0', cases) == {}
+    with pytest.raises(UserError, match='has no steps of muon, edm; add them by python'):
+        step_times(str(path), ['muon', 'flow', 'edm'])
+    with pytest.raises(UserError, match=r'no.jsonl: cannot be read'):
+        step_times(str(tmp_path / 'no.jsonl'), cases)
+    with pytest.raises(UserError, match='expected 0 or more milliseconds'):
+        step_times('-1', cases)
+    rows.append(path, cost_row(flow=1.0, uniform=0.8))
+    with pytest.raises(UserError, match='that begin with one case, found uniform and flow'):
+        step_times(str(path), cases)
+    path.write_text('{"costs": {"flow": 1}, "rounds": 1, "steps": 1, "batch": 1, "device": ""}\n')
+    with pytest.raises(UserError, match='line 1: flow: expected a step cost'):
+        step_times(str(path), cases)
+
+
 def test_processes_that_share_a_gpu():
     assert Limit(600, 30, shared_by=1).allows(560)
     assert not Limit(600, 30, shared_by=2).allows(300)
     assert Limit(600, 30, shared_by=2).allows(280)
+    assert not Limit(600, 30, shared_by=2).allows(280, measuring=20)
 
 
 def test_a_sampler_may_name_its_spacing():

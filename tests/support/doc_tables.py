@@ -14,7 +14,7 @@ from jaxunet.benchmark.kernels import table as kernel_table
 from jaxunet.runtime import rows
 from jaxunet.runtime.rows import Row
 from jaxunet.weights.presets import PRESETS
-from support import fault_table, recipe_tables
+from support import fault_table, method_tables, recipe_tables
 from support import golden as trajectories
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -343,6 +343,14 @@ TABLES: dict[str, Callable[[], str]] = {
     'faults': fault_table.table,
     'where_the_time_goes': where_the_time_goes,
     'methods': methods,
+    'methods_quality': lambda: method_tables.quality(method_tables.measured()),
+    'methods_end': lambda: method_tables.at_the_end(method_tables.measured()),
+    'methods_baseline': lambda: method_tables.against_baseline(method_tables.measured()),
+    'methods_best': lambda: method_tables.against_best(method_tables.measured()),
+    'methods_sooner': lambda: method_tables.sooner(method_tables.measured()),
+    'methods_steps': method_tables.step_times,
+    'methods_missing': lambda: method_tables.missing(method_tables.measured()),
+    'methods_picture': method_tables.picture,
     'recipes': lambda: recipe_tables.objectives(recipe_tables.read()),
     'recipes_filling': lambda: recipe_tables.objectives(recipe_tables.read(name='filling.jsonl')),
     'recipes_sooner': lambda: recipe_tables.sooner(recipe_tables.read()),

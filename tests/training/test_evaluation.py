@@ -154,10 +154,11 @@ def test_an_error_on_the_way_takes_no_step_with_it(features, source, tmp_path, m
 
 
 def test_milestones_end_a_run(features, source, tmp_path):
-    """They come at their times, in order, with the average of the weights; nothing is saved."""
+    """They come at their times, in order, with the averages of the weights; nothing is saved."""
     seen = []
 
-    def reached(step, seconds, params):
+    def reached(step, seconds, averages):
+        (params,) = averages.values()
         seen.append((step, seconds, params))
         time.sleep(0.3)
 
