@@ -109,7 +109,7 @@ def plot(samples: list[Sample], metrics: list[Sample], path: pathlib.Path) -> No
     axes = figure.subplots(len(curves), sharex=True)
     for axis, (label, curve) in zip(axes, curves.items(), strict=True):
         axis.plot(*zip(*curve, strict=True), linewidth=1)
-        axis.set_ylabel(label)
+        axis.set_title(label, loc='left', fontsize='medium')
         axis.set_ylim(bottom=0)
     axes[-1].set_xlabel('minutes')
     figure.savefig(path, dpi=120)
