@@ -19,7 +19,8 @@ import numpy as np
 from jaxtyping import PyTree
 
 from jaxunet.config import Config
-from jaxunet.model.unet import AUGMENTATION, UNet, build_unet
+from jaxunet.model.encoder import AUGMENTATION
+from jaxunet.model.unet import UNet, build_unet
 from jaxunet.ops.backends import XLA
 from jaxunet.runtime.errors import UserError
 
