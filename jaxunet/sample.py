@@ -8,6 +8,11 @@ or from a picture, or in a part of it:
     python -m jaxunet.sample --checkpoint PATH --init_image photo.png --strength 0.6
     python -m jaxunet.sample --checkpoint PATH --init_image photo.png --mask mask.png
 
+or to a class by a classifier's gradient:
+
+    python -m jaxunet.sample --checkpoint 64x64_diffusion.pt --preset adm_imagenet64 \\
+        --classifier 64x64_classifier.pt --classifier_scale 1.0
+
 PATH is a workdir, one checkpoint in it, or a .bin (unet.cu), .pt (guided-diffusion, unet.cu,
 ddpm-torch) or .safetensors file.
 
@@ -41,6 +46,7 @@ from jaxunet.runtime.errors import UserError
 from jaxunet.runtime.interrupt import INTERRUPTED
 from jaxunet.runtime.progress import progress_bar
 from jaxunet.sampling import flags as how
+from jaxunet.sampling.classifier_guidance import Guide
 from jaxunet.sampling.generator import Generator
 from jaxunet.sampling.partial_output import Parts
 
@@ -110,7 +116,7 @@ POLL_SECONDS = 0.5  # between two checks for the other processes' samples
 def main(argv: Sequence[str]) -> None:
     """Runs the command; after Ctrl-C it exits with `INTERRUPTED` and keeps finished batches."""
     check_output(OUTPUT.value)
-    how.check_picture_flags()
+    how.check_owned_flags()
     if BACKEND.value is not None:
         split_backend(BACKEND.value, '--backend')
     start = distributed.Start(CLUSTER.value, COORDINATOR.value, PROCESSES.value, PROCESS.value)
@@ -134,25 +140,29 @@ def run() -> None:
     model, config = load()
     count = NUM_SAMPLES.value
     check_memory(count, config)
-    chosen = chosen_classes(config, model.class_names)
-    labels = class_labels(config, chosen, count)
     how.check_guidance(config)
+    guide = how.guide(config)
+    classes = guide.classifier.classes if guide else config.model.num_classes
+    chosen = chosen_classes(classes, model.class_names)
+    labels = class_labels(classes, chosen, count)
     generator = Generator(
         config,
         how.sampler_config(config),
         batch_size=min(BATCH_SIZE.value, count),
         devices=devices(),
         picture=how.picture(config),
+        guide=guide,
         samples=count,
     )
-    parts = Parts(OUTPUT.value, identity(config, model.params, generator, chosen))
+    parts = Parts(OUTPUT.value, identity(config, model.params, generator, chosen, guide))
     resume(parts)
     rank, processes = jax.process_index(), jax.process_count()
     if rank == 0:
         evaluations, kind = generator.sampler.evaluations, jax.devices()[0].device_kind
         steps = '1 evaluation' if evaluations == 1 else f'{evaluations} evaluations'
+        guided = f', guided by {how.CLASSIFIER.value}: {guide.classifier.note}' if guide else ''
         print(
-            f'{model.note}; {generator.sampler.config.name}, {steps} of the network, '
+            f'{model.note}{guided}; {generator.sampler.config.name}, {steps} of the network, '
             f'{len(devices())} x {kind}',
             flush=True,
         )
@@ -164,7 +174,7 @@ def run() -> None:
         return
     while (images := finished_images(parts, count)) is None:
         draw(generator, params, parts, labels, 0, count)  # replaces damaged batches
-    save_images(OUTPUT.value, images, labels, columns=grid_columns(config))
+    save_images(OUTPUT.value, images, labels, columns=grid_columns(classes))
     parts.remove()
     print(f'{count} images in {OUTPUT.value}')
 
@@ -201,9 +211,8 @@ def resume(parts: Parts) -> None:
     distributed.agree({f'{parts.folder}, which the processes must share': found})
 
 
-def grid_columns(config: Config) -> int | None:
+def grid_columns(classes: int) -> int | None:
     """Returns one column per class if the samples show every class in turn; None = automatic."""
-    classes = config.model.num_classes
     return classes if CLASS_LABELS.value is None and 1 < classes <= 20 else None
 
 
@@ -226,12 +235,16 @@ def process_fields(diffusion: DiffusionConfig) -> dict[str, object]:
 
 
 def identity(
-    config: Config, params: Params, generator: Generator, chosen: list[int]
+    config: Config, params: Params, generator: Generator, chosen: list[int], guide: Guide | None
 ) -> dict[str, object]:
     """Returns everything that determines the pixels of sample i.
 
     The number of samples, the batch size and the devices do not.
     """
+    guided: dict[str, object] = {}
+    if guide is not None:
+        guided['classifier'] = f'{checksum(guide.classifier.params):08x}'
+        guided['classifier_scale'] = guide.scale
     sections = {
         'model': dataclasses.asdict(config.model),
         'diffusion': process_fields(config.diffusion),
@@ -244,7 +257,8 @@ def identity(
         'image_shape': config.image_shape,
         'precision': config.precision,
         'seed': SEED.value,
-        **({'class_labels': labels} if config.model.num_classes else {}),
+        **({'class_labels': labels} if config.model.num_classes or guide else {}),
+        **guided,
         **{
             f'{section}.{name}': value
             for section, values in sections.items()
@@ -324,26 +338,28 @@ def devices() -> list[jax.Device]:
     return jax.local_devices()[: DEVICES.value or None]
 
 
-def chosen_classes(config: Config, names: tuple[str, ...]) -> list[int]:
+def chosen_classes(classes: int, names: tuple[str, ...]) -> list[int]:
     """Returns the labels that --class_labels gives by number or name; empty without the flag.
+
+    Args:
+      classes: number of classes of the model, or of the classifier that guides it; 0 = none.
 
     Raises:
       UserError: labels for an unconditional model, or an unknown class.
     """
     given = CLASS_LABELS.value
-    if config.model.num_classes == 0 and given is not None:
+    if classes == 0 and given is not None:
         raise UserError(
             '--class_labels: the model is unconditional (model.num_classes=0); leave the flag out'
         )
-    return [label_of(label, config.model.num_classes, names) for label in given or []]
+    return [label_of(label, classes, names) for label in given or []]
 
 
-def class_labels(config: Config, chosen: list[int], count: int) -> np.ndarray | None:
+def class_labels(classes: int, chosen: list[int], count: int) -> np.ndarray | None:
     """Returns the class of every sample: the chosen classes, or all, in turn.
 
     int32 of shape (count,); None for an unconditional model.
     """
-    classes = config.model.num_classes
     return np.resize(np.array(chosen or range(classes), np.int32), count) if classes else None
 
 

@@ -48,6 +48,7 @@ FIXED = {
     'model.norm_eps': 1e-5,
     'model.downsample_padding': 'symmetric',
 }
+FIXED_MODEL = {name.removeprefix('model.'): value for name, value in FIXED.items()}
 
 
 def table(config: Config) -> list[Entry]:
@@ -88,10 +89,10 @@ def infer(shapes: Mapping[str, Shape], source: str) -> Inferred:
             f'{image_channels} output channels, or {2 * image_channels} with a learned variance'
         )
         raise UserError(f'{source}: out.2.weight: expected {expected}, found {out}')
-    fields = {name.removeprefix('model.'): value for name, value in FIXED.items()} | {
+    fields = FIXED_MODEL | {
         'image_channels': image_channels,
         'base_channels': base,
-        'channel_mult': tuple(_multiplier(c, base) for c in channels),
+        'channel_mult': tuple(multiplier(c, base) for c in channels),
         'num_res_blocks': blocks,
         'conv_resample': bool(upsampling['conv_resample']),
         'resblock_updown': bool(upsampling['resblock_updown']),
@@ -136,7 +137,8 @@ def _check_is_diffusion_model(found: Shapes) -> None:
     if not any(name.startswith('output_blocks.') for name in found.by_name):
         raise UserError(
             f'{found.source}: output_blocks is missing: this is a classifier of noisy images '
-            '(EncoderUNetModel), which draws nothing; give the diffusion model that it guides'
+            '(EncoderUNetModel), which draws nothing; give the diffusion model that it guides, '
+            'and this one with --classifier'
             if any(name.startswith('middle_block.') for name in found.by_name)
             else f'{found.source}: output_blocks is missing: this is not a whole UNet'
         )
@@ -158,17 +160,7 @@ def _blocks_and_levels(found: Shapes, upsampled: list[int]) -> tuple[int, int]:
     Args:
       upsampled: output blocks that end with an upsampling that has parameters.
     """
-    present = {
-        int(match[1])
-        for name in found.by_name
-        if (match := re.match(r'input_blocks\.([0-9]{1,9})\.', name))
-    }
-    inputs = 1 + max(present)
-    if inputs > len(found):
-        raise UserError(
-            f'{found.source}: input_blocks.{inputs - 1}: more blocks than the file has tensors '
-            f'({len(found)})'
-        )
+    inputs, present = count_inputs(found), _input_blocks(found)
     # The output blocks resample first after num_res_blocks + 1 blocks. A resampling without
     # parameters shows only as a gap in the input blocks.
     gaps = [i - 1 for i in range(1, inputs) if i not in present]
@@ -182,7 +174,28 @@ def _blocks_and_levels(found: Shapes, upsampled: list[int]) -> tuple[int, int]:
     return blocks, levels
 
 
-def _multiplier(channels: int, base: int) -> float:
+def _input_blocks(found: Shapes) -> set[int]:
+    """Returns the numbers of the input blocks that have parameters."""
+    matches = (re.match(r'input_blocks\.([0-9]{1,9})\.', name) for name in found.by_name)
+    return {int(match[1]) for match in matches if match}
+
+
+def count_inputs(found: Shapes) -> int:
+    """Returns the number of input blocks.
+
+    Raises:
+      UserError: more than there can be.
+    """
+    inputs = 1 + max(_input_blocks(found))
+    if inputs > len(found):
+        raise UserError(
+            f'{found.source}: input_blocks.{inputs - 1}: more blocks than the file has tensors '
+            f'({len(found)})'
+        )
+    return inputs
+
+
+def multiplier(channels: int, base: int) -> float:
     """Returns a multiplier with int(multiplier · base) == channels."""
     if channels % base == 0:
         return channels // base

@@ -117,7 +117,7 @@ def read_state(state: TorchFile | SafetensorsFile, given: Reader, kind: str = ''
       UserError: another network than the one given, or something is neither in the file nor given.
     """
     path = state.path
-    names = _unwrapped(state.shapes, path)
+    names = unwrapped(state.shapes, path)
     shapes = {name: state.shapes[full] for name, full in names.items()}
     moment_shapes = [_take(shapes, prefix) for prefix in MOMENTS]
     program = _program(shapes)
@@ -163,8 +163,12 @@ def read_state(state: TorchFile | SafetensorsFile, given: Reader, kind: str = ''
     )
 
 
-def _unwrapped(shapes: Mapping[str, Shape], path: str) -> dict[str, str]:
-    """Returns the full names of tensors by their names without the prefixes of wrappers."""
+def unwrapped(shapes: Mapping[str, Shape], path: str) -> dict[str, str]:
+    """Returns the full names of tensors by their names without the prefixes of wrappers.
+
+    Raises:
+      UserError: two have the same name without them.
+    """
     names: dict[str, str] = {}
     for full in shapes:
         name = full.replace('._orig_mod.', '.')  # a part of the network was compiled
