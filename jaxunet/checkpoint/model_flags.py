@@ -36,8 +36,9 @@ class ModelFlags(NamedTuple):
           UserError: flags that exclude each other, or a wrong config or image size.
         """
         stated = {name: flag.value for name, flag in self.stated.items() if flag.value is not None}
-        if 'image_size' in stated:
-            stated['image_size'] = _image_size(stated['image_size'])
+        for name in ('image_size', 'low_res_size'):
+            if name in stated:
+                stated[name] = parse_size(name, stated[name])
         order = self.order.value
         if self.preset.value is None:
             return stated | {'config': self.given_config(), 'new_attention_order': order}
@@ -88,14 +89,24 @@ def define(config_help: str) -> ModelFlags:
         'objective': flags.DEFINE_enum(
             'objective', None, OBJECTIVES, f'What the network predicts, {FILE}.'
         ),
+        'low_res_size': flags.DEFINE_list(
+            'low_res_size',
+            None,
+            f'SIDE or HEIGHT,WIDTH of the pictures that it enlarges (super-resolution), {FILE}.',
+        ),
     }
     return ModelFlags(config, preset, order, stated)
 
 
-def _image_size(parts: list[str]) -> tuple[int, ...]:
+def parse_size(name: str, parts: list[str]) -> tuple[int, ...]:
+    """Returns the value of a flag SIDE or HEIGHT,WIDTH.
+
+    Raises:
+      UserError: something else.
+    """
     if len(parts) not in (1, 2) or not all(p.isascii() and p.isdigit() and int(p) for p in parts):
         raise UserError(
-            '--image_size: expected SIDE or HEIGHT,WIDTH, such as 64 or 48,64; '
+            f'--{name}: expected SIDE or HEIGHT,WIDTH, such as 64 or 48,64; '
             f'found {",".join(parts)!r}'
         )
     return tuple(map(int, parts))

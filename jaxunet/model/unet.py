@@ -50,6 +50,19 @@ def init_params(model: UNet, config: Config, key: Array) -> Params:
     )['params']
 
 
+def enlarged(
+    low_res: Float[Array, 'batch low_height low_width channels'], shape: tuple[int, ...]
+) -> Float[Array, 'batch height width channels']:
+    """Returns pictures at the size of images of this shape, by bilinear interpolation.
+
+    As PyTorch's `F.interpolate(mode='bilinear')`: centres of pixels lie at halves, and beyond the
+    outermost ones their value is kept.
+    """
+    return jax.image.resize(
+        low_res, (*low_res.shape[:1], *shape[1:3], *low_res.shape[3:]), 'bilinear', antialias=False
+    )
+
+
 class UNet(Encoder):
     """Predicts noise, image or velocity from a noisy image and its timestep.
 
@@ -67,6 +80,7 @@ class UNet(Encoder):
         labels: Int[Array, ' batch'] | None = None,
         dropout_keys: Key[Array, ' batch'] | None = None,
         augmentation: Float[Array, 'batch inputs'] | None = None,
+        low_res: Float[Array, 'batch low_height low_width channels'] | None = None,
     ) -> Float[Array, 'batch height width out_channels']:
         """Returns the float32 prediction.
 
@@ -78,11 +92,22 @@ class UNet(Encoder):
           dropout_keys: one key a sample; None = no dropout (evaluation).
           augmentation: how the images were augmented, `augmentation_inputs` numbers each; None =
             not at all (sampling), which is the same as zeros.
+          low_res: the pictures beside the noisy images, for a model with `low_res_size`.
 
         Raises:
+          ValueError: `low_res` without a place for it, or the other way round.
           UserError: labels for an unconditional model, or a head width that does not divide the
             channels.
         """
+        if self.model.low_res_size and low_res is None and self.is_initializing():
+            low_res = x
+        if bool(self.model.low_res_size) != (low_res is not None):
+            size = self.model.low_res_size
+            raise ValueError(
+                f'low_res: expected if low_res_size is set, and only then, found {size}'
+            )
+        if low_res is not None:
+            x = jnp.concatenate([x, enlarged(low_res, x.shape)], axis=-1)
         layers = make_layers(self, self._embed(t, labels, augmentation), dropout_keys)
         h, skips = encode(self, layers, x)
         h = _up(self, layers, h, skips)
@@ -100,9 +125,11 @@ class UNet(Encoder):
         labels: Int[Array, ' batch'] | None = None,
         dropout_keys: Key[Array, ' batch'] | None = None,
         augmentation: Float[Array, 'batch inputs'] | None = None,
+        low_res: Float[Array, 'batch low_height low_width channels'] | None = None,
     ) -> Float[Array, 'batch height width out_channels']:
         """Calls the network with the parameters as an argument; see `__call__`."""
-        return cast(Array, self.apply({'params': params}, x, t, labels, dropout_keys, augmentation))
+        arguments = (x, t, labels, dropout_keys, augmentation, low_res)
+        return cast(Array, self.apply({'params': params}, *arguments))
 
     def narrowed(self, params: Params, narrow: Callable[[list[Array]], Sequence[Array]]) -> Params:
         """Returns the parameters for `predict` with all kernels in `dtype`, converted together.

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from absl import flags
 
 from jaxunet.config import Config
@@ -10,6 +12,7 @@ from jaxunet.diffusion.process import make_diffusion
 from jaxunet.runtime.errors import UserError
 from jaxunet.sampling.classifier_guidance import SCALE as SCALE_DEFAULT
 from jaxunet.sampling.classifier_guidance import Guide, check_guide
+from jaxunet.sampling.low_res import LowRes, read_low_res
 from jaxunet.sampling.options import PEERS, SAMPLERS, VARIANCES, SamplerConfig, as_peer
 from jaxunet.sampling.picture import RESAMPLE as RESAMPLE_DEFAULT
 from jaxunet.sampling.picture import STRENGTH as STRENGTH_DEFAULT
@@ -96,6 +99,13 @@ CLASSIFIER_SCALE = flags.DEFINE_float(
     None,
     'With --classifier: factor on its gradient; larger values follow the class more closely; '
     f'default: {SCALE_DEFAULT:g}.',
+)
+LOW_RES = flags.DEFINE_string(
+    'low_res',
+    None,
+    'The pictures that a super-resolution network enlarges, one a sample: .npz, folder, archive, a '
+    '.png grid or one picture, of the size that it was trained with (base_samples of '
+    "guided-diffusion). Their classes are the samples' unless --class_labels says otherwise.",
 )
 INIT_IMAGE = flags.DEFINE_string(
     'init_image',
@@ -205,6 +215,32 @@ def picture(config: Config) -> Picture | None:
         RESAMPLE.value,
         JUMP_LENGTH.value,
     )
+
+
+def low_res(config: Config, limit: int | None, classes: int, names: Sequence[str]) -> LowRes | None:
+    """Returns the pictures to enlarge; None for a model that draws from noise alone.
+
+    Args:
+      limit: read the first so many; None = all.
+      classes: number of classes of the model; 0 = leave out the pictures' classes.
+      names: names of the model's classes, if it has any.
+
+    Raises:
+      UserError: no pictures for a super-resolution network, or some for another one; pictures
+        that cannot be read, or of another size.
+    """
+    shape = config.low_res_shape
+    if shape is None:
+        if LOW_RES.value is not None:
+            raise UserError(
+                '--low_res: the model draws from noise alone (model.low_res_size=()); leave it out'
+            )
+        return None
+    if LOW_RES.value is None:
+        raise UserError(
+            f'--low_res: missing; the model enlarges pictures of {shape[0]}x{shape[1]} pixels'
+        )
+    return read_low_res(LOW_RES.value, shape, limit, classes, names)
 
 
 def guide(config: Config) -> Guide | None:

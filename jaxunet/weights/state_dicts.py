@@ -123,6 +123,9 @@ def read_state(state: TorchFile | SafetensorsFile, given: Reader, kind: str = ''
     program = _program(shapes)
     inferred = program.infer(shapes, path)
     own = _own_metadata(path, state.metadata)
+    if program is GUIDED_DIFFUSION:
+        known = given.config or own.config or given.like
+        inferred = guided_diffusion.told_apart(inferred, known, given.stated, path)
     if own.config is not None:
         check_against_shapes(own.config, inferred, f'{path}: metadata {METADATA}')
     _check_given(path, program, given, own)
@@ -197,10 +200,6 @@ def _config(
 ) -> tuple[Config, list[str]]:
     """Returns the config of the file's model, and the assumptions behind it."""
     known = given.config or own.config
-    if program is GUIDED_DIFFUSION:
-        expected = known or given.like
-        channels = expected.model.image_channels if expected is not None else None
-        guided_diffusion.check_not_super_resolution(inferred, channels, path)
     assumed: list[str] = []
     if known is None and given.like is not None:
         known = config_like(inferred, path, given.like)

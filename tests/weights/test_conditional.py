@@ -1,4 +1,4 @@
-"""Classifiers of noisy images: what they compute and how they guide is as in guided-diffusion.
+"""Classifiers of noisy images and super-resolution: as in guided-diffusion.
 
 `fixtures/conditional_golden.npz` holds what its code computed, on weights of a formula and without
 noise; the files here are made of the same weights.
@@ -19,15 +19,26 @@ from support.published import digest
 from support.weight_cases import safetensors_bytes, torch_bytes
 
 from jaxunet.config import Config, resolve, to_dict
+from jaxunet.data.source import ArraySource
 from jaxunet.diffusion.process import make_diffusion
+from jaxunet.metrics.likelihood import check_has_bound
 from jaxunet.model.noisy_classifier import build_classifier
+from jaxunet.model.unet import build_unet, enlarged
 from jaxunet.ops.backends import XLA
 from jaxunet.runtime.errors import UserError
 from jaxunet.sampling import sampler as sampler_module
 from jaxunet.sampling.classifier_guidance import Guide, check_guide, class_gradient
 from jaxunet.sampling.options import SamplerConfig
 from jaxunet.sampling.sampler import State, make_sampler, run, sample_keys
-from jaxunet.weights import noisy_classifier, read_classifier, read_weights
+from jaxunet.training.session import Session
+from jaxunet.weights import (
+    guided_diffusion,
+    noisy_classifier,
+    read_classifier,
+    read_weights,
+    write_weights,
+)
+from jaxunet.weights.fields import network_fields
 from jaxunet.weights.presets import PRESETS
 
 FIXTURES = pathlib.Path(__file__).parents[1] / 'fixtures'
@@ -35,6 +46,7 @@ sys.path.insert(0, str(FIXTURES))
 from conditional_golden import (  # noqa: E402
     CLASSES,
     LABELS,
+    LOW_RES,
     RESPACING,
     SCALE,
     prediction,
@@ -258,3 +270,66 @@ def test_a_classifier_must_suit_the_model(
         process = make_diffusion(config(objective=objective).diffusion)
         with pytest.raises(UserError, match=message):
             check_guide(Guide(classifier, scale), process, classes)
+
+
+# --- super-resolution
+
+
+UPSAMPLER = config({'low_res_size': LOW_RES}, learn_sigma=True)
+STATED: dict[str, Any] = {
+    'image_size': (SIDE,),
+    'schedule': 'linear',
+    'diffusion_steps': 1000,
+    'objective': 'epsilon',
+    'num_head_channels': 16,
+    'new_attention_order': False,
+}
+
+
+def small_pictures() -> jax.Array:
+    return pictures(0.91)[:, : LOW_RES[0], : LOW_RES[1]]
+
+
+def test_pictures_are_enlarged_as_by_pytorch() -> None:
+    found = enlarged(small_pictures(), (2, SIDE, SIDE, 6))
+    np.testing.assert_allclose(found, nhwc('enlarged'), rtol=0, atol=1e-6)
+
+
+def test_super_resolution(file: Any, tmp_path: pathlib.Path) -> None:
+    """Read by flags; our own files of it state all."""
+    path = file(state_of(guided_diffusion.table(UPSAMPLER)))
+    weights = read_weights(path, low_res_size=LOW_RES, **STATED)
+    assert network_fields(weights.config) == network_fields(UPSAMPLER)
+    predict = jax.jit(build_unet(weights.config, XLA).predict, compiler_options=QUICK)
+    output = predict(
+        weights.params, pictures(0.37), jnp.array(T), None, None, None, small_pictures()
+    )
+    close(output, nhwc('super_resolution'))
+    for name in ('b.pt', 'b.safetensors'):
+        write_weights(tmp_path / name, weights.params, weights.config)
+        again = read_weights(tmp_path / name)
+        assert again.config == weights.config
+        jax.tree.map(np.testing.assert_array_equal, again.params, weights.params)
+    flags = guided_diffusion.flags(UPSAMPLER, new_attention_order=False)
+    assert flags.startswith('--large_size 16 --small_size 5 --num_channels 32 ')
+    assert flags.endswith('; in its code: channel_mult=(1, 2)')
+
+
+def test_super_resolution_is_neither_trained_nor_bounded() -> None:
+    source = ArraySource('a', np.zeros((1, SIDE, SIDE, 3), np.uint8), (SIDE, SIDE, 3))
+    with pytest.raises(UserError, match=r'low_res_size: \(5, 7\) is .* but not trained here'):
+        Session(UPSAMPLER, source)
+    with pytest.raises(UserError, match='nll: a super-resolution network'):
+        check_has_bound(UPSAMPLER)
+
+
+def test_low_res_size_belongs_to_super_resolution(file: Any) -> None:
+    path = file(state_of(guided_diffusion.table(MODEL)))
+    with pytest.raises(UserError, match='--low_res_size: the network draws from noise alone'):
+        read_weights(path, low_res_size=(8,), **STATED)
+    for size, message in (
+        ((8, 8, 8), r'expected \(side,\)'),
+        ((17,), '17x17 is larger than data.'),
+    ):
+        with pytest.raises(UserError, match=f'model.low_res_size: {message}'):
+            config({'low_res_size': size})
