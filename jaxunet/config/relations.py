@@ -76,8 +76,6 @@ def _diffusion(config: Config) -> Iterator[str]:
             f'diffusion.steps: the linear schedule needs more than 20, found {steps}; '
             'or use diffusion.schedule=cosine'
         )
-    if config.diffusion.kl_loss and not config.diffusion.learn_sigma:
-        yield 'diffusion.kl_loss: needs a learned variance; set diffusion.learn_sigma'
     for name in ('adaptive_bins', 'policy_probes'):
         sampler = name.split('_', maxsplit=1)[0]
         count = getattr(config.timesteps, name)
@@ -103,6 +101,11 @@ def _continuous(config: Config) -> Iterator[str]:
         yield (
             f'diffusion.learn_sigma: needs the timesteps of epsilon, x0 or v; {d.objective} has no '
             'step whose variance could be learned'
+        )
+    if d.kl_loss:
+        yield (
+            f'diffusion.kl_loss: needs the timesteps of epsilon, x0 or v; {d.objective} has no '
+            'steps for a variational bound'
         )
     if config.timesteps.sampler in ('speed', 'policy'):
         yield (

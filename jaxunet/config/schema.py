@@ -87,7 +87,8 @@ class DiffusionConfig:
     vlb_weight: float = 1e-3  # weight of the variational bound in the hybrid loss
     # The network reads 1000 t/T instead of the timestep t (IDDPM's rescale_timesteps).
     rescale_timesteps: bool = False
-    # With learn_sigma: trains the variational bound alone, T L_vlb (IDDPM's use_kl, L_vlb).
+    # Trains the variational bound alone, T L_vlb (IDDPM's use_kl, L_vlb); without learn_sigma with
+    # the variance β.
     kl_loss: bool = False
 
     @property

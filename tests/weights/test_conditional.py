@@ -1,4 +1,4 @@
-"""Classifiers of noisy images and super-resolution: as in guided-diffusion.
+"""Classifiers of noisy images, super-resolution, the bound as a loss: as in guided-diffusion.
 
 `fixtures/conditional_golden.npz` holds what its code computed, on weights of a formula and without
 noise; the files here are made of the same weights.
@@ -20,7 +20,8 @@ from support.weight_cases import safetensors_bytes, torch_bytes
 
 from jaxunet.config import Config, resolve, to_dict
 from jaxunet.data.source import ArraySource
-from jaxunet.diffusion.process import make_diffusion
+from jaxunet.diffusion.objectives import per_sample_loss
+from jaxunet.diffusion.process import make_diffusion, q_sample
 from jaxunet.metrics.likelihood import check_has_bound
 from jaxunet.model.noisy_classifier import build_classifier
 from jaxunet.model.unet import build_unet, enlarged
@@ -270,6 +271,18 @@ def test_a_classifier_must_suit_the_model(
         process = make_diffusion(config(objective=objective).diffusion)
         with pytest.raises(UserError, match=message):
             check_guide(Guide(classifier, scale), process, classes)
+
+
+def test_the_variational_bound_of_a_fixed_variance() -> None:
+    """`use_kl` without `learn_sigma`, which guided-diffusion trains with the large variance."""
+    diffusion = make_diffusion(config(kl_loss=True).diffusion)
+    x0, noise, t = pictures(0.37), pictures(0.71), jnp.array(T)
+    xt = q_sample(diffusion, x0, t, noise)
+    output = prediction(jnp, xt, t[:, None, None, None])[0]
+    found = per_sample_loss(diffusion, output, x0, xt, t, noise)
+    # Late variances are nearly equal, and the rounding of their difference is multiplied by T.
+    np.testing.assert_allclose(found, GOLDEN['kl_fixed_large'], rtol=1e-5, atol=3e-4)
+    assert found[1] > 0.2
 
 
 # --- super-resolution

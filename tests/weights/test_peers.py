@@ -239,7 +239,7 @@ def test_losses(improved: Any, kind: str, fields: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ('fields', 'message'),
     [
-        ({'kl_loss': True}, 'diffusion.kl_loss: needs a learned variance'),
+        ({'objective': 'edm', 'kl_loss': True}, 'diffusion.kl_loss: needs the timesteps of eps'),
         ({'objective': 'flow', 'rescale_timesteps': True}, 'diffusion.rescale_timesteps: flow has'),
     ],
 )
