@@ -11,6 +11,7 @@ from jaxunet.runtime.errors import UserError
 from jaxunet.weights.inference import OBJECTIVES
 from jaxunet.weights.presets import PRESETS
 
+DIGITS = 5  # of the longest side of an image
 FILE = 'of the model in a .pt or .safetensors file that does not state it'
 
 
@@ -58,8 +59,12 @@ class ModelFlags(NamedTuple):
         return resolve(self.config.value) if self.config.value is not None else None
 
 
-def define(config_help: str) -> ModelFlags:
-    """Defines the flags; for a command to call while it is imported."""
+def define(config_help: str, *, image_size_help: str = '') -> ModelFlags:
+    """Defines the flags; for a command to call while it is imported.
+
+    Args:
+      image_size_help: what `--image_size` means in this command besides.
+    """
     config = cli.define_optional_config(config_help)
     preset = flags.DEFINE_enum(
         'preset', None, sorted(PRESETS), 'A published model, by the name of its weight file.'
@@ -70,7 +75,9 @@ def define(config_help: str) -> ModelFlags:
         f"guided-diffusion's use_new_attention_order, {FILE}; its scripts' default is false.",
     )
     stated = {
-        'image_size': flags.DEFINE_list('image_size', None, f'SIDE or HEIGHT,WIDTH, {FILE}.'),
+        'image_size': flags.DEFINE_list(
+            'image_size', None, f'SIDE or HEIGHT,WIDTH, {FILE}.{image_size_help}'
+        ),
         'num_heads': flags.DEFINE_integer(
             'num_heads', None, f'Heads per attention block, {FILE}.', lower_bound=1
         ),
@@ -104,7 +111,8 @@ def parse_size(name: str, parts: list[str]) -> tuple[int, ...]:
     Raises:
       UserError: something else.
     """
-    if len(parts) not in (1, 2) or not all(p.isascii() and p.isdigit() and int(p) for p in parts):
+    whole = [p.isascii() and p.isdigit() and len(p) <= DIGITS and int(p) > 0 for p in parts]
+    if len(parts) not in (1, 2) or not all(whole):
         raise UserError(
             f'--{name}: expected SIDE or HEIGHT,WIDTH, such as 64 or 48,64; '
             f'found {",".join(parts)!r}'

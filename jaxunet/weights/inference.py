@@ -139,7 +139,7 @@ def stated_config(
     config = Config().replace(
         model=model,
         diffusion=diffusion | {'learn_sigma': inferred.learn_sigma},
-        data={'image_size': size},
+        data={'path': '', 'image_size': size},  # a file does not name its training images
         train={'sample_every': 0},  # sample grids need 1 or 3 channels
     )
     try:

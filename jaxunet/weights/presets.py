@@ -75,7 +75,7 @@ class Preset(NamedTuple):
                 Config().replace(
                     model=common | self.model,
                     diffusion=self.diffusion,
-                    data={'image_size': (self.size,)},
+                    data={'path': '', 'image_size': (self.size,)},
                 )
             )
         )
