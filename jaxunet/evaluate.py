@@ -17,7 +17,8 @@ the run's config says.
 
     python -m jaxunet.evaluate --checkpoint runs/cifar10 --metrics nll --reference test/
 
-bounds the likelihood of images under a model, in bits per dimension.
+bounds the likelihood of images under a model, in bits per dimension; also under one in a weight
+file, with --preset or the flags of jaxunet.sample that say what the file leaves open.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from pathlib import Path
 
 from absl import flags
 
+from jaxunet.checkpoint import model_flags
 from jaxunet.config import cli, split_backend
 from jaxunet.config.relations import METRICS
 from jaxunet.metrics.evaluation import Result, check_metrics, compute
@@ -78,11 +80,6 @@ NUM_SAMPLES = flags.DEFINE_integer(
     lower_bound=1,
 )
 SEED = flags.DEFINE_integer('seed', 0, 'Seed of all random choices.', lower_bound=0)
-IMAGE_SIZE = flags.DEFINE_string(
-    'image_size',
-    None,
-    "SIDE or HEIGHT,WIDTH of the images in a .png grid; default: the reference's.",
-)
 KID_SUBSETS = flags.DEFINE_integer(
     'kid_subsets',
     SUBSETS,
@@ -114,8 +111,13 @@ CHECKPOINT = flags.DEFINE_string(
     None,
     'Instead of --samples: a workdir or a checkpoint to draw them from, as the section evaluation '
     'of its config says; --metrics, --features, --reference, --num_samples and --seed replace the '
-    "run's fields where they are given.",
+    "run's fields where they are given. With --metrics nll also a weight file.",
 )
+MODEL = model_flags.define(
+    'nll: config of the model in the weight file, for files that do not record it.',
+    image_size_help=" Of a .png grid: that of its images; default: the reference's.",
+)
+flags.adopt_module_key_flags(model_flags)  # so that --help lists them
 EMA = flags.DEFINE_list(
     'ema',
     None,
@@ -140,7 +142,6 @@ RESPACING = flags.DEFINE_string(
 CLIP = flags.DEFINE_bool('clip', True, 'nll: clip the predicted image to [-1, 1].')
 TERMS = flags.DEFINE_string('terms', None, 'nll: write the terms of the bound to this .npz.')
 
-MAX_SIDE = 2**16
 # Flags that only one of --samples and --checkpoint has.
 OF_SAMPLES = (
     'nearest',
@@ -151,7 +152,8 @@ OF_SAMPLES = (
     'write_statistics',
 )
 OF_CHECKPOINTS = ('ema', 'plot', 'backend')
-OF_NLL = ('variance', 'respacing', 'clip', 'terms')
+OF_MODEL = ('config', 'preset', 'new_attention_order', *sorted({*MODEL.stated} - {'image_size'}))
+OF_NLL = ('variance', 'respacing', 'clip', 'terms', *OF_MODEL)
 NOT_OF_NLL = ('features', 'plot')
 
 
@@ -234,7 +236,7 @@ def _check_sources() -> None:
             f'found {",".join(METRIC_NAMES.value)} with --{given}'
         )
     for name in OF_CHECKPOINTS if SAMPLES.value else OF_SAMPLES:
-        if flags.FLAGS[name].present and not (nll and name == BATCH_SIZE.name):
+        if flags.FLAGS[name].present and not (nll and name in ('batch_size', 'image_size')):
             raise UserError(f'--{name}: only --{other} has it; leave it out with --{given}')
     for name in NOT_OF_NLL if nll else OF_NLL:
         if flags.FLAGS[name].present:
@@ -266,7 +268,7 @@ def _evaluate_likelihood(path: str) -> None:
         backend=BACKEND.value,
     )
     cli.enable_compilation_cache()
-    for found in measure_likelihood(path, averages, options):
+    for found in measure_likelihood(path, averages, options, **MODEL.given()):
         print(found.result.line(), flush=True)
         if OUTPUT.value:
             _append(OUTPUT.value, [json.dumps(found.result.row())])
@@ -351,17 +353,11 @@ def _measure(
 
 
 def _image_size() -> Size | None:
-    if IMAGE_SIZE.value is None:
+    given = MODEL.stated['image_size'].value
+    if given is None:
         return None
-    parts = IMAGE_SIZE.value.split(',')
-    if len(parts) > 2 or not all(
-        p.isascii() and p.isdigit() and 1 <= int(p) <= MAX_SIDE for p in parts
-    ):
-        raise UserError(
-            f'--image_size: expected SIDE or HEIGHT,WIDTH, each 1 to {MAX_SIDE}, such as 64 or '
-            f'48,64; found {IMAGE_SIZE.value!r}'
-        )
-    return int(parts[0]), int(parts[-1])
+    size = model_flags.parse_size('image_size', given)
+    return size[0], size[-1]
 
 
 def _check_writable(flag: str, target: Path) -> None:

@@ -8,6 +8,16 @@ or from a picture, or in a part of it:
     python -m jaxunet.sample --checkpoint PATH --init_image photo.png --strength 0.6
     python -m jaxunet.sample --checkpoint PATH --init_image photo.png --mask mask.png
 
+or to a class by a classifier's gradient:
+
+    python -m jaxunet.sample --checkpoint 64x64_diffusion.pt --preset adm_imagenet64 \\
+        --classifier 64x64_classifier.pt --classifier_scale 1.0
+
+or larger ones of given pictures:
+
+    python -m jaxunet.sample --checkpoint 64_256_upsampler.pt --preset adm_upsample_64_256 \\
+        --low_res samples64.npz
+
 PATH is a workdir, one checkpoint in it, or a .bin (unet.cu), .pt (guided-diffusion, unet.cu,
 ddpm-torch) or .safetensors file.
 
@@ -18,7 +28,6 @@ Several processes, started as for `jaxunet.train`, share the work.
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import os
 import sys
@@ -31,8 +40,7 @@ from absl import flags, logging
 
 from jaxunet.checkpoint import model_flags
 from jaxunet.checkpoint.load import Model, load_model
-from jaxunet.checkpoint.store import checksum
-from jaxunet.config import PRECISIONS, Config, DiffusionConfig, cli, split_backend
+from jaxunet.config import PRECISIONS, Config, cli, split_backend
 from jaxunet.data.classes import label_of
 from jaxunet.data.images import check_output, save_images
 from jaxunet.model.unet import Params
@@ -42,6 +50,8 @@ from jaxunet.runtime.interrupt import INTERRUPTED
 from jaxunet.runtime.progress import progress_bar
 from jaxunet.sampling import flags as how
 from jaxunet.sampling.generator import Generator
+from jaxunet.sampling.identity import identity
+from jaxunet.sampling.low_res import LowRes
 from jaxunet.sampling.partial_output import Parts
 
 flags.adopt_module_key_flags(how)
@@ -49,7 +59,11 @@ CHECKPOINT = flags.DEFINE_string(
     'checkpoint', None, 'Workdir, checkpoint, or .bin, .pt or .safetensors file.', required=True
 )
 NUM_SAMPLES = flags.DEFINE_integer(
-    'num_samples', 16, 'Number of images.', lower_bound=1, upper_bound=10**9
+    'num_samples',
+    16,
+    'Number of images; default: 16, or with --low_res one of each picture.',
+    lower_bound=1,
+    upper_bound=10**9,
 )
 CLASS_LABELS = flags.DEFINE_list(
     'class_labels',
@@ -110,7 +124,7 @@ POLL_SECONDS = 0.5  # between two checks for the other processes' samples
 def main(argv: Sequence[str]) -> None:
     """Runs the command; after Ctrl-C it exits with `INTERRUPTED` and keeps finished batches."""
     check_output(OUTPUT.value)
-    how.check_picture_flags()
+    how.check_owned_flags()
     if BACKEND.value is not None:
         split_backend(BACKEND.value, '--backend')
     start = distributed.Start(CLUSTER.value, COORDINATOR.value, PROCESSES.value, PROCESS.value)
@@ -132,39 +146,48 @@ def run() -> None:
     """Draws this process's share of the samples; process 0 also saves the images."""
     cli.enable_compilation_cache()
     model, config = load()
-    count = NUM_SAMPLES.value
+    limit = NUM_SAMPLES.value if NUM_SAMPLES.present else None
+    of_pictures = config.model.num_classes if CLASS_LABELS.value is None else 0
+    low_res = how.low_res(config, limit, of_pictures, model.class_names)
+    count = len(low_res.pixels) if low_res and limit is None else NUM_SAMPLES.value
     check_memory(count, config)
-    chosen = chosen_classes(config, model.class_names)
-    labels = class_labels(config, chosen, count)
     how.check_guidance(config)
+    guide = how.guide(config)
+    classes = guide.classifier.classes if guide else config.model.num_classes
+    chosen = chosen_classes(classes, model.class_names)
+    labels = class_labels(classes, chosen, count, low_res)
     generator = Generator(
         config,
         how.sampler_config(config),
         batch_size=min(BATCH_SIZE.value, count),
         devices=devices(),
         picture=how.picture(config),
+        guide=guide,
         samples=count,
     )
-    parts = Parts(OUTPUT.value, identity(config, model.params, generator, chosen))
+    parts = Parts(
+        OUTPUT.value, identity(config, model.params, generator, SEED.value, chosen, guide, low_res)
+    )
     resume(parts)
     rank, processes = jax.process_index(), jax.process_count()
     if rank == 0:
         evaluations, kind = generator.sampler.evaluations, jax.devices()[0].device_kind
         steps = '1 evaluation' if evaluations == 1 else f'{evaluations} evaluations'
+        guided = f', guided by {how.CLASSIFIER.value}: {guide.classifier.note}' if guide else ''
         print(
-            f'{model.note}; {generator.sampler.config.name}, {steps} of the network, '
+            f'{model.note}{guided}; {generator.sampler.config.name}, {steps} of the network, '
             f'{len(devices())} x {kind}',
             flush=True,
         )
 
     params = generator.put(model.params)
     first, end = count * rank // processes, count * (rank + 1) // processes
-    draw(generator, params, parts, labels, first, end)
+    draw(generator, params, parts, labels, low_res, first, end)
     if rank > 0:
         return
     while (images := finished_images(parts, count)) is None:
-        draw(generator, params, parts, labels, 0, count)  # replaces damaged batches
-    save_images(OUTPUT.value, images, labels, columns=grid_columns(config))
+        draw(generator, params, parts, labels, low_res, 0, count)  # replaces damaged batches
+    save_images(OUTPUT.value, images, labels, columns=grid_columns(0 if low_res else classes))
     parts.remove()
     print(f'{count} images in {OUTPUT.value}')
 
@@ -201,56 +224,9 @@ def resume(parts: Parts) -> None:
     distributed.agree({f'{parts.folder}, which the processes must share': found})
 
 
-def grid_columns(config: Config) -> int | None:
+def grid_columns(classes: int) -> int | None:
     """Returns one column per class if the samples show every class in turn; None = automatic."""
-    classes = config.model.num_classes
     return classes if CLASS_LABELS.value is None and 1 < classes <= 20 else None
-
-
-def process_fields(diffusion: DiffusionConfig) -> dict[str, object]:
-    """Returns what of the diffusion process determines samples.
-
-    Models with timesteps keep the names that interrupted samples of earlier versions recorded.
-    """
-    d = diffusion
-    if d.continuous:
-        return {'objective': d.objective, 'edm_sigma_data': d.edm_sigma_data}
-    return {
-        'steps': d.steps,
-        'schedule': d.schedule,
-        'prediction': d.objective,
-        'learn_sigma': d.learn_sigma,
-        'vlb_weight': d.vlb_weight,
-        **({'rescale_timesteps': True} if d.rescale_timesteps else {}),
-    }
-
-
-def identity(
-    config: Config, params: Params, generator: Generator, chosen: list[int]
-) -> dict[str, object]:
-    """Returns everything that determines the pixels of sample i.
-
-    The number of samples, the batch size and the devices do not.
-    """
-    sections = {
-        'model': dataclasses.asdict(config.model),
-        'diffusion': process_fields(config.diffusion),
-        'sampler': dataclasses.asdict(generator.sampler.config),
-    }
-    labels = ','.join(map(str, chosen)) or 'every class in turn'
-    return {
-        **(generator.schedule.identity if generator.schedule else {}),
-        'weights': f'{checksum(params):08x}',
-        'image_shape': config.image_shape,
-        'precision': config.precision,
-        'seed': SEED.value,
-        **({'class_labels': labels} if config.model.num_classes else {}),
-        **{
-            f'{section}.{name}': value
-            for section, values in sections.items()
-            for name, value in values.items()
-        },
-    }
 
 
 def draw(
@@ -258,6 +234,7 @@ def draw(
     params: Params,
     parts: Parts,
     labels: np.ndarray | None,
+    low_res: LowRes | None,
     first: int,
     end: int,
 ) -> None:
@@ -267,6 +244,7 @@ def draw(
       params: parameters from `generator.put`.
       parts: the finished samples.
       labels: class of every sample, or None for an unconditional model.
+      low_res: the pictures to enlarge, or None.
 
     Raises:
       UserError: a batch cannot be stored.
@@ -292,6 +270,7 @@ def draw(
                 seed=SEED.value,
                 indices=indices,
                 labels=None if labels is None else labels[indices],
+                low_res=None if low_res is None else low_res.of(indices),
                 progress=progress,
             )
             assert batch is not None  # because `progress` always returns True
@@ -324,26 +303,40 @@ def devices() -> list[jax.Device]:
     return jax.local_devices()[: DEVICES.value or None]
 
 
-def chosen_classes(config: Config, names: tuple[str, ...]) -> list[int]:
+def chosen_classes(classes: int, names: tuple[str, ...]) -> list[int]:
     """Returns the labels that --class_labels gives by number or name; empty without the flag.
+
+    Args:
+      classes: number of classes of the model, or of the classifier that guides it; 0 = none.
 
     Raises:
       UserError: labels for an unconditional model, or an unknown class.
     """
     given = CLASS_LABELS.value
-    if config.model.num_classes == 0 and given is not None:
+    if classes == 0 and given is not None:
         raise UserError(
             '--class_labels: the model is unconditional (model.num_classes=0); leave the flag out'
         )
-    return [label_of(label, config.model.num_classes, names) for label in given or []]
+    return [label_of(label, classes, names) for label in given or []]
 
 
-def class_labels(config: Config, chosen: list[int], count: int) -> np.ndarray | None:
-    """Returns the class of every sample: the chosen classes, or all, in turn.
+def class_labels(
+    classes: int, chosen: list[int], count: int, low_res: LowRes | None = None
+) -> np.ndarray | None:
+    """Returns the class of every sample: the chosen classes, those of pictures, or all, in turn.
 
     int32 of shape (count,); None for an unconditional model.
+
+    Raises:
+      UserError: pictures without classes, and no chosen ones.
     """
-    classes = config.model.num_classes
+    if classes and low_res is not None and not chosen:
+        if not len(low_res.labels):
+            raise UserError(
+                '--class_labels: missing; the model has classes, and the pictures of --low_res '
+                'have none'
+            )
+        return np.resize(low_res.labels, count)
     return np.resize(np.array(chosen or range(classes), np.int32), count) if classes else None
 
 

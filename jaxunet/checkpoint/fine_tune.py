@@ -16,7 +16,8 @@ import numpy as np
 
 from jaxunet.checkpoint.state import fresh_state
 from jaxunet.config import Config
-from jaxunet.model.unet import AUGMENTATION, Params
+from jaxunet.model.encoder import AUGMENTATION
+from jaxunet.model.unet import Params
 from jaxunet.runtime.errors import listed
 from jaxunet.weights.fields import check_reusable, diffusion_fields
 from jaxunet.weights.names import Path, flatten, parameter_shapes, unflatten

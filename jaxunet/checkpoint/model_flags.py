@@ -11,6 +11,7 @@ from jaxunet.runtime.errors import UserError
 from jaxunet.weights.inference import OBJECTIVES
 from jaxunet.weights.presets import PRESETS
 
+DIGITS = 5  # of the longest side of an image
 FILE = 'of the model in a .pt or .safetensors file that does not state it'
 
 
@@ -36,8 +37,9 @@ class ModelFlags(NamedTuple):
           UserError: flags that exclude each other, or a wrong config or image size.
         """
         stated = {name: flag.value for name, flag in self.stated.items() if flag.value is not None}
-        if 'image_size' in stated:
-            stated['image_size'] = _image_size(stated['image_size'])
+        for name in ('image_size', 'low_res_size'):
+            if name in stated:
+                stated[name] = parse_size(name, stated[name])
         order = self.order.value
         if self.preset.value is None:
             return stated | {'config': self.given_config(), 'new_attention_order': order}
@@ -57,8 +59,12 @@ class ModelFlags(NamedTuple):
         return resolve(self.config.value) if self.config.value is not None else None
 
 
-def define(config_help: str) -> ModelFlags:
-    """Defines the flags; for a command to call while it is imported."""
+def define(config_help: str, *, image_size_help: str = '') -> ModelFlags:
+    """Defines the flags; for a command to call while it is imported.
+
+    Args:
+      image_size_help: what `--image_size` means in this command besides.
+    """
     config = cli.define_optional_config(config_help)
     preset = flags.DEFINE_enum(
         'preset', None, sorted(PRESETS), 'A published model, by the name of its weight file.'
@@ -69,7 +75,9 @@ def define(config_help: str) -> ModelFlags:
         f"guided-diffusion's use_new_attention_order, {FILE}; its scripts' default is false.",
     )
     stated = {
-        'image_size': flags.DEFINE_list('image_size', None, f'SIDE or HEIGHT,WIDTH, {FILE}.'),
+        'image_size': flags.DEFINE_list(
+            'image_size', None, f'SIDE or HEIGHT,WIDTH, {FILE}.{image_size_help}'
+        ),
         'num_heads': flags.DEFINE_integer(
             'num_heads', None, f'Heads per attention block, {FILE}.', lower_bound=1
         ),
@@ -88,14 +96,25 @@ def define(config_help: str) -> ModelFlags:
         'objective': flags.DEFINE_enum(
             'objective', None, OBJECTIVES, f'What the network predicts, {FILE}.'
         ),
+        'low_res_size': flags.DEFINE_list(
+            'low_res_size',
+            None,
+            f'SIDE or HEIGHT,WIDTH of the pictures that it enlarges (super-resolution), {FILE}.',
+        ),
     }
     return ModelFlags(config, preset, order, stated)
 
 
-def _image_size(parts: list[str]) -> tuple[int, ...]:
-    if len(parts) not in (1, 2) or not all(p.isascii() and p.isdigit() and int(p) for p in parts):
+def parse_size(name: str, parts: list[str]) -> tuple[int, ...]:
+    """Returns the value of a flag SIDE or HEIGHT,WIDTH.
+
+    Raises:
+      UserError: something else.
+    """
+    whole = [p.isascii() and p.isdigit() and len(p) <= DIGITS and int(p) > 0 for p in parts]
+    if len(parts) not in (1, 2) or not all(whole):
         raise UserError(
-            '--image_size: expected SIDE or HEIGHT,WIDTH, such as 64 or 48,64; '
+            f'--{name}: expected SIDE or HEIGHT,WIDTH, such as 64 or 48,64; '
             f'found {",".join(parts)!r}'
         )
     return tuple(map(int, parts))

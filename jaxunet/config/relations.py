@@ -61,6 +61,8 @@ def _model(config: Config) -> Iterator[str]:
             f'model.num_heads_upsample: {m.num_heads_upsample} needs model.num_heads; '
             'it has no meaning with model.num_head_channels'
         )
+    if len(m.low_res_size) > 2:
+        yield f'model.low_res_size: expected (side,) or (height, width), found {m.low_res_size}'
     if m.label_dropout and not m.num_classes:
         yield f'model.label_dropout: {m.label_dropout} needs model.num_classes > 0'
 
@@ -74,8 +76,6 @@ def _diffusion(config: Config) -> Iterator[str]:
             f'diffusion.steps: the linear schedule needs more than 20, found {steps}; '
             'or use diffusion.schedule=cosine'
         )
-    if config.diffusion.kl_loss and not config.diffusion.learn_sigma:
-        yield 'diffusion.kl_loss: needs a learned variance; set diffusion.learn_sigma'
     for name in ('adaptive_bins', 'policy_probes'):
         sampler = name.split('_', maxsplit=1)[0]
         count = getattr(config.timesteps, name)
@@ -101,6 +101,11 @@ def _continuous(config: Config) -> Iterator[str]:
         yield (
             f'diffusion.learn_sigma: needs the timesteps of epsilon, x0 or v; {d.objective} has no '
             'step whose variance could be learned'
+        )
+    if d.kl_loss:
+        yield (
+            f'diffusion.kl_loss: needs the timesteps of epsilon, x0 or v; {d.objective} has no '
+            'steps for a variational bound'
         )
     if config.timesteps.sampler in ('speed', 'policy'):
         yield (
@@ -259,6 +264,12 @@ def _unet_shape(config: Config) -> Iterator[str]:
     height, width, _ = config.image_shape
     levels = len(m.channel_mult)
     factor = 2 ** (levels - 1)
+    low_res = config.low_res_shape
+    if low_res is not None and (low_res[0] > height or low_res[1] > width):
+        yield (
+            f'model.low_res_size: {low_res[0]}x{low_res[1]} is larger than data.image_size '
+            f'({height}x{width})'
+        )
     if height % factor or width % factor:
         yield (
             f'data.image_size: {height}x{width} must be divisible by {factor}, '

@@ -61,6 +61,9 @@ class ModelConfig:
     zero_init: bool = True
     # Recompute blocks in the backward pass instead of storing their activations.
     remat: bool = False
+    # Super-resolution: (side,) or (height, width) of a picture that the network sees, enlarged,
+    # beside the noisy image. () = none.
+    low_res_size: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -84,7 +87,8 @@ class DiffusionConfig:
     vlb_weight: float = 1e-3  # weight of the variational bound in the hybrid loss
     # The network reads 1000 t/T instead of the timestep t (IDDPM's rescale_timesteps).
     rescale_timesteps: bool = False
-    # With learn_sigma: trains the variational bound alone, T L_vlb (IDDPM's use_kl, L_vlb).
+    # Trains the variational bound alone, T L_vlb (IDDPM's use_kl, L_vlb); without learn_sigma with
+    # the variance β.
     kl_loss: bool = False
 
     @property
@@ -295,6 +299,12 @@ class Config:
         """(height, width, channels) of the model's images."""
         size = self.data.image_size
         return size[0], size[-1], self.model.image_channels
+
+    @property
+    def low_res_shape(self) -> tuple[int, int, int] | None:
+        """(height, width, channels) of the picture beside the noisy image; None without one."""
+        size = self.model.low_res_size
+        return (size[0], size[-1], self.model.image_channels) if size else None
 
     @property
     def augmentation_inputs(self) -> int:

@@ -11,6 +11,7 @@ ADDED = (
     'init_from_order',
     'diffusion.rescale_timesteps',
     'diffusion.kl_loss',
+    'model.low_res_size',
     'diffusion.edm_mean',
     'diffusion.edm_std',
     'diffusion.edm_sigma_data',

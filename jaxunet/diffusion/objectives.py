@@ -138,10 +138,13 @@ def per_sample_loss(
     IDDPM's hybrid loss (eq. 16) with a learned variance, which adds vlb_weight · T · L_vlb(t), with
     L_vlb in bits per dimension and without a gradient to the prediction; vlb_weight = 1e-3 equals
     guided-diffusion's RESCALED_MSE loss, and 1/T its MSE loss. With `kl_loss` the loss is
-    T · L_vlb(t) alone, its RESCALED_KL.
+    T · L_vlb(t) alone, its RESCALED_KL; without a learned variance that of the large fixed one, as
+    in its scripts.
     """
     if diffusion.config.kl_loss:
-        return diffusion.steps * variational_bound(diffusion, output, x0, xt, time)
+        variance = 'learned' if diffusion.learn_sigma else 'fixed_large'
+        bound = variational_bound(diffusion, output, x0, xt, time, variance=variance)
+        return diffusion.steps * bound
     prediction, values = split_output(diffusion, output, x0.shape[-1])
     error = jnp.square(prediction - prediction_target(diffusion, x0, time, noise))
     loss = jnp.mean(error, axis=(1, 2, 3))

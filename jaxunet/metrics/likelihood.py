@@ -199,6 +199,11 @@ def check_has_bound(config: Config) -> None:
       UserError: it is not.
     """
     objective = config.diffusion.objective
+    if config.model.low_res_size:
+        raise UserError(
+            'nll: a super-resolution network (model.low_res_size) models images beside pictures '
+            'of them, not images alone; it needs a model that draws from noise alone'
+        )
     if config.diffusion.continuous:
         raise UserError(
             f'nll: diffusion.objective={objective} has continuous noise levels, not the steps '

@@ -167,8 +167,9 @@ def _loss(config: Config, batch: int, ops: Ops) -> tuple[Params, Callable[[Param
 
     def loss(params: Params) -> jax.Array:
         x = jnp.zeros((batch, *config.image_shape), jnp.float32)
-        return jnp.mean(
-            jax.lax.square(model.predict(params, x, jnp.zeros((batch,), jnp.int32), labels, keys))
-        )
+        shape = config.low_res_shape
+        low_res = None if shape is None else jnp.zeros((batch, *shape), jnp.float32)
+        t = jnp.zeros((batch,), jnp.int32)
+        return jnp.mean(jax.lax.square(model.predict(params, x, t, labels, keys, low_res=low_res)))
 
     return param_shapes(config), loss

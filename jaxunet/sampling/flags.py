@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from absl import flags
 
 from jaxunet.config import Config
 from jaxunet.data.picture import read_mask, read_picture
 from jaxunet.diffusion.process import make_diffusion
 from jaxunet.runtime.errors import UserError
+from jaxunet.sampling.classifier_guidance import SCALE as SCALE_DEFAULT
+from jaxunet.sampling.classifier_guidance import Guide, check_guide
+from jaxunet.sampling.low_res import LowRes, read_low_res
 from jaxunet.sampling.options import PEERS, SAMPLERS, VARIANCES, SamplerConfig, as_peer
 from jaxunet.sampling.picture import RESAMPLE as RESAMPLE_DEFAULT
 from jaxunet.sampling.picture import STRENGTH as STRENGTH_DEFAULT
 from jaxunet.sampling.picture import Picture
 from jaxunet.sampling.solvers import SKIP_SCHEDULES
+from jaxunet.weights import read_classifier
 
 SAMPLER = flags.DEFINE_enum(
     'sampler',
@@ -80,6 +86,26 @@ GUIDANCE_SCALE = flags.DEFINE_float(
     'guidance_scale',
     1.0,
     'Classifier-free guidance: 1 = plain conditional; larger values follow the class more closely.',
+)
+CLASSIFIER = flags.DEFINE_string(
+    'classifier',
+    None,
+    "guided-diffusion's classifier of noisy images, .pt or .safetensors: guides the samples to "
+    '--class_labels, also those of an unconditional model. It must have been trained on noisy '
+    "images of the model's size and noise levels.",
+)
+CLASSIFIER_SCALE = flags.DEFINE_float(
+    'classifier_scale',
+    None,
+    'With --classifier: factor on its gradient; larger values follow the class more closely; '
+    f'default: {SCALE_DEFAULT:g}.',
+)
+LOW_RES = flags.DEFINE_string(
+    'low_res',
+    None,
+    'The pictures that a super-resolution network enlarges, one a sample: .npz, folder, archive, a '
+    '.png grid or one picture, of the size that it was trained with (base_samples of '
+    "guided-diffusion). Their classes are the samples' unless --class_labels says otherwise.",
 )
 INIT_IMAGE = flags.DEFINE_string(
     'init_image',
@@ -158,11 +184,12 @@ def sampler_config(config: Config) -> SamplerConfig:
     return as_peer(options, LIKE.value, make_diffusion(config.diffusion)) if LIKE.value else options
 
 
-def check_picture_flags() -> None:
-    """Raises `UserError` if a flag of --init_image or --mask is given without it."""
+def check_owned_flags() -> None:
+    """Raises `UserError` if a flag of --init_image, --mask or --classifier is given without it."""
     for owner, needy in (
         (INIT_IMAGE, (STRENGTH, MASK, RESAMPLE, JUMP_LENGTH)),
         (MASK, (RESAMPLE, JUMP_LENGTH)),
+        (CLASSIFIER, (CLASSIFIER_SCALE,)),
     ):
         for flag in needy:
             if owner.value is None and flag.value is not None:
@@ -188,6 +215,47 @@ def picture(config: Config) -> Picture | None:
         RESAMPLE.value,
         JUMP_LENGTH.value,
     )
+
+
+def low_res(config: Config, limit: int | None, classes: int, names: Sequence[str]) -> LowRes | None:
+    """Returns the pictures to enlarge; None for a model that draws from noise alone.
+
+    Args:
+      limit: read the first so many; None = all.
+      classes: number of classes of the model; 0 = leave out the pictures' classes.
+      names: names of the model's classes, if it has any.
+
+    Raises:
+      UserError: no pictures for a super-resolution network, or some for another one; pictures
+        that cannot be read, or of another size.
+    """
+    shape = config.low_res_shape
+    if shape is None:
+        if LOW_RES.value is not None:
+            raise UserError(
+                '--low_res: the model draws from noise alone (model.low_res_size=()); leave it out'
+            )
+        return None
+    if LOW_RES.value is None:
+        raise UserError(
+            f'--low_res: missing; the model enlarges pictures of {shape[0]}x{shape[1]} pixels'
+        )
+    return read_low_res(LOW_RES.value, shape, limit, classes, names)
+
+
+def guide(config: Config) -> Guide | None:
+    """Returns the classifier that the flags name; None without --classifier.
+
+    Raises:
+      UserError: a file that cannot be read, or a classifier of other images or classes.
+    """
+    if CLASSIFIER.value is None:
+        return None
+    classifier = read_classifier(CLASSIFIER.value, config)
+    scale = SCALE_DEFAULT if CLASSIFIER_SCALE.value is None else CLASSIFIER_SCALE.value
+    found = Guide(classifier, scale)
+    check_guide(found, make_diffusion(config.diffusion), config.model.num_classes)
+    return found
 
 
 def check_guidance(config: Config) -> None:

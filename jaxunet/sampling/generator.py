@@ -19,10 +19,12 @@ from jaxunet.config import Config, to_dict
 from jaxunet.data.images import to_uint8
 from jaxunet.diffusion.process import make_diffusion
 from jaxunet.model.cost import forward_flops
-from jaxunet.model.unet import Params, UNet, build_unet
+from jaxunet.model.noisy_classifier import build_classifier
+from jaxunet.model.unet import Params, build_unet
 from jaxunet.ops.backends import choose, describe, load_ops, warn_if_slow
 from jaxunet.ops.short_jobs import backend_for
 from jaxunet.runtime import compiled_cache
+from jaxunet.sampling.classifier_guidance import Gradient, Guide, class_gradient
 from jaxunet.sampling.options import SamplerConfig
 from jaxunet.sampling.picture import (
     Canvas,
@@ -58,6 +60,7 @@ class Generator:
         number.
       devices: local devices that share each batch.
       picture: a picture to start from; None = start from noise.
+      guide: a classifier, checked, that guides the samples to their labels; None = none does.
       samples: how many images are drawn in all, by all processes. With few of them backend=auto
         weighs the time to compile (`jaxunet.ops.short_jobs`). None = many.
 
@@ -77,12 +80,14 @@ class Generator:
         batch_size: int,
         devices: Sequence[jax.Device],
         picture: Picture | None = None,
+        guide: Guide | None = None,
         samples: int | None = None,
     ) -> None:
-        self.image_shape = config.image_shape
+        self.image_shape, self.low_res_shape = config.image_shape, config.low_res_shape
         self.sampler = make_sampler(
             sampler, make_diffusion(config.diffusion), num_classes=config.model.num_classes
         )
+        self._guide = guide
         self.schedule: Schedule | None = None
         if picture is not None:
             self.schedule = make_schedule(self.sampler, picture)
@@ -96,13 +101,14 @@ class Generator:
         if samples is not None:
             config = self._for_job(config, samples / (len(devices) * jax.process_count()))
         self._config, self._devices = config, list(devices)
-        model = build_unet(config, load_ops(config.backend, config.precision))
-        self._segment = self._jit_segment(model, mesh)
+        self._segment = self._jit_segment(mesh)
         self._initial = jax.jit(self._initial_state, out_shardings=self._split)
-        # Not a constant of the program, which would then be compiled anew for every picture.
+        # Not constants of the program, which would then be compiled anew for every picture, and
+        # hold a classifier's weights twice.
         self._canvas = (
             None if picture is None else jax.device_put(Canvas.of(picture), self._replicated)
         )
+        self._guide_params = None if guide is None else self.put(guide.classifier.params)
         self._compiled: jax.stages.Compiled | None = None
 
     def _for_job(self, config: Config, samples: float) -> Config:
@@ -116,20 +122,37 @@ class Generator:
         logging.info('%s', describe(backend, config.precision))
         return config.replace(backend=backend)
 
-    def _jit_segment(self, model: UNet, mesh: Mesh) -> jax.stages.Wrapped:
+    def _gradient(self, params: Params | None, labels: Array) -> Gradient | None:
+        """Returns the gradient that guides samples to their labels; None without a classifier."""
+        if self._guide is None:
+            return None
+        classifier, scale = self._guide
+        ops = load_ops(self._config.backend, self._config.precision)
+        network = build_classifier(classifier.config, classifier.classes, ops)
+        return class_gradient(network, params, labels, scale)
+
+    def _jit_segment(self, mesh: Mesh) -> jax.stages.Wrapped:
         """Returns the program that runs a range of evaluations on every device's samples."""
+        config = self._config
+        model = build_unet(config, load_ops(config.backend, config.precision))
 
         def segment(
             params: Params,
             state: State,
             keys: Array,
             labels: Array,
+            low_res: Array | None,
             start: Array,
             stop: Array,
             canvas: Canvas | None,
+            guide_params: Params | None,
         ) -> State:
             def denoise(x: Array, t: Array, labels: Array | None) -> Array:
-                return model.predict(params, x, t, labels if self.conditional else None)
+                pictures = low_res
+                if pictures is not None:  # guidance without labels doubles the batch
+                    pictures = jnp.repeat(pictures, len(x) // len(pictures), axis=0)
+                labels = labels if self.conditional else None
+                return model.predict(params, x, t, labels, low_res=pictures)
 
             def after(x: Array, k: Array) -> Array:
                 assert self.schedule is not None
@@ -144,11 +167,12 @@ class Generator:
                 start=start,
                 stop=stop,
                 after=None if canvas is None else after,
+                class_gradient=self._gradient(guide_params, labels),
             )
 
         # shard_map instead of automatic partitioning: XLA cannot partition hand-written kernels.
         whole, split = PartitionSpec(), PartitionSpec('data')
-        in_specs = (whole, split, split, split, whole, whole, whole)
+        in_specs = (whole, split, split, split, split, whole, whole, whole, whole)
         mapped = jax.shard_map(
             segment, mesh=mesh, in_specs=in_specs, out_specs=split, check_vma=False
         )
@@ -164,12 +188,16 @@ class Generator:
         Args:
           params: parameters from `put`, or their shapes.
         """
-        keys, labels = self._inputs(
-            0, np.arange(self.batch_size), np.full(self.batch_size, -1, np.int32)
+        shape = self.low_res_shape
+        inputs = self._inputs(
+            0,
+            np.arange(self.batch_size),
+            np.full(self.batch_size, -1, np.int32),
+            None if shape is None else np.zeros((self.batch_size, *shape), np.uint8),
         )
         bound = jax.device_put(np.int32(0), self._replicated)
-        state = self._initial(keys, self._canvas)
-        arguments = (params, state, keys, labels, bound, bound, self._canvas)
+        state = self._initial(inputs[0], self._canvas)
+        arguments = (params, state, *inputs, bound, bound, self._canvas, self._guide_params)
 
         def build() -> jax.stages.Compiled:
             return self._segment.lower(*arguments).compile()
@@ -194,7 +222,7 @@ class Generator:
             'ops': choose(self._config.backend, self._config.precision),
             'sampler': dataclasses.asdict(self.sampler.config),
             'constants': digest.hexdigest(),
-        }
+        } | ({} if self._guide is None else self._guide.fields())
 
     def compile_for(self, template: Params) -> None:
         """Compiles as `compile`, before there are parameters.
@@ -214,6 +242,7 @@ class Generator:
         seed: int,
         indices: Int[np.ndarray, ' samples'],
         labels: Int[np.ndarray, ' samples'] | None = None,
+        low_res: UInt8[np.ndarray, 'samples low_height low_width channels'] | None = None,
         progress: Callable[[float], bool] = lambda _: True,
     ) -> UInt8[np.ndarray, 'samples height width channels'] | None:
         """Draws the samples with the given indices.
@@ -223,30 +252,38 @@ class Generator:
           seed: seed of all samples, 0 to 2³² − 1.
           indices: sample numbers, at most `batch_size` of them.
           labels: class of each sample, −1 = unconditional; None = all unconditional.
+          low_res: the pictures that a super-resolution network enlarges.
           progress: called with the completed fraction of the batch; returning False stops.
 
         Returns:
           uint8 images of shape (samples, height, width, channels), or None if `progress` stopped.
 
         Raises:
-          ValueError: more indices than `batch_size`.
+          ValueError: more indices than `batch_size`, or pictures of another shape.
           UserError: a seed out of range.
         """
         count = len(indices)
         if count > self.batch_size:
             raise ValueError(f'{count} samples do not fit in a batch of {self.batch_size}')
+        found = None if low_res is None else low_res.shape[1:]
+        if found != self.low_res_shape:
+            raise ValueError(f'low_res: expected shape {self.low_res_shape}, found {found}')
         if self._compiled is None:
             self.compile(params)
             assert self._compiled is not None
         pad = (0, self.batch_size - count)
         labels = np.full(count, -1, np.int32) if labels is None else labels.astype(np.int32)
-        keys, padded_labels = self._inputs(seed, np.pad(indices, pad), np.pad(labels, pad))
-        state = self._initial(keys, self._canvas)
+        if low_res is not None:
+            low_res = np.pad(low_res, (pad, (0, 0), (0, 0), (0, 0)))
+        inputs = self._inputs(seed, np.pad(indices, pad), np.pad(labels, pad), low_res)
+        state = self._initial(inputs[0], self._canvas)
         steps = self.sampler.evaluations
         bounds = np.linspace(0, steps, min(SEGMENTS, steps) + 1).astype(np.int32)
         for start, stop in itertools.pairwise(bounds):
             limits = jax.device_put((start, stop), self._replicated)
-            state = self._compiled(params, state, keys, padded_labels, *limits, self._canvas)
+            state = self._compiled(
+                params, state, *inputs, *limits, self._canvas, self._guide_params
+            )
             state.x.block_until_ready()
             if not progress(stop / steps):
                 return None
@@ -258,9 +295,16 @@ class Generator:
         assert self.schedule is not None
         return start_state(keys, self.schedule, canvas)
 
-    def _inputs(self, seed: int, indices: np.ndarray, labels: np.ndarray) -> tuple[Array, Array]:
-        keys = sample_keys(seed, indices)
-        return jax.device_put(keys, self._split), jax.device_put(jnp.asarray(labels), self._split)
+    def _inputs(
+        self, seed: int, indices: np.ndarray, labels: np.ndarray, low_res: np.ndarray | None
+    ) -> tuple[Array, Array, Array | None]:
+        """Returns the keys, labels and pictures of a batch, on the devices."""
+        keys = jax.device_put(sample_keys(seed, indices), self._split)
+        pictures = None
+        if low_res is not None:
+            pixels = low_res.astype(np.float32) / np.float32(127.5) - np.float32(1)
+            pictures = jax.device_put(pixels, self._split)
+        return keys, jax.device_put(jnp.asarray(labels), self._split), pictures
 
 
 def _constants(of: Sampler | Schedule | None) -> object:

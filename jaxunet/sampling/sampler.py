@@ -39,6 +39,7 @@ from jaxunet.diffusion.process import (
 )
 from jaxunet.ops.activation import at_least_float32
 from jaxunet.runtime.errors import UserError
+from jaxunet.sampling.classifier_guidance import Gradient, conditioned, fixed_variances
 from jaxunet.sampling.options import SamplerConfig, resolve_options
 from jaxunet.sampling.solvers import (
     Alphas,
@@ -257,7 +258,12 @@ def initial_state(keys: Keys, image_shape: tuple[int, int, int], sampler: Sample
 
 
 def _step(
-    denoise: Denoiser, state: State, keys: Keys, sampler: Sampler, k: Int[Array, '']
+    denoise: Denoiser,
+    state: State,
+    keys: Keys,
+    sampler: Sampler,
+    k: Int[Array, ''],
+    class_gradient: Gradient | None = None,
 ) -> State:
     """Evaluates the network for the k-th time and applies the rule of the solver."""
     config, diffusion, table = sampler.config, sampler.diffusion, sampler.coefficients
@@ -270,6 +276,9 @@ def _step(
     if config.clip:
         x0 = jnp.clip(x0, -1, 1)
         noise = noise_from_x0(diffusion, x0, x, t)
+    gradient = None if class_gradient is None else class_gradient(x, t)
+    if gradient is not None and config.name != 'ddpm':
+        x0, noise = conditioned(diffusion, x0, noise, gradient, t)
 
     def times(factors: np.ndarray, images: Images | None) -> list[Images]:
         """Returns [factor · images], or [] if all factors are 0, which is known at trace time."""
@@ -294,8 +303,12 @@ def _step(
         terms += [
             jnp.where(index == 0, 0, jnp.exp(0.5 * log_variance)) * _noise(keys, k + 1, x.shape[1:])
         ]
+        terms += [] if gradient is None else [jnp.exp(log_variance) * gradient]
     elif table.draw.any():
         terms += times(table.draw, _noise(keys, k + 1, x.shape[1:]))
+    if config.name == 'ddpm' and sampler.spaced is None and gradient is not None:
+        assert config.variance is not None
+        terms += times(fixed_variances(diffusion, table, config.variance), gradient)
     memory = {
         '': lambda: None,
         'x0': lambda: x0,
@@ -314,6 +327,7 @@ def run(
     start: int | Int[Array, ''] = 0,
     stop: int | Int[Array, ''] | None = None,
     after: After | None = None,
+    class_gradient: Gradient | None = None,
 ) -> State:
     """Runs evaluations start..stop−1 as one loop, whose bounds may be traced.
 
@@ -329,6 +343,7 @@ def run(
       start: first evaluation.
       stop: end of the range; None = all evaluations.
       after: changes the samples after each evaluation; None = nothing does.
+      class_gradient: of a classifier that guides the samples; None = none does.
 
     Raises:
       ValueError: bounds outside 0..E.
@@ -343,7 +358,7 @@ def run(
     bounds = jnp.asarray(start, jnp.int32), jnp.asarray(stop, jnp.int32)
 
     def body(k: Int[Array, ''], state: State) -> State:
-        state = _step(denoise, state, keys, sampler, k)
+        state = _step(denoise, state, keys, sampler, k, class_gradient)
         return state if after is None else state._replace(x=after(state.x, k))
 
     return jax.lax.fori_loop(*bounds, body, state)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -68,13 +68,14 @@ class Measured:
 
 
 def measure_likelihood(
-    path: str, averages: Sequence[str], options: LikelihoodOptions
+    path: str, averages: Sequence[str], options: LikelihoodOptions, **given: Any
 ) -> Iterator[Measured]:
     """Yields the bound with each average.
 
     Args:
       path: a workdir, one checkpoint in it, or a weight file.
       averages: as `--ema` of `jaxunet.sample`.
+      given: what a weight file leaves open about its model, as in `load_model`.
 
     Raises:
       UserError: a model or images that cannot be read, options that do not suit the model, or a
@@ -82,7 +83,7 @@ def measure_likelihood(
     """
     prepared: _Prepared | None = None
     for ema in averages:
-        model = load_model(path, ema=ema)
+        model = load_model(path, ema=ema, **given)
         # The averages of a run share config, images and compiled program.
         prepared = prepared or _prepare(path, model, options)
         likelihood, rows = prepared.likelihood, prepared.rows

@@ -1,6 +1,13 @@
 """Reads and writes weights: `.bin`, `.pt` and `.safetensors`, of this and of other programs."""
 
-from jaxunet.weights.files import EXTENSIONS, PROGRAMS, Weights, read_weights, write_weights
+from jaxunet.weights.files import (
+    EXTENSIONS,
+    PROGRAMS,
+    Weights,
+    read_classifier,
+    read_weights,
+    write_weights,
+)
 from jaxunet.weights.inference import Stated
 from jaxunet.weights.names import check_tree
 
@@ -10,6 +17,7 @@ __all__ = [
     'Stated',
     'Weights',
     'check_tree',
+    'read_classifier',
     'read_weights',
     'write_weights',
 ]

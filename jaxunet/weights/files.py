@@ -13,9 +13,10 @@ from absl import logging
 from jaxunet.config import Config
 from jaxunet.runtime.errors import UserError, near_misses
 from jaxunet.runtime.whole_files import written
-from jaxunet.weights import guided_diffusion, unetcu
+from jaxunet.weights import guided_diffusion, noisy_classifier, unetcu
 from jaxunet.weights.inference import Stated
 from jaxunet.weights.names import Tree, check_tree, from_tree, without_augmentation
+from jaxunet.weights.noisy_classifier import Classifier
 from jaxunet.weights.safetensors_file import SafetensorsFile, write_safetensors
 from jaxunet.weights.state_dicts import (
     METADATA,
@@ -62,18 +63,44 @@ def read_weights(
     given = Reader(config, stated, new_attention_order, like)
     if ema and extension != '.pt':
         raise UserError(f'--ema: {path} holds one set of weights; leave the flag out')
+    with _opened(path) as file:
+        if extension == '.bin':
+            return _read_bin(str(path), file, given)
+        if extension == '.pt':
+            with TorchFile(str(path), file, ema) as state:
+                return read_state(state, given, state.note)
+        return read_state(SafetensorsFile(str(path), file), given)
+
+
+@contextlib.contextmanager
+def _opened(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
+    """Opens a weight file; its errors are `UserError`."""
     try:
         with open(path, 'rb') as file:
-            if extension == '.bin':
-                return _read_bin(str(path), file, given)
-            if extension == '.pt':
-                with TorchFile(str(path), file, ema) as state:
-                    return read_state(state, given, state.note)
-            return read_state(SafetensorsFile(str(path), file), given)
+            yield file
     except FileNotFoundError:
         raise UserError(f'{path}: no such file') from None
     except OSError as error:
         raise UserError(f'{path}: cannot be read: {error.strerror or error}') from None
+
+
+def read_classifier(path: str | os.PathLike[str], config: Config) -> Classifier:
+    """Reads a classifier of noisy images, as safely as `read_weights`.
+
+    Args:
+      config: that of the diffusion model, whose images it classifies.
+
+    Raises:
+      UserError: another kind of file, or no classifier of such images.
+    """
+    extension = _extension(path)
+    with _opened(path) as file:
+        if extension == '.pt':
+            with TorchFile(str(path), file) as state:
+                return noisy_classifier.read(state, config)
+        if extension == '.safetensors':
+            return noisy_classifier.read(SafetensorsFile(str(path), file), config)
+    raise UserError(f'{path}: expected a classifier in a .pt or .safetensors, found a .bin')
 
 
 def _read_bin(path: str, file: BinaryIO, given: Reader) -> Weights:

@@ -17,7 +17,7 @@ import numpy as np
 from jaxunet.config import Config
 from jaxunet.runtime.errors import UserError
 from jaxunet.weights import names
-from jaxunet.weights.inference import OBJECTIVES, Inferred, Shapes
+from jaxunet.weights.inference import OBJECTIVES, Inferred, Shapes, Stated
 from jaxunet.weights.names import BlockNames, Entry, Shape, entries
 
 PROGRAM = 'guided-diffusion'
@@ -28,6 +28,11 @@ CHANNEL_MULT = {  # by image size, where its flag of this name is empty
     128: (1, 1, 2, 3, 4),
     256: (1, 1, 2, 2, 4, 4),
     512: (0.5, 1, 1, 2, 2, 4, 4),
+}
+SUPER_RESOLUTION_MULT = {  # the same by large_size, without a flag
+    64: (1, 2, 3, 4),
+    256: (1, 1, 2, 2, 4, 4),
+    512: (1, 1, 2, 2, 4, 4),
 }
 NAMES = BlockNames(
     res_block={
@@ -48,6 +53,7 @@ FIXED = {
     'model.norm_eps': 1e-5,
     'model.downsample_padding': 'symmetric',
 }
+FIXED_MODEL = {name.removeprefix('model.'): value for name, value in FIXED.items()}
 
 
 def table(config: Config) -> list[Entry]:
@@ -63,13 +69,16 @@ def infer(shapes: Mapping[str, Shape], source: str) -> Inferred:
     Args:
       source: begins every message.
 
+    Nor do they tell a super-resolution network with a learned variance from a plain one of twice
+    the image channels; it is inferred as the latter (`told_apart`).
+
     Raises:
       UserError: a required tensor is missing or has an impossible shape, or the network is a
-        classifier or one for super-resolution.
+        classifier.
     """
     found = Shapes(shapes, source, PROGRAM)
     base = found.base_channels('time_embed.0.weight')
-    image_channels = found.get('input_blocks.0.0.weight', 4)[1]
+    inputs = found.get('input_blocks.0.0.weight', 4)[1]
     _check_is_diffusion_model(found)
     # Kind of resampling -> output blocks that end with it.
     upsampling = {
@@ -81,17 +90,15 @@ def infer(shapes: Mapping[str, Shape], source: str) -> Inferred:
     channels = [found.get(f'input_blocks.{i}.0.in_layers.2.weight', 4)[0] for i in firsts]
     out = found.get('out.2.weight', 4)[0]
     inner = found.get('input_blocks.1.0.emb_layers.1.weight', 2)[0]
-    if out not in (image_channels, 2 * image_channels):
-        if 2 * out == image_channels:
-            raise _super_resolution(source, image_channels, out)
-        expected = (
-            f'{image_channels} output channels, or {2 * image_channels} with a learned variance'
-        )
+    super_resolution = 2 * out == inputs
+    image_channels = out if super_resolution else inputs
+    if not super_resolution and out not in (inputs, 2 * inputs):
+        expected = f'{inputs} output channels, or {2 * inputs} with a learned variance'
         raise UserError(f'{source}: out.2.weight: expected {expected}, found {out}')
-    fields = {name.removeprefix('model.'): value for name, value in FIXED.items()} | {
+    fields = FIXED_MODEL | {
         'image_channels': image_channels,
         'base_channels': base,
-        'channel_mult': tuple(_multiplier(c, base) for c in channels),
+        'channel_mult': tuple(multiplier(c, base) for c in channels),
         'num_res_blocks': blocks,
         'conv_resample': bool(upsampling['conv_resample']),
         'resblock_updown': bool(upsampling['resblock_updown']),
@@ -101,34 +108,39 @@ def infer(shapes: Mapping[str, Shape], source: str) -> Inferred:
     attention = tuple(
         level for level, i in enumerate(firsts) if f'input_blocks.{i}.1.qkv.weight' in shapes
     )
-    return Inferred(PROGRAM, fields, attention, out == 2 * image_channels, {})
+    return Inferred(
+        PROGRAM, fields, attention, out == 2 * image_channels, {}, super_resolution=super_resolution
+    )
 
 
-def check_not_super_resolution(inferred: Inferred, channels: int | None, source: str) -> None:
-    """Refuses a super-resolution network with a learned variance.
+def told_apart(inferred: Inferred, known: Config | None, stated: Stated, source: str) -> Inferred:
+    """Returns the model of a file, once it is known whether it is for super-resolution.
 
-    It has the shapes of a plain one of twice the image channels, which must therefore be expected.
+    As many channels out as in are a plain network without a learned variance, or one for
+    super-resolution with it. Six channels that nobody expects are the latter.
 
     Args:
-      channels: the image channels that are expected; None = not stated.
+      known: the config that the file's model must have; None = it is inferred.
+      stated: what else is stated about the model.
 
     Raises:
-      UserError: it has 6 channels in and out, and 6 image channels are not expected.
+      UserError: the config is that of a plain network, and the file's is for super-resolution.
     """
-    doubled = 2 * IMAGE_CHANNELS
-    found = inferred.fields['image_channels']
-    if found == doubled and not inferred.learn_sigma and channels != doubled:
-        raise _super_resolution(source, doubled, doubled)
-
-
-def _super_resolution(source: str, channels_in: int, channels_out: int) -> UserError:
-    plain = f', or for a plain network of {channels_in} image channels give its --config'
-    return UserError(
-        f'{source}: this is a super-resolution network: its first convolution takes {channels_in} '
-        f'channels, half of them of a low-resolution picture, and its last one gives '
-        f'{channels_out}; such networks are not supported: give a network that draws from noise '
-        f'alone{plain if channels_in == channels_out else ""}'
-    )
+    channels = inferred.fields['image_channels']
+    alike = not inferred.super_resolution and not inferred.learn_sigma and channels % 2 == 0
+    plain = known is not None and known.model.image_channels == channels
+    stated_so = 'low_res_size' in stated or (known is not None and known.model.low_res_size != ())
+    if alike and not plain and (stated_so or channels == 2 * IMAGE_CHANNELS):
+        fields = inferred.fields | {'image_channels': channels // 2}
+        inferred = inferred._replace(fields=fields, learn_sigma=True, super_resolution=True)
+    if inferred.super_resolution and known is not None and not known.model.low_res_size:
+        halves = 2 * inferred.fields['image_channels']
+        raise UserError(
+            f'{source}: this is a super-resolution network: its first convolution takes {halves} '
+            'channels, half of them of a low-resolution picture; expected one that draws from '
+            'noise alone, as the config has no model.low_res_size'
+        )
+    return inferred
 
 
 def _check_is_diffusion_model(found: Shapes) -> None:
@@ -136,7 +148,8 @@ def _check_is_diffusion_model(found: Shapes) -> None:
     if not any(name.startswith('output_blocks.') for name in found.by_name):
         raise UserError(
             f'{found.source}: output_blocks is missing: this is a classifier of noisy images '
-            '(EncoderUNetModel), which draws nothing; give the diffusion model that it guides'
+            '(EncoderUNetModel), which draws nothing; give the diffusion model that it guides, '
+            'and this one with --classifier'
             if any(name.startswith('middle_block.') for name in found.by_name)
             else f'{found.source}: output_blocks is missing: this is not a whole UNet'
         )
@@ -158,17 +171,7 @@ def _blocks_and_levels(found: Shapes, upsampled: list[int]) -> tuple[int, int]:
     Args:
       upsampled: output blocks that end with an upsampling that has parameters.
     """
-    present = {
-        int(match[1])
-        for name in found.by_name
-        if (match := re.match(r'input_blocks\.([0-9]{1,9})\.', name))
-    }
-    inputs = 1 + max(present)
-    if inputs > len(found):
-        raise UserError(
-            f'{found.source}: input_blocks.{inputs - 1}: more blocks than the file has tensors '
-            f'({len(found)})'
-        )
+    inputs, present = count_inputs(found), _input_blocks(found)
     # The output blocks resample first after num_res_blocks + 1 blocks. A resampling without
     # parameters shows only as a gap in the input blocks.
     gaps = [i - 1 for i in range(1, inputs) if i not in present]
@@ -182,7 +185,28 @@ def _blocks_and_levels(found: Shapes, upsampled: list[int]) -> tuple[int, int]:
     return blocks, levels
 
 
-def _multiplier(channels: int, base: int) -> float:
+def _input_blocks(found: Shapes) -> set[int]:
+    """Returns the numbers of the input blocks that have parameters."""
+    matches = (re.match(r'input_blocks\.([0-9]{1,9})\.', name) for name in found.by_name)
+    return {int(match[1]) for match in matches if match}
+
+
+def count_inputs(found: Shapes) -> int:
+    """Returns the number of input blocks.
+
+    Raises:
+      UserError: more than there can be.
+    """
+    inputs = 1 + max(_input_blocks(found))
+    if inputs > len(found):
+        raise UserError(
+            f'{found.source}: input_blocks.{inputs - 1}: more blocks than the file has tensors '
+            f'({len(found)})'
+        )
+    return inputs
+
+
+def multiplier(channels: int, base: int) -> float:
     """Returns a multiplier with int(multiplier · base) == channels."""
     if channels % base == 0:
         return channels // base
@@ -230,17 +254,23 @@ def flags(config: Config, *, new_attention_order: bool) -> str:
         if m.num_heads
         else {'num_head_channels': m.num_head_channels}
     )
+    known_mult = (SUPER_RESOLUTION_MULT if m.low_res_size else CHANNEL_MULT).get(height)
+    # The flag takes whole numbers, and the scripts of super-resolution have none.
+    has_flag = not m.low_res_size and all(mult == int(mult) for mult in m.channel_mult)
+    sizes: dict[str, object] = {'image_size': height}
+    if m.low_res_size:
+        sizes = {'large_size': height, 'small_size': m.low_res_size[0]}
     values = {
-        'image_size': height,
+        **sizes,
         'num_channels': m.base_channels,
         'num_res_blocks': m.num_res_blocks,
-        'channel_mult': ','.join(map(str, m.channel_mult)),
+        **({'channel_mult': ','.join(map(str, m.channel_mult))} if has_flag else {}),
         # Side 1 stands for no level at all, as its scripts expect a number.
         'attention_resolutions': ','.join(map(str, m.attention_resolutions)) or 1,
         **heads,
         'use_scale_shift_norm': m.scale_shift_norm,
         'resblock_updown': m.resblock_updown,
-        'use_new_attention_order': new_attention_order,
+        **({} if m.low_res_size else {'use_new_attention_order': new_attention_order}),
         'class_cond': m.num_classes > 0,
         'learn_sigma': d.learn_sigma,
         'diffusion_steps': d.steps,
@@ -248,13 +278,9 @@ def flags(config: Config, *, new_attention_order: bool) -> str:
         'rescale_timesteps': d.rescale_timesteps,
         'predict_xstart': d.objective == 'x0',
     }
-    whole = all(mult == int(mult) for mult in m.channel_mult)
-    if not whole:  # the flag takes whole numbers
-        del values['channel_mult']
     others = {
-        'channel_mult': m.channel_mult
-        if not whole and m.channel_mult != CHANNEL_MULT.get(height)
-        else None,
+        'channel_mult': m.channel_mult if not has_flag and m.channel_mult != known_mult else None,
+        'use_new_attention_order': True if m.low_res_size and new_attention_order else None,
         'image width': width if width != height else None,
         'in_channels': channels if channels != IMAGE_CHANNELS else None,
         'NUM_CLASSES': m.num_classes if m.num_classes not in (0, NUM_CLASSES) else None,

@@ -31,6 +31,7 @@ class Stated(TypedDict, total=False):
     diffusion_steps: int
     rescale_timesteps: bool
     objective: str
+    low_res_size: tuple[int, ...]
 
 
 class Inferred(NamedTuple):
@@ -43,6 +44,7 @@ class Inferred(NamedTuple):
       attention_levels: levels with attention, 0 = full resolution.
       learn_sigma: the network also predicts a variance.
       constants: fields of `diffusion`, and `image_size`, that are constants of the program.
+      super_resolution: the network also sees a picture, as large as the image.
     """
 
     program: str
@@ -50,6 +52,7 @@ class Inferred(NamedTuple):
     attention_levels: tuple[int, ...]
     learn_sigma: bool
     constants: Fields
+    super_resolution: bool = False
 
 
 class Shapes:
@@ -117,12 +120,13 @@ def stated_config(
             f'{source}: a file of {inferred.program} does not say all about its model, and a guess '
             f'could give wrong pictures: give {published}, --config, or {", ".join(missing)}'
         )
-    _check_heads(inferred, source, stated)
+    _check_stated(inferred, source, stated)
     constants = inferred.constants
     size = tuple(stated.get('image_size', constants.get('image_size', ())))
     model: Fields = {'num_heads': 0, 'num_head_channels': 0, 'label_dropout': 0.0}
     model |= inferred.fields
-    model |= {k: v for k, v in stated.items() if k in ('num_heads', 'num_head_channels')}
+    of_model = ('num_heads', 'num_head_channels', 'low_res_size')
+    model |= {k: v for k, v in stated.items() if k in of_model}
     model['attention_resolutions'] = tuple(
         min(size) >> level for level in inferred.attention_levels
     )
@@ -135,7 +139,7 @@ def stated_config(
     config = Config().replace(
         model=model,
         diffusion=diffusion | {'learn_sigma': inferred.learn_sigma},
-        data={'image_size': size},
+        data={'path': '', 'image_size': size},  # a file does not name its training images
         train={'sample_every': 0},  # sample grids need 1 or 3 channels
     )
     try:
@@ -158,8 +162,18 @@ def stated_config(
     return config, assumed
 
 
-def _check_heads(inferred: Inferred, source: str, stated: Stated) -> None:
-    """Raises UserError if other heads are stated than the only ones that the program has."""
+def _check_stated(inferred: Inferred, source: str, stated: Stated) -> None:
+    """Checks what is stated against the program and the shapes.
+
+    Raises:
+      UserError: other heads than the only ones that the program has, or pictures for a network that
+        takes none.
+    """
+    if 'low_res_size' in stated and not inferred.super_resolution:
+        raise UserError(
+            f'{source}: --low_res_size: the network draws from noise alone, as it takes no more '
+            'channels than those of an image; leave this out'
+        )
     known = inferred.fields
     for name in ('num_heads', 'num_head_channels') if 'num_heads' in known else ():
         if name in stated and stated[name] != known[name]:
@@ -182,6 +196,8 @@ def _missing(inferred: Inferred, stated: Stated) -> Iterator[str]:
     ):
         if name not in inferred.constants and flag not in stated:
             yield f'--{flag}'
+    if inferred.super_resolution and 'low_res_size' not in stated:
+        yield '--low_res_size'
     steps = stated.get('diffusion_steps', inferred.constants.get('steps'))
     known = 'rescale_timesteps' in stated or 'rescale_timesteps' in inferred.constants
     if not known and steps != TIME_SCALE:

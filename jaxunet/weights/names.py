@@ -19,7 +19,8 @@ import numpy as np
 from jaxtyping import PyTree
 
 from jaxunet.config import Config
-from jaxunet.model.unet import AUGMENTATION, UNet, build_unet
+from jaxunet.model.encoder import AUGMENTATION, Encoder
+from jaxunet.model.unet import build_unet
 from jaxunet.ops.backends import XLA
 from jaxunet.runtime.errors import UserError
 
@@ -27,24 +28,33 @@ Path = tuple[str, ...]
 Shape = tuple[int, ...]
 Tree = dict[str, PyTree]  # nested dicts of arrays
 Leaves = dict[Path, PyTree]  # the arrays of a tree by path
-Module = tuple[str, str, str]  # our name, the file's prefix, kind: layer, res_block or attention
+# Our name, the file's prefix, and the kind: layer, res_block, attention or pool.
+Module = tuple[str, str, str]
 SHOWN = 5  # problems that an error message lists
 # Axes of length 1 that torch appends to our matrices: of a 1×1 convolution, and of 1-D
 # convolutions over the pixels.
 UNIT_AXES = {'shortcut': 2, 'qkv': 1, 'proj': 1}
-LEAVES = {'kernel': 'weight', 'scale': 'weight', 'embedding': 'weight', 'bias': 'bias'}
+LEAVES = {
+    'kernel': 'weight',
+    'scale': 'weight',
+    'embedding': 'weight',
+    'bias': 'bias',
+    'position': 'positional_embedding',
+}
 
 
 class BlockNames(NamedTuple):
     """A format's names for the layers of a residual and an attention block, in its order.
 
     Fields:
+      pool: those of a classifier's attention pool.
       unit_axes: axes of length 1 that it appends to our matrices, by our name of the layer.
     """
 
     res_block: Mapping[str, str]
     attention: Mapping[str, str]
     unit_axes: Mapping[str, int] = UNIT_AXES
+    pool: Mapping[str, str] = {}
 
 
 class Entry(NamedTuple):
@@ -68,20 +78,24 @@ def parameter_shapes(config: Config) -> Mapping[Path, Shape]:
     Raises:
       UserError: the config describes no network (a head width that does not divide the channels).
     """
-    return _parameter_shapes(build_unet(config, XLA).clone(time_scale=1.0, dtype=jnp.float32))
+    unet = build_unet(config, XLA).clone(time_scale=1.0, dtype=jnp.float32)
+    factor = 2 ** (len(config.model.channel_mult) - 1)
+    labels = [jax.ShapeDtypeStruct((1,), jnp.int32)] if config.model.num_classes else []
+    return shapes_of(unet, factor, *labels)
 
 
 @functools.lru_cache(maxsize=16)
-def _parameter_shapes(unet: UNet) -> Mapping[Path, Shape]:
-    """Returns the shapes of a network; cached, because tracing one takes a second."""
-    m = unet.model
-    factor = 2 ** (len(m.channel_mult) - 1)
-    image = jax.ShapeDtypeStruct((1, factor, factor, m.image_channels), jnp.float32)
-    labels = jax.ShapeDtypeStruct((1,), jnp.int32) if m.num_classes else None
+def shapes_of(network: Encoder, side: int, *labels: jax.ShapeDtypeStruct) -> Mapping[Path, Shape]:
+    """Returns the shapes of a network; cached, because tracing one takes a second.
+
+    Args:
+      side: of an image that it takes, in pixels.
+      labels: that it takes after image and time.
+    """
+    image = jax.ShapeDtypeStruct((1, side, side, network.model.image_channels), jnp.float32)
+    time = jax.ShapeDtypeStruct((1,), jnp.int32)
     with jax.enable_x64(False):  # float32 even where a caller enabled float64
-        tree = jax.eval_shape(
-            unet.init, jax.random.key(0), image, jax.ShapeDtypeStruct((1,), jnp.int32), labels
-        )['params']
+        tree = jax.eval_shape(network.init, jax.random.key(0), image, time, *labels)['params']
     return {path: tuple(leaf.shape) for path, leaf in flatten(tree).items()}
 
 
@@ -108,8 +122,8 @@ def unflatten(leaves: Mapping[Path, object]) -> Tree:
     return tree
 
 
-def adm_modules(config: Config) -> Iterator[Module]:
-    """Yields the modules of guided-diffusion and unet.cu, in their order.
+def adm_encoder(config: Config) -> Iterator[Module]:
+    """Yields the modules of guided-diffusion and unet.cu up to the middle, in their order.
 
     Modules without parameters are included; `entries` skips them.
     """
@@ -137,6 +151,13 @@ def adm_modules(config: Config) -> Iterator[Module]:
     yield 'middle_res_0', 'middle_block.0', 'res_block'
     yield 'middle_attention', 'middle_block.1', 'attention'
     yield 'middle_res_1', 'middle_block.2', 'res_block'
+
+
+def adm_modules(config: Config) -> Iterator[Module]:
+    """Yields the modules of guided-diffusion and unet.cu, in their order; see `adm_encoder`."""
+    yield from adm_encoder(config)
+    m, levels, last = config.model, config.attention_levels, len(config.model.channel_mult) - 1
+    resample = 'res_block' if m.resblock_updown else 'layer'
     index = 0
     for level in range(last, -1, -1):
         for i in range(m.num_res_blocks + 1):
@@ -165,7 +186,16 @@ def entries(
     Args:
       modules: the modules of the program that wrote the file, as `adm_modules`.
     """
-    shapes = parameter_shapes(config)
+    return entries_of(parameter_shapes(config), config, names, modules)
+
+
+def entries_of(
+    shapes: Mapping[Path, Shape],
+    config: Config,
+    names: BlockNames,
+    modules: Callable[[Config], Iterator[Module]],
+) -> list[Entry]:
+    """Returns the parameters of these shapes, in the order of the file; see `entries`."""
     table = []
     for module, prefix, kind in modules(config):
         layers = {'': ''} if kind == 'layer' else getattr(names, kind)
@@ -174,7 +204,8 @@ def entries(
                 path = tuple(part for part in (module, ours, leaf) if part)
                 if path in shapes:
                     name = '.'.join(part for part in (prefix, theirs, suffix) if part)
-                    heads = _heads(config, module, shapes[path][-1] // 3) if ours == 'qkv' else 0
+                    several = kind == 'attention' and ours == 'qkv'
+                    heads = _heads(config, module, shapes[path][-1] // 3) if several else 0
                     shape = _file_shape(path, shapes[path], names.unit_axes)
                     table.append(Entry(path, name, shape, heads))
     assert {entry.path for entry in table} == set(shapes), (

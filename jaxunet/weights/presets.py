@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from jaxunet.config import Config, resolve, to_dict
 from jaxunet.weights import ddpm_torch
-from jaxunet.weights.guided_diffusion import CHANNEL_MULT
+from jaxunet.weights.guided_diffusion import CHANNEL_MULT, SUPER_RESOLUTION_MULT
 
 IDDPM_HEADS = {'num_heads': 4, 'num_head_channels': 0}
 ADM_MODEL = {
@@ -75,7 +75,7 @@ class Preset(NamedTuple):
                 Config().replace(
                     model=common | self.model,
                     diffusion=self.diffusion,
-                    data={'image_size': (self.size,)},
+                    data={'path': '', 'image_size': (self.size,)},
                 )
             )
         )
@@ -100,6 +100,25 @@ PRESETS = {
     'adm_imagenet256': Preset(('256x256_diffusion.pt',), 256, ADM_MODEL | IMAGENET, ADM_LINEAR),
     'adm_imagenet256_uncond': Preset(('256x256_diffusion_uncond.pt',), 256, ADM_MODEL, ADM_LINEAR),
     'adm_imagenet512': Preset(('512x512_diffusion.pt',), 512, ADM_MODEL | IMAGENET, ADM_LINEAR),
+    'adm_upsample_64_256': Preset(
+        ('64_256_upsampler.pt',),
+        256,
+        ADM_MODEL | IMAGENET | IDDPM_HEADS | {'base_channels': 192, 'low_res_size': (64,)},
+        ADM_LINEAR,
+    ),
+    'adm_upsample_128_512': Preset(
+        ('128_512_upsampler.pt',),
+        512,
+        ADM_MODEL
+        | IMAGENET
+        | {
+            'base_channels': 192,
+            'channel_mult': SUPER_RESOLUTION_MULT[512],
+            'attention_resolutions': (32, 16),
+            'low_res_size': (128,),
+        },
+        ADM_LINEAR,
+    ),
     'adm_lsun_bedroom': _lsun('bedroom'),
     'adm_lsun_cat': _lsun('cat'),
     'adm_lsun_horse': _lsun('horse'),

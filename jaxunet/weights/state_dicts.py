@@ -117,12 +117,15 @@ def read_state(state: TorchFile | SafetensorsFile, given: Reader, kind: str = ''
       UserError: another network than the one given, or something is neither in the file nor given.
     """
     path = state.path
-    names = _unwrapped(state.shapes, path)
+    names = unwrapped(state.shapes, path)
     shapes = {name: state.shapes[full] for name, full in names.items()}
     moment_shapes = [_take(shapes, prefix) for prefix in MOMENTS]
     program = _program(shapes)
     inferred = program.infer(shapes, path)
     own = _own_metadata(path, state.metadata)
+    if program is GUIDED_DIFFUSION:
+        known = given.config or own.config or given.like
+        inferred = guided_diffusion.told_apart(inferred, known, given.stated, path)
     if own.config is not None:
         check_against_shapes(own.config, inferred, f'{path}: metadata {METADATA}')
     _check_given(path, program, given, own)
@@ -163,8 +166,12 @@ def read_state(state: TorchFile | SafetensorsFile, given: Reader, kind: str = ''
     )
 
 
-def _unwrapped(shapes: Mapping[str, Shape], path: str) -> dict[str, str]:
-    """Returns the full names of tensors by their names without the prefixes of wrappers."""
+def unwrapped(shapes: Mapping[str, Shape], path: str) -> dict[str, str]:
+    """Returns the full names of tensors by their names without the prefixes of wrappers.
+
+    Raises:
+      UserError: two have the same name without them.
+    """
     names: dict[str, str] = {}
     for full in shapes:
         name = full.replace('._orig_mod.', '.')  # a part of the network was compiled
@@ -193,10 +200,6 @@ def _config(
 ) -> tuple[Config, list[str]]:
     """Returns the config of the file's model, and the assumptions behind it."""
     known = given.config or own.config
-    if program is GUIDED_DIFFUSION:
-        expected = known or given.like
-        channels = expected.model.image_channels if expected is not None else None
-        guided_diffusion.check_not_super_resolution(inferred, channels, path)
     assumed: list[str] = []
     if known is None and given.like is not None:
         known = config_like(inferred, path, given.like)

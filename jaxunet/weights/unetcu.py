@@ -109,7 +109,11 @@ def config_of(header: Header) -> Config:
             'max_period': header.max_period,
         },
         diffusion={'learn_sigma': header.channels_out == 2 * header.channels_in},
-        data={'image_size': (header.height, header.width), 'batch_size': header.batch},
+        data={
+            'path': '',  # a file does not name its training images
+            'image_size': (header.height, header.width),
+            'batch_size': header.batch,
+        },
         optimizer={
             'learning_rate': 1e-4,
             'warmup_steps': 0,

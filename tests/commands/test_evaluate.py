@@ -224,6 +224,7 @@ MISTAKES = [
     (['--samples=S', '--metrics=nll'], '--metrics: nll needs a model, --checkpoint, and a command'),
     (['--checkpoint=S', '--metrics=fid,nll'], 'found fid,nll with --checkpoint'),
     (['--checkpoint=S', '--terms=t.npz'], '--terms: only with --metrics nll'),
+    (['--checkpoint=S', '--num_heads=2'], '--num_heads: only with --metrics nll; leave it out'),
     (['--checkpoint=S', '--metrics=nll', '--plot=p.png'], '--plot: not with --metrics nll'),
     (['--checkpoint=S', '--metrics=nll', '--terms=t.csv'], '--terms: expected a name that'),
     (['--checkpoint=S', '--ema=0.1,0.1'], '--ema: 0.1 is given twice'),

@@ -18,6 +18,7 @@ import pytest
 from scipy.special import erf
 from support.commands import call
 from support.tiny import tiny_config
+from support.weight_cases import SMALL, STATED, random_params, torch_bytes
 
 from jaxunet.checkpoint.load import load_model
 from jaxunet.checkpoint.state import fresh_state
@@ -28,6 +29,7 @@ from jaxunet.model.unet import build_unet
 from jaxunet.ops.backends import load_ops
 from jaxunet.runtime.errors import UserError
 from jaxunet.training.likelihood import LikelihoodOptions, measure_likelihood
+from jaxunet.weights import guided_diffusion
 from jaxunet.weights.files import write_weights
 
 FIXTURES = pathlib.Path(__file__).parents[1] / 'fixtures' / 'e54d28d'
@@ -219,6 +221,36 @@ def test_images_that_the_model_cannot_take(tmp_path):
     write_weights(tmp_path / 'a.safetensors', fresh_state(config).params, config)
     with pytest.raises(UserError, match=r'--reference: missing; .*a\.safetensors does not name'):
         next(measure_likelihood(str(tmp_path / 'a.safetensors'), [''], LikelihoodOptions()))
+
+
+def test_a_file_of_another_program(tmp_path):
+    """Its flags say what it leaves open, and it names no images."""
+    state = guided_diffusion.from_tree(random_params(SMALL), SMALL, new_attention_order=False)
+    (tmp_path / 'a.pt').write_bytes(torch_bytes(state))
+    pixels = np.random.default_rng(0).integers(0, 256, (2, 16, 16, 3), dtype=np.uint8)
+    np.savez(tmp_path / 'images.npz', images=pixels)
+    with pytest.raises(UserError, match=r'--reference: missing; .*a\.pt does not name'):
+        next(
+            measure_likelihood(
+                str(tmp_path / 'a.pt'),
+                [''],
+                LikelihoodOptions(),
+                **STATED,
+                new_attention_order=False,
+            )
+        )
+    stated = ('--num_head_channels=32', '--image_size=16', '--schedule=linear')
+    stated += ('--diffusion_steps=1000', '--objective=epsilon', '--nonew_attention_order')
+    call(
+        *('jaxunet.evaluate', '--metrics=nll', '--respacing=2', '--batch_size=2', *stated),
+        f'--checkpoint={tmp_path / "a.pt"}',
+        f'--reference={tmp_path / "images.npz"}',
+        f'--output={tmp_path / "rows.jsonl"}',
+    )
+    row = json.loads((tmp_path / 'rows.jsonl').read_text())
+    assert (row['num_images'], row['timesteps']) == (2, 2)
+    assert row['value'] > 0
+    assert 'a.pt: guided-diffusion names' in row['weights']
 
 
 @pytest.mark.parametrize('objective', ['edm', 'flow'])

@@ -322,7 +322,10 @@ def presets() -> str:
     body = []
     for name, preset in PRESETS.items():
         d, classes = preset.config().diffusion, preset.model.get('num_classes', 0)
-        images = f'{preset.size}×{preset.size}' + (f', {classes:,} classes' if classes else '')
+        images = f'{preset.size}×{preset.size}'
+        if low_res := preset.config().low_res_shape:
+            images += f' from {low_res[0]}×{low_res[1]}'
+        images += f', {classes:,} classes' if classes else ''
         rescaled = ', rescaled' if d.rescale_timesteps else ''
         files = ', '.join(f'`{file}`' for file in preset.files)
         body.append((f'`{name}`', files, images, d.schedule, f'{d.steps:,}{rescaled}'))

@@ -60,6 +60,14 @@ README = {
     'adm_imagenet256': ADM256 + ' --class_cond True',
     'adm_imagenet256_uncond': ADM256,
     'adm_imagenet512': ADM256 + ' --class_cond True --image_size 512',
+    'adm_upsample_64_256': '--attention_resolutions 32,16,8 --class_cond True '
+    '--diffusion_steps 1000 --large_size 256 --small_size 64 --learn_sigma True '
+    '--noise_schedule linear --num_channels 192 --num_heads 4 --num_res_blocks 2 '
+    '--resblock_updown True --use_scale_shift_norm True',
+    'adm_upsample_128_512': '--attention_resolutions 32,16 --class_cond True '
+    '--diffusion_steps 1000 --large_size 512 --small_size 128 --learn_sigma True '
+    '--noise_schedule linear --num_channels 192 --num_head_channels 64 --num_res_blocks 2 '
+    '--resblock_updown True --use_scale_shift_norm True',
     'adm_lsun_bedroom': ADM256 + ' --dropout 0.1',
     'adm_lsun_cat': ADM256 + ' --dropout 0.1',
     'adm_lsun_horse': ADM256 + ' --dropout 0.1',

@@ -153,22 +153,24 @@ def test_what_a_file_leaves_open_is_asked_for(file: Any) -> None:
 
 
 @pytest.mark.parametrize('doubled', ['conv_in', 'variance'])
-def test_super_resolution_is_refused(file: Any, doubled: str) -> None:
+def test_super_resolution_is_not_taken_for_a_plain_network(file: Any, doubled: str) -> None:
     model = GUIDED if doubled == 'conv_in' else IMPROVED
     state = state_of(guided_diffusion.table(model))
     state['input_blocks.0.0.weight'] = np.ones((32, 6, 3, 3), np.float32)
     path = file(state)
-    for options in ({}, {'config': model}, {'like': model}):
+    for options in ({'config': model}, {'like': model}):
         with pytest.raises(UserError, match='is a super-resolution network: its first') as error:
             read_weights(path, new_attention_order=False, **options)
         assert '\n' not in str(error.value)
+    with pytest.raises(UserError, match=r'give --preset .*, --config, or --low_res_size$'):
+        read_weights(path, new_attention_order=False, num_heads=2, **LINEAR)
 
 
 def test_six_image_channels_are_read_with_a_config(file: Any) -> None:
     six = GUIDED.replace(model={'image_channels': 6})
     path = file(state_of(guided_diffusion.table(six)))
     assert read_weights(path, six, new_attention_order=False).config == six
-    with pytest.raises(UserError, match='for a plain network of 6 image channels give its --conf'):
+    with pytest.raises(UserError, match=r'--config, or --low_res_size$'):
         read_weights(path, new_attention_order=False, num_heads=2, **LINEAR)
 
 
@@ -237,7 +239,7 @@ def test_losses(improved: Any, kind: str, fields: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ('fields', 'message'),
     [
-        ({'kl_loss': True}, 'diffusion.kl_loss: needs a learned variance'),
+        ({'objective': 'edm', 'kl_loss': True}, 'diffusion.kl_loss: needs the timesteps of eps'),
         ({'objective': 'flow', 'rescale_timesteps': True}, 'diffusion.rescale_timesteps: flow has'),
     ],
 )

@@ -43,7 +43,8 @@ from jaxtyping import Array
 
 from jaxunet.config import Config
 from jaxunet.model import cost
-from jaxunet.model.unet import TIME_EMBEDDING, build_unet
+from jaxunet.model.encoder import TIME_EMBEDDING
+from jaxunet.model.unet import build_unet
 from jaxunet.ops.activation import Activation
 from jaxunet.ops.vocabulary import Ops, WithInput
 

@@ -1,0 +1,210 @@
+"""The half of the UNet that narrows the image: its embeddings, down levels and middle.
+
+`jaxunet.model.unet` puts the way up behind it, `jaxunet.model.noisy_classifier` a pool and classes.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import NamedTuple
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int, Key, Real
+
+from jaxunet.model.blocks import (
+    AttentionBlock,
+    Block,
+    Resample,
+    ResBlock,
+    average_pool,
+    nearest,
+)
+from jaxunet.model.embeddings import timestep_embedding
+from jaxunet.ops.activation import Activation
+from jaxunet.ops.vocabulary import WithInput
+from jaxunet.runtime.errors import UserError
+
+TIME_EMBEDDING = 'time_embed_'  # layers that always compute in float32
+AUGMENTATION = f'{TIME_EMBEDDING}augmentation'  # the layer of `augmentation_inputs`
+
+
+class Layers(NamedTuple):
+    """Builds and applies the blocks of one call of a UNet, by their names.
+
+    Fields:
+      res: a residual block.
+      attend: an attention block, given its name, its input and the number of heads.
+      resample: the change of resolution after a level, 'down' or 'up'.
+    """
+
+    res: Callable[..., WithInput[Activation]]
+    attend: Callable[[str, Activation, int], Activation]
+    resample: Callable[[str, Activation, int], Activation]
+
+
+class Encoder(Block):
+    """What the UNet and noisy classifiers share.
+
+    Fields:
+      attention_levels: levels (0 = full resolution) whose residual blocks are followed by
+        attention.
+      augmentation_inputs: numbers by which the network is told how an image was augmented; 0 = it
+        is not told. They are added to the time's sinusoids through a linear layer without bias, so
+        that zeros have no effect (EDM, arXiv 2206.00364, appendix F.2).
+      time_scale: factor on t before its embedding.
+    """
+
+    attention_levels: tuple[int, ...] = ()
+    augmentation_inputs: int = 0
+    time_scale: float = 1.0
+
+    @property
+    def channels(self) -> list[int]:
+        """Channels of every level."""
+        return [int(mult * self.model.base_channels) for mult in self.model.channel_mult]
+
+    def _embed(
+        self,
+        t: Real[Array, ' batch'],
+        labels: Int[Array, ' batch'] | None,
+        augmentation: Float[Array, 'batch inputs'] | None,
+    ) -> Float[Array, 'batch width']:
+        """Returns the time (and class) embedding, in float32: small, and read by every block."""
+        m = self.model
+        width = 4 * m.base_channels
+        if self.time_scale != 1:
+            t = t.astype(jnp.float32) * self.time_scale
+        waves = timestep_embedding(
+            t, m.base_channels, max_period=m.max_period, order=m.time_embedding
+        )
+        float32 = jnp.dtype(jnp.float32)
+        if self.augmentation_inputs and self.is_initializing():
+            augmentation = jnp.zeros((t.shape[0], self.augmentation_inputs), float32)
+        if augmentation is not None:
+            told = nn.Dense(
+                m.base_channels,
+                use_bias=False,
+                dtype=float32,
+                kernel_init=nn.initializers.zeros,
+                name=AUGMENTATION,
+            )
+            waves = waves + told(augmentation)
+        embedding = self.dense(f'{TIME_EMBEDDING}0', width, dtype=float32)(waves)
+        embedding = self.dense(f'{TIME_EMBEDDING}1', width, dtype=float32)(jax.nn.silu(embedding))
+        if m.num_classes == 0:
+            if labels is not None:
+                raise UserError(
+                    'class labels were given, but the model is unconditional (model.num_classes=0)'
+                )
+            return embedding
+        labels = jnp.full(t.shape, -1, jnp.int32) if labels is None else labels
+        table = nn.Embed(
+            m.num_classes, width, embedding_init=nn.initializers.normal(1.0), name='label_embed'
+        )
+        classes = table(jnp.maximum(labels, 0))
+        return embedding + jnp.where(labels[:, None] >= 0, classes, jnp.zeros((), classes.dtype))
+
+    def _project(self, embedding: Float[Array, 'batch width']) -> dict[str, Array]:
+        """Returns each residual block's projection of the embedding, by the block's name.
+
+        All are computed as one product. A product for each block, with three more for its
+        gradients, takes a GPU longer to launch than to compute. Empty during initialization, when
+        the blocks create their parameters themselves.
+        """
+        if self.is_initializing():
+            return {}
+        layers = {
+            name: block['embed']
+            for name, block in self.variables['params'].items()
+            if 'embed' in block
+        }
+        kernels, biases = (
+            [layer[part].astype(self.dtype) for layer in layers.values()]
+            for part in ('kernel', 'bias')
+        )
+        widths = [bias.shape[0] for bias in biases]
+        with jax.named_scope('embed'):
+            projected = (
+                jax.nn.silu(embedding).astype(self.dtype) @ jnp.concatenate(kernels, axis=1)
+                + jnp.concatenate(biases)[None, :]
+            )
+        return dict(zip(layers, jax.lax.split(projected, widths, axis=1), strict=True))
+
+    def _resample(
+        self,
+        res: Callable[..., WithInput[Activation]],
+        h: Activation,
+        direction: str,
+        level: int,
+    ) -> Activation:
+        name = f'{direction}_{level}_resample'
+        if self.model.resblock_updown:
+            return res(name, h, features=h.channels, resample=direction).result
+        if self.model.conv_resample:
+            return Resample(
+                model=self.model, ops=self.ops, dtype=self.dtype, direction=direction, name=name
+            )(h)
+        return Activation.of(average_pool(h.value) if direction == 'down' else nearest(h.value))
+
+
+# Functions, not methods: Flax would add a method's name to the names of the ops in a profile.
+
+
+def make_layers(
+    network: Encoder,
+    embedding: Float[Array, 'batch width'],
+    dropout_keys: Key[Array, ' batch'] | None,
+) -> Layers:
+    """Returns what builds the blocks of one call of a network.
+
+    Args:
+      embedding: of time and class.
+      dropout_keys: one key a sample; None = no dropout.
+    """
+    remat = nn.remat if network.model.remat else lambda block: block
+    fields = {'model': network.model, 'ops': network.ops, 'dtype': network.dtype}
+    res_block, projections = (
+        functools.partial(remat(ResBlock), **fields),
+        network._project(embedding),
+    )
+    attention = functools.partial(remat(AttentionBlock), **fields)
+
+    def res(name: str, x: Activation, **options: int | bool | str) -> WithInput[Activation]:
+        return res_block(name=name, **options)(x, embedding, dropout_keys, projections.get(name))
+
+    def attend(name: str, h: Activation, num_heads: int) -> Activation:
+        return attention(num_heads=num_heads, name=name)(h)
+
+    def resample(direction: str, h: Activation, level: int) -> Activation:
+        return network._resample(res, h, direction, level)
+
+    return Layers(res, attend, resample)
+
+
+def encode(
+    network: Encoder, layers: Layers, x: Float[Array, 'batch height width channels']
+) -> tuple[Activation, list[Activation]]:
+    """Applies the first convolution, the down levels and the middle.
+
+    Returns: the result, and the skip connections: the input of every block, in their order.
+    """
+    m, channels = network.model, network.channels
+    kernel, bias = network.kernel('conv_in', 3, 3, x.shape[-1], channels[0])
+    h = network.ops.conv3x3(Activation.of(x.astype(network.dtype)), kernel, bias)
+    skips = []
+    for level, features in enumerate(channels):
+        for i in range(m.num_res_blocks):
+            h, (skip,) = layers.res(f'down_{level}_res_{i}', h, features=features, skip=True)
+            skips.append(skip)
+            if level in network.attention_levels:
+                h = layers.attend(f'down_{level}_attention_{i}', h, m.num_heads)
+        if level < len(channels) - 1:
+            skips.append(h)
+            h = layers.resample('down', h, level)
+    h, (skip,) = layers.res('middle_res_0', h, features=channels[-1], skip=True)
+    h = layers.attend('middle_attention', h, m.num_heads)
+    h = layers.res('middle_res_1', h, features=channels[-1]).result
+    return h, [*skips, skip]

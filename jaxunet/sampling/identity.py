@@ -1,0 +1,79 @@
+"""What determines the pixels of a sample, by which an interrupted command finds its own again."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from jaxunet.checkpoint.store import checksum
+from jaxunet.config import Config, DiffusionConfig
+from jaxunet.model.unet import Params
+from jaxunet.sampling.classifier_guidance import Guide
+from jaxunet.sampling.generator import Generator
+from jaxunet.sampling.low_res import LowRes
+
+
+def process_fields(diffusion: DiffusionConfig) -> dict[str, object]:
+    """Returns what of the diffusion process determines samples.
+
+    Models with timesteps keep the names that interrupted samples of earlier versions recorded.
+    """
+    d = diffusion
+    if d.continuous:
+        return {'objective': d.objective, 'edm_sigma_data': d.edm_sigma_data}
+    return {
+        'steps': d.steps,
+        'schedule': d.schedule,
+        'prediction': d.objective,
+        'learn_sigma': d.learn_sigma,
+        'vlb_weight': d.vlb_weight,
+        **({'rescale_timesteps': True} if d.rescale_timesteps else {}),
+    }
+
+
+def identity(
+    config: Config,
+    params: Params,
+    generator: Generator,
+    seed: int,
+    chosen: list[int],
+    guide: Guide | None,
+    low_res: LowRes | None,
+) -> dict[str, object]:
+    """Returns everything that determines the pixels of sample i.
+
+    The number of samples, the batch size and the devices do not.
+
+    Args:
+      seed: of the images.
+      chosen: the classes that samples have in turn; empty = every class, or those of `low_res`.
+      guide, low_res: the classifier and the pictures, if there are any.
+    """
+    more: dict[str, object] = {}
+    if guide is not None:
+        more['classifier'] = f'{checksum(guide.classifier.params):08x}'
+        more['classifier_scale'] = guide.scale
+    if low_res is not None:
+        more['low_res'] = f'{low_res.note}, {checksum(low_res.pixels[:1]):08x}'
+    model = dataclasses.asdict(config.model)
+    if not config.model.low_res_size:
+        del model['low_res_size']  # interrupted samples of earlier versions lack it
+    sections = {
+        'model': model,
+        'diffusion': process_fields(config.diffusion),
+        'sampler': dataclasses.asdict(generator.sampler.config),
+    }
+    labels = ','.join(map(str, chosen)) or 'every class in turn'
+    return {
+        **(generator.schedule.identity if generator.schedule else {}),
+        'weights': f'{checksum(params):08x}',
+        'image_shape': config.image_shape,
+        'precision': config.precision,
+        'seed': seed,
+        **({'class_labels': labels} if config.model.num_classes or guide else {}),
+        **more,
+        **{
+            f'{section}.{name}': value
+            for section, values in sections.items()
+            for name, value in values.items()
+        },
+    }

@@ -1,0 +1,111 @@
+"""Reads the pictures that a super-resolution network enlarges."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+from jaxtyping import Int, UInt8
+
+from jaxunet.data.classes import label_of
+from jaxunet.data.picture import read_picture
+from jaxunet.data.pixels import BadImage, Shape, size_of
+from jaxunet.data.source import ArraySource, Source
+from jaxunet.data.sources import is_compressed_tar, open_source
+from jaxunet.metrics.image_sets import read_grid
+from jaxunet.runtime.errors import UserError
+
+IMAGE_FILES = ('.png', '.jpg', '.jpeg', '.webp', '.bmp')
+
+
+class LowRes(NamedTuple):
+    """Pictures to enlarge: sample i is made from picture i, and begins anew after the last.
+
+    Fields:
+      pixels: uint8, at the size that the network was trained with.
+      labels: their classes; empty if they have none.
+      note: where they come from, and how many there are.
+    """
+
+    pixels: UInt8[np.ndarray, 'pictures height width channels']
+    labels: Int[np.ndarray, ' labels']
+    note: str
+
+    def of(self, indices: Int[np.ndarray, ' samples']) -> UInt8[np.ndarray, 'samples h w c']:
+        """Returns the pictures of some samples."""
+        return self.pixels[indices % len(self.pixels)]
+
+
+def read_low_res(
+    path: str, shape: Shape, limit: int | None, classes: int, names: Sequence[str]
+) -> LowRes:
+    """Reads pictures.
+
+    Args:
+      path: a picture, a .png grid of `jaxunet.sample`, or anything that `data.path` accepts.
+      shape: (height, width, channels) that they must have; grey and RGB convert.
+      limit: read the first so many; None = all.
+      classes: number of classes of the model; 0 = leave out the pictures' classes.
+      names: names of the model's classes, if it has any.
+
+    Raises:
+      UserError: a wrong path, or a picture of another size or class.
+    """
+    file = Path(path).expanduser()
+    if file.suffix.lower() in IMAGE_FILES and file.is_file():
+        source: Source = ArraySource(path, _of_one_file(file, shape), shape)
+    elif is_compressed_tar(path):
+        raise UserError(
+            f'--low_res: {path}: a compressed tar shows no sizes before it is decoded; unpack it'
+        )
+    else:
+        source = open_source(path, image_shape=shape)
+    rows = np.arange(min(len(source), limit or len(source)))
+    for row in rows:
+        if (found := source.stored_size(int(row))) != shape[:2]:
+            raise _wrong_size(path, shape, found, f'picture {row}')
+    labels = np.zeros(0, np.int32)
+    if classes and source.class_names:
+        used = {i: _label(path, source.class_names[i], classes, names) for i in source.labels[rows]}
+        labels = np.array([used[i] for i in source.labels[rows]], np.int32)
+    return LowRes(source.load(rows), labels, f'{path}: {len(source)} pictures')
+
+
+def _label(path: str, name: str, classes: int, names: Sequence[str]) -> int:
+    try:
+        return label_of(name, classes, names)
+    except UserError:
+        known = ' or its name' * bool(names)
+        raise UserError(
+            f'--low_res: {path}: expected the label of a class of the model, 0 to {classes - 1}'
+            f'{known}, found {name!r}; correct it or give --class_labels'
+        ) from None
+
+
+def _of_one_file(file: Path, shape: Shape) -> UInt8[np.ndarray, 'pictures height width channels']:
+    """Returns the picture in an image file, or the pictures of a grid."""
+    try:
+        found = size_of(file.read_bytes(), str(file))
+        if found == shape[:2]:
+            return read_picture(file, shape)[None]
+        if file.suffix.lower() == '.png':
+            return read_grid(file, shape[:2])
+    except BadImage as error:
+        raise UserError(f'--low_res: {file}: {error.reason}') from None
+    except OSError as error:
+        raise UserError(f'--low_res: {file}: cannot be read: {error.strerror or error}') from None
+    except UserError:
+        if found == shape[:2]:
+            raise
+    raise _wrong_size(str(file), shape, found, 'no grid of such pictures, but one')
+
+
+def _wrong_size(path: str, shape: Shape, found: tuple[int, int], what: str) -> UserError:
+    height, width = shape[:2]
+    return UserError(
+        f'--low_res: {path}: expected pictures of {height}x{width} pixels (height x width), which '
+        f'the model was trained with, found {what} of {found[0]}x{found[1]}; resize them, a set '
+        f'of pictures by python -m jaxunet.prepare_data --image_size {height},{width}'
+    )

@@ -1,0 +1,137 @@
+"""`jaxunet.sample` with a classifier, and of pictures that a network enlarges."""
+
+from __future__ import annotations
+
+import pathlib
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from PIL import Image
+from support.commands import call
+from support.tiny import tiny_config
+from support.weight_cases import torch_bytes
+
+from jaxunet.checkpoint.state import fresh_state
+from jaxunet.config import Config
+from jaxunet.data.images import save_images
+from jaxunet.runtime.errors import UserError
+from jaxunet.sampling.low_res import read_low_res
+from jaxunet.weights import noisy_classifier, write_weights
+
+CLASSES = 3
+
+
+def fresh(config: Config) -> Any:
+    """Parameters in which no last layer is zero, so that every image differs."""
+    rng = np.random.default_rng(0)
+    return jax.tree.map(
+        lambda p: (p + 0.02 * rng.standard_normal(p.shape)).astype(np.float32),
+        jax.tree.map(np.asarray, fresh_state(config).params),
+    )
+
+
+@pytest.fixture(scope='module')
+def folder(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
+    """A model without classes, a classifier of its images, and one that enlarges pictures."""
+    folder = tmp_path_factory.mktemp('conditional')
+    config = tiny_config(model={'num_classes': 0, 'label_dropout': 0.0})
+    write_weights(folder / 'model.safetensors', fresh(config), config)
+    wide = {'base_channels': 64, 'norm_groups': 32, 'num_head_channels': 64}
+    rng = np.random.default_rng(1)
+    state = {
+        row.name: (0.2 * rng.standard_normal(row.shape)).astype(np.float32)
+        for row in noisy_classifier.table(config.replace(model=wide), CLASSES)
+    }
+    (folder / 'classifier.pt').write_bytes(torch_bytes(state))
+    classes = {'num_classes': CLASSES, 'low_res_size': (3, 4), 'image_channels': 3}
+    config = tiny_config(model=classes)
+    write_weights(folder / 'up.safetensors', fresh(config), config)
+    small = rng.integers(0, 256, (3, 3, 4, 3), dtype=np.uint8)
+    np.savez(folder / 'small.npz', images=small, labels=np.array([2, 0, 1]))
+    np.savez(folder / 'square.npz', images=small.reshape(-1, 3, 3, 3))
+    Image.fromarray(small[0]).save(folder / 'one.png')
+    save_images(folder / 'grid.png', small[:2])
+    return folder
+
+
+def command(
+    folder: pathlib.Path, output: pathlib.Path, *flags: str, model: str = 'model'
+) -> list[str]:
+    return [
+        'jaxunet.sample',
+        f'--checkpoint={folder / model}.safetensors',
+        f'--output={output}',
+        '--sampler=ddim',
+        '--steps=3',
+        *flags,
+    ]
+
+
+def images(path: pathlib.Path) -> dict[str, np.ndarray]:
+    with np.load(path) as arrays:
+        return dict(arrays)
+
+
+def test_a_classifier_guides_a_model_without_classes(
+    folder: pathlib.Path, tmp_path: pathlib.Path
+) -> None:
+    classifier = f'--classifier={folder / "classifier.pt"}'
+    plain, guided = tmp_path / 'plain.npz', tmp_path / 'guided.npz'
+    call(*command(folder, plain, '--num_samples=4'))
+    strong = ('--classifier_scale=30', '--class_labels=2,0', '--num_samples=4')
+    out = call(*command(folder, guided, classifier, *strong))
+    assert f'guided by {folder / "classifier.pt"}: classifier of 3 classes, ' in out
+    found = images(guided)
+    assert found['labels'].tolist() == [2, 0, 2, 0]
+    difference = found['images'].astype(int) - images(plain)['images']
+    assert (np.abs(difference).mean(axis=(1, 2, 3)) > 1).all()
+
+
+def test_pictures_are_enlarged(folder: pathlib.Path, tmp_path: pathlib.Path) -> None:
+    """One sample of each, of its class; a picture by itself gives the same.
+
+    Guidance sees every picture twice.
+    """
+    all_of, one = tmp_path / 'all.npz', tmp_path / 'one.npz'
+    assert '3 images in' in call(
+        *command(folder, all_of, f'--low_res={folder}/small.npz', '--guidance_scale=2', model='up')
+    )
+    found = images(all_of)
+    assert found['images'].shape == (3, 8, 8, 3)
+    assert found['labels'].tolist() == [2, 0, 1]
+    single = (f'--low_res={folder}/one.png', '--class_labels=2', '--num_samples=4')
+    call(*command(folder, one, *single, '--guidance_scale=2', model='up'))
+    again = images(one)
+    # The noise of sample 0 is the same, and that of the others is not.
+    np.testing.assert_array_equal(again['images'][0], found['images'][0])
+    assert (again['images'][1:3] != found['images'][1:]).any(axis=(1, 2, 3)).all()
+
+
+def test_pictures_are_read(folder: pathlib.Path) -> None:
+    """A grid, with names of classes; as many as are asked for."""
+    expected = images(folder / 'small.npz')
+    shape = (3, 4, 3)
+    grid = read_low_res(str(folder / 'grid.png'), shape, None, CLASSES, ())
+    np.testing.assert_array_equal(grid.pixels, expected['images'][:2])
+    assert not len(grid.labels)
+    first = read_low_res(str(folder / 'small.npz'), shape, 1, CLASSES, ())
+    np.testing.assert_array_equal(first.of(np.arange(2)), expected['images'][[0, 0]])
+    assert first.labels.tolist() == [2]
+    with pytest.raises(UserError, match=r'square\.npz: expected pictures of 3x4 pixels .* of 3x3;'):
+        read_low_res(str(folder / 'square.npz'), shape, None, 0, ())
+    with pytest.raises(UserError, match=r"a class of the model, 0 to 1, found '2'; correct"):
+        read_low_res(str(folder / 'small.npz'), shape, None, 2, ())
+
+
+def test_mistakes_are_one_line(folder: pathlib.Path, tmp_path: pathlib.Path) -> None:
+    pictures = f'--low_res={folder}/'
+    for model, flag, message in (
+        ('model', '--classifier_scale=2', '--classifier_scale: needs --classifier, which is not'),
+        ('model', f'{pictures}small.npz', '--low_res: the model draws from noise alone'),
+        ('up', '--steps=3', '--low_res: missing; the model enlarges pictures of 3x4 pixels'),
+        ('up', f'{pictures}grid.png', '--class_labels: missing; the model has classes, and the'),
+    ):
+        error = call(*command(folder, tmp_path / 'x.npz', flag, model=model), code=2)
+        assert error.splitlines()[-1].startswith(f'error: {message}')
