@@ -108,7 +108,8 @@ def resumed(request, tmp_path_factory):
 
 def test_a_run_goes_on_at_its_step(resumed):
     workdir, name, out = resumed
-    assert f'at step {SAVED}; changed: train.steps: {SAVED} -> {RESUMED}' in out
+    changed = f'parallel.concurrent_kernels: False -> True, train.steps: {SAVED} -> {RESUMED}'
+    assert f'at step {SAVED}; changed: {changed}' in out
     before, rows, wanted = (
         metrics(p)
         for p in (
