@@ -9,11 +9,11 @@ import tomllib
 ROOT = pathlib.Path(__file__).parents[2]
 PICTURE = ROOT / 'docs/architecture.svg'
 CONTRACT = 'Data flows one way'
-# What each layer is for; a layer is named by its first room.
+# The role of each layer, by its first package.
 ROLES = {
-    'train': 'commands: parse flags, call a room, print',
+    'train': 'commands: parse flags, call a package, print',
     'compare': 'methods at equal training time',
-    'sweep': 'many settings, a process each',
+    'sweep': 'many settings, one process each',
     'profile': 'where the time of a step goes',
     'benchmark': 'steps and kernels, side by side',
     'training': 'session, step, update, loop',
