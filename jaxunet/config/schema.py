@@ -75,12 +75,12 @@ class DiffusionConfig:
 
     # epsilon | x0 | v, at the timesteps of `schedule`; edm | flow, at continuous noise levels.
     objective: str = 'epsilon'
-    # T: number of timesteps; of slices of equal probability for edm and flow.
+    # T: number of timesteps, or of slices of equal probability for edm and flow.
     steps: int = 1000
     schedule: str = 'linear'  # epsilon, x0 and v: linear (DDPM) | cosine (IDDPM)
     edm_mean: float = -1.2  # edm: mean and standard deviation of ln(σ) in training
     edm_std: float = 1.2
-    edm_sigma_data: float = 0.5  # edm: standard deviation of the pixels, about [-1, 1]
+    edm_sigma_data: float = 0.5  # edm: standard deviation of the pixels, in [-1, 1]
     flow_mean: float = 0.0  # flow: mean and standard deviation of logit(t) in training
     flow_std: float = 1.0
     learn_sigma: bool = False  # the network also predicts the variance; hybrid loss of IDDPM
@@ -93,7 +93,7 @@ class DiffusionConfig:
 
     @property
     def continuous(self) -> bool:
-        """Whether noise levels are continuous: the objective has no timesteps."""
+        """True if noise levels are continuous, without timesteps."""
         return self.objective in ('edm', 'flow')
 
     @property
@@ -153,15 +153,15 @@ class DataConfig:
     # device: all images as uint8 in device memory | stream: decode on demand | auto: device if the
     # images fit.
     cache: str = 'auto'
-    # Where images of another aspect ratio or size are cut: center: the largest centred part |
-    # random: another part every epoch, as guided-diffusion's random_crop; streams the images.
+    # Part kept of images of another aspect ratio or size. center: the largest centred one | random:
+    # another one every epoch, as guided-diffusion's random_crop; streams the images.
     crop: str = 'center'
     crop_least: float = 0.8  # random: sides of the smallest part, as a share of the largest
-    # none | flip: random horizontal flip | edm: random geometry that samples do not show, as the
-    # network is told of it (`jaxunet.training.augmentation`).
+    # none | flip: random horizontal flip | edm: random geometry, which the network gets as an
+    # input, so that samples do not show it (`jaxunet.training.augmentation`).
     augment: str = 'none'
-    augment_probability: float = 0.12  # edm: of each transformation but mirroring, which is 1/2
-    # Each image is trained with the nearest of so many noises (immiscible diffusion); 1 = with any.
+    augment_probability: float = 0.12  # edm: of each transformation; mirroring has 1/2
+    # Noise samples per image, of which the nearest is used (immiscible diffusion); 1 = off.
     noise_candidates: int = 1
     # Names of the classes to train on; they become labels 0, 1, ... in this order. () = all.
     classes: tuple[str, ...] = ()
@@ -194,7 +194,7 @@ class EmaConfig:
     rates: tuple[float, ...] = (0.995,)  # one average per rate; sampling uses the first
     warmup: bool = True  # decay = min(rate, (1 + n) / (10 + n)) after n steps
     # Widths (sigma_rel) of power-function averages, such as (0.05, 0.10). A run with any keeps
-    # snapshots of them, from which an average of another width can be had after training.
+    # snapshots of them, from which averages of other widths can be computed after training.
     widths: tuple[float, ...] = ()
     snapshot_every: int = 0  # optimizer steps between snapshots; 0 = 32 over train.steps
 
@@ -209,7 +209,7 @@ class TrainConfig:
     """The length of a run and what happens along it; `*_every` fields count optimizer steps."""
 
     steps: int = 1200  # 0 = chosen
-    # Passes over the training images, from which the steps follow; 0 = `steps` says how many.
+    # Length in passes over the training images; 0 = `steps` sets the length.
     epochs: float = 0.0
     # Optimizer steps per compiled call; larger values reduce host overhead. The other counts must
     # be multiples of it. 0 = chosen automatically.
@@ -217,13 +217,13 @@ class TrainConfig:
     log_every: int = 25
     sample_every: int = 400  # 0 = never
     sample_count: int = 60  # images per sample grid
-    # Steps of the objective's sampler per sample grid. 0 = its own number, or 50 of DDPM for the
-    # objectives epsilon and x0.
+    # Sampling steps of a sample grid, with the objective's sampler. 0 = the sampler's own number,
+    # or 50 of DDPM for the objectives epsilon and x0.
     sample_steps: int = 0
     # Steps between evaluations (see `evaluation`); also evaluates after the last step. 0 = never.
     evaluate_every: int = 0
-    # Steps between measurements of the loss on the images of data.holdout, beside that on as many
-    # training images. 0 = never.
+    # Steps between measurements of the loss on the images of data.holdout and on as many training
+    # images. 0 = never.
     holdout_every: int = 0
     checkpoint_every: int = 400
     # Checkpoints kept: the last `keep`, those at multiples of `keep_every` steps (0 = none), and
@@ -235,10 +235,10 @@ class TrainConfig:
     # Skip a step whose gradient norm is more than this many standard deviations above the mean of
     # the last 200 taken steps; never with fewer than 20 of them. 0 = off.
     spike_sigmas: float = 0.0
-    # Go back to the last good checkpoint after `max_bad_steps`, instead of stopping, this often.
+    # Times that a run goes back to its last good checkpoint after `max_bad_steps`, before it stops.
     rollbacks: int = 0
-    # Steps between comparisons of weights and optimizer state over the devices, which must be
-    # equal; before every checkpoint, too. 0 = never.
+    # Steps between checks that weights and optimizer state are equal on all devices; also checked
+    # before every checkpoint. 0 = never.
     check_replicas_every: int = 0
 
 
@@ -280,8 +280,8 @@ class Config:
     # Initial weights: workdir, checkpoint, .bin, .pt or .safetensors. Other classes, image size and
     # channels are possible (see `jaxunet.checkpoint.fine_tune`).
     init_from: str = ''
-    # Order of the rows of attention in an init_from that does not state it, guided-diffusion's
-    # use_new_attention_order: legacy (False) | new (True); '' = the file states it.
+    # Order of attention's rows in an init_from file that does not state it (guided-diffusion's
+    # use_new_attention_order): legacy (False) | new (True); '' = the file states it.
     init_from_order: str = ''
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     model: ModelConfig = field(default_factory=ModelConfig)
@@ -308,7 +308,7 @@ class Config:
 
     @property
     def augmentation_inputs(self) -> int:
-        """The numbers by which the network is told how an image was augmented; 0 = it is not."""
+        """Number of the network's inputs that describe the augmentation of an image; 0 = none."""
         return AUGMENTATION_INPUTS if self.data.augment == 'edm' else 0
 
     @property
@@ -355,7 +355,7 @@ def default_config() -> ConfigDict:
     return ConfigDict(to_dict(Config())).lock()
 
 
-# Lets this file serve as the config file of a command that is given none.
+# Commands use this file as their config file if they get no --config.
 get_config = default_config
 
 

@@ -1,1 +1,1 @@
-"""The UNet and what it costs."""
+"""The UNet and its cost."""

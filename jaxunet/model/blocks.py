@@ -1,7 +1,7 @@
 """The blocks of the UNet: residual block, attention block, resampling, and their parameters.
 
 Activations are NHWC `Activation` in the compute dtype; parameters are float32. Every operation that
-is worth a kernel comes from `ops`, so parameter trees are identical across backends.
+is worth a kernel comes from `ops`. Parameter trees are identical across backends.
 
 Sources: Ho et al. 2020, arXiv 2006.11239, appendix B; Dhariwal & Nichol 2021, arXiv 2105.05233
 (openai/guided-diffusion).
@@ -44,8 +44,8 @@ def parameter(
 ) -> Float[Array, '...']:
     """Returns a parameter of a module, and creates it if the module is being initialized.
 
-    `nn.Module.param` compares the shape with what `init` would make, and traces `init` for that,
-    which is a fifth of the time to trace a network. Here the shape is known.
+    `nn.Module.param` traces `init` to check the shape, which takes a fifth of the time to trace a
+    network. Here the shape is known.
 
     Raises:
       ScopeParamShapeError: the parameter has another shape.
@@ -166,7 +166,7 @@ class ResBlock(Block):
 
     Fields:
       features: channels of the result.
-      resample: 'down' or 'up' changes the resolution after the first activation, and of the input.
+      resample: 'down' or 'up' changes the resolution of the input, and after the first activation.
       skip: also return a copy of x for a skip connection; not with `resample`. The first op adds
         its gradient to those of x.
     """
@@ -186,8 +186,8 @@ class ResBlock(Block):
         """Returns the block's result, and with `skip` one copy of x.
 
         Args:
-          embedding: of time and class.
-          dropout_keys: one key a sample; None = no dropout.
+          embedding: the embedding of time and class.
+          dropout_keys: one key per sample; None = no dropout.
           embedded: this block's projection of the embedding, if the network has computed those of
             all blocks at once.
         """

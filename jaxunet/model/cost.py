@@ -19,9 +19,9 @@ from jaxunet.ops.backends import load_ops, named, ops_of, overlaps
 from jaxunet.ops.vocabulary import Ops
 from jaxunet.runtime import device
 
-# The activations that a training step holds at most, as a multiple of those that its forward pass
-# keeps, by the backend of the op norm_silu_conv3x3: the largest of the latest rows of
-# docs/results/step/rows.jsonl, bfloat16 on an H200. XLA recomputes much of what the backward pass
+# Peak of a training step's activations, as a multiple of those that its forward pass keeps, by the
+# backend of the op norm_silu_conv3x3. Each is the largest in the latest rows of
+# docs/results/step/rows.jsonl (bfloat16, H200). XLA recomputes much of what the backward pass
 # reads; the kernels keep only what they must, and their backward pass writes more.
 HELD = {'xla': 0.42, 'pallas': 2.8, 'cuda': 2.1}
 # The same where kernels overlap (`ops.backends.overlaps`).
@@ -122,7 +122,7 @@ def _holder(config: Config) -> str:
 
 
 def _target() -> contextlib.AbstractContextManager[None]:
-    """Lets kernels be traced on a machine that cannot run them, as for a Hopper GPU."""
+    """Lets kernels be traced as for a Hopper GPU on a machine that cannot run them."""
     try:
         device.target()
     except device.UnsupportedDeviceError:
@@ -160,7 +160,7 @@ def param_shapes(config: Config) -> Params:
 
 
 def _loss(config: Config, batch: int, ops: Ops) -> tuple[Params, Callable[[Params], jax.Array]]:
-    """Returns the parameters' shapes, and a loss of one forward pass as their function."""
+    """Returns the parameters' shapes, and the loss of one forward pass as a function."""
     model = build_unet(config, ops)
     labels = jnp.zeros((batch,), jnp.int32) if config.model.num_classes else None
     keys = jax.random.split(jax.random.key(0), batch) if config.model.dropout else None

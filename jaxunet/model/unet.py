@@ -86,16 +86,16 @@ class UNet(Encoder):
 
         Args:
           x: noisy images.
-          t: timesteps in [0, T), or real times on a like scale.
+          t: timesteps in [0, T), or real times on the same scale.
           labels: class labels, -1 = dropped (classifier-free guidance, arXiv 2207.12598); None =
             all dropped.
-          dropout_keys: one key a sample; None = no dropout (evaluation).
-          augmentation: how the images were augmented, `augmentation_inputs` numbers each; None =
-            not at all (sampling), which is the same as zeros.
+          dropout_keys: one key per sample; None = no dropout (evaluation).
+          augmentation: the augmentation of each image, `augmentation_inputs` numbers; None = zeros,
+            no augmentation (sampling).
           low_res: the pictures beside the noisy images, for a model with `low_res_size`.
 
         Raises:
-          ValueError: `low_res` without a place for it, or the other way round.
+          ValueError: `low_res` is given to a model that does not take it, or is missing.
           UserError: labels for an unconditional model, or a head width that does not divide the
             channels.
         """
@@ -134,8 +134,8 @@ class UNet(Encoder):
     def narrowed(self, params: Params, narrow: Callable[[list[Array]], Sequence[Array]]) -> Params:
         """Returns the parameters for `predict` with all kernels in `dtype`, converted together.
 
-        Without it every layer converts its own kernel, one launch a layer. Float32 networks get
-        `params` back.
+        Without this, every layer converts its own kernel, in one launch per layer. A float32
+        network returns `params`.
 
         Args:
           narrow: converts a list of float32 arrays to `dtype`.

@@ -1,1 +1,1 @@
-"""The vocabulary of the UNet: what every kernel backend implements."""
+"""The ops of the UNet, which every kernel backend implements."""

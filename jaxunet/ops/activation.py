@@ -1,4 +1,4 @@
-"""`Activation`: the type in which ops exchange images, kept as the parts that it joins."""
+"""`Activation`: an NHWC array stored as one or more parts along channels."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """Chooses a backend for every op: `xla`, the references, or an installed kernel backend.
 
-How does `auto` choose? Op by op, from the device and the precision; it times nothing at run time.
-If `python -m jaxunet.benchmark --choose` has measured this kind of device, it takes what was
-quickest then (`jaxunet.ops.choices`). Else `_auto` holds the whole table:
+`auto` chooses op by op, from the device and the precision; it times nothing at run time. If `python
+-m jaxunet.benchmark --choose` has measured this kind of device, it takes the fastest backends of
+that measurement (`jaxunet.ops.choices`). Otherwise `_auto` chooses by this table:
 
     Hopper (compute capability 9.0), bfloat16 or float16    cuda; attention from pallas
     Hopper, float32                                         pallas; adamw from cuda
@@ -11,8 +11,8 @@ quickest then (`jaxunet.ops.choices`). Else `_auto` holds the whole table:
 If the CUDA kernels do not run on a Hopper GPU, every op comes from pallas, and the log says so. If
 pallas is missing, its ops come from cuda in 16 bits and from xla in float32. An op that its backend
 does not implement runs on xla: pallas has no linear and no adamw. `describe` returns the line that
-a run logs. A config overrides single ops: `backend=auto+attention=cuda`. For a short sampling job
-`jaxunet.ops.short_jobs` weighs the time to compile.
+a run logs. A config can override single ops: `backend=auto+attention=cuda`. For a short sampling
+job, `jaxunet.ops.short_jobs` takes the time to compile into account.
 
 `load_ops(backend)` returns an `Ops`. The UNet receives it as a field and never asks which backend
 it has. Kernel backends are Python entry points; `jaxunet.runtime.plugins` finds them.
@@ -45,9 +45,9 @@ AND_INPUT = {
     'norm_silu_conv3x3_and_input': 'norm_silu_conv3x3',
     'group_norm_and_input': 'group_norm',
 }
-# Pixels of a batch, of all channels, up to which kernels overlap; see `overlaps`.
+# Largest number of pixels per batch at which kernels overlap; see `overlaps`.
 OVERLAP_PIXELS = 32 * 64 * 64
-UNNAMED = 'auto'  # the backend of whoever names none
+UNNAMED = 'auto'  # the default backend, chosen by `_auto`
 REFERENCES: Mapping[str, Op] = {
     'conv3x3': conv3x3,
     'norm_silu_conv3x3': norm_silu_conv3x3,
@@ -74,7 +74,7 @@ def and_input(op: Op) -> Callable[..., WithInput[Activation | Array]]:
 
 
 def _implementation(name: str, ops: Mapping[str, Op]) -> Op:
-    """The op or variant among those of one backend; a missing variant is composed."""
+    """Returns a backend's op or variant; composes a missing variant."""
     return ops[name] if name in ops else and_input(ops[AND_INPUT[name]])
 
 
@@ -119,11 +119,11 @@ def named(backend: str, precision: str | None = None) -> dict[str, str]:
 
 
 def overlaps(config: Config) -> bool:
-    """Returns whether a step's independent kernels run faster at once, on one GPU.
+    """Returns True if a step's independent kernels run faster at once, on one GPU.
 
-    Those of the CUDA convolutions do where each is too small to fill the GPU. Larger ones gain
-    nothing and need twice the memory; steps of other backends get slower (docs/results.md). To
-    refit `OVERLAP_PIXELS`, run `tests/gpu/overlap.sh`.
+    The CUDA convolutions do where each is too small to fill the GPU. Larger ones gain nothing and
+    need twice the memory; steps of other backends get slower (docs/results.md). To refit
+    `OVERLAP_PIXELS`, run `tests/gpu/overlap.sh`.
     """
     height, width, _ = config.image_shape
     pixels = config.data.batch_size // config.optimizer.accumulate_steps * height * width
@@ -224,7 +224,7 @@ def _unavailable(name: str) -> str | None:
 
 
 def _missing(name: str) -> str | None:
-    """As `_unavailable`, also for a backend that does not import: `auto` goes on without it."""
+    """As `_unavailable`, also for a backend that does not import, which `auto` skips."""
     try:
         return _unavailable(name)
     except UserError as error:
@@ -247,11 +247,11 @@ def _measured(precision: str) -> dict[str, str] | None:
 
 
 def _auto(precision: str) -> dict[str, str]:
-    """What was measured here, else the table of this module's docstring.
+    """Returns the choice that was measured here, else that of this module's table.
 
-    It follows whole training steps timed on an H200 (docs/results): kernels that win alone can lose
-    in a step. Devices without such measurements take XLA. To refit it, run `python -m
-    jaxunet.benchmark` for each candidate on the new device.
+    The table follows whole training steps timed on an H200 (docs/results), because a kernel that is
+    faster alone can be slower in a step. Devices without such measurements use XLA. To refit the
+    table, run `python -m jaxunet.benchmark` for each candidate on the new device.
     """
     if found := _measured(precision):
         return found
@@ -276,7 +276,7 @@ def _auto(precision: str) -> dict[str, str]:
 
 
 def device_family() -> device.Target | None:
-    """The family of kernels that this machine's device runs; None if it runs none."""
+    """Returns the family of kernels that this machine's device runs; None if it runs none."""
     try:
         return device.target()
     except device.UnsupportedDeviceError:

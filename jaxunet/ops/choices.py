@@ -1,15 +1,15 @@
-"""Reads and writes what `jaxunet.benchmark --choose` measured: the quickest backend by op.
+"""Reads and writes the result of `jaxunet.benchmark --choose`: the fastest backend of each op.
 
-The file is JSON: `{"choices": [...]}`, one entry for a kind of device and a precision, with
+The file is JSON: `{"choices": [...]}`, one entry per kind of device and precision, with
 
     device, precision   such as NVIDIA H200 and bfloat16
-    versions            of jax, jaxlib and jaxunet, which must be those that run
+    versions            of jax, jaxlib and jaxunet; they must equal the installed ones
     ops                 the backend of every op of `jaxunet.config.OPS`
-    measured            backend strings and their milliseconds a step
+    measured            backend strings and their milliseconds per step
     config, batch_size  what was measured
 
 It is `choices.json` in the cache folder, unless JAXUNET_CHOICES names another path. A file or entry
-that cannot be used is ignored, with one line that says why.
+that cannot be used is ignored; one log line says why.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def versions() -> dict[str, str]:
 
 
 def read(device: str, precision: str) -> dict[str, str] | None:
-    """Returns the backend of every op that was quickest on this kind of device; None if unknown."""
+    """Returns the fastest backend of every op on this kind of device; None if unknown."""
     file = path()
     try:
         text = file.read_text(encoding='utf-8')

@@ -29,7 +29,7 @@ from jaxunet.ops.vocabulary import Ops
 
 Image: TypeAlias = Float[Array, 'batch height width _']
 Images: TypeAlias = Image | Sequence[Image]  # joined along channels
-# One for all samples, as a vector or a row, or one a sample.
+# One for all samples, as a vector or a row, or one per sample.
 Channels: TypeAlias = Float[Array, ' channels'] | Float[Array, '#batch channels']
 Features: TypeAlias = Float[Array, ' features'] | Float[Array, '#batch features']
 AdamWState: TypeAlias = optax.ScaleByAdamState  # count, mu, nu

@@ -1,13 +1,12 @@
-"""Chooses the backend of a short sampling job, which is over before some backends have compiled.
+"""Chooses the backend of a short sampling job, which may end before some backends have compiled.
 
-`sampling_costs.json` has what was measured: a row for a family of devices, a precision and a
-backend, with
+`sampling_costs.json` holds measured costs, one row per device family, precision and backend:
 
     start_s          seconds from the start of the command to its first evaluation, all caches empty
     teraflop_per_s   TFLOP of the network's forward pass a second, in full batches
 
-A job of W TFLOP then takes start_s + W / teraflop_per_s. Both are for the network of
-configs/elephants64.py, so for others they are only a guide. To measure and refit:
+A job of W TFLOP then takes start_s + W / teraflop_per_s. Both were measured with the network of
+configs/elephants64.py and are estimates for others. To measure and refit:
 
     python tests/gpu/starts.py --output rows.jsonl
     python tests/gpu/starts.py --fit rows.jsonl
@@ -31,7 +30,7 @@ FILE = pathlib.Path(__file__).with_name('sampling_costs.json')
 
 
 class Cost(NamedTuple):
-    """What a backend was measured to take; the module's docstring has the units."""
+    """The measured costs of a backend; the module's docstring has the units."""
 
     start_s: float
     teraflop_per_s: float
@@ -54,7 +53,7 @@ def measured() -> dict[tuple[str, str], dict[str, Cost]]:
 def backend_for(backend: str, precision: str, work: Callable[[], float]) -> str:
     """Returns the backend for a job; logs why if it is not the one that was asked for.
 
-    Only `auto` is replaced: a backend that is named is obeyed.
+    Only `auto` is replaced; a backend that the config names is kept.
 
     Args:
       work: returns the TFLOP of the job on one device; called only if it matters.
@@ -84,7 +83,7 @@ def backend_for(backend: str, precision: str, work: Callable[[], float]) -> str:
 
 
 def _same(one: str, other: str, precision: str) -> bool:
-    """Returns whether two backends sample with the same ops."""
+    """Returns True if two backends sample with the same ops."""
     first, second = choose(one, precision), choose(other, precision)
     return all(first[op] == second[op] for op in OPS if op != 'adamw')
 

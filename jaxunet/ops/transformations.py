@@ -1,4 +1,4 @@
-"""What kernels need under `jax.vmap` and `jax.shard_map`, which know nothing of their insides."""
+"""Rules for kernels under `jax.vmap` and `jax.shard_map`, which cannot see inside them."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ Tree = TypeVar('Tree')
 def joins_batch(function: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
     """Returns a function of (images, weights) with a rule for `jax.vmap`.
 
-    The mapped axis joins the batch, so that one launch does all of it. With mapped weights the
+    The mapped axis becomes part of the batch, so there is one launch. With mapped weights, the
     calls run one after the other.
 
     Args:
-      function: takes two trees of arrays and returns a third. Images and results have the batch in
-        front; an image may have 1 there, for all samples. Weights have no batch.
+      function: takes two trees of arrays and returns a third. The first axis of images and results
+        is the batch; an image may have size 1 there, for all samples. Weights have no batch.
     """
     call = jax.custom_batching.custom_vmap(function)
 
@@ -74,7 +74,7 @@ def vary(tree: Tree, axes: frozenset[str]) -> Tree:
 
 
 def is_checked() -> bool:
-    """Returns whether the surrounding `jax.shard_map`, if any, has `check_vma=True`."""
+    """Returns True if a surrounding `jax.shard_map` has `check_vma=True`."""
     axes = jax.sharding.get_abstract_mesh().manual_axes
     if not axes:
         return False

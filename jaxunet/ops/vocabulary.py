@@ -1,7 +1,7 @@
-"""The vocabulary of the UNet: one signature and one return type an op, shared by all backends.
+"""The ops of the UNet: one signature and one return type per op, shared by all backends.
 
-The ops are the fusions worth having, not the layers of the network. `Ops` holds one implementation
-of each. The module of an op's reference documents its arguments.
+Each op is a fusion that is worth having. `Ops` holds one implementation of each op. The module of
+an op's reference documents its arguments.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
-"""Reads archives that may be damaged or hostile: what they expand to, .zip and .npy inside it.
+"""Reads archives that may be damaged or hostile: their expanded size, .zip, .npy.
 
-All sizes are checked before anything is allocated. A file cannot make much more of itself: see
-`expanded_limit`.
+All sizes are checked before anything is allocated. `expanded_limit` bounds the expanded size.
 """
 
 from __future__ import annotations
@@ -139,7 +138,7 @@ def open_zip(
 
 
 def check_expanded(infos: Iterable[zipfile.ZipInfo], source: str, packed: int) -> None:
-    """Checks what the entries of a zip archive claim to expand to.
+    """Checks the expanded size that the entries of a zip archive state.
 
     Args:
       source: the archive, for the message.
@@ -216,7 +215,7 @@ def npy_header(archive: zipfile.ZipFile, info: zipfile.ZipInfo) -> NpyHeader:
 def read_npy(archive: zipfile.ZipFile, info: zipfile.ZipInfo) -> np.ndarray:
     """Returns the array of a .npy in an .npz: numbers or text, never a pickled object.
 
-    The caller has checked what the archive expands to.
+    The caller has called `check_expanded`.
 
     Raises:
       ValueError: damaged, or another type; `ERRORS` has more.

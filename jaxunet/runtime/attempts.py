@@ -1,4 +1,4 @@
-"""What a run writes and prints may fail for a while without ending it: a full or read-only disk."""
+"""Lets a run go on while its writes and prints fail, as on a full or read-only disk."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ LIMIT = 1 << 24  # bytes of a file that are kept until they can be written
 
 
 class Attempts:
-    """Attempts that may fail: one warning a kind, until the kind works again."""
+    """Attempts that may fail: one warning per kind, until the kind works again."""
 
     def __init__(self) -> None:
         self._failing: set[str] = set()
@@ -27,7 +27,7 @@ class Attempts:
         """Catches an error of the block that the disk can cause.
 
         Args:
-          kind: what is written, at the beginning of the warning.
+          kind: the thing written; begins the warning.
         """
         try:
             yield
@@ -51,7 +51,7 @@ class PatientFile:
 
     Args:
       start: what a new file begins with, such as the header of a table.
-      content: replaces what is in the file, `start` included; None appends to it.
+      content: replaces the whole file, `start` included; None appends to it.
     """
 
     def __init__(

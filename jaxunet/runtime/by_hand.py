@@ -37,8 +37,9 @@ def check_by_hand(coordinator: str, processes: int, process: int) -> None:
 def listens_at(coordinator: str) -> str:
     """Returns HOST:PORT that process 0 listens at: `coordinator`, unless `BIND_VARIABLE` is set.
 
-    JAX's default is all interfaces of the machine. Warns of a name that other hosts know by another
-    address, as many systems give their own name to 127.0.1.1.
+    JAX's default is all interfaces of the machine. Warns if the name resolves to a loopback
+    address, as the own name does on many systems (127.0.1.1): other hosts know it by another
+    address.
     """
     if chosen := os.environ.get(BIND_VARIABLE):
         return chosen
@@ -58,7 +59,7 @@ def listens_at(coordinator: str) -> str:
 
 
 def check_listens(address: str) -> None:
-    """Raises `UserError` if this process cannot listen at HOST:PORT, for which JAX may crash."""
+    """Raises `UserError` if this process cannot listen at HOST:PORT, where JAX may crash."""
     host, _, port = address.rpartition(':')
     try:
         family, kind, protocol, _, where = socket.getaddrinfo(

@@ -1,12 +1,12 @@
-"""Keeps compiled training steps and samplers on disk, so that the next start need not compile.
+"""Keeps compiled training steps and samplers on disk, so that later starts need not compile.
 
-JAX's compilation cache is looked up with the lowered program, and tracing and lowering a UNet of
-hand-written kernels takes long by itself. This cache is looked up with a digest of everything that
-the program is made from, so that a hit skips tracing and lowering too. Whatever does not match
-exactly is compiled again.
+The key of JAX's compilation cache is the lowered program, and tracing and lowering a UNet of
+hand-written kernels already takes long. The key of this cache is a digest of everything that the
+program is made from, so a hit skips tracing and lowering too. Without an exact match the program is
+compiled.
 
-As with JAX's cache, whoever can write to the folder can run code in this process. So it belongs to
-the user alone: a folder or file of another user, or that others can write to, is not used.
+As with JAX's cache, whoever can write to the folder can run code in this process. So a folder or
+file that belongs to another user, or that others can write to, is not used.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def folder() -> pathlib.Path | None:
 
 
 def pays(devices: Sequence[jax.Device]) -> bool:
-    """Returns whether programs are kept: in a single process on GPUs.
+    """Returns True if programs are kept: in a single process on GPUs.
 
     There lowering the hand-written kernels takes long.
     """
@@ -59,11 +59,11 @@ def key(
 ) -> str:
     """Returns the digest of everything that a program is made from.
 
-    That is also the versions of the libraries, the settings of JAX and XLA, and this source code.
+    It includes the versions of the libraries, the settings of JAX and XLA, and this source code.
 
     Args:
-      fields: what the program depends on beside them, such as fields of the config.
-      arguments: arrays, such as (state, data), whose shapes, types and shardings count.
+      fields: everything else that the program depends on, such as fields of the config.
+      arguments: arrays, such as (state, data); shapes, types and shardings count.
       options: the compiler's options and the steps per call.
     """
     leaves, tree = jax.tree.flatten(arguments)

@@ -87,5 +87,5 @@ def kind() -> str:
 
 
 def interpreted() -> bool:
-    """Returns whether kernels are interpreted on a CPU."""
+    """Returns True if kernels are interpreted on a CPU."""
     return target() is Target.INTERPRET

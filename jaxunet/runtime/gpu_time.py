@@ -1,8 +1,8 @@
-"""GPU time of compiled programs: the time of their kernels in a profiler trace, without launches.
+"""GPU time of compiled programs: kernel times in a profiler trace.
 
-Programs are told apart by the name of their compiled module. Every round calls all of them in a new
-order: sides that are compared share the drift of the clocks, and none finds its inputs in the cache
-because its neighbour left them there.
+The name of the compiled module identifies a program. Every round calls all programs in a new order,
+so that clock drift affects all of them alike, and no program always finds its inputs in the cache
+because of the one before it.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ class Times(NamedTuple):
     """GPU time of one program, microseconds.
 
     Fields:
-      kernels: time in one call by kernel: the median over its launches, times its launches a call.
+      kernels: time in one call by kernel: the median over its launches, times its launches per
+        call.
       calls: time of each call, all kernels together; empty if the trace lost some, so that calls
         cannot be told apart.
     """

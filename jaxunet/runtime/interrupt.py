@@ -13,10 +13,10 @@ INTERRUPTED = 130  # exit code of shells after Ctrl-C
 def quiet_while_importing() -> None:
     """Makes Ctrl-C end `python -m jaxunet...` at once, until `raise_again`.
 
-    Nothing is running yet that would have to be ended in order. Does nothing in other programs, and
-    where Ctrl-C is ignored, as in a shell's background jobs.
+    Nothing is running yet that must be ended in order. Does nothing in other programs, and where
+    Ctrl-C is ignored, as in a shell's background jobs.
     """
-    # Python names a module so until it has been found, which imports its package.
+    # Python uses this name until it has found the module, which imports its package.
     if sys.argv[:1] == ['-m'] and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, _end)
 

@@ -1,4 +1,4 @@
-"""The measurement of a kernel: the sides to compare, their inputs and the work they do."""
+"""The measurement of a kernel: the implementations to compare, their inputs and their work."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Measurement(NamedTuple):
         return f'{self.op} {self.direction}, {self.case}, batch {self.batch}'
 
     def bytes_needed(self) -> int:
-        """Returns the bytes of reading inputs once and writing outputs once, the least possible."""
+        """Returns the fewest bytes possible: all inputs read once and all outputs written once."""
         outputs = jax.eval_shape(self.sides['xla'], self.inputs)
         return sum(
             math.prod(a.shape) * a.dtype.itemsize for a in jax.tree.leaves((self.inputs, outputs))
@@ -83,7 +83,7 @@ class Inputs:
     def of(self, measurement: Measurement, number: int) -> dict[str, PyTree[jax.Array]]:
         """Returns set `number` of a measurement's inputs: standard normal values.
 
-        Weights are divided by the square root of the number of products that a sum has.
+        Weights are divided by the square root of the number of products in a sum.
         """
 
         def draw(

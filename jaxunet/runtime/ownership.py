@@ -1,4 +1,4 @@
-"""Tells whether others could have written a file or folder whose content runs as code."""
+"""Checks if others could have written a file or folder whose content runs as code."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from absl import logging
 
 
 def why_unsafe(info: os.stat_result) -> str:
-    """Returns why others could have changed a file or folder, or '' if they could not."""
+    """Returns the reason why others could have changed a file or folder; '' if they could not."""
     if info.st_uid != os.geteuid():
         return f'it belongs to user {info.st_uid}, not to {os.geteuid()}'
     if info.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
@@ -18,9 +18,10 @@ def why_unsafe(info: os.stat_result) -> str:
 
 
 def usable(folder: str | os.PathLike[str]) -> bool:
-    """Returns whether a cache of programs may be used: it is the user's alone, or is not there.
+    """Returns True if a cache of programs may be used: only this user can write it, or it is
+    missing.
 
-    Warns if it may not.
+    Warns otherwise.
     """
     try:
         reason = why_unsafe(os.stat(folder))

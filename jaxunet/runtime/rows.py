@@ -1,4 +1,4 @@
-"""Measurements as JSON lines: one object per row, with its provenance; files only grow."""
+"""Measurements as JSON lines, one object per row with its provenance; rows are only appended."""
 
 from __future__ import annotations
 

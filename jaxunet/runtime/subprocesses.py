@@ -38,7 +38,7 @@ class Answer:
 
 
 class Stopped(Exception):
-    """Raised in place of a result after the processes of `pool` were killed."""
+    """Raised instead of a result after the processes of `pool` were killed."""
 
 
 _starting = threading.Lock()  # held from before a process starts until it is in _running

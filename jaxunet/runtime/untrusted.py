@@ -1,4 +1,4 @@
-"""Reads JSON that may be damaged or hostile; quotes in messages what files and libraries say.
+"""Reads JSON that may be damaged or hostile; shortens untrusted text for messages.
 
 The work is bounded: by the text's size, the nesting, and the digits of a number. A message shows a
 few characters of a value, because values of a pickle may share their parts and print without end.

@@ -1,4 +1,4 @@
-"""Files that a command writes whole or not at all."""
+"""Writes files whole or not at all."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from jaxunet.runtime.errors import UserError
 
 @contextlib.contextmanager
 def replacing(path: str | os.PathLike[str]) -> Iterator[pathlib.Path]:
-    """Yields a temporary path, which takes the name `path` when the block has ended.
+    """Yields a temporary path, which is renamed to `path` when the block has ended.
 
-    The block writes a file or a folder there; an error removes it, and what had the name stays. The
-    folder of `path` is created.
+    The block writes a file or a folder there. An error removes it and leaves an earlier `path` as
+    it was. The folder of `path` is created.
 
     Raises:
       OSError: the folder cannot be created, or the name cannot be taken.
@@ -37,10 +37,10 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[pathlib.Path]:
 
 @contextlib.contextmanager
 def written(path: str | os.PathLike[str], flag: str = '') -> Iterator[pathlib.Path]:
-    """Does as `replacing`, for a path that a user named.
+    """Like `replacing`, for a path that the user gave.
 
     Args:
-      flag: which flag named it; begins the message.
+      flag: the flag that gave it; begins the message.
 
     Raises:
       UserError: the block or the renaming failed with an OSError, such as a full disk.

@@ -44,7 +44,7 @@ class AdamW(Protocol):
       take: whether to step, a bool scalar.
       factor: scales the gradients before anything else.
       corrections: the bias corrections 1 − b₁ᵗ and 1 − b₂ᵗ of mu and nu.
-      follow: for each average e, the share f of the way to the new parameters p: e += f · (p − e).
+      follow: for each average e, the factor f of its step: e += f · (p − e), p the new parameters.
 
     Raises:
       ValueError: the trees differ in shapes, or an array has another type.
@@ -79,7 +79,7 @@ def gradient_leaves(gradients: Tree) -> list[Array]:
 def state_leaves(
     gradients: Sequence[Array], params: Tree, mu: Tree, nu: Tree, averages: Sequence[Tree]
 ) -> list[list[Array]]:
-    """Returns the arrays of params, mu, nu and of each average, one list a tree.
+    """Returns the arrays of params, mu, nu and of each average, one list per tree.
 
     Raises:
       ValueError: a tree has an array that is not float32, or other shapes than the gradients.
@@ -97,7 +97,7 @@ def check_scalars(averages: Sequence[Tree], follow: Sequence[Array], **scalars: 
     """Checks the numbers that all weights share.
 
     Raises:
-      ValueError: an average has no share or a share no average, or a number is no scalar.
+      ValueError: the averages and `follow` differ in names, or a number is not a scalar.
     """
     if len(averages) != len(follow):
         raise ValueError(

@@ -1,4 +1,4 @@
-"""Multi-head self-attention on the packed qkv projection: the oracle, and the xla backend.
+"""Multi-head self-attention on the packed qkv projection: the reference, and the xla backend.
 
 Vaswani et al. 2017, arXiv 1706.03762, eq. 1.
 """

@@ -89,7 +89,7 @@ def checked_residual(
 def kept_for_backward(added: Added | None) -> Added | tuple[()] | None:
     """Returns what the gradient of the addition reads.
 
-    That is nothing, (), for a residual without a shortcut: its gradient is dy.
+    This is empty, (), for a residual without a shortcut: its gradient is dy.
     """
     return () if added is not None and added.shortcut is None else added
 

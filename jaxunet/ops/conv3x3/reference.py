@@ -1,6 +1,6 @@
 """3×3 convolution (NHWC, stride 1, zero padding 1), and its fusion with GroupNorm and SiLU.
 
-The plain composition: the oracle of every kernel, and the xla backend.
+In plain JAX: the reference that kernels are tested against, and the xla backend.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""GroupNorm, optionally followed by SiLU: the plain composition, oracle and xla backend.
+"""GroupNorm, optionally followed by SiLU, in plain JAX: the reference and the xla backend.
 
-Wu & He 2018, arXiv 1803.08494. Statistics are found per channel, then combined into groups: a group
-may lie across the parts of a concatenation.
+Wu & He 2018, arXiv 1803.08494. Statistics are computed per channel and then combined into groups,
+because a group may span several parts of an activation.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ def group_norm(
     Statistics and arithmetic are in at least float32; the result has x's dtype.
 
     Args:
-      scale, offset: one row for all samples, or one a sample (a scale-shift norm).
+      scale, offset: one row for all samples, or one per sample (a scale-shift norm).
       eps: added to the variance.
 
     Raises:

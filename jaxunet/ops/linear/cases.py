@@ -31,8 +31,8 @@ def _attention(side: int, channels: int) -> tuple[Case, Case]:
 
 ELEPHANTS64 = (*_attention(16, 192), *_attention(8, 256))
 CIFAR10 = (*_attention(16, 256), *_attention(4, 256))
-# Pixels that are no whole strips of 8 × 8 (of 8 × 16), or not even whole rows of 8; channels that
-# are not in eights; one pixel.
+# Numbers of pixels that do not divide into strips of 8×8 or 8×16, or into rows of 8; channels that
+# are not a multiple of 8; one pixel.
 AWKWARD = (
     Case(5, 7, 24, 40, residual=True, batch=3),
     Case(4, 6, 72, 136, residual=True, batch=5),

@@ -1,6 +1,6 @@
 """A linear layer at every pixel, a 1×1 convolution (NHWC), plus the residual of an attention block.
 
-The plain composition: the oracle of the kernels, and the xla backend.
+In plain JAX: the reference that kernels are tested against, and the xla backend.
 """
 
 from __future__ import annotations
