@@ -5,16 +5,16 @@
     python -m jaxunet.benchmark --table benchmark.jsonl
     python -m jaxunet.benchmark --config configs/elephants64.py --synthetic --choose
 
-The sides take turns on one device, so that their ratios hold while its speed drifts. Each row is
-appended to `--output` as a JSON line, and a table is printed at the end. A side that cannot run
-gets a row with its error, and the exit status is 1.
+Each backend or peer is a side. The sides take turns on one device, so a drift of its speed does not
+change their ratios. Each row is appended to `--output` as a JSON line, and a table is printed at
+the end. A side that cannot run gets a row with its error, and the exit status is 1.
 
-`--choose` finds the quickest backend of every op in whole training steps, and keeps it in a file
+`--choose` finds the fastest backend of every op in whole training steps, and keeps it in a file
 that backend=auto follows on this kind of device, with these versions and this precision.
 
 PyTorch needs memory on the same GPU: with `--peers`, JAX allocates on demand
 (XLA_PYTHON_CLIENT_PREALLOCATE=false, unless that variable is set). Neither frees memory while a
-case runs, so a batch has to fit several times.
+case runs, so the memory of all sides must fit at once.
 """
 
 from __future__ import annotations

@@ -149,8 +149,7 @@ def parse_batch_sizes(found: Sequence[str]) -> tuple[int, ...]:
 def benchmark_config(config: Config) -> Config:
     """Returns the config that is timed: one device, no last step, no layers of zeros.
 
-    Layers that start at zero would make the GPU draw less power and clock higher than it does with
-    a trained network.
+    With layers of zeros, the GPU draws less power and clocks higher than with a trained network.
 
     Raises:
       UserError: the config splits a batch over several devices or micro-batches.

@@ -1,8 +1,9 @@
-"""Finds the quickest backend of every op on this machine, by whole training steps of a config.
+"""Finds the fastest backend of every op on this machine, by whole training steps of a config.
 
-Kernels that win alone can lose in a step, so only whole steps decide. First every backend is timed
-for all ops; then, from the quickest, every other backend of one op at a time. The sides of a
-comparison take turns. `jaxunet.ops.choices` keeps the result, which `backend=auto` follows.
+A kernel that is faster alone can be slower in a step, so whole steps are timed. First every backend
+is timed for all ops; then, starting from the fastest, every other backend of one op at a time. The
+sides of a comparison take turns. `jaxunet.ops.choices` keeps the result, which `backend=auto`
+follows.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from jaxunet.runtime import device
 from jaxunet.runtime.errors import UserError
 from jaxunet.runtime.rows import Row, git_sha
 
-# Returns the milliseconds a step of every backend, by round; one that does not run is left out.
+# Returns the milliseconds per step of every backend, by round, without those that do not run.
 Measure = Callable[[Sequence[str]], Mapping[str, Sequence[float]]]
 
 
@@ -53,7 +54,7 @@ def choose(plan: Plan, source: Source, command: str) -> Iterator[Row]:
 
 
 def quickest(measure: Measure) -> tuple[str, dict[str, float]]:
-    """Returns the quickest backend, as in `Config.backend`, and all medians in ms.
+    """Returns the fastest backend, as in `Config.backend`, and all medians in ms.
 
     Raises:
       UserError: no backend ran.
@@ -77,7 +78,7 @@ def quickest(measure: Measure) -> tuple[str, dict[str, float]]:
         if best not in found:
             continue
         ratios = {name: summarise(found[name], found[best]) for name in found if name != best}
-        # Quicker in three rounds of four, or noise decides.
+        # Faster in three of four rounds; otherwise it may be noise.
         better = {name: r.ratio for name, r in ratios.items() if r.ratio_quartiles[1] < 1}
         times |= {name: timing.median_ms for name, timing in ratios.items()}
         if better:
@@ -86,7 +87,7 @@ def quickest(measure: Measure) -> tuple[str, dict[str, float]]:
 
 
 def step_timer(config: Config, source: Source, rounds: int, steps: int | None) -> Measure:
-    """Returns what times whole training steps of this config on several backends, in turns."""
+    """Returns a function that times whole training steps on several backends, in turns."""
     state = fresh_state(config)
 
     def measure(names: Sequence[str]) -> dict[str, Sequence[float]]:

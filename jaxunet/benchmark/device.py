@@ -1,4 +1,4 @@
-"""Measures the device's rates, to compare a step's arithmetic and memory traffic with."""
+"""Measures a device's rates, the reference for a step's arithmetic and memory traffic."""
 
 from __future__ import annotations
 

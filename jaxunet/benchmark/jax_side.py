@@ -28,7 +28,7 @@ Result = TypeVar('Result')
 
 
 def synthetic_source(config: Config) -> Source:
-    """Returns random images and labels, which serve where only time is measured."""
+    """Returns random images and labels, for measuring time."""
     rng = np.random.default_rng(config.seed)
     images = rng.integers(0, 256, (SYNTHETIC_IMAGES, *config.image_shape), np.uint8)
     classes = config.model.num_classes
@@ -196,7 +196,7 @@ def timed_compile(build: Callable[[], Result]) -> tuple[Result, float, float]:
 def peak_bytes(compiled: jax.stages.Compiled) -> int:
     """Returns the bytes of device memory of one call.
 
-    They are its arguments, the results that do not take the place of arguments, and temporaries.
+    It counts arguments, results that do not reuse the memory of arguments, and temporaries.
     """
     m = compiled.memory_analysis()
     assert m is not None

@@ -1,4 +1,4 @@
-"""Runs a plan: builds the sides of each case, times them in turns, and makes a row of each.
+"""Runs a plan: builds the sides of each case, times them in turns, and makes a row for each.
 
 A side that fails gets a row with its error.
 """

@@ -1,4 +1,4 @@
-"""Times several sides in turns, so that drifting machine speed affects all of them alike."""
+"""Times several sides in turns, so that a drift of the machine's speed affects all alike."""
 
 from __future__ import annotations
 
@@ -51,8 +51,8 @@ def steps_in(
 def turn_steps(counts: Sequence[int], unit: int = 1) -> int:
     """Returns the steps of one turn, the same for all sides: a multiple of `unit`.
 
-    The fastest side gets a full turn, as long as the slowest takes at most four; at least
-    `MIN_STEPS`.
+    The fastest side takes a full turn, unless the slowest would then take more than four turns; at
+    least `MIN_STEPS`.
 
     Args:
       counts: `steps_in(TURN_SECONDS, ...)` of each side that runs.

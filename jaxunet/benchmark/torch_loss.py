@@ -70,7 +70,7 @@ def _at(table: torch.Tensor, t: torch.Tensor) -> torch.Tensor:
 def _predict_x0(
     objective: str, prediction: torch.Tensor, xt: torch.Tensor, a: torch.Tensor, b: torch.Tensor
 ) -> torch.Tensor:
-    """Returns the x_0 that a prediction means, where x_t = a x_0 + b ε."""
+    """Returns x_0 from a prediction, where x_t = a x_0 + b ε."""
     if objective == 'epsilon':
         return (xt - b * prediction) / a
     return prediction if objective == 'x0' else a * xt - b * prediction

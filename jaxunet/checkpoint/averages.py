@@ -1,4 +1,4 @@
-"""Picks the weights of a checkpoint: an average that the run kept, one of any width, or none."""
+"""Picks the weights of a checkpoint: a kept average, one of any width, or no average."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def pick_several(
     """Returns several sets of weights of a checkpoint, each with a note that names it.
 
     Args:
-      workdir: of the run, whose snapshots give widths that the checkpoint does not hold.
+      workdir: the run's folder; its snapshots give widths that the checkpoint lacks.
       averages: each is a rate of the run, a width, '' for the run's first rate, or 'none' for the
         weights without averaging. A number that is a rate of the run means the rate.
 

@@ -16,7 +16,8 @@ class OtherVersionError(UserError):
     """A checkpoint does not fit this version of the code.
 
     Attributes:
-      certain: what does not fit has a checksum. Otherwise the checkpoint may as well be damaged.
+      certain: the part that does not fit has a valid checksum; otherwise the checkpoint may be
+        damaged.
     """
 
     def __init__(self, message: str, *, certain: bool) -> None:

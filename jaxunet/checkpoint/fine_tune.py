@@ -1,8 +1,8 @@
 """Fits the weights of one model to the network of another config, to start a run from them.
 
 The networks may differ in classes, image size, image channels, the learned variance, and the layer
-of `data.augment=edm`. The layers that depend on these start fresh, drawn from `config.seed`, and
-everything else is kept. No weight depends on the image size. `fit` lists all of it.
+of `data.augment=edm`. The layers that depend on these are initialized from `config.seed`, and
+everything else is kept. No weight depends on the image size. `fit` lists what happens to each.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ class _Work:
     Attributes:
       leaves: by path; those of `theirs` at first.
       report: a line for each layer that is not simply kept.
-      fresh_count: parameters drawn anew so far.
+      fresh_count: parameters initialized so far.
     """
 
     leaves: dict[Path, np.ndarray]
@@ -217,7 +217,7 @@ def _real(names: Sequence[str]) -> Sequence[str]:
 
 
 def _meanings(theirs: Config, ours: Config) -> list[str]:
-    """Returns what the kept weights meant there and mean here."""
+    """Returns a line for each change in the meaning of the kept weights."""
     lines = []
     if theirs.image_shape[:2] != ours.image_shape[:2]:
         there, here = ('x'.join(map(str, c.image_shape[:2])) for c in (theirs, ours))

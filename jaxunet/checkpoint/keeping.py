@@ -1,4 +1,4 @@
-"""Which checkpoints of a run stay: the last ones, those at regular steps, and the best ones."""
+"""Decides which checkpoints are kept: the last ones, those at regular steps, the best ones."""
 
 from __future__ import annotations
 
@@ -52,11 +52,11 @@ class _Best:
 def preservation_policy(
     keep: int, keep_every: int, keep_best: int, scores: Scores
 ) -> policies.PreservationPolicy:
-    """Returns orbax's policy of the checkpoints that stay; a checkpoint needs one reason.
+    """Returns orbax's policy for the checkpoints to keep; one reason is enough.
 
     Args:
       keep: number of newest checkpoints.
-      keep_every: steps whose multiples stay; 0 = none.
+      keep_every: keep the multiples of this many steps; 0 = none.
       keep_best: number of checkpoints with the highest scores.
       scores: returns the scores by step; checkpoints without a score are no candidates.
     """

@@ -60,7 +60,7 @@ def load_model(
       ema: rate or width of the average to take from a run; '' takes its first rate, 'none' the
         weights without averaging (`averages.pick_weights`). A weight file has one set of weights,
         or, as a checkpoint of PyTorch, weights and averages.
-      config: architecture of a weight file that does not describe it; default: what the file says.
+      config: architecture of a weight file that does not describe it; default: that of the file.
       new_attention_order: guided-diffusion's `use_new_attention_order`, for a weight file that does
         not say.
       like: the config of a run that is to start from the weights, instead of `config`, for what a
@@ -68,8 +68,8 @@ def load_model(
       stated: what else such a file leaves open, without a config.
 
     Raises:
-      UserError: nothing there can be read, something is neither there nor given, or an option does
-        not apply to it.
+      UserError: nothing there can be read, a needed option is neither in the file nor given, or an
+        option does not apply to it.
     """
     if not pathlib.Path(path).exists():
         raise UserError(
@@ -102,7 +102,7 @@ def load_model(
 def _from_checkpoint(path: str, ema: str) -> Model:
     restored = checkpoint.read(path)
     found = checkpoint.find(path)
-    assert found is not None  # as there is a checkpoint
+    assert found is not None  # there is a checkpoint, so this finds it
     params, note = pick_weights(restored, found[0], ema)
     return Model(
         restored.config,
@@ -116,7 +116,7 @@ def _from_checkpoint(path: str, ema: str) -> Model:
 def load_initial(config: Config, class_names: Sequence[str] = ()) -> TrainState | None:
     """Returns a state at step 0 with the weights of `config.init_from`; None if that is empty.
 
-    Logs what is kept, what starts fresh and what changes its meaning.
+    Logs what is kept, what is initialized and what changes its meaning.
 
     Args:
       class_names: names of the labels 0, 1, ... of the run; empty if they are not known.

@@ -1,6 +1,6 @@
-"""The metadata of a checkpoint: its config, and what else is no array, with a checksum.
+"""The metadata of a checkpoint: its config and other values besides arrays, with a checksum.
 
-A flipped bit in a config would be another valid config as often as not.
+A flipped bit in a config often gives another valid config.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ FILE = 'meta/metadata'  # in the folder of a checkpoint
 
 
 def sealed(meta: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the metadata with the CRC-32 of all that is in it."""
+    """Returns the metadata with the CRC-32 of its content."""
     return {**meta, CHECKSUM: _checksum(meta)}
 
 
 def check_seal(meta: Mapping[str, Any]) -> bool:
-    """Checks the metadata; returns False if they have no checksum, as in earlier versions.
+    """Checks the metadata; returns False if it has no checksum, as in earlier versions.
 
     Raises:
       ValueError: the checksum is another one.
@@ -38,7 +38,7 @@ def read_meta(folder: pathlib.Path) -> dict[str, Any]:
     """Reads the metadata of a checkpoint, without orbax.
 
     Raises:
-      OSError, ValueError, RecursionError: they cannot be read, or are damaged.
+      OSError, ValueError, RecursionError: it cannot be read, or is damaged.
     """
     meta = json.loads((folder / FILE).read_text(encoding='utf-8'))
     if not isinstance(meta, dict):

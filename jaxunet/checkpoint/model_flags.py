@@ -1,4 +1,4 @@
-"""The flags of commands that say what a weight file of another program leaves open."""
+"""The commands' flags for what a weight file of another program does not state."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Power-function averages of the weights, and how to get one from others.
+"""Power-function averages of the weights, and how to compute one from others.
 
 The average of exponent γ after t updates weighs the weights θ(τ) after update τ by τ^γ:
     θ̂(t) = (γ+1)/t^(γ+1) ∫₀ᵗ τ^γ θ(τ) dτ,
@@ -7,11 +7,11 @@ standard deviation of that weight over τ, as a fraction of t:
     width² = (γ+1) / ((γ+2)² (γ+3)).
 Source: Karras et al. 2023, arXiv 2312.02696, section 3 and appendix C.
 
-An average of another width or time is approximated by Σ xᵢ θ̂ᵢ over the averages that were kept. The
-paper chooses x to minimise the squared difference of the weight functions. Here x minimises what
-that difference does to weights that move as a random walk, plus the rounding of stored averages,
-subject to Σ xᵢ = 1, which makes weights that do not move exact. Both choices solve a linear system
-of inner products; this one also predicts the relative error of the result. Let
+An average of another width or time is approximated by Σ xᵢ θ̂ᵢ over the averages that were kept.
+The paper chooses x to minimise the squared difference of the weight functions. Here x minimises the
+expected error for weights that move as a random walk, plus the rounding of stored averages, subject
+to Σ xᵢ = 1, so that constant weights are exact. Both choices solve a linear system of inner
+products; this one also predicts the relative error of the result. Let
     T(u) = ∫ᵤᵗ (γ+1) τ^γ / t^(γ+1) dτ = 1 − (u/t)^(γ+1)
 be the part of the weight after time u. A step of the walk at u moves the average by T(u) times the
 step, so the inner product of two averages is ∫ T₁(u) T₂(u) du.

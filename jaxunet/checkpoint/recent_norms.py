@@ -1,4 +1,4 @@
-"""The norms of recent gradients, by which a training step knows a spike (`train.spike_sigmas`)."""
+"""The norms of recent gradients, with which a step detects a spike (`train.spike_sigmas`)."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ class RecentNorms(NamedTuple):
         return cls(jnp.zeros(WINDOW, jnp.float32), zero, zero)
 
     def is_spike(self, norm: Float[Array, ''], sigmas: float) -> Bool[Array, '']:
-        """Returns whether the norm is over the mean by more than `sigmas` standard deviations.
+        """Returns True if the norm is more than `sigmas` standard deviations above the mean.
 
-        With fewer than `FEWEST` norms it never is.
+        With fewer than `FEWEST` norms, it returns False.
         """
         known = jnp.arange(WINDOW, dtype=jnp.int32) < self.taken
         count = jnp.clip(self.taken, 1, WINDOW).astype(jnp.float32)

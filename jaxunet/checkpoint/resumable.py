@@ -1,4 +1,4 @@
-"""Which fields of a config a run that resumes may change."""
+"""Checks that a resumed run changes only fields of its config that may change."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ FREE_MODEL_FIELDS = ('model.dropout', 'model.label_dropout', 'model.remat')
 
 
 def check_resumable(saved: Config, now: Config, workdir: pathlib.Path) -> list[str]:
-    """Returns the differences between the saved config and this command's, a line each.
+    """Returns the differences between the saved config and this command's, one line each.
 
     Raises:
       UserError: a field differs that a run cannot change.

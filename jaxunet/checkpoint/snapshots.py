@@ -1,4 +1,4 @@
-"""Snapshots of the power-function averages of a run, for averages of other widths afterwards.
+"""Snapshots of a run's power-function averages, from which other widths can be computed.
 
 A run with `ema.widths` writes `WORKDIR/snapshots/STEP.safetensors` every `ema.snapshot_every` steps
 and keeps all of them. A snapshot holds its averages in float16, half the size of float32: rounding
@@ -109,7 +109,7 @@ class SnapshotWriter:
         Args:
           averages: numpy arrays by the names in `EmaConfig.width_names`.
 
-        Returns what went wrong with the one before, or ''.
+        Returns the error of the write before, or ''.
         """
         earlier = self.wait()
         trees = {width: averages[name] for name, width in self._names.items()}
@@ -117,7 +117,7 @@ class SnapshotWriter:
         return earlier
 
     def wait(self) -> str:
-        """Waits until everything is on disk; returns what went wrong, or ''."""
+        """Waits until everything is on disk; returns the error, or ''."""
         if self._pending is None:
             return ''
         pending, self._pending = self._pending, None

@@ -1,4 +1,4 @@
-"""The training state, which is what a checkpoint holds, and the optimizer that changes it."""
+"""The training state, which a checkpoint holds, and the optimizer that changes it."""
 
 from __future__ import annotations
 
@@ -76,12 +76,12 @@ class TrainState:
       opt_state: state of `make_optimizer`.
       loss_scale: factor on the loss for float16.
       rng: key data from which each step derives its randomness.
-      bad_steps: number of steps that were skipped, in a row up to now.
-      skipped: number of steps that were skipped, in all.
+      bad_steps: number of steps skipped in a row up to now.
+      skipped: number of steps skipped in all.
       loss_sum, loss_count: sum and number of the losses of taken steps since the last logged step.
       weighting: state of `loss.weighting`; () if it has none.
       timesteps: state of `timesteps.sampler`; () if it has none.
-      recent_norms: what `train.spike_sigmas` compares with; () if it is 0.
+      recent_norms: the norms for `train.spike_sigmas`; () if it is 0.
     """
 
     step: Int[Array, '']
@@ -100,7 +100,7 @@ class TrainState:
 
 
 def _lenient(function: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
-    """Lets a function of optax mix integers and floats, which strict promotion would refuse."""
+    """Lets a function of optax mix integers and floats, which strict promotion refuses."""
 
     @functools.wraps(function)
     def call(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
@@ -284,7 +284,7 @@ def fresh_state(config: Config) -> TrainState:
 def draw_state(config: Config) -> TrainState:
     """Draws the state before step 0 from `config.seed`; to be traced by JAX.
 
-    A module's function with a static argument, so that JAX traces and compiles it once a config.
+    `config` is a static argument of a module-level function, so JAX compiles it once per config.
     """
     # Parameters do not depend on the backend, and this machine may lack the one of the config.
     return init_state(config, build_unet(config, load_ops('xla')), make_optimizer(config))

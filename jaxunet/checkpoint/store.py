@@ -7,9 +7,9 @@ and in either parallel mode.
 A run starts from the first of these that exists:
   1. the newest checkpoint of its workdir that is complete and has the right checksums; newer ones
      that are damaged are reported and moved to `WORKDIR/damaged`, which keeps a few;
-  2. `config.init_from`: weights, and Adam's moments where there are any, of another run or project;
+  2. `config.init_from`: weights, and Adam's moments if there are any, of another run or program;
   3. fresh weights from `config.seed`.
-A workdir in which no checkpoint can be read is an error, not a fresh start.
+It is an error if a workdir has checkpoints and none can be read.
 """
 
 from __future__ import annotations
@@ -143,7 +143,7 @@ class Checkpoints:
           state: numpy arrays.
           seconds: training time so far.
 
-        Returns what went wrong with the previous write, or ''.
+        Returns the error of the previous write, or ''.
 
         Raises:
           CheckpointWriteError: this write could not start.
@@ -317,7 +317,7 @@ class CheckpointWriteError(UserError):
 
 
 def _stored_fields(template: TrainState, config: Fields) -> list[str]:
-    """Returns the fields of the state that the version which wrote this config knew.
+    """Returns the fields of the state that existed in the version that wrote this config.
 
     The other ones get their defaults.
     """

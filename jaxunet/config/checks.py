@@ -132,8 +132,8 @@ UNIT = (  # [0, 1]
     'data.augment_probability',
     'data.crop_least',
 )
-# The largest values of fields whose arrays, programs or processes grow with them: far beyond any
-# use, so that a slip of the keyboard is not an endless compilation.
+# The largest values of fields that determine the size of arrays, programs or processes: far beyond
+# any use, so that a typing error does not start an endless compilation.
 AT_MOST = {
     'model.image_channels': 1024,
     'model.base_channels': 2**16,
@@ -203,7 +203,7 @@ def split_backend(text: str, field: str = 'backend') -> tuple[str, dict[str, str
 def _hint(name: str, known: Sequence[str]) -> str:
     """Returns advice about an unknown backend.
 
-    Entry points exist only once jaxunet is installed; with it merely on the path, even its own
+    Entry points exist only after jaxunet is installed; if it is only on the path, even its own
     backends are unknown.
     """
     if name in SHIPPED:
@@ -218,7 +218,7 @@ def resolve(values: ConfigDict | Fields) -> Config:
     """Checks field names, types and values, and returns the frozen config.
 
     Raises:
-      UserError: the config is invalid; the message lists every problem, one a line.
+      UserError: the config is invalid; the message lists every problem, one per line.
     """
     problems: list[str] = []
     raw = values.to_dict() if isinstance(values, ConfigDict) else values

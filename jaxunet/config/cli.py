@@ -35,11 +35,11 @@ def run(main: Callable[[Sequence[str]], int | None]) -> None:
     """Parses the flags and runs `main`.
 
     A `UserError` is printed as `error: ...` without a traceback, and the exit code is `USER_ERROR`.
-    After Ctrl-C it is `INTERRUPTED`, and nothing is printed but what `main` says.
+    After Ctrl-C it is `INTERRUPTED`, and only `main` prints anything.
     """
     raise_again()
     sys.unraisablehook = _tell_of_unraisable
-    gc.freeze()  # or Python's exit looks through all that was imported, for 0.4 s
+    gc.freeze()  # otherwise Python spends 0.4 s at exit on all imported objects
     logging.set_verbosity(logging.INFO)
     handler = logging.get_absl_handler()
     handler.addFilter(_is_shown)
@@ -67,10 +67,10 @@ def _is_shown(record: std_logging.LogRecord) -> bool:
 
 
 def _tell_of_unraisable(unraisable: sys.UnraisableHookArgs) -> None:
-    """Prints an exception that nobody can catch, but for those that follow from another.
+    """Prints an exception that cannot be caught, unless it is a consequence of another one.
 
-    When one of the writes or reads of a checkpoint fails, orbax closes the event loop that all the
-    others then call back to, each with a traceback. The first failure arrives as an exception.
+    If one write or read of a checkpoint fails, orbax closes the event loop, and all the others then
+    print a traceback. The first failure is raised as an exception.
     """
     if str(unraisable.exc_value) != 'Event loop is closed':
         sys.__unraisablehook__(unraisable)

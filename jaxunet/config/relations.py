@@ -21,14 +21,14 @@ STEP_COUNTS = (
 )
 # More steps per call would save little more host time, and a signal waits for all of them.
 MAX_STEPS_PER_CALL = 20
-# The widest power function that averages have: the plain mean over the run.
+# The largest width of an average: the plain mean over the run.
 MAX_WIDTH = 12**-0.5
 METRICS = ('fid', 'sfid', 'kid', 'precision', 'recall', 'copies', 'inception_score')
 HIGHER_IS_BETTER = ('precision', 'recall', 'inception_score')
 
 
 def step_counts(config: Config) -> dict[str, int]:
-    """Returns the values of the fields `STEP_COUNTS`; 0 where a thing is never done."""
+    """Returns the values of the fields `STEP_COUNTS`; 0 = never."""
     return {name: operator.attrgetter(name)(config) for name in STEP_COUNTS}
 
 
@@ -84,7 +84,7 @@ def _diffusion(config: Config) -> Iterator[str]:
 
 
 def _continuous(config: Config) -> Iterator[str]:
-    """Checks what only objectives with timesteps have: a schedule, a variance, a bound."""
+    """Checks options that only objectives with timesteps have: schedule, variance, bound."""
     d, e = config.diffusion, config.evaluation
     if d.schedule != 'linear':
         yield (

@@ -1,4 +1,4 @@
-"""Earlier names and defaults of fields, and what tells a config from others across versions."""
+"""Earlier names and defaults of fields, and the identity of a config across versions."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ CHANGED_DEFAULTS = {'parallel.concurrent_kernels': (True, False), 'train.sample_
 
 
 def identity(values: Fields) -> Fields:
-    """Returns what tells a config from others, in the form of version 0.1.0.
+    """Returns the values that identify a config, in the form of version 0.1.0.
 
     Fields have their earlier names, and later ones are left out where they have their defaults, so
     that results of earlier versions are recognised as those of the same config.

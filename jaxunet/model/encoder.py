@@ -51,9 +51,9 @@ class Encoder(Block):
     Fields:
       attention_levels: levels (0 = full resolution) whose residual blocks are followed by
         attention.
-      augmentation_inputs: numbers by which the network is told how an image was augmented; 0 = it
-        is not told. They are added to the time's sinusoids through a linear layer without bias, so
-        that zeros have no effect (EDM, arXiv 2206.00364, appendix F.2).
+      augmentation_inputs: number of inputs that describe the augmentation of an image; 0 = none.
+        They are added to the time's sinusoids through a linear layer without bias, so that zeros
+        have no effect (EDM, arXiv 2206.00364, appendix F.2).
       time_scale: factor on t before its embedding.
     """
 
@@ -110,8 +110,8 @@ class Encoder(Block):
     def _project(self, embedding: Float[Array, 'batch width']) -> dict[str, Array]:
         """Returns each residual block's projection of the embedding, by the block's name.
 
-        All are computed as one product. A product for each block, with three more for its
-        gradients, takes a GPU longer to launch than to compute. Empty during initialization, when
+        One product computes all of them: a product per block, and three more for its gradients,
+        take a GPU longer to launch than to compute. The result is empty during initialization, when
         the blocks create their parameters themselves.
         """
         if self.is_initializing():
@@ -162,7 +162,7 @@ def make_layers(
 
     Args:
       embedding: of time and class.
-      dropout_keys: one key a sample; None = no dropout.
+      dropout_keys: one key per sample; None = no dropout.
     """
     remat = nn.remat if network.model.remat else lambda block: block
     fields = {'model': network.model, 'ops': network.ops, 'dtype': network.dtype}

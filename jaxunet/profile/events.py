@@ -120,7 +120,7 @@ def read_trace(path: pathlib.Path, program: Program, steps: int) -> Trace:
 
     Args:
       path: the .xplane.pb file.
-      program: the traced program (`read_hlo`), which tells the scopes of the operations.
+      program: the traced program (`read_hlo`), which has the scopes of the operations.
       steps: how often the program ran.
     """
     with warnings.catch_warnings():

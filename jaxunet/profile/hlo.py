@@ -74,7 +74,7 @@ class _Module:
     """The parsed lines of a module; names are those of instructions unless said otherwise.
 
     Fields:
-      paths: scope paths that tell a phase; other paths are argument names or the compiler's own.
+      paths: scope paths that name a phase; other paths are argument names or the compiler's own.
       operands: in the order of the text, in which operands come before their users.
       fused: fusion -> the computation that it calls.
       computations: by the name of the computation; `entry` is the one that the program runs.

@@ -1,4 +1,4 @@
-"""Sums a trace up per training step and device.
+"""Sums up a trace per training step and device.
 
 The numbers are the time by phase and operation, launches, the idle share and the overlap of
 collectives.
@@ -38,7 +38,7 @@ class Row:
       ms: milliseconds per step.
       share: part of the time of all operations of the device, or of all traced time of host
         threads.
-      place: the module of the model that most of the time was spent for; '' on the host.
+      place: the module of the model with most of the time; '' on the host.
       kernel: the full name of the kernel that took most of the time; '' on the host.
     """
 

@@ -1,4 +1,4 @@
-"""Measures the training step over a grid of configs and reports what each option is worth.
+"""Measures the training step over a grid of configs and reports the effect of each option.
 
     python -m jaxunet.sweep --config configs/elephants64.py --vary precision=float32,bfloat16 \
       --vary data.batch_size=32,64,128
@@ -106,7 +106,7 @@ class Plan:
     """One sweep, checked and ready to run.
 
     Attributes:
-      directory: of its results.
+      directory: the folder of its results.
       points: of its grid.
       options: how they are measured.
       spec: its description, as `folder.save` takes it.

@@ -1,7 +1,7 @@
 """Measures one point of a sweep in this process, with the session that training uses.
 
     python -m jaxunet.sweep.measure TASK     # JSON with the fields of `Task`; prints one JSON row
-    python -m jaxunet.sweep.measure probe    # prints what this machine is, as a JSON row
+    python -m jaxunet.sweep.measure probe # prints this machine's properties as a JSON row
 
 Everything else goes to stderr. `python -m jaxunet.sweep` starts these processes; each log in
 OUTPUT/logs begins with the command that repeats its point by hand.
@@ -56,8 +56,8 @@ def measure(task: Task) -> Row:
     zeros takes a GPU less power than a trained one, so its clock would be higher.
 
     Returns a row with
-      lower_s, compile_s: seconds. With jit off, the rest of the first step, and the compiling of
-        all the little programs in it.
+      lower_s, compile_s: seconds. With jit off, the rest of the first step, and compiling all the
+        small programs in it.
       compile_cached: all programs came from a cache.
       data_cache: device or stream.
       steps_per_call: optimizer steps per call of the compiled program.
@@ -101,7 +101,7 @@ def measure(task: Task) -> Row:
 
 
 def _check_workers(task: Task, session: Session) -> None:
-    """Raises UserError if the sweep varies the number of workers and these have nothing to do."""
+    """Raises UserError if the sweep varies the number of workers and the run uses none."""
     data = session.config.data
     if (
         WORKERS in task.varied
@@ -163,7 +163,7 @@ class Programs:
 def eager(step: TrainStep, config: Config) -> CompiledStep:
     """Returns the training step without `jax.jit`, on one device.
 
-    Every JAX operation is then a program of its own.
+    Every JAX operation is then a separate program.
     """
 
     def whole(state: TrainState, data: Data) -> tuple[TrainState, Metrics]:
@@ -277,7 +277,7 @@ def outcome(task: Task) -> Row:
 
 
 def _watch_parent() -> None:
-    """Ends this process when the sweep that started it is gone, so that it disturbs no other."""
+    """Ends this process when the sweep that started it is gone, so it does not disturb others."""
     parent = os.getppid()
 
     def watch() -> None:
@@ -291,7 +291,7 @@ def _watch_parent() -> None:
 def main(argument: str) -> None:
     """Prints the row of a task, or of the probe, and ends the process."""
     answer = os.fdopen(os.dup(1), 'w')
-    os.dup2(2, 1)  # keeps what libraries print out of the answer
+    os.dup2(2, 1)  # keeps output of libraries out of the answer
     _watch_parent()
     logging.set_verbosity(logging.INFO)
     if argument == 'probe':

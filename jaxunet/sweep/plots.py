@@ -14,7 +14,7 @@ from jaxunet.sweep.points import Axis, show
 from jaxunet.sweep.results import Sweep
 
 TOP = 10  # operations of a profile that are shown
-LEGEND = 12  # a legend of more lines than this does not help
+LEGEND = 12  # longest legend that is readable
 Axes = Any  # matplotlib.axes.Axes: matplotlib is optional
 
 

@@ -1,6 +1,6 @@
 """Writes the report of a sweep: a CSV of all points, plots, and a Markdown page.
 
-The page shows the best point, what each option is worth, all points and the failures.
+The page shows the best point, the effect of each option, all points and the failures.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The results of a sweep: its rows, the best point, and what each option is worth."""
+"""The results of a sweep: its rows, the best point, and the effect of each option."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The report of a study: several predefined sweeps of one config, each in a folder of its own."""
+"""The report of a study: several predefined sweeps of one config, each in its own folder."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ FENCE = '```\n'
 
 
 def check_axes(given: Sequence[Axis], parts: Sequence[str]) -> None:
-    """Checks that every axis of `--vary` is one of some part.
+    """Checks that every axis of `--vary` belongs to a part.
 
     Raises:
-      UserError: one is of none, so that it would have no effect.
+      UserError: one belongs to none, so it would have no effect.
     """
     known = {axis.name for part in parts for axis in parse_axes(PRESETS[part].axes)}
     for axis in given:
@@ -40,7 +40,7 @@ def write(
     """Writes the reports of the parts and report.md of all; returns its text and all paths.
 
     Args:
-      directory: holds one folder a part.
+      directory: holds one folder per part.
       parts: names of presets.
       plot: draw the plots.
 

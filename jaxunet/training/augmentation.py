@@ -1,10 +1,10 @@
-"""EDM's non-leaking augmentation: random geometry, of which the network is told.
+"""EDM's non-leaking augmentation: random geometry, which the network gets as an input.
 
-Each image is flipped, scaled, rotated, stretched and shifted at random, and the network sees the
-parameters as `AUGMENTATION_INPUTS` numbers beside the time. They are all 0 for an image as it is,
-which is what sampling asks for, so that samples do not look augmented.
+Each image is flipped, scaled, rotated, stretched and shifted at random, and the network gets the
+parameters as `AUGMENTATION_INPUTS` numbers beside the time. They are 0 for an unchanged image and
+in sampling, so samples do not look augmented.
 
-| transformation | parameters | the network sees |
+| transformation | parameters | input of the network |
 |---|---|---|
 | mirror left and right | a0 = 0 or 1 | a0 |
 | mirror up and down | a1 = 0 or 1 | a1 |
@@ -13,13 +13,13 @@ which is what sampling asks for, so that samples do not look augmented.
 | stretch by 2^(0.2 a5) along a4 | a4 ~ U(−π, π), a5 ~ N(0, 1) | a5 cos a4, a5 sin a4 |
 | shift by a6/8 of the width, a7/8 of the height | a6, a7 ~ N(0, 1) | a6, a7 |
 
-Stretching shrinks across its direction by as much.
+Stretching also shrinks by the same factor across its direction.
 
 They happen in this order, each with probability `data.augment_probability`, except for the first:
 half of all images are mirrored. All of an image's transformations are one bilinear resampling.
 
-Source: Karras et al. 2022, arXiv 2206.00364, appendix F.2 and table 6. EDM's code filters while it
-resamples; at these scales bilinear interpolation does without.
+Source: Karras et al. 2022, arXiv 2206.00364, appendix F.2 and table 6. EDM's code also filters; at
+these scales, bilinear interpolation is enough.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class Geometry(NamedTuple):
 def augment(
     images: Images, keys: Key[Array, ' batch'], probability: float
 ) -> tuple[Images, Labels]:
-    """Returns the augmented images, and what the network is told of them.
+    """Returns the augmented images, and the network's inputs that describe the augmentation.
 
     Args:
       keys: one for each image.
@@ -98,7 +98,7 @@ def draw(keys: Key[Array, ' batch'], probability: float) -> Geometry:
 
 
 def labels(g: Geometry) -> Labels:
-    """Returns what the network is told of each image, (batch, `AUGMENTATION_INPUTS`)."""
+    """Returns the network's inputs of each image, (batch, `AUGMENTATION_INPUTS`)."""
     columns = [
         g.mirror,
         g.flip,
@@ -115,9 +115,9 @@ def labels(g: Geometry) -> Labels:
 
 
 def transform(images: Images, g: Geometry) -> Images:
-    """Transforms each image about its middle; an image without transformations stays as it is.
+    """Transforms each image about its middle; without transformations it does not change.
 
-    Pixels from beyond the edges are reflected there.
+    Images are reflected at their edges.
     """
     height, width = images.shape[1:3]
     # From a pixel of the result back to its place in the image, so in reverse order.
@@ -152,9 +152,10 @@ def resample(
     x: Float[Array, 'batch rows columns'],
     y: Float[Array, 'batch rows columns'],
 ) -> Float[Array, 'batch rows columns channels']:
-    """Returns the images at these places, in pixels from the first, by bilinear interpolation.
+    """Returns the images at these positions, in pixels from the first, by bilinear interpolation.
 
-    An image goes on beyond its edges as its reflection about the middle of the outermost pixels.
+    Beyond its edges, an image continues as its reflection about the centres of the outermost
+    pixels.
     """
     batch, height, width, channels = images.shape
     left, top = jnp.floor(x), jnp.floor(y)
@@ -177,7 +178,7 @@ def resample(
 
 
 def _reflected(place: Float[Array, '*shape'], size: int) -> Int[Array, '*shape']:
-    """Returns the pixel that a whole place, inside the image or beyond, stands for."""
+    """Returns the pixel for a whole-numbered position, inside the image or beyond."""
     period = max(2 * (size - 1), 1)
     rest = jnp.mod(place, period)
     return jnp.minimum(rest, jnp.maximum(period - rest, 0)).astype(jnp.int32)

@@ -1,6 +1,6 @@
 """Measures several averages of a run's weights: draws samples with each and computes their metrics.
 
-The section `evaluation` of the run's config says how, unless an option replaces a field of it.
+The section `evaluation` of the run's config sets how; options can replace its fields.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""One batch of the training step: its images, and everything that is drawn at random for it.
+"""One batch of the training step: its images, and all random draws for it.
 
-Sample i draws from its own keys, which depend on the step and on its row in the global batch alone.
-The draws are therefore the same however the batch is split over devices and micro-batches.
+Sample i draws from its own keys, which depend only on the step and on its row in the global batch.
+So the draws do not depend on how the batch is split over devices and micro-batches.
 """
 
 from __future__ import annotations
@@ -34,18 +34,18 @@ class Keys(NamedTuple):
 
 
 class NoisyBatch(NamedTuple):
-    """The inputs of the network for one batch, and what its loss compares the output with.
+    """The inputs of the network for one batch, and the targets of its loss.
 
     Attributes:
       x0: clean images in [-1, 1].
       xt: the images at timestep t of the forward process.
-      seen: what the network sees of them.
+      seen: the network's input, `xt` scaled as the objective requires.
       draw: the timesteps and their importance weights.
       time: what the network's time embedding reads: the timesteps, or times drawn within them.
       noise: the Gaussian noise in `xt`.
       labels: class labels, -1 where dropped; None for an unconditional model.
       dropout_keys: one key per sample; None for a model without dropout.
-      augmentation: what the network is told of `data.augment=edm`; None without it.
+      augmentation: the network's inputs for `data.augment=edm`; None without it.
     """
 
     x0: Images
@@ -95,8 +95,8 @@ def draw_noise(keys: Key[Array, ' batch'], x0: Images, candidates: int) -> Image
 
     With several candidates an image gets the one at the smallest Euclidean distance (immiscible
     diffusion by nearest neighbours: Li et al. 2025, arXiv 2505.18521, section 4). All of them are
-    in memory at once: `candidates` times the size of the batch in float32. The nearest one is also
-    a little smaller than others, by less the more pixels there are.
+    in memory at once: `candidates` times the size of the batch in float32. The nearest one also has
+    a slightly smaller norm; the difference falls with the number of pixels.
     """
     shape = x0.shape[1:]
     if candidates == 1:

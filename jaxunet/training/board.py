@@ -1,4 +1,4 @@
-"""Writes TensorBoard's event files, in the process of the loop and patiently.
+"""Writes TensorBoard's event files in the loop's thread; an error is only a warning.
 
 tensorboardX's own writer has a thread. An exception there, such as for a full disk, would end it,
 and the training loop would then wait for it forever.
@@ -25,8 +25,7 @@ class Board:
     """A new event file in a folder. Failing to write it is only a warning.
 
     Args:
-      start_step: the step that the run starts from; TensorBoard hides what earlier files have of
-        later steps.
+      start_step: the step that the run starts from; TensorBoard hides later steps of earlier files.
     """
 
     def __init__(self, folder: pathlib.Path, start_step: int) -> None:

@@ -1,4 +1,4 @@
-"""Measures training time, and defines what happens when it reaches certain times."""
+"""Measures training time, and defines the training times at which something happens."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def due(every: int, step: int, last: int) -> bool:
 
 
 class Clock:
-    """Measures the time of training steps; compiling and everything while paused do not count.
+    """Measures the time of training steps, without compiling and pauses.
 
     Args:
       step: the step that the run starts from.
@@ -62,7 +62,7 @@ class Milestones:
       reached: called with the step, the training time in seconds, and the averages of the weights
         by their names in the training state, on this process's first device. The clock is paused
         meanwhile.
-      step_seconds: what a step counts, such as its time measured alone, for runs that share a
+      step_seconds: seconds that a step counts, such as its time measured alone, for runs that share a
         device. 0 = training time is measured.
     """
 

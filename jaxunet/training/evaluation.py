@@ -1,6 +1,6 @@
 """Evaluates a model in training: draws samples and compares them with real images.
 
-The fields of `config.evaluation` say how. A line per metric goes to `WORKDIR/evaluation.csv`.
+The fields of `config.evaluation` set how. A line per metric goes to `WORKDIR/evaluation.csv`.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ SETTINGS = (
 def evaluation_network(config: Config) -> FeatureNetwork:
     """Loads the features of `config.evaluation` and checks everything that an evaluation needs.
 
-    Mistakes are found before training starts rather than hours later.
+    This finds mistakes before training starts.
 
     Raises:
       UserError: the features cannot be loaded, take images of another size or do not allow the
@@ -218,7 +218,7 @@ class Evaluator:
         known: dict[int, float] = {}
 
         def scores() -> dict[int, float]:
-            # A file that cannot be read at the moment must not cost the best checkpoints.
+            # The best checkpoints must not be lost because a file cannot be read at the moment.
             with contextlib.suppress(OSError):
                 rows = [row for row in read_evaluations(workdir) if row['metric'] == label]
                 found = {int(row['step']): sign * float(row['value'] or math.nan) for row in rows}
@@ -275,7 +275,7 @@ def read_evaluations(workdir: pathlib.Path) -> list[dict[str, str]]:
 
 
 def is_evaluated(workdir: pathlib.Path, step: int) -> bool:
-    """Returns whether `WORKDIR/evaluation.csv` has lines of a step."""
+    """Returns True if `WORKDIR/evaluation.csv` has lines of a step."""
     try:
         return any(int(row['step']) == step for row in read_evaluations(workdir))
     except OSError:

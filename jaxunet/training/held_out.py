@@ -1,10 +1,9 @@
 """The loss on held-out images beside the loss on training images, by noise level.
 
-While a network learns what its images have in common, both fall. Once it learns single training
-images by heart, the loss on the others rises. The noise levels of training are cut into `BANDS`
-bands of equal probability, from the least noise to the most; an image is measured once in each,
-with the same noise every time, from the averaged weights. Measurements therefore differ by the
-weights alone.
+While a network learns what its images have in common, both fall. Once it memorizes single training
+images, the loss on the others rises. The noise levels of training are divided into `BANDS` bands of
+equal probability, from the least noise to the most. Each image is measured once in each band, with
+the averaged weights and the same noise every time, so only the weights change between measurements.
 """
 
 from __future__ import annotations
@@ -71,7 +70,7 @@ COLUMNS = tuple(f'{name}_loss{suffix}' for name in Losses._fields for suffix in 
 
 
 class HeldOutLoss:
-    """Measures the loss on held-out and on training images, in a program of its own.
+    """Measures the loss on held-out and on training images, in a separate program.
 
     Args:
       source: the training images, with `held_out` images.
@@ -100,7 +99,7 @@ class HeldOutLoss:
         )
         self._program = jax.jit(mapped)
         self._compiled: jax.stages.Compiled | None = None
-        # As many images a device as a training step holds.
+        # As many images per device as in a training step.
         share = config.data.batch_size // config.optimizer.accumulate_steps
         self._rows = max(share // (config.parallel.devices or jax.device_count()), 1) * len(devices)
         self._images: list[tuple[np.ndarray, np.ndarray]] = []
@@ -193,7 +192,7 @@ class HeldOutLoss:
 class Turn:
     """Notices when the held-out loss rises while the loss on training images falls.
 
-    A loss counts by the mean of its bands' logarithms, so that every noise level counts alike.
+    The mean of the bands' logarithms is compared, so that every noise level counts alike.
     """
 
     def __init__(self) -> None:

@@ -109,7 +109,7 @@ class _Prepared(NamedTuple):
 
 
 def _prepare(path: str, model: Model, options: LikelihoodOptions) -> _Prepared:
-    """Returns the program, the images and their places, and what results state of them."""
+    """Returns the program, the images and their indices, and the fields that describe them."""
     config = model.config
     if options.backend is not None:
         config = config.replace(backend=options.backend)

@@ -37,12 +37,12 @@ MAX_DIGITS = 18  # of a step
 
 
 class Logs:
-    """Appends to `WORKDIR/metrics.csv` and `WORKDIR/tensorboard`. Failing to is only a warning.
+    """Appends to `WORKDIR/metrics.csv` and `WORKDIR/tensorboard`; an error is only a warning.
 
     Args:
       start_step: the step that the run starts from. Rows of later steps are dropped: a run that was
         killed after its last checkpoint has logged steps that it will run again.
-      extra: those of the columns `OPTIONAL` that the rows of this run have.
+      extra: the columns of `OPTIONAL` that this run has.
 
     Attributes:
       earlier: the rows of metrics.csv up to `start_step`.
@@ -61,7 +61,7 @@ class Logs:
         self._board = Board(workdir / 'tensorboard', start_step)
 
     def row(self, values: Mapping[str, float]) -> None:
-        """Adds one logged step, with a value for each column; those of `OPTIONAL` may lack."""
+        """Adds one logged step, a value per column; columns of `OPTIONAL` may be missing."""
         self._table.add([values])
         points = {
             f'{"held_out" if name in held_out.COLUMNS else "train"}/{name}': value
@@ -84,15 +84,15 @@ class Logs:
 
 
 class StepTable:
-    """A CSV file of rows that have a step. Failing to write it is only a warning.
+    """A CSV file of rows that have a step. An error of writing is only a warning.
 
-    Opening drops the rows after `start_step`. A file with damaged rows is kept in
-    `WORKDIR/damaged`, and its other rows go on in a new one.
+    Opening removes the rows after `start_step`. A file with damaged rows is moved to
+    `WORKDIR/damaged`, and a new one starts with its other rows.
 
     Args:
       columns: of the table.
-      texts: those that are no numbers.
-      optional: columns each of which the table has besides if the file has it.
+      texts: the columns of text; the others are numbers.
+      optional: further columns that the file may have.
 
     Attributes:
       earlier: the rows up to `start_step`.

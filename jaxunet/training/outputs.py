@@ -1,4 +1,4 @@
-"""What a run writes besides its checkpoints: logs, sample grids and metrics of its samples."""
+"""Writes everything of a run but its checkpoints: logs, sample grids and their metrics."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def samples_path(workdir: pathlib.Path, step: int) -> pathlib.Path:
 def left_out(config: Config, workdir: pathlib.Path, step: int) -> tuple[bool, bool]:
     """Returns whether the samples and the metrics of a resumed step are due, but missing.
 
-    So they are if the process died between its checkpoint and them.
+    This happens if the process died after its checkpoint and before them.
     """
     t = config.train
     return (
@@ -113,7 +113,7 @@ class Outputs:
         loss = float(metrics['loss'])
         every = self._config.train.log_every
         if int(metrics['bad_steps']) >= (step % every or every):
-            loss = math.nan  # all steps since the last log were skipped; the sum of none is 0
+            loss = math.nan  # all steps since the last log were skipped, so the sum is 0
         held_out = self._measured.pop(step, None)
         self._logs.row(
             {

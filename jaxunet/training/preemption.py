@@ -20,9 +20,9 @@ class Preemption:
     """Catches the signals while its block runs. A SIGINT after another signal ends the process.
 
     Python runs signal handlers only between bytecodes, and compiling a step can delay them by a
-    minute. A thread therefore ends the process, at once, where it is not to finish its step: while
-    `nothing_to_save` is true, and at the second Ctrl-C. Python's C handler wakes it. An exception
-    in the main thread would surface anywhere, even inside a library that aborts then.
+    minute. So a thread, woken by Python's C handler, ends the process at once if it need not finish
+    its step: while `nothing_to_save` is true, and at the second Ctrl-C. An exception in the main
+    thread could be raised anywhere, even inside a library that then aborts.
 
     Attributes:
       requested: the process was asked to stop; the training loop reads it between steps.

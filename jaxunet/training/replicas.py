@@ -34,7 +34,7 @@ class Replicas:
 
     @functools.cached_property
     def _checksums(self) -> Any:
-        """The checksums of all arrays (columns) on all devices (rows), on every device."""
+        """Returns the checksums of all arrays (columns) on all devices (rows), on every device."""
 
         def table(arrays: list[Array]) -> UInt32[Array, 'devices arrays']:
             mine = jnp.stack([_checksum(x) for x in arrays])

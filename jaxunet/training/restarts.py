@@ -1,4 +1,4 @@
-"""Starts a training run again whose process died: `--restarts` of `jaxunet.train`.
+"""Restarts a training run whose process died: `--restarts` of `jaxunet.train`.
 
 The supervisor trains nothing and holds no device. It starts the same command as another process,
 which resumes from the last checkpoint, on all devices that JAX then finds. `WORKDIR/restarts.csv`
@@ -36,7 +36,7 @@ PR_SET_PDEATHSIG = 1  # of prctl, in linux/prctl.h
 
 
 class Supervisor:
-    """Runs a command, and again if it dies.
+    """Runs a command, and restarts it if it dies.
 
     SIGTERM and SIGINT are passed on to the command, which is then not started again. In a SLURM job
     the supervisor requeues the job instead of starting the command again.
@@ -44,7 +44,7 @@ class Supervisor:
     Args:
       command: program and arguments.
       workdir: of the run.
-      restarts: how often to start again without a new checkpoint in between.
+      restarts: number of restarts without a new checkpoint in between.
       main: False for a process of a run whose process 0 does the requeueing and keeps the table.
       first_wait: seconds before the first restart.
     """
@@ -91,7 +91,7 @@ class Supervisor:
         return self._process.wait()
 
     def _goes_on(self, code: int) -> bool:
-        """Prepares another start after a death; returns False if there is to be none."""
+        """Prepares a restart after the process died; returns False if there is to be none."""
         step, reason = newest_step(self.workdir), describe(code)
         if not self.main and self.slurm_job:
             self._asked.wait(REQUEUE_SECONDS)
@@ -159,7 +159,7 @@ def newest_step(workdir: pathlib.Path) -> int:
 
 
 def describe(code: int) -> str:
-    """Returns how a process ended that had this exit code."""
+    """Returns a description of how a process with this exit code ended."""
     if code >= 0:
         return f'the process ended with exit code {code}'
     try:
@@ -171,7 +171,7 @@ def describe(code: int) -> str:
 
 
 def _end_with_parent() -> None:
-    """Has Linux send SIGTERM to this process when its parent ends, however that ends."""
+    """Has Linux send SIGTERM to this process when its parent ends for any reason."""
     if sys.platform == 'linux':
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
 

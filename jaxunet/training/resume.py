@@ -1,4 +1,4 @@
-"""Where a run starts: from its newest checkpoint, from given weights, or from fresh ones."""
+"""Finds where a run starts: its newest checkpoint, given weights, or fresh ones."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def starting_point(
 
 
 def how_to_go_on(config: Config, workdir: pathlib.Path, step: int) -> str:
-    """Returns what to tell the user of a run that has trained all of its steps."""
+    """Returns advice for the user of a run that has already trained all of its steps."""
     field, now = 'steps', f'{config.train.steps}'
     if config.train.epochs:
         field, now = 'epochs', f'{config.train.epochs:g}'

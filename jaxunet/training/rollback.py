@@ -45,10 +45,10 @@ class TooManySkippedError(UserError):
 
 
 def with_rollbacks(run: Callable[[TooManySkippedError | None], int], limit: int) -> int:
-    """Returns the result of `run`, which runs again, at most `limit` times, if it skips too much.
+    """Returns the result of `run`; repeats it at most `limit` times if it skips too many steps.
 
     Args:
-      run: takes why it has to go back to its last good checkpoint; None the first time.
+      run: takes the reason to go back to the last good checkpoint; None the first time.
 
     Raises:
       TooManySkippedError: the last one.
@@ -69,10 +69,10 @@ def with_rollbacks(run: Callable[[TooManySkippedError | None], int], limit: int)
 
 
 def last_good(checkpoints: Checkpoints, failed: TooManySkippedError) -> Restored:
-    """Returns the newest checkpoint with no skipped step right before it, to go on from.
+    """Returns the newest checkpoint without a skipped step right before it, to resume from.
 
-    Its random key is folded with the number of rollbacks: the batches stay the same, and noise,
-    timesteps, dropout and augmentation are drawn anew.
+    The number of rollbacks is folded into its random key: the batches stay the same, but noise,
+    timesteps, dropout and augmentation are different.
 
     Raises:
       TooManySkippedError: `failed`, if there is no such checkpoint.

@@ -6,8 +6,8 @@
         session.compile()
         metrics = session.call(session.next_data())
 
-The training loop, sweeps, profiles and benchmarks all run their steps this way, so that what is
-measured is what trains.
+The training loop, sweeps, profiles and benchmarks all run their steps this way, so they measure the
+step that trains.
 """
 
 from __future__ import annotations
@@ -132,7 +132,7 @@ class Session:
         """Compiles `step` for the loaded state and data.
 
         Args:
-          cache: look it up in `jaxunet.runtime.compiled_cache` first, and keep it there.
+          cache: look the step up in `jaxunet.runtime.compiled_cache` first, and keep it there.
         """
         compiled = self.parallel.compile(
             self.make_step,

@@ -42,13 +42,13 @@ Narrow = Callable[[list[Array]], Sequence[Array]]
 
 @dataclass(frozen=True)
 class StepParts:
-    """The parts of a training step: everything its functions share that is fixed while tracing.
+    """The parts of a training step that its functions share and that are fixed while tracing.
 
     Attributes:
       weighting: the loss weighting, w(t).
       sampler: the timestep sampler.
       schedule: learning rate by number of updates.
-      update: what is done with the gradients.
+      update: applies the gradients (`jaxunet.training.update`).
       narrow: casts weights to 16 bits in one kernel; None leaves the casts to the layers.
       axis_name: axis of the devices under `jax.pmap` or `jax.shard_map`; None without them.
     """
@@ -65,7 +65,7 @@ class StepParts:
 
     @property
     def uniform(self) -> bool:
-        """All timesteps are drawn alike and weighted alike, so nothing learns from the losses."""
+        """True if timesteps are drawn and weighted uniformly, so nothing learns from the losses."""
         c = self.config
         return c.loss.weighting == 'uniform' and c.timesteps.sampler == 'uniform'
 

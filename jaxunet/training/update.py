@@ -1,4 +1,4 @@
-"""What a step does with its gradients: norm, clipping, AdamW and the averages of the weights.
+"""Applies the gradients of a step: norm, clipping, AdamW and the averages of the weights.
 
 There are two implementations of AdamW on the same optimizer state: optax, compiled by XLA, and the
 fused kernels of a backend that has the op `adamw`. Muon is optax's on every backend.
@@ -33,7 +33,7 @@ class Updated(NamedTuple):
     Attributes:
       grad_norm: global norm of the gradients, before clipping.
       finite: the gradients and both losses are finite.
-      taken: they are finite, and the norm is no spike (`train.spike_sigmas`).
+      taken: they are finite, and the norm is not a spike (`train.spike_sigmas`).
     """
 
     params: Params

@@ -1,4 +1,4 @@
-"""Makes the folder of a run, and keeps a second run out of it."""
+"""Makes the folder of a run, and locks it against a second run."""
 
 from __future__ import annotations
 

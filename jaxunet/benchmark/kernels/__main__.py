@@ -9,17 +9,18 @@
 
 All sides compile in parallel, in the order of batch sizes, and are timed in one trace: GPU time of
 their kernels, median over calls in shuffled order. Each result is appended to `--output` as a JSON
-line; a summary follows, and a list of what there was no time for. The exit status is 1 if a side
-failed or its results differ from XLA's. Backends whose kernels cannot run here are left out, with
-a line that says why.
+line; then a summary and a list of the cases without time are printed. The exit status is 1 if a
+side failed or its results differ from XLA's. Backends whose kernels cannot run here are skipped;
+one line says why.
 
-On Hopper the Pallas kernels are lowered in processes of their own if the package flatbuffers is
-installed, which saves minutes.
+On Hopper, separate processes lower the Pallas kernels if the package flatbuffers is installed,
+which saves minutes.
 
 `--roofline` measures the kernels of whole training steps of a config instead: by class, and by
 level, their launches, FLOPs, bytes, the least time that these take at the device's measured rates
-(`jaxunet.benchmark.roofline.work`), the time of the kernels, and what is above. The classes with
-the most time above their floor come first. The rows go to `--output`, `roofline.jsonl` by default.
+(the floor, see `jaxunet.benchmark.roofline.work`), their time, and the time above the floor. The
+classes with the most time above their floor come first. The rows go to `--output`, `roofline.jsonl`
+by default.
 """
 
 from __future__ import annotations
@@ -73,7 +74,7 @@ ROOFLINE = flags.DEFINE_bool(
     'roofline', False, 'Measure the kernels of training steps of --config against their floors.'
 )
 CONFIG = cli.define_optional_config('With --roofline, the config whose steps are measured.')
-OF_OPS = ('ops', 'directions', 'cases', 'seconds')  # flags that a roofline has no use for
+OF_OPS = ('ops', 'directions', 'cases', 'seconds')  # flags that --roofline does not read
 
 
 def main(argv: Sequence[str]) -> int:
@@ -96,7 +97,7 @@ def main(argv: Sequence[str]) -> int:
             logging.info('without the %s: %s', backend.title, missing)
     # A program from the cache would show no compile time.
     jax.config.update('jax_enable_compilation_cache', False)
-    # Lowering is Python: threads that take turns too often slow one another.
+    # Lowering is Python: threads that switch often slow each other down.
     sys.setswitchinterval(0.05)
     origin = {
         'kind': 'kernel',

@@ -1,4 +1,4 @@
-"""What the benchmark of attention compares: the op forward, and with its gradient."""
+"""Measurements of attention: forward, and with its gradient."""
 
 from __future__ import annotations
 

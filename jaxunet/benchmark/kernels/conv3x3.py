@@ -112,7 +112,7 @@ def _fused(
 
     sides = {name: side(op) for name, op in implementations('norm_silu_conv3x3', backends).items()}
     yield Measurement('norm_silu_conv3x3', case.name, 'forward', batch, sides, inputs, flops)
-    # The gradient of a plain residual is dy itself, which no network copies.
+    # The gradient of a plain residual is dy itself, which a network does not copy.
     fixed = () if projected else ('residual',)
     both = {name: with_gradients(function, fixed) for name, function in sides.items()}
     inputs = inputs | {'dy': array((*image, case.features), dtype)}

@@ -112,7 +112,7 @@ def measure(
     elsewhere: Elsewhere | None = None,
     trace: Trace = timing.trace_times,
 ) -> Iterator[Row | Measurement]:
-    """Yields a row for each measurement, or the measurement itself if there was no time for it.
+    """Yields a row per measurement, or the measurement itself if there was no time for it.
 
     Args:
       stop: the time (`time.monotonic`) after which no further program is compiled.

@@ -56,7 +56,7 @@ def suffixes(row: Row) -> dict[str, str]:
 
 
 def by_backend(found: Iterable[Row]) -> list[Row]:
-    """Returns the newest rows, one a backend, with its own `us`, `ratio`, `tflops` and `gbps`."""
+    """Returns the newest rows, one per backend, with its `us`, `ratio`, `tflops` and `gbps`."""
     return [
         row
         | {'backend': side, 'us': row[f'us_{side}']}

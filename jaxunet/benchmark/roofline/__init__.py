@@ -1,1 +1,1 @@
-"""The budget of a training step: each class of kernels beside the least time it could take."""
+"""The budget of a training step: time and lower bound of each class of kernels."""

@@ -179,7 +179,7 @@ def place(kernels: Sequence[str], calls: Sequence[Call]) -> list[int | None]:
 
 
 def launches(call: Call, kernel: str) -> bool:
-    """Returns whether a call can launch a kernel of this name."""
+    """Returns True if a call can launch a kernel of this name."""
     kind = kind_of_name(kernel)
     weights = call.kind == WEIGHT_GRADIENT or (call.kind == LINEAR and not call.product)
     if kind in (REDUCTIONS, WEIGHT_GRADIENT) or 'weight_gradient' in kernel:

@@ -1,4 +1,4 @@
-"""Sums the kernels of a traced step up by class and level, beside the work of the same class."""
+"""Sums up the kernels of a traced step by class and level, with the work of each class."""
 
 from __future__ import annotations
 
@@ -32,8 +32,7 @@ class Line(NamedTuple):
       level: () = all levels.
       launches: kernels and copies.
       flops, bytes: what the work needs; see `jaxunet.benchmark.roofline.work`.
-      floor_ms: the sum over ops of the longer of their arithmetic and their traffic at the device's
-        measured rates.
+      floor_ms: sum over ops of max(arithmetic, traffic) at the device's measured rates.
       ms: time of the kernels.
     """
 
@@ -51,8 +50,8 @@ class Measured(NamedTuple):
 
     Fields:
       lines: by class, and by class and level for `LEVELLED`, in no order.
-      unplaced: kernels of the CUDA library, per step, whose call was not found; their class is by
-        name alone, and they count for no level.
+      unplaced: kernels of the CUDA library, per step, whose call was not found; their class follows
+        from their name, and they have no level.
       unknown: names of our kernels that have no class; they count as XLA's remaining ones.
     """
 
@@ -62,7 +61,7 @@ class Measured(NamedTuple):
 
 
 def measure(trace: Trace, hlo: str, steps: int, work: Sequence[Work], rates: Rates) -> Measured:
-    """Returns a traced step beside its work.
+    """Returns the lines of a traced step, with its work.
 
     Args:
       trace: of `steps` steps on one device.
@@ -127,7 +126,7 @@ def _calls(
 def _remaining(traffic: Traffic, program: Program) -> Iterable[Work]:
     """Yields the work of XLA's remaining kernels: each reads its operands and writes its results.
 
-    They are those of the program as it was compiled; another fusion may need less.
+    This is the work of the compiled program; other fusions may need less.
     """
     for name in program.schedule:
         i = traffic.instructions[name]

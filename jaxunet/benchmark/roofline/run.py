@@ -33,7 +33,7 @@ ROUNDS = 5  # turns that time a step without the tracer; their median counts
 
 
 def run(name: str, config: Config, batch_sizes: Sequence[int], command: str) -> Iterator[Row]:
-    """Yields the rows of each batch size: one a class and level, then one of the whole step.
+    """Yields the rows of each batch size: one per class and level, then one of the whole step.
 
     Images are random: times do not depend on them.
 
@@ -93,7 +93,7 @@ def check_gpu() -> None:
 
 
 def wall_ms(config: Config, source: Source) -> float:
-    """Returns the wall milliseconds of a step, with as many steps a call as training has."""
+    """Returns the wall milliseconds of a step, with as many steps per call as training has."""
     prepared = JaxSide(config, source, fresh_state(config)).prepare(STEP)
     unit = prepared.unit
     steps = turn_steps([steps_in(TURN_SECONDS, prepared.run, unit)], unit)
@@ -129,7 +129,7 @@ def to_rows(case: Row, found: Measured, busy_ms: float, step_ms: float) -> Itera
 
 
 def _numbers(lines: Sequence[Line]) -> Row:
-    """Returns the numbers of lines together."""
+    """Returns the sums of the lines' numbers."""
     floor_ms, ms = sum(line.floor_ms for line in lines), sum(line.ms for line in lines)
     return {
         'launches': sum(line.launches for line in lines),

@@ -1,8 +1,8 @@
 """The work of one training step, op by op: floating-point operations and bytes, from shapes alone.
 
-The network is called with ops that only note their shapes, so any config gives its own list. Each
-op of each pass is one `Work`, in one class of `KINDS`. For N images of H×W pixels, P = N·H·W pixels
-in all, e bytes an element of the compute type:
+The network is called with ops that only record their shapes, so this works for any config. Each op
+of each pass is one `Work`, in one class of `KINDS`. N images have P = N·H·W pixels in all, and an
+element of the compute type has e bytes:
 
 | class | FLOPs | bytes |
 |---|---|---|
@@ -23,11 +23,11 @@ in all, e bytes an element of the compute type:
 n counts the gradients of the other readers of x, which the norm's backward pass adds: the residual
 or shortcut, and the skip connection. Attention's backward pass recomputes its weights
 (arXiv 2307.08691). Convolutions with a side of at most `FEW` channels are a class of their own.
-Linear layers on embeddings count with the linear ones.
+Linear layers on embeddings are in the class linear.
 
 Not counted: scales, offsets, biases and statistics; what a remat config recomputes; arithmetic that
-is not a product; images and loss. Kernels that add up partial results need nothing in principle:
-their class has no work. What XLA's remaining kernels need depends on how XLA fuses them, so
+is not a product; images and loss. Kernels that add up partial results are not needed in principle,
+so their class has no work. The work of XLA's remaining kernels depends on XLA's fusions, so
 `jaxunet.benchmark.roofline.measured` reads it from the compiled program.
 """
 
@@ -101,10 +101,10 @@ def step_work(config: Config, xla: Collection[str] = ()) -> list[Work]:
     """Returns the work of one training step of a config on one device.
 
     Args:
-      xla: the ops, as in `jaxunet.config.OPS`, that XLA computes. It spreads its norms over fusions
-        that do other things too, so their work is among its remaining kernels and not in this list.
-        Its attention is matrix products, which count as linear; and it has no kernels of their own
-        for convolutions with few channels.
+      xla: the ops, as in `jaxunet.config.OPS`, that XLA computes. It fuses norms with other work,
+        so they count among its remaining kernels and are not in this list. Its attention is matrix
+        products, which count as linear. It has no special kernels for convolutions with few
+        channels.
     """
     recorder = _Recorder(jnp.dtype(config.precision).itemsize, frozenset(xla))
     model = build_unet(config.replace(model={'remat': False}), recorder.ops())
@@ -141,10 +141,10 @@ def _update(config: Config, params: Any) -> Work:
 
 
 class _Recorder:
-    """Ops that note the work of their forward and backward passes, and return zeros.
+    """Ops that record the work of their forward and backward passes, and return zeros.
 
     Attributes:
-      work: what was noted.
+      work: the record.
     """
 
     def __init__(self, itemsize: int, xla: frozenset[str]) -> None:
