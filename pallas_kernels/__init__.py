@@ -1,1 +1,1 @@
-"""GPU kernels, one folder an op, each beside its plain reference."""
+"""GPU kernels in Pallas, one folder per op; the references are in `jaxunet.ops`."""

@@ -1,7 +1,7 @@
-"""The pallas backend, as jaxunet finds it by its entry point.
+"""The pallas backend, which jaxunet finds by its entry point.
 
-Its kernels suit the device of this process: Mosaic GPU on Hopper where a shape suits it, Triton
-elsewhere, and interpreted Triton in tests on a CPU.
+The kernels depend on the device of this process: Mosaic GPU on Hopper for the shapes that it
+supports, Triton otherwise, and interpreted Triton in tests on a CPU.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The check that every op of the package makes besides those of its operands."""
+"""The check that every op of the package makes besides the checks of its operands."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from jaxunet.ops.transformations import is_checked
 
 
 def check_shard_map(op: str) -> None:
-    """Checks that no surrounding `jax.shard_map` asks how results vary over the devices.
+    """Checks that no surrounding `jax.shard_map` tracks how results vary over the devices.
 
     Raises:
       ValueError: it has `check_vma=True`, for which Pallas's calls have no rule.

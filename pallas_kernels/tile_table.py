@@ -1,11 +1,11 @@
-"""Measured tiles: `tiles/<device>.jsonl`, one line for a kernel, a type and a shape.
+"""Measured tiles: `tiles/<device>.jsonl`, one line per kernel, type and shape.
 
     {"kernel": "attention/forward", "dtype": "bfloat16", "shape": "256 tokens, 32 wide",
      "tile": {"queries": 128, ...}, "us": 10.2}
 
 The tuning programs write the lines. `us` is the GPU time of one call, in microseconds, or null
-where it was not measured. Each kernel names its shape classes. It has a rule or a model of the time
-that gives a tile for shapes, types and devices that are in no table.
+where it was not measured. Each kernel names its shape classes, and has a rule or a cost model that
+gives a tile for shapes, types and devices without a line.
 """
 
 from __future__ import annotations
@@ -111,8 +111,8 @@ def update(kind: str, timed: Mapping[Key, Mapping[Tile, float]], chosen: Mapping
 
     Args:
       timed: microseconds of each tile, a dataclass, that was timed for a key.
-      chosen: the tile that the kernels take now for a key. A key whose chosen tile was not timed
-        stays as it is.
+      chosen: the tile that the kernels currently take for a key. A key whose chosen tile was not
+        timed stays as it is.
 
     Returns: a sentence about what changed.
     """

@@ -1,7 +1,7 @@
 """The CUDA kernels as XLA FFI custom calls, and CPU handlers with the same checks and results.
 
-Importing registers the handlers of the two extension modules, `_cpu` and `_cuda`, where they are
-built. Both import on any machine.
+Importing this package registers the handlers of the two extension modules, `_cpu` and `_cuda`, if
+they are built. Both can be imported on any machine.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ _cuda, _cuda_error = _register('_cuda', 'CUDA')
 
 
 def unavailable() -> str | None:
-    """Returns one line on what this process lacks to run the CUDA kernels, or None if they run.
+    """Returns a line that says what this process lacks to run the CUDA kernels; None if they run.
 
-    Looks at the installation, the driver, JAX's default device, its compute capability, and the
+    Checks the installation, the driver, JAX's default device, its compute capability, and the
     architectures that the kernels were built for, in this order.
     """
     if _cpu is None:

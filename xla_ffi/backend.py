@@ -1,4 +1,4 @@
-"""The cuda backend, as jaxunet finds it by its entry point."""
+"""The cuda backend, which jaxunet finds by its entry point."""
 
 from __future__ import annotations
 

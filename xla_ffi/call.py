@@ -15,8 +15,8 @@ def ffi_call(
 ) -> Callable[..., Any]:
     """Returns the call of `jax.ffi.ffi_call` with the same arguments, for a checked `shard_map`.
 
-    JAX takes the results of a custom call for the same on every device. Here they vary over the
-    mesh axes over which an operand varies.
+    JAX assumes that the results of a custom call are the same on every device. Here they vary over
+    the mesh axes over which an operand varies.
     """
     call = jax.ffi.ffi_call(target, results, vmap_method=vmap_method, **options)
 

@@ -108,7 +108,7 @@ def shared_memory() -> int:
 
 
 def _held_and_streamed(kernel: str, tile: Tile) -> tuple[int, int]:
-    """Rows that a program keeps, and rows that pass by."""
+    """Returns the rows that a program keeps, and the rows that it streams."""
     return (
         (tile.queries, tile.keys)
         if kernel in ('forward', 'backward_dq')
@@ -131,7 +131,7 @@ def _shared_bytes(kernel: str, tile: Tile, width: int, dtype: DTypeLike) -> int:
 
 
 def _fit(kernel: str, tile: Tile, tokens: int, width: int, dtype: DTypeLike, shared: int) -> Tile:
-    """Cuts a tile to the tokens there are, then its stages or rows until it fits `shared` bytes."""
+    """Limits a tile to the number of tokens, then its stages or rows to fit `shared` bytes."""
     most = power_of_two(tokens)
     tile = dataclasses.replace(
         tile,
@@ -162,7 +162,7 @@ def default_tile(
     """Returns the tile of one of KERNELS: the device's measured one, else that of `NEIGHBOURS`.
 
     Args:
-      shared: bytes of shared memory that it has to fit; None = those of this process's device.
+      shared: bytes of shared memory that it must fit into; None = those of this process's device.
 
     Raises:
       ValueError: `kernel` is not one of KERNELS.
@@ -202,8 +202,8 @@ def default_tiles(tokens: int, width: int, dtype: DTypeLike, *, shared: int | No
 def candidates(kernel: str, tokens: int, width: int, dtype: DTypeLike) -> list[Tile]:
     """Returns the tiles worth timing for one of KERNELS at this size.
 
-    Those whose accumulators fit the registers, and whose operands fit the shared memory, of a
-    Hopper multiprocessor.
+    Their accumulators fit the registers and their operands fit the shared memory of a Hopper
+    multiprocessor.
 
     Raises:
       ValueError: `kernel` is not one of KERNELS.

@@ -16,9 +16,9 @@ Exponents have base two, and the scale 1/√d is applied to the float32 logits. 
 kept as its two terms, the largest logit q·k and log₂ Σ 2^(logit − largest): their sum would lose
 digits where logits are large.
 
-Arrays keep the projection's layout, (batch, tokens, 3, heads, width): every kernel reads q, k and v
-where they are, and writes dq, dk and dv where the projection's gradient wants them. Each result is
-written by one program, so results are identical from run to run.
+Arrays keep the projection's layout, (batch, tokens, 3, heads, width): every kernel reads q, k and
+v, and writes dq, dk and dv, in place, without transposes. Each result is written by one program, so
+results are identical from run to run.
 """
 
 from __future__ import annotations
@@ -299,8 +299,8 @@ def forward(
 def wants_exact(tile: Tile | tuple[Tile, Tile], tokens: int, dtype: DTypeLike) -> bool:
     """Returns whether `backward` needs the outputs in float32.
 
-    It does where it takes Σ p·dp from 16-bit outputs: their rounding is large beside the result
-    where one key has most of the weight.
+    It does if it computes Σ p·dp from 16-bit outputs: where one key has most of the weight, their
+    rounding is large relative to the result.
     """
     return not isinstance(tile, Tile) and tile[0].keys < tokens and jnp.dtype(dtype) != jnp.float32
 
@@ -363,7 +363,7 @@ def backward(
         out_specs=[packed, delta_spec],
         out_shape=[dqkv, jax.ShapeDtypeStruct((batch, num_heads, tokens), jnp.float32)],
     )(parts, out, grad, norm)
-    # The second kernel writes its two thirds (dk, dv) into the same array.
+    # The second kernel writes the other two thirds (dk, dv) of the same array.
     return launch(
         functools.partial(_dkv_kernel, head=head, tile=second),
         BACKWARD_DKV,

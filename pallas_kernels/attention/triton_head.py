@@ -81,7 +81,7 @@ class Head:
     def read_row(
         self, ref: Ref, start: Index, rows: int, *slot: np.int32, other: float = 0.0
     ) -> Array:
-        """Loads one number a row: a term of the log-sum-exp, or delta."""
+        """Loads one number per row: a term of the log-sum-exp, or delta."""
         mask = self.valid(start, rows)
         part = ref.at[(*slot, pl.ds(start, rows))]
         return plgpu.load(part) if mask is None else plgpu.load(part, mask=mask, other=other)
@@ -102,7 +102,7 @@ class Head:
         )
 
     def write_row(self, ref: Ref, start: Index, value: Array, *slot: np.int32) -> None:
-        """Stores one number a row."""
+        """Stores one number per row."""
         rows = value.shape[0]
         plgpu.store(ref.at[(*slot, pl.ds(start, rows))], value, mask=self.valid(start, rows))
 
@@ -117,9 +117,9 @@ class Head:
 def head_blocks(
     rows: int, width: int
 ) -> tuple[pl.BlockSpec, pl.BlockSpec, pl.BlockSpec, pl.BlockSpec]:
-    """Returns the blocks that show a program its whole head, padded to `rows` rows.
+    """Returns the block specs that give a program its whole head, padded to `rows` rows.
 
-    In this order: of the packed arrays, the outputs, the log-sum-exp, and delta.
+    Their order: packed arrays, outputs, log-sum-exp, delta.
     """
     width = power_of_two(width)
     packed = pl.BlockSpec((None, rows, 3, None, width), lambda i, h, b: (b, 0, 0, h, 0))

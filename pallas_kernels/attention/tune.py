@@ -5,8 +5,8 @@
 
 A shape is tokens:heads:width[:batch]. `both` is the op on the chosen tiles, forward alone and with
 its gradient, beside the reference. Times are sums of GPU kernel time per call from a profiler
-trace, without launch overhead. Prints one JSON line a result. `--write` puts the fastest tiles into
-the device's table (`tile_table.update`).
+trace, without launch overhead. Prints one JSON line per result. `--write` puts the fastest tiles
+into the device's table (`tile_table.update`).
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ def build(job: Job) -> Callable[..., PyTree]:
 
 
 def jobs_for(shape: Shape, kernels: list[str], dtype: jnp.dtype) -> list[Job]:
-    """Returns all that is asked for of a shape; the two backward kernels are timed in pairs."""
+    """Returns all jobs of a shape; the two backward kernels are timed in pairs."""
     _, tokens, _, width = shape
     jobs: list[Job] = []
     if 'both' in kernels:
@@ -128,7 +128,7 @@ def keyed(kernel: str, shape: Shape, dtype: jnp.dtype) -> tile_table.Key:
 
 
 def chosen_tiles(shape: Shape, dtype: jnp.dtype) -> dict[tile_table.Key, Tile]:
-    """Returns the tile of each kernel that the op takes now."""
+    """Returns the tile that the op currently takes for each kernel."""
     return {
         keyed(kernel, shape, dtype): default_tile(kernel, shape[1], shape[3], dtype)
         for kernel in KERNELS
@@ -188,7 +188,7 @@ def report(
             ),
             flush=True,
         )
-    # A tile that was timed in several pairs keeps the last of its times here, the shortest.
+    # A tile that was timed in several pairs keeps its last time here, which is the shortest.
     return {
         keyed(kernel, shape, dtype): {tile: us for us, tile in sorted(rows, reverse=True)}
         for kernel, rows in timed.items()

@@ -30,7 +30,7 @@ def attention(
       qkv: bfloat16, float16 or float32; any number of tokens; heads of width 1 to 256. Widths that
         are powers of two from 16 on run without padding.
       interpret: run the kernels on a CPU, slowly, for tests.
-      tiles: how the work is tiled, for tuning; None takes `default_tiles`.
+      tiles: the tiles, for tuning; None takes `default_tiles`.
 
     Raises:
       ValueError: channels that the heads do not divide, heads wider than 256, another type, or a

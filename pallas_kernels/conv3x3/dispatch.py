@@ -1,6 +1,7 @@
 """Chooses the kernel of a convolution for this device and shape, and defines it under `jax.vmap`.
 
-Hopper's kernel where it supports the shape, else Triton's, which takes every shape.
+It takes the Hopper kernel where that supports the shape, else the Triton kernel, which supports
+all.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ FUSED_FEATURES = 16
 def project(added: Added) -> Float[Array, 'batch height width features']:
     """Returns the 1×1 convolution of a residual, in the type of its parts.
 
-    One product a part: a concatenation of the parts would have to be written and read.
+    Each part is a separate product, because a concatenation would have to be written and read.
     """
     assert added.shortcut is not None
     products, start = [], 0
@@ -89,10 +90,10 @@ def input_gradient(
 
 
 def fuses_activation(parts: Sequence[Shaped], kernel: Shaped) -> bool:
-    """Returns whether GroupNorm and SiLU are faster inside the convolution than before it.
+    """Returns True if GroupNorm and SiLU are faster inside the convolution than before it.
 
-    Hopper's kernel activates a tile once for its nine taps, which is faster in large images.
-    Triton's kernel fuses with few output channels, where reading x takes most of its time.
+    The Hopper kernel activates a tile once for its nine taps, which is faster for large images. The
+    Triton kernel fuses them for few output channels, where reading x takes most of its time.
     """
     if device.target() is device.Target.HOPPER and hopper.supports(parts, kernel) is None:
         return parts[0].shape[1] * parts[0].shape[2] >= FUSED_PIXELS

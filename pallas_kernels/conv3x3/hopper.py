@@ -41,7 +41,7 @@ def supports(
     tile: Tile | None = None,
     out_dtype: DTypeLike | None = None,
 ) -> str | None:
-    """Returns None if `forward` computes these operands, else why not; reads shapes and dtypes."""
+    """Returns None if `forward` supports these operands, else the reason, from shapes and types."""
     shape, dtype = parts[0].shape, jnp.dtype(parts[0].dtype)
     channels, features = _channels(parts), kernel.shape[-2 if flipped else -1]
     total = sum(channels)
@@ -169,8 +169,8 @@ def forward(
       residual: of x's dtype; several parts if a shortcut projects it.
       shortcut: a 1×1 convolution of the residual, of x's dtype.
       affine: float32 (a, b): act(x) = SiLU(a · x + b), rounded to x's dtype; None: act(x) = x.
-      flipped: convolve with `flip(kernel)`, read where it lies: the input gradient of the
-        convolution with `kernel`.
+      flipped: convolve with `flip(kernel)` without a copy: the input gradient of the convolution
+        with `kernel`.
       tile: None takes `choose_tile`.
       out_dtype: None = x's dtype; or float32.
 
@@ -298,7 +298,7 @@ def _plan(
 
 
 def _terms(x: Float[Array, '*shape'], count: int) -> list[Float[Array, '*shape']]:
-    """Returns bfloat16 terms whose sum approximates x to 8 bits a term.
+    """Returns bfloat16 terms whose sum approximates x to 8 bits per term.
 
     The rounding is explicit, because XLA may drop a pair of casts.
     """
@@ -325,7 +325,7 @@ def _weights(
     """Returns the weights in the order that the kernel reads.
 
     Args:
-      outputs_first, wanted_first: output channels precede input channels, now and for the kernel.
+      outputs_first, wanted_first: output channels come first, now and in the kernel's order.
       split: concatenate them for the high, high and low halves of x.
     """
     if wanted_first and not outputs_first:

@@ -1,10 +1,10 @@
 """3×3 convolution on Hopper (sm_90): an implicit GEMM that reads an input strip once for nine taps.
 
 A strip is 8 columns wide. Its TMA box of 10 columns × (rows + 2) × 64 channels starts one pixel
-above and to the left of it; what lies outside the image reads as zeros. In shared memory a pixel is
-one swizzled row of 128 bytes. Tap (dy, dx) is therefore the same buffer with wgmma's descriptor
-moved by dy · 10 + dx rows, and its stride between groups of 8 pixels set to 10 rows: the input
-passes L2 once instead of nine times.
+above and to the left of it; pixels outside the image read as zeros. In shared memory a pixel is one
+swizzled row of 128 bytes. So tap (dy, dx) is the same buffer with wgmma's descriptor moved by dy ·
+10 + dx rows, and its stride between groups of 8 pixels set to 10 rows: the input is read from L2
+once instead of nine times.
 
 A program is persistent and computes one tile after the other: `groups` strips × `features` output
 channels. Its mainloop walks over chunks of 64 input channels, nine taps each. A residual, or its
@@ -194,10 +194,10 @@ def call(
     """Runs the kernel.
 
     Args:
-      activation: of a float32 array, applied after a · x + b; None: x is read as it is.
+      activation: function of a float32 array, applied to a · x + b; None: x is read unchanged.
       operands: inputs as (batch, height, 1, width, channels); weights, and extra weights if there
-        are any, in the order that `p` says; the shift of all tiles' output channels; with an
-        activation, a and b as (batch, 64 · chunks).
+        are any, in the order of `p`; the shift of all tiles' output channels; with an activation, a
+        and b as (batch, 64 · chunks).
 
     Returns: (batch, height, 1, width, features) of `out_dtype`.
     """
@@ -259,8 +259,8 @@ def call(
         compiler_params=plgpu.CompilerParams(
             approx_math=True,
             lowering_semantics=plgpu.LoweringSemantics.Lane,
-            # Safe, because threads read what others wrote to shared memory only after commit_smem
-            # or a barrier.
+            # Safe, because threads read others' writes to shared memory only after commit_smem or a
+            # barrier.
             unsafe_no_auto_barriers=True,
         ),
     )

@@ -28,15 +28,15 @@ class Source:
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """A schedule and what its steps read.
+    """A schedule and the inputs of its steps.
 
     Fields:
       sources: inputs of the nine-tap steps.
       extras: inputs of the residual's steps.
       arrays: the number of inputs: the parts (split: their high, then their low halves), then those
         of the residual in the same way (split and without shortcut: its three terms).
-      outputs_first: weights lie as (taps, output channels, input channels), not (taps, input
-        channels, output channels).
+      outputs_first: weights are stored as (taps, output channels, input channels) instead of (taps,
+        input channels, output channels).
       flipped: the last tap comes first.
     """
 

@@ -118,7 +118,7 @@ def produce(program: Program) -> None:
 
             loop(0, source.steps, load_extra)
 
-    if s.resident:  # before the first strip, as nothing is computed until all weights are there
+    if s.resident:  # before the first strip: consumers wait for all weights
         for source in (*p.sources, *p.extras):
             matrices, taps = (
                 (program.weights, TAPS) if source.first < s.chunks else (program.extra_weights, 1)

@@ -19,13 +19,13 @@ from pallas_kernels.conv3x3.schedule import (
 def cycles(p: Plan) -> float:
     """Estimates the cycles of the longest-running program.
 
-    Includes the copy of the weights, if the kernel cannot read them as they lie. A wgmma of 64 × n
-    outputs and K = 16 takes n / 2 cycles on the tensor cores, and about 16 + n / 4 to read its
+    Includes the copy of the weights, if the kernel cannot read them in their layout. A wgmma of 64
+    × n outputs and K = 16 takes n / 2 cycles on the tensor cores, and about 16 + n / 4 to read its
     operands from shared memory. The other factors are in cycles, fitted to times on an H200 (batch
     32, 64² to 8² pixels, 64 to 512 channels; 7% rms): 0.89 is the share of the tensor cores' peak
-    that the mainloop reaches, 1.15 scales the reads of shared memory, 2.8 is the values that an
-    activator processes a cycle, 500 is the overhead of a residual's step, 440 and 1270 are an
-    epilogue's, and 2500 is the copy of the weights. To refit, time `candidates` with
+    that the mainloop reaches, 1.15 scales the reads of shared memory, 2.8 is the number of values
+    that an activator processes per cycle, 500 is the overhead of a residual's step, 440 and 1270
+    are an epilogue's, and 2500 is the copy of the weights. To refit, time `candidates` with
     `pallas_kernels.conv3x3.tune_hopper` and fit these factors to the rows.
     """
     s, tile = p.schedule, p.schedule.tile
@@ -55,7 +55,7 @@ def _grid(features: int, height: int, activators: tuple[int, ...]) -> Iterator[T
 def candidates(plan_of: Callable[[Tile], Plan], limit: int) -> list[Tile]:
     """Returns tiles that fit, by estimated time.
 
-    Of each geometry: resident weights, the deepest ring of 3 taps a slot, and the deepest of 1 tap.
+    For each geometry: resident weights, the deepest ring with 3 taps per slot, and that with 1 tap.
 
     Args:
       plan_of: returns the plan of a tile.
@@ -74,7 +74,7 @@ def candidates(plan_of: Callable[[Tile], Plan], limit: int) -> list[Tile]:
         )
         if geometry not in found and plan_of(tile).schedule.problem() is None:
             found[geometry] = tile
-    # Among equals: transposed products, resident weights, 3 taps a slot.
+    # Among equals: transposed products, resident weights, 3 taps per slot.
     return sorted(
         found.values(),
         key=lambda tile: (cycles(plan_of(tile)), not tile.transposed, tile.ring > 0, -tile.taps),

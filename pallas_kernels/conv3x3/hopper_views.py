@@ -1,4 +1,4 @@
-"""Views of shared memory for which Pallas Mosaic GPU has no public spelling.
+"""Views of shared memory for which Pallas Mosaic GPU has no public function.
 
 The one file that uses JAX's private modules. `tests/matrix` runs it on every version of JAX that
 pyproject.toml admits.
@@ -34,9 +34,9 @@ LOAD_INDEX = ((),) if _INDEX is not None and _INDEX.default is inspect.Parameter
 def matrix(ref: Ref) -> Ref:
     """Returns swizzled rows (r, 1, 8, c) as the matrix (8r, c) that wgmma and stores expect.
 
-    Publicly, a matrix view must start at a whole 8-row tile. Here the rows of one tile may start
-    anywhere, and tiles may lie any stride apart. That is how nine taps read one haloed strip:
-    wgmma's descriptor holds exactly a start and a stride.
+    The public views of a matrix must start at a whole 8-row tile. Here the rows of one tile may
+    start anywhere, with any stride between tiles, so nine taps can read one haloed strip: wgmma's
+    descriptor holds exactly a start and a stride.
     """
     return TransformedRef(ref.ref, (*ref.transforms, UntilingTransform((8, ref.shape[-1]))))
 

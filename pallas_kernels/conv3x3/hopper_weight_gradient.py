@@ -5,11 +5,11 @@
 is nine matrix products whose K is the pixels. A CTA owns 64 input × 64 output channels, all nine
 taps (147 KB of float32 accumulators, in registers), and a share of the pixels.
 
-Warpgroups: three consumers, then one producer. `full` and `empty` have one barrier a stage.
+Warpgroups: three consumers, then one producer. `full` and `empty` have one barrier per stage.
 
 - The producer copies strips of 8 × `rows` pixels by TMA into a ring of `stages` stages: dy, and x
   with one pixel of halo. It waits on `empty`; the TMA arrives on `full`. Reads outside the image
-  give zeros, so padding, and images that the strips do not divide, need nothing else.
+  give zeros, which handles padding and images that the strips do not divide.
 - A consumer waits on `full`, multiplies, and arrives on `empty`. Each consumer owns a row of taps.
 - In shared memory a pixel is one row of 128 bytes (64 channels, 128-byte swizzle). wgmma reads both
   operands "transposed": channels are contiguous and the pixels are K. Tap (i, j) is the haloed x at
@@ -17,16 +17,16 @@ Warpgroups: three consumers, then one producer. `full` and `empty` have one barr
   10 rows later. The stride between two 64-channel columns of the right operand is free as well. It
   is set to one pixel, so that one wgmma of 64 × 192 multiplies dy by the three taps of a row at
   once.
-- With `taps` = 3 a CTA owns one row of taps, one tap a consumer, and x comes without the rows of
-  halo. It loads more, but there are three times as many tiles, so it needs a third of the splits to
-  fill the GPU. That suits small images, where the partial sums weigh most.
-- Split-K: the pixels are divided over `splits` CTAs. XLA adds their partial sums in a fixed order:
-  no atomics, the same bits in every run. A reduce through distributed shared memory would be slower
-  than this one, which goes through L2.
+- With `taps` = 3 a CTA owns one row of taps, one tap per consumer, and x is loaded without the rows
+  of halo. This loads more, but there are three times as many tiles, so a third of the splits fill
+  the GPU. It suits small images, where the partial sums cost most.
+- Split-K: the pixels are divided over `splits` CTAs. XLA adds their partial sums in a fixed order,
+  without atomics, so every run gives the same bits. This reduce goes through L2, which is faster
+  than distributed shared memory.
 
 float32 operands are split into two bfloat16 (x = high + low); three of the four products are kept
-(bf16x3). Each is right to about 2⁻¹⁷: far better than TF32, which XLA takes for most float32
-convolutions, but not float32.
+(bf16x3). Their relative error is about 2⁻¹⁷: far better than TF32, which XLA takes for most float32
+convolutions, but larger than float32's.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ CONSUMER_REGISTERS = 160  # a thread: 96 accumulators, and addresses
 
 
 def supports(parts: Sequence[Shaped], dy: Shaped, tile: Tile | None = None) -> str | None:
-    """Returns None if `weight_gradient` can run, else why not. Reads shapes and dtypes alone."""
+    """Returns None if `weight_gradient` can run, else the reason. Reads only shapes and dtypes."""
     if not parts:
         return 'parts: expected at least one array, found none'
     if len(dy.shape) != 4:
@@ -206,7 +206,7 @@ def _partial_sums(
     tile = plan.tile
     shape = (tile.splits, 9, sum(plan.widths), plan.features)
 
-    # One body: the roles share the ring, the barriers and the CTA's place in the grid.
+    # One body, because the roles share the ring, the barriers and the CTA's place in the grid.
     def body(*refs: Ref) -> None:
         x_refs, (dy_ref, out_ref, x_ring, dy_ring, full, empty) = (
             refs[: len(parts)],

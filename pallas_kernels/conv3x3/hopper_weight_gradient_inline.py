@@ -1,7 +1,7 @@
 """Two steps of the Hopper weight gradient that Pallas cannot express, in its Mosaic dialect.
 
-`jax.experimental.mosaic.gpu` and `jaxlib.mlir` promise no stability, so all uses of them for the
-weight gradient are in this file.
+`jax.experimental.mosaic.gpu` and `jaxlib.mlir` are not stable, so the weight gradient uses them
+only in this file.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, nvvm
 from jaxtyping import Array
 
-# The layout of wgmma's accumulator, one float32 a register. Pairs (plgpu.Layout.WGMMA) would be
-# taken apart before every wgmma.
+# The layout of wgmma's accumulator, one float32 per register. Pairs (plgpu.Layout.WGMMA) would be
+# split before every wgmma.
 ACCUMULATOR = plgpu.Layout.TILED(
     plgpu.Tiling(((64, 8), (16, 8), (8, 8), (2,), (1,))),
     warp_dims=(-8,),
@@ -96,6 +96,6 @@ def multiply_taps(
 def store_transposed(_: object, target: ir.Value, value: Registers) -> None:
     """Writes valueᵀ to device memory.
 
-    Eight lanes hold eight neighbours of a row of it, a whole sector of 32 bytes.
+    Eight lanes hold eight neighbours in a row of valueᵀ, a whole sector of 32 bytes.
     """
     value.store_untiled(mgpu.memref_transpose(target, (1, 0)), optimized=False)

@@ -1,4 +1,4 @@
-"""Tiles and index arithmetic of the Hopper weight gradient: what each CTA and each step touches.
+"""Tiles and index arithmetic of the Hopper weight gradient: the data of each CTA and step.
 
 Plain functions of integers, which the kernel calls with traced int32 and the tests with Python's.
 """

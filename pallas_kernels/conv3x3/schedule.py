@@ -4,10 +4,11 @@ Plain functions of integers, which the kernel calls with traced int32 scalars an
 Python's.
 
 An image is cut into strips of 8 columns × `rows` rows. A program computes one *tile* at a time:
-`groups` strips (one a consumer warpgroup) × `features` output channels. It walks through the tile's
-*steps*, one chunk of 64 input channels each: first the convolution's chunks (nine taps each), then
-the residual's (centre tap only). Strips wait in `slots` shared-memory slots a consumer, weights in
-a ring of `ring` slots of `taps` taps each; with `ring` = 0 all weights stay resident.
+`groups` strips (one per consumer warpgroup) × `features` output channels. It walks through the
+tile's *steps*, one chunk of 64 input channels each: first the convolution's chunks (nine taps
+each), then the residual's (centre tap only). Strips wait in `slots` shared-memory slots per
+consumer, weights in a ring of `ring` slots of `taps` taps each; with `ring` = 0 all weights stay
+resident.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ class Tile:
         all output channels.
       transposed: compute the transposed product, with the pixels as wgmma's N. It reads less shared
         memory per product when features = 64.
-      activators: warpgroups that apply SiLU(a · x + b), if there is one.
+      activators: warpgroups that apply SiLU(a · x + b), if the convolution has an activation.
     """
 
     rows: int
@@ -160,8 +161,8 @@ class Schedule:
     def ping_pong(self) -> bool:
         """True if two consumers take turns step by step.
 
-        The epilogue of one then overlaps the products of the other. Not with a weight ring: it
-        could wait for the consumer without the turn to free a slot.
+        The epilogue of one then overlaps the products of the other. This excludes a weight ring,
+        which could wait for the consumer without the turn to free a slot.
         """
         return self.resident and self.tile.groups == 2
 
@@ -204,7 +205,8 @@ class Schedule:
     def launch_registers(self) -> int:
         """Registers of a thread at launch, in eights.
 
-        A warpgroup can only take more after others have given up as many; else it waits forever.
+        A warpgroup can take more only after others have released as many; otherwise it waits
+        forever.
         """
         return min(REGISTERS // (128 * self.warpgroups) // 8 * 8, MOST_REGISTERS)
 
@@ -215,7 +217,7 @@ class Schedule:
 
     @property
     def computing_registers(self) -> int:
-        """Registers of a consumer's thread: all that the other warpgroups leave."""
+        """Registers of a consumer's thread: the rest."""
         spare = (
             self.warpgroups * self.launch_registers
             - LOADING_REGISTERS
@@ -259,7 +261,7 @@ class Schedule:
     def strip_at(self, strip: Index) -> tuple[Index, Index, Index]:
         """Returns sample, first row and first column of a strip.
 
-        A strip past the last lies in no sample: its loads read zeros, its stores are clipped.
+        A strip past the last is in no sample: its loads read zeros, its stores are clipped.
         """
         each = self.strips_down * self.strips_across
         sample, rest = quotient(strip, each), remainder(strip, each)
@@ -269,8 +271,8 @@ class Schedule:
             remainder(rest, self.strips_across) * STRIP_COLUMNS,
         )
 
-    # Strips and weight loads are numbered through a program's life. Number n lies in slot n mod
-    # slots, as use n div slots of that slot. Use u of a slot may be written once use u − 1 was
+    # A program numbers its strips, and its weight loads, from start to end. Number n is in slot n
+    # mod slots, as use n div slots of that slot. Use u of a slot may be written once use u − 1 was
     # read.
     def strip_number(self, i: Index, step: Index) -> Index:
         """Returns the number of the strips of a step of tile i; the same for every consumer."""
@@ -297,7 +299,7 @@ class Schedule:
         return quotient(load_number, self.tile.ring), remainder(load_number, self.tile.ring)
 
     def problem(self) -> str | None:
-        """Says why the tile cannot compute this shape; None if it can."""
+        """Returns the reason why the tile cannot compute this shape; None if it can."""
         tile = self.tile
         if (
             min(tile.rows, tile.features) < 1

@@ -2,17 +2,18 @@
 
 It takes every shape. A program computes `block_pixels` consecutive pixels (over batch, height and
 width together) × `block_features` outputs. The K axis runs over taps and channels; a tap is a shift
-of the pixel index, and what it reads outside its image is masked to zero. Triton pipelines the
-loads of K over `num_stages` steps. The epilogue adds shift and residual.
+of the pixel index, and its reads outside the image are masked to zero. Triton pipelines the loads
+of K over `num_stages` steps. The epilogue adds shift and residual.
 
-Few channels would leave the tensor cores mostly padding, so they share an axis with the nine taps:
+With few channels, the tensor cores would mostly compute padding, so they share an axis with the
+nine taps:
 - A part with fewer than 16 channels has one K axis for taps and channels (3 channels fill 27 of
   32), read as a gather.
 - With fewer than 16 features, x is read once instead of nine times: one kernel forms all taps'
-  products, (9 F, pixels) in float32, and another adds up what each pixel's neighbours hold for it.
+  products, (9 F, pixels) in float32, and another adds up each pixel's terms from its neighbours.
 
-The activation SiLU(a · x + b) is fused only where x is read once. Elsewhere every tap would compute
-it again, which costs more than one elementwise pass before the convolution.
+The activation SiLU(a · x + b) is fused only where x is read once. Otherwise every tap would
+recompute it, which costs more than one elementwise pass before the convolution.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ PRODUCTS_NAME = 'jaxunet_conv3x3_triton_products'
 
 
 def supports(parts: Sequence[Shaped], kernel: Shaped) -> str | None:
-    """Returns None if `forward` takes these operands, else what is wrong and what to do."""
+    """Returns None if `forward` takes these operands, else the problem and what to do."""
     if not parts:
         return 'parts: none given; pass at least one array (batch, height, width, channels)'
     first = parts[0]

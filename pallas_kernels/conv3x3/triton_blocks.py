@@ -1,6 +1,6 @@
 """Shared by the portable convolution kernels: masked tiles, taps, dots, launches, checks.
 
-Masks may be None, which stands for all true and costs nothing.
+A mask may be None, which means all true and costs nothing.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def dot_size(n: int) -> int:
 
 
 def folds(channels: int) -> bool:
-    """Returns whether so few channels share one axis with the nine taps."""
+    """Returns True if so few channels share one axis with the nine taps."""
     return channels < SMALLEST_DOT
 
 

@@ -9,7 +9,7 @@ from jax.experimental import pallas as pl
 
 from pallas_kernels.conv3x3.triton_blocks import TAPS, check_block, check_launch, dot_size, folds
 
-# Programs that keep a GPU busy: the multiprocessors of the smallest one in mind, an A100.
+# Programs that keep a GPU busy: the number of multiprocessors of an A100.
 ENOUGH = 108
 
 
@@ -41,7 +41,7 @@ class Tile:
 
 
 def gathers(channels: Sequence[int], features: int) -> bool:
-    """Returns whether one kernel forms products of all taps and another adds them up."""
+    """Returns True if one kernel forms products of all taps and another adds them up."""
     return folds(features) and not all(folds(c) for c in channels)
 
 

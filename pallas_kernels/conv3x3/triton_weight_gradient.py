@@ -5,7 +5,7 @@
 In Pallas through Triton; it takes every shape. A program computes `block_channels` ×
 `block_features` weights of `taps` taps, over one split of the pixels; Triton pipelines its loads
 over `num_stages` steps. Each split writes its float32 partial sums, and XLA adds them in a fixed
-order: no atomics, so results are the same from run to run. If x or dy has fewer channels than the
+order without atomics, so results are the same in every run. If x or dy has fewer channels than the
 tensor cores take at once, the nine taps share that axis of the output, and the other operand is
 read once instead of nine times.
 """
@@ -48,7 +48,7 @@ NAME = 'jaxunet_conv3x3_triton_weight_gradient'
 
 
 def supports(parts: Sequence[Shaped], dy: Shaped) -> str | None:
-    """Returns None if `weight_gradient` takes these operands, else what is wrong and what to do."""
+    """Returns None if `weight_gradient` takes these operands, else the problem and what to do."""
     if not parts:
         return 'parts: none given; pass at least one array (batch, height, width, channels)'
     if len(dy.shape) != 4 or 0 in dy.shape or dy.dtype not in DTYPES:

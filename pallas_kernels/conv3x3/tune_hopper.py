@@ -1,4 +1,4 @@
-"""Times tiles of the Hopper convolution on this machine's GPU: the chosen one beside `candidates`.
+"""Times tiles of the Hopper convolution on this machine's GPU: the current one and `candidates`.
 
     python -m pallas_kernels.conv3x3.tune_hopper [--batch 32] [--directions forward,input]
         [--cases 64x64] [--seconds 60] [--write]
@@ -7,11 +7,11 @@ Directions: `forward`, `input` (the gradient by the input) and `weight` (by the 
 convolutions. `fused` is the convolution of the op `norm_silu_conv3x3` with its residual, and with
 its activation where that is fused, but without the statistics.
 
-Prints one JSON line a shape: µs of the tile that is chosen now and of the fastest tiles. These are
-GPU times of all kernels of a call, so sums of partial results and copies of weights count. Then it
-prints how far the choices are from the fastest. `--write` puts the fastest into the device's table
-(`tile_table.update`). Fit `hopper_tiles.cycles` and `hopper_weight_gradient.default_tile`, which
-estimate the times of other shapes, to these rows.
+Prints one JSON line per shape: µs of the current tile and of the fastest tiles. These are GPU times
+of all kernels of a call, so sums of partial results and copies of weights count. Then it prints how
+much slower the current tiles are than the fastest. `--write` puts the fastest into the device's
+table (`tile_table.update`). Fit `hopper_tiles.cycles` and `hopper_weight_gradient.default_tile`,
+which estimate the times of other shapes, to these rows.
 """
 
 from __future__ import annotations

@@ -168,7 +168,7 @@ def key_of(direction: str, shape: Shape) -> tile_table.Key:
 
 
 def tiles(direction: str, shape: Shape, itemsize: int) -> list[AnyTile]:
-    """Returns the tile that is chosen now, then the others to time."""
+    """Returns the current tile, then the others to time."""
     module: ModuleType = triton_weight_gradient_tiles if direction == 'weight' else triton_tiles
     arguments = *sizes(direction, shape), itemsize
     chosen = tile_table.measured(module.Tile, *key_of(direction, shape)) or module.default_tile(

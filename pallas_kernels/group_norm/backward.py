@@ -233,7 +233,7 @@ def gradient(
 ) -> tuple[tuple[Float[Array, 'batch height width _'], ...], Float[Array, 'batch 2 channels']]:
     """Returns the gradient of every part (in x's dtype) and the sums s₁ and s₂, in one launch.
 
-    With `sums` it reads x and dy once. Without, a program owns whole groups of a sample and reads
+    With `sums`, it reads x and dy once. Without, a program owns whole groups of a sample and reads
     them twice, the second time from registers if they fit, else from the caches.
 
     Raises:

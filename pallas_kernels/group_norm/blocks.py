@@ -1,6 +1,6 @@
 """Shared by the GroupNorm kernels: masked loads and stores of parts, and reductions over groups.
 
-A register tile has rows (pixels) × lanes (channels). Masks may be None, which stands for all true.
+A register tile has rows (pixels) × lanes (channels). A mask may be None, which means all true.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Program:
     Fields:
       own: the channels that it reads and writes.
       window: the channels of all groups that those belong to; `own` if programs own whole groups.
-      exact: refine means by a second pass over registers, which float32 numbers far from zero need.
+      exact: refine means by a second pass over registers, for float32 numbers far from zero.
     """
 
     def __init__(self, grid: Grid, *, exact: bool = False) -> None:
@@ -172,7 +172,7 @@ class Program:
         return found[0], found[1]
 
     def store_channels(self, ref: Ref, value: Float[Array, ' lanes'], *index: Index) -> None:
-        """Stores one number a lane to ref[*index, channel]."""
+        """Stores one number per lane to ref[*index, channel]."""
         plgpu.store(
             ref.at[(*index, self.own.columns)], value.astype(ref.dtype), mask=self.own.valid
         )

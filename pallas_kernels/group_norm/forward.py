@@ -1,8 +1,8 @@
 """The forward kernels of GroupNorm, which write act(norm(x) · scale + offset).
 
-`forward` finds the statistics itself: a program owns whole groups of a sample and walks over their
-pixels twice, first for the statistics, then backwards to write. `normalise` has the parts' moments
-and walks once, so several programs share the pixels of a sample.
+With the parts' moments, a program reads its pixels once, and several programs share the pixels of a
+sample. Without them, a program owns whole groups of a sample and reads their pixels twice, first
+for the statistics, then in reverse order to write.
 """
 
 from __future__ import annotations

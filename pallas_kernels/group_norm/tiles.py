@@ -218,7 +218,7 @@ def fit(
     of eight where groups allow.
 
     Args:
-      group: channels of a group; 1: channels are independent.
+      group: channels of a group; 1 = channels are independent.
       streamed: the statistics are known, so programs may share the pixels of a sample, and the
         channels of a group.
     """

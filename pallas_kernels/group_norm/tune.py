@@ -5,8 +5,8 @@
 
 A shape is side:channels, with the channels of several parts joined by +. `both` is the whole op,
 forward and backward, on the chosen tiles and on XLA. Times are sums of GPU kernel time per call
-from a profiler trace, without launch overhead. Calls are shuffled, so that none finds its inputs in
-the cache because its neighbour left them there. `--write` puts the fastest tiles into the device's
+from a profiler trace, without launch overhead. Calls are shuffled, so that no call always finds its
+inputs in the cache because of the one before it. `--write` puts the fastest tiles into the device's
 table (`tile_table.update`).
 """
 
@@ -221,7 +221,7 @@ def report(
     """Returns the part of a printed row that depends on the kernel.
 
     Args:
-      default: microseconds of the tile that is chosen now.
+      default: microseconds of the current tile.
       xla: microseconds of the op on XLA; only `both` uses it.
       tensor: megabytes of one tensor.
       top: fastest tiles to list.

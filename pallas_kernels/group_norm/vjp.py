@@ -93,12 +93,12 @@ def _backward(
 
 
 def owns_pixels(bytes_per_pixel: int, pixels: int) -> bool:
-    """Returns whether one launch is faster than two.
+    """Returns True if one launch is faster than two.
 
-    In one launch a program walks twice over all pixels of its groups. That is faster where the
-    second walk finds the tensor in registers or in the L2 cache, and the walk is short. The limits
-    are pixels, and bytes of the whole batch: about half of an H200's 50 MB of L2, which x and y
-    share. To refit, time `both` of `pallas_kernels.group_norm.tune` on either side.
+    In one launch, a program reads all pixels of its groups twice. That is faster if the second read
+    finds the tensor in registers or in the L2 cache, and there are few pixels. The limits are in
+    pixels, and in bytes of the whole batch: about half of an H200's 50 MB of L2, which x and y
+    share. To refit, time `both` of `pallas_kernels.group_norm.tune` on either side of the limits.
     """
     return pixels <= 256 or (pixels <= 4096 and bytes_per_pixel * pixels <= 24e6)
 

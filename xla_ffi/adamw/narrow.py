@@ -1,4 +1,4 @@
-"""Converts many float32 arrays to 16 bits in one launch, instead of one launch a layer."""
+"""Converts many float32 arrays to 16 bits in one launch, instead of one launch per layer."""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
 """AdamW over all parameters in one launch, and the gradients' sum of squares in another.
 
 Both handlers take a list of tensors (`tensors` of each kind), so that a UNet's several hundred
-parameters need one launch instead of one each. AdamW updates its operands in place where XLA may.
+parameters need one launch instead of one each. AdamW updates its operands in place if XLA allows
+it.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""The PEP 517 build backend: scikit-build-core, told by `plan` what to compile.
+"""The PEP 517 build backend: scikit-build-core, which compiles what `plan` decides.
 
-A build that compiles nothing needs no compiler and no further package. The others ask for the
-headers of jaxlib and pybind11, and for nvcc from PyPI where the machine has none.
+A build that compiles nothing needs no compiler and no further package. The others need the headers
+of jaxlib and pybind11, and nvcc from PyPI if the machine has none.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ __all__ = [
     'prepare_metadata_for_build_wheel',
 ]
 
-# jaxlib for its FFI headers. An old one: a runtime refuses handlers built with newer headers.
+# jaxlib for its FFI headers. An old version, because a runtime refuses handlers built with newer
+# headers.
 HEADERS = ('pybind11>=3', 'jaxlib==0.7.2')
 # The metapackage keeps the parts of one release together; nvcc alone would bring newer parts that
 # it cannot work with.
@@ -84,7 +85,7 @@ def build_editable(
 
 
 def _decide(config_settings: plan.Settings, install: str) -> plan.Plan:
-    """Returns the plan. Ends the build where a variable is wrong or no C++ compiler is found.
+    """Returns the plan. Ends the build if a variable is wrong or there is no C++ compiler.
 
     `install` is the command that the messages name.
     """

@@ -1,4 +1,4 @@
-"""Finds the NVIDIA GPUs of this machine, with neither a CUDA toolkit nor JAX."""
+"""Finds the NVIDIA GPUs of this machine without a CUDA toolkit and without JAX."""
 
 from __future__ import annotations
 

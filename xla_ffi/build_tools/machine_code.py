@@ -6,14 +6,14 @@ renamed or moved to another file. Two builds hold the same machine code if their
 digests are equal.
 
     python xla_ffi/build_tools/machine_code.py _cuda.so
-        prints one line a kernel: architecture, digest, name
+        prints one line per kernel: architecture, digest, name
     python xla_ffi/build_tools/machine_code.py _cuda.so --write FILE
         writes the record that xla_ffi/test_machine_code.py compares
     python xla_ffi/build_tools/machine_code.py _cuda.so --compare FILE
         prints what differs from a record; exits with 1 if anything does
 
 Needs `cuobjdump` and `nvdisasm` of the CUDA toolkit on PATH (PyPI: nvidia-cuda-cuobjdump,
-nvidia-cuda-nvdisasm). Their version does not matter; that of nvcc does.
+nvidia-cuda-nvdisasm). Their version does not matter, but nvcc's does.
 """
 
 from __future__ import annotations
@@ -65,12 +65,12 @@ def kernels(listing: Iterable[str]) -> Iterator[Kernel]:
 
 
 def missing_tools() -> list[str]:
-    """The tools that PATH lacks."""
+    """Returns the tools that PATH lacks."""
     return [tool for tool in ('cuobjdump', 'nvdisasm') if shutil.which(tool) is None]
 
 
 def read(module: pathlib.Path) -> list[Kernel]:
-    """The kernels of a module, sorted.
+    """Returns the kernels of a module, sorted.
 
     Raises:
       RuntimeError: cuobjdump fails, or finds no kernel.
@@ -88,7 +88,7 @@ def read(module: pathlib.Path) -> list[Kernel]:
 
 
 def compiler(module: pathlib.Path) -> str:
-    """The version of the nvcc that built a module, such as 13.0.88; empty if unknown."""
+    """Returns the version of the nvcc that built a module, such as 13.0.88; '' if unknown."""
     versions = set(COMPILER.findall(module.read_bytes()))
     return versions.pop().decode() if len(versions) == 1 else ''
 

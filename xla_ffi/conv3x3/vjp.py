@@ -1,9 +1,8 @@
 """The convolution ops on the FFI handlers, with their gradients.
 
 Between forward and backward only raw convolution outputs are kept: the norm's gradient kernel
-writes the activation silu(norm(x)) again, for the weight gradient to read. `FUSED_PIXELS` decides
-where the forward pass applies the norm: inside the convolution, or by a kernel of its own before
-it.
+recomputes the activation silu(norm(x)) for the weight gradient. `FUSED_PIXELS` decides if the
+forward pass applies the norm inside the convolution or in a separate kernel before it.
 """
 
 from __future__ import annotations
@@ -34,15 +33,15 @@ from xla_ffi.group_norm.vjp import Copies, gradient, normalise, statistics
 
 # Float32 elements of the weight gradient's split-K workspace. Blocks that share the pixels write
 # their partial sums there: 9 taps of 64 input channels by 64 features each, on the 132
-# multiprocessors of an H100 or H200. A kernel that finds less splits the pixels less. To refit for
-# another GPU, replace 132 by its number of multiprocessors.
+# multiprocessors of an H100 or H200. With a smaller workspace, a kernel splits the pixels less. To
+# refit for another GPU, replace 132 by its number of multiprocessors.
 PARTIAL_SUMS = 132 * 9 * 64 * 64
-PARTIAL_SHIFTS = 512  # rows of partial sums of the shift, besides two rows a sample
+PARTIAL_SHIFTS = 512  # rows of partial sums of the shift, besides two rows per sample
 
-# Pixels of an image from which the forward convolutions apply GroupNorm and SiLU themselves: a tile
-# is activated once for its nine taps, beside the tensor cores. In smaller images the fastest tiles
-# have no room for that, and a separate activation kernel moves few bytes. To refit, time both sides
-# of `_fuses_activation` with `python -m jaxunet.benchmark.kernels`.
+# Smallest images, in pixels, for which the forward convolutions apply GroupNorm and SiLU
+# themselves: a tile is activated once for its nine taps, while the tensor cores work. For smaller
+# images, the fastest tiles leave no shared memory for this, and a separate kernel moves few bytes.
+# To refit, time both sides of `_fuses_activation` with `python -m jaxunet.benchmark.kernels`.
 FUSED_PIXELS = 1024
 
 
@@ -120,7 +119,7 @@ def norm_silu_conv3x3_and_input(
 
 
 def _tiled(parts: Parts) -> bool:
-    """Returns whether the kernels that read a tile once for its nine taps take these parts."""
+    """Returns True if the kernels that read a tile once for its nine taps take these parts."""
     return parts[0].dtype != jnp.float32 and all(part.shape[3] % 8 == 0 for part in parts)
 
 
@@ -244,8 +243,8 @@ def _parameter_gradients(
 def _workspace(dy: Array, weights: int) -> int:
     """Float32 elements of the split-K workspace for so many weights.
 
-    At least the gradients themselves, which stay float32 until the split-K reduce has finished. 64
-    pixels are the smallest share of a block.
+    It holds at least the gradients themselves, which stay float32 until the split-K reduce has
+    finished. A block's share is at least 64 pixels.
     """
     pixels = math.prod(dy.shape[:3])
     partial_sums = max(min(weights * -(-pixels // 64), PARTIAL_SUMS), weights)
@@ -277,9 +276,10 @@ def _conv_backward(saved: ConvSaved, dy: Array) -> tuple[Parts, Array, Array, Ad
 
 
 def _fuses_activation(parts: Parts) -> bool:
-    """Returns whether the convolution applies GroupNorm and SiLU to its input.
+    """Returns True if the convolution applies GroupNorm and SiLU to its input.
 
-    Only the kernels that read a tile once for its nine taps: others would apply them once a tap.
+    Only the kernels that read a tile once for its nine taps do: others would apply them once per
+    tap.
     """
     return _tiled(parts) and parts[0].shape[1] * parts[0].shape[2] >= FUSED_PIXELS
 
@@ -347,9 +347,9 @@ def _norm_conv_backward(
     del eps, copies
     (dy, passed), (x, scale, offset, kernel, shift, added, mean, inverse) = given, saved
     (dactive,) = _input_gradient(dy, kernel, (x.channels,))
-    # This launch also writes the activation, for the weight gradient: activating the strips inside
-    # that kernel would halve its speed. Where samples share scale and offset, the weight gradient's
-    # last launch adds their sums over the samples.
+    # This launch also writes the activation for the weight gradient, because activating the strips
+    # inside that kernel would halve its speed. If samples share scale and offset, the weight
+    # gradient's last launch adds their sums over the samples.
     shared = scale.shape[0] == offset.shape[0] == 1
     found = gradient(
         x.parts,

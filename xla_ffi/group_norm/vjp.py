@@ -1,8 +1,8 @@
 """GroupNorm, optionally followed by SiLU: the FFI handlers, differentiable.
 
 Forward is one handler, which also returns each group's mean and inverse deviation. Backward is one
-handler too: it sums over the pixels, then writes dx. A fused convolution calls the pieces itself:
-`statistics` before it applies the norm to its tiles, `gradient` in its backward pass.
+handler too, which sums over the pixels and then writes dx. A fused convolution calls `statistics`
+before it applies the norm to its tiles, and `gradient` in its backward pass.
 """
 
 from __future__ import annotations
@@ -138,8 +138,8 @@ def gradient(
       activation: also write act(norm(x) · scale + offset) again, from the same read of x, for a
         weight gradient to read.
       added: further gradients of every part of x, at most `MAX_COPIES`; the kernel adds them to dx.
-      samples: also return the gradients of scale and offset, which costs one launch more. Without
-        it, the caller adds the sums over the samples in a launch that it makes anyway.
+      samples: also return the gradients of scale and offset, which takes another launch. Without
+        it, the caller adds the sums over the samples in a launch that it needs anyway.
     """
     batch, *_, channels = dy.shape
     float32 = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.float32)

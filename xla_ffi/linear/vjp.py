@@ -19,10 +19,10 @@ from xla_ffi.call import ffi_call
 
 # Float32 elements of the weight gradient's split-K workspace. Blocks that share the pixels write
 # their partial sums there: at most six chunks of 64 input channels by 64 features each, on the 132
-# multiprocessors of an H100 or H200. A kernel that finds less splits the pixels less. To refit for
-# another GPU, replace 132 by its number of multiprocessors.
+# multiprocessors of an H100 or H200. With a smaller workspace, a kernel splits the pixels less. To
+# refit for another GPU, replace 132 by its number of multiprocessors.
 PARTIAL_SUMS = 132 * 6 * 64 * 64
-PARTIAL_BIASES = 512  # rows of partial sums of the bias, a row a block
+PARTIAL_BIASES = 512  # rows of partial sums of the bias, one per block
 
 
 def linear(
@@ -66,8 +66,8 @@ def _backward(saved: Saved, dy: Array) -> tuple[Array, Array, Array, Array | Non
     x, kernel, bias, adds = saved
     dx = jax.lax.dot_general(dy, kernel.astype(dy.dtype), (((3,), (1,)), ((), ())))
     pixels, weights, features = math.prod(x.shape[:3]), math.prod(kernel.shape), kernel.shape[1]
-    # At least the gradients themselves, which stay float32 until the split-K reduce has finished.
-    # 64 pixels are the smallest share of a block.
+    # At least the gradients themselves, which stay float32 until the split-K reduce has finished. A
+    # block's share is at least 64 pixels.
     workspace = (
         max(min(weights * -(-pixels // 64), PARTIAL_SUMS), weights)
         + (x.shape[0] + PARTIAL_BIASES) * features
