@@ -1,10 +1,10 @@
 // AdamW, sums of squares and 16-bit copies of many tensors in one launch (formulas in plan.h).
 //
-// The sizes and pointers of the tensors travel in the kernel's parameter, TensorList, so that
-// nothing is copied to the device. Each block takes one chunk of one tensor, which it finds by
-// bisection: the entries have the number of their first block. Grid: all chunks of all tensors in a
-// list; more tensors than a list holds take another launch. Blocks are independent; a thread loads
-// 16 bytes of neighbours where the tensor's alignment and end allow, else single elements. Only
+// The sizes and pointers of the tensors are in the kernel's parameter, TensorList, so that nothing
+// is copied to the device. Each block takes one chunk of one tensor, which it finds by bisection:
+// the entries have the number of their first block. Grid: all chunks of all tensors in a list; more
+// tensors than a list holds take another launch. Blocks are independent; a thread loads 16
+// contiguous bytes where the tensor's alignment and end allow, else single elements. Only
 // sum_of_squares_kernel has shared memory, one float for each warp, and a barrier before it is
 // summed.
 #include <cuda_bf16.h>
@@ -62,7 +62,7 @@ struct FirstArray {
       : type(static_cast<Type>(entry[kType])) {
     data = entry[kAddresses] + start * (type == Type::kFloat32 ? 4 : 2);
   }
-  // Whether four elements can be loaded at once.
+  // True if four elements can be loaded at once.
   __device__ bool aligned() const { return data % (type == Type::kFloat32 ? 16 : 8) == 0; }
   // Returns read(pointer of the array's type).
   template <class Read>

@@ -24,8 +24,8 @@ struct SumOfSquares {
 // The arrays of a tensor: indices within its entry of AdamW::arrays.
 enum AdamWArray : int { kGradient, kParameter, kFirstMoment, kSecondMoment, kFirstAverage };
 
-// Indices within AdamW::scalars. From kFirstFollow on there is one for each average: the fraction
-// of the way to the new weights that it goes.
+// Indices within AdamW::scalars. From kFirstFollow on there is one for each average: `follow` in
+// the formulas below.
 enum AdamWScalar : int { kApplied, kGradientFactor, kLearningRate, kCorrection1, kCorrection2 };
 constexpr int64_t kFirstFollow = kCorrection2 + 1;
 

@@ -1,5 +1,5 @@
 // Attention on the CPU: plain loops with float64 sums, for tests and for machines without a GPU.
-// One task a head; the formulas are those of plan.h and flash_backward.cuh.
+// One task per head; the formulas are those of plan.h and flash_backward.cuh.
 #include "binding/cpu.h"
 
 #include <algorithm>

@@ -1,5 +1,4 @@
-// Chooses the attention kernels: flash where they take the shape (flash_shapes.cuh), simple
-// elsewhere.
+// Chooses the attention kernels: flash if they support the shape (flash_shapes.cuh), else simple.
 #include <cuda_runtime_api.h>
 
 #include <optional>

@@ -13,10 +13,10 @@
 // every run. Where few tokens fit one block that owns all keys, it computes dq as well, by
 // exchanging ds between its warps (kAllKeys).
 //
-// kRowWarps warps share out the owned rows, kWarpTiles * 16 each. Where heads are wide,
-// kColumnWarps warps share out the columns of the results: each computes the p and ds of a part of
-// the streamed rows, and they exchange them through shared memory (kExchanges); or, where a tile
-// has no 16 rows for each of them, each computes all of p and ds (kRecomputes).
+// kRowWarps warps divide the owned rows, kWarpTiles * 16 each. For wide heads, kColumnWarps warps
+// divide the columns of the results: each computes the p and ds of a part of the streamed rows, and
+// they exchange them through shared memory (kExchanges); or, if a tile has fewer than 16 rows for
+// each of them, each computes all of p and ds (kRecomputes).
 //
 // Phases:
 // - Prologue: start the copies of a, b and the first tile; load lse and delta.
@@ -26,8 +26,8 @@
 //
 // Shared memory: lse and delta, float[kSegment] each; a, b [kRows][kWidth]; `stages` (1 or 2) times
 // {c, d} [kStreamRows][kWidth]; ds and p [kRows][kStreamRows], where they are exchanged. One
-// __syncthreads a tile: after it the tile has arrived and nobody reads the one before; one more
-// where p and ds are exchanged, and one with a single stage.
+// __syncthreads per tile: after it the tile has arrived and no warp reads the one before; one more
+// if p and ds are exchanged, and one with a single stage.
 #pragma once
 
 #include "common/launch.cuh"
@@ -106,7 +106,7 @@ __device__ void process_block(const AttentionBackward& plan, const Head<Attentio
   if (!kQueries) write<S::kRows, S::kThreads>(b, head.packed(static_cast<T*>(plan.dqkv), 2), first);
 }
 
-// Which blocks a launch holds.
+// The blocks of a launch.
 enum class Owners { kBoth, kKeys, kQueries };
 
 // Grid: (batch * heads * blocks of rows), twice as many with both owners; those that own keys come
@@ -160,8 +160,8 @@ std::optional<cudaError_t> launch_backward_few(const AttentionBackward& plan, in
 }
 
 // Launches the general kernels; nothing if their tiles do not fit `shared_bytes`. Each block that
-// owns keys needs the deltas of all queries. Up to two blocks a head compute them themselves, in
-// one launch. For more, a first launch leaves them in dq's memory, a second computes dk and dv, and
+// owns keys needs the deltas of all queries. Up to two blocks per head compute them themselves, in
+// one launch. For more, a first launch stores them in dq's memory, a second computes dk and dv, and
 // a third overwrites them with dq.
 template <class S>
 std::optional<cudaError_t> launch_backward(const AttentionBackward& plan, int shared_bytes,

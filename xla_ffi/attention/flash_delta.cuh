@@ -1,8 +1,7 @@
-// What the backward pass needs to know of each query beside its row: lse, the log-sum-exp of its
-// logits in base two, and delta = sum over the keys of p * dp = dO * O (Dao 2023, arXiv
-// 2307.08691).
+// Two numbers of each query for the backward pass: lse, the log-sum-exp of its logits in base two,
+// and delta = sum over the keys of p * dp = dO * O (Dao 2023, arXiv 2307.08691).
 //
-// flash_delta_kernel computes the deltas of all queries: width / 8 lanes share out a row, eight
+// flash_delta_kernel computes the deltas of all queries: width / 8 lanes divide a row, eight
 // columns each, and a block has 256 threads. It stores them in the first bytes of dq's rows, which
 // the later kernels read before they write dq.
 #pragma once

@@ -4,10 +4,10 @@
 //
 // A block owns kRows queries of one head of one sample and walks over tiles of kTileKeys keys and
 // values. Grid: (batch * heads * blocks of queries), the blocks of one head side by side. Its warps
-// share out the work:
+// divide the work:
 // - kRowWarps warps take kWarpTiles * 16 rows each.
 // - kKeySplits = 2: a second set of warps takes the other half of each tile's keys, and the two
-//   partial softmaxes are merged at the end (split-K). This keeps a multiprocessor busy where heads
+//   partial softmaxes are merged at the end (split-K). This keeps a multiprocessor busy if heads
 //   are wide and few.
 // - kColumnWarps > 1: such warps compute the same weights and multiply them with different columns
 //   of v. This gives more warps to few queries.
@@ -20,8 +20,8 @@
 //
 // Shared memory: q[kRows][kWidth], then `stages` (1 or 2) times {k, v}[kTileKeys][kWidth], all
 // swizzled (flash_tile.cuh). With two splits the same memory passes the second split's results. One
-// __syncthreads a tile: after it the tile has arrived and nobody reads the one before, whose stage
-// the next copy takes; with one stage, another before that copy.
+// __syncthreads per tile: after it the tile has arrived and no warp reads the one before, whose
+// stage the next copy takes; with one stage, another before that copy.
 #pragma once
 
 #include <cmath>
@@ -57,7 +57,8 @@ struct ForwardShape {
     return (kRows + 2 * stages * kTileKeys) * kWidth * sizeof(T);
   }
   static_assert(kKeySplits == 1 || kColumnWarps == 1);
-  // Merging passes the output of the second split, and two numbers a row, through the same memory.
+  // Merging passes the output of the second split, and two numbers per row, through the same
+  // memory.
   static_assert(kKeySplits == 1 || kRows * (kWidth + 2) * 4 <= (kRows + 2 * kTileKeys) * kWidth *
                                                                    static_cast<int>(sizeof(T)));
 };

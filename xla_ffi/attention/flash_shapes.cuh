@@ -9,22 +9,22 @@
 
 namespace jaxunet::cuda {
 
-// Kernels for few tokens, those with the fewest rows first. They take one block a head, for no more
-// tokens than it has rows; the backward ones compute all gradients in it.
+// Kernels for few tokens, those with the fewest rows first. They take one block per head, for at
+// most as many tokens as it has rows; the backward ones compute all gradients in it.
 template <class... Shape>
 struct Few {};
 
-// No kernels of their own for few tokens: where hardly any network has such heads.
+// No special kernels for few tokens, for widths that hardly any network has.
 struct NoFew {
   using FewForward = Few<>;
   using FewBackward = Few<>;
 };
 
 // The kernels for heads padded to kWidth.
-// - ForwardShape: type, width, 16-row tiles a warp, row warps, key splits, keys of a tile, blocks
-//   an SM[, column warps].
-// - BackwardShape: type, width, 16-row tiles a warp, row warps, column warps, rows of a streamed
-//   tile, blocks an SM.
+// - ForwardShape: type, width, 16-row tiles per warp, row warps, key splits, keys of a tile, blocks
+//   per SM[, column warps].
+// - BackwardShape: type, width, 16-row tiles per warp, row warps, column warps, rows of a streamed
+//   tile, blocks per SM.
 // The 16-bit ones that configs/elephants64.py and configs/cifar10.py use are the fastest on an H200
 // by the geometric mean of the times at batch 32 and 256. To refit them, change a shape and run
 // `python -m jaxunet.benchmark.kernels` on the cases of attention.
@@ -87,7 +87,7 @@ auto dispatch_width(int64_t width, Visit visit) {
   return visit(Shapes<T, 256>());
 }
 
-// Whether the flash kernels take this plan: heads of at most 256 channels, a multiple of 8, so that
+// True if the flash kernels take this plan: heads of at most 256 channels, a multiple of 8, so that
 // rows are aligned to 16 bytes; offsets within a sample that fit 32 bits; arrays aligned to 16
 // bytes.
 template <class Plan>

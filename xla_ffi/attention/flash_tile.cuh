@@ -2,7 +2,7 @@
 // (mma.sync m16n8k16, or m16n8k8 in tf32).
 //
 // A tile holds rows of one head, padded with zeros to a width of 32, 64, 128 or 256. Its 16-byte
-// chunks are permuted within a row (swizzled), so that the loads of a warp meet no bank twice.
+// chunks are permuted within a row (swizzled), so that the loads of a warp have no bank conflicts.
 //
 // An operand lies *along* the tile where the product's K runs along the tile's rows, *across* it
 // where K runs over them: in q * k^T both are along, in p * v the right one is across.

@@ -1,6 +1,6 @@
-// The CPU kernels of all ops, and what they share. They widen to float32, sum in float64 and divide
-// their work among the threads of XLA: simple, correct and deterministic, for tests and for
-// machines without a GPU. They are not fast.
+// The CPU kernels of all ops, and their shared helpers. They widen to float32, sum in float64 and
+// divide their work among the threads of XLA: simple, correct, deterministic and slow, for tests
+// and for machines without a GPU.
 #pragma once
 
 #include <cmath>

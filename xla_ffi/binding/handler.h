@@ -1,5 +1,5 @@
-// What the handlers of both modules share: they read and check a call, then run it. Every failure
-// becomes an XLA error.
+// The handlers of both modules: they read and check a call, then run it. Every failure becomes an
+// XLA error.
 #pragma once
 
 #include <pybind11/pybind11.h>

@@ -1,5 +1,5 @@
-// The checked operands of a call, as the readers hand them to the kernels: plain data, the same for
-// CPU and CUDA. Free of ffi.h, which nvcc compiles slowly.
+// The checked operands of a call, which the readers pass to the kernels: plain data, the same for
+// CPU and CUDA. It does not include ffi.h, which nvcc compiles slowly.
 #pragma once
 
 #include <array>

@@ -24,12 +24,12 @@ using Dims = std::vector<int64_t>;
 
 constexpr int64_t kAny = -1;  // a dimension of any size
 
-// Pixels of an image, or of a batch of images, at most: the kernels count them as int, rounded up
-// to whole tiles.
+// Largest number of pixels of an image, or of a batch of images: the kernels count them as int,
+// rounded up to whole tiles.
 constexpr int64_t kMaxPixels = (int64_t{1} << 31) - 4096;
 
-// Operands and results begin at multiples of it, bytes: kernels load 16 bytes at once, and TMA
-// takes no other addresses.
+// Operands and results begin at multiples of this many bytes: kernels load 16 bytes at once, and
+// TMA takes no other addresses.
 constexpr uintptr_t kAlignment = 16;
 
 struct Array {

@@ -1,5 +1,5 @@
 // Calls that no test in Python can make: images of more pixels than a machine has memory for, and
-// addresses that XLA never passes. Prints what the reader says about each, for
+// addresses that XLA never passes. Prints the reader's message about each, for
 // xla_ffi/test_reader.py.
 
 #include "binding/reader.h"
@@ -14,7 +14,7 @@
 namespace jaxunet {
 namespace {
 
-// An operand or a result, which nothing reads: the address need not exist.
+// An operand or a result. Nothing reads its data, so the address need not exist.
 struct Tensor {
   XLA_FFI_DataType type;
   Dims dims;

@@ -1,4 +1,4 @@
-// From the type that a plan names to a kernel's template argument.
+// Turns the type in a plan into a kernel's template argument.
 #pragma once
 
 #include <cuda_bf16.h>

@@ -1,4 +1,4 @@
-// JAXUNET_HOST_DEVICE: marks functions that both the host and the device call. Nothing for a C++
+// JAXUNET_HOST_DEVICE: marks functions that both the host and the device call. Empty for a C++
 // compiler.
 #pragma once
 

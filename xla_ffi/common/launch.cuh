@@ -1,5 +1,5 @@
-// Launches, dynamic shared memory, and the architecture that is being compiled: what only nvcc can
-// read.
+// Launches, dynamic shared memory, and the architecture that is being compiled; only nvcc can
+// compile this file.
 #pragma once
 
 #include <cuda_runtime.h>

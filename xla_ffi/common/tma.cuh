@@ -12,7 +12,7 @@ __device__ inline void prefetch_tensor_map(const CUtensorMap* map) {
 }
 
 // Copies the box that starts at (c0, c1, ...), innermost first, and signals the barrier with its
-// bytes. What lies outside of the array reads as zero; a store does not write it.
+// bytes. Elements outside of the array read as zero; a store does not write them.
 __device__ inline void tma_load(void* to, const CUtensorMap* map, Barrier* barrier, int c0, int c1,
                                 int c2) {
   asm volatile(

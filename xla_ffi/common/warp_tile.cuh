@@ -2,10 +2,10 @@
 // mma.sync.
 //
 // A tile lies along K, as [64][32], or across it, as [32][64]. Its rows are padded so that the
-// reads of a warp meet no bank twice. float32 numbers are split into two tf32 numbers, x = high +
-// low, and multiplied as high · high + high · low + low · high; the error of a product is 2^-22.
-// Tensor cores truncate their sums instead of rounding them, an error that grows with the number of
-// products, not with its square root. So they sum one tile only, and float32 additions, which
+// reads of a warp have no bank conflicts. float32 numbers are split into two tf32 numbers, x = high
+// + low, and multiplied as high · high + high · low + low · high; the error of a product is 2^-22.
+// Tensor cores truncate their sums instead of rounding them, so the error grows with the number of
+// products instead of its square root. So they sum only one tile, and float32 additions, which
 // round, sum the tiles: the result is as accurate as that of float32 arithmetic.
 #pragma once
 

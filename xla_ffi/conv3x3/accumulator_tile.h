@@ -1,7 +1,7 @@
 // The layout of one tile of the Hopper weight gradient, 64 input × 64 output channels of all nine
 // taps, as the three consumers hold it in wgmma's accumulators. Partial results that only
-// split_k_reduce reads are stored like this: a thread writes four registers at a time, and its
-// neighbours write beside it.
+// split_k_reduce reads are stored like this: a thread writes four registers at a time, next to
+// those of its neighbours.
 #pragma once
 
 #include "common/host_device.h"

@@ -1,5 +1,5 @@
-// An image in parts as the kernels of portable/ and small_channels/ read it: arrays side by side
-// along their channels.
+// An image in parts, for the kernels of portable/ and small_channels/: arrays side by side along
+// their channels.
 #pragma once
 
 #include "common/types.cuh"

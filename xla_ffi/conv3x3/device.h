@@ -1,4 +1,4 @@
-// What the choice of a kernel depends on, of the current device and of this build.
+// The properties of the current device and of this build on which the choice of a kernel depends.
 #pragma once
 
 #include <cuda_runtime_api.h>

@@ -1,6 +1,6 @@
-// Which kernel computes a convolution: decided here alone, by plain functions of the plan and of
-// whether the GPU and the build have the Hopper kernels. hopper/tile_choices_test.cc says what they
-// choose for the shapes of the UNet.
+// Chooses the kernel of a convolution, by plain functions of the plan and of whether the GPU and
+// the build have the Hopper kernels. hopper/tile_choices_test.cc lists their choices for the shapes
+// of the UNet.
 #pragma once
 
 #include "conv3x3/plan.h"

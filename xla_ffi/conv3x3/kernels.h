@@ -1,5 +1,5 @@
 // The CUDA kernels of the convolution. They allocate nothing and run on the given stream.
-// dispatch.h says which of them computes a plan.
+// dispatch.h chooses the kernel of a plan.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -31,7 +31,7 @@ cudaError_t few_features_forward(const Conv3x3& plan, int multiprocessors, cudaS
 // multiples of 64 channels.
 cudaError_t hopper_forward(const Conv3x3& plan, int multiprocessors, cudaStream_t stream);
 
-// How a weight gradient is cut.
+// The division of a weight gradient into blocks.
 struct WeightGradientCut {
   int64_t tiles;               // of the kernel's gradient: blocks of one split
   int64_t strips_of_sample;    // strips of pixels, which the splits share
@@ -61,7 +61,7 @@ cudaError_t hopper_weight_gradient(const Conv3x3WeightGradient& plan, const Spli
 cudaError_t channel_sums(const Conv3x3WeightGradient& plan, int segments, float* partials,
                          cudaStream_t stream);
 
-// to[i] = from[0, i] + from[1, i] + ..., always in one order: the same bits in every run.
+// to[i] = from[0, i] + from[1, i] + ..., always in this order, so every run gives the same bits.
 struct SplitKReduction {
   const float* from = nullptr;
   Result to{};

@@ -1,5 +1,4 @@
-// 3×3 convolution of NHWC tensors, stride 1, zero padding 1, with what a UNet does before and after
-// it.
+// 3×3 convolution of NHWC tensors, stride 1, zero padding 1, with a UNet's prologue and epilogue.
 #pragma once
 
 #include "binding/plan.h"

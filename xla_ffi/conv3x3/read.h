@@ -1,4 +1,4 @@
-// What the readers of convolutions and linear layers share.
+// Shared by the readers of convolutions and linear layers.
 #pragma once
 
 #include "binding/reader.h"

@@ -2,8 +2,8 @@
 // splits, each computed by its own blocks. Their partial results are added afterwards
 // (split_k_reduce.cu).
 //
-// The strips of all samples form one sequence, and a split is a run of them. Blocks that sum dy on
-// their way keep one partial sum for each sample and split that meet: an array (slots, batch,
+// The strips of all samples form one sequence, and a split is a contiguous part of it. Blocks that
+// also sum dy keep one partial sum for each sample that a split meets: an array (slots, batch,
 // features), slot 0 for the first split that meets a sample. Unused slots are zeros, so that the
 // reduction can add all of them. Where a strip holds several samples, they count as one here.
 #pragma once

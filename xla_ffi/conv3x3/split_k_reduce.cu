@@ -1,6 +1,6 @@
 // The reductions of a weight gradient: sums of dy over the pixels of a sample, and the partial
-// results of all splits, added in a fixed order. Both are bound by memory: a thread has several
-// reads of 16 bytes in flight.
+// results of all splits, added in a fixed order. Both are limited by memory bandwidth: a thread has
+// several reads of 16 bytes in flight.
 
 #include <algorithm>
 

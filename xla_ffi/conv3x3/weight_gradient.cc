@@ -1,5 +1,5 @@
-// The handler's entry of the weight gradient: the kernel, the number of splits of K, where partial
-// results lie, and their reduction.
+// The handler's entry of the weight gradient: the choice of the kernel and of the number of splits
+// of K, the place of partial results, and their reduction.
 
 #include <algorithm>
 
@@ -16,9 +16,9 @@ struct Splits {
   int64_t kernel, shortcut;
 };
 
-// Where partial results lie. With one split and nothing to narrow they are the result itself; else
-// they are in the workspace: the kernel's, the shortcut's, then those of dy, the gradient of the
-// shift.
+// The place of partial results. With one split and nothing to narrow, they are the result itself;
+// else they are in the workspace: the kernel's, the shortcut's, then those of dy, the gradient of
+// the shift.
 struct Partials {
   const Conv3x3WeightGradient& plan;
   int64_t kernel, shortcut, shift;  // entries of a gradient

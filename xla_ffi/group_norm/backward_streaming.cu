@@ -12,12 +12,12 @@
 // of each row of pixels, float[rows][2][channels]. One __syncthreads, two cluster barriers: before
 // peers are read, and before a block whose memory they read may end.
 //
-// group_norm_dx reads x and dy once more and writes dx, and act(z) where it is wanted. Grid:
-// (ranks, channel blocks, reduce_layers + batch), no clusters. It walks the samples and the pixels
-// backwards, as the end of x and dy is still in the L2 cache. Blocks of z < reduce_layers reduce
-// the gradients of scale and offset over the batch instead.
+// group_norm_dx reads x and dy once more and writes dx, and act(z) if it is wanted. Grid: (ranks,
+// channel blocks, reduce_layers + batch), no clusters. It walks the samples and the pixels
+// backwards, because the end of x and dy is still in the L2 cache. Blocks of z < reduce_layers
+// reduce the gradients of scale and offset over the batch instead.
 //
-// Its shared memory: the pipelines of x, dy and the tensors that are added; four floats a channel.
+// Its shared memory: the pipelines of x, dy and the added tensors; four floats per channel.
 #include "common/dispatch_dtype.cuh"
 #include "gradient.cuh"
 #include "launch.h"

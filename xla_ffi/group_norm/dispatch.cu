@@ -1,5 +1,5 @@
-// Chooses the GroupNorm kernels: streaming for large images on devices with clusters, smem_resident
-// elsewhere. The rule is streaming_tiling() in streaming.h.
+// Chooses the GroupNorm kernels: streaming for large images on devices with clusters, else
+// smem_resident. The rule is streaming_tiling() in streaming.h.
 #include "kernels.h"
 #include "launch.h"
 

@@ -12,8 +12,8 @@
 // Its shared memory: the pipeline, [stage][thread] vectors of 16 bytes, then StatisticsScratch.
 //
 // group_norm_finish reads x once more and writes y = act(z). Grid: (ranks, channel blocks, batch),
-// no clusters. It walks the samples and the pixels backwards, as the end of x is still in the L2
-// cache. Its shared memory: the pipeline alone; it needs no barriers.
+// no clusters. It walks the samples and the pixels backwards, because the end of x is still in the
+// L2 cache. Its shared memory is only the pipeline; it needs no barriers.
 #include "common/dispatch_dtype.cuh"
 #include "launch.h"
 #include "statistics.cuh"
@@ -30,14 +30,13 @@ struct Statistics {
   StatisticsOutputs to;
 };
 
-// Steps in flight, 4 KiB a block each: about 32 KiB of loads of a multiprocessor hide the latency
+// Steps in flight, 4 KiB per block each: about 32 KiB of loads of a multiprocessor hide the latency
 // of its memory. To refit them, time the streaming kernels with half and with twice as many.
 constexpr int kStatisticsStages = 8, kFinishStages = 4;
 
 // Reduces a thread's pixels to the mean and m2 of each of its channels, by sums of (x - first) and
-// (x - first)^2, where first is the thread's first pixel: being one of the numbers, it is no
-// further from their mean than all of them together deviate, so that the difference of squares
-// loses no more bits than the sum of squares itself.
+// (x - first)^2, where first is the thread's first pixel. Its squared distance from the mean is at
+// most m2, because it is one of the numbers, so the difference of squares loses few bits.
 template <class T, int V>
 __device__ void reduce_thread(const StreamingTile& tile,
                               Pipeline<T, V, kStatisticsStages>& pipeline, const float (&pivot)[V],

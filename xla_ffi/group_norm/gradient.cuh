@@ -1,4 +1,4 @@
-// What both implementations of the backward pass share: their operands, the derivative of the
+// Shared by both implementations of the backward pass: their operands, the derivative of the
 // activation, and the reduction of the gradients of scale and offset over the batch.
 #pragma once
 

@@ -22,13 +22,13 @@ inline int vector_of(const Parts& x, Type type) {
   return aligned ? vector : 1;
 }
 
-// Where the statistics go, each (batch, channels): z = a * x + b. a and b are null where only y is
-// wanted.
+// The outputs of the statistics, each (batch, channels): z = a * x + b. a and b are null if only y
+// is wanted.
 struct StatisticsOutputs {
   float *a, *b, *mean, *inverse;
 };
 
-// What a forward launch writes beside its input's statistics: y = act(z), unless y is null.
+// The output of a forward launch beside its input's statistics: y = act(z), unless y is null.
 struct ForwardOutputs {
   StatisticsOutputs statistics;
   bool silu;

@@ -1,8 +1,8 @@
 // The calls of the GroupNorm handlers, after their operands were checked.
 //
-// Tensors are NHWC, given as one or more parts along their channels (../plan.h); `pixels` is height
-// x width. A group is channels / groups neighbouring channels of a sample, over all of its pixels.
-// Its mean and variance give
+// Tensors are NHWC, given as one or more parts along their channels (binding/plan.h); `pixels` is
+// height x width. A group is channels / groups neighbouring channels of a sample, over all of its
+// pixels. Its mean and variance give
 //   inverse = 1 / sqrt(variance + eps),  n = (x - mean) * inverse,  z = scale * n + offset,
 //   y = act(z),
 // with act = SiLU or the identity. Wu & He 2018, arXiv 1803.08494.
@@ -14,9 +14,9 @@ namespace jaxunet {
 
 class Reader;
 
-// Samples of a call, at most: a layer of the grid each.
+// Largest number of samples of a call: each is a layer of the grid.
 constexpr int64_t kMaxSamples = 65535;
-// Gradients of other readers of x that one call can add to dx, at most.
+// Largest number of gradients of other readers of x that one call can add to dx.
 constexpr int kMaxAdded = 2;
 
 // The tensor to normalise and the affine map that follows. `scale`, `offset`: (1 or batch,

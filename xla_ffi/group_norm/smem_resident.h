@@ -54,10 +54,10 @@ constexpr int64_t kBlockSmemBytes = 100 * 1024;
 
 // Channels of a block, a multiple of lcm(group, vector).
 //
-// Global memory is read in sectors of 32 bytes, so the more neighbouring channels a block has, the
-// better: rows of 32 bytes are worth a cluster, rows of 64 bytes a larger cluster, and rows of a
-// whole line (128 bytes) are taken where they cost nothing. More channels must not idle
-// multiprocessors or lanes.
+// Global memory is read in sectors of 32 bytes, so more neighbouring channels per block are better:
+// rows of 32 bytes are worth a cluster, rows of 64 bytes a larger cluster, and rows of a whole line
+// (128 bytes) are taken if they cost nothing. More channels must not leave multiprocessors or lanes
+// idle.
 template <class Lanes, class ClusterSize>
 int64_t choose_block_channels(const DeviceLimits& limits, int64_t batch, int64_t channels,
                               int64_t unit, int element, const Lanes& lanes,
@@ -78,8 +78,8 @@ int64_t choose_block_channels(const DeviceLimits& limits, int64_t batch, int64_t
   return own;
 }
 
-// log2 of the rows of warps of a block: two to eight steps a thread, if that takes no more than
-// half of the warps, as few steps are reduced soonest.
+// log2 of the rows of warps of a block: two to eight steps per thread, if that takes at most half
+// of the warps, because few steps are reduced soonest.
 inline int choose_warp_row_bits(const SmemResidentTiling& tiling, const KernelNeeds& needs,
                                 int warp_pixel_bits) {
   const int64_t rows =
@@ -90,7 +90,7 @@ inline int choose_warp_row_bits(const SmemResidentTiling& tiling, const KernelNe
   return bits;
 }
 
-// The tiling for `vector` channels a load and `element` bytes a channel. `group`: channels of a
+// The tiling for `vector` channels per load and `element` bytes per channel. `group`: channels of a
 // group. The numbers in the rules (7/8 of the multiprocessors, 2 of them, 512 pixels) were fitted
 // on an H200; to refit them, change one and compare `python -m jaxunet.benchmark.kernels` on the
 // cases of group_norm.

@@ -62,8 +62,8 @@ struct VectorIterator {
 };
 
 // A pipeline of kStages steps (a power of two) of one tensor in shared memory. A thread reads only
-// what it copied itself, so cp_async_wait suffices and no barrier is needed. The caller commits one
-// group a step.
+// its own copies, so cp_async_wait suffices and no barrier is needed. The caller commits one group
+// per step.
 //
 // Layout: slots[stage][thread].
 template <class T, int V, int kStages>

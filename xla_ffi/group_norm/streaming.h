@@ -1,8 +1,7 @@
 // Tiling of the streaming kernels, which normalise large images in two launches that read x once
 // each. The first reduces to statistics (or, backward, to sums); the second computes the result.
-// Both stream: they load, compute and store at the same time and keep nothing but the next few
-// steps in shared memory. The second one walks backwards, so that it starts with what the first has
-// left in the L2 cache.
+// Both load, compute and store at the same time and keep only the next few steps in shared memory.
+// The second one walks backwards, so it starts with the data that the first left in the L2 cache.
 //
 // A block takes `vectors` vectors of each of its pixels, if possible all channels, so that it reads
 // whole lines of memory. Its threads lie along the channels of a pixel, then along the next pixel;

@@ -1,9 +1,9 @@
-// What the two ways to tile a GroupNorm share: the limits of the device, and integer arithmetic.
-// Host code without CUDA, so that tests can call it on a machine without a GPU.
+// Shared by the two tilings of a GroupNorm: the limits of the device, and integer arithmetic. Host
+// code without CUDA, so that tests can call it on a machine without a GPU.
 //
 // Words: a *vector* is what a thread loads at once, 16 bytes of neighbouring channels of one pixel,
-// or one channel where some part's channels are not a multiple of that. A *piece* is a power of two
-// of neighbours in a vector that are always of one group.
+// or one channel if some part's channels are not a multiple of that. A *piece* is 2^n neighbours in
+// a vector that always belong to one group.
 #pragma once
 
 #include <cstdint>

@@ -1,5 +1,5 @@
-// What all GroupNorm kernels share: vectors of channels and their conversion to float32, the
-// sigmoid, and where the channels of a tensor lie that comes in parts.
+// Shared by all GroupNorm kernels: vectors of channels and their conversion to float32, the
+// sigmoid, and the addresses of channels in a tensor of several parts.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -103,8 +103,8 @@ __device__ void load_floats(const float* from, float (&to)[V]) {
   }
 }
 
-// 1 / (1 + exp(-z)). Rounding to 16 bits hides what the approximate exponential and reciprocal
-// lose.
+// 1 / (1 + exp(-z)). Rounding to 16 bits hides the errors of the approximate exponential and
+// reciprocal.
 template <class T>
 __device__ float sigmoid(float z) {
   constexpr float kLog2e = 1.44269504f;

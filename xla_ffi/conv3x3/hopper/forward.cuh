@@ -4,13 +4,14 @@
 // y[pixel, feature] = sum over taps and channels of x[pixel + tap, channel] · kernel[tap, channel,
 // feature]. A strip of 8 columns and its halo arrive as one TMA box of 10 columns × (rows + 2) × 64
 // channels, zero outside of the image. A pixel is one swizzled row of 128 bytes, so the operand of
-// tap (dy, dx) is the same buffer, begun dy · 10 + dx rows later, with 10 rows between groups of
-// eight pixels. The input crosses L2 once instead of nine times. Packed strips (tile.h) are boxes
-// of 64 channels × samples × 6 columns × 6 rows, and their groups of eight pixels are contiguous.
+// tap (dy, dx) is the same buffer, starting dy · 10 + dx rows later, with 10 rows between groups of
+// eight pixels. The input is read from L2 once instead of nine times. Packed strips (tile.h) are
+// boxes of 64 channels × samples × 6 columns × 6 rows, and their groups of eight pixels are
+// contiguous.
 //
-// A shortcut is more K: the centre tap of what it projects. It may be all there is; the kernel then
-// computes a linear layer. The input gradient is the same convolution with the kernel flipped
-// (kFlipped).
+// A shortcut extends K: the centre tap of its own input, with its weights. Without the nine taps, a
+// shortcut alone computes a linear layer. The input gradient is the same convolution with the
+// kernel flipped (kFlipped).
 //
 // The grid is persistent: block b computes the output tiles b, b + gridDim.x, ... One output tile
 // is one strip for each consumer × `features` output channels.
@@ -64,7 +65,7 @@
 //
 // Shared memory, in this order; all but the barriers begin at multiples of 1024 bytes:
 //
-//     strips    C x 2 x kStripBytes   a haloed strip of 64 channels: 128 bytes a pixel, swizzled
+//     strips    C x 2 x kStripBytes   a haloed strip of 64 channels: 128 bytes per pixel, swizzled
 //     outputs   C x kOutputBytes      features / 64 boxes of a strip; first holds the residual
 //     stages    stages x kStageBytes  weights of `taps` taps x 64 channels x features, swizzled
 //     barriers  kBarrierBytes         strip_full, strip_ready, strip_empty, residual_full, turn,

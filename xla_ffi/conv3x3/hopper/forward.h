@@ -1,4 +1,4 @@
-// What the host side of the Hopper forward convolution (forward.cu) and its kernels share. The
+// Shared by the host side of the Hopper forward convolution (forward.cu) and its kernels. The
 // kernels are compiled once for each type, in forward_bfloat16.cu and forward_float16.cu.
 #pragma once
 

@@ -1,4 +1,4 @@
-// What all warpgroups of a block of hopper_forward_kernel share: the shared-memory map, the
+// Shared by all warpgroups of a block of hopper_forward_kernel: the shared-memory map, the
 // barriers, the scheduler. forward.cuh describes them.
 #pragma once
 

@@ -69,8 +69,8 @@ __device__ inline void produce(const Block& block) {
   });
 }
 
-// A warpgroup: SiLU(a · x + b) of the strips of one consumer. What a shortcut projects is passed on
-// as it is.
+// A warpgroup: SiLU(a · x + b) of the strips of one consumer. The input of a shortcut is passed on
+// unchanged.
 template <class Block>
 __device__ inline void activate(const Block& block, int consumer) {
   using Traits = typename Block::Traits;

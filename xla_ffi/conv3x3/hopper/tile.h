@@ -6,11 +6,11 @@
 // the input in chunks of 64 channels, nine taps each, then over the chunks that a shortcut projects
 // (centre tap only).
 //
-// A strip of a 4 × 4 image would be mostly empty. A packed strip therefore holds 4 or 8 whole
-// images, the samples of a pixel side by side: in shared memory, pixel (row, column) of sample n is
-// row (row · 6 + column) · samples + n, halo included. The pixels that one tap reads are then
-// contiguous except for the two halo columns between image rows. The product computes those as
-// well: 22 positions, 16 of which are kept.
+// A strip of a 4 × 4 image would be mostly empty, so a packed strip holds 4 or 8 whole images, the
+// samples of a pixel side by side: in shared memory, pixel (row, column) of sample n is row (row ·
+// 6 + column) · samples + n, halo included. The pixels that one tap reads are then contiguous
+// except for the two halo columns between image rows. The product includes those columns: it
+// computes 22 positions and keeps 16.
 #pragma once
 
 #include <algorithm>
@@ -77,7 +77,7 @@ struct Tile {
   }
   // Registers of a thread at launch. Afterwards setmaxnreg moves those that the producer and the
   // activation do not need to the consumers. A multiprocessor has 65536; ptxas allocates them in
-  // eights, up to 255 a thread.
+  // eights, up to 255 per thread.
   constexpr int launch_registers() const { return std::min(65536 / threads() / 8 * 8, 248); }
   constexpr int producer_registers() const { return 40; }
   constexpr int activation_registers() const { return 80; }
@@ -192,8 +192,8 @@ struct Schedule {
   }
 };
 
-// The tiles that kernels are compiled for. For 4 × 4 images the activation is a kernel of its own;
-// they are packed four at a time where eight would leave multiprocessors without a tile.
+// The tiles that kernels are compiled for. For 4 × 4 images, a separate kernel applies the
+// activation; they are packed four at a time if eight would leave multiprocessors without a tile.
 constexpr Tile kTiles[] = {
     // rows, features, consumers, taps, transposed, activated, samples
     {16, 64, 2, 3, true, false},  {16, 64, 1, 3, true, false},   {8, 64, 1, 3, true, false},

@@ -1,5 +1,5 @@
-// What dispatch.h and tile.h choose for the shapes of the UNet: compile-time assertions, for
-// test_tile_choices.py.
+// Compile-time assertions about the choices of dispatch.h and tile.h for the shapes of the UNet,
+// for test_tile_choices.py.
 
 #include "conv3x3/dispatch.h"
 #include "conv3x3/hopper/tile.h"

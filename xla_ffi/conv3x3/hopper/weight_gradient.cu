@@ -1,5 +1,5 @@
-// The host side of the Hopper weight gradient: how the work is cut, the tensor maps, the launch.
-// The kernel is in weight_gradient.cuh.
+// The host side of the Hopper weight gradient: the division of the work, the tensor maps, the
+// launch. The kernel is in weight_gradient.cuh.
 
 #include <algorithm>
 #include <memory>

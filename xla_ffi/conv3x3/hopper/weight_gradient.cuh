@@ -6,22 +6,22 @@
 // registers. K runs over pixels, of which the block has a share (split-K, split_k.h). Strips of 8 ×
 // 8 pixels pass through a ring in shared memory: dy, and x with one pixel of halo. Both operands of
 // wgmma are MN-major, as channels are contiguous and pixels are K. Each consumer owns a row of
-// taps. Tap (i, j) is the haloed x begun at a shifted row, and the descriptor's leading stride,
-// which leads from 64 columns of B to the next, is set to one pixel: a single wgmma of 64 × 192
-// multiplies dy by the three taps of a row.
+// taps. Tap (i, j) is the haloed x starting at a shifted row, and the descriptor's leading stride,
+// from 64 columns of B to the next, is one pixel: a single wgmma of 64 × 192 multiplies dy by the
+// three taps of a row.
 //
 // Images of at most four rows: a strip has two samples, one below the other: dy's 2 · 4 × 8 pixels,
 // x's 2 · 6 × 10. 4 × 4 images: a strip has four samples, packed (tile.h): dy's 4 × 4 · 4 pixels,
 // x's 6 × 6 · 4; 16 steps of K are one image row.
 //
-// The gradient of a shortcut, (what it projects)ᵀ · dy, comes from more blocks of the same launch,
-// so that their reads overlap the products of the others. Such a block owns up to six chunks of 64
+// The gradient of a shortcut, (its input)ᵀ · dy, comes from extra blocks of the same launch, so
+// that their reads overlap the products of the others. Such a block owns up to six chunks of 64
 // projected channels × 64 output channels, two chunks for each consumer, and reads dy once for all
 // of them. In a linear layer these are the only blocks.
 //
-// split_k_reduce adds the partial results in a fixed order, without atomics: the same bits in every
-// run. If it is their only reader, they are stored in the accumulators' layout
-// (accumulator_tile.h), which is quicker.
+// split_k_reduce adds the partial results in a fixed order, without atomics, so every run gives the
+// same bits. If it is their only reader, they are stored in the accumulators' layout
+// (accumulator_tile.h), which is faster.
 //
 // Warp roles: four warpgroups of 128 threads, one block on a multiprocessor
 //
@@ -66,7 +66,7 @@
 
 namespace jaxunet::cuda::weight_gradient {
 
-// Registers of a thread once the warpgroups have shared out the 4 × 128 that each lane of a
+// Registers of a thread after the warpgroups have divided the 4 × 128 that each lane of a
 // multiprocessor has.
 constexpr int kConsumerRegisters = 152, kHelperRegisters = 56;
 

@@ -1,4 +1,4 @@
-// What all warpgroups of a block of hopper_weight_gradient_kernel share: its part of the work, the
+// Shared by all warpgroups of a block of hopper_weight_gradient_kernel: its part of the work, the
 // shared-memory map, the barriers. weight_gradient.cuh describes them.
 #pragma once
 
@@ -82,8 +82,7 @@ struct Block {
               own * static_cast<int>(p.strips_of_sample.divisor) < first + count;
   }
 
-  // The x_block whose blocks sum the dy of a sample: they take turns, as all of them have it at
-  // hand.
+  // The x_block whose blocks sum the dy of a sample: they take turns, because all of them load it.
   __device__ int turn_of(int sample) const {
     return sample - p.x_blocks.quotient(sample) * x_blocks;
   }

@@ -1,4 +1,5 @@
-// The helpers of hopper_weight_gradient_kernel: three warps that sum dy, beside the products.
+// The helpers of hopper_weight_gradient_kernel: three warps that sum dy while the consumers
+// multiply.
 #pragma once
 
 #include "common/types.cuh"

@@ -1,5 +1,5 @@
-// The convolution as an implicit GEMM, for every shape, type and GPU: Y = A · B, the matrices of
-// which are never formed.
+// The convolution as an implicit GEMM, for every shape, type and GPU: Y = A · B, without storing
+// the matrices A and B.
 //
 // A has a row for each pixel and a column for each (tap, channel): column = tap · channels +
 // channel. For a 1×1 shortcut more columns follow, one for each channel that it projects, at the

@@ -1,5 +1,5 @@
-// What the kernels for at most eight channels or features share: 16-bit types, compute
-// capability 8.0 and later (mma.sync.m16n8k16). Such a convolution is bound by memory. All of them
+// Shared by the kernels for at most eight channels or features: 16-bit types, compute capability
+// 8.0 and later (mma.sync.m16n8k16). Such a convolution is limited by memory bandwidth. All of them
 // read or write the larger of its two images once, 16 bytes at a time.
 #pragma once
 

@@ -2,10 +2,9 @@
 // at most eight features.
 //
 // A has pixels as rows and (tap, channel) as columns; channels are padded with zeros to four or
-// eight, in shared memory too. The order of K is free as long as A and B agree: it is chosen such
-// that the four numbers of a row that a lane holds are four channels of one tap, a single load. The
-// order of the features is free as well: a lane ends up with eight neighbours and stores them as 16
-// bytes.
+// eight, in shared memory too. The order of K is free as long as A and B agree: here the four
+// numbers of a row that a lane holds are four channels of one tap, a single load. The order of the
+// features is free as well: here a lane gets eight neighbours and stores them as 16 bytes.
 //
 // A block keeps the weights of 64 features in registers. It is persistent: it loads the next tile
 // while it multiplies one.

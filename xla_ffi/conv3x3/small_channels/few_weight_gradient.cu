@@ -8,8 +8,8 @@
 // by pixel, the small one with its halo as one plane for each channel. The next strip is loaded
 // while one is multiplied.
 //
-// Sums of dy need no pass of their own: if x is small, a plane of ones adds a row to the product;
-// if dy is small, the rows of the centre tap are also multiplied by ones.
+// Sums of dy need no separate pass: if x is small, a plane of ones adds a row to the product; if dy
+// is small, the rows of the centre tap are also multiplied by ones.
 
 #include "common/launch.cuh"
 #include "common/warp_instructions.cuh"
