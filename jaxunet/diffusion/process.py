@@ -69,7 +69,7 @@ class Diffusion:
 
     @property
     def objective(self) -> str:
-        """What the network outputs: epsilon, x0, v, edm or flow."""
+        """The network's prediction: epsilon, x0, v, edm or flow."""
         return self.config.objective
 
     @property

@@ -28,7 +28,7 @@ ALWAYS = 2**28  # bytes to which any archive may expand
 TIMES = 32  # and how many times its own size
 NPY_START = 2**14  # bytes that hold the header of any .npy that numpy reads
 ENCRYPTED = 0x1  # flag bit of a zip entry
-# What zipfile, numpy and the decompressors raise on a damaged archive.
+# Exceptions of zipfile, numpy and the decompressors for a damaged archive.
 ERRORS = (
     zipfile.BadZipFile,
     EOFError,

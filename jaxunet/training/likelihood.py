@@ -27,7 +27,7 @@ from jaxunet.sampling.solvers import respaced_timesteps
 
 @dataclass(frozen=True)
 class LikelihoodOptions:
-    """How the bound is computed.
+    """The options of the bound's computation.
 
     Attributes:
       reference: the images, as `data.path`; '' = those that the run keeps out of training, or the
@@ -100,7 +100,7 @@ def measure_likelihood(
 
 
 class _Prepared(NamedTuple):
-    """What the averages of a run share."""
+    """The values that all averages of a run share."""
 
     likelihood: Likelihood
     source: Source

@@ -38,7 +38,7 @@ struct BackwardShape {
   }
 };
 
-// What a block owns; a block of all keys computes dq as well.
+// The rows that a block owns; a block of all keys computes dq as well.
 enum class Owned { kQueries, kKeys, kAllKeys };
 
 // One warp's share of the block's work. Accumulators have the layout of mma.sync, as in

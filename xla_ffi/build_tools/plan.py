@@ -26,7 +26,7 @@ class Part(enum.Enum):
 
 
 class Plan(NamedTuple):
-    """What is compiled, why, and for which architectures ('' without CUDA)."""
+    """The part to compile, the reason, and the architectures ('' without CUDA)."""
 
     part: Part
     reason: str

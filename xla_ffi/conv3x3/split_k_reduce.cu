@@ -213,8 +213,8 @@ __device__ void put_tile(const SplitKReduction& job, const Tiles& tiles, int fir
       job.count, *reinterpret_cast<const float4*>(transposed + row * (columns + 4) + column));
 }
 
-// How the threads of a block share a reduction: each reads four neighbouring entries of every
-// `rows`-th part.
+// The division of a reduction among a block's threads: each reads four neighbouring entries of
+// every `rows`-th part.
 struct Layout {
   int log_rows = 0;
   int64_t blocks;

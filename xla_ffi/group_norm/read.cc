@@ -29,7 +29,7 @@ void read_groups(Reader& call, Plan& plan) {
   }
 }
 
-// What norm_forward and norm_statistics start with: x, groups, eps, scale, offset.
+// The first operands of norm_forward and norm_statistics: x, groups, eps, scale, offset.
 template <class Plan>
 Array read_input(Reader& call, Plan& plan) {
   const Array x = read_image(call, plan);

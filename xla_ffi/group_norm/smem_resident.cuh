@@ -1,5 +1,5 @@
-// How the threads of a smem_resident block (smem_resident.h) reach their vectors, in global memory
-// and in the staged copies in shared memory.
+// The access of a smem_resident block's threads (smem_resident.h) to their vectors, in global
+// memory and in the staged copies in shared memory.
 #pragma once
 
 #include "smem_resident.h"
@@ -7,7 +7,7 @@
 
 namespace jaxunet::cuda {
 
-// What a thread works on: one vector of channels, and `steps` pixels, 1 << row_bits apart.
+// The work of a thread: one vector of channels, and `steps` pixels, 1 << row_bits apart.
 struct ThreadTile {
   int lane, warp_row;  // lane of the warp; which of the warps with the same channels
   int local;           // first channel of the vector, counted from the block's first

@@ -38,7 +38,7 @@ struct SmemResidentTiling {
   int64_t stage_bytes, scratch_bytes;  // shared memory of the staged chunks, and of everything else
 };
 
-// What a kernel asks of its tiling.
+// The requirements of a kernel for its tiling.
 struct KernelNeeds {
   int tensors;      // tensors that stay in shared memory for the epilogue: 0, 1 or 2
   int max_threads;  // threads of a block, unless one pixel's channels already take more

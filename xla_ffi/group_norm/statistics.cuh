@@ -43,8 +43,8 @@ __device__ float4 merge_team(const Visit& visit) {
   return make_float4(count, mean, team_sum(m2), 0);
 }
 
-// What a block reduces: `rows` rows of moments, one for each piece of its `channels`; `ranks`
-// blocks of the cluster.
+// The input of a block's reduction: `rows` rows of moments, one for each piece of its `channels`;
+// `ranks` blocks of the cluster.
 struct ReductionShape {
   int channels, group, piece_bits, rows, ranks;
 };

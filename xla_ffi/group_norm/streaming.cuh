@@ -1,4 +1,4 @@
-// How the threads of a streaming block (streaming.h) reach their vectors: in global memory, one
+// The access of a streaming block's threads (streaming.h) to their vectors: in global memory, one
 // step after the other, by way of a few stages in shared memory.
 #pragma once
 
@@ -7,8 +7,8 @@
 
 namespace jaxunet::cuda {
 
-// What a thread works on: one vector of channels, and `steps` pixels, `stride` apart. The blocks of
-// a sample take rows of pixels in turns, so that all of them together walk through the image.
+// The work of a thread: one vector of channels, and `steps` pixels, `stride` apart. The blocks of a
+// sample take rows of pixels in turns, so that all of them together walk through the image.
 struct StreamingTile {
   int row;             // pixel of the block's first step
   int local, channel;  // first channel of the vector, counted from the block's first, and from the

@@ -55,8 +55,8 @@ struct Parameters {
   ShiftPartials shift;
 };
 
-// Where a chunk lies: its part, its first channel in that part, and the part's first channel in the
-// whole.
+// The place of a chunk: its part, its first channel in that part, and the part's first channel in
+// the whole.
 struct Place {
   int part = 0, channel = 0, first = 0;
 
