@@ -238,13 +238,13 @@ def check(config: Config, mode: str, source: Source) -> None:
         raise UserError('trains with AdamW, found optimizer.name=muon')
     if config.data.noise_candidates > 1:
         raise UserError(
-            'trains with any noise, found '
+            'trains with one noise sample per image, found '
             f'data.noise_candidates={config.data.noise_candidates}; set it to 1'
         )
     if config.data.augment == 'edm':
-        raise UserError('augments by flips alone, found data.augment=edm')
+        raise UserError('augments only by flips, found data.augment=edm')
     if config.ema.widths:
-        raise UserError('keeps exponential averages alone, found ema.widths; set it to ()')
+        raise UserError('keeps only exponential averages, found ema.widths; set it to ()')
     if pipeline.choose_cache(config, source) != 'device':
         raise UserError(
             'keeps its images on the device, found a config that streams them; set '

@@ -84,7 +84,7 @@ def load_model(
         given = ['new_attention_order'] * (new_attention_order is not None) + list(stated)
         if given:
             flags = ', '.join(f'--{name}' for name in given)
-            raise UserError(f'{path}: a checkpoint states all about its model; leave {flags} out')
+            raise UserError(f'{path}: a checkpoint already describes its model; leave {flags} out')
         return _from_checkpoint(path, ema)
     weights = read_weights(
         path, config, ema=ema, new_attention_order=new_attention_order, like=like, **stated

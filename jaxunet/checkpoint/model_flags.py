@@ -48,7 +48,7 @@ class ModelFlags(NamedTuple):
         if others:
             names = ', '.join(f'--{name}' for name in others)
             raise UserError(
-                f'--preset: {self.preset.value} states all about the model, found '
+                f'--preset: {self.preset.value} already describes the model, found '
                 f'{names} beside it; leave one of them out'
             )
         preset = PRESETS[self.preset.value]

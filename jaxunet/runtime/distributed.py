@@ -287,7 +287,7 @@ def _connect(start: Start, how: str, **arguments: Any) -> None:
     _AbortMessage.disarm()
     me = f'process {jax.process_index()} of {jax.process_count()}'
     _AbortMessage.arm(
-        f'{me} ended before its time: it was killed, or another process of the run died or cannot '
+        f'{me} ended early: it was killed, or another process of the run died or cannot '
         'be reached any more (see above, and the output of the others). The same command on all '
         'processes, or on fewer, resumes from the last checkpoint.'
     )

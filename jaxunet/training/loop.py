@@ -64,7 +64,7 @@ def train(
         a row were not finite, or the last checkpoint could not be written.
     """
     if milestones and jax.process_count() > 1:
-        raise ValueError('milestones: the processes of a run would reach them at different steps')
+        raise ValueError('milestones: expected a run of one process, found several')
     with opened(workdir), Preemption() as preemption:
         return with_rollbacks(
             lambda failed: _Loop(config, workdir, source, preemption, milestones).run(

@@ -84,7 +84,7 @@ class Replicas:
             f'training stopped at step {step}: the training state is not the same on all devices: '
             f'{who} in {differ.sum()} of {len(names)} arrays (first: {first}). A device computes '
             f'or stores wrong numbers; test it, or leave it out. Step {step} is not saved; the '
-            f'same command goes on from the last checkpoint, step {saved}.'
+            f'same command resumes from the last checkpoint, step {saved}.'
         )
 
 

@@ -362,11 +362,11 @@ MISTAKES = [
     (['jaxunet.export', '--output=m.bin', '--init', '--ema=none'], '--ema: no effect with --init'),
     (
         ['jaxunet.sample', '--checkpoint=RUN', '--num_heads=2', '--schedule=cosine'],
-        'a checkpoint states all about its model; leave --num_heads, --schedule out',
+        'a checkpoint already describes its model; leave --num_heads, --schedule out',
     ),
     (
         ['jaxunet.sample', '--checkpoint=RUN', '--preset=adm_imagenet64', '--image_size=64'],
-        '--preset: adm_imagenet64 states all about the model, found --image_size beside it',
+        '--preset: adm_imagenet64 already describes the model, found --image_size beside it',
     ),
     (
         ['jaxunet.sample', '--checkpoint=RUN', '--preset=adm_imagenet64'],

@@ -49,7 +49,7 @@ def test_a_flipped_bit_names_its_device(mode):
     def found(params, moments):
         with pytest.raises(UserError, match='training stopped at step 4: ') as caught:
             replicas.check(state_of(params, moments), 4, 2)
-        assert str(caught.value).endswith('goes on from the last checkpoint, step 2.')
+        assert str(caught.value).endswith('resumes from the last checkpoint, step 2.')
         return str(caught.value)
 
     one = {**params, 'a': with_flipped_bits(params['a'], {2: 1})}

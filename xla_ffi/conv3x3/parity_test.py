@@ -117,9 +117,7 @@ def test_without_pixels_the_weight_gradient_is_zero_and_still_adds_the_sums_of_a
 
 
 def test_under_vmap_the_mapped_axis_joins_the_batch():
-    """Of an image large enough that the convolution applies the norm itself: one call a sample is
-    the same bit for bit.
-    """
+    """One call per sample gives the same bits. The convolution applies the norm itself here."""
     case = Case(32, 32, (8,), 8, (16,), groups=2, batch=6)
     arrays = {name: jnp.asarray(v, t) for name, (v, t) in inputs(case, 'bfloat16', 6).items()}
     batched = {name: v.shape[0] == 6 for name, v in arrays.items()}
