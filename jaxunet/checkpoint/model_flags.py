@@ -63,7 +63,7 @@ def define(config_help: str, *, image_size_help: str = '') -> ModelFlags:
     """Defines the flags; for a command to call while it is imported.
 
     Args:
-      image_size_help: what `--image_size` means in this command besides.
+      image_size_help: a further meaning of `--image_size` in this command.
     """
     config = cli.define_optional_config(config_help)
     preset = flags.DEFINE_enum(

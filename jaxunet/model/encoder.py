@@ -1,6 +1,6 @@
-"""The half of the UNet that narrows the image: its embeddings, down levels and middle.
+"""The encoder of the UNet: its embeddings, down levels and middle.
 
-`jaxunet.model.unet` puts the way up behind it, `jaxunet.model.noisy_classifier` a pool and classes.
+`jaxunet.model.unet` adds the up levels, `jaxunet.model.noisy_classifier` a pool and classes.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Layers(NamedTuple):
 
 
 class Encoder(Block):
-    """What the UNet and noisy classifiers share.
+    """The layers that the UNet and noisy classifiers share.
 
     Fields:
       attention_levels: levels (0 = full resolution) whose residual blocks are followed by
@@ -158,7 +158,7 @@ def make_layers(
     embedding: Float[Array, 'batch width'],
     dropout_keys: Key[Array, ' batch'] | None,
 ) -> Layers:
-    """Returns what builds the blocks of one call of a network.
+    """Returns the builders of the blocks of one call of a network.
 
     Args:
       embedding: of time and class.

@@ -93,7 +93,7 @@ class AttentionPool(Block):
 
     Fields:
       classes: features of the result.
-      pixels: those of x.
+      pixels: number of pixels of x.
     """
 
     classes: int = 0

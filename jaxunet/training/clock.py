@@ -62,7 +62,7 @@ class Milestones:
       reached: called with the step, the training time in seconds, and the averages of the weights
         by their names in the training state, on this process's first device. The clock is paused
         meanwhile.
-      step_seconds: seconds that a step counts, such as its time measured alone, for runs that share a
+      step_seconds: fixed seconds of a step, such as its time measured alone, for runs that share a
         device. 0 = training time is measured.
     """
 
