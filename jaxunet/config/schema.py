@@ -343,7 +343,7 @@ class Config:
 # weights at once.
 OPS = ('conv3x3', 'norm_silu_conv3x3', 'group_norm', 'attention', 'linear', 'adamw')
 SNAPSHOTS = 32  # over a run if `ema.snapshot_every` is 0
-Fields = dict[str, Any]  # values by the name of their field; a section is a dict of its own
+Fields = dict[str, Any]  # values by the name of their field; a section is a nested dict
 PRECISIONS = ('float32', 'bfloat16', 'float16')
 
 

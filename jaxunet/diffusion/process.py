@@ -227,7 +227,7 @@ def middle_time(diffusion: Diffusion, t: Steps) -> Times:
 
 
 def network_input(diffusion: Diffusion, xt: Images, time: Times) -> Images:
-    """Returns what the network sees of x_t; see the module's table."""
+    """Returns the network's input for x_t; see the module's table."""
     if diffusion.objective == 'edm':
         return xt / _edm_length(diffusion, time)
     if diffusion.objective == 'flow':

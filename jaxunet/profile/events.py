@@ -25,7 +25,7 @@ from jaxunet.profile.phases import (
 _GPU = re.compile(r'/device:GPU:(\d+)')
 # Events of the tracer itself, and of XLA's CPU executor around the operations.
 _NOISE = ('end: ', 'ThreadpoolListener::', 'ThunkExecutor::', '<UNKNOWN>', 'BUFFER_FLUSH')
-# Instructions whose bodies have events of their own.
+# Instructions whose bodies have their own events.
 _CONTAINER = re.compile(r'(while|conditional|call)(\.\d+)?$')
 
 KERNEL, COPY, COLLECTIVE = 'kernel', 'copy', 'collective'

@@ -1,8 +1,8 @@
 """Runs over several processes or hosts: start, agreement, and termination when one is lost.
 
 JAX's coordination service runs in process 0 and notices a process that dies: immediately if it is
-process 0, otherwise when its heartbeats have been missing for `heartbeat_seconds`. JAX then aborts
-the other processes from a thread of its own, whatever they wait for.
+process 0, otherwise when its heartbeats have been missing for `heartbeat_seconds`. A thread of JAX
+then aborts the other processes, even if they are waiting for something.
 """
 
 from __future__ import annotations

@@ -86,7 +86,7 @@ class PickleReader:
         raise Refused(f'attributes are set on something that {self.format} does not have')
 
     def persistent(self, reference: object) -> object:
-        """Returns what a reference outside the pickle stands for. Raises Refused: no such one."""
+        """Returns the object of a reference outside the pickle. Raises Refused: no such one."""
         raise Refused(f'refers to objects outside the file, which {self.format} does not')
 
     def load(self, pickle: bytes | BinaryIO) -> object:

@@ -192,7 +192,7 @@ def share(
     Args:
       todo: tasks as (i, number of GPUs).
       gpus: names of the GPUs.
-      work: runs a task in a thread of its own.
+      work: runs a task; each task has its own thread.
     """
     cores = _cores(len(gpus))
 

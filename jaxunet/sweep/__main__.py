@@ -11,7 +11,7 @@
 `--vary` takes any field of the config, and also `jit=on,off` and `batch_per_device=32,64`. Every
 point runs in its own process: one that crashes, hangs (--timeout) or runs out of memory becomes a
 row with the reason. The steps are those of `jaxunet.train`, input included, without sampling and
-checkpoints. Compile time is a column of its own; JAX_ENABLE_COMPILATION_CACHE=false compiles
+checkpoints. Compile time is a separate column; JAX_ENABLE_COMPILATION_CACHE=false compiles
 everything again. Without a GPU, XLA's --xla_force_host_platform_device_count emulates several
 devices on the same cores.
 

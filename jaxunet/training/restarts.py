@@ -79,7 +79,7 @@ class Supervisor:
         return code if code >= 0 else 128 - code
 
     def _once(self) -> int:
-        # In a session of its own, a Ctrl-C of the terminal reaches it once: through this process.
+        # In its own session, it gets the terminal's Ctrl-C once, through this process.
         self._process = subprocess.Popen(
             self.command,
             start_new_session=True,

@@ -196,7 +196,7 @@ def gradients(parts: StepParts, state: TrainState, keys: Keys, batch: Batch) -> 
     scale = state.loss_scale.scale
     devices = 1 if parts.axis_name is None else jax.lax.axis_size(parts.axis_name)
     if devices > 1:
-        # Makes the sum over devices a mean: dividing each gradient would be a kernel of its own.
+        # Makes the sum over devices a mean: dividing each gradient would take a separate kernel.
         scale = scale / devices
     with jax.named_scope('forward'):
         params = state.params

@@ -232,7 +232,7 @@ def _unit(  # noqa: PLR0915
             for index in (first + part.offset + target, feature)
         )
         if stored is not None:
-            # Masked-out elements need addresses of their own: the interpreter would write them too.
+            # Masked-out elements need their own addresses, because the interpreter writes them too.
             rows = jnp.where(stored, rows, p.splits * TAPS * total)
         plgpu.store(output.at[rows, columns], value, mask=stored)
 

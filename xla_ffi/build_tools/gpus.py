@@ -22,7 +22,7 @@ def find() -> list[str]:
 
 
 def _ask_nvidia_smi() -> list[str] | None:
-    """Returns what nvidia-smi says, or None where it is missing or fails."""
+    """Returns the output of nvidia-smi; None if it is missing or fails."""
     program = shutil.which('nvidia-smi')
     if program is None:
         return None

@@ -50,7 +50,7 @@ cudaError_t few_weight_gradient(const Conv3x3WeightGradient& plan, const SplitK&
                                 float* partials, const ShiftPartials& shift, cudaStream_t stream);
 WeightGradientCut hopper_weight_gradient_cut(const Conv3x3WeightGradient& plan);
 // `accumulator_tiles`: the partial results are (splits, tiles) of accumulator_tile.h; tiles are
-// whole. The shortcut has splits of its own, and partial results (splits, channels projected,
+// whole. The shortcut has its own splits, and partial results (splits, channels projected,
 // features). Without x, its blocks also sum dy.
 cudaError_t hopper_weight_gradient(const Conv3x3WeightGradient& plan, const SplitK& split_k,
                                    float* partials, bool accumulator_tiles,

@@ -152,7 +152,7 @@ Splits few_splits(const WeightGradientCut& cut, const Partials& partials, int mu
 }
 
 // Four blocks for each multiprocessor, if the workspace has room, and at least 256 pixels for each;
-// likewise two for the sums of dy, which are a kernel of their own.
+// likewise two for the sums of dy, which are a separate kernel.
 cudaError_t implicit_gemm(const Partials& partials, int multiprocessors, cudaStream_t stream) {
   const Conv3x3WeightGradient& plan = partials.plan;
   const int64_t image = plan.height * plan.width, blocks = plan.batch * ceil_div(plan.features, 64);

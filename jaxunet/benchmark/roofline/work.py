@@ -10,7 +10,7 @@ element of the compute type has e bytes:
 | ... with a residual of R channels | | e·P·R more |
 | ... and a shortcut R to F | 2·P·R·F more | e·R·F more |
 | convolution input gradient | as forward, without residual | the same |
-| ... of the shortcut, an op of its own | 2·P·R·F | e·(P·F + P·R + R·F) |
+| ... of the shortcut, a separate op | 2·P·R·F | e·(P·F + P·R + R·F) |
 | convolution weight gradient | as forward, with shortcut | e·(P·C + P·F + 9·C·F [+ P·R + R·F]) |
 | GroupNorm forward before a convolution | | e·P·C: x is read once, the convolution applies it |
 | GroupNorm forward alone | | 2·e·P·C: x is read, y is written |
@@ -22,7 +22,7 @@ element of the compute type has e bytes:
 
 n counts the gradients of the other readers of x, which the norm's backward pass adds: the residual
 or shortcut, and the skip connection. Attention's backward pass recomputes its weights
-(arXiv 2307.08691). Convolutions with a side of at most `FEW` channels are a class of their own.
+(arXiv 2307.08691). Convolutions with at most `FEW` input or output channels are a separate class.
 Linear layers on embeddings are in the class linear.
 
 Not counted: scales, offsets, biases and statistics; what a remat config recomputes; arithmetic that

@@ -87,7 +87,7 @@ def checked_residual(
 
 
 def kept_for_backward(added: Added | None) -> Added | tuple[()] | None:
-    """Returns what the gradient of the addition reads.
+    """Returns the operands that the gradient of the addition reads.
 
     This is empty, (), for a residual without a shortcut: its gradient is dy.
     """
