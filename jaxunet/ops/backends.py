@@ -123,7 +123,7 @@ def overlaps(config: Config) -> bool:
 
     The CUDA convolutions do where each is too small to fill the GPU. Larger ones gain nothing and
     need twice the memory; steps of other backends get slower (docs/results.md). To refit
-    `OVERLAP_PIXELS`, run `tests/gpu/overlap.sh`.
+    `OVERLAP_PIXELS`, run `tests/gpu/overlap.py`.
     """
     height, width, _ = config.image_shape
     pixels = config.data.batch_size // config.optimizer.accumulate_steps * height * width
