@@ -265,10 +265,11 @@ def _unet_shape(config: Config) -> Iterator[str]:
     levels = len(m.channel_mult)
     factor = 2 ** (levels - 1)
     low_res = config.low_res_shape
-    if low_res is not None and (low_res[0] > height or low_res[1] > width):
+    low_height, low_width = (0, 0) if low_res is None else low_res[:2]
+    if low_height > height or low_width > width or (low_height, low_width) == (height, width):
         yield (
-            f'model.low_res_size: {low_res[0]}x{low_res[1]} is larger than data.image_size '
-            f'({height}x{width})'
+            f'model.low_res_size: expected smaller than data.image_size ({height}x{width}), '
+            f'found {low_height}x{low_width}'
         )
     if height % factor or width % factor:
         yield (

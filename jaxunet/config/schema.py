@@ -62,7 +62,7 @@ class ModelConfig:
     # Recompute blocks in the backward pass instead of storing their activations.
     remat: bool = False
     # Super-resolution: (side,) or (height, width) of a picture that the network sees, enlarged,
-    # beside the noisy image. () = none.
+    # beside the noisy image; in training, the image itself made small. () = none.
     low_res_size: tuple[int, ...] = ()
 
 

@@ -50,8 +50,8 @@ Params: TypeAlias = PyTree  # of parameters, of the UNet or of the policy networ
 PerSample = Float[Array, ' batch']
 Steps = Int[Array, ' batch']
 Images = Float[Array, 'batch height width channels']
-# The UNet: (parameters, x_t, t, labels) -> output.
-Predict = Callable[[Params, Images, Steps, Array | None], Array]
+# The UNet: (parameters, x_0, x_t, t, labels) -> output. Only super-resolution needs x_0.
+Predict = Callable[[Params, Images, Images, Steps, Array | None], Array]
 CLIP_NORM = 1.0  # maximum global norm of the policy's gradient
 PROPOSALS = 8  # candidates per gamma variate
 
@@ -315,7 +315,7 @@ def _drop(
     noise = jax.vmap(lambda k: jax.random.normal(k, x0.shape[1:], jnp.float32))(keys)
     xt = q_sample(diffusion, x0, t, noise)
     before, after = (
-        bound_terms(diffusion, event.predict(params, xt, t, labels), x0, xt, t)
+        bound_terms(diffusion, event.predict(params, x0, xt, t, labels), x0, xt, t)
         for params in (event.before, event.after)
     )
     return before - after

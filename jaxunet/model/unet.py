@@ -23,6 +23,7 @@ from jaxtyping import Array, Float, Int, Key, PyTree, Real
 from jaxunet.config import Config
 from jaxunet.model.blocks import Affine
 from jaxunet.model.encoder import TIME_EMBEDDING, Encoder, Layers, encode, make_layers
+from jaxunet.model.low_res import enlarged
 from jaxunet.ops.activation import Activation
 from jaxunet.ops.vocabulary import Ops
 
@@ -48,19 +49,6 @@ def init_params(model: UNet, config: Config, key: Array) -> Params:
     return model.init(
         key, jnp.zeros((1, *config.image_shape), jnp.float32), jnp.zeros((1,), jnp.int32), labels
     )['params']
-
-
-def enlarged(
-    low_res: Float[Array, 'batch low_height low_width channels'], shape: tuple[int, ...]
-) -> Float[Array, 'batch height width channels']:
-    """Returns pictures at the size of images of this shape, by bilinear interpolation.
-
-    As PyTorch's `F.interpolate(mode='bilinear')`: centres of pixels lie at halves, and beyond the
-    outermost ones their value is kept.
-    """
-    return jax.image.resize(
-        low_res, (*low_res.shape[:1], *shape[1:3], *low_res.shape[3:]), 'bilinear', antialias=False
-    )
 
 
 class UNet(Encoder):

@@ -65,7 +65,8 @@ def measure_averages(
     fields = to_dict(restored.config) | changes
     config = resolve(fields | {'evaluation': fields['evaluation'] | dict(evaluation)})
     weights = pick_several(restored, found[0], averages)
-    source = None if config.evaluation.reference else open_images(config)
+    needs_images = not config.evaluation.reference or config.model.low_res_size
+    source = open_images(config) if needs_images else None
     evaluator = Evaluator(config, source, jax.local_devices())
     first_rate = str(config.ema.rates[0])
     step, seconds = int(restored.state.step), restored.seconds

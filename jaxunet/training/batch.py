@@ -15,6 +15,7 @@ from jaxtyping import Array, Float, Int, Key, UInt8
 from jaxunet.config import Config
 from jaxunet.diffusion.process import Diffusion, Times, draw_times, network_input, q_sample
 from jaxunet.diffusion.timesteps import Draw, State, TimestepSampler
+from jaxunet.model.low_res import low_res_of
 from jaxunet.training.augmentation import augment
 
 # image: uint8 (batch, height, width, channels); label: int32 (batch,), -1 for none;
@@ -46,6 +47,7 @@ class NoisyBatch(NamedTuple):
       labels: class labels, -1 where dropped; None for an unconditional model.
       dropout_keys: one key per sample; None for a model without dropout.
       augmentation: the network's inputs for `data.augment=edm`; None without it.
+      low_res: the small versions of `x0` for a super-resolution network; None for others.
     """
 
     x0: Images
@@ -57,6 +59,7 @@ class NoisyBatch(NamedTuple):
     labels: Int[Array, ' batch'] | None
     dropout_keys: Key[Array, ' batch'] | None
     augmentation: Float[Array, 'batch inputs'] | None
+    low_res: Float[Array, 'batch low_height low_width channels'] | None
 
 
 def normalise(
@@ -133,4 +136,5 @@ def noise_batch(
     xt = q_sample(diffusion, x0, time, noise)
     dropout_keys = keys.dropout if config.model.dropout else None
     seen = network_input(diffusion, xt, time)
-    return NoisyBatch(x0, xt, seen, draw, time, noise, labels, dropout_keys, augmentation)
+    inputs = (labels, dropout_keys, augmentation, low_res_of(config, x0))
+    return NoisyBatch(x0, xt, seen, draw, time, noise, *inputs)

@@ -29,6 +29,7 @@ from jaxunet.runtime.rows import Row
 from jaxunet.sampling.generator import Generator
 from jaxunet.sampling.options import SamplerConfig
 from jaxunet.training.logs import StepTable, read_rows
+from jaxunet.training.low_res import Originals
 
 FEATURE_BATCH = 256  # images whose features are computed at a time
 FILE = 'evaluation.csv'
@@ -119,7 +120,7 @@ class Evaluator:
 
     Args:
       source: the training images: the reference, unless `evaluation.reference` names another; None
-        is then enough.
+        is then enough, except for a super-resolution network, which enlarges some of them.
       devices: of this process; all of them draw samples, the first computes features.
 
     Raises:
@@ -144,6 +145,10 @@ class Evaluator:
         self.generator = Generator(
             config, sampler, batch_size=min(e.batch_size, e.samples), devices=devices
         )
+        self._originals: Originals | None = None
+        if config.model.low_res_size:
+            assert source is not None
+            self._originals = Originals(config, source, e.samples)
         self._reference: Side | None = None
 
     def measure(
@@ -161,7 +166,10 @@ class Evaluator:
     def sample(
         self, params: Params, keep_on: Callable[[], bool] = lambda: True
     ) -> UInt8[np.ndarray, 'n height width channels'] | None:
-        """Draws `evaluation.samples` images, from all classes in turn; arguments as `measure`."""
+        """Draws `evaluation.samples` images, from all classes in turn; arguments as `measure`.
+
+        A super-resolution network enlarges the small versions of `Originals`, each of its class.
+        """
         e, classes = self.config.evaluation, self.config.model.num_classes
         placed = self.generator.put(params)
         images = []
@@ -170,12 +178,15 @@ class Evaluator:
         ) as bar:
             for first in range(0, e.samples, self.generator.batch_size):
                 indices = np.arange(first, min(first + self.generator.batch_size, e.samples))
-                labels = (indices % classes).astype(np.int32) if classes else None
+                labels, small = indices % classes if classes else None, None
+                if self._originals:
+                    _, small, labels = self._originals.load(indices)
                 batch = self.generator(
                     placed,
                     seed=self.config.seed,
                     indices=indices,
                     labels=labels,
+                    low_res=small,
                     progress=lambda _: keep_on(),
                 )
                 if batch is None:

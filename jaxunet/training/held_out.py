@@ -24,6 +24,7 @@ from jaxunet.data.pipeline import load_all
 from jaxunet.data.source import Source, Subset
 from jaxunet.diffusion.objectives import per_sample_loss
 from jaxunet.diffusion.process import make_diffusion, middle_time, network_input, q_sample
+from jaxunet.model.low_res import low_res_of
 from jaxunet.model.unet import Params, build_unet
 from jaxunet.ops.backends import load_ops
 from jaxunet.training.batch import normalise
@@ -185,6 +186,7 @@ class HeldOutLoss:
             network_input(self._diffusion, xt, time),
             time,
             labels if self._config.model.num_classes else None,
+            low_res=low_res_of(self._config, x0),
         )
         return per_sample_loss(self._diffusion, output, x0, xt, time, noise)
 

@@ -180,6 +180,7 @@ class _Loop:
         return Outputs(
             self.config,
             self.workdir,
+            self.source,
             self.step,
             rollbacks=self.rollbacks,
             devices=self.session.parallel.local_devices,

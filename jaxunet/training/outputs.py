@@ -13,6 +13,7 @@ from tqdm import tqdm
 from jaxunet.checkpoint.store import state_template
 from jaxunet.config import Config
 from jaxunet.data.images import grid, save_png
+from jaxunet.data.source import Source
 from jaxunet.model.unet import Params
 from jaxunet.runtime.attempts import Attempts
 from jaxunet.sampling.generator import Generator
@@ -23,6 +24,7 @@ from jaxunet.training.evaluation import Evaluator, evaluation_table, is_evaluate
 from jaxunet.training.held_out import COLUMNS as HELD_OUT_COLUMNS
 from jaxunet.training.held_out import HeldOutLoss, Losses, Turn
 from jaxunet.training.logs import ROLLBACKS, SPIKES, Logs
+from jaxunet.training.low_res import Originals, beside
 from jaxunet.training.step import Metrics
 
 MAX_COLUMNS = 20  # of a sample grid with one column per class
@@ -50,6 +52,7 @@ class Outputs:
     """The outputs of a run, all written by process 0.
 
     Args:
+      source: the training images; the grids of a super-resolution network enlarge some.
       start: the step that the run starts from; later rows of its log files are dropped.
       rollbacks: how often the run has gone back to an earlier checkpoint.
       devices: of this process; the first one draws the sample grids.
@@ -63,6 +66,7 @@ class Outputs:
         self,
         config: Config,
         workdir: pathlib.Path,
+        source: Source,
         start: int,
         *,
         rollbacks: int,
@@ -74,6 +78,9 @@ class Outputs:
     ) -> None:
         self._config, self._workdir, self._bar, self._keep_on = config, workdir, bar, keep_on
         self._device = devices[0]
+        self._originals: Originals | None = None
+        if config.model.low_res_size:
+            self._originals = Originals(config, source, config.train.sample_count)
         extra = (
             *(SPIKES if config.train.spike_sigmas else ()),
             *(ROLLBACKS if config.train.rollbacks else ()),
@@ -153,16 +160,26 @@ class Outputs:
             return
         count, classes = self._config.train.sample_count, self._config.model.num_classes
         indices = np.arange(count)
+        labels, columns = indices % classes if classes else None, None
+        originals = small = None
+        if self._originals:
+            originals, small, labels = self._originals.load(indices)
+        elif 1 < classes <= MAX_COLUMNS:
+            columns = classes
         images = generator(
             generator.put(params),
             seed=self._config.seed,
             indices=indices,
-            labels=(indices % classes).astype(np.int32) if classes else None,
+            labels=labels,
+            low_res=small,
             progress=lambda _: self._keep_on(),
         )
         if images is None:
             return
-        picture = grid(images, classes if 1 < classes <= MAX_COLUMNS else None)
+        if originals is not None and small is not None:
+            columns = 3 * math.ceil(math.sqrt(count / 3))
+            images = beside(small, images, originals)
+        picture = grid(images, columns)
         path = samples_path(self._workdir, step)
         with self._attempts.attempt('samples'):
             save_png(path, picture)

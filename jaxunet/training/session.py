@@ -58,11 +58,6 @@ class Session:
     step: CompiledStep
 
     def __init__(self, config: Config, source: Source) -> None:
-        if config.model.low_res_size:
-            raise UserError(
-                f'model.low_res_size: {config.model.low_res_size} is a super-resolution network, '
-                'which can be sampled (jaxunet.sample --low_res) but not trained here'
-            )
         self.config, self.source = config, source
         self.parallel = Parallel(config)
         self._model = build_unet(config, load_ops(config.backend, config.precision))

@@ -29,6 +29,7 @@ from jaxunet.diffusion.process import Diffusion
 from jaxunet.diffusion.timestep_policy import Event
 from jaxunet.diffusion.timesteps import TimestepSampler, make_sampler
 from jaxunet.diffusion.weighting import Weighting, make_weighting
+from jaxunet.model.low_res import low_res_of
 from jaxunet.model.unet import Params, UNet
 from jaxunet.ops.backends import fused_update
 from jaxunet.training.batch import Batch, Keys, clean_images, noise_batch, split_keys
@@ -175,6 +176,7 @@ def loss_fn(
             noisy.labels,
             noisy.dropout_keys,
             noisy.augmentation,
+            noisy.low_res,
         )
         losses = per_sample_loss(
             parts.diffusion, output, noisy.x0, noisy.xt, noisy.time, noisy.noise
@@ -334,7 +336,9 @@ def learn_from_losses(
             labels=batch['label'] if config.model.num_classes else None,
             before=state.params,
             after=new_state.params,
-            predict=parts.model.predict,
+            predict=lambda params, x0, xt, t, labels: parts.model.predict(
+                params, xt, t, labels, low_res=low_res_of(config, x0)
+            ),
             axis_name=parts.axis_name,
             devices=config.data.batch_size // local_rows,
             chunk=local_rows // config.optimizer.accumulate_steps,

@@ -19,19 +19,18 @@ from support.published import digest
 from support.weight_cases import safetensors_bytes, torch_bytes
 
 from jaxunet.config import Config, resolve, to_dict
-from jaxunet.data.source import ArraySource
 from jaxunet.diffusion.objectives import per_sample_loss
 from jaxunet.diffusion.process import make_diffusion, q_sample
 from jaxunet.metrics.likelihood import check_has_bound
+from jaxunet.model.low_res import enlarged
 from jaxunet.model.noisy_classifier import build_classifier
-from jaxunet.model.unet import build_unet, enlarged
+from jaxunet.model.unet import build_unet
 from jaxunet.ops.backends import XLA
 from jaxunet.runtime.errors import UserError
 from jaxunet.sampling import sampler as sampler_module
 from jaxunet.sampling.classifier_guidance import Guide, check_guide, class_gradient
 from jaxunet.sampling.options import SamplerConfig
 from jaxunet.sampling.sampler import State, make_sampler, run, sample_keys
-from jaxunet.training.session import Session
 from jaxunet.weights import (
     guided_diffusion,
     noisy_classifier,
@@ -328,10 +327,7 @@ def test_super_resolution(file: Any, tmp_path: pathlib.Path) -> None:
     assert flags.endswith('; in its code: channel_mult=(1, 2)')
 
 
-def test_super_resolution_is_neither_trained_nor_bounded() -> None:
-    source = ArraySource('a', np.zeros((1, SIDE, SIDE, 3), np.uint8), (SIDE, SIDE, 3))
-    with pytest.raises(UserError, match=r'low_res_size: \(5, 7\) is .* but not trained here'):
-        Session(UPSAMPLER, source)
+def test_super_resolution_has_no_bound() -> None:
     with pytest.raises(UserError, match='nll: a super-resolution network'):
         check_has_bound(UPSAMPLER)
 
@@ -342,7 +338,8 @@ def test_low_res_size_belongs_to_super_resolution(file: Any) -> None:
         read_weights(path, low_res_size=(8,), **STATED)
     for size, message in (
         ((8, 8, 8), r'expected \(side,\)'),
-        ((17,), '17x17 is larger than data.'),
+        ((17, 8), r'expected smaller than data.image_size \(16x16\), found 17x8'),
+        ((16,), 'expected smaller than'),
     ):
         with pytest.raises(UserError, match=f'model.low_res_size: {message}'):
             config({'low_res_size': size})
