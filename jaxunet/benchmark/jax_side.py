@@ -19,6 +19,7 @@ from jaxunet.config import Config
 from jaxunet.data.source import ArraySource, Source, no_labels
 from jaxunet.diffusion.objectives import per_sample_loss
 from jaxunet.diffusion.process import Diffusion, make_diffusion, q_sample
+from jaxunet.model.low_res import low_res_of
 from jaxunet.model.unet import Params, UNet, build_unet
 from jaxunet.ops.backends import describe, load_ops
 from jaxunet.training.session import Session
@@ -141,15 +142,22 @@ def model_loss(
     """Returns the mean training loss of `random_inputs`: forward process, network and error."""
     x0, t, noise = inputs['x0'], inputs['t'], inputs['noise']
     xt = q_sample(diffusion, x0, t, noise)
-    output = model.predict(params, xt, t, inputs.get('labels'), inputs.get('dropout_keys'))
+    output = model.predict(
+        params,
+        xt,
+        t,
+        inputs.get('labels'),
+        inputs.get('dropout_keys'),
+        low_res=inputs.get('low_res'),
+    )
     return jnp.mean(per_sample_loss(diffusion, output, x0, xt, t, noise))
 
 
 def random_inputs(config: Config) -> dict[str, Array]:
     """Draws the inputs of a training step for one batch.
 
-    They are x0 and noise (batch, height, width, channels), t (batch,), and labels and dropout_keys
-    (batch,) if the model has them.
+    They are x0 and noise (batch, height, width, channels), t (batch,), and if the model has them
+    labels and dropout_keys (batch,) and low_res (batch, low_height, low_width, channels).
     """
     size = config.data.batch_size
     shape = (size, *config.image_shape)
@@ -166,6 +174,9 @@ def random_inputs(config: Config) -> dict[str, Array]:
             inputs['labels'] = jax.random.randint(keys[3], (size,), 0, config.model.num_classes)
         if config.model.dropout:
             inputs['dropout_keys'] = jax.random.split(keys[4], size)
+        low_res = low_res_of(config, inputs['x0'])
+        if low_res is not None:
+            inputs['low_res'] = low_res
         return inputs
 
     return draw(jax.random.key(config.seed))

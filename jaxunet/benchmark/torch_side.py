@@ -243,6 +243,8 @@ def check(config: Config, mode: str, source: Source) -> None:
         )
     if config.data.augment == 'edm':
         raise UserError('augments only by flips, found data.augment=edm')
+    if config.model.low_res_size:
+        raise UserError('draws only from noise, found model.low_res_size; set it to ()')
     if config.ema.widths:
         raise UserError('keeps only exponential averages, found ema.widths; set it to ()')
     if pipeline.choose_cache(config, source) != 'device':

@@ -130,7 +130,13 @@ def read_jobs(named: str, data: str) -> list[Job]:
             )
         for sampler in job.samplers:
             parse_sampler(sampler)
-        job.state_names(job.load_config())
+        config = job.load_config()
+        if config.model.low_res_size:
+            raise UserError(
+                f'--jobs: {job.name}: model.low_res_size: expected (), as samples are drawn only '
+                f'from noise, found {config.model.low_res_size}'
+            )
+        job.state_names(config)
         if len(job.averages) > 1 and job.choosing < 1:
             raise UserError(f'--jobs: {job.name}: choosing: expected samples, found {job.choosing}')
         if len(job.averages) > 1 and not any(

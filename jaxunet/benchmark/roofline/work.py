@@ -114,7 +114,10 @@ def step_work(config: Config, xla: Collection[str] = ()) -> list[Work]:
     def predict(params: Any) -> Array:
         x = jnp.zeros((batch, *config.image_shape), jnp.float32)
         keys = jax.random.split(jax.random.key(0), batch) if config.model.dropout else None
-        return model.predict(params, x, jnp.zeros((batch,), jnp.int32), labels, keys)
+        t = jnp.zeros((batch,), jnp.int32)
+        shape = config.low_res_shape
+        low_res = None if shape is None else jnp.zeros((batch, *shape), jnp.float32)
+        return model.predict(params, x, t, labels, keys, low_res=low_res)
 
     params = cost.param_shapes(config)
     for product in cost.products(jax.make_jaxpr(predict)(params).jaxpr):
