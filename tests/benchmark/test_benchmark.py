@@ -146,6 +146,7 @@ def test_a_side_that_cannot_run_is_a_row(
     }
 
 
+@pytest.mark.long
 def test_exit_status_tells_of_missing_sides(tmp_path: pathlib.Path) -> None:
     """Several sides: what runs is measured and the status is 1. One alone: an error at once."""
     missing = [name for name in ('pallas', 'cuda') if not available(name)]

@@ -266,6 +266,7 @@ def test_old_checkpoints_start_other_images(name):
             np.testing.assert_array_equal(leaf, average[path])
 
 
+@pytest.mark.long
 def test_the_command_starts_with_other_classes(tmp_path):
     """`jaxunet.export` writes a file; `jaxunet.train` goes on from it with two of its classes."""
     model = checkpoint.read(FIXTURES / 'conditional').config.model

@@ -128,6 +128,7 @@ def test_milestones_are_measured_in_the_order_of_what_their_curve_would_miss():
     ]
 
 
+@pytest.mark.long
 def test_the_same_command_goes_on(compared, features):
     """Weights that are kept are not trained again; rows that are kept are not measured again."""
     output, _ = compared

@@ -39,6 +39,7 @@ PARTS = {
         'tests/checkpoint',
         'tests/runtime',
         'tests/faults',
+        'tests/soak',
     ),
     'files': ('tests/config', 'tests/data', 'tests/weights', 'tests/metrics', 'tests/fuzz'),
     'commands': (

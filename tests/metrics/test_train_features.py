@@ -75,6 +75,7 @@ def test_it_learns_and_says_so(trained):
     assert (told['images'], told['test_images'], len(told['classes'])) == (1618, 179, 10)
 
 
+@pytest.mark.long
 def test_evaluate_labels_what_it_measures(trained, tmp_path):
     path, _ = trained
     digits = open_source('digits:', image_shape=(8, 8, 3)).load(np.arange(0, 1797, 3))

@@ -165,7 +165,11 @@ def one_process(workdir, source, devices, steps):
 
 
 @pytest.mark.parametrize(
-    ('mode', 'data_cache', 'launcher'), [('jit', 'stream', slurm), ('pmap', 'device', open_mpi)]
+    ('mode', 'data_cache', 'launcher'),
+    [
+        ('jit', 'stream', slurm),
+        pytest.param('pmap', 'device', open_mpi, marks=pytest.mark.long),
+    ],
 )
 def test_two_processes_train_as_one_and_resume_on_one(
     mode, data_cache, launcher, tmp_path, source, one
@@ -212,6 +216,7 @@ def test_a_killed_process_ends_the_others_and_the_run_resumes_on_fewer_devices(
     assert len(one_process(tmp_path, source, devices=2, steps=saved + 2)) == saved + 2
 
 
+@pytest.mark.long
 def test_a_signal_to_one_process_saves_the_same_step_on_all(tmp_path):
     """At the end of a call, of two steps here."""
     together = ['--config.train.steps_per_call=2', '--config.train.log_every=2']

@@ -761,6 +761,7 @@ def test_from_the_command_line(tmp_path):
     assert (tmp_path / 'data.num_workers.png').exists()
 
 
+@pytest.mark.long
 def test_top_operations_from_the_command_line(tmp_path):
     out = sweep(
         tmp_path,

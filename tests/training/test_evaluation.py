@@ -143,6 +143,7 @@ def test_evaluating_takes_no_time_of_training(features, source, tmp_path, monkey
     assert times[-1] == pytest.approx(read(tmp_path).seconds, abs=1e-6)
 
 
+@pytest.mark.long
 def test_an_error_on_the_way_takes_no_step_with_it(features, source, tmp_path, monkeypatch):
     def fail(*_):
         raise UserError('no room')

@@ -135,6 +135,7 @@ def test_a_run_logs_it(whole, tmp_path):
     ] == [[row[c] for c in ('step', *COLUMNS)] for row in logged]
 
 
+@pytest.mark.long
 def test_measuring_changes_no_step(whole, tmp_path):
     measured = checkpoint.read(whole)
     train_in(tmp_path, measured.config.replace(train={'holdout_every': 0}))

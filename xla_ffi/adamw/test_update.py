@@ -62,7 +62,7 @@ def states(backend, steps, scale=1.0, spoil=-1, narrowed=False, **changes):
         {},
         pytest.param({'narrowed': True}, marks=pytest.mark.long),
         pytest.param({'scale': 1024.0, 'clip_norm': 0.0}, marks=pytest.mark.long),
-        {'spoil': 1},
+        pytest.param({'spoil': 1}, marks=pytest.mark.long),
         pytest.param({'schedule': 'cosine', 'clip_norm': 0.5}, marks=pytest.mark.long),
     ],
     ids=str,
