@@ -30,7 +30,7 @@ def check(case: Case, dtype: str, batch: int = 2):
     )
 
 
-@pytest.mark.parametrize('dtype', [*DTYPES, 'float16'])
+@pytest.mark.parametrize('dtype', [*DTYPES, pytest.param('float16', marks=pytest.mark.long)])
 @pytest.mark.parametrize('case', AWKWARD, ids=lambda c: c.name)
 def test_awkward_shapes(case, dtype):
     check(case, dtype)

@@ -102,7 +102,9 @@ def plain_both_ways(groups, silu):
     ('tile', 'silu'), [(TILES[0], True), (TILES[1], False), (TILES[2], True)], ids=str
 )
 @pytest.mark.parametrize(
-    ('channels', 'groups'), [((4, 8), 3), ((8, 16), 4), ((16, 24), 4)], ids=str
+    ('channels', 'groups'),
+    [((4, 8), 3), *(pytest.param(c, 4, marks=pytest.mark.long) for c in ((8, 16), (16, 24)))],
+    ids=str,
 )
 def test_two_launches_each_way_and_the_recomputed_activation(channels, groups, tile, silu):
     """What a fused convolution calls: the sums and the activation from one read, then the gradient

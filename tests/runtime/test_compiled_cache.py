@@ -107,7 +107,8 @@ def cache(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ('mode', 'devices'), [('jit', 1), pytest.param('jit', 2, marks=pytest.mark.long), ('pmap', 2)]
+    ('mode', 'devices'),
+    [('jit', 1), *(pytest.param(m, 2, marks=pytest.mark.long) for m in ('jit', 'pmap'))],
 )
 def test_a_kept_step_is_loaded_and_gives_the_same(mode, devices, cache):
     maker = Maker(tiny_config(parallel={'mode': mode, 'devices': devices}))

@@ -71,13 +71,13 @@ def gaussian(mean, variance):
     ('options', 'steps'),
     [
         ({'name': 'ddpm', 'variance': 'fixed_small'}, 500),
-        ({'name': 'ddpm', 'variance': 'fixed_large'}, 500),
+        pytest.param({'name': 'ddpm', 'variance': 'fixed_large'}, 500, marks=pytest.mark.long),
         ({'name': 'ddim'}, 250),
         ({'name': 'ddim', 'eta': 1.0}, 500),
         ({'name': 'ddim', 'skip_schedule': 'quadratic'}, 100),
         ({'name': 'dpmpp_2m'}, 20),
         ({'name': 'heun'}, 30),
-        ({'name': 'heun', 'churn': 20.0}, 50),
+        pytest.param({'name': 'heun', 'churn': 20.0}, 50, marks=pytest.mark.long),
     ],
     ids=lambda v: '-'.join(map(str, v.values())) if isinstance(v, dict) else str(v),
 )

@@ -9,7 +9,7 @@ from support import lowered_step
 VERSION, RECORDED = lowered_step.recorded()
 
 
-LONG = ('elephants64 pallas',)
+LONG = ('elephants64 pallas', 'elephants64 xla')
 
 
 @pytest.mark.parametrize(

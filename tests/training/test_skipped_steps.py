@@ -150,6 +150,7 @@ def fate(monkeypatch):
     return bad_keys
 
 
+@pytest.mark.long
 def test_the_second_try_draws_other_numbers(begin, fate, source, tmp_path, caplog):
     fate += [begin.rng]
     run = tmp_path / 'run'

@@ -91,7 +91,10 @@ def test_losses_do_not_depend_on_the_devices(mode, bench_of, one_device):
             {'parallel': {'mode': 'jit', 'devices': 2}, 'optimizer': {'accumulate_steps': 2}},
             marks=pytest.mark.long,
         ),
-        {'parallel': {'devices': 1}, 'optimizer': {'accumulate_steps': 8}},
+        pytest.param(
+            {'parallel': {'devices': 1}, 'optimizer': {'accumulate_steps': 8}},
+            marks=pytest.mark.long,
+        ),
     ],
     ids=str,
 )
@@ -145,7 +148,7 @@ def test_gradients_of_narrowed_weights_add_up(spread, narrow_benches):
     np.testing.assert_allclose(several.losses(), one.losses(), rtol=0.02)
 
 
-@pytest.mark.parametrize('mode', ['jit', 'pmap'])
+@pytest.mark.parametrize('mode', ['jit', pytest.param('pmap', marks=pytest.mark.long)])
 def test_streamed_batches_give_the_losses_of_the_resident_dataset(
     mode, source, bench_of, one_device
 ):
@@ -156,7 +159,7 @@ def test_streamed_batches_give_the_losses_of_the_resident_dataset(
     np.testing.assert_allclose(bench.losses(batches=batches), one_device, rtol=1e-4)
 
 
-@pytest.mark.parametrize('mode', ['jit', 'pmap'])
+@pytest.mark.parametrize('mode', ['jit', pytest.param('pmap', marks=pytest.mark.long)])
 def test_steps_of_one_call_are_those_of_several(mode, bench_of):
     bench = bench_of(mode, 4)
     losses, singly = bench.losses(count=4), bench.parallel.fetch(bench.state)
@@ -301,7 +304,9 @@ def learning(precision):
     )
 
 
-@pytest.mark.parametrize('precision', ['float32', 'bfloat16', 'float16'])
+@pytest.mark.parametrize(
+    'precision', ['float32', pytest.param('bfloat16', marks=pytest.mark.long), 'float16']
+)
 def test_the_loop_learns_and_logs(precision, tmp_path, source):
     config = learning(precision)
     assert train(config, tmp_path, source) == 120
