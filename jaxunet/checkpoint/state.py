@@ -99,6 +99,9 @@ class TrainState:
     recent_norms: RecentNorms | tuple[()] = ()
 
 
+Draw = Callable[[Config], TrainState]  # the state before step 0 of a config
+
+
 def _lenient(function: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
     """Lets a function of optax mix integers and floats, which strict promotion refuses."""
 
@@ -266,19 +269,23 @@ def set_moments(opt_state: optax.OptState, mu: Params, nu: Params) -> optax.OptS
     return jax.tree.map(replace, opt_state, is_leaf=_is_adam)
 
 
-def fresh_state(config: Config) -> TrainState:
+def fresh_state(config: Config, draw: Draw | None = None) -> TrainState:
     """Returns the state before step 0 as numpy arrays, drawn from `config.seed`.
 
     It is drawn on the CPU where JAX has one, so that it is the same on every machine.
+
+    Args:
+      draw: draws it, to be traced by JAX; None = `draw_state`.
     """
+    draw = draw or draw_state
     try:
         cpu = jax.local_devices(backend='cpu')[0]
     except RuntimeError:  # JAX_PLATFORMS excludes the CPU
-        return jax.device_get(jax.jit(draw_state, static_argnums=0)(config))
+        return jax.device_get(jax.jit(draw, static_argnums=0)(config))
     # It runs once, and optimising its many random draws takes ten times as long as running them.
     quick = {'xla_backend_optimization_level': 0}
     with jax.default_device(cpu):
-        return jax.device_get(jax.jit(draw_state, static_argnums=0, compiler_options=quick)(config))
+        return jax.device_get(jax.jit(draw, static_argnums=0, compiler_options=quick)(config))
 
 
 def draw_state(config: Config) -> TrainState:

@@ -29,7 +29,7 @@ from jaxunet.checkpoint.damaged import FOLDER as DAMAGED
 from jaxunet.checkpoint.damaged import set_aside
 from jaxunet.checkpoint.keeping import Scores, preservation_policy
 from jaxunet.checkpoint.meta import check_seal, sealed
-from jaxunet.checkpoint.state import TrainState, draw_state
+from jaxunet.checkpoint.state import Draw, TrainState, draw_state
 from jaxunet.config import Config, resolve, to_dict
 from jaxunet.config.schema import Fields
 from jaxunet.runtime.attempts import quietly
@@ -61,9 +61,9 @@ class Restored:
     rollbacks: int = 0
 
 
-def state_template(config: Config) -> TrainState:
+def state_template(config: Config, draw: Draw = draw_state) -> TrainState:
     """Returns the shapes and types of the state of a config, without allocating it."""
-    return jax.eval_shape(jax.jit(draw_state, static_argnums=0), config)
+    return jax.eval_shape(jax.jit(draw, static_argnums=0), config)
 
 
 def checksum(tree: object) -> int:
@@ -83,6 +83,7 @@ class Checkpoints:
       keep_best: also keep this many with the best scores.
       scores: returns the scores of steps, of which larger ones are better.
       read_only: never change anything on disk.
+      draw: draws the state before step 0 of a config, whose shapes the checkpoints must have.
     """
 
     def __init__(
@@ -94,8 +95,9 @@ class Checkpoints:
         keep_best: int = 0,
         scores: Scores = dict,
         read_only: bool = False,
+        draw: Draw = draw_state,
     ) -> None:
-        self.workdir, self.read_only = workdir, read_only
+        self.workdir, self.read_only, self._draw = workdir, read_only, draw
         self.folder = (workdir / FOLDER).resolve()
         if not read_only:
             self._set_aside_unfinished()
@@ -260,7 +262,7 @@ class Checkpoints:
             config = resolve(meta['config'])
         except UserError as error:
             raise OtherVersionError(f'{folder}: {error}', certain=intact) from None
-        whole = state_template(config)
+        whole = state_template(config, self._draw)
         fields = _stored_fields(whole, meta['config'])
         template = {name: getattr(whole, name) for name in fields}
         check_method_states(folder, config, template)

@@ -70,7 +70,7 @@ def starting_point(
         int(restored.state.step),
         '; changed: ' + ', '.join(changes) if changes else '',
     )
-    return StartingPoint(_adapted(restored, config), restored.seconds, names, restored.rollbacks)
+    return StartingPoint(adapted(restored, config), restored.seconds, names, restored.rollbacks)
 
 
 def how_to_go_on(config: Config, workdir: pathlib.Path, step: int) -> str:
@@ -84,7 +84,7 @@ def how_to_go_on(config: Config, workdir: pathlib.Path, step: int) -> str:
     )
 
 
-def _adapted(restored: checkpoint.Restored, config: Config) -> TrainState:
+def adapted(restored: checkpoint.Restored, config: Config) -> TrainState:
     """Resets the parts of the state whose meaning depends on a field that the config changes."""
     state = restored.state
     if restored.config.precision != config.precision:

@@ -39,6 +39,7 @@ Scalar = Float[Array, '']
 Metrics = dict[str, Array]  # float32 and int32 scalars by name
 TrainStep = Callable[[TrainState, Batch], tuple[TrainState, Metrics]]
 Narrow = Callable[[list[Array]], Sequence[Array]]
+LossFn = Callable[..., tuple[Array, tuple[Array, object]]]  # as `loss_fn`
 
 
 @dataclass(frozen=True)
@@ -52,6 +53,7 @@ class StepParts:
       update: applies the gradients (`jaxunet.training.update`).
       narrow: casts weights to 16 bits in one kernel; None leaves the casts to the layers.
       axis_name: axis of the devices under `jax.pmap` or `jax.shard_map`; None without them.
+      loss: takes the arguments of `loss_fn` and replaces it; None = `loss_fn`.
     """
 
     config: Config
@@ -63,6 +65,7 @@ class StepParts:
     update: Update
     narrow: Narrow | None
     axis_name: str | None
+    loss: LossFn | None = None
 
     @property
     def uniform(self) -> bool:
@@ -100,6 +103,7 @@ def make_train_step(
     optimizer: optax.GradientTransformation,
     *,
     axis_name: str | None = None,
+    loss: LossFn | None = None,
 ) -> TrainStep:
     """Builds `train_step(state, batch) -> (state, metrics)`.
 
@@ -107,7 +111,8 @@ def make_train_step(
     `jax.shard_map`; without it, the whole batch. Losses and gradients are means over the global
     batch either way. With `optimizer.accumulate_steps` > 1 the batch is split into that many
     micro-batches. A step whose gradients are not finite changes only the counters and the loss
-    scale, and with `train.spike_sigmas` so does one whose gradient norm is a spike.
+    scale, and with `train.spike_sigmas` so does one whose gradient norm is a spike. With `loss`,
+    the state holds the weights of the network that it calls, instead of those of `model`.
 
     Metrics: loss (mean since the last logged step), step_loss, grad_norm (before clipping),
     learning_rate, loss_scale, bad_steps, skipped, and spikes with `train.spike_sigmas`.
@@ -121,8 +126,13 @@ def make_train_step(
         sampler=make_sampler(config, diffusion),
         schedule=learning_rate_schedule(config),
         update=make_update(config, optimizer),
-        narrow=(lambda arrays: fused.narrow(arrays, config.precision)) if fused else None,
+        narrow=(
+            (lambda arrays: fused.narrow(arrays, config.precision))
+            if fused and loss is None
+            else None
+        ),
         axis_name=axis_name,
+        loss=loss,
     )
     return functools.partial(train_step, parts)
 
@@ -206,7 +216,7 @@ def gradients(parts: StepParts, state: TrainState, keys: Keys, batch: Batch) -> 
             params = parts.model.narrowed(params, parts.narrow)
 
     def one(keys: Keys, batch: Batch) -> Gradients:
-        differentiate = jax.grad(loss_fn, argnums=1, has_aux=True)
+        differentiate = jax.grad(parts.loss or loss_fn, argnums=1, has_aux=True)
         grads, (loss, samples) = differentiate(parts, params, state, keys, batch, scale)
         return Gradients(grads, loss, samples)
 
