@@ -6,6 +6,7 @@ from jaxunet.weights.files import (
     Weights,
     read_classifier,
     read_weights,
+    write_classifier,
     write_weights,
 )
 from jaxunet.weights.inference import Stated
@@ -19,5 +20,6 @@ __all__ = [
     'check_tree',
     'read_classifier',
     'read_weights',
+    'write_classifier',
     'write_weights',
 ]

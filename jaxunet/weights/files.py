@@ -189,6 +189,25 @@ def write_weights(
             write_safetensors(file.name, state, metadata)
 
 
+def write_classifier(
+    path: str | os.PathLike[str], params: Tree, config: Config, classes: int
+) -> None:
+    """Writes a classifier of noisy images with guided-diffusion's names; creates its folder.
+
+    Args:
+      path: ends in `.pt`.
+      params: parameters of `build_classifier(config, classes, ...)`, float32.
+
+    Raises:
+      UserError: another extension, or a file that cannot be written.
+    """
+    if _extension(path) != '.pt':
+        raise UserError(f'{path}: expected a classifier in a .pt, found {_extension(path)}')
+    state = from_tree(params, noisy_classifier.table(config, classes), interleaved=True)
+    with _replacing(path) as file:
+        write_torch(file, state, {})
+
+
 def _check_expressible(
     path: str | os.PathLike[str],
     program: str,

@@ -1,0 +1,241 @@
+"""Trains a classifier of noisy images: runs steps, logs, measures, saves and stops.
+
+A workdir gets checkpoints/, metrics.csv and classifier.pt, which is written before every
+checkpoint. The run has one process, on one or all of its devices.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import pathlib
+
+import jax
+import numpy as np
+from absl import logging
+from tqdm import tqdm
+
+from jaxunet.checkpoint import store as checkpoint
+from jaxunet.checkpoint.resumable import FIXED_FIELDS, FREE_MODEL_FIELDS
+from jaxunet.checkpoint.state import TrainState, fresh_state
+from jaxunet.config import Config, diff
+from jaxunet.data.source import Source
+from jaxunet.runtime.attempts import quietly
+from jaxunet.runtime.errors import UserError
+from jaxunet.runtime.progress import progress_bar
+from jaxunet.training.classifier_accuracy import COLUMNS, KINDS, Accuracy, columns, sentence
+from jaxunet.training.clock import Clock, due
+from jaxunet.training.logs import FILE as METRICS
+from jaxunet.training.logs import StepTable
+from jaxunet.training.noisy_classifier import (
+    ClassifierSession,
+    draw_state,
+    network_config,
+)
+from jaxunet.training.preemption import Preemption
+from jaxunet.training.resume import adapted, how_to_go_on
+from jaxunet.training.rollback import TooManySkippedError
+from jaxunet.training.session import IN_FLIGHT
+from jaxunet.training.step import Metrics
+from jaxunet.training.workdir import opened
+from jaxunet.weights import write_classifier
+
+FILE = 'classifier.pt'
+LOGGED = ('step', 'loss', 'learning_rate', 'grad_norm', 'step_ms', 'skipped_steps')
+
+
+def train_classifier(config: Config, workdir: pathlib.Path, source: Source) -> int:
+    """Trains until `train.steps`, or until SIGTERM or SIGINT.
+
+    Args:
+      config: passed by `check_trainable`. `model` is the classifier's network, with the number of
+        classes; `diffusion` the process of the models that it will guide.
+      workdir: a run that it holds is resumed.
+      source: the images (`jaxunet.data.sources.open_images`), whose classes `check_classes` found
+        to fit.
+
+    Returns the step reached, which is saved.
+
+    Raises:
+      UserError: the workdir holds another run, the config or the data does not fit, too many steps
+        in a row were not finite, or a file could not be written.
+    """
+    with opened(workdir), Preemption() as preemption, contextlib.ExitStack() as stack:
+        return _Loop(config, workdir, source, preemption).run(stack)
+
+
+class _Loop:
+    """One call of `train_classifier`.
+
+    Attributes:
+      step: the step reached by the calls made so far, which may still be running.
+      queue: the calls whose metrics have not been read: (step after the call, metrics).
+      measured: columns of metrics.csv by the step whose row has not been written.
+    """
+
+    step: int
+    clock: Clock
+    bar: tqdm
+    table: StepTable
+
+    def __init__(
+        self, config: Config, workdir: pathlib.Path, source: Source, preemption: Preemption
+    ) -> None:
+        self.config, self.workdir, self.source = config, workdir, source
+        self.preemption = preemption
+        self.checkpoints = _checkpoints(config, workdir)
+        self.session = ClassifierSession(config, source)
+        self.accuracy: Accuracy | None = None
+        self.queue: collections.deque[tuple[int, Metrics]] = collections.deque()
+        self.measured: dict[int, dict[str, float]] = {}
+
+    def run(self, stack: contextlib.ExitStack) -> int:
+        """Trains, and returns the step reached; `stack` closes what is opened."""
+        config, session = self.config, self.session
+        stack.callback(quietly, 'checkpoints', self.checkpoints.close)
+        state, seconds = _start(config, self.workdir, self.checkpoints, self.source.class_names)
+        self.step, total = int(state.step), config.train.steps
+        if self.step >= total:
+            print(how_to_go_on(config, self.workdir, self.step))
+            return self.step
+        stack.callback(quietly, 'images', session.close)
+        session.load(state, progress=True)
+        session.open_stream()
+        if config.train.holdout_every:
+            device = session.parallel.local_devices[0]
+            self.accuracy = Accuracy(session.config, session.network, self.source, device)
+        extra = COLUMNS if self.accuracy else ()
+        self.table = StepTable(
+            self.workdir / METRICS, (*LOGGED, *extra), self.step, optional=COLUMNS
+        )
+        stack.callback(quietly, 'logs', self.table.close)
+        self.bar = stack.enter_context(
+            progress_bar(total=total, initial=self.step, unit='step', desc='compiling')
+        )
+        session.compile(cache=True)
+        self.bar.set_description('training')
+        self.clock = Clock(self.step, seconds)
+        while self.step < total and not self.preemption.requested:
+            self._call()
+        self._read_metrics()
+        if self.checkpoints.latest() != self.step:
+            self._save()
+        if self.step < total:
+            self.bar.write(f'stopped at step {self.step}; the same command resumes from there')
+        self.checkpoints.wait()
+        return self.step
+
+    def _call(self) -> None:
+        """Queues the next call of the step, and measures and saves what is due after it."""
+        session, train = self.session, self.config.train
+        metrics = session.call(session.next_data())
+        self.step += session.steps_per_call
+        self.queue.append((self.step, session.parallel.local(metrics)))
+        self._read_metrics(leave=max(IN_FLIGHT // session.steps_per_call, 1))
+        self.preemption.nothing_to_save = False
+        measure = due(train.holdout_every, self.step, train.steps)
+        save = due(train.checkpoint_every, self.step, train.steps)
+        if not (measure or save):
+            return
+        self._read_metrics(leave=1)
+        jax.block_until_ready(self.queue[-1][1])
+        self.clock.pause()
+        if measure and self.accuracy:
+            scores = self.accuracy.measure(session.parallel.local(session.state.params))
+            self.measured[self.step] = columns(scores)
+            self.bar.write(f'step {self.step}: {sentence(scores[KINDS[0]])}')
+        self._read_metrics()
+        if save:
+            self._save()
+        self.clock.resume()
+
+    def _read_metrics(self, leave: int = 0) -> None:
+        """Waits for the oldest calls until `leave` are left, and logs their metrics.
+
+        Raises:
+          TooManySkippedError: too many steps in a row were skipped.
+        """
+        train = self.config.train
+        while len(self.queue) > leave:
+            step, metrics = self.queue.popleft()
+            bad = int(np.atleast_1d(metrics['bad_steps']).max())  # waits for the steps
+            self.bar.update(self.session.steps_per_call)
+            if bad >= train.max_bad_steps:
+                raise TooManySkippedError(self.config, step, bad, self.checkpoints.latest(), 0)
+            if due(train.log_every, step, train.steps):
+                last = {name: float(np.atleast_1d(value)[-1]) for name, value in metrics.items()}
+                self._log(step, last)
+
+    def _log(self, step: int, metrics: dict[str, float]) -> None:
+        elapsed, steps = self.clock.lap(step)
+        row = {
+            'step': step,
+            'loss': metrics['loss'],
+            'learning_rate': metrics['learning_rate'],
+            'grad_norm': metrics['grad_norm'],
+            'step_ms': elapsed / steps * 1e3,
+            'skipped_steps': int(metrics['skipped']),
+            **self.measured.pop(step, {}),
+        }
+        self.table.add([row])
+        self.bar.set_postfix_str(f'loss={row["loss"]:.4f}, {row["step_ms"]:.1f} ms/step')
+
+    def _save(self) -> None:
+        """Writes classifier.pt, and starts writing a checkpoint.
+
+        Raises:
+          UserError: the file or the checkpoint before could not be written.
+        """
+        state: TrainState = self.session.parallel.fetch(self.session.state)
+        classes = self.config.model.num_classes
+        path = self.workdir / FILE
+        write_classifier(path, state.params, network_config(self.config), classes)
+        names = self.source.class_names
+        if failed := self.checkpoints.save(
+            self.step, state, self.config, self.clock.seconds, names
+        ):
+            raise checkpoint.CheckpointWriteError(failed)
+
+
+def _checkpoints(config: Config, workdir: pathlib.Path) -> checkpoint.Checkpoints:
+    if checkpoint.exists(workdir) and not (workdir / FILE).exists():
+        raise UserError(
+            f'--workdir: {workdir} has checkpoints but no {FILE}, so they are not of a classifier; '
+            'choose another folder'
+        )
+    train = config.train
+    return checkpoint.Checkpoints(
+        workdir, keep=train.keep, keep_every=train.keep_every, draw=draw_state
+    )
+
+
+def _start(
+    config: Config,
+    workdir: pathlib.Path,
+    checkpoints: checkpoint.Checkpoints,
+    class_names: tuple[str, ...],
+) -> tuple[TrainState, float]:
+    """Returns the newest checkpoint's state and training seconds, or a fresh state.
+
+    Raises:
+      UserError: the run in the workdir is another one, or no checkpoint can be read.
+    """
+    restored = checkpoints.restore()
+    if restored is None:
+        return fresh_state(config, draw_state), 0.0
+    fixed = [name for name in FIXED_FIELDS if not name.startswith('ema.')]
+    changed = [
+        c
+        for c in diff(restored.config, config)
+        if c.startswith(tuple(fixed)) and not c.startswith(FREE_MODEL_FIELDS)
+    ]
+    if restored.class_names != class_names:
+        changed.append(f'classes: {restored.class_names} -> {class_names}')
+    if changed:
+        raise UserError(
+            f'{workdir} holds a run with another config:\n  '
+            + '\n  '.join(changed)
+            + '\nChoose another --workdir'
+        )
+    logging.info('resuming %s at step %d', workdir, int(restored.state.step))
+    return adapted(restored, config), restored.seconds

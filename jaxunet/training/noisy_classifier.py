@@ -1,0 +1,140 @@
+"""Trains the classifier of noisy images that guides samples: its state, loss and session.
+
+The step is that of a diffusion model (`jaxunet.training.step`) with another network and loss: the
+cross-entropy of the classes at uniform timesteps. The state has no averages of the weights.
+
+Source: openai/guided-diffusion, `scripts/classifier_train.py`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from jaxunet.checkpoint.state import TrainState, make_optimizer, start_state
+from jaxunet.config import Config
+from jaxunet.data.source import Source
+from jaxunet.model.noisy_classifier import NoisyClassifier, build_classifier, log_probability
+from jaxunet.model.unet import Params
+from jaxunet.ops.backends import load_ops
+from jaxunet.runtime.errors import UserError
+from jaxunet.training.batch import Batch, Keys, noise_batch
+from jaxunet.training.session import Session
+from jaxunet.training.step import LossFn, StepParts, TrainStep, make_train_step
+from jaxunet.weights.guided_diffusion import FIXED
+from jaxunet.weights.noisy_classifier import HEAD_CHANNELS
+
+Scalar = Float[Array, '']
+# What guided-diffusion's classifiers have, and what this training does not do.
+NEEDED: dict[str, object] = {
+    **FIXED,
+    'model.num_head_channels': HEAD_CHANNELS,
+    'model.dropout': 0.0,
+    'model.low_res_size': (),
+    'loss.weighting': 'uniform',
+    'timesteps.sampler': 'uniform',
+    'ema.widths': (),
+    'train.rollbacks': 0,
+    'train.evaluate_every': 0,
+    'train.check_replicas_every': 0,
+    'init_from': '',
+}
+
+
+def check_trainable(config: Config) -> None:
+    """Checks that a config describes a classifier that can be trained and can guide a sampler.
+
+    Raises:
+      UserError: it does not; the message lists the fields.
+    """
+    if problems := list(_problems(config)):
+        lines = '\n'.join(f'  {problem}' for problem in problems)
+        raise UserError(f'no classifier of noisy images can be trained with this config:\n{lines}')
+
+
+def _problems(config: Config) -> Iterator[str]:
+    for name, expected in NEEDED.items():
+        section, _, field = name.rpartition('.')
+        found = getattr(getattr(config, section) if section else config, field)
+        if found != expected:
+            yield f'{name}: expected {expected!r}, found {found!r}'
+    if config.diffusion.continuous:
+        yield (
+            'diffusion.objective: expected epsilon, x0 or v, whose timesteps a classifier reads, '
+            f'found {config.diffusion.objective}'
+        )
+    if config.data.augment == 'edm':
+        yield 'data.augment: expected none or flip, found edm'
+    if config.model.num_classes < 2:
+        yield (
+            'model.num_classes: expected the number of classes, 2 or more, '
+            f'found {config.model.num_classes}'
+        )
+    height, width = config.image_shape[:2]
+    if height != width:
+        yield f'data.image_size: a classifier takes square images, found {height}x{width}'
+
+
+def network_config(config: Config) -> Config:
+    """Returns the config of the classifier's network, which has no classes as an input."""
+    return config.replace(model={'num_classes': 0, 'label_dropout': 0.0})
+
+
+def make_network(config: Config, backend: str) -> NoisyClassifier:
+    """Returns the classifier of `model.num_classes` classes, on a backend."""
+    ops = load_ops(backend, config.precision)
+    return build_classifier(network_config(config), config.model.num_classes, ops)
+
+
+def draw_state(config: Config) -> TrainState:
+    """Draws the state before step 0 from `config.seed`; to be traced by JAX."""
+    init_key, run_key = jax.random.split(jax.random.key(config.seed))
+    image = jnp.zeros((1, *config.image_shape), jnp.float32)
+    params = make_network(config, 'xla').init(init_key, image, jnp.zeros((1,), jnp.int32))['params']
+    state = start_state(config, make_optimizer(config), params, jax.random.key_data(run_key))
+    return dataclasses.replace(state, ema={})
+
+
+def make_loss(network: NoisyClassifier) -> LossFn:
+    """Returns the loss of the training step: −log p(label | x_t), at the step's timesteps."""
+
+    def loss_fn(
+        parts: StepParts, params: Params, state: TrainState, keys: Keys, batch: Batch, scale: Scalar
+    ) -> tuple[Scalar, tuple[Scalar, None]]:
+        with jax.named_scope('data'):
+            noisy = noise_batch(
+                parts.config, parts.diffusion, parts.sampler, state.timesteps, keys, batch
+            )
+        with jax.named_scope('forward'):
+            logits = network.predict(params, noisy.seen, noisy.time)
+            loss = -jnp.mean(log_probability(logits, batch['label']))
+        return loss * scale, (loss, None)
+
+    return loss_fn
+
+
+class ClassifierSession(Session):
+    """The training step of a classifier with everything it runs on.
+
+    Attributes:
+      network: the classifier, with the ops of `config.backend`.
+    """
+
+    def __init__(self, config: Config, source: Source) -> None:
+        super().__init__(network_config(config), source)
+        self.network = make_network(config, config.backend)
+
+    def make_step(self, axis_name: str | None) -> TrainStep:
+        """Returns the training step, not compiled; `axis_name` as in `make_train_step`."""
+        return make_train_step(
+            self.config,
+            self._model,
+            self._diffusion,
+            self._optimizer,
+            axis_name=axis_name,
+            loss=make_loss(self.network),
+        )

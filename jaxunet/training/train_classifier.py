@@ -1,0 +1,56 @@
+"""Trains a classifier of noisy images, whose gradient guides samples to a class.
+
+    python -m jaxunet.training.train_classifier --config FILE --workdir DIR
+    python -m jaxunet.sample --checkpoint MODEL --classifier DIR/classifier.pt
+
+`model` is the classifier's network; `diffusion` and `data.image_size` are those of the models that
+it will guide. `DIR` gets classifier.pt, with guided-diffusion's names, metrics.csv and
+checkpoints/. The same command resumes a run; SIGTERM and SIGINT save and exit with 0.
+"""
+
+from __future__ import annotations
+
+import pathlib
+from collections.abc import Sequence
+
+from absl import flags
+
+from jaxunet.checkpoint.newest import newest_config
+from jaxunet.config import cli
+from jaxunet.data.automatic import complete
+from jaxunet.data.classes import check_classes
+from jaxunet.data.sources import open_images
+from jaxunet.ops.backends import choose
+from jaxunet.training.classifier_loop import FILE, train_classifier
+from jaxunet.training.noisy_classifier import check_trainable
+from jaxunet.training.parallel import Parallel
+
+CONFIG = cli.define_config()
+WORKDIR = flags.DEFINE_string(
+    'workdir', None, 'Folder for classifier.pt, checkpoints and metrics.', required=True
+)
+
+
+def main(argv: Sequence[str]) -> None:
+    """Trains the classifier of the config.
+
+    Raises:
+      UserError: the config, the images or the workdir do not fit.
+    """
+    cli.enable_compilation_cache()
+    workdir = pathlib.Path(WORKDIR.value)
+    config = complete(CONFIG.value, newest_config(workdir))
+    check_trainable(config)
+    # A missing backend or device is an error before anything is read or written.
+    choose(config.backend, config.precision)
+    Parallel(config)
+    source = open_images(config)
+    check_classes(config, source)
+    held = f' and {len(source.held_out)} held out' if source.held_out else ''
+    print(f'{len(source)} images{held} from {config.data.path}; workdir {workdir}', flush=True)
+    step = train_classifier(config, workdir, source)
+    print(f'{workdir / FILE}: step {step}, for python -m jaxunet.sample --classifier')
+
+
+if __name__ == '__main__':
+    cli.run(main)

@@ -1,0 +1,234 @@
+"""Training a classifier of noisy images: its loss, a run, and samples that it guides."""
+
+from __future__ import annotations
+
+import functools
+import pathlib
+import shutil
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from support.commands import call
+from support.tiny import TINY, tiny_config
+
+from jaxunet.checkpoint.state import make_optimizer
+from jaxunet.checkpoint.store import Checkpoints, checksum, state_template
+from jaxunet.config import Config
+from jaxunet.data.sources import open_images
+from jaxunet.diffusion.process import make_diffusion
+from jaxunet.model.noisy_classifier import NoisyClassifier, build_classifier
+from jaxunet.model.unet import build_unet
+from jaxunet.ops.backends import XLA
+from jaxunet.runtime.errors import UserError
+from jaxunet.sampling.classifier_guidance import class_gradient
+from jaxunet.sampling.options import SamplerConfig
+from jaxunet.sampling.sampler import initial_state, make_sampler, sample_keys
+from jaxunet.sampling.sampler import run as run_sampler
+from jaxunet.training.batch import noise_batch, split_keys
+from jaxunet.training.classifier_accuracy import Accuracy
+from jaxunet.training.classifier_loop import COLUMNS, LOGGED, train_classifier
+from jaxunet.training.logs import read_rows
+from jaxunet.training.noisy_classifier import (
+    check_trainable,
+    draw_state,
+    make_loss,
+    make_network,
+    network_config,
+)
+from jaxunet.training.step import make_train_step
+from jaxunet.weights import read_classifier
+
+pytestmark = pytest.mark.usefixtures('shared_steps')
+
+STEPS, LAST = 90, 87  # of the run; the checkpoint from which it is resumed
+NETWORK = {
+    'base_channels': 32,
+    'channel_mult': (1, 2),
+    'num_head_channels': 64,
+    'norm_groups': 32,
+    'label_dropout': 0.0,
+}
+CHANGES = {
+    'model': NETWORK,
+    'data': {'holdout': 96, 'batch_size': 32},
+    'optimizer': {'learning_rate': 3e-3, 'weight_decay': 0.05},
+    'train': {'steps': STEPS, 'log_every': 45, 'holdout_every': 90, 'checkpoint_every': LAST},
+    'parallel': {'devices': 1},
+}
+CONFIG = tiny_config(**CHANGES)
+
+
+def test_the_loss_is_the_cross_entropy_at_its_timesteps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A linear network of pixels and time, in numpy: its loss and its gradient."""
+
+    def predict(self, params, x, t):
+        flat = x.reshape(len(x), -1)
+        return flat @ params['w'] + t[:, None].astype(jnp.float32) * params['b'][None]
+
+    monkeypatch.setattr(NoisyClassifier, 'predict', predict)
+    config = network_config(CONFIG.replace(data={'augment': 'flip', 'batch_size': 8}))
+    network, diffusion = make_network(CONFIG, 'xla'), make_diffusion(config.diffusion)
+    parts = make_train_step(
+        config,
+        build_unet(config, XLA),
+        diffusion,
+        make_optimizer(config),
+        loss=make_loss(network),
+    ).args[0]
+    rng, row = np.random.default_rng(0), jnp.arange(8, dtype=jnp.int32)
+    image = jnp.asarray(rng.integers(0, 256, (8, 8, 8, 1), dtype=np.uint8))
+    batch = {'image': image, 'label': row % 10, 'row': row}
+    params = {
+        'w': jnp.asarray(rng.normal(size=(64, 10)), jnp.float32),
+        'b': jnp.asarray(0.1 * rng.normal(size=10), jnp.float32),
+    }
+    keys, state = split_keys(jax.random.key(1), row, False), state_template(CONFIG, draw_state)
+    slopes, (loss, samples) = jax.jit(
+        lambda params, scale: jax.grad(parts.loss, 1, has_aux=True)(
+            parts, params, state, keys, batch, scale
+        )
+    )(params, jnp.float32(2))
+
+    noisy = noise_batch(config, diffusion, parts.sampler, state.timesteps, keys, batch)
+    assert len(set(noisy.draw.t.tolist())) > 4
+    x, t = np.asarray(noisy.xt, np.float64).reshape(8, 64), np.asarray(noisy.draw.t)
+    logits = x @ np.asarray(params['w'], np.float64) + t[:, None] * np.asarray(params['b'])
+    shares = np.exp(logits) / np.exp(logits).sum(axis=1, keepdims=True)
+    np.testing.assert_allclose(loss, -np.log(shares[range(8), range(8)]).mean(), rtol=1e-5)
+    error = (shares - np.eye(8, 10)) / 8
+    np.testing.assert_allclose(slopes['w'], 2 * x.T @ error, rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(slopes['b'], 2 * t @ error, rtol=1e-4, atol=1e-4)
+    assert samples is None
+
+
+@pytest.fixture(scope='module')
+def run(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
+    folder = tmp_path_factory.mktemp('run')
+    assert train_classifier(CONFIG, folder, open_images(CONFIG)) == STEPS
+    return folder
+
+
+def test_it_learns_and_says_so(run: pathlib.Path) -> None:
+    rows = read_rows(run / 'metrics.csv', (*LOGGED, *COLUMNS))
+    assert [row['step'] for row in rows] == ['45', '90']
+    last = {name: float(value) for name, value in rows[-1].items()}
+    assert last['loss'] < float(rows[0]['loss'])
+    by_quarter = [last[f'held_out_accuracy_{band}'] for band in (1, 2, 3, 4)]
+    assert by_quarter[0] > 0.35  # chance is 0.1
+    assert by_quarter[0] > by_quarter[3]
+    assert last['held_out_accuracy_of_5_1'] > by_quarter[0]
+    assert last['held_out_loss_1'] < last['held_out_loss_4']
+    # The file is that network: the same accuracies from its weights.
+    file = read_classifier(run / 'classifier.pt', CONFIG)
+    assert file.classes == 10
+    network = build_classifier(file.config, file.classes, XLA)
+    source = open_images(CONFIG)
+    scores = Accuracy(CONFIG, network, source, jax.devices()[0]).measure(file.params)
+    np.testing.assert_allclose(scores['held_out'].accuracy, by_quarter)
+
+
+def test_a_resumed_run_is_the_uninterrupted_one(run: pathlib.Path, tmp_path: pathlib.Path) -> None:
+    folder = tmp_path / 'again'
+    shutil.copytree(run, folder)
+    shutil.rmtree(folder / 'checkpoints' / str(STEPS))
+    (folder / 'classifier.pt').write_bytes(b'')
+    assert train_classifier(CONFIG, folder, open_images(CONFIG)) == STEPS
+    sums = []
+    for path in (run, folder):
+        checkpoints = Checkpoints(path, keep=0, read_only=True, draw=draw_state)
+        sums.append(checksum(checkpoints.restore(STEPS).state))
+        checkpoints.close()
+    assert sums[0] == sums[1]
+    assert (run / 'classifier.pt').read_bytes() == (folder / 'classifier.pt').read_bytes()
+
+
+@pytest.mark.long
+def test_losses_do_not_depend_on_how_a_batch_is_spread(tmp_path: pathlib.Path) -> None:
+    train = {'steps': 4, 'log_every': 1, 'holdout_every': 0}
+    spread = {'parallel': {'mode': 'pmap', 'devices': 2}, 'optimizer': {'accumulate_steps': 2}}
+    losses = []
+    for number, changes in enumerate(({}, spread)):
+        config, folder = CONFIG.replace(train=train, **changes), tmp_path / str(number)
+        train_classifier(config, folder, open_images(config))
+        losses.append([float(row['loss']) for row in read_rows(folder / 'metrics.csv', LOGGED)])
+    assert len(losses[0]) == 4
+    np.testing.assert_allclose(losses[1], losses[0], rtol=1e-4)
+
+
+@pytest.mark.long
+def test_its_file_guides_samples(run: pathlib.Path) -> None:
+    """It finds the class that was asked for in guided samples, and not in others.
+
+    The guided model is one that finds no noise in any image.
+    """
+    classifier = read_classifier(run / 'classifier.pt', CONFIG)
+    network = build_classifier(classifier.config, classifier.classes, XLA)
+    sampler = make_sampler(SamplerConfig(name='ddim', steps=5), make_diffusion(CONFIG.diffusion))
+    labels, keys = jnp.arange(20, dtype=jnp.int32) % 10, sample_keys(0, np.arange(20))
+
+    @functools.partial(jax.jit, compiler_options={'xla_backend_optimization_level': 0})
+    def agreement(params: Any, scale: jax.Array) -> jax.Array:
+        slope = class_gradient(network, params, labels, 1.0)
+        start = initial_state(keys, CONFIG.image_shape, sampler)
+        drawn = run_sampler(
+            lambda x, _: jnp.zeros_like(x),
+            start,
+            keys,
+            sampler,
+            class_gradient=lambda x, t: scale * slope(x, t),
+        )
+        logits = network.predict(params, drawn.x, jnp.zeros(20, jnp.int32))
+        return jnp.mean(jnp.argmax(logits, axis=1) == labels)
+
+    plain, guided = (agreement(classifier.params, jnp.float32(scale)) for scale in (0, 80))
+    assert guided > plain + 0.2
+
+
+@pytest.mark.parametrize(
+    ('changes', 'message'),
+    [
+        ({'diffusion': {'objective': 'flow'}}, 'diffusion.objective: expected epsilon, x0 or v, '),
+        ({'model': {'num_classes': 0}}, 'model.num_classes: expected the number of classes'),
+        ({'model': {'num_head_channels': 32}}, 'model.num_head_channels: expected 64, found 32'),
+        ({'model': {'norm_groups': 16}}, 'model.norm_groups: expected 32, found 16'),
+        ({'data': {'image_size': (8, 16)}}, 'data.image_size: .* square images, found 8x16'),
+        ({'data': {'augment': 'edm'}}, 'data.augment: expected none or flip, found edm'),
+        ({'loss': {'weighting': 'p2'}}, "loss.weighting: expected 'uniform', found 'p2'"),
+        ({'init_from': 'a.pt'}, "init_from: expected '', found 'a.pt'"),
+    ],
+)
+def test_other_networks_are_refused(changes: dict[str, object], message: str) -> None:
+    check_trainable(CONFIG)
+    with pytest.raises(UserError, match=message):
+        check_trainable(CONFIG.replace(**changes))
+
+
+def test_other_workdirs_are_refused(run: pathlib.Path, tmp_path: pathlib.Path) -> None:
+    (tmp_path / 'checkpoints' / '5').mkdir(parents=True)
+    source = open_images(CONFIG)
+
+    def refused(config: Config, folder: pathlib.Path) -> str:
+        with pytest.raises(UserError) as error:
+            train_classifier(config, folder, source)
+        return str(error.value)
+
+    assert 'has checkpoints but no classifier.pt' in refused(CONFIG, tmp_path)
+    other = CONFIG.replace(diffusion={'steps': 50})
+    assert 'diffusion.steps' in refused(other, run)
+
+
+def test_the_command(run: pathlib.Path, tmp_path: pathlib.Path) -> None:
+    """Of a finished run, and with images that have no classes."""
+    fields = {f'{s}.{k}': v for d in (TINY, CHANGES) for s in d for k, v in d[s].items()}
+    flags = [f'--config.{name}={value}' for name, value in fields.items()]
+    command = ('jaxunet.training.train_classifier', *flags)
+    out = call(*command, f'--workdir={run}')
+    assert 'has already trained 90 steps' in out
+    np.savez(tmp_path / 'plain.npz', images=np.zeros((200, 8, 8, 1), np.uint8))
+    data = f'--config.data.path={tmp_path}/plain.npz'
+    error = call(*command, data, f'--workdir={tmp_path}/run', code=2)
+    assert 'has no class labels' in error.splitlines()[-1]
+    assert not (tmp_path / 'run').exists()
