@@ -20,6 +20,16 @@ from jaxunet.runtime.errors import UserError
 from jaxunet.sampling.options import SamplerConfig
 
 FORM = 'NAME:STEPS or NAME:STEPS:SKIP_SCHEDULE'
+# Fields of a network that trains in less than a second on a CPU, for the tests of a job file.
+TINY: Mapping[str, object] = {
+    'model.base_channels': 8,
+    'model.channel_mult': (1,),
+    'model.attention_resolutions': (),
+    'model.num_head_channels': 8,
+    'model.norm_groups': 4,
+    'data.batch_size': 8,
+    'data.holdout': 20,
+}
 
 
 @dataclass(frozen=True)

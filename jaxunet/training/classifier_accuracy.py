@@ -21,7 +21,7 @@ from jaxunet.diffusion.process import make_diffusion, q_sample
 from jaxunet.model.noisy_classifier import NoisyClassifier, log_probability
 from jaxunet.model.unet import Params
 from jaxunet.training.batch import normalise
-from jaxunet.training.held_out import BANDS, MAX_IMAGES, SEED
+from jaxunet.training.held_out import BANDS, MAX_IMAGES, fixed_noise
 
 FIELDS = ('loss', 'accuracy', 'accuracy_of_5')
 KINDS = ('held_out', 'seen')  # images that are not trained on, and as many training images
@@ -100,11 +100,8 @@ class Accuracy:
         t: Int[Array, ' batch'],
         number: Int[Array, ' batch'],
     ) -> Float[Array, 'fields batch']:
-        def noise_of(number: Array) -> Array:
-            key = jax.random.fold_in(jax.random.key(SEED), number)
-            return jax.random.normal(key, images.shape[1:], jnp.float32)
-
-        xt = q_sample(self._diffusion, normalise(images), t, jax.vmap(noise_of)(number))
+        noise = fixed_noise(number, images.shape[1:])
+        xt = q_sample(self._diffusion, normalise(images), t, noise)
         logits = self._network.predict(params, xt, t)
         own = jnp.take_along_axis(logits, labels[:, None], axis=1)
         above = jnp.sum(logits > own, axis=1)

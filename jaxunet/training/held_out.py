@@ -70,6 +70,18 @@ SUFFIXES = ('', *(f'_{band + 1}' for band in range(BANDS)))
 COLUMNS = tuple(f'{name}_loss{suffix}' for name in Losses._fields for suffix in SUFFIXES)
 
 
+def fixed_noise(
+    numbers: Int[Array, ' batch'], shape: tuple[int, ...]
+) -> Float[Array, 'batch height width channels']:
+    """Returns noise of one image's shape for every number, the same for equal numbers."""
+
+    def noise_of(number: Array) -> Array:
+        key: Key[Array, ''] = jax.random.fold_in(jax.random.key(SEED), number)
+        return jax.random.normal(key, shape, jnp.float32)
+
+    return jax.vmap(noise_of)(numbers)
+
+
 class HeldOutLoss:
     """Measures the loss on held-out and on training images, in a separate program.
 
@@ -174,11 +186,7 @@ class HeldOutLoss:
         t: Int[Array, ' batch'],
         number: Int[Array, ' batch'],
     ) -> Float[Array, ' batch']:
-        def noise_of(number: Array) -> Array:
-            key: Key[Array, ''] = jax.random.fold_in(jax.random.key(SEED), number)
-            return jax.random.normal(key, images.shape[1:], jnp.float32)
-
-        x0, noise = normalise(images), jax.vmap(noise_of)(number)
+        x0, noise = normalise(images), fixed_noise(number, images.shape[1:])
         time = middle_time(self._diffusion, t)
         xt = q_sample(self._diffusion, x0, time, noise)
         output = self._model.predict(

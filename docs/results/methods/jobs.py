@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from jaxunet.compare.jobs import Job
+from jaxunet.compare.jobs import TINY, Job
 from jaxunet.compare.methods import BASELINE, named_fields
 
 CONFIG = 'configs/cifar10.py'  # its network, batch, augmentation and learning rate
@@ -104,13 +104,7 @@ def tiny(method: str, seed: int = 0) -> Job:
         {
             'diffusion.objective': 'epsilon',
             'diffusion.schedule': 'linear',
-            'model.base_channels': 8,
-            'model.channel_mult': (1,),
-            'model.attention_resolutions': (),
-            'model.num_head_channels': 8,
-            'model.norm_groups': 4,
-            'data.batch_size': 8,
-            'data.holdout': 20,
+            **TINY,
             'ema.widths': (0.15,),
             **named_fields(method),
         },

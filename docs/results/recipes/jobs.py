@@ -20,7 +20,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
-from jaxunet.compare.jobs import Job
+from jaxunet.compare.jobs import TINY, Job
 from jaxunet.runtime.errors import UserError
 
 CONFIG = 'configs/elephants64.py'  # its network, batch, learning rate and averages
@@ -110,13 +110,7 @@ def tiny(case: str, seed: int = 0) -> Job:
         'configs/digits.py',
         {
             **OBJECTIVES[case],
-            'model.base_channels': 8,
-            'model.channel_mult': (1,),
-            'model.attention_resolutions': (),
-            'model.num_head_channels': 8,
-            'model.norm_groups': 4,
-            'data.batch_size': 8,
-            'data.holdout': 20,
+            **TINY,
             'train.log_every': 5,
             'train.holdout_every': 10,
         },
