@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import os
+import signal
+import subprocess
 import sys
 
 import pytest
@@ -13,6 +16,7 @@ from support.untrained_features import write_untrained
 from jaxunet.training.logs import read_metrics
 
 STEPS = 10_000
+LINUX = pytest.mark.skipif(sys.platform != 'linux', reason='reads /proc')
 
 
 def samples(values):
@@ -27,14 +31,24 @@ def test_what_grows_is_found():
     assert watch.growths(samples([50.0] * 5 + flat), 0.1) == {'threads': 0.0}  # before it settled
 
 
+@LINUX
 def test_a_process_is_measured_with_its_children():
-    alone = watch.measure(1)
-    assert alone['threads'] >= 1
-    assert set(watch.family(1)) >= {1}
+    alone = watch.measure(os.getpid())
+    with subprocess.Popen(['sh', '-c', 'sleep 60 & echo; wait'], stdout=subprocess.PIPE) as child:
+        try:
+            child.stdout.readline()  # its own child runs
+            members = watch.family(os.getpid())
+            both = watch.measure(os.getpid())
+        finally:
+            for member in watch.family(child.pid):
+                os.kill(member, signal.SIGKILL)
+    assert {os.getpid(), child.pid} < set(members)
+    assert both['threads'] >= alone['threads'] + 2
+    assert all(both[name] > alone[name] > 0 for name in ('resident_mib', 'open_files'))
 
 
 @pytest.mark.long
-@pytest.mark.skipif(sys.platform != 'linux', reason='reads /proc')
+@LINUX
 def test_ten_thousand_steps_hold_no_more_at_the_end(tmp_path, monkeypatch):
     # glibc gives threads heaps of their own, which fill one after the other.
     monkeypatch.setenv('MALLOC_ARENA_MAX', '2')
