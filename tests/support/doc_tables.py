@@ -7,14 +7,14 @@ import json
 import pathlib
 import re
 import statistics
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable
 
 from jaxunet.benchmark import table as benchmark_table
 from jaxunet.benchmark.kernels import table as kernel_table
 from jaxunet.runtime import rows
 from jaxunet.runtime.rows import Row
 from jaxunet.weights.presets import PRESETS
-from support import fault_table, method_tables, recipe_tables
+from support import fault_table, markdown, method_tables, recipe_tables
 from support import golden as trajectories
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -40,12 +40,6 @@ SLOW = 0.9
 def read_lines(path: str) -> list[Row]:
     """The rows of a JSON-lines file under docs/results."""
     return [json.loads(line) for line in (RESULTS / path).read_text().splitlines()]
-
-
-def markdown(head: Sequence[str], body: Iterable[Sequence[str]]) -> str:
-    """A Markdown table."""
-    lines = [head, ['---'] * len(head), *body]
-    return '\n'.join(f'| {" | ".join(cells)} |' for cells in lines)
 
 
 def step_summary() -> str:
@@ -87,7 +81,7 @@ def step_summary() -> str:
         f'memory at {BATCHES[-1]}',
     ]
     return (
-        f'{markdown(head, body)}\n\n'
+        f'{markdown.table(head, body)}\n\n'
         f'{used[-1]["device"]}, bfloat16, medians; jax {versions["jax"]}, '
         f'torch {versions["torch"]}; commits {commits}.\n'
         f'jaxunet ran {at_once} steps a call at batch {", ".join(together)}.'
@@ -111,7 +105,7 @@ def slow_kernels() -> str:
         for row in kernel_table.by_backend(rows.read(RESULTS / 'kernels/rows.jsonl'))
         if row['ratio'] < SLOW
     ]
-    return markdown(
+    return markdown.table(
         ('op', 'direction', 'batch', 'case', 'backend', 'µs', "XLA's µs", 'ratio', 'commit'),
         (
             (
@@ -141,7 +135,7 @@ def training_runs() -> str:
         'training s',
         'final loss',
     )
-    return markdown(
+    return markdown.table(
         head,
         (
             (
@@ -165,7 +159,7 @@ def starts() -> str:
         (row['backend'], row['cache']): ' and '.join(f'{s:.1f}' for s in row['seconds'])
         for row in found
     }
-    return markdown(
+    return markdown.table(
         ('backend', *CACHES),
         (
             (backend, *(f'{seconds[backend, cache]} s' for cache in CACHES))
@@ -192,8 +186,9 @@ def fuzz() -> str:
     ]
     row = next(iter(newest.values()))
     commits = ', '.join(dict.fromkeys(str(row['git']) for row in newest.values()))
+    head = ('part', 'cases', 'refused', 'accepted', 'faults', 'slowest, s')
     return (
-        f'{markdown(("part", "cases", "refused", "accepted", "faults", "slowest, s"), body)}\n\n'
+        f'{markdown.table(head, body)}\n\n'
         f'On a CPU; Python {row["versions"]["python"]}, jax {row["versions"]["jax"]}, '
         f'hypothesis {row["libraries"]["hypothesis"]}; commit {commits}. '
         'Rows by reader: `docs/results/fuzz/rows.jsonl`.'
@@ -214,7 +209,7 @@ def matrix() -> str:
         counts = ((row[name], name) for name in ('passed', 'skipped', 'failed'))
         return ', '.join(f'{count:,} {name}' for count, name in counts if count)
 
-    table = markdown(
+    table = markdown.table(
         ('jax', 'Python', *parts, 'commit'),
         (
             (
@@ -248,7 +243,7 @@ def golden() -> str:
             )
         )
     head = ('run', 'backend', 'jax', 'loss, steps 181 to 200', 'distance', 'tolerance', 'commit')
-    return markdown(head, sorted(lines))
+    return markdown.table(head, sorted(lines))
 
 
 def curves() -> str:
@@ -260,7 +255,7 @@ def curves() -> str:
         losses = (float(r[name]) for r in found if first <= int(r['step']) <= last)
         return f'{statistics.mean(losses):.5f}'
 
-    return markdown(
+    return markdown.table(
         ('steps', *(f'{a:,} to {b:,}' for a, b in SPANS)),
         ((name, *(mean(name, a, b) for a, b in SPANS)) for name in found[0] if name != 'step'),
     )
@@ -286,7 +281,7 @@ def where_the_time_goes() -> str:
         head += [f'floor ms, batch {batch}', f'ms, batch {batch}']
     row = found['step', large]
     return (
-        f'{markdown(head, body)}\n\n'
+        f'{markdown.table(head, body)}\n\n'
         f'{row["device"]}, jax {row["versions"]["jax"]}, driver {row["driver"]}, commit '
         f'{row["git"]}; {row["ops"]}; matrix product {row["matmul_flops"] / 1e12:.0f} TFLOP/s, '
         f'copy {row["copy_bytes_per_s"] / 1e9:,.0f} GB/s.'
@@ -329,7 +324,7 @@ def presets() -> str:
         rescaled = ', rescaled' if d.rescale_timesteps else ''
         files = ', '.join(f'`{file}`' for file in preset.files)
         body.append((f'`{name}`', files, images, d.schedule, f'{d.steps:,}{rescaled}'))
-    return markdown(head, body)
+    return markdown.table(head, body)
 
 
 TABLES: dict[str, Callable[[], str]] = {

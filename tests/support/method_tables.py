@@ -5,12 +5,13 @@ from __future__ import annotations
 import math
 import pathlib
 import runpy
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 
 from jaxunet.compare.jobs import Job
 from jaxunet.compare.methods import BASELINE
 from jaxunet.compare.results import combined_costs
 from jaxunet.runtime.rows import Row
+from support import markdown
 from support.seed_statistics import (
     Cells,
     Mean,
@@ -107,7 +108,7 @@ def at_the_end(found: Cells) -> str:
             )
     head = ('method', 'seeds', 'sampler', 'averages', 'precision', 'recall')
     more = ('kernel distance to test images', 'held-out loss', 'steps', 'ms a step')
-    return f'{_markdown((*head, *more), body)}\n\n{_origin(found)}'
+    return f'{markdown.table((*head, *more), body)}\n\n{_origin(found)}'
 
 
 def sooner(found: Cells) -> str:
@@ -129,7 +130,7 @@ def sooner(found: Cells) -> str:
                 share = early + _plus_minus(Mean(*(x / last for x in mean[:2]), mean.count))
             body.append((name, metric, shown, share))
     head = ('method', 'distance', 's by seed', f'mean, as a share of {last:g} s')
-    return _markdown(head, body)
+    return markdown.table(head, body)
 
 
 def missing(found: Cells) -> str:
@@ -171,7 +172,7 @@ def step_times(folder: pathlib.Path = FOLDER) -> str:
         )
         for name, cost in combined_costs(path).items()
     )
-    return _markdown(('method', 'ms a step', f'of {BASELINE} (quartiles)'), body)
+    return markdown.table(('method', 'ms a step', f'of {BASELINE} (quartiles)'), body)
 
 
 def picture(folder: pathlib.Path = FOLDER) -> str:
@@ -194,7 +195,7 @@ def _by_time(
         for metric, find in DISTANCES.items()
         for name in names
     ]
-    return _markdown(('method', 'distance', *(f'{time:g} s' for time in times)), body)
+    return markdown.table(('method', 'distance', *(f'{time:g} s' for time in times)), body)
 
 
 def _mean(rows: Sequence[Row], find: Callable[[Row], float]) -> str:
@@ -243,9 +244,3 @@ def _origin(found: Cells) -> str:
         f'{each(lambda r: r["batch_size"])};\nfeatures {each(lambda r: r["features"])}; '
         f'{len(runs)} runs, {sum(runs.values()) / 60:.0f} minutes of training.'
     )
-
-
-def _markdown(head: Sequence[str], body: Iterable[Sequence[str]]) -> str:
-    """A Markdown table."""
-    lines = [head, ['---'] * len(head), *body]
-    return '\n'.join(f'| {" | ".join(line)} |' for line in lines)

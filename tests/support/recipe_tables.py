@@ -10,6 +10,7 @@ import numpy as np
 
 from jaxunet.compare.results import time_to
 from jaxunet.runtime.rows import Row
+from support import markdown
 
 FOLDER = pathlib.Path(__file__).parents[2] / 'docs/results/recipes'
 LIMITS = (50, 20)  # evaluations of the network a sample
@@ -151,7 +152,7 @@ def sooner(found: Sequence[Row]) -> str:
         f's to a Fréchet distance of {target:.3g} ({BASELINE} after {longest:.0f} s)',
         'times sooner',
     )
-    return markdown(head, body)
+    return markdown.table(head, body)
 
 
 def elephants(found: Sequence[Row]) -> str:
@@ -204,15 +205,9 @@ def with_origin(
         )
     )
     return (
-        f'{markdown(head, body)}\n\n'
+        f'{markdown.table(head, body)}\n\n'
         f'{all_of(lambda r: r["device"])}, jax {all_of(lambda r: r["versions"]["jax"])}, commit '
         f'{all_of(lambda r: r["git"])}; {all_of(lambda r: r["num_samples"])} samples,\nbatches of '
         f'{all_of(lambda r: r["batch_size"])}; images to compare with: {references}; features '
         f'{all_of(lambda r: r["features"])}.'
     )
-
-
-def markdown(head: Sequence[str], body: Sequence[Sequence[str]]) -> str:
-    """A Markdown table."""
-    lines = [head, ['---'] * len(head), *body]
-    return '\n'.join(f'| {" | ".join(cells)} |' for cells in lines)

@@ -8,13 +8,23 @@ from __future__ import annotations
 
 import functools
 import pathlib
-import sys
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from conditional_golden import (
+    CLASSES,
+    LABELS,
+    LOW_RES,
+    RESPACING,
+    SCALE,
+    prediction,
+    slope,
+)
+from peers_golden import SIDE, T
+from support.peer_values import FIXTURES, QUICK, close, pictures, state_of
 from support.published import digest
 from support.weight_cases import safetensors_bytes, torch_bytes
 
@@ -41,20 +51,6 @@ from jaxunet.weights import (
 from jaxunet.weights.fields import network_fields
 from jaxunet.weights.presets import PRESETS
 
-FIXTURES = pathlib.Path(__file__).parents[1] / 'fixtures'
-sys.path.insert(0, str(FIXTURES))
-from conditional_golden import (  # noqa: E402
-    CLASSES,
-    LABELS,
-    LOW_RES,
-    RESPACING,
-    SCALE,
-    prediction,
-    slope,
-)
-from peers_golden import SIDE, T, formula_state, images  # noqa: E402
-
-QUICK = {'xla_backend_optimization_level': 0}
 GOLDEN = np.load(FIXTURES / 'conditional_golden.npz')
 ADM = {
     'image_channels': 3,
@@ -81,23 +77,8 @@ MODEL = config()
 CLASSIFIER = config({'channel_mult': (1, 4), 'num_head_channels': 64})
 
 
-def state_of(table: list[Any]) -> dict[str, np.ndarray]:
-    """The formula's weights under the names of a program."""
-    return formula_state({entry.name: entry.shape for entry in table})
-
-
 def nhwc(name: str) -> np.ndarray:
     return GOLDEN[name].transpose(0, 2, 3, 1)
-
-
-def pictures(scale: float) -> jax.Array:
-    return jnp.asarray(images(scale).transpose(0, 2, 3, 1))
-
-
-def close(found: Any, expected: np.ndarray, tolerance: float = 2e-5) -> None:
-    np.testing.assert_allclose(
-        np.asarray(found), expected, rtol=0, atol=tolerance * np.abs(expected).max()
-    )
 
 
 @pytest.fixture(scope='module')

@@ -9,13 +9,14 @@ from __future__ import annotations
 import functools
 import json
 import pathlib
-import sys
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from peers_golden import SIDE, STEPS, T
+from support.peer_values import FIXTURES, QUICK, close, pictures, state_of
 from support.weight_cases import (
     UNETCU_SMALL,
     nested_torch_bytes,
@@ -37,11 +38,6 @@ from jaxunet.weights.fields import diffusion_fields, network_fields
 from jaxunet.weights.names import from_tree
 from jaxunet.weights.torch_file import TorchFile
 
-FIXTURES = pathlib.Path(__file__).parents[1] / 'fixtures'
-sys.path.insert(0, str(FIXTURES))
-from peers_golden import SIDE, STEPS, T, formula_state, images  # noqa: E402
-
-QUICK = {'xla_backend_optimization_level': 0}
 GOLDEN = np.load(FIXTURES / 'peers_golden.npz')
 PROCESS = {'image_size': (SIDE,), 'schedule': 'linear', 'diffusion_steps': 1000}
 LINEAR = PROCESS | {'objective': 'epsilon'}
@@ -73,17 +69,8 @@ IMPROVED = config(
 DDPM = config(ddpm_torch.FIXED | {'conv_resample': True, 'init': 'ddpm'})
 
 
-def state_of(table: list[Any]) -> dict[str, np.ndarray]:
-    """The formula's weights under the names of a program."""
-    return formula_state({entry.name: entry.shape for entry in table})
-
-
 def nhwc(name: str) -> np.ndarray:
     return GOLDEN[name].transpose(0, 2, 3, 1)
-
-
-def pictures(scale: float) -> jax.Array:
-    return jnp.asarray(images(scale).transpose(0, 2, 3, 1))
 
 
 @functools.cache
@@ -93,10 +80,6 @@ def network(model: Config) -> Any:
 
 def output(weights: Any, t: tuple[int, ...] = T) -> np.ndarray:
     return np.asarray(network(weights.config)(weights.params, pictures(0.37), jnp.array(t)))
-
-
-def close(found: np.ndarray, expected: np.ndarray, tolerance: float = 2e-5) -> None:
-    np.testing.assert_allclose(found, expected, rtol=0, atol=tolerance * np.abs(expected).max())
 
 
 @pytest.fixture
