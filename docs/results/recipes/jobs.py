@@ -1,6 +1,7 @@
 """The jobs behind docs/results/recipes, for `python -m jaxunet.compare.queue --jobs`.
 
     docs/results/recipes/jobs.py:objects    9,000 photographs of 20 classes
+    docs/results/recipes/jobs.py:minute     the same for a minute alone
     docs/results/recipes/jobs.py:elephants  500 photographs of one animal
     docs/results/recipes/jobs.py:rates      learning rates
     docs/results/recipes/jobs.py:digits     images of configs/digits.py; needs features of digits
@@ -17,6 +18,7 @@ docs/results/recipes/features.npz is that file; only rows of one file can be com
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -135,8 +137,10 @@ def get_jobs(part: str, data: str) -> list[Job]:
       UserError: another part.
     """
     order = ('flow', 'epsilon-linear', 'v-cosine', 'edm', 'epsilon-cosine')
+    photographs = [objects(case, data, seed=seed) for seed in (0, 1) for case in order]
     parts = {
-        'objects': [objects(case, data, seed=seed) for seed in (0, 1) for case in order],
+        'objects': photographs,
+        'minute': [dataclasses.replace(job, seconds=(60,)) for job in photographs],
         'elephants': [elephants(case, data) for case in order],
         'rates': [
             objects('flow', data, fields={'optimizer.learning_rate': r}, name=f'flow-{r:g}')
