@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
+import fcntl
 import functools
 import itertools
 import json
@@ -13,6 +15,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -20,6 +23,7 @@ from support.settings import QUICK
 
 ROOT = pathlib.Path(__file__).parents[2]
 SECONDS = 400  # of a command: one that should stop at a mistake could train for ever
+CHILDREN_SECONDS = 5  # that children of a command have to print their last words
 # The environment of this process without what a cluster's launcher sets.
 NO_LAUNCHER = {
     name: value
@@ -135,7 +139,20 @@ class Fork:
             self.returncode = self._forks.ask(wait=self.pid, seconds=timeout)
         if self.returncode is None:
             raise subprocess.TimeoutExpired(str(self.pid), timeout, stderr=self.stderr.read_bytes())
+        self._wait_for_children()
         return self.stdout.read_text(), self.stderr.read_text()
+
+    def _wait_for_children(self) -> None:
+        """Waits until the children that share stderr have ended, for some seconds.
+
+        Only a child can say that its parent was killed.
+        """
+        end = time.monotonic() + CHILDREN_SECONDS
+        with self.stderr.open() as file:
+            while time.monotonic() < end:
+                with contextlib.suppress(BlockingIOError):
+                    return fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                time.sleep(0.01)
 
     def send_signal(self, number: int) -> None:
         """Sends a signal to the process, unless it has ended."""

@@ -13,6 +13,7 @@ Every line of stdin is a request in JSON, and gets a line of JSON as the answer:
 
 from __future__ import annotations
 
+import fcntl
 import gc
 import json
 import os
@@ -65,6 +66,7 @@ def become(request: dict) -> None:
         file = os.open(path, flags)
         os.dup2(file, descriptor)
         os.close(file)
+    fcntl.flock(2, fcntl.LOCK_SH)  # until all that print there have ended
     os.environ.clear()
     os.environ.update(request['environment'])
     os.chdir(request['folder'])
