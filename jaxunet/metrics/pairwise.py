@@ -16,6 +16,9 @@ from jax import lax
 from jaxtyping import Array, Float
 
 BLOCK = 2048  # rows and columns per block
+# Timing the candidates of a product takes XLA seconds for each size of the sets, on a GPU; the
+# product that it takes without runs for milliseconds.
+UNTIMED = {'xla_gpu_autotune_level': 0, 'xla_gpu_enable_triton_gemm': False}
 
 # The results of a block of rows so far: an array with an axis of rows in front, or a tuple of them.
 State = Any
@@ -60,7 +63,7 @@ def fold_pairs(
     return jax.tree.map(lambda *parts: np.concatenate(jax.device_get(parts))[:n], *results)
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1))
+@functools.partial(jax.jit, static_argnums=(0, 1), compiler_options=UNTIMED)
 def _scan(
     fold: Fold,
     initial: Callable[[int], State],
