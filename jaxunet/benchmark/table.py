@@ -124,7 +124,7 @@ def _range(rows: list[Row], field: str, unit: float) -> str:
 def _together(row: Row) -> str:
     """Returns steps per call and concurrent kernels of a row, if they are not the default."""
     steps = row.get('steps_per_call') or 1
-    text = f', {steps} a call' if steps > 1 else ''
+    text = f', {steps} per call' if steps > 1 else ''
     return text + (', concurrent kernels' if row.get('concurrent_kernels') else '')
 
 

@@ -121,8 +121,8 @@ def _table(
         's to baseline quality',
         'times faster',
         'steps',
-        'ms a step / baseline (own runs)',
-        *(['ms a step / baseline (turns, quartiles)'] if costs else []),
+        'ms per step / baseline (own runs)',
+        *(['ms per step / baseline (turns, quartiles)'] if costs else []),
     ]
     lines = [f'| {" | ".join(heads)} |', '|' + '---|' * len(heads)]
     for method, found in main.items():

@@ -64,10 +64,10 @@ def _headline(label: str, summary: Summary, step_ms: float, traced_step_ms: floa
     """Returns the sentences above the tables."""
     unit = 'kernel launches' if summary.platform == 'gpu' else 'HLO operations'
     lines = [
-        f'{label}: {step_ms:.2f} ms a step, device busy {summary.busy_ms:.2f} ms of it, '
+        f'{label}: {step_ms:.2f} ms per step, device busy {summary.busy_ms:.2f} ms of it, '
         f'idle {untraced_idle(summary, step_ms):.1%}; '
-        f'{summary.launches:.0f} {unit} and {summary.copies:.0f} copies a step',
-        f'while traced: {traced_step_ms:.2f} ms a step, idle {summary.idle_share:.1%}',
+        f'{summary.launches:.0f} {unit} and {summary.copies:.0f} copies per step',
+        f'while traced: {traced_step_ms:.2f} ms per step, idle {summary.idle_share:.1%}',
     ]
     if summary.devices > 1:
         lines.append(f'a mean over {summary.devices} devices')
@@ -78,7 +78,7 @@ def _headline(label: str, summary: Summary, step_ms: float, traced_step_ms: floa
         lines.append("device = CPU: operations on XLA's threads of the host; their times add up")
     if summary.overlapped_share is not None:
         lines.append(
-            f'collectives: {summary.collective_ms:.3f} ms a step, '
+            f'collectives: {summary.collective_ms:.3f} ms per step, '
             f'{summary.overlapped_share:.1%} of it while the device computes'
         )
     return lines
@@ -222,7 +222,7 @@ def plot(path: pathlib.Path, charts: Sequence[Chart], top: int) -> None:
 def _draw(chart: Chart, phases: Axes, bars: Axes, top: int) -> None:
     """Draws one profile on two axes: its phases, and its `top` device operations."""
     phases.set_title(
-        f'{chart.label}: device busy {chart.busy_ms:.2f} ms, {chart.launches:.0f} launches a step'
+        f'{chart.label}: device busy {chart.busy_ms:.2f} ms, {chart.launches:.0f} launches per step'
     )
     left = 0.0
     for phase, ms in chart.phase_ms.items():

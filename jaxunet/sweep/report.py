@@ -141,7 +141,7 @@ def _best(sweep: Sweep) -> list[str]:
     lines = [
         '## Best',
         '',
-        f'**{chosen}**: {rate:,.1f} images/s, {best["step_ms"]["median"]:.2f} ms a step',
+        f'**{chosen}**: {rate:,.1f} images/s, {best["step_ms"]["median"]:.2f} ms per step',
     ]
     lines[-1] += f', {rate / slowest:.2f}× the slowest.' if len(sweep.done) > 1 else '.'
     fields = {name: value for name, value in best['point'].items() if name not in OWN_AXES}
@@ -258,7 +258,7 @@ def _profiles(sweep: Sweep, directory: pathlib.Path) -> list[str]:
     lines = [
         '## Phases',
         '',
-        'Device milliseconds a step.',
+        'Device milliseconds per step.',
         '',
         f'| point | {" | ".join(phases)} | idle | launches |',
         '|' + '---|' * (len(phases) + 3),

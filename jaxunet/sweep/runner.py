@@ -220,8 +220,8 @@ def summary(row: Row) -> str:
         return f'{row["status"]}: {row["reason"]}'
     if 'profile' in row:
         return (
-            f'{row["step_ms"]["median"]:.2f} ms a step, device idle {row["idle_share"]:.1%}, '
-            f'{row["launches"]:.0f} launches a step'
+            f'{row["step_ms"]["median"]:.2f} ms per step, device idle {row["idle_share"]:.1%}, '
+            f'{row["launches"]:.0f} launches per step'
         )
     low, high = row['step_ms']['quartiles']
     cached = ' (cached)' if row['compile_cached'] else ''

@@ -391,8 +391,8 @@ def test_table_shows_the_latest_row_of_a_case() -> None:
     lines = table.markdown([row | changes for changes in several]).splitlines()[-3:]
     assert [line.split(' | ')[2] for line in lines] == [
         'step',
-        'step, 20 a call',
-        'step, 20 a call, concurrent kernels',
+        'step, 20 per call',
+        'step, 20 per call, concurrent kernels',
     ]
     caption = table.markdown([row, row | {'batch_size': 4, 'matmul_flops': 2e12}]).splitlines()[0]
     assert caption.endswith('float32 matrix product 1 to 2 TFLOP/s; copy 1000 GB/s.')

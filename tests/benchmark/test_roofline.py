@@ -259,7 +259,7 @@ def test_the_table_shows_the_next_gap(tmp_path: pathlib.Path) -> None:
 def test_what_could_not_be_told_is_below_the_table() -> None:
     found = Measured(LINES, 2.0, ['jaxunet_cuda_new'])
     text = table.markdown(to_rows(CASE, found, busy_ms=1.0, step_ms=1.0))
-    assert '2 kernels a step could not be matched' in text
+    assert '2 kernels per step could not be matched' in text
     assert text.endswith('Kernels without a class: jaxunet_cuda_new.')
 
 

@@ -218,7 +218,7 @@ def _number(pattern: str, text: str) -> float | None:
 
 
 def _step_ms(table: pathlib.Path) -> float:
-    """Returns the milliseconds a step of the first row of metrics.csv."""
+    """Returns the milliseconds per step of the first row of metrics.csv."""
     head, first = (line.split(',') for line in table.read_text().splitlines()[:2])
     return float(first[head.index('step_ms')])
 

@@ -216,11 +216,11 @@ def test_tables():
     s = summarise(gpu_trace(), 1)
     text = report.text('xla', s, step_ms=0.050, traced_step_ms=1.75, top=2)
     assert (
-        '0.05 ms a step, device busy 0.05 ms of it, idle 6.0%; 4 kernel launches and 1 copies a '
-        'step' in text
+        '0.05 ms per step, device busy 0.05 ms of it, idle 6.0%; 4 kernel launches and 1 copies '
+        'per step' in text
     )
-    assert 'while traced: 1.75 ms a step, idle 7.8%' in text
-    assert 'collectives: 0.020 ms a step, 50.0% of it while the device computes' in text
+    assert 'while traced: 1.75 ms per step, idle 7.8%' in text
+    assert 'collectives: 0.020 ms per step, 50.0% of it while the device computes' in text
     assert 'jaxunet_conv3x3_dx' in text
     assert 'conv  ' not in text  # the third
     both = report.side_by_side([('before', s.rows[:1]), ('after', s.rows)], top=4).splitlines()

@@ -45,8 +45,8 @@ def read_lines(path: str) -> list[Row]:
 def step_summary() -> str:
     """Milliseconds of a training step of elephants64 by side, and what was measured how.
 
-    Of each side and batch the newest row that ran several steps a call, else the newest; rows with
-    concurrent kernels are left out, which is an option with a price.
+    Of each side and batch the newest row that ran several steps per call, else the newest.
+    Rows with concurrent kernels are left out, which is an option with a price.
     """
     chosen: dict[tuple[str, int], Row] = {}
     for row in read_lines('step/rows.jsonl'):
@@ -84,7 +84,7 @@ def step_summary() -> str:
         f'{markdown.table(head, body)}\n\n'
         f'{used[-1]["device"]}, bfloat16, medians; jax {versions["jax"]}, '
         f'torch {versions["torch"]}; commits {commits}.\n'
-        f'jaxunet ran {at_once} steps a call at batch {", ".join(together)}.'
+        f'jaxunet ran {at_once} steps per call at batch {", ".join(together)}.'
     )
 
 

@@ -107,7 +107,7 @@ def at_the_end(found: Cells) -> str:
                 )
             )
     head = ('method', 'seeds', 'sampler', 'averages', 'precision', 'recall')
-    more = ('kernel distance to test images', 'held-out loss', 'steps', 'ms a step')
+    more = ('kernel distance to test images', 'held-out loss', 'steps', 'ms per step')
     return f'{markdown.table((*head, *more), body)}\n\n{_origin(found)}'
 
 
@@ -172,7 +172,7 @@ def step_times(folder: pathlib.Path = FOLDER) -> str:
         )
         for name, cost in combined_costs(path).items()
     )
-    return markdown.table(('method', 'ms a step', f'of {BASELINE} (quartiles)'), body)
+    return markdown.table(('method', 'ms per step', f'of {BASELINE} (quartiles)'), body)
 
 
 def picture(folder: pathlib.Path = FOLDER) -> str:

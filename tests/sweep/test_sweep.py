@@ -585,7 +585,7 @@ def test_report_csv_and_plots(tmp_path):
             assert len(np.unique(np.asarray(picture.convert('RGB')).reshape(-1, 3), axis=0)) > 10
     text = paths[-1].read_text()
     assert (
-        '**precision=bfloat16, parallel.devices=4**: 600.0 images/s, 13.33 ms a step, 6.00× the '
+        '**precision=bfloat16, parallel.devices=4**: 600.0 images/s, 13.33 ms per step, 6.00× the '
         'slowest.' in text
     )
     best = (

@@ -96,7 +96,7 @@ def _summary(total: Row) -> list[str]:
     ]
     if total['unplaced']:
         lines.append(
-            f'{total["unplaced"]:g} kernels a step could not be matched with the call that '
+            f'{total["unplaced"]:g} kernels per step could not be matched with the call that '
             'launched them: they count in their class but in no level. '
             'XLA_FLAGS=--xla_gpu_enable_command_buffer= makes the trace name all of them.'
         )
