@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# Runs every GPU test in eight workers and prints the summary.
+# Runs every GPU test in eight workers; prints failures as they happen, and the summary.
 #   tests/gpu/test.sh [PYTEST ARGUMENTS]
 set -uo pipefail
 cd "$(dirname "$0")/../.."
-export PYTHONPATH=.${PYTHONPATH:+:$PYTHONPATH} XLA_PYTHON_CLIENT_PREALLOCATE=false PYTHONUNBUFFERED=1
-python3 -m pytest -m gpu -n 8 -q -p no:benchmark "$@"
+export PYTHONPATH=.:tests/gpu${PYTHONPATH:+:$PYTHONPATH} XLA_PYTHON_CLIENT_PREALLOCATE=false PYTHONUNBUFFERED=1
+python3 -m pytest -m gpu -n 8 -q -p no:benchmark -p show_failures "$@"
