@@ -13,7 +13,7 @@ from jaxunet.runtime.errors import UserError
 
 
 class OtherVersionError(UserError):
-    """A checkpoint does not fit this version of the code.
+    """A checkpoint of another version of the code, or of another network.
 
     Attributes:
       certain: the part that does not fit has a valid checksum; otherwise the checkpoint may be

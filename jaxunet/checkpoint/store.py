@@ -36,6 +36,7 @@ from jaxunet.runtime.attempts import quietly
 from jaxunet.runtime.errors import UserError
 
 FOLDER = 'checkpoints'
+UNET = 'UNet'  # the network of checkpoints that name none
 # Time limit of a write: none. Orbax measures it by the wall clock, which may jump.
 WRITE_SECONDS = 5 * 10**9
 MAX_REASON = 400  # characters of a library's error message that are shown
@@ -84,6 +85,7 @@ class Checkpoints:
       scores: returns the scores of steps, of which larger ones are better.
       read_only: never change anything on disk.
       draw: draws the state before step 0 of a config, whose shapes the checkpoints must have.
+      network: what is trained; checkpoints of another network are refused.
     """
 
     def __init__(
@@ -96,8 +98,10 @@ class Checkpoints:
         scores: Scores = dict,
         read_only: bool = False,
         draw: Draw = draw_state,
+        network: str = UNET,
     ) -> None:
-        self.workdir, self.read_only, self._draw = workdir, read_only, draw
+        self.workdir, self.read_only = workdir, read_only
+        self._draw, self._network = draw, network
         self.folder = (workdir / FOLDER).resolve()
         if not read_only:
             self._set_aside_unfinished()
@@ -157,6 +161,7 @@ class Checkpoints:
                 'seconds': seconds,
                 'class_names': list(class_names),
                 **({'rollbacks': rollbacks} if rollbacks else {}),
+                **({'network': self._network} if self._network != UNET else {}),
             }
         )
         earlier = ''
@@ -258,6 +263,11 @@ class Checkpoints:
         folder = self.folder / str(step)
         meta = self.manager.restore(step, args=ocp.args.Composite(meta=ocp.args.JsonRestore())).meta
         intact = check_seal(meta)
+        if (network := meta.get('network', UNET)) != self._network:
+            raise OtherVersionError(
+                f'{folder}: expected a checkpoint of a {self._network}, found that of a {network}',
+                certain=intact,
+            )
         try:
             config = resolve(meta['config'])
         except UserError as error:

@@ -41,6 +41,7 @@ from jaxunet.training.workdir import opened
 from jaxunet.weights import write_classifier
 
 FILE = 'classifier.pt'
+NETWORK = 'classifier of noisy images'
 LOGGED = ('step', 'loss', 'learning_rate', 'grad_norm', 'step_ms', 'skipped_steps')
 
 
@@ -205,7 +206,11 @@ def _checkpoints(config: Config, workdir: pathlib.Path) -> checkpoint.Checkpoint
         )
     train = config.train
     return checkpoint.Checkpoints(
-        workdir, keep=train.keep, keep_every=train.keep_every, draw=draw_state
+        workdir,
+        keep=train.keep,
+        keep_every=train.keep_every,
+        draw=draw_state,
+        network=NETWORK,
     )
 
 

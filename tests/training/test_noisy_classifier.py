@@ -14,6 +14,7 @@ import pytest
 from support.commands import call
 from support.tiny import TINY, tiny_config
 
+from jaxunet.checkpoint.load import load_model
 from jaxunet.checkpoint.state import make_optimizer
 from jaxunet.checkpoint.store import Checkpoints, checksum, state_template
 from jaxunet.config import Config
@@ -30,7 +31,9 @@ from jaxunet.sampling.sampler import run as run_sampler
 from jaxunet.training.batch import noise_batch, split_keys
 from jaxunet.training.classifier_accuracy import Accuracy
 from jaxunet.training.classifier_loop import COLUMNS, LOGGED, train_classifier
+from jaxunet.training.classifier_loop import NETWORK as CLASSIFIER
 from jaxunet.training.logs import read_rows
+from jaxunet.training.loop import train
 from jaxunet.training.noisy_classifier import (
     check_trainable,
     draw_state,
@@ -138,11 +141,22 @@ def test_a_resumed_run_is_the_uninterrupted_one(run: pathlib.Path, tmp_path: pat
     assert train_classifier(CONFIG, folder, open_images(CONFIG)) == STEPS
     sums = []
     for path in (run, folder):
-        checkpoints = Checkpoints(path, keep=0, read_only=True, draw=draw_state)
+        checkpoints = Checkpoints(path, keep=0, read_only=True, draw=draw_state, network=CLASSIFIER)
         sums.append(checksum(checkpoints.restore(STEPS).state))
         checkpoints.close()
     assert sums[0] == sums[1]
     assert (run / 'classifier.pt').read_bytes() == (folder / 'classifier.pt').read_bytes()
+
+
+def test_other_commands_refuse_its_checkpoints(run: pathlib.Path) -> None:
+    before = sorted(run.rglob('*'))
+    for use in (
+        lambda: train(CONFIG, run, open_images(CONFIG)),
+        lambda: load_model(str(run)),
+    ):
+        with pytest.raises(UserError, match='UNet, found that of a classifier of noisy images'):
+            use()
+    assert sorted(run.rglob('*')) == before
 
 
 @pytest.mark.long
