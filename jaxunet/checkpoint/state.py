@@ -15,6 +15,7 @@ from jaxtyping import Array, Float, Int, PyTree, UInt32
 
 from jaxunet.checkpoint.recent_norms import RecentNorms
 from jaxunet.config import Config
+from jaxunet.config.schema import DataConfig, OptimizerConfig, TrainConfig
 from jaxunet.diffusion.process import make_diffusion
 from jaxunet.diffusion.timesteps import make_sampler
 from jaxunet.diffusion.weighting import make_weighting
@@ -277,7 +278,7 @@ def fresh_state(config: Config, draw: Draw | None = None) -> TrainState:
     Args:
       draw: draws it, to be traced by JAX; None = `draw_state`.
     """
-    draw = draw or draw_state
+    draw, config = draw or draw_state, state_fields(config)
     try:
         cpu = jax.local_devices(backend='cpu')[0]
     except RuntimeError:  # JAX_PLATFORMS excludes the CPU
@@ -286,6 +287,28 @@ def fresh_state(config: Config, draw: Draw | None = None) -> TrainState:
     quick = {'xla_backend_optimization_level': 0}
     with jax.default_device(cpu):
         return jax.device_get(jax.jit(draw, static_argnums=0, compiler_options=quick)(config))
+
+
+def state_fields(config: Config) -> Config:
+    """Returns a config with the defaults of most fields that do not enter the state before step 0.
+
+    JAX compiles its draw once per config, so the runs of a sweep share it.
+    """
+    return Config(
+        seed=config.seed,
+        precision=config.precision,
+        model=config.model,
+        diffusion=config.diffusion,
+        loss=config.loss,
+        timesteps=config.timesteps,
+        data=DataConfig(
+            image_size=config.data.image_size,
+            augment='edm' if config.data.augment == 'edm' else 'none',  # has a layer
+        ),
+        optimizer=OptimizerConfig(name=config.optimizer.name),
+        ema=config.ema,
+        train=TrainConfig(spike_sigmas=config.train.spike_sigmas),
+    )
 
 
 def draw_state(config: Config) -> TrainState:

@@ -13,7 +13,7 @@ import pytest
 from jax.experimental.compilation_cache import compilation_cache
 from support.tiny import tiny_config
 
-from jaxunet.checkpoint.state import fresh_state, make_optimizer
+from jaxunet.checkpoint.state import draw_state, fresh_state, make_optimizer, state_fields
 from jaxunet.config import Config, cli, to_dict
 from jaxunet.data import pipeline
 from jaxunet.data.sources import open_source
@@ -25,7 +25,7 @@ from jaxunet.runtime import ownership
 from jaxunet.sampling.generator import Generator
 from jaxunet.sampling.options import SamplerConfig
 from jaxunet.sampling.picture import Picture
-from jaxunet.training import step_fields
+from jaxunet.training import noisy_classifier, step_fields
 from jaxunet.training.parallel import Parallel
 from jaxunet.training.step import make_train_step
 
@@ -143,6 +143,37 @@ def test_a_step_is_kept_under_all_that_it_is_made_from():
     kept = step_fields.relevant(Config())
     assert kept['train'].keys() == {'steps', 'log_every', 'spike_sigmas'}
     assert kept['optimizer'] == raw['optimizer']
+
+
+@pytest.mark.parametrize('draw', [draw_state, noisy_classifier.draw_state])
+def test_a_state_is_drawn_from_all_that_enters_it(draw):
+    """Runs that differ in other fields have the same program for it."""
+    entering = tiny_config(
+        model={
+            'base_channels': 32,
+            'channel_mult': (1, 2),
+            'num_head_channels': 64,
+            'norm_groups': 32,
+        },
+        timesteps={'sampler': 'adaptive'},
+        loss={'weighting': 'uncertainty'},
+        train={'spike_sigmas': 4.0},
+        seed=3,
+    )
+    config = entering.replace(
+        backend='pallas',
+        init_from='a.pt',
+        parallel={'mode': 'pmap', 'devices': 2},
+        data={'path': 'images', 'batch_size': 4, 'augment': 'flip', 'holdout': 5, 'crop': 'random'},
+        optimizer={'clip_norm': 0.0, 'weight_decay': 0.1, 'warmup_steps': 0, 'schedule': 'linear'},
+        train={'steps': 50, 'log_every': 5, 'evaluate_every': 5},
+        evaluation={'samples': 7},
+    )
+    programs = [
+        str(jax.make_jaxpr(draw, static_argnums=0)(each))
+        for each in (config, state_fields(config), state_fields(entering))
+    ]
+    assert programs[0] == programs[1] == programs[2]
 
 
 def test_a_damaged_file_costs_a_warning_and_is_replaced(cache, caplog):

@@ -3,7 +3,6 @@
 import functools
 
 from jaxunet.checkpoint.state import fresh_state, make_optimizer
-from jaxunet.config.schema import OptimizerConfig, ParallelConfig, TrainConfig
 from jaxunet.data import pipeline
 from jaxunet.diffusion.process import make_diffusion
 from jaxunet.model.unet import build_unet
@@ -35,14 +34,7 @@ class Bench:
 
     def restart(self):
         """Sets the state to that of a new run."""
-        # Without what does not enter the state: one program draws it for many benches.
-        config = self.config.replace(
-            backend='xla',
-            parallel=ParallelConfig(),
-            optimizer=OptimizerConfig(name=self.config.optimizer.name),
-            train=TrainConfig(spike_sigmas=self.config.train.spike_sigmas),
-        )
-        self.state = self.parallel.replicate(fresh_state(config))
+        self.state = self.parallel.replicate(fresh_state(self.config))
 
     @functools.cached_property
     def lowered(self):
@@ -63,7 +55,7 @@ class Bench:
             step, each = self.step, [self.resident] * count
         else:
             each = [self.parallel.put_batch(batch) for batch in batches[:count]]
-            step = self.parallel.compile(self.make, self.state, each[0])
+            step = self.parallel.compile(self.make, self.state, each[0], steps=1, cache=self.shared)
         out = []
         for data in each:
             self.state, metrics = step(self.state, data)
