@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from support.attention import plain
-from support.parity import DTYPES, assert_parity, draw, kernel_target
+from support.parity import DTYPES, assert_parity, draw, kernel_target, types_in_turn
 
 from jaxunet.ops.attention.cases import AWKWARD, CASES, Case
 from pallas_kernels import backend
@@ -24,8 +24,7 @@ def check(case: Case, dtype: str, batch: int):
         )
 
 
-@pytest.mark.parametrize('dtype', DTYPES)
-@pytest.mark.parametrize('case', AWKWARD, ids=lambda c: c.name)
+@pytest.mark.parametrize(('case', 'dtype'), types_in_turn(AWKWARD))
 def test_awkward_shapes(case, dtype):
     check(case, dtype, 2)
 

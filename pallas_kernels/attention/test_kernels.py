@@ -4,6 +4,7 @@ gradients, transformations, mistakes.
 
 import collections
 import functools
+import itertools
 import re
 
 import jax
@@ -12,7 +13,7 @@ import numpy as np
 import pytest
 from jax.sharding import AbstractDevice, AbstractMesh
 from support.attention import plain
-from support.parity import assert_parity, draw
+from support.parity import assert_parity, draw, in_turn
 
 from jaxunet.ops.attention import reference
 from jaxunet.ops.checks import KERNEL_TYPES as DTYPES
@@ -72,15 +73,19 @@ def test_types(dtype, one_kernel):
 
 
 @pytest.mark.parametrize(
-    ('tokens', 'dtype'), [(1, 'float32'), (16, 'bfloat16'), (49, 'float32'), (77, 'bfloat16')]
+    ('tokens', 'dtype', 'one_kernel'),
+    in_turn(
+        {'1': 1, '16': 16, '49': 49, '77': 77},
+        *itertools.product(('float32', 'bfloat16'), (True, False)),
+    ),
 )
-@pytest.mark.parametrize('one_kernel', [True, False], ids=['one_kernel', 'two_kernels'])
 def test_tokens_that_fill_no_block(tokens, dtype, one_kernel):
     check(1, tokens, 2, 16, dtype, small(tokens, one_kernel=one_kernel))
 
 
-@pytest.mark.parametrize('dtype', DTYPES)
-@pytest.mark.parametrize(('tokens', 'width'), [(40, 32), (33, 256)])
+@pytest.mark.parametrize(
+    ('dtype', 'tokens', 'width'), in_turn({dtype: dtype for dtype in DTYPES}, (40, 32), (33, 256))
+)
 def test_dk_and_dv_of_two_programs(tokens, width, dtype):
     check(2, tokens, 1, width, dtype, Tiles(SMALL[0], (SMALL[1][0], Tile(32, 16, 4, split=2))))
 
@@ -97,9 +102,12 @@ def test_head_widths(width, dtype):
     check(1, 33, 2, width, dtype)
 
 
-@pytest.mark.parametrize(('width', 'heads'), [(1, 2), (8, 3), (24, 2), (80, 1)])
-@pytest.mark.parametrize('one_kernel', [True, False], ids=['one_kernel', 'two_kernels'])
-def test_padded_head_widths(width, heads, one_kernel):
+@pytest.mark.parametrize(
+    ('head', 'one_kernel'),
+    in_turn({'2x1': (2, 1), '3x8': (3, 8), '2x24': (2, 24), '1x80': (1, 80)}, (True,), (False,)),
+)
+def test_padded_head_widths(head, one_kernel):
+    heads, width = head
     check(2, 20, heads, width, 'float32', small(20, one_kernel=one_kernel))
 
 
@@ -122,11 +130,16 @@ def test_large_logits(dtype):
     check(1, 40, 1, 16, dtype, small(40), values=large(40, 16), gradients=False)
 
 
-@pytest.mark.parametrize('dtype', DTYPES)
 @pytest.mark.parametrize(
-    'backward',
-    [Tile(16, 64, 4), (Tile(16, 64, 4), Tile(32, 16, 4)), SMALL[1]],
-    ids=['one_kernel', 'two_kernels', 'many_blocks'],
+    ('backward', 'dtype'),
+    in_turn(
+        {
+            'one_kernel': Tile(16, 64, 4),
+            'two_kernels': (Tile(16, 64, 4), Tile(32, 16, 4)),
+            'many_blocks': SMALL[1],
+        },
+        *((dtype,) for dtype in DTYPES),
+    ),
 )
 def test_gradients_of_large_logits(backward, dtype):
     """Finite, and as exact as the type at the scale of what is summed: where one key has all

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 from support.conv3x3 import inputs, op
-from support.parity import DTYPES, assert_parity, kernel_target
+from support.parity import DTYPES, assert_parity, kernel_target, types_in_turn
 
 from jaxunet.ops.conv3x3 import reference
 from jaxunet.ops.conv3x3.cases import AWKWARD, CASES, Case
@@ -19,8 +19,7 @@ def check(case: Case, dtype: str, batch: int):
         assert_parity(op(vjp, case), op(reference, case), inputs(case, dtype, case.batch or batch))
 
 
-@pytest.mark.parametrize('dtype', DTYPES)
-@pytest.mark.parametrize('case', AWKWARD, ids=lambda c: c.name)
+@pytest.mark.parametrize(('case', 'dtype'), types_in_turn(AWKWARD))
 def test_awkward_shapes(case, dtype):
     check(case, dtype, 2)
 

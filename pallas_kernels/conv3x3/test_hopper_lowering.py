@@ -9,6 +9,7 @@ import itertools
 import jax
 import jax.numpy as jnp
 import pytest
+from support.parity import in_turn
 
 from pallas_kernels.conv3x3 import hopper
 from pallas_kernels.conv3x3.schedule import Tile
@@ -84,8 +85,7 @@ def arguments(
     return positional, named
 
 
-@pytest.mark.parametrize('x64', [False, True])
-@pytest.mark.parametrize('name', CALLS)
+@pytest.mark.parametrize(('name', 'x64'), in_turn({n: n for n in CALLS}, (False,), (True,)))
 def test_lowers_to_one_kernel(name: str, x64: bool) -> None:
     image, channels, features, options, tile = CALLS[name]
     positional, named = arguments(image, channels, features, options)

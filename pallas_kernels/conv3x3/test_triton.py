@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from support.parity import DTYPES, assert_parity, draw
+from support.parity import DTYPES, assert_parity, draw, in_turn
 
 from jaxunet.ops.activation import at_least_float32
 from jaxunet.ops.conv3x3.cases import CASES
@@ -29,6 +29,7 @@ SHAPES = {
     'parts_of_which_one_is_thin': (2, 5, 3, (20, 5), 18),
     'three_parts': (1, 4, 4, (3, 16, 8), 16),
 }
+TYPES_IN_TURN = in_turn(SHAPES, *((dtype,) for dtype in DTYPES))
 FORWARD_TILE = triton.Tile(
     block_pixels=32, block_features=16, block_channels=16, num_warps=1, num_stages=2
 )
@@ -82,8 +83,7 @@ def check_forward(shape, dtype, *, tile=FORWARD_TILE, **extras):
     assert_parity(kernel, plain, inputs(shape, dtype, **extras), gradients=False)
 
 
-@pytest.mark.parametrize('dtype', DTYPES)
-@pytest.mark.parametrize('shape', SHAPES.values(), ids=SHAPES)
+@pytest.mark.parametrize(('shape', 'dtype'), TYPES_IN_TURN)
 def test_forward_with_everything_around_it(shape, dtype):
     check_forward(shape, dtype, shifts=shape[0], residual=True, affine=True)
 
@@ -197,14 +197,14 @@ def check_gradient(shape, dtype, *, tile=GRADIENT_TILE):
     assert_parity(kernel, plain_gradient, found, gradients=False)
 
 
-@pytest.mark.parametrize('dtype', DTYPES)
-@pytest.mark.parametrize('shape', SHAPES.values(), ids=SHAPES)
+@pytest.mark.parametrize(('shape', 'dtype'), TYPES_IN_TURN)
 def test_weight_gradient(shape, dtype):
     check_gradient(shape, dtype)
 
 
-@pytest.mark.parametrize('taps', [1, 3, 9])
-@pytest.mark.parametrize('programs', [1, 1000])
+@pytest.mark.parametrize(
+    ('taps', 'programs'), in_turn({'1_tap': 1, '3_taps': 3, '9_taps': 9}, (1,), (1000,))
+)
 def test_weight_gradient_however_it_is_cut(taps, programs):
     tile = triton_weight_gradient.Tile(16, 16, 16, taps, programs, 1, 1)
     check_gradient((2, 5, 7, (40, 16), 33), 'float32', tile=tile)

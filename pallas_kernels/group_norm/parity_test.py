@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from support.group_norm import inputs, op
-from support.parity import DTYPES, assert_parity
+from support.parity import DTYPES, assert_parity, types_in_turn
 
 from jaxunet.ops.group_norm import reference
 from jaxunet.ops.group_norm.cases import AWKWARD, CASES, ELEPHANTS64, Case
@@ -30,13 +30,16 @@ def check(case: Case, dtype: str, batch: int = 2):
     )
 
 
-@pytest.mark.parametrize('dtype', [*DTYPES, pytest.param('float16', marks=pytest.mark.long)])
-@pytest.mark.parametrize('case', AWKWARD, ids=lambda c: c.name)
+@pytest.mark.parametrize(('case', 'dtype'), types_in_turn(AWKWARD, (*DTYPES, 'float16')))
 def test_awkward_shapes(case, dtype):
     check(case, dtype)
 
 
-@pytest.mark.parametrize('case', AWKWARD, ids=lambda c: c.name)
+@pytest.mark.parametrize(
+    'case',
+    [pytest.param(c, marks=pytest.mark.long if i % 3 else ()) for i, c in enumerate(AWKWARD)],
+    ids=lambda c: c.name,
+)
 def test_awkward_shapes_in_two_passes(case, monkeypatch):
     """As images that are too large for one program, and batches too small, are normalised."""
     monkeypatch.setattr(vjp, 'owns_pixels', lambda *_: False)

@@ -9,7 +9,7 @@ from support import lowered_step
 VERSION, RECORDED = lowered_step.recorded()
 
 
-LONG = ('elephants64 pallas', 'elephants64 xla')
+LONG = ('elephants64 pallas', 'elephants64 xla', 'small pallas')
 
 
 @pytest.mark.parametrize(

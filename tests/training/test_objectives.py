@@ -16,14 +16,11 @@ def source():
     return open_source('digits:', image_shape=(8, 8, 1))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ('objective', 'methods'),
     [
-        pytest.param(
-            'edm',
-            {'loss': {'weighting': 'uncertainty'}, 'timesteps': {'sampler': 'adaptive'}},
-            marks=pytest.mark.long,
-        ),
+        ('edm', {'loss': {'weighting': 'uncertainty'}, 'timesteps': {'sampler': 'adaptive'}}),
         ('flow', {'loss': {'weighting': 'min_snr'}}),
     ],
 )

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from support.conv3x3 import inputs, op
-from support.parity import DTYPES, assert_parity, assert_runs_are_identical
+from support.parity import DTYPES, assert_parity, assert_runs_are_identical, types_in_turn
 
 from jaxunet.ops.backends import XLA
 from jaxunet.ops.conv3x3 import reference
@@ -55,8 +55,9 @@ def check(case: Case, dtype: str, batch: int):
     assert_parity(op(vjp, case), op(reference, case), inputs(case, dtype, case.batch or batch))
 
 
-@pytest.mark.parametrize('dtype', [*DTYPES, 'float16'])
-@pytest.mark.parametrize('case', AWKWARD + SHORTCUTS + SMALL, ids=lambda c: c.name)
+@pytest.mark.parametrize(
+    ('case', 'dtype'), types_in_turn(AWKWARD + SHORTCUTS + SMALL, (*DTYPES, 'float16'))
+)
 def test_awkward_shapes(case, dtype):
     check(case, dtype, 2)
 

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from support.group_norm import inputs, op
-from support.parity import DTYPES, assert_parity, assert_runs_are_identical
+from support.parity import DTYPES, assert_parity, assert_runs_are_identical, types_in_turn
 
 from jaxunet.ops.activation import Activation
 from jaxunet.ops.backends import XLA
@@ -29,8 +29,7 @@ def check(case: Case, dtype: str, batch: int):
     )
 
 
-@pytest.mark.parametrize('dtype', [*DTYPES, 'float16'])
-@pytest.mark.parametrize('case', AWKWARD, ids=lambda c: c.name)
+@pytest.mark.parametrize(('case', 'dtype'), types_in_turn(AWKWARD, (*DTYPES, 'float16')))
 def test_awkward_shapes(case, dtype):
     check(case, dtype, 2)
 
