@@ -13,7 +13,8 @@ import numpy as np
 import pytest
 from jax.sharding import AbstractDevice, AbstractMesh
 from support.attention import plain
-from support.parity import assert_parity, draw, in_turn
+from support.parity import assert_parity, draw
+from support.turns import in_turn
 
 from jaxunet.ops.attention import reference
 from jaxunet.ops.checks import KERNEL_TYPES as DTYPES

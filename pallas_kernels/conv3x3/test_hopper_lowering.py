@@ -9,7 +9,7 @@ import itertools
 import jax
 import jax.numpy as jnp
 import pytest
-from support.parity import in_turn
+from support.turns import in_turn
 
 from pallas_kernels.conv3x3 import hopper
 from pallas_kernels.conv3x3.schedule import Tile

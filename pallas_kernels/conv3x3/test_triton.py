@@ -4,7 +4,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from support.parity import DTYPES, assert_parity, draw, in_turn
+from support.parity import DTYPES, assert_parity, draw
+from support.turns import in_turn
 
 from jaxunet.ops.activation import at_least_float32
 from jaxunet.ops.conv3x3.cases import CASES

@@ -54,6 +54,14 @@ OPTIONS = {
     'remat': {'remat': True, 'dropout': 0.3},
     'nonzero': {'zero_init': False},
 }
+# Those that go together, for two networks instead of eight.
+TOGETHER = {
+    name: {field: value for option in options for field, value in OPTIONS[option].items()}
+    for name, options in {
+        'ddpm and heads': ('ddpm', 'heads'),
+        'updown, remat and nonzero': ('updown', 'remat', 'nonzero'),
+    }.items()
+}
 
 
 def build(options=(), learn_sigma=False, **data):
@@ -93,19 +101,17 @@ def inputs(config, batch=4):
     )
 
 
-COVERED = ('plain', 'conv_resample', 'dropout')  # by the others
-
-
 @pytest.mark.parametrize(
-    'name', [pytest.param(n, marks=pytest.mark.long) if n in COVERED else n for n in OPTIONS]
+    'name', [*TOGETHER, *(pytest.param(name, marks=pytest.mark.long) for name in OPTIONS)]
 )
 def test_options_run_and_use_every_parameter(name):
-    config, model = build(OPTIONS[name], learn_sigma=name == 'updown')
+    learn_sigma = name.startswith('updown')
+    config, model = build((OPTIONS | TOGETHER)[name], learn_sigma=learn_sigma)
     params, (x, t, labels, keys) = randomised(model, config), inputs(config)
 
     def energy(params):
         output = model.predict(params, x, t, labels, keys)
-        assert output.shape == (4, 12, 8, 2 if name == 'updown' else 1)
+        assert output.shape == (4, 12, 8, 2 if learn_sigma else 1)
         assert output.dtype == jnp.float32
         return jnp.mean(jnp.square(output))
 

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from support.turns import in_turn
 
 from jaxunet.config import DiffusionConfig
 from jaxunet.diffusion import process as d
@@ -125,19 +126,24 @@ def test_order_of_convergence(objective, name, spacing, order):
     np.testing.assert_allclose(np.log2(errors[:-1] / errors[1:]), order, atol=0.45)
 
 
-@OBJECTIVES
+FIXED_LARGE = {'variance': 'fixed_large', 'skip_schedule': 'log_snr'}
+
+
 @pytest.mark.parametrize(
-    'options',
-    [
-        {},
-        {'name': 'ddpm', 'steps': 250},
-        {'name': 'ddpm', 'steps': 250, 'variance': 'fixed_large', 'skip_schedule': 'log_snr'},
-        {'name': 'ddim', 'steps': 250, 'eta': 1.0},
-        {'name': 'ddim', 'steps': 120},
-        {'name': 'heun', 'steps': 40},
-        {'name': 'dpmpp_2m', 'steps': 16},
-    ],
-    ids=lambda o: '-'.join(map(str, o.values())) or 'default',
+    ('options', 'objective'),
+    in_turn(
+        {
+            'default': {},
+            'ddpm': {'name': 'ddpm', 'steps': 250},
+            'ddpm-fixed_large': {'name': 'ddpm', 'steps': 250} | FIXED_LARGE,
+            'ddim-1.0': {'name': 'ddim', 'steps': 250, 'eta': 1.0},
+            'ddim': {'name': 'ddim', 'steps': 120},
+            'heun': {'name': 'heun', 'steps': 40},
+            'dpmpp_2m': {'name': 'dpmpp_2m', 'steps': 16},
+        },
+        ('edm',),
+        ('flow',),
+    ),
 )
 def test_samples_have_the_distribution_of_the_data(objective, options):
     """N(0.3, 0.25²) for every pixel: mean and deviation of 16,384 of them."""

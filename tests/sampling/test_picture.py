@@ -155,10 +155,12 @@ def conditional():
     ('objective', 'options', 'resample'),
     [
         ('epsilon', {'name': 'ddpm', 'steps': 100}, 8),
-        ('x0', {'name': 'ddim', 'steps': 50}, 16),
+        pytest.param('x0', {'name': 'ddim', 'steps': 50}, 16, marks=pytest.mark.long),
         ('v', {'name': 'dpmpp_2m', 'steps': 20}, 16),
         pytest.param('edm', {'name': 'heun', 'steps': 20}, 16, marks=pytest.mark.long),
-        ('edm', {'name': 'heun', 'steps': 20, 'churn': 10.0}, 16),
+        pytest.param(
+            'edm', {'name': 'heun', 'steps': 20, 'churn': 10.0}, 16, marks=pytest.mark.long
+        ),
         ('flow', {'name': 'heun', 'steps': 40}, 16),
         pytest.param('flow', {'name': 'dpmpp_2m', 'steps': 20}, 16, marks=pytest.mark.long),
     ],

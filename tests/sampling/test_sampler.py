@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from support.turns import in_turn
 
 from jaxunet.config import DiffusionConfig
 from jaxunet.diffusion import objectives
@@ -18,6 +19,7 @@ from jaxunet.sampling.options import VARIANCES, as_peer
 from jaxunet.sampling.solvers import timestep_subset
 
 PREDICTIONS = ('epsilon', 'x0', 'v')
+EACH_PREDICTION = tuple((prediction,) for prediction in PREDICTIONS)
 SHAPE = (4, 4, 3)
 
 
@@ -66,25 +68,26 @@ def gaussian(mean, variance):
     )
 
 
-@pytest.mark.parametrize('prediction', PREDICTIONS)
 @pytest.mark.parametrize(
-    ('options', 'steps'),
-    [
-        ({'name': 'ddpm', 'variance': 'fixed_small'}, 500),
-        pytest.param({'name': 'ddpm', 'variance': 'fixed_large'}, 500, marks=pytest.mark.long),
-        ({'name': 'ddim'}, 250),
-        ({'name': 'ddim', 'eta': 1.0}, 500),
-        ({'name': 'ddim', 'skip_schedule': 'quadratic'}, 100),
-        ({'name': 'dpmpp_2m'}, 20),
-        ({'name': 'heun'}, 30),
-        pytest.param({'name': 'heun', 'churn': 20.0}, 50, marks=pytest.mark.long),
-    ],
-    ids=lambda v: '-'.join(map(str, v.values())) if isinstance(v, dict) else str(v),
+    ('options', 'prediction'),
+    in_turn(
+        {
+            'ddpm-fixed_small': {'name': 'ddpm', 'variance': 'fixed_small', 'steps': 500},
+            'ddpm-fixed_large': {'name': 'ddpm', 'variance': 'fixed_large', 'steps': 500},
+            'ddim': {'name': 'ddim', 'steps': 250},
+            'ddim-1.0': {'name': 'ddim', 'eta': 1.0, 'steps': 500},
+            'ddim-quadratic': {'name': 'ddim', 'skip_schedule': 'quadratic', 'steps': 100},
+            'dpmpp_2m': {'name': 'dpmpp_2m', 'steps': 20},
+            'heun': {'name': 'heun', 'steps': 30},
+            'heun-20.0': {'name': 'heun', 'churn': 20.0, 'steps': 50},
+        },
+        *EACH_PREDICTION,
+    ),
 )
-def test_gaussian_data(prediction, options, steps):
+def test_gaussian_data(prediction, options):
     """Mean and variance of 16,384 pixels, of which 1.1% of the variance is chance."""
     diffusion = process(steps=500, objective=prediction)
-    config = s.SamplerConfig(steps=steps, clip=False, **options)
+    config = s.SamplerConfig(clip=False, **options)
     pixels = draw(config, diffusion, denoiser(diffusion, gaussian(0.3, 0.04)))
     assert pixels.mean() == pytest.approx(0.3, abs=5 * 0.2 / 128)
     # Beyond chance: with T steps the fixed variances are off by O(1/T), and the start N(0, 1) is
@@ -122,17 +125,18 @@ def test_learned_variance_is_exact_with_few_steps():
     assert large > 1.15 * data_variance
 
 
-@pytest.mark.parametrize('prediction', PREDICTIONS)
 @pytest.mark.parametrize(
-    'options',
-    [
-        {'name': 'ddpm'},
-        {'name': 'ddim'},
-        {'name': 'ddim', 'eta': 0.5},
-        {'name': 'dpmpp_2m'},
-        {'name': 'heun'},
-    ],
-    ids=str,
+    ('options', 'prediction'),
+    in_turn(
+        {
+            'ddpm': {'name': 'ddpm'},
+            'ddim': {'name': 'ddim'},
+            'ddim-0.5': {'name': 'ddim', 'eta': 0.5},
+            'dpmpp_2m': {'name': 'dpmpp_2m'},
+            'heun': {'name': 'heun'},
+        },
+        *EACH_PREDICTION,
+    ),
 )
 def test_two_point_data(prediction, options):
     """Pixels that are 0.8 with probability 0.7, else -0.8, end there in this proportion, x_0 being

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from support.turns import in_turn
 
 from jaxunet.config import DiffusionConfig
 from jaxunet.diffusion import objectives
@@ -151,14 +152,22 @@ def written_heun(a, timesteps, predict, x):
     return y
 
 
-@pytest.mark.parametrize('clip', [True, False])
-@pytest.mark.parametrize('learn_sigma', [False, True])
-@pytest.mark.parametrize('prediction', ['epsilon', 'x0', 'v'])
+SOLVERS = [('dpmpp_2m', 9), ('dpmpp_2m', 16), ('heun', 6), ('heun', 1), ('dpmpp_2m', 1)]
+
+
 @pytest.mark.parametrize(
-    ('name', 'steps'),
-    [('dpmpp_2m', 9), ('dpmpp_2m', 16), ('heun', 6), ('heun', 1), ('dpmpp_2m', 1)],
+    ('solver', 'learn_sigma', 'clip'),
+    in_turn(
+        {
+            f'{name}-{steps}-{prediction}': (name, steps, prediction)
+            for name, steps in SOLVERS
+            for prediction in ('epsilon', 'x0', 'v')
+        },
+        *itertools.product((False, True), (True, False)),
+    ),
 )
-def test_images_are_those_of_the_written_out_algorithms(name, steps, prediction, learn_sigma, clip):
+def test_images_are_those_of_the_written_out_algorithms(solver, learn_sigma, clip):
+    name, steps, prediction = solver
     """Through the network interface: every prediction, with variance channels to be ignored,
     clipped and not.
     """

@@ -11,16 +11,16 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pytest
 
 from jaxunet.runtime.device import Target, use
 from support.products import with_gradients, with_tf32_products
+from support.turns import in_turn
 
 Op = Callable[..., Any]  # arrays in, one array or a tree of arrays out
 Inputs = dict[str, tuple[np.ndarray, str]]
@@ -93,23 +93,6 @@ def assert_parity(
     wrong = {name: round(share, 3) for name, share in shares.items() if not share <= 1}
     assert not wrong, f'error as a share of what is allowed: {wrong}'
     return shares
-
-
-def in_turn(cases: Mapping[str, Any], *others: tuple[Any, ...]) -> list[Any]:
-    """Returns the parameters of a test for all combinations of named cases and other values.
-
-    Every case is tested with one of the others, which take turns; the rest is long.
-    """
-    return [
-        pytest.param(
-            case,
-            *values,
-            id='-'.join(map(str, (name, *values))),
-            marks=() if turn == number % len(others) else pytest.mark.long,
-        )
-        for number, (name, case) in enumerate(cases.items())
-        for turn, values in enumerate(others)
-    ]
 
 
 def types_in_turn(cases: Sequence[Any], dtypes: Sequence[str] = DTYPES) -> list[Any]:
