@@ -42,9 +42,12 @@ def config_of(features, **changes):
         'metrics': ('fid', 'precision'),
         'features': str(features),
     }
-    return tiny_config(train={'evaluate_every': 3, 'log_every': 2}, evaluation=evaluation).replace(
-        **changes
-    )
+    return tiny_config(
+        train={'evaluate_every': 3, 'log_every': 2},
+        ema={'rates': (0.995, 0.5)},
+        parallel={'devices': 2},
+        evaluation=evaluation,
+    ).replace(**changes)
 
 
 def test_samples_are_drawn_as_the_config_says(features, source):
@@ -67,7 +70,7 @@ def test_samples_are_drawn_as_the_config_says(features, source):
 
 @pytest.mark.parametrize('mode', ['jit', pytest.param('pmap', marks=pytest.mark.long)])
 def test_a_run_is_evaluated_on_the_way(mode, features, source, tmp_path):
-    config = config_of(features, parallel={'mode': mode, 'devices': 2})
+    config = config_of(features, parallel={'mode': mode})
     assert train(config, tmp_path, source) == 6
     rows = read_evaluations(tmp_path)
     assert [(row['step'], row['metric'].split('[')[0]) for row in rows] == [
@@ -111,10 +114,9 @@ def test_the_best_checkpoint_stays(features, source, tmp_path, monkeypatch):
 
     monkeypatch.setattr(Evaluator, 'measure', measure)
     schedule = {'evaluate_every': 2, 'checkpoint_every': 2, 'keep': 1, 'keep_best': 1, 'steps': 6}
-    config = config_of(features, parallel={'devices': 1}, train=schedule)
-    train(config.replace(ema={'rates': (0.9, 0.5)}), tmp_path, source)
+    train(config_of(features, train=schedule), tmp_path, source)
     assert sorted(path.name for path in (tmp_path / 'checkpoints').iterdir()) == ['4', '6']
-    assert evaluated[-1] == checksum(read(tmp_path).state.ema['0.9'])
+    assert evaluated[-1] == checksum(read(tmp_path).state.ema['0.995'])
 
 
 @pytest.mark.long
@@ -127,12 +129,11 @@ def test_evaluating_takes_no_time_of_training(features, source, tmp_path, monkey
         return measure(self, *arguments)
 
     monkeypatch.setattr(Evaluator, 'measure', slowly)
-    parallel = {'devices': 2}
     began = time.perf_counter()
-    train(config_of(features, parallel=parallel), tmp_path, source)
+    train(config_of(features), tmp_path, source)
     seconds = read(tmp_path).seconds
     assert 0 < seconds < time.perf_counter() - began - 2
-    longer = config_of(features, parallel=parallel, train={'steps': 10})
+    longer = config_of(features, train={'steps': 10})
     began = time.perf_counter()
     train(longer, tmp_path, source)
     assert 0 < read(tmp_path).seconds - seconds < time.perf_counter() - began - 2
@@ -150,7 +151,7 @@ def test_an_error_on_the_way_takes_no_step_with_it(features, source, tmp_path, m
 
     monkeypatch.setattr(Evaluator, 'measure', fail)
     with pytest.raises(UserError, match='no room'):
-        train(config_of(features, parallel={'devices': 2}), tmp_path, source)
+        train(config_of(features), tmp_path, source)
     assert int(read(tmp_path).state.step) == 3  # its checkpoints are at 2, 4 and 6
 
 
@@ -159,13 +160,12 @@ def test_milestones_end_a_run(features, source, tmp_path):
     seen = []
 
     def reached(step, seconds, averages):
-        (params,) = averages.values()
+        params = averages['0.995']
         seen.append((step, seconds, params))
         time.sleep(0.3)
 
     config = config_of(
         features,
-        parallel={'devices': 2},
         train={'steps': 10**6, 'evaluate_every': 0, 'sample_every': 0},
     )
     step = train(config, tmp_path, source, milestones=Milestones((0.1, 0.2, 0.3), reached))

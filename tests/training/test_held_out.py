@@ -102,6 +102,7 @@ def whole(tmp_path_factory):
             data={'holdout': 1777, 'batch_size': 8},
             optimizer={'learning_rate': 3e-3, 'warmup_steps': 1},
             ema={'rates': (0.9,)},
+            parallel={'devices': 1},
             train={'steps': 40, 'log_every': 5, 'holdout_every': 10, 'checkpoint_every': 20},
         ),
     )

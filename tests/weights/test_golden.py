@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import json
 import pathlib
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -25,7 +26,7 @@ from jaxunet.config import Config
 from jaxunet.model.unet import build_unet
 from jaxunet.ops.backends import XLA
 from jaxunet.weights import read_weights, write_weights
-from jaxunet.weights.names import flatten, from_file, to_file, unflatten
+from jaxunet.weights.names import Entry, flatten, from_file, to_file, unflatten
 from jaxunet.weights.unetcu import MAGIC, Header, config_of, table
 
 FIXTURES = pathlib.Path(__file__).parents[1] / 'fixtures'
@@ -56,13 +57,11 @@ def formula_weights(config: Config) -> dict[str, Any]:
     return unflatten(leaves)
 
 
-def run(
-    path: pathlib.Path, golden: Any, channels: int, side: int
-) -> tuple[np.ndarray, np.ndarray, list[np.ndarray]]:
-    """Checks the output and the loss; gives the errors of the gradient norms and first values,
-    relative to 1e-4, and the gradients.
-    """
-    tag = f'c{channels}_h{side}'
+Network = Callable[[Any], tuple[jax.Array, jax.Array]]
+
+
+def network(path: pathlib.Path, channels: int, side: int) -> tuple[Network, Any, list[Entry]]:
+    """Returns loss and output as a function of the weights, the weights, and their table."""
     config = config_of(Header(MAGIC, 2, 3, channels, 3, side, side, 1000, 0, 0))
     write_weights(path / 'formula.bin', formula_weights(config), config)
     weights = read_weights(path / 'formula.bin')
@@ -80,9 +79,10 @@ def run(
         out = unet.apply({'params': params}, jnp.asarray(x), t)
         return jnp.mean(jnp.square(out - y)), out
 
-    (loss, out), grads = jax.jit(jax.value_and_grad(loss_and_out, has_aux=True))(
-        jax.tree.map(jnp.asarray, weights.params)
-    )
+    return loss_and_out, jax.tree.map(jnp.asarray, weights.params), table(config)
+
+
+def check_output(golden: Any, tag: str, loss: jax.Array, out: jax.Array) -> None:
     out = np.asarray(out).transpose(0, 3, 1, 2)
     np.testing.assert_allclose(loss, golden[f'{tag}_loss'], rtol=TOLERANCE)
     if f'{tag}_out' in golden:
@@ -95,8 +95,15 @@ def run(
         out, expected, rtol=TOLERANCE, atol=TOLERANCE * np.abs(expected).max()
     )
 
+
+def gradient_errors(
+    golden: Any, tag: str, grads: Any, rows: list[Entry]
+) -> tuple[np.ndarray, np.ndarray, list[np.ndarray]]:
+    """Returns the gradients, and before them the errors of their norms and first values.
+
+    The errors are relative to 1e-4.
+    """
     leaves = flatten(grads)
-    rows = table(config)
     assert len(rows) == 326
     gradients = [to_file(entry, np.asarray(leaves[entry.path])).ravel() for entry in rows]
     norms = np.array([np.linalg.norm(g.astype(np.float64)) for g in gradients])
@@ -113,8 +120,12 @@ def run(
 
 
 def check(path: pathlib.Path, golden: Any, channels: int, side: int, precision: str) -> None:
+    tag = f'c{channels}_h{side}'
     with jax.enable_x64(precision == 'float64'):
-        norm_errors, first_errors, gradients = run(path, golden, channels, side)
+        loss_and_out, params, rows = network(path, channels, side)
+        (loss, out), grads = jax.jit(jax.value_and_grad(loss_and_out, has_aux=True))(params)
+        check_output(golden, tag, loss, out)
+        norm_errors, first_errors, gradients = gradient_errors(golden, tag, grads, rows)
     assert all(np.isfinite(g).all() for g in gradients)
     # (largest error, share of the tensors within 1e-4); single values carry more rounding than
     # norms.
@@ -124,7 +135,14 @@ def check(path: pathlib.Path, golden: Any, channels: int, side: int, precision: 
         assert np.mean(errors < 1) > share
 
 
-@pytest.mark.parametrize('precision', [pytest.param('float32', marks=pytest.mark.long), 'float64'])
+def test_the_output_of_the_smallest(tmp_path: pathlib.Path) -> None:
+    loss_and_out, params, _ = network(tmp_path, 32, 16)
+    with np.load(FIXTURES / 'unetcu_golden_c32_h16.npz') as golden:
+        check_output(golden, 'c32_h16', *jax.jit(loss_and_out)(params))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize('precision', ['float32', 'float64'])
 def test_golden_small(tmp_path: pathlib.Path, precision: str) -> None:
     """The smallest case, from a copy that comes with the tests."""
     with np.load(FIXTURES / 'unetcu_golden_c32_h16.npz') as golden:

@@ -8,13 +8,16 @@ import numpy as np
 import pytest
 from support.tiny import tiny_config
 
-from jaxunet.checkpoint.state import init_state, make_optimizer
+from jaxunet.checkpoint.state import fresh_state, make_optimizer
 from jaxunet.model.unet import build_unet
 from jaxunet.ops.backends import load_ops
 from jaxunet.training.update import make_update
 from xla_ffi.adamw.narrow import narrow
 
 pytestmark = pytest.mark.extension
+
+
+AVERAGES = {'rates': (0.9, 0.99), 'widths': (0.05, 0.1)}
 
 
 def states(backend, steps, scale=1.0, spoil=-1, narrowed=False, **changes):
@@ -24,10 +27,10 @@ def states(backend, steps, scale=1.0, spoil=-1, narrowed=False, **changes):
     config = tiny_config(
         backend=backend,
         optimizer={'weight_decay': 0.1, 'warmup_steps': 3, **changes},
-        ema={'rates': (0.9, 0.99), 'widths': (0.05, 0.1)},
+        ema=AVERAGES,
     )
     optimizer = make_optimizer(config)
-    state = jax.jit(lambda: init_state(config, build_unet(config, load_ops('xla')), optimizer))()
+    state = fresh_state(config)
     state = dataclasses.replace(
         state, loss_scale=state.loss_scale._replace(scale=jnp.float32(scale))
     )
@@ -81,9 +84,9 @@ def test_the_fused_update_is_that_of_optax(options):
 
 
 def test_a_norm_that_is_not_finite_changes_nothing():
-    config = tiny_config(backend='cuda', ema={'rates': (0.9,)})
+    config = tiny_config(backend='cuda', ema=AVERAGES)
     optimizer = make_optimizer(config)
-    state = jax.jit(lambda: init_state(config, build_unet(config, load_ops('xla')), optimizer))()
+    state = fresh_state(config)
     grads = jax.tree.map(lambda p: jnp.full(p.shape, jnp.inf), state.params)
     found = jax.jit(make_update(config, optimizer))(state, grads, jnp.zeros(()), jnp.zeros(()))
     assert not bool(found.finite)
@@ -114,7 +117,7 @@ def test_weights_narrowed_at_once_are_those_narrowed_one_by_one(options):
         precision='bfloat16', model={'zero_init': False, **options}, data={'classes': ('a', 'b')}
     )
     model = build_unet(config, load_ops('xla'))
-    params = jax.jit(lambda: init_state(config, model, make_optimizer(config)).params)()
+    params = fresh_state(config).params
     draw = np.random.default_rng(0)
     x = jnp.asarray(draw.standard_normal((2, *config.image_shape)), jnp.float32)
     t, labels = jnp.asarray([3, 500]), jnp.asarray([0, 1]) if config.model.num_classes else None
