@@ -21,6 +21,8 @@ from jaxunet.compare.results import step_times
 from jaxunet.runtime import rows
 from jaxunet.runtime.errors import UserError
 
+pytestmark = pytest.mark.usefixtures('shared_steps')
+
 RESULTS = pathlib.Path(__file__).parents[2] / 'docs/results'
 JOBS, METHODS = RESULTS / 'recipes/jobs.py', RESULTS / 'methods/jobs.py'
 

@@ -21,6 +21,7 @@ def conditional(steps=6, number=2):
     return tiny_config(
         model={'num_classes': number, 'label_dropout': 0.1},
         data={'path': 'herd'},
+        parallel={'devices': 1},
         train={'steps': steps},
     )
 

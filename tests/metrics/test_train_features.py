@@ -5,15 +5,12 @@ what it measures.
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from support.settings import QUICK
+from support.commands import call
 
 from jaxunet.data.sources import open_source
 from jaxunet.metrics import features
@@ -25,24 +22,6 @@ from jaxunet.metrics.labelled_images import Images, fingerprint, split
 from jaxunet.runtime.errors import UserError
 
 SMALL = ['--epochs=6', '--channels=8', '--noflip', '--batch_size=64', '--learning_rate=1.6']
-
-
-def call(module, *arguments, code=0):
-    environment = os.environ | {
-        'XLA_FLAGS': QUICK,
-        'JAX_PLATFORMS': 'cpu',
-        'JAX_COMPILATION_CACHE_DIR': str(jax.config.jax_compilation_cache_dir),
-    }
-    done = subprocess.run(
-        [sys.executable, '-m', module, *arguments],
-        env=environment,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == code, done.stderr
-    assert 'Traceback' not in done.stderr
-    return done.stdout if code == 0 else done.stderr
 
 
 @pytest.fixture(scope='module')

@@ -5,16 +5,13 @@ import dataclasses
 import gzip
 import itertools
 import json
-import os
-import subprocess
-import sys
 
 import jax
 import numpy as np
 import pytest
 from PIL import Image
+from support.commands import call
 from support.profile_traces import PROGRAM, gpu_events, gpu_trace
-from support.settings import QUICK
 from support.tiny import flags, tiny_config
 
 from jaxunet.data.sources import open_source
@@ -279,22 +276,9 @@ def test_an_empty_trace_is_told(tmp_path):
         check(build_trace([], PROGRAM, 1), tmp_path)
 
 
-def call(*arguments, code=0):
-    environment = os.environ | {'XLA_FLAGS': QUICK, 'JAX_PLATFORMS': 'cpu'}
-    done = subprocess.run(
-        [sys.executable, '-m', 'jaxunet.profile', *arguments],
-        env=environment,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == code, done.stderr
-    assert 'Traceback' not in done.stderr
-    return done.stdout if code == 0 else done.stderr
-
-
 def test_command_line(tmp_path):
     out = call(
+        'jaxunet.profile',
         *flags(),
         '--backends=xla,auto',
         '--steps=2',
@@ -349,8 +333,10 @@ def test_command_line(tmp_path):
 
 
 def test_command_line_mistakes(tmp_path):
-    assert 'backend: expected one of' in call(*flags(), '--backends=xla,cudnn', code=2)
+    assert 'backend: expected one of' in call(
+        'jaxunet.profile', *flags(), '--backends=xla,cudnn', code=2
+    )
     (tmp_path / 'file').touch()
     assert f'--output: {tmp_path}/file/x cannot be made' in call(
-        *flags(), f'--output={tmp_path}/file/x', code=2
+        'jaxunet.profile', *flags(), f'--output={tmp_path}/file/x', code=2
     )

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
 import pathlib
-import subprocess
-import sys
 
 import jax
 import numpy as np
 import pytest
 from PIL import Image
-from support.settings import QUICK
+from support.commands import call
 from support.tiny import tiny_config
 
 from jaxunet.checkpoint.load import load_model
@@ -22,6 +19,8 @@ from jaxunet.runtime.errors import UserError
 from jaxunet.training.average_sweep import measure_averages
 from jaxunet.training.evaluation import Evaluator
 from jaxunet.training.loop import train
+
+pytestmark = pytest.mark.usefixtures('shared_steps')
 
 FIELDS = {'samples': 10, 'batch_size': 10, 'steps': 2}
 
@@ -47,6 +46,7 @@ def run(source, tmp_path_factory) -> pathlib.Path:
     workdir = tmp_path_factory.mktemp('run')
     config = tiny_config(
         ema={'widths': (0.05, 0.10)},
+        optimizer={'learning_rate': 3e-3},  # as in test_snapshots.py: one step for both
         train={'steps': 32, 'checkpoint_every': 32, 'log_every': 32},
         evaluation=FIELDS,
         parallel={'devices': 1},
@@ -58,15 +58,12 @@ def run(source, tmp_path_factory) -> pathlib.Path:
 @pytest.mark.long
 def test_a_sweep_writes_rows_and_a_plot(run, features, source, tmp_path) -> None:
     rows_path, plot_path = tmp_path / 'rows.jsonl', tmp_path / 'widths.png'
-    command = [
-        sys.executable, '-m', 'jaxunet.evaluate', f'--checkpoint={run}', f'--features={features}',
+    out = call(
+        'jaxunet.evaluate', f'--checkpoint={run}', f'--features={features}',
         '--ema=0.05,0.15,none', '--metrics=fid,precision', '--num_samples=12', '--seed=3',
         f'--output={rows_path}', f'--plot={plot_path}',
-    ]  # fmt: skip
-    environment = os.environ | {'XLA_FLAGS': QUICK, 'JAX_PLATFORMS': 'cpu'}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    assert 'the average of width 0.15, from 32 snapshots' in done.stdout
+    )  # fmt: skip
+    assert 'the average of width 0.15, from 32 snapshots' in out
     rows = [json.loads(line) for line in rows_path.read_text().splitlines()]
     assert [(r['ema'], r['width'], r['metric'].split('[')[0]) for r in rows] == [
         (ema, width, metric)

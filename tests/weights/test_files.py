@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import itertools
 import pathlib
 import zipfile
 from typing import Any
@@ -12,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import safetensors.numpy
+from support.turns import in_turn
 from support.weight_cases import ADM, STATED, UNETCU_SMALL, make, random_params
 
 from jaxunet.config import Config
@@ -146,9 +148,10 @@ def test_bin_for_a_given_config(tmp_path: pathlib.Path) -> None:
         read_weights(tmp_path / 'a.bin', mine.replace(model={'max_period': 10000}))
 
 
-@pytest.mark.parametrize('new_order', [False, True])
-@pytest.mark.parametrize('extension', ['pt', 'safetensors'])
-@pytest.mark.parametrize('name', ADM)
+@pytest.mark.parametrize(
+    ('name', 'extension', 'new_order'),
+    in_turn({name: name for name in ADM}, *itertools.product(('pt', 'safetensors'), (False, True))),
+)
 def test_round_trip(tmp_path: pathlib.Path, name: str, extension: str, new_order: bool) -> None:
     config, params = ADM[name], random_params(ADM[name])
     path = tmp_path / 'new' / 'folder' / f'a.{extension}'
