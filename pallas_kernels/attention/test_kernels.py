@@ -260,10 +260,16 @@ WORKLOADS = [
 ]
 
 
-@pytest.mark.parametrize('dtype', DTYPES)
-@pytest.mark.parametrize(('tokens', 'heads', 'width'), WORKLOADS, ids=str)
-def test_lowers_for_a_gpu(tokens, heads, width, dtype):
+@pytest.mark.parametrize(
+    ('workload', 'dtype'),
+    in_turn(
+        {'x'.join(map(str, workload)): workload for workload in WORKLOADS},
+        *((dtype,) for dtype in DTYPES),
+    ),
+)
+def test_lowers_for_a_gpu(workload, dtype):
     """Forward is one kernel, backward one or two, and nothing is transposed between them."""
+    tokens, heads, width = workload
     shape = jax.ShapeDtypeStruct((2, tokens, 3 * heads * width), dtype)
     assert kernels_in(lambda x: attention(x, num_heads=heads), shape) == {triton.FORWARD: 1}
     backward = default_tiles(tokens, width, dtype).backward

@@ -288,7 +288,14 @@ def both_ways(case):
     return run
 
 
-@pytest.mark.parametrize('case', ELEPHANTS64, ids=lambda c: c.name)
+@pytest.mark.parametrize(
+    'case',
+    [
+        pytest.param(case, marks=() if i < 3 or i % 4 == 0 else pytest.mark.long)
+        for i, case in enumerate(ELEPHANTS64)
+    ],
+    ids=lambda c: c.name,
+)
 def test_launches(case):
     """One launch each way, unless the tensor is too large for the cache."""
     two = case.height == 64 and case.channels > 64

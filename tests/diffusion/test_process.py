@@ -366,7 +366,10 @@ def test_decoder_is_accurate_in_both_tails(side):
     np.testing.assert_allclose(got.ravel(), exact, rtol=1e-5)
 
 
-@pytest.mark.parametrize('prediction', PREDICTIONS)
+@pytest.mark.parametrize(
+    'prediction',
+    [p if p == 'epsilon' else pytest.param(p, marks=pytest.mark.long) for p in PREDICTIONS],
+)
 def test_hybrid_loss_gradient_leaves_the_prediction_alone(prediction):
     """The prediction's gradient is that of the mean squared error alone; the variance's is that of
     the bound alone, finite everywhere.
