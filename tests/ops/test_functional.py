@@ -1,6 +1,7 @@
 """The ops on plain arrays: under every transformation, and with operands that do not fit."""
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -156,29 +157,33 @@ def with_gradients(f: Function, arguments: Arguments) -> tuple[jax.Array, Argume
     return y, pull(jnp.cos(jnp.arange(y.size, dtype=y.dtype)).reshape(y.shape))[0]
 
 
+def call(op: str, backend: str) -> Function:
+    names, function = OPS[op]
+    return lambda a: function(*(a[name] for name in names), backend=backend)
+
+
+@functools.cache
+def expected(op: str) -> tuple[jax.Array, Arguments]:
+    return jax.jit(functools.partial(with_gradients, call(op, 'xla')))(example(op))
+
+
 @pytest.mark.parametrize('op', OPS)
 def test_values_and_gradients_under_every_transformation(op, backend):
     """Those of the reference, in one compiled program."""
-    arguments = example(op)
-
-    def call(backend: str) -> Function:
-        names, function = OPS[op]
-        return lambda a: function(*(a[name] for name in names), backend=backend)
-
-    want = with_gradients(call('xla'), arguments)
     chosen = INTERPRETED if backend == 'pallas' else TRANSFORMATIONS
     found = jax.jit(
         lambda a: {
-            name: with_gradients(transform(call(backend)), a) for name, transform in chosen.items()
+            name: with_gradients(transform(call(op, backend)), a)
+            for name, transform in chosen.items()
         }
-    )(arguments)
+    )(example(op))
     for name, results in found.items():
         jax.tree.map(
             lambda got, exact, name=name: np.testing.assert_allclose(
                 got, exact, rtol=1e-4, atol=1e-4, err_msg=name
             ),
             results,
-            want,
+            expected(op),
         )
 
 
