@@ -13,14 +13,15 @@ from support.commands import call
 from support.tiny import tiny_config
 
 from jaxunet.checkpoint.load import load_model
+from jaxunet.checkpoint.snapshots import SnapshotWriter
+from jaxunet.checkpoint.state import fresh_state
+from jaxunet.checkpoint.store import Checkpoints
 from jaxunet.data.sources import open_source
 from jaxunet.metrics.classifier import Architecture, init, to_arrays
 from jaxunet.runtime.errors import UserError
 from jaxunet.training.average_sweep import measure_averages
 from jaxunet.training.evaluation import Evaluator
 from jaxunet.training.loop import train
-
-pytestmark = pytest.mark.usefixtures('shared_steps')
 
 FIELDS = {'samples': 10, 'batch_size': 10, 'steps': 2}
 
@@ -41,17 +42,36 @@ def features(tmp_path_factory) -> pathlib.Path:
     return path
 
 
+STEPS = 32
+CONFIG = tiny_config(
+    ema={'widths': (0.05, 0.10)},
+    train={'steps': STEPS, 'checkpoint_every': STEPS, 'log_every': STEPS},
+    evaluation=FIELDS,
+    parallel={'devices': 1},
+)
+
+
 @pytest.fixture(scope='module')
 def run(source, tmp_path_factory) -> pathlib.Path:
     workdir = tmp_path_factory.mktemp('run')
-    config = tiny_config(
-        ema={'widths': (0.05, 0.10)},
-        optimizer={'learning_rate': 3e-3},  # as in test_snapshots.py: one step for both
-        train={'steps': 32, 'checkpoint_every': 32, 'log_every': 32},
-        evaluation=FIELDS,
-        parallel={'devices': 1},
-    )
-    train(config, workdir, source)
+    train(CONFIG, workdir, source)
+    return workdir
+
+
+@pytest.fixture(scope='module')
+def untrained(tmp_path_factory) -> pathlib.Path:
+    """What a run whose weights do not move leaves."""
+    workdir = tmp_path_factory.mktemp('untrained')
+    state = fresh_state(CONFIG).replace(step=np.int32(STEPS))
+    checkpoints = Checkpoints(workdir, keep=1)
+    checkpoints.save(STEPS, state, CONFIG, 0.0)
+    checkpoints.close()
+    averages = {name: state.ema[name] for name in CONFIG.ema.width_names}
+    snapshots = SnapshotWriter(workdir, CONFIG, start=0)
+    for step in range(1, STEPS + 1):
+        assert snapshots.write(step, step, averages) == ''
+    assert snapshots.wait() == ''
+    snapshots.close()
     return workdir
 
 
@@ -87,9 +107,9 @@ def test_a_sweep_writes_rows_and_a_plot(run, features, source, tmp_path) -> None
         assert picture.width > 2 * picture.height  # two panels
 
 
-def test_mistakes_are_told_before_samples_are_drawn(run) -> None:
+def test_mistakes_are_told_before_samples_are_drawn(untrained) -> None:
     def measure(*averages: str, **evaluation: object) -> None:
-        next(measure_averages(str(run), averages, evaluation=evaluation, changes={}))
+        next(measure_averages(str(untrained), averages, evaluation=evaluation, changes={}))
 
     with pytest.raises(UserError, match=r'--ema: 0.1 is given twice'):
         measure('0.1', '0.2', '0.1')
