@@ -95,7 +95,8 @@ def shared_steps() -> Iterator[None]:
 
 
 STATM = pathlib.Path('/proc/self/statm')
-BEFORE_CLEARING = 1 << 30  # bytes of a worker; a single test adds up to 0.5 GiB
+# Bytes of a worker; a single test adds up to 0.5 GiB. Tests of a file share programs.
+BETWEEN_FILES, WITHIN_A_FILE = 8 << 27, 11 << 27
 GROWTH = 1 << 28  # bytes more than what clearing left, so that it is not repeated in vain
 _left = 0
 
@@ -108,10 +109,11 @@ def _resident() -> int:
 
 
 @pytest.hookimpl(wrapper=True)
-def pytest_runtest_teardown() -> Iterator[None]:
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> Iterator[None]:
     """Drops compiled programs once they fill a worker's memory; the cache on disk keeps them."""
     global _left  # noqa: PLW0603
     yield
-    if _resident() > max(BEFORE_CLEARING, _left + GROWTH):
+    same_file = nextitem is not None and nextitem.path == item.path
+    if _resident() > max(WITHIN_A_FILE if same_file else BETWEEN_FILES, _left + GROWTH):
         memory.drop_compiled_programs()
         _left = _resident()
