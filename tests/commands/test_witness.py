@@ -66,8 +66,9 @@ def copied(name: str, folder: pathlib.Path) -> pathlib.Path:
 
 
 def contents(folder: pathlib.Path) -> dict[str, bytes]:
+    """Returns the files of a folder by name, with one wording that reports have had since."""
     return {
-        str(p.relative_to(folder)): p.read_bytes()
+        str(p.relative_to(folder)): p.read_bytes().replace(b' ms a step', b' ms per step')
         for p in folder.rglob('*')
         if p.is_file() and p.name != '.lock'
     }

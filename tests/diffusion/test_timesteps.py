@@ -353,6 +353,7 @@ def test_policy_draws_any_beta_distribution(a, b, monkeypatch):
     )
 
 
+@pytest.mark.long
 def test_policy_moves_to_what_is_rewarded():
     config = tiny_config(timesteps={'sampler': 'policy', 'policy_learning_rate': 5e-3})
     x0 = jax.random.normal(jax.random.key(1), (64, 4, 4, 1))
@@ -432,6 +433,7 @@ def spread_method(sampler, weighting, spread):
     return method(sampler, weighting, train={'steps': 8}).replace(**spread)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(('sampler', 'weighting', 'spread'), SPREAD_METHODS)
 def test_losses_and_states_do_not_depend_on_the_devices(sampler, weighting, spread, source):
     benches = [

@@ -130,6 +130,7 @@ def run(source, tmp_path_factory):
     return folder
 
 
+@pytest.mark.long
 def test_a_resumed_run_is_the_uninterrupted_one(run, source, tmp_path):
     config = read(run).config
     assert train(config, tmp_path, source) == 4
