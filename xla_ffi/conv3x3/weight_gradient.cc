@@ -103,9 +103,9 @@ SplitK split_k_of(const WeightGradientCut& cut, int64_t batch, int64_t splits) {
           static_cast<int>(splits)};
 }
 
-// Estimated times of the Hopper weight gradient, in microseconds on an H200 (measured for the
-// Pallas kernel of the same design). To refit: time the weight gradients of the benchmark's cases
-// with the number of splits forced to 1, 2, 4, ... and solve for the three by least squares.
+// Estimated times of the Hopper weight gradient, in microseconds on an H200. To refit: time the
+// weight gradients of a training step with the numbers of splits forced around the chosen ones, and
+// solve for the three by least squares.
 constexpr double kStripTime = 0.7;    // to multiply a strip of 64 pixels
 constexpr double kBlockTime = 5;      // to start a block and to store its partial results
 constexpr double kReduceTime = 0.03;  // to reduce the partial results of a block
@@ -118,7 +118,7 @@ Splits hopper_splits(const WeightGradientCut& cut, const Partials& partials, int
   const auto both = [&](int64_t splits) {
     if (alone) return Splits{1, splits};
     const double shortcut = static_cast<double>(splits) * cut.shortcut_time;
-    return Splits{splits, std::clamp<int64_t>(static_cast<int64_t>(shortcut + 0.5), 1, splits)};
+    return Splits{splits, std::clamp<int64_t>(static_cast<int64_t>(shortcut + 0.5), 1, strips)};
   };
   const auto microseconds = [&](const Splits& splits) {
     const int64_t blocks = cut.tiles * splits.kernel + cut.shortcut_tiles * splits.shortcut;

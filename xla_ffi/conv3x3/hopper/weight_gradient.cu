@@ -48,9 +48,9 @@ int chunks_of_block(const Parts& projected) {
 
 // A strip of the shortcut's gradient is bound by reading its boxes, (1 + chunks) of them: the time
 // of one box, as a share of the time that a strip of the kernel's gradient takes to multiply, is 1
-// / kBoxesOfStrip. An estimate for an H200; to refit, time linear layers of different widths with
-// one split.
-constexpr int kBoxesOfStrip = 7;
+// / kBoxesOfStrip. Fitted on an H200; to refit, time convolutions with a shortcut of 1 to 6 chunks
+// while the shortcut's share of the multiprocessors varies.
+constexpr int kBoxesOfStrip = 5;
 
 }  // namespace
 
