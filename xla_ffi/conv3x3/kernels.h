@@ -36,6 +36,7 @@ struct WeightGradientCut {
   int64_t tiles;               // of the kernel's gradient: blocks of one split
   int64_t strips_of_sample;    // strips of pixels, which the splits share
   int64_t shortcut_tiles = 0;  // of the shortcut's gradient
+  int block_chunks = 0;        // of 64 projected channels, at most, of such a tile
   int64_t samples = 1;         // that a strip holds: the same pixels of several images
   double shortcut_time =
       0;  // of a strip of the shortcut's gradient, as a share of one of the kernel's
@@ -48,12 +49,14 @@ struct WeightGradientCut {
 WeightGradientCut few_weight_gradient_cut(const Conv3x3WeightGradient& plan);
 cudaError_t few_weight_gradient(const Conv3x3WeightGradient& plan, const SplitK& split_k,
                                 float* partials, const ShiftPartials& shift, cudaStream_t stream);
-WeightGradientCut hopper_weight_gradient_cut(const Conv3x3WeightGradient& plan);
+constexpr int kMostChunks = 6;  // of 64 projected channels, of a tile of the shortcut's gradient
+WeightGradientCut hopper_weight_gradient_cut(const Conv3x3WeightGradient& plan,
+                                             int most_chunks = kMostChunks);
 // `accumulator_tiles`: the partial results are (splits, tiles) of accumulator_tile.h; tiles are
 // whole. The shortcut has its own splits, and partial results (splits, channels projected,
 // features). Without x, its blocks also sum dy.
-cudaError_t hopper_weight_gradient(const Conv3x3WeightGradient& plan, const SplitK& split_k,
-                                   float* partials, bool accumulator_tiles,
+cudaError_t hopper_weight_gradient(const Conv3x3WeightGradient& plan, const WeightGradientCut& cut,
+                                   const SplitK& split_k, float* partials, bool accumulator_tiles,
                                    const ShiftPartials& shift, const SplitK& shortcut_split_k,
                                    float* shortcut_partials, cudaStream_t stream);
 

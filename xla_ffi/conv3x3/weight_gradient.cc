@@ -110,9 +110,16 @@ constexpr double kStripTime = 0.7;    // to multiply a strip of 64 pixels
 constexpr double kBlockTime = 5;      // to start a block and to store its partial results
 constexpr double kReduceTime = 0.03;  // to reduce the partial results of a block
 
+// A choice of the tiles and of the number of splits.
+struct Choice {
+  WeightGradientCut cut;
+  Splits splits;
+  double microseconds = 0;  // estimated
+};
+
 // The splits with the least estimated time. The shortcut's blocks get so many strips that they take
 // as long as the others, unless there are no others.
-Splits hopper_splits(const WeightGradientCut& cut, const Partials& partials, int multiprocessors) {
+Choice hopper_splits(const WeightGradientCut& cut, const Partials& partials, int multiprocessors) {
   const int64_t strips = strips_of(cut, partials.plan.batch);
   const bool alone = cut.tiles == 0;
   const auto both = [&](int64_t splits) {
@@ -130,25 +137,40 @@ Splits hopper_splits(const WeightGradientCut& cut, const Partials& partials, int
     return static_cast<double>(waves) * (kStripTime * strips_of_block + kBlockTime) +
            kReduceTime * reduced * (alone ? cut.shortcut_size : 1.0);
   };
-  Splits best = both(1);
+  Choice best{cut, both(1), microseconds(both(1))};
   for (int64_t n = 2; n <= std::min(strips, int64_t{multiprocessors}); ++n) {
-    const Splits splits = both(n);
-    if (microseconds(splits) < microseconds(best) &&
-        partials.fit(splits, split_k_of(cut, partials.plan.batch, n).slots())) {
-      best = splits;
+    const Choice choice{cut, both(n), microseconds(both(n))};
+    if (choice.microseconds < best.microseconds &&
+        partials.fit(choice.splits, split_k_of(cut, partials.plan.batch, n).slots())) {
+      best = choice;
     }
   }
   return best;
 }
 
+// A linear layer of few pixels is faster with tiles of fewer chunks, which need fewer splits to
+// occupy the device.
+Choice hopper_choice(const Partials& partials, int multiprocessors) {
+  const WeightGradientCut cut = hopper_weight_gradient_cut(partials.plan);
+  Choice best = hopper_splits(cut, partials, multiprocessors);
+  for (int chunks = cut.block_chunks - 1; cut.tiles == 0 && chunks > 0; --chunks) {
+    const WeightGradientCut smaller = hopper_weight_gradient_cut(partials.plan, chunks);
+    if (smaller.block_chunks < chunks) continue;  // it comes later
+    const Choice choice = hopper_splits(smaller, partials, multiprocessors);
+    if (choice.microseconds < best.microseconds) best = choice;
+  }
+  return best;
+}
+
 // Two blocks for each multiprocessor, if the workspace has room.
-Splits few_splits(const WeightGradientCut& cut, const Partials& partials, int multiprocessors) {
+Choice few_choice(const Partials& partials, int multiprocessors) {
+  const WeightGradientCut cut = few_weight_gradient_cut(partials.plan);
   const int64_t strips = strips_of(cut, partials.plan.batch);
   int64_t splits = std::clamp<int64_t>(2 * multiprocessors / cut.tiles, 1, strips);
   while (splits > 1 &&
          !partials.fit({splits, 1}, split_k_of(cut, partials.plan.batch, splits).slots()))
     --splits;
-  return {splits, 1};
+  return {cut, {splits, 1}};
 }
 
 // Four blocks for each multiprocessor, if the workspace has room, and at least 256 pixels for each;
@@ -186,10 +208,10 @@ cudaError_t conv3x3_weight_gradient(const Conv3x3WeightGradient& plan, cudaStrea
   if (kernel == Kernel::kImplicitGemm)
     return implicit_gemm(partials, device.multiprocessors, stream);
   const bool hopper = kernel == Kernel::kHopper;
-  const WeightGradientCut cut =
-      hopper ? hopper_weight_gradient_cut(plan) : few_weight_gradient_cut(plan);
-  const Splits splits = hopper ? hopper_splits(cut, partials, device.multiprocessors)
-                               : few_splits(cut, partials, device.multiprocessors);
+  const Choice choice = hopper ? hopper_choice(partials, device.multiprocessors)
+                               : few_choice(partials, device.multiprocessors);
+  const WeightGradientCut& cut = choice.cut;
+  const Splits& splits = choice.splits;
   const SplitK split_k = split_k_of(cut, plan.batch, splits.kernel),
                shortcut_split_k = split_k_of(cut, plan.batch, splits.shortcut);
   const ShiftPartials shift{partials.shift_at(splits),
@@ -197,10 +219,10 @@ cudaError_t conv3x3_weight_gradient(const Conv3x3WeightGradient& plan, cudaStrea
                             static_cast<int>(plan.batch), static_cast<int>(plan.features)};
   const bool accumulator_tiles =
       cut.whole_tiles && partials.of_kernel(splits) > 0;  // only the reduction reads them
-  error =
-      hopper ? hopper_weight_gradient(plan, split_k, partials.kernel_at(splits), accumulator_tiles,
-                                      shift, shortcut_split_k, partials.shortcut_at(splits), stream)
-             : few_weight_gradient(plan, split_k, partials.kernel_at(splits), shift, stream);
+  error = hopper ? hopper_weight_gradient(plan, cut, split_k, partials.kernel_at(splits),
+                                          accumulator_tiles, shift, shortcut_split_k,
+                                          partials.shortcut_at(splits), stream)
+                 : few_weight_gradient(plan, split_k, partials.kernel_at(splits), shift, stream);
   return error == cudaSuccess ? partials.reduce(splits, accumulator_tiles, shift.slots, stream)
                               : error;
 }

@@ -40,10 +40,9 @@ int samples_of_strip(const Conv3x3WeightGradient& plan) {
   return kPackedStrip.fits(plan.height, plan.width) ? kPackedSamples : kPairedSamples;
 }
 
-// Projected chunks of a block, as even as they can be.
-int chunks_of_block(const Parts& projected) {
-  const int64_t chunks = chunks_in(projected), blocks = ceil_div(chunks, kMaxChunks);
-  return chunks == 0 ? 0 : static_cast<int>(ceil_div(chunks, blocks));
+// Projected chunks of a block, at most `most` and as even as they can be.
+int chunks_of_block(int chunks, int most) {
+  return chunks == 0 ? 0 : static_cast<int>(ceil_div(chunks, ceil_div(chunks, most)));
 }
 
 // A strip of the shortcut's gradient is bound by reading its boxes, (1 + chunks) of them: the time
@@ -54,27 +53,30 @@ constexpr int kBoxesOfStrip = 5;
 
 }  // namespace
 
-WeightGradientCut hopper_weight_gradient_cut(const Conv3x3WeightGradient& plan) {
-  const int64_t across = ceil_div(plan.features, kChunk), chunks = chunks_in(plan.projected);
+static_assert(kMostChunks == kMaxChunks);
+
+WeightGradientCut hopper_weight_gradient_cut(const Conv3x3WeightGradient& plan, int most_chunks) {
+  const int64_t across = ceil_div(plan.features, kChunk);
+  const int chunks = chunks_in(plan.projected);
   WeightGradientCut cut{chunks_in(plan.x) * across,
                         ceil_div(plan.height, kRows) * ceil_div(plan.width, kStripColumns)};
   cut.samples = samples_of_strip(plan);
   cut.whole_tiles = plan.features % kChunk == 0;
   for (int i = 0; i < plan.x.count; ++i)
     cut.whole_tiles = cut.whole_tiles && plan.x.channels[i] % kChunk == 0;
-  cut.shortcut_tiles = ceil_div(chunks, kMaxChunks) * across;
-  cut.shortcut_time = static_cast<double>(1 + chunks_of_block(plan.projected)) / kBoxesOfStrip;
-  cut.shortcut_size = static_cast<double>(chunks_of_block(plan.projected)) / 9;
+  cut.block_chunks = chunks_of_block(chunks, most_chunks);
+  cut.shortcut_tiles = ceil_div(chunks, most_chunks) * across;
+  cut.shortcut_time = static_cast<double>(1 + cut.block_chunks) / kBoxesOfStrip;
+  cut.shortcut_size = static_cast<double>(cut.block_chunks) / 9;
   return cut;
 }
 
-cudaError_t hopper_weight_gradient(const Conv3x3WeightGradient& plan, const SplitK& split_k,
-                                   float* partials, bool accumulator_tiles,
+cudaError_t hopper_weight_gradient(const Conv3x3WeightGradient& plan, const WeightGradientCut& cut,
+                                   const SplitK& split_k, float* partials, bool accumulator_tiles,
                                    const ShiftPartials& shift, const SplitK& shortcut_split_k,
                                    float* shortcut_partials, cudaStream_t stream) {
   const auto parameters = std::make_unique<Parameters>();
   Parameters& p = *parameters;
-  const WeightGradientCut cut = hopper_weight_gradient_cut(plan);
   const int samples = samples_of_strip(plan);
   cudaError_t error = cudaSuccess;
   const auto image = [&](CUtensorMap* map, const void* data, int64_t channels, int halo) {
@@ -104,7 +106,7 @@ cudaError_t hopper_weight_gradient(const Conv3x3WeightGradient& plan, const Spli
   p.kernel = Work(cut.tiles, split_k);
   p.shortcut = Work(cut.shortcut_tiles, shortcut_split_k);
   p.shortcut_chunks = chunks_in(plan.projected);
-  p.block_chunks = chunks_of_block(plan.projected);
+  p.block_chunks = cut.block_chunks;
   p.height = static_cast<int>(plan.height);
   p.width = static_cast<int>(plan.width);
   p.strips_of_sample = FastDivmod(cut.strips_of_sample);
