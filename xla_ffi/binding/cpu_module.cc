@@ -1,5 +1,6 @@
 #include "binding/cpu.h"
 #include "binding/handler.h"
+#include "group_norm/backward_tiling.h"
 #include "group_norm/smem_resident.h"
 #include "group_norm/streaming.h"
 
@@ -37,7 +38,7 @@ pybind11::dict registrations() {
   return all;
 }
 
-// The tiling of the smem_resident GroupNorm kernels, for tests.
+// The tiling of the smem_resident GroupNorm kernels of the forward pass, for tests.
 pybind11::dict group_norm_smem_resident(int64_t batch, int64_t pixels, int64_t channels,
                                         int64_t group, int vector, int element, int tensors,
                                         int threads, int64_t sms, int64_t smem_bytes,
@@ -61,6 +62,29 @@ pybind11::dict group_norm_smem_resident(int64_t batch, int64_t pixels, int64_t c
   found["blocks"] = tiling.channel_blocks;
   found["threads"] = tiling.threads;
   found["bytes"] = tiling.stage_bytes + tiling.scratch_bytes;
+  return found;
+}
+
+// The tiling of the smem_resident GroupNorm kernel of the backward pass, for tests.
+pybind11::dict group_norm_backward(int64_t batch, int64_t pixels, int64_t channels, int64_t group,
+                                   int vector, int element, int64_t sms, int64_t smem_bytes,
+                                   int max_cluster) {
+  const DeviceLimits limits{sms, smem_bytes, max_cluster};
+  const BackwardTiling tiling =
+      backward_tiling(limits, batch, pixels, channels, group, vector, element);
+  check(tiling, limits);
+  pybind11::dict found;
+  found["channels"] = tiling.vectors * vector;
+  found["rows"] = tiling.rows;
+  found["ranks"] = tiling.ranks;
+  found["depth"] = tiling.chunk_steps;
+  found["chunks"] = tiling.chunks;
+  found["blocks"] = tiling.channel_blocks;
+  found["threads"] = tiling.threads;
+  found["team"] = 1 << tiling.team_bits;
+  found["keep"] = tiling.keep;
+  found["stage_bytes"] = tiling.stage_bytes;
+  found["scratch_bytes"] = tiling.scratch_bytes;
   return found;
 }
 
@@ -89,7 +113,9 @@ pybind11::object group_norm_streaming(int64_t min_elements, int64_t batch, int64
 PYBIND11_MODULE(_cpu, module) {
   module.def("registrations", &jaxunet::registrations, "Target name -> handler capsule.");
   module.def("group_norm_smem_resident", &jaxunet::group_norm_smem_resident,
-             "The tiling of the smem_resident GroupNorm kernels.");
+             "The tiling of the smem_resident GroupNorm kernels of the forward pass.");
+  module.def("group_norm_backward", &jaxunet::group_norm_backward,
+             "The tiling of the smem_resident GroupNorm kernel of the backward pass.");
   module.def("group_norm_streaming", &jaxunet::group_norm_streaming,
              "The tiling of the streaming GroupNorm kernels; None where they are not taken.");
 }

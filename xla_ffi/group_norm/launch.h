@@ -6,6 +6,7 @@
 
 #include <algorithm>
 
+#include "backward_tiling.h"
 #include "plan.h"
 #include "streaming.h"
 #include "tiling.h"
@@ -38,9 +39,9 @@ struct ForwardOutputs {
 // One launch; throws std::runtime_error where a block cannot hold one group.
 cudaError_t smem_resident_forward(const NormInput& plan, const DeviceLimits& limits, int vector,
                                   const ForwardOutputs& to, cudaStream_t stream);
-// All gradients but those of scale and offset, in one launch; throws as above.
-cudaError_t smem_resident_gradient(const NormGradient& plan, const DeviceLimits& limits, int vector,
-                                   cudaStream_t stream);
+// All gradients but those of scale and offset, in one launch.
+cudaError_t smem_resident_gradient(const NormGradient& plan, const BackwardTiling& tiling,
+                                   int vector, cudaStream_t stream);
 
 // Two launches, one where y is null.
 cudaError_t streaming_forward(const NormInput& plan, const StreamingTiling& tiling,

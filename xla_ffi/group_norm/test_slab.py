@@ -2,6 +2,7 @@
 multiprocessor has.
 """
 
+import functools
 import itertools
 import math
 
@@ -14,15 +15,22 @@ H200 = {'processors': 132, 'shared': 227 * 1024, 'cluster': 8}
 A100 = {'processors': 108, 'shared': 163 * 1024, 'cluster': 1}
 L4 = {'processors': 58, 'shared': 99 * 1024, 'cluster': 1}
 RING = 4
+THREADS = 512  # of a block at most
 
 pytestmark = pytest.mark.extension
 
 
 def slab(device, batch, pixels, channels, group, *, parts=(), element=2, arrays=1):
     vector = 16 // element if all(part % (16 // element) == 0 for part in (*parts, channels)) else 1
-    threads = 256 if arrays == 2 else 512
     return vector, xla_ffi._cpu.group_norm_smem_resident(
-        batch, pixels, channels, group, vector, element, arrays, threads, *device.values()
+        batch, pixels, channels, group, vector, element, arrays, THREADS, *device.values()
+    )
+
+
+def backward(device, batch, pixels, channels, group, *, parts=(), element=2):
+    vector = 16 // element if all(part % (16 // element) == 0 for part in (*parts, channels)) else 1
+    return vector, xla_ffi._cpu.group_norm_backward(
+        batch, pixels, channels, group, vector, element, *device.values()
     )
 
 
@@ -30,7 +38,7 @@ def slab(device, batch, pixels, channels, group, *, parts=(), element=2, arrays=
 @pytest.mark.parametrize('case', CASES, ids=lambda c: c.name)
 def test_every_pixel_and_channel_has_a_thread(case, device):
     pixels, channels, group = case.height * case.width, case.channels, case.channels // case.groups
-    for batch, element, arrays in itertools.product((1, 32, 256), (2, 4), (0, 1, 2)):
+    for batch, element, arrays in itertools.product((1, 32, 256), (2, 4), (0, 1)):
         vector, found = slab(
             device, batch, pixels, channels, group, parts=case.parts, element=element, arrays=arrays
         )
@@ -46,7 +54,7 @@ def test_every_pixel_and_channel_has_a_thread(case, device):
         assert found['lanes'] * found['tiles'] >= found['channels'] // vector
         assert found['tiles'] == 1 or found['lanes'] == 32
         assert found['threads'] == found['lanes'] * found['tiles'] * found['rows']
-        assert found['threads'] <= (256 if arrays == 2 else 512)
+        assert found['threads'] <= THREADS
         assert (
             found['rows'] * found['depth'] * found['chunks']
             >= found['share']
@@ -64,18 +72,41 @@ def test_every_pixel_and_channel_has_a_thread(case, device):
         assert held < found['bytes'] <= device['shared']
 
 
+@pytest.mark.parametrize('device', [H200, A100, L4], ids=['H200', 'A100', 'L4'])
+@pytest.mark.parametrize('case', CASES, ids=lambda c: c.name)
+def test_the_backward_pass_covers_every_pixel_and_channel(case, device):
+    pixels, channels, group = case.height * case.width, case.channels, case.channels // case.groups
+    for batch, element in itertools.product((1, 32, 256), (2, 4)):
+        vector, found = backward(
+            device, batch, pixels, channels, group, parts=case.parts, element=element
+        )
+        own, rows, ranks = found['channels'], found['rows'], found['ranks']
+        assert own % math.lcm(group, vector) == 0
+        assert own * found['blocks'] == channels
+        assert ranks in (1, 2, 4, 8)
+        assert ranks <= device['cluster']
+        assert rows * own // vector <= found['threads'] <= THREADS
+        assert found['threads'] % 32 == 0
+        assert found['team'] * own <= found['threads'] or found['team'] == 1
+        steps = -(-pixels // (rows * ranks))
+        assert found['depth'] * found['chunks'] >= steps > found['depth'] * (found['chunks'] - 1)
+        assert not found['keep'] or (vector > 1 and found['chunks'] <= RING)
+        arrays = 3 if found['keep'] and element == 2 else 2
+        held = rows * own * element * found['depth'] * min(found['chunks'], RING) * arrays
+        assert held <= found['stage_bytes']
+        assert found['stage_bytes'] % (arrays * 16) == 0
+        assert 4 * (12 * own + rows * (own + 4)) <= found['scratch_bytes']
+        assert found['stage_bytes'] + found['scratch_bytes'] <= device['shared']
+
+
 @pytest.mark.parametrize(
     ('side', 'channels', 'arrays', 'own', 'ranks', 'read_once'),
     [
         (64, 64, 1, 32, 4, True),  # rows of 64 bytes, shared by clusters
-        (64, 64, 2, 32, 8, True),
         (64, 192, 1, 48, 8, True),
         (64, 64, 0, 16, 1, False),  # statistics: nothing is read twice
         (32, 128, 1, 32, 1, True),
-        (32, 128, 2, 16, 1, True),
-        (16, 192, 2, 48, 1, True),
         (8, 256, 1, 32, 1, True),
-        (4, 512, 2, 32, 1, True),
     ],
 )
 def test_slabs_of_an_h200(side, channels, arrays, own, ranks, read_once):
@@ -85,31 +116,61 @@ def test_slabs_of_an_h200(side, channels, arrays, own, ranks, read_once):
     assert 2 * found['bytes'] <= 227 * 1024  # and room for two
 
 
+@pytest.mark.parametrize(
+    ('batch', 'side', 'channels', 'expected'),
+    [  # channels, cluster, rows
+        (32, 64, 64, (32, 8, 64)),
+        (32, 32, 64, (32, 2, 128)),  # a block for every multiprocessor: as large as it can be
+        (256, 32, 64, (32, 1, 128)),  # one large block instead of a cluster of two
+        (256, 32, 192, (48, 4, 64)),
+        (32, 16, 192, (48, 1, 64)),
+        (256, 16, 320, (40, 1, 64)),
+        (256, 16, 448, (56, 1, 32)),
+        (32, 8, 256, (32, 1, 64)),
+        (256, 8, 256, (64, 1, 16)),
+        (128, 4, 512, (128, 1, 8)),
+    ],
+)
+def test_backward_slabs_of_an_h200(batch, side, channels, expected):
+    _, found = backward(H200, batch, side * side, channels, channels // 32)
+    assert tuple(found[k] for k in ('channels', 'ranks', 'rows')) == expected
+    assert found['keep']  # x and dy are read once, dz is computed once
+    blocks = batch * found['blocks'] * found['ranks']
+    size = found['stage_bytes'] + found['scratch_bytes'] + 1024  # the driver's share
+    assert blocks <= 132 or found['threads'] == THREADS or 2 * size <= 228 * 1024  # room for two
+
+
 def test_few_samples_are_spread_over_more_multiprocessors():
     _, one = slab(H200, 1, 4096, 64, 2)
     assert one['blocks'] * one['ranks'] == 64
     _, without = slab(A100, 1, 4096, 64, 2)
     assert without['ranks'] == 1
+    _, two = backward(H200, 1, 4096, 64, 2)
+    assert two['ranks'] == 8
+    _, ring = backward(A100, 1, 4096, 64, 2)
+    assert ring['ranks'] == 1
+    assert ring['chunks'] > RING
 
 
-def test_groups_beyond_a_block_are_an_error():
-    slab(H200, 1, 16, 2048, 2048)
+@pytest.mark.parametrize('tiling', [slab, backward])
+def test_groups_beyond_a_block_are_an_error(tiling):
+    tiling(H200, 1, 16, 2048, 2048)
     with pytest.raises(
         RuntimeError,
         match=r'groups of 65536 channels need .* use more groups, or backend=pallas or xla',
     ):
-        slab(H200, 1, 16, 65536, 65536)
+        tiling(H200, 1, 16, 65536, 65536)
 
 
 def test_a_block_never_has_more_threads_than_the_kernels_are_compiled_for():
     """An odd group is loaded one channel at a time, a thread each."""
-    for arrays in (0, 1, 2):
-        _, found = slab(H200, 1, 4, 511, 511, element=4, arrays=arrays)
-        assert found['threads'] == 512
+    for tiling in (functools.partial(slab, arrays=0), slab, backward):
+        _, found = tiling(H200, 1, 4, 511, 511, element=4)
+        assert found['threads'] == THREADS
         with pytest.raises(
             RuntimeError, match=r'groups of 513 channels need 544 threads and .* found 512 and'
         ):
-            slab(H200, 1, 4, 513, 513, element=4, arrays=arrays)
+            tiling(H200, 1, 4, 513, 513, element=4)
 
 
 def flow(device, batch, pixels, channels, group, *, parts=(), element=2, least=192 * 1024):

@@ -1,0 +1,176 @@
+// The access of the smem_resident backward kernel's threads (backward_tiling.h) to their vectors,
+// in global memory and staged in shared memory; its scratch memory; and vectors to and from
+// float32.
+#pragma once
+
+#include "backward_tiling.h"
+#include "gradient.cuh"
+#include "launch.h"
+#include "streaming.cuh"
+
+namespace jaxunet::cuda {
+
+struct Backward {
+  BackwardTiling tiling;
+  GradientOperands of;
+};
+
+// Vector::to_floats, but bfloat16 by integer instructions: they cost less.
+template <class T, int V>
+__device__ void unpack(const Vector<T, V>& from, float (&to)[V]) {
+  if constexpr (std::is_same_v<T, __nv_bfloat16> && V % 2 == 0) {
+    const auto* const pairs = reinterpret_cast<const uint32_t*>(from.values);
+#pragma unroll
+    for (int i = 0; i < V / 2; ++i) {
+      to[2 * i] = __uint_as_float(pairs[i] << 16);
+      to[2 * i + 1] = __uint_as_float(pairs[i] & 0xffff0000u);
+    }
+  } else {
+    from.to_floats(to);
+  }
+}
+
+template <int V>
+__device__ void store_floats(float* to, const float (&from)[V]) {
+  if constexpr (V % 4 == 0) {
+#pragma unroll
+    for (int i = 0; i < V; i += 4)
+      *reinterpret_cast<float4*>(to + i) =
+          make_float4(from[i], from[i + 1], from[i + 2], from[i + 3]);
+  } else {
+#pragma unroll
+    for (int i = 0; i < V; ++i) to[i] = from[i];
+  }
+}
+
+// Where a thread's vectors are: elements from the start of the arrays, and from one step to the
+// next. `flat`: of a tensor that has all channels in one array.
+struct Place {
+  int part, step, flat_step;
+  int64_t first, flat;
+  __device__ Place(const BackwardTiling& tiling, const StreamingTile& tile, const TensorParts& of,
+                   int sample) {
+    int begin = 0;
+    part = 0;
+#pragma unroll 1
+    while (part + 1 < of.count && tile.channel >= begin + of.channels[part])
+      begin += of.channels[part++];
+    const int64_t pixel = static_cast<int64_t>(sample) * tiling.pixels + tile.pixel;
+    first = pixel * of.channels[part] + (tile.channel - begin);
+    flat = pixel * tiling.channels + tile.channel;
+    step = tile.stride * of.channels[part];
+    flat_step = tile.stride * tiling.channels;
+  }
+};
+
+// The staged x and dy of a thread, and dz once it replaces dy. A thread reads only what it copied
+// itself, so cp_async_wait suffices and no barrier is needed.
+//
+// Layout: x, dy, and with dz in 16 bits its second half, each [stage][step of the chunk][thread].
+template <class T, int V>
+struct Staged {
+  Vector<T, V>* slots;  // of x
+  int pitch;            // vectors from one step to the next
+  int dy;               // vectors from x to dy
+  int chunk_steps;
+
+  __device__ explicit Staged(const BackwardTiling& tiling)
+      : slots(reinterpret_cast<Vector<T, V>*>(dynamic_smem()) + threadIdx.x),
+        pitch(tiling.rows * tiling.vectors),
+        dy(static_cast<int>(tiling.stage_bytes / (tiling.keep && sizeof(T) == 2 ? 3 : 2) /
+                            sizeof(Vector<T, V>))),
+        chunk_steps(tiling.chunk_steps) {}
+  __device__ Vector<T, V>* slot(int chunk, int i) const {
+    return slots + ((chunk & (kBackwardStages - 1)) * chunk_steps + i) * pitch;
+  }
+  // Replaces the dy of a slot.
+  __device__ void keep(Vector<T, V>* slot, const float (&dz)[V]) const {
+    if constexpr (V > 1) {
+      *reinterpret_cast<float4*>(slot + dy) = make_float4(dz[0], dz[1], dz[2], dz[3]);
+      if constexpr (V == 8)
+        *reinterpret_cast<float4*>(slot + 2 * dy) = make_float4(dz[4], dz[5], dz[6], dz[7]);
+    }
+  }
+  __device__ void read_kept(const Vector<T, V>* slot, float (&dz)[V]) const {
+    if constexpr (V > 1) {
+      float low[4];
+      load_floats(reinterpret_cast<const float*>(slot + dy), low);
+#pragma unroll
+      for (int j = 0; j < 4; ++j) dz[j] = low[j];
+      if constexpr (V == 8) {
+        load_floats(reinterpret_cast<const float*>(slot + 2 * dy), low);
+#pragma unroll
+        for (int j = 0; j < 4; ++j) dz[4 + j] = low[j];
+      }
+    }
+  }
+};
+
+// A thread's x and dy in global memory.
+template <class T, int V>
+struct Source {
+  const T *x, *dy;
+  int x_step, dy_step;
+
+  __device__ Source(const Backward& g, const Place& place)
+      : x(reinterpret_cast<const T*>(g.of.x.data[place.part]) + place.first),
+        dy(static_cast<const T*>(g.of.dy) + place.flat),
+        x_step(place.step),
+        dy_step(place.flat_step) {}
+  __device__ void skip(int steps) {
+    x += static_cast<int64_t>(steps) * x_step;
+    dy += static_cast<int64_t>(steps) * dy_step;
+  }
+  // Starts to copy the steps that the chunk has, of `steps` in all.
+  __device__ void fetch(const Staged<T, V>& staged, int chunk, int steps) {
+    const int count = min(steps - chunk * staged.chunk_steps, staged.chunk_steps);
+    Vector<T, V>* to = staged.slot(chunk, 0);
+#pragma unroll 1
+    for (int i = 0; i < count; ++i) {
+      if constexpr (V * sizeof(T) == 16) {
+        cp_async_16(to, x);
+        cp_async_16(to + staged.dy, dy);
+      } else {
+        *to = *reinterpret_cast<const Vector<T, V>*>(x);
+        to[staged.dy] = *reinterpret_cast<const Vector<T, V>*>(dy);
+      }
+      x += x_step;
+      dy += dy_step;
+      to += staged.pitch;
+    }
+  }
+};
+
+template <class T, int V>
+__device__ void fetch_again(const Backward& g, const StreamingTile& tile, const Place& place,
+                            const Staged<T, V>& staged, int chunk) {
+  Source<T, V> from(g, place);
+  from.skip(chunk * staged.chunk_steps);
+  from.fetch(staged, chunk, tile.steps);
+}
+
+// The block's scratch memory, in this order; [channels] each, but for `partial`.
+struct BackwardScratch {
+  float4* totals;  // x: sum of dz, y: of dz * value, over the block's pixels, for the cluster
+  float *factor, *shift, *mean, *inverse;  // of ChannelAffine
+  float* products[2];     // factor times the sums of dz and of dz * n over all pixels
+  float* group_terms[2];  // what the group subtracts in dx: [0] + value * [1]
+  float* partial;         // [rows][stride]: a sum of each thread
+  int stride;
+
+  __device__ BackwardScratch(int channels, char* memory) {
+    totals = reinterpret_cast<float4*>(memory);
+    factor = reinterpret_cast<float*>(totals + channels);
+    shift = factor + channels;
+    mean = shift + channels;
+    inverse = mean + channels;
+    products[0] = inverse + channels;
+    products[1] = products[0] + channels;
+    group_terms[0] = products[1] + channels;
+    group_terms[1] = group_terms[0] + channels;
+    partial = group_terms[1] + channels;
+    stride = (channels + 7) / 8 * 8 + 4;
+  }
+};
+
+}  // namespace jaxunet::cuda
