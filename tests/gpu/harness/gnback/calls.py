@@ -1,0 +1,49 @@
+"""Prints the calls of GroupNorm's backward handler in one training step, from which shapes.inc is.
+
+    PYTHONPATH=. python tests/gpu/harness/gnback/calls.py elephants64
+
+The step is lowered for an H200 on any machine with the extension. A line a kind of call: how many,
+shape of dy, channels of the parts of x, groups, silu, activation, added, samples.
+"""
+
+from __future__ import annotations
+
+import collections
+import pathlib
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+sys.path[:0] = [str(pathlib.Path(__file__).resolve().parents[3])]
+
+from support import lowered_step  # noqa: E402
+
+from xla_ffi.call import ffi_call  # noqa: E402
+from xla_ffi.group_norm import vjp  # noqa: E402
+
+
+def main(config: str) -> None:
+    """Lowers the step of a config with the CUDA kernels, and prints its calls."""
+    calls: collections.Counter[tuple[Any, ...]] = collections.Counter()
+
+    def spy(name: str, shapes: Sequence[Any]) -> Callable[..., Any]:
+        call = ffi_call(name, shapes)
+
+        def run(*operands: Any, **options: Any) -> Any:
+            if name == 'jaxunet_group_norm_gradient':
+                parts = int(options['parts'])
+                kinds = ('groups', 'silu', 'activation', 'added', 'samples')
+                widths = tuple(x.shape[3] for x in operands[:parts])
+                calls[operands[parts].shape, widths, *(int(options[k]) for k in kinds)] += 1
+            return call(*operands, **options)
+
+        return run
+
+    vjp.ffi_call = spy
+    lowered_step.lower(config, 'cuda')
+    for call, count in sorted(calls.items(), key=lambda item: (-item[0][0][1], item[0])):
+        print(count, *call)
+
+
+if __name__ == '__main__':
+    main(sys.argv[1])

@@ -1,0 +1,198 @@
+// What the parts of this harness share: shapes, random numbers, plans over carved memory, and
+// times of a captured graph.
+#pragma once
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+#include <cuda_runtime.h>
+#include <signal.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <chrono>
+#include <cmath>
+#include <cstdio>
+#include <cstdlib>
+#include <functional>
+#include <numeric>
+#include <string>
+#include <tuple>
+#include <vector>
+
+#include "backward_tiling.h"
+#include "launch.h"
+#include "plan.h"
+#define CK(x)                                                                        \
+  do {                                                                               \
+    cudaError_t e_ = (x);                                                            \
+    if (e_ != cudaSuccess) {                                                         \
+      printf("FAIL %s:%d %s: %s\n", __FILE__, __LINE__, #x, cudaGetErrorString(e_)); \
+      fflush(stdout);                                                                \
+      exit(1);                                                                       \
+    }                                                                                \
+  } while (0)
+
+namespace jaxunet_old {
+struct NormGradient;
+namespace cuda {
+cudaError_t norm_gradient(const NormGradient& plan, cudaStream_t stream);
+}
+}  // namespace jaxunet_old
+using namespace jaxunet;
+static cudaError_t old_gradient(const NormGradient& p, cudaStream_t s) {
+  return jaxunet_old::cuda::norm_gradient(reinterpret_cast<const jaxunet_old::NormGradient&>(p), s);
+}  // the same plain layout
+using jaxunet::cuda::launch_parameter_gradients;
+
+struct Shape {
+  int count, batch, side;
+  std::vector<int> parts;
+  int groups;
+  bool silu, active;
+  int added;
+  bool samples;
+};
+static double now() {
+  return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
+}
+static cudaStream_t st;
+
+__device__ unsigned hash(unsigned long long i) {
+  unsigned x = (unsigned)(i ^ (i >> 32)) * 0x9E3779B9u + 0x85ebca6bu;
+  x ^= x >> 16;
+  x *= 0x7feb352du;
+  x ^= x >> 15;
+  x *= 0x846ca68bu;
+  x ^= x >> 16;
+  return x;
+}
+__device__ float normal(unsigned long long i) {
+  float u = (hash(2 * i) + 1.0f) * 2.3283064e-10f, v = hash(2 * i + 1) * 2.3283064e-10f;
+  u = fminf(fmaxf(u, 1e-9f), 1.0f);
+  return sqrtf(-2 * logf(u)) * cospif(2 * v);
+}
+template <class T>
+__device__ T from_float(float f);
+template <>
+__device__ float from_float<float>(float f) {
+  return f;
+}
+template <>
+__device__ __half from_float<__half>(float f) {
+  return __float2half_rn(f);
+}
+template <>
+__device__ __nv_bfloat16 from_float<__nv_bfloat16>(float f) {
+  return __float2bfloat16_rn(f);
+}
+template <class T>
+__global__ void fill(T* p, long n, unsigned long long seed, float mean, float dev) {
+  for (long i = blockIdx.x * (long)blockDim.x + threadIdx.x; i < n;
+       i += (long)gridDim.x * blockDim.x)
+    p[i] = from_float<T>(mean + dev * normal(i + seed * 0x100000001ull));
+}
+template <class T>
+void fill_host(void* p, long n, unsigned long long seed, float mean, float dev) {
+  fill<T><<<1024, 256, 0, st>>>((T*)p, n, seed, mean, dev);
+}
+
+static long bytes_of(Type t) { return t == Type::kFloat32 ? 4 : 2; }
+static int vector_for(const Parts& x, Type t) { return jaxunet::cuda::vector_of(x, t); }
+
+// A plan over carved memory.
+struct Memory {
+  char* base;
+  size_t size, used;
+  void* take(size_t n) {
+    n = (n + 255) / 256 * 256;
+    if (used + n > size) {
+      printf("FAIL out of carved memory\n");
+      exit(1);
+    }
+    void* p = base + used;
+    used += n;
+    return p;
+  }
+};
+static NormGradient make_plan(const Shape& s, Type type, Memory& in, Memory& out, bool per_sample,
+                              float* rows, bool offset_rows) {
+  NormGradient p{};
+  p.type = type;
+  p.batch = s.batch;
+  p.pixels = (long)s.side * s.side;
+  p.groups = s.groups;
+  p.silu = s.silu;
+  p.added_count = s.added;
+  long C = 0;
+  for (int c : s.parts) C += c;
+  p.x.total = C;
+  p.x.count = (int)s.parts.size();
+  const long e = bytes_of(type), np = p.batch * p.pixels;
+  for (int i = 0; i < p.x.count; ++i) {
+    p.x.channels[i] = s.parts[i];
+    p.x.data[i] = in.take(np * s.parts[i] * e);
+  }
+  p.dy = in.take(np * C * e);
+  p.dx = p.x;
+  for (int k = 0; k < s.added; ++k) {
+    p.added[k] = p.x;
+    for (int i = 0; i < p.x.count; ++i) p.added[k].data[i] = in.take(np * s.parts[i] * e);
+  }
+  for (int i = 0; i < p.x.count; ++i) p.dx.data[i] = out.take(np * s.parts[i] * e);
+  if (s.active) p.active = out.take(np * C * e);
+  p.sums = (float*)out.take(p.batch * 2 * C * 4);
+  p.parameter_gradients = s.samples;
+  p.dscale = (float*)out.take(p.batch * C * 4);
+  p.doffset = (float*)out.take(p.batch * C * 4);
+  const long bc = p.batch * C;
+  p.scale = {rows, per_sample ? C : 0};
+  p.offset = {rows + bc, per_sample ? C : 0};
+  p.mean = {rows + 2 * bc, C};
+  p.inverse = {rows + 3 * bc, C};
+  return p;
+}
+static double time_us(const std::function<cudaError_t(int)>& run, int sets, int nodes, int reps) {
+  cudaGraph_t graph;
+  cudaGraphExec_t exec;
+  CK(cudaStreamBeginCapture(st, cudaStreamCaptureModeThreadLocal));
+  for (int i = 0; i < nodes; ++i) CK(run(i % sets));
+  CK(cudaStreamEndCapture(st, &graph));
+  CK(cudaGraphInstantiate(&exec, graph, 0));
+  static cudaEvent_t a = nullptr, b;
+  if (!a) {
+    CK(cudaEventCreate(&a));
+    CK(cudaEventCreate(&b));
+  }
+  std::vector<float> t;
+  CK(cudaGraphLaunch(exec, st));
+  for (int r = 0; r < reps; ++r) {
+    CK(cudaEventRecord(a, st));
+    CK(cudaGraphLaunch(exec, st));
+    CK(cudaEventRecord(b, st));
+    CK(cudaEventSynchronize(b));
+    float ms;
+    CK(cudaEventElapsedTime(&ms, a, b));
+    t.push_back(ms);
+  }
+  CK(cudaGraphExecDestroy(exec));
+  CK(cudaGraphDestroy(graph));
+  std::sort(t.begin(), t.end());
+  return t[t.size() / 2] * 1000.0 / nodes;
+}
+static cudaError_t run_new(const NormGradient& p, const BackwardTiling& t, int vector) {
+  const cudaError_t e = jaxunet::cuda::smem_resident_gradient(p, t, vector, st);
+  return e == cudaSuccess ? launch_parameter_gradients(p, st) : e;
+}
+static BackwardTiling tiling_of(const NormGradient& p, int vector, const BackwardChoice& choice,
+                                long smem = 232448) {
+  return make_backward_tiling(smem, p.pixels, p.x.total, p.x.total / p.groups, vector,
+                              (int)bytes_of(p.type), choice);
+}
+static bool fits(const BackwardTiling& t) {
+  return t.stage_bytes + t.scratch_bytes <= 232448 && t.threads <= kBackwardThreads;
+}
+static std::string name_of(const BackwardTiling& t, int vector) {
+  char b[80];
+  snprintf(b, 80, "%d/%d/%d%s", t.vectors * vector, t.ranks, t.rows, t.keep ? "K" : "");
+  return b;
+}
