@@ -1,6 +1,7 @@
-// Chooses the GroupNorm kernels: streaming for large images on devices with clusters, else
-// smem_resident. The rule is streaming_tiling() in streaming.h, and in the backward pass also
-// whether one block holds all pixels of its channels.
+// Chooses the GroupNorm kernels. On devices with clusters statistics alone take statistics.cu, and
+// large images the streaming kernels. smem_resident takes the rest. The rules: statistics_tiling(),
+// streaming_tiling(), and in the backward pass also whether one block holds all pixels of its
+// channels.
 #include "kernels.h"
 #include "launch.h"
 
@@ -36,8 +37,16 @@ cudaError_t forward(const NormInput& plan, const ForwardOutputs& to, cudaStream_
   DeviceLimits limits;
   if (const cudaError_t error = device_limits(&limits); error != cudaSuccess) return error;
   const int vector = vector_of(plan.x, plan.type);
-  if (const auto tiling = streaming_tiling_of(plan, limits, vector)) {
-    return streaming_forward(plan, *tiling, limits, vector, to, stream);
+  const auto tiling_of = [&](const auto& choose) {
+    return choose(limits, plan.batch, plan.pixels, plan.x.total, plan.x.total / plan.groups, vector,
+                  element_bytes(plan.type));
+  };
+  const auto reduction = tiling_of(statistics_tiling);
+  if (to.y == nullptr) {
+    if (reduction) return statistics(plan, *reduction, vector, to.statistics, stream);
+  } else if (const auto large = streaming_tiling_of(plan, limits, vector); large && reduction) {
+    return streaming_forward(plan, *reduction, second_pass_tiling(*large, limits, plan.batch),
+                             vector, to, stream);
   }
   return smem_resident_forward(plan, limits, vector, to, stream);
 }

@@ -1,4 +1,4 @@
-// The two implementations that dispatch.cu chooses between. `vector`: channels of a load, 16 bytes
+// The implementations that dispatch.cu chooses between. `vector`: channels of a load, 16 bytes
 // of them or one.
 #pragma once
 
@@ -8,6 +8,7 @@
 
 #include "backward_tiling.h"
 #include "plan.h"
+#include "statistics.h"
 #include "streaming.h"
 #include "tiling.h"
 
@@ -36,6 +37,9 @@ struct ForwardOutputs {
   void* y;
 };
 
+// One launch, which writes no y.
+cudaError_t statistics(const NormInput& plan, const StatisticsTiling& tiling, int vector,
+                       const StatisticsOutputs& to, cudaStream_t stream);
 // One launch; throws std::runtime_error where a block cannot hold one group.
 cudaError_t smem_resident_forward(const NormInput& plan, const DeviceLimits& limits, int vector,
                                   const ForwardOutputs& to, cudaStream_t stream);
@@ -43,9 +47,9 @@ cudaError_t smem_resident_forward(const NormInput& plan, const DeviceLimits& lim
 cudaError_t smem_resident_gradient(const NormGradient& plan, const BackwardTiling& tiling,
                                    int vector, cudaStream_t stream);
 
-// Two launches, one where y is null.
-cudaError_t streaming_forward(const NormInput& plan, const StreamingTiling& tiling,
-                              const DeviceLimits& limits, int vector, const ForwardOutputs& to,
+// Two launches: statistics(), then y.
+cudaError_t streaming_forward(const NormInput& plan, const StatisticsTiling& first,
+                              const StreamingTiling& second, int vector, const ForwardOutputs& to,
                               cudaStream_t stream);
 // All gradients, those of scale and offset included, in two launches.
 cudaError_t streaming_gradient(const NormGradient& plan, const StreamingTiling& tiling,

@@ -1,4 +1,4 @@
-// Reduction of the forward statistics, shared by both implementations.
+// Reduction of the forward statistics in forward_smem_resident.cu.
 //
 // A set of numbers is described by its *moments*, kept as float4 {count, mean, m2, unused}, m2
 // being the sum of squared differences from the mean. The moments of a union are the weighted mean,

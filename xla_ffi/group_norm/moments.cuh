@@ -1,0 +1,168 @@
+// Reduction of statistics from registers, in one level of shared memory (block_reduction.h).
+//
+// A set of numbers is described by its *moments*: count, mean, and m2, the sum of squared
+// differences from the mean. The moments of a union are the weighted mean, and the sum of all m2
+// plus the squared distances of the means, weighted by their counts (Chan, Golub & LeVeque 1979):
+// no large numbers are subtracted. Counts follow from the tiling, so that float2 {mean, m2} are
+// kept.
+//
+// The levels: accumulators of a thread -> pieces of its vector -> [row][piece] entries in shared
+// memory -> groups of the block, each merged by a team of lanes.
+#pragma once
+
+#include "block_reduction.h"
+#include "launch.h"
+#include "vector.cuh"
+
+namespace jaxunet::cuda {
+
+// Pixels of the rows of a block: each row has every stride-th pixel, from its own on.
+struct RowPixels {
+  int each, rest;  // pixels / stride, pixels % stride
+  int first;       // pixel of the block's row 0
+
+  __device__ int of(int row) const { return each + (first + row < rest ? 1 : 0); }
+  __device__ int of_block(int rows) const { return each * rows + max(min(rest - first, rows), 0); }
+};
+
+// A thread's place in its block.
+struct BlockThread {
+  int row, column;
+  bool present;  // false: the thread idles
+
+  __device__ explicit BlockThread(const BlockReduction& block) {
+    row = block.by_vectors.quotient(static_cast<int>(threadIdx.x));
+    column = static_cast<int>(threadIdx.x) - row * block.vectors;
+    present = row < block.rows;
+  }
+};
+
+// Writes the moments of a thread's pieces to their entries. `mean`, `m2`: of accumulators of kWidth
+// neighbouring channels and `count` numbers each; overwritten.
+template <int kWidth, int A>
+__device__ void write_entries(const BlockReduction& block, const BlockThread& thread, float count,
+                              float (&mean)[A], float (&m2)[A], float2* entries) {
+#pragma unroll
+  for (int width = 1; width < A; width *= 2) {
+    if (width * kWidth >= 1 << block.piece_bits) break;
+#pragma unroll
+    for (int j = 0; j < A; j += 2 * width) {
+      const float away = mean[j + width] - mean[j];
+      mean[j] += 0.5f * away;
+      m2[j] += m2[j + width] + 0.5f * static_cast<float>(width) * count * away * away;
+    }
+  }
+  float2* const own =
+      entries + thread.row * block.row_entries + ((thread.column * A * kWidth) >> block.piece_bits);
+#pragma unroll
+  for (int j = 0; j < A; ++j) {
+    if (thread.present && (j * kWidth & ((1 << block.piece_bits) - 1)) == 0)
+      own[(j * kWidth) >> block.piece_bits] = make_float2(mean[j], m2[j]);
+  }
+}
+
+// A lane's place in its team. Team i merges groups i, i + teams, ...
+struct Team {
+  int index, member, size, teams;
+
+  __device__ explicit Team(const BlockReduction& block) {
+    size = 1 << block.team_bits;
+    index = static_cast<int>(threadIdx.x) >> block.team_bits;
+    member = static_cast<int>(threadIdx.x) & (size - 1);
+    teams = static_cast<int>(blockDim.x) >> block.team_bits;
+  }
+  // Sums over the lanes of each team, to each of them. All lanes of a warp call it.
+  __device__ float sum(float x) const {
+#pragma unroll
+    for (int step = 16; step > 0; step /= 2) {
+      if (step < size) x += __shfl_xor_sync(~0u, x, step);
+    }
+    return x;
+  }
+};
+
+// Returns mean and m2 of a group of the block, to all lanes of its team; zeros to a team without
+// one (`group` beyond the block's). All lanes of a warp call it. `total`: numbers of the group.
+__device__ inline float2 merge_group(const BlockReduction& block, const Team& team,
+                                     const RowPixels& pixels, int group, float total,
+                                     const float2* entries) {
+  const int pieces = block.group >> block.piece_bits;
+  const float2* const first = entries + group * pieces;
+  const int start = group < block.groups ? team.member : block.rows;
+  const auto width = static_cast<float>(1 << block.piece_bits);
+  float sum = 0, m2 = 0;
+#pragma unroll 1
+  for (int i = 0; i < pieces; ++i) {
+#pragma unroll 4
+    for (int row = start; row < block.rows; row += team.size)
+      sum += first[row * block.row_entries + i].x * (width * static_cast<float>(pixels.of(row)));
+  }
+  sum = team.sum(sum);
+  const float mean = total > 0 ? sum / total : 0.0f;
+#pragma unroll 1
+  for (int i = 0; i < pieces; ++i) {
+#pragma unroll 4
+    for (int row = start; row < block.rows; row += team.size) {
+      const float2 entry = first[row * block.row_entries + i];
+      const float away = entry.x - mean;
+      m2 += entry.y + width * static_cast<float>(pixels.of(row)) * away * away;
+    }
+  }
+  return make_float2(mean, team.sum(m2));
+}
+
+// Starts to copy 4 bytes from global to shared memory.
+__device__ inline void cp_async_4(float* to, const float* from) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(smem_address(to)), "l"(from)
+               : "memory");
+}
+
+// The channels' operands in shared memory, copied while the pixels are on their way. `pivot`: the
+// first number of each group, subtracted from all of them where kUsesPivot.
+struct ChannelOperands {
+  float *scale, *offset;  // [channels]; multiples of 16 bytes
+  float* pivot;           // [groups]
+
+  __device__ ChannelOperands(const BlockReduction& block, int channels, char* memory) {
+    scale = reinterpret_cast<float*>(memory);
+    offset = scale + channels;
+    pivot = offset + channels;
+  }
+  // Starts the copies; cp_async_wait<0> and a barrier of the block show them. `first`: the block's
+  // first channel.
+  template <class T>
+  __device__ void fetch(const BlockReduction& block, int channels, const TensorParts& x, int pixels,
+                        const Rows& scales, const Rows& offsets, int64_t sample, int first) const {
+#pragma unroll 1
+    for (int c = threadIdx.x; c < channels; c += blockDim.x) {
+      cp_async_4(scale + c, scales.data + sample * scales.stride + first + c);
+      cp_async_4(offset + c, offsets.data + sample * offsets.stride + first + c);
+    }
+    if constexpr (kUsesPivot<T>) {
+#pragma unroll 1
+      for (int g = threadIdx.x; g < block.groups; g += blockDim.x) {
+        int stride;
+        cp_async_4(pivot + g, find_channel<T>(x, first + g * block.group, sample, pixels, &stride));
+      }
+    }
+    cp_async_commit();
+  }
+  template <class T>
+  __device__ float pivot_of(int group) const {
+    return kUsesPivot<T> ? pivot[group] : 0.0f;
+  }
+};
+
+// Loads the pivots of a thread's accumulators, of kWidth channels each.
+template <class T, int kWidth, int A>
+__device__ void load_pivots(const TensorParts& x, int channel, int group, int64_t sample,
+                            int pixels, float (&pivot)[A]) {
+#pragma unroll
+  for (int j = 0; j < A; ++j) {
+    const int own = channel + j * kWidth;
+    int stride;
+    pivot[j] = wide(__ldg(find_channel<T>(x, own - own % group, sample, pixels, &stride)));
+  }
+}
+
+}  // namespace jaxunet::cuda

@@ -1,0 +1,297 @@
+// Statistics of a GroupNorm in one launch: mean and inverse = 1 / sqrt(variance + eps) of each
+// group, and the channels' map z = a * x + b where it is wanted (statistics.h).
+//
+// - Mainloop: each thread loads two batches of kBatch vectors in turns, straight to registers, and
+//   sums x - first and (x - first)^2 of the batch that has arrived.
+// - Reduction: pieces in shared memory; each group is merged by a team of lanes (moments.cuh). The
+//   blocks of a cluster but the first send theirs to the first one and end; its teams merge them
+//   and write.
+//
+// Synchronisation: one __syncthreads before the teams read the pieces. One phase of the cluster's
+// barrier shows that the first block runs and has initialised an mbarrier, so that the others may
+// write to its shared memory; the mbarrier completes when the moments of all blocks have arrived.
+// The other blocks may end before that: only the first one's shared memory is written.
+//
+// Shared memory: entry_bytes of float2 [row][piece]; the channels' operands; from slots_at on,
+// float2 [rank][group].
+#include "common/dispatch_dtype.cuh"
+#include "common/mbarrier.cuh"
+#include "launch.h"
+#include "moments.cuh"
+#include "packed.cuh"
+#include "statistics.h"
+
+namespace jaxunet::cuda {
+namespace {
+
+struct Statistics {
+  StatisticsTiling tiling;
+  TensorParts x;
+  Rows scale, offset;
+  float eps;
+  StatisticsOutputs to;
+};
+
+// Vectors of a batch: with two batches, 4 to 8 loads of 16 bytes a thread are in flight. To refit
+// it, time half and twice as many.
+constexpr int kBatch = 4;
+
+// A thread's vectors in global memory.
+template <class T, int V>
+struct VectorReader {
+  const T* at;
+  int stride;  // bytes from one to the next
+
+  // Loads a batch, of which the first `count` vectors exist.
+  __device__ void load(Packed<T, V> (&to)[kBatch], int count) {
+    const char* const from = reinterpret_cast<const char*>(at);
+#pragma unroll
+    for (int i = 0; i < kBatch; ++i) {
+      if (i < count)
+        to[i].load(reinterpret_cast<const T*>(from + static_cast<int64_t>(stride) * i));
+    }
+    at = reinterpret_cast<const T*>(from + static_cast<int64_t>(stride) * kBatch);
+  }
+};
+
+// Sums of x - first and (x - first)^2 of a thread's numbers, in A accumulators of kWidth channels,
+// where first is the accumulator's first number. Its squared distance from the mean is at most m2,
+// because it is one of the numbers, so the difference of squares loses few bits.
+template <class T, int V, int kWidth>
+struct ThreadSums {
+  static constexpr int A = V / kWidth;
+  float pivot[kUsesPivot<T> ? A : 1] = {};
+  float first[A] = {}, sum[A] = {}, squares[A] = {};
+
+  __device__ float centred(float value, int j) const {
+    return kUsesPivot<T> ? value - pivot[j / kWidth] : value;
+  }
+  __device__ void start(const Packed<T, V>& x) {
+    float value[V];
+    x.to_floats(value);
+#pragma unroll
+    for (int j = 0; j < V; j += kWidth) first[j / kWidth] = centred(value[j], j);
+  }
+  // Adds the first `count` vectors of a batch, summed by themselves first: a long sum would round
+  // most squares of 16-bit numbers down, because those of odd numbers all end in 001.
+  __device__ void add(const Packed<T, V> (&x)[kBatch], int count) {
+    float batch_sum[A] = {}, batch_squares[A] = {};
+#pragma unroll
+    for (int i = 0; i < kBatch; ++i) {
+      if (i >= count) break;
+      float value[V];
+      x[i].to_floats(value);
+#pragma unroll
+      for (int j = 0; j < V; ++j) {
+        const float away = centred(value[j], j) - first[j / kWidth];
+        batch_sum[j / kWidth] += away;
+        batch_squares[j / kWidth] += away * away;
+      }
+    }
+#pragma unroll
+    for (int j = 0; j < A; ++j) {
+      sum[j] += batch_sum[j];
+      squares[j] += batch_squares[j];
+    }
+  }
+  // Turns the sums of `count` numbers each to means and m2.
+  __device__ void finish(float count) {
+    const float share = count > 0 ? 1.0f / count : 0.0f;
+#pragma unroll
+    for (int j = 0; j < A; ++j) {
+      const float away = sum[j] * share;
+      squares[j] = fmaxf(squares[j] - sum[j] * away, 0.0f);
+      first[j] += away;
+    }
+  }
+};
+
+// Where the first block of a cluster gets the moments of all of them: [rank][group].
+struct Mailbox {
+  Barrier* full;  // completes when all moments have arrived
+  float2* slots;
+
+  // The first block's thread 0 expects `bytes`; all threads of the cluster call it, and wait_open
+  // before they send.
+  __device__ void open(bool receiver, int bytes) const {
+#if __CUDA_ARCH__ >= 900
+    if (receiver && threadIdx.x == 0) {
+      full->init(1);
+      fence_barrier_init();
+      full->arrive_expect(bytes);
+    }
+    asm volatile("barrier.cluster.arrive.relaxed;" ::: "memory");
+#else
+    __trap();
+#endif
+  }
+  __device__ void wait_open() const { cluster_wait(); }
+  __device__ void send(int slot, float2 value) const {
+#if __CUDA_ARCH__ >= 900
+    const auto at = [](const void* here) {
+      uint32_t there;
+      asm volatile("mapa.shared::cluster.u32 %0, %1, 0;" : "=r"(there) : "r"(smem_address(here)));
+      return there;
+    };
+    const uint64_t bits = static_cast<uint64_t>(__float_as_uint(value.y)) << 32 |
+                          static_cast<uint64_t>(__float_as_uint(value.x));
+    asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.b64 [%0], %1, [%2];" ::"r"(
+                     at(slots + slot)),
+                 "l"(bits), "r"(at(full))
+                 : "memory");
+#else
+    __trap();
+#endif
+  }
+  __device__ void wait_full() const {
+#if __CUDA_ARCH__ >= 900
+    uint32_t done;
+    do {
+      asm volatile(
+          "{\n.reg .pred p;\nmbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 p, [%1], "
+          "0;\nselp.b32 %0, 1, 0, p;\n}\n"
+          : "=r"(done)
+          : "r"(smem_address(full))
+          : "memory");
+    } while (!done);
+#else
+    __trap();
+#endif
+  }
+};
+
+// Merges the moments of a group from the blocks of the cluster; all lanes of a warp call it.
+__device__ inline float2 merge_ranks(const StatisticsTiling& tiling, const Team& team, int group,
+                                     float total, const float2* sent) {
+  const BlockReduction& block = tiling.block;
+  const bool there = group < block.groups && team.member < tiling.ranks;
+  const RowPixels pixels{tiling.each, tiling.rest, team.member * block.rows};
+  const float count =
+      there ? static_cast<float>(block.group) * static_cast<float>(pixels.of_block(block.rows))
+            : 0.0f;
+  const float2 part = there ? sent[team.member * block.groups + group] : make_float2(0, 0);
+  const float mean = team.sum(count * part.x) / total, away = part.x - mean;
+  return make_float2(mean, team.sum(part.y + count * away * away));
+}
+
+// Writes the statistics of a lane's channels of a group. `first`: the block's first channel; `all`:
+// mean less the pivot, and m2, of the group's `total` numbers.
+template <class T>
+__device__ void write_statistics(const Statistics& f, const Team& team,
+                                 const ChannelOperands& operands, int group, int first,
+                                 int64_t sample, float2 all, float total) {
+  const int size = f.tiling.block.group;
+  const float mean = operands.pivot_of<T>(group) + all.x, inverse = rsqrtf(all.y / total + f.eps);
+#pragma unroll 1
+  for (int c = team.member; c < size; c += team.size) {
+    const int local = group * size + c;
+    const int64_t at = sample * f.tiling.channels + first + local;
+    f.to.mean[at] = mean;
+    f.to.inverse[at] = inverse;
+    if (f.to.a) {
+      const float a = operands.scale[local] * inverse;
+      f.to.a[at] = a;
+      f.to.b[at] = operands.offset[local] - mean * a;
+    }
+  }
+}
+
+template <class T, int V, int kWidth>
+__global__ void __launch_bounds__(kStatisticsThreads, kWidth == V || kWidth > 1 ? 2 : 1)
+    group_norm_statistics(const __grid_constant__ Statistics f) {
+  const StatisticsTiling& tiling = f.tiling;
+  const BlockReduction& block = tiling.block;
+  const BlockThread thread(block);
+  const int64_t sample = blockIdx.z;
+  const int rank = static_cast<int>(blockIdx.x), own = block.vectors * V;
+  const int first = static_cast<int>(blockIdx.y) * own, channel = first + thread.column * V;
+  const RowPixels pixels{tiling.each, tiling.rest, rank * block.rows};
+  const int steps = thread.present ? pixels.of(thread.row) : 0;
+  auto* const entries = reinterpret_cast<float2*>(dynamic_smem());
+  const ChannelOperands operands(block, own, dynamic_smem() + tiling.entry_bytes);
+  __shared__ Barrier full;
+  const Mailbox mailbox{&full, reinterpret_cast<float2*>(dynamic_smem() + tiling.slots_at)};
+  if (tiling.ranks > 1)
+    mailbox.open(rank == 0, tiling.ranks * block.groups * static_cast<int>(sizeof(float2)));
+
+  // Mainloop.
+  ThreadSums<T, V, kWidth> sums;
+  {
+    int stride;
+    const T* const image = find_channel<T>(f.x, channel, sample, tiling.pixels, &stride);
+    VectorReader<T, V> reader{image + static_cast<int64_t>(pixels.first + thread.row) * stride,
+                              block.rows * tiling.ranks * stride * static_cast<int>(sizeof(T))};
+    Packed<T, V> one[kBatch], other[kBatch];
+    reader.load(one, steps);
+    if (rank == 0)
+      operands.fetch<T>(block, own, f.x, tiling.pixels, f.scale, f.offset, sample, first);
+    if constexpr (kUsesPivot<T>)
+      load_pivots<T, kWidth>(f.x, channel, block.group, sample, tiling.pixels, sums.pivot);
+    if (steps > 0) sums.start(one[0]);
+#pragma unroll 1
+    for (int left = steps; left > 0; left -= 2 * kBatch) {
+      reader.load(other, left - kBatch);
+      sums.add(one, left);
+      reader.load(one, left - 2 * kBatch);
+      sums.add(other, left - kBatch);
+    }
+  }
+
+  // Reduction.
+  const auto count = static_cast<float>(kWidth * steps);
+  sums.finish(count);
+  write_entries<kWidth>(block, thread, count, sums.first, sums.squares, entries);
+  cp_async_wait<0>();
+  __syncthreads();
+  const Team team(block);
+  const auto size = static_cast<float>(block.group),
+             total = size * static_cast<float>(tiling.pixels),
+             here = size * static_cast<float>(pixels.of_block(block.rows));
+  if (tiling.ranks > 1) mailbox.wait_open();
+#pragma unroll 1
+  for (int start = 0; start < block.groups; start += team.teams) {
+    const int group = start + team.index;
+    const float2 all = merge_group(block, team, pixels, group, here, entries);
+    if (group >= block.groups) continue;
+    if (tiling.ranks == 1) {
+      write_statistics<T>(f, team, operands, group, first, sample, all, total);
+    } else if (team.member == 0) {
+      mailbox.send(rank * block.groups + group, all);
+    }
+  }
+  if (tiling.ranks == 1 || rank != 0) return;
+  mailbox.wait_full();
+#pragma unroll 1
+  for (int start = 0; start < block.groups; start += team.teams) {
+    const int group = start + team.index;
+    const float2 all = merge_ranks(tiling, team, group, total, mailbox.slots);
+    if (group < block.groups)
+      write_statistics<T>(f, team, operands, group, first, sample, all, total);
+  }
+}
+
+template <class T>
+cudaError_t launch_statistics(const NormInput& plan, const StatisticsTiling& tiling, int vector,
+                              const StatisticsOutputs& to, cudaStream_t stream) {
+  const Statistics f{tiling, tensor_parts(plan.x), plan.scale, plan.offset, plan.eps, to};
+  constexpr int kVector = 16 / sizeof(T);
+  const auto kernel = vector == 1                       ? group_norm_statistics<T, 1, 1>
+                      : tiling.block.group % kPair == 0 ? group_norm_statistics<T, kVector, kPair>
+                                                        : group_norm_statistics<T, kVector, 1>;
+  return launch(
+      kernel,
+      dim3(static_cast<unsigned>(tiling.ranks), static_cast<unsigned>(tiling.channel_blocks),
+           static_cast<unsigned>(plan.batch)),
+      threads_of(tiling.block), tiling.smem_bytes, stream, f);
+}
+
+}  // namespace
+
+cudaError_t statistics(const NormInput& plan, const StatisticsTiling& tiling, int vector,
+                       const StatisticsOutputs& to, cudaStream_t stream) {
+  return dispatch_dtype(plan.type, [&](auto element) {
+    return launch_statistics<decltype(element)>(plan, tiling, vector, to, stream);
+  });
+}
+
+}  // namespace jaxunet::cuda
