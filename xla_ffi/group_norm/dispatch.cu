@@ -1,7 +1,7 @@
 // Chooses the GroupNorm kernels. On devices with clusters statistics alone take statistics.cu, and
-// large images the streaming kernels. smem_resident takes the rest. The rules: statistics_tiling(),
-// streaming_tiling(), and in the backward pass also whether one block holds all pixels of its
-// channels.
+// large images the streaming kernels; forward, small images take register_resident. smem_resident
+// takes the rest. The rules: statistics_tiling(), streaming_tiling(), register_resident_tiling(),
+// and in the backward pass also whether one block holds all pixels of its channels.
 #include "kernels.h"
 #include "launch.h"
 
@@ -41,12 +41,16 @@ cudaError_t forward(const NormInput& plan, const ForwardOutputs& to, cudaStream_
     return choose(limits, plan.batch, plan.pixels, plan.x.total, plan.x.total / plan.groups, vector,
                   element_bytes(plan.type));
   };
-  const auto reduction = tiling_of(statistics_tiling);
   if (to.y == nullptr) {
-    if (reduction) return statistics(plan, *reduction, vector, to.statistics, stream);
-  } else if (const auto large = streaming_tiling_of(plan, limits, vector); large && reduction) {
-    return streaming_forward(plan, *reduction, second_pass_tiling(*large, limits, plan.batch),
-                             vector, to, stream);
+    if (const auto only = tiling_of(statistics_tiling))
+      return statistics(plan, *only, vector, to.statistics, stream);
+  } else if (const auto large = streaming_tiling_of(plan, limits, vector)) {
+    if (const auto first = tiling_of(statistics_tiling)) {
+      return streaming_forward(plan, *first, second_pass_tiling(*large, limits, plan.batch), vector,
+                               to, stream);
+    }
+  } else if (const auto small = tiling_of(register_resident_tiling)) {
+    return register_resident_forward(plan, *small, to, stream);
   }
   return smem_resident_forward(plan, limits, vector, to, stream);
 }

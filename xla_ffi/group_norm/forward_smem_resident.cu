@@ -1,6 +1,6 @@
 // GroupNorm forward in one launch: mean and inverse = 1 / sqrt(variance + eps) of each group,
 //   z = scale * (x - mean) * inverse + offset,
-// and y = act(z) where it is wanted. Large images take forward_streaming.cu instead.
+// and y = act(z) where it is wanted. For images that other kernels do not take (dispatch.cu).
 //
 // A block owns some channels of a sample, whole groups, and all pixels or a cluster's share of them
 // (smem_resident.h).

@@ -8,6 +8,7 @@
 
 #include "backward_tiling.h"
 #include "plan.h"
+#include "register_resident.h"
 #include "statistics.h"
 #include "streaming.h"
 #include "tiling.h"
@@ -37,6 +38,9 @@ struct ForwardOutputs {
   void* y;
 };
 
+// One launch, for vectors of 16 bytes and groups of an even number of channels.
+cudaError_t register_resident_forward(const NormInput& plan, const RegisterResidentTiling& tiling,
+                                      const ForwardOutputs& to, cudaStream_t stream);
 // One launch, which writes no y.
 cudaError_t statistics(const NormInput& plan, const StatisticsTiling& tiling, int vector,
                        const StatisticsOutputs& to, cudaStream_t stream);

@@ -1,0 +1,187 @@
+// GroupNorm forward of small images in one launch: mean and inverse = 1 / sqrt(variance + eps) of
+// each group, z = scale * (x - mean) * inverse + offset, y = act(z).
+//
+// A block owns some channels of a sample, whole groups, and all pixels (register_resident.h).
+// - Loads: each thread loads all of its vectors, at most kPixels of 16 bytes; scale, offset and
+//   pivots are copied to shared memory.
+// - Moments: mean, then m2, of each thread's numbers, from registers.
+// - Reduction: pieces in shared memory; each group is merged by a team of lanes (moments.cuh). It
+//   writes the mean and inverse, and over scale and offset a and b of
+//   y = act(a * (x - pivot) + b).
+// - Epilogue: y from registers.
+//
+// Two barriers: before the teams read the pieces, and before the threads read a and b.
+//
+// Shared memory: entry_bytes of float2 [row][piece], then the channels' operands.
+#include "common/dispatch_dtype.cuh"
+#include "launch.h"
+#include "moments.cuh"
+#include "packed.cuh"
+
+namespace jaxunet::cuda {
+namespace {
+
+struct Forward {
+  RegisterResidentTiling tiling;
+  TensorParts x;
+  Rows scale, offset;
+  float eps;
+  bool silu;
+  void* y;
+  float *mean, *inverse;
+};
+
+// The mean and m2 of a thread's `steps` vectors, in accumulators of kPair channels.
+template <class T, int V, int kPixels>
+__device__ void thread_moments(const Packed<T, V> (&x)[kPixels], int steps,
+                               float (&mean)[V / kPair], float (&m2)[V / kPair]) {
+#pragma unroll
+  for (int i = 0; i < kPixels; ++i) {
+    if (i >= steps) break;
+    float value[V];
+    x[i].to_floats(value);
+#pragma unroll
+    for (int j = 0; j < V; j += kPair) mean[j / kPair] += value[j] + value[j + 1];
+  }
+  const float share = steps > 0 ? 1.0f / static_cast<float>(kPair * steps) : 0.0f;
+#pragma unroll
+  for (int j = 0; j < V / kPair; ++j) mean[j] *= share;
+#pragma unroll
+  for (int i = 0; i < kPixels; ++i) {
+    if (i >= steps) break;
+    float value[V];
+    x[i].to_floats(value);
+#pragma unroll
+    for (int j = 0; j < V; ++j) {
+      const float away = value[j] - mean[j / kPair];
+      m2[j / kPair] += away * away;
+    }
+  }
+}
+
+// Merges the groups of the block; writes their statistics, and over scale and offset a and b of y =
+// act(a * (x - pivot) + b).
+template <class T>
+__device__ void merge_and_write(const Forward& f, const RowPixels& pixels, int first,
+                                int64_t sample, const float2* entries,
+                                const ChannelOperands& operands) {
+  const BlockReduction& block = f.tiling.block;
+  const Team team(block);
+  const auto total = static_cast<float>(block.group) * static_cast<float>(f.tiling.pixels);
+#pragma unroll 1
+  for (int start = 0; start < block.groups; start += team.teams) {
+    const int group = start + team.index;
+    const float2 all = merge_group(block, team, pixels, group, total, entries);
+    if (group >= block.groups) continue;
+    const float mean = operands.pivot_of<T>(group) + all.x, inverse = rsqrtf(all.y / total + f.eps);
+#pragma unroll 1
+    for (int c = team.member; c < block.group; c += team.size) {
+      const int local = group * block.group + c;
+      const int64_t channel = sample * f.tiling.channels + first + local;
+      f.mean[channel] = mean;
+      f.inverse[channel] = inverse;
+      const float a = operands.scale[local] * inverse;
+      operands.scale[local] = a;
+      operands.offset[local] -= all.x * a;
+    }
+  }
+}
+
+template <class T, int V, int kPixels>
+__global__ void __launch_bounds__(kRegisterResidentThreads, 2)
+    group_norm_forward_in_registers(const __grid_constant__ Forward f) {
+  const RegisterResidentTiling& tiling = f.tiling;
+  const BlockReduction& block = tiling.block;
+  const BlockThread thread(block);
+  const int64_t sample = blockIdx.y;
+  const int own = block.vectors * V, first = static_cast<int>(blockIdx.x) * own;
+  const int channel = first + thread.column * V;
+  const RowPixels pixels{tiling.each, tiling.rest, 0};
+  const int steps = thread.present ? pixels.of(thread.row) : 0;
+
+  // Loads.
+  Packed<T, V> x[kPixels];
+  int stride;
+  const T* from = find_channel<T>(f.x, channel, sample, tiling.pixels, &stride);
+  from += static_cast<int64_t>(thread.row) * stride;
+#pragma unroll
+  for (int i = 0; i < kPixels; ++i) {
+    if (i < steps) x[i].load(from + static_cast<int64_t>(i) * block.rows * stride);
+  }
+  auto* const entries = reinterpret_cast<float2*>(dynamic_smem());
+  const ChannelOperands operands(block, own, dynamic_smem() + tiling.entry_bytes);
+  operands.fetch<T>(block, own, f.x, tiling.pixels, f.scale, f.offset, sample, first);
+
+  // Moments.
+  if constexpr (kUsesPivot<T>) {
+    float pivot[V / kPair];
+    load_pivots<T, kPair>(f.x, channel, block.group, sample, tiling.pixels, pivot);
+#pragma unroll
+    for (int i = 0; i < kPixels; ++i) {
+      float value[V];
+      x[i].to_floats(value);
+#pragma unroll
+      for (int j = 0; j < V; ++j) value[j] -= pivot[j / kPair];
+      x[i].from_floats(value);
+    }
+  }
+  {
+    float mean[V / kPair] = {}, m2[V / kPair] = {};
+    thread_moments(x, steps, mean, m2);
+    write_entries<kPair>(block, thread, static_cast<float>(kPair * steps), mean, m2, entries);
+  }
+
+  // Reduction.
+  cp_async_wait<0>();
+  __syncthreads();
+  merge_and_write<T>(f, pixels, first, sample, entries, operands);
+  __syncthreads();
+
+  // Epilogue.
+  if (steps == 0) return;
+  float scale[V], offset[V];
+  load_floats(operands.scale + thread.column * V, scale);
+  load_floats(operands.offset + thread.column * V, offset);
+  T* const to =
+      static_cast<T*>(f.y) + (sample * tiling.pixels + thread.row) * tiling.channels + channel;
+#pragma unroll
+  for (int i = 0; i < kPixels; ++i) {
+    if (i >= steps) break;
+    float value[V];
+    x[i].to_floats(value);
+#pragma unroll
+    for (int j = 0; j < V; ++j) {
+      const float z = value[j] * scale[j] + offset[j];
+      value[j] = f.silu ? z * sigmoid<T>(z) : z;
+    }
+    Packed<T, V> out;
+    out.from_floats(value);
+    out.store(to + static_cast<int64_t>(i) * block.rows * tiling.channels);
+  }
+}
+
+template <class T>
+cudaError_t launch_forward(const NormInput& plan, const RegisterResidentTiling& tiling,
+                           const ForwardOutputs& to, cudaStream_t stream) {
+  constexpr int kVector = 16 / sizeof(T);
+  const Forward f{
+      tiling, tensor_parts(plan.x), plan.scale,           plan.offset, plan.eps, to.silu,
+      to.y,   to.statistics.mean,   to.statistics.inverse};
+  const auto kernel = tiling.thread_pixels <= 2   ? group_norm_forward_in_registers<T, kVector, 2>
+                      : tiling.thread_pixels <= 4 ? group_norm_forward_in_registers<T, kVector, 4>
+                                                  : group_norm_forward_in_registers<T, kVector, 8>;
+  return launch(
+      kernel, dim3(static_cast<unsigned>(tiling.channel_blocks), static_cast<unsigned>(plan.batch)),
+      threads_of(tiling.block), tiling.smem_bytes, stream, f, false);
+}
+
+}  // namespace
+
+cudaError_t register_resident_forward(const NormInput& plan, const RegisterResidentTiling& tiling,
+                                      const ForwardOutputs& to, cudaStream_t stream) {
+  return dispatch_dtype(plan.type, [&](auto element) {
+    return launch_forward<decltype(element)>(plan, tiling, to, stream);
+  });
+}
+
+}  // namespace jaxunet::cuda
