@@ -1,7 +1,9 @@
 #include "binding/cpu.h"
 #include "binding/handler.h"
 #include "group_norm/backward_tiling.h"
+#include "group_norm/register_resident.h"
 #include "group_norm/smem_resident.h"
+#include "group_norm/statistics.h"
 #include "group_norm/streaming.h"
 
 namespace jaxunet {
@@ -107,6 +109,50 @@ pybind11::object group_norm_streaming(int64_t min_elements, int64_t batch, int64
   return found;
 }
 
+pybind11::dict found_block(const BlockReduction& block, int vector) {
+  pybind11::dict found;
+  found["channels"] = block.vectors * vector;
+  found["rows"] = block.rows;
+  found["threads"] = threads_of(block);
+  found["groups"] = block.groups;
+  found["piece"] = 1 << block.piece_bits;
+  found["team"] = 1 << block.team_bits;
+  found["entries"] = block.row_entries;
+  return found;
+}
+
+// The tiling of the register_resident GroupNorm kernel, for tests; None where it is not taken.
+pybind11::object group_norm_register_resident(int64_t batch, int64_t pixels, int64_t channels,
+                                              int64_t group, int vector, int element, int64_t sms,
+                                              int64_t smem_bytes, int max_cluster) {
+  const auto tiling = register_resident_tiling({sms, smem_bytes, max_cluster}, batch, pixels,
+                                               channels, group, vector, element);
+  if (!tiling) return pybind11::none();
+  pybind11::dict found = found_block(tiling->block, vector);
+  found["blocks"] = tiling->channel_blocks;
+  found["thread_pixels"] = tiling->thread_pixels;
+  found["each"] = tiling->each;
+  found["rest"] = tiling->rest;
+  found["bytes"] = tiling->smem_bytes;
+  return found;
+}
+
+// The tiling of the GroupNorm statistics kernel, for tests; None where it is not taken.
+pybind11::object group_norm_statistics(int64_t batch, int64_t pixels, int64_t channels,
+                                       int64_t group, int vector, int element, int64_t sms,
+                                       int64_t smem_bytes, int max_cluster) {
+  const auto tiling = statistics_tiling({sms, smem_bytes, max_cluster}, batch, pixels, channels,
+                                        group, vector, element);
+  if (!tiling) return pybind11::none();
+  pybind11::dict found = found_block(tiling->block, vector);
+  found["blocks"] = tiling->channel_blocks;
+  found["ranks"] = tiling->ranks;
+  found["each"] = tiling->each;
+  found["rest"] = tiling->rest;
+  found["bytes"] = tiling->smem_bytes;
+  return found;
+}
+
 }  // namespace
 }  // namespace jaxunet
 
@@ -118,4 +164,8 @@ PYBIND11_MODULE(_cpu, module) {
              "The tiling of the smem_resident GroupNorm kernel of the backward pass.");
   module.def("group_norm_streaming", &jaxunet::group_norm_streaming,
              "The tiling of the streaming GroupNorm kernels; None where they are not taken.");
+  module.def("group_norm_register_resident", &jaxunet::group_norm_register_resident,
+             "The tiling of the register_resident GroupNorm kernel; None where it is not taken.");
+  module.def("group_norm_statistics", &jaxunet::group_norm_statistics,
+             "The tiling of the GroupNorm statistics kernel; None where it is not taken.");
 }

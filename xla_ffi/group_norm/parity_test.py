@@ -77,6 +77,71 @@ def test_large_images(case, dtype):
     check(case, dtype, case.batch)
 
 
+# Blocks that keep 2, 4 and 8 pixels a thread in registers, also where threads have fewer.
+IN_REGISTERS = (
+    Case(8, 8, (256, 192), batch=2),
+    Case(13, 15, (64, 32), batch=7, silu=False),
+    Case(16, 16, (192,), batch=32),
+    Case(8, 8, (256, 192), batch=40, per_sample=True),
+    Case(32, 32, (128,), batch=36),
+)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize('dtype', [*DTYPES, 'float16'])
+@pytest.mark.parametrize('case', IN_REGISTERS, ids=lambda c: c.name)
+def test_small_images_in_registers(case, dtype):
+    check(case, dtype, case.batch)
+
+
+# The mean is compared as the number one deviation above it: an error in it counts by the size of
+# the numbers, not by that of their mean, which may be next to zero.
+def _statistics(x, scale, offset, *, groups, silu):
+    a, b, mean, inverse = vjp.statistics(x, scale, offset, groups=groups, eps=1e-5)
+    return a, b, mean + 1 / inverse, inverse
+
+
+def _plain_statistics(x, scale, offset, *, groups, silu):
+    moments = jnp.concatenate([reference.channel_moments(part) for part in x.parts], axis=1)
+    a, b = reference.group_affine(moments, scale, offset, groups=groups, eps=1e-5)
+    one = jnp.ones_like(scale)
+    inverse, shift = reference.group_affine(moments, one, 0 * one, groups=groups, eps=1e-5)
+    return a, b, (1 - shift) / inverse, inverse
+
+
+# Clusters of 8 and of 2 blocks, blocks of their own; all channels of a sample or some; groups of an
+# odd number of channels, and vectors of one channel.
+STATISTICS = (
+    Case(64, 64, (64,), batch=1),
+    Case(64, 64, (64,), batch=8),
+    Case(64, 64, (64,), batch=32),
+    Case(32, 32, (128, 64), batch=64),
+    Case(23, 22, (256, 192), batch=3, per_sample=True),
+    Case(17, 13, (48, 24), groups=24, batch=3),
+    Case(33, 35, (33, 30), groups=9, batch=5),
+    Case(48, 45, (96,), batch=2, mean=1000.0),
+)
+
+
+def check_statistics(case: Case, dtype: str):
+    if case.mean and dtype != 'float32':
+        pytest.skip('such a mean leaves no deviations in 16 bits')
+    ops = (op(call, case) for call in (_statistics, _plain_statistics))
+    assert_parity(*ops, inputs(case, dtype, case.batch), gradients=False)
+
+
+@pytest.mark.parametrize('dtype', DTYPES)
+def test_statistics_alone(dtype):
+    check_statistics(AWKWARD[0], dtype)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize('dtype', [*DTYPES, 'float16'])
+@pytest.mark.parametrize('case', STATISTICS, ids=lambda c: c.name)
+def test_statistics_of_every_tiling(case, dtype):
+    check_statistics(case, dtype)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize('copies', [1, 2])
 @pytest.mark.parametrize('dtype', [*DTYPES, 'float16'])

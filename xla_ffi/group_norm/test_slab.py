@@ -9,7 +9,7 @@ import math
 import pytest
 
 import xla_ffi
-from jaxunet.ops.group_norm.cases import CASES
+from jaxunet.ops.group_norm.cases import CASES, Case
 
 H200 = {'processors': 132, 'shared': 227 * 1024, 'cluster': 8}
 A100 = {'processors': 108, 'shared': 163 * 1024, 'cluster': 1}
@@ -216,3 +216,99 @@ def test_flows_of_an_h200():
     assert flow(H200, 32, 256, 448, 14)[1] is None  # small samples
     assert flow(H200, 1, 4096, 64, 2)[1] is None  # few samples
     assert flow(H200, 8, 4096, 128, 4)[1]['blocks'] == 2
+
+
+def tiling(name, device, batch, case, element):
+    """The vector of a case, and its tiling by one of the kernels that load to registers."""
+    vector = 16 // element if all(part % (16 // element) == 0 for part in case.parts) else 1
+    shape = (batch, case.height * case.width, case.channels, case.channels // case.groups)
+    found = getattr(xla_ffi._cpu, f'group_norm_{name}')(*shape, vector, element, *device.values())
+    return vector, found
+
+
+def check_block(case, vector, found, sharing):
+    """A block has whole groups, rows for all pixels, and what it needs of a multiprocessor.
+
+    Args:
+      sharing: blocks that share the pixels of a sample.
+    """
+    group, pixels = case.channels // case.groups, case.height * case.width
+    assert found['channels'] * found['blocks'] == case.channels
+    assert found['channels'] == found['groups'] * group
+    assert found['channels'] % vector == 0
+    assert group % found['piece'] == 0 == vector % found['piece']
+    assert found['entries'] % 2 == 1
+    assert found['entries'] >= found['channels'] // found['piece']
+    assert found['rows'] * found['channels'] // vector <= found['threads'] <= 512
+    assert found['threads'] % 32 == 0
+    assert found['team'] in (8, 16, 32)
+    rows = found['rows'] * sharing
+    assert rows * found['each'] + found['rest'] == pixels
+    assert 0 <= found['rest'] < rows
+    assert found['bytes'] <= 99 * 1024
+
+
+@pytest.mark.parametrize('case', CASES, ids=lambda c: c.name)
+def test_registers_hold_every_pixel(case):
+    for batch, element in itertools.product((1, 13, 32, 256), (2, 4)):
+        vector, found = tiling('register_resident', H200, batch, case, element)
+        if found is None:
+            odd = vector == 1 or case.channels // case.groups % 2 == 1
+            unit = math.lcm(case.channels // case.groups, vector) // vector
+            assert odd or unit * math.ceil(case.height * case.width / 8) > 512
+            continue
+        check_block(case, vector, found, 1)
+        assert found['thread_pixels'] in (2, 4, 8)
+        assert found['each'] + (found['rest'] > 0) <= found['thread_pixels']
+
+
+@pytest.mark.parametrize('case', CASES, ids=lambda c: c.name)
+def test_statistics_read_every_pixel(case):
+    for batch, element in itertools.product((1, 13, 32, 256), (2, 4)):
+        assert tiling('statistics', A100, batch, case, element)[1] is None
+        vector, found = tiling('statistics', H200, batch, case, element)
+        check_block(case, vector, found, found['ranks'])
+        assert found['ranks'] in (1, 2, 4, 8)
+
+
+@pytest.mark.parametrize(
+    ('batch', 'side', 'channels', 'own', 'threads', 'ranks'),
+    [
+        (1, 64, 64, 16, 128, 8),  # few samples: rows of one sector, clusters
+        (8, 64, 64, 32, 256, 8),
+        (8, 32, 128, 16, 256, 1),
+        (32, 64, 64, 32, 512, 2),
+        (32, 32, 128, 32, 256, 1),
+        (64, 32, 128, 64, 512, 1),
+        (128, 64, 64, 64, 512, 1),
+        (256, 64, 64, 64, 256, 1),  # a block for each sample, two for each multiprocessor
+        (256, 32, 320, 320, 256, 1),
+    ],
+)
+def test_statistics_of_an_h200(batch, side, channels, own, threads, ranks):
+    case = Case(side, side, (channels,))
+    _, found = tiling('statistics', H200, batch, case, 2)
+    assert (found['channels'], found['threads'], found['ranks']) == (own, threads, ranks)
+
+
+@pytest.mark.parametrize(
+    ('batch', 'side', 'channels', 'own', 'pixels'),
+    [
+        (1, 8, 256, 16, 2),
+        (32, 16, 192, 48, 4),
+        (32, 8, 256, 32, 2),
+        (32, 16, 448, 56, 8),  # with 4 pixels a block would have 448 threads
+        (128, 32, 128, 32, 8),
+        (256, 16, 192, 48, 8),
+        (256, 8, 256, 32, 4),
+        (256, 8, 448, 224, 8),  # fewer channels would leave lanes idle
+    ],
+)
+def test_registers_of_an_h200(batch, side, channels, own, pixels):
+    _, found = tiling('register_resident', H200, batch, Case(side, side, (channels,)), 2)
+    assert (found['channels'], found['thread_pixels']) == (own, pixels)
+
+
+def test_kernels_that_load_to_registers_leave_images_without_pixels_to_others():
+    for name in ('statistics', 'register_resident'):
+        assert tiling(name, H200, 2, CASES[0]._replace(height=0), 2)[1] is None
