@@ -1,0 +1,27 @@
+# Builds the harness that checks and times GroupNorm's forward kernels on a GPU, without XLA.
+#
+#   tests/gpu/harness/gnfwd/build.sh OLD FOLDER     -> FOLDER/bench
+#
+# OLD is a checkout with the kernels to compare with (this one's are the new ones). `bench` checks
+# all kernels and tilings against float64, then times old and new ones on the calls of the
+# elephants64 and cifar10 steps, and of sampling; it takes less than 30 s. With $OUT_DIR, all times
+# go to $OUT_DIR/full.txt. QUICK=1 times the training of elephants64 only; FIT=1 prints the times of
+# all tilings, fastest first, which tell whether the rules choose well.
+set -eu
+here=$(cd "$(dirname "$0")" && pwd)
+old=$(cd "$1" && pwd)/xla_ffi new=$here/../../../../xla_ffi
+mkdir -p "$2" && cd "$2"
+flags="-std=c++17 -O3 -gencode arch=compute_90a,code=sm_90a -I $here"
+as_old="-I $old -Djaxunet=jaxunet_old"
+for file in dispatch forward_smem_resident forward_streaming; do
+  nvcc $flags $as_old -c "$old/group_norm/$file.cu" -o "old_$file.o"
+done
+for file in dispatch forward_smem_resident forward_streaming forward_register_resident statistics; do
+  nvcc $flags -I "$new" -c "$new/group_norm/$file.cu" -o "$file.o"
+done
+nvcc $flags $as_old -c "$old/common/shared_memory.cc" -o old_shared_memory.o
+nvcc $flags -I "$new" -c "$new/common/shared_memory.cc" -o shared_memory.o
+nvcc $flags $as_old -DENTRY=run_old -c "$here/adapter.cu" -o old_adapter.o
+nvcc $flags -I "$new" -DNEW -DENTRY=run_new -c "$here/adapter.cu" -o adapter.o
+nvcc $flags -c "$here/bench.cu" -o bench.o
+nvcc $flags ./*.o -o bench

@@ -1,0 +1,65 @@
+"""Makes host copies of the GroupNorm kernels, for emulate.cc: PTX is replaced by calls of emu.h.
+
+python make.py xla_ffi FOLDER
+"""
+
+import pathlib
+import sys
+
+SPECIAL = """#pragma once
+#include <cmath>
+namespace jaxunet::cuda {
+inline float power_of_two(float x) { return exp2f(x); }
+inline float reciprocal(float x) { return 1 / x; }
+}  // namespace jaxunet::cuda
+"""
+SEND = """    emu::aligned(slots + slot, 8);
+    *emu::of_rank0(slots + slot) = value;
+    emu::of_rank0(full)->complete(8);
+"""
+COPIED = (
+    'block_reduction.h register_resident.h statistics.h tiling.h moments.cuh packed.cuh '
+    'vector.cuh plan.h launch.h streaming.h statistics.cu forward_register_resident.cu'
+)
+# File: (start of what is replaced, start of what follows it, replacement).
+EDITS = {
+    'moments.cuh': [
+        ('  asm volatile("cp.async.ca', '}', '  emu::aligned(to, 4); *to = *from;\n'),
+    ],
+    'packed.cuh': [
+        (
+            '    asm volatile("st.global.v4',
+            '  }',
+            '    emu::aligned(to, 16); memcpy(to, words, 16);\n',
+        ),
+        ('const uint4 four', ' = __ldg', 'emu::aligned(from, 16); const uint4 four'),
+    ],
+    'statistics.cu': [
+        (
+            '__shared__ Barrier full;',
+            '\n',
+            'Barrier& full = *static_cast<Barrier*>(emu::shared_static());',
+        ),
+        ('    asm volatile("barrier.cluster.arrive.relaxed', '#else', '    cluster_arrive();\n'),
+        ('    const auto at = [](const void* here)', '#else', SEND),
+        ('    uint32_t done;', '#else', '    full->wait(0);\n'),
+    ],
+}
+
+
+def main(source: pathlib.Path, folder: pathlib.Path) -> None:
+    for name in ('group_norm', 'common'):
+        (folder / name).mkdir(parents=True, exist_ok=True)
+    for name in COPIED.split():
+        text = (source / 'group_norm' / name).read_text()
+        for start, end, replacement in EDITS.get(name, []):
+            first = text.index(start)
+            text = text[:first] + replacement + text[text.index(end, first) :]
+        (folder / 'group_norm' / name).write_text(text.replace('__CUDA_ARCH__', '900'))
+    for name in ('group_norm/instructions.cuh', 'common/mbarrier.cuh'):
+        (folder / name).write_text('#pragma once\n#include "emu.h"\n')
+    (folder / 'common' / 'special_functions.cuh').write_text(SPECIAL)
+
+
+if __name__ == '__main__':
+    main(pathlib.Path(sys.argv[1]), pathlib.Path(sys.argv[2]))
