@@ -10,7 +10,7 @@
 
 // Defined while nvcc compiles device code for sm_90a, the only architecture with wgmma. In code for
 // any other architecture the kernels that need it trap; the host does not launch them there
-// (conv3x3/device.h).
+// (common/device.h).
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
 #define JAXUNET_SM90A_PASS
 #endif

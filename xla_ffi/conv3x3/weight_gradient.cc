@@ -3,7 +3,7 @@
 
 #include <algorithm>
 
-#include "conv3x3/device.h"
+#include "common/device.h"
 #include "conv3x3/dispatch.h"
 #include "conv3x3/hopper/tile.h"
 #include "conv3x3/kernels.h"

@@ -102,7 +102,7 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
     activate(block, warpgroup - Traits::kConsumers - 1);
   }
 #else
-  __trap();  // the host does not launch it (conv3x3/device.h)
+  __trap();  // the host does not launch it (common/device.h)
 #endif
 }
 

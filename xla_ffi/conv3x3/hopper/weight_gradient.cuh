@@ -102,7 +102,7 @@ __global__ void __launch_bounds__(kThreads, 1)
     if (thread >= kWarpgroup - kHelpers && block.sums_dy) help(block);
   }
 #else
-  __trap();  // the host does not launch it (conv3x3/device.h)
+  __trap();  // the host does not launch it (common/device.h)
 #endif
 }
 
