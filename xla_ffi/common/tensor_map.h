@@ -11,9 +11,9 @@
 namespace jaxunet::cuda {
 
 // Encodes the map of an array of a 16-bit type. Dimensions and boxes are given innermost first; the
-// innermost dimension is a multiple of 8. The box has rows of 128 bytes, which are swizzled in
-// shared memory. `strides`: elements between neighbours of each dimension but the innermost;
-// without it the array is dense.
+// innermost dimension is a multiple of 8. The box has rows of 64 or 128 bytes, which are swizzled
+// in shared memory over their length. `strides`: elements between neighbours of each dimension but
+// the innermost; without it the array is dense.
 //
 // Errors: cudaErrorSymbolNotFound if the driver lacks cuTensorMapEncodeTiled, cudaErrorInvalidValue
 // if it refuses.

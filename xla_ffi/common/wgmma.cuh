@@ -1,6 +1,6 @@
 // wgmma: D (64 × N, float32 in the registers of a warpgroup) += A (64 × 16) · B (16 × N), both of
-// 16-bit numbers in shared memory; and the 8 × 8 matrices of an accumulator to and from shared
-// memory (stmatrix, ldmatrix).
+// 16-bit numbers in shared memory, A also in registers; and the 8 × 8 matrices of an accumulator to
+// and from shared memory (stmatrix, ldmatrix).
 //
 // Warp w of the warpgroup holds rows 16 w to 16 w + 15: accumulator[4 j] and [4 j + 1] are row lane
 // / 4, columns 8 j + 2 (lane % 4) and the next; [4 j + 2] and [4 j + 3] are the same columns eight
@@ -43,6 +43,7 @@ struct Wgmma;
 #define JAXUNET_NAMES_10(T)                                                                        \
   "%" #T "0, %" #T "1, %" #T "2, %" #T "3, %" #T "4, %" #T "5, %" #T "6, %" #T "7, %" #T "8, %" #T \
   "9, "
+#define JAXUNET_NAMES_16 JAXUNET_NAMES_10() "%10, %11, %12, %13, %14, %15"
 #define JAXUNET_NAMES_30 JAXUNET_NAMES_10() JAXUNET_NAMES_10(1) JAXUNET_NAMES_10(2)
 #define JAXUNET_NAMES_60 \
   JAXUNET_NAMES_30 JAXUNET_NAMES_10(3) JAXUNET_NAMES_10(4) JAXUNET_NAMES_10(5)
@@ -64,6 +65,9 @@ struct Wgmma;
   JAXUNET_REGISTERS_2(T##0, T##1), JAXUNET_REGISTERS_2(T##2, T##3),     \
       JAXUNET_REGISTERS_2(T##4, T##5), JAXUNET_REGISTERS_2(T##6, T##7), \
       JAXUNET_REGISTERS_2(T##8, T##9)
+#define JAXUNET_REGISTERS_16                                                        \
+  JAXUNET_REGISTERS_10(), JAXUNET_REGISTERS_2(10, 11), JAXUNET_REGISTERS_2(12, 13), \
+      JAXUNET_REGISTERS_2(14, 15)
 #define JAXUNET_REGISTERS_30 \
   JAXUNET_REGISTERS_10(), JAXUNET_REGISTERS_10(1), JAXUNET_REGISTERS_10(2)
 #define JAXUNET_REGISTERS_60 \
@@ -104,6 +108,7 @@ struct Wgmma;
     }                                                                                              \
   };
 #define JAXUNET_WGMMAS(TYPE, NAME)                        \
+  JAXUNET_WGMMA(TYPE, NAME, 32, 16, 16, 17, 18, 19, 20)   \
   JAXUNET_WGMMA(TYPE, NAME, 64, 32, 32, 33, 34, 35, 36)   \
   JAXUNET_WGMMA(TYPE, NAME, 88, 44, 44, 45, 46, 47, 48)   \
   JAXUNET_WGMMA(TYPE, NAME, 128, 64, 64, 65, 66, 67, 68)  \
@@ -112,6 +117,34 @@ struct Wgmma;
   JAXUNET_WGMMA(TYPE, NAME, 256, 128, 128, 129, 130, 131, 132)
 JAXUNET_WGMMAS(__nv_bfloat16, "bf16.bf16")
 JAXUNET_WGMMAS(__half, "f16.f16")
+
+// The same with A (64 × 16) in registers, laid out as the accumulator of a product whose columns
+// are the steps of K: registers 0 and 2 hold row lane / 4 at K = 2 (lane % 4) and 8 further on, 1
+// and 3 the row eight further down. They may not change before the wait.
+template <class T, bool kMnMajorB, int kN>
+struct WgmmaRegisters;
+
+// A0 to A3, B, ADD, MN_MAJOR_B: the numbers of the operands that follow COUNT registers.
+#define JAXUNET_WGMMA_REGISTERS(TYPE, NAME, N, COUNT, A0, A1, A2, A3, B, ADD, MN_MAJOR_B)         \
+  template <bool kMnMajorB>                                                                       \
+  struct WgmmaRegisters<TYPE, kMnMajorB, N> {                                                     \
+    __device__ static void run(float (&accumulator)[COUNT], const uint32_t (&a)[4], uint64_t b,   \
+                               bool add) {                                                        \
+      asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %" #ADD                                      \
+                   ", 0;\nwgmma.mma_async.sync.aligned.m64n" #N "k16.f32." NAME                   \
+                   " {" JAXUNET_NAMES_##COUNT "}, {%" #A0 ", %" #A1 ", %" #A2 ", %" #A3 "}, %" #B \
+                                              ", p, 1, 1, %" #MN_MAJOR_B ";\n}\n"                 \
+                   : JAXUNET_REGISTERS_##COUNT                                                    \
+                   : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b),                          \
+                     "r"(static_cast<int>(add)), "n"(static_cast<int>(kMnMajorB)));               \
+    }                                                                                             \
+  };
+#define JAXUNET_WGMMAS_REGISTERS(TYPE, NAME)                              \
+  JAXUNET_WGMMA_REGISTERS(TYPE, NAME, 32, 16, 16, 17, 18, 19, 20, 21, 22) \
+  JAXUNET_WGMMA_REGISTERS(TYPE, NAME, 64, 32, 32, 33, 34, 35, 36, 37, 38) \
+  JAXUNET_WGMMA_REGISTERS(TYPE, NAME, 256, 128, 128, 129, 130, 131, 132, 133, 134)
+JAXUNET_WGMMAS_REGISTERS(__nv_bfloat16, "bf16.bf16")
+JAXUNET_WGMMAS_REGISTERS(__half, "f16.f16")
 
 // Before the first wgmma, and whenever other code touched the accumulator since the last one.
 __device__ inline void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
