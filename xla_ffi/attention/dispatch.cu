@@ -1,8 +1,12 @@
-// Chooses the attention kernels: flash if they support the shape (flash_shapes.cuh), else simple.
+// Chooses the attention kernels: wgmma on Hopper if it supports the shape (hopper/shapes.cuh), else
+// flash (flash_shapes.cuh), else simple.
 #include <cuda_runtime_api.h>
 
 #include <optional>
+#include <type_traits>
 
+#include "attention/hopper/launch.h"
+#include "common/device.h"
 #include "flash.h"
 #include "kernels.h"
 #include "simple.h"
@@ -18,45 +22,60 @@ cudaError_t shared_memory_of_device(int* bytes) {
   return cudaDeviceGetAttribute(bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
 }
 
-// flash(bytes of shared memory) returns nothing where the flash kernels do not take the plan.
-template <class Plan, class Flash, class Simple>
-cudaError_t dispatch(const Plan& plan, Flash flash, Simple simple) {
+// Calls visit(type), the type as a type.
+template <class Visit>
+auto dispatch_type(Type type, Visit visit) {
+  switch (type) {
+    case Type::kFloat32:
+      return visit(std::integral_constant<Type, Type::kFloat32>());
+    case Type::kFloat16:
+      return visit(std::integral_constant<Type, Type::kFloat16>());
+    default:
+      return visit(std::integral_constant<Type, Type::kBfloat16>());
+  }
+}
+
+// hopper(type, multiprocessors) and flash(type, bytes of shared memory) return nothing where those
+// kernels do not take the plan.
+template <class Plan, class Hopper, class Flash, class Simple>
+cudaError_t dispatch(const Plan& plan, Hopper hopper, Flash flash, Simple simple) {
   if (plan.batch * plan.heads * plan.tokens * plan.width == 0) return cudaSuccess;
+  Device device;
   int bytes = 0;
-  const cudaError_t error = shared_memory_of_device(&bytes);
+  cudaError_t error = describe(&device);
+  if (error == cudaSuccess) error = shared_memory_of_device(&bytes);
   if (error != cudaSuccess) return error;
-  const std::optional<cudaError_t> done = flash(bytes);
+  const auto done = dispatch_type(plan.type, [&](auto type) -> std::optional<cudaError_t> {
+    if constexpr (type != Type::kFloat32) {
+      const auto on_hopper =
+          device.hopper ? hopper(type, device.multiprocessors) : std::optional<cudaError_t>();
+      if (on_hopper) return on_hopper;
+    }
+    return flash(type, bytes);
+  });
   return done ? *done : simple();
 }
 
 }  // namespace
 
 cudaError_t attention_forward(const AttentionForward& plan, cudaStream_t stream) {
-  const auto flash = [&](int bytes) {
-    switch (plan.type) {
-      case Type::kFloat32:
-        return flash_forward<Type::kFloat32>(plan, bytes, stream);
-      case Type::kFloat16:
-        return flash_forward<Type::kFloat16>(plan, bytes, stream);
-      default:
-        return flash_forward<Type::kBfloat16>(plan, bytes, stream);
-    }
-  };
-  return dispatch(plan, flash, [&] { return simple_attention_forward(plan, stream); });
+  return dispatch(
+      plan,
+      [&](auto type, int multiprocessors) {
+        return hopper_attention_forward<type>(plan, multiprocessors, stream);
+      },
+      [&](auto type, int bytes) { return flash_forward<type>(plan, bytes, stream); },
+      [&] { return simple_attention_forward(plan, stream); });
 }
 
 cudaError_t attention_backward(const AttentionBackward& plan, cudaStream_t stream) {
-  const auto flash = [&](int bytes) {
-    switch (plan.type) {
-      case Type::kFloat32:
-        return flash_backward<Type::kFloat32>(plan, bytes, stream);
-      case Type::kFloat16:
-        return flash_backward<Type::kFloat16>(plan, bytes, stream);
-      default:
-        return flash_backward<Type::kBfloat16>(plan, bytes, stream);
-    }
-  };
-  return dispatch(plan, flash, [&] { return simple_attention_backward(plan, stream); });
+  return dispatch(
+      plan,
+      [&](auto type, int multiprocessors) {
+        return hopper_attention_backward<type>(plan, multiprocessors, stream);
+      },
+      [&](auto type, int bytes) { return flash_backward<type>(plan, bytes, stream); },
+      [&] { return simple_attention_backward(plan, stream); });
 }
 
 }  // namespace jaxunet::cuda

@@ -1,6 +1,7 @@
 """The attention handlers against the float64 oracle.
 
-The CPU's handlers run the awkward cases; the GPU's run all cases.
+The CPU's handlers run the awkward cases; the GPU's run all cases, and those of the kernels for
+Hopper.
 """
 
 import jax
@@ -12,6 +13,24 @@ from support.parity import DTYPES, assert_parity, assert_runs_are_identical, dra
 
 from jaxunet.ops.attention.cases import AWKWARD, CASES, Case
 from xla_ffi import backend
+
+# Heads that the kernels for Hopper take (hopper/shapes.cuh), one and several, and just more of them
+# than an H200 runs at once.
+HOPPER = (
+    Case(64, 3, 32, batch=1),
+    Case(64, 3, 32, batch=177),
+    Case(256, 3, 32, batch=1),
+    Case(256, 1, 32, batch=133),
+    Case(64, 1, 64, batch=1),
+    Case(64, 12, 64, batch=47),
+    Case(256, 3, 64, batch=1),
+    Case(256, 1, 64, batch=133),
+    Case(128, 3, 64, batch=5),
+    Case(384, 2, 64, batch=3),
+    Case(128, 2, 256, batch=67),
+    Case(256, 2, 256, batch=3),
+    Case(384, 1, 256, batch=2),  # the backward pass is a flash kernel's
+)
 
 
 def check(case: Case, dtype: str, batch: int):
@@ -41,11 +60,21 @@ def test_every_case(case, dtype):
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize('dtype', ['bfloat16', 'float16'])
+@pytest.mark.parametrize('case', HOPPER, ids=lambda c: c.name)
+def test_hopper_shapes(case, dtype):
+    check(case, dtype, 3)
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize('dtype', DTYPES)
-def test_runs_are_identical(dtype):
+@pytest.mark.parametrize(
+    ('tokens', 'width'), [(256, 32), (64, 32), (64, 64), (256, 64), (1024, 64), (256, 256)]
+)
+def test_runs_are_identical(tokens, width, dtype):
     assert_runs_are_identical(
         lambda qkv: backend.attention(qkv, num_heads=6),
-        {'qkv': (draw((4, 256, 576), dtype), dtype)},
+        {'qkv': (draw((4, tokens, 18 * width), dtype), dtype)},
     )
 
 

@@ -1,0 +1,334 @@
+// Attention backward on Hopper, for heads of 256 tokens and 32 or 64 channels, and of 64 tokens and
+// 64 channels; the formulas are in flash_backward.cuh:
+//   p = exp(s - lse),  dp = dO * v^T,  ds = p * (dp - delta),
+//   dv = p^T * dO,  dk = ds^T * q / sqrt(width),  dq = ds * k / sqrt(width).
+//
+// A block holds all of one head in shared memory and is persistent. A warpgroup owns 64 keys, so a
+// head of 256 tokens has four of them; four blocks of one warpgroup share a multiprocessor for
+// heads of 64 tokens. A warpgroup walks over the queries, kQueries at a time:
+// - s^T = k * q^T and dp^T = v * dO^T come to its registers by wgmma,
+// - p^T and ds^T stay there as the left operands of dv += p^T * dO and dk += ds^T * q,
+// - ds^T also goes to shared memory. Once all warpgroups have written that of 64 queries, one of
+//   them computes dq of these queries: warpgroup i takes tile i.
+// Each sum is over one warpgroup's products in a fixed order, so results are the same in every run.
+//
+// Thread 0 also issues the TMA loads; with kStages = 2 those of the next head, while this one is
+// computed. Before the products of a head all threads compute its deltas, dO * out of a row.
+//
+// Shared memory: kStages x {q, k, v, dO, out} [kTokens][kWidth]; ds^T [kSlots][keys][64 queries],
+// swizzled; lse (base two) and delta, float[kTokens] each; barriers.
+//
+// Barriers: `full` (a stage has arrived), `written` and `read` (a slot of ds^T); __syncthreads
+// before the loads of the next head and after the deltas.
+#pragma once
+
+#include <cmath>
+
+#include "attention/hopper/tile.cuh"
+#include "attention/plan.h"
+#include "common/launch.cuh"
+#include "common/tma.cuh"
+
+namespace jaxunet::cuda::hopper_attention {
+
+struct BackwardParameters {
+  CUtensorMap qkv, out, grad;  // boxes of one head's tokens
+  const float* lse;
+  void* dqkv;
+  int heads, all_heads;  // of a sample; of all samples
+};
+
+// The options are the fastest ones on an H200; tests/gpu/harness/attn measures others.
+template <class T_, int kWidth_, int kTokens_>
+struct BackwardTraits {
+  using T = T_;
+  static constexpr int kWidth = kWidth_, kTokens = kTokens_;
+  static constexpr int kTiles = kTokens / kTileRows;  // of 64 queries; warpgroups of a block
+  // k and v of a warpgroup stay in registers, which saves reading them again for each product.
+  static constexpr bool kKeepsKeys = kWidth == 32;
+  static constexpr int kStages = kWidth == 32 ? 2 : 1;
+  static constexpr int kQueries = kTiles == 1 ? 64 : 32;  // that a warpgroup takes at a time
+  static constexpr int kBlocks = 4 / kTiles;              // of a multiprocessor
+  static constexpr int kThreads = kTiles * kWarpgroup;
+  static constexpr int kSlots = kTiles > 1 ? 2 : 1;
+  static constexpr int kArrayBytes = kTokens * kWidth * 2, kStageBytes = 5 * kArrayBytes,
+                       kSlotBytes = kTokens * kTileRows * 2;
+  static constexpr int kBytes =
+      kStages * kStageBytes + kSlots * kSlotBytes + 2 * kTokens * 4 + (kStages + 2 * kSlots) * 8;
+};
+
+template <class Traits>
+struct BackwardBlock {
+  using T = typename Traits::T;
+  using Tile = HeadTile<Traits::kWidth>;
+  static constexpr int kWidth = Traits::kWidth, kTokens = Traits::kTokens, kTiles = Traits::kTiles,
+                       kQueries = Traits::kQueries;
+
+  const BackwardParameters& p;
+  unsigned char* const shared;
+  float *lses, *deltas;
+  Barrier *full, *written, *read;
+
+  __device__ BackwardBlock(const BackwardParameters& parameters, unsigned char* memory)
+      : p(parameters), shared(memory) {
+    lses = reinterpret_cast<float*>(shared + Traits::kStages * Traits::kStageBytes +
+                                    Traits::kSlots * Traits::kSlotBytes);
+    deltas = lses + kTokens;
+    full = reinterpret_cast<Barrier*>(deltas + kTokens);
+    written = full + Traits::kStages;
+    read = written + Traits::kSlots;
+  }
+
+  __device__ void init_barriers() const {
+    for (int i = 0; i < Traits::kStages; ++i) full[i].init(1);
+    for (int i = 0; i < Traits::kSlots; ++i) {
+      written[i].init(kTiles * kWarpgroup);
+      read[i].init(kWarpgroup);
+    }
+  }
+
+  // Array 0 to 4 of a stage: q, k, v, dO, out.
+  __device__ unsigned char* array(int stage, int which) const {
+    return shared + stage * Traits::kStageBytes + which * Traits::kArrayBytes;
+  }
+  __device__ uint32_t slot(int which) const {
+    return shared_address(shared + Traits::kStages * Traits::kStageBytes +
+                          which * Traits::kSlotBytes);
+  }
+
+  // One thread: starts to load a head.
+  __device__ void load(int head, int stage) const {
+    full[stage].arrive_expect(Traits::kStageBytes);
+    const Place at(head, p.heads, kWidth);
+    for (int which = 0; which < 3; ++which) {
+      tma_load(array(stage, which), &p.qkv, full + stage, at.channel + which * p.heads * kWidth, 0,
+               at.sample);
+    }
+    tma_load(array(stage, 3), &p.grad, full + stage, at.channel, 0, at.sample);
+    tma_load(array(stage, 4), &p.out, full + stage, at.channel, 0, at.sample);
+  }
+
+  // The lse of this thread's row of a head; two threads share a row.
+  __device__ float load_lse(int head) const {
+    return head < p.all_heads ? p.lse[head * kTokens + static_cast<int>(threadIdx.x) / 2] : 0.0f;
+  }
+
+  // The statistics of all rows of a head. dO and out are swizzled alike, so their products need no
+  // addresses of columns.
+  __device__ void row_statistics(int stage, float lse) const {
+    const int row = threadIdx.x / 2, half = threadIdx.x % 2;
+    const auto* grad = reinterpret_cast<const Eight<T>*>(array(stage, 3)) + row * (kWidth / 8) +
+                       half * (kWidth / 16);
+    const auto* out = reinterpret_cast<const Eight<T>*>(array(stage, 4)) + row * (kWidth / 8) +
+                      half * (kWidth / 16);
+    float sum = 0;
+#pragma unroll
+    for (int i = 0; i < kWidth / 16; ++i) {
+      Eight<T> a, b;
+      a.load(grad[i].at);
+      b.load(out[i].at);
+#pragma unroll
+      for (int j = 0; j < 8; ++j) sum += wide(a.at[j]) * wide(b.at[j]);
+    }
+    sum += __shfl_xor_sync(0xffffffff, sum, 1);
+    if (half == 0) {
+      lses[row] = lse * kLog2e;
+      deltas[row] = sum;
+    }
+  }
+};
+
+// A warpgroup's part of a head: 64 keys.
+template <class Traits>
+struct BackwardConsumer {
+  using T = typename Traits::T;
+  using Block = BackwardBlock<Traits>;
+  using Tile = typename Block::Tile;
+  static constexpr int kWidth = Traits::kWidth, kTiles = Traits::kTiles,
+                       kQueries = Traits::kQueries, kSteps = kWidth / 16;
+
+  const Block& block;
+  const int part;  // its tile of the head
+  const float scale;
+  float dk[kWidth / 2], dv[kWidth / 2];
+
+  __device__ BackwardConsumer(const Block& of, int which)
+      : block(of), part(which), scale(1 / sqrtf(static_cast<float>(kWidth))) {}
+
+  // The address of an array of a stage.
+  __device__ uint32_t address(int stage, int which) const {
+    return shared_address(block.array(stage, which));
+  }
+
+  // sums = own rows (k or v) * others^T (q or dO).
+  __device__ void product(float (&sums)[kQueries / 2], const uint32_t (&kept)[kSteps][4],
+                          uint32_t own, uint32_t others) const {
+    const uint64_t right = Tile::descriptor(others);
+#pragma unroll
+    for (int k = 0; k < kSteps; ++k) {
+      if constexpr (Traits::kKeepsKeys) {
+        WgmmaRegisters<T, false, kQueries>::run(sums, kept[k], advance(right, k * Tile::kAlongStep),
+                                                k > 0);
+      } else {
+        Wgmma<T, false, false, kQueries>::run(sums,
+                                              advance(Tile::descriptor(own), k * Tile::kAlongStep),
+                                              advance(right, k * Tile::kAlongStep), k > 0);
+      }
+    }
+    wgmma_commit();
+  }
+
+  // All queries of a head. `count`: heads before.
+  __device__ void run(int stage, int count, T* dqkv, int stride) {
+    const uint32_t q = address(stage, 0), grad = address(stage, 3),
+                   k = address(stage, 1) + part * kTileRows * Tile::kRowBytes,
+                   v = address(stage, 2) + part * kTileRows * Tile::kRowBytes;
+    uint32_t keys[kSteps][4], values[kSteps][4];
+    if constexpr (Traits::kKeepsKeys) {
+      load_left<kWidth>(keys, k, threadIdx.x / 32 % 4 * 16);
+      load_left<kWidth>(values, v, threadIdx.x / 32 % 4 * 16);
+    }
+    const int channels = block.p.heads * kWidth;
+#pragma unroll 1
+    for (int tile = 0; tile < kTiles; ++tile) {
+      const int use = count * kTiles + tile, slot = use % Traits::kSlots;
+      const uint32_t slot_rows = block.slot(slot);
+      Barrier *const written = block.written + slot, *const read = block.read + slot;
+#pragma unroll
+      for (int first = 0; first < kTileRows; first += kQueries) {
+        const int row = tile * kTileRows + first;  // of the head
+        float s[kQueries / 2], dp[kQueries / 2];
+        uint32_t weights[kQueries / 16][4], ds[kQueries / 16][4];
+        wgmma_fence();
+        product(s, keys, k, q + row * Tile::kRowBytes);
+        product(dp, values, v, grad + row * Tile::kRowBytes);
+        softmax_gradient(s, dp, weights, ds, row);
+        wgmma_fence();
+        const uint64_t right = Tile::descriptor(grad + row * Tile::kRowBytes),
+                       right_q = Tile::descriptor(q + row * Tile::kRowBytes);
+#pragma unroll
+        for (int i = 0; i < kQueries / 16; ++i)
+          WgmmaRegisters<T, true, kWidth>::run(dv, weights[i],
+                                               advance(right, i * Tile::kAcrossStep), row + i > 0);
+#pragma unroll
+        for (int i = 0; i < kQueries / 16; ++i)
+          WgmmaRegisters<T, true, kWidth>::run(dk, ds[i], advance(right_q, i * Tile::kAcrossStep),
+                                               row + i > 0);
+        wgmma_commit();
+        if (first == 0) read->wait((use / Traits::kSlots & 1) ^ 1);
+        store_ds(slot_rows, ds, first);
+        wgmma_wait<0>();
+        fence_accumulator(dk);
+        fence_accumulator(dv);
+      }
+      fence_async_proxy();
+      written->arrive();
+      if (tile == part) {
+        written->wait(use / Traits::kSlots & 1);
+        float dq[kWidth / 2];
+        compute_dq(dq, slot_rows, address(stage, 1));
+        read->arrive();
+        write_rows<kWidth>(dqkv + static_cast<int64_t>(tile * kTileRows) * stride, stride, dq,
+                           scale, scale);
+      }
+    }
+    T* const own = dqkv + static_cast<int64_t>(part * kTileRows) * stride;
+    write_rows<kWidth>(own + channels, stride, dk, scale, scale);
+    write_rows<kWidth>(own + 2 * channels, stride, dv, 1, 1);
+  }
+
+  // Waits for s and dp; turns them to the left operands p^T and ds^T. `row`: the first query.
+  __device__ void softmax_gradient(float (&s)[kQueries / 2], float (&dp)[kQueries / 2],
+                                   uint32_t (&weights)[kQueries / 16][4],
+                                   uint32_t (&ds)[kQueries / 16][4], int row) const {
+    const int first = row + static_cast<int>(threadIdx.x) % 4 * 2;
+    const float scale2 = scale * kLog2e;
+    wgmma_wait<1>();
+    fence_accumulator(s);
+#pragma unroll
+    for (int j = 0; j < kQueries / 8; ++j) {
+      const float2 lse = *reinterpret_cast<const float2*>(block.lses + first + 8 * j);
+#pragma unroll
+      for (int i = 0; i < 4; ++i)
+        s[4 * j + i] = power_of_two(s[4 * j + i] * scale2 - (i % 2 ? lse.y : lse.x));
+    }
+    wgmma_wait<0>();
+    fence_accumulator(dp);
+#pragma unroll
+    for (int j = 0; j < kQueries / 8; ++j) {
+      const float2 delta = *reinterpret_cast<const float2*>(block.deltas + first + 8 * j);
+#pragma unroll
+      for (int i = 0; i < 4; ++i)
+        dp[4 * j + i] = s[4 * j + i] * (dp[4 * j + i] - (i % 2 ? delta.y : delta.x));
+    }
+    to_left<T, kQueries>(weights, s);
+    to_left<T, kQueries>(ds, dp);
+  }
+
+  // Stores ds^T of kQueries queries from column `first` of a slot.
+  __device__ void store_ds(uint32_t slot_rows, const uint32_t (&ds)[kQueries / 16][4],
+                           int first) const {
+    const int lane = threadIdx.x % 32,
+              row = part * kTileRows + static_cast<int>(threadIdx.x) / 32 % 4 * 16 + lane % 16;
+#pragma unroll
+    for (int i = 0; i < kQueries / 16; ++i)
+      stmatrix_x4<false>(HeadTile<64>::chunk(slot_rows, row, first / 8 + 2 * i + lane / 16), ds[i]);
+  }
+
+  // dq = ds * k of the 64 queries of a slot, over all keys of the head.
+  __device__ void compute_dq(float (&dq)[kWidth / 2], uint32_t slot_rows, uint32_t keys) const {
+    const uint64_t left = HeadTile<64>::descriptor(slot_rows), right = Tile::descriptor(keys);
+    wgmma_fence();
+#pragma unroll
+    for (int i = 0; i < Traits::kTokens / 16; ++i)
+      Wgmma<T, true, true, kWidth>::run(dq, advance(left, i * HeadTile<64>::kAcrossStep),
+                                        advance(right, i * Tile::kAcrossStep), i > 0);
+    wgmma_commit();
+    wgmma_wait<0>();
+    fence_accumulator(dq);
+  }
+};
+
+template <class Traits>
+__global__ void __launch_bounds__(Traits::kThreads, Traits::kBlocks)
+    hopper_attention_backward_kernel(const __grid_constant__ BackwardParameters p) {
+#ifdef JAXUNET_SM90A_PASS
+  using T = typename Traits::T;
+  const BackwardBlock<Traits> block(p, shared_memory());
+  if (threadIdx.x == 0) {
+    block.init_barriers();
+    fence_barrier_init();
+    prefetch_tensor_map(&p.qkv);
+    prefetch_tensor_map(&p.grad);
+    prefetch_tensor_map(&p.out);
+  }
+  __syncthreads();
+  constexpr int kAhead = Traits::kStages - 1;
+  const int warpgroup = __shfl_sync(0xffffffff, static_cast<int>(threadIdx.x) / kWarpgroup, 0);
+  BackwardConsumer<Traits> consumer(block, warpgroup);
+  const int stride = 3 * p.heads * Traits::kWidth;
+  float lse = block.load_lse(blockIdx.x);
+  if (kAhead > 0 && threadIdx.x == 0) block.load(blockIdx.x, 0);
+  int count = 0;
+  for (int head = blockIdx.x; head < p.all_heads; head += gridDim.x, ++count) {
+    __syncthreads();  // nobody reads the head before
+    const int ahead = head + kAhead * gridDim.x, stage = count % Traits::kStages;
+    if (threadIdx.x == 0 && ahead < p.all_heads)
+      block.load(ahead, (count + kAhead) % Traits::kStages);
+    __syncwarp();
+    const float own_lse = lse;
+    lse = block.load_lse(head + gridDim.x);
+    block.full[stage].wait(count / Traits::kStages & 1);
+    block.row_statistics(stage, own_lse);
+    __syncthreads();
+    const Place at(head, p.heads, Traits::kWidth);
+    T* const dqkv = static_cast<T*>(p.dqkv) +
+                    static_cast<int64_t>(at.sample) * Traits::kTokens * stride + at.channel;
+    consumer.run(stage, count, dqkv, stride);
+  }
+#else
+  __trap();  // the host does not launch it (dispatch.cu)
+#endif
+}
+
+}  // namespace jaxunet::cuda::hopper_attention

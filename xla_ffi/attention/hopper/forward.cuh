@@ -1,0 +1,185 @@
+// Attention forward on Hopper, for heads of 64 tokens and 32 or 64 channels, and of 256 tokens and
+// 32 channels:
+//   out = softmax(q * k^T / sqrt(width)) * v, and the log-sum-exp of each row.
+//
+// A block of two warpgroups takes 128 queries (a unit): half a head of 256 tokens, or two heads of
+// 64 tokens. It is persistent, and two blocks share a multiprocessor. A warpgroup owns 64 queries;
+// all keys and values of its head are in shared memory. It walks over the keys, kKeys at a time:
+// s = q * k^T by wgmma, online softmax in registers, out += p * v with p as the left operand in
+// registers.
+//
+// Thread 0 also issues the TMA loads: those of the next unit, while this one is computed.
+//
+// Shared memory: 2 stages of {q [128], k, v [kKeyRows]} [kWidth], swizzled; barriers `full`. One
+// __syncthreads a unit, before the loads of the next one.
+#pragma once
+
+#include <cmath>
+
+#include "attention/hopper/tile.cuh"
+#include "attention/plan.h"
+#include "common/launch.cuh"
+#include "common/tma.cuh"
+
+namespace jaxunet::cuda::hopper_attention {
+
+struct ForwardParameters {
+  CUtensorMap queries, keys;  // of qkv; boxes of 64 rows, and of one head's tokens
+  void* out;
+  float* lse;
+  int heads, all_heads, units;  // of a sample; of all samples; blocks' shares of work
+};
+
+// The options are the fastest ones on an H200; tests/gpu/harness/attn measures others.
+template <class T_, int kWidth_, int kTokens_>
+struct ForwardTraits {
+  using T = T_;
+  static constexpr int kWidth = kWidth_, kTokens = kTokens_;
+  static constexpr int kKeys = kTokens < 128 ? kTokens : 128;  // that a warpgroup takes at a time
+  static constexpr int kStages = 2, kBlocks = 2;               // of a block; of a multiprocessor
+  static constexpr int kWarpgroups = 2, kThreads = kWarpgroups * kWarpgroup,
+                       kQueryRows = kWarpgroups * kTileRows;
+  static constexpr int kHeads = kTokens < kQueryRows ? kQueryRows / kTokens : 1;  // of a unit
+  static constexpr int kUnits = kTokens < kQueryRows ? 1 : kTokens / kQueryRows;  // of a head
+  static constexpr int kKeyRows = kHeads * kTokens;
+  static constexpr int kQueryBytes = kQueryRows * kWidth * 2, kKeyBytes = kKeyRows * kWidth * 2,
+                       kStageBytes = kQueryBytes + 2 * kKeyBytes;
+  static constexpr int kBytes = kStages * kStageBytes + kStages * 8;
+};
+
+template <class Traits>
+struct ForwardBlock {
+  using T = typename Traits::T;
+  using Tile = HeadTile<Traits::kWidth>;
+  static constexpr int kWidth = Traits::kWidth, kKeys = Traits::kKeys, kTokens = Traits::kTokens;
+
+  const ForwardParameters& p;
+  unsigned char* const shared;
+  Barrier* full;
+
+  __device__ ForwardBlock(const ForwardParameters& parameters, unsigned char* memory)
+      : p(parameters),
+        shared(memory),
+        full(reinterpret_cast<Barrier*>(memory + Traits::kStages * Traits::kStageBytes)) {}
+
+  // One thread: starts to load a unit.
+  __device__ void load(int unit, int stage) const {
+    unsigned char* const to = shared + stage * Traits::kStageBytes;
+    const int first = unit / Traits::kUnits * Traits::kHeads,
+              row = unit % Traits::kUnits * Traits::kQueryRows,
+              count = min(Traits::kHeads, p.all_heads - first);
+    constexpr int tile_bytes = kTileRows * kWidth * 2, head_bytes = kTokens * kWidth * 2;
+    constexpr int head_tiles = Traits::kWarpgroups / Traits::kHeads;
+    full[stage].arrive_expect(count * (head_tiles * tile_bytes + 2 * head_bytes));
+    for (int i = 0; i < count; ++i) {
+      const Place at(first + i, p.heads, kWidth);
+      for (int tile = 0; tile < head_tiles; ++tile) {
+        tma_load(to + (i * head_tiles + tile) * tile_bytes, &p.queries, full + stage, at.channel,
+                 row + tile * kTileRows, at.sample);
+      }
+      for (int which = 0; which < 2; ++which) {
+        tma_load(to + Traits::kQueryBytes + which * Traits::kKeyBytes + i * head_bytes, &p.keys,
+                 full + stage, at.channel + (1 + which) * p.heads * kWidth, 0, at.sample);
+      }
+    }
+  }
+
+  // Starts s = q * k^T for the keys at `k`.
+  static __device__ void start_logits(float (&s)[kKeys / 2], uint32_t q, uint32_t k) {
+    const uint64_t left = Tile::descriptor(q), right = Tile::descriptor(k);
+    wgmma_fence();
+#pragma unroll
+    for (int step = 0; step < kWidth / 16; ++step) {
+      Wgmma<T, false, false, kKeys>::run(s, advance(left, step * Tile::kAlongStep),
+                                         advance(right, step * Tile::kAlongStep), step > 0);
+    }
+  }
+
+  // Starts out += weights * v for the values at `v`.
+  static __device__ void start_out(float (&out)[kWidth / 2],
+                                   const uint32_t (&weights)[kKeys / 16][4], uint32_t v) {
+    const uint64_t right = Tile::descriptor(v);
+    wgmma_fence();
+#pragma unroll
+    for (int step = 0; step < kKeys / 16; ++step) {
+      WgmmaRegisters<T, true, kWidth>::run(out, weights[step],
+                                           advance(right, step * Tile::kAcrossStep), true);
+    }
+    wgmma_commit();
+  }
+
+  // One warpgroup: 64 queries from `row` of a head. q, k, v: addresses of their rows.
+  __device__ void compute(uint32_t q, uint32_t k, uint32_t v, int head, int row) const {
+    float out[kWidth / 2], max[2] = {-INFINITY, -INFINITY}, sum[2] = {};
+#pragma unroll
+    for (int i = 0; i < kWidth / 2; ++i) out[i] = 0;
+#pragma unroll 1
+    for (int first = 0; first < kTokens; first += kKeys) {
+      float s[kKeys / 2], rescale[2];
+      start_logits(s, q, k + first * Tile::kRowBytes);
+      wgmma_commit();
+      wgmma_wait<0>();
+      fence_accumulator(s);
+      fence_accumulator(out);
+      online_softmax<kKeys>(s, kScale2<kWidth>, max, sum, rescale);
+      scale_rows(out, rescale);
+      uint32_t weights[kKeys / 16][4];
+      to_left<T, kKeys>(weights, s);
+      start_out(out, weights, v + first * Tile::kRowBytes);
+    }
+    wgmma_wait<0>();
+    fence_accumulator(out);
+    write(out, max, sum, head, row);
+  }
+
+  // Divides by the sums; writes 64 rows of the output and their log-sum-exp.
+  __device__ void write(const float (&out)[kWidth / 2], const float (&max)[2], float (&sum)[2],
+                        int head, int row) const {
+    const int stride = p.heads * kWidth;
+    write_log_sums(p.lse + static_cast<int64_t>(head) * kTokens + row, kScale2<kWidth>, max, sum);
+    const Place at(head, p.heads, kWidth);
+    T* const to = static_cast<T*>(p.out) +
+                  (static_cast<int64_t>(at.sample) * kTokens + row) * stride + at.channel;
+    write_rows<kWidth>(to, stride, out, 1 / sum[0], 1 / sum[1]);
+  }
+};
+
+template <class Traits>
+__global__ void __launch_bounds__(Traits::kThreads, Traits::kBlocks)
+    hopper_attention_forward_kernel(const __grid_constant__ ForwardParameters p) {
+#ifdef JAXUNET_SM90A_PASS
+  const ForwardBlock<Traits> block(p, shared_memory());
+  if (threadIdx.x == 0) {
+    for (int i = 0; i < Traits::kStages; ++i) block.full[i].init(1);
+    fence_barrier_init();
+    prefetch_tensor_map(&p.queries);
+    prefetch_tensor_map(&p.keys);
+  }
+  __syncthreads();
+  const int warpgroup = __shfl_sync(0xffffffff, static_cast<int>(threadIdx.x) / kWarpgroup, 0);
+  if (threadIdx.x == 0) block.load(blockIdx.x, 0);
+  int count = 0;
+  for (int unit = blockIdx.x; unit < p.units; unit += gridDim.x, ++count) {
+    if (count > 0) __syncthreads();  // nobody reads the unit before
+    const int next = unit + gridDim.x, stage = count % Traits::kStages;
+    if (threadIdx.x == 0 && next < p.units) block.load(next, (count + 1) % Traits::kStages);
+    __syncwarp();
+    block.full[stage].wait(count / Traits::kStages & 1);
+    constexpr int kShared = Traits::kHeads > 1 ? 1 : 0;  // each warpgroup has a head of its own
+    const int head = unit / Traits::kUnits * Traits::kHeads + kShared * warpgroup,
+              row = unit % Traits::kUnits * Traits::kQueryRows +
+                    (1 - kShared) * warpgroup * kTileRows;
+    if (head < p.all_heads) {
+      constexpr int row_bytes = HeadTile<Traits::kWidth>::kRowBytes;
+      const uint32_t q = shared_address(block.shared + stage * Traits::kStageBytes),
+                     k = q + Traits::kQueryBytes +
+                         kShared * warpgroup * Traits::kTokens * row_bytes;
+      block.compute(q + warpgroup * kTileRows * row_bytes, k, k + Traits::kKeyBytes, head, row);
+    }
+  }
+#else
+  __trap();  // the host does not launch it (dispatch.cu)
+#endif
+}
+
+}  // namespace jaxunet::cuda::hopper_attention

@@ -1,0 +1,127 @@
+// The launches of the Hopper attention kernels.
+#pragma once
+
+#include <algorithm>
+#include <optional>
+
+#include "attention/flash_delta.cuh"
+#include "attention/hopper/backward.cuh"
+#include "attention/hopper/forward.cuh"
+#include "attention/hopper/streaming.cuh"
+#include "common/tensor_map.h"
+
+namespace jaxunet::cuda::hopper_attention {
+
+// The map of `channels` x tokens x batch, with boxes of a head's width and so many rows.
+template <class Plan>
+cudaError_t map(CUtensorMap* to, const Plan& plan, const void* data, int64_t channels, int rows) {
+  return tensor_map(to, plan.type, data, {channels, plan.tokens, plan.batch},
+                    {static_cast<int>(plan.width), rows, 1});
+}
+
+template <class Traits>
+cudaError_t run_forward(const AttentionForward& plan, int multiprocessors, cudaStream_t stream) {
+  const int64_t channels = plan.heads * plan.width, all = plan.batch * plan.heads;
+  ForwardParameters p{};
+  cudaError_t error = map(&p.queries, plan, plan.qkv, 3 * channels, kTileRows);
+  if (error == cudaSuccess) error = map(&p.keys, plan, plan.qkv, 3 * channels, Traits::kTokens);
+  p.out = plan.out;
+  p.lse = plan.lse;
+  p.heads = static_cast<int>(plan.heads);
+  p.all_heads = static_cast<int>(all);
+  p.units = static_cast<int>((all + Traits::kHeads - 1) / Traits::kHeads * Traits::kUnits);
+  const auto kernel = hopper_attention_forward_kernel<Traits>;
+  if (error == cudaSuccess) error = allow_shared_memory(kernel, Traits::kBytes);
+  if (error != cudaSuccess) return error;
+  return launch(kernel, dim3(std::min(p.units, Traits::kBlocks * multiprocessors)),
+                Traits::kThreads, Traits::kBytes, stream, p);
+}
+
+template <class Traits>
+cudaError_t run_backward(const AttentionBackward& plan, int multiprocessors, cudaStream_t stream) {
+  const int64_t channels = plan.heads * plan.width;
+  BackwardParameters p{};
+  cudaError_t error = map(&p.qkv, plan, plan.qkv, 3 * channels, Traits::kTokens);
+  if (error == cudaSuccess) error = map(&p.out, plan, plan.out, channels, Traits::kTokens);
+  if (error == cudaSuccess) error = map(&p.grad, plan, plan.grad, channels, Traits::kTokens);
+  p.lse = plan.lse;
+  p.dqkv = plan.dqkv;
+  p.heads = static_cast<int>(plan.heads);
+  p.all_heads = static_cast<int>(plan.batch * plan.heads);
+  const auto kernel = hopper_attention_backward_kernel<Traits>;
+  if (error == cudaSuccess) error = allow_shared_memory(kernel, Traits::kBytes);
+  if (error != cudaSuccess) return error;
+  return launch(kernel, dim3(std::min(p.all_heads, Traits::kBlocks * multiprocessors)),
+                Traits::kThreads, Traits::kBytes, stream, p);
+}
+
+// The map of heads as chunks of 64 channels, with boxes of one head's.
+template <class Plan>
+cudaError_t chunk_map(CUtensorMap* to, const Plan& plan, const void* data, int64_t channels) {
+  return tensor_map(to, plan.type, data, {64, plan.tokens, channels / 64, plan.batch},
+                    {64, kTileRows, static_cast<int>(plan.width) / 64, 1},
+                    {channels, 64, plan.tokens * channels});
+}
+
+template <class Traits, class Plan>
+cudaError_t run_streaming(const Plan& plan, StreamingParameters& p, int multiprocessors,
+                          cudaStream_t stream) {
+  p.heads = static_cast<int>(plan.heads);
+  p.tokens = static_cast<int>(plan.tokens);
+  p.units = static_cast<int>(plan.batch * plan.heads * (plan.tokens / Traits::kUnitRows));
+  void (*kernel)(StreamingParameters);
+  if constexpr (Traits::kBackward) {
+    kernel = hopper_streaming_attention_backward_kernel<Traits>;
+  } else {
+    kernel = hopper_streaming_attention_forward_kernel<Traits>;
+  }
+  const cudaError_t error = allow_shared_memory(kernel, Traits::kBytes);
+  if (error != cudaSuccess) return error;
+  return launch(kernel, dim3(std::min(p.units, multiprocessors)), Traits::kThreads, Traits::kBytes,
+                stream, p);
+}
+
+template <class T, int kWidth>
+cudaError_t run_streaming_forward(const AttentionForward& plan, int multiprocessors,
+                                  cudaStream_t stream) {
+  StreamingParameters p{};
+  const cudaError_t error = chunk_map(&p.qkv, plan, plan.qkv, 3 * plan.heads * plan.width);
+  if (error != cudaSuccess) return error;
+  p.lse = plan.lse;
+  p.result = plan.out;
+  return run_streaming<StreamingTraits<T, kWidth, Role::kForward>>(plan, p, multiprocessors,
+                                                                   stream);
+}
+
+template <class T, int kWidth>
+cudaError_t run_streaming_backward(const AttentionBackward& plan, int multiprocessors,
+                                   cudaStream_t stream) {
+  StreamingParameters p{};
+  const int64_t channels = plan.heads * plan.width;
+  cudaError_t error = chunk_map(&p.qkv, plan, plan.qkv, 3 * channels);
+  if (error == cudaSuccess) error = chunk_map(&p.grad, plan, plan.grad, channels);
+  p.out = plan.out;
+  p.lse = const_cast<float*>(plan.lse);
+  p.result = plan.dqkv;
+  const auto run = [&](auto traits) {
+    if (error == cudaSuccess)
+      error = run_streaming<decltype(traits)>(plan, p, multiprocessors, stream);
+  };
+  if constexpr (kWidth == 256) {
+    run(StreamingTraits<T, kWidth, Role::kQueries>());
+    run(StreamingTraits<T, kWidth, Role::kKeys>());
+    run(StreamingTraits<T, kWidth, Role::kValues>());
+  } else {
+    constexpr int rows = 256 / (kWidth / 8);
+    const int64_t grid = (plan.batch * plan.heads * plan.tokens + rows - 1) / rows;
+    if (error == cudaSuccess) {
+      error = launch(flash_delta_kernel<T, kWidth>, dim3(static_cast<unsigned>(grid)), 256, 0,
+                     stream, plan);
+    }
+    run(StreamingTraits<T, kWidth, Role::kKeysValues>());
+    run(StreamingTraits<T, kWidth, Role::kQueries>());
+  }
+  return error;
+}
+
+}  // namespace jaxunet::cuda::hopper_attention

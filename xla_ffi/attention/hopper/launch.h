@@ -1,0 +1,21 @@
+// Attention with wgmma and TMA, for GPUs of compute capability 9.0 and 16-bit types. Each type is
+// one source file (bfloat16.cu, float16.cu), so that they compile in parallel.
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include <optional>
+
+#include "attention/plan.h"
+
+namespace jaxunet::cuda {
+
+// Launch the kernels for Hopper. Return nothing where they do not take the shape (shapes.cuh).
+template <Type type>
+std::optional<cudaError_t> hopper_attention_forward(const AttentionForward& plan,
+                                                    int multiprocessors, cudaStream_t stream);
+template <Type type>
+std::optional<cudaError_t> hopper_attention_backward(const AttentionBackward& plan,
+                                                     int multiprocessors, cudaStream_t stream);
+
+}  // namespace jaxunet::cuda

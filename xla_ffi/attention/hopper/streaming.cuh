@@ -1,0 +1,319 @@
+// Attention on Hopper, forward and backward, for heads of 256 channels, or of 64 channels and many
+// tokens: a multiple of 128 tokens.
+//
+// Two consumer warpgroups own 64 rows of a head each and walk over the head's rows of the other
+// kind, kStreamRows at a time; a producer warp loads both by TMA. One kernel does one of these jobs
+// (Role). a and b are the owned rows, c and d the streamed ones:
+//   role         a  b   c  d   first product   second product   results
+//   forward      q      k  v   s = a * c^T                      out = softmax(s) * d
+//   queries      q  dO  k  v   s = a * c^T     dp = b * d^T     dq = ds * c
+//   keys         k  v   q  dO  s^T = a * c^T   dp^T = b * d^T   dk = ds^T * c
+//   values       k      q  dO  s^T = a * c^T                    dv = p^T * d
+//   keys_values  k  v   q  dO  s^T = a * c^T   dp^T = b * d^T   dk = ds^T * c,  dv = p^T * d
+// The formulas are in flash_backward.cuh. The results of two products, 64 rows of 256 channels in
+// float32, would be all of a thread's registers: so dk and dv of such heads are different jobs.
+//
+// The backward pass is three launches, and delta = dO * out of each row passes through dqkv:
+// - 256 channels: queries, which leaves delta in the first bytes of dv's rows; keys; values.
+// - 64 channels: flash_delta_kernel, which leaves it in dq's rows; keys_values; queries.
+//
+// Blocks are persistent; a unit is 128 rows of a head.
+//
+// Shared memory: a, b [2 warpgroups][64 rows], c [2 slots], d [1 or 2 slots][kStreamRows], each
+// [chunks of 64 channels][rows][128 bytes], swizzled; lse in base two and delta of all queries;
+// barriers.
+//
+// Barriers: `full` and `empty` for a, b and each slot of c and d; named barrier 1 around the
+// statistics of a unit.
+#pragma once
+
+#include <cmath>
+
+#include "attention/hopper/streaming_block.cuh"
+
+namespace jaxunet::cuda::hopper_attention {
+
+// Registers of a thread after the warpgroups have divided them: 128 x 40 + 256 x 232 are the 64,512
+// that 384 threads have at the launch.
+constexpr int kProducerRegisters = 40, kConsumerRegisters = 232;
+
+// One consumer warpgroup.
+template <class Traits>
+struct StreamingConsumer {
+  using T = typename Traits::T;
+  using Block = StreamingBlock<Traits>;
+  static constexpr Role kRole = Traits::kRole;
+  static constexpr int kWidth = Traits::kWidth, kStreamRows = Traits::kStreamRows;
+
+  const Block& block;
+  const int warpgroup;
+  float sums[kWidth / 2];  // of the results
+  float dv[kRole == Role::kKeysValues ? kWidth / 2 : 1];
+  float max[2], sum[2];            // forward
+  float row_lse[2], row_delta[2];  // of owned queries
+
+  __device__ StreamingConsumer(const Block& of, int which) : block(of), warpgroup(which) {}
+
+  static __device__ bool is_lane(int lane) { return threadIdx.x % 32 == lane; }
+  static __device__ void release(const Buffer& buffer) {
+    if (is_lane(0)) buffer.empty->arrive();
+  }
+
+  __device__ uint32_t address(int bytes) const { return shared_address(block.shared + bytes); }
+
+  // s = own * other^T.
+  __device__ void product(float (&s)[kStreamRows / 2], int own, int other) const {
+    const uint64_t left = smem_descriptor(address(own), 1024),
+                   right = smem_descriptor(address(other), 1024);
+    wgmma_fence();
+#pragma unroll
+    for (int i = 0; i < kWidth / 16; ++i) {
+      const int along = i % 4 * 32;
+      Wgmma<T, false, false, kStreamRows>::run(s, advance(left, i / 4 * (kTileRows * 128) + along),
+                                               advance(right, i / 4 * (kStreamRows * 128) + along),
+                                               i > 0);
+    }
+    wgmma_commit();
+  }
+
+  // to += weights * other.
+  static __device__ void accumulate(float (&to)[kWidth / 2],
+                                    const uint32_t (&weights)[kStreamRows / 16][4], uint32_t other,
+                                    bool add) {
+    const uint64_t right = smem_descriptor(other, 1024, kStreamRows * 128);
+#pragma unroll
+    for (int i = 0; i < kStreamRows / 16; ++i)
+      WgmmaRegisters<T, true, kWidth>::run(to, weights[i], advance(right, i * 2048), add || i > 0);
+  }
+
+  // The backward pass: s becomes p = exp(s - lse), dp becomes ds = p * (dp - delta) if there is a
+  // second product. Waits for the products. `row`: the first streamed row.
+  __device__ void weights_of(float (&s)[kStreamRows / 2], float (&dp)[kStreamRows / 2],
+                             int row) const {
+    const int column = row + static_cast<int>(threadIdx.x) % 4 * 2;
+    wgmma_wait<Traits::kSecond ? 1 : 0>();
+    fence_accumulator(s);
+#pragma unroll
+    for (int j = 0; j < kStreamRows / 8; ++j) {
+      float2 lse;
+      if constexpr (Traits::kColumnStatistics)
+        lse = *reinterpret_cast<const float2*>(block.lses + column + 8 * j);
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const float at = Traits::kColumnStatistics ? (i % 2 ? lse.y : lse.x) : row_lse[i / 2];
+        s[4 * j + i] = power_of_two(s[4 * j + i] * kScale2<kWidth> - at);
+      }
+    }
+    if constexpr (Traits::kSecond) {
+      wgmma_wait<0>();
+      fence_accumulator(dp);
+#pragma unroll
+      for (int j = 0; j < kStreamRows / 8; ++j) {
+        float2 delta;
+        if constexpr (Traits::kColumnStatistics)
+          delta = *reinterpret_cast<const float2*>(block.deltas + column + 8 * j);
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          const float at =
+              Traits::kColumnStatistics ? (i % 2 ? delta.y : delta.x) : row_delta[i / 2];
+          dp[4 * j + i] = s[4 * j + i] * (dp[4 * j + i] - at);
+        }
+      }
+    }
+  }
+
+  // The lse and delta of owned queries; each warp computes those of its own 16 rows, 8 channels a
+  // lane. After b has arrived.
+  __device__ void own_statistics(int head, int row) {
+    const StreamingParameters& p = block.p;
+    const Place place(head, p.heads, kWidth);
+    const HeadRows<const T> out{
+        static_cast<const T*>(p.out) +
+            static_cast<int64_t>(place.sample) * p.tokens * p.heads * kWidth + place.channel,
+        p.heads * kWidth, p.tokens, kWidth};
+    const HeadRows<T> deltas = result(head, Traits::kDeltaArray);
+    constexpr int kLanes = kWidth / 8, kRows = 32 / kLanes;  // of a row; of a warp's pass
+    const int lane = threadIdx.x % 32, first = threadIdx.x / 32 % 4 * 16, part = lane % kLanes;
+    const uint32_t grad =
+        Traits::kB + warpgroup * Traits::kTileBytes + part / 8 * (kTileRows * 128);
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+#pragma unroll 4
+      for (int i = 0; i < 8; i += kRows) {
+        const int of_tile = first + 8 * half + i + lane / kLanes;
+        Eight<T> x, y;
+        x.load(out.at(row + of_tile, 8 * part));
+        y.load(reinterpret_cast<const T*>(block.shared +
+                                          HeadTile<64>::chunk(grad, of_tile, part % 8)));
+        float delta = 0;
+#pragma unroll
+        for (int j = 0; j < 8; ++j) delta += wide(x.at[j]) * wide(y.at[j]);
+#pragma unroll
+        for (int offset = kLanes / 2; offset; offset /= 2)
+          delta += __shfl_xor_sync(0xffffffff, delta, offset);
+        if (Traits::kLeavesDeltas && part == 0)
+          *reinterpret_cast<float*>(deltas.at(row + of_tile, 0)) = delta;
+        const float own = __shfl_sync(0xffffffff, delta, lane / 4 % kRows * kLanes);
+        if (lane / 4 / kRows == i / kRows) row_delta[half] = own;
+      }
+      row_lse[half] =
+          kLog2e * p.lse[static_cast<int64_t>(head) * p.tokens + row + first + lane / 4 + 8 * half];
+    }
+  }
+
+  // The lse and delta of all queries, to shared memory.
+  __device__ void all_statistics(int head, const HeadRows<T>& left) const {
+    named_barrier_sync(1, Traits::kConsumers * kWarpgroup);  // nobody reads the unit before
+    for (int row = threadIdx.x; row < block.p.tokens; row += Traits::kConsumers * kWarpgroup) {
+      block.lses[row] = kLog2e * block.p.lse[static_cast<int64_t>(head) * block.p.tokens + row];
+      if (Traits::kSecond) block.deltas[row] = *reinterpret_cast<const float*>(left.at(row, 0));
+    }
+    named_barrier_sync(1, Traits::kConsumers * kWarpgroup);
+  }
+
+  // All units of the block.
+  __device__ void consume() {
+    const StreamingParameters& p = block.p;
+    const int units = p.tokens / Traits::kUnitRows, tiles = p.tokens / kStreamRows;
+    int count = 0, stream = 0;
+    for (int unit = blockIdx.x; unit < p.units; unit += gridDim.x, ++count) {
+      const int head = unit / units, row = unit % units * Traits::kUnitRows + warpgroup * kTileRows;
+      begin(head, row, count & 1);
+#pragma unroll 1
+      for (int tile = 0; tile < tiles; ++tile, ++stream) step(tile, stream, tile == tiles - 1);
+      write(head, row);
+    }
+  }
+
+  // A head's rows of q, k or v (which = 0 to 2) of dqkv, or of out.
+  __device__ HeadRows<T> result(int head, int which) const {
+    const StreamingParameters& p = block.p;
+    constexpr int kArrays = Traits::kBackward ? 3 : 1;
+    const Place at(head, p.heads, kWidth);
+    T* const data =
+        static_cast<T*>(p.result) +
+        (static_cast<int64_t>(at.sample) * p.tokens * kArrays + which) * p.heads * kWidth +
+        at.channel;
+    return {data, kArrays * p.heads * kWidth, p.tokens, kWidth};
+  }
+
+  // Before the first tile of a unit. `parity`: of the barriers of a and b.
+  __device__ void begin(int head, int row, int parity) {
+    if constexpr (Traits::kColumnStatistics)
+      all_statistics(head, result(head, Traits::kDeltaArray));
+    if constexpr (!Traits::kBackward) {
+#pragma unroll
+      for (int i = 0; i < kWidth / 2; ++i) sums[i] = 0;
+      max[0] = max[1] = -INFINITY;
+      sum[0] = sum[1] = 0;
+    }
+    block.a().full->wait(parity);
+    if constexpr (Traits::kSecond) block.b().full->wait(parity);
+    if constexpr (kRole == Role::kQueries) own_statistics(head, row);
+  }
+
+  // Adds a streamed tile to the results. `stream`: tiles before, of all units.
+  __device__ void step(int tile, int stream, bool last) {
+    const int slot_c = stream % Traits::kSlotsC, slot_d = stream % Traits::kSlotsD,
+              at_c = Traits::kC + slot_c * Traits::kStreamBytes,
+              at_d = Traits::kD + slot_d * Traits::kStreamBytes;
+    const Buffer c = block.c(slot_c), d = block.d(slot_d);
+    const int parity_d = stream / Traits::kSlotsD & 1;
+    // What the results are products with.
+    constexpr bool kOfC = Traits::kSecond, kOfD = !kOfC || kRole == Role::kKeysValues;
+    float s[kStreamRows / 2], dp[kStreamRows / 2];
+    c.full->wait(stream / Traits::kSlotsC & 1);
+    product(s, warpgroup * Traits::kTileBytes, at_c);
+    if constexpr (Traits::kSecond) {
+      d.full->wait(parity_d);
+      product(dp, Traits::kB + warpgroup * Traits::kTileBytes, at_d);
+    }
+    if constexpr (Traits::kBackward) {
+      weights_of(s, dp, tile * kStreamRows);
+    } else {
+      float rescale[2];
+      wgmma_wait<0>();
+      fence_accumulator(s);
+      online_softmax<kStreamRows>(s, kScale2<kWidth>, max, sum, rescale);
+      scale_rows(sums, rescale);
+    }
+    if (last) release(block.a());
+    if (last && Traits::kSecond) release(block.b());
+    if (!kOfC) release(c);
+    if (!kOfD) release(d);
+    if constexpr (!Traits::kSecond) d.full->wait(parity_d);
+    uint32_t p_left[kStreamRows / 16][4], ds_left[kStreamRows / 16][4];
+    if constexpr (kOfD) to_left<T, kStreamRows>(p_left, s);
+    if constexpr (kOfC) to_left<T, kStreamRows>(ds_left, dp);
+    wgmma_fence();
+    if constexpr (kRole == Role::kKeysValues) {
+      accumulate(dv, p_left, address(at_d), tile > 0);
+    } else if constexpr (kOfD) {
+      accumulate(sums, p_left, address(at_d), !Traits::kBackward || tile > 0);
+    }
+    if constexpr (kOfC) accumulate(sums, ds_left, address(at_c), tile > 0);
+    wgmma_commit();
+    wgmma_wait<0>();
+    fence_accumulator(sums);
+    if constexpr (kRole == Role::kKeysValues) fence_accumulator(dv);
+    if (kOfC) release(c);
+    if (kOfD) release(d);
+  }
+
+  __device__ void write(int head, int row) {
+    constexpr int kResult = kRole == Role::kKeys || kRole == Role::kKeysValues ? 1
+                            : kRole == Role::kValues                           ? 2
+                                                                               : 0;
+    float factor[2] = {1, 1};
+    if constexpr (kRole == Role::kForward) {
+      write_log_sums(block.p.lse + static_cast<int64_t>(head) * block.p.tokens + row,
+                     kScale2<kWidth>, max, sum);
+      factor[0] = 1 / sum[0];
+      factor[1] = 1 / sum[1];
+    } else if constexpr (Traits::kSecond) {
+      factor[0] = factor[1] = kWidth == 64 ? 0.125f : 0.0625f;  // 1 / sqrt(kWidth)
+    }
+    const HeadRows<T> to = result(head, kResult);
+    write_rows<kWidth>(to.at(row, 0), to.stride, sums, factor[0], factor[1]);
+    if constexpr (kRole == Role::kKeysValues) {
+      const HeadRows<T> values = result(head, 2);
+      write_rows<kWidth>(values.at(row, 0), values.stride, dv, 1, 1);
+    }
+  }
+};
+
+template <class Traits>
+__device__ __forceinline__ void run_streaming_block(const StreamingParameters& p) {
+#ifdef JAXUNET_SM90A_PASS
+  const StreamingBlock<Traits> block(p, shared_memory());
+  if (threadIdx.x == 0) {
+    block.init_barriers();
+    fence_barrier_init();
+  }
+  __syncthreads();
+  const int warpgroup = __shfl_sync(0xffffffff, static_cast<int>(threadIdx.x) / kWarpgroup, 0);
+  if (warpgroup == Traits::kConsumers) {
+    set_registers<kProducerRegisters, false>();
+    if (threadIdx.x % kWarpgroup == 0) block.produce();
+  } else {
+    set_registers<kConsumerRegisters, true>();
+    StreamingConsumer<Traits>(block, warpgroup).consume();
+  }
+#else
+  __trap();  // the host does not launch it (dispatch.cu)
+#endif
+}
+
+// Two names, so that profiles tell the passes apart.
+template <class Traits>
+__global__ void __launch_bounds__(Traits::kThreads, 1)
+    hopper_streaming_attention_forward_kernel(const __grid_constant__ StreamingParameters p) {
+  run_streaming_block<Traits>(p);
+}
+template <class Traits>
+__global__ void __launch_bounds__(Traits::kThreads, 1)
+    hopper_streaming_attention_backward_kernel(const __grid_constant__ StreamingParameters p) {
+  run_streaming_block<Traits>(p);
+}
+
+}  // namespace jaxunet::cuda::hopper_attention

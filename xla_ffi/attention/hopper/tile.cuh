@@ -1,0 +1,174 @@
+// Rows of heads in shared memory as wgmma reads them, and what the Hopper attention kernels do with
+// a warpgroup's registers.
+//
+// A tile holds rows of one head, kWidth 16-bit numbers each, as TMA writes them: rows of 64 or 128
+// bytes, whose 16-byte chunks are swizzled over the row. One descriptor serves both ways in which a
+// product reads it: with the channels as K (K-major) and with the rows as K (MN-major). Only the
+// flag of the instruction and the step along K differ.
+#pragma once
+
+#include "attention/flash_tile.cuh"
+#include "common/mbarrier.cuh"
+#include "common/wgmma.cuh"
+
+namespace jaxunet::cuda::hopper_attention {
+
+constexpr int kWarpgroup = 128;  // threads
+constexpr int kTileRows = 64;    // rows of a warpgroup's tile: wgmma's M
+
+template <int kWidth>
+struct HeadTile {
+  static_assert(kWidth == 32 || kWidth == 64);
+  static constexpr int kRowBytes = 2 * kWidth, kAtomBytes = 8 * kRowBytes;
+
+  // The descriptor of the rows at `address`, a multiple of kAtomBytes.
+  static __device__ uint64_t descriptor(uint32_t address) {
+    constexpr uint64_t swizzle64 = 2, swizzle128 = 1;
+    constexpr uint64_t layout = kWidth == 32 ? swizzle64 : swizzle128;
+    return (address & 0x3FFFF) >> 4 | static_cast<uint64_t>(kAtomBytes >> 4) << 32 | layout << 62;
+  }
+  // Bytes from one step of K (16) to the next: channels as K, rows as K.
+  static constexpr int kAlongStep = 32, kAcrossStep = 16 * kRowBytes;
+
+  // The address of a 16-byte chunk.
+  static __device__ uint32_t chunk(uint32_t address, int row, int chunk) {
+    constexpr int kWays = kRowBytes / 16;
+    return address + row * kRowBytes + (chunk ^ (row * kWays / 8 % kWays)) * 16;
+  }
+};
+
+// The left operands of a product over the channels, from rows [row, row + 16) of the warp.
+template <int kWidth>
+__device__ inline void load_left(uint32_t (&out)[kWidth / 16][4], uint32_t address, int row) {
+  const int lane = threadIdx.x % 32;
+#pragma unroll
+  for (int k = 0; k < kWidth / 16; ++k)
+    ldmatrix_x4<false>(out[k],
+                       HeadTile<kWidth>::chunk(address, row + lane % 16, 2 * k + lane / 16));
+}
+
+// Rounds accumulators to the left operands of a product over their columns.
+template <class T, int kColumns>
+__device__ inline void to_left(uint32_t (&out)[kColumns / 16][4],
+                               const float (&sums)[kColumns / 2]) {
+#pragma unroll
+  for (int k = 0; k < kColumns / 16; ++k) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) out[k][i] = pack(sums[8 * k + 2 * i], sums[8 * k + 2 * i + 1], T());
+  }
+}
+
+// Transposes the 4 × 4 words of four neighbouring lanes: afterwards word i of lane q is what word q
+// of lane i was.
+__device__ inline void transpose_quad(uint32_t (&words)[4]) {
+  const bool odd = threadIdx.x & 1, high = threadIdx.x & 2;
+#pragma unroll
+  for (int i = 0; i < 4; i += 2) {
+    const uint32_t other = __shfl_xor_sync(0xffffffff, odd ? words[i] : words[i + 1], 1);
+    if (odd) {
+      words[i] = other;
+    } else {
+      words[i + 1] = other;
+    }
+  }
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    const uint32_t other = __shfl_xor_sync(0xffffffff, high ? words[i] : words[i + 2], 2);
+    if (high) {
+      words[i] = other;
+    } else {
+      words[i + 2] = other;
+    }
+  }
+}
+
+// Writes accumulators, 64 rows of kWidth channels, to global memory, 16 bytes a thread and store.
+// `to`: the tile's first row; rows are `stride` elements apart. Rows 0-7 of each warp's 16 are
+// multiplied by `top`, the others by `bottom`.
+template <int kWidth, class T>
+__device__ inline void write_rows(T* to, int stride, const float (&sums)[kWidth / 2], float top,
+                                  float bottom) {
+  const int lane = threadIdx.x % 32, row = threadIdx.x / 32 % 4 * 16 + lane / 4;
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    const float scale = half ? bottom : top;
+#pragma unroll
+    for (int group = 0; group < kWidth / 32; ++group) {
+      uint32_t words[4];
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const int at = 4 * (4 * group + i) + 2 * half;
+        words[i] = pack(sums[at] * scale, sums[at + 1] * scale, T());
+      }
+      transpose_quad(words);
+      *reinterpret_cast<uint4*>(to + (row + 8 * half) * stride + 32 * group + lane % 4 * 8) =
+          make_uint4(words[0], words[1], words[2], words[3]);
+    }
+  }
+}
+
+// log2(e) / sqrt(kWidth): logits times this are in base two.
+template <int kWidth>
+constexpr float kScale2 = kLog2e / (kWidth == 32   ? 5.656854249492381f
+                                    : kWidth == 64 ? 8.0f
+                                                   : 16.0f);
+
+// Multiplies the two rows of a thread's accumulators.
+template <int kCount>
+__device__ inline void scale_rows(float (&sums)[kCount], const float (&by)[2]) {
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) sums[i] *= by[i / 2 % 2];
+}
+
+// Turns logits, 64 rows of kColumns, to weights relative to the largest of their row so far. `sum`:
+// of this thread's weights so far. What was summed before is to be multiplied by `rescale`.
+// Milakov & Gimelshein 2018, arXiv 1805.02867.
+template <int kColumns>
+__device__ inline void online_softmax(float (&s)[kColumns / 2], float scale2, float (&max)[2],
+                                      float (&sum)[2], float (&rescale)[2]) {
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    float new_max = max[half];
+#pragma unroll
+    for (int j = 0; j < kColumns / 8; ++j)
+      new_max = fmaxf(new_max, fmaxf(s[4 * j + 2 * half], s[4 * j + 2 * half + 1]));
+    new_max = fmaxf(new_max, __shfl_xor_sync(0xffffffff, new_max, 1));
+    new_max = fmaxf(new_max, __shfl_xor_sync(0xffffffff, new_max, 2));
+    const float base = new_max * scale2;
+    rescale[half] = power_of_two(max[half] * scale2 - base);
+    max[half] = new_max;
+    float part[2] = {};
+#pragma unroll
+    for (int j = 0; j < kColumns / 8; ++j) {
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        float& logit = s[4 * j + 2 * half + i];
+        logit = power_of_two(logit * scale2 - base);
+        part[i] += logit;
+      }
+    }
+    sum[half] = sum[half] * rescale[half] + (part[0] + part[1]);
+  }
+}
+
+// Completes the sums over the lanes of a row, and writes the log-sum-exp of 64 rows from `lse`.
+__device__ inline void write_log_sums(float* lse, float scale2, const float (&max)[2],
+                                      float (&sum)[2]) {
+  const int lane = threadIdx.x % 32, row = threadIdx.x / 32 % 4 * 16 + lane / 4;
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    sum[half] += __shfl_xor_sync(0xffffffff, sum[half], 1);
+    sum[half] += __shfl_xor_sync(0xffffffff, sum[half], 2);
+    if (lane % 4 == 0) lse[row + 8 * half] = (max[half] * scale2 + log2f(sum[half])) / kLog2e;
+  }
+}
+
+// Whose rows a head's are: its sample and its first channel of q.
+struct Place {
+  int sample, channel;
+
+  __device__ Place(int head, int heads, int width)
+      : sample(head / heads), channel((head - sample * heads) * width) {}
+};
+
+}  // namespace jaxunet::cuda::hopper_attention
