@@ -1,0 +1,141 @@
+// Fresh random inputs, attention and its gradients in float64 by plain kernels, and errors.
+#pragma once
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+#include <cuda_runtime.h>
+
+#include <cmath>
+#include <cstdint>
+#include <cstdio>
+#include <cstdlib>
+
+#define OK(x)                                                                        \
+  do {                                                                               \
+    cudaError_t e_ = (x);                                                            \
+    if (e_ != cudaSuccess) {                                                         \
+      printf("FAIL %s:%d %s: %s\n", __FILE__, __LINE__, #x, cudaGetErrorString(e_)); \
+      fflush(stdout);                                                                \
+      exit(1);                                                                       \
+    }                                                                                \
+  } while (0)
+
+template <class T>
+__device__ double d(T x) {
+  return (double)(float)x;
+}
+template <class T>
+__device__ T n(float x);
+template <>
+__device__ __nv_bfloat16 n(float x) {
+  return __float2bfloat16_rn(x);
+}
+template <>
+__device__ __half n(float x) {
+  return __float2half_rn(x);
+}
+__device__ uint64_t mix(uint64_t z) {
+  z += 0x9E3779B97F4A7C15ull;
+  z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9ull;
+  z = (z ^ (z >> 27)) * 0x94D049BB133111EBull;
+  return z ^ (z >> 31);
+}
+template <class T>
+__global__ void fill(T* x, size_t count, uint64_t seed, float scale) {
+  for (size_t i = blockIdx.x * (size_t)blockDim.x + threadIdx.x; i < count;
+       i += (size_t)gridDim.x * blockDim.x) {
+    uint64_t r = mix(seed * 0x1000003ull + i);
+    float u = ((r & 0xffffff) + 1) / 16777217.0f, v = (r >> 40) / 16777216.0f;
+    x[i] = n<T>(scale * sqrtf(-2 * logf(u)) * cospif(2 * v));
+  }
+}
+// reference, double
+template <class T>
+__global__ void ref_fwd(const T* qkv, int N, int H, int D, double* p, double* out,
+                        double* lse) {  // block: (b,h,i)
+  int i = blockIdx.x % N, bh = blockIdx.x / N, h = bh % H, b = bh / H, C = H * D;
+  const T* base = qkv + (size_t)b * N * 3 * C + h * D;
+  extern __shared__ double s[];
+  for (int j = threadIdx.x; j < N; j += blockDim.x) {
+    double a = 0;
+    for (int c = 0; c < D; ++c)
+      a += d(base[(size_t)i * 3 * C + c]) * d(base[(size_t)j * 3 * C + C + c]);
+    s[j] = a / sqrt((double)D);
+  }
+  __syncthreads();
+  double m = -1e300, l = 0;
+  for (int j = 0; j < N; ++j) m = fmax(m, s[j]);
+  for (int j = 0; j < N; ++j) l += exp(s[j] - m);
+  for (int j = threadIdx.x; j < N; j += blockDim.x)
+    p[((size_t)bh * N + i) * N + j] = exp(s[j] - m) / l;
+  for (int c = threadIdx.x; c < D; c += blockDim.x) {
+    double a = 0;
+    for (int j = 0; j < N; ++j) a += exp(s[j] - m) / l * d(base[(size_t)j * 3 * C + 2 * C + c]);
+    out[((size_t)b * N + i) * C + h * D + c] = a;
+  }
+  if (threadIdx.x == 0) lse[(size_t)bh * N + i] = m + log(l);
+}
+template <class T>
+__global__ void ref_ds(const T* qkv, const T* g, int N, int H, int D, const double* p,
+                       const double* out, double* ds) {
+  int i = blockIdx.x % N, bh = blockIdx.x / N, h = bh % H, b = bh / H, C = H * D;
+  const T* base = qkv + (size_t)b * N * 3 * C + h * D;
+  size_t row = ((size_t)b * N + i) * C + h * D;
+  double delta = 0;
+  for (int c = 0; c < D; ++c) delta += out[row + c] * d(g[row + c]);
+  for (int j = threadIdx.x; j < N; j += blockDim.x) {
+    double a = 0;
+    for (int c = 0; c < D; ++c) a += d(g[row + c]) * d(base[(size_t)j * 3 * C + 2 * C + c]);
+    size_t at = ((size_t)bh * N + i) * N + j;
+    ds[at] = p[at] * (a - delta);
+  }
+}
+template <class T>
+__global__ void ref_bwd(const T* qkv, const T* g, int N, int H, int D, const double* p,
+                        const double* ds, double* dq) {
+  int i = blockIdx.x % N, bh = blockIdx.x / N, h = bh % H, b = bh / H, C = H * D;
+  const T* base = qkv + (size_t)b * N * 3 * C + h * D;
+  const double *P = p + (size_t)bh * N * N, *S = ds + (size_t)bh * N * N;
+  double* o = dq + ((size_t)b * N + i) * 3 * C + h * D;
+  double sc = 1 / sqrt((double)D);
+  for (int c = threadIdx.x; c < D; c += blockDim.x) {
+    double a = 0, k = 0, v = 0;
+    for (int j = 0; j < N; ++j) {
+      a += S[(size_t)i * N + j] * d(base[(size_t)j * 3 * C + C + c]);
+      k += S[(size_t)j * N + i] * d(base[(size_t)j * 3 * C + c]);
+      v += P[(size_t)j * N + i] * d(g[((size_t)b * N + j) * C + h * D + c]);
+    }
+    o[c] = a * sc;
+    o[C + c] = k * sc;
+    o[2 * C + c] = v;
+  }
+}
+template <class T>
+__global__ void compare(const T* x, const double* r, size_t count,
+                        double* acc) {  // sum d2, sum r2, max
+  double a = 0, b = 0, m = 0;
+  for (size_t i = blockIdx.x * (size_t)blockDim.x + threadIdx.x; i < count;
+       i += (size_t)gridDim.x * blockDim.x) {
+    double e = (double)(float)x[i] - r[i];
+    if (!(fabs(e) < 1e30)) e = 1e30;
+    a += e * e;
+    b += r[i] * r[i];
+    m = fmax(m, fabs(e));
+  }
+  atomicAdd(acc, a);
+  atomicAdd(acc + 1, b);
+  atomicMax((unsigned long long*)(acc + 2), __double_as_longlong(m));
+}
+struct Err {
+  double rel, max;
+};
+template <class T>
+Err error(const T* x, const double* r, size_t count) {
+  static double* acc = nullptr;
+  if (!acc) OK(cudaMalloc(&acc, 24));
+  OK(cudaMemset(acc, 0, 24));
+  compare<<<264, 256>>>(x, r, count, acc);
+  double h[3];
+  OK(cudaMemcpy(h, acc, 24, cudaMemcpyDeviceToHost));
+  return {sqrt(h[0] / h[1]), h[2]};
+}
