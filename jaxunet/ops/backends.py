@@ -4,15 +4,15 @@
 -m jaxunet.benchmark --choose` has measured this kind of device, it takes the fastest backends of
 that measurement (`jaxunet.ops.choices`). Otherwise `_auto` chooses by this table:
 
-    Hopper (compute capability 9.0), bfloat16 or float16    cuda; attention from pallas
+    Hopper (compute capability 9.0), bfloat16 or float16    cuda
     Hopper, float32                                         pallas; adamw from cuda
     every other device                                      xla
 
 If the CUDA kernels do not run on a Hopper GPU, every op comes from pallas, and the log says so. If
-pallas is missing, its ops come from cuda in 16 bits and from xla in float32. An op that its backend
-does not implement runs on xla: pallas has no linear and no adamw. `describe` returns the line that
-a run logs. A config can override single ops: `backend=auto+attention=cuda`. For a short sampling
-job, `jaxunet.ops.short_jobs` takes the time to compile into account.
+pallas is missing where the table needs it, its ops come from xla, and the log says so. An op that
+its backend does not implement runs on xla: pallas has no linear and no adamw. `describe` returns
+the line that a run logs. A config can override single ops: `backend=auto+attention=pallas`. For a
+short sampling job, `jaxunet.ops.short_jobs` takes the time to compile into account.
 
 `load_ops(backend)` returns an `Ops`. The UNet receives it as a field and never asks which backend
 it has. Kernel backends are Python entry points; `jaxunet.runtime.plugins` finds them.
@@ -256,23 +256,22 @@ def _auto(precision: str) -> dict[str, str]:
     if found := _measured(precision):
         return found
     family = device_family()
-    if family in (device.Target.HOPPER, device.Target.TRITON) and (missing := _missing('cuda')):
+    no_cuda = _missing('cuda')
+    if family in (device.Target.HOPPER, device.Target.TRITON) and no_cuda:
         logging.log_first_n(
-            logging.WARNING, 'backend=auto: the CUDA kernels are left out: %s', 1, missing
+            logging.WARNING, 'backend=auto: the CUDA kernels are left out: %s', 1, no_cuda
         )
     if family is not device.Target.HOPPER:
         return dict.fromkeys(OPS, 'xla')
+    if not no_cuda and precision != 'float32':
+        return dict.fromkeys(OPS, 'cuda')
     pallas = 'pallas'
     if missing := _missing('pallas'):
         pallas = 'xla'
         logging.log_first_n(
             logging.WARNING, 'backend=auto: the Pallas kernels are left out: %s', 1, missing
         )
-    if _missing('cuda'):
-        return dict.fromkeys(OPS, pallas)
-    if precision == 'float32':
-        return dict.fromkeys(OPS, pallas) | {'adamw': 'cuda'}
-    return dict.fromkeys(OPS, 'cuda') | {'attention': 'cuda' if pallas == 'xla' else 'pallas'}
+    return dict.fromkeys(OPS, pallas) | ({} if no_cuda else {'adamw': 'cuda'})
 
 
 def device_family() -> device.Target | None:

@@ -105,6 +105,8 @@ def test_auto_goes_on_without_a_backend_that_does_not_import(monkeypatch, caplog
     monkeypatch.setattr(backends, '_unavailable', broken)
     with device.use(device.Target.HOPPER), caplog.at_level(logging.WARNING):
         assert backends.named('auto', 'bfloat16') == dict.fromkeys(OPS, 'cuda')
+        assert 'left out' not in caplog.text
+        assert backends.named('auto', 'float32') == dict.fromkeys(OPS, 'xla') | {'adamw': 'cuda'}
         with pytest.raises(UserError, match='cannot be imported'):
             backends.choose('pallas')
     assert 'the Pallas kernels are left out: backend=pallas: cannot be imported' in caplog.text

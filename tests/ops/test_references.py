@@ -183,8 +183,8 @@ PALLAS = (
     'ops: conv3x3=pallas, norm_silu_conv3x3=pallas, group_norm=pallas, attention=pallas, '
     'linear=xla, adamw='
 )
-MIXED = (
-    'ops: conv3x3=cuda, norm_silu_conv3x3=cuda, group_norm=cuda, attention=pallas, '
+CUDA = (
+    'ops: conv3x3=cuda, norm_silu_conv3x3=cuda, group_norm=cuda, attention=cuda, '
     'linear=cuda, adamw=cuda'
 )
 
@@ -192,8 +192,8 @@ MIXED = (
 @pytest.mark.parametrize(
     ('target', 'missing', 'precision', 'auto'),
     [
-        (device.Target.HOPPER, None, 'bfloat16', MIXED),
-        (device.Target.HOPPER, None, 'float16', MIXED),
+        (device.Target.HOPPER, None, 'bfloat16', CUDA),
+        (device.Target.HOPPER, None, 'float16', CUDA),
         (device.Target.HOPPER, None, 'float32', PALLAS + 'cuda'),
         (device.Target.HOPPER, 'no extension', 'bfloat16', PALLAS + 'xla'),
         (device.Target.TRITON, None, 'bfloat16', PALLAS.replace('pallas', 'xla') + 'xla'),
@@ -220,9 +220,9 @@ def test_backends_mix_op_by_op(monkeypatch):
         with pytest.raises(UserError, match=r'backend=pallas\+adamw=cuda: no driver; or use'):
             seam.choose('pallas+adamw=cuda')
         monkeypatch.setattr(seam, '_unavailable', lambda name: None)
-        mixed = seam.load_ops('auto+attention=cuda+group_norm=xla', 'bfloat16')
+        mixed = seam.load_ops('auto+attention=pallas+group_norm=xla', 'bfloat16')
         xla = {name: getattr(seam.XLA, name) for name in ('group_norm', 'group_norm_and_input')}
-        assert mixed == cuda._replace(**xla)
+        assert mixed == cuda._replace(attention=pallas.attention, **xla)
         assert seam.choose('pallas+adamw=cuda')['adamw'] == 'cuda'
         assert seam.load_ops('pallas+linear=cuda') == pallas._replace(linear=cuda.linear)
         assert seam.load_ops('cuda+linear=xla') == cuda._replace(linear=seam.XLA.linear)
