@@ -46,7 +46,7 @@ def test_every_kernel_of_the_sources_has_a_class() -> None:
     for path in (ROOT / 'xla_ffi').rglob('*.cu*'):
         text = path.read_text()
         kernels = re.findall(
-            r'__global__\s+void\s+(?:__launch_bounds__\((?:[^()]|\([^()]*\))*\)\s*)?(\w+)\(', text
+            r'__global__\s+void\s+(?:__\w+__\((?:[^()]|\([^()]*\))*\)\s*)*(\w+)\(', text
         )
         assert len(kernels) == len(re.findall(r'__global__', text)), path
         found += [f'jaxunet_cuda_{name}' for name in kernels]
