@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 
 
@@ -9,3 +10,12 @@ def table(head: Sequence[str], body: Iterable[Sequence[str]]) -> str:
     """Returns a Markdown table."""
     lines = [head, ['---'] * len(head), *body]
     return '\n'.join(f'| {" | ".join(cells)} |' for cells in lines)
+
+
+def number(value: float, digits: int) -> str:
+    """Returns a number with so many significant digits, more before the point, and no exponent."""
+    if not value or not math.isfinite(value):
+        return f'{value:g}'
+    after = max(digits - 1 - math.floor(math.log10(abs(value))), 0)
+    shown = f'{value:,.{after}f}'
+    return shown.rstrip('0').rstrip('.') if after else shown

@@ -75,9 +75,9 @@ def spread(rows: Sequence[Row], find: Find, digits: int = 3, factor: float = 1) 
     values = [factor * find(row) for row in rows]
     if not values or np.isnan(values).any():
         return ''
-    text = f'{np.mean(values):.{digits}g}'
+    text = markdown.number(float(np.mean(values)), digits)
     half = (max(values) - min(values)) / 2
-    return text if len(values) == 1 else f'{text} ± {half:.2g}'
+    return text if len(values) == 1 else f'{text} ± {markdown.number(half, 2)}'
 
 
 def objectives(found: Sequence[Row]) -> str:
