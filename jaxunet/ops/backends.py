@@ -46,7 +46,7 @@ AND_INPUT = {
     'group_norm_and_input': 'group_norm',
 }
 # Largest number of pixels per batch at which kernels overlap; see `overlaps`.
-OVERLAP_PIXELS = 32 * 64 * 64
+OVERLAP_PIXELS = 64 * 64 * 64
 UNNAMED = 'auto'  # the default backend, chosen by `_auto`
 REFERENCES: Mapping[str, Op] = {
     'conv3x3': conv3x3,
@@ -121,8 +121,8 @@ def named(backend: str, precision: str | None = None) -> dict[str, str]:
 def overlaps(config: Config) -> bool:
     """Returns True if a step's independent kernels run faster at once, on one GPU.
 
-    The CUDA convolutions do where each is too small to fill the GPU. Larger ones gain nothing and
-    need twice the memory; steps of other backends get slower (docs/results.md). To refit
+    The CUDA convolutions do where each is too small to fill the GPU. Larger ones gain little for
+    the memory; steps of other backends get slower (docs/results.md). To refit
     `OVERLAP_PIXELS`, run `tests/gpu/overlap.py`.
     """
     height, width, _ = config.image_shape
