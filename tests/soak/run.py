@@ -6,8 +6,11 @@
 
 What follows `--` are the flags of `jaxunet.train`; let the run evaluate, draw and save in turns.
 Writes samples.jsonl (a measurement every `--every` seconds), soak.png (with the extra `plots`) and
-appends a row to rows.jsonl. Ends with status 1 if a quantity grew by more than `--limit` of itself
-after `--settled` of the run, which is minute 3 of 30.
+appends a row to rows.jsonl. Ends with status 1 if a quantity kept growing, by more than `--limit`
+of itself after `--settled` of the run, which is minute 3 of 30 (`soak.watch.growth`).
+
+One growth is known: tensorstore 0.1.86 never frees some 230 bytes for each array of a checkpoint
+(`KvStore.Spec.to_json`, which orbax calls). With hundreds of checkpoints that can pass the limit.
 """
 
 from __future__ import annotations

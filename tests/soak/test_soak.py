@@ -29,6 +29,12 @@ def test_what_grows_is_found():
     rising = watch.growths(samples([x + 0.02 * i for i, x in enumerate(flat)]), 0.1)
     assert rising == {'threads': pytest.approx(0.08, abs=0.02)}
     assert watch.growths(samples([50.0] * 5 + flat), 0.1) == {'threads': 0.0}  # before it settled
+    half = len(flat) // 2
+    assert watch.growths(samples(flat[half:] + [x + 0.5 for x in flat[half:]]), 0) == {
+        'threads': 0.0  # once
+    }
+    doubled = watch.growths(samples(flat[half:] + [2 * x for x in flat[half:]]), 0)
+    assert doubled == {'threads': 1.0}
 
 
 @LINUX

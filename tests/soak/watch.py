@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 
 Sample = dict[str, float]  # seconds since the start, and the quantities
 PROC = pathlib.Path('/proc')
-SHARE = 0.2  # of the samples after settling: those of the beginning are compared with the last
+ONCE = 0.1  # the largest growth that may happen once, as a share
 
 
 def family(pid: int) -> list[int]:
@@ -69,10 +69,21 @@ def watch(
 
 
 def growth(values: Sequence[float]) -> float:
-    """The median of the last values over that of the first, less 1."""
-    count = max(round(SHARE * len(values)), 1)
-    first, last = (statistics.median(part) for part in (values[:count], values[-count:]))
-    return last / first - 1 if first else float(last > 0)
+    """The growth over the values, as a share of the first: of what grows all the time.
+
+    A heap that reaches a new peak, or a pool that adds a thread, grows once; what leaks grows from
+    each third of the values to the next. So the smaller of the two growths counts, and a single one
+    only beyond `ONCE`.
+    """
+    third = max(len(values) // 3, 1)
+    first, second, last = (
+        statistics.median(part)
+        for part in (values[:third], values[third : 2 * third] or values, values[-third:])
+    )
+    if not first:
+        return float(last > 0)
+    once = last / first - 1
+    return once if once > ONCE else 3 * min(second - first, last - second) / first
 
 
 def growths(samples: Sequence[Sample], settled: float) -> dict[str, float]:
