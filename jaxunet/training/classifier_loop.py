@@ -1,7 +1,7 @@
 """Trains a classifier of noisy images: runs steps, logs, measures, saves and stops.
 
-A workdir gets checkpoints/, metrics.csv and classifier.pt, which is written before every
-checkpoint. The run has one process, on one or all of its devices.
+A workdir gets checkpoints/, metrics.csv, tensorboard/ and classifier.pt, which is written before
+every checkpoint. The run has one process, on one or all of its devices.
 """
 
 from __future__ import annotations
@@ -23,10 +23,11 @@ from jaxunet.data.source import Source
 from jaxunet.runtime.attempts import quietly
 from jaxunet.runtime.errors import UserError
 from jaxunet.runtime.progress import progress_bar
+from jaxunet.training.board import Board
 from jaxunet.training.classifier_accuracy import COLUMNS, KINDS, Accuracy, columns, sentence
 from jaxunet.training.clock import Clock, due
 from jaxunet.training.logs import FILE as METRICS
-from jaxunet.training.logs import StepTable
+from jaxunet.training.logs import StepTable, curves
 from jaxunet.training.noisy_classifier import (
     ClassifierSession,
     draw_state,
@@ -78,6 +79,7 @@ class _Loop:
     clock: Clock
     bar: tqdm
     table: StepTable
+    board: Board
 
     def __init__(
         self, config: Config, workdir: pathlib.Path, source: Source, preemption: Preemption
@@ -110,6 +112,7 @@ class _Loop:
             self.workdir / METRICS, (*LOGGED, *extra), self.step, optional=COLUMNS
         )
         stack.callback(quietly, 'logs', self.table.close)
+        self.board = Board(self.workdir / 'tensorboard', self.step)
         self.bar = stack.enter_context(
             progress_bar(total=total, initial=self.step, unit='step', desc='compiling')
         )
@@ -179,6 +182,7 @@ class _Loop:
             **self.measured.pop(step, {}),
         }
         self.table.add([row])
+        self.board.scalars(curves(row, COLUMNS), step)
         self.bar.set_postfix_str(f'loss={row["loss"]:.4f}, {row["step_ms"]:.1f} ms/step')
 
     def _save(self) -> None:

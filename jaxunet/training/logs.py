@@ -63,12 +63,7 @@ class Logs:
     def row(self, values: Mapping[str, float]) -> None:
         """Adds one logged step, a value per column; columns of `OPTIONAL` may be missing."""
         self._table.add([values])
-        points = {
-            f'{"held_out" if name in held_out.COLUMNS else "train"}/{name}': value
-            for name, value in values.items()
-            if name != 'step'
-        }
-        self._board.scalars(points, int(values['step']))
+        self._board.scalars(curves(values, held_out.COLUMNS), int(values['step']))
 
     def scalars(self, values: Mapping[str, float], step: int) -> None:
         """Adds a point to each of some curves of TensorBoard."""
@@ -81,6 +76,15 @@ class Logs:
     def close(self) -> None:
         """Tries once more to write the rows that could not be written."""
         self._table.close()
+
+
+def curves(row: Mapping[str, float], measured: Collection[str]) -> dict[str, float]:
+    """Returns a row's values by curve in TensorBoard; `measured`: columns of fixed images."""
+    return {
+        f'{"held_out" if name in measured else "train"}/{name}': value
+        for name, value in row.items()
+        if name != 'step'
+    }
 
 
 class StepTable:

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import resource
-import struct
 
 import pytest
-from tensorboardX.proto.event_pb2 import Event
+from support.events import points
 
 from jaxunet.training.logs import COLUMNS, Logs, StepTable, read_metrics, read_rows
 
@@ -19,17 +18,6 @@ def table(path, *steps):
     made = StepTable(path, COLUMNS, 0)
     made.add([row(step) for step in steps])
     return path
-
-
-def points(path):
-    """The step and the values of each event of a file of TensorBoard."""
-    data, found = path.read_bytes(), []
-    while data:
-        (size,) = struct.unpack('<Q', data[:8])
-        event = Event.FromString(data[12 : 12 + size])
-        found.append((event.step, {v.tag: v.simple_value for v in event.summary.value}))
-        data = data[16 + size :]
-    return found
 
 
 def steps(path):

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from support.commands import call
+from support.events import points
 from support.tiny import TINY, tiny_config
 
 from jaxunet.checkpoint.load import load_model
@@ -124,6 +125,9 @@ def test_it_learns_and_says_so(run: pathlib.Path) -> None:
     assert by_quarter[0] > by_quarter[3]
     assert last['held_out_accuracy_of_5_1'] > by_quarter[0]
     assert last['held_out_loss_1'] < last['held_out_loss_4']
+    (events,) = (run / 'tensorboard').iterdir()
+    curves = {name for _, drawn in points(events) for name in drawn}
+    assert {'train/loss', 'held_out/held_out_accuracy_1', 'held_out/seen_loss_4'} <= curves
     # The file is that network: the same accuracies from its weights.
     file = read_classifier(run / 'classifier.pt', CONFIG)
     assert file.classes == 10
