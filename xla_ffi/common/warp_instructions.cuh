@@ -10,21 +10,24 @@
 namespace jaxunet::cuda {
 
 // Four 8 × 8 matrices of 16-bit numbers from shared memory. Their rows lie at the addresses of
-// lanes 0-7, 8-15, 16-23 and 24-31; transposed: each matrix is transposed.
+// lanes 0-7, 8-15, 16-23 and 24-31 (`row`). kTransposed: each matrix is transposed on its way.
 template <bool kTransposed>
-__device__ inline void ldmatrix_x4(uint32_t (&out)[4], const void* row) {
-  const auto address = static_cast<uint32_t>(__cvta_generic_to_shared(row));
+__device__ inline void ldmatrix_x4(uint32_t (&out)[4], uint32_t row) {
   if constexpr (kTransposed) {
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
                  : "=r"(out[0]), "=r"(out[1]), "=r"(out[2]), "=r"(out[3])
-                 : "r"(address)
+                 : "r"(row)
                  : "memory");
   } else {
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
                  : "=r"(out[0]), "=r"(out[1]), "=r"(out[2]), "=r"(out[3])
-                 : "r"(address)
+                 : "r"(row)
                  : "memory");
   }
+}
+template <bool kTransposed>
+__device__ inline void ldmatrix_x4(uint32_t (&out)[4], const void* row) {
+  ldmatrix_x4<kTransposed>(out, static_cast<uint32_t>(__cvta_generic_to_shared(row)));
 }
 
 // accumulator += left · right, K = 16.

@@ -1,6 +1,6 @@
 // wgmma: D (64 × N, float32 in the registers of a warpgroup) += A (64 × 16) · B (16 × N), both of
-// 16-bit numbers in shared memory, A also in registers; and the 8 × 8 matrices of an accumulator to
-// and from shared memory (stmatrix, ldmatrix).
+// 16-bit numbers in shared memory, A also in registers; and stmatrix, which writes the 8 × 8
+// matrices of an accumulator to shared memory.
 //
 // Warp w of the warpgroup holds rows 16 w to 16 w + 15: accumulator[4 j] and [4 j + 1] are row lane
 // / 4, columns 8 j + 2 (lane % 4) and the next; [4 j + 2] and [4 j + 3] are the same columns eight
@@ -11,6 +11,8 @@
 #include <cuda_fp16.h>
 
 #include <cstdint>
+
+#include "common/warp_instructions.cuh"
 
 namespace jaxunet::cuda {
 
@@ -168,9 +170,8 @@ __device__ inline void fence_accumulator(float (&accumulator)[kCount]) {
   for (int i = 0; i < kCount; ++i) asm volatile("" : "+f"(accumulator[i])::"memory");
 }
 
-// Four 8 × 8 matrices of 16-bit numbers between shared memory and registers, laid out as in an
-// accumulator. Their rows lie at the addresses of lanes 0-7, 8-15, 16-23 and 24-31; transposed:
-// each matrix is transposed on its way.
+// Stores four 8 × 8 matrices of 16-bit numbers, laid out as in an accumulator, to shared memory:
+// the inverse of ldmatrix_x4 (common/warp_instructions.cuh).
 template <bool kTransposed>
 __device__ inline void stmatrix_x4(uint32_t row, const uint32_t (&in)[4]) {
   if constexpr (kTransposed) {
@@ -181,20 +182,6 @@ __device__ inline void stmatrix_x4(uint32_t row, const uint32_t (&in)[4]) {
   } else {
     asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(row),
                  "r"(in[0]), "r"(in[1]), "r"(in[2]), "r"(in[3])
-                 : "memory");
-  }
-}
-template <bool kTransposed>
-__device__ inline void ldmatrix_x4(uint32_t (&out)[4], uint32_t row) {
-  if constexpr (kTransposed) {
-    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(out[0]), "=r"(out[1]), "=r"(out[2]), "=r"(out[3])
-                 : "r"(row)
-                 : "memory");
-  } else {
-    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(out[0]), "=r"(out[1]), "=r"(out[2]), "=r"(out[3])
-                 : "r"(row)
                  : "memory");
   }
 }
