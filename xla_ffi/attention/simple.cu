@@ -6,8 +6,8 @@
 // over all rows of the other kind, and its lanes divide the head's width, lane + 32 * i. A block
 // has kWarps independent warps. Grid: (rows of all heads / kWarps). No shared memory, no barriers,
 // no atomics: results are the same in every run.
-
 #include "common/dispatch_dtype.cuh"
+#include "common/types.cuh"
 #include "simple.h"
 
 namespace jaxunet::cuda {
@@ -15,13 +15,6 @@ namespace {
 
 constexpr int kWarps = 4;    // of a block
 constexpr int kPerLane = 8;  // channels of a lane: 32 * 8 = 256, the widest head
-
-__device__ float wide(float x) { return x; }
-__device__ float wide(__half x) { return __half2float(x); }
-__device__ float wide(__nv_bfloat16 x) { return __bfloat162float(x); }
-__device__ void store_as(float* to, float x) { *to = x; }
-__device__ void store_as(__half* to, float x) { *to = __float2half(x); }
-__device__ void store_as(__nv_bfloat16* to, float x) { *to = __float2bfloat16(x); }
 
 __device__ float warp_sum(float x) {
   for (int offset = 16; offset; offset /= 2) x += __shfl_xor_sync(0xffffffff, x, offset);
@@ -46,7 +39,7 @@ struct Row {
   __device__ void store(T* to, int width, float factor) const {
     for (int i = 0; i < kPerLane; ++i) {
       const int d = threadIdx.x + 32 * i;
-      if (d < width) store_as(to + d, at[i] * factor);
+      if (d < width) to[d] = narrow<T>(at[i] * factor);
     }
   }
   __device__ float dot(const Row& other) const {
