@@ -1,10 +1,10 @@
 #include "binding/cpu.h"
 #include "binding/handler.h"
-#include "group_norm/backward_tiling.h"
-#include "group_norm/register_resident.h"
-#include "group_norm/smem_resident.h"
-#include "group_norm/statistics.h"
-#include "group_norm/streaming.h"
+#include "group_norm/backward_smem_resident_tiling.h"
+#include "group_norm/forward_register_resident_tiling.h"
+#include "group_norm/forward_smem_resident_tiling.h"
+#include "group_norm/statistics_tiling.h"
+#include "group_norm/streaming_tiling.h"
 
 namespace jaxunet {
 namespace {

@@ -28,7 +28,7 @@
 // coefficients' way through shared memory and the levels of the reduction. A cluster arrives when
 // its sums are written and waits before it reads those of its peers; it arrives again when it has
 // read them and waits at the end, so that no block leaves while others read its shared memory.
-#include "backward_tile.cuh"
+#include "backward_smem_resident.cuh"
 #include "common/dispatch_dtype.cuh"
 
 namespace jaxunet::cuda {

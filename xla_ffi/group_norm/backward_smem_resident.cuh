@@ -3,7 +3,7 @@
 // float32.
 #pragma once
 
-#include "backward_tiling.h"
+#include "backward_smem_resident_tiling.h"
 #include "gradient.cuh"
 #include "launch.h"
 #include "streaming.cuh"

@@ -15,7 +15,7 @@
 #include <stdexcept>
 #include <string>
 
-#include "streaming.h"
+#include "streaming_tiling.h"
 #include "tiling.h"
 
 namespace jaxunet {

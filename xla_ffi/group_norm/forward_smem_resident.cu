@@ -19,9 +19,8 @@
 // of the reduction. A cluster arrives twice in merge_groups and waits at the end, so that no block
 // leaves while others read its shared memory.
 #include "common/dispatch_dtype.cuh"
+#include "forward_smem_resident.cuh"
 #include "launch.h"
-#include "smem_resident.cuh"
-#include "statistics.cuh"
 
 namespace jaxunet::cuda {
 namespace {
@@ -95,7 +94,7 @@ template <int V>
 __device__ void reduce_warp(const SmemResidentTiling& tiling, const ThreadTile& tile,
                             int block_channels, float (&mean)[V], float (&m2)[V], float4* partial) {
   const auto count = static_cast<float>(tile.steps);
-  merge_neighbours(tiling.piece_bits, count, mean, m2);
+  merge_neighbours<1>(tiling.piece_bits, count, mean, m2);
   const auto first_of_piece = [&](int j) { return (j & ((1 << tiling.piece_bits) - 1)) == 0; };
   const auto size = static_cast<float>(1 << tiling.piece_bits);
   float total = count, middle[V];

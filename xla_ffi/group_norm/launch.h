@@ -6,11 +6,11 @@
 
 #include <algorithm>
 
-#include "backward_tiling.h"
+#include "backward_smem_resident_tiling.h"
+#include "forward_register_resident_tiling.h"
 #include "plan.h"
-#include "register_resident.h"
-#include "statistics.h"
-#include "streaming.h"
+#include "statistics_tiling.h"
+#include "streaming_tiling.h"
 #include "tiling.h"
 
 namespace jaxunet::cuda {

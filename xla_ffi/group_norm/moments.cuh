@@ -37,14 +37,13 @@ struct BlockThread {
   }
 };
 
-// Writes the moments of a thread's pieces to their entries. `mean`, `m2`: of accumulators of kWidth
-// neighbouring channels and `count` numbers each; overwritten.
+// Merges the accumulators of each piece, all of `count` numbers, into the piece's first one. An
+// accumulator holds kWidth neighbouring channels.
 template <int kWidth, int A>
-__device__ void write_entries(const BlockReduction& block, const BlockThread& thread, float count,
-                              float (&mean)[A], float (&m2)[A], float2* entries) {
+__device__ void merge_neighbours(int piece_bits, float count, float (&mean)[A], float (&m2)[A]) {
 #pragma unroll
   for (int width = 1; width < A; width *= 2) {
-    if (width * kWidth >= 1 << block.piece_bits) break;
+    if (width * kWidth >= 1 << piece_bits) break;
 #pragma unroll
     for (int j = 0; j < A; j += 2 * width) {
       const float away = mean[j + width] - mean[j];
@@ -52,6 +51,14 @@ __device__ void write_entries(const BlockReduction& block, const BlockThread& th
       m2[j] += m2[j + width] + 0.5f * static_cast<float>(width) * count * away * away;
     }
   }
+}
+
+// Writes the moments of a thread's pieces to their entries. `mean`, `m2`: of accumulators of kWidth
+// neighbouring channels and `count` numbers each; overwritten.
+template <int kWidth, int A>
+__device__ void write_entries(const BlockReduction& block, const BlockThread& thread, float count,
+                              float (&mean)[A], float (&m2)[A], float2* entries) {
+  merge_neighbours<kWidth>(block.piece_bits, count, mean, m2);
   float2* const own =
       entries + thread.row * block.row_entries + ((thread.column * A * kWidth) >> block.piece_bits);
 #pragma unroll

@@ -19,7 +19,7 @@
 #include "launch.h"
 #include "moments.cuh"
 #include "packed.cuh"
-#include "statistics.h"
+#include "statistics_tiling.h"
 
 namespace jaxunet::cuda {
 namespace {

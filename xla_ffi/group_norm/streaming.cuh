@@ -2,7 +2,7 @@
 // step after the other, by way of a few stages in shared memory.
 #pragma once
 
-#include "streaming.h"
+#include "streaming_tiling.h"
 #include "vector.cuh"
 
 namespace jaxunet::cuda {

@@ -19,7 +19,7 @@
 #include <tuple>
 #include <vector>
 
-#include "backward_tiling.h"
+#include "backward_smem_resident_tiling.h"
 #include "launch.h"
 #include "plan.h"
 #define CK(x)                                                                        \
