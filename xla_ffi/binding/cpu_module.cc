@@ -40,16 +40,13 @@ pybind11::dict registrations() {
   return all;
 }
 
-// The tiling of the smem_resident GroupNorm kernels of the forward pass, for tests.
+// The tiling of the smem_resident GroupNorm kernel of the forward pass, for tests.
 pybind11::dict group_norm_smem_resident(int64_t batch, int64_t pixels, int64_t channels,
-                                        int64_t group, int vector, int element, int tensors,
-                                        int threads, int64_t sms, int64_t smem_bytes,
-                                        int max_cluster) {
-  const KernelNeeds needs{tensors, threads, 16,
-                          48};  // at least as much scratch as the kernels need
+                                        int64_t group, int vector, int element, bool writes_y,
+                                        int64_t sms, int64_t smem_bytes, int max_cluster) {
   const DeviceLimits limits{sms, smem_bytes, max_cluster};
   const SmemResidentTiling tiling =
-      smem_resident_tiling(limits, needs, batch, pixels, channels, group, vector, element);
+      smem_resident_tiling(limits, writes_y, batch, pixels, channels, group, vector, element);
   check(tiling, limits);
   pybind11::dict found;
   found["channels"] = tiling.vectors * vector;
@@ -159,7 +156,7 @@ pybind11::object group_norm_statistics(int64_t batch, int64_t pixels, int64_t ch
 PYBIND11_MODULE(_cpu, module) {
   module.def("registrations", &jaxunet::registrations, "Target name -> handler capsule.");
   module.def("group_norm_smem_resident", &jaxunet::group_norm_smem_resident,
-             "The tiling of the smem_resident GroupNorm kernels of the forward pass.");
+             "The tiling of the smem_resident GroupNorm kernel of the forward pass.");
   module.def("group_norm_backward", &jaxunet::group_norm_backward,
              "The tiling of the smem_resident GroupNorm kernel of the backward pass.");
   module.def("group_norm_streaming", &jaxunet::group_norm_streaming,

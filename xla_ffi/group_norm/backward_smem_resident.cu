@@ -3,65 +3,67 @@
 //   sums = (sum of dz, sum of dz * n) over the pixels, for each channel,
 //   dx = inverse * (scale * dz - (S0 + n * S1) / N) + added,
 // where S0 and S1 are the sums over the group of scale * dz and of scale * dz * n, and N its
-// elements. parameter_gradients.cu adds `sums` over the batch. Large images take
-// backward_streaming.cu instead (dispatch.cu).
+// elements. parameter_gradients.cu adds `sums` over the batch. dispatch.cu tells which calls take
+// this kernel, and which backward_streaming.cu.
 //
 // A block owns some channels of a sample, whole groups, and all pixels or a cluster's share of them
-// (backward_tiling.h).
+// (backward_smem_resident_tiling.h). `value` is x, in float32 x - mean.
 // - Prologue: start to copy x and dy to shared memory in kBackwardStages chunks; prefetch the added
-//   tensors to L2; the channels' coefficients by way of shared memory to registers.
-// - Mainloop: chunk by chunk, sums of dz and dz * value of the thread's channels (value: x, or for
-//   float32 x - mean); write act(z) where it is wanted. With `keep`, dz replaces dy in shared
-//   memory as float32, so that the epilogue computes no sigmoid; else a later chunk is copied into
-//   the stage that became free.
-// - Reduction: rows of the block (partial sums in shared memory, added by teams of lanes, first dz,
-//   then dz * value), cluster (distributed shared
-//   memory), group.
-// - Epilogue: from the last chunk backwards, dx. Chunks that left shared memory are copied again.
+//   tensors to L2; load the channels' coefficients by way of shared memory to registers.
+// - Mainloop: chunk by chunk, add up dz and dz * value of each of the thread's channels;
+//   write act(z) where it is wanted. With tiling.keep, dz replaces dy in shared memory, so that the
+//   epilogue computes no sigmoid; otherwise a later chunk is copied into the stage that became
+//   free.
+// - Reduction: over the rows of the block (partial sums in shared memory, added by teams of lanes,
+//   first those of dz, then those of dz * value); the cluster (distributed shared memory); the
+//   group.
+// - Epilogue: dx, from the last chunk backwards. Chunks that left shared memory are copied again.
 //
-// In 16 bits, with silu, z is kept as -log2(e) * z, the argument of ex2, and a dz that is computed
-// again as -ln(2) * dz: both factors cancel in factor * dz.
+// With SiLU in 16 bits, z is kept as -log2(e) * z, which is the argument of ex2; factor is scaled
+// likewise (scale_of_z). A dz that the epilogue computes again comes out as -ln(2) * dz, so that
+// the product factor * dz is right.
 //
-// Shared memory: stage_bytes of staged chunks (Staged), then BackwardScratch.
+// Shared memory: the staged chunks (Staged), stage_bytes; BackwardScratch, scratch_bytes.
 //
-// Synchronisation: staged copies need none beyond cp_async_wait; __syncthreads separates the
-// coefficients' way through shared memory and the levels of the reduction. A cluster arrives when
-// its sums are written and waits before it reads those of its peers; it arrives again when it has
-// read them and waits at the end, so that no block leaves while others read its shared memory.
+// Synchronisation: staged copies need none beyond cp_async_wait. __syncthreads orders the
+// coefficients' way through shared memory and the levels of the reduction. A cluster arrives at its
+// barrier when its sums are written and waits before it reads those of its peers; it arrives again
+// when it has read them and waits at the end, so that no block leaves while others read its memory.
 #include "backward_smem_resident.cuh"
 #include "common/dispatch_dtype.cuh"
 
 namespace jaxunet::cuda {
 namespace {
 
-// Registers of a thread: three blocks of 256 threads share a multiprocessor, or two of 384.
+// Registers of a thread, so that three blocks of 256 threads share a multiprocessor, or two of 384.
 constexpr int kRegisters = 80;
 
 constexpr float kLn2 = 0.693147181f, kLog2e = 1.44269504f;
 
-// The factor by which z, and ChannelAffine's coefficients, are kept.
+// The factor by which z is scaled, and with it ChannelAffine's coefficients.
 template <class T>
 __device__ float scale_of_z(bool silu) {
   return sizeof(T) == 2 && silu ? -kLog2e : 1.0f;
 }
 
-// dy to dz, and act(z). kFirst: dz unscaled; otherwise dz / scale_of_z, and no act(z).
+// Turns dy, in `dz`, to dz, and writes act(z) to `active`: the mainloop's call, kFirst. The
+// epilogue's call turns dy to dz / scale_of_z and writes no act(z). `norm`: scaled coefficients.
 template <class T, int V, bool kFirst>
 __device__ void differentiate(const ChannelAffine<T, V>& norm, bool silu, const float (&value)[V],
-                              float (&given)[V], float (&active)[V]) {
+                              float (&dz)[V], float (&active)[V]) {
   if (silu) {
 #pragma unroll
     for (int j = 0; j < V; ++j) {
       const float z = norm.at(value, j);
       if constexpr (sizeof(T) == 4) {
-        given[j] = activation_gradient<T>(given[j], z, true, &active[j]);
+        dz[j] = silu_gradient<T>(dz[j], z, &active[j]);
       } else {
         const float s = reciprocal(1.0f + power_of_two(z));
         if constexpr (kFirst) {
           active[j] = z * s * -kLn2;
-          given[j] *= active[j] * (1.0f - s) + s;
+          dz[j] *= active[j] * (1.0f - s) + s;
         } else {
-          given[j] = given[j] * s * (z * (kLn2 * kLn2 - kLn2 * kLn2 * s) - kLn2);
+          dz[j] = dz[j] * s * (z * (kLn2 * kLn2 - kLn2 * kLn2 * s) - kLn2);
         }
       }
     }
@@ -81,6 +83,7 @@ struct ChannelRows {
         inverse(*channel_entry(of.inverse, sample, channel)) {}
 };
 
+// Writes the coefficients of the block's channel c, scaled, to scratch memory.
 template <class T>
 __device__ void put_coefficients(const BackwardScratch& scratch, int c, const ChannelRows& rows,
                                  bool silu) {
@@ -92,21 +95,21 @@ __device__ void put_coefficients(const BackwardScratch& scratch, int c, const Ch
   scratch.inverse[c] = rows.inverse;
 }
 
-// A channel's sums over all pixels, to g.of.sums and scratch.products.
+// Turns a channel's sums of dz and dz * value over all pixels to g.of.sums and scratch.products.
 template <class T>
 __device__ void finish_channel(const Backward& g, const BackwardScratch& scratch, int c,
-                               float constant, float slope) {
-  if constexpr (!kUsesPivot<T>) slope -= scratch.mean[c] * constant;
-  slope *= scratch.inverse[c];
+                               float dz_sum, float product_sum) {
+  if constexpr (!kUsesPivot<T>) product_sum -= scratch.mean[c] * dz_sum;
+  product_sum *= scratch.inverse[c];  // of dz * n
   if (blockIdx.x == 0) {
     const int own = g.tiling.channels / g.tiling.channel_blocks;
     float* const to = g.of.sums + 2 * static_cast<int64_t>(blockIdx.z) * g.tiling.channels +
                       static_cast<int64_t>(blockIdx.y) * own + c;
-    to[0] = constant;
-    to[g.tiling.channels] = slope;
+    to[0] = dz_sum;
+    to[g.tiling.channels] = product_sum;
   }
-  scratch.products[0][c] = scratch.factor[c] * constant;
-  scratch.products[1][c] = scratch.factor[c] * slope;
+  scratch.products[0][c] = scratch.factor[c] * dz_sum;
+  scratch.products[1][c] = scratch.factor[c] * product_sum;
 }
 
 // The sum of channel c's rows of partial sums, to every lane of its team.
@@ -123,20 +126,21 @@ __device__ inline float sum_rows(const BackwardTiling& tiling, const BackwardScr
   return sum;
 }
 
-// Sums of a thread's channels over its pixels, to finish_channel's results; the caller synchronises
-// the block afterwards, and with several ranks calls cluster_wait before the block ends.
+// Adds up the threads' sums of dz and dz * value over the block and the cluster, and finishes the
+// channels. The caller synchronises the block afterwards, and with several ranks calls cluster_wait
+// before the block ends.
 template <class T, int V>
 __device__ void reduce(const Backward& g, const BackwardScratch& scratch, const StreamingTile& tile,
-                       const float (&constant)[V], const float (&slope)[V]) {
+                       const float (&dz_sum)[V], const float (&product_sum)[V]) {
   const BackwardTiling& tiling = g.tiling;
   const int own = tiling.vectors * V, threads = static_cast<int>(blockDim.x);
   const int teams = threads >> tiling.team_bits;
   const int first = static_cast<int>(threadIdx.x) >> tiling.team_bits;
   const bool leads = (static_cast<int>(threadIdx.x) & ((1 << tiling.team_bits) - 1)) == 0;
   float* const mine = scratch.partial + tile.row * scratch.stride + tile.local;
-  if (tile.row < tiling.rows) store_floats(mine, constant);
+  if (tile.row < tiling.rows) store_floats(mine, dz_sum);
   __syncthreads();
-  // All lanes go round as often, as the shuffles need them all.
+  // All lanes run the loop equally often, because the shuffles need them all.
 #pragma unroll 1
   for (int base = 0; base < own; base += teams) {
     const int c = base + first;
@@ -144,7 +148,7 @@ __device__ void reduce(const Backward& g, const BackwardScratch& scratch, const 
     if (leads && c < own) scratch.totals[c].x = sum;
   }
   __syncthreads();
-  if (tile.row < tiling.rows) store_floats(mine, slope);
+  if (tile.row < tiling.rows) store_floats(mine, product_sum);
   __syncthreads();
 #pragma unroll 1
   for (int base = 0; base < own; base += teams) {
@@ -174,7 +178,7 @@ __device__ void reduce(const Backward& g, const BackwardScratch& scratch, const 
   cluster_arrive();  // this thread has read its peers; the wait is at the end
 }
 
-// The groups' terms of dx, for each channel.
+// Computes what dx subtracts for the group: scratch.group_terms of each channel.
 template <class T>
 __device__ void finish_groups(const Backward& g, const BackwardScratch& scratch, int own) {
   const BackwardTiling& tiling = g.tiling;
@@ -197,9 +201,9 @@ __device__ void finish_groups(const Backward& g, const BackwardScratch& scratch,
   }
 }
 
-// kAdded: tensors that are added to dx. kKeep: tiling.keep, a constant, so that the loops have one
-// case's code and registers.
-// One function, but for the reduction: its phases share addresses and registers.
+// kAdded: tensors that are added to dx. kKeep: tiling.keep as a constant, so that the loops have
+// the code and registers of one case only. One long function, because its phases share addresses
+// and registers.
 template <class T, int V, int kAdded, bool kKeep>
 __global__ void __maxnreg__(kRegisters) group_norm_backward(const __grid_constant__ Backward g) {
   const BackwardTiling& tiling = g.tiling;
@@ -210,7 +214,7 @@ __global__ void __maxnreg__(kRegisters) group_norm_backward(const __grid_constan
   const Staged<T, V> staged(tiling);
   const BackwardScratch scratch(own, dynamic_smem() + tiling.stage_bytes);
 
-  // Prologue. The first channels' rows are on their way before the copies.
+  // Prologue. The coefficients of the first channels are requested before the copies.
   ChannelRows rows(g.of, sample, first + min(static_cast<int>(threadIdx.x), own - 1));
   {
     Source<T, V> from(g, place);
@@ -242,7 +246,7 @@ __global__ void __maxnreg__(kRegisters) group_norm_backward(const __grid_constan
     if constexpr (kUsesPivot<T>) load_floats(scratch.mean + tile.local, norm.mean);
   }
 
-  // The epilogue's place, and what it adds there, which is loaded one step ahead.
+  // Where the epilogue writes, and the tensors that it adds there, loaded one step ahead.
   T* dx = reinterpret_cast<T*>(g.of.dx.data[place.part]) + place.first +
           static_cast<int64_t>(tile.steps - 1) * place.step;
   const char* next = reinterpret_cast<const char*>(dx);
@@ -260,7 +264,7 @@ __global__ void __maxnreg__(kRegisters) group_norm_backward(const __grid_constan
 
   // Mainloop.
   {
-    float constant[V] = {}, slope[V] = {};
+    float dz_sum[V] = {}, product_sum[V] = {};
     T* active_to = static_cast<T*>(g.of.active) + place.flat;
 #pragma unroll 1
     for (int chunk = 0; chunk < tiling.chunks; ++chunk) {
@@ -269,12 +273,12 @@ __global__ void __maxnreg__(kRegisters) group_norm_backward(const __grid_constan
       Vector<T, V>* slot = staged.slot(chunk, 0);
 #pragma unroll 1
       for (int i = 0; i < count; ++i) {
-        float value[V], given[V], active[V];
+        float value[V], dz[V], active[V];
         unpack(*slot, value);
-        unpack(slot[staged.dy], given);
+        unpack(slot[staged.dy], dz);
         norm.centre(value);
-        differentiate<T, V, true>(norm, g.of.silu, value, given, active);
-        if constexpr (kKeep) staged.keep(slot, given);
+        differentiate<T, V, true>(norm, g.of.silu, value, dz, active);
+        if constexpr (kKeep) staged.keep(slot, dz);
         slot += staged.pitch;
         if (g.of.active) {
           Vector<T, V> out;
@@ -284,8 +288,8 @@ __global__ void __maxnreg__(kRegisters) group_norm_backward(const __grid_constan
         }
 #pragma unroll
         for (int j = 0; j < V; ++j) {
-          constant[j] += given[j];
-          slope[j] += given[j] * value[j];
+          dz_sum[j] += dz[j];
+          product_sum[j] += dz[j] * value[j];
         }
       }
       if (!kKeep && chunk + kBackwardStages < tiling.chunks)
@@ -293,7 +297,7 @@ __global__ void __maxnreg__(kRegisters) group_norm_backward(const __grid_constan
       cp_async_commit();
     }
     load_others();
-    reduce<T, V>(g, scratch, tile, constant, slope);
+    reduce<T, V>(g, scratch, tile, dz_sum, product_sum);
   }
   __syncthreads();
   finish_groups<T>(g, scratch, own);
@@ -320,24 +324,24 @@ __global__ void __maxnreg__(kRegisters) group_norm_backward(const __grid_constan
 #pragma unroll
         for (int k = 0; k < kAdded; ++k) now[k] = others[k];
         load_others();
-        float value[V], given[V], active[V];
+        float value[V], dz[V], active[V];
         unpack(*slot, value);
         norm.centre(value);
         if constexpr (kKeep) {
-          staged.read_kept(slot, given);
+          staged.read_kept(slot, dz);
         } else {
-          unpack(slot[staged.dy], given);
-          differentiate<T, V, false>(norm, g.of.silu, value, given, active);
+          unpack(slot[staged.dy], dz);
+          differentiate<T, V, false>(norm, g.of.silu, value, dz, active);
         }
         slot -= staged.pitch;
 #pragma unroll
         for (int j = 0; j < V; ++j)
-          value[j] = norm.factor[j] * given[j] - (constant[j] + value[j] * slope[j]);
+          value[j] = norm.factor[j] * dz[j] - (constant[j] + value[j] * slope[j]);
 #pragma unroll
         for (int k = 0; k < kAdded; ++k) {
-          unpack(now[k], given);
+          unpack(now[k], dz);  // no longer needed: an array of its own changes the registers
 #pragma unroll
-          for (int j = 0; j < V; ++j) value[j] += given[j];
+          for (int j = 0; j < V; ++j) value[j] += dz[j];
         }
         Vector<T, V> out;
         out.from_floats(value);

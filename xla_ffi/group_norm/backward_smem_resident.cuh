@@ -1,6 +1,6 @@
-// The access of the smem_resident backward kernel's threads (backward_tiling.h) to their vectors,
-// in global memory and staged in shared memory; its scratch memory; and vectors to and from
-// float32.
+// The parts of backward_smem_resident.cu: a thread's vectors of x and dy in global memory and their
+// staged copies in shared memory, the block's scratch memory, and vectors to and from float32. The
+// threads' pixels are those of StreamingTile (streaming.cuh).
 #pragma once
 
 #include "backward_smem_resident_tiling.h"
@@ -10,6 +10,7 @@
 
 namespace jaxunet::cuda {
 
+// The kernel's parameters.
 struct Backward {
   BackwardTiling tiling;
   GradientOperands of;
@@ -30,6 +31,7 @@ __device__ void unpack(const Vector<T, V>& from, float (&to)[V]) {
   }
 }
 
+// Stores V floats; `to` is aligned as vectors of channels are.
 template <int V>
 __device__ void store_floats(float* to, const float (&from)[V]) {
   if constexpr (V % 4 == 0) {
@@ -43,11 +45,12 @@ __device__ void store_floats(float* to, const float (&from)[V]) {
   }
 }
 
-// Where a thread's vectors are: elements from the start of the arrays, and from one step to the
-// next. `flat`: of a tensor that has all channels in one array.
+// Where a thread's vectors are in global memory: in tensors of the parts of x, and in tensors that
+// have all channels in one array (dy, act(z)).
 struct Place {
-  int part, step, flat_step;
-  int64_t first, flat;
+  int part;             // the part of x that has the thread's channels
+  int64_t first, flat;  // elements before the first vector: in the part; in one array
+  int step, flat_step;  // elements from one step to the next: in the part; in one array
   __device__ Place(const BackwardTiling& tiling, const StreamingTile& tile, const TensorParts& of,
                    int sample) {
     int begin = 0;
@@ -63,10 +66,11 @@ struct Place {
   }
 };
 
-// The staged x and dy of a thread, and dz once it replaces dy. A thread reads only what it copied
+// A thread's staged x and dy, and dz once it replaces dy. A thread reads only what it copied
 // itself, so cp_async_wait suffices and no barrier is needed.
 //
-// Layout: x, dy, and with dz in 16 bits its second half, each [stage][step of the chunk][thread].
+// Layout: two or three arrays (staged_arrays), each [stage][step of the chunk][thread]: x; dy, or
+// the first 4 channels of dz; in 16 bits with `keep`, the other 4 channels of dz.
 template <class T, int V>
 struct Staged {
   Vector<T, V>* slots;  // of x
@@ -83,7 +87,7 @@ struct Staged {
   __device__ Vector<T, V>* slot(int chunk, int i) const {
     return slots + ((chunk & (kBackwardStages - 1)) * chunk_steps + i) * pitch;
   }
-  // Replaces the dy of a slot.
+  // Replaces the dy of a slot by dz, as float32.
   __device__ void keep(Vector<T, V>* slot, const float (&dz)[V]) const {
     if constexpr (V > 1) {
       *reinterpret_cast<float4*>(slot + dy) = make_float4(dz[0], dz[1], dz[2], dz[3]);
@@ -141,6 +145,7 @@ struct Source {
   }
 };
 
+// Starts to copy a chunk that is not the next one.
 template <class T, int V>
 __device__ void fetch_again(const Backward& g, const StreamingTile& tile, const Place& place,
                             const Staged<T, V>& staged, int chunk) {
@@ -151,11 +156,11 @@ __device__ void fetch_again(const Backward& g, const StreamingTile& tile, const 
 
 // The block's scratch memory, in this order; [channels] each, but for `partial`.
 struct BackwardScratch {
-  float4* totals;  // x: sum of dz, y: of dz * value, over the block's pixels, for the cluster
-  float *factor, *shift, *mean, *inverse;  // of ChannelAffine
+  float4* totals;  // .x, .y: sums of dz and of dz * value over the block's pixels, for the cluster
+  float *factor, *shift, *mean, *inverse;  // z = value * factor + shift, up to scale_of_z
   float* products[2];     // factor times the sums of dz and of dz * n over all pixels
-  float* group_terms[2];  // what the group subtracts in dx: [0] + value * [1]
-  float* partial;         // [rows][stride]: a sum of each thread
+  float* group_terms[2];  // what dx subtracts for the group: group_terms[0] + value * [1]
+  float* partial;         // [rows][stride]: one sum of each thread
   int stride;
 
   __device__ BackwardScratch(int channels, char* memory) {
@@ -169,7 +174,7 @@ struct BackwardScratch {
     group_terms[0] = products[1] + channels;
     group_terms[1] = group_terms[0] + channels;
     partial = group_terms[1] + channels;
-    stride = (channels + 7) / 8 * 8 + 4;
+    stride = partial_stride(channels);
   }
 };
 

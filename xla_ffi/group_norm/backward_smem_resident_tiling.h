@@ -1,20 +1,19 @@
-// Tiling of the smem_resident backward kernel, which reads x and dy once: a block keeps its tile in
-// shared memory while the sums are computed, and writes dx from there.
+// Tiling of backward_smem_resident.cu, which reads x and dy once: a block keeps its tile in shared
+// memory while the sums are computed, and writes dx from there.
 //
-// A block owns `vectors` vectors of neighbouring channels of one sample, whole groups that divide
-// the channels, and every ranks-th row of `rows` pixels, where `ranks` blocks of a cluster share
-// them. A thread has one vector and steps of rows * ranks pixels; the last threads idle where rows
-// * vectors is no multiple of 32. Steps are staged in shared memory in chunks of `chunk_steps`, of
-// which the last kBackwardStages stay. Grid: (ranks, channel_blocks, batch). Host code without
-// CUDA.
+// A block owns `vectors` vectors of neighbouring channels of one sample, whole groups. The `ranks`
+// blocks of a cluster take rows of pixels in turns, as in the streaming kernels
+// (streaming_tiling.h). A thread has one vector and steps of rows * ranks pixels; the last threads
+// idle where rows * vectors is no multiple of 32. Steps are copied to shared memory in chunks of
+// `chunk_steps`. The last kBackwardStages chunks stay there; earlier ones are copied again for dx.
+// Grid: (ranks, channel_blocks, batch).
 #pragma once
 
 #include <algorithm>
 #include <cstdint>
 #include <numeric>
-#include <stdexcept>
-#include <string>
 
+#include "common/host_device.h"
 #include "streaming_tiling.h"
 #include "tiling.h"
 
@@ -22,7 +21,7 @@ namespace jaxunet {
 
 constexpr int kBackwardStages = 4;     // chunks in shared memory or on their way; a power of two
 constexpr int kBackwardThreads = 512;  // of a block at most
-constexpr int kBackwardTeam = 8;       // lanes that add up the rows of one channel at most
+constexpr int kBackwardTeam = 8;       // lanes that add up the rows of one channel, at most
 
 // Staged bytes that a block aims at: two blocks, with their scratch, then share a Hopper
 // multiprocessor. One block alone may stage twice as much, which is faster than a cluster of two.
@@ -32,21 +31,21 @@ struct BackwardTiling : StreamingTiling {
   int threads;
   int chunk_steps, chunks;             // steps of a chunk; chunks of a block
   int team_bits;                       // log2 of the lanes that add up the rows of one channel
-  bool keep;                           // dz stays in shared memory as float32
+  bool keep;                           // dz replaces dy in shared memory, as float32
   int64_t stage_bytes, scratch_bytes;  // shared memory of the staged chunks, and of everything else
 };
 
-// Floats from one row of partial sums to the next: 4 more than a multiple of 8, so that a team's
-// lanes, which read 8 rows of 4 channels at once, find different banks.
-inline int64_t partial_stride(int64_t own) { return (own + 7) / 8 * 8 + 4; }
+// Floats from one row of partial sums to the next, for `own` channels: 4 more than a multiple of 8,
+// so that a team's lanes, which read 8 rows of 4 channels at once, find different banks.
+JAXUNET_HOST_DEVICE inline int partial_stride(int own) { return (own + 7) / 8 * 8 + 4; }
 
-// The choices of a tiling.
+// What choose_backward() decides; the rest of a tiling follows from it.
 struct BackwardChoice {
   int64_t channels;  // of a block
-  int ranks, rows;
+  int ranks, rows;   // of BackwardTiling
 };
 
-// Arrays of vectors that a block stages: x and dy, which dz replaces; in 16 bits dz takes two.
+// Arrays of vectors that a block stages: x and dy, or x and dz, which takes two arrays in 16 bits.
 inline int staged_arrays(bool keep, int element) { return keep && element == 2 ? 3 : 2; }
 
 // The tiling that follows from a choice, for blocks with `smem` bytes of shared memory.
@@ -62,7 +61,7 @@ inline BackwardTiling make_backward_tiling(int64_t smem, int64_t pixels, int64_t
   t.ranks = choice.ranks;
   t.channel_blocks = static_cast<int>(ceil_div(channels, own));
   t.piece_bits = piece_bits_of(group, vector);
-  // As many rows as spread the steps evenly.
+  // The fewest rows with as many steps as choice.rows takes.
   const int64_t share = std::max<int64_t>(ceil_div(pixels, choice.ranks), 1);
   const int64_t steps = ceil_div(share, choice.rows);
   t.rows = static_cast<int>(ceil_div(share, steps));
@@ -70,12 +69,12 @@ inline BackwardTiling make_backward_tiling(int64_t smem, int64_t pixels, int64_t
   while ((2 << t.team_bits) * own <= t.threads && (2 << t.team_bits) <= kBackwardTeam)
     ++t.team_bits;
   constexpr int64_t kFloat = sizeof(float);
-  constexpr int64_t kArrays = 96;  // bytes that are two or three arrays of whole vectors
-  t.scratch_bytes = (12 * own + t.rows * partial_stride(own)) * kFloat;
+  constexpr int64_t kStageUnit = 96;  // bytes: divides into two or three arrays of whole vectors
+  t.scratch_bytes = (12 * own + t.rows * partial_stride(static_cast<int>(own))) * kFloat;
   const auto step_bytes = [&](bool keep) {
     return int64_t{staged_arrays(keep, element)} * t.rows * own * element;
   };
-  const int64_t room = (smem - t.scratch_bytes) / kArrays * kArrays;
+  const int64_t room = (smem - t.scratch_bytes) / kStageUnit * kStageUnit;
   const int64_t whole = ceil_div(steps, kBackwardStages);  // chunk_steps where all of them stay
   const auto stays = [&](bool keep) { return step_bytes(keep) * whole * kBackwardStages <= room; };
   t.keep = vector > 1 && stays(true);
@@ -83,35 +82,40 @@ inline BackwardTiling make_backward_tiling(int64_t smem, int64_t pixels, int64_t
   t.chunk_steps = static_cast<int>(stays(t.keep) ? whole : std::max<int64_t>(ring, 1));
   t.chunks = static_cast<int>(ceil_div(steps, t.chunk_steps));
   const int64_t staged = step_bytes(t.keep) * t.chunk_steps * std::min(t.chunks, kBackwardStages);
-  t.stage_bytes = ceil_div(staged, kArrays) * kArrays;
+  t.stage_bytes = ceil_div(staged, kStageUnit) * kStageUnit;
   return t;
 }
 
-// The choice for a call, fitted on an H200 in 16 bits; to refit it, run tests/gpu/harness/gnback.
+// The choice for a call. Its numbers were fitted on an H200 in 16 bits; to refit them, time all
+// choices with tests/gpu/harness/gnback.
 inline BackwardChoice choose_backward(const DeviceLimits& limits, int64_t batch, int64_t pixels,
                                       int64_t channels, int64_t group, int vector, int element) {
   const int64_t unit = std::lcm<int64_t>(group, vector);
   BackwardChoice choice{unit, 1, 1};
-  // Rows of 64 bytes, two sectors of memory.
+  // Channels: a row of 64 bytes, two sectors of memory, if a divisor of at most 256 bytes gives it.
   for (int64_t more = unit;
        choice.channels * element < 64 && more <= channels && more * element <= 256; more += unit)
     if (channels % more == 0) choice.channels = more;
-  const auto tile_bytes = [&] {  // with dz kept
+  // Staged bytes of a block that keeps dz; blocks of the grid.
+  const auto tile_bytes = [&] {
     return ceil_div(pixels, choice.ranks) * choice.channels * element *
            staged_arrays(vector > 1, element);
   };
   const auto blocks = [&] { return batch * (channels / choice.channels) * choice.ranks; };
+  // The cluster's blocks: enough for their tiles to fit, two blocks on a multiprocessor.
   if (tile_bytes() > kBackwardSingleBytes) {
     while (choice.ranks < limits.max_cluster && tile_bytes() > kBackwardTileBytes)
       choice.ranks *= 2;
   }
-  // Few samples: larger clusters while every block still gets its own multiprocessor.
+  // Few samples: larger clusters, while a block keeps 256 pixels and every block gets its own
+  // multiprocessor.
   while (choice.ranks < limits.max_cluster && pixels / choice.ranks >= 512 &&
          blocks() * 2 <= limits.sms)
     choice.ranks *= 2;
-  // As many steps as all threads of the device need for the work, four at most; rows that take
-  // these steps, up to the threads that leave room for a second block where there is one.
-  constexpr int64_t kThreads = 768, kMaxSteps = 4;
+  // Rows: doubled while a thread still has the steps that it would have if 768 threads on each
+  // multiprocessor shared the work (four at most), and while the block leaves threads for a second
+  // one, if there is one.
+  constexpr int64_t kThreads = 768, kMaxSteps = 4;  // threads of a multiprocessor; of a thread
   const bool single = blocks() <= limits.sms || tile_bytes() > kBackwardTileBytes;
   const int64_t work = ceil_div(batch * pixels * channels / vector, limits.sms * kThreads);
   const int64_t steps = std::min(work, kMaxSteps), share = ceil_div(pixels, choice.ranks);
@@ -138,16 +142,10 @@ inline BackwardTiling backward_tiling(const DeviceLimits& limits, int64_t batch,
   }
 }
 
-// Throws std::runtime_error where a block cannot hold one group: thousands of channels, more than
-// any layer normalises together.
+// Throws std::runtime_error if a block cannot hold one group (check_block).
 inline void check(const BackwardTiling& tiling, const DeviceLimits& limits) {
-  const int64_t bytes = tiling.stage_bytes + tiling.scratch_bytes;
-  if (tiling.threads <= kBackwardThreads && bytes <= limits.smem_bytes) return;
-  throw std::runtime_error(
-      "groups of " + std::to_string(tiling.group) + " channels need " +
-      std::to_string(tiling.threads) + " threads and " + std::to_string(bytes) +
-      " bytes of shared memory a block, found " + std::to_string(kBackwardThreads) + " and " +
-      std::to_string(limits.smem_bytes) + "; use more groups, or backend=pallas or xla");
+  check_block(limits, tiling.group, tiling.threads, kBackwardThreads,
+              tiling.stage_bytes + tiling.scratch_bytes);
 }
 
 }  // namespace jaxunet

@@ -1,23 +1,25 @@
-// GroupNorm backward of large images in two launches (streaming.h): the formulas are those of
-// backward_smem_resident.cu.
+// GroupNorm backward of large samples in two launches (streaming_tiling.h). The formulas, and the
+// meaning of `value`, are those of backward_smem_resident.cu.
 //
-// group_norm_sums reduces dz and dz * n over the pixels. Grid: (cluster of 8 blocks, channel
+// group_norm_sums adds up dz and dz * n over the pixels. Grid: (cluster of 8 blocks, channel
 // blocks, batch); a cluster owns a sample's channels, and its blocks take rows of pixels in turns.
 // - Prologue: start the copies of the first kStages steps of x and dy.
 // - Mainloop: wait for the oldest step, start the copy of a later one, update the thread's sums.
 // - Epilogue: reduce over the block (shared memory) and the cluster (distributed shared memory);
 //   each block writes a share of the channels.
 //
-// Its shared memory: the pipelines of x and dy; the sums of the block, float4[channels]; the sums
-// of each row of pixels, float[rows][2][channels]. One __syncthreads, two cluster barriers: before
-// peers are read, and before a block whose memory they read may end.
+// Its shared memory: the pipelines of x and dy; the sums of the block, float4 [channels]; the sums
+// of each row of threads, float [rows][2][channels]. Synchronisation: one __syncthreads; two
+// cluster barriers, one before peers' memory is read and one before a block whose memory they read
+// may end.
 //
 // group_norm_dx reads x and dy once more and writes dx, and act(z) if it is wanted. Grid: (ranks,
 // channel blocks, reduce_layers + batch), no clusters. It walks the samples and the pixels
 // backwards, because the end of x and dy is still in the L2 cache. Blocks of z < reduce_layers
-// reduce the gradients of scale and offset over the batch instead.
+// add up the gradients of scale and offset over the batch instead.
 //
 // Its shared memory: the pipelines of x, dy and the added tensors; four floats per channel.
+// Synchronisation: two __syncthreads, while the group's terms are computed.
 #include "common/dispatch_dtype.cuh"
 #include "gradient.cuh"
 #include "launch.h"
@@ -45,7 +47,8 @@ struct Pipelines {
   using One = Pipeline<T, V, kStages>;
   static constexpr int64_t kBytes = (2 + kAdded) * One::kBytes;
   One x, dy;
-  int64_t distance[kMaxAdded];  // bytes from the iterator of x, one step on, to the added tensors
+  int64_t distance[kMaxAdded];  // bytes to the added tensors from the iterator of x, which is one
+                                // step ahead
 
   __device__ Pipelines(const Gradient& g, const StreamingTile& tile, int64_t sample)
       : x(VectorIterator<T, V>(g.tiling, tile, g.of.x, sample), dynamic_smem()),
@@ -62,11 +65,11 @@ struct Pipelines {
       if constexpr (kAdded > 0) fetch_added(tile, step);
     }
   }
-  // Waits for `step`, returns its x and dy, and starts to copy the step that takes its place.
-  __device__ void read(const StreamingTile& tile, int step, float (&value)[V], float (&given)[V]) {
+  // Waits for `step`, reads its x and dy, and starts to copy the step that takes its place.
+  __device__ void read(const StreamingTile& tile, int step, float (&value)[V], float (&dz)[V]) {
     cp_async_wait<kStages - 1>();
     x.read(step, value);
-    dy.read(step, given);
+    dy.read(step, dz);
     fetch(tile, step + kStages);
   }
   // Adds the added tensors of `step` to value.
@@ -128,17 +131,51 @@ __device__ ChannelAffine<T, V> affine_of(const Gradient& g, const StreamingTile&
   return norm;
 }
 
-// Turns dy, in `given`, to dz; `active` gets act(z).
+// Turns dy, in `dz`, to dz, and writes act(z) to `active`.
 template <class T, int V>
 __device__ void differentiate(const ChannelAffine<T, V>& norm, bool silu, const float (&value)[V],
-                              float (&given)[V], float (&active)[V]) {
+                              float (&dz)[V], float (&active)[V]) {
   if (silu) {
 #pragma unroll
-    for (int j = 0; j < V; ++j)
-      given[j] = activation_gradient<T>(given[j], norm.at(value, j), true, &active[j]);
+    for (int j = 0; j < V; ++j) dz[j] = silu_gradient<T>(dz[j], norm.at(value, j), &active[j]);
   } else {
 #pragma unroll
     for (int j = 0; j < V; ++j) active[j] = norm.at(value, j);
+  }
+}
+
+// Adds up the sums of the block's rows, then those of the cluster's blocks, and writes them.
+// `first`, `own`: the block's first channel, and how many it has. The caller synchronises the block
+// before, and the cluster before the block ends.
+__device__ inline void reduce_sums(const Gradient& g, int first, int own, const float* partial,
+                                   float4* totals) {
+  const StreamingTiling& tiling = g.tiling;
+#pragma unroll 1
+  for (int i = threadIdx.x; i < 2 * own; i += kStreamingThreads) {
+    float total = 0;
+#pragma unroll 4
+    for (int row = 0; row < tiling.rows; ++row) total += partial[2 * row * own + i];
+    const bool second = i >= own;
+    float4& to = totals[second ? i - own : i];
+    (second ? to.y : to.x) = total;
+  }
+  cluster_arrive();
+  cluster_wait();
+  const int rank = static_cast<int>(blockIdx.x);
+#pragma unroll 1
+  for (int c = rank * kStreamingThreads + static_cast<int>(threadIdx.x); c < own;
+       c += tiling.ranks * kStreamingThreads) {
+    float dz_sum = 0, product_sum = 0;
+#pragma unroll 4
+    for (int other = 0; other < tiling.ranks; ++other) {
+      const float4 part = read_peer(totals + c, other);
+      dz_sum += part.x;
+      product_sum += part.y;
+    }
+    float* const to =
+        g.of.sums + 2 * static_cast<int64_t>(blockIdx.z) * tiling.channels + first + c;
+    to[0] = dz_sum;
+    to[tiling.channels] = product_sum * *channel_entry(g.of.inverse, blockIdx.z, first + c);
   }
 }
 
@@ -155,17 +192,17 @@ __global__ void __launch_bounds__(kStreamingThreads, kStreamingBlocks)
       reinterpret_cast<float*>(totals + own);  // [rows][2][channels]: both sums of each row
   {
     const auto norm = affine_of<T, V>(g, tile, blockIdx.z);
-    float constant[V] = {}, slope[V] = {};  // sums of dz, and of dz * value
+    float dz_sum[V] = {}, product_sum[V] = {};  // of dz, and of dz * value
 #pragma unroll 1
     for (int step = 0; step < tile.steps; ++step) {
-      float value[V], given[V], active[V];
-      pipelines.read(tile, step, value, given);
+      float value[V], dz[V], active[V];
+      pipelines.read(tile, step, value, dz);
       norm.centre(value);
-      differentiate(norm, g.of.silu, value, given, active);
+      differentiate(norm, g.of.silu, value, dz, active);
 #pragma unroll
       for (int j = 0; j < V; ++j) {
-        constant[j] += given[j];
-        slope[j] += given[j] * value[j];
+        dz_sum[j] += dz[j];
+        product_sum[j] += dz[j] * value[j];
       }
     }
     if (tile.row < tiling.rows) {
@@ -173,62 +210,90 @@ __global__ void __launch_bounds__(kStreamingThreads, kStreamingBlocks)
         float mean[V];
         load_floats(channel_entry(g.of.mean, blockIdx.z, tile.channel), mean);
 #pragma unroll
-        for (int j = 0; j < V; ++j) slope[j] -= mean[j] * constant[j];
+        for (int j = 0; j < V; ++j) product_sum[j] -= mean[j] * dz_sum[j];
       }
       float* const row = partial + 2 * tile.row * own + tile.local;
 #pragma unroll
       for (int j = 0; j < V; ++j) {
-        row[j] = constant[j];
-        row[own + j] = slope[j];
+        row[j] = dz_sum[j];
+        row[own + j] = product_sum[j];
       }
     }
   }
   __syncthreads();
-#pragma unroll 1
-  for (int i = threadIdx.x; i < 2 * own; i += kStreamingThreads) {
-    float total = 0;
-#pragma unroll 4
-    for (int row = 0; row < tiling.rows; ++row) total += partial[2 * row * own + i];
-    const bool second = i >= own;
-    float4& to = totals[second ? i - own : i];
-    (second ? to.y : to.x) = total;
-  }
-  cluster_arrive();
-  cluster_wait();
-  const int rank = static_cast<int>(blockIdx.x);
-#pragma unroll 1
-  for (int c = rank * kStreamingThreads + static_cast<int>(threadIdx.x); c < own;
-       c += tiling.ranks * kStreamingThreads) {
-    float constant = 0, slope = 0;
-#pragma unroll 4
-    for (int other = 0; other < tiling.ranks; ++other) {
-      const float4 part = read_peer(totals + c, other);
-      constant += part.x;
-      slope += part.y;
-    }
-    float* const to =
-        g.of.sums + 2 * static_cast<int64_t>(blockIdx.z) * tiling.channels + first + c;
-    to[0] = constant;
-    to[tiling.channels] = slope * *channel_entry(g.of.inverse, blockIdx.z, first + c);
-  }
+  reduce_sums(g, first, own, partial, totals);
   cluster_arrive();  // so that no block ends while others read its memory
   cluster_wait();
 }
 
+// Adds up the gradients of scale and offset over the batch; the blocks of a layer of the grid share
+// the channels.
+__device__ inline void reduce_over_batch(const Gradient& g) {
+  static_assert(kReduceChannels * kReduceSlices == kStreamingThreads);
+  const StreamingTiling& tiling = g.tiling;
+  const int tiles = (tiling.channels + kReduceChannels - 1) / kReduceChannels;
+  const int blocks = tiling.ranks * tiling.channel_blocks;
+#pragma unroll 1
+  for (int i = static_cast<int>(blockIdx.y) * tiling.ranks + static_cast<int>(blockIdx.x);
+       i < 2 * tiles; i += blocks) {
+    reduce_parameter_gradients(g.parameters, i >> 1, i & 1);
+    __syncthreads();
+  }
+}
+
+// What dx subtracts for the group of each channel: constant + value * slope. In scratch memory,
+// [channels] each.
+struct GroupTerms {
+  float *dz_products, *product_products;  // scale times the sample's sums of dz and of dz * n
+  float *constants, *slopes;  // before finish(): inverse and mean, kept for the same thread
+
+  __device__ GroupTerms(float* memory, int own)
+      : dz_products(memory),
+        product_products(memory + own),
+        constants(product_products + own),
+        slopes(constants + own) {}
+  // `first`: the block's first channel; the block is synchronised between load and finish.
+  __device__ void load(const Gradient& g, int sample, int first, int own) const {
+    const int channels = g.tiling.channels;
+    const float* const sums = g.of.sums + 2 * static_cast<int64_t>(sample) * channels + first;
+#pragma unroll 1
+    for (int c = threadIdx.x; c < own; c += kStreamingThreads) {
+      const float scale = *channel_entry(g.of.scale, sample, first + c);
+      dz_products[c] = scale * sums[c];
+      product_products[c] = scale * sums[channels + c];
+      constants[c] = *channel_entry(g.of.inverse, sample, first + c);
+      slopes[c] = *channel_entry(g.of.mean, sample, first + c);
+    }
+  }
+  template <class T>
+  __device__ void finish(const StreamingTiling& tiling, int own) const {
+#pragma unroll 1
+    for (int c = threadIdx.x; c < own; c += kStreamingThreads) {
+      const int group = c / tiling.group * tiling.group;
+      float constant = 0, slope = 0;
+#pragma unroll 4
+      for (int i = 0; i < tiling.group; ++i) {
+        constant += dz_products[group + i];
+        slope += product_products[group + i];
+      }
+      const float inverse = constants[c], mean = slopes[c];
+      const float share =
+          inverse / (static_cast<float>(tiling.group) * static_cast<float>(tiling.pixels));
+      constant *= share;
+      slope *= share * inverse;
+      if constexpr (!kUsesPivot<T>) constant -= mean * slope;
+      constants[c] = constant;
+      slopes[c] = slope;
+    }
+  }
+};
+
 template <class T, int V, int kAdded>
 __global__ void __launch_bounds__(kStreamingThreads, kStreamingBlocks)
     group_norm_dx(const __grid_constant__ Gradient g) {
-  static_assert(kReduceChannels * kReduceSlices == kStreamingThreads);
   const StreamingTiling& tiling = g.tiling;
   if (static_cast<int>(blockIdx.z) < g.reduce_layers) {
-    const int tiles = (tiling.channels + kReduceChannels - 1) / kReduceChannels;
-    const int blocks = tiling.ranks * tiling.channel_blocks;
-#pragma unroll 1
-    for (int i = static_cast<int>(blockIdx.y) * tiling.ranks + static_cast<int>(blockIdx.x);
-         i < 2 * tiles; i += blocks) {
-      reduce_parameter_gradients(g.parameters, i >> 1, i & 1);
-      __syncthreads();
-    }
+    reduce_over_batch(g);
     return;
   }
   const int sample = g.parameters.batch - 1 + g.reduce_layers - static_cast<int>(blockIdx.z);
@@ -238,57 +303,28 @@ __global__ void __launch_bounds__(kStreamingThreads, kStreamingBlocks)
   tile.reverse(tiling);
   Pipelines<T, V, kAdded> pipelines(g, tile, sample);
 
-  // While the copies arrive, find what each group subtracts in dx: constant + value * slope
-  // (ChannelAffine's value).
-  auto *const constants = reinterpret_cast<float*>(pipelines.scratch()), *const slopes =
-                                                                             constants + own;
-  float *const group_constants = slopes + own, *const group_slopes = group_constants + own;
-  const float* const sums = g.of.sums + 2 * static_cast<int64_t>(sample) * tiling.channels + first;
-#pragma unroll 1
-  for (int c = threadIdx.x; c < own; c += kStreamingThreads) {
-    const float scale = *channel_entry(g.of.scale, sample, first + c);
-    constants[c] = scale * sums[c];
-    slopes[c] = scale * sums[tiling.channels + c];
-    // Kept for the same thread, which replaces them below.
-    group_constants[c] = *channel_entry(g.of.inverse, sample, first + c);
-    group_slopes[c] = *channel_entry(g.of.mean, sample, first + c);
-  }
+  // While the copies arrive, find what dx subtracts for each group.
+  const GroupTerms terms(reinterpret_cast<float*>(pipelines.scratch()), own);
+  terms.load(g, sample, first, own);
   const auto norm = affine_of<T, V>(g, tile, sample);
   __syncthreads();
-#pragma unroll 1
-  for (int c = threadIdx.x; c < own; c += kStreamingThreads) {
-    const int group = c / tiling.group * tiling.group;
-    float constant = 0, slope = 0;
-#pragma unroll 4
-    for (int i = 0; i < tiling.group; ++i) {
-      constant += constants[group + i];
-      slope += slopes[group + i];
-    }
-    const float inverse = group_constants[c], mean = group_slopes[c];
-    const float share =
-        inverse / (static_cast<float>(tiling.group) * static_cast<float>(tiling.pixels));
-    constant *= share;
-    slope *= share * inverse;
-    if constexpr (!kUsesPivot<T>) constant -= mean * slope;
-    group_constants[c] = constant;
-    group_slopes[c] = slope;
-  }
+  terms.finish<T>(tiling, own);
   __syncthreads();
   if (tile.steps == 0) return;
 
   float constant[V], slope[V];
-  load_floats(group_constants + tile.local, constant);
-  load_floats(group_slopes + tile.local, slope);
+  load_floats(terms.constants + tile.local, constant);
+  load_floats(terms.slopes + tile.local, slope);
   VectorIterator<T, V> dx(tiling, tile, g.of.dx, sample),
       active_to(tiling, tile, g.of.active, sample);
   dx.stride = pipelines.x.from.stride;  // equal, which the compiler cannot know: saves registers
   active_to.stride = pipelines.dy.from.stride;
 #pragma unroll 1
   for (int step = 0; step < tile.steps; ++step) {
-    float value[V], given[V], active[V];
-    pipelines.read(tile, step, value, given);
+    float value[V], dz[V], active[V];
+    pipelines.read(tile, step, value, dz);
     norm.centre(value);
-    differentiate(norm, g.of.silu, value, given, active);
+    differentiate(norm, g.of.silu, value, dz, active);
     Vector<T, V> out;
     if (g.of.active) {
       out.from_floats(active);
@@ -296,7 +332,7 @@ __global__ void __launch_bounds__(kStreamingThreads, kStreamingBlocks)
     }
 #pragma unroll
     for (int j = 0; j < V; ++j)
-      value[j] = norm.factor[j] * given[j] - (constant[j] + value[j] * slope[j]);
+      value[j] = norm.factor[j] * dz[j] - (constant[j] + value[j] * slope[j]);
     pipelines.add(tile, step, value);
     out.from_floats(value);
     *dx.next() = out;

@@ -1,5 +1,5 @@
-// Tilings of the kernels that load vectors straight to registers: register_resident.h keeps them
-// there, statistics.h only reduces them.
+// What statistics_tiling.h and forward_register_resident_tiling.h share: blocks whose threads load
+// vectors straight to registers and reduce them to moments (moments.cuh).
 //
 // A block takes `vectors` neighbouring vectors of each of its pixels, whole groups. Its threads lie
 // along the vectors of a pixel, then along the next pixel; a *row* is the threads of one pixel. The
@@ -15,8 +15,8 @@
 
 namespace jaxunet {
 
-// Neighbouring channels whose sum a thread keeps as one number: two, so that the kernels have
-// registers for many loads. Kernels for odd groups and for vectors of one channel keep each.
+// Neighbouring channels that share an accumulator of a thread: two, which leaves registers for many
+// loads. Kernels for odd groups and for vectors of one channel have an accumulator per channel.
 constexpr int kPair = 2;
 
 // How a block reduces the moments of its threads to those of its groups.
@@ -25,8 +25,8 @@ struct BlockReduction {
   int group;          // channels of a group
   int groups;         // of a block
   int piece_bits;     // log2 of the channels of a piece (tiling.h)
-  int row_entries;    // of a row in shared memory: its pieces, and one more if they are even, so
-                      // that the rows of a piece lie in different banks
+  int row_entries;    // entries of a row in shared memory, one a piece; made odd, so that the rows
+                      // of a piece lie in different banks
   int team_bits;      // log2 of the lanes that merge one group
   cuda::FastDivmod by_vectors;
 };
@@ -51,12 +51,13 @@ inline int threads_of(const BlockReduction& block) {
   return static_cast<int>(ceil_div(block.vectors * block.rows, 32) * 32);
 }
 
-// Bytes of the entries of all rows, 8 each.
+// Bytes of the entries of all rows, float2 each.
 inline int64_t entry_bytes(const BlockReduction& block) {
   return ceil_div(int64_t{8} * block.rows * block.row_entries, 16) * 16;
 }
 
-// Bytes of the operands of the block's channels: scale and offset, and the pivot of each group.
+// Bytes of the operands (ChannelOperands): a float for scale and offset of each channel of the
+// block, and for the pivot of each group.
 inline int64_t operand_bytes(const BlockReduction& block) {
   return ceil_div(int64_t{4} * (2 * block.groups * block.group + block.groups), 16) * 16;
 }

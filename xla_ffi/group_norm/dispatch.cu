@@ -1,17 +1,26 @@
-// Chooses the GroupNorm kernels. On devices with clusters statistics alone take statistics.cu, and
-// large images the streaming kernels; forward, small images take register_resident. smem_resident
-// takes the rest. The rules: statistics_tiling(), streaming_tiling(), register_resident_tiling(),
-// and in the backward pass also whether one block holds all pixels of its channels.
+// Chooses the GroupNorm kernels of a call: the first line of its kind whose kernels take it. The
+// rules are the functions *_tiling() of the headers *_tiling.h.
+//
+//   statistics alone   statistics.cu: GPUs with clusters
+//                      forward_smem_resident.cu, which then writes no y
+//   y and statistics   forward_streaming.cu: large samples on GPUs with clusters; two launches
+//                      forward_register_resident.cu: small samples
+//                      forward_smem_resident.cu
+//   backward           backward_smem_resident.cu: one block holds all pixels of its channels
+//                      backward_streaming.cu: large samples on GPUs with clusters; two launches
+//                      backward_smem_resident.cu: a cluster holds them, or they are read twice
+//
+// parameter_gradients.cu follows backward_smem_resident.cu; backward_streaming.cu sums the
+// gradients of scale and offset itself.
 #include "kernels.h"
 #include "launch.h"
 
 namespace jaxunet::cuda {
 namespace {
 
-// Clusters are launched on compute capability 9.0 alone, the only one with clusters that the build
-// has code for.
+// max_cluster is 1 but on compute capability 9.0, the only one with clusters that the build has
+// code for.
 cudaError_t device_limits(DeviceLimits* limits) {
-  constexpr int kPortableCluster = 8;  // blocks of a cluster that every device with clusters allows
   int id = 0, sms = 0, smem_bytes = 0, major = 0;
   cudaError_t error = cudaGetDevice(&id);
   if (error == cudaSuccess)
@@ -75,11 +84,12 @@ cudaError_t norm_gradient(const NormGradient& plan, cudaStream_t stream) {
   const BackwardTiling tiling =
       backward_tiling(limits, plan.batch, plan.pixels, plan.x.total, plan.x.total / plan.groups,
                       vector, element_bytes(plan.type));
-  // Without a cluster, one read is faster than streaming's two (32x32 pixels, 256 channels, on an
-  // H200).
-  const bool alone = tiling.ranks == 1 && tiling.keep;
-  if (const auto streaming = streaming_tiling_of(plan, limits, vector); streaming && !alone) {
-    return streaming_gradient(plan, *streaming, limits, vector, stream);
+  // A block that holds everything reads x and dy once, which is faster than streaming's two reads
+  // (32x32 pixels, 256 channels, on an H200).
+  const bool one_block_holds_all = tiling.ranks == 1 && tiling.keep;
+  if (!one_block_holds_all) {
+    if (const auto large = streaming_tiling_of(plan, limits, vector))
+      return streaming_gradient(plan, *large, limits, vector, stream);
   }
   check(tiling, limits);
   error = smem_resident_gradient(plan, tiling, vector, stream);

@@ -87,6 +87,34 @@ __device__ void merge_and_write(const Forward& f, const RowPixels& pixels, int f
   }
 }
 
+// Writes y = act(z) of a thread's `steps` vectors. `channel`: the first one of the vectors.
+template <class T, int V, int kPixels>
+__device__ void write_y(const Forward& f, const BlockThread& thread,
+                        const ChannelOperands& operands, int64_t sample, int channel, int steps,
+                        const Packed<T, V> (&x)[kPixels]) {
+  const RegisterResidentTiling& tiling = f.tiling;
+  const BlockReduction& block = tiling.block;
+  float scale[V], offset[V];
+  load_floats(operands.scale + thread.column * V, scale);
+  load_floats(operands.offset + thread.column * V, offset);
+  T* const to =
+      static_cast<T*>(f.y) + (sample * tiling.pixels + thread.row) * tiling.channels + channel;
+#pragma unroll
+  for (int i = 0; i < kPixels; ++i) {
+    if (i >= steps) break;
+    float value[V];
+    x[i].to_floats(value);
+#pragma unroll
+    for (int j = 0; j < V; ++j) {
+      const float z = value[j] * scale[j] + offset[j];
+      value[j] = f.silu ? z * sigmoid<T>(z) : z;
+    }
+    Packed<T, V> out;
+    out.from_floats(value);
+    out.store(to + static_cast<int64_t>(i) * block.rows * tiling.channels);
+  }
+}
+
 template <class T, int V, int kPixels>
 __global__ void __launch_bounds__(kRegisterResidentThreads, 2)
     group_norm_forward_in_registers(const __grid_constant__ Forward f) {
@@ -139,25 +167,7 @@ __global__ void __launch_bounds__(kRegisterResidentThreads, 2)
 
   // Epilogue.
   if (steps == 0) return;
-  float scale[V], offset[V];
-  load_floats(operands.scale + thread.column * V, scale);
-  load_floats(operands.offset + thread.column * V, offset);
-  T* const to =
-      static_cast<T*>(f.y) + (sample * tiling.pixels + thread.row) * tiling.channels + channel;
-#pragma unroll
-  for (int i = 0; i < kPixels; ++i) {
-    if (i >= steps) break;
-    float value[V];
-    x[i].to_floats(value);
-#pragma unroll
-    for (int j = 0; j < V; ++j) {
-      const float z = value[j] * scale[j] + offset[j];
-      value[j] = f.silu ? z * sigmoid<T>(z) : z;
-    }
-    Packed<T, V> out;
-    out.from_floats(value);
-    out.store(to + static_cast<int64_t>(i) * block.rows * tiling.channels);
-  }
+  write_y(f, thread, operands, sample, channel, steps, x);
 }
 
 template <class T>

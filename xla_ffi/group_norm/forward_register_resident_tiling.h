@@ -1,6 +1,6 @@
-// Tiling of the register_resident kernel: a GroupNorm forward in one launch for small images. Each
-// thread loads all of its pixels at once, at most kMaxPixels vectors, and keeps them in registers
-// until y is written. Grid: (channel_blocks, batch).
+// Tiling of forward_register_resident.cu: a GroupNorm forward in one launch for small samples. Each
+// thread loads all of its pixels at once, at most kMaxThreadPixels vectors, and keeps them in
+// registers until y is written. Grid: (channel_blocks, batch).
 #pragma once
 
 #include <optional>
@@ -18,7 +18,8 @@ struct RegisterResidentTiling {
   int channel_blocks;    // blocks side by side along the channels
   int each, rest;        // pixels of a row of threads; rows that have one more
   BlockReduction block;
-  int64_t entry_bytes, smem_bytes;  // shared memory of the block's entries, and all of it
+  int64_t entry_bytes;  // shared memory of the block's entries
+  int64_t smem_bytes;   // shared memory of the block
 };
 
 // A tiling of given blocks; nothing where a block would be too large.
@@ -40,13 +41,16 @@ inline std::optional<RegisterResidentTiling> register_resident_tiling_of(
   return to;
 }
 
-// The tiling; nothing where the kernel does not fit: vectors of one channel, groups of an odd
-// number of channels, no pixels or too many.
+// The tiling; nothing where the kernel does not take the call: vectors of one channel, groups of an
+// odd number of channels, no pixels, or more pixels than one block can hold.
 //
-// A thread has 8 pixels if that leaves 16 warps for every multiprocessor, or 8 warps if the block
-// still has 16 rows; 4 pixels if it leaves 4 warps; more pixels than that if a block would have
-// over 384 threads. A block's row is two whole sectors of memory or more, and its warps are full,
-// if that leaves blocks for nearly all multiprocessors; it is one sector in any case.
+// - Pixels of a thread: 8 if the grid then has 16 warps for every multiprocessor, or 8 warps and
+//   blocks of at least 16 rows; else 4 if with 8 it would have 4 warps; else 2. Twice as many, up
+//   to 8, while a block would have more than 384 threads.
+// - Channels of a block: the fewest with which its row (its channels of one pixel) is 64 bytes or
+//   more of whole sectors, and it has two or more warps, all of them full. Fewer if more would
+//   leave over 1/8 of the multiprocessors without a block (but at least one sector), or would take
+//   more than 384 threads where the row has 64 bytes already.
 //
 // The numbers were fitted on an H200, bfloat16, batch 1 to 256, images of 4x4 to 32x32 with 128 to
 // 512 channels: the tiling takes at most 3% longer than the fastest. To refit them, time all
@@ -56,10 +60,11 @@ inline std::optional<RegisterResidentTiling> register_resident_tiling(const Devi
                                                                       int64_t channels,
                                                                       int64_t group, int vector,
                                                                       int element) {
-  constexpr int64_t kGoodThreads = 384, kRowBytes = 64, kSector = 32;
+  constexpr int64_t kGoodThreads = 384;            // of a block
+  constexpr int64_t kRowBytes = 64, kSector = 32;  // bytes
   if (vector == 1 || group % kPair != 0 || pixels == 0) return std::nullopt;
   const int64_t unit = std::lcm<int64_t>(group, vector) / vector, all = channels / vector;
-  const int64_t warps = batch * all * pixels / 8 / 32;  // with 8 pixels a thread
+  const int64_t warps = batch * all * pixels / 8 / 32;  // of the grid, with 8 pixels a thread
   const bool eight = warps >= 16 * limits.sms || (warps >= 8 * limits.sms && pixels >= 16 * 8);
   const int64_t fewest = eight ? 8 : warps >= 4 * limits.sms ? 4 : 2;
   std::optional<RegisterResidentTiling> best;

@@ -1,6 +1,6 @@
 // GroupNorm forward in one launch: mean and inverse = 1 / sqrt(variance + eps) of each group,
 //   z = scale * (x - mean) * inverse + offset,
-// and y = act(z) where it is wanted. For images that other kernels do not take (dispatch.cu).
+// and y = act(z) where it is wanted. For calls that no other kernel takes (dispatch.cu).
 //
 // A block owns some channels of a sample, whole groups, and all pixels or a cluster's share of them
 // (smem_resident.h).
@@ -15,9 +15,10 @@
 // Shared memory: stage_bytes of staged chunks, [stage][step][thread] vectors of 16 bytes, then
 // StatisticsScratch.
 //
-// Synchronisation: staged copies need none beyond cp_async_wait; __syncthreads separates the levels
-// of the reduction. A cluster arrives twice in merge_groups and waits at the end, so that no block
-// leaves while others read its shared memory.
+// Synchronisation: a thread reads only its own staged copies, so cp_async_wait suffices.
+// __syncthreads separates the levels of the reduction. merge_groups arrives at the cluster's
+// barrier a second time when this block has read its peers; the kernel waits for it at the end, so
+// that no block leaves while others read its shared memory.
 #include "common/dispatch_dtype.cuh"
 #include "forward_smem_resident.cuh"
 #include "launch.h"
@@ -34,11 +35,6 @@ struct Forward {
   void* y;  // null: statistics only
   StatisticsOutputs to;
 };
-
-// Scratch bytes of a channel: its moments in each row of warps; once those of its group, and five
-// floats.
-constexpr KernelNeeds kNeeds{1, kSmemResidentThreads, sizeof(float4),
-                             sizeof(float4) + 5 * sizeof(float)};
 
 // Reduces a thread's pixels to the mean and m2 of each of its channels. Each chunk gets two passes
 // over shared memory, its mean and then its m2, and is merged with those before it.
@@ -232,10 +228,8 @@ __global__ void __launch_bounds__(kSmemResidentThreads, 2)
 template <class T>
 cudaError_t launch_forward(const NormInput& plan, const DeviceLimits& limits, int vector,
                            const ForwardOutputs& to, cudaStream_t stream) {
-  KernelNeeds needs = kNeeds;
-  needs.tensors = to.y ? 1 : 0;
   const SmemResidentTiling tiling =
-      smem_resident_tiling(limits, needs, plan.batch, plan.pixels, plan.x.total,
+      smem_resident_tiling(limits, to.y != nullptr, plan.batch, plan.pixels, plan.x.total,
                            plan.x.total / plan.groups, vector, sizeof(T));
   check(tiling, limits);
   const Forward f{tiling, tensor_parts(plan.x), plan.scale, plan.offset, plan.eps, to.silu,

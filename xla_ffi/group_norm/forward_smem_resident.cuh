@@ -1,9 +1,9 @@
 // The parts of forward_smem_resident.cu: a thread's vectors in global memory and their staged
 // copies in shared memory; the block's scratch memory; and the reduction of moments from rows of
-// the block to groups of the cluster.
+// warps to groups of the cluster.
 //
 // Moments (moments.cuh) are float4 {count, mean, m2, unused} here, because threads and blocks may
-// have different numbers of pixels; 16 bytes are one read of another block's shared memory.
+// have different numbers of pixels.
 #pragma once
 
 #include "forward_smem_resident_tiling.h"

@@ -1,22 +1,20 @@
-// Tiling of the smem_resident kernels, which normalise in one launch: a block reads its tile once,
-// keeps it in shared memory while the statistics are computed, and writes the result from there.
+// Tiling of forward_smem_resident.cu, which normalises in one launch: a block reads its tile once,
+// keeps it in shared memory while the statistics are computed, and writes y from there.
 //
-// A block owns `block_channels` neighbouring channels of one sample, whole groups, and all pixels;
-// or a share of the pixels, where the blocks of a cluster take one share each and combine their
-// statistics through distributed shared memory. Grid: (blocks of the cluster, channel_blocks,
-// batch).
+// A block owns neighbouring channels of one sample, whole groups, and all pixels. If these do not
+// fit, the blocks of a cluster take a share of the pixels each and combine their statistics through
+// distributed shared memory. Grid: (cluster_size, channel_blocks, batch).
 //
-// Within a block, 1 << lane_bits lanes of a warp, then `warp_columns` warps, lie side by side along
-// the channels, one vector each. The other lanes and warps take other pixels: the block reads
-// 1 << row_bits pixels at a time, one *step*. Steps are staged in shared memory in chunks of
-// `chunk_steps`, of which the last kChunkStages stay.
+// Within a block, 1 << lane_bits lanes of a warp lie side by side along the channels, one vector
+// each, and `warp_columns` such warps beside each other. The other lanes and warps take other
+// pixels: the block reads 1 << row_bits pixels at a time, one *step*. Steps are copied to shared
+// memory in chunks of `chunk_steps`. The last kChunkStages chunks stay there; earlier ones are
+// copied again for the epilogue.
 #pragma once
 
 #include <algorithm>
 #include <cstdint>
 #include <numeric>
-#include <stdexcept>
-#include <string>
 
 #include "tiling.h"
 
@@ -38,26 +36,25 @@ struct SmemResidentTiling {
   int64_t stage_bytes, scratch_bytes;  // shared memory of the staged chunks, and of everything else
 };
 
-// The requirements of a kernel for its tiling.
-struct KernelNeeds {
-  int tensors;      // tensors that stay in shared memory for the epilogue: 0, 1 or 2
-  int max_threads;  // threads of a block, unless one pixel's channels already take more
-  int64_t row_scratch, scratch;  // scratch bytes of a channel: for each row of warps, and once
-};
+// Scratch bytes of the kernel for each channel (StatisticsScratch): its moments for each row of
+// warps; once, those of its group and five floats.
+constexpr int64_t kMomentsBytes = 16, kChannelBytes = 16 + 5 * 4;
 
-// Threads of a block at most: the kernels' launch bounds.
-constexpr int kSmemResidentThreads = 512;
+constexpr int kSmemResidentThreads = 512;  // of a block, at most: the kernel's launch bounds
 
 // Shared memory that a block aims at, in bytes: two blocks then fit the 227 KiB of a Hopper
 // multiprocessor.
 constexpr int64_t kBlockSmemBytes = 100 * 1024;
 
-// Channels of a block, a multiple of lcm(group, vector).
+// Channels of a block, a multiple of lcm(group, vector). `lanes(own)`, `cluster_size(own)`: lanes
+// side by side and blocks of a cluster for blocks of `own` channels.
 //
-// Global memory is read in sectors of 32 bytes, so more neighbouring channels per block are better:
-// rows of 32 bytes are worth a cluster, rows of 64 bytes a larger cluster, and rows of a whole line
-// (128 bytes) are taken if they cost nothing. More channels must not leave multiprocessors or lanes
-// idle.
+// Global memory is read in sectors of 32 bytes, so wider rows (a block's channels of one pixel) are
+// better. A row of less than 32 bytes is widened even if this takes a larger cluster, one of less
+// than 64 bytes only if it takes a cluster already, and a wider one, up to a whole line (128
+// bytes), only if the cluster stays as large. A wider row must not leave more lanes idle, and there
+// must remain blocks for 7/8 of the multiprocessors, or two for each where the row has 64 bytes
+// already.
 template <class Lanes, class ClusterSize>
 int64_t choose_block_channels(const DeviceLimits& limits, int64_t batch, int64_t channels,
                               int64_t unit, int element, const Lanes& lanes,
@@ -78,34 +75,36 @@ int64_t choose_block_channels(const DeviceLimits& limits, int64_t batch, int64_t
   return own;
 }
 
-// log2 of the rows of warps of a block: two to eight steps per thread, if that takes at most half
-// of the warps, because few steps are reduced soonest.
-inline int choose_warp_row_bits(const SmemResidentTiling& tiling, const KernelNeeds& needs,
-                                int warp_pixel_bits) {
+// log2 of the rows of warps of a block. A thread takes at least two steps. At most half of the
+// warps that a block may have are used while this takes a thread no more than eight steps, because
+// fewer rows are reduced sooner; all of them beyond that.
+inline int choose_warp_row_bits(const SmemResidentTiling& tiling, int warp_pixel_bits) {
   const int64_t rows =
       ceil_div(tiling.block_pixels, int64_t{1} << warp_pixel_bits);  // for one step a thread
-  const int64_t half = std::max(needs.max_threads / 64 / tiling.warp_columns, 1);
+  const int64_t half = std::max(kSmemResidentThreads / 64 / tiling.warp_columns, 1);
   int bits = ceil_log2(rows <= 8 * half ? std::min(ceil_div(rows, 2), half) : 2 * half);
-  while (bits > 0 && (32 * tiling.warp_columns << bits) > needs.max_threads) --bits;
+  while (bits > 0 && (32 * tiling.warp_columns << bits) > kSmemResidentThreads) --bits;
   return bits;
 }
 
 // The tiling for `vector` channels per load and `element` bytes per channel. `group`: channels of a
-// group. The numbers in the rules (7/8 of the multiprocessors, 2 of them, 512 pixels) were fitted
-// on an H200; to refit them, change one and compare `python -m jaxunet.benchmark.kernels` on the
-// cases of group_norm.
-inline SmemResidentTiling smem_resident_tiling(const DeviceLimits& limits, const KernelNeeds& needs,
+// group. `writes_y`: x stays in shared memory for the epilogue; otherwise only statistics are
+// wanted.
+//
+// The numbers in the rules were fitted on an H200; to refit them, change one and compare `python -m
+// jaxunet.benchmark.kernels` on the cases of group_norm.
+inline SmemResidentTiling smem_resident_tiling(const DeviceLimits& limits, bool writes_y,
                                                int64_t batch, int64_t pixels, int64_t channels,
                                                int64_t group, int vector, int element) {
   const auto lanes = [&](int64_t own) { return int64_t{1} << ceil_log2(own / vector); };
   const auto cluster_size = [&](int64_t own) {
-    const int64_t bytes = lanes(own) * vector * element * pixels * needs.tensors;
+    const int64_t bytes = writes_y ? lanes(own) * vector * element * pixels : 0;
     return int64_t{1} << ceil_log2(ceil_div(bytes, kBlockSmemBytes));
   };
   const int64_t unit = std::lcm<int64_t>(group, vector);
   const int64_t own =
       choose_block_channels(limits, batch, channels, unit, element, lanes, cluster_size);
-  // Few samples: larger clusters, while a block keeps 512 pixels and every block still gets its own
+  // Few samples: larger clusters, while a block keeps 256 pixels and every block still gets its own
   // multiprocessor.
   int64_t cluster = std::min<int64_t>(cluster_size(own), limits.max_cluster);
   while (cluster < limits.max_cluster && pixels / cluster >= 512 &&
@@ -125,15 +124,14 @@ inline SmemResidentTiling smem_resident_tiling(const DeviceLimits& limits, const
   tiling.block_pixels = static_cast<int>(ceil_div(pixels, cluster));
   tiling.channel_blocks = static_cast<int>(ceil_div(channels, own));
   const int warp_pixel_bits = 5 - tiling.lane_bits,
-            warp_row_bits = choose_warp_row_bits(tiling, needs, warp_pixel_bits);
+            warp_row_bits = choose_warp_row_bits(tiling, warp_pixel_bits);
   tiling.row_bits = warp_row_bits + warp_pixel_bits;
   tiling.threads = 32 * tiling.warp_columns << warp_row_bits;
-  tiling.scratch_bytes = ((needs.row_scratch << warp_row_bits) + needs.scratch) * own;
-  // One chunk if there are few steps, else kChunkStages of them, reduced as they arrive; more where
-  // they do not fit.
+  tiling.scratch_bytes = ((kMomentsBytes << warp_row_bits) + kChannelBytes) * own;
+  // Few steps make one chunk; more make kChunkStages chunks, each reduced while later ones arrive.
+  // Where these do not fit shared memory, there are more chunks of as many steps as do.
   const int64_t steps = ceil_div(tiling.block_pixels, int64_t{1} << tiling.row_bits);
-  const int64_t step_bytes =
-      static_cast<int64_t>(tiling.threads) * vector * element * std::max(needs.tensors, 1);
+  const int64_t step_bytes = static_cast<int64_t>(tiling.threads) * vector * element;
   const int64_t stage_steps =
       std::max<int64_t>(std::min(kBlockSmemBytes, limits.smem_bytes - tiling.scratch_bytes) /
                             step_bytes / kChunkStages,
@@ -145,16 +143,10 @@ inline SmemResidentTiling smem_resident_tiling(const DeviceLimits& limits, const
   return tiling;
 }
 
-// Throws std::runtime_error where a block cannot hold one group: thousands of channels, more than
-// any layer normalises together.
+// Throws std::runtime_error if a block cannot hold one group (check_block).
 inline void check(const SmemResidentTiling& tiling, const DeviceLimits& limits) {
-  const int64_t bytes = tiling.stage_bytes + tiling.scratch_bytes;
-  if (tiling.threads <= kSmemResidentThreads && bytes <= limits.smem_bytes) return;
-  throw std::runtime_error(
-      "groups of " + std::to_string(tiling.group) + " channels need " +
-      std::to_string(tiling.threads) + " threads and " + std::to_string(bytes) +
-      " bytes of shared memory a block, found " + std::to_string(kSmemResidentThreads) + " and " +
-      std::to_string(limits.smem_bytes) + "; use more groups, or backend=pallas or xla");
+  check_block(limits, tiling.group, tiling.threads, kSmemResidentThreads,
+              tiling.stage_bytes + tiling.scratch_bytes);
 }
 
 }  // namespace jaxunet

@@ -1,9 +1,9 @@
 // GroupNorm forward of large images in two launches: statistics.cu, then group_norm_finish, which
 // reads x once more and writes y = act(z). The formula is that of forward_smem_resident.cu.
 //
-// Grid of group_norm_finish: (ranks, channel blocks, batch), no clusters (streaming.h). It walks
-// the samples and the pixels backwards, because the end of x is still in the L2 cache. Its shared
-// memory: the pipeline alone; it needs no barriers.
+// Grid of group_norm_finish: (ranks, channel blocks, batch), no clusters (streaming_tiling.h). It
+// walks the samples and the pixels backwards, because the end of x is still in the L2 cache. Its
+// shared memory: the pipeline alone; it needs no barriers.
 #include "common/dispatch_dtype.cuh"
 #include "launch.h"
 #include "streaming.cuh"
@@ -11,8 +11,8 @@
 namespace jaxunet::cuda {
 namespace {
 
-// Steps in flight, 4 KiB a block each. To refit it, time the kernel with half and with twice as
-// many.
+// Steps in flight for each block, 4 KiB each: a vector of each thread. To refit it, time the kernel
+// with half and with twice as many.
 constexpr int kFinishStages = 4;
 
 struct Finish {

@@ -1,5 +1,5 @@
-// Shared by both implementations of the backward pass: their operands, the derivative of the
-// activation, and the reduction of the gradients of scale and offset over the batch.
+// Shared by the backward kernels (backward_*.cu, parameter_gradients.cu): their operands, the
+// derivative of SiLU, and the reduction of the gradients of scale and offset over the batch.
 #pragma once
 
 #include <type_traits>
@@ -9,13 +9,9 @@
 
 namespace jaxunet::cuda {
 
-// dz = dy * act'(z), and act(z) itself.
+// Returns dz = dy * act'(z) of act = SiLU, and writes act(z).
 template <class T>
-__device__ float activation_gradient(float dy, float z, bool silu, float* active) {
-  if (!silu) {
-    *active = z;
-    return dy;
-  }
+__device__ float silu_gradient(float dy, float z, float* active) {
   const float s = sigmoid<T>(z);
   *active = z * s;
   return dy * (s + *active * (1.0f - s));

@@ -1,5 +1,5 @@
-// The implementations that dispatch.cu chooses between. `vector`: channels of a load, 16 bytes
-// of them or one.
+// The implementations that dispatch.cu chooses between, and what they write. `vector`: channels of
+// a load, 16 bytes of them or one.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -38,28 +38,27 @@ struct ForwardOutputs {
   void* y;
 };
 
-// One launch, for vectors of 16 bytes and groups of an even number of channels.
+// forward_register_resident.cu: one launch, for vectors of 16 bytes and groups of an even number of
+// channels.
 cudaError_t register_resident_forward(const NormInput& plan, const RegisterResidentTiling& tiling,
                                       const ForwardOutputs& to, cudaStream_t stream);
-// One launch, which writes no y.
+// statistics.cu: one launch, which writes no y.
 cudaError_t statistics(const NormInput& plan, const StatisticsTiling& tiling, int vector,
                        const StatisticsOutputs& to, cudaStream_t stream);
-// One launch; throws std::runtime_error where a block cannot hold one group.
+// forward_smem_resident.cu: one launch. Throws std::runtime_error if a block cannot hold one group.
 cudaError_t smem_resident_forward(const NormInput& plan, const DeviceLimits& limits, int vector,
                                   const ForwardOutputs& to, cudaStream_t stream);
-// All gradients but those of scale and offset, in one launch.
+// backward_smem_resident.cu: all gradients but those of scale and offset, in one launch.
 cudaError_t smem_resident_gradient(const NormGradient& plan, const BackwardTiling& tiling,
                                    int vector, cudaStream_t stream);
-
-// Two launches: statistics(), then y.
+// forward_streaming.cu: two launches, statistics() and then y.
 cudaError_t streaming_forward(const NormInput& plan, const StatisticsTiling& first,
                               const StreamingTiling& second, int vector, const ForwardOutputs& to,
                               cudaStream_t stream);
-// All gradients, those of scale and offset included, in two launches.
+// backward_streaming.cu: all gradients, those of scale and offset included, in two launches.
 cudaError_t streaming_gradient(const NormGradient& plan, const StreamingTiling& tiling,
                                const DeviceLimits& limits, int vector, cudaStream_t stream);
-
-// dscale and doffset from plan.sums, where the plan asks for them.
+// parameter_gradients.cu: dscale and doffset from plan.sums, if the plan asks for them.
 cudaError_t launch_parameter_gradients(const NormGradient& plan, cudaStream_t stream);
 
 }  // namespace jaxunet::cuda

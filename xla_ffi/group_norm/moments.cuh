@@ -1,13 +1,15 @@
-// Reduction of statistics from registers, in one level of shared memory (block_reduction.h).
+// Reduction to statistics by blocks of threads that hold their numbers in registers
+// (block_reduction.h), and what the other forward kernel takes from it.
 //
 // A set of numbers is described by its *moments*: count, mean, and m2, the sum of squared
 // differences from the mean. The moments of a union are the weighted mean, and the sum of all m2
 // plus the squared distances of the means, weighted by their counts (Chan, Golub & LeVeque 1979):
-// no large numbers are subtracted. Counts follow from the tiling, so that float2 {mean, m2} are
+// no large numbers are subtracted. Counts follow from the tiling, so only float2 {mean, m2} are
 // kept.
 //
-// The levels: accumulators of a thread -> pieces of its vector -> [row][piece] entries in shared
-// memory -> groups of the block, each merged by a team of lanes.
+// The levels: accumulators of a thread -> pieces of its vector (merge_neighbours) -> entries [row]
+// [piece] in shared memory (write_entries) -> groups of the block, each by a team of lanes
+// (merge_group).
 #pragma once
 
 #include "block_reduction.h"
@@ -16,10 +18,11 @@
 
 namespace jaxunet::cuda {
 
-// Pixels of the rows of a block: each row has every stride-th pixel, from its own on.
+// Counts the pixels of a block's rows. The rows of all blocks that share an image take its pixels
+// in turns: row r of the image has pixels r, r + stride, ...; stride is the number of these rows.
 struct RowPixels {
   int each, rest;  // pixels / stride, pixels % stride
-  int first;       // pixel of the block's row 0
+  int first;       // the image's row that is row 0 of the block
 
   __device__ int of(int row) const { return each + (first + row < rest ? 1 : 0); }
   __device__ int of_block(int rows) const { return each * rows + max(min(rest - first, rows), 0); }
@@ -53,8 +56,8 @@ __device__ void merge_neighbours(int piece_bits, float count, float (&mean)[A], 
   }
 }
 
-// Writes the moments of a thread's pieces to their entries. `mean`, `m2`: of accumulators of kWidth
-// neighbouring channels and `count` numbers each; overwritten.
+// Writes the moments of a thread's pieces to their entries. `mean`, `m2`: of the thread's
+// accumulators, of kWidth neighbouring channels and `count` numbers each; overwritten.
 template <int kWidth, int A>
 __device__ void write_entries(const BlockReduction& block, const BlockThread& thread, float count,
                               float (&mean)[A], float (&m2)[A], float2* entries) {
@@ -88,8 +91,8 @@ struct Team {
   }
 };
 
-// Returns mean and m2 of a group of the block, to all lanes of its team; zeros to a team without
-// one (`group` beyond the block's). All lanes of a warp call it. `total`: numbers of the group.
+// Returns mean and m2 of a group of the block to all lanes of its team; zeros if the block has no
+// such group. All lanes of a warp call it. `total`: numbers of the group in this block.
 __device__ inline float2 merge_group(const BlockReduction& block, const Team& team,
                                      const RowPixels& pixels, int group, float total,
                                      const float2* entries) {
@@ -124,11 +127,10 @@ __device__ inline void cp_async_4(float* to, const float* from) {
                : "memory");
 }
 
-// The channels' operands in shared memory, copied while the pixels are on their way. `pivot`: the
-// first number of each group, subtracted from all of them where kUsesPivot.
+// The channels' operands in shared memory, copied while the pixels are on their way.
 struct ChannelOperands {
   float *scale, *offset;  // [channels]; multiples of 16 bytes
-  float* pivot;           // [groups]
+  float* pivot;           // [groups]: the first number of each group, where kUsesPivot
 
   __device__ ChannelOperands(const BlockReduction& block, int channels, char* memory) {
     scale = reinterpret_cast<float*>(memory);

@@ -1,5 +1,5 @@
-// Vectors of channels that stay in registers for long, as 32-bit words. (nvcc 13.0 keeps arrays of
-// Vector<__nv_bfloat16> with a register a channel, and spills them.)
+// Packed: vectors of channels that stay in registers for long, as 32-bit words. nvcc 13.0 keeps
+// arrays of Vector<__nv_bfloat16> (vector.cuh) with a register per channel, and spills them.
 #pragma once
 
 #include <type_traits>
@@ -21,7 +21,7 @@ struct Packed {
     words[2] = four.z;
     words[3] = four.w;
   }
-  // (nvcc 13.0 splits a plain store of 16 bytes where registers are few.)
+  // By asm, as nvcc 13.0 splits a plain store of 16 bytes where registers are few.
   __device__ void store(T* to) const {
     asm volatile("st.global.v4.b32 [%0], {%1, %2, %3, %4};" ::"l"(to), "r"(words[0]), "r"(words[1]),
                  "r"(words[2]), "r"(words[3])

@@ -1,19 +1,20 @@
 // Statistics of a GroupNorm in one launch: mean and inverse = 1 / sqrt(variance + eps) of each
-// group, and the channels' map z = a * x + b where it is wanted (statistics.h).
+// group, and where it is wanted the channels' map z = a * x + b. Blocks: statistics_tiling.h.
 //
-// - Mainloop: each thread loads two batches of kBatch vectors in turns, straight to registers, and
-//   sums x - first and (x - first)^2 of the batch that has arrived.
-// - Reduction: pieces in shared memory; each group is merged by a team of lanes (moments.cuh). The
-//   blocks of a cluster but the first send theirs to the first one and end; its teams merge them
-//   and write.
+// - Mainloop: each thread loads batches of kBatch vectors straight to registers, the next batch
+//   while it sums x - first and (x - first)^2 of the one before (ThreadSums).
+// - Reduction: the moments of a thread's pieces go to shared memory, where a team of lanes merges
+//   those of each group (moments.cuh). The blocks of a cluster send their groups' moments to block
+//   0, whose teams merge them. The teams write the results.
 //
-// Synchronisation: one __syncthreads before the teams read the pieces. One phase of the cluster's
-// barrier shows that the first block runs and has initialised an mbarrier, so that the others may
-// write to its shared memory; the mbarrier completes when the moments of all blocks have arrived.
-// The other blocks may end before that: only the first one's shared memory is written.
+// Synchronisation: one __syncthreads before the teams read the pieces. In a cluster, each block
+// arrives at the cluster's barrier when it starts, and waits at it before it sends: then block 0
+// has initialised its mbarrier and may be written to. The mbarrier completes when the moments of
+// all blocks have arrived. The other blocks may end earlier, as nobody accesses their shared
+// memory.
 //
-// Shared memory: entry_bytes of float2 [row][piece]; the channels' operands; from slots_at on,
-// float2 [rank][group].
+// Shared memory: float2 entries [row][piece], entry_bytes; ChannelOperands; at slots_at, float2
+// [block of the cluster][group].
 #include "common/dispatch_dtype.cuh"
 #include "common/mbarrier.cuh"
 #include "launch.h"
@@ -32,8 +33,8 @@ struct Statistics {
   StatisticsOutputs to;
 };
 
-// Vectors of a batch: with two batches, 4 to 8 loads of 16 bytes a thread are in flight. To refit
-// it, time half and twice as many.
+// Vectors of a batch: with two batches, 4 to 8 loads of 16 bytes are in flight for each thread. To
+// refit it, time half and twice as many.
 constexpr int kBatch = 4;
 
 // A thread's vectors in global memory.
@@ -54,9 +55,10 @@ struct VectorReader {
   }
 };
 
-// Sums of x - first and (x - first)^2 of a thread's numbers, in A accumulators of kWidth channels,
-// where first is the accumulator's first number. Its squared distance from the mean is at most m2,
-// because it is one of the numbers, so the difference of squares loses few bits.
+// Sums of x - first and (x - first)^2 of a thread's numbers, in A accumulators of kWidth channels;
+// `first` is the first number of each. finish() subtracts count * (mean - first)^2 from the sum of
+// squares to get m2. This loses few bits, because `first` is one of the numbers: its squared
+// distance from the mean is no more than m2, and as a rule about m2 / count.
 template <class T, int V, int kWidth>
 struct ThreadSums {
   static constexpr int A = V / kWidth;
@@ -72,8 +74,9 @@ struct ThreadSums {
 #pragma unroll
     for (int j = 0; j < V; j += kWidth) first[j / kWidth] = centred(value[j], j);
   }
-  // Adds the first `count` vectors of a batch, summed by themselves first: a long sum would round
-  // most squares of 16-bit numbers down, because those of odd numbers all end in 001.
+  // Adds the first `count` vectors of a batch. They are summed by themselves first: a long running
+  // sum would round more squares of 16-bit numbers down than up, because the squares of odd
+  // integers all end in the bits 001.
   __device__ void add(const Packed<T, V> (&x)[kBatch], int count) {
     float batch_sum[A] = {}, batch_squares[A] = {};
 #pragma unroll
@@ -94,7 +97,7 @@ struct ThreadSums {
       squares[j] += batch_squares[j];
     }
   }
-  // Turns the sums of `count` numbers each to means and m2.
+  // Turns the sums of `count` numbers each to their mean, in `first`, and m2, in `squares`.
   __device__ void finish(float count) {
     const float share = count > 0 ? 1.0f / count : 0.0f;
 #pragma unroll
@@ -106,12 +109,12 @@ struct ThreadSums {
   }
 };
 
-// Where the first block of a cluster gets the moments of all of them: [rank][group].
+// Where block 0 of a cluster receives the moments of all blocks.
 struct Mailbox {
   Barrier* full;  // completes when all moments have arrived
-  float2* slots;
+  float2* slots;  // [block of the cluster][group]
 
-  // The first block's thread 0 expects `bytes`; all threads of the cluster call it, and wait_open
+  // Prepares the receiver for `bytes` of moments. All threads of the cluster call it, and wait_open
   // before they send.
   __device__ void open(bool receiver, int bytes) const {
 #if __CUDA_ARCH__ >= 900
@@ -160,7 +163,7 @@ struct Mailbox {
   }
 };
 
-// Merges the moments of a group from the blocks of the cluster; all lanes of a warp call it.
+// Returns mean and m2 of a group from those of the cluster's blocks. All lanes of a warp call it.
 __device__ inline float2 merge_ranks(const StatisticsTiling& tiling, const Team& team, int group,
                                      float total, const float2* sent) {
   const BlockReduction& block = tiling.block;
@@ -174,8 +177,8 @@ __device__ inline float2 merge_ranks(const StatisticsTiling& tiling, const Team&
   return make_float2(mean, team.sum(part.y + count * away * away));
 }
 
-// Writes the statistics of a lane's channels of a group. `first`: the block's first channel; `all`:
-// mean less the pivot, and m2, of the group's `total` numbers.
+// Writes the statistics of a group's channels, which the team's lanes divide. `first`: the block's
+// first channel. `all`: mean less the pivot, and m2, of the group's `total` numbers.
 template <class T>
 __device__ void write_statistics(const Statistics& f, const Team& team,
                                  const ChannelOperands& operands, int group, int first,
@@ -196,6 +199,43 @@ __device__ void write_statistics(const Statistics& f, const Team& team,
   }
 }
 
+// Merges the entries of the block's groups, and in a cluster those of all blocks; block 0 writes
+// the statistics. `rank`: of the block in its cluster; `first`: its first channel.
+template <class T>
+__device__ void merge_and_write(const Statistics& f, const RowPixels& pixels, int rank, int first,
+                                int64_t sample, const float2* entries,
+                                const ChannelOperands& operands, const Mailbox& mailbox) {
+  const StatisticsTiling& tiling = f.tiling;
+  const BlockReduction& block = tiling.block;
+  const Team team(block);
+  const auto size = static_cast<float>(block.group),
+             total = size * static_cast<float>(tiling.pixels),
+             here = size * static_cast<float>(pixels.of_block(block.rows));
+  if (tiling.ranks > 1) mailbox.wait_open();
+#pragma unroll 1
+  for (int start = 0; start < block.groups; start += team.teams) {
+    const int group = start + team.index;
+    const float2 all = merge_group(block, team, pixels, group, here, entries);
+    if (group >= block.groups) continue;
+    if (tiling.ranks == 1) {
+      write_statistics<T>(f, team, operands, group, first, sample, all, total);
+    } else if (team.member == 0) {
+      mailbox.send(rank * block.groups + group, all);
+    }
+  }
+  if (tiling.ranks == 1 || rank != 0) return;
+  mailbox.wait_full();
+#pragma unroll 1
+  for (int start = 0; start < block.groups; start += team.teams) {
+    const int group = start + team.index;
+    const float2 all = merge_ranks(tiling, team, group, total, mailbox.slots);
+    if (group < block.groups)
+      write_statistics<T>(f, team, operands, group, first, sample, all, total);
+  }
+}
+
+// kWidth: channels of an accumulator, kPair or 1. A multiprocessor holds two blocks, but one where
+// a vector of several channels takes as many accumulators (odd groups).
 template <class T, int V, int kWidth>
 __global__ void __launch_bounds__(kStatisticsThreads, kWidth == V || kWidth > 1 ? 2 : 1)
     group_norm_statistics(const __grid_constant__ Statistics f) {
@@ -243,31 +283,7 @@ __global__ void __launch_bounds__(kStatisticsThreads, kWidth == V || kWidth > 1 
   write_entries<kWidth>(block, thread, count, sums.first, sums.squares, entries);
   cp_async_wait<0>();
   __syncthreads();
-  const Team team(block);
-  const auto size = static_cast<float>(block.group),
-             total = size * static_cast<float>(tiling.pixels),
-             here = size * static_cast<float>(pixels.of_block(block.rows));
-  if (tiling.ranks > 1) mailbox.wait_open();
-#pragma unroll 1
-  for (int start = 0; start < block.groups; start += team.teams) {
-    const int group = start + team.index;
-    const float2 all = merge_group(block, team, pixels, group, here, entries);
-    if (group >= block.groups) continue;
-    if (tiling.ranks == 1) {
-      write_statistics<T>(f, team, operands, group, first, sample, all, total);
-    } else if (team.member == 0) {
-      mailbox.send(rank * block.groups + group, all);
-    }
-  }
-  if (tiling.ranks == 1 || rank != 0) return;
-  mailbox.wait_full();
-#pragma unroll 1
-  for (int start = 0; start < block.groups; start += team.teams) {
-    const int group = start + team.index;
-    const float2 all = merge_ranks(tiling, team, group, total, mailbox.slots);
-    if (group < block.groups)
-      write_statistics<T>(f, team, operands, group, first, sample, all, total);
-  }
+  merge_and_write<T>(f, pixels, rank, first, sample, entries, operands, mailbox);
 }
 
 template <class T>

@@ -1,6 +1,6 @@
-// Tiling of the statistics kernel, which reduces x to the statistics of its groups in one read: a
-// cluster of `ranks` blocks owns some channels of a sample, whole groups, if possible all, and its
-// blocks take rows of pixels in turns. Grid: (ranks, channel_blocks, batch).
+// Tiling of statistics.cu, which reduces x to the statistics of its groups in one read: a cluster
+// of `ranks` blocks owns some channels of a sample, whole groups and all channels if possible, and
+// its blocks take rows of pixels in turns. Grid: (ranks, channel_blocks, batch).
 #pragma once
 
 #include <optional>
@@ -17,10 +17,12 @@ struct StatisticsTiling {
   int channel_blocks;    // clusters side by side along the channels
   int each, rest;        // pixels of a row of threads; rows that have one more
   BlockReduction block;
-  // Shared memory of the block's entries, where the moments of the cluster's blocks start, and all.
-  int64_t entry_bytes, slots_at, smem_bytes;
+  int64_t entry_bytes;  // shared memory of the block's entries
+  int64_t slots_at;     // bytes at which the moments of the cluster's blocks start
+  int64_t smem_bytes;   // shared memory of the block
 };
 
+// The tiling of given blocks.
 inline StatisticsTiling statistics_tiling_of(int64_t vectors, int64_t threads, int64_t ranks,
                                              int64_t pixels, int64_t channels, int64_t group,
                                              int vector) {
@@ -39,10 +41,8 @@ inline StatisticsTiling statistics_tiling_of(int64_t vectors, int64_t threads, i
   return to;
 }
 
-// Predicts the time of a tiling, in steps: the time in which a multiprocessor's 512 threads read 16
-// bytes each; more threads read no faster. Rows of less than two sectors of memory are read more
-// slowly. To that comes time for each thread to start, for each row of a block to be merged, and
-// for the blocks of a cluster to find each other. `width`: bytes of a vector.
+// Predicts the time of a tiling, in steps. A step is the time in which a multiprocessor's 512
+// threads read a vector each. The busiest multiprocessor decides. `width`: bytes of a vector.
 //
 // The numbers were fitted on an H200, bfloat16, batch 8 to 256, images of 32x32 and 64x64 with 64
 // to 384 channels: the tiling of least time takes 1% longer than the fastest on average, 3% at most
@@ -50,10 +50,12 @@ inline StatisticsTiling statistics_tiling_of(int64_t vectors, int64_t threads, i
 // tests/gpu/harness/gnfwd).
 inline double statistics_time(const StatisticsTiling& tiling, int64_t batch, int64_t sms,
                               int64_t width) {
-  constexpr double kFullThreads = 512, kNarrow = 1.5, kThread = 24 / 512.0, kRow = 1 / 32.0;
-  constexpr double kTwoBlocks = 12, kMoreBlocks = 16;  // clusters
+  constexpr double kFullThreads = 512;    // threads; more read no faster
+  constexpr double kNarrow = 1.5;         // slowdown of rows of less than 64 bytes, two sectors
+  constexpr double kThread = 24 / 512.0;  // steps to start a thread
+  constexpr double kRow = 1 / 32.0;       // steps to merge a row of a block
+  constexpr double kTwoBlocks = 12, kMoreBlocks = 16;  // steps for the blocks of a cluster to meet
   const BlockReduction& block = tiling.block;
-  // On the busiest multiprocessor:
   const auto blocks =
       static_cast<double>(ceil_div(batch * tiling.channel_blocks * tiling.ranks, sms));
   const double threads = blocks * threads_of(block);
@@ -66,22 +68,22 @@ inline double statistics_time(const StatisticsTiling& tiling, int64_t batch, int
                               : kMoreBlocks);
 }
 
-// The tiling; nothing on devices without clusters, for images without pixels, where a pixel has
-// more vectors than a block has threads, or where the grid's z could not hold the batch.
+// The tiling of least predicted time; nothing on devices without clusters, for images without
+// pixels, where a pixel has more vectors than a block has threads, or where the grid's z could not
+// hold the batch.
 inline std::optional<StatisticsTiling> statistics_tiling(const DeviceLimits& limits, int64_t batch,
                                                          int64_t pixels, int64_t channels,
                                                          int64_t group, int vector, int element) {
-  constexpr int kCluster = 8;          // the largest that every device with clusters has
-  constexpr int64_t kMaxGrid = 65535;  // of z
-  constexpr int64_t kSector = 32;      // bytes of memory that are read together
-  if (limits.max_cluster < kCluster || batch > kMaxGrid || pixels == 0) return std::nullopt;
+  constexpr int64_t kSector = 32;  // bytes of memory that are read together
+  if (limits.max_cluster < kPortableCluster || batch > kMaxGridZ || pixels == 0)
+    return std::nullopt;
   const int64_t unit = std::lcm<int64_t>(group, vector) / vector, width = vector * element;
   std::optional<StatisticsTiling> best;
   double least = 0;
   for (int64_t own = channels / vector;; own /= 2) {
     for (int64_t threads = std::max<int64_t>(128, own); threads <= kStatisticsThreads;
          threads *= 2) {
-      for (int64_t ranks = 1; ranks <= kCluster; ranks *= 2) {
+      for (int64_t ranks = 1; ranks <= kPortableCluster; ranks *= 2) {
         const StatisticsTiling next =
             statistics_tiling_of(own, threads, ranks, pixels, channels, group, vector);
         const double time = statistics_time(next, batch, limits.sms, width);

@@ -1,5 +1,6 @@
-// The access of a streaming block's threads (streaming.h) to their vectors: in global memory, one
-// step after the other, by way of a few stages in shared memory.
+// A streaming block's threads (streaming_tiling.h): which pixels they take, their vectors in global
+// memory, the pipeline of a few stages in shared memory through which they read them, and the
+// channels' normalisation.
 #pragma once
 
 #include "streaming_tiling.h"

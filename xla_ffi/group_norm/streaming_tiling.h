@@ -1,7 +1,9 @@
-// Tiling of the streaming kernels, which normalise large images in two launches that read x once
-// each. The first reduces to statistics (or, backward, to sums); the second computes the result.
-// Both load, compute and store at the same time and keep only the next few steps in shared memory.
-// The second one walks backwards, so it starts with the data that the first left in the L2 cache.
+// Tiling of the streaming kernels (forward_streaming.cu, backward_streaming.cu), which normalise
+// large images in two launches that read x once each. The first launch reduces to statistics
+// (forward: statistics.cu, with a tiling of its own) or sums (backward), the second computes the
+// result. Both load, compute and store at the same time and keep only the next few steps in shared
+// memory. The second one walks backwards, so it starts with the data that the first left in the L2
+// cache.
 //
 // A block takes `vectors` vectors of each of its pixels, if possible all channels, so that it reads
 // whole lines of memory. Its threads lie along the channels of a pixel, then along the next pixel;
@@ -22,10 +24,10 @@ constexpr int kStreamingThreads = 256;  // of a block
 // Concurrent blocks of a multiprocessor, for which the kernels keep their registers few enough.
 constexpr int kStreamingBlocks = 3;
 
-// Elements of a sample from which on two streaming launches are faster than one smem_resident
-// launch, whose blocks load, then compute, then store, all in step. Below it the second launch
-// costs more than streaming saves. Fitted on an H200 at batch 32 in 16 bits; to refit it, time both
-// on the cases of group_norm with this number at 0 and at its maximum.
+// Elements of a sample (pixels x channels) from which on two streaming launches are faster than one
+// smem_resident launch, whose blocks load, then compute, then store, without overlap. Below it the
+// second launch costs more than streaming saves. Fitted on an H200 at batch 32 in 16 bits; to refit
+// it, time both on the cases of group_norm with this number at 0 and at its maximum.
 constexpr int64_t kStreamingMinElements = 192 * 1024;
 
 struct StreamingTiling {
@@ -38,16 +40,15 @@ struct StreamingTiling {
   int piece_bits;        // log2 of the channels of a piece (tiling.h)
 };
 
-// The first launch's tiling; nothing where the smem_resident kernels should be taken instead: on
-// devices without clusters, whose blocks could not combine their sums; where samples have less than
-// `min_elements` elements or there are too few blocks for the device; where a pixel has more
-// vectors than a block has threads; where the grid's z could not hold one sample more.
+// The first launch's tiling. Nothing where the smem_resident kernels should run instead:
+// - on devices without clusters, whose blocks could not combine their sums;
+// - for samples of less than `min_elements` elements, or too few blocks for the device;
+// - where a pixel has more vectors than a block has threads;
+// - where the grid's z could not hold the batch and one layer more (backward_streaming.cu).
 inline std::optional<StreamingTiling> streaming_tiling(const DeviceLimits& limits,
                                                        int64_t min_elements, int64_t batch,
                                                        int64_t pixels, int64_t channels,
                                                        int64_t group, int vector, int element) {
-  constexpr int kCluster = 8;          // the largest that every device with clusters has
-  constexpr int64_t kMaxGrid = 65535;  // of z
   const int64_t unit = std::lcm<int64_t>(group, vector);
   int64_t own = channels;  // of a block
   const auto too_few_blocks = [&](int64_t sms) {
@@ -55,8 +56,9 @@ inline std::optional<StreamingTiling> streaming_tiling(const DeviceLimits& limit
   };
   // Rows of 128 bytes, a line of memory, are read as fast as longer ones.
   while (too_few_blocks(limits.sms) && own % (2 * unit) == 0 && own / 2 * element >= 128) own /= 2;
-  if (limits.max_cluster < kCluster || pixels * channels < min_elements ||
-      too_few_blocks(limits.sms * 3 / 4) || own / vector > kStreamingThreads || batch >= kMaxGrid) {
+  if (limits.max_cluster < kPortableCluster || pixels * channels < min_elements ||
+      too_few_blocks(limits.sms * 3 / 4) || own / vector > kStreamingThreads ||
+      batch >= kMaxGridZ) {
     return std::nullopt;
   }
   StreamingTiling tiling{};
@@ -72,12 +74,14 @@ inline std::optional<StreamingTiling> streaming_tiling(const DeviceLimits& limit
 }
 
 // The second launch's tiling, for a grid of `layers` in z. Its blocks form no clusters, so any
-// number of them may share a sample: the one whose waves of concurrent blocks finish first.
+// number of them may share a sample: the number with which the last wave of concurrent blocks ends
+// first.
 inline StreamingTiling second_pass_tiling(StreamingTiling tiling, const DeviceLimits& limits,
                                           int64_t layers) {
   constexpr int kMaxRanks = 128;
-  constexpr int64_t kPrologueSteps =
-      3;  // a block's prologue takes about as long as three steps of its mainloop
+  // A block's prologue takes about as long as three steps of its mainloop on an H200. To refit it,
+  // time the second launches with other numbers.
+  constexpr int64_t kPrologueSteps = 3;
   const int64_t concurrent = limits.sms * kStreamingBlocks;
   int64_t best = 0;
   for (int ranks = 1; ranks <= kMaxRanks; ++ranks) {

@@ -20,10 +20,10 @@ THREADS = 512  # of a block at most
 pytestmark = pytest.mark.extension
 
 
-def slab(device, batch, pixels, channels, group, *, parts=(), element=2, arrays=1):
+def forward(device, batch, pixels, channels, group, *, parts=(), element=2, writes_y=True):
     vector = 16 // element if all(part % (16 // element) == 0 for part in (*parts, channels)) else 1
     return vector, xla_ffi._cpu.group_norm_smem_resident(
-        batch, pixels, channels, group, vector, element, arrays, THREADS, *device.values()
+        batch, pixels, channels, group, vector, element, writes_y, *device.values()
     )
 
 
@@ -38,9 +38,16 @@ def backward(device, batch, pixels, channels, group, *, parts=(), element=2):
 @pytest.mark.parametrize('case', CASES, ids=lambda c: c.name)
 def test_every_pixel_and_channel_has_a_thread(case, device):
     pixels, channels, group = case.height * case.width, case.channels, case.channels // case.groups
-    for batch, element, arrays in itertools.product((1, 32, 256), (2, 4), (0, 1)):
-        vector, found = slab(
-            device, batch, pixels, channels, group, parts=case.parts, element=element, arrays=arrays
+    for batch, element, writes_y in itertools.product((1, 32, 256), (2, 4), (False, True)):
+        vector, found = forward(
+            device,
+            batch,
+            pixels,
+            channels,
+            group,
+            parts=case.parts,
+            element=element,
+            writes_y=writes_y,
         )
         assert found['channels'] % math.lcm(group, vector) == 0
         assert (
@@ -61,14 +68,7 @@ def test_every_pixel_and_channel_has_a_thread(case, device):
             > found['rows'] * found['depth'] * (found['chunks'] - 1)
         )
         assert group % found['piece'] == 0 == vector % found['piece']
-        held = (
-            found['threads']
-            * vector
-            * element
-            * found['depth']
-            * min(found['chunks'], RING)
-            * max(arrays, 1)
-        )
+        held = found['threads'] * vector * element * found['depth'] * min(found['chunks'], RING)
         assert held < found['bytes'] <= device['shared']
 
 
@@ -100,17 +100,17 @@ def test_the_backward_pass_covers_every_pixel_and_channel(case, device):
 
 
 @pytest.mark.parametrize(
-    ('side', 'channels', 'arrays', 'own', 'ranks', 'read_once'),
+    ('side', 'channels', 'writes_y', 'own', 'ranks', 'read_once'),
     [
-        (64, 64, 1, 32, 4, True),  # rows of 64 bytes, shared by clusters
-        (64, 192, 1, 48, 8, True),
-        (64, 64, 0, 16, 1, False),  # statistics: nothing is read twice
-        (32, 128, 1, 32, 1, True),
-        (8, 256, 1, 32, 1, True),
+        (64, 64, True, 32, 4, True),  # rows of 64 bytes, shared by clusters
+        (64, 192, True, 48, 8, True),
+        (64, 64, False, 16, 1, False),  # statistics: nothing is read twice
+        (32, 128, True, 32, 1, True),
+        (8, 256, True, 32, 1, True),
     ],
 )
-def test_slabs_of_an_h200(side, channels, arrays, own, ranks, read_once):
-    _, found = slab(H200, 32, side * side, channels, channels // 32, arrays=arrays)
+def test_forward_tilings_of_an_h200(side, channels, writes_y, own, ranks, read_once):
+    _, found = forward(H200, 32, side * side, channels, channels // 32, writes_y=writes_y)
     assert (found['channels'], found['ranks'], found['chunks'] <= RING) == (own, ranks, read_once)
     assert 32 * found['blocks'] * found['ranks'] >= 128  # a block for about every multiprocessor
     assert 2 * found['bytes'] <= 227 * 1024  # and room for two
@@ -131,7 +131,7 @@ def test_slabs_of_an_h200(side, channels, arrays, own, ranks, read_once):
         (128, 4, 512, (128, 1, 8)),
     ],
 )
-def test_backward_slabs_of_an_h200(batch, side, channels, expected):
+def test_backward_tilings_of_an_h200(batch, side, channels, expected):
     _, found = backward(H200, batch, side * side, channels, channels // 32)
     assert tuple(found[k] for k in ('channels', 'ranks', 'rows')) == expected
     assert found['keep']  # x and dy are read once, dz is computed once
@@ -141,9 +141,9 @@ def test_backward_slabs_of_an_h200(batch, side, channels, expected):
 
 
 def test_few_samples_are_spread_over_more_multiprocessors():
-    _, one = slab(H200, 1, 4096, 64, 2)
+    _, one = forward(H200, 1, 4096, 64, 2)
     assert one['blocks'] * one['ranks'] == 64
-    _, without = slab(A100, 1, 4096, 64, 2)
+    _, without = forward(A100, 1, 4096, 64, 2)
     assert without['ranks'] == 1
     _, two = backward(H200, 1, 4096, 64, 2)
     assert two['ranks'] == 8
@@ -152,7 +152,7 @@ def test_few_samples_are_spread_over_more_multiprocessors():
     assert ring['chunks'] > RING
 
 
-@pytest.mark.parametrize('tiling', [slab, backward])
+@pytest.mark.parametrize('tiling', [forward, backward])
 def test_groups_beyond_a_block_are_an_error(tiling):
     tiling(H200, 1, 16, 2048, 2048)
     with pytest.raises(
@@ -164,7 +164,7 @@ def test_groups_beyond_a_block_are_an_error(tiling):
 
 def test_a_block_never_has_more_threads_than_the_kernels_are_compiled_for():
     """An odd group is loaded one channel at a time, a thread each."""
-    for tiling in (functools.partial(slab, arrays=0), slab, backward):
+    for tiling in (functools.partial(forward, writes_y=False), forward, backward):
         _, found = tiling(H200, 1, 4, 511, 511, element=4)
         assert found['threads'] == THREADS
         with pytest.raises(

@@ -1,12 +1,14 @@
-// Shared by the two tilings of a GroupNorm: the limits of the device, and integer arithmetic. Host
-// code without CUDA, so that tests can call it on a machine without a GPU.
+// What the tiling rules (*_tiling.h) share: the limits of the device, and integer arithmetic. All
+// of them are host code without CUDA, so that tests can call them on a machine without a GPU.
 //
-// Words: a *vector* is what a thread loads at once, 16 bytes of neighbouring channels of one pixel,
-// or one channel if some part's channels are not a multiple of that. A *piece* is 2^n neighbours in
-// a vector that always belong to one group.
+// A *vector* is what a thread loads at once: 16 bytes of neighbouring channels of one pixel, or one
+// channel if some part's channels are not a multiple of that. A *piece* is the largest 2^n
+// neighbouring channels of a vector that always lie in one group.
 #pragma once
 
 #include <cstdint>
+#include <stdexcept>
+#include <string>
 
 namespace jaxunet {
 
@@ -15,6 +17,9 @@ struct DeviceLimits {
   int64_t smem_bytes;  // shared memory that a block may have
   int max_cluster;     // blocks of a cluster at most; 1 on devices without clusters
 };
+
+constexpr int kPortableCluster = 8;   // blocks of a cluster that every device with clusters allows
+constexpr int64_t kMaxGridZ = 65535;  // blocks of a grid along z
 
 inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
@@ -25,11 +30,23 @@ inline int ceil_log2(int64_t n) {
   return bits;
 }
 
-// log2 of a piece, for groups of `group` channels and vectors of `vector` channels.
+// log2 of a piece's channels, for groups of `group` channels and vectors of `vector` channels.
 inline int piece_bits_of(int64_t group, int vector) {
   int bits = 0;
   while ((2 << bits) <= vector && group % (2 << bits) == 0) ++bits;
   return bits;
+}
+
+// Throws std::runtime_error if a block cannot hold one group of `group` channels: thousands of
+// channels, more than any layer normalises together.
+inline void check_block(const DeviceLimits& limits, int64_t group, int64_t threads,
+                        int64_t max_threads, int64_t smem_bytes) {
+  if (threads <= max_threads && smem_bytes <= limits.smem_bytes) return;
+  throw std::runtime_error("groups of " + std::to_string(group) + " channels need " +
+                           std::to_string(threads) + " threads and " + std::to_string(smem_bytes) +
+                           " bytes of shared memory a block, found " + std::to_string(max_threads) +
+                           " and " + std::to_string(limits.smem_bytes) +
+                           "; use more groups, or backend=pallas or xla");
 }
 
 }  // namespace jaxunet

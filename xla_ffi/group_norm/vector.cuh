@@ -112,9 +112,10 @@ __device__ float sigmoid(float z) {
   return 1.0f / (1.0f + expf(-z));
 }
 
-// Statistics of float32 numbers are computed of their differences from a pivot near the mean, so
-// that a large mean costs no bits. 16-bit numbers have a mean of at most a few hundred standard
-// deviations, which float32 sums hold without one.
+// float32 numbers are centred before they are summed: forward by a pivot, the first number of their
+// group, and backward by the mean. So a large mean costs no bits. 16-bit numbers need no pivot:
+// their mean is at most a few hundred standard deviations, for which float32 sums have bits to
+// spare.
 template <class T>
 constexpr bool kUsesPivot = sizeof(T) == 4;
 
