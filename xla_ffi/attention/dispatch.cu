@@ -1,5 +1,9 @@
-// Chooses the attention kernels: wgmma on Hopper if it supports the shape (hopper/shapes.cuh), else
-// flash (flash_shapes.cuh), else simple.
+// Chooses the attention kernels of a call: the first of these that take it.
+//   hopper/     wgmma and TMA: GPUs of compute capability 9.0, 16-bit types, the heads in
+//               hopper/shapes.cuh
+//   flash_*     mma.sync: heads of at most 256 channels, a multiple of 8 (flash_takes), whose tiles
+//               fit the device's shared memory
+//   simple.cu   ordinary float32 arithmetic: everything else
 #include <cuda_runtime_api.h>
 
 #include <optional>
@@ -22,7 +26,7 @@ cudaError_t shared_memory_of_device(int* bytes) {
   return cudaDeviceGetAttribute(bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
 }
 
-// Calls visit(type), the type as a type.
+// Calls visit(type) with the type as a std::integral_constant.
 template <class Visit>
 auto dispatch_type(Type type, Visit visit) {
   switch (type) {
@@ -35,8 +39,9 @@ auto dispatch_type(Type type, Visit visit) {
   }
 }
 
-// hopper(type, multiprocessors) and flash(type, bytes of shared memory) return nothing where those
-// kernels do not take the plan.
+// Calls hopper(type, multiprocessors), flash(type, bytes of shared memory) and simple() in this
+// order until one takes the plan; the first two return nothing if they do not. An empty plan
+// launches nothing.
 template <class Plan, class Hopper, class Flash, class Simple>
 cudaError_t dispatch(const Plan& plan, Hopper hopper, Flash flash, Simple simple) {
   if (plan.batch * plan.heads * plan.tokens * plan.width == 0) return cudaSuccess;

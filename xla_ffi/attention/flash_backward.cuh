@@ -1,22 +1,28 @@
-// Flash attention backward on the tensor cores: the weights are recomputed from the log-sum-exp
-// (Dao 2023, arXiv 2307.08691). With s = q * k^T / sqrt(width), dO the gradient of out, and delta =
-// sum over the keys of p * dp = dO * O for each query:
+// Flash attention backward on the tensor cores (mma.sync): the weights p are recomputed from the
+// log-sum-exp (Dao 2023, arXiv 2307.08691). With s = q * k^T / sqrt(width), dO the gradient of out,
+// and delta = sum over the keys of p * dp = sum over the channels of dO * O, for each query:
 //   p = exp(s - lse),  dp = dO * v^T,  ds = p * (dp - delta),
 //   dv = p^T * dO,  dk = ds^T * q / sqrt(width),  dq = ds * k / sqrt(width).
 //
-// A block owns kRows rows of one head and streams tiles of kStreamRows of the others past them.
-// Both kinds of block run the same code: a and b are the owned rows, c and d the streamed ones.
-//   owner     a  b   c  d   first product   second product   results
-//   queries   q  dO  k  v   s = a * c^T     dp = b * d^T     da = dq = ds * c
-//   keys      k  v   q  dO  s^T = a * c^T   dp^T = b * d^T   da = dk = ds^T * c,  db = dv = p^T * d
+// A block *owns* kRows rows of one head, either queries or keys: they stay in shared memory, and
+// the block computes their gradients. All rows of the other kind are *streamed* past them, in tiles
+// of kStreamRows. Both kinds of block run the same code, with a and b for the owned rows, c and d
+// for the streamed ones, da and db for the results (factors left out):
+//
+//   owned     a  b    streamed  c  d    two products                     results
+//   queries   q  dO   keys      k  v    s   = a * c^T   dp   = b * d^T   da = dq = ds * c
+//   keys      k  v    queries   q  dO   s^T = a * c^T   dp^T = b * d^T   da = dk = ds^T * c
+//                                                                        db = dv = p^T * d
+//
 // No block adds to another's results, so nothing is summed by atomics and results are the same in
-// every run. Where few tokens fit one block that owns all keys, it computes dq as well, by
-// exchanging ds between its warps (kAllKeys).
+// every run. If a head has so few tokens that one block owns all its keys, this block computes dq
+// as well: its warps exchange ds through shared memory (Owned::kAllKeys).
 //
 // kRowWarps warps divide the owned rows, kWarpTiles * 16 each. For wide heads, kColumnWarps warps
-// divide the columns of the results: each computes the p and ds of a part of the streamed rows, and
-// they exchange them through shared memory (kExchanges); or, if a tile has fewer than 16 rows for
-// each of them, each computes all of p and ds (kRecomputes).
+// share these rows and divide the columns of the results. For p and ds there are two ways:
+// - kExchanges: each of these warps computes them for a part of the streamed rows, and the warps
+//   exchange them through shared memory.
+// - kRecomputes: each computes all of them. For tiles of fewer than 16 streamed rows a warp.
 //
 // Phases:
 // - Prologue: start the copies of a, b and the first tile; load lse and delta.
@@ -24,10 +30,12 @@
 //   the softmax, and the products of the results.
 // - Epilogue: write the results by way of the shared memory of a and b.
 //
-// Shared memory: lse and delta, float[kSegment] each; a, b [kRows][kWidth]; `stages` (1 or 2) times
-// {c, d} [kStreamRows][kWidth]; ds and p [kRows][kStreamRows], where they are exchanged. One
-// __syncthreads per tile: after it the tile has arrived and no warp reads the one before; one more
-// if p and ds are exchanged, and one with a single stage.
+// Shared memory: lse and delta, float [kSegment] each; a, b [kRows][kWidth]; `stages` (1 or 2)
+// times {c, d} [kStreamRows][kWidth]; ds and p [kRows][kStreamRows], where they are exchanged.
+//
+// Synchronisation: one __syncthreads per tile, after which the tile has arrived and no warp reads
+// the one before; one more where p and ds are exchanged; one more with a single stage, before its
+// next copy.
 #pragma once
 
 #include "common/launch.cuh"
@@ -37,8 +45,8 @@
 
 namespace jaxunet::cuda {
 
-// All of a block's work. `first`: its first owned row. `ready`: flash_delta_kernel has left the
-// deltas in dq's memory.
+// All of a block's work. `first`: its first owned row. `ready`: flash_delta_kernel has written the
+// deltas to dq's memory; otherwise this block computes those that it needs.
 template <class S, Owned kOwned>
 __device__ void process_block(const AttentionBackward& plan, const Head<AttentionBackward>& head,
                               int first, int stages, bool ready) {
@@ -86,7 +94,7 @@ __device__ void process_block(const AttentionBackward& plan, const Head<Attentio
                              min((steps - step) * S::kStreamRows, S::kSegment), lses, deltas);
     }
     cp_async_wait_all();
-    __syncthreads();  // the tile has arrived, and nobody reads the one before
+    __syncthreads();  // the tile has arrived, and no warp reads the one before
     if (stages > 1 && step + 1 < steps) load(step + 1);
     if (step == 0) state.load_owned();
     if (start + S::kStreamRows <= tokens && (!kAll || tokens == S::kRows)) {
@@ -106,11 +114,11 @@ __device__ void process_block(const AttentionBackward& plan, const Head<Attentio
   if (!kQueries) write<S::kRows, S::kThreads>(b, head.packed(static_cast<T*>(plan.dqkv), 2), first);
 }
 
-// The blocks of a launch.
+// What the blocks of a launch own: half of them keys and half queries, or all the same.
 enum class Owners { kBoth, kKeys, kQueries };
 
-// Grid: (batch * heads * blocks of rows), twice as many with both owners; those that own keys come
-// first, as they take longer.
+// Grid: (batch * heads * blocks of kRows rows), twice as many with Owners::kBoth: then those that
+// own keys come first, because they take longer.
 template <class S>
 __global__ void __launch_bounds__(S::kThreads, S::kBlocksPerSm)
     flash_backward_kernel(const AttentionBackward plan, const int stages, const Owners owners) {
@@ -160,9 +168,9 @@ std::optional<cudaError_t> launch_backward_few(const AttentionBackward& plan, in
 }
 
 // Launches the general kernels; nothing if their tiles do not fit `shared_bytes`. Each block that
-// owns keys needs the deltas of all queries. Up to two blocks per head compute them themselves, in
-// one launch. For more, a first launch stores them in dq's memory, a second computes dk and dv, and
-// a third overwrites them with dq.
+// owns keys needs the deltas of all queries. Where up to two blocks own the keys of a head, each
+// computes them itself, and one launch does everything. Where more do, a first launch writes the
+// deltas to dq's memory, a second computes dk and dv, and a third overwrites the deltas with dq.
 template <class S>
 std::optional<cudaError_t> launch_backward(const AttentionBackward& plan, int shared_bytes,
                                            cudaStream_t stream) {

@@ -13,9 +13,9 @@ struct BackwardShape {
   using T = T_;
   static constexpr int kWidth = kWidth_;          // of a head, padded
   static constexpr int kWarpTiles = kWarpTiles_;  // 16-row tiles of owned rows of a warp
-  static constexpr int kRowWarps = kRowWarps_;    // warps that share out the owned rows
+  static constexpr int kRowWarps = kRowWarps_;    // warps that divide the owned rows
   static constexpr int kColumnWarps =
-      kColumnWarps_;  // warps that share out the columns of the results
+      kColumnWarps_;                                // warps that divide the columns of the results
   static constexpr int kStreamRows = kStreamRows_;  // rows of a streamed tile
   static constexpr int kBlocksPerSm =
       kBlocksPerSm_;  // concurrent blocks, which bounds the registers
@@ -38,7 +38,7 @@ struct BackwardShape {
   }
 };
 
-// The rows that a block owns; a block of all keys computes dq as well.
+// The rows that a block owns. A block that owns all keys of a head computes dq as well.
 enum class Owned { kQueries, kKeys, kAllKeys };
 
 // One warp's share of the block's work. Accumulators have the layout of mma.sync, as in
@@ -54,11 +54,11 @@ class Backward {
       S::kRecomputes ? S::kStreamRows : S::kStreamRows / S::kColumnWarps;
   static constexpr int kWarpColumns = S::kWidth / S::kColumnWarps;
 
-  const SmemTile a_, b_;  // owned: q and dO, or k and v
+  const SmemTile a_, b_;  // owned rows: q and dO, or k and v
   const Exchange p_, ds_;
   const float *lses_, *deltas_;
   const int tokens_;
-  const int first_, row_;  // the block's first owned row; the warp's, in the block
+  const int first_, row_;  // first owned row: of the block, in the head; of the warp, in the block
   const int stream_row_,
       column_;  // the warp's first row of a streamed tile; first column of results
   const float scale_;

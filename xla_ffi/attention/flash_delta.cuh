@@ -1,9 +1,9 @@
-// Two numbers of each query for the backward pass: lse, the log-sum-exp of its logits in base two,
-// and delta = sum over the keys of p * dp = dO * O (Dao 2023, arXiv 2307.08691).
+// Two numbers of each query that the backward pass needs: lse, the log-sum-exp of its logits in
+// base two, and delta, the sum of dO * O over its row (Dao 2023, arXiv 2307.08691).
 //
-// flash_delta_kernel computes the deltas of all queries: width / 8 lanes divide a row, eight
-// columns each, and a block has 256 threads. It stores them in the first bytes of dq's rows, which
-// the later kernels read before they write dq.
+// flash_delta_kernel computes the deltas of all queries in a launch of its own. kWidth / 8 lanes
+// divide a row, eight columns each; a block has 256 threads. It writes each delta to the first four
+// bytes of the query's row of dq, where later launches read it before they write dq.
 #pragma once
 
 #include <cmath>
@@ -14,7 +14,7 @@
 
 namespace jaxunet::cuda {
 
-// The product of a row of O and of dO, shared out between neighbouring lanes, eight columns each.
+// The product of a row of O and one of dO, divided among neighbouring lanes, eight columns each.
 template <class T>
 struct RowProduct {
   Eight<T> out, grad;
@@ -43,8 +43,8 @@ struct RowProduct {
   }
 };
 
-// Loads the lse, in base two, of `rows` rows from `first`, and their deltas from dq's memory if
-// they are `ready` there. Rows beyond the tokens get an infinite lse, hence weights of zero.
+// Loads the lse of `rows` rows from `first`, in base two, and their deltas from dq's memory if they
+// are `ready` there. Rows beyond the tokens get an infinite lse, which makes their weights zero.
 template <class S, class T>
 __device__ void load_row_statistics(const float* lse, const HeadRows<T>& dq, bool ready, int first,
                                     int rows, float* lses, float* deltas) {
@@ -76,7 +76,7 @@ __device__ void compute_deltas(const HeadRows<const T>& out, const HeadRows<cons
   }
 }
 
-// The deltas of all rows, into the first bytes of the rows of dq.
+// Grid: (rows of all heads / rows of a block).
 template <class T, int kWidth>
 __global__ void __launch_bounds__(256) flash_delta_kernel(const AttentionBackward plan) {
   constexpr int lanes = kWidth / 8;

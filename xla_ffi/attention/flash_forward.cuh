@@ -9,7 +9,7 @@
 // - kKeySplits = 2: a second set of warps takes the other half of each tile's keys, and the two
 //   partial softmaxes are merged at the end (split-K). This keeps a multiprocessor busy if heads
 //   are wide and few.
-// - kColumnWarps > 1: such warps compute the same weights and multiply them with different columns
+// - kColumnWarps > 1: so many warps compute the same weights and multiply them by different columns
 //   of v. This gives more warps to few queries.
 //
 // Phases:
@@ -39,12 +39,12 @@ struct ForwardShape {
   using T = T_;
   static constexpr int kWidth = kWidth_;          // of a head, padded
   static constexpr int kWarpTiles = kWarpTiles_;  // 16-row tiles of a warp
-  static constexpr int kRowWarps = kRowWarps_;    // warps that share out the rows
-  static constexpr int kKeySplits = kKeySplits_;  // warps that share out a tile's keys
+  static constexpr int kRowWarps = kRowWarps_;    // warps that divide the rows
+  static constexpr int kKeySplits = kKeySplits_;  // warps that divide a tile's keys
   static constexpr int kTileKeys = kTileKeys_;    // keys of a tile
   static constexpr int kBlocksPerSm =
       kBlocksPerSm_;  // concurrent blocks, which bounds the registers
-  static constexpr int kColumnWarps = kColumnWarps_;  // warps that share out the columns of v
+  static constexpr int kColumnWarps = kColumnWarps_;  // warps that divide the columns of v
   static constexpr int kThreads = 32 * kRowWarps * kKeySplits * kColumnWarps,
                        kRows = 16 * kWarpTiles * kRowWarps;
   static constexpr int kWarpColumns = kWidth / kColumnWarps;  // columns that a warp sums
@@ -88,7 +88,7 @@ class Forward {
       : q_(q),
         tokens_(tokens),
         row_(static_cast<int>(threadIdx.x) / 32 % S::kRowWarps * 16 * S::kWarpTiles),
-        // Constants where nothing is shared out, so that addresses within a tile are constants,
+        // Constants where the warps divide nothing, so that addresses within a tile are constants
         // too.
         first_key_(S::kKeySplits > 1
                        ? static_cast<int>(threadIdx.x) / 32 / S::kRowWarps * S::kWarpKeys
@@ -305,7 +305,7 @@ __global__ void __launch_bounds__(S::kThreads, S::kBlocksPerSm)
   load(0);
   for (int step = 0; step < steps; ++step) {
     cp_async_wait_all();
-    __syncthreads();  // the tile has arrived, and nobody reads the one before
+    __syncthreads();  // the tile has arrived, and no warp reads the one before
     if (stages > 1 && step + 1 < steps) load(step + 1);
     if (has_rows) {
       if (step == 0) state.load_queries();

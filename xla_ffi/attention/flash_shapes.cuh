@@ -9,22 +9,21 @@
 
 namespace jaxunet::cuda {
 
-// Kernels for few tokens, those with the fewest rows first. They take one block per head, for at
-// most as many tokens as it has rows; the backward ones compute all gradients in it.
+// Shapes of kernels for few tokens, those with the fewest rows first: one block has all rows of a
+// head. The backward ones compute all gradients in it.
 template <class... Shape>
 struct Few {};
 
-// No special kernels for few tokens, for widths that hardly any network has.
+// No kernels for few tokens, for widths that hardly any network has.
 struct NoFew {
   using FewForward = Few<>;
   using FewBackward = Few<>;
 };
 
-// The kernels for heads padded to kWidth.
-// - ForwardShape: type, width, 16-row tiles per warp, row warps, key splits, keys of a tile, blocks
-//   per SM[, column warps].
-// - BackwardShape: type, width, 16-row tiles per warp, row warps, column warps, rows of a streamed
-//   tile, blocks per SM.
+// The kernels for heads padded to kWidth channels; the numbers are, in this order:
+// - ForwardShape: kWidth, kWarpTiles (16-row tiles per warp), kRowWarps, kKeySplits, kTileKeys,
+//   kBlocksPerSm, kColumnWarps (1 if left out);
+// - BackwardShape: kWidth, kWarpTiles, kRowWarps, kColumnWarps, kStreamRows, kBlocksPerSm.
 // The 16-bit ones that configs/elephants64.py and configs/cifar10.py use are the fastest on an H200
 // by the geometric mean of the times at batch 32 and 256. To refit them, change a shape and run
 // `python -m jaxunet.benchmark.kernels` on the cases of attention.
@@ -108,7 +107,7 @@ std::optional<cudaError_t> run_first_fit(Few<Shape...>, int64_t tokens, Run run)
   return done;
 }
 
-// Launches the kernels for the plan; nothing where none takes it.
+// Launch the kernels for the plan; return nothing if none takes it.
 template <class T>
 std::optional<cudaError_t> dispatch_forward(const AttentionForward& plan, int shared_bytes,
                                             cudaStream_t stream) {

@@ -4,13 +4,13 @@
 // A tile holds rows of one head, padded with zeros to a width of 32, 64, 128 or 256. Its 16-byte
 // chunks are permuted within a row (swizzled), so that the loads of a warp have no bank conflicts.
 //
-// An operand lies *along* the tile where the product's K runs along the tile's rows, *across* it
-// where K runs over them: in q * k^T both are along, in p * v the right one is across.
+// An operand lies *along* the tile if K of the product runs along a row of the tile, and *across*
+// it if K runs from row to row: in q * k^T both operands lie along, in p * v the right one across.
 //
 // float32 is multiplied as three tf32 products (warp_tile.cuh). ldmatrix cannot transpose float32,
-// so operands across take K in the order 0 2 4 6 1 3 5 7. In that order the accumulators of one
-// product are the left operand of the next as they are; a left operand that is loaded from memory
-// for such a product must be *paired*, in the same order.
+// so operands across take K in the order 0 2 4 6 1 3 5 7. Accumulators of one product have
+// this order already and become the left operand of the next as they are. A left operand that is
+// loaded from memory for such a product must take the same order (kPaired).
 #pragma once
 
 #include "common/special_functions.cuh"
@@ -32,7 +32,7 @@ struct Tile {
   static constexpr int kChunk = 16 / sizeof(T),
                        kChunks = kWidth / kChunk;  // elements of a chunk, chunks of a row
   static constexpr int kWays = kChunks < 8 ? kChunks : 8,
-                       kApart = 8 / kWays;  // permutations; rows that share one
+                       kApart = 8 / kWays;  // permutations; consecutive rows that share one
   T* data;
 
   __device__ T* at(int row, int column) const {

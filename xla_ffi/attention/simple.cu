@@ -1,9 +1,9 @@
-// Attention forward and backward in ordinary float32 arithmetic, for every head width from 1 to 256
-// and any alignment that the flash kernels do not support. The formulas are those of plan.h and
+// Attention forward and backward in ordinary float32 arithmetic, for head widths from 1 to 256 and
+// alignments that the flash kernels do not take. The formulas are those of plan.h and
 // flash_backward.cuh.
 //
 // A warp takes one row of one head: a query, for out and for dq; a key, for dk and dv. It walks
-// over all rows of the other kind, and its lanes divide the head's width, lane + 32 * i. A block
+// over all rows of the other kind, and its lanes divide the head's width: lane + 32 * i. A block
 // has kWarps independent warps. Grid: (rows of all heads / kWarps). No shared memory, no barriers,
 // no atomics: results are the same in every run.
 #include "common/dispatch_dtype.cuh"

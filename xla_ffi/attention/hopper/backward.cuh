@@ -1,25 +1,31 @@
-// Attention backward on Hopper, for heads of 256 tokens and 32 or 64 channels, and of 64 tokens and
-// 64 channels; the formulas are in flash_backward.cuh:
+// Attention backward on Hopper for heads that lie whole in shared memory: 256 tokens and 32 or 64
+// channels, or 64 tokens and 64 channels. The formulas are those of flash_backward.cuh:
 //   p = exp(s - lse),  dp = dO * v^T,  ds = p * (dp - delta),
 //   dv = p^T * dO,  dk = ds^T * q / sqrt(width),  dq = ds * k / sqrt(width).
 //
-// A block holds all of one head in shared memory and is persistent. A warpgroup owns 64 keys, so a
-// head of 256 tokens has four of them; four blocks of one warpgroup share a multiprocessor for
-// heads of 64 tokens. A warpgroup walks over the queries, kQueries at a time:
-// - s^T = k * q^T and dp^T = v * dO^T come to its registers by wgmma,
-// - p^T and ds^T stay there as the left operands of dv += p^T * dO and dk += ds^T * q,
-// - ds^T also goes to shared memory. Once all warpgroups have written that of 64 queries, one of
-//   them computes dq of these queries: warpgroup i takes tile i.
+// A block takes one head after another (it is persistent). Heads of 256 tokens have blocks of four
+// warpgroups, one on a multiprocessor; heads of 64 tokens blocks of one warpgroup, four on a
+// multiprocessor.
+//
+// Warp roles: warpgroup i owns keys 64 i to 64 i + 63 and keeps their dk and dv in registers. It
+// walks over the queries in tiles of 64, kQueries at a time:
+// - wgmma brings s^T = k * q^T and dp^T = v * dO^T to its registers;
+// - p^T and ds^T stay there as the left operands of dv += p^T * dO and dk += ds^T * q;
+// - ds^T also goes to a *slot* of shared memory, which holds one tile of queries and all keys. Once
+//   all warpgroups have written it, warpgroup i computes dq of tile i.
 // Each sum is over one warpgroup's products in a fixed order, so results are the same in every run.
+// Thread 0 also issues the TMA loads, with kStages = 2 those of the next head before this one is
+// computed, otherwise those of this head. Before the products of a head, all threads compute its
+// deltas: dO * out of each row.
 //
-// Thread 0 also issues the TMA loads; with kStages = 2 those of the next head, while this one is
-// computed. Before the products of a head all threads compute its deltas, dO * out of a row.
+// Shared memory: kStages x {q, k, v, dO, out} [kTokens][kWidth]; kSlots x ds^T [keys][64 queries],
+// swizzled; lse (base two) and delta, float [kTokens] each; barriers.
 //
-// Shared memory: kStages x {q, k, v, dO, out} [kTokens][kWidth]; ds^T [kSlots][keys][64 queries],
-// swizzled; lse (base two) and delta, float[kTokens] each; barriers.
-//
-// Barriers: `full` (a stage has arrived), `written` and `read` (a slot of ds^T); __syncthreads
-// before the loads of the next head and after the deltas.
+// Barriers and their arrivals per phase:
+//   full      of a stage: one, and the bytes of its loads
+//   written   of a slot: all threads, when they have stored their ds^T
+//   read      of a slot: the warpgroup that has computed dq from it
+// and __syncthreads before the loads of the next head and after the deltas.
 #pragma once
 
 #include <cmath>
@@ -46,11 +52,11 @@ struct BackwardTraits {
   static constexpr int kTiles = kTokens / kTileRows;  // of 64 queries; warpgroups of a block
   // k and v of a warpgroup stay in registers, which saves reading them again for each product.
   static constexpr bool kKeepsKeys = kWidth == 32;
-  static constexpr int kStages = kWidth == 32 ? 2 : 1;
-  static constexpr int kQueries = kTiles == 1 ? 64 : 32;  // that a warpgroup takes at a time
-  static constexpr int kBlocks = 4 / kTiles;              // of a multiprocessor
+  static constexpr int kStages = kWidth == 32 ? 2 : 1;    // heads in shared memory
+  static constexpr int kQueries = kTiles == 1 ? 64 : 32;  // queries of a step of the mainloop
+  static constexpr int kBlocks = 4 / kTiles;              // concurrent, of a multiprocessor
   static constexpr int kThreads = kTiles * kWarpgroup;
-  static constexpr int kSlots = kTiles > 1 ? 2 : 1;
+  static constexpr int kSlots = kTiles > 1 ? 2 : 1;  // of ds^T
   static constexpr int kArrayBytes = kTokens * kWidth * 2, kStageBytes = 5 * kArrayBytes,
                        kSlotBytes = kTokens * kTileRows * 2;
   static constexpr int kBytes =
@@ -113,8 +119,8 @@ struct BackwardBlock {
     return head < p.all_heads ? p.lse[head * kTokens + static_cast<int>(threadIdx.x) / 2] : 0.0f;
   }
 
-  // The statistics of all rows of a head. dO and out are swizzled alike, so their products need no
-  // addresses of columns.
+  // Writes the lse and delta of all rows of a head to shared memory; two threads share a row. dO
+  // and out are swizzled alike, so the chunks of a row need not be put in order.
   __device__ void row_statistics(int stage, float lse) const {
     const int row = threadIdx.x / 2, half = threadIdx.x % 2;
     const auto* grad = reinterpret_cast<const Eight<T>*>(array(stage, 3)) + row * (kWidth / 8) +
@@ -138,7 +144,7 @@ struct BackwardBlock {
   }
 };
 
-// A warpgroup's part of a head: 64 keys.
+// What a warpgroup does for its 64 keys of a head.
 template <class Traits>
 struct BackwardConsumer {
   using T = typename Traits::T;
@@ -148,7 +154,7 @@ struct BackwardConsumer {
                        kQueries = Traits::kQueries, kSteps = kWidth / 16;
 
   const Block& block;
-  const int part;  // its tile of the head
+  const int part;  // the warpgroup's tile of the keys, and of the queries for dq
   const float scale;
   float dk[kWidth / 2], dv[kWidth / 2];
 
@@ -160,7 +166,8 @@ struct BackwardConsumer {
     return shared_address(block.array(stage, which));
   }
 
-  // sums = own rows (k or v) * others^T (q or dO).
+  // Starts sums = own * others^T. `own`: address of the warpgroup's rows of k or v, which are in
+  // `kept` with kKeepsKeys; `others`: address of kQueries rows of q or dO.
   __device__ void product(float (&sums)[kQueries / 2], const uint32_t (&kept)[kSteps][4],
                           uint32_t own, uint32_t others) const {
     const uint64_t right = Tile::descriptor(others);
@@ -178,7 +185,8 @@ struct BackwardConsumer {
     wgmma_commit();
   }
 
-  // All queries of a head. `count`: heads before.
+  // Computes and writes the gradients of a head. `count`: heads that the block took before. `dqkv`:
+  // the head's first row of dq; rows are `stride` elements apart.
   __device__ void run(int stage, int count, T* dqkv, int stride) {
     const uint32_t q = address(stage, 0), grad = address(stage, 3),
                    k = address(stage, 1) + part * kTileRows * Tile::kRowBytes,
@@ -191,7 +199,8 @@ struct BackwardConsumer {
     const int channels = block.p.heads * kWidth;
 #pragma unroll 1
     for (int tile = 0; tile < kTiles; ++tile) {
-      const int use = count * kTiles + tile, slot = use % Traits::kSlots;
+      const int use = count * kTiles + tile;  // tiles of ds^T before, which gives slot and parity
+      const int slot = use % Traits::kSlots;
       const uint32_t slot_rows = block.slot(slot);
       Barrier *const written = block.written + slot, *const read = block.read + slot;
 #pragma unroll
@@ -265,7 +274,7 @@ struct BackwardConsumer {
     to_left<T, kQueries>(ds, dp);
   }
 
-  // Stores ds^T of kQueries queries from column `first` of a slot.
+  // Stores ds^T of this warpgroup's keys and kQueries queries, from column `first` of a slot.
   __device__ void store_ds(uint32_t slot_rows, const uint32_t (&ds)[kQueries / 16][4],
                            int first) const {
     const int lane = threadIdx.x % 32,
@@ -311,7 +320,7 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kBlocks)
   if (kAhead > 0 && threadIdx.x == 0) block.load(blockIdx.x, 0);
   int count = 0;
   for (int head = blockIdx.x; head < p.all_heads; head += gridDim.x, ++count) {
-    __syncthreads();  // nobody reads the head before
+    __syncthreads();  // no warp reads the head before
     const int ahead = head + kAhead * gridDim.x, stage = count % Traits::kStages;
     if (threadIdx.x == 0 && ahead < p.all_heads)
       block.load(ahead, (count + kAhead) % Traits::kStages);

@@ -1,17 +1,20 @@
-// Attention forward on Hopper, for heads of 64 tokens and 32 or 64 channels, and of 256 tokens and
-// 32 channels:
+// Attention forward on Hopper for heads that lie whole in shared memory: 64 tokens and 32 or 64
+// channels, or 256 tokens and 32 channels.
 //   out = softmax(q * k^T / sqrt(width)) * v, and the log-sum-exp of each row.
 //
-// A block of two warpgroups takes 128 queries (a unit): half a head of 256 tokens, or two heads of
-// 64 tokens. It is persistent, and two blocks share a multiprocessor. A warpgroup owns 64 queries;
-// all keys and values of its head are in shared memory. It walks over the keys, kKeys at a time:
-// s = q * k^T by wgmma, online softmax in registers, out += p * v with p as the left operand in
-// registers.
+// A *unit* is 128 queries: half a head of 256 tokens, or two heads of 64 tokens. A block has two
+// warpgroups, takes one unit after another (it is persistent), and shares its multiprocessor with a
+// second block.
 //
-// Thread 0 also issues the TMA loads: those of the next unit, while this one is computed.
+// Warp roles: each warpgroup owns 64 queries of the unit; all keys and values of its head are in
+// shared memory. It walks over the keys, kKeys at a time: s = q * k^T by wgmma, online softmax in
+// registers, out += p * v by wgmma with p in registers as the left operand. Thread 0 also issues
+// the TMA loads of the next unit, before this one is computed.
 //
-// Shared memory: 2 stages of {q [128], k, v [kKeyRows]} [kWidth], swizzled; barriers `full`. One
-// __syncthreads a unit, before the loads of the next one.
+// Shared memory: 2 stages of {q [128], k, v [kKeyRows]} [kWidth], swizzled; barriers.
+//
+// Barriers: `full` of each stage (one arrival, and the bytes of its loads); one __syncthreads per
+// unit, after which no warp reads the stage that the next loads overwrite.
 #pragma once
 
 #include <cmath>
@@ -27,7 +30,8 @@ struct ForwardParameters {
   CUtensorMap queries, keys;  // of qkv; boxes of 64 rows, and of one head's tokens
   void* out;
   float* lse;
-  int heads, all_heads, units;  // of a sample; of all samples; blocks' shares of work
+  int heads, all_heads;  // of a sample; of all samples
+  int units;             // of all heads
 };
 
 // The options are the fastest ones on an H200; tests/gpu/harness/attn measures others.
@@ -35,8 +39,9 @@ template <class T_, int kWidth_, int kTokens_>
 struct ForwardTraits {
   using T = T_;
   static constexpr int kWidth = kWidth_, kTokens = kTokens_;
-  static constexpr int kKeys = kTokens < 128 ? kTokens : 128;  // that a warpgroup takes at a time
-  static constexpr int kStages = 2, kBlocks = 2;               // of a block; of a multiprocessor
+  static constexpr int kKeys = kTokens < 128 ? kTokens : 128;  // keys of a step of the mainloop
+  static constexpr int kStages = 2;                            // units in shared memory
+  static constexpr int kBlocks = 2;                            // concurrent, of a multiprocessor
   static constexpr int kWarpgroups = 2, kThreads = kWarpgroups * kWarpgroup,
                        kQueryRows = kWarpgroups * kTileRows;
   static constexpr int kHeads = kTokens < kQueryRows ? kQueryRows / kTokens : 1;  // of a unit
@@ -160,20 +165,20 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kBlocks)
   if (threadIdx.x == 0) block.load(blockIdx.x, 0);
   int count = 0;
   for (int unit = blockIdx.x; unit < p.units; unit += gridDim.x, ++count) {
-    if (count > 0) __syncthreads();  // nobody reads the unit before
+    if (count > 0) __syncthreads();  // no warp reads the unit before
     const int next = unit + gridDim.x, stage = count % Traits::kStages;
     if (threadIdx.x == 0 && next < p.units) block.load(next, (count + 1) % Traits::kStages);
     __syncwarp();
     block.full[stage].wait(count / Traits::kStages & 1);
-    constexpr int kShared = Traits::kHeads > 1 ? 1 : 0;  // each warpgroup has a head of its own
-    const int head = unit / Traits::kUnits * Traits::kHeads + kShared * warpgroup,
+    constexpr int kOwnHead = Traits::kHeads > 1 ? 1 : 0;  // or both share one
+    const int head = unit / Traits::kUnits * Traits::kHeads + kOwnHead * warpgroup,
               row = unit % Traits::kUnits * Traits::kQueryRows +
-                    (1 - kShared) * warpgroup * kTileRows;
+                    (1 - kOwnHead) * warpgroup * kTileRows;
     if (head < p.all_heads) {
       constexpr int row_bytes = HeadTile<Traits::kWidth>::kRowBytes;
       const uint32_t q = shared_address(block.shared + stage * Traits::kStageBytes),
                      k = q + Traits::kQueryBytes +
-                         kShared * warpgroup * Traits::kTokens * row_bytes;
+                         kOwnHead * warpgroup * Traits::kTokens * row_bytes;
       block.compute(q + warpgroup * kTileRows * row_bytes, k, k + Traits::kKeyBytes, head, row);
     }
   }

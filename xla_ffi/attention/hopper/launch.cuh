@@ -1,4 +1,4 @@
-// The launches of the Hopper attention kernels.
+// The launches of the Hopper attention kernels: tensor maps, parameters, grids.
 #pragma once
 
 #include <algorithm>
@@ -12,7 +12,8 @@
 
 namespace jaxunet::cuda::hopper_attention {
 
-// The map of `channels` x tokens x batch, with boxes of a head's width and so many rows.
+// Encodes the map of an array of `channels` x tokens x batch, with boxes of a head's width x
+// `rows`.
 template <class Plan>
 cudaError_t map(CUtensorMap* to, const Plan& plan, const void* data, int64_t channels, int rows) {
   return tensor_map(to, plan.type, data, {channels, plan.tokens, plan.batch},
@@ -55,7 +56,8 @@ cudaError_t run_backward(const AttentionBackward& plan, int multiprocessors, cud
                 Traits::kThreads, Traits::kBytes, stream, p);
 }
 
-// The map of heads as chunks of 64 channels, with boxes of one head's.
+// Encodes the map of an array as chunks of 64 channels, as the streaming kernels load it: boxes of
+// all chunks of a head x kTileRows rows.
 template <class Plan>
 cudaError_t chunk_map(CUtensorMap* to, const Plan& plan, const void* data, int64_t channels) {
   return tensor_map(to, plan.type, data, {64, plan.tokens, channels / 64, plan.batch},
@@ -63,6 +65,7 @@ cudaError_t chunk_map(CUtensorMap* to, const Plan& plan, const void* data, int64
                     {channels, 64, plan.tokens * channels});
 }
 
+// One job (Role) of the streaming kernels.
 template <class Traits, class Plan>
 cudaError_t run_streaming(const Plan& plan, StreamingParameters& p, int multiprocessors,
                           cudaStream_t stream) {
@@ -93,6 +96,7 @@ cudaError_t run_streaming_forward(const AttentionForward& plan, int multiprocess
                                                                    stream);
 }
 
+// streaming.cuh describes the three launches.
 template <class T, int kWidth>
 cudaError_t run_streaming_backward(const AttentionBackward& plan, int multiprocessors,
                                    cudaStream_t stream) {

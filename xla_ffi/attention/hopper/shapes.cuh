@@ -1,4 +1,4 @@
-// Which kernel for Hopper takes which shape of heads.
+// Which Hopper kernel takes which heads: widths in channels, and tokens.
 #pragma once
 
 #include <algorithm>
@@ -11,7 +11,7 @@
 
 namespace jaxunet::cuda::hopper_attention {
 
-// Whether arrays are aligned as TMA and wide stores need, and sizes fit 32 bits.
+// True if arrays are aligned as TMA and wide stores need, and sizes fit 32 bits.
 template <class Plan>
 bool takes(const Plan& plan, std::initializer_list<const void*> arrays) {
   const int64_t rows = plan.batch * plan.heads * plan.tokens;
@@ -21,9 +21,10 @@ bool takes(const Plan& plan, std::initializer_list<const void*> arrays) {
          });
 }
 
-// The kernels below are faster than the flash kernels on an H200 at every batch that was measured;
-// tests/gpu/harness/attn compares them. Heads of 64 tokens and 32 channels have none for the
-// backward pass: there flash_backward.cuh is faster.
+// Launch the kernels for the plan; return nothing for heads that the flash kernels take. The heads
+// below are those for which these kernels were faster than flash on an H200 at every batch that was
+// measured; to refit the choice, run tests/gpu/harness/attn. Heads of 64 tokens and 32 channels
+// have no backward kernel here, because flash_backward.cuh is faster.
 template <class T>
 std::optional<cudaError_t> dispatch_forward(const AttentionForward& plan, int multiprocessors,
                                             cudaStream_t stream) {
@@ -51,7 +52,7 @@ std::optional<cudaError_t> dispatch_backward(const AttentionBackward& plan, int 
   if (is(64, 64)) return run_backward<BackwardTraits<T, 64, 64>>(plan, multiprocessors, stream);
   if (is(64, 256)) return run_backward<BackwardTraits<T, 64, 256>>(plan, multiprocessors, stream);
   if (plan.tokens % 128 != 0) return std::nullopt;
-  const auto fits = [&](auto width) {  // the statistics of all queries fit shared memory
+  const auto fits = [&](auto width) {  // lse and delta of all queries fit shared memory
     return plan.width == width &&
            plan.tokens <= StreamingTraits<T, width, Role::kQueries>::kMostTokens;
   };

@@ -1,30 +1,37 @@
-// Attention on Hopper, forward and backward, for heads of 256 channels, or of 64 channels and many
-// tokens: a multiple of 128 tokens.
+// Attention on Hopper, forward and backward, for heads that stream through shared memory: 64 or 256
+// channels and a multiple of 128 tokens. The formulas are those of flash_backward.cuh.
 //
-// Two consumer warpgroups own 64 rows of a head each and walk over the head's rows of the other
-// kind, kStreamRows at a time; a producer warp loads both by TMA. One kernel does one of these jobs
-// (Role). a and b are the owned rows, c and d the streamed ones:
-//   role         a  b   c  d   first product   second product   results
-//   forward      q      k  v   s = a * c^T                      out = softmax(s) * d
-//   queries      q  dO  k  v   s = a * c^T     dp = b * d^T     dq = ds * c
-//   keys         k  v   q  dO  s^T = a * c^T   dp^T = b * d^T   dk = ds^T * c
-//   values       k      q  dO  s^T = a * c^T                    dv = p^T * d
-//   keys_values  k  v   q  dO  s^T = a * c^T   dp^T = b * d^T   dk = ds^T * c,  dv = p^T * d
-// The formulas are in flash_backward.cuh. The results of two products, 64 rows of 256 channels in
-// float32, would be all of a thread's registers: so dk and dv of such heads are different jobs.
+// A kernel does one job (Role). Its blocks *own* rows of a head, queries or keys, whose results
+// they compute; all rows of the other kind are *streamed* past them in tiles of kStreamRows. a and
+// b are the owned rows, c and d the streamed ones (factors left out):
 //
-// The backward pass is three launches, and delta = dO * out of each row passes through dqkv:
-// - 256 channels: queries, which leaves delta in the first bytes of dv's rows; keys; values.
-// - 64 channels: flash_delta_kernel, which leaves it in dq's rows; keys_values; queries.
+//   role         a  b    c  d    products                          results
+//   forward      q       k  v    s   = a * c^T                     out = softmax(s) * d
+//   queries      q  dO   k  v    s   = a * c^T,  dp   = b * d^T    dq = ds * c
+//   keys         k  v    q  dO   s^T = a * c^T,  dp^T = b * d^T    dk = ds^T * c
+//   values       k       q  dO   s^T = a * c^T                     dv = p^T * d
+//   keys_values  k  v    q  dO   s^T = a * c^T,  dp^T = b * d^T    dk = ds^T * c,  dv = p^T * d
 //
-// Blocks are persistent; a unit is 128 rows of a head.
+// dk and dv of 256 channels are different jobs, because both results together, 64 rows of 256
+// channels in float32 each, would take all of a thread's registers.
 //
-// Shared memory: a, b [2 warpgroups][64 rows], c [2 slots], d [1 or 2 slots][kStreamRows], each
-// [chunks of 64 channels][rows][128 bytes], swizzled; lse in base two and delta of all queries;
-// barriers.
+// The backward pass is three launches. The first one leaves delta, the sum of dO * out over each
+// row, in the first four bytes of rows of dqkv that a later launch overwrites:
+// - 256 channels: queries, which leaves delta in dv; keys; values.
+// - 64 channels: flash_delta_kernel, which leaves it in dq; keys_values; queries, which computes
+//   delta itself.
 //
-// Barriers: `full` and `empty` for a, b and each slot of c and d; named barrier 1 around the
-// statistics of a unit.
+// Warp roles: two consumer warpgroups own 64 rows each; one thread of a third warpgroup, the
+// producer, loads owned and streamed rows by TMA. A *unit* is the 128 rows of both consumers.
+// Blocks are persistent, one on a multiprocessor.
+//
+// Shared memory: a, b [2 consumers][64 rows], c [2 slots], d [1 or 2 slots][kStreamRows], each
+// [chunks of 64 channels][rows][128 bytes], swizzled; lse in base two and delta of all queries, if
+// keys are owned, float [kMostTokens] each; barriers.
+//
+// Barriers: `full` (one arrival, and the bytes of its loads) and `empty` (the 8 consumer warps) for
+// a, b and each slot of c and d; named barrier 1 of the consumers, before and after they load the
+// lse and delta of a unit.
 #pragma once
 
 #include <cmath>
@@ -33,8 +40,8 @@
 
 namespace jaxunet::cuda::hopper_attention {
 
-// Registers of a thread after the warpgroups have divided them: 128 x 40 + 256 x 232 are the 64,512
-// that 384 threads have at the launch.
+// Registers of a thread after the warpgroups have divided them: 128 x 40 + 256 x 232 = 64,512,
+// which is what 384 threads of 168 have at the launch.
 constexpr int kProducerRegisters = 40, kConsumerRegisters = 232;
 
 // One consumer warpgroup.
@@ -47,7 +54,7 @@ struct StreamingConsumer {
 
   const Block& block;
   const int warpgroup;
-  float sums[kWidth / 2];  // of the results
+  float sums[kWidth / 2];  // the result; with kKeysValues dk
   float dv[kRole == Role::kKeysValues ? kWidth / 2 : 1];
   float max[2], sum[2];            // forward
   float row_lse[2], row_delta[2];  // of owned queries
@@ -61,7 +68,7 @@ struct StreamingConsumer {
 
   __device__ uint32_t address(int bytes) const { return shared_address(block.shared + bytes); }
 
-  // s = own * other^T.
+  // Starts s = own * other^T. `own`, `other`: bytes at which the tiles begin.
   __device__ void product(float (&s)[kStreamRows / 2], int own, int other) const {
     const uint64_t left = smem_descriptor(address(own), 1024),
                    right = smem_descriptor(address(other), 1024);
@@ -76,7 +83,7 @@ struct StreamingConsumer {
     wgmma_commit();
   }
 
-  // to += weights * other.
+  // Starts to += weights * other, or to = weights * other without `add`. `other`: a tile's address.
   static __device__ void accumulate(float (&to)[kWidth / 2],
                                     const uint32_t (&weights)[kStreamRows / 16][4], uint32_t other,
                                     bool add) {
@@ -86,8 +93,8 @@ struct StreamingConsumer {
       WgmmaRegisters<T, true, kWidth>::run(to, weights[i], advance(right, i * 2048), add || i > 0);
   }
 
-  // The backward pass: s becomes p = exp(s - lse), dp becomes ds = p * (dp - delta) if there is a
-  // second product. Waits for the products. `row`: the first streamed row.
+  // Backward: waits for the products; turns s to p = exp(s - lse), and dp, if there is a second
+  // product, to ds = p * (dp - delta). `row`: the first streamed row.
   __device__ void weights_of(float (&s)[kStreamRows / 2], float (&dp)[kStreamRows / 2],
                              int row) const {
     const int column = row + static_cast<int>(threadIdx.x) % 4 * 2;
@@ -122,8 +129,8 @@ struct StreamingConsumer {
     }
   }
 
-  // The lse and delta of owned queries; each warp computes those of its own 16 rows, 8 channels a
-  // lane. After b has arrived.
+  // Finds row_lse and row_delta of the owned queries, after b has arrived. Each warp computes the
+  // deltas of its own 16 rows, 8 channels a lane.
   __device__ void own_statistics(int head, int row) {
     const StreamingParameters& p = block.p;
     const Place place(head, p.heads, kWidth);
@@ -161,9 +168,10 @@ struct StreamingConsumer {
     }
   }
 
-  // The lse and delta of all queries, to shared memory.
+  // Copies the lse and delta of all queries to shared memory. `left`: the rows of dqkv in which an
+  // earlier launch left the deltas.
   __device__ void all_statistics(int head, const HeadRows<T>& left) const {
-    named_barrier_sync(1, Traits::kConsumers * kWarpgroup);  // nobody reads the unit before
+    named_barrier_sync(1, Traits::kConsumers * kWarpgroup);  // no warp reads the unit before
     for (int row = threadIdx.x; row < block.p.tokens; row += Traits::kConsumers * kWarpgroup) {
       block.lses[row] = kLog2e * block.p.lse[static_cast<int64_t>(head) * block.p.tokens + row];
       if (Traits::kSecond) block.deltas[row] = *reinterpret_cast<const float*>(left.at(row, 0));
@@ -212,14 +220,15 @@ struct StreamingConsumer {
     if constexpr (kRole == Role::kQueries) own_statistics(head, row);
   }
 
-  // Adds a streamed tile to the results. `stream`: tiles before, of all units.
+  // Adds a streamed tile to the results. `stream`: tiles streamed before, of all units. Releases
+  // each buffer after its last product.
   __device__ void step(int tile, int stream, bool last) {
     const int slot_c = stream % Traits::kSlotsC, slot_d = stream % Traits::kSlotsD,
               at_c = Traits::kC + slot_c * Traits::kStreamBytes,
               at_d = Traits::kD + slot_d * Traits::kStreamBytes;
     const Buffer c = block.c(slot_c), d = block.d(slot_d);
     const int parity_d = stream / Traits::kSlotsD & 1;
-    // What the results are products with.
+    // Whether results are products with c (dq, dk), and with d (out, dv).
     constexpr bool kOfC = Traits::kSecond, kOfD = !kOfC || kRole == Role::kKeysValues;
     float s[kStreamRows / 2], dp[kStreamRows / 2];
     c.full->wait(stream / Traits::kSlotsC & 1);

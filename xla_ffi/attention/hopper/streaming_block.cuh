@@ -1,4 +1,4 @@
-// What all warpgroups of a block of the streaming kernels share: roles, shapes, the
+// What all warpgroups of a block of the streaming kernels share: roles, tile sizes, the
 // shared-memory map, the barriers; and the producer. streaming.cuh describes them.
 #pragma once
 
@@ -8,6 +8,7 @@
 
 namespace jaxunet::cuda::hopper_attention {
 
+// The jobs of streaming.cuh's table.
 enum class Role { kForward, kQueries, kKeys, kValues, kKeysValues };
 
 struct StreamingParameters {
@@ -15,7 +16,8 @@ struct StreamingParameters {
   const void* out;        // backward: the forward's output
   float* lse;             // written by the forward
   void* result;           // out or dqkv
-  int heads, tokens, units;
+  int heads, tokens;      // heads of a sample; tokens of a head
+  int units;              // of all heads
 };
 
 template <class T_, int kWidth_, Role kRole_>
@@ -25,25 +27,27 @@ struct StreamingTraits {
   static constexpr int kWidth = kWidth_, kChunks = kWidth / 64, kConsumers = 2,
                        kThreads = (kConsumers + 1) * kWarpgroup, kUnitRows = kConsumers * kTileRows,
                        kStreamRows = kWidth == 64 ? 128 : 64;
-  // Of a head, as far as the statistics of all queries are needed.
+  // Tokens of a head, at most, in the backward pass: lse and delta of all queries take 8 bytes of
+  // shared memory each. With 256 channels the tiles leave no room for more.
   static constexpr int kMostTokens = kWidth == 64 ? 4096 : 256;
-  static constexpr bool kBackward = kRole != Role::kForward,
-                        kSecond = kBackward && kRole != Role::kValues,
-                        kColumnStatistics = kBackward && kRole != Role::kQueries,
-                        kLeavesDeltas = kRole == Role::kQueries && kWidth == 256;
-  static constexpr int kDeltaArray = kWidth == 256 ? 2 : 0;  // of dqkv
+  static constexpr bool kBackward = kRole != Role::kForward;
+  static constexpr bool kSecond = kBackward && kRole != Role::kValues;  // has b and dp
+  // Keys are owned, so queries, with their lse and delta, are the columns of the products.
+  static constexpr bool kColumnStatistics = kBackward && kRole != Role::kQueries;
+  static constexpr bool kLeavesDeltas = kRole == Role::kQueries && kWidth == 256;
+  static constexpr int kDeltaArray = kWidth == 256 ? 2 : 0;  // where deltas pass: dv (2) or dq (0)
   static_assert(kStreamRows == kTileRows || kChunks == 1);
   static constexpr int kTileBytes = kTileRows * kWidth * 2, kStreamBytes = kStreamRows * kWidth * 2;
   static constexpr int kSlotsC = 2, kSlotsD = kSecond && kWidth == 256 ? 1 : 2;
-  // Where b, c and d begin.
+  // Bytes at which b, c and d begin and the tiles end.
   static constexpr int kB = kConsumers * kTileBytes, kC = kB + (kSecond ? kB : 0),
-                       kD = kC + kSlotsC * kStreamBytes, kTiles = kD + kSlotsD * kStreamBytes;
+                       kD = kC + kSlotsC * kStreamBytes, kTilesEnd = kD + kSlotsD * kStreamBytes;
   static constexpr int kStatisticsBytes = kColumnStatistics ? 2 * kMostTokens * 4 : 0;
   static constexpr int kBarriers = 2 * (2 + kSlotsC + kSlotsD);
-  static constexpr int kBytes = kTiles + kStatisticsBytes + kBarriers * 8;
+  static constexpr int kBytes = kTilesEnd + kStatisticsBytes + kBarriers * 8;
 };
 
-// The barriers of a buffer.
+// The barriers of a buffer: a, b, or a slot of c or d.
 struct Buffer {
   Barrier *full, *empty;
 };
@@ -60,9 +64,9 @@ struct StreamingBlock {
 
   __device__ StreamingBlock(const StreamingParameters& parameters, unsigned char* memory)
       : p(parameters), shared(memory) {
-    lses = reinterpret_cast<float*>(shared + Traits::kTiles);
+    lses = reinterpret_cast<float*>(shared + Traits::kTilesEnd);
     deltas = lses + Traits::kMostTokens;
-    barriers = reinterpret_cast<Barrier*>(shared + Traits::kTiles + Traits::kStatisticsBytes);
+    barriers = reinterpret_cast<Barrier*>(shared + Traits::kTilesEnd + Traits::kStatisticsBytes);
   }
   __device__ Buffer a() const { return {barriers, barriers + 1}; }
   __device__ Buffer b() const { return {barriers + 2, barriers + 3}; }
@@ -76,14 +80,14 @@ struct StreamingBlock {
     }
   }
 
-  // 64 rows of q, k, v (which = 0 to 2) or dO (3). `to`: bytes from the first tile.
+  // Starts to load 64 rows of q, k, v (which = 0 to 2) or dO (3). `to`: bytes at which they go.
   __device__ void load(int to, Barrier* full, int which, int head, int row) const {
     const int sample = head / p.heads, of_sample = head - sample * p.heads;
     const int chunk = (which < 3 ? which * p.heads + of_sample : of_sample) * Traits::kChunks;
     tma_load(shared + to, which < 3 ? &p.qkv : &p.grad, full, 0, row, chunk, sample);
   }
 
-  // One thread: loads everything.
+  // The producer, one thread: loads the rows of all units of the block.
   __device__ void produce() const {
     constexpr bool kQueries = kRole == Role::kForward || kRole == Role::kQueries;  // owned
     constexpr int a_array = kQueries ? 0 : 1, b_array = kQueries ? 3 : 2,

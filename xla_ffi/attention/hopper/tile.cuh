@@ -1,5 +1,5 @@
-// Rows of heads in shared memory as wgmma reads them, and what the Hopper attention kernels do with
-// a warpgroup's registers.
+// Shared by the Hopper attention kernels: rows of heads in shared memory as wgmma reads them, and
+// what a warpgroup does with its accumulators.
 //
 // A tile holds rows of one head, kWidth 16-bit numbers each, as TMA writes them: rows of 64 or 128
 // bytes, whose 16-byte chunks are swizzled over the row. One descriptor serves both ways in which a
@@ -113,16 +113,17 @@ constexpr float kScale2 = kLog2e / (kWidth == 32   ? 5.656854249492381f
                                     : kWidth == 64 ? 8.0f
                                                    : 16.0f);
 
-// Multiplies the two rows of a thread's accumulators.
+// Multiplies each of the two rows of a thread's accumulators by its factor.
 template <int kCount>
 __device__ inline void scale_rows(float (&sums)[kCount], const float (&by)[2]) {
 #pragma unroll
   for (int i = 0; i < kCount; ++i) sums[i] *= by[i / 2 % 2];
 }
 
-// Turns logits, 64 rows of kColumns, to weights relative to the largest of their row so far. `sum`:
-// of this thread's weights so far. What was summed before is to be multiplied by `rescale`.
-// Milakov & Gimelshein 2018, arXiv 1805.02867.
+// Turns logits `s`, 64 rows of kColumns, to weights relative to the largest logit of their row so
+// far, `max`. Adds this thread's weights to `sum`. The caller multiplies what it summed before by
+// `rescale`. max, sum and rescale are those of the thread's two rows. Milakov & Gimelshein 2018,
+// arXiv 1805.02867.
 template <int kColumns>
 __device__ inline void online_softmax(float (&s)[kColumns / 2], float scale2, float (&max)[2],
                                       float (&sum)[2], float (&rescale)[2]) {
@@ -163,7 +164,7 @@ __device__ inline void write_log_sums(float* lse, float scale2, const float (&ma
   }
 }
 
-// Whose rows a head's are: its sample and its first channel of q.
+// Where a head's rows are: its sample, and its first channel in out and among those of q.
 struct Place {
   int sample, channel;
 
