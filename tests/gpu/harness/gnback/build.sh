@@ -11,9 +11,8 @@ flags="-std=c++17 -O3 -gencode arch=compute_90a,code=sm_90a"
 compile() { # checkout's xla_ffi, namespace, prefix, source
   nvcc $flags -I "$1" -I "$1/group_norm" -Djaxunet="$2" -c "$1/$4" -o "$folder/$3_$(basename "$4").o"
 }
-for file in backward_smem_resident backward_streaming parameter_gradients dispatch \
-  forward_smem_resident forward_streaming; do
-  compile "$old" jaxunet_old old "group_norm/$file.cu"
+for file in "$old"/group_norm/*.cu; do
+  compile "$old" jaxunet_old old "group_norm/$(basename "$file")"
 done
 compile "$old" jaxunet_old old common/shared_memory.cc
 for file in group_norm/backward_smem_resident.cu group_norm/parameter_gradients.cu \

@@ -2,7 +2,9 @@
 // -DNEW, and with -Djaxunet=jaxunet_old for the checkout to compare with.
 #include "call.h"
 #include "group_norm/kernels.h"
+#ifdef NEW
 #include "group_norm/launch.h"
+#endif
 using namespace jaxunet;
 static void fill(NormInput& p, const Call& c) {
   p.type = c.type == 0 ? Type::kFloat32 : c.type == 1 ? Type::kFloat16 : Type::kBfloat16;
@@ -75,31 +77,4 @@ bool new_streaming(const Call& c, int ranks, cudaStream_t s, bool run, cudaError
                                  {{nullptr, nullptr, c.mean, c.inverse}, c.silu != 0, c.y}, s);
   return true;
 }
-#else
-namespace jaxunet::cuda {
-cudaError_t smem_resident_gradient(const NormGradient&, const DeviceLimits&, int, cudaStream_t) {
-  return cudaErrorUnknown;
-}
-cudaError_t streaming_gradient(const NormGradient&, const StreamingTiling&, const DeviceLimits&,
-                               int, cudaStream_t) {
-  return cudaErrorUnknown;
-}
-cudaError_t launch_parameter_gradients(const NormGradient&, cudaStream_t) {
-  return cudaErrorUnknown;
-}
-}  // namespace jaxunet::cuda
-#endif
-#ifdef NEW
-namespace jaxunet::cuda {
-cudaError_t smem_resident_gradient(const NormGradient&, const DeviceLimits&, int, cudaStream_t) {
-  return cudaErrorUnknown;
-}
-cudaError_t streaming_gradient(const NormGradient&, const StreamingTiling&, const DeviceLimits&,
-                               int, cudaStream_t) {
-  return cudaErrorUnknown;
-}
-cudaError_t launch_parameter_gradients(const NormGradient&, cudaStream_t) {
-  return cudaErrorUnknown;
-}
-}  // namespace jaxunet::cuda
 #endif

@@ -13,11 +13,11 @@ old=$(cd "$1" && pwd)/xla_ffi new=$here/../../../../xla_ffi
 mkdir -p "$2" && cd "$2"
 flags="-std=c++17 -O3 -gencode arch=compute_90a,code=sm_90a -I $here"
 as_old="-I $old -Djaxunet=jaxunet_old"
-for file in dispatch forward_smem_resident forward_streaming; do
-  nvcc $flags $as_old -c "$old/group_norm/$file.cu" -o "old_$file.o"
+for file in "$old"/group_norm/*.cu; do
+  nvcc $flags $as_old -c "$file" -o "old_$(basename "$file").o"
 done
-for file in dispatch forward_smem_resident forward_streaming forward_register_resident statistics; do
-  nvcc $flags -I "$new" -c "$new/group_norm/$file.cu" -o "$file.o"
+for file in "$new"/group_norm/*.cu; do
+  nvcc $flags -I "$new" -c "$file" -o "$(basename "$file").o"
 done
 nvcc $flags $as_old -c "$old/common/shared_memory.cc" -o old_shared_memory.o
 nvcc $flags -I "$new" -c "$new/common/shared_memory.cc" -o shared_memory.o
