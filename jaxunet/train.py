@@ -13,6 +13,7 @@ from __future__ import annotations
 import os
 import pathlib
 import pprint
+import shlex
 import sys
 import threading
 from collections.abc import Sequence
@@ -162,13 +163,16 @@ def run(config: Config) -> None:
         # A resumed run no longer needs the weights that it started from.
         resumes = checkpoint.exists(folder)
         initial = None if resumes else load_initial(config, source.class_names)
-        train(config, folder, source, initial)
+        reached = train(config, folder, source, initial)
     except checkpoint.CheckpointWriteError as error:
         # Written in one piece and on a line of its own, as threads of the storage library may be
         # printing tracebacks at this moment.
         sys.stderr.flush()
         os.write(2, f'\nerror: {error}\n'.encode())
         distributed.end(USER_ERROR)
+    if reached >= config.train.steps and jax.process_index() == 0:
+        command = f'python -m jaxunet.sample --checkpoint {shlex.quote(str(folder))}'
+        print(f'samples of the trained model: {command}', flush=True)
 
 
 def workdir() -> pathlib.Path:

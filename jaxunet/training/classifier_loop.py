@@ -36,7 +36,6 @@ from jaxunet.training.noisy_classifier import (
 from jaxunet.training.preemption import Preemption
 from jaxunet.training.resume import adapted, how_to_go_on
 from jaxunet.training.rollback import TooManySkippedError
-from jaxunet.training.session import IN_FLIGHT
 from jaxunet.training.step import Metrics
 from jaxunet.training.workdir import opened
 from jaxunet.weights import write_classifier
@@ -135,7 +134,7 @@ class _Loop:
         metrics = session.call(session.next_data())
         self.step += session.steps_per_call
         self.queue.append((self.step, session.parallel.local(metrics)))
-        self._read_metrics(leave=max(IN_FLIGHT // session.steps_per_call, 1))
+        self._read_metrics(leave=session.calls_ahead)
         self.preemption.nothing_to_save = False
         measure = due(train.holdout_every, self.step, train.steps)
         save = due(train.checkpoint_every, self.step, train.steps)

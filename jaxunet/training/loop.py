@@ -1,7 +1,7 @@
 """The training loop: runs steps, and schedules logging, sampling, evaluating, saving and stopping.
 
 Steps run in a `Session`; what is written comes from `Outputs` and `Checkpoints`. The device never
-waits for Python: up to `IN_FLIGHT` steps are queued before the metrics of the oldest are read.
+waits for Python: `Session.calls_ahead` calls are queued before the metrics of the oldest are read.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from jaxunet.training.preemption import Preemption
 from jaxunet.training.replicas import Replicas
 from jaxunet.training.resume import how_to_go_on, starting_point
 from jaxunet.training.rollback import TooManySkippedError, with_rollbacks
-from jaxunet.training.session import IN_FLIGHT, Session
+from jaxunet.training.session import Session
 from jaxunet.training.step import Metrics
 from jaxunet.training.workdir import opened
 
@@ -224,7 +224,7 @@ class _Loop:
         metrics = session.call(data, stop=self.preemption.requested)
         self.step += session.steps_per_call
         self.queue.append((self.step, session.parallel.local(metrics)))
-        self._read_metrics(leave=max(IN_FLIGHT // session.steps_per_call, 1))
+        self._read_metrics(leave=session.calls_ahead)
         self.preemption.nothing_to_save = False
 
     def _do_what_is_due(self) -> bool:

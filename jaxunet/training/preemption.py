@@ -68,6 +68,11 @@ class Preemption:
             if asked and data[0] == signal.SIGINT:
                 _say(f'{name} again: ended without saving; the last checkpoint is kept.')
                 end(INTERRUPTED)
+            if not asked:
+                _say(
+                    f'{name}: finishing the steps that have begun, then saving; '
+                    'Ctrl-C again ends at once without saving.'
+                )
             asked = True
         os.close(self._reader)
 

@@ -149,6 +149,16 @@ class Session:
             self.data = self.parallel.put_batch(next(self._stream))
         return self.data
 
+    @property
+    def calls_ahead(self) -> int:
+        """Calls to queue before the metrics of the oldest are read.
+
+        A CPU needs no longer queue, and a run that is asked to stop waits for all of it.
+        """
+        if self.parallel.devices[0].platform == 'cpu':
+            return 1
+        return max(IN_FLIGHT // self.steps_per_call, 1)
+
     def call(self, data: Data, *, stop: bool = False) -> Metrics:
         """Runs the next `steps_per_call` steps; returns before they are done.
 

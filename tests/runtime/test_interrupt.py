@@ -83,4 +83,6 @@ def test_twice_while_training(monkeypatch, capfd):
         os.kill(os.getpid(), signal.SIGINT)
         assert ended.wait(10)
     assert codes == [130]
-    assert 'ended without saving' in capfd.readouterr().err
+    first, second = capfd.readouterr().err.split('\n\n')
+    assert 'then saving; Ctrl-C again ends at once' in first
+    assert 'ended without saving' in second
