@@ -25,7 +25,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -34,6 +33,7 @@ from absl import flags
 from jaxunet.checkpoint import model_flags
 from jaxunet.config import cli, split_backend
 from jaxunet.config.relations import METRICS
+from jaxunet.data.sources import check_exists
 from jaxunet.metrics.evaluation import Result, check_metrics, compute
 from jaxunet.metrics.features import FeatureNetwork, load_features
 from jaxunet.metrics.frechet import save_statistics
@@ -43,6 +43,7 @@ from jaxunet.metrics.nearest import compare, write
 from jaxunet.metrics.sides import open_side
 from jaxunet.metrics.table import with_reference
 from jaxunet.runtime.errors import UserError
+from jaxunet.runtime.whole_files import check_writable
 from jaxunet.sampling.options import VARIANCES
 from jaxunet.training.average_sweep import check_plot, measure_averages, plot
 from jaxunet.training.likelihood import LikelihoodOptions, measure_likelihood, save_terms
@@ -191,6 +192,9 @@ def main(argv: Sequence[str]) -> None:
         if flag.value:
             _check_writable(flag.name, Path(flag.value).expanduser())
     cli.enable_compilation_cache()
+    for path in (SAMPLES.value, REFERENCE.value):
+        if path and not path.endswith(':'):  # before Inception is downloaded
+            check_exists(Path(path.removeprefix('cifar10:')).expanduser())
     network = load_features(FEATURES.value)
     results = _measure(metrics, compared, network, size) if metrics else []
     for result in results:
@@ -361,18 +365,9 @@ def _image_size() -> Size | None:
 
 
 def _check_writable(flag: str, target: Path) -> None:
-    """Fails before the work rather than after it; creates nothing."""
-    folder = target.parent
-    while not folder.exists():
-        folder = folder.parent
-    if (
-        target.is_dir()
-        or not folder.is_dir()
-        or not os.access(target if target.exists() else folder, os.W_OK)
-    ):
-        raise UserError(
-            f'--{flag}: {target}: cannot be written; check the name and the permissions'
-        )
+    if target.is_dir():
+        raise UserError(f'--{flag}: {target}: cannot be written: it is a folder; name a file')
+    check_writable(target, f'--{flag}')
 
 
 def _append(path: str, lines: Sequence[str]) -> None:

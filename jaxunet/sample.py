@@ -48,6 +48,7 @@ from jaxunet.runtime import distributed
 from jaxunet.runtime.errors import UserError
 from jaxunet.runtime.interrupt import INTERRUPTED
 from jaxunet.runtime.progress import progress_bar
+from jaxunet.runtime.whole_files import check_writable
 from jaxunet.sampling import flags as how
 from jaxunet.sampling.generator import Generator
 from jaxunet.sampling.identity import identity
@@ -124,6 +125,7 @@ POLL_SECONDS = 0.5  # between two checks for the other processes' samples
 def main(argv: Sequence[str]) -> None:
     """Runs the command; after Ctrl-C it exits with `INTERRUPTED` and keeps finished batches."""
     check_output(OUTPUT.value)
+    check_writable(OUTPUT.value, '--output')
     how.check_owned_flags()
     if BACKEND.value is not None:
         split_backend(BACKEND.value, '--backend')
@@ -277,10 +279,9 @@ def draw(
             try:
                 parts.save(start, batch)
             except UserError as error:
-                raise UserError(
-                    f'{error}\nThe same command resumes after the {len(parts.finished())} batches '
-                    'stored before.'
-                ) from error
+                done = len(parts.finished())
+                after = f'\nThe same command resumes after the {done} batches stored before.'
+                raise UserError(f'{error}{after if done else ""}') from error
 
 
 def finished_images(parts: Parts, count: int) -> np.ndarray | None:

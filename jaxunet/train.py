@@ -139,6 +139,7 @@ def run(config: Config) -> None:
     # A missing backend or device is an error before anything is read or written.
     ops = choose(config.backend, config.precision)
     Parallel(config)
+    estimate.warn_if_long_on_a_cpu(config)
     source = open_images(config)
     check_classes(config, source)
     folder = workdir()

@@ -21,7 +21,7 @@ from jaxunet.checkpoint.fine_tune import Side, fit
 from jaxunet.checkpoint.state import TrainState, get_moments, initial_state
 from jaxunet.config import Config
 from jaxunet.model.unet import Params
-from jaxunet.runtime.errors import UserError
+from jaxunet.runtime.errors import UserError, near_misses
 from jaxunet.weights import Stated, check_tree, read_weights
 
 
@@ -71,10 +71,14 @@ def load_model(
       UserError: nothing there can be read, a needed option is neither in the file nor given, or an
         option does not apply to it.
     """
-    if not pathlib.Path(path).exists():
+    if not (file := pathlib.Path(path)).exists():
+        siblings = [p.name for p in file.parent.iterdir()] if file.parent.is_dir() else []
         raise UserError(
-            f'{path}: no such file or folder; expected a workdir, a checkpoint in one, or a .bin, '
-            '.pt or .safetensors file'
+            f'{path}: no such file or folder'
+            + (
+                near_misses(file.name, siblings)
+                or '; expected a workdir, a checkpoint in one, or a .bin, .pt or .safetensors file'
+            )
         )
     if pathlib.Path(path).is_dir():
         if config is not None:

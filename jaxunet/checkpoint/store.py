@@ -33,7 +33,7 @@ from jaxunet.checkpoint.state import Draw, TrainState, draw_state, state_fields
 from jaxunet.config import Config, resolve, to_dict
 from jaxunet.config.schema import Fields
 from jaxunet.runtime.attempts import quietly
-from jaxunet.runtime.errors import UserError
+from jaxunet.runtime.errors import UserError, listed
 
 FOLDER = 'checkpoints'
 UNET = 'UNet'  # the network of checkpoints that name none
@@ -374,7 +374,9 @@ def read(path: str | pathlib.Path) -> Restored:
     """
     found = find(path)
     if found is None:
-        raise UserError(f'{path}: neither a workdir with {FOLDER}/ nor a checkpoint in one')
+        inside = sorted(p.parent.name for p in pathlib.Path(path).glob(f'*/{FOLDER}'))
+        hint = f'; it holds the workdirs {listed(inside)}' if inside else ''
+        raise UserError(f'{path}: neither a workdir with {FOLDER}/ nor a checkpoint in one{hint}')
     workdir, step = found
     checkpoints = Checkpoints(workdir, keep=0, read_only=True)
     try:

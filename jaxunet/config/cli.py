@@ -30,6 +30,9 @@ from jaxunet.runtime.download import cache_dir
 from jaxunet.runtime.errors import USER_ERROR, UserError, near_misses
 from jaxunet.runtime.interrupt import INTERRUPTED, raise_again
 
+HELP = {'?', 'help', 'helpfull', 'helpshort', 'helpxml'}
+flags.disclaim_key_flags()  # --help of a command lists --config as its own
+
 
 def run(main: Callable[[Sequence[str]], int | None]) -> None:
     """Parses the flags and runs `main`.
@@ -100,9 +103,21 @@ def _parse(argv: Sequence[str]) -> list[str]:
     except UserError:
         raise
     except flags.Error as error:
-        raise UserError(f'{error}\nSee --help.') from None
+        raise UserError(f'{_flag_error(str(error))}\nSee --help.') from None
+    except SystemExit as ended:
+        helped = {argument.lstrip('-') for argument in argv} & HELP
+        sys.exit(0 if helped and ended.code == 1 else ended.code)  # absl's --help ends with 1
     except Exception as error:
         raise UserError(_config_error(error)) from None
+
+
+def _flag_error(text: str) -> str:
+    """Returns absl's message, in other words where it shows Python's."""
+    text = re.sub(
+        r'^flag --(\w+)=None: .* must have a value other than None\.$', r'--\1: missing', text
+    )
+    text = re.sub(r': invalid literal for int\(\) .*', ': expected a whole number', text)
+    return re.sub(r': could not convert string to float: .*', ': expected a number', text)
 
 
 def _config_error(error: BaseException) -> str:
@@ -280,7 +295,8 @@ def define_config() -> flags.FlagHolder:
         _check_overrides(sys.argv)
         help_text = (
             'Config file (Python, with get_config()); without one, the defaults, which train on '
-            'the embedded digits.'
+            'the embedded digits. --config.SECTION.FIELD=VALUE sets a field of '
+            'jaxunet/config/schema.py.'
         )
         holder = config_flags.DEFINE_config_file(
             'config', schema.__file__, help_text, lock_config=True

@@ -15,15 +15,21 @@ from jaxunet.runtime.errors import UserError, listed, near_misses
 def check_classes(config: Config, source: Source) -> None:
     """Checks that a conditional model has a label for every image, within `model.num_classes`.
 
-    Warns about labels that have no images.
+    Warns about labels that have no images, and logs classes that the model does not use.
 
     Raises:
       UserError: images without labels, or more classes than the model has.
     """
     wanted, names = config.model.num_classes, source.class_names
-    if not wanted:
-        return
     path = config.data.path
+    if not wanted:
+        if len(names) > 1:
+            logging.info(
+                'the %d classes of %s (%s) are not used; model.num_classes=%d, with '
+                'model.label_dropout=0.1 for guidance, trains a model of classes',
+                *(len(names), path, listed(names), len(names)),
+            )
+        return
     if not names:
         if source.unlabelled_by:
             raise UserError(
@@ -110,5 +116,5 @@ def label_of(given: str, num_classes: int, names: Sequence[str]) -> int:
     known = f' or names ({listed(numbered)})' if numbered else ''
     raise UserError(
         f'--class_labels: expected whole numbers from 0 to {num_classes - 1}{known}, '
-        f'found {given!r}{near_misses(given, names)}'
+        f'found {given!r}{near_misses(given, names) if numbered else ""}'
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 from collections.abc import Iterator
@@ -202,14 +203,18 @@ def _loose_images(loose: list[str], folders: list[str]) -> str:
 
 
 def report_skipped(name: str, skipped: tuple[tuple[str, str], ...]) -> None:
-    """Logs one warning that counts the files left out and names the first ones."""
+    """Logs one warning that counts the files left out and names the first ones.
+
+    Only the first time: a run opens its images once to look at them, and again to train.
+    """
     if skipped:
-        logging.warning(
-            '%s: %d files are not readable images and are left out: %s',
-            name,
-            len(skipped),
-            _listed(skipped),
-        )
+        count = '1 file is' if len(skipped) == 1 else f'{len(skipped)} files are'
+        _warn_once(f'{name}: {count} left out: {_listed(skipped)}')
+
+
+@functools.cache
+def _warn_once(text: str) -> None:
+    logging.warning('%s', text)
 
 
 def no_images(name: str, skipped: tuple[tuple[str, str], ...]) -> UserError:

@@ -122,7 +122,7 @@ def _open(path: str, shape: Shape) -> Source:
 
 
 def _open_path(path: Path, shape: Shape) -> Source:
-    _check_exists(path)
+    check_exists(path)
     name = path.name.lower()
     if path.is_dir():
         return ImageFiles(Folder(path), shape, strip_leading=False)
@@ -154,7 +154,8 @@ def _open_path(path: Path, shape: Shape) -> Source:
     raise _unknown(path)
 
 
-def _check_exists(path: Path) -> None:
+def check_exists(path: Path) -> None:
+    """Raises `UserError` with similar names if there is no such file or folder."""
     if path.exists():
         return
     parent = path
@@ -197,7 +198,7 @@ def _cifar10(local: str, shape: Shape) -> Source:
     if not local:
         return cifar10.open_official(None, shape)
     path = Path(local).expanduser()
-    _check_exists(path)
+    check_exists(path)
     if path.is_dir() or path.name.lower().endswith(TAR):
         return (
             cifar10.open_official(path, shape)

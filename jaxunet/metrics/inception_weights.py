@@ -88,13 +88,16 @@ def find_or_download() -> Path:
     Raises:
       UserError: no connection, no disk space, or a wrong checksum.
     """
-    instead = f'give its path (--features /path/to/{FILE}), or put it into {cache_dir()}'
+    instead = (
+        f'give its path (--features /path/to/{FILE}, or --config.evaluation.features for what a '
+        f'config measures), or put it into {cache_dir()}'
+    )
     return cached(
         URL,
         FILE,
         algorithm='sha256',
         checksum=SHA256,
-        asked_by='--features=inception',
+        asked_by='features=inception',
         instead=instead,
     )
 

@@ -11,6 +11,7 @@ import jax
 import jax.extend
 import jax.numpy as jnp
 import optax
+from absl import logging
 from jaxtyping import PyTree
 
 from jaxunet.config import Config
@@ -26,6 +27,7 @@ from jaxunet.runtime import device
 HELD = {'xla': 0.42, 'pallas': 2.8, 'cuda': 2.1}
 # The same where kernels overlap (`ops.backends.overlaps`).
 HELD_CONCURRENT = {'xla': 0.56, 'pallas': 5.0, 'cuda': 4.3}
+LONG_ON_A_CPU = 2e11  # work of a run (`warn_if_long_on_a_cpu`)
 
 
 def tree_bytes(tree: PyTree) -> int:
@@ -141,6 +143,26 @@ def summary(config: Config) -> str:
         f'memory per device, GiB: {sum(parts.values()) / 2**30:.2f} estimated '
         f'with {_holder(config)} ({gib})' + _snapshots(config)
     )
+
+
+def warn_if_long_on_a_cpu(config: Config) -> None:
+    """Warns of a run that takes a CPU more than some hours, before its step compiles for minutes.
+
+    The work is taken to grow with images, pixels and the square of the channels. That of
+    configs/digits.py is 8e8, and takes two CPU cores a minute.
+    """
+    height, width, _ = config.image_shape
+    images = config.train.steps * config.data.batch_size
+    work = images * height * width * config.model.base_channels**2
+    if jax.default_backend() == 'cpu' and work > LONG_ON_A_CPU:
+        logging.warning(
+            'JAX finds no GPU here, and this run is long for a CPU: %s steps of %d images of '
+            '%dx%d; docs/training.md#on-a-cpu has settings for one',
+            f'{config.train.steps:,}',
+            config.data.batch_size,
+            height,
+            width,
+        )
 
 
 def _snapshots(config: Config) -> str:

@@ -35,6 +35,25 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[pathlib.Path]:
                 partial.unlink()
 
 
+def check_writable(path: str | os.PathLike[str], flag: str) -> None:
+    """Checks that a file or folder can be written, before the work that it is for; creates nothing.
+
+    Args:
+      flag: the flag that gave the path; begins the message.
+
+    Raises:
+      UserError: permissions are missing, or a parent is a file.
+    """
+    target = pathlib.Path(path)
+    nearest = target if target.exists() else target.parent
+    while not nearest.exists():
+        nearest = nearest.parent
+    if (nearest != target and not nearest.is_dir()) or not os.access(nearest, os.W_OK):
+        raise UserError(
+            f'{flag}: {path}: cannot be written; check the name, and the permissions of {nearest}'
+        )
+
+
 @contextlib.contextmanager
 def written(path: str | os.PathLike[str], flag: str = '') -> Iterator[pathlib.Path]:
     """Like `replacing`, for a path that the user gave.

@@ -35,6 +35,7 @@ def run(tmp_path_factory):
     flags = ['--config.train.sample_every=6', f'--workdir={workdir}']
     out = call('jaxunet.train', *SMALL, *flags, fresh=True)
     assert '1797 images from digits:' in out
+    assert f'trained model: python -m jaxunet.sample --checkpoint {workdir}\n' in out
     return workdir
 
 
@@ -258,7 +259,7 @@ MISTAKES = [
     (['jaxunet.train', '--config.learning_rate=3'], 'did you mean optimizer.learning_rate'),
     (
         ['jaxunet.train', '--config.train.steps=many'],
-        "--config.train.steps=many: invalid literal for int() with base 10: 'many'",
+        '--config.train.steps=many: expected a whole number',
     ),
     (['jaxunet.train', '--config.model=3'], '--config.model: is a section; set one of its fields'),
     (['jaxunet.train', '--config=nowhere.py'], 'nowhere.py'),
@@ -303,8 +304,14 @@ MISTAKES = [
         '--restarts: mpirun cannot start one of its processes again',
     ),
     (['jaxunet.train', '--coordinator=localhost:1'], '--num_processes: missing'),
-    (['jaxunet.sample'], 'Flag --checkpoint must have a value other than None'),
+    (['jaxunet.sample'], 'error: --checkpoint: missing\nSee --help.'),
     (['jaxunet.sample', '--checkpoint=nowhere'], 'nowhere: no such file or folder'),
+    (['jaxunet.sample', '--checkpoint=RUNX'], 'no such file or folder; did you mean "tiny"?'),
+    (['jaxunet.sample', '--checkpoint=RUN/..'], 'nor a checkpoint in one; it holds the workdirs t'),
+    (
+        ['jaxunet.sample', '--checkpoint=RUN', '--output=/proc/version/x.png'],
+        '--output: /proc/version/x.png: cannot be written; check the name',
+    ),
     (['jaxunet.sample', '--checkpoint=RUN', '--output=x.gif'], 'expected a name that ends in .png'),
     (
         ['jaxunet.sample', '--checkpoint=RUN', '--sampler=dimm'],
@@ -320,7 +327,7 @@ MISTAKES = [
     (['jaxunet.sample', '--checkpoint=RUN', '--steps=41'], 'steps'),
     (
         ['jaxunet.sample', '--checkpoint=RUN', '--class_labels=10'],
-        '--class_labels: expected whole numbers from 0 to 9, found',
+        "--class_labels: expected whole numbers from 0 to 9, found '10'\n",
     ),
     (
         ['jaxunet.sample', '--checkpoint=RUN', '--guidance_scale=-1'],
@@ -378,6 +385,12 @@ MISTAKES = [
     ),
     (['jaxunet.prepare_data', '--input=nowhere', '--output=x.npz', '--image_size=8'], 'nowhere'),
 ]
+
+
+def test_help_lists_the_config_and_succeeds():
+    out = call('jaxunet.train', '--help')
+    assert '--config: Config file' in out
+    assert '--workdir' in out
 
 
 def test_mistakes_have_one_line_and_exit_2(run, tmp_path):

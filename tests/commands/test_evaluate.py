@@ -263,6 +263,7 @@ MISTAKES = [
     # Of the reference B the last image is corrupt, which shows when its features are computed: the
     # samples' mistakes come before that.
     (['--samples=nothere', '--reference=B', '--features=F'], 'nothere: no such file or folder'),
+    (['--samples=nothere', '--reference=S'], 'nothere: no such file or folder'),  # no download
     (
         ['--samples=S', '--reference=B', '--features=F', '--num_samples=5'],
         '--num_samples: 5 asked for, but',

@@ -14,6 +14,7 @@ from support.tiny import tiny_config
 from jaxunet.config import Config, resolve, to_dict
 from jaxunet.data import automatic
 from jaxunet.data.automatic import OPEN, Facts, choose, complete
+from jaxunet.data.sources import open_images
 from jaxunet.runtime.errors import UserError
 
 IMAGES = next(path for path in CONFIGS if path.stem == 'images')
@@ -152,6 +153,13 @@ def test_the_log_names_the_choices_and_the_end(tmp_path, caplog):
     assert chosen.startswith('chosen for 2 images of 40x80 to 70x50 pixels: data.image_size=40, ')
     assert 'train.steps=4000' in chosen
     assert 'ends after 4,000 steps, which show each image about 4000 times' in end
+
+
+def test_other_files_are_named_once(tmp_path, caplog):
+    path = photos(tmp_path, [(16, 16)] * 3)
+    (path / 'notes.txt').write_text('no image')
+    open_images(complete(config_for(path)))
+    assert caplog.text.count(f'{path}: 1 file is left out: notes.txt (not an image)') == 1
 
 
 @pytest.mark.parametrize(

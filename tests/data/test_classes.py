@@ -100,6 +100,18 @@ def test_names_that_change_no_label_may_come_and_go(tmp_path):
     assert classes.keep_classes((), ('bull', 'cow'), unconditional, tmp_path) == ()
 
 
+def test_classes_that_the_model_does_not_use_are_named(monkeypatch):
+    told = []
+    monkeypatch.setattr(classes.logging, 'info', lambda text, *values: told.append(text % values))
+    unconditional = tiny_config(
+        model={'num_classes': 0, 'label_dropout': 0.0}, data={'path': 'herd'}
+    )
+    for names in ((), ('cow',), ('bull', 'cow')):
+        classes.check_classes(unconditional, herd(*names))
+    (line,) = told
+    assert line.startswith('the 2 classes of herd (bull, cow) are not used; model.num_classes=2, ')
+
+
 def test_classes_and_the_table_of_the_model(monkeypatch):
     told = []
     monkeypatch.setattr(

@@ -276,7 +276,7 @@ def test_without_a_network_connection_the_message_tells_what_to_do(tmp_path, mon
     monkeypatch.setattr(inception_weights, 'URL', 'http://127.0.0.1:9/weights.pth')
     with pytest.raises(
         UserError,
-        match=r'--features=inception: cannot download .*refused.* give its path \(--features '
+        match=r'features=inception: cannot download .*refused.* give its path \(--features '
         r'/path/to/pt_inception',
     ):
         features.load_features('inception')
