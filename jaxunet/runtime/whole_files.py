@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import os
 import pathlib
+import platform
+import re
 import shutil
 from collections.abc import Iterator
 
@@ -16,23 +18,47 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[pathlib.Path]:
     """Yields a temporary path, which is renamed to `path` when the block has ended.
 
     The block writes a file or a folder there. An error removes it and leaves an earlier `path` as
-    it was. The folder of `path` is created.
+    it was. The folder of `path` is created, and cleared by `remove_left`.
 
     Raises:
       OSError: the folder cannot be created, or the name cannot be taken.
     """
     target = pathlib.Path(path)
-    partial = target.with_name(f'.{target.name}.{os.getpid()}.partial')
+    partial = target.with_name(f'.{target.name}.{platform.node()}.{os.getpid()}.partial')
     target.parent.mkdir(parents=True, exist_ok=True)
+    remove_left(target.parent)
     try:
         yield partial
         os.replace(partial, target)
     finally:
-        if partial.is_dir():
-            shutil.rmtree(partial, ignore_errors=True)
-        else:
-            with contextlib.suppress(OSError):
-                partial.unlink()
+        _remove(partial)
+
+
+def remove_left(folder: pathlib.Path) -> None:
+    """Removes the temporary paths that killed processes of this machine left in a folder."""
+    left = re.compile(rf'\..+\.{re.escape(platform.node())}\.(\d{{1,9}})\.partial')
+    with contextlib.suppress(OSError):  # no folder, or one that may not be listed
+        for name in os.listdir(folder):
+            if (found := left.fullmatch(name)) and not _runs(int(found[1])):
+                _remove(folder / name)
+
+
+def _runs(process: int) -> bool:
+    try:
+        os.kill(process, 0)
+    except ProcessLookupError:
+        return False
+    except OSError:  # another user's
+        return True
+    return True
+
+
+def _remove(path: pathlib.Path) -> None:
+    if path.is_dir():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        with contextlib.suppress(OSError):
+            path.unlink()
 
 
 def check_writable(path: str | os.PathLike[str], flag: str) -> None:

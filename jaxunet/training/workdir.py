@@ -11,11 +11,14 @@ import jax
 from absl import logging
 
 from jaxunet.runtime.errors import UserError
+from jaxunet.runtime.whole_files import remove_left
 
 
 @contextlib.contextmanager
 def opened(workdir: pathlib.Path) -> Iterator[None]:
     """Makes the workdir and locks it for process 0 of this run; the lock ends with the process.
+
+    Removes what a killed run has left half-written in it.
 
     Raises:
       UserError: another run holds the lock, or the folder cannot be made or written.
@@ -49,4 +52,6 @@ def opened(workdir: pathlib.Path) -> Iterator[None]:
                 workdir,
                 error.strerror or error,
             )
+        for folder in (workdir, workdir / 'samples'):
+            remove_left(folder)
         yield

@@ -1,0 +1,29 @@
+"""Files written whole or not at all."""
+
+from __future__ import annotations
+
+import os
+import pathlib
+import platform
+import subprocess
+
+from jaxunet.runtime.whole_files import replacing
+
+
+def test_what_killed_processes_left_is_removed(tmp_path: pathlib.Path) -> None:
+    with subprocess.Popen(['true']) as process:
+        ended = process.pid
+    host, target = platform.node(), tmp_path / 'a.png'
+    left = {tmp_path / f'.{name}.png.{host}.{ended}.partial' for name in 'ab'}
+    kept = {
+        tmp_path / f'.a.png.{host}.{os.getppid()}.partial',
+        tmp_path / f'.a.png.elsewhere.{ended}.partial',
+        tmp_path / f'.a.png.{host}.x.partial',
+    }
+    for path in left | kept:
+        path.touch()
+    with replacing(target) as partial:
+        assert not any(path.exists() for path in left)
+        partial.write_text('new')
+    assert set(tmp_path.iterdir()) == kept | {target}
+    assert target.read_text() == 'new'
