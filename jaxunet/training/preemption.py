@@ -71,7 +71,7 @@ class Preemption:
             if not asked:
                 _say(
                     f'{name}: finishing the steps that have begun, then saving; '
-                    'Ctrl-C again ends at once without saving.'
+                    'a further Ctrl-C ends at once without saving.'
                 )
             asked = True
         os.close(self._reader)

@@ -84,5 +84,5 @@ def test_twice_while_training(monkeypatch, capfd):
         assert ended.wait(10)
     assert codes == [130]
     first, second = capfd.readouterr().err.split('\n\n')
-    assert 'then saving; Ctrl-C again ends at once' in first
+    assert 'then saving; a further Ctrl-C ends at once' in first
     assert 'ended without saving' in second
