@@ -1,0 +1,139 @@
+"""Times whole training steps of several checkouts in turns, so that a drift of the machine's speed
+affects all alike.
+
+    python3 tests/gpu/steps.py OLD NEW [MORE ...] [--config configs/elephants64.py]
+      [--batch_sizes 32,256] [--backend auto] [--rounds 8] [--output rows.jsonl]
+
+Each checkout must be built (tests/gpu/build.sh). One process for each, with random images; all
+compile at the same time, then one runs while the others wait. Prints a line for each batch size
+with the medians and their ratios to the first checkout; `--output` takes the rows.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import pathlib
+import runpy
+import statistics
+import subprocess
+import sys
+
+TURN_SECONDS = 0.4
+
+
+def main() -> None:
+    """Starts the workers and prints the table."""
+    parser = argparse.ArgumentParser(description=(__doc__ or '').splitlines()[0])
+    parser.add_argument('checkouts', nargs='+', type=pathlib.Path)
+    parser.add_argument('--config', default='configs/elephants64.py')
+    parser.add_argument('--batch_sizes', default='32,256')
+    parser.add_argument('--backend', default='auto')
+    parser.add_argument('--rounds', type=int, default=8)
+    parser.add_argument('--output', type=pathlib.Path)
+    parser.add_argument('--worker', action='store_true', help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.worker:
+        work(options)
+        return
+    names = [str(checkout) for checkout in options.checkouts]
+    print(' | '.join(['batch', *(f'{name}, ms' for name in names), 'ratios, median (quartiles)']))
+    workers = [start(checkout, options) for checkout in options.checkouts]
+    try:
+        for size in map(int, options.batch_sizes.split(',')):
+            times = measure(workers, size, options.rounds)
+            ratios = [
+                statistics.quantiles([a / b for a, b in zip(own, times[0], strict=True)], n=4)
+                for own in times[1:]
+            ]
+            medians = [statistics.median(own) for own in times]
+            cells = [str(size), *(f'{ms:.3f}' for ms in medians)]
+            cells.append(', '.join(f'{q[1]:.4f} ({q[0]:.4f} to {q[2]:.4f})' for q in ratios))
+            print(' | '.join(cells), flush=True)
+            if options.output:
+                row = {'batch_size': size, 'checkouts': names, 'ms': times, 'medians': medians}
+                with options.output.open('a') as file:
+                    file.write(json.dumps(row | {'config': options.config}) + '\n')
+    finally:
+        for worker in workers:
+            worker.kill()
+
+
+def start(checkout: pathlib.Path, options: argparse.Namespace) -> subprocess.Popen[str]:
+    """Starts the process of a checkout, which has its own modules."""
+    path = os.pathsep.join(filter(None, [str(checkout.resolve()), os.environ.get('PYTHONPATH')]))
+    flags = ['--worker', '--config', options.config, '--backend', options.backend, '.']
+    return subprocess.Popen(
+        [sys.executable, str(pathlib.Path(__file__).resolve()), *flags],
+        cwd=checkout,
+        env=os.environ | {'PYTHONPATH': path, 'XLA_PYTHON_CLIENT_PREALLOCATE': 'false'},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+
+
+def measure(workers: list[subprocess.Popen[str]], size: int, rounds: int) -> list[list[float]]:
+    """Returns each worker's milliseconds per step in each round; every other round is reversed."""
+    for worker in workers:
+        ask(worker, 'batch', size)
+    seconds = [answer(worker) for worker in workers]
+    # The same number of calls for all; the first of them only heats the device up.
+    calls = max(1, round(TURN_SECONDS / min(seconds)))
+    times: list[list[float]] = [[] for _ in workers]
+    for turn in range(rounds):
+        order = list(zip(workers, times, strict=True))
+        for worker, own in order if turn % 2 == 0 else order[::-1]:
+            ask(worker, 'run', calls)
+            own.append(answer(worker))
+    return times
+
+
+def ask(worker: subprocess.Popen[str], what: str, number: int) -> None:
+    """Sends a line to a worker."""
+    assert worker.stdin is not None
+    worker.stdin.write(f'{what} {number}\n')
+    worker.stdin.flush()
+
+
+def answer(worker: subprocess.Popen[str]) -> float:
+    """Waits for the worker's number; ends the program if the worker has ended."""
+    assert worker.stdout is not None
+    for line in worker.stdout:
+        if line.startswith('answer '):
+            return float(line.split()[1])
+    sys.exit(f'a worker ended with status {worker.wait()}; its messages are above')
+
+
+def work(options: argparse.Namespace) -> None:
+    """Answers `batch N` with the seconds of a call, and `run CALLS` with the ms of a step."""
+    import time  # noqa: PLC0415
+
+    # Those of the checkout that is timed, so not before this process is its own.
+    from jaxunet.benchmark.cases import benchmark_config  # noqa: PLC0415
+    from jaxunet.benchmark.jax_side import JaxSide, synthetic_source  # noqa: PLC0415
+    from jaxunet.checkpoint.state import fresh_state  # noqa: PLC0415
+    from jaxunet.config import resolve  # noqa: PLC0415
+
+    values = runpy.run_path(options.config)['get_config']()
+    config = benchmark_config(resolve(values)).replace(backend=options.backend)
+    source, state, prepared = synthetic_source(config), fresh_state(config), None
+    for line in sys.stdin:
+        what, number = line.split()
+        if what == 'batch':
+            if prepared is not None:
+                prepared.close()
+            sized = config.replace(data={'batch_size': int(number)})
+            prepared = JaxSide(sized, source, state).prepare('step')
+            calls, scale = 1, 1.0
+        else:
+            calls, scale = int(number), 1e3 / prepared.unit
+            prepared.run(prepared.unit)
+        began = time.perf_counter()
+        prepared.run(calls * prepared.unit)
+        print(f'answer {(time.perf_counter() - began) / calls * scale}', flush=True)
+
+
+if __name__ == '__main__':
+    main()
