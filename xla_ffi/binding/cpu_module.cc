@@ -87,6 +87,16 @@ pybind11::dict group_norm_backward(int64_t batch, int64_t pixels, int64_t channe
   return found;
 }
 
+// True if the backward pass takes the smem_resident kernel where the streaming ones could run, too.
+bool group_norm_faster_than_streaming(int64_t batch, int64_t pixels, int64_t channels,
+                                      int64_t group, int vector, int element, int64_t sms,
+                                      int64_t smem_bytes, int max_cluster, int added) {
+  const DeviceLimits limits{sms, smem_bytes, max_cluster};
+  return faster_than_streaming(
+      backward_tiling(limits, batch, pixels, channels, group, vector, element), batch, added,
+      element);
+}
+
 // The tiling of the streaming GroupNorm kernels, for tests; None where they are not taken.
 pybind11::object group_norm_streaming(int64_t min_elements, int64_t batch, int64_t pixels,
                                       int64_t channels, int64_t group, int vector, int element,
@@ -159,6 +169,7 @@ PYBIND11_MODULE(_cpu, module) {
              "The tiling of the smem_resident GroupNorm kernel of the forward pass.");
   module.def("group_norm_backward", &jaxunet::group_norm_backward,
              "The tiling of the smem_resident GroupNorm kernel of the backward pass.");
+  module.def("group_norm_faster_than_streaming", &jaxunet::group_norm_faster_than_streaming);
   module.def("group_norm_streaming", &jaxunet::group_norm_streaming,
              "The tiling of the streaming GroupNorm kernels; None where they are not taken.");
   module.def("group_norm_register_resident", &jaxunet::group_norm_register_resident,

@@ -142,6 +142,28 @@ inline BackwardTiling backward_tiling(const DeviceLimits& limits, int64_t batch,
   }
 }
 
+// True if one launch of this kernel is faster than the two streaming launches, for images that have
+// a streaming tiling. `added`: tensors that the kernel adds to dx.
+//
+// One block that holds all pixels of its channels always is (32x32 pixels, 256 channels). A cluster
+// is if streaming would read x and dy from memory twice, not from L2, no added tensor takes the
+// time that this saves, and two of its blocks share a multiprocessor. On an H200 in bfloat16, 64x64
+// pixels, cluster and streaming, us:
+//   64 channels, nothing added:                 batch 256 189 and 216, batch 32 33.9 and 33.0
+//   64 channels, two added:                     batch 256 287 and 278
+//   128 channels, one added:                    batch 256 469 and 471
+//   192 channels, one added, blocks of 144 KiB: batch 256 842 and 733
+// To refit it, run tests/gpu/harness/gnback.
+inline bool faster_than_streaming(const BackwardTiling& tiling, int64_t batch, int added,
+                                  int element) {
+  constexpr int64_t kBeyondL2Bytes = int64_t{256} << 20;  // of x and dy
+  if (!tiling.keep) return false;
+  if (tiling.ranks == 1) return true;
+  const int64_t bytes = batch * tiling.pixels * tiling.channels * 2 * element;
+  return element == 2 && added == 0 && bytes >= kBeyondL2Bytes &&
+         tiling.stage_bytes <= kBackwardTileBytes;
+}
+
 // Throws std::runtime_error if a block cannot hold one group (check_block).
 inline void check(const BackwardTiling& tiling, const DeviceLimits& limits) {
   check_block(limits, tiling.group, tiling.threads, kBackwardThreads,

@@ -6,9 +6,9 @@
 //   y and statistics   forward_streaming.cu: large samples on GPUs with clusters; two launches
 //                      forward_register_resident.cu: small samples
 //                      forward_smem_resident.cu
-//   backward           backward_smem_resident.cu: one block holds all pixels of its channels
+//   backward           backward_smem_resident.cu: faster_than_streaming()
 //                      backward_streaming.cu: large samples on GPUs with clusters; two launches
-//                      backward_smem_resident.cu: a cluster holds them, or they are read twice
+//                      backward_smem_resident.cu: the rest
 //
 // parameter_gradients.cu follows backward_smem_resident.cu; backward_streaming.cu sums the
 // gradients of scale and offset itself.
@@ -84,12 +84,9 @@ cudaError_t norm_gradient(const NormGradient& plan, cudaStream_t stream) {
   const BackwardTiling tiling =
       backward_tiling(limits, plan.batch, plan.pixels, plan.x.total, plan.x.total / plan.groups,
                       vector, element_bytes(plan.type));
-  // A block that holds everything reads x and dy once, which is faster than streaming's two reads
-  // (32x32 pixels, 256 channels, on an H200).
-  const bool one_block_holds_all = tiling.ranks == 1 && tiling.keep;
-  if (!one_block_holds_all) {
-    if (const auto large = streaming_tiling_of(plan, limits, vector))
-      return streaming_gradient(plan, *large, limits, vector, stream);
+  if (!faster_than_streaming(tiling, plan.batch, plan.added_count, element_bytes(plan.type))) {
+    if (const auto streaming = streaming_tiling_of(plan, limits, vector))
+      return streaming_gradient(plan, *streaming, limits, vector, stream);
   }
   check(tiling, limits);
   error = smem_resident_gradient(plan, tiling, vector, stream);

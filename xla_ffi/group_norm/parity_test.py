@@ -77,6 +77,36 @@ def test_large_images(case, dtype):
     check(case, dtype, case.batch)
 
 
+def check_parts(side: int, channels: int, batch: int, parts: int):
+    """The gradients of a batch are those of its parts; parameters get their sum."""
+    shape = (batch, side, side, channels)
+    x, dy = (jax.random.normal(jax.random.key(i), shape, jnp.bfloat16) for i in range(2))
+    scale, offset = (1 + jax.random.normal(jax.random.key(i), (1, channels)) for i in (2, 3))
+
+    @jax.jit
+    def gradients(x, dy):
+        def call(x, scale, offset):
+            return vjp.group_norm(Activation.of(x), scale, offset, silu=True)
+
+        dx, *rows = jax.vjp(call, x, scale, offset)[1](dy)
+        return [dx, *rows]
+
+    whole = gradients(x, dy)
+    each = [gradients(*pair) for pair in zip(*(jnp.split(a, parts) for a in (x, dy)), strict=True)]
+    dx, *rows = zip(*each, strict=True)
+    wanted = [jnp.concatenate(dx).astype(jnp.float32), *(sum(row) for row in rows)]
+    for found, want, limit in zip(whole, wanted, (1e-3, 1e-5, 1e-5), strict=True):
+        difference = found.astype(jnp.float32) - want
+        assert jnp.linalg.norm(difference) <= limit * jnp.linalg.norm(want)
+        assert jnp.abs(difference).max() <= 2**-7 * jnp.abs(want).max()  # dx rounded otherwise
+
+
+@pytest.mark.gpu
+def test_a_batch_beyond_l2_has_the_gradients_of_its_parts():
+    """The batch takes one launch; its parts, which are tested above, stream."""
+    check_parts(64, 64, 256, 8)
+
+
 # Blocks that keep 2, 4 and 8 pixels a thread in registers, also where threads have fewer.
 IN_REGISTERS = (
     Case(8, 8, (256, 192), batch=2),

@@ -140,6 +140,32 @@ def test_backward_tilings_of_an_h200(batch, side, channels, expected):
     assert blocks <= 132 or found['threads'] == THREADS or 2 * size <= 228 * 1024  # room for two
 
 
+@pytest.mark.parametrize(
+    ('batch', 'side', 'channels', 'added', 'element', 'expected'),
+    [
+        (256, 64, 64, 0, 2, True),  # x and dy are four times L2
+        (32, 64, 64, 0, 2, False),  # streaming finds them in L2
+        (255, 64, 64, 0, 2, False),
+        (256, 64, 64, 1, 2, False),
+        (256, 64, 64, 2, 2, False),
+        (256, 64, 128, 1, 2, False),
+        (256, 64, 192, 0, 2, False),  # one block for each multiprocessor
+        (256, 64, 64, 0, 4, False),
+        (32, 32, 256, 2, 2, True),  # one block holds all pixels of its channels
+        (256, 32, 256, 1, 2, True),
+    ],
+)
+def test_large_images_take_one_launch_where_it_is_faster(
+    batch, side, channels, added, element, expected
+):
+    pixels, group = side * side, channels // 32
+    assert flow(H200, batch, pixels, channels, group, element=element)[1] is not None
+    found = xla_ffi._cpu.group_norm_faster_than_streaming(
+        batch, pixels, channels, group, 16 // element, element, *H200.values(), added
+    )
+    assert found == expected
+
+
 def test_few_samples_are_spread_over_more_multiprocessors():
     _, one = forward(H200, 1, 4096, 64, 2)
     assert one['blocks'] * one['ranks'] == 64
