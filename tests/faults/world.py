@@ -17,7 +17,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import jax
 import numpy as np
-from support.commands import NO_LAUNCHER, ROOT, Fork, free_port
+from support.commands import NO_LAUNCHER, ROOT, Fork, free_port, python_path
 from support.settings import QUICK
 from support.tiny import flags
 from support.untrained_features import write_untrained
@@ -69,7 +69,7 @@ class World:
         self._started: list[Fork] = []
         cache = os.environ.get('JAX_COMPILATION_CACHE_DIR') or str(folder / 'cache')
         self.environment = NO_LAUNCHER | {
-            'PYTHONPATH': str(ROOT),  # for the processes that a supervisor starts
+            'PYTHONPATH': python_path(),  # for the processes that a supervisor starts
             'JAX_PLATFORMS': platform,
             'JAX_COMPILATION_CACHE_DIR': cache,
             'JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS': '0',

@@ -11,7 +11,7 @@ for tool in ${*:-memcheck racecheck}; do
   compute-sanitizer --tool "$tool" --error-exitcode 9 --print-limit 5 --target-processes all \
     --kernel-name-exclude kernel_substring=xla \
     python3 -m pytest -q -n 0 -p no:benchmark -p no:cacheprovider xla_ffi \
-    -k '(awkward or (hopper_shapes and (b1- or b2- or b3- or b5-))) and not float32' 2>&1 | tail -8
+    -k '(awkward or (hopper_shapes and (b1- or b2- or b3- or b5-))) and not float32' 2>&1 | tail -40
   code=${PIPESTATUS[0]}
   echo "$tool: exit status $code"
   [ "$code" -eq 0 ] || status=1

@@ -26,11 +26,11 @@ import subprocess
 import sys
 
 from soak.watch import Sample, growths, watch
+from support.commands import python_path
 
 from jaxunet.runtime import rows
 from jaxunet.training.logs import read_metrics
 
-ROOT = pathlib.Path(__file__).parents[2]
 LABELS = {
     'resident_mib': 'resident memory, MiB',
     'gpu_mib': 'GPU memory, MiB',
@@ -61,7 +61,7 @@ def soak(options: argparse.Namespace) -> rows.Row:
     output.mkdir(parents=True, exist_ok=True)
     command = ['-m', 'jaxunet.train', *options.flags, f'--workdir={output / "run"}']
     process = subprocess.Popen(
-        [sys.executable, *command], env=os.environ | {'PYTHONPATH': str(ROOT)}
+        [sys.executable, *command], env=os.environ | {'PYTHONPATH': python_path()}
     )
     try:
         samples = watch(

@@ -32,6 +32,14 @@ NO_LAUNCHER = {
 }
 
 
+def python_path() -> str:
+    """Returns PYTHONPATH for a command of this checkout, wherever it works: the checkout, then the
+    folders that this process has.
+    """
+    given = os.environ.get('PYTHONPATH', '').split(os.pathsep)
+    return os.pathsep.join([str(ROOT), *(os.path.abspath(folder) for folder in given if folder)])
+
+
 def environment(devices: int = 1) -> dict[str, str]:
     """Returns the environment of a command on CPU devices."""
     return os.environ | {
@@ -50,7 +58,7 @@ class Forks:
         with self._errors.open('w') as errors:
             self._process = subprocess.Popen(
                 [sys.executable, ROOT / 'tests' / 'support' / 'forks.py'],
-                env=environment() | {'PYTHONPATH': str(ROOT), 'JAX_PLATFORMS': platform},
+                env=environment() | {'PYTHONPATH': python_path(), 'JAX_PLATFORMS': platform},
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=errors,
