@@ -64,8 +64,16 @@ def _forward(x: Array, kernel: Array, bias: Array, residual: Array | None) -> tu
 
 def _backward(saved: Saved, dy: Array) -> tuple[Array, Array, Array, Array | None]:
     x, kernel, bias, adds = saved
-    dx = jax.lax.dot_general(dy, kernel.astype(dy.dtype), (((3,), (1,)), ((), ())))
     pixels, weights, features = math.prod(x.shape[:3]), math.prod(kernel.shape), kernel.shape[1]
+    # XLA makes multiplications and a sum of a product with a single row or column, and would round
+    # each product to the type of dy.
+    single = 1 in (pixels, x.shape[3])
+    dx = jax.lax.dot_general(
+        dy,
+        kernel.astype(dy.dtype),
+        (((3,), (1,)), ((), ())),
+        preferred_element_type=jnp.float32 if single else None,
+    ).astype(dy.dtype)
     # At least the gradients themselves, which stay float32 until the split-K reduce has finished. A
     # block's share is at least 64 pixels.
     workspace = (
