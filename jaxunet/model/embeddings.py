@@ -1,11 +1,12 @@
-"""The sinusoidal embedding of timesteps."""
+"""Embeddings of timesteps and of class labels."""
 
 from __future__ import annotations
 
 import math
 
+import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Real
+from jaxtyping import Array, Float, Int, Real
 
 
 def timestep_embedding(
@@ -25,3 +26,29 @@ def timestep_embedding(
     waves = [jnp.cos(angles), jnp.sin(angles)]
     embedding = jnp.concatenate(waves if order == 'adm' else waves[::-1], axis=-1)
     return jnp.pad(embedding, ((0, 0), (0, width % 2)))
+
+
+@jax.custom_vjp
+def label_embedding(
+    table: Float[Array, 'classes width'], labels: Int[Array, ' batch']
+) -> Float[Array, 'batch width']:
+    """Returns the row of each label; zeros for labels below zero.
+
+    The gradient of the table is a product with a matrix of zeros and ones, because a scatter adds
+    in varying order on GPUs: runs would differ in their last bits.
+    """
+    rows = jnp.take(table, jnp.maximum(labels, 0), axis=0)
+    return jnp.where(labels[:, None] >= 0, rows, jnp.zeros((), rows.dtype))
+
+
+def _with_labels(table: Array, labels: Array) -> tuple[Array, tuple[Array, Array]]:
+    return label_embedding(table, labels), (table, labels)
+
+
+def _label_gradient(saved: tuple[Array, Array], gradient: Array) -> tuple[Array, None]:
+    table, labels = saved
+    chosen = jax.nn.one_hot(labels, table.shape[0], axis=0, dtype=gradient.dtype)
+    return jnp.matmul(chosen, gradient, precision=jax.lax.Precision.HIGHEST), None
+
+
+label_embedding.defvjp(_with_labels, _label_gradient)

@@ -22,7 +22,7 @@ from jaxunet.model.blocks import (
     average_pool,
     nearest,
 )
-from jaxunet.model.embeddings import timestep_embedding
+from jaxunet.model.embeddings import label_embedding, timestep_embedding
 from jaxunet.ops.activation import Activation
 from jaxunet.ops.vocabulary import WithInput
 from jaxunet.runtime.errors import UserError
@@ -104,8 +104,7 @@ class Encoder(Block):
         table = nn.Embed(
             m.num_classes, width, embedding_init=nn.initializers.normal(1.0), name='label_embed'
         )
-        classes = table(jnp.maximum(labels, 0))
-        return embedding + jnp.where(labels[:, None] >= 0, classes, jnp.zeros((), classes.dtype))
+        return embedding + label_embedding(table.embedding, labels)
 
     def _project(self, embedding: Float[Array, 'batch width']) -> dict[str, Array]:
         """Returns each residual block's projection of the embedding, by the block's name.

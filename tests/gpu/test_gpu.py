@@ -8,11 +8,13 @@ import numpy as np
 import pytest
 from support.tiny import tiny_config
 
+from jaxunet.checkpoint.state import fresh_state
 from jaxunet.data.sources import open_source
 from jaxunet.ops.activation import Activation
 from jaxunet.ops.backends import load_ops
 from jaxunet.training.logs import read_metrics
 from jaxunet.training.loop import train
+from jaxunet.training.session import Session
 from xla_ffi import unavailable
 
 pytestmark = pytest.mark.gpu
@@ -92,3 +94,28 @@ def test_training_learns_on_every_gpu(mode, precision, backend, tmp_path):
     rows = read_metrics(tmp_path / 'metrics.csv')
     assert float(rows[-1]['loss']) < 0.8 * float(rows[0]['loss'])
     assert int(rows[-1]['skipped_steps']) <= (5 if precision == 'float16' else 0)
+
+
+@pytest.mark.parametrize('precision', ['float32', 'bfloat16'])
+def test_steps_with_labels_repeat_bit_for_bit(precision):
+    if missing := unavailable():
+        pytest.skip(missing)
+    config = tiny_config(
+        precision=precision,
+        backend='cuda',
+        model={'num_classes': 10, 'label_dropout': 0.1},
+        parallel={'devices': 1},
+        data={'batch_size': 256},  # many samples of each label
+    )
+    with Session(config, open_source('digits:', image_shape=(8, 8, 1))) as session:
+        ends = []
+        for run in range(3):
+            session.load(fresh_state(config))
+            if run == 0:
+                session.open_stream()
+                session.compile()
+            for _ in range(20):
+                session.call(session.next_data())
+            ends.append(jax.device_get(session.state))
+    for end in ends[1:]:
+        jax.tree.map(np.testing.assert_array_equal, ends[0], end)

@@ -17,7 +17,7 @@ from support.tiny import tiny_config
 from jaxunet.config import resolve
 from jaxunet.model.blocks import Affine
 from jaxunet.model.cost import forward_flops, memory, parameter_count
-from jaxunet.model.embeddings import timestep_embedding
+from jaxunet.model.embeddings import label_embedding, timestep_embedding
 from jaxunet.model.unet import build_unet, init_params
 from jaxunet.ops.backends import load_ops
 from jaxunet.runtime.errors import UserError
@@ -222,6 +222,20 @@ def test_labels():
         build({'num_classes': 0, 'label_dropout': 0.0})[1].predict(
             params, x, t, jnp.zeros(4, jnp.int32)
         )
+
+
+def test_label_embedding_adds_in_a_fixed_order():
+    table, labels = jax.random.normal(jax.random.key(0), (3, 5)), jnp.array([2, 0, -1, 2])
+    rows, pull = jax.vjp(lambda table: label_embedding(table, labels), table)
+    np.testing.assert_array_equal(rows, [table[2], table[0], np.zeros(5), table[2]])
+    gradient = jnp.arange(20.0).reshape(4, 5)
+    (found,) = pull(gradient)
+    np.testing.assert_array_equal(found, [gradient[1], np.zeros(5), gradient[0] + gradient[3]])
+    # On a GPU a scatter adds in varying order.
+    config, model = build()
+    params, (x, t, labels, _) = randomised(model, config), inputs(config)
+    loss = jax.jit(jax.grad(lambda params: jnp.sum(model.predict(params, x, t, labels))))
+    assert 'scatter' not in loss.lower(params).as_text()
 
 
 def test_low_precision_is_close_to_float32():
