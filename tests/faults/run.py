@@ -1,11 +1,12 @@
 """Runs cases of faults and appends a row for each to a file of JSON lines.
 
     PYTHONPATH=.:tests python tests/faults/run.py --seeds 0:1000
-    PYTHONPATH=.:tests python tests/faults/run.py --seeds 0:100 --platform cuda --backend cuda
+    PYTHONPATH=.:tests python tests/faults/run.py --seeds 0:100 --platform cuda --backend cuda \
+      --processes 4
 
 Seeds that the file has for this platform and backend are left out, so that the same command goes
 on. `--seeds 17` repeats one case. It needs root for the disks of its own that it mounts; without,
-their kinds are left out, and it says so.
+their kinds are left out, and it says so. Ends with status 1 if a case failed.
 """
 
 from __future__ import annotations
@@ -13,6 +14,8 @@ from __future__ import annotations
 import argparse
 import os
 import pathlib
+import subprocess
+import sys
 import tempfile
 import time
 
@@ -27,8 +30,8 @@ from jaxunet.runtime import rows
 ROWS = ROOT / 'docs/results/faults/rows.jsonl'
 
 
-def main() -> None:
-    """Runs the command."""
+def main() -> int:
+    """Runs the command; returns its exit status."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument('--seeds', required=True, help='FIRST:END, or one')
     parser.add_argument('--kind', help='this kind in place of that of the seed')
@@ -36,9 +39,20 @@ def main() -> None:
     parser.add_argument('--backend', default='auto', help='config.backend of the runs')
     parser.add_argument('--minutes', type=float, default=1e6, help='start no case after them')
     parser.add_argument('--output', type=pathlib.Path, default=ROWS)
+    parser.add_argument('--processes', type=int, default=1, help='cases at the same time')
+    parser.add_argument('--share', type=int, help=argparse.SUPPRESS)  # seeds of one of them
     options = parser.parse_args()
+    if options.processes > 1 and options.share is None:
+        command = [sys.executable, *sys.argv, '--share']
+        shares = [subprocess.Popen([*command, str(i)]) for i in range(options.processes)]
+        return int(any([share.wait() for share in shares]))
     first, _, end = options.seeds.partition(':')
-    seeds = range(int(first), int(end or int(first) + 1))
+    seeds = range(int(first), int(end or int(first) + 1))[options.share or 0 :: options.processes]
+    return cases(seeds, options)
+
+
+def cases(seeds: range, options: argparse.Namespace) -> int:
+    """Runs cases one after the other; returns 1 if one failed."""
     known = rows.read(options.output) if options.output.exists() else []
     done = {
         row['seed']
@@ -48,14 +62,14 @@ def main() -> None:
     mounts = can_mount()
     if not mounts:
         print(f'no right to mount disks here: leaving out {" and ".join(MOUNTING)}')
-    until = time.monotonic() + 60 * options.minutes
+    until, status = time.monotonic() + 60 * options.minutes, 0
     with tempfile.TemporaryDirectory() as folder:
         world = World(pathlib.Path(folder), options.platform, options.backend)
         for seed in seeds:
             kind = options.kind or kind_of(seed)
             if time.monotonic() > until:
                 break
-            if (seed in done and end) or (kind in MOUNTING and not mounts):
+            if (seed in done and ':' in options.seeds) or (kind in MOUNTING and not mounts):
                 continue
             report = run_case(world, seed, kind)
             row = report | {
@@ -67,13 +81,15 @@ def main() -> None:
                 'versions': rows.versions(),
             }
             rows.append(options.output, row)
+            status |= failed(report)
             result = 'FAILED ' + '; '.join(report['unexpected'] + report['differences'])
             print(
                 f'{seed} {kind} ({", ".join(report["faults"]) or "none"}), '
                 f'{report["seconds"]} s: {result if failed(report) else "ok"}',
                 flush=True,
             )
+    return int(status)
 
 
 if __name__ == '__main__':
-    main()
+    sys.exit(main())
