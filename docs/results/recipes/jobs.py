@@ -1,7 +1,9 @@
 """The jobs behind docs/results/recipes, for `python -m jaxunet.compare.queue --jobs`.
 
     docs/results/recipes/jobs.py:objects    9,000 photographs of 20 classes
-    docs/results/recipes/jobs.py:minute     the same for a minute alone
+    docs/results/recipes/jobs.py:minute     the same for one minute alone
+    docs/results/recipes/jobs.py:three      ... for three minutes alone
+    docs/results/recipes/jobs.py:ten        ... for ten minutes alone
     docs/results/recipes/jobs.py:elephants  500 photographs of one animal
     docs/results/recipes/jobs.py:rates      learning rates
     docs/results/recipes/jobs.py:digits     images of configs/digits.py; needs features of digits
@@ -140,7 +142,10 @@ def get_jobs(part: str, data: str) -> list[Job]:
     photographs = [objects(case, data, seed=seed) for seed in (0, 1) for case in order]
     parts = {
         'objects': photographs,
-        'minute': [dataclasses.replace(job, seconds=(60,)) for job in photographs],
+        **{
+            name: [dataclasses.replace(job, seconds=(seconds,)) for job in photographs]
+            for name, seconds in (('minute', 60), ('three', 180), ('ten', 600))
+        },
         'elephants': [elephants(case, data) for case in order],
         'rates': [
             objects('flow', data, fields={'optimizer.learning_rate': r}, name=f'flow-{r:g}')
