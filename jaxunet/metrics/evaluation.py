@@ -39,7 +39,11 @@ class Result:
     def line(self) -> str:
         """Returns the result as one line of text: the number, then the protocol in brackets."""
         spread = '' if self.std is None else f' ± {self.std:.6g}'
-        protocol = '; '.join(f'{name} {value}' for name, value in self.protocol.items())
+        shown = {
+            name: f'{value:.6g}' if isinstance(value, float) else value
+            for name, value in self.protocol.items()
+        }
+        protocol = '; '.join(f'{name} {value}' for name, value in shown.items())
         return f'{self.label}: {self.value:.6g}{spread}  [{protocol}]'
 
 
