@@ -1,5 +1,6 @@
 """Settings of every test: strict JAX, four forced CPU devices, bounded memory."""
 
+import gc
 import os
 import pathlib
 import signal
@@ -57,6 +58,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if marked and jax.default_backend() != 'gpu':
         for item in marked:
             item.add_marker(pytest.mark.skip(reason='needs an NVIDIA GPU'))
+
+
+def pytest_collection_finish() -> None:
+    """Makes garbage collections rare and cheap: JAX's traces start many, nearly all in vain."""
+    gc.collect()
+    gc.freeze()  # modules and tests, which stay
+    gc.set_threshold(10_000, 10, 20)
 
 
 @pytest.hookimpl(tryfirst=True)  # before fixtures that call handlers

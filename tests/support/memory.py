@@ -13,7 +13,8 @@ def drop_compiled_programs() -> None:
     """Frees compiled programs that no test holds; the cache on disk keeps them."""
     STEPS.clear()
     jax.clear_caches()
-    gc.unfreeze()  # training loops freeze what is alive, compiled programs of tests among it
+    gc.unfreeze()  # what was frozen while it was alive, compiled programs among it
     gc.collect()
+    gc.freeze()
     if sys.platform == 'linux':
         getattr(ctypes.CDLL(None), 'malloc_trim', lambda _: 0)(0)  # glibc keeps what is freed
