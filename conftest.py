@@ -6,6 +6,9 @@ import pathlib
 import signal
 from collections.abc import Iterator
 
+# Before numpy starts: on a busy machine OpenBLAS's threads wait for each other, busily.
+os.environ['OPENBLAS_NUM_THREADS'] = '1'
+
 from support import annotations
 from support.settings import QUICK
 
@@ -104,7 +107,7 @@ def shared_steps() -> Iterator[None]:
 
 STATM = pathlib.Path('/proc/self/statm')
 # Bytes of a worker; a single test adds up to 0.5 GiB. Tests of a file share programs.
-BETWEEN_FILES, WITHIN_A_FILE = 8 << 27, 11 << 27
+BETWEEN_FILES, WITHIN_A_FILE = 6 << 27, 12 << 27
 GROWTH = 1 << 28  # bytes more than what clearing left, so that it is not repeated in vain
 _left = 0
 
