@@ -1,0 +1,54 @@
+"""Gradients of weights that the CUDA backend narrows to 16 bits: where they are summed wide."""
+
+import functools
+import re
+
+import numpy as np
+import pytest
+from support.bench import Bench
+from support.tiny import tiny_config
+
+from jaxunet.data.sources import open_source
+
+pytestmark = [pytest.mark.extension, pytest.mark.usefixtures('shared_steps')]
+
+
+@pytest.fixture(scope='module')
+def source():
+    return open_source('digits:', image_shape=(8, 8, 1))
+
+
+@pytest.fixture(scope='module')
+def narrow_benches(source):
+    """Benches of bfloat16 on the CUDA backend, by how they spread a batch."""
+    config = tiny_config(backend='cuda', precision='bfloat16', parallel={'devices': 1})
+    spreads = {
+        'one': {},
+        'devices': {'parallel': {'devices': 2}},
+        'micro_batches': {'optimizer': {'accumulate_steps': 2}},
+    }
+    return functools.cache(lambda spread: Bench(config.replace(**spreads[spread]), source))
+
+
+@pytest.mark.parametrize(
+    ('spread', 'narrow'), [('one', True), ('devices', False), ('micro_batches', False)]
+)
+def test_the_update_takes_narrow_gradients_and_sums_are_wide(spread, narrow, narrow_benches):
+    program = narrow_benches(spread).lowered.as_text()
+    (update,) = (line for line in program.splitlines() if '@jaxunet_adamw(' in line)
+    assert ('bf16' in update) == narrow
+    sums = re.findall(r'stablehlo.all_reduce.*?\}\) : \((.*?)\)', program, re.DOTALL)
+    assert sums
+    assert (
+        any('bf16' in operands for operands in sums) == narrow
+    )  # over a single device they are none
+
+
+@pytest.mark.parametrize('spread', ['devices', 'micro_batches'])
+def test_gradients_of_narrowed_weights_add_up(spread, narrow_benches):
+    """The update of one device and batch takes them in 16 bits, a sum over devices or micro-batches
+    in 32.
+    """
+    one, several = (narrow_benches(name) for name in ('one', spread))
+    one.restart()
+    np.testing.assert_allclose(several.losses(), one.losses(), rtol=0.02)
