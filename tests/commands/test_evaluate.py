@@ -125,7 +125,6 @@ def test_from_images_to_results(weights, tmp_path):
         f'--features={weights}',
         '--batch_size=4',
         '--seed=5',
-        f'--write_statistics={tmp_path}/real.npz',
         f'--output={tmp_path}/out/metrics.jsonl',
         cache=tmp_path / 'cache',
         fresh=True,
@@ -152,19 +151,6 @@ def test_from_images_to_results(weights, tmp_path):
             4,
             str(real),
         )
-    # The statistics serve in place of the images, and the results of another run are added: of the
-    # same images, 0.
-    run(
-        f'--samples={real}',
-        f'--reference={tmp_path}/real.npz',
-        f'--features={weights}',
-        '--batch_size=4',
-        f'--output={tmp_path}/out/metrics.jsonl',
-        cache=tmp_path / 'cache',
-    )
-    again = json.loads((tmp_path / 'out' / 'metrics.jsonl').read_text().splitlines()[5])
-    assert again['num_reference'] == again['num_samples'] == 4
-    assert again['value'] < 1e-6 * rows[0]['value']
 
 
 def write_classifier(path):
@@ -174,6 +160,32 @@ def write_classifier(path):
         architecture, *init(architecture, jax.random.key(0)), np.ones(sum(architecture.stages)), {}
     )
     np.savez(path, **network, **{KIND: np.array(CLASSIFIER)})
+
+
+def test_statistics_in_place_of_images(tmp_path):
+    """The second distance, of the same images, is 0, and added to the same file."""
+    write_classifier(tmp_path / 'f.npz')
+    images = enumerate(pixels(4, 1))
+    real = put(tmp_path, {f'{i}.png': encoded(image) for i, image in images}, 'zip')
+    np.savez(tmp_path / 'samples.npz', images=pixels(10, 0))
+    for samples, reference, extra in (
+        (tmp_path / 'samples.npz', real, [f'--write_statistics={tmp_path}/real.npz']),
+        (real, tmp_path / 'real.npz', []),
+    ):
+        run(
+            f'--samples={samples}',
+            f'--reference={reference}',
+            f'--features={tmp_path}/f.npz',
+            '--batch_size=4',
+            f'--output={tmp_path}/out/metrics.jsonl',
+            *extra,
+            cache=tmp_path / 'cache',
+        )
+    lines = (tmp_path / 'out' / 'metrics.jsonl').read_text().splitlines()
+    other, same = (json.loads(line) for line in lines)
+    assert (other['num_samples'], other['num_reference']) == (10, 4)
+    assert same['num_reference'] == same['num_samples'] == 4
+    assert abs(same['value']) < 1e-6 * other['value']
 
 
 def test_nearest_training_images(tmp_path):
