@@ -150,8 +150,8 @@ def source():
 
 @pytest.fixture(scope='module')
 def one(source, tmp_path_factory):
-    """The losses of six steps on one device."""
-    return one_process(tmp_path_factory.mktemp('one'), source, devices=1, steps=6)
+    """The losses of six steps of one process, by the program of those that go on here."""
+    return one_process(tmp_path_factory.mktemp('one'), source, devices=2, steps=6)
 
 
 def one_process(workdir, source, devices, steps):
@@ -193,7 +193,7 @@ def test_two_processes_train_as_one_and_resume_on_one(
     )
 
 
-@pytest.mark.parametrize('victim', [0, 1])
+@pytest.mark.parametrize('victim', [pytest.param(0, marks=pytest.mark.long), 1])
 def test_a_killed_process_ends_the_others_and_the_run_resumes_on_fewer_devices(
     victim, tmp_path, source
 ):

@@ -180,7 +180,7 @@ def test_a_killed_command_goes_on(weights, tmp_path):
     """With another batch size, on more devices, without drawing again what was finished; and the
     images are those of one go.
     """
-    options = {'count': 600, 'batch': 2, 'sampler': 'dpmpp_2m'}
+    options = {'count': 300, 'batch': 2, 'sampler': 'dpmpp_2m'}
     folder = tmp_path / 'many.partial'
     interrupt(begin(weights, tmp_path / 'many', **options), folder, signal.SIGKILL)
     assert not (tmp_path / 'many').exists()
@@ -201,10 +201,10 @@ def test_a_killed_command_goes_on(weights, tmp_path):
     error = finish(begin(weights, tmp_path / 'many', '--seed=1', **options), code=2)
     assert 'seed: 0 there, 1 now' in error
     out = finish(begin(weights, tmp_path / 'many', **options | {'batch': 31}, devices=3))
-    assert '600 images in' in out
+    assert '300 images in' in out
     assert not folder.exists()
     names = sorted(p.name for p in (tmp_path / 'many').iterdir())
-    assert names == [f'{i:06d}_class{i % 10}.png' for i in range(600)]
+    assert names == [f'{i:06d}_class{i % 10}.png' for i in range(300)]
     got = np.stack([np.asarray(Image.open(tmp_path / 'many' / name)) for name in names])[..., None]
     np.testing.assert_array_equal(got[:2], 255 - first)
     got[:2] = first
@@ -214,8 +214,8 @@ def test_a_killed_command_goes_on(weights, tmp_path):
         assert (
             np.abs(arrays['images'].astype(int) - got).max() <= 1
         )  # float rounding of other batch shapes
-        np.testing.assert_array_equal(arrays['labels'], np.arange(600) % 10)
-        assert len(np.unique(arrays['images'].reshape(600, -1), axis=0)) == 600
+        np.testing.assert_array_equal(arrays['labels'], np.arange(300) % 10)
+        assert len(np.unique(arrays['images'].reshape(300, -1), axis=0)) == 300
 
 
 @pytest.mark.parametrize(
