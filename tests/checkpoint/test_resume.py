@@ -63,7 +63,9 @@ def wait_for_step(process, workdir, step):
         time.sleep(0.01)
 
 
-@pytest.mark.parametrize('number', [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize(
+    'number', [pytest.param(signal.SIGTERM, marks=pytest.mark.long), signal.SIGINT]
+)
 def test_signals_save_and_exit_0(number, tmp_path):
     process = Fork(command(tmp_path, steps=SLOW_STEPS))
     wait_for_step(process, tmp_path, 7)
