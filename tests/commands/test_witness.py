@@ -92,7 +92,10 @@ def assert_images(path: pathlib.Path, expected: pathlib.Path, grey_levels: int) 
     assert np.abs(found - wanted).max() <= grey_levels
 
 
-@pytest.fixture(scope='module', params=RUNS)
+@pytest.fixture(
+    scope='module',
+    params=[RUNS[0], *(pytest.param(name, marks=pytest.mark.long) for name in RUNS[1:])],
+)
 def resumed(request, tmp_path_factory):
     """A run that went on, its name, and what the command printed."""
     folder = tmp_path_factory.mktemp('resumed')
