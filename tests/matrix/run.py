@@ -5,10 +5,10 @@
 
 VERSION@PYTHON names the interpreter, default this one: JAX 0.11 needs Python 3.12 or later. An
 environment is made in `--venvs` if it is missing, by `pip install -e ".[test]" jax==VERSION`, so it
-has what JAXUNET_CUDA says. `PARTS` are the parts of the suite, by default all. A row for each
-version and part is appended to `--output` as soon as it is measured; `PYTHONPATH=tests python
-tests/docs/test_docs.py --write` makes the table of docs/results.md from these rows. The exit status
-is 1 if a test failed.
+has what JAXUNET_CUDA says. `PARTS` are the parts of the suite, by default all; `--short` leaves the
+tests marked `long` out. A row for each version and part is appended to `--output` as soon as it is
+measured; `PYTHONPATH=tests python tests/docs/test_docs.py --write` makes the table of
+docs/results.md from these rows. The exit status is 1 if a test failed.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import datetime
 import json
 import os
 import pathlib
+import shlex
 import subprocess
 import sys
 import tempfile
@@ -65,6 +66,7 @@ def main() -> int:
     parser.add_argument('versions', nargs='+', metavar='VERSION[@PYTHON]')
     parser.add_argument('--venvs', type=pathlib.Path, default=ROOT / 'build/matrix')
     parser.add_argument('--parts', default=','.join(PARTS), help='default: %(default)s')
+    parser.add_argument('--short', action='store_true', help='without the long tests')
     parser.add_argument('--workers', default='2', help="pytest's -n")
     parser.add_argument(
         '--output', type=pathlib.Path, default=ROOT / 'docs/results/matrix/rows.jsonl'
@@ -78,7 +80,7 @@ def main() -> int:
     for version in options.versions:
         python = environment(version, options.venvs)
         for part in parts:
-            row = run(python, part, options.workers)
+            row = run(python, part, options.workers, 'not long' if options.short else '')
             rows.append(options.output, row | {'git': commit})
             failed |= row['failed'] > 0
             print(f'{version}, {part}: {row["failures"] or "all passed"}', flush=True)
@@ -100,8 +102,12 @@ def environment(version: str, folder: pathlib.Path) -> pathlib.Path:
     return python
 
 
-def run(python: pathlib.Path, part: str, workers: str) -> rows.Row:
-    """Returns the row of one part of the tests, run with this interpreter, without its commit."""
+def run(python: pathlib.Path, part: str, workers: str, marks: str) -> rows.Row:
+    """Returns the row of one part of the tests, run with this interpreter, without its commit.
+
+    Args:
+      marks: pytest's -m.
+    """
     variables = {'PYTHONPATH': str(ROOT), 'JAX_PLATFORMS': 'cpu'}
     printed = subprocess.run(
         [python, '-c', VERSIONS],
@@ -110,7 +116,7 @@ def run(python: pathlib.Path, part: str, workers: str) -> rows.Row:
         text=True,
         check=True,
     )
-    arguments = ['-q', '-n', workers, '-m', '', *PARTS[part]]  # the long tests, too
+    arguments = ['-q', '-n', workers, '-m', marks, *PARTS[part]]
     with tempfile.TemporaryDirectory() as folder:
         report = pathlib.Path(folder) / 'report.xml'
         began = time.perf_counter()
@@ -140,8 +146,9 @@ def run(python: pathlib.Path, part: str, workers: str) -> rows.Row:
         'time': datetime.datetime.now(datetime.UTC).isoformat(timespec='seconds'),
         'device': 'cpu',
         'versions': json.loads(printed.stdout),
-        'command': f'python -m pytest {" ".join(arguments)}',
+        'command': f'python -m pytest {shlex.join(arguments)}',
         'part': part,
+        'long_tests': not marks,
         'passed': count['tests'] - failed - count['skipped'],
         'skipped': count['skipped'],
         'failed': failed,

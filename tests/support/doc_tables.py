@@ -238,7 +238,8 @@ def matrix() -> str:
         if row is None:
             return 'not run'
         counts = ((row[name], name) for name in ('passed', 'skipped', 'failed'))
-        return ', '.join(f'{count:,} {name}' for count, name in counts if count)
+        cell = ', '.join(f'{count:,} {name}' for count, name in counts if count)
+        return cell if row.get('long_tests', True) else f'{cell} (short)'
 
     table = markdown.table(
         ('jax', 'Python', *parts, 'commit'),
@@ -251,7 +252,10 @@ def matrix() -> str:
             for versions, by_part in newest.items()
         ),
     )
-    return f'{table}\n\nOn a CPU, by `python tests/matrix/run.py VERSION@PYTHON ...`.'
+    return (
+        f'{table}\n\nOn a CPU, by `python tests/matrix/run.py VERSION@PYTHON ...`; short: without '
+        'the tests marked `long`.'
+    )
 
 
 def golden() -> str:
