@@ -10,6 +10,7 @@ and `sfid` and whose images serve the others. Every result states how it was com
     python -m jaxunet.evaluate --samples samples/ --reference photos.zip --nearest pairs.png
 
 tells which samples repeat a training image, and shows each beside its nearest ones.
+
     python -m jaxunet.evaluate --checkpoint runs/photos --ema 0.03,0.05,0.10,0.15 --plot widths.png
 
 draws the samples itself, with each of these averages of the weights, as the section `evaluation` of
@@ -52,12 +53,13 @@ NLL = 'nll'
 SAMPLES = flags.DEFINE_string(
     'samples',
     None,
-    'A folder, archive or .npz of images, a .png grid, or an .npz of statistics.',
+    'Images of one size: folder, archive, .npz or .png grid; or an .npz of statistics.',
 )
 REFERENCE = flags.DEFINE_string(
     'reference',
     None,
-    'The real images, or an .npz of statistics; needed by all metrics but inception_score.',
+    'Real images of one size, or an .npz of statistics; needed with --samples, except for '
+    'inception_score. With --checkpoint, the default is the training images.',
 )
 METRIC_NAMES = flags.DEFINE_list(
     'metrics',
@@ -69,18 +71,26 @@ FEATURES = flags.DEFINE_string(
     'features',
     'inception',
     "inception (downloads pytorch-fid's weights once), inception_tensorflow (the same, with images "
-    "prepared as by ADM's evaluator), or a file of weights.",
+    "prepared as by ADM's evaluator), or a file: of these weights, or of "
+    'python -m jaxunet.metrics.train_features.',
 )
 BATCH_SIZE = flags.DEFINE_integer(
-    'batch_size', 64, 'Images per call of the feature network.', lower_bound=1
+    'batch_size', 64, 'Images per call of the feature network; nll: of the model.', lower_bound=1
 )
 NUM_SAMPLES = flags.DEFINE_integer(
     'num_samples',
     None,
-    'Use this many of the samples, drawn at random; default: all.',
+    'With --samples: use this many of them, drawn at random; default: all. With --checkpoint: the '
+    "number to draw; default: the run's evaluation.samples. nll: use this many of the images; "
+    'default: all.',
     lower_bound=1,
 )
-SEED = flags.DEFINE_integer('seed', 0, 'Seed of all random choices.', lower_bound=0)
+SEED = flags.DEFINE_integer(
+    'seed',
+    0,
+    'Seed of all random choices, such as the samples drawn with --checkpoint.',
+    lower_bound=0,
+)
 KID_SUBSETS = flags.DEFINE_integer(
     'kid_subsets',
     SUBSETS,
@@ -115,8 +125,8 @@ CHECKPOINT = flags.DEFINE_string(
     "run's fields where they are given. With --metrics nll also a weight file.",
 )
 MODEL = model_flags.define(
-    'nll: config of the model in the weight file, for files that do not record it.',
-    image_size_help=" Of a .png grid: that of its images; default: the reference's.",
+    'nll: config of the model in a weight file that does not state it.',
+    image_size_help=" For a .png grid: size of its images; default: the reference's.",
 )
 flags.adopt_module_key_flags(model_flags)  # so that --help lists them
 EMA = flags.DEFINE_list(

@@ -31,7 +31,7 @@ CHECKPOINT = flags.DEFINE_string(
     'checkpoint', None, 'Workdir, checkpoint, or .bin, .pt or .safetensors file.'
 )
 INIT = flags.DEFINE_bool(
-    'init', False, 'In place of --checkpoint: fresh weights of the network of --config.'
+    'init', False, 'Instead of --checkpoint: write untrained weights of the network of --config.'
 )
 OUTPUT = flags.DEFINE_string(
     'output',
@@ -39,7 +39,9 @@ OUTPUT = flags.DEFINE_string(
     'File to write: .bin (unet.cu), .pt (guided-diffusion, or as --names says) or .safetensors.',
     required=True,
 )
-NAMES = flags.DEFINE_enum('names', None, PROGRAMS, f'Names in a .pt; default: {PROGRAM}.')
+NAMES = flags.DEFINE_enum(
+    'names', None, PROGRAMS, f'Names of the weights in a .pt; default: {PROGRAM}.'
+)
 EMA = flags.DEFINE_string(
     'ema',
     '',
@@ -50,7 +52,9 @@ EMA = flags.DEFINE_string(
 WITH_OPTIMIZER = flags.DEFINE_bool(
     'with_optimizer', False, "Also write Adam's moments, to continue training; implies --ema=none."
 )
-MODEL = model_flags.define("Config of the weight file's model, if the file does not state it.")
+MODEL = model_flags.define(
+    'Config of the model in a weight file that does not state it, or of --init.'
+)
 flags.adopt_module_key_flags(model_flags)  # so that --help lists them
 
 

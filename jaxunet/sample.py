@@ -3,17 +3,17 @@
     python -m jaxunet.sample --checkpoint PATH --num_samples 64 --sampler ddim --steps 50 \\
         --output samples.png
 
-or from a picture, or in a part of it:
+Variations of a picture, or of a part of it:
 
     python -m jaxunet.sample --checkpoint PATH --init_image photo.png --strength 0.6
     python -m jaxunet.sample --checkpoint PATH --init_image photo.png --mask mask.png
 
-or to a class by a classifier's gradient:
+Guided to a class by a classifier's gradient:
 
     python -m jaxunet.sample --checkpoint 64x64_diffusion.pt --preset adm_imagenet64 \\
         --classifier 64x64_classifier.pt --classifier_scale 1.0
 
-or larger ones of given pictures:
+Larger versions of given pictures:
 
     python -m jaxunet.sample --checkpoint 64_256_upsampler.pt --preset adm_upsample_64_256 \\
         --low_res samples64.npz
@@ -69,16 +69,21 @@ NUM_SAMPLES = flags.DEFINE_integer(
 CLASS_LABELS = flags.DEFINE_list(
     'class_labels',
     None,
-    'Labels, repeated as often as needed, such as 3 or 0,1,2, or class names if the checkpoint has '
-    'them; default: every class in turn.',
+    'Classes of the samples, repeated as often as needed: labels such as 3 or 0,1,2, or class '
+    'names if the checkpoint has them; default: every class in turn.',
 )
 SEED = flags.DEFINE_integer(
-    'seed', 0, 'Seed of the images; they do not depend on the batch size.', lower_bound=0
+    'seed',
+    0,
+    'The same seed gives the same images, whatever the batch size and the number of devices.',
+    lower_bound=0,
 )
 BATCH_SIZE = flags.DEFINE_integer(
     'batch_size', 64, 'Images drawn at a time, over all devices.', lower_bound=1
 )
-DEVICES = flags.DEFINE_integer('devices', 0, 'Number of local devices; 0 = all.', lower_bound=0)
+DEVICES = flags.DEFINE_integer(
+    'devices', 0, 'Number of devices of this machine to use; 0 = all.', lower_bound=0
+)
 OUTPUT = flags.DEFINE_string(
     'output', 'samples.png', 'X.png: one grid; X.npz: arrays; a folder: one PNG per image.'
 )
@@ -89,9 +94,7 @@ EMA = flags.DEFINE_string(
     "run's snapshots (ema.widths); default: the run's first rate, or the averages in a .pt; none = "
     'the weights themselves.',
 )
-MODEL = model_flags.define(
-    'Config of the model in the weight file, for files that do not record it.'
-)
+MODEL = model_flags.define('Config of the model in a weight file that does not state it.')
 flags.adopt_module_key_flags(model_flags)  # so that --help lists them
 CLUSTER = flags.DEFINE_enum(
     'cluster',
@@ -102,13 +105,18 @@ CLUSTER = flags.DEFINE_enum(
 COORDINATOR = flags.DEFINE_string(
     'coordinator',
     None,
-    'HOST:PORT of process 0, to start several processes by hand; needs --num_processes and '
+    'HOST:PORT of process 0, for processes started by hand; needs --num_processes and '
     '--process_id.',
 )
 PROCESSES = flags.DEFINE_integer(
-    'num_processes', None, 'Number of processes; they divide the samples and must share the folder.'
+    'num_processes',
+    None,
+    'With --coordinator: number of processes. They divide the samples and must share the folder of '
+    '--output.',
 )
-PROCESS = flags.DEFINE_integer('process_id', None, 'Index of this process, from 0.')
+PROCESS = flags.DEFINE_integer(
+    'process_id', None, 'With --coordinator: index of this process, from 0.'
+)
 BACKEND = flags.DEFINE_string(
     'backend',
     None,
@@ -116,7 +124,10 @@ BACKEND = flags.DEFINE_string(
     "default: the run's.",
 )
 PRECISION = flags.DEFINE_enum(
-    'precision', None, PRECISIONS, "Default: the run's; float32 for weight files."
+    'precision',
+    None,
+    PRECISIONS,
+    "Compute type, as config.precision; default: the run's, or float32 for weight files.",
 )
 
 POLL_SECONDS = 0.5  # between two checks for the other processes' samples

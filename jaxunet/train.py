@@ -3,9 +3,9 @@
     python -m jaxunet.train --config configs/elephants64.py [--config.section.field=value ...]
                             [--workdir DIR]
 
-The same command resumes a run. SIGTERM and SIGINT save and exit with 0; a second SIGINT exits with
-130 and saves nothing. `WORKDIR` gets checkpoints/, metrics.csv, tensorboard/, samples/ and
-evaluation.csv.
+The same command resumes a run. SIGTERM and SIGINT (Ctrl-C) save and exit with 0; a second SIGINT
+exits with 130 and saves nothing. `WORKDIR` gets checkpoints/, metrics.csv, tensorboard/, samples/
+and, with train.evaluate_every, evaluation.csv.
 """
 
 from __future__ import annotations
@@ -47,7 +47,8 @@ WORKDIR = flags.DEFINE_string(
 DRY_RUN = flags.DEFINE_bool(
     'dry_run',
     False,
-    'Print the resolved config, parameter count, GFLOPs per image and a memory estimate, and exit.',
+    'Train nothing: print the config with all choices made, the number of parameters, GFLOPs per '
+    'image and an estimate of the memory.',
 )
 CLUSTER = flags.DEFINE_enum(
     'cluster',
@@ -60,25 +61,32 @@ CLUSTER = flags.DEFINE_enum(
 COORDINATOR = flags.DEFINE_string(
     'coordinator',
     None,
-    'HOST:PORT of process 0, for processes started by hand; with the next two flags.',
+    'HOST:PORT of process 0, for processes started by hand; needs --num_processes and '
+    '--process_id.',
 )
-PROCESSES = flags.DEFINE_integer('num_processes', None, 'Number of processes of the run.')
-PROCESS = flags.DEFINE_integer('process_id', None, 'Number of this process, from 0.')
+PROCESSES = flags.DEFINE_integer('num_processes', None, 'With --coordinator: number of processes.')
+PROCESS = flags.DEFINE_integer(
+    'process_id', None, 'With --coordinator: index of this process, from 0.'
+)
 WAIT = flags.DEFINE_integer(
-    'wait_seconds', 300, 'Seconds to wait for the other processes to start.', lower_bound=1
+    'wait_seconds',
+    300,
+    'Run of several processes: seconds to wait until all have started.',
+    lower_bound=1,
 )
 HEARTBEAT = flags.DEFINE_integer(
     'heartbeat_seconds',
     30,
-    'Seconds without a sign of life after which a process counts as dead and the others end.',
+    'Run of several processes: seconds without a message after which a process counts as dead and '
+    'the others end.',
     lower_bound=2,
 )
 RESTARTS = flags.DEFINE_integer(
     'restarts',
     0,
-    'Start the run again from its last checkpoint if its process dies of a signal, for want of '
-    'memory or of a device error, at most this often without a new checkpoint in between. In a '
-    'SLURM job, requeue the job instead.',
+    'Number of times that a run is started again from its last checkpoint if its process dies '
+    '(killed by a signal, out of memory, a device error); every new checkpoint begins the count '
+    'anew. 0 = never. In a SLURM job, the job is requeued instead.',
     lower_bound=0,
 )
 

@@ -1,6 +1,6 @@
 """Times the network and whole training steps of a config on several backends and PyTorch.
 
-    python -m jaxunet.benchmark --config configs/elephants64.py --backends xla,auto \
+    python -m jaxunet.benchmark --config configs/elephants64.py --backends xla,auto \\
       --batch_sizes 32,256 --peers pytorch
     python -m jaxunet.benchmark --table benchmark.jsonl
     python -m jaxunet.benchmark --config configs/elephants64.py --synthetic --choose
@@ -69,7 +69,7 @@ TABLE = flags.DEFINE_string('table', None, 'Print the table of this file of rows
 CHOOSE = flags.DEFINE_bool(
     'choose',
     False,
-    'Find the quickest backend of every op on this machine; backend=auto follows it. '
+    'Find the fastest backend of every op on this machine; backend=auto follows it. '
     f'{choices.VARIABLE} names the file; default: choices.json in the cache folder.',
 )
 DRY_RUN = flags.DEFINE_bool('dry_run', False, 'Print the cases, and exit.')

@@ -12,7 +12,7 @@ from jaxunet.weights.inference import OBJECTIVES
 from jaxunet.weights.presets import PRESETS
 
 DIGITS = 5  # of the longest side of an image
-FILE = 'of the model in a .pt or .safetensors file that does not state it'
+FILE = 'For a .pt or .safetensors file that does not state it'
 
 
 class ModelFlags(NamedTuple):
@@ -67,39 +67,43 @@ def define(config_help: str, *, image_size_help: str = '') -> ModelFlags:
     """
     config = cli.define_optional_config(config_help)
     preset = flags.DEFINE_enum(
-        'preset', None, sorted(PRESETS), 'A published model, by the name of its weight file.'
+        'preset',
+        None,
+        sorted(PRESETS),
+        'Which published model the weight file is (docs/weights.md).',
     )
     order = flags.DEFINE_bool(
         'new_attention_order',
         None,
-        f"guided-diffusion's use_new_attention_order, {FILE}; its scripts' default is false.",
+        f"{FILE}: guided-diffusion's use_new_attention_order; its scripts' default is false.",
     )
     stated = {
         'image_size': flags.DEFINE_list(
-            'image_size', None, f'SIDE or HEIGHT,WIDTH, {FILE}.{image_size_help}'
+            'image_size', None, f'{FILE}: SIDE or HEIGHT,WIDTH of the images.{image_size_help}'
         ),
         'num_heads': flags.DEFINE_integer(
-            'num_heads', None, f'Heads per attention block, {FILE}.', lower_bound=1
+            'num_heads', None, f'{FILE}: heads per attention block.', lower_bound=1
         ),
         'num_head_channels': flags.DEFINE_integer(
-            'num_head_channels', None, f'Channels per head, {FILE}.', lower_bound=1
+            'num_head_channels', None, f'{FILE}: channels per head.', lower_bound=1
         ),
         'schedule': flags.DEFINE_enum(
-            'schedule', None, CHOICES['diffusion.schedule'], f'Noise schedule, {FILE}.'
+            'schedule', None, CHOICES['diffusion.schedule'], f'{FILE}: noise schedule.'
         ),
         'diffusion_steps': flags.DEFINE_integer(
-            'diffusion_steps', None, f'Timesteps T, {FILE}.', lower_bound=1
+            'diffusion_steps', None, f'{FILE}: number of timesteps T.', lower_bound=1
         ),
         'rescale_timesteps': flags.DEFINE_bool(
-            'rescale_timesteps', None, f'The network reads 1000 t/T in place of t, {FILE}.'
+            'rescale_timesteps', None, f'{FILE}: the network reads 1000 t/T in place of t.'
         ),
         'objective': flags.DEFINE_enum(
-            'objective', None, OBJECTIVES, f'What the network predicts, {FILE}.'
+            'objective', None, OBJECTIVES, f'{FILE}: what the network predicts.'
         ),
         'low_res_size': flags.DEFINE_list(
             'low_res_size',
             None,
-            f'SIDE or HEIGHT,WIDTH of the pictures that it enlarges (super-resolution), {FILE}.',
+            f'{FILE}: SIDE or HEIGHT,WIDTH of the pictures that the network enlarges '
+            '(super-resolution).',
         ),
     }
     return ModelFlags(config, preset, order, stated)

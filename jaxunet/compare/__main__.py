@@ -1,6 +1,6 @@
 """Trains several methods for the same wall-clock time and reports which reaches a quality first.
 
-    python -m jaxunet.compare --config configs/cifar10.py --methods uniform,min_snr,adaptive \
+    python -m jaxunet.compare --config configs/cifar10.py --methods uniform,min_snr,adaptive \\
       --seconds 300 --seeds 2 --devices 0,1,2,3
     python -m jaxunet.compare --output runs/compare --plot_only
 

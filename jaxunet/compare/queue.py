@@ -1,8 +1,8 @@
 """Trains and measures a list of jobs in one process, within a time limit.
 
-    python -m jaxunet.metrics.train_features --reference train.zip --test test.zip \
+    python -m jaxunet.metrics.train_features --reference train.zip --test test.zip \\
       --output features.npz
-    python -m jaxunet.compare.queue --jobs docs/results/recipes/jobs.py:objects --data photos/ \
+    python -m jaxunet.compare.queue --jobs docs/results/recipes/jobs.py:objects --data data/ \\
       --features features.npz --limit 1150 --output runs/recipes
 
 Made for a GPU that is there for minutes: the jobs run in their order, each compiles its samplers
@@ -38,7 +38,9 @@ from jaxunet.runtime.errors import UserError
 JOBS = flags.DEFINE_string(
     'jobs', None, 'FILE or FILE:PART; see jaxunet.compare.jobs.', required=True
 )
-DATA = flags.DEFINE_string('data', '.', 'Folder of the images, for the file of jobs.')
+DATA = flags.DEFINE_string(
+    'data', '.', 'Folder of the archives of images that the file of jobs names.'
+)
 FEATURES = flags.DEFINE_string(
     'features',
     '',

@@ -26,7 +26,7 @@ def check_classes(config: Config, source: Source) -> None:
         if len(names) > 1:
             logging.info(
                 'the %d classes of %s (%s) are not used; model.num_classes=%d, with '
-                'model.label_dropout=0.1 for guidance, trains a model of classes',
+                'model.label_dropout=0.1 for guidance, trains a class-conditional model',
                 *(len(names), path, listed(names), len(names)),
             )
         return

@@ -1,7 +1,7 @@
 """Profiles steady training steps: shows where their time goes on the device and the host.
 
     # One backend, five steps, with overrides of the config:
-    python -m jaxunet.profile --config configs/elephants64.py [--config.section.field=value ...] \
+    python -m jaxunet.profile --config configs/elephants64.py [--config.section.field=value ...] \\
       [--steps 5] [--top 10]
     # The operations of two backends side by side:
     python -m jaxunet.profile --config configs/elephants64.py --backends xla,pallas

@@ -36,31 +36,34 @@ STEPS = flags.DEFINE_integer(
     lower_bound=1,
 )
 ETA = flags.DEFINE_float(
-    'eta', None, 'ddim: amount of noise, from 0 (none, default) to 1 (as ddpm).'
+    'eta', None, 'ddim: amount of fresh noise, from 0 (none, the default) to 1 (as ddpm).'
 )
 SKIP_SCHEDULE = flags.DEFINE_enum(
     'skip_schedule',
     None,
     SKIP_SCHEDULES,
-    'Spacing of the timesteps where some are skipped; default: log_snr with dpmpp_2m, karras with '
-    'heun, else linear.',
+    'Spacing of the timesteps where some are skipped, or of the noise levels of edm and flow. '
+    'Default: log_snr with dpmpp_2m; else karras for edm and linear for flow; for other objectives '
+    'karras with heun, else linear.',
 )
 RESPACING = flags.DEFINE_string(
     'respacing',
     None,
     "Instead of --steps: guided-diffusion's timestep_respacing, such as 250, 10,20,30 (steps from "
-    "equal sections) or ddim50, or ddpm-torch's linear50 and quadratic50.",
+    "equal sections) or ddim50, or ddpm-torch's linear50 and quadratic50. Not for edm and flow.",
 )
 TIMESTEPS = flags.DEFINE_list(
-    'timesteps', None, 'Instead of --steps: the timesteps to visit, such as 0,250,500,999.'
+    'timesteps',
+    None,
+    'Instead of --steps: the timesteps to visit, such as 0,250,500,999 (not for edm and flow).',
 )
 LIKE = flags.DEFINE_enum(
     'like',
     None,
     PEERS,
-    "Sample as this repository's script where no flag says otherwise: with fixed_large if no "
-    'variance is learned, truncated pixels and every timestep; ddpm_torch: DDIM with its own '
-    'subsets, of 10 by default.',
+    "Take the defaults of this program's sampling script; other flags override them. Both: "
+    '--truncate, and with ddpm every timestep and --variance=fixed_large unless the model has a '
+    'learned variance. ddpm_torch with ddim: its own choice of timesteps, 10 by default.',
 )
 TRUNCATE = flags.DEFINE_bool(
     'truncate',
@@ -85,14 +88,15 @@ CLIP = flags.DEFINE_bool('clip', True, 'Clip the predicted image to [-1, 1] at e
 GUIDANCE_SCALE = flags.DEFINE_float(
     'guidance_scale',
     1.0,
-    'Classifier-free guidance: 1 = plain conditional; larger values follow the class more closely.',
+    'Classifier-free guidance: 1 = none; larger values follow the class more closely; 0 = ignore '
+    'the class. Needs a model trained with model.label_dropout above 0.',
 )
 CLASSIFIER = flags.DEFINE_string(
     'classifier',
     None,
-    "guided-diffusion's classifier of noisy images, .pt or .safetensors: guides the samples to "
-    '--class_labels, also those of an unconditional model. It must have been trained on noisy '
-    "images of the model's size and noise levels.",
+    "guided-diffusion's classifier of noisy images, .pt or .safetensors, which guides the samples "
+    'to --class_labels, also with an unconditional model. It must have been trained on images of '
+    "the model's size with the model's noise schedule.",
 )
 CLASSIFIER_SCALE = flags.DEFINE_float(
     'classifier_scale',
@@ -103,9 +107,9 @@ CLASSIFIER_SCALE = flags.DEFINE_float(
 LOW_RES = flags.DEFINE_string(
     'low_res',
     None,
-    'The pictures that a super-resolution network enlarges, one a sample: .npz, folder, archive, a '
-    '.png grid or one picture, of the size that it was trained with (base_samples of '
-    "guided-diffusion). Their classes are the samples' unless --class_labels says otherwise.",
+    'For a super-resolution network: the pictures to enlarge (.npz, folder, archive, .png grid or '
+    'one picture), of the size model.low_res_size that it was trained with. Samples get the '
+    'classes of their pictures unless --class_labels is given.',
 )
 INIT_IMAGE = flags.DEFINE_string(
     'init_image',
@@ -121,13 +125,13 @@ STRENGTH = flags.DEFINE_float(
 MASK = flags.DEFINE_string(
     'mask',
     None,
-    'With --init_image: an image of its size; white is redrawn, black kept as it is (RePaint).',
+    "With --init_image: an image of the picture's size; white is redrawn, black kept (RePaint).",
 )
 RESAMPLE = flags.DEFINE_integer(
     'resample',
     None,
-    'With --mask: how often each stretch of steps is done, so that what is redrawn fits what is '
-    f'kept; costs as many times the evaluations; 1 = once; default: {RESAMPLE_DEFAULT}.',
+    'With --mask: how often each stretch of steps is done, so that the redrawn part fits the kept '
+    f'one; multiplies the time; default: {RESAMPLE_DEFAULT}.',
 )
 JUMP_LENGTH = flags.DEFINE_integer(
     'jump_length',

@@ -1,10 +1,10 @@
 """Measures the training step over a grid of configs and reports the effect of each option.
 
-    python -m jaxunet.sweep --config configs/elephants64.py --vary precision=float32,bfloat16 \
+    python -m jaxunet.sweep --config configs/elephants64.py --vary precision=float32,bfloat16 \\
       --vary data.batch_size=32,64,128
-    python -m jaxunet.sweep --config configs/elephants64.py --preset devices_batch \
+    python -m jaxunet.sweep --config configs/elephants64.py --preset devices_batch \\
       [--vary parallel.devices=1,2]
-    python -m jaxunet.sweep --config configs/elephants64.py --preset study \
+    python -m jaxunet.sweep --config configs/elephants64.py --preset study \\
       --config.parallel.devices=1
     python -m jaxunet.sweep --output runs/sweep --plot_only
 

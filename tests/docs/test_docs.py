@@ -8,6 +8,7 @@ picture of the layers from the rows and from pyproject.toml:
 
 from __future__ import annotations
 
+import ast
 import dataclasses
 import pathlib
 import re
@@ -174,6 +175,14 @@ def test_commands_and_their_flags_exist(page):
                 name = rf"""DEFINE_\w+\(\s*['"](?:{flag}|{flag.removeprefix('no')})['"]"""
                 other = rf"""add_argument\(\s*['"]--{flag}['"]"""
                 assert re.search(f'{name}|{other}', source), f'{page.name}: no --{flag} of {module}'
+
+
+def test_help_shows_commands_as_they_are_written():
+    """--help prints the docstring, in which a single backslash would join two lines."""
+    for file in (ROOT / 'jaxunet').rglob('*.py'):
+        doc = ast.get_docstring(ast.parse(file.read_text())) or ''
+        long = [line for line in doc.splitlines() if 'python -m' in line and len(line) > 100]
+        assert not long, f'{file}: end the line before with two backslashes: {long}'
 
 
 @pytest.mark.parametrize('page', PAGES, ids=NAMES)

@@ -1,9 +1,9 @@
 """Times the Pallas and CUDA kernels beside XLA, op by op, on the shapes of our networks.
 
-    python -m jaxunet.benchmark.kernels [--ops conv3x3,attention] [--batch_sizes 32,256] \
+    python -m jaxunet.benchmark.kernels [--ops conv3x3,attention] [--batch_sizes 32,256] \\
       [--cases 64x64] [--seconds 120]
     python -m jaxunet.benchmark.kernels --table docs/results/kernels/rows.jsonl
-    python -m jaxunet.benchmark.kernels --roofline --config configs/elephants64.py \
+    python -m jaxunet.benchmark.kernels --roofline --config configs/elephants64.py \\
       [--config.section.field=value ...] [--batch_sizes 32,256]
     python -m jaxunet.benchmark.kernels --roofline --table roofline.jsonl
 
