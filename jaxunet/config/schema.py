@@ -32,10 +32,12 @@ class ParallelConfig:
 class ModelConfig:
     """The UNet. Names follow guided-diffusion where it has the option; see `jaxunet.model.unet`."""
 
-    image_channels: int = 1  # 0 = chosen
-    base_channels: int = 32
-    channel_mult: tuple[float, ...] = (1, 2)  # () = chosen, with attention_resolutions
-    num_res_blocks: int = 1
+    image_channels: int = 1  # 1 = grey, 3 = RGB; 0 = chosen
+    base_channels: int = 32  # unit of channel_mult
+    # Channels of each level as multiples of base_channels, from full resolution down; each level
+    # has half the resolution of the one before. () = chosen, with attention_resolutions.
+    channel_mult: tuple[float, ...] = (1, 2)
+    num_res_blocks: int = 1  # residual blocks per level; the decoder has one more
     # Levels with attention, each named by the shorter side of its feature maps in pixels.
     attention_resolutions: tuple[int, ...] = (4,)
     num_heads: int = 0  # heads per attention block; 0 = derived from num_head_channels
@@ -44,17 +46,19 @@ class ModelConfig:
     conv_resample: bool = False  # learned resampling; False = average pool and nearest neighbour
     # Padding of stride-2 convolutions: symmetric (guided-diffusion) | same (DDPM: right, bottom).
     downsample_padding: str = 'symmetric'
-    resblock_updown: bool = False  # residual blocks do the resampling
+    # Residual blocks change the resolution, in place of separate layers.
+    resblock_updown: bool = False
     # True: the embedding scales and shifts the output of norm_2. False: it is added before norm_2.
     scale_shift_norm: bool = False
-    dropout: float = 0.0
-    num_classes: int = 10  # 0 = unconditional
-    label_dropout: float = 0.1  # fraction of labels dropped, for classifier-free guidance
+    dropout: float = 0.0  # probability, in each residual block
+    num_classes: int = 10  # 0 = unconditional: class labels are not used
+    # Share of labels that training drops; above 0, samples can have classifier-free guidance.
+    label_dropout: float = 0.1
     # adm: cos, then sin | ddpm: sin, then cos, with frequencies down to 1/max_period.
     time_embedding: str = 'adm'
-    max_period: int = 10000
-    norm_groups: int = 32
-    norm_eps: float = 1e-5
+    max_period: int = 10000  # ratio of the embedding's highest to its lowest frequency
+    norm_groups: int = 32  # groups of GroupNorm
+    norm_eps: float = 1e-5  # added to GroupNorm's variance
     # torch: PyTorch's defaults, as in guided-diffusion | ddpm: uniform fan-average.
     init: str = 'torch'
     # The last layer of every residual branch and the output layer start at zero.
@@ -104,16 +108,19 @@ class DiffusionConfig:
 
 @dataclass(frozen=True)
 class LossConfig:
-    """The weight of each timestep's loss; equations in `jaxunet.diffusion.weighting`."""
+    """The weight of each timestep's loss; equations in `jaxunet.diffusion.weighting`.
+
+    A field that begins with the name of a weighting belongs to that weighting.
+    """
 
     weighting: str = 'uniform'  # uniform | min_snr | soft_min_snr | p2 | speed | uncertainty
-    min_snr_gamma: float = 5.0
-    soft_min_snr_sigma: float = 0.5  # σ_d
-    p2_k: float = 1.0
-    p2_gamma: float = 1.0
-    speed_lambda: float = 0.6
-    speed_tau: float = 0.7  # as a fraction of diffusion.steps
-    uncertainty_features: int = 128
+    min_snr_gamma: float = 5.0  # γ: largest SNR that counts
+    soft_min_snr_sigma: float = 0.5  # σ_d: standard deviation of the pixels, in [-1, 1]
+    p2_k: float = 1.0  # k
+    p2_gamma: float = 1.0  # γ
+    speed_lambda: float = 0.6  # λ: weights before τ lie between 1 - λ and λ
+    speed_tau: float = 0.7  # τ, as a fraction of diffusion.steps
+    uncertainty_features: int = 128  # Fourier features of the noise level
     uncertainty_learning_rate: float = 1e-3
 
 
@@ -121,20 +128,21 @@ class LossConfig:
 class TimestepsConfig:
     """The distribution of training timesteps.
 
-    Equations in `jaxunet.diffusion.timesteps` and `jaxunet.diffusion.timestep_policy`.
+    Equations in `jaxunet.diffusion.timesteps` and `jaxunet.diffusion.timestep_policy`. A field that
+    begins with the name of a sampler belongs to that sampler.
     """
 
     sampler: str = 'uniform'  # uniform | loss_second_moment | speed | policy | adaptive
     history: int = 10  # loss_second_moment: losses kept per timestep
     history_uniform: float = 0.001  # loss_second_moment: uniform share of the distribution
-    speed_k: float = 5.0
-    speed_tau: float = 0.7  # as a fraction of diffusion.steps
+    speed_k: float = 5.0  # how many times as often timesteps before τ are drawn
+    speed_tau: float = 0.7  # τ, as a fraction of diffusion.steps
     policy_every: int = 40  # optimizer steps between measurements
     policy_probes: int = 3  # timesteps whose bound rewards the policy
     policy_memory: int = 5  # recent measurements from which the probes are chosen
     policy_learning_rate: float = 1e-2
     policy_entropy: float = 0.01  # weight of the entropy bonus
-    adaptive_bins: int = 32
+    adaptive_bins: int = 32  # intervals of timesteps whose losses are averaged
     adaptive_memory: float = 300.0  # length of a bin's moving average, in visits to the bin
     adaptive_uniform: float = 0.05  # adaptive: uniform share of the distribution
     # adaptive: power of the importance weight 1/(T p); 1 = unbiased, 0 = no correction.
@@ -153,14 +161,16 @@ class DataConfig:
     # device: all images as uint8 in device memory | stream: decode on demand | auto: device if the
     # images fit.
     cache: str = 'auto'
-    # Part kept of images of another aspect ratio or size. center: the largest centred one | random:
-    # another one every epoch, as guided-diffusion's random_crop; streams the images.
+    # Part of an image that is cut out, with the shape of image_size, and resized. center: the
+    # largest centred part | random: another part every epoch, as guided-diffusion's random_crop;
+    # streams the images.
     crop: str = 'center'
-    crop_least: float = 0.8  # random: sides of the smallest part, as a share of the largest
+    crop_least: float = 0.8  # crop=random: sides of the smallest part, as a share of the largest
     # none | flip: random horizontal flip | edm: random geometry, which the network gets as an
     # input, so that samples do not show it (`jaxunet.training.augmentation`).
     augment: str = 'none'
-    augment_probability: float = 0.12  # edm: of each transformation; mirroring has 1/2
+    # augment=edm: probability of each transformation; mirroring left and right has 1/2.
+    augment_probability: float = 0.12
     # Noise samples per image, of which the nearest is used (immiscible diffusion); 1 = off.
     noise_candidates: int = 1
     # Names of the classes to train on; they become labels 0, 1, ... in this order. () = all.
@@ -184,7 +194,8 @@ class OptimizerConfig:
     # After the warm-up: constant | cosine | linear (cosine and linear fall to 0 at train.steps).
     schedule: str = 'cosine'
     clip_norm: float = 1.0  # maximum global gradient norm; 0 = no clipping
-    accumulate_steps: int = 1  # micro-batches per batch
+    # Parts of a batch that are computed one after another, to save memory; 1 = all at once.
+    accumulate_steps: int = 1
 
 
 @dataclass(frozen=True)
@@ -214,8 +225,8 @@ class TrainConfig:
     # Optimizer steps per compiled call; larger values reduce host overhead. The other counts must
     # be multiples of it. 0 = chosen automatically.
     steps_per_call: int = 1
-    log_every: int = 25
-    sample_every: int = 400  # 0 = never
+    log_every: int = 25  # a row of metrics.csv
+    sample_every: int = 400  # a sample grid; 0 = never
     sample_count: int = 60  # images per sample grid
     # Sampling steps of a sample grid, with the objective's sampler. 0 = the sampler's own number,
     # or 50 of DDPM for the objectives epsilon and x0.
@@ -272,7 +283,7 @@ class EvaluationConfig:
 class Config:
     """All options of a run. `jaxunet.config.resolve` makes and checks one."""
 
-    seed: int = 0
+    seed: int = 0  # of the initial weights, the order of images, noise, timesteps and dropout
     # auto | xla | pallas | cuda, optionally with other backends for some ops, as in
     # pallas+adamw=cuda (see `split_backend`).
     backend: str = 'auto'
