@@ -266,7 +266,7 @@ def _report(target: Path, source: Source, counts: _Counts) -> None:
             f'note: {counts.enlarged} of {counts.kept} images are smaller than {height}x{width} '
             'and were enlarged'
         )
-    if source.class_names and target.suffix == '.bin':
+    if len(source.class_names) > 1 and target.suffix == '.bin':
         print(
             f'note: .bin has no place for labels; '
             f'write an .npz to keep the {len(source.class_names)} classes'

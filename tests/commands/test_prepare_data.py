@@ -218,6 +218,11 @@ def test_an_image_beside_class_folders_costs_the_labels_aloud(tmp_path, form, ca
         assert list(arrays) == ['images']
 
 
+def test_one_class_needs_no_labels(tmp_path, capsys):
+    prepare_data.prepare('digits:', str(tmp_path / 'a.bin'), (8, 8, 1), classes=('7',))
+    assert 'note:' not in capsys.readouterr().out
+
+
 def test_between_formats(tmp_path, capsys):
     prepare_data.prepare('digits:', str(tmp_path / 'a.bin'), (8, 8, 1), classes=('7', '1'))
     assert (
