@@ -20,7 +20,7 @@ from jaxunet.config.relations import MAX_STEPS_PER_CALL, step_counts
 from jaxunet.config.schema import Fields
 from jaxunet.data.image_files import tar_stream_sizes
 from jaxunet.data.source import Source
-from jaxunet.data.sources import is_compressed_tar, open_images, open_source
+from jaxunet.data.sources import is_compressed_tar, open_data, open_images
 from jaxunet.runtime.errors import UserError
 
 OPEN: dict[str, object] = {
@@ -126,13 +126,11 @@ def look(config: Config) -> Facts:
     Raises:
       UserError: they cannot be opened, or an image is corrupt.
     """
-    d = config.data
-    source = open_source(
-        d.path, image_shape=(PROBE, PROBE, config.model.image_channels), classes=d.classes
-    )
+    path = config.data.path
+    source = open_data(config, (PROBE, PROBE, config.model.image_channels))
     rows = np.unique(np.linspace(0, len(source) - 1, SIZES).astype(int))
-    if is_compressed_tar(d.path):  # opening it has decoded all images to the shape of the probe
-        sizes = tar_stream_sizes(Path(d.path).expanduser(), SIZES)
+    if is_compressed_tar(path):  # opening it has decoded all images to the shape of the probe
+        sizes = tar_stream_sizes(Path(path).expanduser(), SIZES)
     else:
         sizes = [source.stored_size(int(row)) for row in rows]
     return Facts(len(source), sizes, _is_grey(source))

@@ -45,10 +45,15 @@ def open_images(config: Config) -> Source:
             f'data.crop: random cuts images anew every epoch, but {config.data.path} is a '
             'compressed tar, which is decoded once; unpack it, or use data.crop=center'
         )
-    source = open_source(
-        config.data.path, image_shape=config.image_shape, classes=config.data.classes
-    )
-    return hold_out(source, config.data.holdout)
+    return hold_out(open_data(config, config.image_shape), config.data.holdout)
+
+
+def open_data(config: Config, image_shape: Shape) -> Source:
+    """Opens all images of `config.data`; raises as `open_source`, and names the field."""
+    try:
+        return open_source(config.data.path, image_shape=image_shape, classes=config.data.classes)
+    except UserError as error:
+        raise UserError(f'data.path: {error}') from None
 
 
 def open_source(path: str, *, image_shape: Shape, classes: tuple[str, ...] = ()) -> Source:
@@ -113,11 +118,9 @@ def _open(path: str, shape: Shape) -> Source:
     if path.startswith('cifar10:'):
         return _cifar10(path.removeprefix('cifar10:'), shape)
     if re.fullmatch(r'\w+:', path):
-        raise UserError(
-            f'data.path: unknown set "{path}"{near_misses(path, EMBEDDED)}; expected {FORMS}'
-        )
+        raise UserError(f'unknown set "{path}"{near_misses(path, EMBEDDED)}; expected {FORMS}')
     if not path:
-        raise UserError(f'data.path: expected {FORMS}, found an empty path')
+        raise UserError(f'expected {FORMS}, found an empty path')
     return _open_path(Path(path).expanduser(), shape)
 
 
