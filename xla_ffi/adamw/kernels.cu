@@ -82,7 +82,8 @@ struct FirstArray {
   __device__ float4 four(long long i) const {
     return as_type([&](const auto* from) {
       const auto found = *reinterpret_cast<
-          const Vector<std::remove_const_t<std::remove_pointer_t<decltype(from)>>, 4>*>(from + i);
+          const AlignedArray<std::remove_const_t<std::remove_pointer_t<decltype(from)>>, 4>*>(from +
+                                                                                              i);
       return float4{wide(found.at[0]), wide(found.at[1]), wide(found.at[2]), wide(found.at[3])};
     });
   }

@@ -168,13 +168,13 @@ __device__ inline void multiply(float (*sums)[4], const Fragment<float>& left,
     uint32_t high[4], low[4];
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      const Terms terms(left.at[4 * k + i]);
-      high[i] = terms.high;
-      low[i] = terms.low;
+      const Tf32Pair pair(left.at[4 * k + i]);
+      high[i] = pair.high;
+      low[i] = pair.low;
     }
 #pragma unroll
     for (int j = 0; j < 2; ++j) {
-      const Terms first(right.at[4 * j + 2 * k]), second(right.at[4 * j + 2 * k + 1]);
+      const Tf32Pair first(right.at[4 * j + 2 * k]), second(right.at[4 * j + 2 * k + 1]);
       const uint32_t right_high[2] = {first.high, second.high},
                      right_low[2] = {first.low, second.low};
       mma_m16n8k8(part[j], low, right_high);

@@ -5,8 +5,8 @@
 
 namespace jaxunet::cuda {
 
-// wgmma and TMA need code for sm_90a, which CMake defines this for. Code for sm_90 or PTX has the
-// Hopper kernels without their bodies (launch.cuh).
+// CMake defines JAXUNET_BUILT_FOR_SM90A if it compiles code for sm_90a, which wgmma and setmaxnreg
+// need. In all other code the Hopper kernels have no bodies (launch.cuh).
 #ifdef JAXUNET_BUILT_FOR_SM90A
 constexpr bool kBuiltForSm90a = true;
 #else
@@ -18,6 +18,7 @@ struct Device {
   bool hopper = false;  // runs the Hopper kernels: wgmma exists in compute capability 9.0 alone
 };
 
+// Describes the current device of this thread.
 inline cudaError_t describe(Device* device) {
   int id = 0, major = 0;
   cudaError_t error = cudaGetDevice(&id);

@@ -8,16 +8,17 @@
 
 namespace jaxunet::cuda {
 
-// Divides numbers that are not negative by a positive divisor, in a few instructions.
+// Divides numbers from 0 to 2^31 - 1 by a positive divisor, in a few instructions.
 struct FastDivmod {
-  uint32_t divisor = 1, inverse = 0xFFFFFFFF;
+  uint32_t divisor = 1, inverse = 0xFFFFFFFF;  // inverse: 2^32 / divisor, rounded down
 
   FastDivmod() = default;
   explicit FastDivmod(int64_t by)
       : divisor(static_cast<uint32_t>(by)),
         inverse(static_cast<uint32_t>(std::min<int64_t>((int64_t{1} << 32) / by, 0xFFFFFFFF))) {}
 
-  // The inverse is rounded down, so the estimate is right or one too small.
+  // `low` is the quotient or one less: rounding the inverse down takes less than dividend / 2^32 <
+  // 1 / 2 off the product, before it is rounded down itself.
   JAXUNET_HOST_DEVICE int quotient(int dividend) const {
     const uint32_t n = static_cast<uint32_t>(dividend),
                    low = static_cast<uint32_t>((uint64_t{n} * inverse) >> 32);

@@ -17,9 +17,9 @@
 
 namespace jaxunet::cuda {
 
-// Takes the arguments by reference. By value, parameters aligned to 64 bytes, such as tensor maps,
-// would make every frame up to the launch move its stack pointer by an amount known only at run
-// time, which some tools that walk the stack cannot follow.
+// Launches a kernel. Takes the arguments by reference: by value, parameters aligned to 64 bytes,
+// such as tensor maps, would make every frame up to the launch move its stack pointer by an amount
+// known only at run time, which some tools that walk the stack cannot follow.
 template <class... Parameters>
 cudaError_t launch(void (*kernel)(Parameters...), dim3 grid, int threads, int shared_bytes,
                    cudaStream_t stream, const std::common_type_t<Parameters>&... arguments) {
@@ -28,7 +28,8 @@ cudaError_t launch(void (*kernel)(Parameters...), dim3 grid, int threads, int sh
                           shared_bytes, stream);
 }
 
-// The dynamic shared memory of the block.
+// The dynamic shared memory of the block. It begins at a multiple of 1024 bytes, where the pattern
+// of TMA's and wgmma's 128-byte swizzle starts.
 __device__ inline unsigned char* shared_memory() {
   extern __shared__ __align__(1024) unsigned char jaxunet_shared_memory[];
   return jaxunet_shared_memory;

@@ -26,33 +26,31 @@ Encode encode_function() {
 
 cudaError_t tensor_map(CUtensorMap* map, Type type, const void* data,
                        std::initializer_list<int64_t> dimensions, std::initializer_list<int> box,
-                       std::initializer_list<int64_t> given) {
+                       std::initializer_list<int64_t> strides) {
   static const Encode encode = encode_function();
   if (!encode) return cudaErrorSymbolNotFound;
-  constexpr int kMost = 5, kBytes = 2;
-  cuuint64_t sizes[kMost] = {}, strides[kMost] = {};
-  cuuint32_t boxes[kMost] = {}, steps[kMost] = {};
+  constexpr int kMaxRank = 5, kBytes = 2;  // bytes of an element
+  cuuint64_t sizes[kMaxRank] = {}, byte_strides[kMaxRank] = {};
+  cuuint32_t boxes[kMaxRank] = {}, element_steps[kMaxRank] = {};
   int rank = 0;
-  cuuint64_t stride = kBytes;
+  cuuint64_t dense_stride = kBytes;
   for (const int64_t size : dimensions) {
     sizes[rank] = static_cast<cuuint64_t>(size);
-    strides[rank] = stride *= sizes[rank];  // of the next dimension
+    byte_strides[rank] = dense_stride *= sizes[rank];  // of dimension rank + 1: 0 has none
+    element_steps[rank] = 1;
     ++rank;
   }
-  std::transform(given.begin(), given.end(), strides,
+  std::transform(strides.begin(), strides.end(), byte_strides,
                  [](int64_t elements) { return static_cast<cuuint64_t>(elements) * kBytes; });
-  rank = 0;
-  for (const int size : box) {
-    boxes[rank] = static_cast<cuuint32_t>(size);
-    steps[rank++] = 1;
-  }
+  std::transform(box.begin(), box.end(), boxes,
+                 [](int elements) { return static_cast<cuuint32_t>(elements); });
   const auto element =
       type == Type::kFloat16 ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16;
   const auto swizzle =
       boxes[0] * kBytes == 64 ? CU_TENSOR_MAP_SWIZZLE_64B : CU_TENSOR_MAP_SWIZZLE_128B;
   const CUresult result =
-      encode(map, element, static_cast<cuuint32_t>(rank), const_cast<void*>(data), sizes, strides,
-             boxes, steps, CU_TENSOR_MAP_INTERLEAVE_NONE, swizzle,
+      encode(map, element, static_cast<cuuint32_t>(rank), const_cast<void*>(data), sizes,
+             byte_strides, boxes, element_steps, CU_TENSOR_MAP_INTERLEAVE_NONE, swizzle,
              CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   return result == CUDA_SUCCESS ? cudaSuccess : cudaErrorInvalidValue;
 }

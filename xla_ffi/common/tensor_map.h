@@ -10,10 +10,11 @@
 
 namespace jaxunet::cuda {
 
-// Encodes the map of an array of a 16-bit type. Dimensions and boxes are given innermost first; the
-// innermost dimension is a multiple of 8. The box has rows of 64 or 128 bytes, which are swizzled
-// in shared memory over their length. `strides`: elements between neighbours of each dimension but
-// the innermost; without it the array is dense.
+// Encodes the map of an array of a 16-bit type. `dimensions`, `box` and `strides` count elements
+// and begin with the innermost dimension, which is a multiple of 8. The innermost dimension of the
+// box is 32 or 64 elements, a row of 64 or 128 bytes in shared memory, which is swizzled over its
+// length. `strides`: from one element to the next of each dimension but the innermost; without it
+// the array is dense.
 //
 // Errors: cudaErrorSymbolNotFound if the driver lacks cuTensorMapEncodeTiled, cudaErrorInvalidValue
 // if it refuses.
@@ -21,8 +22,8 @@ cudaError_t tensor_map(CUtensorMap* map, Type type, const void* data,
                        std::initializer_list<int64_t> dimensions, std::initializer_list<int> box,
                        std::initializer_list<int64_t> strides = {});
 
-// Images and a box of them. In shared memory the samples are the outermost dimension; packed, the
-// samples of a pixel are side by side.
+// Encodes the map of NHWC images. A box lies in shared memory as [batch][height][width][channels];
+// packed, the samples of a pixel are side by side: [height][width][batch][channels].
 struct Nhwc {
   int64_t batch, height, width, channels;
 };

@@ -11,8 +11,10 @@ __device__ inline void prefetch_tensor_map(const CUtensorMap* map) {
   asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
 }
 
-// Copies the box that starts at (c0, c1, ...), innermost first, and signals the barrier with its
-// bytes. Elements outside of the array read as zero; a store does not write them.
+// One thread starts a copy of the box whose first element is (c0, c1, ...), innermost dimension
+// first. Elements outside of the array read as zero; a store does not write them. A load counts its
+// bytes at the barrier, where `arrive_expect` has announced them; a store is waited for by
+// `tma_store_wait_read`, after `tma_store_commit`.
 __device__ inline void tma_load(void* to, const CUtensorMap* map, Barrier* barrier, int c0, int c1,
                                 int c2) {
   asm volatile(

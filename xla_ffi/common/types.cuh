@@ -29,12 +29,14 @@ __device__ inline __nv_bfloat16 narrow<__nv_bfloat16>(float x) {
   return __float2bfloat16_rn(x);
 }
 
+// Neighbours that one instruction loads or stores, from an address that is a multiple of their
+// size: at most 16 bytes.
 template <class T, int kWidth>
-struct alignas(sizeof(T) * kWidth) Vector {
+struct alignas(sizeof(T) * kWidth) AlignedArray {
   T at[kWidth];
 };
 
-// Eight neighbours: 16 bytes of a 16-bit type, 32 of float32.
+// Eight neighbours: 16 bytes of a 16-bit type; 32 of float32, which take two instructions.
 template <class T>
 struct alignas(16) Eight {
   T at[8];

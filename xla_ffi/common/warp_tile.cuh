@@ -1,12 +1,14 @@
 // A warp's 32 × 32 outputs of the product of two tiles in shared memory, 32 steps of K, by
 // mma.sync.
 //
-// A tile lies along K, as [64][32], or across it, as [32][64]. Its rows are padded so that the
-// reads of a warp have no bank conflicts. float32 numbers are split into two tf32 numbers, x = high
-// + low, and multiplied as high · high + high · low + low · high; the error of a product is 2^-22.
-// Tensor cores truncate their sums instead of rounding them, so the error grows with the number of
-// products instead of its square root. So they sum only one tile, and float32 additions, which
-// round, sum the tiles: the result is as accurate as that of float32 arithmetic.
+// A tile is K-major, [64][32 of K], or MN-major, [32 of K][64]. Its rows are padded so that the
+// reads of a warp have no bank conflicts.
+//
+// float32 numbers are split into two tf32 numbers, x = high + low, and multiplied as high · high +
+// high · low + low · high; the relative error of a product is 2^-22. Tensor cores truncate their
+// sums instead of rounding them, so the error grows with the number of products instead of its
+// square root. So they sum only one tile, and float32 additions, which round, sum the tiles: the
+// result is as accurate as that of float32 arithmetic.
 #pragma once
 
 #include <cstring>
@@ -15,39 +17,46 @@
 
 namespace jaxunet::cuda {
 
-constexpr int kTile = 64;   // rows and columns of a block
-constexpr int kDepth = 32;  // steps of K that a tile in shared memory holds
+constexpr int kTile = 64;   // rows and columns of a block's output; a side of a tile
+constexpr int kDepth = 32;  // steps of K of a tile, its other side
 
-template <class T, bool kAcross>
-constexpr int kStride = kAcross ? kTile + 8 : kDepth + 16 / sizeof(T);
+// Elements from one row of a tile to the next: 8 of padding if MN-major, else 16 bytes.
+template <class T, bool kMnMajor>
+constexpr int kStride = kMnMajor ? kTile + 8 : kDepth + 16 / sizeof(T);
 
+// Elements that hold a tile of either layout.
 template <class T>
 constexpr int kTileEntries =
     kTile * kStride<T, false> > kDepth* kStride<T, true> ? kTile * kStride<T, false>
                                                          : kDepth * kStride<T, true>;
 
-using Accumulator = float[2][4][4];  // fragments of 16 rows × 8 columns
+// A lane's part of the 32 × 32 outputs: 2 × 4 fragments of 16 rows × 8 columns.
+using Accumulator = float[2][4][4];
 
-template <bool kLeftAcross, bool kRightAcross, class T>
+// accumulator += left · right. `left` holds 64 rows of A, `right` 64 columns of B; the warp
+// multiplies the 32 from `row` and from `column` on.
+template <bool kLeftMnMajor, bool kRightMnMajor, class T>
 __device__ void multiply_tiles(Accumulator& accumulator, const T* left, const T* right, int row,
                                int column) {
-  constexpr int left_stride = kStride<T, kLeftAcross>, right_stride = kStride<T, kRightAcross>;
-  const int lane = threadIdx.x % 32, in_block = lane % 8, block = lane / 8;
+  constexpr int left_stride = kStride<T, kLeftMnMajor>, right_stride = kStride<T, kRightMnMajor>;
+  // ldmatrix reads four 8 × 8 matrices; this lane gives the address of one row of one of them.
+  const int lane = threadIdx.x % 32, matrix_row = lane % 8, matrix = lane / 8;
 #pragma unroll
   for (int k = 0; k < kDepth; k += 16) {
     uint32_t a[2][4], b[2][4];
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-      const int m = row + 16 * i + block % 2 * 8, depth = k + block / 2 * 8;
-      ldmatrix_x4<kLeftAcross>(a[i], left + (kLeftAcross ? (depth + in_block) * left_stride + m
-                                                         : (m + in_block) * left_stride + depth));
+      const int m = row + 16 * i + matrix % 2 * 8, depth = k + matrix / 2 * 8;
+      ldmatrix_x4<kLeftMnMajor>(a[i],
+                                left + (kLeftMnMajor ? (depth + matrix_row) * left_stride + m
+                                                     : (m + matrix_row) * left_stride + depth));
     }
 #pragma unroll
     for (int j = 0; j < 2; ++j) {
-      const int n = column + 16 * j + block / 2 * 8, depth = k + block % 2 * 8;
-      ldmatrix_x4<kRightAcross>(b[j],
-                                right + (kRightAcross ? (depth + in_block) * right_stride + n
-                                                      : (n + in_block) * right_stride + depth));
+      const int n = column + 16 * j + matrix / 2 * 8, depth = k + matrix % 2 * 8;
+      ldmatrix_x4<kRightMnMajor>(b[j],
+                                 right + (kRightMnMajor ? (depth + matrix_row) * right_stride + n
+                                                        : (n + matrix_row) * right_stride + depth));
     }
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
@@ -59,22 +68,23 @@ __device__ void multiply_tiles(Accumulator& accumulator, const T* left, const T*
 }
 
 // x as the sum of two tf32 numbers.
-struct Terms {
+struct Tf32Pair {
   uint32_t high, low;
-  __device__ explicit Terms(float x) : high(tf32(x)) {
+  __device__ explicit Tf32Pair(float x) : high(tf32(x)) {
     float rounded;
     memcpy(&rounded, &high, sizeof(rounded));
     low = tf32(x - rounded);
   }
 };
 
-template <bool kLeftAcross, bool kRightAcross>
+template <bool kLeftMnMajor, bool kRightMnMajor>
 __device__ void multiply_tiles(Accumulator& accumulator, const float* left, const float* right,
                                int row, int column) {
-  constexpr int left_stride = kStride<float, kLeftAcross>,
-                right_stride = kStride<float, kRightAcross>;
+  constexpr int left_stride = kStride<float, kLeftMnMajor>,
+                right_stride = kStride<float, kRightMnMajor>;
+  // As PTX names them: the group of four lanes, and the thread in the group.
   const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
-  Accumulator tile{};
+  Accumulator tile{};  // the sums of this tile alone
 #pragma unroll
   for (int k = 0; k < kDepth; k += 8) {
     uint32_t high[2][4], low[2][4];
@@ -83,9 +93,9 @@ __device__ void multiply_tiles(Accumulator& accumulator, const float* left, cons
 #pragma unroll
       for (int n = 0; n < 4; ++n) {
         const int m = row + 16 * i + g + n % 2 * 8, depth = k + t + n / 2 * 4;
-        const Terms terms(left[kLeftAcross ? depth * left_stride + m : m * left_stride + depth]);
-        high[i][n] = terms.high;
-        low[i][n] = terms.low;
+        const Tf32Pair pair(left[kLeftMnMajor ? depth * left_stride + m : m * left_stride + depth]);
+        high[i][n] = pair.high;
+        low[i][n] = pair.low;
       }
     }
 #pragma unroll
@@ -93,11 +103,11 @@ __device__ void multiply_tiles(Accumulator& accumulator, const float* left, cons
       uint32_t right_high[2], right_low[2];
 #pragma unroll
       for (int n = 0; n < 2; ++n) {
-        const int f = column + 8 * j + g, depth = k + t + n * 4;
-        const Terms terms(
-            right[kRightAcross ? depth * right_stride + f : f * right_stride + depth]);
-        right_high[n] = terms.high;
-        right_low[n] = terms.low;
+        const int column_of_b = column + 8 * j + g, depth = k + t + n * 4;
+        const Tf32Pair pair(right[kRightMnMajor ? depth * right_stride + column_of_b
+                                                : column_of_b * right_stride + depth]);
+        right_high[n] = pair.high;
+        right_low[n] = pair.low;
       }
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
@@ -117,7 +127,8 @@ __device__ void multiply_tiles(Accumulator& accumulator, const float* left, cons
   }
 }
 
-// Calls visit(row, column, value, value of the next column) for the entries of this lane.
+// Calls visit(row, column, value, value of the next column) for the outputs of this lane. `row`,
+// `column`: those of the warp's first output.
 template <class Visit>
 __device__ void each_pair(const Accumulator& accumulator, int row, int column, Visit visit) {
   const int lane = threadIdx.x % 32;

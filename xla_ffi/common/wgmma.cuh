@@ -24,6 +24,9 @@ namespace jaxunet::cuda {
 // the matrix; 16 steps of K are 32 bytes further on. MN-major (kMnMajor = true): a row holds 64
 // rows (of A; columns of B) at one step of K; `stride` bytes lead to the next 8 steps of K,
 // `leading` bytes to the next 64 rows (columns).
+//
+// Bits of a descriptor: 0-13 the address, 16-29 `leading`, 32-45 `stride`, all in units of 16
+// bytes; 62-63 the swizzle.
 __device__ inline uint64_t smem_descriptor(uint32_t address, int stride, int leading = 0) {
   constexpr uint64_t swizzle128 = 1;
   return (address & 0x3FFFF) >> 4 | static_cast<uint64_t>(leading >> 4) << 16 |
@@ -35,8 +38,9 @@ __device__ inline uint64_t advance(uint64_t descriptor, int bytes) {
   return descriptor + (bytes >> 4);
 }
 
-// accumulator = add ? accumulator + a · b : a · b. Asynchronous: between `wgmma_fence` and the wait
-// nothing else may touch the accumulator.
+// accumulator = add ? accumulator + a · b : a · b; a and b are descriptors. Asynchronous: between
+// `wgmma_fence` and the wait nothing else may touch the accumulator. kN: columns of B, of which a
+// thread holds kN / 2 numbers.
 template <class T, bool kMnMajorA, bool kMnMajorB, int kN>
 struct Wgmma;
 
@@ -95,7 +99,8 @@ struct Wgmma;
   JAXUNET_REGISTERS_120, JAXUNET_REGISTERS_2(120, 121), JAXUNET_REGISTERS_2(122, 123), \
       JAXUNET_REGISTERS_2(124, 125), JAXUNET_REGISTERS_2(126, 127)
 
-// A, B, ADD, MN_MAJOR_A, MN_MAJOR_B: the numbers of the operands that follow COUNT registers.
+// A, B, ADD, MN_MAJOR_A, MN_MAJOR_B: the numbers of the operands that follow COUNT registers. The
+// instruction's "1, 1": neither A nor B is negated.
 #define JAXUNET_WGMMA(TYPE, NAME, N, COUNT, A, B, ADD, MN_MAJOR_A, MN_MAJOR_B)                     \
   template <bool kMnMajorA, bool kMnMajorB>                                                        \
   struct Wgmma<TYPE, kMnMajorA, kMnMajorB, N> {                                                    \

@@ -39,14 +39,14 @@ __global__ void __launch_bounds__(kThreads)
   if (feature < features) {
     const T* from = dy + static_cast<int64_t>(blockIdx.y) * image * features + feature;
     for (int pixel = first + row; pixel < last; pixel += kAhead * kPixels) {
-      Vector<T, kWidth> values[kAhead];
+      AlignedArray<T, kWidth> values[kAhead];
 #pragma unroll
       for (int i = 0; i < kAhead; ++i) {
         const int at = pixel + i * kPixels;
         values[i] = {};
         if (at < last)
-          values[i] = *reinterpret_cast<const Vector<T, kWidth>*>(from + static_cast<int64_t>(at) *
-                                                                             features);
+          values[i] = *reinterpret_cast<const AlignedArray<T, kWidth>*>(
+              from + static_cast<int64_t>(at) * features);
       }
 #pragma unroll
       for (int i = 0; i < kAhead; ++i) {
@@ -99,10 +99,10 @@ cudaError_t run_channel_sums(const Conv3x3WeightGradient& plan, int segments, fl
 template <class T>
 __device__ void put(void* to, int64_t entry, int64_t count, float4 values) {
   T* at = static_cast<T*>(to) + entry;
-  const Vector<T, 4> four{narrow<T>(values.x), narrow<T>(values.y), narrow<T>(values.z),
-                          narrow<T>(values.w)};
+  const AlignedArray<T, 4> four{narrow<T>(values.x), narrow<T>(values.y), narrow<T>(values.z),
+                                narrow<T>(values.w)};
   if (count % 4 == 0 && reinterpret_cast<uintptr_t>(to) % sizeof(four) == 0) {
-    *reinterpret_cast<Vector<T, 4>*>(at) = four;
+    *reinterpret_cast<AlignedArray<T, 4>*>(at) = four;
     return;
   }
 #pragma unroll
