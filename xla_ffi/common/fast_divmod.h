@@ -24,6 +24,9 @@ struct FastDivmod {
                    low = static_cast<uint32_t>((uint64_t{n} * inverse) >> 32);
     return static_cast<int>(low + (n - low * divisor >= divisor));
   }
+  JAXUNET_HOST_DEVICE int remainder(int dividend, int quotient) const {
+    return dividend - quotient * static_cast<int>(divisor);
+  }
 };
 
 }  // namespace jaxunet::cuda

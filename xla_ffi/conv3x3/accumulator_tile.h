@@ -1,7 +1,11 @@
 // The layout of one tile of the Hopper weight gradient, 64 input × 64 output channels of all nine
-// taps, as the three consumers hold it in wgmma's accumulators. Partial results that only
+// taps, as the three consumer warpgroups hold it in wgmma's accumulators. Partial results that only
 // split_k_reduce reads are stored like this: a thread writes four registers at a time, next to
 // those of its neighbours.
+//
+// A consumer's accumulator has the 64 features (output channels) as rows, and three taps × 64
+// channels (of x) as columns. Each of its 128 threads holds 96 registers, in fours (wgmma.cuh):
+// two features × two channels. A tile is float[3 rows of taps][24 fours][128 threads][4].
 #pragma once
 
 #include "common/host_device.h"
@@ -9,17 +13,19 @@
 namespace jaxunet::cuda {
 
 struct AccumulatorTile {
-  static constexpr int kThreads = 128;  // of a consumer, which holds a row of taps
-  static constexpr int kFours = 24;     // of registers that a thread holds: eight for each tap
+  static constexpr int kThreads = 128;  // of a consumer
+  static constexpr int kFours = 24;     // of a thread: eight for each tap
   static constexpr int kEntries = 3 * kFours * kThreads * 4;
 
-  // The first of four registers. The second is of the next channel, the third of eight features
-  // further on, the fourth of both.
+  // What the first register of a four belongs to. The second is of the next channel, the third of
+  // the feature eight further on, the fourth of both.
   int tap, channel, feature;
 
+  // The entry of the tile where a four begins.
   static JAXUNET_HOST_DEVICE int entry(int tap_row, int four, int thread) {
     return ((tap_row * kFours + four) * kThreads + thread) * 4;
   }
+  // The inverse.
   JAXUNET_HOST_DEVICE explicit AccumulatorTile(int entry) {
     const int thread = entry / 4 % kThreads, four = entry / (4 * kThreads);
     tap = four / 8;

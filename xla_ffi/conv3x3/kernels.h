@@ -16,8 +16,8 @@ cudaError_t conv3x3_weight_gradient(const Conv3x3WeightGradient& plan, cudaStrea
 
 // portable/: every shape and type, compute capability 8.0 and later. y has one part.
 cudaError_t implicit_gemm_forward(const Conv3x3& plan, cudaStream_t stream);
-// Partial results of `splits` splits: (splits, 3, 3, channels, features), and of a shortcut
-// (splits, channels projected, features).
+// Writes the partial results of the splits: (splits, 3, 3, channels, features), and of a shortcut
+// (splits, projected channels, features).
 cudaError_t implicit_gemm_weight_gradient(const Conv3x3WeightGradient& plan, int splits,
                                           float* partials, float* shortcut_partials,
                                           cudaStream_t stream);
@@ -31,48 +31,58 @@ cudaError_t few_features_forward(const Conv3x3& plan, int multiprocessors, cudaS
 // multiples of 64 channels.
 cudaError_t hopper_forward(const Conv3x3& plan, int multiprocessors, cudaStream_t stream);
 
-// The division of a weight gradient into blocks.
-struct WeightGradientCut {
-  int64_t tiles;               // of the kernel's gradient: blocks of one split
-  int64_t strips_of_sample;    // strips of pixels, which the splits share
-  int64_t shortcut_tiles = 0;  // of the shortcut's gradient
-  int block_chunks = 0;        // of 64 projected channels, at most, of such a tile
-  int64_t samples = 1;         // that a strip holds: the same pixels of several images
-  double shortcut_time =
-      0;  // of a strip of the shortcut's gradient, as a share of one of the kernel's
-  double shortcut_size = 0;  // of a tile, likewise
-  bool whole_tiles =
-      false;  // no tile reaches past the channels: partial results may be accumulator tiles
+// Weight gradients of 16-bit types. Blocks = tiles × splits: a block computes one tile of a
+// gradient from the strips of pixels of one split (split_k.h). The shortcut's gradient has tiles
+// and splits of its own.
+struct WeightGradientTiling {
+  // Of the kernel's gradient; 0 without x.
+  int64_t tiles;
+  int64_t strips_of_sample;
+  // The samples that a strip holds: the same pixels of several images.
+  int64_t samples = 1;
+  // Of the shortcut's gradient, and the most chunks of 64 projected channels that such a tile has.
+  int64_t shortcut_tiles = 0;
+  int block_chunks = 0;
+  // For one tile of the shortcut's gradient, as a share of one of the kernel's: the time of a
+  // strip, and the size of the partial results.
+  double shortcut_time = 0, shortcut_size = 0;
+  // No tile reaches past the channels, so partial results may be accumulator tiles.
+  bool whole_tiles = false;
 };
-// Partial results of the splits, (splits, 3, 3, channels, features), and partial sums of dy
-// (split_k.h).
-WeightGradientCut few_weight_gradient_cut(const Conv3x3WeightGradient& plan);
+
+// small_channels/: writes the partial results of the splits, (splits, 3, 3, channels, features),
+// and partial sums of dy.
+WeightGradientTiling few_weight_gradient_tiling(const Conv3x3WeightGradient& plan);
 cudaError_t few_weight_gradient(const Conv3x3WeightGradient& plan, const SplitK& split_k,
                                 float* partials, const ShiftPartials& shift, cudaStream_t stream);
-constexpr int kMostChunks = 6;  // of 64 projected channels, of a tile of the shortcut's gradient
-WeightGradientCut hopper_weight_gradient_cut(const Conv3x3WeightGradient& plan,
-                                             int most_chunks = kMostChunks);
-// `accumulator_tiles`: the partial results are (splits, tiles) of accumulator_tile.h; tiles are
-// whole. The shortcut has its own splits, and partial results (splits, channels projected,
-// features). Without x, its blocks also sum dy.
-cudaError_t hopper_weight_gradient(const Conv3x3WeightGradient& plan, const WeightGradientCut& cut,
-                                   const SplitK& split_k, float* partials, bool accumulator_tiles,
+
+// hopper/: the same. With `accumulator_tiles`, which needs whole tiles, the partial results are
+// (splits, tiles) of accumulator_tile.h. The shortcut's partial results are (splits, projected
+// channels, features). Without x, the shortcut's blocks sum dy.
+constexpr int kMaxBlockChunks = 6;
+WeightGradientTiling hopper_weight_gradient_tiling(const Conv3x3WeightGradient& plan,
+                                                   int max_block_chunks = kMaxBlockChunks);
+cudaError_t hopper_weight_gradient(const Conv3x3WeightGradient& plan,
+                                   const WeightGradientTiling& tiling, const SplitK& split_k,
+                                   float* partials, bool accumulator_tiles,
                                    const ShiftPartials& shift, const SplitK& shortcut_split_k,
                                    float* shortcut_partials, cudaStream_t stream);
 
-// Partial sums of dy over `segments` shares of each sample's pixels, (segments, batch, features).
+// Partial sums of dy for implicit_gemm_weight_gradient, over `segments` shares of each sample's
+// pixels: (segments, batch, features).
 cudaError_t channel_sums(const Conv3x3WeightGradient& plan, int segments, float* partials,
                          cudaStream_t stream);
 
-// to[i] = from[0, i] + from[1, i] + ..., always in this order, so every run gives the same bits.
+// to[i] = from[0, i] + from[part_stride, i] + from[2 · part_stride, i] + ..., always in the same
+// order, so every run gives the same bits.
 struct SplitKReduction {
-  const float* from = nullptr;
-  Result to{};
-  int parts = 0;      // none: zeros
-  int64_t count = 0;  // entries of a part; none: nothing to do
-  int features =
-      0;  // of a weight gradient whose parts are accumulator tiles; 0: parts lie as the result does
-  int part_stride = 1;  // only parts 0, part_stride, 2 · part_stride, ... are added
+  const float* from = nullptr;  // (parts, count)
+  Result to{};                  // (count)
+  int parts = 0;                // 0: the result is zeros
+  int64_t count = 0;            // 0: nothing to do
+  // If the parts are the accumulator tiles of a weight gradient: its features; else 0.
+  int features = 0;
+  int part_stride = 1;
 };
 constexpr int kReductions = 5;  // of one launch
 cudaError_t split_k_reduce(const SplitKReduction (&reductions)[kReductions], cudaStream_t stream);

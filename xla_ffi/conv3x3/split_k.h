@@ -1,11 +1,14 @@
-// Split-K of the weight gradients: K runs over pixels, and the strips of pixels are divided among
-// splits, each computed by its own blocks. Their partial results are added afterwards
-// (split_k_reduce.cu).
+// Split-K of the weight gradients: K runs over pixels, and the strips of pixels (rectangles of one
+// size) are divided among splits, each computed by its own blocks. Their partial results are added
+// afterwards (split_k_reduce.cu).
 //
-// The strips of all samples form one sequence, and a split is a contiguous part of it. Blocks that
-// also sum dy keep one partial sum for each sample that a split meets: an array (slots, batch,
-// features), slot 0 for the first split that meets a sample. Unused slots are zeros, so that the
-// reduction can add all of them. Where a strip holds several samples, they count as one here.
+// The strips of all samples form one sequence, and a split is a contiguous part of it. It meets a
+// sample if it has strips of it. Some blocks also sum dy, one partial sum for each sample that
+// their split meets. It goes to an array (slots, batch, features): slot 0 for the first split that
+// meets the sample, slot 1 for the next, and so on. Unused slots are zeros, so that the reduction
+// can add all of them.
+//
+// Where a strip holds the same pixels of several samples, a "sample" here is that group of samples.
 #pragma once
 
 #include <algorithm>
@@ -16,8 +19,10 @@
 namespace jaxunet::cuda {
 
 struct SplitK {
-  int strips, strips_of_sample, splits;  // splits <= strips; the longer splits come first
+  // splits <= strips. Splits differ by at most one strip; the longer ones come first.
+  int strips, strips_of_sample, splits;
 
+  // The first strip of a split, and the number of its strips.
   JAXUNET_HOST_DEVICE int first(int split) const {
     const int longer = strips % splits;
     return split * (strips / splits) + (split < longer ? split : longer);
@@ -30,6 +35,7 @@ struct SplitK {
     return strip < longer * (size + 1) ? strip / (size + 1)
                                        : longer + (strip - longer * (size + 1)) / size;
   }
+  // The first and the last split that meet a sample.
   JAXUNET_HOST_DEVICE int first_split(int sample) const {
     return split_of(sample * strips_of_sample);
   }
@@ -37,18 +43,20 @@ struct SplitK {
     return split_of((sample + 1) * strips_of_sample - 1);
   }
 
-  // The most splits that meet one sample.
+  // The most splits that meet one sample. Splits have `size` strips or more, so n strips reach past
+  // the end of at most ceil((n - 1) / size) splits.
   int slots() const {
     const int size = strips / splits;
     return std::min(splits, (strips_of_sample - 2 + size) / size + 1);
   }
 };
 
-// Partial sums of dy, the gradient of the shift.
+// Partial sums of dy over pixels. Their sum is the gradient of the shift.
 struct ShiftPartials {
   float* to;  // (slots, batch, features)
   int slots, batch, features;
 
+  // Stores the sum of one split over one sample.
   JAXUNET_HOST_DEVICE void store(const SplitK& split_k, int split, int sample, int feature,
                                  float sum) const {
     store(split - split_k.first_split(sample), split == split_k.last_split(sample), sample, feature,

@@ -1,5 +1,9 @@
 // The handler's entry of the weight gradient: the choice of the kernel and of the number of splits
-// of K, the place of partial results, and their reduction.
+// of K (split_k.h), the place of partial results, and their reduction.
+//
+// Two or three launches: implicit_gemm_weight_gradient and channel_sums, or the kernel of hopper/
+// or small_channels/, which also sums dy; then split_k_reduce, which also narrows the sums to the
+// type of the gradients.
 
 #include <algorithm>
 
@@ -11,17 +15,17 @@
 namespace jaxunet::cuda {
 namespace {
 
-// The number of splits.
+// The number of splits of the kernel's gradient, and of the shortcut's.
 struct Splits {
   int64_t kernel, shortcut;
 };
 
-// The place of partial results. With one split and nothing to narrow, they are the result itself;
-// else they are in the workspace: the kernel's, the shortcut's, then those of dy, the gradient of
-// the shift.
+// The place of the partial results. With one split and nothing to narrow, they are the gradient
+// itself; else they are in the workspace, in this order: those of the kernel's gradient, of the
+// shortcut's, and of dy's sums, the gradient of the shift. All numbers count floats.
 struct Partials {
   const Conv3x3WeightGradient& plan;
-  int64_t kernel, shortcut, shift;  // entries of a gradient
+  int64_t kernel, shortcut, shift;  // of one split (shift: of one slot)
 
   explicit Partials(const Conv3x3WeightGradient& plan_)
       : plan(plan_),
@@ -29,44 +33,48 @@ struct Partials {
         shortcut(plan_.projected.total * plan_.features),
         shift(plan_.batch * plan_.features) {}
 
-  static bool direct(const Result& to, int64_t splits) {
-    return splits == 1 && to.type == Type::kFloat32;
+  // True if the kernel writes the gradient itself, which needs no reduction.
+  static bool direct(const Result& gradient, int64_t splits) {
+    return splits == 1 && gradient.type == Type::kFloat32;
   }
-  // Entries in the workspace.
-  int64_t of_kernel(const Splits& splits) const {
+  // In the workspace.
+  int64_t kernel_floats(const Splits& splits) const {
     return direct(plan.dkernel, splits.kernel) ? 0 : splits.kernel * kernel;
   }
-  int64_t of_shortcut(const Splits& splits) const {
+  int64_t shortcut_floats(const Splits& splits) const {
     return direct(plan.dshortcut, splits.shortcut) ? 0 : splits.shortcut * shortcut;
   }
   bool fit(const Splits& splits, int64_t slots) const {
-    return of_kernel(splits) + of_shortcut(splits) + slots * shift <= plan.workspace_floats;
+    return kernel_floats(splits) + shortcut_floats(splits) + slots * shift <= plan.workspace_floats;
   }
   float* kernel_at(const Splits& splits) const {
-    return of_kernel(splits) ? plan.workspace : static_cast<float*>(plan.dkernel.data);
+    return kernel_floats(splits) ? plan.workspace : static_cast<float*>(plan.dkernel.data);
   }
   float* shortcut_at(const Splits& splits) const {
-    return of_shortcut(splits) ? plan.workspace + of_kernel(splits)
-                               : static_cast<float*>(plan.dshortcut.data);
+    return shortcut_floats(splits) ? plan.workspace + kernel_floats(splits)
+                                   : static_cast<float*>(plan.dshortcut.data);
   }
   float* shift_at(const Splits& splits) const {
-    return plan.workspace + of_kernel(splits) + of_shortcut(splits);
+    return plan.workspace + kernel_floats(splits) + shortcut_floats(splits);
   }
 
+  // Adds the partial results of all gradients in one launch, and the norm's sums.
   cudaError_t reduce(const Splits& splits, bool accumulator_tiles, int64_t slots,
                      cudaStream_t stream) const {
-    const int64_t rows =
-        plan.shifts == 1 ? plan.batch : 1;  // a shift of all samples has the parts of all samples
+    // If all samples share a row of the shift, its gradient is also the sum over the samples: a
+    // slot then has one part for each of them.
+    const int64_t parts_of_slot = plan.shifts == 1 ? plan.batch : 1;
     // The shift first: its many parts of few entries take longest.
-    return split_k_reduce(
-        {{shift_at(splits), plan.dshift, static_cast<int>(slots * rows), shift / rows},
-         norm_parameter(0, plan.of_offset),
-         norm_parameter(1, plan.of_scale),
-         {shortcut_at(splits), plan.dshortcut, static_cast<int>(splits.shortcut),
-          of_shortcut(splits) ? shortcut : 0},
-         {kernel_at(splits), plan.dkernel, static_cast<int>(splits.kernel),
-          of_kernel(splits) ? kernel : 0, accumulator_tiles ? static_cast<int>(plan.features) : 0}},
-        stream);
+    return split_k_reduce({{shift_at(splits), plan.dshift, static_cast<int>(slots * parts_of_slot),
+                            shift / parts_of_slot},
+                           norm_parameter(0, plan.of_offset),
+                           norm_parameter(1, plan.of_scale),
+                           {shortcut_at(splits), plan.dshortcut, static_cast<int>(splits.shortcut),
+                            shortcut_floats(splits) ? shortcut : 0},
+                           {kernel_at(splits), plan.dkernel, static_cast<int>(splits.kernel),
+                            kernel_floats(splits) ? kernel : 0,
+                            accumulator_tiles ? static_cast<int>(plan.features) : 0}},
+                          stream);
   }
 
   // Without pixels or features: all gradients are zeros but those of the norm.
@@ -80,26 +88,27 @@ struct Partials {
   }
 
  private:
-  // Adds a sum of the norm's gradient over the samples; each sample has both sums of every channel,
-  // 0 of the offset and 1 of the scale.
+  // The sum over the samples of one of the norm's two sums, which norm_sums (batch, 2, channels)
+  // holds as every second part: 0 for the offset's gradient, 1 for the scale's.
   SplitKReduction norm_parameter(int which, float* to) const {
     if (!plan.norm) return {};
-    const int64_t channels = plan.x.total;
-    return {plan.norm_sums + which * channels,
-            {to, Type::kFloat32},
-            static_cast<int>(2 * plan.batch),
-            channels,
-            0,
-            2};
+    SplitKReduction sum;
+    sum.from = plan.norm_sums + which * plan.x.total;
+    sum.to = {to, Type::kFloat32};
+    sum.parts = static_cast<int>(2 * plan.batch);
+    sum.count = plan.x.total;
+    sum.part_stride = 2;
+    return sum;
   }
 };
 
-int64_t strips_of(const WeightGradientCut& cut, int64_t batch) {
-  return ceil_div(batch, cut.samples) * cut.strips_of_sample;
+// Strips of the whole batch.
+int64_t strips_of(const WeightGradientTiling& tiling, int64_t batch) {
+  return ceil_div(batch, tiling.samples) * tiling.strips_of_sample;
 }
 
-SplitK split_k_of(const WeightGradientCut& cut, int64_t batch, int64_t splits) {
-  return {static_cast<int>(strips_of(cut, batch)), static_cast<int>(cut.strips_of_sample),
+SplitK split_k_of(const WeightGradientTiling& tiling, int64_t batch, int64_t splits) {
+  return {static_cast<int>(strips_of(tiling, batch)), static_cast<int>(tiling.strips_of_sample),
           static_cast<int>(splits)};
 }
 
@@ -112,50 +121,53 @@ constexpr double kReduceTime = 0.03;  // to reduce the partial results of a bloc
 
 // A choice of the tiles and of the number of splits.
 struct Choice {
-  WeightGradientCut cut;
+  WeightGradientTiling tiling;
   Splits splits;
   double microseconds = 0;  // estimated
 };
 
-// The splits with the least estimated time. The shortcut's blocks get so many strips that they take
-// as long as the others, unless there are no others.
-Choice hopper_splits(const WeightGradientCut& cut, const Partials& partials, int multiprocessors) {
-  const int64_t strips = strips_of(cut, partials.plan.batch);
-  const bool alone = cut.tiles == 0;
-  const auto both = [&](int64_t splits) {
-    if (alone) return Splits{1, splits};
-    const double shortcut = static_cast<double>(splits) * cut.shortcut_time;
-    return Splits{splits, std::clamp<int64_t>(static_cast<int64_t>(shortcut + 0.5), 1, strips)};
+// The splits with the least estimated time.
+Choice hopper_splits(const WeightGradientTiling& tiling, const Partials& partials,
+                     int multiprocessors) {
+  const int64_t strips = strips_of(tiling, partials.plan.batch);
+  const bool shortcut_alone = tiling.tiles == 0;  // a linear layer
+  // n splits of the kernel's gradient, and so many of the shortcut's that their blocks take equally
+  // long.
+  const auto balanced = [&](int64_t n) {
+    if (shortcut_alone) return Splits{1, n};
+    const double shortcut = static_cast<double>(n) * tiling.shortcut_time;
+    return Splits{n, std::clamp<int64_t>(static_cast<int64_t>(shortcut + 0.5), 1, strips)};
   };
   const auto microseconds = [&](const Splits& splits) {
-    const int64_t blocks = cut.tiles * splits.kernel + cut.shortcut_tiles * splits.shortcut;
+    const int64_t blocks = tiling.tiles * splits.kernel + tiling.shortcut_tiles * splits.shortcut;
     const int64_t waves = ceil_div(blocks, multiprocessors);
     const double strips_of_block =
-        alone ? static_cast<double>(ceil_div(strips, splits.shortcut)) * cut.shortcut_time
-              : static_cast<double>(ceil_div(strips, splits.kernel));
+        shortcut_alone
+            ? static_cast<double>(ceil_div(strips, splits.shortcut)) * tiling.shortcut_time
+            : static_cast<double>(ceil_div(strips, splits.kernel));
     const double reduced = splits.kernel * splits.shortcut > 1 ? static_cast<double>(blocks) : 0.0;
     return static_cast<double>(waves) * (kStripTime * strips_of_block + kBlockTime) +
-           kReduceTime * reduced * (alone ? cut.shortcut_size : 1.0);
+           kReduceTime * reduced * (shortcut_alone ? tiling.shortcut_size : 1.0);
   };
-  Choice best{cut, both(1), microseconds(both(1))};
+  Choice best{tiling, balanced(1), microseconds(balanced(1))};
   for (int64_t n = 2; n <= std::min(strips, int64_t{multiprocessors}); ++n) {
-    const Choice choice{cut, both(n), microseconds(both(n))};
+    const Choice choice{tiling, balanced(n), microseconds(balanced(n))};
     if (choice.microseconds < best.microseconds &&
-        partials.fit(choice.splits, split_k_of(cut, partials.plan.batch, n).slots())) {
+        partials.fit(choice.splits, split_k_of(tiling, partials.plan.batch, n).slots())) {
       best = choice;
     }
   }
   return best;
 }
 
-// A linear layer of few pixels is faster with tiles of fewer chunks, which need fewer splits to
-// occupy the device.
+// The tiles and splits with the least estimated time. Without x (a linear layer), tiles of fewer
+// chunks may be faster if there are few pixels: they need fewer splits to occupy the device.
 Choice hopper_choice(const Partials& partials, int multiprocessors) {
-  const WeightGradientCut cut = hopper_weight_gradient_cut(partials.plan);
-  Choice best = hopper_splits(cut, partials, multiprocessors);
-  for (int chunks = cut.block_chunks - 1; cut.tiles == 0 && chunks > 0; --chunks) {
-    const WeightGradientCut smaller = hopper_weight_gradient_cut(partials.plan, chunks);
-    if (smaller.block_chunks < chunks) continue;  // it comes later
+  const WeightGradientTiling tiling = hopper_weight_gradient_tiling(partials.plan);
+  Choice best = hopper_splits(tiling, partials, multiprocessors);
+  for (int chunks = tiling.block_chunks - 1; tiling.tiles == 0 && chunks > 0; --chunks) {
+    const WeightGradientTiling smaller = hopper_weight_gradient_tiling(partials.plan, chunks);
+    if (smaller.block_chunks < chunks) continue;  // the same as a later one
     const Choice choice = hopper_splits(smaller, partials, multiprocessors);
     if (choice.microseconds < best.microseconds) best = choice;
   }
@@ -164,32 +176,34 @@ Choice hopper_choice(const Partials& partials, int multiprocessors) {
 
 // Two blocks for each multiprocessor, if the workspace has room.
 Choice few_choice(const Partials& partials, int multiprocessors) {
-  const WeightGradientCut cut = few_weight_gradient_cut(partials.plan);
-  const int64_t strips = strips_of(cut, partials.plan.batch);
-  int64_t splits = std::clamp<int64_t>(2 * multiprocessors / cut.tiles, 1, strips);
+  const WeightGradientTiling tiling = few_weight_gradient_tiling(partials.plan);
+  const int64_t strips = strips_of(tiling, partials.plan.batch);
+  int64_t splits = std::clamp<int64_t>(2 * multiprocessors / tiling.tiles, 1, strips);
   while (splits > 1 &&
-         !partials.fit({splits, 1}, split_k_of(cut, partials.plan.batch, splits).slots()))
+         !partials.fit({splits, 1}, split_k_of(tiling, partials.plan.batch, splits).slots()))
     --splits;
-  return {cut, {splits, 1}};
+  return {tiling, {splits, 1}};
 }
 
-// Four blocks for each multiprocessor, if the workspace has room, and at least 256 pixels for each;
-// likewise two for the sums of dy, which are a separate kernel.
-cudaError_t implicit_gemm(const Partials& partials, int multiprocessors, cudaStream_t stream) {
+// The weight gradient by implicit GEMM: four blocks for each multiprocessor if the workspace has
+// room, of at least 256 pixels each. Likewise two for the sums of dy, which are a separate kernel:
+// the pixels of a sample are divided among `segments` blocks.
+cudaError_t run_implicit_gemm(const Partials& partials, int multiprocessors, cudaStream_t stream) {
   const Conv3x3WeightGradient& plan = partials.plan;
-  const int64_t image = plan.height * plan.width, blocks = plan.batch * ceil_div(plan.features, 64);
-  int64_t segments = std::clamp<int64_t>(2 * multiprocessors / blocks, 1, ceil_div(image, 256));
+  constexpr int64_t kTile = 64, kMinPixels = 256;  // features and rows of a block; pixels
+  const int64_t image = plan.height * plan.width, across = ceil_div(plan.features, kTile);
+  int64_t segments = std::clamp<int64_t>(2 * multiprocessors / (plan.batch * across), 1,
+                                         ceil_div(image, kMinPixels));
   if (!partials.fit({1, 1}, segments)) segments = 1;
-  const int64_t tiles =
-      ceil_div(9 * plan.x.total + plan.projected.total, 64) * ceil_div(plan.features, 64);
-  int64_t most =
-      std::clamp<int64_t>(4 * multiprocessors / tiles, 1, ceil_div(plan.batch * image, 256));
-  while (most > 1 && !partials.fit({most, most}, segments)) --most;
-  const Splits splits{most, most};
+  const int64_t tiles = ceil_div(9 * plan.x.total + plan.projected.total, kTile) * across;
+  int64_t count =
+      std::clamp<int64_t>(4 * multiprocessors / tiles, 1, ceil_div(plan.batch * image, kMinPixels));
+  while (count > 1 && !partials.fit({count, count}, segments)) --count;
+  const Splits splits{count, count};
   cudaError_t error =
       channel_sums(plan, static_cast<int>(segments), partials.shift_at(splits), stream);
   if (error == cudaSuccess) {
-    error = implicit_gemm_weight_gradient(plan, static_cast<int>(most), partials.kernel_at(splits),
+    error = implicit_gemm_weight_gradient(plan, static_cast<int>(count), partials.kernel_at(splits),
                                           partials.shortcut_at(splits), stream);
   }
   return error == cudaSuccess ? partials.reduce(splits, false, segments, stream) : error;
@@ -206,20 +220,20 @@ cudaError_t conv3x3_weight_gradient(const Conv3x3WeightGradient& plan, cudaStrea
     return partials.reduce_nothing(stream);
   const Kernel kernel = weight_gradient_kernel(plan, device.hopper);
   if (kernel == Kernel::kImplicitGemm)
-    return implicit_gemm(partials, device.multiprocessors, stream);
+    return run_implicit_gemm(partials, device.multiprocessors, stream);
   const bool hopper = kernel == Kernel::kHopper;
   const Choice choice = hopper ? hopper_choice(partials, device.multiprocessors)
                                : few_choice(partials, device.multiprocessors);
-  const WeightGradientCut& cut = choice.cut;
+  const WeightGradientTiling& tiling = choice.tiling;
   const Splits& splits = choice.splits;
-  const SplitK split_k = split_k_of(cut, plan.batch, splits.kernel),
-               shortcut_split_k = split_k_of(cut, plan.batch, splits.shortcut);
+  const SplitK split_k = split_k_of(tiling, plan.batch, splits.kernel),
+               shortcut_split_k = split_k_of(tiling, plan.batch, splits.shortcut);
   const ShiftPartials shift{partials.shift_at(splits),
-                            (cut.tiles > 0 ? split_k : shortcut_split_k).slots(),
+                            (tiling.tiles > 0 ? split_k : shortcut_split_k).slots(),
                             static_cast<int>(plan.batch), static_cast<int>(plan.features)};
-  const bool accumulator_tiles =
-      cut.whole_tiles && partials.of_kernel(splits) > 0;  // only the reduction reads them
-  error = hopper ? hopper_weight_gradient(plan, cut, split_k, partials.kernel_at(splits),
+  // Only if the reduction reads them; else the kernel writes the gradient itself.
+  const bool accumulator_tiles = tiling.whole_tiles && partials.kernel_floats(splits) > 0;
+  error = hopper ? hopper_weight_gradient(plan, tiling, split_k, partials.kernel_at(splits),
                                           accumulator_tiles, shift, shortcut_split_k,
                                           partials.shortcut_at(splits), stream)
                  : few_weight_gradient(plan, split_k, partials.kernel_at(splits), shift, stream);

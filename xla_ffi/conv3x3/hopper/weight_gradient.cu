@@ -6,6 +6,7 @@
 
 #include "common/launch.cuh"
 #include "common/tensor_map.h"
+#include "conv3x3/dispatch.h"
 #include "conv3x3/hopper/weight_gradient.cuh"
 #include "conv3x3/kernels.h"
 
@@ -28,51 +29,46 @@ cudaError_t run(const Parameters& p, cudaStream_t stream) {
   return p.samples == kPackedSamples ? run<T, true>(p, stream) : run<T, false>(p, stream);
 }
 
-int chunks_in(const Parts& parts) {
-  int64_t count = 0;
-  for (int i = 0; i < parts.count; ++i) count += ceil_div(parts.channels[i], kChunk);
-  return static_cast<int>(count);
-}
-
-// Images of at most four rows would leave half of a strip empty, 4 × 4 images three quarters.
+// Samples of a strip. Alone, images of at most four rows would leave half of a strip empty, 4 × 4
+// images three quarters.
 int samples_of_strip(const Conv3x3WeightGradient& plan) {
   if (plan.height > kRows / kPairedSamples) return 1;
   return kPackedStrip.fits(plan.height, plan.width) ? kPackedSamples : kPairedSamples;
 }
 
-// Projected chunks of a block, at most `most` and as even as they can be.
-int chunks_of_block(int chunks, int most) {
-  return chunks == 0 ? 0 : static_cast<int>(ceil_div(chunks, ceil_div(chunks, most)));
+// Projected chunks of a block, at most `max` and as even as they can be.
+int chunks_of_block(int64_t chunks, int max) {
+  return chunks == 0 ? 0 : static_cast<int>(ceil_div(chunks, ceil_div(chunks, max)));
 }
 
-// A strip of the shortcut's gradient is bound by reading its boxes, (1 + chunks) of them: the time
-// of one box, as a share of the time that a strip of the kernel's gradient takes to multiply, is 1
-// / kBoxesOfStrip. Fitted on an H200; to refit, time convolutions with a shortcut of 1 to 6 chunks
-// while the shortcut's share of the multiprocessors varies.
+// TMA boxes that are read in the time in which a strip of the kernel's gradient is multiplied. A
+// strip of the shortcut's gradient is bound by reading its boxes: dy, and one for each chunk.
+// Fitted on an H200; to refit, time convolutions with a shortcut of 1 to 6 chunks while the
+// shortcut's share of the multiprocessors varies.
 constexpr int kBoxesOfStrip = 5;
 
 }  // namespace
 
-static_assert(kMostChunks == kMaxChunks);
-
-WeightGradientCut hopper_weight_gradient_cut(const Conv3x3WeightGradient& plan, int most_chunks) {
+WeightGradientTiling hopper_weight_gradient_tiling(const Conv3x3WeightGradient& plan,
+                                                   int max_block_chunks) {
   const int64_t across = ceil_div(plan.features, kChunk);
-  const int chunks = chunks_in(plan.projected);
-  WeightGradientCut cut{chunks_in(plan.x) * across,
-                        ceil_div(plan.height, kRows) * ceil_div(plan.width, kStripColumns)};
-  cut.samples = samples_of_strip(plan);
-  cut.whole_tiles = plan.features % kChunk == 0;
+  const int64_t chunks = chunks_of(plan.projected);
+  WeightGradientTiling tiling{chunks_of(plan.x) * across,
+                              ceil_div(plan.height, kRows) * ceil_div(plan.width, kStripColumns)};
+  tiling.samples = samples_of_strip(plan);
+  tiling.whole_tiles = plan.features % kChunk == 0;
   for (int i = 0; i < plan.x.count; ++i)
-    cut.whole_tiles = cut.whole_tiles && plan.x.channels[i] % kChunk == 0;
-  cut.block_chunks = chunks_of_block(chunks, most_chunks);
-  cut.shortcut_tiles = ceil_div(chunks, most_chunks) * across;
-  cut.shortcut_time = static_cast<double>(1 + cut.block_chunks) / kBoxesOfStrip;
-  cut.shortcut_size = static_cast<double>(cut.block_chunks) / 9;
-  return cut;
+    tiling.whole_tiles = tiling.whole_tiles && plan.x.channels[i] % kChunk == 0;
+  tiling.block_chunks = chunks_of_block(chunks, max_block_chunks);
+  tiling.shortcut_tiles = ceil_div(chunks, max_block_chunks) * across;
+  tiling.shortcut_time = static_cast<double>(1 + tiling.block_chunks) / kBoxesOfStrip;
+  tiling.shortcut_size = static_cast<double>(tiling.block_chunks) / 9;  // a chunk is like a tap
+  return tiling;
 }
 
-cudaError_t hopper_weight_gradient(const Conv3x3WeightGradient& plan, const WeightGradientCut& cut,
-                                   const SplitK& split_k, float* partials, bool accumulator_tiles,
+cudaError_t hopper_weight_gradient(const Conv3x3WeightGradient& plan,
+                                   const WeightGradientTiling& tiling, const SplitK& split_k,
+                                   float* partials, bool accumulator_tiles,
                                    const ShiftPartials& shift, const SplitK& shortcut_split_k,
                                    float* shortcut_partials, cudaStream_t stream) {
   const auto parameters = std::make_unique<Parameters>();
@@ -102,14 +98,14 @@ cudaError_t hopper_weight_gradient(const Conv3x3WeightGradient& plan, const Weig
   p.samples = samples;
   p.features = static_cast<int>(plan.features);
   p.feature_blocks = FastDivmod(ceil_div(plan.features, kChunk));
-  p.x_blocks = FastDivmod(std::max(chunks_in(plan.x), 1));
-  p.kernel = Work(cut.tiles, split_k);
-  p.shortcut = Work(cut.shortcut_tiles, shortcut_split_k);
-  p.shortcut_chunks = chunks_in(plan.projected);
-  p.block_chunks = cut.block_chunks;
+  p.x_blocks = FastDivmod(std::max<int64_t>(chunks_of(plan.x), 1));
+  p.kernel = Work(tiling.tiles, split_k);
+  p.shortcut = Work(tiling.shortcut_tiles, shortcut_split_k);
+  p.shortcut_chunks = static_cast<int>(chunks_of(plan.projected));
+  p.block_chunks = tiling.block_chunks;
   p.height = static_cast<int>(plan.height);
   p.width = static_cast<int>(plan.width);
-  p.strips_of_sample = FastDivmod(cut.strips_of_sample);
+  p.strips_of_sample = FastDivmod(tiling.strips_of_sample);
   p.strips_across = FastDivmod(ceil_div(plan.width, kStripColumns));
   p.partials = partials;
   p.accumulator_tiles = accumulator_tiles;

@@ -14,6 +14,9 @@
 // x's 2 · 6 × 10. 4 × 4 images: a strip has four samples, packed (tile.h): dy's 4 × 4 · 4 pixels,
 // x's 6 × 6 · 4; 16 steps of K are one image row.
 //
+// Helpers sum dy over the pixels, for the gradient of the shift. Blocks that load the same dy take
+// turns at this, sample by sample.
+//
 // The gradient of a shortcut, (its input)ᵀ · dy, comes from extra blocks of the same launch, so
 // that their reads overlap the products of the others. Such a block owns up to six chunks of 64
 // projected channels × 64 output channels, two chunks for each consumer, and reads dy once for all
@@ -66,8 +69,8 @@
 
 namespace jaxunet::cuda::weight_gradient {
 
-// Registers of a thread after the warpgroups have divided the 4 × 128 that each lane of a
-// multiprocessor has.
+// Registers of a thread. At launch all have 128; the fourth warpgroup gives up 72, which the three
+// consumers share.
 constexpr int kConsumerRegisters = 152, kHelperRegisters = 56;
 
 template <class T, bool kPacked>

@@ -7,14 +7,17 @@
 #include "conv3x3/hopper/strip.cuh"
 #include "conv3x3/hopper/tile.h"
 #include "conv3x3/hopper/weight_gradient_parameters.cuh"
+#include "conv3x3/kernels.h"
 
 namespace jaxunet::cuda::weight_gradient {
 
 constexpr int kRows = 8;       // image rows of a strip
 constexpr int kConsumers = 3;  // warpgroups: one for each row of taps
-constexpr int kStages = 8;     // of the ring
+constexpr int kStages = 8;     // of the ring, at most
 constexpr int kThreads = kWarpgroup * (kConsumers + 1);
+// Only the geometry of these tiles is used: rows, transposed and samples.
 constexpr Tile kStrip{kRows, 0, 1, 1, false, false}, kPackedStrip{4, 0, 1, 1, true, false, 4};
+// dy of a strip, or a projected chunk: boxes without a halo.
 constexpr int kDyBytes = kRows * kStripColumns * kRowBytes;
 // Samples of a strip: of images of at most four rows, and of 4 × 4 images.
 constexpr int kPairedSamples = 2, kPackedSamples = kPackedStrip.samples;
@@ -24,8 +27,8 @@ static_assert(kPackedStrip.pixels() == kStrip.pixels() &&
               kPackedStrip.strip_columns() * kPackedSamples == 16);
 constexpr int kHelpers = 96;                 // threads of three warps
 constexpr int kHelperPixels = kHelpers / 8;  // that they read at a time: eight threads a pixel
-constexpr int kChunksOfConsumer = 2,
-              kMaxChunks = kChunksOfConsumer * kConsumers;  // of the shortcut's gradient
+constexpr int kChunksOfConsumer = 2;         // projected chunks
+static_assert(kMaxBlockChunks == kChunksOfConsumer * kConsumers);
 
 template <class T_, bool kPacked_>
 struct Block {
@@ -36,7 +39,7 @@ struct Block {
   static constexpr int kRingBytes = kStages * (kXBytes + kDyBytes);
   static constexpr int kBytes = kRingBytes + kBarrierBytes + kHelperPixels * kChunk * 4;
   static_assert(kBytes <= kMaxSharedBytes && kXBytes % 1024 == 0);
-  static_assert(3 * (1 + kMaxChunks) * kDyBytes <= kRingBytes,
+  static_assert(3 * (1 + kMaxBlockChunks) * kDyBytes <= kRingBytes,
                 "one stage in use, one not yet released, one being filled");
   // Bytes from a haloed pixel to the one on its right, to the next eight steps of K, and to the
   // pixel below.
@@ -46,13 +49,18 @@ struct Block {
   static constexpr int kRowsOfStep = kPacked ? 1 : 2;  // image rows of 16 steps of K
 
   const Parameters& p;
-  unsigned char *x, *dy;
+  unsigned char *x, *dy;  // the ring; a block of the shortcut's gradient uses all of it from x on
   Barrier *full, *empty;
   float* scratch;  // (kHelperPixels, 64)
-  int split, tile, x_block, feature;
-  int first, count;  // strips
-  int chunks;        // projected; 0: a block of the kernel's gradient
-  int x_blocks;      // that take turns at summing the dy of a sample
+  int split;
+  int tile;          // of the block's gradient: x_block, then feature
+  int x_block;       // the chunk of x, or the group of block_chunks projected chunks
+  int feature;       // the first of 64
+  int first, count;  // strips of the split
+  int chunks;        // projected, that this block multiplies; 0: a block of the kernel's gradient
+  // The blocks that differ only in x_block all load the same dy. They take turns at summing it,
+  // sample by sample. `sums_dy`: a turn of this block comes in its split.
+  int x_blocks;
   bool sums_dy;
 
   __device__ Block(const Parameters& parameters, unsigned char* shared) : p(parameters) {
@@ -69,22 +77,23 @@ struct Block {
     split = work.by_tiles.quotient(at);
     tile = at - split * work.tiles;
     x_block = p.feature_blocks.quotient(tile);
-    feature = (tile - x_block * static_cast<int>(p.feature_blocks.divisor)) * kChunk;
+    feature = p.feature_blocks.remainder(tile, x_block) * kChunk;
     first = work.first(split);
     count = work.count(split);
     const int rest = p.shortcut_chunks - x_block * p.block_chunks;
     chunks = projected ? (rest < p.block_chunks ? rest : p.block_chunks) : 0;
-    // True if this split meets a sample whose dy this block sums.
     x_blocks = static_cast<int>(p.x_blocks.divisor);
-    const int met = p.strips_of_sample.quotient(first), ahead = x_block - turn_of(met);
-    const int own = met + (ahead < 0 ? ahead + x_blocks : ahead);
+    const int first_sample = p.strips_of_sample.quotient(first),
+              ahead = x_block - turn_of(first_sample);
+    // The first sample from there on whose turn is this block's.
+    const int own_sample = first_sample + (ahead < 0 ? ahead + x_blocks : ahead);
     sums_dy = (!projected || p.kernel.tiles == 0) && x_block < x_blocks &&
-              own * static_cast<int>(p.strips_of_sample.divisor) < first + count;
+              own_sample * static_cast<int>(p.strips_of_sample.divisor) < first + count;
   }
 
-  // The x_block whose blocks sum the dy of a sample: they take turns, because all of them load it.
+  // The x_block whose blocks sum the dy of a sample.
   __device__ int turn_of(int sample) const {
-    return sample - p.x_blocks.quotient(sample) * x_blocks;
+    return p.x_blocks.remainder(sample, p.x_blocks.quotient(sample));
   }
 
   // A stage of a block of the shortcut's gradient: dy, then the chunks, boxes of one size.
@@ -112,13 +121,12 @@ struct Block {
     }
   }
 
-  // The sample of a strip is counted in groups of `p.samples`, the samples of one strip.
+  // A Strip's sample is counted here in groups of `p.samples`, the samples of one strip.
   __device__ Strip strip_at(int strip) const {
-    const int sample = p.strips_of_sample.quotient(strip);
-    const int rest = strip - sample * static_cast<int>(p.strips_of_sample.divisor),
+    const int sample = p.strips_of_sample.quotient(strip),
+              rest = p.strips_of_sample.remainder(strip, sample),
               down = p.strips_across.quotient(rest);
-    return {sample, down * kRows,
-            (rest - down * static_cast<int>(p.strips_across.divisor)) * kStripColumns};
+    return {sample, down * kRows, p.strips_across.remainder(rest, down) * kStripColumns};
   }
 
   // The same strip for TMA, its sample counted one by one.

@@ -8,9 +8,10 @@
 
 namespace jaxunet::cuda::weight_gradient {
 
-// Stores the accumulators of one tap or chunk as (channels, features). Eight lanes hold eight
-// neighbours along the features: a sector of 32 bytes. Channels and features are multiples of
-// eight, so that the eight rows and columns of a warp exist as a whole or not at all.
+// Stores the accumulators of one tap or chunk, 64 features × 64 channels, as (channels, features).
+// Eight lanes hold eight neighbours along the features: a sector of 32 bytes. Channels and features
+// are multiples of eight, so that the eight rows and columns of a warp exist as a whole or not at
+// all.
 template <class Block>
 __device__ inline void store(const Block& block, const float* accumulator, const Image& image,
                              const Place& place, float* to) {
@@ -36,7 +37,7 @@ __device__ inline void store(const Block& block, const float* accumulator, const
   }
 }
 
-// Stores the accumulators of a row of taps, in the layout that the reduction expects.
+// Stores the accumulators of a row of taps: 32 registers for each tap.
 template <class Block>
 __device__ inline void epilogue(const Block& block, int tap_row, const float (&accumulator)[96]) {
   const Parameters& p = block.p;
@@ -62,7 +63,7 @@ __device__ inline void epilogue(const Block& block, int tap_row, const float (&a
   }
 }
 
-// A row of taps.
+// A consumer of a block of the kernel's gradient: a row of taps.
 template <class Block>
 __device__ inline void consume(const Block& block, int tap_row) {
   using T = typename Block::T;
@@ -71,10 +72,10 @@ __device__ inline void consume(const Block& block, int tap_row) {
   float accumulator[96];
 #pragma unroll
   for (int i = 0; i < 96; ++i) accumulator[i] = 0;
-  constexpr int kSteps = kRows / 2 / kPairedSamples;  // of 16 pixels, in one of two samples
-  const int between =
-      Block::kPacked || p.samples == 1 ? 0 : 2 * Block::kBelow;  // the halo between two samples
-  int held = -1;
+  constexpr int kStepsOfSample = kRows / 2 / kPairedSamples;  // of 16 pixels, in one of two samples
+  // Bytes of the halo between two samples, the last row of one and the first of the other.
+  const int between = Block::kPacked || p.samples == 1 ? 0 : 2 * Block::kBelow;
+  int held = -1;  // the stage that the last wgmma read, not yet released
   for (int i = 0; i < block.count; ++i) {
     const int stage = i % kStages;
     block.full[stage].wait(i / kStages % 2);
@@ -88,7 +89,8 @@ __device__ inline void consume(const Block& block, int tap_row) {
     for (int k = 0; k < kRows / 2; ++k) {  // 16 pixels
       Wgmma<T, true, true, 192>::run(
           accumulator, advance(left, 16 * kRowBytes * k),
-          advance(right, Block::kRowsOfStep * Block::kBelow * k + k / kSteps * between), true);
+          advance(right, Block::kRowsOfStep * Block::kBelow * k + k / kStepsOfSample * between),
+          true);
     }
     wgmma_commit();
     wgmma_wait<1>();
@@ -100,11 +102,13 @@ __device__ inline void consume(const Block& block, int tap_row) {
   epilogue(block, tap_row, accumulator);
 }
 
+// A consumer of a block of the shortcut's gradient: kCount projected chunks, from the block's
+// `first` on.
 template <int kCount, class Block>
 __device__ inline void consume_chunks(const Block& block, int first) {
   using T = typename Block::T;
   const Parameters& p = block.p;
-  const int bytes = block.stage_bytes(), ring = block.stages(), lane = threadIdx.x % 32;
+  const int bytes = block.stage_bytes(), stages = block.stages(), lane = threadIdx.x % 32;
   float accumulator[32 * kCount];
 #pragma unroll
   for (int i = 0; i < 32 * kCount; ++i) accumulator[i] = 0;
@@ -124,7 +128,7 @@ __device__ inline void consume_chunks(const Block& block, int first) {
     wgmma_wait<1>();
     if (held >= 0 && lane == 0) block.empty[held].arrive();
     held = stage;
-    if (++stage == ring) {
+    if (++stage == stages) {
       stage = 0;
       phase ^= 1;
     }

@@ -1,5 +1,6 @@
 // The helpers of hopper_weight_gradient_kernel: three warps that sum dy while the consumers
-// multiply.
+// multiply. Eight threads read a pixel's 64 features, eight each, so 12 pixels are read at a time.
+// Where a sample's strips in this split end, the helpers add their sums through `scratch`.
 #pragma once
 
 #include "common/types.cuh"
@@ -7,8 +8,9 @@
 
 namespace jaxunet::cuda::weight_gradient {
 
-// Adds a strip's dy. Where a strip has two samples, each has half of the threads; packed samples
-// take turns at the threads as they do at the pixels.
+// Adds a strip's dy to the eight sums of a thread. Where a strip has two samples, each has half of
+// the threads. Four packed samples alternate from pixel to pixel; as 12 is a multiple of 4, a
+// thread meets only one of them.
 template <class Block>
 __device__ inline void add_dy(const Block& block, float (&totals)[8], const unsigned char* strip,
                               int thread) {
@@ -37,7 +39,8 @@ __device__ inline void add_dy(const Block& block, float (&totals)[8], const unsi
   }
 }
 
-// Adds the helpers' sums over a sample in a fixed order and stores them; all helpers.
+// All helpers: adds their sums over a sample (or over each sample of a strip) in a fixed order and
+// stores them. kernel.split_k serves the shortcut's blocks too: its strips_of_sample are the same.
 template <class Block>
 __device__ inline void store_shift(const Block& block, const float (&totals)[8], int thread,
                                    int sample, int slot) {
@@ -67,6 +70,7 @@ __device__ inline void store_shift(const Block& block, const float (&totals)[8],
   named_barrier_sync(1, kHelpers);
 }
 
+// A helper: walks over the strips of the block's split.
 template <class Block>
 __device__ inline void help(const Block& block) {
   const Parameters& p = block.p;
@@ -74,10 +78,10 @@ __device__ inline void help(const Block& block) {
   float totals[8];
   const unsigned char* pixels = block.chunks ? block.x : block.dy;
   const int bytes = block.chunks ? block.stage_bytes() : kDyBytes,
-            ring = block.chunks ? block.stages() : kStages;
+            stages = block.chunks ? block.stages() : kStages;
   Strip at = block.strip_at(block.first);
   int of_sample = -1, turn = block.turn_of(at.sample);
-  // The splits before this one that meet the sample.
+  // How many splits before this one meet the sample (split_k.h): none after the first sample.
   int slot = block.split - (block.chunks ? p.shortcut : p.kernel).split_k.first_split(at.sample);
   for (int i = 0, stage = 0, phase = 0; i < block.count; ++i, block.step(at)) {
     if (at.sample != of_sample) {
@@ -94,7 +98,7 @@ __device__ inline void help(const Block& block) {
     if (turn == block.x_block) add_dy(block, totals, pixels + stage * bytes, thread);
     __syncwarp();
     if (thread % 32 == 0) block.empty[stage].arrive();
-    if (++stage == ring) {
+    if (++stage == stages) {
       stage = 0;
       phase ^= 1;
     }

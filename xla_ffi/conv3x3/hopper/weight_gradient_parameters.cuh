@@ -12,15 +12,18 @@
 
 namespace jaxunet::cuda::weight_gradient {
 
-// Arrays side by side, in chunks of 64 channels; no chunk crosses from one array into the next.
+// An image in parts: arrays side by side along their channels, in chunks of 64 channels. No chunk
+// crosses from one array into the next.
 struct Image {
-  CUtensorMap maps[kMaxParts];
-  int parts, channels[kMaxParts], total;
+  CUtensorMap maps[kMaxParts];            // boxes: 64 channels of a strip
+  int parts, channels[kMaxParts], total;  // total: channels of all parts
 };
 
-// The tiles of a gradient; each is computed by one block for each split.
+// The work on one of the two gradients: tiles × splits, one block for each. `first` and `count` are
+// those of SplitK, without its divisions.
 struct Work {
-  int tiles = 0, size, longer;  // strips of a split, and how many splits have one more
+  int tiles = 0;
+  int size, longer;  // strips of a split, and how many splits have one more
   FastDivmod by_tiles;
   SplitK split_k;
 
@@ -39,24 +42,26 @@ struct Work {
   JAXUNET_HOST_DEVICE int count(int split) const { return size + (split < longer); }
 };
 
+// The kernel's only parameter.
 struct Parameters {
   Image x, projected;
   CUtensorMap dy;
   int samples;  // of a strip: 1, two one below the other, or four packed
   int features;
-  FastDivmod feature_blocks, x_blocks;  // of 64 channels
-  Work kernel, shortcut;  // tiles of 64 × 64 channels, and of `block_chunks` · 64 × 64
-  int shortcut_chunks, block_chunks;
+  FastDivmod feature_blocks, x_blocks;  // chunks of dy's channels, and of those of x (at least 1)
+  Work kernel, shortcut;                // tiles of 64 × 64 channels, and of block_chunks · 64 × 64
+  int shortcut_chunks, block_chunks;    // chunks that are projected; of a tile, at most
   int height, width;
   FastDivmod strips_of_sample, strips_across;
+  // (splits, 3, 3, channels, features), or if `accumulator_tiles`: (splits, tiles) of
+  // accumulator_tile.h; (splits, projected channels, features).
   float *partials, *shortcut_partials;
-  bool accumulator_tiles;  // `partials` are (splits, tiles) of accumulator_tile.h, else (splits, 3,
-                           // 3, channels, features)
+  bool accumulator_tiles;
   ShiftPartials shift;
 };
 
-// The place of a chunk: its part, its first channel in that part, and the part's first channel in
-// the whole.
+// The place of a chunk: its part, its first channel counted in that part, and the part's first
+// channel counted through all parts.
 struct Place {
   int part = 0, channel = 0, first = 0;
 

@@ -5,6 +5,8 @@
 
 namespace jaxunet::cuda::weight_gradient {
 
+// For a block of the kernel's gradient: dy, and haloed x. Boxes of less than kRows rows and packed
+// ones leave the rest of a stage unused.
 template <class Block>
 __device__ inline void produce(const Block& block) {
   const Parameters& p = block.p;
@@ -25,12 +27,12 @@ __device__ inline void produce(const Block& block) {
   }
 }
 
-// For a block of the shortcut's gradient.
+// For a block of the shortcut's gradient: dy, and its projected chunks.
 template <class Block>
 __device__ inline void produce_projected(const Block& block) {
   const Parameters& p = block.p;
   const Place begin(p.projected, block.x_block * p.block_chunks);
-  const int bytes = block.stage_bytes(), ring = block.stages();
+  const int bytes = block.stage_bytes(), stages = block.stages();
   Strip at = block.strip_at(block.first);
   for (int i = 0, stage = 0, phase = 1; i < block.count; ++i, block.step(at)) {
     block.empty[stage].wait(phase);  // at once the first time round
@@ -48,7 +50,7 @@ __device__ inline void produce_projected(const Block& block) {
       load_strip<Block::kPacked>(to, &p.projected.maps[part], &block.full[stage], channel, from, 0);
       channel += kChunk;
     }
-    if (++stage == ring) {
+    if (++stage == stages) {
       stage = 0;
       phase ^= 1;
     }

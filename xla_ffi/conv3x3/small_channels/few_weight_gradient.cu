@@ -295,7 +295,7 @@ Parts parts_of_dy(const Conv3x3WeightGradient& plan) {
 
 }  // namespace
 
-WeightGradientCut few_weight_gradient_cut(const Conv3x3WeightGradient& plan) {
+WeightGradientTiling few_weight_gradient_tiling(const Conv3x3WeightGradient& plan) {
   const Strips tiling(plan);
   return {chunks_of(small_x(plan) ? parts_of_dy(plan) : plan.x),
           static_cast<int64_t>(tiling.down) * tiling.across};
