@@ -8,13 +8,12 @@
 namespace jaxunet::cuda {
 
 // a and b of eight channels, halved: SiLU(x) = x · sigmoid(x) = h + h · tanh(h) with h = x / 2.
-struct Coefficients {
+struct ActivationCoefficients {
   float a[8], b[8];
 
-  Coefficients() = default;
   // `there`: the channels exist; else the coefficients are zeros.
-  __device__ Coefficients(const Rows& of_a, const Rows& of_b, int64_t sample, int channel,
-                          bool there) {
+  __device__ ActivationCoefficients(const Rows& of_a, const Rows& of_b, int64_t sample, int channel,
+                                    bool there) {
 #pragma unroll
     for (int i = 0; i < 8; ++i) {
       a[i] = there ? 0.5f * of_a.data[sample * of_a.stride + channel + i] : 0.0f;
@@ -22,7 +21,8 @@ struct Coefficients {
     }
   }
 
-  // Padding stays zero: it is applied after the activation.
+  // Activates eight values in place. Outside of the image they become zero: the convolution pads
+  // what the activation returns.
   template <class T>
   __device__ void apply(Eight<T>& values, bool inside) const {
 #pragma unroll

@@ -1,5 +1,5 @@
-// An image in parts, for the kernels of portable/ and small_channels/: arrays side by side along
-// their channels.
+// An image in parts (Parts in binding/plan.h), as the kernels of portable/ and small_channels/ read
+// it: arrays side by side along their channels.
 #pragma once
 
 #include "common/types.cuh"
@@ -9,10 +9,11 @@ namespace jaxunet::cuda {
 
 struct Channels {
   const void* data[kMaxParts];
-  int widths[kMaxParts];
-  int count, total;
+  int widths[kMaxParts];  // channels of each part
+  int count, total;       // parts, and the channels of all
 
-  // The entry of `row` and `channel`; row lies in the image, channel is less than `total`.
+  // The entry of `channel` at pixel `row`, counted through all images; channel is less than
+  // `total`.
   template <class T>
   __device__ const T* at(int64_t row, int channel) const {
 #pragma unroll

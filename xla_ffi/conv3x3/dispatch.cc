@@ -35,6 +35,7 @@ cudaError_t conv3x3_shortcut_gradient(const Conv3x3& plan, cudaStream_t stream) 
     Conv3x3 part = plan;
     part.features = plan.y.channels[i];
     part.y = {1, {plan.y.data[i]}, {part.features}, part.features};
+    // The part's rows of the shortcut, which is (features, projected channels).
     part.shortcut = static_cast<const char*>(plan.shortcut) +
                     first * plan.projected.total * (plan.type == Type::kFloat32 ? 4 : 2);
     error = conv3x3(part, stream);

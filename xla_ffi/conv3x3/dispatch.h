@@ -1,6 +1,15 @@
 // Chooses the kernel of a convolution, by plain functions of the plan and of whether the GPU and
-// the build have the Hopper kernels. hopper/tile_choices_test.cc lists their choices for the shapes
-// of the UNet.
+// the build have the Hopper kernels (`hopper`). The first kernel that takes a call runs it:
+//
+//   kFewChannels   16-bit types; x is one array of at most 8 channels; features a multiple of 8; no
+//                  shortcut. Forward: no residual, no activation
+//   kFewFeatures   16-bit types; at most 8 features; channels of each part a multiple of 8, about
+//                  384 at most; no shortcut. Forward: no residual
+//   kHopper        16-bit types; channels of each part and features multiples of 8; at least 4 × 4
+//                  pixels. Forward: no activation if the kernel is flipped, a residual in one array
+//   kImplicitGemm  everything
+//
+// hopper/tile_choices_test.cc lists the choices for the shapes of the UNet.
 #pragma once
 
 #include "conv3x3/plan.h"
@@ -9,11 +18,12 @@ namespace jaxunet::cuda {
 
 enum class Kernel { kImplicitGemm, kFewChannels, kFewFeatures, kHopper };
 
-constexpr int kFew = 8;
-// few_features_forward holds all weights in shared memory; a block of compute capability 8.9 has 99
-// KB.
+constexpr int kFew = 8;  // channels or features
+// The most channels that a convolution to few features reads: few_features_forward holds all
+// weights in shared memory, and a block of compute capability 8.9 has 99 KB.
 constexpr int64_t kMaxChannelsToFew = 384;
 
+// True if all parts have multiples of eight channels: 16 bytes of a 16-bit type.
 constexpr bool in_eights(const Parts& parts) {
   for (int i = 0; i < parts.count; ++i) {
     if (parts.channels[i] % 8) return false;
@@ -25,7 +35,8 @@ constexpr bool few_channels(const Parts& x, int64_t features) {
   return x.count == 1 && x.total <= kFew && features % 8 == 0;
 }
 
-// Chunks of 64 channels; no chunk crosses from one part into the next.
+// Chunks of 64 channels, in which the kernels read an image; no chunk crosses from one part into
+// the next.
 constexpr int64_t chunks_of(const Parts& parts) {
   int64_t count = 0;
   for (int i = 0; i < parts.count; ++i) count += (parts.channels[i] + 63) / 64;

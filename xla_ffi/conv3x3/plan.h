@@ -8,9 +8,10 @@ namespace jaxunet {
 class Reader;
 
 // y = conv(act(x), kernel) + shift + residual + projected · shortcut. Every term but y is optional.
-// act(x) = SiLU(a · x + b) if a is given, else x.
+// act(x) = SiLU(a · x + b) if a is given, else x. "Channels" are those of x, or of `projected`;
+// "features" are the output channels, those of y. A shortcut is a 1×1 convolution.
 struct Conv3x3 {
-  Type type;
+  Type type;  // of all arrays but shift, a and b
   int64_t batch, height, width, features;
   Parts x;  // empty: the projection alone, a linear layer
   // (3, 3, channels, features). Flipped: (3, 3, features, channels), read as kernel[::-1, ::-1]
@@ -45,18 +46,18 @@ struct Conv3x3WeightGradient {
   Result dshift;     // (shifts, features)
   int64_t shifts;    // batch, or 1: the sum over all samples
   Result dshortcut;  // (projected channels, features)
-  // The gradient of the preceding norm leaves sums of each sample for offset and scale; if `norm`,
-  // the last launch adds them over the samples.
+  // The gradient of the preceding norm leaves sums of each sample for the gradients of its offset
+  // (0) and scale (1); if `norm`, the last launch adds them over the samples.
   bool norm;
   const float* norm_sums;       // (batch, 2, channels)
-  float *of_scale, *of_offset;  // (1, channels)
+  float *of_scale, *of_offset;  // the gradients, (1, channels)
   // Uninitialized memory for partial results, at least `minimum_workspace`. The smaller it is, the
   // fewer blocks share the work.
   float* workspace;
   int64_t workspace_floats;
 };
 
-// Floats: room for the gradients of one split, before they are narrowed.
+// In floats: room for the gradients of one split, before they are narrowed.
 constexpr int64_t minimum_workspace(const Conv3x3WeightGradient& plan) {
   return (9 * plan.x.total + plan.projected.total + plan.batch) * plan.features;
 }

@@ -11,7 +11,7 @@ int64_t pixels(const Plan& plan) {
   return plan.batch * plan.height * plan.width;
 }
 
-// An image in one array that a layer without taps reads: what a shortcut projects.
+// Reads the image of a layer without taps, in one array: what a shortcut projects.
 template <class Plan>
 Array read_projected(Reader& call, const char* name, Plan& plan) {
   Array image;
@@ -24,8 +24,8 @@ Array read_projected(Reader& call, const char* name, Plan& plan) {
   return image;
 }
 
-// The gradient of a parameter: float32 or `element`, the type of x. `rows`: its first dimension, if
-// that is free.
+// Reads the gradient of a parameter: float32 or `element`, the type of x. `rows` receives its first
+// dimension, for shapes in which that is free.
 inline Result read_gradient(Reader& call, const char* name, ffi::DataType element,
                             const Dims& shape, int64_t* rows = nullptr) {
   const Array found = call.result(name, element, ffi::DataType::F32, shape);

@@ -11,7 +11,7 @@ namespace jaxunet::cuda {
 // 7 of the strip's 64.
 template <class T, int kRows, int kThreads>
 __device__ void activate_strip(unsigned char* pixels, const Strip& at, int height, int width,
-                               int thread, const Coefficients& coefficients) {
+                               int thread, const ActivationCoefficients& coefficients) {
   const int eighth = thread % 8;
 #pragma unroll 4
   for (int pixel = thread / 8; pixel < (kRows + 2) * kHaloColumns; pixel += kThreads / 8) {

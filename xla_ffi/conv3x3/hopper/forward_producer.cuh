@@ -84,7 +84,8 @@ __device__ inline void activate(const Block& block, int consumer) {
     int channel = 0;
     for (int part = 0; part < p.x_parts; ++part) {
       for (int c = eighth * 8; c < p.x_channels[part] + eighth * 8; c += kChunk) {
-        const Coefficients coefficients(p.a, p.b, sample, channel + c, c < p.x_channels[part]);
+        const ActivationCoefficients coefficients(p.a, p.b, sample, channel + c,
+                                                  c < p.x_channels[part]);
         const int n = consumer * kStripStages + slot;
         block.strip_full[n].wait(phase);
         activate_strip<typename Block::T, Traits::kRows, kWarpgroup>(

@@ -61,7 +61,8 @@ struct Block {
     const Chunk chunk = Chunk::of(plan.x, number);
     const int eighth = threadIdx.x % 8;
     if (chunk.channel + 8 * eighth >= chunk.width) return;
-    const Coefficients coefficients(plan.a, plan.b, at.sample, chunk.first + 8 * eighth, true);
+    const ActivationCoefficients coefficients(plan.a, plan.b, at.sample, chunk.first + 8 * eighth,
+                                              true);
     for (int pixel = threadIdx.x / 8; pixel < Tiles::kHaloPixels; pixel += kThreads / 8) {
       const int row = at.row - 1 + pixel / Tiles::kHaloColumns,
                 column = at.column - 1 + pixel % Tiles::kHaloColumns;
