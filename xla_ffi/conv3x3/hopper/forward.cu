@@ -1,25 +1,20 @@
 // The host side of the Hopper forward convolution: the choice of a tile and the tensor maps. The
 // kernel is in forward.cuh, its launches in forward_instances.cuh.
 
+#include "conv3x3/dispatch.h"
 #include "conv3x3/hopper/forward.h"
 #include "conv3x3/kernels.h"
 
 namespace jaxunet::cuda {
-namespace {
-
-int chunks(const Parts& parts) {
-  int64_t total = 0;
-  for (int i = 0; i < parts.count; ++i) total += ceil_div(parts.channels[i], kChunk);
-  return static_cast<int>(total);
-}
-
-}  // namespace
-
 namespace forward {
 
 cudaError_t parameters(const Tile& tile, const Conv3x3& plan, Parameters* p) {
-  p->schedule = {tile,         plan.batch,     plan.height,
-                 plan.width,   chunks(plan.x), chunks(plan.projected),
+  p->schedule = {tile,
+                 plan.batch,
+                 plan.height,
+                 plan.width,
+                 static_cast<int>(chunks_of(plan.x)),
+                 static_cast<int>(chunks_of(plan.projected)),
                  plan.features};
   p->features = static_cast<int>(plan.features);
   p->residual = plan.residual.count > 0;
@@ -27,10 +22,13 @@ cudaError_t parameters(const Tile& tile, const Conv3x3& plan, Parameters* p) {
   p->a = plan.a;
   p->b = plan.b;
   cudaError_t error = cudaSuccess;
+  // The maps of weights: features or channels, whichever are contiguous, then the others, then
+  // taps.
   const auto map = [&](CUtensorMap* to, const void* data, std::initializer_list<int64_t> dimensions,
                        std::initializer_list<int> box) {
     if (error == cudaSuccess) error = tensor_map(to, plan.type, data, dimensions, box);
   };
+  constexpr int kHalo = 2;  // one pixel on either side
   const auto image = [&](CUtensorMap* to, const void* data, int64_t channels, int halo) {
     if (error != cudaSuccess) return;
     error = image_map(to, plan.type, data, {plan.batch, plan.height, plan.width, channels},
@@ -40,14 +38,14 @@ cudaError_t parameters(const Tile& tile, const Conv3x3& plan, Parameters* p) {
   p->x_parts = plan.x.count;
   for (int i = 0; i < plan.x.count; ++i) {
     p->x_channels[i] = static_cast<int>(plan.x.channels[i]);
-    image(&p->maps.x[i], plan.x.data[i], plan.x.channels[i], 2);
+    image(&p->maps.x[i], plan.x.data[i], plan.x.channels[i], kHalo);
   }
   if (p->residual) image(&p->maps.residual, plan.residual.data[0], plan.features, 0);
   p->projected_parts = plan.projected.count;
   if (plan.projected.count > 0) {
     for (int i = 0; i < plan.projected.count; ++i) {
       p->projected_channels[i] = static_cast<int>(plan.projected.channels[i]);
-      image(&p->maps.projected[i], plan.projected.data[i], plan.projected.channels[i], 2);
+      image(&p->maps.projected[i], plan.projected.data[i], plan.projected.channels[i], kHalo);
     }
     if (plan.flipped) {
       map(&p->maps.shortcut, plan.shortcut, {plan.projected.total, plan.features, 1},
@@ -76,7 +74,8 @@ cudaError_t parameters(const Tile& tile, const Conv3x3& plan, Parameters* p) {
 
 cudaError_t hopper_forward(const Conv3x3& plan, int multiprocessors, cudaStream_t stream) {
   const int tile = quickest_tile(plan.a.data != nullptr, multiprocessors, plan.batch, plan.height,
-                                 plan.width, chunks(plan.x), chunks(plan.projected), plan.features);
+                                 plan.width, static_cast<int>(chunks_of(plan.x)),
+                                 static_cast<int>(chunks_of(plan.projected)), plan.features);
   const forward::Launches& all =
       plan.type == Type::kFloat16 ? forward::kLaunchesFloat16 : forward::kLaunchesBfloat16;
   const auto run = plan.flipped ? all.flipped[tile] : all.forward[tile];

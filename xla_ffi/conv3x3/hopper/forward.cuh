@@ -9,7 +9,8 @@
 // boxes of 64 channels × samples × 6 columns × 6 rows, and their groups of eight pixels are
 // contiguous.
 //
-// A shortcut extends K: the centre tap of its own input, with its weights. Without the nine taps, a
+// A shortcut extends K: the centre tap of its own input (`projected`), with its weights. Without
+// the nine taps, a
 // shortcut alone computes a linear layer. The input gradient is the same convolution with the
 // kernel flipped (kFlipped).
 //
@@ -34,7 +35,7 @@
 //
 // Barriers (mbarrier). A phase completes after the given arrivals and, for "+ bytes", once TMA has
 // written what was announced. Parities alternate from 0; a wait for parity 1 passes at once in the
-// first round.
+// first round. [c]: consumer; [2]: slot of the strip ring; [s]: stage of the weight ring.
 //
 //     barrier           waits                  arrives (arrivals)           parity waited for
 //     strip_full[c][2]  activation c, else     producer (1 + bytes of       0, flips when the ring
@@ -43,9 +44,9 @@
 //                       only if kActivated
 //     strip_empty[c][2] producer               lane 0 of each warp of       1, flips when the ring
 //                                              consumer c (4)               wraps
-//     stage_full[s]     all consumers          producer (1 + bytes of       0, flips when the ring
+//     weights_full[s]   all consumers          producer (1 + bytes of       0, flips when the ring
 //                                              the weights)                 wraps; resident: 0
-//     stage_empty[s]    producer               lane 0 of each warp of all   1, flips when the ring
+//     weights_empty[s]  producer               lane 0 of each warp of all   1, flips when the ring
 //                                              consumers (4 C); resident:   wraps
 //                                              none
 //     residual_full[c]  consumer c             thread 0 of consumer c       0, flips every tile
@@ -54,10 +55,11 @@
 //                                              at the start, consumer 1
 //                                              arrives at turn[0]
 //
-// Resident weights are loaded for the first tile and stay. `turn` is used if two consumers share
-// them: they alternate chunk by chunk (ping-pong), so that the epilogue of one overlaps the
-// products of the other. A consumer releases a strip or a stage one step late, after it has issued
-// the next wgmmas, so that the tensor cores always have work.
+// If all weights fit the weight ring, they are resident: loaded for the first tile, they stay.
+// `turn` is used if two consumers share resident weights: they alternate chunk by chunk
+// (ping-pong), so that the epilogue of one overlaps the products of the other. A consumer releases
+// a strip or a stage one step late, after it has issued the next wgmmas, so that the tensor cores
+// always have work.
 //
 // Named barrier 1 + c, the 128 threads of consumer c: (1) before the epilogue writes the output
 // buffer, thread 0 has waited until the last TMA store has read it; (2) before the next TMA store,
@@ -67,9 +69,9 @@
 //
 //     strips    C x 2 x kStripBytes   a haloed strip of 64 channels: 128 bytes per pixel, swizzled
 //     outputs   C x kOutputBytes      features / 64 boxes of a strip; first holds the residual
-//     stages    stages x kStageBytes  weights of `taps` taps x 64 channels x features, swizzled
+//     weights   stages x kStageBytes  weights of `taps` taps x 64 channels x features, swizzled
 //     barriers  kBarrierBytes         strip_full, strip_ready, strip_empty, residual_full, turn,
-//                                     stage_full, stage_empty
+//                                     weights_full, weights_empty
 #pragma once
 
 #include "common/launch.cuh"
@@ -90,6 +92,7 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
   if (threadIdx.x == Traits::kThreads - 1) block.prefetch_maps();
   __syncthreads();
   const int warpgroup = threadIdx.x / kWarpgroup;
+  // With two warpgroups, each thread has as many registers at launch as it can use.
   constexpr bool kMovesRegisters = Traits::kWarpgroups > 2;
   if (warpgroup < Traits::kConsumers) {
     if constexpr (kMovesRegisters) set_registers<Traits::kConsumerRegisters, true>();

@@ -9,7 +9,7 @@
 namespace jaxunet::cuda::forward {
 
 struct Maps {
-  CUtensorMap x[kMaxParts], projected[kMaxParts];  // boxes: a strip with its halo
+  CUtensorMap x[kMaxParts], projected[kMaxParts];  // boxes: 64 channels of a strip with its halo
   CUtensorMap kernel, shortcut;                    // boxes: one stage of weights
   CUtensorMap residual, y[kMaxParts];              // boxes: 64 channels of a strip
 };
@@ -24,10 +24,11 @@ struct Parameters {
   Rows shift, a, b;
 };
 
+// Fills the parameters; encodes the tensor maps. For all instances, so it is compiled once.
 cudaError_t parameters(const Tile& tile, const Conv3x3& plan, Parameters* p);
 
 // The launch functions of one type, in the order of kTiles; null where an activated tile would be
-// flipped.
+// flipped. `forward`: those of the kernel as it is (unflipped).
 struct Launches {
   using Run = cudaError_t (*)(const Conv3x3& plan, int multiprocessors, cudaStream_t stream);
   Run forward[kTileCount], flipped[kTileCount];

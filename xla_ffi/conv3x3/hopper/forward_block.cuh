@@ -9,9 +9,10 @@
 
 namespace jaxunet::cuda::forward {
 
-// Shifts that a thread reads before the mainloop, which hides their latency. Transposed: those of
-// its two accumulator rows and, packed, of the samples of its two columns in each group of eight.
-// Else: one or two of the tile's, which only brings them into the L1 cache.
+// The shifts that a thread reads before the mainloop, which hides their latency. Transposed: those
+// of its two accumulator rows (features) and, packed, of the samples of its two columns in each
+// group of eight: at[row][column]. Else a thread needs those of many columns; it reads one or two
+// of the tile's here, which only brings them into the L1 cache, and all again in the epilogue.
 template <class Traits>
 struct Shifts {
   static constexpr int kColumns = Traits::kPacked ? 2 : 1;
@@ -23,26 +24,28 @@ struct Block {
   using T = T_;
   using Traits = Traits_;
   static constexpr bool kFlipped = kFlipped_;
-  static constexpr int kConsumers = Traits::kConsumers, kTaps = Traits::kTaps, kLoads = 9 / kTaps;
+  static constexpr int kConsumers = Traits::kConsumers, kTaps = Traits::kTaps;
+  static constexpr int kLoads = 9 / kTaps;  // stages of weights for a chunk of 64 channels
   static constexpr int kFeatureChunks = Traits::kFeatures / kChunk;
   using Accumulator = float[Traits::kWgmmaN / 2];  // of a thread
 
   const Parameters& p;
-  unsigned char *strips, *stages, *outputs;
-  Barrier *strip_full, *strip_ready, *strip_empty, *stage_full, *stage_empty, *residual_full, *turn;
+  unsigned char *strips, *outputs, *weights;
+  Barrier *strip_full, *strip_ready, *strip_empty, *weights_full, *weights_empty, *residual_full,
+      *turn;
 
   __device__ Block(const Parameters& parameters, unsigned char* shared) : p(parameters) {
     strips = shared;
     outputs = strips + kConsumers * kStripStages * Traits::kStripBytes;
-    stages = outputs + kConsumers * Traits::kOutputBytes;
-    auto* barriers = reinterpret_cast<Barrier*>(stages + p.schedule.stages * Traits::kStageBytes);
+    weights = outputs + kConsumers * Traits::kOutputBytes;
+    auto* barriers = reinterpret_cast<Barrier*>(weights + p.schedule.stages * Traits::kStageBytes);
     strip_full = barriers;
     strip_ready = strip_full + kConsumers * kStripStages;
     strip_empty = strip_ready + kConsumers * kStripStages;
     residual_full = strip_empty + kConsumers * kStripStages;
     turn = residual_full + kConsumers;
-    stage_full = turn + 2;
-    stage_empty = stage_full + p.schedule.stages;
+    weights_full = turn + 2;
+    weights_empty = weights_full + p.schedule.stages;
   }
 
   __device__ void init_barriers() const {
@@ -54,8 +57,8 @@ struct Block {
     for (int i = 0; i < kConsumers; ++i) residual_full[i].init(1);
     for (int i = 0; i < 2; ++i) turn[i].init(kWarpgroup);
     for (int i = 0; i < p.schedule.stages; ++i) {
-      stage_full[i].init(1);
-      stage_empty[i].init(4 * kConsumers);
+      weights_full[i].init(1);
+      weights_empty[i].init(4 * kConsumers);
     }
   }
 
@@ -71,6 +74,7 @@ struct Block {
     return strips + (consumer * kStripStages + slot) * Traits::kStripBytes;
   }
 
+  // The place of a strip in the images.
   __device__ Strip strip_at(int strip) const {
     const int each = p.schedule.strips_down * p.schedule.strips_across, sample = strip / each,
               rest = strip - sample * each;
@@ -89,7 +93,8 @@ struct Block {
     }
   }
 
-  // All threads of a consumer; `phase`: parity of residual_full. In forward_epilogue.cuh.
+  // All threads of a consumer: adds shift and residual and stores the tile through `output`, its
+  // output buffer. `phase`: parity of residual_full. In forward_epilogue.cuh.
   __device__ void epilogue(const Accumulator& accumulator, const Shifts<Traits>& shifts,
                            int consumer, const Strip& at, int feature, unsigned char* output,
                            int phase) const;

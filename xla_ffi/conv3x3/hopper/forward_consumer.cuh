@@ -1,4 +1,5 @@
-// A consumer warpgroup of hopper_forward_kernel: for each tile, the mainloop over one strip.
+// A consumer warpgroup of hopper_forward_kernel: for each tile, the mainloop over one strip, then
+// the epilogue.
 #pragma once
 
 #include "common/wgmma.cuh"
@@ -6,7 +7,10 @@
 
 namespace jaxunet::cuda::forward {
 
-// accumulator (+)= one tap of 64 channels. `strip` and `weights` are shared addresses.
+// Starts accumulator (+)= one tap of 64 channels; without `add`, the accumulator's old values are
+// not read. `strip` and `weights` are shared addresses. The accumulator is pixels × features, or
+// features × pixels if kTransposed, which exchanges wgmma's operands. Pixels are always K-major, as
+// channels are contiguous; so are the weights of a flipped kernel.
 template <class Block>
 __device__ inline void multiply_tap(typename Block::Accumulator& accumulator, uint32_t strip,
                                     int tap, uint32_t weights, bool add) {
@@ -39,7 +43,8 @@ __device__ inline void multiply_tap(typename Block::Accumulator& accumulator, ui
   }
 }
 
-// A consumer warpgroup: one strip of every tile.
+// A consumer warpgroup: one strip of every tile. Long, because moving the lambdas' code to
+// functions changes how ptxas schedules the mainloop.
 template <class Block>
 __device__ inline void consume(const Block& block, int consumer) {
   using Traits = typename Block::Traits;
@@ -50,6 +55,8 @@ __device__ inline void consume(const Block& block, int consumer) {
   const bool elected = thread % 32 == 0;  // arrives for its warp
   Barrier* ready =
       (Traits::kActivated ? block.strip_ready : block.strip_full) + consumer * kStripStages;
+  // What comes next: the slot of the strip ring, the stage of the weight ring, and the parities to
+  // wait for at their full barriers. tile_phase: that of residual_full.
   int slot = 0, slot_phase = 0, stage = 0, stage_phase = 0, tile_phase = 0;
   if (ping_pong && consumer == 1) block.turn[0].arrive();
   int turn_phase = 0;
@@ -60,13 +67,14 @@ __device__ inline void consume(const Block& block, int consumer) {
     if (p.residual && thread == 0) load_residual(block, consumer, at, feature, output);
     typename Block::Accumulator accumulator;
     const auto shifts = prefetch_shifts(block, at, feature);
-    int held_slot = -1, held_stage = -1;
     if (p.schedule.weights_resident) stage = stage_phase = 0;
 
-    // Released one step late, so that the tensor cores always have products waiting.
+    // What the last products read. It is released one step late, when the products after them have
+    // been issued, so that the tensor cores always have products waiting.
+    int held_slot = -1, held_stage = -1;
     const auto release_stage = [&](int next) {
       if (held_stage >= 0 && elected && !p.schedule.weights_resident)
-        block.stage_empty[held_stage].arrive();
+        block.weights_empty[held_stage].arrive();
       held_stage = next;
     };
     const auto release_slot = [&](int next) {
@@ -80,6 +88,7 @@ __device__ inline void consume(const Block& block, int consumer) {
         stage_phase ^= 1;
       }
     };
+    // Waits for the strip, and for this consumer's turn. Returns the strip's address.
     const auto begin_chunk = [&] {
       ready[slot].wait(slot_phase);
       if (ping_pong) {
@@ -98,12 +107,12 @@ __device__ inline void consume(const Block& block, int consumer) {
       const uint32_t pixels = begin_chunk();
 #pragma unroll
       for (int n = 0; n < Block::kLoads; ++n) {
-        block.stage_full[stage].wait(stage_phase);
+        block.weights_full[stage].wait(stage_phase);
         wgmma_fence();
 #pragma unroll
         for (int t = 0; t < Traits::kTaps; ++t) {
           const int tap = n * Traits::kTaps + t;
-          const uint32_t weights = shared_address(block.stages) + stage * Traits::kStageBytes +
+          const uint32_t weights = shared_address(block.weights) + stage * Traits::kStageBytes +
                                    t * (Block::kFlipped ? Traits::kFeatures : kChunk) * kRowBytes;
           multiply_tap<Block>(accumulator, pixels, Block::kFlipped ? 8 - tap : tap, weights,
                               chunk > 0 || tap > 0);
@@ -118,10 +127,10 @@ __device__ inline void consume(const Block& block, int consumer) {
     }
     for (int chunk = 0; chunk < p.schedule.shortcut_chunks; ++chunk) {
       const uint32_t pixels = begin_chunk();
-      block.stage_full[stage].wait(stage_phase);
+      block.weights_full[stage].wait(stage_phase);
       wgmma_fence();
       multiply_tap<Block>(accumulator, pixels, kCentre,
-                          shared_address(block.stages) + stage * Traits::kStageBytes,
+                          shared_address(block.weights) + stage * Traits::kStageBytes,
                           p.schedule.chunks > 0 || chunk > 0);
       wgmma_commit();
       wgmma_wait<1>();

@@ -24,6 +24,7 @@ __device__ inline void load_residual(const Block& block, int consumer, const Str
   }
 }
 
+// The shift of an output channel; 0 past the last. A strip past the last image reads any sample's.
 template <class Block>
 __device__ inline float shift_of(const Block& block, int sample, int feature) {
   const Parameters& p = block.p;
@@ -31,6 +32,7 @@ __device__ inline float shift_of(const Block& block, int sample, int feature) {
   return p.shift.data && feature < p.features ? p.shift.data[row * p.shift.stride + feature] : 0.0f;
 }
 
+// Before the mainloop (Shifts in forward_block.cuh).
 template <class Block>
 __device__ inline Shifts<typename Block::Traits> prefetch_shifts(const Block& block,
                                                                  const Strip& at, int feature) {
@@ -60,8 +62,9 @@ __device__ inline void Block<T, Traits, kFlipped>::epilogue(const Accumulator& a
                                                             int phase) const {
   const int thread = threadIdx.x % kWarpgroup, warp = thread / 32, lane = thread % 32,
             matrix = lane / 8;
-  // Keeps the compiler from moving the reads behind the mainloop.
+  // Keeps the compiler from moving prefetch_shifts' reads behind the mainloop.
   asm volatile("" ::"f"(shifts.at[0][0]), "f"(shifts.at[1][0]));
+  // The output buffer holds the residual, or is free once the last store has read it.
   if (p.residual) {
     residual_full[consumer].wait(phase);
   } else {
@@ -72,8 +75,9 @@ __device__ inline void Block<T, Traits, kFlipped>::epilogue(const Accumulator& a
   for (int j = 0; j < Traits::kKeptGroups; j += 2) {
     // Two groups of eight columns: 16 pixels, or 16 output channels.
     const float* columns = accumulator + 4 * Traits::kept_group(j);
-    // stmatrix stores four 8 × 8 matrices: rows 0-7 and 8-15 of the warp's 16, of groups j and j
-    // + 1.
+    // stmatrix stores four 8 × 8 matrices: rows 0-7 and 8-15 of the warp's 16, of groups j and j +
+    // 1. This lane gives the address of one row of matrix `matrix`: eight output channels of a
+    // pixel.
     const int pixel = Traits::kTransposed ? (j + matrix / 2) * 8 + lane % 8
                                           : 16 * warp + matrix % 2 * 8 + lane % 8;
     const int eight =

@@ -8,11 +8,12 @@
 
 namespace jaxunet::cuda::forward {
 
+// Launches one instance.
 template <class T, class Traits, bool kFlipped>
 cudaError_t run(const Conv3x3& plan, int multiprocessors, cudaStream_t stream) {
-  const auto all = std::make_unique<Parameters>();
-  const Parameters& p = *all;
-  cudaError_t error = parameters(Traits::kTile, plan, all.get());
+  const auto filled = std::make_unique<Parameters>();  // large: kept off the stack
+  const Parameters& p = *filled;
+  cudaError_t error = parameters(Traits::kTile, plan, filled.get());
   if (error != cudaSuccess) return error;
   if (p.schedule.tiles == 0) return cudaSuccess;
   const auto kernel = hopper_forward_kernel<T, Traits, kFlipped>;
@@ -23,6 +24,7 @@ cudaError_t run(const Conv3x3& plan, int multiprocessors, cudaStream_t stream) {
                 stream, p);
 }
 
+// Tile i of kTiles.
 template <int i>
 using TraitsOf = TileTraits<kTiles[i].rows, kTiles[i].features, kTiles[i].consumers, kTiles[i].taps,
                             kTiles[i].transposed, kTiles[i].activated, kTiles[i].samples>;

@@ -1,19 +1,21 @@
 // The producer of hopper_forward_kernel, and the warpgroups that activate its strips in place.
 #pragma once
 
-#include "conv3x3/hopper/activation.cuh"
+#include "conv3x3/activation.cuh"
 #include "conv3x3/hopper/forward_block.cuh"
 
 namespace jaxunet::cuda::forward {
 
-// One thread: fills both rings by TMA.
+// One thread: fills both rings by TMA, in the order in which the consumers use them.
 template <class Block>
 __device__ inline void produce(const Block& block) {
   using Traits = typename Block::Traits;
   const Parameters& p = block.p;
+  // What is filled next: the slot of the strip rings, the stage of the weight ring.
   int slot = 0, slot_phase = 0, stage = 0, stage_phase = 0;
   bool first_tile = true;
 
+  // A chunk of the strip of each consumer.
   const auto load_strips = [&](const CUtensorMap* map, int channel, int first_strip) {
     for (int consumer = 0; consumer < Traits::kConsumers; ++consumer) {
       const int n = consumer * kStripStages + slot;
@@ -25,20 +27,21 @@ __device__ inline void produce(const Block& block) {
     slot = (slot + 1) % kStripStages;
     slot_phase ^= slot == 0;
   };
-  // Weights of `taps` taps; unflipped, features are contiguous and come as boxes of 64.
+  // A chunk's weights of `taps` taps. A row of shared memory is 64 contiguous weights: 64 channels
+  // of a flipped kernel, which come as one box; else 64 features, one box for each 64 of the tile.
   const auto load_weights = [&](const CUtensorMap* map, int channel, int feature, int tap,
                                 int taps) {
     if (p.schedule.weights_resident && !first_tile) return;
-    block.stage_empty[stage].wait(stage_phase ^ 1);
-    block.stage_full[stage].arrive_expect(taps * Traits::kFeatures * kRowBytes);
-    unsigned char* to = block.stages + stage * Traits::kStageBytes;
+    block.weights_empty[stage].wait(stage_phase ^ 1);
+    block.weights_full[stage].arrive_expect(taps * Traits::kFeatures * kRowBytes);
+    unsigned char* to = block.weights + stage * Traits::kStageBytes;
     if (!Block::kFlipped) {
       for (int n = 0; n < Block::kFeatureChunks; ++n) {
-        tma_load(to + n * Traits::kTaps * kChunk * kRowBytes, map, &block.stage_full[stage],
+        tma_load(to + n * Traits::kTaps * kChunk * kRowBytes, map, &block.weights_full[stage],
                  feature + n * kChunk, channel, tap);
       }
     } else {
-      tma_load(to, map, &block.stage_full[stage], channel, feature, tap);
+      tma_load(to, map, &block.weights_full[stage], channel, feature, tap);
     }
     if (++stage == p.schedule.stages) {
       stage = 0;
@@ -69,7 +72,27 @@ __device__ inline void produce(const Block& block) {
   });
 }
 
-// A warpgroup: SiLU(a · x + b) of the strips of one consumer. The input of a shortcut is passed on
+// A warpgroup's thread: SiLU(a · x + b) of its eighth of a strip's pixels, in place in shared
+// memory, once for the nine taps that read it. `coefficients`: of channels 8 · eighth to 8 · eighth
+// + 7.
+template <class T, int kRows>
+__device__ inline void activate_strip(unsigned char* pixels, const Strip& at, int height, int width,
+                                      int thread, const ActivationCoefficients& coefficients) {
+  const int eighth = thread % 8;
+#pragma unroll 4
+  for (int pixel = thread / 8; pixel < (kRows + 2) * kHaloColumns; pixel += kWarpgroup / 8) {
+    const int down = pixel / kHaloColumns, y = at.row - 1 + down,
+              x = at.column - 1 + pixel - down * kHaloColumns;
+    auto* here = reinterpret_cast<T*>(pixels + pixel * kRowBytes + ((eighth ^ pixel % 8) << 4));
+    const bool inside = y >= 0 && y < height && x >= 0 && x < width;
+    Eight<T> values;
+    values.load(here);
+    coefficients.apply(values, inside);
+    values.store(here);
+  }
+}
+
+// A warpgroup: activates the strips of one consumer. The input of a shortcut is passed on
 // unchanged.
 template <class Block>
 __device__ inline void activate(const Block& block, int consumer) {
@@ -88,9 +111,9 @@ __device__ inline void activate(const Block& block, int consumer) {
                                                   c < p.x_channels[part]);
         const int n = consumer * kStripStages + slot;
         block.strip_full[n].wait(phase);
-        activate_strip<typename Block::T, Traits::kRows, kWarpgroup>(
-            block.strip(consumer, slot), at, p.schedule.height, p.schedule.width, thread,
-            coefficients);
+        activate_strip<typename Block::T, Traits::kRows>(block.strip(consumer, slot), at,
+                                                         p.schedule.height, p.schedule.width,
+                                                         thread, coefficients);
         fence_async_proxy();
         block.strip_ready[n].arrive();
         slot = (slot + 1) % kStripStages;

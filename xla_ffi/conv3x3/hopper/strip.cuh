@@ -1,5 +1,10 @@
 // TMA copies of 64 channels of a strip. The tensor maps have the dimensions (channels, columns,
-// rows, samples), or for a packed strip (tile.h) (channels, samples, columns, rows).
+// rows, samples), or for a packed strip (tile.h) (channels, samples, columns, rows), innermost
+// first.
+//
+// In shared memory, a pixel is a row of 128 bytes, in eighths of 16 bytes: eight channels. TMA's
+// 128-byte swizzle puts eighth e of pixel p at eighth e ^ (p % 8), so that the same channels of
+// eight pixels lie in different banks.
 #pragma once
 
 #include "common/tma.cuh"

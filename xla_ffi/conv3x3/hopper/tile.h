@@ -10,7 +10,7 @@
 // samples of a pixel side by side: in shared memory, pixel (row, column) of sample n is row (row ·
 // 6 + column) · samples + n, halo included. The pixels that one tap reads are then contiguous
 // except for the two halo columns between image rows. The product includes those columns: it
-// computes 22 positions and keeps 16.
+// computes 22 positions (3 rows of 6 columns, and 4 of the last) and keeps 16.
 #pragma once
 
 #include <algorithm>
@@ -27,18 +27,19 @@ constexpr int kHaloColumns = kStripColumns + 2;
 constexpr int kStripStages = 2;              // strips in flight for each consumer
 constexpr int kMaxSharedBytes = 227 * 1024;  // that one block of compute capability 9.0 can use
 constexpr int kBarrierBytes = 1024;          // reserved for all barriers of a block
-constexpr int kMaxWeightStages = 16;         // so that the barriers fit
+constexpr int kMaxWeightStages = 16;         // of the weight ring
 constexpr int kWarpgroup = 128;              // threads
 
 constexpr int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 struct Tile {
-  int rows;         // image rows of a strip
-  int features;     // output channels
-  int consumers;    // consumer warpgroups, one strip each
-  int taps;         // kernel taps in one stage of the weight ring: 1 or 3
-  bool transposed;  // computes (features, pixels) instead of (pixels, features): less shared-memory
-                    // traffic where features = 64
+  int rows;       // image rows of a strip
+  int features;   // output channels
+  int consumers;  // consumer warpgroups, one strip each
+  int taps;       // kernel taps in one stage of the weight ring: 1 or 3
+  // Computes (features, pixels) instead of (pixels, features): less shared-memory traffic where
+  // features = 64, as M of wgmma is 64 and N the pixels of a strip.
+  bool transposed;
   bool activated;   // one more warpgroup for each consumer applies SiLU(a · x + b) to its strips
   int samples = 1;  // images of a strip; more than one: packed
 
@@ -55,8 +56,9 @@ struct Tile {
   constexpr int strip_bytes() const {
     return packed() ? box_bytes() : (rows + 2 + 3) / 4 * 4 * halo_columns() * kRowBytes;
   }
-  // Rows of shared memory from one group of eight pixels to the next.
+  // Rows of shared memory (pixels) from one group of eight pixels that wgmma reads to the next.
   constexpr int group_stride_rows() const { return packed() ? 8 : halo_columns(); }
+  // Weights of one stage: 64 channels of `taps` taps.
   constexpr int stage_bytes() const { return taps * features * kRowBytes; }
   constexpr int output_bytes() const { return pixels() * features * 2; }
   constexpr int warpgroups() const { return consumers + 1 + (activated ? consumers : 0); }
@@ -69,15 +71,16 @@ struct Tile {
   }
   // Groups of eight accumulator columns that are outputs, not halo.
   constexpr int kept_groups() const { return packed() ? pixels() / 8 : wgmma_n() / 8; }
+  // Shared memory beside the weight ring, and the stages that fit the rest.
   constexpr int fixed_bytes() const {
     return consumers * (kStripStages * strip_bytes() + output_bytes()) + kBarrierBytes;
   }
   constexpr int max_stages() const {
     return std::min((kMaxSharedBytes - fixed_bytes()) / stage_bytes(), kMaxWeightStages);
   }
-  // Registers of a thread at launch. Afterwards setmaxnreg moves those that the producer and the
-  // activation do not need to the consumers. A multiprocessor has 65536; ptxas allocates them in
-  // eights, up to 255 per thread.
+  // Registers of a thread at launch: a multiprocessor has 65536; ptxas allocates them in eights, up
+  // to 255 per thread. Afterwards setmaxnreg moves those that the producer and the activation do
+  // not need to the consumers.
   constexpr int launch_registers() const { return std::min(65536 / threads() / 8 * 8, 248); }
   constexpr int producer_registers() const { return 40; }
   constexpr int activation_registers() const { return 80; }
@@ -114,7 +117,8 @@ struct TileTraits {
                 "the swizzle pattern repeats every 1024 bytes");
   static_assert(kTile.max_stages() >= 2, "a stage is released only when the next one is in use");
 
-  // The first pixel that a tap reads, as a row of the haloed strip in shared memory.
+  // The first pixel that a tap (0 to 8, row by row) reads, as a row of the haloed strip in shared
+  // memory.
   JAXUNET_HOST_DEVICE static constexpr int tap_row(int tap) {
     return (tap / 3 * kHaloColumns + tap % 3) * samples;
   }
@@ -133,7 +137,7 @@ namespace fit {
 constexpr double kTensorCoreRate = 0.89;
 // Ratio: the time to read the operands of a wgmma to 16 + n / 4 cycles.
 constexpr double kOperandReadSlowdown = 1.15;
-// Numbers that a block activates in a cycle.
+// Numbers that the warpgroup of one consumer activates in a cycle.
 constexpr double kActivatedPerCycle = 2.8;
 // Cycles that a projected chunk takes beside its products: a single tap does not hide its loads.
 constexpr double kShortcutChunkCycles = 500;
@@ -143,13 +147,15 @@ constexpr double kDrainCycles = 440, kEpilogueCycles = 1270;
 constexpr int kEpilogueOutputs = 8192;
 }  // namespace fit
 
-// A tile applied to one shape.
+// A tile applied to one shape: the output tiles that the blocks share, and their weight ring.
 struct Schedule {
   int batch = 0, height = 0, width = 0;
   int chunks = 0, shortcut_chunks = 0;  // of 64 channels: of x, and of what the shortcut projects
-  int strips_down = 0, strips_across = 0, strips = 0, feature_tiles = 0, tiles = 0;
-  int stages = 0;                 // of the weight ring
-  bool weights_resident = false;  // the ring holds all weights; they are loaded once
+  int strips_down = 0, strips_across = 0;  // of an image
+  int strips = 0, feature_tiles = 0;       // of the batch; of all output channels
+  int tiles = 0;                           // strips / consumers × feature_tiles
+  int stages = 0;                          // of the weight ring
+  bool weights_resident = false;           // the ring holds all weights; they are loaded once
 
   Schedule() = default;
   constexpr Schedule(const Tile& tile, int64_t batch_, int64_t height_, int64_t width_, int chunks_,
@@ -164,7 +170,7 @@ struct Schedule {
     strips = static_cast<int>(ceil_div(batch_, tile.samples)) * strips_down * strips_across;
     feature_tiles = static_cast<int>(ceil_div(features, tile.features));
     tiles = static_cast<int>(ceil_div(strips, tile.consumers)) * feature_tiles;
-    const int loads = chunks * 9 / tile.taps + shortcut_chunks;
+    const int loads = chunks * 9 / tile.taps + shortcut_chunks;  // stages that a tile reads
     weights_resident = feature_tiles == 1 && loads <= tile.max_stages();
     // Six stages at most. To refit: time the kernels with other limits.
     stages = weights_resident ? loads : std::min(tile.max_stages(), 6);
@@ -194,13 +200,23 @@ struct Schedule {
 
 // The tiles that kernels are compiled for. For 4 × 4 images, a separate kernel applies the
 // activation; they are packed four at a time if eight would leave multiprocessors without a tile.
+// clang-format off: one tile a line
 constexpr Tile kTiles[] = {
     // rows, features, consumers, taps, transposed, activated, samples
-    {16, 64, 2, 3, true, false},  {16, 64, 1, 3, true, false},   {8, 64, 1, 3, true, false},
-    {8, 128, 1, 1, false, false}, {8, 128, 2, 1, false, false},  {8, 192, 2, 1, false, false},
-    {8, 192, 1, 1, false, false}, {8, 256, 2, 1, false, false},  {16, 64, 2, 3, true, true},
-    {8, 64, 2, 3, true, true},    {4, 64, 1, 3, true, false, 8}, {4, 64, 1, 3, true, false, 4},
+    {16, 64, 2, 3, true, false, 1},
+    {16, 64, 1, 3, true, false, 1},
+    {8, 64, 1, 3, true, false, 1},
+    {8, 128, 1, 1, false, false, 1},
+    {8, 128, 2, 1, false, false, 1},
+    {8, 192, 2, 1, false, false, 1},
+    {8, 192, 1, 1, false, false, 1},
+    {8, 256, 2, 1, false, false, 1},
+    {16, 64, 2, 3, true, true, 1},
+    {8, 64, 2, 3, true, true, 1},
+    {4, 64, 1, 3, true, false, 8},
+    {4, 64, 1, 3, true, false, 4},
 };
+// clang-format on
 constexpr int kTileCount = sizeof(kTiles) / sizeof(Tile);
 
 // The index of the tile with the fewest estimated cycles; the shape is given as to `Schedule`.
@@ -220,8 +236,8 @@ constexpr int quickest_tile(bool activated, int multiprocessors, int64_t batch, 
   return best;
 }
 
-// The first pixel of a strip. A strip past the last, and the samples past the last of a packed one,
-// lie outside of the images: TMA reads zeros there and stores nothing.
+// The first pixel of a strip, without its halo. A strip past the last, and the samples past the
+// last of a packed one, lie outside of the images: TMA reads zeros there and stores nothing.
 struct Strip {
   int sample, row, column;
 };
