@@ -1,11 +1,11 @@
 // The convolution as an implicit GEMM, for every shape, type and GPU: Y = A · B, without storing
-// the matrices A and B.
+// the matrices A and B. The weight gradient is Aᵀ · dY.
 //
-// A has a row for each pixel and a column for each (tap, channel): column = tap · channels +
-// channel. For a 1×1 shortcut more columns follow, one for each channel that it projects, at the
-// pixel itself; in a linear layer they are the only ones. B has the columns of A as its rows: it is
-// the kernel (3, 3, channels, features) as it lies in memory, followed by the shortcut (projected
-// channels, features).
+// A has a row for each pixel of the batch and a column for each (tap, channel): column = tap ·
+// channels + channel. For a 1×1 shortcut more columns follow, one for each channel that it
+// projects, at the pixel itself; in a linear layer they are the only ones. B has the columns of A
+// as its rows: it is the kernel (3, 3, channels, features) as it lies in memory, followed by the
+// shortcut (projected channels, features). Threads load eight neighbouring entries at a time.
 #pragma once
 
 #include "common/types.cuh"
@@ -14,8 +14,9 @@
 
 namespace jaxunet::cuda {
 
+// A row of A.
 struct Pixel {
-  int64_t row;  // of an array seen as (batch · height · width, channels)
+  int64_t row;  // the same number, for arrays seen as (batch · height · width, channels)
   int sample, y, x;
 };
 
@@ -23,8 +24,8 @@ struct Pixel {
 struct MatrixA {
   Channels x, projected;
   int pixels, height, width, columns;
-  Rows a, b;     // null data: no activation; a weight gradient has none
-  bool vectors;  // eight columns are contiguous in memory
+  Rows a, b;     // SiLU(a · x + b); null data: no activation. A weight gradient has none
+  bool vectors;  // eight columns from a multiple of eight on are contiguous in memory
 
   __device__ Pixel pixel(int index) const {
     const int line = index / width, sample = line / height;
@@ -43,18 +44,18 @@ struct MatrixA {
   // `channel`: of x, or -1 for a projected one, which has no activation.
   template <class T>
   __device__ const T* entry(const Pixel& pixel, int column, int* channel) const {
-    const int tap = column < 9 * x.total ? column / x.total : 9, y = pixel.y + tap / 3 - 1,
-              x_ = pixel.x + tap % 3 - 1;
+    const int tap = column < 9 * x.total ? column / x.total : 9, down = pixel.y + tap / 3 - 1,
+              right = pixel.x + tap % 3 - 1;
     *channel = column - tap * x.total;
     if (tap >= 9) {
       *channel = -1;
       return column < columns ? projected.at<T>(pixel.row, column - 9 * x.total) : nullptr;
     }
-    if (y < 0 || y >= height || x_ < 0 || x_ >= width) return nullptr;
-    return x.at<T>(pixel.row + (y - pixel.y) * width + x_ - pixel.x, *channel);
+    if (down < 0 || down >= height || right < 0 || right >= width) return nullptr;
+    return x.at<T>(pixel.row + (down - pixel.y) * width + right - pixel.x, *channel);
   }
 
-  // Columns `column` to `column` + 7 of a pixel; zeros past the last pixel.
+  // Columns `column` to `column` + 7 of row `index`; zeros past the last pixel.
   template <bool kActivated, class T>
   __device__ void load(int index, int column, Eight<T>& out) const {
     out.clear();
@@ -81,21 +82,23 @@ struct MatrixA {
   }
 };
 
-// The matrix B of the forward convolution.
+// The matrix B of the forward convolution. Its rows are named `column`, after those of A.
 struct MatrixB {
   const void *kernel, *shortcut;
-  int channels, features, columns;
-  bool flipped;  // the kernel lies as (3, 3, features, channels), read as kernel[::-1, ::-1]
-                 // transposed; the shortcut as (features, projected channels)
+  int channels, features, columns;  // of x; of y; of A
+  // The kernel lies as (3, 3, features, channels), read as kernel[::-1, ::-1] with its last two
+  // dimensions exchanged; the shortcut as (features, projected channels).
+  bool flipped;
   bool vectors;  // eight features (flipped: eight channels) are contiguous in memory
 
+  // Zero past the last row and the last feature.
   template <class T>
   __device__ T entry(int column, int feature) const {
     if (column >= columns || feature >= features) return narrow<T>(0.0f);
-    const int extra = column - 9 * channels;
-    if (extra >= 0)
-      return static_cast<const T*>(
-          shortcut)[flipped ? turned(extra, feature) : straight(extra, feature)];
+    const int projected = column - 9 * channels;
+    if (projected >= 0)
+      return static_cast<const T*>(shortcut)[flipped ? flipped_shortcut_index(projected, feature)
+                                                     : shortcut_index(projected, feature)];
     const int tap = column / channels, channel = column - tap * channels;
     if (!flipped)
       return static_cast<const T*>(kernel)[static_cast<int64_t>(column) * features + feature];
@@ -103,12 +106,12 @@ struct MatrixB {
         kernel)[(static_cast<int64_t>(8 - tap) * features + feature) * channels + channel];
   }
 
-  // The index of the shortcut's entry for a projected channel.
-  __device__ int64_t straight(int extra, int feature) const {
-    return static_cast<int64_t>(extra) * features + feature;
+  // The index of the shortcut's entry for a projected channel, unflipped and flipped.
+  __device__ int64_t shortcut_index(int projected, int feature) const {
+    return static_cast<int64_t>(projected) * features + feature;
   }
-  __device__ int64_t turned(int extra, int feature) const {
-    return static_cast<int64_t>(feature) * (columns - 9 * channels) + extra;
+  __device__ int64_t flipped_shortcut_index(int projected, int feature) const {
+    return static_cast<int64_t>(feature) * (columns - 9 * channels) + projected;
   }
 
   // Features `feature` to `feature` + 7 of row `column`; not of a flipped kernel.
@@ -116,9 +119,10 @@ struct MatrixB {
   __device__ void load_features(int column, int feature, Eight<T>& out) const {
     out.clear();
     if (vectors && column < columns && feature < features) {
-      const int extra = column - 9 * channels;
-      const auto* from = static_cast<const T*>(extra < 0 ? kernel : shortcut);
-      out.load(from + static_cast<int64_t>(extra < 0 ? column : extra) * features + feature);
+      const int projected = column - 9 * channels;
+      const auto* from = static_cast<const T*>(projected < 0 ? kernel : shortcut);
+      out.load(from + static_cast<int64_t>(projected < 0 ? column : projected) * features +
+               feature);
     } else if (!vectors) {
 #pragma unroll
       for (int i = 0; i < 8; ++i) out.at[i] = entry<T>(column, feature + i);
@@ -128,10 +132,10 @@ struct MatrixB {
   // Rows `column` to `column` + 7 of a feature; of a flipped kernel.
   template <class T>
   __device__ void load_columns(int column, int feature, Eight<T>& out) const {
-    const int extra = column - 9 * channels;
+    const int projected = column - 9 * channels;
     if (vectors && column < columns && feature < features) {
-      if (extra >= 0) {
-        out.load(static_cast<const T*>(shortcut) + turned(extra, feature));
+      if (projected >= 0) {
+        out.load(static_cast<const T*>(shortcut) + flipped_shortcut_index(projected, feature));
         return;
       }
       const int tap = column / channels;
@@ -145,6 +149,7 @@ struct MatrixB {
   }
 };
 
+// The matrix A of a plan, without activation.
 template <class Plan>
 MatrixA matrix_a(const Plan& plan) {
   MatrixA a{};

@@ -1,6 +1,7 @@
 // Shared by the kernels for at most eight channels or features: 16-bit types, compute capability
 // 8.0 and later (mma.sync.m16n8k16). Such a convolution is limited by memory bandwidth. All of them
-// read or write the larger of its two images once, 16 bytes at a time.
+// read or write the larger of its two images, x and y (or dy), once, 16 bytes at a time. "Small" is
+// the image of at most eight channels, "large" the other.
 #pragma once
 
 #include "conv3x3/channels.cuh"
@@ -30,9 +31,10 @@ template <int kRows_, int kColumns_>
 struct Tiling {
   static constexpr int kRows = kRows_, kColumns = kColumns_, kHaloColumns = kColumns + 2,
                        kHaloPixels = (kRows + 2) * kHaloColumns, kPixels = kRows * kColumns;
-  int height, width, down, across, tiles;
+  int height, width;
+  int down, across;  // tiles of an image
+  int tiles;         // of the batch
 
-  Tiling() = default;
   template <class Plan>
   explicit Tiling(const Plan& plan)
       : height(static_cast<int>(plan.height)),
@@ -42,7 +44,7 @@ struct Tiling {
         tiles(static_cast<int>(plan.batch) * down * across) {}
 
   struct At {
-    int sample, row, column;  // of the first pixel
+    int sample, row, column;  // of a tile's first pixel, without its halo
   };
   __device__ At at(int tile) const {
     const int each = down * across, sample = tile / each, rest = tile - sample * each;
@@ -75,21 +77,21 @@ struct Chunk {
   }
 };
 
-// The offset in shared memory of channels 8 · eighth to 8 · eighth + 7 of a pixel of 64 channels.
-// The 16 bytes of eight pixels lie in different banks.
+// The offset in bytes, in shared memory, of channels 8 · eighth to 8 · eighth + 7 of a pixel of 64
+// channels. The same channels of eight pixels lie in different banks.
 __device__ inline int swizzled(int pixel, int eighth) {
   return pixel * kWide * 2 + ((eighth ^ pixel % 8) << 4);
 }
 
-// A pixel of the small image.
+// A pixel of the small image, padded with zeros to kChannels.
 template <class T, int kChannels>
-struct alignas(2 * kChannels) Few {
+struct alignas(2 * kChannels) SmallPixel {
   T at[kChannels];
 
-  // Missing channels, and all channels if `from` is null, are zeros.
+  // `from` has `channels` channels; null: a pixel of zeros.
   __device__ void load(const T* from, int channels) {
     if (from && channels == kChannels) {
-      *this = *reinterpret_cast<const Few*>(from);
+      *this = *reinterpret_cast<const SmallPixel*>(from);
       return;
     }
 #pragma unroll

@@ -1,13 +1,19 @@
 // Forward 3×3 convolution of at most eight channels, which is also the input gradient of one with
 // at most eight features.
 //
-// A has pixels as rows and (tap, channel) as columns; channels are padded with zeros to four or
-// eight, in shared memory too. The order of K is free as long as A and B agree: here the four
-// numbers of a row that a lane holds are four channels of one tap, a single load. The order of the
-// features is free as well: here a lane gets eight neighbours and stores them as 16 bytes.
+// The product is A · B by mma.sync: A has pixels as rows and (tap, channel) as columns, which are
+// K; B, the weights, has features as columns. Channels are padded with zeros to four or eight, in
+// shared memory too. The order of K is free as long as A and B agree: here the four numbers of a
+// row that a lane holds are four channels of one tap, a single load. The order of the features is
+// free as well: here a lane gets eight neighbours and stores them as 16 bytes.
 //
-// A block keeps the weights of 64 features in registers. It is persistent: it loads the next tile
-// while it multiplies one.
+// A block has a chunk of 64 features and keeps their weights in registers. It takes one tile of 32
+// × 8 pixels after another (it is persistent): each of its eight warps computes four rows of eight
+// pixels, two at a time. While it multiplies a tile, the next is loaded to registers.
+//
+// Shared memory: two stages of haloed pixels and of the shift; the weights, before the first tile.
+// One __syncthreads per tile: its stage has been written, and the stage that the next tile
+// overwrites has been read. Grid: (blocks, chunks of features).
 
 #include "common/launch.cuh"
 #include "common/warp_instructions.cuh"
@@ -18,9 +24,9 @@ namespace jaxunet::cuda {
 namespace {
 
 constexpr int kThreads = 256;
-using Tiles = Tiling<32, 8>;  // a warp computes four rows of eight pixels, two at a time
+using Tiles = Tiling<32, 8>;
 
-struct Forward {
+struct Parameters {
   const void* x;
   int channels, features;
   Weights weights;
@@ -31,56 +37,59 @@ struct Forward {
 
 template <class T, int kChannels>
 struct Block {
-  static constexpr int kTapsOfStep = 16 / kChannels, kSteps = (9 + kTapsOfStep - 1) / kTapsOfStep;
-  static constexpr int kLoads = (Tiles::kHaloPixels + kThreads - 1) / kThreads;
-  static constexpr int kColumns =
-      16 * kSteps + 4;  // of a feature's weights, padded: the reads of a warp meet no bank twice
+  static constexpr int kTapsOfStep = 16 / kChannels;  // a step is 16 of K
+  static constexpr int kSteps = (9 + kTapsOfStep - 1) / kTapsOfStep;
+  static constexpr int kLoads =
+      (Tiles::kHaloPixels + kThreads - 1) / kThreads;  // pixels, of a thread
+  // Of a feature's weights, padded: the reads of a warp meet no bank twice.
+  static constexpr int kColumns = 16 * kSteps + 4;
   static constexpr int kGroups = kWide / 32;  // of 32 features: four fragments of eight
 
   struct Shared {
-    Few<T, kChannels> pixels[2][Tiles::kHaloPixels];
+    SmallPixel<T, kChannels> pixels[2][Tiles::kHaloPixels];
     alignas(16) float shift[2][kWide];
     alignas(16) T weights[kWide][kColumns];
-    Few<T, 4> zeros;
+    SmallPixel<T, 4> zeros;  // for columns of A past the last tap
   };
 
-  const Forward& plan;
+  const Parameters& p;
   Shared& shared;
   int first_feature;
-  Few<T, kChannels> next[kLoads];
+  SmallPixel<T, kChannels> next[kLoads];
   float next_shift;
-  uint2 right[kSteps][4 * kGroups];
+  uint2 right[kSteps][4 * kGroups];  // the fragments of B
 
-  __device__ Block(const Forward& forward, Shared& memory)
-      : plan(forward), shared(memory), first_feature(blockIdx.y * kWide) {}
+  __device__ Block(const Parameters& parameters, Shared& memory)
+      : p(parameters), shared(memory), first_feature(blockIdx.y * kWide) {}
 
+  // The next tile, to registers.
   __device__ void load(int tile) {
-    const auto at = plan.tiling.at(tile);
+    const auto at = p.tiling.at(tile);
 #pragma unroll
     for (int i = 0; i < kLoads; ++i) {
       const int pixel = threadIdx.x + i * kThreads, row = at.row - 1 + pixel / Tiles::kHaloColumns,
                 column = at.column - 1 + pixel % Tiles::kHaloColumns;
-      const bool there = pixel < Tiles::kHaloPixels && plan.tiling.inside(row, column);
-      const T* from = static_cast<const T*>(plan.x);
-      next[i].load(
-          there ? from + plan.tiling.index(at.sample, row, column) * plan.channels : nullptr,
-          plan.channels);
+      const bool there = pixel < Tiles::kHaloPixels && p.tiling.inside(row, column);
+      const T* from = static_cast<const T*>(p.x);
+      next[i].load(there ? from + p.tiling.index(at.sample, row, column) * p.channels : nullptr,
+                   p.channels);
     }
     const int feature = first_feature + threadIdx.x;
-    if (threadIdx.x < kWide && feature < plan.features)
-      next_shift = plan.shift.data[at.sample * plan.shift.stride + feature];
+    if (threadIdx.x < kWide && feature < p.features)
+      next_shift = p.shift.data[at.sample * p.shift.stride + feature];
   }
 
-  __device__ void store(int half) {
+  // What `load` loaded, to a stage of shared memory.
+  __device__ void store(int stage) {
 #pragma unroll
     for (int i = 0; i < kLoads; ++i) {
       const int pixel = threadIdx.x + i * kThreads;
-      if (pixel < Tiles::kHaloPixels) shared.pixels[half][pixel] = next[i];
+      if (pixel < Tiles::kHaloPixels) shared.pixels[stage][pixel] = next[i];
     }
-    if (threadIdx.x < kWide) shared.shift[half][threadIdx.x] = next_shift;
+    if (threadIdx.x < kWide) shared.shift[stage][threadIdx.x] = next_shift;
   }
 
-  // Through shared memory: a block reads each weight from device memory once.
+  // B, through shared memory: a block reads each weight from global memory once.
   __device__ void load_weights() {
     if (threadIdx.x < 4) shared.zeros.at[threadIdx.x] = narrow<T>(0.0f);
     const int feature = threadIdx.x % kWide;
@@ -88,10 +97,9 @@ struct Block {
     for (int i = 0; i < 16 * kSteps; i += kThreads / kWide) {
       const int entry = i + threadIdx.x / kWide, tap = entry / kChannels,
                 channel = entry % kChannels;
-      const bool there =
-          tap < 9 && channel < plan.channels && first_feature + feature < plan.features;
+      const bool there = tap < 9 && channel < p.channels && first_feature + feature < p.features;
       shared.weights[feature][entry] =
-          there ? plan.weights.at<T>(tap, channel, first_feature + feature) : narrow<T>(0.0f);
+          there ? p.weights.at<T>(tap, channel, first_feature + feature) : narrow<T>(0.0f);
     }
     __syncthreads();
     const int lane = threadIdx.x % 32, column = lane / 4, t = lane % 4;
@@ -106,16 +114,18 @@ struct Block {
     }
   }
 
-  // Four channels of one tap, for the pixel at `index` of the haloed tile.
-  __device__ uint2 left(int half, int index, int step) const {
+  // Two registers of a fragment of A: four channels of one tap, for the pixel at `index` of the
+  // haloed tile.
+  __device__ uint2 left(int stage, int index, int step) const {
     const int entry = 16 * step + threadIdx.x % 4 * 4, tap = entry / kChannels;
     const int pixel = index + tap / 3 * Tiles::kHaloColumns + tap % 3;
-    const T* from = tap < 9 ? &shared.pixels[half][pixel].at[entry % kChannels] : shared.zeros.at;
+    const T* from = tap < 9 ? &shared.pixels[stage][pixel].at[entry % kChannels] : shared.zeros.at;
     return *reinterpret_cast<const uint2*>(from);
   }
 
-  __device__ void multiply(int half, int tile) const {
-    const auto at = plan.tiling.at(tile);
+  // Multiplies a tile, adds the shift and stores y.
+  __device__ void multiply(int stage, int tile) const {
+    const auto at = p.tiling.at(tile);
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, column = lane / 4, t = lane % 4;
 #pragma unroll
     for (int pair = 0; pair < 2; ++pair) {
@@ -124,8 +134,8 @@ struct Block {
       __syncwarp();
 #pragma unroll
       for (int s = 0; s < kSteps; ++s) {
-        const uint2 upper = left(half, row * Tiles::kHaloColumns + column, s),
-                    lower = left(half, (row + 1) * Tiles::kHaloColumns + column, s);
+        const uint2 upper = left(stage, row * Tiles::kHaloColumns + column, s),
+                    lower = left(stage, (row + 1) * Tiles::kHaloColumns + column, s);
         const uint32_t fragment[4] = {upper.x, lower.x, upper.y, lower.y};
 #pragma unroll
         for (int j = 0; j < 4 * kGroups; ++j)
@@ -134,18 +144,18 @@ struct Block {
 #pragma unroll
       for (int group = 0; group < kGroups; ++group) {
         const int feature = 32 * group + 8 * t;
-        const float* shift = shared.shift[half] + feature;
-        if (first_feature + feature >= plan.features) continue;
+        const float* shift = shared.shift[stage] + feature;
+        if (first_feature + feature >= p.features) continue;
 #pragma unroll
         for (int down = 0; down < 2; ++down) {
-          if (!plan.tiling.inside(at.row + row + down, at.column + column)) continue;
+          if (!p.tiling.inside(at.row + row + down, at.column + column)) continue;
           Eight<T> out;
 #pragma unroll
           for (int i = 0; i < 8; ++i)
             out.at[i] = narrow<T>(sums[4 * group + i / 2][2 * down + i % 2] + shift[i]);
-          out.store(static_cast<T*>(plan.y) +
-                    plan.tiling.index(at.sample, at.row + row + down, at.column + column) *
-                        plan.features +
+          out.store(static_cast<T*>(p.y) +
+                    p.tiling.index(at.sample, at.row + row + down, at.column + column) *
+                        p.features +
                     first_feature + feature);
         }
       }
@@ -156,43 +166,44 @@ struct Block {
     next_shift = 0;
     load(blockIdx.x);
     load_weights();
-    int half = 0;
-    for (int tile = blockIdx.x; tile < plan.tiling.tiles; tile += gridDim.x, half ^= 1) {
-      store(half);
-      // One barrier for each tile is enough: a thread stores to this half again after the next one.
+    int stage = 0;
+    for (int tile = blockIdx.x; tile < p.tiling.tiles; tile += gridDim.x, stage ^= 1) {
+      store(stage);
+      // One barrier for each tile is enough: a thread stores to this stage again after the next
+      // one.
       __syncthreads();
-      if (tile + static_cast<int>(gridDim.x) < plan.tiling.tiles) load(tile + gridDim.x);
-      multiply(half, tile);
+      if (tile + static_cast<int>(gridDim.x) < p.tiling.tiles) load(tile + gridDim.x);
+      multiply(stage, tile);
     }
   }
 };
 
 template <class T, int kChannels>
 __global__ void __launch_bounds__(kThreads, kChannels == 4 ? 2 : 1)
-    few_channels_forward_kernel(const Forward plan) {
+    few_channels_forward_kernel(const Parameters p) {
   __shared__ typename Block<T, kChannels>::Shared shared;
-  Block<T, kChannels>(plan, shared).run();
+  Block<T, kChannels>(p, shared).run();
 }
 
 template <class T>
-cudaError_t run(const Forward& all, int multiprocessors, cudaStream_t stream) {
-  const int chunks = (all.features + kWide - 1) / kWide;
-  const bool four = all.channels <= 4;
+cudaError_t run(const Parameters& p, int multiprocessors, cudaStream_t stream) {
+  const int chunks = (p.features + kWide - 1) / kWide;
+  const bool four = p.channels <= 4;
   const int blocks = std::max((four ? 2 : 1) * multiprocessors / chunks, 1);
   const auto kernel = four ? few_channels_forward_kernel<T, 4> : few_channels_forward_kernel<T, 8>;
-  return launch(kernel, dim3(std::min(all.tiling.tiles, blocks), chunks), kThreads, 0, stream, all);
+  return launch(kernel, dim3(std::min(p.tiling.tiles, blocks), chunks), kThreads, 0, stream, p);
 }
 
 }  // namespace
 
 cudaError_t few_channels_forward(const Conv3x3& plan, int multiprocessors, cudaStream_t stream) {
   const int channels = static_cast<int>(plan.x.total), features = static_cast<int>(plan.features);
-  const Forward all{
+  const Parameters p{
       plan.x.data[0], channels,   features,      {plan.kernel, channels, features, plan.flipped},
       Tiles(plan),    plan.shift, plan.y.data[0]};
-  if (all.tiling.tiles == 0 || features == 0) return cudaSuccess;
-  return plan.type == Type::kFloat16 ? run<__half>(all, multiprocessors, stream)
-                                     : run<__nv_bfloat16>(all, multiprocessors, stream);
+  if (p.tiling.tiles == 0 || features == 0) return cudaSuccess;
+  return plan.type == Type::kFloat16 ? run<__half>(p, multiprocessors, stream)
+                                     : run<__nv_bfloat16>(p, multiprocessors, stream);
 }
 
 }  // namespace jaxunet::cuda

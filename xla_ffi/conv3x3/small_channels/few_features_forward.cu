@@ -1,11 +1,17 @@
 // Forward 3×3 convolution to at most eight features, which is also the input gradient of one of at
 // most eight channels.
 //
-// The product is pixels × features, N = 8. A tile of 16 × 16 pixels with its halo lies in shared
-// memory, 64 channels at a time. A warp computes four rows of 16 pixels from six rows of the tile:
-// a fragment, loaded at one of three column offsets, serves the output rows above, at and below it.
-// A pixel is thus loaded from shared memory three times instead of nine. There is no pipeline; four
-// blocks on a multiprocessor overlap the copies of one with the products of another.
+// The product is pixels × features by mma.sync, N = 8; K runs over taps and channels. A tile of 16
+// × 16 pixels with its halo lies in shared memory, 64 channels at a time. Each of four warps
+// computes four rows of 16 pixels from six rows of the tile: a fragment of 16 pixels, loaded at one
+// of three column offsets, serves the output rows above, at and below it. A pixel is thus loaded
+// from shared memory three times instead of nine.
+//
+// A block takes one tile after another (it is persistent). There is no pipeline; four blocks on a
+// multiprocessor overlap the copies of one with the products of another. Two __syncthreads per
+// chunk: it has been copied (and activated); it has been read.
+//
+// Shared memory: a haloed tile of 64 channels, swizzled (common.cuh); all weights, as fragments.
 
 #include "common/launch.cuh"
 #include "common/warp_instructions.cuh"
@@ -18,12 +24,12 @@ namespace {
 
 constexpr int kThreads = 128, kBlocks = 4;  // blocks on a multiprocessor
 using Tiles = Tiling<16, 16>;
-constexpr int kWarpRows = 4, kSteps = kWide / 16;
+constexpr int kWarpRows = 4, kSteps = kWide / 16;  // a step is 16 channels
 constexpr int kTileBytes = Tiles::kHaloPixels * kWide * 2;
 constexpr int kWeightBytes = 9 * kSteps * 32 * 8;  // of a chunk: 8 bytes a lane
 static_assert(kTileBytes + kMaxChannelsToFew / kWide * kWeightBytes <= 99 * 1024);
 
-struct Forward {
+struct Parameters {
   Channels x;
   int chunks, features;
   Weights weights;
@@ -34,39 +40,38 @@ struct Forward {
 
 template <class T>
 struct Block {
-  const Forward& plan;
+  const Parameters& p;
   unsigned char *pixels, *weights;
 
-  __device__ Block(const Forward& forward, unsigned char* shared)
-      : plan(forward), pixels(shared), weights(shared + kTileBytes) {}
+  __device__ Block(const Parameters& parameters, unsigned char* shared)
+      : p(parameters), pixels(shared), weights(shared + kTileBytes) {}
 
   // Starts copying a chunk of a tile.
   __device__ void load(int tile, int number) const {
-    const auto at = plan.tiling.at(tile);
-    const Chunk chunk = Chunk::of(plan.x, number);
+    const auto at = p.tiling.at(tile);
+    const Chunk chunk = Chunk::of(p.x, number);
     const int eighth = threadIdx.x % 8, channel = chunk.channel + 8 * eighth;
-    const auto* image = static_cast<const T*>(plan.x.data[chunk.part]);
+    const auto* image = static_cast<const T*>(p.x.data[chunk.part]);
     for (int pixel = threadIdx.x / 8; pixel < Tiles::kHaloPixels; pixel += kThreads / 8) {
       const int row = at.row - 1 + pixel / Tiles::kHaloColumns,
                 column = at.column - 1 + pixel % Tiles::kHaloColumns;
-      const bool there = plan.tiling.inside(row, column) && channel < chunk.width;
-      const T* from = image + plan.tiling.index(at.sample, row, column) * chunk.width + channel;
+      const bool there = p.tiling.inside(row, column) && channel < chunk.width;
+      const T* from = image + p.tiling.index(at.sample, row, column) * chunk.width + channel;
       cp_async_16(pixels + swizzled(pixel, eighth), there ? from : image, there);
     }
   }
 
   // Each thread activates what it copied.
   __device__ void activate(int tile, int number) const {
-    const auto at = plan.tiling.at(tile);
-    const Chunk chunk = Chunk::of(plan.x, number);
+    const auto at = p.tiling.at(tile);
+    const Chunk chunk = Chunk::of(p.x, number);
     const int eighth = threadIdx.x % 8;
     if (chunk.channel + 8 * eighth >= chunk.width) return;
-    const ActivationCoefficients coefficients(plan.a, plan.b, at.sample, chunk.first + 8 * eighth,
-                                              true);
+    const ActivationCoefficients coefficients(p.a, p.b, at.sample, chunk.first + 8 * eighth, true);
     for (int pixel = threadIdx.x / 8; pixel < Tiles::kHaloPixels; pixel += kThreads / 8) {
       const int row = at.row - 1 + pixel / Tiles::kHaloColumns,
                 column = at.column - 1 + pixel % Tiles::kHaloColumns;
-      if (!plan.tiling.inside(row, column)) continue;  // stays zero
+      if (!p.tiling.inside(row, column)) continue;  // stays zero
       auto* here = reinterpret_cast<T*>(pixels + swizzled(pixel, eighth));
       Eight<T> values;
       values.load(here);
@@ -75,29 +80,30 @@ struct Block {
     }
   }
 
-  // Stores B as fragments: for each chunk, tap and step, a lane has numbers 2 t, 2 t + 1, 2 t + 8,
-  // 2 t + 9 of K.
+  // Stores the weights as mma.sync's right fragments, [chunk][tap][step][lane]: of feature lane /
+  // 4, a lane has channels 2 t, 2 t + 1, 2 t + 8, 2 t + 9 of the step, t = lane % 4.
   __device__ void load_weights() const {
-    for (int number = 0; number < plan.chunks; ++number) {
-      const Chunk chunk = Chunk::of(plan.x, number);
+    for (int number = 0; number < p.chunks; ++number) {
+      const Chunk chunk = Chunk::of(p.x, number);
       // A warp loads one step of every tap, three taps at a time.
       const int lane = threadIdx.x % 32, step = threadIdx.x / 32, feature = lane / 4;
       static_assert(kThreads == 32 * kSteps);
 #pragma unroll 3
       for (int tap = 0; tap < 9; ++tap) {
-        Few<T, 4> four;
+        SmallPixel<T, 4> four;
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
           const int c = 16 * step + lane % 4 * 2 + i % 2 + i / 2 * 8;
-          const bool there = chunk.channel + c < chunk.width && feature < plan.features;
-          four.at[i] = there ? plan.weights.at<T>(tap, chunk.first + c, feature) : narrow<T>(0.0f);
+          const bool there = chunk.channel + c < chunk.width && feature < p.features;
+          four.at[i] = there ? p.weights.at<T>(tap, chunk.first + c, feature) : narrow<T>(0.0f);
         }
-        reinterpret_cast<Few<T, 4>*>(weights +
-                                     number * kWeightBytes)[tap * kThreads + threadIdx.x] = four;
+        reinterpret_cast<SmallPixel<T, 4>*>(
+            weights + number * kWeightBytes)[tap * kThreads + threadIdx.x] = four;
       }
     }
   }
 
+  // sums += all taps of a chunk.
   __device__ void multiply(int number, float (&sums)[kWarpRows][4]) const {
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
 #pragma unroll 1
@@ -125,34 +131,35 @@ struct Block {
     }
   }
 
+  // Adds the shift and stores y.
   __device__ void finish(int tile, const float (&sums)[kWarpRows][4]) const {
-    const auto at = plan.tiling.at(tile);
+    const auto at = p.tiling.at(tile);
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-    const float* shift = plan.shift.data + at.sample * plan.shift.stride;
+    const float* shift = p.shift.data + at.sample * p.shift.stride;
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       const int feature = lane % 4 * 2 + i % 2, column = at.column + lane / 4 + i / 2 * 8;
-      if (feature >= plan.features) continue;
+      if (feature >= p.features) continue;
 #pragma unroll
       for (int down = 0; down < kWarpRows; ++down) {
         const int row = at.row + kWarpRows * warp + down;
-        if (!plan.tiling.inside(row, column)) continue;
-        const int64_t entry = plan.tiling.index(at.sample, row, column) * plan.features + feature;
-        static_cast<T*>(plan.y)[entry] = narrow<T>(sums[down][i] + shift[feature]);
+        if (!p.tiling.inside(row, column)) continue;
+        const int64_t entry = p.tiling.index(at.sample, row, column) * p.features + feature;
+        static_cast<T*>(p.y)[entry] = narrow<T>(sums[down][i] + shift[feature]);
       }
     }
   }
 
   __device__ void run() const {
     bool first = true;
-    for (int tile = blockIdx.x; tile < plan.tiling.tiles; tile += gridDim.x) {
+    for (int tile = blockIdx.x; tile < p.tiling.tiles; tile += gridDim.x) {
       float sums[kWarpRows][4] = {};
-      for (int number = 0; number < plan.chunks; ++number) {
+      for (int number = 0; number < p.chunks; ++number) {
         load(tile, number);
-        if (first) load_weights();
+        if (first) load_weights();  // while the first chunk is copied
         first = false;
         cp_async_wait_all();
-        if (plan.a.data) activate(tile, number);
+        if (p.a.data) activate(tile, number);
         __syncthreads();
         multiply(number, sums);
         __syncthreads();
@@ -164,36 +171,36 @@ struct Block {
 
 template <class T>
 __global__ void __launch_bounds__(kThreads, kBlocks)
-    few_features_forward_kernel(const Forward plan) {
-  Block<T>(plan, shared_memory()).run();
+    few_features_forward_kernel(const Parameters p) {
+  Block<T>(p, shared_memory()).run();
 }
 
 template <class T>
-cudaError_t run(const Forward& all, int multiprocessors, cudaStream_t stream) {
+cudaError_t run(const Parameters& p, int multiprocessors, cudaStream_t stream) {
   const auto kernel = few_features_forward_kernel<T>;
-  const int bytes = kTileBytes + all.chunks * kWeightBytes;
+  const int bytes = kTileBytes + p.chunks * kWeightBytes;
   const cudaError_t error = allow_shared_memory(kernel, bytes);
   if (error != cudaSuccess) return error;
-  return launch(kernel, dim3(std::min(all.tiling.tiles, kBlocks * multiprocessors)), kThreads,
-                bytes, stream, all);
+  return launch(kernel, dim3(std::min(p.tiling.tiles, kBlocks * multiprocessors)), kThreads, bytes,
+                stream, p);
 }
 
 }  // namespace
 
 cudaError_t few_features_forward(const Conv3x3& plan, int multiprocessors, cudaStream_t stream) {
   const int channels = static_cast<int>(plan.x.total), features = static_cast<int>(plan.features);
-  const Forward all{channels_of(plan.x),
-                    static_cast<int>(chunks_of(plan.x)),
-                    features,
-                    {plan.kernel, channels, features, plan.flipped},
-                    Tiles(plan),
-                    plan.shift,
-                    plan.a,
-                    plan.b,
-                    plan.y.data[0]};
-  if (all.tiling.tiles == 0 || features == 0) return cudaSuccess;
-  return plan.type == Type::kFloat16 ? run<__half>(all, multiprocessors, stream)
-                                     : run<__nv_bfloat16>(all, multiprocessors, stream);
+  const Parameters p{channels_of(plan.x),
+                     static_cast<int>(chunks_of(plan.x)),
+                     features,
+                     {plan.kernel, channels, features, plan.flipped},
+                     Tiles(plan),
+                     plan.shift,
+                     plan.a,
+                     plan.b,
+                     plan.y.data[0]};
+  if (p.tiling.tiles == 0 || features == 0) return cudaSuccess;
+  return plan.type == Type::kFloat16 ? run<__half>(p, multiprocessors, stream)
+                                     : run<__nv_bfloat16>(p, multiprocessors, stream);
 }
 
 }  // namespace jaxunet::cuda

@@ -2,14 +2,20 @@
 //
 // One of the images x and dy is small (few channels), the other large. The gradient of a weight is
 // the sum over pixels of the large image times a neighbour in the small one: x at + tap if x is
-// small, dy at - tap if dy is. The product has (tap, small channel) as rows and 64 channels of the
-// large image as columns; K runs over pixels and is split (split_k.h). A block runs through the
-// strips of its split, 8 columns × 16 rows of pixels. In shared memory the large image lies pixel
-// by pixel, the small one with its halo as one plane for each channel. The next strip is loaded
-// while one is multiplied.
+// small, dy at - tap if dy is. The product has (tap, small channel) as rows and a chunk of 64
+// channels of the large image as columns; K runs over pixels and is split (split_k.h). A block runs
+// through the strips of its split, 8 columns × 16 rows of pixels, and multiplies by mma.sync. Each
+// of its eight warps has a quarter of a strip (four rows: two steps of 16 pixels) and half of the
+// columns. At the end the quarters are added in a fixed order. While a strip is multiplied, the
+// next is loaded to registers.
 //
 // Sums of dy need no separate pass: if x is small, a plane of ones adds a row to the product; if dy
 // is small, the rows of the centre tap are also multiplied by ones.
+//
+// Shared memory: two stages of a strip: the large image pixel by pixel, swizzled (common.cuh), the
+// small one with its halo as one plane for each channel, and the plane of ones. Later, in their
+// place, the sums. One __syncthreads per strip: its stage has been written, and the stage that the
+// next strip overwrites has been read. Grid: splits × chunks.
 
 #include "common/launch.cuh"
 #include "common/warp_instructions.cuh"
@@ -21,22 +27,25 @@ namespace {
 
 constexpr int kThreads = 256;
 using Strips = Tiling<16, 8>;
-// A warp has a quarter of a strip (four rows, two steps of K) and half of the columns.
-constexpr int kQuarters = 4, kHalves = 2, kColumns = kWide / kHalves, kFragments = kColumns / 8;
+constexpr int kQuarters = 4, kHalves = 2;
+constexpr int kColumns = kWide / kHalves, kFragments = kColumns / 8;  // of a warp
 constexpr int kLoads = Strips::kPixels * 8 / kThreads;  // of 16 bytes, by each thread for a strip
 constexpr int kOnes = kFew;                             // the plane of ones
 
-struct Gradient {
+struct Parameters {
   Channels large;
   const void* small;
-  int few, chunks, channels, features;
+  int few;                 // channels of the small image
+  int chunks;              // of the large image
+  int channels, features;  // of x and of dy
   Strips tiling;
   SplitK split_k;
   float* partials;
   ShiftPartials shift;
 };
 
-// kRowTiles: tiles of 16 rows; kSmallX: x is the small image, else dy.
+// kRowTiles: fragments of 16 rows, 2 for at most three small channels, else 5; kSmallX: x is the
+// small image, else dy.
 template <class T, int kRowTiles, bool kSmallX>
 struct Block {
   static constexpr int kMaxFew = kRowTiles == 2 ? 3 : kFew, kRows = 16 * kRowTiles;
@@ -55,23 +64,23 @@ struct Block {
     __device__ Shared() {}
   };
 
-  const Gradient& plan;
+  const Parameters& p;
   Shared& shared;
   Chunk chunk;
-  int split, first, count;
-  int warp, lane, quarter, half;
-  int small_at[kRowTiles][2];  // offsets of this lane's rows in the planes, from a pixel
+  int split, first, count;        // the split, its first strip and their number
+  int warp, lane, quarter, half;  // of the strip's pixels, and of the columns
+  int small_at[kRowTiles][2];     // offsets of this lane's rows in the planes, from a pixel
   Eight<T> next_large[kLoads];
   T next_small[kMaxFew];
   float sums[kRowTiles][kFragments][4], small_sums[kRowTiles][4];
 
-  __device__ Block(const Gradient& gradient, Shared& memory)
-      : plan(gradient),
+  __device__ Block(const Parameters& parameters, Shared& memory)
+      : p(parameters),
         shared(memory),
-        chunk(Chunk::of(plan.large, blockIdx.x % plan.chunks)),
-        split(blockIdx.x / plan.chunks),
-        first(plan.split_k.first(split)),
-        count(plan.split_k.count(split)),
+        chunk(Chunk::of(p.large, blockIdx.x % p.chunks)),
+        split(blockIdx.x / p.chunks),
+        first(p.split_k.first(split)),
+        count(p.split_k.count(split)),
         warp(threadIdx.x / 32),
         lane(threadIdx.x % 32),
         quarter(warp % kQuarters),
@@ -92,37 +101,39 @@ struct Block {
           narrow<T>(1.0f);
   }
 
-  // The offset of a row; rows past the last compute numbers that nothing reads.
+  // The offset in the planes of what a row multiplies at the first pixel of a strip; rows past the
+  // last compute numbers that nothing reads.
   __device__ int entry_of(int row) const {
-    const int tap = row / plan.few, plane = row - tap * plan.few;
-    if (tap >= 9) return row == 9 * plan.few ? kOnes * Strips::kHaloPixels : 0;
+    const int tap = row / p.few, plane = row - tap * p.few;
+    if (tap >= 9) return row == 9 * p.few ? kOnes * Strips::kHaloPixels : 0;
     const int down = kSmallX ? tap / 3 : 2 - tap / 3, right = kSmallX ? tap % 3 : 2 - tap % 3;
     return plane * Strips::kHaloPixels + down * Strips::kHaloColumns + right;
   }
 
+  // A strip, to registers.
   __device__ void load(int strip) {
-    const auto at = plan.tiling.at(strip);
+    const auto at = p.tiling.at(strip);
     const int channel = chunk.channel + threadIdx.x % 8 * 8;
-    const auto* large = static_cast<const T*>(plan.large.data[chunk.part]);
+    const auto* large = static_cast<const T*>(p.large.data[chunk.part]);
 #pragma unroll
     for (int i = 0; i < kLoads; ++i) {
       const int pixel = threadIdx.x / 8 + i * (kThreads / 8), row = at.row + pixel / 8,
                 column = at.column + pixel % 8;
       next_large[i].clear();
-      if (plan.tiling.inside(row, column) && channel < chunk.width)
-        next_large[i].load(large + plan.tiling.index(at.sample, row, column) * chunk.width +
-                           channel);
+      if (p.tiling.inside(row, column) && channel < chunk.width)
+        next_large[i].load(large + p.tiling.index(at.sample, row, column) * chunk.width + channel);
     }
     const int pixel = threadIdx.x, row = at.row - 1 + pixel / Strips::kHaloColumns,
               column = at.column - 1 + pixel % Strips::kHaloColumns;
-    const bool there = pixel < Strips::kHaloPixels && plan.tiling.inside(row, column);
+    const bool there = pixel < Strips::kHaloPixels && p.tiling.inside(row, column);
     const T* small =
-        static_cast<const T*>(plan.small) + plan.tiling.index(at.sample, row, column) * plan.few;
+        static_cast<const T*>(p.small) + p.tiling.index(at.sample, row, column) * p.few;
 #pragma unroll
     for (int i = 0; i < kMaxFew; ++i)
-      next_small[i] = there && i < plan.few ? small[i] : narrow<T>(0.0f);
+      next_small[i] = there && i < p.few ? small[i] : narrow<T>(0.0f);
   }
 
+  // What `load` loaded, to a stage of shared memory.
   __device__ void store(Strip& to) {
     const int eighth = threadIdx.x % 8;
 #pragma unroll
@@ -135,6 +146,7 @@ struct Block {
     }
   }
 
+  // Two neighbours, which need not begin at a multiple of four bytes.
   __device__ static uint32_t pair(const T* from) {
     const T both[2] = {from[0], from[1]};
     uint32_t out;
@@ -142,6 +154,7 @@ struct Block {
     return out;
   }
 
+  // sums += the products of a strip's quarter.
   __device__ void multiply(const Strip& strip) {
     const T one[2] = {narrow<T>(1.0f), narrow<T>(1.0f)};
     uint32_t ones;
@@ -181,7 +194,7 @@ struct Block {
 
   // Stores the sums of dy over a sample whose strips end here; all threads.
   __device__ void store_shift(int sample) {
-    const int first_row = kSmallX ? 9 * plan.few : 4 * plan.few, rows = kSmallX ? 1 : plan.few;
+    const int first_row = kSmallX ? 9 * p.few : 4 * p.few, rows = kSmallX ? 1 : p.few;
 #pragma unroll
     for (int i = 0; i < kRowTiles; ++i) {
 #pragma unroll
@@ -208,10 +221,10 @@ struct Block {
     const int column = threadIdx.x, feature = kSmallX ? chunk.first + column : column;
     // If dy is small, all chunks have the same sums.
     if (kSmallX ? column < kWide && chunk.channel + column < chunk.width
-                : column < plan.few && chunk.first == 0) {
+                : column < p.few && chunk.first == 0) {
       float total = 0;
       for (int i = 0; i < kQuarters; ++i) total += shared.shift[i][column];
-      plan.shift.store(plan.split_k, split, sample, feature, total);
+      p.shift.store(p.split_k, split, sample, feature, total);
     }
     __syncthreads();
   }
@@ -236,13 +249,13 @@ struct Block {
       }
       __syncthreads();
     }
-    float* to = plan.partials + static_cast<int64_t>(split) * 9 * plan.channels * plan.features;
-    for (int n = threadIdx.x; n < 9 * plan.few * kWide; n += kThreads) {
-      const int row = kSmallX ? n / kWide : n / plan.few / kWide * plan.few + n % plan.few;
-      const int column = kSmallX ? n % kWide : n / plan.few % kWide;
+    float* to = p.partials + static_cast<int64_t>(split) * 9 * p.channels * p.features;
+    for (int n = threadIdx.x; n < 9 * p.few * kWide; n += kThreads) {
+      const int row = kSmallX ? n / kWide : n / p.few / kWide * p.few + n % p.few;
+      const int column = kSmallX ? n % kWide : n / p.few % kWide;
       if (chunk.channel + column >= chunk.width) continue;
-      const int tap = row / plan.few, small = row - tap * plan.few, large = chunk.first + column;
-      to[(static_cast<int64_t>(tap) * plan.channels + (kSmallX ? small : large)) * plan.features +
+      const int tap = row / p.few, small = row - tap * p.few, large = chunk.first + column;
+      to[(static_cast<int64_t>(tap) * p.channels + (kSmallX ? small : large)) * p.features +
          (kSmallX ? large : small)] = shared.sums[row][column];
     }
   }
@@ -253,11 +266,11 @@ struct Block {
     for (int i = 0; i < count; ++i) {
       Strip& strip = shared.strips[i % 2];
       store(strip);
-      // One barrier for each strip is enough: a thread stores to this half again after the next
+      // One barrier for each strip is enough: a thread stores to this stage again after the next
       // one.
       __syncthreads();
       if (i + 1 < count) load(first + i + 1);
-      const int sample = plan.tiling.at(first + i).sample;
+      const int sample = p.tiling.at(first + i).sample;
       if (sample != of_sample && of_sample >= 0) store_shift(of_sample);
       of_sample = sample;
       multiply(strip);
@@ -269,16 +282,16 @@ struct Block {
 
 template <class T, int kRowTiles, bool kSmallX>
 __global__ void __launch_bounds__(kThreads, kRowTiles == 2 ? 2 : 1)
-    few_weight_gradient_kernel(const Gradient plan) {
+    few_weight_gradient_kernel(const Parameters p) {
   __shared__ typename Block<T, kRowTiles, kSmallX>::Shared shared;
-  Block<T, kRowTiles, kSmallX>(plan, shared).run();
+  Block<T, kRowTiles, kSmallX>(p, shared).run();
 }
 
 template <class T, bool kSmallX>
-cudaError_t run(const Gradient& all, cudaStream_t stream) {
-  const auto kernel = all.few <= 3 ? few_weight_gradient_kernel<T, 2, kSmallX>
-                                   : few_weight_gradient_kernel<T, 5, kSmallX>;
-  return launch(kernel, dim3(all.chunks * all.split_k.splits), kThreads, 0, stream, all);
+cudaError_t run(const Parameters& p, cudaStream_t stream) {
+  const auto kernel = p.few <= 3 ? few_weight_gradient_kernel<T, 2, kSmallX>
+                                 : few_weight_gradient_kernel<T, 5, kSmallX>;
+  return launch(kernel, dim3(p.chunks * p.split_k.splits), kThreads, 0, stream, p);
 }
 
 bool small_x(const Conv3x3WeightGradient& plan) {
@@ -305,7 +318,7 @@ cudaError_t few_weight_gradient(const Conv3x3WeightGradient& plan, const SplitK&
                                 float* partials, const ShiftPartials& shift, cudaStream_t stream) {
   const bool x = small_x(plan);
   const Parts large = x ? parts_of_dy(plan) : plan.x;
-  const Gradient all{channels_of(large),
+  const Parameters p{channels_of(large),
                      x ? plan.x.data[0] : plan.dy,
                      static_cast<int>(x ? plan.x.total : plan.features),
                      static_cast<int>(chunks_of(large)),
@@ -316,8 +329,8 @@ cudaError_t few_weight_gradient(const Conv3x3WeightGradient& plan, const SplitK&
                      partials,
                      shift};
   if (plan.type == Type::kFloat16)
-    return x ? run<__half, true>(all, stream) : run<__half, false>(all, stream);
-  return x ? run<__nv_bfloat16, true>(all, stream) : run<__nv_bfloat16, false>(all, stream);
+    return x ? run<__half, true>(p, stream) : run<__half, false>(p, stream);
+  return x ? run<__nv_bfloat16, true>(p, stream) : run<__nv_bfloat16, false>(p, stream);
 }
 
 }  // namespace jaxunet::cuda
