@@ -13,16 +13,16 @@
 #include <cstring>
 #include <type_traits>
 
+#include "adamw/kernels.h"
 #include "common/types.cuh"
-#include "kernels.h"
 
 namespace jaxunet::cuda {
 namespace {
 
 constexpr int kThreads = 256;  // of a block
 
-// An entry of a list, in words of 64 bits: elements of the tensor, its first block, the type of its
-// first array, then the addresses of its arrays.
+// An entry of a list, one tensor, in words of 64 bits: elements of the tensor, its first block, the
+// type of its first array, then the addresses of its arrays.
 enum EntryWord : int { kSize, kFirstBlock, kType, kAddresses };
 
 // Words of a list, all entries together. With the other arguments they stay below the 32,764 bytes
@@ -51,6 +51,7 @@ struct TensorList {
   }
 };
 
+// The address in a word of an entry.
 __device__ inline float* pointer(unsigned long long word) { return reinterpret_cast<float*>(word); }
 
 // The first array of an entry, from element `start` on, read as float32 whatever its type.
@@ -126,10 +127,11 @@ struct Rule {
   const float* scalars;
 };
 
-constexpr int kVectors = 4;  // of four elements, of a thread
+// What a thread of adamw_kernel and narrow_kernel works on: vectors of four elements.
+constexpr int kVectors = 4;
 constexpr long long kBlockElements = kThreads * kVectors * 4LL;
 
-// One element's step; `s`: the scalars.
+// One element's step (formulas in plan.h); `s`: the scalars.
 __device__ inline void step(const Rule& rule, const float* s, float g, float& p, float& m,
                             float& v) {
   g *= s[kGradientFactor];
@@ -190,7 +192,7 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
-// Two numbers rounded to the type of the last argument.
+// Returns two numbers rounded to the type of the last argument.
 __device__ inline __half2 pair(float x, float y, __half) { return __floats2half2_rn(x, y); }
 __device__ inline __nv_bfloat162 pair(float x, float y, __nv_bfloat16) {
   return __floats2bfloat162_rn(x, y);
@@ -231,7 +233,7 @@ __global__ void __launch_bounds__(kThreads)
 template <class Types, class Pointers, class Launch>
 cudaError_t launch_all(const std::vector<int64_t>& sizes, int64_t arrays, int64_t chunk,
                        const Types& type, const Pointers& pointers, const Launch& launch) {
-  static thread_local TensorList tensors;  // 31 KiB: kept off the stack
+  static thread_local TensorList tensors;  // 31 KiB: kept off the stack; a launch copies it
   tensors.count = 0;
   tensors.stride = static_cast<int>(kAddresses + arrays);
   const int max_count = kListWords / tensors.stride;

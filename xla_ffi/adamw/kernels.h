@@ -4,7 +4,7 @@
 
 #include <cuda_runtime_api.h>
 
-#include "plan.h"
+#include "adamw/plan.h"
 
 namespace jaxunet::cuda {
 

@@ -11,8 +11,8 @@ namespace jaxunet {
 
 class Reader;
 
-// partial[i] = sum of squares of the i-th chunk; the chunks of all tensors follow each other, the
-// last of each tensor may be shorter.
+// partial[i] = sum of squares of the i-th chunk of `chunk` elements. The chunks of all tensors
+// follow each other; the last of each tensor may be shorter.
 struct SumOfSquares {
   int64_t chunk;               // elements
   std::vector<int64_t> sizes;  // elements of each tensor
@@ -29,14 +29,16 @@ enum AdamWArray : int { kGradient, kParameter, kFirstMoment, kSecondMoment, kFir
 enum AdamWScalar : int { kApplied, kGradientFactor, kLearningRate, kCorrection1, kCorrection2 };
 constexpr int64_t kFirstFollow = kCorrection2 + 1;
 
-// One step, in place; nothing changes if scalars[kApplied] is 0. With g = gradient * factor,
+// One step, in place; nothing changes if scalars[kApplied] is 0. With g = gradient * factor, and
+// factor, rate, correction1 and correction2 the scalars kGradientFactor, kLearningRate,
+// kCorrection1 and kCorrection2,
 //   m = b1 * m + rest1 * g,  v = b2 * v + rest2 * g * g,
 //   p -= rate * (m / correction1 / (sqrt(v / correction2) + eps) + decay * p),
 //   average += follow * (p - average)  for each average of the weights.
 struct AdamW {
   float b1, b2;
-  float rest1,
-      rest2;  // 1 - b1 and 1 - b2 of the unrounded b's: from a float32 b they would be inexact
+  // 1 - b1 and 1 - b2 of the unrounded b's: from a float32 b they would be inexact.
+  float rest1, rest2;
   float eps, decay;
   int64_t averages;
   std::vector<int64_t> sizes;  // elements of each tensor

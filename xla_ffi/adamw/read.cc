@@ -1,8 +1,8 @@
 // Reads and checks the calls of the handlers that work on many tensors at once: operands, results
 // and attributes in the order in which update.py and narrow.py pass them. Shared by the CPU and the
 // CUDA build.
+#include "adamw/plan.h"
 #include "binding/reader.h"
-#include "plan.h"
 
 namespace jaxunet {
 namespace {

@@ -1,6 +1,15 @@
-// The reductions of a weight gradient: sums of dy over the pixels of a sample, and the partial
-// results of all splits, added in a fixed order. Both are limited by memory bandwidth: a thread has
-// several reads of 16 bytes in flight.
+// The reductions of a weight gradient, both in a fixed order and limited by memory bandwidth: a
+// thread has several reads of 16 bytes in flight.
+//
+// channel_sums: sums of dy over pixels. A block has a share of a sample's pixels and 8 vectors of
+// features. Eight lanes read a pixel's vectors, so 32 pixels are read at a time; shared memory
+// holds their sums, which one thread for each feature adds.
+//
+// split_k_reduce: up to five sums of partial results, each by blocks of its own. A block's threads
+// are rows × lanes, powers of two. A lane has four neighbouring entries; row r adds them over parts
+// r, r + rows, r + 2 rows, ..., then row 0 adds the rows through shared memory. Results from
+// accumulator tiles are also transposed in shared memory before they are written. __syncthreads:
+// the rows' sums have been written; they have been read; the transposed entries have been written.
 
 #include <algorithm>
 
@@ -19,14 +28,14 @@ constexpr int kAhead = 8;  // reads in flight
 
 // --- sums of dy ---
 
-// A vector is 16 bytes of neighbours, or one number if the rows are not multiples of 16 bytes.
-constexpr int kLanes = 8, kPixels = kThreads / kLanes;
+constexpr int kLanes = 8, kPixels = kThreads / kLanes;  // that a block reads at a time
 
-// Grid: (groups of 8 vectors of features, samples, segments).
+// kWidth: numbers of a vector. Grid: (groups of 8 vectors of features, samples, segments). `image`:
+// pixels of a sample.
 template <class T, int kWidth>
 __global__ void __launch_bounds__(kThreads)
     channel_sums_kernel(const T* dy, int image, int features, float* sums) {
-  __shared__ float rows[kPixels][kLanes * kWidth + 1];
+  __shared__ float rows[kPixels][kLanes * kWidth + 1];  // padded against bank conflicts
   const int lane = threadIdx.x % kLanes, row = threadIdx.x / kLanes,
             first_feature = blockIdx.x * kLanes * kWidth;
   const int segments = gridDim.z, share = (image + segments - 1) / segments,
@@ -86,6 +95,7 @@ cudaError_t run_channel_sums(const Conv3x3WeightGradient& plan, int segments, fl
   return error;
 }
 
+// Vectors of 16 bytes, or of one number if a pixel's features are not multiples of 16 bytes.
 template <class T>
 cudaError_t run_channel_sums(const Conv3x3WeightGradient& plan, int segments, float* sums,
                              cudaStream_t stream) {
@@ -96,6 +106,7 @@ cudaError_t run_channel_sums(const Conv3x3WeightGradient& plan, int segments, fl
 
 // --- partial results of splits ---
 
+// Writes four neighbouring entries of a result, those that exist, narrowed to its type.
 template <class T>
 __device__ void put(void* to, int64_t entry, int64_t count, float4 values) {
   T* at = static_cast<T*>(to) + entry;
@@ -111,8 +122,8 @@ __device__ void put(void* to, int64_t entry, int64_t count, float4 values) {
   }
 }
 
-// Four neighbours, the first `there` of which exist (at least one). Without kVectors they are read
-// one by one.
+// Returns four neighbours, the first `there` of which exist (at least one). Without kVectors they
+// are read one by one.
 template <bool kVectors>
 __device__ float4 four(const float* from, int there) {
   if constexpr (kVectors) return *reinterpret_cast<const float4*>(from);
@@ -165,13 +176,14 @@ __device__ void put(const Result& to, int64_t entry, int64_t count, float4 value
   }
 }
 
-// Shared memory, in floats, for each 128 threads that hold fours of an accumulator tile.
+// Shared memory, in floats, for each 128 threads that hold fours of an accumulator tile: eight
+// channels × 64 features, padded.
 constexpr int kTransposedFloats = 8 * (64 + 4), kLogTileThreads = 7;
 static_assert(1 << kLogTileThreads == AccumulatorTile::kThreads);
 
-// The accumulator tiles of a gradient.
+// The accumulator tiles of a gradient (accumulator_tile.h), in rows of tiles along the features.
 struct Tiles {
-  FastDivmod across;
+  FastDivmod across;  // tiles of a row
   int channels = 0;
 
   Tiles() = default;
@@ -185,11 +197,14 @@ struct Tiles {
 // fewer features.
 __device__ void put_tile(const SplitKReduction& job, const Tiles& tiles, int first, int log_lanes,
                          float4 total, float* transposed) {
+  // Threads that transpose together, at most the 128 of a consumer.
   const int lanes = 1 << log_lanes,
             log_group = log_lanes < kLogTileThreads ? log_lanes : kLogTileThreads;
   const int group = 1 << log_group, thread = threadIdx.x & (group - 1);
-  const int columns = group / 2,
-            run = columns < 16 ? columns / 2 : 8;  // neighbours along the features in one register
+  const int columns = group / 2;  // features of the group
+  // Neighbouring features that the lanes' first registers hold. Those of the third registers, eight
+  // features further on, are put behind them.
+  const int run = columns < 16 ? columns / 2 : 8;
   const bool mine = static_cast<int>(threadIdx.x) < lanes;
   transposed += (threadIdx.x >> log_group) * kTransposedFloats;
   if (mine) {
@@ -213,8 +228,7 @@ __device__ void put_tile(const SplitKReduction& job, const Tiles& tiles, int fir
       job.count, *reinterpret_cast<const float4*>(transposed + row * (columns + 4) + column));
 }
 
-// The division of a reduction among a block's threads: each reads four neighbouring entries of
-// every `rows`-th part.
+// The division of a reduction among blocks, and among a block's threads.
 struct Layout {
   int log_rows = 0;
   int64_t blocks;
@@ -241,7 +255,7 @@ struct Reductions {
   SplitKReduction job[kReductions];
   Tiles tiles[kReductions];
   int log_rows[kReductions];
-  int first[kReductions];  // blocks
+  int first[kReductions];  // block
 };
 
 __global__ void __launch_bounds__(kThreads)

@@ -1,3 +1,4 @@
+// The linear layer on the CPU: a convolution without taps (plan.h).
 #include "binding/cpu.h"
 
 namespace jaxunet::cpu {

@@ -1,3 +1,5 @@
+// The linear layer runs as a convolution without taps (plan.h): conv3x3/dispatch.h chooses its
+// kernel.
 #include "conv3x3/kernels.h"
 #include "linear/kernels.h"
 

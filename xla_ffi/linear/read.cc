@@ -1,3 +1,5 @@
+// Reads and checks the linear layer's calls: operands, results and attributes in the order in which
+// vjp.py passes them. Shared by the CPU and the CUDA build.
 #include "conv3x3/read.h"
 
 #include "linear/plan.h"
@@ -39,7 +41,8 @@ Conv3x3WeightGradient read_linear_weight_gradient(Reader& call) {
   plan.features = dy.dims[3];
   plan.dshortcut = read_gradient(call, "dkernel", x.element, {plan.projected.total, plan.features});
   plan.dshift = read_gradient(call, "dbias", x.element, {1, plan.features}, &plan.shifts);
-  regroup(plan, pixels(plan) / kRegroupedColumns);  // one sample, as the bias is summed over all
+  // One sample, as dbias is the sum over all of them.
+  regroup(plan, pixels(plan) / kRegroupedColumns);
   read_workspace(call, plan);
   return plan;
 }
