@@ -1,3 +1,5 @@
+// The convolution and its gradients on the CPU: plain loops with float64 sums, for tests and for
+// machines without a GPU. The formulas are those of plan.h.
 #include "binding/cpu.h"
 
 namespace jaxunet::cpu {

@@ -1,10 +1,10 @@
 // Tiles of the Hopper forward convolution: the list that kernels are compiled for, and the choice
 // among them. Plain numbers, shared by the host, the kernel and tile_choices_test.cc.
 //
-// An image is cut into strips of 8 columns × `rows` rows. A block computes one output tile at a
-// time: one strip for each consumer warpgroup × `features` output channels. The mainloop runs over
-// the input in chunks of 64 channels, nine taps each, then over the chunks that a shortcut projects
-// (centre tap only).
+// An image is cut into strips of 8 columns × `rows` rows, which are loaded with a halo of one
+// pixel. A block computes one output tile at a time: one strip for each consumer warpgroup ×
+// `features` output channels. The mainloop runs over the input in chunks of 64 channels, nine taps
+// each, then over the chunks that a shortcut projects (centre tap only).
 //
 // A strip of a 4 × 4 image would be mostly empty, so a packed strip holds 4 or 8 whole images, the
 // samples of a pixel side by side: in shared memory, pixel (row, column) of sample n is row (row ·
@@ -32,13 +32,14 @@ constexpr int kWarpgroup = 128;              // threads
 
 constexpr int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
+// The shape of an output tile, and of the block that computes it. forward.cuh shows the block.
 struct Tile {
   int rows;       // image rows of a strip
   int features;   // output channels
   int consumers;  // consumer warpgroups, one strip each
   int taps;       // kernel taps in one stage of the weight ring: 1 or 3
   // Computes (features, pixels) instead of (pixels, features): less shared-memory traffic where
-  // features = 64, as M of wgmma is 64 and N the pixels of a strip.
+  // features = 64, as M of wgmma is 64 and N the pixels. Otherwise the pixels of a strip are 64.
   bool transposed;
   bool activated;   // one more warpgroup for each consumer applies SiLU(a · x + b) to its strips
   int samples = 1;  // images of a strip; more than one: packed

@@ -41,8 +41,8 @@ struct Block {
   static_assert(kBytes <= kMaxSharedBytes && kXBytes % 1024 == 0);
   static_assert(3 * (1 + kMaxBlockChunks) * kDyBytes <= kRingBytes,
                 "one stage in use, one not yet released, one being filled");
-  // Bytes from a haloed pixel to the one on its right, to the next eight steps of K, and to the
-  // pixel below.
+  // Bytes from a haloed pixel to the one on its right (packed: of the same sample), to the next
+  // eight steps of K, which are eight pixels, and to the pixel below.
   static constexpr int kRight = kTile.samples * kRowBytes,
                        kEight = kTile.group_stride_rows() * kRowBytes,
                        kBelow = kTile.halo_columns() * kRight;
