@@ -262,7 +262,7 @@ __global__ void __launch_bounds__(kThreads)
     split_k_reduce_kernel(const __grid_constant__ Reductions all) {
   constexpr int kFloats = kThreads / AccumulatorTile::kThreads * kTransposedFloats;
   __shared__ float4 totals[(kFloats > 4 * kThreads ? kFloats : 4 * kThreads) / 4];
-  int which = 0;  // a reduction without blocks begins where the next one does
+  int which = 0;  // this block's reduction; one without blocks begins where the next one does
 #pragma unroll
   for (int i = 1; i < kReductions; ++i) which += static_cast<int>(blockIdx.x) >= all.first[i];
   const SplitKReduction& job = all.job[which];
@@ -270,7 +270,7 @@ __global__ void __launch_bounds__(kThreads)
   const int block = static_cast<int>(blockIdx.x) - all.first[which];
   const int rows = 1 << log_rows, lanes = 1 << log_lanes, lane = threadIdx.x & (lanes - 1);
   const int row = threadIdx.x >> log_lanes;
-  const int entry = (block * lanes + lane) * 4;
+  const int entry = (block * lanes + lane) * 4;  // the first of four
   float4 total{0, 0, 0, 0};
   if (entry < job.count) {
     const bool vectors = job.count % 4 == 0 && reinterpret_cast<uintptr_t>(job.from) % 16 == 0;

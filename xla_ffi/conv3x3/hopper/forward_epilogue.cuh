@@ -73,7 +73,8 @@ __device__ inline void Block<T, Traits, kFlipped>::epilogue(const Accumulator& a
   }
 #pragma unroll
   for (int j = 0; j < Traits::kKeptGroups; j += 2) {
-    // Two groups of eight columns: 16 pixels, or 16 output channels.
+    // Two groups of eight columns: 16 pixels, or 16 output channels. Of each, a thread has two
+    // neighbouring columns in two rows, eight apart (wgmma.cuh).
     const float* columns = accumulator + 4 * Traits::kept_group(j);
     // stmatrix stores four 8 × 8 matrices: rows 0-7 and 8-15 of the warp's 16, of groups j and j +
     // 1. This lane gives the address of one row of matrix `matrix`: eight output channels of a

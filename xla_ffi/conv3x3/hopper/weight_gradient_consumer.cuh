@@ -79,6 +79,8 @@ __device__ inline void consume(const Block& block, int tap_row) {
   for (int i = 0; i < block.count; ++i) {
     const int stage = i % kStages;
     block.full[stage].wait(i / kStages % 2);
+    // A = dyᵀ, 64 features × pixels. B = x, pixels × three taps of 64 channels: from one tap to the
+    // next, a step of `leading` bytes leads to the pixel on the right.
     const uint64_t left =
         smem_descriptor(shared_address(block.dy + stage * kDyBytes), 8 * kRowBytes);
     const uint64_t right =
@@ -116,11 +118,12 @@ __device__ inline void consume_chunks(const Block& block, int first) {
   for (int i = 0, stage = 0, phase = 0; i < block.count; ++i) {
     block.full[stage].wait(phase);
     const uint32_t from = shared_address(block.x + stage * bytes);
+    // The same with the chunks as B: the next 64 columns are the next chunk.
     const uint64_t left = smem_descriptor(from, 8 * kRowBytes);
     const uint64_t right = smem_descriptor(from + (1 + first) * kDyBytes, 8 * kRowBytes, kDyBytes);
     wgmma_fence();
 #pragma unroll
-    for (int k = 0; k < kRows / 2; ++k) {
+    for (int k = 0; k < kRows / 2; ++k) {  // 16 pixels
       Wgmma<T, true, true, kChunk * kCount>::run(accumulator, advance(left, 16 * kRowBytes * k),
                                                  advance(right, 16 * kRowBytes * k), true);
     }
