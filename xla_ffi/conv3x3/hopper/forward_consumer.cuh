@@ -43,8 +43,8 @@ __device__ inline void multiply_tap(typename Block::Accumulator& accumulator, ui
   }
 }
 
-// A consumer warpgroup: one strip of every tile. Long, because moving the lambdas' code to
-// functions changes how ptxas schedules the mainloop.
+// A consumer warpgroup: one strip of every tile. It is one long function because ptxas makes other
+// code of functions that do the same, whose time would have to be measured.
 template <class Block>
 __device__ inline void consume(const Block& block, int consumer) {
   using Traits = typename Block::Traits;
