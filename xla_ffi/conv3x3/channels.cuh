@@ -37,12 +37,4 @@ inline Channels channels_of(const Parts& parts) {
   return all;
 }
 
-// True if eight channels that start at a multiple of eight are always contiguous.
-inline bool in_eights(const Channels& all) {
-  for (int i = 0; i < all.count; ++i) {
-    if (all.widths[i] % 8) return false;
-  }
-  return true;
-}
-
 }  // namespace jaxunet::cuda

@@ -23,7 +23,8 @@ constexpr int kFew = 8;  // channels or features
 // weights in shared memory, and a block of compute capability 8.9 has 99 KB.
 constexpr int64_t kMaxChannelsToFew = 384;
 
-// True if all parts have multiples of eight channels: 16 bytes of a 16-bit type.
+// True if eight channels from a multiple of eight on are always contiguous: 16 bytes of a 16-bit
+// type.
 constexpr bool in_eights(const Parts& parts) {
   for (int i = 0; i < parts.count; ++i) {
     if (parts.channels[i] % 8) return false;

@@ -10,7 +10,7 @@
 
 #include "common/types.cuh"
 #include "conv3x3/channels.cuh"
-#include "conv3x3/plan.h"
+#include "conv3x3/dispatch.h"
 
 namespace jaxunet::cuda {
 
@@ -159,7 +159,7 @@ MatrixA matrix_a(const Plan& plan) {
   a.width = static_cast<int>(plan.width);
   a.projected = channels_of(plan.projected);
   a.columns = 9 * a.x.total + a.projected.total;
-  a.vectors = in_eights(a.x) && in_eights(a.projected);
+  a.vectors = in_eights(plan.x) && in_eights(plan.projected);
   return a;
 }
 
