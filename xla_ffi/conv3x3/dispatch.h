@@ -3,8 +3,8 @@
 //
 //   kFewChannels   16-bit types; x is one array of at most 8 channels; features a multiple of 8; no
 //                  shortcut. Forward: no residual, no activation
-//   kFewFeatures   16-bit types; at most 8 features; channels of each part a multiple of 8, about
-//                  384 at most; no shortcut. Forward: no residual
+//   kFewFeatures   16-bit types; at most 8 features; channels of each part a multiple of 8, in at
+//                  most 6 chunks of 64; no shortcut. Forward: no residual
 //   kHopper        16-bit types; channels of each part and features multiples of 8; at least 4 × 4
 //                  pixels. Forward: no activation if the kernel is flipped, a residual in one array
 //   kImplicitGemm  everything

@@ -39,8 +39,8 @@ template <class T, int kChannels>
 struct Block {
   static constexpr int kTapsOfStep = 16 / kChannels;  // a step is 16 of K
   static constexpr int kSteps = (9 + kTapsOfStep - 1) / kTapsOfStep;
-  static constexpr int kLoads =
-      (Tiles::kHaloPixels + kThreads - 1) / kThreads;  // pixels, of a thread
+  // Pixels that a thread loads.
+  static constexpr int kLoads = (Tiles::kHaloPixels + kThreads - 1) / kThreads;
   // Of a feature's weights, padded: the reads of a warp meet no bank twice.
   static constexpr int kColumns = 16 * kSteps + 4;
   static constexpr int kGroups = kWide / 32;  // of 32 features: four fragments of eight
