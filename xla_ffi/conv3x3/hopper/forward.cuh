@@ -10,9 +10,8 @@
 // contiguous.
 //
 // A shortcut extends K: the centre tap of its own input (`projected`), with its weights. Without
-// the nine taps, a
-// shortcut alone computes a linear layer. The input gradient is the same convolution with the
-// kernel flipped (kFlipped).
+// the nine taps, a shortcut alone computes a linear layer. The input gradient is the same
+// convolution with the kernel flipped (kFlipped).
 //
 // The grid is persistent: block b computes the output tiles b, b + gridDim.x, ... One output tile
 // is one strip for each consumer × `features` output channels.
