@@ -217,19 +217,34 @@ def _speed(config: TimestepsConfig, diffusion: Diffusion) -> TimestepSampler:
 
 
 class GradientNorms(NamedTuple):
-    """State of `adaptive`: moving averages over the visits to each bin of timesteps.
+    """State of `adaptive`: estimates the expected norm of the gradient in each bin of timesteps.
 
-    The average of w² loss is `square / weight`.
+    The T timesteps are divided into K = `adaptive_bins` bins of equal width. If c_b samples of a
+    batch fall into bin b, and the mean of their w² loss is m_b, the batch updates the state to
+
+        square_b ← e^(−c_b/n) square_b + (1 − e^(−c_b/n)) m_b
+        weight_b ← e^(−c_b/n) weight_b + (1 − e^(−c_b/n))
+
+    with n = `adaptive_memory` samples. The averages decay by sample rather than by step, so rarely
+    drawn bins are not forgotten sooner.
+
+    Fields:
+      weight: 0 before the first sample in a bin; then tends to 1.
+      square: decayed sum of w² loss. The estimate of the norm is √(square / weight).
     """
 
-    weight: Float[Array, ' bins']  # W_b: 0 before the first visit, then tends to 1
-    square: Float[Array, ' bins']  # S_b: decayed sum of w² loss
+    weight: Float[Array, ' bins']
+    square: Float[Array, ' bins']
 
 
 def gradient_norm_probabilities(
     state: GradientNorms, config: TimestepsConfig, steps: int
 ) -> Probabilities:
-    """Returns p of `_adaptive`; uniform until every bin has been visited."""
+    """Returns p_t = (1 − ω) G_t / Σ_s G_s + ω/T, with ω = `adaptive_uniform`.
+
+    G is the estimated norm at the centre of each bin, and ln G is linear between the centres.
+    p is uniform until every bin has had a sample.
+    """
     bins, uniform = config.adaptive_bins, config.adaptive_uniform
     mean = state.square / jnp.where(state.weight > 0, state.weight, 1.0)
     largest = jnp.max(mean)
@@ -250,32 +265,22 @@ def gradient_norm_probabilities(
 def _adaptive(config: TimestepsConfig, steps: int) -> TimestepSampler:
     """Draws each timestep in proportion to the expected norm of its gradient; corrects the loss.
 
-    This sampler is our own. A step estimates the gradient of J = Σ_t w_t L_t / T, where w is the
-    loss weighting, from g = w_t / (T p_t) ∇loss_t with t ~ p. Every p gives the same mean; the
-    variance is smallest for p_t ∝ √E‖w_t ∇loss_t‖² (importance sampling; Alain et al. 2015, arXiv
-    1511.06481). The losses already computed give this norm up to the Jacobian of the network:
-    loss_t is a mean of squares r² over d values, its gradient with respect to the output is 2r/d,
-    and therefore ‖∂(w_t loss_t)/∂output‖² = 4 w_t² loss_t / d. The output's gradient stands in
-    for that of all layers (Katharopoulos & Fleuret 2018, arXiv 1803.00942).
+    Training minimises J = Σ_t w_t L_t / T, where w is the loss weighting. With t ~ p, the sample's
+    w_t ∇loss_t / (T p_t) estimates ∇J. Its mean is ∇J for every p; its variance is smallest for
+    p_t ∝ √E‖w_t ∇loss_t‖² (importance sampling; Alain et al. 2015, arXiv 1511.06481).
 
-    T is divided into K bins. If c_b samples of a batch fall into bin b, with mean m_b of w² loss:
+    The gradient with respect to the network's output stands in for that of the weights
+    (Katharopoulos & Fleuret 2018, arXiv 1803.00942), because the losses already computed give its
+    norm. loss_t is the mean of the squared errors r² of the d output values, so its gradient is
+    2r/d, and ‖∂(w_t loss_t)/∂output‖² = 4 w_t² loss_t / d. Therefore p_t ∝ √E[w_t² loss_t].
 
-        S_b ← e^(−c_b/n) S_b + (1 − e^(−c_b/n)) m_b
-        W_b ← e^(−c_b/n) W_b + (1 − e^(−c_b/n))
-        G_b = √(S_b / W_b)
-        p_t = (1 − ω) G_t / Σ_s G_s + ω/T     (ln G_t is linear between the centres of the bins)
-        factor on the loss: (1/(T p_t))^`adaptive_correction`
+    `GradientNorms` estimates this root, and `gradient_norm_probabilities` turns it into p. The
+    factor on the loss is (1/(T p_t))^`adaptive_correction`; a correction of 1 keeps the objective
+    J, and `adaptive_uniform` = ω then bounds the factor by 1/ω.
 
-    with K = `adaptive_bins`, n = `adaptive_memory` and ω = `adaptive_uniform`. The averages count
-    visits rather than steps, so that rarely drawn bins are not forgotten sooner. ω bounds the
-    factor by 1/ω.
-
-    Unlike IDDPM's p ∝ √E[(w loss)²], p follows the square root of the loss, which is what the
-    gradient's norm follows, and needs K averages instead of ten losses per timestep. It keeps the
-    objective of the configured weighting. The cost per step is averages of K elements and a
-    cumulative sum of T; there are no extra forward passes.
-
-    `docs/results/methods` compares it with the other samplers and weightings.
+    IDDPM's p ∝ √E[(w loss)²] follows the loss itself and needs ten losses per timestep. The cost of
+    this p per step is averages of K elements and a cumulative sum of T; there are no extra forward
+    passes. The sampler is our own; `docs/results/methods` compares it with the others.
     """
     bins, memory = config.adaptive_bins, config.adaptive_memory
 
