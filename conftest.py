@@ -106,9 +106,12 @@ def shared_steps() -> Iterator[None]:
 
 
 STATM = pathlib.Path('/proc/self/statm')
-# Bytes of a worker; a single test adds up to 0.5 GiB. Tests of a file share programs.
-BETWEEN_FILES, WITHIN_A_FILE = 6 << 27, 12 << 27
-GROWTH = 1 << 28  # bytes more than what clearing left, so that it is not repeated in vain
+# A worker that occupies more bytes than this drops its compiled programs. Tests of the next file
+# share few of them, tests of the same file most, so within a file they may grow larger. A single
+# test adds up to 0.5 GiB to either.
+GIB = 1 << 30
+BETWEEN_FILES, WITHIN_A_FILE = 3 * GIB // 4, 3 * GIB // 2
+GROWTH = GIB // 4  # beyond what dropping left, so that it is not repeated in vain
 _left = 0
 
 
