@@ -17,19 +17,19 @@ cd "$(dirname "$self")/../.."
 jobs=${RECIPE_JOBS:-docs/results/recipes/jobs.py:objects}
 export PYTHONPATH=.${PYTHONPATH:+:$PYTHONPATH} PYTHONUNBUFFERED=1
 
-part() { # NUMBER PROCESSES-A-GPU DATA OUTPUT LIMIT STEP_MS
-  local part=$1 shared=$2 data=$3 out=$4 limit=$5 step_ms=$6
-  trap "touch '$out/$part.done'" EXIT
-  XLA_PYTHON_CLIENT_MEM_FRACTION=$(printf '.%02d' $((88 / (shared + 1))))  # leaves a share for tests
+part() { # one process; reads NUMBER, PROCESSES (on its GPU), DATA, OUTPUT, LIMIT and STEP_MS, which start exports
+  trap 'touch "$OUTPUT/$NUMBER.done"' EXIT
+  XLA_PYTHON_CLIENT_MEM_FRACTION=$(printf '.%02d' $((88 / (PROCESSES + 1))))  # leaves a share for tests
   export XLA_PYTHON_CLIENT_MEM_FRACTION
-  if [ "$part" = 1 ] && [ ! -f "$out/features.npz" ]; then
+  if [ "$NUMBER" = 1 ] && [ ! -f "$OUTPUT/features.npz" ]; then
     # shellcheck disable=SC2086
-    python3 -m jaxunet.metrics.train_features --output "$out/features.npz" \
-      ${RECIPE_FEATURES:---reference $data/objects64_train.zip --test $data/objects64_test.zip --channels 32 --seconds 25}
+    python3 -m jaxunet.metrics.train_features --output "$OUTPUT/features.npz" \
+      ${RECIPE_FEATURES:---reference $DATA/objects64_train.zip --test $DATA/objects64_test.zip --channels 32 --seconds 25}
   fi
-  python3 -m jaxunet.compare.queue --jobs "$jobs" --data "$data" \
-    --features "$out/features.npz" --known "${RECIPE_KNOWN:-}" --claims "$out/claims" --step_ms "$step_ms" --shared_by "$shared" \
-    --limit $((limit - SECONDS)) --output "$out/$part" || echo "part $part: exit status $?"
+  python3 -m jaxunet.compare.queue --jobs "$jobs" --data "$DATA" \
+    --features "$OUTPUT/features.npz" --known "${RECIPE_KNOWN:-}" --claims "$OUTPUT/claims" \
+    --step_ms "$STEP_MS" --shared_by "$PROCESSES" --limit $((LIMIT - SECONDS)) --output "$OUTPUT/$NUMBER" ||
+    echo "part $NUMBER: exit status $?"
 }
 
 running() { # OUTPUT: succeeds if a process has not ended
@@ -42,28 +42,30 @@ running() { # OUTPUT: succeeds if a process has not ended
 
 case ${1:-} in
   start)
-    data=$2 limit=$4 step_ms=$5
     mkdir -p "$3"
-    out=$(realpath "$3")
+    OUTPUT=$(realpath "$3")
+    export OUTPUT DATA=$2 LIMIT=$4 STEP_MS=$5
     shift 5
-    running "$out" || rm -rf "$out"/*.done "$out"/*.log "$out/claims"
+    running "$OUTPUT" || rm -rf "$OUTPUT"/*.done "$OUTPUT"/*.log "$OUTPUT/claims"
     kept=$(dirname "${jobs%%:*}")/features.npz
-    [ -f "$out/features.npz" ] || [ ! -f "$kept" ] || cp "$kept" "$out/"
-    number=$(find "$out" -name '*.log' | wc -l)
+    [ -f "$OUTPUT/features.npz" ] || [ ! -f "$kept" ] || cp "$kept" "$OUTPUT/"
+    started=$(find "$OUTPUT" -name '*.log' | wc -l)
     for place; do
-      number=$((number + 1))
+      started=$((started + 1))
       gpu=${place%%:*}
-      shared=$(printf '%s\n' "$@" | grep -c "^$gpu:")
-      : >"$out/$number.log"
-      CUDA_VISIBLE_DEVICES=$gpu setsid nohup taskset -c "${place#*:}" "$self" part $number "$shared" "$data" "$out" "$limit" "$step_ms" \
-        >"$out/$number.log" 2>&1 </dev/null &
+      log=$OUTPUT/$started.log
+      : >"$log"
+      NUMBER=$started PROCESSES=$(printf '%s\n' "$@" | grep -c "^$gpu:") CUDA_VISIBLE_DEVICES=$gpu \
+        setsid nohup taskset -c "${place#*:}" "$self" part >"$log" 2>&1 </dev/null &
     done
     ;;
-  part) part "${@:2}" ;;
+  part) part ;;
   run)
-    "$self" start "${@:2:4}" "${@:7}"
-    "$self" wait "$3" $(($4 + 120))
-    "$self" pack "$3" "$6"
+    data=$2 output=$3 limit=$4 step_ms=$5 target=$6
+    shift 6
+    "$self" start "$data" "$output" "$limit" "$step_ms" "$@"
+    "$self" wait "$output" $((limit + 120))
+    "$self" pack "$output" "$target"
     ;;
   wait)
     while running "$2" && [ $SECONDS -lt "$3" ]; do sleep 2; done
