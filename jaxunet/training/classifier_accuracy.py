@@ -1,8 +1,7 @@
 """How well a classifier of noisy images does on held-out and on training images, by noise level.
 
-The timesteps are divided into four quarters, from the least noise to the most. Each image is
-measured once in each, with the same noise every time, so only the weights change between
-measurements.
+`jaxunet.training.bands` chooses the images and their noise; its four bands are quarters of the
+timesteps.
 """
 
 from __future__ import annotations
@@ -12,16 +11,15 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int, UInt8
+from jaxtyping import Array, Float
 
 from jaxunet.config import Config
-from jaxunet.data.pipeline import load_all
-from jaxunet.data.source import Source, Subset
+from jaxunet.data.source import Source
 from jaxunet.diffusion.process import make_diffusion, q_sample
 from jaxunet.model.noisy_classifier import NoisyClassifier, log_probability
 from jaxunet.model.unet import Params
+from jaxunet.training.bands import BANDS, BandBatch, BandImages, fixed_noise
 from jaxunet.training.batch import normalise
-from jaxunet.training.held_out import BANDS, MAX_IMAGES, fixed_noise
 
 FIELDS = ('loss', 'accuracy', 'accuracy_of_5')
 KINDS = ('held_out', 'seen')  # images that are not trained on, and as many training images
@@ -59,54 +57,28 @@ class Accuracy:
     def __init__(
         self, config: Config, network: NoisyClassifier, source: Source, device: jax.Device
     ) -> None:
-        if source.held_out is None:
-            raise ValueError(f'{source.name} holds no images out')
         self._network, self._device = network, device
         self._diffusion = make_diffusion(config.diffusion)
         self._program = jax.jit(self._scores)
-        devices = config.parallel.devices or jax.device_count()
-        self._rows = config.data.batch_size // config.optimizer.accumulate_steps // devices
-        sources = (source.held_out, source)
-        count = min(MAX_IMAGES, *map(len, sources))
-        self._images = [
-            load_all(Subset(s, np.arange(count) * len(s) // count), progress=False) for s in sources
-        ]
+        self._images = BandImages(
+            config, source, self._diffusion.steps, devices=1, placement=device
+        )
+        self._images.load()
 
     def measure(self, params: Params) -> dict[str, Scores]:
         """Returns the scores by `KINDS` of these weights."""
         placed = jax.device_put(params, self._device)
-        count = len(self._images[0][0])
-        number, band = (x.reshape(-1) for x in np.indices((count, BANDS)))
-        # Images spread evenly over the timesteps of a band.
-        t = ((band + (number + 0.5) / count) * self._diffusion.steps / BANDS).astype(np.int32)
-        found = {}
-        for kind, (images, labels) in zip(KINDS, self._images, strict=True):
-            parts = []
-            for first in range(0, len(t), self._rows):
-                # The last batch is filled up with its last image, so that it compiles no new shape.
-                rows = np.minimum(np.arange(first, first + self._rows), len(t) - 1)
-                batch = (images[number[rows]], labels[number[rows]], t[rows], rows.astype(np.int32))
-                parts.append(self._program(placed, *jax.device_put(batch, self._device)))
-            scores = np.concatenate([np.asarray(part) for part in parts], axis=1)[:, : len(t)]
-            means = scores.astype(np.float64).reshape(len(FIELDS), count, BANDS).mean(axis=1)
-            found[kind] = Scores(*means)
-        return found
+        found = self._images.measure(lambda batch: self._program(placed, batch))
+        return {kind: Scores(*means) for kind, means in zip(KINDS, found, strict=True)}
 
-    def _scores(
-        self,
-        params: Params,
-        images: UInt8[Array, 'batch height width channels'],
-        labels: Int[Array, ' batch'],
-        t: Int[Array, ' batch'],
-        number: Int[Array, ' batch'],
-    ) -> Float[Array, 'fields batch']:
-        noise = fixed_noise(number, images.shape[1:])
-        xt = q_sample(self._diffusion, normalise(images), t, noise)
-        logits = self._network.predict(params, xt, t)
-        own = jnp.take_along_axis(logits, labels[:, None], axis=1)
+    def _scores(self, params: Params, batch: BandBatch) -> Float[Array, 'fields batch']:
+        noise = fixed_noise(batch.noise_number, batch.images.shape[1:])
+        xt = q_sample(self._diffusion, normalise(batch.images), batch.t, noise)
+        logits = self._network.predict(params, xt, batch.t)
+        own = jnp.take_along_axis(logits, batch.labels[:, None], axis=1)
         above = jnp.sum(logits > own, axis=1)
         right, among_5 = (above < 1).astype(jnp.float32), (above < 5).astype(jnp.float32)
-        return jnp.stack([-log_probability(logits, labels), right, among_5])
+        return jnp.stack([-log_probability(logits, batch.labels), right, among_5])
 
 
 def columns(scores: dict[str, Scores]) -> dict[str, float]:

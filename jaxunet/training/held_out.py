@@ -1,9 +1,7 @@
-"""The loss on held-out images beside the loss on training images, by noise level.
+"""The loss on held-out images beside the loss on training images, in bands of noise levels.
 
 While a network learns what its images have in common, both fall. Once it memorizes single training
-images, the loss on the others rises. The noise levels of training are divided into `BANDS` bands of
-equal probability, from the least noise to the most. Each image is measured once in each band, with
-the averaged weights and the same noise every time, so only the weights change between measurements.
+images, the loss on the others rises. `jaxunet.training.bands` chooses the images and their noise.
 """
 
 from __future__ import annotations
@@ -13,27 +11,24 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
-from jaxtyping import Array, Float, Int, Key, UInt8
+from jaxtyping import Array, Float
 
 from jaxunet.checkpoint.store import state_template
 from jaxunet.config import Config
-from jaxunet.data.pipeline import load_all
-from jaxunet.data.source import Source, Subset
+from jaxunet.data.source import Source
 from jaxunet.diffusion.objectives import per_sample_loss
 from jaxunet.diffusion.process import make_diffusion, middle_time, network_input, q_sample
 from jaxunet.model.low_res import low_res_of
 from jaxunet.model.unet import Params, build_unet
 from jaxunet.ops.backends import load_ops
+from jaxunet.training.bands import BANDS, BandBatch, BandImages, fixed_noise
 from jaxunet.training.batch import normalise
 
-BANDS = 4
-MAX_IMAGES = 1024  # of each kind; of a larger set, as many at equal intervals
-SEED = 0x10E5  # of the noise; no seed of a run
-RISES = 3  # logs in a row with a higher held-out loss that are reported,
-RISE = 0.01  # if they raise it by this share in all
+# `Turn` reports every so many rises of the held-out loss in a row, if the loss has grown by this
+# share since before the first.
+RISES, RISE = 3, 0.01
 
 
 class Losses(NamedTuple):
@@ -70,18 +65,6 @@ SUFFIXES = ('', *(f'_{band + 1}' for band in range(BANDS)))
 COLUMNS = tuple(f'{name}_loss{suffix}' for name in Losses._fields for suffix in SUFFIXES)
 
 
-def fixed_noise(
-    numbers: Int[Array, ' batch'], shape: tuple[int, ...]
-) -> Float[Array, 'batch height width channels']:
-    """Returns noise of one image's shape for every number, the same for equal numbers."""
-
-    def noise_of(number: Array) -> Array:
-        key: Key[Array, ''] = jax.random.fold_in(jax.random.key(SEED), number)
-        return jax.random.normal(key, shape, jnp.float32)
-
-    return jax.vmap(noise_of)(numbers)
-
-
 class HeldOutLoss:
     """Measures the loss on held-out and on training images, in a separate program.
 
@@ -94,106 +77,57 @@ class HeldOutLoss:
     """
 
     def __init__(self, config: Config, source: Source, devices: Sequence[jax.Device]) -> None:
-        if source.held_out is None:
-            raise ValueError(f'{source.name} holds no images out')
-        self._config, self._sources = config, (source.held_out, source)
-        self._diffusion = make_diffusion(config.diffusion)
+        self._config, self._diffusion = config, make_diffusion(config.diffusion)
         self._model = build_unet(config, load_ops(config.backend, config.precision))
         mesh = Mesh(np.array(devices), ('data',))
         whole, split = PartitionSpec(), PartitionSpec('data')
-        self._replicated, self._split = NamedSharding(mesh, whole), NamedSharding(mesh, split)
+        self._replicated = NamedSharding(mesh, whole)
+        self._images = BandImages(
+            config,
+            source,
+            self._diffusion.steps,
+            devices=len(devices),
+            placement=NamedSharding(mesh, split),
+        )
         # shard_map instead of automatic partitioning: XLA cannot partition hand-written kernels.
         mapped = jax.shard_map(
-            self._losses,
-            mesh=mesh,
-            in_specs=(whole, split, split, split, split),
-            out_specs=split,
-            check_vma=False,
+            self._losses, mesh=mesh, in_specs=(whole, split), out_specs=split, check_vma=False
         )
         self._program = jax.jit(mapped)
         self._compiled: jax.stages.Compiled | None = None
-        # As many images per device as in a training step.
-        share = config.data.batch_size // config.optimizer.accumulate_steps
-        self._rows = max(share // (config.parallel.devices or jax.device_count()), 1) * len(devices)
-        self._images: list[tuple[np.ndarray, np.ndarray]] = []
 
     def compile(self) -> HeldOutLoss:
-        """Compiles the program and loads the images; returns this object.
+        """Loads the images and compiles the program; returns this object.
 
         Raises:
           UserError: an image is corrupt.
         """
+        self._images.load()
         params = jax.tree.map(
             lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=self._replicated),
             state_template(self._config).params,
         )
-        batch = self._batch(
-            np.zeros((1, *self._config.image_shape), np.uint8), *np.zeros((3, 1), np.int32)
-        )
-        self._compiled = self._program.lower(params, *batch).compile()
-        count = min(MAX_IMAGES, *(len(source) for source in self._sources))
-        for source in self._sources:
-            rows = np.arange(count) * len(source) // count
-            self._images.append(load_all(Subset(source, rows), progress=False))
+        self._compiled = self._program.lower(params, self._images.first_batch()).compile()
         return self
 
     def measure(self, params: Params) -> Losses:
         """Returns the losses of these weights, on any devices or numpy."""
         if self._compiled is None:
             self.compile()
-        assert self._compiled is not None
+        compiled = self._compiled
+        assert compiled is not None
         placed = jax.device_put(params, self._replicated)
-        count, steps = len(self._images[0][0]), self._diffusion.steps
-        number, band = (x.reshape(-1) for x in np.indices((count, BANDS)))
-        # Images spread evenly over the timesteps of a band.
-        t = ((band + (number + 0.5) / count) * steps / BANDS).astype(np.int32)
-        found = []
-        for images, labels in self._images:
-            losses = []
-            for first in range(0, len(t), self._rows):
-                rows = slice(first, first + self._rows)
-                chosen = number[rows]
-                batch = self._batch(
-                    images[chosen], labels[chosen], t[rows], np.arange(len(t))[rows]
-                )
-                losses.append((self._compiled(placed, *batch), len(chosen)))
-            values = np.concatenate([np.asarray(part)[:size] for part, size in losses])
-            found.append(values.astype(np.float64).reshape(count, BANDS).mean(axis=0))
-        return Losses(*found)
+        return Losses(*self._images.measure(lambda batch: compiled(placed, batch)))
 
-    def _batch(
-        self,
-        images: UInt8[np.ndarray, 'n height width channels'],
-        labels: Int[np.ndarray, ' n'],
-        t: Int[np.ndarray, ' n'],
-        number: Int[np.ndarray, ' n'],
-    ) -> tuple[Array, ...]:
-        """Puts the inputs of one call on the devices, padded to its size.
-
-        Args:
-          number: identifies the noise of each image.
-        """
-        pad = self._rows - len(images)
-        arrays = (images, labels.astype(np.int32), t.astype(np.int32), number.astype(np.int32))
-        padded = [np.concatenate([a, np.repeat(a[-1:], pad, axis=0)]) for a in arrays]
-        return tuple(jax.device_put(a, self._split) for a in padded)
-
-    def _losses(
-        self,
-        params: Params,
-        images: UInt8[Array, 'batch height width channels'],
-        labels: Int[Array, ' batch'],
-        t: Int[Array, ' batch'],
-        number: Int[Array, ' batch'],
-    ) -> Float[Array, ' batch']:
-        x0, noise = normalise(images), fixed_noise(number, images.shape[1:])
-        time = middle_time(self._diffusion, t)
+    def _losses(self, params: Params, batch: BandBatch) -> Float[Array, ' batch']:
+        x0, noise = normalise(batch.images), fixed_noise(batch.noise_number, batch.images.shape[1:])
+        time = middle_time(self._diffusion, batch.t)
         xt = q_sample(self._diffusion, x0, time, noise)
         output = self._model.predict(
             params,
             network_input(self._diffusion, xt, time),
             time,
-            labels if self._config.model.num_classes else None,
+            batch.labels if self._config.model.num_classes else None,
             low_res=low_res_of(self._config, x0),
         )
         return per_sample_loss(self._diffusion, output, x0, xt, time, noise)

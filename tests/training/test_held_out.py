@@ -19,7 +19,8 @@ from jaxunet.diffusion.objectives import per_sample_loss
 from jaxunet.diffusion.process import make_diffusion, middle_time, network_input, q_sample
 from jaxunet.model.unet import build_unet
 from jaxunet.ops.backends import load_ops
-from jaxunet.training.held_out import BANDS, COLUMNS, SEED, HeldOutLoss, Losses, Turn
+from jaxunet.training.bands import BANDS, SEED
+from jaxunet.training.held_out import COLUMNS, HeldOutLoss, Losses, Turn
 from jaxunet.training.logs import read_metrics
 from jaxunet.training.loop import train
 
