@@ -28,8 +28,8 @@ from jaxunet.runtime.progress import progress_bar
 from jaxunet.runtime.rows import Row
 from jaxunet.sampling.generator import Generator
 from jaxunet.sampling.options import SamplerConfig
+from jaxunet.training.conditions import SampleConditions
 from jaxunet.training.logs import StepTable, read_rows
-from jaxunet.training.low_res import Originals
 
 FEATURE_BATCH = 256  # images whose features are computed at a time
 FILE = 'evaluation.csv'
@@ -70,14 +70,18 @@ def evaluation_network(config: Config) -> FeatureNetwork:
       UserError: the features cannot be loaded, take images of another size or do not allow the
         metrics, or the reference cannot be opened.
     """
-    e = config.evaluation
-    network = load_features(e.features)
-    check_metrics(e.metrics, network, 'evaluation.metrics')
+    evaluation = config.evaluation
+    network = load_features(evaluation.features)
+    check_metrics(evaluation.metrics, network, 'evaluation.metrics')
     network.check_size((config.image_shape[0], config.image_shape[1]))
-    compared = with_reference(e.metrics)
-    if compared and e.reference:
+    compared = with_reference(evaluation.metrics)
+    if compared and evaluation.reference:
         with open_side(
-            e.reference, compared, network, 'evaluation.reference', batch_size=FEATURE_BATCH
+            evaluation.reference,
+            compared,
+            network,
+            'evaluation.reference',
+            batch_size=FEATURE_BATCH,
         ):
             pass  # only opened: its features are computed when they are needed
     return network
@@ -131,24 +135,24 @@ class Evaluator:
     def __init__(
         self, config: Config, source: Source | None, devices: Sequence[jax.Device]
     ) -> None:
-        e = config.evaluation
+        evaluation = config.evaluation
         self.config, self.source = config, source
         self.network = evaluation_network(config)
         sampler = SamplerConfig(
-            name=e.sampler,
-            steps=e.steps or None,
-            variance=e.variance or None,
-            eta=e.eta or None,
-            skip_schedule=e.skip_schedule or None,
-            guidance_scale=e.guidance_scale,
+            name=evaluation.sampler,
+            steps=evaluation.steps or None,
+            variance=evaluation.variance or None,
+            eta=evaluation.eta or None,
+            skip_schedule=evaluation.skip_schedule or None,
+            guidance_scale=evaluation.guidance_scale,
         )
         self.generator = Generator(
-            config, sampler, batch_size=min(e.batch_size, e.samples), devices=devices
+            config,
+            sampler,
+            batch_size=min(evaluation.batch_size, evaluation.samples),
+            devices=devices,
         )
-        self._originals: Originals | None = None
-        if config.model.low_res_size:
-            assert source is not None
-            self._originals = Originals(config, source, e.samples)
+        self._conditions = SampleConditions(config, source, evaluation.samples)
         self._reference: Side | None = None
 
     def measure(
@@ -166,27 +170,24 @@ class Evaluator:
     def sample(
         self, params: Params, keep_on: Callable[[], bool] = lambda: True
     ) -> UInt8[np.ndarray, 'n height width channels'] | None:
-        """Draws `evaluation.samples` images, from all classes in turn; arguments as `measure`.
-
-        A super-resolution network enlarges the small versions of `Originals`, each of its class.
-        """
-        e, classes = self.config.evaluation, self.config.model.num_classes
+        """Draws `evaluation.samples` images under `SampleConditions`; arguments as `measure`."""
+        evaluation = self.config.evaluation
         placed = self.generator.put(params)
         images = []
         with progress_bar(
-            total=e.samples, unit='image', desc='samples to evaluate', leave=False
+            total=evaluation.samples, unit='image', desc='samples to evaluate', leave=False
         ) as bar:
-            for first in range(0, e.samples, self.generator.batch_size):
-                indices = np.arange(first, min(first + self.generator.batch_size, e.samples))
-                labels, small = indices % classes if classes else None, None
-                if self._originals:
-                    _, small, labels = self._originals.load(indices)
+            for first in range(0, evaluation.samples, self.generator.batch_size):
+                indices = np.arange(
+                    first, min(first + self.generator.batch_size, evaluation.samples)
+                )
+                conditions = self._conditions.load(indices)
                 batch = self.generator(
                     placed,
                     seed=self.config.seed,
                     indices=indices,
-                    labels=labels,
-                    low_res=small,
+                    labels=conditions.labels,
+                    low_res=conditions.low_res,
                     progress=lambda _: keep_on(),
                 )
                 if batch is None:
@@ -197,14 +198,18 @@ class Evaluator:
 
     def compare(self, images: UInt8[np.ndarray, 'n height width channels']) -> list[Result]:
         """Returns the metrics of these samples."""
-        e = self.config.evaluation
-        compared = with_reference(e.metrics)
+        evaluation = self.config.evaluation
+        compared = with_reference(evaluation.metrics)
         if compared and self._reference is None:
             self._reference = self._open_reference(compared)
         shape = self.config.image_shape
         source = ArraySource('samples', colour(images), (shape[0], shape[1], 3))
-        samples = image_side('samples', source, e.metrics, self.network, batch_size=FEATURE_BATCH)
-        return compute(e.metrics, self.network, samples, self._reference, seed=self.config.seed)
+        samples = image_side(
+            'samples', source, evaluation.metrics, self.network, batch_size=FEATURE_BATCH
+        )
+        return compute(
+            evaluation.metrics, self.network, samples, self._reference, seed=self.config.seed
+        )
 
     def _open_reference(self, metrics: Sequence[str]) -> Side:
         path = self.config.evaluation.reference
@@ -262,15 +267,15 @@ class Evaluator:
 
     def _sampler(self) -> str:
         """Returns the name of the sampler with the options that are not its defaults."""
-        e = self.config.evaluation
-        words = [e.sampler]
-        if e.sampler == 'ddpm':
+        evaluation = self.config.evaluation
+        words = [evaluation.sampler]
+        if evaluation.sampler == 'ddpm':
             words.append(str(self.generator.sampler.config.variance))
         defaults = {'eta': 0, 'skip_schedule': '', 'guidance_scale': 1}
         words += [
-            f'{option}={getattr(e, option)}'
+            f'{option}={getattr(evaluation, option)}'
             for option, default in defaults.items()
-            if getattr(e, option) != default
+            if getattr(evaluation, option) != default
         ]
         return ' '.join(words)
 

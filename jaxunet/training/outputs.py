@@ -20,11 +20,11 @@ from jaxunet.sampling.generator import Generator
 from jaxunet.sampling.options import OBJECTIVE_DEFAULTS, SamplerConfig
 from jaxunet.training.background import Background
 from jaxunet.training.clock import due
+from jaxunet.training.conditions import SampleConditions, side_by_side
 from jaxunet.training.evaluation import Evaluator, evaluation_table, is_evaluated
 from jaxunet.training.held_out import COLUMNS as HELD_OUT_COLUMNS
 from jaxunet.training.held_out import HeldOutLoss, Losses, Turn
 from jaxunet.training.logs import ROLLBACKS, SPIKES, Logs
-from jaxunet.training.low_res import Originals, beside
 from jaxunet.training.step import Metrics
 
 MAX_COLUMNS = 20  # of a sample grid with one column per class
@@ -78,9 +78,7 @@ class Outputs:
     ) -> None:
         self._config, self._workdir, self._bar, self._keep_on = config, workdir, bar, keep_on
         self._device = devices[0]
-        self._originals: Originals | None = None
-        if config.model.low_res_size:
-            self._originals = Originals(config, source, config.train.sample_count)
+        self._conditions = SampleConditions(config, source, config.train.sample_count)
         extra = (
             *(SPIKES if config.train.spike_sigmas else ()),
             *(ROLLBACKS if config.train.rollbacks else ()),
@@ -160,25 +158,21 @@ class Outputs:
             return
         count, classes = self._config.train.sample_count, self._config.model.num_classes
         indices = np.arange(count)
-        labels, columns = indices % classes if classes else None, None
-        originals = small = None
-        if self._originals:
-            originals, small, labels = self._originals.load(indices)
-        elif 1 < classes <= MAX_COLUMNS:
-            columns = classes
+        labels, low_res, originals = self._conditions.load(indices)
         images = generator(
             generator.put(params),
             seed=self._config.seed,
             indices=indices,
             labels=labels,
-            low_res=small,
+            low_res=low_res,
             progress=lambda _: self._keep_on(),
         )
         if images is None:
             return
-        if originals is not None and small is not None:
+        columns = classes if 1 < classes <= MAX_COLUMNS else None
+        if low_res is not None and originals is not None:
             columns = 3 * math.ceil(math.sqrt(count / 3))
-            images = beside(small, images, originals)
+            images = side_by_side(low_res, images, originals)
         picture = grid(images, columns)
         path = samples_path(self._workdir, step)
         with self._attempts.attempt('samples'):
@@ -206,19 +200,14 @@ class Outputs:
         )
 
     def _compile_generator(self) -> Generator:
-        t = self._config.train
         # One device is enough for a grid, and spares pmap's replicas a second layout.
         generator = Generator(
             self._config,
             grid_sampler(self._config),
-            batch_size=t.sample_count,
+            batch_size=self._config.train.sample_count,
             devices=[self._device],
         )
-        shapes = jax.tree.map(
-            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=generator._replicated),
-            state_template(self._config).params,
-        )
-        generator.compile(shapes)
+        generator.compile_for(state_template(self._config).params)
         return generator
 
 

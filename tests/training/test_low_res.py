@@ -21,10 +21,10 @@ from jaxunet.model.low_res import enlarged
 from jaxunet.model.unet import UNet, build_unet
 from jaxunet.ops.backends import XLA
 from jaxunet.training.batch import noise_batch, split_keys
+from jaxunet.training.conditions import SampleConditions
 from jaxunet.training.evaluation import read_evaluations
 from jaxunet.training.logs import read_metrics
 from jaxunet.training.loop import train
-from jaxunet.training.low_res import Originals
 from jaxunet.training.step import loss_fn, make_train_step
 from jaxunet.weights import write_weights
 
@@ -154,7 +154,7 @@ def test_grids_show_held_out_images_beside_their_samples(run, source, tmp_path):
 
     A grid has two samples a row, each as the enlarged picture, the sample and the image.
     """
-    images, small, labels = Originals(CONFIG, source, 4).load(np.arange(4))
+    labels, small, images = SampleConditions(CONFIG, source, 4).load(np.arange(4))
     rows = [0, 2, 4, 6]  # of nine
     np.testing.assert_array_equal(images, source.held_out.load(np.array(rows)))
     np.testing.assert_array_equal(labels, source.held_out.labels[rows])

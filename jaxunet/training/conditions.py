@@ -1,0 +1,74 @@
+"""What the samples of a run are conditioned on: classes, and the images that they enlarge."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Int, UInt8
+
+from jaxunet.config import Config
+from jaxunet.data.images import to_uint8
+from jaxunet.data.source import Source
+from jaxunet.model.low_res import enlarged, low_res_of
+from jaxunet.training.batch import normalise
+
+Pixels = UInt8[np.ndarray, 'n height width channels']
+SmallPixels = UInt8[np.ndarray, 'n low_height low_width channels']
+
+
+class Conditions(NamedTuple):
+    """The conditions of n samples.
+
+    Fields:
+      labels: their classes; None for an unconditional model.
+      low_res: small images that a super-resolution network enlarges; None for other networks.
+      originals: the images that `low_res` was made from; None without it.
+    """
+
+    labels: Int[np.ndarray, ' n'] | None
+    low_res: SmallPixels | None = None
+    originals: Pixels | None = None
+
+
+class SampleConditions:
+    """Chooses the conditions of the samples that a run draws while it trains.
+
+    Samples are of all classes in turn. But a super-resolution network enlarges images spread evenly
+    over the held-out images, or over the training images if none are held out, each of its own
+    class; if there are fewer images than samples, samples share them.
+
+    Args:
+      source: the training images; only a super-resolution network needs them.
+      samples: number of samples.
+    """
+
+    def __init__(self, config: Config, source: Source | None, samples: int) -> None:
+        self._config, self._samples = config, samples
+        self._source = None if source is None else source.held_out or source
+
+    def load(self, indices: Int[np.ndarray, ' n']) -> Conditions:
+        """Returns the conditions of the samples with these numbers.
+
+        Raises:
+          UserError: an image is corrupt.
+        """
+        if not self._config.model.low_res_size:
+            classes = self._config.model.num_classes
+            return Conditions(indices % classes if classes else None)
+        source = self._source
+        assert source is not None
+        rows = indices.astype(np.int64) * len(source) // self._samples
+        originals = source.load(rows)
+        low_res = low_res_of(self._config, normalise(jnp.asarray(originals)))
+        assert low_res is not None  # as the model has low_res_size
+        return Conditions(source.labels[rows].astype(np.int32), to_uint8(low_res), originals)
+
+
+def side_by_side(
+    low_res: SmallPixels, samples: Pixels, originals: Pixels
+) -> UInt8[np.ndarray, 'tiles height width channels']:
+    """Returns three tiles per sample: the enlarged picture, the sample and the original image."""
+    seen = to_uint8(enlarged(normalise(jnp.asarray(low_res)), samples.shape))
+    return np.stack([seen, samples, originals], axis=1).reshape(-1, *samples.shape[1:])
