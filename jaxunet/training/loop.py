@@ -1,7 +1,7 @@
 """The training loop: runs steps, and schedules logging, sampling, evaluating, saving and stopping.
 
-Steps run in a `Session`; what is written comes from `Outputs` and `Checkpoints`. The device never
-waits for Python: `Session.calls_ahead` calls are queued before the metrics of the oldest are read.
+Steps run in a `Session`; `Outputs` and `Saver` write the results. The device never waits for
+Python: `Session.calls_ahead` calls are queued before the metrics of the oldest are read.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ import numpy as np
 from tqdm import tqdm
 
 from jaxunet.checkpoint import store as checkpoint
-from jaxunet.checkpoint.snapshots import SnapshotWriter, spacing
 from jaxunet.checkpoint.state import TrainState
 from jaxunet.config import Config
 from jaxunet.data.source import Source
@@ -29,13 +28,13 @@ from jaxunet.runtime.errors import UserError
 from jaxunet.runtime.progress import progress_bar
 from jaxunet.training.clock import Clock, Milestones, due
 from jaxunet.training.evaluation import Evaluator
-from jaxunet.training.held_out import HeldOutLoss
-from jaxunet.training.outputs import Outputs, left_out
+from jaxunet.training.outputs import Missing, Outputs, missing_outputs
 from jaxunet.training.parallel import STOP
 from jaxunet.training.preemption import Preemption
 from jaxunet.training.replicas import Replicas
 from jaxunet.training.resume import how_to_go_on, starting_point
 from jaxunet.training.rollback import TooManySkippedError, with_rollbacks
+from jaxunet.training.saving import Saver
 from jaxunet.training.session import Session
 from jaxunet.training.step import Metrics
 from jaxunet.training.workdir import opened
@@ -82,14 +81,14 @@ class _Loop:
       rollbacks: how often the run has gone back to an earlier checkpoint.
       queue: the calls whose metrics have not been read: (step after the call, metrics).
       stop: all processes of the run have seen that one of them was asked to stop.
-      failed_save: why the last checkpoint could not be written; empty if it could.
-      outputs: of process 0; None on the others.
+      saver: writes checkpoints and snapshots.
+      outputs: writes everything else, on process 0; None on the others.
     """
 
     step: int
     rollbacks: int
+    saver: Saver
     clock: Clock
-    class_names: tuple[str, ...]
     bar: tqdm
 
     def __init__(
@@ -111,25 +110,16 @@ class _Loop:
             if config.train.evaluate_every and self.main
             else None
         )
-        self.held_out = (
-            HeldOutLoss(config, source, self.session.parallel.local_devices)
-            if config.train.holdout_every and self.main
-            else None
-        )
-        t = config.train
         self.checkpoints = checkpoint.Checkpoints(
             workdir,
-            keep=t.keep,
-            keep_every=t.keep_every,
-            keep_best=t.keep_best,
+            keep=config.train.keep,
+            keep_every=config.train.keep_every,
+            keep_best=config.train.keep_best,
             scores=self.evaluator.scores_of(workdir) if self.evaluator else dict,
         )
-        self.snapshots: SnapshotWriter | None = None
-        self.snapshot_every = 0
         self.outputs: Outputs | None = None
         self.queue: collections.deque[tuple[int, Metrics]] = collections.deque()
         self.stop = False
-        self.failed_save = ''
 
     def run(self, initial: TrainState | None, failed: TooManySkippedError | None) -> int:
         """Trains, and returns the step reached; `failed` as in `starting_point`."""
@@ -140,26 +130,30 @@ class _Loop:
             begin = starting_point(
                 self.config, self.workdir, self.checkpoints, names, initial, failed
             )
-            self.step, self.class_names = int(begin.state.step), begin.class_names
-            self.rollbacks = begin.rollbacks
+            self.step, self.rollbacks = int(begin.state.step), begin.rollbacks
             agree({'the step to resume from': self.step})
             if failed and self.main:
                 self.checkpoints.set_aside_after(self.step)
             alone = jax.process_count() == 1
-            if self.step >= total and not (alone and any(self._left_out())):
+            if self.step >= total and not (alone and any(self._missing_outputs())):
                 print(how_to_go_on(self.config, self.workdir, self.step))
                 return self.step
             session = self.session
             stack.callback(quietly, 'images', session.close)
             session.load(begin.state, progress=self.main)
+            self.saver = Saver(
+                self.workdir,
+                self.checkpoints,
+                session,
+                begin,
+                snapshots=not self.milestones,
+                warn=self._warn,
+            )
+            stack.callback(quietly, 'snapshots', self.saver.close)
             seconds = begin.seconds
             del begin  # its state is a second copy of all weights, in this machine's memory
             session.open_stream()
             agree({'the steps per call': session.steps_per_call})
-            if self.main and self.config.ema.widths and not self.milestones:
-                self.snapshot_every = spacing(self.config, session.steps_per_call)
-                self.snapshots = SnapshotWriter(self.workdir, self.config, self.step)
-                stack.callback(quietly, 'snapshots', self.snapshots.close)
             self.bar = stack.enter_context(
                 progress_bar(total=total, initial=self.step, unit='step', disable=not self.main)
             )
@@ -170,11 +164,13 @@ class _Loop:
             self.clock = Clock(self.step, seconds)
             # Objects that exist now stay: collecting them again would stall the loop for 0.1 s.
             gc.freeze()
-            self._make_up()
+            self._write_missing_outputs()
             self._train()
-        if self.failed_save:
-            raise checkpoint.CheckpointWriteError(self.failed_save)
+        self.saver.check()
         return self.step
+
+    def _warn(self, text: str) -> None:
+        self.bar.write(text)
 
     def _open_outputs(self) -> Outputs:
         return Outputs(
@@ -185,7 +181,6 @@ class _Loop:
             rollbacks=self.rollbacks,
             devices=self.session.parallel.local_devices,
             evaluator=self.evaluator,
-            held_out=self.held_out,
             bar=self.bar,
             keep_on=lambda: not self.preemption.requested,
         )
@@ -214,7 +209,7 @@ class _Loop:
             self._check_replicas()
             self._save_unsaved()
             self.bar.write(f'stopped at step {self.step}; the same command resumes from there')
-        self._finish_saving()
+        self.saver.wait()
 
     def _call(self) -> None:
         """Queues the next call of the compiled step, and reads the metrics of an earlier one."""
@@ -232,11 +227,11 @@ class _Loop:
 
         Returns False after the last milestone, with which the run ends.
         """
-        t = self.config.train
-        save, sample = self._due(t.checkpoint_every), self._due(t.sample_every)
-        evaluate, held_out = self._due(t.evaluate_every), self._due(t.holdout_every)
-        check = self._due(t.check_replicas_every)
-        snapshot = self.snapshot_every > 0 and self.step % self.snapshot_every == 0
+        train = self.config.train
+        save, sample = self._due(train.checkpoint_every), self._due(train.sample_every)
+        evaluate, held_out = self._due(train.evaluate_every), self._due(train.holdout_every)
+        check = self._due(train.check_replicas_every)
+        snapshot = self.saver.snapshot_due(self.step)
         milestone = bool(self.milestones_left) and self._seconds() >= self.milestones_left[0]
         if not (save or sample or evaluate or held_out or milestone or snapshot or check):
             return True
@@ -246,7 +241,7 @@ class _Loop:
         if check or save:
             self._check_replicas()
         if snapshot:
-            self._take_snapshot()
+            self.saver.snapshot(self.step)
         if held_out and self.outputs:
             with self._save_on_error():
                 self.outputs.measure_held_out(self.step, self._averaged_weights())
@@ -273,20 +268,25 @@ class _Loop:
             if evaluate:
                 self.outputs.evaluate(self.step, self._averaged_weights(), self._seconds())
 
-    def _left_out(self) -> tuple[bool, bool]:
+    def _missing_outputs(self) -> Missing:
+        """Returns the outputs that an earlier process did not write at the resumed step."""
         if not self.main or self.checkpoints.latest() != self.step:
-            return False, False
-        return left_out(self.config, self.workdir, self.step)
+            return Missing()
+        return missing_outputs(self.config, self.workdir, self.step)
 
-    def _make_up(self) -> None:
-        sample, evaluate = self._left_out()
-        if sample or evaluate:
+    def _write_missing_outputs(self) -> None:
+        missing = self._missing_outputs()
+        if any(missing):
             self.clock.pause()
-            self._show(sample=sample, evaluate=evaluate)
+            self._show(sample=missing.samples, evaluate=missing.metrics)
             self.clock.resume()
 
     def _seconds(self, step: int | None = None) -> float:
-        """Returns the training time, as the milestones count it; `step` is the last by default."""
+        """Returns the training time in seconds, by the milestones' seconds per step if they fix it.
+
+        Args:
+          step: None = the last one.
+        """
         if self.milestones and self.milestones.step_seconds:
             return self.milestones.step_seconds * (self.step if step is None else step)
         return self.clock.seconds
@@ -300,7 +300,7 @@ class _Loop:
         Raises:
           TooManySkippedError: too many steps in a row were skipped.
         """
-        t = self.config.train
+        train = self.config.train
         while len(self.queue) > leave:
             step, metrics = self.queue.popleft()
             # Each process reads the metrics of a step after the same number of further calls, so
@@ -308,11 +308,11 @@ class _Loop:
             self.stop |= bool(np.any(metrics.get(STOP, 0)))
             bad = int(np.atleast_1d(metrics['bad_steps']).max())  # waits for the steps
             self.bar.update(self.session.steps_per_call)
-            if bad >= t.max_bad_steps:
+            if bad >= train.max_bad_steps:
                 raise TooManySkippedError(
                     self.config, step, bad, self.checkpoints.latest(), self.rollbacks
                 )
-            if step % t.log_every == 0 or step == t.steps:
+            if due(train.log_every, step, train.steps):
                 elapsed, steps = self.clock.lap(step)
                 if self.outputs:
                     last = jax.tree.map(lambda x: np.atleast_1d(x)[-1], metrics)
@@ -335,7 +335,7 @@ class _Loop:
         if jax.process_count() == 1 and not self.milestones:
             self._check_replicas()
             self._save_unsaved()
-            self._finish_saving()
+            self.saver.wait()
 
     def _asked_to_stop(self) -> bool:
         return self.preemption.requested if jax.process_count() == 1 else self.stop
@@ -343,55 +343,12 @@ class _Loop:
     def _check_replicas(self) -> None:
         self.replicas.check(self.session.state, self.step, self.checkpoints.latest())
 
+    def _save(self) -> None:
+        self.saver.save(self.step, self.clock.seconds)
+
     def _save_unsaved(self) -> None:
         if self.checkpoints.latest() != self.step:
             self._save()
-
-    def _take_snapshot(self) -> None:
-        """Starts writing a snapshot of the power-function averages."""
-        assert self.snapshots is not None
-        state = self.session.state
-        averages = {name: state.ema[name] for name in self.config.ema.width_names}
-        skipped, averages = self.session.parallel.fetch((state.skipped, averages))
-        self._warn(self.snapshots.write(self.step, self.step - int(skipped), averages))
-
-    def _wait_for_snapshots(self) -> None:
-        if self.snapshots is not None:
-            self._warn(self.snapshots.wait())
-
-    def _warn(self, warning: str) -> None:
-        if warning:
-            self.bar.write(f'warning: {warning}')
-
-    def _save(self) -> None:
-        """Starts writing a checkpoint, on process 0, once the snapshots before it are on disk.
-
-        A failed write is reported, and the next checkpoint tries again. Only if the last one fails
-        does the run end with an error.
-        """
-        if not self.main:
-            return
-        self.failed_save = ''
-        self._wait_for_snapshots()
-        try:
-            warning = self.checkpoints.save(
-                self.step,
-                self.session.parallel.fetch(self.session.state),
-                self.config,
-                self.clock.seconds,
-                self.class_names,
-                self.rollbacks,
-            )
-        except checkpoint.CheckpointWriteError as error:
-            warning = self.failed_save = str(error)
-        self._warn(warning)
-
-    def _finish_saving(self) -> None:
-        self._wait_for_snapshots()
-        try:
-            self.checkpoints.wait()
-        except checkpoint.CheckpointWriteError as error:
-            self.failed_save = str(error)
 
     def _averaged_weights(self) -> Params:
         """Returns the average that sampling uses, on this process's first device."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import pathlib
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import jax
 import numpy as np
@@ -36,15 +37,19 @@ def samples_path(workdir: pathlib.Path, step: int) -> pathlib.Path:
     return workdir / 'samples' / f'step_{step:07d}.png'
 
 
-def left_out(config: Config, workdir: pathlib.Path, step: int) -> tuple[bool, bool]:
-    """Returns whether the samples and the metrics of a resumed step are due, but missing.
+class Missing(NamedTuple):
+    """The outputs of a step that are due, but missing."""
 
-    This happens if the process died after its checkpoint and before them.
-    """
-    t = config.train
-    return (
-        due(t.sample_every, step, t.steps) and not samples_path(workdir, step).exists(),
-        due(t.evaluate_every, step, t.steps) and not is_evaluated(workdir, step),
+    samples: bool = False
+    metrics: bool = False
+
+
+def missing_outputs(config: Config, workdir: pathlib.Path, step: int) -> Missing:
+    """Returns the outputs that a run lacks if it died between a step's checkpoint and them."""
+    train = config.train
+    return Missing(
+        due(train.sample_every, step, train.steps) and not samples_path(workdir, step).exists(),
+        due(train.evaluate_every, step, train.steps) and not is_evaluated(workdir, step),
     )
 
 
@@ -52,12 +57,12 @@ class Outputs:
     """The outputs of a run, all written by process 0.
 
     Args:
-      source: the training images; the grids of a super-resolution network enlarge some.
+      source: the training images, with held-out ones if `train.holdout_every` is set; the grids of
+        a super-resolution network enlarge some.
       start: the step that the run starts from; later rows of its log files are dropped.
       rollbacks: how often the run has gone back to an earlier checkpoint.
-      devices: of this process; the first one draws the sample grids.
+      devices: of this process. All measure the held-out loss; the first draws the sample grids.
       evaluator: computes the metrics of samples; None if `train.evaluate_every` is 0.
-      held_out: measures the held-out loss; None if `train.holdout_every` is 0.
       bar: the progress bar, above which messages are printed.
       keep_on: returns False once the run was asked to stop, which ends sampling early.
     """
@@ -72,7 +77,6 @@ class Outputs:
         rollbacks: int,
         devices: Sequence[jax.Device],
         evaluator: Evaluator | None,
-        held_out: HeldOutLoss | None,
         bar: tqdm,
         keep_on: Callable[[], bool],
     ) -> None:
@@ -89,7 +93,10 @@ class Outputs:
         self._evaluator = evaluator
         self._table = evaluation_table(workdir, start) if evaluator else None
         self._generator: Background[Generator] | None = None
-        self._held_out, self._turn = held_out, Turn()
+        self._held_out = (
+            HeldOutLoss(config, source, devices) if config.train.holdout_every else None
+        )
+        self._turn = Turn()
         for row in self._logs.earlier:
             if earlier := Losses.of_row(row):
                 self._turn.add(earlier)

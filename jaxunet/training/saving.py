@@ -1,0 +1,110 @@
+"""Writes the checkpoints of a run, and the snapshots of its averages, beside the training steps."""
+
+from __future__ import annotations
+
+import pathlib
+from collections.abc import Callable
+
+import jax
+
+from jaxunet.checkpoint.snapshots import SnapshotWriter, spacing
+from jaxunet.checkpoint.store import Checkpoints, CheckpointWriteError
+from jaxunet.training.resume import StartingPoint
+from jaxunet.training.session import Session
+
+
+class Saver:
+    """Saves the state of a session, on process 0; the other processes write nothing.
+
+    A write that fails is a warning, and the next checkpoint tries again. `check` raises the error
+    of the last one.
+
+    Args:
+      checkpoints: those of the workdir.
+      session: with the state loaded.
+      begin: where the run starts; its state is not kept.
+      snapshots: write snapshots, if the config has `ema.widths`.
+      warn: shows a line to the user.
+    """
+
+    def __init__(
+        self,
+        workdir: pathlib.Path,
+        checkpoints: Checkpoints,
+        session: Session,
+        begin: StartingPoint,
+        *,
+        snapshots: bool,
+        warn: Callable[[str], None],
+    ) -> None:
+        self._checkpoints, self._session, self._warn = checkpoints, session, warn
+        self._class_names, self._rollbacks = begin.class_names, begin.rollbacks
+        self._main = jax.process_index() == 0
+        self._failure = ''  # why the last checkpoint could not be written
+        self._snapshots: SnapshotWriter | None = None
+        self._snapshot_every = 0
+        config = session.config
+        if snapshots and self._main and config.ema.widths:
+            self._snapshot_every = spacing(config, session.steps_per_call)
+            self._snapshots = SnapshotWriter(workdir, config, int(begin.state.step))
+
+    def close(self) -> None:
+        """Waits for a snapshot in progress and ends its thread."""
+        if self._snapshots is not None:
+            self._snapshots.close()
+
+    def snapshot_due(self, step: int) -> bool:
+        """Returns True if a snapshot is to be taken after this step."""
+        return self._snapshot_every > 0 and step % self._snapshot_every == 0
+
+    def snapshot(self, step: int) -> None:
+        """Starts writing a snapshot of the power-function averages."""
+        assert self._snapshots is not None
+        state = self._session.state
+        averages = {name: state.ema[name] for name in self._session.config.ema.width_names}
+        skipped, averages = self._session.parallel.fetch((state.skipped, averages))
+        self._show(self._snapshots.write(step, step - int(skipped), averages))
+
+    def save(self, step: int, seconds: float) -> None:
+        """Starts writing a checkpoint, once the snapshots before it are on disk.
+
+        Args:
+          seconds: training time so far.
+        """
+        if not self._main:
+            return
+        self._failure = ''
+        self._wait_for_snapshots()
+        try:
+            warning = self._checkpoints.save(
+                step,
+                self._session.parallel.fetch(self._session.state),
+                self._session.config,
+                seconds,
+                self._class_names,
+                self._rollbacks,
+            )
+        except CheckpointWriteError as error:
+            warning = self._failure = str(error)
+        self._show(warning)
+
+    def wait(self) -> None:
+        """Waits until everything is on disk; `check` raises the error of a checkpoint."""
+        self._wait_for_snapshots()
+        try:
+            self._checkpoints.wait()
+        except CheckpointWriteError as error:
+            self._failure = str(error)
+
+    def check(self) -> None:
+        """Raises `CheckpointWriteError` if the last checkpoint could not be written."""
+        if self._failure:
+            raise CheckpointWriteError(self._failure)
+
+    def _wait_for_snapshots(self) -> None:
+        if self._snapshots is not None:
+            self._show(self._snapshots.wait())
+
+    def _show(self, warning: str) -> None:
+        if warning:
+            self._warn(f'warning: {warning}')
