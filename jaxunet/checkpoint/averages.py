@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import pathlib
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import jax
 import numpy as np
@@ -24,18 +24,28 @@ from jaxunet.model.unet import Params
 from jaxunet.runtime.errors import UserError
 
 
-def pick_weights(restored: Restored, workdir: pathlib.Path, ema: str) -> tuple[Params, str]:
-    """Returns the weights to use, and a note that names them; see `pick_several`."""
-    return pick_several(restored, workdir, [ema])[0]
+class Picked(NamedTuple):
+    """The weights of a checkpoint, averaged or not.
+
+    Fields:
+      note: names them for a reader.
+    """
+
+    params: Params
+    note: str
 
 
-def pick_several(
-    restored: Restored, workdir: pathlib.Path, averages: Sequence[str]
-) -> list[tuple[Params, str]]:
-    """Returns several sets of weights of a checkpoint, each with a note that names it.
+def pick_weights(restored: Restored, ema: str) -> Picked:
+    """Returns the weights that `ema` names; see `pick_several`."""
+    return pick_several(restored, [ema])[0]
+
+
+def pick_several(restored: Restored, averages: Sequence[str]) -> list[Picked]:
+    """Returns several sets of weights of a checkpoint.
+
+    The snapshots of its run give widths that the checkpoint lacks.
 
     Args:
-      workdir: the run's folder; its snapshots give widths that the checkpoint lacks.
       averages: each is a rate of the run, a width, '' for the run's first rate, or 'none' for the
         weights without averaging. A number that is a rate of the run means the rate.
 
@@ -44,16 +54,16 @@ def pick_several(
     """
     widths = [width_of(restored.config, ema) for ema in averages]
     wanted = list(dict.fromkeys(width for width in widths if width is not None))
-    by_width = dict(zip(wanted, _weights_of_widths(restored, workdir, wanted), strict=True))
+    by_width = _weights_of_widths(restored, wanted)
     found = []
     for ema, width in zip(averages, widths, strict=True):
         if width is not None:
             found.append(by_width[width])
         elif ema == 'none':
-            found.append((restored.state.params, 'the parameters without averaging'))
+            found.append(Picked(restored.state.params, 'the parameters without averaging'))
         else:
             rate = str(float(ema)) if ema else str(restored.config.ema.rates[0])
-            found.append((restored.state.ema[rate], f'the average with rate {rate}'))
+            found.append(Picked(restored.state.ema[rate], f'the average with rate {rate}'))
     return found
 
 
@@ -80,10 +90,8 @@ def width_of(config: Config, ema: str) -> float | None:
     return number
 
 
-def _weights_of_widths(
-    restored: Restored, workdir: pathlib.Path, widths: Sequence[float]
-) -> list[tuple[Params, str]]:
-    """Returns the power-function averages of these widths at the checkpoint, each with a note.
+def _weights_of_widths(restored: Restored, widths: Sequence[float]) -> dict[float, Picked]:
+    """Returns the power-function averages of these widths at the checkpoint, by width.
 
     A width of `ema.widths` is that of the checkpoint itself. Others are combined from it and from
     the snapshots up to its step; see `jaxunet.checkpoint.power_average`.
@@ -94,33 +102,29 @@ def _weights_of_widths(
     state, names = restored.state, restored.config.ema.width_names
     at_hand = {width: state.ema[name] for name, width in names.items()}
     missing = [width for width in widths if width not in at_hand]
-    combined = _combined(restored, workdir, at_hand, missing) if missing else {}
-    return [
-        combined[width]
-        if width in combined
-        else (at_hand[width], f'the average of width {width}, as trained')
-        for width in widths
-    ]
+    combined = _combined(restored, at_hand, missing) if missing else {}
+    kept = {
+        width: Picked(params, f'the average of width {width}, as trained')
+        for width, params in at_hand.items()
+    }
+    return kept | combined
 
 
 def _combined(
-    restored: Restored,
-    workdir: pathlib.Path,
-    at_hand: dict[float, Params],
-    widths: Sequence[float],
-) -> dict[float, tuple[Params, str]]:
-    """Returns averages that the checkpoint does not hold, by width, and their notes.
+    restored: Restored, at_hand: dict[float, Params], widths: Sequence[float]
+) -> dict[float, Picked]:
+    """Returns averages that the checkpoint does not hold, by width.
 
     Args:
       at_hand: the averages of the checkpoint by width, in float32.
     """
     state = restored.state
     step, updates = int(state.step), int(state.step) - int(state.skipped)
-    snapshots = find_snapshots(workdir, step)
+    snapshots = find_snapshots(restored.workdir, step)
     if not snapshots or not updates:
         raise UserError(
-            f'--ema: {widths[0]} needs snapshots, but {workdir / FOLDER} has none up to step '
-            f'{step}; without them only the widths {_listed(at_hand)} can be taken'
+            f'--ema: {widths[0]} needs snapshots, but {restored.workdir / FOLDER} has none up to '
+            f'step {step}; without them only the widths {_listed(at_hand)} can be taken'
         )
     kept, rounding = _profiles(snapshots, updates, at_hand)
     found = combine(kept, rounding, updates, widths)
@@ -139,7 +143,7 @@ def _combined(
     sums = _sum(snapshots, at_hand, coefficients)
     structure = jax.tree.structure(state.params)
     return {
-        width: (
+        width: Picked(
             jax.tree.unflatten(structure, leaves),
             f'the average of width {width}, from {len(snapshots)} snapshots '
             f'(predicted error {combination.error:.1e})',

@@ -18,7 +18,7 @@ from absl import logging
 from jaxunet.checkpoint import store as checkpoint
 from jaxunet.checkpoint.averages import pick_weights
 from jaxunet.checkpoint.fine_tune import Side, fit
-from jaxunet.checkpoint.state import TrainState, get_moments, initial_state
+from jaxunet.checkpoint.state import TrainState, get_moments, state_from_weights
 from jaxunet.config import Config
 from jaxunet.model.unet import Params
 from jaxunet.runtime.errors import UserError, near_misses
@@ -105,14 +105,12 @@ def load_model(
 
 def _from_checkpoint(path: str, ema: str) -> Model:
     restored = checkpoint.read(path)
-    found = checkpoint.find(path)
-    assert found is not None  # there is a checkpoint, so this finds it
-    params, note = pick_weights(restored, found[0], ema)
+    picked = pick_weights(restored, ema)
     return Model(
         restored.config,
-        params,
+        picked.params,
         get_moments(restored.state.opt_state),
-        f'{path}, step {int(restored.state.step)}, {note}',
+        f'{path}, step {int(restored.state.step)}, {picked.note}',
         restored.class_names,
     )
 
@@ -156,4 +154,4 @@ def load_initial(config: Config, class_names: Sequence[str] = ()) -> TrainState 
             f"left out: Adam's moments, as {reason}" if reason else "kept: Adam's moments"
         )
     logging.info('starting from %s:\n  %s', model.note, '\n  '.join(report))
-    return initial_state(config, jax.tree.map(np.asarray, fitted.params), moments)
+    return state_from_weights(config, jax.tree.map(np.asarray, fitted.params), moments)

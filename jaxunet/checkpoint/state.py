@@ -19,7 +19,7 @@ from jaxunet.config.schema import DataConfig, OptimizerConfig, TrainConfig
 from jaxunet.diffusion.process import make_diffusion
 from jaxunet.diffusion.timesteps import make_sampler
 from jaxunet.diffusion.weighting import make_weighting
-from jaxunet.model.unet import Params, UNet, build_unet, init_params
+from jaxunet.model.unet import Params, build_unet, init_params
 from jaxunet.ops.backends import load_ops
 
 Arguments = ParamSpec('Arguments')
@@ -120,20 +120,22 @@ def learning_rate_schedule(config: Config) -> optax.Schedule:
     It rises linearly to `optimizer.learning_rate` over `optimizer.warmup_steps`. After that it is
     constant, or falls to 0 at `train.steps` as a cosine or a line (`optimizer.schedule`).
     """
-    o = config.optimizer
-    rest = max(config.train.steps - o.warmup_steps, 1)
+    options = config.optimizer
+    rest = max(config.train.steps - options.warmup_steps, 1)
     after = {
-        'constant': optax.constant_schedule(o.learning_rate),
-        'cosine': optax.cosine_decay_schedule(o.learning_rate, rest),
-        'linear': optax.linear_schedule(o.learning_rate, 0.0, rest),
-    }[o.schedule]
-    if o.warmup_steps == 0:
+        'constant': optax.constant_schedule(options.learning_rate),
+        'cosine': optax.cosine_decay_schedule(options.learning_rate, rest),
+        'linear': optax.linear_schedule(options.learning_rate, 0.0, rest),
+    }[options.schedule]
+    if options.warmup_steps == 0:
         return _lenient(after)
     # Step n has (n + 1) / warmup_steps of the rate, so that the first step already moves.
     warmup = optax.linear_schedule(
-        o.learning_rate / o.warmup_steps, o.learning_rate, max(o.warmup_steps - 1, 1)
+        options.learning_rate / options.warmup_steps,
+        options.learning_rate,
+        max(options.warmup_steps - 1, 1),
     )
-    return _lenient(optax.join_schedules([warmup, after], [o.warmup_steps]))
+    return _lenient(optax.join_schedules([warmup, after], [options.warmup_steps]))
 
 
 def make_optimizer(config: Config) -> optax.GradientTransformation:
@@ -141,17 +143,17 @@ def make_optimizer(config: Config) -> optax.GradientTransformation:
 
     Gradients are clipped before, by the training step, which computes their norm anyway.
     """
-    o = config.optimizer
-    if o.name == 'muon':
+    options = config.optimizer
+    if options.name == 'muon':
         found = muon(config)
     else:
         # AdamW without decay is Adam, so both have the same state.
         found = optax.adamw(
             learning_rate_schedule(config),
-            b1=o.betas[0],
-            b2=o.betas[1],
-            eps=o.eps,
-            weight_decay=o.weight_decay,
+            b1=options.betas[0],
+            b2=options.betas[1],
+            eps=options.eps,
+            weight_decay=options.weight_decay,
         )
     return optax.GradientTransformation(found.init, _lenient(found.update))
 
@@ -165,14 +167,14 @@ def muon(config: Config) -> optax.GradientTransformation:
     a matrix of its taps and input channels by its output channels. The first and last layers, the
     embeddings of time and labels, norms and biases take AdamW with Nesterov's momentum.
     """
-    o = config.optimizer
+    options = config.optimizer
     return optax.contrib.muon(
         learning_rate_schedule(config),
-        weight_decay=o.weight_decay,
-        adam_b1=o.betas[0],
-        adam_b2=o.betas[1],
-        adam_weight_decay=o.weight_decay,
-        eps=o.eps,
+        weight_decay=options.weight_decay,
+        adam_b1=options.betas[0],
+        adam_b2=options.betas[1],
+        adam_weight_decay=options.weight_decay,
+        eps=options.eps,
         muon_weight_dimension_numbers=_matrices,
         consistent_rms=MUON_RMS,
     )
@@ -190,24 +192,16 @@ def _matrices(params: Params) -> PyTree:
     return jax.tree_util.tree_map_with_path(axes, params)
 
 
-def init_state(config: Config, model: UNet, optimizer: optax.GradientTransformation) -> TrainState:
-    """Returns the state before step 0, a pure function of `config.seed`; to be traced by JAX."""
-    init_key, run_key = jax.random.split(jax.random.key(config.seed))
-    return start_state(
-        config, optimizer, init_params(model, config, init_key), jax.random.key_data(run_key)
-    )
-
-
 def start_loss_scale(config: Config) -> LossScale:
     """Returns the loss scale before step 0."""
     scale = LOSS_SCALE_START if config.precision == 'float16' else 1.0
     return LossScale(jnp.asarray(scale, jnp.float32), jnp.zeros((), jnp.int32))
 
 
-def start_state(
+def state_before_training(
     config: Config, optimizer: optax.GradientTransformation, params: Params, rng: Array
 ) -> TrainState:
-    """Returns the state before step 0 with these weights and this key data."""
+    """Returns the state before step 0 with these weights and this key data; to be traced by JAX."""
     zero = jnp.zeros((), jnp.int32)
     weighting, timesteps = start_methods(config)
     return TrainState(
@@ -278,7 +272,7 @@ def fresh_state(config: Config, draw: Draw | None = None) -> TrainState:
     Args:
       draw: draws it, to be traced by JAX; None = `draw_state`.
     """
-    draw, config = draw or draw_state, state_fields(config)
+    draw, config = draw or draw_state, state_config(config)
     try:
         cpu = jax.local_devices(backend='cpu')[0]
     except RuntimeError:  # JAX_PLATFORMS excludes the CPU
@@ -289,7 +283,7 @@ def fresh_state(config: Config, draw: Draw | None = None) -> TrainState:
         return jax.device_get(jax.jit(draw, static_argnums=0, compiler_options=quick)(config))
 
 
-def state_fields(config: Config) -> Config:
+def state_config(config: Config) -> Config:
     """Returns a config with the defaults of most fields that do not enter the state before step 0.
 
     JAX compiles its draw once per config, so the runs of a sweep share it.
@@ -317,16 +311,28 @@ def draw_state(config: Config) -> TrainState:
     `config` is a static argument of a module-level function, so JAX compiles it once per config.
     """
     # Parameters do not depend on the backend, and this machine may lack the one of the config.
-    return init_state(config, build_unet(config, load_ops('xla')), make_optimizer(config))
+    model = build_unet(config, load_ops('xla'))
+    init_key, run_key = jax.random.split(jax.random.key(config.seed))
+    params = init_params(model, config, init_key)
+    return state_before_training(
+        config, make_optimizer(config), params, jax.random.key_data(run_key)
+    )
 
 
-def initial_state(
+def state_from_weights(
     config: Config, params: Params, moments: tuple[Params, Params] | None
 ) -> TrainState:
-    """Returns a numpy state at step 0 with weights, and Adam's moments if given, from elsewhere."""
+    """Returns the state before step 0 with weights, and Adam's moments, of another model.
+
+    Args:
+      params: float32 numpy arrays.
+      moments: first and second moments; None starts them at 0.
+
+    Returns numpy arrays.
+    """
     optimizer = make_optimizer(config)
     rng = jax.random.key_data(jax.random.split(jax.random.key(config.seed))[1])
-    state = start_state(config, optimizer, jax.tree.map(jnp.asarray, params), rng)
+    state = state_before_training(config, optimizer, jax.tree.map(jnp.asarray, params), rng)
     if moments is not None:
         state = dataclasses.replace(
             state, opt_state=set_moments(state.opt_state, *jax.tree.map(jnp.asarray, moments))

@@ -29,7 +29,7 @@ from jaxunet.checkpoint.damaged import FOLDER as DAMAGED
 from jaxunet.checkpoint.damaged import set_aside
 from jaxunet.checkpoint.keeping import Scores, preservation_policy
 from jaxunet.checkpoint.meta import check_seal, sealed
-from jaxunet.checkpoint.state import Draw, TrainState, draw_state, state_fields
+from jaxunet.checkpoint.state import Draw, TrainState, draw_state, state_config
 from jaxunet.config import Config, resolve, to_dict
 from jaxunet.config.schema import Fields
 from jaxunet.runtime.attempts import quietly
@@ -47,6 +47,7 @@ class Restored:
     """The content of a checkpoint.
 
     Attributes:
+      workdir: the folder of the run.
       state: numpy arrays.
       config: the config that the run was saved with.
       seconds: training time so far, without compiling, sampling and saving.
@@ -55,6 +56,7 @@ class Restored:
       rollbacks: how often the run has gone back to an earlier checkpoint.
     """
 
+    workdir: pathlib.Path
     state: TrainState
     config: Config
     seconds: float
@@ -64,7 +66,7 @@ class Restored:
 
 def state_template(config: Config, draw: Draw = draw_state) -> TrainState:
     """Returns the shapes and types of the state of a config, without allocating it."""
-    return jax.eval_shape(jax.jit(draw, static_argnums=0), state_fields(config))
+    return jax.eval_shape(jax.jit(draw, static_argnums=0), state_config(config))
 
 
 def checksum(tree: object) -> int:
@@ -288,11 +290,12 @@ class Checkpoints:
                 f'checksum: expected {meta["checksum"]:08x}, found {found:08x} in {folder}'
             )
         return Restored(
-            state,
-            config,
-            meta['seconds'],
-            tuple(meta.get('class_names', ())),
-            meta.get('rollbacks', 0),
+            workdir=self.workdir,
+            state=state,
+            config=config,
+            seconds=meta['seconds'],
+            class_names=tuple(meta.get('class_names', ())),
+            rollbacks=meta.get('rollbacks', 0),
         )
 
     def _set_aside_unfinished(self) -> None:

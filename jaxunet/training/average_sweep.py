@@ -60,11 +60,9 @@ def measure_averages(
         if averages.count(ema) > 1:
             raise UserError(f'--ema: {ema or "the default"} is given twice; give it once')
     restored = checkpoint.read(path)
-    found = checkpoint.find(path)
-    assert found is not None  # as there is a checkpoint
     fields = to_dict(restored.config) | changes
     config = resolve(fields | {'evaluation': fields['evaluation'] | dict(evaluation)})
-    weights = pick_several(restored, found[0], averages)
+    weights = pick_several(restored, averages)
     needs_images = not config.evaluation.reference or config.model.low_res_size
     source = open_images(config) if needs_images else None
     evaluator = Evaluator(config, source, jax.local_devices())

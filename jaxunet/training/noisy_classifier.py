@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from jaxunet.checkpoint.state import TrainState, make_optimizer, start_state
+from jaxunet.checkpoint.state import TrainState, make_optimizer, state_before_training
 from jaxunet.config import Config
 from jaxunet.data.source import Source
 from jaxunet.model.noisy_classifier import NoisyClassifier, build_classifier, log_probability
@@ -95,7 +95,9 @@ def draw_state(config: Config) -> TrainState:
     init_key, run_key = jax.random.split(jax.random.key(config.seed))
     image = jnp.zeros((1, *config.image_shape), jnp.float32)
     params = make_network(config, 'xla').init(init_key, image, jnp.zeros((1,), jnp.int32))['params']
-    state = start_state(config, make_optimizer(config), params, jax.random.key_data(run_key))
+    state = state_before_training(
+        config, make_optimizer(config), params, jax.random.key_data(run_key)
+    )
     return dataclasses.replace(state, ema={})
 
 

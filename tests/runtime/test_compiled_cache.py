@@ -13,7 +13,7 @@ import pytest
 from jax.experimental.compilation_cache import compilation_cache
 from support.tiny import tiny_config
 
-from jaxunet.checkpoint.state import draw_state, fresh_state, make_optimizer, state_fields
+from jaxunet.checkpoint.state import draw_state, fresh_state, make_optimizer, state_config
 from jaxunet.config import Config, cli, to_dict
 from jaxunet.data import pipeline
 from jaxunet.data.sources import open_source
@@ -171,7 +171,7 @@ def test_a_state_is_drawn_from_all_that_enters_it(draw):
     )
     programs = [
         str(jax.make_jaxpr(draw, static_argnums=0)(each))
-        for each in (config, state_fields(config), state_fields(entering))
+        for each in (config, state_config(config), state_config(entering))
     ]
     assert programs[0] == programs[1] == programs[2]
 
