@@ -22,6 +22,30 @@ FIXED_FIELDS = (
 FREE_MODEL_FIELDS = ('model.dropout', 'model.label_dropout', 'model.remat')
 
 
+def fixed_changes(saved: Config, now: Config, fixed: tuple[str, ...] = FIXED_FIELDS) -> list[str]:
+    """Returns the differences in fields that a resumed run cannot change, one line each.
+
+    Args:
+      fixed: prefixes of these fields; `FREE_MODEL_FIELDS` are none of them.
+    """
+    changes = diff(saved, now)
+    return [c for c in changes if c.startswith(fixed) and not c.startswith(FREE_MODEL_FIELDS)]
+
+
+def other_run(workdir: pathlib.Path, changed: list[str], advice: str = '') -> UserError:
+    """Returns the error for a workdir whose run has another config.
+
+    Args:
+      changed: the differences, one line each.
+      advice: what to do instead of choosing another workdir.
+    """
+    return UserError(
+        f'{workdir} holds a run with another config:\n  '
+        + '\n  '.join(changed)
+        + f'\nChoose another --workdir{advice}'
+    )
+
+
 def check_resumable(saved: Config, now: Config, workdir: pathlib.Path) -> list[str]:
     """Returns the differences between the saved config and this command's, one line each.
 
@@ -29,9 +53,7 @@ def check_resumable(saved: Config, now: Config, workdir: pathlib.Path) -> list[s
       UserError: a field differs that a run cannot change.
     """
     changes = diff(saved, now)
-    fixed = [
-        c for c in changes if c.startswith(FIXED_FIELDS) and not c.startswith(FREE_MODEL_FIELDS)
-    ]
+    fixed = fixed_changes(saved, now)
     if saved.augmentation_inputs != now.augmentation_inputs:
         fixed += [c for c in changes if c.startswith('data.augment:')]
     if fixed:
@@ -40,9 +62,5 @@ def check_resumable(saved: Config, now: Config, workdir: pathlib.Path) -> list[s
             if not needed_fields(saved, now)
             else '; its weights do not fit this model'
         )
-        raise UserError(
-            f'{workdir} holds a run with another config:\n  '
-            + '\n  '.join(fixed)
-            + f'\nChoose another --workdir{advice}'
-        )
+        raise other_run(workdir, fixed, advice)
     return changes

@@ -16,9 +16,9 @@ from absl import logging
 from tqdm import tqdm
 
 from jaxunet.checkpoint import store as checkpoint
-from jaxunet.checkpoint.resumable import FIXED_FIELDS, FREE_MODEL_FIELDS
+from jaxunet.checkpoint.resumable import FIXED_FIELDS, fixed_changes, other_run
 from jaxunet.checkpoint.state import TrainState, fresh_state
-from jaxunet.config import Config, diff
+from jaxunet.config import Config
 from jaxunet.data.source import Source
 from jaxunet.runtime.attempts import quietly
 from jaxunet.runtime.errors import UserError
@@ -231,19 +231,12 @@ def _start(
     restored = checkpoints.restore()
     if restored is None:
         return fresh_state(config, draw_state), 0.0
-    fixed = [name for name in FIXED_FIELDS if not name.startswith('ema.')]
-    changed = [
-        c
-        for c in diff(restored.config, config)
-        if c.startswith(tuple(fixed)) and not c.startswith(FREE_MODEL_FIELDS)
-    ]
+    # A classifier has no averages of its weights.
+    fixed = tuple(name for name in FIXED_FIELDS if not name.startswith('ema.'))
+    changed = fixed_changes(restored.config, config, fixed)
     if restored.class_names != class_names:
         changed.append(f'classes: {restored.class_names} -> {class_names}')
     if changed:
-        raise UserError(
-            f'{workdir} holds a run with another config:\n  '
-            + '\n  '.join(changed)
-            + '\nChoose another --workdir'
-        )
+        raise other_run(workdir, changed)
     logging.info('resuming %s at step %d', workdir, int(restored.state.step))
     return adapted(restored, config), restored.seconds
