@@ -79,7 +79,12 @@ class Logs:
 
 
 def curves(row: Mapping[str, float], measured: Collection[str]) -> dict[str, float]:
-    """Returns a row's values by curve in TensorBoard; `measured`: columns of fixed images."""
+    """Returns a row's values by the names of their curves in TensorBoard.
+
+    Args:
+      measured: columns of values on held-out and on training images, which have a group of their
+        own; the others are of the training steps.
+    """
     return {
         f'{"held_out" if name in measured else "train"}/{name}': value
         for name, value in row.items()

@@ -28,16 +28,16 @@ class TooManySkippedError(UserError):
     def __init__(
         self, config: Config, step: int, bad: int, latest: int | None, rollbacks: int
     ) -> None:
-        t = config.train
+        train = config.train
         spike, advice, back = '', '', ''
-        if t.spike_sigmas:
-            spike = f', or a norm beyond train.spike_sigmas={t.spike_sigmas}'
+        if train.spike_sigmas:
+            spike = f', or a norm beyond train.spike_sigmas={train.spike_sigmas}'
             advice = 'raise train.spike_sigmas, '
         if rollbacks:
-            back = f' Rollbacks before it: {rollbacks} (train.rollbacks={t.rollbacks}).'
+            back = f' Rollbacks before it: {rollbacks} (train.rollbacks={train.rollbacks}).'
         super().__init__(
             f'training stopped at step {step}: {bad} steps in a row had a loss or gradient '
-            f'that is not finite{spike} (train.max_bad_steps={t.max_bad_steps}); {advice}'
+            f'that is not finite{spike} (train.max_bad_steps={train.max_bad_steps}); {advice}'
             'lower optimizer.learning_rate, set optimizer.clip_norm, or use '
             f'precision=bfloat16. The last checkpoint is step {latest}.{back}'
         )

@@ -39,7 +39,7 @@ Scalar = Float[Array, '']
 Metrics = dict[str, Array]  # float32 and int32 scalars by name
 TrainStep = Callable[[TrainState, Batch], tuple[TrainState, Metrics]]
 Narrow = Callable[[list[Array]], Sequence[Array]]
-LossFn = Callable[..., tuple[Array, tuple[Array, object]]]  # as `loss_fn`
+LossFn = Callable[..., tuple[Array, tuple[Array, object]]]  # arguments and results of `loss_fn`
 
 
 @dataclass(frozen=True)
@@ -70,8 +70,8 @@ class StepParts:
     @property
     def uniform(self) -> bool:
         """True if timesteps are drawn and weighted uniformly, so nothing learns from the losses."""
-        c = self.config
-        return c.loss.weighting == 'uniform' and c.timesteps.sampler == 'uniform'
+        methods = self.config.loss.weighting, self.config.timesteps.sampler
+        return methods == ('uniform', 'uniform')
 
 
 class SampleLosses(NamedTuple):
@@ -172,7 +172,12 @@ def comparable_loss(samples: SampleLosses) -> Scalar:
 def loss_fn(
     parts: StepParts, params: Params, state: TrainState, keys: Keys, batch: Batch, scale: Scalar
 ) -> tuple[Scalar, tuple[Scalar, SampleLosses | None]]:
-    """Returns the loss to differentiate, which is multiplied by `scale`, and (loss, samples)."""
+    """Returns (loss · scale, (loss, samples)) for `jax.grad`, which differentiates the first.
+
+    Args:
+      batch: this device's rows of one micro-batch, with their `keys`.
+      scale: the loss scale, divided by the number of devices.
+    """
     with jax.named_scope('data'):
         noisy = noise_batch(
             parts.config, parts.diffusion, parts.sampler, state.timesteps, keys, batch

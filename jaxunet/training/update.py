@@ -91,8 +91,8 @@ def _optax_update(config: Config, optimizer: optax.GradientTransformation) -> Up
 
 
 def _fused_update(config: Config, kernels: FusedUpdate) -> Update:
-    o = config.optimizer
-    rule = Rule(o.betas[0], o.betas[1], o.eps, o.weight_decay)
+    options = config.optimizer
+    rule = Rule(options.betas[0], options.betas[1], options.eps, options.weight_decay)
     schedule = learning_rate_schedule(config)
 
     def update(state: TrainState, grads: Params, loss: Scalar, minimised: Scalar) -> Updated:
@@ -102,7 +102,7 @@ def _fused_update(config: Config, kernels: FusedUpdate) -> Update:
         finite = _all_finite(grad_norm, loss, minimised)
         taken = _taken(config, state, grad_norm, finite)
         count = optax.safe_increment(adam.count)
-        factor = _clip_factor(config, grad_norm) if o.clip_norm else jnp.ones((), jnp.float32)
+        factor = _clip_factor(config, grad_norm) if options.clip_norm else jnp.ones((), jnp.float32)
         moved = kernels.adamw(
             rule,
             grads,
@@ -114,8 +114,8 @@ def _fused_update(config: Config, kernels: FusedUpdate) -> Update:
             factor=factor / state.loss_scale.scale,
             learning_rate=jnp.asarray(schedule(scheduled.count), jnp.float32),
             corrections=(
-                1 - jnp.power(o.betas[0], count.astype(jnp.float32)),
-                1 - jnp.power(o.betas[1], count.astype(jnp.float32)),
+                1 - jnp.power(options.betas[0], count.astype(jnp.float32)),
+                1 - jnp.power(options.betas[1], count.astype(jnp.float32)),
             ),
             follow=_shares(config, state),
         )
