@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from jaxunet.diffusion.levels import SPACINGS
 from jaxunet.diffusion.process import Diffusion
@@ -18,15 +19,28 @@ DEFAULT_SKIP_SCHEDULES = {
     'dpmpp_2m': 'log_snr',
     'heun': 'karras',
 }
-# The sampler, and its steps (None = every timestep), of a model by its objective.
-OBJECTIVE_DEFAULTS: dict[str, tuple[str, int | None]] = {
-    'epsilon': ('ddpm', None),
-    'x0': ('ddpm', None),
-    'v': ('dpmpp_2m', 20),
-    'edm': ('dpmpp_2m', 20),
-    'flow': ('heun', 20),
+
+
+class Default(NamedTuple):
+    """The sampler of a model for which none is named.
+
+    Fields:
+      steps: number of steps; None = every timestep.
+    """
+
+    sampler: str
+    steps: int | None
+
+
+# By the model's objective.
+OBJECTIVE_DEFAULTS = {
+    'epsilon': Default('ddpm', None),
+    'x0': Default('ddpm', None),
+    'v': Default('dpmpp_2m', 20),
+    'edm': Default('dpmpp_2m', 20),
+    'flow': Default('heun', 20),
 }
-# Steps of an objective without timesteps. Its spacing is karras, or t for flow, but dpmpp_2m's own.
+# Default steps by sampler, for an objective without timesteps.
 CONTINUOUS_STEPS = {'ddpm': 250, 'ddim': 50, 'dpmpp_2m': 20, 'heun': 20}
 # Repositories whose scripts' defaults `as_peer` gives.
 PEERS = ('guided_diffusion', 'ddpm_torch')
@@ -118,21 +132,21 @@ def resolve_options(config: SamplerConfig, diffusion: Diffusion, num_classes: in
       UserError: an invalid value, or an option that this sampler or model does not support.
     """
     if config.name is None:
-        default, few = OBJECTIVE_DEFAULTS[diffusion.objective]
-        config = dataclasses.replace(config, name=default)
+        default = OBJECTIVE_DEFAULTS[diffusion.objective]
+        config = dataclasses.replace(config, name=default.sampler)
         free = config.steps is None and config.respacing is None and config.timesteps is None
-        if free and few is not None:
-            few = few if diffusion.continuous else min(few, diffusion.steps)
-            config = dataclasses.replace(config, steps=few)
+        if free and default.steps is not None:
+            most = default.steps if diffusion.continuous else diffusion.steps
+            config = dataclasses.replace(config, steps=min(default.steps, most))
     name = config.name
     assert name is not None
-    _check_sampler(config, name, diffusion)
+    _check_sampler(config, name)
+    variance = resolve_variance(config.variance, diffusion)
     _check_churn(config)
     _check_guidance(config.guidance_scale, num_classes)
     _check_one_spacing(config)
     if diffusion.continuous:
         config = _continuous(config, name, diffusion)
-    default_variance = 'learned' if diffusion.learn_sigma else 'fixed_small'
     respaced = config.respacing is not None or config.timesteps is not None
     steps = diffusion.steps if config.steps is None else config.steps
     schedule = config.skip_schedule or DEFAULT_SKIP_SCHEDULES[name]
@@ -141,10 +155,24 @@ def resolve_options(config: SamplerConfig, diffusion: Diffusion, num_classes: in
         steps=None if respaced else steps,
         skip_schedule=None if respaced else schedule,
         eta=(config.eta or 0.0) if name == 'ddim' else None,
-        variance=(config.variance or default_variance) if name == 'ddpm' else None,
+        variance=variance if name == 'ddpm' else None,
         churn=(config.churn or 0.0) if name == 'heun' else None,
         truncate=config.truncate or None,
     )
+
+
+def resolve_variance(variance: str | None, diffusion: Diffusion) -> str:
+    """Returns the variance of DDPM's steps; None = learned if the model has it, else fixed_small.
+
+    Raises:
+      UserError: the model has no learned variance.
+    """
+    if variance == 'learned' and not diffusion.learn_sigma:
+        raise UserError(
+            'variance: learned needs a model with diffusion.learn_sigma=True, '
+            'which this one does not have; use fixed_small or fixed_large'
+        )
+    return variance or ('learned' if diffusion.learn_sigma else 'fixed_small')
 
 
 def _check_one_spacing(config: SamplerConfig) -> None:
@@ -188,7 +216,7 @@ def _continuous(config: SamplerConfig, name: str, diffusion: Diffusion) -> Sampl
     )
 
 
-def _check_sampler(config: SamplerConfig, name: str, diffusion: Diffusion) -> None:
+def _check_sampler(config: SamplerConfig, name: str) -> None:
     """Checks the sampler's name, the options that belong to other samplers, eta and variance."""
     eta, variance = config.eta, config.variance
     if name not in SAMPLERS:
@@ -212,11 +240,6 @@ def _check_sampler(config: SamplerConfig, name: str, diffusion: Diffusion) -> No
         raise UserError(
             f'variance: expected one of {", ".join(VARIANCES)}, '
             f'found {variance!r}{near_misses(variance, VARIANCES)}'
-        )
-    if variance == 'learned' and not diffusion.learn_sigma:
-        raise UserError(
-            'variance: learned needs a model with diffusion.learn_sigma=True, '
-            'which this one does not have; use fixed_small or fixed_large'
         )
 
 

@@ -12,7 +12,6 @@ import numpy as np
 from jaxtyping import Int
 
 from jaxunet.checkpoint.load import Model, load_model
-from jaxunet.config import Config
 from jaxunet.data.source import Selection, Source
 from jaxunet.data.sources import open_images, open_source
 from jaxunet.diffusion.process import make_diffusion
@@ -22,6 +21,7 @@ from jaxunet.metrics.sides import check_count, drawn_rows
 from jaxunet.metrics.table import Protocol
 from jaxunet.runtime.errors import UserError
 from jaxunet.runtime.progress import progress_bar
+from jaxunet.sampling.options import resolve_variance
 from jaxunet.sampling.solvers import respaced_timesteps
 
 
@@ -114,11 +114,11 @@ def _prepare(path: str, model: Model, options: LikelihoodOptions) -> _Prepared:
     if options.backend is not None:
         config = config.replace(backend=options.backend)
     check_has_bound(config)
-    variance = _variance(config, options.variance)
-    timesteps = np.arange(config.diffusion.steps, dtype=np.int32)
+    diffusion = make_diffusion(config.diffusion)
+    variance = resolve_variance(options.variance, diffusion)
+    timesteps = np.arange(diffusion.steps, dtype=np.int32)
     if options.respacing is not None:
-        alphas = make_diffusion(config.diffusion).alphas_cumprod
-        timesteps = respaced_timesteps(alphas, options.respacing)
+        timesteps = respaced_timesteps(diffusion.alphas_cumprod, options.respacing)
     source = _images(path, model, options.reference)
     check_count(options.num_samples, source, source.name)
     rows = drawn_rows(len(source), options.num_samples, options.seed)
@@ -167,16 +167,6 @@ def save_terms(path: Path, measured: Measured) -> None:
             f'--terms: {path}: cannot be written: {error.strerror or error}; '
             'check the folder and the free space'
         ) from None
-
-
-def _variance(config: Config, variance: str | None) -> str:
-    learned = config.diffusion.learn_sigma
-    if variance == 'learned' and not learned:
-        raise UserError(
-            'variance: learned needs a model with diffusion.learn_sigma=True, '
-            'which this one does not have; use fixed_small or fixed_large'
-        )
-    return variance or ('learned' if learned else 'fixed_small')
 
 
 def _images(path: str, model: Model, reference: str) -> Source:

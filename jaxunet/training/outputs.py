@@ -219,12 +219,12 @@ class Outputs:
 
 
 def grid_sampler(config: Config) -> SamplerConfig:
-    """Returns the sampler of the grids: that of the model's objective, in `train.sample_steps`.
+    """Returns the sampler of the grids: the default of the model's objective.
 
-    0 steps stand for its own number of them, or DDPM_STEPS where that is every timestep. DDPM also
-    suits a model in its first minutes, which leaves noise behind (docs/sampling.md).
+    It takes `train.sample_steps` steps. If that is 0, it takes its default number, or `DDPM_STEPS`
+    where the default is every timestep.
     """
     steps = config.train.sample_steps or None
-    if steps is None and OBJECTIVE_DEFAULTS[config.diffusion.objective][1] is None:
+    if steps is None and OBJECTIVE_DEFAULTS[config.diffusion.objective].steps is None:
         steps = min(DDPM_STEPS, config.diffusion.steps)
     return SamplerConfig(steps=steps)
