@@ -80,10 +80,11 @@ def conditioned(
 def fixed_variances(
     diffusion: Diffusion, coefficients: Coefficients, variance: str
 ) -> Float64[np.ndarray, ' evaluations']:
-    """Returns the variance of `ddpm`'s steps, where none is learned.
+    """Returns the variance of each of `ddpm`'s steps, by which the gradient is multiplied.
 
-    That of the noise that they add. But the step to the image, which adds none, has with
-    `fixed_large` the posterior's variance of the step before, as in guided-diffusion.
+    It is the variance of the noise that a step adds, 0 for the step to the image. Only with
+    `fixed_large` does that step take the posterior's variance of the step before, as in
+    guided-diffusion. Not for a learned variance.
     """
     variances = coefficients.draw**2
     if variance == 'fixed_large':

@@ -176,7 +176,7 @@ class Parts:
     def remove(self) -> None:
         """Deletes the folder, after its samples were written to the output.
 
-        And what processes left that were killed while they wrote the output.
+        Also deletes the half-written outputs of killed processes.
         """
         shutil.rmtree(self.folder, ignore_errors=True)
         output = glob.escape(self.folder.name.removesuffix('.partial'))

@@ -17,7 +17,7 @@ import math
 import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -31,15 +31,12 @@ from jaxunet.diffusion.process import (
     Output,
     Times,
     learned_log_variance,
-    network_input,
-    noise_from_x0,
-    predict_x0_and_noise,
     respace,
-    split_output,
 )
 from jaxunet.ops.activation import at_least_float32
 from jaxunet.runtime.errors import UserError
-from jaxunet.sampling.classifier_guidance import Gradient, conditioned, fixed_variances
+from jaxunet.sampling.classifier_guidance import Gradient, fixed_variances
+from jaxunet.sampling.evaluation import Denoiser, Evaluation, Memory, evaluate
 from jaxunet.sampling.options import SamplerConfig, resolve_options
 from jaxunet.sampling.solvers import (
     Alphas,
@@ -56,10 +53,8 @@ from jaxunet.sampling.solvers import (
     timestep_subset,
 )
 
-Denoiser = Callable[[Images, Times], Output]  # (network's input, time) -> the network's output
 # (network's input, time, labels) -> the network's output; label −1 = unconditional.
 LabelledDenoiser = Callable[[Images, Times, Int[Array, ' batch']], Output]
-Memory = Literal['', 'x0', 'noise', 'velocity']
 Keys = Key[Array, ' batch']
 After = Callable[[Images, Int[Array, '']], Images]  # (samples, evaluation just made) -> samples
 
@@ -265,22 +260,13 @@ def _step(
     k: Int[Array, ''],
     class_gradient: Gradient | None = None,
 ) -> State:
-    """Evaluates the network for the k-th time and applies the rule of the solver."""
-    config, diffusion, table = sampler.config, sampler.diffusion, sampler.coefficients
-    x = state.x
+    """Evaluates the network for the k-th time and applies the linear rule of the solver."""
+    diffusion, table, x = sampler.diffusion, sampler.coefficients, state.x
     kind = x.dtype if diffusion.continuous else jnp.int32
     t = jnp.full(x.shape[:1], jnp.asarray(sampler.times, kind)[k], kind)
-    output = denoise(network_input(diffusion, x, t), t)
-    prediction, values = split_output(diffusion, output, x.shape[-1])
-    x0, noise = predict_x0_and_noise(diffusion, prediction, x, t)
-    if config.clip:
-        x0 = jnp.clip(x0, -1, 1)
-        noise = noise_from_x0(diffusion, x0, x, t)
-    gradient = None if class_gradient is None else class_gradient(x, t)
-    if gradient is not None and config.name != 'ddpm':
-        x0, noise = conditioned(diffusion, x0, noise, gradient, t)
+    found = evaluate(denoise, x, t, diffusion, sampler.config, class_gradient)
 
-    def times(factors: np.ndarray, images: Images | None) -> list[Images]:
+    def product(factors: np.ndarray, images: Images | None) -> list[Images]:
         """Returns [factor · images], or [] if all factors are 0, which is known at trace time."""
         return (
             [jnp.asarray(factors.astype(x.dtype))[k] * images]
@@ -289,33 +275,46 @@ def _step(
         )
 
     terms = [
-        *times(table.x0, x0),
-        *times(table.state, x),
-        *times(table.noise, noise),
-        *times(table.memory, state.memory),
+        *product(table.x0, found.x0),
+        *product(table.state, x),
+        *product(table.noise, found.noise),
+        *product(table.memory, state.memory),
     ]
     if sampler.spaced is not None:
-        assert values is not None
-        # The place of the timestep among those visited; evaluations may repeat.
-        places = np.searchsorted(np.unique(table.timesteps), table.timesteps)
-        index = jnp.asarray(places, jnp.int32)[k]
-        log_variance = learned_log_variance(sampler.spaced, values, jnp.full_like(t, index))
-        terms += [
-            jnp.where(index == 0, 0, jnp.exp(0.5 * log_variance)) * _noise(keys, k + 1, x.shape[1:])
-        ]
-        terms += [] if gradient is None else [jnp.exp(log_variance) * gradient]
-    elif table.draw.any():
-        terms += times(table.draw, _noise(keys, k + 1, x.shape[1:]))
-    if config.name == 'ddpm' and sampler.spaced is None and gradient is not None:
-        assert config.variance is not None
-        terms += times(fixed_variances(diffusion, table, config.variance), gradient)
-    memory = {
-        '': lambda: None,
-        'x0': lambda: x0,
-        'noise': lambda: noise,
-        'velocity': lambda: noise - x0,
-    }[sampler.memory]()
-    return State(functools.reduce(operator.add, terms), memory)
+        terms += _learned_variance_terms(sampler.spaced, table, found, keys, k, t)
+    else:
+        if table.draw.any():
+            terms += product(table.draw, _noise(keys, k + 1, x.shape[1:]))
+        if sampler.config.name == 'ddpm' and found.class_gradient is not None:
+            assert sampler.config.variance is not None
+            variances = fixed_variances(diffusion, table, sampler.config.variance)
+            terms += product(variances, found.class_gradient)
+    return State(functools.reduce(operator.add, terms), found.remembered(sampler.memory))
+
+
+def _learned_variance_terms(
+    spaced: Diffusion,
+    table: Coefficients,
+    found: Evaluation,
+    keys: Keys,
+    k: Int[Array, ''],
+    t: Times,
+) -> list[Images]:
+    """Returns the noise of a step of `ddpm` with the learned variance, and its guidance.
+
+    Args:
+      spaced: the process on the visited timesteps.
+    """
+    assert found.variance_values is not None
+    # The place of the timestep among those visited; evaluations may repeat.
+    places = np.searchsorted(np.unique(table.timesteps), table.timesteps)
+    index = jnp.asarray(places, jnp.int32)[k]
+    log_variance = learned_log_variance(spaced, found.variance_values, jnp.full_like(t, index))
+    noise = _noise(keys, k + 1, found.x0.shape[1:])
+    terms = [jnp.where(index == 0, 0, jnp.exp(0.5 * log_variance)) * noise]
+    if found.class_gradient is not None:
+        terms.append(jnp.exp(log_variance) * found.class_gradient)
+    return terms
 
 
 def run(

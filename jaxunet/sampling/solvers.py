@@ -14,9 +14,8 @@ an evaluation starts; a prime marks those of the timestep to which it leads. The
 the image itself, where ᾱ' = 1 and σ' = 0.
 
 Sources: DDPM, Ho et al. 2020, arXiv 2006.11239; DDIM, Song et al. 2021, arXiv 2010.02502;
-respacing, Nichol & Dhariwal 2021, arXiv 2102.09672 (openai/guided-diffusion), and
-tqch/ddpm-torch; DPM-Solver++, Lu et
-al. 2022, arXiv 2211.01095; EDM, Karras et al. 2022, arXiv 2206.00364.
+respacing, Nichol & Dhariwal 2021, arXiv 2102.09672 (openai/guided-diffusion), and tqch/ddpm-torch;
+DPM-Solver++, Lu et al. 2022, arXiv 2211.01095; EDM, Karras et al. 2022, arXiv 2206.00364.
 """
 
 from __future__ import annotations
@@ -46,9 +45,14 @@ Picked = Float64[np.ndarray, ' subset']  # the values at a Subset
 
 @dataclass(frozen=True, eq=False)
 class Coefficients:
-    """One row per evaluation of the network, in order of execution (noisiest first)."""
+    """The factors of the rule, one row per evaluation in order of execution (noisiest first).
 
-    timesteps: Int32[np.ndarray, ' evaluations']  # t, the network's input
+    Fields:
+      timesteps: t, the network's input.
+      state, x0, noise, memory, draw: the factors of x, x_0, ε, M and z.
+    """
+
+    timesteps: Int32[np.ndarray, ' evaluations']
     state: Float64[np.ndarray, ' evaluations']
     x0: Float64[np.ndarray, ' evaluations']
     noise: Float64[np.ndarray, ' evaluations']
