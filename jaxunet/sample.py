@@ -41,7 +41,7 @@ from absl import flags, logging
 from jaxunet.checkpoint import model_flags
 from jaxunet.checkpoint.load import Model, load_model
 from jaxunet.config import PRECISIONS, Config, cli, split_backend
-from jaxunet.data.classes import label_of
+from jaxunet.data.classes import Classes
 from jaxunet.data.images import check_output, save_images
 from jaxunet.model.unet import Params
 from jaxunet.runtime import distributed
@@ -161,13 +161,13 @@ def run() -> None:
     model, config = load()
     limit = NUM_SAMPLES.value if NUM_SAMPLES.present else None
     of_pictures = config.model.num_classes if CLASS_LABELS.value is None else 0
-    low_res = how.low_res(config, limit, of_pictures, model.class_names)
+    low_res = how.low_res(config, limit, Classes(of_pictures, model.class_names))
     count = len(low_res.pixels) if low_res and limit is None else NUM_SAMPLES.value
     check_memory(count, config)
     how.check_guidance(config)
     guide = how.guide(config)
     classes = guide.classifier.classes if guide else config.model.num_classes
-    chosen = chosen_classes(classes, model.class_names)
+    chosen = chosen_classes(Classes(classes, model.class_names))
     labels = class_labels(classes, chosen, count, low_res)
     generator = Generator(
         config,
@@ -178,9 +178,7 @@ def run() -> None:
         guide=guide,
         samples=count,
     )
-    parts = Parts(
-        OUTPUT.value, identity(config, model.params, generator, SEED.value, chosen, guide, low_res)
-    )
+    parts = Parts(OUTPUT.value, identity(generator, model.params, SEED.value, chosen, low_res))
     resume(parts)
     rank, processes = jax.process_index(), jax.process_count()
     if rank == 0:
@@ -315,21 +313,21 @@ def devices() -> list[jax.Device]:
     return jax.local_devices()[: DEVICES.value or None]
 
 
-def chosen_classes(classes: int, names: tuple[str, ...]) -> list[int]:
+def chosen_classes(classes: Classes) -> list[int]:
     """Returns the labels that --class_labels gives by number or name; empty without the flag.
 
     Args:
-      classes: number of classes of the model, or of the classifier that guides it; 0 = none.
+      classes: of the model, or of the classifier that guides it.
 
     Raises:
       UserError: labels for an unconditional model, or an unknown class.
     """
     given = CLASS_LABELS.value
-    if classes == 0 and given is not None:
+    if classes.count == 0 and given is not None:
         raise UserError(
             '--class_labels: the model is unconditional (model.num_classes=0); leave the flag out'
         )
-    return [label_of(label, classes, names) for label in given or []]
+    return [classes.label_of(label) for label in given or []]
 
 
 def class_labels(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pathlib
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from absl import logging
 
@@ -95,26 +96,38 @@ def keep_classes(
     return max(saved, now, key=len)
 
 
-def label_of(given: str, num_classes: int, names: Sequence[str]) -> int:
-    """Returns the label that a number or a class name stands for.
+@dataclass(frozen=True)
+class Classes:
+    """The classes of a model.
 
-    Args:
-      given: a number below `num_classes`, or one of `names`; a number wins.
-
-    Raises:
-      UserError: neither.
+    Attributes:
+      count: number of classes; 0 = unconditional.
+      names: names of the labels 0, 1, ...; empty if they are not known.
     """
-    if given.isdecimal() and int(given) < num_classes:
-        return int(given)
-    if given in names:
-        return names.index(given)
-    numbered = (
-        [f'{i} {name}' for i, name in enumerate(names)]
-        if any(name != str(i) for i, name in enumerate(names))
-        else []
-    )
-    known = f' or names ({listed(numbered)})' if numbered else ''
-    raise UserError(
-        f'--class_labels: expected whole numbers from 0 to {num_classes - 1}{known}, '
-        f'found {given!r}{near_misses(given, names) if numbered else ""}'
-    )
+
+    count: int
+    names: Sequence[str] = ()
+
+    def label_of(self, given: str) -> int:
+        """Returns the label that a number or a class name stands for.
+
+        Args:
+          given: a number below `count`, or one of `names`; a number wins.
+
+        Raises:
+          UserError: neither.
+        """
+        if given.isdecimal() and int(given) < self.count:
+            return int(given)
+        if given in self.names:
+            return self.names.index(given)
+        numbered = (
+            [f'{i} {name}' for i, name in enumerate(self.names)]
+            if any(name != str(i) for i, name in enumerate(self.names))
+            else []
+        )
+        known = f' or names ({listed(numbered)})' if numbered else ''
+        raise UserError(
+            f'--class_labels: expected whole numbers from 0 to {self.count - 1}{known}, '
+            f'found {given!r}{near_misses(given, self.names) if numbered else ""}'
+        )

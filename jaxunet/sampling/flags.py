@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from absl import flags
 
 from jaxunet.config import Config
+from jaxunet.data.classes import Classes
 from jaxunet.data.picture import read_mask, read_picture
 from jaxunet.diffusion.process import make_diffusion
 from jaxunet.runtime.errors import UserError
@@ -221,13 +220,12 @@ def picture(config: Config) -> Picture | None:
     )
 
 
-def low_res(config: Config, limit: int | None, classes: int, names: Sequence[str]) -> LowRes | None:
+def low_res(config: Config, limit: int | None, classes: Classes) -> LowRes | None:
     """Returns the pictures to enlarge; None for a model that draws from noise alone.
 
     Args:
       limit: read the first so many; None = all.
-      classes: number of classes of the model; 0 = leave out the pictures' classes.
-      names: names of the model's classes, if it has any.
+      classes: of the model; a count of 0 leaves out the pictures' classes.
 
     Raises:
       UserError: no pictures for a super-resolution network, or some for another one; pictures
@@ -244,7 +242,7 @@ def low_res(config: Config, limit: int | None, classes: int, names: Sequence[str
         raise UserError(
             f'--low_res: missing; the model enlarges pictures of {shape[0]}x{shape[1]} pixels'
         )
-    return read_low_res(LOW_RES.value, shape, limit, classes, names)
+    return read_low_res(LOW_RES.value, shape, limit, classes)
 
 
 def guide(config: Config) -> Guide | None:

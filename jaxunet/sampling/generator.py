@@ -7,13 +7,14 @@ import hashlib
 import itertools
 import time
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from absl import logging
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
-from jaxtyping import Array, Int, UInt8
+from jaxtyping import Array, Float, Int, UInt8
 
 from jaxunet.config import Config, to_dict
 from jaxunet.data.images import to_uint8
@@ -35,6 +36,7 @@ from jaxunet.sampling.picture import (
     start_state,
 )
 from jaxunet.sampling.sampler import (
+    Keys,
     Sampler,
     State,
     guided,
@@ -45,6 +47,20 @@ from jaxunet.sampling.sampler import (
 )
 
 SEGMENTS = 20  # compiled calls per batch; progress is reported after each
+
+
+class Inputs(NamedTuple):
+    """The inputs of a batch, on the devices, besides its noise.
+
+    Fields:
+      keys: one per sample.
+      labels: int32; −1 = unconditional.
+      low_res: the pictures that a super-resolution network enlarges, in [−1, 1]; None for others.
+    """
+
+    keys: Keys
+    labels: Int[Array, ' batch']
+    low_res: Float[Array, 'batch low_height low_width channels'] | None
 
 
 class Generator:
@@ -65,6 +81,8 @@ class Generator:
         weighs the time to compile (`jaxunet.ops.short_jobs`). None = many.
 
     Attributes:
+      config: as given, with the backend that is used.
+      guide: as given.
       sampler: the evaluations in order of execution.
       schedule: what happens to the picture between them; None without one.
 
@@ -87,7 +105,7 @@ class Generator:
         self.sampler = make_sampler(
             sampler, make_diffusion(config.diffusion), num_classes=config.model.num_classes
         )
-        self._guide = guide
+        self.guide = guide
         self.schedule: Schedule | None = None
         if picture is not None:
             self.schedule = make_schedule(self.sampler, picture)
@@ -100,7 +118,7 @@ class Generator:
         warn_if_slow(config.backend, config.precision)
         if samples is not None:
             config = self._for_job(config, samples / (len(devices) * jax.process_count()))
-        self._config, self._devices = config, list(devices)
+        self.config, self._devices = config, list(devices)
         self._segment = self._jit_segment(mesh)
         self._initial = jax.jit(self._initial_state, out_shardings=self._split)
         # Not constants of the program, which would then be compiled anew for every picture, and
@@ -124,31 +142,31 @@ class Generator:
 
     def _gradient(self, params: Params | None, labels: Array) -> Gradient | None:
         """Returns the gradient that guides samples to their labels; None without a classifier."""
-        if self._guide is None:
+        if self.guide is None:
             return None
-        classifier, scale = self._guide
-        ops = load_ops(self._config.backend, self._config.precision)
+        classifier, scale = self.guide
+        ops = load_ops(self.config.backend, self.config.precision)
         network = build_classifier(classifier.config, classifier.classes, ops)
         return class_gradient(network, params, labels, scale)
 
     def _jit_segment(self, mesh: Mesh) -> jax.stages.Wrapped:
         """Returns the program that runs a range of evaluations on every device's samples."""
-        config = self._config
+        config = self.config
         model = build_unet(config, load_ops(config.backend, config.precision))
 
         def segment(
             params: Params,
             state: State,
-            keys: Array,
-            labels: Array,
-            low_res: Array | None,
+            inputs: Inputs,
             start: Array,
             stop: Array,
             canvas: Canvas | None,
             guide_params: Params | None,
         ) -> State:
+            keys, labels = inputs.keys, inputs.labels
+
             def denoise(x: Array, t: Array, labels: Array | None) -> Array:
-                pictures = low_res
+                pictures = inputs.low_res
                 if pictures is not None:  # guidance without labels doubles the batch
                     pictures = jnp.repeat(pictures, len(x) // len(pictures), axis=0)
                 labels = labels if self.conditional else None
@@ -172,7 +190,7 @@ class Generator:
 
         # shard_map instead of automatic partitioning: XLA cannot partition hand-written kernels.
         whole, split = PartitionSpec(), PartitionSpec('data')
-        in_specs = (whole, split, split, split, split, whole, whole, whole, whole)
+        in_specs = (whole, split, split, whole, whole, whole, whole)
         mapped = jax.shard_map(
             segment, mesh=mesh, in_specs=in_specs, out_specs=split, check_vma=False
         )
@@ -196,8 +214,8 @@ class Generator:
             None if shape is None else np.zeros((self.batch_size, *shape), np.uint8),
         )
         bound = jax.device_put(np.int32(0), self._replicated)
-        state = self._initial(inputs[0], self._canvas)
-        arguments = (params, state, *inputs, bound, bound, self._canvas, self._guide_params)
+        state = self._initial(inputs.keys, self._canvas)
+        arguments = (params, state, inputs, bound, bound, self._canvas, self._guide_params)
 
         def build() -> jax.stages.Compiled:
             return self._segment.lower(*arguments).compile()
@@ -218,11 +236,11 @@ class Generator:
         for value in constants:
             digest.update(np.asarray(value).tobytes() if np.ndim(value) else repr(value).encode())
         return {
-            'config': to_dict(self._config),
-            'ops': choose(self._config.backend, self._config.precision),
+            'config': to_dict(self.config),
+            'ops': choose(self.config.backend, self.config.precision),
             'sampler': dataclasses.asdict(self.sampler.config),
             'constants': digest.hexdigest(),
-        } | ({} if self._guide is None else self._guide.fields())
+        } | ({} if self.guide is None else self.guide.fields())
 
     def compile_for(self, template: Params) -> None:
         """Compiles as `compile`, before there are parameters.
@@ -276,14 +294,12 @@ class Generator:
         if low_res is not None:
             low_res = np.pad(low_res, (pad, (0, 0), (0, 0), (0, 0)))
         inputs = self._inputs(seed, np.pad(indices, pad), np.pad(labels, pad), low_res)
-        state = self._initial(inputs[0], self._canvas)
+        state = self._initial(inputs.keys, self._canvas)
         steps = self.sampler.evaluations
         bounds = np.linspace(0, steps, min(SEGMENTS, steps) + 1).astype(np.int32)
         for start, stop in itertools.pairwise(bounds):
             limits = jax.device_put((start, stop), self._replicated)
-            state = self._compiled(
-                params, state, *inputs, *limits, self._canvas, self._guide_params
-            )
+            state = self._compiled(params, state, inputs, *limits, self._canvas, self._guide_params)
             state.x.block_until_ready()
             if not progress(stop / steps):
                 return None
@@ -297,14 +313,14 @@ class Generator:
 
     def _inputs(
         self, seed: int, indices: np.ndarray, labels: np.ndarray, low_res: np.ndarray | None
-    ) -> tuple[Array, Array, Array | None]:
-        """Returns the keys, labels and pictures of a batch, on the devices."""
+    ) -> Inputs:
+        """Puts the inputs of a batch on the devices; `low_res` are uint8 pixels."""
         keys = jax.device_put(sample_keys(seed, indices), self._split)
         pictures = None
         if low_res is not None:
             pixels = low_res.astype(np.float32) / np.float32(127.5) - np.float32(1)
             pictures = jax.device_put(pixels, self._split)
-        return keys, jax.device_put(jnp.asarray(labels), self._split), pictures
+        return Inputs(keys, jax.device_put(jnp.asarray(labels), self._split), pictures)
 
 
 def _constants(of: Sampler | Schedule | None) -> object:

@@ -5,9 +5,8 @@ from __future__ import annotations
 import dataclasses
 
 from jaxunet.checkpoint.store import checksum
-from jaxunet.config import Config, DiffusionConfig
+from jaxunet.config import DiffusionConfig
 from jaxunet.model.unet import Params
-from jaxunet.sampling.classifier_guidance import Guide
 from jaxunet.sampling.generator import Generator
 from jaxunet.sampling.low_res import LowRes
 
@@ -17,37 +16,32 @@ def process_fields(diffusion: DiffusionConfig) -> dict[str, object]:
 
     Models with timesteps keep the names that interrupted samples of earlier versions recorded.
     """
-    d = diffusion
-    if d.continuous:
-        return {'objective': d.objective, 'edm_sigma_data': d.edm_sigma_data}
+    if diffusion.continuous:
+        return {'objective': diffusion.objective, 'edm_sigma_data': diffusion.edm_sigma_data}
     return {
-        'steps': d.steps,
-        'schedule': d.schedule,
-        'prediction': d.objective,
-        'learn_sigma': d.learn_sigma,
-        'vlb_weight': d.vlb_weight,
-        **({'rescale_timesteps': True} if d.rescale_timesteps else {}),
+        'steps': diffusion.steps,
+        'schedule': diffusion.schedule,
+        'prediction': diffusion.objective,
+        'learn_sigma': diffusion.learn_sigma,
+        'vlb_weight': diffusion.vlb_weight,
+        **({'rescale_timesteps': True} if diffusion.rescale_timesteps else {}),
     }
 
 
 def identity(
-    config: Config,
-    params: Params,
-    generator: Generator,
-    seed: int,
-    chosen: list[int],
-    guide: Guide | None,
-    low_res: LowRes | None,
+    generator: Generator, params: Params, seed: int, chosen: list[int], low_res: LowRes | None
 ) -> dict[str, object]:
     """Returns everything that determines the pixels of sample i.
 
     The number of samples, the batch size and the devices do not.
 
     Args:
+      params: the model's weights.
       seed: of the images.
       chosen: the classes that samples have in turn; empty = every class, or those of `low_res`.
-      guide, low_res: the classifier and the pictures, if there are any.
+      low_res: the pictures that a super-resolution network enlarges.
     """
+    config, guide = generator.config, generator.guide
     more: dict[str, object] = {}
     if guide is not None:
         more['classifier'] = f'{checksum(guide.classifier.params):08x}'

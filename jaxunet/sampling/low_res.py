@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 from jaxtyping import Int, UInt8
 
-from jaxunet.data.classes import label_of
+from jaxunet.data.classes import Classes
 from jaxunet.data.picture import read_picture
 from jaxunet.data.pixels import BadImage, Shape, size_of
 from jaxunet.data.source import ArraySource, Source
@@ -38,17 +37,14 @@ class LowRes(NamedTuple):
         return self.pixels[indices % len(self.pixels)]
 
 
-def read_low_res(
-    path: str, shape: Shape, limit: int | None, classes: int, names: Sequence[str]
-) -> LowRes:
-    """Reads pictures.
+def read_low_res(path: str, shape: Shape, limit: int | None, classes: Classes) -> LowRes:
+    """Reads the pictures to enlarge.
 
     Args:
       path: a picture, a .png grid of `jaxunet.sample`, or anything that `data.path` accepts.
       shape: (height, width, channels) that they must have; grey and RGB convert.
       limit: read the first so many; None = all.
-      classes: number of classes of the model; 0 = leave out the pictures' classes.
-      names: names of the model's classes, if it has any.
+      classes: of the model; a count of 0 leaves out the pictures' classes.
 
     Raises:
       UserError: a wrong path, or a picture of another size or class.
@@ -67,20 +63,20 @@ def read_low_res(
         if (found := source.stored_size(int(row))) != shape[:2]:
             raise _wrong_size(path, shape, found, f'picture {row}')
     labels = np.zeros(0, np.int32)
-    if classes and source.class_names:
-        used = {i: _label(path, source.class_names[i], classes, names) for i in source.labels[rows]}
+    if classes.count and source.class_names:
+        used = {i: _label(path, source.class_names[i], classes) for i in source.labels[rows]}
         labels = np.array([used[i] for i in source.labels[rows]], np.int32)
     return LowRes(source.load(rows), labels, f'{path}: {len(source)} pictures')
 
 
-def _label(path: str, name: str, classes: int, names: Sequence[str]) -> int:
+def _label(path: str, name: str, classes: Classes) -> int:
     try:
-        return label_of(name, classes, names)
+        return classes.label_of(name)
     except UserError:
-        known = ' or its name' * bool(names)
+        known = ' or its name' * bool(classes.names)
         raise UserError(
-            f'--low_res: {path}: expected the label of a class of the model, 0 to {classes - 1}'
-            f'{known}, found {name!r}; correct it or give --class_labels'
+            f'--low_res: {path}: expected the label of a class of the model, 0 to '
+            f'{classes.count - 1}{known}, found {name!r}; correct it or give --class_labels'
         ) from None
 
 

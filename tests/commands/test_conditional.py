@@ -15,6 +15,7 @@ from support.weight_cases import torch_bytes
 
 from jaxunet.checkpoint.state import fresh_state
 from jaxunet.config import Config
+from jaxunet.data.classes import Classes
 from jaxunet.data.images import save_images
 from jaxunet.runtime.errors import UserError
 from jaxunet.sampling.low_res import read_low_res
@@ -113,16 +114,16 @@ def test_pictures_are_read(folder: pathlib.Path) -> None:
     """A grid, with names of classes; as many as are asked for."""
     expected = images(folder / 'small.npz')
     shape = (3, 4, 3)
-    grid = read_low_res(str(folder / 'grid.png'), shape, None, CLASSES, ())
+    grid = read_low_res(str(folder / 'grid.png'), shape, None, Classes(CLASSES))
     np.testing.assert_array_equal(grid.pixels, expected['images'][:2])
     assert not len(grid.labels)
-    first = read_low_res(str(folder / 'small.npz'), shape, 1, CLASSES, ())
+    first = read_low_res(str(folder / 'small.npz'), shape, 1, Classes(CLASSES))
     np.testing.assert_array_equal(first.of(np.arange(2)), expected['images'][[0, 0]])
     assert first.labels.tolist() == [2]
     with pytest.raises(UserError, match=r'square\.npz: expected pictures of 3x4 pixels .* of 3x3;'):
-        read_low_res(str(folder / 'square.npz'), shape, None, 0, ())
+        read_low_res(str(folder / 'square.npz'), shape, None, Classes(0))
     with pytest.raises(UserError, match=r"a class of the model, 0 to 1, found '2'; correct"):
-        read_low_res(str(folder / 'small.npz'), shape, None, 2, ())
+        read_low_res(str(folder / 'small.npz'), shape, None, Classes(2))
 
 
 def test_mistakes_are_one_line(folder: pathlib.Path, tmp_path: pathlib.Path) -> None:

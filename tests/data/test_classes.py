@@ -148,7 +148,7 @@ def test_classes_and_the_table_of_the_model(monkeypatch):
 
 def test_labels_by_number_or_name():
     names = ('bull', 'cow')
-    assert [classes.label_of(given, 3, names) for given in ('0', 'cow', 'bull', '2')] == [
+    assert [classes.Classes(3, names).label_of(given) for given in ('0', 'cow', 'bull', '2')] == [
         0,
         1,
         0,
@@ -159,6 +159,6 @@ def test_labels_by_number_or_name():
         match=r"whole numbers from 0 to 2 or names \(0 bull, 1 cow\), found 'cwo'; did you mean "
         r'\"cow\"\?',
     ):
-        classes.label_of('cwo', 3, names)
+        classes.Classes(3, names).label_of('cwo')
     with pytest.raises(UserError, match=r"whole numbers from 0 to 2, found 'cow'"):
-        classes.label_of('cow', 3, ())
+        classes.Classes(3).label_of('cow')
