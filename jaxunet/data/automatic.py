@@ -38,7 +38,8 @@ SMALLEST = 8
 ATTENDED = 16  # attention at levels of at most this many pixels
 # Channels of the levels, from full resolution down, as multiples of model.base_channels.
 LADDERS = {1: (1,), 2: (1, 2), 3: (1, 2, 3), 4: (1, 2, 3, 4), 5: (1, 1, 2, 3, 4)}
-SIZES, PIXELS = 256, 16  # images whose sizes, and whose pixels, are looked at
+SIZES = 256  # images whose sizes are looked at
+PIXELS = 16  # images whose pixels are looked at
 PROBE = 32  # pixels a side at which the pixels are looked at
 
 

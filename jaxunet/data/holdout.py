@@ -38,7 +38,11 @@ def held_out_count(holdout: float, total: int) -> int:
 
 
 def held_out_rows(holdout: float, total: int) -> Int[np.ndarray, ' rows']:
-    """Returns the places of the held-out images in their set, ascending; raises as above."""
+    """Returns the places of the held-out images in their set, ascending.
+
+    Args:
+      holdout, total: as for `held_out_count`, which raises the same errors.
+    """
     first = np.arange(held_out_count(holdout, total), dtype=np.uint32)
     return np.sort(permuted(first, np.zeros(1, np.uint32), total, SEED).astype(np.int64))
 

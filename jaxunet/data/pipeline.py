@@ -37,7 +37,8 @@ GRACE_SECONDS = 5.0  # a worker process keeps working this long after SIGTERM
 CROPS = 0x63726F70  # tells the random numbers of crops from others of the seed
 CHUNK_BYTES = 2**22  # bytes of pixels that a thread of `load_all` decodes at a time
 
-Rows = dict[str, np.ndarray]
+# A batch on the host: `image`, uint8 (rows, H, W, C), and `label`, int32 (rows,).
+HostBatch = dict[str, np.ndarray]
 
 
 def images_bytes(source: Source) -> int:
@@ -46,7 +47,7 @@ def images_bytes(source: Source) -> int:
 
 
 def choose_cache(config: Config, source: Source) -> str:
-    """Returns 'device' or 'stream' for `data.cache`; auto is device if the set fits, and is logged.
+    """Returns device or stream: `data.cache`, or what auto chooses, which is logged.
 
     Raises:
       UserError: streamed images with several steps in one call, which needs them on the device.
@@ -67,6 +68,7 @@ def choose_cache(config: Config, source: Source) -> str:
 
 
 def _fitting(source: Source) -> str:
+    """Returns device if the set takes at most the share of a device's memory that auto allows."""
     # Some backends have no memory statistics, or statistics without a limit.
     total = (jax.local_devices()[0].memory_stats() or {}).get('bytes_limit', 0)
     limit = total // DEVICE_SHARE if total else DEVICE_BYTES
@@ -117,8 +119,8 @@ def decoded(source: Source) -> ArraySource:
     return ArraySource(source.name, images, source.image_shape, labels, source.class_names)
 
 
-class Stream(Iterator[Rows]):
-    """Batches `{'image': uint8 (rows, H, W, C), 'label': int32 (rows,)}` in the order of the steps.
+class Stream(Iterator[HostBatch]):
+    """Batches in the order of the steps.
 
     `next` raises UserError if an image is corrupt or a worker process died.
 
@@ -132,7 +134,7 @@ class Stream(Iterator[Rows]):
     ) -> None:
         self._batches, self._pool = batches, pool
 
-    def __next__(self) -> Rows:
+    def __next__(self) -> HostBatch:
         if self._batches is None:
             raise StopIteration
         try:
@@ -189,7 +191,7 @@ def stream(source: Source, config: Config, start_step: int, local_rows: slice) -
         workers = 0
     least = config.data.crop_least if config.data.crop == 'random' else None
     load = _LoadBatch(source, config.data.batch_size, config.seed, local_rows, least)
-    load_step: Callable[[int], Rows] = load
+    load_step: Callable[[int], HostBatch] = load
     pool = None
     if workers:
         # Workers are spawned, because forking a process that runs JAX can deadlock. Grain's own
@@ -223,7 +225,7 @@ class _LoadBatch:
     rows: slice
     crop_least: float | None = None
 
-    def __call__(self, step: int) -> Rows:
+    def __call__(self, step: int) -> HostBatch:
         indices = np.asarray(
             batch_indices(int(step), self.batch_size, len(self.source), self.seed)
         )[self.rows]
@@ -242,14 +244,14 @@ class _InWorker:
 
     pool: ProcessPoolExecutor
 
-    def __call__(self, step: int) -> Rows:
+    def __call__(self, step: int) -> HostBatch:
         return self.pool.submit(_work, int(step)).result()
 
 
 _loads: list[_LoadBatch] = []  # in a worker process: set when it starts
 
 
-def _work(step: int) -> Rows:
+def _work(step: int) -> HostBatch:
     return _loads[0](step)
 
 

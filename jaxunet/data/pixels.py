@@ -14,7 +14,7 @@ import io
 import math
 import warnings
 from pathlib import Path
-from typing import IO
+from typing import IO, NamedTuple
 
 import numpy as np
 from jaxtyping import Float64, UInt8
@@ -26,12 +26,23 @@ from jaxunet.runtime.untrusted import one_line
 Shape = tuple[int, int, int]  # height, width, channels
 Pixels = UInt8[np.ndarray, 'height width channels']
 Batch = UInt8[np.ndarray, 'images height width channels']
-# Part of an image to keep: its sides as a share of the largest crop of the target's aspect ratio,
-# and its place from top to bottom and from left to right, 0 to 1.
-Crop = tuple[float, float, float]
-Crops = Float64[np.ndarray, 'images 3']
+Crops = Float64[np.ndarray, 'images 3']  # rows of the fields of `Crop`
 
-CENTRE = (1.0, 0.5, 0.5)
+
+class Crop(NamedTuple):
+    """The part of an image to keep.
+
+    Fields:
+      share: its sides, as a share of the largest crop of the target's aspect ratio.
+      down, right: its place from top to bottom and from left to right, 0 to 1.
+    """
+
+    share: float
+    down: float
+    right: float
+
+
+CENTRE = Crop(1.0, 0.5, 0.5)
 
 MODES = {1: 'L', 3: 'RGB'}
 MAX_PIXELS = 2**26  # of one image file; a larger one may be a decompression bomb
@@ -193,16 +204,16 @@ def _eight_bits(image: Image.Image, mode: str) -> Image.Image:
 
 def _finish(image: Image.Image, shape: Shape, crop: Crop = CENTRE) -> Pixels:
     height, width, channels = shape
-    if image.size != (width, height) or crop[0] != 1:
+    if image.size != (width, height) or crop.share != 1:
         image = _resize(image, height, width, crop)
     return np.asarray(image, np.uint8).reshape(height, width, channels)
 
 
 def _resize(image: Image.Image, height: int, width: int, crop: Crop) -> Image.Image:
-    share, down, right = crop
-    scale = max(width / image.width, height / image.height) / share
+    scale = max(width / image.width, height / image.height) / crop.share
     box_width, box_height = min(width / scale, image.width), min(height / scale, image.height)
-    left, top = (image.width - box_width) * right, (image.height - box_height) * down
+    left = (image.width - box_width) * crop.right
+    top = (image.height - box_height) * crop.down
     box = (left, top, min(left + box_width, image.width), min(top + box_height, image.height))
     return image.resize(
         (width, height), Image.Resampling.LANCZOS, box=box, reducing_gap=REDUCING_GAP
@@ -247,8 +258,7 @@ def crop_of(crops: Crops | None, row: int) -> Crop:
     """Returns the part of an image to keep; the centre where there are no crops."""
     if crops is None:
         return CENTRE
-    share, down, right = crops[row].tolist()
-    return share, down, right
+    return Crop(*crops[row].tolist())
 
 
 def random_crops(random: np.random.Generator, count: int, side: int, least: float) -> Crops:
