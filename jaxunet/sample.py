@@ -42,7 +42,7 @@ from jaxunet.checkpoint import model_flags
 from jaxunet.checkpoint.load import Model, load_model
 from jaxunet.config import PRECISIONS, Config, cli, split_backend
 from jaxunet.data.classes import Classes
-from jaxunet.data.images import check_output, save_images
+from jaxunet.data.images import check_output, class_columns, save_images
 from jaxunet.model.unet import Params
 from jaxunet.runtime import distributed
 from jaxunet.runtime.errors import UserError
@@ -237,7 +237,7 @@ def resume(parts: Parts) -> None:
 
 def grid_columns(classes: int) -> int | None:
     """Returns one column per class if the samples show every class in turn; None = automatic."""
-    return classes if CLASS_LABELS.value is None and 1 < classes <= 20 else None
+    return class_columns(classes) if CLASS_LABELS.value is None else None
 
 
 def draw(

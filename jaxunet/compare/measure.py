@@ -15,7 +15,7 @@ from jaxtyping import UInt8
 from jaxunet.checkpoint.store import state_template
 from jaxunet.compare.jobs import Job, parse_sampler
 from jaxunet.config import Config
-from jaxunet.data.images import grid, save_png
+from jaxunet.data.images import class_columns, grid, save_png
 from jaxunet.data.source import ArraySource, Source
 from jaxunet.metrics.evaluation import compute
 from jaxunet.metrics.features import FeatureNetwork, load_features
@@ -27,8 +27,6 @@ from jaxunet.sampling.generator import Generator
 from jaxunet.training.background import Background
 from jaxunet.training.evaluation import FEATURE_BATCH, colour
 from jaxunet.training.held_out import HeldOutLoss
-
-MAX_COLUMNS = 20  # of a grid with one column per class
 
 
 @dataclass(frozen=True)
@@ -203,8 +201,8 @@ class Measurements:
     def _save_grid(
         self, checkpoint: Checkpoint, images: UInt8[np.ndarray, 'n height width channels']
     ) -> None:
-        job, classes = checkpoint.job, checkpoint.config.model.num_classes
-        picture = grid(images[: job.picture], classes if 1 < classes <= MAX_COLUMNS else None)
+        job, columns = checkpoint.job, class_columns(checkpoint.config.model.num_classes)
+        picture = grid(images[: job.picture], columns)
         save_png(self._pictures / f'{job.name}_{checkpoint.seconds:g}s.png', picture)
 
 

@@ -21,6 +21,8 @@ GAP = 2  # pixels between the images of a grid
 TINY = 32  # pixels; a grid enlarges images with a shorter side than this
 ENLARGED = 48  # pixels; least shorter side of an enlarged image
 
+MAX_CLASS_COLUMNS = 20  # of a grid with one column per class
+
 # uint8; `_check_pixels` reports other types.
 Pixels = Shaped[np.ndarray, '...']
 Labels = Integer[np.ndarray, ' labels']
@@ -44,6 +46,14 @@ def to_uint8(images: ArrayLike, *, truncate: bool = False) -> UInt8[np.ndarray, 
     scaled = (values + 1) * np.float32(127.5)
     whole = np.trunc(scaled) if truncate else np.rint(scaled)
     return np.clip(whole, 0, 255).astype(np.uint8)
+
+
+def class_columns(classes: int) -> int | None:
+    """Returns the columns of a grid of samples of all classes in turn, for `grid`.
+
+    There is one column per class; None, about a square, for one class, none or too many.
+    """
+    return classes if 1 < classes <= MAX_CLASS_COLUMNS else None
 
 
 def grid(

@@ -13,7 +13,7 @@ from tqdm import tqdm
 
 from jaxunet.checkpoint.store import state_template
 from jaxunet.config import Config
-from jaxunet.data.images import grid, save_png
+from jaxunet.data.images import class_columns, grid, save_png
 from jaxunet.data.source import Source
 from jaxunet.model.unet import Params
 from jaxunet.runtime.attempts import Attempts
@@ -28,7 +28,6 @@ from jaxunet.training.held_out import HeldOutLoss, Losses, Turn
 from jaxunet.training.logs import ROLLBACKS, SPIKES, Logs
 from jaxunet.training.step import Metrics
 
-MAX_COLUMNS = 20  # of a sample grid with one column per class
 DDPM_STEPS = 50  # of a sample grid
 
 
@@ -163,7 +162,7 @@ class Outputs:
         generator = self._generator.result(self._keep_on)
         if generator is None:
             return
-        count, classes = self._config.train.sample_count, self._config.model.num_classes
+        count = self._config.train.sample_count
         indices = np.arange(count)
         labels, low_res, originals = self._conditions.load(indices)
         images = generator(
@@ -176,7 +175,7 @@ class Outputs:
         )
         if images is None:
             return
-        columns = classes if 1 < classes <= MAX_COLUMNS else None
+        columns = class_columns(self._config.model.num_classes)
         if low_res is not None and originals is not None:
             columns = 3 * math.ceil(math.sqrt(count / 3))
             images = side_by_side(low_res, images, originals)
