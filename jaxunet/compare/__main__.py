@@ -103,10 +103,8 @@ def main(argv: Sequence[str]) -> int:
             print('\nstopped; the same command goes on from here', file=sys.stderr, flush=True)
             sys.exit(130)
     spec, failures = runner.load(directory), runner.load_failures(directory)
-    paths = report.write(spec, directory, failures, plot=PLOT.value)
-    print(
-        f'\n{report.markdown(spec, directory, failures)}\n{", ".join(map(str, paths))}', flush=True
-    )
+    written = report.write(spec, directory, failures, plot=PLOT.value)
+    print(f'\n{written.text}\n{", ".join(map(str, written.paths))}', flush=True)
     return 1 if failures and not PLOT_ONLY.value else 0
 
 

@@ -35,7 +35,9 @@ class Limit:
     """When training may begin.
 
     Fields:
-      seconds, reserve, shared_by: see the flags.
+      seconds: time limit of the command.
+      reserve: seconds of it that a job leaves for compiling and measuring.
+      shared_by: processes that share the GPU, by which training takes longer.
       began: `time.perf_counter()` at the start of the command.
     """
 

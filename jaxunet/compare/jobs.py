@@ -18,6 +18,7 @@ from jaxunet.config import Config
 from jaxunet.data.automatic import complete
 from jaxunet.runtime.errors import UserError
 from jaxunet.sampling.options import SamplerConfig
+from jaxunet.sweep.points import set_field
 
 FORM = 'NAME:STEPS or NAME:STEPS:SKIP_SCHEDULE'
 # Fields of a network that trains in less than a second on a CPU, for the tests of a job file.
@@ -86,8 +87,7 @@ class Job:
             raise UserError(f'{self.name}: {self.config}: get_config() must return a ConfigDict')
         raw = values.to_dict()
         for path, value in self.fields.items():
-            *section, last = path.split('.')
-            (raw.setdefault(section[0], {}) if section else raw)[last] = value
+            set_field(raw, path, value)
         raw['seed'] = self.seed
         try:
             return base_config(complete(raw).replace(parallel={'devices': 1}))

@@ -10,7 +10,7 @@ from typing import TypeVar
 
 from jaxunet.config import Config, resolve, to_dict
 from jaxunet.runtime.errors import UserError, near_misses
-from jaxunet.sweep.points import make_axis
+from jaxunet.sweep.points import make_axis, set_field
 
 BASELINE = 'uniform'
 # What a method has unless it sets the field. Other fields are those of the config.
@@ -65,8 +65,7 @@ class Method:
         """
         values = to_dict(config)
         for path, value in self.fields.items():
-            *section, last = path.split('.')
-            (values[section[0]] if section else values)[last] = value
+            set_field(values, path, value)
         try:
             return resolve(values)
         except UserError as error:

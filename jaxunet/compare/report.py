@@ -45,6 +45,18 @@ class Target(NamedTuple):
     seconds: float
 
 
+class Written(NamedTuple):
+    """A written report.
+
+    Fields:
+      text: the content of report.md.
+      paths: all files.
+    """
+
+    text: str
+    paths: list[pathlib.Path]
+
+
 def markdown(spec: Spec, directory: pathlib.Path, failures: Mapping[str, str]) -> str:
     """Returns the report as Markdown: the protocol, the table of methods, and failures.
 
@@ -179,16 +191,16 @@ def _differences(spec: Spec) -> str:
 
 def protocol(spec: Spec, all_rows: Sequence[rows.Row]) -> str:
     """Returns the paragraph that says how the runs were trained and measured."""
-    c = spec.config
+    config = spec.config
     text = (
         f'Each run trains for {_each(spec.seconds)} s of wall-clock (training steps alone: not '
-        f'compiling, not measuring), batch {c["data"]["batch_size"]}, {c["precision"]}, '
-        f'{c["data"]["path"]}, constant learning rate; runs of a seed share their start and order '
-        f'of the images. At {_each(spec.evaluations)} equally spaced times the average of the '
-        f'weights (EMA {c["ema"]["rates"][0]}) draws '
+        f'compiling, not measuring), batch {config["data"]["batch_size"]}, {config["precision"]}, '
+        f'{config["data"]["path"]}, constant learning rate; runs of a seed share their start and '
+        f'order of the images. At {_each(spec.evaluations)} equally spaced times the average of '
+        f'the weights (EMA {config["ema"]["rates"][0]}) draws '
     )
     if not all_rows:
-        return text + f'{c["evaluation"]["samples"]} samples. Nothing is measured yet.'
+        return text + f'{config["evaluation"]["samples"]} samples. Nothing is measured yet.'
     row = all_rows[0]
     return text + (
         f'{row["num_samples"]} samples by {row["sampler"]} with {row["evaluations"]} evaluations '
@@ -261,8 +273,8 @@ def _ratio(found: Sequence[Curve], base: Sequence[Curve]) -> str:
 
 def write(
     spec: Spec, directory: pathlib.Path, failures: Mapping[str, str], *, plot: bool
-) -> list[pathlib.Path]:
-    """Writes compare.csv, report.md and quality.png and returns their paths.
+) -> Written:
+    """Writes compare.csv, report.md and quality.png.
 
     Args:
       spec: the comparison.
@@ -290,11 +302,12 @@ def write(
         )
     paths = [directory / 'compare.csv', directory / 'report.md']
     paths[0].write_text(text.getvalue(), encoding='utf-8')
-    paths[1].write_text(markdown(spec, directory, failures), encoding='utf-8')
+    report = markdown(spec, directory, failures)
+    paths[1].write_text(report, encoding='utf-8')
     if plot and all_rows:
         paths.append(directory / 'quality.png')
         _plot(spec, all_rows, paths[-1])
-    return paths
+    return Written(report, paths)
 
 
 def _plot(spec: Spec, all_rows: Sequence[rows.Row], path: pathlib.Path) -> None:

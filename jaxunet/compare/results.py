@@ -11,7 +11,7 @@ import numpy as np
 from jaxtyping import Float
 
 from jaxunet.compare.runner import COSTS, Spec
-from jaxunet.compare.worker import ROW_FIELDS, finished
+from jaxunet.compare.worker import ROW_FIELDS, finished, run_folder, run_name
 from jaxunet.runtime import rows
 from jaxunet.runtime.errors import UserError, listed
 from jaxunet.runtime.untrusted import NUMBER, check_fields
@@ -47,16 +47,16 @@ def collect(spec: Spec, directory: pathlib.Path) -> list[rows.Row]:
     found: dict[tuple[str, int, int, str], rows.Row] = {}
     for method, seeds in spec.seeds.items():
         for seed in range(seeds):
-            for row in finished(directory / 'runs' / f'{method}_seed{seed}', ROW_FIELDS):
+            for row in finished(run_folder(directory, run_name(method, seed)), ROW_FIELDS):
                 found[method, seed, row['milestone'], row['name']] = row
     for field in ('features', 'reference', 'num_samples', 'sampler', 'evaluations'):
         if len(ways := {str(row[field]): row for row in found.values()}) > 1:
-            listed = ', '.join(
-                f'{way} ({row["method"]}_seed{row["seed"]})' for way, row in ways.items()
+            found_ways = ', '.join(
+                f'{way} ({run_name(row["method"], row["seed"])})' for way, row in ways.items()
             )
             raise UserError(
                 f'{directory}: runs that were measured with different {field} do not compare: '
-                f'{listed}; remove some of them'
+                f'{found_ways}; remove some of them'
             )
     order = list(spec.methods)
     return sorted(

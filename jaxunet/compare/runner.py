@@ -15,7 +15,16 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from jaxunet.compare.methods import Method
-from jaxunet.compare.worker import ROW_FIELDS, TASK, Task, finished, missing, read_task, save_task
+from jaxunet.compare.worker import (
+    ROW_FIELDS,
+    TASK,
+    Task,
+    finished,
+    missing,
+    read_task,
+    run_folder,
+    save_task,
+)
 from jaxunet.config import Config, identity, to_dict
 from jaxunet.runtime import rows
 from jaxunet.runtime import subprocesses as processes
@@ -116,7 +125,7 @@ def check_features(todo: Sequence[Task], directory: pathlib.Path, features: str)
       UserError: a run was measured with other features, so the runs would not compare.
     """
     for task in todo:
-        folder = directory / 'runs' / task.folder
+        folder = run_folder(directory, task.folder)
         for row in finished(folder, {'features': str}):
             if row['features'] != features:
                 raise UserError(
@@ -145,7 +154,7 @@ def run(
     failures: dict[str, str] = {}
     left = []
     for task in todo:
-        folder = directory / 'runs' / task.folder
+        folder = run_folder(directory, task.folder)
         _prepare(task, folder)
         if missing(task, folder):
             left.append(task)
@@ -154,7 +163,7 @@ def run(
 
     def work(i: int, mine: Sequence[str]) -> None:
         task = left[i]
-        folder = directory / 'runs' / task.folder
+        folder = run_folder(directory, task.folder)
         env = dict(os.environ) | ({'CUDA_VISIBLE_DEVICES': mine[0]} if mine[0] else {})
         say(f'{task.label} ...')
         began = time.perf_counter()

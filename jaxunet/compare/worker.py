@@ -19,7 +19,7 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -84,7 +84,17 @@ class Task:
     @property
     def folder(self) -> str:
         """Name of the run's folder."""
-        return f'{self.method}_seed{self.seed}'
+        return run_name(self.method, self.seed)
+
+
+def run_name(method: str, seed: int) -> str:
+    """Returns the name of a run, which its folder and its failures have."""
+    return f'{method}_seed{seed}'
+
+
+def run_folder(directory: pathlib.Path, name: str) -> pathlib.Path:
+    """Returns the folder of a run in that of its comparison; `name` as of `run_name`."""
+    return directory / 'runs' / name
 
 
 def read_task(folder: pathlib.Path) -> Task:
@@ -147,13 +157,14 @@ def run(folder: pathlib.Path) -> None:
     template = state_template(config).params
     origin = rows.provenance()
     for i in (i for i in most_telling(len(paths)) if i in left):  # in case time runs out
-        params, step, seconds = load_snapshot(paths[i], template)
+        kept = load_snapshot(paths[i], template)
         began = time.perf_counter()
-        results = evaluator.measure(params)
+        results = evaluator.measure(kept.params)
         assert results is not None  # only a requested stop gives None
         for name, result in zip(config.evaluation.metrics, results, strict=True):
             where = {'milestone': i, 'method': task.method, 'seed': task.seed, 'name': name}
-            rows.append(folder / ROWS, {**where, **evaluator.row(result, step, seconds), **origin})
+            measured = evaluator.row(result, kept.step, kept.seconds)
+            rows.append(folder / ROWS, {**where, **measured, **origin})
         print(
             f'{task.label}: milestone {i + 1} measured in {time.perf_counter() - began:.1f} s',
             flush=True,
@@ -213,11 +224,24 @@ def save_snapshot(path: pathlib.Path, params: Params, step: int, seconds: float)
     os.replace(partial, path)
 
 
-def load_snapshot(path: pathlib.Path, template: Params) -> tuple[Params, int, float]:
-    """Returns the weights (numpy), the step and the seconds of training of a snapshot.
+class Snapshot(NamedTuple):
+    """The averaged weights of a milestone.
+
+    Fields:
+      params: numpy arrays.
+      step: training steps so far.
+      seconds: seconds of training so far.
+    """
+
+    params: Params
+    step: int
+    seconds: float
+
+
+def load_snapshot(path: pathlib.Path, template: Params) -> Snapshot:
+    """Reads a file of `save_snapshot`.
 
     Args:
-      path: file of `save_snapshot`.
       template: weights with the expected tree and shapes.
 
     Raises:
@@ -234,7 +258,7 @@ def load_snapshot(path: pathlib.Path, template: Params) -> tuple[Params, int, fl
     step, seconds = int(step_array), float(seconds_array)
     if [x.shape for x in found] != [x.shape for x in leaves]:
         raise UserError(f'{path}: holds the weights of another model; remove {path.parent.parent}')
-    return jax.tree.unflatten(tree, found), step, seconds
+    return Snapshot(jax.tree.unflatten(tree, found), step, seconds)
 
 
 def save_task(task: Task, folder: pathlib.Path) -> None:

@@ -269,20 +269,21 @@ def _point(base: Config, values: dict[str, object], machine: Machine) -> Point:
     raw = to_dict(base)
     for name, value in values.items():
         if name not in OWN_AXES:
-            _set(raw, name, value)
+            set_field(raw, name, value)
     devices = raw['parallel']['devices'] or machine.devices
     per_device = values.get(BATCH_PER_DEVICE)
     if isinstance(per_device, int):
-        _set(raw, BATCH, per_device * devices)
+        set_field(raw, BATCH, per_device * devices)
     if raw['data']['cache'] == 'device' and WORKERS in values:
-        _set(raw, WORKERS, 0)  # makes points equal that differ in idle workers only
+        set_field(raw, WORKERS, 0)  # makes points equal that differ in idle workers only
     jit = values.get(JIT, 'on') == 'on'
     return Point(values, raw, jit, _problem(raw, jit, devices, machine))
 
 
-def _set(raw: dict[str, Any], path: str, value: object) -> None:
+def set_field(raw: dict[str, Any], path: str, value: object) -> None:
+    """Sets the field with this dotted path in a config as nested dicts, a missing section too."""
     *section, name = path.split('.')
-    (raw[section[0]] if section else raw)[name] = value
+    (raw.setdefault(section[0], {}) if section else raw)[name] = value
 
 
 def _problem(raw: dict[str, Any], jit: bool, devices: int, machine: Machine) -> str:

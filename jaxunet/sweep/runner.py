@@ -30,6 +30,7 @@ from jaxunet.sweep.points import Machine, Point
 from jaxunet.sweep.row import IMPOSSIBLE, OK, check_row
 
 MEASURE = 'jaxunet.sweep.measure'
+RESULTS = 'results.jsonl'
 # Tool of a point: time training steps, or trace them with jaxunet.profile.
 STEP, PROFILE = 'step', 'profile'
 PROBE_SECONDS = 300.0
@@ -90,7 +91,7 @@ def latest_rows(directory: pathlib.Path) -> dict[str, Row]:
     Raises:
       UserError: a line that is not such a row.
     """
-    path = directory / 'results.jsonl'
+    path = directory / RESULTS
     if not path.exists():
         return {}
     return {row['key']: row for row in rows.read(path, check_row) if 'key' in row}
@@ -155,41 +156,7 @@ def run(
     Raises:
       UserError: `options.side_by_side` without a GPU.
     """
-    known = latest_rows(directory)
-    keys = [key(point, options, machine) for point in points]
-    todo = [
-        i
-        for i, k in enumerate(keys)
-        if k not in known or (options.retry_failed and known[k]['status'] != OK)
-    ]
-    if len(todo) < len(points):
-        failed = sum(
-            known[k]['status'] not in (OK, IMPOSSIBLE) for i, k in enumerate(keys) if i not in todo
-        )
-        hint = f' ({failed} of them failed; --retry_failed runs those again)' if failed else ''
-        done = f'{len(points) - len(todo)} of {len(points)} points are done{hint}'
-        say(f'{done}: {directory / "results.jsonl"}')
-    if options.compile_jobs:
-        able = [points[i] for i in todo if points[i].jit and not points[i].problem]
-        _compile(able, options, machine, directory, say)
-    writing = threading.Lock()
-
-    def work(i: int, gpus: Sequence[str]) -> None:
-        label = f'[{i + 1}/{len(points)}] {points[i].label}'
-        if not points[i].problem:
-            say(f'{label} ...')
-        row = _row(points[i], keys[i], options, machine, directory, gpus)
-        with writing:
-            rows.append(directory / 'results.jsonl', row)
-            say(f'{label}: {summary(row)}')
-
-    if options.side_by_side:
-        processes.share(
-            [(i, needed_gpus(points[i], machine)) for i in todo], gpu_names(machine), work
-        )
-    else:
-        for i in todo:
-            work(i, ())
+    _Runner(directory, options, machine, say).run(points)
 
 
 def needed_gpus(point: Point, machine: Machine) -> int:
@@ -266,115 +233,149 @@ def environment(point: Point, machine: Machine, gpus: Sequence[str] = ()) -> dic
     return env
 
 
-def _row(
-    point: Point,
-    name: str,
-    options: Options,
-    machine: Machine,
-    directory: pathlib.Path,
-    gpus: Sequence[str],
-) -> Row:
-    """Measures a point if it can run, and returns its row of results.jsonl; `name` is its key."""
-    began = time.perf_counter()
-    if point.problem:
-        found: Row = {'status': IMPOSSIBLE, 'reason': point.problem}
-    else:
-        found = _measure(point, name, options, machine, directory, gpus)
-    return {
-        'case': 'sweep',
-        'key': name,
-        **found,
-        'seconds': round(time.perf_counter() - began, 1),
-        'point': point.values,
-        'batch': point.raw['data']['batch_size'],
-        'config': point.raw,
-        'jit': point.jit,
-        'side_by_side': bool(gpus),
-        **machine.provenance,
-    }
+@dataclass(frozen=True)
+class _Runner:
+    """Measures points on one machine, with the same options, into one folder.
 
-
-def _measure(
-    point: Point,
-    name: str,
-    options: Options,
-    machine: Machine,
-    directory: pathlib.Path,
-    gpus: Sequence[str],
-) -> Row:
-    log = directory / 'logs' / f'{name}.log'
-    env = environment(point, machine, gpus)
-    if options.tool == PROFILE:
-        answer = _profile(point, env, name, options, directory, log)
-    else:
-        answer = processes.answer(_command(point, options), env, options.timeout, log)
-    if answer.row is not None:
-        return answer.row
-    status, reason = answer.failure
-    return {'status': status, 'reason': reason, 'log': str(log.relative_to(directory))}
-
-
-def _profile(
-    point: Point,
-    env: dict[str, str],
-    name: str,
-    options: Options,
-    directory: pathlib.Path,
-    log: pathlib.Path,
-) -> processes.Answer:
-    """Traces the steps of a point; `jaxunet.profile` writes its files to OUTPUT/profiles/KEY."""
-    folder = directory / 'profiles' / name
-    shutil.rmtree(folder, ignore_errors=True)  # left by a failed attempt
-    folder.mkdir(parents=True)
-    (folder / 'config.py').write_text(config_file(point))
-    command = [
-        sys.executable,
-        '-m',
-        'jaxunet.profile',
-        f'--config={folder / "config.py"}',
-        f'--output={folder}',
-        '--noplot',
-        f'--steps={options.steps}',
-        f'--warmup={options.warmup}',
-    ]
-    answer = processes.answer(command, env, options.timeout, log, json_output=False)
-    if answer.failure[0]:
-        return answer
-    found = rows.read(folder / 'profile.jsonl')[-1]
-    table = next(path for path in folder.glob('*.csv'))
-    row = {
-        'status': OK,
-        'images_per_s': point.raw['data']['batch_size'] / found['step_ms'] * 1e3,
-        'step_ms': {'median': found['step_ms']},
-        'compile_s': found['compile_s'],
-        'ops': found['ops'],
-        **{key: found[key] for key in ('phase_ms', 'busy_ms', 'idle_share', 'launches')},
-        'profile': str(table.relative_to(directory)),
-    }
-    return processes.Answer(row)
-
-
-def _compile(
-    points: Sequence[Point], options: Options, machine: Machine, directory: pathlib.Path, say: Say
-) -> None:
-    """Fills the compilation cache, several points at a time.
-
-    A failure is not reported here: it occurs again when the point is measured.
+    Fields:
+      directory: folder of the sweep.
+      say: prints one line of progress.
     """
-    say(f'compiling {len(points)} points, {options.compile_jobs} at a time ...')
-    began = time.perf_counter()
 
-    def work(number: int) -> None:
-        point = points[number]
-        # The processes share the device, so none may allocate all of its memory at once.
-        env = environment(point, machine) | {'XLA_PYTHON_CLIENT_PREALLOCATE': 'false'}
-        processes.answer(
-            _command(point, options, compile_only=True),
-            env,
-            options.timeout,
-            directory / 'logs' / f'compile_{number}.log',
-        )
+    directory: pathlib.Path
+    options: Options
+    machine: Machine
+    say: Say
 
-    with processes.pool(options.compile_jobs) as threads:
-        list(threads.map(work, range(len(points))))
-    say(f'compiled in {time.perf_counter() - began:.1f} s')
+    def run(self, points: Sequence[Point]) -> None:
+        """Measures the points that have no row yet; see the function `run`."""
+        known = latest_rows(self.directory)
+        keys = [key(point, self.options, self.machine) for point in points]
+        todo = [
+            i
+            for i, k in enumerate(keys)
+            if k not in known or (self.options.retry_failed and known[k]['status'] != OK)
+        ]
+        if len(todo) < len(points):
+            failed = sum(
+                known[k]['status'] not in (OK, IMPOSSIBLE)
+                for i, k in enumerate(keys)
+                if i not in todo
+            )
+            hint = f' ({failed} of them failed; --retry_failed runs those again)' if failed else ''
+            done = f'{len(points) - len(todo)} of {len(points)} points are done{hint}'
+            self.say(f'{done}: {self.directory / RESULTS}')
+        if self.options.compile_jobs:
+            self._compile([points[i] for i in todo if points[i].jit and not points[i].problem])
+        writing = threading.Lock()
+
+        def work(i: int, gpus: Sequence[str]) -> None:
+            label = f'[{i + 1}/{len(points)}] {points[i].label}'
+            if not points[i].problem:
+                self.say(f'{label} ...')
+            row = self._row(points[i], keys[i], gpus)
+            with writing:
+                rows.append(self.directory / RESULTS, row)
+                self.say(f'{label}: {summary(row)}')
+
+        if self.options.side_by_side:
+            needed = [(i, needed_gpus(points[i], self.machine)) for i in todo]
+            processes.share(needed, gpu_names(self.machine), work)
+        else:
+            for i in todo:
+                work(i, ())
+
+    def _row(self, point: Point, name: str, gpus: Sequence[str]) -> Row:
+        """Measures a point if it can run, and returns its row of results.jsonl.
+
+        Args:
+          name: its key.
+          gpus: as for `environment`.
+        """
+        began = time.perf_counter()
+        if point.problem:
+            found: Row = {'status': IMPOSSIBLE, 'reason': point.problem}
+        else:
+            found = self._measure(point, name, environment(point, self.machine, gpus))
+        return {
+            'case': 'sweep',
+            'key': name,
+            **found,
+            'seconds': round(time.perf_counter() - began, 1),
+            'point': point.values,
+            'batch': point.raw['data']['batch_size'],
+            'config': point.raw,
+            'jit': point.jit,
+            'side_by_side': bool(gpus),
+            **self.machine.provenance,
+        }
+
+    def _measure(self, point: Point, name: str, env: dict[str, str]) -> Row:
+        log = self.directory / 'logs' / f'{name}.log'
+        if self.options.tool == PROFILE:
+            answer = self._profile(point, name, env, log)
+        else:
+            command = _command(point, self.options)
+            answer = processes.answer(command, env, self.options.timeout, log)
+        if answer.row is not None:
+            return answer.row
+        status, reason = answer.failure
+        return {'status': status, 'reason': reason, 'log': str(log.relative_to(self.directory))}
+
+    def _profile(
+        self, point: Point, name: str, env: dict[str, str], log: pathlib.Path
+    ) -> processes.Answer:
+        """Traces the steps of a point; OUTPUT/profiles/KEY gets the files of `jaxunet.profile`."""
+        folder = self.directory / 'profiles' / name
+        shutil.rmtree(folder, ignore_errors=True)  # left by a failed attempt
+        folder.mkdir(parents=True)
+        (folder / 'config.py').write_text(config_file(point))
+        command = [
+            sys.executable,
+            '-m',
+            'jaxunet.profile',
+            f'--config={folder / "config.py"}',
+            f'--output={folder}',
+            '--noplot',
+            f'--steps={self.options.steps}',
+            f'--warmup={self.options.warmup}',
+        ]
+        answer = processes.answer(command, env, self.options.timeout, log, json_output=False)
+        if answer.failure[0]:
+            return answer
+        found = rows.read(folder / 'profile.jsonl')[-1]
+        table = next(path for path in folder.glob('*.csv'))
+        row = {
+            'status': OK,
+            'images_per_s': point.raw['data']['batch_size'] / found['step_ms'] * 1e3,
+            'step_ms': {'median': found['step_ms']},
+            'compile_s': found['compile_s'],
+            'ops': found['ops'],
+            **{key: found[key] for key in ('phase_ms', 'busy_ms', 'idle_share', 'launches')},
+            'profile': str(table.relative_to(self.directory)),
+        }
+        return processes.Answer(row)
+
+    def _compile(self, points: Sequence[Point]) -> None:
+        """Fills the compilation cache, several points at a time.
+
+        A failure is not reported here: it occurs again when the point is measured.
+        """
+        jobs = self.options.compile_jobs
+        self.say(f'compiling {len(points)} points, {jobs} at a time ...')
+        began = time.perf_counter()
+
+        def work(number: int) -> None:
+            point = points[number]
+            # The processes share the device, so none may allocate all of its memory at once.
+            env = environment(point, self.machine) | {'XLA_PYTHON_CLIENT_PREALLOCATE': 'false'}
+            processes.answer(
+                _command(point, self.options, compile_only=True),
+                env,
+                self.options.timeout,
+                self.directory / 'logs' / f'compile_{number}.log',
+            )
+
+        with processes.pool(jobs) as threads:
+            list(threads.map(work, range(len(points))))
+        self.say(f'compiled in {time.perf_counter() - began:.1f} s')
