@@ -194,8 +194,8 @@ class Measurements:
     def _reference(self, path: str, metrics: Sequence[str], network: FeatureNetwork) -> Side:
         key = ' '.join([path, *metrics])
         if key not in self._references:
-            with open_side(path, metrics, network, path, batch_size=FEATURE_BATCH) as (side, _):
-                self._references[key] = side()
+            with open_side(path, metrics, network, path, batch_size=FEATURE_BATCH) as opened:
+                self._references[key] = opened.compute()
         return self._references[key]
 
     def _save_grid(

@@ -27,7 +27,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int, Real
 
-from jaxunet.metrics.pairwise import BLOCK, fold_pairs
+from jaxunet.metrics.pairwise import BLOCK, Pairs, fold_pairs
 from jaxunet.runtime.errors import UserError
 
 THRESHOLD = 1 / 3
@@ -215,19 +215,11 @@ def _far(k: int) -> Callable[[int], tuple[Array, Array]]:
     return initial
 
 
-def _keep(
-    state: tuple[Array, Array],
-    products: Array,
-    row_norms: Array,
-    column_norms: Array,
-    places: Array,
-    numbers: Array,
-    _extra: Array,
-) -> tuple[Array, Array]:
+def _keep(state: tuple[Array, Array], pairs: Pairs) -> tuple[Array, Array]:
     """Keeps the k smallest squared distances, ascending, and the numbers of their columns."""
-    squared = row_norms[:, None] + column_norms[None] - 2 * products
-    squared = jnp.where((numbers >= 0)[None], squared, jnp.inf)
+    squared = jnp.where(pairs.exist, pairs.squared_distances, jnp.inf)
     best, index = state
     best, place = lax.top_k(-jnp.concatenate([best, squared], axis=1), best.shape[1])
-    index = jnp.concatenate([index, jnp.broadcast_to(numbers[None], squared.shape)], axis=1)
+    numbers = jnp.broadcast_to(pairs.column_numbers[None], squared.shape)
+    index = jnp.concatenate([index, numbers], axis=1)
     return -best, jnp.take_along_axis(index, place, axis=1)

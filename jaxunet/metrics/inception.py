@@ -12,6 +12,7 @@ Parameters are a flat dict by pytorch-fid's names, convolutions as HWIO
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -34,8 +35,18 @@ PRECISION = lax.Precision.HIGHEST
 Parameters = dict[str, Array]
 Maps = Float[Array, 'images height width channels']
 Tap = Callable[[str, Array], None]
-# (name, maps, output channels, kernel (height, width), stride, padding (height, width)) -> maps
-Layer = Callable[[str, Array, int, tuple[int, int], int, tuple[int, int]], Array]
+
+
+class Conv(NamedTuple):
+    """A convolution; kernel and padding are (height, width)."""
+
+    channels: int
+    kernel: tuple[int, int]
+    stride: int
+    padding: tuple[int, int]
+
+
+Layer = Callable[[str, Array, Conv], Array]  # (name, maps, convolution) -> maps
 
 
 def features(
@@ -107,15 +118,8 @@ def pool3(params: Parameters, x: Maps, tap: Tap | None = None) -> Float[Array, '
         (`Mixed_5b`) and outer pool.
     """
 
-    def layer(
-        name: str,
-        x: Array,
-        channels: int,
-        kernel: tuple[int, int],
-        stride: int,
-        padding: tuple[int, int],
-    ) -> Array:
-        y = _convolution(params, name, x, stride, padding)
+    def layer(name: str, x: Array, conv: Conv) -> Array:
+        y = _convolution(params, name, x, conv.stride, conv.padding)
         if tap:
             tap(name, y)
         return y
@@ -135,14 +139,8 @@ def torch_shapes() -> dict[str, tuple[int, ...]]:
     """Returns names and shapes of the state dict in torch's layouts (OIHW; (out, in))."""
     shapes: dict[str, tuple[int, ...]] = {}
 
-    def layer(
-        name: str,
-        x: Array,
-        channels: int,
-        kernel: tuple[int, int],
-        stride: int,
-        padding: tuple[int, int],
-    ) -> Array:
+    def layer(name: str, x: Array, conv: Conv) -> Array:
+        channels, kernel, stride, padding = conv
         shapes[f'{name}.conv.weight'] = (channels, x.shape[3], *kernel)
         shapes.update({f'{name}.bn.{part}': (channels,) for part in BATCH_NORM})
         height, width = (
@@ -213,7 +211,7 @@ class _Blocks:
         """Applies one convolution, padded to keep the size if `same`."""
         size = (kernel, kernel) if isinstance(kernel, int) else kernel
         padding = (size[0] // 2, size[1] // 2) if same else (0, 0)
-        return self._layer(name, x, channels, size, stride, padding)
+        return self._layer(name, x, Conv(channels, size, stride, padding))
 
     def chain(self, name: str, x: Array, *convs: tuple[str, int, int | tuple[int, int]]) -> Array:
         """Applies convolutions (name, channels, kernel) in a row, each keeping the size."""

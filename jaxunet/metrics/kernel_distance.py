@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
-from jaxunet.metrics.pairwise import BLOCK, fold_pairs
+from jaxunet.metrics.pairwise import BLOCK, Pairs, fold_pairs
 from jaxunet.runtime.errors import UserError
 
 SUBSETS = 100
@@ -106,26 +106,9 @@ def _kernel(products: Array) -> Array:
     return products * (products * (products + 3) + 3)
 
 
-def _add(
-    state: Array,
-    products: Array,
-    _rows: Array,
-    _columns: Array,
-    places: Array,
-    numbers: Array,
-    _extra: Array,
-) -> Array:
-    return state + jnp.where((numbers >= 0)[None], _kernel(products), 0).sum(1)
+def _add(state: Array, pairs: Pairs) -> Array:
+    return state + jnp.where(pairs.exist, _kernel(pairs.products), 0).sum(1)
 
 
-def _add_others(
-    state: Array,
-    products: Array,
-    _rows: Array,
-    _columns: Array,
-    places: Array,
-    numbers: Array,
-    _extra: Array,
-) -> Array:
-    keep = (numbers >= 0)[None] & (places[:, None] != numbers[None])
-    return state + jnp.where(keep, _kernel(products), 0).sum(1)
+def _add_others(state: Array, pairs: Pairs) -> Array:
+    return state + jnp.where(pairs.others, _kernel(pairs.products), 0).sum(1)

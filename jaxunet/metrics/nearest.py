@@ -90,17 +90,17 @@ class Comparison:
 
         `pixel_distance` is the root mean square difference of pixel values between 0 and 1.
         """
-        p, f = self.pixels, self.features
+        pixels, features = self.pixels, self.features
         scale = np.sqrt(np.prod(self.samples.shape[1:]))
         columns = (
             self.numbers,
-            p.nearest.image[:, 0],
-            p.nearest.mirrored[:, 0].astype(int),
-            _short(p.nearest.distance[:, 0] / scale),
-            _short(p.ratio),
-            f.nearest.image[:, 0],
-            _short(f.nearest.distance[:, 0]),
-            _short(f.ratio),
+            pixels.nearest.image[:, 0],
+            pixels.nearest.mirrored[:, 0].astype(int),
+            _short(pixels.nearest.distance[:, 0] / scale),
+            _short(pixels.ratio),
+            features.nearest.image[:, 0],
+            _short(features.nearest.distance[:, 0]),
+            _short(features.ratio),
             self.found.astype(int),
         )
         return [dict(zip(TABLE_COLUMNS, row, strict=True)) for row in zip(*columns, strict=True)]

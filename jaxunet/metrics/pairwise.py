@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jaxtyping import Array, Float
+from jaxtyping import Array, Bool, Float, Int
 
 BLOCK = 2048  # rows and columns per block
 # Timing the candidates of a product takes XLA seconds for each size of the sets, on a GPU; the
@@ -22,9 +22,42 @@ UNTIMED = {'xla_gpu_autotune_level': 0, 'xla_gpu_enable_triton_gemm': False}
 
 # The results of a block of rows so far: an array with an axis of rows in front, or a tuple of them.
 State = Any
-# (state, products (rows, columns), row norms² (rows,), column norms² (columns,), row numbers,
-#  column numbers, column extras) -> state
-Fold = Callable[[State, Array, Array, Array, Array, Array, Array], State]
+
+
+class Pairs(NamedTuple):
+    """All pairs of a block of rows with a block of columns.
+
+    Fields:
+      products: inner products.
+      row_norms, column_norms: squared norms.
+      row_numbers, column_numbers: places in their sets; −1 for padding.
+      extra: one number per column, from the caller.
+    """
+
+    products: Float[Array, 'rows columns']
+    row_norms: Float[Array, ' rows']
+    column_norms: Float[Array, ' columns']
+    row_numbers: Int[Array, ' rows']
+    column_numbers: Int[Array, ' columns']
+    extra: Float[Array, ' columns']
+
+    @property
+    def exist(self) -> Bool[Array, '1 columns']:
+        """True for the columns that are no padding."""
+        return (self.column_numbers >= 0)[None]
+
+    @property
+    def others(self) -> Bool[Array, 'rows columns']:
+        """True for the existing columns of another number than the row's."""
+        return self.exist & (self.row_numbers[:, None] != self.column_numbers[None])
+
+    @property
+    def squared_distances(self) -> Float[Array, 'rows columns']:
+        """Squared Euclidean distances; rounding may make them negative."""
+        return self.row_norms[:, None] + self.column_norms[None] - 2 * self.products
+
+
+Fold = Callable[[State, Pairs], State]
 
 
 def fold_pairs(
@@ -38,13 +71,13 @@ def fold_pairs(
 ) -> State:
     """Reduces each row's inner products with all columns (float32) to one result per row.
 
-    The last blocks are padded; padded columns have number −1, which `fold` must ignore.
+    The last blocks are padded; `fold` must ignore the columns that do not `exist`.
 
     Args:
       fold: updates the state of a block of rows with a block of columns; a module-level pure
         function, because it is a static argument of a compiled one.
       initial: number of rows -> their initial state; hashable, for the same reason.
-      extra: one number per column, passed to `fold`.
+      extra: one number per column, for `fold`.
       block: rows and columns per block; affects rounding only.
     """
     n, m = len(rows), len(columns)
@@ -55,11 +88,12 @@ def fold_pairs(
     )
     tiles = _padded(columns.astype(np.float32), wide, 0)
     on_device = [jnp.asarray(a) for a in (tiles, numbers, extras)]
-    tall, places = (
-        _padded(rows.astype(np.float32), high, 0),
-        _padded(np.arange(n, dtype=np.int32), high, -1),
-    )
-    results = [_scan(fold, initial, tall[i], places[i], *on_device) for i in range(len(tall))]
+    row_blocks = _padded(rows.astype(np.float32), high, 0)
+    row_numbers = _padded(np.arange(n, dtype=np.int32), high, -1)
+    results = [
+        _scan(fold, initial, block_rows, block_numbers, *on_device)
+        for block_rows, block_numbers in zip(row_blocks, row_numbers, strict=True)
+    ]
     return jax.tree.map(lambda *parts: np.concatenate(jax.device_get(parts))[:n], *results)
 
 
@@ -68,7 +102,7 @@ def _scan(
     fold: Fold,
     initial: Callable[[int], State],
     rows: Array,
-    places: Array,
+    row_numbers: Array,
     tiles: Array,
     numbers: Array,
     extras: Array,
@@ -76,11 +110,11 @@ def _scan(
     row_norms = (rows * rows).sum(1)
 
     def step(state: State, tile: tuple[Array, Array, Array]) -> tuple[State, None]:
-        columns, number, extra = tile
+        columns, column_numbers, extra = tile
         products = jnp.matmul(rows, columns.T, precision=lax.Precision.HIGHEST)
-        return fold(
-            state, products, row_norms, (columns * columns).sum(1), places, number, extra
-        ), None
+        column_norms = (columns * columns).sum(1)
+        pairs = Pairs(products, row_norms, column_norms, row_numbers, column_numbers, extra)
+        return fold(state, pairs), None
 
     return lax.scan(step, initial(rows.shape[0]), (tiles, numbers, extras))[0]
 

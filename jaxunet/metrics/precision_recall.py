@@ -9,18 +9,26 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from typing import NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jaxtyping import Array, Float
 
-from jaxunet.metrics.pairwise import BLOCK, fold_pairs
+from jaxunet.metrics.pairwise import BLOCK, Pairs, fold_pairs
 from jaxunet.runtime.errors import UserError
 
 NEIGHBOURS = 3
 
 Features = Float[np.ndarray, 'n d']
+
+
+class PrecisionRecall(NamedTuple):
+    """Precision and recall, each 0 to 1."""
+
+    precision: float
+    recall: float
 
 
 def precision_recall(
@@ -29,8 +37,8 @@ def precision_recall(
     *,
     k: int = NEIGHBOURS,
     block: int = BLOCK,
-) -> tuple[float, float]:
-    """Returns (precision, recall), each 0 to 1.
+) -> PrecisionRecall:
+    """Returns precision and recall of samples against a reference.
 
     Precision is the share of samples inside the reference's manifold; recall is the share of the
     reference inside the samples' manifold. Distances are |x|² + |y|² − 2 x·y in float32, of
@@ -52,7 +60,7 @@ def precision_recall(
     samples, reference = ((x - centre).astype(np.float32) for x in (samples, reference))
     precision = covered(samples, reference, squared_radii(reference, k, block=block), block=block)
     recall = covered(reference, samples, squared_radii(samples, k, block=block), block=block)
-    return float(precision.mean()), float(recall.mean())
+    return PrecisionRecall(float(precision.mean()), float(recall.mean()))
 
 
 def squared_radii(features: Features, k: int, *, block: int = BLOCK) -> Float[np.ndarray, ' n']:
@@ -76,8 +84,8 @@ def covered(
     return fold_pairs(_inside, _nowhere, points, centres, extra=radii, block=block)
 
 
-def _squared(products: Array, row_norms: Array, column_norms: Array) -> Array:
-    return jnp.maximum(row_norms[:, None] + column_norms[None] - 2 * products, 0)
+def _squared(pairs: Pairs) -> Array:
+    return jnp.maximum(pairs.squared_distances, 0)
 
 
 @functools.cache
@@ -86,18 +94,9 @@ def _far(k: int) -> Callable[[int], Array]:
     return lambda rows: jnp.full((rows, k), jnp.inf, jnp.float32)
 
 
-def _nearest(
-    state: Array,
-    products: Array,
-    row_norms: Array,
-    column_norms: Array,
-    places: Array,
-    numbers: Array,
-    _extra: Array,
-) -> Array:
-    """Keeps the k smallest distances to other features, ascending."""
-    other = (numbers >= 0)[None] & (places[:, None] != numbers[None])
-    distances = jnp.where(other, _squared(products, row_norms, column_norms), jnp.inf)
+def _nearest(state: Array, pairs: Pairs) -> Array:
+    """Keeps the k smallest squared distances to other features, ascending."""
+    distances = jnp.where(pairs.others, _squared(pairs), jnp.inf)
     return -lax.top_k(-jnp.concatenate([state, distances], axis=1), state.shape[1])[0]
 
 
@@ -105,14 +104,6 @@ def _nowhere(rows: int) -> Array:
     return jnp.zeros(rows, jnp.bool_)
 
 
-def _inside(
-    state: Array,
-    products: Array,
-    row_norms: Array,
-    column_norms: Array,
-    places: Array,
-    numbers: Array,
-    radii: Array,
-) -> Array:
-    near = (_squared(products, row_norms, column_norms) <= radii[None]) & (numbers >= 0)[None]
-    return state | near.any(1)
+def _inside(state: Array, pairs: Pairs) -> Array:
+    """Notes the rows inside the ball around a column, whose squared radius is `Pairs.extra`."""
+    return state | ((_squared(pairs) <= pairs.extra[None]) & pairs.exist).any(1)

@@ -6,10 +6,11 @@ import contextlib
 import functools
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 from absl import logging
-from jaxtyping import Int
+from jaxtyping import Float, Int
 
 from jaxunet.data.source import Source
 from jaxunet.metrics.features import FeatureNetwork, batches
@@ -130,6 +131,18 @@ def beside_images(
     return {}
 
 
+class OpenedSide(NamedTuple):
+    """A side whose images or statistics are there.
+
+    Fields:
+      compute: returns the side; runs the network on images.
+      size: (height, width) of the images; None for statistics.
+    """
+
+    compute: Callable[[], Side]
+    size: Size | None
+
+
 @contextlib.contextmanager
 def open_side(
     path: str,
@@ -141,7 +154,7 @@ def open_side(
     count: int | None = None,
     seed: int = 0,
     batch_size: int,
-) -> Iterator[tuple[Callable[[], Side], Size | None]]:
+) -> Iterator[OpenedSide]:
     """Opens a side at once, but computes its features only when asked.
 
     A wrong path fails here, before the features of another side take their time.
@@ -151,10 +164,6 @@ def open_side(
         statistics serve fid and sfid.
       option: the option that gave the path, for messages.
       grid_size, count, seed, batch_size: see `open_images` and `image_side`.
-
-    Yields:
-      A function that computes the side, and the (height, width) of its images, or None for
-      statistics.
 
     Raises:
       UserError: what `open_images`, `statistics_side` and `image_side` raise.
@@ -167,7 +176,7 @@ def open_side(
                 'leave it out'
             )
         side = statistics_side(path, metrics, network, option)
-        yield lambda: side, None
+        yield OpenedSide(lambda: side, None)
         return
     with open_images(path, grid_size=grid_size) as source:
         check_count(count, source, path)
@@ -182,7 +191,7 @@ def open_side(
             batch_size=batch_size,
             given=beside_images(path, metrics, network, option, count),
         )
-        yield compute_side, source.image_shape[:2]
+        yield OpenedSide(compute_side, source.image_shape[:2])
 
 
 def image_side(
@@ -210,12 +219,51 @@ def image_side(
     """
     check_count(count, source, name)
     rows = drawn_rows(len(source), count, seed)
-    given = dict(given or {})
-    size_text = '{}x{}'.format(*source.image_shape[:2])
+    size = '{}x{}'.format(*source.image_shape[:2])
+    found = dict(given or {})
     keep = bool(needing('features', metrics))
-    fit = [need for need in ARRAYS if needing(need, metrics) and need not in given]
-    if not keep and not fit:
-        return Side(name, len(rows), size_text, given.get('statistics'), None, given.get('spatial'))
+    fit = [need for need in ARRAYS if needing(need, metrics) and need not in found]
+    features: Float[np.ndarray, 'n d'] | None = None
+    if keep or fit:
+        extracted = _extract(name, source, rows, network, fit, keep=keep, batch_size=batch_size)
+        features = extracted.features
+        protocol = {'images': name, 'count': len(rows), 'size': size, 'features': network.name}
+        for need, moments in extracted.moments.items():
+            found[need] = moments.statistics(protocol)
+    return Side(name, len(rows), size, found.get('statistics'), features, found.get('spatial'))
+
+
+class _Extracted(NamedTuple):
+    """The features of a side's images.
+
+    Fields:
+      features: of each image, float32; None if they were not kept.
+      moments: of the features, by the need that they meet.
+    """
+
+    features: Float[np.ndarray, 'n d'] | None
+    moments: dict[Need, Moments]
+
+
+def _extract(
+    name: str,
+    source: Source,
+    rows: Int[np.ndarray, ' rows'],
+    network: FeatureNetwork,
+    fit: Collection[Need],
+    *,
+    keep: bool,
+    batch_size: int,
+) -> _Extracted:
+    """Runs the network on these rows of a source.
+
+    Args:
+      fit: the moments to compute.
+      keep: keep the features, too.
+
+    Raises:
+      UserError: corrupt images, features that are not finite, or too many to keep.
+    """
     if keep and (size := 4 * network.dimension * len(rows)) > MAX_FEATURES:
         raise UserError(
             f'{name}: the features of {len(rows):,} images take {size / 2**30:.1f} GiB, more than '
@@ -224,7 +272,7 @@ def image_side(
         )
     lengths = {'statistics': network.dimension, 'spatial': network.spatial_dimension}
     moments = {need: Moments(lengths[need]) for need in fit}
-    features = np.empty((len(rows) if keep else 0, network.dimension), np.float32)
+    features = np.empty((len(rows), network.dimension), np.float32) if keep else None
     done = 0
     label, spatial = Path(name).name or name, 'spatial' in fit
     for both in batches(network, source, rows, batch_size, name=label, spatial=spatial):
@@ -234,23 +282,14 @@ def image_side(
                 'are not finite; the network is damaged'
             )
         batch = both[:, : network.dimension]
-        if keep:
+        if features is not None:
             features[done : done + len(batch)] = batch
         for need in fit:
             moments[need].add(batch if need == 'statistics' else both[:, network.dimension :])
         done += len(batch)
-    protocol = {'images': name, 'count': len(rows), 'size': size_text, 'features': network.name}
     for need in fit:
         _warn_of_few(name, len(rows), lengths[need])
-        given[need] = moments[need].statistics(protocol)
-    return Side(
-        name,
-        len(rows),
-        size_text,
-        given.get('statistics'),
-        features if keep else None,
-        given.get('spatial'),
-    )
+    return _Extracted(features, moments)
 
 
 def _warn_of_few(name: str, count: int, length: int) -> None:

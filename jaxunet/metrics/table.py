@@ -15,7 +15,7 @@ from jaxunet.metrics.features import FeatureNetwork
 from jaxunet.metrics.frechet import Statistics, frechet_distance
 from jaxunet.metrics.inception_score import SPLITS, inception_score
 from jaxunet.metrics.kernel_distance import SUBSET_SIZE, SUBSETS, kernel_distance
-from jaxunet.metrics.precision_recall import NEIGHBOURS, precision_recall
+from jaxunet.metrics.precision_recall import NEIGHBOURS, PrecisionRecall, precision_recall
 
 CLASSIFY_BATCH = 1024  # feature vectors per call of the network's last layer
 
@@ -57,7 +57,7 @@ class Inputs:
     kid_subset_size: int = SUBSET_SIZE
 
     @cached_property
-    def precision_recall(self) -> tuple[float, float]:
+    def precision_recall(self) -> PrecisionRecall:
         """Precision and recall, computed once for both metrics."""
         return precision_recall(*self.features())
 
@@ -138,11 +138,11 @@ def _kid(inputs: Inputs) -> Value:
 
 
 def _precision(inputs: Inputs) -> Value:
-    return Value(inputs.precision_recall[0], settings={'k': NEIGHBOURS})
+    return Value(inputs.precision_recall.precision, settings={'k': NEIGHBOURS})
 
 
 def _recall(inputs: Inputs) -> Value:
-    return Value(inputs.precision_recall[1], settings={'k': NEIGHBOURS})
+    return Value(inputs.precision_recall.recall, settings={'k': NEIGHBOURS})
 
 
 def _copies(inputs: Inputs) -> Value:

@@ -216,8 +216,8 @@ class Evaluator:
         if path:
             with open_side(
                 path, metrics, self.network, 'evaluation.reference', batch_size=FEATURE_BATCH
-            ) as (side, _):
-                return side()
+            ) as opened:
+                return opened.compute()
         assert self.source is not None
         return image_side(
             self.source.name, Colour(self.source), metrics, self.network, batch_size=FEATURE_BATCH
