@@ -8,6 +8,7 @@ import pathlib
 from collections.abc import Iterator, Sequence
 from typing import BinaryIO, Unpack
 
+import numpy as np
 from absl import logging
 
 from jaxunet.config import Config
@@ -174,12 +175,7 @@ def write_weights(
         if extension == '.bin':
             unetcu.write(file, params, config, moments)
             return
-        theirs = unetcu if program == unetcu.PROGRAM else guided_diffusion
-        table, interleaved = theirs.table(config), theirs is not unetcu and not new_attention_order
-        state = from_tree(params, table, interleaved=interleaved)
-        for prefix, tree in zip(MOMENTS, moments or (), strict=False):
-            values = from_tree(tree, table, interleaved=interleaved)
-            state |= {prefix + name: value for name, value in values.items()}
+        state = _state_dict(params, config, moments, program, new_order=new_attention_order)
         # A single key, because the safetensors library writes several in random order.
         text = own_metadata(config, new_order=new_attention_order, class_names=tuple(class_names))
         metadata = {METADATA: text}
@@ -187,6 +183,24 @@ def write_weights(
             write_torch(file, state, metadata)
         else:
             write_safetensors(file.name, state, metadata)
+
+
+def _state_dict(
+    params: Tree,
+    config: Config,
+    moments: tuple[Tree, Tree] | None,
+    program: str,
+    *,
+    new_order: bool,
+) -> dict[str, np.ndarray]:
+    """Returns the tensors by the program's names; arguments as `write_weights`."""
+    theirs = unetcu if program == unetcu.PROGRAM else guided_diffusion
+    table, interleaved = theirs.table(config), theirs is not unetcu and not new_order
+    state = from_tree(params, table, interleaved=interleaved)
+    for prefix, tree in zip(MOMENTS, moments or (), strict=False):
+        values = from_tree(tree, table, interleaved=interleaved)
+        state |= {prefix + name: value for name, value in values.items()}
+    return state
 
 
 def write_classifier(

@@ -55,6 +55,17 @@ class Inferred(NamedTuple):
     super_resolution: bool = False
 
 
+class ForeignModel(NamedTuple):
+    """The config of a weight file of another program.
+
+    Fields:
+      assumed: the assumptions behind it, one phrase each.
+    """
+
+    config: Config
+    assumed: list[str]
+
+
 class Shapes:
     """The shapes of a state dict by name, with checked look-ups.
 
@@ -99,7 +110,7 @@ def stated_config(
     *,
     order_known: bool = True,
     preset: str | None = None,
-) -> tuple[Config, list[str]]:
+) -> ForeignModel:
     """Returns the config of a foreign file, and the assumptions behind it.
 
     Args:
@@ -121,24 +132,10 @@ def stated_config(
             f'could give wrong pictures: give {published}, --config, or {", ".join(missing)}'
         )
     _check_stated(inferred, source, stated)
-    constants = inferred.constants
-    size = tuple(stated.get('image_size', constants.get('image_size', ())))
-    model: Fields = {'num_heads': 0, 'num_head_channels': 0, 'label_dropout': 0.0}
-    model |= inferred.fields
-    of_model = ('num_heads', 'num_head_channels', 'low_res_size')
-    model |= {k: v for k, v in stated.items() if k in of_model}
-    model['attention_resolutions'] = tuple(
-        min(size) >> level for level in inferred.attention_levels
-    )
-    diffusion = {k: v for k, v in constants.items() if k != 'image_size'}
-    diffusion |= {
-        {'diffusion_steps': 'steps'}.get(k, k): v
-        for k, v in stated.items()
-        if k in ('schedule', 'diffusion_steps', 'rescale_timesteps', 'objective')
-    }
+    size = tuple(stated.get('image_size', inferred.constants.get('image_size', ())))
     config = Config().replace(
-        model=model,
-        diffusion=diffusion | {'learn_sigma': inferred.learn_sigma},
+        model=_model_fields(inferred, stated, size),
+        diffusion=_diffusion_fields(inferred, stated),
         data={'path': '', 'image_size': size},  # a file does not name its training images
         train={'sample_every': 0},  # sample grids need 1 or 3 channels
     )
@@ -150,16 +147,42 @@ def stated_config(
             f'{source}: what was stated and the shapes do not make a network that can be run: '
             f'{error}'
         ) from None
+    return ForeignModel(config, _assumed(inferred, stated))
+
+
+def _model_fields(inferred: Inferred, stated: Stated, size: tuple[int, ...]) -> Fields:
+    """Returns the section `model`; `size` is that of the images, in pixels."""
+    fields: Fields = {'num_heads': 0, 'num_head_channels': 0, 'label_dropout': 0.0}
+    fields |= inferred.fields
+    own = ('num_heads', 'num_head_channels', 'low_res_size')
+    fields |= {name: value for name, value in stated.items() if name in own}
+    resolutions = tuple(min(size) >> level for level in inferred.attention_levels)
+    return fields | {'attention_resolutions': resolutions}
+
+
+def _diffusion_fields(inferred: Inferred, stated: Stated) -> Fields:
+    """Returns the section `diffusion`."""
+    fields = {name: value for name, value in inferred.constants.items() if name != 'image_size'}
+    fields |= {
+        {'diffusion_steps': 'steps'}.get(name, name): value
+        for name, value in stated.items()
+        if name in ('schedule', 'diffusion_steps', 'rescale_timesteps', 'objective')
+    }
+    return fields | {'learn_sigma': inferred.learn_sigma}
+
+
+def _assumed(inferred: Inferred, stated: Stated) -> list[str]:
+    """Returns the assumptions behind a config, one phrase each."""
     # Not rescaling is what every config means that does not mention it.
     assumed = [
         f'{name}={value} as in {inferred.program}'
-        for name, value in constants.items()
+        for name, value in inferred.constants.items()
         if {'steps': 'diffusion_steps'}.get(name, name) not in stated
         and name != 'rescale_timesteps'
     ]
     if stated.get('num_heads', 1) > 1:
         assumed.append('as many heads on the way up')
-    return config, assumed
+    return assumed
 
 
 def _check_stated(inferred: Inferred, source: str, stated: Stated) -> None:

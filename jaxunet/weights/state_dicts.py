@@ -22,6 +22,7 @@ from jaxunet.weights import ddpm_torch, guided_diffusion, unetcu
 from jaxunet.weights.fields import differences, network_fields
 from jaxunet.weights.inference import (
     ORDER_FLAGS,
+    ForeignModel,
     Inferred,
     Stated,
     check_against_shapes,
@@ -107,6 +108,97 @@ class _OwnMetadata(NamedTuple):
     class_names: tuple[str, ...] = ()
 
 
+@dataclass(frozen=True)
+class _Known:
+    """What is known about the model of a state dict beside its tensors.
+
+    Fields:
+      path: of the file; begins every message.
+      program: whose names the tensors have.
+      given: by the caller.
+      own: the file's metadata.
+    """
+
+    path: str
+    program: _Program
+    given: Reader
+    own: _OwnMetadata
+
+    def check(self) -> None:
+        """Checks what the caller gave against what the file states.
+
+        Raises:
+          UserError: they contradict each other, or state the same thing twice.
+        """
+        path, given, own = self.path, self.given, self.own
+        if (given.config or own.config) is not None and given.stated:
+            raise UserError(
+                f'{path}: {", ".join(given.stated)}: the config of this file is known; '
+                'leave this out'
+            )
+        if given.config is not None and own.config is not None:
+            problems = differences(network_fields(given.config), network_fields(own.config))
+            if problems:
+                lines = '\n'.join(f'  {problem}' for problem in problems)
+                raise UserError(f'{path}: not the network of the config:\n{lines}')
+        order = given.new_order
+        if order is not None and not self.program.orders:
+            option = 'init_from_order' if given.like is not None else 'new_attention_order'
+            raise UserError(f'{path}: {option}: {self.program.name} has one order; leave this out')
+        if order is not None and own.new_order is not None and order != own.new_order:
+            raise UserError(
+                f'{path}: new_attention_order: the file says {own.new_order}, '
+                f'{order} was asked for; leave this out'
+            )
+
+    def model(self, inferred: Inferred) -> ForeignModel:
+        """Returns the config of the model, and the assumptions behind it.
+
+        Raises:
+          UserError: something is neither known nor inferred, or does not fit the tensors.
+        """
+        path, given = self.path, self.given
+        known = given.config or self.own.config
+        assumed: list[str] = []
+        if known is None and given.like is not None:
+            known = config_like(inferred, path, given.like)
+            heads = ["the config's attention heads"] if 'num_heads' not in inferred.fields else []
+            return ForeignModel(known, [*heads, f'diffusion.objective={known.diffusion.objective}'])
+        if known is None:
+            known, assumed = stated_config(
+                inferred,
+                path,
+                given.stated,
+                order_known=given.new_order is not None or not self.program.orders,
+                preset=preset_of(pathlib.Path(path).name),
+            )
+        if self.program is DDPM_TORCH:
+            ddpm_torch.check_diffusion(known, path)
+        return ForeignModel(known, assumed)
+
+    def order(self) -> bool | None:
+        """Returns the order of qkv's rows in a file of several heads; None if there is but one.
+
+        Raises:
+          UserError: nothing states it.
+        """
+        if not self.program.orders:
+            return None
+        found = self.own.new_order if self.own.new_order is not None else self.given.new_order
+        if found is None:
+            what = (
+                f'give {ORDER_FLAGS}'
+                if self.given.like is None
+                else 'set init_from_order=new or legacy'
+            )
+            raise UserError(
+                f"{self.path}: does not state the order of its attention's rows, "
+                "guided-diffusion's use_new_attention_order (False in its scripts unless it is "
+                f'set): {what}'
+            )
+        return found
+
+
 def read_state(state: TorchFile | SafetensorsFile, given: Reader, kind: str = '') -> Weights:
     """Returns the weights in a state dict.
 
@@ -124,16 +216,17 @@ def read_state(state: TorchFile | SafetensorsFile, given: Reader, kind: str = ''
     inferred = program.infer(shapes, path)
     own = _own_metadata(path, state.metadata)
     if program is GUIDED_DIFFUSION:
-        known = given.config or own.config or given.like
-        inferred = guided_diffusion.told_apart(inferred, known, given.stated, path)
+        config_at_hand = given.config or own.config or given.like
+        inferred = guided_diffusion.told_apart(inferred, config_at_hand, given.stated, path)
     if own.config is not None:
         check_against_shapes(own.config, inferred, f'{path}: metadata {METADATA}')
-    _check_given(path, program, given, own)
-    config, assumed = _config(inferred, program, given, own, path)
+    known = _Known(path, program, given, own)
+    known.check()
+    config, assumed = known.model(inferred)
     table = program.table(config)
     _check_names(shapes, table, program, path)
     several = any(entry.heads > 1 for entry in table)
-    new_order = _order(path, program, given, own) if several else None
+    new_order = known.order() if several else None
 
     def read(name: str) -> np.ndarray:
         return state.read(names[name])
@@ -193,66 +286,6 @@ def _program(shapes: Mapping[str, Shape]) -> _Program:
     if f'input_blocks.1.0.{unetcu.NAMES.res_block["norm_1"]}.weight' in shapes:
         return UNETCU
     return GUIDED_DIFFUSION
-
-
-def _config(
-    inferred: Inferred, program: _Program, given: Reader, own: _OwnMetadata, path: str
-) -> tuple[Config, list[str]]:
-    """Returns the config of the file's model, and the assumptions behind it."""
-    known = given.config or own.config
-    assumed: list[str] = []
-    if known is None and given.like is not None:
-        known = config_like(inferred, path, given.like)
-        assumed = ["the config's attention heads"] if 'num_heads' not in inferred.fields else []
-        return known, [*assumed, f'diffusion.objective={known.diffusion.objective}']
-    if known is None:
-        order_known = given.new_order is not None or not program.orders
-        known, assumed = stated_config(
-            inferred,
-            path,
-            given.stated,
-            order_known=order_known,
-            preset=preset_of(pathlib.Path(path).name),
-        )
-    if program is DDPM_TORCH:
-        ddpm_torch.check_diffusion(known, path)
-    return known, assumed
-
-
-def _order(path: str, program: _Program, given: Reader, own: _OwnMetadata) -> bool | None:
-    """Returns the order of qkv's rows in a file of several heads; None if there is but one."""
-    if not program.orders:
-        return None
-    found = own.new_order if own.new_order is not None else given.new_order
-    if found is None:
-        what = f'give {ORDER_FLAGS}' if given.like is None else 'set init_from_order=new or legacy'
-        raise UserError(
-            f"{path}: does not state the order of its attention's rows, guided-diffusion's "
-            f'use_new_attention_order (False in its scripts unless it is set): {what}'
-        )
-    return found
-
-
-def _check_given(path: str, program: _Program, given: Reader, own: _OwnMetadata) -> None:
-    """Checks what the caller gave against what the file states."""
-    if (given.config or own.config) is not None and given.stated:
-        raise UserError(
-            f'{path}: {", ".join(given.stated)}: the config of this file is known; leave this out'
-        )
-    if given.config is not None and own.config is not None:
-        problems = differences(network_fields(given.config), network_fields(own.config))
-        if problems:
-            lines = '\n'.join(f'  {p}' for p in problems)
-            raise UserError(f'{path}: not the network of the config:\n{lines}')
-    new_order = given.new_order
-    if new_order is not None and not program.orders:
-        option = 'init_from_order' if given.like is not None else 'new_attention_order'
-        raise UserError(f'{path}: {option}: {program.name} has one order; leave this out')
-    if new_order is not None and own.new_order is not None and new_order != own.new_order:
-        raise UserError(
-            f'{path}: new_attention_order: the file says {own.new_order}, '
-            f'{new_order} was asked for; leave this out'
-        )
 
 
 def _check_names(
