@@ -54,12 +54,12 @@ def table(config: Config) -> list[Entry]:
 
 
 def _modules(config: Config) -> Iterator[Module]:
-    m, levels, last = config.model, config.attention_levels, len(config.model.channel_mult) - 1
+    model, levels, last = config.model, config.attention_levels, len(config.model.channel_mult) - 1
     yield 'time_embed_0', 'embed.0', 'layer'
     yield 'time_embed_1', 'embed.2', 'layer'
     yield 'conv_in', 'in_conv', 'layer'
     for direction, side in (('down', 'downsamples'), ('up', 'upsamples')):
-        blocks = m.num_res_blocks + (direction == 'up')
+        blocks = model.num_res_blocks + (direction == 'up')
         for level in range(last + 1):
             prefix = f'{side}.level_{level}'
             for i in range(blocks):
@@ -141,14 +141,14 @@ def check_diffusion(config: Config, source: str) -> None:
       UserError: another noise schedule; or a number of steps at which its linear schedule, whose
         end does not depend on the number, is not ours.
     """
-    d = config.diffusion
-    if d.schedule != 'linear':
+    diffusion = config.diffusion
+    if diffusion.schedule != 'linear':
         raise UserError(
-            f'{source}: schedule: expected linear for weights of ddpm-torch, found {d.schedule}; '
-            'its other schedules are not supported'
+            f'{source}: schedule: expected linear for weights of ddpm-torch, found '
+            f'{diffusion.schedule}; its other schedules are not supported'
         )
-    if d.steps != TIME_SCALE:
+    if diffusion.steps != TIME_SCALE:
         raise UserError(
             f'{source}: diffusion_steps: expected {TIME_SCALE} for weights of ddpm-torch, found '
-            f'{d.steps}, at which its linear schedule differs from the one here'
+            f'{diffusion.steps}, at which its linear schedule differs from the one here'
         )

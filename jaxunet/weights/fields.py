@@ -25,38 +25,38 @@ def network_fields(config: Config) -> Fields:
 
     Options without effect, such as the resampling of a single level, are left out.
     """
-    m = config.model
+    model = config.model
     fields: Fields = {
-        f'model.{f.name}': getattr(m, f.name)
-        for f in dataclasses.fields(m)
+        f'model.{f.name}': getattr(model, f.name)
+        for f in dataclasses.fields(model)
         if f.name not in TRAINING_ONLY
     }
     # Weights know levels, not sides in pixels.
     del fields['model.attention_resolutions']
     fields[LEVELS] = config.attention_levels
-    fields['model.channel_mult'] = tuple(float(mult) for mult in m.channel_mult)
-    if m.resblock_updown or len(m.channel_mult) == 1:
+    fields['model.channel_mult'] = tuple(float(mult) for mult in model.channel_mult)
+    if model.resblock_updown or len(model.channel_mult) == 1:
         del fields['model.conv_resample']
-    if m.resblock_updown or len(m.channel_mult) == 1 or not m.conv_resample:
+    if model.resblock_updown or len(model.channel_mult) == 1 or not model.conv_resample:
         del fields['model.downsample_padding']
-    if len(m.channel_mult) == 1:
+    if len(model.channel_mult) == 1:
         del fields['model.resblock_updown']
-    fields['model.num_heads_upsample'] = m.num_heads_upsample or m.num_heads
+    fields['model.num_heads_upsample'] = model.num_heads_upsample or model.num_heads
     return fields | {'diffusion.learn_sigma': config.diffusion.learn_sigma}
 
 
 def diffusion_fields(config: Config) -> Fields:
     """Returns the fields that a sampler needs besides the network."""
-    d = config.diffusion
-    fields: Fields = {'diffusion.objective': d.objective}
-    if not d.continuous:
+    diffusion = config.diffusion
+    fields: Fields = {'diffusion.objective': diffusion.objective}
+    if not diffusion.continuous:
         return fields | {
-            'diffusion.steps': d.steps,
-            'diffusion.schedule': d.schedule,
-            'diffusion.rescale_timesteps': d.time_scale != 1,
+            'diffusion.steps': diffusion.steps,
+            'diffusion.schedule': diffusion.schedule,
+            'diffusion.rescale_timesteps': diffusion.time_scale != 1,
         }
-    if d.objective == 'edm':
-        fields['diffusion.edm_sigma_data'] = d.edm_sigma_data
+    if diffusion.objective == 'edm':
+        fields['diffusion.edm_sigma_data'] = diffusion.edm_sigma_data
     return fields
 
 

@@ -220,9 +220,9 @@ def check_expressible(config: Config) -> None:
     Raises:
       UserError: it lacks an option; the message lists the fields.
     """
-    m = config.model
-    values = {name: getattr(m, name.removeprefix('model.')) for name in FIXED}
-    if not m.conv_resample or m.resblock_updown:
+    model = config.model
+    values = {name: getattr(model, name.removeprefix('model.')) for name in FIXED}
+    if not model.conv_resample or model.resblock_updown:
         del values['model.downsample_padding']
     problems = [
         f'{name}: expected {FIXED[name]!r}, found {value!r}'
@@ -247,45 +247,47 @@ def flags(config: Config, *, new_attention_order: bool) -> str:
     A file shows them to nobody, and improved-diffusion has other defaults, so all are given. What
     has no flag follows after a semicolon.
     """
-    m, d = config.model, config.diffusion
+    model, diffusion = config.model, config.diffusion
     height, width, channels = config.image_shape
     heads = (
-        {'num_heads': m.num_heads, 'num_heads_upsample': m.num_heads_upsample or -1}
-        if m.num_heads
-        else {'num_head_channels': m.num_head_channels}
+        {'num_heads': model.num_heads, 'num_heads_upsample': model.num_heads_upsample or -1}
+        if model.num_heads
+        else {'num_head_channels': model.num_head_channels}
     )
-    known_mult = (SUPER_RESOLUTION_MULT if m.low_res_size else CHANNEL_MULT).get(height)
+    known_mult = (SUPER_RESOLUTION_MULT if model.low_res_size else CHANNEL_MULT).get(height)
     # The flag takes whole numbers, and the scripts of super-resolution have none.
-    has_flag = not m.low_res_size and all(mult == int(mult) for mult in m.channel_mult)
+    has_flag = not model.low_res_size and all(mult == int(mult) for mult in model.channel_mult)
     sizes: dict[str, object] = {'image_size': height}
-    if m.low_res_size:
-        sizes = {'large_size': height, 'small_size': m.low_res_size[0]}
+    if model.low_res_size:
+        sizes = {'large_size': height, 'small_size': model.low_res_size[0]}
     values = {
         **sizes,
-        'num_channels': m.base_channels,
-        'num_res_blocks': m.num_res_blocks,
-        **({'channel_mult': ','.join(map(str, m.channel_mult))} if has_flag else {}),
+        'num_channels': model.base_channels,
+        'num_res_blocks': model.num_res_blocks,
+        **({'channel_mult': ','.join(map(str, model.channel_mult))} if has_flag else {}),
         # Side 1 stands for no level at all, as its scripts expect a number.
-        'attention_resolutions': ','.join(map(str, m.attention_resolutions)) or 1,
+        'attention_resolutions': ','.join(map(str, model.attention_resolutions)) or 1,
         **heads,
-        'use_scale_shift_norm': m.scale_shift_norm,
-        'resblock_updown': m.resblock_updown,
-        **({} if m.low_res_size else {'use_new_attention_order': new_attention_order}),
-        'class_cond': m.num_classes > 0,
-        'learn_sigma': d.learn_sigma,
-        'diffusion_steps': d.steps,
-        'noise_schedule': d.schedule,
-        'rescale_timesteps': d.rescale_timesteps,
-        'predict_xstart': d.objective == 'x0',
+        'use_scale_shift_norm': model.scale_shift_norm,
+        'resblock_updown': model.resblock_updown,
+        **({} if model.low_res_size else {'use_new_attention_order': new_attention_order}),
+        'class_cond': model.num_classes > 0,
+        'learn_sigma': diffusion.learn_sigma,
+        'diffusion_steps': diffusion.steps,
+        'noise_schedule': diffusion.schedule,
+        'rescale_timesteps': diffusion.rescale_timesteps,
+        'predict_xstart': diffusion.objective == 'x0',
     }
     others = {
-        'channel_mult': m.channel_mult if not has_flag and m.channel_mult != known_mult else None,
-        'use_new_attention_order': True if m.low_res_size and new_attention_order else None,
+        'channel_mult': model.channel_mult
+        if not has_flag and model.channel_mult != known_mult
+        else None,
+        'use_new_attention_order': True if model.low_res_size and new_attention_order else None,
         'image width': width if width != height else None,
         'in_channels': channels if channels != IMAGE_CHANNELS else None,
-        'NUM_CLASSES': m.num_classes if m.num_classes not in (0, NUM_CLASSES) else None,
+        'NUM_CLASSES': model.num_classes if model.num_classes not in (0, NUM_CLASSES) else None,
         'conv_resample': False
-        if len(m.channel_mult) > 1 and not (m.conv_resample or m.resblock_updown)
+        if len(model.channel_mult) > 1 and not (model.conv_resample or model.resblock_updown)
         else None,
     }
     without = [f'{name}={value}' for name, value in others.items() if value is not None]

@@ -260,19 +260,21 @@ def check_against_shapes(config: Config, inferred: Inferred, source: str) -> Non
     Raises:
       UserError: it describes another network, or none.
     """
-    m, fields = config.model, inferred.fields
+    model, fields = config.model, inferred.fields
     names = ('image_channels', 'base_channels', 'num_res_blocks', 'num_classes', 'channel_mult')
     expected = {f'model.{name}': fields[name] for name in names}
-    found = {f'model.{name}': getattr(m, name) for name in names}
+    found = {f'model.{name}': getattr(model, name) for name in names}
     # Different fractions may give the same widths.
     if (
-        len(m.channel_mult) == len(fields['channel_mult'])
-        and m.base_channels == fields['base_channels']
+        len(model.channel_mult) == len(fields['channel_mult'])
+        and model.base_channels == fields['base_channels']
     ):
         expected['model.channel_mult'] = [
-            int(mult * m.base_channels) for mult in fields['channel_mult']
+            int(mult * model.base_channels) for mult in fields['channel_mult']
         ]
-        found['model.channel_mult'] = [int(mult * m.base_channels) for mult in m.channel_mult]
+        found['model.channel_mult'] = [
+            int(mult * model.base_channels) for mult in model.channel_mult
+        ]
     if problems := differences(expected, found):
         raise UserError(
             f'{source}: not the network of the tensors beside it:\n'

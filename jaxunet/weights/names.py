@@ -127,8 +127,8 @@ def adm_encoder(config: Config) -> Iterator[Module]:
 
     Modules without parameters are included; `entries` skips them.
     """
-    m, levels, last = config.model, config.attention_levels, len(config.model.channel_mult) - 1
-    resample = 'res_block' if m.resblock_updown else 'layer'
+    model, levels, last = config.model, config.attention_levels, len(config.model.channel_mult) - 1
+    resample = 'res_block' if model.resblock_updown else 'layer'
     yield 'time_embed_0', 'time_embed.0', 'layer'
     yield 'time_embed_1', 'time_embed.2', 'layer'
     yield AUGMENTATION, 'augment_embed', 'layer'  # a name of ours
@@ -136,7 +136,7 @@ def adm_encoder(config: Config) -> Iterator[Module]:
     yield 'conv_in', 'input_blocks.0.0', 'layer'
     index = 1
     for level in range(last + 1):
-        for i in range(m.num_res_blocks):
+        for i in range(model.num_res_blocks):
             yield f'down_{level}_res_{i}', f'input_blocks.{index}.0', 'res_block'
             if level in levels:
                 yield f'down_{level}_attention_{i}', f'input_blocks.{index}.1', 'attention'
@@ -144,7 +144,7 @@ def adm_encoder(config: Config) -> Iterator[Module]:
         if level != last:
             yield (
                 f'down_{level}_resample',
-                f'input_blocks.{index}.0' + ('' if m.resblock_updown else '.op'),
+                f'input_blocks.{index}.0' + ('' if model.resblock_updown else '.op'),
                 resample,
             )
             index += 1
@@ -156,19 +156,19 @@ def adm_encoder(config: Config) -> Iterator[Module]:
 def adm_modules(config: Config) -> Iterator[Module]:
     """Yields the modules of guided-diffusion and unet.cu, in their order; see `adm_encoder`."""
     yield from adm_encoder(config)
-    m, levels, last = config.model, config.attention_levels, len(config.model.channel_mult) - 1
-    resample = 'res_block' if m.resblock_updown else 'layer'
+    model, levels, last = config.model, config.attention_levels, len(config.model.channel_mult) - 1
+    resample = 'res_block' if model.resblock_updown else 'layer'
     index = 0
     for level in range(last, -1, -1):
-        for i in range(m.num_res_blocks + 1):
+        for i in range(model.num_res_blocks + 1):
             yield f'up_{level}_res_{i}', f'output_blocks.{index}.0', 'res_block'
             if level in levels:
                 yield f'up_{level}_attention_{i}', f'output_blocks.{index}.1', 'attention'
-            if level > 0 and i == m.num_res_blocks:
+            if level > 0 and i == model.num_res_blocks:
                 place = 2 if level in levels else 1
                 yield (
                     f'up_{level}_resample',
-                    f'output_blocks.{index}.{place}' + ('' if m.resblock_updown else '.conv'),
+                    f'output_blocks.{index}.{place}' + ('' if model.resblock_updown else '.conv'),
                     resample,
                 )
             index += 1
@@ -215,9 +215,13 @@ def entries_of(
 
 
 def _heads(config: Config, module: str, channels: int) -> int:
-    m = config.model
-    heads = (m.num_heads_upsample or m.num_heads) if module.startswith('up_') else m.num_heads
-    return heads or channels // m.num_head_channels
+    model = config.model
+    heads = (
+        (model.num_heads_upsample or model.num_heads)
+        if module.startswith('up_')
+        else model.num_heads
+    )
+    return heads or channels // model.num_head_channels
 
 
 def _file_shape(path: Path, shape: Shape, unit_axes: Mapping[str, int]) -> Shape:

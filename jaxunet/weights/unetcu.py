@@ -153,15 +153,16 @@ def infer(shapes: Mapping[str, Shape], source: str) -> Inferred:
         config = config_of(header)
     except UserError as error:
         raise UserError(f'{source}: unet.cu has no such network: {error}') from None
-    m, d = config.model, config.diffusion
-    fields = {f.name: getattr(m, f.name) for f in dataclasses.fields(m)}
+    model, diffusion = config.model, config.diffusion
+    fields = {f.name: getattr(model, f.name) for f in dataclasses.fields(model)}
     for name in (*TRAINING_ONLY, 'attention_resolutions'):
         del fields[name]
     constants = {
-        name: getattr(d, name) for name in ('schedule', 'steps', 'rescale_timesteps', 'objective')
+        name: getattr(diffusion, name)
+        for name in ('schedule', 'steps', 'rescale_timesteps', 'objective')
     }
     constants['image_size'] = (SIDE,)
-    return Inferred(PROGRAM, fields, ATTENTION_LEVELS, d.learn_sigma, constants)
+    return Inferred(PROGRAM, fields, ATTENTION_LEVELS, diffusion.learn_sigma, constants)
 
 
 def header_of(config: Config, *, has_adamw: bool) -> Header:
@@ -174,16 +175,16 @@ def header_of(config: Config, *, has_adamw: bool) -> Header:
       UserError: unet.cu has no such network; the message lists the fields.
     """
     height, width, channels = config.image_shape
-    m = config.model
+    model = config.model
     header = Header(
         magic=MAGIC,
         batch=config.data.batch_size,
         channels_in=channels,
-        channels_model=m.base_channels,
+        channels_model=model.base_channels,
         channels_out=channels * (1 + config.diffusion.learn_sigma),
         height=height,
         width=width,
-        max_period=m.max_period,
+        max_period=model.max_period,
         has_adamw=int(has_adamw),
         has_rng=0,
     )
