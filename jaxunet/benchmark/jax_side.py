@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Generic, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -72,7 +72,7 @@ class JaxSide:
         session = Session(self.config, self.source)
         session.load(self.start)
         session.open_stream()
-        compiled, lower_s, compile_s = timed_compile(session.compile)
+        timed = timed_compile(session.compile)
         unit = session.steps_per_call
         held = [session]  # emptied by `close`, which frees the state and the images
 
@@ -88,9 +88,7 @@ class JaxSide:
                 session.close()
             held.clear()
 
-        return self._prepared(compiled, run, lower_s, compile_s, close, unit)._replace(
-            concurrent=session.parallel.concurrent
-        )
+        return self._prepared(timed, run, close, unit=unit, concurrent=session.parallel.concurrent)
 
     def _model(self, direction: str) -> Prepared:
         diffusion = make_diffusion(self.config.diffusion)
@@ -100,39 +98,39 @@ class JaxSide:
 
         function = jax.jit(loss if direction == 'forward' else jax.value_and_grad(loss))
         held = {'params': jax.device_put(self.start.params), 'inputs': random_inputs(self.config)}
-        compiled, lower_s, compile_s = timed_compile(
-            lambda: function.lower(held['params'], held['inputs']).compile()
-        )
+        timed = timed_compile(lambda: function.lower(held['params'], held['inputs']).compile())
 
         def run(steps: int) -> None:
             out = None
             for _ in range(steps):
-                out = compiled(held['params'], held['inputs'])
+                out = timed.result(held['params'], held['inputs'])
             jax.block_until_ready(out)
 
-        return self._prepared(compiled, run, lower_s, compile_s, held.clear)
+        return self._prepared(timed, run, held.clear)
 
     def _prepared(
         self,
-        compiled: jax.stages.Compiled,
+        timed: Timed[jax.stages.Compiled],
         run: Run,
-        lower_s: float,
-        compile_s: float,
         close: Callable[[], None],
+        *,
         unit: int = 1,
+        concurrent: bool = False,
     ) -> Prepared:
-        program = compiled.as_text()
+        """Runs the compiled program once; arguments as the fields of `Prepared`."""
+        program = timed.result.as_text()
         assert program is not None
         run(unit)
         return Prepared(
-            run,
-            lower_s,
-            compile_s,
-            bytes_moved(program) // unit,
-            peak_bytes(compiled),
-            self.notes,
-            close,
-            unit,
+            run=run,
+            lower_s=timed.lower_s,
+            compile_s=timed.compile_s,
+            bytes_moved=bytes_moved(program) // unit,
+            peak_bytes=peak_bytes(timed.result),
+            notes=self.notes,
+            close=close,
+            unit=unit,
+            concurrent=concurrent,
         )
 
 
@@ -182,12 +180,21 @@ def random_inputs(config: Config) -> dict[str, Array]:
     return draw(jax.random.key(config.seed))
 
 
-def timed_compile(build: Callable[[], Result]) -> tuple[Result, float, float]:
-    """Calls `build`, which lowers and compiles, and times it.
+class Timed(NamedTuple, Generic[Result]):
+    """What a compilation made, and how long it took.
 
-    Returns its result, the seconds of tracing and lowering, and the seconds of compiling, as JAX
-    reports them.
+    Fields:
+      lower_s: seconds of tracing and lowering.
+      compile_s: seconds of compiling, as JAX reports them.
     """
+
+    result: Result
+    lower_s: float
+    compile_s: float
+
+
+def timed_compile(build: Callable[[], Result]) -> Timed[Result]:
+    """Calls `build`, which lowers and compiles, and times it."""
     compiling: list[float] = []
 
     def listen(event: str, duration_secs: float, **_: str | int) -> None:
@@ -197,11 +204,11 @@ def timed_compile(build: Callable[[], Result]) -> tuple[Result, float, float]:
     jax.monitoring.register_event_duration_secs_listener(listen)
     try:
         began = time.perf_counter()
-        compiled = build()
+        result = build()
         total = time.perf_counter() - began
     finally:
         jax.monitoring.unregister_event_duration_listener(listen)
-    return compiled, total - sum(compiling), sum(compiling)
+    return Timed(result, total - sum(compiling), sum(compiling))
 
 
 def peak_bytes(compiled: jax.stages.Compiled) -> int:
@@ -209,11 +216,11 @@ def peak_bytes(compiled: jax.stages.Compiled) -> int:
 
     It counts arguments, results that do not reuse the memory of arguments, and temporaries.
     """
-    m = compiled.memory_analysis()
-    assert m is not None
+    memory = compiled.memory_analysis()
+    assert memory is not None
     return (
-        m.argument_size_in_bytes
-        + m.output_size_in_bytes
-        - m.alias_size_in_bytes
-        + m.temp_size_in_bytes
+        memory.argument_size_in_bytes
+        + memory.output_size_in_bytes
+        - memory.alias_size_in_bytes
+        + memory.temp_size_in_bytes
     )

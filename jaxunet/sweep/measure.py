@@ -119,14 +119,16 @@ def _compile(session: Session, *, jit: bool) -> Row:
     """Makes the session's step ready, and returns how long that took."""
     programs = Programs()
     if jit:
-        _, lower_s, compile_s = timed_compile(lambda: session.compile(cache=True))
+        timed = timed_compile(lambda: session.compile(cache=True))
+        lower_s, compile_s = timed.lower_s, timed.compile_s
     else:
         # Thousands of programs, each compiled too fast to be kept by default. Keeping them spares
         # another attempt their compilation.
         jax.config.update('jax_persistent_cache_min_compile_time_secs', 0.0)
         step = eager(session.make_step(None), session.config)
         state, data = session.state, session.data
-        _, lower_s, compile_s = timed_compile(lambda: jax.block_until_ready(step(state, data)[1]))
+        metrics = timed_compile(lambda: jax.block_until_ready(step(state, data)[1]))
+        lower_s, compile_s = metrics.lower_s, metrics.compile_s
         session.step, session.steps_per_call = step, 1
     return {
         'lower_s': lower_s,

@@ -95,6 +95,23 @@ def main(argv: Sequence[str]) -> int:
     for backend in installed():
         if missing := backend.unavailable():
             logging.info('without the %s: %s', backend.title, missing)
+    measured, late = measure_ops(wanted, target)
+    failed = [row for row in measured if row['error']]
+    if len(failed) < len(measured):
+        print(kernel_table.summary(measured))
+    if late:
+        print(f'\nNot compiled within {SECONDS.value:g} s, {len(late)} of {len(wanted)}:')
+        print('\n'.join(f'  {measurement.name}' for measurement in late))
+    for row in failed:
+        where = f'{row["op"]} {row["direction"]}, {row["case"]}, batch {row["batch"]}'
+        print(f'error: {where}: {row["error"]}', file=sys.stderr)
+    return 1 if failed else 0
+
+
+def measure_ops(
+    wanted: Sequence[Measurement], target: device.Target
+) -> tuple[list[rows.Row], list[Measurement]]:
+    """Measures kernels and writes their rows; returns them, and what was not compiled in time."""
     # A program from the cache would show no compile time.
     jax.config.update('jax_enable_compilation_cache', False)
     # Lowering is Python: threads that switch often slow each other down.
@@ -103,12 +120,11 @@ def main(argv: Sequence[str]) -> int:
         'kind': 'kernel',
         'time': datetime.datetime.now(datetime.UTC).isoformat(timespec='seconds'),
         **rows.provenance(),
-    }
-    origin |= {
         'devices': 1,
         'command': shlex.join(['python', '-m', 'jaxunet.benchmark.kernels', *sys.argv[1:]]),
     }
-    measured, late = [], []
+    measured: list[rows.Row] = []
+    late: list[Measurement] = []
     stop = time.monotonic() + SECONDS.value
     apart = target is device.Target.HOPPER and importlib.util.find_spec('flatbuffers') is not None
     pool = lowering.pool() if apart else None
@@ -128,19 +144,7 @@ def main(argv: Sequence[str]) -> int:
     finally:
         if pool:
             pool.shutdown(cancel_futures=True)
-    failed = [
-        f'{row["op"]} {row["direction"]}, {row["case"]}, batch {row["batch"]}: {row["error"]}'
-        for row in measured
-        if row['error']
-    ]
-    if any(row['error'] is None for row in measured):
-        print(kernel_table.summary(measured))
-    if late:
-        print(f'\nNot compiled within {SECONDS.value:g} s, {len(late)} of {len(wanted)}:')
-        print('\n'.join(f'  {m.name}' for m in late))
-    for line in failed:
-        print(f'error: {line}', file=sys.stderr)
-    return 1 if failed else 0
+    return measured, late
 
 
 def measure_roofline() -> int:

@@ -130,15 +130,14 @@ def measure(
             if m.batch != batch:
                 inputs.clear()
                 batch = m.batch
-            sides = {side: built[f'{name}_{side}'] for side in m.sides}
-            ready = {side: b for side, b in sides.items() if isinstance(b, Built)}
-            if len(ready) < len(sides):
+            ready = {side: b for side, b in built[name].items() if isinstance(b, Built)}
+            if len(ready) < len(m.sides):
                 continue
             try:
                 exact, *rest = (b.run(inputs.of(m, 0)) for b in ready.values())
                 differences[name] = max(difference(exact, found) for found in rest)
             except Exception as error:  # a side that fails must not end the others
-                built |= {f'{name}_{side}': error for side in sides}
+                built[name] = dict.fromkeys(m.sides, error)
                 continue
             for side, b in ready.items():
                 programs[f'{name}_{side}'] = functools.partial(_call, b.run, inputs, m)
@@ -151,18 +150,16 @@ def measure(
             time.monotonic() - began,
         )
         for name, m in group.items():
-            sides = {side: built[f'{name}_{side}'] for side in m.sides}
-            if any(b is None for b in sides.values()) and not any(
-                isinstance(b, Exception) for b in sides.values()
-            ):
+            sides = built[name]
+            if None in sides.values() and not _failed(sides):
                 yield m
             else:
-                yield to_row(
-                    m,
-                    sides,
-                    {side: times.get(f'{name}_{side}') for side in sides},
-                    differences.get(name),
-                )
+                seen = {side: times.get(f'{name}_{side}') for side in sides}
+                yield to_row(m, sides, seen, differences.get(name))
+
+
+def _failed(sides: Mapping[str, object]) -> bool:
+    return any(isinstance(side, Exception) for side in sides.values())
 
 
 def _call(run: Side, inputs: Inputs, m: Measurement, number: int) -> PyTree:
@@ -171,8 +168,15 @@ def _call(run: Side, inputs: Inputs, m: Measurement, number: int) -> PyTree:
 
 def build(
     group: Mapping[str, Measurement], stop: float, elsewhere: Elsewhere
-) -> dict[str, Built | Exception | None]:
-    """Compiles the sides of measurements in threads; None for one that would begin after `stop`."""
+) -> dict[str, dict[str, Built | Exception | None]]:
+    """Compiles the sides of measurements in threads; None for one that would begin after `stop`.
+
+    Args:
+      group: the measurements by name.
+      stop, elsewhere: as for `measure`.
+
+    Returns the sides by name of measurement and side. Their programs are called NAME_SIDE.
+    """
 
     def one(job: tuple[str, Measurement, str]) -> Built | Exception | None:
         name, m, side = job
@@ -199,9 +203,11 @@ def build(
 
     jobs = [(name, m, side) for name, m in group.items() for side in m.sides]
     with concurrent.futures.ThreadPoolExecutor(THREADS) as pool:
-        return dict(
-            zip((f'{name}_{side}' for name, _, side in jobs), pool.map(one, jobs), strict=True)
-        )
+        results = list(pool.map(one, jobs))
+    built: dict[str, dict[str, Built | Exception | None]] = {name: {} for name in group}
+    for (name, _, side), result in zip(jobs, results, strict=True):
+        built[name][side] = result
+    return built
 
 
 def compiled(name: str, function: Side, m: Measurement) -> Built:
