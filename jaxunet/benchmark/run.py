@@ -92,32 +92,29 @@ def _case(
                 f'{name}'
             )
             ready[name] = _try(side.prepare, direction)
-        prepared = {name: p for name, p in ready.items() if isinstance(p, Prepared)}
-        runs, unit = (
-            {name: p.run for name, p in prepared.items()},
-            max((p.unit for p in prepared.values()), default=1),
-        )
+        prepared = {name: found for name, found in ready.items() if isinstance(found, Prepared)}
+        runs = {name: side.run for name, side in prepared.items()}
+        unit = max((side.unit for side in prepared.values()), default=1)
         counts = (_try(steps_in, TURN_SECONDS, call, unit) for call in runs.values())
         asked = -(-plan.steps // unit) * unit if plan.steps else 0
         steps = asked or turn_steps([n for n in counts if isinstance(n, int)], unit)
         times = interleave(runs, rounds=plan.rounds, steps=steps)
         first = times.get(plan.sides[0])
-        for name, p in ready.items():
+        for name, found in ready.items():
             row = case | {
                 'backend': name,
                 'direction': direction,
                 'reference': plan.sides[0],
                 'steps_per_round': steps,
             }
-            outcome = p if isinstance(p, Exception) else times[name]
+            outcome = found if isinstance(found, Exception) else times[name]
             if isinstance(outcome, Exception):
                 yield row | {'error': describe_error(outcome)}
-            elif isinstance(p, Prepared):
-                yield row | measured(
-                    p, outcome, first if isinstance(first, list) else None, row, rates
-                )
-        for p in prepared.values():
-            p.close()
+            elif isinstance(found, Prepared):
+                reference = first if isinstance(first, list) else None
+                yield row | measured(found, outcome, reference, row, rates)
+        for done in prepared.values():
+            done.close()
 
 
 def make_side(name: str, config: Config, source: Source, state: TrainState) -> Side:

@@ -11,6 +11,7 @@ import gzip
 import math
 import zlib
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 from jaxtyping import Float, Float32, Int
@@ -31,6 +32,25 @@ CHUNK = 2**22  # values of a compressed file that are decoded at once
 Values = Float32[np.ndarray, 'images channels height width']
 
 
+class Header(NamedTuple):
+    """The fields of a data file's header; `n` is the number of images."""
+
+    n: int
+    channels: int
+    height: int
+    width: int
+
+    @property
+    def image_shape(self) -> Shape:
+        """(height, width, channels)."""
+        return self.height, self.width, self.channels
+
+    @property
+    def file_bytes(self) -> int:
+        """Bytes of the whole file."""
+        return HEADER_BYTES + math.prod(self) * 4
+
+
 class BinSource(Source):
     """The images of a data file, read from disk when loaded.
 
@@ -44,12 +64,12 @@ class BinSource(Source):
 
     def __init__(self, path: Path, image_shape: Shape) -> None:
         self.name, self.image_shape = str(path), image_shape
-        n, channels, height, width = read_header(path)
-        check_fit((height, width, channels), image_shape, str(path))
-        self._values = MappedArray(path, '<f4', (n, channels, height, width), HEADER_BYTES)
-        self.labels = no_labels(n)
+        header = read_header(path)
+        check_fit(header.image_shape, image_shape, str(path))
+        self._values = MappedArray(path, '<f4', tuple(header), HEADER_BYTES)
+        self.labels = no_labels(header.n)
         # A file in another scale or layout fails here, not in the middle of training.
-        self.load(np.unique([0, n - 1]))
+        self.load(np.unique([0, header.n - 1]))
 
     def load(self, indices: Int[np.ndarray, ' rows'], crops: Crops | None = None) -> Batch:
         """Reads the images at these indices; see `Source.load`.
@@ -77,26 +97,28 @@ def open_compressed(path: Path, image_shape: Shape) -> Source:
     """
     with gzip.open(path, 'rb') as file:
         try:
-            n, channels, height, width = parse_header(path, file.read(HEADER_BYTES))
-            shape = (channels, height, width)
-            check_fit((height, width, channels), image_shape, str(path))
-            if n * math.prod(shape) > MAX_MEMORY:
+            header = parse_header(path, file.read(HEADER_BYTES))
+            check_fit(header.image_shape, image_shape, str(path))
+            if math.prod(header) > MAX_MEMORY:
+                size = f'{header.height}x{header.width}x{header.channels}'
                 raise UserError(
-                    f'{path}: {n} images of {height}x{width}x{channels} exceed {MAX_MEMORY} bytes '
+                    f'{path}: {header.n} images of {size} exceed {MAX_MEMORY} bytes '
                     'of memory; unpack it with gunzip and give the .bin'
                 )
-            images = np.empty((n, height, width, channels), np.uint8)
-            rows = max(CHUNK // math.prod(shape), 1)
-            for start in range(0, n, rows):
+            images = np.empty((header.n, *header.image_shape), np.uint8)
+            numbers = math.prod(header.image_shape)  # of an image
+            rows = max(CHUNK // numbers, 1)
+            for start in range(0, header.n, rows):
                 part = images[start : start + rows]
                 data = file.read(4 * part.size)
                 if len(data) < 4 * part.size:
-                    found = HEADER_BYTES + 4 * start * math.prod(shape) + len(data)
-                    raise _wrong_length(path, (n, *shape), found)
-                values = np.frombuffer(data, '<f4').reshape(len(part), *shape)
+                    raise _wrong_length(
+                        path, header, HEADER_BYTES + 4 * start * numbers + len(data)
+                    )
+                values = np.frombuffer(data, '<f4').reshape(len(part), *header[1:])
                 part[:] = to_pixels(values, np.arange(start, start + len(part)), str(path))
             if file.read(1):
-                raise _wrong_length(path, (n, *shape), None)
+                raise _wrong_length(path, header, None)
         except (EOFError, OSError, zlib.error) as error:
             raise UserError(
                 f'{path}: not a readable .gz file: {one_line(error)}; it may be truncated, copy or '
@@ -134,8 +156,8 @@ def to_pixels(values: Values, indices: Int[np.ndarray, ' images'], name: str) ->
     return np.ascontiguousarray(rounded.astype(np.uint8).transpose(0, 2, 3, 1))
 
 
-def read_header(path: Path) -> tuple[int, int, int, int]:
-    """Reads (n, channels, height, width) of a data file and checks them against its length.
+def read_header(path: Path) -> Header:
+    """Reads the header of a data file and checks it against the file's length.
 
     Raises:
       UserError: a wrong field, named with its byte, expected and found.
@@ -143,14 +165,14 @@ def read_header(path: Path) -> tuple[int, int, int, int]:
     with path.open('rb') as file:
         raw = file.read(HEADER_BYTES)
         size = file.seek(0, 2)
-    sizes = parse_header(path, raw)
-    if size != HEADER_BYTES + math.prod(sizes) * 4:
-        raise _wrong_length(path, sizes, size)
-    return sizes
+    header = parse_header(path, raw)
+    if size != header.file_bytes:
+        raise _wrong_length(path, header, size)
+    return header
 
 
-def parse_header(path: Path, raw: bytes) -> tuple[int, int, int, int]:
-    """Returns (n, channels, height, width) from the first bytes of a data file.
+def parse_header(path: Path, raw: bytes) -> Header:
+    """Returns the header in the first bytes of a data file.
 
     Raises:
       UserError: a wrong field, named with its byte, expected and found.
@@ -178,18 +200,16 @@ def parse_header(path: Path, raw: bytes) -> tuple[int, int, int, int]:
         most = 2**31 - 1 if name == 'n_images' else MAX_SIDE
         if not 1 <= value <= most:
             raise UserError(f'{path}: {name} (byte {4 * i}): expected 1 to {most}, found {value}')
-    n, channels, height, width = sizes
-    return n, channels, height, width
+    return Header(*sizes)
 
 
-def _wrong_length(path: Path, sizes: tuple[int, int, int, int], size: int | None) -> UserError:
+def _wrong_length(path: Path, header: Header, size: int | None) -> UserError:
     """Returns the error of a file whose length contradicts its header.
 
     Args:
       size: its bytes; None = more than expected, of a compressed file.
     """
-    n, channels, height, width = sizes
-    expected = HEADER_BYTES + math.prod(sizes) * 4
+    expected = header.file_bytes
     if size is None:
         found, what = 'more', f'bytes too many from byte {expected}'
     elif size < expected:
@@ -197,8 +217,9 @@ def _wrong_length(path: Path, sizes: tuple[int, int, int, int], size: int | None
     else:
         found, what = f'{size}', f'{size - expected} bytes too many from byte {expected}'
     return UserError(
-        f'{path}: payload: expected {expected} bytes for n_images={n}, channels={channels}, '
-        f'height={height}, width={width}, found {found}: {what}; copy or write it again'
+        f'{path}: payload: expected {expected} bytes for n_images={header.n}, '
+        f'channels={header.channels}, height={header.height}, width={header.width}, '
+        f'found {found}: {what}; copy or write it again'
     )
 
 

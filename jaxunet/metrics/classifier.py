@@ -144,6 +144,20 @@ def normalise(architecture: Architecture, images: UInt8[Array, 'images height wi
     return (images.astype(jnp.float32) / 255 - mean) / deviation
 
 
+class Outputs(NamedTuple):
+    """The outputs of the classifier for a batch, all float32.
+
+    Fields:
+      scores: class scores.
+      features: not scaled.
+      statistics: those that the batch normalization used.
+    """
+
+    scores: Float[Array, 'images classes']
+    features: Float[Array, 'images d']
+    statistics: Statistics
+
+
 def apply(
     architecture: Architecture,
     params: Parameters,
@@ -152,16 +166,13 @@ def apply(
     *,
     dtype: DTypeLike = jnp.float32,
     precision: lax.Precision | None = None,
-) -> tuple[Float[Array, 'images classes'], Float[Array, 'images d'], Statistics]:
+) -> Outputs:
     """Runs the classifier.
 
     Args:
       x: images from `normalise`.
       statistics: for the batch normalization; None = compute them from this batch.
       dtype: type of products and activations; statistics are float32.
-
-    Returns:
-      Class scores, unscaled features and the statistics that were used, all float32.
     """
     used: Statistics = {}
 
@@ -200,7 +211,7 @@ def apply(
         params['last']['kernel'],
         precision=lax.Precision.HIGHEST,
     )
-    return scores, jnp.concatenate(means, axis=1), used
+    return Outputs(scores, jnp.concatenate(means, axis=1), used)
 
 
 def _pool(x: Array) -> Array:

@@ -294,13 +294,14 @@ def _evaluate(
 
     @jax.jit
     def run(params: Parameters, statistics: Statistics, batch: Array) -> tuple[Array, Array]:
-        return apply(
+        outputs = apply(
             architecture,
             params,
             normalise(architecture, batch),
             statistics,
             precision=lax.Precision.HIGHEST,
-        )[:2]
+        )
+        return outputs.scores, outputs.features
 
     parts = []
     for batch in _parts(images, EVALUATION_BATCH):

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import jax.numpy as jnp
@@ -100,13 +101,12 @@ def find_copies(
         raise UserError(
             f'copies: need {NEIGHBOUR + 2} training images or more, found {len(training)}'
         )
-    found = nearest(samples, training, 1, mirror=mirror, block=block)
-    nobody = np.full(len(samples), -1)
-    ratio = _ratio(found.distance[:, 0], found.image[:, 0], nobody, training, mirror, block)
+    search = _Search(training, mirror, block)
+    found = search.nearest(samples, 1)
+    ratio = search.ratio(found, np.full(len(samples), -1))
     count = min(len(samples), len(training))
     some = np.random.default_rng(seed).choice(len(training), count, replace=False)
-    other = _without(nearest(training[some], training, 2, mirror=mirror, block=block), some)
-    baseline = _ratio(other.distance[:, 0], other.image[:, 0], some, training, mirror, block)
+    baseline = search.ratio(_without(search.nearest(training[some], 2), some), some)
     return Copies(found, ratio, float((baseline < THRESHOLD).mean()))
 
 
@@ -126,45 +126,69 @@ def nearest(
     Args:
       mirror: also compares the mirrored queries; an image counts with the smaller distance.
     """
-    variants = [queries] if mirror is None else [queries, mirror(queries)]
-    indices = [_candidates(variant, training, k, block) for variant in variants]
-    index = np.concatenate(indices, axis=1)
-    distance = np.concatenate(
-        [_distances(v, training, i) for v, i in zip(variants, indices, strict=True)], axis=1
-    )
-    mirrored = np.repeat([False, True][: len(variants)], [i.shape[1] for i in indices])
-    mirrored = np.broadcast_to(mirrored, index.shape)
-    order = np.argsort(distance, axis=1, kind='stable')
-    index, distance, mirrored = (
-        np.take_along_axis(x, order, 1) for x in (index, distance, mirrored)
-    )
-    # An image that was found both plain and mirrored stays where it is nearer.
-    earlier = np.tril(np.ones((index.shape[1],) * 2, bool), -1)
-    again = ((index[:, :, None] == index[:, None]) & earlier).any(2)
-    order = np.argsort(again, axis=1, kind='stable')[:, : min(k, len(training))]
-    return Neighbours(*(np.take_along_axis(x, order, 1) for x in (index, distance, mirrored)))
+    return _Search(training, mirror, block).nearest(queries, k)
 
 
-def _ratio(
-    distance: Float[np.ndarray, ' n'],
-    image: Int[np.ndarray, ' n'],
-    query: Int[np.ndarray, ' n'],
-    training: Training,
-    mirror: Mirror | None,
-    block: int,
-) -> Float[np.ndarray, ' n']:
-    """Returns d(x, y) / s(y).
+@dataclass(frozen=True)
+class _Search:
+    """Looks for neighbours among training images; fields as the arguments of `nearest`."""
 
-    Args:
-      distance: d(x, y).
-      image: the number of y.
-      query: the number of x where it is a training image itself, which s(y) leaves out; else −1.
-    """
-    rows, inverse = np.unique(image, return_inverse=True)
-    around = nearest(training[rows], training, NEIGHBOUR + 2, mirror=mirror, block=block)
-    around = Neighbours(*(x[inverse] for x in around))
-    spacing = _without(_without(around, image), query).distance[:, NEIGHBOUR - 1]
-    return np.where(distance == 0, 0.0, distance / np.maximum(spacing, np.finfo(float).tiny))
+    training: Training
+    mirror: Mirror | None
+    block: int
+
+    def nearest(self, queries: Vectors, k: int) -> Neighbours:
+        """Returns the k nearest training images of each query; see the function `nearest`."""
+        variants = [queries] if self.mirror is None else [queries, self.mirror(queries)]
+        indices = [self._candidates(variant, k) for variant in variants]
+        index = np.concatenate(indices, axis=1)
+        distance = np.concatenate(
+            [_distances(v, self.training, i) for v, i in zip(variants, indices, strict=True)],
+            axis=1,
+        )
+        mirrored = np.repeat([False, True][: len(variants)], [i.shape[1] for i in indices])
+        mirrored = np.broadcast_to(mirrored, index.shape)
+        order = np.argsort(distance, axis=1, kind='stable')
+        index, distance, mirrored = (
+            np.take_along_axis(x, order, 1) for x in (index, distance, mirrored)
+        )
+        # An image that was found both plain and mirrored stays where it is nearer.
+        earlier = np.tril(np.ones((index.shape[1],) * 2, bool), -1)
+        again = ((index[:, :, None] == index[:, None]) & earlier).any(2)
+        order = np.argsort(again, axis=1, kind='stable')[:, : min(k, len(self.training))]
+        return Neighbours(*(np.take_along_axis(x, order, 1) for x in (index, distance, mirrored)))
+
+    def ratio(self, found: Neighbours, query: Int[np.ndarray, ' n']) -> Float[np.ndarray, ' n']:
+        """Returns d(x, y) / s(y) for the nearest y of each x.
+
+        Args:
+          found: the neighbours of x, y first.
+          query: the number of x where it is a training image itself, which s(y) leaves out; else
+            −1.
+        """
+        image, distance = found.image[:, 0], found.distance[:, 0]
+        rows, inverse = np.unique(image, return_inverse=True)
+        around = self.nearest(self.training[rows], NEIGHBOUR + 2)
+        around = Neighbours(*(x[inverse] for x in around))
+        spacing = _without(_without(around, image), query).distance[:, NEIGHBOUR - 1]
+        return np.where(distance == 0, 0.0, distance / np.maximum(spacing, np.finfo(float).tiny))
+
+    def _candidates(self, queries: Vectors, k: int) -> Int[np.ndarray, 'n candidates']:
+        """Returns the numbers of the k nearest training images by float32 distances."""
+        training = self.training
+        rows = max(CHUNK_BYTES // (4 * training.shape[1]), k)
+        # Products of centred vectors lose less to rounding.
+        centre = np.float32(127.5) if training.dtype == np.uint8 else training.mean(axis=0)
+        floats = queries - centre
+        best, numbers = [], []
+        for first in range(0, len(training), rows):
+            chunk = training[first : first + rows] - centre
+            initial = _far(min(k, len(chunk)))
+            squared, index = fold_pairs(_keep, initial, floats, chunk, block=self.block)
+            best.append(squared)
+            numbers.append(index.astype(np.int64) + first)
+        order = np.argsort(np.concatenate(best, axis=1), axis=1, kind='stable')[:, :k]
+        return np.take_along_axis(np.concatenate(numbers, axis=1), order, 1)
 
 
 def _without(found: Neighbours, image: Int[np.ndarray, ' n']) -> Neighbours:
@@ -174,24 +198,6 @@ def _without(found: Neighbours, image: Int[np.ndarray, ' n']) -> Neighbours:
     drop[absent, -1] = True
     n, k = drop.shape
     return Neighbours(*(x[~drop].reshape(n, k - 1) for x in found))
-
-
-def _candidates(
-    queries: Vectors, training: Training, k: int, block: int
-) -> Int[np.ndarray, 'n candidates']:
-    """Returns the numbers of the k nearest training images by float32 distances."""
-    rows = max(CHUNK_BYTES // (4 * training.shape[1]), k)
-    # Products of centred vectors lose less to rounding.
-    centre = np.float32(127.5) if training.dtype == np.uint8 else training.mean(axis=0)
-    floats = queries - centre
-    best, numbers = [], []
-    for first in range(0, len(training), rows):
-        chunk = training[first : first + rows] - centre
-        squared, index = fold_pairs(_keep, _far(min(k, len(chunk))), floats, chunk, block=block)
-        best.append(squared)
-        numbers.append(index.astype(np.int64) + first)
-    order = np.argsort(np.concatenate(best, axis=1), axis=1, kind='stable')[:, :k]
-    return np.take_along_axis(np.concatenate(numbers, axis=1), order, 1)
 
 
 def _distances(

@@ -168,10 +168,10 @@ def classifier_network(path: Path, arrays: dict[str, np.ndarray], digest: str) -
     @jax.jit
     def run(images: UInt8[Array, 'n height width 3']) -> Float[Array, 'n d']:
         x = classifier.normalise(architecture, images)
-        _, features, _ = classifier.apply(
+        outputs = classifier.apply(
             architecture, params, x, statistics, precision=lax.Precision.HIGHEST
         )
-        return features * scale[None]
+        return outputs.features * scale[None]
 
     reference = training.get('reference')
     accuracy = training.get('test_accuracy', math.nan)

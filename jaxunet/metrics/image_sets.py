@@ -169,6 +169,6 @@ def _array_shape(path: Path) -> tuple[int, int, int]:
             if len(shape) in (3, 4) and min(shape) > 0:
                 return int(shape[1]), int(shape[2]), 3
         elif path.suffix.lower() == '.bin' and path.is_file():
-            _, _, height, width = read_header(path)
-            return height, width, 3
+            header = read_header(path)
+            return header.height, header.width, 3
     return 1, 1, 3

@@ -40,17 +40,7 @@ def read_legacy(path: str, file: BinaryIO) -> dict[str, np.ndarray]:
         magic, protocol, machine, tree, keys = (_Legacy().load(head) for _ in range(5))
     except Refused as error:
         raise UserError(f'{path}, byte {error.byte}: {error}') from None
-    file.seek(head.tell())
-    if magic != MAGIC or protocol != PROTOCOL or not isinstance(machine, dict):
-        raise UserError(
-            f'{path}: expected a file of torch.save, found a pickle that does not start as one; '
-            f'{STATE_DICT}'
-        )
-    if machine.get('little_endian') is not True:
-        raise UserError(
-            f'{path}: little_endian: expected True, found {shown(machine.get("little_endian"))}; '
-            'save it on another machine'
-        )
+    _check_head(path, magic, protocol, machine)
     if not isinstance(tree, dict) or not tree:
         raise UserError(
             f'{path}: expected a dict of tensors (a state dict), found a {type(tree).__name__}; '
@@ -66,26 +56,54 @@ def read_legacy(path: str, file: BinaryIO) -> dict[str, np.ndarray]:
         raise UserError(
             f'{path}: the list of storages is not that of the tensors; the file is damaged'
         )
-    numbers = {}
-    for key in keys:
-        storage = storages[key]
-        count = int.from_bytes(file.read(8), 'little')
-        if count != storage.size or file.tell() + storage.bytes > size:
-            raise UserError(
-                f'{path}, byte {file.tell()}: storage {key}: expected {storage.size:,} numbers; '
-                'the file is truncated'
-            )
-        if storage.dtype == 'bf16':
-            raise UserError(
-                f'{path}: storage {key}: expected plain numbers, found bfloat16; '
-                'save them as float32'
-            )
-        numbers[key] = np.frombuffer(file.read(storage.bytes), f'<{storage.dtype}')
+    file.seek(head.tell())
+    numbers = {key: _read_storage(path, file, storages[key], size) for key in keys}
     with np.errstate(over='ignore', invalid='ignore'):  # the reader of the weights refuses them
         return {
             name: np.ascontiguousarray(view.of(numbers[view.storage.key]), np.float32)
             for name, view in views.items()
         }
+
+
+def _check_head(path: str, magic: object, protocol: object, machine: object) -> None:
+    """Checks the first three pickles: this format, of a little-endian machine.
+
+    Raises:
+      UserError: another format or machine.
+    """
+    if magic != MAGIC or protocol != PROTOCOL or not isinstance(machine, dict):
+        raise UserError(
+            f'{path}: expected a file of torch.save, found a pickle that does not start as one; '
+            f'{STATE_DICT}'
+        )
+    if machine.get('little_endian') is not True:
+        raise UserError(
+            f'{path}: little_endian: expected True, found {shown(machine.get("little_endian"))}; '
+            'save it on another machine'
+        )
+
+
+def _read_storage(path: str, file: BinaryIO, storage: Storage, size: int) -> np.ndarray:
+    """Reads the numbers of the next storage, in its own type.
+
+    Args:
+      size: of the file, in bytes.
+
+    Raises:
+      UserError: another count than the tensors have, or bfloat16.
+    """
+    count = int.from_bytes(file.read(8), 'little')
+    if count != storage.size or file.tell() + storage.bytes > size:
+        raise UserError(
+            f'{path}, byte {file.tell()}: storage {storage.key}: expected {storage.size:,} '
+            'numbers; the file is truncated'
+        )
+    if storage.dtype == 'bf16':
+        raise UserError(
+            f'{path}: storage {storage.key}: expected plain numbers, found bfloat16; '
+            'save them as float32'
+        )
+    return np.frombuffer(file.read(storage.bytes), f'<{storage.dtype}')
 
 
 class _Legacy(TorchPickle):

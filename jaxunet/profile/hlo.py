@@ -6,6 +6,7 @@ import collections
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from jaxunet.profile.phases import OTHER, PHASES, phase_of
 
@@ -61,11 +62,24 @@ class Program:
     schedule: list[str]
 
 
+class _Step(NamedTuple):
+    """An instruction of a computation.
+
+    Fields:
+      runs: the computation that it runs; '' if none.
+      trips: how often it runs it.
+    """
+
+    instruction: str
+    runs: str
+    trips: int
+
+
 @dataclass
 class _Computation:
-    """One computation: (instruction, computation that it runs, how often), and its scope paths."""
+    """One computation, with how often each scope path occurs in it."""
 
-    steps: list[tuple[str, str, int]] = field(default_factory=list)
+    steps: list[_Step] = field(default_factory=list)
     paths: collections.Counter[str] = field(default_factory=collections.Counter)
 
 
@@ -128,7 +142,9 @@ def _parse(text: str) -> _Module:
             module.fused[name] = calls[1]
         runs = _RUN[opcode].search(line) if opcode in _RUN else None
         trips = _TRIPS.search(line)
-        computation.steps.append((name, runs[1] if runs else '', int(trips[1]) if trips else 1))
+        computation.steps.append(
+            _Step(name, runs[1] if runs else '', int(trips[1]) if trips else 1)
+        )
     return module
 
 

@@ -322,7 +322,7 @@ class _Loop:
     def _save_on_error(self) -> Iterator[None]:
         """Saves all trained steps if the block raises a UserError, such as for a corrupt image.
 
-        Not in a run of several processes, as the others would not know of it.
+        A run of several processes saves nothing, as the others would not know of the error.
         """
         try:
             yield

@@ -55,9 +55,9 @@ def table(config: Config) -> list[Entry]:
 
 def _modules(config: Config) -> Iterator[Module]:
     model, levels, last = config.model, config.attention_levels, len(config.model.channel_mult) - 1
-    yield 'time_embed_0', 'embed.0', 'layer'
-    yield 'time_embed_1', 'embed.2', 'layer'
-    yield 'conv_in', 'in_conv', 'layer'
+    yield Module('time_embed_0', 'embed.0', 'layer')
+    yield Module('time_embed_1', 'embed.2', 'layer')
+    yield Module('conv_in', 'in_conv', 'layer')
     for direction, side in (('down', 'downsamples'), ('up', 'upsamples')):
         blocks = model.num_res_blocks + (direction == 'up')
         for level in range(last + 1):
@@ -65,15 +65,15 @@ def _modules(config: Config) -> Iterator[Module]:
             for i in range(blocks):
                 attends = level in levels
                 block = f'{prefix}.{i}'
-                yield f'{direction}_{level}_res_{i}', block + '.0' * attends, 'res_block'
+                yield Module(f'{direction}_{level}_res_{i}', block + '.0' * attends, 'res_block')
                 if attends:
-                    yield f'{direction}_{level}_attention_{i}', f'{block}.1', 'attention'
-            yield f'{direction}_{level}_resample', f'{prefix}.{blocks}.1', 'layer'
-    yield 'middle_res_0', 'middle.0', 'res_block'
-    yield 'middle_attention', 'middle.1', 'attention'
-    yield 'middle_res_1', 'middle.2', 'res_block'
-    yield 'norm_out', 'out_conv.0', 'layer'
-    yield 'conv_out', 'out_conv.2', 'layer'
+                    yield Module(f'{direction}_{level}_attention_{i}', f'{block}.1', 'attention')
+            yield Module(f'{direction}_{level}_resample', f'{prefix}.{blocks}.1', 'layer')
+    yield Module('middle_res_0', 'middle.0', 'res_block')
+    yield Module('middle_attention', 'middle.1', 'attention')
+    yield Module('middle_res_1', 'middle.2', 'res_block')
+    yield Module('norm_out', 'out_conv.0', 'layer')
+    yield Module('conv_out', 'out_conv.2', 'layer')
 
 
 def infer(shapes: Mapping[str, Shape], source: str) -> Inferred:

@@ -64,13 +64,12 @@ def table(config: Config) -> list[Entry]:
 def infer(shapes: Mapping[str, Shape], source: str) -> Inferred:
     """Infers the architecture from a state dict's names and shapes.
 
-    They do not show the heads, the order of qkv and the image size.
+    They do not show the heads, the order of qkv and the image size. A super-resolution network with
+    a learned variance looks like a plain one of twice the image channels, and is inferred as such;
+    `told_apart` corrects it.
 
     Args:
       source: begins every message.
-
-    Nor do they tell a super-resolution network with a learned variance from a plain one of twice
-    the image channels; it is inferred as the latter (`told_apart`).
 
     Raises:
       UserError: a required tensor is missing or has an impossible shape, or the network is a
@@ -116,8 +115,8 @@ def infer(shapes: Mapping[str, Shape], source: str) -> Inferred:
 def told_apart(inferred: Inferred, known: Config | None, stated: Stated, source: str) -> Inferred:
     """Returns the model of a file, once it is known whether it is for super-resolution.
 
-    As many channels out as in are a plain network without a learned variance, or one for
-    super-resolution with it. Six channels that nobody expects are the latter.
+    A network with as many channels out as in is a plain one without a learned variance, or one for
+    super-resolution with it. Without further knowledge, six channels mean the latter.
 
     Args:
       known: the config that the file's model must have; None = it is inferred.

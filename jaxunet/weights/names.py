@@ -28,8 +28,6 @@ Path = tuple[str, ...]
 Shape = tuple[int, ...]
 Tree = dict[str, PyTree]  # nested dicts of arrays
 Leaves = dict[Path, PyTree]  # the arrays of a tree by path
-# Our name, the file's prefix, and the kind: layer, res_block, attention or pool.
-Module = tuple[str, str, str]
 SHOWN = 5  # problems that an error message lists
 # Axes of length 1 that torch appends to our matrices: of a 1×1 convolution, and of 1-D
 # convolutions over the pixels.
@@ -41,6 +39,20 @@ LEAVES = {
     'bias': 'bias',
     'position': 'positional_embedding',
 }
+
+
+class Module(NamedTuple):
+    """A module of the network.
+
+    Fields:
+      name: ours.
+      prefix: of its tensors in the file.
+      kind: layer, res_block, attention or pool.
+    """
+
+    name: str
+    prefix: str
+    kind: str
 
 
 class BlockNames(NamedTuple):
@@ -129,28 +141,28 @@ def adm_encoder(config: Config) -> Iterator[Module]:
     """
     model, levels, last = config.model, config.attention_levels, len(config.model.channel_mult) - 1
     resample = 'res_block' if model.resblock_updown else 'layer'
-    yield 'time_embed_0', 'time_embed.0', 'layer'
-    yield 'time_embed_1', 'time_embed.2', 'layer'
-    yield AUGMENTATION, 'augment_embed', 'layer'  # a name of ours
-    yield 'label_embed', 'label_emb', 'layer'
-    yield 'conv_in', 'input_blocks.0.0', 'layer'
+    yield Module('time_embed_0', 'time_embed.0', 'layer')
+    yield Module('time_embed_1', 'time_embed.2', 'layer')
+    yield Module(AUGMENTATION, 'augment_embed', 'layer')  # a name of ours
+    yield Module('label_embed', 'label_emb', 'layer')
+    yield Module('conv_in', 'input_blocks.0.0', 'layer')
     index = 1
     for level in range(last + 1):
         for i in range(model.num_res_blocks):
-            yield f'down_{level}_res_{i}', f'input_blocks.{index}.0', 'res_block'
+            yield Module(f'down_{level}_res_{i}', f'input_blocks.{index}.0', 'res_block')
             if level in levels:
-                yield f'down_{level}_attention_{i}', f'input_blocks.{index}.1', 'attention'
+                yield Module(f'down_{level}_attention_{i}', f'input_blocks.{index}.1', 'attention')
             index += 1
         if level != last:
-            yield (
+            yield Module(
                 f'down_{level}_resample',
                 f'input_blocks.{index}.0' + ('' if model.resblock_updown else '.op'),
                 resample,
             )
             index += 1
-    yield 'middle_res_0', 'middle_block.0', 'res_block'
-    yield 'middle_attention', 'middle_block.1', 'attention'
-    yield 'middle_res_1', 'middle_block.2', 'res_block'
+    yield Module('middle_res_0', 'middle_block.0', 'res_block')
+    yield Module('middle_attention', 'middle_block.1', 'attention')
+    yield Module('middle_res_1', 'middle_block.2', 'res_block')
 
 
 def adm_modules(config: Config) -> Iterator[Module]:
@@ -161,19 +173,19 @@ def adm_modules(config: Config) -> Iterator[Module]:
     index = 0
     for level in range(last, -1, -1):
         for i in range(model.num_res_blocks + 1):
-            yield f'up_{level}_res_{i}', f'output_blocks.{index}.0', 'res_block'
+            yield Module(f'up_{level}_res_{i}', f'output_blocks.{index}.0', 'res_block')
             if level in levels:
-                yield f'up_{level}_attention_{i}', f'output_blocks.{index}.1', 'attention'
+                yield Module(f'up_{level}_attention_{i}', f'output_blocks.{index}.1', 'attention')
             if level > 0 and i == model.num_res_blocks:
                 place = 2 if level in levels else 1
-                yield (
+                yield Module(
                     f'up_{level}_resample',
                     f'output_blocks.{index}.{place}' + ('' if model.resblock_updown else '.conv'),
                     resample,
                 )
             index += 1
-    yield 'norm_out', 'out.0', 'layer'
-    yield 'conv_out', 'out.2', 'layer'
+    yield Module('norm_out', 'out.0', 'layer')
+    yield Module('conv_out', 'out.2', 'layer')
 
 
 def entries(

@@ -96,8 +96,8 @@ def table(config: Config, classes: int) -> list[Entry]:
 
 def _modules(config: Config) -> Iterator[Module]:
     yield from adm_encoder(config)
-    yield 'norm_out', 'out.0', 'layer'
-    yield 'pool', 'out.2', 'pool'
+    yield Module('norm_out', 'out.0', 'layer')
+    yield Module('pool', 'out.2', 'pool')
 
 
 def infer(shapes: Mapping[str, Shape], source: str, like: Config) -> tuple[Config, int]:

@@ -225,8 +225,7 @@ def read_state(state: TorchFile | SafetensorsFile, given: Reader, kind: str = ''
     config, assumed = known.model(inferred)
     table = program.table(config)
     _check_names(shapes, table, program, path)
-    several = any(entry.heads > 1 for entry in table)
-    new_order = known.order() if several else None
+    new_order = known.order() if any(entry.heads > 1 for entry in table) else None
 
     def read(name: str) -> np.ndarray:
         return state.read(names[name])
