@@ -9,7 +9,8 @@ operands that a kernel reads twice.
 from __future__ import annotations
 
 import re
-from typing import NamedTuple
+
+from jaxunet.profile.hlo_text import HloLine, called, parse, target, trip_count
 
 # Bits of the types whose names do not say it.
 BITS = {'pred': 8, 'token': 0, 'bf16': 16, 'c64': 64, 'c128': 128}
@@ -21,20 +22,7 @@ FREE = {
 SLICES = {'dynamic-slice', 'gather'}
 LIBRARIES = ('__cublas', '__cudnn')  # custom calls that return (value, scratch space)
 
-HEADER = re.compile(r'^(ENTRY )?%?([\w.\-]+)\s*(?:\(.*\))?\s*(?:->.*)?\{\s*$')
-INSTRUCTION = re.compile(r'^\s+(ROOT )?%?([\w.\-]+) = (\(.*?\)|\S+) ([a-z][\w\-]*)\((.*)$')
 ARRAY = re.compile(r'([a-z]+[0-9]*[a-z0-9]*)\[([0-9,<=]*)\]')
-
-
-class Instruction(NamedTuple):
-    """One line of HLO; `rest` is the text after the opening bracket of the operands."""
-
-    name: str
-    shape: str
-    opcode: str
-    operands: tuple[str, ...]
-    rest: str
-    root: bool
 
 
 def bytes_moved(hlo: str) -> int:
@@ -65,6 +53,8 @@ class Traffic:
 
     def __init__(self, hlo: str) -> None:
         self._computations, self._entry = parse(hlo)
+        if not self._entry:
+            raise ValueError('expected the text of an HLO module with an ENTRY computation')
         self.instructions = {i.name: i for body in self._computations.values() for i in body}
         self._totals: dict[str, int] = {}
 
@@ -75,24 +65,23 @@ class Traffic:
             self._totals[name] = sum(self.of(i) for i in self._computations[name])
         return self._totals[name]
 
-    def of(self, i: Instruction) -> int:
+    def of(self, i: HloLine) -> int:
         """Returns the bytes of one execution of an instruction."""
         if i.opcode in FREE:
             return 0
         if i.opcode == 'while':
-            trips = re.search(r'known_trip_count[^0-9]*(\d+)', i.rest)
-            return (int(trips[1]) if trips else 1) * self.total(_called(i, 'body')[0])
+            return trip_count(i) * self.total(called(i, 'body')[0])
         if i.opcode == 'conditional':
-            branches = _called(i, 'branch_computations') or _called(
-                i, 'true_computation'
-            ) + _called(i, 'false_computation')
+            branches = called(i, 'branch_computations') or called(i, 'true_computation') + called(
+                i, 'false_computation'
+            )
             return max(self.total(name) for name in branches)
         if i.opcode in ('call', 'async-start'):
-            return sum(self.total(name) for name in _called(i, 'to_apply') + _called(i, 'calls'))
+            return sum(self.total(name) for name in called(i, 'to_apply') + called(i, 'calls'))
         known = self.instructions
         sizes = [shape_bytes(known[name].shape) if name in known else 0 for name in i.operands]
         if i.opcode == 'fusion':
-            return _fusion(self._computations[_called(i, 'calls')[0]], sizes, shape_bytes(i.shape))
+            return _fusion(self._computations[called(i, 'calls')[0]], sizes, shape_bytes(i.shape))
         if i.opcode in SLICES:
             return 2 * shape_bytes(i.shape) + sum(sizes[1:])
         if i.opcode == 'dynamic-update-slice':
@@ -104,7 +93,7 @@ class Traffic:
             return sum(sizes) + _array_bytes(*arrays[0])
         return sum(sizes) + shape_bytes(i.shape)
 
-    def shapes(self, i: Instruction) -> list[tuple[int, ...]]:
+    def shapes(self, i: HloLine) -> list[tuple[int, ...]]:
         """Returns the dimensions of the arrays that an instruction reads and writes."""
         known = self.instructions
         texts = [known[name].shape for name in i.operands if name in known] + [i.shape]
@@ -113,32 +102,6 @@ class Traffic:
             for text in texts
             for _, dimensions in ARRAY.findall(text)
         ]
-
-
-def target(i: Instruction) -> str:
-    """Returns the target of a custom call, such as `jaxunet_conv3x3`; '' without one."""
-    match = re.search(r'custom_call_target="([^"]*)"', i.rest)
-    return match[1] if match else ''
-
-
-def parse(hlo: str) -> tuple[dict[str, list[Instruction]], str]:
-    """Returns the computations of a module by name, and the name of its entry."""
-    computations: dict[str, list[Instruction]] = {}
-    entry = current = ''
-    for line in re.sub(r'/\*.*?\*/', '', hlo).splitlines():
-        if match := INSTRUCTION.match(line):
-            root, name, shape, opcode, rest = match.groups()
-            inside = _until_closed(rest)
-            computations[current].append(
-                Instruction(name, shape, opcode, tuple(_operands(inside)), rest, bool(root))
-            )
-        elif match := HEADER.match(line):
-            current = match[2]
-            computations[current] = []
-            entry = current if match[1] else entry
-    if not entry:
-        raise ValueError('expected the text of an HLO module with an ENTRY computation')
-    return computations, entry
 
 
 def shape_bytes(shape: str) -> int:
@@ -155,28 +118,7 @@ def _array_bytes(dtype: str, dimensions: str) -> int:
     return count * bits // 8
 
 
-def _until_closed(rest: str) -> str:
-    """Returns the text before the bracket that closes the operands."""
-    depth = 1
-    for place, letter in enumerate(rest):
-        depth += (letter == '(') - (letter == ')')
-        if depth == 0:
-            return rest[:place]
-    return rest
-
-
-def _operands(inside: str) -> list[str]:
-    """Returns the names of the operands, with or without printed shapes."""
-    named = re.findall(r'%([\w.\-]+)', inside)
-    return named or [part.split()[-1] for part in inside.split(',') if part.strip()]
-
-
-def _called(i: Instruction, attribute: str) -> list[str]:
-    match = re.search(rf'\b{attribute}=(\{{[^}}]*\}}|%?[\w.\-]+)', i.rest)
-    return re.findall(r'%?([\w.\-]+)', match[1]) if match else []
-
-
-def _fusion(body: list[Instruction], sizes: list[int], result: int) -> int:
+def _fusion(body: list[HloLine], sizes: list[int], result: int) -> int:
     """Returns the bytes of a fusion.
 
     Sliced operands count their slices, in-place updates the update.

@@ -29,7 +29,7 @@ from jaxunet.benchmark.roofline.work import (
     UPDATE,
     WEIGHT_GRADIENT,
 )
-from jaxunet.benchmark.traffic import Instruction, target
+from jaxunet.profile.hlo_text import HloLine, target
 from jaxunet.profile.phases import BACKWARD, OPTIMIZER
 
 Shape = tuple[int, ...]
@@ -85,7 +85,7 @@ def kind_of_name(name: str) -> str | None:
     return next((kind for pattern, kind in NAMES if pattern.search(name)), None)
 
 
-def handler_call(i: Instruction) -> Call | None:
+def handler_call(i: HloLine) -> Call | None:
     """Returns an instruction as a call of a handler; None for any other."""
     name = target(i)
     if not name.startswith('jaxunet_'):
@@ -97,7 +97,7 @@ def handler_call(i: Instruction) -> Call | None:
     return Call(i.name, kind, product)
 
 
-def kind_of_xla(i: Instruction | None, kernel: str, phase: str) -> str:
+def kind_of_xla(i: HloLine | None, kernel: str, phase: str) -> str:
     """Returns the class of a kernel that XLA wrote or that a library has.
 
     Args:

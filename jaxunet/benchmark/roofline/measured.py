@@ -17,9 +17,10 @@ from jaxunet.benchmark.roofline.classify import (
     place,
 )
 from jaxunet.benchmark.roofline.work import LEVELLED, REMAINING, Work
-from jaxunet.benchmark.traffic import Traffic, target
+from jaxunet.benchmark.traffic import Traffic
 from jaxunet.profile.events import DeviceOp, Trace
 from jaxunet.profile.hlo import Program, read_hlo
+from jaxunet.profile.hlo_text import target
 from jaxunet.profile.phases import CUDA, XLA, own_name, phase_of
 
 Level = tuple[int, ...]  # height and width; () = all levels
