@@ -221,7 +221,8 @@ def grid_sampler(config: Config) -> SamplerConfig:
     """Returns the sampler of the grids: the default of the model's objective.
 
     It takes `train.sample_steps` steps. If that is 0, it takes its default number, or `DDPM_STEPS`
-    where the default is every timestep.
+    where the default is every timestep. DDPM also suits a model in its first minutes, which leaves
+    noise behind (docs/sampling.md).
     """
     steps = config.train.sample_steps or None
     if steps is None and OBJECTIVE_DEFAULTS[config.diffusion.objective].steps is None:
