@@ -260,7 +260,7 @@ def test_the_committed_jobs_are_valid():
     for part in ('objects', 'elephants', 'rates', 'digits', 'tiny'):
         found = read_jobs(f'{JOBS}:{part}', '/data')
         assert all(isinstance(job, Job) for job in found)
-    with pytest.raises(UserError, match='one of objects, minute, elephants'):
+    with pytest.raises(UserError, match='one of objects, minute, three, ten, elephants'):
         read_jobs(f'{JOBS}:other', '')
 
 
