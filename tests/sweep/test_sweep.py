@@ -786,7 +786,10 @@ def test_top_operations_from_the_command_line(tmp_path):
     [
         ([], 'error: --vary: nothing to vary'),
         (['--vary=data.batch_sise=8'], 'error: --vary data.batch_sise: unknown field'),
-        (['--vary=jit=on', '--config.data.path=nowhere.zip'], 'error: nowhere.zip: no such file'),
+        (
+            ['--vary=jit=on', '--config.data.path=nowhere.zip'],
+            'error: data.path: nowhere.zip: no such file',
+        ),
         (
             ['--preset=ampp'],
             f'value should be one of <{"|".join([*PRESETS, STUDY])}>',

@@ -42,8 +42,8 @@ struct ForwardTraits {
   // Keys of a step of the mainloop. With 128, ptxas has too few registers to overlap the products
   // (its message C7512); with 64 it overlaps them, and 256 tokens take 1.09 times as long.
   static constexpr int kKeys = kTokens < 128 ? kTokens : 128;
-  static constexpr int kStages = 2;                            // units in shared memory
-  static constexpr int kBlocks = 2;                            // concurrent, of a multiprocessor
+  static constexpr int kStages = 2;  // units in shared memory
+  static constexpr int kBlocks = 2;  // concurrent, of a multiprocessor
   static constexpr int kWarpgroups = 2, kThreads = kWarpgroups * kWarpgroup,
                        kQueryRows = kWarpgroups * kTileRows;
   static constexpr int kHeads = kTokens < kQueryRows ? kQueryRows / kTokens : 1;  // of a unit
