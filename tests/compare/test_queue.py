@@ -43,7 +43,7 @@ def jobs():
     plain = {k: v for k, v in first[1].fields.items() if k != 'data.holdout'}
     return [
         dataclasses.replace(
-            first[0], fields={**first[0].fields, **often}, seconds=(0.05, 0.2), choosing=8
+            first[0], fields={**first[0].fields, **often}, seconds=(0.05, 0.6), choosing=8
         ),
         dataclasses.replace(first[1], fields=plain, averages=()),
     ]
@@ -170,7 +170,7 @@ def test_times_of_known_rows_are_left_out(done, features, tmp_path):
     options = {'known': str(known), 'claims': str(tmp_path / 'claims')}
     assert make_queue(tmp_path / 'a', features, **options).run(jobs) == []
     measured = {(row['seed'], row['seconds']) for row in rows_of(tmp_path / 'a')}
-    assert measured == {(0, 0.2)}
+    assert measured == {(0, 0.6)}
     assert make_queue(tmp_path / 'b', features, **options).run(jobs) == []
     assert rows_of(tmp_path / 'b') == [], 'another process took the same job'
 
