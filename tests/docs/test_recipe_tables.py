@@ -67,11 +67,19 @@ def test_the_best_sampler_of_most_seeds_is_shown():
     assert [line[0] for line in shown[:2]] == ['epsilon-linear'] * 2  # the baseline first
     line = found['v-cosine', '60', '50']
     assert line[3:7] == ['dpmpp_2m 20', '2', '6,000', '52 ± 2']
-    assert line[7:] == ['10 ± 0', '20 ± 0', '0.5 ± 0', '0.25 ± 0', '', '2.00']
+    assert line[7:] == ['10 ± 0', '20 ± 0', '0.5 ± 0', '0.25 ± 0', '']
     assert found['v-cosine', '180', '50'][3] == 'ddim 50'
     assert ('v-cosine', '180', '20') not in found  # no sampler within 20 evaluations
     assert found['edm', '60', '20'][3] == 'heun 10'
     assert 'GPU, jax 1, commit abc; 2000 samples' in tables.objectives(ROWS)
+
+
+def test_sampling_times_of_processes_that_had_the_device_alone():
+    shared = row('flow', 60, 'ddim:50', 36.0)
+    del shared['seconds_per_sample']
+    slower = {**row('v-cosine', 60, 'heun:25', 10.0), 'seconds_per_sample': 0.004}
+    shown = cells(tables.sampling_times([row('edm', 60, 'heun:25', 9.0), slower, shared]))
+    assert shown == [['heun 25', '49', '3.00', '2.00-4.00']]
 
 
 def test_times_to_the_quality_of_the_baseline():
@@ -93,6 +101,7 @@ def test_a_later_row_replaces_an_earlier_one(tmp_path):
 def test_without_rows_the_tables_say_so(tmp_path):
     found = tables.read(tmp_path)
     assert tables.objectives(found) == tables.elephants(found) == tables.NOTHING
+    assert tables.sampling_times(found) == tables.NOTHING
     assert tables.sooner(found) == tables.pictures(tmp_path) == tables.NOTHING
 
 

@@ -35,6 +35,11 @@ def read(folder: pathlib.Path = FOLDER, name: str = 'rows.jsonl') -> list[Row]:
     return list(found.values())
 
 
+def earlier() -> list[Row]:
+    """The rows of runs whose processes had the GPU alone, with features that are not kept."""
+    return read(name='earlier.jsonl')
+
+
 def best(found: Sequence[Row], limit: int, metric: str) -> list[Row]:
     """The rows of the sampler with the smallest mean metric within a number of evaluations.
 
@@ -101,7 +106,6 @@ def objectives(found: Sequence[Row]) -> str:
                         spread(rows, value('train', 'precision')),
                         spread(rows, value('train', 'recall')),
                         spread(rows, value('train', 'copies')),
-                        ms_a_sample(rows),
                     )
                 )
     head = (
@@ -117,15 +121,26 @@ def objectives(found: Sequence[Row]) -> str:
         'precision',
         'recall',
         'copies',
-        'ms a sample',
     )
     return with_origin(head, body, found, 'objects64')
 
 
-def ms_a_sample(rows: Sequence[Row]) -> str:
-    """Mean milliseconds a sample; empty where other processes shared the device."""
-    seconds = [row['seconds_per_sample'] for row in rows if 'seconds_per_sample' in row]
-    return f'{1e3 * np.mean(seconds):.2f}' if seconds else ''
+def sampling_times(found: Sequence[Row]) -> str:
+    """Milliseconds a sample by sampler, of the rows whose process had the device alone."""
+    mine = [r for r in found if r['data'] == 'objects64' and 'seconds_per_sample' in r]
+    body = []
+    for sampler in dict.fromkeys(row['sampler'] for row in mine):
+        rows = [row for row in mine if row['sampler'] == sampler]
+        times = [1e3 * row['seconds_per_sample'] for row in rows]
+        body.append(
+            (
+                sampler.replace(':', ' '),
+                str(rows[0]['evaluations']),
+                f'{np.mean(times):.2f}',
+                f'{min(times):.2f}-{max(times):.2f}',
+            )
+        )
+    return with_origin(('sampler', 'evaluations', 'ms a sample', 'range'), body, mine, 'objects64')
 
 
 def sooner(found: Sequence[Row]) -> str:

@@ -20,10 +20,12 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 from matplotlib.figure import Figure
+from matplotlib.ticker import ScalarFormatter
 from PIL import Image, ImageDraw, ImageFont
 
 HERE = pathlib.Path(__file__).parent
 LIMIT = 50  # evaluations of the network a sample
+TICKS = (20, 50, 100, 150, 200, 300, 500, 700, 1000, 2000)  # Fréchet distances
 LABEL = 34  # pixels of a label's line
 RECIPE = 'flow'  # the objective of configs/images.py
 CASES = ('epsilon-linear', 'epsilon-cosine', 'v-cosine', 'edm', 'flow')
@@ -120,6 +122,12 @@ def quality(found: Sequence[Row], path: pathlib.Path) -> None:
         panel.fill_between(times, low, high, color=line.get_color(), alpha=0.2, linewidth=0)
     panel.set_xscale('log')
     panel.set_yscale('log')
+    low, high = panel.get_ylim()
+    panel.set_yticks([tick for tick in TICKS if low <= tick <= high])
+    panel.set_xticks(sorted({row['seconds'] for row in mine}))
+    panel.minorticks_off()
+    for axis in (panel.xaxis, panel.yaxis):  # 200, not 2 · 10²
+        axis.set_major_formatter(ScalarFormatter())
     panel.set_xlabel('training, s')
     panel.set_ylabel(f'Fréchet distance, at most {LIMIT} evaluations a sample')
     panel.grid(alpha=0.3, which='both')
