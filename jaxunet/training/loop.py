@@ -205,7 +205,7 @@ class _Loop:
             if not self._do_what_is_due():
                 return
         self._read_metrics()
-        if self.step < self.config.train.steps:
+        if self.step < self.config.train.steps and not self.milestones:
             self._check_replicas()
             self._save_unsaved()
             self.bar.write(f'stopped at step {self.step}; the same command resumes from there')

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import time
 
 import jax
@@ -178,6 +180,23 @@ def test_milestones_end_a_run(features, source, tmp_path):
     kernels = [params['conv_in']['kernel'] for _, _, params in seen]
     assert not np.array_equal(kernels[0], kernels[2])
     assert not list((tmp_path / 'checkpoints').iterdir())
+
+
+def test_a_signal_ends_a_run_with_milestones_unsaved(features, source, tmp_path, capfd):
+    seen = []
+
+    def reached(step, seconds, averages):
+        seen.append(step)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    config = config_of(
+        features,
+        train={'steps': 10**6, 'evaluate_every': 0, 'sample_every': 0},
+    )
+    step = train(config, tmp_path, source, milestones=Milestones((0.1, 100.0), reached))
+    assert seen == [step]
+    assert not list((tmp_path / 'checkpoints').iterdir())
+    assert 'resumes from there' not in ''.join(capfd.readouterr())
 
 
 def test_clock():
