@@ -12,7 +12,7 @@ from jaxunet.weights.inference import OBJECTIVES
 from jaxunet.weights.presets import PRESETS
 
 DIGITS = 5  # of the longest side of an image
-FILE = 'For a .pt or .safetensors file that does not state it'
+UNSTATED = 'For a .pt or .safetensors file that does not state it'
 
 
 class ModelFlags(NamedTuple):
@@ -75,34 +75,36 @@ def define(config_help: str, *, image_size_help: str = '') -> ModelFlags:
     order = flags.DEFINE_bool(
         'new_attention_order',
         None,
-        f"{FILE}: guided-diffusion's use_new_attention_order; its scripts' default is false.",
+        f"{UNSTATED}: guided-diffusion's use_new_attention_order; its scripts' default is false.",
     )
     stated = {
         'image_size': flags.DEFINE_list(
-            'image_size', None, f'{FILE}: SIDE or HEIGHT,WIDTH of the images.{image_size_help}'
+            'image_size',
+            None,
+            f'{UNSTATED}: SIDE or HEIGHT,WIDTH of the images.{image_size_help}',
         ),
         'num_heads': flags.DEFINE_integer(
-            'num_heads', None, f'{FILE}: heads per attention block.', lower_bound=1
+            'num_heads', None, f'{UNSTATED}: heads per attention block.', lower_bound=1
         ),
         'num_head_channels': flags.DEFINE_integer(
-            'num_head_channels', None, f'{FILE}: channels per head.', lower_bound=1
+            'num_head_channels', None, f'{UNSTATED}: channels per head.', lower_bound=1
         ),
         'schedule': flags.DEFINE_enum(
-            'schedule', None, CHOICES['diffusion.schedule'], f'{FILE}: noise schedule.'
+            'schedule', None, CHOICES['diffusion.schedule'], f'{UNSTATED}: noise schedule.'
         ),
         'diffusion_steps': flags.DEFINE_integer(
-            'diffusion_steps', None, f'{FILE}: number of timesteps T.', lower_bound=1
+            'diffusion_steps', None, f'{UNSTATED}: number of timesteps T.', lower_bound=1
         ),
         'rescale_timesteps': flags.DEFINE_bool(
-            'rescale_timesteps', None, f'{FILE}: the network reads 1000 t/T in place of t.'
+            'rescale_timesteps', None, f'{UNSTATED}: the network reads 1000 t/T in place of t.'
         ),
         'objective': flags.DEFINE_enum(
-            'objective', None, OBJECTIVES, f'{FILE}: what the network predicts.'
+            'objective', None, OBJECTIVES, f'{UNSTATED}: what the network predicts.'
         ),
         'low_res_size': flags.DEFINE_list(
             'low_res_size',
             None,
-            f'{FILE}: SIDE or HEIGHT,WIDTH of the pictures that the network enlarges '
+            f'{UNSTATED}: SIDE or HEIGHT,WIDTH of the pictures that the network enlarges '
             '(super-resolution).',
         ),
     }
