@@ -14,6 +14,7 @@
 #include <type_traits>
 
 #include "adamw/kernels.h"
+#include "common/integers.h"
 #include "common/types.cuh"
 
 namespace jaxunet::cuda {
@@ -245,7 +246,7 @@ cudaError_t launch_all(const std::vector<int64_t>& sizes, int64_t arrays, int64_
       entry[kFirstBlock] = static_cast<unsigned long long>(blocks);
       entry[kType] = static_cast<unsigned long long>(type(i));
       std::memcpy(entry + kAddresses, pointers(i), arrays * sizeof(*entry));
-      blocks += (sizes[i] + chunk - 1) / chunk;
+      blocks += ceil_div(sizes[i], chunk);
     }
     if (tensors.count == max_count || (i + 1 == sizes.size() && tensors.count > 0)) {
       launch(tensors, static_cast<unsigned>(blocks), before);

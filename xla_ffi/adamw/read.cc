@@ -3,6 +3,7 @@
 // CUDA build.
 #include "adamw/plan.h"
 #include "binding/reader.h"
+#include "common/integers.h"
 
 namespace jaxunet {
 namespace {
@@ -31,7 +32,7 @@ SumOfSquares read_sum_of_squares(Reader& call) {
     plan.tensors.push_back(found.data);
     plan.types.push_back(kind(found.element));
     plan.sizes.push_back(size_of(found.dims));
-    chunks += (plan.sizes.back() + plan.chunk - 1) / plan.chunk;
+    chunks += ceil_div(plan.sizes.back(), plan.chunk);
   }
   plan.partial = static_cast<float*>(call.result("partial", ffi::DataType::F32, {chunks}).data);
   return plan;

@@ -38,6 +38,7 @@
 // next copy.
 #pragma once
 
+#include "common/integers.h"
 #include "common/launch.cuh"
 #include "flash_backward_warp.cuh"
 #include "flash_delta.cuh"
@@ -175,8 +176,7 @@ template <class S>
 std::optional<cudaError_t> launch_backward(const AttentionBackward& plan, int shared_bytes,
                                            cudaStream_t stream) {
   using T = typename S::T;
-  const int64_t blocks = (plan.tokens + S::kRows - 1) / S::kRows,
-                all = plan.batch * plan.heads * blocks;
+  const int64_t blocks = ceil_div(plan.tokens, S::kRows), all = plan.batch * plan.heads * blocks;
   const int stages = fitting_stages<S>(plan.tokens, false, shared_bytes),
             bytes = S::bytes(stages, false);
   if (!stages || 2 * all > INT32_MAX) return std::nullopt;
@@ -194,7 +194,7 @@ std::optional<cudaError_t> launch_backward(const AttentionBackward& plan, int sh
     return error;
   }
   constexpr int rows = 256 / (S::kWidth / 8);
-  const int64_t grid = (plan.batch * plan.heads * plan.tokens + rows - 1) / rows;
+  const int64_t grid = ceil_div(plan.batch * plan.heads * plan.tokens, rows);
   if (grid > INT32_MAX) return std::nullopt;
   if (error == cudaSuccess) {
     error = launch(flash_delta_kernel<T, S::kWidth>, dim3(static_cast<unsigned>(grid)), 256, 0,

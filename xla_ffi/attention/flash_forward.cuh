@@ -26,6 +26,7 @@
 
 #include <cmath>
 
+#include "common/integers.h"
 #include "common/launch.cuh"
 #include "flash_tile.cuh"
 #include "plan.h"
@@ -338,7 +339,7 @@ std::optional<cudaError_t> launch_forward(const AttentionForward& plan, int shar
                                           cudaStream_t stream) {
   int stages = plan.tokens > S::kTileKeys ? 2 : 1;
   if (S::bytes(stages) > shared_bytes) stages = 1;
-  const int64_t blocks = plan.batch * plan.heads * ((plan.tokens + S::kRows - 1) / S::kRows);
+  const int64_t blocks = plan.batch * plan.heads * ceil_div(plan.tokens, S::kRows);
   if (S::bytes(stages) > shared_bytes || blocks > INT32_MAX) return std::nullopt;
   const cudaError_t error = allow_shared_memory(flash_forward_kernel<S>, S::bytes(stages));
   if (error != cudaSuccess) return error;

@@ -7,6 +7,7 @@
 // has kWarps independent warps. Grid: (rows of all heads / kWarps). No shared memory, no barriers,
 // no atomics: results are the same in every run.
 #include "common/dispatch_dtype.cuh"
+#include "common/integers.h"
 #include "common/types.cuh"
 #include "simple.h"
 
@@ -158,8 +159,7 @@ template <class Plan>
 cudaError_t launch(void (*kernel)(Plan), const Plan& plan, cudaStream_t stream) {
   const int64_t rows = plan.batch * plan.heads * plan.tokens;
   if (rows == 0) return cudaSuccess;
-  kernel<<<static_cast<unsigned>((rows + kWarps - 1) / kWarps), dim3(32, kWarps), 0, stream>>>(
-      plan);
+  kernel<<<static_cast<unsigned>(ceil_div(rows, kWarps)), dim3(32, kWarps), 0, stream>>>(plan);
   return cudaGetLastError();
 }
 

@@ -1,5 +1,5 @@
-// What the tiling rules (*_tiling.h) share: the limits of the device, and integer arithmetic. All
-// of them are host code without CUDA, so that tests can call them on a machine without a GPU.
+// What the tiling rules (*_tiling.h) share: the limits of the device, and arithmetic. All of them
+// are host code without CUDA, so that tests can call them on a machine without a GPU.
 //
 // A *vector* is what a thread loads at once: 16 bytes of neighbouring channels of one pixel, or one
 // channel if some part's channels are not a multiple of that. A *piece* is the largest 2^n
@@ -9,6 +9,8 @@
 #include <cstdint>
 #include <stdexcept>
 #include <string>
+
+#include "common/integers.h"
 
 namespace jaxunet {
 
@@ -20,8 +22,6 @@ struct DeviceLimits {
 
 constexpr int kPortableCluster = 8;   // blocks of a cluster that every device with clusters allows
 constexpr int64_t kMaxGridZ = 65535;  // blocks of a grid along z
-
-inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 // log2, rounded up.
 inline int ceil_log2(int64_t n) {

@@ -8,20 +8,15 @@
 #include <cstdint>
 
 #include "common/special_functions.cuh"
+#include "common/types.cuh"
 #include "instructions.cuh"
 #include "plan.h"
 
 namespace jaxunet::cuda {
 
-// Conversions to and from float32, one number or two at a time.
-__device__ inline float wide(float x) { return x; }
-__device__ inline float wide(__half x) { return __half2float(x); }
-__device__ inline float wide(__nv_bfloat16 x) { return __bfloat162float(x); }
+// Two numbers of 16 bits, to and from float32.
 __device__ inline float2 wide(__half2 x) { return __half22float2(x); }
 __device__ inline float2 wide(__nv_bfloat162 x) { return __bfloat1622float2(x); }
-__device__ inline void narrow(float x, float* to) { *to = x; }
-__device__ inline void narrow(float x, __half* to) { *to = __float2half_rn(x); }
-__device__ inline void narrow(float x, __nv_bfloat16* to) { *to = __float2bfloat16_rn(x); }
 __device__ inline void narrow(float x, float y, __half2* to) { *to = __floats2half2_rn(x, y); }
 __device__ inline void narrow(float x, float y, __nv_bfloat162* to) {
   *to = __floats2bfloat162_rn(x, y);
@@ -66,7 +61,7 @@ struct alignas(V * sizeof(T)) Vector {
       for (int i = 0; i < V / 2; ++i) narrow(from[2 * i], from[2 * i + 1], &pairs[i]);
     } else {
 #pragma unroll
-      for (int i = 0; i < V; ++i) narrow(from[i], &values[i]);
+      for (int i = 0; i < V; ++i) values[i] = narrow<T>(from[i]);
     }
   }
 };

@@ -8,6 +8,7 @@
 #include "attention/hopper/backward.cuh"
 #include "attention/hopper/forward.cuh"
 #include "attention/hopper/streaming.cuh"
+#include "common/integers.h"
 #include "common/tensor_map.h"
 
 namespace jaxunet::cuda::hopper_attention {
@@ -30,7 +31,7 @@ cudaError_t run_forward(const AttentionForward& plan, int multiprocessors, cudaS
   p.lse = plan.lse;
   p.heads = static_cast<int>(plan.heads);
   p.all_heads = static_cast<int>(all);
-  p.units = static_cast<int>((all + Traits::kHeads - 1) / Traits::kHeads * Traits::kUnits);
+  p.units = static_cast<int>(ceil_div(all, Traits::kHeads) * Traits::kUnits);
   const auto kernel = hopper_attention_forward_kernel<Traits>;
   if (error == cudaSuccess) error = allow_shared_memory(kernel, Traits::kBytes);
   if (error != cudaSuccess) return error;
@@ -117,7 +118,7 @@ cudaError_t run_streaming_backward(const AttentionBackward& plan, int multiproce
     run(StreamingTraits<T, kWidth, Role::kValues>());
   } else {
     constexpr int rows = 256 / (kWidth / 8);
-    const int64_t grid = (plan.batch * plan.heads * plan.tokens + rows - 1) / rows;
+    const int64_t grid = ceil_div(plan.batch * plan.heads * plan.tokens, rows);
     if (error == cudaSuccess) {
       error = launch(flash_delta_kernel<T, kWidth>, dim3(static_cast<unsigned>(grid)), 256, 0,
                      stream, plan);

@@ -17,6 +17,7 @@
 #include <cstdint>
 
 #include "common/host_device.h"
+#include "common/integers.h"
 
 namespace jaxunet::cuda {
 
@@ -29,8 +30,6 @@ constexpr int kMaxSharedBytes = 227 * 1024;  // that one block of compute capabi
 constexpr int kBarrierBytes = 1024;          // reserved for all barriers of a block
 constexpr int kMaxWeightStages = 16;         // of the weight ring
 constexpr int kWarpgroup = 128;              // threads
-
-constexpr int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 // The shape of an output tile, and of the block that computes it. forward.cuh shows the block.
 struct Tile {
