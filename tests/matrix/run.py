@@ -7,8 +7,9 @@ VERSION@PYTHON names the interpreter, default this one: JAX 0.11 needs Python 3.
 environment is made in `--venvs` if it is missing, by `pip install -e ".[test]" jax==VERSION`, so it
 has what JAXUNET_CUDA says. `PARTS` are the parts of the suite, by default all; `--short` leaves the
 tests marked `long` out. A row for each version and part is appended to `--output` as soon as it is
-measured; `PYTHONPATH=tests python tests/docs/test_docs.py --write` makes the table of
-docs/results.md from these rows. The exit status is 1 if a test failed.
+measured. Append that file to docs/results/matrix/rows.jsonl when all is done: a test compares these
+rows with the table of docs/results.md, which `PYTHONPATH=tests python tests/docs/test_docs.py
+--write` makes. The exit status is 1 if a test failed.
 """
 
 from __future__ import annotations
@@ -68,9 +69,7 @@ def main() -> int:
     parser.add_argument('--parts', default=','.join(PARTS), help='default: %(default)s')
     parser.add_argument('--short', action='store_true', help='without the long tests')
     parser.add_argument('--workers', default='2', help="pytest's -n")
-    parser.add_argument(
-        '--output', type=pathlib.Path, default=ROOT / 'docs/results/matrix/rows.jsonl'
-    )
+    parser.add_argument('--output', type=pathlib.Path, default=ROOT / 'build/matrix/rows.jsonl')
     options = parser.parse_args()
     parts = options.parts.split(',')
     if unknown := set(parts) - set(PARTS):
