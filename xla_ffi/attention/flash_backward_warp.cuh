@@ -97,8 +97,8 @@ class Backward {
       for (int m = 0; m < S::kWarpTiles; ++m) {
 #pragma unroll
         for (int k = 0; k < S::kWidth / 16; ++k) {
-          owned_fragments_[0][m][k] = left_along<false>(a_, row_ + 16 * m, 16 * k);
-          owned_fragments_[1][m][k] = left_along<false>(b_, row_ + 16 * m, 16 * k);
+          owned_fragments_[0][m][k] = left_k_major<false>(a_, row_ + 16 * m, 16 * k);
+          owned_fragments_[1][m][k] = left_k_major<false>(b_, row_ + 16 * m, 16 * k);
         }
       }
     }
@@ -171,13 +171,13 @@ class Backward {
         if constexpr (S::kKeepsOwned) {
           left[m] = owned_fragments_[kWhich][m][k];
         } else {
-          left[m] = left_along<false>(owned, row_ + 16 * m, 16 * k);
+          left[m] = left_k_major<false>(owned, row_ + 16 * m, 16 * k);
         }
       }
 #pragma unroll
       for (int n = 0; n < kWarpRows / 8; n += 2) {
         if (!kWhole && first + stream_row_ + 8 * n >= tokens_) continue;
-        const auto right = right_along(other, stream_row_ + 8 * n, 16 * k);
+        const auto right = right_k_major(other, stream_row_ + 8 * n, 16 * k);
 #pragma unroll
         for (int m = 0; m < S::kWarpTiles; ++m) multiply(&sums[m][n], left[m], right);
       }
@@ -227,14 +227,14 @@ class Backward {
 #pragma unroll
     for (int m = 0; m < S::kWarpTiles; ++m) {
       if constexpr (kExchanges) {
-        left[m] = left_along<true>(exchange, row_ + 16 * m, 8 * n);
+        left[m] = left_k_major<true>(exchange, row_ + 16 * m, 8 * n);
       } else {
         left[m] = left_from_sums<T>(&weights[m][n]);
       }
     }
 #pragma unroll
     for (int j = 0; j < kWarpColumns / 8; j += 2) {
-      const auto right = right_across(other, column_ + 8 * j, 8 * n);
+      const auto right = right_mn_major(other, column_ + 8 * j, 8 * n);
 #pragma unroll
       for (int m = 0; m < S::kWarpTiles; ++m) multiply(&sums[m][j], left[m], right);
     }
@@ -251,10 +251,10 @@ class Backward {
 #pragma unroll
     for (int key = 0; key < S::kRows; key += 16) {
       if (key >= tokens_) continue;
-      const auto left = left_across(ds_, row, key);
+      const auto left = left_mn_major(ds_, row, key);
 #pragma unroll
       for (int j = 0; j < kShare / 8; j += 2)
-        multiply(&sums[j], left, right_across(a_, column + 8 * j, key));
+        multiply(&sums[j], left, right_mn_major(a_, column + 8 * j, key));
     }
 #pragma unroll
     for (int j = 0; j < kShare / 8; ++j) {

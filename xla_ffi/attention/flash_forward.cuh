@@ -114,7 +114,7 @@ class Forward {
       for (int m = 0; m < S::kWarpTiles; ++m) {
 #pragma unroll
         for (int k = 0; k < S::kWidth / 16; ++k)
-          query_fragments_[m][k] = left_along<false>(q_, row_ + 16 * m, 16 * k);
+          query_fragments_[m][k] = left_k_major<false>(q_, row_ + 16 * m, 16 * k);
       }
     }
   }
@@ -134,13 +134,13 @@ class Forward {
         if constexpr (S::kKeepsQueries) {
           q[m] = query_fragments_[m][k];
         } else {
-          q[m] = left_along<false>(q_, row_ + 16 * m, 16 * k);
+          q[m] = left_k_major<false>(q_, row_ + 16 * m, 16 * k);
         }
       }
 #pragma unroll
       for (int n = 0; n < kKeyBlocks; n += 2) {
         if (!kWhole && 8 * n >= rest) continue;
-        const auto right = right_along(keys, first_key_ + 8 * n, 16 * k);
+        const auto right = right_k_major(keys, first_key_ + 8 * n, 16 * k);
 #pragma unroll
         for (int m = 0; m < S::kWarpTiles; ++m) multiply(&logits[m][n], q[m], right);
       }
@@ -156,7 +156,7 @@ class Forward {
       for (int m = 0; m < S::kWarpTiles; ++m) weights[m] = left_from_sums<T>(&logits[m][n]);
 #pragma unroll
       for (int d = 0; d < S::kWarpColumns / 8; d += 2) {
-        const auto right = right_across(values, column_ + 8 * d, first_key_ + 8 * n);
+        const auto right = right_mn_major(values, column_ + 8 * d, first_key_ + 8 * n);
 #pragma unroll
         for (int m = 0; m < S::kWarpTiles; ++m) multiply(&out_[m][d], weights[m], right);
       }

@@ -4,11 +4,11 @@
 // A tile holds rows of one head, padded with zeros to a width of 32, 64, 128 or 256. Its 16-byte
 // chunks are permuted within a row (swizzled), so that the loads of a warp have no bank conflicts.
 //
-// An operand lies *along* the tile if K of the product runs along a row of the tile, and *across*
-// it if K runs from row to row: in q * k^T both operands lie along, in p * v the right one across.
+// An operand is K-major if K of the product runs along a row of its tile, and MN-major if K runs
+// from row to row: in q * k^T both operands are K-major, in p * v the right one is MN-major.
 //
 // float32 is multiplied as three tf32 products (warp_tile.cuh). ldmatrix cannot transpose float32,
-// so operands across take K in the order 0 2 4 6 1 3 5 7. Accumulators of one product have
+// so MN-major operands take K in the order 0 2 4 6 1 3 5 7. Accumulators of one product have
 // this order already and become the left operand of the next as they are. A left operand that is
 // loaded from memory for such a product must take the same order (kPaired).
 #pragma once
@@ -51,9 +51,9 @@ struct Fragment<float> {
   float at[8];
 };
 
-// Loads the left operand, rows [row, row + 16) and K [k, k + 16), from a tile along K.
+// Loads the left operand, rows [row, row + 16) and K [k, k + 16), from a K-major tile.
 template <bool kPaired, class T, int kWidth>
-__device__ Fragment<T> left_along(const Tile<T, kWidth>& tile, int row, int k) {
+__device__ Fragment<T> left_k_major(const Tile<T, kWidth>& tile, int row, int k) {
   Fragment<T> out;
   const int lane = threadIdx.x % 32;
   if constexpr (sizeof(T) == 2) {
@@ -68,9 +68,9 @@ __device__ Fragment<T> left_along(const Tile<T, kWidth>& tile, int row, int k) {
   return out;
 }
 
-// The same from a tile across K: tile rows [k, k + 16), tile columns [row, row + 16).
+// The same from an MN-major tile: its rows [k, k + 16), columns [row, row + 16).
 template <class T, int kWidth>
-__device__ Fragment<T> left_across(const Tile<T, kWidth>& tile, int row, int k) {
+__device__ Fragment<T> left_mn_major(const Tile<T, kWidth>& tile, int row, int k) {
   Fragment<T> out;
   const int lane = threadIdx.x % 32;
   if constexpr (sizeof(T) == 2) {
@@ -84,10 +84,10 @@ __device__ Fragment<T> left_across(const Tile<T, kWidth>& tile, int row, int k) 
   return out;
 }
 
-// Loads the right operand, columns [column, column + 16) and K [k, k + 16), from a tile along K,
+// Loads the right operand, columns [column, column + 16) and K [k, k + 16), from a K-major tile,
 // whose rows are the columns.
 template <class T, int kWidth>
-__device__ Fragment<T> right_along(const Tile<T, kWidth>& tile, int column, int k) {
+__device__ Fragment<T> right_k_major(const Tile<T, kWidth>& tile, int column, int k) {
   Fragment<T> out;
   const int lane = threadIdx.x % 32;
   if constexpr (sizeof(T) == 2) {
@@ -101,9 +101,9 @@ __device__ Fragment<T> right_along(const Tile<T, kWidth>& tile, int column, int 
   return out;
 }
 
-// The same from a tile across K: tile rows [k, k + 16), tile columns [column, column + 16).
+// The same from an MN-major tile: its rows [k, k + 16), columns [column, column + 16).
 template <class T, int kWidth>
-__device__ Fragment<T> right_across(const Tile<T, kWidth>& tile, int column, int k) {
+__device__ Fragment<T> right_mn_major(const Tile<T, kWidth>& tile, int column, int k) {
   Fragment<T> out;
   const int lane = threadIdx.x % 32;
   if constexpr (sizeof(T) == 2) {
@@ -133,7 +133,7 @@ __device__ inline uint32_t pack(float a, float b, __half) {
 }
 
 // Makes two accumulators, 16 x 8 and the next 8 columns, the left operand of a product with an
-// operand across.
+// MN-major operand.
 template <class T>
 __device__ Fragment<T> left_from_sums(const float (*sums)[4]) {
   Fragment<T> out;
