@@ -40,10 +40,15 @@ def provenance() -> Row:
 
 
 def git_sha() -> str | None:
-    """Returns the commit of this checkout, with -dirty if files differ; None outside a checkout."""
-    return _output(
-        'git', '-C', str(ROOT), 'describe', '--always', '--dirty', '--abbrev=7', '--exclude=*'
-    )
+    """Returns the commit of this checkout, with -dirty if files differ; None outside a checkout.
+
+    Rows in docs/results do not count: measurements append to them.
+    """
+    git = ('git', '-C', str(ROOT))
+    commit = _output(*git, 'rev-parse', '--short=7', 'HEAD')
+    kept = ':(top,exclude,glob)docs/results/**/*.jsonl'
+    changed = _output(*git, 'status', '--porcelain', '--untracked-files=no', '--', ':/', kept)
+    return f'{commit}-dirty' if commit and changed else commit
 
 
 def driver() -> str | None:
