@@ -50,8 +50,4 @@ def get_config() -> ConfigDict:
     config.train.sample_count = 64
     config.train.checkpoint_every = 1000
     config.train.holdout_every = 500
-
-    # Those of jaxunet.sample for flow; used if train.evaluate_every is set.
-    config.evaluation.sampler = 'heun'
-    config.evaluation.steps = 20
     return config

@@ -26,6 +26,8 @@ from jaxunet.compare.worker import (
     save_task,
 )
 from jaxunet.config import Config, identity, to_dict
+from jaxunet.config.samplers import DEFAULT_STEPS
+from jaxunet.config.schema import SUITS
 from jaxunet.runtime import rows
 from jaxunet.runtime import subprocesses as processes
 from jaxunet.runtime.errors import UserError, listed
@@ -88,12 +90,18 @@ def base_config(config: Config) -> Config:
     """Returns the config that all runs share.
 
     Time ends a run, so nothing depends on the number of steps: the learning rate is constant.
-    Sampling, evaluation and checkpoints during training are off.
+    Sampling, evaluation and checkpoints during training are off. All methods are measured by one
+    sampler, whatever their objectives: DDIM in 50 steps where the config leaves it open.
     """
     together = max(config.train.steps_per_call, 1)
     forever = FOREVER // together * together
     quiet = {'steps': forever, 'checkpoint_every': forever, 'sample_every': 0, 'evaluate_every': 0}
-    return config.replace(train=quiet, optimizer={'schedule': 'constant'})
+    evaluation = config.evaluation
+    measured = {
+        'sampler': evaluation.sampler or 'ddim',
+        'steps': DEFAULT_STEPS['ddim'] if evaluation.steps == SUITS else evaluation.steps,
+    }
+    return config.replace(train=quiet, optimizer={'schedule': 'constant'}, evaluation=measured)
 
 
 def tasks(spec: Spec, config: Config) -> list[Task]:

@@ -12,6 +12,7 @@ from typing import TypeVar
 from ml_collections import ConfigDict
 
 from jaxunet.config.relations import check_relations
+from jaxunet.config.samplers import OBJECTIVE_SAMPLERS, SAMPLERS
 from jaxunet.config.schema import OPS, PRECISIONS, Config, Fields, to_dict
 from jaxunet.config.versions import RENAMED
 from jaxunet.runtime.errors import UserError, near_misses
@@ -29,10 +30,10 @@ CHOICES = {
     'model.time_embedding': ('adm', 'ddpm'),
     'model.init': ('torch', 'ddpm'),
     'diffusion.schedule': ('linear', 'cosine'),
-    'diffusion.objective': ('epsilon', 'x0', 'v', 'edm', 'flow'),
+    'diffusion.objective': tuple(OBJECTIVE_SAMPLERS),
     'loss.weighting': ('uniform', 'min_snr', 'soft_min_snr', 'p2', 'speed', 'uncertainty'),
     'timesteps.sampler': ('uniform', 'loss_second_moment', 'speed', 'policy', 'adaptive'),
-    'evaluation.sampler': ('ddpm', 'ddim', 'dpmpp_2m', 'heun'),
+    'evaluation.sampler': ('', *SAMPLERS),
     'evaluation.variance': ('', 'fixed_small', 'fixed_large', 'learned'),
     'evaluation.skip_schedule': ('', 'linear', 'quadratic', 'log_snr', 'karras'),
     'data.cache': ('auto', 'device', 'stream'),
@@ -112,7 +113,6 @@ NOT_NEGATIVE = (
     'train.rollbacks',
     'train.check_replicas_every',
     'ema.snapshot_every',
-    'evaluation.steps',
     'evaluation.guidance_scale',
 )
 FRACTION = (  # [0, 1)
@@ -299,7 +299,7 @@ def _check_values(config: Config) -> list[str]:
         for name, value in fields.items()
     }
     problems = [
-        f'{path}: expected one of {", ".join(allowed)}, '
+        f'{path}: expected one of {_choices(allowed)}, '
         f'found {flat[path]!r}{near_misses(str(flat[path]), allowed)}'
         for path, allowed in CHOICES.items()
         if flat[path] not in allowed
@@ -330,6 +330,11 @@ def _check_values(config: Config) -> list[str]:
     if not 0 <= config.seed < 2**32:
         problems.append(f'seed: expected 0 to {2**32 - 1}, found {config.seed}')
     return problems or check_relations(config)
+
+
+def _choices(allowed: Sequence[str]) -> str:
+    """Returns the values of a field that has choices, for its error; '' shows as two quotes."""
+    return ', '.join(value or "''" for value in allowed)
 
 
 def _sections(config: Config) -> dict[str, Fields]:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import operator
 from collections.abc import Iterator
 
-from jaxunet.config.schema import Config
+from jaxunet.config.samplers import evaluation_sampler
+from jaxunet.config.schema import SUITS, Config
 from jaxunet.runtime.errors import near_misses
 
 # Fields that must be multiples of `train.steps_per_call`.
@@ -223,7 +224,9 @@ def _train(config: Config) -> Iterator[str]:
 
 
 def _evaluation(config: Config) -> Iterator[str]:
-    e, m = config.evaluation, config.model
+    e, m, sampler = config.evaluation, config.model, evaluation_sampler(config).name
+    objective = config.diffusion.objective
+    found = e.sampler or f"'', which is {sampler} for diffusion.objective={objective}"
     evaluates = config.train.evaluate_every > 0
     for name in e.metrics:
         if name not in METRICS:
@@ -238,14 +241,14 @@ def _evaluation(config: Config) -> Iterator[str]:
         yield (
             f'evaluation.steps: {e.steps} is more than diffusion.steps ({config.diffusion.steps})'
         )
-    if e.variance and e.sampler != 'ddpm':
-        yield (
-            f'evaluation.variance: {e.variance} needs evaluation.sampler=ddpm, found {e.sampler}'
-        )
+    if e.steps < SUITS:
+        yield f'evaluation.steps: expected {SUITS} or more, found {e.steps}'
+    if e.variance and sampler != 'ddpm':
+        yield f'evaluation.variance: {e.variance} needs evaluation.sampler=ddpm, found {found}'
     if e.variance == 'learned' and not config.diffusion.learn_sigma:
         yield 'evaluation.variance: learned needs diffusion.learn_sigma'
-    if e.eta and e.sampler != 'ddim':
-        yield f'evaluation.eta: {e.eta} needs evaluation.sampler=ddim, found {e.sampler}'
+    if e.eta and sampler != 'ddim':
+        yield f'evaluation.eta: {e.eta} needs evaluation.sampler=ddim, found {found}'
     if e.guidance_scale != 1 and not (m.num_classes and m.label_dropout):
         yield (
             f'evaluation.guidance_scale: {e.guidance_scale} needs a model with classes that was '

@@ -15,6 +15,7 @@ from typing import Any
 
 from ml_collections import ConfigDict
 
+SUITS = -1  # evaluation.steps: the number that suits the sampler
 AUGMENTATION_INPUTS = 9  # numbers that describe how data.augment=edm changed an image
 
 
@@ -262,8 +263,11 @@ class EvaluationConfig:
 
     samples: int = 500
     batch_size: int = 256  # samples drawn at a time, over all devices
-    sampler: str = 'ddim'  # ddpm | ddim | dpmpp_2m | heun
-    steps: int = 50  # sampling steps; 0 = diffusion.steps
+    # ddpm | ddim | dpmpp_2m | heun; '' = that of the sample grids, which suits the objective.
+    sampler: str = ''
+    # Sampling steps. -1 = the number that suits the sampler: 50 of ddpm and ddim, 20 of dpmpp_2m
+    # and heun; 0 = every timestep (diffusion.steps).
+    steps: int = SUITS
     # For sampler=ddpm: fixed_small | fixed_large | learned; '' = learned if the model has it, else
     # fixed_small.
     variance: str = ''

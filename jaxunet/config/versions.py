@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from jaxunet.config.schema import Config, Fields, to_dict
+from jaxunet.config.schema import SUITS, Config, Fields, to_dict
 
 # Earlier names of fields, still read from checkpoints and .safetensors files: old -> new.
 RENAMED = {'diffusion.prediction': 'diffusion.objective'}
@@ -33,7 +33,12 @@ ADDED = (
     'train.check_replicas_every',
 )
 # Defaults that changed: what the new one stood for in version 0.1.0; see `identity`.
-CHANGED_DEFAULTS = {'parallel.concurrent_kernels': (True, False), 'train.sample_steps': (0, 50)}
+CHANGED_DEFAULTS = {
+    'parallel.concurrent_kernels': (True, False),
+    'train.sample_steps': (0, 50),
+    'evaluation.sampler': ('', 'ddim'),
+    'evaluation.steps': (SUITS, 50),
+}
 
 
 def identity(values: Fields) -> Fields:

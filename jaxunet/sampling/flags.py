@@ -5,6 +5,7 @@ from __future__ import annotations
 from absl import flags
 
 from jaxunet.config import Config
+from jaxunet.config.samplers import DEFAULT_STEPS, SAMPLERS
 from jaxunet.data.classes import Classes
 from jaxunet.data.picture import read_mask, read_picture
 from jaxunet.diffusion.process import make_diffusion
@@ -12,7 +13,7 @@ from jaxunet.runtime.errors import UserError
 from jaxunet.sampling.classifier_guidance import SCALE as SCALE_DEFAULT
 from jaxunet.sampling.classifier_guidance import Guide, check_guide
 from jaxunet.sampling.low_res import LowRes, read_low_res
-from jaxunet.sampling.options import PEERS, SAMPLERS, VARIANCES, SamplerConfig, as_peer
+from jaxunet.sampling.options import PEERS, VARIANCES, SamplerConfig, as_peer
 from jaxunet.sampling.picture import RESAMPLE as RESAMPLE_DEFAULT
 from jaxunet.sampling.picture import STRENGTH as STRENGTH_DEFAULT
 from jaxunet.sampling.picture import Picture
@@ -137,7 +138,6 @@ JUMP_LENGTH = flags.DEFINE_integer(
     None,
     'With --mask: steps of a stretch that is repeated; default: a twentieth of the steps.',
 )
-DEFAULT_STEPS = {'ddim': 50, 'dpmpp_2m': 20, 'heun': 20}
 
 
 def sampler_config(config: Config) -> SamplerConfig:

@@ -5,13 +5,17 @@ from __future__ import annotations
 import dataclasses
 import math
 from dataclasses import dataclass
-from typing import NamedTuple
 
+from jaxunet.config.samplers import (
+    CONTINUOUS_STEPS,
+    DEFAULT_STEPS,
+    OBJECTIVE_SAMPLERS,
+    SAMPLERS,
+)
 from jaxunet.diffusion.levels import SPACINGS
 from jaxunet.diffusion.process import Diffusion
 from jaxunet.runtime.errors import UserError, near_misses
 
-SAMPLERS = ('ddpm', 'ddim', 'dpmpp_2m', 'heun')
 VARIANCES = ('fixed_small', 'fixed_large', 'learned')
 DEFAULT_SKIP_SCHEDULES = {
     'ddpm': 'linear',
@@ -21,27 +25,6 @@ DEFAULT_SKIP_SCHEDULES = {
 }
 
 
-class Default(NamedTuple):
-    """The sampler of a model for which none is named.
-
-    Fields:
-      steps: number of steps; None = every timestep.
-    """
-
-    sampler: str
-    steps: int | None
-
-
-# By the model's objective.
-OBJECTIVE_DEFAULTS = {
-    'epsilon': Default('ddpm', None),
-    'x0': Default('ddpm', None),
-    'v': Default('dpmpp_2m', 20),
-    'edm': Default('dpmpp_2m', 20),
-    'flow': Default('heun', 20),
-}
-# Default steps by sampler, for an objective without timesteps.
-CONTINUOUS_STEPS = {'ddpm': 250, 'ddim': 50, 'dpmpp_2m': 20, 'heun': 20}
 # Repositories whose scripts' defaults `as_peer` gives.
 PEERS = ('guided_diffusion', 'ddpm_torch')
 DDPM_TORCH_STEPS = 10  # of its DDIM
@@ -59,7 +42,7 @@ class SamplerConfig:
 
     # ddpm: ancestral sampling | ddim | dpmpp_2m: DPM-Solver++(2M) | heun: EDM's second-order
     # sampler, with 2 · steps − 1 evaluations of the network. None: that of the model's objective
-    # (OBJECTIVE_DEFAULTS), with its number of steps.
+    # (OBJECTIVE_SAMPLERS), with its usual number of steps.
     name: str | None = None
     # None: every timestep of the model, or CONTINUOUS_STEPS for edm and flow.
     steps: int | None = None
@@ -132,12 +115,11 @@ def resolve_options(config: SamplerConfig, diffusion: Diffusion, num_classes: in
       UserError: an invalid value, or an option that this sampler or model does not support.
     """
     if config.name is None:
-        default = OBJECTIVE_DEFAULTS[diffusion.objective]
-        config = dataclasses.replace(config, name=default.sampler)
+        config = dataclasses.replace(config, name=OBJECTIVE_SAMPLERS[diffusion.objective])
         free = config.steps is None and config.respacing is None and config.timesteps is None
-        if free and default.steps is not None:
-            most = default.steps if diffusion.continuous else diffusion.steps
-            config = dataclasses.replace(config, steps=min(default.steps, most))
+        if free and config.name in DEFAULT_STEPS and not diffusion.continuous:
+            steps = min(DEFAULT_STEPS[config.name], diffusion.steps)
+            config = dataclasses.replace(config, steps=steps)
     name = config.name
     assert name is not None
     _check_sampler(config, name)

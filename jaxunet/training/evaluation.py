@@ -16,6 +16,7 @@ from jaxtyping import Int, UInt8
 
 from jaxunet.config import Config
 from jaxunet.config.relations import HIGHER_IS_BETTER
+from jaxunet.config.samplers import evaluation_sampler
 from jaxunet.data.pixels import Batch, Crops
 from jaxunet.data.source import ArraySource, Source
 from jaxunet.metrics.evaluation import Result, check_metrics, compute, result_label
@@ -138,9 +139,10 @@ class Evaluator:
         evaluation = config.evaluation
         self.config, self.source = config, source
         self.network = evaluation_network(config)
+        chosen = evaluation_sampler(config)
         sampler = SamplerConfig(
-            name=evaluation.sampler,
-            steps=evaluation.steps or None,
+            name=chosen.name,
+            steps=chosen.steps,
             variance=evaluation.variance or None,
             eta=evaluation.eta or None,
             skip_schedule=evaluation.skip_schedule or None,
@@ -267,10 +269,10 @@ class Evaluator:
 
     def _sampler(self) -> str:
         """Returns the name of the sampler with the options that are not its defaults."""
-        evaluation = self.config.evaluation
-        words = [evaluation.sampler]
-        if evaluation.sampler == 'ddpm':
-            words.append(str(self.generator.sampler.config.variance))
+        evaluation, sampler = self.config.evaluation, self.generator.sampler.config
+        words = [str(sampler.name)]
+        if sampler.name == 'ddpm':
+            words.append(str(sampler.variance))
         defaults = {'eta': 0, 'skip_schedule': '', 'guidance_scale': 1}
         words += [
             f'{option}={getattr(evaluation, option)}'

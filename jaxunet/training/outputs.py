@@ -13,12 +13,13 @@ from tqdm import tqdm
 
 from jaxunet.checkpoint.store import state_template
 from jaxunet.config import Config
+from jaxunet.config.samplers import grid_sampler
 from jaxunet.data.images import class_columns, grid, save_png
 from jaxunet.data.source import Source
 from jaxunet.model.unet import Params
 from jaxunet.runtime.attempts import Attempts
 from jaxunet.sampling.generator import Generator
-from jaxunet.sampling.options import OBJECTIVE_DEFAULTS, SamplerConfig
+from jaxunet.sampling.options import SamplerConfig
 from jaxunet.training.background import Background
 from jaxunet.training.clock import due
 from jaxunet.training.conditions import SampleConditions, side_by_side
@@ -27,8 +28,6 @@ from jaxunet.training.held_out import COLUMNS as HELD_OUT_COLUMNS
 from jaxunet.training.held_out import HeldOutLoss, Losses, Turn
 from jaxunet.training.logs import ROLLBACKS, SPIKES, Logs
 from jaxunet.training.step import Metrics
-
-DDPM_STEPS = 50  # of a sample grid
 
 
 def samples_path(workdir: pathlib.Path, step: int) -> pathlib.Path:
@@ -206,25 +205,13 @@ class Outputs:
         )
 
     def _compile_generator(self) -> Generator:
+        sampler = grid_sampler(self._config)
         # One device is enough for a grid, and spares pmap's replicas a second layout.
         generator = Generator(
             self._config,
-            grid_sampler(self._config),
+            SamplerConfig(sampler.name, sampler.steps),
             batch_size=self._config.train.sample_count,
             devices=[self._device],
         )
         generator.compile_for(state_template(self._config).params)
         return generator
-
-
-def grid_sampler(config: Config) -> SamplerConfig:
-    """Returns the sampler of the grids: the default of the model's objective.
-
-    It takes `train.sample_steps` steps. If that is 0, it takes its default number, or `DDPM_STEPS`
-    where the default is every timestep. DDPM also suits a model in its first minutes, which leaves
-    noise behind (docs/sampling.md).
-    """
-    steps = config.train.sample_steps or None
-    if steps is None and OBJECTIVE_DEFAULTS[config.diffusion.objective].steps is None:
-        steps = min(DDPM_STEPS, config.diffusion.steps)
-    return SamplerConfig(steps=steps)

@@ -24,6 +24,7 @@ from jaxunet.compare.methods import (
     parse_seconds,
 )
 from jaxunet.config import Config, resolve, to_dict
+from jaxunet.config.samplers import evaluation_sampler
 from jaxunet.runtime.errors import UserError
 from jaxunet.training.logs import read_metrics
 
@@ -204,6 +205,15 @@ def test_a_milestone_wants_a_row_of_every_metric(tmp_path):
     with (tmp_path / worker.ROWS).open('a') as file:
         file.write(json.dumps({'milestone': 1, 'name': 'recall'}) + '\n')
     assert worker.missing(task, tmp_path) == [0]
+
+
+def test_all_methods_have_one_sampler():
+    """Whatever their objectives: DDIM, or that of the config."""
+    base = runner.base_config(Config())
+    for method in parse_methods(['uniform', 'flow', 'v_cosine']):
+        assert evaluation_sampler(method.apply(base)) == ('ddim', 50)
+    given = tiny_config(evaluation={'sampler': 'heun', 'steps': 9})
+    assert evaluation_sampler(runner.base_config(given)) == ('heun', 9)
 
 
 def test_every_method_fits_every_config():

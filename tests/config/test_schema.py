@@ -25,6 +25,8 @@ def test_fields_added_later_with_their_defaults_identify_nothing():
     stored = json.loads(json.dumps(to_dict(Config())))
     assert identity(to_dict(Config()))['ema'] == {'rates': (0.995,), 'warmup': True}
     assert identity(stored)['ema'] == {'rates': [0.995], 'warmup': True}
+    evaluation = identity(to_dict(Config()))['evaluation']
+    assert (evaluation['sampler'], evaluation['steps']) == ('ddim', 50)
     wide = Config().replace(ema={'widths': (0.05,)})
     assert identity(to_dict(wide))['ema']['widths'] == (0.05,)
 
@@ -131,8 +133,8 @@ WRONG = [
         r'evaluation.steps: 1001 is more than diffusion.steps \(1000\)',
     ),
     (
-        {'evaluation': {'variance': 'fixed_large'}},
-        r'evaluation.variance: fixed_large needs evaluation.sampler=ddpm, found ddim',
+        {'diffusion': {'objective': 'v'}, 'evaluation': {'variance': 'fixed_large'}},
+        r'evaluation.variance: fixed_large needs evaluation.sampler=ddpm, found .* dpmpp_2m for',
     ),
     (
         {'evaluation': {'sampler': 'ddpm', 'eta': 0.5}},
@@ -145,8 +147,9 @@ WRONG = [
     ({'evaluation': {'skip_schedule': 'cosine'}}, r'evaluation.skip_schedule: expected one of '),
     (
         {'evaluation': {'sampler': 'dpm'}},
-        r'evaluation.sampler: expected one of ddpm, ddim, dpmpp_2m, heun',
+        r'evaluation.sampler: expected one of \'\', ddpm, ddim, dpmpp_2m, heun',
     ),
+    ({'evaluation': {'steps': -2}}, r'evaluation.steps: expected -1 or more, found -2'),
     ({'train': {'evaluate_every': -1}}, r'train.evaluate_every: expected 0 or more'),
     ({'diffusion': {'schedule': 'cosin'}}, r'did you mean "cosine"'),
     ({'diffusion': {'steps': 0}}, r'diffusion.steps: expected more than 0'),

@@ -53,12 +53,17 @@ def config_of(features, **changes):
 
 
 def test_samples_are_drawn_as_the_config_says(features, source):
-    options = {'eta': 0.5, 'skip_schedule': 'quadratic', 'guidance_scale': 3.0}
+    options = {
+        'sampler': 'ddim',
+        'eta': 0.5,
+        'skip_schedule': 'quadratic',
+        'guidance_scale': 3.0,
+    }
     plain = config_of(features, model={'num_classes': 10, 'zero_init': False})
     params = fresh_state(plain).params
     images = []
     for config, told in (
-        (plain, 'ddim'),
+        (plain, 'ddpm fixed_small'),
         (
             plain.replace(evaluation=options),
             'ddim eta=0.5 skip_schedule=quadratic guidance_scale=3.0',
@@ -82,7 +87,7 @@ def test_a_run_is_evaluated_on_the_way(mode, features, source, tmp_path):
         assert '[features=classifier-' in row['metric']
         assert (row['num_samples'], row['sampler'], row['evaluations'], row['reference']) == (
             '10',
-            'ddim',
+            'ddpm fixed_small',
             '2',
             'digits:',
         )

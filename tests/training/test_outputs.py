@@ -1,16 +1,16 @@
-"""The outputs of a run: which sampler draws its grids."""
+"""The sampler that draws the grids of a run and the samples that are measured."""
 
 from __future__ import annotations
 
 import pytest
 from support.tiny import tiny_config
 
+from jaxunet.config.samplers import OBJECTIVE_SAMPLERS, evaluation_sampler, grid_sampler
 from jaxunet.diffusion.process import make_diffusion
-from jaxunet.sampling.options import OBJECTIVE_DEFAULTS
+from jaxunet.sampling.options import SamplerConfig
 from jaxunet.sampling.sampler import make_sampler
-from jaxunet.training.outputs import grid_sampler
 
-# Objective -> sampler and its evaluations of the network for a grid.
+# Objective -> sampler and its evaluations of the network.
 SAMPLERS = {
     'epsilon': ('ddpm', 50),
     'x0': ('ddpm', 50),
@@ -20,22 +20,45 @@ SAMPLERS = {
 }
 
 
-def sampler_of(steps, sample_steps, objective):
+def made(choice, config):
+    """The sampler of a choice for the model of a config."""
+    return make_sampler(SamplerConfig(*choice), make_diffusion(config.diffusion), num_classes=10)
+
+
+def samplers(objective, timesteps=1000, **evaluation):
+    """The samplers of the grids and of the evaluations."""
     config = tiny_config(
-        diffusion={'objective': objective, 'steps': steps}, train={'sample_steps': sample_steps}
+        diffusion={'objective': objective, 'steps': timesteps},
+        train={'sample_steps': 0},
+        evaluation=evaluation,
     )
-    return make_sampler(grid_sampler(config), make_diffusion(config.diffusion), num_classes=10)
+    return made(grid_sampler(config), config), made(evaluation_sampler(config), config)
 
 
-@pytest.mark.parametrize('objective', OBJECTIVE_DEFAULTS)
+@pytest.mark.parametrize('objective', OBJECTIVE_SAMPLERS)
 def test_the_sampler_of_the_objective(objective):
-    """Every objective has one, with few enough evaluations to draw a grid while training."""
-    name, evaluations = SAMPLERS[objective]
-    sampler = sampler_of(1000, 0, objective)
-    assert (sampler.config.name, sampler.evaluations) == (name, evaluations)
-    given = sampler_of(1000, 7, objective)
-    assert (given.config.name, given.config.steps) == (name, 7)
+    """Every objective has one, with few enough evaluations to draw samples while training."""
+    expected = SAMPLERS[objective]
+    for sampler in samplers(objective):
+        assert (sampler.config.name, sampler.evaluations) == expected
+    config = tiny_config(
+        diffusion={'objective': objective},
+        train={'sample_steps': 7},
+        evaluation={'steps': 6},
+    )
+    assert grid_sampler(config) == (expected[0], 7)
+    assert evaluation_sampler(config) == (expected[0], 6)
 
 
 def test_a_model_of_few_timesteps():
-    assert sampler_of(40, 0, 'epsilon').evaluations == 40
+    assert [sampler.evaluations for sampler in samplers('epsilon', 40)] == [40, 40]
+
+
+def test_a_named_sampler_of_the_evaluations():
+    """Takes its usual number of steps, or every timestep with 0."""
+    for name, usual in {'ddpm': 50, 'ddim': 50, 'dpmpp_2m': 20, 'heun': 20}.items():
+        grids, evaluations = samplers('v', sampler=name)
+        assert (grids.config.name, grids.config.steps) == ('dpmpp_2m', 20)
+        assert (evaluations.config.name, evaluations.config.steps) == (name, usual)
+        _, evaluations = samplers('v', 100, sampler=name, steps=0)
+        assert evaluations.config.steps == 100

@@ -1,0 +1,67 @@
+"""The samplers: names, usual numbers of steps, and which one suits a model."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from jaxunet.config.schema import SUITS, Config
+
+SAMPLERS = ('ddpm', 'ddim', 'dpmpp_2m', 'heun')
+# The sampler that suits an objective (docs/results.md, "Recipes").
+OBJECTIVE_SAMPLERS = {
+    'epsilon': 'ddpm',
+    'x0': 'ddpm',
+    'v': 'dpmpp_2m',
+    'edm': 'dpmpp_2m',
+    'flow': 'heun',
+}
+# Usual steps. ddpm takes every timestep of a model, and 250 steps if it has none (edm, flow).
+DEFAULT_STEPS = {'ddim': 50, 'dpmpp_2m': 20, 'heun': 20}
+CONTINUOUS_STEPS = {**DEFAULT_STEPS, 'ddpm': 250}
+DDPM_STEPS = 50  # of ddpm while a model trains
+
+
+class Choice(NamedTuple):
+    """A sampler.
+
+    Fields:
+      steps: sampling steps; None = every timestep.
+    """
+
+    name: str
+    steps: int | None
+
+
+def grid_sampler(config: Config) -> Choice:
+    """Returns the sampler of the sample grids while training: that of the objective.
+
+    It takes `train.sample_steps` steps; 0 = its usual number, or `DDPM_STEPS` of ddpm.
+    """
+    return _while_training(config, '', config.train.sample_steps or None)
+
+
+def evaluation_sampler(config: Config) -> Choice:
+    """Returns the sampler that `config.evaluation` stands for.
+
+    Where the section names no sampler or no number of steps, they are those of the sample grids.
+    """
+    evaluation = config.evaluation
+    if evaluation.steps == 0:
+        return _while_training(config, evaluation.sampler, None)._replace(steps=None)
+    steps = None if evaluation.steps == SUITS else evaluation.steps
+    return _while_training(config, evaluation.sampler, steps)
+
+
+def _while_training(config: Config, name: str, steps: int | None) -> Choice:
+    """Fills in the sampler ('') and its number of steps (None).
+
+    The same sampler serves from the first grid to the last, so that they differ by the weights
+    alone. ddpm suits epsilon and x0 from the first minutes on, in which a network leaves noise
+    behind that the other samplers add up; later heun draws a little better.
+    """
+    sampler = name or OBJECTIVE_SAMPLERS[config.diffusion.objective]
+    if steps is None:
+        steps = DEFAULT_STEPS.get(sampler, DDPM_STEPS)
+        if not config.diffusion.continuous:
+            steps = min(steps, config.diffusion.steps)
+    return Choice(sampler, steps)
