@@ -21,6 +21,11 @@ def near_misses(name: str, known: Iterable[str]) -> str:
     return '; did you mean ' + ' or '.join(f'"{m}"' for m in matches) + '?' if matches else ''
 
 
+def itemized(problems: Sequence[str]) -> str:
+    """Returns ` PROBLEM` for one problem, or else a line for each, to stand after a colon."""
+    return f' {problems[0]}' if len(problems) == 1 else ''.join(f'\n  {p}' for p in problems)
+
+
 def listed(names: Sequence[str]) -> str:
     """Returns the names joined by commas, shortened after the first 20."""
     return ', '.join(names[:20]) + (', ...' if len(names) > 20 else '')

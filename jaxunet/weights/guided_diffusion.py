@@ -15,7 +15,7 @@ from collections.abc import Mapping
 import numpy as np
 
 from jaxunet.config import Config
-from jaxunet.runtime.errors import UserError
+from jaxunet.runtime.errors import UserError, itemized
 from jaxunet.weights import names
 from jaxunet.weights.inference import OBJECTIVES, Inferred, Shapes, Stated
 from jaxunet.weights.names import BlockNames, Entry, Shape, entries
@@ -233,10 +233,9 @@ def check_expressible(config: Config) -> None:
             f"diffusion.objective: expected 'epsilon' or 'x0', found {config.diffusion.objective!r}"
         )
     if problems:
-        lines = '\n'.join(f'  {p}' for p in problems)
         raise UserError(
             'guided-diffusion has no such model, so it would misread this .pt; '
-            f'write .safetensors instead:\n{lines}'
+            f'write .safetensors instead:{itemized(problems)}'
         )
 
 

@@ -15,7 +15,7 @@ from typing import BinaryIO, NamedTuple
 import numpy as np
 
 from jaxunet.config import Config, resolve, to_dict
-from jaxunet.runtime.errors import UserError
+from jaxunet.runtime.errors import UserError, itemized
 from jaxunet.weights.fields import (
     TRAINING_ONLY,
     differences,
@@ -196,10 +196,9 @@ def header_of(config: Config, *, has_adamw: bool) -> Header:
             network_fields(config) | diffusion_fields(config),
         )
     if problems:
-        lines = '\n'.join(f'  {p}' for p in problems)
         raise UserError(
             'unet.cu has no such model, so a .bin cannot hold it; write .safetensors instead. '
-            f'What unet.cu needs:\n{lines}'
+            f'What unet.cu needs:{itemized(problems)}'
         )
     return header
 
