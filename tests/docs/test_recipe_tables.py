@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import pathlib
 import runpy
+import tarfile
 
 import numpy as np
 import pytest
@@ -74,6 +75,15 @@ def test_the_best_sampler_of_most_seeds_is_shown():
     assert 'GPU, jax 1, commit abc; 2000 samples' in tables.objectives(ROWS)
 
 
+def test_distances_by_sampler():
+    """The smallest of a line is bold; a sampler that was not measured leaves its cell empty."""
+    text = tables.samplers(ROWS)
+    assert 'ddim 50 (50 evaluations) | heun 25 (49 evaluations) | dpmpp_2m 20 (20' in text
+    found = {(line[0], line[1]): line[2:] for line in cells(text)}
+    assert found['v-cosine', '60'] == ['60', '**10**', '52 ± 2', '']
+    assert found['edm', '60'] == ['', '', '', '**90**']
+
+
 def test_sampling_times_of_processes_that_had_the_device_alone():
     shared = row('flow', 60, 'ddim:50', 36.0)
     del shared['seconds_per_sample']
@@ -102,56 +112,127 @@ def test_without_rows_the_tables_say_so(tmp_path):
     found = tables.read(tmp_path)
     assert tables.objectives(found) == tables.elephants(found) == tables.NOTHING
     assert tables.sampling_times(found) == tables.NOTHING
-    assert tables.sooner(found) == tables.pictures(tmp_path) == tables.NOTHING
+    assert tables.sooner(found) == tables.samplers(found) == tables.NOTHING
+    assert tables.pictures(tmp_path) == tables.NOTHING
+
+
+def written(folder, rows, side=60):
+    """An output folder of the queue: rows, a grid of each time, and a log of each animal."""
+    (folder / 'pictures').mkdir(parents=True)
+    (folder / 'logs').mkdir()
+    (folder / 'rows.jsonl').write_text(''.join(f'{json.dumps(r)}\n' for r in rows))
+    for r in rows:
+        job = f'{r["data"]}_{r["case"]}_seed{r["seed"]}'
+        shade = Image.fromarray(np.full((side, side, 3), r['seconds'] % 256, np.uint8))
+        shade.save(folder / 'pictures' / f'{job}_{r["seconds"]:g}s.png')
+        losses = '1.0,0.5,0.5\n2.0,,\n3.0,0.25,0.2\n' if r['data'] == 'elephants64' else ''
+        log = f'training_seconds,held_out_loss,seen_loss\n{losses}'
+        (folder / 'logs' / f'{job}.csv').write_text(log)
+    return folder
+
+
+def packed(folder, target):
+    """What `tests/gpu/recipes.sh pack` makes of it."""
+    target.mkdir()
+    (target / 'rows.jsonl').write_text((folder / 'rows.jsonl').read_text())
+    with tarfile.open(target / 'pictures.tar', 'w') as archive:
+        for name in ('logs', 'pictures'):
+            archive.add(folder / name, name)
+    return target
+
+
+ANIMALS = [
+    row(case, s, 'heun:25', 5.0, data='elephants64', copies=s / 1000)
+    for case in ('edm', 'flow')
+    for s in (60, 180)
+]
 
 
 @pytest.fixture(scope='module')
 def drawn(tmp_path_factory):
-    """The pictures of a small output folder."""
-    folder = tmp_path_factory.mktemp('recipes')
-    animals = [
-        row(case, s, 'heun:25', 5.0, data='elephants64', copies=s / 1000)
-        for case in ('edm', 'flow')
-        for s in (60, 180)
-    ]
-    lines = map(json.dumps, [*ROWS, *animals])
-    (folder / 'rows.jsonl').write_text('\n'.join(lines) + '\n')
-    (folder / 'pictures').mkdir()
-    (folder / 'logs').mkdir()
-    for r in animals:
-        path = folder / 'pictures' / f'elephants64_{r["case"]}_seed0_{r["seconds"]}s.png'
-        Image.fromarray(np.full((60, 60, 3), r['seconds'], np.uint8)).save(path)
-        log = 'training_seconds,held_out_loss,seen_loss\n1.0,0.5,0.5\n2.0,,\n3.0,0.25,0.2\n'
-        (folder / 'logs' / f'elephants64_{r["case"]}_seed0.csv').write_text(log)
-    for r in ROWS:
-        path = folder / 'pictures' / f'objects64_{r["case"]}_seed0_{r["seconds"]:g}s.png'
-        Image.new('RGB', (120, 120)).save(path)
-    script = runpy.run_path(str(PICTURES))
+    """The kept pictures after a first folder, and after a packed one of a later commit."""
     output = tmp_path_factory.mktemp('drawn')
+    script = runpy.run_path(str(PICTURES))
     script['main'].__globals__['HERE'] = output
-    script['main']([folder])
-    return output, animals
+    script['main']([written(tmp_path_factory.mktemp('first') / 'folder', [*ROWS, *ANIMALS])])
+    before = {o['file']: o for o in tables.origins(output)}
+    later = [
+        row('images', 180, 'heun:25', 30.0),
+        row('images', 180, 'dpmpp_2m:20', 31.0),
+        row('flow', 180, 'heun:25', 30.0, data='elephants64', copies=0.5),
+        row('flow', 1, 'ddpm:50', 0.0, data='alone'),
+    ]
+    later = [{**r, 'git': 'def', 'step': 7} for r in later]
+    for name in ('values', 'references', 'features'):
+        del later[-1][name]  # nothing is compared there
+    folder = tmp_path_factory.mktemp('second')
+    script['main']([packed(written(folder / 'folder', later), folder / 'packed')])
+    return output, before
 
 
-def test_all_pictures_are_drawn(drawn):
+def test_pictures_of_a_later_run_join_the_earlier_ones(drawn):
+    output, before = drawn
+    now = {o['file']: o for o in tables.origins(output)}
+    changed = {file for file, origin in now.items() if before.get(file) != origin}
+    assert changed == {
+        'images.jpg',
+        'grids/objects64_images_seed0_180s.jpg',
+        'grids/elephants64_flow_seed0_180s.jpg',
+        'grids/alone_flow_seed0_1s.jpg',
+        'logs/elephants64_flow_seed0.csv',
+    }
+    assert before.keys() < now.keys()
+    origin = now['grids/objects64_images_seed0_180s.jpg']
+    assert (origin['git'], origin['step'], origin['sampler']) == ('def', 7, 'heun:25')
+    for name, seconds in (('flow_seed0_60s', 60), ('flow_seed0_180s', 180), ('edm_seed0_60s', 60)):
+        with Image.open(output / f'grids/elephants64_{name}.jpg') as image:
+            assert image.size == (60, 60)
+            assert abs(image.convert('L').getpixel((30, 30)) - seconds) < 4
+
+
+def test_grids_of_the_photographs_are_halves_but_for_the_recipe(drawn):
     output, _ = drawn
-    for name in tables.PICTURES:
+    for name, size in (
+        ('grids/objects64_images_seed0_180s.jpg', (60, 30)),
+        ('images.jpg', (60, 60)),
+    ):
+        with Image.open(output / name) as image:
+            assert image.size == size
+    assert '64 unselected samples of this recipe after 180 seconds' in tables.recipe_picture(output)
+
+
+def test_rows_of_a_later_run_join_the_earlier_ones(drawn):
+    output, _ = drawn
+    found = tables.read(output)
+    assert len(found) == len({tuple(map(str, r.values())) for r in found}) == 16
+    assert [r['case'] for r in found if 'features' not in r] == ['flow']
+
+
+def test_the_page_shows_every_picture_with_its_run(drawn):
+    output, _ = drawn
+    text = tables.pictures(output)
+    for name in ('quality.png', 'overfitting.png'):
         with Image.open(output / name) as image:
             assert min(image.size) > 100
-        assert f'results/recipes/{name})' in tables.pictures(output)
+        assert f'results/recipes/{name})' in text
+    shown = {line[0]: line[1:] for line in cells(text[text.index('500 elephants') :])}
+    assert [cell.rpartition('<br>')[2] for cell in shown['flow']] == [
+        'heun 25, 6,000 steps, commit abc',
+        'heun 25, 7 steps, commit def',
+    ]
+    assert 'commit abc, def.' in text.splitlines()[-1]
 
 
-def test_the_grids_stand_by_objective_and_time(drawn):
-    output, _ = drawn
-    with Image.open(output / 'elephants.jpg') as image:
-        canvas = np.asarray(image.convert('L')).astype(int)
-    label = canvas.shape[0] // 2 - 60
-    assert canvas.shape[1] == 120
-    for top in (label, 2 * label + 60):
-        assert abs(canvas[top + 20, 30] - 60) < 4
-        assert abs(canvas[top + 20, 90] - 180) < 4
+def test_every_kept_picture_has_its_run():
+    kept = {o['file'] for o in tables.origins()}
+    there = {
+        str(path.relative_to(tables.FOLDER))
+        for folder in ('grids', 'logs')
+        for path in tables.FOLDER.glob(f'{folder}/*')
+    }
+    assert there == {file for file in kept if '/' in file}
+    assert all((tables.FOLDER / file).exists() for file in kept)
 
 
-def test_copies_of_the_elephants_are_shown(drawn):
-    _, animals = drawn
-    assert [line[-1] for line in cells(tables.elephants(animals))] == ['0.06', '0.18'] * 2
+def test_copies_of_the_elephants_are_shown():
+    assert [line[-1] for line in cells(tables.elephants(ANIMALS))] == ['0.06', '0.18'] * 2

@@ -159,8 +159,10 @@ def missing(found: Cells) -> str:
     return '\n'.join(lines) or 'None.'
 
 
-def step_times(folder: pathlib.Path = FOLDER) -> str:
-    """Milliseconds of a step by method, measured in turns."""
+def step_times(
+    folder: pathlib.Path = FOLDER, case: str = 'method', baseline: str = BASELINE
+) -> str:
+    """Milliseconds of a step by method, or by another kind of case, measured in turns."""
     path = folder / 'step_ms.jsonl'
     if not path.exists():
         return NOTHING
@@ -172,7 +174,7 @@ def step_times(folder: pathlib.Path = FOLDER) -> str:
         )
         for name, cost in combined_costs(path).items()
     )
-    return markdown.table(('method', 'ms per step', f'of {BASELINE} (quartiles)'), body)
+    return markdown.table((case, 'ms per step', f'of {baseline} (quartiles)'), body)
 
 
 def picture(folder: pathlib.Path = FOLDER) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import operator
 import pathlib
 from collections.abc import Callable, Sequence
 
@@ -10,17 +11,15 @@ import numpy as np
 
 from jaxunet.compare.results import time_to
 from jaxunet.runtime.rows import Row
-from support import markdown
+from support import markdown, method_tables
 
 FOLDER = pathlib.Path(__file__).parents[2] / 'docs/results/recipes'
 LIMITS = (50, 20)  # evaluations of the network a sample
 BASELINE = 'epsilon-linear'
 NOTHING = 'Nothing is measured yet.'
-PICTURES = {
-    'quality.png': 'quality against seconds of training',
-    'objects.jpg': 'unpicked samples by objective and seconds of training, 9,000 photographs',
-    'elephants.jpg': 'unpicked samples by objective and seconds of training, 500 elephants',
-    'overfitting.png': 'held-out loss and copies against seconds of training',
+GRIDS = {  # by the data that they are of
+    'objects64': 'Samples of the 9,000 photographs, not selected:',
+    'elephants64': 'Samples of the 500 elephants, not selected:',
 }
 Find = Callable[[Row], float]
 
@@ -38,6 +37,11 @@ def read(folder: pathlib.Path = FOLDER, name: str = 'rows.jsonl') -> list[Row]:
 def earlier() -> list[Row]:
     """The rows of runs whose processes had the GPU alone, with features that are not kept."""
     return read(name='earlier.jsonl')
+
+
+def of_elephants(found: Sequence[Row]) -> list[Row]:
+    """The rows of the 500 photographs."""
+    return [row for row in found if row['data'] == 'elephants64']
 
 
 def best(found: Sequence[Row], limit: int, metric: str) -> list[Row]:
@@ -125,9 +129,38 @@ def objectives(found: Sequence[Row]) -> str:
     return with_origin(head, body, found, 'objects64')
 
 
+def samplers(found: Sequence[Row]) -> str:
+    """Fréchet distance by objective, seconds and sampler; bold is the best sampler of a line."""
+    mine = [row for row in found if row['data'] == 'objects64']
+    if not mine:
+        return NOTHING
+    evaluations = {row['sampler']: row['evaluations'] for row in mine}
+    names = sorted(evaluations, key=lambda name: (-evaluations[name], name))
+    body = []
+    for (case, seconds), group in groups(found, 'objects64').items():
+        by_name = {name: [r for r in group if r['sampler'] == name] for name in names}
+        shown = {name: spread(rows, value('train', 'fid')) for name, rows in by_name.items()}
+        means = {
+            name: np.mean([value('train', 'fid')(row) for row in rows])
+            for name, rows in by_name.items()
+            if rows
+        }
+        least = min(means, key=lambda name: means[name])
+        shown[least] = f'**{shown[least]}**'
+        body.append((case, f'{seconds:g}', *shown.values()))
+    titles = (f'{name.replace(":", " ")} ({evaluations[name]} evaluations)' for name in names)
+    return markdown.table(('objective', 's', *titles), body)
+
+
 def sampling_times(found: Sequence[Row]) -> str:
-    """Milliseconds a sample by sampler, of the rows whose process had the device alone."""
-    mine = [r for r in found if r['data'] == 'objects64' and 'seconds_per_sample' in r]
+    """Milliseconds a sample by sampler, of the rows whose process had the device alone.
+
+    Rows of the part `alone` count before those of training runs.
+    """
+    timed = [r for r in found if 'seconds_per_sample' in r]
+    mine = [r for r in timed if r['data'] == 'alone']
+    again = {row['sampler'] for row in mine}
+    mine += [r for r in timed if r['data'] == 'objects64' and r['sampler'] not in again]
     body = []
     for sampler in dict.fromkeys(row['sampler'] for row in mine):
         rows = [row for row in mine if row['sampler'] == sampler]
@@ -140,7 +173,12 @@ def sampling_times(found: Sequence[Row]) -> str:
                 f'{min(times):.2f}-{max(times):.2f}',
             )
         )
-    return with_origin(('sampler', 'evaluations', 'ms a sample', 'range'), body, mine, 'objects64')
+    if not body:
+        return NOTHING
+    return (
+        f'{markdown.table(("sampler", "evaluations", "ms a sample", "range"), body)}\n\n'
+        f'{measured_with(mine)}; {all_of(mine, operator.itemgetter("num_samples"))} samples a row.'
+    )
 
 
 def sooner(found: Sequence[Row]) -> str:
@@ -193,13 +231,57 @@ def elephants(found: Sequence[Row]) -> str:
 
 
 def pictures(folder: pathlib.Path = FOLDER) -> str:
-    """Markdown of the pictures that are there."""
-    found = [
-        f'![{text}](results/recipes/{name})'
-        for name, text in PICTURES.items()
-        if (folder / name).exists()
-    ]
+    """Markdown of the plots and grids that are there, each with the run that it is of."""
+    kept = origins(folder)
+    found = []
+    if (folder / 'quality.png').exists():
+        found.append('![quality against seconds of training](results/recipes/quality.png)')
+    for data, title in GRIDS.items():
+        table = grids([o for o in kept if o['data'] == data and o['file'].startswith('grids/')])
+        found += [title, table] if table else []
+    if (folder / 'overfitting.png').exists():
+        runs = [o for o in kept if o['file'].startswith('logs/') or o['file'] == 'overfitting.png']
+        found.append(
+            '![held-out loss and copies against seconds of training]'
+            f'(results/recipes/overfitting.png)\n\nThe elephants: {measured_with(runs)}.'
+        )
     return '\n\n'.join(found) or NOTHING
+
+
+def origins(folder: pathlib.Path = FOLDER) -> list[Row]:
+    """The runs of the grids and logs that are kept, by file."""
+    path = folder / 'pictures.jsonl'
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def grids(kept: Sequence[Row]) -> str:
+    """Grids by case and seconds, each with its sampler, steps and commit; '' without any."""
+    cases = list(dict.fromkeys(row['case'] for row in kept))
+    if BASELINE in cases:
+        cases.insert(0, cases.pop(cases.index(BASELINE)))
+    times = sorted({row['seconds'] for row in kept})
+    shown = {
+        (row['case'], row['seconds']): (
+            f'![{row["case"]}, {row["seconds"]:g} s](results/recipes/{row["file"]})<br>'
+            f'{row["sampler"].replace(":", " ")}, {row["step"]:,} steps, commit {row["git"]}'
+        )
+        for row in kept
+    }
+    body = [(case, *(shown.get((case, time), '') for time in times)) for case in cases]
+    return markdown.table(('', *(f'{time:g} s' for time in times)), body) if body else ''
+
+
+def recipe_picture(folder: pathlib.Path = FOLDER) -> str:
+    """Markdown of README's picture, and what it shows."""
+    (run,) = [row for row in origins(folder) if row['file'] == 'images.jpg']
+    own = 'this recipe' if run['case'] == 'images' else f'`{run["case"]}` with the same network'
+    return (
+        '<img src="docs/results/recipes/images.jpg" width="400"\n'
+        ' alt="64 samples of 20 kinds of objects">\n\n'
+        f'64 unselected samples of {own} after {run["seconds"]:g} seconds of training\non 9,000 '
+        f'photographs ({run["step"]:,} steps; {run["sampler"].replace(":", " ")}; one '
+        f'{run["device"]}, commit {run["git"]}).'
+    )
 
 
 def with_origin(
@@ -209,10 +291,10 @@ def with_origin(
     if not body:
         return NOTHING
     mine = [row for row in found if row['data'] == data]
-
-    def all_of(find: Callable[[Row], object]) -> str:
-        return ', '.join(dict.fromkeys(str(find(row)) for row in mine))
-
+    samples, batches, features = (
+        all_of(mine, operator.itemgetter(name))
+        for name in ('num_samples', 'batch_size', 'features')
+    )
     references = '; '.join(
         dict.fromkeys(
             ', '.join(f'{count:,} {name}' for name, count in row['references'].items())
@@ -221,8 +303,29 @@ def with_origin(
     )
     return (
         f'{markdown.table(head, body)}\n\n'
-        f'{all_of(lambda r: r["device"])}, jax {all_of(lambda r: r["versions"]["jax"])}, commit '
-        f'{all_of(lambda r: r["git"])}; {all_of(lambda r: r["num_samples"])} samples,\nbatches of '
-        f'{all_of(lambda r: r["batch_size"])}; images to compare with: {references}; features '
-        f'{all_of(lambda r: r["features"])}.'
+        f'{measured_with(mine)}; {samples} samples,\nbatches of {batches}; images to compare with: '
+        f'{references}; features {features}.'
     )
+
+
+def measured_with(rows: Sequence[Row]) -> str:
+    """Devices, versions of JAX and commits of rows."""
+    devices, commits = (all_of(rows, operator.itemgetter(name)) for name in ('device', 'git'))
+    return f'{devices}, jax {all_of(rows, lambda row: row["versions"]["jax"])}, commit {commits}'
+
+
+def all_of(rows: Sequence[Row], find: Callable[[Row], object]) -> str:
+    """The values of rows, each once."""
+    return ', '.join(dict.fromkeys(str(find(row)) for row in rows))
+
+
+TABLES: dict[str, Callable[[], str]] = {
+    'recipes': lambda: objectives(read()),
+    'recipes_samplers': lambda: samplers(read()),
+    'recipes_sooner': lambda: sooner(read()),
+    'recipes_costs': lambda: method_tables.step_times(FOLDER, 'objective', BASELINE),
+    'recipes_sampling': lambda: sampling_times([*read(), *earlier()]),
+    'recipes_elephants': lambda: elephants(of_elephants(read()) or earlier()),
+    'recipes_pictures': pictures,
+    'recipe_picture': recipe_picture,
+}

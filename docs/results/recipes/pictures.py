@@ -2,33 +2,40 @@
 
     python docs/results/recipes/pictures.py runs/recipes/1 runs/recipes/2
 
-Added are rows (rows.jsonl: a row replaces an earlier one of the same measurement; rows of other
-features are dropped), grids of unpicked samples (grids/) and logs of held-out losses (logs/). From
-them are drawn quality.png (Fréchet distance against seconds), objects.jpg and elephants.jpg
-(samples by objective and seconds), images.jpg (64 samples of the objective of configs/images.py)
-and overfitting.png (held-out loss and copies against seconds). Without folders it draws them again.
-The tables come from rows.jsonl: `PYTHONPATH=tests python tests/docs/test_docs.py --write`.
+A folder may also be what `tests/gpu/recipes.sh pack` wrote, whose logs and pictures are in
+pictures.tar. Added are rows (rows.jsonl), grids of unpicked samples (grids/) and logs of held-out
+losses (logs/). Each replaces an earlier one of the same job and time, and the others stay; rows of
+other features than the newest are dropped. pictures.jsonl says of each grid and log which run it is
+of. images.jpg has all samples of configs/images.py after `SHOWN` seconds. From rows and logs are
+drawn quality.png (Fréchet distance against seconds) and overfitting.png (held-out loss and copies
+against seconds); without folders they are drawn again. docs/results.md shows the grids side by
+side, with their runs: `PYTHONPATH=tests python tests/docs/test_docs.py --write`.
 """
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import json
 import pathlib
 import sys
-from collections.abc import Callable, Sequence
+import tarfile
+import tempfile
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import numpy as np
 from matplotlib.figure import Figure
 from matplotlib.ticker import ScalarFormatter
-from PIL import Image, ImageDraw, ImageFont
+from PIL import Image
 
 HERE = pathlib.Path(__file__).parent
 LIMIT = 50  # evaluations of the network a sample
 TICKS = (20, 50, 100, 150, 200, 300, 500, 700, 1000, 2000)  # Fréchet distances
-LABEL = 34  # pixels of a label's line
-RECIPE = 'flow'  # the objective of configs/images.py
-CASES = ('epsilon-linear', 'epsilon-cosine', 'v-cosine', 'edm', 'flow')
+RECIPE, SHOWN = 'images', 180  # case and seconds of images.jpg
+HALVES = ('objects64',)  # data whose grids keep their upper half
+QUALITY = 80  # of the JPEGs
+# What pictures.jsonl says of the run of a grid or a log.
+ORIGIN = ('data', 'case', 'seed', 'seconds', 'sampler', 'step', 'git', 'device', 'versions')
 KEYS = ('data', 'case', 'seed', 'seconds', 'sampler')  # of a measurement
 HELD_OUT, SEEN = 'held_out_loss', 'seen_loss'
 COLUMNS = ('step', 'training_seconds', HELD_OUT, SEEN)  # of the logs
@@ -38,58 +45,101 @@ Row = dict  # a JSON object of rows.jsonl
 
 def main(folders: Sequence[pathlib.Path]) -> None:
     """Adds the folders' results, and draws all pictures whose inputs are there."""
-    found = add_rows(folders)
-    for folder in folders:
-        for picture in sorted(folder.glob('pictures/*.png')):
-            (HERE / 'grids').mkdir(exist_ok=True)
-            with Image.open(picture) as image:
-                image.convert('RGB').save(HERE / 'grids' / f'{picture.stem}.jpg', quality=80)
-        for log in sorted(folder.glob('logs/*.csv')):
-            keep_log(log, HERE / 'logs' / log.name)
+    with contextlib.ExitStack() as stack:
+        opened = [stack.enter_context(unpacked(folder)) for folder in folders]
+        found = add_rows(opened)
+        for folder in opened:
+            keep_pictures(folder)
     quality(found, HERE / 'quality.png')
-    objects = grids('objects64')
-    # Half of each grid: all five objectives stand on one page.
-    halves = {
-        key: image.crop((0, 0, image.width, image.height // 2)) for key, image in objects.items()
-    }
-    samples(halves, HERE / 'objects.jpg')
-    samples(grids('elephants64'), HERE / 'elephants.jpg')
-    last = max((seconds for case, seconds in objects if case == RECIPE), default=None)
-    if last is not None:
-        objects[RECIPE, last].save(HERE / 'images.jpg', quality=85)
     overfitting(found, HERE / 'overfitting.png')
+
+
+@contextlib.contextmanager
+def unpacked(folder: pathlib.Path) -> Iterator[pathlib.Path]:
+    """Gives the folder, or for a packed one a temporary folder with its rows and pictures.tar."""
+    packed = folder / 'pictures.tar'
+    if not packed.exists():
+        yield folder
+        return
+    with tempfile.TemporaryDirectory() as name, tarfile.open(packed) as archive:
+        archive.extractall(name, filter='data')
+        rows = pathlib.Path(name) / 'rows.jsonl'
+        rows.write_text((folder / 'rows.jsonl').read_text())
+        yield pathlib.Path(name)
+
+
+def read_rows(path: pathlib.Path) -> list[Row]:
+    """Returns the objects of a file of JSON lines; none without a file."""
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def write_rows(path: pathlib.Path, rows: Iterable[Row]) -> None:
+    """Writes a file of JSON lines."""
+    path.write_text(''.join(f'{json.dumps(row, ensure_ascii=False)}\n' for row in rows))
 
 
 def add_rows(folders: Sequence[pathlib.Path]) -> list[Row]:
     """Adds the folders' rows to rows.jsonl; returns all, in the order of their cases."""
     path = HERE / 'rows.jsonl'
     files = [path, *(folder / 'rows.jsonl' for folder in folders)]
-    rows = [
-        json.loads(line)
-        for file in files
-        if file.exists()
-        for line in file.read_text().splitlines()
-    ]
+    rows = [row for file in files for row in read_rows(file)]
+    compared = [row['features'] for row in rows if 'features' in row]
     found = {
         tuple(row[key] for key in KEYS): row
         for row in rows
-        if row.get('features') == rows[-1].get('features')
+        if 'features' not in row or row['features'] == compared[-1]
     }
     ordered = sorted(found.values(), key=lambda row: tuple(row[key] for key in KEYS))
-    path.write_text(''.join(f'{json.dumps(row, ensure_ascii=False)}\n' for row in ordered))
+    write_rows(path, ordered)
     return ordered
 
 
-def keep_log(log: pathlib.Path, target: pathlib.Path) -> None:
-    """Copies the columns of held-out losses, if the run had any."""
+def keep_pictures(folder: pathlib.Path) -> None:
+    """Adds the grids and logs of a folder, and the runs that they are of to pictures.jsonl."""
+    known = {row['file']: row for row in read_rows(HERE / 'pictures.jsonl')}
+    rows = read_rows(folder / 'rows.jsonl')
+
+    def keep(file: str, run: Row) -> None:
+        known[file] = {'file': file} | {key: run[key] for key in ORIGIN}
+
+    for picture in sorted(folder.glob('pictures/*.png')):
+        job, _, seconds = picture.stem.rpartition('_')
+        # A grid shows samples by the first sampler of a job, which also has the first row.
+        run = next(r for r in rows if job_of(r) == job and f'{r["seconds"]:g}s' == seconds)
+        with Image.open(picture) as image:
+            grid = image.convert('RGB')
+        if (run['case'], run['seconds']) == (RECIPE, SHOWN):
+            grid.save(HERE / 'images.jpg', quality=QUALITY)
+            keep('images.jpg', run)
+        if run['data'] in HALVES:
+            grid = grid.crop((0, 0, grid.width, grid.height // 2))
+        (HERE / 'grids').mkdir(exist_ok=True)
+        grid.save(HERE / 'grids' / f'{picture.stem}.jpg', quality=QUALITY)
+        keep(f'grids/{picture.stem}.jpg', run)
+    for log in sorted(folder.glob('logs/*.csv')):
+        runs = [row for row in rows if job_of(row) == log.stem]
+        if runs and keep_log(log, HERE / 'logs' / log.name):
+            keep(f'logs/{log.name}', runs[-1])
+            known.pop('overfitting.png', None)  # it is drawn from the logs
+    write_rows(HERE / 'pictures.jsonl', (known[file] for file in sorted(known)))
+
+
+def job_of(row: Row) -> str:
+    """Returns the name of a row's job, which its files carry."""
+    return f'{row["data"]}_{row["case"]}_seed{row["seed"]}'
+
+
+def keep_log(log: pathlib.Path, target: pathlib.Path) -> bool:
+    """Copies the columns of held-out losses; returns False if the run had none."""
     rows = [row for row in csv.DictReader(log.read_text().splitlines()) if row.get(HELD_OUT)]
     if not rows:
-        return
+        return False
     target.parent.mkdir(exist_ok=True)
     with target.open('w', newline='') as file:
         writer = csv.DictWriter(file, COLUMNS, extrasaction='ignore', lineterminator='\n')
         writer.writeheader()
         writer.writerows(rows)
+    return True
 
 
 def curve(
@@ -133,32 +183,6 @@ def quality(found: Sequence[Row], path: pathlib.Path) -> None:
     panel.grid(alpha=0.3, which='both')
     panel.legend(fontsize='small')
     figure.savefig(path, dpi=110)
-
-
-def grids(data: str, *, seed: int = 0) -> dict[tuple[str, float], Image.Image]:
-    """Grids of unpicked samples by (objective, seconds), in the order of CASES and of time."""
-    images: dict[tuple[str, float], Image.Image] = {}
-    for case in CASES:
-        for file in HERE.glob(f'grids/{data}_{case}_seed{seed}_*s.jpg'):
-            with Image.open(file) as image:
-                images[case, float(file.stem.rsplit('_', 1)[1][:-1])] = image.convert('RGB')
-    return dict(sorted(images.items(), key=lambda item: (CASES.index(item[0][0]), item[0][1])))
-
-
-def samples(grids: dict[tuple[str, float], Image.Image], path: pathlib.Path) -> None:
-    """Grids on one page: a row an objective, a column a time."""
-    if not grids:
-        return
-    cases = list(dict.fromkeys(case for case, _ in grids))
-    times = sorted({seconds for _, seconds in grids})
-    width, height = next(iter(grids.values())).size
-    canvas = Image.new('RGB', (width * len(times), (height + LABEL) * len(cases)), 'white')
-    draw, font = ImageDraw.Draw(canvas), ImageFont.load_default(24)
-    for (case, seconds), image in grids.items():
-        left, top = times.index(seconds) * width, cases.index(case) * (height + LABEL)
-        draw.text((left + 6, top + 2), f'{case}, {seconds:g} s', fill='black', font=font)
-        canvas.paste(image, (left, top + LABEL))
-    canvas.save(path, quality=82)
 
 
 def overfitting(found: Sequence[Row], path: pathlib.Path) -> None:
