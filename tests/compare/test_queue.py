@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import csv
 import dataclasses
+import json
 import pathlib
 import shutil
 import time
 import types
+import zipfile
 
 import pytest
 from PIL import Image
@@ -257,11 +259,40 @@ def test_two_jobs_of_one_name_are_refused(jobs, tmp_path):
 
 
 def test_the_committed_jobs_are_valid():
-    for part in ('objects', 'elephants', 'rates', 'digits', 'tiny'):
+    for part in ('objects', 'elephants', 'twenty', 'alone', 'rates', 'digits', 'tiny'):
         found = read_jobs(f'{JOBS}:{part}', '/data')
         assert all(isinstance(job, Job) for job in found)
-    with pytest.raises(UserError, match='one of objects, minute, three, ten, elephants'):
+    with pytest.raises(UserError, match='one of objects, minute, three, ten, images, twenty'):
         read_jobs(f'{JOBS}:other', '')
+    assert next(iter(step_cost.read_configs(f'{JOBS}:costs', '/data'))) == 'epsilon-linear'
+
+
+def test_the_recipe_itself_is_a_job(tmp_path):
+    """Its images decide what configs/images.py leaves open."""
+    Image.new('RGB', (64, 64), 'red').save(tmp_path / 'image.png')
+    with zipfile.ZipFile(tmp_path / 'objects64_train.zip', 'w') as archive:
+        for i in range(40):
+            archive.write(tmp_path / 'image.png', f'{i}.png')
+    job, _ = read_jobs(f'{JOBS}:images', str(tmp_path))
+    config = job.load_config()
+    assert config.image_shape == (64, 64, 3)
+    assert (config.diffusion.objective, config.data.batch_size) == ('flow', 32)
+
+
+def test_times_with_rows_keep_their_samplers(tmp_path):
+    """Other samplers of such a time are a part of their own; new times have all of them."""
+    shutil.copyfile(JOBS, tmp_path / 'jobs.py')
+    known = {'data': 'objects64', 'case': 'flow', 'seed': 1, 'seconds': 180}
+    (tmp_path / 'rows.jsonl').write_text(json.dumps(known) + '\n')
+    found = {
+        part: {(job.case, job.seed): job for job in read_jobs(f'{tmp_path}/jobs.py:{part}', '/d')}
+        for part in ('objects', 'minute', 'three', 'twenty')
+    }
+    few, more = ('heun:25', 'dpmpp_2m:20', 'ddpm:50'), ('heun:10', 'ddpm:20')
+    assert found['objects']['flow', 1].samplers == found['three']['flow', 1].samplers == few
+    assert found['objects']['flow', 0].samplers == found['minute']['flow', 1].samplers == few + more
+    ((name, job),) = found['twenty'].items()
+    assert (name, job.seconds, job.samplers) == (('flow', 1), (180,), more)
 
 
 def test_the_jobs_of_the_methods():

@@ -4,23 +4,32 @@
     docs/results/recipes/jobs.py:minute     the same for one minute alone
     docs/results/recipes/jobs.py:three      ... for three minutes alone
     docs/results/recipes/jobs.py:ten        ... for ten minutes alone
+    docs/results/recipes/jobs.py:images     configs/images.py itself, on these photographs
     docs/results/recipes/jobs.py:elephants  500 photographs of one animal
+    docs/results/recipes/jobs.py:twenty     the times that have rows once more, by other samplers
+                                            within 20 evaluations
+    docs/results/recipes/jobs.py:alone      seconds a sample; needs a GPU of its own, no --step_ms
+    docs/results/recipes/jobs.py:costs      each objective once, for jaxunet.compare.step_cost
     docs/results/recipes/jobs.py:rates      learning rates
     docs/results/recipes/jobs.py:digits     images of configs/digits.py; needs features of digits
     docs/results/recipes/jobs.py:tiny       seconds on a CPU, on the embedded digits
 
 `--data` names the folder of objects64_train.zip, objects64_test.zip and elephants64.zip. All parts
-but digits and tiny take the features of a classifier of objects64:
+but alone, costs, digits and tiny take the features of a classifier of objects64:
 
     python -m jaxunet.metrics.train_features --reference objects64_train.zip \\
       --test objects64_test.zip --channels 32 --seconds 25 --output features.npz
 
 docs/results/recipes/features.npz is that file; only rows of one file can be compared.
+
+A job of the photographs has all samplers, unless rows.jsonl has rows of one of its times: then it
+has the samplers that all times have, so that `--known rows.jsonl` leaves out what is done.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import json
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -38,6 +47,8 @@ OBJECTIVES: dict[str, dict[str, object]] = {
 }
 # Within 50 evaluations of the network, and within 20; heun takes 2 · steps - 1.
 SAMPLERS = ('heun:25', 'dpmpp_2m:20', 'ddpm:50')
+WITHIN_20 = ('heun:10', 'ddpm:20')
+ROWS = Path(__file__).parent / 'rows.jsonl'
 COMPARED = ('fid', 'kid', 'precision', 'recall', 'copies')
 
 
@@ -67,6 +78,39 @@ def objects(
         seed=seed,
         picture=64 if seed == 0 and not name else 0,
     )
+
+
+def images(data: str, *, seed: int = 0) -> Job:
+    """Returns a job of configs/images.py as it is, on the 9,000 photographs."""
+    job = objects('flow', data, seed=seed)
+    fields = {'data.path': job.fields['data.path']}
+    return dataclasses.replace(job, case='images', config='configs/images.py', fields=fields)
+
+
+def alone(data: str) -> Job:
+    """Returns a job that is there for the seconds a sample of its samplers."""
+    return dataclasses.replace(
+        objects('flow', data),
+        data='alone',
+        seconds=(1,),
+        samplers=(*SAMPLERS, *WITHIN_20, 'ddim:50'),
+        references={},
+        picture=0,
+    )
+
+
+def measured(job: Job) -> tuple[float, ...]:
+    """Returns the times of the job that have rows in rows.jsonl."""
+    rows = map(json.loads, ROWS.read_text(encoding='utf-8').splitlines())
+    known = {(row['data'], row['case'], row['seed'], row['seconds']) for row in rows}
+    return tuple(s for s in job.seconds if (job.data, job.case, job.seed, s) in known)
+
+
+def complete(job: Job) -> Job:
+    """Returns the job with all samplers, or as it is if some of its times have rows."""
+    if measured(job):
+        return job
+    return dataclasses.replace(job, samplers=(*job.samplers, *WITHIN_20))
 
 
 def elephants(case: str, data: str) -> Job:
@@ -141,11 +185,19 @@ def get_jobs(part: str, data: str) -> list[Job]:
     order = ('flow', 'epsilon-linear', 'v-cosine', 'edm', 'epsilon-cosine')
     photographs = [objects(case, data, seed=seed) for seed in (0, 1) for case in order]
     parts = {
-        'objects': photographs,
+        'objects': [complete(job) for job in photographs],
         **{
-            name: [dataclasses.replace(job, seconds=(seconds,)) for job in photographs]
+            name: [complete(dataclasses.replace(job, seconds=(seconds,))) for job in photographs]
             for name, seconds in (('minute', 60), ('three', 180), ('ten', 600))
         },
+        'images': [complete(images(data, seed=seed)) for seed in (0, 1)],
+        'twenty': [
+            dataclasses.replace(job, seconds=measured(job), samplers=WITHIN_20, picture=0)
+            for job in photographs
+            if measured(job)
+        ],
+        'alone': [alone(data)],
+        'costs': [objects(case, data) for case in OBJECTIVES],  # the ratios are to the first
         'elephants': [elephants(case, data) for case in order],
         'rates': [
             objects('flow', data, fields={'optimizer.learning_rate': r}, name=f'flow-{r:g}')
