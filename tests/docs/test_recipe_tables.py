@@ -101,6 +101,18 @@ def test_times_to_the_quality_of_the_baseline():
     assert found['edm'] == ['not in 60', '']
 
 
+def test_digits_have_a_line_for_each_sampler():
+    found = [
+        row('edm', 30, 'heun:20', 2.0, data='digits'),
+        row('edm', 30, 'heun:20', 3.0, data='digits', seed=1),
+        row('edm', 30, 'dpmpp_2m:20', 1.0, data='digits'),
+    ]
+    assert [line[:6] for line in cells(tables.digits(found))] == [
+        ['edm', '3,000', 'heun 20', '39', '2', '2.5 ± 0.5'],
+        ['edm', '3,000', 'dpmpp_2m 20', '20', '1', '1'],
+    ]
+
+
 def test_a_later_row_replaces_an_earlier_one(tmp_path):
     both = [row('edm', 60, 'heun:10', 90.0), row('edm', 60, 'heun:10', 80.0)]
     (tmp_path / 'rows.jsonl').write_text('\n'.join(map(json.dumps, both)) + '\n')

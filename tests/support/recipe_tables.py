@@ -14,6 +14,7 @@ from jaxunet.runtime.rows import Row
 from support import markdown, method_tables
 
 FOLDER = pathlib.Path(__file__).parents[2] / 'docs/results/recipes'
+DIGITS = FOLDER.parent / 'digits'
 LIMITS = (50, 20)  # evaluations of the network a sample
 BASELINE = 'epsilon-linear'
 NOTHING = 'Nothing is measured yet.'
@@ -181,6 +182,30 @@ def sampling_times(found: Sequence[Row]) -> str:
     )
 
 
+def digits(found: Sequence[Row]) -> str:
+    """Quality by objective, steps and sampler, on the embedded digits."""
+    body = []
+    for (case, _), group in groups(found, 'digits').items():
+        for sampler in dict.fromkeys(row['sampler'] for row in group):
+            rows = [row for row in group if row['sampler'] == sampler]
+            body.append(
+                (
+                    case,
+                    all_of(rows, lambda row: f'{row["step"]:,}'),
+                    sampler.replace(':', ' '),
+                    str(rows[0]['evaluations']),
+                    str(len(rows)),
+                    spread(rows, value('train', 'fid')),
+                    spread(rows, value('train', 'kid'), factor=1e3),
+                    spread(rows, value('train', 'precision')),
+                    spread(rows, value('train', 'recall')),
+                )
+            )
+    head = ('objective', 'steps', 'sampler', 'evaluations', 'seeds', 'Fréchet distance')
+    more = ('kernel distance · 10³', 'precision', 'recall')
+    return with_origin((*head, *more), body, found, 'digits')
+
+
 def sooner(found: Sequence[Row]) -> str:
     """Seconds that each objective needs for the quality of the baseline's last checkpoint."""
     curves: dict[str, list[tuple[float, float]]] = {}
@@ -328,4 +353,5 @@ TABLES: dict[str, Callable[[], str]] = {
     'recipes_elephants': lambda: elephants(of_elephants(read()) or earlier()),
     'recipes_pictures': pictures,
     'recipe_picture': recipe_picture,
+    'recipes_digits': lambda: digits(read(DIGITS)),
 }
