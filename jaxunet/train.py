@@ -25,6 +25,7 @@ from jaxunet.checkpoint import store as checkpoint
 from jaxunet.checkpoint.load import load_initial
 from jaxunet.checkpoint.newest import newest_config
 from jaxunet.config import Config, cli, to_dict
+from jaxunet.config.samplers import evaluation_sampler, grid_sampler
 from jaxunet.data.automatic import complete
 from jaxunet.data.classes import check_classes
 from jaxunet.data.sources import open_images
@@ -47,8 +48,8 @@ WORKDIR = flags.DEFINE_string(
 DRY_RUN = flags.DEFINE_bool(
     'dry_run',
     False,
-    'Train nothing: print the config with all choices made, the number of parameters, GFLOPs per '
-    'image and an estimate of the memory.',
+    'Train nothing: print the config with all choices made, the samplers, the number of '
+    'parameters, GFLOPs per image and an estimate of the memory.',
 )
 CLUSTER = flags.DEFINE_enum(
     'cluster',
@@ -221,6 +222,8 @@ def checkpoint_names(workdir: pathlib.Path) -> list[str]:
 def dry_run(config: Config) -> None:
     """Prints the resolved config and the cost estimate of a run, without allocating arrays."""
     print(pprint.pformat(to_dict(config), sort_dicts=False, width=100))
+    grids, evaluations = grid_sampler(config), evaluation_sampler(config)
+    print(f'samplers while training: grids {grids.text}, evaluations {evaluations.text}')
     print(estimate.summary(config))
 
 

@@ -31,6 +31,11 @@ class Choice(NamedTuple):
     name: str
     steps: int | None
 
+    @property
+    def text(self) -> str:
+        """The sampler in words."""
+        return f'{self.name} in {self.steps or "all"} steps'
+
 
 def grid_sampler(config: Config) -> Choice:
     """Returns the sampler of the sample grids while training: that of the objective.
