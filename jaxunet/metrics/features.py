@@ -76,7 +76,8 @@ class FeatureNetwork:
         if self.size and found != self.size:
             raise UserError(
                 f'--features: {self.name} compares images of {self.size[0]}x{self.size[1]} pixels, '
-                f'found {found[0]}x{found[1]}'
+                f'found {found[0]}x{found[1]}; give features of this size '
+                '(python -m jaxunet.metrics.train_features), or inception'
             )
 
 
