@@ -14,7 +14,7 @@ from jaxunet.benchmark.kernels import table as kernel_table
 from jaxunet.runtime import rows
 from jaxunet.runtime.rows import Row
 from jaxunet.weights.presets import PRESETS
-from support import fault_table, markdown, method_tables, recipe_tables
+from support import fault_table, markdown, method_tables, recipe_tables, width_tables
 from support import golden as trajectories
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -387,6 +387,7 @@ TABLES: dict[str, Callable[[], str]] = {
     'methods_missing': lambda: method_tables.missing(method_tables.measured()),
     'methods_picture': method_tables.picture,
     **recipe_tables.TABLES,
+    **width_tables.TABLES,
     'devices_batch': study('devices_batch'),
     'amp': study('amp'),
     'loader_workers': study('loader_workers'),
