@@ -14,9 +14,9 @@ struct Head {
   float* operator()(int64_t token) const { return data + token * stride; }
 };
 
-// A head of q (which = 0), k (1) or v (2) of the packed array.
+// A head of q, k or v of the packed array.
 template <class Plan>
-Head packed(const Plan& plan, std::vector<float>& qkv, int64_t sample, int64_t head, int which) {
+Head packed(const Plan& plan, std::vector<float>& qkv, int64_t sample, int64_t head, Qkv which) {
   const int64_t channels = plan.heads * plan.width;
   return {qkv.data() + sample * plan.tokens * 3 * channels + which * channels + head * plan.width,
           3 * channels};
@@ -45,8 +45,8 @@ void attention_forward(const AttentionForward& plan, Pool& pool) {
   std::vector<float> out(elements);
   parallel(pool, plan.batch * plan.heads, [&](int64_t i) {
     const int64_t sample = i / plan.heads, head = i % plan.heads;
-    const Head q = packed(plan, qkv, sample, head, 0), k = packed(plan, qkv, sample, head, 1);
-    const Head v = packed(plan, qkv, sample, head, 2), o = unpacked(plan, out, sample, head);
+    const Head q = packed(plan, qkv, sample, head, kQ), k = packed(plan, qkv, sample, head, kK);
+    const Head v = packed(plan, qkv, sample, head, kV), o = unpacked(plan, out, sample, head);
     std::vector<double> weights(tokens), sums(width);
     for (int64_t row = 0; row < tokens; ++row) {
       for (int64_t t = 0; t < tokens; ++t) weights[t] = dot(q(row), k(t), width) * scale;
@@ -74,9 +74,9 @@ void attention_backward(const AttentionBackward& plan, Pool& pool) {
   std::vector<float> dqkv(3 * elements);
   parallel(pool, plan.batch * plan.heads, [&](int64_t i) {
     const int64_t sample = i / plan.heads, head = i % plan.heads;
-    const Head q = packed(plan, qkv, sample, head, 0), k = packed(plan, qkv, sample, head, 1);
-    const Head v = packed(plan, qkv, sample, head, 2), dq = packed(plan, dqkv, sample, head, 0);
-    const Head dk = packed(plan, dqkv, sample, head, 1), dv = packed(plan, dqkv, sample, head, 2);
+    const Head q = packed(plan, qkv, sample, head, kQ), k = packed(plan, qkv, sample, head, kK);
+    const Head v = packed(plan, qkv, sample, head, kV), dq = packed(plan, dqkv, sample, head, kQ);
+    const Head dk = packed(plan, dqkv, sample, head, kK), dv = packed(plan, dqkv, sample, head, kV);
     const Head o = unpacked(plan, out, sample, head), g = unpacked(plan, grad, sample, head);
     for (int64_t row = 0; row < tokens; ++row) {
       const double delta = dot(o(row), g(row), width);  // sum over t of weight * dweight

@@ -3,6 +3,7 @@
 // and delta = sum over the keys of p * dp = sum over the channels of dO * O, for each query:
 //   p = exp(s - lse),  dp = dO * v^T,  ds = p * (dp - delta),
 //   dv = p^T * dO,  dk = ds^T * q / sqrt(width),  dq = ds * k / sqrt(width).
+// flash_shapes.cuh has the shapes in use, and dispatches to them.
 //
 // A block *owns* kRows rows of one head, either queries or keys: they stay in shared memory, and
 // the block computes their gradients. All rows of the other kind are *streamed* past them, in tiles
@@ -14,9 +15,10 @@
 //   keys      k  v    queries   q  dO   s^T = a * c^T   dp^T = b * d^T   da = dk = ds^T * c
 //                                                                        db = dv = p^T * d
 //
-// No block adds to another's results, so nothing is summed by atomics and results are the same in
-// every run. If a head has so few tokens that one block owns all its keys, this block computes dq
-// as well: its warps exchange ds through shared memory (Owned::kAllKeys).
+// s and dp are computed twice, once for each kind of block, so that no block adds to another's
+// results: nothing is summed by atomics, and results are the same in every run. If a head has so
+// few tokens that one block owns all its keys, this block computes dq as well: its warps exchange
+// ds through shared memory (Owned::kAllKeys).
 //
 // kRowWarps warps divide the owned rows, kWarpTiles * 16 each. For wide heads, kColumnWarps warps
 // share these rows and divide the columns of the results. For p and ds there are two ways:
@@ -46,23 +48,24 @@
 
 namespace jaxunet::cuda {
 
-// All of a block's work. `first`: its first owned row. `ready`: flash_delta_kernel has written the
-// deltas to dq's memory; otherwise this block computes those that it needs.
+// All of a block's work. `first`: its first owned row. `deltas_ready`: flash_delta_kernel has
+// written the deltas to dq's memory; otherwise this block computes those that it needs.
 template <class S, Owned kOwned>
 __device__ void process_block(const AttentionBackward& plan, const Head<AttentionBackward>& head,
-                              int first, int stages, bool ready) {
+                              int first, int stages, bool deltas_ready) {
   using T = typename S::T;
   using SmemTile = Tile<T, S::kWidth>;
-  constexpr bool kQueries = kOwned == Owned::kQueries, kAll = kOwned == Owned::kAllKeys;
+  constexpr bool kOwnsQueries = kOwned == Owned::kQueries, kAll = kOwned == Owned::kAllKeys;
   const int tokens = static_cast<int>(plan.tokens),
             steps = (tokens + S::kStreamRows - 1) / S::kStreamRows;
   const auto* qkv = static_cast<const T*>(plan.qkv);
-  const auto q = head.packed(qkv, 0), k = head.packed(qkv, 1), v = head.packed(qkv, 2);
+  const auto q = head.packed(qkv, kQ), k = head.packed(qkv, kK), v = head.packed(qkv, kV);
   const auto out = head.unpacked(static_cast<const T*>(plan.out)),
              grad = head.unpacked(static_cast<const T*>(plan.grad));
   const float* const lse = plan.lse + head.index * tokens;
-  const auto dq = head.packed(static_cast<T*>(plan.dqkv), 0),
-             dk = head.packed(static_cast<T*>(plan.dqkv), 1);
+  const auto dq = head.packed(static_cast<T*>(plan.dqkv), kQ),
+             dk = head.packed(static_cast<T*>(plan.dqkv), kK),
+             dv = head.packed(static_cast<T*>(plan.dqkv), kV);
 
   float* const lses = reinterpret_cast<float*>(shared_memory());
   float* const deltas = lses + S::kSegment;
@@ -73,25 +76,28 @@ __device__ void process_block(const AttentionBackward& plan, const Head<Attentio
                     (2 * S::kRows + (step % stages * 2 + which) * S::kStreamRows) * S::kWidth};
   };
   const auto load = [&](int step) {
-    fetch<S::kStreamRows, S::kThreads>(tile(step, 0), kQueries ? k : q, step * S::kStreamRows);
-    fetch<S::kStreamRows, S::kThreads>(tile(step, 1), kQueries ? v : grad, step * S::kStreamRows);
+    fetch<S::kStreamRows, S::kThreads>(tile(step, 0), kOwnsQueries ? k : q, step * S::kStreamRows);
+    fetch<S::kStreamRows, S::kThreads>(tile(step, 1), kOwnsQueries ? v : grad,
+                                       step * S::kStreamRows);
   };
   T* const exchange = memory + 2 * (S::kRows + stages * S::kStreamRows) * S::kWidth;
 
-  fetch<S::kRows, S::kThreads>(a, kQueries ? q : k, first);
-  fetch<S::kRows, S::kThreads>(b, kQueries ? grad : v, first);
+  fetch<S::kRows, S::kThreads>(a, kOwnsQueries ? q : k, first);
+  fetch<S::kRows, S::kThreads>(b, kOwnsQueries ? grad : v, first);
   load(0);
-  const int own = kQueries ? first : 0,
-            rows = kQueries ? S::kRows : min(steps * S::kStreamRows, S::kSegment);
-  load_row_statistics<S>(lse, dq, ready, own, rows, lses, deltas);
-  if (!ready) compute_deltas<S>(out, grad, own, rows, deltas);  // one segment holds them all
+  // lse and delta of the owned queries, or of the first segment of streamed ones.
+  const int first_query = kOwnsQueries ? first : 0,
+            queries = kOwnsQueries ? S::kRows : min(steps * S::kStreamRows, S::kSegment);
+  load_row_statistics<S>(lse, dq, deltas_ready, first_query, queries, lses, deltas);
+  if (!deltas_ready)  // then one segment holds all queries
+    compute_deltas<S>(out, grad, first_query, queries, deltas);
   Backward<S, kOwned> state(a, b, exchange, lses, deltas, tokens, static_cast<int>(plan.width),
                             first);
   for (int step = 0; step < steps; ++step) {
     const int start = step * S::kStreamRows;
-    if (!kQueries && !kAll && step > 0 && start % S::kSegment == 0) {
+    if (!kOwnsQueries && !kAll && step > 0 && start % S::kSegment == 0) {
       __syncthreads();
-      load_row_statistics<S>(lse, dq, ready, start,
+      load_row_statistics<S>(lse, dq, deltas_ready, start,
                              min((steps - step) * S::kStreamRows, S::kSegment), lses, deltas);
     }
     cp_async_wait_all();
@@ -111,11 +117,12 @@ __device__ void process_block(const AttentionBackward& plan, const Head<Attentio
   __syncthreads();
   state.store();
   __syncthreads();
-  write<S::kRows, S::kThreads>(a, kQueries ? dq : dk, first);
-  if (!kQueries) write<S::kRows, S::kThreads>(b, head.packed(static_cast<T*>(plan.dqkv), 2), first);
+  write<S::kRows, S::kThreads>(a, kOwnsQueries ? dq : dk, first);
+  if (!kOwnsQueries) write<S::kRows, S::kThreads>(b, dv, first);
 }
 
-// What the blocks of a launch own: half of them keys and half queries, or all the same.
+// What the blocks of a launch own: half of them keys and half queries, in a single launch; or all
+// the same, after a launch of flash_delta_kernel.
 enum class Owners { kBoth, kKeys, kQueries };
 
 // Grid: (batch * heads * blocks of kRows rows), twice as many with Owners::kBoth: then those that
@@ -128,10 +135,11 @@ __global__ void __launch_bounds__(S::kThreads, S::kBlocksPerSm)
                  block = blockIdx.x % count;
   const Head<AttentionBackward> head{plan, block / blocks};
   const int first = static_cast<int>(block % blocks) * S::kRows;
+  const bool deltas_ready = owners != Owners::kBoth;
   if (owners == Owners::kBoth ? blockIdx.x < count : owners == Owners::kKeys) {
-    process_block<S, Owned::kKeys>(plan, head, first, stages, owners != Owners::kBoth);
+    process_block<S, Owned::kKeys>(plan, head, first, stages, deltas_ready);
   } else {
-    process_block<S, Owned::kQueries>(plan, head, first, stages, owners != Owners::kBoth);
+    process_block<S, Owned::kQueries>(plan, head, first, stages, deltas_ready);
   }
 }
 
@@ -144,11 +152,11 @@ __global__ void __launch_bounds__(S::kThreads, S::kBlocksPerSm)
 }
 
 // Returns the stages that fit the device's shared memory, at most as many as there are tiles; 0 if
-// not even one fits.
+// not even one fits. `all_keys`: one block owns all keys of a head.
 template <class S>
-int fitting_stages(int64_t tokens, bool all, int shared_bytes) {
+int fitting_stages(int64_t tokens, bool all_keys, int shared_bytes) {
   for (int stages = tokens > S::kStreamRows ? 2 : 1; stages; --stages) {
-    if (S::bytes(stages, all) <= shared_bytes) return stages;
+    if (S::bytes(stages, all_keys) <= shared_bytes) return stages;
   }
   return 0;
 }
@@ -193,13 +201,8 @@ std::optional<cudaError_t> launch_backward(const AttentionBackward& plan, int sh
     run(Owners::kBoth);
     return error;
   }
-  constexpr int rows = 256 / (S::kWidth / 8);
-  const int64_t grid = ceil_div(plan.batch * plan.heads * plan.tokens, rows);
-  if (grid > INT32_MAX) return std::nullopt;
-  if (error == cudaSuccess) {
-    error = launch(flash_delta_kernel<T, S::kWidth>, dim3(static_cast<unsigned>(grid)), 256, 0,
-                   stream, plan);
-  }
+  if (delta_blocks<S::kWidth>(plan) > INT32_MAX) return std::nullopt;
+  if (error == cudaSuccess) error = launch_delta<T, S::kWidth>(plan, stream);
   run(Owners::kKeys);
   run(Owners::kQueries);
   return error;

@@ -14,24 +14,25 @@ struct BackwardShape {
   static constexpr int kWidth = kWidth_;          // of a head, padded
   static constexpr int kWarpTiles = kWarpTiles_;  // 16-row tiles of owned rows of a warp
   static constexpr int kRowWarps = kRowWarps_;    // warps that divide the owned rows
-  static constexpr int kColumnWarps =
-      kColumnWarps_;                                // warps that divide the columns of the results
+  // Warps that divide the columns of the results.
+  static constexpr int kColumnWarps = kColumnWarps_;
   static constexpr int kStreamRows = kStreamRows_;  // rows of a streamed tile
-  static constexpr int kBlocksPerSm =
-      kBlocksPerSm_;  // concurrent blocks, which bounds the registers
+  // Concurrent blocks of a multiprocessor, which bounds the registers.
+  static constexpr int kBlocksPerSm = kBlocksPerSm_;
   static constexpr bool kRecomputes = kStreamRows < 16 * kColumnWarps,
                         kExchanges = kColumnWarps > 1 && !kRecomputes;
   static constexpr int kWarps = kRowWarps * kColumnWarps, kThreads = 32 * kWarps,
                        kRows = 16 * kWarpTiles * kRowWarps;
-  static constexpr int kSegment = 512;  // rows whose lse and delta are in shared memory at a time
-  static constexpr bool kKeepsOwned =
-      sizeof(T) == 2 && kWidth <= 32;  // owned rows stay in registers
+  // Streamed rows whose lse and delta are in shared memory at a time, 4 KB of it.
+  static constexpr int kSegment = 512;
+  // a and b stay in registers, 16 * kWarpTiles of a lane's.
+  static constexpr bool kKeepsOwned = sizeof(T) == 2 && kWidth <= 32;
 
   static_assert(kStreamRows % (kRecomputes ? 16 : 16 * kColumnWarps) == 0 &&
                 kSegment % kStreamRows == 0 && kSegment >= kRows);
-  // Bytes of shared memory; `all`: of a block that owns all keys.
-  static constexpr int bytes(int stages, bool all) {
-    const int exchanges = kExchanges + (kExchanges || all);
+  // Bytes of shared memory; `all_keys`: of a block that owns all keys, which always exchanges ds.
+  static constexpr int bytes(int stages, bool all_keys) {
+    const int exchanges = kExchanges + (kExchanges || all_keys);  // of p, and of ds
     return 2 * kSegment * 4 +
            (2 * (kRows + stages * kStreamRows) * kWidth + exchanges * kRows * kStreamRows) *
                sizeof(T);
@@ -48,7 +49,7 @@ class Backward {
   using T = typename S::T;
   using SmemTile = Tile<T, S::kWidth>;
   using Exchange = Tile<T, S::kStreamRows>;
-  static constexpr bool kQueries = kOwned == Owned::kQueries, kExchanges = S::kExchanges;
+  static constexpr bool kOwnsQueries = kOwned == Owned::kQueries, kExchanges = S::kExchanges;
   // Rows of a streamed tile for which a warp computes p and ds, and its columns of the results.
   static constexpr int kWarpRows =
       S::kRecomputes ? S::kStreamRows : S::kStreamRows / S::kColumnWarps;
@@ -58,15 +59,16 @@ class Backward {
   const Exchange p_, ds_;
   const float *lses_, *deltas_;
   const int tokens_;
-  const int first_, row_;  // first owned row: of the block, in the head; of the warp, in the block
-  const int stream_row_,
-      column_;  // the warp's first row of a streamed tile; first column of results
+  const int first_;       // the block's first owned row, in the head
+  const int row_;         // the warp's first owned row, in the block
+  const int stream_row_;  // the warp's first row of a streamed tile
+  const int column_;      // the warp's first column of the results
   const float scale_;
   Fragment<T> owned_fragments_[2][S::kKeepsOwned ? S::kWarpTiles : 1]
                               [S::kKeepsOwned ? S::kWidth / 16 : 1];
-  float da_[S::kWarpTiles][kWarpColumns / 8][4] = {};                 // of a: dq or dk
-  float db_[kQueries ? 1 : S::kWarpTiles][kWarpColumns / 8][4] = {};  // of b: dv
-  float lse_[S::kWarpTiles][2], delta_[S::kWarpTiles][2];             // of owned queries
+  float da_[S::kWarpTiles][kWarpColumns / 8][4] = {};                     // of a: dq or dk
+  float db_[kOwnsQueries ? 1 : S::kWarpTiles][kWarpColumns / 8][4] = {};  // of b: dv
+  float lse_[S::kWarpTiles][2], delta_[S::kWarpTiles][2];                 // of owned queries
 
  public:
   __device__ Backward(const SmemTile& a, const SmemTile& b, T* exchange, const float* lses,
@@ -102,7 +104,7 @@ class Backward {
         }
       }
     }
-    if constexpr (kQueries) {
+    if constexpr (kOwnsQueries) {
 #pragma unroll
       for (int m = 0; m < S::kWarpTiles; ++m) {
 #pragma unroll
@@ -130,9 +132,9 @@ class Backward {
       if (any && (!S::kRecomputes || column_ == 0)) {
 #pragma unroll
         for (int m = 0; m < S::kWarpTiles; ++m) {
-          store_sums(ds_, ds[m], row_ + 16 * m, stream_row_, 1, 1);
-          if constexpr (kExchanges && !kQueries)
-            store_sums(p_, p[m], row_ + 16 * m, stream_row_, 1, 1);
+          store_accumulators(ds_, ds[m], row_ + 16 * m, stream_row_, 1, 1);
+          if constexpr (kExchanges && !kOwnsQueries)
+            store_accumulators(p_, p[m], row_ + 16 * m, stream_row_, 1, 1);
         }
       }
       __syncthreads();
@@ -142,7 +144,7 @@ class Backward {
       for (int n = 0; n < S::kStreamRows / 8; n += 2) {
         if (!kWhole && first + 8 * n >= tokens_) continue;
         accumulate(da_, ds, ds_, c, n);
-        if constexpr (!kQueries) accumulate(db_, p, p_, d, n);
+        if constexpr (!kOwnsQueries) accumulate(db_, p, p_, d, n);
       }
     }
     if constexpr (kOwned == Owned::kAllKeys) compute_dq(first, dq);
@@ -153,15 +155,15 @@ class Backward {
     if (!has_rows()) return;
 #pragma unroll
     for (int m = 0; m < S::kWarpTiles; ++m) {
-      store_sums(a_, da_[m], row_ + 16 * m, column_, scale_, scale_);
-      if constexpr (!kQueries) store_sums(b_, db_[m], row_ + 16 * m, column_, 1, 1);
+      store_accumulators(a_, da_[m], row_ + 16 * m, column_, scale_, scale_);
+      if constexpr (!kOwnsQueries) store_accumulators(b_, db_[m], row_ + 16 * m, column_, 1, 1);
     }
   }
 
  private:
-  // sums += owned * other^T for this warp's part of the streamed rows.
+  // accumulators += owned * other^T for this warp's part of the streamed rows.
   template <int kWhich, bool kWhole>
-  __device__ void multiply_transposed(float (&sums)[S::kWarpTiles][kWarpRows / 8][4],
+  __device__ void multiply_transposed(float (&accumulators)[S::kWarpTiles][kWarpRows / 8][4],
                                       const SmemTile& owned, const SmemTile& other, int first) {
 #pragma unroll kUnrolled < T, S::kWidth / 16>
     for (int k = 0; k < S::kWidth / 16; ++k) {
@@ -179,7 +181,7 @@ class Backward {
         if (!kWhole && first + stream_row_ + 8 * n >= tokens_) continue;
         const auto right = right_k_major(other, stream_row_ + 8 * n, 16 * k);
 #pragma unroll
-        for (int m = 0; m < S::kWarpTiles; ++m) multiply(&sums[m][n], left[m], right);
+        for (int m = 0; m < S::kWarpTiles; ++m) multiply(&accumulators[m][n], left[m], right);
       }
     }
   }
@@ -196,7 +198,7 @@ class Backward {
       const int other =
           stream_row_ + 8 * n + lane % 4 * 2;  // row of the tile; the next one follows
       float2 lse, delta;
-      if constexpr (!kQueries) {
+      if constexpr (!kOwnsQueries) {
         lse = *reinterpret_cast<const float2*>(lses_ + (first % S::kSegment + other));
         delta = *reinterpret_cast<const float2*>(deltas_ + (first % S::kSegment + other));
       }
@@ -204,10 +206,10 @@ class Backward {
       for (int m = 0; m < S::kWarpTiles; ++m) {
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
-          const float row_lse = kQueries ? lse_[m][i / 2] : i % 2 ? lse.y : lse.x;
-          const float row_delta = kQueries ? delta_[m][i / 2] : i % 2 ? delta.y : delta.x;
+          const float row_lse = kOwnsQueries ? lse_[m][i / 2] : i % 2 ? lse.y : lse.x;
+          const float row_delta = kOwnsQueries ? delta_[m][i / 2] : i % 2 ? delta.y : delta.x;
           float weight = power_of_two(p[m][n][i] * scale2 - row_lse);
-          if (kQueries && !kWhole && first + other + i % 2 >= tokens_) weight = 0;
+          if (kOwnsQueries && !kWhole && first + other + i % 2 >= tokens_) weight = 0;
           if (kOwned == Owned::kAllKeys && !kWhole &&
               row_ + 16 * m + lane / 4 + i / 2 * 8 >= tokens_)
             weight = 0;
@@ -218,10 +220,11 @@ class Backward {
     }
   }
 
-  // sums += weights * other, for columns [8 n, 8 n + 16) of the weights, from registers or from the
-  // exchange.
-  template <class Sums>
-  __device__ void accumulate(Sums& sums, const float (&weights)[S::kWarpTiles][kWarpRows / 8][4],
+  // accumulators += weights * other, for columns [8 n, 8 n + 16) of the weights (p or ds), from
+  // registers or from the exchange.
+  template <class Accumulators>
+  __device__ void accumulate(Accumulators& accumulators,
+                             const float (&weights)[S::kWarpTiles][kWarpRows / 8][4],
                              const Exchange& exchange, const SmemTile& other, int n) {
     Fragment<T> left[S::kWarpTiles];
 #pragma unroll
@@ -229,14 +232,14 @@ class Backward {
       if constexpr (kExchanges) {
         left[m] = left_k_major<true>(exchange, row_ + 16 * m, 8 * n);
       } else {
-        left[m] = left_from_sums<T>(&weights[m][n]);
+        left[m] = left_from_accumulators<T>(&weights[m][n]);
       }
     }
 #pragma unroll
     for (int j = 0; j < kWarpColumns / 8; j += 2) {
       const auto right = right_mn_major(other, column_ + 8 * j, 8 * n);
 #pragma unroll
-      for (int m = 0; m < S::kWarpTiles; ++m) multiply(&sums[m][j], left[m], right);
+      for (int m = 0; m < S::kWarpTiles; ++m) multiply(&accumulators[m][j], left[m], right);
     }
   }
 
@@ -247,14 +250,14 @@ class Backward {
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, row = warp % kParts * 16,
               column = warp / kParts * kShare;
     if (first + row >= tokens_) return;
-    float sums[kShare / 8][4] = {};
+    float accumulators[kShare / 8][4] = {};
 #pragma unroll
     for (int key = 0; key < S::kRows; key += 16) {
       if (key >= tokens_) continue;
       const auto left = left_mn_major(ds_, row, key);
 #pragma unroll
       for (int j = 0; j < kShare / 8; j += 2)
-        multiply(&sums[j], left, right_mn_major(a_, column + 8 * j, key));
+        multiply(&accumulators[j], left, right_mn_major(a_, column + 8 * j, key));
     }
 #pragma unroll
     for (int j = 0; j < kShare / 8; ++j) {
@@ -263,7 +266,8 @@ class Backward {
       for (int half = 0; half < 2; ++half) {
         const int token = first + row + lane / 4 + 8 * half;
         if (token < tokens_ && d < dq.width) {
-          store_pair(dq.at(token, d), sums[j][2 * half] * scale_, sums[j][2 * half + 1] * scale_);
+          store_pair(dq.at(token, d), accumulators[j][2 * half] * scale_,
+                     accumulators[j][2 * half + 1] * scale_);
         }
       }
     }

@@ -1,13 +1,15 @@
 // Two numbers of each query that the backward pass needs: lse, the log-sum-exp of its logits in
 // base two, and delta, the sum of dO * O over its row (Dao 2023, arXiv 2307.08691).
 //
-// flash_delta_kernel computes the deltas of all queries in a launch of its own. kWidth / 8 lanes
-// divide a row, eight columns each; a block has 256 threads. It writes each delta to the first four
-// bytes of the query's row of dq, where later launches read it before they write dq.
+// flash_delta_kernel computes the deltas of all queries in a launch of its own. Without it, each
+// block of flash_backward.cuh computes those that it needs. kWidth / 8 lanes divide a row, eight
+// columns each. No shared memory, no barriers. It writes each delta to the first four bytes of the
+// query's row of dq, where later launches read it before they write dq.
 #pragma once
 
 #include <cmath>
 
+#include "common/integers.h"
 #include "common/launch.cuh"
 #include "flash_tile.cuh"
 #include "plan.h"
@@ -43,15 +45,16 @@ struct RowProduct {
   }
 };
 
-// Loads the lse of `rows` rows from `first`, in base two, and their deltas from dq's memory if they
-// are `ready` there. Rows beyond the tokens get an infinite lse, which makes their weights zero.
+// Loads the lse of `rows` rows from `first`, in base two, and if `deltas_ready` their deltas from
+// dq's memory. Rows beyond the tokens get an infinite lse, which makes their weights zero.
 template <class S, class T>
-__device__ void load_row_statistics(const float* lse, const HeadRows<T>& dq, bool ready, int first,
-                                    int rows, float* lses, float* deltas) {
+__device__ void load_row_statistics(const float* lse, const HeadRows<T>& dq, bool deltas_ready,
+                                    int first, int rows, float* lses, float* deltas) {
   for (int row = threadIdx.x; row < rows; row += S::kThreads) {
     const bool token = first + row < dq.tokens;
     lses[row] = token ? lse[first + row] * kLog2e : INFINITY;
-    if (ready) deltas[row] = token ? *reinterpret_cast<const float*>(dq.at(first + row, 0)) : 0.0f;
+    if (deltas_ready)
+      deltas[row] = token ? *reinterpret_cast<const float*>(dq.at(first + row, 0)) : 0.0f;
   }
 }
 
@@ -76,22 +79,40 @@ __device__ void compute_deltas(const HeadRows<const T>& out, const HeadRows<cons
   }
 }
 
+constexpr int kDeltaThreads = 256;  // of a block of flash_delta_kernel
+
 // Grid: (rows of all heads / rows of a block).
 template <class T, int kWidth>
-__global__ void __launch_bounds__(256) flash_delta_kernel(const AttentionBackward plan) {
+__global__ void __launch_bounds__(kDeltaThreads) flash_delta_kernel(const AttentionBackward plan) {
   constexpr int lanes = kWidth / 8;
-  const int64_t unit = static_cast<int64_t>(blockIdx.x) * (256 / lanes) + threadIdx.x / lanes;
-  const bool some = unit < plan.batch * plan.heads * plan.tokens;
-  const Head<AttentionBackward> head{plan, some ? unit / plan.tokens : 0};
-  const int row = static_cast<int>(some ? unit % plan.tokens : plan.tokens),
+  const int64_t head_row =
+      static_cast<int64_t>(blockIdx.x) * (kDeltaThreads / lanes) + threadIdx.x / lanes;
+  const bool some = head_row < plan.batch * plan.heads * plan.tokens;
+  const Head<AttentionBackward> head{plan, some ? head_row / plan.tokens : 0};
+  const int row = static_cast<int>(some ? head_row % plan.tokens : plan.tokens),
             column = threadIdx.x % lanes * 8;
   RowProduct<T> product;
   product.load(head.unpacked(static_cast<const T*>(plan.out)),
                head.unpacked(static_cast<const T*>(plan.grad)), row, column);
   const float delta = product.template sum<lanes>();
   if (some && column == 0) {
-    *reinterpret_cast<float*>(head.packed(static_cast<T*>(plan.dqkv), 0).at(row, 0)) = delta;
+    *reinterpret_cast<float*>(head.packed(static_cast<T*>(plan.dqkv), kQ).at(row, 0)) = delta;
   }
+}
+
+// Blocks of flash_delta_kernel.
+template <int kWidth>
+int64_t delta_blocks(const AttentionBackward& plan) {
+  constexpr int kRows = kDeltaThreads / (kWidth / 8);  // of a block
+  return ceil_div(plan.batch * plan.heads * plan.tokens, kRows);
+}
+
+// The caller checks that the blocks fit a grid.
+template <class T, int kWidth>
+cudaError_t launch_delta(const AttentionBackward& plan, cudaStream_t stream) {
+  return launch(flash_delta_kernel<T, kWidth>,
+                dim3(static_cast<unsigned>(delta_blocks<kWidth>(plan))), kDeltaThreads, 0, stream,
+                plan);
 }
 
 }  // namespace jaxunet::cuda

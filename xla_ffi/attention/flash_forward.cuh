@@ -1,6 +1,7 @@
 // Flash attention forward on the tensor cores: out = softmax(q * k^T / sqrt(width)) * v and the
 // log-sum-exp of each row, without storing the weights. Dao et al. 2022, arXiv 2205.14135; Dao
 // 2023, arXiv 2307.08691.
+// flash_shapes.cuh has the shapes in use, and dispatches to them.
 //
 // A block owns kRows queries of one head of one sample and walks over tiles of kTileKeys keys and
 // values. Grid: (batch * heads * blocks of queries), the blocks of one head side by side. Its warps
@@ -43,14 +44,14 @@ struct ForwardShape {
   static constexpr int kRowWarps = kRowWarps_;    // warps that divide the rows
   static constexpr int kKeySplits = kKeySplits_;  // warps that divide a tile's keys
   static constexpr int kTileKeys = kTileKeys_;    // keys of a tile
-  static constexpr int kBlocksPerSm =
-      kBlocksPerSm_;  // concurrent blocks, which bounds the registers
+  // Concurrent blocks of a multiprocessor, which bounds the registers.
+  static constexpr int kBlocksPerSm = kBlocksPerSm_;
   static constexpr int kColumnWarps = kColumnWarps_;  // warps that divide the columns of v
   static constexpr int kThreads = 32 * kRowWarps * kKeySplits * kColumnWarps,
                        kRows = 16 * kWarpTiles * kRowWarps;
-  static constexpr int kWarpColumns = kWidth / kColumnWarps;  // columns that a warp sums
+  static constexpr int kWarpColumns = kWidth / kColumnWarps;  // columns of out that a warp computes
   static constexpr int kWarpKeys = kTileKeys / kKeySplits;    // keys of a tile that a warp takes
-  // q stays in registers, where there are enough.
+  // q stays in registers if it takes at most 32 of a lane's.
   static constexpr bool kKeepsQueries = sizeof(T) == 2 && kWarpTiles * kWidth <= 128;
 
   // Bytes of shared memory.
@@ -153,7 +154,7 @@ class Forward {
       if (!kWhole && 8 * n >= rest) continue;
       Fragment<T> weights[S::kWarpTiles];
 #pragma unroll
-      for (int m = 0; m < S::kWarpTiles; ++m) weights[m] = left_from_sums<T>(&logits[m][n]);
+      for (int m = 0; m < S::kWarpTiles; ++m) weights[m] = left_from_accumulators<T>(&logits[m][n]);
 #pragma unroll
       for (int d = 0; d < S::kWarpColumns / 8; d += 2) {
         const auto right = right_mn_major(values, column_ + 8 * d, first_key_ + 8 * n);
@@ -204,7 +205,7 @@ class Forward {
 #pragma unroll
     for (int m = 0; m < S::kWarpTiles; ++m) {
       const float row_sums[2] = {quad_sum(sum_[m][0]), quad_sum(sum_[m][1])};
-      store_sums(q_, out_[m], row_ + 16 * m, column_, 1 / row_sums[0], 1 / row_sums[1]);
+      store_accumulators(q_, out_[m], row_ + 16 * m, column_, 1 / row_sums[0], 1 / row_sums[1]);
       if (column_ > 0) continue;
       for (int half = 0; half < 2; ++half) {
         const int lane = threadIdx.x % 32, row = first + row_ + 16 * m + lane / 4 + 8 * half;
@@ -287,7 +288,7 @@ __global__ void __launch_bounds__(S::kThreads, S::kBlocksPerSm)
             steps = (tokens + S::kTileKeys - 1) / S::kTileKeys;
   const Head<AttentionForward> head{plan, blockIdx.x / blocks};
   const auto* qkv = static_cast<const T*>(plan.qkv);
-  const auto keys = head.packed(qkv, 1), values = head.packed(qkv, 2);
+  const auto keys = head.packed(qkv, kK), values = head.packed(qkv, kV);
 
   T* const memory = reinterpret_cast<T*>(shared_memory());
   const SmemTile q{memory};
@@ -302,7 +303,7 @@ __global__ void __launch_bounds__(S::kThreads, S::kBlocksPerSm)
   Forward<S> state(q, tokens, static_cast<int>(plan.width));
   const bool has_rows =
       first + static_cast<int>(threadIdx.x) / 32 % S::kRowWarps * 16 * S::kWarpTiles < tokens;
-  fetch<S::kRows, S::kThreads>(q, head.packed(qkv, 0), first);
+  fetch<S::kRows, S::kThreads>(q, head.packed(qkv, kQ), first);
   load(0);
   for (int step = 0; step < steps; ++step) {
     cp_async_wait_all();

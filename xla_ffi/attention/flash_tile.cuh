@@ -16,6 +16,7 @@
 #include "common/special_functions.cuh"
 #include "common/types.cuh"
 #include "common/warp_tile.cuh"
+#include "plan.h"
 
 namespace jaxunet::cuda {
 
@@ -26,17 +27,20 @@ constexpr float kLog2e = 1.4426950408889634f;
 template <class T, int kSteps>
 constexpr int kUnrolled = sizeof(T) == 2 ? kSteps : 1;
 
-// A swizzled tile, [rows][kWidth].
+// A swizzled tile, [rows][kWidth]. Chunk c of row r lies at place c ^ (r / kRowsPerWay % kWays) of
+// its row: the eight rows that ldmatrix reads at one column then begin in eight different groups of
+// four banks.
 template <class T, int kWidth>
 struct Tile {
-  static constexpr int kChunk = 16 / sizeof(T),
-                       kChunks = kWidth / kChunk;  // elements of a chunk, chunks of a row
-  static constexpr int kWays = kChunks < 8 ? kChunks : 8,
-                       kApart = 8 / kWays;  // permutations; consecutive rows that share one
+  static constexpr int kChunk = 16 / sizeof(T);            // elements of a chunk
+  static constexpr int kChunks = kWidth / kChunk;          // chunks of a row
+  static constexpr int kWays = kChunks < 8 ? kChunks : 8;  // different permutations
+  // Consecutive rows with the same permutation: if rows are short, so many fill the 32 banks.
+  static constexpr int kRowsPerWay = 8 / kWays;
   T* data;
 
   __device__ T* at(int row, int column) const {
-    return data + row * kWidth + (column / kChunk ^ row / kApart % kWays) * kChunk +
+    return data + row * kWidth + (column / kChunk ^ row / kRowsPerWay % kWays) * kChunk +
            column % kChunk;
   }
 };
@@ -135,32 +139,33 @@ __device__ inline uint32_t pack(float a, float b, __half) {
 // Makes two accumulators, 16 x 8 and the next 8 columns, the left operand of a product with an
 // MN-major operand.
 template <class T>
-__device__ Fragment<T> left_from_sums(const float (*sums)[4]) {
+__device__ Fragment<T> left_from_accumulators(const float (*accumulators)[4]) {
   Fragment<T> out;
 #pragma unroll
   for (int j = 0; j < 2; ++j) {
     if constexpr (sizeof(T) == 2) {
-      out.at[2 * j] = pack(sums[j][0], sums[j][1], T());
-      out.at[2 * j + 1] = pack(sums[j][2], sums[j][3], T());
+      out.at[2 * j] = pack(accumulators[j][0], accumulators[j][1], T());
+      out.at[2 * j + 1] = pack(accumulators[j][2], accumulators[j][3], T());
     } else {
 #pragma unroll
-      for (int i = 0; i < 4; ++i) out.at[4 * j + i] = sums[j][i % 2 * 2 + i / 2];
+      for (int i = 0; i < 4; ++i) out.at[4 * j + i] = accumulators[j][i % 2 * 2 + i / 2];
     }
   }
   return out;
 }
 
-// sums, 16 x 8 and the next 8 columns, += left * right.
+// Adds left * right to two accumulators, 16 x 8 and the next 8 columns.
 template <class T>
-__device__ void multiply(float (*sums)[4], const Fragment<T>& left, const Fragment<T>& right) {
+__device__ void multiply(float (*accumulators)[4], const Fragment<T>& left,
+                         const Fragment<T>& right) {
 #pragma unroll
   for (int j = 0; j < 2; ++j)
-    mma_m16n8k16(sums[j], left.at, right.at[2 * j], right.at[2 * j + 1], T());
+    mma_m16n8k16(accumulators[j], left.at, right.at[2 * j], right.at[2 * j + 1], T());
 }
 // float32: tensor cores truncate their sums, so they add up 16 steps of K only; additions that
 // round do the rest.
 template <>
-__device__ inline void multiply(float (*sums)[4], const Fragment<float>& left,
+__device__ inline void multiply(float (*accumulators)[4], const Fragment<float>& left,
                                 const Fragment<float>& right) {
   float part[2][4] = {};
 #pragma unroll
@@ -185,7 +190,7 @@ __device__ inline void multiply(float (*sums)[4], const Fragment<float>& left,
 #pragma unroll
   for (int j = 0; j < 2; ++j) {
 #pragma unroll
-    for (int i = 0; i < 4; ++i) sums[j][i] += part[j][i];
+    for (int i = 0; i < 4; ++i) accumulators[j][i] += part[j][i];
   }
 }
 
@@ -202,15 +207,16 @@ __device__ void store_pair(T* to, float a, float b) {
 // Stores accumulators at rows [row, row + 16) and columns from `column`, the first 8 rows times
 // `top`, the others times `bottom`.
 template <int kBlocks, class T, int kWidth>
-__device__ void store_sums(const Tile<T, kWidth>& tile, const float (&sums)[kBlocks][4], int row,
-                           int column, float top, float bottom) {
+__device__ void store_accumulators(const Tile<T, kWidth>& tile,
+                                   const float (&accumulators)[kBlocks][4], int row, int column,
+                                   float top, float bottom) {
   const int lane = threadIdx.x % 32;
 #pragma unroll
   for (int j = 0; j < kBlocks; ++j) {
-    store_pair(tile.at(row + lane / 4, column + 8 * j + lane % 4 * 2), sums[j][0] * top,
-               sums[j][1] * top);
-    store_pair(tile.at(row + lane / 4 + 8, column + 8 * j + lane % 4 * 2), sums[j][2] * bottom,
-               sums[j][3] * bottom);
+    store_pair(tile.at(row + lane / 4, column + 8 * j + lane % 4 * 2), accumulators[j][0] * top,
+               accumulators[j][1] * top);
+    store_pair(tile.at(row + lane / 4 + 8, column + 8 * j + lane % 4 * 2),
+               accumulators[j][2] * bottom, accumulators[j][3] * bottom);
   }
 }
 
@@ -229,9 +235,9 @@ struct Head {
   const Plan& plan;
   int64_t index;  // sample * heads + head
 
-  // q (which = 0), k (1) or v (2) of the packed array.
+  // q, k or v of the packed array.
   template <class T>
-  __device__ HeadRows<T> packed(T* qkv, int which) const {
+  __device__ HeadRows<T> packed(T* qkv, Qkv which) const {
     const int64_t channels = plan.heads * plan.width, sample = index / plan.heads,
                   head = index % plan.heads;
     return {qkv + (sample * plan.tokens * 3 + which) * channels + head * plan.width,

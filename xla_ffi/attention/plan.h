@@ -11,6 +11,9 @@ namespace jaxunet {
 
 class Reader;
 
+// The arrays in qkv, and so in its gradient, in their order.
+enum Qkv : int { kQ, kK, kV };
+
 struct AttentionForward {
   Type type;  // of qkv and out
   int64_t batch, tokens, heads, width;

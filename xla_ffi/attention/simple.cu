@@ -75,9 +75,9 @@ struct RowPlace {
   __device__ bool exists(const Plan& plan) const {
     return sample < plan.batch;
   }
-  // Row `token` of q (0), k (1) or v (2).
+  // Row `token` of q, k or v.
   template <class T>
-  __device__ T* packed(T* qkv, int which, int64_t token) const {
+  __device__ T* packed(T* qkv, Qkv which, int64_t token) const {
     return qkv + ((sample * tokens + token) * 3 + which) * channels + head * width;
   }
   template <class T>
@@ -95,14 +95,14 @@ __global__ void __launch_bounds__(32 * kWarps) forward_kernel(const AttentionFor
   if (!place.exists(plan)) return;
   const auto* qkv = static_cast<const T*>(plan.qkv);
   const float scale = rsqrtf(static_cast<float>(place.width));
-  const Row q(place.packed(qkv, 0, place.own_row), place.width);
+  const Row q(place.packed(qkv, kQ, place.own_row), place.width);
   Row sums;
   float max = -INFINITY, total = 0;
   for (int t = 0; t < place.tokens; ++t) {
-    const float logit = q.dot(Row(place.packed(qkv, 1, t), place.width)) * scale;
+    const float logit = q.dot(Row(place.packed(qkv, kK, t), place.width)) * scale;
     const float new_max = fmaxf(max, logit), rescale = expf(max - new_max),
                 weight = expf(logit - new_max);
-    sums.blend(rescale, Row(place.packed(qkv, 2, t), place.width), weight);
+    sums.blend(rescale, Row(place.packed(qkv, kV, t), place.width), weight);
     total = total * rescale + weight;
     max = new_max;
   }
@@ -119,16 +119,16 @@ __global__ void __launch_bounds__(32 * kWarps) backward_query_kernel(const Atten
              *grad = static_cast<const T*>(plan.grad);
   const float scale = rsqrtf(static_cast<float>(place.width)),
               lse = plan.lse[place.lse(place.own_row)];
-  const Row q(place.packed(qkv, 0, place.own_row), place.width),
+  const Row q(place.packed(qkv, kQ, place.own_row), place.width),
       g(place.unpacked(grad, place.own_row), place.width);
   const float delta = g.dot(Row(place.unpacked(out, place.own_row), place.width));
   Row dq;
   for (int t = 0; t < place.tokens; ++t) {
-    const Row k(place.packed(qkv, 1, t), place.width), v(place.packed(qkv, 2, t), place.width);
+    const Row k(place.packed(qkv, kK, t), place.width), v(place.packed(qkv, kV, t), place.width);
     const float weight = expf(q.dot(k) * scale - lse);
     dq.blend(1, k, weight * (g.dot(v) - delta));
   }
-  dq.store(place.packed(static_cast<T*>(plan.dqkv), 0, place.own_row), place.width, scale);
+  dq.store(place.packed(static_cast<T*>(plan.dqkv), kQ, place.own_row), place.width, scale);
 }
 
 // dk and dv of one key.
@@ -139,19 +139,19 @@ __global__ void __launch_bounds__(32 * kWarps) backward_key_kernel(const Attenti
   const auto *qkv = static_cast<const T*>(plan.qkv), *out = static_cast<const T*>(plan.out),
              *grad = static_cast<const T*>(plan.grad);
   const float scale = rsqrtf(static_cast<float>(place.width));
-  const Row k(place.packed(qkv, 1, place.own_row), place.width),
-      v(place.packed(qkv, 2, place.own_row), place.width);
+  const Row k(place.packed(qkv, kK, place.own_row), place.width),
+      v(place.packed(qkv, kV, place.own_row), place.width);
   Row dk, dv;
   for (int t = 0; t < place.tokens; ++t) {
-    const Row q(place.packed(qkv, 0, t), place.width), g(place.unpacked(grad, t), place.width);
+    const Row q(place.packed(qkv, kQ, t), place.width), g(place.unpacked(grad, t), place.width);
     const float weight = expf(q.dot(k) * scale - plan.lse[place.lse(t)]);
     const float delta = g.dot(Row(place.unpacked(out, t), place.width));
     dk.blend(1, q, weight * (g.dot(v) - delta));
     dv.blend(1, g, weight);
   }
   auto* dqkv = static_cast<T*>(plan.dqkv);
-  dk.store(place.packed(dqkv, 1, place.own_row), place.width, scale);
-  dv.store(place.packed(dqkv, 2, place.own_row), place.width, 1);
+  dk.store(place.packed(dqkv, kK, place.own_row), place.width, scale);
+  dv.store(place.packed(dqkv, kV, place.own_row), place.width, 1);
 }
 
 // Launches one warp for each row of each head.
