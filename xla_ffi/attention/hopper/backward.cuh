@@ -1,31 +1,52 @@
 // Attention backward on Hopper for heads that lie whole in shared memory: 256 tokens and 32 or 64
-// channels, or 64 tokens and 64 channels. The formulas are those of flash_backward.cuh:
+// channels, or 64 tokens and 64 channels. shapes.cuh dispatches; streaming.cuh takes larger heads.
+// The formulas are those of flash_backward.cuh:
 //   p = exp(s - lse),  dp = dO * v^T,  ds = p * (dp - delta),
 //   dv = p^T * dO,  dk = ds^T * q / sqrt(width),  dq = ds * k / sqrt(width).
 //
-// A block takes one head after another (it is persistent). Heads of 256 tokens have blocks of four
-// warpgroups, one on a multiprocessor; heads of 64 tokens blocks of one warpgroup, four on a
-// multiprocessor.
+// All gradients of a head come from one block, which computes p and ds once. (Blocks that own
+// queries or keys, as in flash_backward.cuh, compute them twice.) A block takes one head after
+// another (it is persistent). Heads of 256 tokens have blocks of four warpgroups, one on a
+// multiprocessor; heads of 64 tokens blocks of one warpgroup, four on a multiprocessor.
 //
-// Warp roles: warpgroup i owns keys 64 i to 64 i + 63 and keeps their dk and dv in registers. It
-// walks over the queries in tiles of 64, kQueries at a time:
-// - wgmma brings s^T = k * q^T and dp^T = v * dO^T to its registers;
-// - p^T and ds^T stay there as the left operands of dv += p^T * dO and dk += ds^T * q;
-// - ds^T also goes to a *slot* of shared memory, which holds one tile of queries and all keys. Once
-//   all warpgroups have written it, warpgroup i computes dq of tile i.
-// Each sum is over one warpgroup's products in a fixed order, so results are the same in every run.
-// Thread 0 also issues the TMA loads, with kStages = 2 those of the next head before this one is
-// computed, otherwise those of this head. Before the products of a head, all threads compute its
-// deltas: dO * out of each row.
+// Warpgroup i owns 64 keys and keeps their dk and dv in registers. It walks over the tiles of 64
+// queries, kStepQueries at a time. Both products are transposed, so that their results are the left
+// operands of the next ones:
+//   s^T = k * q^T,  dp^T = v * dO^T    (wgmma)  ->  p^T, ds^T  ->  dv += p^T * dO,  dk += ds^T * q
+// ds^T also goes to a *slot* of shared memory, which holds one tile of queries and all keys. Once
+// all warpgroups have written it, one of them computes the tile's dq from it:
+//
+//                          tile of queries
+//                          0      1      2      3
+//     warpgroup 0, keys 0  ds^T   ds^T   ds^T   ds^T  ->  dk, dv of keys   0 to  63
+//     warpgroup 1, keys 1  ds^T   ds^T   ds^T   ds^T  ->  dk, dv of keys  64 to 127
+//     warpgroup 2, keys 2  ds^T   ds^T   ds^T   ds^T  ->  dk, dv of keys 128 to 191
+//     warpgroup 3, keys 3  ds^T   ds^T   ds^T   ds^T  ->  dk, dv of keys 192 to 255
+//                           |      |      |      |
+//                           v      v      v      v
+//     dq, by warpgroup      0      1      2      3        a column is a slot; kSlots = 2 in flight
+//
+// Each sum is over one warpgroup's products in a fixed order, without atomics, so results are the
+// same in every run. Thread 0 also issues the TMA loads, with kStages = 2 those of the next head
+// before this one is computed, otherwise those of this head. Before the products of a head, all
+// threads compute its deltas: dO * out of each row.
 //
 // Shared memory: kStages x {q, k, v, dO, out} [kTokens][kWidth]; kSlots x ds^T [keys][64 queries],
 // swizzled; lse (base two) and delta, float [kTokens] each; barriers.
 //
-// Barriers and their arrivals per phase:
-//   full      of a stage: one, and the bytes of its loads
-//   written   of a slot: all threads, when they have stored their ds^T
-//   read      of a slot: the warpgroup that has computed dq from it
-// and __syncthreads before the loads of the next head and after the deltas.
+// Barriers (mbarrier). Parities alternate from 0; a wait for parity 1 passes at once in the first
+// round. [t]: stage; [s]: slot.
+//
+//     barrier     waits                  arrives (arrivals)           parity waited for
+//     full[t]     all threads            thread 0 (1 + bytes of the   0, flips when the ring wraps
+//                                        head's boxes)
+//     written[s]  the warpgroup that     all threads, when they have  0, flips when the slots wrap
+//                 computes dq            stored their ds^T
+//     read[s]     all threads, before    the warpgroup that has       1, flips when the slots wrap
+//                 they store ds^T        computed dq (128)
+//
+// __syncthreads: before the loads of the next head, as no warp then reads the one before; after the
+// deltas.
 #pragma once
 
 #include <cmath>
@@ -44,7 +65,8 @@ struct BackwardParameters {
   int heads, all_heads;  // of a sample; of all samples
 };
 
-// The options are the fastest ones on an H200; tests/gpu/harness/attn measures others.
+// The options are the fastest ones on an H200; to refit one, change it and run
+// tests/gpu/harness/attn.
 template <class T_, int kWidth_, int kTokens_>
 struct BackwardTraits {
   using T = T_;
@@ -52,9 +74,9 @@ struct BackwardTraits {
   static constexpr int kTiles = kTokens / kTileRows;  // of 64 queries; warpgroups of a block
   // k and v of a warpgroup stay in registers, which saves reading them again for each product.
   static constexpr bool kKeepsKeys = kWidth == 32;
-  static constexpr int kStages = kWidth == 32 ? 2 : 1;    // heads in shared memory
-  static constexpr int kQueries = kTiles == 1 ? 64 : 32;  // queries of a step of the mainloop
-  static constexpr int kBlocks = 4 / kTiles;              // concurrent, of a multiprocessor
+  static constexpr int kStages = kWidth == 32 ? 2 : 1;        // heads in shared memory
+  static constexpr int kStepQueries = kTiles == 1 ? 64 : 32;  // queries of a step of the mainloop
+  static constexpr int kBlocksPerSm = 4 / kTiles;  // concurrent blocks of a multiprocessor
   static constexpr int kThreads = kTiles * kWarpgroup;
   static constexpr int kSlots = kTiles > 1 ? 2 : 1;  // of ds^T
   static constexpr int kArrayBytes = kTokens * kWidth * 2, kStageBytes = 5 * kArrayBytes,
@@ -68,7 +90,7 @@ struct BackwardBlock {
   using T = typename Traits::T;
   using Tile = HeadTile<Traits::kWidth>;
   static constexpr int kWidth = Traits::kWidth, kTokens = Traits::kTokens, kTiles = Traits::kTiles,
-                       kQueries = Traits::kQueries;
+                       kStepQueries = Traits::kStepQueries;
 
   const BackwardParameters& p;
   unsigned char* const shared;
@@ -93,7 +115,7 @@ struct BackwardBlock {
     }
   }
 
-  // Array 0 to 4 of a stage: q, k, v, dO, out.
+  // An array of a stage: Qkv or Unpacked.
   __device__ unsigned char* array(int stage, int which) const {
     return shared + stage * Traits::kStageBytes + which * Traits::kArrayBytes;
   }
@@ -106,12 +128,12 @@ struct BackwardBlock {
   __device__ void load(int head, int stage) const {
     full[stage].arrive_expect(Traits::kStageBytes);
     const Place at(head, p.heads, kWidth);
-    for (int which = 0; which < 3; ++which) {
+    for (int which = kQ; which <= kV; ++which) {
       tma_load(array(stage, which), &p.qkv, full + stage, at.channel + which * p.heads * kWidth, 0,
                at.sample);
     }
-    tma_load(array(stage, 3), &p.grad, full + stage, at.channel, 0, at.sample);
-    tma_load(array(stage, 4), &p.out, full + stage, at.channel, 0, at.sample);
+    tma_load(array(stage, kGrad), &p.grad, full + stage, at.channel, 0, at.sample);
+    tma_load(array(stage, kOut), &p.out, full + stage, at.channel, 0, at.sample);
   }
 
   // The lse of this thread's row of a head; two threads share a row.
@@ -123,9 +145,9 @@ struct BackwardBlock {
   // and out are swizzled alike, so the chunks of a row need not be put in order.
   __device__ void row_statistics(int stage, float lse) const {
     const int row = threadIdx.x / 2, half = threadIdx.x % 2;
-    const auto* grad = reinterpret_cast<const Eight<T>*>(array(stage, 3)) + row * (kWidth / 8) +
+    const auto* grad = reinterpret_cast<const Eight<T>*>(array(stage, kGrad)) + row * (kWidth / 8) +
                        half * (kWidth / 16);
-    const auto* out = reinterpret_cast<const Eight<T>*>(array(stage, 4)) + row * (kWidth / 8) +
+    const auto* out = reinterpret_cast<const Eight<T>*>(array(stage, kOut)) + row * (kWidth / 8) +
                       half * (kWidth / 16);
     float sum = 0;
 #pragma unroll
@@ -151,35 +173,35 @@ struct BackwardConsumer {
   using Block = BackwardBlock<Traits>;
   using Tile = typename Block::Tile;
   static constexpr int kWidth = Traits::kWidth, kTiles = Traits::kTiles,
-                       kQueries = Traits::kQueries, kSteps = kWidth / 16;
+                       kStepQueries = Traits::kStepQueries, kSteps = kWidth / 16;
 
   const Block& block;
-  const int part;  // the warpgroup's tile of the keys, and of the queries for dq
+  const int warpgroup;  // and its tile: of the keys, and of the queries whose dq it computes
   const float scale;
   float dk[kWidth / 2], dv[kWidth / 2];
 
   __device__ BackwardConsumer(const Block& of, int which)
-      : block(of), part(which), scale(1 / sqrtf(static_cast<float>(kWidth))) {}
+      : block(of), warpgroup(which), scale(1 / sqrtf(static_cast<float>(kWidth))) {}
 
-  // The address of an array of a stage.
+  // The shared address of an array of a stage.
   __device__ uint32_t address(int stage, int which) const {
     return shared_address(block.array(stage, which));
   }
 
   // Starts sums = own * others^T. `own`: address of the warpgroup's rows of k or v, which are in
-  // `kept` with kKeepsKeys; `others`: address of kQueries rows of q or dO.
-  __device__ void product(float (&sums)[kQueries / 2], const uint32_t (&kept)[kSteps][4],
+  // `kept` with kKeepsKeys; `others`: address of kStepQueries rows of q or dO.
+  __device__ void product(float (&sums)[kStepQueries / 2], const uint32_t (&kept)[kSteps][4],
                           uint32_t own, uint32_t others) const {
     const uint64_t right = Tile::descriptor(others);
 #pragma unroll
     for (int k = 0; k < kSteps; ++k) {
       if constexpr (Traits::kKeepsKeys) {
-        WgmmaRegisters<T, false, kQueries>::run(sums, kept[k], advance(right, k * Tile::kAlongStep),
-                                                k > 0);
+        WgmmaRegisters<T, false, kStepQueries>::run(sums, kept[k],
+                                                    advance(right, k * Tile::kKMajorStep), k > 0);
       } else {
-        Wgmma<T, false, false, kQueries>::run(sums,
-                                              advance(Tile::descriptor(own), k * Tile::kAlongStep),
-                                              advance(right, k * Tile::kAlongStep), k > 0);
+        Wgmma<T, false, false, kStepQueries>::run(
+            sums, advance(Tile::descriptor(own), k * Tile::kKMajorStep),
+            advance(right, k * Tile::kKMajorStep), k > 0);
       }
     }
     wgmma_commit();
@@ -188,9 +210,9 @@ struct BackwardConsumer {
   // Computes and writes the gradients of a head. `count`: heads that the block took before. `dqkv`:
   // the head's first row of dq; rows are `stride` elements apart.
   __device__ void run(int stage, int count, T* dqkv, int stride) {
-    const uint32_t q = address(stage, 0), grad = address(stage, 3),
-                   k = address(stage, 1) + part * kTileRows * Tile::kRowBytes,
-                   v = address(stage, 2) + part * kTileRows * Tile::kRowBytes;
+    const uint32_t q = address(stage, kQ), grad = address(stage, kGrad),
+                   k = address(stage, kK) + warpgroup * kTileRows * Tile::kRowBytes,
+                   v = address(stage, kV) + warpgroup * kTileRows * Tile::kRowBytes;
     uint32_t keys[kSteps][4], values[kSteps][4];
     if constexpr (Traits::kKeepsKeys) {
       load_left<kWidth>(keys, k, threadIdx.x / 32 % 4 * 16);
@@ -199,15 +221,16 @@ struct BackwardConsumer {
     const int channels = block.p.heads * kWidth;
 #pragma unroll 1
     for (int tile = 0; tile < kTiles; ++tile) {
-      const int use = count * kTiles + tile;  // tiles of ds^T before, which gives slot and parity
+      const int use =
+          count * kTiles + tile;  // tiles before this one, of all heads: gives slot and parity
       const int slot = use % Traits::kSlots;
       const uint32_t slot_rows = block.slot(slot);
       Barrier *const written = block.written + slot, *const read = block.read + slot;
 #pragma unroll
-      for (int first = 0; first < kTileRows; first += kQueries) {
+      for (int first = 0; first < kTileRows; first += kStepQueries) {
         const int row = tile * kTileRows + first;  // of the head
-        float s[kQueries / 2], dp[kQueries / 2];
-        uint32_t weights[kQueries / 16][4], ds[kQueries / 16][4];
+        float s[kStepQueries / 2], dp[kStepQueries / 2];
+        uint32_t weights[kStepQueries / 16][4], ds[kStepQueries / 16][4];
         wgmma_fence();
         product(s, keys, k, q + row * Tile::kRowBytes);
         product(dp, values, v, grad + row * Tile::kRowBytes);
@@ -216,12 +239,12 @@ struct BackwardConsumer {
         const uint64_t right = Tile::descriptor(grad + row * Tile::kRowBytes),
                        right_q = Tile::descriptor(q + row * Tile::kRowBytes);
 #pragma unroll
-        for (int i = 0; i < kQueries / 16; ++i)
+        for (int i = 0; i < kStepQueries / 16; ++i)
           WgmmaRegisters<T, true, kWidth>::run(dv, weights[i],
-                                               advance(right, i * Tile::kAcrossStep), row + i > 0);
+                                               advance(right, i * Tile::kMnMajorStep), row + i > 0);
 #pragma unroll
-        for (int i = 0; i < kQueries / 16; ++i)
-          WgmmaRegisters<T, true, kWidth>::run(dk, ds[i], advance(right_q, i * Tile::kAcrossStep),
+        for (int i = 0; i < kStepQueries / 16; ++i)
+          WgmmaRegisters<T, true, kWidth>::run(dk, ds[i], advance(right_q, i * Tile::kMnMajorStep),
                                                row + i > 0);
         wgmma_commit();
         if (first == 0) read->wait((use / Traits::kSlots & 1) ^ 1);
@@ -232,30 +255,30 @@ struct BackwardConsumer {
       }
       fence_async_proxy();
       written->arrive();
-      if (tile == part) {
+      if (tile == warpgroup) {
         written->wait(use / Traits::kSlots & 1);
         float dq[kWidth / 2];
-        compute_dq(dq, slot_rows, address(stage, 1));
+        compute_dq(dq, slot_rows, address(stage, kK));
         read->arrive();
         write_rows<kWidth>(dqkv + static_cast<int64_t>(tile * kTileRows) * stride, stride, dq,
                            scale, scale);
       }
     }
-    T* const own = dqkv + static_cast<int64_t>(part * kTileRows) * stride;
-    write_rows<kWidth>(own + channels, stride, dk, scale, scale);
-    write_rows<kWidth>(own + 2 * channels, stride, dv, 1, 1);
+    T* const own = dqkv + static_cast<int64_t>(warpgroup * kTileRows) * stride;
+    write_rows<kWidth>(own + kK * channels, stride, dk, scale, scale);
+    write_rows<kWidth>(own + kV * channels, stride, dv, 1, 1);
   }
 
   // Waits for s and dp; turns them to the left operands p^T and ds^T. `row`: the first query.
-  __device__ void softmax_gradient(float (&s)[kQueries / 2], float (&dp)[kQueries / 2],
-                                   uint32_t (&weights)[kQueries / 16][4],
-                                   uint32_t (&ds)[kQueries / 16][4], int row) const {
+  __device__ void softmax_gradient(float (&s)[kStepQueries / 2], float (&dp)[kStepQueries / 2],
+                                   uint32_t (&weights)[kStepQueries / 16][4],
+                                   uint32_t (&ds)[kStepQueries / 16][4], int row) const {
     const int first = row + static_cast<int>(threadIdx.x) % 4 * 2;
     const float scale2 = scale * kLog2e;
     wgmma_wait<1>();
     fence_accumulator(s);
 #pragma unroll
-    for (int j = 0; j < kQueries / 8; ++j) {
+    for (int j = 0; j < kStepQueries / 8; ++j) {
       const float2 lse = *reinterpret_cast<const float2*>(block.lses + first + 8 * j);
 #pragma unroll
       for (int i = 0; i < 4; ++i)
@@ -264,23 +287,23 @@ struct BackwardConsumer {
     wgmma_wait<0>();
     fence_accumulator(dp);
 #pragma unroll
-    for (int j = 0; j < kQueries / 8; ++j) {
+    for (int j = 0; j < kStepQueries / 8; ++j) {
       const float2 delta = *reinterpret_cast<const float2*>(block.deltas + first + 8 * j);
 #pragma unroll
       for (int i = 0; i < 4; ++i)
         dp[4 * j + i] = s[4 * j + i] * (dp[4 * j + i] - (i % 2 ? delta.y : delta.x));
     }
-    to_left<T, kQueries>(weights, s);
-    to_left<T, kQueries>(ds, dp);
+    left_from_accumulator<T, kStepQueries>(weights, s);
+    left_from_accumulator<T, kStepQueries>(ds, dp);
   }
 
-  // Stores ds^T of this warpgroup's keys and kQueries queries, from column `first` of a slot.
-  __device__ void store_ds(uint32_t slot_rows, const uint32_t (&ds)[kQueries / 16][4],
+  // Stores ds^T of this warpgroup's keys and kStepQueries queries, from column `first` of a slot.
+  __device__ void store_ds(uint32_t slot_rows, const uint32_t (&ds)[kStepQueries / 16][4],
                            int first) const {
     const int lane = threadIdx.x % 32,
-              row = part * kTileRows + static_cast<int>(threadIdx.x) / 32 % 4 * 16 + lane % 16;
+              row = warpgroup * kTileRows + static_cast<int>(threadIdx.x) / 32 % 4 * 16 + lane % 16;
 #pragma unroll
-    for (int i = 0; i < kQueries / 16; ++i)
+    for (int i = 0; i < kStepQueries / 16; ++i)
       stmatrix_x4<false>(HeadTile<64>::chunk(slot_rows, row, first / 8 + 2 * i + lane / 16), ds[i]);
   }
 
@@ -290,8 +313,8 @@ struct BackwardConsumer {
     wgmma_fence();
 #pragma unroll
     for (int i = 0; i < Traits::kTokens / 16; ++i)
-      Wgmma<T, true, true, kWidth>::run(dq, advance(left, i * HeadTile<64>::kAcrossStep),
-                                        advance(right, i * Tile::kAcrossStep), i > 0);
+      Wgmma<T, true, true, kWidth>::run(dq, advance(left, i * HeadTile<64>::kMnMajorStep),
+                                        advance(right, i * Tile::kMnMajorStep), i > 0);
     wgmma_commit();
     wgmma_wait<0>();
     fence_accumulator(dq);
@@ -299,7 +322,7 @@ struct BackwardConsumer {
 };
 
 template <class Traits>
-__global__ void __launch_bounds__(Traits::kThreads, Traits::kBlocks)
+__global__ void __launch_bounds__(Traits::kThreads, Traits::kBlocksPerSm)
     hopper_attention_backward_kernel(const __grid_constant__ BackwardParameters p) {
 #ifdef JAXUNET_SM90A_PASS
   using T = typename Traits::T;

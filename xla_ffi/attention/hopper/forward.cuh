@@ -1,20 +1,30 @@
 // Attention forward on Hopper for heads that lie whole in shared memory: 64 tokens and 32 or 64
-// channels, or 256 tokens and 32 channels.
+// channels, or 256 tokens and 32 channels. shapes.cuh dispatches; streaming.cuh takes larger heads.
 //   out = softmax(q * k^T / sqrt(width)) * v, and the log-sum-exp of each row.
 //
 // A *unit* is 128 queries: half a head of 256 tokens, or two heads of 64 tokens. A block has two
-// warpgroups, takes one unit after another (it is persistent), and shares its multiprocessor with a
-// second block.
+// warpgroups and takes one unit after another (it is persistent). It shares its multiprocessor with
+// a second block, so that the softmax of one overlaps the products of the other.
 //
-// Warp roles: each warpgroup owns 64 queries of the unit; all keys and values of its head are in
-// shared memory. It walks over the keys, kKeys at a time: s = q * k^T by wgmma, online softmax in
-// registers, out += p * v by wgmma with p in registers as the left operand. Thread 0 also issues
-// the TMA loads of the next unit, before this one is computed.
+//     global memory             shared memory                 registers
+//
+//     qkv       ---TMA--->      2 stages of {q, k, v}  --->   warpgroup 0, 1: 64 queries each
+//               by thread 0,                                    s = q * k^T     (wgmma)
+//               one unit ahead                                  online softmax of s
+//                                                               out += p * v    (wgmma; p is its
+//     out, lse  <--------------------------------------         left operand, from registers)
+//
+// The mainloop walks over all keys of the head, kStepKeys at a time.
+//
+// Barriers (mbarrier), whose parities alternate from 0:
+//
+//     barrier  waits        arrives (arrivals)                       parity waited for
+//     full[2]  all threads  thread 0 (1 + bytes of the unit's boxes) 0, flips when the ring wraps
+//
+// There is no empty barrier: after the __syncthreads of a unit no warp reads the stage that the
+// next loads overwrite.
 //
 // Shared memory: 2 stages of {q [128], k, v [kKeyRows]} [kWidth], swizzled; barriers.
-//
-// Barriers: `full` of each stage (one arrival, and the bytes of its loads); one __syncthreads per
-// unit, after which no warp reads the stage that the next loads overwrite.
 #pragma once
 
 #include <cmath>
@@ -34,21 +44,23 @@ struct ForwardParameters {
   int units;             // of all heads
 };
 
-// The options are the fastest ones on an H200; tests/gpu/harness/attn measures others.
+// The options are the fastest ones on an H200; to refit one, change it and run
+// tests/gpu/harness/attn.
 template <class T_, int kWidth_, int kTokens_>
 struct ForwardTraits {
   using T = T_;
   static constexpr int kWidth = kWidth_, kTokens = kTokens_;
   // Keys of a step of the mainloop. With 128, ptxas has too few registers to overlap the products
   // (its message C7512); with 64 it overlaps them, and 256 tokens take 1.09 times as long.
-  static constexpr int kKeys = kTokens < 128 ? kTokens : 128;
-  static constexpr int kStages = 2;  // units in shared memory
-  static constexpr int kBlocks = 2;  // concurrent, of a multiprocessor
+  static constexpr int kStepKeys = kTokens < 128 ? kTokens : 128;
+  static constexpr int kStages = 2;       // units in shared memory
+  static constexpr int kBlocksPerSm = 2;  // concurrent blocks of a multiprocessor
   static constexpr int kWarpgroups = 2, kThreads = kWarpgroups * kWarpgroup,
                        kQueryRows = kWarpgroups * kTileRows;
-  static constexpr int kHeads = kTokens < kQueryRows ? kQueryRows / kTokens : 1;  // of a unit
-  static constexpr int kUnits = kTokens < kQueryRows ? 1 : kTokens / kQueryRows;  // of a head
-  static constexpr int kKeyRows = kHeads * kTokens;
+  // Heads of a unit, and units of a head: one of the two is 1.
+  static constexpr int kUnitHeads = kTokens < kQueryRows ? kQueryRows / kTokens : 1;
+  static constexpr int kHeadUnits = kTokens < kQueryRows ? 1 : kTokens / kQueryRows;
+  static constexpr int kKeyRows = kUnitHeads * kTokens;  // of k, and of v, in a stage
   static constexpr int kQueryBytes = kQueryRows * kWidth * 2, kKeyBytes = kKeyRows * kWidth * 2,
                        kStageBytes = kQueryBytes + 2 * kKeyBytes;
   static constexpr int kBytes = kStages * kStageBytes + kStages * 8;
@@ -58,7 +70,8 @@ template <class Traits>
 struct ForwardBlock {
   using T = typename Traits::T;
   using Tile = HeadTile<Traits::kWidth>;
-  static constexpr int kWidth = Traits::kWidth, kKeys = Traits::kKeys, kTokens = Traits::kTokens;
+  static constexpr int kWidth = Traits::kWidth, kStepKeys = Traits::kStepKeys,
+                       kTokens = Traits::kTokens;
 
   const ForwardParameters& p;
   unsigned char* const shared;
@@ -69,14 +82,14 @@ struct ForwardBlock {
         shared(memory),
         full(reinterpret_cast<Barrier*>(memory + Traits::kStages * Traits::kStageBytes)) {}
 
-  // One thread: starts to load a unit.
+  // One thread: starts to load a unit. The last unit may have fewer heads.
   __device__ void load(int unit, int stage) const {
     unsigned char* const to = shared + stage * Traits::kStageBytes;
-    const int first = unit / Traits::kUnits * Traits::kHeads,
-              row = unit % Traits::kUnits * Traits::kQueryRows,
-              count = min(Traits::kHeads, p.all_heads - first);
+    const int first = unit / Traits::kHeadUnits * Traits::kUnitHeads,
+              row = unit % Traits::kHeadUnits * Traits::kQueryRows,
+              count = min(Traits::kUnitHeads, p.all_heads - first);
     constexpr int tile_bytes = kTileRows * kWidth * 2, head_bytes = kTokens * kWidth * 2;
-    constexpr int head_tiles = Traits::kWarpgroups / Traits::kHeads;
+    constexpr int head_tiles = Traits::kWarpgroups / Traits::kUnitHeads;
     full[stage].arrive_expect(count * (head_tiles * tile_bytes + 2 * head_bytes));
     for (int i = 0; i < count; ++i) {
       const Place at(first + i, p.heads, kWidth);
@@ -92,46 +105,48 @@ struct ForwardBlock {
   }
 
   // Starts s = q * k^T for the keys at `k`.
-  static __device__ void start_logits(float (&s)[kKeys / 2], uint32_t q, uint32_t k) {
+  static __device__ void start_logits(float (&s)[kStepKeys / 2], uint32_t q, uint32_t k) {
     const uint64_t left = Tile::descriptor(q), right = Tile::descriptor(k);
     wgmma_fence();
 #pragma unroll
     for (int step = 0; step < kWidth / 16; ++step) {
-      Wgmma<T, false, false, kKeys>::run(s, advance(left, step * Tile::kAlongStep),
-                                         advance(right, step * Tile::kAlongStep), step > 0);
+      Wgmma<T, false, false, kStepKeys>::run(s, advance(left, step * Tile::kKMajorStep),
+                                             advance(right, step * Tile::kKMajorStep), step > 0);
     }
   }
 
   // Starts out += weights * v for the values at `v`.
   static __device__ void start_out(float (&out)[kWidth / 2],
-                                   const uint32_t (&weights)[kKeys / 16][4], uint32_t v) {
+                                   const uint32_t (&weights)[kStepKeys / 16][4], uint32_t v) {
     const uint64_t right = Tile::descriptor(v);
     wgmma_fence();
 #pragma unroll
-    for (int step = 0; step < kKeys / 16; ++step) {
+    for (int step = 0; step < kStepKeys / 16; ++step) {
       WgmmaRegisters<T, true, kWidth>::run(out, weights[step],
-                                           advance(right, step * Tile::kAcrossStep), true);
+                                           advance(right, step * Tile::kMnMajorStep), true);
     }
     wgmma_commit();
   }
 
-  // One warpgroup: 64 queries from `row` of a head. q, k, v: addresses of their rows.
+  // One warpgroup: 64 queries from `row` of a head. q: the address of these rows; k, v: of the
+  // head's first row. The product with v runs until the logits of the next step have been issued,
+  // too.
   __device__ void compute(uint32_t q, uint32_t k, uint32_t v, int head, int row) const {
     float out[kWidth / 2], max[2] = {-INFINITY, -INFINITY}, sum[2] = {};
 #pragma unroll
     for (int i = 0; i < kWidth / 2; ++i) out[i] = 0;
 #pragma unroll 1
-    for (int first = 0; first < kTokens; first += kKeys) {
-      float s[kKeys / 2], rescale[2];
+    for (int first = 0; first < kTokens; first += kStepKeys) {
+      float s[kStepKeys / 2], rescale[2];
       start_logits(s, q, k + first * Tile::kRowBytes);
       wgmma_commit();
       wgmma_wait<0>();
       fence_accumulator(s);
       fence_accumulator(out);
-      online_softmax<kKeys>(s, kScale2<kWidth>, max, sum, rescale);
+      online_softmax<kStepKeys>(s, kScale2<kWidth>, max, sum, rescale);
       scale_rows(out, rescale);
-      uint32_t weights[kKeys / 16][4];
-      to_left<T, kKeys>(weights, s);
+      uint32_t weights[kStepKeys / 16][4];
+      left_from_accumulator<T, kStepKeys>(weights, s);
       start_out(out, weights, v + first * Tile::kRowBytes);
     }
     wgmma_wait<0>();
@@ -143,7 +158,7 @@ struct ForwardBlock {
   __device__ void write(const float (&out)[kWidth / 2], const float (&max)[2], float (&sum)[2],
                         int head, int row) const {
     const int stride = p.heads * kWidth;
-    write_log_sums(p.lse + static_cast<int64_t>(head) * kTokens + row, kScale2<kWidth>, max, sum);
+    write_lse(p.lse + static_cast<int64_t>(head) * kTokens + row, kScale2<kWidth>, max, sum);
     const Place at(head, p.heads, kWidth);
     T* const to = static_cast<T*>(p.out) +
                   (static_cast<int64_t>(at.sample) * kTokens + row) * stride + at.channel;
@@ -152,7 +167,7 @@ struct ForwardBlock {
 };
 
 template <class Traits>
-__global__ void __launch_bounds__(Traits::kThreads, Traits::kBlocks)
+__global__ void __launch_bounds__(Traits::kThreads, Traits::kBlocksPerSm)
     hopper_attention_forward_kernel(const __grid_constant__ ForwardParameters p) {
 #ifdef JAXUNET_SM90A_PASS
   const ForwardBlock<Traits> block(p, shared_memory());
@@ -172,9 +187,9 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kBlocks)
     if (threadIdx.x == 0 && next < p.units) block.load(next, (count + 1) % Traits::kStages);
     __syncwarp();
     block.full[stage].wait(count / Traits::kStages & 1);
-    constexpr int kOwnHead = Traits::kHeads > 1 ? 1 : 0;  // or both share one
-    const int head = unit / Traits::kUnits * Traits::kHeads + kOwnHead * warpgroup,
-              row = unit % Traits::kUnits * Traits::kQueryRows +
+    constexpr int kOwnHead = Traits::kUnitHeads > 1 ? 1 : 0;  // a warpgroup: else both share one
+    const int head = unit / Traits::kHeadUnits * Traits::kUnitHeads + kOwnHead * warpgroup,
+              row = unit % Traits::kHeadUnits * Traits::kQueryRows +
                     (1 - kOwnHead) * warpgroup * kTileRows;
     if (head < p.all_heads) {
       constexpr int row_bytes = HeadTile<Traits::kWidth>::kRowBytes;

@@ -31,11 +31,11 @@ cudaError_t run_forward(const AttentionForward& plan, int multiprocessors, cudaS
   p.lse = plan.lse;
   p.heads = static_cast<int>(plan.heads);
   p.all_heads = static_cast<int>(all);
-  p.units = static_cast<int>(ceil_div(all, Traits::kHeads) * Traits::kUnits);
+  p.units = static_cast<int>(ceil_div(all, Traits::kUnitHeads) * Traits::kHeadUnits);
   const auto kernel = hopper_attention_forward_kernel<Traits>;
   if (error == cudaSuccess) error = allow_shared_memory(kernel, Traits::kBytes);
   if (error != cudaSuccess) return error;
-  return launch(kernel, dim3(std::min(p.units, Traits::kBlocks * multiprocessors)),
+  return launch(kernel, dim3(std::min(p.units, Traits::kBlocksPerSm * multiprocessors)),
                 Traits::kThreads, Traits::kBytes, stream, p);
 }
 
@@ -53,7 +53,7 @@ cudaError_t run_backward(const AttentionBackward& plan, int multiprocessors, cud
   const auto kernel = hopper_attention_backward_kernel<Traits>;
   if (error == cudaSuccess) error = allow_shared_memory(kernel, Traits::kBytes);
   if (error != cudaSuccess) return error;
-  return launch(kernel, dim3(std::min(p.all_heads, Traits::kBlocks * multiprocessors)),
+  return launch(kernel, dim3(std::min(p.all_heads, Traits::kBlocksPerSm * multiprocessors)),
                 Traits::kThreads, Traits::kBytes, stream, p);
 }
 
@@ -117,12 +117,7 @@ cudaError_t run_streaming_backward(const AttentionBackward& plan, int multiproce
     run(StreamingTraits<T, kWidth, Role::kKeys>());
     run(StreamingTraits<T, kWidth, Role::kValues>());
   } else {
-    constexpr int rows = 256 / (kWidth / 8);
-    const int64_t grid = ceil_div(plan.batch * plan.heads * plan.tokens, rows);
-    if (error == cudaSuccess) {
-      error = launch(flash_delta_kernel<T, kWidth>, dim3(static_cast<unsigned>(grid)), 256, 0,
-                     stream, plan);
-    }
+    if (error == cudaSuccess) error = launch_delta<T, kWidth>(plan, stream);
     run(StreamingTraits<T, kWidth, Role::kKeysValues>());
     run(StreamingTraits<T, kWidth, Role::kQueries>());
   }

@@ -54,7 +54,7 @@ std::optional<cudaError_t> dispatch_backward(const AttentionBackward& plan, int 
   if (plan.tokens % 128 != 0) return std::nullopt;
   const auto fits = [&](auto width) {  // lse and delta of all queries fit shared memory
     return plan.width == width &&
-           plan.tokens <= StreamingTraits<T, width, Role::kQueries>::kMostTokens;
+           plan.tokens <= StreamingTraits<T, width, Role::kQueries>::kMaxTokens;
   };
   if (fits(std::integral_constant<int, 64>()))
     return run_streaming_backward<T, 64>(plan, multiprocessors, stream);

@@ -1,5 +1,6 @@
 // Attention on Hopper, forward and backward, for heads that stream through shared memory: 64 or 256
-// channels and a multiple of 128 tokens. The formulas are those of flash_backward.cuh.
+// channels and a multiple of 128 tokens. The formulas are those of flash_backward.cuh. shapes.cuh
+// dispatches.
 //
 // A kernel does one job (Role). Its blocks *own* rows of a head, queries or keys, whose results
 // they compute; all rows of the other kind are *streamed* past them in tiles of kStreamRows. a and
@@ -21,17 +22,35 @@
 // - 64 channels: flash_delta_kernel, which leaves it in dq; keys_values; queries, which computes
 //   delta itself.
 //
-// Warp roles: two consumer warpgroups own 64 rows each; one thread of a third warpgroup, the
-// producer, loads owned and streamed rows by TMA. A *unit* is the 128 rows of both consumers.
-// Blocks are persistent, one on a multiprocessor.
+// A *unit* is 128 owned rows, 64 for each of two consumer warpgroups. Blocks are persistent, one on
+// a multiprocessor, and take one unit after another:
 //
-// Shared memory: a, b [2 consumers][64 rows], c [2 slots], d [1 or 2 slots][kStreamRows], each
+//     global memory            shared memory                      registers
+//
+//     owned rows     --TMA-->  a, b: one unit             --->    consumer 0, 1 = warpgroup:
+//     streamed rows  --TMA-->  c: ring of kStagesC tiles  --->    products, softmax; results
+//                              d: ring of kStagesD tiles  --->      |
+//       producer: warpgroup 2, one thread                           |
+//     lse, delta     ------->  of all queries, if keys    --->      |
+//                              are owned (the consumers             |
+//                              copy them)                           v
+//     results        <----------------------------------------------+
+//
+// Shared memory: a, b [2 consumers][64 rows], c [kStagesC], d [kStagesD][kStreamRows], each
 // [chunks of 64 channels][rows][128 bytes], swizzled; lse in base two and delta of all queries, if
-// keys are owned, float [kMostTokens] each; barriers.
+// keys are owned, float [kMaxTokens] each; barriers.
 //
-// Barriers: `full` (one arrival, and the bytes of its loads) and `empty` (the 8 consumer warps) for
-// a, b and each slot of c and d; named barrier 1 of the consumers, before and after they load the
-// lse and delta of a unit.
+// Barriers (mbarrier), a pair for each of a, b, c[s] and d[s]. Parities alternate from 0; a wait
+// for parity 1 passes at once in the first round.
+//
+//     barrier  waits      arrives (arrivals)                  parity waited for
+//     full     consumers  producer (1 + bytes of the boxes)   0, flips when the ring wraps (a, b:
+//                                                             every unit)
+//     empty    producer   lane 0 of each consumer warp (8),   1, flips likewise
+//                         after its last product with it
+//
+// Named barrier 1, the 256 threads of the consumers: no warp reads the lse and delta of the unit
+// before; those of this unit are written.
 #pragma once
 
 #include <cmath>
@@ -54,7 +73,7 @@ struct StreamingConsumer {
 
   const Block& block;
   const int warpgroup;
-  float sums[kWidth / 2];  // the result; with kKeysValues dk
+  float accumulator[kWidth / 2];  // of the result: out, dq, dk or dv; with kKeysValues of dk
   float dv[kRole == Role::kKeysValues ? kWidth / 2 : 1];
   float max[2], sum[2];            // forward
   float row_lse[2], row_delta[2];  // of owned queries
@@ -68,17 +87,18 @@ struct StreamingConsumer {
 
   __device__ uint32_t address(int bytes) const { return shared_address(block.shared + bytes); }
 
-  // Starts s = own * other^T. `own`, `other`: bytes at which the tiles begin.
+  // Starts s = own * other^T, 16 channels at a time. `own`, `other`: bytes at which the tiles
+  // begin.
   __device__ void product(float (&s)[kStreamRows / 2], int own, int other) const {
-    const uint64_t left = smem_descriptor(address(own), 1024),
-                   right = smem_descriptor(address(other), 1024);
+    const uint64_t left = ChunkTile::descriptor(address(own)),
+                   right = ChunkTile::descriptor(address(other));
     wgmma_fence();
 #pragma unroll
     for (int i = 0; i < kWidth / 16; ++i) {
-      const int along = i % 4 * 32;
-      Wgmma<T, false, false, kStreamRows>::run(s, advance(left, i / 4 * (kTileRows * 128) + along),
-                                               advance(right, i / 4 * (kStreamRows * 128) + along),
-                                               i > 0);
+      const int chunk = i / 4, step = i % 4 * ChunkTile::kKMajorStep;
+      Wgmma<T, false, false, kStreamRows>::run(
+          s, advance(left, chunk * Traits::kTileChunkBytes + step),
+          advance(right, chunk * Traits::kStreamChunkBytes + step), i > 0);
     }
     wgmma_commit();
   }
@@ -87,18 +107,19 @@ struct StreamingConsumer {
   static __device__ void accumulate(float (&to)[kWidth / 2],
                                     const uint32_t (&weights)[kStreamRows / 16][4], uint32_t other,
                                     bool add) {
-    const uint64_t right = smem_descriptor(other, 1024, kStreamRows * 128);
+    const uint64_t right = smem_descriptor(other, ChunkTile::kAtomBytes, Traits::kStreamChunkBytes);
 #pragma unroll
     for (int i = 0; i < kStreamRows / 16; ++i)
-      WgmmaRegisters<T, true, kWidth>::run(to, weights[i], advance(right, i * 2048), add || i > 0);
+      WgmmaRegisters<T, true, kWidth>::run(
+          to, weights[i], advance(right, i * ChunkTile::kMnMajorStep), add || i > 0);
   }
 
   // Backward: waits for the products; turns s to p = exp(s - lse), and dp, if there is a second
   // product, to ds = p * (dp - delta). `row`: the first streamed row.
-  __device__ void weights_of(float (&s)[kStreamRows / 2], float (&dp)[kStreamRows / 2],
-                             int row) const {
+  __device__ void softmax_gradient(float (&s)[kStreamRows / 2], float (&dp)[kStreamRows / 2],
+                                   int row) const {
     const int column = row + static_cast<int>(threadIdx.x) % 4 * 2;
-    wgmma_wait<Traits::kSecond ? 1 : 0>();
+    wgmma_wait<Traits::kHasDp ? 1 : 0>();
     fence_accumulator(s);
 #pragma unroll
     for (int j = 0; j < kStreamRows / 8; ++j) {
@@ -111,7 +132,7 @@ struct StreamingConsumer {
         s[4 * j + i] = power_of_two(s[4 * j + i] * kScale2<kWidth> - at);
       }
     }
-    if constexpr (Traits::kSecond) {
+    if constexpr (Traits::kHasDp) {
       wgmma_wait<0>();
       fence_accumulator(dp);
 #pragma unroll
@@ -129,9 +150,9 @@ struct StreamingConsumer {
     }
   }
 
-  // Finds row_lse and row_delta of the owned queries, after b has arrived. Each warp computes the
+  // Sets row_lse and row_delta of the owned queries, after b has arrived. Each warp computes the
   // deltas of its own 16 rows, 8 channels a lane.
-  __device__ void own_statistics(int head, int row) {
+  __device__ void load_owned_statistics(int head, int row) {
     const StreamingParameters& p = block.p;
     const Place place(head, p.heads, kWidth);
     const HeadRows<const T> out{
@@ -142,24 +163,24 @@ struct StreamingConsumer {
     constexpr int kLanes = kWidth / 8, kRows = 32 / kLanes;  // of a row; of a warp's pass
     const int lane = threadIdx.x % 32, first = threadIdx.x / 32 % 4 * 16, part = lane % kLanes;
     const uint32_t grad =
-        Traits::kB + warpgroup * Traits::kTileBytes + part / 8 * (kTileRows * 128);
+        Traits::kB + warpgroup * Traits::kTileBytes + part / 8 * Traits::kTileChunkBytes;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
 #pragma unroll 4
       for (int i = 0; i < 8; i += kRows) {
-        const int of_tile = first + 8 * half + i + lane / kLanes;
+        const int tile_row = first + 8 * half + i + lane / kLanes;
         Eight<T> x, y;
-        x.load(out.at(row + of_tile, 8 * part));
-        y.load(reinterpret_cast<const T*>(block.shared +
-                                          HeadTile<64>::chunk(grad, of_tile, part % 8)));
+        x.load(out.at(row + tile_row, 8 * part));
+        y.load(
+            reinterpret_cast<const T*>(block.shared + ChunkTile::chunk(grad, tile_row, part % 8)));
         float delta = 0;
 #pragma unroll
         for (int j = 0; j < 8; ++j) delta += wide(x.at[j]) * wide(y.at[j]);
 #pragma unroll
         for (int offset = kLanes / 2; offset; offset /= 2)
           delta += __shfl_xor_sync(0xffffffff, delta, offset);
-        if (Traits::kLeavesDeltas && part == 0)
-          *reinterpret_cast<float*>(deltas.at(row + of_tile, 0)) = delta;
+        if (Traits::kWritesDeltas && part == 0)
+          *reinterpret_cast<float*>(deltas.at(row + tile_row, 0)) = delta;
         const float own = __shfl_sync(0xffffffff, delta, lane / 4 % kRows * kLanes);
         if (lane / 4 / kRows == i / kRows) row_delta[half] = own;
       }
@@ -168,13 +189,14 @@ struct StreamingConsumer {
     }
   }
 
-  // Copies the lse and delta of all queries to shared memory. `left`: the rows of dqkv in which an
-  // earlier launch left the deltas.
-  __device__ void all_statistics(int head, const HeadRows<T>& left) const {
+  // Copies the lse and delta of all queries to shared memory. `delta_rows`: the rows of dqkv in
+  // which an earlier launch wrote the deltas.
+  __device__ void load_streamed_statistics(int head, const HeadRows<T>& delta_rows) const {
     named_barrier_sync(1, Traits::kConsumers * kWarpgroup);  // no warp reads the unit before
     for (int row = threadIdx.x; row < block.p.tokens; row += Traits::kConsumers * kWarpgroup) {
       block.lses[row] = kLog2e * block.p.lse[static_cast<int64_t>(head) * block.p.tokens + row];
-      if (Traits::kSecond) block.deltas[row] = *reinterpret_cast<const float*>(left.at(row, 0));
+      if (Traits::kHasDp)
+        block.deltas[row] = *reinterpret_cast<const float*>(delta_rows.at(row, 0));
     }
     named_barrier_sync(1, Traits::kConsumers * kWarpgroup);
   }
@@ -182,10 +204,11 @@ struct StreamingConsumer {
   // All units of the block.
   __device__ void consume() {
     const StreamingParameters& p = block.p;
-    const int units = p.tokens / Traits::kUnitRows, tiles = p.tokens / kStreamRows;
+    const int head_units = p.tokens / Traits::kUnitRows, tiles = p.tokens / kStreamRows;
     int count = 0, stream = 0;
     for (int unit = blockIdx.x; unit < p.units; unit += gridDim.x, ++count) {
-      const int head = unit / units, row = unit % units * Traits::kUnitRows + warpgroup * kTileRows;
+      const int head = unit / head_units,
+                row = unit % head_units * Traits::kUnitRows + warpgroup * kTileRows;
       begin(head, row, count & 1);
 #pragma unroll 1
       for (int tile = 0; tile < tiles; ++tile, ++stream) step(tile, stream, tile == tiles - 1);
@@ -193,8 +216,8 @@ struct StreamingConsumer {
     }
   }
 
-  // A head's rows of q, k or v (which = 0 to 2) of dqkv, or of out.
-  __device__ HeadRows<T> result(int head, int which) const {
+  // A head's rows of an array of dqkv, or of out.
+  __device__ HeadRows<T> result(int head, Qkv which) const {
     const StreamingParameters& p = block.p;
     constexpr int kArrays = Traits::kBackward ? 3 : 1;
     const Place at(head, p.heads, kWidth);
@@ -208,84 +231,85 @@ struct StreamingConsumer {
   // Before the first tile of a unit. `parity`: of the barriers of a and b.
   __device__ void begin(int head, int row, int parity) {
     if constexpr (Traits::kColumnStatistics)
-      all_statistics(head, result(head, Traits::kDeltaArray));
+      load_streamed_statistics(head, result(head, Traits::kDeltaArray));
     if constexpr (!Traits::kBackward) {
 #pragma unroll
-      for (int i = 0; i < kWidth / 2; ++i) sums[i] = 0;
+      for (int i = 0; i < kWidth / 2; ++i) accumulator[i] = 0;
       max[0] = max[1] = -INFINITY;
       sum[0] = sum[1] = 0;
     }
     block.a().full->wait(parity);
-    if constexpr (Traits::kSecond) block.b().full->wait(parity);
-    if constexpr (kRole == Role::kQueries) own_statistics(head, row);
+    if constexpr (Traits::kHasDp) block.b().full->wait(parity);
+    if constexpr (kRole == Role::kQueries) load_owned_statistics(head, row);
   }
 
   // Adds a streamed tile to the results. `stream`: tiles streamed before, of all units. Releases
   // each buffer after its last product.
   __device__ void step(int tile, int stream, bool last) {
-    const int slot_c = stream % Traits::kSlotsC, slot_d = stream % Traits::kSlotsD,
-              at_c = Traits::kC + slot_c * Traits::kStreamBytes,
-              at_d = Traits::kD + slot_d * Traits::kStreamBytes;
-    const Buffer c = block.c(slot_c), d = block.d(slot_d);
-    const int parity_d = stream / Traits::kSlotsD & 1;
-    // Whether results are products with c (dq, dk), and with d (out, dv).
-    constexpr bool kOfC = Traits::kSecond, kOfD = !kOfC || kRole == Role::kKeysValues;
+    const int stage_c = stream % Traits::kStagesC, stage_d = stream % Traits::kStagesD,
+              at_c = Traits::kC + stage_c * Traits::kStreamBytes,
+              at_d = Traits::kD + stage_d * Traits::kStreamBytes;
+    const Buffer c = block.c(stage_c), d = block.d(stage_d);
+    const int parity_d = stream / Traits::kStagesD & 1;
+    // True if some result is a product with c (dq, dk), or with d (out, dv).
+    constexpr bool kOfC = Traits::kHasDp, kOfD = !kOfC || kRole == Role::kKeysValues;
     float s[kStreamRows / 2], dp[kStreamRows / 2];
-    c.full->wait(stream / Traits::kSlotsC & 1);
+    c.full->wait(stream / Traits::kStagesC & 1);
     product(s, warpgroup * Traits::kTileBytes, at_c);
-    if constexpr (Traits::kSecond) {
+    if constexpr (Traits::kHasDp) {
       d.full->wait(parity_d);
       product(dp, Traits::kB + warpgroup * Traits::kTileBytes, at_d);
     }
     if constexpr (Traits::kBackward) {
-      weights_of(s, dp, tile * kStreamRows);
+      softmax_gradient(s, dp, tile * kStreamRows);
     } else {
       float rescale[2];
       wgmma_wait<0>();
       fence_accumulator(s);
       online_softmax<kStreamRows>(s, kScale2<kWidth>, max, sum, rescale);
-      scale_rows(sums, rescale);
+      scale_rows(accumulator, rescale);
     }
     if (last) release(block.a());
-    if (last && Traits::kSecond) release(block.b());
+    if (last && Traits::kHasDp) release(block.b());
     if (!kOfC) release(c);
     if (!kOfD) release(d);
-    if constexpr (!Traits::kSecond) d.full->wait(parity_d);
+    if constexpr (!Traits::kHasDp) d.full->wait(parity_d);
     uint32_t p_left[kStreamRows / 16][4], ds_left[kStreamRows / 16][4];
-    if constexpr (kOfD) to_left<T, kStreamRows>(p_left, s);
-    if constexpr (kOfC) to_left<T, kStreamRows>(ds_left, dp);
+    if constexpr (kOfD) left_from_accumulator<T, kStreamRows>(p_left, s);
+    if constexpr (kOfC) left_from_accumulator<T, kStreamRows>(ds_left, dp);
     wgmma_fence();
     if constexpr (kRole == Role::kKeysValues) {
       accumulate(dv, p_left, address(at_d), tile > 0);
     } else if constexpr (kOfD) {
-      accumulate(sums, p_left, address(at_d), !Traits::kBackward || tile > 0);
+      accumulate(accumulator, p_left, address(at_d), !Traits::kBackward || tile > 0);
     }
-    if constexpr (kOfC) accumulate(sums, ds_left, address(at_c), tile > 0);
+    if constexpr (kOfC) accumulate(accumulator, ds_left, address(at_c), tile > 0);
     wgmma_commit();
     wgmma_wait<0>();
-    fence_accumulator(sums);
+    fence_accumulator(accumulator);
     if constexpr (kRole == Role::kKeysValues) fence_accumulator(dv);
     if (kOfC) release(c);
     if (kOfD) release(d);
   }
 
+  // Scales the results of a unit, and writes them.
   __device__ void write(int head, int row) {
-    constexpr int kResult = kRole == Role::kKeys || kRole == Role::kKeysValues ? 1
-                            : kRole == Role::kValues                           ? 2
-                                                                               : 0;
+    constexpr Qkv kResult = kRole == Role::kKeys || kRole == Role::kKeysValues ? kK
+                            : kRole == Role::kValues                           ? kV
+                                                                               : kQ;
     float factor[2] = {1, 1};
     if constexpr (kRole == Role::kForward) {
-      write_log_sums(block.p.lse + static_cast<int64_t>(head) * block.p.tokens + row,
-                     kScale2<kWidth>, max, sum);
+      write_lse(block.p.lse + static_cast<int64_t>(head) * block.p.tokens + row, kScale2<kWidth>,
+                max, sum);
       factor[0] = 1 / sum[0];
       factor[1] = 1 / sum[1];
-    } else if constexpr (Traits::kSecond) {
+    } else if constexpr (Traits::kHasDp) {
       factor[0] = factor[1] = kWidth == 64 ? 0.125f : 0.0625f;  // 1 / sqrt(kWidth)
     }
     const HeadRows<T> to = result(head, kResult);
-    write_rows<kWidth>(to.at(row, 0), to.stride, sums, factor[0], factor[1]);
+    write_rows<kWidth>(to.at(row, 0), to.stride, accumulator, factor[0], factor[1]);
     if constexpr (kRole == Role::kKeysValues) {
-      const HeadRows<T> values = result(head, 2);
+      const HeadRows<T> values = result(head, kV);
       write_rows<kWidth>(values.at(row, 0), values.stride, dv, 1, 1);
     }
   }

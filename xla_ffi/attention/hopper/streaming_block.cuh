@@ -17,8 +17,11 @@ struct StreamingParameters {
   float* lse;             // written by the forward
   void* result;           // out or dqkv
   int heads, tokens;      // heads of a sample; tokens of a head
-  int units;              // of all heads
+  int units;              // units of all heads
 };
+
+// Rows of 64 channels, of which a wider head has several side by side.
+using ChunkTile = HeadTile<64>;
 
 template <class T_, int kWidth_, Role kRole_>
 struct StreamingTraits {
@@ -27,27 +30,34 @@ struct StreamingTraits {
   static constexpr int kWidth = kWidth_, kChunks = kWidth / 64, kConsumers = 2,
                        kThreads = (kConsumers + 1) * kWarpgroup, kUnitRows = kConsumers * kTileRows,
                        kStreamRows = kWidth == 64 ? 128 : 64;
-  // Tokens of a head, at most, in the backward pass: lse and delta of all queries take 8 bytes of
-  // shared memory each. With 256 channels the tiles leave no room for more.
-  static constexpr int kMostTokens = kWidth == 64 ? 4096 : 256;
+  // Most tokens of a head in the backward pass: lse and delta take 8 bytes of shared memory for
+  // each query. With 256 channels the tiles leave no room for more.
+  static constexpr int kMaxTokens = kWidth == 64 ? 4096 : 256;
   static constexpr bool kBackward = kRole != Role::kForward;
-  static constexpr bool kSecond = kBackward && kRole != Role::kValues;  // has b and dp
+  // The job needs b, and dp = dO * v^T.
+  static constexpr bool kHasDp = kBackward && kRole != Role::kValues;
   // Keys are owned, so queries, with their lse and delta, are the columns of the products.
   static constexpr bool kColumnStatistics = kBackward && kRole != Role::kQueries;
-  static constexpr bool kLeavesDeltas = kRole == Role::kQueries && kWidth == 256;
-  static constexpr int kDeltaArray = kWidth == 256 ? 2 : 0;  // where deltas pass: dv (2) or dq (0)
+  static constexpr bool kWritesDeltas = kRole == Role::kQueries && kWidth == 256;
+  // The array of dqkv through which deltas pass to later launches.
+  static constexpr Qkv kDeltaArray = kWidth == 256 ? kV : kQ;
+  // A box of TMA has kTileRows rows of all chunks, so several boxes make a tile of one chunk only.
   static_assert(kStreamRows == kTileRows || kChunks == 1);
+  // A consumer's owned rows and a streamed tile: bytes, and bytes of a chunk of 64 channels.
   static constexpr int kTileBytes = kTileRows * kWidth * 2, kStreamBytes = kStreamRows * kWidth * 2;
-  static constexpr int kSlotsC = 2, kSlotsD = kSecond && kWidth == 256 ? 1 : 2;
+  static constexpr int kTileChunkBytes = kTileRows * ChunkTile::kRowBytes,
+                       kStreamChunkBytes = kStreamRows * ChunkTile::kRowBytes;
+  // Stages of the rings: one of d where a, b and c leave no room for two.
+  static constexpr int kStagesC = 2, kStagesD = kHasDp && kWidth == 256 ? 1 : 2;
   // Bytes at which b, c and d begin and the tiles end.
-  static constexpr int kB = kConsumers * kTileBytes, kC = kB + (kSecond ? kB : 0),
-                       kD = kC + kSlotsC * kStreamBytes, kTilesEnd = kD + kSlotsD * kStreamBytes;
-  static constexpr int kStatisticsBytes = kColumnStatistics ? 2 * kMostTokens * 4 : 0;
-  static constexpr int kBarriers = 2 * (2 + kSlotsC + kSlotsD);
+  static constexpr int kB = kConsumers * kTileBytes, kC = kB + (kHasDp ? kB : 0),
+                       kD = kC + kStagesC * kStreamBytes, kTilesEnd = kD + kStagesD * kStreamBytes;
+  static constexpr int kStatisticsBytes = kColumnStatistics ? 2 * kMaxTokens * 4 : 0;
+  static constexpr int kBarriers = 2 * (2 + kStagesC + kStagesD);
   static constexpr int kBytes = kTilesEnd + kStatisticsBytes + kBarriers * 8;
 };
 
-// The barriers of a buffer: a, b, or a slot of c or d.
+// The barriers of a buffer: a, b, or a stage of c or d.
 struct Buffer {
   Barrier *full, *empty;
 };
@@ -65,37 +75,40 @@ struct StreamingBlock {
   __device__ StreamingBlock(const StreamingParameters& parameters, unsigned char* memory)
       : p(parameters), shared(memory) {
     lses = reinterpret_cast<float*>(shared + Traits::kTilesEnd);
-    deltas = lses + Traits::kMostTokens;
+    deltas = lses + Traits::kMaxTokens;
     barriers = reinterpret_cast<Barrier*>(shared + Traits::kTilesEnd + Traits::kStatisticsBytes);
   }
   __device__ Buffer a() const { return {barriers, barriers + 1}; }
   __device__ Buffer b() const { return {barriers + 2, barriers + 3}; }
-  __device__ Buffer c(int slot) const { return {barriers + 4 + 2 * slot, barriers + 5 + 2 * slot}; }
-  __device__ Buffer d(int slot) const { return c(Traits::kSlotsC + slot); }
+  __device__ Buffer c(int stage) const {
+    return {barriers + 4 + 2 * stage, barriers + 5 + 2 * stage};
+  }
+  __device__ Buffer d(int stage) const { return c(Traits::kStagesC + stage); }
 
   __device__ void init_barriers() const {
     for (int i = 0; i < Traits::kBarriers; i += 2) {
-      barriers[i].init(1);
-      barriers[i + 1].init(4 * Traits::kConsumers);
+      barriers[i].init(1);                           // full
+      barriers[i + 1].init(4 * Traits::kConsumers);  // empty
     }
   }
 
-  // Starts to load 64 rows of q, k, v (which = 0 to 2) or dO (3). `to`: bytes at which they go.
+  // Starts to load 64 rows of an array: Qkv or kGrad. `to`: bytes at which they go.
   __device__ void load(int to, Barrier* full, int which, int head, int row) const {
-    const int sample = head / p.heads, of_sample = head - sample * p.heads;
-    const int chunk = (which < 3 ? which * p.heads + of_sample : of_sample) * Traits::kChunks;
-    tma_load(shared + to, which < 3 ? &p.qkv : &p.grad, full, 0, row, chunk, sample);
+    const int sample = head / p.heads, sample_head = head - sample * p.heads;
+    const int chunk =
+        (which < kGrad ? which * p.heads + sample_head : sample_head) * Traits::kChunks;
+    tma_load(shared + to, which < kGrad ? &p.qkv : &p.grad, full, 0, row, chunk, sample);
   }
 
   // The producer, one thread: loads the rows of all units of the block.
   __device__ void produce() const {
-    constexpr bool kQueries = kRole == Role::kForward || kRole == Role::kQueries;  // owned
-    constexpr int a_array = kQueries ? 0 : 1, b_array = kQueries ? 3 : 2,
-                  c_array = kQueries ? 1 : 0, d_array = kQueries ? 2 : 3;
-    const int tiles = p.tokens / Traits::kStreamRows, units = p.tokens / Traits::kUnitRows;
-    int count = 0, stream = 0;
+    constexpr bool kOwnsQueries = kRole == Role::kForward || kRole == Role::kQueries;
+    constexpr int a_array = kOwnsQueries ? kQ : kK, b_array = kOwnsQueries ? int{kGrad} : kV,
+                  c_array = kOwnsQueries ? kK : kQ, d_array = kOwnsQueries ? kV : int{kGrad};
+    const int tiles = p.tokens / Traits::kStreamRows, head_units = p.tokens / Traits::kUnitRows;
+    int count = 0, stream = 0;  // units and tiles loaded before, which give stages and parities
     for (int unit = blockIdx.x; unit < p.units; unit += gridDim.x, ++count) {
-      const int head = unit / units, row = unit % units * Traits::kUnitRows;
+      const int head = unit / head_units, row = unit % head_units * Traits::kUnitRows;
       const auto owned = [&](const Buffer& buffer, int first, int which) {
         buffer.empty->wait((count & 1) ^ 1);
         buffer.full->arrive_expect(Traits::kConsumers * Traits::kTileBytes);
@@ -112,11 +125,11 @@ struct StreamingBlock {
       };
       owned(a(), 0, a_array);
       for (int tile = 0; tile < tiles; ++tile, ++stream) {
-        const int slot_c = stream % Traits::kSlotsC, slot_d = stream % Traits::kSlotsD;
-        streamed(c(slot_c), stream / Traits::kSlotsC, Traits::kC + slot_c * Traits::kStreamBytes,
+        const int stage_c = stream % Traits::kStagesC, stage_d = stream % Traits::kStagesD;
+        streamed(c(stage_c), stream / Traits::kStagesC, Traits::kC + stage_c * Traits::kStreamBytes,
                  c_array, tile);
-        if (Traits::kSecond && tile == 0) owned(b(), Traits::kB, b_array);
-        streamed(d(slot_d), stream / Traits::kSlotsD, Traits::kD + slot_d * Traits::kStreamBytes,
+        if (Traits::kHasDp && tile == 0) owned(b(), Traits::kB, b_array);
+        streamed(d(stage_d), stream / Traits::kStagesD, Traits::kD + stage_d * Traits::kStreamBytes,
                  d_array, tile);
       }
     }

@@ -3,8 +3,11 @@
 //
 // A tile holds rows of one head, kWidth 16-bit numbers each, as TMA writes them: rows of 64 or 128
 // bytes, whose 16-byte chunks are swizzled over the row. One descriptor serves both ways in which a
-// product reads it: with the channels as K (K-major) and with the rows as K (MN-major). Only the
+// product reads it: K-major, with the channels as K, and MN-major, with the rows as K. Only the
 // flag of the instruction and the step along K differ.
+//
+// Accumulators have the layout of wgmma (common/wgmma.cuh): a thread holds, of each 64 x 8 block,
+// two neighbouring columns of row 16 * warp + lane / 4 and of the row 8 below it (`half` = 0, 1).
 #pragma once
 
 #include "attention/flash_tile.cuh"
@@ -16,28 +19,34 @@ namespace jaxunet::cuda::hopper_attention {
 constexpr int kWarpgroup = 128;  // threads
 constexpr int kTileRows = 64;    // rows of a warpgroup's tile: wgmma's M
 
+// The arrays that the backward kernels load besides q, k and v (Qkv, plan.h).
+enum Unpacked : int { kGrad = 3, kOut = 4 };
+
+// Rows of 32 or 64 channels. Wider heads are cut into tiles of 64.
 template <int kWidth>
 struct HeadTile {
   static_assert(kWidth == 32 || kWidth == 64);
-  static constexpr int kRowBytes = 2 * kWidth, kAtomBytes = 8 * kRowBytes;
+  static constexpr int kRowBytes = 2 * kWidth, kAtomBytes = 8 * kRowBytes;  // of a swizzle atom
 
-  // The descriptor of the rows at `address`, a multiple of kAtomBytes.
+  // The descriptor of the rows at `address`, a multiple of kAtomBytes. Its bits are those of
+  // smem_descriptor (common/wgmma.cuh), which has the 128-byte swizzle alone.
   static __device__ uint64_t descriptor(uint32_t address) {
     constexpr uint64_t swizzle64 = 2, swizzle128 = 1;
-    constexpr uint64_t layout = kWidth == 32 ? swizzle64 : swizzle128;
-    return (address & 0x3FFFF) >> 4 | static_cast<uint64_t>(kAtomBytes >> 4) << 32 | layout << 62;
+    constexpr uint64_t swizzle = kWidth == 32 ? swizzle64 : swizzle128;
+    return (address & 0x3FFFF) >> 4 | static_cast<uint64_t>(kAtomBytes >> 4) << 32 | swizzle << 62;
   }
-  // Bytes from one step of K (16) to the next: channels as K, rows as K.
-  static constexpr int kAlongStep = 32, kAcrossStep = 16 * kRowBytes;
+  // Bytes from one step of K (16) to the next.
+  static constexpr int kKMajorStep = 32, kMnMajorStep = 16 * kRowBytes;
 
-  // The address of a 16-byte chunk.
+  // The address of a 16-byte chunk of a row.
   static __device__ uint32_t chunk(uint32_t address, int row, int chunk) {
     constexpr int kWays = kRowBytes / 16;
     return address + row * kRowBytes + (chunk ^ (row * kWays / 8 % kWays)) * 16;
   }
 };
 
-// The left operands of a product over the channels, from rows [row, row + 16) of the warp.
+// Loads the left operands of a product over the channels: rows [row, row + 16), which are the
+// warp's.
 template <int kWidth>
 __device__ inline void load_left(uint32_t (&out)[kWidth / 16][4], uint32_t address, int row) {
   const int lane = threadIdx.x % 32;
@@ -47,14 +56,15 @@ __device__ inline void load_left(uint32_t (&out)[kWidth / 16][4], uint32_t addre
                        HeadTile<kWidth>::chunk(address, row + lane % 16, 2 * k + lane / 16));
 }
 
-// Rounds accumulators to the left operands of a product over their columns.
+// Rounds an accumulator to the left operands of a product over its columns.
 template <class T, int kColumns>
-__device__ inline void to_left(uint32_t (&out)[kColumns / 16][4],
-                               const float (&sums)[kColumns / 2]) {
+__device__ inline void left_from_accumulator(uint32_t (&out)[kColumns / 16][4],
+                                             const float (&accumulator)[kColumns / 2]) {
 #pragma unroll
   for (int k = 0; k < kColumns / 16; ++k) {
 #pragma unroll
-    for (int i = 0; i < 4; ++i) out[k][i] = pack(sums[8 * k + 2 * i], sums[8 * k + 2 * i + 1], T());
+    for (int i = 0; i < 4; ++i)
+      out[k][i] = pack(accumulator[8 * k + 2 * i], accumulator[8 * k + 2 * i + 1], T());
   }
 }
 
@@ -82,12 +92,12 @@ __device__ inline void transpose_quad(uint32_t (&words)[4]) {
   }
 }
 
-// Writes accumulators, 64 rows of kWidth channels, to global memory, 16 bytes a thread and store.
+// Writes an accumulator, 64 rows of kWidth channels, to global memory, 16 bytes a thread and store.
 // `to`: the tile's first row; rows are `stride` elements apart. Rows 0-7 of each warp's 16 are
 // multiplied by `top`, the others by `bottom`.
 template <int kWidth, class T>
-__device__ inline void write_rows(T* to, int stride, const float (&sums)[kWidth / 2], float top,
-                                  float bottom) {
+__device__ inline void write_rows(T* to, int stride, const float (&accumulator)[kWidth / 2],
+                                  float top, float bottom) {
   const int lane = threadIdx.x % 32, row = threadIdx.x / 32 % 4 * 16 + lane / 4;
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
@@ -98,7 +108,7 @@ __device__ inline void write_rows(T* to, int stride, const float (&sums)[kWidth 
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
         const int at = 4 * (4 * group + i) + 2 * half;
-        words[i] = pack(sums[at] * scale, sums[at + 1] * scale, T());
+        words[i] = pack(accumulator[at] * scale, accumulator[at + 1] * scale, T());
       }
       transpose_quad(words);
       *reinterpret_cast<uint4*>(to + (row + 8 * half) * stride + 32 * group + lane % 4 * 8) =
@@ -107,23 +117,23 @@ __device__ inline void write_rows(T* to, int stride, const float (&sums)[kWidth 
   }
 }
 
-// log2(e) / sqrt(kWidth): logits times this are in base two.
+// log2(e) / sqrt(kWidth): q * k^T times this are the logits in base two.
 template <int kWidth>
 constexpr float kScale2 = kLog2e / (kWidth == 32   ? 5.656854249492381f
                                     : kWidth == 64 ? 8.0f
                                                    : 16.0f);
 
-// Multiplies each of the two rows of a thread's accumulators by its factor.
+// Multiplies each of the two rows of a thread's accumulator by its factor.
 template <int kCount>
-__device__ inline void scale_rows(float (&sums)[kCount], const float (&by)[2]) {
+__device__ inline void scale_rows(float (&accumulator)[kCount], const float (&by)[2]) {
 #pragma unroll
-  for (int i = 0; i < kCount; ++i) sums[i] *= by[i / 2 % 2];
+  for (int i = 0; i < kCount; ++i) accumulator[i] *= by[i / 2 % 2];
 }
 
-// Turns logits `s`, 64 rows of kColumns, to weights relative to the largest logit of their row so
-// far, `max`. Adds this thread's weights to `sum`. The caller multiplies what it summed before by
-// `rescale`. max, sum and rescale are those of the thread's two rows. Milakov & Gimelshein 2018,
-// arXiv 1805.02867.
+// Turns s = q * k^T, 64 rows of kColumns, to weights relative to the largest logit of their row so
+// far: `max`, in the unit of s. Adds this thread's weights to `sum`. The caller multiplies what it
+// summed before by `rescale`. max, sum and rescale are those of the thread's two rows. Milakov &
+// Gimelshein 2018, arXiv 1805.02867.
 template <int kColumns>
 __device__ inline void online_softmax(float (&s)[kColumns / 2], float scale2, float (&max)[2],
                                       float (&sum)[2], float (&rescale)[2]) {
@@ -152,9 +162,8 @@ __device__ inline void online_softmax(float (&s)[kColumns / 2], float scale2, fl
   }
 }
 
-// Completes the sums over the lanes of a row, and writes the log-sum-exp of 64 rows from `lse`.
-__device__ inline void write_log_sums(float* lse, float scale2, const float (&max)[2],
-                                      float (&sum)[2]) {
+// Completes the sums over the lanes of a row, and writes the log-sum-exp of 64 rows to `lse`.
+__device__ inline void write_lse(float* lse, float scale2, const float (&max)[2], float (&sum)[2]) {
   const int lane = threadIdx.x % 32, row = threadIdx.x / 32 % 4 * 16 + lane / 4;
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
@@ -164,7 +173,7 @@ __device__ inline void write_log_sums(float* lse, float scale2, const float (&ma
   }
 }
 
-// Where a head's rows are: its sample, and its first channel in out and among those of q.
+// Where a head's rows are: its sample, and its first channel in out, which is that in q, too.
 struct Place {
   int sample, channel;
 
