@@ -4,7 +4,7 @@
 //   dx = inverse * (scale * dz - (S0 + n * S1) / N) + added,
 // where S0 and S1 are the sums over the group of scale * dz and of scale * dz * n, and N its
 // elements. parameter_gradients.cu adds `sums` over the batch. dispatch.cu tells which calls take
-// this kernel, and which backward_streaming.cu.
+// this kernel; the others take backward_streaming.cu.
 //
 // A block owns some channels of a sample, whole groups, and all pixels or a cluster's share of them
 // (backward_smem_resident_tiling.h). `value` is x, in float32 x - mean.
@@ -18,6 +18,22 @@
 //   first those of dz, then those of dz * value); the cluster (distributed shared memory); the
 //   group.
 // - Epilogue: dx, from the last chunk backwards. Chunks that left shared memory are copied again.
+//
+//     global memory           shared memory                     registers
+//
+//     x, dy   --cp.async-->   stages {x, dy}  -------------->   mainloop: dz, act(z), and sums of
+//                             stages {x, dz}, if kept  <-----   dz and dz * value
+//     act(z)  <------------------------------------------------   |
+//                             partial [row][channel]  <---------  v
+//                               | teams of lanes
+//                               v
+//                             totals [channel]: the blocks of
+//                             a cluster read each other's
+//                               |
+//     sums    <---------------  v
+//                             group_terms [channel]  -------->  epilogue, backwards: dx from value,
+//     added   ----------------------------------------------->  dz, the group's terms and `added`
+//     dx      <-----------------------------------------------
 //
 // With SiLU in 16 bits, z is kept as -log2(e) * z, which is the argument of ex2; factor is scaled
 // likewise (scale_of_z). A dz that the epilogue computes again comes out as -ln(2) * dz, so that
@@ -76,11 +92,11 @@ __device__ void differentiate(const ChannelAffine<T, V>& norm, bool silu, const 
 // The rows of one channel of the sample.
 struct ChannelRows {
   float scale, offset, mean, inverse;
-  __device__ ChannelRows(const GradientOperands& of, int sample, int channel)
-      : scale(*channel_entry(of.scale, sample, channel)),
-        offset(*channel_entry(of.offset, sample, channel)),
-        mean(*channel_entry(of.mean, sample, channel)),
-        inverse(*channel_entry(of.inverse, sample, channel)) {}
+  __device__ ChannelRows(const GradientOperands& operands, int sample, int channel)
+      : scale(*channel_entry(operands.scale, sample, channel)),
+        offset(*channel_entry(operands.offset, sample, channel)),
+        mean(*channel_entry(operands.mean, sample, channel)),
+        inverse(*channel_entry(operands.inverse, sample, channel)) {}
 };
 
 // Writes the coefficients of the block's channel c, scaled, to scratch memory.
@@ -95,16 +111,17 @@ __device__ void put_coefficients(const BackwardScratch& scratch, int c, const Ch
   scratch.inverse[c] = rows.inverse;
 }
 
-// Turns a channel's sums of dz and dz * value over all pixels to g.of.sums and scratch.products.
+// Turns a channel's sums of dz and dz * value over all pixels to g.operands.sums and
+// scratch.products.
 template <class T>
 __device__ void finish_channel(const Backward& g, const BackwardScratch& scratch, int c,
                                float dz_sum, float product_sum) {
   if constexpr (!kUsesPivot<T>) product_sum -= scratch.mean[c] * dz_sum;
   product_sum *= scratch.inverse[c];  // of dz * n
   if (blockIdx.x == 0) {
-    const int own = g.tiling.channels / g.tiling.channel_blocks;
-    float* const to = g.of.sums + 2 * static_cast<int64_t>(blockIdx.z) * g.tiling.channels +
-                      static_cast<int64_t>(blockIdx.y) * own + c;
+    const int block_channels = g.tiling.channels / g.tiling.channel_blocks;
+    float* const to = g.operands.sums + 2 * static_cast<int64_t>(blockIdx.z) * g.tiling.channels +
+                      static_cast<int64_t>(blockIdx.y) * block_channels + c;
     to[0] = dz_sum;
     to[g.tiling.channels] = product_sum;
   }
@@ -133,28 +150,28 @@ template <class T, int V>
 __device__ void reduce(const Backward& g, const BackwardScratch& scratch, const StreamingTile& tile,
                        const float (&dz_sum)[V], const float (&product_sum)[V]) {
   const BackwardTiling& tiling = g.tiling;
-  const int own = tiling.vectors * V, threads = static_cast<int>(blockDim.x);
+  const int block_channels = tiling.vectors * V, threads = static_cast<int>(blockDim.x);
   const int teams = threads >> tiling.team_bits;
-  const int first = static_cast<int>(threadIdx.x) >> tiling.team_bits;
+  const int team = static_cast<int>(threadIdx.x) >> tiling.team_bits;
   const bool leads = (static_cast<int>(threadIdx.x) & ((1 << tiling.team_bits) - 1)) == 0;
   float* const mine = scratch.partial + tile.row * scratch.stride + tile.local;
   if (tile.row < tiling.rows) store_floats(mine, dz_sum);
   __syncthreads();
   // All lanes run the loop equally often, because the shuffles need them all.
 #pragma unroll 1
-  for (int base = 0; base < own; base += teams) {
-    const int c = base + first;
-    const float sum = sum_rows(tiling, scratch, c, c < own);
-    if (leads && c < own) scratch.totals[c].x = sum;
+  for (int base = 0; base < block_channels; base += teams) {
+    const int c = base + team;
+    const float sum = sum_rows(tiling, scratch, c, c < block_channels);
+    if (leads && c < block_channels) scratch.totals[c].x = sum;
   }
   __syncthreads();
   if (tile.row < tiling.rows) store_floats(mine, product_sum);
   __syncthreads();
 #pragma unroll 1
-  for (int base = 0; base < own; base += teams) {
-    const int c = base + first;
-    const float sum = sum_rows(tiling, scratch, c, c < own);
-    if (!leads || c >= own) continue;
+  for (int base = 0; base < block_channels; base += teams) {
+    const int c = base + team;
+    const float sum = sum_rows(tiling, scratch, c, c < block_channels);
+    if (!leads || c >= block_channels) continue;
     if (tiling.ranks > 1) {
       scratch.totals[c].y = sum;
     } else {
@@ -165,7 +182,7 @@ __device__ void reduce(const Backward& g, const BackwardScratch& scratch, const 
   cluster_arrive();
   cluster_wait();
 #pragma unroll 1
-  for (int c = threadIdx.x; c < own; c += threads) {
+  for (int c = threadIdx.x; c < block_channels; c += threads) {
     float4 total{};
 #pragma unroll 4
     for (int rank = 0; rank < tiling.ranks; ++rank) {
@@ -180,12 +197,13 @@ __device__ void reduce(const Backward& g, const BackwardScratch& scratch, const 
 
 // Computes what dx subtracts for the group: scratch.group_terms of each channel.
 template <class T>
-__device__ void finish_groups(const Backward& g, const BackwardScratch& scratch, int own) {
+__device__ void finish_groups(const Backward& g, const BackwardScratch& scratch,
+                              int block_channels) {
   const BackwardTiling& tiling = g.tiling;
-  const float share = 1.0f / (scale_of_z<T>(g.of.silu) * static_cast<float>(tiling.group) *
+  const float share = 1.0f / (scale_of_z<T>(g.operands.silu) * static_cast<float>(tiling.group) *
                               static_cast<float>(tiling.pixels));
 #pragma unroll 1
-  for (int c = threadIdx.x; c < own; c += static_cast<int>(blockDim.x)) {
+  for (int c = threadIdx.x; c < block_channels; c += static_cast<int>(blockDim.x)) {
     const int group = c / tiling.group * tiling.group;
     float constant = 0, slope = 0;
 #pragma unroll 4
@@ -207,15 +225,17 @@ __device__ void finish_groups(const Backward& g, const BackwardScratch& scratch,
 template <class T, int V, int kAdded, bool kKeep>
 __global__ void __maxnreg__(kRegisters) group_norm_backward(const __grid_constant__ Backward g) {
   const BackwardTiling& tiling = g.tiling;
-  const int own = tiling.vectors * V, first = static_cast<int>(blockIdx.y) * own;
+  const int block_channels = tiling.vectors * V,
+            first_channel = static_cast<int>(blockIdx.y) * block_channels;
   const int threads = static_cast<int>(blockDim.x), sample = static_cast<int>(blockIdx.z);
   const StreamingTile tile(tiling, V);
-  const Place place(tiling, tile, g.of.x, sample);
+  const Place place(tiling, tile, g.operands.x, sample);
   const Staged<T, V> staged(tiling);
-  const BackwardScratch scratch(own, dynamic_smem() + tiling.stage_bytes);
+  const BackwardScratch scratch(block_channels, dynamic_smem() + tiling.stage_bytes);
 
   // Prologue. The coefficients of the first channels are requested before the copies.
-  ChannelRows rows(g.of, sample, first + min(static_cast<int>(threadIdx.x), own - 1));
+  ChannelRows rows(g.operands, sample,
+                   first_channel + min(static_cast<int>(threadIdx.x), block_channels - 1));
   {
     Source<T, V> from(g, place);
 #pragma unroll 1
@@ -226,7 +246,7 @@ __global__ void __maxnreg__(kRegisters) group_norm_backward(const __grid_constan
   }
 #pragma unroll
   for (int k = 0; k < kAdded; ++k) {
-    const T* added = reinterpret_cast<const T*>(g.of.added[k].data[place.part]) + place.first;
+    const T* added = reinterpret_cast<const T*>(g.operands.added[k].data[place.part]) + place.first;
 #pragma unroll 1
     for (int i = 0; i < tile.steps; ++i) {
       prefetch_l2(added);
@@ -234,9 +254,9 @@ __global__ void __maxnreg__(kRegisters) group_norm_backward(const __grid_constan
     }
   }
 #pragma unroll 1
-  for (int c = threadIdx.x; c < own; c += threads) {
-    if (c >= threads) rows = ChannelRows(g.of, sample, first + c);
-    put_coefficients<T>(scratch, c, rows, g.of.silu);
+  for (int c = threadIdx.x; c < block_channels; c += threads) {
+    if (c >= threads) rows = ChannelRows(g.operands, sample, first_channel + c);
+    put_coefficients<T>(scratch, c, rows, g.operands.silu);
   }
   __syncthreads();
   ChannelAffine<T, V> norm;
@@ -247,7 +267,7 @@ __global__ void __maxnreg__(kRegisters) group_norm_backward(const __grid_constan
   }
 
   // Where the epilogue writes, and the tensors that it adds there, loaded one step ahead.
-  T* dx = reinterpret_cast<T*>(g.of.dx.data[place.part]) + place.first +
+  T* dx = reinterpret_cast<T*>(g.operands.dx.data[place.part]) + place.first +
           static_cast<int64_t>(tile.steps - 1) * place.step;
   const char* next = reinterpret_cast<const char*>(dx);
   Vector<T, V> others[kAdded > 0 ? kAdded : 1];
@@ -257,7 +277,7 @@ __global__ void __maxnreg__(kRegisters) group_norm_backward(const __grid_constan
 #pragma unroll
       for (int k = 0; k < kAdded; ++k)
         others[k] = load_read_only(reinterpret_cast<const Vector<T, V>*>(
-            next + (g.of.added[k].data[place.part] - g.of.dx.data[place.part])));
+            next + (g.operands.added[k].data[place.part] - g.operands.dx.data[place.part])));
       next -= place.step * static_cast<int>(sizeof(T));
     }
   };
@@ -265,7 +285,7 @@ __global__ void __maxnreg__(kRegisters) group_norm_backward(const __grid_constan
   // Mainloop.
   {
     float dz_sum[V] = {}, product_sum[V] = {};
-    T* active_to = static_cast<T*>(g.of.active) + place.flat;
+    T* active_to = static_cast<T*>(g.operands.active) + place.flat;
 #pragma unroll 1
     for (int chunk = 0; chunk < tiling.chunks; ++chunk) {
       cp_async_wait<kBackwardStages - 1>();
@@ -277,10 +297,10 @@ __global__ void __maxnreg__(kRegisters) group_norm_backward(const __grid_constan
         unpack(*slot, value);
         unpack(slot[staged.dy], dz);
         norm.centre(value);
-        differentiate<T, V, true>(norm, g.of.silu, value, dz, active);
+        differentiate<T, V, true>(norm, g.operands.silu, value, dz, active);
         if constexpr (kKeep) staged.keep(slot, dz);
         slot += staged.pitch;
-        if (g.of.active) {
+        if (g.operands.active) {
           Vector<T, V> out;
           out.from_floats(active);
           *reinterpret_cast<Vector<T, V>*>(active_to) = out;
@@ -300,14 +320,14 @@ __global__ void __maxnreg__(kRegisters) group_norm_backward(const __grid_constan
     reduce<T, V>(g, scratch, tile, dz_sum, product_sum);
   }
   __syncthreads();
-  finish_groups<T>(g, scratch, own);
+  finish_groups<T>(g, scratch, block_channels);
   __syncthreads();
 
   // Epilogue.
   if (tile.steps > 0) {
     float constant[V], slope[V];
     if constexpr (kKeep) {
-      const float unscale = 1.0f / scale_of_z<T>(g.of.silu);
+      const float unscale = 1.0f / scale_of_z<T>(g.operands.silu);
 #pragma unroll
       for (int j = 0; j < V; ++j) norm.factor[j] *= unscale;
     }
@@ -331,7 +351,7 @@ __global__ void __maxnreg__(kRegisters) group_norm_backward(const __grid_constan
           staged.read_kept(slot, dz);
         } else {
           unpack(slot[staged.dy], dz);
-          differentiate<T, V, false>(norm, g.of.silu, value, dz, active);
+          differentiate<T, V, false>(norm, g.operands.silu, value, dz, active);
         }
         slot -= staged.pitch;
 #pragma unroll

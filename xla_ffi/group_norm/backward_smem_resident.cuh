@@ -13,7 +13,7 @@ namespace jaxunet::cuda {
 // The kernel's parameters.
 struct Backward {
   BackwardTiling tiling;
-  GradientOperands of;
+  GradientOperands operands;
 };
 
 // Vector::to_floats, but bfloat16 by integer instructions: they cost less.
@@ -51,17 +51,17 @@ struct Place {
   int part;             // the part of x that has the thread's channels
   int64_t first, flat;  // elements before the first vector: in the part; in one array
   int step, flat_step;  // elements from one step to the next: in the part; in one array
-  __device__ Place(const BackwardTiling& tiling, const StreamingTile& tile, const TensorParts& of,
+  __device__ Place(const BackwardTiling& tiling, const StreamingTile& tile, const TensorParts& x,
                    int sample) {
     int begin = 0;
     part = 0;
 #pragma unroll 1
-    while (part + 1 < of.count && tile.channel >= begin + of.channels[part])
-      begin += of.channels[part++];
+    while (part + 1 < x.count && tile.channel >= begin + x.channels[part])
+      begin += x.channels[part++];
     const int64_t pixel = static_cast<int64_t>(sample) * tiling.pixels + tile.pixel;
-    first = pixel * of.channels[part] + (tile.channel - begin);
+    first = pixel * x.channels[part] + (tile.channel - begin);
     flat = pixel * tiling.channels + tile.channel;
-    step = tile.stride * of.channels[part];
+    step = tile.stride * x.channels[part];
     flat_step = tile.stride * tiling.channels;
   }
 };
@@ -117,8 +117,8 @@ struct Source {
   int x_step, dy_step;
 
   __device__ Source(const Backward& g, const Place& place)
-      : x(reinterpret_cast<const T*>(g.of.x.data[place.part]) + place.first),
-        dy(static_cast<const T*>(g.of.dy) + place.flat),
+      : x(reinterpret_cast<const T*>(g.operands.x.data[place.part]) + place.first),
+        dy(static_cast<const T*>(g.operands.dy) + place.flat),
         x_step(place.step),
         dy_step(place.flat_step) {}
   __device__ void skip(int steps) {

@@ -35,9 +35,11 @@ struct BackwardTiling : StreamingTiling {
   int64_t stage_bytes, scratch_bytes;  // shared memory of the staged chunks, and of everything else
 };
 
-// Floats from one row of partial sums to the next, for `own` channels: 4 more than a multiple of 8,
-// so that a team's lanes, which read 8 rows of 4 channels at once, find different banks.
-JAXUNET_HOST_DEVICE inline int partial_stride(int own) { return (own + 7) / 8 * 8 + 4; }
+// Floats from one row of partial sums to the next: 4 more than a multiple of 8, so that a team's
+// lanes, which read 8 rows of 4 channels at once, find different banks.
+JAXUNET_HOST_DEVICE inline int partial_stride(int block_channels) {
+  return (block_channels + 7) / 8 * 8 + 4;
+}
 
 // What choose_backward() decides; the rest of a tiling follows from it.
 struct BackwardChoice {
@@ -52,27 +54,28 @@ inline int staged_arrays(bool keep, int element) { return keep && element == 2 ?
 inline BackwardTiling make_backward_tiling(int64_t smem, int64_t pixels, int64_t channels,
                                            int64_t group, int vector, int element,
                                            const BackwardChoice& choice) {
-  const int64_t own = choice.channels;
+  const int64_t block_channels = choice.channels;
   BackwardTiling t{};
   t.pixels = static_cast<int>(pixels);
   t.channels = static_cast<int>(channels);
   t.group = static_cast<int>(group);
-  t.vectors = static_cast<int>(own / vector);
+  t.vectors = static_cast<int>(block_channels / vector);
   t.ranks = choice.ranks;
-  t.channel_blocks = static_cast<int>(ceil_div(channels, own));
+  t.channel_blocks = static_cast<int>(ceil_div(channels, block_channels));
   t.piece_bits = piece_bits_of(group, vector);
   // The fewest rows with as many steps as choice.rows takes.
   const int64_t share = std::max<int64_t>(ceil_div(pixels, choice.ranks), 1);
   const int64_t steps = ceil_div(share, choice.rows);
   t.rows = static_cast<int>(ceil_div(share, steps));
   t.threads = static_cast<int>(ceil_div(t.rows * t.vectors, 32) * 32);
-  while ((2 << t.team_bits) * own <= t.threads && (2 << t.team_bits) <= kBackwardTeam)
+  while ((2 << t.team_bits) * block_channels <= t.threads && (2 << t.team_bits) <= kBackwardTeam)
     ++t.team_bits;
   constexpr int64_t kFloat = sizeof(float);
   constexpr int64_t kStageUnit = 96;  // bytes: divides into two or three arrays of whole vectors
-  t.scratch_bytes = (12 * own + t.rows * partial_stride(static_cast<int>(own))) * kFloat;
+  t.scratch_bytes =
+      (12 * block_channels + t.rows * partial_stride(static_cast<int>(block_channels))) * kFloat;
   const auto step_bytes = [&](bool keep) {
-    return int64_t{staged_arrays(keep, element)} * t.rows * own * element;
+    return int64_t{staged_arrays(keep, element)} * t.rows * block_channels * element;
   };
   const int64_t room = (smem - t.scratch_bytes) / kStageUnit * kStageUnit;
   const int64_t whole = ceil_div(steps, kBackwardStages);  // chunk_steps where all of them stay

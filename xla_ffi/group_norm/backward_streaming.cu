@@ -30,7 +30,7 @@ namespace {
 
 struct Gradient {
   StreamingTiling tiling;
-  GradientOperands of;
+  GradientOperands operands;
   ParameterGradients parameters;
   int reduce_layers;  // layers of the grid, 0 or 1, that reduce the gradients of scale and offset
 };
@@ -51,12 +51,14 @@ struct Pipelines {
                                 // step ahead
 
   __device__ Pipelines(const Gradient& g, const StreamingTile& tile, int64_t sample)
-      : x(VectorIterator<T, V>(g.tiling, tile, g.of.x, sample), dynamic_smem()),
-        dy(VectorIterator<T, V>(g.tiling, tile, g.of.dy, sample), dynamic_smem() + One::kBytes) {
+      : x(VectorIterator<T, V>(g.tiling, tile, g.operands.x, sample), dynamic_smem()),
+        dy(VectorIterator<T, V>(g.tiling, tile, g.operands.dy, sample),
+           dynamic_smem() + One::kBytes) {
 #pragma unroll
     for (int k = 0; k < kAdded; ++k) {
-      const auto* const there = VectorIterator<T, V>(g.tiling, tile, g.of.added[k], sample).at;
-      distance[k] = reinterpret_cast<const char*>(there) -
+      const auto* const added =
+          VectorIterator<T, V>(g.tiling, tile, g.operands.added[k], sample).at;
+      distance[k] = reinterpret_cast<const char*>(added) -
                     reinterpret_cast<const char*>(x.from.at + x.from.stride);
     }
 #pragma unroll 1
@@ -123,10 +125,10 @@ __device__ ChannelAffine<T, V> affine_of(const Gradient& g, const StreamingTile&
                                          int64_t sample) {
   ChannelAffine<T, V> norm;
   if (tile.steps > 0) {
-    norm.load(channel_entry(g.of.scale, sample, tile.channel),
-              channel_entry(g.of.offset, sample, tile.channel),
-              channel_entry(g.of.mean, sample, tile.channel),
-              channel_entry(g.of.inverse, sample, tile.channel));
+    norm.load(channel_entry(g.operands.scale, sample, tile.channel),
+              channel_entry(g.operands.offset, sample, tile.channel),
+              channel_entry(g.operands.mean, sample, tile.channel),
+              channel_entry(g.operands.inverse, sample, tile.channel));
   }
   return norm;
 }
@@ -145,25 +147,24 @@ __device__ void differentiate(const ChannelAffine<T, V>& norm, bool silu, const 
 }
 
 // Adds up the sums of the block's rows, then those of the cluster's blocks, and writes them.
-// `first`, `own`: the block's first channel, and how many it has. The caller synchronises the block
-// before, and the cluster before the block ends.
-__device__ inline void reduce_sums(const Gradient& g, int first, int own, const float* partial,
-                                   float4* totals) {
+// The caller synchronises the block before, and the cluster before the block ends.
+__device__ inline void reduce_sums(const Gradient& g, int first_channel, int block_channels,
+                                   const float* partial, float4* totals) {
   const StreamingTiling& tiling = g.tiling;
 #pragma unroll 1
-  for (int i = threadIdx.x; i < 2 * own; i += kStreamingThreads) {
+  for (int i = threadIdx.x; i < 2 * block_channels; i += kStreamingThreads) {
     float total = 0;
 #pragma unroll 4
-    for (int row = 0; row < tiling.rows; ++row) total += partial[2 * row * own + i];
-    const bool second = i >= own;
-    float4& to = totals[second ? i - own : i];
+    for (int row = 0; row < tiling.rows; ++row) total += partial[2 * row * block_channels + i];
+    const bool second = i >= block_channels;
+    float4& to = totals[second ? i - block_channels : i];
     (second ? to.y : to.x) = total;
   }
   cluster_arrive();
   cluster_wait();
   const int rank = static_cast<int>(blockIdx.x);
 #pragma unroll 1
-  for (int c = rank * kStreamingThreads + static_cast<int>(threadIdx.x); c < own;
+  for (int c = rank * kStreamingThreads + static_cast<int>(threadIdx.x); c < block_channels;
        c += tiling.ranks * kStreamingThreads) {
     float dz_sum = 0, product_sum = 0;
 #pragma unroll 4
@@ -172,10 +173,11 @@ __device__ inline void reduce_sums(const Gradient& g, int first, int own, const 
       dz_sum += part.x;
       product_sum += part.y;
     }
-    float* const to =
-        g.of.sums + 2 * static_cast<int64_t>(blockIdx.z) * tiling.channels + first + c;
+    float* const to = g.operands.sums + 2 * static_cast<int64_t>(blockIdx.z) * tiling.channels +
+                      first_channel + c;
     to[0] = dz_sum;
-    to[tiling.channels] = product_sum * *channel_entry(g.of.inverse, blockIdx.z, first + c);
+    to[tiling.channels] =
+        product_sum * *channel_entry(g.operands.inverse, blockIdx.z, first_channel + c);
   }
 }
 
@@ -183,13 +185,13 @@ template <class T, int V>
 __global__ void __launch_bounds__(kStreamingThreads, kStreamingBlocks)
     group_norm_sums(const __grid_constant__ Gradient g) {
   const StreamingTiling& tiling = g.tiling;
-  // Channels of the block, and the first of them.
-  const int own = tiling.vectors * V, first = static_cast<int>(blockIdx.y) * own;
+  const int block_channels = tiling.vectors * V,
+            first_channel = static_cast<int>(blockIdx.y) * block_channels;
   const StreamingTile tile(tiling, V);
   Pipelines<T, V> pipelines(g, tile, blockIdx.z);
   float4* const totals = pipelines.scratch();  // [channels]: x, y: both sums of the block
-  float* const partial =
-      reinterpret_cast<float*>(totals + own);  // [rows][2][channels]: both sums of each row
+  float* const partial =                       // [rows][2][channels]: both sums of each row
+      reinterpret_cast<float*>(totals + block_channels);
   {
     const auto norm = affine_of<T, V>(g, tile, blockIdx.z);
     float dz_sum[V] = {}, product_sum[V] = {};  // of dz, and of dz * value
@@ -198,7 +200,7 @@ __global__ void __launch_bounds__(kStreamingThreads, kStreamingBlocks)
       float value[V], dz[V], active[V];
       pipelines.read(tile, step, value, dz);
       norm.centre(value);
-      differentiate(norm, g.of.silu, value, dz, active);
+      differentiate(norm, g.operands.silu, value, dz, active);
 #pragma unroll
       for (int j = 0; j < V; ++j) {
         dz_sum[j] += dz[j];
@@ -208,20 +210,20 @@ __global__ void __launch_bounds__(kStreamingThreads, kStreamingBlocks)
     if (tile.row < tiling.rows) {
       if constexpr (!kUsesPivot<T>) {  // of dz * x to that of dz * (x - mean)
         float mean[V];
-        load_floats(channel_entry(g.of.mean, blockIdx.z, tile.channel), mean);
+        load_floats(channel_entry(g.operands.mean, blockIdx.z, tile.channel), mean);
 #pragma unroll
         for (int j = 0; j < V; ++j) product_sum[j] -= mean[j] * dz_sum[j];
       }
-      float* const row = partial + 2 * tile.row * own + tile.local;
+      float* const row = partial + 2 * tile.row * block_channels + tile.local;
 #pragma unroll
       for (int j = 0; j < V; ++j) {
         row[j] = dz_sum[j];
-        row[own + j] = product_sum[j];
+        row[block_channels + j] = product_sum[j];
       }
     }
   }
   __syncthreads();
-  reduce_sums(g, first, own, partial, totals);
+  reduce_sums(g, first_channel, block_channels, partial, totals);
   cluster_arrive();  // so that no block ends while others read its memory
   cluster_wait();
 }
@@ -247,28 +249,29 @@ struct GroupTerms {
   float *dz_products, *product_products;  // scale times the sample's sums of dz and of dz * n
   float *constants, *slopes;  // before finish(): inverse and mean, kept for the same thread
 
-  __device__ GroupTerms(float* memory, int own)
+  __device__ GroupTerms(float* memory, int block_channels)
       : dz_products(memory),
-        product_products(memory + own),
-        constants(product_products + own),
-        slopes(constants + own) {}
-  // `first`: the block's first channel; the block is synchronised between load and finish.
-  __device__ void load(const Gradient& g, int sample, int first, int own) const {
+        product_products(memory + block_channels),
+        constants(product_products + block_channels),
+        slopes(constants + block_channels) {}
+  // The caller synchronises the block between load and finish.
+  __device__ void load(const Gradient& g, int sample, int first_channel, int block_channels) const {
     const int channels = g.tiling.channels;
-    const float* const sums = g.of.sums + 2 * static_cast<int64_t>(sample) * channels + first;
+    const float* const sums =
+        g.operands.sums + 2 * static_cast<int64_t>(sample) * channels + first_channel;
 #pragma unroll 1
-    for (int c = threadIdx.x; c < own; c += kStreamingThreads) {
-      const float scale = *channel_entry(g.of.scale, sample, first + c);
+    for (int c = threadIdx.x; c < block_channels; c += kStreamingThreads) {
+      const float scale = *channel_entry(g.operands.scale, sample, first_channel + c);
       dz_products[c] = scale * sums[c];
       product_products[c] = scale * sums[channels + c];
-      constants[c] = *channel_entry(g.of.inverse, sample, first + c);
-      slopes[c] = *channel_entry(g.of.mean, sample, first + c);
+      constants[c] = *channel_entry(g.operands.inverse, sample, first_channel + c);
+      slopes[c] = *channel_entry(g.operands.mean, sample, first_channel + c);
     }
   }
   template <class T>
-  __device__ void finish(const StreamingTiling& tiling, int own) const {
+  __device__ void finish(const StreamingTiling& tiling, int block_channels) const {
 #pragma unroll 1
-    for (int c = threadIdx.x; c < own; c += kStreamingThreads) {
+    for (int c = threadIdx.x; c < block_channels; c += kStreamingThreads) {
       const int group = c / tiling.group * tiling.group;
       float constant = 0, slope = 0;
 #pragma unroll 4
@@ -297,26 +300,26 @@ __global__ void __launch_bounds__(kStreamingThreads, kStreamingBlocks)
     return;
   }
   const int sample = g.parameters.batch - 1 + g.reduce_layers - static_cast<int>(blockIdx.z);
-  // Channels of the block, and the first of them.
-  const int own = tiling.vectors * V, first = static_cast<int>(blockIdx.y) * own;
+  const int block_channels = tiling.vectors * V,
+            first_channel = static_cast<int>(blockIdx.y) * block_channels;
   StreamingTile tile(tiling, V);
   tile.reverse(tiling);
   Pipelines<T, V, kAdded> pipelines(g, tile, sample);
 
   // While the copies arrive, find what dx subtracts for each group.
-  const GroupTerms terms(reinterpret_cast<float*>(pipelines.scratch()), own);
-  terms.load(g, sample, first, own);
+  const GroupTerms terms(reinterpret_cast<float*>(pipelines.scratch()), block_channels);
+  terms.load(g, sample, first_channel, block_channels);
   const auto norm = affine_of<T, V>(g, tile, sample);
   __syncthreads();
-  terms.finish<T>(tiling, own);
+  terms.finish<T>(tiling, block_channels);
   __syncthreads();
   if (tile.steps == 0) return;
 
   float constant[V], slope[V];
   load_floats(terms.constants + tile.local, constant);
   load_floats(terms.slopes + tile.local, slope);
-  VectorIterator<T, V> dx(tiling, tile, g.of.dx, sample),
-      active_to(tiling, tile, g.of.active, sample);
+  VectorIterator<T, V> dx(tiling, tile, g.operands.dx, sample),
+      active_to(tiling, tile, g.operands.active, sample);
   dx.stride = pipelines.x.from.stride;  // equal, which the compiler cannot know: saves registers
   active_to.stride = pipelines.dy.from.stride;
 #pragma unroll 1
@@ -324,9 +327,9 @@ __global__ void __launch_bounds__(kStreamingThreads, kStreamingBlocks)
     float value[V], dz[V], active[V];
     pipelines.read(tile, step, value, dz);
     norm.centre(value);
-    differentiate(norm, g.of.silu, value, dz, active);
+    differentiate(norm, g.operands.silu, value, dz, active);
     Vector<T, V> out;
-    if (g.of.active) {
+    if (g.operands.active) {
       out.from_floats(active);
       *active_to.next() = out;
     }
@@ -344,9 +347,9 @@ cudaError_t launch_backward(const NormGradient& plan, const StreamingTiling& til
                             const DeviceLimits& limits, cudaStream_t stream) {
   Gradient g{tiling, operands_of(plan), parameter_gradients_of(plan),
              plan.parameter_gradients ? 1 : 0};
-  const int64_t own = static_cast<int64_t>(tiling.vectors) * V;
+  const int64_t block_channels = static_cast<int64_t>(tiling.vectors) * V;
   const int64_t sums_bytes =
-      own * static_cast<int64_t>(sizeof(float4) + 2 * sizeof(float) * tiling.rows);
+      block_channels * static_cast<int64_t>(sizeof(float4) + 2 * sizeof(float) * tiling.rows);
   const cudaError_t error =
       launch(group_norm_sums<T, V>, grid_of(tiling, plan.batch), kStreamingThreads,
              Pipelines<T, V>::kBytes + sums_bytes, stream, g);
@@ -355,7 +358,7 @@ cudaError_t launch_backward(const NormGradient& plan, const StreamingTiling& til
   g.tiling = second_pass_tiling(tiling, limits, layers);
   return with_added_count(plan.added_count, [&](auto count) {
     const int64_t smem_bytes =
-        Pipelines<T, V, count>::kBytes + 4 * own * static_cast<int64_t>(sizeof(float));
+        Pipelines<T, V, count>::kBytes + 4 * block_channels * static_cast<int64_t>(sizeof(float));
     return launch(group_norm_dx<T, V, count>, grid_of(g.tiling, layers), kStreamingThreads,
                   smem_bytes, stream, g, false);
   });

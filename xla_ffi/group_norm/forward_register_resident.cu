@@ -1,18 +1,19 @@
 // GroupNorm forward of small images in one launch: mean and inverse = 1 / sqrt(variance + eps) of
 // each group, z = scale * (x - mean) * inverse + offset, y = act(z).
 //
-// A block owns some channels of a sample, whole groups, and all pixels (register_resident.h).
+// A block owns some channels of a sample, whole groups, and all pixels
+// (forward_register_resident_tiling.h). dispatch.cu tells which calls take this kernel.
 // - Loads: each thread loads all of its vectors, at most kPixels of 16 bytes; scale, offset and
 //   pivots are copied to shared memory.
 // - Moments: mean, then m2, of each thread's numbers, from registers.
-// - Reduction: pieces in shared memory; each group is merged by a team of lanes (moments.cuh). It
-//   writes the mean and inverse, and over scale and offset a and b of
-//   y = act(a * (x - pivot) + b).
+// - Reduction: each thread writes the moments of its pieces to shared memory, where a team of lanes
+//   merges those of each group (moments.cuh). The team writes the group's mean and inverse, and
+//   replaces scale and offset of its channels by a and b of y = act(a * (x - pivot) + b).
 // - Epilogue: y from registers.
 //
-// Two barriers: before the teams read the pieces, and before the threads read a and b.
+// Two __syncthreads: before the teams read the pieces, and before the threads read a and b.
 //
-// Shared memory: entry_bytes of float2 [row][piece], then the channels' operands.
+// Shared memory: float2 entries [row][piece], entry_bytes; ChannelOperands.
 #include "common/dispatch_dtype.cuh"
 #include "launch.h"
 #include "moments.cuh"
@@ -53,16 +54,16 @@ __device__ void thread_moments(const Packed<T, V> (&x)[kPixels], int steps,
     x[i].to_floats(value);
 #pragma unroll
     for (int j = 0; j < V; ++j) {
-      const float away = value[j] - mean[j / kPair];
-      m2[j / kPair] += away * away;
+      const float delta = value[j] - mean[j / kPair];
+      m2[j / kPair] += delta * delta;
     }
   }
 }
 
-// Merges the groups of the block; writes their statistics, and over scale and offset a and b of y =
-// act(a * (x - pivot) + b).
+// Merges the groups of the block and writes their statistics. Replaces scale and offset by a and b
+// of y = act(a * (x - pivot) + b).
 template <class T>
-__device__ void merge_and_write(const Forward& f, const RowPixels& pixels, int first,
+__device__ void merge_and_write(const Forward& f, const RowPixels& pixels, int first_channel,
                                 int64_t sample, const float2* entries,
                                 const ChannelOperands& operands) {
   const BlockReduction& block = f.tiling.block;
@@ -77,7 +78,7 @@ __device__ void merge_and_write(const Forward& f, const RowPixels& pixels, int f
 #pragma unroll 1
     for (int c = team.member; c < block.group; c += team.size) {
       const int local = group * block.group + c;
-      const int64_t channel = sample * f.tiling.channels + first + local;
+      const int64_t channel = sample * f.tiling.channels + first_channel + local;
       f.mean[channel] = mean;
       f.inverse[channel] = inverse;
       const float a = operands.scale[local] * inverse;
@@ -122,8 +123,9 @@ __global__ void __launch_bounds__(kRegisterResidentThreads, 2)
   const BlockReduction& block = tiling.block;
   const BlockThread thread(block);
   const int64_t sample = blockIdx.y;
-  const int own = block.vectors * V, first = static_cast<int>(blockIdx.x) * own;
-  const int channel = first + thread.column * V;
+  const int block_channels = block.vectors * V,
+            first_channel = static_cast<int>(blockIdx.x) * block_channels;
+  const int channel = first_channel + thread.column * V;
   const RowPixels pixels{tiling.each, tiling.rest, 0};
   const int steps = thread.present ? pixels.of(thread.row) : 0;
 
@@ -137,8 +139,9 @@ __global__ void __launch_bounds__(kRegisterResidentThreads, 2)
     if (i < steps) x[i].load(from + static_cast<int64_t>(i) * block.rows * stride);
   }
   auto* const entries = reinterpret_cast<float2*>(dynamic_smem());
-  const ChannelOperands operands(block, own, dynamic_smem() + tiling.entry_bytes);
-  operands.fetch<T>(block, own, f.x, tiling.pixels, f.scale, f.offset, sample, first);
+  const ChannelOperands operands(block, block_channels, dynamic_smem() + tiling.entry_bytes);
+  operands.fetch<T>(block, block_channels, f.x, tiling.pixels, f.scale, f.offset, sample,
+                    first_channel);
 
   // Moments.
   if constexpr (kUsesPivot<T>) {
@@ -162,7 +165,7 @@ __global__ void __launch_bounds__(kRegisterResidentThreads, 2)
   // Reduction.
   cp_async_wait<0>();
   __syncthreads();
-  merge_and_write<T>(f, pixels, first, sample, entries, operands);
+  merge_and_write<T>(f, pixels, first_channel, sample, entries, operands);
   __syncthreads();
 
   // Epilogue.

@@ -68,13 +68,15 @@ inline std::optional<RegisterResidentTiling> register_resident_tiling(const Devi
   const bool eight = warps >= 16 * limits.sms || (warps >= 8 * limits.sms && pixels >= 16 * 8);
   const int64_t fewest = eight ? 8 : warps >= 4 * limits.sms ? 4 : 2;
   std::optional<RegisterResidentTiling> best;
-  for (int64_t own = unit; own <= all; own += unit) {
-    if (all % own != 0) continue;
+  for (int64_t block_vectors = unit; block_vectors <= all; block_vectors += unit) {
+    if (all % block_vectors != 0) continue;
     const int64_t best_bytes = best ? int64_t{best->block.vectors} * vector * element : 0;
     int64_t k = fewest;
-    while (k < kMaxThreadPixels && own * ceil_div(pixels, k) > kGoodThreads) k *= 2;
-    const int64_t threads = own * ceil_div(pixels, k), bytes = own * vector * element;
-    const auto next = register_resident_tiling_of(own, k, pixels, channels, group, vector);
+    while (k < kMaxThreadPixels && block_vectors * ceil_div(pixels, k) > kGoodThreads) k *= 2;
+    const int64_t threads = block_vectors * ceil_div(pixels, k),
+                  bytes = block_vectors * vector * element;
+    const auto next =
+        register_resident_tiling_of(block_vectors, k, pixels, channels, group, vector);
     if (!next || (threads > kGoodThreads && best_bytes >= kRowBytes)) break;
     if (best_bytes >= kSector && 8 * batch * next->channel_blocks < 7 * limits.sms) break;
     best = next;

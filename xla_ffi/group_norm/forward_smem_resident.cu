@@ -3,7 +3,7 @@
 // and y = act(z) where it is wanted. For calls that no other kernel takes (dispatch.cu).
 //
 // A block owns some channels of a sample, whole groups, and all pixels or a cluster's share of them
-// (smem_resident.h).
+// (forward_smem_resident_tiling.h).
 // - Prologue: start to copy the first kChunkStages chunks of x to shared memory; load scale, offset
 //   and pivots.
 // - Mainloop: chunk by chunk, update each thread's mean and m2; copy a later chunk into the stage
@@ -66,16 +66,16 @@ __device__ void reduce_thread(const SmemResidentTiling& tiling, const ThreadTile
         stages.slot(chunk, i)->to_floats(value);
 #pragma unroll
         for (int j = 0; j < V; ++j) {
-          const float away = (kUsesPivot<T> ? value[j] - pivot[j] : value[j]) - chunk_mean[j];
-          chunk_m2[j] += away * away;
+          const float delta = (kUsesPivot<T> ? value[j] - pivot[j] : value[j]) - chunk_mean[j];
+          chunk_m2[j] += delta * delta;
         }
       }
       const float weight = fresh / (seen + fresh), both = seen * weight;
 #pragma unroll
       for (int j = 0; j < V; ++j) {
-        const float away = chunk_mean[j] - mean[j];
-        mean[j] += away * weight;
-        m2[j] += chunk_m2[j] + away * away * both;
+        const float delta = chunk_mean[j] - mean[j];
+        mean[j] += delta * weight;
+        m2[j] += chunk_m2[j] + delta * delta * both;
       }
       seen += fresh;
     }
@@ -93,24 +93,24 @@ __device__ void reduce_warp(const SmemResidentTiling& tiling, const ThreadTile& 
   merge_neighbours<1>(tiling.piece_bits, count, mean, m2);
   const auto first_of_piece = [&](int j) { return (j & ((1 << tiling.piece_bits) - 1)) == 0; };
   const auto size = static_cast<float>(1 << tiling.piece_bits);
-  float total = count, middle[V];
+  float total = count, merged_mean[V];
 #pragma unroll
-  for (int j = 0; j < V; ++j) middle[j] = count * mean[j];
+  for (int j = 0; j < V; ++j) merged_mean[j] = count * mean[j];
 #pragma unroll
   for (int step = 16; step > 0; step /= 2) {
     if (step < 1 << tiling.lane_bits) break;
     total += __shfl_xor_sync(~0u, total, step);
 #pragma unroll
     for (int j = 0; j < V; ++j) {
-      if (first_of_piece(j)) middle[j] += __shfl_xor_sync(~0u, middle[j], step);
+      if (first_of_piece(j)) merged_mean[j] += __shfl_xor_sync(~0u, merged_mean[j], step);
     }
   }
   const float share = total > 0 ? 1.0f / total : 0.0f;
 #pragma unroll
   for (int j = 0; j < V; ++j) {
-    middle[j] *= share;
-    const float away = mean[j] - middle[j];
-    m2[j] += size * count * away * away;
+    merged_mean[j] *= share;
+    const float delta = mean[j] - merged_mean[j];
+    m2[j] += size * count * delta * delta;
   }
 #pragma unroll
   for (int step = 16; step > 0; step /= 2) {
@@ -124,18 +124,19 @@ __device__ void reduce_warp(const SmemResidentTiling& tiling, const ThreadTile& 
 #pragma unroll
   for (int j = 0; j < V; ++j) {
     if (first_of_piece(j) && tile.first_of_warp) {
-      row[(tile.local + j) >> tiling.piece_bits] = make_float4(size * total, middle[j], m2[j], 0);
+      row[(tile.local + j) >> tiling.piece_bits] =
+          make_float4(size * total, merged_mean[j], m2[j], 0);
     }
   }
 }
 
-// One function on purpose: cut into functions, its phases get other registers in nvcc 13.0.
+// One long function: if its phases are functions, nvcc 13.0 gives them other registers.
 template <class T, int V>
 __global__ void __launch_bounds__(kSmemResidentThreads, 2)
     group_norm_forward(const __grid_constant__ Forward f) {
   const SmemResidentTiling& tiling = f.tiling;
-  // Channels of the block, and the first of them.
-  const int own = tiling.vectors * V, first = static_cast<int>(blockIdx.y) * own;
+  const int block_channels = tiling.vectors * V,
+            first_channel = static_cast<int>(blockIdx.y) * block_channels;
   const ThreadTile tile(tiling, V);
   const ThreadVectors<T, V> x(tiling, tile, f.x);
   const ChunkStages<T, V> stages{reinterpret_cast<Vector<T, V>*>(dynamic_smem()),
@@ -147,18 +148,19 @@ __global__ void __launch_bounds__(kSmemResidentThreads, 2)
     stages.fetch(x, chunk, tile.steps);
     cp_async_commit();
   }
-  const ReductionShape shape{own, tiling.group, tiling.piece_bits,
+  const ReductionShape shape{block_channels, tiling.group, tiling.piece_bits,
                              static_cast<int>(blockDim.x) / 32 / tiling.warp_columns,
                              tiling.cluster_size};
   const StatisticsScratch scratch(shape, dynamic_smem() + tiling.stage_bytes);
-  const int there = min(own, tiling.channels - first), threads = static_cast<int>(blockDim.x);
+  const int present_channels = min(block_channels, tiling.channels - first_channel);
+  const int threads = static_cast<int>(blockDim.x);
 #pragma unroll 1
-  for (int c = threadIdx.x; c < there; c += threads) {
-    scratch.scale[c] = sample_row(f.scale)[first + c];
-    scratch.offset[c] = sample_row(f.offset)[first + c];
+  for (int c = threadIdx.x; c < present_channels; c += threads) {
+    scratch.scale[c] = sample_row(f.scale)[first_channel + c];
+    scratch.offset[c] = sample_row(f.offset)[first_channel + c];
     if constexpr (kUsesPivot<T>) {  // the first number of the group
       int stride;
-      const int group_start = first + c / tiling.group * tiling.group;
+      const int group_start = first_channel + c / tiling.group * tiling.group;
       scratch.pivot[c] =
           wide(*find_channel<T>(f.x, group_start, blockIdx.z, tiling.pixels, &stride));
     }
@@ -172,7 +174,7 @@ __global__ void __launch_bounds__(kSmemResidentThreads, 2)
       if (tile.steps > 0) load_floats(scratch.pivot + tile.local, pivot);
     }
     reduce_thread(tiling, tile, x, stages, pivot, mean, m2);
-    reduce_warp(tiling, tile, own, mean, m2, scratch.partial);
+    reduce_warp(tiling, tile, block_channels, mean, m2, scratch.partial);
   }
   __syncthreads();
   merge_groups(shape, f.eps, scratch);
@@ -180,10 +182,10 @@ __global__ void __launch_bounds__(kSmemResidentThreads, 2)
 
   // Epilogue.
 #pragma unroll 1
-  for (int c = threadIdx.x; c < there; c += threads) {
+  for (int c = threadIdx.x; c < present_channels; c += threads) {
     const auto [mean, inverse, a, b] =
         write_coefficients(f.to, scratch, shape, kUsesPivot<T>, c,
-                           static_cast<int64_t>(blockIdx.z) * tiling.channels + first + c);
+                           static_cast<int64_t>(blockIdx.z) * tiling.channels + first_channel + c);
     scratch.scale[c] = a;
     if constexpr (kUsesPivot<T>) {
       scratch.pivot[c] = mean;

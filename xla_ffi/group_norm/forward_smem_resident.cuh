@@ -118,8 +118,8 @@ __device__ float4 merge_team(const Visit& visit) {
   sum = team_sum(sum);
   const float mean = count > 0 ? sum / count : 0.0f;
   visit([&](const float4& s) {
-    const float away = s.y - mean;
-    m2 += s.z + s.x * away * away;
+    const float delta = s.y - mean;
+    m2 += s.z + s.x * delta * delta;
   });
   return make_float4(count, mean, team_sum(m2), 0);
 }
@@ -207,9 +207,9 @@ __device__ inline Coefficients write_coefficients(const StatisticsOutputs& to,
                                                   const ReductionShape& shape, bool pivot, int c,
                                                   int64_t channel) {
   Coefficients found;
-  const float away = scratch.mean[c / shape.group];
+  const float delta = scratch.mean[c / shape.group];
   found.inverse = scratch.inverse[c / shape.group];
-  found.mean = pivot ? scratch.pivot[c] + away : away;
+  found.mean = pivot ? scratch.pivot[c] + delta : delta;
   found.a = scratch.scale[c] * found.inverse;
   found.b = scratch.offset[c] - found.mean * found.a;
   if (blockIdx.x == 0) {

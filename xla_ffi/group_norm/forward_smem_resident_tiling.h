@@ -46,8 +46,9 @@ constexpr int kSmemResidentThreads = 512;  // of a block, at most: the kernel's 
 // multiprocessor.
 constexpr int64_t kBlockSmemBytes = 100 * 1024;
 
-// Channels of a block, a multiple of lcm(group, vector). `lanes(own)`, `cluster_size(own)`: lanes
-// side by side and blocks of a cluster for blocks of `own` channels.
+// Channels of a block: a multiple of `unit`, the lcm of group and vector. `lanes`, `cluster_size`:
+// functions of the channels of a block, which return its lanes side by side and the blocks of its
+// cluster.
 //
 // Global memory is read in sectors of 32 bytes, so wider rows (a block's channels of one pixel) are
 // better. A row of less than 32 bytes is widened even if this takes a larger cluster, one of less
@@ -59,20 +60,24 @@ template <class Lanes, class ClusterSize>
 int64_t choose_block_channels(const DeviceLimits& limits, int64_t batch, int64_t channels,
                               int64_t unit, int element, const Lanes& lanes,
                               const ClusterSize& cluster_size) {
-  const auto blocks = [&](int64_t own) {
-    return batch * ceil_div(channels, own) *
-           std::min<int64_t>(cluster_size(own), limits.max_cluster);
+  const auto blocks = [&](int64_t block_channels) {
+    return batch * ceil_div(channels, block_channels) *
+           std::min<int64_t>(cluster_size(block_channels), limits.max_cluster);
   };
-  int64_t own = unit;
+  int64_t block_channels = unit;
   for (int64_t more = 2 * unit; more <= channels && more * element <= 128; more += unit) {
     const bool fits = cluster_size(more) <= limits.max_cluster,
-               same = cluster_size(more) == cluster_size(own);
-    if (channels % more != 0 || lanes(more) * own > lanes(own) * more || (!fits && !same)) continue;
-    const int64_t row = own * element, wanted = row < 64 ? limits.sms * 7 / 8 : limits.sms * 2;
-    if (blocks(more) >= wanted && (same || row < 32 || (row < 64 && cluster_size(own) > 1)))
-      own = more;
+               same = cluster_size(more) == cluster_size(block_channels);
+    if (channels % more != 0 || lanes(more) * block_channels > lanes(block_channels) * more ||
+        (!fits && !same))
+      continue;
+    const int64_t row = block_channels * element,
+                  wanted = row < 64 ? limits.sms * 7 / 8 : limits.sms * 2;
+    if (blocks(more) >= wanted &&
+        (same || row < 32 || (row < 64 && cluster_size(block_channels) > 1)))
+      block_channels = more;
   }
-  return own;
+  return block_channels;
 }
 
 // log2 of the rows of warps of a block. A thread takes at least two steps. At most half of the
@@ -96,19 +101,21 @@ inline int choose_warp_row_bits(const SmemResidentTiling& tiling, int warp_pixel
 inline SmemResidentTiling smem_resident_tiling(const DeviceLimits& limits, bool writes_y,
                                                int64_t batch, int64_t pixels, int64_t channels,
                                                int64_t group, int vector, int element) {
-  const auto lanes = [&](int64_t own) { return int64_t{1} << ceil_log2(own / vector); };
-  const auto cluster_size = [&](int64_t own) {
-    const int64_t bytes = writes_y ? lanes(own) * vector * element * pixels : 0;
+  const auto lanes = [&](int64_t block_channels) {
+    return int64_t{1} << ceil_log2(block_channels / vector);
+  };
+  const auto cluster_size = [&](int64_t block_channels) {
+    const int64_t bytes = writes_y ? lanes(block_channels) * vector * element * pixels : 0;
     return int64_t{1} << ceil_log2(ceil_div(bytes, kBlockSmemBytes));
   };
   const int64_t unit = std::lcm<int64_t>(group, vector);
-  const int64_t own =
+  const int64_t block_channels =
       choose_block_channels(limits, batch, channels, unit, element, lanes, cluster_size);
   // Few samples: larger clusters, while a block keeps 256 pixels and every block still gets its own
   // multiprocessor.
-  int64_t cluster = std::min<int64_t>(cluster_size(own), limits.max_cluster);
+  int64_t cluster = std::min<int64_t>(cluster_size(block_channels), limits.max_cluster);
   while (cluster < limits.max_cluster && pixels / cluster >= 512 &&
-         batch * ceil_div(channels, own) * cluster * 2 <= limits.sms) {
+         batch * ceil_div(channels, block_channels) * cluster * 2 <= limits.sms) {
     cluster *= 2;
   }
 
@@ -116,18 +123,18 @@ inline SmemResidentTiling smem_resident_tiling(const DeviceLimits& limits, bool 
   tiling.pixels = static_cast<int>(pixels);
   tiling.channels = static_cast<int>(channels);
   tiling.group = static_cast<int>(group);
-  tiling.vectors = static_cast<int>(own / vector);
+  tiling.vectors = static_cast<int>(block_channels / vector);
   tiling.lane_bits = std::min(ceil_log2(tiling.vectors), 5);
   tiling.warp_columns = static_cast<int>(ceil_div(tiling.vectors, 32));
   tiling.piece_bits = piece_bits_of(group, vector);
   tiling.cluster_size = static_cast<int>(cluster);
   tiling.block_pixels = static_cast<int>(ceil_div(pixels, cluster));
-  tiling.channel_blocks = static_cast<int>(ceil_div(channels, own));
+  tiling.channel_blocks = static_cast<int>(ceil_div(channels, block_channels));
   const int warp_pixel_bits = 5 - tiling.lane_bits,
             warp_row_bits = choose_warp_row_bits(tiling, warp_pixel_bits);
   tiling.row_bits = warp_row_bits + warp_pixel_bits;
   tiling.threads = 32 * tiling.warp_columns << warp_row_bits;
-  tiling.scratch_bytes = ((kMomentsBytes << warp_row_bits) + kChannelBytes) * own;
+  tiling.scratch_bytes = ((kMomentsBytes << warp_row_bits) + kChannelBytes) * block_channels;
   // Few steps make one chunk; more make kChunkStages chunks, each reduced while later ones arrive.
   // Where these do not fit shared memory, there are more chunks of as many steps as do.
   const int64_t steps = ceil_div(tiling.block_pixels, int64_t{1} << tiling.row_bits);

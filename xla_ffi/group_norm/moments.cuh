@@ -49,9 +49,9 @@ __device__ void merge_neighbours(int piece_bits, float count, float (&mean)[A], 
     if (width * kWidth >= 1 << piece_bits) break;
 #pragma unroll
     for (int j = 0; j < A; j += 2 * width) {
-      const float away = mean[j + width] - mean[j];
-      mean[j] += 0.5f * away;
-      m2[j] += m2[j + width] + 0.5f * static_cast<float>(width) * count * away * away;
+      const float delta = mean[j + width] - mean[j];
+      mean[j] += 0.5f * delta;
+      m2[j] += m2[j + width] + 0.5f * static_cast<float>(width) * count * delta * delta;
     }
   }
 }
@@ -62,12 +62,12 @@ template <int kWidth, int A>
 __device__ void write_entries(const BlockReduction& block, const BlockThread& thread, float count,
                               float (&mean)[A], float (&m2)[A], float2* entries) {
   merge_neighbours<kWidth>(block.piece_bits, count, mean, m2);
-  float2* const own =
+  float2* const thread_entries =
       entries + thread.row * block.row_entries + ((thread.column * A * kWidth) >> block.piece_bits);
 #pragma unroll
   for (int j = 0; j < A; ++j) {
     if (thread.present && (j * kWidth & ((1 << block.piece_bits) - 1)) == 0)
-      own[(j * kWidth) >> block.piece_bits] = make_float2(mean[j], m2[j]);
+      thread_entries[(j * kWidth) >> block.piece_bits] = make_float2(mean[j], m2[j]);
   }
 }
 
@@ -97,7 +97,7 @@ __device__ inline float2 merge_group(const BlockReduction& block, const Team& te
                                      const RowPixels& pixels, int group, float total,
                                      const float2* entries) {
   const int pieces = block.group >> block.piece_bits;
-  const float2* const first = entries + group * pieces;
+  const float2* const group_entries = entries + group * pieces;
   const int start = group < block.groups ? team.member : block.rows;
   const auto width = static_cast<float>(1 << block.piece_bits);
   float sum = 0, m2 = 0;
@@ -105,7 +105,8 @@ __device__ inline float2 merge_group(const BlockReduction& block, const Team& te
   for (int i = 0; i < pieces; ++i) {
 #pragma unroll 4
     for (int row = start; row < block.rows; row += team.size)
-      sum += first[row * block.row_entries + i].x * (width * static_cast<float>(pixels.of(row)));
+      sum += group_entries[row * block.row_entries + i].x *
+             (width * static_cast<float>(pixels.of(row)));
   }
   sum = team.sum(sum);
   const float mean = total > 0 ? sum / total : 0.0f;
@@ -113,9 +114,9 @@ __device__ inline float2 merge_group(const BlockReduction& block, const Team& te
   for (int i = 0; i < pieces; ++i) {
 #pragma unroll 4
     for (int row = start; row < block.rows; row += team.size) {
-      const float2 entry = first[row * block.row_entries + i];
-      const float away = entry.x - mean;
-      m2 += entry.y + width * static_cast<float>(pixels.of(row)) * away * away;
+      const float2 entry = group_entries[row * block.row_entries + i];
+      const float delta = entry.x - mean;
+      m2 += entry.y + width * static_cast<float>(pixels.of(row)) * delta * delta;
     }
   }
   return make_float2(mean, team.sum(m2));
@@ -137,21 +138,22 @@ struct ChannelOperands {
     offset = scale + channels;
     pivot = offset + channels;
   }
-  // Starts the copies; cp_async_wait<0> and a barrier of the block show them. `first`: the block's
-  // first channel.
+  // Starts the copies; cp_async_wait<0> and a barrier of the block show them.
   template <class T>
   __device__ void fetch(const BlockReduction& block, int channels, const TensorParts& x, int pixels,
-                        const Rows& scales, const Rows& offsets, int64_t sample, int first) const {
+                        const Rows& scales, const Rows& offsets, int64_t sample,
+                        int first_channel) const {
 #pragma unroll 1
     for (int c = threadIdx.x; c < channels; c += blockDim.x) {
-      cp_async_4(scale + c, scales.data + sample * scales.stride + first + c);
-      cp_async_4(offset + c, offsets.data + sample * offsets.stride + first + c);
+      cp_async_4(scale + c, scales.data + sample * scales.stride + first_channel + c);
+      cp_async_4(offset + c, offsets.data + sample * offsets.stride + first_channel + c);
     }
     if constexpr (kUsesPivot<T>) {
 #pragma unroll 1
       for (int g = threadIdx.x; g < block.groups; g += blockDim.x) {
         int stride;
-        cp_async_4(pivot + g, find_channel<T>(x, first + g * block.group, sample, pixels, &stride));
+        cp_async_4(pivot + g,
+                   find_channel<T>(x, first_channel + g * block.group, sample, pixels, &stride));
       }
     }
     cp_async_commit();
@@ -168,9 +170,10 @@ __device__ void load_pivots(const TensorParts& x, int channel, int group, int64_
                             int pixels, float (&pivot)[A]) {
 #pragma unroll
   for (int j = 0; j < A; ++j) {
-    const int own = channel + j * kWidth;
+    const int first_channel = channel + j * kWidth;
     int stride;
-    pivot[j] = wide(__ldg(find_channel<T>(x, own - own % group, sample, pixels, &stride)));
+    pivot[j] = wide(
+        __ldg(find_channel<T>(x, first_channel - first_channel % group, sample, pixels, &stride)));
   }
 }
 

@@ -1,5 +1,7 @@
 // Statistics of a GroupNorm in one launch: mean and inverse = 1 / sqrt(variance + eps) of each
-// group, and where it is wanted the channels' map z = a * x + b. Blocks: statistics_tiling.h.
+// group, and where it is wanted the channels' map z = a * x + b. A block, or a cluster of blocks,
+// owns some channels of a sample (statistics_tiling.h). dispatch.cu tells which calls take this
+// kernel.
 //
 // - Mainloop: each thread loads batches of kBatch vectors straight to registers, the next batch
 //   while it sums x - first and (x - first)^2 of the one before (ThreadSums).
@@ -7,11 +9,29 @@
 //   those of each group (moments.cuh). The blocks of a cluster send their groups' moments to block
 //   0, whose teams merge them. The teams write the results.
 //
-// Synchronisation: one __syncthreads before the teams read the pieces. In a cluster, each block
-// arrives at the cluster's barrier when it starts, and waits at it before it sends: then block 0
-// has initialised its mbarrier and may be written to. The mbarrier completes when the moments of
-// all blocks have arrived. The other blocks may end earlier, as nobody accesses their shared
-// memory.
+//     global memory            registers                   shared memory
+//
+//     x  ------------------->  two batches -> ThreadSums
+//                              moments of pieces  ------>  entries [row][piece]
+//                              moments of groups  <------    (teams)
+//                                |
+//                                +-- no cluster: teams
+//                                |   write the results
+//                                +-- cluster: st.async  ->  slots of block 0
+//                              moments of groups  <------    (teams of block 0)
+//     mean, inverse, a, b  <-  results
+//
+// Synchronisation:
+//
+//     barrier           waits                       arrives
+//     __syncthreads     all threads, before the     all threads, once their entries are written
+//                       teams read
+//     cluster barrier   every block, before it      every block when it starts: once all have,
+//                       sends                       block 0 has initialised its mbarrier
+//     mbarrier `full`   block 0, before it reads    its thread 0 (1 + the bytes of all moments);
+//                       the slots (parity 0)        used once
+//
+// The other blocks may end before block 0, as nobody accesses their shared memory.
 //
 // Shared memory: float2 entries [row][piece], entry_bytes; ChannelOperands; at slots_at, float2
 // [block of the cluster][group].
@@ -86,9 +106,9 @@ struct ThreadSums {
       x[i].to_floats(value);
 #pragma unroll
       for (int j = 0; j < V; ++j) {
-        const float away = centred(value[j], j) - first[j / kWidth];
-        batch_sum[j / kWidth] += away;
-        batch_squares[j / kWidth] += away * away;
+        const float delta = centred(value[j], j) - first[j / kWidth];
+        batch_sum[j / kWidth] += delta;
+        batch_squares[j / kWidth] += delta * delta;
       }
     }
 #pragma unroll
@@ -102,9 +122,9 @@ struct ThreadSums {
     const float share = count > 0 ? 1.0f / count : 0.0f;
 #pragma unroll
     for (int j = 0; j < A; ++j) {
-      const float away = sum[j] * share;
-      squares[j] = fmaxf(squares[j] - sum[j] * away, 0.0f);
-      first[j] += away;
+      const float delta = sum[j] * share;
+      squares[j] = fmaxf(squares[j] - sum[j] * delta, 0.0f);
+      first[j] += delta;
     }
   }
 };
@@ -173,22 +193,22 @@ __device__ inline float2 merge_ranks(const StatisticsTiling& tiling, const Team&
       there ? static_cast<float>(block.group) * static_cast<float>(pixels.of_block(block.rows))
             : 0.0f;
   const float2 part = there ? sent[team.member * block.groups + group] : make_float2(0, 0);
-  const float mean = team.sum(count * part.x) / total, away = part.x - mean;
-  return make_float2(mean, team.sum(part.y + count * away * away));
+  const float mean = team.sum(count * part.x) / total, delta = part.x - mean;
+  return make_float2(mean, team.sum(part.y + count * delta * delta));
 }
 
-// Writes the statistics of a group's channels, which the team's lanes divide. `first`: the block's
-// first channel. `all`: mean less the pivot, and m2, of the group's `total` numbers.
+// Writes the statistics of a group's channels, which the team's lanes divide. `all`: mean less the
+// pivot, and m2, of the group's `total` numbers.
 template <class T>
 __device__ void write_statistics(const Statistics& f, const Team& team,
-                                 const ChannelOperands& operands, int group, int first,
+                                 const ChannelOperands& operands, int group, int first_channel,
                                  int64_t sample, float2 all, float total) {
   const int size = f.tiling.block.group;
   const float mean = operands.pivot_of<T>(group) + all.x, inverse = rsqrtf(all.y / total + f.eps);
 #pragma unroll 1
   for (int c = team.member; c < size; c += team.size) {
     const int local = group * size + c;
-    const int64_t at = sample * f.tiling.channels + first + local;
+    const int64_t at = sample * f.tiling.channels + first_channel + local;
     f.to.mean[at] = mean;
     f.to.inverse[at] = inverse;
     if (f.to.a) {
@@ -200,10 +220,10 @@ __device__ void write_statistics(const Statistics& f, const Team& team,
 }
 
 // Merges the entries of the block's groups, and in a cluster those of all blocks; block 0 writes
-// the statistics. `rank`: of the block in its cluster; `first`: its first channel.
+// the statistics. `rank`: of the block in its cluster.
 template <class T>
-__device__ void merge_and_write(const Statistics& f, const RowPixels& pixels, int rank, int first,
-                                int64_t sample, const float2* entries,
+__device__ void merge_and_write(const Statistics& f, const RowPixels& pixels, int rank,
+                                int first_channel, int64_t sample, const float2* entries,
                                 const ChannelOperands& operands, const Mailbox& mailbox) {
   const StatisticsTiling& tiling = f.tiling;
   const BlockReduction& block = tiling.block;
@@ -218,7 +238,7 @@ __device__ void merge_and_write(const Statistics& f, const RowPixels& pixels, in
     const float2 all = merge_group(block, team, pixels, group, here, entries);
     if (group >= block.groups) continue;
     if (tiling.ranks == 1) {
-      write_statistics<T>(f, team, operands, group, first, sample, all, total);
+      write_statistics<T>(f, team, operands, group, first_channel, sample, all, total);
     } else if (team.member == 0) {
       mailbox.send(rank * block.groups + group, all);
     }
@@ -230,7 +250,7 @@ __device__ void merge_and_write(const Statistics& f, const RowPixels& pixels, in
     const int group = start + team.index;
     const float2 all = merge_ranks(tiling, team, group, total, mailbox.slots);
     if (group < block.groups)
-      write_statistics<T>(f, team, operands, group, first, sample, all, total);
+      write_statistics<T>(f, team, operands, group, first_channel, sample, all, total);
   }
 }
 
@@ -243,12 +263,13 @@ __global__ void __launch_bounds__(kStatisticsThreads, kWidth == V || kWidth > 1 
   const BlockReduction& block = tiling.block;
   const BlockThread thread(block);
   const int64_t sample = blockIdx.z;
-  const int rank = static_cast<int>(blockIdx.x), own = block.vectors * V;
-  const int first = static_cast<int>(blockIdx.y) * own, channel = first + thread.column * V;
+  const int rank = static_cast<int>(blockIdx.x), block_channels = block.vectors * V;
+  const int first_channel = static_cast<int>(blockIdx.y) * block_channels,
+            channel = first_channel + thread.column * V;
   const RowPixels pixels{tiling.each, tiling.rest, rank * block.rows};
   const int steps = thread.present ? pixels.of(thread.row) : 0;
   auto* const entries = reinterpret_cast<float2*>(dynamic_smem());
-  const ChannelOperands operands(block, own, dynamic_smem() + tiling.entry_bytes);
+  const ChannelOperands operands(block, block_channels, dynamic_smem() + tiling.entry_bytes);
   __shared__ Barrier full;
   const Mailbox mailbox{&full, reinterpret_cast<float2*>(dynamic_smem() + tiling.slots_at)};
   if (tiling.ranks > 1)
@@ -264,7 +285,8 @@ __global__ void __launch_bounds__(kStatisticsThreads, kWidth == V || kWidth > 1 
     Packed<T, V> one[kBatch], other[kBatch];
     reader.load(one, steps);
     if (rank == 0)
-      operands.fetch<T>(block, own, f.x, tiling.pixels, f.scale, f.offset, sample, first);
+      operands.fetch<T>(block, block_channels, f.x, tiling.pixels, f.scale, f.offset, sample,
+                        first_channel);
     if constexpr (kUsesPivot<T>)
       load_pivots<T, kWidth>(f.x, channel, block.group, sample, tiling.pixels, sums.pivot);
     if (steps > 0) sums.start(one[0]);
@@ -283,7 +305,7 @@ __global__ void __launch_bounds__(kStatisticsThreads, kWidth == V || kWidth > 1 
   write_entries<kWidth>(block, thread, count, sums.first, sums.squares, entries);
   cp_async_wait<0>();
   __syncthreads();
-  merge_and_write<T>(f, pixels, rank, first, sample, entries, operands, mailbox);
+  merge_and_write<T>(f, pixels, rank, first_channel, sample, entries, operands, mailbox);
 }
 
 template <class T>

@@ -80,12 +80,12 @@ inline std::optional<StatisticsTiling> statistics_tiling(const DeviceLimits& lim
   const int64_t unit = std::lcm<int64_t>(group, vector) / vector, width = vector * element;
   std::optional<StatisticsTiling> best;
   double least = 0;
-  for (int64_t own = channels / vector;; own /= 2) {
-    for (int64_t threads = std::max<int64_t>(128, own); threads <= kStatisticsThreads;
+  for (int64_t block_vectors = channels / vector;; block_vectors /= 2) {
+    for (int64_t threads = std::max<int64_t>(128, block_vectors); threads <= kStatisticsThreads;
          threads *= 2) {
       for (int64_t ranks = 1; ranks <= kPortableCluster; ranks *= 2) {
         const StatisticsTiling next =
-            statistics_tiling_of(own, threads, ranks, pixels, channels, group, vector);
+            statistics_tiling_of(block_vectors, threads, ranks, pixels, channels, group, vector);
         const double time = statistics_time(next, batch, limits.sms, width);
         if (!best || time < least) {
           best = next;
@@ -93,7 +93,9 @@ inline std::optional<StatisticsTiling> statistics_tiling(const DeviceLimits& lim
         }
       }
     }
-    if (own % (2 * unit) != 0 || (own <= kStatisticsThreads && own / 2 * width < kSector)) break;
+    if (block_vectors % (2 * unit) != 0 ||
+        (block_vectors <= kStatisticsThreads && block_vectors / 2 * width < kSector))
+      break;
   }
   return best;
 }

@@ -103,18 +103,18 @@ struct ChannelAffine {
   // From the rows of the sample, each starting at the thread's first channel.
   __device__ void load(const float* scale, const float* offset, const float* means,
                        const float* inverses) {
-    float inverse[V], middle[V];
+    float inverse[V], channel_mean[V];
     load_floats(scale, factor);
     load_floats(offset, shift);
-    load_floats(means, middle);
+    load_floats(means, channel_mean);
     load_floats(inverses, inverse);
 #pragma unroll
     for (int j = 0; j < V; ++j) {
       factor[j] *= inverse[j];
       if constexpr (kUsesPivot<T>) {
-        mean[j] = middle[j];
+        mean[j] = channel_mean[j];
       } else {
-        shift[j] -= middle[j] * factor[j];
+        shift[j] -= channel_mean[j] * factor[j];
       }
     }
   }

@@ -1,9 +1,9 @@
 // Tiling of the streaming kernels (forward_streaming.cu, backward_streaming.cu), which normalise
 // large images in two launches that read x once each. The first launch reduces to statistics
-// (forward: statistics.cu, with a tiling of its own) or sums (backward), the second computes the
-// result. Both load, compute and store at the same time and keep only the next few steps in shared
-// memory. The second one walks backwards, so it starts with the data that the first left in the L2
-// cache.
+// (forward: statistics.cu, with a tiling of its own) or sums (backward), the second
+// computes the result. Both load, compute and store at the same time and keep only the next few
+// steps in shared memory. The second one walks backwards, so it starts with the data that the first
+// left in the L2 cache.
 //
 // A block takes `vectors` vectors of each of its pixels, if possible all channels, so that it reads
 // whole lines of memory. Its threads lie along the channels of a pixel, then along the next pixel;
@@ -50,14 +50,16 @@ inline std::optional<StreamingTiling> streaming_tiling(const DeviceLimits& limit
                                                        int64_t pixels, int64_t channels,
                                                        int64_t group, int vector, int element) {
   const int64_t unit = std::lcm<int64_t>(group, vector);
-  int64_t own = channels;  // of a block
+  int64_t block_channels = channels;
   const auto too_few_blocks = [&](int64_t sms) {
-    return batch * (channels / own) * limits.max_cluster < sms;
+    return batch * (channels / block_channels) * limits.max_cluster < sms;
   };
   // Rows of 128 bytes, a line of memory, are read as fast as longer ones.
-  while (too_few_blocks(limits.sms) && own % (2 * unit) == 0 && own / 2 * element >= 128) own /= 2;
+  while (too_few_blocks(limits.sms) && block_channels % (2 * unit) == 0 &&
+         block_channels / 2 * element >= 128)
+    block_channels /= 2;
   if (limits.max_cluster < kPortableCluster || pixels * channels < min_elements ||
-      too_few_blocks(limits.sms * 3 / 4) || own / vector > kStreamingThreads ||
+      too_few_blocks(limits.sms * 3 / 4) || block_channels / vector > kStreamingThreads ||
       batch >= kMaxGridZ) {
     return std::nullopt;
   }
@@ -65,10 +67,10 @@ inline std::optional<StreamingTiling> streaming_tiling(const DeviceLimits& limit
   tiling.pixels = static_cast<int>(pixels);
   tiling.channels = static_cast<int>(channels);
   tiling.group = static_cast<int>(group);
-  tiling.vectors = static_cast<int>(own / vector);
+  tiling.vectors = static_cast<int>(block_channels / vector);
   tiling.rows = kStreamingThreads / tiling.vectors;
   tiling.ranks = limits.max_cluster;
-  tiling.channel_blocks = static_cast<int>(channels / own);
+  tiling.channel_blocks = static_cast<int>(channels / block_channels);
   tiling.piece_bits = piece_bits_of(group, vector);
   return tiling;
 }
