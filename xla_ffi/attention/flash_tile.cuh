@@ -20,8 +20,6 @@
 
 namespace jaxunet::cuda {
 
-constexpr float kLog2e = 1.4426950408889634f;
-
 // Unroll factor of loops over K whose indices need not be constants: float32 has long bodies and is
 // not unrolled.
 template <class T, int kSteps>

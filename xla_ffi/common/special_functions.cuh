@@ -3,6 +3,8 @@
 
 namespace jaxunet::cuda {
 
+constexpr float kLog2e = 1.44269504f, kLn2 = 0.693147181f;  // exp(x) = 2^(kLog2e x)
+
 // 2^x to about 22 bits; 0 at -infinity.
 __device__ inline float power_of_two(float x) {
   float out;

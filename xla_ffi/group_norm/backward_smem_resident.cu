@@ -54,8 +54,6 @@ namespace {
 // Registers of a thread, so that three blocks of 256 threads share a multiprocessor, or two of 384.
 constexpr int kRegisters = 80;
 
-constexpr float kLn2 = 0.693147181f, kLog2e = 1.44269504f;
-
 // The factor by which z is scaled, and with it ChannelAffine's coefficients.
 template <class T>
 __device__ float scale_of_z(bool silu) {

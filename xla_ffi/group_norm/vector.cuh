@@ -102,7 +102,6 @@ __device__ void load_floats(const float* from, float (&to)[V]) {
 // reciprocal.
 template <class T>
 __device__ float sigmoid(float z) {
-  constexpr float kLog2e = 1.44269504f;
   if constexpr (sizeof(T) == 2) return reciprocal(1.0f + power_of_two(-kLog2e * z));
   return 1.0f / (1.0f + expf(-z));
 }
