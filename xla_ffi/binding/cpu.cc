@@ -1,3 +1,4 @@
+// The helpers of the CPU kernels: conversion of numbers, and a loop over the threads of XLA.
 #include "binding/cpu.h"
 
 #include <atomic>
@@ -10,6 +11,7 @@
 namespace jaxunet::cpu {
 namespace {
 
+// The same bits as another type.
 template <class To, class From>
 To bits(From from) {
   static_assert(sizeof(To) == sizeof(From));
@@ -65,9 +67,8 @@ void store(float x, Type type, void* to, int64_t i) {
 // The work of one call of `parallel`, shared by all threads that look at it.
 struct Work {
   std::atomic<int64_t> next{0};
-  int64_t count = 0, running = 0;
-  const std::function<void(int64_t)>* body =
-      nullptr;  // valid while an index is left or a thread runs
+  int64_t count = 0, running = 0;                      // indices in all; threads that run `body`
+  const std::function<void(int64_t)>* body = nullptr;  // valid while an index is left or one runs
   std::exception_ptr failure;
   std::mutex mutex;
   std::condition_variable idle;

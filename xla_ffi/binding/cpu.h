@@ -23,6 +23,7 @@ using Pool = ::xla::ffi::ThreadPool;
 // free.
 void parallel(Pool& pool, int64_t count, const std::function<void(int64_t)>& body);
 
+// Convert `count` numbers to float32, and back with rounding to nearest even.
 std::vector<float> widen(const void* from, Type type, int64_t count);
 void narrow(const std::vector<float>& from, Type type, void* to);
 

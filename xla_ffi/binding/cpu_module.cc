@@ -1,3 +1,5 @@
+// The Python module _cpu: handlers that run on the CPU, and the tilings of the GroupNorm kernels,
+// for tests on machines without a GPU.
 #include "binding/cpu.h"
 #include "binding/handler.h"
 #include "group_norm/backward_smem_resident_tiling.h"
@@ -9,6 +11,8 @@
 namespace jaxunet {
 namespace {
 
+// The handler of one target. Its binding is made at the first call, and lives as long as the
+// process.
 template <const char* op, auto read, auto run>
 XLA_FFI_Error* handler(XLA_FFI_CallFrame* frame) {
   static auto* const bound =
@@ -40,7 +44,10 @@ pybind11::dict registrations() {
   return all;
 }
 
-// The tiling of the smem_resident GroupNorm kernel of the forward pass, for tests.
+// The tilings below take a device's multiprocessors (sms), shared memory of a block (smem_bytes)
+// and largest cluster, 1 if it has none.
+
+// The tiling of the smem_resident GroupNorm kernel of the forward pass.
 pybind11::dict group_norm_smem_resident(int64_t batch, int64_t pixels, int64_t channels,
                                         int64_t group, int vector, int element, bool writes_y,
                                         int64_t sms, int64_t smem_bytes, int max_cluster) {
@@ -64,7 +71,7 @@ pybind11::dict group_norm_smem_resident(int64_t batch, int64_t pixels, int64_t c
   return found;
 }
 
-// The tiling of the smem_resident GroupNorm kernel of the backward pass, for tests.
+// The tiling of the smem_resident GroupNorm kernel of the backward pass.
 pybind11::dict group_norm_backward(int64_t batch, int64_t pixels, int64_t channels, int64_t group,
                                    int vector, int element, int64_t sms, int64_t smem_bytes,
                                    int max_cluster) {
@@ -97,7 +104,7 @@ bool group_norm_faster_than_streaming(int64_t batch, int64_t pixels, int64_t cha
       element);
 }
 
-// The tiling of the streaming GroupNorm kernels, for tests; None where they are not taken.
+// The tiling of the streaming GroupNorm kernels; None where they are not taken.
 pybind11::object group_norm_streaming(int64_t min_elements, int64_t batch, int64_t pixels,
                                       int64_t channels, int64_t group, int vector, int element,
                                       int64_t sms, int64_t smem_bytes, int max_cluster) {
@@ -116,6 +123,7 @@ pybind11::object group_norm_streaming(int64_t min_elements, int64_t batch, int64
   return found;
 }
 
+// The fields of a block that loads to registers.
 pybind11::dict found_block(const BlockReduction& block, int vector) {
   pybind11::dict found;
   found["channels"] = block.vectors * vector;
@@ -128,7 +136,7 @@ pybind11::dict found_block(const BlockReduction& block, int vector) {
   return found;
 }
 
-// The tiling of the register_resident GroupNorm kernel, for tests; None where it is not taken.
+// The tiling of the register_resident GroupNorm kernel; None where it is not taken.
 pybind11::object group_norm_register_resident(int64_t batch, int64_t pixels, int64_t channels,
                                               int64_t group, int vector, int element, int64_t sms,
                                               int64_t smem_bytes, int max_cluster) {
@@ -144,7 +152,7 @@ pybind11::object group_norm_register_resident(int64_t batch, int64_t pixels, int
   return found;
 }
 
-// The tiling of the GroupNorm statistics kernel, for tests; None where it is not taken.
+// The tiling of the GroupNorm statistics kernel; None where it is not taken.
 pybind11::object group_norm_statistics(int64_t batch, int64_t pixels, int64_t channels,
                                        int64_t group, int vector, int element, int64_t sms,
                                        int64_t smem_bytes, int max_cluster) {
@@ -169,7 +177,9 @@ PYBIND11_MODULE(_cpu, module) {
              "The tiling of the smem_resident GroupNorm kernel of the forward pass.");
   module.def("group_norm_backward", &jaxunet::group_norm_backward,
              "The tiling of the smem_resident GroupNorm kernel of the backward pass.");
-  module.def("group_norm_faster_than_streaming", &jaxunet::group_norm_faster_than_streaming);
+  module.def(
+      "group_norm_faster_than_streaming", &jaxunet::group_norm_faster_than_streaming,
+      "True if the backward pass takes the smem_resident kernel instead of the streaming ones.");
   module.def("group_norm_streaming", &jaxunet::group_norm_streaming,
              "The tiling of the streaming GroupNorm kernels; None where they are not taken.");
   module.def("group_norm_register_resident", &jaxunet::group_norm_register_resident,

@@ -1,3 +1,5 @@
+// The Python module _cuda: handlers that launch the CUDA kernels, and what the build needs of a
+// machine.
 #include <cuda_runtime_api.h>
 
 #include "adamw/kernels.h"
@@ -13,7 +15,8 @@ namespace {
 // The statically linked CUDA runtime works with drivers of its own major version and later.
 constexpr int kNeededDriver = CUDART_VERSION / 1000 * 1000;
 
-// Compatible with command buffers: a call only launches kernels on the given stream.
+// The handler of one target. Its binding is made at the first call, and lives as long as the
+// process. Compatible with command buffers: a call only launches kernels on the given stream.
 template <const char* op, auto read, auto run>
 XLA_FFI_Error* handler(XLA_FFI_CallFrame* frame) {
   static auto* const bound =

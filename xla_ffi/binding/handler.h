@@ -1,5 +1,5 @@
-// The handlers of both modules: they read and check a call, then run it. Every failure becomes an
-// XLA error.
+// What the handlers of both Python modules (cpu_module.cc, cuda_module.cc) share. A handler is what
+// XLA calls for one custom call of a program: it reads and checks the call, then runs it.
 #pragma once
 
 #include <pybind11/pybind11.h>
@@ -11,6 +11,8 @@
 
 namespace jaxunet {
 
+// Runs one call of `op`: plan = read(reader), then run(plan), which returns an ffi::Error. Every
+// failure becomes an XLA error: a Mistake of the caller InvalidArgument, others Internal.
 template <class Read, class Run>
 ffi::Error checked(const char* op, const ffi::RemainingArgs& operands,
                    const ffi::RemainingRets& results, const ffi::Dictionary& attributes, Read read,
@@ -27,7 +29,8 @@ ffi::Error checked(const char* op, const ffi::RemainingArgs& operands,
   }
 }
 
-// Every handler: ENTRY(target, NAME). read_NAME reads the calls; cpu::NAME and cuda::NAME run them.
+// Every handler: ENTRY(target, NAME). `target` is its name in XLA; read_NAME reads the calls, into
+// the plan of OP/plan.h; cpu::NAME and cuda::NAME run them.
 #define JAXUNET_HANDLERS(ENTRY)                                       \
   ENTRY(jaxunet_sum_of_squares, sum_of_squares)                       \
   ENTRY(jaxunet_adamw, adamw)                                         \
@@ -43,6 +46,7 @@ ffi::Error checked(const char* op, const ffi::RemainingArgs& operands,
   ENTRY(jaxunet_group_norm_statistics, norm_statistics)               \
   ENTRY(jaxunet_group_norm_gradient, norm_gradient)
 
+// A handler as jax.ffi.register_ffi_target takes it.
 inline pybind11::capsule capsule(XLA_FFI_Error* (*handler)(XLA_FFI_CallFrame*)) {
   return pybind11::capsule(reinterpret_cast<void*>(handler));
 }

@@ -9,7 +9,7 @@ namespace jaxunet {
 
 enum class Type { kFloat32, kFloat16, kBfloat16 };
 
-constexpr int kMaxParts = 4;
+constexpr int kMaxParts = 4;  // arrays whose channels one tensor joins
 
 // An NHWC tensor whose channels are those of one or more arrays, in order.
 struct Parts {

@@ -1,3 +1,4 @@
+// The reader of calls; reader.h describes it.
 #include "binding/reader.h"
 
 #include <sstream>
@@ -19,6 +20,7 @@ std::string text(const Dims& dims) {
   return out + "]";
 }
 
+// True if the dimensions are those expected; kAny fits all.
 bool fits(const Dims& found, const Dims& expected) {
   if (found.size() != expected.size()) return false;
   for (size_t i = 0; i < found.size(); ++i) {

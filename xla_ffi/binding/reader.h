@@ -61,14 +61,16 @@ class Reader {
   Parts parts(const std::string& name, int64_t count, ffi::DataType element, const Dims& leading);
   Parts result_parts(const std::string& name, int64_t count, ffi::DataType element,
                      const Dims& leading);
+  // The next operand: float32, (1 or batch, channels).
   Rows rows(const std::string& name, int64_t batch, int64_t channels);
 
+  // The attribute of this name: an integer from `low` to `high`, a float32, a bool.
   int64_t integer(const char* name, int64_t low,
                   int64_t high = std::numeric_limits<int32_t>::max());
   float number(const char* name);
   bool flag(const char* name);
 
-  // Checks that the call has no more operands, results and attributes.
+  // Checks that the call has no more operands, results and attributes than were taken.
   void finish();
 
   // Checks that `name` has at most `most` of what `unit` names.
@@ -92,6 +94,7 @@ class Reader {
   size_t operand_ = 0, result_ = 0, attribute_ = 0;
 };
 
+// The Type of a floating-point array.
 Type kind(ffi::DataType element);
 
 }  // namespace jaxunet
