@@ -58,14 +58,14 @@ pybind11::dict group_norm_smem_resident(int64_t batch, int64_t pixels, int64_t c
   pybind11::dict found;
   found["channels"] = tiling.vectors * vector;
   found["lanes"] = 1 << tiling.lane_bits;
-  found["tiles"] = tiling.warp_columns;
+  found["warp_columns"] = tiling.warp_columns;
   found["rows"] = 1 << tiling.row_bits;
   found["piece"] = 1 << tiling.piece_bits;
-  found["share"] = tiling.block_pixels;
+  found["block_pixels"] = tiling.block_pixels;
   found["ranks"] = tiling.cluster_size;
-  found["depth"] = tiling.chunk_steps;
+  found["chunk_steps"] = tiling.chunk_steps;
   found["chunks"] = tiling.chunks;
-  found["blocks"] = tiling.channel_blocks;
+  found["channel_blocks"] = tiling.channel_blocks;
   found["threads"] = tiling.threads;
   found["bytes"] = tiling.stage_bytes + tiling.scratch_bytes;
   return found;
@@ -83,9 +83,9 @@ pybind11::dict group_norm_backward(int64_t batch, int64_t pixels, int64_t channe
   found["channels"] = tiling.vectors * vector;
   found["rows"] = tiling.rows;
   found["ranks"] = tiling.ranks;
-  found["depth"] = tiling.chunk_steps;
+  found["chunk_steps"] = tiling.chunk_steps;
   found["chunks"] = tiling.chunks;
-  found["blocks"] = tiling.channel_blocks;
+  found["channel_blocks"] = tiling.channel_blocks;
   found["threads"] = tiling.threads;
   found["team"] = 1 << tiling.team_bits;
   found["keep"] = tiling.keep;
@@ -117,9 +117,9 @@ pybind11::object group_norm_streaming(int64_t min_elements, int64_t batch, int64
   found["rows"] = tiling->rows;
   found["threads"] = kStreamingThreads;
   found["ranks"] = tiling->ranks;
-  found["blocks"] = tiling->channel_blocks;
+  found["channel_blocks"] = tiling->channel_blocks;
   found["piece"] = 1 << tiling->piece_bits;
-  found["ranks_back"] = second_pass_tiling(*tiling, limits, batch).ranks;
+  found["second_pass_ranks"] = second_pass_tiling(*tiling, limits, batch).ranks;
   return found;
 }
 
@@ -144,7 +144,7 @@ pybind11::object group_norm_register_resident(int64_t batch, int64_t pixels, int
                                                channels, group, vector, element);
   if (!tiling) return pybind11::none();
   pybind11::dict found = found_block(tiling->block, vector);
-  found["blocks"] = tiling->channel_blocks;
+  found["channel_blocks"] = tiling->channel_blocks;
   found["thread_pixels"] = tiling->thread_pixels;
   found["each"] = tiling->each;
   found["rest"] = tiling->rest;
@@ -160,7 +160,7 @@ pybind11::object group_norm_statistics(int64_t batch, int64_t pixels, int64_t ch
                                         group, vector, element);
   if (!tiling) return pybind11::none();
   pybind11::dict found = found_block(tiling->block, vector);
-  found["blocks"] = tiling->channel_blocks;
+  found["channel_blocks"] = tiling->channel_blocks;
   found["ranks"] = tiling->ranks;
   found["each"] = tiling->each;
   found["rest"] = tiling->rest;

@@ -57,7 +57,7 @@ def test_gradients_of_other_readers_are_added(case, dtype, copies):
     check_copies(case, dtype, copies)
 
 
-FLOWS = (  # large enough, and enough of them, to take two kernels
+STREAMING = (  # large enough, and enough of them, to take two kernels
     Case(64, 64, (64,), batch=16),
     Case(33, 35, (128, 64), batch=13, silu=False),
     Case(57, 57, (33, 30), groups=9, batch=16),
@@ -72,7 +72,7 @@ RESIDENT = (Case(32, 31, (64, 64), batch=40), Case(31, 33, (192,), batch=2, per_
 
 @pytest.mark.gpu
 @pytest.mark.parametrize('dtype', [*DTYPES, 'float16'])
-@pytest.mark.parametrize('case', [*FLOWS, LONG, *RESIDENT], ids=lambda c: c.name)
+@pytest.mark.parametrize('case', [*STREAMING, LONG, *RESIDENT], ids=lambda c: c.name)
 def test_large_images(case, dtype):
     check(case, dtype, case.batch)
 
@@ -175,7 +175,9 @@ def test_statistics_of_every_tiling(case, dtype):
 @pytest.mark.gpu
 @pytest.mark.parametrize('copies', [1, 2])
 @pytest.mark.parametrize('dtype', [*DTYPES, 'float16'])
-@pytest.mark.parametrize('case', [*FLOWS[:4], LONG, *RESIDENT, *CASES[::3]], ids=lambda c: c.name)
+@pytest.mark.parametrize(
+    'case', [*STREAMING[:4], LONG, *RESIDENT, *CASES[::3]], ids=lambda c: c.name
+)
 def test_gradients_of_other_readers_are_added_by_every_kernel(case, dtype, copies):
     check_copies(case, dtype, copies)
 

@@ -14,21 +14,27 @@ from jaxunet.ops.group_norm.cases import CASES, Case
 H200 = {'processors': 132, 'shared': 227 * 1024, 'cluster': 8}
 A100 = {'processors': 108, 'shared': 163 * 1024, 'cluster': 1}
 L4 = {'processors': 58, 'shared': 99 * 1024, 'cluster': 1}
-RING = 4
+STAGES = 4  # chunks in shared memory: kChunkStages, kBackwardStages
 THREADS = 512  # of a block at most
 
 pytestmark = pytest.mark.extension
 
 
+def vector_of(element, parts):
+    """Channels of a load: 16 bytes of them, or one if some part is not a multiple of that."""
+    vector = 16 // element
+    return vector if all(part % vector == 0 for part in parts) else 1
+
+
 def forward(device, batch, pixels, channels, group, *, parts=(), element=2, writes_y=True):
-    vector = 16 // element if all(part % (16 // element) == 0 for part in (*parts, channels)) else 1
+    vector = vector_of(element, (*parts, channels))
     return vector, xla_ffi._cpu.group_norm_smem_resident(
         batch, pixels, channels, group, vector, element, writes_y, *device.values()
     )
 
 
 def backward(device, batch, pixels, channels, group, *, parts=(), element=2):
-    vector = 16 // element if all(part % (16 // element) == 0 for part in (*parts, channels)) else 1
+    vector = vector_of(element, (*parts, channels))
     return vector, xla_ffi._cpu.group_norm_backward(
         batch, pixels, channels, group, vector, element, *device.values()
     )
@@ -51,24 +57,34 @@ def test_every_pixel_and_channel_has_a_thread(case, device):
         )
         assert found['channels'] % math.lcm(group, vector) == 0
         assert (
-            (found['blocks'] - 1) * found['channels']
+            (found['channel_blocks'] - 1) * found['channels']
             < channels
-            <= found['blocks'] * found['channels']
+            <= found['channel_blocks'] * found['channels']
         )
-        assert (found['ranks'] - 1) * found['share'] < pixels <= found['ranks'] * found['share']
+        assert (
+            (found['ranks'] - 1) * found['block_pixels']
+            < pixels
+            <= found['ranks'] * found['block_pixels']
+        )
         assert found['ranks'] in (1, 2, 4, 8)
         assert found['ranks'] <= device['cluster']
-        assert found['lanes'] * found['tiles'] >= found['channels'] // vector
-        assert found['tiles'] == 1 or found['lanes'] == 32
-        assert found['threads'] == found['lanes'] * found['tiles'] * found['rows']
+        assert found['lanes'] * found['warp_columns'] >= found['channels'] // vector
+        assert found['warp_columns'] == 1 or found['lanes'] == 32
+        assert found['threads'] == found['lanes'] * found['warp_columns'] * found['rows']
         assert found['threads'] <= THREADS
         assert (
-            found['rows'] * found['depth'] * found['chunks']
-            >= found['share']
-            > found['rows'] * found['depth'] * (found['chunks'] - 1)
+            found['rows'] * found['chunk_steps'] * found['chunks']
+            >= found['block_pixels']
+            > found['rows'] * found['chunk_steps'] * (found['chunks'] - 1)
         )
         assert group % found['piece'] == 0 == vector % found['piece']
-        held = found['threads'] * vector * element * found['depth'] * min(found['chunks'], RING)
+        held = (
+            found['threads']
+            * vector
+            * element
+            * found['chunk_steps']
+            * min(found['chunks'], STAGES)
+        )
         assert held < found['bytes'] <= device['shared']
 
 
@@ -82,17 +98,21 @@ def test_the_backward_pass_covers_every_pixel_and_channel(case, device):
         )
         own, rows, ranks = found['channels'], found['rows'], found['ranks']
         assert own % math.lcm(group, vector) == 0
-        assert own * found['blocks'] == channels
+        assert own * found['channel_blocks'] == channels
         assert ranks in (1, 2, 4, 8)
         assert ranks <= device['cluster']
         assert rows * own // vector <= found['threads'] <= THREADS
         assert found['threads'] % 32 == 0
         assert found['team'] * own <= found['threads'] or found['team'] == 1
         steps = -(-pixels // (rows * ranks))
-        assert found['depth'] * found['chunks'] >= steps > found['depth'] * (found['chunks'] - 1)
-        assert not found['keep'] or (vector > 1 and found['chunks'] <= RING)
+        assert (
+            found['chunk_steps'] * found['chunks']
+            >= steps
+            > found['chunk_steps'] * (found['chunks'] - 1)
+        )
+        assert not found['keep'] or (vector > 1 and found['chunks'] <= STAGES)
         arrays = 3 if found['keep'] and element == 2 else 2
-        held = rows * own * element * found['depth'] * min(found['chunks'], RING) * arrays
+        held = rows * own * element * found['chunk_steps'] * min(found['chunks'], STAGES) * arrays
         assert held <= found['stage_bytes']
         assert found['stage_bytes'] % (arrays * 16) == 0
         assert 4 * (12 * own + rows * (own + 4)) <= found['scratch_bytes']
@@ -111,8 +131,10 @@ def test_the_backward_pass_covers_every_pixel_and_channel(case, device):
 )
 def test_forward_tilings_of_an_h200(side, channels, writes_y, own, ranks, read_once):
     _, found = forward(H200, 32, side * side, channels, channels // 32, writes_y=writes_y)
-    assert (found['channels'], found['ranks'], found['chunks'] <= RING) == (own, ranks, read_once)
-    assert 32 * found['blocks'] * found['ranks'] >= 128  # a block for about every multiprocessor
+    assert (found['channels'], found['ranks'], found['chunks'] <= STAGES) == (own, ranks, read_once)
+    assert (
+        32 * found['channel_blocks'] * found['ranks'] >= 128
+    )  # a block for about every multiprocessor
     assert 2 * found['bytes'] <= 227 * 1024  # and room for two
 
 
@@ -135,7 +157,7 @@ def test_backward_tilings_of_an_h200(batch, side, channels, expected):
     _, found = backward(H200, batch, side * side, channels, channels // 32)
     assert tuple(found[k] for k in ('channels', 'ranks', 'rows')) == expected
     assert found['keep']  # x and dy are read once, dz is computed once
-    blocks = batch * found['blocks'] * found['ranks']
+    blocks = batch * found['channel_blocks'] * found['ranks']
     size = found['stage_bytes'] + found['scratch_bytes'] + 1024  # the driver's share
     assert blocks <= 132 or found['threads'] == THREADS or 2 * size <= 228 * 1024  # room for two
 
@@ -159,7 +181,7 @@ def test_large_images_take_one_launch_where_it_is_faster(
     batch, side, channels, added, element, expected
 ):
     pixels, group = side * side, channels // 32
-    assert flow(H200, batch, pixels, channels, group, element=element)[1] is not None
+    assert streaming(H200, batch, pixels, channels, group, element=element)[1] is not None
     found = xla_ffi._cpu.group_norm_faster_than_streaming(
         batch, pixels, channels, group, 16 // element, element, *H200.values(), added
     )
@@ -168,14 +190,14 @@ def test_large_images_take_one_launch_where_it_is_faster(
 
 def test_few_samples_are_spread_over_more_multiprocessors():
     _, one = forward(H200, 1, 4096, 64, 2)
-    assert one['blocks'] * one['ranks'] == 64
+    assert one['channel_blocks'] * one['ranks'] == 64
     _, without = forward(A100, 1, 4096, 64, 2)
     assert without['ranks'] == 1
     _, two = backward(H200, 1, 4096, 64, 2)
     assert two['ranks'] == 8
-    _, ring = backward(A100, 1, 4096, 64, 2)
-    assert ring['ranks'] == 1
-    assert ring['chunks'] > RING
+    _, alone = backward(A100, 1, 4096, 64, 2)
+    assert alone['ranks'] == 1
+    assert alone['chunks'] > STAGES
 
 
 @pytest.mark.parametrize('tiling', [forward, backward])
@@ -199,54 +221,54 @@ def test_a_block_never_has_more_threads_than_the_kernels_are_compiled_for():
             tiling(H200, 1, 4, 513, 513, element=4)
 
 
-def flow(device, batch, pixels, channels, group, *, parts=(), element=2, least=192 * 1024):
-    vector = 16 // element if all(part % (16 // element) == 0 for part in (*parts, channels)) else 1
+def streaming(device, batch, pixels, channels, group, *, parts=(), element=2, least=192 * 1024):
+    vector = vector_of(element, (*parts, channels))
     return vector, xla_ffi._cpu.group_norm_streaming(
         least, batch, pixels, channels, group, vector, element, *device.values()
     )
 
 
 @pytest.mark.parametrize('case', CASES, ids=lambda c: c.name)
-def test_a_flow_covers_the_channels_and_keeps_groups_whole(case):
+def test_streaming_covers_the_channels_and_keeps_groups_whole(case):
     pixels, channels, group = case.height * case.width, case.channels, case.channels // case.groups
     for batch, element, least in itertools.product((1, 13, 32, 256), (2, 4), (1, 192 * 1024)):
         assert (
-            flow(
+            streaming(
                 A100, batch, pixels, channels, group, parts=case.parts, element=element, least=least
             )[1]
             is None
         )
-        vector, found = flow(
+        vector, found = streaming(
             H200, batch, pixels, channels, group, parts=case.parts, element=element, least=least
         )
         if found is None:
             few = batch * 8 * channels < 99 * math.lcm(group, vector, 128 // element) * 2
             assert pixels * channels < least or few or channels // vector > 256
             continue
-        assert found['channels'] * found['blocks'] == channels
+        assert found['channels'] * found['channel_blocks'] == channels
         assert found['channels'] % math.lcm(group, vector) == 0
         assert 1 <= found['rows'] * (found['channels'] // vector) <= found['threads']
         assert found['ranks'] == 8
-        assert 1 <= found['ranks_back'] <= 128
+        assert 1 <= found['second_pass_ranks'] <= 128
         assert group % found['piece'] == 0 == vector % found['piece']
 
 
-def test_flows_of_an_h200():
-    for side, channels, ranks_back in ((64, 64, 12), (64, 192, 12), (32, 320, 12)):
-        _, found = flow(H200, 32, side * side, channels, channels // 32)
-        assert (found['channels'], found['blocks'], found['ranks_back']) == (
+def test_streaming_tilings_of_an_h200():
+    for side, channels, second_pass_ranks in ((64, 64, 12), (64, 192, 12), (32, 320, 12)):
+        _, found = streaming(H200, 32, side * side, channels, channels // 32)
+        assert (found['channels'], found['channel_blocks'], found['second_pass_ranks']) == (
             channels,
             1,
-            ranks_back,
+            second_pass_ranks,
         )
-    assert flow(H200, 32, 256, 448, 14)[1] is None  # small samples
-    assert flow(H200, 1, 4096, 64, 2)[1] is None  # few samples
-    assert flow(H200, 8, 4096, 128, 4)[1]['blocks'] == 2
+    assert streaming(H200, 32, 256, 448, 14)[1] is None  # small samples
+    assert streaming(H200, 1, 4096, 64, 2)[1] is None  # few samples
+    assert streaming(H200, 8, 4096, 128, 4)[1]['channel_blocks'] == 2
 
 
 def tiling(name, device, batch, case, element):
     """The vector of a case, and its tiling by one of the kernels that load to registers."""
-    vector = 16 // element if all(part % (16 // element) == 0 for part in case.parts) else 1
+    vector = vector_of(element, case.parts)
     shape = (batch, case.height * case.width, case.channels, case.channels // case.groups)
     found = getattr(xla_ffi._cpu, f'group_norm_{name}')(*shape, vector, element, *device.values())
     return vector, found
@@ -259,7 +281,7 @@ def check_block(case, vector, found, sharing):
       sharing: blocks that share the pixels of a sample.
     """
     group, pixels = case.channels // case.groups, case.height * case.width
-    assert found['channels'] * found['blocks'] == case.channels
+    assert found['channels'] * found['channel_blocks'] == case.channels
     assert found['channels'] == found['groups'] * group
     assert found['channels'] % vector == 0
     assert group % found['piece'] == 0 == vector % found['piece']
