@@ -18,7 +18,7 @@ from support.turns import in_turn
 
 from jaxunet.ops.attention import reference
 from jaxunet.ops.checks import KERNEL_TYPES as DTYPES
-from pallas_kernels.attention import triton
+from pallas_kernels.attention import triton, triton_backward
 from pallas_kernels.attention.tiles import (
     KERNELS,
     Tile,
@@ -179,13 +179,13 @@ def test_very_negative_logits_and_padding(one_kernel):
 
 def test_log_sum_exp():
     qkv = example(2, 40, 3 * 2 * 16)
-    _, norm, _ = triton.forward(qkv, 2, SMALL[0], interpret=True)
+    _, lse, _ = triton.forward(qkv, 2, SMALL[0], interpret=True)
     q, k, _ = np.moveaxis(np.asarray(qkv, np.float64).reshape(2, 40, 3, 2, 16), 2, 0)
     logits = np.einsum('bqhd,bkhd->bhqk', q, k) / 4
-    top, total = np.moveaxis(np.asarray(norm), 2, 0)
-    same(top, 4 * logits.max(-1))
-    same(top / 4 * np.log2(np.e) + total, np.log2(np.exp(logits).sum(-1)))
-    assert norm.dtype == jnp.float32
+    largest, log_sum = np.moveaxis(np.asarray(lse), 2, 0)
+    same(largest, 4 * logits.max(-1))
+    same(largest / 4 * np.log2(np.e) + log_sum, np.log2(np.exp(logits).sum(-1)))
+    assert lse.dtype == jnp.float32
 
 
 @pytest.mark.parametrize('one_kernel', [True, False], ids=['one_kernel', 'two_kernels'])
@@ -274,9 +274,9 @@ def test_lowers_for_a_gpu(workload, dtype):
     assert kernels_in(lambda x: attention(x, num_heads=heads), shape) == {triton.FORWARD: 1}
     backward = default_tiles(tokens, width, dtype).backward
     names = (
-        [triton.BACKWARD]
+        [triton_backward.BACKWARD]
         if isinstance(backward, Tile)
-        else [triton.BACKWARD_DQ, triton.BACKWARD_DKV]
+        else [triton_backward.BACKWARD_DQ, triton_backward.BACKWARD_DKV]
     )
     found = kernels_in(
         lambda x, g: jax.vjp(lambda x: attention(x, num_heads=heads), x)[1](g),
@@ -297,7 +297,9 @@ def test_lowers_for_a_gpu_under_vmap():
     )
     assert kernels_in(
         pull, shape, jax.ShapeDtypeStruct((3, 2, 64, 64), jnp.bfloat16)
-    ) == dict.fromkeys([triton.FORWARD, triton.BACKWARD_DQ, triton.BACKWARD_DKV], 1)
+    ) == dict.fromkeys(
+        [triton.FORWARD, triton_backward.BACKWARD_DQ, triton_backward.BACKWARD_DKV], 1
+    )
 
 
 @pytest.mark.parametrize('dtype', DTYPES)

@@ -68,7 +68,7 @@ class Tiles:
 # (widest head, most tokens, tile), for sizes that the device's table lacks. They are the fastest on
 # an H200 in bfloat16 at batch 32, at tokens × width of 64×32, 256×32, 256×64, 1024×64, 1024×128 and
 # 256×256; other sizes take the next larger entry. To refit, run `pallas_kernels.attention.tune`.
-NEIGHBOURS: dict[str, tuple[tuple[int, int, Tile], ...]] = {
+DEFAULTS: dict[str, tuple[tuple[int, int, Tile], ...]] = {
     'forward': (
         (32, 64, Tile(64, 64, 4)),
         (32, ANY, Tile(128, 64, 4, 3)),
@@ -159,7 +159,7 @@ def shape_class(tokens: int, width: int) -> str:
 def default_tile(
     kernel: str, tokens: int, width: int, dtype: DTypeLike, *, shared: int | None = None
 ) -> Tile:
-    """Returns the tile of one of KERNELS: the device's measured one, else that of `NEIGHBOURS`.
+    """Returns the tile of one of KERNELS: the device's measured one, else that of `DEFAULTS`.
 
     Args:
       shared: bytes of shared memory that it must fit into; None = those of this process's device.
@@ -173,7 +173,7 @@ def default_tile(
     tile = tile_table.measured(Tile, f'attention/{kernel}', dtype, shape_class(tokens, width))
     if tile is None:
         tile = next(
-            tile for widest, most, tile in NEIGHBOURS[kernel] if width <= widest and tokens <= most
+            tile for widest, most, tile in DEFAULTS[kernel] if width <= widest and tokens <= most
         )
     return _fit(kernel, tile, tokens, width, dtype, shared_memory() if shared is None else shared)
 

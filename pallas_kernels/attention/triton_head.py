@@ -14,6 +14,7 @@ from jax.experimental.pallas import triton as plgpu
 from jax.typing import DTypeLike
 from jaxtyping import Array
 
+from jaxunet.ops.attention.operands import check_kernel_operands
 from pallas_kernels.attention.tiles import Tile, power_of_two
 from pallas_kernels.types import Index, Ref
 
@@ -23,10 +24,11 @@ Carry = TypeVar('Carry')
 # Slots of the packed arrays, and of the log-sum-exp. NumPy's type, as the interpreter cannot index
 # with a plain int.
 Q, K, V = (np.int32(slot) for slot in range(3))
-TOP, TOTAL = (np.int32(slot) for slot in range(2))
-ROWS: Axes = ((1,), (1,))  # a·bᵀ
-COLUMNS: Axes = ((0,), (0,))  # aᵀ·b
-PLAIN: Axes = ((1,), (0,))  # a·b
+LARGEST, LOG_SUM = (np.int32(slot) for slot in range(2))
+# The products by BLAS's names: T, an operand is transposed; N, it is not.
+NT: Axes = ((1,), (1,))  # a·bᵀ
+TN: Axes = ((0,), (0,))  # aᵀ·b
+NN: Axes = ((1,), (0,))  # a·b
 
 
 class Head:
@@ -40,7 +42,7 @@ class Head:
 
     def __init__(self, tokens: int, width: int, dtype: DTypeLike, interpret: bool) -> None:
         self.tokens, self.width, self.padded_width = tokens, width, power_of_two(width)
-        self.dtype = dtype
+        self.dtype, self.interpret = dtype, interpret
         self.scale = width**-0.5
         self.scale2 = self.scale * math.log2(math.e)
         # One tf32 product would lose float32's accuracy; three of them keep it. Products of 16-bit
@@ -52,7 +54,7 @@ class Head:
             )
 
     def dot(self, a: Array, b: Array, contract: Axes) -> Array:
-        """Multiplies two tiles over one axis of each (`ROWS`, `COLUMNS` or `PLAIN`), in float32."""
+        """Multiplies two tiles over one axis of each (`NT`, `TN` or `NN`), in float32."""
         return lax.dot_general(
             a, b, (contract, ((), ())), precision=self.precision, preferred_element_type=jnp.float32
         )
@@ -86,11 +88,10 @@ class Head:
         part = ref.at[(*slot, pl.ds(start, rows))]
         return plgpu.load(part) if mask is None else plgpu.load(part, mask=mask, other=other)
 
-    def read_norm(self, ref: Ref, start: Index, rows: int) -> tuple[Array, Array]:
+    def read_lse(self, ref: Ref, start: Index, rows: int) -> tuple[Array, Array]:
         """Loads both terms of the log-sum-exp; ∞ for padding, so that its weights are zero."""
-        return self.read_row(ref, start, rows, TOP), self.read_row(
-            ref, start, rows, TOTAL, other=math.inf
-        )
+        largest = self.read_row(ref, start, rows, LARGEST)
+        return largest, self.read_row(ref, start, rows, LOG_SUM, other=math.inf)
 
     def write(self, ref: Ref, start: Index, value: Array, *slot: np.int32) -> None:
         """Stores rows of the head in the type of `ref`."""
@@ -114,6 +115,12 @@ class Head:
         return lax.fori_loop(0, steps, lambda i, c: body(i * block, c), carry)
 
 
+def unpack(qkv: Array, num_heads: int) -> tuple[Array, int]:
+    """Returns qkv as (batch, tokens, 3, heads, width), the same bytes; and the width."""
+    width = check_kernel_operands(qkv, num_heads)
+    return qkv.reshape(*qkv.shape[:2], 3, num_heads, width), width
+
+
 def head_blocks(
     rows: int, width: int
 ) -> tuple[pl.BlockSpec, pl.BlockSpec, pl.BlockSpec, pl.BlockSpec]:
@@ -124,9 +131,9 @@ def head_blocks(
     width = power_of_two(width)
     packed = pl.BlockSpec((None, rows, 3, None, width), lambda i, h, b: (b, 0, 0, h, 0))
     single = pl.BlockSpec((None, rows, None, width), lambda i, h, b: (b, 0, h, 0))
-    norm = pl.BlockSpec((None, None, 2, rows), lambda i, h, b: (b, h, 0, 0))
+    lse = pl.BlockSpec((None, None, 2, rows), lambda i, h, b: (b, h, 0, 0))
     delta = pl.BlockSpec((None, None, rows), lambda i, h, b: (b, h, 0))
-    return packed, single, norm, delta
+    return packed, single, lse, delta
 
 
 def launch(

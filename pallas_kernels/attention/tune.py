@@ -28,7 +28,7 @@ from jaxtyping import Array, PyTree
 from jaxunet.ops.attention import reference
 from jaxunet.runtime import gpu_time as timing
 from pallas_kernels import tile_table
-from pallas_kernels.attention import triton
+from pallas_kernels.attention import triton, triton_backward
 from pallas_kernels.attention.tiles import (
     KERNELS,
     Tile,
@@ -57,7 +57,7 @@ def inputs(
     ]
     grad = [jax.random.normal(k, (batch, tokens, heads * width)).astype(dtype) for k in keys[SETS:]]
     tiles = default_tiles(tokens, width, dtype)
-    exact = triton.wants_exact(tiles.backward, tokens, dtype)
+    exact = triton_backward.wants_exact(tiles.backward, tokens, dtype)
     forward = jax.jit(lambda x: triton.forward(x, heads, tiles.forward, exact=exact))
     return qkv, grad, [forward(x) for x in qkv]
 
@@ -82,7 +82,8 @@ def build(job: Job) -> Callable[..., PyTree]:
     if isinstance(tile, Tile) and what == 'forward':
         return lambda qkv, grad, kept: [triton.forward(x, heads, tile) for x in qkv]
     return lambda qkv, grad, kept: [
-        triton.backward(x, k[2], k[1], g, tile) for x, k, g in zip(qkv, kept, grad, strict=True)
+        triton_backward.backward(x, k[2], k[1], g, tile)
+        for x, k, g in zip(qkv, kept, grad, strict=True)
     ]
 
 

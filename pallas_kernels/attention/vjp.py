@@ -8,7 +8,7 @@ import jax
 from jaxtyping import Array, Float
 
 from jaxunet.ops.attention.operands import check_kernel_operands
-from pallas_kernels.attention import triton
+from pallas_kernels.attention import triton, triton_backward
 from pallas_kernels.attention.tiles import Tiles, default_tiles
 from pallas_kernels.checks import check_shard_map
 
@@ -51,19 +51,17 @@ def _attention(qkv: Array, num_heads: int, interpret: bool, tiles: Tiles) -> Arr
 def _forward(
     qkv: Array, num_heads: int, interpret: bool, tiles: Tiles
 ) -> tuple[Array, tuple[Array, Array, Array]]:
-    exact = triton.wants_exact(tiles.backward, qkv.shape[1], qkv.dtype)
-    out, norm, kept = triton.forward(
-        qkv, num_heads, tiles.forward, exact=exact, interpret=interpret
-    )
-    return out, (qkv, kept, norm)
+    exact = triton_backward.wants_exact(tiles.backward, qkv.shape[1], qkv.dtype)
+    out, lse, kept = triton.forward(qkv, num_heads, tiles.forward, exact=exact, interpret=interpret)
+    return out, (qkv, kept, lse)
 
 
 def _backward(
     num_heads: int, interpret: bool, tiles: Tiles, kept: tuple[Array, Array, Array], grad: Array
 ) -> tuple[Array]:
     del num_heads
-    qkv, out, norm = kept
-    return (triton.backward(qkv, out, norm, grad, tiles.backward, interpret=interpret),)
+    qkv, out, lse = kept
+    return (triton_backward.backward(qkv, out, lse, grad, tiles.backward, interpret=interpret),)
 
 
 _attention.defvjp(_forward, _backward)
