@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -115,35 +116,22 @@ def _convolve(flipped: bool, images: Images, weights: Weights) -> Array:
     (parts, shift, residual, affine), (kernel, shortcut) = images, weights
     target = device.target()
     if target is device.Target.HOPPER:
-        matrix = None if shortcut is None else shortcut.astype(kernel.dtype)
-        if (
-            hopper.supports(
-                parts,
-                kernel,
-                residual=residual or None,
-                shortcut=matrix,
-                affine=affine,
-                flipped=flipped,
-            )
-            is None
-        ):
-            return hopper.forward(
-                parts,
-                kernel,
-                shift,
-                residual=residual or None,
-                shortcut=matrix,
-                affine=affine,
-                flipped=flipped,
-            )
-    plain = None
+        options: dict[str, Any] = {
+            'residual': residual or None,
+            'shortcut': None if shortcut is None else shortcut.astype(kernel.dtype),
+            'affine': affine,
+            'flipped': flipped,
+        }
+        if hopper.supports(parts, kernel, **options) is None:
+            return hopper.forward(parts, kernel, shift, **options)
+    addend = None  # the residual, projected by its shortcut
     if residual:
-        plain = residual[0] if shortcut is None else project(Added(residual, shortcut))
+        addend = residual[0] if shortcut is None else project(Added(residual, shortcut))
     return triton.forward(
         parts,
         hopper.flip(kernel) if flipped else kernel,
         shift,
-        residual=plain,
+        residual=addend,
         affine=affine,
         interpret=target is device.Target.INTERPRET,
     )

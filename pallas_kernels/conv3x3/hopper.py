@@ -65,18 +65,9 @@ def supports(
         )
     if 0 in (*shape, total, features):
         return f'x: found an empty array, {shape} -> {features} channels'
-    if shortcut is None and others and _channels(others) != (features,):
-        return (
-            f'residual: expected one array of {features} channels without a shortcut, '
-            f'found {_channels(others)}'
-        )
-    if shortcut is not None and (
-        shortcut.shape != (sum(_channels(others)), features) or shortcut.dtype != dtype
-    ):
-        return (
-            f'shortcut: expected {(sum(_channels(others)), features)} in {dtype}, '
-            f'found {shortcut.shape} in {shortcut.dtype}'
-        )
+    problem = _residual_problem(others, shortcut, features, dtype)
+    if problem is not None:
+        return problem
     if affine is not None and any(
         a.shape != (shape[0], total) or a.dtype != jnp.float32 for a in affine
     ):
@@ -91,6 +82,24 @@ def supports(
     return _plan(
         parts, features, others, shortcut, affine, flipped, tile, out_dtype
     ).schedule.problem()
+
+
+def _residual_problem(
+    others: tuple[Shaped, ...], shortcut: Shaped | None, features: int, dtype: jnp.dtype
+) -> str | None:
+    """Returns the reason why `forward` does not support the channels of the residual, or None."""
+    channels = _channels(others)
+    if shortcut is None and others and channels != (features,):
+        return (
+            f'residual: expected one array of {features} channels without a shortcut, '
+            f'found {channels}'
+        )
+    expected = (sum(channels), features)
+    if shortcut is not None and (shortcut.shape != expected or shortcut.dtype != dtype):
+        return (
+            f'shortcut: expected {expected} in {dtype}, found {shortcut.shape} in {shortcut.dtype}'
+        )
+    return None
 
 
 def candidates(
@@ -178,29 +187,16 @@ def forward(
       ValueError: `supports` refuses the operands; the message says why.
     """
     parts, others = tuple(parts), _parts(residual)
-    reason = supports(
-        parts,
-        kernel,
-        residual=others,
-        shortcut=shortcut,
-        affine=affine,
-        flipped=flipped,
-        tile=tile,
-        out_dtype=out_dtype,
-    )
+    options: dict[str, Any] = {
+        'residual': others,
+        'shortcut': shortcut,
+        'affine': affine,
+        'flipped': flipped,
+        'out_dtype': out_dtype,
+    }
+    reason = supports(parts, kernel, tile=tile, **options)
     if reason:
         raise ValueError(f'conv3x3 on Hopper: {reason}')
-    if tile is None:
-        tile = choose_tile(
-            parts,
-            kernel,
-            residual=others,
-            shortcut=shortcut,
-            affine=affine,
-            flipped=flipped,
-            out_dtype=out_dtype,
-        )
-    out_dtype = jnp.dtype(out_dtype or parts[0].dtype)
     return _forward(
         parts,
         kernel,
@@ -209,8 +205,8 @@ def forward(
         shortcut,
         affine,
         flipped=flipped,
-        tile=tile,
-        out_dtype=out_dtype,
+        tile=tile or choose_tile(parts, kernel, **options),
+        out_dtype=jnp.dtype(out_dtype or parts[0].dtype),
     )
 
 

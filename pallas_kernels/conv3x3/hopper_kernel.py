@@ -11,25 +11,33 @@ channels. Its mainloop walks over chunks of 64 input channels, nine taps each. A
 1×1 shortcut, is extra K: the centre tap of its own chunks, times the identity or the shortcut's
 weights. The epilogue adds the shift, rounds, and stores through shared memory by TMA.
 
-Warpgroups, in this order:
+Warpgroups: first the consumers, then the producer, then the activators.
 
-    consumers (`groups`)      one strip each: wgmma, epilogue
-    producer (1)              TMA loads of strips and weights
-    activators (0, 1 or 2)    apply SiLU(a · x + b) to the strips in shared memory, in place
+    global memory           shared memory                       registers
 
-Barriers (Pallas counts their phases):
+    x, residual  --TMA-->   strips: `slots` a consumer  --->    consumers (`groups`), a strip each:
+                              ^                                 mainloop (wgmma), then the epilogue
+                              | SiLU(a · x + b), in place         |
+                            activators (0, 1 or 2)                |
+    weights      --TMA-->   blocks: ring of `ring` slots, --->    |
+                            or all of them (`ring` = 0)           |
+      producer (1)                                                v
+    y            <--TMA--   staged  <-----------------------------+
 
-    barrier      of                      arrives              waits
-    strip_full   a consumer's strip slot TMA                  activators, else the consumer
-    strip_ready  a consumer's strip slot every activator      the consumer
-    strip_empty  a consumer's strip slot the consumer         the producer
-    block_full   a weight ring slot      TMA                  every consumer
-    block_empty  a weight ring slot      every consumer       the producer
-    turn         each of two consumers   the other consumer   the consumer (ping-pong)
+Barriers. Pallas counts their phases; the producer waits for an empty one only from the second use
+of a slot on.
 
-Without activators, `strip_ready` is `strip_full`. With resident weights, `block_full` has one
-barrier for all of them and `block_empty` is not used. `schedule` holds the arithmetic of tiles and
-slots.
+    barrier        of                     arrives (arrivals)              waits
+    strip_full     a consumer's slot      TMA (1)                         activators, else consumer
+    strip_ready    a consumer's slot      every activator (1 each)        the consumer
+    strip_empty    a consumer's slot      the consumer (1)                the producer
+    weights_full   a weight ring slot     TMA (1)                         every consumer
+    weights_empty  a weight ring slot     every consumer (1 each)         the producer
+    turn           each of two consumers  the other consumer (1)          the consumer (ping-pong)
+
+Without activators, `strip_ready` is `strip_full`. With resident weights, `weights_full` has one
+barrier, at which TMA arrives once for each step, and `weights_empty` is not used. `schedule` holds
+the arithmetic of tiles and slots, and says when consumers take turns.
 """
 
 from __future__ import annotations
@@ -97,7 +105,7 @@ def consume(program: Program, me: Index) -> None:  # noqa: PLR0915
     def wait_block(number: Index) -> Index:
         """Waits until a slot of the weight ring may be read; returns its first block."""
         _, slot = s.ring(number)
-        plgpu.barrier_wait(program.block_full.at[slot])
+        plgpu.barrier_wait(program.weights_full.at[slot])
         return slot * tile.taps
 
     def release_strip(number: Index) -> None:
@@ -107,7 +115,7 @@ def consume(program: Program, me: Index) -> None:  # noqa: PLR0915
     def release_block(number: Index) -> None:
         if not s.resident:
             _, slot = s.ring(number)
-            plgpu.barrier_arrive(program.block_empty.at[slot])
+            plgpu.barrier_arrive(program.weights_empty.at[slot])
 
     def mainloop(i: Index, accumulators: Ref) -> Array:
         # Buffers are released one load late, so that the tensor cores always have products waiting.
@@ -177,7 +185,7 @@ def consume(program: Program, me: Index) -> None:  # noqa: PLR0915
             )
 
     if s.resident:
-        plgpu.barrier_wait(program.block_full.at[0])
+        plgpu.barrier_wait(program.weights_full.at[0])
     if s.ping_pong:
 
         @pl.when(me == 1)
@@ -201,8 +209,7 @@ def call(
 
     Returns: (batch, height, 1, width, features) of `out_dtype`.
     """
-    s, tile = p.schedule, p.schedule.tile
-    groups, dtype = tile.groups, operands[0].dtype
+    s, groups = p.schedule, p.schedule.tile.groups
 
     def body(*every: Ref) -> None:
         inputs, refs = every[: p.arrays], list(every[p.arrays :])
@@ -221,36 +228,10 @@ def call(
         if activation:
             pl.when(me > groups)(functools.partial(activate, program, me - groups - 1, activation))
 
-    def swizzled(shape: tuple[int, ...], dtype: DTypeLike, tiling: tuple[int, ...] = ()) -> Any:
-        """Returns shared memory of rows of one swizzle width, or of tiles of such rows."""
-        swizzle = plgpu.SwizzleTransform((tiling or shape)[-1] * jnp.dtype(dtype).itemsize)
-        return plgpu.SMEM(
-            shape,
-            dtype,
-            transforms=(plgpu.TilingTransform(tiling), swizzle) if tiling else (swizzle,),
-        )
-
-    ring = max(tile.ring, 1)
-    if p.outputs_first:
-        blocks = swizzled((s.weight_blocks, tile.features // 8, 1, 8, CHUNK), dtype)
-    else:
-        blocks = swizzled((s.weight_blocks, CHUNK, tile.features), dtype, (8, CHUNK))
     kernel = plgpu.kernel(
         body,
         out_type=jax.ShapeDtypeStruct((s.batch, s.height, 1, s.width, s.features), out_dtype),
-        scratch_types=[
-            swizzled((groups, tile.slots, s.halo_rows, 1, HALO_COLUMNS, CHUNK), dtype),
-            blocks,
-            swizzled(
-                (groups, s.store_slots, tile.rows, 1, STRIP_COLUMNS, s.store_columns), out_dtype
-            ),
-            plgpu.Barrier(num_barriers=groups * tile.slots, num_arrivals=1),
-            plgpu.Barrier(num_barriers=groups * tile.slots, num_arrivals=max(s.activators, 1)),
-            plgpu.Barrier(num_barriers=groups * tile.slots, num_arrivals=1),
-            plgpu.Barrier(num_barriers=ring, num_arrivals=s.steps if s.resident else 1),
-            plgpu.Barrier(num_barriers=ring, num_arrivals=groups),
-            plgpu.Barrier(num_barriers=2, num_arrivals=1),
-        ],
+        scratch_types=_scratch(p, operands[0].dtype, out_dtype),
         grid=(s.programs,),
         grid_names=('program',),
         num_threads=s.warpgroups,
@@ -267,3 +248,35 @@ def call(
     # Under x64, Python's integers would become int64 beside the device's int32 indices.
     with jax.enable_x64(False):
         return kernel(*operands)
+
+
+def _scratch(p: Plan, dtype: DTypeLike, out_dtype: DTypeLike) -> list[Any]:
+    """Returns the shared memory and barriers of a program, in the order of `Program`'s fields."""
+    s, tile = p.schedule, p.schedule.tile
+
+    def swizzled(shape: tuple[int, ...], dtype: DTypeLike, tiling: tuple[int, ...] = ()) -> Any:
+        """Returns shared memory of rows of one swizzle width, or of tiles of such rows."""
+        swizzle = plgpu.SwizzleTransform((tiling or shape)[-1] * jnp.dtype(dtype).itemsize)
+        return plgpu.SMEM(
+            shape,
+            dtype,
+            transforms=(plgpu.TilingTransform(tiling), swizzle) if tiling else (swizzle,),
+        )
+
+    if p.outputs_first:
+        blocks = swizzled((s.weight_blocks, tile.features // 8, 1, 8, CHUNK), dtype)
+    else:
+        blocks = swizzled((s.weight_blocks, CHUNK, tile.features), dtype, (8, CHUNK))
+    staged = (tile.groups, s.store_slots, tile.rows, 1, STRIP_COLUMNS, s.store_columns)
+    strips, ring = tile.groups * tile.slots, max(tile.ring, 1)
+    return [
+        swizzled((tile.groups, tile.slots, s.halo_rows, 1, HALO_COLUMNS, CHUNK), dtype),
+        blocks,
+        swizzled(staged, out_dtype),
+        plgpu.Barrier(num_barriers=strips, num_arrivals=1),  # strip_full
+        plgpu.Barrier(num_barriers=strips, num_arrivals=max(s.activators, 1)),  # strip_ready
+        plgpu.Barrier(num_barriers=strips, num_arrivals=1),  # strip_empty
+        plgpu.Barrier(num_barriers=ring, num_arrivals=s.steps if s.resident else 1),  # weights_full
+        plgpu.Barrier(num_barriers=ring, num_arrivals=tile.groups),  # weights_empty
+        plgpu.Barrier(num_barriers=2, num_arrivals=1),  # turn
+    ]

@@ -60,9 +60,11 @@ def produce(program: Program) -> None:
 
         @pl.when(use > 0)
         def _() -> None:
-            plgpu.barrier_wait(program.block_empty.at[slot])
+            plgpu.barrier_wait(program.weights_empty.at[slot])
 
-        load_blocks(matrices, taps, feature, channel, slot * tile.taps, program.block_full.at[slot])
+        load_blocks(
+            matrices, taps, feature, channel, slot * tile.taps, program.weights_full.at[slot]
+        )
 
     def load_strips(
         i: Index, source: Source, chunk: Index, first_strip: Index, feature: Index
@@ -134,7 +136,7 @@ def produce(program: Program) -> None:
                     0,
                     source.weight + chunk * CHUNK,
                     first,
-                    program.block_full.at[0],
+                    program.weights_full.at[0],
                 )
 
             loop(0, source.steps, load_resident)

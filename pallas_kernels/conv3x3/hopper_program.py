@@ -22,10 +22,10 @@ class Program:
       index: the program's number in the grid.
       inputs, weights, extra_weights, shift, coefficients, out: in device memory.
       strips: input strips, in shared memory.
-      blocks: weights of one tap and chunk, in shared memory.
+      blocks: weights in shared memory; a block has those of one tap and one chunk.
       staged: outputs on their way to device memory, in shared memory.
-      strip_full, strip_ready, strip_empty, block_full, block_empty, turn: barriers, see
-        `hopper_kernel`.
+      strip_full, strip_ready, strip_empty, weights_full, weights_empty, turn: barriers;
+        `hopper_kernel` has their table.
     """
 
     plan: Plan
@@ -42,8 +42,8 @@ class Program:
     strip_full: Ref
     strip_ready: Ref
     strip_empty: Ref
-    block_full: Ref
-    block_empty: Ref
+    weights_full: Ref
+    weights_empty: Ref
     turn: Ref
 
     def each_tile(self, body: Callable[[Index, Index, Index], None]) -> None:

@@ -5,14 +5,22 @@
 is nine matrix products whose K is the pixels. A CTA owns 64 input × 64 output channels, all nine
 taps (147 KB of float32 accumulators, in registers), and a share of the pixels.
 
-Warpgroups: three consumers, then one producer. `full` and `empty` have one barrier per stage.
+    global memory     shared memory                           registers
 
-- The producer copies strips of 8 × `rows` pixels by TMA into a ring of `stages` stages: dy, and x
-  with one pixel of halo. It waits on `empty`; the TMA arrives on `full`. Reads outside the image
-  give zeros, which handles padding and images that the strips do not divide.
-- A consumer waits on `full`, multiplies, and arrives on `empty`. Each consumer owns a row of taps.
-- In shared memory a pixel is one row of 128 bytes (64 channels, 128-byte swizzle). wgmma reads both
-  operands "transposed": channels are contiguous and the pixels are K. Tap (i, j) is the haloed x at
+    x, dy  --TMA-->   ring of `stages` stages, a strip   -->  consumers (3), a row of taps each:
+                      of 8 × `rows` pixels each: dy,          wgmma
+                      and x with one pixel of halo              |
+      producer (1)                                              v
+                                                              partial sums (to global memory)
+
+    barrier  of       arrives (arrivals)                       waits
+    full     a stage  TMA (1 for dy, 1 for x, of each half)    the consumers
+    empty    a stage  every consumer, after its products (3)   the producer, from the second use on
+
+- Reads outside the image give zeros, which handles padding and images that the strips do not
+  divide.
+- In shared memory a pixel is one row of 128 bytes (64 channels, 128-byte swizzle). Both operands of
+  wgmma are MN-major: channels are contiguous and the pixels are K. Tap (i, j) is the haloed x at
   a shifted address: eight pixels of an image row are one 8-row atom, and the next image row follows
   10 rows later. The stride between two 64-channel columns of the right operand is free as well. It
   is set to one pixel, so that one wgmma of 64 × 192 multiplies dy by the three taps of a row at
