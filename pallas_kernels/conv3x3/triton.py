@@ -179,34 +179,44 @@ def _launch(
     around = [shift.astype(jnp.float32)] + (
         [] if residual is None else [residual.reshape(pixels, features)]
     )
-    shape, blocks = (pixels, features), pl.cdiv(pixels, tile.block_pixels)
+    run = _launch_products_and_sum if gathers(channels, features) else _launch_forward
+    return run(p, inputs, around, out_dtype).reshape(batch, height, width, features)
 
-    def launch(programs: int) -> Launch:
-        return Launch(programs, tile.num_warps, tile.num_stages, interpret)
 
-    if gathers(channels, features):
-        size = TAPS * features
-        columns = pl.cdiv(size, min(tile.block_features, dot_size(size)))
-        products = call(
-            PRODUCTS_NAME,
-            functools.partial(products_program, p),
-            inputs,
-            (size, pixels),
-            jnp.float32,
-            launch(blocks * columns),
-        )
-        last = Launch(pl.cdiv(pixels, SUM_PIXELS), 4, 1, interpret)
-        y = call(
-            NAME, functools.partial(sum_program, p), [products, *around], shape, out_dtype, last
-        )
-    else:
-        columns = pl.cdiv(features, tile.block_features)
-        y = call(
-            NAME,
-            functools.partial(forward_program, p),
-            inputs + around,
-            shape,
-            out_dtype,
-            launch(blocks * columns),
-        )
-    return y.reshape(batch, height, width, features)
+# The two variants, on matrices; `inputs`: parts, kernel, a and b; `around`: shift and residual.
+def _launch_forward(
+    p: Problem, inputs: list[Array], around: list[Array], out_dtype: jnp.dtype
+) -> Array:
+    programs = pl.cdiv(p.pixels, p.tile.block_pixels) * pl.cdiv(p.features, p.tile.block_features)
+    return call(
+        NAME,
+        functools.partial(forward_program, p),
+        inputs + around,
+        (p.pixels, p.features),
+        out_dtype,
+        Launch(programs, p.tile.num_warps, p.tile.num_stages, p.interpret),
+    )
+
+
+def _launch_products_and_sum(
+    p: Problem, inputs: list[Array], around: list[Array], out_dtype: jnp.dtype
+) -> Array:
+    size = TAPS * p.features
+    columns = pl.cdiv(size, min(p.tile.block_features, dot_size(size)))
+    programs = pl.cdiv(p.pixels, p.tile.block_pixels) * columns
+    products = call(
+        PRODUCTS_NAME,
+        functools.partial(products_program, p),
+        inputs,
+        (size, p.pixels),
+        jnp.float32,
+        Launch(programs, p.tile.num_warps, p.tile.num_stages, p.interpret),
+    )
+    return call(
+        NAME,
+        functools.partial(sum_program, p),
+        [products, *around],
+        (p.pixels, p.features),
+        out_dtype,
+        Launch(pl.cdiv(p.pixels, SUM_PIXELS), 4, 1, p.interpret),
+    )

@@ -20,6 +20,9 @@ from pallas_kernels.types import Ref
 DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16)
 SMALLEST_DOT = 16  # least extent of each axis of a dot; fewer channels share an axis with the taps
 TAPS = 9
+# Shared memory of a program's loads in flight, at most, for tiles worth timing, in bytes: Hopper's
+# 227 KiB less what Triton takes besides.
+LOAD_BYTES = 220 * 1024
 
 
 def check_block(field: str, value: int) -> None:

@@ -1,13 +1,25 @@
-"""Tiles of the portable convolution: their fields, the choice, and the candidates for tuning."""
+"""Tiles of the portable convolution: their fields, the choice, and the candidates for tuning.
+
+Those of the weight gradient (`triton_weight_gradient_tiles`) are chosen alike, but have other
+fields: there K is the pixels, and the grid follows from a number of programs.
+"""
 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Sequence
 
 from jax.experimental import pallas as pl
 
-from pallas_kernels.conv3x3.triton_blocks import TAPS, check_block, check_launch, dot_size, folds
+from pallas_kernels.conv3x3.triton_blocks import (
+    LOAD_BYTES,
+    TAPS,
+    check_block,
+    check_launch,
+    dot_size,
+    folds,
+)
 
 # Programs that keep a GPU busy: the number of multiprocessors of an A100.
 ENOUGH = 108
@@ -75,28 +87,20 @@ def candidates(channels: Sequence[int], features: int, pixels: int, itemsize: in
     looped = [c for c in channels if not folds(c) or gathers(channels, features)]
     widest = dot_size(TAPS * features if gathers(channels, features) else features)
     deepest = dot_size(max(looped, default=1))
+    feature_blocks = {min(widest, 64), min(widest, 128)}
+    if features % 256 == 0:
+        feature_blocks.add(widest)
+    channel_blocks = {min(deepest, 128 // itemsize), min(deepest, 256 // itemsize)}
     found = []
-    for block_features in sorted(
-        {min(widest, 64), min(widest, 128), widest if features % 256 == 0 else min(widest, 128)}
+    for block_features, block_pixels, block_channels, num_warps, num_stages in itertools.product(
+        sorted(feature_blocks),
+        (64, 128, 256),
+        sorted(channel_blocks),
+        (4, 8),
+        (1, 2, 3) if looped else (1,),
     ):
-        for block_pixels in (64, 128, 256):
-            for block_channels in sorted(
-                {min(deepest, 128 // itemsize), min(deepest, 256 // itemsize)}
-            ):
-                for num_warps in (4, 8):
-                    for num_stages in (1, 2, 3) if looped else (1,):
-                        size = block_pixels * block_features
-                        shared = (
-                            num_stages * block_channels * (block_pixels + block_features) * itemsize
-                        )
-                        if shared <= 220 * 1024 and 64 * 32 <= 4 * size // num_warps <= 128 * 128:
-                            found.append(
-                                Tile(
-                                    block_pixels,
-                                    block_features,
-                                    block_channels,
-                                    num_warps,
-                                    num_stages,
-                                )
-                            )
+        loaded = num_stages * block_channels * (block_pixels + block_features) * itemsize
+        registers = block_pixels * block_features // (32 * num_warps)  # a thread's accumulators
+        if loaded <= LOAD_BYTES and 16 <= registers <= 128:
+            found.append(Tile(block_pixels, block_features, block_channels, num_warps, num_stages))
     return found

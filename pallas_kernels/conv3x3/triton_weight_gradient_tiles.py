@@ -1,11 +1,15 @@
-"""Tiles of the portable weight gradient: fields, choice, and candidates for tuning."""
+"""Tiles of the portable weight gradient: fields, choice, and candidates for tuning.
+
+`triton_tiles` has those of the convolution, and says how they differ.
+"""
 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Sequence
 
-from pallas_kernels.conv3x3.triton_blocks import check_block, check_launch, folds
+from pallas_kernels.conv3x3.triton_blocks import LOAD_BYTES, check_block, check_launch, folds
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,13 +74,15 @@ def default_tile(channels: Sequence[int], features: int, pixels: int, itemsize: 
 def candidates(channels: Sequence[int], features: int, pixels: int, itemsize: int) -> list[Tile]:
     """Returns the tiles worth timing for a shape; arguments as `default_tile`."""
     del pixels
-    found = []
     if folds(features) or all(folds(c) for c in channels):
-        for block_pixels in (64, 128, 256):
-            for programs in (264, 528):
-                for num_stages in (1, 2, 3):
-                    found.append(Tile(64, 64, block_pixels, 9, programs, 4, num_stages))
-        return found
+        return [
+            Tile(64, 64, block_pixels, 9, programs, 4, num_stages)
+            for block_pixels, programs, num_stages in itertools.product(
+                (64, 128, 256), (264, 528), (1, 2, 3)
+            )
+        ]
+    num_stages = 1 if itemsize == 4 else 3
+    found = []
     for block_channels, block_features, taps, num_warps in (
         (64, 64, 1, 4),
         (64, 64, 3, 4),
@@ -89,25 +95,9 @@ def candidates(channels: Sequence[int], features: int, pixels: int, itemsize: in
     ):
         if max(channels) * 2 <= block_channels or features * 2 <= block_features:
             continue
-        for block_pixels in (64, 128):
-            for programs in (132, 264, 528):
-                for num_stages in (1,) if itemsize == 4 else (3,):
-                    if (
-                        num_stages
-                        * block_pixels
-                        * (block_channels * taps + block_features)
-                        * itemsize
-                        <= 220 * 1024
-                    ):
-                        found.append(
-                            Tile(
-                                block_channels,
-                                block_features,
-                                block_pixels,
-                                taps,
-                                programs,
-                                num_warps,
-                                num_stages,
-                            )
-                        )
+        for block_pixels, programs in itertools.product((64, 128), (132, 264, 528)):
+            columns = block_channels * taps + block_features
+            if num_stages * block_pixels * columns * itemsize <= LOAD_BYTES:
+                blocks = (block_channels, block_features, block_pixels)
+                found.append(Tile(*blocks, taps, programs, num_warps, num_stages))
     return found
