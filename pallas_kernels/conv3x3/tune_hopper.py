@@ -68,32 +68,45 @@ Job = tuple[Shape, AnyTile]  # and one of its tiles
 
 def shape(case: Case, direction: str, batch: int, dtype: str, limit: int) -> Shape | None:
     """Returns a direction of a case; None if the Hopper kernel does not support the shape."""
-    array, image = (
-        functools.partial(jax.ShapeDtypeStruct, dtype=dtype),
-        (batch, case.height, case.width),
+    if direction == 'weight':
+        return _weight_gradient(case, batch, dtype, limit)
+    return _convolution(case, direction, batch, dtype, limit)
+
+
+def _weight_gradient(case: Case, batch: int, dtype: str, limit: int) -> Shape | None:
+    image = (batch, case.height, case.width)
+    parts = tuple(jax.ShapeDtypeStruct((*image, c), dtype) for c in case.parts)
+    dy = jax.ShapeDtypeStruct((*image, case.features), dtype)
+    if hopper_weight_gradient.supports(parts, dy):
+        return None
+    every = hopper_weight_gradient.candidates(parts, dy)
+    every = [hopper_weight_gradient.choose_tile(parts, dy), *every]
+    tiles = list[AnyTile](dict.fromkeys(every))[:limit]
+
+    def run(tile: AnyTile, i: Operands) -> jax.Array:
+        assert isinstance(tile, hopper_weight_gradient.Tile)
+        return hopper_weight_gradient.weight_gradient(i['x'], i['dy'], tile=tile)
+
+    key = tile_table.Key(
+        'conv3x3/hopper_weight_gradient', dtype, hopper_weight_gradient.shape_class(parts, dy)
     )
+    inputs: Operands = {'x': parts, 'dy': dy}
+    return Shape(case.name, 'weight', inputs, case.flops(batch), tiles, run, key)
+
+
+def _convolution(case: Case, direction: str, batch: int, dtype: str, limit: int) -> Shape | None:
+    array = functools.partial(jax.ShapeDtypeStruct, dtype=dtype)
+    image = (batch, case.height, case.width)
     parts = tuple(array((*image, c)) for c in case.parts)
     kernel, dy = array((3, 3, case.channels, case.features)), array((*image, case.features))
-    if direction == 'weight':
-        if hopper_weight_gradient.supports(parts, dy):
-            return None
-        every = hopper_weight_gradient.candidates(parts, dy)
-        every = [hopper_weight_gradient.choose_tile(parts, dy), *every]
-        tiles = list[AnyTile](dict.fromkeys(every))[:limit]
-        inputs: Operands = {'x': parts, 'dy': dy}
-
-        def run(tile: AnyTile, i: Operands) -> jax.Array:
-            assert isinstance(tile, hopper_weight_gradient.Tile)
-            return hopper_weight_gradient.weight_gradient(i['x'], i['dy'], tile=tile)
-
-        key = tile_table.Key(
-            'conv3x3/hopper_weight_gradient', dtype, hopper_weight_gradient.shape_class(parts, dy)
-        )
-        return Shape(case.name, direction, inputs, case.flops(batch), tiles, run, key)
     bias = jax.ShapeDtypeStruct(
         (1, case.channels if direction == 'input' else case.features), 'float32'
     )
-    inputs = {'x': (dy,) if direction == 'input' else parts, 'kernel': kernel, 'shift': bias}
+    inputs: Operands = {
+        'x': (dy,) if direction == 'input' else parts,
+        'kernel': kernel,
+        'shift': bias,
+    }
     if direction == 'fused':
         if dispatch.fuses_activation(parts, kernel):
             inputs['affine'] = (jax.ShapeDtypeStruct((batch, case.channels), 'float32'),) * 2

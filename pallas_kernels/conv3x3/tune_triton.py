@@ -15,7 +15,7 @@ import concurrent.futures
 import functools
 import json
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import ModuleType
 from typing import NamedTuple
 
@@ -204,11 +204,19 @@ class Run(NamedTuple):
             return None
 
 
-def main(argv: Sequence[str]) -> None:
-    """Runs the command."""
-    if argv[1:]:
-        raise app.UsageError(f'unexpected arguments: {argv[1:]}')
-    dtype = jnp.dtype(DTYPE.value)
+class Result(NamedTuple):
+    """The microseconds of a tile, and its difference from XLA as a share of the largest value."""
+
+    us: float
+    tile: AnyTile
+    difference: float
+
+
+Results = dict[tuple[str, str], list[Result]]  # by shape and direction
+
+
+def plan_runs(dtype: jnp.dtype) -> tuple[list[Run], dict[tile_table.Key, AnyTile]]:
+    """Returns the functions to time, and the tile that is chosen now for each key."""
     runs: list[Run] = []
     chosen: dict[tile_table.Key, AnyTile] = {}
     for text in SHAPES.value:
@@ -219,13 +227,23 @@ def main(argv: Sequence[str]) -> None:
             chosen[key_of(direction, shape)] = found_tiles[0]
             for tile in [None, *found_tiles]:
                 runs.append(Run(text, direction, tile, f'function_{len(runs)}', sets))
+    return runs, chosen
+
+
+def compile_runs(runs: Sequence[Run]) -> dict[str, jax.stages.Compiled]:
+    """Returns the compiled programs by name, without those that do not compile."""
     # XLA picks its convolution by timing, so its programs compile one at a time.
     compiled = {run.name: run.compile() for run in runs if run.tile is None}
     with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
         rest = [run for run in runs if run.tile is not None]
         compiled |= dict(zip((run.name for run in rest), pool.map(Run.compile, rest), strict=True))
+    return {name: program for name, program in compiled.items() if program is not None}
 
-    programs = {name: program for name, program in compiled.items() if program is not None}
+
+def time_runs(
+    runs: Sequence[Run], programs: Mapping[str, jax.stages.Compiled]
+) -> tuple[dict[tuple[str, str], float], Results]:
+    """Returns the microseconds of XLA, and the results of the tiles, fastest first."""
 
     def caller(run: Run) -> Callable[[int], jax.Array]:
         return lambda i: programs[run.name](run.sets[i % len(run.sets)])
@@ -233,32 +251,46 @@ def main(argv: Sequence[str]) -> None:
     runs = [run for run in runs if run.name in programs]
     calls = {run.name: caller(run) for run in runs}
     times = {name: found.us for name, found in timing.trace_times(calls, rounds=CALLS).items()}
-    base, expected, results = {}, {}, collections.defaultdict(list)
+    xla, expected = {}, {}
+    results: Results = collections.defaultdict(list)
     for run in runs:
         key = run.shape, run.direction
         value = np.asarray(calls[run.name](0).astype(jnp.float32))
         if run.tile is None:
-            base[key], expected[key] = times[run.name], value
+            xla[key], expected[key] = times[run.name], value
         else:
             difference = float(np.abs(value - expected[key]).max() / np.abs(expected[key]).max())
-            results[key].append((times[run.name], run.tile, difference))
-    for (text, direction), found in results.items():
-        found.sort(key=lambda row: row[0])
+            results[key].append(Result(times[run.name], run.tile, difference))
+    for found in results.values():
+        found.sort(key=lambda result: result.us)
+    return xla, results
+
+
+def report(xla: Mapping[tuple[str, str], float], results: Results) -> None:
+    """Prints a row for each of the fastest tiles."""
+    for key, found in results.items():
         for us, tile, difference in found[: max(TOP.value, 1)]:
-            xla = base[text, direction]
             row = {
-                'shape': text,
-                'direction': direction,
+                'shape': key[0],
+                'direction': key[1],
                 'dtype': DTYPE.value,
                 'batch': BATCH.value,
-                'xla_us': round(xla, 1),
-            }
-            row |= {
+                'xla_us': round(xla[key], 1),
                 'us': round(us, 1),
-                'ratio': round(xla / us, 2),
+                'ratio': round(xla[key] / us, 2),
                 'difference': float(f'{difference:.1e}'),
+                'tile': list(vars(tile).values()),
             }
-            print(json.dumps(row | {'tile': list(vars(tile).values())}), flush=True)
+            print(json.dumps(row), flush=True)
+
+
+def main(argv: Sequence[str]) -> None:
+    """Runs the command."""
+    if argv[1:]:
+        raise app.UsageError(f'unexpected arguments: {argv[1:]}')
+    runs, chosen = plan_runs(jnp.dtype(DTYPE.value))
+    xla, results = time_runs(runs, compile_runs(runs))
+    report(xla, results)
     if WRITE.value:
         timed: dict[tile_table.Key, dict[AnyTile, float]] = collections.defaultdict(dict)
         for (text, direction), found in results.items():

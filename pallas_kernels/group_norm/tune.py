@@ -21,7 +21,7 @@ import os
 import random
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -42,7 +42,7 @@ CALLS = 6
 GROUPS, EPS = 32, 1e-5
 
 
-def slab_candidates(pixels: int) -> list[Tile]:
+def whole_groups_candidates(pixels: int) -> list[Tile]:
     """Returns tiles for kernels whose programs own all pixels of some groups."""
     found = set()
     for lanes, elements, unroll, warps in itertools.product(
@@ -73,56 +73,62 @@ def candidates(kernel: str, pixels: int) -> list[Tile | None]:
         return [None]
     return [
         *(
-            slab_candidates(pixels)
+            whole_groups_candidates(pixels)
             if kernel in ('forward', 'backward')
             else stream_candidates(pixels)
         )
     ]
 
 
-def function(kernel: str, tile: Tile | None) -> Callable[..., PyTree]:
-    """Returns a kernel as a function of parts, moments, dy, scale, offset, mean, inverse, sums."""
+class Operands(NamedTuple):
+    """The operands of all kernels for one shape; `moments`: of each part; `sums`: s₁ and s₂."""
 
-    def both(
-        op: Callable[..., Array],
-        parts: tuple[Array, ...],
-        dy: Array,
-        scale: Array,
-        offset: Array,
-    ) -> PyTree:
+    parts: tuple[Array, ...]
+    moments: tuple[Array, ...]
+    dy: Array
+    scale: Array
+    offset: Array
+    mean: Array
+    inverse: Array
+    sums: Array
+
+
+def function(kernel: str, tile: Tile | None) -> Callable[[Operands], PyTree]:
+    """Returns a kernel as a function of `Operands`."""
+    options: dict[str, Any] = {'groups': GROUPS, 'eps': EPS, 'silu': True}
+
+    def both(op: Callable[..., Array], o: Operands) -> PyTree:
         y, pull = jax.vjp(
-            lambda *a: op(Activation(a[0]), a[1], a[2], groups=GROUPS, eps=EPS, silu=True),
-            parts,
-            scale,
-            offset,
+            lambda *a: op(Activation(a[0]), a[1], a[2], **options), o.parts, o.scale, o.offset
         )
-        return y, pull(dy)
+        return y, pull(o.dy)
 
-    table: dict[str, Callable[..., PyTree]] = {
-        'both': lambda p, m, dy, s, o, mean, inv, sums: both(vjp.group_norm, p, dy, s, o),
-        'both_xla': lambda p, m, dy, s, o, mean, inv, sums: both(reference.group_norm, p, dy, s, o),
-        'forward': lambda p, m, dy, s, o, mean, inv, sums: forward.normalise(
-            p, None, s, o, groups=GROUPS, eps=EPS, silu=True, tile=tile
-        ),
-        'normalise': lambda p, m, dy, s, o, mean, inv, sums: forward.normalise(
-            p, m, s, o, groups=GROUPS, eps=EPS, silu=True, tile=tile
-        ),
-        'moments': lambda p, m, dy, s, o, mean, inv, sums: statistics.moments(dy, tile=tile),
-        'channel_sums': lambda p, m, dy, s, o, mean, inv, sums: statistics.channel_sums(
-            dy, tile=tile
-        ),
-        'backward': lambda p, m, dy, s, o, mean, inv, sums: backward.gradient(
-            p, dy, s, o, mean, inv, groups=GROUPS, silu=True, tile=tile
-        ),
-        'gradient_sums': lambda p, m, dy, s, o, mean, inv, sums: backward.gradient_sums(
-            p, dy, s, o, mean, inv, silu=True, tile=tile
-        ),
-        'gradient_sums_activation': lambda p, m, dy, s, o, mean, inv, sums: backward.gradient_sums(
-            p, dy, s, o, mean, inv, silu=True, activation=True, tile=tile
-        ),
-        'gradient': lambda p, m, dy, s, o, mean, inv, sums: backward.gradient(
-            p, dy, s, o, mean, inv, groups=GROUPS, silu=True, sums=sums, tile=tile
-        ),
+    def normalise(o: Operands, moments: tuple[Array, ...] | None) -> PyTree:
+        return forward.normalise(o.parts, moments, o.scale, o.offset, tile=tile, **options)
+
+    def gradient_sums(o: Operands, activation: bool) -> PyTree:
+        norm = (o.scale, o.offset, o.mean, o.inverse)
+        return backward.gradient_sums(
+            o.parts, o.dy, *norm, silu=True, activation=activation, tile=tile
+        )
+
+    def gradient(o: Operands, sums: Array | None) -> PyTree:
+        norm = (o.scale, o.offset, o.mean, o.inverse)
+        return backward.gradient(
+            o.parts, o.dy, *norm, groups=GROUPS, silu=True, sums=sums, tile=tile
+        )
+
+    table: dict[str, Callable[[Operands], PyTree]] = {
+        'both': lambda o: both(vjp.group_norm, o),
+        'both_xla': lambda o: both(reference.group_norm, o),
+        'forward': lambda o: normalise(o, None),
+        'normalise': lambda o: normalise(o, o.moments),
+        'moments': lambda o: statistics.moments(o.dy, tile=tile),
+        'channel_sums': lambda o: statistics.channel_sums(o.dy, tile=tile),
+        'backward': lambda o: gradient(o, None),
+        'gradient_sums': lambda o: gradient_sums(o, False),
+        'gradient_sums_activation': lambda o: gradient_sums(o, True),
+        'gradient': lambda o: gradient(o, o.sums),
     }
     return table[kernel]
 
@@ -135,9 +141,9 @@ PASSES = {
     'channel_sums': 1,
     'backward': 3,
     'gradient_sums': 2,
+    'gradient_sums_activation': 3,
     'gradient': 3,
 }
-PASSES['gradient_sums_activation'] = 3
 
 
 class Timing(NamedTuple):
@@ -149,7 +155,6 @@ class Timing(NamedTuple):
 
 
 Job = tuple[str, str, Tile | None]  # shape, kernel, tile
-Operands = tuple[PyTree, ...]  # the arguments of the functions that `function` returns
 
 
 def parse(shape: str) -> tuple[int, tuple[int, ...]]:
@@ -159,14 +164,17 @@ def parse(shape: str) -> tuple[int, tuple[int, ...]]:
 
 
 def draw(shape: str, batch: int, dtype: jnp.dtype, keys: Iterator[jax.Array]) -> Operands:
-    """Returns random operands of a shape, in the order that `function` takes them."""
+    """Returns random operands of a shape."""
     side, channels = parse(shape)
     total = sum(channels)
     parts = tuple(jax.random.normal(next(keys), (batch, side, side, c), dtype) for c in channels)
     moments = tuple(jnp.ones((batch, c, 2)) for c in channels)
-    small = [jax.random.normal(next(keys), (n, total)) for n in (1, 1, batch, batch)]
+    scale, offset, mean, inverse = (
+        jax.random.normal(next(keys), (n, total)) for n in (1, 1, batch, batch)
+    )
     dy = jax.random.normal(next(keys), (batch, side, side, total), dtype)
-    return parts, moments, dy, *small, jax.random.normal(next(keys), (batch, 2, total))
+    sums = jax.random.normal(next(keys), (batch, 2, total))
+    return Operands(parts, moments, dy, scale, offset, mean, inverse, sums)
 
 
 def arguments() -> argparse.Namespace:
@@ -202,7 +210,7 @@ def compile_jobs(
         if time.monotonic() - start > seconds:
             return None
         try:
-            return timing.named(f'j{i}', function(kernel, tile)).lower(*inputs[shape]).compile()
+            return timing.named(f'j{i}', function(kernel, tile)).lower(inputs[shape]).compile()
         except Exception as error:  # one tile that does not compile must not end the sweep
             return f'{kernel} {shape} {tile} {type(error).__name__}: {str(error)[:200]}'
 
@@ -275,7 +283,7 @@ def main() -> None:
     good = compile_jobs(jobs, inputs, args.seconds)
 
     def caller(name: str) -> Callable[[int], PyTree]:
-        return lambda _: good[name](*inputs[jobs[int(name[1:])][0]])
+        return lambda _: good[name](inputs[jobs[int(name[1:])][0]])
 
     times = timing.trace_times({name: caller(name) for name in good}, rounds=CALLS)
     results: dict[tuple[str, str], list[Timing]] = collections.defaultdict(list)
@@ -289,7 +297,7 @@ def main() -> None:
         default = next((row.us for row in rows if row.tile == first), float('nan'))
         plain = results.get((shape, 'both_xla'))
         xla = plain[0].us if plain else float('nan')
-        tensor = inputs[shape][2].size * dtype.itemsize / 1e6
+        tensor = inputs[shape].dy.size * dtype.itemsize / 1e6
         row = {'kernel': kernel, 'shape': shape, 'batch': args.batch, 'us': round(default, 1)}
         row |= report(kernel, rows, default, xla, tensor, args.top)
         print(json.dumps(row), flush=True)
