@@ -35,13 +35,8 @@ class _Derivative:
 
     def __init__(self, program: Program, refs: Sequence[Ref], silu: bool) -> None:
         scale, offset, mean, inverse = refs
-        self.silu, self.wide, self.grid, self.program, self.scale_ref = (
-            silu,
-            mean.dtype,
-            program.grid,
-            program,
-            scale,
-        )
+        self.program, self.grid, self.scale_ref = program, program.grid, scale
+        self.silu, self.wide = silu, mean.dtype
         sample = program.sample
         self.mean = program.load_channels(mean, sample)
         self.inverse = program.load_channels(inverse, sample)
@@ -73,6 +68,12 @@ def _sums(
     read: Sequence[Callable[[Index], Sequence[Array]]],
     active: Ref | None = None,
 ) -> tuple[Array, Array]:
+    """Returns s₁ and s₂ of one program's pixels, for each lane.
+
+    Args:
+      read: functions of a step that load its tiles of x and of dy.
+      active: where to write act(z).
+    """
     grid, (load_x, load_dy) = program.grid, read
     zero = jnp.zeros((grid.rows, grid.lanes), derivative.wide)
 
@@ -92,6 +93,13 @@ def _sums(
 
 
 def _gradient_sums_kernel(*refs: Ref, grid: Grid, silu: bool, activation: bool) -> None:
+    """Reduces one program's pixels to s₁ and s₂.
+
+    Args:
+      refs: parts of x (batch, pixels, Ci)…, dy (batch, pixels, C), scale and offset (1|batch, C),
+        mean and inverse (batch, C); results: sums (batch, splits, 2, C), and with `activation`
+        act(z) (batch, pixels, C).
+    """
     count = len(grid.parts)
     parts, (dy, *affine), (sums, *active) = refs[:count], refs[count : count + 5], refs[count + 5 :]
     program = Program(grid)
@@ -173,15 +181,22 @@ def _gradient_sums(
 
 
 def _gradient_kernel(*refs: Ref, grid: Grid, silu: bool, known: bool) -> None:
+    """Writes dx of one program's pixels.
+
+    Args:
+      refs: parts, dy and the norm's arrays as in `_gradient_sums_kernel`; sums (batch, 2, C), which
+        are an operand if `known`, else a result; the parts of dx.
+      known: the sums are given; else the program owns whole groups and reduces its pixels.
+    """
     count = len(grid.parts)
     parts, (dy, *affine), (sums, *dx) = refs[:count], refs[count : count + 5], refs[count + 5 :]
     program = Program(grid)
     derivative = _Derivative(program, affine, silu)
-    first: dict[str, list[Array]] = {}
+    kept: dict[str, list[Array]] = {}  # the tiles read last: all of them if there is one step
 
     def keep(name: str, arrays: Sequence[Ref], step: Array | int) -> list[Array]:
-        first[name] = program.load(arrays, step)
-        return first[name]
+        kept[name] = program.load(arrays, step)
+        return kept[name]
 
     if known:
         if grid.steps == 1:
@@ -206,8 +221,8 @@ def _gradient_kernel(*refs: Ref, grid: Grid, silu: bool, known: bool) -> None:
 
     def write(step: Array | int, _: None) -> None:
         resident = grid.steps == 1
-        xs = first['x'] if resident else program.load(parts, step)
-        dys = first['dy'] if resident else program.load([dy], step)
+        xs = kept['x'] if resident else program.load(parts, step)
+        dys = kept['dy'] if resident else program.load([dy], step)
         out = []
         for x, dy_tile in zip(xs, dys, strict=True):
             dz, normed, _active = derivative(x, dy_tile)

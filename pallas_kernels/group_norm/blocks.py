@@ -113,7 +113,7 @@ class Program:
         rows, below = self.rows(step, tile), self.row_mask(step, tile)
         value = None
         for ref, (columns, inside) in zip(refs, self.pieces(len(refs), self.own), strict=True):
-            mask = both(below, inside, self.grid)
+            mask = tile_mask(below, inside, self.grid)
             # Earlier parts fill the lanes that this part lacks, so joining costs no instruction.
             other = None if mask is None else 0.0 if value is None else value
             value = plgpu.load(
@@ -134,7 +134,7 @@ class Program:
         for tile, value in enumerate(values):
             rows, below = self.rows(step, tile), self.row_mask(step, tile)
             for ref, (columns, inside) in zip(refs, self.pieces(len(refs), self.own), strict=True):
-                mask = both(below, inside, self.grid)
+                mask = tile_mask(below, inside, self.grid)
                 plgpu.store(
                     ref.at[self.sample, rows[:, None], columns[None, :]],
                     value.astype(ref.dtype),
@@ -200,10 +200,10 @@ class Program:
         return jnp.sum(jnp.where(same, rows, 0.0), axis=1)
 
 
-def both(
+def tile_mask(
     below: Bool[Array, ' rows'] | None, inside: Bool[Array, ' lanes'] | None, grid: Grid
 ) -> Bool[Array, 'rows lanes'] | None:
-    """Returns the mask of rows and lanes together."""
+    """Returns the mask of a register tile: of rows and lanes together."""
     shape = (grid.rows, grid.lanes)
     if below is None:
         return None if inside is None else jnp.broadcast_to(inside[None, :], shape)

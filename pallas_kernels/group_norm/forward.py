@@ -30,15 +30,26 @@ from pallas_kernels.group_norm.tiles import Grid, Tile, choose_tile, fit
 
 
 def _normalise_kernel(*refs: Ref, grid: Grid, eps: float, silu: bool, known: bool) -> None:
+    """Normalises the pixels of one program.
+
+    Args:
+      refs: parts (batch, pixels, Ci)…, if `known` their moments (batch, Ci, 2)…, scale and offset
+        (1|batch, C); results: y (batch, pixels, C), mean and inverse (batch, C).
+      known: the moments are given; else the program owns whole groups and reduces its pixels.
+    """
     count = len(grid.parts)
-    parts, moments, (scale, offset, y, centre, inverse) = refs[:count], refs[count:-5], refs[-5:]
+    parts, moments, (scale, offset, y, mean_ref, inverse_ref) = (
+        refs[:count],
+        refs[count:-5],
+        refs[-5:],
+    )
     program = Program(grid, exact=parts[0].dtype.itemsize >= 4)
-    wide = centre.dtype
-    first: list[Array] = []
+    wide = mean_ref.dtype
+    resident: list[Array] = []  # the tiles read last: all of them if there is one step
 
     def read(step: Array | int) -> list[Array]:
         tiles = program.load(parts, step)
-        first[:] = tiles
+        resident[:] = tiles
         return tiles
 
     if known:
@@ -53,11 +64,11 @@ def _normalise_kernel(*refs: Ref, grid: Grid, eps: float, silu: bool, known: boo
     factor = program.load_channels(scale, sample if scale.shape[0] > 1 else 0, dtype=wide) * inv
     shift = program.load_channels(offset, sample if offset.shape[0] > 1 else 0, dtype=wide)
     # Every split writes the same values.
-    program.store_channels(centre, mean, sample)
-    program.store_channels(inverse, inv, sample)
+    program.store_channels(mean_ref, mean, sample)
+    program.store_channels(inverse_ref, inv, sample)
 
     def write(step: Array | int, _: None) -> None:
-        tiles = first if grid.steps == 1 else program.load(parts, step)
+        tiles = resident if grid.steps == 1 else program.load(parts, step)
         z = [scaled(v, mean, factor, shift) for v in tiles]
         program.store([y], step, [v * sigmoid(v, grid) for v in z] if silu else z)
 

@@ -22,6 +22,7 @@ from pallas_kernels.group_norm.tiles import Grid, Tile, choose_tile, fit
 
 
 def _moments_kernel(x: Ref, out: Ref, *, grid: Grid) -> None:
+    """Reduces one program's pixels of x (batch, pixels, C) to out (batch, splits, C, 2)."""
     program = Program(grid, exact=x.dtype.itemsize >= 4)
     mean, deviation, count = moments_of(program, lambda step: program.load([x], step), out.dtype)
     at = (program.sample, program.split, program.own.columns)
@@ -72,6 +73,7 @@ def _moments(x: Array, tile: Tile, interpret: bool) -> Array:
 
 
 def _sums_kernel(x: Ref, out: Ref, *, grid: Grid) -> None:
+    """Sums one program's pixels of x (batch, pixels, C) to out (batch, splits, C)."""
     program = Program(grid)
 
     def add(step: Array | int, total: Array) -> Array:
@@ -115,7 +117,14 @@ def _channel_sums(x: Array, tile: Tile, interpret: bool) -> Array:
 
 
 def _affine_kernel(*refs: Ref, grid: Grid, eps: float) -> None:
-    known, (scale, offset, a, b, centre, inverse) = refs[: len(grid.parts)], refs[len(grid.parts) :]
+    """Computes a, b, mean and inverse of one program's channels.
+
+    Args:
+      refs: the parts' moments (batch, Ci, 2)…, scale and offset (1|batch, C); results: a, b, mean
+        and inverse (batch, C).
+    """
+    count = len(grid.parts)
+    known, (scale, offset, a, b, mean_ref, inverse_ref) = refs[:count], refs[count:]
     program = Program(grid, exact=True)
     mean, inv = group_statistics(program, *program.load_moments(known), eps)
     sample = program.sample
@@ -126,7 +135,7 @@ def _affine_kernel(*refs: Ref, grid: Grid, eps: float) -> None:
         program.load_channels(offset, sample if offset.shape[0] > 1 else 0, dtype=mean.dtype)
         - mean * factor
     )
-    for ref, value in ((a, factor), (b, shift), (centre, mean), (inverse, inv)):
+    for ref, value in ((a, factor), (b, shift), (mean_ref, mean), (inverse_ref, inv)):
         program.store_channels(ref, value, sample)
 
 

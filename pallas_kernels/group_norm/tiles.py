@@ -132,8 +132,8 @@ def choose_tile(
       group: channels of a group.
     """
     rules = {
-        'forward': lambda: _slab_tile(batch, pixels, channels, group),
-        'backward': lambda: _slab_tile(batch, pixels, channels, group),
+        'forward': lambda: _whole_groups_tile(batch, pixels, channels, group),
+        'backward': lambda: _whole_groups_tile(batch, pixels, channels, group),
         'normalise': lambda: _normalise_tile(pixels),
         'moments': lambda: _reduction_tile(pixels),
         'channel_sums': lambda: _reduction_tile(pixels),
@@ -158,22 +158,22 @@ def _normalise_tile(pixels: int) -> Tile:
     return Tile(channels=64, rows=32, unroll=4, warps=8, splits=pixels // 512)
 
 
-def _slab_tile(batch: int, pixels: int, channels: int, group: int) -> Tile:
+def _whole_groups_tile(batch: int, pixels: int, channels: int, group: int) -> Tile:
     """The rule for kernels whose programs own all pixels of some groups."""
-    wished = 64 if pixels <= 256 else 32 if pixels <= 1024 else 16
+    wanted = 64 if pixels <= 256 else 32 if pixels <= 1024 else 16
     # At least 90 programs, about two thirds of an H200's 132 multiprocessors.
-    while wished > 16 and batch * channels < 90 * wished:
-        wished //= 2
+    while wanted > 16 and batch * channels < 90 * wanted:
+        wanted //= 2
     if pixels <= 256:
         return Tile(
-            channels=wished,
+            channels=wanted,
             rows=16 if pixels <= 64 else 64,
             unroll=4,
             warps=4 if pixels <= 64 else 8,
         )
-    lanes = power_of_two(max(wished, math.lcm(group, 8)))
+    lanes = power_of_two(max(wanted, math.lcm(group, 8)))
     return Tile(
-        channels=wished,
+        channels=wanted,
         rows=max(16, (4096 if pixels <= 1024 else 1024) // lanes),
         unroll=4,
         warps=16,
@@ -237,18 +237,19 @@ def fit(
         channels = -(-(total // unit) // count) * unit
     rows = min(power_of_two(tile.rows), power_of_two(pixels))
     unroll = min(tile.unroll, -(-pixels // rows))
-    count = min(tile.splits, -(-pixels // (rows * unroll))) if streamed else 1
-    steps = -(-pixels // (rows * unroll * count))
-    count = -(-pixels // (rows * unroll * steps))
+    stride = rows * unroll
+    splits = min(tile.splits, -(-pixels // stride)) if streamed else 1
+    steps = -(-pixels // (stride * splits))
+    splits = -(-pixels // (stride * steps))  # without those that would have no pixels
     return Grid(
-        parts,
-        pixels,
-        group,
-        channels,
-        power_of_two(channels),
-        rows,
-        unroll,
-        steps,
-        count,
-        interpret,
+        parts=parts,
+        pixels=pixels,
+        group=group,
+        channels=channels,
+        lanes=power_of_two(channels),
+        rows=rows,
+        unroll=unroll,
+        steps=steps,
+        splits=splits,
+        interpret=interpret,
     )
