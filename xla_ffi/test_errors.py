@@ -7,26 +7,36 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from support.handler_calls import MISTAKES, Call, right, spoil
+from support.handler_calls import CPU, HANDLERS, MISTAKES, Call, right, spoil
 
 pytestmark = pytest.mark.extension
 
 
-def test_right_calls_run():
+def on_gpu() -> jax.Device:
+    return jax.local_devices(backend='gpu')[0]
+
+
+GPU = [pytest.mark.gpu, pytest.mark.extension('_cuda')]
+DEVICES = [pytest.param(lambda: CPU, id='cpu'), pytest.param(on_gpu, id='gpu', marks=GPU)]
+
+
+@pytest.mark.parametrize('device', DEVICES)
+def test_right_calls_run(device):
     draw = random.Random(1)
     for number in range(60):
-        right(number, draw)()
+        right(number, draw)(device())
 
 
+@pytest.mark.parametrize('device', DEVICES)
 @pytest.mark.parametrize('seed', [2, *(pytest.param(n, marks=pytest.mark.long) for n in (3, 4))])
-def test_wrong_calls_are_errors(seed):
+def test_wrong_calls_are_errors(seed, device):
     """Of every handler with every mistake."""
     draw = random.Random(seed)
-    for mistake, number in itertools.product(MISTAKES, range(14)):
+    for mistake, number in itertools.product(MISTAKES, range(len(HANDLERS))):
         call = spoil(right(number, draw), mistake, draw)
         print(mistake, number, call)  # shown where a call runs that should not
         with pytest.raises(jax.errors.JaxRuntimeError) as error:
-            call()
+            call(device())
         assert call.target in str(error.value), (call, error.value)
 
 

@@ -10,16 +10,18 @@ import jax
 import pytest
 from hypothesis import strategies as st
 from support.fuzzing import fuzz
-from support.handler_calls import MISTAKES, right, spoil
+from support.handler_calls import HANDLERS, MISTAKES, right, spoil
+
+import xla_ffi
 
 pytestmark = pytest.mark.extension
-HANDLERS = 13
+DEVICES = ['cpu', pytest.param('gpu', marks=[pytest.mark.gpu, pytest.mark.extension('_cuda')])]
 
 
 @st.composite
 def calls(draw):
     chance = random.Random(draw(st.integers(0, 2**32)))
-    call = right(draw(st.integers(0, HANDLERS - 1)), chance)
+    call = right(draw(st.integers(0, len(HANDLERS) - 1)), chance)
     for mistake in draw(st.lists(st.sampled_from([*MISTAKES, 'empty']), min_size=1, max_size=3)):
         with contextlib.suppress(ValueError, IndexError):  # no array or size left to spoil
             spoiled = emptied if mistake == 'empty' else functools.partial(spoil, mistake=mistake)
@@ -38,14 +40,21 @@ def emptied(call, draw):
     return call._replace(**{name: arrays})
 
 
-def test_wrong_calls():
+def test_there_are_calls_of_every_handler():
+    assert sorted(HANDLERS) == sorted(xla_ffi._cpu.registrations())
+
+
+@pytest.mark.parametrize('platform', DEVICES)
+def test_wrong_calls(platform):
+    device = jax.local_devices(backend=platform)[0]
+
     def check(call):
         told = ''
         try:
-            call()
+            call(device)
         except jax.errors.JaxRuntimeError as error:
             told = str(error)
         assert not told or call.target in told, told
         return told
 
-    fuzz('handlers', 40, calls(), check)
+    fuzz('handlers' if platform == 'cpu' else f'handlers, {platform}', 40, calls(), check)

@@ -14,6 +14,21 @@ import xla_ffi  # noqa: F401  # registers the handlers
 
 CPU = jax.local_devices(backend='cpu')[0]
 Shape = tuple[tuple[int, ...], Any]
+HANDLERS = (  # in the order of `right`
+    'jaxunet_attention_forward',
+    'jaxunet_attention_backward',
+    'jaxunet_conv3x3',
+    'jaxunet_conv3x3_shortcut_gradient',
+    'jaxunet_conv3x3_weight_gradient',
+    'jaxunet_linear',
+    'jaxunet_linear_weight_gradient',
+    'jaxunet_group_norm_forward',
+    'jaxunet_group_norm_statistics',
+    'jaxunet_group_norm_gradient',
+    'jaxunet_sum_of_squares',
+    'jaxunet_adamw',
+    'jaxunet_narrow',
+)
 
 
 class Call(NamedTuple):
@@ -25,10 +40,10 @@ class Call(NamedTuple):
     attributes: dict[str, Any]
     in_place: int = -1  # the operand whose place the first result takes, and so on
 
-    def __call__(self) -> Any:
+    def __call__(self, device: jax.Device = CPU) -> Any:
         shapes = [jax.ShapeDtypeStruct(*shape) for shape in self.results]
-        with jax.default_device(CPU):
-            operands = [jax.device_put(np.zeros(*shape), CPU) for shape in self.operands]
+        with jax.default_device(device):
+            operands = [jax.device_put(np.zeros(*shape), device) for shape in self.operands]
             last = min(len(operands), self.in_place + len(shapes))
             same = {
                 i: i - self.in_place
@@ -226,7 +241,8 @@ def right(number: int, draw: random.Random) -> Call:  # noqa: PLR0915 (a case pe
         adamw,
         narrow,
     ]
-    call = ops[number % len(ops)]()
+    call = ops[number % len(HANDLERS)]()
+    assert f'jaxunet_{call.target}' == HANDLERS[number % len(HANDLERS)]
     return call._replace(target=f'jaxunet_{call.target}')
 
 
