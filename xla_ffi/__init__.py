@@ -12,6 +12,8 @@ from types import ModuleType
 
 import jax
 
+from jaxunet.runtime import device
+
 _DRIVERS = {12: '525', 13: '580'}  # the first NVIDIA driver of a major CUDA version
 
 
@@ -35,6 +37,9 @@ def unavailable() -> str | None:
 
     Checks the installation, the driver, JAX's default device, its compute capability, and the
     architectures that the kernels were built for, in this order.
+
+    Raises:
+      UserError: JAXUNET_KERNELS has an unknown value.
     """
     if _cpu is None:
         return f'the extension is not built ({_cpu_error}); {_how_to_build()}'
@@ -59,20 +64,20 @@ def unavailable() -> str | None:
             f'the kernels were built with CUDA {major} and need an NVIDIA driver of {version}; '
             f'found {found}'
         )
-    device = jax.devices()[0]
-    if device.platform != 'gpu':
+    gpu = jax.devices()[0]
+    if gpu.platform != 'gpu':
         return (
-            f'JAX runs on {device.platform}; install jax[cuda12] or jax[cuda13] on a machine with '
+            f'JAX runs on {gpu.platform}; install jax[cuda12] or jax[cuda13] on a machine with '
             'an NVIDIA GPU'
         )
-    capability = str(getattr(device, 'compute_capability', '0'))
+    capability = str(getattr(gpu, 'compute_capability', '0'))
     if int(capability.split('.', maxsplit=1)[0]) < 8:
         return (
-            f'the kernels need compute capability 8.0 or later; {device.device_kind} has '
-            f'{capability}'
+            f'the kernels need compute capability 8.0 or later; {gpu.device_kind} has {capability}'
         )
-    if not _runs_on(_cuda.architectures, capability):
-        found = f'{device.device_kind} has compute capability {capability}'
+    fastest = device.asked() is device.Kernels.FASTEST
+    if not _runs_on(_cuda.architectures, capability, fastest=fastest):
+        found = f'{gpu.device_kind} has compute capability {capability}'
         return f'the kernels are built for {_cuda.architectures}; {found}; {_how_to_build()}'
     return None
 
@@ -85,18 +90,19 @@ def _how_to_build() -> str:
     return 'build it with "JAXUNET_CUDA=1 pip install ." in a checkout of jaxunet'
 
 
-def _runs_on(architectures: str, capability: str) -> bool:
+def _runs_on(architectures: str, capability: str, *, fastest: bool = True) -> bool:
     """Returns True if code for `architectures` runs on a GPU of this compute capability.
 
     Args:
       architectures: entries of CMake's CUDA_ARCHITECTURES with commas between them.
-      capability: 8.0 or later, such as '9.0'. Only code for 90a has Hopper's kernels.
+      capability: 8.0 or later, such as '9.0'.
+      fastest: False if Hopper's kernels are not wanted, which only code for 90a has.
     """
     major, minor = map(int, capability.split('.'))
     for entry in architectures.split(','):
         name, _, kind = entry.partition('-')
         code = int(name.rstrip('a'))
-        if name.endswith('a') or major == 9:
+        if name.endswith('a') or (major == 9 and fastest):
             fits = name == f'{major}{minor}a'
         elif kind == 'real':
             fits = code // 10 == major and code % 10 <= minor

@@ -8,6 +8,7 @@ from typing import Any
 import jax
 
 from jaxunet.ops.transformations import vary, varying_axes
+from jaxunet.runtime import device
 
 
 def ffi_call(
@@ -17,11 +18,17 @@ def ffi_call(
 
     JAX assumes that the results of a custom call are the same on every device. Here they vary over
     the mesh axes over which an operand varies.
+
+    Where `device.kernels` excludes kernels, an attribute tells the handler so, which every dispatch
+    obeys (`xla_ffi/common/device.h`). It is a part of the lowered program.
     """
     call = jax.ffi.ffi_call(target, results, vmap_method=vmap_method, **options)
 
     def run(*operands: Any, **attributes: Any) -> Any:
         axes = varying_axes(operands)
+        kernels = device.kernels()
+        if kernels is not device.Kernels.FASTEST:
+            attributes['kernels'] = kernels.value
         return vary(call(*vary(operands, axes), **attributes), axes)
 
     return run

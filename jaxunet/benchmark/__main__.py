@@ -128,7 +128,8 @@ def images(plan: Plan) -> Source:
 
 
 def check_choose_flags() -> None:
-    """Raises `UserError` for a flag that --choose does not read."""
+    """Raises `UserError` for a flag that --choose does not read, and for chosen kernels."""
+    choose.check_kernels()
     for flag in (BACKENDS, PEERS, DIRECTION, OUTPUT):
         if flag.present:
             raise UserError(

@@ -53,6 +53,19 @@ def choose(plan: Plan, source: Source, command: str) -> Iterator[Row]:
         }
 
 
+def check_kernels() -> None:
+    """Checks that all kernels of this GPU may run.
+
+    Raises:
+      UserError: JAXUNET_KERNELS leaves some out.
+    """
+    if device.asked() is not device.Kernels.FASTEST:
+        raise UserError(
+            f'--choose: {device.VARIABLE}={device.asked().value} leaves out kernels that '
+            'backend=auto may use here; unset it'
+        )
+
+
 def quickest(measure: Measure) -> tuple[str, dict[str, float]]:
     """Returns the fastest backend, as in `Config.backend`, and all medians in ms.
 

@@ -6,7 +6,7 @@ that measurement (`jaxunet.ops.choices`). Otherwise `_auto` chooses by this tabl
 
     Hopper (compute capability 9.0), bfloat16 or float16    cuda
     Hopper, float32                                         pallas; adamw from cuda
-    every other device                                      xla
+    every other device, and JAXUNET_KERNELS=portable        xla
 
 If the CUDA kernels do not run on a Hopper GPU, every op comes from pallas, and the log says so. If
 pallas is missing where the table needs it, its ops come from xla, and the log says so. An op that
@@ -89,9 +89,11 @@ def choose(backend: str, precision: str | None = None) -> dict[str, str]:
       precision: as `Config.precision`; only `auto` uses it, and needs it.
 
     Raises:
-      UserError: a backend is unknown, or this version or machine does not have it.
+      UserError: a backend is unknown, or this version or machine does not have it; or
+        JAXUNET_KERNELS has an unknown value.
       TypeError: `auto` without a precision.
     """
+    device.asked()
     chosen = named(backend, precision)
     for name in dict.fromkeys(chosen.values()):
         if missing := _unavailable(name):
@@ -168,9 +170,11 @@ def fused_update(backend: str, precision: str | None = None) -> FusedUpdate | No
 def describe(backend: str, precision: str | None = None) -> str:
     """Returns one line for a log: the backend of each op. `adamw=xla` is optax, compiled by XLA.
 
-    It says so if `auto` follows measurements of this machine.
+    It says so if JAXUNET_KERNELS chose the kernels, or `auto` follows measurements of this machine.
     """
     line = 'ops: ' + ', '.join(f'{op}={name}' for op, name in choose(backend, precision).items())
+    if device.asked() is not device.Kernels.FASTEST:
+        line += f' ({device.VARIABLE}={device.asked().value})'
     follows = split_backend(backend)[0] == UNNAMED and precision and _measured(precision)
     return f'{line} (measured here: {choices.path()})' if follows else line
 
@@ -232,8 +236,13 @@ def _missing(name: str) -> str | None:
 
 
 def _measured(precision: str) -> dict[str, str] | None:
-    """Returns the choice that was measured for this kind of GPU, if all its backends run here."""
+    """Returns the choice that was measured for this kind of GPU, if all its backends run here.
+
+    None while JAXUNET_KERNELS chooses the kernels: the fastest were measured.
+    """
     if device_family() not in (device.Target.HOPPER, device.Target.TRITON):
+        return None
+    if device.asked() is not device.Kernels.FASTEST:
         return None
     found = choices.read(device.kind(), precision)
     for op, name in (found or {}).items():

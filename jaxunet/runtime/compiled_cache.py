@@ -26,7 +26,7 @@ import optax
 from absl import logging
 from jax.experimental import serialize_executable
 
-from jaxunet.runtime import fingerprint, ownership
+from jaxunet.runtime import device, fingerprint, ownership
 
 KEPT = 24  # files; the least recently used are removed first
 SUFFIXES = ('.step', '.sampler')
@@ -59,7 +59,8 @@ def key(
 ) -> str:
     """Returns the digest of everything that a program is made from.
 
-    It includes the versions of the libraries, the settings of JAX and XLA, and this source code.
+    It includes the versions of the libraries, the settings of JAX and XLA, the kernels that
+    JAXUNET_KERNELS asks for, and this source code.
 
     Args:
       fields: everything else that the program depends on, such as fields of the config.
@@ -89,6 +90,7 @@ def key(
         ],
         options,
         settings,
+        device.asked().value,
         {
             name: value
             for name, value in os.environ.items()

@@ -1,12 +1,32 @@
-"""The family of kernels that a device runs: the one place that reads the compute capability."""
+"""The family of kernels that a device runs: the one place that reads the compute capability.
+
+The environment variable JAXUNET_KERNELS can choose portable kernels on a GPU that has faster ones.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import enum
+import os
 from collections.abc import Iterator
 
 import jax
+
+from jaxunet.runtime.errors import UserError
+
+VARIABLE = 'JAXUNET_KERNELS'
+
+
+class Kernels(enum.Enum):
+    """The kernels that ops may run: a value of `VARIABLE`."""
+
+    # The fastest for this GPU; the default.
+    FASTEST = 'fastest'
+    # Those that any GPU of compute capability 8.0 or later runs, also on Hopper.
+    PORTABLE = 'portable'
+    # The same; the CUDA kernels use at most the 99 KiB of shared memory that a block of an Ada GPU
+    # has.
+    ADA = 'ada'
 
 
 class Target(enum.Enum):
@@ -27,9 +47,36 @@ class UnsupportedDeviceError(ValueError):
 _forced: list[tuple[Target, str | None]] = []
 
 
+def asked() -> Kernels:
+    """Returns the kernels that `VARIABLE` asks for.
+
+    Raises:
+      UserError: it has another value.
+    """
+    found = os.environ.get(VARIABLE) or Kernels.FASTEST.value
+    try:
+        return Kernels(found)
+    except ValueError:
+        known = ', '.join(kernels.value for kernels in Kernels)
+        raise UserError(f'{VARIABLE}: expected one of {known}, found {found!r}') from None
+
+
+def kernels() -> Kernels:
+    """Returns the kernels that ops which are traced now may run: `asked`, unless `use` says.
+
+    Raises:
+      UserError: as `asked`.
+    """
+    if not _forced:
+        return asked()
+    if _forced[-1][0] is not Target.TRITON:
+        return Kernels.FASTEST
+    return Kernels.PORTABLE if asked() is Kernels.FASTEST else asked()
+
+
 @contextlib.contextmanager
 def use(target: Target, kind: str = 'NVIDIA H200') -> Iterator[None]:
-    """Forces the family of the kernels that are traced and lowered inside.
+    """Forces the family of the kernels traced and lowered inside, whatever `VARIABLE` says.
 
     For tests, and to lower for a GPU on a machine without one.
 
@@ -52,10 +99,11 @@ def use(target: Target, kind: str = 'NVIDIA H200') -> Iterator[None]:
 
 
 def target() -> Target:
-    """Returns the family that this process's default device runs.
+    """Returns the family that this process's default device runs; `VARIABLE` can exclude Hopper's.
 
     Raises:
       UnsupportedDeviceError: it is not an NVIDIA GPU of compute capability 8.0 or later.
+      UserError: as `asked`.
     """
     if _forced:
         return _forced[-1][0]
@@ -77,13 +125,36 @@ def target() -> Target:
             f'Pallas kernels need compute capability 8.0 or later; '
             f'{device.device_kind} has {capability}'
         )
-    return Target.HOPPER if major == 9 else Target.TRITON
+    return Target.HOPPER if major == 9 and asked() is Kernels.FASTEST else Target.TRITON
+
+
+def portable() -> bool:
+    """Returns True if Hopper's kernels do not run: on other GPUs, or because `kernels` says so.
+
+    False on a machine without a GPU, whose kernels stand for Hopper's, unless `kernels` says so.
+    """
+    try:
+        return target() is Target.TRITON
+    except UnsupportedDeviceError:
+        return kernels() is not Kernels.FASTEST
 
 
 def kind() -> str:
     """Returns the name of the device that kernels are traced for, such as 'NVIDIA H200'."""
     lowered_for = _forced[-1][1] if _forced else None
     return jax.devices()[0].device_kind if lowered_for is None else lowered_for
+
+
+def label() -> str:
+    """Returns the name of this process's device for rows; it says if `VARIABLE` is set.
+
+    Tables put rows of different devices apart, so those of portable kernels stay apart, too.
+
+    Raises:
+      UserError: as `asked`.
+    """
+    name = jax.devices()[0].device_kind
+    return name if asked() is Kernels.FASTEST else f'{name}, {asked().value} kernels'
 
 
 def interpreted() -> bool:

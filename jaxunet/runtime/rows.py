@@ -14,6 +14,7 @@ from typing import Any
 
 import jax
 
+from jaxunet.runtime import device
 from jaxunet.runtime.errors import UserError
 from jaxunet.runtime.untrusted import parse_json
 
@@ -26,14 +27,14 @@ def provenance() -> Row:
     """Returns the fields that describe a row's origin. Initializes JAX's devices.
 
     `git`: the commit, with -dirty if files differ from it; JAXUNET_GIT_SHA overrides it, and it is
-    null outside a checkout. `device`: the kind of device. `devices`: their number. `driver`:
-    version of the NVIDIA driver, null without one. `versions`: those of Python and `PACKAGES`.
+    null outside a checkout. `device`: `jaxunet.runtime.device.label`. `devices`: their number.
+    `driver`: version of the NVIDIA driver, null without one. `versions`: those of Python and
+    `PACKAGES`.
     """
-    devices = jax.devices()
     return {
         'git': os.environ.get('JAXUNET_GIT_SHA') or git_sha(),
-        'device': devices[0].device_kind,
-        'devices': len(devices),
+        'device': device.label(),
+        'devices': len(jax.devices()),
         'driver': driver(),
         'versions': versions(),
     }

@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # Builds the extension of a checkout in place, for this machine's GPU, with the packages that are there (no network).
 #   tests/gpu/build.sh [CHECKOUT]
+# For a Hopper GPU that is 90a-real, which has the portable kernels, too: JAXUNET_KERNELS chooses when they run.
 # Needs CMake, Ninja, nvcc, pybind11 and jaxlib. Afterwards run from the checkout's folder with PYTHONPATH=.
 set -euo pipefail
 cd "${1:-$(dirname "$0")/../..}"

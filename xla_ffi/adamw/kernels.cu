@@ -261,7 +261,7 @@ cudaError_t launch_all(const std::vector<int64_t>& sizes, int64_t arrays, int64_
 
 }  // namespace
 
-cudaError_t sum_of_squares(const SumOfSquares& plan, cudaStream_t stream) {
+cudaError_t sum_of_squares(const SumOfSquares& plan, cudaStream_t stream, KernelSet) {
   return launch_all(
       plan.sizes, 1, plan.chunk, [&](size_t i) { return plan.types[i]; },
       [&](size_t i) { return plan.tensors.data() + i; },
@@ -271,7 +271,7 @@ cudaError_t sum_of_squares(const SumOfSquares& plan, cudaStream_t stream) {
       });
 }
 
-cudaError_t adamw(const AdamW& plan, cudaStream_t stream) {
+cudaError_t adamw(const AdamW& plan, cudaStream_t stream, KernelSet) {
   const Rule rule{plan.b1,
                   plan.b2,
                   plan.rest1,
@@ -288,7 +288,7 @@ cudaError_t adamw(const AdamW& plan, cudaStream_t stream) {
       });
 }
 
-cudaError_t narrow_all(const Narrow& plan, cudaStream_t stream) {
+cudaError_t narrow_all(const Narrow& plan, cudaStream_t stream, KernelSet) {
   return launch_all(
       plan.sizes, 2, kBlockElements, [](size_t) { return Type::kFloat32; },
       [&](size_t i) { return plan.arrays.data() + 2 * i; },

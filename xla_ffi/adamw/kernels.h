@@ -1,5 +1,6 @@
 // The CUDA side of the handlers. The functions enqueue kernels on `stream`, allocate nothing, and
-// return the first launch error.
+// return the first launch error. Their kernels are the same on every GPU, so any KernelSet has
+// them.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -8,8 +9,8 @@
 
 namespace jaxunet::cuda {
 
-cudaError_t sum_of_squares(const SumOfSquares& plan, cudaStream_t stream);
-cudaError_t adamw(const AdamW& plan, cudaStream_t stream);
-cudaError_t narrow_all(const Narrow& plan, cudaStream_t stream);
+cudaError_t sum_of_squares(const SumOfSquares& plan, cudaStream_t stream, KernelSet);
+cudaError_t adamw(const AdamW& plan, cudaStream_t stream, KernelSet);
+cudaError_t narrow_all(const Narrow& plan, cudaStream_t stream, KernelSet);
 
 }  // namespace jaxunet::cuda

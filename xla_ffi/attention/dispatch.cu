@@ -1,8 +1,8 @@
 // Chooses the attention kernels of a call: the first of these that take it.
-//   hopper/     wgmma and TMA: GPUs of compute capability 9.0, 16-bit types, the heads in
-//               hopper/shapes.cuh
+//   hopper/     wgmma and TMA: GPUs of compute capability 9.0, unless the kernel set excludes them;
+//               16-bit types, the heads in hopper/shapes.cuh
 //   flash_*     mma.sync: heads of at most 256 channels, a multiple of 8 (flash_takes), whose tiles
-//               fit the device's shared memory
+//               fit the shared memory that the kernel set may use
 //   simple.cu   ordinary float32 arithmetic: everything else
 #include <cuda_runtime_api.h>
 
@@ -17,14 +17,6 @@
 
 namespace jaxunet::cuda {
 namespace {
-
-// Bytes of shared memory that a block may have on this device.
-cudaError_t shared_memory_of_device(int* bytes) {
-  int device = 0;
-  const cudaError_t error = cudaGetDevice(&device);
-  if (error != cudaSuccess) return error;
-  return cudaDeviceGetAttribute(bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
-}
 
 // Calls visit(type) with the type as a std::integral_constant.
 template <class Visit>
@@ -43,12 +35,11 @@ auto dispatch_type(Type type, Visit visit) {
 // order until one takes the plan; the first two return nothing if they do not. An empty plan
 // launches nothing.
 template <class Plan, class Hopper, class Flash, class Simple>
-cudaError_t dispatch(const Plan& plan, Hopper hopper, Flash flash, Simple simple) {
+cudaError_t dispatch(const Plan& plan, KernelSet kernels, Hopper hopper, Flash flash,
+                     Simple simple) {
   if (plan.batch * plan.heads * plan.tokens * plan.width == 0) return cudaSuccess;
   Device device;
-  int bytes = 0;
-  cudaError_t error = describe(&device);
-  if (error == cudaSuccess) error = shared_memory_of_device(&bytes);
+  const cudaError_t error = describe(kernels, &device);
   if (error != cudaSuccess) return error;
   const auto done = dispatch_type(plan.type, [&](auto type) -> std::optional<cudaError_t> {
     if constexpr (type != Type::kFloat32) {
@@ -56,16 +47,17 @@ cudaError_t dispatch(const Plan& plan, Hopper hopper, Flash flash, Simple simple
           device.hopper ? hopper(type, device.multiprocessors) : std::optional<cudaError_t>();
       if (on_hopper) return on_hopper;
     }
-    return flash(type, bytes);
+    return flash(type, device.smem_bytes);
   });
   return done ? *done : simple();
 }
 
 }  // namespace
 
-cudaError_t attention_forward(const AttentionForward& plan, cudaStream_t stream) {
+cudaError_t attention_forward(const AttentionForward& plan, cudaStream_t stream,
+                              KernelSet kernels) {
   return dispatch(
-      plan,
+      plan, kernels,
       [&](auto type, int multiprocessors) {
         return hopper_attention_forward<type>(plan, multiprocessors, stream);
       },
@@ -73,9 +65,10 @@ cudaError_t attention_forward(const AttentionForward& plan, cudaStream_t stream)
       [&] { return simple_attention_forward(plan, stream); });
 }
 
-cudaError_t attention_backward(const AttentionBackward& plan, cudaStream_t stream) {
+cudaError_t attention_backward(const AttentionBackward& plan, cudaStream_t stream,
+                               KernelSet kernels) {
   return dispatch(
-      plan,
+      plan, kernels,
       [&](auto type, int multiprocessors) {
         return hopper_attention_backward<type>(plan, multiprocessors, stream);
       },

@@ -8,7 +8,8 @@
 
 namespace jaxunet::cuda {
 
-cudaError_t attention_forward(const AttentionForward& plan, cudaStream_t stream);
-cudaError_t attention_backward(const AttentionBackward& plan, cudaStream_t stream);
+cudaError_t attention_forward(const AttentionForward& plan, cudaStream_t stream, KernelSet kernels);
+cudaError_t attention_backward(const AttentionBackward& plan, cudaStream_t stream,
+                               KernelSet kernels);
 
 }  // namespace jaxunet::cuda

@@ -15,20 +15,20 @@ namespace {
 // process.
 template <const char* op, auto read, auto run>
 XLA_FFI_Error* handler(XLA_FFI_CallFrame* frame) {
-  static auto* const bound =
-      ffi::Ffi::Bind()
-          .Ctx<ffi::ThreadPool>()
-          .RemainingArgs()
-          .RemainingRets()
-          .Attrs()
-          .To([](ffi::ThreadPool pool, ffi::RemainingArgs operands, ffi::RemainingRets results,
-                 ffi::Dictionary attributes) {
-            return checked(op, operands, results, attributes, read, [&](const auto& plan) {
-              run(plan, pool);
-              return ffi::Error::Success();
-            });
-          })
-          .release();
+  const auto call = [](ffi::ThreadPool pool, ffi::RemainingArgs operands,
+                       ffi::RemainingRets results, ffi::Dictionary attributes) {
+    return checked(op, operands, results, attributes, read, [&](const auto& plan, KernelSet) {
+      run(plan, pool);
+      return ffi::Error::Success();
+    });
+  };
+  static auto* const bound = ffi::Ffi::Bind()
+                                 .Ctx<ffi::ThreadPool>()
+                                 .RemainingArgs()
+                                 .RemainingRets()
+                                 .Attrs()
+                                 .To(call)
+                                 .release();
   return bound->Call(frame);
 }
 

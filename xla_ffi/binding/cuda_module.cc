@@ -15,34 +15,37 @@ namespace {
 // The statically linked CUDA runtime works with drivers of its own major version and later.
 constexpr int kNeededDriver = CUDART_VERSION / 1000 * 1000;
 
+// What a call returns whose launch ended with this status.
+ffi::Error status(const char* op, cudaError_t error) {
+  if (error == cudaSuccess) return ffi::Error::Success();
+  std::string message = std::string(op) + ": CUDA: " + cudaGetErrorString(error);
+  int driver = 0;
+  if (cudaDriverGetVersion(&driver) == cudaSuccess && driver < kNeededDriver) {
+    message += "; the driver is for CUDA " + std::to_string(driver / 1000) +
+               ", the kernels were built for CUDA " + std::to_string(kNeededDriver / 1000) +
+               ": update the driver";
+  }
+  return ffi::Error::Internal(message);
+}
+
 // The handler of one target. Its binding is made at the first call, and lives as long as the
 // process. Compatible with command buffers: a call only launches kernels on the given stream.
 template <const char* op, auto read, auto run>
 XLA_FFI_Error* handler(XLA_FFI_CallFrame* frame) {
-  static auto* const bound =
-      ffi::Ffi::Bind()
-          .Ctx<ffi::PlatformStream<cudaStream_t>>()
-          .RemainingArgs()
-          .RemainingRets()
-          .Attrs()
-          .To(
-              [](cudaStream_t stream, ffi::RemainingArgs operands, ffi::RemainingRets results,
-                 ffi::Dictionary attributes) {
-                return checked(op, operands, results, attributes, read, [&](const auto& plan) {
-                  const cudaError_t error = run(plan, stream);
-                  if (error == cudaSuccess) return ffi::Error::Success();
-                  std::string message = std::string(op) + ": CUDA: " + cudaGetErrorString(error);
-                  int driver = 0;
-                  if (cudaDriverGetVersion(&driver) == cudaSuccess && driver < kNeededDriver) {
-                    message += "; the driver is for CUDA " + std::to_string(driver / 1000) +
-                               ", the kernels were built for CUDA " +
-                               std::to_string(kNeededDriver / 1000) + ": update the driver";
-                  }
-                  return ffi::Error::Internal(message);
-                });
-              },
-              {ffi::Traits::kCmdBufferCompatible})
-          .release();
+  const auto call = [](cudaStream_t stream, ffi::RemainingArgs operands, ffi::RemainingRets results,
+                       ffi::Dictionary attributes) {
+    return checked(op, operands, results, attributes, read,
+                   [&](const auto& plan, KernelSet kernels) {
+                     return status(op, run(plan, stream, kernels));
+                   });
+  };
+  static auto* const bound = ffi::Ffi::Bind()
+                                 .Ctx<ffi::PlatformStream<cudaStream_t>>()
+                                 .RemainingArgs()
+                                 .RemainingRets()
+                                 .Attrs()
+                                 .To(call, {ffi::Traits::kCmdBufferCompatible})
+                                 .release();
   return bound->Call(frame);
 }
 

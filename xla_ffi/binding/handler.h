@@ -11,17 +11,18 @@
 
 namespace jaxunet {
 
-// Runs one call of `op`: plan = read(reader), then run(plan), which returns an ffi::Error. Every
-// failure becomes an XLA error: a Mistake of the caller InvalidArgument, others Internal.
+// Runs one call of `op`: plan = read(reader), then run(plan, kernels), which returns an ffi::Error.
+// Every failure becomes an XLA error: a Mistake of the caller InvalidArgument, others Internal.
 template <class Read, class Run>
 ffi::Error checked(const char* op, const ffi::RemainingArgs& operands,
                    const ffi::RemainingRets& results, const ffi::Dictionary& attributes, Read read,
                    Run run) {
   try {
     Reader call(op, operands, results, attributes);
+    const KernelSet kernels = call.kernels();
     const auto plan = read(call);
     call.finish();
-    return run(plan);
+    return run(plan, kernels);
   } catch (const Mistake& mistake) {
     return ffi::Error::InvalidArgument(mistake.what());
   } catch (const std::exception& error) {

@@ -9,6 +9,13 @@ namespace jaxunet {
 
 enum class Type { kFloat32, kFloat16, kBfloat16 };
 
+// The kernels that a call may run, its attribute `kernels` (jaxunet/runtime/device.py).
+enum class KernelSet {
+  kFastest,   // no attribute: the fastest for this GPU
+  kPortable,  // "portable": none of those for Hopper
+  kAda,       // "ada": the same, within the shared memory of a block of an Ada GPU
+};
+
 constexpr int kMaxParts = 4;  // arrays whose channels one tensor joins
 
 // An NHWC tensor whose channels are those of one or more arrays, in order.

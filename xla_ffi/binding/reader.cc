@@ -198,6 +198,18 @@ bool Reader::flag(const char* name) {
   return *value;
 }
 
+KernelSet Reader::kernels() {
+  if (!attributes_.contains("kernels")) return KernelSet::kFastest;
+  const auto value = attributes_.get<std::string_view>("kernels");
+  if (!value.has_value())
+    fail(std::string("attribute kernels: expected a string: ") + value.error().message());
+  ++attribute_;
+  if (*value == "portable") return KernelSet::kPortable;
+  if (*value == "ada") return KernelSet::kAda;
+  fail("attribute kernels: expected \"portable\" or \"ada\", found \"" + std::string(*value) +
+       "\"");
+}
+
 void Reader::finish() {
   const auto exact = [this](const char* what, size_t used, size_t given) {
     if (used != given)

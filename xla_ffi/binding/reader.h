@@ -69,6 +69,8 @@ class Reader {
                   int64_t high = std::numeric_limits<int32_t>::max());
   float number(const char* name);
   bool flag(const char* name);
+  // The attribute `kernels`, which any call may have.
+  KernelSet kernels();
 
   // Checks that the call has no more operands, results and attributes than were taken.
   void finish();

@@ -1,7 +1,10 @@
 // The properties of the current device and of this build on which the choice of a kernel depends.
+// No other file asks the device for its capability or its shared memory.
 #pragma once
 
 #include <cuda_runtime_api.h>
+
+#include "common/kernel_set.h"
 
 namespace jaxunet::cuda {
 
@@ -13,21 +16,17 @@ constexpr bool kBuiltForSm90a = true;
 constexpr bool kBuiltForSm90a = false;
 #endif
 
-struct Device {
-  int multiprocessors = 0;
-  bool hopper = false;  // runs the Hopper kernels: wgmma exists in compute capability 9.0 alone
-};
-
-// Describes the current device of this thread.
-inline cudaError_t describe(Device* device) {
-  int id = 0, major = 0;
+// Describes what kernels of a set may use of this thread's current device.
+inline cudaError_t describe(KernelSet kernels, Device* device) {
+  int id = 0, major = 0, sms = 0, smem_bytes = 0;
   cudaError_t error = cudaGetDevice(&id);
-  if (error == cudaSuccess) {
-    error = cudaDeviceGetAttribute(&device->multiprocessors, cudaDevAttrMultiProcessorCount, id);
-  }
+  if (error == cudaSuccess)
+    error = cudaDeviceGetAttribute(&sms, cudaDevAttrMultiProcessorCount, id);
+  if (error == cudaSuccess)
+    error = cudaDeviceGetAttribute(&smem_bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, id);
   if (error == cudaSuccess)
     error = cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, id);
-  device->hopper = kBuiltForSm90a && major == 9;
+  *device = limited({sms, smem_bytes, kBuiltForSm90a && major == 9}, kernels);
   return error;
 }
 

@@ -8,9 +8,9 @@
 
 namespace jaxunet::cuda {
 
-cudaError_t conv3x3(const Conv3x3& plan, cudaStream_t stream) {
+cudaError_t conv3x3(const Conv3x3& plan, cudaStream_t stream, KernelSet kernels) {
   Device device;
-  const cudaError_t error = describe(&device);
+  const cudaError_t error = describe(kernels, &device);
   if (error != cudaSuccess) return error;
   switch (forward_kernel(plan, device.hopper)) {
     case Kernel::kFewChannels:
@@ -24,9 +24,9 @@ cudaError_t conv3x3(const Conv3x3& plan, cudaStream_t stream) {
   }
 }
 
-cudaError_t conv3x3_shortcut_gradient(const Conv3x3& plan, cudaStream_t stream) {
+cudaError_t conv3x3_shortcut_gradient(const Conv3x3& plan, cudaStream_t stream, KernelSet kernels) {
   Device device;
-  cudaError_t error = describe(&device);
+  cudaError_t error = describe(kernels, &device);
   if (error != cudaSuccess) return error;
   if (in_one_launch(plan, device.hopper))
     return hopper_forward(plan, device.multiprocessors, stream);
@@ -38,7 +38,7 @@ cudaError_t conv3x3_shortcut_gradient(const Conv3x3& plan, cudaStream_t stream) 
     // The part's rows of the shortcut, which is (features, projected channels).
     part.shortcut = static_cast<const char*>(plan.shortcut) +
                     first * plan.projected.total * (plan.type == Type::kFloat32 ? 4 : 2);
-    error = conv3x3(part, stream);
+    error = conv3x3(part, stream, kernels);
     first += part.features;
   }
   return error;

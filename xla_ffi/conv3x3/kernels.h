@@ -9,10 +9,11 @@
 
 namespace jaxunet::cuda {
 
-// The handlers' entries: the best kernel for the shape, the type and the device.
-cudaError_t conv3x3(const Conv3x3& plan, cudaStream_t stream);
-cudaError_t conv3x3_shortcut_gradient(const Conv3x3& plan, cudaStream_t stream);
-cudaError_t conv3x3_weight_gradient(const Conv3x3WeightGradient& plan, cudaStream_t stream);
+// The handlers' entries: the best kernel of the set for the shape, the type and the device.
+cudaError_t conv3x3(const Conv3x3& plan, cudaStream_t stream, KernelSet kernels);
+cudaError_t conv3x3_shortcut_gradient(const Conv3x3& plan, cudaStream_t stream, KernelSet kernels);
+cudaError_t conv3x3_weight_gradient(const Conv3x3WeightGradient& plan, cudaStream_t stream,
+                                    KernelSet kernels);
 
 // portable/: every shape and type, compute capability 8.0 and later. y has one part.
 cudaError_t implicit_gemm_forward(const Conv3x3& plan, cudaStream_t stream);

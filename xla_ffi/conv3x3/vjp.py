@@ -28,6 +28,7 @@ from jaxunet.ops.conv3x3.operands import (
 from jaxunet.ops.group_norm.operands import check_kernel_operands as check_norm_operands
 from jaxunet.ops.transformations import joins_batch
 from jaxunet.ops.vocabulary import WithInput, check_copies
+from jaxunet.runtime import device
 from xla_ffi.call import ffi_call
 from xla_ffi.group_norm.vjp import Copies, gradient, normalise, statistics
 
@@ -43,6 +44,7 @@ PARTIAL_SHIFTS = 512  # rows of partial sums of the shift, besides two rows per 
 # images, the fastest tiles leave no shared memory for this, and a separate kernel moves few bytes.
 # To refit, time both sides of `_fuses_activation` with `python -m jaxunet.benchmark.kernels`.
 FUSED_PIXELS = 1024
+FEW = 8  # as kFew in dispatch.h
 
 
 def conv3x3(
@@ -275,12 +277,14 @@ def _conv_backward(saved: ConvSaved, dy: Array) -> tuple[Parts, Array, Array, Ad
     return dx, dkernel, dshift, dadded
 
 
-def _fuses_activation(parts: Parts) -> bool:
+def _fuses_activation(parts: Parts, features: int) -> bool:
     """Returns True if the convolution applies GroupNorm and SiLU to its input.
 
-    Only the kernels that read a tile once for its nine taps do: others would apply them once per
-    tap.
+    Only the kernels that read a tile once for its nine taps do: the implicit GEMM would apply them
+    once per tap. Where Hopper's kernels do not run, that leaves those for few features.
     """
+    if device.portable() and features > FEW:
+        return False
     return _tiled(parts) and parts[0].shape[1] * parts[0].shape[2] >= FUSED_PIXELS
 
 
@@ -329,7 +333,7 @@ def _norm_conv_forward(
     eps: float,
     copies: int,
 ) -> tuple[tuple[Array, Copies], _NormSaved]:
-    if _fuses_activation(x.parts):
+    if _fuses_activation(x.parts, kernel.shape[3]):
         a, b, mean, inverse = statistics(x, scale, offset, groups=groups, eps=eps)
         y = _convolve(x.parts, kernel, shift, added, (a, b))
     else:

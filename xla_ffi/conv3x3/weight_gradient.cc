@@ -211,9 +211,10 @@ cudaError_t run_implicit_gemm(const Partials& partials, int multiprocessors, cud
 
 }  // namespace
 
-cudaError_t conv3x3_weight_gradient(const Conv3x3WeightGradient& plan, cudaStream_t stream) {
+cudaError_t conv3x3_weight_gradient(const Conv3x3WeightGradient& plan, cudaStream_t stream,
+                                    KernelSet kernels) {
   Device device;
-  cudaError_t error = describe(&device);
+  cudaError_t error = describe(kernels, &device);
   if (error != cudaSuccess) return error;
   const Partials partials(plan);
   if (plan.batch * plan.height * plan.width == 0 || plan.features == 0)

@@ -12,24 +12,17 @@
 //
 // parameter_gradients.cu follows backward_smem_resident.cu; backward_streaming.cu sums the
 // gradients of scale and offset itself.
+#include "common/device.h"
 #include "kernels.h"
 #include "launch.h"
 
 namespace jaxunet::cuda {
 namespace {
 
-// max_cluster is 1 but on compute capability 9.0, the only one with clusters that the build has
-// code for.
-cudaError_t device_limits(DeviceLimits* limits) {
-  int id = 0, sms = 0, smem_bytes = 0, major = 0;
-  cudaError_t error = cudaGetDevice(&id);
-  if (error == cudaSuccess)
-    error = cudaDeviceGetAttribute(&sms, cudaDevAttrMultiProcessorCount, id);
-  if (error == cudaSuccess)
-    error = cudaDeviceGetAttribute(&smem_bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, id);
-  if (error == cudaSuccess)
-    error = cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, id);
-  *limits = {sms, smem_bytes, major == 9 ? kPortableCluster : 1};
+cudaError_t device_limits(KernelSet kernels, DeviceLimits* limits) {
+  Device device;
+  const cudaError_t error = describe(kernels, &device);
+  *limits = {device.multiprocessors, device.smem_bytes, device.hopper ? kPortableCluster : 1};
   return error;
 }
 
@@ -41,10 +34,11 @@ std::optional<StreamingTiling> streaming_tiling_of(const Plan& plan, const Devic
                           plan.x.total / plan.groups, vector, element_bytes(plan.type));
 }
 
-cudaError_t forward(const NormInput& plan, const ForwardOutputs& to, cudaStream_t stream) {
+cudaError_t forward(const NormInput& plan, const ForwardOutputs& to, cudaStream_t stream,
+                    KernelSet kernels) {
   if (plan.batch == 0 || plan.x.total == 0) return cudaSuccess;
   DeviceLimits limits;
-  if (const cudaError_t error = device_limits(&limits); error != cudaSuccess) return error;
+  if (const cudaError_t error = device_limits(kernels, &limits); error != cudaSuccess) return error;
   const int vector = vector_of(plan.x, plan.type);
   const auto tiling_of = [&](const auto& choose) {
     return choose(limits, plan.batch, plan.pixels, plan.x.total, plan.x.total / plan.groups, vector,
@@ -66,19 +60,21 @@ cudaError_t forward(const NormInput& plan, const ForwardOutputs& to, cudaStream_
 
 }  // namespace
 
-cudaError_t norm_forward(const NormForward& plan, cudaStream_t stream) {
-  return forward(plan, {{nullptr, nullptr, plan.mean, plan.inverse}, plan.silu, plan.y}, stream);
+cudaError_t norm_forward(const NormForward& plan, cudaStream_t stream, KernelSet kernels) {
+  return forward(plan, {{nullptr, nullptr, plan.mean, plan.inverse}, plan.silu, plan.y}, stream,
+                 kernels);
 }
 
-cudaError_t norm_statistics(const NormStatistics& plan, cudaStream_t stream) {
-  return forward(plan, {{plan.a, plan.b, plan.mean, plan.inverse}, false, nullptr}, stream);
+cudaError_t norm_statistics(const NormStatistics& plan, cudaStream_t stream, KernelSet kernels) {
+  return forward(plan, {{plan.a, plan.b, plan.mean, plan.inverse}, false, nullptr}, stream,
+                 kernels);
 }
 
-cudaError_t norm_gradient(const NormGradient& plan, cudaStream_t stream) {
+cudaError_t norm_gradient(const NormGradient& plan, cudaStream_t stream, KernelSet kernels) {
   if (plan.x.total == 0) return cudaSuccess;
   if (plan.batch == 0) return launch_parameter_gradients(plan, stream);  // zeros
   DeviceLimits limits;
-  cudaError_t error = device_limits(&limits);
+  cudaError_t error = device_limits(kernels, &limits);
   if (error != cudaSuccess) return error;
   const int vector = vector_of(plan.x, plan.type);
   const BackwardTiling tiling =

@@ -7,7 +7,8 @@
 
 namespace jaxunet::cuda {
 
-cudaError_t linear(const Conv3x3& plan, cudaStream_t stream);
-cudaError_t linear_weight_gradient(const Conv3x3WeightGradient& plan, cudaStream_t stream);
+cudaError_t linear(const Conv3x3& plan, cudaStream_t stream, KernelSet kernels);
+cudaError_t linear_weight_gradient(const Conv3x3WeightGradient& plan, cudaStream_t stream,
+                                   KernelSet kernels);
 
 }  // namespace jaxunet::cuda

@@ -5,10 +5,13 @@
 
 namespace jaxunet::cuda {
 
-cudaError_t linear(const Conv3x3& plan, cudaStream_t stream) { return conv3x3(plan, stream); }
+cudaError_t linear(const Conv3x3& plan, cudaStream_t stream, KernelSet kernels) {
+  return conv3x3(plan, stream, kernels);
+}
 
-cudaError_t linear_weight_gradient(const Conv3x3WeightGradient& plan, cudaStream_t stream) {
-  return conv3x3_weight_gradient(plan, stream);
+cudaError_t linear_weight_gradient(const Conv3x3WeightGradient& plan, cudaStream_t stream,
+                                   KernelSet kernels) {
+  return conv3x3_weight_gradient(plan, stream, kernels);
 }
 
 }  // namespace jaxunet::cuda

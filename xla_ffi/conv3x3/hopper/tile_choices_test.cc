@@ -1,6 +1,7 @@
 // Compile-time assertions about the choices of dispatch.h and tile.h for the shapes of the UNet,
 // for test_tile_choices.py.
 
+#include "common/kernel_set.h"
 #include "conv3x3/dispatch.h"
 #include "conv3x3/hopper/tile.h"
 
@@ -8,6 +9,15 @@ namespace jaxunet::cuda {
 namespace {
 
 constexpr float kSomewhere = 0;
+
+// What each set of kernels may use of an H200.
+constexpr Device kH200{132, 227 * 1024, true};
+static_assert(limited(kH200, KernelSet::kFastest).hopper);
+static_assert(!limited(kH200, KernelSet::kPortable).hopper &&
+              !limited(kH200, KernelSet::kAda).hopper);
+static_assert(limited(kH200, KernelSet::kPortable).smem_bytes == 227 * 1024 &&
+              limited(kH200, KernelSet::kAda).smem_bytes == 99 * 1024);
+static_assert(limited({82, 64 * 1024, false}, KernelSet::kAda).smem_bytes == 64 * 1024);
 
 constexpr Conv3x3 convolution(int64_t channels, int64_t features, bool flipped, bool activation,
                               int64_t residual) {
@@ -43,6 +53,9 @@ static_assert(forward_kernel(convolution(64, 3, true, false, 0), false) == Kerne
 static_assert(forward_kernel(convolution(3, 64, false, false, 64), true) == Kernel::kImplicitGemm);
 static_assert(forward_kernel(convolution(64, 64, false, true, 64), true) == Kernel::kHopper);
 static_assert(forward_kernel(convolution(64, 64, false, true, 64), false) == Kernel::kImplicitGemm);
+static_assert(forward_kernel(convolution(64, 64, false, true, 64),
+                             limited(kH200, KernelSet::kPortable).hopper) == Kernel::kImplicitGemm);
+static_assert(weight_gradient_kernel(weight_gradient(64, 64), false) == Kernel::kImplicitGemm);
 static_assert(weight_gradient_kernel(weight_gradient(3, 64), true) == Kernel::kFewChannels);
 static_assert(weight_gradient_kernel(weight_gradient(64, 3), true) == Kernel::kFewFeatures);
 static_assert(weight_gradient_kernel(weight_gradient(64, 64), true) == Kernel::kHopper);
