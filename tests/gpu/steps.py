@@ -1,12 +1,16 @@
-"""Times whole training steps of several checkouts in turns, so that a drift of the machine's speed
-affects all alike.
+"""Times whole training steps of several checkouts, backends or sets of kernels in turns, so that a
+drift of the machine's speed affects all alike.
 
     python3 tests/gpu/steps.py OLD NEW [MORE ...] [--config configs/elephants64.py]
-      [--batch_sizes 32,256] [--backend auto] [--rounds 8] [--output rows.jsonl]
+      [--batch_sizes 32,256] [--backends auto] [--kernels fastest] [--rounds 8]
+      [--output rows.jsonl]
+    python3 tests/gpu/steps.py . --backends xla,auto,cuda --kernels fastest,fastest,portable
 
-Each checkout must be built (tests/gpu/build.sh). One process for each, with random images; all
-compile at the same time, then one runs while the others wait. Prints a line for each batch size
-with the medians and their ratios to the first checkout; `--output` takes the rows.
+A side is a checkout, a backend and a value of JAXUNET_KERNELS (`--kernels`). Each of these has a
+value for every side, or one for all. Each checkout must be built (tests/gpu/build.sh). One process
+for each side, with random images; all compile at the same time, then one runs while the others
+wait. Prints a line for each batch size with the medians and their ratios to the first side;
+`--output` takes the rows.
 """
 
 from __future__ import annotations
@@ -19,8 +23,38 @@ import runpy
 import statistics
 import subprocess
 import sys
+from typing import NamedTuple
 
 TURN_SECONDS = 0.4
+
+
+class Side(NamedTuple):
+    """What one worker times; `kernels` is a value of JAXUNET_KERNELS."""
+
+    checkout: pathlib.Path
+    backend: str
+    kernels: str
+
+
+def sides(checkouts: list[pathlib.Path], backends: list[str], kernels: list[str]) -> list[Side]:
+    """Returns the sides; a list of one value is repeated.
+
+    Raises:
+      SystemExit: the lists differ in length.
+    """
+    count = max(map(len, (checkouts, backends, kernels)))
+    lists = {'checkouts': checkouts, '--backends': backends, '--kernels': kernels}
+    for name, values in lists.items():
+        if len(values) not in (1, count):
+            sys.exit(f'{name}: expected 1 or {count} values, found {len(values)}')
+        lists[name] = values * (count // len(values))
+    return [Side(*values) for values in zip(*lists.values(), strict=True)]
+
+
+def labels(found: list[Side]) -> list[str]:
+    """Returns the names of the sides: that in which they differ, or their checkout."""
+    differing = [i for i in range(len(Side._fields)) if len({side[i] for side in found}) > 1]
+    return [' '.join(str(side[i]) for i in differing or [0]) for side in found]
 
 
 def main() -> None:
@@ -29,7 +63,8 @@ def main() -> None:
     parser.add_argument('checkouts', nargs='+', type=pathlib.Path)
     parser.add_argument('--config', default='configs/elephants64.py')
     parser.add_argument('--batch_sizes', default='32,256')
-    parser.add_argument('--backend', default='auto')
+    parser.add_argument('--backends', '--backend', default='auto')
+    parser.add_argument('--kernels', default=os.environ.get('JAXUNET_KERNELS') or 'fastest')
     parser.add_argument('--rounds', type=int, default=8)
     parser.add_argument('--output', type=pathlib.Path)
     parser.add_argument('--worker', action='store_true', help=argparse.SUPPRESS)
@@ -37,9 +72,10 @@ def main() -> None:
     if options.worker:
         work(options)
         return
-    names = [str(checkout) for checkout in options.checkouts]
+    timed = sides(options.checkouts, options.backends.split(','), options.kernels.split(','))
+    names = labels(timed)
     print(' | '.join(['batch', *(f'{name}, ms' for name in names), 'ratios, median (quartiles)']))
-    workers = [start(checkout, options) for checkout in options.checkouts]
+    workers = [start(side, options.config) for side in timed]
     try:
         for size in map(int, options.batch_sizes.split(',')):
             times = measure(workers, size, options.rounds)
@@ -52,22 +88,27 @@ def main() -> None:
             cells.append(', '.join(f'{q[1]:.4f} ({q[0]:.4f} to {q[2]:.4f})' for q in ratios))
             print(' | '.join(cells), flush=True)
             if options.output:
-                row = {'batch_size': size, 'checkouts': names, 'ms': times, 'medians': medians}
+                row = {'batch_size': size, 'config': options.config}
+                for name, values in zip(Side._fields, zip(*timed, strict=True), strict=True):
+                    row[name if name == 'kernels' else f'{name}s'] = [str(v) for v in values]
                 with options.output.open('a') as file:
-                    file.write(json.dumps(row | {'config': options.config}) + '\n')
+                    file.write(json.dumps(row | {'ms': times, 'medians': medians}) + '\n')
     finally:
         for worker in workers:
             worker.kill()
 
 
-def start(checkout: pathlib.Path, options: argparse.Namespace) -> subprocess.Popen[str]:
-    """Starts the process of a checkout, which has its own modules."""
-    path = os.pathsep.join(filter(None, [str(checkout.resolve()), os.environ.get('PYTHONPATH')]))
-    flags = ['--worker', '--config', options.config, '--backend', options.backend, '.']
+def start(side: Side, config: str) -> subprocess.Popen[str]:
+    """Starts the process of a side, which has the modules of its checkout."""
+    root = str(side.checkout.resolve())
+    path = os.pathsep.join(filter(None, [root, os.environ.get('PYTHONPATH')]))
+    flags = ['--worker', '--config', config, '--backend', side.backend, '.']
     return subprocess.Popen(
         [sys.executable, str(pathlib.Path(__file__).resolve()), *flags],
-        cwd=checkout,
-        env=os.environ | {'PYTHONPATH': path, 'XLA_PYTHON_CLIENT_PREALLOCATE': 'false'},
+        cwd=side.checkout,
+        env=os.environ
+        | {'PYTHONPATH': path, 'XLA_PYTHON_CLIENT_PREALLOCATE': 'false'}
+        | {'JAXUNET_KERNELS': side.kernels},
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
@@ -117,7 +158,7 @@ def work(options: argparse.Namespace) -> None:
     from jaxunet.config import resolve  # noqa: PLC0415
 
     values = runpy.run_path(options.config)['get_config']()
-    config = benchmark_config(resolve(values)).replace(backend=options.backend)
+    config = benchmark_config(resolve(values)).replace(backend=options.backends)
     source, state, prepared = synthetic_source(config), fresh_state(config), None
     for line in sys.stdin:
         what, number = line.split()

@@ -1,0 +1,33 @@
+"""The sides that `tests/gpu/steps.py` times in turns."""
+
+import pathlib
+import runpy
+
+import pytest
+
+STEPS = runpy.run_path(str(pathlib.Path(__file__).parents[1] / 'gpu' / 'steps.py'))
+OLD, NEW = pathlib.Path('old'), pathlib.Path('new')
+
+
+@pytest.mark.parametrize(
+    ('lists', 'labels'),
+    [
+        (([OLD, NEW], ['auto'], ['fastest']), ['old', 'new']),
+        (([OLD], ['xla', 'cuda'], ['portable']), ['xla', 'cuda']),
+        (
+            ([OLD], ['xla', 'cuda', 'cuda'], ['fastest', 'fastest', 'ada']),
+            ['xla fastest', 'cuda fastest', 'cuda ada'],
+        ),
+        (([OLD], ['auto'], ['fastest']), ['old']),
+    ],
+)
+def test_sides_have_the_values_of_every_list(lists, labels):
+    found = STEPS['sides'](*lists)
+    assert STEPS['labels'](found) == labels
+    for i, values in enumerate(lists):
+        assert [side[i] for side in found] == (values * len(found))[: len(found)]
+
+
+def test_lists_of_different_lengths_are_an_error():
+    with pytest.raises(SystemExit, match='--kernels: expected 1 or 3 values, found 2'):
+        STEPS['sides']([OLD], ['xla', 'auto', 'cuda'], ['fastest', 'ada'])
