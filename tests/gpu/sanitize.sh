@@ -1,19 +1,8 @@
 #!/usr/bin/env bash
-# Runs the small, awkward cases of every CUDA kernel under compute-sanitizer.
-#   tests/gpu/sanitize.sh [TOOL ...]      default: memcheck racecheck
-# XLA's autotuner is off: its own candidates make racecheck fail before a kernel of ours has run.
-set -uo pipefail
+# Runs the small, awkward cases of every kernel under compute-sanitizer: tests/gpu/sanitize.py with these tools.
+#   tests/gpu/sanitize.sh [TOOL ...]      default: all four
+# JAXUNET_KERNELS=portable runs the portable kernels alone; without it, both they and those for this GPU run.
+set -euo pipefail
 cd "$(dirname "$0")/../.."
-export PYTHONPATH=.${PYTHONPATH:+:$PYTHONPATH} XLA_PYTHON_CLIENT_MEM_FRACTION=0.03
-export XLA_FLAGS="--xla_gpu_autotune_level=0 ${XLA_FLAGS:-}"
-status=0
-for tool in ${*:-memcheck racecheck}; do
-  compute-sanitizer --tool "$tool" --error-exitcode 9 --print-limit 5 --target-processes all \
-    --kernel-name-exclude kernel_substring=xla \
-    python3 -m pytest -q -n 0 -p no:benchmark -p no:cacheprovider xla_ffi \
-    -k '(awkward or (hopper_shapes and (b1- or b2- or b3- or b5-))) and not float32' 2>&1 | tail -40
-  code=${PIPESTATUS[0]}
-  echo "$tool: exit status $code"
-  [ "$code" -eq 0 ] || status=1
-done
-exit $status
+tools="${*:-memcheck racecheck synccheck initcheck}"
+exec python3 tests/gpu/sanitize.py --tools "${tools// /,}" --kernels "${JAXUNET_KERNELS:-fastest,portable}"

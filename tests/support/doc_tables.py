@@ -14,7 +14,7 @@ from jaxunet.benchmark.kernels import table as kernel_table
 from jaxunet.runtime import rows
 from jaxunet.runtime.rows import Row
 from jaxunet.weights.presets import PRESETS
-from support import fault_table, markdown, method_tables, recipe_tables, width_tables
+from support import fault_table, markdown, method_tables, recipe_tables, sanitizer, width_tables
 from support import golden as trajectories
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -376,6 +376,7 @@ TABLES: dict[str, Callable[[], str]] = {
     'curves': curves,
     'fuzz': fuzz,
     'faults': fault_table.table,
+    'sanitizer': lambda: sanitizer.table(read_lines('sanitizer/rows.jsonl')),
     'where_the_time_goes': where_the_time_goes,
     'methods': methods,
     'methods_quality': lambda: method_tables.quality(method_tables.measured()),

@@ -1,0 +1,144 @@
+"""Runs the small cases of every kernel under compute-sanitizer, with the kernels for this GPU and
+with the portable ones.
+
+    python3 tests/gpu/sanitize.py [--tools memcheck,racecheck,synccheck,initcheck]
+      [--ops 'cuda conv3x3,pallas attention'] [--kernels fastest,portable] [--seconds 3600]
+      [--limit 600] [--size 20] [--output sanitizer.jsonl] [--again]
+    python3 tests/gpu/sanitize.py --table docs/results/sanitizer/rows.jsonl
+
+Appends a row for each piece of at most `--size` tests to `--output`, and prints the table of all
+its rows at the end. No piece begins after `--seconds`, and none takes more than `--limit`. The same
+command goes on where an earlier one ended: pieces that have a row of this commit are left out,
+unless `--again`. The exit status is 1 if a tool found an error or a test failed.
+
+Needs compute-sanitizer of the CUDA toolkit on PATH, and a built checkout (tests/gpu/build.sh).
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import os
+import pathlib
+import shlex
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+sys.path[:0] = [str(ROOT), str(ROOT / 'tests')]
+
+from support import sanitizer  # noqa: E402
+
+from jaxunet.runtime import rows  # noqa: E402
+
+PROVENANCE = 'import json; from jaxunet.runtime import rows; print(json.dumps(rows.provenance()))'
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the pieces that the flags ask for; returns the exit status."""
+    options = parse_flags(argv)
+    if options.table:
+        print(sanitizer.table(rows.read(options.table)))
+        return 0
+    if shutil.which(sanitizer.SANITIZER) is None:
+        print(
+            f'error: {sanitizer.SANITIZER} is not on PATH; it is in the bin folder of the CUDA '
+            'toolkit',
+            file=sys.stderr,
+        )
+        return 2
+    stop = time.monotonic() + options.seconds
+    known = rows.read(options.output) if options.output.exists() else []
+    origin = provenance()
+    command = shlex.join(['python3', 'tests/gpu/sanitize.py', *(argv or sys.argv[1:])])
+    bad = late = 0
+    for piece in sanitizer.pieces(options.tools, options.ops, options.kernels, options.size):
+        if not options.again and sanitizer.is_done(piece, known, origin['git']):
+            continue
+        left = stop - time.monotonic()
+        if left <= 0:
+            late += 1
+            continue
+        found, seconds = sanitizer.run(piece, min(options.limit, left))
+        row = {
+            'kind': 'sanitizer',
+            **origin,
+            **piece.row(),
+            **found._asdict(),
+            'seconds': seconds,
+            'time': datetime.datetime.now(datetime.UTC).isoformat(timespec='seconds'),
+            'command': command,
+        }
+        rows.append(options.output, row)
+        bad += found.status != 'clean'
+        last = piece.first + len(piece.tests)
+        print(
+            f'{piece.tool}, {piece.op}, {piece.kernels}, cases {piece.first + 1} to {last} of '
+            f'{piece.of}: {found.status}, {found.passed} passed, {seconds:.0f} s',
+            *found.reports,
+            sep='\n  ',
+            flush=True,
+        )
+    if options.output.exists():
+        print(sanitizer.table(rows.read(options.output)))
+    if late:
+        print(f'{late} pieces were not begun; the same command runs them')
+    return 1 if bad else 0
+
+
+def parse_flags(argv: Sequence[str] | None) -> argparse.Namespace:
+    """Returns the flags; ends the program with a message if one has an unknown value."""
+    parser = argparse.ArgumentParser(description=(__doc__ or '').split('\n\n', maxsplit=1)[0])
+
+    def some_of(known: Sequence[str]):
+        def read(text: str) -> list[str]:
+            found = [name.strip() for name in text.split(',')]
+            for name in found:
+                if name not in known:
+                    raise argparse.ArgumentTypeError(
+                        f'expected some of {", ".join(known)}, found {name!r}'
+                    )
+            return found
+
+        return read
+
+    for flag, known in (
+        ('tools', sanitizer.TOOLS),
+        ('ops', tuple(sanitizer.OPS)),
+        ('kernels', tuple(sanitizer.KERNELS)),
+    ):
+        parser.add_argument(f'--{flag}', type=some_of(known), default=list(known))
+    parser.add_argument('--seconds', type=float, default=3600, help='no piece begins after this')
+    parser.add_argument('--limit', type=float, default=600, help='of a piece, in seconds')
+    parser.add_argument('--size', type=int, default=20, help='tests of a piece')
+    parser.add_argument('--output', type=pathlib.Path, default=pathlib.Path('sanitizer.jsonl'))
+    parser.add_argument('--again', action='store_true', help='run pieces that have rows, too')
+    parser.add_argument('--table', type=pathlib.Path, help='print the table of these rows, and end')
+    return parser.parse_args(argv)
+
+
+def provenance() -> rows.Row:
+    """Returns where rows come from. Another process asks the GPU, so that this one uses none."""
+    names = {'JAXUNET_KERNELS': '', 'XLA_PYTHON_CLIENT_PREALLOCATE': 'false'}
+    done = subprocess.run(
+        [sys.executable, '-c', PROVENANCE],
+        cwd=ROOT,
+        env=os.environ | names,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    version = subprocess.run(
+        [sanitizer.SANITIZER, '--version'], capture_output=True, text=True, check=False
+    )
+    numbers = [line for line in version.stdout.splitlines() if line.startswith('Version')]
+    told = numbers[0].removeprefix('Version').strip() if numbers else 'of unknown version'
+    return json.loads(done.stdout.splitlines()[-1]) | {'sanitizer': f'compute-sanitizer {told}'}
+
+
+if __name__ == '__main__':
+    sys.exit(main())

@@ -1,0 +1,218 @@
+"""The sanitizer's runs: what its output says, which pieces are left, and the table; with a program
+in place of compute-sanitizer, so that no GPU is needed.
+"""
+
+import json
+import pathlib
+import runpy
+import stat
+import sys
+import time
+
+import pytest
+
+from support import sanitizer
+from support.sanitizer import OPS, Op, Piece, parse
+
+CLEAN = """\
+========= COMPUTE-SANITIZER
+......................                                                   [100%]
+20 passed, 2 skipped, 61 deselected in 31.20s
+========= ERROR SUMMARY: 0 errors
+"""
+READ = """\
+========= COMPUTE-SANITIZER
+========= Uninitialized __global__ memory read of size 2 bytes
+=========     at kernel+0x10
+=========     by thread (0,0,0) in block (0,0,0)
+=========
+========= Host API uninitialized memory access on access by cudaMemcpy source
+.
+1 passed in 3.1s
+========= ERROR SUMMARY: 27 errors
+========= ERROR SUMMARY: 7 errors were not printed because of print limit; they can be shown
+"""
+RACE = """\
+========= Error: Race reported between Write access at a+0x1 and Read access at b+0x2 [4 hazards]
+1 passed in 0:03:01
+3 passed in 182.01s (0:03:02)
+========= RACECHECK SUMMARY: 1 hazard displayed (1 error, 0 warnings)
+"""
+
+
+def test_what_the_output_says():
+    assert parse(CLEAN) == (20, 0, 2, 0, 'clean', [])
+    found = parse(READ)
+    assert (found.passed, found.errors, found.status) == (1, 27, 'errors')
+    assert found.reports == [
+        'Uninitialized __global__ memory read of size 2 bytes',
+        'Host API uninitialized memory access on access by cudaMemcpy source',
+    ]
+    found = parse(RACE)
+    assert (found.passed, found.errors, found.status) == (3, 1, 'errors')
+    assert found.reports[0].startswith('Error: Race reported')
+    assert parse(CLEAN + CLEAN.replace('0 errors', '2 errors')).errors == 2  # of two processes
+    assert parse(CLEAN.replace('20 passed', '1 failed, 19 passed'))[:2] == (19, 1)
+    assert parse(CLEAN.replace('20 passed', '1 failed, 19 passed')).status == 'failed'
+    assert parse(CLEAN.replace('20 passed, ', '')).status == 'failed'  # nothing ran
+    assert parse(CLEAN.split('====', 2)[0]).status == 'crashed'
+    assert parse(CLEAN, timed_out=True).status == 'timeout'
+
+
+FAKE = """\
+#!{python}
+import os, sys, time
+flags = sys.argv[1:]
+if flags == ['--version']:
+    print('NVIDIA (R) Compute Sanitizer', 'Version 2025.3.0', sep='\\n')
+    raise SystemExit
+tool = flags[flags.index('--tool') + 1]
+tests = [flag for flag in flags if '::' in flag]
+kernels = os.environ['JAXUNET_KERNELS']
+assert '--xla_gpu_autotune_level=0' in os.environ['XLA_FLAGS']
+with open({log!r}, 'a') as log:
+    log.write(f'{{tool}} {{kernels}} {{len(tests)}}\\n')
+if tool == 'racecheck' and os.path.exists({slow!r}):
+    time.sleep(60)
+errors = int(tool == 'initcheck' and kernels == 'fastest')
+print('========= COMPUTE-SANITIZER')
+if errors:
+    print('========= Uninitialized __global__ memory read of size 2 bytes')
+print(f'{{len(tests)}} passed in 1.00s')
+if tool == 'racecheck':
+    print('========= RACECHECK SUMMARY: 0 hazards displayed (0 errors, 0 warnings)')
+else:
+    print(f'========= ERROR SUMMARY: {{errors}} errors')
+raise SystemExit(9 * errors)
+"""
+
+
+class World:
+    """A folder with a sanitizer, and the script that runs it."""
+
+    def __init__(self, tmp_path, monkeypatch):
+        self.log, self.slow = tmp_path / 'log.txt', tmp_path / 'slow'
+        program = tmp_path / 'bin' / sanitizer.SANITIZER
+        program.parent.mkdir()
+        program.write_text(
+            FAKE.format(python=sys.executable, log=str(self.log), slow=str(self.slow))
+        )
+        program.chmod(program.stat().st_mode | stat.S_IXUSR)
+        monkeypatch.setenv('PATH', str(program.parent), prepend=':')
+        monkeypatch.setattr(sanitizer, 'OPS', {'cuda linear': Op('a.py', 'x')})
+        monkeypatch.setattr(
+            sanitizer.pieces, '__defaults__', (lambda op: [f'{op.path}::t{i}' for i in range(5)],)
+        )
+        self.script = runpy.run_path(str(sanitizer.ROOT / 'tests/gpu/sanitize.py'))
+        origin = {'git': 'abc', 'device': 'some GPU', 'driver': '1', 'sanitizer': 'tool 1'}
+        monkeypatch.setitem(self.script['main'].__globals__, 'provenance', lambda: dict(origin))
+        self.output = tmp_path / 'rows.jsonl'
+
+    def run(self, *flags: str) -> int:
+        return self.script['main'](['--output', str(self.output), '--size', '2', *flags])
+
+    def rows(self) -> list[dict]:
+        return [json.loads(line) for line in self.output.read_text().splitlines()]
+
+    def calls(self) -> list[str]:
+        found = self.log.read_text().split('\n')[:-1] if self.log.exists() else []
+        self.log.write_text('')
+        return found
+
+
+@pytest.fixture
+def world(tmp_path, monkeypatch):
+    return World(tmp_path, monkeypatch)
+
+
+def test_pieces_have_rows_and_are_not_run_twice(world, capsys):
+    assert world.run('--tools', 'memcheck', '--kernels', 'portable') == 0
+    assert world.calls() == ['memcheck portable 2'] * 2 + ['memcheck portable 1']
+    assert [(r['first'], r['tests'], r['passed'], r['of']) for r in world.rows()] == [
+        (0, 2, 2, 5),
+        (2, 2, 2, 5),
+        (4, 1, 1, 5),
+    ]
+    row = world.rows()[0]
+    assert row['status'] == 'clean'
+    assert row['git'] == 'abc'
+    assert row['command'].startswith('python3 tests/gpu/sanitize.py --output')
+    assert '| cuda linear | portable | 5 cases, 0 errors | not run |' in capsys.readouterr().out
+    assert world.run('--tools', 'memcheck') == 0  # the other kernels alone
+    assert world.calls() == ['memcheck fastest 2'] * 2 + ['memcheck fastest 1']
+    assert world.run('--tools', 'memcheck') == 0
+    assert world.calls() == []
+    assert world.run('--tools', 'memcheck', '--kernels', 'portable', '--again') == 0
+    assert len(world.calls()) == 3
+
+
+def test_errors_are_counted_and_end_with_1(world, capsys):
+    assert world.run('--tools', 'initcheck') == 1
+    out = capsys.readouterr().out
+    assert '| cuda linear | fastest | not run | not run | not run | 5 cases, 3 errors |' in out
+    assert '| cuda linear | portable | not run | not run | not run | 5 cases, 0 errors |' in out
+    assert 'some GPU, driver 1, tool 1, commit abc.' in out
+    assert 'Uninitialized __global__ memory read' in out
+
+
+def test_what_takes_too_long_is_ended_and_tried_again(world, capsys):
+    world.slow.touch()
+    began = time.monotonic()
+    flags = ('--tools', 'racecheck', '--kernels', 'portable')
+    assert world.run(*flags, '--limit', '0.5', '--size', '5') == 1
+    assert time.monotonic() - began < 30  # it would sleep for a minute
+    assert world.rows()[-1]['status'] == 'timeout'
+    assert '| 0 of 5 cases, 0 errors, 1 × timeout |' in capsys.readouterr().out
+    world.slow.unlink()
+    assert world.run(*flags, '--size', '5') == 0
+    assert '| cuda linear | portable | not run | 5 cases, 0 errors |' in capsys.readouterr().out
+
+
+def test_no_piece_begins_after_the_time(world, capsys):
+    assert world.run('--seconds', '0', '--tools', 'memcheck', '--kernels', 'portable') == 0
+    assert '3 pieces were not begun' in capsys.readouterr().out
+    assert world.calls() == []
+
+
+def test_rows_of_other_tests_or_commits_do_not_count():
+    piece = Piece('memcheck', 'cuda linear', 'portable', 2, ('a', 'b'), 5, 'digest')
+    row = piece.row() | {'git': 'abc', 'status': 'clean'}
+    assert sanitizer.is_done(piece, [row], 'abc')
+    assert not sanitizer.is_done(piece, [row], 'def')
+    for change in ({'digest': 'other'}, {'status': 'timeout'}, {'tests': 1}, {'first': 3}):
+        assert not sanitizer.is_done(piece, [row | change], 'abc')
+    halves = [row | {'tests': 1}, row | {'first': 3, 'tests': 1}]
+    assert sanitizer.is_done(piece, halves, 'abc')
+
+
+def test_a_missing_sanitizer_is_named(world, monkeypatch, capsys):
+    monkeypatch.setenv('PATH', '')
+    assert world.run() == 2
+    assert 'compute-sanitizer is not on PATH' in capsys.readouterr().err
+
+
+def test_an_unknown_tool_is_named(world, capsys):
+    with pytest.raises(SystemExit):
+        world.run('--tools', 'memchek')
+    assert "expected some of memcheck, racecheck, synccheck, initcheck, found 'memchek'" in (
+        capsys.readouterr().err
+    )
+
+
+def test_every_op_has_its_tests():
+    paths = {op.path for op in OPS.values()}
+    found = {
+        str(path.relative_to(sanitizer.ROOT))
+        for package in ('xla_ffi', 'pallas_kernels')
+        for path in pathlib.Path(sanitizer.ROOT / package).glob('*/parity_test.py')
+    }
+    assert paths == found
+
+
+@pytest.mark.long
+@pytest.mark.parametrize('name', list(OPS))
+def test_the_expressions_select_cases_of_every_type(name):
+    found = sanitizer.collect(OPS[name])
+    assert len(found) >= 4
+    for dtype in ('float32', 'bfloat16') if 'adamw' not in name else ():
+        assert any(dtype in test for test in found), found
