@@ -30,6 +30,7 @@ from jaxtyping import Array
 from jaxunet.config import OPS, Config, split_backend
 from jaxunet.ops import choices
 from jaxunet.ops.activation import Activation
+from jaxunet.ops.adamw import reference as update
 from jaxunet.ops.attention.reference import attention
 from jaxunet.ops.conv3x3.reference import conv3x3, norm_silu_conv3x3
 from jaxunet.ops.group_norm.reference import group_norm
@@ -78,6 +79,8 @@ def _implementation(name: str, ops: Mapping[str, Op]) -> Op:
     return ops[name] if name in ops else and_input(ops[AND_INPUT[name]])
 
 
+# The reference of the op `adamw`; training on xla runs optax.
+UPDATE = FusedUpdate(update.sum_of_squares, update.adamw, update.narrow)
 XLA = Ops(**{name: _implementation(name, REFERENCES) for name in Ops._fields})
 
 
@@ -193,9 +196,9 @@ def warn_if_slow(backend: str, precision: str) -> None:
         )
 
 
-def implementations(op: str, backends: Sequence[Backend]) -> dict[str, Op]:
-    """Returns the implementations of an op by backend: xla, and those backends that have it."""
-    return {'xla': getattr(XLA, op)} | {
+def implementations(op: str, backends: Sequence[Backend]) -> dict[str, Any]:
+    """Returns the implementations of an op by backend: the reference, and backends that have it."""
+    return {'xla': UPDATE if op == 'adamw' else getattr(XLA, op)} | {
         backend.name: backend.ops[op] for backend in backends if op in backend.ops
     }
 

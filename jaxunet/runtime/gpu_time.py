@@ -52,14 +52,20 @@ class Times(NamedTuple):
         return low, high
 
 
-def named(name: str, function: Callable[..., object]) -> jax.stages.Wrapped:
-    """Returns `jax.jit(function)` under a name to time it by; every program needs its own name."""
+def named(
+    name: str, function: Callable[..., object], donated: tuple[int, ...] = ()
+) -> jax.stages.Wrapped:
+    """Returns `jax.jit(function)` under a name to time it by; every program needs its own name.
+
+    Args:
+      donated: numbers of the arguments whose memory the results may take.
+    """
 
     def call(*arguments: object) -> object:
         return function(*arguments)
 
     call.__name__ = call.__qualname__ = name
-    return jax.jit(call, compiler_options=_compiler_options())
+    return jax.jit(call, compiler_options=_compiler_options(), donate_argnums=donated)
 
 
 @functools.cache

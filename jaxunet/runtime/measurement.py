@@ -12,6 +12,7 @@ from jaxtyping import PyTree
 
 SETS = 2  # sets of inputs, which calls take in turn
 WEIGHTS = ('kernel', 'shortcut')  # inputs that are scaled, so that products keep the input's size
+POSITIVE = ('nu',)  # inputs without negative numbers
 Arrays = dict[str, PyTree]  # arrays, or trees of them, by name
 Side = Callable[[Arrays], PyTree]
 
@@ -25,6 +26,8 @@ class Measurement(NamedTuple):
         name of their backend.
       inputs: shapes and types by name.
       flops: multiplications and additions of the products; None if they do not matter.
+      updated: inputs whose memory the results take. A call gets copies of them, whose time does not
+        count.
     """
 
     op: str
@@ -34,6 +37,7 @@ class Measurement(NamedTuple):
     sides: Mapping[str, Side]
     inputs: dict[str, PyTree[jax.ShapeDtypeStruct]]
     flops: int | None
+    updated: tuple[str, ...] = ()
 
     @property
     def name(self) -> str:
@@ -83,7 +87,8 @@ class Inputs:
     def of(self, measurement: Measurement, number: int) -> dict[str, PyTree[jax.Array]]:
         """Returns set `number` of a measurement's inputs: standard normal values.
 
-        Weights are divided by the square root of the number of products in a sum.
+        Weights are divided by the square root of the number of products in a sum; those of
+        `POSITIVE` are absolute values.
         """
 
         def draw(
@@ -91,7 +96,10 @@ class Inputs:
         ) -> jax.Array:
             key = jax.tree_util.keystr(path), like.shape, like.dtype, number % SETS
             if key not in self._arrays:
-                self._arrays[key] = jax.device_put(self._draw(like, weights=path[0].key in WEIGHTS))
+                drawn = self._draw(like, weights=path[0].key in WEIGHTS)
+                self._arrays[key] = jax.device_put(
+                    np.abs(drawn) if path[0].key in POSITIVE else drawn
+                )
             return self._arrays[key]
 
         return jax.tree_util.tree_map_with_path(draw, measurement.inputs)
@@ -101,7 +109,9 @@ class Inputs:
         if dtype not in self._pools:
             self._pools[dtype] = self._pools[wide].astype(dtype)
         pool = self._pools[wide if weights else dtype]
-        values = np.roll(pool, -int(self._generator.integers(len(pool))))
+        first, size = int(self._generator.integers(len(pool))), math.prod(like.shape)
+        whole = first + size <= len(pool)
+        values = pool[first : first + size] if whole else np.roll(pool, -first)
         if weights:
             values = (values / np.float32(math.sqrt(math.prod(like.shape[:-1])))).astype(dtype)
         return np.resize(values, like.shape)

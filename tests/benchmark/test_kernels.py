@@ -7,6 +7,7 @@ from __future__ import annotations
 import collections
 import concurrent.futures
 import json
+import math
 import pathlib
 import time
 from collections.abc import Callable
@@ -19,9 +20,10 @@ import pytest
 from support import kernel_names
 from support.commands import call
 
-from jaxunet.benchmark.kernels import lowering
+from jaxunet.benchmark.kernels import adamw, lowering
 from jaxunet.benchmark.kernels import measure as kernels
 from jaxunet.benchmark.kernels import table as kernel_table
+from jaxunet.ops.adamw.cases import AWKWARD
 from jaxunet.runtime import device, rows
 from jaxunet.runtime import gpu_time as timing
 from jaxunet.runtime.errors import UserError
@@ -325,10 +327,41 @@ def test_every_measurement_can_be_built() -> None:
             shapes = {
                 side: jax.eval_shape(function, m.inputs) for side, function in m.sides.items()
             }
-        assert set(shapes) == {'xla', 'cuda'} | ({'pallas'} if m.op != 'linear' else set())
+        pallas = {'pallas'} if m.op not in ('linear', 'adamw') else set()
+        assert set(shapes) == {'xla', 'cuda'} | pallas
         assert all(shape == shapes['xla'] for shape in shapes.values()), m.name
         assert m.bytes_needed() > 0
-        assert (m.flops is None) == (m.op == 'group_norm')
+        assert (m.flops is None) == (m.op in ('group_norm', 'adamw'))
+
+
+@pytest.mark.extension
+def test_adamw_is_measured_once_and_in_place(monkeypatch) -> None:
+    monkeypatch.setattr(adamw, 'CASES', (AWKWARD[1],))
+    wanted = kernels.select(['adamw'], ['32', '256'], '', [PALLAS, CUDA])
+    assert [m.name for m in wanted] == [
+        f'adamw {direction}, two_averages, batch 1'
+        for direction in ('step', 'sum_of_squares', 'narrow')
+    ]
+    called = collections.Counter()
+
+    def trace(programs, **_):
+        for name, program in programs.items():
+            for number in range(3):  # a call leaves the inputs of the next
+                jax.block_until_ready(program(number))
+                called[name] += 1
+        return {name: timing.Times({'k': 1.0}, (2.0,)) for name in programs}
+
+    found = measured(*wanted, trace=trace)
+    assert [row['error'] for row in found] == [None] * 3
+    assert set(called.values()) == {3}
+    assert len(called) == 6
+    elements = AWKWARD[1].elements
+    assert found[0]['bytes'] == 4 * (1 + elements * (1 + 5 + 5)) - 2 * sum(
+        math.prod(shape) for shape in AWKWARD[1].shapes if len(shape) > 1
+    )
+    assert found[2]['bytes'] == 6 * sum(
+        math.prod(shape) for shape in AWKWARD[1].shapes if len(shape) > 1
+    )
 
 
 @pytest.mark.extension

@@ -1,22 +1,31 @@
 """The references, which are also the xla backend, against other implementations, in float64."""
 
 import inspect
+import pathlib
+import runpy
 import typing
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
+from jaxunet.config import resolve
+from jaxunet.model.unet import build_unet
 from jaxunet.ops import backends as seam
 from jaxunet.ops import vocabulary
 from jaxunet.ops.activation import Activation
+from jaxunet.ops.adamw import reference as adamw_reference
+from jaxunet.ops.adamw.cases import CIFAR10, ELEPHANTS64
+from jaxunet.ops.adamw.operands import Rule
 from jaxunet.runtime import device
 from jaxunet.runtime.errors import UserError
 from jaxunet.runtime.plugins import load_backend
 
 OPS = seam.load_ops('xla')
+CONFIGS = pathlib.Path(__file__).parents[2] / 'configs'
 
 
 def draw(*shape, seed=0, dtype=np.float64):
@@ -154,6 +163,61 @@ def test_the_variants_return_the_result_and_copies_of_the_input():
         found = variant(x, *operands, groups=4, copies=2)
         jax.tree.map(np.testing.assert_array_equal, found.result, plain(x, *operands, groups=4))
         assert found.copies == (x, x)
+
+
+@pytest.mark.parametrize('steps', [0, 7])
+def test_adamw_is_that_of_optax(steps):
+    rule, rate, factor, share = Rule(0.9, 0.99, 1e-6, 0.05), 0.02, 0.5, 0.25
+    g, p, mu, nu, average = (
+        {'kernel': draw(3, 4, seed=seed), 'bias': draw(4, seed=seed + 9)} for seed in range(5)
+    )
+    nu = jax.tree.map(jnp.square, nu)
+    optimizer = optax.adamw(rate, rule.b1, rule.b2, rule.eps, weight_decay=rule.weight_decay)
+    adam, *others = optimizer.init(p)
+    adam = adam._replace(count=jnp.asarray(steps, jnp.int32), mu=mu, nu=nu)
+    with jax.numpy_dtype_promotion('standard'):
+        moves, (adam, *_) = optimizer.update(
+            jax.tree.map(lambda x: x * factor, g), (adam, *others), p
+        )
+    moved = optax.apply_updates(p, moves)
+    wanted = (
+        moved,
+        adam.mu,
+        adam.nu,
+        jax.tree.map(lambda e, q: e + share * (q - e), average, moved),
+    )
+
+    def step(take):
+        numbers = {'factor': factor, 'learning_rate': rate}
+        corrections = tuple(jnp.asarray(1 - b ** (steps + 1)) for b in rule[:2])
+        return adamw_reference.adamw(
+            rule, g, p, mu, nu, (average,), take=jnp.asarray(take), corrections=corrections,
+            follow=[jnp.asarray(share)], **{n: jnp.asarray(v) for n, v in numbers.items()},
+        )  # fmt: skip
+
+    found = step(take=True)
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-12), (*found[:3], *found[3]), wanted
+    )
+    kept = step(take=False)
+    jax.tree.map(np.testing.assert_array_equal, (*kept[:3], *kept[3]), (p, mu, nu, average))
+    squares = sum(float(np.sum(np.square(leaf))) for leaf in jax.tree.leaves(g))
+    assert float(adamw_reference.sum_of_squares(g)) == pytest.approx(squares, rel=1e-12)
+
+
+@pytest.mark.parametrize('case', [ELEPHANTS64, CIFAR10], ids=lambda c: c.name)
+def test_the_cases_of_adamw_are_the_parameters_of_the_configs(case):
+    values = runpy.run_path(str(CONFIGS / f'{case.name}.py'))['get_config']()
+    config = resolve(values)
+    x = jax.ShapeDtypeStruct((1, *config.image_shape), 'float32')
+    t = jax.ShapeDtypeStruct((1,), 'int32')
+    with jax.enable_x64(False):
+        network = jax.eval_shape(
+            lambda x, t: build_unet(config, OPS).init(jax.random.key(0), x, t)['params'], x, t
+        )
+    shapes = [leaf.shape for leaf in jax.tree.leaves(network)]
+    assert sorted(case.shapes) == sorted(shapes)
+    assert case.averages == len(config.ema.rates)
 
 
 def test_an_unknown_backend_is_named():

@@ -13,13 +13,14 @@ from typing import NamedTuple
 
 import jax
 
-from jaxunet.benchmark.kernels import attention, conv3x3, group_norm, linear
+from jaxunet.benchmark.kernels import adamw, attention, conv3x3, group_norm, linear
 from jaxunet.runtime import device
 from jaxunet.runtime.measurement import Measurement
 from jaxunet.runtime.plugins import load_backend
 
 # Cheapest first.
 KINDS: dict[str, ModuleType] = {
+    'adamw': adamw,
     'linear': linear,
     'attention': attention,
     'group_norm': group_norm,
