@@ -10,12 +10,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import triton as plgpu
 from jax.typing import DTypeLike
 from jaxtyping import Array
 
 from jaxunet.ops.attention.operands import check_kernel_operands
 from pallas_kernels.attention.tiles import Tile, power_of_two
+from pallas_kernels.jax_modules import triton as plgpu
 from pallas_kernels.types import Index, Ref
 
 Axes = tuple[tuple[int], tuple[int]]  # the axes that a product contracts

@@ -18,14 +18,36 @@ from jaxtyping import Array, Float
 from jaxunet.ops.conv3x3.operands import Added, Affine, Parts
 from jaxunet.ops.transformations import joins_batch
 from jaxunet.runtime import device
-from pallas_kernels.conv3x3 import hopper, hopper_weight_gradient, triton, triton_weight_gradient
+from jaxunet.runtime.errors import UserError
+from pallas_kernels import jax_modules
+from pallas_kernels.conv3x3 import triton, triton_weight_gradient
 from pallas_kernels.types import Shaped
+
+if jax_modules.missing(jax_modules.MOSAIC) is None:
+    from pallas_kernels.conv3x3 import hopper, hopper_weight_gradient
 
 # Pixels of an image from which Hopper's kernel, and output channels up to which Triton's, apply
 # GroupNorm and SiLU themselves. To refit, time `norm_silu_conv3x3` on both sides of the limits with
 # `python -m jaxunet.benchmark.kernels`.
 FUSED_PIXELS = 1024
 FUSED_FEATURES = 16
+
+
+def _target() -> device.Target:
+    """Returns the family of this process's device, as `device.target`.
+
+    Raises:
+      UserError: Hopper's, but JAX lacks what its kernels need.
+    """
+    found = device.target()
+    if found is device.Target.HOPPER and (lacks := jax_modules.missing(jax_modules.MOSAIC)):
+        raise UserError(lacks)
+    return found
+
+
+def flip(kernel: Float[Array, '3 3 channels features']) -> Float[Array, '3 3 features channels']:
+    """Returns the kernel whose convolution is the input gradient of `kernel`'s."""
+    return jnp.swapaxes(kernel[::-1, ::-1], 2, 3)
 
 
 def project(added: Added) -> Float[Array, 'batch height width features']:
@@ -96,7 +118,7 @@ def fuses_activation(parts: Sequence[Shaped], kernel: Shaped) -> bool:
     The Hopper kernel activates a tile once for its nine taps, which is faster for large images. The
     Triton kernel fuses them for few output channels, where reading x takes most of its time.
     """
-    if device.target() is device.Target.HOPPER and hopper.supports(parts, kernel) is None:
+    if _target() is device.Target.HOPPER and hopper.supports(parts, kernel) is None:
         return parts[0].shape[1] * parts[0].shape[2] >= FUSED_PIXELS
     return kernel.shape[3] <= FUSED_FEATURES
 
@@ -114,7 +136,7 @@ def _convolve(flipped: bool, images: Images, weights: Weights) -> Array:
       flipped: convolve with kernel[::-1, ::-1], its input and output channels exchanged.
     """
     (parts, shift, residual, affine), (kernel, shortcut) = images, weights
-    target = device.target()
+    target = _target()
     if target is device.Target.HOPPER:
         options: dict[str, Any] = {
             'residual': residual or None,
@@ -129,7 +151,7 @@ def _convolve(flipped: bool, images: Images, weights: Weights) -> Array:
         addend = residual[0] if shortcut is None else project(Added(residual, shortcut))
     return triton.forward(
         parts,
-        hopper.flip(kernel) if flipped else kernel,
+        flip(kernel) if flipped else kernel,
         shift,
         residual=addend,
         affine=affine,
@@ -143,7 +165,7 @@ _input_gradient = joins_batch(functools.partial(_convolve, True))
 
 @jax.custom_batching.sequential_vmap
 def _weight_gradient(parts: Parts, dy: Array) -> Array:
-    target, pixels = device.target(), math.prod(dy.shape[:3])
+    target, pixels = _target(), math.prod(dy.shape[:3])
     # Over few pixels XLA computes float32 in full rather than as tf32. Triton's three tf32 products
     # are as accurate as that; Hopper's three bfloat16 products are not.
     exact = dy.dtype == jnp.float32 and pixels < 2048

@@ -25,11 +25,6 @@ from pallas_kernels.types import Shaped
 Image = Float[Array, 'batch height width _']
 
 
-def flip(kernel: Float[Array, '3 3 channels features']) -> Float[Array, '3 3 features channels']:
-    """Returns the kernel whose convolution is the input gradient of `kernel`'s."""
-    return jnp.swapaxes(kernel[::-1, ::-1], 2, 3)
-
-
 def supports(
     parts: Sequence[Shaped],
     kernel: Shaped,
@@ -178,8 +173,8 @@ def forward(
       residual: of x's dtype; several parts if a shortcut projects it.
       shortcut: a 1×1 convolution of the residual, of x's dtype.
       affine: float32 (a, b): act(x) = SiLU(a · x + b), rounded to x's dtype; None: act(x) = x.
-      flipped: convolve with `flip(kernel)` without a copy: the input gradient of the convolution
-        with `kernel`.
+      flipped: convolve with `dispatch.flip(kernel)` without a copy: the input gradient of the
+        convolution with `kernel`.
       tile: None takes `choose_tile`.
       out_dtype: None = x's dtype; or float32.
 

@@ -49,7 +49,6 @@ from typing import Any
 
 import jax
 import jax.experimental.pallas as pl
-import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 from jax.typing import DTypeLike
@@ -66,6 +65,7 @@ from pallas_kernels.conv3x3.schedule import (
     TAPS,
     tap_offset,
 )
+from pallas_kernels.jax_modules import mosaic_gpu as plgpu
 from pallas_kernels.types import Index, Ref
 
 NAME = 'jaxunet_conv3x3_forward'

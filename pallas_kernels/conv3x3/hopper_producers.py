@@ -9,7 +9,6 @@ import functools
 import operator
 
 import jax.experimental.pallas as pl
-import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array
@@ -24,6 +23,7 @@ from pallas_kernels.conv3x3.schedule import (
     TAPS,
     ceil_div,
 )
+from pallas_kernels.jax_modules import mosaic_gpu as plgpu
 from pallas_kernels.types import Index, Ref, Slice
 
 PIECE = 16  # pixels that a warpgroup activates at once

@@ -1,6 +1,6 @@
 """Views of shared memory for which Pallas Mosaic GPU has no public function.
 
-The one file that uses JAX's private modules. `tests/matrix` runs it on every version of JAX that
+The one file that uses JAX's private classes. `tests/matrix` runs it on every version of JAX that
 pyproject.toml admits.
 """
 
@@ -9,23 +9,14 @@ from __future__ import annotations
 import inspect
 from typing import TYPE_CHECKING
 
-import jax
-import jax.experimental.pallas.mosaic_gpu as plgpu
 from jaxtyping import Array
 
+from pallas_kernels.jax_modules import TransformedRef, UntilingTransform
+from pallas_kernels.jax_modules import mosaic_gpu as plgpu
 from pallas_kernels.types import Ref
 
-try:
-    from jax._src.pallas.mosaic_gpu.core import UntilingTransform
-    from jax._src.state.types import TransformedRef
-except ImportError as error:
-    raise ImportError(
-        f'the Pallas kernels use private modules of JAX that {jax.__version__} does not have '
-        f'({error}); install jax>=0.10.2,<=0.12.0.1, or use another backend'
-    ) from error
-
 if TYPE_CHECKING:
-    from jax._src.pallas.mosaic_gpu.core import SomeLayout
+    from pallas_kernels.jax_modules import SomeLayout
 
 _INDEX = inspect.signature(plgpu.load).parameters.get('idx')
 LOAD_INDEX = ((),) if _INDEX is not None and _INDEX.default is inspect.Parameter.empty else ()

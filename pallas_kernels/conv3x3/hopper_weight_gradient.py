@@ -48,7 +48,6 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float
 
 from pallas_kernels import tile_table
@@ -61,6 +60,7 @@ from pallas_kernels.conv3x3.hopper_weight_gradient_plan import (
     Tile,
 )
 from pallas_kernels.conv3x3.schedule import MULTIPROCESSORS, SHARED_BYTES
+from pallas_kernels.jax_modules import mosaic_gpu as plgpu
 from pallas_kernels.types import Index, Ref, Shaped
 
 NAME = 'jaxunet_conv3x3_weight_gradient'

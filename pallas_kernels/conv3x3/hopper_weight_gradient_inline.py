@@ -7,14 +7,15 @@ only in this file.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import TypeAlias
 
 import jax.numpy as jnp
-from jax.experimental.mosaic import gpu as mgpu
-from jax.experimental.mosaic.gpu import utils
-from jax.experimental.pallas import mosaic_gpu as plgpu
-from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import arith, nvvm
 from jaxtyping import Array
+
+from pallas_kernels.jax_modules import arith, ir, nvvm
+from pallas_kernels.jax_modules import mosaic as mgpu
+from pallas_kernels.jax_modules import mosaic_gpu as plgpu
+from pallas_kernels.jax_modules import mosaic_utils as utils
 
 # The layout of wgmma's accumulator, one float32 per register. Pairs (plgpu.Layout.WGMMA) would be
 # split before every wgmma.
@@ -24,7 +25,7 @@ ACCUMULATOR = plgpu.Layout.TILED(
     lane_dims=(-4, -3),
     vector_dim=-1,
 )
-Registers = mgpu.FragmentedArray  # an array in the registers of a warpgroup
+Registers: TypeAlias = mgpu.FragmentedArray  # an array in the registers of a warpgroup
 SWIZZLE = plgpu.SwizzleTransform(128)
 
 

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import pytest
 from support.turns import in_turn
 
-from pallas_kernels.conv3x3 import hopper
+from pallas_kernels.conv3x3 import dispatch, hopper
 from pallas_kernels.conv3x3.schedule import Tile
 
 NAME = 'jaxunet_conv3x3_forward'
@@ -162,7 +162,7 @@ def test_flipped_kernel_is_the_input_gradient() -> None:
 
     y, pull = jax.vjp(lambda x: convolve(x, kernel), x)
     dy = jnp.arange(float(y.size)).reshape(y.shape) % 3
-    assert (pull(dy)[0] == convolve(dy, hopper.flip(kernel))).all()
+    assert (pull(dy)[0] == convolve(dy, dispatch.flip(kernel))).all()
 
 
 @pytest.mark.parametrize('terms', [2, 3])

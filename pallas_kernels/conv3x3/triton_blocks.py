@@ -11,10 +11,10 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import triton as plgpu
 from jax.typing import DTypeLike
 from jaxtyping import Array
 
+from pallas_kernels.jax_modules import triton as plgpu
 from pallas_kernels.types import Ref
 
 DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16)

@@ -13,7 +13,6 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import triton as plgpu
 from jaxtyping import Array
 
 from pallas_kernels.conv3x3.triton_blocks import (
@@ -32,6 +31,7 @@ from pallas_kernels.conv3x3.triton_blocks import (
     tap_offset,
 )
 from pallas_kernels.conv3x3.triton_tiles import Tile
+from pallas_kernels.jax_modules import triton as plgpu
 
 Affine = tuple[Ref, Ref] | None  # a and b of SiLU(a · x + b), both (batch, channels)
 SUM_PIXELS = 256  # pixels of one program that adds up products

@@ -20,7 +20,6 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import triton as plgpu
 from jaxtyping import Array, Float
 
 from pallas_kernels import tile_table
@@ -42,6 +41,7 @@ from pallas_kernels.conv3x3.triton_blocks import (
     tap_offset,
 )
 from pallas_kernels.conv3x3.triton_weight_gradient_tiles import Tile, default_tile
+from pallas_kernels.jax_modules import triton as plgpu
 from pallas_kernels.types import Shaped
 
 NAME = 'jaxunet_conv3x3_triton_weight_gradient'

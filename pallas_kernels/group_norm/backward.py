@@ -21,12 +21,12 @@ from collections.abc import Callable, Sequence
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import triton as plgpu
 from jaxtyping import Array, Float
 
 from jaxunet.ops.group_norm.operands import group_size
 from pallas_kernels.group_norm.blocks import Lanes, Program, Ref, loop, scaled, sigmoid
 from pallas_kernels.group_norm.tiles import Grid, Tile, choose_tile, fit
+from pallas_kernels.jax_modules import triton as plgpu
 from pallas_kernels.types import Index
 
 

@@ -11,11 +11,11 @@ from typing import NamedTuple, TypeVar
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import triton as plgpu
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
 from pallas_kernels.group_norm.tiles import Grid
+from pallas_kernels.jax_modules import triton as plgpu
 from pallas_kernels.types import Index, Ref
 
 State = TypeVar('State')

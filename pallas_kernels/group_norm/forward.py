@@ -12,7 +12,6 @@ from collections.abc import Sequence
 
 import jax
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import triton as plgpu
 from jaxtyping import Array, Float
 
 from jaxunet.ops.activation import at_least_float32
@@ -27,6 +26,7 @@ from pallas_kernels.group_norm.blocks import (
     sigmoid,
 )
 from pallas_kernels.group_norm.tiles import Grid, Tile, choose_tile, fit
+from pallas_kernels.jax_modules import triton as plgpu
 
 
 def _normalise_kernel(*refs: Ref, grid: Grid, eps: float, silu: bool, known: bool) -> None:

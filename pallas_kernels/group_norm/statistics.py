@@ -12,13 +12,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import triton as plgpu
 from jaxtyping import Array, Float
 
 from jaxunet.ops.activation import at_least_float32
 from jaxunet.ops.group_norm.operands import group_size
 from pallas_kernels.group_norm.blocks import Program, Ref, group_statistics, loop, moments_of
 from pallas_kernels.group_norm.tiles import Grid, Tile, choose_tile, fit
+from pallas_kernels.jax_modules import triton as plgpu
 
 
 def _moments_kernel(x: Ref, out: Ref, *, grid: Grid) -> None:

@@ -1,0 +1,100 @@
+"""The modules of JAX that the kernels are written in; a version of JAX may lack some of them.
+
+JAX deprecates Pallas's Triton lowering for removal, and promises neither its private modules nor
+`jaxlib.mlir`. Only this file imports them; the kernels import them from here:
+
+    from pallas_kernels.jax_modules import triton as plgpu
+
+If this version of JAX lacks one, that import raises an error that says which kernels need it and
+what to do, and `pallas_kernels.backend` says so before.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import jax
+
+if TYPE_CHECKING:
+    pass
+
+TESTED = 'jax>=0.10.2,<=0.12.0.1'  # the versions in pyproject.toml
+
+
+@dataclass(frozen=True, eq=False)
+class Part:
+    """A part of JAX.
+
+    Fields:
+      kernels: those that need it, for messages.
+      advice: what to do without it, beside another version of JAX.
+      names: MODULE, or MODULE:NAME for something in a module, by the name that this file gives it.
+    """
+
+    kernels: str
+    advice: str
+    names: Mapping[str, str]
+
+
+TRITON = Part(
+    "attention, GroupNorm, and convolutions that Hopper's kernels do not support",
+    'or use backend=cuda',
+    {'triton': 'jax.experimental.pallas.triton'},
+)
+MOSAIC = Part(
+    'convolutions on Hopper',
+    'use backend=cuda, or set JAXUNET_KERNELS=portable for the Triton kernels',
+    {
+        'mosaic_gpu': 'jax.experimental.pallas.mosaic_gpu',
+        'mosaic': 'jax.experimental.mosaic.gpu',
+        'mosaic_utils': 'jax.experimental.mosaic.gpu.utils',
+        'ir': 'jaxlib.mlir.ir',
+        'arith': 'jaxlib.mlir.dialects.arith',
+        'nvvm': 'jaxlib.mlir.dialects.nvvm',
+        'UntilingTransform': 'jax._src.pallas.mosaic_gpu.core:UntilingTransform',
+        'TransformedRef': 'jax._src.state.types:TransformedRef',
+    },
+)
+
+
+@functools.cache
+def missing(part: Part) -> str | None:
+    """Returns a line that says what this version of JAX lacks of a part; None if it has all."""
+    for source in part.names.values():
+        try:
+            _load(source)
+        except (ImportError, AttributeError) as error:
+            return _told(part, source, error)
+    return None
+
+
+def __getattr__(name: str) -> Any:
+    """Returns what a part has under this name.
+
+    Raises:
+      ImportError: this version of JAX lacks it.
+    """
+    for part in (TRITON, MOSAIC):
+        if name in part.names:
+            try:
+                return _load(part.names[name])
+            except (ImportError, AttributeError) as error:
+                raise ImportError(_told(part, part.names[name], error)) from error
+    raise AttributeError(f'module {__name__!r} has no attribute {name!r}')
+
+
+def _load(source: str) -> Any:
+    module, _, name = source.partition(':')
+    found = importlib.import_module(module)
+    return getattr(found, name) if name else found
+
+
+def _told(part: Part, source: str, error: Exception) -> str:
+    return (
+        f'the Pallas kernels for {part.kernels} need {source.replace(":", ".")}, which jax '
+        f'{jax.__version__} does not have ({error}); install {TESTED}, {part.advice}'
+    )
